@@ -1,0 +1,91 @@
+// Append, summarise and drift on the host.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <freekv/backend/host/isa.hpp>
+#include <freekv/backend/host/workspace.hpp>
+#include <freekv/functors/summarise_page.hpp>
+#include <freekv/pipeline/layer_state.hpp>
+
+namespace freekv::host {
+
+/// Appends the rows of one entry that fall into one page: K and V to the store and, where the layer keeps
+/// slots and the page stays in the fast tier, to its sink or ring slot; a page that becomes complete is
+/// summarised.
+///
+/// `key`, `value`: the entry's first row, (rows, kv_heads, head_dim), of the stored element type or float.
+template <class State, class Summary, class In>
+void append_page(isa set, const State& s, const Summary& summary, const step_entry& entry, int page_index,
+                 const In* key, const In* value, const workspace& w) {
+  using element = typename State::element;
+  constexpr int d = State::head_dim;
+  const int first = std::max(entry.before, page_index * s.page.tokens);
+  const int last = std::min(entry.after(), (page_index + 1) * s.page.tokens);
+  const bool in_slots =
+      s.keeps_slots && s.kind != layer_kind::complete &&
+      (page_index < s.slots.sink || page_index >= s.slots.ring_begin(entry.after(), s.page.tokens));
+  const int slot = page_index < s.slots.sink ? s.slots.sink_slot(page_index) : s.slots.ring_slot(page_index);
+  const auto put = [](element* to, const In* from) {
+    if constexpr (std::is_same_v<In, element>)
+      std::memcpy(to, from, d * sizeof(element));
+    else
+      for (int i = 0; i < d; ++i) to[i] = from_float<element>(from[i]);
+  };
+  for (int head = 0; head < s.heads.kv; ++head) {
+    const auto stored = s.store_slice(entry.sequence, page_index, head);
+    for (int token = first; token < last; ++token) {
+      const int t = token - page_index * s.page.tokens;
+      const std::int64_t row = (static_cast<std::int64_t>(token - entry.before) * s.heads.kv + head) * d;
+      put(stored.key + t * stored.stride, key + row);
+      put(stored.value + t * stored.stride, value + row);
+      if (in_slots) {
+        const auto frame = s.frame_slice(entry.sequence, slot, head);
+        std::memcpy(frame.key + t * frame.stride, stored.key + t * stored.stride, d * sizeof(element));
+        std::memcpy(frame.value + t * frame.stride, stored.value + t * stored.stride, d * sizeof(element));
+      }
+    }
+  }
+  const bool complete = last == (page_index + 1) * s.page.tokens;
+  if (!complete || s.kind != layer_kind::retrieval) return;
+  const std::int32_t store_page = s.store_page(entry.sequence, page_index);
+  with_team(set, [&](auto team) {
+    for (int head = 0; head < s.heads.kv; ++head) {
+      const auto slice = s.store_slice(entry.sequence, page_index, head);
+      summarise_page<d, decltype(team), decltype(summary_at(summary, 0, 0)), element>(
+          team, summary_at(summary, s.layer, head), s.page.tokens, {slice.key, slice.value, slice.stride},
+          w.block, w.numbers, s.summary_of(store_page, head));
+    }
+  });
+}
+
+/// Forgets the selection and the previous query of a sequence that goes on with a prompt.
+template <class State>
+void drop_selection(const State& s, int sequence) {
+  s.has_selection[sequence] = 0;
+  for (int head = 0; head < s.heads.kv; ++head) {
+    s.selected_count[s.row(sequence, head)] = 0;
+    std::fill_n(s.slot_page + s.selection(sequence, head), s.tokens.selected_pages, -1);
+  }
+}
+
+/// Flags the KV heads of a sequence whose queries have drifted, then keeps `query` (query_heads, head_dim) as
+/// the one that makes the next selection.
+template <class State, class Correction>
+void detect_drift(isa set, const State& s, const Correction& correction, int sequence, const float* query) {
+  constexpr int d = State::head_dim;
+  const int group = s.heads.group();
+  with_team(set, [&](auto team) {
+    for (int head = 0; head < s.heads.kv; ++head) {
+      const float* now = query + static_cast<std::ptrdiff_t>(head) * group * d;
+      s.corrected[s.row(sequence, head)] =
+          s.has_selection[sequence] == 0 || correction.flags(team, now, s.query_of(sequence, head), group, d);
+      s.recalled[s.row(sequence, head)] = 0;
+      s.promoted[s.row(sequence, head)] = 0;
+    }
+  });
+  std::memcpy(s.query_of(sequence, 0), query, static_cast<std::size_t>(s.heads.query * d) * sizeof(float));
+  s.has_selection[sequence] = 1;
+}
+
+}  // namespace freekv::host

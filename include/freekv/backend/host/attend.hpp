@@ -1,0 +1,120 @@
+// Attention on the host: one KV head's query group over a list of pages.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <freekv/backend/host/isa.hpp>
+#include <freekv/backend/host/workspace.hpp>
+#include <freekv/functors/attend_slice.hpp>
+#include <freekv/pipeline/layer_state.hpp>
+
+namespace freekv::host {
+
+/// Where the pages of a list are read from.
+enum class page_source : std::uint8_t { store, slots };
+
+/// Attends one query group to entries [begin, end) of `list`. `query` (group, head_dim) is multiplied by the
+/// scale already; `scratch` has `attention_scratch` floats.
+template <class Team, class State>
+void attend_pages(Team team, const State& s, const head_of& at, const page_list& list, page_source source,
+                  int begin, int end, const float* query, const attention_part& part, float* scratch) {
+  const std::int32_t* slot_of = s.slot_of + s.selection(at.sequence, at.head);
+  const auto slice = [&](int i, int page) {
+    if (source == page_source::store) return s.store_slice(at.sequence, page, at.head);
+    const int nth_selected = i - list.roles.sink_end;
+    const int slot = nth_selected < 0                     ? s.slots.sink_slot(page)
+                     : nth_selected < list.selected_count ? s.slots.selected_slot(slot_of[nth_selected])
+                                                          : s.slots.ring_slot(page);
+    return s.frame_slice(at.sequence, slot, at.head);
+  };
+  for (int i = begin; i < end; ++i) {
+    const int page = list.page(i);
+    const auto from = slice(i, page);
+    attend_slice<State::head_dim, Team, typename State::element>(
+        team, query, s.heads.group(), {from.key, from.value, from.stride},
+        list.tokens_in(page, s.page.tokens), part, scratch);
+  }
+}
+
+/// Where attention goes: (rows, query_heads, head_dim) and (rows, query_heads); `lse` may be null.
+struct attention_output {
+  float* out = nullptr;
+  float* lse = nullptr;
+};
+
+/// Attention of the rows of one entry of a step. `complete`: to everything up to each row, from the store;
+/// else to sink, selected and window pages.
+template <class State>
+struct attention_job {
+  const State& s;
+  const step_entry& entry;
+  const float* queries = nullptr;  // the step's, (rows, query_heads, head_dim)
+  attention_output to;
+  bool complete = false;
+
+  static constexpr int d = State::head_dim;
+
+  page_list list(int row, int head) const {
+    const int tokens = entry.before + row + 1;
+    const bool selects = !complete && s.kind == layer_kind::retrieval;
+    return {roles_at(tokens, s.tokens, s.page.tokens), s.selected + s.selection(entry.sequence, head),
+            selects ? s.selected_count[s.row(entry.sequence, head)] : 0, complete, tokens};
+  }
+  int parts(int row) const {
+    int pages = 0;
+    for (int head = 0; head < s.heads.kv; ++head) pages = std::max(pages, list(row, head).size());
+    return std::max(1, (pages - 1) / pages_per_part(s.page.tokens) + 1);
+  }
+  /// Bytes of keys and values that one row reads.
+  std::size_t bytes(int row) const {
+    return static_cast<std::size_t>(list(row, 0).size()) *
+           static_cast<std::size_t>(s.page.tokens * s.heads.kv) * 2 * d * sizeof(typename State::element);
+  }
+
+  /// The `nth` part of one head's list, from nothing.
+  template <class Team>
+  void attend_part(Team team, int row, int head, int nth, const attention_part& part,
+                   const workspace& w) const {
+    using pack = typename Team::pack;
+    const int group = s.heads.group();
+    const float* query = queries + first_query_head(row, head) * d;
+    for (int i = 0; i < group * d; i += Team::width)
+      team.store(w.query + i, team.load(query + i) * pack(s.scale));
+    part.clear(team, group, d);
+    const page_list pages = list(row, head);
+    const int begin = nth * pages_per_part(s.page.tokens);
+    const int end = std::min(begin + pages_per_part(s.page.tokens), pages.size());
+    attend_pages(team, s, head_of{entry.sequence, head}, pages,
+                 complete || !s.keeps_slots ? page_source::store : page_source::slots, begin, end, w.query,
+                 part, w.block);
+  }
+  template <class Team>
+  void finish(Team team, int row, int head, const attention_part& part) const {
+    const std::ptrdiff_t first = first_query_head(row, head);
+    finish_attention<d>(team, part, s.heads.group(), to.out + first * d,
+                        to.lse == nullptr ? nullptr : to.lse + first);
+  }
+
+ private:
+  std::ptrdiff_t first_query_head(int row, int head) const {
+    return (std::ptrdiff_t{entry.first_row + row} * s.heads.kv + head) * s.heads.group();
+  }
+};
+
+/// One head of one row, part after part on one thread.
+template <class State>
+void attend_head(isa set, const attention_job<State>& job, int row, int head, const workspace& w) {
+  const int group = job.s.heads.group(), parts = job.parts(row);
+  const attention_part first{w.mass, w.weighted}, next{w.mass + group, w.weighted + group * State::head_dim};
+  with_team(set, [&](auto team) {
+    job.attend_part(team, row, head, 0, first, w);
+    for (int nth = 1; nth < parts; ++nth) {
+      job.attend_part(team, row, head, nth, next, w);
+      merge_parts<State::head_dim>(team, next, first, group);
+    }
+    job.finish(team, row, head, first);
+  });
+}
+
+}  // namespace freekv::host

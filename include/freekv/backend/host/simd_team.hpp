@@ -1,0 +1,213 @@
+// The host's team: eight float lanes on the compiler's vector types, lowered to whatever the target has.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <freekv/core/team.hpp>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace freekv::host {
+
+using float8 = float __attribute__((vector_size(32)));
+using int8x32 = std::int32_t __attribute__((vector_size(32)));
+using uint8x32 = std::uint32_t __attribute__((vector_size(32)));
+using uint8x16 = std::uint16_t __attribute__((vector_size(16)));
+using uint8x8 = std::uint8_t __attribute__((vector_size(8)));
+
+/// Eight floats. A struct, and passed by reference, because a bare vector in a signature has an ABI that
+/// depends on the target flags.
+struct pack8 {
+  float8 v;
+  pack8() = default;
+  [[gnu::always_inline]] explicit pack8(const float8& x) : v(x) {}
+  [[gnu::always_inline]] pack8(float x) : v(float8{} + x) {}
+  [[gnu::always_inline]] friend pack8 operator+(const pack8& a, const pack8& b) { return pack8(a.v + b.v); }
+  [[gnu::always_inline]] friend pack8 operator-(const pack8& a, const pack8& b) { return pack8(a.v - b.v); }
+  [[gnu::always_inline]] friend pack8 operator*(const pack8& a, const pack8& b) { return pack8(a.v * b.v); }
+};
+
+// How f16 becomes float: by integer arithmetic that any target vectorises, or by the F16C instruction.
+struct portable {
+  [[gnu::always_inline]] static void widen8(const std::uint16_t* in, float* out) {
+    uint8x16 bits;
+    std::memcpy(&bits, in, sizeof bits);
+    const uint8x32 wide = __builtin_convertvector(bits, uint8x32);
+    const uint8x32 magnitude = (wide & 0x7fffu) << 13;
+    // The exponents differ by 112; multiplying by 2^112 also turns subnormals into normal numbers. Infinity
+    // and NaN have all exponent bits set in both formats.
+    const float8 rebias = float8{} + std::bit_cast<float>(0x77800000u);
+    float8 value;
+    std::memcpy(&value, &magnitude, sizeof value);
+    value *= rebias;
+    uint8x32 result;
+    std::memcpy(&result, &value, sizeof result);
+    result = magnitude >= (0x7c00u << 13) ? magnitude | 0x7f800000u : result;
+    result |= (wide & 0x8000u) << 16;
+    std::memcpy(out, &result, sizeof result);
+  }
+};
+#if defined(__x86_64__)
+struct f16c {
+  [[gnu::target("avx,f16c")]] static void widen8(const std::uint16_t* in, float* out) {
+    _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in))));
+  }
+};
+#endif
+
+template <class HalfConversion>
+struct simd_team {
+  static constexpr int width = 8;
+  using pack = pack8;
+
+  [[gnu::always_inline]] pack load(const float* p) const {
+    pack x;
+    std::memcpy(&x.v, p, sizeof x.v);
+    return x;
+  }
+  [[gnu::always_inline]] void store(float* p, const pack& x) const { std::memcpy(p, &x.v, sizeof x.v); }
+
+  [[gnu::always_inline]] pack maximum(const pack& a, const pack& b) const {
+    const float8 greater = a.v > b.v ? a.v : b.v;  // b where either is NaN
+    return pack(a.v != a.v ? a.v : greater);
+  }
+  [[gnu::always_inline]] pack minimum(const pack& a, const pack& b) const {
+    const float8 smaller = a.v < b.v ? a.v : b.v;
+    return pack(a.v != a.v ? a.v : smaller);
+  }
+  [[gnu::always_inline]] pack select_greater(const pack& a, const pack& b, const pack& x,
+                                             const pack& y) const {
+    return pack(a.v > b.v ? x.v : y.v);
+  }
+
+  /// e^x = 2^n * e^r with n = round(x / ln 2), |r| <= ln(2)/2, e^r by its Taylor polynomial of degree 7; 0
+  /// below -87.3 (no subnormal results), infinity above 88.7.
+  [[gnu::always_inline]] pack exp(const pack& x) const {
+    const float8 zero{};
+    const float8 low = zero - 87.336544f, high = zero + 88.722839f;
+    float8 clamped = x.v < low ? low : x.v;
+    clamped = clamped > high ? high : clamped;
+    const float8 round = zero + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const float8 n = (clamped * 1.44269504f + round) - round;
+    const float8 r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+    float8 e = zero + 1.9841270e-4f;
+    e = e * r + 1.3888889e-3f;
+    e = e * r + 8.3333333e-3f;
+    e = e * r + 4.1666667e-2f;
+    e = e * r + 1.6666667e-1f;
+    e = e * r + 0.5f;
+    e = e * r + 1.0f;
+    e = e * r + 1.0f;
+    // Two factors, since 2^128 alone is no float.
+    const int8x32 whole = __builtin_convertvector(n, int8x32);
+    const int8x32 first = whole >> 1;
+    e = e * power_of_two(first).v * power_of_two(whole - first).v;
+    e = x.v < low ? zero : e;
+    e = x.v > high ? zero + __builtin_inff() : e;
+    return pack(x.v != x.v ? x.v : e);
+  }
+
+  /// ln x = k * ln 2 + ln m with m in [sqrt(1/2), sqrt(2)), ln m = 2 * atanh((m - 1) / (m + 1)) by its
+  /// series. -infinity at 0; infinity and NaN stay; undefined below 0.
+  [[gnu::always_inline]] pack log(const pack& x) const {
+    const float8 zero{};
+    const float8 smallest = zero + 1.17549435e-38f;
+    const float8 normal = x.v < smallest ? x.v * 8388608.0f : x.v;
+    int8x32 bits;
+    std::memcpy(&bits, &normal, sizeof bits);
+    // 0x3f3504f3 is sqrt(1/2): the exponent of x / sqrt(1/2), rounded down.
+    const int8x32 exponent = (bits - 0x3f3504f3) >> 23;
+    const int8x32 mantissa = bits - (exponent << 23);
+    float8 m;
+    std::memcpy(&m, &mantissa, sizeof m);
+    float8 k = __builtin_convertvector(exponent, float8);
+    k = x.v < smallest ? k - 23.0f : k;
+    const float8 s = (m - 1.0f) / (m + 1.0f), s2 = s * s;
+    float8 series = zero + 2.0f / 9.0f;
+    series = series * s2 + 2.0f / 7.0f;
+    series = series * s2 + 2.0f / 5.0f;
+    series = series * s2 + 2.0f / 3.0f;
+    float8 result = k * 0.693359375f + (k * -2.12194440e-4f + (s * 2.0f + s * s2 * series));
+    result = x.v == zero ? zero - __builtin_inff() : result;
+    return pack(x.v < zero + __builtin_inff() ? result : x.v);
+  }
+
+  [[gnu::always_inline]] float sum(const pack& x) const {
+    const float8 a = x.v + __builtin_shufflevector(x.v, x.v, 4, 5, 6, 7, 0, 1, 2, 3);
+    const float8 b = a + __builtin_shufflevector(a, a, 2, 3, 0, 1, 6, 7, 4, 5);
+    return b[0] + b[1];
+  }
+  [[gnu::always_inline]] float max(const pack& x) const {
+    const pack a = maximum(x, pack(__builtin_shufflevector(x.v, x.v, 4, 5, 6, 7, 0, 1, 2, 3)));
+    const pack b = maximum(a, pack(__builtin_shufflevector(a.v, a.v, 2, 3, 0, 1, 6, 7, 4, 5)));
+    return b.v[0] > b.v[1] || b.v[0] != b.v[0] ? b.v[0] : b.v[1];
+  }
+  /// Pairwise: after each of three rounds half as many packs hold sums over twice as many lanes.
+  [[gnu::always_inline]] pack sum_each(const pack (&x)[8]) const {
+    float8 pairs[4], quads[2];
+    for (int i = 0; i < 4; ++i) {
+      const float8 &a = x[2 * i].v, &b = x[2 * i + 1].v;
+      pairs[i] = __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) +
+                 __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+    for (int i = 0; i < 2; ++i) {
+      const float8 &a = pairs[2 * i], &b = pairs[2 * i + 1];
+      quads[i] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
+                 __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+    return pack(__builtin_shufflevector(quads[0], quads[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+                __builtin_shufflevector(quads[0], quads[1], 4, 5, 6, 7, 12, 13, 14, 15));
+  }
+
+  template <int Bits>
+  [[gnu::always_inline]] pack load_codes(const std::uint8_t* codes, int first) const {
+    static_assert(Bits == 2 || Bits == 3 || Bits == 4 || Bits == 8, "codes have 2, 3, 4 or 8 bits");
+    const std::uint8_t* block = codes + first / 8 * Bits;
+    if constexpr (Bits == 8) {
+      uint8x8 bytes;
+      std::memcpy(&bytes, block, sizeof bytes);
+      return pack(__builtin_convertvector(bytes, float8));
+    } else {
+      std::uint32_t word = 0;
+      std::memcpy(&word, block, Bits);
+      const uint8x32 shift{0, Bits, 2 * Bits, 3 * Bits, 4 * Bits, 5 * Bits, 6 * Bits, 7 * Bits};
+      const uint8x32 code = ((uint8x32{} + word) >> shift) & ((1u << Bits) - 1);
+      int8x32 value;  // signed, since unsigned to float is many instructions
+      std::memcpy(&value, &code, sizeof value);
+      return pack(__builtin_convertvector(value, float8));
+    }
+  }
+
+  [[gnu::always_inline]] void widen(const float* in, float* out, int n) const {
+    std::memcpy(out, in, static_cast<std::size_t>(n) * sizeof(float));
+  }
+  [[gnu::always_inline]] void widen(const half* in, float* out, int n) const {
+    const auto* bits = reinterpret_cast<const std::uint16_t*>(in);
+    for (int i = 0; i < n; i += 8) HalfConversion::widen8(bits + i, out + i);
+  }
+  [[gnu::always_inline]] void widen(const bfloat16* in, float* out, int n) const {
+    for (int i = 0; i < n; i += 8) {
+      uint8x16 bits;
+      std::memcpy(&bits, in + i, sizeof bits);
+      const uint8x32 wide = __builtin_convertvector(bits, uint8x32) << 16;
+      std::memcpy(out + i, &wide, sizeof wide);
+    }
+  }
+  int lane() const { return 0; }
+  int lanes() const { return 1; }
+  void sync() const {}
+
+ private:
+  [[gnu::always_inline]] static pack power_of_two(const int8x32& exponent) {
+    const int8x32 bits = (exponent + 127) << 23;
+    float8 power;
+    std::memcpy(&power, &bits, sizeof power);
+    return pack(power);
+  }
+};
+
+static_assert(team<simd_team<portable>>);
+
+}  // namespace freekv::host

@@ -1,0 +1,95 @@
+// Threads that share the units of a parallel loop with the thread that calls it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace freekv::host {
+
+/// Runs loops over `size()` threads, the calling one included. One loop at a time; nothing is allocated or
+/// locked.
+class thread_pool {
+ public:
+  explicit thread_pool(int threads) {
+    for (int worker = 1; worker < threads; ++worker) threads_.emplace_back([this, worker] { serve(worker); });
+  }
+  thread_pool(const thread_pool&) = delete;
+  thread_pool& operator=(const thread_pool&) = delete;
+  ~thread_pool() {
+    stopping_.store(true, std::memory_order_relaxed);
+    ticket_.fetch_add(one_loop, std::memory_order_release);
+    ticket_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  int size() const { return static_cast<int>(threads_.size()) + 1; }
+
+  /// Calls `body(unit, worker)` for each unit in [0, units), worker in [0, size()); returns when all are
+  /// done. At most `helpers` further threads are woken. `body` must not throw.
+  template <class Body>
+  void run(int units, int helpers, const Body& body) {
+    if (units <= 1 || helpers <= 0 || threads_.empty()) {
+      for (int unit = 0; unit < units; ++unit) body(unit, 0);
+      return;
+    }
+    call_.store([](const void* b, int unit, int worker) { (*static_cast<const Body*>(b))(unit, worker); },
+                std::memory_order_relaxed);
+    body_.store(&body, std::memory_order_relaxed);
+    units_.store(units, std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
+    // The ticket holds the loop's number above and its next unit below: a worker that wakes late finds
+    // another number and takes nothing.
+    const std::uint64_t loop = (ticket_.load(std::memory_order_relaxed) / one_loop + 1) * one_loop;
+    ticket_.store(loop, std::memory_order_release);
+    if (helpers + 1 >= size())
+      ticket_.notify_all();
+    else
+      for (int i = 0; i < helpers; ++i) ticket_.notify_one();
+    work(loop, 0);
+    for (int done; (done = done_.load(std::memory_order_acquire)) < units;)
+      done_.wait(done, std::memory_order_acquire);
+  }
+
+ private:
+  static constexpr std::uint64_t one_loop = std::uint64_t{1} << 32;
+  using body_call = void (*)(const void*, int, int);
+
+  void serve(int worker) {
+    std::uint64_t seen = 0;
+    for (;;) {
+      std::uint64_t now = ticket_.load(std::memory_order_acquire);
+      while (now / one_loop == seen) {
+        ticket_.wait(now, std::memory_order_acquire);
+        now = ticket_.load(std::memory_order_acquire);
+      }
+      seen = now / one_loop;
+      if (stopping_.load(std::memory_order_relaxed)) return;
+      work(seen * one_loop, worker);
+    }
+  }
+
+  void work(std::uint64_t loop, int worker) {
+    for (;;) {
+      std::uint64_t now = ticket_.load(std::memory_order_acquire);
+      if (now / one_loop != loop / one_loop) return;
+      const int unit = static_cast<int>(now % one_loop), units = units_.load(std::memory_order_relaxed);
+      const body_call call = call_.load(std::memory_order_relaxed);
+      const void* body = body_.load(std::memory_order_relaxed);
+      if (unit >= units) return;
+      if (!ticket_.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) continue;
+      call(body, unit, worker);
+      if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == units) done_.notify_one();
+    }
+  }
+
+  std::vector<std::thread> threads_;
+  std::atomic<std::uint64_t> ticket_{0};
+  std::atomic<int> units_{0}, done_{0};
+  std::atomic<body_call> call_{nullptr};
+  std::atomic<const void*> body_{nullptr};
+  std::atomic<bool> stopping_{false};
+};
+
+}  // namespace freekv::host

@@ -1,0 +1,46 @@
+// The published methods and ours as policy packs: `variants::quest::pipeline<kv_shape<half, 128>>`.
+#pragma once
+
+#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <string_view>
+
+namespace freekv {
+
+/// A named list of policies.
+template <policy... Policies>
+struct variant {
+  /// The pipeline for a shape; `More` are added (page size, route), one of each kind at most.
+  template <class Shape, policy... More>
+  using pipeline = retrieval_pipeline<Shape, Policies..., More...>;
+};
+
+namespace variants {
+
+/// Full attention: everything is kept and attended to.
+struct full : variant<every_layer<layer_kind::complete>> {
+  static constexpr std::string_view name = "full";
+};
+/// StreamingLLM (arXiv 2309.17453): sink and window alone.
+struct streaming_llm : variant<every_layer<layer_kind::window>> {
+  static constexpr std::string_view name = "streaming_llm";
+};
+/// Quest (arXiv 2406.10774), selecting for whole groups: min-max summaries, selected anew before every
+/// attention.
+struct quest : variant<min_max, always> {
+  static constexpr std::string_view name = "quest";
+};
+/// FreeKV as published: min-max summaries, speculative retrieval, correction by query drift.
+struct freekv : variant<min_max, cosine_drift> {
+  static constexpr std::string_view name = "freekv";
+};
+/// FreeKV with the mean keys of chunks of 8 tokens.
+struct freekv_chunk_means : variant<chunk_means<8>, cosine_drift> {
+  static constexpr std::string_view name = "freekv_chunk_means";
+};
+/// FreeKV with token estimates in a 24-dimensional subspace at 3 bits.
+struct freekv_key_subspace : variant<key_subspace<24, 3>, cosine_drift> {
+  static constexpr std::string_view name = "freekv_key_subspace";
+};
+
+}  // namespace variants
+}  // namespace freekv

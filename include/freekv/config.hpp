@@ -1,0 +1,33 @@
+// What every FreeKV header needs first: the version, the supported compilers, and FREEKV_HD.
+#pragma once
+
+#define FREEKV_VERSION_MAJOR 0
+#define FREEKV_VERSION_MINOR 1
+#define FREEKV_VERSION_PATCH 0
+
+#if __cplusplus < 202002L
+#error \
+    "FreeKV needs C++20: compile with -std=c++20 (CMake: target_link_libraries(... freekv::freekv) asks for it)."
+#endif
+#if defined(__clang__) && __clang_major__ < 14
+#error "FreeKV needs Clang 14 or newer: this Clang is older."
+#elif defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 12
+#error "FreeKV needs GCC 12 or newer: this GCC is older."
+#elif !defined(__GNUC__) && !defined(__clang__)
+#error "FreeKV needs GCC 12 or Clang 14 or newer: its host backend uses their vector types."
+#endif
+#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 13
+#error "FreeKV needs nvcc 13.0 or newer: this CUDA toolkit is older."
+#endif
+
+#if defined(__FAST_MATH__)
+#error "FreeKV treats NaN and infinity as data: compile without -ffast-math (or -Ofast)."
+#endif
+
+// Marks what runs on the host and on the device alike: policies and functors, never memory management or
+// launches. The only macro FreeKV defines besides its version.
+#if defined(__CUDACC__)
+#define FREEKV_HD __host__ __device__
+#else
+#define FREEKV_HD
+#endif

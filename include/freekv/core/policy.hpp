@@ -1,0 +1,60 @@
+// Policy packs: order-free lists of types, one per kind, all defaulted.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <type_traits>
+
+namespace freekv {
+
+// The kinds. A policy names its own: `using policy_kind = summary_kind;`.
+struct page_size_kind {};
+struct layout_kind {};
+struct summary_kind {};
+struct pooling_kind {};
+struct selection_kind {};
+struct correction_kind {};
+struct plan_kind {};
+struct route_kind {};
+struct backend_kind {};
+
+/// A type that may stand in a pipeline's pack: it names its kind.
+template <class P>
+concept policy = requires {
+  typename P::policy_kind;
+};
+
+namespace detail {
+
+template <class Kind, class Policy>
+inline constexpr bool is_of_kind = std::is_same_v<typename Policy::policy_kind, Kind>;
+
+template <class Kind, class Default, class... Policies>
+struct first_of_kind {
+  using type = Default;
+};
+template <class Kind, class Default, class First, class... Rest>
+struct first_of_kind<Kind, Default, First, Rest...> {
+  using type = typename std::conditional_t<is_of_kind<Kind, First>, std::type_identity<First>,
+                                           first_of_kind<Kind, Default, Rest...>>::type;
+};
+
+}  // namespace detail
+
+/// How many of `Policies` are of kind `Kind`.
+template <class Kind, policy... Policies>
+inline constexpr std::size_t count_of_kind = (std::size_t{0} + ... +
+                                              (detail::is_of_kind<Kind, Policies> ? 1 : 0));
+
+/// The policy of kind `Kind` in the pack, or `Default`.
+template <class Kind, class Default, policy... Policies>
+using policy_of_kind = typename detail::first_of_kind<Kind, Default, Policies...>::type;
+
+/// Calls `use` with the policy itself. Run-time choices (`any_of`) overload this to call `use` with the
+/// policy chosen, so a stage is dispatched once, outside its loops.
+template <class Policy, class Use>
+constexpr decltype(auto) resolve(const Policy& chosen, Use&& use) {
+  return use(chosen);
+}
+
+}  // namespace freekv

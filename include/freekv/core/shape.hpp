@@ -1,0 +1,48 @@
+// The compile-time shape of a KV cache, and the run-time counts that go with it.
+#pragma once
+
+#include <cstdint>
+#include <freekv/core/element.hpp>
+
+namespace freekv {
+
+/// A size that is known at run time: `page_size<dynamic>`, `key_subspace<dynamic, dynamic>`.
+inline constexpr int dynamic = -1;
+
+/// A count that is part of a type, or with `count_of<dynamic>` a value; either way it converts to int.
+template <int N>
+struct count_of {
+  FREEKV_HD constexpr operator int() const { return N; }
+};
+template <>
+struct count_of<dynamic> {
+  int value = 0;
+  FREEKV_HD constexpr operator int() const { return value; }
+};
+
+/// Element type of keys and values, and the number of elements in one key. Head counts are run-time values.
+template <element Element, int HeadDim>
+struct kv_shape {
+  static_assert(HeadDim >= 8 && HeadDim <= 256 && HeadDim % 8 == 0,
+                "head_dim must be a multiple of 8 from 8 to 256");
+  using element_type = Element;
+  static constexpr int head_dim = HeadDim;
+};
+
+/// `group = query_heads / kv_heads` query heads share one KV head; any integer from 1 up.
+struct head_counts {
+  int query = 0;
+  int kv = 0;
+  FREEKV_HD constexpr int group() const { return query / kv; }
+};
+
+/// Names one live sequence of a pipeline; given out by `open()`.
+enum class sequence_id : std::int32_t {};
+
+/// What a summary policy may know about a page: how many tokens it holds and how long each key is.
+struct page_geometry {
+  int tokens = 0;
+  int head_dim = 0;
+};
+
+}  // namespace freekv

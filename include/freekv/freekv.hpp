@@ -1,0 +1,6 @@
+// FreeKV for host compilers: everything but the CUDA backend.
+#pragma once
+
+#include <freekv/baselines/variants.hpp>
+#include <freekv/config.hpp>
+#include <freekv/pipeline/retrieval_pipeline.hpp>

@@ -1,0 +1,137 @@
+// Attention of one query group over pages, one slice after the other, by online softmax; and the merge of
+// parts.
+#pragma once
+
+#include <freekv/functors/log_sum_exp.hpp>
+#include <freekv/storage/layout.hpp>
+
+namespace freekv {
+
+/// What has been attended so far by the `group` query heads of a KV head: for each a running log-sum-exp and
+/// the weighted sum of values, relative to the maximum.
+struct attention_part {
+  log_sum_exp* mass = nullptr;  // (group)
+  float* weighted = nullptr;    // (group, head_dim)
+
+  template <team T>
+  FREEKV_HD void clear(T team, int group, int head_dim) const {
+    for (int g = 0; g < group; ++g) mass[g] = {};
+    for (int i = 0; i < group * head_dim; i += T::width) team.store(weighted + i, typename T::pack(0.0f));
+  }
+};
+
+/// Tokens that are widened and attended together, so that keys and values of a block stay in the nearest
+/// cache.
+template <int HeadDim>
+inline constexpr int attention_block = HeadDim <= 64 ? 32 : (HeadDim <= 128 ? 16 : 8);
+
+/// Floats of scratch for `attend_slice`.
+template <int HeadDim>
+inline constexpr int attention_scratch = 2 * attention_block<HeadDim>* HeadDim + attention_block<HeadDim>;
+
+/// Adds the first `tokens` rows of a slice to `part`. `query` (group, head_dim) is multiplied by the scale
+/// already. A score of -infinity has weight 0; NaN propagates.
+template <int HeadDim, team T, class Element>
+FREEKV_HD void attend_slice(T team, const float* query, int group, const head_slice<const Element>& slice,
+                            int tokens, const attention_part& part, float* scratch) {
+  using pack = typename T::pack;
+  constexpr int width = T::width, block = attention_block<HeadDim>;
+  constexpr int packs = HeadDim / width, at_once = packs < 8 ? packs : 8;
+  float* keys = scratch;
+  float* values = keys + block * HeadDim;
+  float* weights = values + block * HeadDim;
+
+  for (int first = 0; first < tokens; first += block) {
+    const int count = tokens - first < block ? tokens - first : block;
+    const int padded = (count + width - 1) / width * width;
+    for (int t = 0; t < count; ++t) {
+      team.widen(slice.key + (first + t) * slice.stride, keys + t * HeadDim, HeadDim);
+      team.widen(slice.value + (first + t) * slice.stride, values + t * HeadDim, HeadDim);
+    }
+    for (int i = count * HeadDim; i < padded * HeadDim; i += width) team.store(keys + i, pack(0.0f));
+    team.sync();
+
+    for (int g = 0; g < group; ++g) {
+      for (int t = 0; t < padded; t += width) {
+        pack products[width];
+        for (int i = 0; i < width; ++i) products[i] = pack(0.0f);
+        for (int d = 0; d < HeadDim; d += width) {
+          const pack q = team.load(query + g * HeadDim + d);
+          for (int i = 0; i < width; ++i)
+            products[i] = products[i] + q * team.load(keys + (t + i) * HeadDim + d);
+        }
+        team.store(weights + t, team.sum_each(products));
+      }
+      for (int t = count; t < padded; ++t) weights[t] = -infinity;
+      team.sync();
+
+      log_sum_exp& mass = part.mass[g];
+      float* weighted = part.weighted + g * HeadDim;
+      pack largest = team.load(weights);
+      for (int t = width; t < padded; t += width) largest = team.maximum(largest, team.load(weights + t));
+      const float m = team.max(largest);
+      if (!(m <= mass.max)) {
+        const pack factor(mass.raise(m));
+        for (int d = 0; d < HeadDim; d += width) team.store(weighted + d, team.load(weighted + d) * factor);
+      }
+      if (!(mass.max > -infinity) && mass.max == mass.max) continue;  // nothing but -infinity so far
+      const pack base(mass.max);
+      pack total(0.0f);
+      for (int t = 0; t < padded; t += width) {
+        const pack weight = team.exp(team.load(weights + t) - base);
+        team.store(weights + t, weight);
+        total = total + weight;
+      }
+      mass.sum += team.sum(total);
+      team.sync();
+
+      for (int d = 0; d < packs; d += at_once) {
+        pack sums[at_once];
+        for (int i = 0; i < at_once; ++i)
+          if (d + i < packs) sums[i] = team.load(weighted + (d + i) * width);
+        for (int t = 0; t < count; ++t) {
+          const pack weight(weights[t]);
+          for (int i = 0; i < at_once; ++i)
+            if (d + i < packs) sums[i] = sums[i] + weight * team.load(values + t * HeadDim + (d + i) * width);
+        }
+        for (int i = 0; i < at_once; ++i)
+          if (d + i < packs) team.store(weighted + (d + i) * width, sums[i]);
+      }
+      team.sync();
+    }
+  }
+}
+
+/// Adds `from` to `into`, which holds earlier pages: parts are always merged in page order.
+template <int HeadDim, team T>
+FREEKV_HD void merge_parts(T team, const attention_part& from, const attention_part& into, int group) {
+  using pack = typename T::pack;
+  for (int g = 0; g < group; ++g) {
+    const log_sum_exp& a = from.mass[g];
+    log_sum_exp& b = into.mass[g];
+    if (a.max == -infinity) continue;
+    const float keep = a.max <= b.max ? 1.0f : b.raise(a.max);
+    const float factor = ::expf(a.max - b.max);
+    b.sum += a.sum * factor;
+    for (int d = 0; d < HeadDim; d += T::width) {
+      float* w = into.weighted + g * HeadDim + d;
+      team.store(w, team.load(w) * pack(keep) + team.load(from.weighted + g * HeadDim + d) * pack(factor));
+    }
+  }
+}
+
+/// Writes the attention output (group, head_dim) and its natural log-sum-exp (group); of an empty set, or one
+/// whose scores are all -infinity, 0 and -infinity. `lse` may be null.
+template <int HeadDim, team T>
+FREEKV_HD void finish_attention(T team, const attention_part& part, int group, float* out, float* lse) {
+  using pack = typename T::pack;
+  for (int g = 0; g < group; ++g) {
+    const log_sum_exp& mass = part.mass[g];
+    const pack factor(mass.max == -infinity ? 0.0f : 1.0f / mass.sum);
+    for (int d = 0; d < HeadDim; d += T::width)
+      team.store(out + g * HeadDim + d, team.load(part.weighted + g * HeadDim + d) * factor);
+    if (lse != nullptr) lse[g] = mass.value();
+  }
+}
+
+}  // namespace freekv

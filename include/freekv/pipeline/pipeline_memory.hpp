@@ -1,0 +1,106 @@
+// A pipeline's arrays: how large each is, and where in the two blocks it lies.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <freekv/backend/host/workspace.hpp>
+#include <freekv/functors/attend_slice.hpp>
+#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/policies/summary.hpp>
+#include <freekv/storage/memory.hpp>
+#include <vector>
+
+namespace freekv {
+
+/// All arrays of a pipeline, carved from a block of slow and a block of fast memory; with null blocks they
+/// are only counted, by the same code.
+template <class State, class Settings, class Stages>
+class pipeline_memory {
+ public:
+  template <class Backend>
+  pipeline_memory(const Settings& s, Backend& backend, std::byte* slow_block, std::byte* fast_block)
+      : pipeline_memory(s, backend, carver(slow_block), carver(fast_block)) {}
+
+  std::vector<State> layers;
+  std::int32_t* page_tables = nullptr;  // (sequence, max_pages)
+  memory_bytes bytes;
+  std::size_t slow_bytes = 0, fast_bytes = 0;  // of the blocks
+  Stages stages;
+
+ private:
+  using element = typename State::element;
+  static constexpr int head_dim = State::head_dim;
+  static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+  template <class Backend>
+  pipeline_memory(const Settings& s, Backend& backend, carver&& slow, carver&& fast)
+      : page_tables(fast.take<std::int32_t>(size(s.max_sequences) * size(s.max_pages()))),
+        stages(backend, s, scratch_sizes(s), fast) {
+    for (int layer = 0; layer < s.layers; ++layer) layers.push_back(layer_part(s, layer, slow, fast));
+    slow_bytes = slow.used();
+    fast_bytes = fast.used();
+    bytes.state = fast_bytes - bytes.slots - bytes.summaries;
+  }
+
+  State layer_part(const Settings& s, int layer, carver& slow, carver& fast) {
+    State l;
+    l.layer = layer;
+    l.kind = s.plan.kind(layer);
+    l.keeps_slots = s.route.keeps_slots() && l.kind != layer_kind::complete;
+    l.heads = {s.query_heads, s.kv_heads};
+    l.page = {s.page.tokens, head_dim};
+    l.tokens = s.budget;
+    l.slots = slots_for(s.budget, l.page.tokens);
+    if (l.kind == layer_kind::window) l.slots.selected = 0;
+    l.scale = s.scale;
+    l.max_pages = s.max_pages();
+    l.page_table = page_tables;
+    l.summary_bytes =
+        resolve(s.summary, [&](const auto& summary) { return summary_bytes<element>(summary, l.page); });
+
+    const page_shape shape{l.page.tokens, s.kv_heads};
+    const auto pages = [&](auto& span, std::int64_t count, carver& memory, std::size_t& counted) {
+      using span_type = std::remove_reference_t<decltype(span)>;
+      const std::size_t before = memory.used();
+      const auto elements = size(count) * size(2 * shape.tokens * head_dim) * size(shape.kv_heads);
+      span = make_page_span<typename span_type::layout_type, head_dim>(memory.take<element>(elements), count,
+                                                                       shape);
+      counted += memory.used() - before;
+      return memory.used() - before;
+    };
+    const std::size_t store = pages(l.store, s.store_pages(), slow, bytes.store);
+    if (l.kind == layer_kind::complete) bytes.complete += store;
+    pages(l.frames, l.keeps_slots ? std::int64_t{s.max_sequences} * l.slots.total() : 0, fast, bytes.slots);
+    if (l.kind == layer_kind::retrieval) {
+      const std::size_t before = fast.used();
+      l.summaries = fast.take<std::byte>(l.summary_bytes * size(s.store_pages()) * size(s.kv_heads));
+      bytes.summaries += fast.used() - before;
+    }
+
+    const std::size_t rows = l.row(s.max_sequences, 0), selections = l.selection(s.max_sequences, 0);
+    l.previous_query = fast.take<float>(rows * size(l.heads.group() * head_dim));
+    l.has_selection = fast.take<std::uint8_t>(size(s.max_sequences));
+    l.corrected = fast.take<std::uint8_t>(rows);
+    for (std::int32_t** counts : {&l.selected_count, &l.attended_count, &l.recalled, &l.promoted})
+      *counts = fast.take<std::int32_t>(rows);
+    for (std::int32_t** lists : {&l.selected, &l.attended, &l.slot_page, &l.slot_of})
+      *lists = fast.take<std::int32_t>(selections);
+    return l;
+  }
+
+  static host::workspace_sizes scratch_sizes(const Settings& s) {
+    host::workspace_sizes sizes{.kv_heads = s.kv_heads,
+                                .group = s.query_heads / s.kv_heads,
+                                .head_dim = head_dim,
+                                .page_tokens = s.page.tokens,
+                                .attention_floats = attention_scratch<head_dim>,
+                                .max_pages = s.max_pages()};
+    resolve(s.summary, [&](const auto& summary) {
+      sizes.summary_width = summary.width({s.page.tokens, head_dim});
+      sizes.query_width = summary_query_width(summary, head_dim);
+    });
+    return sizes;
+  }
+};
+
+}  // namespace freekv

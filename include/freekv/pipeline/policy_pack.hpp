@@ -1,0 +1,131 @@
+// The policies of a pipeline: one of each kind, defaulted, named in any order.
+#pragma once
+
+#include <freekv/backend/host/host_backend.hpp>
+#include <freekv/core/policy.hpp>
+#include <freekv/policies/any_of.hpp>
+#include <freekv/policies/correction.hpp>
+#include <freekv/policies/geometry.hpp>
+#include <freekv/policies/key_subspace.hpp>
+#include <freekv/policies/plan.hpp>
+#include <freekv/policies/pooling.hpp>
+#include <freekv/policies/route.hpp>
+#include <freekv/policies/selection.hpp>
+#include <freekv/policies/summary.hpp>
+#include <freekv/storage/layout.hpp>
+#include <string>
+#include <type_traits>
+
+namespace freekv {
+
+namespace detail {
+
+// Whether a policy, or each alternative of an any_of, meets the concept of its kind.
+template <class P>
+inline constexpr bool is_summary = summary_policy<P>;
+template <class... P>
+inline constexpr bool is_summary<any_of<P...>> = (summary_policy<P> && ...);
+template <class P>
+inline constexpr bool is_pooling = pooling_policy<P>;
+template <class... P>
+inline constexpr bool is_pooling<any_of<P...>> = (pooling_policy<P> && ...);
+template <class P>
+inline constexpr bool is_selection = selection_policy<P>;
+template <class... P>
+inline constexpr bool is_selection<any_of<P...>> = (selection_policy<P> && ...);
+template <class P>
+inline constexpr bool is_correction = correction_policy<P>;
+template <class... P>
+inline constexpr bool is_correction<any_of<P...>> = (correction_policy<P> && ...);
+template <class P>
+inline constexpr bool is_plan = plan_policy<P>;
+template <class... P>
+inline constexpr bool is_plan<any_of<P...>> = (plan_policy<P> && ...);
+
+template <class P>
+std::string printed(const P& policy) {
+  if constexpr (requires { policy.name(); })
+    return std::string(policy.name());
+  else
+    return std::string(P::name);
+}
+
+}  // namespace detail
+
+/// One policy of each kind. `policy_pack_of` makes it from any list.
+template <class Page, class Layouts, class Summary, class Pooling, class Selection, class Correction,
+          class Plan, class Route, class Backend>
+struct policy_pack {
+  using page = Page;
+  using layouts = Layouts;
+  using summary = Summary;
+  using pooling = Pooling;
+  using selection = Selection;
+  using correction = Correction;
+  using plan = Plan;
+  using route = Route;
+  using backend = Backend;
+
+  static_assert(
+      detail::is_summary<Summary>,
+      "a summary policy has a name, width(page), summarise(team, keys, page, out) and "
+      "score(team, query, summary, page, scale) -> float, itself or what its at(layer, head) returns");
+  static_assert(detail::is_pooling<Pooling>,
+                "a pooling policy has a name, uses_log_sums and pool(team, row, j) -> pack of pooled scores");
+  static_assert(
+      detail::is_selection<Selection>,
+      "a selection policy has a name and count(candidates, k) -> int, how many of the best are selected");
+  static_assert(
+      detail::is_correction<Correction>,
+      "a correction policy has a name and at(layer).flags(team, query, previous, group, head_dim) -> bool");
+  static_assert(detail::is_plan<Plan>, "a layer plan has a name and kind(layer) -> layer_kind");
+
+  template <class P>
+  struct exchange {
+    template <class Kind, class Old>
+    using either = std::conditional_t<std::is_same_v<typename P::policy_kind, Kind>, P, Old>;
+    using type =
+        policy_pack<either<page_size_kind, Page>, either<layout_kind, Layouts>, either<summary_kind, Summary>,
+                    either<pooling_kind, Pooling>, either<selection_kind, Selection>,
+                    either<correction_kind, Correction>, either<plan_kind, Plan>, either<route_kind, Route>,
+                    either<backend_kind, Backend>>;
+  };
+  template <policy P>
+  using with = typename exchange<P>::type;
+};
+
+namespace detail {
+
+template <class P>
+inline constexpr bool known_kind =
+    is_of_kind<page_size_kind, P> || is_of_kind<layout_kind, P> || is_of_kind<summary_kind, P> ||
+    is_of_kind<pooling_kind, P> || is_of_kind<selection_kind, P> || is_of_kind<correction_kind, P> ||
+    is_of_kind<plan_kind, P> || is_of_kind<route_kind, P> || is_of_kind<backend_kind, P>;
+
+template <policy... P>
+struct make_policy_pack {
+  static_assert((known_kind<P> && ...),
+                "a policy's policy_kind is one of the kinds in freekv/core/policy.hpp");
+  static_assert(count_of_kind<page_size_kind, P...> <= 1 && count_of_kind<layout_kind, P...> <= 1 &&
+                    count_of_kind<summary_kind, P...> <= 1 && count_of_kind<pooling_kind, P...> <= 1 &&
+                    count_of_kind<selection_kind, P...> <= 1 && count_of_kind<correction_kind, P...> <= 1 &&
+                    count_of_kind<plan_kind, P...> <= 1 && count_of_kind<route_kind, P...> <= 1 &&
+                    count_of_kind<backend_kind, P...> <= 1,
+                "a pipeline takes at most one policy of each kind");
+  using type = policy_pack<
+      policy_of_kind<page_size_kind, page_size<32>, P...>, policy_of_kind<layout_kind, layout_pair<>, P...>,
+      policy_of_kind<summary_kind, min_max, P...>, policy_of_kind<pooling_kind, mean_softmax, P...>,
+      policy_of_kind<selection_kind, top_k, P...>, policy_of_kind<correction_kind, cosine_drift, P...>,
+      policy_of_kind<plan_kind, complete_first<1>, P...>, policy_of_kind<route_kind, resident, P...>,
+      policy_of_kind<backend_kind, host_backend, P...>>;
+};
+
+}  // namespace detail
+
+/// The pack of a list of policies in any order. Kinds left out: page_size<32>, layout_pair<nhd, hnd>,
+/// min_max, mean_softmax, top_k, cosine_drift, complete_first<1>, resident, host_backend: FreeKV as
+/// published.
+template <policy... Policies>
+using policy_pack_of = typename detail::make_policy_pack<Policies...>::type;
+
+}  // namespace freekv

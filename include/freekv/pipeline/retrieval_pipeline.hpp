@@ -1,0 +1,339 @@
+// The pipeline: prompt, append and the decode step of every layer, in the order that overlaps recall with the
+// caller's work. (FreeKV sections 3.2 and 3.3)
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <freekv/backend/host/stages.hpp>
+#include <freekv/pipeline/pipeline_memory.hpp>
+#include <freekv/pipeline/settings.hpp>
+#include <freekv/storage/page_pool.hpp>
+#include <initializer_list>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace freekv {
+
+/// The rows one sequence brings to a step.
+struct sequence_rows {
+  sequence_id sequence{};
+  int tokens = 1;
+  row_kind kind = row_kind::decode;
+};
+
+/// What a layer's last step did for one sequence.
+struct step_report {
+  std::span<const std::uint8_t> corrected;  ///< (kv_heads): selected anew before it attended
+  std::span<const std::int32_t>
+      recalled;  ///< (kv_heads): slices copied from the store, for this step or the next
+  std::span<const std::int32_t> promoted;  ///< (kv_heads): slices copied from the window ring
+  std::span<const std::int32_t>
+      attended;  ///< (kv_heads, selected_pages): pages attended as selected, ascending
+  std::span<const std::int32_t> attended_count;  ///< (kv_heads): how many of them
+};
+
+/// KV-cache retrieval for all layers of a model. `Shape` is a kv_shape, `Pack` a policy_pack;
+/// `retrieval_pipeline` below takes policies in any order.
+///
+/// A step is `begin_step`, then for each layer `append` and, for rows whose attention is wanted, `attend`,
+/// then `end_step`:
+///
+///     pipeline.begin_step({{sequence}});                                    // one decode row
+///     for (int layer = 0; layer < layers; ++layer) {
+///       pipeline.append<float>(layer, keys, values, queries);
+///       pipeline.attend(layer, out, lse);
+///     }
+///     pipeline.end_step();
+///
+/// append and attend have happened when they return. Selection and recall for the next step go on behind them
+/// on the backend's recall stream, after the layer's attention and before its next append. One thread calls.
+/// Steps allocate nothing. Calls out of order throw usage_error and change nothing.
+template <class Shape, class Pack>
+class basic_retrieval_pipeline {
+ public:
+  using shape_type = Shape;
+  using pack_type = Pack;
+  using element = typename Shape::element_type;
+  using backend_type = typename Pack::backend;
+  using settings = pipeline_settings<Pack>;
+  static constexpr int head_dim = Shape::head_dim;
+
+  /// The pipeline with the policy of `Policy`'s kind exchanged for it.
+  template <policy Policy>
+  using with = basic_retrieval_pipeline<Shape, typename Pack::template with<Policy>>;
+
+  /// Exact bytes that a pipeline with these settings takes. Allocates none of them. Throws settings_error.
+  static memory_bytes bytes_needed(const settings& given, backend_type& backend) {
+    return memory_plan(checked_settings<head_dim>(given), backend, nullptr, nullptr).bytes;
+  }
+
+  /// Takes all its memory from `memory` at once. `backend` must outlive the pipeline. Throws settings_error.
+  basic_retrieval_pipeline(const settings& given, backend_type& backend, const memory_resources& memory = {})
+      : settings_(checked_settings<head_dim>(given)),
+        backend_(&backend),
+        pool_(settings_.store_pages()),
+        sequences_(static_cast<std::size_t>(settings_.max_sequences)),
+        recalled_(static_cast<std::size_t>(settings_.layers)),
+        progress_(static_cast<std::size_t>(settings_.layers)) {
+    const memory_plan counted(settings_, backend, nullptr, nullptr);
+    slow_memory_ = memory_block(*memory.slow, counted.slow_bytes);
+    fast_memory_ = memory_block(*memory.fast, counted.fast_bytes);
+    parts_.emplace(settings_, backend, slow_memory_.data(), fast_memory_.data());
+    entries_.reserve(sequences_.size());
+    for (const state& layer : parts_->layers) parts_->stages.clear(layer, settings_.max_sequences);
+  }
+  basic_retrieval_pipeline(const basic_retrieval_pipeline&) = delete;
+  basic_retrieval_pipeline& operator=(const basic_retrieval_pipeline&) = delete;
+  ~basic_retrieval_pipeline() { synchronize(); }
+
+  const settings& configuration() const { return settings_; }
+  const memory_bytes& bytes() const { return parts_->bytes; }
+  /// Bytes of one recalled slice: one KV head's keys and values of a page.
+  std::size_t slice_bytes() const {
+    return std::size_t{2} * head_dim * sizeof(element) * static_cast<std::size_t>(int{settings_.page.tokens});
+  }
+  /// Bytes of one page's summary for one KV head, scales included.
+  std::size_t summary_bytes() const { return parts_->layers.front().summary_bytes; }
+
+  /// A new, empty sequence. Throws pool_exhausted.
+  sequence_id open() {
+    const auto free =
+        std::find_if(sequences_.begin(), sequences_.end(), [](const auto& s) { return !s.open; });
+    if (free == sequences_.end())
+      throw pool_exhausted("sequences", settings_.max_sequences, settings_.max_sequences, "a new sequence",
+                           1);
+    *free = {true, 0, 0};
+    return sequence_id{static_cast<std::int32_t>(free - sequences_.begin())};
+  }
+
+  /// Ends a sequence; its pages go back to the pool after the last recall that can touch them, which is
+  /// waited for.
+  void release(sequence_id id) {
+    outside_step("release");
+    sequence_record& sequence = known(id);
+    synchronize();
+    for (int page = 0; page < sequence.pages; ++page) pool_.give_back(*page_entry(id, page));
+    for (const state& layer : parts_->layers) parts_->stages.forget(layer, static_cast<int>(id));
+    sequence = {};
+  }
+
+  /// Length of a sequence, the rows of a step in progress included.
+  int tokens(sequence_id id) const { return known(id).tokens; }
+  std::int32_t free_pages() const { return pool_.available(); }
+
+  /// Starts a step to which the listed sequences bring rows. Reserves every page the step needs, or throws
+  /// pool_exhausted with nothing changed. Decode rows come one at a time, prompt rows in chunks of any size.
+  void begin_step(std::span<const sequence_rows> rows) {
+    outside_step("begin_step");
+    std::int64_t needed = 0;
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      const sequence_rows& r = rows[i];
+      const sequence_record& sequence = known(r.sequence);
+      const auto same = [&](const sequence_rows& other) { return other.sequence == r.sequence; };
+      if (std::any_of(rows.begin(), rows.begin() + static_cast<std::ptrdiff_t>(i), same))
+        throw usage_error(name_of(r.sequence) + " is listed twice in one step");
+      if (r.tokens < 0 || (r.kind == row_kind::decode && r.tokens > 1))
+        throw usage_error(
+            name_of(r.sequence) + " brings " + std::to_string(r.tokens) + " " +
+            (r.kind == row_kind::decode ? "decode rows; they come one at a time" : "prompt rows"));
+      if (r.tokens > settings_.max_tokens - sequence.tokens)
+        throw pool_exhausted("tokens of " + name_of(r.sequence), settings_.max_tokens, sequence.tokens,
+                             "the step", r.tokens);
+      needed += settings_.pages_for(sequence.tokens + r.tokens) - sequence.pages;
+    }
+    if (needed > pool_.available())
+      throw pool_exhausted("page pool", pool_.capacity(), pool_.capacity() - pool_.available(), "the step",
+                           needed);
+
+    entries_.clear();
+    rows_ = 0;
+    for (const sequence_rows& r : rows) {
+      if (r.tokens == 0) continue;
+      sequence_record& sequence = known(r.sequence);
+      entries_.push_back({static_cast<int>(r.sequence), sequence.tokens, r.tokens, rows_, r.kind});
+      sequence.tokens += r.tokens;
+      rows_ += r.tokens;
+      for (const int pages = settings_.pages_for(sequence.tokens); sequence.pages < pages; ++sequence.pages)
+        *page_entry(r.sequence, sequence.pages) = pool_.take();
+    }
+    std::fill(progress_.begin(), progress_.end(), layer_progress::waiting);
+    in_step_ = true;
+  }
+  void begin_step(std::initializer_list<sequence_rows> rows) {
+    begin_step(std::span(rows.begin(), rows.size()));
+  }
+
+  /// Appends the step's rows to a layer, summarises pages they complete, and finds the heads that have
+  /// drifted. Waits for the layer's recall of the step before.
+  ///
+  /// `keys`, `values`: (rows, kv_heads, head_dim), of the stored element type, or float to be rounded.
+  /// `queries`: (rows, query_heads, head_dim); prompt rows that are not attended need none. They are read
+  /// until `attend`.
+  template <class In = element>
+  void append(int layer, std::span<const In> keys, std::span<const In> values,
+              std::span<const float> queries = {}) {
+    static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
+                  "append takes keys and values of the stored element type, or float");
+    const state& s = layer_in(layer, "append", layer_progress::waiting);
+    expect_floats("append: keys", keys.size(), s.heads.kv * head_dim);
+    expect_floats("append: values", values.size(), s.heads.kv * head_dim);
+    if (any_decode() || !queries.empty())
+      expect_floats("append: queries", queries.size(), s.heads.query * head_dim);
+
+    backend_->compute().wait(recalled_[static_cast<std::size_t>(layer)]);
+    for (const step_entry& entry : entries_)
+      parts_->stages.append(s, entry, host::new_rows<In>{keys.data(), values.data(), queries.data()});
+    queries_ = queries;
+    progress_[static_cast<std::size_t>(layer)] = layer_progress::appended;
+  }
+
+  /// Corrects the flagged heads, attends, and queues selection and recall for the next step behind the
+  /// attention.
+  ///
+  /// Decode rows attend to sink, selected and window pages, prompt rows to everything up to themselves.
+  /// `out`: (rows, query_heads, head_dim). `lse`: (rows, query_heads), natural logarithm, or empty.
+  void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
+    const state& s = layer_in(layer, "attend", layer_progress::appended);
+    const host::attention_output to = output("attend", s, out, lse);
+    for (const step_entry& entry : entries_) {
+      const bool selects = entry.kind == row_kind::decode && s.kind == layer_kind::retrieval;
+      if (selects) parts_->stages.correct(s, entry);
+      parts_->stages.attend(s, entry, queries_.data(), to);
+    }
+    progress_[static_cast<std::size_t>(layer)] = layer_progress::attended;
+    if (s.kind != layer_kind::retrieval) return;
+    backend_->recall().wait(backend_->compute().record());
+    for (const step_entry& entry : entries_)
+      if (entry.kind == row_kind::decode)
+        backend_->recall().enqueue(
+            [stages = &parts_->stages, layer_state = &s, entry] { stages->speculate(*layer_state, entry); });
+    recalled_[static_cast<std::size_t>(layer)] = backend_->recall().record();
+  }
+
+  /// What full attention gives for the same rows, for measuring what retrieval loses. Between `append` and
+  /// the end of the step; changes nothing.
+  void attend_full(int layer, std::span<float> out, std::span<float> lse = {}) {
+    const state& s = layer_in(layer, "attend_full", layer_progress::appended, layer_progress::attended);
+    const host::attention_output to = output("attend_full", s, out, lse);
+    for (const step_entry& entry : entries_) parts_->stages.attend_full(s, entry, queries_.data(), to);
+  }
+
+  /// Ends the step. Every layer must have been appended to.
+  void end_step() {
+    if (!in_step_) throw usage_error("end_step: no step was begun");
+    const bool decodes = any_decode();
+    const auto missed = std::find_if(progress_.begin(), progress_.end(), [&](layer_progress p) {
+      return p == layer_progress::waiting || (decodes && p == layer_progress::appended);
+    });
+    if (missed != progress_.end() && rows_ > 0)
+      throw usage_error("end_step: layer " + std::to_string(missed - progress_.begin()) + " of " +
+                        std::to_string(settings_.layers) +
+                        (*missed == layer_progress::waiting ? " was not appended to"
+                                                            : " has not attended its decode rows"));
+    in_step_ = false;
+  }
+
+  /// Waits until everything queued has happened.
+  void synchronize() { backend_->recall().synchronize(); }
+
+  /// What the last decode step of a layer did for a sequence; waits for the layer's recall. Valid until the
+  /// layer's next append.
+  step_report report(int layer, sequence_id id) const {
+    known(id);
+    const state& s = layer_of(layer, "report");
+    recalled_[static_cast<std::size_t>(layer)].wait();
+    const auto heads = static_cast<std::size_t>(s.heads.kv);
+    const std::size_t row = s.row(static_cast<int>(id), 0), first = s.selection(static_cast<int>(id), 0);
+    return {{s.corrected + row, heads},
+            {s.recalled + row, heads},
+            {s.promoted + row, heads},
+            {s.attended + first, s.selection(0, 1) * heads},
+            {s.attended_count + row, heads}};
+  }
+
+ private:
+  using state = layer_state<Shape, typename Pack::layouts>;
+  using memory_plan = pipeline_memory<state, settings, host::stages<state, settings>>;
+  enum class layer_progress : std::uint8_t { waiting, appended, attended };
+  struct sequence_record {
+    bool open = false;
+    int tokens = 0;
+    int pages = 0;
+  };
+
+  static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+  bool any_decode() const {
+    return std::any_of(entries_.begin(), entries_.end(),
+                       [](const auto& e) { return e.kind == row_kind::decode; });
+  }
+  void outside_step(const char* call) const {
+    if (in_step_)
+      throw usage_error(std::string(call) + ": the step in progress has not ended; call end_step first");
+  }
+  static std::string name_of(sequence_id id) { return "sequence " + std::to_string(static_cast<int>(id)); }
+  const sequence_record& known(sequence_id id) const {
+    const auto index = static_cast<std::size_t>(id);
+    if (index >= sequences_.size() || !sequences_[index].open)
+      throw usage_error(name_of(id) + " is not open");
+    return sequences_[index];
+  }
+  sequence_record& known(sequence_id id) {
+    return const_cast<sequence_record&>(std::as_const(*this).known(id));
+  }
+  std::int32_t* page_entry(sequence_id id, int page) {
+    return parts_->page_tables + size(static_cast<int>(id)) * size(settings_.max_pages()) + page;
+  }
+  const state& layer_of(int layer, const char* call) const {
+    if (layer < 0 || layer >= settings_.layers)
+      throw usage_error(std::string(call) + ": layer " + std::to_string(layer) + " is not one of " +
+                        std::to_string(settings_.layers));
+    return parts_->layers[size(layer)];
+  }
+  template <class... Progress>
+  const state& layer_in(int layer, const char* call, Progress... allowed) const {
+    const state& s = layer_of(layer, call);
+    if (!in_step_) throw usage_error(std::string(call) + ": no step was begun");
+    if (((progress_[size(layer)] != allowed) && ...))
+      throw usage_error(std::string(call) + ": layer " + std::to_string(layer) + " is " +
+                        std::array{"not appended to yet", "appended to already",
+                                   "attended already"}[size(static_cast<int>(progress_[size(layer)]))] +
+                        " in this step");
+    return s;
+  }
+  void expect_floats(const char* what, std::size_t given, int row) const {
+    if (given != size(rows_) * size(row))
+      throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +
+                        std::to_string(rows_) + " rows of " + std::to_string(row));
+  }
+  host::attention_output output(const char* call, const state& s, std::span<float> out,
+                                std::span<float> lse) const {
+    if (queries_.empty() && rows_ > 0) throw usage_error(std::string(call) + ": append was given no queries");
+    expect_floats("attention output", out.size(), s.heads.query * head_dim);
+    if (!lse.empty()) expect_floats("log-sum-exp", lse.size(), s.heads.query);
+    return {out.data(), lse.empty() ? nullptr : lse.data()};
+  }
+
+  settings settings_;
+  backend_type* backend_;
+  page_pool pool_;
+  std::vector<sequence_record> sequences_;
+  std::vector<host::event> recalled_;  // by layer: recall of its last step
+  std::vector<layer_progress> progress_;
+  memory_block slow_memory_, fast_memory_;
+  std::optional<memory_plan> parts_;
+  std::vector<step_entry> entries_;
+  std::span<const float> queries_;  // of the layer appended to last
+  int rows_ = 0;
+  bool in_step_ = false;
+};
+
+/// A pipeline for `Shape` with the policies named, in any order, and FreeKV's published choice for the
+/// others: `retrieval_pipeline<kv_shape<bfloat16, 128>, page_size<16>, key_subspace<24, 3>>`.
+template <class Shape, policy... Policies>
+using retrieval_pipeline = basic_retrieval_pipeline<Shape, policy_pack_of<Policies...>>;
+
+}  // namespace freekv

@@ -1,0 +1,75 @@
+// What a pipeline is told when it is built, checked before anything is allocated.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <freekv/core/error.hpp>
+#include <freekv/pipeline/policy_pack.hpp>
+#include <string>
+
+namespace freekv {
+
+/// Settings of a pipeline with the policies of `Pack`. Policies that hold values (tau, a basis, a run-time
+/// page size) are set here.
+template <class Pack>
+struct pipeline_settings {
+  int layers = 1;
+  int query_heads = 0;
+  int kv_heads = 0;
+  freekv::budget budget{};
+  int max_tokens = 0;  ///< of one sequence
+  int max_sequences = 1;
+  std::int64_t store_tokens = 0;  ///< of all sequences together; 0: max_tokens for each of max_sequences
+  float scale = 0.0f;             ///< of scores and attention; 0: 1 / sqrt(head_dim)
+  typename Pack::page page{};
+  typename Pack::summary summary{};
+  typename Pack::pooling pooling{};
+  typename Pack::selection selection{};
+  typename Pack::correction correction{};
+  typename Pack::plan plan{};
+  typename Pack::route route{};
+
+  int pages_for(std::int64_t tokens) const {
+    return static_cast<int>((tokens + page.tokens - 1) / page.tokens);
+  }
+  int max_pages() const { return pages_for(max_tokens); }
+  int store_pages() const { return pages_for(store_tokens); }
+};
+
+/// The settings with defaults filled in. Throws settings_error.
+template <int HeadDim, class Pack>
+pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
+  const auto fail = [](const std::string& sentence) { throw settings_error(sentence); };
+  const auto text = [](auto n) { return std::to_string(n); };
+  const int p = s.page.tokens;
+  if (p < 8 || p > 256 || p % 8 != 0) fail("page size " + text(p) + " is not a multiple of 8 from 8 to 256");
+  if (s.layers < 1) fail("layers is " + text(s.layers) + "; a pipeline has at least 1");
+  if (s.kv_heads < 1) fail("kv_heads is " + text(s.kv_heads) + "; a layer has at least 1");
+  if (s.query_heads < s.kv_heads || s.query_heads % s.kv_heads != 0)
+    fail("query_heads " + text(s.query_heads) + " is not a multiple of kv_heads " + text(s.kv_heads));
+  if (s.budget.sink < 0 || s.budget.sink % p != 0)
+    fail("sink of " + text(s.budget.sink) + " tokens is not a multiple of the page size " + text(p));
+  if (s.budget.window < p || s.budget.window % p != 0)
+    fail("window of " + text(s.budget.window) + " tokens is not a positive multiple of the page size " +
+         text(p));
+  if (s.budget.selected_pages < 1)
+    fail("selected_pages is " + text(s.budget.selected_pages) + "; select at least 1");
+  if (s.max_tokens < 1) fail("max_tokens is " + text(s.max_tokens) + "; say how long a sequence may become");
+  if (s.max_sequences < 1) fail("max_sequences is " + text(s.max_sequences) + "; at least 1");
+  if (s.store_tokens == 0) s.store_tokens = std::int64_t{s.max_pages()} * p * s.max_sequences;
+  if (s.store_tokens < 1) fail("store_tokens is " + text(s.store_tokens) + "; at least 1");
+  if (s.store_tokens / p >= (std::int64_t{1} << 31) - 1)
+    fail("store_tokens of " + text(s.store_tokens) + " are more than 2^31 pages of " + text(p) + " tokens");
+  if (s.scale == 0.0f) s.scale = 1.0f / std::sqrt(static_cast<float>(HeadDim));
+  if (!std::isfinite(s.scale)) fail("scale is not finite");
+  resolve(s.summary, [&](const auto& summary) {
+    if constexpr (requires { summary.validate(summary_setting{}); })
+      summary.validate({{p, HeadDim}, s.layers, s.kv_heads});
+  });
+  resolve(s.correction, [&](const auto& correction) {
+    if constexpr (requires { correction.validate(s.layers); }) correction.validate(s.layers);
+  });
+  return s;
+}
+
+}  // namespace freekv

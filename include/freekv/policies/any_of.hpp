@@ -1,0 +1,43 @@
+// A policy chosen at run time among a list: for programs that take variants by name.
+#pragma once
+
+#include <freekv/policies/correction.hpp>
+#include <freekv/policies/plan.hpp>
+#include <freekv/policies/summary.hpp>
+#include <string_view>
+#include <variant>
+
+namespace freekv {
+
+/// One of `Policies`, which are all of one kind. Stages resolve it once, outside their loops, so a program
+/// compiles each stage for each policy and never the product of all choices.
+template <policy First, policy... Rest>
+struct any_of {
+  static_assert((std::is_same_v<typename First::policy_kind, typename Rest::policy_kind> && ...),
+                "any_of: all policies must be of one kind");
+  using policy_kind = typename First::policy_kind;
+  std::variant<First, Rest...> chosen{};
+
+  any_of() = default;
+  template <class Policy>
+  requires(std::is_same_v<Policy, First> || (std::is_same_v<Policy, Rest> || ...)) any_of(Policy policy)
+      : chosen(std::move(policy)) {}
+
+  std::string_view name() const {
+    return std::visit([](const auto& policy) { return std::string_view(policy.name); }, chosen);
+  }
+  // What is asked at set-up or once a layer is answered here; stages resolve.
+  constexpr layer_kind kind(int layer) const {
+    return std::visit([&](const auto& plan) { return plan.kind(layer); }, chosen);
+  }
+  constexpr bool keeps_slots() const {
+    return std::visit([](const auto& route) { return route.keeps_slots(); }, chosen);
+  }
+};
+
+template <class... Policies, class Use>
+constexpr decltype(auto) resolve(const any_of<Policies...>& policy, Use&& use) {
+  return std::visit(std::forward<Use>(use), policy.chosen);
+}
+
+}  // namespace freekv

@@ -1,0 +1,72 @@
+// Page size and token budget, and the arithmetic of which page plays which role at a given length.
+#pragma once
+
+#include <algorithm>
+#include <freekv/config.hpp>
+#include <freekv/core/policy.hpp>
+#include <freekv/core/shape.hpp>
+#include <string>
+
+namespace freekv {
+
+/// Tokens in a page: a multiple of 8 from 8 to 256, fixed at compile time or, as `page_size<dynamic>{32}`,
+/// set at run time.
+template <int Tokens = 32>
+struct page_size {
+  static_assert(Tokens == dynamic || (Tokens >= 8 && Tokens <= 256 && Tokens % 8 == 0),
+                "page_size must be a multiple of 8 from 8 to 256, or dynamic");
+  using policy_kind = page_size_kind;
+  [[no_unique_address]] count_of<Tokens> tokens{};
+};
+
+/// What one KV head attends to, in tokens: `sink + window + selected_pages * page_size`, plus the open page's
+/// remainder. `sink >= 0` and `window >= page_size` are multiples of the page size; `selected_pages >= 1`.
+struct budget {
+  int sink = 64;
+  int window = 128;
+  int selected_pages = 10;
+};
+
+/// The roles of a sequence's pages at one length, as ranges of logical pages:
+/// sink [0, sink_end), candidates [sink_end, window_begin), window [window_begin, page_end).
+struct page_roles {
+  int sink_end = 0;
+  int window_begin = 0;
+  int page_end = 0;
+  FREEKV_HD constexpr int candidates() const { return window_begin - sink_end; }
+  FREEKV_HD constexpr bool operator==(const page_roles&) const = default;
+};
+
+/// Roles at length `tokens` for budget `b` and page size `page`: window pages are the non-sink pages that
+/// hold one of the last `b.window` tokens; candidates are the complete pages that are neither sink nor
+/// window.
+FREEKV_HD constexpr page_roles roles_at(int tokens, const budget& b, int page) {
+  const int page_end = (tokens + page - 1) / page;
+  const int sink_end = b.sink / page < page_end ? b.sink / page : page_end;
+  const int first_window_token = tokens > b.window ? tokens - b.window : 0;
+  const int first_window_page = first_window_token / page;
+  return {sink_end, first_window_page > sink_end ? first_window_page : sink_end, page_end};
+}
+
+/// Slots of a resident cache, equal for all heads of a layer: sink slots, then the window ring (page j in
+/// ring slot j mod ring), then the selected slots, the only ones whose heads may hold different pages.
+struct slot_roles {
+  int sink = 0;
+  int ring = 0;
+  int selected = 0;
+  FREEKV_HD constexpr int total() const { return sink + ring + selected; }
+  FREEKV_HD constexpr int sink_slot(int page) const { return page; }
+  FREEKV_HD constexpr int ring_slot(int page) const { return sink + page % ring; }
+  FREEKV_HD constexpr int selected_slot(int i) const { return sink + ring + i; }
+  /// First non-sink page that is still whole in the ring at length `tokens`.
+  FREEKV_HD constexpr int ring_begin(int tokens, int page_tokens) const {
+    const int begin = (tokens + page_tokens - 1) / page_tokens - ring;
+    return begin > sink ? begin : sink;
+  }
+};
+
+FREEKV_HD constexpr slot_roles slots_for(const budget& b, int page) {
+  return {b.sink / page, b.window / page + 1, b.selected_pages};
+}
+
+}  // namespace freekv

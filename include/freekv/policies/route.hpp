@@ -1,0 +1,24 @@
+// Routes: how attention reaches selected pages.
+#pragma once
+
+#include <freekv/core/policy.hpp>
+#include <string_view>
+
+namespace freekv {
+
+/// Selected pages are recalled into slots of the fast tier; attention reads the fast tier alone.
+struct resident {
+  using policy_kind = route_kind;
+  static constexpr std::string_view name = "resident";
+  constexpr bool keeps_slots() const { return true; }
+};
+
+/// Attention reads selected pages straight from the store, by page list; nothing is recalled. For memory that
+/// the attending processor reads at full speed: a CPU engine's.
+struct in_place {
+  using policy_kind = route_kind;
+  static constexpr std::string_view name = "in_place";
+  constexpr bool keeps_slots() const { return false; }
+};
+
+}  // namespace freekv

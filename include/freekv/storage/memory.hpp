@@ -1,0 +1,80 @@
+// The caller's memory, and one block of it carved into arrays.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory_resource>
+#include <utility>
+
+namespace freekv {
+
+/// Where a pipeline takes its memory from, once, when it is built: any std::pmr::memory_resource.
+struct memory_resources {
+  std::pmr::memory_resource* slow = std::pmr::new_delete_resource();  ///< the store: complete KV
+  std::pmr::memory_resource* fast = std::pmr::new_delete_resource();  ///< all the rest
+};
+
+/// Bytes of each part of a pipeline's memory.
+struct memory_bytes {
+  std::size_t store = 0;  ///< complete KV of all layers, in the slow resource
+  std::size_t complete =
+      0;  ///< the part of `store` that belongs to complete layers: fast-tier memory on a device
+  std::size_t slots = 0;      ///< sink, window and selected slots of the resident route
+  std::size_t summaries = 0;  ///< page summaries
+  std::size_t state = 0;      ///< page tables, selections, previous queries, scratch
+
+  /// What the fast tier holds: slots, summaries and the complete layers.
+  std::size_t fast_tier() const { return slots + summaries + complete; }
+  std::size_t total() const { return store + slots + summaries + state; }
+};
+
+/// Carves arrays out of one block. Run once without memory it counts the bytes; run again over a block of
+/// that size it hands out the arrays, so that what is announced and what is used cannot differ.
+class carver {
+ public:
+  static constexpr std::size_t alignment = 64;
+
+  explicit carver(std::byte* base = nullptr) : base_(base) {}
+
+  template <class T>
+  T* take(std::size_t count) {
+    T* array = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
+    used_ += (count * sizeof(T) + alignment - 1) / alignment * alignment;
+    return array;
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  std::byte* base_;
+  std::size_t used_ = 0;
+};
+
+/// A block of a memory resource, returned when it goes.
+class memory_block {
+ public:
+  memory_block() = default;
+  memory_block(std::pmr::memory_resource& resource, std::size_t bytes)
+      : resource_(&resource),
+        bytes_(bytes),
+        data_(bytes == 0 ? nullptr : static_cast<std::byte*>(resource.allocate(bytes, carver::alignment))) {}
+  memory_block(memory_block&& other) noexcept
+      : resource_(other.resource_), bytes_(other.bytes_), data_(std::exchange(other.data_, nullptr)) {}
+  memory_block& operator=(memory_block&& other) noexcept {
+    std::swap(resource_, other.resource_);
+    std::swap(bytes_, other.bytes_);
+    std::swap(data_, other.data_);
+    return *this;
+  }
+  ~memory_block() {
+    if (data_ != nullptr) resource_->deallocate(data_, bytes_, carver::alignment);
+  }
+  std::byte* data() const { return data_; }
+  std::size_t size() const { return bytes_; }
+
+ private:
+  std::pmr::memory_resource* resource_ = nullptr;
+  std::size_t bytes_ = 0;
+  std::byte* data_ = nullptr;
+};
+
+}  // namespace freekv
