@@ -127,10 +127,11 @@ FREEKV_HD void finish_attention(T team, const attention_part& part, int group, f
   using pack = typename T::pack;
   for (int g = 0; g < group; ++g) {
     const log_sum_exp& mass = part.mass[g];
-    const pack factor(mass.max == -infinity ? 0.0f : 1.0f / mass.sum);
+    const bool empty = mass.max == -infinity;
+    const pack factor(empty ? 0.0f : 1.0f / mass.sum);
     for (int d = 0; d < HeadDim; d += T::width)
       team.store(out + g * HeadDim + d, team.load(part.weighted + g * HeadDim + d) * factor);
-    if (lse != nullptr) lse[g] = mass.value();
+    if (lse != nullptr) lse[g] = empty ? -infinity : mass.max + ::logf(mass.sum);
   }
 }
 

@@ -1,6 +1,7 @@
 // What a pipeline is told when it is built, checked before anything is allocated.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <freekv/core/error.hpp>
@@ -56,6 +57,10 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
     fail("selected_pages is " + text(s.budget.selected_pages) + "; select at least 1");
   if (s.max_tokens < 1) fail("max_tokens is " + text(s.max_tokens) + "; say how long a sequence may become");
   if (s.max_sequences < 1) fail("max_sequences is " + text(s.max_sequences) + "; at least 1");
+  // A budget beyond what a sequence can hold needs no more slots than that.
+  s.budget.sink = std::min(s.budget.sink, s.max_pages() * p);
+  s.budget.window = std::min(s.budget.window, s.max_pages() * p);
+  s.budget.selected_pages = std::min(s.budget.selected_pages, s.max_pages());
   if (s.store_tokens == 0) s.store_tokens = std::int64_t{s.max_pages()} * p * s.max_sequences;
   if (s.store_tokens < 1) fail("store_tokens is " + text(s.store_tokens) + "; at least 1");
   if (s.store_tokens / p >= (std::int64_t{1} << 31) - 1)

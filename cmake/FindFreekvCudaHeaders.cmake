@@ -1,0 +1,21 @@
+# The CUDA Toolkit's headers, which FreeKV needs on the host too: libcu++ (mdspan, span) and the 16-bit types. No
+# nvcc, no GPU. Found in CUDAToolkit_ROOT (variable or environment), CUDA_HOME, CUDA_PATH, /usr/local/cuda, or a
+# Python environment with the nvidia-cuda-runtime, nvidia-cuda-crt and nvidia-cuda-cccl wheels.
+#
+# Defines the imported target freekv::cuda_headers.
+set(_freekv_roots ${CUDAToolkit_ROOT} $ENV{CUDAToolkit_ROOT} $ENV{CUDA_HOME} $ENV{CUDA_PATH} /usr/local/cuda)
+file(GLOB _freekv_wheels "$ENV{VIRTUAL_ENV}/lib/python3*/site-packages/nvidia/cu13")
+list(APPEND _freekv_roots ${_freekv_wheels})
+find_path(FREEKV_CUDA_INCLUDE cuda_bf16.h HINTS ${_freekv_roots} PATH_SUFFIXES include targets/x86_64-linux/include
+          NO_CMAKE_FIND_ROOT_PATH)
+find_path(FREEKV_CCCL_INCLUDE cuda/std/mdspan HINTS ${FREEKV_CUDA_INCLUDE}/cccl ${FREEKV_CUDA_INCLUDE} ${_freekv_roots}
+          PATH_SUFFIXES cccl include include/cccl NO_CMAKE_FIND_ROOT_PATH)
+mark_as_advanced(FREEKV_CUDA_INCLUDE FREEKV_CCCL_INCLUDE)
+include(FindPackageHandleStandardArgs)
+find_package_handle_standard_args(FreekvCudaHeaders REQUIRED_VARS FREEKV_CUDA_INCLUDE FREEKV_CCCL_INCLUDE
+  REASON_FAILURE_MESSAGE "FreeKV needs the headers of CUDA 13: set CUDAToolkit_ROOT to a toolkit, or install the wheels nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl into a virtual environment and set VIRTUAL_ENV.")
+if(FreekvCudaHeaders_FOUND AND NOT TARGET freekv::cuda_headers)
+  add_library(freekv::cuda_headers INTERFACE IMPORTED)
+  set_target_properties(freekv::cuda_headers PROPERTIES
+    INTERFACE_INCLUDE_DIRECTORIES "${FREEKV_CUDA_INCLUDE};${FREEKV_CCCL_INCLUDE}")
+endif()

@@ -1,0 +1,87 @@
+#include "basis.hpp"
+
+#include <Eigen/Eigenvalues>
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "safetensors.hpp"
+
+namespace freekv::examples {
+
+key_basis::key_basis(int layers, int kv_heads, int rank, int head_dim)
+    : layers_(layers), kv_heads_(kv_heads), rank_(rank), head_dim_(head_dim) {
+  data_.resize(static_cast<std::size_t>(layers * kv_heads) * view().floats_per_head());
+}
+
+subspace_basis key_basis::layer(int layer) const {
+  return {view().mean(layer, 0), 1, kv_heads_, rank_, head_dim_};
+}
+
+void key_basis::learn(int layer, std::span<const float> keys) {
+  const auto row = static_cast<std::size_t>(kv_heads_ * head_dim_);
+  for (int head = 0; head < kv_heads_; ++head) {
+    Eigen::VectorXd mean = Eigen::VectorXd::Zero(head_dim_);
+    Eigen::MatrixXd products = Eigen::MatrixXd::Zero(head_dim_, head_dim_);
+    double count = 0;
+    for (std::size_t first = static_cast<std::size_t>(head * head_dim_); first < keys.size(); first += row) {
+      const Eigen::VectorXd key =
+          Eigen::Map<const Eigen::VectorXf>(keys.data() + first, head_dim_).cast<double>();
+      if (!key.allFinite()) continue;
+      mean += key;
+      products.selfadjointView<Eigen::Lower>().rankUpdate(key);
+      ++count;
+    }
+    mean /= std::max(count, 1.0);
+    products /= std::max(count, 1.0);
+    products.selfadjointView<Eigen::Lower>().rankUpdate(mean, -1.0);
+    const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(products);  // eigenvalues ascend
+
+    float* to = data_.data() + static_cast<std::size_t>(layer * kv_heads_ + head) * view().floats_per_head();
+    Eigen::Map<Eigen::VectorXf>(to, head_dim_) = mean.cast<float>();
+    for (int r = 0; r < rank_; ++r)
+      Eigen::Map<Eigen::VectorXf>(to + (r + 1) * head_dim_, head_dim_) =
+          solver.eigenvectors().col(head_dim_ - 1 - r).cast<float>();
+  }
+}
+
+void key_basis::save(const std::filesystem::path& path) const {
+  std::vector<float> means, rows;
+  for (int layer = 0; layer < layers_; ++layer)
+    for (int head = 0; head < kv_heads_; ++head) {
+      means.insert(means.end(), view().mean(layer, head), view().rows(layer, head));
+      rows.insert(rows.end(), view().rows(layer, head), view().mean(layer, head) + view().floats_per_head());
+    }
+  write_safetensors(path, {.tensors = {{.name = "mean",
+                                        .shape = {layers_, kv_heads_, head_dim_},
+                                        .bytes = std::as_bytes(std::span(means))},
+                                       {.name = "rows",
+                                        .shape = {layers_, kv_heads_, rank_, head_dim_},
+                                        .bytes = std::as_bytes(std::span(rows))}},
+                           .metadata = {{"content", "FreeKV key_subspace basis"}}});
+}
+
+key_basis key_basis::load(const std::filesystem::path& path) {
+  const safetensors_file file(path);
+  const auto& mean = file.at("mean").shape;
+  const auto& rows = file.at("rows").shape;
+  const auto fits = [](std::int64_t n) { return n >= 1 && n <= 1 << 20; };
+  if (mean.size() != 3 || rows.size() != 4 || mean[0] != rows[0] || mean[1] != rows[1] ||
+      mean[2] != rows[3] || !std::all_of(rows.begin(), rows.end(), fits))
+    throw file_error(
+        "\"" + path.string() +
+        "\" is no key_subspace basis: mean must be (layers, kv_heads, head_dim) and rows (layers, "
+        "kv_heads, rank, head_dim); make one with freekv-basis");
+  const std::vector<float> means = file.copy_as_float("mean"), all_rows = file.copy_as_float("rows");
+  key_basis basis(static_cast<int>(rows[0]), static_cast<int>(rows[1]), static_cast<int>(rows[2]),
+                  static_cast<int>(rows[3]));
+  const auto d = static_cast<std::size_t>(basis.head_dim_), r = d * static_cast<std::size_t>(basis.rank_);
+  auto* to = basis.data_.data();
+  for (std::size_t head = 0; head * d < means.size(); ++head) {
+    to = std::copy_n(means.data() + head * d, d, to);
+    to = std::copy_n(all_rows.data() + head * r, r, to);
+  }
+  return basis;
+}
+
+}  // namespace freekv::examples

@@ -1,0 +1,37 @@
+// The basis of key_subspace: computed from keys, kept as a safetensors file.
+#pragma once
+
+#include <filesystem>
+#include <freekv/policies/key_subspace.hpp>
+#include <span>
+#include <vector>
+
+namespace freekv::examples {
+
+/// Mean keys and leading eigenvectors for all layers and KV heads of a model.
+class key_basis {
+ public:
+  /// Room for `layers` of `kv_heads` subspaces of rank `rank`.
+  key_basis(int layers, int kv_heads, int rank, int head_dim);
+
+  /// Sets one layer from its keys (tokens, kv_heads, head_dim): per KV head the mean key and the `rank`
+  /// leading eigenvectors of the keys' covariance. Keys with a NaN or an infinity are left out; with no key
+  /// at all the mean is 0 and the rows are unit vectors.
+  void learn(int layer, std::span<const float> keys);
+
+  /// What key_subspace takes; valid while this object lives.
+  subspace_basis view() const { return {data_.data(), layers_, kv_heads_, rank_, head_dim_}; }
+  /// One layer alone, as the only one.
+  subspace_basis layer(int layer) const;
+
+  /// Tensors `mean` (layers, kv_heads, head_dim) and `rows` (layers, kv_heads, rank, head_dim), float32. Both
+  /// throw file_error.
+  void save(const std::filesystem::path& path) const;
+  static key_basis load(const std::filesystem::path& path);
+
+ private:
+  int layers_, kv_heads_, rank_, head_dim_;
+  std::vector<float> data_;  // as subspace_basis has it
+};
+
+}  // namespace freekv::examples

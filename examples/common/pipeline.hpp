@@ -1,0 +1,71 @@
+// A retrieval pipeline whose element type, head_dim and policies are chosen at run time: what the programs
+// use. Engines name their pipeline's type instead.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+
+#include "choices.hpp"
+#include "safetensors.hpp"
+
+namespace freekv::examples {
+
+/// A wish that cannot be met: a name that is no policy, a head_dim that is not compiled.
+struct choice_error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct pipeline_options {
+  data_type element = data_type::f16;  ///< f32, f16 or bf16
+  int head_dim = 0;
+  int layers = 1;
+  int query_heads = 0;
+  int kv_heads = 0;
+  int page = 32;
+  freekv::budget budget{};
+  int max_tokens = 0;
+  float scale = 0.0f;
+  int complete_layers = 0;  ///< leading layers that keep everything, where the plan is "retrieval"
+  bool in_place = false;
+  method does{};
+  subspace_basis basis{};  ///< of key_subspace; the caller keeps its memory
+};
+
+/// One sequence in a pipeline of any shape. The calls are retrieval_pipeline's.
+class pipeline {
+ public:
+  virtual ~pipeline() = default;
+
+  virtual void begin_step(int tokens, row_kind kind) = 0;
+  virtual void append(int layer, std::span<const float> keys, std::span<const float> values,
+                      std::span<const float> queries) = 0;
+  /// Keys and values as the bytes of the element type.
+  virtual void append_stored(int layer, std::span<const std::byte> keys, std::span<const std::byte> values,
+                             std::span<const float> queries) = 0;
+  virtual void attend(int layer, std::span<float> out, std::span<float> lse) = 0;
+  virtual void attend_full(int layer, std::span<float> out, std::span<float> lse) = 0;
+  virtual void end_step() = 0;
+  virtual void synchronize() = 0;
+  /// Forgets the sequence and starts an empty one.
+  virtual void restart() = 0;
+
+  virtual step_report report(int layer) const = 0;
+  virtual const memory_bytes& bytes() const = 0;
+  virtual std::size_t slice_bytes() const = 0;
+  virtual std::size_t summary_bytes() const = 0;
+  /// The budget in force: no larger than the sequence can become.
+  virtual const freekv::budget& budget() const = 0;
+};
+
+/// Throws choice_error or freekv::error. `backend` outlives the pipeline.
+std::unique_ptr<pipeline> make_pipeline(const pipeline_options& options, host_backend& backend);
+
+/// The pipeline of one compiled shape; explicitly instantiated, one translation unit each.
+template <class Shape>
+std::unique_ptr<pipeline> make_pipeline_of(const pipeline_options& options, host_backend& backend);
+
+}  // namespace freekv::examples

@@ -1,0 +1,436 @@
+#include "engine.hpp"
+
+#include <ggml-cpu.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <mutex>
+#include <sstream>
+#include <utility>
+
+namespace freekv::examples {
+namespace {
+
+// llama.cpp says why something failed only in its log, which is global: errors are kept, the rest is dropped.
+std::mutex log_mutex;
+std::string logged_errors;
+
+void keep_errors(ggml_log_level level, const char* text, void*) {
+  if (level != GGML_LOG_LEVEL_ERROR) return;
+  const std::lock_guard lock(log_mutex);
+  logged_errors += text;
+}
+
+void forget_errors() {
+  const std::lock_guard lock(log_mutex);
+  logged_errors.clear();
+}
+
+// The first error is the cause, later ones only its echo. "function: " before it says nothing to a user.
+std::string logged_cause() {
+  const std::lock_guard lock(log_mutex);
+  const auto line = logged_errors.substr(0, logged_errors.find('\n'));
+  const auto colon = line.find(": ");
+  if (line.empty()) return "llama.cpp gives no reason";
+  return colon == std::string::npos ? line : line.substr(colon + 2);
+}
+
+std::string metadata(const llama_model* weights, const std::string& key) {
+  std::array<char, 256> text{};
+  llama_model_meta_val_str(weights, key.c_str(), text.data(), text.size());
+  return text.data();
+}
+
+[[noreturn]] void refuse(const model_shape& shape, const std::string& property) {
+  throw engine_error(
+      "model '" + shape.name + "' " + property +
+      ": take a model whose layers all attend to the whole sequence by plain softmax attention");
+}
+
+bool in_host_memory(const ggml_tensor* tensor) {
+  return tensor->buffer != nullptr && ggml_backend_buffer_is_host(tensor->buffer);
+}
+
+// A row of attention's operand, (head_dim, rows, heads, 1) in ggml's order, fastest first.
+const char* row_of(const ggml_tensor* tensor, std::int64_t row, std::int64_t head) {
+  return static_cast<const char*>(tensor->data) + row * tensor->nb[1] + head * tensor->nb[2];
+}
+
+}  // namespace
+
+model::model(const std::string& path) {
+  static std::once_flag started;
+  std::call_once(started, [] {
+    llama_log_set(keep_errors, nullptr);
+    llama_backend_init();
+  });
+
+  // all layers stay in host memory, where we read the rows
+  std::array<ggml_backend_dev_t, 1> no_devices{};
+  auto parameters = llama_model_default_params();
+  parameters.devices = no_devices.data();
+  parameters.n_gpu_layers = 0;
+  forget_errors();
+  weights_.reset(llama_model_load_from_file(path.c_str(), parameters), llama_model_free);
+  if (!weights_) {
+    throw engine_error("cannot load model '" + path + "' (" + logged_cause() +
+                       "): give the path of a complete GGUF file");
+  }
+
+  const auto* weights = weights_.get();
+  const auto architecture = metadata(weights, "general.architecture");
+  shape_.name = metadata(weights, "general.name");
+  if (shape_.name.empty()) shape_.name = architecture;
+  shape_.vocabulary = llama_vocab_n_tokens(llama_model_get_vocab(weights));
+  shape_.trained_context = llama_model_n_ctx_train(weights);
+
+  if (llama_model_has_encoder(weights)) refuse(shape_, "has an encoder");
+  if (llama_model_is_recurrent(weights)) refuse(shape_, "is recurrent");
+  if (llama_model_is_hybrid(weights)) refuse(shape_, "has recurrent layers");
+  if (llama_model_is_diffusion(weights)) refuse(shape_, "is a diffusion model");
+  if (const auto window = llama_model_n_swa(weights); window > 0) {
+    refuse(shape_, "has layers with a sliding window of " + std::to_string(window) + " tokens");
+  }
+
+  engine probe(*this, {.threads = 1, .context = 1, .rows = 1});
+  const llama_token token = 0;
+  probe.evaluate({&token, 1}, 0, 1, [](const layer_rows&, float*) {});
+  shape_ = probe.model_.shape_;
+  context_sets_rotation_ = metadata(weights, architecture + ".rope.scaling.type") == "longrope";
+}
+
+std::vector<llama_token> model::tokenize(std::string_view text, bool special) const {
+  const auto* vocabulary = llama_model_get_vocab(weights_.get());
+  std::vector<llama_token> tokens(text.size() + 2);  // at most one a byte, begin and end
+  const auto count = llama_tokenize(vocabulary, text.data(), static_cast<int>(text.size()), tokens.data(),
+                                    static_cast<int>(tokens.size()), special, special);
+  if (count < 0)
+    throw engine_error("llama.cpp cannot tokenize a text of " + std::to_string(text.size()) +
+                       " bytes: split it");
+  tokens.resize(static_cast<std::size_t>(count));
+  return tokens;
+}
+
+std::string model::to_text(llama_token token) const {
+  const auto* vocabulary = llama_model_get_vocab(weights_.get());
+  std::string text(32, '\0');
+  for (;;) {
+    const auto count =
+        llama_token_to_piece(vocabulary, token, text.data(), static_cast<int>(text.size()), 0, true);
+    text.resize(static_cast<std::size_t>(std::abs(count)));
+    if (count >= 0) return text;
+  }
+}
+
+engine::engine(model shared, options wanted) : model_(std::move(shared)), options_(wanted) {
+  if (options_.threads < 1 || options_.context < 0 || options_.rows < 1) {
+    throw engine_error("an engine needs at least 1 thread, 1 row and a context of 0 or more tokens, not " +
+                       std::to_string(options_.threads) + ", " + std::to_string(options_.rows) + " and " +
+                       std::to_string(options_.context));
+  }
+  if (model_.context_sets_rotation_ && options_.context != 0) {
+    throw engine_error("model '" + shape().name +
+                       "' has LongRoPE, whose rotation llama.cpp chooses by the context's size: " +
+                       "leave the context at 0, not " + std::to_string(options_.context) +
+                       ", so that all engines agree");
+  }
+  auto parameters = llama_context_default_params();
+  parameters.n_ctx = static_cast<std::uint32_t>(options_.context);
+  // equal, so that an evaluation is one graph: its attention nodes, counted, are the layers
+  parameters.n_batch = parameters.n_ubatch = static_cast<std::uint32_t>(options_.rows);
+  parameters.n_threads = parameters.n_threads_batch = options_.threads;
+  parameters.flash_attn_type =
+      options_.flash_attention ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+  parameters.type_k = parameters.type_v = GGML_TYPE_F16;
+  parameters.offload_kqv = false;
+  if (options_.flash_attention) {
+    parameters.cb_eval = on_node;
+    parameters.cb_eval_user_data = this;
+  }
+  forget_errors();
+  context_.reset(llama_init_from_model(model_.weights_.get(), parameters));
+  if (!context_) {
+    throw engine_error("llama.cpp cannot make a context of " + std::to_string(options_.context) +
+                       " tokens (" + logged_cause() + "): ask for fewer tokens or rows");
+  }
+  options_.rows = static_cast<int>(llama_n_batch(context_.get()));
+
+  // Between two parts of a graph llama.cpp's threads must sleep, not spin: our attention needs the cores.
+  auto pool = ggml_threadpool_params_default(options_.threads);
+  pool.poll = 0;
+  threads_.reset(ggml_threadpool_new(&pool));
+  llama_attach_threadpool(context_.get(), threads_.get(), threads_.get());
+}
+
+std::span<const float> engine::prefill(std::span<const llama_token> tokens, int position,
+                                       const prefill_options& how) {
+  require_length(position);
+  row_handler handler;
+  if (how.seen_by) {
+    require_flash_attention();
+    handler = [&how](const layer_rows& rows, float*) { how.seen_by->observe(rows); };
+  }
+  std::span<const float> logits;
+  for (std::size_t done = 0; done < tokens.size();) {
+    const auto chunk = tokens.subspan(done, std::min<std::size_t>(tokens.size() - done, options_.rows));
+    const auto rows = static_cast<int>(chunk.size());
+    const bool last = done + chunk.size() == tokens.size();
+    logits = evaluate(chunk, position + static_cast<int>(done), last ? rows - 1 : rows, handler);
+    done += chunk.size();
+    if (how.progress) how.progress(static_cast<int>(done));
+  }
+  return logits;
+}
+
+std::span<const float> engine::decode(std::span<const llama_token> tokens, int position, attention& ours) {
+  require_flash_attention();
+  clear();
+  return evaluate(tokens, position, 0,
+                  [&ours](const layer_rows& rows, float* output) { ours.attend(rows, output); });
+}
+
+std::span<const float> engine::decode_stock(llama_token token, int position) {
+  require_length(position);
+  return evaluate({&token, 1}, position, 0, nullptr);
+}
+
+int engine::length() const { return llama_memory_seq_pos_max(llama_get_memory(context_.get()), 0) + 1; }
+
+void engine::truncate(int position) {
+  llama_memory_seq_rm(llama_get_memory(context_.get()), 0, position, -1);
+}
+
+std::string engine::state_title() const { return "FreeKV llama.cpp state, " + shape().name; }
+
+// Not llama_state_seq_save_file and _load_file: the latter aborts the process on a truncated file, reading
+// from memory is checked.
+void engine::save_state(const std::string& path) const {
+  forget_errors();
+  std::vector<std::uint8_t> state(llama_state_seq_get_size(context_.get(), 0));
+  const auto size = llama_state_seq_get_data(context_.get(), state.data(), state.size(), 0);
+  std::ofstream file(path, std::ios::binary);
+  file << state_title() << '\n';
+  file.write(reinterpret_cast<const char*>(state.data()), static_cast<std::streamsize>(size));
+  file.close();
+  if (size == 0)
+    throw engine_error("llama.cpp cannot save its state (" + logged_cause() + "): prefill again");
+  if (!file)
+    throw engine_error("cannot write '" + path + "': give a path with room for " + std::to_string(size) +
+                       " bytes");
+}
+
+void engine::load_state(const std::string& path) {
+  clear();
+  std::ifstream file(path, std::ios::binary);
+  std::string title;
+  if (!std::getline(file, title) || title != state_title()) {
+    throw engine_error("'" + path + "' holds no state of model '" + shape().name +
+                       "': save one with this model first");
+  }
+  std::ostringstream rest;
+  rest << file.rdbuf();
+  const auto state = std::move(rest).str();
+  forget_errors();
+  if (llama_state_seq_set_data(context_.get(), reinterpret_cast<const std::uint8_t*>(state.data()),
+                               state.size(), 0) != 0)
+    return;
+  const auto cause = logged_cause();
+  clear();
+  throw engine_error("cannot load state '" + path + "' (" + cause +
+                     "): give a whole one saved with the same flash_attention, and a context that holds it");
+}
+
+void engine::require_length(int position) const {
+  if (position == length()) return;
+  throw engine_error(
+      "position " + std::to_string(position) + " does not follow the " + std::to_string(length()) +
+      " tokens in llama.cpp's cache: prefill, load or truncate to " + std::to_string(position) + " first");
+}
+
+void engine::require_flash_attention() const {
+  if (options_.flash_attention) return;
+  throw engine_error(
+      "this engine was made with flash_attention = false, and rows are read at the flash attention node: "
+      "make it with flash_attention = true");
+}
+
+// Evaluates the tokens as one graph, with logits of those from `first_logits` on; a handler gets all layers'
+// rows.
+std::span<const float> engine::evaluate(std::span<const llama_token> tokens, int position, int first_logits,
+                                        row_handler handler) {
+  const auto rows = static_cast<int>(tokens.size());
+  if (rows < 1 || rows > options_.rows || position < 0) {
+    throw engine_error("cannot evaluate " + std::to_string(rows) + " tokens at position " +
+                       std::to_string(position) + ": give 1 to " + std::to_string(options_.rows) +
+                       " (rows) at position 0 or later");
+  }
+  std::vector<llama_token> token(tokens.begin(), tokens.end());
+  std::vector<llama_pos> positions(tokens.size());
+  std::vector<std::int32_t> sequence_count(tokens.size(), 1);
+  llama_seq_id sequence = 0;
+  std::vector<llama_seq_id*> sequences(tokens.size(), &sequence);
+  std::vector<std::int8_t> wants_logits(tokens.size());
+  for (int row = 0; row < rows; ++row) {
+    positions[row] = position + row;
+    wants_logits[row] = row >= first_logits;
+  }
+  llama_batch batch{};
+  batch.n_tokens = rows;
+  batch.token = token.data();
+  batch.pos = positions.data();
+  batch.n_seq_id = sequence_count.data();
+  batch.seq_id = sequences.data();
+  batch.logits = wants_logits.data();
+
+  handler_ = std::move(handler);
+  thrown_ = nullptr;
+  layer_ = 0;
+  position_ = position;
+  writes_.clear();
+  forget_errors();
+  const auto status = llama_decode(context_.get(), batch);
+  const bool handled = std::exchange(handler_, nullptr) != nullptr;
+  try {
+    if (thrown_) std::rethrow_exception(std::exchange(thrown_, nullptr));
+    if (status != 0) {
+      throw engine_error("llama.cpp cannot evaluate " + std::to_string(rows) + " tokens at position " +
+                         std::to_string(position) + ", " + std::to_string(llama_n_ctx(context_.get())) +
+                         " fit in its context (" + logged_cause() +
+                         "): give fewer tokens or a larger context");
+    }
+    if (shape().layers == 0) model_.shape_.layers = layer_;  // the model's probe: its shape is what we saw
+    if (handled && layer_ == 0) refuse(shape(), "has no flash attention node in llama.cpp's graph");
+    if (handled && layer_ != shape().layers) {
+      refuse(shape(), "attends in " + std::to_string(layer_) + " layers after " +
+                          std::to_string(shape().layers) + " before");
+    }
+  } catch (...) {
+    truncate(position);
+    throw;
+  }
+  if (first_logits >= rows) return {};
+  const auto vocabulary = static_cast<std::size_t>(shape().vocabulary);
+  return {llama_get_logits(context_.get()), static_cast<std::size_t>(rows - first_logits) * vocabulary};
+}
+
+// llama.cpp asks about every node of the graph, in order, until we need one; then it computes all nodes up to
+// that one and calls again with `ask` false. Returning false then stops the graph. Exceptions must not cross
+// its C code.
+bool engine::on_node(ggml_tensor* node, bool ask, void* self) noexcept {
+  auto& engine = *static_cast<examples::engine*>(self);
+  if (!engine.handler_) return !ask;  // needs nothing
+  if (engine.thrown_) return ask;     // needs the next node, to stop there
+  try {
+    if (ask && node->op == GGML_OP_SET_ROWS) engine.note_cache_write(node);
+    if (!ask) engine.hand_over(node);
+    return !ask || node->op == GGML_OP_FLASH_ATTN_EXT;
+  } catch (...) {
+    engine.thrown_ = std::current_exception();
+    return ask;
+  }
+}
+
+// The cells are an input of the graph, read before the write is computed: the last layer's is the input's
+// last use, later nodes may lie in its memory.
+void engine::note_cache_write(const ggml_tensor* node) {
+  const auto* cells = node->src[1];
+  if (cells->type != GGML_TYPE_I64 || !ggml_is_contiguous(cells) || !in_host_memory(cells)) return;
+  const auto* first = static_cast<const std::int64_t*>(cells->data);
+  writes_.push_back({node->view_src, {first, first + ggml_nelements(cells)}});
+}
+
+void engine::hand_over(ggml_tensor* attention_node) {
+  check_shape(attention_node);
+  const auto* q = attention_node->src[0];
+  const auto heads = q->ne[2];
+  const auto rows = static_cast<int>(q->ne[1]);
+  const auto head_dim = static_cast<std::size_t>(q->ne[0]);
+  query_.resize(rows * heads * head_dim);
+  for (std::int64_t row = 0; row < rows; ++row) {
+    for (std::int64_t head = 0; head < heads; ++head) {
+      std::memcpy(&query_[(row * heads + head) * head_dim], row_of(q, row, head), head_dim * sizeof(float));
+    }
+  }
+  const layer_rows seen{.layer = layer_,
+                        .rows = rows,
+                        .position = position_,
+                        .query = query_.data(),
+                        .key = read_cache(attention_node->src[1], rows, key_),
+                        .value = read_cache(attention_node->src[2], rows, value_)};
+  writes_.clear();
+  ++layer_;
+  handler_(seen, static_cast<float*>(attention_node->data));
+}
+
+// Keys and values are read from the cache, not where they were computed: other nodes may lie there by now.
+const float* engine::read_cache(const ggml_tensor* view, int rows, std::vector<float>& into) const {
+  const auto write =
+      std::find_if(writes_.begin(), writes_.end(), [&](const auto& w) { return w.cache == view->view_src; });
+  if (write == writes_.end() || std::ssize(write->cells) != rows) {
+    refuse(shape(),
+           "attends in layer " + std::to_string(layer_) + " to keys or values that the layer did not write");
+  }
+  const auto heads = view->ne[2];
+  const auto head_dim = view->ne[0];
+  into.resize(static_cast<std::size_t>(rows * heads * head_dim));
+  auto* row = into.data();
+  for (const auto cell : write->cells) {
+    for (std::int64_t head = 0; head < heads; ++head, row += head_dim) {
+      ggml_cpu_fp16_to_fp32(reinterpret_cast<const ggml_fp16_t*>(row_of(view, cell, head)), row, head_dim);
+    }
+  }
+  return into.data();
+}
+
+void engine::check_shape(const ggml_tensor* attention_node) {
+  auto& shape = model_.shape_;
+  const auto *q = attention_node->src[0], *k = attention_node->src[1], *v = attention_node->src[2];
+  const auto *mask = attention_node->src[3], *sinks = attention_node->src[4];
+  std::array<float, 3> parameters;
+  std::memcpy(parameters.data(), attention_node->op_params, sizeof parameters);
+  const auto [scale, alibi, soft_cap] = parameters;
+
+  if (k->view_src && k->view_src == v->view_src)
+    refuse(shape, "keeps keys and values as one compressed row (MLA)");
+  if (k->ne[0] != v->ne[0] || k->ne[2] != v->ne[2]) {
+    refuse(shape, "has keys of " + std::to_string(k->ne[2]) + " heads and " + std::to_string(k->ne[0]) +
+                      " dimensions, values of " + std::to_string(v->ne[2]) + " and " +
+                      std::to_string(v->ne[0]));
+  }
+  if (q->ne[0] % 8 != 0 || q->ne[0] > 256) {
+    refuse(shape, "has heads of " + std::to_string(q->ne[0]) + " dimensions, not a multiple of 8 up to 256");
+  }
+  if (soft_cap != 0) refuse(shape, "caps its logits at " + std::to_string(soft_cap));
+  if (alibi != 0) refuse(shape, "biases its logits by distance (ALiBi, " + std::to_string(alibi) + ")");
+  if (sinks) refuse(shape, "has attention sinks");
+  if (!mask || mask->op != GGML_OP_NONE) refuse(shape, "computes which tokens it attends to");
+  if (q->type != GGML_TYPE_F32 || k->type != GGML_TYPE_F16 || v->type != GGML_TYPE_F16) {
+    refuse(shape, std::string("attends with ") + ggml_type_name(q->type) + ", " + ggml_type_name(k->type) +
+                      ", " + ggml_type_name(v->type) + " queries, keys, values instead of f32, f16, f16");
+  }
+  if (!in_host_memory(q) || !in_host_memory(k) || !in_host_memory(v) || !in_host_memory(attention_node)) {
+    refuse(shape, "keeps layer " + std::to_string(layer_) + "'s rows outside host memory");
+  }
+
+  const auto query_heads = static_cast<int>(q->ne[2]), kv_heads = static_cast<int>(k->ne[2]);
+  const auto head_dim = static_cast<int>(q->ne[0]);
+  if (shape.head_dim == 0) {  // the model's first layer
+    shape.query_heads = query_heads;
+    shape.kv_heads = kv_heads;
+    shape.head_dim = head_dim;
+    shape.scale = scale;
+  }
+  if (query_heads != shape.query_heads || kv_heads != shape.kv_heads || head_dim != shape.head_dim ||
+      scale != shape.scale) {
+    refuse(shape, "has layers of different shapes, " + std::to_string(shape.query_heads) + " and " +
+                      std::to_string(shape.kv_heads) + " heads of " + std::to_string(shape.head_dim) +
+                      " dimensions before layer " + std::to_string(layer_) + ", there " +
+                      std::to_string(query_heads) + " and " + std::to_string(kv_heads) + " of " +
+                      std::to_string(head_dim));
+  }
+}
+
+}  // namespace freekv::examples

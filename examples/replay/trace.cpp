@@ -1,0 +1,112 @@
+#include "trace.hpp"
+
+#include <charconv>
+#include <cstring>
+
+namespace freekv::examples {
+
+namespace {
+
+std::string printed(const std::vector<std::int64_t>& shape) {
+  std::string text = "(";
+  for (std::size_t i = 0; i < shape.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
+  return text + ")";
+}
+
+bool is_float(data_type dtype) {
+  return dtype == data_type::f32 || dtype == data_type::f16 || dtype == data_type::bf16;
+}
+
+/// Rounds to `element` and returns the values' bytes; `values` become what the bytes say.
+std::vector<std::byte> rounded(std::vector<float>& values, data_type element) {
+  if (element == data_type::f32) {
+    const auto bytes = std::as_bytes(std::span(values));
+    return {bytes.begin(), bytes.end()};
+  }
+  std::vector<std::byte> bytes(values.size() * 2);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const bool is_half = element == data_type::f16;
+    const std::uint16_t bits = is_half ? float_to_half(values[i]) : float_to_bfloat16(values[i]);
+    std::memcpy(&bytes[2 * i], &bits, 2);
+    values[i] = is_half ? half_to_float(bits) : bfloat16_to_float(bits);
+  }
+  return bytes;
+}
+
+int decimal(const safetensors_file& file, const std::string& key, std::string_view text, int largest) {
+  int value = -1;
+  const auto [end, fault] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (fault != std::errc{} || end != text.data() + text.size() || value < 0 || value > largest)
+    throw file_error("\"" + file.path().string() + "\": metadata " + key + " is \"" +
+                     std::string(text.substr(0, 40)) + "\", not a decimal number from 0 to " +
+                     std::to_string(largest));
+  return value;
+}
+
+}  // namespace
+
+std::vector<float> trace::prompt_keys() const {
+  const auto bytes = rows_of(keys, 0, prompt_len);
+  std::vector<float> result(bytes.size() / (element == data_type::f32 ? 4 : 2));
+  if (element == data_type::f32) {
+    if (!bytes.empty()) std::memcpy(result.data(), bytes.data(), bytes.size());
+    return result;
+  }
+  for (std::size_t i = 0; i < result.size(); ++i) {
+    std::uint16_t bits;
+    std::memcpy(&bits, bytes.data() + 2 * i, 2);
+    result[i] = element == data_type::f16 ? half_to_float(bits) : bfloat16_to_float(bits);
+  }
+  return result;
+}
+
+trace read_trace(const std::filesystem::path& path, std::optional<data_type> element) {
+  const safetensors_file file(path);
+  const tensor_view &q = file.at("q"), &k = file.at("k"), &v = file.at("v");
+  const auto fail = [&](const std::string& what) { throw file_error("\"" + path.string() + "\": " + what); };
+  for (const tensor_view* tensor : {&q, &k, &v}) {
+    if (!is_float(tensor->dtype))
+      fail("tensor " + tensor->name + " has dtype " + std::string(dtype_name(tensor->dtype)) +
+           "; a trace has F32, F16 or BF16");
+    if (tensor->shape.size() != 3)
+      fail("tensor " + tensor->name + " has shape " + printed(tensor->shape) +
+           "; a trace has (tokens, heads, head_dim)");
+  }
+  if (k.shape != v.shape) fail("k has shape " + printed(k.shape) + " but v has " + printed(v.shape));
+  if (q.shape[0] != k.shape[0] || q.shape[2] != k.shape[2])
+    fail("q has shape " + printed(q.shape) + " but k has " + printed(k.shape) +
+         ": tokens and head_dim must agree");
+  if (k.shape[1] < 1 || q.shape[1] < 1 || q.shape[1] % k.shape[1] != 0)
+    fail(std::to_string(q.shape[1]) + " query heads are not a positive multiple of " +
+         std::to_string(k.shape[1]) + " KV heads");
+  constexpr std::int64_t most = 1 << 30;
+  for (const std::int64_t extent : {q.shape[0], q.shape[1], q.shape[2]})
+    if (extent > most)
+      fail("q has shape " + printed(q.shape) + "; no extent may be above " + std::to_string(most));
+  if (!element && k.dtype != v.dtype)
+    fail("k is " + std::string(dtype_name(k.dtype)) + " but v is " + std::string(dtype_name(v.dtype)) +
+         "; choose one with --dtype");
+
+  trace t;
+  t.tokens = static_cast<int>(q.shape[0]);
+  t.query_heads = static_cast<int>(q.shape[1]);
+  t.kv_heads = static_cast<int>(k.shape[1]);
+  t.head_dim = static_cast<int>(q.shape[2]);
+  const auto prompt_len = file.metadata().find("prompt_len");
+  if (prompt_len == file.metadata().end())
+    fail("metadata has no prompt_len; write the number of prompt tokens as a decimal string");
+  t.prompt_len = decimal(file, "prompt_len", prompt_len->second, t.tokens);
+  if (const auto layer = file.metadata().find("layer"); layer != file.metadata().end())
+    t.layer = decimal(file, "layer", layer->second, 1 << 20);
+
+  t.element = element.value_or(k.dtype);
+  t.queries = file.copy_as_float("q");
+  if (element) rounded(t.queries, *element);
+  for (auto [name, bytes] : {std::pair{"k", &t.keys}, std::pair{"v", &t.values}}) {
+    std::vector<float> values = file.copy_as_float(name);
+    *bytes = rounded(values, t.element);
+  }
+  return t;
+}
+
+}  // namespace freekv::examples

@@ -1,0 +1,45 @@
+// A recorded layer: queries, keys and values of one sequence, prompt first.
+#pragma once
+
+#include <cstddef>
+#include <filesystem>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "safetensors.hpp"
+
+namespace freekv::examples {
+
+/// A trace as `freekv-replay` reads and `freekv-record` writes it: tensors `q` (tokens, query_heads,
+/// head_dim), `k` and `v` (tokens, kv_heads, head_dim) in F32, F16 or BF16, and `prompt_len` in the metadata.
+/// Tokens before prompt_len are the prompt, each later one is a decode step.
+struct trace {
+  int tokens = 0, query_heads = 0, kv_heads = 0, head_dim = 0;
+  int prompt_len = 0;
+  std::optional<int> layer;  ///< the model's layer, where the trace says so
+  data_type element{};       ///< that keys and values are kept as
+  std::vector<float> queries;
+  std::vector<std::byte> keys, values;  ///< elements of type `element`
+
+  int steps() const { return tokens - prompt_len; }
+  std::span<const float> queries_of(int first, int count) const {
+    const auto row = static_cast<std::size_t>(query_heads * head_dim);
+    return std::span(queries).subspan(static_cast<std::size_t>(first) * row,
+                                      static_cast<std::size_t>(count) * row);
+  }
+  /// Rows of `keys` or `values`.
+  std::span<const std::byte> rows_of(const std::vector<std::byte>& of, int first, int count) const {
+    const auto row = static_cast<std::size_t>(kv_heads * head_dim) * (element == data_type::f32 ? 4 : 2);
+    return std::span(of).subspan(static_cast<std::size_t>(first) * row,
+                                 static_cast<std::size_t>(count) * row);
+  }
+  /// Keys of the prompt as float.
+  std::vector<float> prompt_keys() const;
+};
+
+/// Reads a trace; with `element`, queries, keys and values are rounded to it. Throws file_error.
+trace read_trace(const std::filesystem::path& path, std::optional<data_type> element);
+
+}  // namespace freekv::examples

@@ -1,0 +1,43 @@
+// Exact attention of one query over a list of tokens.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <span>
+#include <vector>
+
+#include "numbers.hpp"
+
+namespace oracle {
+
+/// Of one query head, `out` is (d) and `lse` one number; of a layer, (n_qo, d) and (n_qo).
+struct attention {
+  std::vector<double> out;
+  std::vector<double> lse;
+};
+
+/// `keys` and `values` hold one row of d elements per attended token. A NaN or +inf score makes output and
+/// lse NaN; with no token, or scores of -inf alone, the output is 0 and the lse -inf.
+inline attention attend(std::span<const float> q, const std::vector<std::span<const float>>& keys,
+                        const std::vector<std::span<const float>>& values, double scale) {
+  attention result{std::vector<double>(q.size(), 0.0), {-infinity}};
+  std::vector<double> scores;
+  double top = -infinity;
+  for (std::span<const float> key : keys) {
+    scores.push_back(scale * dot(q, key));
+    top = max_or_nan(top, scores.back());
+  }
+  if (top == -infinity) return result;
+
+  double sum = 0.0;
+  for (std::size_t t = 0; t < scores.size(); ++t) {
+    const double weight = std::exp(scores[t] - top);
+    sum += weight;
+    for (std::size_t i = 0; i < q.size(); ++i) result.out[i] += weight * static_cast<double>(values[t][i]);
+  }
+  for (double& element : result.out) element /= sum;
+  result.lse[0] = top + std::log(sum);
+  return result;
+}
+
+}  // namespace oracle

@@ -1,0 +1,58 @@
+// Has a KV head's query turned too far since it made the selection in use?
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <span>
+
+#include "numbers.hpp"
+
+namespace oracle {
+
+struct drift_result {
+  bool flagged = false;
+  bool forced = false;           // flagged without a comparison
+  double pooled = not_a_number;  // mean cosine over the group; NaN where forced
+  bool norm_borderline = false;  // float32 may legitimately see other norms, hence another flag
+};
+
+/// The norm as float32 sees it: the flag depends on when this over- or underflows.
+inline float float_norm(std::span<const float> x) {
+  float sum = 0.0F;
+  for (float element : x) sum += element * element;
+  return std::sqrt(sum);
+}
+
+inline bool usable(float norm) { return norm != 0.0F && std::isfinite(norm); }
+
+/// The sum of squares is so large that the order of summation decides whether it overflows, or so small
+/// that subnormal rounding has eaten the cosine's precision.
+inline bool is_norm_borderline(std::span<const float> x) {
+  const double squares = dot(x, x);
+  const double smallest = static_cast<double>(std::numeric_limits<float>::min());
+  if (std::fabs(squares / largest_float - 1.0) < 1e-4) return true;
+  return float_norm(x) != 0.0F && squares < smallest * static_cast<double>(x.size());
+}
+
+/// `q` and `previous` are (G, d): one KV head's group now, and when it made the selection in use.
+inline drift_result drift(std::span<const float> q, std::span<const float> previous, int group, double tau) {
+  const int d = static_cast<int>(q.size()) / group;
+  drift_result result;
+  double sum = 0.0;
+  for (int g = 0; g < group; ++g) {
+    const std::span<const float> now = row_of(q, g, d);
+    const std::span<const float> then = row_of(previous, g, d);
+    const float norm_now = float_norm(now);
+    const float norm_then = float_norm(then);
+    if (is_norm_borderline(now) || is_norm_borderline(then)) result.norm_borderline = true;
+    if (!usable(norm_now) || !usable(norm_then) || !usable(norm_now * norm_then))
+      result.forced = true;
+    else
+      sum += dot(now, then) / (std::sqrt(dot(now, now)) * std::sqrt(dot(then, then)));
+  }
+  if (!result.forced) result.pooled = sum / static_cast<double>(group);
+  result.flagged = result.forced || result.pooled < tau;
+  return result;
+}
+
+}  // namespace oracle

@@ -1,0 +1,15 @@
+// A naive float64 reference of one FreeKV layer, written from the specification's text alone. It includes
+// nothing of the library, so that a mistake in the library cannot be repeated here.
+#pragma once
+
+#include "attention.hpp"
+#include "decoder.hpp"
+#include "drift.hpp"
+#include "numbers.hpp"
+#include "pages.hpp"
+#include "pooling.hpp"
+#include "results.hpp"
+#include "selection.hpp"
+#include "settings.hpp"
+#include "subspace.hpp"
+#include "summaries.hpp"

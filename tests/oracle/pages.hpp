@@ -1,0 +1,89 @@
+// Which pages are sink, window, candidates and ring at a length. Every set is ascending.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "settings.hpp"
+
+namespace oracle {
+
+/// Pages that hold at least one of `length` tokens, the open page included.
+inline int page_count(const settings& s, int length) { return (length + s.page - 1) / s.page; }
+
+inline bool is_sink(const settings& s, int page) { return page < s.sink / s.page; }
+
+inline bool is_complete(const settings& s, int page, int length) { return (page + 1) * s.page <= length; }
+
+/// A non-sink page holding one of the tokens length-W .. length-1.
+inline bool is_window(const settings& s, int page, int length) {
+  if (is_sink(s, page)) return false;
+  for (int token = page * s.page; token < (page + 1) * s.page; ++token)
+    if (token >= length - s.window && token <= length - 1) return true;
+  return false;
+}
+
+inline bool is_candidate(const settings& s, int page, int length) {
+  return is_complete(s, page, length) && !is_sink(s, page) && !is_window(s, page, length);
+}
+
+/// Pages that the window ring still holds at `length`: non-sink, among the last R = W/p + 1.
+inline bool is_in_ring(const settings& s, int page, int length) {
+  const int ring_slots = s.window / s.page + 1;
+  return !is_sink(s, page) && page < page_count(s, length) && page >= page_count(s, length) - ring_slots;
+}
+
+inline std::vector<int> sink_pages(const settings& s, int length) {
+  std::vector<int> pages;
+  for (int page = 0; page < page_count(s, length); ++page)
+    if (is_sink(s, page)) pages.push_back(page);
+  return pages;
+}
+
+inline std::vector<int> window_pages(const settings& s, int length) {
+  std::vector<int> pages;
+  for (int page = 0; page < page_count(s, length); ++page)
+    if (is_window(s, page, length)) pages.push_back(page);
+  return pages;
+}
+
+inline std::vector<int> candidate_pages(const settings& s, int length) {
+  std::vector<int> pages;
+  for (int page = 0; page < page_count(s, length); ++page)
+    if (is_candidate(s, page, length)) pages.push_back(page);
+  return pages;
+}
+
+inline std::vector<int> ring_pages(const settings& s, int length) {
+  std::vector<int> pages;
+  for (int page = 0; page < page_count(s, length); ++page)
+    if (is_in_ring(s, page, length)) pages.push_back(page);
+  return pages;
+}
+
+/// The pages one KV head attends to. Nothing is made unique on purpose: a page that two rules name would
+/// be attended twice, and has to show.
+inline std::vector<int> attended_pages(const settings& s, int length, const std::vector<int>& selected) {
+  std::vector<int> pages;
+  if (s.kind == layer_kind::complete) {
+    for (int page = 0; page < page_count(s, length); ++page) pages.push_back(page);
+    return pages;
+  }
+  for (int page : sink_pages(s, length)) pages.push_back(page);
+  if (s.kind == layer_kind::retrieval)
+    for (int page : selected) pages.push_back(page);
+  for (int page : window_pages(s, length)) pages.push_back(page);
+  std::sort(pages.begin(), pages.end());
+  return pages;
+}
+
+/// The tokens of whole pages, the open page as far as it is filled.
+inline std::vector<int> tokens_of(const settings& s, int length, const std::vector<int>& pages) {
+  std::vector<int> tokens;
+  for (int page : pages)
+    for (int token = page * s.page; token < (page + 1) * s.page && token < length; ++token)
+      tokens.push_back(token);
+  return tokens;
+}
+
+}  // namespace oracle

@@ -1,0 +1,191 @@
+// Random settings and sequences for one layer, reproducible from a seed.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <ostream>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "../oracle/oracle.hpp"
+#include "pipeline.hpp"
+
+namespace tests {
+
+using freekv::examples::data_type;
+
+/// Rounds as the library stores it.
+inline float rounded(float x, data_type element) {
+  using namespace freekv::examples;
+  if (element == data_type::f16) return half_to_float(float_to_half(x));
+  if (element == data_type::bf16) return bfloat16_to_float(float_to_bfloat16(x));
+  return x;
+}
+
+/// A small shape, its policies and how long it runs.
+struct random_case {
+  std::uint64_t seed = 0;
+  freekv::examples::pipeline_options options;
+  int prompt = 0, steps = 0;
+  std::vector<float> basis_data;  // options.basis points here
+  float turn = 0.3f;              // how far a query turns in a step
+  float outliers = 0.0f;          // share of keys that are large
+
+  freekv::examples::pipeline_options with_basis() const {
+    auto o = options;
+    o.basis.data = basis_data.data();
+    return o;
+  }
+};
+
+inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
+  const auto& o = c.options;
+  return out << "seed " << c.seed << ": " << freekv::examples::dtype_name(o.element) << " d " << o.head_dim
+             << ", " << o.query_heads << "/" << o.kv_heads << " heads, page " << o.page << ", sink "
+             << o.budget.sink << ", window " << o.budget.window << ", k " << o.budget.selected_pages << ", "
+             << o.does.summary << " (chunk " << o.does.chunk << ", rank " << o.does.rank << ", bits "
+             << o.does.bits << "), " << o.does.correction << " tau " << o.does.tau << ", plan " << o.does.plan
+             << (o.in_place ? ", in place" : ", resident") << ", prompt " << c.prompt << ", steps "
+             << c.steps;
+}
+
+class dice {
+ public:
+  explicit dice(std::uint64_t seed) : engine_(seed) {}
+  int below(int n) { return static_cast<int>(engine_() % static_cast<std::uint64_t>(n)); }
+  int between(int low, int high) { return low + below(high - low + 1); }
+  template <class T>
+  T one_of(std::initializer_list<T> choices) {
+    return choices.begin()[below(static_cast<int>(choices.size()))];
+  }
+  float normal() { return normal_(engine_); }
+  float uniform() { return static_cast<float>(engine_() >> 40) * 0x1p-24f; }
+
+ private:
+  std::mt19937_64 engine_;
+  std::normal_distribution<float> normal_;
+};
+
+/// Orthonormal rows and a mean, by Gram-Schmidt on random vectors.
+inline std::vector<float> random_basis(dice& d, int kv_heads, int rank, int head_dim) {
+  std::vector<float> data;
+  for (int head = 0; head < kv_heads; ++head) {
+    for (int i = 0; i < head_dim; ++i) data.push_back(0.2f * d.normal());
+    std::vector<std::vector<double>> rows;
+    while (static_cast<int>(rows.size()) < rank) {
+      std::vector<double> row;
+      for (int i = 0; i < head_dim; ++i) row.push_back(d.normal());
+      for (const auto& other : rows) {
+        const double along = oracle::dot(row, other);
+        for (int i = 0; i < head_dim; ++i)
+          row[static_cast<std::size_t>(i)] -= along * other[static_cast<std::size_t>(i)];
+      }
+      const double norm = std::sqrt(oracle::dot(row, row));
+      for (double& x : row) x /= norm;
+      for (const double x : row) data.push_back(static_cast<float>(x));
+      rows.push_back(row);
+    }
+  }
+  return data;
+}
+
+inline random_case make_case(std::uint64_t seed) {
+  dice d(seed);
+  random_case c;
+  c.seed = seed;
+  auto& o = c.options;
+  o.element = d.one_of({data_type::f32, data_type::f16, data_type::bf16});
+  o.head_dim = d.one_of({64, 64, 80, 96, 128, 192, 256});
+  o.kv_heads = d.between(1, 3);
+  o.query_heads = o.kv_heads * d.one_of({1, 2, 3, 4, 5, 7, 8, 16});
+  o.page = d.one_of({8, 8, 16, 24, 32, 64, 128});
+  o.budget.sink = o.page * d.between(0, 2);
+  o.budget.window = o.page * d.between(1, 3);
+  o.budget.selected_pages = d.one_of({1, 2, 3, 4, 7, 40});
+  o.does.summary = d.one_of<std::string>({"min_max", "chunk_means", "key_subspace"});
+  o.does.chunk = d.one_of({1, 2, 4, 8});
+  o.does.rank = d.between(8, 32);
+  o.does.bits = d.one_of({2, 3, 4, 8, 32});
+  o.does.correction = d.one_of<std::string>({"cosine_drift", "cosine_drift", "always", "never"});
+  o.does.tau = d.one_of({0.5f, 0.8f, 0.9f, 0.95f});
+  o.does.plan =
+      d.one_of<std::string>({"retrieval", "retrieval", "retrieval", "retrieval", "complete", "window"});
+  o.in_place = d.below(2) == 0;
+  o.scale = d.one_of({0.0f, 0.0f, 0.05f, 0.3f});
+  c.prompt =
+      d.one_of({0, 1, o.page - 1, o.page, d.between(0, 8 * o.page), d.between(4 * o.page, 14 * o.page)});
+  c.steps = d.between(1, o.page <= 16 ? 3 * o.page : o.page + o.page / 2);
+  c.turn = d.one_of({0.05f, 0.3f, 1.0f});
+  c.outliers = d.one_of({0.0f, 0.02f});
+  o.max_tokens = c.prompt + c.steps;
+  c.basis_data = random_basis(d, o.kv_heads, o.does.rank, o.head_dim);
+  o.basis = {nullptr, 1, o.kv_heads, o.does.rank, o.head_dim};
+  return c;
+}
+
+/// Rows of one token: queries that turn slowly, keys near slowly moving centres, as text has them.
+class token_source {
+ public:
+  explicit token_source(const random_case& c) : c_(c), dice_(c.seed ^ 0x9e3779b97f4a7c15ull) {
+    fill(query_, c.options.query_heads, 1.0f);
+    fill(centre_, c.options.kv_heads, 1.0f);
+  }
+  void next() {
+    for (float& x : query_) x = (x + c_.turn * dice_.normal()) / std::sqrt(1.0f + c_.turn * c_.turn);
+    for (float& x : centre_) x = 0.9f * x + 0.4f * dice_.normal();
+    const float size = dice_.uniform() < c_.outliers ? 6.0f : 1.0f;
+    keys.clear();
+    for (const float x : centre_)
+      keys.push_back(rounded(size * (x + 0.5f * dice_.normal()), c_.options.element));
+    values.clear();
+    for (std::size_t i = 0; i < keys.size(); ++i)
+      values.push_back(rounded(dice_.normal(), c_.options.element));
+    queries = query_;
+  }
+  std::vector<float> queries, keys, values;
+  dice& random() { return dice_; }
+
+ private:
+  void fill(std::vector<float>& rows, int heads, float size) {
+    for (int i = 0; i < heads * c_.options.head_dim; ++i) rows.push_back(size * dice_.normal());
+  }
+  const random_case& c_;
+  dice dice_;
+  std::vector<float> query_, centre_;
+};
+
+/// The oracle's settings for the same layer.
+inline oracle::settings oracle_settings(const random_case& c) {
+  const auto& o = c.options;
+  oracle::settings s;
+  s.query_heads = o.query_heads;
+  s.kv_heads = o.kv_heads;
+  s.head_dim = o.head_dim;
+  s.page = o.page;
+  s.sink = o.budget.sink;
+  s.window = o.budget.window;
+  s.selected_pages = o.budget.selected_pages;
+  s.scale = o.scale == 0.0f ? oracle::default_scale(o.head_dim) : static_cast<double>(o.scale);
+  s.summary = o.does.summary == "min_max"       ? oracle::summary_kind::min_max
+              : o.does.summary == "chunk_means" ? oracle::summary_kind::chunk_means
+                                                : oracle::summary_kind::key_subspace;
+  s.chunk = o.does.chunk;
+  s.bits = o.does.bits;
+  s.correction = o.does.correction == "cosine_drift" ? oracle::correction_kind::cosine_drift
+                 : o.does.correction == "always"     ? oracle::correction_kind::always
+                                                     : oracle::correction_kind::never;
+  s.tau = static_cast<double>(o.does.tau);
+  s.kind = o.does.plan == "complete" ? oracle::layer_kind::complete
+           : o.does.plan == "window" ? oracle::layer_kind::window
+                                     : oracle::layer_kind::retrieval;
+  s.route = o.in_place ? oracle::route_kind::in_place : oracle::route_kind::resident;
+  const auto view = c.with_basis().basis;
+  for (int head = 0; head < o.kv_heads; ++head)
+    s.bases.push_back({{view.mean(0, head), view.mean(0, head) + o.head_dim},
+                       {view.rows(0, head), view.rows(0, head) + o.does.rank * o.head_dim}});
+  return s;
+}
+
+}  // namespace tests

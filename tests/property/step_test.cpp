@@ -1,0 +1,212 @@
+// The whole step, every option that the programs offer, against the float64 oracle: agreement as invariant 8
+// of the specification states it.
+
+#include <cstdlib>
+#include <map>
+#include <sstream>
+
+#include "../catch.hpp"
+#include "random_case.hpp"
+
+namespace {
+
+using namespace tests;
+
+/// What was compared, so that a test can require that it was.
+struct coverage {
+  long steps = 0, firm_selections = 0, compared_outputs = 0, corrected = 0, recalled = 0, promoted = 0,
+       skipped = 0;
+};
+
+struct disagreement {
+  std::string what;
+};
+
+template <class... T>
+std::string sentence(const T&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
+template <class V>
+std::string listed(const V& pages) {
+  std::ostringstream text;
+  for (const auto page : pages) text << " " << page;
+  return text.str();
+}
+
+bool close(double a, double b, double tolerance) {
+  if (std::isnan(a) || std::isnan(b)) return std::isnan(a) && std::isnan(b);
+  if (std::isinf(a) || std::isinf(b)) return a == b;
+  return std::fabs(a - b) <= tolerance * std::max({std::fabs(a), std::fabs(b), 1.0});
+}
+
+/// Runs a case through library and oracle; throws `disagreement`.
+void compare_with_oracle(const random_case& c, freekv::host_backend& backend, coverage& seen) {
+  const auto p = freekv::examples::make_pipeline(c.with_basis(), backend);
+  oracle::decoder expected(oracle_settings(c));
+  token_source source(c);
+  const auto n = [](int x) { return static_cast<std::size_t>(x); };
+  const int heads = c.options.kv_heads;
+
+  std::vector<float> keys, values;
+  for (int token = 0; token < c.prompt; ++token) {
+    source.next();
+    keys.insert(keys.end(), source.keys.begin(), source.keys.end());
+    values.insert(values.end(), source.values.begin(), source.values.end());
+  }
+  // The prompt in up to three chunks.
+  const auto width = n(heads * c.options.head_dim);
+  for (int done = 0; done < c.prompt;) {
+    const int chunk = std::min(c.prompt - done, 1 + source.random().below(c.prompt));
+    const auto part = [&](const std::vector<float>& v) {
+      return std::span(v).subspan(n(done) * width, n(chunk) * width);
+    };
+    p->begin_step(chunk, freekv::row_kind::prompt);
+    p->append(0, part(keys), part(values), {});
+    p->end_step();
+    done += chunk;
+  }
+  expected.prompt(keys, values, c.prompt);
+
+  std::vector<float> out(n(c.options.query_heads * c.options.head_dim)), lse(n(c.options.query_heads));
+  std::vector<std::vector<int>> previous(n(heads));
+  std::vector<bool> previous_equal(n(heads), true);  // the selection carried into the step
+  std::vector<bool> carried_firm(n(heads), true);
+  for (int step = 0; step < c.steps; ++step) {
+    source.next();
+    p->begin_step(1, freekv::row_kind::decode);
+    p->append(0, source.keys, source.values, source.queries);
+    p->attend(0, out, lse);
+    p->end_step();
+    const auto want = expected.step(source.queries, source.keys, source.values);
+    const auto report = p->report(0);
+    ++seen.steps;
+    const auto stride = report.attended.size() / n(heads);
+    for (int h = 0; h < heads; ++h) {
+      const auto& row = want.rows[n(h)];
+      const auto where = sentence("step ", step, ", KV head ", h, ": ");
+      const bool corrected = report.corrected[n(h)] != 0;
+      if (corrected != row.corrected && oracle::flag_is_firm(row, expected.config().tau))
+        throw disagreement{
+            sentence(where, "corrected is ", corrected, ", pooled cosine ", row.pooled_cosine)};
+      const bool same_flag = corrected == row.corrected;
+      const std::vector<int> got(
+          report.attended.begin() + static_cast<long>(n(h) * stride),
+          report.attended.begin() + static_cast<long>(n(h) * stride) + report.attended_count[n(h)]);
+      const bool equal = got == row.selected;
+      const bool firm = same_flag && (row.corrected ? row.correct_firm : carried_firm[n(h)]);
+      if (!equal && firm)
+        throw disagreement{sentence(where, "attended", listed(got), " for", listed(row.selected))};
+      seen.firm_selections += firm && !row.selected.empty();
+      if (equal && !previous_equal[n(h)]) ++seen.skipped;
+      if (equal) {
+        const int group = c.options.query_heads / heads;
+        for (int g = h * group; g < (h + 1) * group; ++g) {
+          if (!close(lse[n(g)], want.lse[n(g)], 1e-5))
+            throw disagreement{
+                sentence(where, "lse of query head ", g, " is ", lse[n(g)], " for ", want.lse[n(g)])};
+          for (int i = 0; i < c.options.head_dim; ++i) {
+            const auto at = n(g * c.options.head_dim + i);
+            if (!close(out[at], want.out[at], 2e-5))
+              throw disagreement{sentence(where, "output ", i, " of query head ", g, " is ", out[at], " for ",
+                                          want.out[at])};
+          }
+          ++seen.compared_outputs;
+        }
+      }
+      // Recall is that of this selection and the next: both, and what was held, must be equal. The next is
+      // known to be where it is firm.
+      const bool speculated_equal = row.speculate_firm;
+      if (equal && previous_equal[n(h)] && same_flag && speculated_equal &&
+          (report.recalled[n(h)] != row.recalled || report.promoted[n(h)] != row.promoted))
+        throw disagreement{sentence(where, "recalled ", report.recalled[n(h)], " and promoted ",
+                                    report.promoted[n(h)], " for ", row.recalled, " and ", row.promoted)};
+      seen.corrected += corrected;
+      seen.recalled += report.recalled[n(h)];
+      seen.promoted += report.promoted[n(h)];
+      carried_firm[n(h)] = row.corrected && row.selected == row.selected_next
+                               ? row.correct_firm && row.speculate_firm
+                               : row.speculate_firm;
+      previous_equal[n(h)] = carried_firm[n(h)];
+    }
+  }
+}
+
+/// The shortest variant of a failing case that still fails: fewer steps, a shorter prompt, fewer heads.
+random_case shrunk(random_case c, freekv::host_backend& backend) {
+  const auto fails = [&](const random_case& candidate) {
+    coverage ignored;
+    try {
+      compare_with_oracle(candidate, backend, ignored);
+      return false;
+    } catch (const disagreement&) {
+      return true;
+    }
+  };
+  for (bool smaller = true; smaller;) {
+    smaller = false;
+    std::vector<random_case> candidates;
+    for (const int steps : {c.steps / 2, c.steps - 1})
+      if (steps >= 1 && steps < c.steps) candidates.push_back(c), candidates.back().steps = steps;
+    for (const int prompt : {c.prompt / 2, c.prompt - c.options.page, c.prompt - 1})
+      if (prompt >= 0 && prompt < c.prompt) candidates.push_back(c), candidates.back().prompt = prompt;
+    if (c.options.query_heads > c.options.kv_heads)
+      candidates.push_back(c), candidates.back().options.query_heads = c.options.kv_heads;
+    for (const auto& candidate : candidates)
+      if (fails(candidate)) {
+        c = candidate;
+        smaller = true;
+        break;
+      }
+  }
+  return c;
+}
+
+std::uint64_t seeds_from(const char* variable, std::uint64_t otherwise) {
+  const char* text = std::getenv(variable);
+  return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
+}
+
+}  // namespace
+
+TEST_CASE("random steps agree with the float64 oracle", "[property]") {
+  const std::uint64_t first = seeds_from("FREEKV_SEED", 1), count = seeds_from("FREEKV_CASES", 400);
+  std::map<int, freekv::host_backend> backends;
+  const auto isas = {freekv::host::isa::baseline, freekv::host::best_isa()};
+  int b = 0;
+  for (const auto isa : isas)
+    for (const int threads : {1, 3})
+      backends.try_emplace(
+          b++,
+          freekv::host_options{
+              .threads = threads, .overlap = threads == 3, .bytes_per_thread = 4096, .instructions = isa});
+  coverage seen;
+  for (std::uint64_t seed = first; seed < first + count; ++seed) {
+    const random_case c = make_case(seed);
+    auto& backend = backends.at(static_cast<int>(seed % backends.size()));
+    try {
+      compare_with_oracle(c, backend, seen);
+    } catch (const disagreement& d) {
+      INFO(c);
+      INFO(d.what);
+      const random_case small = shrunk(c, backend);
+      INFO("smaller: " << small);
+      FAIL("the library disagrees with the oracle; FREEKV_SEED=" << seed << " FREEKV_CASES=1 repeats it");
+    }
+  }
+  INFO("steps " << seen.steps << ", firm selections " << seen.firm_selections << ", outputs "
+                << seen.compared_outputs << ", corrected " << seen.corrected << ", recalled " << seen.recalled
+                << ", promoted " << seen.promoted);
+  if (count >= 100) {
+    CHECK(seen.firm_selections > 1000);
+    CHECK(seen.compared_outputs > 10000);
+    CHECK(seen.corrected > 100);
+    CHECK(seen.recalled > 100);
+    CHECK(seen.promoted > 10);
+  }
+  WARN("compared " << seen.steps << " steps, " << seen.firm_selections << " firm selections, "
+                   << seen.compared_outputs << " head outputs; corrected " << seen.corrected << ", recalled "
+                   << seen.recalled << ", promoted " << seen.promoted);
+}
