@@ -12,8 +12,8 @@ namespace freekv::examples {
 
 using any_summary = any_of<min_max, chunk_means<dynamic>, key_subspace<dynamic, dynamic>>;
 using any_correction = any_of<cosine_drift, always, never>;
-using any_plan =
-    any_of<complete_first<dynamic>, every_layer<layer_kind::complete>, every_layer<layer_kind::window>>;
+using any_plan = any_of<complete_first<dynamic>, complete_first<dynamic, layer_kind::window>,
+                        every_layer<layer_kind::complete>>;
 using any_route = any_of<resident, in_place>;
 
 /// What a pipeline does, by names; the defaults are FreeKV as published.

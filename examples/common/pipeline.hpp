@@ -29,7 +29,7 @@ struct pipeline_options {
   freekv::budget budget{};
   int max_tokens = 0;
   float scale = 0.0f;
-  int complete_layers = 0;  ///< leading layers that keep everything, where the plan is "retrieval"
+  int complete_layers = 0;  ///< leading layers that keep everything, whatever the plan
   bool in_place = false;
   method does{};
   subspace_basis basis{};  ///< of key_subspace; the caller keeps its memory

@@ -79,7 +79,7 @@ class pipeline_of_shape final : public pipeline {
     else if (o.does.plan == "complete")
       s.plan = every_layer<layer_kind::complete>{};
     else if (o.does.plan == "window")
-      s.plan = every_layer<layer_kind::window>{};
+      s.plan = complete_first<dynamic, layer_kind::window>{o.complete_layers};
     else
       throw unknown("layer plan", o.does.plan);
     if (o.in_place)

@@ -16,14 +16,14 @@ enum class layer_kind : std::uint8_t {
   window,     ///< sink and window alone
 };
 
-/// The first `Layers` layers are complete, the others retrieve; `complete_first<dynamic>{2}` at run time.
-template <int Layers = 1>
+/// The first `Layers` layers are complete, the others of kind `Rest`; `complete_first<dynamic>{2}` at run time.
+template <int Layers = 1, layer_kind Rest = layer_kind::retrieval>
 struct complete_first {
   using policy_kind = plan_kind;
-  static constexpr std::string_view name = "complete_first";
+  static constexpr std::string_view name = Rest == layer_kind::window ? "complete_first_then_window" : "complete_first";
   [[no_unique_address]] count_of<Layers> layers{};
   constexpr layer_kind kind(int layer) const {
-    return layer < layers ? layer_kind::complete : layer_kind::retrieval;
+    return layer < layers ? layer_kind::complete : Rest;
   }
 };
 

@@ -1,0 +1,361 @@
+// The main job: full attention, a sliding window and retrieval side by side, in llama.cpp, on a real text.
+
+#include <unistd.h>
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <set>
+
+#include "measure.hpp"
+#include "report.hpp"
+
+namespace freekv::examples {
+namespace {
+
+struct arguments {
+  std::string model, text, other_text, cache, out, commit = "unknown";
+  int prompt = 4096, steps = 128, other_prompt = 7168, rounds = 5, timed_steps = 16;
+  std::vector<int> needle_tokens{1024, 4096}, needle_budgets{512, 1024};
+  std::vector<std::string> only;
+  float tau = 0.9f;
+  common_settings common;
+};
+
+arguments parse(int argc, char** argv) {
+  arguments a;
+  CLI::App app(
+      "Decodes a text with full attention, a sliding window and FreeKV's retrieval in llama.cpp and compares "
+      "them.",
+      "freekv-compare");
+  app.option_defaults()->always_capture_default();
+  app.add_option("--model", a.model, "GGUF file")->required();
+  app.add_option("--text", a.text, "Text to decode, and to hide facts in")->required();
+  app.add_option("--other-text", a.other_text, "Another text, for a basis that has not seen the prompt")
+      ->required();
+  app.add_option("--cache", a.cache, "Folder for what llama.cpp computes once")->required();
+  app.add_option("--out", a.out, "Folder for results.jsonl and table.txt")->required();
+  app.add_option("--prompt", a.prompt, "Tokens of the prompt");
+  app.add_option("--steps", a.steps, "Tokens decoded after it, teacher-forced");
+  app.add_option("--budget", a.common.budget, "Tokens a head attends to: sink, window and selected pages");
+  app.add_option("--page", a.common.page, "Tokens in a page");
+  app.add_option("--sink", a.common.sink, "Sink tokens");
+  app.add_option("--window", a.common.window, "Window tokens");
+  app.add_option("--tau", a.tau, "Correction threshold of cosine_drift");
+  app.add_option("--complete-layers", a.common.complete_layers,
+                 "Leading layers that keep everything, in all methods");
+  app.add_option("--variant", a.only, "Only these rows (and full), by name; several allowed");
+  app.add_option("--other-tokens", a.other_prompt, "Tokens of the other text that its basis is learnt from");
+  app.add_option("--needle-tokens", a.needle_tokens,
+                 "Lengths of the texts that facts are hidden in; 0: none");
+  app.add_option("--needle-budgets", a.needle_budgets, "Budgets for finding them");
+  app.add_option("--threads", a.common.threads, "Threads, of llama.cpp and of FreeKV alike");
+  app.add_flag("--overlap", a.common.overlap, "Speculate on one more thread, beside llama.cpp's");
+  app.add_option("--rounds", a.rounds, "Rounds of the speed measurement; 0: none");
+  app.add_option("--timed-steps", a.timed_steps, "Tokens a round");
+  app.add_option("--commit", a.commit, "Noted in the results");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp&) {
+    std::cout << app.help();
+    std::exit(0);
+  } catch (const CLI::ParseError& e) {
+    throw choice_error(std::string(e.what()) + "; --help lists the options");
+  }
+  const auto require = [](bool holds, const std::string& sentence) {
+    if (!holds) throw choice_error(sentence);
+  };
+  require(a.prompt >= 1 && a.steps >= 1, "--prompt and --steps are at least 1");
+  require(a.rounds >= 0 && a.timed_steps >= 1, "--rounds is at least 0 and --timed-steps at least 1");
+  for (const int tokens : a.needle_tokens)
+    require(tokens == 0 || tokens >= 300, "--needle-tokens " + std::to_string(tokens) +
+                                              " leaves no text between eight facts; give 300 or more");
+  if (a.needle_tokens == std::vector<int>{0}) a.needle_tokens.clear();
+  std::vector<int> budgets = a.needle_budgets;
+  budgets.push_back(a.common.budget);
+  for (const int budget : budgets) {
+    const int selected = budget - a.common.sink - a.common.window;
+    require(selected >= a.common.page && selected % std::max(1, a.common.page) == 0,
+            "a budget of " + std::to_string(budget) + " tokens leaves " + std::to_string(selected) +
+                " for selected pages of " + std::to_string(a.common.page) +
+                " after sink and window; give a budget that leaves one or more whole pages");
+  }
+  return a;
+}
+
+std::vector<contender> contenders_of(const arguments& a) {
+  std::vector<contender> all;
+  for (const auto& variant : variants()) {
+    if (variant.does.summary == "key_subspace") {
+      all.push_back({std::string(variant.name), variant.does, basis_source::prompt});
+      all.push_back(
+          {std::string(variant.name) + ", other text's basis", variant.does, basis_source::other_text});
+    } else {
+      all.push_back({std::string(variant.name), variant.does, basis_source::none});
+    }
+  }
+  std::string names;
+  for (auto& c : all) {
+    c.does.tau = a.tau;
+    names += (names.empty() ? "" : "; ") + c.name;
+  }
+  const std::set<std::string> only(a.only.begin(), a.only.end());
+  for (const auto& name : only)
+    if (std::none_of(all.begin(), all.end(), [&](const contender& c) { return c.name == name; }))
+      throw choice_error("--variant " + name + " is unknown; choose among: " + names);
+  if (!only.empty())
+    std::erase_if(all, [&](const contender& c) { return c.name != "full" && only.count(c.name) == 0; });
+  return all;
+}
+
+std::string read_text(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw file_error("'" + path + "' cannot be read; give a text file");
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+std::string processor() {
+  std::ifstream info("/proc/cpuinfo");
+  for (std::string line; std::getline(info, line);)
+    if (line.starts_with("model name")) return line.substr(line.find(':') + 2);
+  return "unknown";
+}
+
+/// Progress on stderr: one line that is overwritten on a terminal, a line at the start of each piece
+/// elsewhere.
+class progress_line {
+ public:
+  void operator()(const std::string& what, double done) {
+    if (terminal_) {
+      std::cerr << "\r\033[K" << what << "  " << static_cast<int>(100 * done) << " %"
+                << (done >= 1 ? "\n" : "") << std::flush;
+    } else if (what != last_) {
+      std::cerr << what << " ..." << std::endl;
+      last_ = what;
+    }
+  }
+
+ private:
+  bool terminal_ = isatty(STDERR_FILENO) != 0;
+  std::string last_;
+};
+
+class main_job {
+ public:
+  explicit main_job(const arguments& a)
+      : a_(a),
+        model_(a.model),
+        text_(read_text(a.text)),
+        tokens_(model_.tokenize(text_)),
+        place_{a.cache, key_of_file(a.model), a.common.threads},
+        contenders_(contenders_of(a)) {
+    const int needed = a.prompt + a.steps + 1;
+    if (static_cast<int>(tokens_.size()) < needed)
+      throw choice_error("'" + a.text + "' has " + std::to_string(tokens_.size()) +
+                         " tokens, but --prompt and --steps need " + std::to_string(needed) +
+                         "; give a longer text or fewer tokens");
+    if (needed > model_.shape().trained_context)
+      std::cerr << "note: " << needed << " tokens are more than the " << model_.shape().trained_context
+                << " the model was trained for\n";
+    std::filesystem::create_directories(a.out);
+    const auto& shape = model_.shape();
+    lines_.emplace(a.out + "/results.jsonl",
+                   nlohmann::ordered_json{{"model", shape.name},
+                                          {"text", std::filesystem::path(a.text).filename().string()},
+                                          {"prompt", a.prompt},
+                                          {"steps", a.steps},
+                                          {"page", a.common.page},
+                                          {"sink", a.common.sink},
+                                          {"tau", a.tau},
+                                          {"complete_layers", a.common.complete_layers},
+                                          {"threads", a.common.threads},
+                                          {"machine", processor()},
+                                          {"instructions", host::name_of(host::best_isa())},
+                                          {"compiler", __VERSION__},
+                                          {"commit", a.commit}});
+  }
+
+  void run() {
+    const auto& shape = model_.shape();
+    say(shape.name + ": " + std::to_string(shape.layers) + " layers, " + std::to_string(shape.query_heads) +
+        "/" + std::to_string(shape.kv_heads) + " heads of " + std::to_string(shape.head_dim) + "; text " +
+        std::filesystem::path(a_.text).filename().string() + "\n");
+    const key_basis other = other_basis();
+    const std::span<const llama_token> all(tokens_);
+    const auto prompt_tokens = all.first(static_cast<std::size_t>(a_.prompt));
+    const prompt_cache kv(model_, prompt_tokens, place_, std::ref(progress_));
+    const key_basis own = kv.learn_basis(rank());
+    const prepared_prompt prompt{kv, own, other};
+    needles(other);
+    const auto text =
+        all.subspan(static_cast<std::size_t>(a_.prompt), static_cast<std::size_t>(a_.steps) + 1);
+    compare_quality(prompt, text);
+    if (a_.rounds > 0) compare_speed(prompt, prompt_tokens, text);
+    lines_->finish();
+    std::ofstream(a_.out + "/table.txt") << said_;
+  }
+
+ private:
+  int rank() const {
+    int rank = 1;
+    for (const auto& c : contenders_)
+      if (c.does.summary == "key_subspace") rank = std::max(rank, c.does.rank);
+    return rank;
+  }
+
+  /// Learnt from the other text once for a model, then kept beside the prompts.
+  key_basis other_basis() {
+    const auto tokens = model_.tokenize(read_text(a_.other_text));
+    const auto count = std::min({tokens.size(), static_cast<std::size_t>(a_.other_prompt),
+                                 static_cast<std::size_t>(model_.shape().trained_context)});
+    const prompt_cache other(model_, std::span(tokens).first(count), place_, std::ref(progress_));
+    return other.learn_basis(rank());
+  }
+
+  void needles(const key_basis& other) {
+    for (const int length : a_.needle_tokens) {
+      const needle_text hidden = hide_needles(model_, text_, length);
+      const prompt_cache kv(model_, hidden.tokens, place_, std::ref(progress_));
+      const key_basis own = kv.learn_basis(rank());
+      const prepared_prompt prompt{kv, own, other};
+      std::vector<std::vector<std::string>> rows{{std::to_string(hidden.tokens.size()) + " tokens, 8 facts"}};
+      for (const int budget : a_.needle_budgets)
+        rows[0].push_back("loss/digit, B " + std::to_string(budget)), rows[0].push_back("found");
+      for (const auto& c : contenders_) {
+        std::vector<std::string> row{c.name};
+        std::optional<needle_result> of_full;  // whose result does not depend on the budget
+        for (const int budget : a_.needle_budgets) {
+          common_settings s = a_.common;
+          s.budget = budget;
+          const needle_result result =
+              of_full ? *of_full : measure_needles(c, s, model_, prompt, hidden, std::ref(progress_));
+          if (c.does.plan == "complete") of_full = result;
+          row.push_back(fixed(result.mean_loss(), 2));
+          row.push_back(std::to_string(result.facts_found()) + "/8");
+          const nlohmann::ordered_json at{{"budget", budget}, {"needle_tokens", hidden.tokens.size()}};
+          lines_->add("needle", c.name, "loss_per_digit", result.mean_loss(), "nats", at);
+          lines_->add("needle", c.name, "facts_found", result.facts_found(), "of 8", at);
+          for (std::size_t i = 0; i < hidden.questions.size(); ++i) {
+            auto deep = at;
+            deep["depth"] = hidden.questions[i].depth;
+            lines_->add("needle_depth", c.name, "loss_per_digit", result.loss_per_digit[i], "nats", deep);
+          }
+        }
+        rows.push_back(std::move(row));
+      }
+      say("\n" + table(rows));
+    }
+  }
+
+  void compare_quality(const prepared_prompt& prompt, std::span<const llama_token> text) {
+    const nlohmann::ordered_json at{{"budget", a_.common.budget}};
+    std::vector<std::vector<std::string>> rows{
+        {"prompt " + std::to_string(a_.prompt) + ", budget " + std::to_string(a_.common.budget), "perplexity",
+         "vs full (95 %)", "top-1", "error", "mass", "corrected", "pages/step", "KB/step", "fast MB",
+         "B/page"}};
+    std::optional<quality> full;
+    for (const auto& c : contenders_) {
+      quality q = measure_quality(c, a_.common, model_, prompt, text, std::ref(progress_));
+      if (!full) full = q;
+      const auto steps = static_cast<double>(q.losses.size());
+      double total = 0, agreeing = 0;
+      for (std::size_t i = 0; i < q.losses.size(); ++i) {
+        total += q.losses[i];
+        agreeing += q.choices[i] == full->choices[i];
+      }
+      const interval more = paired_difference(q.losses, full->losses);
+      double full_total = 0;
+      for (const double loss : full->losses) full_total += loss;
+      const double perplexity = std::exp(total / steps), full_perplexity = std::exp(full_total / steps);
+      const double low = full_perplexity * std::expm1(more.mean - more.half_width);
+      const double high = full_perplexity * std::expm1(more.mean + more.half_width);
+      const auto& s = q.attention;
+      const auto share = [](double part, long long whole) {
+        return whole > 0 ? part / static_cast<double>(whole) : 0.0;
+      };
+      const double pages = static_cast<double>(s.recalled) / steps;
+      const bool retrieves = c.does.plan == "retrieval";
+      rows.push_back({c.name, fixed(perplexity, 2),
+                      c.name == "full" ? "" : fixed(low, 2) + " .. " + fixed(high, 2),
+                      fixed(100 * agreeing / steps, 0) + " %", fixed(share(s.error, s.heads), 3),
+                      fixed(100 * share(s.mass, s.heads), 1) + " %",
+                      retrieves ? fixed(100 * share(static_cast<double>(s.corrected), s.rows), 0) + " %" : "",
+                      retrieves ? fixed(pages, 0) : "",
+                      retrieves ? fixed(pages * static_cast<double>(q.slice_bytes) / 1024, 0) : "",
+                      fixed(static_cast<double>(q.bytes.fast_tier()) / 1e6, 1),
+                      retrieves ? std::to_string(q.summary_bytes) : ""});
+      const auto add = [&](const char* metric, double value, const char* unit) {
+        lines_->add("quality", c.name, metric, value, unit, at);
+      };
+      add("perplexity", perplexity, "");
+      add("perplexity_difference_low", low, "");
+      add("perplexity_difference_high", high, "");
+      add("top1_agreement", agreeing / steps, "");
+      add("attention_error", share(s.error, s.heads), "relative L2");
+      add("mass_kept", share(s.mass, s.heads), "");
+      add("corrected", share(static_cast<double>(s.corrected), s.rows), "of heads");
+      add("pages_recalled", pages, "per step");
+      add("bytes_recalled", pages * static_cast<double>(q.slice_bytes), "per step");
+      add("pages_promoted", static_cast<double>(s.promoted) / steps, "per step");
+      add("fast_tier_bytes", static_cast<double>(q.bytes.fast_tier()), "bytes");
+      add("summary_bytes", static_cast<double>(q.summary_bytes), "per page and KV head");
+    }
+    say("\n" + table(rows));
+  }
+
+  void compare_speed(const prepared_prompt& prompt, std::span<const llama_token> prompt_tokens,
+                     std::span<const llama_token> text) {
+    const auto speeds = measure_speed(contenders_, a_.common, model_, prompt, prompt_tokens, text, place_,
+                                      {a_.rounds, a_.timed_steps}, std::ref(progress_));
+    const double stock = std::max(speeds[0].median_tokens_per_second(), speeds[1].median_tokens_per_second());
+    std::vector<std::vector<std::string>> rows{
+        {"at " + std::to_string(a_.prompt) + " tokens, " + std::to_string(a_.common.threads) + " threads",
+         "tokens/s", "over llama.cpp's best", "attention ms/token", "rounds", "spread"}};
+    for (const auto& s : speeds) {
+      const double rate = s.median_tokens_per_second();
+      rows.push_back({s.name, fixed(rate, 1), fixed(rate / stock, 2),
+                      s.attention_seconds.empty() ? "" : fixed(1e3 * s.median_attention_seconds(), 2),
+                      std::to_string(s.tokens_per_second.size()),
+                      fixed(100 * s.spread(), 0) + " %" + (s.spread() > 0.2 ? " unsteady" : "")});
+      lines_->add("speed", s.name, "tokens_per_second", rate, "tokens/s",
+                  {{"budget", a_.common.budget}, {"spread", s.spread()}});
+      lines_->add("speed", s.name, "over_stock", rate / stock, "", {{"budget", a_.common.budget}});
+      if (!s.attention_seconds.empty())
+        lines_->add("speed", s.name, "attention_seconds", s.median_attention_seconds(), "s/token",
+                    {{"budget", a_.common.budget}});
+    }
+    say("\n" + table(rows));
+  }
+
+  void say(const std::string& text) {
+    std::cout << text << std::flush;
+    said_ += text;
+  }
+
+  arguments a_;
+  model model_;
+  std::string text_, said_;
+  std::vector<llama_token> tokens_;
+  prompt_cache::place place_;
+  std::vector<contender> contenders_;
+  std::optional<json_lines> lines_;
+  progress_line progress_;
+};
+
+}  // namespace
+}  // namespace freekv::examples
+
+int main(int argc, char** argv) {
+  try {
+    freekv::examples::main_job(freekv::examples::parse(argc, argv)).run();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    std::cerr << "freekv-compare: not enough memory; choose a shorter --prompt\n";
+  } catch (const std::exception& e) {
+    std::cerr << "freekv-compare: " << e.what() << "\n";
+  }
+  return 2;
+}

@@ -1,0 +1,142 @@
+#include "prompt.hpp"
+
+#include <array>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+
+namespace freekv::examples {
+
+namespace {
+
+constexpr std::uint64_t fnv_start = 14695981039346656037u;
+
+std::uint64_t fnv(std::span<const std::byte> bytes, std::uint64_t hash) {
+  for (const std::byte b : bytes) hash = (hash ^ static_cast<std::uint64_t>(b)) * 1099511628211u;
+  return hash;
+}
+
+std::string hexadecimal(std::uint64_t key) {
+  std::array<char, 17> text{};
+  std::snprintf(text.data(), text.size(), "%016llx", static_cast<unsigned long long>(key));
+  return text.data();
+}
+
+std::filesystem::path file_for(const prompt_cache::place& place, std::span<const llama_token> tokens,
+                               const std::string& what) {
+  std::filesystem::create_directories(place.folder);
+  const std::uint64_t key = fnv(std::as_bytes(tokens), place.model_key);
+  return place.folder / (hexadecimal(key) + "-" + std::to_string(tokens.size()) + what);
+}
+
+/// Collects what passes by during a prefill.
+class collector : public observer {
+ public:
+  collector(const model_shape& shape, int tokens, std::vector<std::uint16_t>& keys,
+            std::vector<std::uint16_t>& values)
+      : row_(static_cast<std::size_t>(shape.kv_heads * shape.head_dim)),
+        tokens_(static_cast<std::size_t>(tokens)),
+        keys_(keys),
+        values_(values) {
+    keys.resize(static_cast<std::size_t>(shape.layers) * tokens_ * row_);
+    values.resize(keys.size());
+  }
+  void observe(const layer_rows& rows) override {
+    const std::size_t at =
+        (static_cast<std::size_t>(rows.layer) * tokens_ + static_cast<std::size_t>(rows.position)) * row_;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(rows.rows) * row_; ++i) {
+      keys_[at + i] = float_to_half(rows.key[i]);  // exact: they come from a half-precision cache
+      values_[at + i] = float_to_half(rows.value[i]);
+    }
+  }
+
+ private:
+  std::size_t row_, tokens_;
+  std::vector<std::uint16_t>&keys_, &values_;
+};
+
+engine::prefill_options reporting(observer* seen_by, std::span<const llama_token> tokens,
+                                  const progress_function& progress, const std::string& what) {
+  return {seen_by, [&progress, what, total = tokens.size()](int done) {
+            progress(what, static_cast<double>(done) / static_cast<double>(total));
+          }};
+}
+
+}  // namespace
+
+std::uint64_t key_of_file(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw file_error("'" + path.string() + "' cannot be read");
+  std::vector<char> block(1 << 20);
+  std::uint64_t hash = fnv_start;
+  while (file.read(block.data(), static_cast<std::streamsize>(block.size())), file.gcount() > 0)
+    hash = fnv(std::as_bytes(std::span(block)).first(static_cast<std::size_t>(file.gcount())), hash);
+  return hash;
+}
+
+prompt_cache::prompt_cache(const model& model, std::span<const llama_token> tokens, const place& place,
+                           const progress_function& progress)
+    : shape_(model.shape()), tokens_(static_cast<int>(tokens.size())) {
+  const auto path = file_for(place, tokens, ".kv.safetensors");
+  const std::vector<std::int64_t> expected{shape_.layers, tokens_, shape_.kv_heads, shape_.head_dim};
+  if (std::filesystem::exists(path)) {
+    const safetensors_file file(path);
+    if (file.at("k").shape == expected && file.at("v").shape == expected) {
+      keys_ = file.copy<std::uint16_t>("k");
+      values_ = file.copy<std::uint16_t>("v");
+      return;
+    }
+  }
+  collector collected(shape_, tokens_, keys_, values_);
+  engine prefilling(model, {.threads = place.threads, .context = tokens_});
+  prefilling.prefill(
+      tokens, 0,
+      reporting(&collected, tokens, progress, "prefill of " + std::to_string(tokens_) + " tokens"));
+  write_safetensors(path, {.tensors = {{"k", data_type::f16, expected, std::as_bytes(std::span(keys_))},
+                                       {"v", data_type::f16, expected, std::as_bytes(std::span(values_))}},
+                           .metadata = {{"model", shape_.name}}});
+}
+
+std::vector<float> prompt_cache::float_keys(int layer) const {
+  const auto bytes = keys(layer);
+  std::vector<float> result(bytes.size() / 2);
+  for (std::size_t i = 0; i < result.size(); ++i) {
+    std::uint16_t bits;
+    std::memcpy(&bits, bytes.data() + 2 * i, 2);
+    result[i] = half_to_float(bits);
+  }
+  return result;
+}
+
+void prompt_cache::restore(pipeline& pipeline) const {
+  pipeline.restart();
+  pipeline.begin_step(tokens_, row_kind::prompt);
+  for (int layer = 0; layer < shape_.layers; ++layer)
+    pipeline.append_stored(layer, keys(layer), values(layer), {});
+  pipeline.end_step();
+}
+
+key_basis prompt_cache::learn_basis(int rank) const {
+  key_basis basis(shape_.layers, shape_.kv_heads, rank, shape_.head_dim);
+  for (int layer = 0; layer < shape_.layers; ++layer) basis.learn(layer, float_keys(layer));
+  return basis;
+}
+
+void restore_stock(engine& stock, std::span<const llama_token> tokens, bool flash_attention,
+                   const prompt_cache::place& place, const progress_function& progress) {
+  const auto path = file_for(place, tokens, flash_attention ? ".flash.state" : ".plain.state");
+  if (std::filesystem::exists(path)) {
+    try {
+      return stock.load_state(path.string());
+    } catch (const engine_error&) {
+      std::filesystem::remove(path);  // of another llama.cpp, or cut short
+    }
+  }
+  stock.clear();
+  const std::string what =
+      std::string("prefill by llama.cpp ") + (flash_attention ? "with" : "without") + " flash attention";
+  stock.prefill(tokens, 0, reporting(nullptr, tokens, progress, what));
+  stock.save_state(path.string());
+}
+
+}  // namespace freekv::examples

@@ -1,0 +1,67 @@
+// A prompt as llama.cpp's prefill left it: every layer's keys and values, kept on disk so that it is computed
+// once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "basis.hpp"
+#include "engine.hpp"
+#include "pipeline.hpp"
+
+namespace freekv::examples {
+
+/// Told how far a long piece of work is, from 0 to 1.
+using progress_function = std::function<void(const std::string& what, double done)>;
+
+/// Keys and values of a prompt, all layers, in f16 as llama.cpp's cache has them.
+class prompt_cache {
+ public:
+  struct place {
+    std::filesystem::path folder;  ///< created if missing
+    std::uint64_t model_key = 0;   ///< distinguishes models, see `key_of_file`
+    int threads = 2;
+  };
+
+  /// Loads the prompt of `tokens` from `place.folder`, or lets llama.cpp prefill it and stores it there. Of
+  /// several files for one model and text, the name has the key of the tokens.
+  prompt_cache(const model& model, std::span<const llama_token> tokens, const place& place,
+               const progress_function& progress);
+
+  int tokens() const { return tokens_; }
+  /// (tokens, kv_heads, head_dim) f16 as bytes.
+  std::span<const std::byte> keys(int layer) const { return part(keys_, layer); }
+  std::span<const std::byte> values(int layer) const { return part(values_, layer); }
+  /// The keys of one layer as float.
+  std::vector<float> float_keys(int layer) const;
+
+  /// Makes `pipeline` hold this prompt and nothing else.
+  void restore(pipeline& pipeline) const;
+  /// The subspaces of rank `rank` of this prompt's keys.
+  key_basis learn_basis(int rank) const;
+
+ private:
+  std::span<const std::byte> part(const std::vector<std::uint16_t>& of, int layer) const {
+    const std::size_t size = of.size() / static_cast<std::size_t>(shape_.layers);
+    return std::as_bytes(std::span(of).subspan(static_cast<std::size_t>(layer) * size, size));
+  }
+  model_shape shape_;
+  int tokens_ = 0;
+  std::vector<std::uint16_t> keys_, values_;  // (layers, tokens, kv_heads, head_dim)
+};
+
+/// Makes `stock`, whose options have `flash_attention`, hold a prompt in its own cache: loaded from disk, or
+/// prefilled and stored.
+void restore_stock(engine& stock, std::span<const llama_token> tokens, bool flash_attention,
+                   const prompt_cache::place& place, const progress_function& progress);
+
+/// FNV-1a of a file's bytes. Throws file_error.
+std::uint64_t key_of_file(const std::filesystem::path& path);
+
+}  // namespace freekv::examples

@@ -1,0 +1,64 @@
+#include "report.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+namespace freekv::examples {
+
+json_lines::json_lines(const std::string& path, nlohmann::ordered_json run)
+    : path_(path), run_(std::move(run)), file_(path + ".part") {
+  if (!file_) throw file_error("'" + path + ".part' cannot be written; choose another folder with --out");
+}
+
+void json_lines::add(const std::string& bench, const std::string& of_case, const std::string& metric,
+                     double value, const std::string& unit, const nlohmann::ordered_json& more) {
+  nlohmann::ordered_json line{
+      {"bench", bench},
+      {"case", of_case},
+      {"metric", metric},
+      {"value", std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json(nullptr)},
+      {"unit", unit}};
+  if (!more.is_null()) line.update(more);
+  line.update(run_);
+  file_ << line.dump() << std::endl;
+}
+
+void json_lines::finish() {
+  file_.close();
+  if (!file_ || std::rename((path_ + ".part").c_str(), path_.c_str()) != 0)
+    throw file_error("'" + path_ + "' cannot be written; its lines are in '" + path_ + ".part'");
+}
+
+interval paired_difference(const std::vector<double>& a, const std::vector<double>& b) {
+  const auto n = static_cast<double>(a.size());
+  double sum = 0, squares = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) sum += a[i] - b[i];
+  for (std::size_t i = 0; i < a.size(); ++i) squares += std::pow(a[i] - b[i] - sum / n, 2);
+  return {sum / n, n > 1 ? 1.96 * std::sqrt(squares / (n - 1) / n) : 0};
+}
+
+std::string table(const std::vector<std::vector<std::string>>& rows) {
+  std::vector<std::size_t> widths;
+  for (const auto& row : rows) {
+    widths.resize(std::max(widths.size(), row.size()));
+    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  std::string text;
+  for (const auto& row : rows) {
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      const std::string space(widths[i] - row[i].size(), ' ');
+      text += i == 0 ? row[i] + space : "  " + space + row[i];
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+std::string fixed(double value, int digits) {
+  char text[64];
+  std::snprintf(text, sizeof text, "%.*f", digits, value);
+  return text;
+}
+
+}  // namespace freekv::examples

@@ -1,0 +1,44 @@
+// Results as tables for people and as JSON lines for machines.
+#pragma once
+
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "measure.hpp"
+
+namespace freekv::examples {
+
+/// One JSON object a line: bench, case, metric, value, unit, and what holds for the whole run. Lines are
+/// written as they come, to `PATH.part`, which takes PATH's place when it is complete.
+class json_lines {
+ public:
+  /// `run`: what holds for every line. Throws file_error.
+  json_lines(const std::string& path, nlohmann::ordered_json run);
+  void add(const std::string& bench, const std::string& of_case, const std::string& metric, double value,
+           const std::string& unit, const nlohmann::ordered_json& more = {});
+  /// Moves the file to its place.
+  void finish();
+
+ private:
+  std::string path_;
+  nlohmann::ordered_json run_;
+  std::ofstream file_;
+};
+
+/// A mean and the half-width of its 95 % confidence interval.
+struct interval {
+  double mean = 0, half_width = 0;
+};
+/// Of the differences `a[i] - b[i]`.
+interval paired_difference(const std::vector<double>& a, const std::vector<double>& b);
+
+/// Columns padded to their widest cell; the first is aligned left, the others right.
+std::string table(const std::vector<std::vector<std::string>>& rows);
+
+/// `value` with `digits` behind the point.
+std::string fixed(double value, int digits);
+
+}  // namespace freekv::examples
