@@ -629,8 +629,8 @@ void check_ranges(const std::filesystem::path& path, std::vector<header_entry>& 
     if (begin != reached) {
       fail(path, "describes tensor " + quote(entry.name) + " as beginning at byte " + std::to_string(begin) +
                      " of the data, which " +
-                     (begin > reached ? "leaves a gap after the tensor before it, which ends at "
-                                      : "overlaps the tensor before it, which ends at ") +
+                     (begin > reached ? "leaves a gap after the data before it, which ends at "
+                                      : "overlaps the data before it, which ends at ") +
                      std::to_string(reached));
     }
     reached = end;

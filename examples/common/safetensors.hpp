@@ -122,9 +122,9 @@ concept tensor_element = requires {
 class safetensors_file {
  public:
   // Throws file_error for whatever is not a complete safetensors file. A tensor's header entry may have
-  // fields beyond dtype, shape and data_offsets, which are ignored; names and known fields given twice, a
-  // header that does not begin with '{' and nesting beyond 32 levels are errors, though some other readers
-  // let them pass.
+  // fields beyond dtype, shape and data_offsets, which are ignored. Stricter than some other readers: names
+  // and known fields given twice, a header that does not begin with '{', nesting beyond 32 levels, and a
+  // shape whose extents other than 0 overflow are errors.
   explicit safetensors_file(const std::filesystem::path& path);
 
   // Declared, so that moving copies: there is no moved-from object without a file.

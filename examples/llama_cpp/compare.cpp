@@ -17,8 +17,8 @@ namespace freekv::examples {
 namespace {
 
 struct arguments {
-  std::string model, text, other_text, cache, out, commit = "unknown";
-  int prompt = 4096, steps = 128, other_prompt = 7168, rounds = 5, timed_steps = 16;
+  std::string model, text, needle_text, cache, out, commit = "unknown";
+  int prompt = 4096, steps = 128, basis_tokens = 7168, rounds = 5, timed_steps = 16;
   std::vector<int> needle_tokens{1024, 4096}, needle_budgets{512, 1024};
   std::vector<std::string> only;
   float tau = 0.9f;
@@ -33,8 +33,10 @@ arguments parse(int argc, char** argv) {
       "freekv-compare");
   app.option_defaults()->always_capture_default();
   app.add_option("--model", a.model, "GGUF file")->required();
-  app.add_option("--text", a.text, "Text to decode, and to hide facts in")->required();
-  app.add_option("--other-text", a.other_text, "Another text, for a basis that has not seen the prompt")
+  app.add_option("--text", a.text, "Text to decode")->required();
+  app.add_option(
+         "--needle-text", a.needle_text,
+         "Text that facts are hidden in; each text lends the other its basis as \"other text's basis\"")
       ->required();
   app.add_option("--cache", a.cache, "Folder for what llama.cpp computes once")->required();
   app.add_option("--out", a.out, "Folder for results.jsonl and table.txt")->required();
@@ -48,7 +50,8 @@ arguments parse(int argc, char** argv) {
   app.add_option("--complete-layers", a.common.complete_layers,
                  "Leading layers that keep everything, in all methods");
   app.add_option("--variant", a.only, "Only these rows (and full), by name; several allowed");
-  app.add_option("--other-tokens", a.other_prompt, "Tokens of the other text that its basis is learnt from");
+  app.add_option("--basis-tokens", a.basis_tokens,
+                 "Tokens of a text that its basis for the other is learnt from");
   app.add_option("--needle-tokens", a.needle_tokens,
                  "Lengths of the texts that facts are hidden in; 0: none");
   app.add_option("--needle-budgets", a.needle_budgets, "Budgets for finding them");
@@ -183,15 +186,14 @@ class main_job {
     say(shape.name + ": " + std::to_string(shape.layers) + " layers, " + std::to_string(shape.query_heads) +
         "/" + std::to_string(shape.kv_heads) + " heads of " + std::to_string(shape.head_dim) + "; text " +
         std::filesystem::path(a_.text).filename().string() + "\n");
-    const key_basis other = other_basis();
+    if (!a_.needle_tokens.empty()) find_needles(basis_of(text_));
+
     const std::span<const llama_token> all(tokens_);
     const auto prompt_tokens = all.first(static_cast<std::size_t>(a_.prompt));
+    const auto text = all.subspan(prompt_tokens.size(), static_cast<std::size_t>(a_.steps) + 1);
     const prompt_cache kv(model_, prompt_tokens, place_, std::ref(progress_));
-    const key_basis own = kv.learn_basis(rank());
+    const key_basis own = kv.learn_basis(rank()), other = basis_of(read_text(a_.needle_text));
     const prepared_prompt prompt{kv, own, other};
-    needles(other);
-    const auto text =
-        all.subspan(static_cast<std::size_t>(a_.prompt), static_cast<std::size_t>(a_.steps) + 1);
     compare_quality(prompt, text);
     if (a_.rounds > 0) compare_speed(prompt, prompt_tokens, text);
     lines_->finish();
@@ -206,18 +208,22 @@ class main_job {
     return rank;
   }
 
-  /// Learnt from the other text once for a model, then kept beside the prompts.
-  key_basis other_basis() {
-    const auto tokens = model_.tokenize(read_text(a_.other_text));
-    const auto count = std::min({tokens.size(), static_cast<std::size_t>(a_.other_prompt),
+  /// The basis that a text's first tokens give, for use on another text.
+  key_basis basis_of(const std::string& text) {
+    if (std::none_of(contenders_.begin(), contenders_.end(),
+                     [](const auto& c) { return c.basis == basis_source::other_text; }))
+      return key_basis(1, 1, 1, 8);  // nobody asks for it
+    const auto tokens = model_.tokenize(text);
+    const auto count = std::min({tokens.size(), static_cast<std::size_t>(a_.basis_tokens),
                                  static_cast<std::size_t>(model_.shape().trained_context)});
-    const prompt_cache other(model_, std::span(tokens).first(count), place_, std::ref(progress_));
-    return other.learn_basis(rank());
+    return prompt_cache(model_, std::span(tokens).first(count), place_, std::ref(progress_))
+        .learn_basis(rank());
   }
 
-  void needles(const key_basis& other) {
+  void find_needles(const key_basis& other) {
+    const std::string text = read_text(a_.needle_text);
     for (const int length : a_.needle_tokens) {
-      const needle_text hidden = hide_needles(model_, text_, length);
+      const needle_text hidden = hide_needles(model_, text, length);
       const prompt_cache kv(model_, hidden.tokens, place_, std::ref(progress_));
       const key_basis own = kv.learn_basis(rank());
       const prepared_prompt prompt{kv, own, other};

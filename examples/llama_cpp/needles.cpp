@@ -31,7 +31,8 @@ bool all_digits(const std::string& text) {
   return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return c >= '0' && c <= '9'; });
 }
 
-/// The first `size` bytes of `text`, cut at the end of a sentence, with the facts in them at sentence ends.
+/// The first `size` bytes of `text`, cut at the end of a sentence, with the facts between sentences, a
+/// paragraph each.
 std::string with_facts(const std::string& text, std::size_t size) {
   const auto sentence_end = [&](std::size_t from) {
     const std::size_t end = text.find(". ", from);
@@ -42,7 +43,7 @@ std::string with_facts(const std::string& text, std::size_t size) {
   for (std::size_t i = 0; i < facts.size(); ++i) {
     const std::size_t at =
         std::max(done, sentence_end(static_cast<std::size_t>(depth_of(i) * static_cast<double>(size))));
-    result += text.substr(done, at - done) + sentence_of(facts[i]) + " ";
+    result += text.substr(done, at - done) + "\n\n" + sentence_of(facts[i]) + "\n\n";
     done = at;
   }
   return result + text.substr(done, size - done);
@@ -65,8 +66,8 @@ needle_text hide_needles(const model& model, const std::string& text, int tokens
   needles.tokens = model.tokenize(haystack);
   for (std::size_t i = 0; i < facts.size(); ++i) {
     const std::string subject = facts[i].subject;
-    const std::string asked = "\n\nQuestion: What is the secret number of the " + subject +
-                              "?\nAnswer: The secret number of the " + subject + " is " + facts[i].number;
+    const std::string asked =
+        "\n\nAs stated above, the secret number of the " + subject + " is " + facts[i].number;
     needle_text::question q{subject, depth_of(i), model.tokenize(asked, false), 0};
     for (auto token = q.tokens.rbegin(); token != q.tokens.rend() && all_digits(model.to_text(*token));
          ++token)
