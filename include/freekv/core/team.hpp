@@ -16,7 +16,8 @@
 //   sum, max                       over the lanes of a pack, to a float all lanes see; max is NaN if any lane
 //   is sum_each(packs)                lane i = sum(packs[i]), for `width` packs load_codes<bits>(p, i) codes
 //   i .. i+width of a stream of unsigned `bits`-bit codes (2, 3, 4, 8), in
-//                                  blocks of 8 codes, `bits` bytes each, the first code in the lowest bits
+//                                  blocks of 8 codes, `bits` bytes each, the first code in the lowest bits; may
+//                                  read (and ignore) up to 2 bytes behind them
 //   widen(in, out, n)              n stored elements to float, n a multiple of 8
 //   lane(), lanes()                this thread's number and how many threads share the team: scalar work is
 //   dealt out

@@ -2,6 +2,7 @@
 // parts.
 #pragma once
 
+#include <freekv/core/unroll.hpp>
 #include <freekv/functors/log_sum_exp.hpp>
 #include <freekv/storage/layout.hpp>
 
@@ -54,11 +55,11 @@ FREEKV_HD void attend_slice(T team, const float* query, int group, const head_sl
     for (int g = 0; g < group; ++g) {
       for (int t = 0; t < padded; t += width) {
         pack products[width];
-        for (int i = 0; i < width; ++i) products[i] = pack(0.0f);
+        unroll<width>([&](auto i) { products[i] = pack(0.0f); });
         for (int d = 0; d < HeadDim; d += width) {
           const pack q = team.load(query + g * HeadDim + d);
-          for (int i = 0; i < width; ++i)
-            products[i] = products[i] + q * team.load(keys + (t + i) * HeadDim + d);
+          unroll<width>(
+              [&](auto i) { products[i] = products[i] + q * team.load(keys + (t + i) * HeadDim + d); });
         }
         team.store(weights + t, team.sum_each(products));
       }
@@ -85,18 +86,20 @@ FREEKV_HD void attend_slice(T team, const float* query, int group, const head_sl
       mass.sum += team.sum(total);
       team.sync();
 
-      for (int d = 0; d < packs; d += at_once) {
-        pack sums[at_once];
-        for (int i = 0; i < at_once; ++i)
-          if (d + i < packs) sums[i] = team.load(weighted + (d + i) * width);
+      const auto weigh = [&]<int Count>(int d, std::integral_constant<int, Count>) {  // Count packs from element d
+        pack sums[Count];
+        unroll<Count>([&](auto i) { sums[i] = team.load(weighted + d + i * width); });
         for (int t = 0; t < count; ++t) {
           const pack weight(weights[t]);
-          for (int i = 0; i < at_once; ++i)
-            if (d + i < packs) sums[i] = sums[i] + weight * team.load(values + t * HeadDim + (d + i) * width);
+          const float* value = values + t * HeadDim + d;
+          unroll<Count>([&](auto i) { sums[i] = sums[i] + weight * team.load(value + i * width); });
         }
-        for (int i = 0; i < at_once; ++i)
-          if (d + i < packs) team.store(weighted + (d + i) * width, sums[i]);
-      }
+        unroll<Count>([&](auto i) { team.store(weighted + d + i * width, sums[i]); });
+      };
+      for (int i = 0; i < packs / at_once; ++i)
+        weigh(i * at_once * width, std::integral_constant<int, at_once>{});
+      if constexpr (packs % at_once != 0)
+        weigh(packs / at_once * at_once * width, std::integral_constant<int, packs % at_once>{});
       team.sync();
     }
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <freekv/core/unroll.hpp>
 #include <freekv/policies/summary.hpp>
 
 namespace freekv {
@@ -42,12 +43,12 @@ struct key_subspace {
   [[no_unique_address]] count_of<Bits> bits{};
   subspace_basis basis{};
 
-  FREEKV_HD constexpr int width(page_geometry page) const { return rank * page.tokens; }
-  FREEKV_HD constexpr int query_width(int) const { return (rank + 7) / 8 * 8; }
+  FREEKV_HD constexpr int width(page_geometry page) const { return (rank + 1) * page.tokens; }
+  FREEKV_HD constexpr int query_width(int) const { return rank + 1; }
   FREEKV_HD constexpr std::size_t bytes(page_geometry page) const {
-    const auto numbers = static_cast<std::size_t>(width(page));
-    if (bits == 32) return numbers * sizeof(float);
-    return code_bytes(page) + static_cast<std::size_t>(page.tokens) * sizeof(float);
+    const auto tokens = static_cast<std::size_t>(page.tokens);
+    if (bits == 32) return static_cast<std::size_t>(int{rank}) * tokens * sizeof(float);
+    return code_bytes(page) + tokens * sizeof(float);
   }
 
   void validate(const summary_setting& s) const {
@@ -78,7 +79,7 @@ struct key_subspace {
 
  private:
   FREEKV_HD constexpr std::size_t code_bytes(page_geometry page) const {
-    return (static_cast<std::size_t>(width(page)) / 8 * static_cast<std::size_t>(int{bits}) + 3) / 4 * 4;
+    return static_cast<std::size_t>(rank * (page.tokens / 8) * bits + 3) / 4 * 4;
   }
 };
 
@@ -92,14 +93,18 @@ struct key_subspace<Rank, Bits>::head_policy {
   FREEKV_HD constexpr int query_width(int head_dim) const { return policy.query_width(head_dim); }
   FREEKV_HD constexpr std::size_t bytes(page_geometry page) const { return policy.bytes(page); }
 
+  /// E q, then what a code's offset adds to every estimate.
   template <team T>
   FREEKV_HD void prepare(T team, const float* query, int head_dim, float* out) const {
+    float sum = 0.0f;
     for (int r = 0; r < policy.rank; ++r) {
       typename T::pack product(0.0f);
       for (int i = 0; i < head_dim; i += T::width)
         product = product + team.load(rows + r * head_dim + i) * team.load(query + i);
       out[r] = team.sum(product);
+      sum += out[r];
     }
+    out[policy.rank] = policy.bits == 32 ? 0.0f : -static_cast<float>(largest_code()) * sum;
   }
 
   template <team T>
@@ -113,52 +118,39 @@ struct key_subspace<Rank, Bits>::head_policy {
               product + team.load(rows + r * d + i) * (team.load(keys + t * d + i) - team.load(mean + i));
         out[r * page.tokens + t] = team.sum(product);
       }
+    for (int t = 0; t < page.tokens; ++t) out[policy.rank * page.tokens + t] = 1.0f;
   }
 
   template <team T>
-  FREEKV_HD float score(T team, const float* query, const float* summary, page_geometry page,
-                        float scale) const {
-    constexpr int packs =
-        4;  // tokens are estimated `packs` packs at a time, so that a horizontal sum is rare
+  FREEKV_HD float score(T team, const float* query, const float* summary, page_geometry page, float scale) const {
     log_sum_exp mass;
-    const typename T::pack factor(scale);
-    for (int first = 0; first < page.tokens; first += packs * T::width) {
-      const int count = (page.tokens - first) / T::width < packs ? (page.tokens - first) / T::width : packs;
-      typename T::pack estimate[packs] = {};
-      for (int r = 0; r < policy.rank; ++r) {
-        const typename T::pack q(query[r]);
-        const float* numbers = summary + r * page.tokens + first;
-        for (int i = 0; i < count; ++i) estimate[i] = estimate[i] + q * team.load(numbers + i * T::width);
-      }
-      for (int i = 0; i < count; ++i) estimate[i] = estimate[i] * factor;
-      mass.add(team, estimate, count);
-    }
+    constexpr int most = 4;  // packs of tokens at a time, so that sums over lanes are few
+    int t = 0;
+    for (; t + most * T::width <= page.tokens; t += most * T::width)
+      add_tokens<most>(team, query, summary, page, scale, t, mass);
+    for (; t < page.tokens; t += T::width) add_tokens<1>(team, query, summary, page, scale, t, mass);
     return mass.value();
   }
 
   /// Symmetric: code = round(c / scale) + largest, scale = max|c| / largest. A token with a NaN or infinite
-  /// coefficient gets such a scale and code `largest` everywhere, so its estimate is NaN.
+  /// coefficient gets a NaN for its scale, so its estimate is NaN.
   template <team T>
   FREEKV_HD void encode(T team, page_geometry page, const float* numbers, std::byte* out) const {
     if (policy.bits == 32) {
       auto* stored = reinterpret_cast<float*>(out);
-      for (int i = team.lane(); i < width(page); i += team.lanes()) stored[i] = numbers[i];
+      for (int i = team.lane(); i < policy.rank * page.tokens; i += team.lanes()) stored[i] = numbers[i];
       return;
     }
-    const int largest = (1 << (policy.bits - 1)) - 1;
+    const int largest = largest_code();
     auto* scales = reinterpret_cast<float*>(out + policy.code_bytes(page));
     for (int t = team.lane(); t < page.tokens; t += team.lanes()) {
       float most = 0.0f;
-      for (int r = 0; r < policy.rank; ++r) {
-        const float c = ::fabsf(numbers[r * page.tokens + t]);
-        if (!(c <= most)) most = c;
-        if (c != c) break;
-      }
-      scales[t] = most / static_cast<float>(largest);
+      for (int r = 0; r < policy.rank; ++r) most = scalar_team{}.maximum(most, ::fabsf(numbers[r * page.tokens + t]));
+      scales[t] = most < infinity ? most / static_cast<float>(largest) : NAN;
     }
     team.sync();
     auto* codes = reinterpret_cast<std::uint8_t*>(out);
-    for (int block = team.lane(); block < width(page) / 8; block += team.lanes()) {
+    for (int block = team.lane(); block < policy.rank * page.tokens / 8; block += team.lanes()) {
       std::uint64_t word = 0;
       for (int i = 0; i < 8; ++i) {
         const int at = block * 8 + i;
@@ -183,21 +175,40 @@ struct key_subspace<Rank, Bits>::head_policy {
       case 8:
         return decode_bits<8>(team, page, in, numbers);
       default:
-        return team.widen(reinterpret_cast<const float*>(in), numbers, width(page));
+        break;
     }
+    const int count = policy.rank * page.tokens;
+    team.widen(reinterpret_cast<const float*>(in), numbers, count);
+    for (int t = 0; t < page.tokens; ++t) numbers[count + t] = 1.0f;
   }
 
  private:
+  FREEKV_HD constexpr int largest_code() const { return (1 << (policy.bits - 1)) - 1; }
+
+  /// Estimates `Packs` packs of tokens from token t on and adds them to `mass`.
+  template <int Packs, team T>
+  FREEKV_HD void add_tokens(T team, const float* query, const float* summary, page_geometry page, float scale, int t,
+                            log_sum_exp& mass) const {
+    using pack = typename T::pack;
+    pack estimate[Packs];
+    const pack offset(query[policy.rank]), factor(scale);
+    unroll<Packs>([&](auto i) { estimate[i] = offset; });
+    for (int r = 0; r < policy.rank; ++r) {
+      const pack q(query[r]);
+      const float* numbers = summary + r * page.tokens + t;
+      unroll<Packs>([&](auto i) { estimate[i] = estimate[i] + q * team.load(numbers + i * T::width); });
+    }
+    const float* scales = summary + policy.rank * page.tokens + t;
+    unroll<Packs>([&](auto i) { estimate[i] = estimate[i] * (factor * team.load(scales + i * T::width)); });
+    mass.add(team, estimate, Packs);
+  }
+
   template <int B, team T>
   FREEKV_HD void decode_bits(T team, page_geometry page, const std::byte* in, float* numbers) const {
-    const typename T::pack largest(static_cast<float>((1 << (B - 1)) - 1));
     const auto* codes = reinterpret_cast<const std::uint8_t*>(in);
-    const auto* scales = reinterpret_cast<const float*>(in + policy.code_bytes(page));
-    for (int r = 0; r < policy.rank; ++r)
-      for (int t = 0; t < page.tokens; t += T::width)
-        team.store(
-            numbers + r * page.tokens + t,
-            (team.template load_codes<B>(codes, r * page.tokens + t) - largest) * team.load(scales + t));
+    const int count = policy.rank * page.tokens;
+    for (int i = 0; i < count; i += T::width) team.store(numbers + i, team.template load_codes<B>(codes, i));
+    team.widen(reinterpret_cast<const float*>(in + policy.code_bytes(page)), numbers + count, page.tokens);
   }
 };
 

@@ -170,8 +170,8 @@ struct simd_team {
       std::memcpy(&bytes, block, sizeof bytes);
       return pack(__builtin_convertvector(bytes, float8));
     } else {
-      std::uint32_t word = 0;
-      std::memcpy(&word, block, Bits);
+      std::uint32_t word;  // with 3 bits its last byte, with 2 its last two, are not ours
+      std::memcpy(&word, block, sizeof word);
       const uint8x32 shift{0, Bits, 2 * Bits, 3 * Bits, 4 * Bits, 5 * Bits, 6 * Bits, 7 * Bits};
       const uint8x32 code = ((uint8x32{} + word) >> shift) & ((1u << Bits) - 1);
       int8x32 value;  // signed, since unsigned to float is many instructions
