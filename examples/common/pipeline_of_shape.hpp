@@ -18,14 +18,14 @@ class pipeline_of_shape final : public pipeline {
   void begin_step(int tokens, row_kind kind) override { pipeline_.begin_step({{sequence_, tokens, kind}}); }
   void append(int layer, std::span<const float> keys, std::span<const float> values,
               std::span<const float> queries) override {
-    pipeline_.template append<float>(layer, keys, values, queries);
+    pipeline_.template append<float>(layer, {keys, values, queries});
   }
   void append_stored(int layer, std::span<const std::byte> keys, std::span<const std::byte> values,
                      std::span<const float> queries) override {
     const auto elements = [](std::span<const std::byte> bytes) {
       return std::span(reinterpret_cast<const element*>(bytes.data()), bytes.size() / sizeof(element));
     };
-    pipeline_.append(layer, elements(keys), elements(values), queries);
+    pipeline_.append(layer, {elements(keys), elements(values), queries});
   }
   void attend(int layer, std::span<float> out, std::span<float> lse) override {
     pipeline_.attend(layer, out, lse);

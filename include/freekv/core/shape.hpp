@@ -39,10 +39,32 @@ struct head_counts {
 /// Names one live sequence of a pipeline; given out by `open()`.
 enum class sequence_id : std::int32_t {};
 
-/// What a summary policy may know about a page: how many tokens it holds and how long each key is.
+/// How many tokens a page holds and how long each key is.
 struct page_geometry {
   int tokens = 0;
   int head_dim = 0;
+};
+
+/// The keys of one page and one KV head as floats: (tokens, head_dim), contiguous.
+struct page_keys {
+  const float* data = nullptr;
+  page_geometry page;
+  FREEKV_HD constexpr const float* row(int token) const { return data + token * page.head_dim; }
+};
+
+/// What a page is scored with: one query head's query, as prepared for the summary.
+struct page_query {
+  const float* data = nullptr;
+  page_geometry page;
+  float scale = 1.0f;
+};
+
+/// The queries of one KV head's group: (group, head_dim).
+struct group_query {
+  const float* data = nullptr;
+  int group = 1;
+  int head_dim = 0;
+  FREEKV_HD constexpr const float* head(int g) const { return data + g * head_dim; }
 };
 
 }  // namespace freekv

@@ -10,9 +10,8 @@ namespace freekv {
 /// Calls `body(i)` for i = 0 .. N - 1, each a compile-time constant.
 template <int N, class Body>
 FREEKV_HD constexpr void unroll(const Body& body) {
-  [&]<int... I>(std::integer_sequence<int, I...>) {
-    (body(std::integral_constant<int, I>{}), ...);
-  }(std::make_integer_sequence<int, N>{});
+  [&]<int... I>(std::integer_sequence<int, I...>) { (body(std::integral_constant<int, I>{}), ...); }
+  (std::make_integer_sequence<int, N>{});
 }
 
 }  // namespace freekv

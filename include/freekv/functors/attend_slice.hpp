@@ -2,6 +2,7 @@
 // parts.
 #pragma once
 
+#include <freekv/core/shape.hpp>
 #include <freekv/core/unroll.hpp>
 #include <freekv/functors/log_sum_exp.hpp>
 #include <freekv/storage/layout.hpp>
@@ -30,10 +31,10 @@ inline constexpr int attention_block = HeadDim <= 64 ? 32 : (HeadDim <= 128 ? 16
 template <int HeadDim>
 inline constexpr int attention_scratch = 2 * attention_block<HeadDim>* HeadDim + attention_block<HeadDim>;
 
-/// Adds the first `tokens` rows of a slice to `part`. `query` (group, head_dim) is multiplied by the scale
-/// already. A score of -infinity has weight 0; NaN propagates.
+/// Adds the first `tokens` rows of a slice to `part`. The query is multiplied by the scale already. A score of
+/// -infinity has weight 0; NaN propagates.
 template <int HeadDim, team T, class Element>
-FREEKV_HD void attend_slice(T team, const float* query, int group, const head_slice<const Element>& slice,
+FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<const Element>& slice,
                             int tokens, const attention_part& part, float* scratch) {
   using pack = typename T::pack;
   constexpr int width = T::width, block = attention_block<HeadDim>;
@@ -52,12 +53,12 @@ FREEKV_HD void attend_slice(T team, const float* query, int group, const head_sl
     for (int i = count * HeadDim; i < padded * HeadDim; i += width) team.store(keys + i, pack(0.0f));
     team.sync();
 
-    for (int g = 0; g < group; ++g) {
+    for (int g = 0; g < query.group; ++g) {
       for (int t = 0; t < padded; t += width) {
         pack products[width];
         unroll<width>([&](auto i) { products[i] = pack(0.0f); });
         for (int d = 0; d < HeadDim; d += width) {
-          const pack q = team.load(query + g * HeadDim + d);
+          const pack q = team.load(query.head(g) + d);
           unroll<width>(
               [&](auto i) { products[i] = products[i] + q * team.load(keys + (t + i) * HeadDim + d); });
         }
@@ -86,7 +87,8 @@ FREEKV_HD void attend_slice(T team, const float* query, int group, const head_sl
       mass.sum += team.sum(total);
       team.sync();
 
-      const auto weigh = [&]<int Count>(int d, std::integral_constant<int, Count>) {  // Count packs from element d
+      const auto weigh = [&]<int Count>(int d,
+                                        std::integral_constant<int, Count>) {  // Count packs from element d
         pack sums[Count];
         unroll<Count>([&](auto i) { sums[i] = team.load(weighted + d + i * width); });
         for (int t = 0; t < count; ++t) {

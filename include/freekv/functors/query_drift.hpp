@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <freekv/core/shape.hpp>
 #include <freekv/core/team.hpp>
 #include <freekv/functors/log_sum_exp.hpp>
 
@@ -16,24 +17,24 @@ struct query_drift {
   bool defined = true;
 };
 
-/// `query`, `previous`: (group, head_dim). (FreeKV section 3.3, query-based identification)
+/// How the queries of one group have turned from `before` to `now`. (FreeKV section 3.3, query-based identification)
 template <team T>
-FREEKV_HD query_drift drift_of(T team, const float* query, const float* previous, int group, int head_dim) {
+FREEKV_HD query_drift drift_of(T team, const group_query& now, const group_query& before) {
   const auto usable = [](float x) { return x > 0.0f && x < infinity; };
   query_drift drift;
-  for (int g = 0; g < group; ++g) {
-    typename T::pack product(0.0f), now(0.0f), before(0.0f);
-    for (int i = 0; i < head_dim; i += T::width) {
-      const auto q = team.load(query + g * head_dim + i), p = team.load(previous + g * head_dim + i);
+  for (int g = 0; g < now.group; ++g) {
+    typename T::pack product(0.0f), squares(0.0f), squares_before(0.0f);
+    for (int i = 0; i < now.head_dim; i += T::width) {
+      const auto q = team.load(now.head(g) + i), p = team.load(before.head(g) + i);
       product = product + q * p;
-      now = now + q * q;
-      before = before + p * p;
+      squares = squares + q * q;
+      squares_before = squares_before + p * p;
     }
-    const float norm = ::sqrtf(team.sum(now)), previous_norm = ::sqrtf(team.sum(before));
-    if (!usable(norm) || !usable(previous_norm) || !usable(norm * previous_norm)) drift.defined = false;
-    drift.cosine += team.sum(product) / (norm * previous_norm);
+    const float norms = ::sqrtf(team.sum(squares)) * ::sqrtf(team.sum(squares_before));
+    if (!usable(norms)) drift.defined = false;
+    drift.cosine += team.sum(product) / norms;
   }
-  drift.cosine /= static_cast<float>(group);
+  drift.cosine /= static_cast<float>(now.group);
   return drift;
 }
 

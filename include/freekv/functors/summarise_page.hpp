@@ -6,17 +6,22 @@
 
 namespace freekv {
 
-/// Summarises one KV head's keys of a complete page. `keys` (p, d) and `numbers` (width) are the team's
-/// scratch.
-template <int HeadDim, team T, class S, class Key>
-FREEKV_HD void summarise_page(T team, const S& summary, int page_tokens, const head_slice<const Key>& slice,
-                              float* keys, float* numbers, std::byte* out) {
-  const page_geometry page{page_tokens, HeadDim};
-  for (int t = 0; t < page_tokens; ++t) team.widen(slice.key + t * slice.stride, keys + t * HeadDim, HeadDim);
+/// The team's scratch: a page's keys (tokens, head_dim) as floats, and a summary's numbers.
+struct summary_scratch {
+  float* keys = nullptr;
+  float* numbers = nullptr;
+};
+
+/// Summarises one KV head's keys of a complete page into `stored`.
+template <class Key, team T, class S>
+FREEKV_HD void summarise_page(T team, const S& summary, const head_slice<const Key>& slice,
+                              page_geometry page, const summary_scratch& scratch, std::byte* stored) {
+  for (int t = 0; t < page.tokens; ++t)
+    team.widen(slice.key + t * slice.stride, scratch.keys + t * page.head_dim, page.head_dim);
   team.sync();
-  summary.summarise(team, keys, page, numbers);
+  summary.summarise(team, page_keys{scratch.keys, page}, scratch.numbers);
   team.sync();
-  encode_summary<Key>(team, summary, page, numbers, out);
+  encode_summary<Key>(team, summary, page, scratch.numbers, stored);
 }
 
 }  // namespace freekv

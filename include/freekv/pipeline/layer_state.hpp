@@ -6,6 +6,7 @@
 #include <freekv/policies/geometry.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/storage/layout.hpp>
+#include <span>
 
 namespace freekv {
 
@@ -24,6 +25,15 @@ struct step_entry {
   int first_row = 0;
   row_kind kind = row_kind::decode;
   constexpr int after() const { return before + tokens; }
+};
+
+/// The rows of a step as the caller hands them to a layer; they are read until the layer has attended.
+template <class In>
+struct new_rows {
+  std::span<const In> keys{};    ///< (rows, kv_heads, head_dim)
+  std::span<const In> values{};  ///< (rows, kv_heads, head_dim)
+  std::span<const float>
+      queries{};  ///< (rows, query_heads, head_dim); prompt rows that do not attend need none
 };
 
 /// One KV head of one sequence.
@@ -72,8 +82,11 @@ struct layer_state {
   constexpr std::size_t selection(int sequence, int head) const {
     return row(sequence, head) * static_cast<std::size_t>(tokens.selected_pages);
   }
-  float* query_of(int sequence, int head) const {  // (group, head_dim)
+  float* kept_query(int sequence, int head) const {
     return previous_query + row(sequence, head) * static_cast<std::size_t>(heads.group() * head_dim);
+  }
+  group_query query_of(int sequence, int head) const {
+    return {kept_query(sequence, head), heads.group(), head_dim};
   }
   std::int32_t store_page(int sequence, int page_index) const {
     return page_table[static_cast<std::size_t>(sequence) * static_cast<std::size_t>(max_pages) +

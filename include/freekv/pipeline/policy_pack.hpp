@@ -66,10 +66,9 @@ struct policy_pack {
   using route = Route;
   using backend = Backend;
 
-  static_assert(
-      detail::is_summary<Summary>,
-      "a summary policy has a name, width(page), summarise(team, keys, page, out) and "
-      "score(team, query, summary, page, scale) -> float, itself or what its at(layer, head) returns");
+  static_assert(detail::is_summary<Summary>,
+                "a summary policy has a name, width(page), summarise(team, keys, numbers) and "
+                "score(team, query, numbers) -> float, itself or what its at(layer, head) returns");
   static_assert(detail::is_pooling<Pooling>,
                 "a pooling policy has a name, uses_log_sums and pool(team, row, j) -> pack of pooled scores");
   static_assert(

@@ -44,7 +44,7 @@ struct step_report {
 ///
 ///     pipeline.begin_step({{sequence}});                                    // one decode row
 ///     for (int layer = 0; layer < layers; ++layer) {
-///       pipeline.append<float>(layer, keys, values, queries);
+///       pipeline.append<float>(layer, {.keys = keys, .values = values, .queries = queries});
 ///       pipeline.attend(layer, out, lse);
 ///     }
 ///     pipeline.end_step();
@@ -167,27 +167,22 @@ class basic_retrieval_pipeline {
     begin_step(std::span(rows.begin(), rows.size()));
   }
 
-  /// Appends the step's rows to a layer, summarises pages they complete, and finds the heads that have
-  /// drifted. Waits for the layer's recall of the step before.
-  ///
-  /// `keys`, `values`: (rows, kv_heads, head_dim), of the stored element type, or float to be rounded.
-  /// `queries`: (rows, query_heads, head_dim); prompt rows that are not attended need none. They are read
-  /// until `attend`.
+  /// Appends the step's rows to a layer, summarises pages they complete, and finds the heads that have drifted.
+  /// Waits for the layer's recall of the step before. Keys and values are of the stored element type, or float to
+  /// be rounded: `append<float>(layer, {.keys = k, .values = v, .queries = q})`.
   template <class In = element>
-  void append(int layer, std::span<const In> keys, std::span<const In> values,
-              std::span<const float> queries = {}) {
+  void append(int layer, const new_rows<In>& rows) {
     static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
                   "append takes keys and values of the stored element type, or float");
     const state& s = layer_in(layer, "append", layer_progress::waiting);
-    expect_floats("append: keys", keys.size(), s.heads.kv * head_dim);
-    expect_floats("append: values", values.size(), s.heads.kv * head_dim);
-    if (any_decode() || !queries.empty())
-      expect_floats("append: queries", queries.size(), s.heads.query * head_dim);
+    expect_numbers("append: keys", rows.keys.size(), s.heads.kv * head_dim);
+    expect_numbers("append: values", rows.values.size(), s.heads.kv * head_dim);
+    if (any_decode() || !rows.queries.empty())
+      expect_numbers("append: queries", rows.queries.size(), s.heads.query * head_dim);
 
     backend_->compute().wait(recalled_[static_cast<std::size_t>(layer)]);
-    for (const step_entry& entry : entries_)
-      parts_->stages.append(s, entry, host::new_rows<In>{keys.data(), values.data(), queries.data()});
-    queries_ = queries;
+    for (const step_entry& entry : entries_) parts_->stages.append(s, entry, rows);
+    queries_ = rows.queries;
     progress_[static_cast<std::size_t>(layer)] = layer_progress::appended;
   }
 
@@ -304,7 +299,7 @@ class basic_retrieval_pipeline {
                         " in this step");
     return s;
   }
-  void expect_floats(const char* what, std::size_t given, int row) const {
+  void expect_numbers(const char* what, std::size_t given, int row) const {
     if (given != size(rows_) * size(row))
       throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +
                         std::to_string(rows_) + " rows of " + std::to_string(row));
@@ -312,8 +307,8 @@ class basic_retrieval_pipeline {
   host::attention_output output(const char* call, const state& s, std::span<float> out,
                                 std::span<float> lse) const {
     if (queries_.empty() && rows_ > 0) throw usage_error(std::string(call) + ": append was given no queries");
-    expect_floats("attention output", out.size(), s.heads.query * head_dim);
-    if (!lse.empty()) expect_floats("log-sum-exp", lse.size(), s.heads.query);
+    expect_numbers("attention output", out.size(), s.heads.query * head_dim);
+    if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), s.heads.query);
     return {out.data(), lse.empty() ? nullptr : lse.data()};
   }
 

@@ -26,8 +26,8 @@ struct cosine_drift {
   struct layer_policy {
     float tau;
     template <team T>
-    FREEKV_HD bool flags(T team, const float* query, const float* previous, int group, int head_dim) const {
-      const query_drift drift = drift_of(team, query, previous, group, head_dim);
+    FREEKV_HD bool flags(T team, const group_query& now, const group_query& before) const {
+      const query_drift drift = drift_of(team, now, before);
       return !drift.defined || !(drift.cosine >= tau);
     }
   };
@@ -50,7 +50,7 @@ struct always {
   static constexpr std::string_view name = "always";
   always at(int) const { return *this; }
   template <team T>
-  FREEKV_HD bool flags(T, const float*, const float*, int, int) const {
+  FREEKV_HD bool flags(T, const group_query&, const group_query&) const {
     return true;
   }
 };
@@ -61,17 +61,17 @@ struct never {
   static constexpr std::string_view name = "never";
   never at(int) const { return *this; }
   template <team T>
-  FREEKV_HD bool flags(T, const float*, const float*, int, int) const {
+  FREEKV_HD bool flags(T, const group_query&, const group_query&) const {
     return false;
   }
 };
 
-/// Decides from a head's current and previous queries, each (group, head_dim).
+/// Decides from a KV head's queries now and those that made its selection.
 template <class C>
 concept correction_policy = policy<C> && std::same_as<typename C::policy_kind, correction_kind> &&
-    requires(const C c, const float* query) {
+    requires(const C c, group_query query) {
   { C::name } -> std::convertible_to<std::string_view>;
-  { c.at(0).flags(scalar_team{}, query, query, 1, 8) } -> std::same_as<bool>;
+  { c.at(0).flags(scalar_team{}, query, query) } -> std::same_as<bool>;
 };
 
 static_assert(correction_policy<cosine_drift> && correction_policy<always> && correction_policy<never>);

@@ -93,42 +93,44 @@ struct key_subspace<Rank, Bits>::head_policy {
   FREEKV_HD constexpr int query_width(int head_dim) const { return policy.query_width(head_dim); }
   FREEKV_HD constexpr std::size_t bytes(page_geometry page) const { return policy.bytes(page); }
 
-  /// E q, then what a code's offset adds to every estimate.
+  /// E q, then what the codes' offset adds to every estimate.
   template <team T>
-  FREEKV_HD void prepare(T team, const float* query, int head_dim, float* out) const {
+  FREEKV_HD void prepare(T team, const group_query& query, float* prepared) const {
     float sum = 0.0f;
     for (int r = 0; r < policy.rank; ++r) {
+      const float* row = rows + r * query.head_dim;
       typename T::pack product(0.0f);
-      for (int i = 0; i < head_dim; i += T::width)
-        product = product + team.load(rows + r * head_dim + i) * team.load(query + i);
-      out[r] = team.sum(product);
-      sum += out[r];
+      for (int i = 0; i < query.head_dim; i += T::width)
+        product = product + team.load(row + i) * team.load(query.data + i);
+      prepared[r] = team.sum(product);
+      sum += prepared[r];
     }
-    out[policy.rank] = policy.bits == 32 ? 0.0f : -static_cast<float>(largest_code()) * sum;
+    prepared[policy.rank] = policy.bits == 32 ? 0.0f : -static_cast<float>(largest_code()) * sum;
   }
 
   template <team T>
-  FREEKV_HD void summarise(T team, const float* keys, page_geometry page, float* out) const {
-    const int d = page.head_dim;
-    for (int t = 0; t < page.tokens; ++t)
+  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+    const int d = keys.page.head_dim, tokens = keys.page.tokens;
+    for (int t = 0; t < tokens; ++t) {
       for (int r = 0; r < policy.rank; ++r) {
         typename T::pack product(0.0f);
         for (int i = 0; i < d; i += T::width)
           product =
-              product + team.load(rows + r * d + i) * (team.load(keys + t * d + i) - team.load(mean + i));
-        out[r * page.tokens + t] = team.sum(product);
+              product + team.load(rows + r * d + i) * (team.load(keys.row(t) + i) - team.load(mean + i));
+        numbers[r * tokens + t] = team.sum(product);
       }
-    for (int t = 0; t < page.tokens; ++t) out[policy.rank * page.tokens + t] = 1.0f;
+      numbers[policy.rank * tokens + t] = 1.0f;
+    }
   }
 
   template <team T>
-  FREEKV_HD float score(T team, const float* query, const float* summary, page_geometry page, float scale) const {
-    log_sum_exp mass;
+  FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
     constexpr int most = 4;  // packs of tokens at a time, so that sums over lanes are few
+    log_sum_exp mass;
     int t = 0;
-    for (; t + most * T::width <= page.tokens; t += most * T::width)
-      add_tokens<most>(team, query, summary, page, scale, t, mass);
-    for (; t < page.tokens; t += T::width) add_tokens<1>(team, query, summary, page, scale, t, mass);
+    for (; t + most * T::width <= query.page.tokens; t += most * T::width)
+      add_tokens<most>(team, query, numbers, t, mass);
+    for (; t < query.page.tokens; t += T::width) add_tokens<1>(team, query, numbers, t, mass);
     return mass.value();
   }
 
@@ -145,7 +147,8 @@ struct key_subspace<Rank, Bits>::head_policy {
     auto* scales = reinterpret_cast<float*>(out + policy.code_bytes(page));
     for (int t = team.lane(); t < page.tokens; t += team.lanes()) {
       float most = 0.0f;
-      for (int r = 0; r < policy.rank; ++r) most = scalar_team{}.maximum(most, ::fabsf(numbers[r * page.tokens + t]));
+      for (int r = 0; r < policy.rank; ++r)
+        most = scalar_team{}.maximum(most, ::fabsf(numbers[r * page.tokens + t]));
       scales[t] = most < infinity ? most / static_cast<float>(largest) : NAN;
     }
     team.sync();
@@ -185,20 +188,20 @@ struct key_subspace<Rank, Bits>::head_policy {
  private:
   FREEKV_HD constexpr int largest_code() const { return (1 << (policy.bits - 1)) - 1; }
 
-  /// Estimates `Packs` packs of tokens from token t on and adds them to `mass`.
+  /// Estimates `Packs` packs of tokens from token `first` on and adds them to `mass`.
   template <int Packs, team T>
-  FREEKV_HD void add_tokens(T team, const float* query, const float* summary, page_geometry page, float scale, int t,
+  FREEKV_HD void add_tokens(T team, const page_query& query, const float* numbers, int first,
                             log_sum_exp& mass) const {
     using pack = typename T::pack;
     pack estimate[Packs];
-    const pack offset(query[policy.rank]), factor(scale);
+    const pack offset(query.data[policy.rank]), factor(query.scale);
     unroll<Packs>([&](auto i) { estimate[i] = offset; });
     for (int r = 0; r < policy.rank; ++r) {
-      const pack q(query[r]);
-      const float* numbers = summary + r * page.tokens + t;
-      unroll<Packs>([&](auto i) { estimate[i] = estimate[i] + q * team.load(numbers + i * T::width); });
+      const pack q(query.data[r]);
+      const float* row = numbers + r * query.page.tokens + first;
+      unroll<Packs>([&](auto i) { estimate[i] = estimate[i] + q * team.load(row + i * T::width); });
     }
-    const float* scales = summary + policy.rank * page.tokens + t;
+    const float* scales = numbers + policy.rank * query.page.tokens + first;
     unroll<Packs>([&](auto i) { estimate[i] = estimate[i] * (factor * team.load(scales + i * T::width)); });
     mass.add(team, estimate, Packs);
   }

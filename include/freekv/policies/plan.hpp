@@ -20,11 +20,10 @@ enum class layer_kind : std::uint8_t {
 template <int Layers = 1, layer_kind Rest = layer_kind::retrieval>
 struct complete_first {
   using policy_kind = plan_kind;
-  static constexpr std::string_view name = Rest == layer_kind::window ? "complete_first_then_window" : "complete_first";
+  static constexpr std::string_view name =
+      Rest == layer_kind::window ? "complete_first_then_window" : "complete_first";
   [[no_unique_address]] count_of<Layers> layers{};
-  constexpr layer_kind kind(int layer) const {
-    return layer < layers ? layer_kind::complete : Rest;
-  }
+  constexpr layer_kind kind(int layer) const { return layer < layers ? layer_kind::complete : Rest; }
 };
 
 /// All layers of one kind: `full` attention, or StreamingLLM's sink and window.

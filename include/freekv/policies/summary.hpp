@@ -7,17 +7,15 @@
 //   struct my_summary {
 //     using policy_kind = summary_kind;
 //     static constexpr std::string_view name = "my_summary";
-//     FREEKV_HD constexpr int width(page_geometry page) const;                     // numbers a page
+//     FREEKV_HD constexpr int width(page_geometry page) const;                      // numbers a page
 //     template <team T>
-//     FREEKV_HD void summarise(T team, const float* keys, page_geometry page, float* out) const;   // keys
-//     (p, d) template <team T> FREEKV_HD float score(T team, const float* query, const float* summary,
-//     page_geometry page, float scale)
-//         const;                                                                   // query (d), or as
-//         prepared
+//     FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const;
+//     template <team T>
+//     FREEKV_HD float score(T team, const page_query& query, const float* numbers) const;
 //   };
 //
 // Optional: `stored<Key>`, the element type kept (default float); or `bytes(page)`, `encode` and `decode` for
-// a format of its own; `query_width(d)` and `prepare(team, query, d, out)`, done once a step for each query
+// a format of its own; `query_width(d)` and `prepare(team, query, prepared)`, done once a step for each query
 // head; `at(layer, head)`, the policy for one head, where it depends on calibration data.
 //
 // `validate(setting)` throws settings_error where the setting does not suit the policy.
@@ -79,11 +77,11 @@ FREEKV_HD constexpr auto summary_at(const S& summary, int layer, int head) {
 /// with the one-lane team).
 template <class S>
 concept summary_policy = policy<S> && std::same_as<typename S::policy_kind, summary_kind> &&
-    requires(const S s, page_geometry page, const float* in, float* out) {
+    requires(const S s, page_keys keys, page_query query, float* numbers) {
   { S::name } -> std::convertible_to<std::string_view>;
-  { s.width(page) } -> std::convertible_to<int>;
-  summary_at(s, 0, 0).summarise(scalar_team{}, in, page, out);
-  { summary_at(s, 0, 0).score(scalar_team{}, in, in, page, 1.0f) } -> std::same_as<float>;
+  { s.width(keys.page) } -> std::convertible_to<int>;
+  summary_at(s, 0, 0).summarise(scalar_team{}, keys, numbers);
+  { summary_at(s, 0, 0).score(scalar_team{}, query, numbers) } -> std::same_as<float>;
 };
 
 /// Bytes of one page's summary for one KV head, scales included; a multiple of 4.
@@ -106,13 +104,13 @@ FREEKV_HD constexpr int summary_query_width(const S& summary, int head_dim) {
     return head_dim;
 }
 
-/// What is computed once a step for each query head: `query` (head_dim) to `out` (query_width).
+/// What is computed once a step for each query head: a query (1, head_dim) to `prepared` (query_width).
 template <team T, class S>
-FREEKV_HD void prepare_query(T team, const S& summary, const float* query, int head_dim, float* out) {
-  if constexpr (requires { summary.prepare(team, query, head_dim, out); })
-    summary.prepare(team, query, head_dim, out);
+FREEKV_HD void prepare_query(T team, const S& summary, const group_query& query, float* prepared) {
+  if constexpr (requires { summary.prepare(team, query, prepared); })
+    summary.prepare(team, query, prepared);
   else
-    for (int i = 0; i < head_dim; i += T::width) team.store(out + i, team.load(query + i));
+    for (int i = 0; i < query.head_dim; i += T::width) team.store(prepared + i, team.load(query.data + i));
 }
 
 /// Numbers to stored bytes.
@@ -151,28 +149,28 @@ struct min_max {
   FREEKV_HD constexpr int width(page_geometry page) const { return 2 * page.head_dim; }
 
   template <team T>
-  FREEKV_HD void summarise(T team, const float* keys, page_geometry page, float* out) const {
-    for (int i = 0; i < page.head_dim; i += T::width) {
-      auto low = team.load(keys + i), high = low;
-      for (int t = 1; t < page.tokens; ++t) {
-        const auto key = team.load(keys + t * page.head_dim + i);
+  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+    for (int i = 0; i < keys.page.head_dim; i += T::width) {
+      auto low = team.load(keys.row(0) + i), high = low;
+      for (int t = 1; t < keys.page.tokens; ++t) {
+        const auto key = team.load(keys.row(t) + i);
         low = team.minimum(low, key);
         high = team.maximum(high, key);
       }
-      team.store(out + i, low);
-      team.store(out + page.head_dim + i, high);
+      team.store(numbers + i, low);
+      team.store(numbers + keys.page.head_dim + i, high);
     }
   }
 
   template <team T>
-  FREEKV_HD float score(T team, const float* query, const float* summary, page_geometry page,
-                        float scale) const {
+  FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
+    const int d = query.page.head_dim;
     typename T::pack bound(0.0f);
-    for (int i = 0; i < page.head_dim; i += T::width) {
-      const auto q = team.load(query + i);
-      bound = bound + team.maximum(q * team.load(summary + i), q * team.load(summary + page.head_dim + i));
+    for (int i = 0; i < d; i += T::width) {
+      const auto q = team.load(query.data + i);
+      bound = bound + team.maximum(q * team.load(numbers + i), q * team.load(numbers + d + i));
     }
-    return scale * team.sum(bound);
+    return query.scale * team.sum(bound);
   }
 };
 
@@ -195,26 +193,26 @@ struct chunk_means {
   }
 
   template <team T>
-  FREEKV_HD void summarise(T team, const float* keys, page_geometry page, float* out) const {
+  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+    const int d = keys.page.head_dim;
     const typename T::pack share(1.0f / static_cast<float>(tokens));
-    for (int chunk = 0; chunk < page.tokens / tokens; ++chunk)
-      for (int i = 0; i < page.head_dim; i += T::width) {
-        const float* first = keys + chunk * tokens * page.head_dim + i;
-        auto sum = team.load(first);
-        for (int t = 1; t < tokens; ++t) sum = sum + team.load(first + t * page.head_dim);
-        team.store(out + chunk * page.head_dim + i, sum * share);
+    for (int chunk = 0; chunk < keys.page.tokens / tokens; ++chunk)
+      for (int i = 0; i < d; i += T::width) {
+        auto sum = team.load(keys.row(chunk * tokens) + i);
+        for (int t = 1; t < tokens; ++t) sum = sum + team.load(keys.row(chunk * tokens + t) + i);
+        team.store(numbers + chunk * d + i, sum * share);
       }
   }
 
   template <team T>
-  FREEKV_HD float score(T team, const float* query, const float* summary, page_geometry page,
-                        float scale) const {
+  FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
+    const int d = query.page.head_dim;
     log_sum_exp mass;
-    for (int chunk = 0; chunk < page.tokens / tokens; ++chunk) {
+    for (int chunk = 0; chunk < query.page.tokens / tokens; ++chunk) {
       typename T::pack product(0.0f);
-      for (int i = 0; i < page.head_dim; i += T::width)
-        product = product + team.load(query + i) * team.load(summary + chunk * page.head_dim + i);
-      mass.add(scale * team.sum(product));
+      for (int i = 0; i < d; i += T::width)
+        product = product + team.load(query.data + i) * team.load(numbers + chunk * d + i);
+      mass.add(query.scale * team.sum(product));
     }
     return mass.value();
   }

@@ -130,6 +130,11 @@ struct head_slice {
   std::int64_t stride = 0;
 };
 
+template <class Element>
+FREEKV_HD constexpr head_slice<const Element> as_const(const head_slice<Element>& slice) {
+  return {slice.key, slice.value, slice.stride};
+}
+
 /// The slice of `head` in page `page`.
 template <class PageSpan>
 FREEKV_HD constexpr head_slice<typename PageSpan::element_type> slice_of(const PageSpan& pages,

@@ -52,9 +52,8 @@ void append_page(isa set, const State& s, const Summary& summary, const step_ent
   with_team(set, [&](auto team) {
     for (int head = 0; head < s.heads.kv; ++head) {
       const auto slice = s.store_slice(entry.sequence, page_index, head);
-      summarise_page<d, decltype(team), decltype(summary_at(summary, 0, 0)), element>(
-          team, summary_at(summary, s.layer, head), s.page.tokens, {slice.key, slice.value, slice.stride},
-          w.block, w.numbers, s.summary_of(store_page, head));
+      summarise_page<element>(team, summary_at(summary, s.layer, head), as_const(slice), s.page,
+                              {w.block, w.numbers}, s.summary_of(store_page, head));
     }
   });
 }
@@ -77,14 +76,14 @@ void detect_drift(isa set, const State& s, const Correction& correction, int seq
   const int group = s.heads.group();
   with_team(set, [&](auto team) {
     for (int head = 0; head < s.heads.kv; ++head) {
-      const float* now = query + static_cast<std::ptrdiff_t>(head) * group * d;
+      const group_query now{query + static_cast<std::ptrdiff_t>(head) * group * d, group, d};
       s.corrected[s.row(sequence, head)] =
-          s.has_selection[sequence] == 0 || correction.flags(team, now, s.query_of(sequence, head), group, d);
+          s.has_selection[sequence] == 0 || correction.flags(team, now, s.query_of(sequence, head));
       s.recalled[s.row(sequence, head)] = 0;
       s.promoted[s.row(sequence, head)] = 0;
     }
   });
-  std::memcpy(s.query_of(sequence, 0), query, static_cast<std::size_t>(s.heads.query * d) * sizeof(float));
+  std::memcpy(s.kept_query(sequence, 0), query, static_cast<std::size_t>(s.heads.query * d) * sizeof(float));
   s.has_selection[sequence] = 1;
 }
 

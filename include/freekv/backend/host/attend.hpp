@@ -3,39 +3,12 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/backend/host/workspace.hpp>
 #include <freekv/functors/attend_slice.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 
 namespace freekv::host {
-
-/// Where the pages of a list are read from.
-enum class page_source : std::uint8_t { store, slots };
-
-/// Attends one query group to entries [begin, end) of `list`. `query` (group, head_dim) is multiplied by the
-/// scale already; `scratch` has `attention_scratch` floats.
-template <class Team, class State>
-void attend_pages(Team team, const State& s, const head_of& at, const page_list& list, page_source source,
-                  int begin, int end, const float* query, const attention_part& part, float* scratch) {
-  const std::int32_t* slot_of = s.slot_of + s.selection(at.sequence, at.head);
-  const auto slice = [&](int i, int page) {
-    if (source == page_source::store) return s.store_slice(at.sequence, page, at.head);
-    const int nth_selected = i - list.roles.sink_end;
-    const int slot = nth_selected < 0                     ? s.slots.sink_slot(page)
-                     : nth_selected < list.selected_count ? s.slots.selected_slot(slot_of[nth_selected])
-                                                          : s.slots.ring_slot(page);
-    return s.frame_slice(at.sequence, slot, at.head);
-  };
-  for (int i = begin; i < end; ++i) {
-    const int page = list.page(i);
-    const auto from = slice(i, page);
-    attend_slice<State::head_dim, Team, typename State::element>(
-        team, query, s.heads.group(), {from.key, from.value, from.stride},
-        list.tokens_in(page, s.page.tokens), part, scratch);
-  }
-}
 
 /// Where attention goes: (rows, query_heads, head_dim) and (rows, query_heads); `lse` may be null.
 struct attention_output {
@@ -85,9 +58,9 @@ struct attention_job {
     const page_list pages = list(row, head);
     const int begin = nth * pages_per_part(s.page.tokens);
     const int end = std::min(begin + pages_per_part(s.page.tokens), pages.size());
-    attend_pages(team, s, head_of{entry.sequence, head}, pages,
-                 complete || !s.keeps_slots ? page_source::store : page_source::slots, begin, end, w.query,
-                 part, w.block);
+    for (int i = begin; i < end; ++i)
+      attend_slice<d>(team, group_query{w.query, group, d}, as_const(slice(pages, i, head)),
+                      pages.tokens_in(pages.page(i), s.page.tokens), part, w.block);
   }
   template <class Team>
   void finish(Team team, int row, int head, const attention_part& part) const {
@@ -97,6 +70,19 @@ struct attention_job {
   }
 
  private:
+  /// Where entry i of a head's list is read from: the store, or its slot.
+  auto slice(const page_list& pages, int i, int head) const {
+    const int page = pages.page(i);
+    if (complete || !s.keeps_slots) return s.store_slice(entry.sequence, page, head);
+    const int nth_selected = i - pages.roles.sink_end;
+    const int slot =
+        nth_selected < 0 ? s.slots.sink_slot(page)
+        : nth_selected < pages.selected_count
+            ? s.slots.selected_slot(
+                  s.slot_of[s.selection(entry.sequence, head) + static_cast<std::size_t>(nth_selected)])
+            : s.slots.ring_slot(page);
+    return s.frame_slice(entry.sequence, slot, head);
+  }
   std::ptrdiff_t first_query_head(int row, int head) const {
     return (std::ptrdiff_t{entry.first_row + row} * s.heads.kv + head) * s.heads.group();
   }

@@ -26,14 +26,14 @@ std::int64_t score_candidates(isa set, const State& s, const Summary& summary, c
   const std::int64_t stride = workspace_sizes::padded(count);
   with_team(set, [&](auto team) {
     const auto policy = summary_at(summary, s.layer, at.head);
-    const group_queries queries{w.query, summary_query_width(policy, d), group, s.scale};
-    const float* query = s.query_of(at.sequence, at.head);
+    const prepared_queries queries{w.query, summary_query_width(policy, d), group, s.scale};
+    const group_query query = s.query_of(at.sequence, at.head);
     for (int g = 0; g < group; ++g)
-      prepare_query(team, policy, query + g * d, d, w.query + g * queries.width);
+      prepare_query(team, policy, group_query{query.head(g), 1, d}, w.query + g * queries.width);
     for (int j = 0; j < count; ++j)
       score_page<typename State::element>(
           team, policy, s.page, s.summary_of(s.store_page(at.sequence, roles.sink_end + j), at.head), queries,
-          w.numbers, w.scores + j, stride);
+          w.numbers, {w.scores + j, stride});
     for (int g = 0; g < group; ++g)
       std::fill(w.scores + g * stride + count, w.scores + (g + 1) * stride, -infinity);
   });
@@ -73,7 +73,6 @@ inline void best_pages(page_roles roles, int count, const workspace& w, std::int
 /// copied from the ring (promotion) where it is still there at length `tokens`, else from the store (recall).
 template <class State>
 void recall_pages(const State& s, const head_of& at, int tokens) {
-  using const_slice = head_slice<const typename State::element>;
   const std::size_t row = s.row(at.sequence, at.head), first = s.selection(at.sequence, at.head);
   const std::int32_t* pages = s.selected + first;
   const int count = s.selected_count[row];
@@ -86,7 +85,7 @@ void recall_pages(const State& s, const head_of& at, int tokens) {
     const auto from = in_ring ? s.frame_slice(at.sequence, s.slots.ring_slot(pages[i]), at.head)
                               : s.store_slice(at.sequence, pages[i], at.head);
     const auto to = s.frame_slice(at.sequence, s.slots.selected_slot(slot_of[i]), at.head);
-    copy_slice<State::head_dim>(const_slice{from.key, from.value, from.stride}, to, s.page.tokens);
+    copy_slice<State::head_dim>(as_const(from), to, s.page.tokens);
     ++(in_ring ? s.promoted : s.recalled)[row];
   }
 }

@@ -11,15 +11,6 @@
 
 namespace freekv::host {
 
-/// Rows as the caller hands them over: keys and values (rows, kv_heads, head_dim), queries (rows,
-/// query_heads, head_dim).
-template <class In>
-struct new_rows {
-  const In* keys = nullptr;
-  const In* values = nullptr;
-  const float* queries = nullptr;
-};
-
 /// The stages of one pipeline on one entry of a step. `State` is its layer_state; `Policies` has its policy
 /// objects as members. Every call returns when its work is done.
 template <class State, class Policies>
@@ -63,15 +54,15 @@ class stages {
                        sizeof(element);
     resolve(policies_->summary, [&](const auto& summary) {
       backend_->parallel(pages, bytes, [&](int unit, int worker) {
-        append_page(instructions(), s, summary, entry, first_page + unit, rows.keys + kv, rows.values + kv,
-                    workspaces_[static_cast<std::size_t>(worker)]);
+        append_page(instructions(), s, summary, entry, first_page + unit, rows.keys.data() + kv,
+                    rows.values.data() + kv, workspaces_[static_cast<std::size_t>(worker)]);
       });
     });
     if (s.kind != layer_kind::retrieval) return;
     if (entry.kind == row_kind::prompt) return drop_selection(s, entry.sequence);
     resolve(policies_->correction, [&](const auto& correction) {
       detect_drift(instructions(), s, correction.at(s.layer), entry.sequence,
-                   rows.queries + std::ptrdiff_t{entry.first_row} * s.heads.query * d);
+                   rows.queries.data() + std::ptrdiff_t{entry.first_row} * s.heads.query * d);
     });
   }
 
