@@ -11,6 +11,7 @@
 #include <set>
 
 #include "measure.hpp"
+#include "program.hpp"
 #include "report.hpp"
 
 namespace freekv::examples {
@@ -60,6 +61,8 @@ arguments parse(int argc, char** argv) {
   app.add_option("--rounds", a.rounds, "Rounds of the speed measurement; 0: none");
   app.add_option("--timed-steps", a.timed_steps, "Tokens a round");
   app.add_option("--commit", a.commit, "Noted in the results");
+  for (const char* option : {"--model", "--text", "--needle-text", "--cache", "--out", "--commit"})
+    app.get_option(option)->take_last();  // examples/run.sh gives defaults before what a person gives
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {
@@ -114,12 +117,6 @@ std::vector<contender> contenders_of(const arguments& a) {
   return all;
 }
 
-std::string read_text(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) throw file_error("'" + path + "' cannot be read; give a text file");
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 std::string processor() {
   std::ifstream info("/proc/cpuinfo");
   for (std::string line; std::getline(info, line);)
@@ -152,14 +149,10 @@ class main_job {
       : a_(a),
         model_(a.model),
         text_(read_text(a.text)),
-        tokens_(model_.tokenize(text_)),
+        tokens_(first_tokens(model_, a.text, a.prompt + a.steps + 1)),
         place_{a.cache, key_of_file(a.model), a.common.threads},
         contenders_(contenders_of(a)) {
     const int needed = a.prompt + a.steps + 1;
-    if (static_cast<int>(tokens_.size()) < needed)
-      throw choice_error("'" + a.text + "' has " + std::to_string(tokens_.size()) +
-                         " tokens, but --prompt and --steps need " + std::to_string(needed) +
-                         "; give a longer text or fewer tokens");
     if (needed > model_.shape().trained_context)
       std::cerr << "note: " << needed << " tokens are more than the " << model_.shape().trained_context
                 << " the model was trained for\n";
@@ -326,9 +319,9 @@ class main_job {
                       s.attention_seconds.empty() ? "" : fixed(1e3 * s.median_attention_seconds(), 2),
                       std::to_string(s.tokens_per_second.size()),
                       fixed(100 * s.spread(), 0) + " %" + (s.spread() > 0.2 ? " unsteady" : "")});
-      lines_->add("speed", s.name, "tokens_per_second", rate, "tokens/s",
-                  {{"budget", a_.common.budget}, {"spread", s.spread()}});
+      lines_->add("speed", s.name, "tokens_per_second", rate, "tokens/s", {{"budget", a_.common.budget}});
       lines_->add("speed", s.name, "over_stock", rate / stock, "", {{"budget", a_.common.budget}});
+      lines_->add("speed", s.name, "spread", s.spread(), "", {{"budget", a_.common.budget}});
       if (!s.attention_seconds.empty())
         lines_->add("speed", s.name, "attention_seconds", s.median_attention_seconds(), "s/token",
                     {{"budget", a_.common.budget}});
@@ -355,13 +348,6 @@ class main_job {
 }  // namespace freekv::examples
 
 int main(int argc, char** argv) {
-  try {
-    freekv::examples::main_job(freekv::examples::parse(argc, argv)).run();
-    return 0;
-  } catch (const std::bad_alloc&) {
-    std::cerr << "freekv-compare: not enough memory; choose a shorter --prompt\n";
-  } catch (const std::exception& e) {
-    std::cerr << "freekv-compare: " << e.what() << "\n";
-  }
-  return 2;
+  return freekv::examples::exit_code_of(
+      "freekv-compare", [&] { freekv::examples::main_job(freekv::examples::parse(argc, argv)).run(); });
 }

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <iterator>
 
 namespace freekv::examples {
 
@@ -24,6 +25,7 @@ std::string hexadecimal(std::uint64_t key) {
 
 std::filesystem::path file_for(const prompt_cache::place& place, std::span<const llama_token> tokens,
                                const std::string& what) {
+  if (place.folder.empty()) return {};
   std::filesystem::create_directories(place.folder);
   const std::uint64_t key = fnv(std::as_bytes(tokens), place.model_key);
   return place.folder / (hexadecimal(key) + "-" + std::to_string(tokens.size()) + what);
@@ -64,6 +66,22 @@ engine::prefill_options reporting(observer* seen_by, std::span<const llama_token
 
 }  // namespace
 
+std::string read_text(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file || std::filesystem::is_directory(path))
+    throw file_error("'" + path.string() + "' cannot be read; give a text file");
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+std::vector<llama_token> first_tokens(const model& model, const std::filesystem::path& path, int count) {
+  auto tokens = model.tokenize(read_text(path));
+  if (static_cast<int>(tokens.size()) < count)
+    throw choice_error("'" + path.string() + "' has " + std::to_string(tokens.size()) + " tokens, but " +
+                       std::to_string(count) + " are needed; give a longer text or ask for fewer tokens");
+  tokens.resize(static_cast<std::size_t>(count));
+  return tokens;
+}
+
 std::uint64_t key_of_file(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) throw file_error("'" + path.string() + "' cannot be read");
@@ -79,7 +97,7 @@ prompt_cache::prompt_cache(const model& model, std::span<const llama_token> toke
     : shape_(model.shape()), tokens_(static_cast<int>(tokens.size())) {
   const auto path = file_for(place, tokens, ".kv.safetensors");
   const std::vector<std::int64_t> expected{shape_.layers, tokens_, shape_.kv_heads, shape_.head_dim};
-  if (std::filesystem::exists(path)) {
+  if (!path.empty() && std::filesystem::exists(path)) {
     const safetensors_file file(path);
     if (file.at("k").shape == expected && file.at("v").shape == expected) {
       keys_ = file.copy<std::uint16_t>("k");
@@ -92,6 +110,7 @@ prompt_cache::prompt_cache(const model& model, std::span<const llama_token> toke
   prefilling.prefill(
       tokens, 0,
       reporting(&collected, tokens, progress, "prefill of " + std::to_string(tokens_) + " tokens"));
+  if (path.empty()) return;
   write_safetensors(path, {.tensors = {{"k", data_type::f16, expected, std::as_bytes(std::span(keys_))},
                                        {"v", data_type::f16, expected, std::as_bytes(std::span(values_))}},
                            .metadata = {{"model", shape_.name}}});
@@ -125,7 +144,7 @@ key_basis prompt_cache::learn_basis(int rank) const {
 void restore_stock(engine& stock, std::span<const llama_token> tokens, bool flash_attention,
                    const prompt_cache::place& place, const progress_function& progress) {
   const auto path = file_for(place, tokens, flash_attention ? ".flash.state" : ".plain.state");
-  if (std::filesystem::exists(path)) {
+  if (!path.empty() && std::filesystem::exists(path)) {
     try {
       return stock.load_state(path.string());
     } catch (const engine_error&) {
@@ -136,7 +155,7 @@ void restore_stock(engine& stock, std::span<const llama_token> tokens, bool flas
   const std::string what =
       std::string("prefill by llama.cpp ") + (flash_attention ? "with" : "without") + " flash attention";
   stock.prefill(tokens, 0, reporting(nullptr, tokens, progress, what));
-  stock.save_state(path.string());
+  if (!path.empty()) stock.save_state(path.string());
 }
 
 }  // namespace freekv::examples

@@ -24,7 +24,7 @@ using progress_function = std::function<void(const std::string& what, double don
 class prompt_cache {
  public:
   struct place {
-    std::filesystem::path folder;  ///< created if missing
+    std::filesystem::path folder;  ///< created if missing; empty: nothing is kept
     std::uint64_t model_key = 0;   ///< distinguishes models, see `key_of_file`
     int threads = 2;
   };
@@ -60,6 +60,12 @@ class prompt_cache {
 /// prefilled and stored.
 void restore_stock(engine& stock, std::span<const llama_token> tokens, bool flash_attention,
                    const prompt_cache::place& place, const progress_function& progress);
+
+/// The first `count` tokens of a text file. Throws choice_error if it has fewer.
+std::vector<llama_token> first_tokens(const model& model, const std::filesystem::path& path, int count);
+
+/// A file's bytes as text. Throws file_error.
+std::string read_text(const std::filesystem::path& path);
 
 /// FNV-1a of a file's bytes. Throws file_error.
 std::uint64_t key_of_file(const std::filesystem::path& path);

@@ -1,0 +1,120 @@
+// freekv-record: queries, keys and values of chosen layers of any GGUF model on a text, one trace a layer, for
+// freekv-replay.
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <filesystem>
+#include <iostream>
+#include <iterator>
+#include <map>
+
+#include "program.hpp"
+#include "prompt.hpp"
+
+namespace freekv::examples {
+namespace {
+
+struct arguments {
+  std::string model, text, out;
+  std::vector<int> layers;
+  int prompt = 1024, steps = 128, threads = 2;
+  bool full_queries = false;
+};
+
+/// Keeps the rows of the layers asked for.
+class recorder : public observer {
+ public:
+  explicit recorder(const std::vector<int>& layers) {
+    for (const int layer : layers) layers_[layer];
+  }
+  struct rows {
+    std::vector<float> queries;
+    std::vector<std::uint16_t> keys, values;
+  };
+  void observe(const layer_rows& r) override {
+    const auto kept = layers_.find(r.layer);
+    if (kept == layers_.end()) return;
+    const auto append = [&](auto& to, const float* from, int heads, const auto& convert) {
+      std::transform(from, from + static_cast<std::ptrdiff_t>(r.rows) * heads * shape.head_dim,
+                     std::back_inserter(to), convert);
+    };
+    append(kept->second.queries, r.query, shape.query_heads, [](float x) { return x; });
+    append(kept->second.keys, r.key, shape.kv_heads, float_to_half);  // exact: from a half-precision cache
+    append(kept->second.values, r.value, shape.kv_heads, float_to_half);
+  }
+  const std::map<int, rows>& layers() const { return layers_; }
+  model_shape shape;
+
+ private:
+  std::map<int, rows> layers_;
+};
+
+arguments parse(int argc, char** argv) {
+  arguments a;
+  CLI::App app("Records queries, keys and values of a model's layers on a text as traces for freekv-replay.",
+               "freekv-record");
+  app.option_defaults()->always_capture_default();
+  app.add_option("--model", a.model, "GGUF file")->required();
+  app.add_option("--text", a.text, "Text")->required();
+  app.add_option("--layers", a.layers, "Layers, by number; several allowed")->required()->delimiter(',');
+  app.add_option("--prompt", a.prompt, "Tokens of the prompt");
+  app.add_option("--steps", a.steps, "Tokens after it, a decode step each");
+  app.add_option("--threads", a.threads, "Threads of llama.cpp");
+  app.add_flag("--f32-queries", a.full_queries, "Queries as F32; else F16 like the keys");
+  app.add_option("--out", a.out, "Folder; layer N goes to layer-N.safetensors")->required();
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp&) {
+    std::cout << app.help();
+    std::exit(0);
+  } catch (const CLI::ParseError& e) {
+    throw choice_error(std::string(e.what()) + "; --help lists the options");
+  }
+  if (a.prompt < 0 || a.steps < 0 || a.prompt + a.steps < 1)
+    throw choice_error("--prompt and --steps must be 0 or more, and not both 0");
+  return a;
+}
+
+void run(int argc, char** argv) {
+  const arguments a = parse(argc, argv);
+  const model m(a.model);
+  for (const int layer : a.layers)
+    if (layer < 0 || layer >= m.shape().layers)
+      throw choice_error("--layers: the model has layers 0 to " + std::to_string(m.shape().layers - 1) +
+                         ", so none numbered " + std::to_string(layer));
+  const auto tokens = first_tokens(m, a.text, a.prompt + a.steps);
+  recorder recording(a.layers);
+  recording.shape = m.shape();
+  engine(m, {.threads = a.threads, .context = static_cast<int>(tokens.size())})
+      .prefill(tokens, 0, {.seen_by = &recording, .progress = [&](int done) {
+                             std::cerr << "\r" << done << " of " << tokens.size() << " tokens" << std::flush;
+                           }});
+  std::cerr << "\n";
+  std::filesystem::create_directories(a.out);
+  for (const auto& [layer, rows] : recording.layers()) {
+    const std::int64_t count = static_cast<std::int64_t>(tokens.size());
+    const std::vector<std::int64_t> kv{count, m.shape().kv_heads, m.shape().head_dim};
+    std::vector<std::uint16_t> half_queries(rows.queries.size());
+    std::transform(rows.queries.begin(), rows.queries.end(), half_queries.begin(), float_to_half);
+    const auto path = std::filesystem::path(a.out) / ("layer-" + std::to_string(layer) + ".safetensors");
+    write_safetensors(path, {.tensors = {{"q",
+                                          a.full_queries ? data_type::f32 : data_type::f16,
+                                          {count, m.shape().query_heads, m.shape().head_dim},
+                                          a.full_queries ? std::as_bytes(std::span(rows.queries))
+                                                         : std::as_bytes(std::span(half_queries))},
+                                         {"k", data_type::f16, kv, std::as_bytes(std::span(rows.keys))},
+                                         {"v", data_type::f16, kv, std::as_bytes(std::span(rows.values))}},
+                             .metadata = {{"prompt_len", std::to_string(a.prompt)},
+                                          {"layer", std::to_string(layer)},
+                                          {"model", m.shape().name},
+                                          {"text", std::filesystem::path(a.text).filename().string()}}});
+    std::cout << path.string() << "\n";
+  }
+}
+
+}  // namespace
+}  // namespace freekv::examples
+
+int main(int argc, char** argv) {
+  return freekv::examples::exit_code_of("freekv-record", [&] { freekv::examples::run(argc, argv); });
+}

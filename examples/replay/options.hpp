@@ -1,0 +1,30 @@
+// The command line of freekv-replay.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "choices.hpp"
+
+namespace freekv::examples {
+
+struct replay_options {
+  std::string trace;
+  std::optional<std::string> out;  ///< file to write, where one is wanted
+  std::string variant = "freekv";
+  method does{};  ///< the variant's policies, with the flags' instead where there are such
+  std::string basis = "prompt";
+  std::optional<int> basis_layer;
+  int page = 32, sink = 64, window = 64;  ///< tokens
+  int k = 8;                              ///< pages
+  double tau = 0.9;
+  double scale = 0.0;  ///< 0: 1 / sqrt(head_dim)
+  std::string route = "resident", dtype = "stored";
+  int threads = 1;
+};
+
+/// What the command line asks for; nothing where it asked for help, which is then on stdout. Throws
+/// choice_error, one sentence.
+std::optional<replay_options> parse_replay_options(int argc, char** argv);
+
+}  // namespace freekv::examples

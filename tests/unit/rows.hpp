@@ -1,0 +1,95 @@
+// Random rows, the teams of this machine, and comparisons with an answer for NaN: for the tests of single
+// functions.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <freekv/backend/host/isa.hpp>
+#include <limits>
+#include <ostream>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include "../property/random_case.hpp"
+
+namespace tests {
+
+inline constexpr float inf = std::numeric_limits<float>::infinity();
+inline constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+inline constexpr float largest = std::numeric_limits<float>::max();
+
+constexpr std::size_t count(std::integral auto n) { return static_cast<std::size_t>(n); }
+
+/// What a body of team code runs on: one lane, or an instruction set of this machine.
+enum class executor : std::uint8_t { one_lane, baseline, best };
+
+inline std::ostream& operator<<(std::ostream& out, executor e) {
+  return out << (e == executor::one_lane ? std::string_view("one lane")
+                                         : freekv::host::name_of(e == executor::best
+                                                                     ? freekv::host::best_isa()
+                                                                     : freekv::host::isa::baseline));
+}
+
+inline std::vector<executor> executors() {
+  std::vector<executor> all{executor::one_lane, executor::baseline};
+  if (freekv::host::best_isa() != freekv::host::isa::baseline) all.push_back(executor::best);
+  return all;
+}
+
+/// Calls `body(team)`. Assertions belong behind it: a body is inlined for each instruction set.
+template <class Body>
+void run_on(executor e, const Body& body) {
+  if (e == executor::one_lane)
+    body(freekv::scalar_team{});
+  else
+    freekv::host::with_team(e == executor::best ? freekv::host::best_isa() : freekv::host::isa::baseline,
+                            body);
+}
+
+/// NaN is near NaN, an infinity near itself alone.
+inline bool is_near(double a, double b, double tolerance) {
+  if (std::isnan(a) || std::isnan(b)) return std::isnan(a) && std::isnan(b);
+  if (std::isinf(a) || std::isinf(b)) return a == b;
+  return std::fabs(a - b) <= tolerance;
+}
+
+/// Equal bit for bit, NaN and the sign of zero included.
+template <class A, class B>
+bool same_bits(const A& a, const B& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(*a.data())) == 0;
+}
+
+inline std::vector<float> normals(dice& d, std::size_t n, float size = 1.0f) {
+  std::vector<float> numbers(n);
+  for (float& x : numbers) x = size * d.normal();
+  return numbers;
+}
+
+/// `numbers` as stored elements, rounded to nearest.
+template <freekv::element E>
+std::vector<E> stored_as(const std::vector<float>& numbers) {
+  std::vector<E> elements;
+  for (const float x : numbers) elements.push_back(freekv::from_float<E>(x));
+  return elements;
+}
+
+/// What stored elements stand for.
+template <class E>
+std::vector<float> values_of(const std::vector<E>& elements) {
+  std::vector<float> numbers;
+  for (const E& x : elements) numbers.push_back(freekv::to_float(x));
+  return numbers;
+}
+
+/// Rows of `width` numbers, as the oracle takes them.
+inline std::vector<std::span<const float>> rows_of(const std::vector<float>& data, int width) {
+  std::vector<std::span<const float>> rows;
+  for (std::size_t i = 0; i < data.size(); i += count(width))
+    rows.push_back(std::span(data).subspan(i, count(width)));
+  return rows;
+}
+
+}  // namespace tests
