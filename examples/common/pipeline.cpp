@@ -1,5 +1,6 @@
 #include "pipeline.hpp"
 
+#include <algorithm>
 #include <utility>
 
 namespace freekv::examples {
@@ -18,7 +19,17 @@ std::unique_ptr<pipeline> of_head_dim(const pipeline_options& options, host_back
 
 }  // namespace
 
+void check_compiled(int head_dim) {
+  if (std::find(head_dims.begin(), head_dims.end(), head_dim) != head_dims.end()) return;
+  std::string compiled;
+  for (const int d : head_dims) compiled += (compiled.empty() ? "" : ", ") + std::to_string(d);
+  throw choice_error("head_dim " + std::to_string(head_dim) + " is not among those compiled in (" + compiled +
+                     "); extend head_dims in examples/common/choices.hpp and the list in " +
+                     "examples/common/CMakeLists.txt");
+}
+
 std::unique_ptr<pipeline> make_pipeline(const pipeline_options& options, host_backend& backend) {
+  check_compiled(options.head_dim);
   constexpr auto all = std::make_index_sequence<head_dims.size()>{};
   std::unique_ptr<pipeline> made;
   switch (options.element) {
@@ -34,13 +45,6 @@ std::unique_ptr<pipeline> make_pipeline(const pipeline_options& options, host_ba
     default:
       throw choice_error("keys and values cannot be kept as " + std::string(dtype_name(options.element)) +
                          "; choose F32, F16 or BF16");
-  }
-  if (made == nullptr) {
-    std::string compiled;
-    for (const int d : head_dims) compiled += (compiled.empty() ? "" : ", ") + std::to_string(d);
-    throw choice_error("head_dim " + std::to_string(options.head_dim) + " is not among those compiled in (" +
-                       compiled + "); extend head_dims in examples/common/choices.hpp and the list in " +
-                       "examples/common/CMakeLists.txt");
   }
   return made;
 }

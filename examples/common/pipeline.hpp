@@ -61,6 +61,9 @@ class pipeline {
   virtual const freekv::budget& budget() const = 0;
 };
 
+/// Throws choice_error, which names those compiled in, for a head_dim that is not among them.
+void check_compiled(int head_dim);
+
 /// Throws choice_error or freekv::error. `backend` outlives the pipeline.
 std::unique_ptr<pipeline> make_pipeline(const pipeline_options& options, host_backend& backend);
 

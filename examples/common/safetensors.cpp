@@ -949,6 +949,11 @@ std::vector<float> safetensors_file::copy_as_float(std::string_view name) const 
   return elements;
 }
 
+void check_writable(const std::filesystem::path& path) {
+  const std::filesystem::path target = checked_target(path);
+  temporary_file tried(path, target);
+}
+
 void write_safetensors(const std::filesystem::path& path, const safetensors_content& content) {
   const std::filesystem::path target = checked_target(path);
   const file_layout layout = laid_out(path, content);

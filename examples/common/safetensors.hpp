@@ -188,6 +188,10 @@ struct safetensors_content {
 // 100 MB.
 void write_safetensors(const std::filesystem::path& path, const safetensors_content& content);
 
+// For a program that computes long before it writes: throws the file_error of a name or a folder that
+// write_safetensors() would refuse. Leaves nothing behind; that the disk has room is not tried.
+void check_writable(const std::filesystem::path& path);
+
 // Conversions to float are exact and keep a NaN's payload. Conversions from float round to nearest, ties to
 // even; what is too large becomes an infinity; a NaN stays a NaN of the same sign, made quiet.
 

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <iostream>
 #include <limits>
+#include <sstream>
 
 #include "pipeline.hpp"
 
@@ -46,7 +47,8 @@ double finite(const std::string& option, const std::string& text) {
 double positive_float_or_zero(const std::string& option, const std::string& text) {
   const double value = finite(option, text);
   if (value < 0)
-    refuse(option + " " + text + " is negative; scores grow with the product of query and key, so give 0 or more");
+    refuse(option + " " + text +
+           " is negative; scores grow with the product of query and key, so give 0 or more");
   if (value > largest_float || (value > 0 && static_cast<float>(value) == 0.0f))
     refuse(option + " " + text + " is outside float32's range; give one from 1e-38 to 3e38, or 0");
   return value;
@@ -69,19 +71,28 @@ class option_list {
   explicit option_list(CLI::App& app) : app_(app) {}
 
   void whole_number(const std::string& name, int& value, const std::string& help) {
-    number(name, [name, &value](const std::string& text) { value = whole(name, text); }, help)
+    parsed(
+        name, [name, &value](const std::string& text) { value = whole(name, text); }, help)
         ->type_name("INT")
         ->default_str(std::to_string(value));
+  }
+  void real_number(const std::string& name, double& value, const std::string& help) {
+    std::ostringstream printed;
+    printed << value;
+    parsed(
+        name, [name, &value](const std::string& text) { value = finite(name, text); }, help)
+        ->type_name("FLOAT")
+        ->default_str(printed.str());
   }
   void text(const std::string& name, std::string& value, const std::string& help) {
     app_.add_option(name, value, help)->capture_default_str();
   }
-  void optional_text(const std::string& name, std::optional<std::string>& value,
-                     const std::string& otherwise, const std::string& help) {
+  void optional_text(const std::string& name, std::optional<std::string>& value, const std::string& otherwise,
+                     const std::string& help) {
     app_.add_option(name, value, help)->default_str(otherwise);
   }
   template <class Parse>
-  CLI::Option* number(const std::string& name, const Parse& parse, const std::string& help) {
+  CLI::Option* parsed(const std::string& name, const Parse& parse, const std::string& help) {
     return app_.add_option_function<std::string>(name, parse, help);
   }
 
@@ -149,28 +160,24 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   add.whole_number("--sink", o.sink, "Sink tokens, a multiple of the page");
   add.whole_number("--window", o.window, "Window tokens, a positive multiple of the page");
   add.whole_number("--k", o.k, "Selected pages of each KV head");
-  add.number(
-         "--tau", [&](const std::string& text) { o.tau = finite("--tau", text); },
-         "cosine_drift: correct a KV head whose queries' mean cosine is below this")
-      ->type_name("FLOAT")
-      ->default_str("0.9");
-  add.optional_text("--summary", summary, "the variant's", "Page summary: min_max, chunk_means, key_subspace");
+  add.real_number("--tau", o.tau, "cosine_drift: correct a KV head whose queries' mean cosine is below this");
+  add.optional_text("--summary", summary, "the variant's",
+                    "Page summary: min_max, chunk_means, key_subspace");
   add.whole_number("--chunk", numbers.chunk, "chunk_means: tokens in a chunk, a divisor of the page");
   add.whole_number("--rank", numbers.rank, "key_subspace: dimensions, at most head_dim");
   add.whole_number("--bits", numbers.bits,
                    "key_subspace: bits of a coefficient: 2, 3, 4, 8, or 32 for unquantised");
   add.text("--basis", o.basis,
            "key_subspace: prompt, to learn from the prompt's keys, or a file of freekv-basis");
-  add.number(
-         "--basis-layer",
-         [&](const std::string& text) { o.basis_layer = whole("--basis-layer", text); },
+  add.parsed(
+         "--basis-layer", [&](const std::string& text) { o.basis_layer = whole("--basis-layer", text); },
          "key_subspace: layer of the basis file")
       ->type_name("INT")
-      ->default_str("the only one, or that in the trace's metadata");
+      ->default_str("the only one, or the trace's");
   add.optional_text("--correction", correction, "the variant's", "Correction: cosine_drift, always, never");
   add.text("--route", o.route, "resident (recall into slots) or in_place (attend from the store)");
   add.text("--dtype", o.dtype, "Round q, k and v to f32, f16 or bf16; stored: as in the trace");
-  add.number(
+  add.parsed(
          "--scale", [&](const std::string& text) { o.scale = positive_float_or_zero("--scale", text); },
          "Of scores and attention; 0 for the default")
       ->type_name("FLOAT")

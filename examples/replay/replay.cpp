@@ -1,19 +1,23 @@
 // freekv-replay: a recorded layer through any variant; selections and outputs as tensors, a summary as JSON.
 
-#include <CLI/CLI.hpp>
+#include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstdio>
+#include <filesystem>
 #include <iostream>
-#include <limits>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "basis.hpp"
 #include "choices.hpp"
+#include "options.hpp"
 #include "pipeline.hpp"
+#include "progress.hpp"
 #include "trace.hpp"
 
 namespace freekv::examples {
@@ -21,99 +25,9 @@ namespace {
 
 using json = nlohmann::ordered_json;
 
-struct arguments {
-  std::string trace, variant = "freekv", out;
-  std::optional<std::string> summary, correction;
-  std::string basis = "prompt", route = "resident", dtype = "stored";
-  int page = 32, sink = 64, window = 64, k = 8, chunk = 8, rank = 24, bits = 3, threads = 1;
-  std::optional<int> basis_layer;
-  double tau = 0.9, scale = 0.0;
-};
+constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 [[noreturn]] void refuse(const std::string& sentence) { throw choice_error(sentence); }
-
-/// `name` among `choices`, or a sentence.
-template <class Choices>
-void one_of(const std::string& option, const std::string& name, const Choices& choices) {
-  std::string names;
-  for (const auto& choice : choices) {
-    if (name == choice) return;
-    names += (names.empty() ? "" : ", ") + std::string(choice);
-  }
-  refuse(option + " " + name + " is unknown; choose one of " + names);
-}
-
-arguments parse(int argc, char** argv) {
-  arguments a;
-  CLI::App app("Replays a recorded layer through a retrieval method. Prints one JSON object.",
-               "freekv-replay");
-  app.set_help_flag("-h,--help", "Show this help and exit");
-  app.option_defaults()->always_capture_default();
-  app.add_option(
-         "trace", a.trace,
-         "safetensors file: q (T, n_qo, d), k and v (T, n_kv, d) in F32, F16 or BF16; metadata prompt_len")
-      ->required();
-  app.add_option("--variant", a.variant, "Method: " + variant_names());
-  app.add_option("--page", a.page, "Tokens in a page, a multiple of 8 from 8 to 256");
-  app.add_option("--sink", a.sink, "Sink tokens, a multiple of the page");
-  app.add_option("--window", a.window, "Window tokens, a positive multiple of the page");
-  app.add_option("--k", a.k, "Selected pages of each KV head");
-  app.add_option("--tau", a.tau, "Correct a KV head whose queries' mean cosine is below this");
-  app.add_option("--summary", a.summary,
-                 "Page summary instead of the variant's: min_max, chunk_means, key_subspace");
-  app.add_option("--chunk", a.chunk, "chunk_means: tokens in a chunk, a divisor of the page");
-  app.add_option("--rank", a.rank, "key_subspace: dimensions, at most head_dim");
-  app.add_option("--bits", a.bits, "key_subspace: bits of a coefficient: 2, 3, 4, 8, or 32 for unquantised");
-  app.add_option("--basis", a.basis,
-                 "key_subspace: prompt, to learn from the prompt's keys, or a file of freekv-basis");
-  app.add_option("--basis-layer", a.basis_layer,
-                 "key_subspace: layer of the file (default: the trace's layer, or the only one)");
-  app.add_option("--correction", a.correction,
-                 "Correction instead of the variant's: cosine_drift, always, never");
-  app.add_option("--route", a.route, "resident (recall into slots) or in_place (attend from the store)");
-  app.add_option("--dtype", a.dtype, "Round q, k and v to f32, f16 or bf16; stored: as in the trace");
-  app.add_option("--scale", a.scale, "Of scores and attention; 0: 1 / sqrt(head_dim)");
-  app.add_option("--threads", a.threads, "Threads that attend");
-  app.add_option("--out", a.out, "safetensors file to write: out, lse, selected, corrected, recalled");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::CallForHelp&) {
-    std::cout << app.help();
-    std::exit(0);
-  } catch (const CLI::ParseError& e) {
-    refuse(std::string(e.what()) + "; --help lists the options");
-  }
-  one_of("--route", a.route, std::array{"resident", "in_place"});
-  one_of("--dtype", a.dtype, std::array{"stored", "f32", "f16", "bf16"});
-  if (a.summary) one_of("--summary", *a.summary, summary_names);
-  if (a.correction) one_of("--correction", *a.correction, correction_names);
-  const auto finite = [](const char* option, double x) {
-    if (!std::isfinite(x) || !std::isfinite(static_cast<float>(x)))
-      refuse(std::string(option) + " is not a finite number; give one such as 0.9");
-  };
-  finite("--tau", a.tau);
-  finite("--scale", a.scale);
-  if (a.scale < 0)
-    refuse("--scale " + std::to_string(a.scale) +
-           " is negative; scores grow with the product of query and key");
-  if (a.k < 1) refuse("--k " + std::to_string(a.k) + " is below 1; select at least one page");
-  if (a.k > 1 << 20) refuse("--k " + std::to_string(a.k) + " is above 1048576 pages");
-  return a;
-}
-
-method chosen_method(const arguments& a) {
-  const auto& all = variants();
-  const auto found = std::find_if(all.begin(), all.end(), [&](const auto& v) { return v.name == a.variant; });
-  if (found == all.end()) refuse("--variant " + a.variant + " is unknown; choose one of " + variant_names());
-  method m = found->does;
-  if (a.summary) m.summary = *a.summary;
-  if (a.correction) m.correction = *a.correction;
-  m.chunk = a.chunk;
-  m.rank = a.rank;
-  m.bits = a.bits;
-  m.tau = static_cast<float>(a.tau);
-  return m;
-}
 
 std::optional<data_type> wanted_element(const std::string& dtype) {
   if (dtype == "f32") return data_type::f32;
@@ -122,71 +36,114 @@ std::optional<data_type> wanted_element(const std::string& dtype) {
   return std::nullopt;
 }
 
-/// The basis for a trace's layer: learnt from its prompt, or one layer of a file.
+/// What can be seen to fail before anything is read or computed: a long replay must not end in such a
+/// sentence.
+void check_output(const replay_options& o) {
+  if (!o.out) return;
+  check_writable(*o.out);
+  const auto same = [&](const std::string& input) {
+    std::error_code not_there;
+    return std::filesystem::equivalent(*o.out, input, not_there);
+  };
+  if (same(o.trace) || (o.basis != "prompt" && same(o.basis)))
+    refuse("--out \"" + *o.out + "\" is an input of this replay; name another file");
+}
+
+/// `selected` has a number for each of --k, however few pages there are.
+void check_size(const replay_options& o, const trace& t) {
+  constexpr double most = 1 << 30;
+  const double numbers = static_cast<double>(t.steps()) * t.kv_heads * o.k;
+  if (o.out && numbers > most) {
+    std::ostringstream counts;
+    counts << "--k " << o.k << " gives selected " << t.steps() << " x " << t.kv_heads << " x " << o.k
+           << " numbers, more than " << static_cast<long long>(most) << "; the trace has "
+           << (t.tokens + o.page - 1) / std::max(o.page, 1) << " pages, and a larger --k selects no more";
+    refuse(counts.str());
+  }
+}
+
+/// The basis for a trace's layer: to be learnt from its prompt, or one layer of a file.
 struct chosen_basis {
   std::optional<key_basis> all;
   subspace_basis layer{};
+  bool to_learn = false;
 };
 
-chosen_basis basis_for(const arguments& a, const method& m, const trace& t) {
+chosen_basis basis_for(const replay_options& o, const trace& t) {
   chosen_basis b;
-  if (m.summary != "key_subspace" || m.plan != "retrieval") return b;
-  if (a.basis == "prompt") {
-    if (m.rank < 1 || m.rank > t.head_dim)
-      refuse("--rank " + std::to_string(m.rank) + " is not between 1 and head_dim " +
+  if (o.does.summary != "key_subspace" || o.does.plan != "retrieval") return b;
+  if (o.basis == "prompt") {
+    if (o.does.rank < 1 || o.does.rank > t.head_dim)
+      refuse("--rank " + std::to_string(o.does.rank) + " is not between 1 and head_dim " +
              std::to_string(t.head_dim));
-    b.all.emplace(1, t.kv_heads, m.rank, t.head_dim);
-    b.all->learn(0, t.prompt_keys());
+    b.all.emplace(1, t.kv_heads, o.does.rank, t.head_dim);
     b.layer = b.all->layer(0);
+    b.to_learn = true;
     return b;
   }
-  b.all.emplace(key_basis::load(a.basis));
+  b.all.emplace(key_basis::load(o.basis));
   const int layers = b.all->view().layers;
-  if (!a.basis_layer && !t.layer && layers != 1)
-    refuse("\"" + a.basis + "\" has " + std::to_string(layers) +
+  if (!o.basis_layer && !t.layer && layers != 1)
+    refuse("\"" + o.basis + "\" has " + std::to_string(layers) +
            " layers and the trace names none; give --basis-layer");
-  const int layer = a.basis_layer.value_or(layers == 1 ? 0 : t.layer.value_or(0));
+  const int layer = o.basis_layer.value_or(layers == 1 ? 0 : t.layer.value_or(0));
   if (layer < 0 || layer >= layers)
-    refuse("\"" + a.basis + "\" has " + std::to_string(layers) + " layers, so none numbered " +
-           std::to_string(layer));
+    refuse("\"" + o.basis + "\" has " + std::to_string(layers) + " layers, so none numbered " +
+           std::to_string(layer) + "; give --basis-layer from 0 to " + std::to_string(layers - 1));
   b.layer = b.all->layer(layer);
   return b;
 }
 
-/// Everything that is written out.
+/// Everything that is written out; empty where nothing is to be.
 struct results {
   std::vector<float> out, lse;
   std::vector<std::int32_t> selected, recalled;
   std::vector<std::uint8_t> corrected;
+
+  results(const trace& t, int k) {
+    const std::size_t rows = size(t.steps()) * size(t.kv_heads),
+                      heads = size(t.steps()) * size(t.query_heads);
+    out.resize(heads * size(t.head_dim));
+    lse.resize(heads);
+    selected.assign(rows * size(k), -1);
+    corrected.resize(rows);
+    recalled.resize(rows);
+  }
 };
 
 struct statistics {
   double error_sum = 0, error_max = 0, mass_sum = 0;
   long long heads = 0, not_finite = 0, selected = 0, recalled = 0, promoted = 0, corrected = 0;
-  double seconds = 0, full_seconds = 0;
+  std::vector<double> seconds, full_seconds;  // by step
 };
 
-class stopwatch {
- public:
-  double seconds() const {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-  }
+template <class Body>
+double seconds_of(const Body& body) {
+  const auto start = std::chrono::steady_clock::now();
+  body();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
 
- private:
-  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  if (values.size() % 2 != 0) return *middle;
+  return (*middle + *std::max_element(values.begin(), middle)) / 2;
+}
 
+/// Adds one step's heads: how far the output is from full attention's, and how much of its softmax mass was
+/// attended to. Heads where either is NaN or infinite are counted apart.
 void compare(std::span<const float> out, std::span<const float> lse, std::span<const float> full,
              std::span<const float> full_lse, statistics& s) {
   const std::size_t d = out.size() / lse.size();
   for (std::size_t head = 0; head < lse.size(); ++head) {
-    double difference = 0, size = 0;
+    double difference = 0, length = 0;
     for (std::size_t i = head * d; i < (head + 1) * d; ++i) {
-      difference += std::pow(double{out[i]} - full[i], 2);
-      size += std::pow(double{full[i]}, 2);
+      difference += std::pow(double{out[i]} - double{full[i]}, 2);
+      length += std::pow(double{full[i]}, 2);
     }
-    const double error = size > 0 ? std::sqrt(difference / size) : std::sqrt(difference);
-    const double mass = std::exp(double{lse[head]} - full_lse[head]);
+    const double error = length > 0 ? std::sqrt(difference / length) : std::sqrt(difference);
+    const double mass = std::exp(double{lse[head]} - double{full_lse[head]});
     if (!std::isfinite(error) || !std::isfinite(mass)) {
       ++s.not_finite;
       continue;
@@ -198,84 +155,107 @@ void compare(std::span<const float> out, std::span<const float> lse, std::span<c
   }
 }
 
-void replay_steps(pipeline& p, const trace& t, int k, results& r, statistics& s) {
-  if (t.prompt_len > 0) {
-    p.begin_step(t.prompt_len, row_kind::prompt);
-    p.append_stored(0, t.rows_of(t.keys, 0, t.prompt_len), t.rows_of(t.values, 0, t.prompt_len), {});
+void append_prompt(pipeline& p, const trace& t, progress_line& progress) {
+  constexpr int chunk = 4096;
+  for (int done = 0; done < t.prompt_len; done += chunk) {
+    progress.show("prompt token", done, t.prompt_len);
+    const int tokens = std::min(chunk, t.prompt_len - done);
+    p.begin_step(tokens, row_kind::prompt);
+    p.append_stored(0, t.rows_of(t.keys, done, tokens), t.rows_of(t.values, done, tokens), {});
     p.end_step();
-  }
-  const auto n = [](int x) { return static_cast<std::size_t>(x); };
-  const std::size_t out_row = n(t.query_heads) * n(t.head_dim), rows = n(t.kv_heads), steps = n(t.steps());
-  r.out.resize(steps * out_row);
-  r.lse.resize(steps * n(t.query_heads));
-  r.selected.assign(steps * rows * n(k), -1);
-  r.corrected.resize(steps * rows);
-  r.recalled.resize(steps * rows);
-  std::vector<float> full(out_row), full_lse(n(t.query_heads));
-  for (std::size_t step = 0; step < steps; ++step) {
-    const int token = t.prompt_len + static_cast<int>(step);
-    const auto out = std::span(r.out).subspan(step * out_row, out_row);
-    const auto lse = std::span(r.lse).subspan(step * full_lse.size(), full_lse.size());
-    p.begin_step(1, row_kind::decode);
-    const stopwatch whole;
-    p.append_stored(0, t.rows_of(t.keys, token, 1), t.rows_of(t.values, token, 1), t.queries_of(token, 1));
-    p.attend(0, out, lse);
-    p.synchronize();
-    s.seconds += whole.seconds();
-    const stopwatch exact;
-    p.attend_full(0, full, full_lse);
-    s.full_seconds += exact.seconds();
-    p.end_step();
-    compare(out, lse, full, full_lse, s);
-
-    const step_report report = p.report(0);
-    const std::size_t stride = report.attended.size() / rows;
-    for (std::size_t row = 0; row < rows; ++row) {
-      const std::size_t at = step * rows + row, count = n(report.attended_count[row]);
-      std::copy_n(report.attended.begin() + static_cast<std::ptrdiff_t>(row * stride), count,
-                  r.selected.begin() + static_cast<std::ptrdiff_t>(at * n(k)));
-      r.corrected[at] = report.corrected[row];
-      r.recalled[at] = report.recalled[row];
-      s.selected += report.attended_count[row];
-      s.corrected += report.corrected[row];
-      s.recalled += report.recalled[row];
-      s.promoted += report.promoted[row];
-    }
   }
 }
 
-json summary_of(const arguments& a, const method& m, const trace& t, const pipeline& p, const statistics& s,
-                const host_options& host) {
-  const auto number = [](double x) { return std::isfinite(x) ? json(x) : json(nullptr); };
-  const auto share = [&](double part, double whole) {
-    return whole > 0 ? number(part / whole) : json(nullptr);
-  };
-  const auto heads = static_cast<double>(s.heads);
-  const double rows = static_cast<double>(t.steps()) * t.kv_heads;
+/// What a step reports, into the row of each KV head.
+void keep_report(const step_report& report, std::size_t step, results* r, statistics& s) {
+  const std::size_t rows = report.corrected.size(), stride = report.attended.size() / rows;
+  for (std::size_t row = 0; row < rows; ++row) {
+    s.selected += report.attended_count[row];
+    s.corrected += report.corrected[row];
+    s.recalled += report.recalled[row];
+    s.promoted += report.promoted[row];
+    if (r == nullptr) continue;
+    const std::size_t at = step * rows + row, k = r->selected.size() / r->corrected.size();
+    const auto pages = report.attended.subspan(row * stride, size(report.attended_count[row]));
+    std::copy(pages.begin(), pages.end(), r->selected.begin() + static_cast<std::ptrdiff_t>(at * k));
+    r->corrected[at] = report.corrected[row];
+    r->recalled[at] = report.recalled[row];
+  }
+}
+
+/// `r` may be null.
+void replay_steps(pipeline& p, const trace& t, progress_line& progress, results* r, statistics& s) {
+  const std::size_t heads = size(t.query_heads), out_row = heads * size(t.head_dim);
+  std::vector<float> out(out_row), lse(heads), full(out_row), full_lse(heads);
+  for (int step = 0; step < t.steps(); ++step) {
+    progress.show("step", step, t.steps());
+    const int token = t.prompt_len + step;
+    p.begin_step(1, row_kind::decode);
+    double seconds = seconds_of([&] {
+      p.append_stored(0, t.rows_of(t.keys, token, 1), t.rows_of(t.values, token, 1), t.queries_of(token, 1));
+    });
+    // In turns, each twice behind itself and twice behind the other: caches are equally warm for both.
+    const auto attend_full = [&] {
+      s.full_seconds.push_back(seconds_of([&] { p.attend_full(0, full, full_lse); }));
+    };
+    const bool full_first = step % 2 != 0;
+    if (full_first) attend_full();
+    seconds += seconds_of([&] {
+      p.attend(0, out, lse);
+      p.synchronize();
+    });
+    if (!full_first) attend_full();
+    s.seconds.push_back(seconds);
+    p.end_step();
+
+    compare(out, lse, full, full_lse, s);
+    keep_report(p.report(0), size(step), r, s);
+    if (r == nullptr) continue;
+    std::copy(out.begin(), out.end(), r->out.begin() + static_cast<std::ptrdiff_t>(size(step) * out_row));
+    std::copy(lse.begin(), lse.end(), r->lse.begin() + static_cast<std::ptrdiff_t>(size(step) * heads));
+  }
+}
+
+json settings_of(const replay_options& o, const trace& t, const host_options& host) {
+  const method& m = o.does;
   const bool retrieves = m.plan == "retrieval";
-  json settings{{"trace", a.trace},
-                {"variant", a.variant},
+  json settings{{"trace", o.trace},
+                {"variant", o.variant},
                 {"summary", retrieves ? json(m.summary) : json(nullptr)},
                 {"correction", retrieves ? json(m.correction) : json(nullptr)},
-                {"page", a.page},
-                {"sink", a.sink},
-                {"window", a.window},
-                {"k", a.k},
-                {"tau", a.tau},
-                {"route", a.route},
+                {"page", o.page},
+                {"sink", o.sink},
+                {"window", o.window},
+                {"k", o.k},
+                {"tau", o.tau},
+                {"route", o.route},
                 {"dtype", dtype_name(t.element)},
                 {"tokens", t.tokens},
                 {"prompt_len", t.prompt_len},
                 {"query_heads", t.query_heads},
                 {"kv_heads", t.kv_heads},
                 {"head_dim", t.head_dim},
-                {"scale", a.scale == 0 ? 1 / std::sqrt(double(t.head_dim)) : a.scale},
+                {"scale", o.scale == 0 ? 1 / std::sqrt(double(t.head_dim)) : o.scale},
                 {"threads", host.threads},
                 {"instructions", host::name_of(host.instructions)}};
   if (retrieves && m.summary == "chunk_means") settings["chunk"] = m.chunk;
   if (retrieves && m.summary == "key_subspace")
-    settings.update({{"rank", m.rank}, {"bits", m.bits}, {"basis", a.basis}});
-  return {{"settings", settings},
+    settings.update({{"rank", m.rank}, {"bits", m.bits}, {"basis", o.basis}});
+  return settings;
+}
+
+/// Numbers that have no value, such as a rate over no steps, are null.
+json summary_of(const replay_options& o, const trace& t, const pipeline& p, const statistics& s,
+                const host_options& host) {
+  const auto number = [](double x) { return std::isfinite(x) ? json(x) : json(nullptr); };
+  const auto share = [&](double part, double whole) {
+    return whole > 0 ? number(part / whole) : json(nullptr);
+  };
+  const auto heads = static_cast<double>(s.heads), selected = static_cast<double>(s.selected);
+  const double rows = static_cast<double>(t.steps()) * t.kv_heads;
+  const double seconds = s.seconds.empty() ? NAN : median(s.seconds);
+  const double full_seconds = s.seconds.empty() ? NAN : median(s.full_seconds);
+  return {{"settings", settings_of(o, t, host)},
           {"steps", t.steps()},
           {"error",
            {{"relative_l2_mean", share(s.error_sum, heads)},
@@ -283,54 +263,65 @@ json summary_of(const arguments& a, const method& m, const trace& t, const pipel
             {"heads_not_finite", s.not_finite}}},
           {"mass_kept", share(s.mass_sum, heads)},
           {"correction_rate", share(static_cast<double>(s.corrected), rows)},
-          {"hit_rate", s.selected > 0
-                           ? json(1 - static_cast<double>(s.recalled) / static_cast<double>(s.selected))
-                           : json(nullptr)},
+          {"hit_rate", share(selected - static_cast<double>(s.recalled), selected)},
           {"pages_recalled", s.recalled},
           {"pages_promoted", s.promoted},
           {"bytes_recalled", s.recalled * static_cast<long long>(p.slice_bytes())},
-          {"summary_bytes_per_page", retrieves ? json(p.summary_bytes()) : json(0)},
-          {"seconds_per_step", share(s.seconds, t.steps())},
-          {"time_over_full_attention", share(s.seconds, s.full_seconds)}};
+          {"summary_bytes_per_page", o.does.plan == "retrieval" ? json(p.summary_bytes()) : json(0)},
+          {"seconds_per_step", number(seconds)},
+          {"full_attention_seconds_per_step", number(full_seconds)},
+          {"time_over_full_attention", share(seconds, full_seconds)}};
 }
 
-void write_results(const arguments& a, const trace& t, const results& r) {
+void write_results(const replay_options& o, const trace& t, const results& r) {
   const auto bytes = [](const auto& v) { return std::as_bytes(std::span(v)); };
   const std::int64_t steps = t.steps(), rows = t.kv_heads;
-  write_safetensors(a.out,
+  write_safetensors(*o.out,
                     {.tensors = {{"out", data_type::f32, {steps, t.query_heads, t.head_dim}, bytes(r.out)},
                                  {"lse", data_type::f32, {steps, t.query_heads}, bytes(r.lse)},
-                                 {"selected", data_type::i32, {steps, rows, a.k}, bytes(r.selected)},
+                                 {"selected", data_type::i32, {steps, rows, o.k}, bytes(r.selected)},
                                  {"corrected", data_type::u8, {steps, rows}, bytes(r.corrected)},
                                  {"recalled", data_type::i32, {steps, rows}, bytes(r.recalled)}},
-                     .metadata = {{"prompt_len", std::to_string(t.prompt_len)}, {"variant", a.variant}}});
+                     .metadata = {{"prompt_len", std::to_string(t.prompt_len)}, {"variant", o.variant}}});
 }
 
 void run(int argc, char** argv) {
-  const arguments a = parse(argc, argv);
-  const method m = chosen_method(a);
-  const trace t = read_trace(a.trace, wanted_element(a.dtype));
-  const chosen_basis basis = basis_for(a, m, t);
-  const host_options host{.threads = a.threads};
+  const auto parsed = parse_replay_options(argc, argv);
+  if (!parsed) return;
+  const replay_options& o = *parsed;
+  check_output(o);
+  const trace t = read_trace(o.trace, wanted_element(o.dtype));
+  check_compiled(t.head_dim);
+  check_size(o, t);
+  // Selection for the next step has nothing to hide behind here, so it does not go to a thread of its own.
+  const host_options host{.threads = o.threads, .overlap = false};
   host_backend backend(host);
+  chosen_basis basis = basis_for(o, t);
+  // The pipeline checks the settings, which is why it comes before the basis is learnt.
   const auto p = make_pipeline({.element = t.element,
                                 .head_dim = t.head_dim,
                                 .query_heads = t.query_heads,
                                 .kv_heads = t.kv_heads,
-                                .page = a.page,
-                                .budget = {a.sink, a.window, a.k},
+                                .page = o.page,
+                                .budget = {o.sink, o.window, o.k},
                                 .max_tokens = std::max(1, t.tokens),
-                                .scale = static_cast<float>(a.scale),
-                                .in_place = a.route == "in_place",
-                                .does = m,
+                                .scale = static_cast<float>(o.scale),
+                                .in_place = o.route == "in_place",
+                                .does = o.does,
                                 .basis = basis.layer},
                                backend);
-  results r;
+  std::optional<results> r;
+  if (o.out) r.emplace(t, o.k);
   statistics s;
-  replay_steps(*p, t, a.k, r, s);
-  if (!a.out.empty()) write_results(a, t, r);
-  std::cout << summary_of(a, m, t, *p, s, host).dump(2, ' ', false, json::error_handler_t::replace)
-            << std::endl;
+  {
+    progress_line progress("freekv-replay");
+    if (basis.to_learn) basis.all->learn(0, t.prompt_keys());
+    append_prompt(*p, t, progress);
+    replay_steps(*p, t, progress, r ? &*r : nullptr, s);
+  }
+  if (r) write_results(o, t, *r);
+  std::cout << summary_of(o, t, *p, s, host).dump(2, ' ', false, json::error_handler_t::replace) << std::endl;
+  if (!std::cout) refuse("the summary cannot be written to standard output; check where it is redirected");
 }
 
 }  // namespace
@@ -339,16 +330,20 @@ void run(int argc, char** argv) {
 int main(int argc, char** argv) {
   const auto failed = [](std::string sentence) {
     for (char& c : sentence)
-      if (c == '\n') c = ' ';
+      if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = ' ';
     std::cerr << "freekv-replay: " << sentence << "\n";
     return 2;
   };
+  const std::string no_memory =
+      "not enough memory for this trace and these settings; choose fewer tokens, a smaller --k or --route "
+      "in_place";
   try {
     freekv::examples::run(argc, argv);
     return 0;
   } catch (const std::bad_alloc&) {
-    return failed(
-        "not enough memory for this trace and these settings; choose fewer tokens or a smaller --k");
+    return failed(no_memory);
+  } catch (const std::length_error&) {
+    return failed(no_memory);
   } catch (const std::exception& e) {
     return failed(e.what());
   }

@@ -2,6 +2,7 @@
 
 #include <charconv>
 #include <cstring>
+#include <string_view>
 
 namespace freekv::examples {
 
@@ -33,14 +34,13 @@ std::vector<std::byte> rounded(std::vector<float>& values, data_type element) {
   return bytes;
 }
 
-int decimal(const safetensors_file& file, const std::string& key, std::string_view text, int largest) {
-  int value = -1;
+/// All of `text` as digits.
+std::optional<int> decimal(std::string_view text, int largest) {
+  unsigned value = 0;  // a sign is none of its digits
   const auto [end, fault] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (fault != std::errc{} || end != text.data() + text.size() || value < 0 || value > largest)
-    throw file_error("\"" + file.path().string() + "\": metadata " + key + " is \"" +
-                     std::string(text.substr(0, 40)) + "\", not a decimal number from 0 to " +
-                     std::to_string(largest));
-  return value;
+  if (fault != std::errc{} || end != text.data() + text.size() || value > static_cast<unsigned>(largest))
+    return std::nullopt;
+  return static_cast<int>(value);
 }
 
 }  // namespace
@@ -79,10 +79,12 @@ trace read_trace(const std::filesystem::path& path, std::optional<data_type> ele
   if (k.shape[1] < 1 || q.shape[1] < 1 || q.shape[1] % k.shape[1] != 0)
     fail(std::to_string(q.shape[1]) + " query heads are not a positive multiple of " +
          std::to_string(k.shape[1]) + " KV heads");
-  constexpr std::int64_t most = 1 << 30;
-  for (const std::int64_t extent : {q.shape[0], q.shape[1], q.shape[2]})
-    if (extent > most)
-      fail("q has shape " + printed(q.shape) + "; no extent may be above " + std::to_string(most));
+  // A trace without tokens has no bytes that vouch for its heads, and memory is taken for each of them.
+  constexpr std::int64_t most_tokens = 1 << 30, most_heads = 1024, most_elements = 1 << 20;
+  if (q.shape[0] > most_tokens || q.shape[1] > most_heads || q.shape[2] > most_elements)
+    fail("q has shape " + printed(q.shape) + ", more than the " + std::to_string(most_tokens) + " tokens, " +
+         std::to_string(most_heads) + " heads or head_dim " + std::to_string(most_elements) +
+         " that are replayed");
   if (!element && k.dtype != v.dtype)
     fail("k is " + std::string(dtype_name(k.dtype)) + " but v is " + std::string(dtype_name(v.dtype)) +
          "; choose one with --dtype");
@@ -95,9 +97,14 @@ trace read_trace(const std::filesystem::path& path, std::optional<data_type> ele
   const auto prompt_len = file.metadata().find("prompt_len");
   if (prompt_len == file.metadata().end())
     fail("metadata has no prompt_len; write the number of prompt tokens as a decimal string");
-  t.prompt_len = decimal(file, "prompt_len", prompt_len->second, t.tokens);
+  const auto prompt_tokens = decimal(prompt_len->second, t.tokens);
+  if (!prompt_tokens)
+    fail("metadata prompt_len is \"" + prompt_len->second.substr(0, 40) +
+         "\", not a decimal number from 0 to the trace's " + std::to_string(t.tokens) + " tokens");
+  t.prompt_len = *prompt_tokens;
+  // Other programs may keep a name under this key; only a number is ours.
   if (const auto layer = file.metadata().find("layer"); layer != file.metadata().end())
-    t.layer = decimal(file, "layer", layer->second, 1 << 20);
+    t.layer = decimal(layer->second, 1 << 20);
 
   t.element = element.value_or(k.dtype);
   t.queries = file.copy_as_float("q");

@@ -18,7 +18,7 @@
 namespace tests {
 
 inline constexpr float inf = std::numeric_limits<float>::infinity();
-inline constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+inline constexpr float quiet_nan = std::numeric_limits<float>::quiet_NaN();
 inline constexpr float largest = std::numeric_limits<float>::max();
 
 constexpr std::size_t count(std::integral auto n) { return static_cast<std::size_t>(n); }
@@ -39,7 +39,7 @@ inline std::vector<executor> executors() {
   return all;
 }
 
-/// Calls `body(team)`. Assertions belong behind it: a body is inlined for each instruction set.
+/// Calls `body(team)`. Many assertions belong behind it: a body is inlined for each instruction set.
 template <class Body>
 void run_on(executor e, const Body& body) {
   if (e == executor::one_lane)

@@ -1,0 +1,32 @@
+// The smallest engine: two layers, a prompt, then decode steps with retrieval.
+#include <freekv/freekv.hpp>
+#include <vector>
+
+int main() {
+  namespace fk = freekv;
+  using shape = fk::kv_shape<fk::bfloat16, 128>;                 // element, head_dim
+  using pipeline = fk::retrieval_pipeline<shape, fk::in_place>;  // as published, without slots
+
+  fk::host_backend backend({.threads = 2});
+  pipeline::settings settings{.layers = 2, .query_heads = 8, .kv_heads = 2, .max_tokens = 2048};
+  settings.budget = {.sink = 64, .window = 128, .selected_pages = 10};
+  pipeline retrieval(settings, backend);
+  const fk::sequence_id sequence = retrieval.open();
+
+  // The engine's own prefill leaves 1000 rows of keys and values, (rows, kv_heads, head_dim).
+  std::vector<float> k(1000 * 2 * 128, 0.1f), v(k), q(8 * 128, 0.1f), out(q.size());
+  retrieval.begin_step({{sequence, 1000, fk::row_kind::prompt}});
+  for (int layer = 0; layer < 2; ++layer) retrieval.append<float>(layer, {.keys = k, .values = v});
+  retrieval.end_step();
+
+  k.resize(2 * 128), v.resize(2 * 128);
+  for (int token = 0; token < 100; ++token) {
+    retrieval.begin_step({{sequence}});  // one decode row
+    for (int layer = 0; layer < 2; ++layer) {
+      retrieval.append<float>(layer, {.keys = k, .values = v, .queries = q});  // post-RoPE
+      retrieval.attend(layer, out);  // (query_heads, head_dim); the next selection goes on behind it
+    }
+    retrieval.end_step();
+  }
+  return retrieval.tokens(sequence) == 1100 ? 0 : 1;
+}
