@@ -55,8 +55,10 @@ inline std::string variant_names() {
 inline constexpr std::array summary_names{"min_max", "chunk_means", "key_subspace"};
 inline constexpr std::array correction_names{"cosine_drift", "always", "never"};
 
-/// head_dims that programs are compiled for; another one is added here and in CMakeLists.txt beside this
-/// file.
-inline constexpr std::array head_dims{64, 80, 96, 128, 192, 256};
+/// head_dims that programs are compiled for: the CMake list FREEKV_HEAD_DIMS.
+#ifndef FREEKV_HEAD_DIMS
+#define FREEKV_HEAD_DIMS 64, 80, 96, 128, 192, 256
+#endif
+inline constexpr std::array head_dims{FREEKV_HEAD_DIMS};
 
 }  // namespace freekv::examples

@@ -24,8 +24,7 @@ void check_compiled(int head_dim) {
   std::string compiled;
   for (const int d : head_dims) compiled += (compiled.empty() ? "" : ", ") + std::to_string(d);
   throw choice_error("head_dim " + std::to_string(head_dim) + " is not among those compiled in (" + compiled +
-                     "); extend head_dims in examples/common/choices.hpp and the list in " +
-                     "examples/common/CMakeLists.txt");
+                     "); configure with a longer list in -DFREEKV_HEAD_DIMS");
 }
 
 std::unique_ptr<pipeline> make_pipeline(const pipeline_options& options, host_backend& backend) {

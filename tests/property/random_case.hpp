@@ -97,7 +97,8 @@ inline random_case make_case(std::uint64_t seed) {
   c.seed = seed;
   auto& o = c.options;
   o.element = d.one_of({data_type::f32, data_type::f16, data_type::bf16});
-  o.head_dim = d.one_of({64, 64, 80, 96, 128, 192, 256});
+  constexpr auto& compiled = freekv::examples::head_dims;
+  o.head_dim = compiled[static_cast<std::size_t>(d.below(static_cast<int>(compiled.size())))];
   o.kv_heads = d.between(1, 3);
   o.query_heads = o.kv_heads * d.one_of({1, 2, 3, 4, 5, 7, 8, 16});
   o.page = d.one_of({8, 8, 16, 24, 32, 64, 128});

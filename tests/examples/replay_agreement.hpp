@@ -1,0 +1,211 @@
+// Compares what freekv-replay wrote with the float64 oracle, by the rules of the specification's invariant 8.
+#pragma once
+
+#include <cmath>
+
+#include "replay_case.hpp"
+
+namespace tests {
+
+/// What was compared, so that a test can require that it was.
+struct coverage {
+  long replays = 0, steps = 0, firm_selections = 0, heads = 0, corrected = 0, kept = 0, recalls = 0,
+       recalled = 0, not_finite = 0, promoted_replays = 0;
+};
+
+inline std::ostream& operator<<(std::ostream& out, const coverage& c) {
+  return out << c.replays << " replays, " << c.steps << " steps, " << c.firm_selections << " firm selections, "
+             << c.heads << " head outputs (" << c.not_finite << " not finite), " << c.corrected
+             << " corrected and " << c.kept << " kept heads, " << c.recalls << " recall counts with "
+             << c.recalled << " pages, " << c.promoted_replays << " replays with their promotions";
+}
+
+inline bool close(double a, double b, double tolerance) {
+  if (std::isnan(a) || std::isnan(b)) return std::isnan(a) && std::isnan(b);
+  if (std::isinf(a) || std::isinf(b)) return a == b;
+  return std::fabs(a - b) <= tolerance * std::max({std::fabs(a), std::fabs(b), 1.0});
+}
+
+/// The JSON object's numbers, from the tensors and from the oracle's full attention.
+struct expected_summary {
+  double error_sum = 0, error_max = 0, mass_sum = 0;
+  long long heads = 0, not_finite = 0, corrected = 0, selected = 0, recalled = 0, promoted = 0;
+  bool promoted_known = true;
+
+  /// One query head: the program's output and log-sum-exp, and full attention's.
+  void add_head(std::span<const float> out, float lse, std::span<const double> full, double full_lse) {
+    double difference = 0, length = 0;
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      difference += (static_cast<double>(out[i]) - full[i]) * (static_cast<double>(out[i]) - full[i]);
+      length += full[i] * full[i];
+    }
+    const double error = length > 0 ? std::sqrt(difference / length) : std::sqrt(difference);
+    const double mass = std::exp(static_cast<double>(lse) - full_lse);
+    if (!std::isfinite(error) || !std::isfinite(mass)) {
+      ++not_finite;
+      return;
+    }
+    ++heads;
+    error_sum += error;
+    error_max = std::max(error_max, error);
+    mass_sum += mass;
+  }
+};
+
+/// Throws disagreement unless the JSON object has the contract's content and these numbers.
+inline void check_summary(const replay_case& c, const replay_output& r, const expected_summary& e) {
+  const auto& o = c.layer.options;
+  const nlohmann::json& s = r.summary;
+  const auto is = [&](const nlohmann::json& value, const nlohmann::json& expected, const char* what) {
+    if (value != expected) throw disagreement{sentence("JSON: ", what, " is ", value, " for ", expected)};
+  };
+  const auto near = [&](const nlohmann::json& value, double expected, double tolerance, const char* what) {
+    if (!std::isfinite(expected)) return is(value, nullptr, what);
+    if (!value.is_number() || !(std::fabs(value.get<double>() - expected) <= tolerance))
+      throw disagreement{sentence("JSON: ", what, " is ", value, " for ", expected)};
+  };
+  const auto& settings = s.at("settings");
+  is(settings.at("variant"), c.variant, "variant");
+  is(settings.at("summary"), c.retrieves() ? nlohmann::json(o.does.summary) : nlohmann::json(nullptr),
+     "summary");
+  is(settings.at("correction"), c.retrieves() ? nlohmann::json(o.does.correction) : nlohmann::json(nullptr),
+     "correction");
+  is(settings.at("page"), o.page, "page");
+  is(settings.at("sink"), o.budget.sink, "sink");
+  is(settings.at("window"), o.budget.window, "window");
+  is(settings.at("k"), o.budget.selected_pages, "k");
+  is(settings.at("tau"), std::stod(c.tau), "tau");
+  is(settings.at("route"), o.in_place ? "in_place" : "resident", "route");
+  is(settings.at("dtype"), c.kept_dtype(), "dtype");
+  is(settings.at("tokens"), c.tokens(), "tokens");
+  is(settings.at("prompt_len"), c.layer.prompt, "prompt_len");
+  is(settings.at("query_heads"), o.query_heads, "query_heads");
+  is(settings.at("kv_heads"), o.kv_heads, "kv_heads");
+  is(settings.at("head_dim"), o.head_dim, "head_dim");
+  is(settings.at("threads"), c.threads, "threads");
+  near(settings.at("scale"), c.scale.empty() ? 1 / std::sqrt(o.head_dim) : std::stod(c.scale), 1e-9, "scale");
+  if (c.retrieves() && o.does.summary == "chunk_means") is(settings.at("chunk"), o.does.chunk, "chunk");
+  if (c.retrieves() && o.does.summary == "key_subspace") {
+    is(settings.at("rank"), o.does.rank, "rank");
+    is(settings.at("bits"), o.does.bits, "bits");
+  }
+
+  is(s.at("steps"), c.layer.steps, "steps");
+  const auto heads = static_cast<double>(e.heads), rows = static_cast<double>(c.layer.steps) * o.kv_heads;
+  // 0 / 0 is NaN, which stands for null here.
+  near(s.at("error").at("relative_l2_mean"), e.error_sum / heads, 2e-4, "mean error");
+  near(s.at("error").at("relative_l2_max"), e.heads == 0 ? NAN : e.error_max, 2e-4, "largest error");
+  is(s.at("error").at("heads_not_finite"), e.not_finite, "heads that are not finite");
+  near(s.at("mass_kept"), e.mass_sum / heads, 2e-4, "mass kept");
+  near(s.at("correction_rate"), static_cast<double>(e.corrected) / rows, 1e-9, "correction rate");
+  near(s.at("hit_rate"),
+       e.selected == 0 ? NAN : 1 - static_cast<double>(e.recalled) / static_cast<double>(e.selected), 1e-9,
+       "hit rate");
+  is(s.at("pages_recalled"), e.recalled, "pages recalled");
+  is(s.at("bytes_recalled"), e.recalled * 2 * o.page * o.head_dim * (c.kept_dtype() == "F32" ? 4 : 2),
+     "bytes recalled");
+  if (e.promoted_known) is(s.at("pages_promoted"), e.promoted, "pages promoted");
+  if (c.layer.steps == 0) {
+    is(s.at("seconds_per_step"), nullptr, "time of no step");
+    return;
+  }
+  const double seconds = s.at("seconds_per_step"), full = s.at("full_attention_seconds_per_step");
+  if (!(seconds > 0 && full > 0)) throw disagreement{"JSON: a step takes no time"};
+  near(s.at("time_over_full_attention"), seconds / full, 1e-6 * seconds / full, "ratio of times");
+}
+
+/// Throws disagreement unless the output is what the oracle allows.
+inline void check_agreement(const replay_case& given, const replay_output& r, coverage& seen) {
+  replay_case c = given;
+  const auto& o = c.layer.options;
+  const int heads = o.kv_heads, group = o.query_heads / heads, d = o.head_dim, k = o.budget.selected_pages;
+  if (c.dtype_flag != "stored")
+    for (auto* tensor : {&c.q, &c.k, &c.v})
+      for (float& x : *tensor) x = rounded(x, o.element);
+  const auto rows_of = [&](const std::vector<float>& tensor, int first, int count, int width) {
+    return std::span(tensor).subspan(size(first) * size(width), size(count) * size(width));
+  };
+  const auto prompt_keys = rows_of(c.k, 0, c.layer.prompt, heads * d);
+  if (o.does.summary == "key_subspace" && c.basis_layers == 0) {
+    freekv::examples::key_basis learnt(1, heads, o.does.rank, d);
+    learnt.learn(0, prompt_keys);
+    c.layer.basis_data.assign(learnt.view().data, learnt.view().data + size(heads) * learnt.view().floats_per_head());
+  }
+  oracle::decoder expected(oracle_settings(c.layer));
+  expected.prompt(prompt_keys, rows_of(c.v, 0, c.layer.prompt, heads * d), c.layer.prompt);
+
+  expected_summary summary;
+  std::vector<bool> carried_firm(size(heads), true), previous_equal(size(heads), true);
+  for (int step = 0; step < c.layer.steps; ++step) {
+    const int token = c.layer.prompt + step;
+    const auto query = rows_of(c.q, token, 1, o.query_heads * d);
+    const auto want = expected.step(query, rows_of(c.k, token, 1, heads * d), rows_of(c.v, token, 1, heads * d));
+    const auto full = expected.full(query);
+    ++seen.steps;
+    for (int h = 0; h < heads; ++h) {
+      const auto& row = want.rows[size(h)];
+      const auto at = size(step) * size(heads) + size(h);
+      const auto where = sentence("step ", step, ", KV head ", h, ": ");
+      const auto fail = [&](const auto&... what) { throw disagreement{sentence(where, what...)}; };
+      const auto listed = [](const auto& pages) {
+        std::string text;
+        for (const auto page : pages) text += " " + std::to_string(page);
+        return text;
+      };
+
+      const auto pages = std::span(r.selected).subspan(at * size(k), size(k));
+      const auto count = std::find(pages.begin(), pages.end(), -1) - pages.begin();
+      const std::vector<int> got(pages.begin(), pages.begin() + count);
+      if (std::any_of(pages.begin() + count, pages.end(), [](int page) { return page != -1; }))
+        fail("selected", listed(pages), " is not padded with -1");
+      if (r.corrected[at] > 1) fail("corrected is ", int{r.corrected[at]});
+      const bool corrected = r.corrected[at] != 0;
+      if (corrected != row.corrected && oracle::flag_is_firm(row, expected.config().tau))
+        fail("corrected is ", corrected, ", pooled cosine ", row.pooled_cosine);
+      const bool same_flag = corrected == row.corrected, equal = got == row.selected;
+      const bool firm = same_flag && (row.corrected ? row.correct_firm : carried_firm[size(h)]);
+      if (!equal && firm) fail("selected", listed(got), " for", listed(row.selected));
+      seen.firm_selections += firm && !got.empty();
+      for (int g = h * group; g < (h + 1) * group; ++g) {
+        const auto head = size(step) * size(o.query_heads) + size(g);
+        const auto out = std::span(r.out).subspan(head * size(d), size(d));
+        const auto whole = std::span(full.out).subspan(size(g) * size(d), size(d));
+        summary.add_head(out, r.lse[head], whole, full.lse[size(g)]);
+        if (!equal) continue;
+        ++seen.heads;
+        seen.not_finite += !std::isfinite(r.lse[head]);
+        if (!close(static_cast<double>(r.lse[head]), want.lse[size(g)], 1e-5))
+          fail("lse of query head ", g, " is ", r.lse[head], " for ", want.lse[size(g)]);
+        for (int i = 0; i < d; ++i)
+          if (!close(static_cast<double>(out[size(i)]), want.out[size(g * d + i)], 2e-5))
+            fail("output ", i, " of query head ", g, " is ", out[size(i)], " for ", want.out[size(g * d + i)]);
+      }
+      // Recall is that of this selection and the next: both, and what was held, must be equal.
+      const bool comparable = equal && previous_equal[size(h)] && same_flag && row.speculate_firm;
+      if (comparable) {
+        ++seen.recalls;
+        seen.recalled += row.recalled;
+        if (r.recalled[at] != row.recalled) fail("recalled ", r.recalled[at], " for ", row.recalled);
+      }
+      summary.promoted_known = summary.promoted_known && comparable;
+      summary.promoted += row.promoted;
+      summary.corrected += corrected;
+      summary.selected += count;
+      summary.recalled += r.recalled[at];
+      if (c.retrieves()) ++(corrected ? seen.corrected : seen.kept);
+      carried_firm[size(h)] = row.corrected && row.selected == row.selected_next
+                                  ? row.correct_firm && row.speculate_firm
+                                  : row.speculate_firm;
+      previous_equal[size(h)] = carried_firm[size(h)];
+    }
+  }
+  if (!c.retrieves() &&
+      (summary.selected != 0 || summary.corrected != 0 || summary.recalled != 0 || summary.promoted != 0))
+    throw disagreement{"a variant without retrieval selects, corrects or recalls"};
+  if (o.in_place && summary.recalled != 0) throw disagreement{"in_place recalls"};
+  seen.promoted_replays += summary.promoted_known && summary.promoted > 0;
+  check_summary(c, r, summary);
+  ++seen.replays;
+}
+
+}  // namespace tests

@@ -1,0 +1,399 @@
+// Summaries and page scores against the float64 oracle: summarise, encode, decode, prepare and score, on every
+// team, for every element type.
+
+#include <algorithm>
+#include <freekv/functors/score_page.hpp>
+#include <freekv/functors/summarise_page.hpp>
+#include <freekv/policies/key_subspace.hpp>
+#include <freekv/policies/summary.hpp>
+#include <vector>
+
+#include "../catch.hpp"
+#include "rows.hpp"
+
+namespace {
+
+using namespace tests;
+using freekv::bfloat16;
+using freekv::half;
+using any_chunk = freekv::chunk_means<freekv::dynamic>;
+using any_subspace = freekv::key_subspace<freekv::dynamic, freekv::dynamic>;
+
+/// One page of one KV head and the queries of its group.
+struct page_case {
+  int d = 24, p = 8, group = 1;
+  float scale = 0.2f;
+  std::vector<float> keys{};     // (p, d), as stored
+  std::vector<float> queries{};  // (group, d)
+  std::vector<float> basis{};    // mean and rows, for key_subspace
+  int rank = 0;
+
+  freekv::page_geometry page() const { return {p, d}; }
+  any_subspace subspace(int bits) const { return {{rank}, {bits}, {basis.data(), 1, 1, rank, d}}; }
+};
+
+std::ostream& operator<<(std::ostream& out, const page_case& c) {
+  return out << "d " << c.d << ", page " << c.p << ", group " << c.group << ", rank " << c.rank;
+}
+
+/// Keys near a common direction, as pages have them.
+template <class E>
+page_case make_page(dice& d) {
+  page_case c;
+  c.d = d.one_of({8, 24, 64, 72, 80, 96, 128, 192, 256});
+  c.p = d.one_of({8, 16, 24, 32, 64, 128});
+  c.group = d.one_of({1, 2, 3, 4, 5, 7, 8, 16});
+  c.scale = d.one_of({1.0f / std::sqrt(static_cast<float>(c.d)), 0.05f, 0.5f});
+  const auto centre = normals(d, count(c.d));
+  for (int t = 0; t < c.p; ++t)
+    for (int i = 0; i < c.d; ++i) c.keys.push_back(centre[count(i)] + 0.5f * d.normal());
+  c.keys = values_of(stored_as<E>(c.keys));
+  c.queries = normals(d, count(c.group * c.d));
+  c.rank = d.between(1, std::min(32, c.d));
+  c.basis = random_basis(d, 1, c.rank, c.d);
+  return c;
+}
+
+struct scored {
+  std::vector<std::byte> stored;
+  std::vector<float> numbers;  // decoded
+  std::vector<float> scores;   // (group)
+};
+
+/// Through the library, keys in rows `stride` elements apart.
+template <class E, class Policy>
+scored score_by(executor on, const Policy& whole, const page_case& c, int stride) {
+  const auto policy = freekv::summary_at(whole, 0, 0);
+  const auto page = c.page();
+  const auto keys = stored_as<E>(c.keys);
+  std::vector<E> rows(count(c.p * stride), freekv::from_float<E>(quiet_nan));  // between rows lies nothing of ours
+  for (int t = 0; t < c.p; ++t) std::copy_n(keys.begin() + t * c.d, c.d, rows.begin() + t * stride);
+  const int width = policy.width(page), query_width = freekv::summary_query_width(policy, c.d);
+  std::vector<float> key_scratch(c.keys.size()), numbers(count(width)), prepared(count(c.group * query_width));
+  const std::size_t bytes = freekv::summary_bytes<E>(policy, page);
+  constexpr std::byte guard{0xab};
+  scored result{std::vector<std::byte>(bytes + 64, guard), std::vector<float>(count(width), -1.0f),
+                std::vector<float>(count(c.group))};
+  std::vector<float> spread(count(c.group * 3), -5.0f);
+  run_on(on, [&](auto team) {
+    freekv::summarise_page<E>(team, policy, freekv::head_slice<const E>{rows.data(), nullptr, stride}, page,
+                              {key_scratch.data(), numbers.data()}, result.stored.data());
+    for (int g = 0; g < c.group; ++g)
+      freekv::prepare_query(team, policy, freekv::group_query{c.queries.data() + g * c.d, 1, c.d},
+                            prepared.data() + g * query_width);
+    freekv::score_page<E>(team, policy, page, result.stored.data(),
+                          {prepared.data(), query_width, c.group, c.scale}, result.numbers.data(),
+                          {spread.data() + 1, 3});
+  });
+  CHECK(std::all_of(result.stored.begin() + static_cast<long>(bytes), result.stored.end(),
+                    [&](std::byte b) { return b == guard; }));
+  result.stored.resize(bytes);
+  for (int g = 0; g < c.group; ++g) {
+    result.scores[count(g)] = spread[count(3 * g + 1)];
+    CHECK(spread[count(3 * g)] == -5.0f);
+    CHECK(spread[count(3 * g + 2)] == -5.0f);
+  }
+  return result;
+}
+
+oracle::settings oracle_for(const page_case& c, oracle::summary_kind kind, int chunk, int bits) {
+  oracle::settings s;
+  s.query_heads = c.group;
+  s.head_dim = c.d;
+  s.page = s.window = c.p;
+  s.scale = static_cast<double>(c.scale);
+  s.summary = kind;
+  s.chunk = chunk;
+  s.bits = bits;
+  s.bases = {{{c.basis.begin(), c.basis.begin() + c.d}, {c.basis.begin() + c.d, c.basis.end()}}};
+  return s;
+}
+
+/// Scores of the one page as they count: NaN for one head is -infinity for all, +infinity the largest float.
+std::vector<double> expected_scores(const page_case& c, const oracle::settings& s,
+                                    const oracle::page_summary& summary) {
+  std::vector<std::vector<double>> raw;
+  for (const auto query : rows_of(c.queries, c.d)) raw.push_back({oracle::score_page(s, 0, query, summary)});
+  std::vector<double> scores;
+  for (const auto& head : oracle::settled(raw)) scores.push_back(head[0]);
+  return scores;
+}
+
+/// What float32 sums of a score's terms may be off by.
+double score_tolerance(const page_case& c, std::span<const float> query) {
+  double terms = 0.0;
+  for (int i = 0; i < c.d; ++i) {
+    double most = 0.0;
+    for (int t = 0; t < c.p; ++t)
+      most = std::max(most, std::fabs(static_cast<double>(c.keys[count(t * c.d + i)])) +
+                                std::fabs(static_cast<double>(c.basis[count(i)])));
+    terms += std::fabs(static_cast<double>(query[count(i)])) * most;
+  }
+  return 2e-6 * terms * static_cast<double>(c.scale) + 1e-5;
+}
+
+/// Compares a policy's scores with the oracle's; calls `check_numbers(decoded, oracle's summary)` too.
+template <class E, class Policy, class Check>
+void compare(const Policy& policy, const page_case& c, const oracle::settings& s, int stride,
+             const Check& check_numbers) {
+  const auto summary = oracle::summarise(s, 0, rows_of(c.keys, c.d));
+  const auto expected = expected_scores(c, s, summary);
+  for (const executor on : executors()) {
+    const scored got = score_by<E>(on, policy, c, stride);
+    INFO(c << " on " << on);
+    check_numbers(got.numbers, summary);
+    for (int g = 0; g < c.group; ++g) {
+      const auto query = oracle::row_of(c.queries, g, c.d);
+      const double tolerance = score_tolerance(c, query) + oracle::score_doubt(s, 0, query, summary);
+      CHECK(is_near(got.scores[count(g)], expected[count(g)], tolerance));
+    }
+  }
+}
+
+const auto no_check = [](const auto&, const auto&) {};
+
+/// Of keys in a page of 1, 2 or 5 heads by NHD, or of 1 by HND.
+int random_stride(dice& d, const page_case& c) { return c.d * d.one_of({1, 2, 5}); }
+
+}  // namespace
+
+TEMPLATE_TEST_CASE("min_max keeps the exact minimum and maximum, and scores as the oracle", "[summary]", float,
+                   half, bfloat16) {
+  dice d(1);
+  for (int trial = 0; trial < 60; ++trial) {
+    const auto c = make_page<TestType>(d);
+    const auto s = oracle_for(c, oracle::summary_kind::min_max, 1, 32);
+    CHECK(freekv::summary_bytes<TestType>(freekv::min_max{}, c.page()) == 2 * count(c.d) * sizeof(TestType));
+    compare<TestType>(freekv::min_max{}, c, s, random_stride(d, c),
+                      [&](const std::vector<float>& numbers, const oracle::page_summary& summary) {
+                        CHECK(std::equal(numbers.begin(), numbers.end(), summary.values.begin(),
+                                         summary.values.end(),
+                                         [](float a, double b) { return static_cast<double>(a) == b; }));
+                      });
+  }
+}
+
+TEST_CASE("a min_max score is an upper bound of every key's score", "[summary]") {
+  dice d(2);
+  for (int trial = 0; trial < 100; ++trial) {
+    const auto c = make_page<float>(d);
+    for (const executor on : executors()) {
+      const auto got = score_by<float>(on, freekv::min_max{}, c, c.d);
+      for (int g = 0; g < c.group; ++g) {
+        const auto query = oracle::row_of(c.queries, g, c.d);
+        double best = -oracle::infinity;
+        for (const auto key : rows_of(c.keys, c.d))
+          best = std::max(best, static_cast<double>(c.scale) * oracle::dot(query, key));
+        CHECK(got.scores[count(g)] >= best - score_tolerance(c, query));
+      }
+    }
+  }
+}
+
+TEMPLATE_TEST_CASE("chunk_means keeps the mean key of every chunk, and scores as the oracle", "[summary]", float,
+                   half, bfloat16) {
+  dice d(3);
+  for (int trial = 0; trial < 60; ++trial) {
+    const auto c = make_page<TestType>(d);
+    const int chunk = d.one_of({1, 2, 4, 8, c.p});
+    const any_chunk policy{{chunk}};
+    CHECK(freekv::summary_bytes<TestType>(policy, c.page()) == count(c.p / chunk * c.d) * sizeof(float));
+    compare<TestType>(policy, c, oracle_for(c, oracle::summary_kind::chunk_means, chunk, 32),
+                      random_stride(d, c),
+                      [&](const std::vector<float>& numbers, const oracle::page_summary& summary) {
+                        CHECK(std::equal(numbers.begin(), numbers.end(), summary.values.begin(),
+                                         summary.values.end(),
+                                         [](float a, double b) { return is_near(a, b, 2e-6 * 8.0); }));
+                      });
+  }
+}
+
+TEMPLATE_TEST_CASE("key_subspace keeps each token's coefficients in its bits, and scores as the oracle",
+                   "[summary]", float, half, bfloat16) {
+  dice d(4);
+  for (int trial = 0; trial < 90; ++trial) {
+    const auto c = make_page<TestType>(d);
+    const int bits = d.one_of({2, 3, 4, 8, 32});
+    const auto policy = c.subspace(bits);
+    const int largest_code = (1 << (bits == 32 ? 0 : bits - 1)) - 1;
+    const std::size_t bytes = bits == 32 ? count(c.rank * c.p * 4)
+                                         : (count(c.rank * c.p * bits / 8) + 3) / 4 * 4 + count(4 * c.p);
+    CHECK(freekv::summary_bytes<TestType>(policy, c.page()) == bytes);
+    compare<TestType>(
+        policy, c, oracle_for(c, oracle::summary_kind::key_subspace, 1, bits), random_stride(d, c),
+        [&](const std::vector<float>& numbers, const oracle::page_summary& summary) {
+          int wrong = 0;
+          for (int t = 0; t < c.p; ++t)
+            for (int r = 0; r < c.rank; ++r) {
+              const float code = numbers[count(r * c.p + t)], scale = numbers[count(c.rank * c.p + t)];
+              if (bits != 32 && (code < 0.0f || code > 2.0f * static_cast<float>(largest_code))) ++wrong;
+              const double value = bits == 32 ? static_cast<double>(code)
+                                              : (static_cast<double>(code) - largest_code) * static_cast<double>(scale);
+              const auto at = count(t * c.rank + r);
+              if (!is_near(value, summary.values[at], summary.doubt[at] + 3e-5)) ++wrong;
+            }
+          CHECK(wrong == 0);
+        });
+  }
+}
+
+TEST_CASE("NaN in any key makes the page -infinity for the whole group, whatever the summary", "[summary]") {
+  dice d(5);
+  for (int trial = 0; trial < 200; ++trial) {
+    auto c = make_page<float>(d);
+    c.keys[count(d.below(c.p * c.d))] = quiet_nan;
+    const executor on = executors()[count(trial) % executors().size()];
+    for (const auto& got :
+         {score_by<float>(on, freekv::min_max{}, c, c.d), score_by<float>(on, any_chunk{{4}}, c, c.d),
+          score_by<float>(on, c.subspace(d.one_of({2, 3, 4, 8})), c, c.d),
+          score_by<float>(on, c.subspace(32), c, c.d)})
+      CHECK(std::all_of(got.scores.begin(), got.scores.end(), [](float x) { return x == -inf; }));
+  }
+}
+
+TEST_CASE("NaN in one head's query makes the page -infinity for the whole group", "[summary]") {
+  dice d(6);
+  for (int trial = 0; trial < 100; ++trial) {
+    auto c = make_page<half>(d);
+    c.queries[count(d.below(c.group * c.d))] = quiet_nan;
+    const executor on = executors()[count(trial) % executors().size()];
+    for (const auto& got :
+         {score_by<half>(on, freekv::min_max{}, c, c.d), score_by<half>(on, any_chunk{{8}}, c, c.d),
+          score_by<half>(on, c.subspace(3), c, c.d)})
+      CHECK(std::all_of(got.scores.begin(), got.scores.end(), [](float x) { return x == -inf; }));
+  }
+}
+
+TEMPLATE_TEST_CASE("infinities, NaN and zeros of both signs count as the specification says", "[summary]", float,
+                   half, bfloat16) {
+  dice d(7);
+  int finite = 0, lowest = 0, highest = 0;
+  for (int trial = 0; trial < 400; ++trial) {
+    auto c = make_page<TestType>(d);
+    // Few of them, and in few places, so that sums of opposite infinities do not drown the rest.
+    const int kind = d.below(4);
+    for (int n = d.between(0, 2); n > 0; --n)
+      c.keys[count(d.below(c.p) * c.d + d.below(2))] = d.one_of({inf, -inf, 0.0f, -0.0f});
+    if (kind != 3)
+      for (int n = d.between(0, 2); n > 0; --n)
+        c.queries[count(d.below(c.group) * c.d + d.below(2))] = d.one_of({inf, -inf, 0.0f, -0.0f, quiet_nan});
+    const auto s = kind == 0   ? oracle_for(c, oracle::summary_kind::min_max, 1, 32)
+                   : kind == 1 ? oracle_for(c, oracle::summary_kind::chunk_means, 4, 32)
+                   : kind == 2 ? oracle_for(c, oracle::summary_kind::key_subspace, 1, 32)
+                               : oracle_for(c, oracle::summary_kind::key_subspace, 1, 4);
+    const auto summary = oracle::summarise(s, 0, rows_of(c.keys, c.d));
+    const auto expected = expected_scores(c, s, summary);
+    for (const executor on : executors()) {
+      const auto got = kind == 0   ? score_by<TestType>(on, freekv::min_max{}, c, c.d)
+                       : kind == 1 ? score_by<TestType>(on, any_chunk{{4}}, c, c.d)
+                                   : score_by<TestType>(on, c.subspace(s.bits), c, c.d);
+      INFO(c << " on " << on << ", summary " << kind);
+      for (int g = 0; g < c.group; ++g) {
+        const double score = expected[count(g)];
+        // With finite terms this is the tests above; here it matters which kind of number comes out.
+        const double doubt = oracle::score_doubt(s, 0, oracle::row_of(c.queries, g, c.d), summary);
+        const bool same = score == -oracle::infinity       ? got.scores[count(g)] == -inf
+                          : score == oracle::largest_float ? got.scores[count(g)] == largest
+                                                           : is_near(got.scores[count(g)], score, 1e-3 + doubt);
+        CHECK(same);
+        (score == -oracle::infinity ? lowest : score == oracle::largest_float ? highest : finite) += 1;
+      }
+    }
+  }
+  CHECK(finite > 300);
+  CHECK(lowest > 300);
+  CHECK(highest > 30);
+}
+
+TEST_CASE("an infinite query scores key_subspace's pages by its sign, as the formula says", "[summary]") {
+  // One coefficient: the token's estimate is scale * (E q) * c, infinite with the sign of c. The page's score is
+  // the largest float where any token has a positive c, else -infinity; never NaN, which would take the other
+  // heads of the group with it.
+  page_case c{.d = 8, .p = 8, .group = 2};
+  c.rank = 1;
+  c.basis.assign(16, 0.0f);
+  c.basis[8] = 1.0f;  // E = e_0, mean 0
+  c.keys.assign(64, 0.0f);
+  for (int t = 0; t < 8; ++t) c.keys[count(8 * t)] = t == 3 ? 2.0f : -1.0f;
+  c.queries.assign(16, 0.0f);
+  c.queries[0] = inf;
+  c.queries[8] = 1.0f;
+  for (const int bits : {2, 3, 4, 8, 32}) {
+    const auto got = score_by<float>(executor::one_lane, c.subspace(bits), c, c.d);
+    INFO(bits << " bits");
+    CHECK(got.scores[0] == largest);
+    CHECK(got.scores[1] > -10.0f);
+  }
+}
+
+TEST_CASE("a token whose coefficients are subnormal leaves its neighbours' codes alone", "[summary]") {
+  // Its scale is rounded to a multiple of the smallest float, so c / scale can exceed the largest code.
+  page_case c{.d = 8, .p = 8};
+  c.rank = 1;
+  c.basis.assign(16, 0.0f);
+  c.basis[8] = 1.0f;
+  c.queries.assign(8, 1.0f);
+  for (const int bits : {2, 3, 4, 8})
+    for (const int units : {1, 2, 4, 5, 10, 17, 100, 189, 200}) {
+      c.keys.assign(64, 0.0f);
+      for (int t = 1; t < 8; ++t) c.keys[count(8 * t)] = -static_cast<float>(t);
+      const auto without = score_by<float>(executor::one_lane, c.subspace(bits), c, c.d);
+      c.keys[0] = static_cast<float>(units) * 1.4e-45f;
+      const auto with = score_by<float>(executor::one_lane, c.subspace(bits), c, c.d);
+      INFO(bits << " bits, coefficient " << units << " times the smallest float");
+      CHECK(std::equal(with.numbers.begin() + 1, with.numbers.begin() + 8, without.numbers.begin() + 1));
+    }
+}
+
+TEST_CASE("clamped scores: +infinity is the largest float, all else stays", "[summary]") {
+  CHECK(freekv::clamp_score(inf) == largest);
+  CHECK(freekv::clamp_score(largest) == largest);
+  CHECK(freekv::clamp_score(-inf) == -inf);
+  CHECK(freekv::clamp_score(-largest) == -largest);
+  CHECK(freekv::clamp_score(0.5f) == 0.5f);
+  CHECK(std::isnan(freekv::clamp_score(quiet_nan)));
+}
+
+TEMPLATE_TEST_CASE("sizes fixed at compile time and set at run time give the same bits", "[summary]", float,
+                   bfloat16) {
+  dice d(8);
+  const auto same = [](const scored& a, const scored& b) {
+    return same_bits(a.stored, b.stored) && same_bits(a.scores, b.scores) && same_bits(a.numbers, b.numbers);
+  };
+  for (int trial = 0; trial < 30; ++trial) {
+    auto c = make_page<TestType>(d);
+    c.d = std::max(c.d, 24);
+    c.keys = values_of(stored_as<TestType>(normals(d, count(c.p * c.d))));
+    c.queries = normals(d, count(c.group * c.d));
+    c.rank = 24;
+    c.basis = random_basis(d, 1, 24, c.d);
+    const freekv::subspace_basis basis{c.basis.data(), 1, 1, 24, c.d};
+    for (const executor on : executors()) {
+      const auto by = [&](const auto& policy) { return score_by<TestType>(on, policy, c, c.d); };
+      INFO(c << " on " << on);
+      CHECK(same(by(freekv::key_subspace<24, 3>{.basis = basis}), by(c.subspace(3))));
+      CHECK(same(by(freekv::key_subspace<24, 32>{.basis = basis}), by(c.subspace(32))));
+      CHECK(same(by(freekv::key_subspace<24, freekv::dynamic>{.bits = {8}, .basis = basis}), by(c.subspace(8))));
+      CHECK(same(by(freekv::key_subspace<freekv::dynamic, 2>{.rank = {24}, .basis = basis}), by(c.subspace(2))));
+      CHECK(same(by(freekv::chunk_means<4>{}), by(any_chunk{{4}})));
+    }
+  }
+}
+
+TEST_CASE("a layer's and head's subspace lies where the basis says", "[summary]") {
+  std::vector<float> data(3 * 2 * (4 + 1) * 8);
+  for (std::size_t i = 0; i < data.size(); ++i) data[i] = static_cast<float>(i);
+  const freekv::subspace_basis basis{data.data(), 3, 2, 4, 8};
+  CHECK(basis.floats_per_head() == 40);
+  CHECK(*basis.mean(0, 0) == 0.0f);
+  CHECK(*basis.rows(0, 0) == 8.0f);
+  CHECK(*basis.mean(0, 1) == 40.0f);
+  CHECK(*basis.mean(2, 1) == 200.0f);
+  CHECK(*basis.rows(2, 1) == 208.0f);
+  const any_subspace policy{{4}, {3}, basis};
+  CHECK(policy.at(2, 1).mean == basis.mean(2, 1));
+  CHECK(policy.at(2, 1).rows == basis.rows(2, 1));
+  // A basis may have more rows than are used: the leading ones are.
+  const any_subspace fewer{{2}, {3}, basis};
+  CHECK(fewer.at(1, 1).mean == basis.mean(1, 1));
+}
