@@ -4,6 +4,7 @@
 #include <exception>
 #include <iostream>
 #include <new>
+#include <stdexcept>
 #include <string>
 
 namespace freekv::examples {
@@ -12,16 +13,20 @@ namespace freekv::examples {
 template <class Body>
 int exit_code_of(const std::string& program, const Body& body) {
   const auto failed = [&](std::string sentence) {
-    for (char& c : sentence)
-      if (c == '\n') c = ' ';
+    for (char& c : sentence)  // names from files and arguments may hold line breaks and escape codes
+      if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = ' ';
     std::cerr << program << ": " << sentence << std::endl;
     return 2;
   };
+  const char* no_memory =
+      "not enough memory for this many tokens and these settings; choose fewer tokens or selected pages";
   try {
     body();
     return 0;
   } catch (const std::bad_alloc&) {
-    return failed("not enough memory for this many tokens and these settings; choose fewer");
+    return failed(no_memory);
+  } catch (const std::length_error&) {
+    return failed(no_memory);
   } catch (const std::exception& e) {
     return failed(e.what());
   }

@@ -131,8 +131,10 @@ method chosen_method(const replay_options& o, const std::optional<std::string>& 
   if (summary) one_of("--summary", *summary, summary_names);
   if (correction) one_of("--correction", *correction, correction_names);
   method m = found->does;
-  m.summary = summary.value_or(m.summary);
-  m.correction = correction.value_or(m.correction);
+  if (m.plan == "retrieval") {  // the others neither score pages nor correct
+    m.summary = summary.value_or(m.summary);
+    m.correction = correction.value_or(m.correction);
+  }
   m.chunk = numbers.chunk;
   m.rank = numbers.rank;
   m.bits = numbers.bits;

@@ -5,11 +5,9 @@
 #include <cmath>
 #include <filesystem>
 #include <iostream>
-#include <new>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -17,6 +15,7 @@
 #include "choices.hpp"
 #include "options.hpp"
 #include "pipeline.hpp"
+#include "program.hpp"
 #include "progress.hpp"
 #include "trace.hpp"
 
@@ -328,23 +327,5 @@ void run(int argc, char** argv) {
 }  // namespace freekv::examples
 
 int main(int argc, char** argv) {
-  const auto failed = [](std::string sentence) {
-    for (char& c : sentence)
-      if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = ' ';
-    std::cerr << "freekv-replay: " << sentence << "\n";
-    return 2;
-  };
-  const std::string no_memory =
-      "not enough memory for this trace and these settings; choose fewer tokens, a smaller --k or --route "
-      "in_place";
-  try {
-    freekv::examples::run(argc, argv);
-    return 0;
-  } catch (const std::bad_alloc&) {
-    return failed(no_memory);
-  } catch (const std::length_error&) {
-    return failed(no_memory);
-  } catch (const std::exception& e) {
-    return failed(e.what());
-  }
+  return freekv::examples::exit_code_of("freekv-replay", [&] { freekv::examples::run(argc, argv); });
 }

@@ -14,10 +14,11 @@ struct coverage {
 };
 
 inline std::ostream& operator<<(std::ostream& out, const coverage& c) {
-  return out << c.replays << " replays, " << c.steps << " steps, " << c.firm_selections << " firm selections, "
-             << c.heads << " head outputs (" << c.not_finite << " not finite), " << c.corrected
-             << " corrected and " << c.kept << " kept heads, " << c.recalls << " recall counts with "
-             << c.recalled << " pages, " << c.promoted_replays << " replays with their promotions";
+  return out << c.replays << " replays, " << c.steps << " steps, " << c.firm_selections
+             << " firm selections, " << c.heads << " head outputs (" << c.not_finite << " not finite), "
+             << c.corrected << " corrected and " << c.kept << " kept heads, " << c.recalls
+             << " recall counts with " << c.recalled << " pages, " << c.promoted_replays
+             << " replays with their promotions";
 }
 
 inline bool close(double a, double b, double tolerance) {
@@ -129,7 +130,8 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
   if (o.does.summary == "key_subspace" && c.basis_layers == 0) {
     freekv::examples::key_basis learnt(1, heads, o.does.rank, d);
     learnt.learn(0, prompt_keys);
-    c.layer.basis_data.assign(learnt.view().data, learnt.view().data + size(heads) * learnt.view().floats_per_head());
+    c.layer.basis_data.assign(learnt.view().data,
+                              learnt.view().data + size(heads) * learnt.view().floats_per_head());
   }
   oracle::decoder expected(oracle_settings(c.layer));
   expected.prompt(prompt_keys, rows_of(c.v, 0, c.layer.prompt, heads * d), c.layer.prompt);
@@ -139,7 +141,8 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
   for (int step = 0; step < c.layer.steps; ++step) {
     const int token = c.layer.prompt + step;
     const auto query = rows_of(c.q, token, 1, o.query_heads * d);
-    const auto want = expected.step(query, rows_of(c.k, token, 1, heads * d), rows_of(c.v, token, 1, heads * d));
+    const auto want =
+        expected.step(query, rows_of(c.k, token, 1, heads * d), rows_of(c.v, token, 1, heads * d));
     const auto full = expected.full(query);
     ++seen.steps;
     for (int h = 0; h < heads; ++h) {
@@ -178,7 +181,8 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
           fail("lse of query head ", g, " is ", r.lse[head], " for ", want.lse[size(g)]);
         for (int i = 0; i < d; ++i)
           if (!close(static_cast<double>(out[size(i)]), want.out[size(g * d + i)], 2e-5))
-            fail("output ", i, " of query head ", g, " is ", out[size(i)], " for ", want.out[size(g * d + i)]);
+            fail("output ", i, " of query head ", g, " is ", out[size(i)], " for ",
+                 want.out[size(g * d + i)]);
       }
       // Recall is that of this selection and the next: both, and what was held, must be equal.
       const bool comparable = equal && previous_equal[size(h)] && same_flag && row.speculate_firm;

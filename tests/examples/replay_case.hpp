@@ -51,6 +51,7 @@ struct replay_case {
   std::string tau = "0.9", scale;  // as text; no scale: the default
   int threads = 1;
   int basis_layers = 0, basis_layer = 0;  // 0 layers: the basis is learnt from the prompt
+  int spare_rank = 0;                     // rows in the basis file beyond --rank
   bool trace_names_layer = false;
   std::vector<float> q, k, v;  // as the file holds them, exactly
 
@@ -58,10 +59,7 @@ struct replay_case {
   bool retrieves() const { return variants_of_contract().at(variant).plan == "retrieval"; }
   /// The type in which keys and values are kept.
   std::string kept_dtype() const {
-    return dtype_flag == "f32"    ? "F32"
-           : dtype_flag == "f16"  ? "F16"
-           : dtype_flag == "bf16" ? "BF16"
-                                  : dtype;
+    return dtype_flag == "f32" ? "F32" : dtype_flag == "f16" ? "F16" : dtype_flag == "bf16" ? "BF16" : dtype;
   }
 };
 
@@ -99,6 +97,7 @@ inline void fill_trace(replay_case& c) {
   }
   dice d(c.layer.seed + 17);
   c.layer.basis_data = random_basis(d, o.kv_heads, o.does.rank, o.head_dim);
+  o.basis = {nullptr, 1, o.kv_heads, o.does.rank, o.head_dim};
 }
 
 inline const std::vector<std::string>& all_dtypes() {
@@ -121,8 +120,9 @@ inline replay_case random_replay(std::uint64_t seed) {
   o.kv_heads = d.one_of({1, 1, 2, 3});
   o.query_heads = o.kv_heads * (o.kv_heads == 1 ? d.between(1, 16) : d.one_of({1, 2, 3, 4}));
   o.budget = {o.page * d.between(0, 2), o.page * d.between(1, 2), d.one_of({1, 1, 2, 3, 40})};
-  c.layer.prompt = d.one_of({0, 1, o.page - 1, 4 * o.page, d.between(5, 10) * o.page, d.between(5, 10) * o.page + 3});
-  c.layer.steps = d.between(1, o.page + 4);
+  c.layer.prompt =
+      d.one_of({0, 1, o.page - 1, 4 * o.page, d.between(5, 10) * o.page, d.between(5, 10) * o.page + 3});
+  c.layer.steps = d.between(o.page / 2, 2 * o.page);
   c.query_dtype = all_dtypes()[size(d.below(3))];
   c.dtype = all_dtypes()[size(d.below(3))];
   c.dtype_flag = d.one_of<std::string>({"stored", "stored", "stored", "f32", "f16", "bf16"});
@@ -131,6 +131,7 @@ inline replay_case random_replay(std::uint64_t seed) {
   c.threads = d.between(1, 3);
   if (d.below(2) == 0) c.basis_layers = d.between(1, 3);
   c.basis_layer = c.basis_layers == 0 ? 0 : d.below(c.basis_layers);
+  c.spare_rank = d.between(0, 3);
   c.trace_names_layer = d.below(2) == 0;
   fill_trace(c);
   return c;
@@ -141,29 +142,28 @@ inline file_parts trace_of(const replay_case& c) {
   const auto& o = c.layer.options;
   metadata_map metadata{{"prompt_len", std::to_string(c.layer.prompt)}};
   if (c.trace_names_layer) metadata["layer"] = std::to_string(c.basis_layer);
-  return parts_of({{"q",
-                    {c.query_dtype,
-                     {c.tokens(), o.query_heads, o.head_dim},
-                     bytes_of(c.q, c.query_dtype)}},
-                   {"k", {c.dtype, {c.tokens(), o.kv_heads, o.head_dim}, bytes_of(c.k, c.dtype)}},
-                   {"v", {c.dtype, {c.tokens(), o.kv_heads, o.head_dim}, bytes_of(c.v, c.dtype)}}},
-                  metadata);
+  return parts_of(
+      {{"q", {c.query_dtype, {c.tokens(), o.query_heads, o.head_dim}, bytes_of(c.q, c.query_dtype)}},
+       {"k", {c.dtype, {c.tokens(), o.kv_heads, o.head_dim}, bytes_of(c.k, c.dtype)}},
+       {"v", {c.dtype, {c.tokens(), o.kv_heads, o.head_dim}, bytes_of(c.v, c.dtype)}}},
+      metadata);
 }
 
-/// A basis file: the case's basis as one of several layers.
+/// A basis file: the case's basis as one of several layers. All else in it is not to be used.
 inline std::string basis_file_of(const replay_case& c) {
   const auto& o = c.layer.options;
   const auto view = c.layer.with_basis().basis;
+  const int rank = o.does.rank + c.spare_rank;
   std::vector<float> mean, rows;
   for (int layer = 0; layer < c.basis_layers; ++layer)
     for (int head = 0; head < o.kv_heads; ++head) {
-      const float sign = layer == c.basis_layer ? 1.0f : 0.0f;  // another layer must not do as well
-      for (int i = 0; i < o.head_dim; ++i) mean.push_back(sign * view.mean(0, head)[i]);
-      for (int i = 0; i < o.does.rank * o.head_dim; ++i) rows.push_back(sign * view.rows(0, head)[i]);
+      const float used = layer == c.basis_layer ? 1.0f : 0.0f;
+      for (int i = 0; i < o.head_dim; ++i) mean.push_back(used * view.mean(0, head)[i]);
+      for (int i = 0; i < o.does.rank * o.head_dim; ++i) rows.push_back(used * view.rows(0, head)[i]);
+      rows.insert(rows.end(), size(c.spare_rank * o.head_dim), 1.0f);
     }
   return parts_of({{"mean", {"F32", {c.basis_layers, o.kv_heads, o.head_dim}, bytes_of(mean, "F32")}},
-                   {"rows",
-                    {"F32", {c.basis_layers, o.kv_heads, o.does.rank, o.head_dim}, bytes_of(rows, "F32")}}},
+                   {"rows", {"F32", {c.basis_layers, o.kv_heads, rank, o.head_dim}, bytes_of(rows, "F32")}}},
                   {})
       .whole();
 }

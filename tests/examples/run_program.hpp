@@ -70,9 +70,7 @@ inline program_end run_program(const std::vector<std::string>& command, const pr
   if (child < 0) throw std::runtime_error("fork failed");
   if (child == 0) {
     const auto limit = [](auto resource, std::size_t most) {
-      const struct rlimit both {
-        most, most
-      };
+      const struct rlimit both { most, most };
       if (most != 0) ::setrlimit(resource, &both);
     };
     if (!sanitized) limit(RLIMIT_AS, limits.address_space);

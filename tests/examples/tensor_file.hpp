@@ -102,9 +102,8 @@ inline file_parts parts_of(const tensor_map& tensors, const metadata_map& metada
   for (const auto& [name, tensor] : tensors) {
     const std::size_t begin = parts.data.size();
     parts.data += tensor.bytes;
-    parts.header[name] = {{"dtype", tensor.dtype},
-                          {"shape", tensor.shape},
-                          {"data_offsets", {begin, parts.data.size()}}};
+    parts.header[name] = {
+        {"dtype", tensor.dtype}, {"shape", tensor.shape}, {"data_offsets", {begin, parts.data.size()}}};
   }
   return parts;
 }

@@ -65,7 +65,8 @@ TEST_CASE("drift is the oracle's mean cosine for every group size and head_dim",
   CHECK(kept > 500);
 }
 
-TEST_CASE("a zero, overflowing, underflowing or NaN query of any head leaves the drift undefined", "[drift]") {
+TEST_CASE("a zero, overflowing, underflowing or NaN query of any head leaves the drift undefined",
+          "[drift]") {
   dice d(2);
   for (const float bad : {0.0f, 1e30f, 1e-30f, inf, -inf, quiet_nan})
     for (const int group : {1, 2, 5})
@@ -99,8 +100,8 @@ TEST_CASE("one element that is not finite is enough", "[drift]") {
 TEST_CASE("norms near the ends of the range are defined as long as float32 holds them", "[drift]") {
   for (const executor on : executors()) {
     CHECK(drift_on(on, constant(6e18f, 1e-15f)).defined);
-    CHECK(drift_on(on, constant(6e18f, 6e18f)).defined);    // norm 1.7e19, product 2.9e38
-    CHECK_FALSE(drift_on(on, constant(7e18f, 1.0f)).defined);  // 8 * 4.9e37 overflows
+    CHECK(drift_on(on, constant(6e18f, 6e18f)).defined);        // norm 1.7e19, product 2.9e38
+    CHECK_FALSE(drift_on(on, constant(7e18f, 1.0f)).defined);   // 8 * 4.9e37 overflows
     CHECK_FALSE(drift_on(on, constant(1.0f, 1e-24f)).defined);  // its square is 0
     CHECK(drift_on(on, constant(-2.0f, 3.0f)).cosine == Approx(-1.0));
   }

@@ -60,7 +60,8 @@ TEST_CASE("roles at every length are the oracle's page sets", "[geometry]") {
   }
 }
 
-TEST_CASE("the ring holds its pages in slots of their own, apart from sink and selected slots", "[geometry]") {
+TEST_CASE("the ring holds its pages in slots of their own, apart from sink and selected slots",
+          "[geometry]") {
   for (const auto& b : budgets()) {
     const auto slots = freekv::slots_for(b.budget(), b.page);
     CHECK(slots.sink == b.sink_pages);

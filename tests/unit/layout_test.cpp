@@ -54,8 +54,7 @@ TEMPLATE_LIST_TEST_CASE("a page layout's mapping has the types of an mdspan layo
   STATIC_REQUIRE(std::is_same_v<typename mapping::index_type, typename extents::index_type>);
   STATIC_REQUIRE(std::is_same_v<typename mapping::size_type, typename extents::size_type>);
   STATIC_REQUIRE(std::is_same_v<typename mapping::rank_type, typename extents::rank_type>);
-  STATIC_REQUIRE(
-      std::is_same_v<typename mapping::layout_type::template mapping<extents>, mapping>);
+  STATIC_REQUIRE(std::is_same_v<typename mapping::layout_type::template mapping<extents>, mapping>);
   STATIC_REQUIRE(std::is_same_v<typename mapping::index_type, std::int64_t>);
 
   STATIC_REQUIRE(std::is_default_constructible_v<mapping>);

@@ -27,10 +27,10 @@ constexpr std::size_t count(std::integral auto n) { return static_cast<std::size
 enum class executor : std::uint8_t { one_lane, baseline, best };
 
 inline std::ostream& operator<<(std::ostream& out, executor e) {
-  return out << (e == executor::one_lane ? std::string_view("one lane")
-                                         : freekv::host::name_of(e == executor::best
-                                                                     ? freekv::host::best_isa()
-                                                                     : freekv::host::isa::baseline));
+  return out << (e == executor::one_lane
+                     ? std::string_view("one lane")
+                     : freekv::host::name_of(e == executor::best ? freekv::host::best_isa()
+                                                                 : freekv::host::isa::baseline));
 }
 
 inline std::vector<executor> executors() {

@@ -66,10 +66,12 @@ scored score_by(executor on, const Policy& whole, const page_case& c, int stride
   const auto policy = freekv::summary_at(whole, 0, 0);
   const auto page = c.page();
   const auto keys = stored_as<E>(c.keys);
-  std::vector<E> rows(count(c.p * stride), freekv::from_float<E>(quiet_nan));  // between rows lies nothing of ours
+  std::vector<E> rows(count(c.p * stride),
+                      freekv::from_float<E>(quiet_nan));  // between rows lies nothing of ours
   for (int t = 0; t < c.p; ++t) std::copy_n(keys.begin() + t * c.d, c.d, rows.begin() + t * stride);
   const int width = policy.width(page), query_width = freekv::summary_query_width(policy, c.d);
-  std::vector<float> key_scratch(c.keys.size()), numbers(count(width)), prepared(count(c.group * query_width));
+  std::vector<float> key_scratch(c.keys.size()), numbers(count(width)),
+      prepared(count(c.group * query_width));
   const std::size_t bytes = freekv::summary_bytes<E>(policy, page);
   constexpr std::byte guard{0xab};
   scored result{std::vector<std::byte>(bytes + 64, guard), std::vector<float>(count(width), -1.0f),
@@ -157,19 +159,19 @@ int random_stride(dice& d, const page_case& c) { return c.d * d.one_of({1, 2, 5}
 
 }  // namespace
 
-TEMPLATE_TEST_CASE("min_max keeps the exact minimum and maximum, and scores as the oracle", "[summary]", float,
-                   half, bfloat16) {
+TEMPLATE_TEST_CASE("min_max keeps the exact minimum and maximum, and scores as the oracle", "[summary]",
+                   float, half, bfloat16) {
   dice d(1);
   for (int trial = 0; trial < 60; ++trial) {
     const auto c = make_page<TestType>(d);
     const auto s = oracle_for(c, oracle::summary_kind::min_max, 1, 32);
     CHECK(freekv::summary_bytes<TestType>(freekv::min_max{}, c.page()) == 2 * count(c.d) * sizeof(TestType));
-    compare<TestType>(freekv::min_max{}, c, s, random_stride(d, c),
-                      [&](const std::vector<float>& numbers, const oracle::page_summary& summary) {
-                        CHECK(std::equal(numbers.begin(), numbers.end(), summary.values.begin(),
-                                         summary.values.end(),
-                                         [](float a, double b) { return static_cast<double>(a) == b; }));
-                      });
+    compare<TestType>(
+        freekv::min_max{}, c, s, random_stride(d, c),
+        [&](const std::vector<float>& numbers, const oracle::page_summary& summary) {
+          CHECK(std::equal(numbers.begin(), numbers.end(), summary.values.begin(), summary.values.end(),
+                           [](float a, double b) { return static_cast<double>(a) == b; }));
+        });
   }
 }
 
@@ -190,21 +192,20 @@ TEST_CASE("a min_max score is an upper bound of every key's score", "[summary]")
   }
 }
 
-TEMPLATE_TEST_CASE("chunk_means keeps the mean key of every chunk, and scores as the oracle", "[summary]", float,
-                   half, bfloat16) {
+TEMPLATE_TEST_CASE("chunk_means keeps the mean key of every chunk, and scores as the oracle", "[summary]",
+                   float, half, bfloat16) {
   dice d(3);
   for (int trial = 0; trial < 60; ++trial) {
     const auto c = make_page<TestType>(d);
     const int chunk = d.one_of({1, 2, 4, 8, c.p});
     const any_chunk policy{{chunk}};
     CHECK(freekv::summary_bytes<TestType>(policy, c.page()) == count(c.p / chunk * c.d) * sizeof(float));
-    compare<TestType>(policy, c, oracle_for(c, oracle::summary_kind::chunk_means, chunk, 32),
-                      random_stride(d, c),
-                      [&](const std::vector<float>& numbers, const oracle::page_summary& summary) {
-                        CHECK(std::equal(numbers.begin(), numbers.end(), summary.values.begin(),
-                                         summary.values.end(),
-                                         [](float a, double b) { return is_near(a, b, 2e-6 * 8.0); }));
-                      });
+    compare<TestType>(
+        policy, c, oracle_for(c, oracle::summary_kind::chunk_means, chunk, 32), random_stride(d, c),
+        [&](const std::vector<float>& numbers, const oracle::page_summary& summary) {
+          CHECK(std::equal(numbers.begin(), numbers.end(), summary.values.begin(), summary.values.end(),
+                           [](float a, double b) { return is_near(a, b, 2e-6 * 8.0); }));
+        });
   }
 }
 
@@ -216,8 +217,8 @@ TEMPLATE_TEST_CASE("key_subspace keeps each token's coefficients in its bits, an
     const int bits = d.one_of({2, 3, 4, 8, 32});
     const auto policy = c.subspace(bits);
     const int largest_code = (1 << (bits == 32 ? 0 : bits - 1)) - 1;
-    const std::size_t bytes = bits == 32 ? count(c.rank * c.p * 4)
-                                         : (count(c.rank * c.p * bits / 8) + 3) / 4 * 4 + count(4 * c.p);
+    const std::size_t bytes =
+        bits == 32 ? count(c.rank * c.p * 4) : (count(c.rank * c.p * bits / 8) + 3) / 4 * 4 + count(4 * c.p);
     CHECK(freekv::summary_bytes<TestType>(policy, c.page()) == bytes);
     compare<TestType>(
         policy, c, oracle_for(c, oracle::summary_kind::key_subspace, 1, bits), random_stride(d, c),
@@ -227,8 +228,9 @@ TEMPLATE_TEST_CASE("key_subspace keeps each token's coefficients in its bits, an
             for (int r = 0; r < c.rank; ++r) {
               const float code = numbers[count(r * c.p + t)], scale = numbers[count(c.rank * c.p + t)];
               if (bits != 32 && (code < 0.0f || code > 2.0f * static_cast<float>(largest_code))) ++wrong;
-              const double value = bits == 32 ? static_cast<double>(code)
-                                              : (static_cast<double>(code) - largest_code) * static_cast<double>(scale);
+              const double value =
+                  bits == 32 ? static_cast<double>(code)
+                             : (static_cast<double>(code) - largest_code) * static_cast<double>(scale);
               const auto at = count(t * c.rank + r);
               if (!is_near(value, summary.values[at], summary.doubt[at] + 3e-5)) ++wrong;
             }
@@ -264,8 +266,8 @@ TEST_CASE("NaN in one head's query makes the page -infinity for the whole group"
   }
 }
 
-TEMPLATE_TEST_CASE("infinities, NaN and zeros of both signs count as the specification says", "[summary]", float,
-                   half, bfloat16) {
+TEMPLATE_TEST_CASE("infinities, NaN and zeros of both signs count as the specification says", "[summary]",
+                   float, half, bfloat16) {
   dice d(7);
   int finite = 0, lowest = 0, highest = 0;
   for (int trial = 0; trial < 400; ++trial) {
@@ -292,9 +294,10 @@ TEMPLATE_TEST_CASE("infinities, NaN and zeros of both signs count as the specifi
         const double score = expected[count(g)];
         // With finite terms this is the tests above; here it matters which kind of number comes out.
         const double doubt = oracle::score_doubt(s, 0, oracle::row_of(c.queries, g, c.d), summary);
-        const bool same = score == -oracle::infinity       ? got.scores[count(g)] == -inf
-                          : score == oracle::largest_float ? got.scores[count(g)] == largest
-                                                           : is_near(got.scores[count(g)], score, 1e-3 + doubt);
+        const bool same = score == -oracle::infinity ? got.scores[count(g)] == -inf
+                          : score == oracle::largest_float
+                              ? got.scores[count(g)] == largest
+                              : is_near(got.scores[count(g)], score, 1e-3 + doubt);
         CHECK(same);
         (score == -oracle::infinity ? lowest : score == oracle::largest_float ? highest : finite) += 1;
       }
@@ -373,8 +376,10 @@ TEMPLATE_TEST_CASE("sizes fixed at compile time and set at run time give the sam
       INFO(c << " on " << on);
       CHECK(same(by(freekv::key_subspace<24, 3>{.basis = basis}), by(c.subspace(3))));
       CHECK(same(by(freekv::key_subspace<24, 32>{.basis = basis}), by(c.subspace(32))));
-      CHECK(same(by(freekv::key_subspace<24, freekv::dynamic>{.bits = {8}, .basis = basis}), by(c.subspace(8))));
-      CHECK(same(by(freekv::key_subspace<freekv::dynamic, 2>{.rank = {24}, .basis = basis}), by(c.subspace(2))));
+      CHECK(same(by(freekv::key_subspace<24, freekv::dynamic>{.bits = {8}, .basis = basis}),
+                 by(c.subspace(8))));
+      CHECK(same(by(freekv::key_subspace<freekv::dynamic, 2>{.rank = {24}, .basis = basis}),
+                 by(c.subspace(2))));
       CHECK(same(by(freekv::chunk_means<4>{}), by(any_chunk{{4}})));
     }
   }

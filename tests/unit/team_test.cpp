@@ -15,9 +15,9 @@ using namespace tests;
 using freekv::bfloat16;
 using freekv::half;
 
-const std::vector<float> specials{0.0f, -0.0f, 1.0f,     -1.0f, 1e-45f, -1e-45f, 1.17549435e-38f,
-                                  2.5f, inf,   -inf,     quiet_nan,   -quiet_nan,   largest, -largest,
-                                  3.0f, -3.0f, 0.33333f, 1e30f, -1e30f};
+const std::vector<float> specials{0.0f, -0.0f, 1.0f,     -1.0f,     1e-45f,     -1e-45f, 1.17549435e-38f,
+                                  2.5f, inf,   -inf,     quiet_nan, -quiet_nan, largest, -largest,
+                                  3.0f, -3.0f, 0.33333f, 1e30f,     -1e30f};
 
 /// Both NaN, or the same bits.
 bool same_number(float a, float b) {
@@ -103,9 +103,8 @@ TEST_CASE("packs add, subtract, multiply and fill elementwise", "[team]") {
     const auto sums = elementwise(on, a, b, [](auto, const auto& x, const auto& y) { return x + y; });
     const auto rests = elementwise(on, a, b, [](auto, const auto& x, const auto& y) { return x - y; });
     const auto products = elementwise(on, a, b, [](auto, const auto& x, const auto& y) { return x * y; });
-    const auto filled = elementwise(on, a, b, [](auto team, const auto&, const auto&) {
-      return typename decltype(team)::pack(0.1f);
-    });
+    const auto filled = elementwise(
+        on, a, b, [](auto team, const auto&, const auto&) { return typename decltype(team)::pack(0.1f); });
     int wrong = 0;
     for (std::size_t i = 0; i < a.size(); ++i) {
       wrong += !same_number(sums[i], a[i] + b[i]);
@@ -213,7 +212,8 @@ TEST_CASE("exp is within 2 ulp over the whole range", "[team]") {
   while (x.size() % 8 != 0) x.push_back(0.0f);
   for (const executor on : executors()) {
     INFO(on);
-    const auto result = elementwise(on, x, x, [](auto team, const auto& p, const auto&) { return team.exp(p); });
+    const auto result =
+        elementwise(on, x, x, [](auto team, const auto& p, const auto&) { return team.exp(p); });
     double worst = 0.0;
     int wrong = 0;
     for (std::size_t i = 0; i < x.size(); ++i) {
@@ -234,9 +234,17 @@ TEST_CASE("exp of what is not finite, and of zero, in every lane", "[team]") {
   for (const executor on : executors()) {
     INFO(on);
     for (std::size_t lane = 0; lane < 8; ++lane)
-      for (const auto& [x, expected] :
-           {std::pair{0.0f, 1.0f}, {-0.0f, 1.0f}, {inf, inf}, {-inf, 0.0f}, {quiet_nan, quiet_nan}, {-quiet_nan, quiet_nan},
-            {largest, inf}, {-largest, 0.0f}, {1e-45f, 1.0f}, {200.0f, inf}, {-200.0f, 0.0f}}) {
+      for (const auto& [x, expected] : {std::pair{0.0f, 1.0f},
+                                        {-0.0f, 1.0f},
+                                        {inf, inf},
+                                        {-inf, 0.0f},
+                                        {quiet_nan, quiet_nan},
+                                        {-quiet_nan, quiet_nan},
+                                        {largest, inf},
+                                        {-largest, 0.0f},
+                                        {1e-45f, 1.0f},
+                                        {200.0f, inf},
+                                        {-200.0f, 0.0f}}) {
         std::vector<float> pack(8, -1.0f);
         pack[lane] = x;
         const auto result =
@@ -257,7 +265,8 @@ TEST_CASE("log is within 2 ulp over the whole range", "[team]") {
   while (x.size() % 8 != 0) x.push_back(1.0f);
   for (const executor on : executors()) {
     INFO(on);
-    const auto result = elementwise(on, x, x, [](auto team, const auto& p, const auto&) { return team.log(p); });
+    const auto result =
+        elementwise(on, x, x, [](auto team, const auto& p, const auto&) { return team.log(p); });
     double worst = 0.0;
     for (std::size_t i = 0; i < x.size(); ++i)
       worst = std::max(worst, ulps(result[i], std::log(static_cast<double>(x[i]))));
@@ -281,7 +290,8 @@ TEST_CASE("log of zero, one, infinity and NaN in every lane", "[team]") {
   }
 }
 
-TEMPLATE_TEST_CASE("all 65536 patterns of 16 bits widen to the number they stand for", "[team]", half, bfloat16) {
+TEMPLATE_TEST_CASE("all 65536 patterns of 16 bits widen to the number they stand for", "[team]", half,
+                   bfloat16) {
   std::vector<TestType> all(65536);
   for (std::uint32_t bits = 0; bits < 65536; ++bits) {
     const auto pattern = static_cast<std::uint16_t>(bits);
@@ -298,7 +308,7 @@ TEMPLATE_TEST_CASE("all 65536 patterns of 16 bits widen to the number they stand
       if constexpr (std::is_same_v<TestType, half>) {
         const int exponent = static_cast<int>(bits >> 10 & 31u);
         const auto mantissa = static_cast<float>(bits & 1023u);
-        expected = exponent == 31 ? (mantissa == 0.0f ? inf : quiet_nan)
+        expected = exponent == 31  ? (mantissa == 0.0f ? inf : quiet_nan)
                    : exponent == 0 ? std::ldexp(mantissa, -24)
                                    : std::ldexp(1024.0f + mantissa, exponent - 25);
         if (negative) expected = -expected;
@@ -358,7 +368,8 @@ TEST_CASE("codes of 2, 3, 4 and 8 bits read back, the first in the lowest bits",
   });
 }
 
-TEST_CASE("a pack is as aligned as the register it is loaded to, so that it may be kept in any array", "[team]") {
+TEST_CASE("a pack is as aligned as the register it is loaded to, so that it may be kept in any array",
+          "[team]") {
   run_on(executor::best, [](auto team) {
     using pack = typename decltype(team)::pack;
     CHECK(alignof(pack) == sizeof(pack));

@@ -42,12 +42,14 @@ inline constexpr bool is_plan = plan_policy<P>;
 template <class... P>
 inline constexpr bool is_plan<any_of<P...>> = (plan_policy<P> && ...);
 
+/// "key_subspace(24, 3)": a policy's name, and in brackets what its `values()` says it was given.
 template <class P>
 std::string printed(const P& policy) {
-  if constexpr (requires { policy.name(); })
-    return std::string(policy.name());
-  else
-    return std::string(P::name);
+  return resolve(policy, [](const auto& chosen) {
+    std::string text(chosen.name);
+    if constexpr (requires { chosen.values(); }) text += "(" + chosen.values() + ")";
+    return text;
+  });
 }
 
 }  // namespace detail

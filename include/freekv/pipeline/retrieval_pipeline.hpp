@@ -91,6 +91,19 @@ class basic_retrieval_pipeline {
   ~basic_retrieval_pipeline() { synchronize(); }
 
   const settings& configuration() const { return settings_; }
+  /// The method in words: "key_subspace(24, 3), mean_softmax, top_k, cosine_drift(0.9), complete_first(1), resident,
+  /// page 32, nhd/hnd, bf16".
+  std::string name() const {
+    const settings& s = settings_;
+    using detail::printed;
+    using layouts = typename Pack::layouts;
+    std::string text;
+    for (const std::string& policy : {printed(s.summary), printed(s.pooling), printed(s.selection),
+                                      printed(s.correction), printed(s.plan), printed(s.route)})
+      text += policy + ", ";
+    return text + "page " + std::to_string(int{s.page.tokens}) + ", " + std::string(layouts::fast::name) +
+           "/" + std::string(layouts::slow::name) + ", " + std::string(element_name<element>);
+  }
   const memory_bytes& bytes() const { return parts_->bytes; }
   /// Bytes of one recalled slice: one KV head's keys and values of a page.
   std::size_t slice_bytes() const {

@@ -8,6 +8,7 @@
 #include <freekv/core/policy.hpp>
 #include <freekv/core/team.hpp>
 #include <freekv/functors/query_drift.hpp>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -33,6 +34,11 @@ struct cosine_drift {
   };
   layer_policy at(int layer) const {
     return {tau_of_layer.empty() ? tau : tau_of_layer[static_cast<std::size_t>(layer)]};
+  }
+  std::string values() const {
+    std::ostringstream text;
+    text << tau;
+    return tau_of_layer.empty() ? text.str() : "by layer";
   }
   void validate(int layers) const {
     if (!tau_of_layer.empty() && tau_of_layer.size() != static_cast<std::size_t>(layers))

@@ -51,6 +51,7 @@ struct key_subspace {
     return code_bytes(page) + tokens * sizeof(float);
   }
 
+  std::string values() const { return std::to_string(int{rank}) + ", " + std::to_string(int{bits}); }
   void validate(const summary_setting& s) const {
     const auto text = [](int n) { return std::to_string(n); };
     if (bits != 2 && bits != 3 && bits != 4 && bits != 8 && bits != 32)

@@ -6,6 +6,7 @@
 #include <freekv/config.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
+#include <string>
 #include <string_view>
 
 namespace freekv {
@@ -23,6 +24,7 @@ struct complete_first {
   static constexpr std::string_view name =
       Rest == layer_kind::window ? "complete_first_then_window" : "complete_first";
   [[no_unique_address]] count_of<Layers> layers{};
+  std::string values() const { return std::to_string(int{layers}); }
   constexpr layer_kind kind(int layer) const { return layer < layers ? layer_kind::complete : Rest; }
 };
 

@@ -185,6 +185,7 @@ struct chunk_means {
 
   FREEKV_HD constexpr int width(page_geometry page) const { return page.tokens / tokens * page.head_dim; }
 
+  std::string values() const { return std::to_string(int{tokens}); }
   void validate(const summary_setting& s) const {
     if (tokens < 1 || s.page.tokens % tokens != 0)
       throw settings_error("chunk_means: a chunk of " + std::to_string(int{tokens}) +

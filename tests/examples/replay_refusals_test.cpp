@@ -1,0 +1,458 @@
+// What freekv-replay does not accept: one sentence on stderr, exit code 2, and nothing else touched.
+
+#include <sys/stat.h>
+
+#include "../catch.hpp"
+#include "replay_case.hpp"
+
+using namespace tests;
+
+namespace {
+
+constexpr std::size_t two_gigabytes = std::size_t{2} << 30;
+
+/// A correct trace: 40 tokens, 30 of them the prompt, 4 query heads, 2 KV heads, d 64, F32.
+file_parts good_trace() {
+  const auto zeros = [](std::int64_t heads) {
+    return tensor_text{"F32", {40, heads, 64}, std::string(size(40 * heads * 64 * 4), '\0')};
+  };
+  return parts_of({{"q", zeros(4)}, {"k", zeros(2)}, {"v", zeros(2)}}, {{"prompt_len", "30"}});
+}
+
+/// A correct basis for it, of rank 24.
+tensor_map good_basis(std::int64_t layers = 1, std::int64_t heads = 2, std::int64_t rank = 24,
+                      std::int64_t d = 64) {
+  return {
+      {"mean", {"F32", {layers, heads, d}, std::string(size(layers * heads * d * 4), '\0')}},
+      {"rows", {"F32", {layers, heads, rank, d}, std::string(size(layers * heads * rank * d * 4), '\0')}}};
+}
+
+/// The program's fault as one line; checks that it is one sentence.
+std::string sentence_of(const program_end& end) {
+  INFO(end);
+  CHECK(end.exit_code == 2);
+  CHECK(end.out.empty());
+  CHECK_FALSE(end.err.empty());
+  if (end.err.empty()) return {};
+  CHECK(end.err.back() == '\n');
+  const std::string line = end.err.substr(0, end.err.size() - 1);
+  CHECK(line.rfind("freekv-replay: ", 0) == 0);
+  CHECK(line.size() > 30);
+  CHECK(line.size() < 1000);
+  CHECK(line.find(". ") == std::string::npos);
+  CHECK(line.back() != '.');
+  CHECK(std::none_of(line.begin(), line.end(),
+                     [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; }));
+  return line;
+}
+
+void check_mentions(const std::string& line, const std::vector<std::string>& parts) {
+  for (const std::string& part : parts) {
+    INFO(line);
+    INFO("lacks: " << part);
+    CHECK(line.find(part) != std::string::npos);
+  }
+}
+
+/// A folder with a trace and a basis in which replays are refused.
+class refusals {
+ public:
+  explicit refusals(const std::string& trace = good_trace().whole()) {
+    store(folder / "trace", trace);
+    store(folder / "basis", parts_of(good_basis(), {}).whole());
+  }
+
+  /// `arguments` behind the program, the trace and --out, with and without a file under the output's name.
+  /// Each of `parts` is in the sentence.
+  void refuse(const std::vector<std::string>& arguments, const std::vector<std::string>& parts,
+              program_limits limits = {.address_space = two_gigabytes}) {
+    std::vector<std::string> command{FREEKV_REPLAY, folder / "trace", "--out", folder / "out"};
+    command.insert(command.end(), arguments.begin(), arguments.end());
+    refuse_command(command, parts, limits);
+    store(folder / "out", "an older file");
+    refuse_command(command, parts, limits);
+    CHECK(load(folder / "out") == "an older file");
+    fs::remove(folder / "out");
+  }
+  void refuse_command(const std::vector<std::string>& command, const std::vector<std::string>& parts,
+                      program_limits limits = {.address_space = two_gigabytes}) {
+    std::string shown;
+    for (const std::string& argument : command) shown += " " + argument.substr(0, 100);
+    INFO(shown);
+    const auto before = folder.listing();
+    check_mentions(sentence_of(run_program(command, limits)), parts);
+    CHECK(folder.listing() == before);
+  }
+
+  scratch_folder folder;
+};
+
+/// A trace that is wrong is refused with these words.
+void refuse_trace(const std::string& trace, const std::vector<std::string>& parts) {
+  refusals{trace}.refuse({}, parts);
+}
+void refuse_trace(const file_parts& trace, const std::vector<std::string>& parts) {
+  refuse_trace(trace.whole(), parts);
+}
+
+/// good_trace() with its header changed.
+template <class Change>
+file_parts changed(const Change& change) {
+  file_parts parts = good_trace();
+  change(parts.header);
+  return parts;
+}
+
+}  // namespace
+
+TEST_CASE("the trace and basis of these tests are accepted as they are", "[replay]") {
+  const refusals good;
+  for (const char* basis : {"prompt", "basis"}) {
+    const program_end end = run_program(
+        {FREEKV_REPLAY, good.folder / "trace", "--out", good.folder / "out", "--variant",
+         "freekv_key_subspace", "--basis", std::string(basis) == "prompt" ? basis : good.folder / basis},
+        {.address_space = two_gigabytes});
+    INFO(end);
+    CHECK(end.exit_code == 0);
+    CHECK(read_tensors(good.folder / "out").size() == 5);
+  }
+}
+
+TEST_CASE("options that cannot be are refused with the number and what to choose", "[replay]") {
+  refusals r;
+  r.refuse({"--k", "0"}, {"--k 0", "at least one"});
+  r.refuse({"--k", "-3"}, {"--k -3", "at least one"});
+  r.refuse({"--variant", "full", "--k", "0"}, {"--k 0"});
+  r.refuse({"--window", "0"}, {"window of 0", "page size 32"});
+  r.refuse({"--window", "-32"}, {"window of -32"});
+  r.refuse({"--window", "16"}, {"window of 16", "page size 32"});
+  r.refuse({"--window", "48"}, {"window of 48", "page size 32"});
+  r.refuse({"--sink", "48"}, {"sink of 48", "page size 32"});
+  r.refuse({"--sink", "-32"}, {"sink of -32"});
+  r.refuse({"--page", "7"}, {"page size 7", "multiple of 8"});
+  r.refuse({"--page", "12"}, {"page size 12", "multiple of 8"});
+  r.refuse({"--page", "264"}, {"page size 264", "256"});
+  r.refuse({"--page", "0"}, {"page size 0"});
+  r.refuse({"--page", "-8"}, {"page size -8"});
+  for (const char* chunk : {"0", "-4", "5", "64"})
+    r.refuse({"--summary", "chunk_means", "--chunk", chunk},
+             {"chunk of " + std::string(chunk), "page of 32"});
+  for (const char* rank : {"0", "-1", "65", "2000000000"})
+    for (const std::string& basis : {std::string("prompt"), r.folder / "basis"})
+      r.refuse({"--summary", "key_subspace", "--rank", rank, "--basis", basis},
+               {std::string("rank ") + rank});
+  for (const char* bits : {"0", "1", "5", "-3", "64"})
+    r.refuse({"--summary", "key_subspace", "--bits", bits}, {bits + std::string(" bits"), "2, 3, 4 or 8"});
+  for (const char* threads : {"0", "-1", "100000"})
+    r.refuse({"--threads", threads}, {threads + std::string(" threads"), "1 to 1024"});
+  r.refuse({"--scale", "-0.5"}, {"--scale -0.5", "negative"});
+  for (const char* scale : {"1e39", "1e-60"}) r.refuse({"--scale", scale}, {scale, "float32"});
+  for (const char* option : {"--tau", "--scale"})
+    for (const char* number :
+         {"nan", "NaN", "-nan", "inf", "-inf", "infinity", "1e400", "", "0.9x", "x", " 1"})
+      r.refuse({option, number}, {option});
+  for (const char* option :
+       {"--page", "--sink", "--window", "--k", "--chunk", "--rank", "--bits", "--threads", "--basis-layer"})
+    for (const char* number : {"nan", "1.5", "", "1e2", "0x20", "99999999999", "eight", "8 "})
+      r.refuse({option, number}, {option, "whole number"});
+  r.refuse({"--k", "2000000000"}, {"--k 2000000000", "pages"});  // legal, but not to be written
+}
+
+TEST_CASE("unknown names are refused with the known ones", "[replay]") {
+  refusals r;
+  r.refuse({"--variant", "freekv2"}, {"freekv2", "streaming_llm", "freekv_key_subspace"});
+  r.refuse({"--variant", ""}, {"--variant", "streaming_llm"});
+  r.refuse({"--summary", "mean"}, {"mean", "min_max", "chunk_means", "key_subspace"});
+  r.refuse({"--correction", "sometimes"}, {"sometimes", "cosine_drift", "always", "never"});
+  r.refuse({"--route", "direct"}, {"direct", "resident", "in_place"});
+  r.refuse({"--dtype", "F16"}, {"F16", "stored", "f32", "f16", "bf16"});
+  r.refuse({"--budget", "512"}, {"--budget", "--help"});
+  r.refuse({"-k", "8"}, {"-k", "--help"});
+  r.refuse({"second"}, {"second", "--help"});
+  r.refuse({"--k"}, {"--k", "--help"});
+  r.refuse({"--k", "3", "--k", "4"}, {"--k", "--help"});
+  r.refuse({"--no\nsuch\rflag\x1b[31m"}, {"--no such flag"});
+  r.refuse_command({FREEKV_REPLAY}, {"trace", "--help"});
+  r.refuse_command({FREEKV_REPLAY, ""}, {"''"});
+  r.refuse_command({FREEKV_REPLAY, "--out", r.folder / "out"}, {"trace", "--help"});
+}
+
+TEST_CASE("files that are no traces are refused", "[replay]") {
+  refusals r;
+  const auto refuse_file = [&](const std::string& name, const std::vector<std::string>& parts) {
+    r.refuse_command({FREEKV_REPLAY, name, "--out", r.folder / "out"}, parts);
+  };
+  refuse_file(r.folder / "absent", {"absent", "No such file"});
+  refuse_file(r.folder / "trace/below", {"Not a directory"});
+  refuse_file(r.folder / "", {"directory"});
+  REQUIRE(::mkfifo((r.folder / "fifo").c_str(), 0600) == 0);
+  refuse_file(r.folder / "fifo", {"FIFO"});
+  store(r.folder / "line\nbreak", "x");
+  refuse_file(r.folder / "line\nbreak", {"break"});
+  refuse_file(r.folder / "basis", {"no tensor 'q'"});
+
+  const std::string good = good_trace().whole();
+  refuse_trace(std::string(), {"empty"});
+  refuse_trace("PK\x03\x04", {"4 bytes"});
+  refuse_trace(std::string(1000, '\0'), {"header"});
+  refuse_trace(std::string(1000, '\xff'), {"header length", "18446744073709551615"});
+  for (const std::size_t bytes : {7, 8, 9, 100, 1000, 40000})
+    refuse_trace(good.substr(0, bytes), {bytes == 7 ? "7 bytes" : bytes < 400 ? "truncated" : "truncated"});
+  refuse_trace(good.substr(0, good.size() - 1), {"truncated"});
+  refuse_trace(good + '\0', {"no tensor covers"});
+}
+
+TEST_CASE("files that lie about their sizes are refused without the memory they ask for", "[replay]") {
+  const auto small = [](std::uint64_t length, const std::string& rest) {
+    return std::string(reinterpret_cast<const char*>(&length), 8) + rest;
+  };
+  for (const std::uint64_t length :
+       {~std::uint64_t{0}, std::uint64_t{1} << 63, std::uint64_t{1} << 40, std::uint64_t{100'000'001}})
+    refuse_trace(small(length, good_trace().header.dump()), {"header length", std::to_string(length)});
+  refuse_trace(small(99'999'999, good_trace().header.dump()), {"header length", "99999999"});
+
+  const auto lie = [](const std::vector<std::int64_t>& q, const std::vector<std::int64_t>& kv,
+                      std::uint64_t bytes) {
+    nlohmann::json header{{"__metadata__", {{"prompt_len", "0"}}}};
+    std::uint64_t offset = 0;
+    for (const char* name : {"q", "k", "v"}) {
+      header[name] = {{"dtype", "F32"},
+                      {"shape", std::string(name) == "q" ? q : kv},
+                      {"data_offsets", {offset, offset + bytes}}};
+      offset += bytes;
+    }
+    return file_of(header.dump(), "");
+  };
+  constexpr std::int64_t huge = std::int64_t{1} << 40;
+  refuse_trace(lie({huge, 1, 64}, {huge, 1, 64}, huge * 256), {"truncated"});
+  refuse_trace(lie({huge, huge, huge}, {huge, huge, huge}, 0), {"overflows"});
+  refuse_trace(lie({1 << 20, 32, 128}, {1 << 20, 8, 128}, 0), {"data_offsets"});
+  // No bytes, and so no lie that the format could see.
+  refuse_trace(lie({0, huge, 64}, {0, huge, 64}, 0), {"1024 heads"});
+  refuse_trace(lie({0, 1 << 20, 64}, {0, 1 << 20, 64}, 0), {"1024 heads"});
+  refuse_trace(lie({0, 1, huge}, {0, 1, huge}, 0), {"head_dim"});
+  refuse_trace(lie({huge, 1, 0}, {huge, 1, 0}, 0), {"tokens"});
+  refuse_trace(lie({1 << 29, 1, 0}, {1 << 29, 1, 0}, 0), {"head_dim 0"});
+  refuse_trace(lie({1 << 29, 0, 64}, {1 << 29, 0, 64}, 0), {"heads"});
+}
+
+TEST_CASE("headers that contradict themselves are refused", "[replay]") {
+  refuse_trace(file_of("[]", ""), {"'{'"});
+  refuse_trace(file_of("{", ""), {"JSON"});
+  refuse_trace(file_of("{}", ""), {"no tensor"});
+  for (const char* name : {"q", "k", "v"})
+    refuse_trace(changed([&](auto& header) {
+                   header["other"] = header[name];
+                   header.erase(name);
+                 }),
+                 {"no tensor '" + std::string(name) + "'"});
+  refuse_trace(changed([](auto& h) { h["q"]["dtype"] = "I32"; }), {"q has dtype I32", "F32, F16 or BF16"});
+  refuse_trace(changed([](auto& h) { h["v"]["dtype"] = "I32"; }), {"v has dtype I32"});
+  refuse_trace(changed([](auto& h) { h["v"]["dtype"] = "F33"; }), {"F33"});
+  refuse_trace(changed([](auto& h) { h["k"]["dtype"] = "F16"; }), {"'k'", "bytes"});
+  refuse_trace(changed([](auto& h) { h["k"]["shape"] = {40, 128}; }), {"k has shape (40, 128)", "head_dim"});
+  refuse_trace(changed([](auto& h) { h["k"]["shape"] = {40, 2, 64, 1}; }), {"k has shape (40, 2, 64, 1)"});
+  refuse_trace(changed([](auto& h) { h["k"]["shape"] = {20, 4, 64}; }), {"(20, 4, 64)", "(40, 2, 64)"});
+  refuse_trace(changed([](auto& h) { h["q"]["shape"] = {80, 2, 64}; }), {"(80, 2, 64)", "(40, 2, 64)"});
+  refuse_trace(changed([](auto& h) { h["q"]["shape"] = {40, 2, 128}; }), {"(40, 2, 128)", "(40, 2, 64)"});
+  refuse_trace(changed([](auto& h) { h["q"]["shape"] = {40, -4, 64}; }), {"-4"});
+  refuse_trace(changed([](auto& h) { h["q"]["shape"] = {40, 4.0, 64}; }), {"whole number"});
+  refuse_trace(changed([](auto& h) { h["q"].erase("shape"); }), {"'shape'"});
+  // q lies behind k, and v behind q.
+  refuse_trace(changed([](auto& h) { h["v"]["data_offsets"] = h["k"]["data_offsets"]; }), {"overlap"});
+  refuse_trace(changed([](auto& h) {
+                 for (auto& offset : h["v"]["data_offsets"]) offset = offset.template get<int>() - 4;
+               }),
+               {"overlap"});
+  file_parts gap = good_trace();
+  gap.data += "gap.";
+  for (auto& offset : gap.header["v"]["data_offsets"]) offset = offset.get<int>() + 4;
+  refuse_trace(gap, {"gap"});
+  refuse_trace(changed([](auto& h) { h["q"]["data_offsets"] = {100, 50}; }), {"end before"});
+  refuse_trace(changed([](auto& h) { h["q"]["data_offsets"] = {0}; }), {"data_offsets"});
+
+  const auto shaped = [](std::int64_t query_heads, std::int64_t kv_heads, std::int64_t d,
+                         const std::string& v_dtype = "F32") {
+    const auto zeros = [&](std::int64_t heads, const std::string& dtype) {
+      return tensor_text{
+          dtype, {4, heads, d}, std::string(size(4 * heads * d * (dtype == "F32" ? 4 : 2)), '\0')};
+    };
+    return parts_of(
+        {{"q", zeros(query_heads, "F32")}, {"k", zeros(kv_heads, "F32")}, {"v", zeros(kv_heads, v_dtype)}},
+        {{"prompt_len", "0"}});
+  };
+  refuse_trace(shaped(5, 2, 64), {"5 query heads", "2 KV heads"});
+  refuse_trace(shaped(1, 2, 64), {"1 query heads", "2 KV heads"});
+  refuse_trace(shaped(0, 2, 64), {"0 query heads"});
+  refuse_trace(shaped(2, 0, 64), {"0 KV heads"});
+  refuse_trace(shaped(2, 2, 64, "F16"), {"k is F32", "v is F16", "--dtype"});
+  for (const std::int64_t d : {24, 72, 512, 8192}) {
+    const auto number = "head_dim " + std::to_string(d);
+    refuse_trace(shaped(1, 1, d), {number, "(64, 80,", "FREEKV_HEAD_DIMS"});
+    // Before a basis of that size is learnt, which takes hours.
+    refusals{shaped(1, 1, d).whole()}.refuse({"--variant", "freekv_key_subspace", "--rank", "8"}, {number});
+  }
+}
+
+TEST_CASE("a prompt_len that is missing or no number of tokens is refused", "[replay]") {
+  refuse_trace(changed([](auto& h) { h.erase("__metadata__"); }), {"prompt_len", "decimal"});
+  refuse_trace(changed([](auto& h) { h["__metadata__"] = nlohmann::json::object(); }), {"prompt_len"});
+  refuse_trace(changed([](auto& h) { h["__metadata__"] = {{"prompt_length", "30"}}; }), {"prompt_len"});
+  refuse_trace(changed([](auto& h) { h["__metadata__"] = "30"; }), {"__metadata__"});
+  refuse_trace(changed([](auto& h) { h["__metadata__"]["prompt_len"] = 30; }), {"prompt_len", "string"});
+  for (const char* text : {"", " 30", "30 ", "-1", "-0", "+3", "3.0", "0x10", "thirty", "nan", "41",
+                           "4294967296", "18446744073709551617", "3\t\x1b[0m"})
+    refuse_trace(changed([&](auto& h) { h["__metadata__"]["prompt_len"] = text; }),
+                 {"prompt_len", "decimal number from 0 to", "40"});
+}
+
+TEST_CASE("a basis that does not fit the trace is refused", "[replay]") {
+  refusals r;
+  const auto refuse_basis = [&](const std::string& basis, const std::vector<std::string>& parts,
+                                const std::vector<std::string>& more = {}) {
+    store(r.folder / "basis", basis);
+    std::vector<std::string> arguments{"--variant", "freekv_key_subspace", "--basis", r.folder / "basis"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    r.refuse(arguments, parts);
+  };
+  const auto basis = [](const tensor_map& tensors) { return parts_of(tensors, {}).whole(); };
+  refuse_basis(basis(good_basis(1, 3)), {"3 heads", "2 heads"});
+  refuse_basis(basis(good_basis(1, 2, 24, 80)), {"head_dim 80", "head_dim 64"});
+  refuse_basis(basis(good_basis(1, 2, 16)), {"rank 16", "rank 24"});
+  refuse_basis(basis(good_basis(3)), {"3 layers", "--basis-layer"});
+  refuse_basis(basis(good_basis(3)), {"3 layers", "3"}, {"--basis-layer", "3"});
+  refuse_basis(basis(good_basis(3)), {"3 layers", "-1"}, {"--basis-layer", "-1"});
+  refuse_basis(basis({{"mean", good_basis()["mean"]}}), {"no tensor 'rows'"});
+  refuse_basis(basis({{"rows", good_basis()["rows"]}}), {"no tensor 'mean'"});
+  refuse_basis(basis({{"mean", good_basis(1, 1)["mean"]}, {"rows", good_basis()["rows"]}}), {"mean must be"});
+  refuse_basis(basis({{"mean", good_basis()["mean"]}, {"rows", good_basis()["mean"]}}), {"rows (layers"});
+  tensor_map integers = good_basis();
+  integers["rows"].dtype = "I32";
+  refuse_basis(basis(integers), {"I32"});
+  refuse_basis(basis(good_basis(1, 2, 0)), {"mean must be"});
+  refuse_basis(good_trace().whole(), {"no tensor 'mean'"});
+  refuse_basis("", {"empty"});
+  r.refuse({"--variant", "freekv_key_subspace", "--basis", r.folder / "absent"}, {"absent", "No such file"});
+  r.refuse({"--variant", "freekv_key_subspace", "--basis", r.folder / ""}, {"directory"});
+  r.refuse({"--variant", "freekv_key_subspace", "--basis", ""}, {"''"});
+}
+
+TEST_CASE("an output that cannot be written is refused before the trace is read", "[replay]") {
+  refusals r;
+  fs::create_directory(r.folder / "folder");
+  fs::create_directory_symlink(r.folder / "nowhere", r.folder / "dangling");
+  REQUIRE(::mkfifo((r.folder / "fifo").c_str(), 0600) == 0);
+  const auto refuse_output = [&](const std::string& out, const std::vector<std::string>& parts) {
+    // A trace that is missing would be the fault if it came first.
+    for (const std::string& trace : {r.folder / "trace", r.folder / "absent"})
+      r.refuse_command({FREEKV_REPLAY, trace, "--out", out}, parts);
+  };
+  refuse_output(r.folder / "absent-folder/out", {"absent-folder", "No such file"});
+  refuse_output(r.folder / "trace/out", {"Not a directory"});
+  refuse_output(r.folder / "folder", {"directory"});
+  refuse_output(r.folder / "folder/", {"folder"});
+  refuse_output(r.folder / "fifo", {"FIFO"});
+  refuse_output(r.folder / std::string(300, 'n'), {"too long"});
+  refuse_output("", {"empty file name"});
+}
+
+TEST_CASE("the inputs are not written over", "[replay]") {
+  refusals r;
+  const std::string trace = load(r.folder / "trace"), basis = load(r.folder / "basis");
+  fs::create_symlink(r.folder / "trace", r.folder / "link");
+  fs::create_hard_link(r.folder / "trace", r.folder / "other-name");
+  fs::create_directory(r.folder / "folder");
+  for (const char* name : {"trace", "link", "other-name", "./trace", "folder/../trace"})
+    r.refuse_command({FREEKV_REPLAY, r.folder / "trace", "--out", r.folder / name}, {"--out", "input"});
+  r.refuse_command({FREEKV_REPLAY, r.folder / "trace", "--variant", "freekv_key_subspace", "--basis",
+                    r.folder / "basis", "--out", r.folder / "basis"},
+                   {"--out", "input"});
+  CHECK(load(r.folder / "trace") == trace);
+  CHECK(load(r.folder / "basis") == basis);
+}
+
+TEST_CASE("a disk without room leaves no partial output", "[replay]") {
+  refusals r;
+  r.refuse({}, {"out", "written"}, {.file_size = 5000});
+}
+
+TEST_CASE("a summary that cannot be printed is a failure", "[replay]") {
+  if (::access("/dev/full", W_OK) != 0) return;
+  const refusals r;
+  const program_end end = run_program({FREEKV_REPLAY, r.folder / "trace"}, {.standard_output = "/dev/full"});
+  check_mentions(sentence_of(end), {"standard output"});
+}
+
+TEST_CASE("more memory than there is gives a sentence", "[replay]") {
+  if (sanitized) return;  // a sanitizer ends the program where memory is refused
+  refusals r;
+  // Legal, and 560 MB of -1.
+  r.refuse({"--k", "7000000"}, {"memory", "selected pages"}, {.address_space = std::size_t{1} << 29});
+}
+
+TEST_CASE("traces with random damage are replayed or refused, never worse", "[replay]") {
+  const scratch_folder folder;
+  const std::string good = good_trace().whole();
+  std::uint64_t header_bytes = 0;
+  std::memcpy(&header_bytes, good.data(), 8);
+  const int header_end = static_cast<int>(header_bytes) + 8;
+  int refused = 0, replayed = 0;
+  for (std::uint64_t seed = 1; seed <= 400; ++seed) {
+    dice d(seed);
+    std::string bad = good;
+    const auto somewhere = [&] {
+      return size(d.below(2) == 0 ? d.below(static_cast<int>(bad.size())) : d.below(header_end));
+    };
+    for (int faults = d.between(1, 3); faults > 0; --faults) {
+      const std::size_t at = std::min(somewhere(), bad.size() - 1);
+      switch (d.below(7)) {
+        case 0:
+          bad[at] = static_cast<char>(d.below(256));
+          break;
+        case 1:
+          bad[at] = static_cast<char>(bad[at] ^ (1 << d.below(8)));
+          break;
+        case 2:
+          bad.erase(at, size(d.between(1, 20)));
+          break;
+        case 3:
+          bad.insert(at, bad.substr(std::min(somewhere(), bad.size()), size(d.between(1, 20))));
+          break;
+        case 4:
+          bad.resize(std::max<std::size_t>(at, 1));
+          break;
+        case 5: {  // another digit, or many more
+          const std::size_t digit = bad.find_first_of("0123456789", at);
+          if (digit != std::string::npos)
+            bad.insert(digit, d.one_of<std::string>({"9", "0", "-", "1e9", "999999999"}));
+          break;
+        }
+        default: {  // another number of the header's length
+          const std::uint64_t length = header_bytes + static_cast<std::uint64_t>(d.between(-3, 3));
+          std::memcpy(bad.data(), &length, std::min<std::size_t>(8, bad.size()));
+        }
+      }
+      if (bad.empty()) bad = " ";
+    }
+    store(folder / "trace", bad);
+    const program_end end =
+        run_program({FREEKV_REPLAY, folder / "trace", "--out", folder / "out", "--variant",
+                     d.below(2) == 0 ? "freekv" : "freekv_key_subspace", "--rank", "4"},
+                    {.address_space = two_gigabytes});
+    INFO("seed " << seed << ": " << end);
+    if (end.exit_code == 0) {
+      ++replayed;
+      CHECK(nlohmann::json::parse(end.out).is_object());
+      CHECK(read_tensors(folder / "out").size() == 5);
+      fs::remove(folder / "out");
+    } else {
+      ++refused;
+      sentence_of(end);
+      CHECK(end.err.find("memory") == std::string::npos);
+    }
+    REQUIRE(folder.listing() == std::vector<std::string>{"trace"});
+  }
+  INFO(refused << " refused, " << replayed << " replayed");
+  CHECK(refused > 200);
+  CHECK(replayed > 20);
+}

@@ -1,0 +1,472 @@
+// freekv-replay as its user sees it: traces in; tensors and a JSON object out, as the float64 oracle says.
+
+#include <functional>
+
+#include "../catch.hpp"
+#include "replay_agreement.hpp"
+
+using namespace tests;
+
+namespace {
+
+/// Runs a case in a folder of its own and compares it with the oracle; a failure names the case.
+void check_replay(const replay_case& c, coverage& seen) {
+  INFO(c);
+  try {
+    const scratch_folder folder;
+    check_agreement(c, run_replay(c, folder), seen);
+    CHECK(folder.listing().size() == (c.basis_layers > 0 ? 3u : 2u));
+  } catch (const disagreement& d) {
+    FAIL_CHECK(d.what);
+  } catch (const std::exception& e) {
+    FAIL_CHECK("the output cannot be read: " << e.what());
+  }
+}
+
+/// A case to start from: 2 KV heads of 3 query heads, page 8, sink 8, window 16, k 2; 10 pages of prompt.
+replay_case plain_case(const std::string& variant = "freekv") {
+  replay_case c;
+  c.layer = make_case(5);
+  c.variant = variant;
+  auto& o = c.layer.options;
+  o.head_dim = 64;
+  o.kv_heads = 2;
+  o.query_heads = 6;
+  o.page = 8;
+  o.budget = {8, 16, 2};
+  o.does.chunk = 4;
+  o.does.rank = 16;
+  o.does.bits = 4;
+  o.in_place = false;
+  c.layer.prompt = 80;
+  c.layer.steps = 12;
+  c.layer.turn = 0.3f;
+  c.layer.outliers = 0.0f;
+  fill_trace(c);
+  return c;
+}
+
+/// A case changed and filled anew.
+replay_case with(replay_case c, const std::function<void(replay_case&)>& change) {
+  change(c);
+  fill_trace(c);
+  return c;
+}
+
+tensor_map tensors_of(const replay_case& c) {
+  const scratch_folder folder;
+  return run_replay(c, folder).tensors;
+}
+
+void check_same(const tensor_map& a, const tensor_map& b, const std::vector<std::string>& names) {
+  for (const std::string& name : names) {
+    INFO(name);
+    CHECK((a.at(name).bytes == b.at(name).bytes));
+  }
+}
+const std::vector<std::string> outputs{"out", "lse", "selected", "corrected"};
+
+/// The mean of `points` and the `rank` leading eigenvectors of their covariance, by Jacobi rotations.
+std::vector<std::vector<double>> mean_and_directions(const std::vector<std::vector<double>>& points,
+                                                     int rank) {
+  const std::size_t d = points[0].size();
+  std::vector<double> mean(d, 0.0);
+  for (const auto& point : points)
+    for (std::size_t i = 0; i < d; ++i) mean[i] += point[i] / static_cast<double>(points.size());
+  std::vector<std::vector<double>> covariance(d, std::vector<double>(d, 0.0)), vectors = covariance;
+  for (const auto& point : points)
+    for (std::size_t i = 0; i < d; ++i)
+      for (std::size_t j = 0; j < d; ++j) covariance[i][j] += (point[i] - mean[i]) * (point[j] - mean[j]);
+  for (std::size_t i = 0; i < d; ++i) vectors[i][i] = 1.0;
+  for (int sweep = 0; sweep < 12; ++sweep)
+    for (std::size_t p = 0; p < d; ++p)
+      for (std::size_t q = p + 1; q < d; ++q) {
+        const double angle = 0.5 * std::atan2(2 * covariance[p][q], covariance[q][q] - covariance[p][p]);
+        const double c = std::cos(angle), s = std::sin(angle);
+        const auto turn = [&](double& a, double& b) {
+          const double old = a;
+          a = c * old - s * b;
+          b = s * old + c * b;
+        };
+        for (std::size_t i = 0; i < d; ++i) turn(covariance[i][p], covariance[i][q]);
+        for (std::size_t i = 0; i < d; ++i) turn(covariance[p][i], covariance[q][i]);
+        for (std::size_t i = 0; i < d; ++i) turn(vectors[p][i], vectors[q][i]);
+      }
+  std::vector<std::size_t> order(d);
+  for (std::size_t i = 0; i < d; ++i) order[i] = i;
+  std::sort(order.begin(), order.end(),
+            [&](std::size_t a, std::size_t b) { return covariance[a][a] > covariance[b][b]; });
+  std::vector<std::vector<double>> rows{mean};
+  for (int r = 0; r < rank; ++r) rows.push_back(vectors[order[size(r)]]);
+  return rows;
+}
+
+}  // namespace
+
+TEST_CASE("replays of random traces agree with the float64 oracle", "[replay]") {
+  coverage seen;
+  for (std::uint64_t seed = 1; seed <= 240; ++seed) check_replay(random_replay(seed), seen);
+  INFO(seen);
+  CHECK(seen.firm_selections > 1000);
+  CHECK(seen.heads > 5000);
+  CHECK(seen.corrected > 200);
+  CHECK(seen.kept > 200);
+  CHECK(seen.recalled > 300);
+  CHECK(seen.promoted_replays > 5);
+}
+
+TEST_CASE("every element type and compiled head_dim agrees with the oracle", "[replay]") {
+  coverage seen;
+  for (const int head_dim : freekv::examples::head_dims)
+    for (const std::string& dtype : all_dtypes())
+      for (const bool in_place : {false, true})
+        check_replay(with(plain_case("freekv_key_subspace"),
+                          [&](replay_case& c) {
+                            auto& o = c.layer.options;
+                            c.dtype = dtype;
+                            c.query_dtype = dtype == "F16" ? "BF16" : dtype == "F32" ? "F16" : "F32";
+                            o.head_dim = head_dim;
+                            o.query_heads = 2;
+                            o.in_place = in_place;
+                            c.layer.steps = 6;
+                          }),
+                     seen);
+  CHECK(seen.replays == 6 * static_cast<long>(freekv::examples::head_dims.size()));
+  CHECK(seen.firm_selections > 40 * static_cast<long>(freekv::examples::head_dims.size()));
+}
+
+TEST_CASE("every variant agrees with the oracle on a trace of a real model", "[replay]") {
+  metadata_map metadata;
+  const tensor_map recorded = read_tensors(FREEKV_TRACE, &metadata);
+  coverage seen;
+  for (const auto& [variant, policies] : variants_of_contract()) {
+    replay_case c = plain_case(variant);
+    auto& o = c.layer.options;
+    c.query_dtype = recorded.at("q").dtype;
+    c.dtype = recorded.at("k").dtype;
+    o.query_heads = static_cast<int>(recorded.at("q").shape[1]);
+    o.kv_heads = static_cast<int>(recorded.at("k").shape[1]);
+    o.head_dim = static_cast<int>(recorded.at("q").shape[2]);
+    o.page = 16;
+    o.budget = {16, 32, 4};
+    o.does.rank = 24;
+    o.does.bits = 3;
+    c.layer.prompt = std::stoi(metadata.at("prompt_len"));
+    c.layer.steps = static_cast<int>(recorded.at("q").shape[0]) - c.layer.prompt;
+    fill_trace(c);
+    const auto values = [&](const char* name) {
+      std::vector<float> floats;
+      for (const std::uint16_t bits : elements_of<std::uint16_t>(recorded.at(name)))
+        floats.push_back(freekv::examples::half_to_float(bits));
+      return floats;
+    };
+    REQUIRE(c.dtype == "F16");
+    c.q = values("q");
+    c.k = values("k");
+    c.v = values("v");
+    check_replay(c, seen);
+  }
+  CHECK(seen.replays == 6);
+  CHECK(seen.corrected > 50);
+  CHECK(seen.kept > 20);
+  CHECK(seen.recalled > 100);
+}
+
+TEST_CASE("legal extremes of settings and lengths agree with the oracle", "[replay]") {
+  coverage seen;
+  const auto check = [&](const char* what, const std::function<void(replay_case&)>& change) {
+    for (const char* variant : {"freekv", "freekv_key_subspace", "streaming_llm", "full"}) {
+      INFO(what);
+      check_replay(with(plain_case(variant), change), seen);
+    }
+  };
+  check("no prompt", [](auto& c) { c.layer.prompt = 0; });
+  check("no prompt, long enough to select", [](auto& c) { c.layer.prompt = 0, c.layer.steps = 60; });
+  check("no step", [](auto& c) { c.layer.steps = 0; });
+  check("no token", [](auto& c) { c.layer.prompt = c.layer.steps = 0; });
+  check("one token, the prompt", [](auto& c) { c.layer.prompt = 1, c.layer.steps = 0; });
+  check("one token, a step", [](auto& c) { c.layer.prompt = 0, c.layer.steps = 1; });
+  check("shorter than a page", [](auto& c) { c.layer.prompt = 3, c.layer.steps = 4; });
+  check("exactly a page", [](auto& c) { c.layer.prompt = 7, c.layer.steps = 1; });
+  check("a page and its prompt", [](auto& c) { c.layer.prompt = 8, c.layer.steps = 2; });
+  check("no sink", [](auto& c) { c.layer.options.budget.sink = 0; });
+  check("a budget larger than the sequence", [](auto& c) { c.layer.options.budget = {800, 1600, 300}; });
+  check("a sink of two million tokens", [](auto& c) { c.layer.options.budget.sink = 2'000'000; });
+  check("a window of two million tokens", [](auto& c) { c.layer.options.budget.window = 2'000'000; });
+  check("two million tokens of pages", [](auto& c) { c.layer.options.budget.selected_pages = 250'000; });
+  check("the largest sink and window",
+        [](auto& c) { c.layer.options.budget.sink = c.layer.options.budget.window = 2'147'483'640; });
+  check("largest page", [](auto& c) {
+    c.layer.options.page = 256;
+    c.layer.options.budget = {0, 256, 1};
+    c.layer.prompt = 760;
+  });
+  check("tau -5", [](auto& c) { c.tau = "-5"; });
+  check("tau 5", [](auto& c) { c.tau = "5"; });
+  check("one query head", [](auto& c) { c.layer.options.kv_heads = c.layer.options.query_heads = 1; });
+  check("a rank above the prompt's tokens", [](auto& c) {
+    c.layer.options.does.rank = 40;
+    c.layer.prompt = 20;
+    c.layer.steps = 40;
+  });
+  check("a rank of head_dim", [](auto& c) { c.layer.options.does.rank = 64; });
+  check("rank 1", [](auto& c) { c.layer.options.does.rank = 1; });
+  CHECK(seen.replays == 22 * 4);
+}
+
+TEST_CASE("values of tau beyond float32 flag as its largest do", "[replay]") {
+  coverage seen;
+  for (const char* tau : {"1e39", "-1e39"}) {
+    replay_case c = plain_case();
+    c.tau = tau;
+    c.layer.options.does.tau = tau[0] == '-' ? -3e38f : 3e38f;
+    check_replay(c, seen);
+  }
+  CHECK(seen.kept == 22);
+  CHECK(seen.corrected == 24 + 2);
+}
+
+TEST_CASE("NaN and infinity inside a trace are data", "[replay]") {
+  coverage seen;
+  const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  for (const char* variant : {"freekv", "freekv_chunk_means", "freekv_key_subspace", "quest", "full"})
+    for (const float poison : {nan, inf, -inf})
+      for (const char tensor : {'q', 'k', 'v'}) {
+        replay_case c = plain_case(variant);
+        c.layer.options.in_place = tensor == 'k';
+        c.threads = 2;
+        auto& values = tensor == 'q' ? c.q : tensor == 'k' ? c.k : c.v;
+        const int width = c.layer.options.head_dim;
+        const int heads = tensor == 'q' ? c.layer.options.query_heads : c.layer.options.kv_heads;
+        const auto at = [&](int token, int head, int i) -> float& {
+          return values[size((token * heads + head) * width + i)];
+        };
+        // In the last head alone, so that the others show that they are not affected.
+        if (tensor == 'q')
+          at(84, heads - 1, 3) = at(87, heads - 1, 0) = poison;
+        else  // a page among the candidates, and a token in the window
+          at(30, heads - 1, 5) = at(83, heads - 1, 63) = poison;
+        INFO("poison " << poison << " in " << tensor);
+        check_replay(c, seen);
+      }
+  CHECK(seen.replays == 45);
+  CHECK(seen.not_finite > 50);
+}
+
+TEST_CASE("a prompt of NaN keys alone still has a basis", "[replay]") {
+  coverage seen;
+  replay_case c = plain_case("freekv_key_subspace");
+  for (std::size_t i = 0; i < size(c.layer.prompt * 2 * 64); ++i) c.k[i] = std::nanf("");
+  check_replay(c, seen);
+  // One head of two: its neighbour keeps its own basis and its finite numbers.
+  c = plain_case("freekv_key_subspace");
+  for (int token = 0; token < c.layer.prompt; ++token)
+    std::fill_n(c.k.begin() + token * 2 * 64, 64, std::nanf(""));
+  check_replay(c, seen);
+  CHECK(seen.replays == 2);
+}
+
+TEST_CASE("a trace of zeros alone is replayed", "[replay]") {
+  coverage seen;
+  for (const char* variant : {"freekv", "freekv_key_subspace", "full"}) {
+    replay_case c = plain_case(variant);
+    for (auto* tensor : {&c.q, &c.k, &c.v}) std::fill(tensor->begin(), tensor->end(), 0.0f);
+    check_replay(c, seen);
+  }
+  CHECK(seen.corrected == 2 * 24);  // a query of norm zero is flagged
+}
+
+TEST_CASE("numbers at the limits of their types are replayed", "[replay]") {
+  for (const auto& variant : variants_of_contract())
+    for (const std::string& dtype : all_dtypes())
+      for (const float share : {1.0f, 0.9f, 1e-4f}) {
+        replay_case c = plain_case(variant.first);
+        c.dtype = c.query_dtype = dtype;
+        fill_trace(c);
+        const float largest = dtype == "F16" ? 65504.0f : dtype == "BF16" ? 3.38953139e38f : 3.40282347e38f;
+        dice d(3);
+        for (auto* tensor : {&c.q, &c.k, &c.v})
+          for (float& x : *tensor) x = rounded(d.one_of({-1.0f, 1.0f}) * share * largest, element_of(dtype));
+        INFO(c << ", share " << share);
+        const scratch_folder folder;
+        const replay_output r = run_replay(c, folder);  // throws unless it succeeds with the contract's form
+        for (const std::int32_t page : r.selected) CHECK((page >= -1 && page < 12));
+        // Where no product leaves float32 there is nothing to be infinite.
+        if (dtype == "F16") {
+          CHECK(std::all_of(r.out.begin(), r.out.end(), [](float x) { return std::isfinite(x); }));
+          CHECK(std::all_of(r.lse.begin(), r.lse.end(), [](float x) { return std::isfinite(x); }));
+        }
+      }
+}
+
+TEST_CASE("the smallest numbers of a type are replayed like others", "[replay]") {
+  coverage seen;
+  for (const char* variant : {"freekv", "freekv_key_subspace"})
+    for (const std::string& dtype : all_dtypes()) {
+      replay_case c = with(plain_case(variant), [&](replay_case& changed) { changed.dtype = dtype; });
+      const float smallest = dtype == "F16" ? 0x1p-24f : 0x1p-126f;
+      for (float& x : c.k) x = rounded(x * 100 * smallest, element_of(dtype));
+      check_replay(c, seen);
+    }
+  CHECK(seen.replays == 6);
+}
+
+TEST_CASE("selected, corrected and recalled of full and streaming_llm do not depend on k", "[replay]") {
+  for (const char* variant : {"full", "streaming_llm"}) {
+    const tensor_map few = tensors_of(plain_case(variant));
+    const tensor_map many =
+        tensors_of(with(plain_case(variant), [](auto& c) { c.layer.options.budget.selected_pages = 7; }));
+    check_same(few, many, {"out", "lse", "corrected", "recalled"});
+    for (const auto& tensors : {few, many}) {
+      for (const auto page : elements_of<std::int32_t>(tensors.at("selected"))) CHECK(page == -1);
+      for (const auto flag : elements_of<std::uint8_t>(tensors.at("corrected"))) CHECK(flag == 0);
+      for (const auto pages : elements_of<std::int32_t>(tensors.at("recalled"))) CHECK(pages == 0);
+    }
+  }
+}
+
+TEST_CASE("two runs, any number of threads and both routes write the same", "[replay]") {
+  for (const auto& variant : variants_of_contract()) {
+    INFO(variant.first);
+    // Large enough that several threads have work: they are woken for each quarter megabyte.
+    const replay_case c = with(plain_case(variant.first), [](auto& changed) {
+      changed.layer.options.budget = {64, 512, 60};
+      changed.layer.options.query_heads = 4;
+      changed.layer.prompt = 2000;
+    });
+    const tensor_map first = tensors_of(c);
+    check_same(first, tensors_of(c), outputs);
+    for (const int threads : {2, 3}) {
+      INFO(threads << " threads");
+      replay_case threaded = c;
+      threaded.threads = threads;
+      check_same(first, tensors_of(threaded), outputs);
+      check_same(first, tensors_of(threaded), {"recalled"});
+    }
+    replay_case in_place = c;
+    in_place.layer.options.in_place = true;
+    const tensor_map from_store = tensors_of(in_place);
+    check_same(first, from_store, outputs);
+    for (const auto pages : elements_of<std::int32_t>(from_store.at("recalled"))) CHECK(pages == 0);
+    if (c.retrieves()) {
+      const auto recalled = elements_of<std::int32_t>(first.at("recalled"));
+      CHECK(std::any_of(recalled.begin(), recalled.end(), [](int pages) { return pages > 0; }));
+    }
+  }
+}
+
+TEST_CASE("with k for every candidate each variant is full attention", "[replay]") {
+  const auto full = elements_of<float>(tensors_of(plain_case("full")).at("out"));
+  for (const auto& variant : variants_of_contract()) {
+    if (variant.second.plan != "retrieval") continue;
+    const auto out = elements_of<float>(tensors_of(with(plain_case(variant.first), [](auto& c) {
+                                          c.layer.options.budget.selected_pages = 40;
+                                        })).at("out"));
+    REQUIRE(out.size() == full.size());
+    for (std::size_t i = 0; i < out.size(); ++i)
+      if (!close(out[i], full[i], 1e-6)) FAIL_CHECK(variant.first << ": " << out[i] << " for " << full[i]);
+  }
+}
+
+TEST_CASE("the basis of the prompt spans the leading eigenvectors of its keys' covariance", "[replay]") {
+  // As many bits as a number has, so that only the subspace counts.
+  replay_case c = with(plain_case("freekv_key_subspace"), [](auto& changed) {
+    changed.layer.options.does.bits = 32;
+    changed.layer.options.does.rank = 8;
+    changed.layer.prompt = 200;
+  });
+  const auto& o = c.layer.options;
+  std::vector<float> basis;
+  for (int head = 0; head < o.kv_heads; ++head) {
+    std::vector<std::vector<double>> keys;
+    for (int token = 0; token < c.layer.prompt; ++token) {
+      const auto key = c.k.begin() + (token * o.kv_heads + head) * o.head_dim;
+      keys.emplace_back(key, key + o.head_dim);
+    }
+    for (const auto& row : mean_and_directions(keys, o.does.rank))
+      basis.insert(basis.end(), row.begin(), row.end());
+  }
+  replay_case from_file = c;
+  from_file.layer.basis_data = basis;
+  from_file.basis_layers = 1;
+  coverage seen;
+  check_replay(from_file, seen);
+  CHECK(seen.firm_selections > 20);
+  check_same(tensors_of(c), tensors_of(from_file), outputs);
+}
+
+TEST_CASE("a basis file of several layers is used by the layer that the trace or the flag names",
+          "[replay]") {
+  coverage seen;
+  for (const bool trace_names_layer : {false, true}) {
+    replay_case c = plain_case("freekv_key_subspace");
+    c.basis_layers = 3;
+    c.basis_layer = 2;
+    c.trace_names_layer = trace_names_layer;
+    check_replay(c, seen);
+  }
+  CHECK(seen.firm_selections > 20);
+}
+
+TEST_CASE("without --out nothing is written", "[replay]") {
+  const scratch_folder folder;
+  const replay_case c = plain_case();
+  store(folder / "trace", trace_of(c).whole());
+  const auto with_out = run_replay(c, folder).summary;
+  fs::remove(folder / "out");
+  const program_end end = run_program(command_of(c, folder / "trace", "", ""));
+  INFO(end);
+  REQUIRE(end.exit_code == 0);
+  auto alone = nlohmann::json::parse(end.out);
+  for (const char* name : {"steps", "error", "mass_kept", "correction_rate", "hit_rate", "bytes_recalled"}) {
+    INFO(name);
+    CHECK(alone.at(name) == with_out.at(name));
+  }
+  CHECK(folder.listing() == std::vector<std::string>{"trace"});
+}
+
+TEST_CASE("defaults are those of the contract", "[replay]") {
+  const scratch_folder folder;
+  store(folder / "trace", trace_of(plain_case()).whole());
+  const program_end end = run_program({FREEKV_REPLAY, folder / "trace"});
+  INFO(end);
+  REQUIRE(end.exit_code == 0);
+  const auto settings = nlohmann::json::parse(end.out).at("settings");
+  CHECK(settings.at("variant") == "freekv");
+  CHECK(settings.at("summary") == "min_max");
+  CHECK(settings.at("correction") == "cosine_drift");
+  CHECK(settings.at("page") == 32);
+  CHECK(settings.at("sink") == 64);
+  CHECK(settings.at("window") == 64);
+  CHECK(settings.at("k") == 8);
+  CHECK(settings.at("tau") == 0.9);
+  CHECK(settings.at("route") == "resident");
+  CHECK(settings.at("threads") == 1);
+}
+
+TEST_CASE("an output that exists is replaced, and a second run reads the same trace", "[replay]") {
+  const scratch_folder folder;
+  const replay_case c = plain_case();
+  store(folder / "out", std::string(1 << 20, 'x'));
+  const auto first = run_replay(c, folder);
+  const auto second = run_replay(c, folder);
+  check_same(first.tensors, second.tensors, outputs);
+  CHECK(folder.listing() == std::vector<std::string>{"out", "trace"});
+}
+
+TEST_CASE("help names every flag and its default", "[replay]") {
+  const program_end end = run_program({FREEKV_REPLAY, "--help"});
+  INFO(end);
+  CHECK(end.exit_code == 0);
+  CHECK(end.err.empty());
+  for (const char* flag :
+       {"--variant TEXT=freekv ", "--page INT=32 ", "--sink INT=64 ", "--window INT=64 ", "--k INT=8 ",
+        "--tau FLOAT=0.9 ", "--summary TEXT=the variant's", "--chunk INT=8 ", "--rank INT=24 ",
+        "--bits INT=3 ", "--basis TEXT=prompt ", "--basis-layer INT=", "--correction TEXT=the variant's",
+        "--route TEXT=resident ", "--dtype TEXT=stored ", "--scale FLOAT=1/sqrt(head_dim)",
+        "--threads INT=1 ", "--out TEXT=none "}) {
+    INFO("lacks " << flag);
+    CHECK(end.out.find(flag) != std::string::npos);
+  }
+  for (const auto& variant : variants_of_contract()) CHECK(end.out.find(variant.first) != std::string::npos);
+}

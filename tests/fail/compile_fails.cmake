@@ -1,0 +1,27 @@
+# Compiles SOURCE twice. With FREEKV_FIXED defined it must compile without a warning, so that what is tested is the
+# mistake and nothing else; without it, it must not, and SENTENCE must stand in the first of at most 3 errors.
+set(ENV{LC_ALL} C)
+set(compile ${COMPILER} -std=c++20 -Wall -Wextra -Werror -fsyntax-only -I${INCLUDE})
+foreach(folder ${CUDA_INCLUDE})
+  list(APPEND compile -isystem ${folder})
+endforeach()
+
+execute_process(COMMAND ${compile} -DFREEKV_FIXED ${SOURCE} RESULT_VARIABLE status ERROR_VARIABLE output)
+if(NOT status EQUAL 0)
+  message(FATAL_ERROR "Does not compile without the mistake either:\n${output}")
+endif()
+
+execute_process(COMMAND ${compile} ${SOURCE} RESULT_VARIABLE status ERROR_VARIABLE output)
+if(status EQUAL 0)
+  message(FATAL_ERROR "Compiles in spite of the mistake; expected: ${SENTENCE}")
+endif()
+string(REGEX MATCH "error: [^\n]*" first "${output}")
+string(FIND "${first}" "${SENTENCE}" position)
+if(position EQUAL -1)
+  message(FATAL_ERROR "The first error does not say: ${SENTENCE}\n${output}")
+endif()
+string(REGEX MATCHALL "error: " errors "${output}")
+list(LENGTH errors count)
+if(count GREATER 3)
+  message(FATAL_ERROR "The sentence is followed by ${count} errors, more than 3:\n${output}")
+endif()

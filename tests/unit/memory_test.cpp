@@ -1,0 +1,347 @@
+// Memory: what is announced is what is taken, once, and steps allocate nothing.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <map>
+#include <memory_resource>
+#include <new>
+#include <set>
+#include <vector>
+
+#include "../catch.hpp"
+#include "steps.hpp"
+
+namespace {
+
+std::atomic<long> allocations{0};
+
+void* counted(std::size_t bytes, std::size_t alignment) {
+  ++allocations;
+  void* memory = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace
+
+// Every allocation of this program, library and threads included, is counted.
+void* operator new(std::size_t bytes) { return counted(bytes, __STDCPP_DEFAULT_NEW_ALIGNMENT__); }
+void* operator new(std::size_t bytes, std::align_val_t alignment) {
+  return counted(bytes, static_cast<std::size_t>(alignment));
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+
+namespace {
+
+using namespace tests;
+using freekv::row_kind;
+
+/// Counts what is taken and what is given back, and can be told to run out.
+class counting_resource : public std::pmr::memory_resource {
+ public:
+  std::vector<std::size_t> taken;
+  std::size_t alignment = 0, returned = 0;
+  bool is_empty = false;
+
+ private:
+  void* do_allocate(std::size_t bytes, std::size_t align) override {
+    if (is_empty) throw std::bad_alloc();
+    taken.push_back(bytes);
+    alignment = std::max(alignment, align);
+    return std::pmr::new_delete_resource()->allocate(bytes, align);
+  }
+  void do_deallocate(void* memory, std::size_t bytes, std::size_t align) override {
+    returned += bytes;
+    std::pmr::new_delete_resource()->deallocate(memory, bytes, align);
+  }
+  bool do_is_equal(const std::pmr::memory_resource& other) const noexcept override { return this == &other; }
+};
+
+std::size_t sum(const std::vector<std::size_t>& bytes) {
+  std::size_t total = 0;
+  for (const std::size_t b : bytes) total += b;
+  return total;
+}
+
+std::vector<tiny_pipeline::settings> settings_of_all_kinds() {
+  std::vector<tiny_pipeline::settings> all;
+  for (int kind = 0; kind < 5; ++kind) {
+    auto s = tiny_settings();
+    s.max_sequences = 1 + kind;
+    if (kind == 1) s.route = freekv::in_place{};
+    if (kind == 2) s.summary = freekv::chunk_means<4>{};
+    if (kind == 3) s.plan = freekv::complete_first<freekv::dynamic, freekv::layer_kind::window>{2};
+    if (kind == 4) s.store_tokens = 123;
+    all.push_back(s);
+  }
+  return all;
+}
+
+}  // namespace
+
+TEST_CASE("bytes_needed is exactly what is taken, in one block of each resource", "[memory]") {
+  for (const auto& s : settings_of_all_kinds())
+    for (const int threads : {1, 4}) {
+      freekv::host_backend backend({.threads = threads});
+      const auto needed = tiny_pipeline::bytes_needed(s, backend);
+      counting_resource slow, fast;
+      {
+        const tiny_pipeline pipeline(s, backend, {&slow, &fast});
+        CHECK(slow.taken.size() == 1);
+        CHECK(fast.taken.size() == 1);
+        CHECK(sum(slow.taken) == needed.store);
+        CHECK(sum(fast.taken) == needed.slots + needed.summaries + needed.state);
+        CHECK(sum(slow.taken) + sum(fast.taken) == needed.total());
+        CHECK(slow.alignment == 64);
+        CHECK(fast.alignment == 64);
+        const auto& bytes = pipeline.bytes();
+        CHECK(bytes.store == needed.store);
+        CHECK(bytes.complete == needed.complete);
+        CHECK(bytes.slots == needed.slots);
+        CHECK(bytes.summaries == needed.summaries);
+        CHECK(bytes.state == needed.state);
+        CHECK(slow.returned == 0);
+      }
+      CHECK(slow.returned == sum(slow.taken));
+      CHECK(fast.returned == sum(fast.taken));
+    }
+}
+
+TEST_CASE("bytes_needed takes nothing from any resource", "[memory]") {
+  counting_resource standard;
+  auto* before = std::pmr::set_default_resource(&standard);
+  auto s = tiny_settings();
+  s.max_tokens = 100'000'000;  // far more than this machine has
+  s.store_tokens = 10'000'000'000;
+  freekv::host_backend backend;
+  const auto needed = tiny_pipeline::bytes_needed(s, backend);
+  std::pmr::set_default_resource(before);
+  CHECK(standard.taken.empty());
+  // Three layers of keys and values, 2 heads, 24 elements of 2 bytes.
+  CHECK(needed.store == 10'000'000'000u * 3 * 2 * 2 * 24 * 2);
+}
+
+TEST_CASE("the longest sequence that an int can count is counted right, or refused", "[memory]") {
+  auto s = tiny_settings();
+  s.max_tokens = std::numeric_limits<int>::max();
+  freekv::host_backend backend;
+  try {
+    const auto needed = tiny_pipeline::bytes_needed(s, backend);
+    CHECK(needed.store == (std::size_t{1} << 31) * 3 * 2 * 2 * 24 * 2);
+    CHECK(needed.slots == tiny_pipeline::bytes_needed(tiny_settings(), backend).slots);
+  } catch (const freekv::settings_error& e) {
+    CHECK_THAT(e.what(), Catch::Contains("2147483647"));
+  }
+}
+
+TEST_CASE("each part of the memory has the size that its shape says", "[memory]") {
+  auto s = tiny_settings();
+  s.max_sequences = 3;
+  freekv::host_backend backend;
+  const std::size_t page = 2 * 8 * 2 * 24 * sizeof(freekv::half);  // K and V, 8 tokens, 2 heads
+  auto bytes = tiny_pipeline::bytes_needed(s, backend);
+  CHECK(bytes.store == 3 * 75 * page);  // 3 layers, 3 sequences of 25 pages
+  CHECK(bytes.complete == 75 * page);
+  CHECK(bytes.slots == 2 * 3 * (1 + 3 + 2) * page);  // 2 layers, 3 sequences; sink, ring and selected
+  CHECK(bytes.summaries == 2 * 75 * 2 * 2 * 24 * sizeof(freekv::half));
+  CHECK(bytes.fast_tier() == bytes.slots + bytes.summaries + bytes.complete);
+  CHECK(bytes.total() == bytes.store + bytes.slots + bytes.summaries + bytes.state);
+  s.route = freekv::in_place{};
+  CHECK(tiny_pipeline::bytes_needed(s, backend).slots == 0);
+  s.route = freekv::resident{};
+  s.plan = freekv::complete_first<freekv::dynamic, freekv::layer_kind::window>{1};
+  bytes = tiny_pipeline::bytes_needed(s, backend);
+  CHECK(bytes.slots == 2 * 3 * (1 + 3) * page);  // nothing is selected
+  CHECK(bytes.summaries == 0);
+  s = tiny_settings();
+  s.store_tokens = 9;  // two pages
+  CHECK(tiny_pipeline::bytes_needed(s, backend).store == 3 * 2 * page);
+  const tiny_pipeline pipeline(s, backend);
+  CHECK(pipeline.slice_bytes() == 2 * 8 * 24 * sizeof(freekv::half));
+  CHECK(pipeline.summary_bytes() == 2 * 24 * sizeof(freekv::half));
+  CHECK(pipeline.free_pages() == 2);
+}
+
+TEST_CASE("slots do not depend on the length of a sequence", "[memory]") {
+  freekv::host_backend backend;
+  auto s = tiny_settings();
+  const auto bytes_at = [&](int tokens) {
+    s.max_tokens = tokens;
+    return tiny_pipeline::bytes_needed(s, backend);
+  };
+  const auto small = bytes_at(1000), large = bytes_at(1'000'000);
+  CHECK(small.slots == large.slots);
+  CHECK(small.slots > 0);
+  CHECK(large.store > 900 * small.store);
+  // A budget beyond the sequence needs no more than the sequence.
+  s.budget = {.sink = 8000, .window = 8000, .selected_pages = 1000};
+  CHECK(bytes_at(80).slots == 2 * (10 + 11 + 10) * (2 * 8 * 2 * 24 * sizeof(freekv::half)));
+}
+
+TEST_CASE("a resource that runs out gets back what the other gave", "[memory]") {
+  freekv::host_backend backend;
+  for (const bool slow_fails : {true, false}) {
+    counting_resource slow, fast;
+    (slow_fails ? slow : fast).is_empty = true;
+    CHECK_THROWS_AS(tiny_pipeline(tiny_settings(), backend, {&slow, &fast}), std::bad_alloc);
+    CHECK(slow.returned == sum(slow.taken));
+    CHECK(fast.returned == sum(fast.taken));
+  }
+}
+
+TEST_CASE("blocks know their resource and move", "[memory]") {
+  counting_resource resource;
+  {
+    freekv::memory_block a(resource, 100), empty(resource, 0);
+    CHECK(a.size() == 100);
+    CHECK(empty.data() == nullptr);
+    std::byte* data = a.data();
+    freekv::memory_block b(std::move(a));
+    CHECK(b.data() == data);
+    CHECK(a.data() == nullptr);
+    freekv::memory_block c;
+    c = std::move(b);
+    CHECK(c.data() == data);
+    CHECK(c.size() == 100);
+    CHECK(resource.returned == 0);
+  }
+  CHECK(resource.taken == std::vector<std::size_t>{100});
+  CHECK(resource.returned == 100);
+}
+
+TEST_CASE("a carver counts without memory what it hands out with it", "[memory]") {
+  alignas(64) std::byte block[1024];
+  freekv::carver counting, handing(block);
+  const auto carve = [](freekv::carver& c) {
+    std::vector<void*> arrays{c.take<float>(3), c.take<std::uint8_t>(0), c.take<double>(8),
+                              c.take<std::byte>(65)};
+    return arrays;
+  };
+  const auto none = carve(counting), some = carve(handing);
+  CHECK(std::all_of(none.begin(), none.end(), [](void* p) { return p == nullptr; }));
+  CHECK(counting.used() == handing.used());
+  CHECK(handing.used() == 64 + 0 + 64 + 128);
+  CHECK(some[0] == block);
+  CHECK(some[2] == block + 64);
+  CHECK(some[3] == block + 128);
+}
+
+TEST_CASE("a pool hands out each page once until it comes back", "[memory]") {
+  freekv::page_pool pool(50);
+  std::set<int> out;
+  dice d(1);
+  for (int i = 0; i < 2000; ++i) {
+    if (pool.available() > 0 && (out.empty() || d.below(2) == 0)) {
+      const int page = pool.take();
+      CHECK((page >= 0 && page < 50));
+      CHECK(out.insert(page).second);
+    } else {
+      const int page = *std::next(out.begin(), d.below(static_cast<int>(out.size())));
+      out.erase(page);
+      pool.give_back(page);
+    }
+    CHECK(pool.available() == 50 - static_cast<int>(out.size()));
+  }
+  CHECK(pool.capacity() == 50);
+}
+
+TEST_CASE("steps allocate nothing, whatever the policies", "[memory]") {
+  int cases = 0;
+  for (const std::string summary : {"min_max", "chunk_means", "key_subspace"})
+    for (const std::string correction : {"cosine_drift", "always", "never"})
+      for (const bool in_place : {false, true})
+        for (const int threads : {1, 2}) {
+          random_case c = make_case(1);
+          auto& o = c.options;
+          o.element = cases % 2 == 0 ? data_type::f16 : data_type::f32;
+          o.head_dim = 64;
+          o.layers = 2;
+          o.complete_layers = 1;
+          o.kv_heads = 2;
+          o.query_heads = 8;
+          o.page = 8;
+          o.budget = {.sink = 8, .window = 16, .selected_pages = 4};
+          o.does = {.summary = summary, .chunk = 4, .rank = 8, .bits = 3, .correction = correction};
+          o.in_place = in_place;
+          o.max_tokens = 300;
+          dice d(3);
+          c.basis_data = random_basis(d, o.kv_heads * o.layers, 8, 64);
+          o.basis = {nullptr, 2, 2, 8, 64};
+          freekv::host_backend backend(
+              {.threads = threads, .overlap = threads == 2, .bytes_per_thread = 1024});
+          const auto p = freekv::examples::make_pipeline(c.with_basis(), backend);
+          const auto keys = normals(d, 100 * 2 * 64), values = normals(d, 100 * 2 * 64);
+          auto queries = normals(d, 100 * 8 * 64);
+          std::vector<float> out(100 * 8 * 64), lse(100 * 8);
+
+          const long before = allocations;
+          // Prompts whose rows attend and prompts whose rows do not, then decoding across many pages.
+          for (const int tokens : {100, 3, 30}) {
+            p->begin_step(tokens, row_kind::prompt);
+            for (int layer = 0; layer < 2; ++layer) {
+              const auto rows = [&](const std::vector<float>& v, int heads) {
+                return std::span(v).first(count(tokens * heads * 64));
+              };
+              p->append(layer, rows(keys, 2), rows(values, 2),
+                        tokens == 3 ? std::span<const float>{} : rows(queries, 8));
+              if (tokens != 3)
+                p->attend(layer, std::span(out).first(count(tokens * 8 * 64)),
+                          std::span(lse).first(count(tokens * 8)));
+            }
+            p->end_step();
+          }
+          for (int step = 0; step < 100; ++step) {
+            p->begin_step(1, row_kind::decode);
+            for (int layer = 0; layer < 2; ++layer) {
+              const auto row = [&](const std::vector<float>& v, int heads) {
+                return std::span(v).subspan(count(step * heads * 64), count(heads * 64));
+              };
+              p->append(layer, row(keys, 2), row(values, 2), row(queries, 8));
+              p->attend(layer, std::span(out).first(8 * 64), std::span(lse).first(8));
+            }
+            p->end_step();
+          }
+          p->synchronize();
+          const long after = allocations;
+          INFO(summary << ", " << correction << (in_place ? ", in place" : ", resident") << ", " << threads
+                       << " threads");
+          CHECK(after - before == 0);
+          ++cases;
+        }
+  CHECK(cases == 36);
+  // The counter does count.
+  const long before = allocations;
+  delete new int(3);
+  CHECK(allocations > before);
+}
+
+TEST_CASE("opening, reporting and releasing allocate nothing either", "[memory]") {
+  auto s = tiny_settings();
+  s.max_sequences = 2;
+  freekv::host_backend backend;
+  tiny_pipeline pipeline(s, backend);
+  const text source(s, 24, 100, 1);
+  const auto rows = source.at(0, 0, 2);
+  std::vector<float> out(2 * 6 * 24);
+  const long before = allocations;
+  for (int round = 0; round < 3; ++round) {
+    const auto a = pipeline.open(), b = pipeline.open();
+    for (int step = 0; step < 40; ++step) {
+      pipeline.begin_step({{a}, {b}});
+      for (int layer = 0; layer < 3; ++layer) {
+        pipeline.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+        pipeline.attend(layer, out);
+        pipeline.report(layer, a);
+      }
+      pipeline.end_step();
+    }
+    pipeline.release(b);
+    pipeline.release(a);
+  }
+  const long after = allocations;
+  CHECK(after == before);
+}

@@ -1,0 +1,206 @@
+// Policies in packs: any order, one of each kind, defaults, and choices made at run time.
+
+#include <freekv/freekv.hpp>
+#include <string>
+#include <type_traits>
+
+#include "../catch.hpp"
+
+namespace {
+
+using namespace freekv;
+using shape = kv_shape<half, 64>;
+
+/// A kind of our own is none that a pipeline knows, but packs of types do not mind.
+struct colour_kind {};
+struct red {
+  using policy_kind = colour_kind;
+};
+struct nothing {};
+
+template <class Pack, class Page, class Layouts, class Summary, class Pooling, class Selection,
+          class Correction, class Plan, class Route, class Backend>
+inline constexpr bool consists_of = std::is_same_v<typename Pack::page, Page>&& std::is_same_v<
+    typename Pack::layouts, Layouts>&& std::is_same_v<typename Pack::summary, Summary>&&
+    std::is_same_v<typename Pack::pooling, Pooling>&& std::is_same_v<typename Pack::selection, Selection>&&
+        std::is_same_v<typename Pack::correction, Correction>&& std::is_same_v<typename Pack::plan, Plan>&&
+            std::is_same_v<typename Pack::route, Route>&& std::is_same_v<typename Pack::backend, Backend>;
+
+}  // namespace
+
+TEST_CASE("an empty pack is FreeKV as published", "[policy_pack]") {
+  STATIC_REQUIRE(consists_of<policy_pack_of<>, page_size<32>, layout_pair<nhd, hnd>, min_max, mean_softmax,
+                             top_k, cosine_drift, complete_first<1>, resident, host_backend>);
+  STATIC_REQUIRE(std::is_same_v<retrieval_pipeline<shape>::pack_type, policy_pack_of<>>);
+  STATIC_REQUIRE(
+      std::is_same_v<retrieval_pipeline<shape>, basic_retrieval_pipeline<shape, policy_pack_of<>>>);
+}
+
+TEST_CASE("each policy replaces its kind's default and no other", "[policy_pack]") {
+  using hnds = layout_pair<hnd, hnd>;
+  using all_window = every_layer<layer_kind::window>;
+  STATIC_REQUIRE(consists_of<policy_pack_of<page_size<16>>, page_size<16>, layout_pair<>, min_max,
+                             mean_softmax, top_k, cosine_drift, complete_first<1>, resident, host_backend>);
+  STATIC_REQUIRE(consists_of<policy_pack_of<hnds>, page_size<32>, hnds, min_max, mean_softmax, top_k,
+                             cosine_drift, complete_first<1>, resident, host_backend>);
+  STATIC_REQUIRE(consists_of<policy_pack_of<chunk_means<4>>, page_size<32>, layout_pair<>, chunk_means<4>,
+                             mean_softmax, top_k, cosine_drift, complete_first<1>, resident, host_backend>);
+  STATIC_REQUIRE(consists_of<policy_pack_of<always>, page_size<32>, layout_pair<>, min_max, mean_softmax,
+                             top_k, always, complete_first<1>, resident, host_backend>);
+  STATIC_REQUIRE(consists_of<policy_pack_of<all_window>, page_size<32>, layout_pair<>, min_max, mean_softmax,
+                             top_k, cosine_drift, all_window, resident, host_backend>);
+  STATIC_REQUIRE(consists_of<policy_pack_of<in_place>, page_size<32>, layout_pair<>, min_max, mean_softmax,
+                             top_k, cosine_drift, complete_first<1>, in_place, host_backend>);
+}
+
+TEST_CASE("packs in any order are one type", "[policy_pack]") {
+  using a = policy_pack_of<page_size<16>, key_subspace<24, 3>, never, in_place>;
+  STATIC_REQUIRE(std::is_same_v<a, policy_pack_of<in_place, never, key_subspace<24, 3>, page_size<16>>>);
+  STATIC_REQUIRE(std::is_same_v<a, policy_pack_of<never, page_size<16>, in_place, key_subspace<24, 3>>>);
+  STATIC_REQUIRE(std::is_same_v<a, policy_pack_of<key_subspace<24, 3>, in_place, page_size<16>, never>>);
+  // And naming a default is naming nothing.
+  STATIC_REQUIRE(std::is_same_v<policy_pack_of<min_max, page_size<32>>, policy_pack_of<top_k, resident>>);
+  STATIC_REQUIRE_FALSE(
+      std::is_same_v<a, policy_pack_of<in_place, never, key_subspace<24, 4>, page_size<16>>>);
+  STATIC_REQUIRE(
+      std::is_same_v<retrieval_pipeline<shape, always, min_max>, retrieval_pipeline<shape, min_max, always>>);
+}
+
+TEST_CASE("with exchanges one policy", "[policy_pack]") {
+  using pack = policy_pack_of<page_size<16>, always>;
+  STATIC_REQUIRE(std::is_same_v<pack::with<never>, policy_pack_of<page_size<16>, never>>);
+  STATIC_REQUIRE(std::is_same_v<pack::with<page_size<64>>, policy_pack_of<page_size<64>, always>>);
+  STATIC_REQUIRE(std::is_same_v<pack::with<layout_pair<hnd, nhd>>,
+                                policy_pack_of<page_size<16>, always, layout_pair<hnd, nhd>>>);
+  STATIC_REQUIRE(std::is_same_v<pack::with<chunk_means<2>>::with<in_place>,
+                                policy_pack_of<in_place, chunk_means<2>, always, page_size<16>>>);
+  STATIC_REQUIRE(std::is_same_v<pack::with<always>, pack>);
+  STATIC_REQUIRE(
+      std::is_same_v<pack::with<mean_softmax>::with<top_k>::with<complete_first<1>>::with<host_backend>,
+                     pack>);
+  STATIC_REQUIRE(std::is_same_v<retrieval_pipeline<shape, always>::with<in_place>,
+                                retrieval_pipeline<shape, in_place, always>>);
+}
+
+TEST_CASE("policies of a kind are counted and found", "[policy_pack]") {
+  STATIC_REQUIRE(count_of_kind<summary_kind> == 0);
+  STATIC_REQUIRE(count_of_kind<summary_kind, always, in_place> == 0);
+  STATIC_REQUIRE(count_of_kind<summary_kind, always, min_max, in_place> == 1);
+  STATIC_REQUIRE(count_of_kind<summary_kind, min_max, chunk_means<8>, always, min_max> == 3);
+  STATIC_REQUIRE(count_of_kind<colour_kind, red, min_max> == 1);
+  STATIC_REQUIRE(
+      std::is_same_v<policy_of_kind<summary_kind, min_max, always, chunk_means<8>>, chunk_means<8>>);
+  STATIC_REQUIRE(std::is_same_v<policy_of_kind<summary_kind, min_max, always>, min_max>);
+  STATIC_REQUIRE(std::is_same_v<policy_of_kind<summary_kind, void>, void>);
+  // The default need not be of the kind, nor a policy.
+  STATIC_REQUIRE(std::is_same_v<policy_of_kind<colour_kind, nothing, always>, nothing>);
+}
+
+TEST_CASE("a policy is a type that names its kind", "[policy_pack]") {
+  STATIC_REQUIRE(policy<min_max>);
+  STATIC_REQUIRE(policy<red>);
+  STATIC_REQUIRE(policy<any_of<always, never>>);
+  STATIC_REQUIRE_FALSE(policy<nothing>);
+  STATIC_REQUIRE_FALSE(policy<int>);
+  STATIC_REQUIRE(summary_policy<key_subspace<dynamic, dynamic>>);
+  STATIC_REQUIRE_FALSE(summary_policy<always>);
+  STATIC_REQUIRE_FALSE(summary_policy<red>);
+  STATIC_REQUIRE_FALSE(correction_policy<min_max>);
+  STATIC_REQUIRE_FALSE(pooling_policy<top_k>);
+  STATIC_REQUIRE_FALSE(selection_policy<mean_softmax>);
+  STATIC_REQUIRE_FALSE(plan_policy<resident>);
+  STATIC_REQUIRE(element<float>);
+  STATIC_REQUIRE(element<half>);
+  STATIC_REQUIRE(element<bfloat16>);
+  STATIC_REQUIRE_FALSE(element<double>);
+}
+
+TEST_CASE("any_of is a policy of its alternatives' kind, and resolves to the one chosen", "[policy_pack]") {
+  using choice = any_of<cosine_drift, always, never>;
+  STATIC_REQUIRE(std::is_same_v<choice::policy_kind, correction_kind>);
+  STATIC_REQUIRE(std::is_same_v<policy_pack_of<choice>::correction, choice>);
+  STATIC_REQUIRE(std::is_constructible_v<choice, never>);
+  STATIC_REQUIRE_FALSE(std::is_constructible_v<choice, min_max>);
+
+  const auto name = [](const auto& chosen) { return std::string(chosen.name); };
+  CHECK(resolve(choice{}, name) == "cosine_drift");  // the first
+  CHECK(resolve(choice{always{}}, name) == "always");
+  choice chosen = never{};
+  CHECK(resolve(chosen, name) == "never");
+  CHECK(chosen.name() == "never");
+  chosen = cosine_drift{.tau = 0.25f};
+  CHECK(resolve(chosen, [](const auto& policy) {
+          if constexpr (std::is_same_v<std::remove_cvref_t<decltype(policy)>, cosine_drift>)
+            return policy.tau;
+          else
+            return 0.0f;
+        }) == 0.25f);
+  // What is no choice resolves to itself.
+  const cosine_drift fixed{.tau = 0.5f};
+  CHECK(resolve(fixed, [&](const cosine_drift& policy) { return &policy == &fixed; }));
+}
+
+TEST_CASE("any_of answers for plans and routes", "[policy_pack]") {
+  using plan = any_of<complete_first<dynamic>, every_layer<layer_kind::complete>>;
+  CHECK(plan(complete_first<dynamic>{2}).kind(1) == layer_kind::complete);
+  CHECK(plan(complete_first<dynamic>{2}).kind(2) == layer_kind::retrieval);
+  CHECK(plan(every_layer<layer_kind::complete>{}).kind(7) == layer_kind::complete);
+  using route = any_of<resident, in_place>;
+  CHECK(route(resident{}).keeps_slots());
+  CHECK_FALSE(route(in_place{}).keeps_slots());
+}
+
+TEST_CASE("layer plans say what each layer keeps", "[policy_pack]") {
+  STATIC_REQUIRE(complete_first<>{}.kind(0) == layer_kind::complete);
+  STATIC_REQUIRE(complete_first<>{}.kind(1) == layer_kind::retrieval);
+  STATIC_REQUIRE(complete_first<0>{}.kind(0) == layer_kind::retrieval);
+  STATIC_REQUIRE(complete_first<2, layer_kind::window>{}.kind(1) == layer_kind::complete);
+  STATIC_REQUIRE(complete_first<2, layer_kind::window>{}.kind(2) == layer_kind::window);
+  STATIC_REQUIRE(complete_first<dynamic>{0}.kind(0) == layer_kind::retrieval);
+  STATIC_REQUIRE(every_layer<layer_kind::window>{}.kind(0) == layer_kind::window);
+}
+
+TEST_CASE("counts fixed at compile time take no room, and convert like those set at run time",
+          "[policy_pack]") {
+  STATIC_REQUIRE(std::is_empty_v<page_size<32>>);
+  STATIC_REQUIRE(std::is_empty_v<chunk_means<8>>);
+  STATIC_REQUIRE(std::is_empty_v<count_of<3>>);
+  STATIC_REQUIRE(int{count_of<3>{}} == 3);
+  STATIC_REQUIRE(int{count_of<dynamic>{7}} == 7);
+  STATIC_REQUIRE(int{page_size<16>{}.tokens} == 16);
+  STATIC_REQUIRE(int{page_size<dynamic>{24}.tokens} == 24);
+  STATIC_REQUIRE(head_counts{.query = 14, .kv = 2}.group() == 7);
+  STATIC_REQUIRE(kv_shape<bfloat16, 72>::head_dim == 72);
+  STATIC_REQUIRE(std::is_same_v<kv_shape<bfloat16, 72>::element_type, bfloat16>);
+}
+
+TEST_CASE("variants are pipelines of their policies", "[policy_pack]") {
+  STATIC_REQUIRE(std::is_same_v<variants::freekv::pipeline<shape>, retrieval_pipeline<shape>>);
+  STATIC_REQUIRE(
+      std::is_same_v<variants::quest::pipeline<shape>, retrieval_pipeline<shape, always, min_max>>);
+  STATIC_REQUIRE(std::is_same_v<variants::full::pipeline<shape>,
+                                retrieval_pipeline<shape, every_layer<layer_kind::complete>>>);
+  STATIC_REQUIRE(std::is_same_v<variants::streaming_llm::pipeline<shape>,
+                                retrieval_pipeline<shape, every_layer<layer_kind::window>>>);
+  STATIC_REQUIRE(std::is_same_v<variants::freekv_chunk_means::pipeline<shape, page_size<16>, in_place>,
+                                retrieval_pipeline<shape, in_place, chunk_means<8>, page_size<16>>>);
+  STATIC_REQUIRE(std::is_same_v<variants::freekv_key_subspace::pipeline<shape>,
+                                retrieval_pipeline<shape, key_subspace<24, 3>>>);
+  CHECK(variants::quest::name == "quest");
+}
+
+TEST_CASE("policies have names for tables and messages", "[policy_pack]") {
+  CHECK(detail::printed(min_max{}) == "min_max");
+  CHECK(detail::printed(any_of<min_max, chunk_means<dynamic>>(chunk_means<dynamic>{4})) == "chunk_means");
+  CHECK(key_subspace<>::name == "key_subspace");
+  CHECK(mean_softmax::name == "mean_softmax");
+  CHECK(top_k::name == "top_k");
+  CHECK(resident::name == "resident");
+  CHECK(in_place::name == "in_place");
+  CHECK(complete_first<>::name == "complete_first");
+  CHECK(complete_first<1, layer_kind::window>::name == "complete_first_then_window");
+  CHECK(every_layer<layer_kind::retrieval>::name == "all_retrieval");
+  CHECK(element_name<float> == "f32");
+  CHECK(element_name<half> == "f16");
+  CHECK(element_name<bfloat16> == "bf16");
+}
