@@ -105,7 +105,7 @@ std::vector<std::vector<double>> mean_and_directions(const std::vector<std::vect
 
 TEST_CASE("replays of random traces agree with the float64 oracle", "[replay]") {
   coverage seen;
-  for (std::uint64_t seed = 1; seed <= 240; ++seed) check_replay(random_replay(seed), seen);
+  for (std::uint64_t seed = 1; seed <= 280; ++seed) check_replay(random_replay(seed), seen);
   INFO(seen);
   CHECK(seen.firm_selections > 1000);
   CHECK(seen.heads > 5000);

@@ -227,10 +227,8 @@ TEMPLATE_TEST_CASE("key_subspace keeps each token's coefficients in its bits, an
           for (int t = 0; t < c.p; ++t)
             for (int r = 0; r < c.rank; ++r) {
               const float code = numbers[count(r * c.p + t)], scale = numbers[count(c.rank * c.p + t)];
-              if (bits != 32 && (code < 0.0f || code > 2.0f * static_cast<float>(largest_code))) ++wrong;
-              const double value =
-                  bits == 32 ? static_cast<double>(code)
-                             : (static_cast<double>(code) - largest_code) * static_cast<double>(scale);
+              if (bits != 32 && std::fabs(code) > static_cast<float>(largest_code)) ++wrong;
+              const double value = static_cast<double>(code) * static_cast<double>(bits == 32 ? 1.0f : scale);
               const auto at = count(t * c.rank + r);
               if (!is_near(value, summary.values[at], summary.doubt[at] + 3e-5)) ++wrong;
             }

@@ -88,7 +88,7 @@ FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<c
       team.sync();
 
       const auto weigh = [&]<int Count>(int d,
-                                        std::integral_constant<int, Count>) {  // Count packs from element d
+                                        cuda::std::integral_constant<int, Count>) {  // Count packs from element d
         pack sums[Count];
         unroll<Count>([&](auto i) { sums[i] = team.load(weighted + d + i * width); });
         for (int t = 0; t < count; ++t) {
@@ -99,9 +99,9 @@ FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<c
         unroll<Count>([&](auto i) { team.store(weighted + d + i * width, sums[i]); });
       };
       for (int i = 0; i < packs / at_once; ++i)
-        weigh(i * at_once * width, std::integral_constant<int, at_once>{});
+        weigh(i * at_once * width, cuda::std::integral_constant<int, at_once>{});
       if constexpr (packs % at_once != 0)
-        weigh(packs / at_once * at_once * width, std::integral_constant<int, packs % at_once>{});
+        weigh(packs / at_once * at_once * width, cuda::std::integral_constant<int, packs % at_once>{});
       team.sync();
     }
   }

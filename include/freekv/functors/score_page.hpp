@@ -1,9 +1,9 @@
 // One page's scores for all query heads of a group, its summary read once.
 #pragma once
 
+#include <cuda/std/limits>
 #include <freekv/functors/log_sum_exp.hpp>
 #include <freekv/policies/summary.hpp>
-#include <limits>
 
 namespace freekv {
 
@@ -23,7 +23,7 @@ struct score_column {
 
 /// Scores and pooled scores as they count: +infinity is the largest finite float.
 FREEKV_HD inline float clamp_score(float score) {
-  constexpr float largest = std::numeric_limits<float>::max();
+  constexpr float largest = cuda::std::numeric_limits<float>::max();
   return score > largest ? largest : score;
 }
 

@@ -196,6 +196,7 @@ class basic_retrieval_pipeline {
     backend_->compute().wait(recalled_[static_cast<std::size_t>(layer)]);
     for (const step_entry& entry : entries_) parts_->stages.append(s, entry, rows);
     queries_ = rows.queries;
+    appended_layer_ = layer;
     progress_[static_cast<std::size_t>(layer)] = layer_progress::appended;
   }
 
@@ -319,6 +320,10 @@ class basic_retrieval_pipeline {
   }
   host::attention_output output(const char* call, const state& s, std::span<float> out,
                                 std::span<float> lse) const {
+    if (s.layer != appended_layer_)
+      throw usage_error(std::string(call) + ": layer " + std::to_string(s.layer) +
+                        " attends before the next is appended to, which was layer " +
+                        std::to_string(appended_layer_));
     if (queries_.empty() && rows_ > 0) throw usage_error(std::string(call) + ": append was given no queries");
     expect_numbers("attention output", out.size(), s.heads.query * head_dim);
     if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), s.heads.query);
@@ -335,6 +340,7 @@ class basic_retrieval_pipeline {
   std::optional<memory_plan> parts_;
   std::vector<step_entry> entries_;
   std::span<const float> queries_;  // of the layer appended to last
+  int appended_layer_ = -1;
   int rows_ = 0;
   bool in_step_ = false;
 };

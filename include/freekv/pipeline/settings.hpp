@@ -56,6 +56,8 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
   if (s.budget.selected_pages < 1)
     fail("selected_pages is " + text(s.budget.selected_pages) + "; select at least 1");
   if (s.max_tokens < 1) fail("max_tokens is " + text(s.max_tokens) + "; say how long a sequence may become");
+  if (constexpr int most = (1 << 30); s.max_tokens > most)
+    fail("max_tokens is " + text(s.max_tokens) + "; a sequence holds at most " + text(most));
   if (s.max_sequences < 1) fail("max_sequences is " + text(s.max_sequences) + "; at least 1");
   // A budget beyond what a sequence can hold needs no more slots than that.
   s.budget.sink = std::min(s.budget.sink, s.max_pages() * p);

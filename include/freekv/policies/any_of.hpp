@@ -4,7 +4,6 @@
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/policies/summary.hpp>
-#include <string_view>
 #include <variant>
 
 namespace freekv {
@@ -23,9 +22,6 @@ struct any_of {
   requires(std::is_same_v<Policy, First> || (std::is_same_v<Policy, Rest> || ...)) any_of(Policy policy)
       : chosen(std::move(policy)) {}
 
-  std::string_view name() const {
-    return std::visit([](const auto& policy) { return std::string_view(policy.name); }, chosen);
-  }
   // What is asked at set-up or once a layer is answered here; stages resolve.
   constexpr layer_kind kind(int layer) const {
     return std::visit([&](const auto& plan) { return plan.kind(layer); }, chosen);

@@ -16,7 +16,7 @@ struct page_size {
   static_assert(Tokens == dynamic || (Tokens >= 8 && Tokens <= 256 && Tokens % 8 == 0),
                 "page_size must be a multiple of 8 from 8 to 256, or dynamic");
   using policy_kind = page_size_kind;
-  [[no_unique_address]] count_of<Tokens> tokens{};
+  count_of<Tokens> tokens{};
 };
 
 /// What one KV head attends to, in tokens: `sink + window + selected_pages * page_size`, plus the open page's
@@ -34,7 +34,7 @@ struct page_roles {
   int window_begin = 0;
   int page_end = 0;
   FREEKV_HD constexpr int candidates() const { return window_begin - sink_end; }
-  FREEKV_HD constexpr bool operator==(const page_roles&) const = default;
+  constexpr bool operator==(const page_roles&) const = default;
 };
 
 /// Roles at length `tokens` for budget `b` and page size `page`: window pages are the non-sink pages that

@@ -31,20 +31,21 @@ struct subspace_basis {
 /// float32 scale a token, or unquantised (32). The score is `ln sum_t exp(scale * <E q, c_t>)`: the page's
 /// log-mass up to the term of `mu`, which is the same for all pages.
 ///
-/// Numbers: (Rank, p), tokens innermost. Stored: for each coefficient the codes of 8 tokens at a time, `Bits`
-/// bytes each, then p scales: `Rank * p * Bits / 8 + 4 * p` bytes.
+/// Numbers: (Rank, p) coefficients in units of their token's scale, tokens innermost, then p scales. Stored: for
+/// each coefficient the codes of 8 tokens at a time, `Bits` bytes each, then the scales: `Rank * p * Bits / 8 +
+/// 4 * p` bytes.
 template <int Rank = 24, int Bits = 3>
 struct key_subspace {
   static_assert(Bits == dynamic || Bits == 2 || Bits == 3 || Bits == 4 || Bits == 8 || Bits == 32,
                 "key_subspace takes 2, 3, 4 or 8 bits, or 32 for unquantised coefficients");
   using policy_kind = summary_kind;
   static constexpr std::string_view name = "key_subspace";
-  [[no_unique_address]] count_of<Rank> rank{};
-  [[no_unique_address]] count_of<Bits> bits{};
+  count_of<Rank> rank{};
+  count_of<Bits> bits{};
   subspace_basis basis{};
 
   FREEKV_HD constexpr int width(page_geometry page) const { return (rank + 1) * page.tokens; }
-  FREEKV_HD constexpr int query_width(int) const { return rank + 1; }
+  FREEKV_HD constexpr int query_width(int) const { return rank; }
   FREEKV_HD constexpr std::size_t bytes(page_geometry page) const {
     const auto tokens = static_cast<std::size_t>(page.tokens);
     if (bits == 32) return static_cast<std::size_t>(int{rank}) * tokens * sizeof(float);
@@ -94,19 +95,16 @@ struct key_subspace<Rank, Bits>::head_policy {
   FREEKV_HD constexpr int query_width(int head_dim) const { return policy.query_width(head_dim); }
   FREEKV_HD constexpr std::size_t bytes(page_geometry page) const { return policy.bytes(page); }
 
-  /// E q, then what the codes' offset adds to every estimate.
+  /// E q.
   template <team T>
   FREEKV_HD void prepare(T team, const group_query& query, float* prepared) const {
-    float sum = 0.0f;
     for (int r = 0; r < policy.rank; ++r) {
       const float* row = rows + r * query.head_dim;
       typename T::pack product(0.0f);
       for (int i = 0; i < query.head_dim; i += T::width)
         product = product + team.load(row + i) * team.load(query.data + i);
       prepared[r] = team.sum(product);
-      sum += prepared[r];
     }
-    prepared[policy.rank] = policy.bits == 32 ? 0.0f : -static_cast<float>(largest_code()) * sum;
   }
 
   template <team T>
@@ -136,7 +134,8 @@ struct key_subspace<Rank, Bits>::head_policy {
   }
 
   /// Symmetric: code = round(c / scale) + largest, scale = max|c| / largest. A token with a NaN or infinite
-  /// coefficient gets a NaN for its scale, so its estimate is NaN.
+  /// coefficient gets a NaN for its scale, so its estimate is NaN. A subnormal scale is rounded so coarsely that
+  /// c / scale can exceed the largest code, which then stands for it.
   template <team T>
   FREEKV_HD void encode(T team, page_geometry page, const float* numbers, std::byte* out) const {
     if (policy.bits == 32) {
@@ -144,13 +143,13 @@ struct key_subspace<Rank, Bits>::head_policy {
       for (int i = team.lane(); i < policy.rank * page.tokens; i += team.lanes()) stored[i] = numbers[i];
       return;
     }
-    const int largest = largest_code();
+    const auto largest = static_cast<float>(largest_code());
     auto* scales = reinterpret_cast<float*>(out + policy.code_bytes(page));
     for (int t = team.lane(); t < page.tokens; t += team.lanes()) {
       float most = 0.0f;
       for (int r = 0; r < policy.rank; ++r)
         most = scalar_team{}.maximum(most, ::fabsf(numbers[r * page.tokens + t]));
-      scales[t] = most < infinity ? most / static_cast<float>(largest) : NAN;
+      scales[t] = most < infinity ? most / largest : NAN;
     }
     team.sync();
     auto* codes = reinterpret_cast<std::uint8_t*>(out);
@@ -159,7 +158,8 @@ struct key_subspace<Rank, Bits>::head_policy {
       for (int i = 0; i < 8; ++i) {
         const int at = block * 8 + i;
         const float quotient = ::rintf(numbers[at] / scales[at % page.tokens]);
-        const int code = quotient >= -127.0f && quotient <= 127.0f ? static_cast<int>(quotient) : 0;
+        float code = quotient > largest ? largest : quotient;
+        code = code < -largest ? -largest : code == code ? code : 0.0f;
         word |= static_cast<std::uint64_t>(code + largest) << (i * policy.bits);
       }
       for (int i = 0; i < policy.bits; ++i)
@@ -195,8 +195,8 @@ struct key_subspace<Rank, Bits>::head_policy {
                             log_sum_exp& mass) const {
     using pack = typename T::pack;
     pack estimate[Packs];
-    const pack offset(query.data[policy.rank]), factor(query.scale);
-    unroll<Packs>([&](auto i) { estimate[i] = offset; });
+    const pack factor(query.scale);
+    unroll<Packs>([&](auto i) { estimate[i] = pack(0.0f); });
     for (int r = 0; r < policy.rank; ++r) {
       const pack q(query.data[r]);
       const float* row = numbers + r * query.page.tokens + first;
@@ -211,7 +211,9 @@ struct key_subspace<Rank, Bits>::head_policy {
   FREEKV_HD void decode_bits(T team, page_geometry page, const std::byte* in, float* numbers) const {
     const auto* codes = reinterpret_cast<const std::uint8_t*>(in);
     const int count = policy.rank * page.tokens;
-    for (int i = 0; i < count; i += T::width) team.store(numbers + i, team.template load_codes<B>(codes, i));
+    const typename T::pack largest(static_cast<float>(largest_code()));
+    for (int i = 0; i < count; i += T::width)
+      team.store(numbers + i, team.template load_codes<B>(codes, i) - largest);
     team.widen(reinterpret_cast<const float*>(in + policy.code_bytes(page)), numbers + count, page.tokens);
   }
 };

@@ -23,7 +23,7 @@ struct complete_first {
   using policy_kind = plan_kind;
   static constexpr std::string_view name =
       Rest == layer_kind::window ? "complete_first_then_window" : "complete_first";
-  [[no_unique_address]] count_of<Layers> layers{};
+  count_of<Layers> layers{};
   std::string values() const { return std::to_string(int{layers}); }
   constexpr layer_kind kind(int layer) const { return layer < layers ? layer_kind::complete : Rest; }
 };

@@ -181,7 +181,7 @@ template <int Tokens = 8>
 struct chunk_means {
   using policy_kind = summary_kind;
   static constexpr std::string_view name = "chunk_means";
-  [[no_unique_address]] count_of<Tokens> tokens{};
+  count_of<Tokens> tokens{};
 
   FREEKV_HD constexpr int width(page_geometry page) const { return page.tokens / tokens * page.head_dim; }
 

@@ -5,6 +5,7 @@
 #include <freekv/backend/host/stream.hpp>
 #include <freekv/backend/host/thread_pool.hpp>
 #include <freekv/core/error.hpp>
+#include <freekv/core/policy.hpp>
 #include <string>
 #include <string_view>
 

@@ -18,8 +18,8 @@ using uint8x16 = std::uint16_t __attribute__((vector_size(16)));
 using uint8x8 = std::uint8_t __attribute__((vector_size(8)));
 
 /// Eight floats. A struct, and passed by reference, because a bare vector in a signature has an ABI that
-/// depends on the target flags.
-struct pack8 {
+/// depends on the target flags, as the alignment of a bare vector does.
+struct alignas(32) pack8 {
   float8 v;
   pack8() = default;
   [[gnu::always_inline]] explicit pack8(const float8& x) : v(x) {}

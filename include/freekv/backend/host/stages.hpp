@@ -1,6 +1,7 @@
 // The stages of a step on the host: who does what on which thread.
 #pragma once
 
+#include <array>
 #include <freekv/backend/host/append.hpp>
 #include <freekv/backend/host/attend.hpp>
 #include <freekv/backend/host/host_backend.hpp>
@@ -34,9 +35,9 @@ class stages {
   void clear(const State& s, int sequences) {
     const std::size_t rows = s.row(sequences, 0), selections = s.selection(sequences, 0);
     std::fill_n(s.corrected, rows, std::uint8_t{0});
-    for (std::int32_t* counts : {s.selected_count, s.attended_count, s.recalled, s.promoted})
+    for (std::int32_t* counts : std::array{s.selected_count, s.attended_count, s.recalled, s.promoted})
       std::fill_n(counts, rows, 0);
-    for (std::int32_t* pages : {s.selected, s.attended, s.slot_page, s.slot_of})
+    for (std::int32_t* pages : std::array{s.selected, s.attended, s.slot_page, s.slot_of})
       std::fill_n(pages, selections, -1);
     std::fill_n(s.has_selection, sequences, std::uint8_t{0});
   }
