@@ -6,8 +6,17 @@
 set(_freekv_roots ${CUDAToolkit_ROOT} $ENV{CUDAToolkit_ROOT} $ENV{CUDA_HOME} $ENV{CUDA_PATH} /usr/local/cuda)
 file(GLOB _freekv_wheels "$ENV{VIRTUAL_ENV}/lib/python3*/site-packages/nvidia/cu13")
 list(APPEND _freekv_roots ${_freekv_wheels})
-find_path(FREEKV_CUDA_INCLUDE cuda_bf16.h HINTS ${_freekv_roots} PATH_SUFFIXES include targets/x86_64-linux/include
-          NO_CMAKE_FIND_ROOT_PATH)
+foreach(_freekv_root IN LISTS _freekv_roots)  # the first of version 13 or newer
+  find_path(FREEKV_CUDA_INCLUDE cuda_bf16.h PATHS ${_freekv_root} PATH_SUFFIXES include targets/x86_64-linux/include
+            NO_DEFAULT_PATH NO_CMAKE_FIND_ROOT_PATH)
+  if(FREEKV_CUDA_INCLUDE)
+    file(STRINGS ${FREEKV_CUDA_INCLUDE}/cuda_runtime_api.h _freekv_version REGEX "^#define CUDART_VERSION ")
+    if(_freekv_version MATCHES "([0-9]+)$" AND CMAKE_MATCH_1 GREATER_EQUAL 13000)
+      break()
+    endif()
+    unset(FREEKV_CUDA_INCLUDE CACHE)
+  endif()
+endforeach()
 find_path(FREEKV_CCCL_INCLUDE cuda/std/mdspan HINTS ${FREEKV_CUDA_INCLUDE}/cccl ${FREEKV_CUDA_INCLUDE} ${_freekv_roots}
           PATH_SUFFIXES cccl include include/cccl NO_CMAKE_FIND_ROOT_PATH)
 mark_as_advanced(FREEKV_CUDA_INCLUDE FREEKV_CCCL_INCLUDE)

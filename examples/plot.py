@@ -43,12 +43,14 @@ class Results:
     def values_of(self, bench, key):
         return sorted({line[key] for line in self.lines if line["bench"] == bench})
 
-    def run(self):
-        return self.lines[0]
+    def run(self, bench):
+        return next(line for line in self.lines if line["bench"] == bench)
 
 
 def footnote(figure, run):
-    figure.text(0.01, 0.005, f"{run['model']}, {run['text']}; page {run['page']}, sink {run['sink']}, tau {run['tau']:.2g}; "
+    """`run`: any line of what is shown."""
+    figure.text(0.01, 0.005, f"{run['model']}, {run['text']}; page {run['page']}, sink {run['sink']}, window {run['window']}, "
+                f"tau {run['tau']:.2g}, {run['route']}; "
                 f"{run['machine']}, commit {run['commit']}", fontsize=7, color=QUIET)
 
 
@@ -56,7 +58,7 @@ def needles(results, folder):
     lengths, budgets = results.values_of("needle", "needle_tokens"), results.values_of("needle", "budget")
     if not lengths:
         return
-    summary = results.select("quality", "summary_bytes")
+    summary = results.select("needle", "summary_bytes")
     figure, panels = plt.subplots(len(lengths), 1, figsize=(10, 3.6 * len(lengths)), squeeze=False)
     for panel, length in zip(panels[:, 0], lengths):
         cases = list(results.select("needle", "loss_per_digit", needle_tokens=length))
@@ -70,7 +72,7 @@ def needles(results, folder):
         full = results.select("needle", "loss_per_digit", needle_tokens=length, budget=budgets[0]).get("full")
         if full is not None:
             panel.axhline(full, color=INK, linewidth=0.8, linestyle=":")
-        names = [label(case) + (f"\n{int(summary[case])} B/page" if summary.get(case) else "") for case in cases]
+        names = [label(case) + (f"\n{int(summary[case])} B/page/head" if summary.get(case) else "") for case in cases]
         panel.set_xticks(range(len(cases)), names, fontsize=8)
         panel.set_ylabel("loss per digit (nats)")
         panel.set_ylim(0, 1.2 * max(results.select("needle", "loss_per_digit", needle_tokens=length).values()) + 0.35)
@@ -79,7 +81,7 @@ def needles(results, folder):
         panel.set_axisbelow(True)
     shades = " and ".join(f"{'strong' if i == 0 else 'pale'}: {budget}" for i, budget in enumerate(budgets))
     figure.text(0.99, 0.005, f"budget in tokens, {shades}; lower is better; n/8: facts found", fontsize=7, color=QUIET, ha="right")
-    footnote(figure, results.run())
+    footnote(figure, results.run("needle"))
     figure.tight_layout(rect=(0, 0.02, 1, 1))
     figure.savefig(folder / "needles.png")
 
@@ -110,7 +112,7 @@ def quality(results, folder):
     for panel in (left, middle, right):
         panel.grid(axis="x", color=GRID)
         panel.set_axisbelow(True)
-    footnote(figure, results.run())
+    footnote(figure, results.run("quality"))
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.savefig(folder / "quality.png")
 
@@ -126,7 +128,7 @@ def speed(results, folder):
         panel.annotate(f" {rate[case]:.0f}" + (" (unsteady)" if spread.get(case, 0) > 0.2 else ""), (rate[case], y), va="center", fontsize=9)
     panel.set_yticks(range(len(rate)), [label(case).replace("\n", " ") for case in rate])
     panel.invert_yaxis()
-    run = results.run()
+    run = results.run("speed")
     panel.set_title(f"Tokens per second at {run['prompt']} tokens, {run['threads']} threads")
     panel.grid(axis="x", color=GRID)
     panel.set_axisbelow(True)

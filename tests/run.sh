@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # All tests: installs what they need, builds with warnings as errors, runs them, first under AddressSanitizer and
-# UndefinedBehaviorSanitizer, then as released. No GPU is needed; what needs one is reported as skipped.
+# UndefinedBehaviorSanitizer, then as released. No GPU is needed; what needs one is reported as skipped. Where
+# FREEKV_PTXCPU names the sources of ptxcpu, an interpreter of PTX, device code runs on that.
 source "$(dirname "$0")/../cmake/bootstrap.sh"
 cd "$root"
 started=$SECONDS
 
-bootstrap_packages g++ cmake ninja-build git libcli11-dev nlohmann-json3-dev libeigen3-dev catch2 libzstd-dev
+bootstrap_packages g++ cmake ninja-build git libcli11-dev nlohmann-json3-dev libeigen3-dev catch2
+[[ -z ${FREEKV_PTXCPU:-} ]] || bootstrap_packages libzstd-dev  # which ptxcpu needs
 bootstrap_cuda nvcc
 bootstrap_llama_cpp
 bootstrap_model

@@ -58,7 +58,6 @@ class pipeline {
   virtual std::size_t slice_bytes() const = 0;
   virtual std::size_t summary_bytes() const = 0;
   /// The budget in force: no larger than the sequence can become.
-  virtual const freekv::budget& budget() const = 0;
 };
 
 /// Throws choice_error, which names those compiled in, for a head_dim that is not among them.

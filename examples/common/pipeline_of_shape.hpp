@@ -43,7 +43,6 @@ class pipeline_of_shape final : public pipeline {
   const memory_bytes& bytes() const override { return pipeline_.bytes(); }
   std::size_t slice_bytes() const override { return pipeline_.slice_bytes(); }
   std::size_t summary_bytes() const override { return pipeline_.summary_bytes(); }
-  const freekv::budget& budget() const override { return pipeline_.configuration().budget; }
 
  private:
   static typename implementation::settings settings(const pipeline_options& o) {

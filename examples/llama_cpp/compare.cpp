@@ -1,7 +1,5 @@
 // The main job: full attention, a sliding window and retrieval side by side, in llama.cpp, on a real text.
 
-#include <unistd.h>
-#include <CLI/CLI.hpp>
 #include <chrono>
 #include <cmath>
 #include <filesystem>
@@ -10,6 +8,7 @@
 #include <iterator>
 #include <set>
 
+#include "command_line.hpp"
 #include "measure.hpp"
 #include "program.hpp"
 #include "report.hpp"
@@ -63,14 +62,7 @@ arguments parse(int argc, char** argv) {
   app.add_option("--commit", a.commit, "Noted in the results");
   for (const char* option : {"--model", "--text", "--needle-text", "--cache", "--out", "--commit"})
     app.get_option(option)->take_last();  // examples/run.sh gives defaults before what a person gives
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::CallForHelp&) {
-    std::cout << app.help();
-    std::exit(0);
-  } catch (const CLI::ParseError& e) {
-    throw choice_error(std::string(e.what()) + "; --help lists the options");
-  }
+  if (!parsed(app, argc, argv)) std::exit(0);
   const auto require = [](bool holds, const std::string& sentence) {
     if (!holds) throw choice_error(sentence);
   };
@@ -80,11 +72,16 @@ arguments parse(int argc, char** argv) {
     require(tokens == 0 || tokens >= 300, "--needle-tokens " + std::to_string(tokens) +
                                               " leaves no text between eight facts; give 300 or more");
   if (a.needle_tokens == std::vector<int>{0}) a.needle_tokens.clear();
-  std::vector<int> budgets = a.needle_budgets;
+  const common_settings& c = a.common;
+  require(c.page >= 8 && c.page <= 256 && c.page % 8 == 0, "--page is a multiple of 8 from 8 to 256");
+  require(c.sink >= 0 && c.sink % c.page == 0 && c.window >= c.page && c.window % c.page == 0,
+          "--sink and --window are multiples of the page of " + std::to_string(c.page) +
+              " tokens, the window at least one");
+  std::vector<int> budgets = a.needle_tokens.empty() ? std::vector<int>{} : a.needle_budgets;
   budgets.push_back(a.common.budget);
   for (const int budget : budgets) {
     const int selected = budget - a.common.sink - a.common.window;
-    require(selected >= a.common.page && selected % std::max(1, a.common.page) == 0,
+    require(selected >= a.common.page && selected % a.common.page == 0,
             "a budget of " + std::to_string(budget) + " tokens leaves " + std::to_string(selected) +
                 " for selected pages of " + std::to_string(a.common.page) +
                 " after sink and window; give a budget that leaves one or more whole pages");
@@ -124,25 +121,6 @@ std::string processor() {
   return "unknown";
 }
 
-/// Progress on stderr: one line that is overwritten on a terminal, a line at the start of each piece
-/// elsewhere.
-class progress_line {
- public:
-  void operator()(const std::string& what, double done) {
-    if (terminal_) {
-      std::cerr << "\r\033[K" << what << "  " << static_cast<int>(100 * done) << " %"
-                << (done >= 1 ? "\n" : "") << std::flush;
-    } else if (what != last_) {
-      std::cerr << what << " ..." << std::endl;
-      last_ = what;
-    }
-  }
-
- private:
-  bool terminal_ = isatty(STDERR_FILENO) != 0;
-  std::string last_;
-};
-
 class main_job {
  public:
   explicit main_job(const arguments& a)
@@ -165,8 +143,12 @@ class main_job {
                                           {"steps", a.steps},
                                           {"page", a.common.page},
                                           {"sink", a.common.sink},
+                                          {"window", a.common.window},
+                                          {"budget", a.common.budget},
                                           {"tau", a.tau},
                                           {"complete_layers", a.common.complete_layers},
+                                          {"basis_tokens", a.basis_tokens},
+                                          {"overlap", a.common.overlap},
                                           {"threads", a.common.threads},
                                           {"machine", processor()},
                                           {"instructions", host::name_of(host::best_isa())},
@@ -220,11 +202,13 @@ class main_job {
       const prompt_cache kv(model_, hidden.tokens, place_, std::ref(progress_));
       const key_basis own = kv.learn_basis(rank());
       const prepared_prompt prompt{kv, own, other};
-      std::vector<std::vector<std::string>> rows{{std::to_string(hidden.tokens.size()) + " tokens, 8 facts"}};
+      const std::string name = std::filesystem::path(a_.needle_text).filename().string();
+      std::vector<std::vector<std::string>> rows{
+          {"8 facts in " + std::to_string(hidden.tokens.size()) + " tokens of " + name, "bytes/page/head"}};
       for (const int budget : a_.needle_budgets)
         rows[0].push_back("loss/digit, B " + std::to_string(budget)), rows[0].push_back("found");
       for (const auto& c : contenders_) {
-        std::vector<std::string> row{c.name};
+        std::vector<std::string> row{c.name, ""};
         std::optional<needle_result> of_full;  // whose result does not depend on the budget
         for (const int budget : a_.needle_budgets) {
           common_settings s = a_.common;
@@ -232,9 +216,15 @@ class main_job {
           const needle_result result =
               of_full ? *of_full : measure_needles(c, s, model_, prompt, hidden, std::ref(progress_));
           if (c.does.plan == "complete") of_full = result;
+          if (result.summary_bytes > 0) row[1] = std::to_string(result.summary_bytes);
           row.push_back(fixed(result.mean_loss(), 2));
           row.push_back(std::to_string(result.facts_found()) + "/8");
-          const nlohmann::ordered_json at{{"budget", budget}, {"needle_tokens", hidden.tokens.size()}};
+          const nlohmann::ordered_json at{{"budget", budget},
+                                          {"needle_tokens", hidden.tokens.size()},
+                                          {"text", name},
+                                          {"route", "in_place"}};
+          lines_->add("needle", c.name, "summary_bytes", static_cast<double>(result.summary_bytes),
+                      "per page and KV head", at);
           lines_->add("needle", c.name, "loss_per_digit", result.mean_loss(), "nats", at);
           lines_->add("needle", c.name, "facts_found", result.facts_found(), "of 8", at);
           for (std::size_t i = 0; i < hidden.questions.size(); ++i) {
@@ -245,16 +235,19 @@ class main_job {
         }
         rows.push_back(std::move(row));
       }
-      say("\n" + table(rows));
+      say("\n" + table(rows) +
+          "loss/digit: mean -ln p of the answer's digits (tokens of digits alone); found: every digit most "
+          "likely;\n"
+          "route in_place\n");
     }
   }
 
   void compare_quality(const prepared_prompt& prompt, std::span<const llama_token> text) {
-    const nlohmann::ordered_json at{{"budget", a_.common.budget}};
+    const nlohmann::ordered_json at{{"route", "resident"}};
     std::vector<std::vector<std::string>> rows{
         {"prompt " + std::to_string(a_.prompt) + ", budget " + std::to_string(a_.common.budget), "perplexity",
-         "vs full (95 %)", "top-1", "error", "mass", "corrected", "pages/step", "KB/step", "fast MB",
-         "B/page"}};
+         "over full (95 %)", "top-1", "error", "mass", "corrected", "slices/step", "KB/step", "fast MB",
+         "bytes/page/head"}};
     std::optional<quality> full;
     for (const auto& c : contenders_) {
       quality q = measure_quality(c, a_.common, model_, prompt, text, std::ref(progress_));
@@ -278,31 +271,44 @@ class main_job {
       const double pages = static_cast<double>(s.recalled) / steps;
       const bool retrieves = c.does.plan == "retrieval";
       rows.push_back({c.name, fixed(perplexity, 2),
-                      c.name == "full" ? "" : fixed(low, 2) + " .. " + fixed(high, 2),
+                      c.name == "full" ? ""
+                                       : fixed(perplexity - full_perplexity, 2) + " (" + fixed(low, 2) +
+                                             " .. " + fixed(high, 2) + ")",
                       fixed(100 * agreeing / steps, 0) + " %", fixed(share(s.error, s.heads), 3),
                       fixed(100 * share(s.mass, s.heads), 1) + " %",
                       retrieves ? fixed(100 * share(static_cast<double>(s.corrected), s.rows), 0) + " %" : "",
                       retrieves ? fixed(pages, 0) : "",
                       retrieves ? fixed(pages * static_cast<double>(q.slice_bytes) / 1024, 0) : "",
-                      fixed(static_cast<double>(q.bytes.fast_tier()) / 1e6, 1),
+                      fixed(static_cast<double>(q.fast_tier_bytes) / 1e6, 1),
                       retrieves ? std::to_string(q.summary_bytes) : ""});
       const auto add = [&](const char* metric, double value, const char* unit) {
         lines_->add("quality", c.name, metric, value, unit, at);
       };
       add("perplexity", perplexity, "");
+      add("perplexity_difference", perplexity - full_perplexity, "");
       add("perplexity_difference_low", low, "");
       add("perplexity_difference_high", high, "");
       add("top1_agreement", agreeing / steps, "");
       add("attention_error", share(s.error, s.heads), "relative L2");
       add("mass_kept", share(s.mass, s.heads), "");
       add("corrected", share(static_cast<double>(s.corrected), s.rows), "of heads");
-      add("pages_recalled", pages, "per step");
+      add("slices_recalled", pages, "per step");
       add("bytes_recalled", pages * static_cast<double>(q.slice_bytes), "per step");
-      add("pages_promoted", static_cast<double>(s.promoted) / steps, "per step");
-      add("fast_tier_bytes", static_cast<double>(q.bytes.fast_tier()), "bytes");
+      add("slices_promoted", static_cast<double>(s.promoted) / steps, "per step");
+      add("fast_tier_bytes", static_cast<double>(q.fast_tier_bytes), "bytes");
       add("summary_bytes", static_cast<double>(q.summary_bytes), "per page and KV head");
     }
-    say("\n" + table(rows));
+    say("\n" + table(rows) +
+        "95 %: of the mean difference in loss, steps taken as independent and full's as given; top-1: same "
+        "most likely\n"
+        "token as full; error: relative L2 of a head's attention output; mass: share of full attention's "
+        "softmax mass\n"
+        "on what is attended; corrected: KV heads that select anew before they attend; slices: recalled keys "
+        "and values\n"
+        "of a page and KV head, all layers; fast MB: slots, summaries and their basis, complete layers. The "
+        "first " +
+        std::to_string(a_.common.complete_layers) +
+        "\nlayers keep everything and count in none of error, mass and corrected. Route resident.\n");
   }
 
   void compare_speed(const prepared_prompt& prompt, std::span<const llama_token> prompt_tokens,
@@ -310,23 +316,26 @@ class main_job {
     const auto speeds = measure_speed(contenders_, a_.common, model_, prompt, prompt_tokens, text, place_,
                                       {a_.rounds, a_.timed_steps}, std::ref(progress_));
     const double stock = std::max(speeds[0].median_tokens_per_second(), speeds[1].median_tokens_per_second());
+    const nlohmann::ordered_json at{{"route", "in_place"}};
     std::vector<std::vector<std::string>> rows{
         {"at " + std::to_string(a_.prompt) + " tokens, " + std::to_string(a_.common.threads) + " threads",
-         "tokens/s", "over llama.cpp's best", "attention ms/token", "rounds", "spread"}};
+         "tokens/s", "over llama.cpp's best", "attention ms/token", "spread"}};
     for (const auto& s : speeds) {
       const double rate = s.median_tokens_per_second();
       rows.push_back({s.name, fixed(rate, 1), fixed(rate / stock, 2),
                       s.attention_seconds.empty() ? "" : fixed(1e3 * s.median_attention_seconds(), 2),
-                      std::to_string(s.tokens_per_second.size()),
                       fixed(100 * s.spread(), 0) + " %" + (s.spread() > 0.2 ? " unsteady" : "")});
-      lines_->add("speed", s.name, "tokens_per_second", rate, "tokens/s", {{"budget", a_.common.budget}});
-      lines_->add("speed", s.name, "over_stock", rate / stock, "", {{"budget", a_.common.budget}});
-      lines_->add("speed", s.name, "spread", s.spread(), "", {{"budget", a_.common.budget}});
+      lines_->add("speed", s.name, "tokens_per_second", rate, "tokens/s", at);
+      lines_->add("speed", s.name, "over_stock", rate / stock, "", at);
+      lines_->add("speed", s.name, "spread", s.spread(), "", at);
       if (!s.attention_seconds.empty())
-        lines_->add("speed", s.name, "attention_seconds", s.median_attention_seconds(), "s/token",
-                    {{"budget", a_.common.budget}});
+        lines_->add("speed", s.name, "attention_seconds", s.median_attention_seconds(), "s/token", at);
     }
-    say("\n" + table(rows));
+    say("\n" + table(rows) + "medians of " + std::to_string(a_.rounds) + " rounds of " +
+        std::to_string(a_.timed_steps) + " tokens in turns; attention: append and attend, all layers" +
+        (a_.common.overlap ? ", what is selected for the next step on a thread beside\n"
+                           : ", and what is selected\nfor the next step, which nothing overlaps here") +
+        "; route in_place\n");
   }
 
   void say(const std::string& text) {

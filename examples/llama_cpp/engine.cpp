@@ -134,8 +134,7 @@ engine::engine(model shared, options wanted) : model_(std::move(shared)), option
   if (model_.context_sets_rotation_ && options_.context != 0) {
     throw engine_error("model '" + shape().name +
                        "' has LongRoPE, whose rotation llama.cpp chooses by the context's size: " +
-                       "leave the context at 0, not " + std::to_string(options_.context) +
-                       ", so that all engines agree");
+                       "FreeKV's engines have contexts of different sizes, so choose another model");
   }
   auto parameters = llama_context_default_params();
   parameters.n_ctx = static_cast<std::uint32_t>(options_.context);

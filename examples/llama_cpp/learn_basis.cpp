@@ -1,10 +1,11 @@
 // freekv-basis: the basis of key_subspace for a model, learnt from a text once and kept as a file.
 
-#include <CLI/CLI.hpp>
 #include <iostream>
 
+#include "command_line.hpp"
 #include "program.hpp"
 #include "prompt.hpp"
+#include "report.hpp"
 
 namespace freekv::examples {
 namespace {
@@ -21,24 +22,13 @@ void run(int argc, char** argv) {
   app.add_option("--rank", rank, "Dimensions; key_subspace may use fewer");
   app.add_option("--threads", threads, "Threads of llama.cpp");
   app.add_option("--out", out, "safetensors file")->required();
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::CallForHelp&) {
-    std::cout << app.help();
-    return;
-  } catch (const CLI::ParseError& e) {
-    throw choice_error(std::string(e.what()) + "; --help lists the options");
-  }
+  if (!parsed(app, argc, argv)) return;
   const model m(model_path);
   if (rank < 1 || rank > m.shape().head_dim)
     throw choice_error("--rank " + std::to_string(rank) + " is not between 1 and head_dim " +
                        std::to_string(m.shape().head_dim));
   const auto read = first_tokens(m, text, tokens);
-  const prompt_cache keys(m, read, {.folder = {}, .threads = threads},
-                          [](const std::string& what, double done) {
-                            std::cerr << "\r" << what << "  " << static_cast<int>(100 * done) << " %"
-                                      << (done >= 1 ? "\n" : "") << std::flush;
-                          });
+  const prompt_cache keys(m, read, {.folder = {}, .threads = threads}, progress_line());
   keys.learn_basis(rank).save(out);
   std::cout << out << "\n";
 }

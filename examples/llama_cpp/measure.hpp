@@ -36,6 +36,9 @@ struct prepared_prompt {
   const key_basis& other;
 };
 
+/// Bytes of a contender's summary for a page and KV head; 0 if it does not retrieve.
+std::size_t summary_bytes_of(const contender& c, const pipeline& p);
+
 /// The pipeline of a contender, with room for `more` tokens after the prompt. At equal budget, a method that
 /// selects nothing has all but the sink as its window.
 std::unique_ptr<pipeline> make_contender(const contender& c, const common_settings& s,
@@ -47,9 +50,9 @@ struct quality {
   std::vector<double> losses;  ///< -ln p of the next token, by step
   std::vector<int> choices;    ///< most likely next token, by step
   attention_statistics attention;
-  memory_bytes bytes;
+  std::size_t fast_tier_bytes = 0;  ///< slots, summaries, complete layers, and the summaries' basis
   std::size_t slice_bytes = 0;
-  std::size_t summary_bytes = 0;  ///< of a page and KV head; 0 where nothing is scored
+  std::size_t summary_bytes = 0;
 };
 /// `text`: the tokens decoded, and one more to predict.
 quality measure_quality(const contender& c, const common_settings& s, const model& model,
@@ -60,8 +63,7 @@ quality measure_quality(const contender& c, const common_settings& s, const mode
 struct needle_text {
   std::vector<llama_token> tokens;  ///< about as many as asked for, with the facts
   struct question {
-    std::string subject;
-    double depth = 0;                 ///< of its fact, 0 to 1
+    double depth = 0;                 ///< of its fact, 0 to 1: where it was put, to a sentence
     std::vector<llama_token> tokens;  ///< the question, then the answer's digits
     int digits = 0;                   ///< how many of the last tokens are digits
   };
@@ -72,6 +74,7 @@ needle_text hide_needles(const model& model, const std::string& text, int tokens
 struct needle_result {
   std::vector<double> loss_per_digit;  ///< by question
   std::vector<bool> found;             ///< all digits most likely
+  std::size_t summary_bytes = 0;
   double mean_loss() const;
   int facts_found() const;
 };
@@ -83,15 +86,15 @@ needle_result measure_needles(const contender& c, const common_settings& s, cons
 /// Decoding speed of all contenders and of llama.cpp itself, in turns.
 struct speed {
   std::string name;
-  std::vector<double> tokens_per_second;  ///< by round
-  std::vector<double> attention_seconds;  ///< a step, by round; empty for llama.cpp itself
+  std::vector<double> tokens_per_second;  ///< of the rounds that count
+  std::vector<double> attention_seconds;  ///< a step, of the rounds that count; empty for llama.cpp itself
   double median_tokens_per_second() const;
   double median_attention_seconds() const;
   /// (largest - smallest) / median of the rounds that count.
   double spread() const;
 };
-/// One after the other for `steps` tokens each, `rounds` times over, all at the same position; while a
-/// contender's rounds differ by more than 20 %, up to `rounds` more.
+/// One after the other for `steps` tokens each, all at the same position: once to warm up, then `rounds` times over;
+/// while a contender's rounds differ by more than 20 %, up to `rounds` more, of which the last `rounds` count.
 struct speed_settings {
   int rounds = 5, steps = 16;
 };

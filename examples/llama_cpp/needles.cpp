@@ -68,7 +68,7 @@ needle_text hide_needles(const model& model, const std::string& text, int tokens
     const std::string subject = facts[i].subject;
     const std::string asked =
         "\n\nAs stated above, the secret number of the " + subject + " is " + facts[i].number;
-    needle_text::question q{subject, depth_of(i), model.tokenize(asked, false), 0};
+    needle_text::question q{depth_of(i), model.tokenize(asked, false), 0};
     for (auto token = q.tokens.rbegin(); token != q.tokens.rend() && all_digits(model.to_text(*token));
          ++token)
       ++q.digits;

@@ -44,6 +44,10 @@ std::unique_ptr<pipeline> make_contender(const contender& c, const common_settin
   return make_pipeline(o, backend);
 }
 
+std::size_t summary_bytes_of(const contender& c, const pipeline& p) {
+  return c.does.plan == "retrieval" ? p.summary_bytes() : 0;
+}
+
 quality measure_quality(const contender& c, const common_settings& s, const model& model,
                         const prepared_prompt& prompt, std::span<const llama_token> text,
                         const progress_function& progress) {
@@ -63,9 +67,15 @@ quality measure_quality(const contender& c, const common_settings& s, const mode
     progress("quality of " + c.name, static_cast<double>(step + 1) / steps);
   }
   q.attention = attention.statistics();
-  q.bytes = p->bytes();
+  q.fast_tier_bytes = p->bytes().fast_tier();
+  if (c.basis != basis_source::none) {
+    const auto& shape = model.shape();
+    q.fast_tier_bytes +=
+        static_cast<std::size_t>(shape.layers * shape.kv_heads * (c.does.rank + 1) * shape.head_dim) *
+        sizeof(float);
+  }
   q.slice_bytes = p->slice_bytes();
-  q.summary_bytes = c.does.plan == "retrieval" ? p->summary_bytes() : 0;
+  q.summary_bytes = summary_bytes_of(c, *p);
   return q;
 }
 
@@ -79,6 +89,7 @@ needle_result measure_needles(const contender& c, const common_settings& s, cons
   engine decoding(model, {.threads = s.threads, .context = 1, .rows = 1});
   retrieval_attention attention(*p, model.shape(), s.complete_layers);
   needle_result result;
+  result.summary_bytes = summary_bytes_of(c, *p);
   for (const auto& question : needles.questions) {
     prompt.kv.restore(*p);
     double loss = 0;

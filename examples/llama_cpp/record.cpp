@@ -1,15 +1,16 @@
 // freekv-record: queries, keys and values of chosen layers of any GGUF model on a text, one trace a layer, for
 // freekv-replay.
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <filesystem>
 #include <iostream>
 #include <iterator>
 #include <map>
 
+#include "command_line.hpp"
 #include "program.hpp"
 #include "prompt.hpp"
+#include "report.hpp"
 
 namespace freekv::examples {
 namespace {
@@ -62,14 +63,7 @@ arguments parse(int argc, char** argv) {
   app.add_option("--threads", a.threads, "Threads of llama.cpp");
   app.add_flag("--f32-queries", a.full_queries, "Queries as F32; else F16 like the keys");
   app.add_option("--out", a.out, "Folder; layer N goes to layer-N.safetensors")->required();
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::CallForHelp&) {
-    std::cout << app.help();
-    std::exit(0);
-  } catch (const CLI::ParseError& e) {
-    throw choice_error(std::string(e.what()) + "; --help lists the options");
-  }
+  if (!parsed(app, argc, argv)) std::exit(0);
   if (a.prompt < 0 || a.steps < 0 || a.prompt + a.steps < 1)
     throw choice_error("--prompt and --steps must be 0 or more, and not both 0");
   return a;
@@ -85,11 +79,12 @@ void run(int argc, char** argv) {
   const auto tokens = first_tokens(m, a.text, a.prompt + a.steps);
   recorder recording(a.layers);
   recording.shape = m.shape();
+  progress_line progress;
   engine(m, {.threads = a.threads, .context = static_cast<int>(tokens.size())})
       .prefill(tokens, 0, {.seen_by = &recording, .progress = [&](int done) {
-                             std::cerr << "\r" << done << " of " << tokens.size() << " tokens" << std::flush;
+                             progress("prefill",
+                                      static_cast<double>(done) / static_cast<double>(tokens.size()));
                            }});
-  std::cerr << "\n";
   std::filesystem::create_directories(a.out);
   for (const auto& [layer, rows] : recording.layers()) {
     const std::int64_t count = static_cast<std::int64_t>(tokens.size());

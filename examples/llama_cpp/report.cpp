@@ -1,8 +1,10 @@
 #include "report.hpp"
 
+#include <unistd.h>
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <iostream>
 
 namespace freekv::examples {
 
@@ -19,8 +21,8 @@ void json_lines::add(const std::string& bench, const std::string& of_case, const
       {"metric", metric},
       {"value", std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json(nullptr)},
       {"unit", unit}};
-  if (!more.is_null()) line.update(more);
   line.update(run_);
+  if (!more.is_null()) line.update(more);
   file_ << line.dump() << std::endl;
 }
 
@@ -30,12 +32,22 @@ void json_lines::finish() {
     throw file_error("'" + path_ + "' cannot be written; its lines are in '" + path_ + ".part'");
 }
 
+void progress_line::operator()(const std::string& what, double done) {
+  if (isatty(STDERR_FILENO) != 0) {
+    std::cerr << "\r\033[K" << what << "  " << static_cast<int>(100 * done) << " %" << (done >= 1 ? "\n" : "")
+              << std::flush;
+  } else if (what != last_) {
+    std::cerr << what << " ..." << std::endl;
+    last_ = what;
+  }
+}
+
 interval paired_difference(const std::vector<double>& a, const std::vector<double>& b) {
   const auto n = static_cast<double>(a.size());
   double sum = 0, squares = 0;
   for (std::size_t i = 0; i < a.size(); ++i) sum += a[i] - b[i];
   for (std::size_t i = 0; i < a.size(); ++i) squares += std::pow(a[i] - b[i] - sum / n, 2);
-  return {sum / n, n > 1 ? 1.96 * std::sqrt(squares / (n - 1) / n) : 0};
+  return {sum / n, n > 1 ? 1.96 * std::sqrt(squares / (n - 1) / n) : std::nan("")};
 }
 
 std::string table(const std::vector<std::vector<std::string>>& rows) {

@@ -1,4 +1,4 @@
-// Results as tables for people and as JSON lines for machines.
+// Results as tables for people and as JSON lines for machines, and how far a measurement is.
 #pragma once
 
 #include <fstream>
@@ -12,7 +12,8 @@
 namespace freekv::examples {
 
 /// One JSON object a line: bench, case, metric, value, unit, and what holds for the whole run. Lines are
-/// written as they come, to `PATH.part`, which takes PATH's place when it is complete.
+/// written as they come, to `PATH.part`, which takes PATH's place when it is complete. `more` is of this line alone, and
+/// goes before what holds for the run.
 class json_lines {
  public:
   /// `run`: what holds for every line. Throws file_error.
@@ -28,11 +29,20 @@ class json_lines {
   std::ofstream file_;
 };
 
-/// A mean and the half-width of its 95 % confidence interval.
+/// On stderr: one line that is overwritten on a terminal, a line at the start of each piece elsewhere.
+class progress_line {
+ public:
+  void operator()(const std::string& what, double done);
+
+ private:
+  std::string last_;
+};
+
+/// A mean and the half-width of its 95 % confidence interval: NaN for one value.
 struct interval {
   double mean = 0, half_width = 0;
 };
-/// Of the differences `a[i] - b[i]`.
+/// Of the differences `a[i] - b[i]`, taken as independent.
 interval paired_difference(const std::vector<double>& a, const std::vector<double>& b);
 
 /// Columns padded to their widest cell; the first is aligned left, the others right.

@@ -16,10 +16,7 @@ void retrieval_attention::attend(const layer_rows& rows, float* output) {
   pipeline_.attend(rows.layer, {output, n(shape_.query_heads, shape_.head_dim)}, lse_);
   seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (compare_) gather(rows, output);
-  if (rows.layer + 1 == shape_.layers) {
-    pipeline_.end_step();
-    ++statistics_.steps;
-  }
+  if (rows.layer + 1 == shape_.layers) pipeline_.end_step();
 }
 
 void retrieval_attention::gather(const layer_rows& rows, const float* output) {

@@ -18,7 +18,6 @@ struct attention_statistics {
   long long corrected = 0;
   long long recalled = 0;  ///< slices
   long long promoted = 0;  ///< slices
-  long long steps = 0;
 };
 
 /// Attends with `pipeline`, whose layers are the model's: one sequence, one decode row at a time.

@@ -30,7 +30,7 @@ std::vector<speed> measure_speed(const std::vector<contender>& contenders, const
                                  std::span<const llama_token> prompt_tokens,
                                  std::span<const llama_token> text, const prompt_cache::place& place,
                                  const speed_settings& how, const progress_function& progress) {
-  const int most_rounds = 2 * how.rounds, room = most_rounds * how.steps;
+  const int most_rounds = 2 * how.rounds, room = (1 + most_rounds) * how.steps;
   host_backend backend({.threads = s.threads, .overlap = s.overlap});
   engine decoding(model, {.threads = s.threads, .context = 1, .rows = 1});
 
@@ -65,22 +65,24 @@ std::vector<speed> measure_speed(const std::vector<contender>& contenders, const
         decoding.decode(token, prompt.kv.tokens() + at, attentions[who - stock.size()]);
     }
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    speeds[who].tokens_per_second.push_back(how.steps / seconds);
+    const auto keep = [&](std::vector<double>& rounds, double value) {
+      if (static_cast<int>(rounds.size()) == how.rounds) rounds.erase(rounds.begin());
+      if (round > 0) rounds.push_back(value);
+    };
+    keep(speeds[who].tokens_per_second, how.steps / seconds);
     if (who < stock.size()) return;
     auto& attention = attentions[who - stock.size()];
-    speeds[who].attention_seconds.push_back(attention.seconds() / how.steps);
+    keep(speeds[who].attention_seconds, attention.seconds() / how.steps);
     attention.reset();
   };
-  int rounds = how.rounds;
-  for (int round = 0; round < rounds; ++round) {
+  const auto steady = [](const speed& v) { return v.spread() <= steady_spread; };
+  for (int round = 0; round <= most_rounds; ++round) {
     for (std::size_t who = 0; who < speeds.size(); ++who) {
       timed(who, round);
-      progress("speed, round " + std::to_string(round + 1),
+      progress(round == 0 ? "speed, warming up" : "speed, round " + std::to_string(round),
                static_cast<double>(who + 1) / static_cast<double>(speeds.size()));
     }
-    const bool steady =
-        std::all_of(speeds.begin(), speeds.end(), [](const speed& v) { return v.spread() <= steady_spread; });
-    if (round + 1 == rounds && !steady && rounds < most_rounds) ++rounds;
+    if (round >= how.rounds && std::all_of(speeds.begin(), speeds.end(), steady)) break;
   }
   return speeds;
 }

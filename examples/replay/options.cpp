@@ -1,6 +1,5 @@
 #include "options.hpp"
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <array>
 #include <charconv>
@@ -9,6 +8,7 @@
 #include <limits>
 #include <sstream>
 
+#include "command_line.hpp"
 #include "pipeline.hpp"
 
 namespace freekv::examples {
@@ -187,14 +187,7 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   add.whole_number("--threads", o.threads, "Threads that attend, 1 to 1024");
   add.optional_text("--out", o.out, "none", "safetensors file to write, see below");
   app.footer(footer());
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::CallForHelp&) {
-    std::cout << app.help();
-    return std::nullopt;
-  } catch (const CLI::ParseError& e) {
-    refuse(std::string(e.what()) + "; --help lists the options");
-  }
+  if (!parsed(app, argc, argv)) return std::nullopt;
   one_of("--route", o.route, std::array{"resident", "in_place"});
   one_of("--dtype", o.dtype, std::array{"stored", "f32", "f16", "bf16"});
   if (o.k < 1) refuse("--k " + std::to_string(o.k) + " is below 1; select at least one page");

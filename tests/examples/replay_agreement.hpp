@@ -21,12 +21,6 @@ inline std::ostream& operator<<(std::ostream& out, const coverage& c) {
              << " replays with their promotions";
 }
 
-inline bool close(double a, double b, double tolerance) {
-  if (std::isnan(a) || std::isnan(b)) return std::isnan(a) && std::isnan(b);
-  if (std::isinf(a) || std::isinf(b)) return a == b;
-  return std::fabs(a - b) <= tolerance * std::max({std::fabs(a), std::fabs(b), 1.0});
-}
-
 /// The JSON object's numbers, from the tensors and from the oracle's full attention.
 struct expected_summary {
   double error_sum = 0, error_max = 0, mass_sum = 0;

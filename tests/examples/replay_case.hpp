@@ -5,24 +5,13 @@
 #include <sstream>
 #include <utility>
 
+#include "../agreement.hpp"
 #include "../property/random_case.hpp"
 #include "basis.hpp"
 #include "run_program.hpp"
 #include "tensor_file.hpp"
 
 namespace tests {
-
-/// Why a replay is wrong.
-struct disagreement {
-  std::string what;
-};
-
-template <class... T>
-std::string sentence(const T&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
-}
 
 inline std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 

@@ -138,7 +138,7 @@ TEST_CASE("options that cannot be are refused with the number and what to choose
     r.refuse({"--summary", "chunk_means", "--chunk", chunk},
              {"chunk of " + std::string(chunk), "page of 32"});
   for (const char* rank : {"0", "-1", "65", "2000000000"})
-    for (const std::string& basis : {std::string("prompt"), r.folder / "basis"})
+    for (const fs::path& basis : {fs::path("prompt"), r.folder / "basis"})
       r.refuse({"--summary", "key_subspace", "--rank", rank, "--basis", basis},
                {std::string("rank ") + rank});
   for (const char* bits : {"0", "1", "5", "-3", "64"})
@@ -288,7 +288,7 @@ TEST_CASE("headers that contradict themselves are refused", "[replay]") {
   refuse_trace(shaped(2, 2, 64, "F16"), {"k is F32", "v is F16", "--dtype"});
   for (const std::int64_t d : {24, 72, 512, 8192}) {
     const auto number = "head_dim " + std::to_string(d);
-    refuse_trace(shaped(1, 1, d), {number, "(64, 80,", "FREEKV_HEAD_DIMS"});
+    refuse_trace(shaped(1, 1, d), {number, "(64, 80", "FREEKV_HEAD_DIMS"});
     // Before a basis of that size is learnt, which takes hours.
     refusals{shaped(1, 1, d).whole()}.refuse({"--variant", "freekv_key_subspace", "--rank", "8"}, {number});
   }
@@ -344,7 +344,7 @@ TEST_CASE("an output that cannot be written is refused before the trace is read"
   REQUIRE(::mkfifo((r.folder / "fifo").c_str(), 0600) == 0);
   const auto refuse_output = [&](const std::string& out, const std::vector<std::string>& parts) {
     // A trace that is missing would be the fault if it came first.
-    for (const std::string& trace : {r.folder / "trace", r.folder / "absent"})
+    for (const fs::path& trace : {r.folder / "trace", r.folder / "absent"})
       r.refuse_command({FREEKV_REPLAY, trace, "--out", out}, parts);
   };
   refuse_output(r.folder / "absent-folder/out", {"absent-folder", "No such file"});

@@ -1,4 +1,5 @@
 #include "examples/common/safetensors.hpp"
+#include "../files.hpp"
 
 #include <fcntl.h>
 #include <sys/resource.h>
@@ -25,48 +26,10 @@
 #include <vector>
 
 using namespace freekv::examples;
+using namespace tests;
 namespace fs = std::filesystem;
 
 namespace {
-
-class temporary_folder {
- public:
-  temporary_folder() {
-    std::string name = (fs::temp_directory_path() / "freekv-safetensors-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp failed for " + name);
-    path_ = name;
-  }
-  temporary_folder(const temporary_folder&) = delete;
-  temporary_folder& operator=(const temporary_folder&) = delete;
-  ~temporary_folder() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-
-  fs::path operator/(const std::string& name) const { return path_ / name; }
-  const fs::path& path() const { return path_; }
-  std::vector<std::string> listing() const {
-    std::vector<std::string> names;
-    for (const auto& entry : fs::directory_iterator(path_)) names.push_back(entry.path().filename().string());
-    std::sort(names.begin(), names.end());
-    return names;
-  }
-
- private:
-  fs::path path_;
-};
-
-void store(const fs::path& path, const std::string& bytes) {
-  std::ofstream stream(path, std::ios::binary | std::ios::trunc);
-  stream.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-  stream.close();
-  if (!stream) throw std::runtime_error("cannot store " + path.string());
-}
-
-std::string load(const fs::path& path) {
-  std::ifstream stream(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(stream), {}};
-}
 
 std::string length_field(std::uint64_t length) {
   std::string bytes(8, '\0');
@@ -128,7 +91,7 @@ struct broken_header {
 };
 
 void check_all_refused(const std::vector<broken_header>& table) {
-  const temporary_folder folder;
+  const scratch_folder folder;
   const fs::path path = folder / "broken.safetensors";
   for (const broken_header& broken : table) {
     INFO("header " << broken.header.substr(0, 300));
@@ -200,7 +163,7 @@ class file_size_limit {
 }  // namespace
 
 TEST_CASE("a written file reads back with its names, dtypes, shapes, bytes and metadata", "[safetensors]") {
-  const temporary_folder folder;
+  const scratch_folder folder;
   const fs::path path = folder / "round.safetensors";
   const std::vector<float> keys{1.0f, -2.5f, 3.25f, 0.0f, 1e-40f, -1e30f};
   const std::vector<std::int64_t> positions{-1, 0, std::numeric_limits<std::int64_t>::max()};
@@ -260,7 +223,7 @@ TEST_CASE("a written file reads back with its names, dtypes, shapes, bytes and m
 }
 
 TEST_CASE("every dtype of the format is written, read and named", "[safetensors]") {
-  const temporary_folder folder;
+  const scratch_folder folder;
   const std::vector<std::pair<data_type, std::string>> names{{data_type::boolean, "BOOL"},
                                                              {data_type::f4, "F4"},
                                                              {data_type::f6_e2m3, "F6_E2M3"},
@@ -311,7 +274,7 @@ TEST_CASE("every dtype of the format is written, read and named", "[safetensors]
 }
 
 TEST_CASE("a tensor is copied only as the type it has", "[safetensors]") {
-  const temporary_folder folder;
+  const scratch_folder folder;
   const fs::path path = folder / "typed";
   const std::vector<std::int32_t> numbers{1, 2};
   write_safetensors(
@@ -326,7 +289,7 @@ TEST_CASE("a tensor is copied only as the type it has", "[safetensors]") {
 }
 
 TEST_CASE("a half-width tensor longer than one conversion block becomes float in order", "[safetensors]") {
-  const temporary_folder folder;
+  const scratch_folder folder;
   constexpr std::size_t count = 8192 * 2 + 5;
   std::vector<std::uint16_t> bits(count);
   for (std::size_t i = 0; i < count; ++i) bits[i] = static_cast<std::uint16_t>(i % 0x7c00);
@@ -351,7 +314,7 @@ TEST_CASE("a half-width tensor longer than one conversion block becomes float in
 }
 
 TEST_CASE("unusual but legal files load", "[safetensors]") {
-  const temporary_folder folder;
+  const scratch_folder folder;
   const fs::path path = folder / "legal";
   const auto opened = [&path](const std::string& header, std::size_t data_size) {
     store(path, file_with(header, data_size));
@@ -416,7 +379,7 @@ TEST_CASE("unusual but legal files load", "[safetensors]") {
 }
 
 TEST_CASE("what is not a readable regular file is refused", "[safetensors]") {
-  const temporary_folder folder;
+  const scratch_folder folder;
   check_mentions(fault_of_reading(folder / "missing"), {(folder / "missing").string(), "No such file"});
   check_mentions(fault_of_reading(""), {"''", "No such file"});
   check_mentions(fault_of_reading(folder.path()), {folder.path().string(), "a directory"});
@@ -452,7 +415,7 @@ TEST_CASE("what is not a readable regular file is refused", "[safetensors]") {
 }
 
 TEST_CASE("a file too short for its header is refused without allocating what it claims", "[safetensors]") {
-  const temporary_folder folder;
+  const scratch_folder folder;
   const fs::path path = folder / "short";
   const auto refused = [&path](const std::string& bytes) {
     store(path, bytes);
@@ -479,7 +442,7 @@ TEST_CASE("a file too short for its header is refused without allocating what it
 }
 
 TEST_CASE("a huge file is opened without reading it", "[safetensors]") {
-  const temporary_folder folder;
+  const scratch_folder folder;
   const fs::path path = folder / "huge";
   constexpr std::uint64_t size = std::uint64_t{1} << 36;
   const std::string header =
@@ -694,7 +657,7 @@ TEST_CASE("overlaps, gaps and uncovered data are refused", "[safetensors]") {
        4,
        {"'e'", "byte 2", "overlaps", "ends at 4"}},
   });
-  const temporary_folder folder;
+  const scratch_folder folder;
   store(folder / "whole", file_with(two("[4,12]", "[0,4]"), 12));
   CHECK(safetensors_file(folder / "whole").names() == std::vector<std::string>{"b", "a"});
 }
@@ -715,7 +678,7 @@ TEST_CASE("messages stay one readable line whatever the file's names hold", "[sa
 }
 
 TEST_CASE("a file that shrinks after it was opened gives an error on copy", "[safetensors]") {
-  const temporary_folder folder;
+  const scratch_folder folder;
   const fs::path path = folder / "shrinks";
   const std::vector<float> values(40'000, 1.0f);
   const std::vector<std::uint16_t> halves(80'000, 0x3c00);
@@ -730,7 +693,7 @@ TEST_CASE("a file that shrinks after it was opened gives an error on copy", "[sa
 }
 
 TEST_CASE("a file is laid out as the format asks", "[safetensors]") {
-  const temporary_folder folder;
+  const scratch_folder folder;
   const fs::path path = folder / "layout";
   const std::vector<std::uint8_t> small{9};
   const std::vector<float> wide{1.0f};
@@ -761,7 +724,7 @@ TEST_CASE("a file is laid out as the format asks", "[safetensors]") {
 }
 
 TEST_CASE("content that makes no valid file is refused and writes nothing", "[safetensors]") {
-  const temporary_folder folder;
+  const scratch_folder folder;
   const fs::path path = folder / "out";
   const std::vector<float> four(4, 1.0f);
   const auto refused = [&path](const safetensors_content& content) {
@@ -797,7 +760,7 @@ TEST_CASE("content that makes no valid file is refused and writes nothing", "[sa
 }
 
 TEST_CASE("only a regular file in an existing folder can be written", "[safetensors]") {
-  const temporary_folder folder;
+  const scratch_folder folder;
   const auto refused = [](const fs::path& path) {
     return fault_of([&path] { write_safetensors(path, {}); });
   };
@@ -837,7 +800,7 @@ TEST_CASE("only a regular file in an existing folder can be written", "[safetens
 }
 
 TEST_CASE("a failed write leaves the old file and no temporary", "[safetensors]") {
-  const temporary_folder folder;
+  const scratch_folder folder;
   const fs::path path = folder / "out";
   store(path, "old");
   const std::vector<std::uint8_t> bytes(100'000, 1);
@@ -865,7 +828,7 @@ TEST_CASE("a failed write leaves the old file and no temporary", "[safetensors]"
 }
 
 TEST_CASE("missing permissions are reported and leave no temporary", "[safetensors]") {
-  const temporary_folder folder;
+  const scratch_folder folder;
   fs::permissions(folder.path(), fs::perms::all);
   fs::create_directory(folder / "closed");
   fs::permissions(folder / "closed", fs::perms::owner_read | fs::perms::owner_exec | fs::perms::group_read |
@@ -896,7 +859,7 @@ TEST_CASE("missing permissions are reported and leave no temporary", "[safetenso
 }
 
 TEST_CASE("a written file replaces the old one whole", "[safetensors]") {
-  const temporary_folder folder;
+  const scratch_folder folder;
   const fs::path path = folder / "out";
   const std::vector<std::int32_t> old_values(5000, 1);
   const std::vector<std::int32_t> new_values{2};
@@ -957,7 +920,7 @@ TEST_CASE("a written file replaces the old one whole", "[safetensors]") {
 }
 
 TEST_CASE("a new file has the permissions of any new file", "[safetensors]") {
-  const temporary_folder folder;
+  const scratch_folder folder;
   const mode_t previous = ::umask(027);
   write_safetensors(folder / "out", {});
   ::umask(previous);
@@ -966,7 +929,7 @@ TEST_CASE("a new file has the permissions of any new file", "[safetensors]") {
 }
 
 TEST_CASE("corrupted files load or give a file_error, and nothing else", "[safetensors]") {
-  const temporary_folder folder;
+  const scratch_folder folder;
   const fs::path path = folder / "mutant";
   const auto seed = Catch::rngSeed();
   // Printed before the first mutation, so that a crash shows it too.

@@ -2,15 +2,9 @@
 // wrong, and read by code that is not the library's reader.
 #pragma once
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <span>
@@ -18,50 +12,10 @@
 #include <string>
 #include <vector>
 
+#include "../files.hpp"
 #include "safetensors.hpp"
 
 namespace tests {
-
-namespace fs = std::filesystem;
-
-class scratch_folder {
- public:
-  scratch_folder() {
-    std::string name = (fs::temp_directory_path() / "freekv-replay-test-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp failed for " + name);
-    path_ = name;
-  }
-  scratch_folder(const scratch_folder&) = delete;
-  scratch_folder& operator=(const scratch_folder&) = delete;
-  ~scratch_folder() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-  std::string operator/(const std::string& name) const { return (path_ / name).string(); }
-  /// Names of everything in it, sorted.
-  std::vector<std::string> listing() const {
-    std::vector<std::string> names;
-    for (const auto& entry : fs::directory_iterator(path_)) names.push_back(entry.path().filename().string());
-    std::sort(names.begin(), names.end());
-    return names;
-  }
-
- private:
-  fs::path path_;
-};
-
-inline void store(const std::string& path, const std::string& bytes) {
-  std::ofstream stream(path, std::ios::binary | std::ios::trunc);
-  stream.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-  stream.close();
-  if (!stream) throw std::runtime_error("cannot store " + path);
-}
-
-inline std::string load(const std::string& path) {
-  std::ifstream stream(path, std::ios::binary);
-  if (!stream) throw std::runtime_error("cannot load " + path);
-  return {std::istreambuf_iterator<char>(stream), {}};
-}
 
 struct tensor_text {
   std::string dtype;

@@ -16,7 +16,7 @@ for variant in full streaming_llm quest freekv freekv_chunk_means freekv_key_sub
 done
 "$replay" "$folder/traces/layer-3.safetensors" --variant freekv_key_subspace --k 2 --basis "$folder/basis.safetensors" >"$folder/basis.json"
 
-# What a model whose graph does not suit, or a text too short, gets: one sentence, exit code 2.
+# A file that is no model, a text too short, and options that cannot be get one sentence and exit code 2.
 for wrong in "--model $0" "--text $0 --prompt 50000" "--variant nonsense" "--budget 100"; do
   status=0
   # shellcheck disable=SC2086
@@ -44,7 +44,7 @@ assert value["quality", "full", "top1_agreement"] == 1
 assert value["quality", "full", "attention_error"] == 0
 assert value["quality", "quest", "corrected"] == 1
 assert 0 < value["quality", "freekv", "corrected"] < 1
-assert value["quality", "streaming_llm", "pages_recalled"] == 0 < value["quality", "freekv", "pages_recalled"]
+assert value["quality", "streaming_llm", "slices_recalled"] == 0 < value["quality", "freekv", "slices_recalled"]
 assert value["quality", "streaming_llm", "mass_kept"] < value["quality", "freekv_key_subspace", "mass_kept"]
 assert value["quality", "freekv", "fast_tier_bytes"] < value["quality", "full", "fast_tier_bytes"]
 for name in ("llama.cpp, flash attention on", "llama.cpp, flash attention off"):

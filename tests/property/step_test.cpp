@@ -5,6 +5,7 @@
 #include <map>
 #include <sstream>
 
+#include "../agreement.hpp"
 #include "../catch.hpp"
 #include "random_case.hpp"
 
@@ -18,28 +19,11 @@ struct coverage {
        skipped = 0;
 };
 
-struct disagreement {
-  std::string what;
-};
-
-template <class... T>
-std::string sentence(const T&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
-}
-
 template <class V>
 std::string listed(const V& pages) {
   std::ostringstream text;
   for (const auto page : pages) text << " " << page;
   return text.str();
-}
-
-bool close(double a, double b, double tolerance) {
-  if (std::isnan(a) || std::isnan(b)) return std::isnan(a) && std::isnan(b);
-  if (std::isinf(a) || std::isinf(b)) return a == b;
-  return std::fabs(a - b) <= tolerance * std::max({std::fabs(a), std::fabs(b), 1.0});
 }
 
 /// Runs a case through library and oracle; throws `disagreement`.

@@ -21,10 +21,9 @@ struct shape {
   static constexpr int d = D;
   using element = E;
 };
-using shapes = std::tuple<shape<8, float>, shape<24, float>, shape<64, float>, shape<72, float>,
-                          shape<80, float>, shape<96, float>, shape<128, float>, shape<192, float>,
-                          shape<256, float>, shape<8, half>, shape<72, half>, shape<128, half>,
-                          shape<24, bfloat16>, shape<64, bfloat16>, shape<256, bfloat16>>;
+using shapes =
+    std::tuple<shape<8, float>, shape<64, float>, shape<80, float>, shape<96, float>, shape<128, float>,
+               shape<192, float>, shape<256, float>, shape<72, half>, shape<128, half>, shape<24, bfloat16>>;
 
 /// Slices of one KV head: the first tokens of each page of a pool in NHD or HND.
 template <class Shape>

@@ -1,9 +1,12 @@
 // What is refused: with which type, which numbers, and that nothing has changed.
 
+#include <atomic>
+#include <chrono>
 #include <functional>
 #include <limits>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../catch.hpp"
@@ -150,7 +153,8 @@ TEST_CASE("a step is begun with known sequences, each once, outside a step", "[e
                             p.begin_step({{a}, {b, -5, row_kind::prompt}});
                           });
   for (const moment when : {moment::begun, moment::first_layer_appended, moment::all_attended})
-    refuses_at<usage_error>(when, {"begin_step: the step in progress has not ended", "end_step"},
+    refuses_at<usage_error>(when,
+                            {"begin_step: the step in progress has not ended", "end_step", "abandon_step"},
                             [](auto& p, auto a, auto) { p.begin_step({{a}}); });
 }
 
@@ -310,6 +314,120 @@ TEST_CASE("a step ends when every layer has what it was begun for", "[errors]") 
   refuses_at<usage_error>(moment::first_layer_attended, {"end_step: layer 1 of 3 was not appended to"}, end);
   refuses_at<usage_error>(moment::last_layer_appended,
                           {"end_step: layer 2 of 3 has not attended its decode rows"}, end);
+}
+
+TEST_CASE("abandoning does nothing where no step was begun", "[errors]") {
+  for (const moment where : {moment::before_steps, moment::between_steps}) {
+    const auto results = scenario::run([=](moment now, tiny_pipeline& pipeline, auto, auto) {
+      if (now == where) pipeline.abandon_step();
+    });
+    CHECK(results == scenario::undisturbed());
+  }
+}
+
+namespace {
+
+/// A step of the sequences that goes as far as `stop` in layer 0, and is abandoned there.
+void abandon_at(moment stop, tiny_pipeline& pipeline, const std::vector<sequence_part>& parts) {
+  std::vector<freekv::sequence_rows> listed;
+  std::vector<float> keys, values, queries;
+  for (const auto& part : parts) {
+    listed.push_back({part.id, part.tokens, part.kind});
+    const auto rows = part.source->at(0, pipeline.tokens(part.id), part.tokens);
+    keys.insert(keys.end(), rows.keys.begin(), rows.keys.end());
+    values.insert(values.end(), rows.values.begin(), rows.values.end());
+    queries.insert(queries.end(), rows.queries.begin(), rows.queries.end());
+  }
+  pipeline.begin_step(listed);
+  if (stop != moment::begun) pipeline.append<float>(0, {.keys = keys, .values = values, .queries = queries});
+  std::vector<float> out(queries.size());
+  if (stop == moment::first_layer_attended) pipeline.attend(0, out);
+  pipeline.abandon_step();
+}
+
+}  // namespace
+
+TEST_CASE("a step abandoned anywhere ends its own sequences, and no other notices", "[errors]") {
+  auto s = two_sequences();
+  s.plan = freekv::complete_first<freekv::dynamic>{0};  // so that layer 0 has queued its recall when it stops
+  s.correction = freekv::never{};                       // so that a selection that was not forgotten is used
+  const text first(s, head_dim, 120, 1), second(s, head_dim, 120, 2);
+  freekv::host_backend backend({.threads = 2, .bytes_per_thread = 1024});
+  const auto prompted_and_decoded = [&](tiny_pipeline& pipeline) {
+    const auto id = pipeline.open();
+    prompt_only(pipeline, id, first, 60);
+    return decode(pipeline, id, first, 60);
+  };
+  const auto decoded = [&](tiny_pipeline& pipeline, sequence_id id) {
+    return decode(pipeline, id, second, 60);
+  };
+  tiny_pipeline untouched(s, backend);
+  const auto of_first = prompted_and_decoded(untouched), of_second = decoded(untouched, untouched.open());
+
+  for (const row_kind kind : {row_kind::decode, row_kind::prompt})
+    for (const moment stop : {moment::begun, moment::first_layer_appended, moment::first_layer_attended}) {
+      tiny_pipeline pipeline(s, backend);
+      const auto a = pipeline.open(), b = pipeline.open();
+      prompt_only(pipeline, a, first, 60);
+      auto of_a = decode(pipeline, a, first, 5);
+      const int free = pipeline.free_pages();
+      prompt_only(pipeline, b, second, 61);
+      decode(pipeline, b, second, 3);
+
+      abandon_at(stop, pipeline, {{b, &second, kind == row_kind::decode ? 1 : 20, kind}});
+      CHECK(pipeline.free_pages() == free);
+      CHECK(pipeline.tokens(a) == 65);
+      CHECK_THROWS_WITH(pipeline.tokens(b), Contains("sequence 1 is not open"));
+      CHECK_THROWS_WITH(pipeline.end_step(), Contains("no step was begun"));
+
+      REQUIRE(pipeline.open() == b);
+      CHECK(pipeline.tokens(b) == 0);
+      CHECK(decoded(pipeline, b) == of_second);  // from its first token on, with no prompt to clear the way
+      for (auto& result : decode(pipeline, a, first, 55)) of_a.push_back(std::move(result));
+      CHECK(of_a == of_first);
+    }
+}
+
+TEST_CASE("abandoning waits for queued work", "[errors]") {
+  freekv::host_backend backend;
+  tiny_pipeline pipeline(tiny_settings(), backend);
+  pipeline.begin_step({{pipeline.open()}});
+  std::atomic<bool> done = false;
+  backend.recall().enqueue([&done] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    done = true;
+  });
+  pipeline.abandon_step();
+  CHECK(done);
+}
+
+TEST_CASE("a step of all sequences is abandoned whole; the pages and the ids are there again", "[errors]") {
+  const auto s = two_sequences();
+  const text first(s, head_dim, 120, 1), second(s, head_dim, 120, 2);
+  for (const moment stop : {moment::begun, moment::first_layer_appended, moment::first_layer_attended}) {
+    freekv::host_backend backend;
+    tiny_pipeline pipeline(s, backend);
+    const auto a = pipeline.open(), b = pipeline.open();
+    prompt_only(pipeline, a, first, 90);
+    abandon_at(stop, pipeline, {{b, &second, 61, row_kind::prompt}, {a, &first}});
+    CHECK(pipeline.free_pages() == 32);
+    CHECK(pipeline.open() == a);
+    CHECK(pipeline.open() == b);
+    CHECK_THROWS_AS(pipeline.open(), freekv::pool_exhausted);
+  }
+}
+
+TEST_CASE("a sequence that was listed with no rows is not in the step that is abandoned", "[errors]") {
+  const auto s = two_sequences();
+  const text source(s, head_dim, 120, 1);
+  freekv::host_backend backend;
+  tiny_pipeline pipeline(s, backend);
+  const auto a = pipeline.open(), b = pipeline.open();
+  prompt_only(pipeline, a, source, 30);
+  pipeline.begin_step({{a, 0}, {b}});
+  pipeline.abandon_step();
+  CHECK(pipeline.tokens(a) == 30);
+  CHECK_THROWS_AS(pipeline.tokens(b), usage_error);
 }
 
 TEST_CASE("prompt rows without queries cannot attend", "[errors]") {

@@ -25,15 +25,23 @@ void* counted(std::size_t bytes, std::size_t alignment) {
 
 }  // namespace
 
-// Every allocation of this program, library and threads included, is counted.
-void* operator new(std::size_t bytes) { return counted(bytes, __STDCPP_DEFAULT_NEW_ALIGNMENT__); }
-void* operator new(std::size_t bytes, std::align_val_t alignment) {
+// Every allocation of this program, library and threads included, is counted. Not inlined: GCC would take free for a
+// mismatch of new.
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
+  return counted(bytes, __STDCPP_DEFAULT_NEW_ALIGNMENT__);
+}
+[[gnu::noinline]] void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
+  return counted(bytes, __STDCPP_DEFAULT_NEW_ALIGNMENT__);
+}
+[[gnu::noinline]] void* operator new(std::size_t bytes, std::align_val_t alignment) {
   return counted(bytes, static_cast<std::size_t>(alignment));
 }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t, std::align_val_t) noexcept {
+  std::free(memory);
+}
 
 namespace {
 
@@ -315,7 +323,7 @@ TEST_CASE("steps allocate nothing, whatever the policies", "[memory]") {
   CHECK(cases == 36);
   // The counter does count.
   const long before = allocations;
-  delete new int(3);
+  ::operator delete(::operator new(3));
   CHECK(allocations > before);
 }
 

@@ -17,6 +17,10 @@ struct red {
   using policy_kind = colour_kind;
 };
 struct nothing {};
+template <class Layout>
+struct named : Layout {
+  static constexpr std::string_view name = "named";
+};
 
 template <class Pack, class Page, class Layouts, class Summary, class Pooling, class Selection,
           class Correction, class Plan, class Route, class Backend>
@@ -109,10 +113,32 @@ TEST_CASE("a policy is a type that names its kind", "[policy_pack]") {
   STATIC_REQUIRE_FALSE(pooling_policy<top_k>);
   STATIC_REQUIRE_FALSE(selection_policy<mean_softmax>);
   STATIC_REQUIRE_FALSE(plan_policy<resident>);
+  STATIC_REQUIRE(page_size_policy<page_size<8>>);
+  STATIC_REQUIRE_FALSE(page_size_policy<layout_pair<>>);
+  STATIC_REQUIRE_FALSE(page_size_policy<any_of<page_size<16>, page_size<32>>>);  // that is page_size<dynamic>
+  STATIC_REQUIRE(route_policy<in_place>);
+  STATIC_REQUIRE_FALSE(route_policy<every_layer<layer_kind::window>>);
+  STATIC_REQUIRE(layout_policy<layout_pair<hnd, hnd>>);
+  STATIC_REQUIRE_FALSE(layout_policy<layout_pair<hnd, min_max>>);
+  STATIC_REQUIRE_FALSE(layout_policy<resident>);
   STATIC_REQUIRE(element<float>);
   STATIC_REQUIRE(element<half>);
   STATIC_REQUIRE(element<bfloat16>);
   STATIC_REQUIRE_FALSE(element<double>);
+}
+
+TEST_CASE("a page layout has a name, no gaps, and the elements of a row next to each other",
+          "[policy_pack]") {
+  STATIC_REQUIRE(page_layout<nhd>);
+  STATIC_REQUIRE(page_layout<hnd>);
+  STATIC_REQUIRE(page_layout<named<cuda::std::layout_right>>);
+  STATIC_REQUIRE_FALSE(page_layout<cuda::std::layout_right>);
+  STATIC_REQUIRE_FALSE(page_layout<named<cuda::std::layout_left>>);
+  STATIC_REQUIRE_FALSE(page_layout<named<cuda::std::layout_stride>>);
+  using enum page_axis;
+  STATIC_REQUIRE(page_layout<named<ordered_layout<token, page, head, plane, dim>>>);
+  STATIC_REQUIRE_FALSE(page_layout<named<ordered_layout<page, plane, token, dim, head>>>);
+  STATIC_REQUIRE_FALSE(page_layout<page_size<8>>);
 }
 
 TEST_CASE("any_of is a policy of its alternatives' kind, and resolves to the one chosen", "[policy_pack]") {

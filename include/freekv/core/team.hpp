@@ -7,22 +7,21 @@
 // results are reproducible.
 //
 // A team offers
-//   width                          elements in a pack; pages and head dims it is used for are multiples of it
-//   pack                           +, -, * elementwise; pack(float) fills all lanes
-//   load(p), store(p, x)           p[0 .. width) as a pack and back
-//   maximum, minimum               elementwise; NaN if either is NaN
-//   exp, log                       elementwise, to about 2 ulp; log of x >= 0
-//   select_greater(a, b, x, y)     elementwise a > b ? x : y
-//   sum, max                       over the lanes of a pack, to a float all lanes see; max is NaN if any lane
-//   is sum_each(packs)                lane i = sum(packs[i]), for `width` packs load_codes<bits>(p, i) codes
-//   i .. i+width of a stream of unsigned `bits`-bit codes (2, 3, 4, 8), in
-//                                  blocks of 8 codes, `bits` bytes each, the first code in the lowest bits; may
-//                                  read (and ignore) up to 2 bytes behind them
-//   widen(in, out, n)              n stored elements to float, n a multiple of 8
-//   lane(), lanes()                this thread's number and how many threads share the team: scalar work is
-//   dealt out
-//                                  as `for (i = lane(); i < n; i += lanes())`
-//   sync()                         what one lane wrote is visible to the others after it
+//   width                       elements in a pack; it divides the pages, head dims and rows it is used for
+//   pack                        default-constructible and copyable; from a float: all lanes; + - * elementwise
+//   load(p), store(p, x)        p[0 .. width), of any alignment, as a pack and back
+//   maximum(a, b), minimum      elementwise; NaN if either is NaN
+//   select_greater(a, b, x, y)  elementwise a > b ? x : y; y where either is NaN
+//   exp(x), log(x)              elementwise, to about 2 ulp; exp may be 0 below -87.3; log of x >= 0 or NaN
+//   sum(x), max(x)              over the lanes, to a float that all lanes see; max is NaN if any lane is
+//   sum_each(x)                 of an array of `width` packs: lane i is sum(x[i])
+//   load_codes<bits>(p, i)      codes i .. i + width, i a multiple of width, as floats, of a stream of unsigned
+//                               codes of 2, 3, 4 or 8 bits: blocks of 8 codes, `bits` bytes each, the first code
+//                               in the lowest bits. May read (and ignore) up to 2 bytes behind a block
+//   widen(in, out, n)           n elements of any stored type to float; n a multiple of 8
+//   lane(), lanes()             this thread's number and how many share the team; scalar work is dealt out as
+//                               for (i = lane(); i < n; i += lanes())
+//   sync()                      what one lane wrote is visible to the others after it
 #pragma once
 
 #include <cmath>
@@ -32,15 +31,32 @@
 
 namespace freekv {
 
+/// What the functors and policies here ask of a team.
 template <class T>
-concept team = requires(const T t, const float* in, float* out, typename T::pack x) {
+concept team = std::semiregular<typename T::pack> && std::constructible_from<typename T::pack, float> &&
+    requires(const T t, typename T::pack x, const typename T::pack (&packs)[T::width], const float* in,
+             float* out, const half* half_in, const bfloat16* bfloat16_in, const std::uint8_t* codes) {
   { T::width } -> std::convertible_to<int>;
+  { (x + x) } -> std::same_as<typename T::pack>;
+  { (x - x) } -> std::same_as<typename T::pack>;
+  { (x * x) } -> std::same_as<typename T::pack>;
   { t.load(in) } -> std::same_as<typename T::pack>;
   t.store(out, x);
   { t.maximum(x, x) } -> std::same_as<typename T::pack>;
+  { t.minimum(x, x) } -> std::same_as<typename T::pack>;
+  { t.select_greater(x, x, x, x) } -> std::same_as<typename T::pack>;
   { t.exp(x) } -> std::same_as<typename T::pack>;
+  { t.log(x) } -> std::same_as<typename T::pack>;
   { t.sum(x) } -> std::same_as<float>;
+  { t.max(x) } -> std::same_as<float>;
+  { t.sum_each(packs) } -> std::same_as<typename T::pack>;
+  { t.template load_codes<2>(codes, 0) } -> std::same_as<typename T::pack>;
+  { t.template load_codes<3>(codes, 0) } -> std::same_as<typename T::pack>;
+  { t.template load_codes<4>(codes, 0) } -> std::same_as<typename T::pack>;
+  { t.template load_codes<8>(codes, 0) } -> std::same_as<typename T::pack>;
   t.widen(in, out, 8);
+  t.widen(half_in, out, 8);
+  t.widen(bfloat16_in, out, 8);
   { t.lane() } -> std::same_as<int>;
   { t.lanes() } -> std::same_as<int>;
   t.sync();

@@ -87,8 +87,8 @@ FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<c
       mass.sum += team.sum(total);
       team.sync();
 
-      const auto weigh = [&]<int Count>(int d,
-                                        cuda::std::integral_constant<int, Count>) {  // Count packs from element d
+      const auto weigh = [&]<int Count>(
+                             int d, cuda::std::integral_constant<int, Count>) {  // Count packs from element d
         pack sums[Count];
         unroll<Count>([&](auto i) { sums[i] = team.load(weighted + d + i * width); });
         for (int t = 0; t < count; ++t) {

@@ -33,7 +33,7 @@ struct new_rows {
   std::span<const In> keys{};    ///< (rows, kv_heads, head_dim)
   std::span<const In> values{};  ///< (rows, kv_heads, head_dim)
   std::span<const float>
-      queries{};  ///< (rows, query_heads, head_dim); prompt rows that do not attend need none
+      queries{};  ///< (rows, query_heads, head_dim); may be empty if all rows are prompt and none attends
 };
 
 /// One KV head of one sequence.
@@ -54,7 +54,7 @@ struct layer_state {
   bool keeps_slots = false;
   head_counts heads;
   page_geometry page;
-  budget tokens;
+  freekv::budget budget;
   slot_roles slots;
   float scale = 1.0f;
   int max_pages = 0;                                            // of one sequence
@@ -80,7 +80,7 @@ struct layer_state {
            static_cast<std::size_t>(head);
   }
   constexpr std::size_t selection(int sequence, int head) const {
-    return row(sequence, head) * static_cast<std::size_t>(tokens.selected_pages);
+    return row(sequence, head) * static_cast<std::size_t>(budget.selected_pages);
   }
   float* kept_query(int sequence, int head) const {
     return previous_query + row(sequence, head) * static_cast<std::size_t>(heads.group() * head_dim);

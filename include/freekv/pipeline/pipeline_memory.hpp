@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <freekv/backend/host/workspace.hpp>
 #include <freekv/functors/attend_slice.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/summary.hpp>
@@ -49,7 +48,7 @@ class pipeline_memory {
     l.keeps_slots = s.route.keeps_slots() && l.kind != layer_kind::complete;
     l.heads = {s.query_heads, s.kv_heads};
     l.page = {s.page.tokens, head_dim};
-    l.tokens = s.budget;
+    l.budget = s.budget;
     l.slots = slots_for(s.budget, l.page.tokens);
     if (l.kind == layer_kind::window) l.slots.selected = 0;
     l.scale = s.scale;
@@ -88,13 +87,13 @@ class pipeline_memory {
     return l;
   }
 
-  static host::workspace_sizes scratch_sizes(const Settings& s) {
-    host::workspace_sizes sizes{.kv_heads = s.kv_heads,
-                                .group = s.query_heads / s.kv_heads,
-                                .head_dim = head_dim,
-                                .page_tokens = s.page.tokens,
-                                .attention_floats = attention_scratch<head_dim>,
-                                .max_pages = s.max_pages()};
+  static auto scratch_sizes(const Settings& s) {
+    typename Stages::sizes sizes{.kv_heads = s.kv_heads,
+                                 .group = s.query_heads / s.kv_heads,
+                                 .head_dim = head_dim,
+                                 .page_tokens = s.page.tokens,
+                                 .attention_floats = attention_scratch<head_dim>,
+                                 .max_pages = s.max_pages()};
     resolve(s.summary, [&](const auto& summary) {
       sizes.summary_width = summary.width({s.page.tokens, head_dim});
       sizes.query_width = summary_query_width(summary, head_dim);

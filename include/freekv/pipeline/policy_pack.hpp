@@ -41,6 +41,10 @@ template <class P>
 inline constexpr bool is_plan = plan_policy<P>;
 template <class... P>
 inline constexpr bool is_plan<any_of<P...>> = (plan_policy<P> && ...);
+template <class P>
+inline constexpr bool is_route = route_policy<P>;
+template <class... P>
+inline constexpr bool is_route<any_of<P...>> = (route_policy<P> && ...);
 
 /// "key_subspace(24, 3)": a policy's name, and in brackets what its `values()` says it was given.
 template <class P>
@@ -68,6 +72,12 @@ struct policy_pack {
   using route = Route;
   using backend = Backend;
 
+  static_assert(page_size_policy<Page>,
+                "a page size has tokens -> int; for a choice at run time take page_size<dynamic>");
+  static_assert(
+      layout_policy<Layouts>,
+      "a layout pair has types fast and slow, each an mdspan layout of (page, plane, token, head, dim) "
+      "with a name, without gaps and with dim innermost");
   static_assert(detail::is_summary<Summary>,
                 "a summary policy has a name, width(page), summarise(team, keys, numbers) and "
                 "score(team, query, numbers) -> float, itself or what its at(layer, head) returns");
@@ -78,8 +88,10 @@ struct policy_pack {
       "a selection policy has a name and count(candidates, k) -> int, how many of the best are selected");
   static_assert(
       detail::is_correction<Correction>,
-      "a correction policy has a name and at(layer).flags(team, query, previous, group, head_dim) -> bool");
+      "a correction policy has a name and at(layer).flags(team, now, before) -> bool, of the group_query "
+      "of this step and of the one that made the selection");
   static_assert(detail::is_plan<Plan>, "a layer plan has a name and kind(layer) -> layer_kind");
+  static_assert(detail::is_route<Route>, "a route has a name and keeps_slots() -> bool");
 
   template <class P>
   struct exchange {

@@ -51,7 +51,8 @@ struct step_report {
 ///
 /// append and attend have happened when they return. Selection and recall for the next step go on behind them
 /// on the backend's recall stream, after the layer's attention and before its next append. One thread calls.
-/// Steps allocate nothing. Calls out of order throw usage_error and change nothing.
+/// Steps allocate nothing. Calls out of order throw usage_error and change nothing. A step that the engine
+/// cannot finish is ended by `abandon_step`.
 template <class Shape, class Pack>
 class basic_retrieval_pipeline {
  public:
@@ -207,7 +208,7 @@ class basic_retrieval_pipeline {
   /// `out`: (rows, query_heads, head_dim). `lse`: (rows, query_heads), natural logarithm, or empty.
   void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
     const state& s = layer_in(layer, "attend", layer_progress::appended);
-    const host::attention_output to = output("attend", s, out, lse);
+    const auto to = output("attend", s, out, lse);
     for (const step_entry& entry : entries_) {
       const bool selects = entry.kind == row_kind::decode && s.kind == layer_kind::retrieval;
       if (selects) parts_->stages.correct(s, entry);
@@ -227,7 +228,7 @@ class basic_retrieval_pipeline {
   /// the end of the step; changes nothing.
   void attend_full(int layer, std::span<float> out, std::span<float> lse = {}) {
     const state& s = layer_in(layer, "attend_full", layer_progress::appended, layer_progress::attended);
-    const host::attention_output to = output("attend_full", s, out, lse);
+    const auto to = output("attend_full", s, out, lse);
     for (const step_entry& entry : entries_) parts_->stages.attend_full(s, entry, queries_.data(), to);
   }
 
@@ -244,6 +245,15 @@ class basic_retrieval_pipeline {
                         (*missed == layer_progress::waiting ? " was not appended to"
                                                             : " has not attended its decode rows"));
     in_step_ = false;
+  }
+
+  /// Ends a step that the engine cannot finish, wherever it stands: waits for queued work, then releases the
+  /// sequences that brought rows to it, since some layers have those rows and others do not. All other sequences
+  /// stay as they are. Does nothing if no step was begun.
+  void abandon_step() noexcept {
+    if (!in_step_) return;
+    in_step_ = false;
+    for (const step_entry& entry : entries_) release(sequence_id{entry.sequence});
   }
 
   /// Waits until everything queued has happened.
@@ -266,7 +276,8 @@ class basic_retrieval_pipeline {
 
  private:
   using state = layer_state<Shape, typename Pack::layouts>;
-  using memory_plan = pipeline_memory<state, settings, host::stages<state, settings>>;
+  using stages = typename backend_type::template stages<state, settings>;
+  using memory_plan = pipeline_memory<state, settings, stages>;
   enum class layer_progress : std::uint8_t { waiting, appended, attended };
   struct sequence_record {
     bool open = false;
@@ -281,7 +292,8 @@ class basic_retrieval_pipeline {
   }
   void outside_step(const char* call) const {
     if (in_step_)
-      throw usage_error(std::string(call) + ": the step in progress has not ended; call end_step first");
+      throw usage_error(std::string(call) +
+                        ": the step in progress has not ended; call end_step, or abandon_step, first");
   }
   static std::string name_of(sequence_id id) { return "sequence " + std::to_string(static_cast<int>(id)); }
   const sequence_record& known(sequence_id id) const {
@@ -318,8 +330,7 @@ class basic_retrieval_pipeline {
       throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +
                         std::to_string(rows_) + " rows of " + std::to_string(row));
   }
-  host::attention_output output(const char* call, const state& s, std::span<float> out,
-                                std::span<float> lse) const {
+  auto output(const char* call, const state& s, std::span<float> out, std::span<float> lse) const {
     if (s.layer != appended_layer_)
       throw usage_error(std::string(call) + ": layer " + std::to_string(s.layer) +
                         " attends before the next is appended to, which was layer " +
@@ -327,14 +338,14 @@ class basic_retrieval_pipeline {
     if (queries_.empty() && rows_ > 0) throw usage_error(std::string(call) + ": append was given no queries");
     expect_numbers("attention output", out.size(), s.heads.query * head_dim);
     if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), s.heads.query);
-    return {out.data(), lse.empty() ? nullptr : lse.data()};
+    return typename stages::output{out.data(), lse.empty() ? nullptr : lse.data()};
   }
 
   settings settings_;
   backend_type* backend_;
   page_pool pool_;
   std::vector<sequence_record> sequences_;
-  std::vector<host::event> recalled_;  // by layer: recall of its last step
+  std::vector<typename backend_type::event> recalled_;  // by layer: recall of its last step
   std::vector<layer_progress> progress_;
   memory_block slow_memory_, fast_memory_;
   std::optional<memory_plan> parts_;

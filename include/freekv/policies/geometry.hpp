@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <concepts>
 #include <freekv/config.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
@@ -18,6 +19,15 @@ struct page_size {
   using policy_kind = page_size_kind;
   count_of<Tokens> tokens{};
 };
+
+/// Says how many tokens a page holds. A run-time choice is a value of one type, page_size<dynamic>.
+template <class P>
+concept page_size_policy = policy<P> && std::same_as<typename P::policy_kind, page_size_kind> &&
+    requires(const P p) {
+  { p.tokens } -> std::convertible_to<int>;
+};
+
+static_assert(page_size_policy<page_size<>> && page_size_policy<page_size<dynamic>>);
 
 /// What one KV head attends to, in tokens: `sink + window + selected_pages * page_size`, plus the open page's
 /// remainder. `sink >= 0` and `window >= page_size` are multiples of the page size; `selected_pages >= 1`.

@@ -1,6 +1,7 @@
 // Routes: how attention reaches selected pages.
 #pragma once
 
+#include <concepts>
 #include <freekv/core/policy.hpp>
 #include <string_view>
 
@@ -20,5 +21,14 @@ struct in_place {
   static constexpr std::string_view name = "in_place";
   constexpr bool keeps_slots() const { return false; }
 };
+
+/// Says whether selected pages are brought into slots.
+template <class R>
+concept route_policy = policy<R> && std::same_as<typename R::policy_kind, route_kind> && requires(const R r) {
+  { R::name } -> std::convertible_to<std::string_view>;
+  { r.keeps_slots() } -> std::same_as<bool>;
+};
+
+static_assert(route_policy<resident> && route_policy<in_place>);
 
 }  // namespace freekv

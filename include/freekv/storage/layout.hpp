@@ -4,6 +4,7 @@
 // asks which layout it is. (FreeKV section 4.2)
 #pragma once
 
+#include <concepts>
 #include <cstdint>
 #include <cuda/std/array>
 #include <cuda/std/mdspan>
@@ -102,6 +103,26 @@ struct layout_pair {
   using slow = Slow;
 };
 
+/// How `Layout` maps a run of pages.
+template <class Layout, int HeadDim>
+using page_mapping = typename Layout::template mapping<page_extents<HeadDim>>;
+
+/// An mdspan layout policy for pages: named, without gaps, the elements of a row next to each other.
+template <class L>
+concept page_layout = requires(const page_mapping<L, 8> map) {
+  { L::name } -> std::convertible_to<std::string_view>;
+  { map(0, 0, 0, 0, 0) } -> std::convertible_to<std::int64_t>;
+  requires page_mapping<L, 8>::is_always_exhaustive();
+  requires(page_mapping<L, 8>(page_extents<8>(1, 8, 2)).stride(4) == 1);
+};
+
+/// Names the layouts of the two tiers.
+template <class P>
+concept layout_policy = policy<P> && std::same_as<typename P::policy_kind, layout_kind> &&
+    page_layout<typename P::fast> && page_layout<typename P::slow>;
+
+static_assert(layout_policy<layout_pair<nhd, hnd>> && layout_policy<layout_pair<hnd, nhd>>);
+
 /// The run-time extents of one page.
 struct page_shape {
   int tokens = 0;
@@ -116,9 +137,8 @@ using page_span = cuda::std::mdspan<Element, page_extents<HeadDim>, Layout>;
 template <class Layout, int HeadDim, class Element>
 FREEKV_HD constexpr page_span<Element, HeadDim, Layout> make_page_span(Element* data, std::int64_t pages,
                                                                        page_shape shape) {
-  using mapping = typename Layout::template mapping<page_extents<HeadDim>>;
   return page_span<Element, HeadDim, Layout>(
-      data, mapping(page_extents<HeadDim>(pages, shape.tokens, shape.kv_heads)));
+      data, page_mapping<Layout, HeadDim>(page_extents<HeadDim>(pages, shape.tokens, shape.kv_heads)));
 }
 
 /// One KV head's part of one page: row t of keys at `key + t * stride`, of values at `value + t * stride`;

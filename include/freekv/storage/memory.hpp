@@ -10,21 +10,23 @@ namespace freekv {
 
 /// Where a pipeline takes its memory from, once, when it is built: any std::pmr::memory_resource.
 struct memory_resources {
-  std::pmr::memory_resource* slow = std::pmr::new_delete_resource();  ///< the store: complete KV
-  std::pmr::memory_resource* fast = std::pmr::new_delete_resource();  ///< all the rest
+  std::pmr::memory_resource* slow = std::pmr::new_delete_resource();  ///< the store
+  std::pmr::memory_resource* fast = std::pmr::new_delete_resource();  ///< slots, summaries, state
 };
 
-/// Bytes of each part of a pipeline's memory.
+/// Bytes of each part of a pipeline's memory. From the `slow` resource comes `store`, from `fast` all the rest:
+/// `slots + summaries + state`.
 struct memory_bytes {
-  std::size_t store = 0;  ///< complete KV of all layers, in the slow resource
-  std::size_t complete =
-      0;  ///< the part of `store` that belongs to complete layers: fast-tier memory on a device
+  std::size_t store = 0;      ///< KV of all tokens of all layers
+  std::size_t complete = 0;   ///< of `store`: the complete layers' part, which attention reads whole
   std::size_t slots = 0;      ///< sink, window and selected slots of the resident route
   std::size_t summaries = 0;  ///< page summaries
   std::size_t state = 0;      ///< page tables, selections, previous queries, scratch
 
-  /// What the fast tier holds: slots, summaries and the complete layers.
+  /// KV and summaries that a device would keep in its own memory: with `complete`, though that comes from `slow`;
+  /// without `state`, though that comes from `fast`.
   std::size_t fast_tier() const { return slots + summaries + complete; }
+  /// Taken from both resources.
   std::size_t total() const { return store + slots + summaries + state; }
 };
 

@@ -64,7 +64,7 @@ void drop_selection(const State& s, int sequence) {
   s.has_selection[sequence] = 0;
   for (int head = 0; head < s.heads.kv; ++head) {
     s.selected_count[s.row(sequence, head)] = 0;
-    std::fill_n(s.slot_page + s.selection(sequence, head), s.tokens.selected_pages, -1);
+    std::fill_n(s.slot_page + s.selection(sequence, head), s.budget.selected_pages, -1);
   }
 }
 

@@ -31,7 +31,7 @@ struct attention_job {
   page_list list(int row, int head) const {
     const int tokens = entry.before + row + 1;
     const bool selects = !complete && s.kind == layer_kind::retrieval;
-    return {roles_at(tokens, s.tokens, s.page.tokens), s.selected + s.selection(entry.sequence, head),
+    return {roles_at(tokens, s.budget, s.page.tokens), s.selected + s.selection(entry.sequence, head),
             selects ? s.selected_count[s.row(entry.sequence, head)] : 0, complete, tokens};
   }
   int parts(int row) const {

@@ -11,6 +11,11 @@
 
 namespace freekv {
 
+namespace host {
+template <class State, class Policies>
+class stages;
+}
+
 struct host_options {
   int threads = 1;      ///< that attend and append, the calling one included
   bool overlap = true;  ///< speculate on a thread of its own, or at once on the calling one
@@ -25,6 +30,10 @@ class host_backend {
  public:
   using policy_kind = backend_kind;
   static constexpr std::string_view name = "host";
+  // What a pipeline takes from its backend.
+  using event = host::event;
+  template <class State, class Policies>
+  using stages = host::stages<State, Policies>;
 
   explicit host_backend(const host_options& options = {})
       : options_(checked(options)),

@@ -2,7 +2,8 @@
 // code.
 //
 // A stage's body is compiled once per instruction set by inlining it into a function that carries the target
-// attribute (`flatten`). Only what the compiler cannot express portably, f16 conversion, has a body of its
+// attribute (`flatten`). GCC inlines all of it; Clang only what it would inline anyway, so its avx2 is partly
+// baseline code. Only what the compiler cannot express portably, f16 conversion, has a body of its
 // own.
 #pragma once
 
@@ -54,7 +55,7 @@ template <class Body>
 
 }  // namespace detail
 
-/// Calls `body(team)` with the team of `set`; everything the body calls is compiled for that instruction set.
+/// Calls `body(team)` with the team of `set`; what the compiler inlines into it is compiled for that instruction set.
 template <class Body>
 inline void with_team([[maybe_unused]] isa set, const Body& body) {
 #if defined(__x86_64__)

@@ -77,7 +77,7 @@ void recall_pages(const State& s, const head_of& at, int tokens) {
   const std::int32_t* pages = s.selected + first;
   const int count = s.selected_count[row];
   std::int32_t* slot_of = s.slot_of + first;
-  diff_pages(pages, count, s.slot_page + first, s.tokens.selected_pages, slot_of);
+  diff_pages(pages, count, s.slot_page + first, s.budget.selected_pages, slot_of);
   for (int i = 0; i < count; ++i) {
     if (slot_of[i] >= 0) continue;
     slot_of[i] = ~slot_of[i];

@@ -115,11 +115,12 @@ struct simd_team {
     const float8 zero{};
     const float8 smallest = zero + 1.17549435e-38f;
     const float8 normal = x.v < smallest ? x.v * 8388608.0f : x.v;
-    int8x32 bits;
+    uint8x32 bits;
     std::memcpy(&bits, &normal, sizeof bits);
     // 0x3f3504f3 is sqrt(1/2): the exponent of x / sqrt(1/2), rounded down.
-    const int8x32 exponent = (bits - 0x3f3504f3) >> 23;
-    const int8x32 mantissa = bits - (exponent << 23);
+    const uint8x32 above = bits - 0x3f3504f3u;
+    const int8x32 exponent = reinterpret_cast<int8x32>(above) >> 23;
+    const uint8x32 mantissa = bits - (reinterpret_cast<uint8x32>(exponent) << 23);
     float8 m;
     std::memcpy(&m, &mantissa, sizeof m);
     float8 k = __builtin_convertvector(exponent, float8);

@@ -18,15 +18,17 @@ template <class State, class Policies>
 class stages {
  public:
   using element = typename State::element;
+  using sizes = workspace_sizes;
+  using output = attention_output;
   static constexpr int d = State::head_dim;
 
   /// Takes scratch for all threads of `backend` from `memory`.
-  stages(host_backend& backend, const Policies& policies, const workspace_sizes& sizes, carver& memory)
+  stages(host_backend& backend, const Policies& policies, const workspace_sizes& scratch, carver& memory)
       : backend_(&backend),
         policies_(&policies),
-        max_parts_((sizes.max_pages - 1) / pages_per_part(sizes.page_tokens) + 1) {
-    for (int i = 0; i < backend.workspaces(); ++i) workspaces_.push_back(workspace::carve(memory, sizes));
-    const auto heads = static_cast<std::size_t>(sizes.kv_heads * max_parts_ * sizes.group);
+        max_parts_((scratch.max_pages - 1) / pages_per_part(scratch.page_tokens) + 1) {
+    for (int i = 0; i < backend.workspaces(); ++i) workspaces_.push_back(workspace::carve(memory, scratch));
+    const auto heads = static_cast<std::size_t>(scratch.kv_heads * max_parts_ * scratch.group);
     part_mass_ = memory.take<log_sum_exp>(heads);
     part_weighted_ = memory.take<float>(heads * d);
   }
@@ -70,10 +72,10 @@ class stages {
   /// The flagged heads of a decode entry select with the current query among this step's candidates and
   /// recall what they miss; then every head's selection is what this step attends to.
   void correct(const State& s, const step_entry& entry) {
-    const page_roles roles = roles_at(entry.after(), s.tokens, s.page.tokens);
+    const page_roles roles = roles_at(entry.after(), s.budget, s.page.tokens);
     select(s, entry, roles, [&](int head) { return s.corrected[s.row(entry.sequence, head)] != 0; });
     const std::size_t first = s.selection(entry.sequence, 0), row = s.row(entry.sequence, 0);
-    std::copy_n(s.selected + first, s.heads.kv * s.tokens.selected_pages, s.attended + first);
+    std::copy_n(s.selected + first, s.heads.kv * s.budget.selected_pages, s.attended + first);
     std::copy_n(s.selected_count + row, s.heads.kv, s.attended_count + row);
   }
 
@@ -81,8 +83,8 @@ class stages {
   /// corrected head whose candidates stay as they are has that selection already. On the recall stream's
   /// thread if it has one.
   void speculate(const State& s, const step_entry& entry) {
-    const page_roles now = roles_at(entry.after(), s.tokens, s.page.tokens);
-    const page_roles next = roles_at(entry.after() + 1, s.tokens, s.page.tokens);
+    const page_roles now = roles_at(entry.after(), s.budget, s.page.tokens);
+    const page_roles next = roles_at(entry.after() + 1, s.budget, s.page.tokens);
     const bool same = now.sink_end == next.sink_end && now.window_begin == next.window_begin;
     const auto wanted = [&](int head) { return !same || s.corrected[s.row(entry.sequence, head)] == 0; };
     if (!backend_->options().overlap) return select(s, entry, next, wanted);
@@ -119,7 +121,7 @@ class stages {
     std::int32_t* pages = s.selected + s.selection(at.sequence, head);
     const int candidates = roles.candidates();
     const int count = resolve(policies_->selection, [&](const auto& selection) {
-      return selection.count(candidates, s.tokens.selected_pages);
+      return selection.count(candidates, s.budget.selected_pages);
     });
     if (count == candidates) {
       std::iota(pages, pages + count, roles.sink_end);

@@ -30,19 +30,16 @@ class thread_pool {
   /// done. At most `helpers` further threads are woken. `body` must not throw.
   template <class Body>
   void run(int units, int helpers, const Body& body) {
-    if (units <= 1 || helpers <= 0 || threads_.empty()) {
+    if (units <= 1 || units >= most_units || helpers <= 0 || threads_.empty()) {
       for (int unit = 0; unit < units; ++unit) body(unit, 0);
       return;
     }
     call_.store([](const void* b, int unit, int worker) { (*static_cast<const Body*>(b))(unit, worker); },
                 std::memory_order_relaxed);
     body_.store(&body, std::memory_order_relaxed);
-    units_.store(units, std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
-    // The ticket holds the loop's number above and its next unit below: a worker that wakes late finds
-    // another number and takes nothing.
-    const std::uint64_t loop = (ticket_.load(std::memory_order_relaxed) / one_loop + 1) * one_loop;
-    ticket_.store(loop, std::memory_order_release);
+    const std::uint64_t loop = (ticket_.load(std::memory_order_relaxed) / one_loop + 1) % loops;
+    ticket_.store(loop * one_loop + static_cast<std::uint64_t>(units) * one_unit, std::memory_order_release);
     if (helpers + 1 >= size())
       ticket_.notify_all();
     else
@@ -53,7 +50,10 @@ class thread_pool {
   }
 
  private:
-  static constexpr std::uint64_t one_loop = std::uint64_t{1} << 32;
+  // The ticket: the loop's number in 16 bits, its units in 24, its next unit in 24. An old loop's ticket has no unit
+  // left, so nothing is taken of a loop that is being set up; and no loop ends before a unit that is taken.
+  static constexpr int most_units = 1 << 24;
+  static constexpr std::uint64_t one_unit = most_units, one_loop = one_unit * most_units, loops = 1 << 16;
   using body_call = void (*)(const void*, int, int);
 
   void serve(int worker) {
@@ -66,27 +66,25 @@ class thread_pool {
       }
       seen = now / one_loop;
       if (stopping_.load(std::memory_order_relaxed)) return;
-      work(seen * one_loop, worker);
+      work(seen, worker);
     }
   }
 
   void work(std::uint64_t loop, int worker) {
     for (;;) {
       std::uint64_t now = ticket_.load(std::memory_order_acquire);
-      if (now / one_loop != loop / one_loop) return;
-      const int unit = static_cast<int>(now % one_loop), units = units_.load(std::memory_order_relaxed);
-      const body_call call = call_.load(std::memory_order_relaxed);
-      const void* body = body_.load(std::memory_order_relaxed);
+      if (now / one_loop != loop) return;
+      const int unit = static_cast<int>(now % one_unit), units = static_cast<int>(now / one_unit % one_unit);
       if (unit >= units) return;
       if (!ticket_.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) continue;
-      call(body, unit, worker);
+      call_.load(std::memory_order_relaxed)(body_.load(std::memory_order_relaxed), unit, worker);
       if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == units) done_.notify_one();
     }
   }
 
   std::vector<std::thread> threads_;
   std::atomic<std::uint64_t> ticket_{0};
-  std::atomic<int> units_{0}, done_{0};
+  std::atomic<int> done_{0};
   std::atomic<body_call> call_{nullptr};
   std::atomic<const void*> body_{nullptr};
   std::atomic<bool> stopping_{false};

@@ -1,0 +1,12 @@
+# The README's C++ block stands, line by line, in the body of EXAMPLE's main.
+file(READ ${README} readme)
+file(READ ${EXAMPLE} example)
+if(NOT readme MATCHES "```cpp\n([^`]*)```")
+  message(FATAL_ERROR "${README} shows no C++ block")
+endif()
+set(shown "${CMAKE_MATCH_1}")
+string(REPLACE "\n  " "\n" body "${example}")
+string(FIND "${body}" "\n${shown}" position)
+if(position EQUAL -1)
+  message(FATAL_ERROR "${README} does not show what stands in ${EXAMPLE}:\n${shown}")
+endif()
