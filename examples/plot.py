@@ -47,11 +47,11 @@ class Results:
         return next(line for line in self.lines if line["bench"] == bench)
 
 
-def footnote(figure, run):
+def footnote(figure, run, note):
     """`run`: any line of what is shown."""
-    figure.text(0.01, 0.005, f"{run['model']}, {run['text']}; page {run['page']}, sink {run['sink']}, window {run['window']}, "
+    figure.text(0.01, 0.005, f"{note}\n{run['model']}, {run['text']}; page {run['page']}, sink {run['sink']}, window {run['window']}, "
                 f"tau {run['tau']:.2g}, {run['route']}; "
-                f"{run['machine']}, commit {run['commit']}", fontsize=7, color=QUIET)
+                f"{run['machine']}, commit {run['commit']}", fontsize=7, color=QUIET, linespacing=1.5)
 
 
 def needles(results, folder):
@@ -75,14 +75,13 @@ def needles(results, folder):
         names = [label(case) + (f"\n{int(summary[case])} B/page/head" if summary.get(case) else "") for case in cases]
         panel.set_xticks(range(len(cases)), names, fontsize=8)
         panel.set_ylabel("loss per digit (nats)")
-        panel.set_ylim(0, 1.2 * max(results.select("needle", "loss_per_digit", needle_tokens=length).values()) + 0.35)
+        panel.set_ylim(0, 1.25 * max(panel.get_ylim()[1], 0.4))
         panel.set_title(f"Eight facts hidden in {length} tokens: which are still found?")
         panel.grid(axis="y", color=GRID)
         panel.set_axisbelow(True)
-    shades = " and ".join(f"{'strong' if i == 0 else 'pale'}: {budget}" for i, budget in enumerate(budgets))
-    figure.text(0.99, 0.005, f"budget in tokens, {shades}; lower is better; n/8: facts found", fontsize=7, color=QUIET, ha="right")
-    footnote(figure, results.run("needle"))
-    figure.tight_layout(rect=(0, 0.02, 1, 1))
+    shades = " and ".join(f"{'strong' if i == 0 else 'pale'} {budget}" for i, budget in enumerate(budgets))
+    footnote(figure, results.run("needle"), f"budgets {shades} tokens; lower is better; n/8: facts found; B/page/head: bytes of the summary")
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(folder / "needles.png")
 
 
@@ -106,14 +105,15 @@ def quality(results, folder):
     left.axvline(0, color=INK, linewidth=0.8, linestyle=":")
     left.set_yticks(rows, [label(case).replace("\n", " ") for case in cases])
     left.invert_yaxis()
-    left.set_title(f"Perplexity over full ({perplexity['full']:.1f}), 95 %", fontsize=10)
+    run = results.run("quality")
+    left.set_title(f"Perplexity over full's {perplexity['full']:.1f}", fontsize=10)
     middle.set_title("Attention mass kept", fontsize=10)
     right.set_title(f"Fast-tier MB (full: {memory['full'] / 1e6:.0f})", fontsize=10)
     for panel in (left, middle, right):
         panel.grid(axis="x", color=GRID)
         panel.set_axisbelow(True)
-    footnote(figure, results.run("quality"))
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    footnote(figure, run, f"prompt of {run['prompt']} tokens, then {run['steps']} teacher-forced, budget {run['budget']}")
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(folder / "quality.png")
 
 
@@ -132,8 +132,8 @@ def speed(results, folder):
     panel.set_title(f"Tokens per second at {run['prompt']} tokens, {run['threads']} threads")
     panel.grid(axis="x", color=GRID)
     panel.set_axisbelow(True)
-    footnote(figure, run)
-    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    footnote(figure, run, f"budget {run['budget']} tokens; {'overlapped' if run['overlap'] else 'nothing overlapped'}")
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(folder / "speed.png")
 
 

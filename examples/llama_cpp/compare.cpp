@@ -300,15 +300,12 @@ class main_job {
     }
     say("\n" + table(rows) +
         "95 %: of the mean difference in loss, steps taken as independent and full's as given; top-1: same "
-        "most likely\n"
-        "token as full; error: relative L2 of a head's attention output; mass: share of full attention's "
-        "softmax mass\n"
-        "on what is attended; corrected: KV heads that select anew before they attend; slices: recalled keys "
-        "and values\n"
-        "of a page and KV head, all layers; fast MB: slots, summaries and their basis, complete layers. The "
-        "first " +
+        "most likely\ntoken as full; error: relative L2 of a head's attention output; mass: share of full "
+        "attention's softmax mass\non what is attended; corrected: KV heads that select anew before they "
+        "attend; slices: recalled keys and values\nof a page and KV head, all layers; fast MB: slots, "
+        "summaries and their basis, complete layers. Layers that\nkeep everything (the first " +
         std::to_string(a_.common.complete_layers) +
-        "\nlayers keep everything and count in none of error, mass and corrected. Route resident.\n");
+        ") count in none of error, mass and corrected. Route resident.\n");
   }
 
   void compare_speed(const prepared_prompt& prompt, std::span<const llama_token> prompt_tokens,
