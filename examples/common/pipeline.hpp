@@ -50,14 +50,13 @@ class pipeline {
   virtual void attend_full(int layer, std::span<float> out, std::span<float> lse) = 0;
   virtual void end_step() = 0;
   virtual void synchronize() = 0;
-  /// Forgets the sequence and starts an empty one.
+  /// Forgets the sequence, in the middle of a step too, and starts an empty one.
   virtual void restart() = 0;
 
   virtual step_report report(int layer) const = 0;
   virtual const memory_bytes& bytes() const = 0;
   virtual std::size_t slice_bytes() const = 0;
   virtual std::size_t summary_bytes() const = 0;
-  /// The budget in force: no larger than the sequence can become.
 };
 
 /// Throws choice_error, which names those compiled in, for a head_dim that is not among them.

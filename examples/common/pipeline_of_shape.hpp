@@ -36,7 +36,7 @@ class pipeline_of_shape final : public pipeline {
   void end_step() override { pipeline_.end_step(); }
   void synchronize() override { pipeline_.synchronize(); }
   void restart() override {
-    pipeline_.release(sequence_);
+    if (!pipeline_.abandon_step()) pipeline_.release(sequence_);
     sequence_ = pipeline_.open();
   }
   step_report report(int layer) const override { return pipeline_.report(layer, sequence_); }

@@ -183,3 +183,25 @@ TEST_CASE("decoding with full attention through FreeKV agrees with llama.cpp's o
     CHECK(logit_difference(window, full) > logit_tolerance);
   }
 }
+
+TEST_CASE("a sequence that stopped in the middle of a step is restored") {
+  const auto& m = shared_model();
+  const auto tokens = m.tokenize(text);
+  const std::span<const llama_token> first(tokens.data(), 100);
+  const prompt_cache kv(m, first, {.folder = {}, .threads = 1}, [](const std::string&, double) {});
+  freekv::host_backend backend;
+  std::vector<std::vector<float>> logits;
+  for (const bool stops : {false, true}) {
+    const auto p = make(m.shape(), {}, backend);
+    kv.restore(*p);
+    if (stops) {
+      p->begin_step(1, freekv::row_kind::decode);
+      kv.restore(*p);
+    }
+    retrieval_attention attention(*p, m.shape(), 0);
+    engine e(m, {.threads = 1, .context = 1, .rows = 1});
+    const auto row = e.decode(tokens[100], 100, attention);
+    logits.emplace_back(row.begin(), row.end());
+  }
+  CHECK((logits[0] == logits[1]));
+}

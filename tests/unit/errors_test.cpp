@@ -319,7 +319,7 @@ TEST_CASE("a step ends when every layer has what it was begun for", "[errors]") 
 TEST_CASE("abandoning does nothing where no step was begun", "[errors]") {
   for (const moment where : {moment::before_steps, moment::between_steps}) {
     const auto results = scenario::run([=](moment now, tiny_pipeline& pipeline, auto, auto) {
-      if (now == where) pipeline.abandon_step();
+      if (now == where) CHECK_FALSE(pipeline.abandon_step());
     });
     CHECK(results == scenario::undisturbed());
   }
@@ -342,7 +342,7 @@ void abandon_at(moment stop, tiny_pipeline& pipeline, const std::vector<sequence
   if (stop != moment::begun) pipeline.append<float>(0, {.keys = keys, .values = values, .queries = queries});
   std::vector<float> out(queries.size());
   if (stop == moment::first_layer_attended) pipeline.attend(0, out);
-  pipeline.abandon_step();
+  CHECK(pipeline.abandon_step());
 }
 
 }  // namespace
@@ -397,7 +397,7 @@ TEST_CASE("abandoning waits for queued work", "[errors]") {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     done = true;
   });
-  pipeline.abandon_step();
+  CHECK(pipeline.abandon_step());
   CHECK(done);
 }
 
@@ -425,7 +425,7 @@ TEST_CASE("a sequence that was listed with no rows is not in the step that is ab
   const auto a = pipeline.open(), b = pipeline.open();
   prompt_only(pipeline, a, source, 30);
   pipeline.begin_step({{a, 0}, {b}});
-  pipeline.abandon_step();
+  CHECK(pipeline.abandon_step());
   CHECK(pipeline.tokens(a) == 30);
   CHECK_THROWS_AS(pipeline.tokens(b), usage_error);
 }

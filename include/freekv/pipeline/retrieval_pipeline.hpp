@@ -249,11 +249,12 @@ class basic_retrieval_pipeline {
 
   /// Ends a step that the engine cannot finish, wherever it stands: waits for queued work, then releases the
   /// sequences that brought rows to it, since some layers have those rows and others do not. All other sequences
-  /// stay as they are. Does nothing if no step was begun.
-  void abandon_step() noexcept {
-    if (!in_step_) return;
+  /// stay as they are. False, and nothing happens, if no step was begun.
+  bool abandon_step() noexcept {
+    if (!in_step_) return false;
     in_step_ = false;
     for (const step_entry& entry : entries_) release(sequence_id{entry.sequence});
+    return true;
   }
 
   /// Waits until everything queued has happened.
