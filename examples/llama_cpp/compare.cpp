@@ -1,11 +1,9 @@
 // The main job: full attention, a sliding window and retrieval side by side, in llama.cpp, on a real text.
 
-#include <chrono>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
-#include <iterator>
 #include <set>
 
 #include "command_line.hpp"

@@ -19,6 +19,12 @@ int most_likely(std::span<const float> logits) {
   return static_cast<int>(std::max_element(logits.begin(), logits.end()) - logits.begin());
 }
 
+/// Empty for a contender that has none.
+subspace_basis basis_of(const contender& c, const prepared_prompt& prompt) {
+  if (c.basis == basis_source::none) return {};
+  return (c.basis == basis_source::prompt ? prompt.own : prompt.other).view();
+}
+
 }  // namespace
 
 std::unique_ptr<pipeline> make_contender(const contender& c, const common_settings& s,
@@ -39,8 +45,7 @@ std::unique_ptr<pipeline> make_contender(const contender& c, const common_settin
   o.complete_layers = s.complete_layers;
   o.in_place = in_place;
   o.does = c.does;
-  if (c.basis != basis_source::none)
-    o.basis = (c.basis == basis_source::prompt ? prompt.own : prompt.other).view();
+  o.basis = basis_of(c, prompt);
   return make_pipeline(o, backend);
 }
 
@@ -68,12 +73,9 @@ quality measure_quality(const contender& c, const common_settings& s, const mode
   }
   q.attention = attention.statistics();
   q.fast_tier_bytes = p->bytes().fast_tier();
-  if (c.basis != basis_source::none) {
-    const auto& shape = model.shape();
-    q.fast_tier_bytes +=
-        static_cast<std::size_t>(shape.layers * shape.kv_heads * (c.does.rank + 1) * shape.head_dim) *
-        sizeof(float);
-  }
+  const subspace_basis basis = basis_of(c, prompt);
+  q.fast_tier_bytes +=
+      static_cast<std::size_t>(basis.layers * basis.kv_heads) * basis.floats_per_head() * sizeof(float);
   q.slice_bytes = p->slice_bytes();
   q.summary_bytes = summary_bytes_of(c, *p);
   return q;

@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 
 #include "../catch.hpp"
+#include "../mentions.hpp"
 #include "replay_case.hpp"
 
 using namespace tests;
@@ -44,14 +45,6 @@ std::string sentence_of(const program_end& end) {
   CHECK(std::none_of(line.begin(), line.end(),
                      [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; }));
   return line;
-}
-
-void check_mentions(const std::string& line, const std::vector<std::string>& parts) {
-  for (const std::string& part : parts) {
-    INFO(line);
-    INFO("lacks: " << part);
-    CHECK(line.find(part) != std::string::npos);
-  }
 }
 
 /// A folder with a trace and a basis in which replays are refused.

@@ -1,5 +1,6 @@
 #include "examples/common/safetensors.hpp"
 #include "../files.hpp"
+#include "../mentions.hpp"
 
 #include <fcntl.h>
 #include <sys/resource.h>
@@ -74,14 +75,6 @@ std::string fault_of(const std::function<void()>& action) {
 
 std::string fault_of_reading(const fs::path& path) {
   return fault_of([&path] { safetensors_file file(path); });
-}
-
-void check_mentions(const std::string& message, const std::vector<std::string>& parts) {
-  for (const std::string& part : parts) {
-    INFO(message);
-    INFO("lacks: " << part);
-    CHECK(message.find(part) != std::string::npos);
-  }
 }
 
 struct broken_header {
