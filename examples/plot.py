@@ -1,7 +1,9 @@
 """Pictures of the main job's results: python plot.py RESULTS.jsonl FOLDER."""
 
 import json
+import math
 import sys
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -10,12 +12,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 INK, QUIET, GRID = "#1f2430", "#6b7280", "#e5e7eb"
-COLOURS = {"full": "#1f2430", "streaming_llm": "#9ca3af", "quest": "#c08a3e", "freekv": "#d97706",
-           "freekv_chunk_means": "#5b8db8", "freekv_key_subspace": "#0f766e"}
+COLOURS = {"full": "#1f2430", "streaming_llm": "#9ca3af", "quest": "#c08a3e", "arkvale": "#a16207", "razor_attention": "#7c6f9f",
+           "duo_attention": "#9f6f8f", "freekv": "#d97706", "freekv_chunk_means": "#5b8db8", "freekv_key_subspace": "#0f766e",
+           "freekv_key_subspace_deficit": "#65a30d"}
 LABELS = {"full": "full attention", "streaming_llm": "window alone\n(StreamingLLM)", "quest": "Quest\nmin-max",
+          "arkvale": "ArkVale\ncentroid and box", "razor_attention": "RazorAttention", "duo_attention": "DuoAttention",
           "freekv": "FreeKV as published\nmin-max", "freekv_chunk_means": "FreeKV\nchunk means",
           "freekv_key_subspace": "FreeKV\nkey subspace",
-          "freekv_key_subspace, other text's basis": "FreeKV\nkey subspace,\nother text's basis"}
+          "freekv_key_subspace, other text's basis": "FreeKV\nkey subspace,\nother text's basis",
+          "freekv_key_subspace_deficit": "FreeKV\nkey subspace,\nmass deficit"}
 
 plt.rcParams.update({"font.size": 10, "axes.edgecolor": QUIET, "axes.labelcolor": INK, "text.color": INK,
                      "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
@@ -23,11 +28,21 @@ plt.rcParams.update({"font.size": 10, "axes.edgecolor": QUIET, "axes.labelcolor"
 
 
 def colour(case):
-    return COLOURS.get(case.split(",")[0], QUIET)
+    """That of the variant whose name the case begins with, the longest such name."""
+    known = [name for name in COLOURS if case.startswith(name)]
+    return COLOURS[max(known, key=len)] if known else QUIET
 
 
 def label(case):
-    return LABELS.get(case, case)
+    return LABELS.get(case, textwrap.fill(case.replace("_", " "), 16))
+
+
+def line_of(case):
+    return LABELS.get(case, case).replace("\n", " ")
+
+
+def style(case):
+    return {"color": colour(case), "linestyle": "--" if "other text" in case or case.endswith("off") else "-", "marker": "o", "markersize": 4, "label": line_of(case)}
 
 
 class Results:
@@ -41,7 +56,10 @@ class Results:
                 and all(line.get(key) == value for key, value in where.items())}
 
     def values_of(self, bench, key):
-        return sorted({line[key] for line in self.lines if line["bench"] == bench})
+        return sorted({line[key] for line in self.lines if line["bench"] == bench and key in line})
+
+    def cases(self, bench):
+        return list(dict.fromkeys(line["case"] for line in self.lines if line["bench"] == bench))
 
     def run(self, bench):
         return next(line for line in self.lines if line["bench"] == bench)
@@ -50,22 +68,27 @@ class Results:
 def footnote(figure, run, note):
     """`run`: any line of what is shown."""
     figure.text(0.01, 0.005, f"{note}\n{run['model']}, {run['text']}; page {run['page']}, sink {run['sink']}, window {run['window']}, "
-                f"tau {run['tau']:.2g}, {run['route']}; "
+                f"{'' if math.isnan(run['tau']) else 'tau {:.2g}, '.format(run['tau'])}{run['route']}; "
                 f"{run['machine']}, commit {run['commit']}", fontsize=7, color=QUIET, linespacing=1.5)
 
 
 def needles(results, folder):
-    lengths, budgets = results.values_of("needle", "needle_tokens"), results.values_of("needle", "budget")
+    budgets = results.values_of("needle", "budget")
+    lengths = [length for length in results.values_of("needle", "needle_tokens")
+               if all(results.select("needle", "loss_per_digit", needle_tokens=length, budget=budget) for budget in budgets)]
     if not lengths:
         return
     summary = results.select("needle", "summary_bytes")
-    figure, panels = plt.subplots(len(lengths), 1, figsize=(10, 3.6 * len(lengths)), squeeze=False)
+    width = max(10, 1.3 * len(results.cases("needle")))
+    figure, panels = plt.subplots(len(lengths), 1, figsize=(width, 3.6 * len(lengths)), squeeze=False)
     for panel, length in zip(panels[:, 0], lengths):
         cases = list(results.select("needle", "loss_per_digit", needle_tokens=length))
         for i, budget in enumerate(budgets):
             loss = results.select("needle", "loss_per_digit", needle_tokens=length, budget=budget)
             found = results.select("needle", "facts_found", needle_tokens=length, budget=budget)
             for x, case in enumerate(cases):
+                if case not in loss:
+                    continue
                 at = x + (i - (len(budgets) - 1) / 2) * 0.38
                 panel.bar(at, loss[case], 0.35, color=colour(case), alpha=1.0 if i == 0 else 0.55)
                 panel.annotate(f"{loss[case]:.2f}\n{int(found[case])}/8", (at, loss[case]), ha="center", va="bottom", fontsize=8)
@@ -83,6 +106,129 @@ def needles(results, folder):
     footnote(figure, results.run("needle"), f"budgets {shades} tokens; lower is better; n/8: facts found; B/page/head: bytes of the summary")
     figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(folder / "needles.png")
+
+
+def panels_of(cases, columns, size):
+    """A figure with a panel for each case, in rows of `columns`; the rest of the last row is left empty."""
+    columns = min(columns, len(cases))
+    rows = -(-len(cases) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(size[0] * columns + 1.2, size[1] * rows + 0.8), squeeze=False, layout="constrained")
+    for panel in grid.flat[len(cases):]:
+        panel.set_visible(False)
+    figure.get_layout_engine().set(rect=(0, 0.55 / figure.get_figheight(), 1, 1 - 0.55 / figure.get_figheight()))
+    return figure, list(grid.flat[:len(cases)])
+
+
+def depths(results, folder):
+    """Loss per digit by the fact's depth and the text's length, a panel a method."""
+    lengths = results.values_of("needle_depth", "needle_tokens")
+    budgets = [budget for budget in results.values_of("needle_depth", "budget")
+               if len({line["needle_tokens"] for line in results.lines if line["bench"] == "needle_depth" and line["budget"] == budget}) == len(lengths)]
+    if len(lengths) < 3 or not budgets:
+        return
+    budget, at_depth = budgets[0], results.values_of("needle_depth", "depth")
+    cases = [case for case in results.cases("needle_depth") if any(
+        line["case"] == case and line["bench"] == "needle_depth" and line["budget"] == budget for line in results.lines)]
+    figure, panels = panels_of(cases, 5, (2.4, 2.9))
+    for panel, case in zip(panels, cases):
+        loss = {(line["depth"], line["needle_tokens"]): line["value"] for line in results.lines
+                if line["bench"] == "needle_depth" and line["case"] == case and line["budget"] == budget}
+        table = [[loss.get((depth, length), math.nan) for length in lengths] for depth in at_depth]
+        image = panel.imshow(table, cmap="YlOrRd", vmin=0, vmax=3.5, aspect="auto")
+        for y, row in enumerate(table):
+            for x, value in enumerate(row):
+                panel.text(x, y, f"{value:.1f}", ha="center", va="center", fontsize=7, color="white" if value > 2.2 else INK)
+        panel.set_xticks(range(len(lengths)), lengths, fontsize=8)
+        panel.set_yticks(range(len(at_depth)), [f"{100 * depth:.0f} %" for depth in at_depth], fontsize=7)
+        panel.set_title(label(case), fontsize=8)
+    figure.colorbar(image, ax=panels, shrink=0.8).set_label("loss per digit (nats)", fontsize=8)
+    footnote(figure, results.run("needle_depth"), f"a fact's depth in the text (down) and the text's length (across), budget {budget} tokens; pale is better")
+    figure.savefig(folder / "depths.png")
+
+
+def heads(results, folder):
+    """Attention mass kept by layer and KV head, a panel a method."""
+    cases = [case for case in results.cases("layer") if case != "full"]
+    if not cases:
+        return
+    figure, panels = panels_of(cases, 9, (1.35, 4.2))
+    for panel, case in zip(panels, cases):
+        rows = {line["layer"]: line["by_head"] for line in results.lines if line["bench"] == "layer" and line["case"] == case}
+        image = panel.imshow(list(rows.values()), cmap="RdYlGn", vmin=0.5, vmax=1, aspect="auto",
+                             extent=(-0.5, len(next(iter(rows.values()))) - 0.5, max(rows) + 0.5, min(rows) - 0.5))
+        panel.set_xticks(range(len(next(iter(rows.values())))))
+        panel.tick_params(labelsize=7)
+        panel.set_title(label(case), fontsize=7)
+    panels[0].set_ylabel("layer")
+    figure.colorbar(image, ax=panels, shrink=0.8).set_label("mass kept", fontsize=8)
+    run = results.run("layer")
+    footnote(figure, run, f"share of full attention's softmax mass on what is attended, by layer (down) and KV head (across); "
+             f"{run['steps']} tokens after {run['prompt']}, budget {run['budget']} tokens")
+    figure.savefig(folder / "heads.png")
+
+
+def lines_picture(results, folder, name, bench, key, panels, note, skip=()):
+    """`panels`: (metric, factor, title), each over `key`, a line a case."""
+    cases = [case for case in results.cases(bench) if case not in skip]
+    if not cases or len(results.values_of(bench, key)) < 2:
+        return
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.4 * len(panels), 4.6))
+    for axis, (metric, factor, title) in zip(axes, panels):
+        for case in cases:
+            points = [(line[key], factor * line["value"]) for line in results.lines
+                      if (line["bench"], line["metric"], line["case"]) == (bench, metric, case)]
+            if points:
+                axis.plot(*zip(*points), **style(case))
+        ticks = results.values_of(bench, key)
+        axis.set_xscale("log")
+        axis.set_xticks(ticks, [str(tick) for tick in ticks])
+        axis.minorticks_off()
+        axis.set_title(title, fontsize=10)
+        axis.grid(color=GRID)
+    handles = {text: handle for axis in axes for handle, text in zip(*axis.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="lower center", bbox_to_anchor=(0.5, 0.07), ncols=3, fontsize=8, frameon=False)
+    footnote(figure, results.run(bench), note(results.run(bench)))
+    figure.tight_layout(rect=(0, 0.08 + 0.045 * -(-len(handles) // 3), 1, 1))
+    figure.savefig(folder / f"{name}.png")
+
+
+def budgets(results, folder):
+    lines_picture(results, folder, "budgets", "budget", "budget",
+                  [("perplexity", 1, "Perplexity by budget (tokens)"), ("mass_kept", 100, "Attention mass kept (%) by budget (tokens)")],
+                  lambda run: f"{run['steps']} tokens, teacher-forced, after {run['prompt']}")
+
+
+def lengths(results, folder):
+    lines_picture(results, folder, "lengths", "length", "length",
+                  [("tokens_per_second", 1, "Tokens per second by context (tokens)"), ("attention_seconds", 1e3, "Attention, ms per token, by context (tokens)")],
+                  lambda run: f"budget {run['budget']} tokens, {run['threads']} threads; attention: with the selection for the next step, "
+                              f"{'overlapped' if run['overlap'] else 'which nothing overlaps'}")
+
+
+def corrections(results, folder):
+    """Corrections and pages changed by layer, a line a threshold, a row a method."""
+    cases, taus = results.cases("tau"), results.values_of("tau", "tau")
+    if not cases:
+        return
+    figure, rows = plt.subplots(len(cases), 2, figsize=(10, 2.3 * len(cases) + 1), sharex=True, squeeze=False)
+    shades = plt.get_cmap("viridis_r")
+    for row, case in zip(rows, cases):
+        for panel, (metric, factor, title) in zip(row, (("corrected", 100, "heads corrected (%)"), ("pages_changed", 1, "pages changed a step"))):
+            for i, tau in enumerate(taus):
+                points = [(line["layer"], factor * line["value"]) for line in results.lines
+                          if (line["bench"], line["metric"], line["case"], line["tau"] if "tau" in line else None) == ("tau", metric, case, tau)]
+                panel.plot(*zip(*points), color=shades(0.15 + 0.8 * i / max(1, len(taus) - 1)), label=f"tau {tau:.3g}", linewidth=1.5)
+            panel.set_title(f"{line_of(case)}: {title}", fontsize=9)
+            panel.set_ylim(bottom=0)
+            panel.grid(color=GRID)
+    for panel in rows[-1]:
+        panel.set_xlabel("layer")
+    rows[0][1].legend(fontsize=8, frameon=False, ncols=2)
+    run = results.run("tau")
+    footnote(figure, {**run, "tau": math.nan}, f"a KV head's pages attended as selected that were not in the step before; {run['steps']} tokens after "
+             f"{run['prompt']}, budget {run['budget']} tokens")
+    figure.tight_layout(rect=(0, 0.45 / figure.get_figheight(), 1, 1))
+    figure.savefig(folder / "corrections.png")
 
 
 def quality(results, folder):
@@ -103,7 +249,7 @@ def quality(results, folder):
         right.barh(y, memory[case] / 1e6, color=colour(case), height=0.6)
         right.annotate(f" {memory[case] / 1e6:.1f}", (memory[case] / 1e6, y), va="center", fontsize=8)
     left.axvline(0, color=INK, linewidth=0.8, linestyle=":")
-    left.set_yticks(rows, [label(case).replace("\n", " ") for case in cases])
+    left.set_yticks(rows, [line_of(case) for case in cases])
     left.invert_yaxis()
     run = results.run("quality")
     left.set_title(f"Perplexity over full's {perplexity['full']:.1f}", fontsize=10)
@@ -126,7 +272,7 @@ def speed(results, folder):
     for y, case in enumerate(rate):
         panel.barh(y, rate[case], color=colour(case), height=0.65)
         panel.annotate(f" {rate[case]:.0f}" + (" (unsteady)" if spread.get(case, 0) > 0.2 else ""), (rate[case], y), va="center", fontsize=9)
-    panel.set_yticks(range(len(rate)), [label(case).replace("\n", " ") for case in rate])
+    panel.set_yticks(range(len(rate)), [line_of(case) for case in rate])
     panel.invert_yaxis()
     run = results.run("speed")
     panel.set_title(f"Tokens per second at {run['prompt']} tokens, {run['threads']} threads")
@@ -142,10 +288,11 @@ def main():
         sys.exit("usage: python plot.py RESULTS.jsonl FOLDER")
     results, folder = Results(sys.argv[1]), Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
-    for picture in (needles, quality, speed):
+    pictures = (needles, quality, speed, depths, budgets, heads, corrections, lengths)
+    for picture in pictures:
         picture(results, folder)
-    print("pictures: " + ", ".join(str(folder / name) for name in ("needles.png", "quality.png", "speed.png")
-                                   if (folder / name).exists()))
+    files = [folder / f"{picture.__name__}.png" for picture in pictures]
+    print("pictures: " + ", ".join(str(file) for file in files if file.exists()))
 
 
 if __name__ == "__main__":

@@ -1,36 +1,203 @@
-// What programs choose at run time: the policies by name, and the variants built from them. A new policy
-// joins the list of its kind; a new variant joins `variants`.
+// What programs choose at run time: the policies by name, and the variants built from them. A new policy joins the list
+// of its kind; a new variant joins `variants`.
 #pragma once
 
-#include <array>
 #include <freekv/freekv.hpp>
+#include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace freekv::examples {
 
-using any_summary = any_of<min_max, chunk_means<dynamic>, key_subspace<dynamic, dynamic>>;
-using any_correction = any_of<cosine_drift, always, never>;
-using any_plan = any_of<complete_first<dynamic>, complete_first<dynamic, layer_kind::window>,
-                        every_layer<layer_kind::complete>>;
-using any_route = any_of<resident, in_place>;
+/// A wish that cannot be met: a name that is no policy, a head_dim that is not compiled.
+struct choice_error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 /// What a pipeline does, by names; the defaults are FreeKV as published.
 struct method {
   std::string summary = "min_max";
-  int chunk = 8;  ///< of chunk_means, tokens
-  int rank = 24;  ///< of key_subspace
-  int bits = 3;
+  std::string format = "standard";  ///< of the summary's numbers
+  int chunk = 8;                    ///< of chunk_means, tokens
+  int rank = 24;                    ///< of key_subspace
+  int bits = 3;                     ///< of key_subspace and key_sketch
+  std::string pooling = "mean_softmax";
+  std::string selection = "top_k";
+  float top_p = 0.95f;
   std::string correction = "cosine_drift";
-  float tau = 0.9f;
-  std::string plan = "retrieval";  ///< or "complete", "window"
+  float tau = 0.9f;  ///< of cosine_drift
+  std::string drift_pool = "mean";
+  float delta = 0.2f;  ///< of mass_deficit
+  bool partial = false;
+  int every = 8;  ///< of every_n_steps
+  std::string residency = "first_unselected";
+  int spare = 0;
+  std::string plan = "retrieval";  ///< or "complete", "window", "by_head"
+
+  bool retrieves() const { return plan == "retrieval" || plan == "by_head"; }
+  bool needs_basis() const { return plan == "retrieval" && summary == "key_subspace"; }
 };
 
-/// A published method by its name.
+/// What a method's policies take besides it.
+struct method_data {
+  subspace_basis basis{};               ///< of key_subspace; the caller keeps its memory
+  std::vector<layer_kind> head_kinds{};  ///< of plan "by_head": (layers, kv_heads)
+  int kv_heads = 1;
+};
+
+/// An alternative: a name, and how it is made.
+template <class Policy>
+struct choice {
+  std::string_view name;
+  Policy (*make)(const method&, const method_data&);
+};
+
+/// The alternative of that name. Throws choice_error, which names them all.
+template <class Choices>
+const auto& chosen(const std::string& kind, const Choices& choices, std::string_view name);
+
+// How a policy that takes values gets them; others are just made.
+template <class Policy>
+struct made {
+  static Policy from(const method&, const method_data&) { return {}; }
+};
+template <>
+struct made<chunk_means<dynamic>> {
+  static chunk_means<dynamic> from(const method& m, const method_data&) { return {{m.chunk}}; }
+};
+template <>
+struct made<key_sketch<dynamic>> {
+  static key_sketch<dynamic> from(const method& m, const method_data&) { return {{m.bits}}; }
+};
+template <>
+struct made<key_subspace<dynamic, dynamic>> {
+  static key_subspace<dynamic, dynamic> from(const method& m, const method_data& data) {
+    return {{m.rank}, {m.bits}, data.basis};
+  }
+};
+template <>
+struct made<top_p> {
+  static top_p from(const method& m, const method_data&) { return {m.top_p}; }
+};
+template <>
+struct made<cosine_drift> {
+  static cosine_drift from(const method& m, const method_data& data);
+};
+template <>
+struct made<mass_deficit> {
+  static mass_deficit from(const method& m, const method_data&) { return {m.delta, m.partial}; }
+};
+template <>
+struct made<every_n_steps<dynamic>> {
+  static every_n_steps<dynamic> from(const method& m, const method_data&) { return {{m.every}}; }
+};
+template <template <int> class Residency>
+struct made<Residency<dynamic>> {
+  static Residency<dynamic> from(const method& m, const method_data&) { return {{{m.spare}}}; }
+};
+/// A summary in the format that a method names.
+template <class Summary>
+using in_any_format = stored_as<Summary, number_format::any>;
+template <class Summary>
+struct made<in_any_format<Summary>> {
+  static in_any_format<Summary> from(const method& m, const method_data& data);
+};
+
+/// The policies of one kind that programs offer.
+template <class... Policies>
+struct policy_list {
+  using any = any_of<Policies...>;
+  static constexpr choice<any> choices[] = {{Policies::name, [](const method& m, const method_data& data) {
+                                               return any(made<Policies>::from(m, data));
+                                             }}...};
+};
+
+// The lists.
+using summary_list =
+    policy_list<in_any_format<min_max>, in_any_format<mean>, in_any_format<centroid_box>, in_any_format<ball>,
+                in_any_format<chunk_means<dynamic>>, key_sketch<dynamic>, key_subspace<dynamic, dynamic>>;
+using pooling_list =
+    policy_list<mean_softmax, max_softmax, mean_score, max_score, mean_query, max_query>;
+using selection_list = policy_list<top_k, top_p>;
+using correction_list = policy_list<cosine_drift, mass_deficit, always, never, every_n_steps<dynamic>>;
+using residency_list = policy_list<first_unselected<dynamic>, least_recently_used<dynamic>>;
+
+inline constexpr auto& summaries = summary_list::choices;
+inline constexpr auto& poolings = pooling_list::choices;
+inline constexpr auto& selections = selection_list::choices;
+inline constexpr auto& corrections = correction_list::choices;
+inline constexpr auto& residencies = residency_list::choices;
+
+using any_layouts = any_of<layout_pair<nhd, hnd>, layout_pair<hnd, hnd>>;
+inline constexpr choice<any_layouts> layouts[] = {
+    {"nhd", [](const method&, const method_data&) { return any_layouts(layout_pair<nhd, hnd>{}); }},
+    {"hnd", [](const method&, const method_data&) { return any_layouts(layout_pair<hnd, hnd>{}); }},
+};
+using any_plan = any_of<complete_first<dynamic>, complete_first<dynamic, layer_kind::window>,
+                        every_layer<layer_kind::complete>, by_head>;
+using any_route = any_of<resident, in_place>;
+
+template <class Value>
+struct named_value {
+  std::string_view name;
+  Value value;
+};
+inline constexpr named_value<number_format> formats[] = {{"standard", number_format::standard},
+                                                         {"key", number_format::key},
+                                                         {"float32", number_format::float32},
+                                                         {"int8", number_format::int8}};
+inline constexpr named_value<drift_pool> drift_pools[] = {
+    {"mean", drift_pool::mean}, {"min", drift_pool::min}, {"max", drift_pool::max}};
+
+template <class Choices>
+const auto& chosen(const std::string& kind, const Choices& choices, std::string_view name) {
+  std::string names;
+  for (const auto& one : choices) {
+    if (one.name == name) return one;
+    names += (names.empty() ? "" : ", ") + std::string(one.name);
+  }
+  throw choice_error(kind + " " + std::string(name) + " is unknown; choose one of " + names);
+}
+
+/// The names of a list, for help: "min_max, mean, ...".
+template <class Choices>
+std::string names_of(const Choices& choices) {
+  std::string names;
+  for (const auto& one : choices) names += (names.empty() ? "" : ", ") + std::string(one.name);
+  return names;
+}
+
+inline cosine_drift made<cosine_drift>::from(const method& m, const method_data&) {
+  return {.tau = m.tau, .pool = chosen("drift pooling", drift_pools, m.drift_pool).value};
+}
+template <class Summary>
+in_any_format<Summary> made<in_any_format<Summary>>::from(const method& m, const method_data& data) {
+  return in_any_format<Summary>(made<Summary>::from(m, data),
+                                chosen("summary format", formats, m.format).value);
+}
+
+/// The plan of a method whose first `complete_layers` layers keep everything. Throws choice_error.
+inline any_plan plan_of(const method& m, const method_data& data, int complete_layers) {
+  if (m.plan == "retrieval") return complete_first<dynamic>{{complete_layers}};
+  if (m.plan == "window") return complete_first<dynamic, layer_kind::window>{{complete_layers}};
+  if (m.plan == "complete") return every_layer<layer_kind::complete>{};
+  if (m.plan != "by_head")
+    throw choice_error("plan " + m.plan + " is unknown; choose one of retrieval, window, complete, by_head");
+  by_head plan{data.head_kinds, data.kv_heads};
+  const auto first = static_cast<std::size_t>(complete_layers) * static_cast<std::size_t>(data.kv_heads);
+  for (std::size_t i = 0; i < first && i < plan.kinds.size(); ++i) plan.kinds[i] = layer_kind::complete;
+  return plan;
+}
+
+/// A published method, or one of ours, by its name.
 struct named_variant {
   std::string_view name;
   method does;
+  int page = 0;             ///< tokens; 0: whatever page size is asked for
+  double budget_share = 1;  ///< of the budget that is asked for
+  bool deep = false;        ///< of interest beside its siblings alone
 };
 
 inline const std::vector<named_variant>& variants() {
@@ -38,27 +205,28 @@ inline const std::vector<named_variant>& variants() {
       {"full", {.plan = "complete"}},
       {"streaming_llm", {.plan = "window"}},
       {"quest", {.correction = "always"}},
+      {"arkvale", {.summary = "centroid_box", .pooling = "mean_score", .correction = "always"}, 0, 1, true},
+      {"razor_attention", {.plan = "by_head"}, 0, 1, true},
+      {"duo_attention", {.plan = "by_head"}, 0, 1, true},
       {"freekv", {}},
+      {"freekv_never", {.correction = "never"}, 0, 1, true},
+      {"freekv_page_16", {}, 16, 1, true},
+      {"freekv_half_budget", {}, 0, 0.5, true},
+      {"freekv_top_p", {.selection = "top_p", .top_p = 0.95f}, 0, 1, true},
       {"freekv_chunk_means", {.summary = "chunk_means"}},
+      {"freekv_chunk_means_never", {.summary = "chunk_means", .correction = "never"}, 0, 1, true},
       {"freekv_key_subspace", {.summary = "key_subspace"}},
+      {"freekv_key_subspace_never", {.summary = "key_subspace", .correction = "never"}, 0, 1, true},
+      {"freekv_key_subspace_deficit", {.summary = "key_subspace", .correction = "mass_deficit"}},
+      {"freekv_key_subspace_half_budget", {.summary = "key_subspace"}, 0, 0.5, true},
   };
   return all;
 }
-
-/// The names, for help and messages: "full, streaming_llm, ...".
-inline std::string variant_names() {
-  std::string names;
-  for (const auto& variant : variants()) names += (names.empty() ? "" : ", ") + std::string(variant.name);
-  return names;
-}
-
-inline constexpr std::array summary_names{"min_max", "chunk_means", "key_subspace"};
-inline constexpr std::array correction_names{"cosine_drift", "always", "never"};
 
 /// head_dims that programs are compiled for: the CMake list FREEKV_HEAD_DIMS.
 #ifndef FREEKV_HEAD_DIMS
 #define FREEKV_HEAD_DIMS 64, 80, 96, 128, 192, 256
 #endif
-inline constexpr std::array head_dims{FREEKV_HEAD_DIMS};
+inline constexpr int head_dims[] = {FREEKV_HEAD_DIMS};
 
 }  // namespace freekv::examples

@@ -1,6 +1,7 @@
 #include "pipeline.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace freekv::examples {
@@ -20,7 +21,7 @@ std::unique_ptr<pipeline> of_head_dim(const pipeline_options& options, host_back
 }  // namespace
 
 void check_compiled(int head_dim) {
-  if (std::find(head_dims.begin(), head_dims.end(), head_dim) != head_dims.end()) return;
+  if (std::find(std::begin(head_dims), std::end(head_dims), head_dim) != std::end(head_dims)) return;
   std::string compiled;
   for (const int d : head_dims) compiled += (compiled.empty() ? "" : ", ") + std::to_string(d);
   throw choice_error("head_dim " + std::to_string(head_dim) + " is not among those compiled in (" + compiled +
@@ -29,7 +30,7 @@ void check_compiled(int head_dim) {
 
 std::unique_ptr<pipeline> make_pipeline(const pipeline_options& options, host_backend& backend) {
   check_compiled(options.head_dim);
-  constexpr auto all = std::make_index_sequence<head_dims.size()>{};
+  constexpr auto all = std::make_index_sequence<std::size(head_dims)>{};
   std::unique_ptr<pipeline> made;
   switch (options.element) {
     case data_type::f32:

@@ -6,18 +6,13 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "choices.hpp"
 #include "safetensors.hpp"
 
 namespace freekv::examples {
-
-/// A wish that cannot be met: a name that is no policy, a head_dim that is not compiled.
-struct choice_error : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 struct pipeline_options {
   data_type element = data_type::f16;  ///< f32, f16 or bf16
@@ -31,8 +26,10 @@ struct pipeline_options {
   float scale = 0.0f;
   int complete_layers = 0;  ///< leading layers that keep everything, whatever the plan
   bool in_place = false;
+  std::string layout = "nhd";  ///< of the slots, where the route keeps any
   method does{};
-  subspace_basis basis{};  ///< of key_subspace; the caller keeps its memory
+  subspace_basis basis{};                ///< of key_subspace; the caller keeps its memory
+  std::vector<layer_kind> head_kinds{};  ///< of plan "by_head": (layers, kv_heads)
 };
 
 /// One sequence in a pipeline of any shape. The calls are retrieval_pipeline's.

@@ -8,7 +8,9 @@ namespace freekv::examples {
 template <class Shape>
 class pipeline_of_shape final : public pipeline {
   using implementation =
-      retrieval_pipeline<Shape, page_size<dynamic>, any_summary, any_correction, any_plan, any_route>;
+      retrieval_pipeline<Shape, page_size<dynamic>, any_layouts, summary_list::any, pooling_list::any,
+                         selection_list::any,
+                         correction_list::any, residency_list::any, any_plan, any_route>;
   using element = typename implementation::element;
 
  public:
@@ -46,9 +48,6 @@ class pipeline_of_shape final : public pipeline {
 
  private:
   static typename implementation::settings settings(const pipeline_options& o) {
-    const auto unknown = [](const std::string& kind, const std::string& name) -> choice_error {
-      return choice_error("there is no " + kind + " named \"" + name + "\"");
-    };
     typename implementation::settings s;
     s.layers = o.layers;
     s.query_heads = o.query_heads;
@@ -57,30 +56,14 @@ class pipeline_of_shape final : public pipeline {
     s.max_tokens = o.max_tokens;
     s.scale = o.scale;
     s.page = {o.page};
-    if (o.does.summary == "min_max")
-      s.summary = min_max{};
-    else if (o.does.summary == "chunk_means")
-      s.summary = chunk_means<dynamic>{o.does.chunk};
-    else if (o.does.summary == "key_subspace")
-      s.summary = key_subspace<dynamic, dynamic>{{o.does.rank}, {o.does.bits}, o.basis};
-    else
-      throw unknown("summary", o.does.summary);
-    if (o.does.correction == "cosine_drift")
-      s.correction = cosine_drift{.tau = o.does.tau};
-    else if (o.does.correction == "always")
-      s.correction = always{};
-    else if (o.does.correction == "never")
-      s.correction = never{};
-    else
-      throw unknown("correction", o.does.correction);
-    if (o.does.plan == "retrieval")
-      s.plan = complete_first<dynamic>{o.complete_layers};
-    else if (o.does.plan == "complete")
-      s.plan = every_layer<layer_kind::complete>{};
-    else if (o.does.plan == "window")
-      s.plan = complete_first<dynamic, layer_kind::window>{o.complete_layers};
-    else
-      throw unknown("layer plan", o.does.plan);
+    const method_data data{o.basis, o.head_kinds, o.kv_heads};
+    s.layouts = chosen("layout", layouts, o.layout).make(o.does, data);
+    s.summary = chosen("summary", summaries, o.does.summary).make(o.does, data);
+    s.pooling = chosen("pooling", poolings, o.does.pooling).make(o.does, data);
+    s.selection = chosen("selection", selections, o.does.selection).make(o.does, data);
+    s.correction = chosen("correction", corrections, o.does.correction).make(o.does, data);
+    s.residency = chosen("residency", residencies, o.does.residency).make(o.does, data);
+    s.plan = plan_of(o.does, data, o.complete_layers);
     if (o.in_place)
       s.route = in_place{};
     else

@@ -125,6 +125,17 @@ std::string model::to_text(llama_token token) const {
   }
 }
 
+bool model::ends(llama_token token) const {
+  return llama_vocab_is_eog(llama_model_get_vocab(weights_.get()), token);
+}
+
+std::vector<llama_token> model::ends() const {
+  std::vector<llama_token> tokens;
+  for (llama_token token = 0; token < shape_.vocabulary; ++token)
+    if (ends(token)) tokens.push_back(token);
+  return tokens;
+}
+
 engine::engine(model shared, options wanted) : model_(std::move(shared)), options_(wanted) {
   if (options_.threads < 1 || options_.context < 0 || options_.rows < 1) {
     throw engine_error("an engine needs at least 1 thread, 1 row and a context of 0 or more tokens, not " +

@@ -81,6 +81,9 @@ class model {
   /// `special`: add the tokens that the model wants around a text, and read control tokens in it as such.
   std::vector<llama_token> tokenize(std::string_view text, bool special = true) const;
   std::string to_text(llama_token token) const;
+  /// Does the token end a text? And all those that do.
+  bool ends(llama_token token) const;
+  std::vector<llama_token> ends() const;
 
  private:
   friend class engine;

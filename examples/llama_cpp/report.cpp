@@ -23,7 +23,8 @@ void json_lines::add(const std::string& bench, const std::string& of_case, const
       {"unit", unit}};
   line.update(run_);
   if (!more.is_null()) line.update(more);
-  file_ << line.dump() << std::endl;
+  file_ << line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)
+        << std::endl;  // generated text may end in half a character
 }
 
 void json_lines::finish() {

@@ -7,7 +7,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "measure.hpp"
+#include "safetensors.hpp"
 
 namespace freekv::examples {
 

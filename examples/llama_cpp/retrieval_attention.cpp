@@ -1,5 +1,6 @@
 #include "retrieval_attention.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 
@@ -19,29 +20,66 @@ void retrieval_attention::attend(const layer_rows& rows, float* output) {
   if (rows.layer + 1 == shape_.layers) pipeline_.end_step();
 }
 
+void retrieval_attention::reset() {
+  const auto heads = static_cast<std::size_t>(shape_.layers * shape_.kv_heads);
+  by_head_.assign(heads, {});
+  attended_.assign(heads, {});
+  seconds_ = 0;
+}
+
 void retrieval_attention::gather(const layer_rows& rows, const float* output) {
   if (rows.layer < complete_layers_) return;
   const auto d = static_cast<std::size_t>(shape_.head_dim);
   full_.resize(lse_.size() * d);
   full_lse_.resize(lse_.size());
   pipeline_.attend_full(rows.layer, full_, full_lse_);
+  const step_report report = pipeline_.report(rows.layer);
+  const auto kv_heads = static_cast<std::size_t>(shape_.kv_heads);
+  const std::size_t group = lse_.size() / kv_heads, first = static_cast<std::size_t>(rows.layer) * kv_heads;
   for (std::size_t head = 0; head < lse_.size(); ++head) {
     double difference = 0, size = 0;
     for (std::size_t i = head * d; i < (head + 1) * d; ++i) {
       difference += std::pow(double{output[i]} - full_[i], 2);
       size += std::pow(double{full_[i]}, 2);
     }
-    statistics_.error += size > 0 ? std::sqrt(difference / size) : 0;
-    statistics_.mass += std::exp(double{lse_[head]} - full_lse_[head]);
-    ++statistics_.heads;
+    attention_statistics& s = by_head_[first + head / group];
+    s.error += size > 0 ? std::sqrt(difference / size) : 0;
+    s.mass += std::exp(double{lse_[head]} - full_lse_[head]);
+    ++s.heads;
   }
-  const step_report report = pipeline_.report(rows.layer);
+  const std::size_t most = report.attended.size() / kv_heads;
   for (std::size_t head = 0; head < report.corrected.size(); ++head) {
-    statistics_.corrected += report.corrected[head];
-    statistics_.recalled += report.recalled[head];
-    statistics_.promoted += report.promoted[head];
-    ++statistics_.rows;
+    attention_statistics& s = by_head_[first + head];
+    s.corrected += report.corrected[head];
+    s.recalled += report.recalled[head];
+    s.recalled_before_attention += report.recalled_before_attention[head];
+    s.promoted += report.promoted[head];
+    const auto pages =
+        report.attended.subspan(head * most, static_cast<std::size_t>(report.attended_count[head]));
+    auto& before = attended_[first + head];
+    if (s.rows > 0) {
+      ++s.followed;
+      s.changed += std::count_if(pages.begin(), pages.end(), [&](std::int32_t page) {
+        return !std::binary_search(before.begin(), before.end(), page);
+      });
+    }
+    before.assign(pages.begin(), pages.end());
+    ++s.rows;
   }
+}
+
+attention_statistics& attention_statistics::operator+=(const attention_statistics& more) {
+  error += more.error;
+  mass += more.mass;
+  heads += more.heads;
+  rows += more.rows;
+  corrected += more.corrected;
+  recalled += more.recalled;
+  recalled_before_attention += more.recalled_before_attention;
+  promoted += more.promoted;
+  changed += more.changed;
+  followed += more.followed;
+  return *this;
 }
 
 }  // namespace freekv::examples

@@ -8,23 +8,40 @@
 
 namespace freekv::examples {
 
-/// What retrieval lost against full attention, and what it moved: sums over steps, layers and heads, complete
-/// layers left out.
+/// What retrieval lost against full attention, and what it moved: sums over steps, and over the layers and heads
+/// that they are of. Complete layers are left out.
 struct attention_statistics {
   double error = 0;     ///< relative L2 distance of a query head's output from full attention's
   double mass = 0;      ///< share of full attention's softmax mass on the attended set
   long long heads = 0;  ///< query heads that these are sums over
   long long rows = 0;   ///< KV heads that these are sums over:
   long long corrected = 0;
-  long long recalled = 0;  ///< slices
-  long long promoted = 0;  ///< slices
+  long long recalled = 0;                   ///< slices
+  long long recalled_before_attention = 0;  ///< those of them that attention waited for
+  long long promoted = 0;                   ///< slices
+  long long changed = 0;                    ///< pages attended as selected that were not in the step before
+  long long followed = 0;                   ///< KV heads that had a step before
+
+  attention_statistics& operator+=(const attention_statistics& more);
+  double mean_error() const { return heads > 0 ? error / static_cast<double>(heads) : 0; }
+  double mean_mass() const { return heads > 0 ? mass / static_cast<double>(heads) : 0; }
+  double corrected_share() const { return share(corrected, rows); }
+  /// Per KV head and step.
+  double pages_changed() const { return share(changed, followed); }
+
+ private:
+  static double share(long long part, long long whole) {
+    return whole > 0 ? static_cast<double>(part) / static_cast<double>(whole) : 0;
+  }
 };
 
 /// Attends with `pipeline`, whose layers are the model's: one sequence, one decode row at a time.
 class retrieval_attention : public attention {
  public:
   retrieval_attention(pipeline& pipeline, const model_shape& shape, int complete_layers)
-      : pipeline_(pipeline), shape_(shape), complete_layers_(complete_layers) {}
+      : pipeline_(pipeline), shape_(shape), complete_layers_(complete_layers) {
+    reset();
+  }
 
   void attend(const layer_rows& rows, float* output) override;
 
@@ -32,13 +49,11 @@ class retrieval_attention : public attention {
   /// attention.
   void compare_with_full(bool compare) { compare_ = compare; }
 
-  const attention_statistics& statistics() const { return statistics_; }
+  /// By layer and KV head, (layers, kv_heads).
+  const std::vector<attention_statistics>& by_head() const { return by_head_; }
   /// Spent in append and attend since the last reset.
   double seconds() const { return seconds_; }
-  void reset() {
-    statistics_ = {};
-    seconds_ = 0;
-  }
+  void reset();
 
  private:
   void gather(const layer_rows& rows, const float* output);
@@ -48,7 +63,8 @@ class retrieval_attention : public attention {
   int complete_layers_;
   bool compare_ = false;
   std::vector<float> lse_, full_, full_lse_;
-  attention_statistics statistics_;
+  std::vector<attention_statistics> by_head_;
+  std::vector<std::vector<std::int32_t>> attended_;  // by layer and KV head, ascending, in the last step
   double seconds_ = 0;
 };
 

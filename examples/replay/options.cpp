@@ -7,6 +7,8 @@
 #include <iostream>
 #include <limits>
 #include <sstream>
+#include <string_view>
+#include <utility>
 
 #include "command_line.hpp"
 #include "pipeline.hpp"
@@ -54,15 +56,26 @@ double positive_float_or_zero(const std::string& option, const std::string& text
   return value;
 }
 
-/// `name` among `choices`, or a sentence.
+/// A share or threshold as the library has it: what float32 does not hold becomes its largest or lowest number.
+float nearest_float(double value) {
+  return static_cast<float>(std::clamp(value, -largest_float, largest_float));
+}
+
+/// A list of names alone.
+template <std::size_t N>
+std::array<choice<std::string_view>, N> named(const std::string_view (&names)[N]) {
+  std::array<choice<std::string_view>, N> list{};
+  for (std::size_t i = 0; i < N; ++i) list[i] = {names[i], nullptr};
+  return list;
+}
+constexpr std::string_view routes[] = {"resident", "in_place"};
+constexpr std::string_view dtypes[] = {"stored", "f32", "f16", "bf16"};
+
+/// The variant's `value`, or the flag's where it is given. Throws choice_error for a name that is not of `list`.
 template <class Choices>
-void one_of(const std::string& option, const std::string& name, const Choices& choices) {
-  std::string names;
-  for (const auto& choice : choices) {
-    if (name == choice) return;
-    names += (names.empty() ? "" : ", ") + std::string(choice);
-  }
-  refuse(option + " " + name + " is unknown; choose one of " + names);
+void take(const char* flag, const std::optional<std::string>& given, const Choices& list,
+          std::string& value) {
+  if (given) value = std::string(chosen(flag, list, *given).name);
 }
 
 /// Adds options of one type each; help shows their defaults.
@@ -87,6 +100,9 @@ class option_list {
   void text(const std::string& name, std::string& value, const std::string& help) {
     app_.add_option(name, value, help)->capture_default_str();
   }
+  void flag(const std::string& name, bool& value, const std::string& help) {
+    app_.add_flag(name, value, help);
+  }
   void optional_text(const std::string& name, std::optional<std::string>& value, const std::string& otherwise,
                      const std::string& help) {
     app_.add_option(name, value, help)->default_str(otherwise);
@@ -100,18 +116,24 @@ class option_list {
   CLI::App& app_;
 };
 
+/// A variant's policies as the flags that say the same.
+std::string flags_of(const method& m) {
+  if (m.plan == "complete") return "attends to everything";
+  if (m.plan == "window") return "attends to sink and window alone";
+  const method published;
+  std::string text = "--summary " + m.summary + " --correction " + m.correction;
+  if (m.pooling != published.pooling) text += " --pooling " + m.pooling;
+  if (m.selection != published.selection) text += " --selection " + m.selection;
+  return text + (m.plan == "by_head" ? " --heads FILE" : "");
+}
+
 /// What each variant stands for and what is written: the part of the help that no single flag explains.
 std::string footer() {
   std::string text = "Variants:\n";
-  for (const auto& variant : variants()) {
+  for (const auto& variant : replayed_variants()) {
     std::string line = "  " + std::string(variant.name);
-    line.resize(std::max<std::size_t>(line.size() + 1, 30), ' ');
-    const method& does = variant.does;
-    text += line +
-            (does.plan == "complete" ? "attends to everything"
-             : does.plan == "window" ? "attends to sink and window alone"
-                                     : "--summary " + does.summary + " --correction " + does.correction) +
-            "\n";
+    line.resize(std::max<std::size_t>(line.size() + 1, 32), ' ');
+    text += line + flags_of(variant.does) + "\n";
   }
   return text +
          "\nOutput tensors, a step for each token from prompt_len on:\n"
@@ -119,56 +141,103 @@ std::string footer() {
          "  selected (steps, n_kv, k)                I32, pages attended as selected, ascending, then -1\n"
          "  corrected (steps, n_kv)                  U8, 1 where a head selected anew before it attended\n"
          "  recalled (steps, n_kv)                   I32, slices copied from the store\n"
+         "  recalled_before_attention (steps, n_kv)  I32, those of them that attention waited for\n"
+         "A folder's object has settings, layers (an object each, by their metadata's layer), and over the "
+         "layers\n"
+         "  mean and worst, which names its layer.\n"
+         "A head list has lines \"layer head kind\", kind one of retrieval, complete (keeps everything) and "
+         "window\n"
+         "  (sink and window alone, as heads that are not listed); # begins a comment.\n"
          "Seconds are medians over the steps; a step is append, correct, attend and select for the next.\n"
          "Exit code 0, or 2 and one sentence on stderr.\n";
 }
 
-method chosen_method(const replay_options& o, const std::optional<std::string>& summary,
-                     const std::optional<std::string>& correction, const method& numbers) {
-  const auto& all = variants();
-  const auto found = std::find_if(all.begin(), all.end(), [&](const auto& v) { return v.name == o.variant; });
-  if (found == all.end()) refuse("--variant " + o.variant + " is unknown; choose one of " + variant_names());
-  if (summary) one_of("--summary", *summary, summary_names);
-  if (correction) one_of("--correction", *correction, correction_names);
-  method m = found->does;
-  if (m.plan == "retrieval") {  // the others neither score pages nor correct
-    m.summary = summary.value_or(m.summary);
-    m.correction = correction.value_or(m.correction);
+/// Flags that override a variant's policies.
+struct policy_flags {
+  std::optional<std::string> summary, pooling, selection, correction;
+  std::optional<int> bits;
+};
+
+/// The variant's method; `numbers` has what the flags say for every variant.
+method chosen_method(const replay_options& o, const policy_flags& flags, method numbers) {
+  const auto all = replayed_variants();
+  const method variant = chosen("--variant", all, o.variant).does;
+  method m = std::move(numbers);
+  m.summary = variant.summary;
+  m.pooling = variant.pooling;
+  m.selection = variant.selection;
+  m.correction = variant.correction;
+  m.plan = variant.plan;
+  take("--summary", flags.summary, summaries, m.summary);
+  take("--pooling", flags.pooling, poolings, m.pooling);
+  take("--selection", flags.selection, selections, m.selection);
+  take("--correction", flags.correction, corrections, m.correction);
+  (void)chosen("--summary-dtype", formats, m.format);
+  (void)chosen("--drift-pool", drift_pools, m.drift_pool);
+  (void)chosen("--residency", residencies, m.residency);
+  if (!variant.retrieves()) {  // these neither score pages nor correct
+    m.summary = variant.summary;
+    m.pooling = variant.pooling;
+    m.selection = variant.selection;
+    m.correction = variant.correction;
   }
-  m.chunk = numbers.chunk;
-  m.rank = numbers.rank;
-  m.bits = numbers.bits;
-  // A finite tau that float32 does not hold flags as its largest or lowest number does: always, or never.
-  m.tau = static_cast<float>(std::clamp(o.tau, -largest_float, largest_float));
+  m.bits = flags.bits.value_or(m.summary == "key_sketch" ? 2 : method{}.bits);
+  m.tau = nearest_float(o.tau);  // flags as its largest or lowest number does: always, or never
+  m.top_p = nearest_float(o.top_p);
+  m.delta = nearest_float(o.delta);
+  if (o.heads && !m.retrieves())
+    refuse("--heads says which heads retrieve, and --variant " + o.variant +
+           " does not; choose another variant");
+  if (!o.heads && m.plan == "by_head")
+    refuse("--variant " + o.variant + " keeps what each head needs; name a list of heads with --heads");
+  if (o.heads) m.plan = "by_head";
   return m;
 }
 
 }  // namespace
 
+std::vector<named_variant> replayed_variants() {
+  std::vector<named_variant> methods;
+  for (const auto& variant : variants())
+    if (variant.page == 0 && variant.budget_share == 1) methods.push_back(variant);
+  return methods;
+}
+
 std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   replay_options o;
   method numbers;
-  std::optional<std::string> summary, correction;
-  CLI::App app("Replays a recorded layer through a retrieval method. Prints one JSON object.",
+  policy_flags flags;
+  CLI::App app("Replays recorded layers through a retrieval method. Prints one JSON object.",
                "freekv-replay");
   app.set_help_flag("-h,--help", "Show this help and exit");
-  app.add_option("trace", o.trace,
-                 "safetensors file: q (T, n_qo, d), k and v (T, n_kv, d) in F32, F16 or BF16; metadata "
-                 "prompt_len, the number of prompt tokens")
+  app.add_option(
+         "trace", o.trace,
+         "safetensors file: q (T, n_qo, d), k and v (T, n_kv, d) in F32, F16 or BF16; metadata "
+         "prompt_len, the number of prompt tokens. Or a folder of such files (*.safetensors), a layer "
+         "each")
       ->required();
   option_list add(app);
-  add.text("--variant", o.variant, "Method, see below: " + variant_names());
+  add.text("--variant", o.variant, "Method, see below: " + names_of(replayed_variants()));
   add.whole_number("--page", o.page, "Tokens in a page, a multiple of 8 from 8 to 256");
   add.whole_number("--sink", o.sink, "Sink tokens, a multiple of the page");
   add.whole_number("--window", o.window, "Window tokens, a positive multiple of the page");
   add.whole_number("--k", o.k, "Selected pages of each KV head");
-  add.real_number("--tau", o.tau, "cosine_drift: correct a KV head whose queries' mean cosine is below this");
-  add.optional_text("--summary", summary, "the variant's",
-                    "Page summary: min_max, chunk_means, key_subspace");
+  add.real_number("--tau", o.tau,
+                  "cosine_drift: correct a KV head whose queries' pooled cosine is below this");
+  add.optional_text("--summary", flags.summary, "the variant's", "Page summary: " + names_of(summaries));
+  add.text("--summary-dtype", numbers.format,
+           "Of the summary's numbers: " + names_of(formats) +
+               "; standard is the key's type for min_max and float32 for others, and key_sketch and "
+               "key_subspace have --bits instead");
   add.whole_number("--chunk", numbers.chunk, "chunk_means: tokens in a chunk, a divisor of the page");
   add.whole_number("--rank", numbers.rank, "key_subspace: dimensions, at most head_dim");
-  add.whole_number("--bits", numbers.bits,
-                   "key_subspace: bits of a coefficient: 2, 3, 4, 8, or 32 for unquantised");
+  add.parsed(
+         "--bits", [&](const std::string& text) { flags.bits = whole("--bits", text); },
+         "Of a coefficient of key_subspace: 2, 3, 4, 8, or 32 for unquantised; of a residual of key_sketch: "
+         "1, 2 "
+         "or 4")
+      ->type_name("INT")
+      ->default_str("3, of key_sketch 2");
   add.text("--basis", o.basis,
            "key_subspace: prompt, to learn from the prompt's keys, or a file of freekv-basis");
   add.parsed(
@@ -176,7 +245,26 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
          "key_subspace: layer of the basis file")
       ->type_name("INT")
       ->default_str("the only one, or the trace's");
-  add.optional_text("--correction", correction, "the variant's", "Correction: cosine_drift, always, never");
+  add.optional_text("--pooling", flags.pooling, "the variant's",
+                    "Of scores over a KV head's queries: " + names_of(poolings));
+  add.optional_text("--selection", flags.selection, "the variant's",
+                    "Selection: " + names_of(selections) + ", which takes up to --k");
+  add.real_number("--top-p", o.top_p, "top_p: share of the mass that is selected");
+  add.optional_text("--correction", flags.correction, "the variant's",
+                    "Correction: " + names_of(corrections));
+  add.text("--drift-pool", numbers.drift_pool,
+           "cosine_drift: of the queries' cosines, " + names_of(drift_pools));
+  add.real_number("--delta", o.delta,
+                  "mass_deficit: correct a KV head that lacks this share of the best pages' mass");
+  add.flag("--partial", numbers.partial,
+           "mass_deficit: exchange pages one by one until the deficit is closed");
+  add.whole_number("--every", numbers.every, "every_n_steps: steps from one correction to the next");
+  add.optional_text("--heads", o.heads, "every head retrieves",
+                    "Head list: what each KV head keeps, see below; a trace names its layer in its metadata");
+  add.text("--residency", numbers.residency,
+           "Who leaves its slot first where some are spare: " + names_of(residencies));
+  add.whole_number("--spare", numbers.spare, "Slots of each KV head beyond --k, resident route");
+  add.text("--layout", o.layout, "Of the slots, resident route: " + names_of(layouts));
   add.text("--route", o.route, "resident (recall into slots) or in_place (attend from the store)");
   add.text("--dtype", o.dtype, "Round q, k and v to f32, f16 or bf16; stored: as in the trace");
   add.parsed(
@@ -185,13 +273,16 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
       ->type_name("FLOAT")
       ->default_str("1/sqrt(head_dim)");
   add.whole_number("--threads", o.threads, "Threads that attend, 1 to 1024");
-  add.optional_text("--out", o.out, "none", "safetensors file to write, see below");
+  add.optional_text(
+      "--out", o.out, "none",
+      "safetensors file to write, see below; for a folder of traces, a folder for a file of each");
   app.footer(footer());
   if (!parsed(app, argc, argv)) return std::nullopt;
-  one_of("--route", o.route, std::array{"resident", "in_place"});
-  one_of("--dtype", o.dtype, std::array{"stored", "f32", "f16", "bf16"});
+  (void)chosen("--route", named(routes), o.route);
+  (void)chosen("--layout", layouts, o.layout);
+  (void)chosen("--dtype", named(dtypes), o.dtype);
   if (o.k < 1) refuse("--k " + std::to_string(o.k) + " is below 1; select at least one page");
-  o.does = chosen_method(o, summary, correction, numbers);
+  o.does = chosen_method(o, flags, numbers);
   return o;
 }
 

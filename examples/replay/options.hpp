@@ -3,10 +3,14 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "choices.hpp"
 
 namespace freekv::examples {
+
+/// Variants that are methods: the others are a page size or a budget, which flags here say directly.
+std::vector<named_variant> replayed_variants();
 
 struct replay_options {
   std::string trace;
@@ -15,11 +19,12 @@ struct replay_options {
   method does{};  ///< the variant's policies, with the flags' instead where there are such
   std::string basis = "prompt";
   std::optional<int> basis_layer;
+  std::optional<std::string> heads;       ///< file of what each KV head keeps
   int page = 32, sink = 64, window = 64;  ///< tokens
   int k = 8;                              ///< pages
-  double tau = 0.9;
+  double tau = 0.9, top_p = 0.95, delta = 0.2;
   double scale = 0.0;  ///< 0: 1 / sqrt(head_dim)
-  std::string route = "resident", dtype = "stored";
+  std::string route = "resident", layout = "nhd", dtype = "stored";
   int threads = 1;
 };
 

@@ -20,6 +20,13 @@ class progress_line {
     if (shown_) std::fputs("\r\x1b[K", stderr);
   }
 
+  /// What is shown until the next call belongs to `name`, one of several.
+  void part(std::string name) {
+    for (char& c : name)  // file names may hold escape codes
+      if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = ' ';
+    part_ = name + ": ";
+  }
+
   /// `done` of `total` parts of a stage.
   void show(const char* stage, long long done, long long total) {
     if (!terminal_) return;
@@ -27,13 +34,14 @@ class progress_line {
     if (now < next_) return;
     next_ = now + std::chrono::milliseconds(200);
     shown_ = true;
-    std::fprintf(stderr, "\r\x1b[K%s: %s %lld of %lld", program_.c_str(), stage, done, total);
+    std::fprintf(stderr, "\r\x1b[K%s: %s%s %lld of %lld", program_.c_str(), part_.c_str(), stage, done,
+                 total);
     std::fflush(stderr);
   }
 
  private:
   using clock = std::chrono::steady_clock;
-  std::string program_;
+  std::string program_, part_;
   bool terminal_ = ::isatty(STDERR_FILENO) == 1, shown_ = false;
   clock::time_point next_ = clock::now() + std::chrono::seconds(2);
 };

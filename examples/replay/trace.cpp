@@ -43,27 +43,11 @@ std::optional<int> decimal(std::string_view text, int largest) {
   return static_cast<int>(value);
 }
 
-}  // namespace
-
-std::vector<float> trace::prompt_keys() const {
-  const auto bytes = rows_of(keys, 0, prompt_len);
-  std::vector<float> result(bytes.size() / (element == data_type::f32 ? 4 : 2));
-  if (element == data_type::f32) {
-    if (!bytes.empty()) std::memcpy(result.data(), bytes.data(), bytes.size());
-    return result;
-  }
-  for (std::size_t i = 0; i < result.size(); ++i) {
-    std::uint16_t bits;
-    std::memcpy(&bits, bytes.data() + 2 * i, 2);
-    result[i] = element == data_type::f16 ? half_to_float(bits) : bfloat16_to_float(bits);
-  }
-  return result;
-}
-
-trace read_trace(const std::filesystem::path& path, std::optional<data_type> element) {
-  const safetensors_file file(path);
+trace_form form_of(const safetensors_file& file, std::optional<data_type> element) {
   const tensor_view &q = file.at("q"), &k = file.at("k"), &v = file.at("v");
-  const auto fail = [&](const std::string& what) { throw file_error("\"" + path.string() + "\": " + what); };
+  const auto fail = [&](const std::string& what) {
+    throw file_error("\"" + file.path().string() + "\": " + what);
+  };
   for (const tensor_view* tensor : {&q, &k, &v}) {
     if (!is_float(tensor->dtype))
       fail("tensor " + tensor->name + " has dtype " + std::string(dtype_name(tensor->dtype)) +
@@ -89,7 +73,7 @@ trace read_trace(const std::filesystem::path& path, std::optional<data_type> ele
     fail("k is " + std::string(dtype_name(k.dtype)) + " but v is " + std::string(dtype_name(v.dtype)) +
          "; choose one with --dtype");
 
-  trace t;
+  trace_form t;
   t.tokens = static_cast<int>(q.shape[0]);
   t.query_heads = static_cast<int>(q.shape[1]);
   t.kv_heads = static_cast<int>(k.shape[1]);
@@ -107,6 +91,34 @@ trace read_trace(const std::filesystem::path& path, std::optional<data_type> ele
     t.layer = decimal(layer->second, 1 << 20);
 
   t.element = element.value_or(k.dtype);
+  return t;
+}
+
+}  // namespace
+
+std::vector<float> trace::prompt_keys() const {
+  const auto bytes = rows_of(keys, 0, prompt_len);
+  std::vector<float> result(bytes.size() / (element == data_type::f32 ? 4 : 2));
+  if (element == data_type::f32) {
+    if (!bytes.empty()) std::memcpy(result.data(), bytes.data(), bytes.size());
+    return result;
+  }
+  for (std::size_t i = 0; i < result.size(); ++i) {
+    std::uint16_t bits;
+    std::memcpy(&bits, bytes.data() + 2 * i, 2);
+    result[i] = element == data_type::f16 ? half_to_float(bits) : bfloat16_to_float(bits);
+  }
+  return result;
+}
+
+trace_form read_form(const std::filesystem::path& path, std::optional<data_type> element) {
+  return form_of(safetensors_file(path), element);
+}
+
+trace read_trace(const std::filesystem::path& path, std::optional<data_type> element) {
+  const safetensors_file file(path);
+  trace t;
+  static_cast<trace_form&>(t) = form_of(file, element);
   t.queries = file.copy_as_float("q");
   if (element) rounded(t.queries, *element);
   for (auto [name, bytes] : {std::pair{"k", &t.keys}, std::pair{"v", &t.values}}) {

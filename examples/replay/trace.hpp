@@ -12,18 +12,23 @@
 
 namespace freekv::examples {
 
-/// A trace as `freekv-replay` reads and `freekv-record` writes it: tensors `q` (tokens, query_heads,
-/// head_dim), `k` and `v` (tokens, kv_heads, head_dim) in F32, F16 or BF16, and `prompt_len` in the metadata.
-/// Tokens before prompt_len are the prompt, each later one is a decode step.
-struct trace {
+/// What a trace's header says, checked: all that can be known of a trace before its data is read.
+struct trace_form {
   int tokens = 0, query_heads = 0, kv_heads = 0, head_dim = 0;
   int prompt_len = 0;
   std::optional<int> layer;  ///< the model's layer, where the trace says so
   data_type element{};       ///< that keys and values are kept as
+
+  int steps() const { return tokens - prompt_len; }
+};
+
+/// A trace as `freekv-replay` reads and `freekv-record` writes it: tensors `q` (tokens, query_heads,
+/// head_dim), `k` and `v` (tokens, kv_heads, head_dim) in F32, F16 or BF16, and `prompt_len` in the metadata.
+/// Tokens before prompt_len are the prompt, each later one is a decode step.
+struct trace : trace_form {
   std::vector<float> queries;
   std::vector<std::byte> keys, values;  ///< elements of type `element`
 
-  int steps() const { return tokens - prompt_len; }
   std::span<const float> queries_of(int first, int count) const {
     const auto row = static_cast<std::size_t>(query_heads * head_dim);
     return std::span(queries).subspan(static_cast<std::size_t>(first) * row,
@@ -39,7 +44,8 @@ struct trace {
   std::vector<float> prompt_keys() const;
 };
 
-/// Reads a trace; with `element`, queries, keys and values are rounded to it. Throws file_error.
+/// Both throw file_error. With `element`, queries, keys and values are rounded to it.
+trace_form read_form(const std::filesystem::path& path, std::optional<data_type> element);
 trace read_trace(const std::filesystem::path& path, std::optional<data_type> element);
 
 }  // namespace freekv::examples

@@ -10,12 +10,15 @@
 #include <freekv/functors/copy_slice.hpp>
 #include <freekv/functors/diff_pages.hpp>
 #include <freekv/functors/ordered_key.hpp>
-#include <freekv/functors/query_drift.hpp>
+#include <freekv/policies/query_drift.hpp>
 #include <freekv/functors/score_page.hpp>
 #include <freekv/functors/summarise_page.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/geometry.hpp>
+#include <freekv/policies/box_summaries.hpp>
+#include <freekv/policies/key_sketch.hpp>
 #include <freekv/policies/key_subspace.hpp>
+#include <freekv/policies/stored_as.hpp>
 #include <freekv/policies/pooling.hpp>
 #include <freekv/policies/selection.hpp>
 
@@ -298,7 +301,19 @@ void summaries(report& checks, random_numbers& random, const Summary& given, con
 template <class Key>
 void all_summaries(report& checks, random_numbers& random) {
   using freekv::dynamic;
+  using freekv::number_format;
+  using freekv::stored_as;
   summaries<Key>(checks, random, freekv::min_max{}, "min_max", 0);
+  summaries<Key>(checks, random, stored_as<freekv::min_max, number_format::int8>{}, "min_max in int8", 0);
+  summaries<Key>(checks, random, freekv::centroid_box{}, "centroid_box", 0);
+  summaries<Key>(checks, random, freekv::mean{}, "mean", 0);
+  summaries<Key>(checks, random, stored_as<freekv::mean, number_format::any>(freekv::mean{}, number_format::key),
+                 "mean in the key's type", 0);
+  summaries<Key>(checks, random, freekv::ball{}, "ball", 0);
+  summaries<Key>(checks, random, stored_as<freekv::ball, number_format::int8>{}, "ball in int8", 0);
+  summaries<Key>(checks, random, freekv::key_sketch<1>{}, "key_sketch<1>", log_ulp);
+  summaries<Key>(checks, random, freekv::key_sketch<dynamic>{{2}}, "key_sketch<dynamic>{2}", log_ulp);
+  summaries<Key>(checks, random, freekv::key_sketch<4>{}, "key_sketch<4>", log_ulp);
   summaries<Key>(checks, random, freekv::chunk_means<8>{}, "chunk_means<8>", log_ulp);
   summaries<Key>(checks, random, freekv::chunk_means<dynamic>{{4}}, "chunk_means<dynamic>{4}", log_ulp);
   summaries<Key>(checks, random, freekv::key_subspace<24, 2>{}, "key_subspace<24, 2>", log_ulp);
@@ -324,8 +339,14 @@ struct sum_scores {
 };
 struct pool_scores {
   freekv::row_scores row;
-  float* pooled;
-  FREEKV_HD void operator()(int j) const { pooled[j] = freekv::mean_softmax{}.pool(scalar_team{}, row, j); }
+  float* pooled;  // (candidates, 4): mean_softmax, max_softmax, mean_score, max_score
+  FREEKV_HD void operator()(int j) const {
+    const scalar_team team;
+    pooled[4 * j] = freekv::mean_softmax{}.pool(team, row, j);
+    pooled[4 * j + 1] = freekv::max_softmax{}.pool(team, row, j);
+    pooled[4 * j + 2] = freekv::mean_score{}.pool(team, row, j);
+    pooled[4 * j + 3] = freekv::max_score{}.pool(team, row, j);
+  }
 };
 
 void pooling(report& checks, random_numbers& random) {
@@ -334,14 +355,14 @@ void pooling(report& checks, random_numbers& random) {
     pinned<float> scores = random.normals<float>(size(group * candidates), 8.0f);
     for (int i = 0; i < group * candidates; i += 13) scores[size(i)] = -freekv::infinity;
     if (shape == 3) std::fill_n(scores.begin(), candidates, -freekv::infinity);  // a head without any score
-    results<float> log_sums(size(group)), pooled(size(candidates));
+    results<float> log_sums(size(group)), pooled(size(4 * candidates));
     checks.run(group, [&](auto side) { return sum_scores{scores.data(), candidates, side(log_sums)}; });
     const std::string what = text(group) + " heads, " + text(candidates) + " candidates";
     checks.close("log_sum_exp: " + what, log_sums, log_ulp);
     checks.run(candidates, [&](auto side) {
       return pool_scores{{scores.data(), candidates, log_sums.host.data(), group}, side(pooled)};
     });
-    checks.close("mean_softmax: " + what, pooled, log_ulp);
+    checks.close("poolings: " + what, pooled, log_ulp);
   }
 }
 
@@ -350,35 +371,45 @@ void pooling(report& checks, random_numbers& random) {
 struct match_slots {
   const std::int32_t* wanted;  // (heads, most)
   const std::int32_t* counts;
-  int most;
-  std::int32_t *slot_page, *slot_of;  // (heads, most)
+  int most, spare;
+  std::int32_t *slot_page, *stamps, *slot_of;  // (heads, most)
   std::int32_t* misses;
   FREEKV_HD void operator()(int head) const {
-    misses[head] = freekv::diff_pages(wanted + head * most, counts[head], slot_page + head * most, most,
-                                      slot_of + head * most);
+    const freekv::slot_contents slots{slot_page + head * most, stamps + head * most, most};
+    int* const to = slot_of + head * most;
+    const std::int32_t* const pages = wanted + head * most;
+    // Counts stay below the slots, so that spare slots are slots that the selection leaves.
+    misses[head] = spare == 0
+                       ? freekv::diff_pages(freekv::first_unselected<>{}, pages, counts[head], slots, 5, to)
+                       : freekv::diff_pages(freekv::least_recently_used<freekv::dynamic>{{{spare}}}, pages, counts[head],
+                                            slots, 5, to);
   }
 };
 
 void slots(report& checks, random_numbers& random) {
-  for (int shape = 0; shape < 3; ++shape) {
-    const int heads = 100, most = random.between(1, 20);
+  for (int shape = 0; shape < 6; ++shape) {
+    const int heads = 100, most = random.between(1, 20), spare = shape % 2 == 0 ? 0 : random.between(0, most / 2);
     pinned<std::int32_t> wanted(size(heads * most)), held(size(heads * most), -1), counts(size(heads));
     const auto draw = [&](int head, pinned<std::int32_t>& pages, int count) {
       int page = -1;
       for (int i = 0; i < count; ++i) pages[size(head * most + i)] = page += random.between(1, 3);
     };
     for (int head = 0; head < heads; ++head) {
-      draw(head, wanted, counts[size(head)] = random.between(0, most));
+      draw(head, wanted, counts[size(head)] = random.between(0, most - spare));
       draw(head, held, random.between(0, most));
       for (int i = most - 1; i > 0; --i)
         std::swap(held[size(head * most + i)], held[size(head * most + random.below(i + 1))]);
     }
-    results<std::int32_t> slot_page(held), slot_of(size(heads * most), -99), misses(size(heads));
+    pinned<std::int32_t> before(size(heads * most));
+    for (auto& stamp : before) stamp = random.between(0, 4);
+    results<std::int32_t> slot_page(held), stamps(before), slot_of(size(heads * most), -99), misses(size(heads));
     checks.run(heads, [&](auto side) {
-      return match_slots{wanted.data(), counts.data(), most, side(slot_page), side(slot_of), side(misses)};
+      return match_slots{wanted.data(),   counts.data(), most,           spare,
+                         side(slot_page), side(stamps),  side(slot_of), side(misses)};
     });
-    const std::string what = "diff_pages, " + text(most) + " slots: ";
+    const std::string what = "diff_pages, " + text(most) + " slots, " + text(spare) + " spare: ";
     checks.equal(what + "pages", slot_page);
+    checks.equal(what + "stamps", stamps);
     checks.equal(what + "slots", slot_of);
     checks.equal(what + "misses", misses);
   }
@@ -399,9 +430,9 @@ struct find_drift {
     const freekv::query_drift drift = freekv::drift_of(team, q, p);
     cosines[head] = drift.cosine;
     flags[head * 4] = drift.defined;
-    flags[head * 4 + 1] = policy.flags(team, q, p);
-    flags[head * 4 + 2] = freekv::always{}.flags(team, q, p);
-    flags[head * 4 + 3] = freekv::never{}.flags(team, q, p);
+    flags[head * 4 + 1] = policy.flags(team, {q, p});
+    flags[head * 4 + 2] = freekv::always{}.flags(team, {q, p});
+    flags[head * 4 + 3] = freekv::never{}.flags(team, {q, p});
   }
 };
 

@@ -10,21 +10,22 @@ namespace tests {
 /// What was compared, so that a test can require that it was.
 struct coverage {
   long replays = 0, steps = 0, firm_selections = 0, heads = 0, corrected = 0, kept = 0, recalls = 0,
-       recalled = 0, not_finite = 0, promoted_replays = 0;
+       recalled = 0, before_attention = 0, not_finite = 0, promoted_replays = 0;
 };
 
 inline std::ostream& operator<<(std::ostream& out, const coverage& c) {
   return out << c.replays << " replays, " << c.steps << " steps, " << c.firm_selections
              << " firm selections, " << c.heads << " head outputs (" << c.not_finite << " not finite), "
              << c.corrected << " corrected and " << c.kept << " kept heads, " << c.recalls
-             << " recall counts with " << c.recalled << " pages, " << c.promoted_replays
-             << " replays with their promotions";
+             << " recall counts with " << c.recalled << " pages, " << c.before_attention
+             << " before attention, " << c.promoted_replays << " replays with their promotions";
 }
 
 /// The JSON object's numbers, from the tensors and from the oracle's full attention.
 struct expected_summary {
   double error_sum = 0, error_max = 0, mass_sum = 0;
-  long long heads = 0, not_finite = 0, corrected = 0, selected = 0, recalled = 0, promoted = 0;
+  long long heads = 0, not_finite = 0, corrected = 0, selected = 0, recalled = 0, before_attention = 0,
+            promoted = 0;
   bool promoted_known = true;
 
   /// One query head: the program's output and log-sum-exp, and full attention's.
@@ -61,10 +62,13 @@ inline void check_summary(const replay_case& c, const replay_output& r, const ex
   };
   const auto& settings = s.at("settings");
   is(settings.at("variant"), c.variant, "variant");
-  is(settings.at("summary"), c.retrieves() ? nlohmann::json(o.does.summary) : nlohmann::json(nullptr),
-     "summary");
-  is(settings.at("correction"), c.retrieves() ? nlohmann::json(o.does.correction) : nlohmann::json(nullptr),
-     "correction");
+  const auto of_retrieval = [&](const std::string& name) {
+    return c.retrieves() ? nlohmann::json(name) : nlohmann::json(nullptr);
+  };
+  is(settings.at("summary"), of_retrieval(o.does.summary), "summary");
+  is(settings.at("pooling"), of_retrieval(o.does.pooling), "pooling");
+  is(settings.at("selection"), of_retrieval(o.does.selection), "selection");
+  is(settings.at("correction"), of_retrieval(o.does.correction), "correction");
   is(settings.at("page"), o.page, "page");
   is(settings.at("sink"), o.budget.sink, "sink");
   is(settings.at("window"), o.budget.window, "window");
@@ -79,11 +83,25 @@ inline void check_summary(const replay_case& c, const replay_output& r, const ex
   is(settings.at("head_dim"), o.head_dim, "head_dim");
   is(settings.at("threads"), c.threads, "threads");
   near(settings.at("scale"), c.scale.empty() ? 1 / std::sqrt(o.head_dim) : std::stod(c.scale), 1e-9, "scale");
-  if (c.retrieves() && o.does.summary == "chunk_means") is(settings.at("chunk"), o.does.chunk, "chunk");
-  if (c.retrieves() && o.does.summary == "key_subspace") {
-    is(settings.at("rank"), o.does.rank, "rank");
-    is(settings.at("bits"), o.does.bits, "bits");
-  }
+  const auto is_if = [&](bool used, const char* name, const nlohmann::json& value) {
+    if (used) is(settings.at(name), value, name);
+    if (!used && settings.count(name) != 0)
+      throw disagreement{sentence("JSON: ", name, " is of no use here")};
+  };
+  const bool subspace = c.uses_basis(), sketch = c.retrieves() && o.does.summary == "key_sketch";
+  is_if(c.retrieves() && o.does.summary == "chunk_means", "chunk", o.does.chunk);
+  is_if(subspace, "rank", o.does.rank);
+  is_if(subspace || sketch, "bits", o.does.bits);
+  is_if(c.retrieves() && !subspace && !sketch, "summary_dtype", o.does.format);
+  is_if(c.retrieves() && o.does.selection == "top_p", "top_p", std::stod(c.top_p));
+  is_if(c.retrieves() && o.does.correction == "cosine_drift", "drift_pool", o.does.drift_pool);
+  is_if(c.retrieves() && o.does.correction == "mass_deficit", "delta", std::stod(c.delta));
+  is_if(c.retrieves() && o.does.correction == "mass_deficit", "partial", o.does.partial);
+  is_if(c.retrieves() && o.does.correction == "every_n_steps", "every", o.does.every);
+  is_if(!o.in_place, "layout", o.layout);
+  is_if(c.retrieves() && !o.in_place, "spare", o.does.spare);
+  is_if(c.retrieves() && !o.in_place, "residency", o.does.residency);
+  if ((settings.count("heads") != 0) == c.heads.empty()) throw disagreement{"JSON: heads"};
 
   is(s.at("steps"), c.layer.steps, "steps");
   const auto heads = static_cast<double>(e.heads), rows = static_cast<double>(c.layer.steps) * o.kv_heads;
@@ -97,6 +115,7 @@ inline void check_summary(const replay_case& c, const replay_output& r, const ex
        e.selected == 0 ? NAN : 1 - static_cast<double>(e.recalled) / static_cast<double>(e.selected), 1e-9,
        "hit rate");
   is(s.at("pages_recalled"), e.recalled, "pages recalled");
+  is(s.at("pages_recalled_before_attention"), e.before_attention, "pages recalled before attention");
   is(s.at("bytes_recalled"), e.recalled * 2 * o.page * o.head_dim * (c.kept_dtype() == "F32" ? 4 : 2),
      "bytes recalled");
   if (e.promoted_known) is(s.at("pages_promoted"), e.promoted, "pages promoted");
@@ -121,7 +140,7 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
     return std::span(tensor).subspan(size(first) * size(width), size(count) * size(width));
   };
   const auto prompt_keys = rows_of(c.k, 0, c.layer.prompt, heads * d);
-  if (o.does.summary == "key_subspace" && c.basis_layers == 0) {
+  if (c.uses_basis() && c.basis_layers == 0) {
     freekv::examples::key_basis learnt(1, heads, o.does.rank, d);
     learnt.learn(0, prompt_keys);
     c.layer.basis_data.assign(learnt.view().data,
@@ -131,7 +150,7 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
   expected.prompt(prompt_keys, rows_of(c.v, 0, c.layer.prompt, heads * d), c.layer.prompt);
 
   expected_summary summary;
-  std::vector<bool> carried_firm(size(heads), true), previous_equal(size(heads), true);
+  std::vector<bool> carried_firm(size(heads), true);
   for (int step = 0; step < c.layer.steps; ++step) {
     const int token = c.layer.prompt + step;
     const auto query = rows_of(c.q, token, 1, o.query_heads * d);
@@ -178,23 +197,27 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
             fail("output ", i, " of query head ", g, " is ", out[size(i)], " for ",
                  want.out[size(g * d + i)]);
       }
-      // Recall is that of this selection and the next: both, and what was held, must be equal.
-      const bool comparable = equal && previous_equal[size(h)] && same_flag && row.speculate_firm;
+      const bool comparable = row.movement_firm;
       if (comparable) {
         ++seen.recalls;
         seen.recalled += row.recalled;
+        seen.before_attention += row.recalled_before_attention;
         if (r.recalled[at] != row.recalled) fail("recalled ", r.recalled[at], " for ", row.recalled);
+        if (r.before_attention[at] != row.recalled_before_attention)
+          fail("recalled ", r.before_attention[at], " before attention for ", row.recalled_before_attention);
       }
       summary.promoted_known = summary.promoted_known && comparable;
       summary.promoted += row.promoted;
       summary.corrected += corrected;
       summary.selected += count;
       summary.recalled += r.recalled[at];
-      if (c.retrieves()) ++(corrected ? seen.corrected : seen.kept);
+      summary.before_attention += r.before_attention[at];
+      if (!c.retrieves(h) && (count != 0 || corrected || r.recalled[at] != 0))
+        fail("a head that does not retrieve selects, corrects or recalls");
+      if (c.retrieves(h)) ++(corrected ? seen.corrected : seen.kept);
       carried_firm[size(h)] = row.corrected && row.selected == row.selected_next
                                   ? row.correct_firm && row.speculate_firm
                                   : row.speculate_firm;
-      previous_equal[size(h)] = carried_firm[size(h)];
     }
   }
   if (!c.retrieves() &&

@@ -1,6 +1,7 @@
 // Traces and settings for freekv-replay, and what the float64 oracle says the program must answer.
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <sstream>
 #include <utility>
@@ -17,16 +18,24 @@ inline std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 /// What a variant's name stands for, by the contract.
 struct variant_policies {
-  std::string plan, summary, correction;
+  std::string plan, summary, correction, pooling = "mean_softmax", selection = "top_k";
 };
 inline const std::map<std::string, variant_policies>& variants_of_contract() {
   static const std::map<std::string, variant_policies> all{
       {"full", {"complete", "min_max", "cosine_drift"}},
       {"streaming_llm", {"window", "min_max", "cosine_drift"}},
       {"quest", {"retrieval", "min_max", "always"}},
+      {"arkvale", {"retrieval", "centroid_box", "always", "mean_score"}},
+      {"razor_attention", {"by_head", "min_max", "cosine_drift"}},
+      {"duo_attention", {"by_head", "min_max", "cosine_drift"}},
       {"freekv", {"retrieval", "min_max", "cosine_drift"}},
+      {"freekv_never", {"retrieval", "min_max", "never"}},
+      {"freekv_top_p", {"retrieval", "min_max", "cosine_drift", "mean_softmax", "top_p"}},
       {"freekv_chunk_means", {"retrieval", "chunk_means", "cosine_drift"}},
-      {"freekv_key_subspace", {"retrieval", "key_subspace", "cosine_drift"}}};
+      {"freekv_chunk_means_never", {"retrieval", "chunk_means", "never"}},
+      {"freekv_key_subspace", {"retrieval", "key_subspace", "cosine_drift"}},
+      {"freekv_key_subspace_never", {"retrieval", "key_subspace", "never"}},
+      {"freekv_key_subspace_deficit", {"retrieval", "key_subspace", "mass_deficit"}}};
   return all;
 }
 
@@ -34,18 +43,28 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
 struct replay_case {
   random_case layer;  // shape, budget, prompt and steps, as the oracle wants them; policies by resolve()
   std::string variant = "freekv";
-  std::optional<std::string> summary, correction;  // flags, where given
-  std::string query_dtype = "F32", dtype = "F32";  // in the file, of q, and of k and v
+  std::optional<std::string> summary, pooling, selection, correction;  // flags, where given
+  std::string query_dtype = "F32", dtype = "F32";                      // in the file, of q, and of k and v
   std::string dtype_flag = "stored";
-  std::string tau = "0.9", scale;  // as text; no scale: the default
+  std::string tau = "0.9", top_p = "0.95", delta = "0.2", scale;  // as text; no scale: the default
   int threads = 1;
   int basis_layers = 0, basis_layer = 0;  // 0 layers: the basis is learnt from the prompt
   int spare_rank = 0;                     // rows in the basis file beyond --rank
+  std::vector<freekv::layer_kind> heads;  // of each KV head, as the head list says; empty: no list is given
   bool trace_names_layer = false;
   std::vector<float> q, k, v;  // as the file holds them, exactly
 
   int tokens() const { return layer.prompt + layer.steps; }
-  bool retrieves() const { return variants_of_contract().at(variant).plan == "retrieval"; }
+  /// Whether any head is to select. `by_head` needs a list, which fill_trace makes if there is none.
+  bool retrieves() const {
+    const std::string& plan = variants_of_contract().at(variant).plan;
+    return plan == "retrieval" || plan == "by_head";
+  }
+  bool retrieves(int head) const {
+    return retrieves() &&
+           (heads.empty() || heads[static_cast<std::size_t>(head)] == freekv::layer_kind::retrieval);
+  }
+  bool uses_basis() const { return retrieves() && layer.options.does.summary == "key_subspace"; }
   /// The type in which keys and values are kept.
   std::string kept_dtype() const {
     return dtype_flag == "f32" ? "F32" : dtype_flag == "f16" ? "F16" : dtype_flag == "bf16" ? "BF16" : dtype;
@@ -59,7 +78,7 @@ inline data_type element_of(const std::string& dtype) {
 inline std::ostream& operator<<(std::ostream& out, const replay_case& c) {
   return out << c.layer << ", variant " << c.variant << ", q " << c.query_dtype << ", kv " << c.dtype
              << ", --dtype " << c.dtype_flag << ", tau " << c.tau << ", scale " << c.scale << ", threads "
-             << c.threads << ", basis layers " << c.basis_layers;
+             << c.threads << ", basis layers " << c.basis_layers << ", listed heads " << c.heads.size();
 }
 
 /// Fills the tensors with rows of a token_source and settles the policies.
@@ -68,8 +87,25 @@ inline void fill_trace(replay_case& c) {
   const auto& policies = variants_of_contract().at(c.variant);
   o.does.plan = policies.plan;
   o.does.summary = c.summary.value_or(policies.summary);
+  o.does.pooling = c.pooling.value_or(policies.pooling);
+  o.does.selection = c.selection.value_or(policies.selection);
   o.does.correction = c.correction.value_or(policies.correction);
   o.does.tau = std::stof(c.tau);
+  o.does.top_p = std::stof(c.top_p);
+  o.does.delta = std::stof(c.delta);
+  if (o.does.summary == "key_sketch" && o.does.bits != 1 && o.does.bits != 4) o.does.bits = 2;
+  if (o.does.summary == "key_subspace" && o.does.bits == 1) o.does.bits = 3;
+  if (policies.plan == "by_head" && c.heads.empty())
+    for (int head = 0; head < o.kv_heads; ++head)
+      c.heads.push_back(head % 3 == 0   ? freekv::layer_kind::retrieval
+                        : head % 3 == 1 ? freekv::layer_kind::window
+                                        : freekv::layer_kind::complete);
+  if (!c.heads.empty()) {
+    c.heads.resize(size(o.kv_heads), freekv::layer_kind::retrieval);
+    c.trace_names_layer = true;
+    o.does.plan = "by_head";
+    o.head_kinds = c.heads;
+  }
   o.scale = c.scale.empty() ? 0.0f : std::stof(c.scale);
   o.element = element_of(c.kept_dtype());
   o.max_tokens = c.tokens();
@@ -103,8 +139,12 @@ inline replay_case random_replay(std::uint64_t seed) {
   auto variant = variants_of_contract().begin();
   std::advance(variant, seed % variants_of_contract().size());
   c.variant = variant->first;
-  if (d.below(4) == 0) c.summary = d.one_of<std::string>({"min_max", "chunk_means", "key_subspace"});
-  if (d.below(3) == 0) c.correction = d.one_of<std::string>({"cosine_drift", "always", "never"});
+  if (d.below(2) == 0) c.summary = o.does.summary;
+  if (d.below(2) == 0) c.pooling = o.does.pooling;
+  if (d.below(2) == 0) c.selection = o.does.selection;
+  if (d.below(2) == 0) c.correction = o.does.correction;
+  c.top_p = d.one_of<std::string>({"0.3", "0.7", "0.95", "1"});
+  c.delta = d.one_of<std::string>({"0", "0.05", "0.2", "0.5"});
   o.page = d.one_of({8, 8, 16, 16, 24, 32});
   o.kv_heads = d.one_of({1, 1, 2, 3});
   o.query_heads = o.kv_heads * (o.kv_heads == 1 ? d.between(1, 16) : d.one_of({1, 2, 3, 4}));
@@ -122,6 +162,39 @@ inline replay_case random_replay(std::uint64_t seed) {
   c.basis_layer = c.basis_layers == 0 ? 0 : d.below(c.basis_layers);
   c.spare_rank = d.between(0, 3);
   c.trace_names_layer = d.below(2) == 0;
+  if (c.retrieves() && d.below(4) == 0)
+    for (int head = 0; head < o.kv_heads; ++head)
+      c.heads.push_back(d.one_of({freekv::layer_kind::retrieval, freekv::layer_kind::retrieval,
+                                  freekv::layer_kind::complete, freekv::layer_kind::window}));
+  fill_trace(c);
+  return c;
+}
+
+/// A case to start from: 2 KV heads of 3 query heads, page 8, sink 8, window 16, k 2; 10 pages of prompt.
+inline replay_case plain_case(const std::string& variant = "freekv") {
+  replay_case c;
+  c.layer = make_case(5);
+  c.variant = variant;
+  auto& o = c.layer.options;
+  o.head_dim = 64;
+  o.kv_heads = 2;
+  o.query_heads = 6;
+  o.page = 8;
+  o.budget = {8, 16, 2};
+  o.does = {.chunk = 4, .rank = 16, .bits = 4};
+  o.layout = "nhd";
+  o.in_place = false;
+  c.layer.prompt = 80;
+  c.layer.steps = 12;
+  c.layer.turn = 0.3f;
+  c.layer.outliers = 0.0f;
+  fill_trace(c);
+  return c;
+}
+
+/// A case changed and filled anew.
+inline replay_case with(replay_case c, const std::function<void(replay_case&)>& change) {
+  change(c);
   fill_trace(c);
   return c;
 }
@@ -157,9 +230,24 @@ inline std::string basis_file_of(const replay_case& c) {
       .whole();
 }
 
+/// The head list: heads that see sink and window alone need no line. Other layers' lines are not to be used.
+inline std::string head_list_of(const replay_case& c) {
+  std::string text = "# layer head kind\n";
+  const auto line = [&](int layer, std::size_t head, const char* kind) {
+    text += std::to_string(layer) + " " + std::to_string(head) + "\t" + kind + "  # a head\n";
+  };
+  for (std::size_t head = 0; head < c.heads.size(); ++head) {
+    if (c.heads[head] != freekv::layer_kind::window)
+      line(c.basis_layer, head, c.heads[head] == freekv::layer_kind::complete ? "complete" : "retrieval");
+    line(c.basis_layer + 1, head, head % 2 == 0 ? "complete" : "retrieval");
+  }
+  return text;
+}
+
 /// The command line; `out` may be empty.
 inline std::vector<std::string> command_of(const replay_case& c, const std::string& trace,
-                                           const std::string& basis, const std::string& out) {
+                                           const std::string& basis, const std::string& out,
+                                           const std::string& heads = "") {
   const auto& o = c.layer.options;
   std::vector<std::string> command{FREEKV_REPLAY, trace};
   const auto flag = [&](const std::string& name, const auto& value) {
@@ -174,7 +262,23 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   flag("tau", c.tau);
   flag("threads", c.threads);
   if (c.summary) flag("summary", *c.summary);
+  if (c.pooling) flag("pooling", *c.pooling);
+  if (c.selection) flag("selection", *c.selection);
   if (c.correction) flag("correction", *c.correction);
+  const freekv::examples::method usual;
+  if (o.does.format != usual.format) flag("summary-dtype", o.does.format);
+  if (o.does.selection == "top_p") flag("top-p", c.top_p);
+  if (o.does.drift_pool != usual.drift_pool) flag("drift-pool", o.does.drift_pool);
+  if (o.does.correction == "mass_deficit") {
+    flag("delta", c.delta);
+    if (o.does.partial) command.push_back("--partial");
+  }
+  if (o.does.correction == "every_n_steps") flag("every", o.does.every);
+  if (o.does.residency != usual.residency) flag("residency", o.does.residency);
+  if (o.does.spare != usual.spare) flag("spare", o.does.spare);
+  if (o.layout != "nhd") flag("layout", o.layout);
+  if (!c.heads.empty()) flag("heads", heads);
+  if (o.does.summary == "key_sketch") flag("bits", o.does.bits);
   if (o.does.summary == "chunk_means") flag("chunk", o.does.chunk);
   if (o.does.summary == "key_subspace") {
     flag("rank", o.does.rank);
@@ -194,7 +298,7 @@ struct replay_output {
   tensor_map tensors;
   nlohmann::json summary;
   std::vector<float> out, lse;
-  std::vector<std::int32_t> selected, recalled;
+  std::vector<std::int32_t> selected, recalled, before_attention;
   std::vector<std::uint8_t> corrected;
 };
 
@@ -204,7 +308,9 @@ inline replay_output run_replay(const replay_case& c, const scratch_folder& fold
   const auto& o = c.layer.options;
   store(folder / "trace", trace_of(c).whole());
   if (c.basis_layers > 0) store(folder / "basis", basis_file_of(c));
-  const program_end end = run_program(command_of(c, folder / "trace", folder / "basis", folder / "out"));
+  if (!c.heads.empty()) store(folder / "heads", head_list_of(c));
+  const program_end end =
+      run_program(command_of(c, folder / "trace", folder / "basis", folder / "out", folder / "heads"));
   const auto require = [&](bool holds, const std::string& what) {
     if (!holds) throw disagreement{sentence(what, "\n", end)};
   };
@@ -228,7 +334,8 @@ inline replay_output run_replay(const replay_case& c, const scratch_folder& fold
       {"lse", {"F32", {steps, o.query_heads}}},
       {"selected", {"I32", {steps, o.kv_heads, o.budget.selected_pages}}},
       {"corrected", {"U8", {steps, o.kv_heads}}},
-      {"recalled", {"I32", {steps, o.kv_heads}}}};
+      {"recalled", {"I32", {steps, o.kv_heads}}},
+      {"recalled_before_attention", {"I32", {steps, o.kv_heads}}}};
   require(r.tensors.size() == form.size(), sentence("there are ", r.tensors.size(), " tensors"));
   for (const auto& [name, expected] : form) {
     require(r.tensors.count(name) == 1, "there is no tensor " + name);
@@ -239,6 +346,7 @@ inline replay_output run_replay(const replay_case& c, const scratch_folder& fold
   r.lse = elements_of<float>(r.tensors["lse"]);
   r.selected = elements_of<std::int32_t>(r.tensors["selected"]);
   r.recalled = elements_of<std::int32_t>(r.tensors["recalled"]);
+  r.before_attention = elements_of<std::int32_t>(r.tensors["recalled_before_attention"]);
   r.corrected = elements_of<std::uint8_t>(r.tensors["corrected"]);
   return r;
 }

@@ -3,22 +3,12 @@
 #include <sys/stat.h>
 
 #include "../catch.hpp"
-#include "../mentions.hpp"
+#include "refusal.hpp"
 #include "replay_case.hpp"
 
 using namespace tests;
 
 namespace {
-
-constexpr std::size_t two_gigabytes = std::size_t{2} << 30;
-
-/// A correct trace: 40 tokens, 30 of them the prompt, 4 query heads, 2 KV heads, d 64, F32.
-file_parts good_trace() {
-  const auto zeros = [](std::int64_t heads) {
-    return tensor_text{"F32", {40, heads, 64}, std::string(size(40 * heads * 64 * 4), '\0')};
-  };
-  return parts_of({{"q", zeros(4)}, {"k", zeros(2)}, {"v", zeros(2)}}, {{"prompt_len", "30"}});
-}
 
 /// A correct basis for it, of rank 24.
 tensor_map good_basis(std::int64_t layers = 1, std::int64_t heads = 2, std::int64_t rank = 24,
@@ -26,25 +16,6 @@ tensor_map good_basis(std::int64_t layers = 1, std::int64_t heads = 2, std::int6
   return {
       {"mean", {"F32", {layers, heads, d}, std::string(size(layers * heads * d * 4), '\0')}},
       {"rows", {"F32", {layers, heads, rank, d}, std::string(size(layers * heads * rank * d * 4), '\0')}}};
-}
-
-/// The program's fault as one line; checks that it is one sentence.
-std::string sentence_of(const program_end& end) {
-  INFO(end);
-  CHECK(end.exit_code == 2);
-  CHECK(end.out.empty());
-  CHECK_FALSE(end.err.empty());
-  if (end.err.empty()) return {};
-  CHECK(end.err.back() == '\n');
-  const std::string line = end.err.substr(0, end.err.size() - 1);
-  CHECK(line.rfind("freekv-replay: ", 0) == 0);
-  CHECK(line.size() > 30);
-  CHECK(line.size() < 1000);
-  CHECK(line.find(". ") == std::string::npos);
-  CHECK(line.back() != '.');
-  CHECK(std::none_of(line.begin(), line.end(),
-                     [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; }));
-  return line;
 }
 
 /// A folder with a trace and a basis in which replays are refused.
@@ -107,7 +78,7 @@ TEST_CASE("the trace and basis of these tests are accepted as they are", "[repla
         {.address_space = two_gigabytes});
     INFO(end);
     CHECK(end.exit_code == 0);
-    CHECK(read_tensors(good.folder / "out").size() == 5);
+    CHECK(read_tensors(good.folder / "out").size() == 6);
   }
 }
 
@@ -140,12 +111,21 @@ TEST_CASE("options that cannot be are refused with the number and what to choose
     r.refuse({"--threads", threads}, {threads + std::string(" threads"), "1 to 1024"});
   r.refuse({"--scale", "-0.5"}, {"--scale -0.5", "negative"});
   for (const char* scale : {"1e39", "1e-60"}) r.refuse({"--scale", scale}, {scale, "float32"});
-  for (const char* option : {"--tau", "--scale"})
+  for (const char* share : {"0", "-0.1", "1.1", "1e300"})
+    r.refuse({"--selection", "top_p", "--top-p", share}, {"top_p", "share above 0, at most 1"});
+  for (const char* share : {"-0.1", "1.1", "-1e300"})
+    r.refuse({"--correction", "mass_deficit", "--delta", share}, {"delta", "share from 0 to 1"});
+  for (const char* steps : {"0", "-2"})
+    r.refuse({"--correction", "every_n_steps", "--every", steps}, {"every " + std::string(steps) + " steps"});
+  for (const char* bits : {"0", "3", "8", "-1"})
+    r.refuse({"--summary", "key_sketch", "--bits", bits}, {bits + std::string(" bits"), "1, 2 or 4"});
+  r.refuse({"--spare", "-1"}, {"-1 spare slots"});
+  for (const char* option : {"--tau", "--scale", "--top-p", "--delta"})
     for (const char* number :
          {"nan", "NaN", "-nan", "inf", "-inf", "infinity", "1e400", "", "0.9x", "x", " 1"})
       r.refuse({option, number}, {option});
-  for (const char* option :
-       {"--page", "--sink", "--window", "--k", "--chunk", "--rank", "--bits", "--threads", "--basis-layer"})
+  for (const char* option : {"--page", "--sink", "--window", "--k", "--chunk", "--rank", "--bits",
+                             "--threads", "--basis-layer", "--every", "--spare"})
     for (const char* number : {"nan", "1.5", "", "1e2", "0x20", "99999999999", "eight", "8 "})
       r.refuse({option, number}, {option, "whole number"});
   r.refuse({"--k", "2000000000"}, {"--k 2000000000", "pages"});  // legal, but not to be written
@@ -155,8 +135,18 @@ TEST_CASE("unknown names are refused with the known ones", "[replay]") {
   refusals r;
   r.refuse({"--variant", "freekv2"}, {"freekv2", "streaming_llm", "freekv_key_subspace"});
   r.refuse({"--variant", ""}, {"--variant", "streaming_llm"});
-  r.refuse({"--summary", "mean"}, {"mean", "min_max", "chunk_means", "key_subspace"});
-  r.refuse({"--correction", "sometimes"}, {"sometimes", "cosine_drift", "always", "never"});
+  r.refuse({"--variant", "freekv_page_16"}, {"freekv_page_16", "streaming_llm"});  // --page says that
+  r.refuse({"--summary", "median"},
+           {"--summary median", "min_max", "centroid_box", "key_sketch", "key_subspace"});
+  r.refuse({"--variant", "full", "--summary", "median"}, {"--summary median"});
+  r.refuse({"--summary-dtype", "int4"}, {"--summary-dtype int4", "standard", "key", "float32", "int8"});
+  r.refuse({"--pooling", "sum"}, {"--pooling sum", "mean_softmax", "max_query"});
+  r.refuse({"--selection", "top_q"}, {"--selection top_q", "top_k", "top_p"});
+  r.refuse({"--correction", "sometimes"},
+           {"sometimes", "cosine_drift", "mass_deficit", "always", "never", "every_n_steps"});
+  r.refuse({"--drift-pool", "median"}, {"--drift-pool median", "mean", "min", "max"});
+  r.refuse({"--residency", "random"}, {"--residency random", "first_unselected", "least_recently_used"});
+  r.refuse({"--layout", "NHD"}, {"--layout NHD", "nhd", "hnd"});
   r.refuse({"--route", "direct"}, {"direct", "resident", "in_place"});
   r.refuse({"--dtype", "F16"}, {"F16", "stored", "f32", "f16", "bf16"});
   r.refuse({"--budget", "512"}, {"--budget", "--help"});
@@ -330,6 +320,37 @@ TEST_CASE("a basis that does not fit the trace is refused", "[replay]") {
   r.refuse({"--variant", "freekv_key_subspace", "--basis", ""}, {"''"});
 }
 
+TEST_CASE("a head list that does not fit the trace is refused", "[replay]") {
+  const std::string named = changed([](auto& h) { h["__metadata__"]["layer"] = "3"; }).whole();
+  refusals r{named};
+  const auto refuse_heads = [&](const std::string& list, const std::vector<std::string>& parts) {
+    store(r.folder / "heads", list);
+    r.refuse({"--heads", r.folder / "heads"}, parts);
+    r.refuse({"--variant", "duo_attention", "--heads", r.folder / "heads"}, parts);
+  };
+  refuse_heads("3 0 complete\n3 2 retrieval\n", {"line 2", "head 2", "2 KV heads"});
+  refuse_heads("3 -1 complete", {"line 1", "head -1"});
+  refuse_heads("3 0 full", {"line 1", "full", "retrieval, complete or window"});
+  refuse_heads("3 0", {"line 1", "layer head kind"});
+  refuse_heads("3 0 window more", {"line 1", "layer head kind"});
+  refuse_heads("3 0 window\n\n3 0 window", {"line 3", "twice"});
+  refuse_heads("99999 0 window", {"line 1", "99999"});
+  refuse_heads(std::string(2000, '\xff'), {"line 1"});
+  r.refuse({"--heads", r.folder / "absent"}, {"absent", "opened"});
+  r.refuse({"--heads", r.folder / "heads", "--variant", "full"}, {"--heads", "--variant full"});
+  for (const char* variant : {"razor_attention", "duo_attention"})
+    r.refuse({"--variant", variant}, {variant, "--heads"});
+  store(r.folder / "heads", "3 0 complete\n");
+  r.refuse_command(
+      {FREEKV_REPLAY, r.folder / "trace", "--heads", r.folder / "heads", "--out", r.folder / "heads"},
+      {"--out", "input"});
+  for (const auto& layer : {"", "1024", "1000000"}) {
+    refusals other{changed([&](auto& h) { h["__metadata__"]["layer"] = layer; }).whole()};
+    store(other.folder / "heads", "3 0 complete\n");
+    other.refuse({"--heads", other.folder / "heads"}, {"--heads", layer, "layer into its metadata"});
+  }
+}
+
 TEST_CASE("an output that cannot be written is refused before the trace is read", "[replay]") {
   refusals r;
   fs::create_directory(r.folder / "folder");
@@ -436,7 +457,7 @@ TEST_CASE("traces with random damage are replayed or refused, never worse", "[re
     if (end.exit_code == 0) {
       ++replayed;
       CHECK(nlohmann::json::parse(end.out).is_object());
-      CHECK(read_tensors(folder / "out").size() == 5);
+      CHECK(read_tensors(folder / "out").size() == 6);
       fs::remove(folder / "out");
     } else {
       ++refused;

@@ -1,7 +1,5 @@
 // freekv-replay as its user sees it: traces in; tensors and a JSON object out, as the float64 oracle says.
 
-#include <functional>
-
 #include "../catch.hpp"
 #include "replay_agreement.hpp"
 
@@ -15,42 +13,12 @@ void check_replay(const replay_case& c, coverage& seen) {
   try {
     const scratch_folder folder;
     check_agreement(c, run_replay(c, folder), seen);
-    CHECK(folder.listing().size() == (c.basis_layers > 0 ? 3u : 2u));
+    CHECK(folder.listing().size() == 2u + (c.basis_layers > 0) + !c.heads.empty());
   } catch (const disagreement& d) {
     FAIL_CHECK(d.what);
   } catch (const std::exception& e) {
     FAIL_CHECK("the output cannot be read: " << e.what());
   }
-}
-
-/// A case to start from: 2 KV heads of 3 query heads, page 8, sink 8, window 16, k 2; 10 pages of prompt.
-replay_case plain_case(const std::string& variant = "freekv") {
-  replay_case c;
-  c.layer = make_case(5);
-  c.variant = variant;
-  auto& o = c.layer.options;
-  o.head_dim = 64;
-  o.kv_heads = 2;
-  o.query_heads = 6;
-  o.page = 8;
-  o.budget = {8, 16, 2};
-  o.does.chunk = 4;
-  o.does.rank = 16;
-  o.does.bits = 4;
-  o.in_place = false;
-  c.layer.prompt = 80;
-  c.layer.steps = 12;
-  c.layer.turn = 0.3f;
-  c.layer.outliers = 0.0f;
-  fill_trace(c);
-  return c;
-}
-
-/// A case changed and filled anew.
-replay_case with(replay_case c, const std::function<void(replay_case&)>& change) {
-  change(c);
-  fill_trace(c);
-  return c;
 }
 
 tensor_map tensors_of(const replay_case& c) {
@@ -105,13 +73,14 @@ std::vector<std::vector<double>> mean_and_directions(const std::vector<std::vect
 
 TEST_CASE("replays of random traces agree with the float64 oracle", "[replay]") {
   coverage seen;
-  for (std::uint64_t seed = 1; seed <= 280; ++seed) check_replay(random_replay(seed), seen);
+  for (std::uint64_t seed = 1; seed <= 420; ++seed) check_replay(random_replay(seed), seen);
   INFO(seen);
   CHECK(seen.firm_selections > 1000);
   CHECK(seen.heads > 5000);
   CHECK(seen.corrected > 200);
   CHECK(seen.kept > 200);
   CHECK(seen.recalled > 300);
+  CHECK(seen.before_attention > 150);
   CHECK(seen.promoted_replays > 5);
 }
 
@@ -131,8 +100,8 @@ TEST_CASE("every element type and compiled head_dim agrees with the oracle", "[r
                             c.layer.steps = 6;
                           }),
                      seen);
-  CHECK(seen.replays == 6 * static_cast<long>(freekv::examples::head_dims.size()));
-  CHECK(seen.firm_selections > 40 * static_cast<long>(freekv::examples::head_dims.size()));
+  CHECK(seen.replays == 6 * static_cast<long>(std::size(freekv::examples::head_dims)));
+  CHECK(seen.firm_selections > 40 * static_cast<long>(std::size(freekv::examples::head_dims)));
 }
 
 TEST_CASE("every variant agrees with the oracle on a trace of a real model", "[replay]") {
@@ -166,7 +135,7 @@ TEST_CASE("every variant agrees with the oracle on a trace of a real model", "[r
     c.v = values("v");
     check_replay(c, seen);
   }
-  CHECK(seen.replays == 6);
+  CHECK(seen.replays == static_cast<long>(variants_of_contract().size()));
   CHECK(seen.corrected > 50);
   CHECK(seen.kept > 20);
   CHECK(seen.recalled > 100);
@@ -358,7 +327,7 @@ TEST_CASE("two runs, any number of threads and both routes write the same", "[re
 TEST_CASE("with k for every candidate each variant is full attention", "[replay]") {
   const auto full = elements_of<float>(tensors_of(plain_case("full")).at("out"));
   for (const auto& variant : variants_of_contract()) {
-    if (variant.second.plan != "retrieval") continue;
+    if (variant.second.plan != "retrieval" || variant.second.selection != "top_k") continue;
     const auto out = elements_of<float>(tensors_of(with(plain_case(variant.first), [](auto& c) {
                                           c.layer.options.budget.selected_pages = 40;
                                         })).at("out"));
@@ -441,6 +410,13 @@ TEST_CASE("defaults are those of the contract", "[replay]") {
   CHECK(settings.at("k") == 8);
   CHECK(settings.at("tau") == 0.9);
   CHECK(settings.at("route") == "resident");
+  CHECK(settings.at("layout") == "nhd");
+  CHECK(settings.at("summary_dtype") == "standard");
+  CHECK(settings.at("pooling") == "mean_softmax");
+  CHECK(settings.at("selection") == "top_k");
+  CHECK(settings.at("drift_pool") == "mean");
+  CHECK(settings.at("spare") == 0);
+  CHECK(settings.at("residency") == "first_unselected");
   CHECK(settings.at("threads") == 1);
 }
 
@@ -459,12 +435,36 @@ TEST_CASE("help names every flag and its default", "[replay]") {
   INFO(end);
   CHECK(end.exit_code == 0);
   CHECK(end.err.empty());
-  for (const char* flag :
-       {"--variant TEXT=freekv ", "--page INT=32 ", "--sink INT=64 ", "--window INT=64 ", "--k INT=8 ",
-        "--tau FLOAT=0.9 ", "--summary TEXT=the variant's", "--chunk INT=8 ", "--rank INT=24 ",
-        "--bits INT=3 ", "--basis TEXT=prompt ", "--basis-layer INT=", "--correction TEXT=the variant's",
-        "--route TEXT=resident ", "--dtype TEXT=stored ", "--scale FLOAT=1/sqrt(head_dim)",
-        "--threads INT=1 ", "--out TEXT=none "}) {
+  for (const char* flag : {"--variant TEXT=freekv ",
+                           "--page INT=32 ",
+                           "--sink INT=64 ",
+                           "--window INT=64 ",
+                           "--k INT=8 ",
+                           "--tau FLOAT=0.9 ",
+                           "--summary TEXT=the variant's",
+                           "--chunk INT=8 ",
+                           "--rank INT=24 ",
+                           "--bits INT=3, of key_sketch 2",
+                           "--summary-dtype TEXT=standard",
+                           "--pooling TEXT=the variant's",
+                           "--selection TEXT=the variant's",
+                           "--top-p FLOAT=0.95 ",
+                           "--drift-pool TEXT=mean ",
+                           "--delta FLOAT=0.2 ",
+                           "--partial ",
+                           "--every INT=8 ",
+                           "--residency TEXT=first_unselected",
+                           "--spare INT=0 ",
+                           "--layout TEXT=nhd ",
+                           "--heads TEXT=every head retrieves",
+                           "--basis TEXT=prompt ",
+                           "--basis-layer INT=",
+                           "--correction TEXT=the variant's",
+                           "--route TEXT=resident ",
+                           "--dtype TEXT=stored ",
+                           "--scale FLOAT=1/sqrt(head_dim)",
+                           "--threads INT=1 ",
+                           "--out TEXT=none "}) {
     INFO("lacks " << flag);
     CHECK(end.out.find(flag) != std::string::npos);
   }

@@ -8,7 +8,7 @@ struct every_other_layer {
     bool odd;
 #ifdef FREEKV_FIXED
     template <freekv::team T>
-    bool flags(T, const freekv::group_query&, const freekv::group_query&) const {
+    bool flags(T, const freekv::query_change&) const {
       return odd;
     }
 #endif

@@ -8,7 +8,12 @@ common=(--model "$model" --text "$texts/hacker-folklore.txt")
 
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/results" \
   --prompt 500 --steps 12 --budget 256 --needle-tokens 400 --needle-budgets 256 --basis-tokens 300 --rounds 1 --timed-steps 2 \
-  --commit smoke
+  --generate 12 --temperature 0.7 --tasks "$texts/tasks.jsonl" --commit smoke
+for layer in $(seq 0 29); do echo "$layer 0 complete"; done >"$folder/heads.txt"
+"$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/full" \
+  --full --section quality --section budgets --section taus --section lengths --variant freekv --variant razor_attention \
+  --head-list "$folder/heads.txt" --prompt 500 --steps 4 --deep-steps 4 --budget 256 --budgets 256 320 --taus 0.5 1 \
+  --lengths 400 500 --rounds 1 --timed-steps 2 --commit smoke
 "$programs/freekv-record" "${common[@]}" --prompt 300 --steps 20 --layers 3,12 --out "$folder/traces"
 "$programs/freekv-basis" --model "$model" --text "$texts/genesis.txt" --tokens 300 --rank 24 --out "$folder/basis.safetensors"
 for variant in full streaming_llm quest freekv freekv_chunk_means freekv_key_subspace; do
@@ -17,7 +22,8 @@ done
 "$replay" "$folder/traces/layer-3.safetensors" --variant freekv_key_subspace --k 2 --basis "$folder/basis.safetensors" >"$folder/basis.json"
 
 # A file that is no model, a text too short, and options that cannot be get one sentence and exit code 2.
-for wrong in "--model $0" "--text $0 --prompt 50000" "--variant nonsense" "--budget 100"; do
+for wrong in "--model $0" "--text $0 --prompt 50000" "--variant nonsense" "--budget 100" "--variant razor_attention" \
+  "--section nonsense" "--section generate" "--tasks $0 --section tasks" "--temperature -1"; do
   status=0
   # shellcheck disable=SC2086
   "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/wrong" $wrong \
@@ -31,19 +37,35 @@ import json, math, sys
 from pathlib import Path
 
 folder = Path(sys.argv[1])
-lines = [json.loads(line) for line in (folder / "results/results.jsonl").read_text().splitlines()]
+
+
+def results(name):
+    return [json.loads(line) for line in (folder / name / "results.jsonl").read_text().splitlines()]
+
+
+lines = results("results")
 value = {(l["bench"], l["case"], l["metric"]): l["value"] for l in lines}
 cases = ["full", "streaming_llm", "quest", "freekv", "freekv_chunk_means", "freekv_key_subspace",
-         "freekv_key_subspace, other text's basis"]
+         "freekv_key_subspace, other text's basis", "freekv_key_subspace_deficit"]
 for case in cases:
     assert 1 < value["quality", case, "perplexity"] < 1e4, case
     assert 0 < value["quality", case, "mass_kept"] <= 1.0001, case
     assert value["needle", case, "loss_per_digit"] > 0, case
     assert value["speed", case, "tokens_per_second"] > 0, case
+    assert value["generate", case, "tokens_per_second"] > 0, case
+    assert 0 <= value["generate", case, "same_tokens"] <= 1, case
+    assert 0 <= value["tasks", case, "right"] <= 1, case
 assert value["quality", "full", "top1_agreement"] == 1
 assert value["quality", "full", "attention_error"] == 0
+assert value["generate", "full", "first_difference"] == 12 and value["generate", "full", "same_tokens"] == 1
+assert all((folder / f"results/generated-{case}.txt").stat().st_size > 0 for case in ("full", "freekv"))
+assert value["tasks", "full", "answers_right"] == 2  # facts that stand in the prompts
+tasks = [l for l in lines if l["bench"] == "task" and l["case"] == "full"]
+assert [l["task"] for l in tasks] == [1, 2, 3, 4, 5] and tasks[1]["answered"].startswith("73951") and len(tasks[2]["losses"]) == 3
 assert value["quality", "quest", "corrected"] == 1
 assert 0 < value["quality", "freekv", "corrected"] < 1
+assert 0 < value["quality", "freekv", "slices_critical"] <= value["quality", "freekv", "slices_recalled"]
+assert value["quality", "quest", "slices_critical"] == value["quality", "quest", "slices_recalled"]
 assert value["quality", "streaming_llm", "slices_recalled"] == 0 < value["quality", "freekv", "slices_recalled"]
 assert value["quality", "streaming_llm", "mass_kept"] < value["quality", "freekv_key_subspace", "mass_kept"]
 assert value["quality", "freekv", "fast_tier_bytes"] < value["quality", "full", "fast_tier_bytes"]
@@ -52,7 +74,22 @@ for name in ("llama.cpp, flash attention on", "llama.cpp, flash attention off"):
 table = (folder / "results/table.txt").read_text()
 assert all(table.count(case + " ") >= 3 for case in cases)
 
-replays = {case: json.loads((folder / f"{case}.json").read_text()) for case in cases[:-1]}
+full = results("full")
+
+
+def of(bench, metric, case, key):
+    return {l[key]: l["value"] for l in full if (l["bench"], l["metric"], l["case"]) == (bench, metric, case)}
+
+
+assert {l["case"] for l in full if l["bench"] == "quality"} == {"full", "freekv", "razor_attention"}
+heads = [l["by_head"] for l in full if (l["bench"], l["case"]) == ("layer", "razor_attention")]
+assert len(heads) == 29 and all(abs(head[0] - 1) < 1e-5 > head[2] - 1 for head in heads)  # head 0 keeps everything
+assert list(of("budget", "mass_kept", "freekv", "budget")) == [256, 320]
+assert of("budget", "mass_kept", "freekv", "budget")[256] < of("budget", "mass_kept", "freekv", "budget")[320]
+assert of("tau", "corrected", "freekv", "tau")[0.5] <= of("tau", "corrected", "freekv", "tau")[1] == 1
+assert set(of("length", "attention_seconds", "freekv", "length")) == {400, 500}
+
+replays = {case: json.loads((folder / f"{case}.json").read_text()) for case in cases[:-2]}
 assert abs(replays["full"]["mass_kept"] - 1) < 1e-5
 assert replays["streaming_llm"]["mass_kept"] < replays["freekv_key_subspace"]["mass_kept"] < 1
 assert replays["quest"]["correction_rate"] == 1

@@ -10,11 +10,13 @@
 #include <vector>
 
 #include "attention.hpp"
+#include "correction.hpp"
 #include "drift.hpp"
 #include "numbers.hpp"
 #include "pages.hpp"
-#include "pooling.hpp"
+#include "residency.hpp"
 #include "results.hpp"
+#include "scoring.hpp"
 #include "selection.hpp"
 #include "settings.hpp"
 #include "summaries.hpp"
@@ -26,19 +28,24 @@ class decoder {
  public:
   explicit decoder(settings s)
       : s_((check(s), std::move(s))),
-        summaries_(static_cast<std::size_t>(s_.kv_heads)),
-        selected_(static_cast<std::size_t>(s_.kv_heads)) {}
+        heads_(static_cast<std::size_t>(s_.kv_heads), head_state{{}, {}, slot_cache(s_), true, true}) {}
 
   const settings& config() const { return s_; }
   int length() const { return length_; }
 
-  /// Appends `tokens` rows of keys and values, each (n_kv, d). Selection and q' are dropped.
+  /// Appends `tokens` rows of keys and values, each (n_kv, d). Selection, q' and what the selected slots hold
+  /// are dropped.
   void prompt(std::span<const float> keys, std::span<const float> values, int tokens) {
     require(tokens >= 0, "a prompt has no negative length");
     if (tokens == 0) return;
     append(keys, values, tokens);
     previous_query_.reset();
-    for (std::vector<int>& pages : selected_) pages.clear();
+    decode_index_ = 0;
+    for (head_state& head : heads_) {
+      head.selected.clear();
+      head.slots.clear();
+      head.carried_firm = head.history_firm = true;
+    }
   }
 
   /// `q` is (n_qo, d); `k` and `v` are (n_kv, d) and belong to the token that attends.
@@ -49,41 +56,23 @@ class decoder {
     step_result result;
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
       row_result row;
-      std::vector<int>& selected = selected_[static_cast<std::size_t>(kv_head)];
-      row.selected_before = selected;
+      head_state& head = heads_[static_cast<std::size_t>(kv_head)];
+      row.selected_before = head.selected;
+      if (retrieves(s_, kv_head)) correct(row, q, kv_head, head);
+      row.selected = head.selected;
 
-      if (s_.kind == layer_kind::retrieval) {
-        flag(row, q, kv_head);
-        if (row.corrected) {
-          const selection chosen = choose(q, kv_head, length_);
-          row.by_correct = movement_of(chosen.pages, selected);
-          row.correct_margin = chosen.margin;
-          row.correct_firm = is_firm(chosen);
-          row.score_size = chosen.score_size;
-          selected = chosen.pages;
-        }
-      }
-      row.selected = selected;
-
-      const std::vector<int> pages = attended_pages(s_, length_, selected);
+      const std::vector<int> pages = attended_pages(s_, kind_of(s_, kv_head), length_, head.selected);
       attend_group(q, kv_head, tokens_of(s_, length_, pages), result.out, result.lse);
 
-      if (s_.kind == layer_kind::retrieval) {
-        // Skipping this for a corrected head whose candidates stay the same would change nothing: the same
-        // query over the same pages selects the same, and all of it is held.
-        const selection chosen = choose(q, kv_head, length_ + 1);
-        row.by_speculate = movement_of(chosen.pages, selected);
-        row.speculate_margin = chosen.margin;
-        row.speculate_firm = is_firm(chosen);
-        row.score_size = std::max(row.score_size, chosen.score_size);
-        selected = chosen.pages;
-      }
-      row.selected_next = selected;
+      if (retrieves(s_, kv_head)) speculate(row, q, kv_head, head);
+      row.selected_next = head.selected;
       row.recalled = row.by_correct.recalled + row.by_speculate.recalled;
       row.promoted = row.by_correct.promoted + row.by_speculate.promoted;
+      row.recalled_before_attention = row.by_correct.recalled;
       result.rows.push_back(row);
     }
     previous_query_ = std::vector<float>(q.begin(), q.end());
+    ++decode_index_;
     return result;
   }
 
@@ -102,26 +91,14 @@ class decoder {
   /// was appended.
   selection choose(std::span<const float> q, int kv_head, int length) const {
     require_query(q);
-    require(s_.kind == layer_kind::retrieval, "only a retrieval layer selects");
+    require(retrieves(s_, kv_head), "only a retrieval head selects");
     require(length >= 0 && length <= length_ + 1, "candidates at this length are not complete yet");
     const std::vector<int> candidates = candidate_pages(s_, length);
-    std::vector<std::vector<double>> scores;
-    std::vector<std::vector<double>> doubts;
-    for (int g = 0; g < group_size(s_); ++g) {
-      const std::span<const float> query = query_of(q, kv_head, g);
-      std::vector<double> of_head, doubts_of_head;
-      for (int page : candidates) {
-        const page_summary& summary = summary_of(kv_head, page);
-        of_head.push_back(score_page(s_, kv_head, query, summary));
-        doubts_of_head.push_back(score_doubt(s_, kv_head, query, summary));
-      }
-      scores.push_back(of_head);
-      doubts.push_back(doubts_of_head);
-    }
-    selection chosen = top_k(candidates, pool_mean_softmax(scores), s_.selected_pages);
-    const pooled_range range = pool_mean_softmax_range(scores, doubts);
-    chosen.slack = slack_of(chosen, range.low, range.high);
-    measure_scores(chosen, q, kv_head);
+    const std::span<const float> queries = group_of(q, kv_head);
+    selection chosen =
+        select_pages(s_, kv_head, queries, candidates, heads_[static_cast<std::size_t>(kv_head)].summaries);
+    measure_scores(chosen, s_, kv_head, queries,
+                   rows(keys_, kv_head, tokens_of(s_, length_, chosen.candidates)));
     return chosen;
   }
 
@@ -131,6 +108,14 @@ class decoder {
   }
 
  private:
+  struct head_state {
+    std::vector<page_summary> summaries;  // per complete page
+    std::vector<int> selected;            // ascending
+    slot_cache slots;
+    bool carried_firm;  // `selected` must agree
+    bool history_firm;  // all flags and selections since the slots were empty must
+  };
+
   void require_query(std::span<const float> q) const {
     require(q.size() == static_cast<std::size_t>(s_.query_heads * s_.head_dim),
             "q is (query_heads, head_dim)");
@@ -144,9 +129,9 @@ class decoder {
     keys_.insert(keys_.end(), keys.begin(), keys.end());
     values_.insert(values_.end(), values.begin(), values.end());
     length_ += tokens;
-    if (s_.kind != layer_kind::retrieval) return;
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
-      std::vector<page_summary>& of_head = summaries_[static_cast<std::size_t>(kv_head)];
+      if (!retrieves(s_, kv_head)) continue;
+      std::vector<page_summary>& of_head = heads_[static_cast<std::size_t>(kv_head)].summaries;
       while (is_complete(s_, static_cast<int>(of_head.size()), length_)) {
         const int page = static_cast<int>(of_head.size());
         of_head.push_back(summarise(s_, kv_head, rows(keys_, kv_head, tokens_of(s_, length_, {page}))));
@@ -154,79 +139,90 @@ class decoder {
     }
   }
 
+  void correct(row_result& row, std::span<const float> q, int kv_head, head_state& head) const {
+    const bool by_mass = s_.correction == correction_kind::mass_deficit && previous_query_.has_value();
+    if (!by_mass) flag(row, q, kv_head);
+    if (!by_mass && !row.corrected) return;
+
+    const selection best = choose(q, kv_head, length_);
+    row.score_size = best.score_size;
+    if (by_mass) flag_by_mass(row, best, head);
+    if (!row.corrected) return;
+    row.correct_margin = best.margin;
+    row.correct_firm = is_firm(best);
+    std::vector<int> pages = best.pages;
+    if (by_mass && s_.partial) {
+      const replacement replaced = replace_missing(best, head.selected, s_.delta);
+      pages = replaced.pages;
+      row.correct_firm = row.correct_firm && replaced.firm && head.carried_firm;
+    }
+    row.by_correct = hold(head, pages);
+    head.selected = pages;
+  }
+
+  /// Skipping this for a corrected head whose candidates stay the same would change nothing: the same query
+  /// over the same pages selects the same, and all of it is held. (Unless the correction was partial.)
+  void speculate(row_result& row, std::span<const float> q, int kv_head, head_state& head) const {
+    const selection chosen = choose(q, kv_head, length_ + 1);
+    row.by_speculate = hold(head, chosen.pages);
+    row.speculate_margin = chosen.margin;
+    row.speculate_firm = is_firm(chosen);
+    row.score_size = std::max(row.score_size, chosen.score_size);
+    head.selected = chosen.pages;
+
+    const bool step_firm = flag_is_firm(row, s_.tau) && row.correct_firm && row.speculate_firm;
+    const bool before_firm = s_.spare == 0 ? head.carried_firm : head.history_firm;
+    row.movement_firm = s_.route == route_kind::in_place || (step_firm && before_firm);
+    head.history_firm = head.history_firm && step_firm;
+    head.carried_firm = row.speculate_firm;
+    if (s_.route == route_kind::resident) row.slots = head.slots.pages();
+  }
+
   void flag(row_result& row, std::span<const float> q, int kv_head) const {
-    if (s_.correction == correction_kind::always || !previous_query_) {
+    const bool due = s_.correction == correction_kind::always ||
+                     (s_.correction == correction_kind::every_n_steps && decode_index_ % s_.every == 0);
+    if (due || !previous_query_) {
       row.corrected = true;
       row.flag_forced = true;
       return;
     }
-    if (s_.correction == correction_kind::never) return;
-    const int group = group_size(s_);
-    const drift_result turn = drift(row_of(q, kv_head, group * s_.head_dim),
-                                    row_of(*previous_query_, kv_head, group * s_.head_dim), group, s_.tau);
+    if (s_.correction != correction_kind::cosine_drift) return;
+    const drift_result turn = drift(group_of(q, kv_head), group_of(*previous_query_, kv_head), group_size(s_),
+                                    s_.tau, s_.drift_pool);
     row.corrected = turn.flagged;
     row.flag_forced = turn.forced;
     row.pooled_cosine = turn.pooled;
     row.norm_borderline = turn.norm_borderline;
   }
 
-  movement movement_of(const std::vector<int>& wanted, const std::vector<int>& previously_selected) const {
-    movement moved;
-    if (s_.route == route_kind::in_place) return moved;
-    for (int page : wanted) {
-      const bool in_slots = std::find(previously_selected.begin(), previously_selected.end(), page) !=
-                            previously_selected.end();
-      if (in_slots) continue;
-      if (is_in_ring(s_, page, length_))
-        ++moved.promoted;
-      else
-        ++moved.recalled;
-    }
-    return moved;
+  void flag_by_mass(row_result& row, const selection& best, const head_state& head) const {
+    const mass_comparison missed = compare_masses(best, head.selected, s_.delta);
+    row.corrected = missed.missing_mass;
+    row.flag_margin = missed.margin;
+    row.flag_slack = missed.slack;
+    // Another selection in use, or another number of best pages, compares other sums.
+    const bool same_sums = head.carried_firm && best.mass_margin > mass_error(best.score_size);
+    if (!same_sums) row.flag_slack = infinity;
+  }
+
+  movement hold(head_state& head, const std::vector<int>& wanted) const {
+    if (s_.route == route_kind::in_place) return {};
+    return head.slots.hold(s_, wanted, length_);
   }
 
   void attend_group(std::span<const float> q, int kv_head, const std::vector<int>& tokens,
                     std::vector<double>& out, std::vector<double>& lse) const {
     for (int g = 0; g < group_size(s_); ++g) {
-      const attention head = attend(query_of(q, kv_head, g), rows(keys_, kv_head, tokens),
-                                    rows(values_, kv_head, tokens), s_.scale);
+      const attention head = attend(row_of(group_of(q, kv_head), g, s_.head_dim),
+                                    rows(keys_, kv_head, tokens), rows(values_, kv_head, tokens), s_.scale);
       out.insert(out.end(), head.out.begin(), head.out.end());
       lse.push_back(head.lse[0]);
     }
   }
 
-  /// Bounds every score's terms by |q_d| times the largest |k_d| of any candidate's key. What is not finite
-  /// is data with an exact meaning and does not count.
-  void measure_scores(selection& chosen, std::span<const float> q, int kv_head) const {
-    const auto d = static_cast<std::size_t>(s_.head_dim);
-    std::vector<double> largest(d, 0.0);
-    for (std::span<const float> key : rows(keys_, kv_head, tokens_of(s_, length_, chosen.candidates)))
-      for (std::size_t i = 0; i < d; ++i) {
-        double size = std::fabs(static_cast<double>(key[i]));
-        if (s_.summary == summary_kind::key_subspace)
-          size += std::fabs(s_.bases[static_cast<std::size_t>(kv_head)].mean[i]);
-        if (std::isfinite(size)) largest[i] = std::max(largest[i], size);
-      }
-    for (int g = 0; g < group_size(s_); ++g) {
-      double terms = 0.0;
-      for (std::size_t i = 0; i < d; ++i) {
-        const double size = std::fabs(static_cast<double>(query_of(q, kv_head, g)[i]));
-        if (std::isfinite(size)) terms += size * largest[i];
-      }
-      chosen.score_size = std::max(chosen.score_size, s_.scale * terms);
-      if (terms * std::max(1.0, s_.scale) > largest_float) chosen.may_overflow = true;
-    }
-    // A summary sums up to p keys, or the d terms of a projection, before any query is involved.
-    for (double key : largest)
-      if (key * std::max(s_.page, s_.head_dim) > largest_float) chosen.may_overflow = true;
-  }
-
-  std::span<const float> query_of(std::span<const float> q, int kv_head, int g) const {
-    return row_of(q, kv_head * group_size(s_) + g, s_.head_dim);
-  }
-
-  const page_summary& summary_of(int kv_head, int page) const {
-    return summaries_[static_cast<std::size_t>(kv_head)][static_cast<std::size_t>(page)];
+  /// (G, d): the queries of one KV head's group, out of (n_qo, d).
+  std::span<const float> group_of(std::span<const float> q, int kv_head) const {
+    return row_of(q, kv_head, group_size(s_) * s_.head_dim);
   }
 
   /// One KV head's rows of the tokens named, out of (tokens, n_kv, d).
@@ -241,9 +237,9 @@ class decoder {
   int length_ = 0;
   std::vector<float> keys_;                           // (tokens, n_kv, d)
   std::vector<float> values_;                         // (tokens, n_kv, d)
-  std::vector<std::vector<page_summary>> summaries_;  // per KV head, per complete page
-  std::vector<std::vector<int>> selected_;            // per KV head, ascending
+  std::vector<head_state> heads_;                     // per KV head
   std::optional<std::vector<float>> previous_query_;  // q'
+  int decode_index_ = 0;                              // of the next step, from 0 after a prompt
 };
 
 }  // namespace oracle

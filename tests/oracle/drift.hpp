@@ -1,18 +1,20 @@
 // Has a KV head's query turned too far since it made the selection in use?
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <span>
 
 #include "numbers.hpp"
+#include "settings.hpp"
 
 namespace oracle {
 
 struct drift_result {
   bool flagged = false;
   bool forced = false;           // flagged without a comparison
-  double pooled = not_a_number;  // mean cosine over the group; NaN where forced
+  double pooled = not_a_number;  // cosines of the group, pooled; NaN where forced
   bool norm_borderline = false;  // float32 may legitimately see other norms, hence another flag
 };
 
@@ -35,22 +37,30 @@ inline bool is_norm_borderline(std::span<const float> x) {
 }
 
 /// `q` and `previous` are (G, d): one KV head's group now, and when it made the selection in use.
-inline drift_result drift(std::span<const float> q, std::span<const float> previous, int group, double tau) {
+inline drift_result drift(std::span<const float> q, std::span<const float> previous, int group, double tau,
+                          drift_pool_kind pool = drift_pool_kind::mean) {
   const int d = static_cast<int>(q.size()) / group;
   drift_result result;
-  double sum = 0.0;
+  double sum = 0.0, least = infinity, largest = -infinity;
   for (int g = 0; g < group; ++g) {
     const std::span<const float> now = row_of(q, g, d);
     const std::span<const float> then = row_of(previous, g, d);
     const float norm_now = float_norm(now);
     const float norm_then = float_norm(then);
     if (is_norm_borderline(now) || is_norm_borderline(then)) result.norm_borderline = true;
-    if (!usable(norm_now) || !usable(norm_then) || !usable(norm_now * norm_then))
+    if (!usable(norm_now) || !usable(norm_then) || !usable(norm_now * norm_then)) {
       result.forced = true;
-    else
-      sum += dot(now, then) / (std::sqrt(dot(now, now)) * std::sqrt(dot(then, then)));
+      continue;
+    }
+    const double cosine = dot(now, then) / (std::sqrt(dot(now, now)) * std::sqrt(dot(then, then)));
+    sum += cosine;
+    least = std::min(least, cosine);
+    largest = std::max(largest, cosine);
   }
-  if (!result.forced) result.pooled = sum / static_cast<double>(group);
+  if (!result.forced)
+    result.pooled = pool == drift_pool_kind::mean  ? sum / static_cast<double>(group)
+                    : pool == drift_pool_kind::min ? least
+                                                   : largest;
   result.flagged = result.forced || result.pooled < tau;
   return result;
 }

@@ -61,20 +61,25 @@ inline std::vector<int> ring_pages(const settings& s, int length) {
   return pages;
 }
 
-/// The pages one KV head attends to. Nothing is made unique on purpose: a page that two rules name would
-/// be attended twice, and has to show.
-inline std::vector<int> attended_pages(const settings& s, int length, const std::vector<int>& selected) {
+/// The pages that a KV head of `kind` attends to. Nothing is made unique on purpose: a page that two rules
+/// name would be attended twice, and has to show.
+inline std::vector<int> attended_pages(const settings& s, layer_kind kind, int length,
+                                       const std::vector<int>& selected) {
   std::vector<int> pages;
-  if (s.kind == layer_kind::complete) {
+  if (kind == layer_kind::complete) {
     for (int page = 0; page < page_count(s, length); ++page) pages.push_back(page);
     return pages;
   }
   for (int page : sink_pages(s, length)) pages.push_back(page);
-  if (s.kind == layer_kind::retrieval)
+  if (kind == layer_kind::retrieval)
     for (int page : selected) pages.push_back(page);
   for (int page : window_pages(s, length)) pages.push_back(page);
   std::sort(pages.begin(), pages.end());
   return pages;
+}
+
+inline std::vector<int> attended_pages(const settings& s, int length, const std::vector<int>& selected) {
+  return attended_pages(s, s.kind, length, selected);
 }
 
 /// The tokens of whole pages, the open page as far as it is filled.

@@ -1,12 +1,14 @@
-// From the scores of a group's query heads to one score per page.
+// From the queries of a group, or their scores, to one score per page.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <utility>
+#include <span>
 #include <vector>
 
 #include "numbers.hpp"
+#include "settings.hpp"
 
 namespace oracle {
 
@@ -29,6 +31,32 @@ inline std::vector<std::vector<double>> settled(std::vector<std::vector<double>>
   return scores;
 }
 
+inline bool is_softmax(pooling_kind kind) {
+  return kind == pooling_kind::mean_softmax || kind == pooling_kind::max_softmax;
+}
+
+inline bool is_of_queries(pooling_kind kind) {
+  return kind == pooling_kind::mean_query || kind == pooling_kind::max_query;
+}
+
+/// The one query that stands for a group's queries (G, d): their elementwise mean or maximum, NaN where any
+/// of them is.
+inline std::vector<float> pooled_query(pooling_kind kind, std::span<const float> queries, int group) {
+  const std::size_t d = queries.size() / static_cast<std::size_t>(group);
+  std::vector<float> pooled;
+  for (std::size_t i = 0; i < d; ++i) {
+    double sum = 0.0, largest = -infinity;
+    for (std::size_t g = 0; g < static_cast<std::size_t>(group); ++g) {
+      const double element = static_cast<double>(queries[g * d + i]);
+      sum += element;
+      largest = max_or_nan(largest, element);
+    }
+    pooled.push_back(
+        static_cast<float>(kind == pooling_kind::max_query ? largest : sum / static_cast<double>(group)));
+  }
+  return pooled;
+}
+
 /// L_g = ln sum_j exp s_g(j) of every head, over the candidates given.
 inline std::vector<double> log_masses(const std::vector<std::vector<double>>& scores) {
   std::vector<double> masses;
@@ -36,24 +64,49 @@ inline std::vector<double> log_masses(const std::vector<std::vector<double>>& sc
   return masses;
 }
 
-/// ln sum_g exp(s_g(j) - L_g) - ln G for every candidate j, from settled scores.
-inline std::vector<double> pool_shares(const std::vector<std::vector<double>>& scores,
-                                       const std::vector<double>& masses) {
+/// One score per candidate from settled scores. `masses` are log_masses, which softmax poolings alone read:
+/// ln sum_g exp(s_g(j) - L_g) - ln G, or max_g (s_g(j) - L_g). The others take the scores as they are; for
+/// mean_query and max_query there is one row of them, that of the pooled query.
+inline std::vector<double> pool_settled(pooling_kind kind, const std::vector<std::vector<double>>& scores,
+                                        const std::vector<double>& masses) {
+  const double group = static_cast<double>(scores.size());
   std::vector<double> pooled;
   for (std::size_t j = 0; j < scores[0].size(); ++j) {
     std::vector<double> shares;
-    for (std::size_t g = 0; g < scores.size(); ++g)
+    double largest_share = -infinity, sum = 0.0, largest = -infinity;
+    for (std::size_t g = 0; g < scores.size(); ++g) {
+      sum += scores[g][j] / group;
+      largest = std::max(largest, scores[g][j]);
       // A head at -inf has no share here; its L may be -inf too, which would make the share NaN.
-      if (scores[g][j] != -infinity) shares.push_back(scores[g][j] - masses[g]);
-    pooled.push_back(clamped(log_sum_exp(shares) - std::log(static_cast<double>(scores.size()))));
+      if (!is_softmax(kind) || scores[g][j] == -infinity) continue;
+      shares.push_back(scores[g][j] - masses[g]);
+      largest_share = std::max(largest_share, shares.back());
+    }
+    switch (kind) {
+      case pooling_kind::mean_softmax:
+        pooled.push_back(clamped(log_sum_exp(shares) - std::log(group)));
+        break;
+      case pooling_kind::max_softmax:
+        pooled.push_back(clamped(largest_share));
+        break;
+      case pooling_kind::max_score:
+        pooled.push_back(clamped(largest));
+        break;
+      default:
+        pooled.push_back(clamped(sum));
+    }
   }
   return pooled;
 }
 
-/// mean_softmax as a logarithm. `raw_scores` is (G, candidates).
-inline std::vector<double> pool_mean_softmax(const std::vector<std::vector<double>>& raw_scores) {
+/// `raw_scores` is (G, candidates), or (1, candidates) for mean_query and max_query.
+inline std::vector<double> pool(pooling_kind kind, const std::vector<std::vector<double>>& raw_scores) {
   const std::vector<std::vector<double>> scores = settled(raw_scores);
-  return pool_shares(scores, log_masses(scores));
+  return pool_settled(kind, scores, log_masses(scores));
+}
+
+inline std::vector<double> pool_mean_softmax(const std::vector<std::vector<double>>& raw_scores) {
+  return pool(pooling_kind::mean_softmax, raw_scores);
 }
 
 /// The least or the most that the pooled scores can be when raw score s_g(j) may move by doubt[g][j].
@@ -62,19 +115,38 @@ struct pooled_range {
   std::vector<double> high;
 };
 
-inline pooled_range pool_mean_softmax_range(std::vector<std::vector<double>> raw_scores,
-                                            const std::vector<std::vector<double>>& doubt) {
+inline pooled_range pool_range(pooling_kind kind, const std::vector<std::vector<double>>& raw_scores,
+                               const std::vector<std::vector<double>>& doubt) {
   std::vector<std::vector<double>> lower = raw_scores;
-  std::vector<std::vector<double>> higher = std::move(raw_scores);
+  std::vector<std::vector<double>> higher = raw_scores;
   for (std::size_t g = 0; g < doubt.size(); ++g)
     for (std::size_t j = 0; j < doubt[g].size(); ++j) {
-      lower[g][j] -= doubt[g][j];
-      higher[g][j] += doubt[g][j];
+      // Where any score is possible a sum with an infinite or NaN score would not say so.
+      const bool any = doubt[g][j] == infinity;
+      lower[g][j] = any ? -infinity : lower[g][j] - doubt[g][j];
+      higher[g][j] = any ? infinity : higher[g][j] + doubt[g][j];
     }
   lower = settled(lower);
   higher = settled(higher);
   // A share is least where its own score is low and the mass it is part of is high.
-  return {pool_shares(lower, log_masses(higher)), pool_shares(higher, log_masses(lower))};
+  return {pool_settled(kind, lower, log_masses(higher)), pool_settled(kind, higher, log_masses(lower))};
+}
+
+inline pooled_range pool_mean_softmax_range(const std::vector<std::vector<double>>& raw_scores,
+                                            const std::vector<std::vector<double>>& doubt) {
+  return pool_range(pooling_kind::mean_softmax, raw_scores, doubt);
+}
+
+/// Float32 sums of one page's scores may leave float32's range, and then the page's mean score is not its own.
+inline bool mean_score_may_overflow(const std::vector<std::vector<double>>& raw_scores) {
+  const std::vector<std::vector<double>> scores = settled(raw_scores);
+  for (std::size_t j = 0; j < scores[0].size(); ++j) {
+    double sum = 0.0;
+    for (const auto& head : scores)
+      if (head[j] != -infinity) sum += std::fabs(head[j]);
+    if (sum > largest_float * (1.0 + 1e-8)) return true;
+  }
+  return false;
 }
 
 }  // namespace oracle

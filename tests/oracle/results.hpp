@@ -22,17 +22,24 @@ struct row_result {
   std::vector<int> selected_next;    // carried into the next step
   bool corrected = false;
   double pooled_cosine = not_a_number;  // NaN where none was computed
-  bool flag_forced = false;             // flagged by a rule other than the comparison with tau
+  bool flag_forced = false;             // flagged by a rule other than a comparison
   bool norm_borderline = false;         // the flag may legitimately differ, see drift.hpp
+  double flag_margin = infinity;        // of mass_deficit, see mass_comparison; infinite without comparison
+  double flag_slack = 0.0;              // the part of it that rounding and doubts could use up
   int recalled = 0;                     // by correct and speculate together; 0 in place
   int promoted = 0;
+  int recalled_before_attention = 0;  // by correct
   movement by_correct;
   movement by_speculate;
   double correct_margin = infinity;  // of the selection that correct made; infinite where it made none
   double speculate_margin = infinity;
-  bool correct_firm = true;  // is_firm of that selection; true where none was made
+  bool correct_firm = true;  // `selected` must agree if it was corrected; true where it was not
   bool speculate_firm = true;
+  // Recalled and promoted must agree: what was held depends on flags and selections before this step, without
+  // spare slots on the last of them, with spare slots on all since the slots were empty.
+  bool movement_firm = true;
   double score_size = 0.0;  // the larger score_size of the two
+  std::vector<int> slots;   // the selected slots' pages after the step, -1 for an empty one; none in place
 };
 
 struct step_result {
@@ -44,6 +51,7 @@ struct step_result {
 /// Two float32 implementations must agree on this row's flag.
 inline bool flag_is_firm(const row_result& row, double tau) {
   if (row.norm_borderline) return false;
+  if (!(row.flag_margin > 1e-4 + row.flag_slack)) return false;
   return std::isnan(row.pooled_cosine) || std::fabs(row.pooled_cosine - tau) > 1e-5;
 }
 

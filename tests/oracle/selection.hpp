@@ -1,4 +1,4 @@
-// top_k, and how firmly it stands.
+// top_k and top_p, and how firmly a selection stands.
 #pragma once
 
 #include <algorithm>
@@ -11,18 +11,25 @@
 namespace oracle {
 
 struct selection {
-  std::vector<int> pages;       // ascending
-  double margin = infinity;     // see margin_between; infinite where every candidate fitted
-  double slack = 0.0;           // the part of the margin that codes at a rounding edge could use up
-  double score_size = 0.0;      // the most that the absolute terms of one score add up to
-  bool may_overflow = false;    // finite input, but float32 sums could leave float32's range
-  std::vector<int> candidates;  // ascending
-  std::vector<double> pooled;   // one per candidate
+  std::vector<int> pages;         // ascending
+  double margin = infinity;       // see margin_between; infinite where every candidate was taken
+  double slack = 0.0;             // the part of the margin that codes at a rounding edge could use up
+  double mass_margin = infinity;  // of top_p: the least distance from P of a prefix that decides
+  double score_size = 0.0;        // the most that the absolute terms of one score add up to
+  bool may_overflow = false;      // finite input, but float32 sums could leave float32's range
+  std::vector<int> candidates;    // ascending
+  std::vector<double> pooled;     // one per candidate
+  std::vector<double> low;        // the least that a pooled score may be, see pooled_range
+  std::vector<double> high;
 };
+
+/// What masses in float32 may be off by, relative or absolute: their logarithms are sums of such terms.
+inline double mass_error(double score_size) { return 1e-4 + 1e-6 * score_size; }
 
 /// Two float32 implementations must select the same pages.
 inline bool is_firm(const selection& chosen) {
-  return chosen.margin > 1e-4 + chosen.slack && !chosen.may_overflow;
+  return chosen.margin > 1e-4 + chosen.slack && !chosen.may_overflow &&
+         chosen.mass_margin > mass_error(chosen.score_size);
 }
 
 /// The gap between the last score taken and the first left out, relative to max(|a|, |b|, 1). Where the one
@@ -51,21 +58,88 @@ inline double slack_of(const selection& chosen, const std::vector<double>& low,
   return lost / std::max({std::fabs(taken), std::fabs(left_out), 1.0});
 }
 
-/// The `k` pages of highest score, ties to the smaller page. `pages` ascending, no score NaN.
-inline selection top_k(const std::vector<int>& pages, const std::vector<double>& scores, int k) {
-  selection chosen;
-  chosen.candidates = pages;
-  chosen.pooled = scores;
-  const auto wanted = static_cast<std::size_t>(k);
+/// Indices of `scores`, the highest first, ties to the smaller page. `pages` ascending, no score NaN.
+inline std::vector<std::size_t> ranked(const std::vector<int>& pages, const std::vector<double>& scores) {
   std::vector<std::size_t> order;
   for (std::size_t j = 0; j < pages.size(); ++j) order.push_back(j);
   std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
     if (scores[a] != scores[b]) return scores[a] > scores[b];
     return pages[a] < pages[b];
   });
-  for (std::size_t i = 0; i < order.size() && i < wanted; ++i) chosen.pages.push_back(pages[order[i]]);
+  return order;
+}
+
+/// The first `count` candidates of `order`.
+inline selection take(const std::vector<int>& pages, const std::vector<double>& scores,
+                      const std::vector<std::size_t>& order, std::size_t count) {
+  selection chosen;
+  chosen.candidates = pages;
+  chosen.pooled = chosen.low = chosen.high = scores;
+  for (std::size_t i = 0; i < count; ++i) chosen.pages.push_back(pages[order[i]]);
   std::sort(chosen.pages.begin(), chosen.pages.end());
-  if (order.size() > wanted) chosen.margin = margin_between(scores[order[wanted - 1]], scores[order[wanted]]);
+  if (count > 0 && order.size() > count)
+    chosen.margin = margin_between(scores[order[count - 1]], scores[order[count]]);
+  return chosen;
+}
+
+/// The `k` pages of highest score, ties to the smaller page. `pages` ascending, no score NaN.
+inline selection top_k(const std::vector<int>& pages, const std::vector<double>& scores, int k) {
+  return take(pages, scores, ranked(pages, scores), std::min(pages.size(), static_cast<std::size_t>(k)));
+}
+
+/// Each candidate's part of the mass of all, and the least and the most that it may be.
+struct page_masses {
+  std::vector<double> value;
+  std::vector<double> low;
+  std::vector<double> high;
+};
+
+inline page_masses masses_of(const selection& chosen) {
+  const auto shares = [](const std::vector<double>& scores, const std::vector<double>& of_all) {
+    const double total = log_sum_exp(of_all);
+    std::vector<double> parts;
+    // Without any mass, or at the ends of a range, exp(score - total) may be NaN or more than the whole.
+    for (double score : scores)
+      parts.push_back(score == -infinity ? 0.0 : std::min(1.0, std::exp(score - total)));
+    return parts;
+  };
+  return {shares(chosen.pooled, chosen.pooled), shares(chosen.low, chosen.high),
+          shares(chosen.high, chosen.low)};
+}
+
+/// The most that `count` of the masses add up to.
+inline double largest_sum(std::vector<double> masses, std::size_t count) {
+  std::sort(masses.begin(), masses.end());
+  double sum = 0.0;
+  for (std::size_t i = 0; i < count; ++i) sum += masses[masses.size() - 1 - i];
+  return std::min(sum, 1.0);
+}
+
+/// How near P a prefix comes whose mass decides how many pages top_p takes, doubts at their worst. The mass
+/// of all min(k, candidates) decides nothing: they are taken if no shorter prefix suffices.
+inline double mass_margin_of(const selection& chosen, int k, double p) {
+  const page_masses masses = masses_of(chosen);
+  const std::vector<std::size_t> order = ranked(chosen.candidates, chosen.pooled);
+  double margin = infinity, low = 0.0;
+  for (std::size_t i = 1; i < order.size() && i < static_cast<std::size_t>(k); ++i) {
+    low += masses.low[order[i - 1]];
+    const double high = largest_sum(masses.high, i);
+    margin = std::min(margin, p < low ? low - p : p > high ? p - high : 0.0);
+  }
+  return margin;
+}
+
+/// The shortest prefix of the pages, highest score first, whose mass is at least `p`: at least one page, at
+/// most k. Mass rises with the score, and unlike it cannot underflow to a tie.
+inline selection top_p(const std::vector<int>& pages, const std::vector<double>& scores, int k, double p) {
+  const std::vector<std::size_t> order = ranked(pages, scores);
+  const std::size_t most = std::min(order.size(), static_cast<std::size_t>(k));
+  const page_masses masses = masses_of(take(pages, scores, order, most));
+  std::size_t count = 0;
+  double sum = 0.0;
+  while (count < most && (count == 0 || sum < p)) sum += masses.value[order[count++]];
+  selection chosen = take(pages, scores, order, count);
+  chosen.mass_margin = mass_margin_of(chosen, k, p);
   return chosen;
 }
 

@@ -10,38 +10,15 @@
 #include <stdexcept>
 #include <vector>
 
+#include "checks/by_hand.hpp"
+#include "checks/correction.hpp"
+#include "checks/formats.hpp"
+#include "checks/head_plan.hpp"
+#include "checks/pooling.hpp"
+#include "checks/residency.hpp"
+#include "checks/summaries.hpp"
+#include "checks/top_p.hpp"
 #include "oracle.hpp"
-
-namespace {
-
-using ints = std::vector<int>;
-using floats = std::vector<float>;
-using doubles = std::vector<double>;
-
-constexpr float float_inf = std::numeric_limits<float>::infinity();
-constexpr float float_nan = std::numeric_limits<float>::quiet_NaN();
-
-/// Rows of `width` elements, as the pieces take them.
-std::vector<std::span<const float>> rows_of(const floats& data, int width) {
-  std::vector<std::span<const float>> rows;
-  for (int row = 0; row * width < static_cast<int>(data.size()); ++row)
-    rows.push_back(oracle::row_of(data, row, width));
-  return rows;
-}
-
-floats random_floats(std::mt19937& generator, int count) {
-  std::normal_distribution<float> normal;
-  floats data;
-  for (int i = 0; i < count; ++i) data.push_back(normal(generator));
-  return data;
-}
-
-Approx near(double value) { return Approx(value).epsilon(0.0).margin(1e-6); }
-
-/// One head of dimension 1, pages and window of 2, no sink, one selected page.
-oracle::settings tiny() { return {.page = 2, .window = 2, .selected_pages = 1, .scale = 1.0, .tau = 0.5}; }
-
-}  // namespace
 
 TEST_CASE("pages with a sink of one page and a window of two") {
   const oracle::settings s{.page = 4, .sink = 4, .window = 8, .scale = 1.0};
@@ -649,6 +626,16 @@ TEST_CASE("undefined configurations and shapes are refused") {
   refused([](oracle::settings& s) { s.scale = 0.0; });
   refused([](oracle::settings& s) { s.summary = oracle::summary_kind::chunk_means, s.chunk = 3; });
   refused([](oracle::settings& s) { s.summary = oracle::summary_kind::key_subspace; });
+  for (int bits : {0, 3, 8, 32})
+    refused([&](oracle::settings& s) { s.summary = oracle::summary_kind::key_sketch, s.bits = bits; });
+  for (double p : {-0.1, 1.1, oracle::not_a_number})
+    refused([&](oracle::settings& s) { s.selection = oracle::selection_kind::top_p, s.top_p = p; });
+  refused([](oracle::settings& s) { s.correction = oracle::correction_kind::every_n_steps, s.every = 0; });
+  for (double delta : {-0.1, 1.1, oracle::not_a_number})
+    refused(
+        [&](oracle::settings& s) { s.correction = oracle::correction_kind::mass_deficit, s.delta = delta; });
+  refused([](oracle::settings& s) { s.spare = -1; });
+  refused([](oracle::settings& s) { s.head_kinds = {oracle::layer_kind::retrieval}; });
 
   oracle::decoder decoder(tiny());
   CHECK_THROWS_AS(decoder.step(floats(2), floats(1), floats(1)), std::invalid_argument);

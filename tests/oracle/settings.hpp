@@ -9,10 +9,19 @@
 
 namespace oracle {
 
-enum class summary_kind { min_max, chunk_means, key_subspace };
-enum class correction_kind { cosine_drift, always, never };
+enum class summary_kind { min_max, chunk_means, key_subspace, mean, centroid_box, ball, key_sketch };
+enum class correction_kind { cosine_drift, always, never, every_n_steps, mass_deficit };
 enum class layer_kind { retrieval, complete, window };  // window: sink and window pages, nothing selected
 enum class route_kind { resident, in_place };  // in_place: attention reads the store, nothing is recalled
+enum class element_kind { f32, f16, bf16 };
+enum class pooling_kind { mean_softmax, max_softmax, mean_score, max_score, mean_query, max_query };
+enum class selection_kind { top_k, top_p };
+enum class drift_pool_kind { mean, min, max };
+enum class residency_kind { first_unselected, least_recently_used };  // who is evicted first
+
+/// How a summary's numbers are kept. `standard` is the policy's own choice: the key's type for min_max,
+/// float32 for the others. key_subspace and key_sketch have codes of their own and ignore this.
+enum class stored_format { standard, key, float32, int8 };
 
 /// One KV head's subspace of the keys: `mean` is (d), `rows` is (r, d) with orthonormal rows.
 struct basis {
@@ -30,21 +39,55 @@ struct settings {
   int selected_pages = 1;  // k, pages per KV head
   double scale = 0.0;      // of attention and of page scores; see default_scale
   summary_kind summary = summary_kind::min_max;
-  int chunk = 1;                  // u of chunk_means, tokens, divides p
-  int bits = 32;                  // of key_subspace: 2, 3, 4, 8, or 32 for unquantised
+  int chunk = 1;  // u of chunk_means, tokens, divides p
+  int bits = 32;  // of key_subspace: 2, 3, 4, 8, or 32 for unquantised; of key_sketch: 1, 2, 4
   std::vector<basis> bases = {};  // of key_subspace: one per KV head
   correction_kind correction = correction_kind::cosine_drift;
   double tau = 0.9;
   layer_kind kind = layer_kind::retrieval;
   route_kind route = route_kind::resident;
+  element_kind element = element_kind::f32;  // the key's type; keys are given as it holds them
+  stored_format format = stored_format::standard;
+  pooling_kind pooling = pooling_kind::mean_softmax;
+  selection_kind selection = selection_kind::top_k;
+  double top_p = 0.9;                                  // P, of top_p
+  drift_pool_kind drift_pool = drift_pool_kind::mean;  // of cosine_drift
+  int every = 1;                                       // n of every_n_steps, decode steps
+  double delta = 0.1;                                  // of mass_deficit
+  bool partial = false;                                // of mass_deficit
+  int spare = 0;                                       // c, slots per KV head beyond k
+  residency_kind residency = residency_kind::first_unselected;
+  std::vector<layer_kind> head_kinds = {};  // one per KV head; empty: all heads are of `kind`
 };
 
 inline double default_scale(int head_dim) { return 1.0 / std::sqrt(static_cast<double>(head_dim)); }
 
 inline int group_size(const settings& s) { return s.query_heads / s.kv_heads; }
 
+inline layer_kind kind_of(const settings& s, int kv_head) {
+  return s.head_kinds.empty() ? s.kind : s.head_kinds[static_cast<std::size_t>(kv_head)];
+}
+
+inline bool retrieves(const settings& s, int kv_head) { return kind_of(s, kv_head) == layer_kind::retrieval; }
+
 inline void require(bool holds, const std::string& sentence) {
   if (!holds) throw std::invalid_argument("oracle: " + sentence);
+}
+
+inline void check_summary(const settings& s) {
+  if (s.summary == summary_kind::chunk_means)
+    require(s.chunk >= 1 && s.page % s.chunk == 0, "chunk divides the page");
+  if (s.summary == summary_kind::key_sketch)
+    require(s.bits == 1 || s.bits == 2 || s.bits == 4, "bits of key_sketch is 1, 2 or 4");
+  if (s.summary != summary_kind::key_subspace) return;
+  require(s.bits == 2 || s.bits == 3 || s.bits == 4 || s.bits == 8 || s.bits == 32,
+          "bits is 2, 3, 4, 8 or 32");
+  require(s.bases.size() == static_cast<std::size_t>(s.kv_heads), "one basis per KV head");
+  const auto d = static_cast<std::size_t>(s.head_dim);
+  for (const basis& b : s.bases) {
+    require(b.mean.size() == d, "a basis' mean has head_dim elements");
+    require(!b.rows.empty() && b.rows.size() % d == 0, "a basis has whole rows of head_dim elements");
+  }
 }
 
 /// Throws std::invalid_argument for a configuration the specification does not define.
@@ -57,19 +100,18 @@ inline void check(const settings& s) {
           "window is a multiple of the page, at least one page");
   require(s.selected_pages >= 1, "at least one page is selected");
   require(s.scale > 0.0, "scale is positive; default_scale gives the usual one");
-  if (s.kind != layer_kind::retrieval) return;
-  if (s.summary == summary_kind::chunk_means)
-    require(s.chunk >= 1 && s.page % s.chunk == 0, "chunk divides the page");
-  if (s.summary == summary_kind::key_subspace) {
-    require(s.bits == 2 || s.bits == 3 || s.bits == 4 || s.bits == 8 || s.bits == 32,
-            "bits is 2, 3, 4, 8 or 32");
-    require(s.bases.size() == static_cast<std::size_t>(s.kv_heads), "one basis per KV head");
-    const auto d = static_cast<std::size_t>(s.head_dim);
-    for (const basis& b : s.bases) {
-      require(b.mean.size() == d, "a basis' mean has head_dim elements");
-      require(!b.rows.empty() && b.rows.size() % d == 0, "a basis has whole rows of head_dim elements");
-    }
-  }
+  require(s.head_kinds.empty() || s.head_kinds.size() == static_cast<std::size_t>(s.kv_heads),
+          "head_kinds is empty or has one kind per KV head");
+  bool any = false;
+  for (int kv_head = 0; kv_head < s.kv_heads; ++kv_head) any = any || retrieves(s, kv_head);
+  if (!any) return;
+  require(s.spare >= 0, "spare slots are not negative");
+  if (s.selection == selection_kind::top_p)
+    require(s.top_p >= 0.0 && s.top_p <= 1.0, "top_p is a share of the mass, from 0 to 1");
+  if (s.correction == correction_kind::every_n_steps) require(s.every >= 1, "every is at least one step");
+  if (s.correction == correction_kind::mass_deficit)
+    require(s.delta >= 0.0 && s.delta <= 1.0, "delta is a share of the best mass, from 0 to 1");
+  check_summary(s);
 }
 
 }  // namespace oracle

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "codes.hpp"
 #include "numbers.hpp"
 #include "settings.hpp"
 
@@ -31,42 +32,17 @@ inline std::vector<double> projected_query(std::span<const float> q, const basis
   return projection;
 }
 
-/// The distance between two neighbouring codes of one token: max|c| / (2^(bits-1) - 1), NaN if any c is NaN.
-inline double code_step(const std::vector<double>& c, int bits) {
-  double largest = 0.0;
-  for (double value : c) largest = max_or_nan(largest, std::fabs(value));
-  return largest / static_cast<double>((1 << (bits - 1)) - 1);
-}
-
-/// The coefficients as they read back from their codes. A token with a NaN or infinite coefficient has no
-/// codes: it reads back as NaN, so that its page is not chosen on invented numbers.
-inline std::vector<double> quantised(const std::vector<double>& c, int bits) {
-  if (bits == 32) return c;
-  const double step = code_step(c, bits);
-  if (!std::isfinite(step)) return std::vector<double>(c.size(), not_a_number);
-  std::vector<double> back;
-  for (double value : c) back.push_back(step == 0.0 ? 0.0 : std::nearbyint(value / step) * step);
-  return back;
-}
-
-/// How far each coefficient of `quantised` may move in an implementation that rounds its float32 sums
-/// elsewhere: one step where c / step lies at the edge between two codes, else 0.
+/// How far each coefficient of one key may move, see codes.hpp.
 inline std::vector<double> code_doubt(std::span<const float> key, const basis& b, int bits) {
   const std::vector<double> c = coefficients(key, b);
-  std::vector<double> doubt(c.size(), 0.0);
-  if (bits == 32) return doubt;
-  const double step = code_step(c, bits);
-  if (!std::isfinite(step) || step == 0.0) return doubt;
+  std::vector<double> sizes;
   for (std::size_t r = 0; r < c.size(); ++r) {
     double terms = 0.0;
     for (std::size_t i = 0; i < key.size(); ++i)
       terms += std::fabs(b.rows[r * key.size() + i] * (static_cast<double>(key[i]) - b.mean[i]));
-    const double position = std::fabs(c[r]) / step;
-    const double from_edge = std::fabs(position - std::floor(position) - 0.5);
-    const double float_error = 1e-6 * (terms / step + position);
-    if (from_edge <= float_error) doubt[r] = step;
+    sizes.push_back(terms);
   }
-  return doubt;
+  return code_doubt(c, sizes, bits);
 }
 
 /// (p, r) from a page's keys (p, d).
@@ -103,20 +79,12 @@ inline double subspace_score_doubt(std::span<const float> q, const std::vector<d
                                    const std::vector<double>& doubt, const basis& b, double scale) {
   const std::vector<double> projection = projected_query(q, b);
   const int tokens = static_cast<int>(summary.size() / projection.size());
-  std::vector<double> low, middle, high;
+  std::vector<double> exponents, moves;
   for (int t = 0; t < tokens; ++t) {
-    const double exponent = scale * dot(projection, row_of(summary, t, rank_of(b)));
-    double move = 0.0;
-    for (int r = 0; r < rank_of(b); ++r)
-      move += scale * std::fabs(projection[static_cast<std::size_t>(r)]) * row_of(doubt, t, rank_of(b))[r];
-    low.push_back(exponent - move);
-    middle.push_back(exponent);
-    high.push_back(exponent + move);
+    exponents.push_back(scale * dot(projection, row_of(summary, t, rank_of(b))));
+    moves.push_back(scale * product_doubt(projection, row_of(doubt, t, rank_of(b))));
   }
-  const double score = log_sum_exp(middle);
-  // What scores NaN or infinite does so whatever the codes are.
-  if (!std::isfinite(score)) return 0.0;
-  return std::fmax(log_sum_exp(high) - score, score - log_sum_exp(low));
+  return log_sum_exp_doubt(exponents, moves);
 }
 
 }  // namespace oracle

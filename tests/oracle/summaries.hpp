@@ -2,13 +2,18 @@
 // infinity.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <limits>
 #include <span>
 #include <vector>
 
+#include "codes.hpp"
+#include "formats.hpp"
 #include "numbers.hpp"
 #include "settings.hpp"
+#include "sketch.hpp"
 #include "subspace.hpp"
 
 namespace oracle {
@@ -30,7 +35,7 @@ inline std::vector<double> min_max_summary(const std::vector<std::span<const flo
   return summary;
 }
 
-/// scale * sum_d max(q_d * min_d, q_d * max_d).
+/// scale * sum_d max(q_d * low_d, q_d * high_d): of min_max and centroid_box.
 inline double min_max_score(std::span<const float> q, const std::vector<double>& summary, double scale) {
   double sum = 0.0;
   for (std::size_t i = 0; i < q.size(); ++i) {
@@ -40,57 +45,177 @@ inline double min_max_score(std::span<const float> q, const std::vector<double>&
   return scale * sum;
 }
 
-/// (p / chunk, d): the mean key of every `chunk` consecutive tokens of a page.
-inline std::vector<double> chunk_means_summary(const std::vector<std::span<const float>>& keys, int chunk) {
+/// (2, d): centre - h, then centre + h, centre being (min + max) / 2 and h the mean of |k_t - centre|.
+inline summary_numbers centroid_box_numbers(const std::vector<std::span<const float>>& keys) {
   const std::size_t d = keys[0].size();
-  const auto u = static_cast<std::size_t>(chunk);
-  std::vector<double> summary;
-  for (std::size_t first = 0; first < keys.size(); first += u)
-    for (std::size_t i = 0; i < d; ++i) {
-      double sum = 0.0;
-      for (std::size_t t = first; t < first + u; ++t) sum += static_cast<double>(keys[t][i]);
-      summary.push_back(sum / static_cast<double>(chunk));
+  const std::vector<double> range = min_max_summary(keys);
+  summary_numbers box{std::vector<double>(2 * d), std::vector<double>(2 * d)};
+  for (std::size_t i = 0; i < d; ++i) {
+    const double centre = (range[i] + range[d + i]) / 2.0;
+    const double centre_size = (std::fabs(range[i]) + std::fabs(range[d + i])) / 2.0;
+    double sum = 0.0, size = 0.0;
+    for (std::span<const float> key : keys) {
+      sum += std::fabs(static_cast<double>(key[i]) - centre);
+      size += std::fabs(static_cast<double>(key[i])) + centre_size;
     }
+    const double h = sum / static_cast<double>(keys.size());
+    box.values[i] = centre - h;
+    box.values[d + i] = centre + h;
+    box.sizes[i] = box.sizes[d + i] = centre_size + size / static_cast<double>(keys.size());
+  }
+  return box;
+}
+
+/// (d + 1): the mean key c, then r = max_t |k_t - c|.
+inline summary_numbers ball_numbers(const std::vector<std::span<const float>>& keys) {
+  summary_numbers ball = mean_key(keys);
+  double radius = 0.0, size = 0.0;
+  for (std::span<const float> key : keys) {
+    double squares = 0.0, square_sizes = 0.0;
+    for (std::size_t i = 0; i < key.size(); ++i) {
+      const double element = static_cast<double>(key[i]);
+      squares += (element - ball.values[i]) * (element - ball.values[i]);
+      square_sizes += std::pow(std::fabs(element) + ball.sizes[i], 2.0);
+    }
+    radius = max_or_nan(radius, std::sqrt(squares));
+    size = max_or_nan(size, std::sqrt(square_sizes));
+  }
+  ball.add(radius, size);
+  return ball;
+}
+
+/// scale * (<q, c> + |q| * r).
+inline double ball_score(std::span<const float> q, const std::vector<double>& summary, double scale) {
+  const double radius = summary[q.size()];
+  return scale * (dot(q, row_of(summary, 0, static_cast<int>(q.size()))) + std::sqrt(dot(q, q)) * radius);
+}
+
+inline double ball_score_doubt(std::span<const float> q, const page_summary& summary, double scale) {
+  const double norm = std::sqrt(dot(q, q));
+  const double radius = summary.values[q.size()];
+  double doubt = 0.0;
+  if (!summary.doubt.empty()) {
+    const std::vector<double> norm_only{norm};
+    doubt = product_doubt(q, row_of(summary.doubt, 0, static_cast<int>(q.size()))) +
+            product_doubt(norm_only, row_of(summary.doubt, static_cast<int>(q.size()), 1));
+  }
+  // Squares that float32 holds as subnormal numbers, or not at all, say little of a norm.
+  const double smallest = static_cast<double>(std::numeric_limits<float>::min());
+  const double terms = smallest * static_cast<double>(q.size());
+  if ((norm * norm < terms || radius * radius < terms) && std::isfinite(norm * radius))
+    doubt += std::sqrt(terms) * std::max(norm, radius);
+  return scale * doubt;
+}
+
+/// (p / chunk, d): the mean key of every `chunk` consecutive tokens of a page.
+inline summary_numbers chunk_means_numbers(const std::vector<std::span<const float>>& keys, int chunk) {
+  const auto u = static_cast<std::ptrdiff_t>(chunk);
+  summary_numbers summary;
+  for (auto first = keys.begin(); first != keys.end(); first += u) {
+    const summary_numbers mean = mean_key({first, first + u});
+    for (std::size_t i = 0; i < mean.values.size(); ++i) summary.add(mean.values[i], mean.sizes[i]);
+  }
   return summary;
 }
 
-/// ln sum_b exp(scale * <q, m_b>).
-inline double chunk_means_score(std::span<const float> q, const std::vector<double>& summary, double scale) {
+inline std::vector<double> chunk_means_summary(const std::vector<std::span<const float>>& keys, int chunk) {
+  return chunk_means_numbers(keys, chunk).values;
+}
+
+/// scale * <q, m_b> of every chunk; of the page's mean, where that is the only one.
+inline std::vector<double> chunk_exponents(std::span<const float> q, const std::vector<double>& summary,
+                                           double scale) {
   const int d = static_cast<int>(q.size());
   const int chunks = static_cast<int>(summary.size() / q.size());
   std::vector<double> exponents;
   for (int b = 0; b < chunks; ++b) exponents.push_back(scale * dot(q, row_of(summary, b, d)));
-  return log_sum_exp(exponents);
+  return exponents;
 }
 
-/// `values` is what the policy stores, read back; `doubt` how far a value may legitimately differ (only
-/// key_subspace has such, for the others it is empty).
-struct page_summary {
-  std::vector<double> values;
-  std::vector<double> doubt;
-};
+/// ln sum_b exp(scale * <q, m_b>).
+inline double chunk_means_score(std::span<const float> q, const std::vector<double>& summary, double scale) {
+  return log_sum_exp(chunk_exponents(q, summary, scale));
+}
+
+inline double chunk_means_score_doubt(std::span<const float> q, const page_summary& summary, double scale) {
+  const int d = static_cast<int>(q.size());
+  const std::vector<double> exponents = chunk_exponents(q, summary.values, scale);
+  std::vector<double> moves;
+  for (std::size_t b = 0; b < exponents.size(); ++b)
+    moves.push_back(scale * product_doubt(q, row_of(summary.doubt, static_cast<int>(b), d)));
+  return log_sum_exp_doubt(exponents, moves);
+}
+
+/// max(q * low, q * high) moves by no more than the larger of the two doubts times |q|.
+inline double min_max_score_doubt(std::span<const float> q, const page_summary& summary, double scale) {
+  std::vector<double> larger;
+  for (std::size_t i = 0; i < q.size(); ++i)
+    larger.push_back(std::max(summary.doubt[i], summary.doubt[q.size() + i]));
+  return scale * product_doubt(q, larger);
+}
 
 /// The summary of one KV head's complete page, `keys` being its p rows.
 inline page_summary summarise(const settings& s, int kv_head,
                               const std::vector<std::span<const float>>& keys) {
-  if (s.summary == summary_kind::min_max) return {min_max_summary(keys), {}};
-  if (s.summary == summary_kind::chunk_means) return {chunk_means_summary(keys, s.chunk), {}};
+  switch (s.summary) {
+    case summary_kind::min_max: {
+      const std::vector<double> range = min_max_summary(keys);
+      return stored(s, {range, std::vector<double>(range.size(), 0.0)});
+    }
+    case summary_kind::mean:
+      return stored(s, mean_key(keys));
+    case summary_kind::centroid_box:
+      return stored(s, centroid_box_numbers(keys));
+    case summary_kind::ball:
+      return stored(s, ball_numbers(keys));
+    case summary_kind::chunk_means:
+      return stored(s, chunk_means_numbers(keys, s.chunk));
+    case summary_kind::key_sketch:
+      return sketch_summary(keys, s.bits);
+    case summary_kind::key_subspace:
+      break;
+  }
   const basis& b = s.bases[static_cast<std::size_t>(kv_head)];
   return {subspace_summary(keys, b, s.bits), subspace_doubt(keys, b, s.bits)};
 }
 
 inline double score_page(const settings& s, int kv_head, std::span<const float> q,
                          const page_summary& summary) {
-  if (s.summary == summary_kind::min_max) return min_max_score(q, summary.values, s.scale);
-  if (s.summary == summary_kind::chunk_means) return chunk_means_score(q, summary.values, s.scale);
+  switch (s.summary) {
+    case summary_kind::min_max:
+    case summary_kind::centroid_box:
+      return min_max_score(q, summary.values, s.scale);
+    case summary_kind::ball:
+      return ball_score(q, summary.values, s.scale);
+    case summary_kind::mean:
+    case summary_kind::chunk_means:
+      return chunk_means_score(q, summary.values, s.scale);
+    case summary_kind::key_sketch:
+      return sketch_score(q, summary.values, s.scale);
+    case summary_kind::key_subspace:
+      break;
+  }
   return subspace_score(q, summary.values, s.bases[static_cast<std::size_t>(kv_head)], s.scale);
 }
 
+/// How far `score_page` may legitimately differ because numbers of the summary do; infinite where one of
+/// them may be infinite or not.
 inline double score_doubt(const settings& s, int kv_head, std::span<const float> q,
                           const page_summary& summary) {
-  if (s.summary != summary_kind::key_subspace) return 0.0;
-  return subspace_score_doubt(q, summary.values, summary.doubt, s.bases[static_cast<std::size_t>(kv_head)],
-                              s.scale);
+  if (s.summary == summary_kind::ball) return ball_score_doubt(q, summary, s.scale);
+  if (summary.doubt.empty()) return 0.0;
+  switch (s.summary) {
+    case summary_kind::min_max:
+    case summary_kind::centroid_box:
+      return min_max_score_doubt(q, summary, s.scale);
+    case summary_kind::key_sketch:
+      return sketch_score_doubt(q, summary, s.scale);
+    case summary_kind::key_subspace:
+      return subspace_score_doubt(q, summary.values, summary.doubt,
+                                  s.bases[static_cast<std::size_t>(kv_head)], s.scale);
+    default:
+      return chunk_means_score_doubt(q, summary, s.scale);
+  }
 }
 
 }  // namespace oracle

@@ -45,8 +45,11 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
   return out << "seed " << c.seed << ": " << freekv::examples::dtype_name(o.element) << " d " << o.head_dim
              << ", " << o.query_heads << "/" << o.kv_heads << " heads, page " << o.page << ", sink "
              << o.budget.sink << ", window " << o.budget.window << ", k " << o.budget.selected_pages << ", "
-             << o.does.summary << " (chunk " << o.does.chunk << ", rank " << o.does.rank << ", bits "
-             << o.does.bits << "), " << o.does.correction << " tau " << o.does.tau << ", plan " << o.does.plan
+             << o.does.summary << " " << o.does.format << " (chunk " << o.does.chunk << ", rank " << o.does.rank
+             << ", bits " << o.does.bits << "), " << o.does.pooling << ", " << o.does.selection << " " << o.does.top_p
+             << ", " << o.does.correction << " tau " << o.does.tau << " " << o.does.drift_pool << " delta "
+             << o.does.delta << (o.does.partial ? " partial" : "") << " every " << o.does.every << ", "
+             << o.does.residency << " spare " << o.does.spare << ", plan " << o.does.plan << ", " << o.layout
              << (o.in_place ? ", in place" : ", resident") << ", prompt " << c.prompt << ", steps "
              << c.steps;
 }
@@ -59,6 +62,10 @@ class dice {
   template <class T>
   T one_of(std::initializer_list<T> choices) {
     return choices.begin()[below(static_cast<int>(choices.size()))];
+  }
+  template <class Choices>
+  std::string name_of(const Choices& choices) {
+    return std::string(std::begin(choices)[below(static_cast<int>(std::size(choices)))].name);
   }
   float normal() { return normal_(engine_); }
   float uniform() { return static_cast<float>(engine_() >> 40) * 0x1p-24f; }
@@ -98,21 +105,36 @@ inline random_case make_case(std::uint64_t seed) {
   auto& o = c.options;
   o.element = d.one_of({data_type::f32, data_type::f16, data_type::bf16});
   constexpr auto& compiled = freekv::examples::head_dims;
-  o.head_dim = compiled[static_cast<std::size_t>(d.below(static_cast<int>(compiled.size())))];
+  o.head_dim = compiled[static_cast<std::size_t>(d.below(static_cast<int>(std::size(compiled))))];
   o.kv_heads = d.between(1, 3);
   o.query_heads = o.kv_heads * d.one_of({1, 2, 3, 4, 5, 7, 8, 16});
   o.page = d.one_of({8, 8, 16, 24, 32, 64, 128});
   o.budget.sink = o.page * d.between(0, 2);
   o.budget.window = o.page * d.between(1, 3);
   o.budget.selected_pages = d.one_of({1, 2, 3, 4, 7, 40});
-  o.does.summary = d.one_of<std::string>({"min_max", "chunk_means", "key_subspace"});
+  using namespace freekv::examples;
+  o.layout = d.name_of(layouts);
+  o.does.summary = d.name_of(summaries);
+  o.does.format = d.name_of(formats);
   o.does.chunk = d.one_of({1, 2, 4, 8});
   o.does.rank = d.between(8, 32);
-  o.does.bits = d.one_of({2, 3, 4, 8, 32});
-  o.does.correction = d.one_of<std::string>({"cosine_drift", "cosine_drift", "always", "never"});
+  o.does.bits = o.does.summary == "key_sketch" ? d.one_of({1, 2, 4}) : d.one_of({2, 3, 4, 8, 32});
+  // The default, half of the time.
+  if (d.below(2) == 0) o.does.pooling = d.name_of(poolings);
+  if (d.below(4) == 0) o.does.selection = d.name_of(selections);
+  o.does.top_p = d.one_of({0.3f, 0.6f, 0.9f, 1.0f});
+  if (d.below(3) != 0) o.does.correction = d.name_of(corrections);
   o.does.tau = d.one_of({0.5f, 0.8f, 0.9f, 0.95f});
-  o.does.plan =
-      d.one_of<std::string>({"retrieval", "retrieval", "retrieval", "retrieval", "complete", "window"});
+  o.does.drift_pool = d.name_of(drift_pools);
+  o.does.delta = d.one_of({0.0f, 0.05f, 0.2f, 0.5f});
+  o.does.partial = d.below(2) == 0;
+  o.does.every = d.between(1, 6);
+  o.does.residency = d.name_of(residencies);
+  o.does.spare = d.one_of({0, 0, 1, 3, 9});
+  o.does.plan = d.one_of<std::string>(
+      {"retrieval", "retrieval", "retrieval", "retrieval", "retrieval", "complete", "window", "by_head"});
+  using enum freekv::layer_kind;
+  for (int head = 0; head < o.kv_heads; ++head) o.head_kinds.push_back(d.one_of({retrieval, complete, window}));
   o.in_place = d.below(2) == 0;
   o.scale = d.one_of({0.0f, 0.0f, 0.05f, 0.3f});
   c.prompt =
@@ -157,6 +179,18 @@ class token_source {
   std::vector<float> query_, centre_;
 };
 
+/// The oracle's word for a name: its values stand in the order of the programs' list, all of them.
+template <class Choices, class Value>
+Value value_at(const Choices& choices, const std::string& name, std::initializer_list<Value> values) {
+  if (values.size() != std::size(choices)) throw std::logic_error("the oracle knows other policies than the list");
+  const auto* value = values.begin();
+  for (const auto& one : choices) {
+    if (one.name == name) return *value;
+    ++value;
+  }
+  throw std::logic_error("the oracle does not know " + name);
+}
+
 /// The oracle's settings for the same layer.
 inline oracle::settings oracle_settings(const random_case& c) {
   const auto& o = c.options;
@@ -169,18 +203,48 @@ inline oracle::settings oracle_settings(const random_case& c) {
   s.window = o.budget.window;
   s.selected_pages = o.budget.selected_pages;
   s.scale = o.scale == 0.0f ? oracle::default_scale(o.head_dim) : static_cast<double>(o.scale);
-  s.summary = o.does.summary == "min_max"       ? oracle::summary_kind::min_max
-              : o.does.summary == "chunk_means" ? oracle::summary_kind::chunk_means
-                                                : oracle::summary_kind::key_subspace;
+  s.summary = value_at(freekv::examples::summaries, o.does.summary,
+                       {oracle::summary_kind::min_max, oracle::summary_kind::mean,
+                        oracle::summary_kind::centroid_box, oracle::summary_kind::ball,
+                        oracle::summary_kind::chunk_means, oracle::summary_kind::key_sketch,
+                        oracle::summary_kind::key_subspace});
+  s.element = o.element == data_type::f32   ? oracle::element_kind::f32
+              : o.element == data_type::f16 ? oracle::element_kind::f16
+                                            : oracle::element_kind::bf16;
+  s.format = value_at(freekv::examples::formats, o.does.format,
+                      {oracle::stored_format::standard, oracle::stored_format::key,
+                       oracle::stored_format::float32, oracle::stored_format::int8});
   s.chunk = o.does.chunk;
   s.bits = o.does.bits;
-  s.correction = o.does.correction == "cosine_drift" ? oracle::correction_kind::cosine_drift
-                 : o.does.correction == "always"     ? oracle::correction_kind::always
-                                                     : oracle::correction_kind::never;
+  s.pooling = value_at(freekv::examples::poolings, o.does.pooling,
+                       {oracle::pooling_kind::mean_softmax, oracle::pooling_kind::max_softmax,
+                        oracle::pooling_kind::mean_score, oracle::pooling_kind::max_score,
+                        oracle::pooling_kind::mean_query, oracle::pooling_kind::max_query});
+  s.selection = value_at(freekv::examples::selections, o.does.selection,
+                         {oracle::selection_kind::top_k, oracle::selection_kind::top_p});
+  s.top_p = static_cast<double>(o.does.top_p);
+  s.correction = value_at(freekv::examples::corrections, o.does.correction,
+                          {oracle::correction_kind::cosine_drift, oracle::correction_kind::mass_deficit,
+                           oracle::correction_kind::always, oracle::correction_kind::never,
+                           oracle::correction_kind::every_n_steps});
   s.tau = static_cast<double>(o.does.tau);
+  s.drift_pool = value_at(freekv::examples::drift_pools, o.does.drift_pool,
+                          {oracle::drift_pool_kind::mean, oracle::drift_pool_kind::min,
+                           oracle::drift_pool_kind::max});
+  s.delta = static_cast<double>(o.does.delta);
+  s.partial = o.does.partial;
+  s.every = o.does.every;
+  s.residency = value_at(freekv::examples::residencies, o.does.residency,
+                         {oracle::residency_kind::first_unselected, oracle::residency_kind::least_recently_used});
+  s.spare = o.does.spare;
   s.kind = o.does.plan == "complete" ? oracle::layer_kind::complete
            : o.does.plan == "window" ? oracle::layer_kind::window
                                      : oracle::layer_kind::retrieval;
+  if (o.does.plan == "by_head")
+    for (const auto kind : o.head_kinds)
+      s.head_kinds.push_back(kind == freekv::layer_kind::retrieval  ? oracle::layer_kind::retrieval
+                             : kind == freekv::layer_kind::complete ? oracle::layer_kind::complete
+                                                                    : oracle::layer_kind::window);
   s.route = o.in_place ? oracle::route_kind::in_place : oracle::route_kind::resident;
   const auto view = c.with_basis().basis;
   for (int head = 0; head < o.kv_heads; ++head)

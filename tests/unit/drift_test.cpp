@@ -1,6 +1,6 @@
 // How far queries have turned, and which heads that flags.
 
-#include <freekv/functors/query_drift.hpp>
+#include <freekv/policies/query_drift.hpp>
 #include <freekv/policies/correction.hpp>
 #include <vector>
 
@@ -28,7 +28,7 @@ bool flags_on(executor on, float tau, const query_pair& q) {
   bool flagged = false;
   const auto policy = freekv::cosine_drift{.tau = tau}.at(0);
   run_on(on, [&](auto team) {
-    flagged = policy.flags(team, {q.now.data(), q.group, q.d}, {q.before.data(), q.group, q.d});
+    flagged = policy.flags(team, {{q.now.data(), q.group, q.d}, {q.before.data(), q.group, q.d}});
   });
   return flagged;
 }
@@ -130,7 +130,25 @@ TEST_CASE("tau may differ by layer", "[drift]") {
 }
 
 TEST_CASE("always and never do as they are called", "[drift]") {
-  const freekv::group_query q{};
-  CHECK(freekv::always{}.at(3).flags(freekv::scalar_team{}, q, q));
-  CHECK_FALSE(freekv::never{}.at(3).flags(freekv::scalar_team{}, q, q));
+  CHECK(freekv::always{}.at(3).flags(freekv::scalar_team{}, {}));
+  CHECK_FALSE(freekv::never{}.at(3).flags(freekv::scalar_team{}, {}));
+}
+
+TEST_CASE("every_n_steps flags the first decode step after a prompt and every nth from it", "[drift]") {
+  const auto flagged = [](const auto& policy) {
+    std::string steps;
+    for (int step = 0; step < 7; ++step)
+      steps += policy.at(0).flags(freekv::scalar_team{}, {{}, {}, step}) ? 'x' : '.';
+    return steps;
+  };
+  CHECK(flagged(freekv::every_n_steps<3>{}) == "x..x..x");
+  CHECK(flagged(freekv::every_n_steps<freekv::dynamic>{{1}}) == "xxxxxxx");
+}
+
+TEST_CASE("mass_deficit flags what has less than its share of the best pages' mass", "[drift]") {
+  const freekv::mass_deficit policy{.delta = 0.25f};
+  CHECK_FALSE(policy.at(0).flags({.selected = 0.375f, .best = 0.5f}));  // exactly the share
+  CHECK(policy.at(0).flags({.selected = 0.374f, .best = 0.5f}));
+  CHECK_FALSE(policy.at(0).flags({.selected = 0.0f, .best = 0.0f}));
+  CHECK(freekv::mass_deficit{.delta = 0.0f}.at(0).flags({.selected = 0.4999f, .best = 0.5f}));
 }

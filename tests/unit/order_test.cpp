@@ -46,7 +46,7 @@ slow_pipeline::settings settings() {
   s.kv_heads = 1;
   s.budget = {.sink = 8, .window = 16, .selected_pages = 2};
   s.max_tokens = 150;
-  s.correction = {.tau = 0.5f};
+  s.correction = {.tau = -2.0f};  // flags no head after a prompt's first step: a flagged one scores before it attends
   return s;
 }
 
@@ -89,8 +89,7 @@ TEST_CASE("recall goes on behind the caller, and the layer's next append waits f
   for (run* r : {&at_once, &behind}) prompt_only(r->pipeline, r->id, source, 100);
   CHECK(quiet_steps(behind, source, 42) == quiet_steps(at_once, source, 42));
 
-  // A step ends while both layers' recall has not; reports wait for their layer's. At 143 tokens a page is about
-  // to leave the window, so that corrected heads speculate too.
+  // A step ends while both layers' recall has not; reports wait for their layer's.
   sequence_result result;
   behind.pipeline.synchronize();
   recall.milliseconds = 100;
@@ -133,11 +132,12 @@ TEST_CASE("a prompt's append waits for the recall of the decode step before it",
 TEST_CASE("a release waits for the recall that can still touch its sequence", "[order]") {
   const text first(settings(), 24, 150, 4), second(settings(), 24, 150, 5);
   run used(true), clean(true);
-  prompt_only(used.pipeline, used.id, first,
-              102);  // the step makes it 103: a page is about to leave the window
+  prompt_only(used.pipeline, used.id, first, 102);
+  sequence_result result;
+  quiet_step(used.pipeline, used.id, first, result);
+  used.pipeline.synchronize();
   recall.milliseconds = 20;
   recall.begun = recall.ended = 0;
-  sequence_result result;
   quiet_step(used.pipeline, used.id, first, result);
   used.pipeline.release(used.id);
   CHECK(recall.ended == 4);
@@ -153,9 +153,11 @@ TEST_CASE("a pipeline goes only when its recall has ended", "[order]") {
   auto pipeline = std::make_unique<slow_pipeline>(settings(), backend);
   const auto id = pipeline->open();
   prompt_only(*pipeline, id, source, 102);
+  sequence_result result;
+  quiet_step(*pipeline, id, source, result);
+  pipeline->synchronize();
   recall.milliseconds = 20;
   recall.begun = recall.ended = 0;
-  sequence_result result;
   quiet_step(*pipeline, id, source, result);
   pipeline.reset();
   CHECK(recall.ended == 4);

@@ -216,6 +216,13 @@ TEST_CASE("variants are pipelines of their policies", "[policy_pack]") {
 
 TEST_CASE("policies have names for tables and messages", "[policy_pack]") {
   CHECK(detail::printed(min_max{}) == "min_max");
+  CHECK(detail::printed(stored_as<mean, number_format::int8>{}) == "mean(int8)");
+  CHECK(detail::printed(stored_as<chunk_means<dynamic>, number_format::any>({{4}}, number_format::key)) ==
+        "chunk_means(4, key)");
+  CHECK(detail::printed(cosine_drift{.tau = 0.8f, .pool = drift_pool::min}) == "cosine_drift(0.8, min)");
+  CHECK(detail::printed(mass_deficit{0.1f, true}) == "mass_deficit(0.1, partial)");
+  CHECK(detail::printed(least_recently_used<4>{}) == "least_recently_used(4)");
+  CHECK(detail::printed(top_p{0.9f}) == "top_p(0.9)");
   CHECK(detail::printed(any_of<min_max, chunk_means<dynamic>>(chunk_means<dynamic>{4})) == "chunk_means(4)");
   CHECK(key_subspace<>::name == "key_subspace");
   CHECK(mean_softmax::name == "mean_softmax");

@@ -58,7 +58,7 @@ std::vector<float> pooled_by_backend(freekv::host::isa set, const score_rows& sc
   w.scores = padded.data();
   w.pooled = pooled.data();
   w.log_sums = log_sums.data();
-  freekv::host::pool_candidates(set, freekv::mean_softmax{}, group, stride, w);
+  freekv::host::pool_candidates(set, freekv::mean_softmax{}, group, stride, stride, w);
   pooled.resize(count(candidates));
   return pooled;
 }
@@ -228,15 +228,15 @@ TEST_CASE("the best pages are the oracle's, ties, infinities and all", "[selecti
     std::vector<float> pooled;
     for (int j = 0; j < candidates; ++j)
       pooled.push_back(
-          d.one_of({d.normal(), static_cast<float>(d.below(4)), -inf, 0.0f, -0.0f, inf, largest}));
+          d.one_of({d.normal(), static_cast<float>(d.below(4)), -inf, 0.0f, -0.0f, largest}));
     std::vector<std::uint64_t> keys(count(candidates));
     freekv::host::workspace w;
     w.pooled = pooled.data();
     w.keys = keys.data();
-    ints best(count(chosen) + 1, -7);
-    freekv::host::best_pages({sink, sink + candidates, sink + candidates + 3}, chosen, w, best.data());
-    CHECK(best.back() == -7);
-    best.pop_back();
+    freekv::host::order_candidates(sink, candidates, chosen, w);
+    ints best;
+    for (int i = 0; i < chosen; ++i) best.push_back(freekv::page_of_key(keys[count(i)]));
+    std::sort(best.begin(), best.end());
     std::vector<int> ids;
     std::vector<double> scores;
     for (int j = 0; j < candidates; ++j) {
@@ -259,7 +259,7 @@ TEST_CASE("a new selection keeps what is held in place and fills the lowest free
   dice d(5);
   for (int trial = 0; trial < 300; ++trial) {
     const int slots = d.between(1, 20);
-    ints slot_page(count(slots), -1);
+    ints slot_page(count(slots), -1), stamps(count(slots));
     for (int step = 0; step < 20; ++step) {
       std::set<std::int32_t> wanted_set;
       const int size = d.between(0, slots);
@@ -283,7 +283,8 @@ TEST_CASE("a new selection keeps what is held in place and fills the lowest free
       }
 
       ints slot_of(wanted.size() + 1, 77);
-      const int misses = freekv::diff_pages(wanted.data(), size, slot_page.data(), slots, slot_of.data());
+      const int misses = freekv::diff_pages(freekv::first_unselected<>{}, wanted.data(), size,
+                                            {slot_page.data(), stamps.data(), slots}, step + 1, slot_of.data());
       CHECK(misses == expected_misses);
       CHECK(slot_page == expected);
       CHECK(slot_of.back() == 77);
@@ -294,13 +295,40 @@ TEST_CASE("a new selection keeps what is held in place and fills the lowest free
 }
 
 TEST_CASE("the same selection again moves nothing", "[diff_pages]") {
-  ints slot_page{-1, -1, -1}, slot_of(3);
+  ints slot_page{-1, -1, -1}, stamps(3), slot_of(3);
   const ints wanted{3, 5, 9};
-  CHECK(freekv::diff_pages(wanted.data(), 3, slot_page.data(), 3, slot_of.data()) == 3);
+  const auto misses = [&](int nth) {
+    return freekv::diff_pages(freekv::least_recently_used<>{}, wanted.data(), 3,
+                              {slot_page.data(), stamps.data(), 3}, nth, slot_of.data());
+  };
+  CHECK(misses(1) == 3);
   CHECK(slot_of == ints{~0, ~1, ~2});
-  CHECK(freekv::diff_pages(wanted.data(), 3, slot_page.data(), 3, slot_of.data()) == 0);
+  CHECK(misses(2) == 0);
   CHECK(slot_of == ints{0, 1, 2});
   CHECK(slot_page == wanted);
+}
+
+TEST_CASE("spare slots keep what the residency frees last", "[diff_pages]") {
+  ints slot_page(4, -1), stamps(4), slot_of(2);
+  int nth = 0;
+  const auto select = [&](const auto& residency, const ints& wanted) {
+    return freekv::diff_pages(residency, wanted.data(), 2, {slot_page.data(), stamps.data(), 4}, ++nth,
+                              slot_of.data());
+  };
+  const freekv::least_recently_used<2> recent;
+  CHECK(select(recent, {1, 2}) == 2);
+  CHECK(select(recent, {2, 3}) == 1);
+  CHECK(slot_page == ints{1, 2, 3, -1});
+  CHECK(select(recent, {1, 4}) == 1);  // 2 and 3 stay, both selected last
+  CHECK(slot_page == ints{1, 2, 3, 4});
+  CHECK(select(recent, {1, 3}) == 0);
+  CHECK(select(recent, {3, 5}) == 1);  // 2 was selected longest ago, then 4
+  CHECK(slot_page == ints{1, 5, 3, 4});
+  const freekv::first_unselected<2> first;
+  CHECK(select(first, {6, 7}) == 2);  // of 1, 5, 3, 4 the lowest two slots are freed
+  CHECK(slot_page == ints{6, 7, 3, 4});
+  CHECK(select(freekv::first_unselected<0>{}, {3, 6}) == 0);
+  CHECK(slot_page == ints{6, -1, 3, -1});
 }
 
 TEMPLATE_TEST_CASE("a slice is copied whole between all layouts, and nothing else is touched", "[copy_slice]",

@@ -29,6 +29,20 @@ struct streaming_llm : variant<every_layer<layer_kind::window>> {
 struct quest : variant<min_max, always> {
   static constexpr std::string_view name = "quest";
 };
+/// ArkVale (NeurIPS 2024): boxes as wide as the keys' mean distance from their centre, scores averaged over the group,
+/// selected anew before every attention.
+struct arkvale : variant<centroid_box, mean_score, always> {
+  static constexpr std::string_view name = "arkvale";
+};
+/// RazorAttention (arXiv 2407.15891): some heads keep everything, the others sink and window; without its compensation
+/// token. Which heads is the plan's `kinds`.
+struct razor_attention : variant<by_head> {
+  static constexpr std::string_view name = "razor_attention";
+};
+/// DuoAttention (arXiv 2410.10819): as razor_attention, with the heads that its training finds.
+struct duo_attention : variant<by_head> {
+  static constexpr std::string_view name = "duo_attention";
+};
 /// FreeKV as published: min-max summaries, speculative retrieval, correction by query drift.
 struct freekv : variant<min_max, cosine_drift> {
   static constexpr std::string_view name = "freekv";
@@ -40,6 +54,11 @@ struct freekv_chunk_means : variant<chunk_means<8>, cosine_drift> {
 /// FreeKV with token estimates in a 24-dimensional subspace at 3 bits.
 struct freekv_key_subspace : variant<key_subspace<24, 3>, cosine_drift> {
   static constexpr std::string_view name = "freekv_key_subspace";
+};
+
+/// The same, corrected where the selected pages miss a fifth of the mass that the best would have.
+struct freekv_key_subspace_deficit : variant<key_subspace<24, 3>, mass_deficit> {
+  static constexpr std::string_view name = "freekv_key_subspace_deficit";
 };
 
 }  // namespace variants

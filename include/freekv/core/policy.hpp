@@ -14,6 +14,7 @@ struct summary_kind {};
 struct pooling_kind {};
 struct selection_kind {};
 struct correction_kind {};
+struct residency_kind {};
 struct plan_kind {};
 struct route_kind {};
 struct backend_kind {};

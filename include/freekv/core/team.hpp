@@ -16,8 +16,8 @@
 //   sum(x), max(x)              over the lanes, to a float that all lanes see; max is NaN if any lane is
 //   sum_each(x)                 of an array of `width` packs: lane i is sum(x[i])
 //   load_codes<bits>(p, i)      codes i .. i + width, i a multiple of width, as floats, of a stream of unsigned
-//                               codes of 2, 3, 4 or 8 bits: blocks of 8 codes, `bits` bytes each, the first code
-//                               in the lowest bits. May read (and ignore) up to 2 bytes behind a block
+//                               codes of 1, 2, 3, 4 or 8 bits: blocks of 8 codes, `bits` bytes each, the first code
+//                               in the lowest bits. May read (and ignore) up to 3 bytes behind a block
 //   widen(in, out, n)           n elements of any stored type to float; n a multiple of 8
 //   lane(), lanes()             this thread's number and how many share the team; scalar work is dealt out as
 //                               for (i = lane(); i < n; i += lanes())
@@ -50,6 +50,7 @@ concept team = std::semiregular<typename T::pack> && std::constructible_from<typ
   { t.sum(x) } -> std::same_as<float>;
   { t.max(x) } -> std::same_as<float>;
   { t.sum_each(packs) } -> std::same_as<typename T::pack>;
+  { t.template load_codes<1>(codes, 0) } -> std::same_as<typename T::pack>;
   { t.template load_codes<2>(codes, 0) } -> std::same_as<typename T::pack>;
   { t.template load_codes<3>(codes, 0) } -> std::same_as<typename T::pack>;
   { t.template load_codes<4>(codes, 0) } -> std::same_as<typename T::pack>;

@@ -4,7 +4,7 @@
 
 #include <freekv/core/shape.hpp>
 #include <freekv/core/unroll.hpp>
-#include <freekv/functors/log_sum_exp.hpp>
+#include <freekv/core/log_sum_exp.hpp>
 #include <freekv/storage/layout.hpp>
 
 namespace freekv {

@@ -2,38 +2,62 @@
 #pragma once
 
 #include <cstdint>
-#include <freekv/config.hpp>
+#include <freekv/policies/residency.hpp>
 
 namespace freekv {
 
-/// Matches a new selection with the slots of one KV head.
+/// The selected slots of one KV head: (count) each.
+struct slot_contents {
+  std::int32_t* page = nullptr;           ///< the page a slot holds, -1 for none
+  std::int32_t* last_selected = nullptr;  ///< number of the last selection that had the page
+  int count = 0;
+};
+
+/// Matches a new selection, the head's `nth`, with its slots, which are brought up to date.
 ///
-/// `wanted`: `count` page ids, ascending. `slot_page` (slots): the page each slot holds, -1 for none; brought
-/// up to date. `slot_of[i]` becomes the slot of wanted[i] where it is held, or the complement `~slot` of the
-/// free slot, lowest first, that it is to be copied to. Slots of pages no longer wanted are free. Returns the
-/// number of misses.
-FREEKV_HD inline int diff_pages(const std::int32_t* wanted, int count, std::int32_t* slot_page, int slots,
-                                std::int32_t* slot_of) {
+/// `wanted`: `count` page ids, ascending. `slot_of[i]` becomes the slot of wanted[i] where it is held, or the complement
+/// `~slot` of the free slot, lowest first, that it is to be copied to. Of the pages no longer wanted as many stay as
+/// there are spare slots, those that `residency` frees last. Returns the number of misses.
+template <residency_policy Residency>
+FREEKV_HD int diff_pages(const Residency& residency, const std::int32_t* wanted, int count,
+                         const slot_contents& slots, std::int32_t nth, std::int32_t* slot_of) {
   for (int i = 0; i < count; ++i) slot_of[i] = -1;
-  for (int slot = 0; slot < slots; ++slot) {
+  const int spare = residency.spare;
+  int unselected = 0;
+  for (int slot = 0; slot < slots.count; ++slot) {
+    if (slots.page[slot] < 0) continue;
     int first = 0, last = count;
     while (first < last) {
       const int middle = (first + last) / 2;
-      if (wanted[middle] < slot_page[slot])
+      if (wanted[middle] < slots.page[slot])
         first = middle + 1;
       else
         last = middle;
     }
-    if (first < count && wanted[first] == slot_page[slot])
+    if (first < count && wanted[first] == slots.page[slot]) {
       slot_of[first] = slot;
-    else
-      slot_page[slot] = -1;
+      slots.last_selected[slot] = nth;
+    } else if (spare == 0) {
+      slots.page[slot] = -1;
+    } else {
+      ++unselected;
+    }
+  }
+  for (; unselected > spare; --unselected) {
+    unselected_slot freed{-1};
+    for (int slot = 0; slot < slots.count; ++slot) {
+      const unselected_slot other{slot, slots.last_selected[slot]};
+      if (slots.page[slot] < 0 || other.last_selected == nth) continue;
+      if (freed.slot < 0 || residency.frees_before(other, freed)) freed = other;
+    }
+    slots.page[freed.slot] = -1;
   }
   int misses = 0, free = 0;
   for (int i = 0; i < count; ++i) {
     if (slot_of[i] >= 0) continue;
-    while (slot_page[free] >= 0) ++free;
-    slot_page[free] = wanted[i];
+    while (slots.page[free] >= 0) ++free;
+    slots.page[free] = wanted[i];
+    slots.last_selected[free] = nth;
     slot_of[i] = ~free;
     ++misses;
   }

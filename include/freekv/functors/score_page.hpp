@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cuda/std/limits>
-#include <freekv/functors/log_sum_exp.hpp>
+#include <freekv/core/log_sum_exp.hpp>
 #include <freekv/policies/summary.hpp>
 
 namespace freekv {

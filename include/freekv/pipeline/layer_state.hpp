@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <freekv/functors/diff_pages.hpp>
 #include <freekv/policies/geometry.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/storage/layout.hpp>
@@ -44,35 +45,42 @@ struct head_of {
 
 /// One layer's memory and sizes; trivially copyable. Arrays are indexed by (sequence, ...) as their comments
 /// say.
-template <class Shape, class Layouts>
+template <class Shape>
 struct layer_state {
   using element = typename Shape::element_type;
   static constexpr int head_dim = Shape::head_dim;
 
   int layer = 0;
-  layer_kind kind = layer_kind::retrieval;
+  layer_kind kind = layer_kind::retrieval;  // of all heads, or retrieval where any head retrieves
   bool keeps_slots = false;
   head_counts heads;
   page_geometry page;
   freekv::budget budget;
   slot_roles slots;
   float scale = 1.0f;
-  int max_pages = 0;                                            // of one sequence
-  page_span<element, head_dim, typename Layouts::slow> store;   // by store page
-  page_span<element, head_dim, typename Layouts::fast> frames;  // by sequence * slots.total() + slot
-  const std::int32_t* page_table = nullptr;                     // (sequence, max_pages): store page
-  std::byte* summaries = nullptr;                               // (store page, kv head, summary_bytes)
+  int max_pages = 0;                        // of one sequence
+  strided_pages<element, head_dim> store;   // by store page
+  strided_pages<element, head_dim> frames;  // by sequence * slots.total() + slot
+  const std::int32_t* page_table = nullptr;  // (sequence, max_pages): store page
+  std::byte* summaries = nullptr;            // (store page, kv head, summary_bytes)
   std::size_t summary_bytes = 0;
+  layer_kind* head_kinds = nullptr;        // (kv head)
   float* previous_query = nullptr;         // (sequence, query head, head_dim)
+  std::int32_t* decode_steps = nullptr;    // (sequence): since its last prompt
   std::uint8_t* has_selection = nullptr;   // (sequence): previous_query and selected mean something
   std::uint8_t* corrected = nullptr;       // (sequence, kv head): flagged in the last step
   std::int32_t* selected = nullptr;        // (sequence, kv head, k): ascending pages, for the next step
   std::int32_t* selected_count = nullptr;  // (sequence, kv head)
+  std::int32_t* upcoming = nullptr;        // (sequence, kv head, k): what speculate will select, where known
+  std::int32_t* upcoming_count = nullptr;  // (sequence, kv head): -1 where it is not known yet
   std::int32_t* attended = nullptr;        // (sequence, kv head, k): what the last step attended to
   std::int32_t* attended_count = nullptr;  // (sequence, kv head)
-  std::int32_t* slot_page = nullptr;       // (sequence, kv head, k): page in each selected slot, or -1
+  std::int32_t* slot_page = nullptr;       // (sequence, kv head, selected slot): page in it, or -1
+  std::int32_t* slot_stamp = nullptr;      // (sequence, kv head, selected slot): last selection with that page
   std::int32_t* slot_of = nullptr;         // (sequence, kv head, k): slot of each selected page
+  std::int32_t* selections = nullptr;      // (sequence, kv head): how many there have been
   std::int32_t* recalled = nullptr;        // (sequence, kv head): slices from the store, last step
+  std::int32_t* recalled_before_attention = nullptr;  // (sequence, kv head): those of them that attention waited for
   std::int32_t* promoted = nullptr;        // (sequence, kv head): slices from the ring, last step
 
   constexpr std::size_t row(int sequence, int head) const {
@@ -82,6 +90,11 @@ struct layer_state {
   constexpr std::size_t selection(int sequence, int head) const {
     return row(sequence, head) * static_cast<std::size_t>(budget.selected_pages);
   }
+  slot_contents slots_of(int sequence, int head) const {
+    const std::size_t first = row(sequence, head) * static_cast<std::size_t>(slots.selected);
+    return {slot_page + first, slot_stamp + first, slots.selected};
+  }
+  layer_kind kind_of(int head) const { return head_kinds[head]; }
   float* kept_query(int sequence, int head) const {
     return previous_query + row(sequence, head) * static_cast<std::size_t>(heads.group() * head_dim);
   }

@@ -49,7 +49,7 @@ class pipeline_memory {
     l.heads = {s.query_heads, s.kv_heads};
     l.page = {s.page.tokens, head_dim};
     l.budget = s.budget;
-    l.slots = slots_for(s.budget, l.page.tokens);
+    l.slots = slots_for(s.budget, l.page.tokens, s.spare_slots());
     if (l.kind == layer_kind::window) l.slots.selected = 0;
     l.scale = s.scale;
     l.max_pages = s.max_pages();
@@ -58,32 +58,46 @@ class pipeline_memory {
         resolve(s.summary, [&](const auto& summary) { return summary_bytes<element>(summary, l.page); });
 
     const page_shape shape{l.page.tokens, s.kv_heads};
-    const auto pages = [&](auto& span, std::int64_t count, carver& memory, std::size_t& counted) {
-      using span_type = std::remove_reference_t<decltype(span)>;
-      const std::size_t before = memory.used();
-      const auto elements = size(count) * size(2 * shape.tokens * head_dim) * size(shape.kv_heads);
-      span = make_page_span<typename span_type::layout_type, head_dim>(memory.take<element>(elements), count,
-                                                                       shape);
-      counted += memory.used() - before;
-      return memory.used() - before;
+    const std::int64_t store_pages = s.store_pages();
+    const std::int64_t frame_pages = l.keeps_slots ? std::int64_t{s.max_sequences} * l.slots.total() : 0;
+    const auto elements = [&](std::int64_t pages) {
+      return size(pages) * size(2 * shape.tokens * head_dim) * size(shape.kv_heads);
     };
-    const std::size_t store = pages(l.store, s.store_pages(), slow, bytes.store);
-    if (l.kind == layer_kind::complete) bytes.complete += store;
-    pages(l.frames, l.keeps_slots ? std::int64_t{s.max_sequences} * l.slots.total() : 0, fast, bytes.slots);
+    const std::size_t store_before = slow.used(), frames_before = fast.used();
+    auto* const store_data = slow.take<element>(elements(store_pages));
+    auto* const frame_data = fast.take<element>(elements(frame_pages));
+    const std::size_t store = slow.used() - store_before;
+    bytes.store += store;
+    bytes.slots += fast.used() - frames_before;
+    resolve(s.layouts, [&]<class Layouts>(const Layouts&) {
+      l.store = strided<head_dim>(make_page_span<typename Layouts::slow, head_dim>(store_data, store_pages, shape));
+      l.frames = strided<head_dim>(make_page_span<typename Layouts::fast, head_dim>(frame_data, frame_pages, shape));
+    });
+    int complete_heads = 0;
+    for (int head = 0; head < s.kv_heads; ++head)
+      complete_heads += head_kind(s.plan, layer, head) == layer_kind::complete;
+    bytes.complete += store / size(s.kv_heads) * size(complete_heads);
     if (l.kind == layer_kind::retrieval) {
       const std::size_t before = fast.used();
       l.summaries = fast.take<std::byte>(l.summary_bytes * size(s.store_pages()) * size(s.kv_heads));
       bytes.summaries += fast.used() - before;
     }
 
+    l.head_kinds = fast.take<layer_kind>(size(s.kv_heads));
+    for (int head = 0; l.head_kinds != nullptr && head < s.kv_heads; ++head)
+      l.head_kinds[head] = head_kind(s.plan, layer, head);
     const std::size_t rows = l.row(s.max_sequences, 0), selections = l.selection(s.max_sequences, 0);
     l.previous_query = fast.take<float>(rows * size(l.heads.group() * head_dim));
+    l.decode_steps = fast.take<std::int32_t>(size(s.max_sequences));
     l.has_selection = fast.take<std::uint8_t>(size(s.max_sequences));
     l.corrected = fast.take<std::uint8_t>(rows);
-    for (std::int32_t** counts : {&l.selected_count, &l.attended_count, &l.recalled, &l.promoted})
+    for (std::int32_t** counts : {&l.selected_count, &l.upcoming_count, &l.attended_count, &l.selections,
+                                  &l.recalled, &l.recalled_before_attention, &l.promoted})
       *counts = fast.take<std::int32_t>(rows);
-    for (std::int32_t** lists : {&l.selected, &l.attended, &l.slot_page, &l.slot_of})
+    for (std::int32_t** lists : {&l.selected, &l.upcoming, &l.attended, &l.slot_of})
       *lists = fast.take<std::int32_t>(selections);
+    for (std::int32_t** lists : {&l.slot_page, &l.slot_stamp})
+      *lists = fast.take<std::int32_t>(rows * size(l.slots.selected));
     return l;
   }
 
@@ -98,6 +112,7 @@ class pipeline_memory {
       sizes.summary_width = summary.width({s.page.tokens, head_dim});
       sizes.query_width = summary_query_width(summary, head_dim);
     });
+    sizes.selected_pages = s.budget.selected_pages;
     return sizes;
   }
 };

@@ -4,14 +4,18 @@
 #include <freekv/backend/host/host_backend.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/policies/any_of.hpp>
+#include <freekv/policies/box_summaries.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/geometry.hpp>
+#include <freekv/policies/key_sketch.hpp>
 #include <freekv/policies/key_subspace.hpp>
+#include <freekv/policies/mean_summaries.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/policies/pooling.hpp>
+#include <freekv/policies/residency.hpp>
 #include <freekv/policies/route.hpp>
 #include <freekv/policies/selection.hpp>
-#include <freekv/policies/summary.hpp>
+#include <freekv/policies/stored_as.hpp>
 #include <freekv/storage/layout.hpp>
 #include <string>
 #include <type_traits>
@@ -21,6 +25,10 @@ namespace freekv {
 namespace detail {
 
 // Whether a policy, or each alternative of an any_of, meets the concept of its kind.
+template <class P>
+inline constexpr bool is_layouts = layout_policy<P>;
+template <class... P>
+inline constexpr bool is_layouts<any_of<P...>> = (layout_policy<P> && ...);
 template <class P>
 inline constexpr bool is_summary = summary_policy<P>;
 template <class... P>
@@ -37,6 +45,10 @@ template <class P>
 inline constexpr bool is_correction = correction_policy<P>;
 template <class... P>
 inline constexpr bool is_correction<any_of<P...>> = (correction_policy<P> && ...);
+template <class P>
+inline constexpr bool is_residency = residency_policy<P>;
+template <class... P>
+inline constexpr bool is_residency<any_of<P...>> = (residency_policy<P> && ...);
 template <class P>
 inline constexpr bool is_plan = plan_policy<P>;
 template <class... P>
@@ -60,7 +72,7 @@ std::string printed(const P& policy) {
 
 /// One policy of each kind. `policy_pack_of` makes it from any list.
 template <class Page, class Layouts, class Summary, class Pooling, class Selection, class Correction,
-          class Plan, class Route, class Backend>
+          class Residency, class Plan, class Route, class Backend>
 struct policy_pack {
   using page = Page;
   using layouts = Layouts;
@@ -68,6 +80,7 @@ struct policy_pack {
   using pooling = Pooling;
   using selection = Selection;
   using correction = Correction;
+  using residency = Residency;
   using plan = Plan;
   using route = Route;
   using backend = Backend;
@@ -75,21 +88,25 @@ struct policy_pack {
   static_assert(page_size_policy<Page>,
                 "a page size has tokens -> int; for a choice at run time take page_size<dynamic>");
   static_assert(
-      layout_policy<Layouts>,
+      detail::is_layouts<Layouts>,
       "a layout pair has types fast and slow, each an mdspan layout of (page, plane, token, head, dim) "
       "with a name, without gaps and with dim innermost");
   static_assert(detail::is_summary<Summary>,
                 "a summary policy has a name, width(page), summarise(team, keys, numbers) and "
                 "score(team, query, numbers) -> float, itself or what its at(layer, head) returns");
   static_assert(detail::is_pooling<Pooling>,
-                "a pooling policy has a name, uses_log_sums and pool(team, row, j) -> pack of pooled scores");
+                "a pooling policy has a name and either uses_log_sums and pool(team, row, j) -> pack of pooled "
+                "scores, or pool_query(team, query, pooled) for a group_query");
   static_assert(
       detail::is_selection<Selection>,
       "a selection policy has a name and count(candidates, k) -> int, how many of the best are selected");
   static_assert(
       detail::is_correction<Correction>,
-      "a correction policy has a name and at(layer).flags(team, now, before) -> bool, of the group_query "
-      "of this step and of the one that made the selection");
+      "a correction policy has a name and either at(layer).flags(team, query_change) -> bool, or "
+      "at(layer).flags(selection_masses) -> bool and at(layer).exchanges_pages() -> bool");
+  static_assert(detail::is_residency<Residency>,
+                "a residency policy has a name, spare -> int and frees_before(unselected_slot, "
+                "unselected_slot) -> bool");
   static_assert(detail::is_plan<Plan>, "a layer plan has a name and kind(layer) -> layer_kind");
   static_assert(detail::is_route<Route>, "a route has a name and keeps_slots() -> bool");
 
@@ -100,8 +117,8 @@ struct policy_pack {
     using type =
         policy_pack<either<page_size_kind, Page>, either<layout_kind, Layouts>, either<summary_kind, Summary>,
                     either<pooling_kind, Pooling>, either<selection_kind, Selection>,
-                    either<correction_kind, Correction>, either<plan_kind, Plan>, either<route_kind, Route>,
-                    either<backend_kind, Backend>>;
+                    either<correction_kind, Correction>, either<residency_kind, Residency>,
+                    either<plan_kind, Plan>, either<route_kind, Route>, either<backend_kind, Backend>>;
   };
   template <policy P>
   using with = typename exchange<P>::type;
@@ -113,7 +130,7 @@ template <class P>
 inline constexpr bool known_kind =
     is_of_kind<page_size_kind, P> || is_of_kind<layout_kind, P> || is_of_kind<summary_kind, P> ||
     is_of_kind<pooling_kind, P> || is_of_kind<selection_kind, P> || is_of_kind<correction_kind, P> ||
-    is_of_kind<plan_kind, P> || is_of_kind<route_kind, P> || is_of_kind<backend_kind, P>;
+    is_of_kind<residency_kind, P> || is_of_kind<plan_kind, P> || is_of_kind<route_kind, P> || is_of_kind<backend_kind, P>;
 
 template <policy... P>
 struct make_policy_pack {
@@ -122,13 +139,14 @@ struct make_policy_pack {
   static_assert(count_of_kind<page_size_kind, P...> <= 1 && count_of_kind<layout_kind, P...> <= 1 &&
                     count_of_kind<summary_kind, P...> <= 1 && count_of_kind<pooling_kind, P...> <= 1 &&
                     count_of_kind<selection_kind, P...> <= 1 && count_of_kind<correction_kind, P...> <= 1 &&
-                    count_of_kind<plan_kind, P...> <= 1 && count_of_kind<route_kind, P...> <= 1 &&
+                    count_of_kind<residency_kind, P...> <= 1 && count_of_kind<plan_kind, P...> <= 1 && count_of_kind<route_kind, P...> <= 1 &&
                     count_of_kind<backend_kind, P...> <= 1,
                 "a pipeline takes at most one policy of each kind");
   using type = policy_pack<
       policy_of_kind<page_size_kind, page_size<32>, P...>, policy_of_kind<layout_kind, layout_pair<>, P...>,
       policy_of_kind<summary_kind, min_max, P...>, policy_of_kind<pooling_kind, mean_softmax, P...>,
       policy_of_kind<selection_kind, top_k, P...>, policy_of_kind<correction_kind, cosine_drift, P...>,
+      policy_of_kind<residency_kind, first_unselected<>, P...>,
       policy_of_kind<plan_kind, complete_first<1>, P...>, policy_of_kind<route_kind, resident, P...>,
       policy_of_kind<backend_kind, host_backend, P...>>;
 };
@@ -136,7 +154,7 @@ struct make_policy_pack {
 }  // namespace detail
 
 /// The pack of a list of policies in any order. Kinds left out: page_size<32>, layout_pair<nhd, hnd>,
-/// min_max, mean_softmax, top_k, cosine_drift, complete_first<1>, resident, host_backend: FreeKV as
+/// min_max, mean_softmax, top_k, cosine_drift, first_unselected<>, complete_first<1>, resident, host_backend: FreeKV as
 /// published.
 template <policy... Policies>
 using policy_pack_of = typename detail::make_policy_pack<Policies...>::type;

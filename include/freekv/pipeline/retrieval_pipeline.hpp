@@ -30,6 +30,8 @@ struct step_report {
   std::span<const std::uint8_t> corrected;  ///< (kv_heads): selected anew before it attended
   std::span<const std::int32_t>
       recalled;  ///< (kv_heads): slices copied from the store, for this step or the next
+  std::span<const std::int32_t>
+      recalled_before_attention;  ///< (kv_heads): those of them that attention waited for, by correction
   std::span<const std::int32_t> promoted;  ///< (kv_heads): slices copied from the window ring
   std::span<const std::int32_t>
       attended;  ///< (kv_heads, selected_pages): pages attended as selected, ascending
@@ -92,18 +94,21 @@ class basic_retrieval_pipeline {
   ~basic_retrieval_pipeline() { synchronize(); }
 
   const settings& configuration() const { return settings_; }
-  /// The method in words: "key_subspace(24, 3), mean_softmax, top_k, cosine_drift(0.9), complete_first(1), resident,
+  /// The method in words: "key_subspace(24, 3), mean_softmax, top_k, cosine_drift(0.9), first_unselected(0), complete_first(1), resident,
   /// page 32, nhd/hnd, bf16".
   std::string name() const {
     const settings& s = settings_;
     using detail::printed;
-    using layouts = typename Pack::layouts;
     std::string text;
     for (const std::string& policy : {printed(s.summary), printed(s.pooling), printed(s.selection),
-                                      printed(s.correction), printed(s.plan), printed(s.route)})
+                                      printed(s.correction), printed(s.residency), printed(s.plan),
+                                      printed(s.route)})
       text += policy + ", ";
-    return text + "page " + std::to_string(int{s.page.tokens}) + ", " + std::string(layouts::fast::name) +
-           "/" + std::string(layouts::slow::name) + ", " + std::string(element_name<element>);
+    const auto layouts = resolve(s.layouts, []<class Layouts>(const Layouts&) {
+      return std::string(Layouts::fast::name) + "/" + std::string(Layouts::slow::name);
+    });
+    return text + "page " + std::to_string(int{s.page.tokens}) + ", " + layouts + ", " +
+           std::string(element_name<element>);
   }
   const memory_bytes& bytes() const { return parts_->bytes; }
   /// Bytes of one recalled slice: one KV head's keys and values of a page.
@@ -270,13 +275,14 @@ class basic_retrieval_pipeline {
     const std::size_t row = s.row(static_cast<int>(id), 0), first = s.selection(static_cast<int>(id), 0);
     return {{s.corrected + row, heads},
             {s.recalled + row, heads},
+            {s.recalled_before_attention + row, heads},
             {s.promoted + row, heads},
             {s.attended + first, s.selection(0, 1) * heads},
             {s.attended_count + row, heads}};
   }
 
  private:
-  using state = layer_state<Shape, typename Pack::layouts>;
+  using state = layer_state<Shape>;
   using stages = typename backend_type::template stages<state, settings>;
   using memory_plan = pipeline_memory<state, settings, stages>;
   enum class layer_progress : std::uint8_t { waiting, appended, attended };

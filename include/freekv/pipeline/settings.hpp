@@ -23,10 +23,12 @@ struct pipeline_settings {
   std::int64_t store_tokens = 0;  ///< of all sequences together; 0: max_tokens for each of max_sequences
   float scale = 0.0f;             ///< of scores and attention; 0: 1 / sqrt(head_dim)
   typename Pack::page page{};
+  typename Pack::layouts layouts{};
   typename Pack::summary summary{};
   typename Pack::pooling pooling{};
   typename Pack::selection selection{};
   typename Pack::correction correction{};
+  typename Pack::residency residency{};
   typename Pack::plan plan{};
   typename Pack::route route{};
 
@@ -34,6 +36,9 @@ struct pipeline_settings {
     return static_cast<int>((tokens + page.tokens - 1) / page.tokens);
   }
   int max_pages() const { return pages_for(max_tokens); }
+  int spare_slots() const {
+    return resolve(residency, [](const auto& chosen) -> int { return chosen.spare; });
+  }
   int store_pages() const { return pages_for(store_tokens); }
 };
 
@@ -73,8 +78,17 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
     if constexpr (requires { summary.validate(summary_setting{}); })
       summary.validate({{p, HeadDim}, s.layers, s.kv_heads});
   });
+  resolve(s.selection, [&](const auto& selection) {
+    if constexpr (requires { selection.validate(); }) selection.validate();
+  });
   resolve(s.correction, [&](const auto& correction) {
     if constexpr (requires { correction.validate(s.layers); }) correction.validate(s.layers);
+  });
+  resolve(s.residency, [&](const auto& residency) {
+    if constexpr (requires { residency.validate(); }) residency.validate();
+  });
+  resolve(s.plan, [&](const auto& plan) {
+    if constexpr (requires { plan.validate(s.layers, s.kv_heads); }) plan.validate(s.layers, s.kv_heads);
   });
   return s;
 }

@@ -26,6 +26,9 @@ struct any_of {
   constexpr layer_kind kind(int layer) const {
     return std::visit([&](const auto& plan) { return plan.kind(layer); }, chosen);
   }
+  layer_kind kind(int layer, int head) const {
+    return std::visit([&](const auto& plan) { return head_kind(plan, layer, head); }, chosen);
+  }
   constexpr bool keeps_slots() const {
     return std::visit([](const auto& route) { return route.keeps_slots(); }, chosen);
   }

@@ -1,5 +1,7 @@
-// Correction: which KV heads select anew with the current query before they attend. A head without a previous
-// query is always flagged; the pipeline sees to that.
+// Correction: which KV heads select anew with the current query before they attend. A policy judges either by how the
+// queries have changed, which costs next to nothing, or by the masses of the selected pages under the current query,
+// for which every head's pages are scored before it attends. A head without a selection is always flagged; the pipeline
+// sees to that.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +9,7 @@
 #include <freekv/core/error.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/team.hpp>
-#include <freekv/functors/query_drift.hpp>
+#include <freekv/policies/query_drift.hpp>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -15,30 +17,47 @@
 
 namespace freekv {
 
-/// Flags a head whose queries' mean cosine with the previous ones is below tau, or undefined. One tau for all
-/// layers, or one for each. (FreeKV section 3.3)
+/// A KV head's queries now and when its selection was made, and how many decode steps there have been since the last
+/// prompt.
+struct query_change {
+  group_query now, before;
+  int decode_step = 0;
+};
+
+/// Mass (softmax of the pooled scores over the candidates) of the selected pages, and of those that would be selected
+/// now.
+struct selection_masses {
+  float selected = 0.0f;
+  float best = 0.0f;
+};
+
+/// Flags a head whose queries' pooled cosine with the previous ones is below tau, or undefined. One tau for all layers,
+/// or one for each. (FreeKV section 3.3)
 struct cosine_drift {
   using policy_kind = correction_kind;
   static constexpr std::string_view name = "cosine_drift";
   float tau = 0.9f;
   std::vector<float> tau_of_layer{};
+  drift_pool pool = drift_pool::mean;
 
   /// What the device needs for one layer.
   struct layer_policy {
     float tau;
+    drift_pool pool;
     template <team T>
-    FREEKV_HD bool flags(T team, const group_query& now, const group_query& before) const {
-      const query_drift drift = drift_of(team, now, before);
+    FREEKV_HD bool flags(T team, const query_change& change) const {
+      const query_drift drift = drift_of(team, change.now, change.before, pool);
       return !drift.defined || !(drift.cosine >= tau);
     }
   };
   layer_policy at(int layer) const {
-    return {tau_of_layer.empty() ? tau : tau_of_layer[static_cast<std::size_t>(layer)]};
+    return {tau_of_layer.empty() ? tau : tau_of_layer[static_cast<std::size_t>(layer)], pool};
   }
   std::string values() const {
     std::ostringstream text;
     text << tau;
-    return tau_of_layer.empty() ? text.str() : "by layer";
+    const char* pools[] = {"", ", min", ", max"};
+    return (tau_of_layer.empty() ? text.str() : "by layer") + pools[static_cast<int>(pool)];
   }
   void validate(int layers) const {
     if (!tau_of_layer.empty() && tau_of_layer.size() != static_cast<std::size_t>(layers))
@@ -50,13 +69,42 @@ struct cosine_drift {
   }
 };
 
+/// Flags a head whose selected pages have less than `1 - delta` of the mass that a selection with the current query
+/// would have. `partial`: a flagged head does not select anew but takes, until the deficit is at most delta, the best
+/// pages that it misses, each for the selected page of least mass that is not among the best. Ours.
+struct mass_deficit {
+  using policy_kind = correction_kind;
+  static constexpr std::string_view name = "mass_deficit";
+  float delta = 0.2f;
+  bool partial = false;
+
+  mass_deficit at(int) const { return *this; }
+  FREEKV_HD bool flags(const selection_masses& masses) const {
+    return masses.selected < (1.0f - delta) * masses.best;
+  }
+  FREEKV_HD bool exchanges_pages() const { return partial; }
+
+  std::string values() const {
+    std::ostringstream text;
+    text << delta << (partial ? ", partial" : "");
+    return text.str();
+  }
+  void validate(int) const {
+    if (!(delta >= 0.0f && delta <= 1.0f)) {
+      std::ostringstream text;
+      text << "mass_deficit: delta of " << delta << " is not a share from 0 to 1; choose one such as 0.2";
+      throw settings_error(text.str());
+    }
+  }
+};
+
 /// Every head, every step: selection on the critical path, as Quest has it.
 struct always {
   using policy_kind = correction_kind;
   static constexpr std::string_view name = "always";
   always at(int) const { return *this; }
   template <team T>
-  FREEKV_HD bool flags(T, const group_query&, const group_query&) const {
+  FREEKV_HD bool flags(T, const query_change&) const {
     return true;
   }
 };
@@ -67,19 +115,50 @@ struct never {
   static constexpr std::string_view name = "never";
   never at(int) const { return *this; }
   template <team T>
-  FREEKV_HD bool flags(T, const group_query&, const group_query&) const {
+  FREEKV_HD bool flags(T, const query_change&) const {
     return false;
+  }
+};
+
+/// Every head in every `Steps`-th decode step after the last prompt; `every_n_steps<dynamic>{8}` at run time.
+template <int Steps = 8>
+struct every_n_steps {
+  static_assert(Steps == dynamic || Steps >= 1, "every_n_steps takes 1 or more steps, or dynamic");
+  using policy_kind = correction_kind;
+  static constexpr std::string_view name = "every_n_steps";
+  count_of<Steps> steps{};
+  every_n_steps at(int) const { return *this; }
+  template <team T>
+  FREEKV_HD bool flags(T, const query_change& change) const {
+    return change.decode_step % steps == 0;
+  }
+  std::string values() const { return std::to_string(int{steps}); }
+  void validate(int) const {
+    if (steps < 1)
+      throw settings_error("every_n_steps: every " + std::to_string(int{steps}) + " steps; give 1 or more");
   }
 };
 
 /// Decides from a KV head's queries now and those that made its selection.
 template <class C>
-concept correction_policy = policy<C> && std::same_as<typename C::policy_kind, correction_kind> &&
-    requires(const C c, group_query query) {
-  { C::name } -> std::convertible_to<std::string_view>;
-  { c.at(0).flags(scalar_team{}, query, query) } -> std::same_as<bool>;
+concept correction_by_query = requires(const C c, query_change change) {
+  { c.at(0).flags(scalar_team{}, change) } -> std::same_as<bool>;
 };
 
-static_assert(correction_policy<cosine_drift> && correction_policy<always> && correction_policy<never>);
+/// Decides from the masses of what is selected and of what would be, and whether pages are then exchanged one by one.
+template <class C>
+concept correction_by_mass = requires(const C c, selection_masses masses) {
+  { c.at(0).flags(masses) } -> std::same_as<bool>;
+  { c.at(0).exchanges_pages() } -> std::same_as<bool>;
+};
+
+template <class C>
+concept correction_policy = policy<C> && std::same_as<typename C::policy_kind, correction_kind> &&
+    (correction_by_query<C> || correction_by_mass<C>)&&requires {
+  { C::name } -> std::convertible_to<std::string_view>;
+};
+
+static_assert(correction_policy<cosine_drift> && correction_policy<mass_deficit> && correction_policy<always> &&
+              correction_policy<never> && correction_policy<every_n_steps<>>);
 
 }  // namespace freekv

@@ -75,8 +75,9 @@ struct slot_roles {
   }
 };
 
-FREEKV_HD constexpr slot_roles slots_for(const budget& b, int page) {
-  return {b.sink / page, b.window / page + 1, b.selected_pages};
+/// `spare`: slots beyond the selected pages, for pages that are no longer selected.
+FREEKV_HD constexpr slot_roles slots_for(const budget& b, int page, int spare = 0) {
+  return {b.sink / page, b.window / page + 1, b.selected_pages + spare};
 }
 
 }  // namespace freekv

@@ -1,13 +1,17 @@
-// Layer plans: which layers retrieve, which keep everything, which see the sink and the window alone.
+// Plans: which layers, and which of their KV heads, retrieve, which keep everything, which see the sink and the window
+// alone.
 #pragma once
 
+#include <algorithm>
 #include <concepts>
 #include <cstdint>
 #include <freekv/config.hpp>
+#include <freekv/core/error.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace freekv {
 
@@ -38,13 +42,48 @@ struct every_layer {
   constexpr layer_kind kind(int) const { return Kind; }
 };
 
-/// Says of each layer what it keeps.
+/// A kind for each KV head of each layer: (layers, kv_heads). RazorAttention and DuoAttention keep everything for some
+/// heads and give the others sink and window.
+struct by_head {
+  using policy_kind = plan_kind;
+  static constexpr std::string_view name = "by_head";
+  std::vector<layer_kind> kinds{};
+  int kv_heads = 1;
+
+  layer_kind kind(int layer, int head) const {
+    return kinds[static_cast<std::size_t>(layer) * static_cast<std::size_t>(kv_heads) +
+                 static_cast<std::size_t>(head)];
+  }
+  /// That of all its heads if they are alike; else retrieval if any of them retrieves, and window if none does.
+  layer_kind kind(int layer) const {
+    const auto first = kinds.begin() + static_cast<std::ptrdiff_t>(layer) * kv_heads, last = first + kv_heads;
+    if (std::all_of(first, last, [&](layer_kind k) { return k == *first; })) return *first;
+    return std::find(first, last, layer_kind::retrieval) != last ? layer_kind::retrieval : layer_kind::window;
+  }
+  void validate(int layers, int heads) const {
+    if (heads != kv_heads || kinds.size() != static_cast<std::size_t>(layers) * static_cast<std::size_t>(heads))
+      throw settings_error("by_head has kinds for " + std::to_string(kinds.size()) + " heads, " +
+                           std::to_string(kv_heads) + " a layer; needed are " + std::to_string(layers) +
+                           " layers of " + std::to_string(heads));
+  }
+};
+
+/// What `plan` has a KV head keep.
+template <class Plan>
+layer_kind head_kind(const Plan& plan, int layer, int head) {
+  if constexpr (requires { plan.kind(layer, head); })
+    return plan.kind(layer, head);
+  else
+    return plan.kind(layer);
+}
+
+/// Says of each layer what it keeps; optionally, `kind(layer, head)` of each KV head.
 template <class P>
 concept plan_policy = policy<P> && std::same_as<typename P::policy_kind, plan_kind> && requires(const P p) {
   { P::name } -> std::convertible_to<std::string_view>;
   { p.kind(0) } -> std::same_as<layer_kind>;
 };
 
-static_assert(plan_policy<complete_first<>> && plan_policy<every_layer<layer_kind::window>>);
+static_assert(plan_policy<complete_first<>> && plan_policy<every_layer<layer_kind::window>> && plan_policy<by_head>);
 
 }  // namespace freekv

@@ -1,10 +1,12 @@
-// Selection: how many of a row's candidates, best first, are selected. How they are put in order is the
-// backend's.
+// Selection: how many of a row's candidates, best first, are selected. How they are put in order is the backend's.
 #pragma once
 
 #include <concepts>
 #include <freekv/config.hpp>
+#include <freekv/core/error.hpp>
 #include <freekv/core/policy.hpp>
+#include <sstream>
+#include <string>
 #include <string_view>
 
 namespace freekv {
@@ -16,7 +18,29 @@ struct top_k {
   FREEKV_HD constexpr int count(int candidates, int k) const { return candidates < k ? candidates : k; }
 };
 
-/// Says how many of the candidates are selected.
+/// Of the k best the fewest, best first, whose masses sum to `p` or more; at least one. A candidate's mass is its share
+/// of the softmax of the pooled scores, so with softmax poolings of the pooled softmax itself.
+struct top_p {
+  using policy_kind = selection_kind;
+  static constexpr std::string_view name = "top_p";
+  float p = 0.95f;
+
+  FREEKV_HD constexpr int count(int candidates, int k) const { return candidates < k ? candidates : k; }
+  /// Whether pages that together have `mass` are enough.
+  FREEKV_HD constexpr bool enough(float mass) const { return mass >= p; }
+
+  std::string values() const {
+    std::ostringstream text;
+    text << p;
+    return text.str();
+  }
+  void validate() const {
+    if (!(p > 0.0f && p <= 1.0f))
+      throw settings_error("top_p: p of " + values() + " is not a share above 0, at most 1; choose one such as 0.95");
+  }
+};
+
+/// Says how many of the candidates may be selected; optionally, `enough(mass)` ends the selection earlier.
 template <class S>
 concept selection_policy = policy<S> && std::same_as<typename S::policy_kind, selection_kind> &&
     requires(const S s) {
@@ -24,6 +48,12 @@ concept selection_policy = policy<S> && std::same_as<typename S::policy_kind, se
   { s.count(1, 1) } -> std::same_as<int>;
 };
 
-static_assert(selection_policy<top_k>);
+/// Whether it looks at masses, so that pages are scored even where all candidates could be selected.
+template <class S>
+concept selection_by_mass = selection_policy<S> && requires(const S s) {
+  { s.enough(0.5f) } -> std::same_as<bool>;
+};
+
+static_assert(selection_policy<top_k> && selection_by_mass<top_p>);
 
 }  // namespace freekv

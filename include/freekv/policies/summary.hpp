@@ -14,9 +14,10 @@
 //     FREEKV_HD float score(T team, const page_query& query, const float* numbers) const;
 //   };
 //
-// Optional: `stored<Key>`, the element type kept (default float); or `bytes(page)`, `encode` and `decode` for
-// a format of its own; `query_width(d)` and `prepare(team, query, prepared)`, done once a step for each query
-// head; `at(layer, head)`, the policy for one head, where it depends on calibration data.
+// Optional: `stored<Key>`, the element type kept (default float), or for a format of its own `bytes<Key>(page)`,
+// `encode<Key>(team, page, numbers, out)` and `decode<Key>(team, page, in, numbers)`; `query_width(d)` and
+// `prepare(team, query, prepared)`, done once a step for each query; `at(layer, head)`, the policy for one head,
+// where it depends on calibration data; `values()`, what it was given, for names.
 //
 // `validate(setting)` throws settings_error where the setting does not suit the policy.
 //
@@ -27,12 +28,10 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <freekv/core/error.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
 #include <freekv/core/team.hpp>
-#include <freekv/functors/log_sum_exp.hpp>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -88,8 +87,8 @@ concept summary_policy = policy<S> && std::same_as<typename S::policy_kind, summ
 template <class Key, class S>
 FREEKV_HD constexpr std::size_t summary_bytes(const S& summary, page_geometry page) {
   std::size_t bytes = 0;
-  if constexpr (requires { summary.bytes(page); })
-    bytes = summary.bytes(page);
+  if constexpr (requires { summary.template bytes<Key>(page); })
+    bytes = summary.template bytes<Key>(page);
   else
     bytes = static_cast<std::size_t>(summary.width(page)) * sizeof(summary_element<S, Key>);
   return (bytes + 3) / 4 * 4;
@@ -113,112 +112,40 @@ FREEKV_HD void prepare_query(T team, const S& summary, const group_query& query,
     for (int i = 0; i < query.head_dim; i += T::width) team.store(prepared + i, team.load(query.data + i));
 }
 
+/// `count` numbers as consecutive elements.
+template <element Stored, team T>
+FREEKV_HD void narrow_numbers(T team, const float* numbers, int count, std::byte* out) {
+  auto* elements = reinterpret_cast<Stored*>(out);
+  for (int i = team.lane(); i < count; i += team.lanes()) elements[i] = from_float<Stored>(numbers[i]);
+}
+
+/// And back.
+template <element Stored, team T>
+FREEKV_HD void widen_numbers(T team, const std::byte* in, int count, float* numbers) {
+  const auto* elements = reinterpret_cast<const Stored*>(in);
+  const int blocks = count / 8 * 8;
+  team.widen(elements, numbers, blocks);
+  for (int i = blocks + team.lane(); i < count; i += team.lanes()) numbers[i] = to_float(elements[i]);
+}
+
 /// Numbers to stored bytes.
 template <class Key, team T, class S>
 FREEKV_HD void encode_summary(T team, const S& summary, page_geometry page, const float* numbers,
                               std::byte* out) {
-  if constexpr (requires { summary.encode(team, page, numbers, out); }) {
-    summary.encode(team, page, numbers, out);
-  } else {
-    using stored = summary_element<S, Key>;
-    auto* elements = reinterpret_cast<stored*>(out);
-    for (int i = team.lane(); i < summary.width(page); i += team.lanes())
-      elements[i] = from_float<stored>(numbers[i]);
-  }
+  if constexpr (requires { summary.template encode<Key>(team, page, numbers, out); })
+    summary.template encode<Key>(team, page, numbers, out);
+  else
+    narrow_numbers<summary_element<S, Key>>(team, numbers, summary.width(page), out);
 }
 
 /// Stored bytes to numbers.
 template <class Key, team T, class S>
 FREEKV_HD void decode_summary(T team, const S& summary, page_geometry page, const std::byte* in,
                               float* numbers) {
-  if constexpr (requires { summary.decode(team, page, in, numbers); })
-    summary.decode(team, page, in, numbers);
+  if constexpr (requires { summary.template decode<Key>(team, page, in, numbers); })
+    summary.template decode<Key>(team, page, in, numbers);
   else
-    team.widen(reinterpret_cast<const summary_element<S, Key>*>(in), numbers, summary.width(page));
+    widen_numbers<summary_element<S, Key>>(team, in, summary.width(page), numbers);
 }
-
-/// Elementwise minimum and maximum of a page's keys; the score is an upper bound of the largest scaled
-/// product of the query with a key of the page. Kept in the key's type, which is exact. (Quest; FreeKV
-/// section 3.2)
-struct min_max {
-  using policy_kind = summary_kind;
-  static constexpr std::string_view name = "min_max";
-  template <class Key>
-  using stored = Key;
-
-  FREEKV_HD constexpr int width(page_geometry page) const { return 2 * page.head_dim; }
-
-  template <team T>
-  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
-    for (int i = 0; i < keys.page.head_dim; i += T::width) {
-      auto low = team.load(keys.row(0) + i), high = low;
-      for (int t = 1; t < keys.page.tokens; ++t) {
-        const auto key = team.load(keys.row(t) + i);
-        low = team.minimum(low, key);
-        high = team.maximum(high, key);
-      }
-      team.store(numbers + i, low);
-      team.store(numbers + keys.page.head_dim + i, high);
-    }
-  }
-
-  template <team T>
-  FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
-    const int d = query.page.head_dim;
-    typename T::pack bound(0.0f);
-    for (int i = 0; i < d; i += T::width) {
-      const auto q = team.load(query.data + i);
-      bound = bound + team.maximum(q * team.load(numbers + i), q * team.load(numbers + d + i));
-    }
-    return query.scale * team.sum(bound);
-  }
-};
-
-/// Mean keys of the page's chunks of `Tokens` tokens; the score is `ln sum_b exp(scale * <q, mean_b>)`, an
-/// estimate of the page's log-mass up to `ln Tokens`. `Tokens` divides the page size;
-/// `chunk_means<dynamic>{8}` takes it at run time. Kept in float32. Ours.
-template <int Tokens = 8>
-struct chunk_means {
-  using policy_kind = summary_kind;
-  static constexpr std::string_view name = "chunk_means";
-  count_of<Tokens> tokens{};
-
-  FREEKV_HD constexpr int width(page_geometry page) const { return page.tokens / tokens * page.head_dim; }
-
-  std::string values() const { return std::to_string(int{tokens}); }
-  void validate(const summary_setting& s) const {
-    if (tokens < 1 || s.page.tokens % tokens != 0)
-      throw settings_error("chunk_means: a chunk of " + std::to_string(int{tokens}) +
-                           " tokens does not divide a page of " + std::to_string(s.page.tokens) +
-                           "; choose a divisor such as 4 or 8");
-  }
-
-  template <team T>
-  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
-    const int d = keys.page.head_dim;
-    const typename T::pack share(1.0f / static_cast<float>(tokens));
-    for (int chunk = 0; chunk < keys.page.tokens / tokens; ++chunk)
-      for (int i = 0; i < d; i += T::width) {
-        auto sum = team.load(keys.row(chunk * tokens) + i);
-        for (int t = 1; t < tokens; ++t) sum = sum + team.load(keys.row(chunk * tokens + t) + i);
-        team.store(numbers + chunk * d + i, sum * share);
-      }
-  }
-
-  template <team T>
-  FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
-    const int d = query.page.head_dim;
-    log_sum_exp mass;
-    for (int chunk = 0; chunk < query.page.tokens / tokens; ++chunk) {
-      typename T::pack product(0.0f);
-      for (int i = 0; i < d; i += T::width)
-        product = product + team.load(query.data + i) * team.load(numbers + chunk * d + i);
-      mass.add(query.scale * team.sum(product));
-    }
-    return mass.value();
-  }
-};
-
-static_assert(summary_policy<min_max> && summary_policy<chunk_means<>>);
 
 }  // namespace freekv

@@ -141,6 +141,19 @@ FREEKV_HD constexpr page_span<Element, HeadDim, Layout> make_page_span(Element* 
       data, page_mapping<Layout, HeadDim>(page_extents<HeadDim>(pages, shape.tokens, shape.kv_heads)));
 }
 
+/// Pages of any layout, whose strides are run-time values: what stages index, so that they are compiled once for all
+/// layouts.
+template <class Element, int HeadDim>
+using strided_pages = page_span<Element, HeadDim, cuda::std::layout_stride>;
+
+template <int HeadDim, class Element, class Layout>
+constexpr strided_pages<Element, HeadDim> strided(const page_span<Element, HeadDim, Layout>& pages) {
+  const auto& map = pages.mapping();
+  cuda::std::array<std::int64_t, page_extents<HeadDim>::rank()> strides{};
+  for (std::size_t axis = 0; axis < strides.size(); ++axis) strides[axis] = map.stride(axis);
+  return {pages.data_handle(), {map.extents(), strides}};
+}
+
 /// One KV head's part of one page: row t of keys at `key + t * stride`, of values at `value + t * stride`;
 /// each row is head_dim contiguous elements.
 template <class Element>

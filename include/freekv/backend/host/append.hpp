@@ -7,6 +7,7 @@
 #include <freekv/backend/host/workspace.hpp>
 #include <freekv/functors/summarise_page.hpp>
 #include <freekv/pipeline/layer_state.hpp>
+#include <freekv/policies/correction.hpp>
 
 namespace freekv::host {
 
@@ -51,6 +52,7 @@ void append_page(isa set, const State& s, const Summary& summary, const step_ent
   const std::int32_t store_page = s.store_page(entry.sequence, page_index);
   with_team(set, [&](auto team) {
     for (int head = 0; head < s.heads.kv; ++head) {
+      if (s.kind_of(head) != layer_kind::retrieval) continue;
       const auto slice = s.store_slice(entry.sequence, page_index, head);
       summarise_page<element>(team, summary_at(summary, s.layer, head), as_const(slice), s.page,
                               {w.block, w.numbers}, s.summary_of(store_page, head));
@@ -62,29 +64,40 @@ void append_page(isa set, const State& s, const Summary& summary, const step_ent
 template <class State>
 void drop_selection(const State& s, int sequence) {
   s.has_selection[sequence] = 0;
+  s.decode_steps[sequence] = 0;
   for (int head = 0; head < s.heads.kv; ++head) {
+    const slot_contents slots = s.slots_of(sequence, head);
+    std::fill_n(slots.page, slots.count, -1);
+    std::fill_n(slots.last_selected, slots.count, 0);
     s.selected_count[s.row(sequence, head)] = 0;
-    std::fill_n(s.slot_page + s.selection(sequence, head), s.budget.selected_pages, -1);
+    s.upcoming_count[s.row(sequence, head)] = -1;
+    s.selections[s.row(sequence, head)] = 0;
   }
 }
 
-/// Flags the KV heads of a sequence whose queries have drifted, then keeps `query` (query_heads, head_dim) as
-/// the one that makes the next selection.
+/// Flags the KV heads of a sequence that have no selection or whose queries the correction does not accept, then keeps
+/// `query` (query_heads, head_dim) as the one that makes the next selection. A correction by mass judges later, in
+/// `correct_head`.
 template <class State, class Correction>
 void detect_drift(isa set, const State& s, const Correction& correction, int sequence, const float* query) {
   constexpr int d = State::head_dim;
   const int group = s.heads.group();
   with_team(set, [&](auto team) {
     for (int head = 0; head < s.heads.kv; ++head) {
-      const group_query now{query + static_cast<std::ptrdiff_t>(head) * group * d, group, d};
-      s.corrected[s.row(sequence, head)] =
-          s.has_selection[sequence] == 0 || correction.flags(team, now, s.query_of(sequence, head));
-      s.recalled[s.row(sequence, head)] = 0;
-      s.promoted[s.row(sequence, head)] = 0;
+      const std::size_t row = s.row(sequence, head);
+      bool flagged = s.has_selection[sequence] == 0;
+      if constexpr (correction_by_query<Correction>) {
+        const group_query now{query + static_cast<std::ptrdiff_t>(head) * group * d, group, d};
+        flagged = flagged || correction.at(s.layer).flags(
+                                 team, {now, s.query_of(sequence, head), s.decode_steps[sequence]});
+      }
+      s.corrected[row] = flagged && s.kind_of(head) == layer_kind::retrieval;
+      for (std::int32_t* counts : {s.recalled, s.recalled_before_attention, s.promoted}) counts[row] = 0;
     }
   });
   std::memcpy(s.kept_query(sequence, 0), query, static_cast<std::size_t>(s.heads.query * d) * sizeof(float));
   s.has_selection[sequence] = 1;
+  ++s.decode_steps[sequence];
 }
 
 }  // namespace freekv::host

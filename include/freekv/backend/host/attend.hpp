@@ -16,8 +16,8 @@ struct attention_output {
   float* lse = nullptr;
 };
 
-/// Attention of the rows of one entry of a step. `complete`: to everything up to each row, from the store;
-/// else to sink, selected and window pages.
+/// Attention of the rows of one entry of a step. `complete`: to everything up to each row, from the store; else each
+/// head to what its kind keeps.
 template <class State>
 struct attention_job {
   const State& s;
@@ -30,9 +30,10 @@ struct attention_job {
 
   page_list list(int row, int head) const {
     const int tokens = entry.before + row + 1;
-    const bool selects = !complete && s.kind == layer_kind::retrieval;
+    const bool selects = !complete && s.kind_of(head) == layer_kind::retrieval;
     return {roles_at(tokens, s.budget, s.page.tokens), s.selected + s.selection(entry.sequence, head),
-            selects ? s.selected_count[s.row(entry.sequence, head)] : 0, complete, tokens};
+            selects ? s.selected_count[s.row(entry.sequence, head)] : 0,
+            complete || s.kind_of(head) == layer_kind::complete, tokens};
   }
   int parts(int row) const {
     int pages = 0;
@@ -41,8 +42,9 @@ struct attention_job {
   }
   /// Bytes of keys and values that one row reads.
   std::size_t bytes(int row) const {
-    return static_cast<std::size_t>(list(row, 0).size()) *
-           static_cast<std::size_t>(s.page.tokens * s.heads.kv) * 2 * d * sizeof(typename State::element);
+    std::size_t pages = 0;
+    for (int head = 0; head < s.heads.kv; ++head) pages += static_cast<std::size_t>(list(row, head).size());
+    return pages * static_cast<std::size_t>(s.page.tokens) * 2 * d * sizeof(typename State::element);
   }
 
   /// The `nth` part of one head's list, from nothing.
@@ -73,7 +75,7 @@ struct attention_job {
   /// Where entry i of a head's list is read from: the store, or its slot.
   auto slice(const page_list& pages, int i, int head) const {
     const int page = pages.page(i);
-    if (complete || !s.keeps_slots) return s.store_slice(entry.sequence, page, head);
+    if (pages.complete || !s.keeps_slots) return s.store_slice(entry.sequence, page, head);
     const int nth_selected = i - pages.roles.sink_end;
     const int slot =
         nth_selected < 0 ? s.slots.sink_slot(page)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/backend/host/workspace.hpp>
@@ -10,74 +11,219 @@
 #include <freekv/functors/ordered_key.hpp>
 #include <freekv/functors/score_page.hpp>
 #include <freekv/pipeline/layer_state.hpp>
+#include <freekv/policies/correction.hpp>
 #include <freekv/policies/pooling.hpp>
+#include <freekv/policies/selection.hpp>
 #include <functional>
+#include <numeric>
+#include <span>
 
 namespace freekv::host {
 
-/// Scores the candidates `roles` of one KV head with its kept query, one page after the other, into
-/// `w.scores`: query head g's score of candidate j at `g * stride + j`, the rest of each row -infinity.
-/// Returns the stride.
-template <class State, class Summary>
-std::int64_t score_candidates(isa set, const State& s, const Summary& summary, const head_of& at,
-                              page_roles roles, const workspace& w) {
-  constexpr int d = State::head_dim;
-  const int group = s.heads.group(), count = roles.candidates();
-  const std::int64_t stride = workspace_sizes::padded(count);
-  with_team(set, [&](auto team) {
-    const auto policy = summary_at(summary, s.layer, at.head);
-    const prepared_queries queries{w.query, summary_query_width(policy, d), group, s.scale};
-    const group_query query = s.query_of(at.sequence, at.head);
-    for (int g = 0; g < group; ++g)
-      prepare_query(team, policy, group_query{query.head(g), 1, d}, w.query + g * queries.width);
-    for (int j = 0; j < count; ++j)
-      score_page<typename State::element>(
-          team, policy, s.page, s.summary_of(s.store_page(at.sequence, roles.sink_end + j), at.head), queries,
-          w.numbers, {w.scores + j, stride});
-    for (int g = 0; g < group; ++g)
-      std::fill(w.scores + g * stride + count, w.scores + (g + 1) * stride, -infinity);
-  });
-  return stride;
+/// ln of the sum of exp over `padded` scores.
+template <class Team>
+float log_sum_of(Team team, const float* scores, std::int64_t padded) {
+  log_sum_exp mass;
+  for (std::int64_t j = 0; j < padded; j += Team::width) {
+    const auto pack = team.load(scores + j);
+    mass.add(team, &pack, 1);
+  }
+  return mass.value();
 }
 
-/// Pools the scores of a group into `w.pooled` (stride).
+/// Pools `w.scores`, query head g's score of candidate j at `g * stride + j`, into `w.pooled`. Candidates are `padded` to
+/// whole packs by scores of -infinity, and so are the pooled scores.
 template <class Pooling>
-void pool_candidates(isa set, const Pooling& pooling, int group, std::int64_t stride, const workspace& w) {
-  with_team(set, [&](auto team) {
-    constexpr int width = decltype(team)::width;
-    const row_scores row{w.scores, stride, w.log_sums, group};
-    if constexpr (Pooling::uses_log_sums)
-      for (int g = 0; g < group; ++g) {
-        log_sum_exp mass;
-        for (std::int64_t j = 0; j < stride; j += width) {
-          const auto scores = team.load(w.scores + g * stride + j);
-          mass.add(team, &scores, 1);
-        }
-        w.log_sums[g] = mass.value();
-      }
-    for (std::int64_t j = 0; j < stride; j += width)
-      team.store(w.pooled + j, pooling.pool(team, row, static_cast<int>(j)));
-  });
+void pool_candidates(isa set, const Pooling& pooling, int group, std::int64_t stride, std::int64_t padded,
+                     const workspace& w) {
+  if constexpr (query_pooling<Pooling>) {
+    std::copy_n(w.scores, padded, w.pooled);
+  } else {
+    with_team(set, [&](auto team) {
+      const row_scores row{w.scores, stride, w.log_sums, group};
+      if constexpr (Pooling::uses_log_sums)
+        for (int g = 0; g < group; ++g) w.log_sums[g] = log_sum_of(team, w.scores + g * stride, padded);
+      for (std::int64_t j = 0; j < padded; j += decltype(team)::width)
+        team.store(w.pooled + j, pooling.pool(team, row, static_cast<int>(j)));
+    });
+  }
+  for (std::int64_t j = 0; j < padded; ++j) w.pooled[j] = clamp_score(w.pooled[j]);
 }
 
-/// The `count` best of the candidates `roles` by `w.pooled`, ties to the smaller page, as ascending page ids.
-inline void best_pages(page_roles roles, int count, const workspace& w, std::int32_t* pages) {
-  const int candidates = roles.candidates();
-  for (int j = 0; j < candidates; ++j) w.keys[j] = ordered_key(clamp_score(w.pooled[j]), roles.sink_end + j);
+/// Puts the keys of the `count` best of the candidates, pages from `first_page` on, by `w.pooled` first in `w.keys`.
+inline void order_candidates(std::int32_t first_page, int candidates, int count, const workspace& w) {
+  for (int j = 0; j < candidates; ++j) w.keys[j] = ordered_key(w.pooled[j], first_page + j);
   std::nth_element(w.keys, w.keys + count, w.keys + candidates, std::greater<>());
-  for (int i = 0; i < count; ++i) pages[i] = page_of_key(w.keys[i]);
-  std::sort(pages, pages + count);
 }
 
-/// Brings the selected pages of one KV head into its selected slots: what is held stays, what is missing is
-/// copied from the ring (promotion) where it is still there at length `tokens`, else from the store (recall).
-template <class State>
-void recall_pages(const State& s, const head_of& at, int tokens) {
+/// Selection for one KV head with its kept query. `Policies` has the policy objects as members; candidates are the
+/// pages from `first_page` on, at most `most` of them.
+template <class State, class Policies>
+class head_selection {
+ public:
+  head_selection(isa set, const State& s, const Policies& policies, const head_of& at, int first_page, int most,
+                 const workspace& w)
+      : set_(set),
+        s_(s),
+        policies_(policies),
+        at_(at),
+        w_(w),
+        first_page_(first_page),
+        stride_(workspace_sizes::padded(most)),
+        query_(s.query_of(at.sequence, at.head)) {}
+
+  /// The selection among the first `candidates` candidates, as ascending page ids in `pages` (k); returns how many.
+  /// With more candidates than before, only the pages that are new are scored.
+  int best(int candidates, std::int32_t* pages) {
+    const int most = resolve(policies_.selection, [&](const auto& selection) {
+      return selection.count(candidates, s_.budget.selected_pages);
+    });
+    const bool by_mass = resolve(policies_.selection, []<class S>(const S&) { return selection_by_mass<S>; });
+    if (most == candidates && !by_mass) {
+      std::iota(pages, pages + most, first_page_);
+      return most;
+    }
+    score(candidates);
+    const int count = resolve(policies_.selection, [&](const auto& selection) {
+      return choose(selection, candidates, most);
+    });
+    for (int i = 0; i < count; ++i) pages[i] = page_of_key(w_.keys[i]);
+    std::sort(pages, pages + count);
+    return count;
+  }
+
+  /// The masses of `selected` and of `best`, pages of the first `candidates` candidates.
+  selection_masses masses(int candidates, std::span<const std::int32_t> selected,
+                          std::span<const std::int32_t> best) {
+    score(candidates);
+    return {mass_of(selected), mass_of(best)};
+  }
+
+  /// Exchanges pages of `selected` for those of `best` that it misses until `correction` is content; returns how many
+  /// are selected then. Both are ascending; `selected` has room for all of `best`. (spec: `partial`)
+  template <class Correction>
+  int exchange(const Correction& correction, std::int32_t* selected, int count,
+               std::span<const std::int32_t> best) {
+    const auto value = [&](std::int32_t page) { return ordered_key(w_.pooled[page - first_page_], page); };
+    const auto lacks = [](auto first, auto last, std::int32_t page) {
+      return !std::binary_search(first, last, page);
+    };
+    while (correction.flags({mass_of({selected, static_cast<std::size_t>(count)}), mass_of(best)})) {
+      std::int32_t gain = -1;
+      for (const std::int32_t page : best)
+        if (lacks(selected, selected + count, page) && (gain < 0 || value(page) > value(gain))) gain = page;
+      if (gain < 0) break;
+      int loss = -1;
+      for (int i = 0; i < count; ++i)
+        if (lacks(best.begin(), best.end(), selected[i]) &&
+            (loss < 0 || value(selected[i]) < value(selected[loss])))
+          loss = i;
+      selected[loss < 0 ? count++ : loss] = gain;
+      std::sort(selected, selected + count);
+    }
+    return count;
+  }
+
+ private:
+  /// Scores and pools the first `candidates` candidates, unless that is what stands there already.
+  void score(int candidates) {
+    if (candidates == pooled_) return;
+    if (scored_ == 0) begin();
+    resolve(policies_.summary, [&](const auto& summary) { score_pages(summary, scored_, candidates); });
+    scored_ = candidates;
+    resolve(policies_.pooling, [&](const auto& pooling) {
+      pool_candidates(set_, pooling, query_.group, stride_, workspace_sizes::padded(candidates), w_);
+    });
+    pooled_ = candidates;
+    log_mass_of_all_ = NAN;
+  }
+
+  /// Prepares the queries that score, and empties the rows of scores.
+  void begin() {
+    with_team(set_, [&](auto team) {
+      resolve(policies_.pooling, [&]<class P>(const P& pooling) {
+        if constexpr (query_pooling<P>) {
+          pooling.pool_query(team, query_, w_.pooled_query);
+          query_ = {w_.pooled_query, 1, State::head_dim};
+        }
+      });
+    });
+    std::fill_n(w_.scores, query_.group * stride_, -infinity);
+    resolve(policies_.summary, [&](const auto& summary) {
+      with_team(set_, [&](auto team) {
+        const auto policy = summary_at(summary, s_.layer, at_.head);
+        prepared_ = {w_.query, summary_query_width(policy, State::head_dim), query_.group, s_.scale};
+        for (int g = 0; g < query_.group; ++g)
+          prepare_query(team, policy, group_query{query_.head(g), 1, State::head_dim},
+                        w_.query + g * prepared_.width);
+      });
+    });
+  }
+
+  /// Query head g's score of candidate j to `w.scores[g * stride + j]`, one page after the other.
+  template <class Summary>
+  void score_pages(const Summary& summary, int first, int last) {
+    with_team(set_, [&](auto team) {
+      const auto policy = summary_at(summary, s_.layer, at_.head);
+      for (int j = first; j < last; ++j)
+        score_page<typename State::element>(
+            team, policy, s_.page, s_.summary_of(s_.store_page(at_.sequence, first_page_ + j), at_.head), prepared_,
+            w_.numbers, {w_.scores + j, stride_});
+    });
+  }
+
+  /// Puts the keys of the selected pages first in `w.keys`.
+  template <class Selection>
+  int choose(const Selection& selection, int candidates, int most) {
+    order_candidates(first_page_, candidates, most, w_);
+    if constexpr (selection_by_mass<Selection>) {
+      std::sort(w_.keys, w_.keys + most, std::greater<>());
+      float taken = 0.0f;
+      for (int i = 0; i < most; ++i) {
+        taken += mass(page_of_key(w_.keys[i]));
+        if (selection.enough(taken)) return i + 1;
+      }
+    }
+    return most;
+  }
+
+  /// A page's share of the softmax of the pooled scores; 0 where no page has any.
+  float mass(std::int32_t page) {
+    if (std::isnan(log_mass_of_all_))
+      with_team(set_, [&](auto team) {
+        log_mass_of_all_ = log_sum_of(team, w_.pooled, workspace_sizes::padded(pooled_));
+      });
+    const float score = w_.pooled[page - first_page_];
+    return score > -infinity ? std::exp(score - log_mass_of_all_) : 0.0f;
+  }
+  float mass_of(std::span<const std::int32_t> pages) {
+    float sum = 0.0f;
+    for (const std::int32_t page : pages) sum += mass(page);
+    return sum;
+  }
+
+  isa set_;
+  const State& s_;
+  const Policies& policies_;
+  head_of at_;
+  const workspace& w_;
+  int first_page_;
+  std::int64_t stride_;
+  group_query query_;
+  prepared_queries prepared_{};
+  int scored_ = 0, pooled_ = 0;  // candidates that have been
+  float log_mass_of_all_ = NAN;  // NaN: not computed yet
+};
+
+/// Brings the selected pages of one KV head into its selected slots: what is held stays, what is missing is copied from
+/// the ring (promotion) where it is still there at length `tokens`, else from the store (recall).
+template <class State, class Residency>
+void recall_pages(const State& s, const Residency& residency, const head_of& at, int tokens) {
   const std::size_t row = s.row(at.sequence, at.head), first = s.selection(at.sequence, at.head);
   const std::int32_t* pages = s.selected + first;
   const int count = s.selected_count[row];
   std::int32_t* slot_of = s.slot_of + first;
-  diff_pages(pages, count, s.slot_page + first, s.budget.selected_pages, slot_of);
+  diff_pages(residency, pages, count, s.slots_of(at.sequence, at.head), ++s.selections[row], slot_of);
   for (int i = 0; i < count; ++i) {
     if (slot_of[i] >= 0) continue;
     slot_of[i] = ~slot_of[i];

@@ -164,14 +164,15 @@ struct simd_team {
 
   template <int Bits>
   [[gnu::always_inline]] pack load_codes(const std::uint8_t* codes, int first) const {
-    static_assert(Bits == 2 || Bits == 3 || Bits == 4 || Bits == 8, "codes have 2, 3, 4 or 8 bits");
+    static_assert(Bits == 1 || Bits == 2 || Bits == 3 || Bits == 4 || Bits == 8,
+                  "codes have 1, 2, 3, 4 or 8 bits");
     const std::uint8_t* block = codes + first / 8 * Bits;
     if constexpr (Bits == 8) {
       uint8x8 bytes;
       std::memcpy(&bytes, block, sizeof bytes);
       return pack(__builtin_convertvector(bytes, float8));
     } else {
-      std::uint32_t word;  // with 3 bits its last byte, with 2 its last two, are not ours
+      std::uint32_t word;  // with less than 4 bits its last bytes are not ours
       std::memcpy(&word, block, sizeof word);
       const uint8x32 shift{0, Bits, 2 * Bits, 3 * Bits, 4 * Bits, 5 * Bits, 6 * Bits, 7 * Bits};
       const uint8x32 code = ((uint8x32{} + word) >> shift) & ((1u << Bits) - 1);

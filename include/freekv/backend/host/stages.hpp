@@ -7,7 +7,6 @@
 #include <freekv/backend/host/host_backend.hpp>
 #include <freekv/backend/host/select.hpp>
 #include <freekv/core/policy.hpp>
-#include <numeric>
 #include <vector>
 
 namespace freekv::host {
@@ -37,11 +36,11 @@ class stages {
   void clear(const State& s, int sequences) {
     const std::size_t rows = s.row(sequences, 0), selections = s.selection(sequences, 0);
     std::fill_n(s.corrected, rows, std::uint8_t{0});
-    for (std::int32_t* counts : std::array{s.selected_count, s.attended_count, s.recalled, s.promoted})
+    for (std::int32_t* counts : {s.attended_count, s.recalled, s.recalled_before_attention, s.promoted})
       std::fill_n(counts, rows, 0);
-    for (std::int32_t* pages : std::array{s.selected, s.attended, s.slot_page, s.slot_of})
+    for (std::int32_t* pages : {s.selected, s.upcoming, s.attended, s.slot_of})
       std::fill_n(pages, selections, -1);
-    std::fill_n(s.has_selection, sequences, std::uint8_t{0});
+    for (int sequence = 0; sequence < sequences; ++sequence) drop_selection(s, sequence);
   }
   /// A sequence's selection and previous query are forgotten.
   void forget(const State& s, int sequence) { drop_selection(s, sequence); }
@@ -64,39 +63,40 @@ class stages {
     if (s.kind != layer_kind::retrieval) return;
     if (entry.kind == row_kind::prompt) return drop_selection(s, entry.sequence);
     resolve(policies_->correction, [&](const auto& correction) {
-      detect_drift(instructions(), s, correction.at(s.layer), entry.sequence,
+      detect_drift(instructions(), s, correction, entry.sequence,
                    rows.queries.data() + std::ptrdiff_t{entry.first_row} * s.heads.query * d);
     });
   }
 
-  /// The flagged heads of a decode entry select with the current query among this step's candidates and
-  /// recall what they miss; then every head's selection is what this step attends to.
+  /// The flagged heads of a decode entry select with the current query among this step's candidates and recall what
+  /// they miss; then every head's selection is what this step attends to. A correction by mass scores all heads to
+  /// find the flagged ones. What is scored serves the next step's selection too.
   void correct(const State& s, const step_entry& entry) {
-    const page_roles roles = roles_at(entry.after(), s.budget, s.page.tokens);
-    select(s, entry, roles, [&](int head) { return s.corrected[s.row(entry.sequence, head)] != 0; });
+    const bool by_mass =
+        resolve(policies_->correction, []<class C>(const C&) { return correction_by_mass<C>; });
+    for_heads(
+        s, entry, [&](int head) { return by_mass || s.corrected[s.row(entry.sequence, head)] != 0; },
+        [&](int head, const workspace& w) { correct_head(s, entry, head, w); });
     const std::size_t first = s.selection(entry.sequence, 0), row = s.row(entry.sequence, 0);
     std::copy_n(s.selected + first, s.heads.kv * s.budget.selected_pages, s.attended + first);
     std::copy_n(s.selected_count + row, s.heads.kv, s.attended_count + row);
   }
 
-  /// Every head selects with the current query among the next step's candidates and recalls what it misses. A
-  /// corrected head whose candidates stay as they are has that selection already. On the recall stream's
-  /// thread if it has one.
+  /// Every head selects with the current query among the next step's candidates and recalls what it misses. On the
+  /// recall stream's thread if it has one.
   void speculate(const State& s, const step_entry& entry) {
-    const page_roles now = roles_at(entry.after(), s.budget, s.page.tokens);
-    const page_roles next = roles_at(entry.after() + 1, s.budget, s.page.tokens);
-    const bool same = now.sink_end == next.sink_end && now.window_begin == next.window_begin;
-    const auto wanted = [&](int head) { return !same || s.corrected[s.row(entry.sequence, head)] == 0; };
-    if (!backend_->options().overlap) return select(s, entry, next, wanted);
+    const auto every = [](int) { return true; };
+    const auto body = [&](int head, const workspace& w) { speculate_head(s, entry, head, w); };
+    if (!backend_->options().overlap) return for_heads(s, entry, every, body);
     const workspace& w = workspaces_[static_cast<std::size_t>(backend_->recall_workspace())];
     for (int head = 0; head < s.heads.kv; ++head)
-      if (wanted(head)) select_head(s, entry, head, next, w);
+      if (s.kind_of(head) == layer_kind::retrieval) body(head, w);
   }
 
   /// Attends decode rows within the budget: to sink, selected and window pages; prompt rows, and all rows of
   /// complete layers, to everything before them and themselves.
   void attend(const State& s, const step_entry& entry, const float* queries, const attention_output& to) {
-    attend_rows({s, entry, queries, to, s.kind == layer_kind::complete || entry.kind == row_kind::prompt});
+    attend_rows({s, entry, queries, to, entry.kind == row_kind::prompt});
   }
 
   /// Attends each row to everything before it and itself, straight from the store.
@@ -108,34 +108,82 @@ class stages {
  private:
   isa instructions() const { return backend_->options().instructions; }
 
-  template <class Wanted>
-  void select(const State& s, const step_entry& entry, page_roles roles, const Wanted& wanted) {
-    const auto bytes = static_cast<std::size_t>(s.heads.kv * roles.candidates()) * s.summary_bytes;
+  /// Runs `body(head, workspace)` for the retrieval heads that are `wanted`.
+  template <class Wanted, class Body>
+  void for_heads(const State& s, const step_entry& entry, const Wanted& wanted, const Body& body) {
+    const int candidates = roles_at(entry.after() + 1, s.budget, s.page.tokens).candidates();
+    const auto bytes = static_cast<std::size_t>(s.heads.kv * candidates) * s.summary_bytes;
     backend_->parallel(s.heads.kv, bytes, [&](int head, int worker) {
-      if (wanted(head)) select_head(s, entry, head, roles, workspaces_[static_cast<std::size_t>(worker)]);
+      if (s.kind_of(head) == layer_kind::retrieval && wanted(head))
+        body(head, workspaces_[static_cast<std::size_t>(worker)]);
     });
   }
 
-  void select_head(const State& s, const step_entry& entry, int head, page_roles roles, const workspace& w) {
-    const head_of at{entry.sequence, head};
-    std::int32_t* pages = s.selected + s.selection(at.sequence, head);
-    const int candidates = roles.candidates();
-    const int count = resolve(policies_->selection, [&](const auto& selection) {
-      return selection.count(candidates, s.budget.selected_pages);
-    });
-    if (count == candidates) {
-      std::iota(pages, pages + count, roles.sink_end);
+  void correct_head(const State& s, const step_entry& entry, int head, const workspace& w) {
+    const page_roles now = roles_at(entry.after(), s.budget, s.page.tokens);
+    const page_roles next = roles_at(entry.after() + 1, s.budget, s.page.tokens);
+    const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
+    head_selection selection(instructions(), s, *policies_, {entry.sequence, head}, next.sink_end,
+                             next.candidates(), w);
+    std::int32_t* selected = s.selected + first;
+    const int count = selection.best(now.candidates(), w.pages);
+    const bool anew = s.corrected[row] != 0;
+    if (anew) {
+      std::copy_n(w.pages, count, selected);
+      s.selected_count[row] = count;
     } else {
-      const std::int64_t stride = resolve(policies_->summary, [&](const auto& summary) {
-        return score_candidates(instructions(), s, summary, at, roles, w);
+      resolve(policies_->correction, [&]<class Correction>(const Correction& correction) {
+        if constexpr (correction_by_mass<Correction>)
+          correct_by_mass(s, row, correction.at(s.layer), selection, now.candidates(),
+                          {selected, {w.pages, static_cast<std::size_t>(count)}});
       });
-      resolve(policies_->pooling, [&](const auto& pooling) {
-        pool_candidates(instructions(), pooling, s.heads.group(), stride, w);
-      });
-      best_pages(roles, count, w, pages);
     }
-    s.selected_count[s.row(at.sequence, head)] = count;
-    if (s.keeps_slots) recall_pages(s, at, entry.after());
+    if (s.corrected[row] != 0 && s.keeps_slots) {
+      recall(s, {entry.sequence, head}, entry.after());
+      s.recalled_before_attention[row] = s.recalled[row];
+    }
+    s.upcoming_count[row] = selection.best(next.candidates(), s.upcoming + first);
+  }
+
+  struct selected_and_best {
+    std::int32_t* selected;
+    std::span<const std::int32_t> best;
+  };
+  template <class Correction, class Selection>
+  void correct_by_mass(const State& s, std::size_t row, const Correction& correction, Selection& selection,
+                       int candidates, const selected_and_best& pages) {
+    const int count = s.selected_count[row];
+    const auto held = std::span(pages.selected, static_cast<std::size_t>(count));
+    if (std::equal(held.begin(), held.end(), pages.best.begin(), pages.best.end())) return;
+    if (!correction.flags(selection.masses(candidates, held, pages.best))) return;
+    s.corrected[row] = 1;
+    if (correction.exchanges_pages()) {
+      s.selected_count[row] = selection.exchange(correction, pages.selected, count, pages.best);
+    } else {
+      std::copy(pages.best.begin(), pages.best.end(), pages.selected);
+      s.selected_count[row] = static_cast<std::int32_t>(pages.best.size());
+    }
+  }
+
+  void speculate_head(const State& s, const step_entry& entry, int head, const workspace& w) {
+    const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
+    std::int32_t* selected = s.selected + first;
+    if (s.upcoming_count[row] >= 0) {
+      s.selected_count[row] = s.upcoming_count[row];
+      std::copy_n(s.upcoming + first, s.selected_count[row], selected);
+      s.upcoming_count[row] = -1;
+    } else {
+      const page_roles next = roles_at(entry.after() + 1, s.budget, s.page.tokens);
+      head_selection selection(instructions(), s, *policies_, {entry.sequence, head}, next.sink_end,
+                               next.candidates(), w);
+      s.selected_count[row] = selection.best(next.candidates(), selected);
+    }
+    if (s.keeps_slots) recall(s, {entry.sequence, head}, entry.after());
+  }
+
+  void recall(const State& s, const head_of& at, int tokens) {
+    resolve(policies_->residency,
+            [&](const auto& residency) { recall_pages(s, residency, at, tokens); });
   }
 
   /// Where heads alone occupy the threads, each head is one thread's; else a row's parts are shared out.

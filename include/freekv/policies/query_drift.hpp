@@ -5,13 +5,15 @@
 #include <cstdint>
 #include <freekv/core/shape.hpp>
 #include <freekv/core/team.hpp>
-#include <freekv/functors/log_sum_exp.hpp>
+#include <freekv/core/log_sum_exp.hpp>
 
 namespace freekv {
 
-/// The cosine of each query head with its previous query, averaged over the group. `defined` is false where a
-/// norm or a product of two is zero or not finite in float32: then nothing can be said and the head counts as
-/// drifted.
+/// How the cosines of a group's query heads with their previous queries become one.
+enum class drift_pool : std::uint8_t { mean, min, max };
+
+/// The pooled cosine of a group. `defined` is false where a norm or a product of two is zero or not finite in float32:
+/// then nothing can be said and the head counts as drifted.
 struct query_drift {
   float cosine = 0.0f;
   bool defined = true;
@@ -19,7 +21,8 @@ struct query_drift {
 
 /// How the queries of one group have turned from `before` to `now`. (FreeKV section 3.3, query-based identification)
 template <team T>
-FREEKV_HD query_drift drift_of(T team, const group_query& now, const group_query& before) {
+FREEKV_HD query_drift drift_of(T team, const group_query& now, const group_query& before,
+                               drift_pool pool = drift_pool::mean) {
   const auto usable = [](float x) { return x > 0.0f && x < infinity; };
   query_drift drift;
   for (int g = 0; g < now.group; ++g) {
@@ -32,9 +35,13 @@ FREEKV_HD query_drift drift_of(T team, const group_query& now, const group_query
     }
     const float norms = ::sqrtf(team.sum(squares)) * ::sqrtf(team.sum(squares_before));
     if (!usable(norms)) drift.defined = false;
-    drift.cosine += team.sum(product) / norms;
+    const float cosine = team.sum(product) / norms;
+    if (pool == drift_pool::mean)
+      drift.cosine += cosine;
+    else if (g == 0 || (pool == drift_pool::min ? cosine < drift.cosine : cosine > drift.cosine))
+      drift.cosine = cosine;
   }
-  drift.cosine /= static_cast<float>(now.group);
+  if (pool == drift_pool::mean) drift.cosine /= static_cast<float>(now.group);
   return drift;
 }
 

@@ -1,0 +1,37 @@
+// The main job's options.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "contender.hpp"
+#include "tasks.hpp"
+
+namespace freekv::examples {
+
+struct arguments {
+  std::string model, text, needle_text, cache, out, tasks, commit = "unknown";
+  int prompt = 4096, steps = 128, basis_tokens = 7168, rounds = 5, timed_steps = 16;
+  int generate = 0;
+  double temperature = 0;
+  std::uint64_t seed = 1;
+  std::vector<int> needle_tokens{1024, 4096}, needle_budgets{512, 1024};
+  bool full = false;
+  std::vector<int> lengths{1024, 2048, 4096, 7168}, budgets{256, 384, 512, 768, 1024};
+  std::vector<double> taus{0.7, 0.8, 0.9, 0.95};
+  int deep_steps = 64;
+  std::vector<std::string> only;
+  std::vector<std::string> head_lists;  ///< FILE, or VARIANT=FILE
+  std::vector<std::string> sections;    ///< by name; those that the other options ask for unless given
+  float tau = 0.9f;
+  common_settings common;
+  std::vector<task> questions;  ///< those of the file of tasks
+
+  bool does(const std::string& section) const;
+};
+
+/// Reads the file of tasks as well, so that its faults are known at once. Exits after --help. Throws choice_error and
+/// file_error.
+arguments parse_arguments(int argc, char** argv);
+
+}  // namespace freekv::examples

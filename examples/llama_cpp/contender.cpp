@@ -1,0 +1,53 @@
+#include "contender.hpp"
+
+namespace freekv::examples {
+
+namespace {
+
+int page_of(const contender& c, const common_settings& s) { return c.page > 0 ? c.page : s.page; }
+int budget_of(const contender& c, const common_settings& s) {
+  return static_cast<int>(c.budget_share * s.budget);
+}
+int selected_pages(const contender& c, const common_settings& s) {
+  return (budget_of(c, s) - s.sink - s.window) / page_of(c, s);
+}
+
+}  // namespace
+
+bool fits(const contender& c, const common_settings& s) {
+  return !c.does.retrieves() ||
+         (selected_pages(c, s) >= 1 && s.sink % page_of(c, s) == 0 && s.window % page_of(c, s) == 0);
+}
+
+subspace_basis basis_of(const contender& c, const prepared_prompt& prompt) {
+  if (c.basis == basis_source::none) return {};
+  return (c.basis == basis_source::prompt ? prompt.own : prompt.other).view();
+}
+
+std::unique_ptr<pipeline> make_contender(const contender& c, const common_settings& s,
+                                         const model_shape& shape, const prepared_prompt& prompt, int more,
+                                         bool in_place, host_backend& backend) {
+  pipeline_options o;
+  o.element = data_type::f16;
+  o.head_dim = shape.head_dim;
+  o.layers = shape.layers;
+  o.query_heads = shape.query_heads;
+  o.kv_heads = shape.kv_heads;
+  o.page = page_of(c, s);
+  o.budget = c.does.retrieves() ? budget{s.sink, s.window, selected_pages(c, s)}
+                                : budget{s.sink, budget_of(c, s) - s.sink, 1};
+  o.max_tokens = prompt.kv.tokens() + more;
+  o.scale = shape.scale;
+  o.complete_layers = s.complete_layers;
+  o.in_place = in_place;
+  o.does = c.does;
+  o.basis = basis_of(c, prompt);
+  o.head_kinds = c.head_kinds;
+  return make_pipeline(o, backend);
+}
+
+std::size_t summary_bytes_of(const contender& c, const pipeline& p) {
+  return c.selects() ? p.summary_bytes() : 0;
+}
+
+}  // namespace freekv::examples

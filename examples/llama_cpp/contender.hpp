@@ -1,0 +1,65 @@
+// Who is compared: a method, its name in the tables, and the pipeline that it becomes on a prompt.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "prompt.hpp"
+
+namespace freekv::examples {
+
+/// Where key_subspace's basis comes from.
+enum class basis_source { none, prompt, other_text };
+
+/// A row of the tables.
+struct contender {
+  std::string name;
+  method does;
+  basis_source basis = basis_source::none;
+  int page = 0;                          ///< tokens; 0: the common one
+  double budget_share = 1;               ///< of the common budget
+  bool deep = false;                     ///< shown by --full alone, and not swept
+  std::vector<layer_kind> head_kinds{};  ///< of plan "by_head"
+
+  bool keeps_everything() const { return does.plan == "complete"; }
+  /// Has it heads whose pages are chosen?
+  bool selects() const {
+    return does.plan == "retrieval" ||
+           std::find(head_kinds.begin(), head_kinds.end(), layer_kind::retrieval) != head_kinds.end();
+  }
+};
+
+/// What all contenders share.
+struct common_settings {
+  int page = 32, sink = 64, window = 128;
+  int budget = 512;         ///< tokens a head attends to: sink, window and selected pages
+  int complete_layers = 1;  ///< leading layers that keep everything
+  int threads = 2;
+  bool overlap = false;  ///< speculate on a thread of its own
+};
+
+/// Does the budget leave the contender a page to select, and is all else in whole pages?
+bool fits(const contender& c, const common_settings& s);
+
+/// A prompt and the bases that are at hand with it.
+struct prepared_prompt {
+  prompt_cache kv;
+  key_basis own;
+  const key_basis& other;
+};
+
+/// The contender's basis, which `prompt` keeps; empty for one that has none.
+subspace_basis basis_of(const contender& c, const prepared_prompt& prompt);
+
+/// The pipeline of a contender, with room for `more` tokens after the prompt. At equal budget, a method that
+/// selects nothing has all but the sink as its window.
+std::unique_ptr<pipeline> make_contender(const contender& c, const common_settings& s,
+                                         const model_shape& shape, const prepared_prompt& prompt, int more,
+                                         bool in_place, host_backend& backend);
+
+/// Bytes of a contender's summary for a page and KV head; 0 if it selects nothing.
+std::size_t summary_bytes_of(const contender& c, const pipeline& p);
+
+}  // namespace freekv::examples

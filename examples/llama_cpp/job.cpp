@@ -1,0 +1,217 @@
+#include "job.hpp"
+
+#include <algorithm>
+#include <array>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <set>
+#include <utility>
+
+#include "head_list.hpp"
+
+namespace freekv::examples {
+
+namespace {
+
+/// The list of heads of a variant; empty if none is given for it.
+std::vector<layer_kind> head_kinds_of(std::string_view variant, const arguments& a,
+                                      const model_shape& shape) {
+  for (const std::string& given : a.head_lists) {
+    const std::size_t equals = given.find('=');
+    const bool is_named =
+        equals != std::string::npos && std::any_of(variants().begin(), variants().end(), [&](const auto& v) {
+          return v.name == std::string_view(given).substr(0, equals);
+        });
+    if (!is_named || given.substr(0, equals) == variant)
+      return read_head_list(is_named ? given.substr(equals + 1) : given, shape.layers, shape.kv_heads);
+  }
+  return {};
+}
+
+/// All rows there are. The basis of another text is shown for the first variant that needs a basis.
+std::vector<contender> all_contenders(const arguments& a, const model_shape& shape) {
+  std::vector<contender> all;
+  bool lent = false;
+  for (const auto& variant : variants()) {
+    contender c{std::string(variant.name), variant.does};
+    c.does.tau = a.tau;
+    c.page = variant.page;
+    c.budget_share = variant.budget_share;
+    c.deep = variant.deep;
+    if (c.does.plan == "by_head") c.head_kinds = head_kinds_of(variant.name, a, shape);
+    if (c.does.needs_basis()) c.basis = basis_source::prompt;
+    all.push_back(c);
+    if (c.does.needs_basis() && !std::exchange(lent, true)) {
+      c.name += ", other text's basis";
+      c.basis = basis_source::other_text;
+      all.push_back(c);
+    }
+  }
+  return all;
+}
+
+/// Full attention first, then those asked for.
+std::vector<contender> contenders_of(const arguments& a, const model_shape& shape) {
+  std::vector<contender> all = all_contenders(a, shape);
+  const std::set<std::string> only(a.only.begin(), a.only.end());
+  for (const auto& name : only)
+    if (std::none_of(all.begin(), all.end(), [&](const contender& c) { return c.name == name; })) {
+      std::string names;
+      for (const auto& c : all) names += (names.empty() ? "" : "; ") + c.name;
+      throw choice_error("--variant " + name + " is unknown; choose among: " + names);
+    }
+  std::erase_if(all, [&](contender& c) {
+    const bool is_named = only.count(c.name) > 0;
+    if (c.name == "full") return false;
+    if (only.empty() ? c.deep && !a.full : !is_named) return true;
+    if (is_named) c.deep = false;
+    std::string lacks;
+    if (c.does.plan == "by_head" && c.head_kinds.empty())
+      lacks = "needs a list of heads; give --head-list FILE";
+    else if (!fits(c, a.common))
+      lacks = "has no page to select in its share of a budget of " + std::to_string(a.common.budget) +
+              " tokens, or pages that sink and window are no multiples of; give a larger --budget";
+    if (lacks.empty()) return false;
+    if (is_named) throw choice_error("--variant " + c.name + " " + lacks);
+    std::cerr << "note: " << c.name << " is left out: it " << lacks << "\n";
+    return true;
+  });
+  return all;
+}
+
+/// How much of --text the sections need.
+int text_tokens(const arguments& a) {
+  int needed = 1;
+  for (const char* name : {"quality", "budgets", "taus", "speed", "generate"})
+    if (a.does(name)) needed = std::max(needed, a.prompt + std::max(a.steps, a.deep_steps) + 1);
+  if (a.does("lengths"))
+    for (const int length : a.lengths) needed = std::max(needed, length + 1);
+  return needed;
+}
+
+std::string processor() {
+  std::ifstream info("/proc/cpuinfo");
+  for (std::string line; std::getline(info, line);)
+    if (line.starts_with("model name")) return line.substr(line.find(':') + 2);
+  return "unknown";
+}
+
+nlohmann::ordered_json run_of(const arguments& a, const model_shape& shape) {
+  return {{"model", shape.name},
+          {"text", std::filesystem::path(a.text).filename().string()},
+          {"prompt", a.prompt},
+          {"steps", a.steps},
+          {"page", a.common.page},
+          {"sink", a.common.sink},
+          {"window", a.common.window},
+          {"budget", a.common.budget},
+          {"tau", a.tau},
+          {"complete_layers", a.common.complete_layers},
+          {"basis_tokens", a.basis_tokens},
+          {"overlap", a.common.overlap},
+          {"threads", a.common.threads},
+          {"machine", processor()},
+          {"instructions", host::name_of(host::best_isa())},
+          {"compiler", __VERSION__},
+          {"commit", a.commit}};
+}
+
+std::string results_in(const std::string& folder) {
+  std::filesystem::create_directories(folder);
+  return folder + "/results.jsonl";
+}
+
+constexpr std::array all_sections{section{"needles", compare_needles},    section{"quality", compare_quality},
+                                  section{"budgets", compare_budgets},    section{"taus", compare_taus},
+                                  section{"speed", compare_speed},        section{"lengths", compare_lengths},
+                                  section{"generate", compare_generated}, section{"tasks", compare_tasks}};
+
+}  // namespace
+
+std::span<const section> sections() { return all_sections; }
+
+const section* find_section(const std::string& name) {
+  const auto found = std::find_if(all_sections.begin(), all_sections.end(),
+                                  [&](const section& s) { return name == s.name; });
+  return found == all_sections.end() ? nullptr : &*found;
+}
+
+std::string section_names() {
+  std::string names;
+  for (const section& s : all_sections) names += (names.empty() ? "" : ", ") + std::string(s.name);
+  return names;
+}
+
+job::job(const arguments& wanted)
+    : wanted_(wanted),
+      model_(wanted.model),
+      text_(first_tokens(model_, wanted.text, text_tokens(wanted))),
+      place_{wanted.cache, key_of_file(wanted.model), wanted.common.threads},
+      contenders_(contenders_of(wanted, model_.shape())),
+      lines_(results_in(wanted.out), run_of(wanted, model_.shape())) {
+  std::copy_if(contenders_.begin(), contenders_.end(), std::back_inserter(principal_),
+               [](const contender& c) { return !c.deep; });
+  const auto& shape = model_.shape();
+  const int longest = std::max(static_cast<int>(text_.size()),
+                               wanted.does("generate") ? wanted.prompt + wanted.generate + 1 : 0);
+  if (longest > shape.trained_context)
+    std::cerr << "note: " << longest << " tokens are more than the " << shape.trained_context
+              << " the model was trained for\n";
+  say(shape.name + ": " + std::to_string(shape.layers) + " layers, " + std::to_string(shape.query_heads) +
+      "/" + std::to_string(shape.kv_heads) + " heads of " + std::to_string(shape.head_dim) + "; text " +
+      std::filesystem::path(wanted.text).filename().string() + "\n");
+}
+
+const prepared_prompt& job::prompt() {
+  if (!prompt_)
+    prompt_.emplace(prepare(text().first(static_cast<std::size_t>(wanted_.prompt)), wanted_.needle_text));
+  return *prompt_;
+}
+
+std::span<const llama_token> job::after_prompt() const {
+  return text().subspan(static_cast<std::size_t>(wanted_.prompt),
+                        static_cast<std::size_t>(wanted_.steps) + 1);
+}
+
+prepared_prompt job::prepare(std::span<const llama_token> tokens, const std::string& other_text) {
+  prompt_cache kv(model_, tokens, place_, progress());
+  key_basis own = asks_for(basis_source::prompt) ? kv.learn_basis(rank()) : key_basis(1, 1, 1, 8);
+  return {std::move(kv), std::move(own), basis_of_text(other_text)};
+}
+
+int job::rank() const {
+  int rank = 1;
+  for (const auto& c : contenders_)
+    if (c.does.needs_basis()) rank = std::max(rank, c.does.rank);
+  return rank;
+}
+
+bool job::asks_for(basis_source source) const {
+  return std::any_of(contenders_.begin(), contenders_.end(),
+                     [&](const auto& c) { return c.basis == source; });
+}
+
+const key_basis& job::basis_of_text(const std::string& path) {
+  const auto known = bases_.find(path);
+  if (known != bases_.end()) return known->second;
+  if (!asks_for(basis_source::other_text)) return bases_.emplace(path, key_basis(1, 1, 1, 8)).first->second;
+  const auto tokens = model_.tokenize(read_text(path));
+  const auto count = std::min({tokens.size(), static_cast<std::size_t>(wanted_.basis_tokens),
+                               static_cast<std::size_t>(model_.shape().trained_context)});
+  const prompt_cache keys(model_, std::span(tokens).first(count), place_, progress());
+  return bases_.emplace(path, keys.learn_basis(rank())).first->second;
+}
+
+void job::say(const std::string& text) {
+  std::cout << text << std::flush;
+  said_ += text;
+}
+
+void job::finish() {
+  lines_.finish();
+  std::ofstream(wanted_.out + "/table.txt") << said_;
+}
+
+}  // namespace freekv::examples

@@ -1,0 +1,89 @@
+// The main job: what its sections share, and the sections themselves. Each measures, prints a table and writes
+// JSON lines.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "arguments.hpp"
+#include "report.hpp"
+
+namespace freekv::examples {
+
+class job {
+ public:
+  explicit job(const arguments& wanted);
+
+  const arguments& wanted() const { return wanted_; }
+  const examples::model& model() const { return model_; }
+  const prompt_cache::place& place() const { return place_; }
+  /// The rows of the tables; the first is full attention.
+  std::span<const contender> contenders() const { return contenders_; }
+  /// Those that --full sweeps.
+  std::span<const contender> principal() const { return principal_; }
+
+  /// The first tokens of --text: all that the sections chosen need.
+  std::span<const llama_token> text() const { return text_; }
+  /// --prompt tokens of them, prepared at the first call.
+  const prepared_prompt& prompt();
+  /// What follows these: --steps tokens, and one more to predict.
+  std::span<const llama_token> after_prompt() const;
+
+  /// `other_text`: the file whose basis is lent; --needle-text, unless the tokens are from there.
+  prepared_prompt prepare(std::span<const llama_token> tokens, const std::string& other_text);
+
+  json_lines& lines() { return lines_; }
+  progress_function progress() { return std::ref(progress_); }
+  /// Prints, and keeps for table.txt.
+  void say(const std::string& text);
+  /// Writes table.txt and moves results.jsonl to its place.
+  void finish();
+
+ private:
+  int rank() const;
+  bool asks_for(basis_source source) const;
+  const key_basis& basis_of_text(const std::string& path);
+
+  arguments wanted_;
+  examples::model model_;
+  std::vector<llama_token> text_;
+  prompt_cache::place place_;
+  std::vector<contender> contenders_, principal_;
+  json_lines lines_;
+  progress_line progress_;
+  std::string said_;
+  std::map<std::string, key_basis> bases_;  // by the text's path
+  std::optional<prepared_prompt> prompt_;
+};
+
+/// Facts hidden in a text and asked for at its end. Also by depth and length with --full.
+void compare_needles(job& j);
+/// Teacher-forced decoding: perplexity, attention mass kept, what is moved. By layer and head with --full.
+void compare_quality(job& j);
+/// Perplexity and mass against the budget.
+void compare_budgets(job& j);
+/// Corrections and pages changed against the correction threshold, by layer.
+void compare_taus(job& j);
+/// Decoding speed, in turns with llama.cpp itself.
+void compare_speed(job& j);
+/// The same against the context's length.
+void compare_lengths(job& j);
+/// Texts that every contender writes on its own.
+void compare_generated(job& j);
+/// Questions from a file.
+void compare_tasks(job& j);
+
+struct section {
+  const char* name;
+  void (*run)(job&);
+};
+/// In the order in which they run.
+std::span<const section> sections();
+/// nullptr for none.
+const section* find_section(const std::string& name);
+std::string section_names();
+
+}  // namespace freekv::examples

@@ -1,0 +1,258 @@
+#include "replay_layer.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <sstream>
+#include <string>
+
+#include "head_list.hpp"
+#include "pipeline.hpp"
+
+namespace freekv::examples {
+namespace {
+
+constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+[[noreturn]] void refuse(const std::string& sentence) { throw choice_error(sentence); }
+
+/// `selected` has a number for each of --k, however few pages there are.
+void check_size(const replay_options& o, const replay_job& job) {
+  const trace_form& t = job.form;
+  constexpr double most = 1 << 30;
+  const double numbers = static_cast<double>(t.steps()) * t.kv_heads * o.k;
+  if (job.out && numbers > most) {
+    std::ostringstream counts;
+    counts << "--k " << o.k << " gives selected " << t.steps() << " x " << t.kv_heads << " x " << o.k
+           << " numbers, more than " << static_cast<long long>(most) << "; the trace has "
+           << (t.tokens + o.page - 1) / std::max(o.page, 1) << " pages, and a larger --k selects no more";
+    refuse(counts.str());
+  }
+}
+
+bool needs_basis(const replay_options& o) { return o.does.summary == "key_subspace" && o.does.retrieves(); }
+
+/// What each KV head of the trace's layer keeps, where --heads says it.
+std::vector<layer_kind> head_kinds_of(const replay_options& o, const trace_form& t) {
+  if (!o.heads) return {};
+  constexpr int most_layers = 1024;  // a list has all of a model's, and a trace does not say how many
+  if (!t.layer || *t.layer >= most_layers)
+    refuse("the trace names " + (t.layer ? "layer " + std::to_string(*t.layer) : "no layer") +
+           ", so --heads cannot say what its heads keep; write its number, below " +
+           std::to_string(most_layers) + ", as layer into its metadata");
+  const auto all = read_head_list(std::filesystem::path(*o.heads), most_layers, t.kv_heads);
+  const auto first = all.begin() + std::ptrdiff_t{*t.layer} * t.kv_heads;
+  return {first, first + t.kv_heads};
+}
+
+/// The basis of one layer: to be learnt from its prompt, or one layer of a file.
+class layer_basis {
+ public:
+  layer_basis(const replay_options& o, const trace_form& t, const std::optional<key_basis>& file) {
+    if (!needs_basis(o)) return;
+    if (file) {
+      view_ = file->layer(layer_of(o, t, file->view().layers));
+      return;
+    }
+    if (o.does.rank < 1 || o.does.rank > t.head_dim)
+      refuse("--rank " + std::to_string(o.does.rank) + " is not between 1 and head_dim " +
+             std::to_string(t.head_dim));
+    learnt_.emplace(1, t.kv_heads, o.does.rank, t.head_dim);
+    view_ = learnt_->layer(0);
+  }
+  void learn(const trace& t) {
+    if (learnt_) learnt_->learn(0, t.prompt_keys());
+  }
+  const subspace_basis& view() const { return view_; }
+
+ private:
+  static int layer_of(const replay_options& o, const trace_form& t, int layers) {
+    if (!o.basis_layer && !t.layer && layers != 1)
+      refuse("\"" + o.basis + "\" has " + std::to_string(layers) +
+             " layers and the trace names none; give --basis-layer");
+    const int layer = o.basis_layer.value_or(layers == 1 ? 0 : t.layer.value_or(0));
+    if (layer < 0 || layer >= layers)
+      refuse("\"" + o.basis + "\" has " + std::to_string(layers) + " layers, so none numbered " +
+             std::to_string(layer) + "; give --basis-layer from 0 to " + std::to_string(layers - 1));
+    return layer;
+  }
+
+  std::optional<key_basis> learnt_;
+  subspace_basis view_{};
+};
+
+/// Everything that is written out.
+struct results {
+  std::vector<float> out, lse;
+  std::vector<std::int32_t> selected, recalled, before_attention;
+  std::vector<std::uint8_t> corrected;
+
+  results(const trace_form& t, int k) {
+    const std::size_t rows = size(t.steps()) * size(t.kv_heads),
+                      heads = size(t.steps()) * size(t.query_heads);
+    out.resize(heads * size(t.head_dim));
+    lse.resize(heads);
+    selected.assign(rows * size(k), -1);
+    corrected.resize(rows);
+    recalled.resize(rows);
+    before_attention.resize(rows);
+  }
+};
+
+template <class Body>
+double seconds_of(const Body& body) {
+  const auto start = std::chrono::steady_clock::now();
+  body();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+/// Adds one step's heads: how far the output is from full attention's, and how much of its softmax mass was
+/// attended to. Heads where either is NaN or infinite are counted apart.
+void compare(std::span<const float> out, std::span<const float> lse, std::span<const float> full,
+             std::span<const float> full_lse, layer_result& s) {
+  const std::size_t d = out.size() / lse.size();
+  for (std::size_t head = 0; head < lse.size(); ++head) {
+    double difference = 0, length = 0;
+    for (std::size_t i = head * d; i < (head + 1) * d; ++i) {
+      difference += std::pow(double{out[i]} - double{full[i]}, 2);
+      length += std::pow(double{full[i]}, 2);
+    }
+    const double error = length > 0 ? std::sqrt(difference / length) : std::sqrt(difference);
+    const double mass = std::exp(double{lse[head]} - double{full_lse[head]});
+    if (!std::isfinite(error) || !std::isfinite(mass)) {
+      ++s.not_finite;
+      continue;
+    }
+    ++s.heads;
+    s.error_sum += error;
+    s.error_max = std::max(s.error_max, error);
+    s.mass_sum += mass;
+  }
+}
+
+void append_prompt(pipeline& p, const trace& t, progress_line& progress) {
+  constexpr int chunk = 4096;
+  for (int done = 0; done < t.prompt_len; done += chunk) {
+    progress.show("prompt token", done, t.prompt_len);
+    const int tokens = std::min(chunk, t.prompt_len - done);
+    p.begin_step(tokens, row_kind::prompt);
+    p.append_stored(0, t.rows_of(t.keys, done, tokens), t.rows_of(t.values, done, tokens), {});
+    p.end_step();
+  }
+}
+
+/// What a step reports, into the row of each KV head.
+void keep_report(const step_report& report, std::size_t step, results* r, layer_result& s) {
+  const std::size_t rows = report.corrected.size(), stride = report.attended.size() / rows;
+  for (std::size_t row = 0; row < rows; ++row) {
+    s.selected += report.attended_count[row];
+    s.corrected += report.corrected[row];
+    s.recalled += report.recalled[row];
+    s.before_attention += report.recalled_before_attention[row];
+    s.promoted += report.promoted[row];
+    if (r == nullptr) continue;
+    const std::size_t at = step * rows + row, k = r->selected.size() / r->corrected.size();
+    const auto pages = report.attended.subspan(row * stride, size(report.attended_count[row]));
+    std::copy(pages.begin(), pages.end(), r->selected.begin() + static_cast<std::ptrdiff_t>(at * k));
+    r->corrected[at] = report.corrected[row];
+    r->recalled[at] = report.recalled[row];
+    r->before_attention[at] = report.recalled_before_attention[row];
+  }
+}
+
+/// `r` may be null.
+void replay_steps(pipeline& p, const trace& t, progress_line& progress, results* r, layer_result& s) {
+  const std::size_t heads = size(t.query_heads), out_row = heads * size(t.head_dim);
+  std::vector<float> out(out_row), lse(heads), full(out_row), full_lse(heads);
+  for (int step = 0; step < t.steps(); ++step) {
+    progress.show("step", step, t.steps());
+    const int token = t.prompt_len + step;
+    p.begin_step(1, row_kind::decode);
+    double seconds = seconds_of([&] {
+      p.append_stored(0, t.rows_of(t.keys, token, 1), t.rows_of(t.values, token, 1), t.queries_of(token, 1));
+    });
+    // In turns, each twice behind itself and twice behind the other: caches are equally warm for both.
+    const auto attend_full = [&] {
+      s.full_seconds.push_back(seconds_of([&] { p.attend_full(0, full, full_lse); }));
+    };
+    const bool full_first = step % 2 != 0;
+    if (full_first) attend_full();
+    seconds += seconds_of([&] {
+      p.attend(0, out, lse);
+      p.synchronize();
+    });
+    if (!full_first) attend_full();
+    s.seconds.push_back(seconds);
+    p.end_step();
+
+    compare(out, lse, full, full_lse, s);
+    keep_report(p.report(0), size(step), r, s);
+    if (r == nullptr) continue;
+    std::copy(out.begin(), out.end(), r->out.begin() + static_cast<std::ptrdiff_t>(size(step) * out_row));
+    std::copy(lse.begin(), lse.end(), r->lse.begin() + static_cast<std::ptrdiff_t>(size(step) * heads));
+  }
+}
+
+void write_results(const std::filesystem::path& path, const replay_options& o, const trace_form& t,
+                   const results& r) {
+  const auto bytes = [](const auto& v) { return std::as_bytes(std::span(v)); };
+  const std::int64_t steps = t.steps(), rows = t.kv_heads;
+  write_safetensors(
+      path,
+      {.tensors = {{"out", data_type::f32, {steps, t.query_heads, t.head_dim}, bytes(r.out)},
+                   {"lse", data_type::f32, {steps, t.query_heads}, bytes(r.lse)},
+                   {"selected", data_type::i32, {steps, rows, o.k}, bytes(r.selected)},
+                   {"corrected", data_type::u8, {steps, rows}, bytes(r.corrected)},
+                   {"recalled", data_type::i32, {steps, rows}, bytes(r.recalled)},
+                   {"recalled_before_attention", data_type::i32, {steps, rows}, bytes(r.before_attention)}},
+       .metadata = {{"prompt_len", std::to_string(t.prompt_len)}, {"variant", o.variant}}});
+}
+
+}  // namespace
+
+std::optional<key_basis> basis_file_of(const replay_options& o) {
+  if (!needs_basis(o) || o.basis == "prompt") return std::nullopt;
+  return key_basis::load(o.basis);
+}
+
+void check_layer(const replay_options& o, const replay_job& job, const std::optional<key_basis>& basis_file) {
+  check_compiled(job.form.head_dim);
+  check_size(o, job);
+  (void)layer_basis(o, job.form, basis_file);
+  (void)head_kinds_of(o, job.form);
+}
+
+layer_result replay_layer(const replay_options& o, const replay_job& job, const replay_tools& tools) {
+  const trace t = read_trace(job.trace, wanted_element(o.dtype));
+  layer_basis basis(o, t, tools.basis_file);
+  // The pipeline checks the settings, which is why it comes before the basis is learnt.
+  const auto p = make_pipeline({.element = t.element,
+                                .head_dim = t.head_dim,
+                                .query_heads = t.query_heads,
+                                .kv_heads = t.kv_heads,
+                                .page = o.page,
+                                .budget = {o.sink, o.window, o.k},
+                                .max_tokens = std::max(1, t.tokens),
+                                .scale = static_cast<float>(o.scale),
+                                .in_place = o.route == "in_place",
+                                .layout = o.layout,
+                                .does = o.does,
+                                .basis = basis.view(),
+                                .head_kinds = head_kinds_of(o, t)},
+                               tools.backend);
+  std::optional<results> r;
+  if (job.out) r.emplace(t, o.k);
+  layer_result s;
+  s.form = t;
+  s.slice_bytes = p->slice_bytes();
+  s.summary_bytes = p->summary_bytes();
+  s.fast_tier_bytes = p->bytes().fast_tier();
+  basis.learn(t);
+  append_prompt(*p, t, tools.progress);
+  replay_steps(*p, t, tools.progress, r ? &*r : nullptr, s);
+  if (r) write_results(*job.out, o, t, *r);
+  return s;
+}
+
+}  // namespace freekv::examples

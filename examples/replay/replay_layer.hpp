@@ -1,0 +1,41 @@
+// One recorded layer through a method: what it attended to, and how far that is from full attention.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "basis.hpp"
+#include "progress.hpp"
+#include "traces.hpp"
+
+namespace freekv::examples {
+
+/// A replayed layer's numbers, summed over steps and heads.
+struct layer_result {
+  trace_form form;
+  double error_sum = 0, error_max = 0, mass_sum = 0;
+  long long heads = 0, not_finite = 0, selected = 0, recalled = 0, before_attention = 0, promoted = 0,
+            corrected = 0;
+  std::vector<double> seconds, full_seconds;  ///< by step
+  std::size_t slice_bytes = 0, summary_bytes = 0, fast_tier_bytes = 0;
+};
+
+/// What serves all layers of a replay.
+struct replay_tools {
+  host_backend& backend;
+  const std::optional<key_basis>& basis_file;  ///< where --basis names one that the method needs
+  progress_line& progress;
+};
+
+/// The file of --basis, where it is needed. Throws file_error.
+std::optional<key_basis> basis_file_of(const replay_options& options);
+
+/// Whatever a layer's form says against its replay. Throws choice_error.
+void check_layer(const replay_options& options, const replay_job& job,
+                 const std::optional<key_basis>& basis_file);
+
+/// Replays a layer and writes its output, where one is wanted. Throws file_error, choice_error or
+/// freekv::error.
+layer_result replay_layer(const replay_options& options, const replay_job& job, const replay_tools& tools);
+
+}  // namespace freekv::examples

@@ -1,0 +1,151 @@
+#include "summary.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+namespace freekv::examples {
+namespace {
+
+using json = nlohmann::ordered_json;
+
+json number(double x) { return std::isfinite(x) ? json(x) : json(nullptr); }
+
+json share(double part, double whole) { return whole > 0 ? number(part / whole) : json(nullptr); }
+
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  if (values.size() % 2 != 0) return *middle;
+  return (*middle + *std::max_element(values.begin(), middle)) / 2;
+}
+
+/// Whatever the command line says, for all layers.
+json settings_of(const replay_options& o, const host_options& host) {
+  const method& m = o.does;
+  const auto of_retrieval = [&](const auto& value) { return m.retrieves() ? json(value) : json(nullptr); };
+  json settings{{"trace", o.trace},
+                {"variant", o.variant},
+                {"summary", of_retrieval(m.summary)},
+                {"pooling", of_retrieval(m.pooling)},
+                {"selection", of_retrieval(m.selection)},
+                {"correction", of_retrieval(m.correction)},
+                {"page", o.page},
+                {"sink", o.sink},
+                {"window", o.window},
+                {"k", o.k},
+                {"tau", o.tau},
+                {"route", o.route},
+                {"threads", host.threads},
+                {"instructions", host::name_of(host.instructions)}};
+  if (o.route == "resident") settings["layout"] = o.layout;
+  if (o.heads) settings["heads"] = *o.heads;
+  if (!m.retrieves()) return settings;
+  const bool subspace = m.summary == "key_subspace", sketch = m.summary == "key_sketch";
+  if (!subspace && !sketch) settings["summary_dtype"] = m.format;
+  if (m.summary == "chunk_means") settings["chunk"] = m.chunk;
+  if (subspace) settings.update({{"rank", m.rank}, {"bits", m.bits}, {"basis", o.basis}});
+  if (sketch) settings["bits"] = m.bits;
+  if (m.selection == "top_p") settings["top_p"] = o.top_p;
+  if (m.correction == "cosine_drift") settings["drift_pool"] = m.drift_pool;
+  if (m.correction == "mass_deficit") settings.update({{"delta", o.delta}, {"partial", m.partial}});
+  if (m.correction == "every_n_steps") settings["every"] = m.every;
+  if (o.route == "resident") settings.update({{"residency", m.residency}, {"spare", m.spare}});
+  return settings;
+}
+
+/// What depends on the trace.
+json form_of(const replay_options& o, const trace_form& t) {
+  return {{"dtype", dtype_name(t.element)},
+          {"tokens", t.tokens},
+          {"prompt_len", t.prompt_len},
+          {"query_heads", t.query_heads},
+          {"kv_heads", t.kv_heads},
+          {"head_dim", t.head_dim},
+          {"scale", o.scale == 0 ? 1 / std::sqrt(double(t.head_dim)) : o.scale}};
+}
+
+json findings_of(const replay_options& o, const layer_result& r) {
+  const auto heads = static_cast<double>(r.heads), selected = static_cast<double>(r.selected),
+             recalled = static_cast<double>(r.recalled), steps = static_cast<double>(r.form.steps());
+  const double rows = steps * r.form.kv_heads;
+  const double seconds = r.seconds.empty() ? NAN : median(r.seconds);
+  const double full_seconds = r.seconds.empty() ? NAN : median(r.full_seconds);
+  return {{"steps", r.form.steps()},
+          {"error",
+           {{"relative_l2_mean", share(r.error_sum, heads)},
+            {"relative_l2_max", r.heads > 0 ? number(r.error_max) : json(nullptr)},
+            {"heads_not_finite", r.not_finite}}},
+          {"mass_kept", share(r.mass_sum, heads)},
+          {"correction_rate", share(static_cast<double>(r.corrected), rows)},
+          {"hit_rate", share(selected - recalled, selected)},
+          {"pages_recalled", r.recalled},
+          {"pages_recalled_before_attention", r.before_attention},
+          {"pages_recalled_per_step", share(recalled, steps)},
+          {"pages_promoted", r.promoted},
+          {"bytes_recalled", r.recalled * static_cast<long long>(r.slice_bytes)},
+          {"summary_bytes_per_page", o.does.retrieves() ? json(r.summary_bytes) : json(0)},
+          {"fast_tier_bytes", r.fast_tier_bytes},
+          {"seconds_per_step", number(seconds)},
+          {"full_attention_seconds_per_step", number(full_seconds)},
+          {"time_over_full_attention", share(seconds, full_seconds)}};
+}
+
+/// A number of each layer that has a mean and a worst; which end is the worst.
+struct compared {
+  json::json_pointer at;
+  bool small_is_worse;
+};
+
+std::vector<compared> all_compared() {
+  return {
+      {"/error/relative_l2_mean"_json_pointer, false},  {"/mass_kept"_json_pointer, true},
+      {"/correction_rate"_json_pointer, false},         {"/hit_rate"_json_pointer, true},
+      {"/pages_recalled_per_step"_json_pointer, false}, {"/bytes_recalled"_json_pointer, false},
+      {"/fast_tier_bytes"_json_pointer, false},         {"/time_over_full_attention"_json_pointer, false}};
+}
+
+}  // namespace
+
+json summary_of(const replay_options& o, const host_options& host, const layer_result& r) {
+  json settings = settings_of(o, host);
+  settings.update(form_of(o, r.form));
+  json summary{{"settings", settings}};
+  summary.update(findings_of(o, r));
+  return summary;
+}
+
+json summary_of(const replay_options& o, const host_options& host, const std::vector<replay_job>& jobs,
+                const std::vector<layer_result>& results) {
+  json layers = json::array();
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    const trace_form& form = results[i].form;
+    layers.push_back({{"trace", jobs[i].trace.filename().string()},
+                      {"layer", form.layer ? json(*form.layer) : json(nullptr)}});
+    layers.back().update(form_of(o, form));
+    layers.back().update(findings_of(o, results[i]));
+  }
+  json mean = json::object(), worst = json::object();
+  for (const auto& [at, small_is_worse] : all_compared()) {
+    double sum = 0;
+    int counted = 0;
+    const json* worst_layer = nullptr;
+    for (const json& layer : layers) {
+      if (!layer.at(at).is_number()) continue;  // null: a layer without steps, or without recall
+      const double value = layer.at(at);
+      sum += value;
+      ++counted;
+      if (worst_layer == nullptr || (small_is_worse ? value < worst_layer->at(at).get<double>()
+                                                    : value > worst_layer->at(at).get<double>()))
+        worst_layer = &layer;
+    }
+    mean[at] = share(sum, counted);
+    worst[at] = worst_layer == nullptr ? json(nullptr)
+                                       : json{{"value", worst_layer->at(at)},
+                                              {"layer", worst_layer->at("layer")},
+                                              {"trace", worst_layer->at("trace")}};
+  }
+  return {{"settings", settings_of(o, host)}, {"layers", layers}, {"mean", mean}, {"worst", worst}};
+}
+
+}  // namespace freekv::examples

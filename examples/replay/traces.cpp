@@ -1,0 +1,119 @@
+#include "traces.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <system_error>
+#include <utility>
+
+#include "pipeline.hpp"
+
+namespace freekv::examples {
+namespace {
+
+namespace fs = std::filesystem;
+
+[[noreturn]] void refuse(const std::string& sentence) { throw choice_error(sentence); }
+
+std::string in_quotes(const fs::path& path) { return "\"" + path.string() + "\""; }
+
+/// The same file, under whatever names.
+bool same(const fs::path& a, const fs::path& b) {
+  std::error_code not_there;
+  return fs::equivalent(a, b, not_there);
+}
+
+bool reads_basis_file(const replay_options& o) {
+  return o.basis != "prompt" && !o.basis.empty() && o.does.summary == "key_subspace" && o.does.retrieves();
+}
+
+/// Everything in `folder` that is named like a trace, except the basis, which may lie beside them.
+std::vector<fs::path> traces_in(const replay_options& o, const fs::path& folder) {
+  std::vector<fs::path> found;
+  std::error_code fault;
+  for (fs::directory_iterator entry(folder, fault), end; !fault && entry != end; entry.increment(fault)) {
+    const fs::path& path = entry->path();
+    std::error_code ignored;
+    if (path.extension() == ".safetensors" && !fs::is_directory(path, ignored) &&
+        !(reads_basis_file(o) && same(path, o.basis)))
+      found.push_back(path);
+  }
+  if (fault) refuse(in_quotes(folder) + " cannot be listed: " + fault.message());
+  if (found.empty())
+    refuse(in_quotes(folder) +
+           " is a directory without a trace: none of its files ends in .safetensors; name a " +
+           "folder that freekv-record or record_hf.py wrote");
+  return found;
+}
+
+/// Refuses to write over what is read.
+void check_output(const replay_options& o, const std::vector<replay_job>& jobs) {
+  for (const replay_job& job : jobs) {
+    if (!job.out) continue;
+    check_writable(*job.out);
+    const bool is_trace = std::any_of(jobs.begin(), jobs.end(),
+                                      [&](const replay_job& other) { return same(*job.out, other.trace); });
+    if (is_trace || (o.basis != "prompt" && same(*job.out, o.basis)) || (o.heads && same(*job.out, *o.heads)))
+      refuse("--out " + in_quotes(*job.out) + " is an input of this replay; name another file");
+  }
+}
+
+void order_by_layer(std::vector<replay_job>& jobs) {
+  const auto key = [](const replay_job& job) {  // those that name no layer come last
+    return std::pair(job.form.layer.value_or(std::numeric_limits<int>::max()), job.trace.filename());
+  };
+  std::sort(jobs.begin(), jobs.end(),
+            [&](const replay_job& a, const replay_job& b) { return key(a) < key(b); });
+}
+
+}  // namespace
+
+output_folder::output_folder(std::filesystem::path path) {
+  std::error_code fault;
+  if (fs::exists(path, fault)) {
+    if (!fs::is_directory(path, fault))
+      refuse(
+          "--out " + in_quotes(path) +
+          " is a file, but a folder of traces is replayed into a folder; name one that is there or can be " +
+          "made");
+    return;
+  }
+  if (!fs::create_directory(path, fault) && fault)
+    refuse("--out " + in_quotes(path) + " cannot be made: " + fault.message());
+  made_ = std::move(path);
+}
+
+output_folder::~output_folder() {
+  std::error_code not_empty;
+  if (!made_.empty()) fs::remove(made_, not_empty);
+}
+
+std::optional<data_type> wanted_element(const std::string& dtype) {
+  if (dtype == "f32") return data_type::f32;
+  if (dtype == "f16") return data_type::f16;
+  if (dtype == "bf16") return data_type::bf16;
+  return std::nullopt;
+}
+
+replay_jobs jobs_of(const replay_options& o) {
+  replay_jobs jobs;
+  std::error_code not_there;
+  jobs.of_folder = fs::is_directory(o.trace, not_there);
+  if (jobs.of_folder) {
+    for (fs::path& trace : traces_in(o, o.trace))
+      jobs.layers.push_back({.trace = std::move(trace), .out = {}});
+    if (o.out) {
+      if (same(*o.out, o.trace))
+        refuse("--out " + in_quotes(*o.out) + " is the folder of the traces; name another folder");
+      jobs.out = output_folder(*o.out);
+      for (replay_job& job : jobs.layers) job.out = fs::path(*o.out) / job.trace.filename();
+    }
+  } else {
+    jobs.layers.push_back({.trace = o.trace, .out = o.out});
+  }
+  check_output(o, jobs.layers);
+  for (replay_job& job : jobs.layers) job.form = read_form(job.trace, wanted_element(o.dtype));
+  order_by_layer(jobs.layers);
+  return jobs;
+}
+
+}  // namespace freekv::examples

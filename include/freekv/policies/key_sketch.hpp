@@ -1,0 +1,70 @@
+// The page's mean key and every token's difference from it, quantised. Ours.
+#pragma once
+
+#include <freekv/policies/mean_summaries.hpp>
+#include <freekv/policies/token_codes.hpp>
+
+namespace freekv {
+
+/// The page's mean key in float32 and per token the difference from it in `Bits` bits (1, 2 or 4) with one float32
+/// scale. The score is `ln sum_t exp(scale * (<q, mean> + <q, r_t>))`: the page's log-mass.
+///
+/// Numbers: the mean (head_dim), then token_codes of head_dim rows. Stored alike: `4 * d + d * p * Bits / 8 + 4 * p`
+/// bytes.
+template <int Bits = 2>
+struct key_sketch {
+  static_assert(Bits == dynamic || Bits == 1 || Bits == 2 || Bits == 4, "key_sketch takes 1, 2 or 4 bits");
+  using policy_kind = summary_kind;
+  static constexpr std::string_view name = "key_sketch";
+  count_of<Bits> bits{};
+
+  FREEKV_HD constexpr int width(page_geometry page) const { return page.head_dim + codes(page).width(); }
+  template <class Key>
+  FREEKV_HD constexpr std::size_t bytes(page_geometry page) const {
+    return mean_bytes(page) + codes(page).bytes();
+  }
+
+  std::string values() const { return std::to_string(int{bits}); }
+  void validate(const summary_setting&) const {
+    if (bits != 1 && bits != 2 && bits != 4)
+      throw settings_error("key_sketch: " + std::to_string(int{bits}) + " bits; choose 1, 2 or 4");
+  }
+
+  template <team T>
+  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+    const int d = keys.page.head_dim, tokens = keys.page.tokens;
+    detail::mean_of_keys(team, keys, 0, tokens, numbers);
+    team.sync();
+    float* residuals = numbers + d;
+    for (int i = team.lane(); i < d * tokens; i += team.lanes())
+      residuals[i] = keys.row(i % tokens)[i / tokens] - numbers[i / tokens];
+    for (int t = team.lane(); t < tokens; t += team.lanes()) residuals[d * tokens + t] = 1.0f;
+  }
+  template <team T>
+  FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
+    const int d = query.page.head_dim;
+    const float base = query.scale * detail::inner_product(team, query.data, numbers, d);
+    return codes(query.page).log_mass(team, query.data, query.scale, base, numbers + d);
+  }
+
+  template <class Key, team T>
+  FREEKV_HD void encode(T team, page_geometry page, const float* numbers, std::byte* out) const {
+    narrow_numbers<float>(team, numbers, page.head_dim, out);
+    codes(page).encode(team, numbers + page.head_dim, out + mean_bytes(page));
+  }
+  template <class Key, team T>
+  FREEKV_HD void decode(T team, page_geometry page, const std::byte* in, float* numbers) const {
+    widen_numbers<float>(team, in, page.head_dim, numbers);
+    codes(page).decode(team, in + mean_bytes(page), numbers + page.head_dim);
+  }
+
+ private:
+  FREEKV_HD static constexpr std::size_t mean_bytes(page_geometry page) {
+    return static_cast<std::size_t>(page.head_dim) * sizeof(float);
+  }
+  FREEKV_HD constexpr token_codes codes(page_geometry page) const { return {page.head_dim, bits, page.tokens}; }
+};
+
+static_assert(summary_policy<key_sketch<>>);
+
+}  // namespace freekv

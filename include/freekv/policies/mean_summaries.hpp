@@ -1,0 +1,125 @@
+// Summaries made of mean keys.
+#pragma once
+
+#include <cmath>
+#include <freekv/core/log_sum_exp.hpp>
+#include <freekv/policies/summary.hpp>
+
+namespace freekv {
+
+namespace detail {
+
+/// Mean of `count` keys from `first` on, to `out` (head_dim).
+template <team T>
+FREEKV_HD void mean_of_keys(T team, const page_keys& keys, int first, int count, float* out) {
+  const typename T::pack share(1.0f / static_cast<float>(count));
+  for (int i = 0; i < keys.page.head_dim; i += T::width) {
+    auto sum = team.load(keys.row(first) + i);
+    for (int t = 1; t < count; ++t) sum = sum + team.load(keys.row(first + t) + i);
+    team.store(out + i, sum * share);
+  }
+}
+
+template <team T>
+FREEKV_HD float inner_product(T team, const float* a, const float* b, int count) {
+  typename T::pack product(0.0f);
+  for (int i = 0; i < count; i += T::width) product = product + team.load(a + i) * team.load(b + i);
+  return team.sum(product);
+}
+
+}  // namespace detail
+
+/// The page's mean key; the score is its scaled product with the query. Kept in float32. (ShadowKV)
+struct mean {
+  using policy_kind = summary_kind;
+  static constexpr std::string_view name = "mean";
+
+  FREEKV_HD constexpr int width(page_geometry page) const { return page.head_dim; }
+
+  template <team T>
+  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+    detail::mean_of_keys(team, keys, 0, keys.page.tokens, numbers);
+  }
+  template <team T>
+  FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
+    return query.scale * detail::inner_product(team, query.data, numbers, query.page.head_dim);
+  }
+};
+
+/// The page's mean key and the distance of the key farthest from it: a ball around all keys. The score is an upper
+/// bound of the largest scaled product of the query with a key of the page. Kept in float32. (spec: `ball`)
+struct ball {
+  using policy_kind = summary_kind;
+  static constexpr std::string_view name = "ball";
+
+  FREEKV_HD constexpr int width(page_geometry page) const { return page.head_dim + 1; }
+  FREEKV_HD constexpr int query_width(int head_dim) const { return head_dim + 1; }
+
+  template <team T>
+  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+    const int d = keys.page.head_dim;
+    detail::mean_of_keys(team, keys, 0, keys.page.tokens, numbers);
+    team.sync();
+    float radius = 0.0f;
+    for (int t = 0; t < keys.page.tokens; ++t) {
+      typename T::pack squares(0.0f);
+      for (int i = 0; i < d; i += T::width) {
+        const auto difference = team.load(keys.row(t) + i) - team.load(numbers + i);
+        squares = squares + difference * difference;
+      }
+      radius = scalar_team{}.maximum(radius, ::sqrtf(team.sum(squares)));
+    }
+    numbers[d] = radius;
+  }
+  /// The query, then its length.
+  template <team T>
+  FREEKV_HD void prepare(T team, const group_query& query, float* prepared) const {
+    for (int i = 0; i < query.head_dim; i += T::width) team.store(prepared + i, team.load(query.data + i));
+    prepared[query.head_dim] =
+        ::sqrtf(detail::inner_product(team, query.data, query.data, query.head_dim));
+  }
+  template <team T>
+  FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
+    const int d = query.page.head_dim;
+    return query.scale *
+           (detail::inner_product(team, query.data, numbers, d) + query.data[d] * numbers[d]);
+  }
+};
+
+/// Mean keys of the page's chunks of `Tokens` tokens; the score is `ln sum_b exp(scale * <q, mean_b>)`, an estimate of
+/// the page's log-mass up to `ln Tokens`. `Tokens` divides the page size; `chunk_means<dynamic>{8}` takes it at run
+/// time. Kept in float32. Ours.
+template <int Tokens = 8>
+struct chunk_means {
+  using policy_kind = summary_kind;
+  static constexpr std::string_view name = "chunk_means";
+  count_of<Tokens> tokens{};
+
+  FREEKV_HD constexpr int width(page_geometry page) const { return page.tokens / tokens * page.head_dim; }
+
+  std::string values() const { return std::to_string(int{tokens}); }
+  void validate(const summary_setting& s) const {
+    if (tokens < 1 || s.page.tokens % tokens != 0)
+      throw settings_error("chunk_means: a chunk of " + std::to_string(int{tokens}) +
+                           " tokens does not divide a page of " + std::to_string(s.page.tokens) +
+                           "; choose a divisor such as 4 or 8");
+  }
+
+  template <team T>
+  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+    for (int chunk = 0; chunk < keys.page.tokens / tokens; ++chunk)
+      detail::mean_of_keys(team, keys, chunk * tokens, tokens, numbers + chunk * keys.page.head_dim);
+  }
+  template <team T>
+  FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
+    const int d = query.page.head_dim;
+    log_sum_exp mass;
+    for (int chunk = 0; chunk < query.page.tokens / tokens; ++chunk)
+      mass.add(query.scale * detail::inner_product(team, query.data, numbers + chunk * d, d));
+    return mass.value();
+  }
+};
+
+static_assert(summary_policy<mean> && summary_policy<ball> && summary_policy<chunk_means<>>);
+
+}  // namespace freekv

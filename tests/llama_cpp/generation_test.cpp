@@ -1,0 +1,74 @@
+// What is said of generated texts, and how tokens are sampled. No model is needed.
+
+#include "generation.hpp"
+
+#include <cmath>
+
+#include "../catch.hpp"
+
+namespace {
+
+using namespace freekv::examples;
+using tokens = std::vector<llama_token>;
+
+std::vector<double> frequencies(double temperature, const std::vector<float>& logits, const tokens& never) {
+  sampler s(temperature, 5, never);
+  std::vector<double> counts(logits.size());
+  for (int i = 0; i < 20000; ++i) counts[static_cast<std::size_t>(s.choose(logits))] += 1.0 / 20000;
+  return counts;
+}
+
+}  // namespace
+
+TEST_CASE("at temperature 0 the most likely token is chosen that may be") {
+  const std::vector<float> logits{1, 4, 3, -2};
+  CHECK(sampler(0, 1, {}).choose(logits) == 1);
+  CHECK(sampler(0, 1, {1}).choose(logits) == 2);
+}
+
+TEST_CASE("sampling follows the softmax of the logits over the temperature") {
+  const std::vector<float> logits{0, 1, 2, 1000};
+  const double temperature = GENERATE(0.5, 1.0, 3.0);
+  const auto seen = frequencies(temperature, logits, {3});
+  double total = 0;
+  for (int i = 0; i < 3; ++i) total += std::exp(i / temperature);
+  for (int i = 0; i < 3; ++i)
+    CHECK(seen[static_cast<std::size_t>(i)] == Approx(std::exp(i / temperature) / total).margin(0.015));
+  CHECK(seen[3] == 0);
+}
+
+TEST_CASE("samplers of one seed choose alike, of two seeds do not") {
+  const std::vector<float> logits(50, 0.0f);
+  sampler a(1, 7, {}), b(1, 7, {}), other(1, 8, {});
+  int alike = 0, unlike = 0;
+  for (int i = 0; i < 100; ++i) {
+    const auto token = a.choose(logits);
+    alike += b.choose(logits) == token;
+    unlike += other.choose(logits) != token;
+  }
+  CHECK(alike == 100);
+  CHECK(unlike > 80);
+}
+
+TEST_CASE("where two texts part, and how much they agree") {
+  const tokens a{1, 2, 3, 4}, b{1, 2, 5, 4};
+  CHECK(first_difference(a, b) == 2);
+  CHECK(first_difference(a, a) == 4);
+  CHECK(agreement(a, b) == 0.75);
+  CHECK(agreement(a, a) == 1);
+}
+
+TEST_CASE("repetition counts runs of four tokens that were there before") {
+  CHECK(repetition(tokens{1, 2, 3}) == 0);
+  CHECK(repetition(tokens{1, 2, 3, 4, 5, 6}) == 0);
+  CHECK(repetition(tokens{1, 2, 3, 4, 1, 2, 3, 4}) == Approx(1 / 5.0));
+  CHECK(repetition(tokens(100, 9)) == Approx(96 / 97.0));  // all but the first
+
+  tokens late(1000);  // all different, then 259 tokens that stood at the beginning
+  for (std::size_t i = 0; i < late.size(); ++i) late[i] = static_cast<llama_token>(i);
+  CHECK(repetition(late) == 0);
+  for (std::size_t i = 0; i < 259; ++i) late.push_back(static_cast<llama_token>(i));
+  CHECK(repetition(late) == 1);  // of the last 256 runs
+  late.push_back(5000);
+  CHECK(repetition(late) == Approx(255 / 256.0));
+}

@@ -1,0 +1,122 @@
+// The reader of task files. No model is needed.
+
+#include "tasks.hpp"
+
+#include <filesystem>
+#include <sstream>
+
+#include "../catch.hpp"
+#include "../files.hpp"
+#include "../mentions.hpp"
+#include "safetensors.hpp"
+
+namespace {
+
+using namespace freekv::examples;
+
+std::vector<task> parse(const std::string& text) {
+  std::istringstream lines(text);
+  return parse_tasks(lines, "some.jsonl");
+}
+
+std::string fault_of(const std::string& text) {
+  try {
+    parse(text);
+  } catch (const file_error& e) {
+    return e.what();
+  }
+  return "no fault";
+}
+
+const std::string good = R"({"prompt": "Two and two make", "answer": " four\n"})";
+
+}  // namespace
+
+TEST_CASE("choices and answers are read, with the line they stand on") {
+  const auto tasks =
+      parse(good + "\r\n\n  \t\n" +
+            R"({"id": 7, "prompt": "The sky is", "choices": [" green", " blue"], "correct": 1})" + "\n");
+  REQUIRE(tasks.size() == 2);
+  CHECK(tasks[0].line == 1);
+  CHECK(tasks[0].prompt == "Two and two make");
+  CHECK(tasks[0].answer == "four");
+  CHECK(tasks[0].choices.empty());
+  CHECK(tasks[1].line == 4);
+  CHECK(tasks[1].prompt == "The sky is");
+  CHECK(tasks[1].choices == std::vector<std::string>{" green", " blue"});
+  CHECK(tasks[1].correct == 1);
+  CHECK(tasks[1].answer.empty());
+}
+
+TEST_CASE("a last line without a line break counts, and escapes are text") {
+  const auto tasks = parse(R"({"prompt": "a\nb \u00e9", "answer": "x"})");
+  REQUIRE(tasks.size() == 1);
+  CHECK(tasks[0].prompt == "a\nb \xc3\xa9");
+}
+
+TEST_CASE("every fault is a sentence with the file and the line") {
+  struct fault {
+    std::string line;
+    std::vector<std::string> mentions;
+  };
+  const auto choices = [](const std::string& rest) { return R"({"prompt": "p", "choices": )" + rest + "}"; };
+  const std::vector<fault> faults{
+      {"prompt: p", {"is not JSON", "\"answer\""}},
+      {R"({"prompt": "p", "answer": "a")", {"is not JSON"}},
+      {R"({"prompt": "p", "answer": "a"} {})", {"is not JSON"}},
+      {"{\"prompt\": \"\xff\", \"answer\": \"a\"}", {"is not JSON"}},
+      {std::string(100000, '['), {"is not JSON"}},
+      {"17", {"is a JSON number", "\"prompt\""}},
+      {R"(["prompt", "answer"])", {"is a JSON array"}},
+      {R"({"answer": "a"})", {"no \"prompt\""}},
+      {R"({"prompt": 3, "answer": "a"})", {"\"prompt\"", "number", "string"}},
+      {R"({"prompt": "", "answer": "a"})", {"empty \"prompt\""}},
+      {R"({"prompt": "p"})", {"neither \"choices\" nor \"answer\""}},
+      {R"({"prompt": "p", "correct": 0})", {"neither"}},
+      {R"({"prompt": "p", "answer": null})", {"\"answer\"", "null"}},
+      {R"({"prompt": "p", "answer": ""})", {"empty \"answer\""}},
+      {R"({"prompt": "p", "answer": " \n"})", {"white space"}},
+      {R"({"prompt": "p", "answer": "a\nb"})", {"several lines"}},
+      {R"({"prompt": "p", "answer": "a", "choices": ["a", "b"], "correct": 0})", {"both"}},
+      {choices(R"("ab", "correct": 0)"), {"\"choices\"", "string", "array"}},
+      {choices(R"([], "correct": 0)"), {"0 \"choices\"", "two or more"}},
+      {choices(R"(["a"], "correct": 0)"), {"1 \"choices\"", "two or more"}},
+      {choices(R"(["a", ""], "correct": 0)"), {"empty choice 1"}},
+      {choices(R"(["a", 2], "correct": 0)"), {"choice 1", "number"}},
+      {choices(R"(["a", "b"])"), {"no \"correct\"", "2 choices"}},
+      {choices(R"(["a", "b"], "correct": "b")"), {"\"correct\"", "whole number"}},
+      {choices(R"(["a", "b"], "correct": 0.5)"), {"whole number"}},
+      {choices(R"(["a", "b"], "correct": 2)"), {"\"correct\" of 2", "2 choices, from 0"}},
+      {choices(R"(["a", "b"], "correct": -1)"), {"\"correct\" of -1"}},
+      {choices(R"(["a", "b"], "correct": 18446744073709551615)"), {"\"correct\" of 18446744073709551615"}},
+  };
+  for (const auto& [line, mentions] : faults) {
+    const std::string message = fault_of(good + "\n\n" + line + "\n" + good);
+    CAPTURE(line.substr(0, 100));
+    tests::check_mentions(message, {"'some.jsonl' line 3 "});
+    tests::check_mentions(message, mentions);
+  }
+}
+
+TEST_CASE("a file without tasks, and no file, are faults") {
+  tests::check_mentions(fault_of(""), {"'some.jsonl'", "no task"});
+  tests::check_mentions(fault_of("\n \n"), {"no task"});
+  const tests::scratch_folder folder;
+  CHECK_THROWS_AS(read_tasks(folder / "missing.jsonl"), file_error);
+  CHECK_THROWS_AS(read_tasks(folder.path()), file_error);
+  tests::store(folder / "one.jsonl", good);
+  CHECK(read_tasks(folder / "one.jsonl").size() == 1);
+}
+
+TEST_CASE("the sample has choices and answers") {
+  const auto tasks = read_tasks(FREEKV_SAMPLE_TASKS);
+  REQUIRE(tasks.size() == 5);
+  int answers = 0;
+  for (const task& t : tasks) {
+    const std::string expected =
+        t.choices.empty() ? t.answer : trimmed(t.choices[static_cast<std::size_t>(t.correct)]);
+    CHECK(t.prompt.find(expected) != std::string::npos);  // it can be known from the prompt
+    answers += t.choices.empty();
+  }
+  CHECK(answers == 2);
+}

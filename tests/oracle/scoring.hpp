@@ -1,0 +1,113 @@
+// One KV head's candidates, scored, pooled and selected from.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <span>
+#include <vector>
+
+#include "numbers.hpp"
+#include "pooling.hpp"
+#include "selection.hpp"
+#include "settings.hpp"
+#include "summaries.hpp"
+
+namespace oracle {
+
+/// What pages are scored with, of a group's queries (G, d): each of them, or the one pooled query.
+inline std::vector<std::vector<float>> scoring_queries(const settings& s, std::span<const float> queries) {
+  if (is_of_queries(s.pooling)) return {pooled_query(s.pooling, queries, group_size(s))};
+  std::vector<std::vector<float>> each;
+  for (int g = 0; g < group_size(s); ++g) {
+    const std::span<const float> query = row_of(queries, g, s.head_dim);
+    each.emplace_back(query.begin(), query.end());
+  }
+  return each;
+}
+
+/// A selection with `queries` (G, d) among `candidates`, ascending; `summaries` holds every complete page's.
+inline selection select_pages(const settings& s, int kv_head, std::span<const float> queries,
+                              const std::vector<int>& candidates,
+                              const std::vector<page_summary>& summaries) {
+  std::vector<std::vector<double>> scores, doubts;
+  bool any_score_possible = false;
+  for (const std::vector<float>& query : scoring_queries(s, queries)) {
+    std::vector<double> of_query, doubts_of_query;
+    for (int page : candidates) {
+      const page_summary& summary = summaries[static_cast<std::size_t>(page)];
+      of_query.push_back(score_page(s, kv_head, query, summary));
+      doubts_of_query.push_back(score_doubt(s, kv_head, query, summary));
+      any_score_possible = any_score_possible || doubts_of_query.back() == infinity;
+    }
+    scores.push_back(of_query);
+    doubts.push_back(doubts_of_query);
+  }
+
+  const std::vector<double> pooled = pool(s.pooling, scores);
+  const bool by_mass = s.selection == selection_kind::top_p;
+  selection chosen = by_mass ? top_p(candidates, pooled, s.selected_pages, s.top_p)
+                             : top_k(candidates, pooled, s.selected_pages);
+  const pooled_range range = pool_range(s.pooling, scores, doubts);
+  chosen.low = range.low;
+  chosen.high = range.high;
+  chosen.slack = slack_of(chosen, range.low, range.high);
+  // Also a page at -inf may then come to lead.
+  if (any_score_possible && chosen.pages.size() < candidates.size()) chosen.slack = infinity;
+  if (by_mass) chosen.mass_margin = mass_margin_of(chosen, s.selected_pages, s.top_p);
+  if (s.pooling == pooling_kind::mean_score && mean_score_may_overflow(scores)) chosen.may_overflow = true;
+  return chosen;
+}
+
+/// Bounds every score's terms by |q_d| times the largest |k_d| of `keys`, all candidates' keys. What is not
+/// finite is data with an exact meaning and does not count.
+inline void measure_scores(selection& chosen, const settings& s, int kv_head, std::span<const float> queries,
+                           const std::vector<std::span<const float>>& keys) {
+  const auto d = static_cast<std::size_t>(s.head_dim);
+  std::vector<double> largest(d, 0.0);
+  for (std::span<const float> key : keys)
+    for (std::size_t i = 0; i < d; ++i) {
+      double size = std::fabs(static_cast<double>(key[i]));
+      if (s.summary == summary_kind::key_subspace)
+        size += std::fabs(s.bases[static_cast<std::size_t>(kv_head)].mean[i]);
+      if (std::isfinite(size)) largest[i] = std::max(largest[i], size);
+    }
+  // The difference of two keys: what centroid_box, ball and key_sketch sum up before any query is involved.
+  const bool of_differences = s.summary == summary_kind::centroid_box || s.summary == summary_kind::ball ||
+                              s.summary == summary_kind::key_sketch;
+  for (double key : largest)
+    if (key * (of_differences ? 2.0 : 1.0) * std::max(s.page, s.head_dim) > largest_float)
+      chosen.may_overflow = true;
+  const double radius = 2.0 * std::sqrt(dot(largest, largest));
+  const bool has_norms = s.summary == summary_kind::ball;
+  if (has_norms && radius * radius > largest_float) chosen.may_overflow = true;
+  // A code's step is that of its group's largest number, whichever element that is.
+  const double most = d == 0 ? 0.0 : *std::max_element(largest.begin(), largest.end());
+  if (s.summary == summary_kind::key_sketch)
+    for (double& key : largest) key += 2.0 * most;
+
+  for (const std::vector<float>& query : scoring_queries(s, queries)) {
+    double terms = 0.0, squares = 0.0;
+    for (std::size_t i = 0; i < d; ++i) {
+      const double size = std::fabs(static_cast<double>(query[i]));
+      if (!std::isfinite(size)) continue;
+      terms += size * largest[i];
+      squares += size * size;
+    }
+    if (has_norms) terms += std::sqrt(squares) * radius;
+    if (has_norms && squares > largest_float) chosen.may_overflow = true;
+    chosen.score_size = std::max(chosen.score_size, s.scale * terms);
+    if (terms * std::max(1.0, s.scale) > largest_float) chosen.may_overflow = true;
+  }
+  if (s.pooling != pooling_kind::mean_query) return;
+  for (std::size_t i = 0; i < d; ++i) {
+    double sum = 0.0;
+    for (int g = 0; g < group_size(s); ++g) {
+      const double size = std::fabs(static_cast<double>(row_of(queries, g, s.head_dim)[i]));
+      if (std::isfinite(size)) sum += size;
+    }
+    if (sum > largest_float) chosen.may_overflow = true;
+  }
+}
+
+}  // namespace oracle

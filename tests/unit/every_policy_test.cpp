@@ -1,0 +1,148 @@
+// What holds for every policy of the programs' lists, so that a policy is tested by joining its list.
+
+#include <string>
+#include <vector>
+
+#include "../../examples/common/choices.hpp"
+#include "../catch.hpp"
+#include "../property/trace.hpp"
+#include "scored_page.hpp"
+
+namespace {
+
+using namespace tests;
+using freekv::examples::method;
+
+/// Every policy once with the others as published, every summary in every format.
+std::vector<method> every_policy() {
+  using namespace freekv::examples;
+  std::vector<method> all;
+  for (const auto& one : summaries)
+    for (const auto& format : formats) {
+      method m{.summary = std::string(one.name), .format = std::string(format.name), .rank = 12};
+      if (m.summary.starts_with("key_") && m.format != "standard") continue;  // a format of its own
+      m.bits = m.summary == "key_sketch" ? 2 : 3;
+      all.push_back(m);
+    }
+  for (const auto& one : poolings) all.push_back({.pooling = std::string(one.name)});
+  for (const auto& one : selections) all.push_back({.selection = std::string(one.name), .top_p = 0.6f});
+  for (const auto& one : corrections)
+    for (const bool partial : {false, true})
+      all.push_back({.correction = std::string(one.name), .partial = partial, .every = 3});
+  for (const auto& pool : drift_pools) all.push_back({.drift_pool = std::string(pool.name)});
+  for (const auto& one : residencies)
+    for (const int spare : {0, 1, 5}) all.push_back({.residency = std::string(one.name), .spare = spare});
+  return all;
+}
+
+random_case case_of(const method& m, std::uint64_t seed) {
+  dice d(seed);
+  random_case c;
+  c.seed = seed;
+  auto& o = c.options;
+  o.element = d.one_of({data_type::f32, data_type::f16, data_type::bf16});
+  o.head_dim = 64;
+  o.kv_heads = d.between(1, 3);
+  o.query_heads = o.kv_heads * d.one_of({1, 2, 3, 5, 8});
+  o.page = d.one_of({8, 16});
+  o.budget = {o.page * d.between(0, 2), o.page * d.between(1, 2), d.between(1, 4)};
+  o.does = m;
+  c.prompt = o.page * d.between(4, 20) + d.below(o.page);
+  c.steps = 2 * o.page;
+  o.max_tokens = c.prompt + c.steps;
+  c.basis_data = random_basis(d, o.kv_heads, m.rank, o.head_dim);
+  o.basis = {nullptr, 1, o.kv_heads, m.rank, o.head_dim};
+  return c;
+}
+
+std::string words(const method& m) {
+  return m.summary + " " + m.format + ", " + m.pooling + ", " + m.selection + ", " + m.correction +
+         (m.partial ? " partial" : "") + " " + m.drift_pool + ", " + m.residency + " " + std::to_string(m.spare);
+}
+
+bool same_steps(const trace& a, const trace& b, bool movement) {
+  for (std::size_t i = 0; i < a.steps.size(); ++i)
+    if (!a.steps[i].same_outputs(b.steps[i]) || (movement && !a.steps[i].same_movement(b.steps[i]))) return false;
+  return a.steps.size() == b.steps.size();
+}
+
+}  // namespace
+
+TEST_CASE("threads, overlap, route and slot layout change no bit, whatever the policies", "[every_policy]") {
+  for (const method& m : every_policy()) {
+    auto c = case_of(m, 11);
+    INFO(words(m));
+    freekv::host_backend alone({.threads = 1, .overlap = false}), many({.threads = 3, .bytes_per_thread = 512});
+    c.options.in_place = false;
+    const trace expected = run_case(c, alone);
+    CHECK(same_steps(run_case(c, many), expected, true));
+    c.options.layout = "hnd";
+    CHECK(same_steps(run_case(c, alone), expected, true));
+    c.options.layout = "nhd";
+    c.options.in_place = true;
+    CHECK(same_steps(run_case(c, many), expected, false));
+  }
+}
+
+TEST_CASE("with as many selected pages as candidates the output is full attention's, whatever the policies",
+          "[every_policy]") {
+  freekv::host_backend backend;
+  for (method m : every_policy()) {
+    if (m.selection == "top_p") continue;
+    auto c = case_of(m, 12);
+    INFO(words(m));
+    c.options.budget.selected_pages = 100;
+    for (const traced_step& step : run_case(c, backend, true).steps) {
+      CHECK(same_bits(step.out, step.full));
+      CHECK(same_bits(step.lse, step.full_lse));
+    }
+  }
+}
+
+TEST_CASE("spare slots never recall more, and residency never changes an output", "[every_policy]") {
+  freekv::host_backend backend;
+  for (const auto& residency : freekv::examples::residencies) {
+    auto c = case_of({.correction = "always", .residency = std::string(residency.name)}, 13);
+    c.turn = 1.0f;
+    const auto recalled = [](const trace& t) {
+      int sum = 0;
+      for (const auto& step : t.steps)
+        for (const int slices : step.recalled) sum += slices;
+      return sum;
+    };
+    const trace none = run_case(c, backend);
+    c.options.does.spare = 6;
+    const trace some = run_case(c, backend);
+    CHECK(same_steps(some, none, false));
+    CHECK(recalled(some) < recalled(none));
+  }
+}
+
+TEMPLATE_TEST_CASE("every summary scores alike on every team, whole pages of NaN as -infinity", "[every_policy]",
+                   float, freekv::half, freekv::bfloat16) {
+  using namespace freekv::examples;
+  dice d(14);
+  for (const method& m : every_policy())
+    for (int trial = 0; trial < 6; ++trial) {
+      auto c = make_page<TestType>(d);
+      INFO(words(m) << ", " << c);
+      c.rank = std::min(m.rank, c.d);
+      c.basis = random_basis(d, 1, c.rank, c.d);
+      method fitting = m;
+      fitting.rank = c.rank;
+      const method_data data{{c.basis.data(), 1, 1, c.rank, c.d}, {}, 1};
+      const auto summary = chosen("summary", summaries, m.summary).make(fitting, data);
+      resolve(summary, [&](const auto& policy) {
+        const auto expected = score_by<TestType>(executor::one_lane, policy, c, c.d);
+        for (const executor on : executors()) {
+          const auto got = score_by<TestType>(on, policy, c, c.d);
+          for (int g = 0; g < c.group; ++g)
+            CHECK(is_near(got.scores[count(g)], expected.scores[count(g)],
+                          1e-5 * (1.0 + std::fabs(static_cast<double>(expected.scores[count(g)])))));
+        }
+        c.keys[count(d.below(c.p * c.d))] = quiet_nan;
+        const auto spoiled = score_by<TestType>(executor::best, policy, c, c.d);
+        CHECK(std::all_of(spoiled.scores.begin(), spoiled.scores.end(), [](float x) { return x == -inf; }));
+      });
+    }
+}
