@@ -283,12 +283,111 @@ def speed(results, folder):
     figure.savefig(folder / "speed.png")
 
 
+FAMILIES = {"min_max": ("#d97706", "o"), "mean": ("#9ca3af", "s"), "centroid_box": ("#a16207", "D"), "ball": ("#9f6f8f", "P"),
+            "chunk_means": ("#5b8db8", "^"), "key_sketch": ("#65a30d", "v"), "key_subspace": ("#0f766e", "o"), "key_codes": ("#be185d", "*"),
+            "always": (INK, "s"), "never": ("#9ca3af", "s"), "cosine_drift, mean": ("#d97706", "o"), "cosine_drift, min": ("#a16207", "v"),
+            "cosine_drift, max": ("#9f6f8f", "^"), "every_n_steps": ("#5b8db8", "D"), "mass_deficit": ("#65a30d", "o"),
+            "mass_deficit, partial": ("#0f766e", "*")}
+
+
+def points_of(results, bench, x, y, **where):
+    """{case: (x, y, line)} of the cases that have both metrics; `where` is for y."""
+    at = results.select(bench, x)
+    return {line["case"]: (at[line["case"]], line["value"], line) for line in results.lines
+            if line["bench"] == bench and line["metric"] == y and line["case"] in at and line["value"] is not None
+            and all(line.get(key) == value for key, value in where.items())}
+
+
+def front_of(points, sign):
+    """Cases than which none has as little x and as good a y: little if `sign` is 1, much if it is -1."""
+    front, best = [], math.inf
+    for case, (_, y, _) in sorted(points.items(), key=lambda point: (point[1][0], sign * point[1][1])):
+        if sign * y < best:
+            front.append(case)
+            best = sign * y
+    return front
+
+
+def frontier_panel(panel, points, sign, factor=1):
+    """A marker a case, a line a series, and the front with the names of what is on it."""
+    for series in dict.fromkeys(line["series"] for _, _, line in points.values()):
+        of_series = sorted((x, factor * y) for x, y, line in points.values() if line["series"] == series)
+        family = next(line["family"] for _, _, line in points.values() if line["series"] == series)
+        tone, marker = FAMILIES.get(family, (QUIET, "o"))
+        panel.plot(*zip(*of_series), color=tone, marker=marker, markersize=5, linewidth=1, alpha=0.9, label=family.replace("_", " "))
+    front = front_of(points, sign)
+    corners = [(points[case][0], factor * points[case][1]) for case in front]
+    panel.step(*zip(*corners), where="post", color=INK, linewidth=5, alpha=0.12, label="best for its price", zorder=0)
+    for case, corner in zip(front, corners):
+        panel.annotate(case.replace("_", " ").removeprefix("key "), corner, xytext=(3, -3 if sign > 0 else 3), textcoords="offset points",
+                       va="top" if sign > 0 else "bottom", fontsize=6, color=QUIET)
+    panel.grid(color=GRID)
+    panel.set_axisbelow(True)
+
+
+def level(panel, value, text, linestyle):
+    panel.axhline(value, color=INK, linewidth=0.9, linestyle=linestyle)
+    panel.annotate(text, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7)
+
+
+def save_frontier(figure, axes, folder, name, run, note):
+    handles = {text: handle for axis in axes for handle, text in zip(*axis.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="lower center", bbox_to_anchor=(0.5, 0.07), ncols=5, fontsize=8, frameon=False)
+    footnote(figure, {**run, "tau": math.nan}, note)
+    figure.tight_layout(rect=(0, 0.09 + 0.045 * -(-len(handles) // 5), 1, 1))
+    figure.savefig(folder / f"{name}.png")
+
+
+def summary_frontier(results, folder):
+    """Summaries by their bytes: loss of hidden facts, recall of the true pages, mass kept."""
+    bench = "summary_frontier"
+    lengths = results.values_of(bench, "needle_tokens")
+    if not points_of(results, bench, "summary_bytes", "recall"):
+        return
+    panels = [("loss_per_digit", {"needle_tokens": length}, 1, 1, f"Loss per digit (nats), facts in {length} tokens") for length in lengths]
+    panels += [("recall", {}, -1, 100, "Pages of most true mass found (%)"), ("mass_kept", {}, -1, 100, "Attention mass kept (%)")]
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 5.4))
+    for panel, (metric, where, sign, factor, title) in zip(axes, panels):
+        frontier_panel(panel, points_of(results, bench, "summary_bytes", metric, **where), sign, factor)
+        limits = results.select(bench, metric, **where)
+        for case, linestyle in (("full", ":"), ("true page mass", "--")):
+            if case in limits and (metric == "loss_per_digit" or (metric, case) == ("mass_kept", "true page mass")):
+                level(panel, factor * limits[case], "full attention" if case == "full" else case, linestyle)
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:.0f}")
+        panel.set_xlabel("bytes a page and head")
+        panel.set_title(title, fontsize=10)
+    run = results.run(bench)
+    save_frontier(figure, axes, folder, bench, run, f"selected anew before each attention, budget {run['budget']} tokens; a line joins the formats of one "
+                  f"summary; true page mass: the best that can be selected; recall and mass: running text after {run['prompt']} tokens")
+
+
+def correction_frontier(results, folder):
+    """Triggers of correction by the pages that attention waits for: loss of hidden facts, output error."""
+    bench = "correction_frontier"
+    if not points_of(results, bench, "pages_critical", "attention_error"):
+        return
+    run = next(line for line in results.lines if line["bench"] == bench and line["metric"] == "attention_error")
+    length = results.values_of(bench, "needle_tokens")[0]
+    panels = [("loss_per_digit", f"Loss per digit (nats), facts in {length} tokens"), ("attention_error", "Output error (relative L2)")]
+    figure, axes = plt.subplots(1, 2, figsize=(11.5, 5.4))
+    for panel, (metric, title) in zip(axes, panels):
+        frontier_panel(panel, points_of(results, bench, "pages_critical", metric), 1)
+        panel.set_xlabel("pages that attention waits for, a head and step")
+        panel.set_title(title, fontsize=10)
+    full = results.select("summary_frontier", "loss_per_digit", needle_tokens=length).get("full")
+    if full is not None:
+        level(axes[0], full, "full attention", ":")
+    save_frontier(figure, axes, folder, bench, run, f"{run['summary'].replace('_', ' ')}, budget {run['budget']} tokens; pages and error: {run['steps']} tokens, "
+                  f"teacher-forced, after {run['prompt']}; a line joins the thresholds of one trigger")
+
+
 def main():
     if len(sys.argv) != 3:
         sys.exit("usage: python plot.py RESULTS.jsonl FOLDER")
     results, folder = Results(sys.argv[1]), Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = (needles, quality, speed, depths, budgets, heads, corrections, lengths)
+    pictures = (needles, quality, speed, depths, budgets, heads, corrections, lengths, summary_frontier, correction_frontier)
     for picture in pictures:
         picture(results, folder)
     files = [folder / f"{picture.__name__}.png" for picture in pictures]

@@ -1,10 +1,9 @@
 #include "basis.hpp"
 
-#include <Eigen/Eigenvalues>
 #include <algorithm>
-#include <cmath>
 #include <string>
 
+#include "principal_axes.hpp"
 #include "safetensors.hpp"
 
 namespace freekv::examples {
@@ -19,29 +18,12 @@ subspace_basis key_basis::layer(int layer) const {
 }
 
 void key_basis::learn(int layer, std::span<const float> keys) {
-  const auto row = static_cast<std::size_t>(kv_heads_ * head_dim_);
   for (int head = 0; head < kv_heads_; ++head) {
-    Eigen::VectorXd mean = Eigen::VectorXd::Zero(head_dim_);
-    Eigen::MatrixXd products = Eigen::MatrixXd::Zero(head_dim_, head_dim_);
-    double count = 0;
-    for (std::size_t first = static_cast<std::size_t>(head * head_dim_); first < keys.size(); first += row) {
-      const Eigen::VectorXd key =
-          Eigen::Map<const Eigen::VectorXf>(keys.data() + first, head_dim_).cast<double>();
-      if (!key.allFinite()) continue;
-      mean += key;
-      products.selfadjointView<Eigen::Lower>().rankUpdate(key);
-      ++count;
-    }
-    mean /= std::max(count, 1.0);
-    products /= std::max(count, 1.0);
-    products.selfadjointView<Eigen::Lower>().rankUpdate(mean, -1.0);
-    const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(products);  // eigenvalues ascend
-
+    const principal_axes axes =
+        principal_axes_of(keys, head * head_dim_, kv_heads_ * head_dim_, head_dim_, rank_);
     float* to = data_.data() + static_cast<std::size_t>(layer * kv_heads_ + head) * view().floats_per_head();
-    Eigen::Map<Eigen::VectorXf>(to, head_dim_) = mean.cast<float>();
-    for (int r = 0; r < rank_; ++r)
-      Eigen::Map<Eigen::VectorXf>(to + (r + 1) * head_dim_, head_dim_) =
-          solver.eigenvectors().col(head_dim_ - 1 - r).cast<float>();
+    to = std::copy(axes.mean.begin(), axes.mean.end(), to);
+    std::copy(axes.rows.begin(), axes.rows.end(), to);
   }
 }
 

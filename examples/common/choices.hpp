@@ -23,6 +23,7 @@ struct method {
   int chunk = 8;                    ///< of chunk_means, tokens
   int rank = 24;                    ///< of key_subspace
   int bits = 3;                     ///< of key_subspace and key_sketch
+  int codes = 6;                    ///< of key_codes, bytes a token
   std::string pooling = "mean_softmax";
   std::string selection = "top_k";
   float top_p = 0.95f;
@@ -37,12 +38,14 @@ struct method {
   std::string plan = "retrieval";  ///< or "complete", "window", "by_head"
 
   bool retrieves() const { return plan == "retrieval" || plan == "by_head"; }
-  bool needs_basis() const { return plan == "retrieval" && summary == "key_subspace"; }
+  bool needs_basis() const { return retrieves() && summary == "key_subspace"; }
+  bool needs_codebooks() const { return retrieves() && summary == "key_codes"; }
 };
 
 /// What a method's policies take besides it.
 struct method_data {
-  subspace_basis basis{};               ///< of key_subspace; the caller keeps its memory
+  subspace_basis basis{};                ///< of key_subspace; the caller keeps its memory
+  key_codebooks codebooks{};             ///< of key_codes; the caller keeps their memory
   std::vector<layer_kind> head_kinds{};  ///< of plan "by_head": (layers, kv_heads)
   int kv_heads = 1;
 };
@@ -75,6 +78,12 @@ template <>
 struct made<key_subspace<dynamic, dynamic>> {
   static key_subspace<dynamic, dynamic> from(const method& m, const method_data& data) {
     return {{m.rank}, {m.bits}, data.basis};
+  }
+};
+template <>
+struct made<key_codes<dynamic, dynamic>> {
+  static key_codes<dynamic, dynamic> from(const method& m, const method_data& data) {
+    return {{m.codes}, {data.codebooks.mean_codes}, data.codebooks};
   }
 };
 template <>
@@ -117,7 +126,8 @@ struct policy_list {
 // The lists.
 using summary_list =
     policy_list<in_any_format<min_max>, in_any_format<mean>, in_any_format<centroid_box>, in_any_format<ball>,
-                in_any_format<chunk_means<dynamic>>, key_sketch<dynamic>, key_subspace<dynamic, dynamic>>;
+                in_any_format<chunk_means<dynamic>>, key_sketch<dynamic>, key_subspace<dynamic, dynamic>,
+                key_codes<dynamic, dynamic>>;
 using pooling_list =
     policy_list<mean_softmax, max_softmax, mean_score, max_score, mean_query, max_query>;
 using selection_list = policy_list<top_k, top_p>;
@@ -218,6 +228,8 @@ inline const std::vector<named_variant>& variants() {
       {"freekv_key_subspace", {.summary = "key_subspace"}},
       {"freekv_key_subspace_never", {.summary = "key_subspace", .correction = "never"}, 0, 1, true},
       {"freekv_key_subspace_deficit", {.summary = "key_subspace", .correction = "mass_deficit"}},
+      {"freekv_key_codes", {.summary = "key_codes"}},
+      {"freekv_key_codes_deficit", {.summary = "key_codes", .correction = "mass_deficit"}, 0, 1, true},
       {"freekv_key_subspace_half_budget", {.summary = "key_subspace"}, 0, 0.5, true},
   };
   return all;

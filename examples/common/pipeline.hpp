@@ -29,6 +29,7 @@ struct pipeline_options {
   std::string layout = "nhd";  ///< of the slots, where the route keeps any
   method does{};
   subspace_basis basis{};                ///< of key_subspace; the caller keeps its memory
+  key_codebooks codebooks{};             ///< of key_codes; the caller keeps their memory
   std::vector<layer_kind> head_kinds{};  ///< of plan "by_head": (layers, kv_heads)
 };
 

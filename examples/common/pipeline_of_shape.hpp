@@ -56,7 +56,7 @@ class pipeline_of_shape final : public pipeline {
     s.max_tokens = o.max_tokens;
     s.scale = o.scale;
     s.page = {o.page};
-    const method_data data{o.basis, o.head_kinds, o.kv_heads};
+    const method_data data{o.basis, o.codebooks, o.head_kinds, o.kv_heads};
     s.layouts = chosen("layout", layouts, o.layout).make(o.does, data);
     s.summary = chosen("summary", summaries, o.does.summary).make(o.does, data);
     s.pooling = chosen("pooling", poolings, o.does.pooling).make(o.does, data);

@@ -21,8 +21,11 @@ void add_options(CLI::App& app, arguments& a) {
   app.add_option("--text", a.text, "Text to decode")->required();
   app.add_option(
          "--needle-text", a.needle_text,
-         "Text that facts are hidden in; each text lends the other its basis as \"other text's basis\"")
+         "Text that facts are hidden in; each text lends the other what is learnt from its keys, as \"other "
+         "text's basis\" and \"other text's codebooks\"")
       ->required();
+  app.add_option("--calibration", a.calibration,
+                 "Text with numbers and code, the second half of what is learnt from for \"other text's\"; '': none");
   app.add_option("--cache", a.cache, "Folder for what llama.cpp computes once; '' keeps nothing")->required();
   app.add_option("--out", a.out, "Folder for results.jsonl and table.txt")->required();
   app.add_option("--prompt", a.prompt, "Tokens of the prompt");
@@ -40,7 +43,7 @@ void add_options(CLI::App& app, arguments& a) {
                  "What each head keeps, for razor_attention and duo_attention: lines of layer, head and kind "
                  "(retrieval, complete, window); VARIANT=FILE for one of them");
   app.add_option("--basis-tokens", a.basis_tokens,
-                 "Tokens of a text that its basis for the other is learnt from");
+                 "Tokens, at most, that the basis and codebooks for the other text are learnt from");
   app.add_option("--needle-tokens", a.needle_tokens,
                  "Lengths of the texts that facts are hidden in; 0: none");
   app.add_option("--needle-budgets", a.needle_budgets, "Budgets for finding them");
@@ -63,9 +66,11 @@ void add_options(CLI::App& app, arguments& a) {
   app.add_option("--budgets", a.budgets, "Budgets that --full sweeps");
   app.add_option("--taus", a.taus, "Correction thresholds that --full sweeps");
   app.add_option("--deep-steps", a.deep_steps, "Tokens decoded for each of these");
+  app.add_option("--frontier-summary", a.frontier_summary,
+                 "Summary whose corrections the section frontier compares");
   app.add_option("--section", a.sections, "Only these parts: " + section_names() + "; several allowed");
   app.add_option("--commit", a.commit, "Noted in the results");
-  for (const char* option : {"--model", "--text", "--needle-text", "--cache", "--out", "--commit"})
+  for (const char* option : {"--model", "--text", "--needle-text", "--calibration", "--cache", "--out", "--commit"})
     app.get_option(option)->take_last();  // examples/run.sh gives defaults before what a person gives
 }
 
@@ -76,6 +81,7 @@ void choose_sections(arguments& a) {
     if (a.full) a.sections.insert(a.sections.end(), {"budgets", "taus"});
     if (a.rounds > 0) a.sections.push_back("speed");
     if (a.full) a.sections.push_back("lengths");
+    if (a.full && !a.needle_tokens.empty()) a.sections.push_back("frontier");
     if (a.generate > 0) a.sections.push_back("generate");
     if (!a.tasks.empty()) a.sections.push_back("tasks");
   }
@@ -86,12 +92,15 @@ void choose_sections(arguments& a) {
   require(!a.does("tasks") || !a.tasks.empty(), "--section tasks needs --tasks, a file of questions");
   require(!a.does("needles") || !a.needle_tokens.empty() || a.full,
           "--section needles needs --needle-tokens above 0");
+  require(!a.does("frontier") || !a.needle_tokens.empty(), "--section frontier needs --needle-tokens above 0");
+  chosen("--frontier-summary", summaries, a.frontier_summary);
   require((!a.does("speed") && !a.does("lengths")) || a.rounds > 0, "timing needs --rounds of at least 1");
 }
 
 void check_budgets(const arguments& a) {
   std::vector<int> budgets{a.common.budget};
   if (a.does("needles")) budgets.insert(budgets.end(), a.needle_budgets.begin(), a.needle_budgets.end());
+  if (a.does("frontier")) budgets.push_back(a.needle_budgets.front());
   if (a.does("budgets")) budgets.insert(budgets.end(), a.budgets.begin(), a.budgets.end());
   for (const int budget : budgets) {
     const int selected = budget - a.common.sink - a.common.window;

@@ -10,7 +10,7 @@
 namespace freekv::examples {
 
 struct arguments {
-  std::string model, text, needle_text, cache, out, tasks, commit = "unknown";
+  std::string model, text, needle_text, calibration, cache, out, tasks, commit = "unknown";
   int prompt = 4096, steps = 128, basis_tokens = 7168, rounds = 5, timed_steps = 16;
   int generate = 0;
   double temperature = 0;
@@ -24,6 +24,7 @@ struct arguments {
   std::vector<std::string> head_lists;  ///< FILE, or VARIANT=FILE
   std::vector<std::string> sections;    ///< by name; those that the other options ask for unless given
   float tau = 0.9f;
+  std::string frontier_summary = "key_subspace";
   common_settings common;
   std::vector<task> questions;  ///< those of the file of tasks
 

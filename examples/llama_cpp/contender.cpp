@@ -20,8 +20,22 @@ bool fits(const contender& c, const common_settings& s) {
 }
 
 subspace_basis basis_of(const contender& c, const prepared_prompt& prompt) {
-  if (c.basis == basis_source::none) return {};
-  return (c.basis == basis_source::prompt ? prompt.own : prompt.other).view();
+  if (!c.does.needs_basis()) return {};
+  return (c.basis == basis_source::prompt ? prompt.own : prompt.other).basis.value().view();
+}
+
+key_codebooks codebooks_of(const contender& c, const prepared_prompt& prompt) {
+  if (!c.does.needs_codebooks()) return {};
+  return (c.basis == basis_source::prompt ? prompt.own : prompt.other).codebooks.at(c.does.codes).view();
+}
+
+std::size_t learnt_bytes_of(const contender& c, const prepared_prompt& prompt) {
+  const auto bytes = [](const auto& of) {
+    return static_cast<std::size_t>(of.layers * of.kv_heads) * of.floats_per_head() * sizeof(float);
+  };
+  const subspace_basis basis = basis_of(c, prompt);
+  const key_codebooks codebooks = codebooks_of(c, prompt);
+  return (basis.data != nullptr ? bytes(basis) : 0) + (codebooks.data != nullptr ? bytes(codebooks) : 0);
 }
 
 std::unique_ptr<pipeline> make_contender(const contender& c, const common_settings& s,
@@ -42,6 +56,7 @@ std::unique_ptr<pipeline> make_contender(const contender& c, const common_settin
   o.in_place = in_place;
   o.does = c.does;
   o.basis = basis_of(c, prompt);
+  o.codebooks = codebooks_of(c, prompt);
   o.head_kinds = c.head_kinds;
   return make_pipeline(o, backend);
 }

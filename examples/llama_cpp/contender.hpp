@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -10,7 +11,7 @@
 
 namespace freekv::examples {
 
-/// Where key_subspace's basis comes from.
+/// Whose keys the basis of key_subspace or the codebooks of key_codes are learnt from.
 enum class basis_source { none, prompt, other_text };
 
 /// A row of the tables.
@@ -23,6 +24,7 @@ struct contender {
   bool deep = false;                     ///< shown by --full alone, and not swept
   std::vector<layer_kind> head_kinds{};  ///< of plan "by_head"
 
+  bool learns() const { return does.needs_basis() || does.needs_codebooks(); }
   bool keeps_everything() const { return does.plan == "complete"; }
   /// Has it heads whose pages are chosen?
   bool selects() const {
@@ -43,15 +45,24 @@ struct common_settings {
 /// Does the budget leave the contender a page to select, and is all else in whole pages?
 bool fits(const contender& c, const common_settings& s);
 
-/// A prompt and the bases that are at hand with it.
-struct prepared_prompt {
-  prompt_cache kv;
-  key_basis own;
-  const key_basis& other;
+/// What was learnt from the keys of one text, as far as contenders need it.
+struct learnt_keys {
+  std::optional<key_basis> basis{};
+  std::map<int, codebook_set> codebooks{};  ///< by codes a token
 };
 
-/// The contender's basis, which `prompt` keeps; empty for one that has none.
+/// A prompt and what was learnt from its keys, and from those of another text.
+struct prepared_prompt {
+  prompt_cache kv;
+  learnt_keys own;
+  const learnt_keys& other;
+};
+
+/// The contender's basis and codebooks, which `prompt` keeps; empty for one that has none.
 subspace_basis basis_of(const contender& c, const prepared_prompt& prompt);
+key_codebooks codebooks_of(const contender& c, const prepared_prompt& prompt);
+/// The bytes of both.
+std::size_t learnt_bytes_of(const contender& c, const prepared_prompt& prompt);
 
 /// The pipeline of a contender, with room for `more` tokens after the prompt. At equal budget, a method that
 /// selects nothing has all but the sink as its window.

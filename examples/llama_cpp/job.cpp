@@ -9,6 +9,7 @@
 #include <set>
 #include <utility>
 
+#include "frontier.hpp"
 #include "head_list.hpp"
 
 namespace freekv::examples {
@@ -30,10 +31,10 @@ std::vector<layer_kind> head_kinds_of(std::string_view variant, const arguments&
   return {};
 }
 
-/// All rows there are. The basis of another text is shown for the first variant that needs a basis.
+/// All rows there are. What is learnt from another text is shown for the first variant of each kind that needs it.
 std::vector<contender> all_contenders(const arguments& a, const model_shape& shape) {
   std::vector<contender> all;
-  bool lent = false;
+  bool lent_basis = false, lent_codebooks = false;
   for (const auto& variant : variants()) {
     contender c{std::string(variant.name), variant.does};
     c.does.tau = a.tau;
@@ -41,11 +42,14 @@ std::vector<contender> all_contenders(const arguments& a, const model_shape& sha
     c.budget_share = variant.budget_share;
     c.deep = variant.deep;
     if (c.does.plan == "by_head") c.head_kinds = head_kinds_of(variant.name, a, shape);
-    if (c.does.needs_basis()) c.basis = basis_source::prompt;
+    if (c.learns()) c.basis = basis_source::prompt;
     all.push_back(c);
-    if (c.does.needs_basis() && !std::exchange(lent, true)) {
+    c.basis = basis_source::other_text;
+    if (c.does.needs_basis() && !std::exchange(lent_basis, true)) {
       c.name += ", other text's basis";
-      c.basis = basis_source::other_text;
+      all.push_back(c);
+    } else if (c.does.needs_codebooks() && !std::exchange(lent_codebooks, true)) {
+      c.name += ", other text's codebooks";
       all.push_back(c);
     }
   }
@@ -84,7 +88,7 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
 /// How much of --text the sections need.
 int text_tokens(const arguments& a) {
   int needed = 1;
-  for (const char* name : {"quality", "budgets", "taus", "speed", "generate"})
+  for (const char* name : {"quality", "budgets", "taus", "speed", "generate", "frontier"})
     if (a.does(name)) needed = std::max(needed, a.prompt + std::max(a.steps, a.deep_steps) + 1);
   if (a.does("lengths"))
     for (const int length : a.lengths) needed = std::max(needed, length + 1);
@@ -110,6 +114,7 @@ nlohmann::ordered_json run_of(const arguments& a, const model_shape& shape) {
           {"tau", a.tau},
           {"complete_layers", a.common.complete_layers},
           {"basis_tokens", a.basis_tokens},
+          {"calibration", std::filesystem::path(a.calibration).filename().string()},
           {"overlap", a.common.overlap},
           {"threads", a.common.threads},
           {"machine", processor()},
@@ -126,7 +131,8 @@ std::string results_in(const std::string& folder) {
 constexpr std::array all_sections{section{"needles", compare_needles},    section{"quality", compare_quality},
                                   section{"budgets", compare_budgets},    section{"taus", compare_taus},
                                   section{"speed", compare_speed},        section{"lengths", compare_lengths},
-                                  section{"generate", compare_generated}, section{"tasks", compare_tasks}};
+                                  section{"generate", compare_generated}, section{"tasks", compare_tasks},
+                                  section{"frontier", compare_frontier}};
 
 }  // namespace
 
@@ -177,15 +183,8 @@ std::span<const llama_token> job::after_prompt() const {
 
 prepared_prompt job::prepare(std::span<const llama_token> tokens, const std::string& other_text) {
   prompt_cache kv(model_, tokens, place_, progress());
-  key_basis own = asks_for(basis_source::prompt) ? kv.learn_basis(rank()) : key_basis(1, 1, 1, 8);
-  return {std::move(kv), std::move(own), basis_of_text(other_text)};
-}
-
-int job::rank() const {
-  int rank = 1;
-  for (const auto& c : contenders_)
-    if (c.does.needs_basis()) rank = std::max(rank, c.does.rank);
-  return rank;
+  learnt_keys own = learn(kv, basis_source::prompt);
+  return {std::move(kv), std::move(own), learnt_from_text(other_text)};
 }
 
 bool job::asks_for(basis_source source) const {
@@ -193,15 +192,37 @@ bool job::asks_for(basis_source source) const {
                      [&](const auto& c) { return c.basis == source; });
 }
 
-const key_basis& job::basis_of_text(const std::string& path) {
-  const auto known = bases_.find(path);
-  if (known != bases_.end()) return known->second;
-  if (!asks_for(basis_source::other_text)) return bases_.emplace(path, key_basis(1, 1, 1, 8)).first->second;
-  const auto tokens = model_.tokenize(read_text(path));
-  const auto count = std::min({tokens.size(), static_cast<std::size_t>(wanted_.basis_tokens),
-                               static_cast<std::size_t>(model_.shape().trained_context)});
-  const prompt_cache keys(model_, std::span(tokens).first(count), place_, progress());
-  return bases_.emplace(path, keys.learn_basis(rank())).first->second;
+learnt_keys job::learn(const prompt_cache& keys, basis_source source) {
+  learnt_keys learnt;
+  int rank = 0;
+  for (const contender& c : contenders_) {
+    if (c.basis != source) continue;
+    if (c.does.needs_basis()) rank = std::max(rank, c.does.rank);
+    if (c.does.needs_codebooks() && !learnt.codebooks.contains(c.does.codes))
+      learnt.codebooks.emplace(
+          c.does.codes,
+          keys.learn_codebooks(codebook_sizes::of_codes(c.does.codes, wanted_.common.page), progress()));
+  }
+  if (rank > 0) learnt.basis = keys.learn_basis(rank);
+  return learnt;
+}
+
+const learnt_keys& job::learnt_from_text(const std::string& path) {
+  const auto known = learnt_.find(path);
+  if (known != learnt_.end()) return known->second;
+  if (!asks_for(basis_source::other_text)) return learnt_.emplace(path, learnt_keys{}).first->second;
+  const std::size_t most = std::min(static_cast<std::size_t>(wanted_.basis_tokens),
+                                    static_cast<std::size_t>(model_.shape().trained_context));
+  auto tokens = model_.tokenize(read_text(path));
+  const bool calibrates = !wanted_.calibration.empty();
+  tokens.resize(std::min(tokens.size(), calibrates ? most / 2 : most));
+  if (calibrates) {
+    const auto more = model_.tokenize(read_text(wanted_.calibration));
+    const auto end = more.begin() + static_cast<std::ptrdiff_t>(std::min(more.size(), most - tokens.size()));
+    tokens.insert(tokens.end(), more.begin(), end);
+  }
+  const prompt_cache keys(model_, tokens, place_, progress());
+  return learnt_.emplace(path, learn(keys, basis_source::other_text)).first->second;
 }
 
 void job::say(const std::string& text) {

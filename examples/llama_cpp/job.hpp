@@ -32,7 +32,8 @@ class job {
   /// What follows these: --steps tokens, and one more to predict.
   std::span<const llama_token> after_prompt() const;
 
-  /// `other_text`: the file whose basis is lent; --needle-text, unless the tokens are from there.
+  /// `other_text`: the file whose keys lend what is learnt, with those of --calibration; --needle-text, unless the
+  /// tokens are from there.
   prepared_prompt prepare(std::span<const llama_token> tokens, const std::string& other_text);
 
   json_lines& lines() { return lines_; }
@@ -43,9 +44,10 @@ class job {
   void finish();
 
  private:
-  int rank() const;
+  /// What the contenders whose source this is need.
   bool asks_for(basis_source source) const;
-  const key_basis& basis_of_text(const std::string& path);
+  learnt_keys learn(const prompt_cache& keys, basis_source source);
+  const learnt_keys& learnt_from_text(const std::string& path);
 
   arguments wanted_;
   examples::model model_;
@@ -55,7 +57,7 @@ class job {
   json_lines lines_;
   progress_line progress_;
   std::string said_;
-  std::map<std::string, key_basis> bases_;  // by the text's path
+  std::map<std::string, learnt_keys> learnt_;  // by the text's path
   std::optional<prepared_prompt> prompt_;
 };
 

@@ -1,6 +1,9 @@
-// freekv-basis: the basis of key_subspace for a model, learnt from a text once and kept as a file.
+// freekv-basis: the basis of key_subspace and the codebooks of key_codes for a model, learnt from texts once and kept as
+// files.
 
 #include <iostream>
+#include <string>
+#include <vector>
 
 #include "command_line.hpp"
 #include "program.hpp"
@@ -11,26 +14,53 @@ namespace freekv::examples {
 namespace {
 
 void run(int argc, char** argv) {
-  std::string model_path, text, out;
-  int tokens = 7168, rank = 32, threads = 2;
-  CLI::App app("Learns key_subspace's basis, the leading eigenvectors of every KV head's keys, from a text.",
-               "freekv-basis");
+  std::string model_path, out, codebooks;
+  std::vector<std::string> texts;
+  int tokens = 7168, rank = 32, codes = 6, page = 32, threads = 2;
+  CLI::App app(
+      "Learns key_subspace's basis, the leading eigenvectors of every KV head's keys, and key_codes' codebooks from a "
+      "text.",
+      "freekv-basis");
   app.option_defaults()->always_capture_default();
   app.add_option("--model", model_path, "GGUF file")->required();
-  app.add_option("--text", text, "Text; best as long as the sequences that will be decoded")->required();
-  app.add_option("--tokens", tokens, "Tokens of it, at most");
+  app.add_option("--text", texts,
+                 "Text, best as long as the sequences that will be decoded; of several, each gives an equal share")
+      ->required();
+  app.add_option("--tokens", tokens, "Tokens in all");
   app.add_option("--rank", rank, "Dimensions; key_subspace may use fewer");
-  app.add_option("--threads", threads, "Threads of llama.cpp");
-  app.add_option("--out", out, "safetensors file")->required();
+  app.add_option("--codes", codes, "Codes of a token; key_codes must use as many");
+  app.add_option("--page", page, "Tokens in the pages whose means have codes");
+  app.add_option("--threads", threads, "Threads of llama.cpp and of learning codebooks");
+  app.add_option("--out", out, "safetensors file for the basis");
+  app.add_option("--codebooks", codebooks, "safetensors file for the codebooks");
   if (!parsed(app, argc, argv)) return;
+  if (out.empty() && codebooks.empty())
+    throw choice_error("nothing is learnt; give --out for the basis, --codebooks for the codebooks, or both");
+  if (page < 1) throw choice_error("--page " + std::to_string(page) + " is not 1 or more");
   const model m(model_path);
   if (rank < 1 || rank > m.shape().head_dim)
     throw choice_error("--rank " + std::to_string(rank) + " is not between 1 and head_dim " +
                        std::to_string(m.shape().head_dim));
-  const auto read = first_tokens(m, text, tokens);
+  if (codes < 1 || codes > m.shape().head_dim)
+    throw choice_error("--codes " + std::to_string(codes) + " is not between 1 and head_dim " +
+                       std::to_string(m.shape().head_dim));
+  if (tokens < static_cast<int>(texts.size()))
+    throw choice_error("--tokens " + std::to_string(tokens) + " is less than one for each text");
+  std::vector<llama_token> read;
+  for (std::size_t i = 0; i < texts.size(); ++i) {
+    const int left = tokens - static_cast<int>(read.size());
+    const auto part = first_tokens(m, texts[i], left / static_cast<int>(texts.size() - i));
+    read.insert(read.end(), part.begin(), part.end());
+  }
   const prompt_cache keys(m, read, {.folder = {}, .threads = threads}, progress_line());
-  keys.learn_basis(rank).save(out);
-  std::cout << out << "\n";
+  if (!out.empty()) {
+    keys.learn_basis(rank).save(out);
+    std::cout << out << "\n";
+  }
+  if (!codebooks.empty()) {
+    keys.learn_codebooks(codebook_sizes::of_codes(codes, page), progress_line()).save(codebooks);
+    std::cout << codebooks << "\n";
+  }
 }
 
 }  // namespace

@@ -1,9 +1,11 @@
 #include "prompt.hpp"
 
 #include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <future>
 #include <iterator>
 
 namespace freekv::examples {
@@ -29,6 +31,12 @@ std::filesystem::path file_for(const prompt_cache::place& place, std::span<const
   std::filesystem::create_directories(place.folder);
   const std::uint64_t key = fnv(std::as_bytes(tokens), place.model_key);
   return place.folder / (hexadecimal(key) + "-" + std::to_string(tokens.size()) + what);
+}
+
+/// The file of that name and ending; none for an empty name.
+std::filesystem::path beside(std::filesystem::path name, const std::string& ending) {
+  if (!name.empty()) name += ending;
+  return name;
 }
 
 /// Collects what passes by during a prefill.
@@ -94,8 +102,11 @@ std::uint64_t key_of_file(const std::filesystem::path& path) {
 
 prompt_cache::prompt_cache(const model& model, std::span<const llama_token> tokens, const place& place,
                            const progress_function& progress)
-    : shape_(model.shape()), tokens_(static_cast<int>(tokens.size())) {
-  const auto path = file_for(place, tokens, ".kv.safetensors");
+    : shape_(model.shape()),
+      tokens_(static_cast<int>(tokens.size())),
+      threads_(place.threads),
+      name_(file_for(place, tokens, "")) {
+  const auto path = beside(name_, ".kv.safetensors");
   const std::vector<std::int64_t> expected{shape_.layers, tokens_, shape_.kv_heads, shape_.head_dim};
   if (!path.empty() && std::filesystem::exists(path)) {
     const safetensors_file file(path);
@@ -139,6 +150,40 @@ key_basis prompt_cache::learn_basis(int rank) const {
   key_basis basis(shape_.layers, shape_.kv_heads, rank, shape_.head_dim);
   for (int layer = 0; layer < shape_.layers; ++layer) basis.learn(layer, float_keys(layer));
   return basis;
+}
+
+codebook_set prompt_cache::learn_codebooks(const codebook_sizes& sizes,
+                                           const progress_function& progress) const {
+  constexpr int recipe = 1;  // counts up when the same keys would give other codebooks
+  codebook_set set(shape_.layers, shape_.kv_heads, shape_.head_dim, sizes);
+  const key_codebooks wanted = set.view();
+  const auto text = [](int n) { return std::to_string(n); };
+  const auto path = beside(
+      name_, ".codebooks-" + text(wanted.codes) + "x" + text(wanted.dims) + "-" + text(wanted.mean_codes) + "x" +
+                 text(wanted.mean_dims) + "-page-" + text(sizes.page) + "-" + text(recipe) + ".safetensors");
+  if (!path.empty() && std::filesystem::exists(path)) {
+    codebook_set kept = codebook_set::load(path);
+    const key_codebooks found = kept.view();
+    if (found.layers == wanted.layers && found.kv_heads == wanted.kv_heads && found.head_dim == wanted.head_dim &&
+        found.mean_codes == wanted.mean_codes && found.mean_dims == wanted.mean_dims &&
+        found.codes == wanted.codes && found.dims == wanted.dims)
+      return kept;
+  }
+  std::atomic<int> next = 0;
+  const auto learn = [&](bool tells) {
+    for (int layer; (layer = next++) < shape_.layers;) {
+      if (tells)
+        progress("codebooks of " + text(tokens_) + " tokens", static_cast<double>(layer) / shape_.layers);
+      set.learn(layer, float_keys(layer));
+    }
+  };
+  std::vector<std::future<void>> others;
+  for (int thread = 1; thread < threads_; ++thread)
+    others.push_back(std::async(std::launch::async, learn, false));
+  learn(true);
+  for (auto& other : others) other.get();
+  if (!path.empty()) set.save(path);
+  return set;
 }
 
 void restore_stock(engine& stock, std::span<const llama_token> tokens, bool flash_attention,

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "basis.hpp"
+#include "codebooks.hpp"
 #include "engine.hpp"
 #include "pipeline.hpp"
 
@@ -45,6 +46,8 @@ class prompt_cache {
   void restore(pipeline& pipeline) const;
   /// The subspaces of rank `rank` of this prompt's keys.
   key_basis learn_basis(int rank) const;
+  /// The codebooks of this prompt's keys, kept beside the prompt: learning them takes seconds.
+  codebook_set learn_codebooks(const codebook_sizes& sizes, const progress_function& progress) const;
 
  private:
   std::span<const std::byte> part(const std::vector<std::uint16_t>& of, int layer) const {
@@ -53,6 +56,8 @@ class prompt_cache {
   }
   model_shape shape_;
   int tokens_ = 0;
+  int threads_;
+  std::filesystem::path name_;  // of its files, which differ behind it; empty: nothing is kept
   std::vector<std::uint16_t> keys_, values_;  // (layers, tokens, kv_heads, head_dim)
 };
 

@@ -29,10 +29,7 @@ quality measure_quality(const contender& c, const common_settings& s, const mode
   }
   q.by_head = attention.by_head();
   for (const auto& head : q.by_head) q.attention += head;
-  q.fast_tier_bytes = p->bytes().fast_tier();
-  const subspace_basis basis = basis_of(c, prompt);
-  q.fast_tier_bytes +=
-      static_cast<std::size_t>(basis.layers * basis.kv_heads) * basis.floats_per_head() * sizeof(float);
+  q.fast_tier_bytes = p->bytes().fast_tier() + learnt_bytes_of(c, prompt);
   q.slice_bytes = p->slice_bytes();
   q.summary_bytes = summary_bytes_of(c, *p);
   return q;
@@ -122,7 +119,7 @@ void compare_quality(job& j) {
         "attention's softmax mass\non what is attended; corrected: KV heads that select anew before they "
         "attend; slices: recalled keys and values\nof a page and KV head, all layers; critical: those of "
         "them that "
-        "attention waits for; fast MB: slots, summaries\nand their basis, complete layers. Layers that keep "
+        "attention waits for; fast MB: slots, summaries\nand their basis or codebooks, complete layers. Layers that keep "
         "everything (the first " +
         std::to_string(a.common.complete_layers) +
         ") count in none\nof error, mass and corrected. Route resident.\n");

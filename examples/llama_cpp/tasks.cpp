@@ -46,6 +46,8 @@ class reader {
       return json::parse(text);
     } catch (const json::parse_error& e) {
       fail("is not JSON from its byte " + std::to_string(e.byte) + " on; " + wanted);
+    } catch (const json::out_of_range&) {
+      fail("has a number beyond double's range; leave it out");
     }
   }
 

@@ -228,9 +228,10 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   add.text("--summary-dtype", numbers.format,
            "Of the summary's numbers: " + names_of(formats) +
                "; standard is the key's type for min_max and float32 for others, and key_sketch and "
-               "key_subspace have --bits instead");
+               "key_subspace have --bits, key_codes has --codes instead");
   add.whole_number("--chunk", numbers.chunk, "chunk_means: tokens in a chunk, a divisor of the page");
   add.whole_number("--rank", numbers.rank, "key_subspace: dimensions, at most head_dim");
+  add.whole_number("--codes", numbers.codes, "key_codes: bytes a token");
   add.parsed(
          "--bits", [&](const std::string& text) { flags.bits = whole("--bits", text); },
          "Of a coefficient of key_subspace: 2, 3, 4, 8, or 32 for unquantised; of a residual of key_sketch: "
@@ -239,10 +240,10 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
       ->type_name("INT")
       ->default_str("3, of key_sketch 2");
   add.text("--basis", o.basis,
-           "key_subspace: prompt, to learn from the prompt's keys, or a file of freekv-basis");
+           "key_subspace and key_codes: prompt, to learn from the prompt's keys, or a file of freekv-basis");
   add.parsed(
          "--basis-layer", [&](const std::string& text) { o.basis_layer = whole("--basis-layer", text); },
-         "key_subspace: layer of the basis file")
+         "Layer of that file")
       ->type_name("INT")
       ->default_str("the only one, or the trace's");
   add.optional_text("--pooling", flags.pooling, "the variant's",

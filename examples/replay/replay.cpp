@@ -39,8 +39,8 @@ void run(int argc, char** argv) {
   // Selection for the next step has nothing to hide behind here, so it does not go to a thread of its own.
   const host_options host{.threads = o.threads, .overlap = false};
   host_backend backend(host);
-  const auto basis_file = basis_file_of(o);
-  for (const replay_job& job : jobs.layers) for_layer(jobs, job, [&] { check_layer(o, job, basis_file); });
+  const basis_file file = basis_file_of(o);
+  for (const replay_job& job : jobs.layers) for_layer(jobs, job, [&] { check_layer(o, job, file); });
 
   std::vector<layer_result> results;
   {
@@ -49,7 +49,7 @@ void run(int argc, char** argv) {
       if (jobs.of_folder)
         progress.part("layer " + std::to_string(results.size() + 1) + " of " +
                       std::to_string(jobs.layers.size()) + ", " + job.trace.filename().string());
-      for_layer(jobs, job, [&] { results.push_back(replay_layer(o, job, {backend, basis_file, progress})); });
+      for_layer(jobs, job, [&] { results.push_back(replay_layer(o, job, {backend, file, progress})); });
     }
   }
   const auto summary =

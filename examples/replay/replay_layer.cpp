@@ -31,8 +31,6 @@ void check_size(const replay_options& o, const replay_job& job) {
   }
 }
 
-bool needs_basis(const replay_options& o) { return o.does.summary == "key_subspace" && o.does.retrieves(); }
-
 /// What each KV head of the trace's layer keeps, where --heads says it.
 std::vector<layer_kind> head_kinds_of(const replay_options& o, const trace_form& t) {
   if (!o.heads) return {};
@@ -46,27 +44,43 @@ std::vector<layer_kind> head_kinds_of(const replay_options& o, const trace_form&
   return {first, first + t.kv_heads};
 }
 
-/// The basis of one layer: to be learnt from its prompt, or one layer of a file.
+/// The basis or codebooks of one layer: to be learnt from its prompt, or one layer of a file.
 class layer_basis {
  public:
-  layer_basis(const replay_options& o, const trace_form& t, const std::optional<key_basis>& file) {
-    if (!needs_basis(o)) return;
-    if (file) {
-      view_ = file->layer(layer_of(o, t, file->view().layers));
-      return;
-    }
-    if (o.does.rank < 1 || o.does.rank > t.head_dim)
-      refuse("--rank " + std::to_string(o.does.rank) + " is not between 1 and head_dim " +
-             std::to_string(t.head_dim));
-    learnt_.emplace(1, t.kv_heads, o.does.rank, t.head_dim);
-    view_ = learnt_->layer(0);
+  layer_basis(const replay_options& o, const trace_form& t, const basis_file& file) {
+    if (o.does.needs_basis()) take_basis(o, t, file);
+    if (o.does.needs_codebooks()) take_codebooks(o, t, file);
   }
   void learn(const trace& t) {
-    if (learnt_) learnt_->learn(0, t.prompt_keys());
+    if (basis_) basis_->learn(0, t.prompt_keys());
+    if (codebooks_) codebooks_->learn(0, t.prompt_keys());
   }
-  const subspace_basis& view() const { return view_; }
+  const subspace_basis& basis() const { return basis_view_; }
+  const key_codebooks& codebooks() const { return codebooks_view_; }
 
  private:
+  static void in_head_dim(const std::string& flag, int value, const trace_form& t) {
+    if (value < 1 || value > t.head_dim)
+      refuse(flag + " " + std::to_string(value) + " is not between 1 and head_dim " + std::to_string(t.head_dim));
+  }
+  void take_basis(const replay_options& o, const trace_form& t, const basis_file& file) {
+    if (file.basis) {
+      basis_view_ = file.basis->layer(layer_of(o, t, file.basis->view().layers));
+      return;
+    }
+    in_head_dim("--rank", o.does.rank, t);
+    basis_.emplace(1, t.kv_heads, o.does.rank, t.head_dim);
+    basis_view_ = basis_->layer(0);
+  }
+  void take_codebooks(const replay_options& o, const trace_form& t, const basis_file& file) {
+    if (file.codebooks) {
+      codebooks_view_ = file.codebooks->layer(layer_of(o, t, file.codebooks->view().layers));
+      return;
+    }
+    in_head_dim("--codes", o.does.codes, t);
+    codebooks_.emplace(1, t.kv_heads, t.head_dim, codebook_sizes::of_codes(o.does.codes, o.page));
+    codebooks_view_ = codebooks_->layer(0);
+  }
   static int layer_of(const replay_options& o, const trace_form& t, int layers) {
     if (!o.basis_layer && !t.layer && layers != 1)
       refuse("\"" + o.basis + "\" has " + std::to_string(layers) +
@@ -78,8 +92,10 @@ class layer_basis {
     return layer;
   }
 
-  std::optional<key_basis> learnt_;
-  subspace_basis view_{};
+  std::optional<key_basis> basis_;
+  std::optional<codebook_set> codebooks_;
+  subspace_basis basis_view_{};
+  key_codebooks codebooks_view_{};
 };
 
 /// Everything that is written out.
@@ -211,21 +227,24 @@ void write_results(const std::filesystem::path& path, const replay_options& o, c
 
 }  // namespace
 
-std::optional<key_basis> basis_file_of(const replay_options& o) {
-  if (!needs_basis(o) || o.basis == "prompt") return std::nullopt;
-  return key_basis::load(o.basis);
+basis_file basis_file_of(const replay_options& o) {
+  basis_file file;
+  if (o.basis == "prompt") return file;
+  if (o.does.needs_basis()) file.basis = key_basis::load(o.basis);
+  if (o.does.needs_codebooks()) file.codebooks = codebook_set::load(o.basis);
+  return file;
 }
 
-void check_layer(const replay_options& o, const replay_job& job, const std::optional<key_basis>& basis_file) {
+void check_layer(const replay_options& o, const replay_job& job, const basis_file& file) {
   check_compiled(job.form.head_dim);
   check_size(o, job);
-  (void)layer_basis(o, job.form, basis_file);
+  (void)layer_basis(o, job.form, file);
   (void)head_kinds_of(o, job.form);
 }
 
 layer_result replay_layer(const replay_options& o, const replay_job& job, const replay_tools& tools) {
   const trace t = read_trace(job.trace, wanted_element(o.dtype));
-  layer_basis basis(o, t, tools.basis_file);
+  layer_basis basis(o, t, tools.file);
   // The pipeline checks the settings, which is why it comes before the basis is learnt.
   const auto p = make_pipeline({.element = t.element,
                                 .head_dim = t.head_dim,
@@ -238,7 +257,8 @@ layer_result replay_layer(const replay_options& o, const replay_job& job, const 
                                 .in_place = o.route == "in_place",
                                 .layout = o.layout,
                                 .does = o.does,
-                                .basis = basis.view(),
+                                .basis = basis.basis(),
+                                .codebooks = basis.codebooks(),
                                 .head_kinds = head_kinds_of(o, t)},
                                tools.backend);
   std::optional<results> r;

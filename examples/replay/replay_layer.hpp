@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "basis.hpp"
+#include "codebooks.hpp"
 #include "progress.hpp"
 #include "traces.hpp"
 
@@ -20,19 +21,25 @@ struct layer_result {
   std::size_t slice_bytes = 0, summary_bytes = 0, fast_tier_bytes = 0;
 };
 
+/// What a method needs of the file of --basis; nothing where it is learnt from the prompt.
+struct basis_file {
+  std::optional<key_basis> basis;
+  std::optional<codebook_set> codebooks;
+};
+
 /// What serves all layers of a replay.
 struct replay_tools {
   host_backend& backend;
-  const std::optional<key_basis>& basis_file;  ///< where --basis names one that the method needs
+  const basis_file& file;
   progress_line& progress;
 };
 
-/// The file of --basis, where it is needed. Throws file_error.
-std::optional<key_basis> basis_file_of(const replay_options& options);
+/// Throws file_error.
+basis_file basis_file_of(const replay_options& options);
 
 /// Whatever a layer's form says against its replay. Throws choice_error.
 void check_layer(const replay_options& options, const replay_job& job,
-                 const std::optional<key_basis>& basis_file);
+                 const basis_file& file);
 
 /// Replays a layer and writes its output, where one is wanted. Throws file_error, choice_error or
 /// freekv::error.

@@ -45,6 +45,7 @@ json settings_of(const replay_options& o, const host_options& host) {
   if (!subspace && !sketch) settings["summary_dtype"] = m.format;
   if (m.summary == "chunk_means") settings["chunk"] = m.chunk;
   if (subspace) settings.update({{"rank", m.rank}, {"bits", m.bits}, {"basis", o.basis}});
+  if (m.needs_codebooks()) settings.update({{"codes", m.codes}, {"basis", o.basis}});
   if (sketch) settings["bits"] = m.bits;
   if (m.selection == "top_p") settings["top_p"] = o.top_p;
   if (m.correction == "cosine_drift") settings["drift_pool"] = m.drift_pool;

@@ -23,7 +23,7 @@ bool same(const fs::path& a, const fs::path& b) {
 }
 
 bool reads_basis_file(const replay_options& o) {
-  return o.basis != "prompt" && !o.basis.empty() && o.does.summary == "key_subspace" && o.does.retrieves();
+  return o.basis != "prompt" && !o.basis.empty() && (o.does.needs_basis() || o.does.needs_codebooks());
 }
 
 /// Everything in `folder` that is named like a trace, except the basis, which may lie beside them.

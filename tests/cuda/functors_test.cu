@@ -16,6 +16,7 @@
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/geometry.hpp>
 #include <freekv/policies/box_summaries.hpp>
+#include <freekv/policies/key_codes.hpp>
 #include <freekv/policies/key_sketch.hpp>
 #include <freekv/policies/key_subspace.hpp>
 #include <freekv/policies/stored_as.hpp>
@@ -272,6 +273,12 @@ void summaries(report& checks, random_numbers& random, const Summary& given, con
     Summary summary = given;
     if constexpr (requires { summary.basis; })
       summary.basis = {basis.data(), 1, 1, page.head_dim, page.head_dim};
+    pinned<float> books;
+    if constexpr (requires { summary.books; }) {
+      summary.books = {nullptr, 1, 1, page.head_dim, summary.mean_codes, 4, summary.codes, 3};
+      books = random.normals<float>(summary.books.floats_per_head(), 0.5f);
+      summary.books.data = books.data();
+    }
     const auto policy = freekv::summary_at(summary, 0, 0);
     const std::size_t bytes = freekv::summary_bytes<Key>(policy, page);
     const int query_width = freekv::summary_query_width(policy, page.head_dim);
@@ -311,6 +318,9 @@ void all_summaries(report& checks, random_numbers& random) {
                  "mean in the key's type", 0);
   summaries<Key>(checks, random, freekv::ball{}, "ball", 0);
   summaries<Key>(checks, random, stored_as<freekv::ball, number_format::int8>{}, "ball in int8", 0);
+  summaries<Key>(checks, random, freekv::key_codes<4, 3>{}, "key_codes<4, 3>", log_ulp);
+  summaries<Key>(checks, random, freekv::key_codes<dynamic, dynamic>{{6}, {1}}, "key_codes<dynamic, dynamic>{6, 1}",
+                 log_ulp);
   summaries<Key>(checks, random, freekv::key_sketch<1>{}, "key_sketch<1>", log_ulp);
   summaries<Key>(checks, random, freekv::key_sketch<dynamic>{{2}}, "key_sketch<dynamic>{2}", log_ulp);
   summaries<Key>(checks, random, freekv::key_sketch<4>{}, "key_sketch<4>", log_ulp);

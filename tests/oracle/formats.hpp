@@ -46,11 +46,22 @@ struct summary_numbers {
   }
 };
 
-/// `values` is what the policy stores, read back; `doubt` how far a value may legitimately differ (empty:
-/// none may).
+/// A code of key_codes that another implementation may choose instead: of the page's mean (row 0) or of its
+/// token row - 1.
+struct other_code {
+  int row;
+  int group;
+  int code;
+
+  bool operator==(const other_code&) const = default;
+};
+
+/// `values` is what the policy stores, read back (of key_codes the codes themselves); `doubt` how far a value
+/// may legitimately differ (empty: none may, except as `others` says).
 struct page_summary {
   std::vector<double> values;
   std::vector<double> doubt;
+  std::vector<other_code> others = {};  // of key_codes
 };
 
 /// Float32 keeps a double as it is: its rounding is that of any float32 sum, which margins allow for.

@@ -8,6 +8,7 @@
 #include "decoder.hpp"
 #include "drift.hpp"
 #include "formats.hpp"
+#include "key_codes.hpp"
 #include "numbers.hpp"
 #include "pages.hpp"
 #include "pooling.hpp"

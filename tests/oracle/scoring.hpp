@@ -59,8 +59,8 @@ inline selection select_pages(const settings& s, int kv_head, std::span<const fl
   return chosen;
 }
 
-/// Bounds every score's terms by |q_d| times the largest |k_d| of `keys`, all candidates' keys. What is not
-/// finite is data with an exact meaning and does not count.
+/// Bounds every score's terms by |q_d| times the largest |k_d| of `keys`, all candidates' keys; those of
+/// key_codes by its largest centroids. What is not finite is data with an exact meaning and does not count.
 inline void measure_scores(selection& chosen, const settings& s, int kv_head, std::span<const float> queries,
                            const std::vector<std::span<const float>>& keys) {
   const auto d = static_cast<std::size_t>(s.head_dim);
@@ -72,15 +72,19 @@ inline void measure_scores(selection& chosen, const settings& s, int kv_head, st
         size += std::fabs(s.bases[static_cast<std::size_t>(kv_head)].mean[i]);
       if (std::isfinite(size)) largest[i] = std::max(largest[i], size);
     }
-  // The difference of two keys: what centroid_box, ball and key_sketch sum up before any query is involved.
+  // The difference of two keys: what these sum up before any query is involved.
   const bool of_differences = s.summary == summary_kind::centroid_box || s.summary == summary_kind::ball ||
-                              s.summary == summary_kind::key_sketch;
+                              s.summary == summary_kind::key_sketch || s.summary == summary_kind::key_codes;
   for (double key : largest)
     if (key * (of_differences ? 2.0 : 1.0) * std::max(s.page, s.head_dim) > largest_float)
       chosen.may_overflow = true;
   const double radius = 2.0 * std::sqrt(dot(largest, largest));
   const bool has_norms = s.summary == summary_kind::ball;
   if (has_norms && radius * radius > largest_float) chosen.may_overflow = true;
+  const bool of_codes = s.summary == summary_kind::key_codes;
+  if (of_codes &&
+      codes_square_size(largest, s.key_codebooks[static_cast<std::size_t>(kv_head)]) > largest_float)
+    chosen.may_overflow = true;
   // A code's step is that of its group's largest number, whichever element that is.
   const double most = d == 0 ? 0.0 : *std::max_element(largest.begin(), largest.end());
   if (s.summary == summary_kind::key_sketch)
@@ -95,6 +99,11 @@ inline void measure_scores(selection& chosen, const settings& s, int kv_head, st
       squares += size * size;
     }
     if (has_norms) terms += std::sqrt(squares) * radius;
+    if (of_codes) {
+      const codebooks& books = s.key_codebooks[static_cast<std::size_t>(kv_head)];
+      terms = codes_score_size(query, books);
+      if (codes_projection_size(query, books) > largest_float) chosen.may_overflow = true;
+    }
     if (has_norms && squares > largest_float) chosen.may_overflow = true;
     chosen.score_size = std::max(chosen.score_size, s.scale * terms);
     if (terms * std::max(1.0, s.scale) > largest_float) chosen.may_overflow = true;

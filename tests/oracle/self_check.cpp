@@ -14,6 +14,7 @@
 #include "checks/correction.hpp"
 #include "checks/formats.hpp"
 #include "checks/head_plan.hpp"
+#include "checks/key_codes.hpp"
 #include "checks/pooling.hpp"
 #include "checks/residency.hpp"
 #include "checks/summaries.hpp"

@@ -9,7 +9,16 @@
 
 namespace oracle {
 
-enum class summary_kind { min_max, chunk_means, key_subspace, mean, centroid_box, ball, key_sketch };
+enum class summary_kind {
+  min_max,
+  chunk_means,
+  key_subspace,
+  mean,
+  centroid_box,
+  ball,
+  key_sketch,
+  key_codes
+};
 enum class correction_kind { cosine_drift, always, never, every_n_steps, mass_deficit };
 enum class layer_kind { retrieval, complete, window };  // window: sink and window pages, nothing selected
 enum class route_kind { resident, in_place };  // in_place: attention reads the store, nothing is recalled
@@ -20,13 +29,33 @@ enum class drift_pool_kind { mean, min, max };
 enum class residency_kind { first_unselected, least_recently_used };  // who is evicted first
 
 /// How a summary's numbers are kept. `standard` is the policy's own choice: the key's type for min_max,
-/// float32 for the others. key_subspace and key_sketch have codes of their own and ignore this.
+/// float32 for the others. key_subspace, key_sketch and key_codes have codes of their own and ignore this.
 enum class stored_format { standard, key, float32, int8 };
 
 /// One KV head's subspace of the keys: `mean` is (d), `rows` is (r, d) with orthonormal rows.
 struct basis {
   std::vector<double> mean;
   std::vector<double> rows;
+};
+
+inline constexpr int codes_per_group = 256;
+
+/// Centroids for vectors of head_dim elements: `groups` times `dims` coefficients of a vector less `offset`,
+/// each group of them with centroids of its own.
+struct codebook {
+  int groups = 1;
+  int dims = 1;
+  std::vector<double> offset = {};      // (d)
+  std::vector<double> rows = {};        // (groups * dims, d), orthonormal
+  std::vector<double> centroids = {};   // (groups, dims, 256)
+  int used_in_first = codes_per_group;  // only the first so many centroids of group 0 may be chosen
+};
+
+/// One KV head's codebooks: of a page's mean key, and of what its keys add to the decoded mean. Whatever
+/// `used_in_first` says, code 255 of the mean's group 0 is reserved.
+struct codebooks {
+  codebook mean;
+  codebook token;
 };
 
 struct settings {
@@ -57,7 +86,8 @@ struct settings {
   bool partial = false;                                // of mass_deficit
   int spare = 0;                                       // c, slots per KV head beyond k
   residency_kind residency = residency_kind::first_unselected;
-  std::vector<layer_kind> head_kinds = {};  // one per KV head; empty: all heads are of `kind`
+  std::vector<layer_kind> head_kinds = {};    // one per KV head; empty: all heads are of `kind`
+  std::vector<codebooks> key_codebooks = {};  // of key_codes: one per KV head
 };
 
 inline double default_scale(int head_dim) { return 1.0 / std::sqrt(static_cast<double>(head_dim)); }
@@ -74,11 +104,31 @@ inline void require(bool holds, const std::string& sentence) {
   if (!holds) throw std::invalid_argument("oracle: " + sentence);
 }
 
+inline void check_codebook(const codebook& b, int head_dim) {
+  require(b.groups >= 1 && b.dims >= 1, "a codebook has at least one group of at least one dimension");
+  require(b.dims <= head_dim && b.groups <= head_dim / b.dims,
+          "a codebook has no more coefficients than head_dim");
+  const auto d = static_cast<std::size_t>(head_dim);
+  const std::size_t rank = static_cast<std::size_t>(b.groups) * static_cast<std::size_t>(b.dims);
+  require(b.offset.size() == d, "a codebook's offset has head_dim elements");
+  require(b.rows.size() == rank * d, "a codebook's rows are (groups * dims, head_dim)");
+  require(b.centroids.size() == rank * codes_per_group, "a codebook's centroids are (groups, dims, 256)");
+  require(b.used_in_first >= 1 && b.used_in_first <= codes_per_group,
+          "1 to 256 centroids of a codebook's first group may be chosen");
+}
+
 inline void check_summary(const settings& s) {
   if (s.summary == summary_kind::chunk_means)
     require(s.chunk >= 1 && s.page % s.chunk == 0, "chunk divides the page");
   if (s.summary == summary_kind::key_sketch)
     require(s.bits == 1 || s.bits == 2 || s.bits == 4, "bits of key_sketch is 1, 2 or 4");
+  if (s.summary == summary_kind::key_codes) {
+    require(s.key_codebooks.size() == static_cast<std::size_t>(s.kv_heads), "one codebooks per KV head");
+    for (const codebooks& books : s.key_codebooks) {
+      check_codebook(books.mean, s.head_dim);
+      check_codebook(books.token, s.head_dim);
+    }
+  }
   if (s.summary != summary_kind::key_subspace) return;
   require(s.bits == 2 || s.bits == 3 || s.bits == 4 || s.bits == 8 || s.bits == 32,
           "bits is 2, 3, 4, 8 or 32");

@@ -11,6 +11,7 @@
 
 #include "codes.hpp"
 #include "formats.hpp"
+#include "key_codes.hpp"
 #include "numbers.hpp"
 #include "settings.hpp"
 #include "sketch.hpp"
@@ -172,6 +173,8 @@ inline page_summary summarise(const settings& s, int kv_head,
       return stored(s, chunk_means_numbers(keys, s.chunk));
     case summary_kind::key_sketch:
       return sketch_summary(keys, s.bits);
+    case summary_kind::key_codes:
+      return codes_summary(keys, s.key_codebooks[static_cast<std::size_t>(kv_head)]);
     case summary_kind::key_subspace:
       break;
   }
@@ -192,6 +195,8 @@ inline double score_page(const settings& s, int kv_head, std::span<const float> 
       return chunk_means_score(q, summary.values, s.scale);
     case summary_kind::key_sketch:
       return sketch_score(q, summary.values, s.scale);
+    case summary_kind::key_codes:
+      return codes_score(q, summary, s.key_codebooks[static_cast<std::size_t>(kv_head)], s.scale);
     case summary_kind::key_subspace:
       break;
   }
@@ -203,6 +208,8 @@ inline double score_page(const settings& s, int kv_head, std::span<const float> 
 inline double score_doubt(const settings& s, int kv_head, std::span<const float> q,
                           const page_summary& summary) {
   if (s.summary == summary_kind::ball) return ball_score_doubt(q, summary, s.scale);
+  if (s.summary == summary_kind::key_codes)
+    return codes_score_doubt(q, summary, s.key_codebooks[static_cast<std::size_t>(kv_head)], s.scale);
   if (summary.doubt.empty()) return 0.0;
   switch (s.summary) {
     case summary_kind::min_max:

@@ -29,13 +29,15 @@ struct random_case {
   std::uint64_t seed = 0;
   freekv::examples::pipeline_options options;
   int prompt = 0, steps = 0;
-  std::vector<float> basis_data;  // options.basis points here
+  std::vector<float> basis_data;     // options.basis points here
+  std::vector<float> codebook_data;  // and options.codebooks here
   float turn = 0.3f;              // how far a query turns in a step
   float outliers = 0.0f;          // share of keys that are large
 
   freekv::examples::pipeline_options with_basis() const {
     auto o = options;
     o.basis.data = basis_data.data();
+    o.codebooks.data = codebook_data.data();
     return o;
   }
 };
@@ -98,6 +100,18 @@ inline std::vector<float> random_basis(dice& d, int kv_heads, int rank, int head
   return data;
 }
 
+/// Codebooks of one layer: random subspaces, centroids of the size that keys have.
+inline std::vector<float> random_codebooks(dice& d, const freekv::key_codebooks& form) {
+  std::vector<float> data;
+  for (int head = 0; head < form.kv_heads; ++head)
+    for (const int rows : {form.mean_codes * form.mean_dims, form.codes * form.dims}) {
+      const auto subspace = random_basis(d, 1, rows, form.head_dim);
+      data.insert(data.end(), subspace.begin(), subspace.end());
+      for (int i = 0; i < rows * 256; ++i) data.push_back(0.8f * d.normal());
+    }
+  return data;
+}
+
 inline random_case make_case(std::uint64_t seed) {
   dice d(seed);
   random_case c;
@@ -145,6 +159,9 @@ inline random_case make_case(std::uint64_t seed) {
   o.max_tokens = c.prompt + c.steps;
   c.basis_data = random_basis(d, o.kv_heads, o.does.rank, o.head_dim);
   o.basis = {nullptr, 1, o.kv_heads, o.does.rank, o.head_dim};
+  o.does.codes = d.between(1, 8);
+  o.codebooks = {nullptr, 1, o.kv_heads, o.head_dim, d.between(1, 8), d.between(1, 4), o.does.codes, d.between(1, 5)};
+  if (o.does.summary == "key_codes") c.codebook_data = random_codebooks(d, o.codebooks);
   return c;
 }
 

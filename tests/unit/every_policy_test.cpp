@@ -3,37 +3,15 @@
 #include <string>
 #include <vector>
 
-#include "../../examples/common/choices.hpp"
 #include "../catch.hpp"
 #include "../property/trace.hpp"
+#include "every_policy.hpp"
 #include "scored_page.hpp"
 
 namespace {
 
 using namespace tests;
 using freekv::examples::method;
-
-/// Every policy once with the others as published, every summary in every format.
-std::vector<method> every_policy() {
-  using namespace freekv::examples;
-  std::vector<method> all;
-  for (const auto& one : summaries)
-    for (const auto& format : formats) {
-      method m{.summary = std::string(one.name), .format = std::string(format.name), .rank = 12};
-      if (m.summary.starts_with("key_") && m.format != "standard") continue;  // a format of its own
-      m.bits = m.summary == "key_sketch" ? 2 : 3;
-      all.push_back(m);
-    }
-  for (const auto& one : poolings) all.push_back({.pooling = std::string(one.name)});
-  for (const auto& one : selections) all.push_back({.selection = std::string(one.name), .top_p = 0.6f});
-  for (const auto& one : corrections)
-    for (const bool partial : {false, true})
-      all.push_back({.correction = std::string(one.name), .partial = partial, .every = 3});
-  for (const auto& pool : drift_pools) all.push_back({.drift_pool = std::string(pool.name)});
-  for (const auto& one : residencies)
-    for (const int spare : {0, 1, 5}) all.push_back({.residency = std::string(one.name), .spare = spare});
-  return all;
-}
 
 random_case case_of(const method& m, std::uint64_t seed) {
   dice d(seed);
@@ -52,12 +30,9 @@ random_case case_of(const method& m, std::uint64_t seed) {
   o.max_tokens = c.prompt + c.steps;
   c.basis_data = random_basis(d, o.kv_heads, m.rank, o.head_dim);
   o.basis = {nullptr, 1, o.kv_heads, m.rank, o.head_dim};
+  o.codebooks = {nullptr, 1, o.kv_heads, o.head_dim, 4, 3, m.codes, 5};
+  if (m.summary == "key_codes") c.codebook_data = random_codebooks(d, o.codebooks);
   return c;
-}
-
-std::string words(const method& m) {
-  return m.summary + " " + m.format + ", " + m.pooling + ", " + m.selection + ", " + m.correction +
-         (m.partial ? " partial" : "") + " " + m.drift_pool + ", " + m.residency + " " + std::to_string(m.spare);
 }
 
 bool same_steps(const trace& a, const trace& b, bool movement) {
@@ -128,9 +103,12 @@ TEMPLATE_TEST_CASE("every summary scores alike on every team, whole pages of NaN
       INFO(words(m) << ", " << c);
       c.rank = std::min(m.rank, c.d);
       c.basis = random_basis(d, 1, c.rank, c.d);
+      freekv::key_codebooks books{nullptr, 1, 1, c.d, 2, 2, m.codes, 1};
+      const auto book_data = random_codebooks(d, books);
+      books.data = book_data.data();
       method fitting = m;
       fitting.rank = c.rank;
-      const method_data data{{c.basis.data(), 1, 1, c.rank, c.d}, {}, 1};
+      const method_data data{{c.basis.data(), 1, 1, c.rank, c.d}, books, {}, 1};
       const auto summary = chosen("summary", summaries, m.summary).make(fitting, data);
       resolve(summary, [&](const auto& policy) {
         const auto expected = score_by<TestType>(executor::one_lane, policy, c, c.d);

@@ -39,6 +39,25 @@ struct slow_mean : freekv::chunk_means<8> {
 using slow_pipeline = freekv::retrieval_pipeline<freekv::kv_shape<float, 24>, freekv::page_size<8>, slow_mean,
                                                  freekv::complete_first<0>>;
 
+/// A host backend that forgets to wait, on the compute stream, for the recall of the step before.
+struct forgetful_backend {
+  using policy_kind = freekv::backend_kind;
+  using event = freekv::host::event;
+  template <class State, class Policies>
+  using stages = freekv::host::stages<State, Policies>;
+  struct careless_stream {
+    freekv::host::stream& stream;
+    void wait(const event&) {}
+    event record() { return stream.record(); }
+  };
+  freekv::host_backend host;
+  careless_stream compute() { return {host.compute()}; }
+  freekv::host::stream& recall() { return host.recall(); }
+  operator freekv::host_backend&() { return host; }
+};
+// In place, where a torn selection still names pages that exist.
+using careless_pipeline = slow_pipeline::with<forgetful_backend>::with<freekv::in_place>;
+
 slow_pipeline::settings settings() {
   slow_pipeline::settings s;
   s.layers = 2;
@@ -59,14 +78,15 @@ struct run {
 };
 
 /// One decode step without asking for a report, which would wait.
-void quiet_step(slow_pipeline& pipeline, freekv::sequence_id id, const text& source,
+template <class Pipeline>
+void quiet_step(Pipeline& pipeline, freekv::sequence_id id, const text& source,
                 sequence_result& result) {
   const int at = pipeline.tokens(id);
   pipeline.begin_step({{id}});
   for (int layer = 0; layer < 2; ++layer) {
     const auto rows = source.at(layer, at, 1);
     std::vector<float> out(2 * 24), lse(2);
-    pipeline.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+    pipeline.template append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
     pipeline.attend(layer, out, lse);
     result.out.insert(result.out.end(), out.begin(), out.end());
     result.lse.insert(result.lse.end(), lse.begin(), lse.end());
@@ -162,4 +182,28 @@ TEST_CASE("a pipeline goes only when its recall has ended", "[order]") {
   pipeline.reset();
   CHECK(recall.ended == 4);
   recall.milliseconds = 0;
+}
+
+TEST_CASE("without the wait for recall, attention reads what is still being selected", "[.careless]") {
+  const text source(settings(), 24, 150, 7);
+  run careful(true);
+  forgetful_backend backend{freekv::host_backend({.overlap = true})};
+  careless_pipeline::settings s;
+  s.layers = settings().layers;
+  s.query_heads = settings().query_heads;
+  s.kv_heads = settings().kv_heads;
+  s.budget = settings().budget;
+  s.max_tokens = settings().max_tokens;
+  s.correction = settings().correction;
+  careless_pipeline careless(s, backend);
+  const auto id = careless.open();
+  recall.milliseconds = 5;
+  prompt_only(careful.pipeline, careful.id, source, 100);
+  prompt_only(careless, id, source, 100);
+  const auto expected = quiet_steps(careful, source, 30);
+  sequence_result got;
+  for (int i = 0; i < 30; ++i) quiet_step(careless, id, source, got);
+  careless.synchronize();
+  recall.milliseconds = 0;
+  CHECK_FALSE(got == expected);
 }

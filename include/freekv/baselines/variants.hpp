@@ -61,5 +61,10 @@ struct freekv_key_subspace_deficit : variant<key_subspace<24, 3>, mass_deficit> 
   static constexpr std::string_view name = "freekv_key_subspace_deficit";
 };
 
+/// FreeKV with tokens by product quantisation, 6 bytes each.
+struct freekv_key_codes : variant<key_codes<6>, cosine_drift> {
+  static constexpr std::string_view name = "freekv_key_codes";
+};
+
 }  // namespace variants
 }  // namespace freekv

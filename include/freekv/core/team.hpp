@@ -18,6 +18,7 @@
 //   load_codes<bits>(p, i)      codes i .. i + width, i a multiple of width, as floats, of a stream of unsigned
 //                               codes of 1, 2, 3, 4 or 8 bits: blocks of 8 codes, `bits` bytes each, the first code
 //                               in the lowest bits. May read (and ignore) up to 3 bytes behind a block
+//   lookup(table, codes)        lane i is table[codes[i]]
 //   widen(in, out, n)           n elements of any stored type to float; n a multiple of 8
 //   lane(), lanes()             this thread's number and how many share the team; scalar work is dealt out as
 //                               for (i = lane(); i < n; i += lanes())
@@ -55,6 +56,7 @@ concept team = std::semiregular<typename T::pack> && std::constructible_from<typ
   { t.template load_codes<3>(codes, 0) } -> std::same_as<typename T::pack>;
   { t.template load_codes<4>(codes, 0) } -> std::same_as<typename T::pack>;
   { t.template load_codes<8>(codes, 0) } -> std::same_as<typename T::pack>;
+  { t.lookup(in, codes) } -> std::same_as<typename T::pack>;
   t.widen(in, out, 8);
   t.widen(half_in, out, 8);
   t.widen(bfloat16_in, out, 8);
@@ -87,6 +89,7 @@ struct scalar_team {
     if (bit % 8 + Bits > 8) window |= unsigned{block[1]} << 8;
     return static_cast<float>((window >> bit % 8) & ((1u << Bits) - 1));
   }
+  FREEKV_HD float lookup(const float* table, const std::uint8_t* codes) const { return table[*codes]; }
   template <element E>
   FREEKV_HD void widen(const E* in, float* out, int n) const {
     for (int i = 0; i < n; ++i) out[i] = to_float(in[i]);

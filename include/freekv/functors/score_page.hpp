@@ -32,12 +32,18 @@ FREEKV_HD inline float clamp_score(float score) {
 template <class Key, team T, class S>
 FREEKV_HD void score_page(T team, const S& summary, page_geometry page, const std::byte* stored,
                           const prepared_queries& queries, float* numbers, const score_column& out) {
-  decode_summary<Key>(team, summary, page, stored, numbers);
-  team.sync();
+  if constexpr (!scores_stored_bytes<S>) {
+    decode_summary<Key>(team, summary, page, stored, numbers);
+    team.sync();
+  }
   bool nan = false;
   for (int g = 0; g < queries.group; ++g) {
-    const float score =
-        summary.score(team, page_query{queries.data + g * queries.width, page, queries.scale}, numbers);
+    const page_query query{queries.data + g * queries.width, page, queries.scale};
+    float score;
+    if constexpr (scores_stored_bytes<S>)
+      score = summary.score(team, query, stored);
+    else
+      score = summary.score(team, query, numbers);
     nan = nan || score != score;
     out.first[g * out.stride] = clamp_score(score);
   }

@@ -7,6 +7,7 @@
 #include <freekv/policies/box_summaries.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/geometry.hpp>
+#include <freekv/policies/key_codes.hpp>
 #include <freekv/policies/key_sketch.hpp>
 #include <freekv/policies/key_subspace.hpp>
 #include <freekv/policies/mean_summaries.hpp>

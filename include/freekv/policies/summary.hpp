@@ -15,7 +15,8 @@
 //   };
 //
 // Optional: `stored<Key>`, the element type kept (default float), or for a format of its own `bytes<Key>(page)`,
-// `encode<Key>(team, page, numbers, out)` and `decode<Key>(team, page, in, numbers)`; `query_width(d)` and
+// `encode<Key>(team, page, numbers, out)` and `decode<Key>(team, page, in, numbers)`, or instead of `decode` a `score`
+// of `const std::byte*`; `query_width(d)` and
 // `prepare(team, query, prepared)`, done once a step for each query; `at(layer, head)`, the policy for one head,
 // where it depends on calibration data; `values()`, what it was given, for names.
 //
@@ -35,6 +36,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 
 namespace freekv {
 
@@ -72,16 +74,23 @@ FREEKV_HD constexpr auto summary_at(const S& summary, int layer, int head) {
     return summary;
 }
 
+/// Whether a summary scores what is stored as it is, `score(team, query, stored)`, instead of decoded numbers.
+template <class S>
+concept scores_stored_bytes = requires(const S s, page_query query, const std::byte* stored) {
+  { s.score(scalar_team{}, query, stored) } -> std::same_as<float>;
+};
+
 /// A policy of kind `summary_kind` whose `at(layer, head)`, or itself, has the three functions above (tried
 /// with the one-lane team).
 template <class S>
 concept summary_policy = policy<S> && std::same_as<typename S::policy_kind, summary_kind> &&
-    requires(const S s, page_keys keys, page_query query, float* numbers) {
+    requires(const S s, page_keys keys, float* numbers) {
   { S::name } -> std::convertible_to<std::string_view>;
   { s.width(keys.page) } -> std::convertible_to<int>;
   summary_at(s, 0, 0).summarise(scalar_team{}, keys, numbers);
+} && (requires(const S s, page_query query, const float* numbers) {
   { summary_at(s, 0, 0).score(scalar_team{}, query, numbers) } -> std::same_as<float>;
-};
+} || scores_stored_bytes<decltype(summary_at(std::declval<const S&>(), 0, 0))>);
 
 /// Bytes of one page's summary for one KV head, scales included; a multiple of 4.
 template <class Key, class S>

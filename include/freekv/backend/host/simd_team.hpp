@@ -182,6 +182,11 @@ struct simd_team {
     }
   }
 
+  [[gnu::always_inline]] pack lookup(const float* table, const std::uint8_t* codes) const {
+    return pack(float8{table[codes[0]], table[codes[1]], table[codes[2]], table[codes[3]], table[codes[4]],
+                       table[codes[5]], table[codes[6]], table[codes[7]]});
+  }
+
   [[gnu::always_inline]] void widen(const float* in, float* out, int n) const {
     std::memcpy(out, in, static_cast<std::size_t>(n) * sizeof(float));
   }

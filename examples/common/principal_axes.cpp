@@ -1,0 +1,36 @@
+#include "principal_axes.hpp"
+
+#include <Eigen/Eigenvalues>
+#include <algorithm>
+
+namespace freekv::examples {
+
+principal_axes principal_axes_of(std::span<const float> floats, int first, int stride, int dim, int count) {
+  Eigen::VectorXd mean = Eigen::VectorXd::Zero(dim);
+  Eigen::MatrixXd products = Eigen::MatrixXd::Zero(dim, dim);
+  double vectors = 0;
+  for (auto at = static_cast<std::size_t>(first); at < floats.size(); at += static_cast<std::size_t>(stride)) {
+    const Eigen::VectorXd vector = Eigen::Map<const Eigen::VectorXf>(floats.data() + at, dim).cast<double>();
+    if (!vector.allFinite()) continue;
+    mean += vector;
+    products.selfadjointView<Eigen::Lower>().rankUpdate(vector);
+    ++vectors;
+  }
+  mean /= std::max(vectors, 1.0);
+  products /= std::max(vectors, 1.0);
+  products.selfadjointView<Eigen::Lower>().rankUpdate(mean, -1.0);
+  const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(products);  // eigenvalues ascend
+
+  principal_axes axes;
+  axes.mean.resize(static_cast<std::size_t>(dim));
+  axes.rows.resize(static_cast<std::size_t>(count * dim));
+  Eigen::Map<Eigen::VectorXf>(axes.mean.data(), dim) = mean.cast<float>();
+  for (int r = 0; r < count; ++r) {
+    Eigen::Map<Eigen::VectorXf>(axes.rows.data() + r * dim, dim) =
+        solver.eigenvectors().col(dim - 1 - r).cast<float>();
+    axes.variances.push_back(solver.eigenvalues()[dim - 1 - r]);
+  }
+  return axes;
+}
+
+}  // namespace freekv::examples

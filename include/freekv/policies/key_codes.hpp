@@ -1,0 +1,275 @@
+// Keys by product quantisation, relative to their page's quantised mean. Ours.
+#pragma once
+
+#include <cmath>
+#include <freekv/policies/mean_summaries.hpp>
+
+namespace freekv {
+
+/// One product quantiser in a subspace: a vector is `codes` numbers of 8 bits, each the nearest of 256 centroids to
+/// `dims` of its coefficients.
+struct codebook {
+  static constexpr int centroids_per_code = 256;
+
+  const float* offset = nullptr;     ///< (head_dim), taken off first
+  const float* rows = nullptr;       ///< (codes * dims, head_dim), orthonormal
+  const float* centroids = nullptr;  ///< (codes, dims, 256)
+  int codes = 0;
+  int dims = 0;
+  int head_dim = 0;
+
+  FREEKV_HD static constexpr std::size_t floats(int codes, int dims, int head_dim) {
+    return static_cast<std::size_t>(head_dim) * static_cast<std::size_t>(codes * dims + 1) +
+           static_cast<std::size_t>(codes * dims) * centroids_per_code;
+  }
+  FREEKV_HD static constexpr codebook at(const float* data, int codes, int dims, int head_dim) {
+    const float* rows = data + head_dim;
+    return {data, rows, rows + codes * dims * head_dim, codes, dims, head_dim};
+  }
+
+  /// The nearest centroid to `x` (dims) among the first `count` of code `nth`; of equally near ones the first.
+  template <team T>
+  FREEKV_HD int nearest(T team, int nth, const float* x, int count) const {
+    using pack = typename T::pack;
+    const float* of_code = centroids + nth * dims * centroids_per_code;
+    pack least(infinity), where(0.0f);
+    for (int c = 0; c < centroids_per_code; c += T::width) {
+      pack distance(0.0f), index;
+      float indices[T::width];
+      for (int i = 0; i < T::width; ++i) indices[i] = static_cast<float>(c + i);
+      index = team.load(indices);
+      for (int d = 0; d < dims; ++d) {
+        const pack difference = team.load(of_code + d * centroids_per_code + c) - pack(x[d]);
+        distance = distance + difference * difference;
+      }
+      if (c + T::width > count) {
+        const pack first_unused(static_cast<float>(count) - 0.5f);
+        distance = team.select_greater(index, first_unused, pack(infinity), distance);
+      }
+      where = team.select_greater(least, distance, index, where);
+      least = team.select_greater(least, distance, distance, least);
+    }
+    float distances[T::width], places[T::width];
+    team.store(distances, least);
+    team.store(places, where);
+    int best = 0;
+    for (int i = 1; i < T::width; ++i)
+      if (distances[i] < distances[best] || (distances[i] == distances[best] && places[i] < places[best])) best = i;
+    return static_cast<int>(places[best]);
+  }
+
+  /// Coefficients `rows * (vector - offset)`, (codes * dims).
+  template <team T>
+  FREEKV_HD void project(T team, const float* vector, float* coefficients) const {
+    for (int r = 0; r < codes * dims; ++r) {
+      typename T::pack product(0.0f);
+      for (int i = 0; i < head_dim; i += T::width)
+        product = product +
+                  team.load(rows + r * head_dim + i) * (team.load(vector + i) - team.load(offset + i));
+      coefficients[r] = team.sum(product);
+    }
+  }
+
+  /// For each code the products of the query's coefficients with all its centroids: (codes, 256).
+  template <team T>
+  FREEKV_HD void tabulate(T team, const float* query, float* table) const {
+    for (int nth = 0; nth < codes; ++nth)
+      for (int d = 0; d < dims; ++d) {
+        const int r = nth * dims + d;
+        const typename T::pack q(detail::inner_product(team, rows + r * head_dim, query, head_dim));
+        const float* of_dim = centroids + r * centroids_per_code;
+        float* row = table + nth * centroids_per_code;
+        for (int c = 0; c < centroids_per_code; c += T::width) {
+          const auto product = q * team.load(of_dim + c);
+          team.store(row + c, d == 0 ? product : team.load(row + c) + product);
+        }
+      }
+  }
+};
+
+/// The codebooks of all layers and KV heads, as data: for each (layer, head) that of page means, then that of tokens,
+/// each its offset, rows and centroids as `codebook` has them, float32, in memory that the backend can read and that
+/// outlives its use. They are learnt from the keys of a prompt or a calibration text. The 256th centroid of a mean's
+/// first code is never used.
+struct key_codebooks {
+  const float* data = nullptr;
+  int layers = 0;
+  int kv_heads = 0;
+  int head_dim = 0;
+  int mean_codes = 0, mean_dims = 0;
+  int codes = 0, dims = 0;
+
+  FREEKV_HD constexpr std::size_t floats_per_head() const {
+    return codebook::floats(mean_codes, mean_dims, head_dim) + codebook::floats(codes, dims, head_dim);
+  }
+  FREEKV_HD constexpr codebook mean(int layer, int head) const {
+    return codebook::at(data + static_cast<std::size_t>(layer * kv_heads + head) * floats_per_head(), mean_codes,
+                        mean_dims, head_dim);
+  }
+  FREEKV_HD constexpr codebook token(int layer, int head) const {
+    return codebook::at(mean(layer, head).offset + codebook::floats(mean_codes, mean_dims, head_dim), codes, dims,
+                        head_dim);
+  }
+};
+
+/// The page's mean key in `MeanCodes` bytes, and every token's difference from that mean as decoded in `Codes` bytes.
+/// The score is `ln sum_t exp(scale * <q, k_t>)` of the decoded keys up to terms that all pages share: the page's
+/// log-mass, by table lookups. `MeanCodes + Codes * p` bytes, without scales. A page with a NaN or infinite key is
+/// marked by the code that means do not use, and scores NaN.
+template <int Codes = 6, int MeanCodes = 8>
+struct key_codes {
+  using policy_kind = summary_kind;
+  static constexpr std::string_view name = "key_codes";
+  count_of<Codes> codes{};
+  count_of<MeanCodes> mean_codes{};
+  key_codebooks books{};
+
+  // Numbers: the codes, then what `summarise` works with.
+  FREEKV_HD constexpr int width(page_geometry page) const {
+    return mean_codes + codes * page.tokens + 2 * page.head_dim;
+  }
+  FREEKV_HD constexpr int query_width(int) const { return (mean_codes + codes) * codebook::centroids_per_code; }
+  template <class Key>
+  FREEKV_HD constexpr std::size_t bytes(page_geometry page) const {
+    return static_cast<std::size_t>(mean_codes + codes * page.tokens);
+  }
+
+  std::string values() const { return std::to_string(int{codes}) + ", " + std::to_string(int{mean_codes}); }
+  void validate(const summary_setting& s) const {
+    const auto text = [](int n) { return std::to_string(n); };
+    if (codes < 1 || mean_codes < 1)
+      throw settings_error("key_codes: " + text(codes) + " codes a token and " + text(mean_codes) +
+                           " a mean; give 1 or more of each");
+    if (books.data == nullptr)
+      throw settings_error("key_codes needs its codebooks as data: learn them from the prompt's keys or a text");
+    if (books.codes != codes || books.mean_codes != mean_codes || books.head_dim != s.page.head_dim ||
+        books.layers < s.layers || books.kv_heads != s.kv_heads || books.codes * books.dims > books.head_dim ||
+        books.mean_codes * books.mean_dims > books.head_dim)
+      throw settings_error("key_codes: the codebooks have " + text(books.layers) + " layers of " +
+                           text(books.kv_heads) + " heads, " + text(books.codes) + " codes a token and " +
+                           text(books.mean_codes) + " a mean, head_dim " + text(books.head_dim) + "; needed are " +
+                           text(s.layers) + " layers of " + text(s.kv_heads) + " heads, " + text(codes) + " and " +
+                           text(mean_codes) + " codes, head_dim " + text(s.page.head_dim));
+  }
+
+  /// The policy for one head.
+  struct head_policy;
+  FREEKV_HD constexpr head_policy at(int layer, int head) const {
+    return {*this, books.mean(layer, head), books.token(layer, head)};
+  }
+};
+
+template <int Codes, int MeanCodes>
+struct key_codes<Codes, MeanCodes>::head_policy {
+  key_codes policy;
+  codebook mean, token;
+
+  FREEKV_HD constexpr int width(page_geometry page) const { return policy.width(page); }
+  FREEKV_HD constexpr int query_width(int head_dim) const { return policy.query_width(head_dim); }
+  template <class Key>
+  FREEKV_HD constexpr std::size_t bytes(page_geometry page) const {
+    return policy.template bytes<Key>(page);
+  }
+
+  template <team T>
+  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+    const int d = keys.page.head_dim, tokens = keys.page.tokens;
+    float* of_token = numbers + mean.codes;  // (codes, tokens)
+    float* decoded = of_token + token.codes * tokens;
+    float* coefficients = decoded + d;
+
+    typename T::pack zero_if_finite(0.0f);
+    for (int i = 0; i < tokens * d; i += T::width)
+      zero_if_finite = zero_if_finite + team.load(keys.data + i) * typename T::pack(0.0f);
+    if (team.sum(zero_if_finite) != 0.0f) {
+      for (int i = 0; i < mean.codes + token.codes * tokens; ++i) numbers[i] = not_finite;
+      return;
+    }
+
+    detail::mean_of_keys(team, keys, 0, tokens, decoded);
+    team.sync();
+    mean.project(team, decoded, coefficients);
+    team.sync();
+    for (int nth = 0; nth < mean.codes; ++nth)
+      numbers[nth] = static_cast<float>(mean.nearest(team, nth, coefficients + nth * mean.dims,
+                                                     codebook::centroids_per_code - (nth == 0 ? 1 : 0)));
+    team.sync();
+    decode_mean(team, numbers, decoded);
+    team.sync();
+    for (int t = 0; t < tokens; ++t) {
+      float* difference = coefficients;  // (d), which the coefficients then replace
+      for (int r = 0; r < token.codes * token.dims; ++r) {
+        typename T::pack product(0.0f);
+        for (int i = 0; i < d; i += T::width)
+          product = product + team.load(token.rows + r * d + i) *
+                                  ((team.load(keys.row(t) + i) - team.load(decoded + i)) -
+                                   team.load(token.offset + i));
+        difference[r] = team.sum(product);
+      }
+      team.sync();
+      for (int nth = 0; nth < token.codes; ++nth)
+        of_token[nth * tokens + t] = static_cast<float>(
+            token.nearest(team, nth, coefficients + nth * token.dims, codebook::centroids_per_code));
+      team.sync();
+    }
+  }
+
+  /// Products of the query with all centroids: of means (mean codes, 256), then of tokens (codes, 256).
+  template <team T>
+  FREEKV_HD void prepare(T team, const group_query& query, float* prepared) const {
+    mean.tabulate(team, query.data, prepared);
+    token.tabulate(team, query.data, prepared + mean.codes * codebook::centroids_per_code);
+    team.sync();
+    prepared[static_cast<int>(not_finite)] = NAN;
+  }
+
+  template <team T>
+  FREEKV_HD float score(T team, const page_query& query, const std::byte* stored) const {
+    constexpr int rows = codebook::centroids_per_code;
+    const auto* code = reinterpret_cast<const std::uint8_t*>(stored);
+    const float* table = query.data;
+    float of_mean = 0.0f;
+    for (int nth = 0; nth < mean.codes; ++nth, table += rows) of_mean += table[code[nth]];
+    code += mean.codes;
+    const typename T::pack scale(query.scale), base(query.scale * of_mean);
+    const int tokens = query.page.tokens;
+    log_sum_exp mass;
+    for (int t = 0; t < tokens; t += T::width) {
+      auto sum = team.lookup(table, code + t);
+      for (int nth = 1; nth < token.codes; ++nth)
+        sum = sum + team.lookup(table + nth * rows, code + nth * tokens + t);
+      sum = base + scale * sum;
+      mass.add(team, &sum, 1);
+    }
+    return mass.value();
+  }
+
+  template <class Key, team T>
+  FREEKV_HD void encode(T team, page_geometry page, const float* numbers, std::byte* out) const {
+    auto* bytes_out = reinterpret_cast<std::uint8_t*>(out);
+    for (int i = team.lane(); i < mean.codes + token.codes * page.tokens; i += team.lanes())
+      bytes_out[i] = static_cast<std::uint8_t>(numbers[i]);
+  }
+
+ private:
+  static constexpr float not_finite = 255.0f;  // as the first code of a mean
+
+  /// offset + rows^T * centroids.
+  template <team T>
+  FREEKV_HD void decode_mean(T team, const float* codes, float* decoded) const {
+    const int d = mean.head_dim;
+    for (int i = 0; i < d; i += T::width) {
+      auto sum = team.load(mean.offset + i);
+      for (int r = 0; r < mean.codes * mean.dims; ++r) {
+        const int c = static_cast<int>(codes[r / mean.dims]);
+        sum = sum + team.load(mean.rows + r * d + i) *
+                        typename T::pack(mean.centroids[r * codebook::centroids_per_code + c]);
+      }
+      team.store(decoded + i, sum);
+    }
+  }
+};
+
+static_assert(summary_policy<key_codes<>>);
+
+}  // namespace freekv

@@ -1,0 +1,299 @@
+// The codebooks of key_codes: k-means, the grouping of dimensions, what the learnt codes lose, and their files.
+#include "codebooks.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <freekv/backend/host/isa.hpp>
+#include <limits>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "../catch.hpp"
+#include "../files.hpp"
+#include "../mentions.hpp"
+#include "safetensors.hpp"
+#include "tensor_file.hpp"
+
+using namespace freekv;
+using namespace freekv::examples;
+using namespace tests;
+
+namespace {
+
+constexpr int d = 16;
+
+/// Keys (tokens, kv_heads, d) that wander slowly, in few directions: pages have means of their own.
+std::vector<float> structured_keys(int tokens, int kv_heads, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> keys;
+  std::vector<float> topic(static_cast<std::size_t>(kv_heads * d));
+  for (int t = 0; t < tokens; ++t)
+    for (std::size_t i = 0; i < topic.size(); ++i) {
+      topic[i] = 0.95f * topic[i] + 0.6f * normal(random);
+      keys.push_back(5.0f + (topic[i] + normal(random)) / static_cast<float>(1 + i % d));
+    }
+  return keys;
+}
+
+/// The mean squared distance of a head's keys from what their codes stand for, by definition; or, with no books, from
+/// their mean.
+double squared_error(const std::vector<float>& keys, int head, int kv_heads, int page, const key_codebooks* books) {
+  const auto key = [&](int t, int i) {
+    return static_cast<double>(keys[static_cast<std::size_t>((t * kv_heads + head) * d + i)]);
+  };
+  const auto coded = [](const codebook& book, const std::vector<double>& vector, int used) {
+    std::vector<double> result(book.offset, book.offset + d);
+    for (int nth = 0; nth < book.codes; ++nth) {
+      std::vector<double> x;
+      for (int r = nth * book.dims; r < (nth + 1) * book.dims; ++r) {
+        double product = 0;
+        for (int i = 0; i < d; ++i)
+          product += static_cast<double>(book.rows[r * d + i]) *
+                     (vector[static_cast<std::size_t>(i)] - static_cast<double>(book.offset[i]));
+        x.push_back(product);
+      }
+      const float* centroids = book.centroids + nth * book.dims * 256;
+      int best = 0;
+      double least = std::numeric_limits<double>::infinity();
+      for (int c = 0; c < (nth == 0 ? used : 256); ++c) {
+        double distance = 0;
+        for (int k = 0; k < book.dims; ++k)
+          distance += std::pow(static_cast<double>(centroids[k * 256 + c]) - x[static_cast<std::size_t>(k)], 2);
+        if (distance < least) least = distance, best = c;
+      }
+      for (int k = 0; k < book.dims; ++k)
+        for (int i = 0; i < d; ++i)
+          result[static_cast<std::size_t>(i)] += static_cast<double>(book.rows[(nth * book.dims + k) * d + i]) *
+                                                 static_cast<double>(centroids[k * 256 + best]);
+    }
+    return result;
+  };
+  const int tokens = static_cast<int>(keys.size()) / (kv_heads * d);
+  const int span = books == nullptr ? tokens : page;
+  double error = 0;
+  for (int first = 0; first < tokens; first += span) {
+    const int last = std::min(first + span, tokens);
+    std::vector<double> mean(d);
+    for (int t = first; t < last; ++t)
+      for (int i = 0; i < d; ++i) mean[static_cast<std::size_t>(i)] += key(t, i) / (last - first);
+    if (books != nullptr) mean = coded(books->mean(0, head), mean, 255);
+    for (int t = first; t < last; ++t) {
+      std::vector<double> difference(d), decoded(d);
+      for (int i = 0; i < d; ++i) difference[static_cast<std::size_t>(i)] = key(t, i) - mean[static_cast<std::size_t>(i)];
+      if (books != nullptr) decoded = coded(books->token(0, head), difference, 256);
+      for (std::size_t i = 0; i < d; ++i) error += std::pow(difference[i] - decoded[i], 2) / tokens;
+    }
+  }
+  return error;
+}
+
+codebook_set learnt(const std::vector<float>& keys, int kv_heads, const codebook_sizes& sizes) {
+  codebook_set set(1, kv_heads, d, sizes);
+  set.learn(0, keys);
+  return set;
+}
+
+std::vector<float> floats_of(const key_codebooks& books) {
+  return {books.data, books.data + static_cast<std::size_t>(books.layers * books.kv_heads) * books.floats_per_head()};
+}
+
+}  // namespace
+
+TEST_CASE("k-means finds separated clusters", "[codebooks]") {
+  for (const int dims : {1, 2, 3, 4, 5, 8}) {
+    CAPTURE(dims);
+    const int clusters = 60;
+    std::mt19937_64 random(7);
+    std::uniform_real_distribution<float> near(-0.01f, 0.01f);
+    std::vector<float> samples;
+    for (int n = 0; n < 20 * clusters; ++n)
+      for (int k = 0; k < dims; ++k)
+        samples.push_back(static_cast<float>((n % clusters) * (k + 1)) + near(random));
+    const auto centroids = k_means(samples, dims, clusters, 1);
+    REQUIRE(centroids.size() == static_cast<std::size_t>(dims * 256));
+    std::set<int> found;
+    for (int c = 0; c < clusters; ++c) {
+      const int cluster = static_cast<int>(std::lround(centroids[static_cast<std::size_t>(c)]));
+      found.insert(cluster);
+      for (int k = 0; k < dims; ++k)
+        CHECK(std::abs(centroids[static_cast<std::size_t>(k * 256 + c)] - static_cast<float>(cluster * (k + 1))) < 0.01f);
+    }
+    CHECK(found.size() == static_cast<std::size_t>(clusters));
+    for (int k = 0; k < dims; ++k)
+      for (int c = clusters; c < 256; ++c) REQUIRE(centroids[static_cast<std::size_t>(k * 256 + c)] == 0.0f);
+  }
+}
+
+TEST_CASE("fewer samples than centroids are repeated", "[codebooks]") {
+  const std::vector<float> samples{1, 2, 3, 4, 5, 6};
+  const auto centroids = k_means(samples, 2, 256, 3);
+  std::set<std::pair<float, float>> found;
+  for (std::size_t c = 0; c < 256; ++c) found.insert({centroids[c], centroids[256 + c]});
+  CHECK(found == std::set<std::pair<float, float>>{{1, 2}, {3, 4}, {5, 6}});
+  CHECK(k_means({}, 2, 256, 3) == std::vector<float>(512));
+}
+
+TEST_CASE("groups are of equal size and about equal product of variances", "[codebooks]") {
+  const std::vector<double> variances{64, 32, 16, 8, 4, 2, 2, 2};
+  // ln2: 6 | 5 | then 4 to the second, 3 to the first, ...
+  CHECK(balanced_groups(variances, 2) == std::vector<int>{0, 3, 5, 7, 1, 2, 4, 6});
+  CHECK(balanced_groups(variances, 1) == std::vector<int>{0, 1, 2, 3, 4, 5, 6, 7});
+  CHECK(balanced_groups(variances, 8) == std::vector<int>{0, 1, 2, 3, 4, 5, 6, 7});
+  const std::vector<double> vanishing{4, 0, 0, -1e-20};
+  auto all = balanced_groups(vanishing, 2);
+  std::sort(all.begin(), all.end());
+  CHECK(all == std::vector<int>{0, 1, 2, 3});
+}
+
+TEST_CASE("the error of decoded keys falls with more codes, far below the variance", "[codebooks]") {
+  const int heads = 2, page = 16;
+  const auto keys = structured_keys(1500, heads, 5);
+  for (int head = 0; head < heads; ++head) {
+    double before = squared_error(keys, head, heads, page, nullptr);
+    const double variance = before;
+    for (const int codes : {1, 2, 4, 8}) {
+      CAPTURE(head, codes);
+      const auto set = learnt(keys, heads, {.codes = codes, .dims = 16 / codes, .page = page});
+      const auto books = set.view();
+      CHECK(books.mean_dims == 2);  // 8 codes in 16 dimensions
+      const double error = squared_error(keys, head, heads, page, &books);
+      CHECK(error < 0.8 * before);
+      before = error;
+    }
+    CHECK(before < 0.01 * variance);
+  }
+}
+
+TEST_CASE("rows are orthonormal and the 256th centroid of a mean's first code is kept free", "[codebooks]") {
+  const auto keys = structured_keys(700, 2, 6);
+  const auto set = learnt(keys, 2, {.codes = 3, .dims = 5, .mean_codes = 4, .mean_dims = 4});
+  for (int head = 0; head < 2; ++head)
+    for (const codebook& book : {set.view().mean(0, head), set.view().token(0, head)}) {
+      for (int a = 0; a < book.codes * book.dims; ++a)
+        for (int b = 0; b <= a; ++b) {
+          double product = 0;
+          for (int i = 0; i < d; ++i) product += static_cast<double>(book.rows[a * d + i] * book.rows[b * d + i]);
+          CHECK(std::abs(product - (a == b ? 1.0 : 0.0)) < 1e-5);
+        }
+    }
+  for (int head = 0; head < 2; ++head)
+    for (int k = 0; k < 4; ++k) CHECK(set.view().mean(0, head).centroids[k * 256 + 255] == 0.0f);
+}
+
+TEST_CASE("the same keys give the same codebooks, each layer and head its own", "[codebooks]") {
+  const auto keys = structured_keys(400, 2, 8);
+  const auto one = learnt(keys, 2, {}), same = learnt(keys, 2, {});
+  CHECK(floats_of(one.view()) == floats_of(same.view()));
+
+  codebook_set layers(3, 2, d);
+  layers.learn(2, keys);
+  const auto untouched = floats_of(layers.layer(1));
+  CHECK(std::all_of(untouched.begin(), untouched.end(), [](float x) { return x == 0.0f; }));
+  CHECK(layers.layer(2).layers == 1);
+  CHECK(layers.layer(2).data == layers.view().mean(2, 0).offset);
+  const auto offset = [](const codebook& book) { return std::vector<float>(book.offset, book.offset + d); };
+  CHECK(offset(layers.view().mean(2, 1)) == offset(one.view().mean(0, 1)));
+  CHECK(offset(one.view().mean(0, 0)) != offset(one.view().mean(0, 1)));
+}
+
+TEST_CASE("keys that are not finite are left out, and no keys are no fault", "[codebooks]") {
+  auto keys = structured_keys(300, 1, 9);
+  keys[7 * d + 3] = std::numeric_limits<float>::quiet_NaN();
+  for (int i = 0; i < 16 * d; ++i) keys[static_cast<std::size_t>(64 * d + i)] = -std::numeric_limits<float>::infinity();
+  const auto set = learnt(keys, 1, {.page = 16});
+  const auto floats = floats_of(set.view());
+  CHECK(std::all_of(floats.begin(), floats.end(), [](float x) { return std::isfinite(x); }));
+  for (const float offset : std::vector<float>(set.view().mean(0, 0).offset, set.view().mean(0, 0).offset + d))
+    CHECK(std::abs(offset - 5.0f) < 2.0f);
+
+  for (const std::size_t tokens : {std::size_t{0}, std::size_t{1}, std::size_t{5}}) {
+    CAPTURE(tokens);
+    const std::vector<float> few(keys.begin(), keys.begin() + static_cast<std::ptrdiff_t>(tokens * d));
+    const auto from_few = learnt(few, 1, {});
+    const auto book = from_few.view().token(0, 0);
+    for (const float x : floats_of(from_few.view())) REQUIRE(std::isfinite(x));
+    for (int r = 0; r < book.codes * book.dims; ++r) {
+      double norm = 0;
+      for (int i = 0; i < d; ++i) norm += std::pow(static_cast<double>(book.rows[r * d + i]), 2);
+      CHECK(std::abs(norm - 1) < 1e-5);
+    }
+    if (tokens == 0) {
+      CHECK(std::all_of(book.offset, book.offset + d, [](float x) { return x == 0.0f; }));
+      CHECK(std::all_of(book.centroids, book.centroids + book.codes * book.dims * 256, [](float x) { return x == 0.0f; }));
+    }
+  }
+  const std::vector<float> none(static_cast<std::size_t>(40 * d), std::numeric_limits<float>::infinity());
+  for (const float x : floats_of(learnt(none, 1, {}).view())) REQUIRE(std::isfinite(x));
+}
+
+TEST_CASE("dimensions shrink where head_dim has too few", "[codebooks]") {
+  const key_codebooks small = codebook_set(2, 3, 8, {.codes = 6, .dims = 5, .mean_codes = 8, .mean_dims = 4}).view();
+  CHECK(small.dims == 1);
+  CHECK(small.mean_dims == 1);
+  const key_codebooks usual = codebook_set(2, 3, 64).view();
+  CHECK(usual.codes * usual.dims == 30);
+  CHECK(usual.mean_codes * usual.mean_dims == 32);
+  CHECK(codebook_sizes::of_codes(4).dims == 8);
+  CHECK(codebook_sizes::of_codes(40).dims == 1);
+}
+
+TEST_CASE("codebooks come back from their file", "[codebooks]") {
+  const scratch_folder folder;
+  codebook_set set(2, 2, d, {.codes = 3, .dims = 5, .mean_codes = 2, .mean_dims = 4});
+  set.learn(0, structured_keys(300, 2, 1));
+  set.learn(1, structured_keys(300, 2, 2));
+  set.save(folder / "books.safetensors");
+  const auto tensors = read_tensors(folder / "books.safetensors");
+  CHECK(tensors.at("mean_offset").shape == std::vector<std::int64_t>{2, 2, d});
+  CHECK(tensors.at("mean_rows").shape == std::vector<std::int64_t>{2, 2, 8, d});
+  CHECK(tensors.at("mean_centroids").shape == std::vector<std::int64_t>{2, 2, 2, 4, 256});
+  CHECK(tensors.at("offset").shape == std::vector<std::int64_t>{2, 2, d});
+  CHECK(tensors.at("rows").shape == std::vector<std::int64_t>{2, 2, 15, d});
+  CHECK(tensors.at("centroids").shape == std::vector<std::int64_t>{2, 2, 3, 5, 256});
+  const auto back = codebook_set::load(folder / "books.safetensors");
+  CHECK(back.view().layers == 2);
+  CHECK(back.view().kv_heads == 2);
+  CHECK(back.view().head_dim == d);
+  CHECK(back.view().mean_codes == 2);
+  CHECK(back.view().mean_dims == 4);
+  CHECK(back.view().codes == 3);
+  CHECK(back.view().dims == 5);
+  CHECK(floats_of(back.view()) == floats_of(set.view()));
+}
+
+TEST_CASE("a file that holds no codebooks is refused", "[codebooks]") {
+  const scratch_folder folder;
+  codebook_set(2, 2, d, {.codes = 3, .dims = 5, .mean_codes = 2, .mean_dims = 4}).save(folder / "good");
+  const auto good = read_tensors(folder / "good");
+  const auto refused = [&](const tensor_map& tensors) {
+    store(folder / "bad", parts_of(tensors, {}).whole());
+    try {
+      codebook_set::load(folder / "bad");
+    } catch (const file_error& e) {
+      return std::string(e.what());
+    }
+    return std::string();
+  };
+  CHECK(refused(good).empty());
+  for (const auto& [name, tensor] : good) {
+    CAPTURE(name);
+    auto lacking = good;
+    lacking.erase(name);
+    check_mentions(refused(lacking), {"bad", name});
+    auto flat = good;
+    flat[name].shape = {static_cast<std::int64_t>(tensor.bytes.size() / 4)};
+    check_mentions(refused(flat), {"bad", "key_codes codebooks", "freekv-basis"});
+    auto swapped = good;
+    std::reverse(swapped[name].shape.begin(), swapped[name].shape.end());
+    check_mentions(refused(swapped), {"bad", "key_codes codebooks"});
+  }
+  auto whole = good;
+  whole["offset"] = {"I32", good.at("offset").shape, good.at("offset").bytes};
+  check_mentions(refused(whole), {"bad", "offset"});
+  auto empty = good;
+  for (auto& [name, tensor] : empty) tensor.shape[0] = 0, tensor.bytes.clear();
+  check_mentions(refused(empty), {"bad", "key_codes codebooks"});
+}

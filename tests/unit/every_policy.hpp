@@ -1,0 +1,40 @@
+// The policies of the programs' lists, for tests of what holds for all of them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "choices.hpp"
+
+namespace tests {
+
+using freekv::examples::method;
+
+/// Every policy once with the others as published, every summary in every format.
+inline std::vector<method> every_policy() {
+  using namespace freekv::examples;
+  std::vector<method> all;
+  for (const auto& one : summaries)
+    for (const auto& format : formats) {
+      method m{.summary = std::string(one.name), .format = std::string(format.name), .rank = 12};
+      if (m.summary.starts_with("key_") && m.format != "standard") continue;  // a format of its own
+      m.bits = m.summary == "key_sketch" ? 2 : 3;
+      all.push_back(m);
+    }
+  for (const auto& one : poolings) all.push_back({.pooling = std::string(one.name)});
+  for (const auto& one : selections) all.push_back({.selection = std::string(one.name), .top_p = 0.6f});
+  for (const auto& one : corrections)
+    for (const bool partial : {false, true})
+      all.push_back({.correction = std::string(one.name), .partial = partial, .every = 3});
+  for (const auto& pool : drift_pools) all.push_back({.drift_pool = std::string(pool.name)});
+  for (const auto& one : residencies)
+    for (const int spare : {0, 1, 5}) all.push_back({.residency = std::string(one.name), .spare = spare});
+  return all;
+}
+
+inline std::string words(const method& m) {
+  return m.summary + " " + m.format + ", " + m.pooling + ", " + m.selection + ", " + m.correction +
+         (m.partial ? " partial" : "") + " " + m.drift_pool + ", " + m.residency + " " + std::to_string(m.spare);
+}
+
+}  // namespace tests
