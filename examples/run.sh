@@ -36,7 +36,7 @@ cmake --build "$root/build/host" --target freekv-compare -j "$jobs" >&2
 texts=$root/examples/llama_cpp/texts
 commit=$(git -C "$root" describe --always --dirty 2>/dev/null || echo unknown)
 "$program" ${MODEL:+--model "$MODEL"} --text "$texts/hacker-folklore.txt" --needle-text "$texts/genesis.txt" \
-  --cache "$root/build/cache" --out "$out" --commit "$commit" "$@"
+  --calibration "$texts/technical.txt" ${MODEL:+--head-list "razor_attention=$root/examples/llama_cpp/smollm2-135m-heads.txt"} --cache "$root/build/cache" --out "$out" --commit "$commit" "$@"
 
 bootstrap_python
 python_packages matplotlib

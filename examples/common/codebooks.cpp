@@ -143,7 +143,8 @@ class seeding {
     if (!(total > 0) || !std::isfinite(total)) return random_() % of_.count();
     double left = static_cast<double>(random_() >> 11) * 0x1p-53 * total;
     std::size_t b = 0;
-    while (b + 1 < sums_.size() && left >= static_cast<double>(sums_[b])) left -= static_cast<double>(sums_[b++]);
+    while (b + 1 < sums_.size() && left >= static_cast<double>(sums_[b]))
+      left -= static_cast<double>(sums_[b++]);
     std::size_t n = b * block, last = n;
     for (; n < std::min((b + 1) * block, of_.count()); ++n) {
       if (distances_[n] > 0) last = n;
@@ -168,7 +169,8 @@ void move_centroids(clustering& of, int used) {
   for (std::size_t n = 0; n < of.count(); ++n) {
     const std::size_t c = size(of.nearest[n]);
     ++counts[c];
-    for (std::size_t d = 0; d < dims; ++d) sums[c * dims + d] += static_cast<double>(of.samples[n * dims + d]);
+    for (std::size_t d = 0; d < dims; ++d)
+      sums[c * dims + d] += static_cast<double>(of.samples[n * dims + d]);
   }
   for (std::size_t c = 0; c < size(used); ++c) {
     if (counts[c] == 0) {  // it takes the sample that is represented worst
@@ -202,7 +204,8 @@ void learn_codebook(std::span<const float> vectors, int codes, int dims, int hea
   std::vector<float> samples(count * size(dims));
   for (int nth = 0; nth < codes; ++nth) {
     for (std::size_t n = 0; n < count; ++n)
-      std::copy_n(coefficients.data() + n * size(codes * dims) + nth * dims, dims, samples.data() + n * size(dims));
+      std::copy_n(coefficients.data() + n * size(codes * dims) + nth * dims, dims,
+                  samples.data() + n * size(dims));
     const auto of_code = k_means(samples, dims, nth == 0 ? used : all_centroids, seed + size(nth));
     centroids = std::copy(of_code.begin(), of_code.end(), centroids);
   }
@@ -221,7 +224,9 @@ class head_keys {
   }
   std::size_t count() const { return finite_.size(); }
   bool is_finite(std::size_t token) const { return finite_[token] != 0; }
-  std::span<const float> operator[](std::size_t token) const { return std::span(keys_).subspan(token * d_, d_); }
+  std::span<const float> operator[](std::size_t token) const {
+    return std::span(keys_).subspan(token * d_, d_);
+  }
 
   /// Appends the mean of the finite ones among `tokens` keys from `first`; nothing if there are none.
   bool append_mean(std::size_t first, std::size_t tokens, std::vector<float>& to) const {
@@ -390,10 +395,11 @@ void codebook_set::save(const std::filesystem::path& path) const {
 codebook_set codebook_set::load(const std::filesystem::path& path) {
   const safetensors_file file(path);
   const auto refuse = [&]() -> file_error {
-    return file_error("\"" + path.string() +
-                      "\" holds no key_codes codebooks: mean_centroids and centroids must be (layers, kv_heads, "
-                      "codes, dims, 256), their rows (layers, kv_heads, codes * dims, head_dim) and offsets "
-                      "(layers, kv_heads, head_dim); make them with freekv-basis");
+    return file_error(
+        "\"" + path.string() +
+        "\" holds no key_codes codebooks: mean_centroids and centroids must be (layers, kv_heads, "
+        "codes, dims, 256), their rows (layers, kv_heads, codes * dims, head_dim) and offsets "
+        "(layers, kv_heads, head_dim); make them with freekv-basis");
   };
   const auto& of_means = file.at("mean_centroids").shape;
   const auto& of_tokens = file.at("centroids").shape;

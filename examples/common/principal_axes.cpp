@@ -9,7 +9,8 @@ principal_axes principal_axes_of(std::span<const float> floats, int first, int s
   Eigen::VectorXd mean = Eigen::VectorXd::Zero(dim);
   Eigen::MatrixXd products = Eigen::MatrixXd::Zero(dim, dim);
   double vectors = 0;
-  for (auto at = static_cast<std::size_t>(first); at < floats.size(); at += static_cast<std::size_t>(stride)) {
+  for (auto at = static_cast<std::size_t>(first); at < floats.size();
+       at += static_cast<std::size_t>(stride)) {
     const Eigen::VectorXd vector = Eigen::Map<const Eigen::VectorXf>(floats.data() + at, dim).cast<double>();
     if (!vector.allFinite()) continue;
     mean += vector;

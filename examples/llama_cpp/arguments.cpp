@@ -24,8 +24,9 @@ void add_options(CLI::App& app, arguments& a) {
          "Text that facts are hidden in; each text lends the other what is learnt from its keys, as \"other "
          "text's basis\" and \"other text's codebooks\"")
       ->required();
-  app.add_option("--calibration", a.calibration,
-                 "Text with numbers and code, the second half of what is learnt from for \"other text's\"; '': none");
+  app.add_option(
+      "--calibration", a.calibration,
+      "Text with numbers and code, the second half of what is learnt from for \"other text's\"; '': none");
   app.add_option("--cache", a.cache, "Folder for what llama.cpp computes once; '' keeps nothing")->required();
   app.add_option("--out", a.out, "Folder for results.jsonl and table.txt")->required();
   app.add_option("--prompt", a.prompt, "Tokens of the prompt");
@@ -70,7 +71,8 @@ void add_options(CLI::App& app, arguments& a) {
                  "Summary whose corrections the section frontier compares");
   app.add_option("--section", a.sections, "Only these parts: " + section_names() + "; several allowed");
   app.add_option("--commit", a.commit, "Noted in the results");
-  for (const char* option : {"--model", "--text", "--needle-text", "--calibration", "--cache", "--out", "--commit"})
+  for (const char* option :
+       {"--model", "--text", "--needle-text", "--calibration", "--cache", "--out", "--commit"})
     app.get_option(option)->take_last();  // examples/run.sh gives defaults before what a person gives
 }
 
@@ -92,7 +94,8 @@ void choose_sections(arguments& a) {
   require(!a.does("tasks") || !a.tasks.empty(), "--section tasks needs --tasks, a file of questions");
   require(!a.does("needles") || !a.needle_tokens.empty() || a.full,
           "--section needles needs --needle-tokens above 0");
-  require(!a.does("frontier") || !a.needle_tokens.empty(), "--section frontier needs --needle-tokens above 0");
+  require(!a.does("frontier") || !a.needle_tokens.empty(),
+          "--section frontier needs --needle-tokens above 0");
   chosen("--frontier-summary", summaries, a.frontier_summary);
   require((!a.does("speed") && !a.does("lengths")) || a.rounds > 0, "timing needs --rounds of at least 1");
 }

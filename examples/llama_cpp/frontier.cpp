@@ -416,8 +416,9 @@ std::vector<frontier_case> correction_cases(const method& base) {
 }
 
 contender contender_of(const frontier_case& c) {
-  const bool learns = c.does.needs_basis() || c.does.needs_codebooks();
-  return {c.name(), c.does, learns ? basis_source::prompt : basis_source::none};
+  contender it{c.name(), c.does};
+  if (it.learns()) it.basis = basis_source::prompt;
+  return it;
 }
 
 // Measurements.
@@ -479,7 +480,7 @@ class frontier {
   const model_shape& shape() const { return j_.model().shape(); }
   exact_setting exact(exact_cache& cache) const { return {shape(), rule_, settings_.complete_layers, cache}; }
   engine::options decoding() const { return {.threads = settings_.threads, .context = 1, .rows = 1}; }
-  prepared_prompt prepare(std::span<const llama_token> tokens, const std::string& other_text);
+  prepared_prompt prepare(std::span<const llama_token> tokens);
   needle_setting hide(int tokens);
   std::span<const llama_token> running_text(int steps) const;
   nlohmann::ordered_json at(const frontier_case& c, const char* route) const;
@@ -497,17 +498,10 @@ class frontier {
   job& j_;
   common_settings settings_;
   page_rule rule_;
+  const learnt_keys of_other_text_{};  // nobody's: all learn from the prompt
   prepared_prompt text_;
   std::vector<needle_setting> needles_;  // the first is of the corrections too
 };
-
-/// The largest rank of all cases.
-int largest_rank(const std::vector<frontier_case>& cases) {
-  int rank = 1;
-  for (const auto& c : cases)
-    if (c.does.needs_basis()) rank = std::max(rank, c.does.rank);
-  return rank;
-}
 
 common_settings settings_of(const arguments& a) {
   common_settings s = a.common;
@@ -520,25 +514,34 @@ frontier::frontier(job& j)
       settings_(settings_of(j.wanted())),
       rule_{settings_.page, settings_.sink, settings_.window,
             (settings_.budget - settings_.sink - settings_.window) / settings_.page},
-      text_(prepare(j.text().first(static_cast<std::size_t>(j.wanted().prompt)), j.wanted().needle_text)) {
+      text_(prepare(j.text().first(static_cast<std::size_t>(j.wanted().prompt)))) {
   const arguments& a = j.wanted();
   std::set<int> lengths{*std::max_element(a.needle_tokens.begin(), a.needle_tokens.end())};
   if (a.full) lengths.insert(*std::max_element(a.lengths.begin(), a.lengths.end()));
   for (const int length : lengths) needles_.push_back(hide(length));
 }
 
-/// With a basis of the largest rank: the first rows of it are that of a smaller one.
-prepared_prompt frontier::prepare(std::span<const llama_token> tokens, const std::string& other_text) {
-  prepared_prompt prompt = j_.prepare(tokens, other_text);
-  prompt.own = prompt.kv.learn_basis(largest_rank(summary_cases(shape().head_dim)));
-  return prompt;
+/// With what all summaries learn from it. The first rows of a basis are the basis of a smaller rank.
+prepared_prompt frontier::prepare(std::span<const llama_token> tokens) {
+  prompt_cache kv(j_.model(), tokens, j_.place(), j_.progress());
+  learnt_keys learnt;
+  int rank = 0;
+  for (const auto& c : summary_cases(shape().head_dim)) {
+    if (c.does.needs_basis()) rank = std::max(rank, c.does.rank);
+    if (c.does.needs_codebooks())
+      learnt.codebooks.emplace(
+          c.does.codes,
+          kv.learn_codebooks(codebook_sizes::of_codes(c.does.codes, settings_.page), j_.progress()));
+  }
+  if (rank > 0) learnt.basis = kv.learn_basis(rank);
+  return {std::move(kv), std::move(learnt), of_other_text_};
 }
 
 needle_setting frontier::hide(int tokens) {
   auto hidden = tokens_with_facts(j_.model(), read_text(j_.wanted().needle_text), tokens);
   std::vector<question> questions;
   for (const fact& f : facts) questions.push_back(question_of(f, j_.model()));
-  prepared_prompt prompt = prepare(hidden, j_.wanted().text);
+  prepared_prompt prompt = prepare(hidden);
   return {std::move(hidden), std::move(questions), std::move(prompt)};
 }
 

@@ -18,13 +18,15 @@ void run(int argc, char** argv) {
   std::vector<std::string> texts;
   int tokens = 7168, rank = 32, codes = 6, page = 32, threads = 2;
   CLI::App app(
-      "Learns key_subspace's basis, the leading eigenvectors of every KV head's keys, and key_codes' codebooks from a "
+      "Learns key_subspace's basis, the leading eigenvectors of every KV head's keys, and key_codes' "
+      "codebooks from a "
       "text.",
       "freekv-basis");
   app.option_defaults()->always_capture_default();
   app.add_option("--model", model_path, "GGUF file")->required();
-  app.add_option("--text", texts,
-                 "Text, best as long as the sequences that will be decoded; of several, each gives an equal share")
+  app.add_option(
+         "--text", texts,
+         "Text, best as long as the sequences that will be decoded; of several, each gives an equal share")
       ->required();
   app.add_option("--tokens", tokens, "Tokens in all");
   app.add_option("--rank", rank, "Dimensions; key_subspace may use fewer");

@@ -158,15 +158,15 @@ codebook_set prompt_cache::learn_codebooks(const codebook_sizes& sizes,
   codebook_set set(shape_.layers, shape_.kv_heads, shape_.head_dim, sizes);
   const key_codebooks wanted = set.view();
   const auto text = [](int n) { return std::to_string(n); };
-  const auto path = beside(
-      name_, ".codebooks-" + text(wanted.codes) + "x" + text(wanted.dims) + "-" + text(wanted.mean_codes) + "x" +
-                 text(wanted.mean_dims) + "-page-" + text(sizes.page) + "-" + text(recipe) + ".safetensors");
+  const auto path = beside(name_, ".codebooks-" + text(wanted.codes) + "x" + text(wanted.dims) + "-" +
+                                      text(wanted.mean_codes) + "x" + text(wanted.mean_dims) + "-page-" +
+                                      text(sizes.page) + "-" + text(recipe) + ".safetensors");
   if (!path.empty() && std::filesystem::exists(path)) {
     codebook_set kept = codebook_set::load(path);
     const key_codebooks found = kept.view();
-    if (found.layers == wanted.layers && found.kv_heads == wanted.kv_heads && found.head_dim == wanted.head_dim &&
-        found.mean_codes == wanted.mean_codes && found.mean_dims == wanted.mean_dims &&
-        found.codes == wanted.codes && found.dims == wanted.dims)
+    if (found.layers == wanted.layers && found.kv_heads == wanted.kv_heads &&
+        found.head_dim == wanted.head_dim && found.mean_codes == wanted.mean_codes &&
+        found.mean_dims == wanted.mean_dims && found.codes == wanted.codes && found.dims == wanted.dims)
       return kept;
   }
   std::atomic<int> next = 0;

@@ -57,7 +57,7 @@ class prompt_cache {
   model_shape shape_;
   int tokens_ = 0;
   int threads_;
-  std::filesystem::path name_;  // of its files, which differ behind it; empty: nothing is kept
+  std::filesystem::path name_;                // of its files, which differ behind it; empty: nothing is kept
   std::vector<std::uint16_t> keys_, values_;  // (layers, tokens, kv_heads, head_dim)
 };
 

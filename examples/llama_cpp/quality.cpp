@@ -119,7 +119,8 @@ void compare_quality(job& j) {
         "attention's softmax mass\non what is attended; corrected: KV heads that select anew before they "
         "attend; slices: recalled keys and values\nof a page and KV head, all layers; critical: those of "
         "them that "
-        "attention waits for; fast MB: slots, summaries\nand their basis or codebooks, complete layers. Layers that keep "
+        "attention waits for; fast MB: slots, summaries\nand their basis or codebooks, complete layers. "
+        "Layers that keep "
         "everything (the first " +
         std::to_string(a.common.complete_layers) +
         ") count in none\nof error, mass and corrected. Route resident.\n");

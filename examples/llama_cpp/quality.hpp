@@ -13,7 +13,8 @@ struct quality {
   std::vector<llama_token> choices;  ///< most likely next token, by step
   attention_statistics attention;    ///< of all layers and heads
   std::vector<attention_statistics> by_head;
-  std::size_t fast_tier_bytes = 0;  ///< slots, summaries, complete layers, and the summaries' basis or codebooks
+  std::size_t fast_tier_bytes =
+      0;  ///< slots, summaries, complete layers, and the summaries' basis or codebooks
   std::size_t slice_bytes = 0;
   std::size_t summary_bytes = 0;
 

@@ -9,6 +9,7 @@
 #include "../agreement.hpp"
 #include "../property/random_case.hpp"
 #include "basis.hpp"
+#include "codebooks.hpp"
 #include "run_program.hpp"
 #include "tensor_file.hpp"
 
@@ -35,7 +36,9 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
       {"freekv_chunk_means_never", {"retrieval", "chunk_means", "never"}},
       {"freekv_key_subspace", {"retrieval", "key_subspace", "cosine_drift"}},
       {"freekv_key_subspace_never", {"retrieval", "key_subspace", "never"}},
-      {"freekv_key_subspace_deficit", {"retrieval", "key_subspace", "mass_deficit"}}};
+      {"freekv_key_subspace_deficit", {"retrieval", "key_subspace", "mass_deficit"}},
+      {"freekv_key_codes", {"retrieval", "key_codes", "cosine_drift"}},
+      {"freekv_key_codes_deficit", {"retrieval", "key_codes", "mass_deficit"}}};
   return all;
 }
 
@@ -81,6 +84,21 @@ inline std::ostream& operator<<(std::ostream& out, const replay_case& c) {
              << c.threads << ", basis layers " << c.basis_layers << ", listed heads " << c.heads.size();
 }
 
+/// Codebooks from the prompt's keys, where the case uses any: learnt as the program learns them, which codebooks_test
+/// checks.
+inline void learn_codebooks(replay_case& c) {
+  auto& o = c.layer.options;
+  if (o.does.summary != "key_codes") return;
+  using namespace freekv::examples;
+  codebook_set learnt(1, o.kv_heads, o.head_dim, codebook_sizes::of_codes(o.does.codes, o.page));
+  std::vector<float> keys(c.k.begin(), c.k.begin() + c.layer.prompt * o.kv_heads * o.head_dim);
+  for (float& x : keys) x = rounded(x, o.element);
+  learnt.learn(0, keys);
+  o.codebooks = learnt.view();
+  c.layer.codebook_data.assign(o.codebooks.data,
+                               o.codebooks.data + o.codebooks.floats_per_head() * size(o.kv_heads));
+}
+
 /// Fills the tensors with rows of a token_source and settles the policies.
 inline void fill_trace(replay_case& c) {
   auto& o = c.layer.options;
@@ -123,6 +141,7 @@ inline void fill_trace(replay_case& c) {
   dice d(c.layer.seed + 17);
   c.layer.basis_data = random_basis(d, o.kv_heads, o.does.rank, o.head_dim);
   o.basis = {nullptr, 1, o.kv_heads, o.does.rank, o.head_dim};
+  learn_codebooks(c);
 }
 
 inline const std::vector<std::string>& all_dtypes() {
@@ -280,6 +299,7 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   if (!c.heads.empty()) flag("heads", heads);
   if (o.does.summary == "key_sketch") flag("bits", o.does.bits);
   if (o.does.summary == "chunk_means") flag("chunk", o.does.chunk);
+  if (o.does.summary == "key_codes") flag("codes", o.does.codes);
   if (o.does.summary == "key_subspace") {
     flag("rank", o.does.rank);
     flag("bits", o.does.bits);

@@ -133,6 +133,7 @@ TEST_CASE("every variant agrees with the oracle on a trace of a real model", "[r
     c.q = values("q");
     c.k = values("k");
     c.v = values("v");
+    learn_codebooks(c);
     check_replay(c, seen);
   }
   CHECK(seen.replays == static_cast<long>(variants_of_contract().size()));

@@ -7,8 +7,8 @@ rm -rf "$folder" && mkdir -p "$folder"
 common=(--model "$model" --text "$texts/hacker-folklore.txt")
 
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/results" \
-  --prompt 500 --steps 12 --budget 256 --needle-tokens 400 --needle-budgets 256 --basis-tokens 300 --rounds 1 --timed-steps 2 \
-  --generate 12 --temperature 0.7 --tasks "$texts/tasks.jsonl" --commit smoke
+  --calibration "$texts/technical.txt" --prompt 500 --steps 12 --budget 256 --needle-tokens 400 --needle-budgets 256 \
+  --basis-tokens 300 --rounds 1 --timed-steps 2 --generate 12 --temperature 0.7 --tasks "$texts/tasks.jsonl" --commit smoke
 for layer in $(seq 0 29); do echo "$layer 0 complete"; done >"$folder/heads.txt"
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/full" \
   --full --section quality --section budgets --section taus --section lengths --variant freekv --variant razor_attention \
@@ -16,6 +16,8 @@ for layer in $(seq 0 29); do echo "$layer 0 complete"; done >"$folder/heads.txt"
   --lengths 400 500 --rounds 1 --timed-steps 2 --commit smoke
 "$programs/freekv-record" "${common[@]}" --prompt 300 --steps 20 --layers 3,12 --out "$folder/traces"
 "$programs/freekv-basis" --model "$model" --text "$texts/genesis.txt" --tokens 300 --rank 24 --out "$folder/basis.safetensors"
+"$programs/freekv-basis" --model "$model" --text "$texts/genesis.txt" "$texts/technical.txt" --tokens 300 \
+  --codebooks "$folder/codebooks.safetensors"
 for variant in full streaming_llm quest freekv freekv_chunk_means freekv_key_subspace; do
   "$replay" "$folder/traces/layer-12.safetensors" --variant $variant --k 2 --out "$folder/$variant.safetensors" >"$folder/$variant.json"
 done
@@ -46,7 +48,8 @@ def results(name):
 lines = results("results")
 value = {(l["bench"], l["case"], l["metric"]): l["value"] for l in lines}
 cases = ["full", "streaming_llm", "quest", "freekv", "freekv_chunk_means", "freekv_key_subspace",
-         "freekv_key_subspace, other text's basis", "freekv_key_subspace_deficit"]
+         "freekv_key_subspace, other text's basis", "freekv_key_subspace_deficit", "freekv_key_codes",
+         "freekv_key_codes, other text's codebooks"]
 for case in cases:
     assert 1 < value["quality", case, "perplexity"] < 1e4, case
     assert 0 < value["quality", case, "mass_kept"] <= 1.0001, case
@@ -89,7 +92,7 @@ assert of("budget", "mass_kept", "freekv", "budget")[256] < of("budget", "mass_k
 assert of("tau", "corrected", "freekv", "tau")[0.5] <= of("tau", "corrected", "freekv", "tau")[1] == 1
 assert set(of("length", "attention_seconds", "freekv", "length")) == {400, 500}
 
-replays = {case: json.loads((folder / f"{case}.json").read_text()) for case in cases[:-2]}
+replays = {case: json.loads((folder / f"{case}.json").read_text()) for case in cases[:6]}
 assert abs(replays["full"]["mass_kept"] - 1) < 1e-5
 assert replays["streaming_llm"]["mass_kept"] < replays["freekv_key_subspace"]["mass_kept"] < 1
 assert replays["quest"]["correction_rate"] == 1

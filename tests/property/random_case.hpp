@@ -224,7 +224,7 @@ inline oracle::settings oracle_settings(const random_case& c) {
                        {oracle::summary_kind::min_max, oracle::summary_kind::mean,
                         oracle::summary_kind::centroid_box, oracle::summary_kind::ball,
                         oracle::summary_kind::chunk_means, oracle::summary_kind::key_sketch,
-                        oracle::summary_kind::key_subspace});
+                        oracle::summary_kind::key_subspace, oracle::summary_kind::key_codes});
   s.element = o.element == data_type::f32   ? oracle::element_kind::f32
               : o.element == data_type::f16 ? oracle::element_kind::f16
                                             : oracle::element_kind::bf16;
@@ -267,6 +267,18 @@ inline oracle::settings oracle_settings(const random_case& c) {
   for (int head = 0; head < o.kv_heads; ++head)
     s.bases.push_back({{view.mean(0, head), view.mean(0, head) + o.head_dim},
                        {view.rows(0, head), view.rows(0, head) + o.does.rank * o.head_dim}});
+  if (o.does.summary != "key_codes") return s;
+  const auto books = c.with_basis().codebooks;
+  const auto as_oracle = [](const freekv::codebook& b) {
+    const int rows = b.codes * b.dims;
+    return oracle::codebook{.groups = b.codes,
+                            .dims = b.dims,
+                            .offset = {b.offset, b.offset + b.head_dim},
+                            .rows = {b.rows, b.rows + rows * b.head_dim},
+                            .centroids = {b.centroids, b.centroids + rows * 256}};
+  };
+  for (int head = 0; head < o.kv_heads; ++head)
+    s.key_codebooks.push_back({as_oracle(books.mean(0, head)), as_oracle(books.token(0, head))});
   return s;
 }
 
