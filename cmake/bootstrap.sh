@@ -5,6 +5,7 @@
 #   bootstrap_packages NAME...   Debian packages
 #   bootstrap_python             a virtual environment, in VIRTUAL_ENV
 #   bootstrap_cuda [nvcc]        the toolkit's headers (and nvcc): found, or as wheels; sets CUDA_HOME
+#   bootstrap_other_cccl         a newer CCCL than the toolkit's: sets OTHER_CCCL
 #   bootstrap_llama_cpp          llama.cpp's source and libraries: sets LLAMA_CPP, LLAMA_CPP_BUILD
 #   bootstrap_model              SmolLM2-135M-Instruct: sets MODEL
 set -euo pipefail
@@ -77,6 +78,13 @@ bootstrap_cuda() {
   python_packages "${wheels[@]}"
   CUDA_HOME=$(echo "$VIRTUAL_ENV"/lib/python3*/site-packages/nvidia/cu13)
   export CUDA_HOME
+}
+
+# A CCCL newer than a toolkit's may be: sets OTHER_CCCL.
+bootstrap_other_cccl() {
+  bootstrap_python
+  python_packages 'nvidia-cuda-cccl~=13.3'
+  OTHER_CCCL=$(echo "$VIRTUAL_ENV"/lib/python3*/site-packages/nvidia/cu13/include/cccl)
 }
 
 bootstrap_llama_cpp() {

@@ -319,15 +319,16 @@ def frontier_panel(panel, points, sign, factor=1):
     corners = [(points[case][0], factor * points[case][1]) for case in front]
     panel.step(*zip(*corners), where="post", color=INK, linewidth=5, alpha=0.12, label="best for its price", zorder=0)
     for case, corner in zip(front, corners):
-        panel.annotate(case.replace("_", " ").removeprefix("key "), corner, xytext=(3, -3 if sign > 0 else 3), textcoords="offset points",
+        name = case.removeprefix(points[case][2]["family"]).strip(", ") or case  # the legend has the family
+        panel.annotate(name, corner, xytext=(3, -3 if sign > 0 else 3), textcoords="offset points",
                        va="top" if sign > 0 else "bottom", fontsize=6, color=QUIET)
     panel.grid(color=GRID)
     panel.set_axisbelow(True)
 
 
-def level(panel, value, text, linestyle):
+def level(panel, value, text, linestyle, x=1.0):
     panel.axhline(value, color=INK, linewidth=0.9, linestyle=linestyle)
-    panel.annotate(text, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7)
+    panel.annotate(text, (x, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7)
 
 
 def save_frontier(figure, axes, folder, name, run, note):
@@ -350,16 +351,17 @@ def summary_frontier(results, folder):
     for panel, (metric, where, sign, factor, title) in zip(axes, panels):
         frontier_panel(panel, points_of(results, bench, "summary_bytes", metric, **where), sign, factor)
         limits = results.select(bench, metric, **where)
-        for case, linestyle in (("full", ":"), ("true page mass", "--")):
-            if case in limits and (metric == "loss_per_digit" or (metric, case) == ("mass_kept", "true page mass")):
-                level(panel, factor * limits[case], "full attention" if case == "full" else case, linestyle)
+        if metric == "loss_per_digit" and "full" in limits:
+            level(panel, limits["full"], "full attention", ":")
+        if metric != "recall" and "true page mass" in limits:
+            level(panel, factor * limits["true page mass"], "true page mass", "--", 0.8)
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter("{x:.0f}")
         panel.set_xlabel("bytes a page and head")
         panel.set_title(title, fontsize=10)
-    run = results.run(bench)
+    run = next(line for line in results.lines if line["bench"] == bench and line["metric"] == "recall")
     save_frontier(figure, axes, folder, bench, run, f"selected anew before each attention, budget {run['budget']} tokens; a line joins the formats of one "
-                  f"summary; true page mass: the best that can be selected; recall and mass: running text after {run['prompt']} tokens")
+                  f"summary; true page mass: the best that can be selected; pages and mass: after {run['prompt']} tokens of running text")
 
 
 def correction_frontier(results, folder):

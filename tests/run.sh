@@ -9,6 +9,7 @@ started=$SECONDS
 bootstrap_packages g++ cmake ninja-build git libcli11-dev nlohmann-json3-dev libeigen3-dev catch2
 [[ -z ${FREEKV_PTXCPU:-} ]] || bootstrap_packages libzstd-dev  # which ptxcpu needs
 bootstrap_cuda nvcc
+bootstrap_other_cccl
 bootstrap_llama_cpp
 bootstrap_model
 
@@ -31,5 +32,5 @@ run_those() {  # PRESET TARGET...: of a preset these alone
 }
 run_those tsan backend_test order_test sequences_test
 run asan
-run ci -DFREEKV_LLAMA_CPP="$LLAMA_CPP" -DFREEKV_LLAMA_CPP_BUILD="$LLAMA_CPP_BUILD" -DFREEKV_MODEL="$MODEL"
+run ci -DFREEKV_OTHER_CCCL="$OTHER_CCCL" -DFREEKV_LLAMA_CPP="$LLAMA_CPP" -DFREEKV_LLAMA_CPP_BUILD="$LLAMA_CPP_BUILD" -DFREEKV_MODEL="$MODEL"
 say "All tests passed in $((SECONDS - started)) s" # what ran and what was skipped stands above

@@ -227,9 +227,11 @@ inline const std::vector<named_variant>& variants() {
       {"freekv_chunk_means_never", {.summary = "chunk_means", .correction = "never"}, 0, 1, true},
       {"freekv_key_subspace", {.summary = "key_subspace"}},
       {"freekv_key_subspace_never", {.summary = "key_subspace", .correction = "never"}, 0, 1, true},
-      {"freekv_key_subspace_deficit", {.summary = "key_subspace", .correction = "mass_deficit"}},
+      {"freekv_key_subspace_deficit",
+       {.summary = "key_subspace", .correction = "mass_deficit", .delta = 0.2f, .partial = true}},
       {"freekv_key_codes", {.summary = "key_codes"}},
-      {"freekv_key_codes_deficit", {.summary = "key_codes", .correction = "mass_deficit"}, 0, 1, true},
+      {"freekv_key_codes_deficit",
+       {.summary = "key_codes", .correction = "mass_deficit", .delta = 0.2f, .partial = true}},
       {"freekv_key_subspace_half_budget", {.summary = "key_subspace"}, 0, 0.5, true},
   };
   return all;

@@ -36,7 +36,8 @@ constexpr std::array<fact, 8> facts{{{"lighthouse", "73951"},
                                      {"chapel", "84073"},
                                      {"museum", "36729"}}};
 
-/// The first `size` bytes of `text`, cut at the end of a sentence, with the facts between sentences, a paragraph each.
+/// The first `size` bytes of `text`, cut at the end of a sentence, with the facts between sentences, a
+/// paragraph each.
 std::string with_facts(const std::string& text, std::size_t size) {
   std::string result;
   std::size_t done = 0;
@@ -116,24 +117,29 @@ class exact_cache {
   void put(const layer_rows& rows) {
     for (int head = 0; head < shape_.kv_heads; ++head) {
       const std::size_t to = start(rows.layer, head, rows.position);
-      std::copy_n(rows.key + head * shape_.head_dim, shape_.head_dim, keys_.begin() + static_cast<std::ptrdiff_t>(to));
+      std::copy_n(rows.key + head * shape_.head_dim, shape_.head_dim,
+                  keys_.begin() + static_cast<std::ptrdiff_t>(to));
       std::copy_n(rows.value + head * shape_.head_dim, shape_.head_dim,
                   values_.begin() + static_cast<std::ptrdiff_t>(to));
     }
   }
 
   const float* key(int layer, int head, int token) const { return keys_.data() + start(layer, head, token); }
-  const float* value(int layer, int head, int token) const { return values_.data() + start(layer, head, token); }
+  const float* value(int layer, int head, int token) const {
+    return values_.data() + start(layer, head, token);
+  }
 
  private:
   std::size_t start(int layer, int head, int token) const {
-    const auto row = static_cast<std::size_t>(layer * shape_.kv_heads + head) * static_cast<std::size_t>(capacity_) +
-                     static_cast<std::size_t>(token);
+    const auto row =
+        static_cast<std::size_t>(layer * shape_.kv_heads + head) * static_cast<std::size_t>(capacity_) +
+        static_cast<std::size_t>(token);
     return row * static_cast<std::size_t>(shape_.head_dim);
   }
   /// `halves`: (tokens, kv_heads, head_dim).
   void widen(std::span<const std::byte> halves, int layer, std::vector<float>& to) const {
-    const auto d = static_cast<std::size_t>(shape_.head_dim), kv_heads = static_cast<std::size_t>(shape_.kv_heads);
+    const auto d = static_cast<std::size_t>(shape_.head_dim),
+               kv_heads = static_cast<std::size_t>(shape_.kv_heads);
     for (std::size_t i = 0; i < halves.size() / 2; ++i) {
       std::uint16_t bits;
       std::memcpy(&bits, halves.data() + 2 * i, 2);
@@ -186,8 +192,8 @@ double mass_of_page(const std::vector<double>& masses, int page, const page_rule
   return std::accumulate(first, std::min(first + rule.page, masses.end()), 0.0);
 }
 
-/// The candidates with the most mass: each query head's share of its candidates' mass, mean over the group; of equals
-/// the smaller page.
+/// The candidates with the most mass: each query head's share of its candidates' mass, mean over the group; of
+/// equals the smaller page.
 std::vector<std::int32_t> best_pages(const std::vector<std::vector<double>>& masses, const page_rule& rule) {
   const int first = rule.first_candidate(), end = rule.end_of_candidates(static_cast<int>(masses[0].size()));
   std::vector<double> pooled(static_cast<std::size_t>(end), 0.0);
@@ -208,8 +214,8 @@ std::vector<std::int32_t> best_pages(const std::vector<std::vector<double>>& mas
   return pages;
 }
 
-true_selection select_truly(const exact_cache& cache, const model_shape& shape, const layer_rows& rows, int kv_head,
-                            const page_rule& rule) {
+true_selection select_truly(const exact_cache& cache, const model_shape& shape, const layer_rows& rows,
+                            int kv_head, const page_rule& rule) {
   const int group = shape.query_heads / shape.kv_heads;
   true_selection s;
   for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
@@ -218,9 +224,10 @@ true_selection select_truly(const exact_cache& cache, const model_shape& shape, 
   return s;
 }
 
-/// Runs of tokens that a head attends to, each a first token and the one behind the last: sink, `selected`, window.
-std::vector<std::pair<int, int>> attended_tokens(std::span<const std::int32_t> selected, const page_rule& rule,
-                                                 int length) {
+/// Runs of tokens that a head attends to, each a first token and the one behind the last: sink, `selected`,
+/// window.
+std::vector<std::pair<int, int>> attended_tokens(std::span<const std::int32_t> selected,
+                                                 const page_rule& rule, int length) {
   std::vector<std::pair<int, int>> runs{{0, std::min(length, rule.first_candidate() * rule.page)}};
   for (const int page : selected) runs.emplace_back(page * rule.page, (page + 1) * rule.page);
   runs.emplace_back(std::min(length, rule.end_of_candidates(length) * rule.page), length);
@@ -229,7 +236,8 @@ std::vector<std::pair<int, int>> attended_tokens(std::span<const std::int32_t> s
 
 double mass_of(const std::vector<double>& masses, const std::vector<std::pair<int, int>>& runs) {
   double kept = 0;
-  for (const auto& [first, end] : runs) kept = std::accumulate(masses.begin() + first, masses.begin() + end, kept);
+  for (const auto& [first, end] : runs)
+    kept = std::accumulate(masses.begin() + first, masses.begin() + end, kept);
   return kept;
 }
 
@@ -303,14 +311,15 @@ class true_mass_attention : public attention {
       const auto runs = complete ? std::vector<std::pair<int, int>>{{0, rows.position + 1}}
                                  : attended_tokens(truth.pages, setting_.rule, rows.position + 1);
       for (int i = 0; i < group; ++i)
-        blend(rows.layer, head, truth.masses[static_cast<std::size_t>(i)], runs, output + (head * group + i) * d);
+        blend(rows.layer, head, truth.masses[static_cast<std::size_t>(i)], runs,
+              output + (head * group + i) * d);
     }
   }
   const selection_statistics& statistics() const { return statistics_; }
 
  private:
-  void blend(int layer, int head, const std::vector<double>& masses, const std::vector<std::pair<int, int>>& runs,
-             float* output) const {
+  void blend(int layer, int head, const std::vector<double>& masses,
+             const std::vector<std::pair<int, int>>& runs, float* output) const {
     const auto d = static_cast<std::size_t>(setting_.shape.head_dim);
     std::vector<double> sum(d, 0.0);
     for (const auto& [first, end] : runs)
@@ -343,6 +352,8 @@ void add_formats(std::vector<frontier_case>& cases, const std::string& series, c
   }
 }
 
+std::string bits_of(int bits) { return std::to_string(bits) + (bits == 1 ? " bit" : " bits"); }
+
 /// Ranks and bits of key_subspace from the cheapest that are of any use to the dearest that still gain.
 void add_subspaces(std::vector<frontier_case>& cases, int head_dim, method does) {
   const std::pair<int, std::vector<int>> choices[] = {
@@ -352,8 +363,7 @@ void add_subspaces(std::vector<frontier_case>& cases, int head_dim, method does)
       if (rank > head_dim) continue;
       does.rank = rank;
       does.bits = bits;
-      cases.push_back(
-          {does.summary, does.summary + " r " + std::to_string(rank), std::to_string(bits) + " bits", does});
+      cases.push_back({does.summary, does.summary + " r " + std::to_string(rank), bits_of(bits), does});
     }
 }
 
@@ -366,7 +376,7 @@ std::vector<frontier_case> summary_cases(int head_dim) {
       add_subspaces(cases, head_dim, does);
     } else if (does.summary == "key_sketch") {
       for (does.bits = 1; does.bits <= 4; does.bits *= 2)
-        cases.push_back({does.summary, does.summary, std::to_string(does.bits) + " bits", does});
+        cases.push_back({does.summary, does.summary, bits_of(does.bits), does});
     } else if (does.summary == "key_codes") {
       for (does.codes = 4; does.codes <= 8; does.codes += 2)
         cases.push_back({does.summary, does.summary, std::to_string(does.codes) + " codes", does});
@@ -450,7 +460,8 @@ needle_score ask(const needle_setting& needles, engine& decoding, attention& our
     double loss = 0;
     bool found = true;
     for (std::size_t i = 0; i + 1 < q.tokens.size(); ++i) {
-      const auto logits = decoding.decode(q.tokens[i], needles.prompt.kv.tokens() + static_cast<int>(i), ours);
+      const auto logits =
+          decoding.decode(q.tokens[i], needles.prompt.kv.tokens() + static_cast<int>(i), ours);
       if (i + 1 < q.tokens.size() - q.digits) continue;
       loss += loss_of(logits, q.tokens[i + 1]);
       found = found && most_likely(logits) == q.tokens[i + 1];
@@ -551,7 +562,11 @@ std::span<const llama_token> frontier::running_text(int steps) const {
 }
 
 nlohmann::ordered_json frontier::at(const frontier_case& c, const char* route) const {
-  return {{"family", c.family}, {"series", c.series}, {"form", c.form}, {"budget", settings_.budget}, {"route", route}};
+  return {{"family", c.family},
+          {"series", c.series},
+          {"form", c.form},
+          {"budget", settings_.budget},
+          {"route", route}};
 }
 
 needle_score frontier::measure_needles(const contender& c, const needle_setting& needles) {
@@ -582,8 +597,7 @@ std::optional<std::size_t> frontier::bytes_of(const contender& c) {
 
 summary_point frontier::measure(const contender& c, exact_cache& cache) {
   summary_point point;
-  for (const auto& needles : needles_)
-    point.needles[needles.tokens.size()] = measure_needles(c, needles);
+  for (const auto& needles : needles_) point.needles[needles.tokens.size()] = measure_needles(c, needles);
   host_backend backend({.threads = settings_.threads, .overlap = settings_.overlap});
   const auto p = make_contender(c, settings_, shape(), text_, judged_steps, true, backend);
   text_.kv.restore(*p);
@@ -662,8 +676,9 @@ void frontier::compare_summaries() {
   std::map<std::pair<std::string, std::size_t>, summary_point> known;
   for (std::size_t i = 0; i < cases.size(); ++i) {
     const contender c = contender_of(cases[i]);
-    j_.progress()("frontier of summaries " + std::to_string(i + 1) + "/" + std::to_string(cases.size()) + ": " + c.name,
-                  static_cast<double>(i + 1) / static_cast<double>(cases.size()));
+    j_.progress()(
+        "frontier of summaries " + std::to_string(i + 1) + "/" + std::to_string(cases.size()) + ": " + c.name,
+        static_cast<double>(i + 1) / static_cast<double>(cases.size()));
     const auto bytes = bytes_of(c);
     if (!bytes) continue;
     const bool has_format = std::any_of(std::begin(formats), std::end(formats),
@@ -672,10 +687,13 @@ void frontier::compare_summaries() {
     if (!known.contains(key)) known[key] = measure(c, cache);
     keep(cases[i], known[key]);
   }
-  j_.say("\n" + table(rows) + "facts as in the section needles; recall: of the " + std::to_string(rule_.selected) +
-         " candidate pages with the most attention mass (softmax over\nthe candidates, mean over the group), in " +
+  j_.say("\n" + table(rows) + "facts as in the section needles; recall: of the " +
+         std::to_string(rule_.selected) +
+         " candidate pages with the most attention mass (softmax over\nthe candidates, mean over the group), "
+         "in " +
          std::to_string(std::min(judged_steps, j_.wanted().deep_steps)) + " tokens after " +
-         std::to_string(j_.wanted().prompt) + "; mass: share of full attention's softmax mass on\nwhat is attended; "
+         std::to_string(j_.wanted().prompt) +
+         "; mass: share of full attention's softmax mass on\nwhat is attended; "
          "true page mass: those pages themselves, the best that can be selected. Route in_place.\n");
 }
 
@@ -684,11 +702,13 @@ void frontier::compare_corrections() {
   const needle_setting& needles = needles_.front();
   std::vector<std::vector<std::string>> rows{
       {"corrections of " + a.frontier_summary + ", budget " + std::to_string(settings_.budget),
-       "loss/digit, " + std::to_string(needles.tokens.size()), "found", "error", "corrected", "critical", "recalled"}};
+       "loss/digit, " + std::to_string(needles.tokens.size()), "found", "error", "corrected", "critical",
+       "recalled"}};
   const auto cases = correction_cases({.summary = a.frontier_summary});
   for (std::size_t i = 0; i < cases.size(); ++i) {
     const contender c = contender_of(cases[i]);
-    j_.progress()("frontier of corrections " + std::to_string(i + 1) + "/" + std::to_string(cases.size()) + ": " + c.name,
+    j_.progress()("frontier of corrections " + std::to_string(i + 1) + "/" + std::to_string(cases.size()) +
+                      ": " + c.name,
                   static_cast<double>(i + 1) / static_cast<double>(cases.size()));
     const needle_score score = measure_needles(c, needles);
     const quality q = measure_quality(c, settings_, j_.model(), text_, running_text(a.deep_steps), "steps",
@@ -705,7 +725,8 @@ void frontier::compare_corrections() {
     there["needle_tokens"] = needles.tokens.size();
     there["text"] = std::filesystem::path(a.needle_text).filename().string();
     there["route"] = "in_place";
-    const auto add = [&](const char* metric, double value, const char* unit, const nlohmann::ordered_json& more) {
+    const auto add = [&](const char* metric, double value, const char* unit,
+                         const nlohmann::ordered_json& more) {
       j_.lines().add("correction_frontier", c.name, metric, value, unit, more);
     };
     add("loss_per_digit", score.loss, "nats", there);
@@ -714,13 +735,18 @@ void frontier::compare_corrections() {
     add("corrected", s.corrected_share(), "of heads", here);
     add("pages_critical", critical, "per KV head and step", here);
     add("pages_recalled", recalled, "per KV head and step", here);
-    rows.push_back({c.name, fixed(score.loss, 2), std::to_string(score.found) + "/8", fixed(s.mean_error(), 3),
-                    fixed(100 * s.corrected_share(), 0) + " %", fixed(critical, 2), fixed(recalled, 2)});
+    rows.push_back({c.name, fixed(score.loss, 2), std::to_string(score.found) + "/8",
+                    fixed(s.mean_error(), 3), fixed(100 * s.corrected_share(), 0) + " %", fixed(critical, 2),
+                    fixed(recalled, 2)});
   }
-  j_.say("\n" + table(rows) + "error: relative L2 of a head's attention output, in " + std::to_string(a.deep_steps) +
-         " tokens after " + std::to_string(a.prompt) + ", with those that follow; corrected: KV heads that\nselect or "
-         "exchange pages before they attend; recalled: pages brought to the slots, a KV head and step; critical: "
-         "those of\nthem that attention waits for. Facts on route in_place, the rest resident.\n");
+  j_.say("\n" + table(rows) + "error: relative L2 of a head's attention output, in " +
+         std::to_string(a.deep_steps) + " tokens after " + std::to_string(a.prompt) +
+         ", as are the columns behind it; corrected: KV heads\nthat "
+         "select or exchange pages before they attend, in the first step all of them; recalled: pages "
+         "brought to the "
+         "slots, a KV head\nand step; critical: those of them that attention waits for. Facts on route "
+         "in_place, the "
+         "rest resident.\n");
 }
 
 }  // namespace
