@@ -361,7 +361,7 @@ def summary_frontier(results, folder):
         panel.set_title(title, fontsize=10)
     run = next(line for line in results.lines if line["bench"] == bench and line["metric"] == "recall")
     save_frontier(figure, axes, folder, bench, run, f"selected anew before each attention, budget {run['budget']} tokens; a line joins the formats of one "
-                  f"summary; true page mass: the best that can be selected; pages and mass: after {run['prompt']} tokens of running text")
+                  f"summary; true page mass: the pages with the most of it, from the keys themselves; pages and mass: after {run['prompt']} tokens of running text")
 
 
 def correction_frontier(results, folder):

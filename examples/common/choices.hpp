@@ -128,8 +128,7 @@ using summary_list =
     policy_list<in_any_format<min_max>, in_any_format<mean>, in_any_format<centroid_box>, in_any_format<ball>,
                 in_any_format<chunk_means<dynamic>>, key_sketch<dynamic>, key_subspace<dynamic, dynamic>,
                 key_codes<dynamic, dynamic>>;
-using pooling_list =
-    policy_list<mean_softmax, max_softmax, mean_score, max_score, mean_query, max_query>;
+using pooling_list = policy_list<mean_softmax, max_softmax, mean_score, max_score, mean_query, max_query>;
 using selection_list = policy_list<top_k, top_p>;
 using correction_list = policy_list<cosine_drift, mass_deficit, always, never, every_n_steps<dynamic>>;
 using residency_list = policy_list<first_unselected<dynamic>, least_recently_used<dynamic>>;
@@ -204,35 +203,50 @@ inline any_plan plan_of(const method& m, const method_data& data, int complete_l
 /// A published method, or one of ours, by its name.
 struct named_variant {
   std::string_view name;
-  method does;
+  method does{};
   int page = 0;             ///< tokens; 0: whatever page size is asked for
   double budget_share = 1;  ///< of the budget that is asked for
   bool deep = false;        ///< of interest beside its siblings alone
 };
 
 inline const std::vector<named_variant>& variants() {
+  static const method deficit{.correction = "mass_deficit", .delta = 0.2f, .partial = true};
+  static const auto of = [](method m, const std::string& summary) {
+    m.summary = summary;
+    return m;
+  };
   static const std::vector<named_variant> all{
-      {"full", {.plan = "complete"}},
-      {"streaming_llm", {.plan = "window"}},
-      {"quest", {.correction = "always"}},
-      {"arkvale", {.summary = "centroid_box", .pooling = "mean_score", .correction = "always"}, 0, 1, true},
-      {"razor_attention", {.plan = "by_head"}, 0, 1, true},
-      {"duo_attention", {.plan = "by_head"}, 0, 1, true},
-      {"freekv", {}},
-      {"freekv_never", {.correction = "never"}, 0, 1, true},
-      {"freekv_page_16", {}, 16, 1, true},
-      {"freekv_half_budget", {}, 0, 0.5, true},
-      {"freekv_top_p", {.selection = "top_p", .top_p = 0.95f}, 0, 1, true},
-      {"freekv_chunk_means", {.summary = "chunk_means"}},
-      {"freekv_chunk_means_never", {.summary = "chunk_means", .correction = "never"}, 0, 1, true},
-      {"freekv_key_subspace", {.summary = "key_subspace"}},
-      {"freekv_key_subspace_never", {.summary = "key_subspace", .correction = "never"}, 0, 1, true},
-      {"freekv_key_subspace_deficit",
-       {.summary = "key_subspace", .correction = "mass_deficit", .delta = 0.2f, .partial = true}},
-      {"freekv_key_codes", {.summary = "key_codes"}},
-      {"freekv_key_codes_deficit",
-       {.summary = "key_codes", .correction = "mass_deficit", .delta = 0.2f, .partial = true}},
-      {"freekv_key_subspace_half_budget", {.summary = "key_subspace"}, 0, 0.5, true},
+      {.name = "full", .does = {.plan = "complete"}},
+      {.name = "streaming_llm", .does = {.plan = "window"}},
+      {.name = "quest", .does = {.correction = "always"}},
+      {.name = "arkvale",
+       .does = {.summary = "centroid_box", .pooling = "mean_score", .correction = "always"},
+       .deep = true},
+      {.name = "razor_attention", .does = {.plan = "by_head"}, .deep = true},
+      {.name = "duo_attention", .does = {.plan = "by_head"}, .deep = true},
+      {.name = "freekv"},
+      {.name = "freekv_never", .does = {.correction = "never"}, .deep = true},
+      {.name = "freekv_page_16", .page = 16, .deep = true},
+      {.name = "freekv_half_budget", .budget_share = 0.5, .deep = true},
+      {.name = "freekv_top_p", .does = {.selection = "top_p", .top_p = 0.95f}, .deep = true},
+      {.name = "freekv_chunk_means", .does = {.summary = "chunk_means"}},
+      {.name = "freekv_chunk_means_never",
+       .does = {.summary = "chunk_means", .correction = "never"},
+       .deep = true},
+      {.name = "freekv_key_subspace", .does = {.summary = "key_subspace"}},
+      {.name = "freekv_key_subspace_never",
+       .does = {.summary = "key_subspace", .correction = "never"},
+       .deep = true},
+      {.name = "freekv_key_subspace_deficit", .does = of(deficit, "key_subspace"), .deep = true},
+      {.name = "freekv_key_subspace_half_budget",
+       .does = {.summary = "key_subspace"},
+       .budget_share = 0.5,
+       .deep = true},
+      {.name = "freekv_key_codes", .does = {.summary = "key_codes"}},
+      {.name = "freekv_key_codes_never",
+       .does = {.summary = "key_codes", .correction = "never"},
+       .deep = true},
+      {.name = "freekv_key_codes_deficit", .does = of(deficit, "key_codes")},
   };
   return all;
 }

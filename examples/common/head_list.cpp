@@ -42,7 +42,8 @@ std::vector<layer_kind> read_head_list(std::istream& in, const std::string& name
     const auto known = kind_named(kind);
     if (!known) fail("kind \"" + kind + "\" is unknown; choose retrieval, complete or window");
     const std::size_t at = static_cast<std::size_t>(layer) * heads + static_cast<std::size_t>(head);
-    if (listed[at]) fail("layer " + std::to_string(layer) + ", head " + std::to_string(head) + " is listed twice");
+    if (listed[at])
+      fail("layer " + std::to_string(layer) + ", head " + std::to_string(head) + " is listed twice");
     listed[at] = true;
     kinds[at] = *known;
   }

@@ -9,8 +9,7 @@ template <class Shape>
 class pipeline_of_shape final : public pipeline {
   using implementation =
       retrieval_pipeline<Shape, page_size<dynamic>, any_layouts, summary_list::any, pooling_list::any,
-                         selection_list::any,
-                         correction_list::any, residency_list::any, any_plan, any_route>;
+                         selection_list::any, correction_list::any, residency_list::any, any_plan, any_route>;
   using element = typename implementation::element;
 
  public:

@@ -60,9 +60,9 @@ void add_options(CLI::App& app, arguments& a) {
       "--tasks", a.tasks,
       "Questions, one JSON object a line: \"prompt\" with \"choices\" and \"correct\" (an index), or "
       "with \"answer\"; the cache keeps every prompt");
-  app.add_flag(
-      "--full", a.full,
-      "The deep run, most of an hour: more variants, sweeps of length, budget and correction threshold, and the frontier");
+  app.add_flag("--full", a.full,
+               "The deep run, most of an hour: more variants, sweeps of length, budget and correction "
+               "threshold, and the frontier");
   app.add_option("--lengths", a.lengths, "Tokens of context that --full sweeps");
   app.add_option("--budgets", a.budgets, "Budgets that --full sweeps");
   app.add_option("--taus", a.taus, "Correction thresholds that --full sweeps");

@@ -14,76 +14,13 @@
 
 #include "job.hpp"
 #include "logits.hpp"
+#include "needle_text.hpp"
 #include "quality.hpp"
 #include "retrieval_attention.hpp"
 
 namespace freekv::examples {
 
 namespace {
-
-// Facts hidden in a text: the same text and questions as the section `needles` has, so that losses compare.
-
-struct fact {
-  const char* subject;
-  const char* number;
-};
-constexpr std::array<fact, 8> facts{{{"lighthouse", "73951"},
-                                     {"orchard", "40286"},
-                                     {"harbour", "91437"},
-                                     {"library", "25860"},
-                                     {"windmill", "68314"},
-                                     {"bakery", "17592"},
-                                     {"chapel", "84073"},
-                                     {"museum", "36729"}}};
-
-/// The first `size` bytes of `text`, cut at the end of a sentence, with the facts between sentences, a
-/// paragraph each.
-std::string with_facts(const std::string& text, std::size_t size) {
-  std::string result;
-  std::size_t done = 0;
-  for (std::size_t i = 0; i < facts.size(); ++i) {
-    const double depth = 0.05 + 0.85 * static_cast<double>(i) / (facts.size() - 1);
-    const std::size_t end = text.find(". ", static_cast<std::size_t>(depth * static_cast<double>(size)));
-    const std::size_t at = std::max(done, end == std::string::npos || end + 2 > size ? size : end + 2);
-    result += text.substr(done, at - done) + "\n\nThe secret number of the " + facts[i].subject + " is " +
-              facts[i].number + ".\n\n";
-    done = at;
-  }
-  return result + text.substr(done, size - done);
-}
-
-struct question {
-  std::vector<llama_token> tokens;  ///< the question, then the answer's digits
-  std::size_t digits = 0;           ///< how many of the last tokens are digits
-};
-
-question question_of(const fact& f, const model& model) {
-  const std::string asked =
-      std::string("\n\nAs stated above, the secret number of the ") + f.subject + " is " + f.number;
-  question q{model.tokenize(asked, false)};
-  const auto is_digits = [&](llama_token token) {
-    const std::string text = model.to_text(token);
-    return !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
-  };
-  for (auto token = q.tokens.rbegin(); token != q.tokens.rend() && is_digits(*token); ++token) ++q.digits;
-  if (q.digits == 0)
-    throw engine_error("model '" + model.shape().name + "' has no token of digits alone in \"" + asked +
-                       "\": its answers cannot be told digit by digit");
-  return q;
-}
-
-/// As much of `text` as makes, with the facts, just no more than `count` tokens.
-std::vector<llama_token> tokens_with_facts(const model& model, const std::string& text, int count) {
-  std::size_t low = 0, high = text.size();
-  while (low < high) {
-    const std::size_t middle = (low + high + 1) / 2;
-    if (static_cast<int>(model.tokenize(with_facts(text, middle)).size()) <= count)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  return model.tokenize(with_facts(text, low));
-}
 
 // The true mass of pages, from the keys themselves.
 
@@ -296,7 +233,7 @@ class judged_retrieval : public attention {
   selection_statistics statistics_;
 };
 
-/// Attends to sink, window and the pages that truly have the most mass: as well as pages can be selected.
+/// Attends to sink, window and the pages that truly have the most mass: what summaries only estimate.
 class true_mass_attention : public attention {
  public:
   explicit true_mass_attention(const exact_setting& s) : setting_(s) {}
@@ -438,10 +375,8 @@ struct needle_score {
   int found = 0;
 };
 
-/// A text with facts, and what is asked for.
-struct needle_setting {
-  std::vector<llama_token> tokens;
-  std::vector<question> questions;
+/// A text with facts, which is the prompt, and what is asked for.
+struct needle_setting : needle_text {
   prepared_prompt prompt;
 
   int longest() const {
@@ -462,7 +397,7 @@ needle_score ask(const needle_setting& needles, engine& decoding, attention& our
     for (std::size_t i = 0; i + 1 < q.tokens.size(); ++i) {
       const auto logits =
           decoding.decode(q.tokens[i], needles.prompt.kv.tokens() + static_cast<int>(i), ours);
-      if (i + 1 < q.tokens.size() - q.digits) continue;
+      if (i + 1 < q.tokens.size() - static_cast<std::size_t>(q.digits)) continue;
       loss += loss_of(logits, q.tokens[i + 1]);
       found = found && most_likely(logits) == q.tokens[i + 1];
     }
@@ -549,11 +484,9 @@ prepared_prompt frontier::prepare(std::span<const llama_token> tokens) {
 }
 
 needle_setting frontier::hide(int tokens) {
-  auto hidden = tokens_with_facts(j_.model(), read_text(j_.wanted().needle_text), tokens);
-  std::vector<question> questions;
-  for (const fact& f : facts) questions.push_back(question_of(f, j_.model()));
-  prepared_prompt prompt = prepare(hidden);
-  return {std::move(hidden), std::move(questions), std::move(prompt)};
+  needle_text hidden = hide_needles(j_.model(), read_text(j_.wanted().needle_text), tokens);
+  prepared_prompt prompt = prepare(hidden.tokens);
+  return {std::move(hidden), std::move(prompt)};
 }
 
 /// `steps` tokens after the prompt, and one more.
@@ -694,7 +627,7 @@ void frontier::compare_summaries() {
          std::to_string(std::min(judged_steps, j_.wanted().deep_steps)) + " tokens after " +
          std::to_string(j_.wanted().prompt) +
          "; mass: share of full attention's softmax mass on\nwhat is attended; "
-         "true page mass: those pages themselves, the best that can be selected. Route in_place.\n");
+         "true page mass: those pages themselves, chosen by the keys. Route in_place.\n");
 }
 
 void frontier::compare_corrections() {

@@ -1,5 +1,5 @@
 // What selection and correction cost, and what they keep: every summary in every stored form, every trigger
-// and threshold of correction, beside full attention and the best selection there can be.
+// and threshold of correction, beside full attention and the selection that knows the keys.
 #pragma once
 
 namespace freekv::examples {

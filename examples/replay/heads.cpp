@@ -67,9 +67,11 @@ std::vector<measured_head> measure(const trace& t, const head_options& o, host_b
 void run(int argc, char** argv) {
   head_options o;
   CLI::App app("Finds the KV heads that look beyond sink and window, from recorded layers.", "freekv-heads");
-  app.add_option("traces", o.traces, "Folder of traces, one for each layer of a model (freekv-record)")->required();
+  app.add_option("traces", o.traces, "Folder of traces, one for each layer of a model (freekv-record)")
+      ->required();
   app.add_option("--out", o.out, "List to write: lines \"layer head kind\"")->required();
-  app.add_option("--share", o.share, "Share of the heads that keep everything, those that miss most otherwise")
+  app.add_option("--share", o.share,
+                 "Share of the heads that keep everything, those that miss most otherwise")
       ->capture_default_str()
       ->check(CLI::Range(0.0, 1.0));
   app.add_option("--page", o.page, "Tokens in a page")->capture_default_str();
@@ -89,15 +91,18 @@ void run(int argc, char** argv) {
     const trace t = read_trace(job.trace, std::nullopt);
     check_compiled(t.head_dim);
     if (!t.layer)
-      throw choice_error(job.trace.string() + " does not say which layer it is; record it with freekv-record");
+      throw choice_error(job.trace.string() +
+                         " does not say which layer it is; record it with freekv-record");
     if (t.steps() < 1) throw choice_error(job.trace.string() + " has no decode step to measure");
     const auto of_layer = measure(t, o, backend);
     heads.insert(heads.end(), of_layer.begin(), of_layer.end());
   }
-  std::stable_sort(heads.begin(), heads.end(), [](const auto& a, const auto& b) { return a.missed > b.missed; });
+  std::stable_sort(heads.begin(), heads.end(),
+                   [](const auto& a, const auto& b) { return a.missed > b.missed; });
   const auto complete = static_cast<std::size_t>(std::lround(o.share * static_cast<double>(heads.size())));
   std::ofstream out(o.out);
-  out << "# layer head kind; share of attention mass outside sink " << o.sink << " and window " << o.window << "\n";
+  out << "# layer head kind; share of attention mass outside sink " << o.sink << " and window " << o.window
+      << "\n";
   for (std::size_t i = 0; i < heads.size(); ++i)
     out << heads[i].layer << " " << heads[i].head << " " << (i < complete ? "complete" : "window") << "  # "
         << heads[i].missed << "\n";

@@ -168,6 +168,7 @@ method chosen_method(const replay_options& o, const policy_flags& flags, method 
   m.selection = variant.selection;
   m.correction = variant.correction;
   m.plan = variant.plan;
+  m.partial = m.partial || (variant.partial && !flags.correction);
   take("--summary", flags.summary, summaries, m.summary);
   take("--pooling", flags.pooling, poolings, m.pooling);
   take("--selection", flags.selection, selections, m.selection);

@@ -61,7 +61,8 @@ class layer_basis {
  private:
   static void in_head_dim(const std::string& flag, int value, const trace_form& t) {
     if (value < 1 || value > t.head_dim)
-      refuse(flag + " " + std::to_string(value) + " is not between 1 and head_dim " + std::to_string(t.head_dim));
+      refuse(flag + " " + std::to_string(value) + " is not between 1 and head_dim " +
+             std::to_string(t.head_dim));
   }
   void take_basis(const replay_options& o, const trace_form& t, const basis_file& file) {
     if (file.basis) {

@@ -38,8 +38,7 @@ struct replay_tools {
 basis_file basis_file_of(const replay_options& options);
 
 /// Whatever a layer's form says against its replay. Throws choice_error.
-void check_layer(const replay_options& options, const replay_job& job,
-                 const basis_file& file);
+void check_layer(const replay_options& options, const replay_job& job, const basis_file& file);
 
 /// Replays a layer and writes its output, where one is wanted. Throws file_error, choice_error or
 /// freekv::error.

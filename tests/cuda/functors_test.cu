@@ -10,18 +10,18 @@
 #include <freekv/functors/copy_slice.hpp>
 #include <freekv/functors/diff_pages.hpp>
 #include <freekv/functors/ordered_key.hpp>
-#include <freekv/policies/query_drift.hpp>
 #include <freekv/functors/score_page.hpp>
 #include <freekv/functors/summarise_page.hpp>
+#include <freekv/policies/box_summaries.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/geometry.hpp>
-#include <freekv/policies/box_summaries.hpp>
 #include <freekv/policies/key_codes.hpp>
 #include <freekv/policies/key_sketch.hpp>
 #include <freekv/policies/key_subspace.hpp>
-#include <freekv/policies/stored_as.hpp>
 #include <freekv/policies/pooling.hpp>
+#include <freekv/policies/query_drift.hpp>
 #include <freekv/policies/selection.hpp>
+#include <freekv/policies/stored_as.hpp>
 
 #include "both_sides.cuh"
 
@@ -314,13 +314,14 @@ void all_summaries(report& checks, random_numbers& random) {
   summaries<Key>(checks, random, stored_as<freekv::min_max, number_format::int8>{}, "min_max in int8", 0);
   summaries<Key>(checks, random, freekv::centroid_box{}, "centroid_box", 0);
   summaries<Key>(checks, random, freekv::mean{}, "mean", 0);
-  summaries<Key>(checks, random, stored_as<freekv::mean, number_format::any>(freekv::mean{}, number_format::key),
+  summaries<Key>(checks, random,
+                 stored_as<freekv::mean, number_format::any>(freekv::mean{}, number_format::key),
                  "mean in the key's type", 0);
   summaries<Key>(checks, random, freekv::ball{}, "ball", 0);
   summaries<Key>(checks, random, stored_as<freekv::ball, number_format::int8>{}, "ball in int8", 0);
   summaries<Key>(checks, random, freekv::key_codes<4, 3>{}, "key_codes<4, 3>", log_ulp);
-  summaries<Key>(checks, random, freekv::key_codes<dynamic, dynamic>{{6}, {1}}, "key_codes<dynamic, dynamic>{6, 1}",
-                 log_ulp);
+  summaries<Key>(checks, random, freekv::key_codes<dynamic, dynamic>{{6}, {1}},
+                 "key_codes<dynamic, dynamic>{6, 1}", log_ulp);
   summaries<Key>(checks, random, freekv::key_sketch<1>{}, "key_sketch<1>", log_ulp);
   summaries<Key>(checks, random, freekv::key_sketch<dynamic>{{2}}, "key_sketch<dynamic>{2}", log_ulp);
   summaries<Key>(checks, random, freekv::key_sketch<4>{}, "key_sketch<4>", log_ulp);
@@ -391,14 +392,15 @@ struct match_slots {
     // Counts stay below the slots, so that spare slots are slots that the selection leaves.
     misses[head] = spare == 0
                        ? freekv::diff_pages(freekv::first_unselected<>{}, pages, counts[head], slots, 5, to)
-                       : freekv::diff_pages(freekv::least_recently_used<freekv::dynamic>{{{spare}}}, pages, counts[head],
-                                            slots, 5, to);
+                       : freekv::diff_pages(freekv::least_recently_used<freekv::dynamic>{{{spare}}}, pages,
+                                            counts[head], slots, 5, to);
   }
 };
 
 void slots(report& checks, random_numbers& random) {
   for (int shape = 0; shape < 6; ++shape) {
-    const int heads = 100, most = random.between(1, 20), spare = shape % 2 == 0 ? 0 : random.between(0, most / 2);
+    const int heads = 100, most = random.between(1, 20),
+              spare = shape % 2 == 0 ? 0 : random.between(0, most / 2);
     pinned<std::int32_t> wanted(size(heads * most)), held(size(heads * most), -1), counts(size(heads));
     const auto draw = [&](int head, pinned<std::int32_t>& pages, int count) {
       int page = -1;
@@ -412,9 +414,10 @@ void slots(report& checks, random_numbers& random) {
     }
     pinned<std::int32_t> before(size(heads * most));
     for (auto& stamp : before) stamp = random.between(0, 4);
-    results<std::int32_t> slot_page(held), stamps(before), slot_of(size(heads * most), -99), misses(size(heads));
+    results<std::int32_t> slot_page(held), stamps(before), slot_of(size(heads * most), -99),
+        misses(size(heads));
     checks.run(heads, [&](auto side) {
-      return match_slots{wanted.data(),   counts.data(), most,           spare,
+      return match_slots{wanted.data(),   counts.data(), most,          spare,
                          side(slot_page), side(stamps),  side(slot_of), side(misses)};
     });
     const std::string what = "diff_pages, " + text(most) + " slots, " + text(spare) + " spare: ";

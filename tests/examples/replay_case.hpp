@@ -20,6 +20,7 @@ inline std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 /// What a variant's name stands for, by the contract.
 struct variant_policies {
   std::string plan, summary, correction, pooling = "mean_softmax", selection = "top_k";
+  bool partial = false;
 };
 inline const std::map<std::string, variant_policies>& variants_of_contract() {
   static const std::map<std::string, variant_policies> all{
@@ -36,9 +37,12 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
       {"freekv_chunk_means_never", {"retrieval", "chunk_means", "never"}},
       {"freekv_key_subspace", {"retrieval", "key_subspace", "cosine_drift"}},
       {"freekv_key_subspace_never", {"retrieval", "key_subspace", "never"}},
-      {"freekv_key_subspace_deficit", {"retrieval", "key_subspace", "mass_deficit"}},
+      {"freekv_key_subspace_deficit",
+       {"retrieval", "key_subspace", "mass_deficit", "mean_softmax", "top_k", true}},
       {"freekv_key_codes", {"retrieval", "key_codes", "cosine_drift"}},
-      {"freekv_key_codes_deficit", {"retrieval", "key_codes", "mass_deficit"}}};
+      {"freekv_key_codes_never", {"retrieval", "key_codes", "never"}},
+      {"freekv_key_codes_deficit",
+       {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "top_k", true}}};
   return all;
 }
 
@@ -108,6 +112,7 @@ inline void fill_trace(replay_case& c) {
   o.does.pooling = c.pooling.value_or(policies.pooling);
   o.does.selection = c.selection.value_or(policies.selection);
   o.does.correction = c.correction.value_or(policies.correction);
+  o.does.partial = o.does.partial || (policies.partial && !c.correction);
   o.does.tau = std::stof(c.tau);
   o.does.top_p = std::stof(c.top_p);
   o.does.delta = std::stof(c.delta);

@@ -6,7 +6,9 @@ struct last_slots {
   static constexpr std::string_view name = "last_slots";
   int spare = 2;
 #ifdef FREEKV_FIXED
-  constexpr bool frees_before(freekv::unselected_slot a, freekv::unselected_slot b) const { return a.slot > b.slot; }
+  constexpr bool frees_before(freekv::unselected_slot a, freekv::unselected_slot b) const {
+    return a.slot > b.slot;
+  }
 #endif
 };
 

@@ -112,8 +112,9 @@ TEST_CASE("2: exactly sink, selected and window pages are attended, each token o
       const auto candidates = oracle::candidate_pages(s, step.length);
       for (const auto& pages : step.attended) {
         const auto most = std::min(candidates.size(), n(s.selected_pages));
-        wrong += s.selection == oracle::selection_kind::top_k ? pages.size() != most
-                                                              : pages.size() > most || (pages.empty() && most > 0);
+        wrong += s.selection == oracle::selection_kind::top_k
+                     ? pages.size() != most
+                     : pages.size() > most || (pages.empty() && most > 0);
         wrong += !std::is_sorted(pages.begin(), pages.end());
         wrong += std::adjacent_find(pages.begin(), pages.end()) != pages.end();
         wrong += !std::includes(candidates.begin(), candidates.end(), pages.begin(), pages.end());

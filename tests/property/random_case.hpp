@@ -31,8 +31,8 @@ struct random_case {
   int prompt = 0, steps = 0;
   std::vector<float> basis_data;     // options.basis points here
   std::vector<float> codebook_data;  // and options.codebooks here
-  float turn = 0.3f;              // how far a query turns in a step
-  float outliers = 0.0f;          // share of keys that are large
+  float turn = 0.3f;                 // how far a query turns in a step
+  float outliers = 0.0f;             // share of keys that are large
 
   freekv::examples::pipeline_options with_basis() const {
     auto o = options;
@@ -47,13 +47,13 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
   return out << "seed " << c.seed << ": " << freekv::examples::dtype_name(o.element) << " d " << o.head_dim
              << ", " << o.query_heads << "/" << o.kv_heads << " heads, page " << o.page << ", sink "
              << o.budget.sink << ", window " << o.budget.window << ", k " << o.budget.selected_pages << ", "
-             << o.does.summary << " " << o.does.format << " (chunk " << o.does.chunk << ", rank " << o.does.rank
-             << ", bits " << o.does.bits << "), " << o.does.pooling << ", " << o.does.selection << " " << o.does.top_p
-             << ", " << o.does.correction << " tau " << o.does.tau << " " << o.does.drift_pool << " delta "
-             << o.does.delta << (o.does.partial ? " partial" : "") << " every " << o.does.every << ", "
-             << o.does.residency << " spare " << o.does.spare << ", plan " << o.does.plan << ", " << o.layout
-             << (o.in_place ? ", in place" : ", resident") << ", prompt " << c.prompt << ", steps "
-             << c.steps;
+             << o.does.summary << " " << o.does.format << " (chunk " << o.does.chunk << ", rank "
+             << o.does.rank << ", bits " << o.does.bits << "), " << o.does.pooling << ", " << o.does.selection
+             << " " << o.does.top_p << ", " << o.does.correction << " tau " << o.does.tau << " "
+             << o.does.drift_pool << " delta " << o.does.delta << (o.does.partial ? " partial" : "")
+             << " every " << o.does.every << ", " << o.does.residency << " spare " << o.does.spare
+             << ", plan " << o.does.plan << ", " << o.layout << (o.in_place ? ", in place" : ", resident")
+             << ", prompt " << c.prompt << ", steps " << c.steps;
 }
 
 class dice {
@@ -148,7 +148,8 @@ inline random_case make_case(std::uint64_t seed) {
   o.does.plan = d.one_of<std::string>(
       {"retrieval", "retrieval", "retrieval", "retrieval", "retrieval", "complete", "window", "by_head"});
   using enum freekv::layer_kind;
-  for (int head = 0; head < o.kv_heads; ++head) o.head_kinds.push_back(d.one_of({retrieval, complete, window}));
+  for (int head = 0; head < o.kv_heads; ++head)
+    o.head_kinds.push_back(d.one_of({retrieval, complete, window}));
   o.in_place = d.below(2) == 0;
   o.scale = d.one_of({0.0f, 0.0f, 0.05f, 0.3f});
   c.prompt =
@@ -160,7 +161,8 @@ inline random_case make_case(std::uint64_t seed) {
   c.basis_data = random_basis(d, o.kv_heads, o.does.rank, o.head_dim);
   o.basis = {nullptr, 1, o.kv_heads, o.does.rank, o.head_dim};
   o.does.codes = d.between(1, 8);
-  o.codebooks = {nullptr, 1, o.kv_heads, o.head_dim, d.between(1, 8), d.between(1, 4), o.does.codes, d.between(1, 5)};
+  o.codebooks = {nullptr,        1, o.kv_heads, o.head_dim, d.between(1, 8), d.between(1, 4), o.does.codes,
+                 d.between(1, 5)};
   if (o.does.summary == "key_codes") c.codebook_data = random_codebooks(d, o.codebooks);
   return c;
 }
@@ -199,7 +201,8 @@ class token_source {
 /// The oracle's word for a name: its values stand in the order of the programs' list, all of them.
 template <class Choices, class Value>
 Value value_at(const Choices& choices, const std::string& name, std::initializer_list<Value> values) {
-  if (values.size() != std::size(choices)) throw std::logic_error("the oracle knows other policies than the list");
+  if (values.size() != std::size(choices))
+    throw std::logic_error("the oracle knows other policies than the list");
   const auto* value = values.begin();
   for (const auto& one : choices) {
     if (one.name == name) return *value;
@@ -220,11 +223,11 @@ inline oracle::settings oracle_settings(const random_case& c) {
   s.window = o.budget.window;
   s.selected_pages = o.budget.selected_pages;
   s.scale = o.scale == 0.0f ? oracle::default_scale(o.head_dim) : static_cast<double>(o.scale);
-  s.summary = value_at(freekv::examples::summaries, o.does.summary,
-                       {oracle::summary_kind::min_max, oracle::summary_kind::mean,
-                        oracle::summary_kind::centroid_box, oracle::summary_kind::ball,
-                        oracle::summary_kind::chunk_means, oracle::summary_kind::key_sketch,
-                        oracle::summary_kind::key_subspace, oracle::summary_kind::key_codes});
+  s.summary = value_at(
+      freekv::examples::summaries, o.does.summary,
+      {oracle::summary_kind::min_max, oracle::summary_kind::mean, oracle::summary_kind::centroid_box,
+       oracle::summary_kind::ball, oracle::summary_kind::chunk_means, oracle::summary_kind::key_sketch,
+       oracle::summary_kind::key_subspace, oracle::summary_kind::key_codes});
   s.element = o.element == data_type::f32   ? oracle::element_kind::f32
               : o.element == data_type::f16 ? oracle::element_kind::f16
                                             : oracle::element_kind::bf16;
@@ -245,14 +248,15 @@ inline oracle::settings oracle_settings(const random_case& c) {
                            oracle::correction_kind::always, oracle::correction_kind::never,
                            oracle::correction_kind::every_n_steps});
   s.tau = static_cast<double>(o.does.tau);
-  s.drift_pool = value_at(freekv::examples::drift_pools, o.does.drift_pool,
-                          {oracle::drift_pool_kind::mean, oracle::drift_pool_kind::min,
-                           oracle::drift_pool_kind::max});
+  s.drift_pool =
+      value_at(freekv::examples::drift_pools, o.does.drift_pool,
+               {oracle::drift_pool_kind::mean, oracle::drift_pool_kind::min, oracle::drift_pool_kind::max});
   s.delta = static_cast<double>(o.does.delta);
   s.partial = o.does.partial;
   s.every = o.does.every;
-  s.residency = value_at(freekv::examples::residencies, o.does.residency,
-                         {oracle::residency_kind::first_unselected, oracle::residency_kind::least_recently_used});
+  s.residency =
+      value_at(freekv::examples::residencies, o.does.residency,
+               {oracle::residency_kind::first_unselected, oracle::residency_kind::least_recently_used});
   s.spare = o.does.spare;
   s.kind = o.does.plan == "complete" ? oracle::layer_kind::complete
            : o.does.plan == "window" ? oracle::layer_kind::window

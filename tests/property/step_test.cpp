@@ -105,10 +105,10 @@ void compare_with_oracle(const random_case& c, freekv::host_backend& backend, co
       if (equal && previous_equal[n(h)] && same_flag && row.speculate_firm && row.movement_firm &&
           (report.recalled[n(h)] != row.recalled || report.promoted[n(h)] != row.promoted ||
            report.recalled_before_attention[n(h)] != row.recalled_before_attention))
-        throw disagreement{sentence(where, "recalled ", report.recalled[n(h)], " (",
-                                    report.recalled_before_attention[n(h)], " before attention) and promoted ",
-                                    report.promoted[n(h)], " for ", row.recalled, " (",
-                                    row.recalled_before_attention, ") and ", row.promoted)};
+        throw disagreement{
+            sentence(where, "recalled ", report.recalled[n(h)], " (", report.recalled_before_attention[n(h)],
+                     " before attention) and promoted ", report.promoted[n(h)], " for ", row.recalled, " (",
+                     row.recalled_before_attention, ") and ", row.promoted)};
       seen.corrected += corrected;
       seen.recalled += report.recalled[n(h)];
       seen.promoted += report.promoted[n(h)];

@@ -34,7 +34,8 @@ inline std::vector<method> every_policy() {
 
 inline std::string words(const method& m) {
   return m.summary + " " + m.format + ", " + m.pooling + ", " + m.selection + ", " + m.correction +
-         (m.partial ? " partial" : "") + " " + m.drift_pool + ", " + m.residency + " " + std::to_string(m.spare);
+         (m.partial ? " partial" : "") + " " + m.drift_pool + ", " + m.residency + " " +
+         std::to_string(m.spare);
 }
 
 }  // namespace tests

@@ -37,7 +37,8 @@ random_case case_of(const method& m, std::uint64_t seed) {
 
 bool same_steps(const trace& a, const trace& b, bool movement) {
   for (std::size_t i = 0; i < a.steps.size(); ++i)
-    if (!a.steps[i].same_outputs(b.steps[i]) || (movement && !a.steps[i].same_movement(b.steps[i]))) return false;
+    if (!a.steps[i].same_outputs(b.steps[i]) || (movement && !a.steps[i].same_movement(b.steps[i])))
+      return false;
   return a.steps.size() == b.steps.size();
 }
 
@@ -47,7 +48,8 @@ TEST_CASE("threads, overlap, route and slot layout change no bit, whatever the p
   for (const method& m : every_policy()) {
     auto c = case_of(m, 11);
     INFO(words(m));
-    freekv::host_backend alone({.threads = 1, .overlap = false}), many({.threads = 3, .bytes_per_thread = 512});
+    freekv::host_backend alone({.threads = 1, .overlap = false}),
+        many({.threads = 3, .bytes_per_thread = 512});
     c.options.in_place = false;
     const trace expected = run_case(c, alone);
     CHECK(same_steps(run_case(c, many), expected, true));
@@ -93,8 +95,8 @@ TEST_CASE("spare slots never recall more, and residency never changes an output"
   }
 }
 
-TEMPLATE_TEST_CASE("every summary scores alike on every team, whole pages of NaN as -infinity", "[every_policy]",
-                   float, freekv::half, freekv::bfloat16) {
+TEMPLATE_TEST_CASE("every summary scores alike on every team, whole pages of NaN as -infinity",
+                   "[every_policy]", float, freekv::half, freekv::bfloat16) {
   using namespace freekv::examples;
   dice d(14);
   for (const method& m : every_policy())

@@ -261,68 +261,66 @@ TEST_CASE("a pool hands out each page once until it comes back", "[memory]") {
 TEST_CASE("steps allocate nothing, whatever the policies", "[memory]") {
   int cases = 0;
   for (const method& m : every_policy()) {
-      for (const bool in_place : {false, true})
-        for (const int threads : {1, 2}) {
-          random_case c = make_case(1);
-          auto& o = c.options;
-          o.element = cases % 2 == 0 ? data_type::f16 : data_type::f32;
-          o.head_dim = 64;
-          o.layers = 2;
-          o.complete_layers = 1;
-          o.kv_heads = 2;
-          o.query_heads = 8;
-          o.page = 8;
-          o.budget = {.sink = 8, .window = 16, .selected_pages = 4};
-          o.does = m;
-          o.in_place = in_place;
-          o.max_tokens = 300;
-          dice d(3);
-          c.basis_data = random_basis(d, o.kv_heads * o.layers, m.rank, 64);
-          o.basis = {nullptr, 2, 2, m.rank, 64};
-          o.codebooks = {nullptr, 1, 4, 64, 2, 4, m.codes, 4};  // all heads of both layers
-          if (m.summary == "key_codes") c.codebook_data = random_codebooks(d, o.codebooks);
-          o.codebooks.layers = o.codebooks.kv_heads = 2;
-          freekv::host_backend backend(
-              {.threads = threads, .overlap = threads == 2, .bytes_per_thread = 1024});
-          const auto p = freekv::examples::make_pipeline(c.with_basis(), backend);
-          const auto keys = normals(d, 100 * 2 * 64), values = normals(d, 100 * 2 * 64);
-          auto queries = normals(d, 100 * 8 * 64);
-          std::vector<float> out(100 * 8 * 64), lse(100 * 8);
+    for (const bool in_place : {false, true})
+      for (const int threads : {1, 2}) {
+        random_case c = make_case(1);
+        auto& o = c.options;
+        o.element = cases % 2 == 0 ? data_type::f16 : data_type::f32;
+        o.head_dim = 64;
+        o.layers = 2;
+        o.complete_layers = 1;
+        o.kv_heads = 2;
+        o.query_heads = 8;
+        o.page = 8;
+        o.budget = {.sink = 8, .window = 16, .selected_pages = 4};
+        o.does = m;
+        o.in_place = in_place;
+        o.max_tokens = 300;
+        dice d(3);
+        c.basis_data = random_basis(d, o.kv_heads * o.layers, m.rank, 64);
+        o.basis = {nullptr, 2, 2, m.rank, 64};
+        o.codebooks = {nullptr, 1, 4, 64, 2, 4, m.codes, 4};  // all heads of both layers
+        if (m.summary == "key_codes") c.codebook_data = random_codebooks(d, o.codebooks);
+        o.codebooks.layers = o.codebooks.kv_heads = 2;
+        freekv::host_backend backend({.threads = threads, .overlap = threads == 2, .bytes_per_thread = 1024});
+        const auto p = freekv::examples::make_pipeline(c.with_basis(), backend);
+        const auto keys = normals(d, 100 * 2 * 64), values = normals(d, 100 * 2 * 64);
+        auto queries = normals(d, 100 * 8 * 64);
+        std::vector<float> out(100 * 8 * 64), lse(100 * 8);
 
-          const long before = allocations;
-          // Prompts whose rows attend and prompts whose rows do not, then decoding across many pages.
-          for (const int tokens : {100, 3, 30}) {
-            p->begin_step(tokens, row_kind::prompt);
-            for (int layer = 0; layer < 2; ++layer) {
-              const auto rows = [&](const std::vector<float>& v, int heads) {
-                return std::span(v).first(count(tokens * heads * 64));
-              };
-              p->append(layer, rows(keys, 2), rows(values, 2),
-                        tokens == 3 ? std::span<const float>{} : rows(queries, 8));
-              if (tokens != 3)
-                p->attend(layer, std::span(out).first(count(tokens * 8 * 64)),
-                          std::span(lse).first(count(tokens * 8)));
-            }
-            p->end_step();
+        const long before = allocations;
+        // Prompts whose rows attend and prompts whose rows do not, then decoding across many pages.
+        for (const int tokens : {100, 3, 30}) {
+          p->begin_step(tokens, row_kind::prompt);
+          for (int layer = 0; layer < 2; ++layer) {
+            const auto rows = [&](const std::vector<float>& v, int heads) {
+              return std::span(v).first(count(tokens * heads * 64));
+            };
+            p->append(layer, rows(keys, 2), rows(values, 2),
+                      tokens == 3 ? std::span<const float>{} : rows(queries, 8));
+            if (tokens != 3)
+              p->attend(layer, std::span(out).first(count(tokens * 8 * 64)),
+                        std::span(lse).first(count(tokens * 8)));
           }
-          for (int step = 0; step < 100; ++step) {
-            p->begin_step(1, row_kind::decode);
-            for (int layer = 0; layer < 2; ++layer) {
-              const auto row = [&](const std::vector<float>& v, int heads) {
-                return std::span(v).subspan(count(step * heads * 64), count(heads * 64));
-              };
-              p->append(layer, row(keys, 2), row(values, 2), row(queries, 8));
-              p->attend(layer, std::span(out).first(8 * 64), std::span(lse).first(8));
-            }
-            p->end_step();
-          }
-          p->synchronize();
-          const long after = allocations;
-          INFO(words(m) << (in_place ? ", in place" : ", resident") << ", " << threads
-                       << " threads");
-          CHECK(after - before == 0);
-          ++cases;
+          p->end_step();
         }
+        for (int step = 0; step < 100; ++step) {
+          p->begin_step(1, row_kind::decode);
+          for (int layer = 0; layer < 2; ++layer) {
+            const auto row = [&](const std::vector<float>& v, int heads) {
+              return std::span(v).subspan(count(step * heads * 64), count(heads * 64));
+            };
+            p->append(layer, row(keys, 2), row(values, 2), row(queries, 8));
+            p->attend(layer, std::span(out).first(8 * 64), std::span(lse).first(8));
+          }
+          p->end_step();
+        }
+        p->synchronize();
+        const long after = allocations;
+        INFO(words(m) << (in_place ? ", in place" : ", resident") << ", " << threads << " threads");
+        CHECK(after - before == 0);
+        ++cases;
+      }
   }
   CHECK(cases > 150);
   // The counter does count.

@@ -65,7 +65,8 @@ slow_pipeline::settings settings() {
   s.kv_heads = 1;
   s.budget = {.sink = 8, .window = 16, .selected_pages = 2};
   s.max_tokens = 150;
-  s.correction = {.tau = -2.0f};  // flags no head after a prompt's first step: a flagged one scores before it attends
+  s.correction = {
+      .tau = -2.0f};  // flags no head after a prompt's first step: a flagged one scores before it attends
   return s;
 }
 
@@ -79,14 +80,14 @@ struct run {
 
 /// One decode step without asking for a report, which would wait.
 template <class Pipeline>
-void quiet_step(Pipeline& pipeline, freekv::sequence_id id, const text& source,
-                sequence_result& result) {
+void quiet_step(Pipeline& pipeline, freekv::sequence_id id, const text& source, sequence_result& result) {
   const int at = pipeline.tokens(id);
   pipeline.begin_step({{id}});
   for (int layer = 0; layer < 2; ++layer) {
     const auto rows = source.at(layer, at, 1);
     std::vector<float> out(2 * 24), lse(2);
-    pipeline.template append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+    pipeline.template append<float>(layer,
+                                    {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
     pipeline.attend(layer, out, lse);
     result.out.insert(result.out.end(), out.begin(), out.end());
     result.lse.insert(result.lse.end(), lse.begin(), lse.end());

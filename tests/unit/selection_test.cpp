@@ -227,8 +227,7 @@ TEST_CASE("the best pages are the oracle's, ties, infinities and all", "[selecti
     const int candidates = d.between(2, 60), chosen = d.between(1, candidates - 1), sink = d.below(5);
     std::vector<float> pooled;
     for (int j = 0; j < candidates; ++j)
-      pooled.push_back(
-          d.one_of({d.normal(), static_cast<float>(d.below(4)), -inf, 0.0f, -0.0f, largest}));
+      pooled.push_back(d.one_of({d.normal(), static_cast<float>(d.below(4)), -inf, 0.0f, -0.0f, largest}));
     std::vector<std::uint64_t> keys(count(candidates));
     freekv::host::workspace w;
     w.pooled = pooled.data();
@@ -283,8 +282,9 @@ TEST_CASE("a new selection keeps what is held in place and fills the lowest free
       }
 
       ints slot_of(wanted.size() + 1, 77);
-      const int misses = freekv::diff_pages(freekv::first_unselected<>{}, wanted.data(), size,
-                                            {slot_page.data(), stamps.data(), slots}, step + 1, slot_of.data());
+      const int misses =
+          freekv::diff_pages(freekv::first_unselected<>{}, wanted.data(), size,
+                             {slot_page.data(), stamps.data(), slots}, step + 1, slot_of.data());
       CHECK(misses == expected_misses);
       CHECK(slot_page == expected);
       CHECK(slot_of.back() == 77);

@@ -2,9 +2,9 @@
 // parts.
 #pragma once
 
+#include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/shape.hpp>
 #include <freekv/core/unroll.hpp>
-#include <freekv/core/log_sum_exp.hpp>
 #include <freekv/storage/layout.hpp>
 
 namespace freekv {

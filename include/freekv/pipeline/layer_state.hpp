@@ -58,9 +58,9 @@ struct layer_state {
   freekv::budget budget;
   slot_roles slots;
   float scale = 1.0f;
-  int max_pages = 0;                        // of one sequence
-  strided_pages<element, head_dim> store;   // by store page
-  strided_pages<element, head_dim> frames;  // by sequence * slots.total() + slot
+  int max_pages = 0;                         // of one sequence
+  strided_pages<element, head_dim> store;    // by store page
+  strided_pages<element, head_dim> frames;   // by sequence * slots.total() + slot
   const std::int32_t* page_table = nullptr;  // (sequence, max_pages): store page
   std::byte* summaries = nullptr;            // (store page, kv head, summary_bytes)
   std::size_t summary_bytes = 0;
@@ -76,12 +76,13 @@ struct layer_state {
   std::int32_t* attended = nullptr;        // (sequence, kv head, k): what the last step attended to
   std::int32_t* attended_count = nullptr;  // (sequence, kv head)
   std::int32_t* slot_page = nullptr;       // (sequence, kv head, selected slot): page in it, or -1
-  std::int32_t* slot_stamp = nullptr;      // (sequence, kv head, selected slot): last selection with that page
-  std::int32_t* slot_of = nullptr;         // (sequence, kv head, k): slot of each selected page
-  std::int32_t* selections = nullptr;      // (sequence, kv head): how many there have been
-  std::int32_t* recalled = nullptr;        // (sequence, kv head): slices from the store, last step
-  std::int32_t* recalled_before_attention = nullptr;  // (sequence, kv head): those of them that attention waited for
-  std::int32_t* promoted = nullptr;        // (sequence, kv head): slices from the ring, last step
+  std::int32_t* slot_stamp = nullptr;  // (sequence, kv head, selected slot): last selection with that page
+  std::int32_t* slot_of = nullptr;     // (sequence, kv head, k): slot of each selected page
+  std::int32_t* selections = nullptr;  // (sequence, kv head): how many there have been
+  std::int32_t* recalled = nullptr;    // (sequence, kv head): slices from the store, last step
+  std::int32_t* recalled_before_attention =
+      nullptr;                       // (sequence, kv head): those of them that attention waited for
+  std::int32_t* promoted = nullptr;  // (sequence, kv head): slices from the ring, last step
 
   constexpr std::size_t row(int sequence, int head) const {
     return static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads.kv) +

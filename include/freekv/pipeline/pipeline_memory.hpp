@@ -70,8 +70,10 @@ class pipeline_memory {
     bytes.store += store;
     bytes.slots += fast.used() - frames_before;
     resolve(s.layouts, [&]<class Layouts>(const Layouts&) {
-      l.store = strided<head_dim>(make_page_span<typename Layouts::slow, head_dim>(store_data, store_pages, shape));
-      l.frames = strided<head_dim>(make_page_span<typename Layouts::fast, head_dim>(frame_data, frame_pages, shape));
+      l.store =
+          strided<head_dim>(make_page_span<typename Layouts::slow, head_dim>(store_data, store_pages, shape));
+      l.frames =
+          strided<head_dim>(make_page_span<typename Layouts::fast, head_dim>(frame_data, frame_pages, shape));
     });
     int complete_heads = 0;
     for (int head = 0; head < s.kv_heads; ++head)

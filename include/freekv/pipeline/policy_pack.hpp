@@ -95,16 +95,16 @@ struct policy_pack {
   static_assert(detail::is_summary<Summary>,
                 "a summary policy has a name, width(page), summarise(team, keys, numbers) and "
                 "score(team, query, numbers) -> float, itself or what its at(layer, head) returns");
-  static_assert(detail::is_pooling<Pooling>,
-                "a pooling policy has a name and either uses_log_sums and pool(team, row, j) -> pack of pooled "
-                "scores, or pool_query(team, query, pooled) for a group_query");
+  static_assert(
+      detail::is_pooling<Pooling>,
+      "a pooling policy has a name and either uses_log_sums and pool(team, row, j) -> pack of pooled "
+      "scores, or pool_query(team, query, pooled) for a group_query");
   static_assert(
       detail::is_selection<Selection>,
       "a selection policy has a name and count(candidates, k) -> int, how many of the best are selected");
-  static_assert(
-      detail::is_correction<Correction>,
-      "a correction policy has a name and either at(layer).flags(team, query_change) -> bool, or "
-      "at(layer).flags(selection_masses) -> bool and at(layer).exchanges_pages() -> bool");
+  static_assert(detail::is_correction<Correction>,
+                "a correction policy has a name and either at(layer).flags(team, query_change) -> bool, or "
+                "at(layer).flags(selection_masses) -> bool and at(layer).exchanges_pages() -> bool");
   static_assert(detail::is_residency<Residency>,
                 "a residency policy has a name, spare -> int and frees_before(unselected_slot, "
                 "unselected_slot) -> bool");
@@ -131,7 +131,8 @@ template <class P>
 inline constexpr bool known_kind =
     is_of_kind<page_size_kind, P> || is_of_kind<layout_kind, P> || is_of_kind<summary_kind, P> ||
     is_of_kind<pooling_kind, P> || is_of_kind<selection_kind, P> || is_of_kind<correction_kind, P> ||
-    is_of_kind<residency_kind, P> || is_of_kind<plan_kind, P> || is_of_kind<route_kind, P> || is_of_kind<backend_kind, P>;
+    is_of_kind<residency_kind, P> || is_of_kind<plan_kind, P> || is_of_kind<route_kind, P> ||
+    is_of_kind<backend_kind, P>;
 
 template <policy... P>
 struct make_policy_pack {
@@ -140,8 +141,8 @@ struct make_policy_pack {
   static_assert(count_of_kind<page_size_kind, P...> <= 1 && count_of_kind<layout_kind, P...> <= 1 &&
                     count_of_kind<summary_kind, P...> <= 1 && count_of_kind<pooling_kind, P...> <= 1 &&
                     count_of_kind<selection_kind, P...> <= 1 && count_of_kind<correction_kind, P...> <= 1 &&
-                    count_of_kind<residency_kind, P...> <= 1 && count_of_kind<plan_kind, P...> <= 1 && count_of_kind<route_kind, P...> <= 1 &&
-                    count_of_kind<backend_kind, P...> <= 1,
+                    count_of_kind<residency_kind, P...> <= 1 && count_of_kind<plan_kind, P...> <= 1 &&
+                    count_of_kind<route_kind, P...> <= 1 && count_of_kind<backend_kind, P...> <= 1,
                 "a pipeline takes at most one policy of each kind");
   using type = policy_pack<
       policy_of_kind<page_size_kind, page_size<32>, P...>, policy_of_kind<layout_kind, layout_pair<>, P...>,

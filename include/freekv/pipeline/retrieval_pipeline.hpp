@@ -100,9 +100,9 @@ class basic_retrieval_pipeline {
     const settings& s = settings_;
     using detail::printed;
     std::string text;
-    for (const std::string& policy : {printed(s.summary), printed(s.pooling), printed(s.selection),
-                                      printed(s.correction), printed(s.residency), printed(s.plan),
-                                      printed(s.route)})
+    for (const std::string& policy :
+         {printed(s.summary), printed(s.pooling), printed(s.selection), printed(s.correction),
+          printed(s.residency), printed(s.plan), printed(s.route)})
       text += policy + ", ";
     const auto layouts = resolve(s.layouts, []<class Layouts>(const Layouts&) {
       return std::string(Layouts::fast::name) + "/" + std::string(Layouts::slow::name);

@@ -158,7 +158,7 @@ concept correction_policy = policy<C> && std::same_as<typename C::policy_kind, c
   { C::name } -> std::convertible_to<std::string_view>;
 };
 
-static_assert(correction_policy<cosine_drift> && correction_policy<mass_deficit> && correction_policy<always> &&
-              correction_policy<never> && correction_policy<every_n_steps<>>);
+static_assert(correction_policy<cosine_drift> && correction_policy<mass_deficit> &&
+              correction_policy<always> && correction_policy<never> && correction_policy<every_n_steps<>>);
 
 }  // namespace freekv

@@ -54,7 +54,8 @@ struct codebook {
     team.store(places, where);
     int best = 0;
     for (int i = 1; i < T::width; ++i)
-      if (distances[i] < distances[best] || (distances[i] == distances[best] && places[i] < places[best])) best = i;
+      if (distances[i] < distances[best] || (distances[i] == distances[best] && places[i] < places[best]))
+        best = i;
     return static_cast<int>(places[best]);
   }
 
@@ -64,8 +65,8 @@ struct codebook {
     for (int r = 0; r < codes * dims; ++r) {
       typename T::pack product(0.0f);
       for (int i = 0; i < head_dim; i += T::width)
-        product = product +
-                  team.load(rows + r * head_dim + i) * (team.load(vector + i) - team.load(offset + i));
+        product =
+            product + team.load(rows + r * head_dim + i) * (team.load(vector + i) - team.load(offset + i));
       coefficients[r] = team.sum(product);
     }
   }
@@ -103,12 +104,12 @@ struct key_codebooks {
     return codebook::floats(mean_codes, mean_dims, head_dim) + codebook::floats(codes, dims, head_dim);
   }
   FREEKV_HD constexpr codebook mean(int layer, int head) const {
-    return codebook::at(data + static_cast<std::size_t>(layer * kv_heads + head) * floats_per_head(), mean_codes,
-                        mean_dims, head_dim);
+    return codebook::at(data + static_cast<std::size_t>(layer * kv_heads + head) * floats_per_head(),
+                        mean_codes, mean_dims, head_dim);
   }
   FREEKV_HD constexpr codebook token(int layer, int head) const {
-    return codebook::at(mean(layer, head).offset + codebook::floats(mean_codes, mean_dims, head_dim), codes, dims,
-                        head_dim);
+    return codebook::at(mean(layer, head).offset + codebook::floats(mean_codes, mean_dims, head_dim), codes,
+                        dims, head_dim);
   }
 };
 
@@ -128,7 +129,9 @@ struct key_codes {
   FREEKV_HD constexpr int width(page_geometry page) const {
     return mean_codes + codes * page.tokens + 2 * page.head_dim;
   }
-  FREEKV_HD constexpr int query_width(int) const { return (mean_codes + codes) * codebook::centroids_per_code; }
+  FREEKV_HD constexpr int query_width(int) const {
+    return (mean_codes + codes) * codebook::centroids_per_code;
+  }
   template <class Key>
   FREEKV_HD constexpr std::size_t bytes(page_geometry page) const {
     return static_cast<std::size_t>(mean_codes + codes * page.tokens);
@@ -141,15 +144,17 @@ struct key_codes {
       throw settings_error("key_codes: " + text(codes) + " codes a token and " + text(mean_codes) +
                            " a mean; give 1 or more of each");
     if (books.data == nullptr)
-      throw settings_error("key_codes needs its codebooks as data: learn them from the prompt's keys or a text");
+      throw settings_error(
+          "key_codes needs its codebooks as data: learn them from the prompt's keys or a text");
     if (books.codes != codes || books.mean_codes != mean_codes || books.head_dim != s.page.head_dim ||
-        books.layers < s.layers || books.kv_heads != s.kv_heads || books.codes * books.dims > books.head_dim ||
-        books.mean_codes * books.mean_dims > books.head_dim)
+        books.layers < s.layers || books.kv_heads != s.kv_heads ||
+        books.codes * books.dims > books.head_dim || books.mean_codes * books.mean_dims > books.head_dim)
       throw settings_error("key_codes: the codebooks have " + text(books.layers) + " layers of " +
                            text(books.kv_heads) + " heads, " + text(books.codes) + " codes a token and " +
-                           text(books.mean_codes) + " a mean, head_dim " + text(books.head_dim) + "; needed are " +
-                           text(s.layers) + " layers of " + text(s.kv_heads) + " heads, " + text(codes) + " and " +
-                           text(mean_codes) + " codes, head_dim " + text(s.page.head_dim));
+                           text(books.mean_codes) + " a mean, head_dim " + text(books.head_dim) +
+                           "; needed are " + text(s.layers) + " layers of " + text(s.kv_heads) + " heads, " +
+                           text(codes) + " and " + text(mean_codes) + " codes, head_dim " +
+                           text(s.page.head_dim));
   }
 
   /// The policy for one head.
@@ -201,9 +206,9 @@ struct key_codes<Codes, MeanCodes>::head_policy {
       for (int r = 0; r < token.codes * token.dims; ++r) {
         typename T::pack product(0.0f);
         for (int i = 0; i < d; i += T::width)
-          product = product + team.load(token.rows + r * d + i) *
-                                  ((team.load(keys.row(t) + i) - team.load(decoded + i)) -
-                                   team.load(token.offset + i));
+          product = product +
+                    team.load(token.rows + r * d + i) *
+                        ((team.load(keys.row(t) + i) - team.load(decoded + i)) - team.load(token.offset + i));
         difference[r] = team.sum(product);
       }
       team.sync();

@@ -62,7 +62,9 @@ struct key_sketch {
   FREEKV_HD static constexpr std::size_t mean_bytes(page_geometry page) {
     return static_cast<std::size_t>(page.head_dim) * sizeof(float);
   }
-  FREEKV_HD constexpr token_codes codes(page_geometry page) const { return {page.head_dim, bits, page.tokens}; }
+  FREEKV_HD constexpr token_codes codes(page_geometry page) const {
+    return {page.head_dim, bits, page.tokens};
+  }
 };
 
 static_assert(summary_policy<key_sketch<>>);

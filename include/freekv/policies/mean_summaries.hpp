@@ -75,14 +75,12 @@ struct ball {
   template <team T>
   FREEKV_HD void prepare(T team, const group_query& query, float* prepared) const {
     for (int i = 0; i < query.head_dim; i += T::width) team.store(prepared + i, team.load(query.data + i));
-    prepared[query.head_dim] =
-        ::sqrtf(detail::inner_product(team, query.data, query.data, query.head_dim));
+    prepared[query.head_dim] = ::sqrtf(detail::inner_product(team, query.data, query.data, query.head_dim));
   }
   template <team T>
   FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
     const int d = query.page.head_dim;
-    return query.scale *
-           (detail::inner_product(team, query.data, numbers, d) + query.data[d] * numbers[d]);
+    return query.scale * (detail::inner_product(team, query.data, numbers, d) + query.data[d] * numbers[d]);
   }
 };
 

@@ -61,7 +61,8 @@ struct by_head {
     return std::find(first, last, layer_kind::retrieval) != last ? layer_kind::retrieval : layer_kind::window;
   }
   void validate(int layers, int heads) const {
-    if (heads != kv_heads || kinds.size() != static_cast<std::size_t>(layers) * static_cast<std::size_t>(heads))
+    if (heads != kv_heads ||
+        kinds.size() != static_cast<std::size_t>(layers) * static_cast<std::size_t>(heads))
       throw settings_error("by_head has kinds for " + std::to_string(kinds.size()) + " heads, " +
                            std::to_string(kv_heads) + " a layer; needed are " + std::to_string(layers) +
                            " layers of " + std::to_string(heads));
@@ -84,6 +85,7 @@ concept plan_policy = policy<P> && std::same_as<typename P::policy_kind, plan_ki
   { p.kind(0) } -> std::same_as<layer_kind>;
 };
 
-static_assert(plan_policy<complete_first<>> && plan_policy<every_layer<layer_kind::window>> && plan_policy<by_head>);
+static_assert(plan_policy<complete_first<>> && plan_policy<every_layer<layer_kind::window>> &&
+              plan_policy<by_head>);
 
 }  // namespace freekv

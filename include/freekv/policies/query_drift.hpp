@@ -3,9 +3,9 @@
 
 #include <cmath>
 #include <cstdint>
+#include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/shape.hpp>
 #include <freekv/core/team.hpp>
-#include <freekv/core/log_sum_exp.hpp>
 
 namespace freekv {
 

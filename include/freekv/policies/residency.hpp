@@ -41,7 +41,9 @@ struct spare_slots {
 template <int Spare = 0>
 struct first_unselected : detail::spare_slots<Spare> {
   static constexpr std::string_view name = "first_unselected";
-  FREEKV_HD constexpr bool frees_before(unselected_slot a, unselected_slot b) const { return a.slot < b.slot; }
+  FREEKV_HD constexpr bool frees_before(unselected_slot a, unselected_slot b) const {
+    return a.slot < b.slot;
+  }
 };
 
 /// The slot whose page has not been selected for longest is freed first; of those alike the lowest.

@@ -36,7 +36,8 @@ struct top_p {
   }
   void validate() const {
     if (!(p > 0.0f && p <= 1.0f))
-      throw settings_error("top_p: p of " + values() + " is not a share above 0, at most 1; choose one such as 0.95");
+      throw settings_error("top_p: p of " + values() +
+                           " is not a share above 0, at most 1; choose one such as 0.95");
   }
 };
 

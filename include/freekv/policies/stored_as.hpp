@@ -10,8 +10,8 @@ namespace freekv {
 /// What a summary's numbers are kept as.
 enum class number_format : std::int8_t {
   any = dynamic,  ///< one of the others, chosen at run time
-  standard,                   ///< what the summary keeps by itself
-  key,                        ///< the key's type
+  standard,       ///< what the summary keeps by itself
+  key,            ///< the key's type
   float32,
   int8,  ///< 8 bits, symmetric, with a float32 scale `max|x| / 127` for every head_dim numbers
 };
@@ -21,9 +21,10 @@ enum class number_format : std::int8_t {
 /// NaN or infinity among numbers that share a scale makes all of them NaN.
 template <class Summary, number_format Format>
 struct stored_as : Summary {
-  static_assert(summary_policy<Summary> && !requires(const Summary s, page_geometry page) {
-    s.template bytes<float>(page);
-  }, "stored_as takes a summary without a format of its own");
+  static_assert(
+      summary_policy<Summary> &&
+          !requires(const Summary s, page_geometry page) { s.template bytes<float>(page); },
+      "stored_as takes a summary without a format of its own");
   count_of<static_cast<int>(Format)> format{};
 
   constexpr stored_as() = default;

@@ -88,7 +88,7 @@ concept summary_policy = policy<S> && std::same_as<typename S::policy_kind, summ
   { S::name } -> std::convertible_to<std::string_view>;
   { s.width(keys.page) } -> std::convertible_to<int>;
   summary_at(s, 0, 0).summarise(scalar_team{}, keys, numbers);
-} && (requires(const S s, page_query query, const float* numbers) {
+} &&(requires(const S s, page_query query, const float* numbers) {
   { summary_at(s, 0, 0).score(scalar_team{}, query, numbers) } -> std::same_as<float>;
 } || scores_stored_bytes<decltype(summary_at(std::declval<const S&>(), 0, 0))>);
 

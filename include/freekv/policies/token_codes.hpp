@@ -48,8 +48,7 @@ struct token_codes {
         const int at = block * 8 + i;
         word |= code_of(numbers[at], scales[at % tokens]) << (i * bits);
       }
-      for (int i = 0; i < bits; ++i)
-        codes[block * bits + i] = static_cast<std::uint8_t>(word >> (8 * i));
+      for (int i = 0; i < bits; ++i) codes[block * bits + i] = static_cast<std::uint8_t>(word >> (8 * i));
     }
   }
 
@@ -78,7 +77,8 @@ struct token_codes {
   FREEKV_HD float log_mass(T team, const float* query, float scale, float base, const float* numbers) const {
     constexpr int most = 4;  // packs of tokens at a time, so that sums over lanes are few
     log_sum_exp mass;
-    const estimator<T> estimates{*this, team, query, numbers, typename T::pack(scale), typename T::pack(base)};
+    const estimator<T> estimates{
+        *this, team, query, numbers, typename T::pack(scale), typename T::pack(base)};
     int t = 0;
     for (; t + most * T::width <= tokens; t += most * T::width) estimates.template add<most>(t, mass);
     for (; t < tokens; t += T::width) estimates.template add<1>(t, mass);
@@ -106,9 +106,8 @@ struct token_codes {
         unroll<Packs>([&](auto i) { estimate[i] = estimate[i] + q * team.load(row + i * T::width); });
       }
       const float* scales = numbers + codes.rows * codes.tokens + first;
-      unroll<Packs>([&](auto i) {
-        estimate[i] = base + estimate[i] * (scale * team.load(scales + i * T::width));
-      });
+      unroll<Packs>(
+          [&](auto i) { estimate[i] = base + estimate[i] * (scale * team.load(scales + i * T::width)); });
       mass.add(team, estimate, Packs);
     }
   };

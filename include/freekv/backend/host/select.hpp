@@ -61,8 +61,8 @@ inline void order_candidates(std::int32_t first_page, int candidates, int count,
 template <class State, class Policies>
 class head_selection {
  public:
-  head_selection(isa set, const State& s, const Policies& policies, const head_of& at, int first_page, int most,
-                 const workspace& w)
+  head_selection(isa set, const State& s, const Policies& policies, const head_of& at, int first_page,
+                 int most, const workspace& w)
       : set_(set),
         s_(s),
         policies_(policies),
@@ -84,9 +84,8 @@ class head_selection {
       return most;
     }
     score(candidates);
-    const int count = resolve(policies_.selection, [&](const auto& selection) {
-      return choose(selection, candidates, most);
-    });
+    const int count = resolve(policies_.selection,
+                              [&](const auto& selection) { return choose(selection, candidates, most); });
     for (int i = 0; i < count; ++i) pages[i] = page_of_key(w_.keys[i]);
     std::sort(pages, pages + count);
     return count;
@@ -167,8 +166,8 @@ class head_selection {
       const auto policy = summary_at(summary, s_.layer, at_.head);
       for (int j = first; j < last; ++j)
         score_page<typename State::element>(
-            team, policy, s_.page, s_.summary_of(s_.store_page(at_.sequence, first_page_ + j), at_.head), prepared_,
-            w_.numbers, {w_.scores + j, stride_});
+            team, policy, s_.page, s_.summary_of(s_.store_page(at_.sequence, first_page_ + j), at_.head),
+            prepared_, w_.numbers, {w_.scores + j, stride_});
     });
   }
 

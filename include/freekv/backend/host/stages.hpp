@@ -182,8 +182,7 @@ class stages {
   }
 
   void recall(const State& s, const head_of& at, int tokens) {
-    resolve(policies_->residency,
-            [&](const auto& residency) { recall_pages(s, residency, at, tokens); });
+    resolve(policies_->residency, [&](const auto& residency) { recall_pages(s, residency, at, tokens); });
   }
 
   /// Where heads alone occupy the threads, each head is one thread's; else a row's parts are shared out.
