@@ -73,8 +73,10 @@ std::vector<std::vector<double>> mean_and_directions(const std::vector<std::vect
 
 TEST_CASE("replays of random traces agree with the float64 oracle", "[replay]") {
   coverage seen;
-  for (std::uint64_t seed = 1; seed <= 420; ++seed) check_replay(random_replay(seed), seen);
+  const std::uint64_t most = sanitized ? 100 : 420;  // ten times slower there
+  for (std::uint64_t seed = 1; seed <= most; ++seed) check_replay(random_replay(seed), seen);
   INFO(seen);
+  if (sanitized) return;
   CHECK(seen.firm_selections > 1000);
   CHECK(seen.heads > 5000);
   CHECK(seen.corrected > 200);
