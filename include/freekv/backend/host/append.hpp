@@ -92,7 +92,7 @@ void detect_drift(isa set, const State& s, const Correction& correction, int seq
                                  team, {now, s.query_of(sequence, head), s.decode_steps[sequence]});
       }
       s.corrected[row] = flagged && s.kind_of(head) == layer_kind::retrieval;
-      for (std::int32_t* counts : {s.recalled, s.recalled_before_attention, s.promoted}) counts[row] = 0;
+      s.recalled[row] = s.recalled_before_attention[row] = s.promoted[row] = 0;
     }
   });
   std::memcpy(s.kept_query(sequence, 0), query, static_cast<std::size_t>(s.heads.query * d) * sizeof(float));

@@ -36,9 +36,10 @@ class stages {
   void clear(const State& s, int sequences) {
     const std::size_t rows = s.row(sequences, 0), selections = s.selection(sequences, 0);
     std::fill_n(s.corrected, rows, std::uint8_t{0});
-    for (std::int32_t* counts : {s.attended_count, s.recalled, s.recalled_before_attention, s.promoted})
+    for (std::int32_t* counts :
+         std::array{s.attended_count, s.recalled, s.recalled_before_attention, s.promoted})
       std::fill_n(counts, rows, 0);
-    for (std::int32_t* pages : {s.selected, s.upcoming, s.attended, s.slot_of})
+    for (std::int32_t* pages : std::array{s.selected, s.upcoming, s.attended, s.slot_of})
       std::fill_n(pages, selections, -1);
     for (int sequence = 0; sequence < sequences; ++sequence) drop_selection(s, sequence);
   }
