@@ -32,12 +32,12 @@ struct codebook {
   FREEKV_HD int nearest(T team, int nth, const float* x, int count) const {
     using pack = typename T::pack;
     const float* of_code = centroids + nth * dims * centroids_per_code;
-    pack least(infinity), where(0.0f);
-    for (int c = 0; c < centroids_per_code; c += T::width) {
-      pack distance(0.0f), index;
-      float indices[T::width];
-      for (int i = 0; i < T::width; ++i) indices[i] = static_cast<float>(c + i);
-      index = team.load(indices);
+    float lanes[T::width];
+    for (int i = 0; i < T::width; ++i) lanes[i] = static_cast<float>(i);
+    pack least(infinity), where(0.0f), index = team.load(lanes);
+    for (int c = 0; c < centroids_per_code;
+         c += T::width, index = index + pack(static_cast<float>(T::width))) {
+      pack distance(0.0f);
       for (int d = 0; d < dims; ++d) {
         const pack difference = team.load(of_code + d * centroids_per_code + c) - pack(x[d]);
         distance = distance + difference * difference;
@@ -127,7 +127,7 @@ struct key_codes {
 
   // Numbers: the codes, then what `summarise` works with.
   FREEKV_HD constexpr int width(page_geometry page) const {
-    return mean_codes + codes * page.tokens + 2 * page.head_dim;
+    return mean_codes + codes * page.tokens + 3 * page.head_dim;
   }
   FREEKV_HD constexpr int query_width(int) const {
     return (mean_codes + codes) * codebook::centroids_per_code;
@@ -181,7 +181,8 @@ struct key_codes<Codes, MeanCodes>::head_policy {
     const int d = keys.page.head_dim, tokens = keys.page.tokens;
     float* of_token = numbers + mean.codes;  // (codes, tokens)
     float* decoded = of_token + token.codes * tokens;
-    float* coefficients = decoded + d;
+    float* difference = decoded + d;
+    float* coefficients = difference + d;
 
     typename T::pack zero_if_finite(0.0f);
     for (int i = 0; i < tokens * d; i += T::width)
@@ -202,15 +203,10 @@ struct key_codes<Codes, MeanCodes>::head_policy {
     decode_mean(team, numbers, decoded);
     team.sync();
     for (int t = 0; t < tokens; ++t) {
-      float* difference = coefficients;  // (d), which the coefficients then replace
-      for (int r = 0; r < token.codes * token.dims; ++r) {
-        typename T::pack product(0.0f);
-        for (int i = 0; i < d; i += T::width)
-          product = product +
-                    team.load(token.rows + r * d + i) *
-                        ((team.load(keys.row(t) + i) - team.load(decoded + i)) - team.load(token.offset + i));
-        difference[r] = team.sum(product);
-      }
+      for (int i = 0; i < d; i += T::width)
+        team.store(difference + i, team.load(keys.row(t) + i) - team.load(decoded + i));
+      team.sync();
+      token.project(team, difference, coefficients);
       team.sync();
       for (int nth = 0; nth < token.codes; ++nth)
         of_token[nth * tokens + t] = static_cast<float>(

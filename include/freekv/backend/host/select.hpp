@@ -107,7 +107,8 @@ class head_selection {
     const auto lacks = [](auto first, auto last, std::int32_t page) {
       return !std::binary_search(first, last, page);
     };
-    while (correction.flags({mass_of({selected, static_cast<std::size_t>(count)}), mass_of(best)})) {
+    const float of_best = mass_of(best);
+    while (correction.flags({mass_of({selected, static_cast<std::size_t>(count)}), of_best})) {
       std::int32_t gain = -1;
       for (const std::int32_t page : best)
         if (lacks(selected, selected + count, page) && (gain < 0 || value(page) > value(gain))) gain = page;
