@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All tests: installs what they need, builds with warnings as errors, runs them, first those of several threads under
-# ThreadSanitizer, then all under AddressSanitizer and UndefinedBehaviorSanitizer, then as released. No GPU is needed; what needs one is reported as skipped. Where
-# FREEKV_PTXCPU names the sources of ptxcpu, an interpreter of PTX, device code runs on that.
+# ThreadSanitizer, then all under AddressSanitizer and UndefinedBehaviorSanitizer, then as released. No GPU is needed;
+# what needs one is reported as skipped. Where FREEKV_PTXCPU names the sources of ptxcpu, an interpreter of PTX, device
+# code runs on that.
 source "$(dirname "$0")/../cmake/bootstrap.sh"
 cd "$root"
 started=$SECONDS
