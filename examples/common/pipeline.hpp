@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -22,7 +23,11 @@ struct pipeline_options {
   int kv_heads = 0;
   int page = 32;
   freekv::budget budget{};
-  int max_tokens = 0;
+  int max_tokens = 0;  ///< of one sequence
+  int max_sequences = 1;
+  int max_resident = 0;           ///< 0: all sequences
+  std::int64_t store_tokens = 0;  ///< of all sequences together; 0: max_tokens for each
+  int max_decode_rows = 1;
   float scale = 0.0f;
   int complete_layers = 0;  ///< leading layers that keep everything, whatever the plan
   bool in_place = false;
@@ -33,12 +38,21 @@ struct pipeline_options {
   std::vector<layer_kind> head_kinds{};  ///< of plan "by_head": (layers, kv_heads)
 };
 
-/// One sequence in a pipeline of any shape. The calls are retrieval_pipeline's.
+/// A pipeline of any shape. The calls are retrieval_pipeline's.
 class pipeline {
  public:
   virtual ~pipeline() = default;
 
-  virtual void begin_step(int tokens, row_kind kind) = 0;
+  virtual sequence_id open() = 0;
+  virtual sequence_id fork(sequence_id parent) = 0;
+  virtual void truncate(sequence_id id, int tokens) = 0;
+  virtual void preempt(sequence_id id) = 0;
+  virtual void restore(sequence_id id) = 0;
+  virtual void release(sequence_id id) = 0;
+  virtual int tokens(sequence_id id) const = 0;
+  virtual std::int32_t free_pages() const = 0;
+
+  virtual void begin_step(std::span<const sequence_rows> rows) = 0;
   virtual void append(int layer, std::span<const float> keys, std::span<const float> values,
                       std::span<const float> queries) = 0;
   /// Keys and values as the bytes of the element type.
@@ -47,14 +61,29 @@ class pipeline {
   virtual void attend(int layer, std::span<float> out, std::span<float> lse) = 0;
   virtual void attend_full(int layer, std::span<float> out, std::span<float> lse) = 0;
   virtual void end_step() = 0;
+  virtual bool abandon_step() = 0;
   virtual void synchronize() = 0;
-  /// Forgets the sequence, in the middle of a step too, and starts an empty one.
-  virtual void restart() = 0;
 
-  virtual step_report report(int layer) const = 0;
+  virtual step_report report(int layer, sequence_id id) const = 0;
   virtual const memory_bytes& bytes() const = 0;
   virtual std::size_t slice_bytes() const = 0;
   virtual std::size_t summary_bytes() const = 0;
+
+  // For programs that have one sequence alone:
+  void begin_step(int tokens, row_kind kind) {
+    if (!only_) only_ = open();
+    const sequence_rows rows{*only_, tokens, kind};
+    begin_step({&rows, 1});
+  }
+  /// Forgets the sequence, in the middle of a step too; the next step starts an empty one.
+  void restart() {
+    if (!abandon_step() && only_) release(*only_);
+    only_.reset();
+  }
+  step_report report(int layer) const { return report(layer, only_.value()); }
+
+ private:
+  std::optional<sequence_id> only_;
 };
 
 /// Throws choice_error, which names those compiled in, for a head_dim that is not among them.

@@ -14,9 +14,18 @@ class pipeline_of_shape final : public pipeline {
 
  public:
   pipeline_of_shape(const pipeline_options& options, host_backend& backend)
-      : pipeline_(settings(options), backend), sequence_(pipeline_.open()) {}
+      : pipeline_(settings(options), backend) {}
 
-  void begin_step(int tokens, row_kind kind) override { pipeline_.begin_step({{sequence_, tokens, kind}}); }
+  sequence_id open() override { return pipeline_.open(); }
+  sequence_id fork(sequence_id parent) override { return pipeline_.fork(parent); }
+  void truncate(sequence_id id, int tokens) override { pipeline_.truncate(id, tokens); }
+  void preempt(sequence_id id) override { pipeline_.preempt(id); }
+  void restore(sequence_id id) override { pipeline_.restore(id); }
+  void release(sequence_id id) override { pipeline_.release(id); }
+  int tokens(sequence_id id) const override { return pipeline_.tokens(id); }
+  std::int32_t free_pages() const override { return pipeline_.free_pages(); }
+
+  void begin_step(std::span<const sequence_rows> rows) override { pipeline_.begin_step(rows); }
   void append(int layer, std::span<const float> keys, std::span<const float> values,
               std::span<const float> queries) override {
     pipeline_.template append<float>(layer, {keys, values, queries});
@@ -35,12 +44,9 @@ class pipeline_of_shape final : public pipeline {
     pipeline_.attend_full(layer, out, lse);
   }
   void end_step() override { pipeline_.end_step(); }
+  bool abandon_step() override { return pipeline_.abandon_step(); }
   void synchronize() override { pipeline_.synchronize(); }
-  void restart() override {
-    if (!pipeline_.abandon_step()) pipeline_.release(sequence_);
-    sequence_ = pipeline_.open();
-  }
-  step_report report(int layer) const override { return pipeline_.report(layer, sequence_); }
+  step_report report(int layer, sequence_id id) const override { return pipeline_.report(layer, id); }
   const memory_bytes& bytes() const override { return pipeline_.bytes(); }
   std::size_t slice_bytes() const override { return pipeline_.slice_bytes(); }
   std::size_t summary_bytes() const override { return pipeline_.summary_bytes(); }
@@ -53,6 +59,10 @@ class pipeline_of_shape final : public pipeline {
     s.kv_heads = o.kv_heads;
     s.budget = o.budget;
     s.max_tokens = o.max_tokens;
+    s.max_sequences = o.max_sequences;
+    s.max_resident = o.max_resident;
+    s.store_tokens = o.store_tokens;
+    s.max_decode_rows = o.max_decode_rows;
     s.scale = o.scale;
     s.page = {o.page};
     const method_data data{o.basis, o.codebooks, o.head_kinds, o.kv_heads};
@@ -71,7 +81,6 @@ class pipeline_of_shape final : public pipeline {
   }
 
   implementation pipeline_;
-  sequence_id sequence_;
 };
 
 template <class Shape>

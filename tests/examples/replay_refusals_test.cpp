@@ -271,7 +271,7 @@ TEST_CASE("headers that contradict themselves are refused", "[replay]") {
   refuse_trace(shaped(2, 2, 64, "F16"), {"k is F32", "v is F16", "--dtype"});
   for (const std::int64_t d : {24, 72, 512, 8192}) {
     const auto number = "head_dim " + std::to_string(d);
-    refuse_trace(shaped(1, 1, d), {number, "(64, 80", "FREEKV_HEAD_DIMS"});
+    refuse_trace(shaped(1, 1, d), {number, "(64", "FREEKV_HEAD_DIMS"});
     // Before a basis of that size is learnt, which takes hours.
     refusals{shaped(1, 1, d).whole()}.refuse({"--variant", "freekv_key_subspace", "--rank", "8"}, {number});
   }

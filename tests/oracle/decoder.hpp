@@ -1,4 +1,4 @@
-// One layer of one sequence, one token per decode step: append, drift, correct, attend, speculate.
+// One layer of one sequence. A decode step: append, drift, correct, attend, speculate.
 #pragma once
 
 #include <algorithm>
@@ -34,77 +34,123 @@ class decoder {
   int length() const { return length_; }
 
   /// Appends `tokens` rows of keys and values, each (n_kv, d). Selection, q' and what the selected slots hold
-  /// are dropped.
+  /// are dropped, and decode steps are counted anew.
   void prompt(std::span<const float> keys, std::span<const float> values, int tokens) {
     require(tokens >= 0, "a prompt has no negative length");
     if (tokens == 0) return;
     append(keys, values, tokens);
-    previous_query_.reset();
+    drop_selection();
+    truncation_firm_ = true;
     decode_index_ = 0;
-    for (head_state& head : heads_) {
-      head.selected.clear();
-      head.slots.clear();
-      head.carried_firm = head.history_firm = true;
-    }
   }
 
-  /// `q` is (n_qo, d); `k` and `v` are (n_kv, d) and belong to the token that attends.
-  step_result step(std::span<const float> q, std::span<const float> k, std::span<const float> v) {
-    require_query(q);
-    append(k, v, 1);
+  /// `rows` decode rows: `q` is (rows, n_qo, d), `k` and `v` are (rows, n_kv, d). Each row attends to itself
+  /// and to what is before it.
+  step_result step(std::span<const float> q, std::span<const float> k, std::span<const float> v,
+                   int rows = 1) {
+    require(rows >= 1 && rows <= s_.max_rows, "a step has between one row and max_rows");
+    require_queries(q, rows);
+    const std::vector<int> fixed_candidates = candidates();
+    const int before = length_;
+    append(k, v, rows);
 
     step_result result;
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
       row_result row;
       head_state& head = heads_[static_cast<std::size_t>(kv_head)];
       row.selected_before = head.selected;
-      if (retrieves(s_, kv_head)) correct(row, q, kv_head, head);
+      if (retrieves(s_, kv_head)) correct(row, group_of(q, kv_head), kv_head, fixed_candidates, head);
       row.selected = head.selected;
-
-      const std::vector<int> pages = attended_pages(s_, kind_of(s_, kv_head), length_, head.selected);
-      attend_group(q, kv_head, tokens_of(s_, length_, pages), result.out, result.lse);
-
-      if (retrieves(s_, kv_head)) speculate(row, q, kv_head, head);
+      result.rows.push_back(row);
+    }
+    for (int i = 0; i < rows; ++i)
+      attend_row(row_of(q, i, query_size()), before + i + 1, fixed_candidates, result);
+    for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
+      row_result& row = result.rows[static_cast<std::size_t>(kv_head)];
+      head_state& head = heads_[static_cast<std::size_t>(kv_head)];
+      if (retrieves(s_, kv_head)) speculate(row, group_of(q, kv_head), kv_head, head);
       row.selected_next = head.selected;
       row.recalled = row.by_correct.recalled + row.by_speculate.recalled;
       row.promoted = row.by_correct.promoted + row.by_speculate.promoted;
       row.recalled_before_attention = row.by_correct.recalled;
-      result.rows.push_back(row);
     }
-    previous_query_ = std::vector<float>(q.begin(), q.end());
+    last_queries_.assign(q.begin(), q.end());
+    last_before_ = before;
+    keep_query(rows - 1);
+    candidates_at_ = length_ + 1;
+    truncation_firm_ = true;
     ++decode_index_;
     return result;
   }
 
+  /// Keeps the first `length` tokens. If that cuts only rows of the last append, a decode step, and leaves at
+  /// least one of them, the selection and the candidates it was made from stay, and q' becomes the last row
+  /// left. Otherwise, or if a head has selected a page that is no longer complete, they are dropped as by a
+  /// prompt, but decode steps are counted on.
+  void truncate(int length) {
+    require(length >= 0 && length <= length_, "a truncation keeps between no token and all");
+    if (length == length_) return;
+    // There is a q' only if the last append was a decode step.
+    const bool keeps = previous_query_ && length > last_before_ && !loses_selected_page(length);
+    truncation_firm_ = length <= last_before_ || (truncation_firm_ && loss_is_firm(length));
+
+    const std::size_t elements = static_cast<std::size_t>(length) * static_cast<std::size_t>(s_.kv_heads) *
+                                 static_cast<std::size_t>(s_.head_dim);
+    keys_.resize(elements);
+    values_.resize(elements);
+    length_ = length;
+    for (head_state& head : heads_)
+      while (!head.summaries.empty() && !is_complete(s_, static_cast<int>(head.summaries.size()) - 1, length))
+        head.summaries.pop_back();
+    // Spare slots never hold a page that is no longer complete: only the last selection can have one.
+    if (keeps)
+      keep_query(length - last_before_ - 1);
+    else
+      drop_selection();
+  }
+
+  /// Whether the next step goes on with a selection, and with the queries that made it.
+  bool has_selection() const { return previous_query_.has_value(); }
+
+  /// The pages that the next step's selections come from, whether carried into it or made in it.
+  std::vector<int> candidates() const { return candidate_pages(s_, candidates_at_, length_); }
+
+  /// What a KV head carries into the next step: its selection, and the selected slots' pages, -1 for an empty
+  /// one; none in place.
+  std::vector<int> selected(int kv_head) const { return heads_[static_cast<std::size_t>(kv_head)].selected; }
+
+  std::vector<int> slots(int kv_head) const {
+    if (s_.route == route_kind::in_place || !retrieves(s_, kv_head)) return {};
+    return heads_[static_cast<std::size_t>(kv_head)].slots.pages();
+  }
+
   /// Exact attention of `q` (n_qo, d) over everything appended so far.
-  attention full(std::span<const float> q) const {
-    require_query(q);
+  attention full(std::span<const float> q) const { return full(q, length_); }
+
+  /// Exact attention over the first `length` tokens.
+  attention full(std::span<const float> q, int length) const {
+    require_queries(q, 1);
+    require(length >= 0 && length <= length_, "so many tokens were not appended");
     std::vector<int> tokens;
-    for (int token = 0; token < length_; ++token) tokens.push_back(token);
+    for (int token = 0; token < length; ++token) tokens.push_back(token);
     attention result;
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head)
       attend_group(q, kv_head, tokens, result.out, result.lse);
     return result;
   }
 
-  /// A from-scratch selection with `q` (n_qo, d) among the candidates at `length`, at most one more than
-  /// was appended.
-  selection choose(std::span<const float> q, int kv_head, int length) const {
-    require_query(q);
+  /// A from-scratch selection with `q` (rows, n_qo, d), all rows as one group, among the candidates at
+  /// `length`, at most one more than was appended.
+  selection choose(std::span<const float> q, int kv_head, int length, int rows = 1) const {
+    require_queries(q, rows);
     require(retrieves(s_, kv_head), "only a retrieval head selects");
     require(length >= 0 && length <= length_ + 1, "candidates at this length are not complete yet");
-    const std::vector<int> candidates = candidate_pages(s_, length);
-    const std::span<const float> queries = group_of(q, kv_head);
-    selection chosen =
-        select_pages(s_, kv_head, queries, candidates, heads_[static_cast<std::size_t>(kv_head)].summaries);
-    measure_scores(chosen, s_, kv_head, queries,
-                   rows(keys_, kv_head, tokens_of(s_, length_, chosen.candidates)));
-    return chosen;
+    return choose_among(candidate_pages(s_, length), group_of(q, kv_head), kv_head);
   }
 
   /// The pages of `choose`, ascending.
-  std::vector<int> select(std::span<const float> q, int kv_head, int length) const {
-    return choose(q, kv_head, length).pages;
+  std::vector<int> select(std::span<const float> q, int kv_head, int length, int rows = 1) const {
+    return choose(q, kv_head, length, rows).pages;
   }
 
  private:
@@ -116,9 +162,11 @@ class decoder {
     bool history_firm;  // all flags and selections since the slots were empty must
   };
 
-  void require_query(std::span<const float> q) const {
-    require(q.size() == static_cast<std::size_t>(s_.query_heads * s_.head_dim),
-            "q is (query_heads, head_dim)");
+  int query_size() const { return s_.query_heads * s_.head_dim; }
+
+  void require_queries(std::span<const float> q, int rows) const {
+    require(rows >= 1 && q.size() == static_cast<std::size_t>(rows) * static_cast<std::size_t>(query_size()),
+            "q is (rows, query_heads, head_dim)");
   }
 
   void append(std::span<const float> keys, std::span<const float> values, int tokens) {
@@ -134,22 +182,69 @@ class decoder {
       std::vector<page_summary>& of_head = heads_[static_cast<std::size_t>(kv_head)].summaries;
       while (is_complete(s_, static_cast<int>(of_head.size()), length_)) {
         const int page = static_cast<int>(of_head.size());
-        of_head.push_back(summarise(s_, kv_head, rows(keys_, kv_head, tokens_of(s_, length_, {page}))));
+        of_head.push_back(summarise(s_, kv_head, token_rows(keys_, kv_head, tokens_of(s_, length_, {page}))));
       }
     }
   }
 
-  void correct(row_result& row, std::span<const float> q, int kv_head, head_state& head) const {
+  void drop_selection() {
+    previous_query_.reset();
+    candidates_at_ = length_ + 1;
+    for (head_state& head : heads_) {
+      head.selected.clear();
+      head.slots.clear();
+      head.carried_firm = head.history_firm = true;
+    }
+  }
+
+  /// q' becomes that of a row of the last step.
+  void keep_query(int row) {
+    const std::span<const float> kept = row_of(last_queries_, row, query_size());
+    previous_query_ = std::vector<float>(kept.begin(), kept.end());
+  }
+
+  bool loses_selected_page(const head_state& head, int length) const {
+    return std::any_of(head.selected.begin(), head.selected.end(),
+                       [&](int page) { return !is_complete(s_, page, length); });
+  }
+
+  bool loses_selected_page(int length) const {
+    return std::any_of(heads_.begin(), heads_.end(),
+                       [&](const head_state& head) { return loses_selected_page(head, length); });
+  }
+
+  /// Another implementation must say the same of `loses_selected_page`.
+  bool loss_is_firm(int length) const {
+    const bool none_lost = candidates() == candidate_pages(s_, candidates_at_, length);
+    bool all_firm = true;
+    for (const head_state& head : heads_) {
+      if (head.carried_firm && loses_selected_page(head, length)) return true;
+      all_firm = all_firm && head.carried_firm;
+    }
+    return all_firm || none_lost;
+  }
+
+  /// `queries` is (m * G, d) here and below: the group's heads in every row of the step.
+  selection choose_among(const std::vector<int>& pages, std::span<const float> queries, int kv_head) const {
+    selection chosen =
+        select_pages(s_, kv_head, queries, pages, heads_[static_cast<std::size_t>(kv_head)].summaries);
+    measure_scores(chosen, s_, kv_head, queries, token_rows(keys_, kv_head, tokens_of(s_, length_, pages)));
+    return chosen;
+  }
+
+  void correct(row_result& row, std::span<const float> queries, int kv_head,
+               const std::vector<int>& fixed_candidates, head_state& head) const {
+    row.truncation_firm = truncation_firm_;
     const bool by_mass = s_.correction == correction_kind::mass_deficit && previous_query_.has_value();
-    if (!by_mass) flag(row, q, kv_head);
+    if (!by_mass) flag(row, queries, kv_head);
     if (!by_mass && !row.corrected) return;
 
-    const selection best = choose(q, kv_head, length_);
+    const selection best = choose_among(fixed_candidates, queries, kv_head);
     row.score_size = best.score_size;
     if (by_mass) flag_by_mass(row, best, head);
     if (!row.corrected) return;
     row.correct_margin = best.margin;
-    row.correct_firm = is_firm(best);
+    row.correct_firm = is_firm(best) && truncation_firm_;
     std::vector<int> pages = best.pages;
     if (by_mass && s_.partial) {
       const replacement replaced = replace_missing(best, head.selected, s_.delta);
@@ -162,8 +257,8 @@ class decoder {
 
   /// Skipping this for a corrected head whose candidates stay the same would change nothing: the same query
   /// over the same pages selects the same, and all of it is held. (Unless the correction was partial.)
-  void speculate(row_result& row, std::span<const float> q, int kv_head, head_state& head) const {
-    const selection chosen = choose(q, kv_head, length_ + 1);
+  void speculate(row_result& row, std::span<const float> queries, int kv_head, head_state& head) const {
+    const selection chosen = choose_among(candidate_pages(s_, length_ + 1), queries, kv_head);
     row.by_speculate = hold(head, chosen.pages);
     row.speculate_margin = chosen.margin;
     row.speculate_firm = is_firm(chosen);
@@ -178,7 +273,7 @@ class decoder {
     if (s_.route == route_kind::resident) row.slots = head.slots.pages();
   }
 
-  void flag(row_result& row, std::span<const float> q, int kv_head) const {
+  void flag(row_result& row, std::span<const float> queries, int kv_head) const {
     const bool due = s_.correction == correction_kind::always ||
                      (s_.correction == correction_kind::every_n_steps && decode_index_ % s_.every == 0);
     if (due || !previous_query_) {
@@ -187,8 +282,12 @@ class decoder {
       return;
     }
     if (s_.correction != correction_kind::cosine_drift) return;
-    const drift_result turn = drift(group_of(q, kv_head), group_of(*previous_query_, kv_head), group_size(s_),
-                                    s_.tau, s_.drift_pool);
+    const std::vector<float> then = group_of(*previous_query_, kv_head);
+    std::vector<drift_result> turns;
+    for (int i = 0; i < query_count(s_, queries) / group_size(s_); ++i)
+      turns.push_back(drift(row_of(queries, i, group_size(s_) * s_.head_dim), then, group_size(s_), s_.tau,
+                            s_.drift_pool));
+    const drift_result turn = drift_of_rows(turns, s_.tau);
     row.corrected = turn.flagged;
     row.flag_forced = turn.forced;
     row.pooled_cosine = turn.pooled;
@@ -210,24 +309,43 @@ class decoder {
     return head.slots.hold(s_, wanted, length_);
   }
 
+  /// One row of a step: `q` is (n_qo, d), `length` counts the row itself.
+  void attend_row(std::span<const float> q, int length, const std::vector<int>& fixed_candidates,
+                  step_result& result) const {
+    for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
+      const std::vector<int>& selected = heads_[static_cast<std::size_t>(kv_head)].selected;
+      const std::vector<int> window =
+          retrieves(s_, kv_head) ? window_pages(s_, length, fixed_candidates) : window_pages(s_, length);
+      const std::vector<int> pages = attended_pages(s_, kind_of(s_, kv_head), length, selected, window);
+      attend_group(q, kv_head, tokens_of(s_, length, pages), result.out, result.lse);
+    }
+  }
+
   void attend_group(std::span<const float> q, int kv_head, const std::vector<int>& tokens,
                     std::vector<double>& out, std::vector<double>& lse) const {
+    const std::vector<float> queries = group_of(q, kv_head);
     for (int g = 0; g < group_size(s_); ++g) {
-      const attention head = attend(row_of(group_of(q, kv_head), g, s_.head_dim),
-                                    rows(keys_, kv_head, tokens), rows(values_, kv_head, tokens), s_.scale);
+      const attention head = attend(row_of(queries, g, s_.head_dim), token_rows(keys_, kv_head, tokens),
+                                    token_rows(values_, kv_head, tokens), s_.scale);
       out.insert(out.end(), head.out.begin(), head.out.end());
       lse.push_back(head.lse[0]);
     }
   }
 
-  /// (G, d): the queries of one KV head's group, out of (n_qo, d).
-  std::span<const float> group_of(std::span<const float> q, int kv_head) const {
-    return row_of(q, kv_head, group_size(s_) * s_.head_dim);
+  /// (m * G, d): the queries of one KV head's group, out of (m, n_qo, d).
+  std::vector<float> group_of(std::span<const float> q, int kv_head) const {
+    std::vector<float> queries;
+    for (int i = 0; i < static_cast<int>(q.size()) / query_size(); ++i) {
+      const std::span<const float> of_row =
+          row_of(row_of(q, i, query_size()), kv_head, group_size(s_) * s_.head_dim);
+      queries.insert(queries.end(), of_row.begin(), of_row.end());
+    }
+    return queries;
   }
 
   /// One KV head's rows of the tokens named, out of (tokens, n_kv, d).
-  std::vector<std::span<const float>> rows(const std::vector<float>& data, int kv_head,
-                                           const std::vector<int>& tokens) const {
+  std::vector<std::span<const float>> token_rows(const std::vector<float>& data, int kv_head,
+                                                 const std::vector<int>& tokens) const {
     std::vector<std::span<const float>> result;
     for (int token : tokens) result.push_back(row_of(data, token * s_.kv_heads + kv_head, s_.head_dim));
     return result;
@@ -238,7 +356,11 @@ class decoder {
   std::vector<float> keys_;                           // (tokens, n_kv, d)
   std::vector<float> values_;                         // (tokens, n_kv, d)
   std::vector<head_state> heads_;                     // per KV head
-  std::optional<std::vector<float>> previous_query_;  // q'
+  std::optional<std::vector<float>> previous_query_;  // q', (n_qo, d)
+  std::vector<float> last_queries_;                   // of the last decode step, (m, n_qo, d)
+  int last_before_ = 0;                               // the length before that step
+  int candidates_at_ = 1;                             // the length whose candidates the next step has
+  bool truncation_firm_ = true;                       // see row_result
   int decode_index_ = 0;                              // of the next step, from 0 after a prompt
 };
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 #include <span>
+#include <vector>
 
 #include "numbers.hpp"
 #include "settings.hpp"
@@ -63,6 +64,24 @@ inline drift_result drift(std::span<const float> q, std::span<const float> previ
                                                    : largest;
   result.flagged = result.forced || result.pooled < tau;
   return result;
+}
+
+/// One flag for all rows of a step: that of any of them. `pooled` is the smallest, NaN where a row is forced.
+/// A row that is flagged beyond doubt decides, whatever is doubtful about the others.
+inline drift_result drift_of_rows(const std::vector<drift_result>& rows, double tau) {
+  drift_result all;
+  double least = infinity;
+  bool decided = false;
+  for (const drift_result& row : rows) {
+    all.flagged = all.flagged || row.flagged;
+    all.forced = all.forced || row.forced;
+    all.norm_borderline = all.norm_borderline || row.norm_borderline;
+    if (!row.forced) least = std::min(least, row.pooled);
+    if (!row.norm_borderline && (row.forced || row.pooled < tau - cosine_error)) decided = true;
+  }
+  if (!all.forced) all.pooled = least;
+  if (decided) all.norm_borderline = false;
+  return all;
 }
 
 }  // namespace oracle

@@ -12,6 +12,7 @@ namespace oracle {
 inline constexpr double infinity = std::numeric_limits<double>::infinity();
 inline constexpr double not_a_number = std::numeric_limits<double>::quiet_NaN();
 inline constexpr double largest_float = std::numeric_limits<float>::max();
+inline constexpr double cosine_error = 1e-5;  // what a pooled cosine in float32 may be off by
 
 /// Row `index` of a matrix with `width` columns.
 template <class T>

@@ -27,10 +27,15 @@ inline bool is_candidate(const settings& s, int page, int length) {
   return is_complete(s, page, length) && !is_sink(s, page) && !is_window(s, page, length);
 }
 
-/// Pages that the window ring still holds at `length`: non-sink, among the last R = W/p + 1.
+/// R = W/p + 1 + ceil(2 * (max_rows - 1) / p).
+inline int ring_slots(const settings& s) {
+  return s.window / s.page + 1 + page_count(s, 2 * (s.max_rows - 1));
+}
+
+/// Pages that the window ring still holds at `length`: non-sink, among the last R.
 inline bool is_in_ring(const settings& s, int page, int length) {
-  const int ring_slots = s.window / s.page + 1;
-  return !is_sink(s, page) && page < page_count(s, length) && page >= page_count(s, length) - ring_slots;
+  const int count = page_count(s, length);
+  return !is_sink(s, page) && page < count && page >= count - ring_slots(s);
 }
 
 inline std::vector<int> sink_pages(const settings& s, int length) {
@@ -54,6 +59,23 @@ inline std::vector<int> candidate_pages(const settings& s, int length) {
   return pages;
 }
 
+/// The candidates at length `fixed` that the first `length` tokens complete.
+inline std::vector<int> candidate_pages(const settings& s, int fixed, int length) {
+  std::vector<int> pages;
+  for (int page : candidate_pages(s, fixed))
+    if (is_complete(s, page, length)) pages.push_back(page);
+  return pages;
+}
+
+/// The window at `length` of a step whose candidates are given: every other non-sink page.
+inline std::vector<int> window_pages(const settings& s, int length, const std::vector<int>& candidates) {
+  std::vector<int> pages;
+  for (int page = 0; page < page_count(s, length); ++page)
+    if (!is_sink(s, page) && std::find(candidates.begin(), candidates.end(), page) == candidates.end())
+      pages.push_back(page);
+  return pages;
+}
+
 inline std::vector<int> ring_pages(const settings& s, int length) {
   std::vector<int> pages;
   for (int page = 0; page < page_count(s, length); ++page)
@@ -61,10 +83,10 @@ inline std::vector<int> ring_pages(const settings& s, int length) {
   return pages;
 }
 
-/// The pages that a KV head of `kind` attends to. Nothing is made unique on purpose: a page that two rules
-/// name would be attended twice, and has to show.
+/// The pages that a KV head of `kind` attends to, with this window. Nothing is made unique on purpose: a page
+/// that two rules name would be attended twice, and has to show.
 inline std::vector<int> attended_pages(const settings& s, layer_kind kind, int length,
-                                       const std::vector<int>& selected) {
+                                       const std::vector<int>& selected, const std::vector<int>& window) {
   std::vector<int> pages;
   if (kind == layer_kind::complete) {
     for (int page = 0; page < page_count(s, length); ++page) pages.push_back(page);
@@ -73,13 +95,13 @@ inline std::vector<int> attended_pages(const settings& s, layer_kind kind, int l
   for (int page : sink_pages(s, length)) pages.push_back(page);
   if (kind == layer_kind::retrieval)
     for (int page : selected) pages.push_back(page);
-  for (int page : window_pages(s, length)) pages.push_back(page);
+  for (int page : window) pages.push_back(page);
   std::sort(pages.begin(), pages.end());
   return pages;
 }
 
 inline std::vector<int> attended_pages(const settings& s, int length, const std::vector<int>& selected) {
-  return attended_pages(s, s.kind, length, selected);
+  return attended_pages(s, s.kind, length, selected, window_pages(s, length));
 }
 
 /// The tokens of whole pages, the open page as far as it is filled.

@@ -21,7 +21,7 @@ struct row_result {
   std::vector<int> selected;         // attended in this step
   std::vector<int> selected_next;    // carried into the next step
   bool corrected = false;
-  double pooled_cosine = not_a_number;  // NaN where none was computed
+  double pooled_cosine = not_a_number;  // the smallest of the step's rows; NaN where one has none
   bool flag_forced = false;             // flagged by a rule other than a comparison
   bool norm_borderline = false;         // the flag may legitimately differ, see drift.hpp
   double flag_margin = infinity;        // of mass_deficit, see mass_comparison; infinite without comparison
@@ -39,20 +39,23 @@ struct row_result {
   // spare slots on the last of them, with spare slots on all since the slots were empty.
   bool movement_firm = true;
   double score_size = 0.0;  // the larger score_size of the two
-  std::vector<int> slots;   // the selected slots' pages after the step, -1 for an empty one; none in place
+  // The truncation before this step kept the selection and its candidates, or dropped them, beyond doubt. If
+  // not, the step's candidates and window may differ, and with them everything about it.
+  bool truncation_firm = true;
+  std::vector<int> slots;  // the selected slots' pages after the step, -1 for an empty one; none in place
 };
 
 struct step_result {
-  std::vector<double> out;       // (n_qo, d)
-  std::vector<double> lse;       // (n_qo)
+  std::vector<double> out;       // (m, n_qo, d)
+  std::vector<double> lse;       // (m, n_qo)
   std::vector<row_result> rows;  // per KV head
 };
 
 /// Two float32 implementations must agree on this row's flag.
 inline bool flag_is_firm(const row_result& row, double tau) {
-  if (row.norm_borderline) return false;
+  if (row.norm_borderline || !row.truncation_firm) return false;
   if (!(row.flag_margin > 1e-4 + row.flag_slack)) return false;
-  return std::isnan(row.pooled_cosine) || std::fabs(row.pooled_cosine - tau) > 1e-5;
+  return std::isnan(row.pooled_cosine) || std::fabs(row.pooled_cosine - tau) > cosine_error;
 }
 
 }  // namespace oracle

@@ -15,18 +15,23 @@
 
 namespace oracle {
 
-/// What pages are scored with, of a group's queries (G, d): each of them, or the one pooled query.
+/// A group's queries are those of its heads in every row of a step, (m * G, d).
+inline int query_count(const settings& s, std::span<const float> queries) {
+  return static_cast<int>(queries.size()) / s.head_dim;
+}
+
+/// What pages are scored with, of a group's queries: each of them, or the one pooled query.
 inline std::vector<std::vector<float>> scoring_queries(const settings& s, std::span<const float> queries) {
-  if (is_of_queries(s.pooling)) return {pooled_query(s.pooling, queries, group_size(s))};
+  if (is_of_queries(s.pooling)) return {pooled_query(s.pooling, queries, query_count(s, queries))};
   std::vector<std::vector<float>> each;
-  for (int g = 0; g < group_size(s); ++g) {
+  for (int g = 0; g < query_count(s, queries); ++g) {
     const std::span<const float> query = row_of(queries, g, s.head_dim);
     each.emplace_back(query.begin(), query.end());
   }
   return each;
 }
 
-/// A selection with `queries` (G, d) among `candidates`, ascending; `summaries` holds every complete page's.
+/// A selection with a group's queries among `candidates`, ascending; `summaries` holds every complete page's.
 inline selection select_pages(const settings& s, int kv_head, std::span<const float> queries,
                               const std::vector<int>& candidates,
                               const std::vector<page_summary>& summaries) {
@@ -111,7 +116,7 @@ inline void measure_scores(selection& chosen, const settings& s, int kv_head, st
   if (s.pooling != pooling_kind::mean_query) return;
   for (std::size_t i = 0; i < d; ++i) {
     double sum = 0.0;
-    for (int g = 0; g < group_size(s); ++g) {
+    for (int g = 0; g < query_count(s, queries); ++g) {
       const double size = std::fabs(static_cast<double>(row_of(queries, g, s.head_dim)[i]));
       if (std::isfinite(size)) sum += size;
     }

@@ -8,6 +8,7 @@
 #include <random>
 #include <span>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "checks/by_hand.hpp"
@@ -17,8 +18,10 @@
 #include "checks/key_codes.hpp"
 #include "checks/pooling.hpp"
 #include "checks/residency.hpp"
+#include "checks/several_rows.hpp"
 #include "checks/summaries.hpp"
 #include "checks/top_p.hpp"
+#include "checks/truncation.hpp"
 #include "oracle.hpp"
 
 TEST_CASE("pages with a sink of one page and a window of two") {

@@ -88,6 +88,7 @@ struct settings {
   residency_kind residency = residency_kind::first_unselected;
   std::vector<layer_kind> head_kinds = {};    // one per KV head; empty: all heads are of `kind`
   std::vector<codebooks> key_codebooks = {};  // of key_codes: one per KV head
+  int max_rows = 1;                           // the most decode rows that one step may append
 };
 
 inline double default_scale(int head_dim) { return 1.0 / std::sqrt(static_cast<double>(head_dim)); }
@@ -149,6 +150,7 @@ inline void check(const settings& s) {
   require(s.window >= s.page && s.window % s.page == 0,
           "window is a multiple of the page, at least one page");
   require(s.selected_pages >= 1, "at least one page is selected");
+  require(s.max_rows >= 1, "a step may append at least one row");
   require(s.scale > 0.0, "scale is positive; default_scale gives the usual one");
   require(s.head_kinds.empty() || s.head_kinds.size() == static_cast<std::size_t>(s.kv_heads),
           "head_kinds is empty or has one kind per KV head");

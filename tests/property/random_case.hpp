@@ -170,30 +170,33 @@ inline random_case make_case(std::uint64_t seed) {
 /// Rows of one token: queries that turn slowly, keys near slowly moving centres, as text has them.
 class token_source {
  public:
-  explicit token_source(const random_case& c) : c_(c), dice_(c.seed ^ 0x9e3779b97f4a7c15ull) {
+  /// `c` outlives it.
+  explicit token_source(const random_case& c) : c_(&c), dice_(c.seed ^ 0x9e3779b97f4a7c15ull) {
     fill(query_, c.options.query_heads, 1.0f);
     fill(centre_, c.options.kv_heads, 1.0f);
   }
   void next() {
-    for (float& x : query_) x = (x + c_.turn * dice_.normal()) / std::sqrt(1.0f + c_.turn * c_.turn);
+    for (float& x : query_) x = (x + c_->turn * dice_.normal()) / std::sqrt(1.0f + c_->turn * c_->turn);
     for (float& x : centre_) x = 0.9f * x + 0.4f * dice_.normal();
-    const float size = dice_.uniform() < c_.outliers ? 6.0f : 1.0f;
+    const float size = dice_.uniform() < c_->outliers ? 6.0f : 1.0f;
     keys.clear();
     for (const float x : centre_)
-      keys.push_back(rounded(size * (x + 0.5f * dice_.normal()), c_.options.element));
+      keys.push_back(rounded(size * (x + 0.5f * dice_.normal()), c_->options.element));
     values.clear();
     for (std::size_t i = 0; i < keys.size(); ++i)
-      values.push_back(rounded(dice_.normal(), c_.options.element));
+      values.push_back(rounded(dice_.normal(), c_->options.element));
     queries = query_;
   }
+  /// What follows differs from what followed otherwise.
+  void diverge(int nth) { dice_ = dice(c_->seed + static_cast<std::uint64_t>(nth) * 0x1234567ull); }
   std::vector<float> queries, keys, values;
   dice& random() { return dice_; }
 
  private:
   void fill(std::vector<float>& rows, int heads, float size) {
-    for (int i = 0; i < heads * c_.options.head_dim; ++i) rows.push_back(size * dice_.normal());
+    for (int i = 0; i < heads * c_->options.head_dim; ++i) rows.push_back(size * dice_.normal());
   }
-  const random_case& c_;
+  const random_case* c_;
   dice dice_;
   std::vector<float> query_, centre_;
 };
@@ -258,6 +261,7 @@ inline oracle::settings oracle_settings(const random_case& c) {
       value_at(freekv::examples::residencies, o.does.residency,
                {oracle::residency_kind::first_unselected, oracle::residency_kind::least_recently_used});
   s.spare = o.does.spare;
+  s.max_rows = o.max_decode_rows;
   s.kind = o.does.plan == "complete" ? oracle::layer_kind::complete
            : o.does.plan == "window" ? oracle::layer_kind::window
                                      : oracle::layer_kind::retrieval;

@@ -1,30 +1,15 @@
 // The whole step, every option that the programs offer, against the float64 oracle: agreement as invariant 8
 // of the specification states it.
 
-#include <cstdlib>
 #include <map>
-#include <sstream>
 
-#include "../agreement.hpp"
 #include "../catch.hpp"
-#include "random_case.hpp"
+#include "compare_step.hpp"
+#include "seeds.hpp"
 
 namespace {
 
 using namespace tests;
-
-/// What was compared, so that a test can require that it was.
-struct coverage {
-  long steps = 0, firm_selections = 0, compared_outputs = 0, corrected = 0, recalled = 0, promoted = 0,
-       skipped = 0;
-};
-
-template <class V>
-std::string listed(const V& pages) {
-  std::ostringstream text;
-  for (const auto page : pages) text << " " << page;
-  return text.str();
-}
 
 /// Runs a case through library and oracle; throws `disagreement`.
 void compare_with_oracle(const random_case& c, freekv::host_backend& backend, coverage& seen) {
@@ -55,9 +40,7 @@ void compare_with_oracle(const random_case& c, freekv::host_backend& backend, co
   expected.prompt(keys, values, c.prompt);
 
   std::vector<float> out(n(c.options.query_heads * c.options.head_dim)), lse(n(c.options.query_heads));
-  std::vector<std::vector<int>> previous(n(heads));
-  std::vector<bool> previous_equal(n(heads), true);  // the selection carried into the step
-  std::vector<bool> carried_firm(n(heads), true);
+  step_comparison comparison(heads);
   for (int step = 0; step < c.steps; ++step) {
     source.next();
     p->begin_step(1, freekv::row_kind::decode);
@@ -65,58 +48,7 @@ void compare_with_oracle(const random_case& c, freekv::host_backend& backend, co
     p->attend(0, out, lse);
     p->end_step();
     const auto want = expected.step(source.queries, source.keys, source.values);
-    const auto report = p->report(0);
-    ++seen.steps;
-    const auto stride = report.attended.size() / n(heads);
-    for (int h = 0; h < heads; ++h) {
-      const auto& row = want.rows[n(h)];
-      const auto where = sentence("step ", step, ", KV head ", h, ": ");
-      const bool corrected = report.corrected[n(h)] != 0;
-      if (corrected != row.corrected && oracle::flag_is_firm(row, expected.config().tau))
-        throw disagreement{
-            sentence(where, "corrected is ", corrected, ", pooled cosine ", row.pooled_cosine)};
-      const bool same_flag = corrected == row.corrected;
-      const std::vector<int> got(
-          report.attended.begin() + static_cast<long>(n(h) * stride),
-          report.attended.begin() + static_cast<long>(n(h) * stride) + report.attended_count[n(h)]);
-      const bool equal = got == row.selected;
-      const bool firm = same_flag && (row.corrected ? row.correct_firm : carried_firm[n(h)]);
-      if (!equal && firm)
-        throw disagreement{sentence(where, "attended", listed(got), " for", listed(row.selected))};
-      seen.firm_selections += firm && !row.selected.empty();
-      if (equal && !previous_equal[n(h)]) ++seen.skipped;
-      if (equal) {
-        const int group = c.options.query_heads / heads;
-        for (int g = h * group; g < (h + 1) * group; ++g) {
-          if (!close(lse[n(g)], want.lse[n(g)], 1e-5))
-            throw disagreement{
-                sentence(where, "lse of query head ", g, " is ", lse[n(g)], " for ", want.lse[n(g)])};
-          for (int i = 0; i < c.options.head_dim; ++i) {
-            const auto at = n(g * c.options.head_dim + i);
-            if (!close(out[at], want.out[at], 2e-5))
-              throw disagreement{sentence(where, "output ", i, " of query head ", g, " is ", out[at], " for ",
-                                          want.out[at])};
-          }
-          ++seen.compared_outputs;
-        }
-      }
-      // Recall is that of this selection and the next: both, and what was held, must be equal. The next is
-      // known to be where it is firm.
-      if (equal && previous_equal[n(h)] && same_flag && row.speculate_firm && row.movement_firm &&
-          (report.recalled[n(h)] != row.recalled || report.promoted[n(h)] != row.promoted ||
-           report.recalled_before_attention[n(h)] != row.recalled_before_attention))
-        throw disagreement{
-            sentence(where, "recalled ", report.recalled[n(h)], " (", report.recalled_before_attention[n(h)],
-                     " before attention) and promoted ", report.promoted[n(h)], " for ", row.recalled, " (",
-                     row.recalled_before_attention, ") and ", row.promoted)};
-      seen.corrected += corrected;
-      seen.recalled += report.recalled[n(h)];
-      seen.promoted += report.promoted[n(h)];
-      carried_firm[n(h)] = row.corrected && row.selected == row.selected_next
-                               ? row.correct_firm && row.speculate_firm
-                               : row.speculate_firm;
-      previous_equal[n(h)] = carried_firm[n(h)];
-    }
+    comparison.compare(sentence("step ", step), c, want, p->report(0), out, lse, seen);
   }
 }
 
@@ -150,15 +82,10 @@ random_case shrunk(random_case c, freekv::host_backend& backend) {
   return c;
 }
 
-std::uint64_t seeds_from(const char* variable, std::uint64_t otherwise) {
-  const char* text = std::getenv(variable);
-  return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
-}
-
 }  // namespace
 
 TEST_CASE("random steps agree with the float64 oracle", "[property]") {
-  const std::uint64_t first = seeds_from("FREEKV_SEED", 1), count = seeds_from("FREEKV_CASES", 400);
+  const std::uint64_t first = number_from("FREEKV_SEED", 1), count = number_from("FREEKV_CASES", 400);
   std::map<int, freekv::host_backend> backends;
   const auto isas = {freekv::host::isa::baseline, freekv::host::best_isa()};
   int b = 0;

@@ -140,7 +140,8 @@ TEST_CASE("a step is begun with known sequences, each once, outside a step", "[e
   refuses_at<usage_error>(moment::before_steps, {"sequence 1 is listed twice"}, [](auto& p, auto a, auto b) {
     p.begin_step({{b}, {a}, {b}});
   });
-  refuses_at<usage_error>(moment::before_steps, {"sequence 0 brings 2 decode rows", "one at a time"},
+  refuses_at<usage_error>(moment::before_steps,
+                          {"sequence 0 brings 2 decode rows", "max_decode_rows", "is 1"},
                           [](auto& p, auto a, auto) {
                             p.begin_step({{a, 2}});
                           });
@@ -165,12 +166,12 @@ TEST_CASE("a step that does not fit reserves nothing", "[errors]") {
                                      [](auto& p, auto a, auto b) {
                                        p.begin_step({{b}, {a, 109, row_kind::prompt}});
                                      });
-  refuses_at<freekv::pool_exhausted>(
-      moment::before_steps,
-      {"page pool exhausted", "20 of 32 in use", "the step needs 13 more", "release a sequence"},
-      [](auto& p, auto a, auto) {
-        p.begin_step({{a, 12 * 8 - 92 + 13 * 8, row_kind::prompt}});
-      });
+  refuses_at<freekv::pool_exhausted>(moment::before_steps,
+                                     {"page pool exhausted", "20 of 32 in use",
+                                      "the step, from sequence 0 on, needs 13 more", "release a sequence"},
+                                     [](auto& p, auto a, auto) {
+                                       p.begin_step({{a, 12 * 8 - 92 + 13 * 8, row_kind::prompt}});
+                                     });
   refuses_at<freekv::pool_exhausted>(moment::before_steps,
                                      {"page pool exhausted", "20 of 32", "needs 14 more"},
                                      [](auto& p, auto a, auto b) {

@@ -6,14 +6,12 @@
 #include <vector>
 
 #include "../catch.hpp"
-#include "steps.hpp"
+#include "random_settings.hpp"
 
 namespace {
 
 using namespace tests;
 using freekv::row_kind;
-
-constexpr int head_dim = tiny_pipeline::head_dim;
 
 /// What a sequence does in each step it takes part in.
 struct chunk {
@@ -46,47 +44,6 @@ script random_script(dice& d, int most_tokens) {
   return s;
 }
 
-/// Basis for key_subspace<8, 3> of tiny_settings.
-const std::vector<float>& basis_data() {
-  static const std::vector<float> data = [] {
-    dice d(99);
-    std::vector<float> all;
-    for (int layer = 0; layer < 3; ++layer) {
-      const auto of_layer = random_basis(d, 2, 8, head_dim);
-      all.insert(all.end(), of_layer.begin(), of_layer.end());
-    }
-    return all;
-  }();
-  return data;
-}
-
-tiny_pipeline::settings random_settings(dice& d) {
-  auto s = tiny_settings();
-  switch (d.below(3)) {
-    case 0:
-      s.summary = freekv::chunk_means<4>{};
-      break;
-    case 1:
-      s.summary = freekv::key_subspace<8, 3>{.basis = {basis_data().data(), 3, 2, 8, head_dim}};
-      break;
-    default:
-      break;
-  }
-  switch (d.below(3)) {
-    case 0:
-      s.correction = freekv::always{};
-      break;
-    case 1:
-      s.correction = freekv::never{};
-      break;
-    default:
-      break;
-  }
-  if (d.below(2) == 0) s.route = freekv::in_place{};
-  if (d.below(5) == 0) s.plan = freekv::complete_first<freekv::dynamic, freekv::layer_kind::window>{1};
-  return s;
-}
-
 std::vector<sequence_result> run_alone(const tiny_pipeline::settings& s, const script& steps,
                                        const text& source) {
   freekv::host_backend backend({.overlap = false});
@@ -96,14 +53,6 @@ std::vector<sequence_result> run_alone(const tiny_pipeline::settings& s, const s
   for (const chunk& c : steps) results.push_back(run_step(pipeline, id, source, c.tokens, c.kind));
   return results;
 }
-
-/// `n` tokens of a text in a fresh pipeline.
-struct fresh {
-  explicit fresh(const tiny_pipeline::settings& s) : pipeline(s, backend), id(pipeline.open()) {}
-  freekv::host_backend backend{};
-  tiny_pipeline pipeline;
-  freekv::sequence_id id;
-};
 
 }  // namespace
 

@@ -59,6 +59,22 @@ class text {
     }
   }
 
+  /// The first `tokens` tokens of `beginning`, then those of `end` from there on.
+  static text spliced(const text& beginning, int tokens, const text& end) {
+    text both = beginning;
+    for (std::size_t l = 0; l < both.layers_.size(); ++l) {
+      const auto splice = [&](std::vector<float>& data, const std::vector<float>& rest, std::size_t row) {
+        const auto at = static_cast<std::ptrdiff_t>(count(tokens) * row);
+        data.resize(count(tokens) * row);
+        data.insert(data.end(), rest.begin() + at, rest.end());
+      };
+      splice(both.layers_[l].queries, end.layers_[l].queries, both.query_row_);
+      splice(both.layers_[l].keys, end.layers_[l].keys, both.key_row_);
+      splice(both.layers_[l].values, end.layers_[l].values, both.key_row_);
+    }
+    return both;
+  }
+
   rows at(int layer, int first, int tokens) const {
     const auto part = [&](const std::vector<float>& data, std::size_t row) {
       return std::span(data).subspan(count(first) * row, count(tokens) * row);

@@ -24,10 +24,10 @@ struct usage_error : error {
 
 /// A fixed-capacity pool cannot hold what a step will complete; thrown before anything is queued.
 struct pool_exhausted : error {
-  pool_exhausted(const std::string& pool, long pool_capacity, long in_use, const std::string& who, long more)
+  pool_exhausted(const std::string& pool, long pool_capacity, long in_use, const std::string& who, long more,
+                 const std::string& remedy = "release a sequence or raise the capacity in the settings")
       : error(pool + " exhausted: " + std::to_string(in_use) + " of " + std::to_string(pool_capacity) +
-              " in use, " + who + " needs " + std::to_string(more) +
-              " more; release a sequence or raise the capacity in the settings"),
+              " in use, " + who + " needs " + std::to_string(more) + " more; " + remedy),
         capacity(pool_capacity),
         used(in_use),
         needed(more) {}

@@ -25,6 +25,11 @@ struct step_entry {
   int tokens = 0;
   int first_row = 0;
   row_kind kind = row_kind::decode;
+  std::int32_t shared_page = -1;  // store page whose rows are copied first, as other sequences have it too
+  // Of decode rows:
+  int window_begin = 0;  // candidates end here, as the step before has fixed them; later pages are the window
+  int kept_row = -1;  // row of the step before whose queries are the previous ones; -1: there is no selection
+  int decode_step = 0;  // since the last prompt
   constexpr int after() const { return before + tokens; }
 };
 
@@ -35,6 +40,27 @@ struct new_rows {
   std::span<const In> values{};  ///< (rows, kv_heads, head_dim)
   std::span<const float>
       queries{};  ///< (rows, query_heads, head_dim); may be empty if all rows are prompt and none attends
+};
+
+/// One sequence's keys and values in an engine's own paged cache: token t of it is token `t % block_tokens` of block
+/// `block_table[t / block_tokens]`, at `keys + block * block_stride + token * token_stride + head * head_stride`, and
+/// so are its values. Strides in elements; head_dim elements lie one behind the other.
+template <class In>
+struct paged_rows {
+  const In* keys = nullptr;
+  const In* values = nullptr;
+  std::int64_t block_stride = 0;
+  std::int64_t token_stride = 0;
+  std::int64_t head_stride = 0;
+  int block_tokens = 16;
+  std::span<const std::int32_t> block_table{};
+
+  std::int64_t offset(int token, int head) const {
+    const std::int64_t block = block_table[static_cast<std::size_t>(token / block_tokens)];
+    return block * block_stride + token % block_tokens * token_stride + head * head_stride;
+  }
+  const In* key(int token, int head) const { return keys + offset(token, head); }
+  const In* value(int token, int head) const { return values + offset(token, head); }
 };
 
 /// One KV head of one sequence.
@@ -60,14 +86,14 @@ struct layer_state {
   float scale = 1.0f;
   int max_pages = 0;                         // of one sequence
   strided_pages<element, head_dim> store;    // by store page
-  strided_pages<element, head_dim> frames;   // by sequence * slots.total() + slot
+  strided_pages<element, head_dim> frames;   // by slot set * slots.total() + slot
   const std::int32_t* page_table = nullptr;  // (sequence, max_pages): store page
+  const std::int32_t* slot_sets = nullptr;   // (sequence): its slots among all, -1 while it is preempted
   std::byte* summaries = nullptr;            // (store page, kv head, summary_bytes)
   std::size_t summary_bytes = 0;
   layer_kind* head_kinds = nullptr;        // (kv head)
-  float* previous_query = nullptr;         // (sequence, query head, head_dim)
-  std::int32_t* decode_steps = nullptr;    // (sequence): since its last prompt
-  std::uint8_t* has_selection = nullptr;   // (sequence): previous_query and selected mean something
+  int decode_rows = 1;                     // of one sequence in a step, at most
+  float* previous_query = nullptr;         // (sequence, kv head, decode row, group, head_dim)
   std::uint8_t* corrected = nullptr;       // (sequence, kv head): flagged in the last step
   std::int32_t* selected = nullptr;        // (sequence, kv head, k): ascending pages, for the next step
   std::int32_t* selected_count = nullptr;  // (sequence, kv head)
@@ -95,12 +121,16 @@ struct layer_state {
     const std::size_t first = row(sequence, head) * static_cast<std::size_t>(slots.selected);
     return {slot_page + first, slot_stamp + first, slots.selected};
   }
+  int pages_of(int tokens) const { return (tokens + page.tokens - 1) / page.tokens; }
   layer_kind kind_of(int head) const { return head_kinds[head]; }
-  float* kept_query(int sequence, int head) const {
-    return previous_query + row(sequence, head) * static_cast<std::size_t>(heads.group() * head_dim);
+  float* kept_query(int sequence, int head, int decode_row = 0) const {
+    const std::size_t nth =
+        row(sequence, head) * static_cast<std::size_t>(decode_rows) + static_cast<std::size_t>(decode_row);
+    return previous_query + nth * static_cast<std::size_t>(heads.group() * head_dim);
   }
-  group_query query_of(int sequence, int head) const {
-    return {kept_query(sequence, head), heads.group(), head_dim};
+  /// The queries of all rows of a decode step as one group.
+  group_query query_of(const step_entry& entry, int head) const {
+    return {kept_query(entry.sequence, head), entry.tokens * heads.group(), head_dim};
   }
   std::int32_t store_page(int sequence, int page_index) const {
     return page_table[static_cast<std::size_t>(sequence) * static_cast<std::size_t>(max_pages) +
@@ -115,7 +145,7 @@ struct layer_state {
     return slice_of(store, store_page(sequence, page_index), head);
   }
   head_slice<element> frame_slice(int sequence, int slot, int head) const {
-    return slice_of(frames, static_cast<std::int64_t>(sequence) * slots.total() + slot, head);
+    return slice_of(frames, static_cast<std::int64_t>(slot_sets[sequence]) * slots.total() + slot, head);
   }
 };
 

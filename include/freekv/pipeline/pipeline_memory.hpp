@@ -22,6 +22,7 @@ class pipeline_memory {
 
   std::vector<State> layers;
   std::int32_t* page_tables = nullptr;  // (sequence, max_pages)
+  std::int32_t* slot_sets = nullptr;    // (sequence)
   memory_bytes bytes;
   std::size_t slow_bytes = 0, fast_bytes = 0;  // of the blocks
   Stages stages;
@@ -34,6 +35,7 @@ class pipeline_memory {
   template <class Backend>
   pipeline_memory(const Settings& s, Backend& backend, carver&& slow, carver&& fast)
       : page_tables(fast.take<std::int32_t>(size(s.max_sequences) * size(s.max_pages()))),
+        slot_sets(fast.take<std::int32_t>(size(s.max_sequences))),
         stages(backend, s, scratch_sizes(s), fast) {
     for (int layer = 0; layer < s.layers; ++layer) layers.push_back(layer_part(s, layer, slow, fast));
     slow_bytes = slow.used();
@@ -49,17 +51,19 @@ class pipeline_memory {
     l.heads = {s.query_heads, s.kv_heads};
     l.page = {s.page.tokens, head_dim};
     l.budget = s.budget;
-    l.slots = slots_for(s.budget, l.page.tokens, s.spare_slots());
+    l.slots = slots_for(s.budget, l.page.tokens, s.spare_slots(), s.max_decode_rows);
+    l.decode_rows = s.max_decode_rows;
     if (l.kind == layer_kind::window) l.slots.selected = 0;
     l.scale = s.scale;
     l.max_pages = s.max_pages();
     l.page_table = page_tables;
+    l.slot_sets = slot_sets;
     l.summary_bytes =
         resolve(s.summary, [&](const auto& summary) { return summary_bytes<element>(summary, l.page); });
 
     const page_shape shape{l.page.tokens, s.kv_heads};
     const std::int64_t store_pages = s.store_pages();
-    const std::int64_t frame_pages = l.keeps_slots ? std::int64_t{s.max_sequences} * l.slots.total() : 0;
+    const std::int64_t frame_pages = l.keeps_slots ? std::int64_t{s.max_resident} * l.slots.total() : 0;
     const auto elements = [&](std::int64_t pages) {
       return size(pages) * size(2 * shape.tokens * head_dim) * size(shape.kv_heads);
     };
@@ -89,9 +93,7 @@ class pipeline_memory {
     for (int head = 0; l.head_kinds != nullptr && head < s.kv_heads; ++head)
       l.head_kinds[head] = head_kind(s.plan, layer, head);
     const std::size_t rows = l.row(s.max_sequences, 0), selections = l.selection(s.max_sequences, 0);
-    l.previous_query = fast.take<float>(rows * size(l.heads.group() * head_dim));
-    l.decode_steps = fast.take<std::int32_t>(size(s.max_sequences));
-    l.has_selection = fast.take<std::uint8_t>(size(s.max_sequences));
+    l.previous_query = fast.take<float>(rows * size(l.decode_rows * l.heads.group() * head_dim));
     l.corrected = fast.take<std::uint8_t>(rows);
     for (std::int32_t** counts : {&l.selected_count, &l.upcoming_count, &l.attended_count, &l.selections,
                                   &l.recalled, &l.recalled_before_attention, &l.promoted})
@@ -106,6 +108,7 @@ class pipeline_memory {
   static auto scratch_sizes(const Settings& s) {
     typename Stages::sizes sizes{.kv_heads = s.kv_heads,
                                  .group = s.query_heads / s.kv_heads,
+                                 .decode_rows = s.max_decode_rows,
                                  .head_dim = head_dim,
                                  .page_tokens = s.page.tokens,
                                  .attention_floats = attention_scratch<head_dim>,

@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <freekv/backend/host/stages.hpp>
 #include <freekv/pipeline/pipeline_memory.hpp>
+#include <freekv/pipeline/sequences.hpp>
 #include <freekv/pipeline/settings.hpp>
-#include <freekv/storage/page_pool.hpp>
 #include <initializer_list>
 #include <optional>
 #include <span>
@@ -17,13 +17,6 @@
 #include <vector>
 
 namespace freekv {
-
-/// The rows one sequence brings to a step.
-struct sequence_rows {
-  sequence_id sequence{};
-  int tokens = 1;
-  row_kind kind = row_kind::decode;
-};
 
 /// What a layer's last step did for one sequence.
 struct step_report {
@@ -78,15 +71,21 @@ class basic_retrieval_pipeline {
   basic_retrieval_pipeline(const settings& given, backend_type& backend, const memory_resources& memory = {})
       : settings_(checked_settings<head_dim>(given)),
         backend_(&backend),
-        pool_(settings_.store_pages()),
-        sequences_(static_cast<std::size_t>(settings_.max_sequences)),
         recalled_(static_cast<std::size_t>(settings_.layers)),
         progress_(static_cast<std::size_t>(settings_.layers)) {
     const memory_plan counted(settings_, backend, nullptr, nullptr);
     slow_memory_ = memory_block(*memory.slow, counted.slow_bytes);
     fast_memory_ = memory_block(*memory.fast, counted.fast_bytes);
     parts_.emplace(settings_, backend, slow_memory_.data(), fast_memory_.data());
-    entries_.reserve(sequences_.size());
+    sequences_.emplace(sequence_limits{.page_tokens = settings_.page.tokens,
+                                       .budget = settings_.budget,
+                                       .max_tokens = settings_.max_tokens,
+                                       .max_sequences = settings_.max_sequences,
+                                       .max_resident = settings_.max_resident,
+                                       .max_decode_rows = settings_.max_decode_rows,
+                                       .store_pages = settings_.store_pages()},
+                       parts_->page_tables, parts_->slot_sets);
+    entries_.reserve(size(settings_.max_sequences));
     for (const state& layer : parts_->layers) parts_->stages.clear(layer, settings_.max_sequences);
   }
   basic_retrieval_pipeline(const basic_retrieval_pipeline&) = delete;
@@ -119,66 +118,89 @@ class basic_retrieval_pipeline {
   std::size_t summary_bytes() const { return parts_->layers.front().summary_bytes; }
 
   /// A new, empty sequence. Throws pool_exhausted.
-  sequence_id open() {
-    const auto free =
-        std::find_if(sequences_.begin(), sequences_.end(), [](const auto& s) { return !s.open; });
-    if (free == sequences_.end())
-      throw pool_exhausted("sequences", settings_.max_sequences, settings_.max_sequences, "a new sequence",
-                           1);
-    *free = {true, 0, 0};
-    return sequence_id{static_cast<std::int32_t>(free - sequences_.begin())};
+  sequence_id open() { return sequences_->open(); }
+
+  /// A new sequence that begins with the tokens of `start`, as if they had been its prompt; their pages are shared.
+  /// Throws pool_exhausted, or usage_error in a step.
+  sequence_id open(const prefix& start) {
+    outside_step("open");
+    const sequence_id id = sequences_->open(start);
+    for (const state& layer : parts_->layers)
+      parts_->stages.restore(layer, static_cast<int>(id), sequences_->known(id).tokens);
+    return id;
   }
+
+  /// A new sequence that goes on as `parent` would, bit for bit. All pages are shared, until one of the two writes to
+  /// the open one. Waits for what is queued. Throws pool_exhausted, or usage_error in a step.
+  sequence_id fork(sequence_id parent) {
+    outside_step("fork");
+    const sequence_id id = sequences_->fork(parent);
+    synchronize();
+    for (const state& layer : parts_->layers)
+      parts_->stages.fork(layer, static_cast<int>(parent), static_cast<int>(id));
+    return id;
+  }
+
+  /// The complete pages among the first `tokens` tokens of a sequence, for other sequences to start with, even when
+  /// this one has ended. They stay in use until the prefix goes, which is before the pipeline does.
+  prefix keep_prefix(sequence_id id, int tokens) {
+    outside_step("keep_prefix");
+    return sequences_->keep(id, tokens);
+  }
+
+  /// The sequence keeps its first `tokens` tokens. Inside the rows of its last decode step the selection stays and the
+  /// last kept row's query becomes the previous one, unless a selected page is no longer complete; else the selection
+  /// is dropped, and all heads select anew in the next step. Waits for what is queued. Throws usage_error.
+  void truncate(sequence_id id, int tokens) {
+    outside_step("truncate");
+    sequences_->check_truncation(id, tokens);
+    const int before = sequences_->known(id).tokens, sequence = static_cast<int>(id);
+    if (tokens == before) return;
+    synchronize();
+    bool keeps = sequences_->inside_last_append(id, tokens);
+    for (const state& layer : parts_->layers)
+      keeps = keeps && parts_->stages.selects_within(layer, sequence, tokens / settings_.page.tokens);
+    sequences_->truncate(id, tokens, keeps);
+    for (const state& layer : parts_->layers) parts_->stages.truncate(layer, sequence, before, tokens, keeps);
+  }
+
+  /// The sequence's slots go to others; it takes no steps until it is restored, and then goes on as if nothing had been.
+  /// Both wait for what is queued. Throw usage_error; `restore` pool_exhausted.
+  void preempt(sequence_id id) {
+    outside_step("preempt");
+    synchronize();
+    sequences_->preempt(id);
+  }
+  void restore(sequence_id id) {
+    outside_step("restore");
+    sequences_->restore(id);
+    synchronize();
+    for (const state& layer : parts_->layers)
+      parts_->stages.restore(layer, static_cast<int>(id), sequences_->known(id).tokens);
+  }
+  bool is_preempted(sequence_id id) const { return sequences_->known(id), !sequences_->is_resident(id); }
 
   /// Ends a sequence; its pages go back to the pool after the last recall that can touch them, which is
   /// waited for.
   void release(sequence_id id) {
     outside_step("release");
-    sequence_record& sequence = known(id);
+    sequences_->known(id);
     synchronize();
-    for (int page = 0; page < sequence.pages; ++page) pool_.give_back(*page_entry(id, page));
+    sequences_->release(id);
     for (const state& layer : parts_->layers) parts_->stages.forget(layer, static_cast<int>(id));
-    sequence = {};
   }
 
   /// Length of a sequence, the rows of a step in progress included.
-  int tokens(sequence_id id) const { return known(id).tokens; }
-  std::int32_t free_pages() const { return pool_.available(); }
+  int tokens(sequence_id id) const { return sequences_->known(id).tokens; }
+  std::int32_t free_pages() const { return sequences_->free_pages(); }
 
-  /// Starts a step to which the listed sequences bring rows. Reserves every page the step needs, or throws
-  /// pool_exhausted with nothing changed. Decode rows come one at a time, prompt rows in chunks of any size.
+  /// Starts a step to which the listed sequences bring rows: prompt rows in chunks of any size, or at most
+  /// max_decode_rows decode rows, which attend causally among themselves and select as one group. Reserves every page
+  /// the step needs, or throws pool_exhausted with nothing changed.
   void begin_step(std::span<const sequence_rows> rows) {
     outside_step("begin_step");
-    std::int64_t needed = 0;
-    for (std::size_t i = 0; i < rows.size(); ++i) {
-      const sequence_rows& r = rows[i];
-      const sequence_record& sequence = known(r.sequence);
-      const auto same = [&](const sequence_rows& other) { return other.sequence == r.sequence; };
-      if (std::any_of(rows.begin(), rows.begin() + static_cast<std::ptrdiff_t>(i), same))
-        throw usage_error(name_of(r.sequence) + " is listed twice in one step");
-      if (r.tokens < 0 || (r.kind == row_kind::decode && r.tokens > 1))
-        throw usage_error(
-            name_of(r.sequence) + " brings " + std::to_string(r.tokens) + " " +
-            (r.kind == row_kind::decode ? "decode rows; they come one at a time" : "prompt rows"));
-      if (r.tokens > settings_.max_tokens - sequence.tokens)
-        throw pool_exhausted("tokens of " + name_of(r.sequence), settings_.max_tokens, sequence.tokens,
-                             "the step", r.tokens);
-      needed += settings_.pages_for(sequence.tokens + r.tokens) - sequence.pages;
-    }
-    if (needed > pool_.available())
-      throw pool_exhausted("page pool", pool_.capacity(), pool_.capacity() - pool_.available(), "the step",
-                           needed);
-
-    entries_.clear();
-    rows_ = 0;
-    for (const sequence_rows& r : rows) {
-      if (r.tokens == 0) continue;
-      sequence_record& sequence = known(r.sequence);
-      entries_.push_back({static_cast<int>(r.sequence), sequence.tokens, r.tokens, rows_, r.kind});
-      sequence.tokens += r.tokens;
-      rows_ += r.tokens;
-      for (const int pages = settings_.pages_for(sequence.tokens); sequence.pages < pages; ++sequence.pages)
-        *page_entry(r.sequence, sequence.pages) = pool_.take();
-    }
+    sequences_->begin_step(rows, entries_);
+    rows_ = entries_.empty() ? 0 : entries_.back().first_row + entries_.back().tokens;
     std::fill(progress_.begin(), progress_.end(), layer_progress::waiting);
     in_step_ = true;
   }
@@ -206,11 +228,32 @@ class basic_retrieval_pipeline {
     progress_[static_cast<std::size_t>(layer)] = layer_progress::appended;
   }
 
+  /// Appends the step's rows, all of them of prompts, from an engine's own paged cache, whose prefill needs no attention
+  /// from here: `rows` has a table for each sequence of the step that brings rows, in their order. Copying is queued on
+  /// the backend's recall stream; until `synchronize`, or the layer's next append, the engine's blocks and the tables
+  /// stay as they are. At most as many pages are in flight as the stream queues; more wait. Throws usage_error.
+  template <class In>
+  void append_from(int layer, std::span<const paged_rows<In>> rows) {
+    static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
+                  "append_from takes keys and values of the stored element type, or float");
+    const state& s = layer_in(layer, "append_from", layer_progress::waiting);
+    check_tables(rows);
+    for (std::size_t i = 0; i < rows.size(); ++i)
+      for (int page = entries_[i].before / s.page.tokens; page < s.pages_of(entries_[i].after()); ++page)
+        backend_->recall().enqueue([stages = &parts_->stages, layer_state = &s, entry = entries_[i],
+                                    table = rows[i],
+                                    page] { stages->append_from(*layer_state, entry, table, page); });
+    recalled_[static_cast<std::size_t>(layer)] = backend_->recall().record();
+    queries_ = {};
+    appended_layer_ = layer;
+    progress_[static_cast<std::size_t>(layer)] = layer_progress::appended;
+  }
+
   /// Corrects the flagged heads, attends, and queues selection and recall for the next step behind the
   /// attention.
   ///
   /// Decode rows attend to sink, selected and window pages, prompt rows to everything up to themselves.
-  /// `out`: (rows, query_heads, head_dim). `lse`: (rows, query_heads), natural logarithm, or empty.
+  /// `out`: (rows, query_heads, head_dim). `lse`: (rows, query_heads), in the settings' base, or empty.
   void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
     const state& s = layer_in(layer, "attend", layer_progress::appended);
     const auto to = output("attend", s, out, lse);
@@ -249,6 +292,7 @@ class basic_retrieval_pipeline {
                         std::to_string(settings_.layers) +
                         (*missed == layer_progress::waiting ? " was not appended to"
                                                             : " has not attended its decode rows"));
+    sequences_->end_step(entries_);
     in_step_ = false;
   }
 
@@ -258,6 +302,7 @@ class basic_retrieval_pipeline {
   bool abandon_step() noexcept {
     if (!in_step_) return false;
     in_step_ = false;
+    sequences_->end_step(entries_);
     for (const step_entry& entry : entries_) release(sequence_id{entry.sequence});
     return true;
   }
@@ -268,7 +313,7 @@ class basic_retrieval_pipeline {
   /// What the last decode step of a layer did for a sequence; waits for the layer's recall. Valid until the
   /// layer's next append.
   step_report report(int layer, sequence_id id) const {
-    known(id);
+    sequences_->known(id);
     const state& s = layer_of(layer, "report");
     recalled_[static_cast<std::size_t>(layer)].wait();
     const auto heads = static_cast<std::size_t>(s.heads.kv);
@@ -286,11 +331,6 @@ class basic_retrieval_pipeline {
   using stages = typename backend_type::template stages<state, settings>;
   using memory_plan = pipeline_memory<state, settings, stages>;
   enum class layer_progress : std::uint8_t { waiting, appended, attended };
-  struct sequence_record {
-    bool open = false;
-    int tokens = 0;
-    int pages = 0;
-  };
 
   static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
   bool any_decode() const {
@@ -301,19 +341,6 @@ class basic_retrieval_pipeline {
     if (in_step_)
       throw usage_error(std::string(call) +
                         ": the step in progress has not ended; call end_step, or abandon_step, first");
-  }
-  static std::string name_of(sequence_id id) { return "sequence " + std::to_string(static_cast<int>(id)); }
-  const sequence_record& known(sequence_id id) const {
-    const auto index = static_cast<std::size_t>(id);
-    if (index >= sequences_.size() || !sequences_[index].open)
-      throw usage_error(name_of(id) + " is not open");
-    return sequences_[index];
-  }
-  sequence_record& known(sequence_id id) {
-    return const_cast<sequence_record&>(std::as_const(*this).known(id));
-  }
-  std::int32_t* page_entry(sequence_id id, int page) {
-    return parts_->page_tables + size(static_cast<int>(id)) * size(settings_.max_pages()) + page;
   }
   const state& layer_of(int layer, const char* call) const {
     if (layer < 0 || layer >= settings_.layers)
@@ -332,6 +359,25 @@ class basic_retrieval_pipeline {
                         " in this step");
     return s;
   }
+  template <class In>
+  void check_tables(std::span<const paged_rows<In>> rows) const {
+    const auto text = [](auto n) { return std::to_string(n); };
+    if (rows.size() != entries_.size())
+      throw usage_error("append_from: " + text(rows.size()) + " block tables for " + text(entries_.size()) +
+                        " sequences with rows");
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      const step_entry& entry = entries_[i];
+      const std::string who = "append_from: " + sequence_table::name_of(sequence_id{entry.sequence});
+      if (entry.kind != row_kind::prompt)
+        throw usage_error(who + " brings decode rows; append them with their queries");
+      if (rows[i].block_tokens < 1)
+        throw usage_error(who + " has blocks of " + text(rows[i].block_tokens) + " tokens");
+      const std::int64_t covered =
+          static_cast<std::int64_t>(rows[i].block_table.size()) * rows[i].block_tokens;
+      if (covered < entry.after())
+        throw usage_error(who + " has blocks for " + text(covered) + " tokens of " + text(entry.after()));
+    }
+  }
   void expect_numbers(const char* what, std::size_t given, int row) const {
     if (given != size(rows_) * size(row))
       throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +
@@ -345,17 +391,17 @@ class basic_retrieval_pipeline {
     if (queries_.empty() && rows_ > 0) throw usage_error(std::string(call) + ": append was given no queries");
     expect_numbers("attention output", out.size(), s.heads.query * head_dim);
     if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), s.heads.query);
-    return typename stages::output{out.data(), lse.empty() ? nullptr : lse.data()};
+    return
+        typename stages::output{out.data(), lse.empty() ? nullptr : lse.data(), unit_of(settings_.lse_base)};
   }
 
   settings settings_;
   backend_type* backend_;
-  page_pool pool_;
-  std::vector<sequence_record> sequences_;
   std::vector<typename backend_type::event> recalled_;  // by layer: recall of its last step
   std::vector<layer_progress> progress_;
   memory_block slow_memory_, fast_memory_;
   std::optional<memory_plan> parts_;
+  std::optional<sequence_table> sequences_;
   std::vector<step_entry> entries_;
   std::span<const float> queries_;  // of the layer appended to last
   int appended_layer_ = -1;

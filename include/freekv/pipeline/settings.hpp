@@ -10,6 +10,13 @@
 
 namespace freekv {
 
+/// Of the log-sum-exp that attention returns.
+enum class log_base : std::uint8_t {
+  e,
+  two,  ///< as FlashInfer has it
+};
+constexpr float unit_of(log_base base) { return base == log_base::two ? 1.44269504088896341f : 1.0f; }
+
 /// Settings of a pipeline with the policies of `Pack`. Policies that hold values (tau, a basis, a run-time
 /// page size) are set here.
 template <class Pack>
@@ -20,8 +27,11 @@ struct pipeline_settings {
   freekv::budget budget{};
   int max_tokens = 0;  ///< of one sequence
   int max_sequences = 1;
+  int max_resident = 0;           ///< sequences that have slots at a time, the others being preempted; 0: all
+  int max_decode_rows = 1;        ///< that a sequence brings to a step: more than 1 for speculative decoding
   std::int64_t store_tokens = 0;  ///< of all sequences together; 0: max_tokens for each of max_sequences
   float scale = 0.0f;             ///< of scores and attention; 0: 1 / sqrt(head_dim)
+  log_base lse_base = log_base::e;
   typename Pack::page page{};
   typename Pack::layouts layouts{};
   typename Pack::summary summary{};
@@ -64,6 +74,12 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
   if (constexpr int most = (1 << 30); s.max_tokens > most)
     fail("max_tokens is " + text(s.max_tokens) + "; a sequence holds at most " + text(most));
   if (s.max_sequences < 1) fail("max_sequences is " + text(s.max_sequences) + "; at least 1");
+  if (s.max_resident == 0) s.max_resident = s.max_sequences;
+  if (s.max_resident < 1 || s.max_resident > s.max_sequences)
+    fail("max_resident is " + text(s.max_resident) + "; choose from 1 to max_sequences, which is " +
+         text(s.max_sequences));
+  if (constexpr int most = 1024; s.max_decode_rows < 1 || s.max_decode_rows > most)
+    fail("max_decode_rows is " + text(s.max_decode_rows) + "; choose from 1 to " + text(most));
   // A budget beyond what a sequence can hold needs no more slots than that.
   s.budget.sink = std::min(s.budget.sink, s.max_pages() * p);
   s.budget.window = std::min(s.budget.window, s.max_pages() * p);

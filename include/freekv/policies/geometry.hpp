@@ -75,9 +75,11 @@ struct slot_roles {
   }
 };
 
-/// `spare`: slots beyond the selected pages, for pages that are no longer selected.
-FREEKV_HD constexpr slot_roles slots_for(const budget& b, int page, int spare = 0) {
-  return {b.sink / page, b.window / page + 1, b.selected_pages + spare};
+/// `spare`: slots beyond the selected pages, for pages that are no longer selected. `decode_rows`: most that a step
+/// appends; the ring has room for those that are taken back.
+FREEKV_HD constexpr slot_roles slots_for(const budget& b, int page, int spare = 0, int decode_rows = 1) {
+  const int ring = b.window / page + 1 + (2 * (decode_rows - 1) + page - 1) / page;
+  return {b.sink / page, ring, b.selected_pages + spare};
 }
 
 }  // namespace freekv

@@ -1,33 +1,40 @@
-// Which pages of the store are in use.
+// Which pages of the store are in use, and by how many.
 #pragma once
 
 #include <cstdint>
-#include <freekv/core/error.hpp>
 #include <vector>
 
 namespace freekv {
 
-/// A fixed number of store pages, given out one at a time. A page id is valid in every layer's store.
+/// A fixed number of store pages, given out one at a time and shared by counting. A page id is valid in every layer's
+/// store.
 class page_pool {
  public:
-  explicit page_pool(std::int32_t capacity) : capacity_(capacity) {
-    free_.reserve(static_cast<std::size_t>(capacity));
+  explicit page_pool(std::int32_t capacity) : uses_(static_cast<std::size_t>(capacity)) {
+    free_.reserve(uses_.size());
     for (std::int32_t page = capacity; page-- > 0;) free_.push_back(page);
   }
 
-  std::int32_t capacity() const { return capacity_; }
+  std::int32_t capacity() const { return static_cast<std::int32_t>(uses_.size()); }
   std::int32_t available() const { return static_cast<std::int32_t>(free_.size()); }
 
   /// A page that is not in use. The caller has made sure that one is available.
   std::int32_t take() {
     const std::int32_t page = free_.back();
     free_.pop_back();
+    uses_[static_cast<std::size_t>(page)] = 1;
     return page;
   }
-  void give_back(std::int32_t page) { free_.push_back(page); }
+  /// One more user of a page in use.
+  void share(std::int32_t page) { ++uses_[static_cast<std::size_t>(page)]; }
+  bool is_shared(std::int32_t page) const { return uses_[static_cast<std::size_t>(page)] > 1; }
+  /// One user less; after the last the page is free.
+  void give_back(std::int32_t page) {
+    if (--uses_[static_cast<std::size_t>(page)] == 0) free_.push_back(page);
+  }
 
  private:
-  std::int32_t capacity_;
+  std::vector<std::int32_t> uses_;  // by page
   std::vector<std::int32_t> free_;
 };
 

@@ -5,20 +5,35 @@
 #include <cstring>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/backend/host/workspace.hpp>
+#include <freekv/functors/copy_slice.hpp>
 #include <freekv/functors/summarise_page.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/correction.hpp>
 
 namespace freekv::host {
 
+/// An entry's keys and values as a step brings them: (rows, kv_heads, head_dim) from token `first` on.
+template <class In>
+struct rows_from {
+  const In* keys = nullptr;
+  const In* values = nullptr;
+  int first = 0, kv_heads = 1, head_dim = 1;
+
+  std::int64_t offset(int token, int head) const {
+    return (std::int64_t{token - first} * kv_heads + head) * head_dim;
+  }
+  const In* key(int token, int head) const { return keys + offset(token, head); }
+  const In* value(int token, int head) const { return values + offset(token, head); }
+};
+
 /// Appends the rows of one entry that fall into one page: K and V to the store and, where the layer keeps
 /// slots and the page stays in the fast tier, to its sink or ring slot; a page that becomes complete is
 /// summarised.
 ///
-/// `key`, `value`: the entry's first row, (rows, kv_heads, head_dim), of the stored element type or float.
-template <class State, class Summary, class In>
+/// `rows` has key(token, head) and value(token, head), of the stored element type or float.
+template <class State, class Summary, class Rows>
 void append_page(isa set, const State& s, const Summary& summary, const step_entry& entry, int page_index,
-                 const In* key, const In* value, const workspace& w) {
+                 const Rows& rows, const workspace& w) {
   using element = typename State::element;
   constexpr int d = State::head_dim;
   const int first = std::max(entry.before, page_index * s.page.tokens);
@@ -27,19 +42,22 @@ void append_page(isa set, const State& s, const Summary& summary, const step_ent
       s.keeps_slots && s.kind != layer_kind::complete &&
       (page_index < s.slots.sink || page_index >= s.slots.ring_begin(entry.after(), s.page.tokens));
   const int slot = page_index < s.slots.sink ? s.slots.sink_slot(page_index) : s.slots.ring_slot(page_index);
-  const auto put = [](element* to, const In* from) {
+  const auto put = []<class In>(element* to, const In* from) {
     if constexpr (std::is_same_v<In, element>)
       std::memcpy(to, from, d * sizeof(element));
     else
       for (int i = 0; i < d; ++i) to[i] = from_float<element>(from[i]);
   };
+  const int shared_rows =
+      entry.shared_page >= 0 && page_index == entry.before / s.page.tokens ? entry.before % s.page.tokens : 0;
   for (int head = 0; head < s.heads.kv; ++head) {
     const auto stored = s.store_slice(entry.sequence, page_index, head);
+    if (shared_rows > 0)
+      copy_slice<d>(as_const(slice_of(s.store, entry.shared_page, head)), stored, shared_rows);
     for (int token = first; token < last; ++token) {
       const int t = token - page_index * s.page.tokens;
-      const std::int64_t row = (static_cast<std::int64_t>(token - entry.before) * s.heads.kv + head) * d;
-      put(stored.key + t * stored.stride, key + row);
-      put(stored.value + t * stored.stride, value + row);
+      put(stored.key + t * stored.stride, rows.key(token, head));
+      put(stored.value + t * stored.stride, rows.value(token, head));
       if (in_slots) {
         const auto frame = s.frame_slice(entry.sequence, slot, head);
         std::memcpy(frame.key + t * frame.stride, stored.key + t * stored.stride, d * sizeof(element));
@@ -60,11 +78,9 @@ void append_page(isa set, const State& s, const Summary& summary, const step_ent
   });
 }
 
-/// Forgets the selection and the previous query of a sequence that goes on with a prompt.
+/// Forgets the selection of a sequence, and what its selected slots hold.
 template <class State>
 void drop_selection(const State& s, int sequence) {
-  s.has_selection[sequence] = 0;
-  s.decode_steps[sequence] = 0;
   for (int head = 0; head < s.heads.kv; ++head) {
     const slot_contents slots = s.slots_of(sequence, head);
     std::fill_n(slots.page, slots.count, -1);
@@ -75,29 +91,35 @@ void drop_selection(const State& s, int sequence) {
   }
 }
 
-/// Flags the KV heads of a sequence that have no selection or whose queries the correction does not accept, then keeps
-/// `query` (query_heads, head_dim) as the one that makes the next selection. A correction by mass judges later, in
-/// `correct_head`.
+/// Flags the KV heads of a decode entry that have no selection, or that the correction does not accept the queries of
+/// one of its rows from; then keeps `queries` (rows, query_heads, head_dim), which make the next selection. A
+/// correction by mass judges later, in `correct_head`.
 template <class State, class Correction>
-void detect_drift(isa set, const State& s, const Correction& correction, int sequence, const float* query) {
+void detect_drift(isa set, const State& s, const Correction& correction, const step_entry& entry,
+                  const float* queries) {
   constexpr int d = State::head_dim;
   const int group = s.heads.group();
+  const auto query = [&](int decode_row, int head) {
+    return queries + (std::ptrdiff_t{decode_row} * s.heads.query + std::ptrdiff_t{head} * group) * d;
+  };
   with_team(set, [&](auto team) {
     for (int head = 0; head < s.heads.kv; ++head) {
-      const std::size_t row = s.row(sequence, head);
-      bool flagged = s.has_selection[sequence] == 0;
-      if constexpr (correction_by_query<Correction>) {
-        const group_query now{query + static_cast<std::ptrdiff_t>(head) * group * d, group, d};
-        flagged = flagged || correction.at(s.layer).flags(
-                                 team, {now, s.query_of(sequence, head), s.decode_steps[sequence]});
-      }
+      bool flagged = entry.kept_row < 0;
+      if constexpr (correction_by_query<Correction>)
+        for (int r = 0; r < entry.tokens && !flagged; ++r)
+          flagged = correction.at(s.layer).flags(
+              team, {{query(r, head), group, d},
+                     {s.kept_query(entry.sequence, head, entry.kept_row), group, d},
+                     entry.decode_step});
+      const std::size_t row = s.row(entry.sequence, head);
       s.corrected[row] = flagged && s.kind_of(head) == layer_kind::retrieval;
       s.recalled[row] = s.recalled_before_attention[row] = s.promoted[row] = 0;
     }
   });
-  std::memcpy(s.kept_query(sequence, 0), query, static_cast<std::size_t>(s.heads.query * d) * sizeof(float));
-  s.has_selection[sequence] = 1;
-  ++s.decode_steps[sequence];
+  for (int head = 0; head < s.heads.kv; ++head)
+    for (int r = 0; r < entry.tokens; ++r)
+      std::memcpy(s.kept_query(entry.sequence, head, r), query(r, head),
+                  static_cast<std::size_t>(group * d) * sizeof(float));
 }
 
 }  // namespace freekv::host

@@ -14,6 +14,7 @@ namespace freekv::host {
 struct attention_output {
   float* out = nullptr;
   float* lse = nullptr;
+  float lse_unit = 1.0f;  // what a nat of lse is written as
 };
 
 /// Attention of the rows of one entry of a step. `complete`: to everything up to each row, from the store; else each
@@ -31,7 +32,9 @@ struct attention_job {
   page_list list(int row, int head) const {
     const int tokens = entry.before + row + 1;
     const bool selects = !complete && s.kind_of(head) == layer_kind::retrieval;
-    return {roles_at(tokens, s.budget, s.page.tokens), s.selected + s.selection(entry.sequence, head),
+    page_roles roles = roles_at(tokens, s.budget, s.page.tokens);
+    if (selects) roles.window_begin = std::max(roles.sink_end, entry.window_begin);
+    return {roles, s.selected + s.selection(entry.sequence, head),
             selects ? s.selected_count[s.row(entry.sequence, head)] : 0,
             complete || s.kind_of(head) == layer_kind::complete, tokens};
   }
@@ -67,8 +70,9 @@ struct attention_job {
   template <class Team>
   void finish(Team team, int row, int head, const attention_part& part) const {
     const std::ptrdiff_t first = first_query_head(row, head);
-    finish_attention<d>(team, part, s.heads.group(), to.out + first * d,
-                        to.lse == nullptr ? nullptr : to.lse + first);
+    float* const lse = to.lse == nullptr ? nullptr : to.lse + first;
+    finish_attention<d>(team, part, s.heads.group(), to.out + first * d, lse);
+    for (int g = 0; lse != nullptr && to.lse_unit != 1.0f && g < s.heads.group(); ++g) lse[g] *= to.lse_unit;
   }
 
  private:

@@ -56,24 +56,29 @@ inline void order_candidates(std::int32_t first_page, int candidates, int count,
   std::nth_element(w.keys, w.keys + count, w.keys + candidates, std::greater<>());
 }
 
-/// Selection for one KV head with its kept query. `Policies` has the policy objects as members; candidates are the
-/// pages from `first_page` on, at most `most` of them.
+/// The pages from `first_page` on, of which a selection looks at the first so many, at most `most`.
+struct candidate_range {
+  int first_page = 0;
+  int most = 0;
+};
+
+/// Selection for one KV head with the queries of a decode entry. `Policies` has the policy objects as members.
 template <class State, class Policies>
 class head_selection {
  public:
-  head_selection(isa set, const State& s, const Policies& policies, const head_of& at, int first_page,
-                 int most, const workspace& w)
+  head_selection(isa set, const State& s, const Policies& policies, const step_entry& entry, int head,
+                 candidate_range candidates, const workspace& w)
       : set_(set),
         s_(s),
         policies_(policies),
-        at_(at),
+        at_{entry.sequence, head},
         w_(w),
-        first_page_(first_page),
-        stride_(workspace_sizes::padded(most)),
-        query_(s.query_of(at.sequence, at.head)) {}
+        first_page_(candidates.first_page),
+        stride_(workspace_sizes::padded(candidates.most)),
+        query_(s.query_of(entry, head)) {}
 
   /// The selection among the first `candidates` candidates, as ascending page ids in `pages` (k); returns how many.
-  /// With more candidates than before, only the pages that are new are scored.
+  /// Pages that have been scored are not scored again.
   int best(int candidates, std::int32_t* pages) {
     const int most = resolve(policies_.selection, [&](const auto& selection) {
       return selection.count(candidates, s_.budget.selected_pages);
@@ -129,7 +134,9 @@ class head_selection {
   void score(int candidates) {
     if (candidates == pooled_) return;
     if (scored_ == 0) begin();
-    resolve(policies_.summary, [&](const auto& summary) { score_pages(summary, scored_, candidates); });
+    if (candidates > scored_)
+      resolve(policies_.summary, [&](const auto& summary) { score_pages(summary, scored_, candidates); });
+    for (int j = candidates; j < scored_; ++j) empty_column(j);
     scored_ = candidates;
     resolve(policies_.pooling, [&](const auto& pooling) {
       pool_candidates(set_, pooling, query_.group, stride_, workspace_sizes::padded(candidates), w_);
@@ -158,6 +165,10 @@ class head_selection {
                         w_.query + g * prepared_.width);
       });
     });
+  }
+
+  void empty_column(int j) {
+    for (int g = 0; g < query_.group; ++g) w_.scores[g * stride_ + j] = -infinity;
   }
 
   /// Query head g's score of candidate j to `w.scores[g * stride + j]`, one page after the other.

@@ -6,6 +6,7 @@
 #include <freekv/backend/host/attend.hpp>
 #include <freekv/backend/host/host_backend.hpp>
 #include <freekv/backend/host/select.hpp>
+#include <freekv/backend/host/sequence_slots.hpp>
 #include <freekv/core/policy.hpp>
 #include <vector>
 
@@ -43,30 +44,61 @@ class stages {
       std::fill_n(pages, selections, -1);
     for (int sequence = 0; sequence < sequences; ++sequence) drop_selection(s, sequence);
   }
-  /// A sequence's selection and previous query are forgotten.
+  // Between steps, with nothing queued:
+
+  /// A sequence's selection is forgotten.
   void forget(const State& s, int sequence) { drop_selection(s, sequence); }
+  bool selects_within(const State& s, int sequence, int pages) const {
+    return host::selects_within(s, sequence, pages);
+  }
+  /// A sequence that had `before` tokens keeps `tokens`, and its selection or not.
+  void truncate(const State& s, int sequence, int before, int tokens, bool keeps_selection) {
+    if (!keeps_selection) drop_selection(s, sequence);
+    if (s.keeps_slots) truncate_slots(s, sequence, before, tokens);
+  }
+  /// `to` becomes what `from` is.
+  void fork(const State& s, int from, int to) {
+    copy_selection(s, from, to);
+    if (s.keeps_slots) copy_slots(s, from, to);
+  }
+  /// Fills the slots of a sequence from the store.
+  void restore(const State& s, int sequence, int tokens) {
+    if (s.keeps_slots) fill_slots(s, sequence, tokens);
+  }
 
   /// Appends rows, summarises the pages they complete, and in retrieval layers finds the heads that have
   /// drifted (decode) or forgets the selection (prompt).
   template <class In>
   void append(const State& s, const step_entry& entry, const new_rows<In>& rows) {
     const std::ptrdiff_t kv = std::ptrdiff_t{entry.first_row} * s.heads.kv * d;
+    const rows_from<In> source{rows.keys.data() + kv, rows.values.data() + kv, entry.before, s.heads.kv, d};
     const int first_page = entry.before / s.page.tokens;
-    const int pages = (entry.after() - 1) / s.page.tokens + 1 - first_page;
     const auto bytes = static_cast<std::size_t>(entry.tokens) * static_cast<std::size_t>(4 * s.heads.kv * d) *
                        sizeof(element);
     resolve(policies_->summary, [&](const auto& summary) {
-      backend_->parallel(pages, bytes, [&](int unit, int worker) {
-        append_page(instructions(), s, summary, entry, first_page + unit, rows.keys.data() + kv,
-                    rows.values.data() + kv, workspaces_[static_cast<std::size_t>(worker)]);
+      backend_->parallel(s.pages_of(entry.after()) - first_page, bytes, [&](int unit, int worker) {
+        append_page(instructions(), s, summary, entry, first_page + unit, source,
+                    workspaces_[static_cast<std::size_t>(worker)]);
       });
     });
     if (s.kind != layer_kind::retrieval) return;
     if (entry.kind == row_kind::prompt) return drop_selection(s, entry.sequence);
     resolve(policies_->correction, [&](const auto& correction) {
-      detect_drift(instructions(), s, correction, entry.sequence,
+      detect_drift(instructions(), s, correction, entry,
                    rows.queries.data() + std::ptrdiff_t{entry.first_row} * s.heads.query * d);
     });
+  }
+
+  /// Appends the rows of a prompt entry that fall into one page, from an engine's own cache. The last page forgets the
+  /// selection. On the recall stream's thread if it has one.
+  template <class In>
+  void append_from(const State& s, const step_entry& entry, const paged_rows<In>& rows, int page) {
+    resolve(policies_->summary, [&](const auto& summary) {
+      append_page(instructions(), s, summary, entry, page, rows,
+                  workspaces_[static_cast<std::size_t>(backend_->recall_workspace())]);
+    });
+    if (s.kind == layer_kind::retrieval && page == s.pages_of(entry.after()) - 1)
+      drop_selection(s, entry.sequence);
   }
 
   /// The flagged heads of a decode entry select with the current query among this step's candidates and recall what
@@ -121,13 +153,13 @@ class stages {
   }
 
   void correct_head(const State& s, const step_entry& entry, int head, const workspace& w) {
-    const page_roles now = roles_at(entry.after(), s.budget, s.page.tokens);
     const page_roles next = roles_at(entry.after() + 1, s.budget, s.page.tokens);
+    const int now = std::max(0, entry.window_begin - next.sink_end);  // candidates
     const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
-    head_selection selection(instructions(), s, *policies_, {entry.sequence, head}, next.sink_end,
-                             next.candidates(), w);
+    head_selection selection(instructions(), s, *policies_, entry, head,
+                             {next.sink_end, std::max(now, next.candidates())}, w);
     std::int32_t* selected = s.selected + first;
-    const int count = selection.best(now.candidates(), w.pages);
+    const int count = selection.best(now, w.pages);
     const bool anew = s.corrected[row] != 0;
     if (anew) {
       std::copy_n(w.pages, count, selected);
@@ -135,7 +167,7 @@ class stages {
     } else {
       resolve(policies_->correction, [&]<class Correction>(const Correction& correction) {
         if constexpr (correction_by_mass<Correction>)
-          correct_by_mass(s, row, correction.at(s.layer), selection, now.candidates(),
+          correct_by_mass(s, row, correction.at(s.layer), selection, now,
                           {selected, {w.pages, static_cast<std::size_t>(count)}});
       });
     }
@@ -175,8 +207,8 @@ class stages {
       s.upcoming_count[row] = -1;
     } else {
       const page_roles next = roles_at(entry.after() + 1, s.budget, s.page.tokens);
-      head_selection selection(instructions(), s, *policies_, {entry.sequence, head}, next.sink_end,
-                               next.candidates(), w);
+      head_selection selection(instructions(), s, *policies_, entry, head, {next.sink_end, next.candidates()},
+                               w);
       s.selected_count[row] = selection.best(next.candidates(), selected);
     }
     if (s.keeps_slots) recall(s, {entry.sequence, head}, entry.after());

@@ -10,7 +10,7 @@ namespace freekv::host {
 
 /// What scratch depends on.
 struct workspace_sizes {
-  int kv_heads = 0, group = 0, head_dim = 0, page_tokens = 0;
+  int kv_heads = 0, group = 0, decode_rows = 1, head_dim = 0, page_tokens = 0;
   int summary_width = 0, query_width = 0;  // numbers of a decoded summary, of a prepared query
   int attention_floats = 0;                // scratch of attend_slice
   int max_pages = 0;                       // of one sequence
@@ -20,32 +20,33 @@ struct workspace_sizes {
   static constexpr std::int64_t padded(int candidates) { return (std::int64_t{candidates} + 15) / 16 * 16; }
 };
 
-/// One thread's scratch.
+/// One thread's scratch. Scoring heads are those of a group in all rows of a decode step.
 struct workspace {
   float* block = nullptr;         // keys and values being attended, or a page's keys being summarised
   float* numbers = nullptr;       // a decoded summary
-  float* query = nullptr;         // (group, head_dim) scaled, or (group, query_width) prepared
+  float* query = nullptr;         // (group, head_dim) scaled, or (scoring heads, query_width) prepared
   float* pooled_query = nullptr;  // (head_dim)
   log_sum_exp* mass = nullptr;    // (2, group): two attention parts
   float* weighted = nullptr;      // (2, group, head_dim)
-  float* scores = nullptr;        // (group, padded candidates)
+  float* scores = nullptr;        // (scoring heads, padded candidates)
   float* pooled = nullptr;        // (padded candidates)
-  float* log_sums = nullptr;      // (group)
+  float* log_sums = nullptr;      // (scoring heads)
   std::uint64_t* keys = nullptr;  // (candidates)
   std::int32_t* pages = nullptr;  // (k)
 
   static workspace carve(carver& memory, const workspace_sizes& s) {
     const auto n = [](auto x) { return static_cast<std::size_t>(x); };
+    const int scoring_heads = s.group * s.decode_rows;
     workspace w;
     w.block = memory.take<float>(n(std::max(s.attention_floats, s.page_tokens * s.head_dim)));
     w.numbers = memory.take<float>(n(s.summary_width));
-    w.query = memory.take<float>(n(s.group * std::max(s.head_dim, s.query_width)));
+    w.query = memory.take<float>(n(std::max(s.group * s.head_dim, scoring_heads * s.query_width)));
     w.pooled_query = memory.take<float>(n(s.head_dim));
     w.mass = memory.take<log_sum_exp>(n(2 * s.group));
     w.weighted = memory.take<float>(n(2 * s.group * s.head_dim));
-    w.scores = memory.take<float>(n(s.group * s.padded(s.max_pages)));
+    w.scores = memory.take<float>(n(scoring_heads * s.padded(s.max_pages)));
     w.pooled = memory.take<float>(n(s.padded(s.max_pages)));
-    w.log_sums = memory.take<float>(n(s.group));
+    w.log_sums = memory.take<float>(n(scoring_heads));
     w.keys = memory.take<std::uint64_t>(n(s.max_pages));
     w.pages = memory.take<std::int32_t>(n(s.selected_pages));
     return w;

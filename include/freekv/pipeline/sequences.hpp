@@ -1,0 +1,310 @@
+// The sequences of a pipeline: their lengths, their pages, which of them have slots, and what a step takes up from the
+// step before.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <freekv/core/error.hpp>
+#include <freekv/core/shape.hpp>
+#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/storage/page_pool.hpp>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace freekv {
+
+/// The rows one sequence brings to a step.
+struct sequence_rows {
+  sequence_id sequence{};
+  int tokens = 1;
+  row_kind kind = row_kind::decode;
+};
+
+/// What bounds sequences; of the pipeline's settings.
+struct sequence_limits {
+  int page_tokens = 32;
+  freekv::budget budget{};
+  int max_tokens = 0;
+  int max_sequences = 1;
+  int max_resident = 1;
+  int max_decode_rows = 1;
+  std::int32_t store_pages = 0;
+};
+
+/// Complete pages that outlive the sequence they are from, with their summaries; sequences can start with them. They
+/// are in use until this goes, which is before its pipeline does.
+class prefix {
+ public:
+  prefix(prefix&& other) noexcept : pool_(other.pool_), pages_(std::exchange(other.pages_, {})) {}
+  prefix& operator=(prefix&& other) noexcept {
+    std::swap(pool_, other.pool_);
+    std::swap(pages_, other.pages_);
+    return *this;
+  }
+  ~prefix() {
+    for (const std::int32_t page : pages_) pool_->give_back(page);
+  }
+  int pages() const { return static_cast<int>(pages_.size()); }
+
+ private:
+  friend class sequence_table;
+  explicit prefix(page_pool& pool) : pool_(&pool) {}
+  page_pool* pool_;
+  std::vector<std::int32_t> pages_;  // of the store
+};
+
+/// The books of all sequences. A call that throws has changed nothing.
+class sequence_table {
+ public:
+  /// `page_tables` (max_sequences, max pages) and `slot_sets` (max_sequences), which stages read.
+  sequence_table(const sequence_limits& limits, std::int32_t* page_tables, std::int32_t* slot_sets)
+      : limits_(limits),
+        pool_(limits.store_pages),
+        page_tables_(page_tables),
+        slot_sets_(slot_sets),
+        records_(static_cast<std::size_t>(limits.max_sequences)) {
+    std::fill_n(slot_sets, limits.max_sequences, -1);
+    for (int set = limits.max_resident; set-- > 0;) free_slot_sets_.push_back(set);
+  }
+
+  sequence_table(const sequence_table&) = delete;
+  sequence_table& operator=(const sequence_table&) = delete;
+
+  struct record {
+    bool open = false;
+    int tokens = 0;
+    int pages = 0;
+    int candidates_at = 1;  ///< the length whose candidates the selection is from
+    int decoded_from = 0;   ///< length before the last step, if it decoded
+    int kept_row = -1;      ///< row of that step whose queries made the selection; -1: there is no selection
+    int decode_steps = 0;   ///< since the last prompt
+  };
+
+  const record& known(sequence_id id) const {
+    const auto index = static_cast<std::size_t>(id);
+    if (index >= records_.size() || !records_[index].open) throw usage_error(name_of(id) + " is not open");
+    return records_[index];
+  }
+  bool is_resident(sequence_id id) const { return slot_set(id) >= 0; }
+  std::int32_t free_pages() const { return pool_.available(); }
+  static std::string name_of(sequence_id id) { return "sequence " + std::to_string(static_cast<int>(id)); }
+
+  sequence_id open() {
+    const sequence_id id = next_free("a new sequence");
+    record_of(id) = {.open = true};
+    take_slot_set(id);
+    return id;
+  }
+  /// Begins with the pages of `start`.
+  sequence_id open(const prefix& start) {
+    if (start.pool_ != &pool_) throw usage_error("open: the prefix is of another pipeline");
+    const int pages = start.pages();
+    if (pages * limits_.page_tokens > limits_.max_tokens)
+      throw pool_exhausted("tokens of a sequence", limits_.max_tokens, 0, "the prefix",
+                           pages * limits_.page_tokens);
+    const sequence_id id = open();
+    record& r = record_of(id);
+    r.tokens = pages * limits_.page_tokens;
+    r.pages = pages;
+    r.candidates_at = r.tokens + 1;
+    for (int page = 0; page < pages; ++page) share(id, page, start.pages_[static_cast<std::size_t>(page)]);
+    return id;
+  }
+  sequence_id fork(sequence_id parent) {
+    const record from = known(parent);
+    expect_resident("fork", parent);
+    const sequence_id id = next_free("a fork of " + name_of(parent));
+    record_of(id) = from;
+    take_slot_set(id);
+    for (int page = 0; page < from.pages; ++page) share(id, page, *page_entry(parent, page));
+    return id;
+  }
+  /// The complete pages among the first `tokens` tokens.
+  prefix keep(sequence_id id, int tokens) {
+    if (const int has = known(id).tokens; tokens < 0 || tokens > has)
+      throw usage_error("prefix: " + std::to_string(tokens) + " tokens of " + name_of(id) + ", which has " +
+                        std::to_string(has));
+    prefix kept(pool_);
+    for (int page = 0; page < tokens / limits_.page_tokens; ++page) {
+      kept.pages_.push_back(*page_entry(id, page));
+      pool_.share(kept.pages_.back());
+    }
+    return kept;
+  }
+  void release(sequence_id id) {
+    record& r = record_of(id);
+    give_back_from(id, 0);
+    if (is_resident(id)) give_back_slot_set(id);
+    r = {};
+  }
+  void preempt(sequence_id id) {
+    known(id);
+    expect_resident("preempt", id);
+    give_back_slot_set(id);
+  }
+  void restore(sequence_id id) {
+    known(id);
+    if (is_resident(id)) throw usage_error("restore: " + name_of(id) + " was not preempted");
+    expect_slot_set(name_of(id));
+    take_slot_set(id);
+  }
+
+  /// Whether a truncation to `tokens` is inside the last append, so that the selection may stay.
+  bool inside_last_append(sequence_id id, int tokens) const {
+    const record& r = known(id);
+    return r.kept_row >= 0 && tokens > r.decoded_from;
+  }
+  void check_truncation(sequence_id id, int tokens) const {
+    if (const int has = known(id).tokens; tokens < 0 || tokens > has)
+      throw usage_error("truncate: " + name_of(id) + " has " + std::to_string(has) +
+                        " tokens; it cannot keep " + std::to_string(tokens));
+    expect_resident("truncate", id);
+  }
+  void truncate(sequence_id id, int tokens, bool keeps_selection) {
+    record& r = record_of(id);
+    const int pages = pages_for(tokens);
+    give_back_from(id, pages);
+    r.tokens = tokens;
+    r.pages = pages;
+    r.kept_row = keeps_selection ? tokens - r.decoded_from - 1 : -1;
+    if (!keeps_selection) r.candidates_at = tokens + 1;
+  }
+
+  /// Reserves everything that the rows need and makes the step's entries of them, in their order, those without tokens
+  /// left out. Throws usage_error or pool_exhausted.
+  void begin_step(std::span<const sequence_rows> rows, std::vector<step_entry>& entries) {
+    std::int64_t needed = 0;
+    const sequence_rows* first_without = nullptr;
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      check_rows(rows, i);
+      needed += pages_needed(rows[i]);
+      if (first_without == nullptr && needed > pool_.available()) first_without = &rows[i];
+    }
+    if (first_without != nullptr)
+      throw pool_exhausted("page pool", pool_.capacity(), pool_.capacity() - pool_.available(),
+                           "the step, from " + name_of(first_without->sequence) + " on,", needed);
+
+    entries.clear();
+    int row = 0;
+    for (const sequence_rows& r : rows) {
+      if (r.tokens == 0) continue;
+      entries.push_back(entry_of(r, row));
+      row += r.tokens;
+    }
+  }
+  /// Pages that the step's rows were copied from have one user less.
+  void end_step(std::span<const step_entry> entries) {
+    for (const step_entry& entry : entries)
+      if (entry.shared_page >= 0) pool_.give_back(entry.shared_page);
+  }
+
+ private:
+  record& record_of(sequence_id id) { return records_[index(id)]; }
+  static std::size_t index(sequence_id id) { return static_cast<std::size_t>(id); }
+  int pages_for(int tokens) const { return (tokens + limits_.page_tokens - 1) / limits_.page_tokens; }
+  std::int32_t* page_entry(sequence_id id, int page) const {
+    return page_tables_ + index(id) * static_cast<std::size_t>(pages_for(limits_.max_tokens)) + page;
+  }
+  std::int32_t& slot_set(sequence_id id) const { return slot_sets_[index(id)]; }
+
+  sequence_id next_free(const std::string& who) const {
+    const auto free = std::find_if(records_.begin(), records_.end(), [](const auto& r) { return !r.open; });
+    if (free == records_.end())
+      throw pool_exhausted("sequences", limits_.max_sequences, limits_.max_sequences, who, 1);
+    expect_slot_set(who);
+    return sequence_id{static_cast<std::int32_t>(free - records_.begin())};
+  }
+  void expect_slot_set(const std::string& who) const {
+    if (free_slot_sets_.empty())
+      throw pool_exhausted("resident sequences", limits_.max_resident, limits_.max_resident, who, 1,
+                           "preempt or release a sequence");
+  }
+  void expect_resident(const char* call, sequence_id id) const {
+    if (!is_resident(id))
+      throw usage_error(std::string(call) + ": " + name_of(id) + " is preempted; restore it first");
+  }
+  void take_slot_set(sequence_id id) {
+    slot_set(id) = free_slot_sets_.back();
+    free_slot_sets_.pop_back();
+  }
+  void give_back_slot_set(sequence_id id) { free_slot_sets_.push_back(std::exchange(slot_set(id), -1)); }
+  void share(sequence_id id, int page, std::int32_t store_page) {
+    *page_entry(id, page) = store_page;
+    pool_.share(store_page);
+  }
+  void give_back_from(sequence_id id, int page) {
+    for (int last = known(id).pages; page < last; ++page) pool_.give_back(*page_entry(id, page));
+  }
+
+  void check_rows(std::span<const sequence_rows> rows, std::size_t i) const {
+    const sequence_rows& r = rows[i];
+    const record& sequence = known(r.sequence);
+    const auto same = [&](const sequence_rows& other) { return other.sequence == r.sequence; };
+    if (std::any_of(rows.begin(), rows.begin() + static_cast<std::ptrdiff_t>(i), same))
+      throw usage_error(name_of(r.sequence) + " is listed twice in one step");
+    const bool decodes = r.kind == row_kind::decode;
+    if (r.tokens < 0)
+      throw usage_error(name_of(r.sequence) + " brings " + std::to_string(r.tokens) +
+                        (decodes ? " decode rows" : " prompt rows"));
+    if (decodes && r.tokens > limits_.max_decode_rows)
+      throw usage_error(name_of(r.sequence) + " brings " + std::to_string(r.tokens) +
+                        " decode rows; max_decode_rows in the settings is " +
+                        std::to_string(limits_.max_decode_rows));
+    expect_resident("begin_step", r.sequence);
+    if (r.tokens > limits_.max_tokens - sequence.tokens)
+      throw pool_exhausted("tokens of " + name_of(r.sequence), limits_.max_tokens, sequence.tokens,
+                           "the step", r.tokens);
+  }
+  /// The open page if others have it too: the step copies it before it writes to it. Else -1.
+  std::int32_t shared_open_page(const record& sequence, sequence_id id) const {
+    if (sequence.tokens % limits_.page_tokens == 0) return -1;
+    const std::int32_t page = *page_entry(id, sequence.pages - 1);
+    return pool_.is_shared(page) ? page : -1;
+  }
+  std::int64_t pages_needed(const sequence_rows& r) const {
+    if (r.tokens == 0) return 0;
+    const record& sequence = known(r.sequence);
+    const int copied = shared_open_page(sequence, r.sequence) >= 0;
+    return pages_for(sequence.tokens + r.tokens) - sequence.pages + copied;
+  }
+  step_entry entry_of(const sequence_rows& r, int first_row) {
+    record& sequence = record_of(r.sequence);
+    step_entry entry{.sequence = static_cast<int>(r.sequence),
+                     .before = sequence.tokens,
+                     .tokens = r.tokens,
+                     .first_row = first_row,
+                     .kind = r.kind,
+                     .shared_page = shared_open_page(sequence, r.sequence)};
+    if (entry.shared_page >= 0) *page_entry(r.sequence, sequence.pages - 1) = pool_.take();
+    sequence.tokens += r.tokens;
+    for (const int pages = pages_for(sequence.tokens); sequence.pages < pages; ++sequence.pages)
+      *page_entry(r.sequence, sequence.pages) = pool_.take();
+
+    if (r.kind == row_kind::decode) {
+      // After a truncation the last of the candidates may have become incomplete.
+      const int complete = entry.before / limits_.page_tokens;
+      entry.window_begin = std::min(
+          roles_at(sequence.candidates_at, limits_.budget, limits_.page_tokens).window_begin, complete);
+      entry.kept_row = sequence.kept_row;
+      entry.decode_step = sequence.decode_steps++;
+      sequence.decoded_from = entry.before;
+      sequence.kept_row = r.tokens - 1;
+    } else {
+      sequence.kept_row = -1;
+      sequence.decode_steps = 0;
+    }
+    sequence.candidates_at = sequence.tokens + 1;
+    return entry;
+  }
+
+  sequence_limits limits_;
+  page_pool pool_;
+  std::int32_t* page_tables_;
+  std::int32_t* slot_sets_;
+  std::vector<std::int32_t> free_slot_sets_;
+  std::vector<record> records_;
+};
+
+}  // namespace freekv

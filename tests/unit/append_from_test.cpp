@@ -1,0 +1,141 @@
+// Prompts out of an engine's own paged cache, and lse in its base.
+
+#include <vector>
+
+#include "../catch.hpp"
+#include "random_settings.hpp"
+
+namespace {
+
+using namespace tests;
+using freekv::row_kind;
+
+/// An engine's cache of one layer: blocks of keys and values, a block table for each sequence.
+struct engine_cache {
+  int block_tokens = 16;
+  bool heads_first = false;  // (block, head, token, head_dim), else (block, token, head, head_dim)
+  std::vector<float> keys{}, values{};
+  std::vector<std::int32_t> table{};
+
+  static constexpr int heads = 2;
+  std::int64_t block_stride() const { return std::int64_t{block_tokens} * heads * head_dim; }
+  std::int64_t token_stride() const { return heads_first ? head_dim : heads * head_dim; }
+  std::int64_t head_stride() const { return heads_first ? std::int64_t{block_tokens} * head_dim : head_dim; }
+  freekv::paged_rows<float> view() const {
+    return {keys.data(), values.data(), block_stride(), token_stride(), head_stride(), block_tokens, table};
+  }
+
+  /// The first `tokens` tokens of a text in blocks in random order, other numbers in between.
+  void fill(const text& source, int layer, int tokens, dice& d) {
+    const int blocks = (tokens + block_tokens - 1) / block_tokens;
+    std::vector<std::int32_t> order;
+    for (int b = 0; b < blocks + 2; ++b) order.push_back(b);
+    for (int i = blocks + 1; i > 0; --i) std::swap(order[count(i)], order[count(d.below(i + 1))]);
+    table.assign(order.begin(), order.begin() + blocks);
+    keys.assign(count(blocks + 2) * count(block_stride()), quiet_nan);
+    values = keys;
+    const auto rows = source.at(layer, 0, tokens);
+    for (int t = 0; t < tokens; ++t)
+      for (int h = 0; h < heads; ++h)
+        for (int i = 0; i < head_dim; ++i) {
+          const auto to = count(table[count(t / block_tokens)] * block_stride() +
+                                t % block_tokens * token_stride() + h * head_stride() + i);
+          const auto from = count((t * heads + h) * head_dim + i);
+          keys[to] = rows.keys[from];
+          values[to] = rows.values[from];
+        }
+  }
+};
+
+}  // namespace
+
+TEST_CASE("a prompt out of an engine's blocks is the prompt appended, bit for bit", "[append_from]") {
+  for (std::uint64_t seed = 1; seed <= 30; ++seed) {
+    dice d(seed);
+    auto s = random_settings(d);
+    s.max_sequences = 2;
+    const int chunks = d.between(1, 3);
+    std::vector<int> tokens;
+    for (int i = 0; i < chunks; ++i) tokens.push_back(d.between(1, 50));
+    const text source(s, head_dim, 200, seed), other(s, head_dim, 200, seed + 1000);
+
+    fresh appended(s);
+    for (const int n : tokens) prompt_only(appended.pipeline, appended.id, source, n);
+    const auto expected = decode(appended.pipeline, appended.id, source, 20);
+
+    freekv::host_backend backend({.overlap = seed % 2 == 0});
+    tiny_pipeline pipeline(s, backend);
+    const auto a = pipeline.open(), b = pipeline.open();
+    int done = 0;
+    for (const int n : tokens) {
+      done += n;
+      // Two sequences at once; the second has one token less.
+      pipeline.begin_step({{a, n, row_kind::prompt}, {b, n - 1, row_kind::prompt}});
+      std::vector<engine_cache> caches(count(s.layers) * 2);
+      for (int layer = 0; layer < s.layers; ++layer) {
+        std::vector<freekv::paged_rows<float>> tables;
+        for (const bool second : {false, true}) {
+          if (second && n == 1) continue;
+          engine_cache& cache = caches[count(layer * 2 + second)];
+          cache.block_tokens = d.one_of({1, 5, 16, 64});
+          cache.heads_first = d.below(2) == 0;
+          cache.fill(second ? other : source, layer, pipeline.tokens(second ? b : a), d);
+          tables.push_back(cache.view());
+        }
+        pipeline.append_from<float>(layer, tables);
+      }
+      pipeline.end_step();
+      pipeline.synchronize();
+    }
+    CHECK(pipeline.tokens(a) == done);
+    INFO("seed " << seed << ", " << done << " tokens in " << chunks << " chunks");
+    CHECK(decode(pipeline, a, source, 20) == expected);
+  }
+}
+
+TEST_CASE("what an engine's blocks do not hold is refused in sentences", "[append_from]") {
+  auto s = tiny_settings();
+  const text source(s, head_dim, 100, 1);
+  dice d(1);
+  engine_cache cache;  // outlives the pipeline, whose copying it serves
+  fresh f(s);
+  cache.fill(source, 0, 40, d);
+  const auto refused = [&](freekv::paged_rows<float> rows, const char* sentence) {
+    CHECK_THROWS_WITH(f.pipeline.append_from<float>(0, std::vector{rows}), sentence);
+  };
+  f.pipeline.begin_step({{f.id, 49, row_kind::prompt}});
+  refused(cache.view(), "append_from: sequence 0 has blocks for 48 tokens of 49");
+  auto none = cache.view();
+  none.block_tokens = 0;
+  refused(none, "append_from: sequence 0 has blocks of 0 tokens");
+  CHECK_THROWS_WITH(f.pipeline.append_from<float>(0, std::vector<freekv::paged_rows<float>>{}),
+                    "append_from: 0 block tables for 1 sequences with rows");
+  CHECK(f.pipeline.abandon_step());
+  f.id = f.pipeline.open();
+  prompt_only(f.pipeline, f.id, source, 20);
+  f.pipeline.begin_step({{f.id}});
+  refused(cache.view(), "append_from: sequence 0 brings decode rows; append them with their queries");
+  f.pipeline.abandon_step();
+  f.id = f.pipeline.open();
+  f.pipeline.begin_step({{f.id, 40, row_kind::prompt}});
+  f.pipeline.append_from<float>(0, std::vector{cache.view()});
+  std::vector<float> out(40 * 6 * head_dim);
+  CHECK_THROWS_WITH(f.pipeline.attend(0, out), Catch::Contains("append was given no queries"));
+}
+
+TEST_CASE("lse comes in the base that is asked for", "[append_from]") {
+  auto s = tiny_settings();
+  const text source(s, head_dim, 100, 1);
+  fresh natural(s);
+  s.lse_base = freekv::log_base::two;
+  fresh binary(s);
+  for (fresh* f : {&natural, &binary}) prompt_only(f->pipeline, f->id, source, 80);
+  for (int step = 0; step < 5; ++step) {
+    const auto e = run_step(natural.pipeline, natural.id, source, 1, row_kind::decode);
+    const auto two = run_step(binary.pipeline, binary.id, source, 1, row_kind::decode);
+    CHECK(same_bits(e.out, two.out));
+    for (std::size_t i = 0; i < e.lse.size(); ++i)
+      CHECK(is_near(two.lse[i], static_cast<double>(e.lse[i]) / std::log(2.0),
+                    1e-5 * std::fabs(two.lse[i]) + 1e-6));
+  }
+}
