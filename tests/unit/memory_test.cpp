@@ -329,9 +329,9 @@ TEST_CASE("steps allocate nothing, whatever the policies", "[memory]") {
   CHECK(allocations > before);
 }
 
-TEST_CASE("opening, reporting and releasing allocate nothing either", "[memory]") {
+TEST_CASE("what happens to sequences between steps allocates nothing either", "[memory]") {
   auto s = tiny_settings();
-  s.max_sequences = 2;
+  s.max_sequences = 3;
   freekv::host_backend backend;
   tiny_pipeline pipeline(s, backend);
   const text source(s, 24, 100, 1);
@@ -348,6 +348,12 @@ TEST_CASE("opening, reporting and releasing allocate nothing either", "[memory]"
         pipeline.report(layer, a);
       }
       pipeline.end_step();
+      if (step % 10 != 9) continue;
+      const auto c = pipeline.fork(a);
+      pipeline.truncate(a, pipeline.tokens(a) - 3);
+      pipeline.preempt(b);
+      pipeline.restore(b);
+      pipeline.release(c);
     }
     pipeline.release(b);
     pipeline.release(a);

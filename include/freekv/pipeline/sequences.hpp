@@ -115,7 +115,7 @@ class sequence_table {
   sequence_id fork(sequence_id parent) {
     const record from = known(parent);
     expect_resident("fork", parent);
-    const sequence_id id = next_free("a fork of " + name_of(parent));
+    const sequence_id id = next_free("a fork");
     record_of(id) = from;
     take_slot_set(id);
     for (int page = 0; page < from.pages; ++page) share(id, page, *page_entry(parent, page));
@@ -147,7 +147,7 @@ class sequence_table {
   void restore(sequence_id id) {
     known(id);
     if (is_resident(id)) throw usage_error("restore: " + name_of(id) + " was not preempted");
-    expect_slot_set(name_of(id));
+    expect_slot_set("a restored sequence");
     take_slot_set(id);
   }
 
@@ -209,14 +209,14 @@ class sequence_table {
   }
   std::int32_t& slot_set(sequence_id id) const { return slot_sets_[index(id)]; }
 
-  sequence_id next_free(const std::string& who) const {
+  sequence_id next_free(const char* who) const {
     const auto free = std::find_if(records_.begin(), records_.end(), [](const auto& r) { return !r.open; });
     if (free == records_.end())
       throw pool_exhausted("sequences", limits_.max_sequences, limits_.max_sequences, who, 1);
     expect_slot_set(who);
     return sequence_id{static_cast<std::int32_t>(free - records_.begin())};
   }
-  void expect_slot_set(const std::string& who) const {
+  void expect_slot_set(const char* who) const {
     if (free_slot_sets_.empty())
       throw pool_exhausted("resident sequences", limits_.max_resident, limits_.max_resident, who, 1,
                            "preempt or release a sequence");
