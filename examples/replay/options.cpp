@@ -145,6 +145,16 @@ std::string footer() {
          "A folder's object has settings, layers (an object each, by their metadata's layer), and over the "
          "layers\n"
          "  mean and worst, which names its layer.\n"
+         "Events, a line of JSON each; S and C are whole numbers, the next rows are those of the sequence's "
+         "trace:\n"
+         "  {\"op\":\"open\",\"seq\":S,\"trace\":\"FILE\"}  {\"op\":\"prompt\",\"seq\":S,\"tokens\":M}\n"
+         "  {\"op\":\"step\",\"rows\":[{\"seq\":S,\"tokens\":M,\"kind\":\"decode\"},...]}, kind decode or "
+         "prompt\n"
+         "  {\"op\":\"truncate\",\"seq\":S,\"length\":N}  {\"op\":\"fork\",\"seq\":S,\"child\":C}\n"
+         "  {\"op\":\"preempt\",\"seq\":S}, and so restore and release\n"
+         "  --out then has out.S, lse.S (rows of steps), selected.S, corrected.S, recalled.S (steps) of "
+         "each\n"
+         "  sequence. A basis is learnt from the first trace's prompt.\n"
          "A head list has lines \"layer head kind\", kind one of retrieval, complete (keeps everything) and "
          "window\n"
          "  (sink and window alone, as heads that are not listed); # begins a comment.\n"
@@ -212,11 +222,10 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
                "freekv-replay");
   app.set_help_flag("-h,--help", "Show this help and exit");
   app.add_option(
-         "trace", o.trace,
-         "safetensors file: q (T, n_qo, d), k and v (T, n_kv, d) in F32, F16 or BF16; metadata "
-         "prompt_len, the number of prompt tokens. Or a folder of such files (*.safetensors), a layer "
-         "each")
-      ->required();
+      "trace", o.trace,
+      "safetensors file: q (T, n_qo, d), k and v (T, n_kv, d) in F32, F16 or BF16; metadata "
+      "prompt_len, the number of prompt tokens. Or a folder of such files (*.safetensors), a layer "
+      "each");
   option_list add(app);
   add.text("--variant", o.variant, "Method, see below: " + names_of(replayed_variants()));
   add.whole_number("--page", o.page, "Tokens in a page, a multiple of 8 from 8 to 256");
@@ -275,11 +284,27 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
       ->type_name("FLOAT")
       ->default_str("1/sqrt(head_dim)");
   add.whole_number("--threads", o.threads, "Threads that attend, 1 to 1024");
+  add.optional_text("--events", o.events, "none",
+                    "Instead of a trace: a file of what happens to several sequences, see below");
+  const auto pages = [&](const char* name, std::optional<int>& value, const char* otherwise,
+                         const char* help) {
+    add.parsed(
+           name, [name, &value](const std::string& text) { value = whole(name, text); }, help)
+        ->type_name("INT")
+        ->default_str(otherwise);
+  };
+  pages("--store-pages", o.store_pages, "enough", "--events: pages of the store, of all sequences together");
+  pages("--fast-pages", o.fast_pages, "enough",
+        "--events: pages of slots, of all resident sequences together");
   add.optional_text(
       "--out", o.out, "none",
       "safetensors file to write, see below; for a folder of traces, a folder for a file of each");
   app.footer(footer());
   if (!parsed(app, argc, argv)) return std::nullopt;
+  if (o.trace.empty() == !o.events)
+    refuse(o.events ? "--events takes the place of a trace; give one of the two"
+                    : "trace is required: name a recorded layer, a folder of them, or --events");
+  if (!o.events && (o.store_pages || o.fast_pages)) refuse("--store-pages and --fast-pages are for --events");
   (void)chosen("--route", named(routes), o.route);
   (void)chosen("--layout", layouts, o.layout);
   (void)chosen("--dtype", named(dtypes), o.dtype);

@@ -13,7 +13,9 @@ namespace freekv::examples {
 std::vector<named_variant> replayed_variants();
 
 struct replay_options {
-  std::string trace;
+  std::string trace;                  ///< file or folder; empty where there are events
+  std::optional<std::string> events;  ///< file
+  std::optional<int> store_pages, fast_pages;
   std::optional<std::string> out;  ///< file to write, where one is wanted
   std::string variant = "freekv";
   method does{};  ///< the variant's policies, with the flags' instead where there are such

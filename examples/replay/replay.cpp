@@ -11,6 +11,7 @@
 #include "pipeline.hpp"
 #include "program.hpp"
 #include "progress.hpp"
+#include "replay_events.hpp"
 #include "replay_layer.hpp"
 #include "summary.hpp"
 #include "traces.hpp"
@@ -31,14 +32,21 @@ void for_layer(const replay_jobs& jobs, const replay_job& job, const Body& body)
   }
 }
 
+void print(const nlohmann::ordered_json& summary) {
+  std::cout << summary.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) << std::endl;
+  if (!std::cout)
+    throw choice_error("the summary cannot be written to standard output; check where it is redirected");
+}
+
 void run(int argc, char** argv) {
   const auto parsed = parse_replay_options(argc, argv);
   if (!parsed) return;
   const replay_options& o = *parsed;
-  const replay_jobs jobs = jobs_of(o);
   // Selection for the next step has nothing to hide behind here, so it does not go to a thread of its own.
   const host_options host{.threads = o.threads, .overlap = false};
   host_backend backend(host);
+  if (o.events) return print(replay_events(o, backend));
+  const replay_jobs jobs = jobs_of(o);
   const basis_file file = basis_file_of(o);
   for (const replay_job& job : jobs.layers) for_layer(jobs, job, [&] { check_layer(o, job, file); });
 
@@ -54,10 +62,7 @@ void run(int argc, char** argv) {
   }
   const auto summary =
       jobs.of_folder ? summary_of(o, host, jobs.layers, results) : summary_of(o, host, results.front());
-  using json = nlohmann::ordered_json;
-  std::cout << summary.dump(2, ' ', false, json::error_handler_t::replace) << std::endl;
-  if (!std::cout)
-    throw choice_error("the summary cannot be written to standard output; check where it is redirected");
+  print(summary);
 }
 
 }  // namespace

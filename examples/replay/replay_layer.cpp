@@ -7,7 +7,6 @@
 #include <sstream>
 #include <string>
 
-#include "head_list.hpp"
 #include "pipeline.hpp"
 
 namespace freekv::examples {
@@ -30,74 +29,6 @@ void check_size(const replay_options& o, const replay_job& job) {
     refuse(counts.str());
   }
 }
-
-/// What each KV head of the trace's layer keeps, where --heads says it.
-std::vector<layer_kind> head_kinds_of(const replay_options& o, const trace_form& t) {
-  if (!o.heads) return {};
-  constexpr int most_layers = 1024;  // a list has all of a model's, and a trace does not say how many
-  if (!t.layer || *t.layer >= most_layers)
-    refuse("the trace names " + (t.layer ? "layer " + std::to_string(*t.layer) : "no layer") +
-           ", so --heads cannot say what its heads keep; write its number, below " +
-           std::to_string(most_layers) + ", as layer into its metadata");
-  const auto all = read_head_list(std::filesystem::path(*o.heads), most_layers, t.kv_heads);
-  const auto first = all.begin() + std::ptrdiff_t{*t.layer} * t.kv_heads;
-  return {first, first + t.kv_heads};
-}
-
-/// The basis or codebooks of one layer: to be learnt from its prompt, or one layer of a file.
-class layer_basis {
- public:
-  layer_basis(const replay_options& o, const trace_form& t, const basis_file& file) {
-    if (o.does.needs_basis()) take_basis(o, t, file);
-    if (o.does.needs_codebooks()) take_codebooks(o, t, file);
-  }
-  void learn(const trace& t) {
-    if (basis_) basis_->learn(0, t.prompt_keys());
-    if (codebooks_) codebooks_->learn(0, t.prompt_keys());
-  }
-  const subspace_basis& basis() const { return basis_view_; }
-  const key_codebooks& codebooks() const { return codebooks_view_; }
-
- private:
-  static void in_head_dim(const std::string& flag, int value, const trace_form& t) {
-    if (value < 1 || value > t.head_dim)
-      refuse(flag + " " + std::to_string(value) + " is not between 1 and head_dim " +
-             std::to_string(t.head_dim));
-  }
-  void take_basis(const replay_options& o, const trace_form& t, const basis_file& file) {
-    if (file.basis) {
-      basis_view_ = file.basis->layer(layer_of(o, t, file.basis->view().layers));
-      return;
-    }
-    in_head_dim("--rank", o.does.rank, t);
-    basis_.emplace(1, t.kv_heads, o.does.rank, t.head_dim);
-    basis_view_ = basis_->layer(0);
-  }
-  void take_codebooks(const replay_options& o, const trace_form& t, const basis_file& file) {
-    if (file.codebooks) {
-      codebooks_view_ = file.codebooks->layer(layer_of(o, t, file.codebooks->view().layers));
-      return;
-    }
-    in_head_dim("--codes", o.does.codes, t);
-    codebooks_.emplace(1, t.kv_heads, t.head_dim, codebook_sizes::of_codes(o.does.codes, o.page));
-    codebooks_view_ = codebooks_->layer(0);
-  }
-  static int layer_of(const replay_options& o, const trace_form& t, int layers) {
-    if (!o.basis_layer && !t.layer && layers != 1)
-      refuse("\"" + o.basis + "\" has " + std::to_string(layers) +
-             " layers and the trace names none; give --basis-layer");
-    const int layer = o.basis_layer.value_or(layers == 1 ? 0 : t.layer.value_or(0));
-    if (layer < 0 || layer >= layers)
-      refuse("\"" + o.basis + "\" has " + std::to_string(layers) + " layers, so none numbered " +
-             std::to_string(layer) + "; give --basis-layer from 0 to " + std::to_string(layers - 1));
-    return layer;
-  }
-
-  std::optional<key_basis> basis_;
-  std::optional<codebook_set> codebooks_;
-  subspace_basis basis_view_{};
-  key_codebooks codebooks_view_{};
-};
 
 /// Everything that is written out.
 struct results {
@@ -228,40 +159,19 @@ void write_results(const std::filesystem::path& path, const replay_options& o, c
 
 }  // namespace
 
-basis_file basis_file_of(const replay_options& o) {
-  basis_file file;
-  if (o.basis == "prompt") return file;
-  if (o.does.needs_basis()) file.basis = key_basis::load(o.basis);
-  if (o.does.needs_codebooks()) file.codebooks = codebook_set::load(o.basis);
-  return file;
-}
-
 void check_layer(const replay_options& o, const replay_job& job, const basis_file& file) {
   check_compiled(job.form.head_dim);
   check_size(o, job);
-  (void)layer_basis(o, job.form, file);
-  (void)head_kinds_of(o, job.form);
+  (void)layer_setup(o, job.form, file);
 }
 
 layer_result replay_layer(const replay_options& o, const replay_job& job, const replay_tools& tools) {
   const trace t = read_trace(job.trace, wanted_element(o.dtype));
-  layer_basis basis(o, t, tools.file);
+  layer_setup setup(o, t, tools.file);
   // The pipeline checks the settings, which is why it comes before the basis is learnt.
-  const auto p = make_pipeline({.element = t.element,
-                                .head_dim = t.head_dim,
-                                .query_heads = t.query_heads,
-                                .kv_heads = t.kv_heads,
-                                .page = o.page,
-                                .budget = {o.sink, o.window, o.k},
-                                .max_tokens = std::max(1, t.tokens),
-                                .scale = static_cast<float>(o.scale),
-                                .in_place = o.route == "in_place",
-                                .layout = o.layout,
-                                .does = o.does,
-                                .basis = basis.basis(),
-                                .codebooks = basis.codebooks(),
-                                .head_kinds = head_kinds_of(o, t)},
-                               tools.backend);
+  pipeline_options options = setup.options();
+  options.max_tokens = std::max(1, t.tokens);
+  const auto p = make_pipeline(options, tools.backend);
   std::optional<results> r;
   if (job.out) r.emplace(t, o.k);
   layer_result s;
@@ -269,7 +179,7 @@ layer_result replay_layer(const replay_options& o, const replay_job& job, const 
   s.slice_bytes = p->slice_bytes();
   s.summary_bytes = p->summary_bytes();
   s.fast_tier_bytes = p->bytes().fast_tier();
-  basis.learn(t);
+  setup.learn(t);
   append_prompt(*p, t, tools.progress);
   replay_steps(*p, t, tools.progress, r ? &*r : nullptr, s);
   if (r) write_results(*job.out, o, t, *r);

@@ -1,11 +1,9 @@
 // One recorded layer through a method: what it attended to, and how far that is from full attention.
 #pragma once
 
-#include <optional>
 #include <vector>
 
-#include "basis.hpp"
-#include "codebooks.hpp"
+#include "layer_setup.hpp"
 #include "progress.hpp"
 #include "traces.hpp"
 
@@ -21,21 +19,12 @@ struct layer_result {
   std::size_t slice_bytes = 0, summary_bytes = 0, fast_tier_bytes = 0;
 };
 
-/// What a method needs of the file of --basis; nothing where it is learnt from the prompt.
-struct basis_file {
-  std::optional<key_basis> basis;
-  std::optional<codebook_set> codebooks;
-};
-
 /// What serves all layers of a replay.
 struct replay_tools {
   host_backend& backend;
   const basis_file& file;
   progress_line& progress;
 };
-
-/// Throws file_error.
-basis_file basis_file_of(const replay_options& options);
 
 /// Whatever a layer's form says against its replay. Throws choice_error.
 void check_layer(const replay_options& options, const replay_job& job, const basis_file& file);

@@ -34,7 +34,7 @@ class step_comparison {
   /// begins with `where`.
   void compare(const std::string& where, const random_case& c, const oracle::step_result& want,
                const freekv::step_report& report, std::span<const float> out, std::span<const float> lse,
-               coverage& seen) {
+               coverage& seen) const {
     const auto n = [](int x) { return static_cast<std::size_t>(x); };
     const int heads = c.options.kv_heads, group = c.options.query_heads / heads;
     const int rows = static_cast<int>(want.lse.size()) / c.options.query_heads;
@@ -74,9 +74,15 @@ class step_comparison {
       seen.corrected += corrected;
       seen.recalled += report.recalled[n(h)];
       seen.promoted += report.promoted[n(h)];
-      carried_firm_[n(h)] = row.corrected && row.selected == row.selected_next
-                                ? row.correct_firm && row.speculate_firm
-                                : row.speculate_firm;
+    }
+  }
+
+  /// The sequence has taken this step; the next is compared.
+  void follow(const oracle::step_result& want) {
+    for (std::size_t h = 0; h < carried_firm_.size(); ++h) {
+      const auto& row = want.rows[h];
+      carried_firm_[h] =
+          row.speculate_firm && (row.correct_firm || !row.corrected || row.selected != row.selected_next);
     }
   }
 

@@ -271,6 +271,7 @@ class world {
     if (p.kind == row_kind::decode) {
       const auto want = p.l->expected.step(p.queries, p.keys, p.values, p.tokens);
       p.l->comparison.compare(at, c_, want, pipeline_->report(0, p.l->id), out, lse, seen_);
+      p.l->comparison.follow(want);
       ++counts_.steps;
       counts_.rows += p.tokens;
       return;

@@ -49,6 +49,7 @@ void compare_with_oracle(const random_case& c, freekv::host_backend& backend, co
     p->end_step();
     const auto want = expected.step(source.queries, source.keys, source.values);
     comparison.compare(sentence("step ", step), c, want, p->report(0), out, lse, seen);
+    comparison.follow(want);
   }
 }
 

@@ -1,0 +1,93 @@
+#include "layer_setup.hpp"
+
+#include <filesystem>
+#include <string>
+
+#include "head_list.hpp"
+
+namespace freekv::examples {
+namespace {
+
+[[noreturn]] void refuse(const std::string& sentence) { throw choice_error(sentence); }
+
+/// What each KV head of the trace's layer keeps, where --heads says it.
+std::vector<layer_kind> head_kinds_of(const replay_options& o, const trace_form& t) {
+  if (!o.heads) return {};
+  constexpr int most_layers = 1024;  // a list has all of a model's, and a trace does not say how many
+  if (!t.layer || *t.layer >= most_layers)
+    refuse("the trace names " + (t.layer ? "layer " + std::to_string(*t.layer) : "no layer") +
+           ", so --heads cannot say what its heads keep; write its number, below " +
+           std::to_string(most_layers) + ", as layer into its metadata");
+  const auto all = read_head_list(std::filesystem::path(*o.heads), most_layers, t.kv_heads);
+  const auto first = all.begin() + std::ptrdiff_t{*t.layer} * t.kv_heads;
+  return {first, first + t.kv_heads};
+}
+
+void in_head_dim(const std::string& flag, int value, const trace_form& t) {
+  if (value < 1 || value > t.head_dim)
+    refuse(flag + " " + std::to_string(value) + " is not between 1 and head_dim " +
+           std::to_string(t.head_dim));
+}
+
+int layer_of(const replay_options& o, const trace_form& t, int layers) {
+  if (!o.basis_layer && !t.layer && layers != 1)
+    refuse("\"" + o.basis + "\" has " + std::to_string(layers) +
+           " layers and the trace names none; give --basis-layer");
+  const int layer = o.basis_layer.value_or(layers == 1 ? 0 : t.layer.value_or(0));
+  if (layer < 0 || layer >= layers)
+    refuse("\"" + o.basis + "\" has " + std::to_string(layers) + " layers, so none numbered " +
+           std::to_string(layer) + "; give --basis-layer from 0 to " + std::to_string(layers - 1));
+  return layer;
+}
+
+}  // namespace
+
+basis_file basis_file_of(const replay_options& o) {
+  basis_file file;
+  if (o.basis == "prompt") return file;
+  if (o.does.needs_basis()) file.basis = key_basis::load(o.basis);
+  if (o.does.needs_codebooks()) file.codebooks = codebook_set::load(o.basis);
+  return file;
+}
+
+layer_setup::layer_setup(const replay_options& o, const trace_form& t, const basis_file& file)
+    : options_{.element = t.element,
+               .head_dim = t.head_dim,
+               .query_heads = t.query_heads,
+               .kv_heads = t.kv_heads,
+               .page = o.page,
+               .budget = {o.sink, o.window, o.k},
+               .scale = static_cast<float>(o.scale),
+               .in_place = o.route == "in_place",
+               .layout = o.layout,
+               .does = o.does,
+               .head_kinds = head_kinds_of(o, t)} {
+  if (o.does.needs_basis()) take_basis(o, t, file);
+  if (o.does.needs_codebooks()) take_codebooks(o, t, file);
+}
+
+void layer_setup::learn(const trace& t) {
+  if (basis_) basis_->learn(0, t.prompt_keys());
+  if (codebooks_) codebooks_->learn(0, t.prompt_keys());
+}
+
+void layer_setup::take_basis(const replay_options& o, const trace_form& t, const basis_file& file) {
+  if (file.basis) {
+    options_.basis = file.basis->layer(layer_of(o, t, file.basis->view().layers));
+    return;
+  }
+  in_head_dim("--rank", o.does.rank, t);
+  basis_.emplace(1, t.kv_heads, o.does.rank, t.head_dim);
+  options_.basis = basis_->layer(0);
+}
+
+void layer_setup::take_codebooks(const replay_options& o, const trace_form& t, const basis_file& file) {
+  if (file.codebooks) {
+    options_.codebooks = file.codebooks->layer(layer_of(o, t, file.codebooks->view().layers));
+    return;
+  }
+  in_head_dim("--codes", o.does.codes, t);
+  codebooks_.emplace(1, t.kv_heads, t.head_dim, codebook_sizes::of_codes(o.does.codes, o.page));
+  options_.codebooks = codebooks_->layer(0);
+}
+}  // namespace freekv::examples

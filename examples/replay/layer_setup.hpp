@@ -1,0 +1,46 @@
+// What a method needs to replay a layer: its basis or codebooks, what its heads keep, its pipeline's options.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "basis.hpp"
+#include "codebooks.hpp"
+#include "options.hpp"
+#include "pipeline.hpp"
+#include "trace.hpp"
+
+namespace freekv::examples {
+
+/// What a method needs of the file of --basis; nothing where it is learnt from the prompt.
+struct basis_file {
+  std::optional<key_basis> basis;
+  std::optional<codebook_set> codebooks;
+};
+
+/// Throws file_error.
+basis_file basis_file_of(const replay_options& options);
+
+/// One layer's, by its trace. What comes from a file is `file`'s, which outlives this.
+class layer_setup {
+ public:
+  /// Throws choice_error or file_error.
+  layer_setup(const replay_options& o, const trace_form& t, const basis_file& file);
+  layer_setup(const layer_setup&) = delete;
+  layer_setup& operator=(const layer_setup&) = delete;
+
+  /// Learns from the trace's prompt what no file gives; pipelines see it, those made before too.
+  void learn(const trace& t);
+  /// All but the lengths and numbers of sequences. Their basis is this object's.
+  const pipeline_options& options() const { return options_; }
+
+ private:
+  void take_basis(const replay_options& o, const trace_form& t, const basis_file& file);
+  void take_codebooks(const replay_options& o, const trace_form& t, const basis_file& file);
+
+  std::optional<key_basis> basis_;
+  std::optional<codebook_set> codebooks_;
+  pipeline_options options_;
+};
+
+}  // namespace freekv::examples

@@ -1,0 +1,261 @@
+#include "replay_events.hpp"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "events.hpp"
+#include "progress.hpp"
+#include "traces.hpp"
+
+namespace freekv::examples {
+namespace {
+
+constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+/// What one sequence gave, over all that had its name.
+struct sequence_output {
+  std::vector<float> out, lse;  // (rows, query_heads, head_dim), (rows, query_heads)
+  std::vector<std::int32_t> selected, recalled;
+  std::vector<std::uint8_t> corrected;
+  std::int64_t rows = 0, steps = 0;
+};
+
+class event_replay {
+ public:
+  event_replay(const replay_options& o, const event_file& file, host_backend& backend)
+      : options_(o),
+        file_(file),
+        form_(file.forms.front()),
+        basis_(basis_file_of(o)),
+        setup_(o, form_, basis_),
+        pipeline_(make_pipeline(settings(), backend)),
+        live_(file.names.size()),
+        outputs_(file.names.size()) {
+    for (const auto& path : file.traces) traces_.push_back(read_trace(path, wanted_element(o.dtype)));
+    setup_.learn(traces_.front());
+  }
+
+  void run(progress_line& progress) {
+    for (std::size_t i = 0; i < file_.events.size(); ++i) {
+      progress.show("event", static_cast<long long>(i), static_cast<long long>(file_.events.size()));
+      const event& e = file_.events[i];
+      try {
+        apply(e);
+      } catch (const pool_exhausted& full) {
+        refuse(e, full);
+      }
+      most_pages_ = std::max(most_pages_, store_pages_ - pipeline_->free_pages());
+    }
+  }
+
+  void write(const std::string& path) const {
+    std::vector<tensor_view> tensors;
+    const std::int64_t heads = form_.query_heads, rows = form_.kv_heads, k = options_.k;
+    for (std::size_t s = 0; s < outputs_.size(); ++s) {
+      const sequence_output& o = outputs_[s];
+      const auto add = [&](const char* what, data_type type, std::vector<std::int64_t> shape,
+                           const auto& data) {
+        tensors.push_back(
+            {what + ("." + file_.names[s]), type, std::move(shape), std::as_bytes(std::span(data))});
+      };
+      add("out", data_type::f32, {o.rows, heads, form_.head_dim}, o.out);
+      add("lse", data_type::f32, {o.rows, heads}, o.lse);
+      add("selected", data_type::i32, {o.steps, rows, k}, o.selected);
+      add("corrected", data_type::u8, {o.steps, rows}, o.corrected);
+      add("recalled", data_type::i32, {o.steps, rows}, o.recalled);
+    }
+    write_safetensors(path, {.tensors = std::move(tensors),
+                             .metadata = {{"rows", "kv_head"},
+                                          {"unit", std::to_string(options_.page)},
+                                          {"variant", options_.variant}}});
+  }
+
+  nlohmann::ordered_json summary() const {
+    nlohmann::ordered_json object{{"variant", options_.variant},
+                                  {"events", file_.events.size()},
+                                  {"sequences", file_.names.size()},
+                                  {"steps", steps_},
+                                  {"rows", rows_},
+                                  {"store_pages", store_pages_},
+                                  {"most_store_pages_in_use", most_pages_},
+                                  {"resident_sequences", most_resident_},
+                                  {"corrected", corrected_},
+                                  {"slices_recalled", recalled_},
+                                  {"store_bytes", pipeline_->bytes().store},
+                                  {"fast_tier_bytes", pipeline_->bytes().fast_tier()}};
+    return object;
+  }
+
+ private:
+  struct live_sequence {
+    sequence_id id{};
+    std::size_t trace = 0;
+    int place = 0;  // in the trace
+  };
+
+  pipeline_options settings() {
+    pipeline_options o = setup_.options();
+    o.max_tokens = std::max(1, file_.longest);
+    o.max_sequences = most_resident_ = file_.most_sequences;
+    o.max_decode_rows = file_.most_decode_rows;
+    // Each sequence may have a copy of the page that it shares with others.
+    const int pages = (o.max_tokens + o.page - 1) / std::max(o.page, 1);
+    store_pages_ = options_.store_pages.value_or(pages * o.max_sequences);
+    if (store_pages_ < 1) throw choice_error("--store-pages " + std::to_string(store_pages_) + " is below 1");
+    o.store_tokens = std::int64_t{store_pages_} * o.page;
+    if (options_.fast_pages) o.max_resident = most_resident_ = resident_in(*options_.fast_pages, o);
+    return o;
+  }
+  /// Sequences whose slots fit into so many pages of the fast tier.
+  int resident_in(int fast_pages, const pipeline_options& o) const {
+    if (o.in_place) throw choice_error("--fast-pages counts slots, and --route in_place has none");
+    const slot_roles slots = slots_for(o.budget, std::max(o.page, 1), o.does.spare, o.max_decode_rows);
+    if (fast_pages < slots.total())
+      throw choice_error("--fast-pages " + std::to_string(fast_pages) + " are fewer than the " +
+                         std::to_string(slots.total()) + " slots of one sequence; give as many, or more");
+    return std::min(fast_pages / slots.total(), o.max_sequences);
+  }
+
+  [[noreturn]] void refuse(const event& e, const pool_exhausted& full) const {
+    const bool store = e.what == event::kind::step || e.what == event::kind::prompt;
+    throw choice_error("\"" + *options_.events + "\", line " + std::to_string(e.line) + ": " +
+                       std::to_string(full.needed) + " more " +
+                       (store ? "pages of the store" : "resident sequences") + " are needed, and " +
+                       std::to_string(full.used) + " of " + std::to_string(full.capacity) + " are in use; " +
+                       (store ? "raise --store-pages, or release or truncate a sequence before"
+                              : "raise --fast-pages, or preempt or release a sequence before"));
+  }
+
+  void apply(const event& e) {
+    live_sequence& l = live_[e.sequence];
+    switch (e.what) {
+      case event::kind::open:
+        l = {pipeline_->open(), e.other, 0};
+        break;
+      case event::kind::prompt:
+        append_prompt(e.rows.front());
+        break;
+      case event::kind::step:
+        step(e.rows);
+        break;
+      case event::kind::truncate:
+        pipeline_->truncate(l.id, e.length);
+        break;
+      case event::kind::fork:
+        live_[e.other] = {pipeline_->fork(l.id), l.trace, l.place};
+        break;
+      case event::kind::preempt:
+        pipeline_->preempt(l.id);
+        break;
+      case event::kind::restore:
+        pipeline_->restore(l.id);
+        break;
+      case event::kind::release:
+        pipeline_->release(l.id);
+        break;
+    }
+  }
+
+  void append_prompt(const event_rows& rows) {
+    live_sequence& l = live_[rows.sequence];
+    const trace& t = traces_[l.trace];
+    const sequence_rows listed{l.id, rows.tokens, rows.kind};
+    pipeline_->begin_step({&listed, 1});
+    pipeline_->append_stored(0, t.rows_of(t.keys, l.place, rows.tokens),
+                             t.rows_of(t.values, l.place, rows.tokens), {});
+    pipeline_->end_step();
+    l.place += rows.tokens;
+  }
+
+  void step(const std::vector<event_rows>& rows) {
+    std::vector<sequence_rows> listed;
+    std::vector<float> queries;
+    std::vector<std::byte> keys, values;
+    for (const event_rows& r : rows) listed.push_back({live_[r.sequence].id, r.tokens, r.kind});
+    pipeline_->begin_step(listed);
+    for (const event_rows& r : rows) {
+      live_sequence& l = live_[r.sequence];
+      const trace& t = traces_[l.trace];
+      const auto append = [](auto& to, const auto& from) { to.insert(to.end(), from.begin(), from.end()); };
+      append(queries, t.queries_of(l.place, r.tokens));
+      append(keys, t.rows_of(t.keys, l.place, r.tokens));
+      append(values, t.rows_of(t.values, l.place, r.tokens));
+      l.place += r.tokens;
+    }
+    const std::size_t heads = size(form_.query_heads), row = heads * size(form_.head_dim);
+    std::vector<float> out(queries.size()), lse(queries.size() / row * heads);
+    pipeline_->append_stored(0, keys, values, queries);
+    pipeline_->attend(0, out, lse);
+    pipeline_->end_step();
+    ++steps_;
+    std::ptrdiff_t first = 0;
+    for (const event_rows& r : rows) {
+      if (r.tokens == 0) continue;
+      const std::ptrdiff_t last = first + r.tokens;
+      sequence_output& o = outputs_[r.sequence];
+      const auto take = [&](const std::vector<float>& from, std::vector<float>& to, std::size_t width) {
+        const auto w = static_cast<std::ptrdiff_t>(width);
+        to.insert(to.end(), from.begin() + first * w, from.begin() + last * w);
+      };
+      take(out, o.out, row);
+      take(lse, o.lse, heads);
+      keep_report(r, o);
+      first = last;
+    }
+    rows_ += first;
+  }
+
+  /// Prompt rows select nothing.
+  void keep_report(const event_rows& r, sequence_output& o) {
+    const std::size_t heads = size(form_.kv_heads), k = size(options_.k), at = o.selected.size();
+    o.rows += r.tokens;
+    ++o.steps;
+    o.selected.resize(at + heads * k, -1);
+    if (r.kind == row_kind::prompt) {
+      o.corrected.resize(o.corrected.size() + heads);
+      o.recalled.resize(o.recalled.size() + heads);
+      return;
+    }
+    const step_report report = pipeline_->report(0, live_[r.sequence].id);
+    const std::size_t stride = report.attended.size() / heads;
+    for (std::size_t h = 0; h < heads; ++h) {
+      const auto pages = report.attended.subspan(h * stride, size(report.attended_count[h]));
+      std::copy(pages.begin(), pages.end(), o.selected.begin() + static_cast<std::ptrdiff_t>(at + h * k));
+      o.corrected.push_back(report.corrected[h]);
+      o.recalled.push_back(report.recalled[h]);
+      corrected_ += report.corrected[h];
+      recalled_ += report.recalled[h];
+    }
+  }
+
+  const replay_options& options_;
+  const event_file& file_;
+  trace_form form_;
+  basis_file basis_;
+  layer_setup setup_;
+  int store_pages_ = 0, most_resident_ = 0;
+  std::unique_ptr<pipeline> pipeline_;
+  std::vector<trace> traces_;
+  std::vector<live_sequence> live_;       // by name
+  std::vector<sequence_output> outputs_;  // by name
+  int most_pages_ = 0;
+  long long steps_ = 0, rows_ = 0, corrected_ = 0, recalled_ = 0;
+};
+
+}  // namespace
+
+nlohmann::ordered_json replay_events(const replay_options& o, host_backend& backend) {
+  if (o.out) check_writable(*o.out);
+  const event_file file = read_events(*o.events, wanted_element(o.dtype));
+  check_compiled(file.forms.front().head_dim);
+  event_replay replay(o, file, backend);
+  {
+    progress_line progress("freekv-replay");
+    replay.run(progress);
+  }
+  if (o.out) replay.write(*o.out);
+  return replay.summary();
+}
+
+}  // namespace freekv::examples
