@@ -29,7 +29,8 @@ class event_replay {
         form_(file.forms.front()),
         basis_(basis_file_of(o)),
         setup_(o, form_, basis_),
-        pipeline_(make_pipeline(settings(), backend)),
+        pipeline_(make_pipeline(settings(backend), backend)),
+        store_pages_(pipeline_->free_pages()),
         live_(file.names.size()),
         outputs_(file.names.size()) {
     for (const auto& path : file.traces) traces_.push_back(read_trace(path, wanted_element(o.dtype)));
@@ -94,27 +95,29 @@ class event_replay {
     int place = 0;  // in the trace
   };
 
-  pipeline_options settings() {
+  pipeline_options settings(host_backend& backend) {
     pipeline_options o = setup_.options();
     o.max_tokens = std::max(1, file_.longest);
     o.max_sequences = most_resident_ = file_.most_sequences;
     o.max_decode_rows = file_.most_decode_rows;
-    // Each sequence may have a copy of the page that it shares with others.
-    const int pages = (o.max_tokens + o.page - 1) / std::max(o.page, 1);
-    store_pages_ = options_.store_pages.value_or(pages * o.max_sequences);
-    if (store_pages_ < 1) throw choice_error("--store-pages " + std::to_string(store_pages_) + " is below 1");
-    o.store_tokens = std::int64_t{store_pages_} * o.page;
-    if (options_.fast_pages) o.max_resident = most_resident_ = resident_in(*options_.fast_pages, o);
+    if (options_.store_pages && *options_.store_pages < 1)
+      throw choice_error("--store-pages " + std::to_string(*options_.store_pages) + " is below 1");
+    o.store_tokens = std::int64_t{options_.store_pages.value_or(0)} * o.page;
+    if (options_.fast_pages) o.max_resident = most_resident_ = resident_in(*options_.fast_pages, o, backend);
     return o;
   }
   /// Sequences whose slots fit into so many pages of the fast tier.
-  int resident_in(int fast_pages, const pipeline_options& o) const {
-    if (o.in_place) throw choice_error("--fast-pages counts slots, and --route in_place has none");
-    const slot_roles slots = slots_for(o.budget, std::max(o.page, 1), o.does.spare, o.max_decode_rows);
-    if (fast_pages < slots.total())
+  static int resident_in(int fast_pages, pipeline_options o, host_backend& backend) {
+    const int sequences = o.max_sequences;
+    o.max_resident = 1;
+    const auto alone = make_pipeline(o, backend);
+    const auto slots = static_cast<int>(alone->bytes().slots / (alone->slice_bytes() * size(o.kv_heads)));
+    if (slots == 0)
+      throw choice_error("--fast-pages counts slots, and this route and variant have none; leave it out");
+    if (fast_pages < slots)
       throw choice_error("--fast-pages " + std::to_string(fast_pages) + " are fewer than the " +
-                         std::to_string(slots.total()) + " slots of one sequence; give as many, or more");
-    return std::min(fast_pages / slots.total(), o.max_sequences);
+                         std::to_string(slots) + " slots of one sequence; give as many, or more");
+    return std::min(fast_pages / slots, sequences);
   }
 
   [[noreturn]] void refuse(const event& e, const pool_exhausted& full) const {
@@ -195,6 +198,7 @@ class event_replay {
       const std::ptrdiff_t last = first + r.tokens;
       sequence_output& o = outputs_[r.sequence];
       const auto take = [&](const std::vector<float>& from, std::vector<float>& to, std::size_t width) {
+        if (!options_.out) return;
         const auto w = static_cast<std::ptrdiff_t>(width);
         to.insert(to.end(), from.begin() + first * w, from.begin() + last * w);
       };
@@ -208,24 +212,24 @@ class event_replay {
 
   /// Prompt rows select nothing.
   void keep_report(const event_rows& r, sequence_output& o) {
-    const std::size_t heads = size(form_.kv_heads), k = size(options_.k), at = o.selected.size();
+    const std::size_t heads = size(form_.kv_heads);
+    const bool decodes = r.kind == row_kind::decode;
+    const step_report report = pipeline_->report(0, live_[r.sequence].id);
+    for (std::size_t h = 0; decodes && h < heads; ++h) {
+      corrected_ += report.corrected[h];
+      recalled_ += report.recalled[h];
+    }
+    if (!options_.out) return;
+    const std::size_t k = size(options_.k), at = o.selected.size(), stride = report.attended.size() / heads;
     o.rows += r.tokens;
     ++o.steps;
     o.selected.resize(at + heads * k, -1);
-    if (r.kind == row_kind::prompt) {
-      o.corrected.resize(o.corrected.size() + heads);
-      o.recalled.resize(o.recalled.size() + heads);
-      return;
-    }
-    const step_report report = pipeline_->report(0, live_[r.sequence].id);
-    const std::size_t stride = report.attended.size() / heads;
     for (std::size_t h = 0; h < heads; ++h) {
+      o.corrected.push_back(decodes ? report.corrected[h] : std::uint8_t{0});
+      o.recalled.push_back(decodes ? report.recalled[h] : 0);
+      if (!decodes) continue;
       const auto pages = report.attended.subspan(h * stride, size(report.attended_count[h]));
       std::copy(pages.begin(), pages.end(), o.selected.begin() + static_cast<std::ptrdiff_t>(at + h * k));
-      o.corrected.push_back(report.corrected[h]);
-      o.recalled.push_back(report.recalled[h]);
-      corrected_ += report.corrected[h];
-      recalled_ += report.recalled[h];
     }
   }
 
@@ -234,8 +238,9 @@ class event_replay {
   trace_form form_;
   basis_file basis_;
   layer_setup setup_;
-  int store_pages_ = 0, most_resident_ = 0;
+  int most_resident_ = 0;
   std::unique_ptr<pipeline> pipeline_;
+  int store_pages_;
   std::vector<trace> traces_;
   std::vector<live_sequence> live_;       // by name
   std::vector<sequence_output> outputs_;  // by name
@@ -249,6 +254,12 @@ nlohmann::ordered_json replay_events(const replay_options& o, host_backend& back
   if (o.out) check_writable(*o.out);
   const event_file file = read_events(*o.events, wanted_element(o.dtype));
   check_compiled(file.forms.front().head_dim);
+  std::size_t numbers = 0;  // of selected
+  for (const event& e : file.events)
+    if (e.what == event::kind::step) numbers += e.rows.size() * size(file.forms.front().kv_heads) * size(o.k);
+  if (constexpr std::size_t most = std::size_t{1} << 30; o.out && numbers > most)
+    throw choice_error("--k " + std::to_string(o.k) + " gives selected " + std::to_string(numbers) +
+                       " numbers, more than " + std::to_string(most) + "; choose fewer pages");
   event_replay replay(o, file, backend);
   {
     progress_line progress("freekv-replay");

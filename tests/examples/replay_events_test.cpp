@@ -283,7 +283,13 @@ TEST_CASE("events that cannot be are refused with their line and nothing is writ
                           const std::vector<std::string>& flags = {}) {
     store(folder / "events", text);
     auto all = command(folder / "events", folder / "out");
-    all.insert(all.end(), flags.begin(), flags.end());
+    for (std::size_t i = 0; i < flags.size(); i += 2) {
+      const auto given = std::find(all.begin(), all.end(), flags[i]);
+      if (given == all.end())
+        all.insert(all.end(), {flags[i], flags[i + 1]});
+      else
+        given[1] = flags[i + 1];
+    }
     INFO(text);
     check_mentions(sentence_of(run_program(all)), parts);
     CHECK_FALSE(std::filesystem::exists(folder / "out"));
@@ -325,7 +331,12 @@ TEST_CASE("events that cannot be are refused with their line and nothing is writ
   refuse(some + "{\"op\":\"fork\",\"seq\":3,\"child\":4}", {"line 3", "1 of 1", "--fast-pages"},
          {"--fast-pages", "8"});
   refuse(some, {"--fast-pages 6", "7 slots"}, {"--fast-pages", "6"});
-  refuse(some, {"--fast-pages", "in_place"}, {"--fast-pages", "9", "--route", "in_place"});
+  refuse(some, {"--fast-pages", "none"}, {"--fast-pages", "9", "--route", "in_place"});
+  refuse(some, {"--fast-pages", "none"}, {"--fast-pages", "9", "--variant", "full"});
+  for (const char* page : {"-100", "0", "12", "2147483647"})
+    refuse(some, {"page size", page}, {"--page", page});
+  refuse(some + "{\"op\":\"step\",\"rows\":[{\"seq\":3,\"tokens\":1}]}", {"--k 1000000000", "fewer"},
+         {"--k", "1000000000"});
   refuse(some, {"--store-pages 0"}, {"--store-pages", "0"});
   store(folder / "events", some);
   auto both = command(folder / "events", folder / "out");

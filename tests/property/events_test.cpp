@@ -190,11 +190,21 @@ class world {
     row_kind kind;
     std::vector<float> queries{}, keys{}, values{};
   };
-  /// Pages the part needs: those it begins, and a copy of the open one if another sequence has it too.
-  int pages_needed(const part& p) const {
+  /// Pages that part i needs: those it begins, and a copy of the open one if another sequence will still have it.
+  int pages_needed(const std::vector<part>& parts, std::size_t i) const {
+    const part& p = parts[i];
     if (p.tokens == 0) return 0;
     const int length = p.l->expected.length(), page = c_.options.page;
-    const bool copies = length % page != 0 && p.l->pages.back().use_count() > 1;
+    bool copies = false;
+    if (length % page != 0) {
+      const auto& open = p.l->pages.back();
+      const auto left =
+          std::count_if(parts.begin(), parts.begin() + static_cast<long>(i), [&](const part& other) {
+            return other.tokens > 0 && other.l->expected.length() % page != 0 &&
+                   other.l->pages.back() == open;
+          });
+      copies = open.use_count() - left > 1;
+    }
     return (length + p.tokens + page - 1) / page - static_cast<int>(p.l->pages.size()) + copies;
   }
   std::vector<part> drawn_parts() {
@@ -214,9 +224,10 @@ class world {
     std::vector<freekv::sequence_rows> rows;
     int needed = 0;
     bool fits = true;
-    for (const part& p : parts) {
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      const part& p = parts[i];
       rows.push_back({p.l->id, p.tokens, p.kind});
-      needed += pages_needed(p);
+      needed += pages_needed(parts, i);
       fits = fits && p.l->expected.length() + p.tokens <= c_.options.max_tokens;
     }
     fits = fits && needed <= free_at_first_ - pages_in_use();

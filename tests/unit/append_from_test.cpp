@@ -50,46 +50,60 @@ struct engine_cache {
 }  // namespace
 
 TEST_CASE("a prompt out of an engine's blocks is the prompt appended, bit for bit", "[append_from]") {
-  for (std::uint64_t seed = 1; seed <= 30; ++seed) {
+  for (std::uint64_t seed = 1; seed <= 40; ++seed) {
     dice d(seed);
     auto s = random_settings(d);
-    s.max_sequences = 2;
-    const int chunks = d.between(1, 3);
-    std::vector<int> tokens;
-    for (int i = 0; i < chunks; ++i) tokens.push_back(d.between(1, 50));
-    const text source(s, head_dim, 200, seed), other(s, head_dim, 200, seed + 1000);
+    std::vector<int> chunks;
+    for (int i = d.between(1, 3); i > 0; --i) chunks.push_back(d.between(1, 50));
+    const text sources[] = {text(s, head_dim, 200, seed), text(s, head_dim, 200, seed + 1000)};
+    constexpr int steps = 3;  // behind each chunk
 
-    fresh appended(s);
-    for (const int n : tokens) prompt_only(appended.pipeline, appended.id, source, n);
-    const auto expected = decode(appended.pipeline, appended.id, source, 20);
+    std::vector<std::vector<sequence_result>> expected;
+    for (const int second : {0, 1}) {  // which has one token less in each chunk
+      fresh alone(s);
+      for (const int n : chunks) {
+        if (n > second) prompt_only(alone.pipeline, alone.id, sources[second], n - second);
+        expected.push_back(decode(alone.pipeline, alone.id, sources[second], steps));
+      }
+    }
 
+    std::vector<engine_cache> caches(count(s.layers) * 2 * chunks.size());  // nothing waits for their copying
+    auto* cache = caches.data();
+    s.max_sequences = 4;
     freekv::host_backend backend({.overlap = seed % 2 == 0});
     tiny_pipeline pipeline(s, backend);
-    const auto a = pipeline.open(), b = pipeline.open();
-    int done = 0;
-    for (const int n : tokens) {
-      done += n;
-      // Two sequences at once; the second has one token less.
-      pipeline.begin_step({{a, n, row_kind::prompt}, {b, n - 1, row_kind::prompt}});
-      std::vector<engine_cache> caches(count(s.layers) * 2);
+    const freekv::sequence_id ids[] = {pipeline.open(), pipeline.open()};
+    for (std::size_t chunk = 0; chunk < chunks.size(); ++chunk) {
+      const int n = chunks[chunk];
+      pipeline.begin_step({{ids[0], n, row_kind::prompt}, {ids[1], n - 1, row_kind::prompt}});
       for (int layer = 0; layer < s.layers; ++layer) {
         std::vector<freekv::paged_rows<float>> tables;
-        for (const bool second : {false, true}) {
-          if (second && n == 1) continue;
-          engine_cache& cache = caches[count(layer * 2 + second)];
-          cache.block_tokens = d.one_of({1, 5, 16, 64});
-          cache.heads_first = d.below(2) == 0;
-          cache.fill(second ? other : source, layer, pipeline.tokens(second ? b : a), d);
-          tables.push_back(cache.view());
+        for (const int second : {0, 1}) {
+          if (n == second) continue;
+          cache->block_tokens = d.one_of({1, 5, 16, 64});
+          cache->heads_first = d.below(2) == 0;
+          cache->fill(sources[second], layer, pipeline.tokens(ids[second]), d);
+          tables.push_back(cache++->view());
         }
         pipeline.append_from<float>(layer, tables);
       }
       pipeline.end_step();
-      pipeline.synchronize();
+      INFO("seed " << seed << ", chunk " << chunk << " of " << n << " tokens");
+      if (chunk == 0) {  // a branch and a prefix begin at once
+        const auto kept = pipeline.keep_prefix(ids[0], n);
+        const auto branch = pipeline.fork(ids[0]), start = pipeline.open(kept);
+        fresh alone(s);
+        if (n >= 8) prompt_only(alone.pipeline, alone.id, sources[0], n / 8 * 8);
+        CHECK(decode(pipeline, start, sources[0], steps) ==
+              decode(alone.pipeline, alone.id, sources[0], steps));
+        CHECK(decode(pipeline, branch, sources[0], steps) == expected[0]);
+        pipeline.release(branch);
+        pipeline.release(start);
+      }
+      for (const int second : {0, 1})
+        CHECK(decode(pipeline, ids[second], sources[second], steps) ==
+              expected[count(second) * chunks.size() + chunk]);
     }
-    CHECK(pipeline.tokens(a) == done);
-    INFO("seed " << seed << ", " << done << " tokens in " << chunks << " chunks");
-    CHECK(decode(pipeline, a, source, 20) == expected);
   }
 }
 

@@ -105,7 +105,7 @@ TEST_CASE("a shared prompt is in the store once", "[fork]") {
     const auto results = run_step(pipeline, parts);
     CHECK(std::all_of(results.begin(), results.end(), [&](const auto& r) { return r == results[0]; }));
   }
-  // Each has copied the open page and begun another; the original of the copies is nobody's any more.
+  // All but one have copied the open page, and each has begun another.
   CHECK(pipeline.free_pages() == 1);
   // Keys and values in float16, of 2 heads.
   CHECK(pipeline.bytes().store == count(s.store_tokens) * 2 * 2 * head_dim * 2);

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -166,6 +167,32 @@ TEST_CASE("a release waits for the recall that can still touch its sequence", "[
   used.id = used.pipeline.open();
   for (run* r : {&used, &clean}) prompt_only(r->pipeline, r->id, second, 100);
   CHECK(decode(used.pipeline, used.id, second, 20) == decode(clean.pipeline, clean.id, second, 20));
+}
+
+TEST_CASE("what happens to a sequence between steps waits for its recall", "[order]") {
+  auto s = settings();
+  s.max_sequences = 2;
+  const text source(s, 24, 150, 8);
+  using change = std::function<void(slow_pipeline&, freekv::sequence_id)>;
+  for (const change& makes_wait :
+       {change([](auto&p, auto id) { p.fork(id); }),
+        change([](auto&p, auto id) { p.truncate(id, p.tokens(id) - 1); }),
+        change([](auto&p, auto id) { p.preempt(id); }),
+        change([](auto&p, auto id) { p.open(p.keep_prefix(id, p.tokens(id))); })}) {
+    freekv::host_backend backend({.overlap = true});
+    slow_pipeline pipeline(s, backend);
+    const auto id = pipeline.open();
+    prompt_only(pipeline, id, source, 102);
+    sequence_result result;
+    quiet_step(pipeline, id, source, result);
+    pipeline.synchronize();
+    recall.milliseconds = 20;
+    recall.begun = recall.ended = 0;
+    quiet_step(pipeline, id, source, result);
+    makes_wait(pipeline, id);
+    CHECK(recall.ended == 4);
+    recall.milliseconds = 0;
+  }
 }
 
 TEST_CASE("a pipeline goes only when its recall has ended", "[order]") {

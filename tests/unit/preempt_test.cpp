@@ -76,7 +76,7 @@ TEST_CASE("preemption is refused in sentences, and frees what it says", "[preemp
   prompt_only(pipeline, a, source, 40);
   CHECK_THROWS_WITH(pipeline.open(),
                     "resident sequences exhausted: 2 of 2 in use, a new sequence needs 1 more; preempt or "
-                    "release a sequence");
+                    "release another sequence");
   CHECK_THROWS_WITH(pipeline.fork(a), Catch::Contains("resident sequences exhausted"));
   CHECK_THROWS_WITH(pipeline.restore(a), "restore: sequence 0 was not preempted");
   pipeline.preempt(a);

@@ -335,3 +335,40 @@ TEST_CASE("sequences that bring no rows, and steps without any, are no matter", 
   }
   CHECK(idle.pipeline.tokens(other) == 0);
 }
+
+TEST_CASE("each layer may have a budget of its own", "[sequences]") {
+  for (std::uint64_t seed = 1; seed <= 6; ++seed) {
+    dice d(seed);
+    auto s = random_settings(d);
+    s.max_decode_rows = 3;
+    const std::vector<freekv::budget> budgets{{0, 8, 1}, {16, 24, 4}, {8, 40, 2}};
+    s.budget_of_layer = budgets;
+    const text source(s, head_dim, 150, seed);
+    const auto outputs = [&](const auto& settings) {
+      fresh f(settings);
+      prompt_only(f.pipeline, f.id, source, 90);
+      std::vector<sequence_result> results;
+      for (const int rows : {1, 3, 1, 2, 1, 1, 3, 1, 1, 2})
+        results.push_back(run_step(f.pipeline, f.id, source, rows, row_kind::decode));
+      return results;
+    };
+    const auto mixed = outputs(s);
+    for (int layer = 0; layer < 3; ++layer) {
+      auto alike = s;
+      alike.budget_of_layer.clear();
+      alike.budget = budgets[count(layer)];
+      const auto expected = outputs(alike);
+      for (std::size_t step = 0; step < mixed.size(); ++step) {
+        const auto of_layer = [&](const std::vector<float>& all) {
+          return std::span(all).subspan(all.size() / 3 * count(layer), all.size() / 3);
+        };
+        CHECK(same_bits(of_layer(mixed[step].out), of_layer(expected[step].out)));
+      }
+    }
+  }
+  auto s = tiny_settings();
+  s.budget_of_layer = {{0, 8, 1}, {0, 8, 1}};
+  CHECK_THROWS_WITH(fresh(s), "budget_of_layer has 2 budgets for 3 layers; give one for each, or none");
+  s.budget_of_layer = {{0, 8, 1}, {4, 8, 1}, {0, 8, 1}};
+  CHECK_THROWS_WITH(fresh(s), "sink of 4 tokens is not a multiple of the page size 8");
+}

@@ -22,7 +22,8 @@ struct usage_error : error {
   using error::error;
 };
 
-/// A fixed-capacity pool cannot hold what a step will complete; thrown before anything is queued.
+/// A pool of fixed capacity (pages, sequences, slots, a sequence's tokens) cannot give what a call needs; thrown before
+/// anything is queued.
 struct pool_exhausted : error {
   pool_exhausted(const std::string& pool, long pool_capacity, long in_use, const std::string& who, long more,
                  const std::string& remedy = "release a sequence or raise the capacity in the settings")

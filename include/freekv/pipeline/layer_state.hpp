@@ -1,6 +1,7 @@
 // What the stages read and write of one layer.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <freekv/functors/diff_pages.hpp>
@@ -27,7 +28,7 @@ struct step_entry {
   row_kind kind = row_kind::decode;
   std::int32_t shared_page = -1;  // store page whose rows are copied first, as other sequences have it too
   // Of decode rows:
-  int window_begin = 0;  // candidates end here, as the step before has fixed them; later pages are the window
+  int candidates_at = 0;  // the length whose candidates they select from, as the step before has fixed it
   int kept_row = -1;  // row of the step before whose queries are the previous ones; -1: there is no selection
   int decode_step = 0;  // since the last prompt
   constexpr int after() const { return before + tokens; }
@@ -120,6 +121,12 @@ struct layer_state {
   slot_contents slots_of(int sequence, int head) const {
     const std::size_t first = row(sequence, head) * static_cast<std::size_t>(slots.selected);
     return {slot_page + first, slot_stamp + first, slots.selected};
+  }
+  /// Where the window of a decode entry begins: behind its candidates, as far as they are (after a truncation, still)
+  /// complete.
+  int window_begin(const step_entry& entry) const {
+    return std::min(roles_at(entry.candidates_at, budget, page.tokens).window_begin,
+                    entry.before / page.tokens);
   }
   int pages_of(int tokens) const { return (tokens + page.tokens - 1) / page.tokens; }
   layer_kind kind_of(int head) const { return head_kinds[head]; }

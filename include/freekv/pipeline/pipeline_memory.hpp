@@ -1,6 +1,7 @@
 // A pipeline's arrays: how large each is, and where in the two blocks it lies.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <freekv/functors/attend_slice.hpp>
@@ -50,8 +51,8 @@ class pipeline_memory {
     l.keeps_slots = s.route.keeps_slots() && l.kind != layer_kind::complete;
     l.heads = {s.query_heads, s.kv_heads};
     l.page = {s.page.tokens, head_dim};
-    l.budget = s.budget;
-    l.slots = slots_for(s.budget, l.page.tokens, s.spare_slots(), s.max_decode_rows);
+    l.budget = s.budget_at(layer);
+    l.slots = slots_for(l.budget, l.page.tokens, s.spare_slots(), s.max_decode_rows);
     l.decode_rows = s.max_decode_rows;
     if (l.kind == layer_kind::window) l.slots.selected = 0;
     l.scale = s.scale;
@@ -117,7 +118,8 @@ class pipeline_memory {
       sizes.summary_width = summary.width({s.page.tokens, head_dim});
       sizes.query_width = summary_query_width(summary, head_dim);
     });
-    sizes.selected_pages = s.budget.selected_pages;
+    for (int layer = 0; layer < s.layers; ++layer)
+      sizes.selected_pages = std::max(sizes.selected_pages, s.budget_at(layer).selected_pages);
     return sizes;
   }
 };

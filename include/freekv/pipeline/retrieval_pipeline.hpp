@@ -78,7 +78,6 @@ class basic_retrieval_pipeline {
     fast_memory_ = memory_block(*memory.fast, counted.fast_bytes);
     parts_.emplace(settings_, backend, slow_memory_.data(), fast_memory_.data());
     sequences_.emplace(sequence_limits{.page_tokens = settings_.page.tokens,
-                                       .budget = settings_.budget,
                                        .max_tokens = settings_.max_tokens,
                                        .max_sequences = settings_.max_sequences,
                                        .max_resident = settings_.max_resident,
@@ -121,17 +120,19 @@ class basic_retrieval_pipeline {
   sequence_id open() { return sequences_->open(); }
 
   /// A new sequence that begins with the tokens of `start`, as if they had been its prompt; their pages are shared.
-  /// Throws pool_exhausted, or usage_error in a step.
+  /// Waits for what is queued. Throws pool_exhausted, or usage_error in a step or for another pipeline's prefix.
   sequence_id open(const prefix& start) {
     outside_step("open");
     const sequence_id id = sequences_->open(start);
+    synchronize();
     for (const state& layer : parts_->layers)
       parts_->stages.restore(layer, static_cast<int>(id), sequences_->known(id).tokens);
     return id;
   }
 
   /// A new sequence that goes on as `parent` would, bit for bit. All pages are shared, until one of the two writes to
-  /// the open one. Waits for what is queued. Throws pool_exhausted, or usage_error in a step.
+  /// the open one; both are resident. Waits for what is queued. Throws pool_exhausted, or usage_error in a step or for a
+  /// sequence that is preempted.
   sequence_id fork(sequence_id parent) {
     outside_step("fork");
     const sequence_id id = sequences_->fork(parent);
@@ -142,15 +143,15 @@ class basic_retrieval_pipeline {
   }
 
   /// The complete pages among the first `tokens` tokens of a sequence, for other sequences to start with, even when
-  /// this one has ended. They stay in use until the prefix goes, which is before the pipeline does.
+  /// this one has ended. They stay in use until the prefix goes, which is before the pipeline does. Throws usage_error.
   prefix keep_prefix(sequence_id id, int tokens) {
     outside_step("keep_prefix");
     return sequences_->keep(id, tokens);
   }
 
   /// The sequence keeps its first `tokens` tokens. Inside the rows of its last decode step the selection stays and the
-  /// last kept row's query becomes the previous one, unless a selected page is no longer complete; else the selection
-  /// is dropped, and all heads select anew in the next step. Waits for what is queued. Throws usage_error.
+  /// last kept row's query becomes the previous one, unless a page that any head of any layer has selected is no longer
+  /// complete; else the selection is dropped, and all heads select anew in the next step. Waits for what is queued. Throws usage_error.
   void truncate(sequence_id id, int tokens) {
     outside_step("truncate");
     sequences_->check_truncation(id, tokens);
@@ -196,7 +197,8 @@ class basic_retrieval_pipeline {
 
   /// Starts a step to which the listed sequences bring rows: prompt rows in chunks of any size, or at most
   /// max_decode_rows decode rows, which attend causally among themselves and select as one group. Reserves every page
-  /// the step needs, or throws pool_exhausted with nothing changed.
+  /// the step needs, or throws pool_exhausted with nothing changed; usage_error for sequences that are unknown, preempted or
+  /// listed twice.
   void begin_step(std::span<const sequence_rows> rows) {
     outside_step("begin_step");
     sequences_->begin_step(rows, entries_);
@@ -231,8 +233,9 @@ class basic_retrieval_pipeline {
   /// Appends the step's rows, all of them of prompts, from an engine's own paged cache, whose prefill needs no attention
   /// from here: `rows` has a table for each sequence of the step that brings rows, in their order. Copying is queued on
   /// the backend's recall stream; until `synchronize`, or the layer's next append, the engine's blocks and the tables
-  /// stay as they are. At most as many pages are in flight as the stream queues; more wait. Throws usage_error.
-  template <class In>
+  /// stay as they are. At most as many pages are in flight as the stream queues; more wait. Keys and values are of the
+  /// stored element type, or float: `append_from<float>(layer, tables)`. Throws usage_error.
+  template <class In = element>
   void append_from(int layer, std::span<const paged_rows<In>> rows) {
     static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
                   "append_from takes keys and values of the stored element type, or float");
@@ -292,7 +295,6 @@ class basic_retrieval_pipeline {
                         std::to_string(settings_.layers) +
                         (*missed == layer_progress::waiting ? " was not appended to"
                                                             : " has not attended its decode rows"));
-    sequences_->end_step(entries_);
     in_step_ = false;
   }
 
@@ -302,7 +304,6 @@ class basic_retrieval_pipeline {
   bool abandon_step() noexcept {
     if (!in_step_) return false;
     in_step_ = false;
-    sequences_->end_step(entries_);
     for (const step_entry& entry : entries_) release(sequence_id{entry.sequence});
     return true;
   }
@@ -311,7 +312,7 @@ class basic_retrieval_pipeline {
   void synchronize() { backend_->recall().synchronize(); }
 
   /// What the last decode step of a layer did for a sequence; waits for the layer's recall. Valid until the
-  /// layer's next append.
+  /// layer's next append, or the sequence's release.
   step_report report(int layer, sequence_id id) const {
     sequences_->known(id);
     const state& s = layer_of(layer, "report");

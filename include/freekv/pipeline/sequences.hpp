@@ -15,17 +15,17 @@
 
 namespace freekv {
 
-/// The rows one sequence brings to a step.
+/// The rows one sequence brings to a step. Keys, values, queries and outputs of a step's sequences lie one behind the
+/// other, in the order in which they are listed.
 struct sequence_rows {
   sequence_id sequence{};
-  int tokens = 1;
+  int tokens = 1;  ///< 0: it sits the step out; of decode rows at most max_decode_rows
   row_kind kind = row_kind::decode;
 };
 
 /// What bounds sequences; of the pipeline's settings.
 struct sequence_limits {
   int page_tokens = 32;
-  freekv::budget budget{};
   int max_tokens = 0;
   int max_sequences = 1;
   int max_resident = 1;
@@ -38,7 +38,7 @@ struct sequence_limits {
 class prefix {
  public:
   prefix(prefix&& other) noexcept : pool_(other.pool_), pages_(std::exchange(other.pages_, {})) {}
-  prefix& operator=(prefix&& other) noexcept {
+  prefix& operator=(prefix other) noexcept {
     std::swap(pool_, other.pool_);
     std::swap(pages_, other.pages_);
     return *this;
@@ -101,9 +101,6 @@ class sequence_table {
   sequence_id open(const prefix& start) {
     if (start.pool_ != &pool_) throw usage_error("open: the prefix is of another pipeline");
     const int pages = start.pages();
-    if (pages * limits_.page_tokens > limits_.max_tokens)
-      throw pool_exhausted("tokens of a sequence", limits_.max_tokens, 0, "the prefix",
-                           pages * limits_.page_tokens);
     const sequence_id id = open();
     record& r = record_of(id);
     r.tokens = pages * limits_.page_tokens;
@@ -179,7 +176,7 @@ class sequence_table {
     const sequence_rows* first_without = nullptr;
     for (std::size_t i = 0; i < rows.size(); ++i) {
       check_rows(rows, i);
-      needed += pages_needed(rows[i]);
+      needed += pages_needed(rows, i);
       if (first_without == nullptr && needed > pool_.available()) first_without = &rows[i];
     }
     if (first_without != nullptr)
@@ -193,11 +190,6 @@ class sequence_table {
       entries.push_back(entry_of(r, row));
       row += r.tokens;
     }
-  }
-  /// Pages that the step's rows were copied from have one user less.
-  void end_step(std::span<const step_entry> entries) {
-    for (const step_entry& entry : entries)
-      if (entry.shared_page >= 0) pool_.give_back(entry.shared_page);
   }
 
  private:
@@ -219,7 +211,7 @@ class sequence_table {
   void expect_slot_set(const char* who) const {
     if (free_slot_sets_.empty())
       throw pool_exhausted("resident sequences", limits_.max_resident, limits_.max_resident, who, 1,
-                           "preempt or release a sequence");
+                           "preempt or release another sequence");
   }
   void expect_resident(const char* call, sequence_id id) const {
     if (!is_resident(id))
@@ -257,17 +249,26 @@ class sequence_table {
       throw pool_exhausted("tokens of " + name_of(r.sequence), limits_.max_tokens, sequence.tokens,
                            "the step", r.tokens);
   }
-  /// The open page if others have it too: the step copies it before it writes to it. Else -1.
-  std::int32_t shared_open_page(const record& sequence, sequence_id id) const {
-    if (sequence.tokens % limits_.page_tokens == 0) return -1;
-    const std::int32_t page = *page_entry(id, sequence.pages - 1);
-    return pool_.is_shared(page) ? page : -1;
+  /// The page that the next row goes to, where there is one that is not full; else -1.
+  std::int32_t open_page(sequence_id id) const {
+    const record& sequence = known(id);
+    return sequence.tokens % limits_.page_tokens == 0 ? -1 : *page_entry(id, sequence.pages - 1);
   }
-  std::int64_t pages_needed(const sequence_rows& r) const {
+  /// A page that others have too is copied before it is written to. Of all that have it the last one writes to it.
+  std::int64_t pages_needed(std::span<const sequence_rows> rows, std::size_t i) const {
+    const sequence_rows& r = rows[i];
     if (r.tokens == 0) return 0;
     const record& sequence = known(r.sequence);
-    const int copied = shared_open_page(sequence, r.sequence) >= 0;
-    return pages_for(sequence.tokens + r.tokens) - sequence.pages + copied;
+    const std::int32_t open = open_page(r.sequence);
+    const auto leaves_it = [&](const sequence_rows& other) {
+      return other.tokens > 0 && open_page(other.sequence) == open;
+    };
+    const bool copies =
+        open >= 0 &&
+        pool_.uses(open) -
+                std::count_if(rows.begin(), rows.begin() + static_cast<std::ptrdiff_t>(i), leaves_it) >
+            1;
+    return pages_for(sequence.tokens + r.tokens) - sequence.pages + copies;
   }
   step_entry entry_of(const sequence_rows& r, int first_row) {
     record& sequence = record_of(r.sequence);
@@ -275,18 +276,18 @@ class sequence_table {
                      .before = sequence.tokens,
                      .tokens = r.tokens,
                      .first_row = first_row,
-                     .kind = r.kind,
-                     .shared_page = shared_open_page(sequence, r.sequence)};
-    if (entry.shared_page >= 0) *page_entry(r.sequence, sequence.pages - 1) = pool_.take();
+                     .kind = r.kind};
+    if (const std::int32_t open = open_page(r.sequence); open >= 0 && pool_.uses(open) > 1) {
+      entry.shared_page = open;
+      *page_entry(r.sequence, sequence.pages - 1) = pool_.take();
+      pool_.give_back(open);  // others have it; whoever writes to it does so after this step's copy
+    }
     sequence.tokens += r.tokens;
     for (const int pages = pages_for(sequence.tokens); sequence.pages < pages; ++sequence.pages)
       *page_entry(r.sequence, sequence.pages) = pool_.take();
 
     if (r.kind == row_kind::decode) {
-      // After a truncation the last of the candidates may have become incomplete.
-      const int complete = entry.before / limits_.page_tokens;
-      entry.window_begin = std::min(
-          roles_at(sequence.candidates_at, limits_.budget, limits_.page_tokens).window_begin, complete);
+      entry.candidates_at = sequence.candidates_at;
       entry.kept_row = sequence.kept_row;
       entry.decode_step = sequence.decode_steps++;
       sequence.decoded_from = entry.before;

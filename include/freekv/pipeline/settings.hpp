@@ -7,6 +7,7 @@
 #include <freekv/core/error.hpp>
 #include <freekv/pipeline/policy_pack.hpp>
 #include <string>
+#include <vector>
 
 namespace freekv {
 
@@ -25,7 +26,8 @@ struct pipeline_settings {
   int query_heads = 0;
   int kv_heads = 0;
   freekv::budget budget{};
-  int max_tokens = 0;  ///< of one sequence
+  std::vector<freekv::budget> budget_of_layer{};  ///< one for each layer; none: `budget` for all
+  int max_tokens = 0;                             ///< of one sequence
   int max_sequences = 1;
   int max_resident = 0;           ///< sequences that have slots at a time, the others being preempted; 0: all
   int max_decode_rows = 1;        ///< that a sequence brings to a step: more than 1 for speculative decoding
@@ -42,6 +44,9 @@ struct pipeline_settings {
   typename Pack::plan plan{};
   typename Pack::route route{};
 
+  const freekv::budget& budget_at(int layer) const {
+    return budget_of_layer.empty() ? budget : budget_of_layer[static_cast<std::size_t>(layer)];
+  }
   int pages_for(std::int64_t tokens) const {
     return static_cast<int>((tokens + page.tokens - 1) / page.tokens);
   }
@@ -63,13 +68,6 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
   if (s.kv_heads < 1) fail("kv_heads is " + text(s.kv_heads) + "; a layer has at least 1");
   if (s.query_heads < s.kv_heads || s.query_heads % s.kv_heads != 0)
     fail("query_heads " + text(s.query_heads) + " is not a multiple of kv_heads " + text(s.kv_heads));
-  if (s.budget.sink < 0 || s.budget.sink % p != 0)
-    fail("sink of " + text(s.budget.sink) + " tokens is not a multiple of the page size " + text(p));
-  if (s.budget.window < p || s.budget.window % p != 0)
-    fail("window of " + text(s.budget.window) + " tokens is not a positive multiple of the page size " +
-         text(p));
-  if (s.budget.selected_pages < 1)
-    fail("selected_pages is " + text(s.budget.selected_pages) + "; select at least 1");
   if (s.max_tokens < 1) fail("max_tokens is " + text(s.max_tokens) + "; say how long a sequence may become");
   if (constexpr int most = (1 << 30); s.max_tokens > most)
     fail("max_tokens is " + text(s.max_tokens) + "; a sequence holds at most " + text(most));
@@ -80,10 +78,22 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
          text(s.max_sequences));
   if (constexpr int most = 1024; s.max_decode_rows < 1 || s.max_decode_rows > most)
     fail("max_decode_rows is " + text(s.max_decode_rows) + "; choose from 1 to " + text(most));
-  // A budget beyond what a sequence can hold needs no more slots than that.
-  s.budget.sink = std::min(s.budget.sink, s.max_pages() * p);
-  s.budget.window = std::min(s.budget.window, s.max_pages() * p);
-  s.budget.selected_pages = std::min(s.budget.selected_pages, s.max_pages());
+  const auto check_budget = [&](budget& b) {
+    if (b.sink < 0 || b.sink % p != 0)
+      fail("sink of " + text(b.sink) + " tokens is not a multiple of the page size " + text(p));
+    if (b.window < p || b.window % p != 0)
+      fail("window of " + text(b.window) + " tokens is not a positive multiple of the page size " + text(p));
+    if (b.selected_pages < 1) fail("selected_pages is " + text(b.selected_pages) + "; select at least 1");
+    // A budget beyond what a sequence can hold needs no more slots than that.
+    b.sink = std::min(b.sink, s.max_pages() * p);
+    b.window = std::min(b.window, s.max_pages() * p);
+    b.selected_pages = std::min(b.selected_pages, s.max_pages());
+  };
+  check_budget(s.budget);
+  if (!s.budget_of_layer.empty() && s.budget_of_layer.size() != static_cast<std::size_t>(s.layers))
+    fail("budget_of_layer has " + text(s.budget_of_layer.size()) + " budgets for " + text(s.layers) +
+         " layers; give one for each, or none");
+  for (budget& b : s.budget_of_layer) check_budget(b);
   if (s.store_tokens == 0) s.store_tokens = std::int64_t{s.max_pages()} * p * s.max_sequences;
   if (s.store_tokens < 1) fail("store_tokens is " + text(s.store_tokens) + "; at least 1");
   if (s.store_tokens / p >= (std::int64_t{1} << 31) - 1)

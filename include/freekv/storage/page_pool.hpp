@@ -27,7 +27,7 @@ class page_pool {
   }
   /// One more user of a page in use.
   void share(std::int32_t page) { ++uses_[static_cast<std::size_t>(page)]; }
-  bool is_shared(std::int32_t page) const { return uses_[static_cast<std::size_t>(page)] > 1; }
+  std::int32_t uses(std::int32_t page) const { return uses_[static_cast<std::size_t>(page)]; }
   /// One user less; after the last the page is free.
   void give_back(std::int32_t page) {
     if (--uses_[static_cast<std::size_t>(page)] == 0) free_.push_back(page);

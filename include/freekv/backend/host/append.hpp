@@ -38,9 +38,8 @@ void append_page(isa set, const State& s, const Summary& summary, const step_ent
   constexpr int d = State::head_dim;
   const int first = std::max(entry.before, page_index * s.page.tokens);
   const int last = std::min(entry.after(), (page_index + 1) * s.page.tokens);
-  const bool in_slots =
-      s.keeps_slots && s.kind != layer_kind::complete &&
-      (page_index < s.slots.sink || page_index >= s.slots.ring_begin(entry.after(), s.page.tokens));
+  const bool in_slots = s.keeps_slots && (page_index < s.slots.sink ||
+                                          page_index >= s.slots.ring_begin(entry.after(), s.page.tokens));
   const int slot = page_index < s.slots.sink ? s.slots.sink_slot(page_index) : s.slots.ring_slot(page_index);
   const auto put = []<class In>(element* to, const In* from) {
     if constexpr (std::is_same_v<In, element>)

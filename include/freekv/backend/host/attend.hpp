@@ -33,7 +33,7 @@ struct attention_job {
     const int tokens = entry.before + row + 1;
     const bool selects = !complete && s.kind_of(head) == layer_kind::retrieval;
     page_roles roles = roles_at(tokens, s.budget, s.page.tokens);
-    if (selects) roles.window_begin = std::max(roles.sink_end, entry.window_begin);
+    if (selects) roles.window_begin = std::max(roles.sink_end, s.window_begin(entry));
     return {roles, s.selected + s.selection(entry.sequence, head),
             selects ? s.selected_count[s.row(entry.sequence, head)] : 0,
             complete || s.kind_of(head) == layer_kind::complete, tokens};

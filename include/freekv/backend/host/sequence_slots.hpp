@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <freekv/functors/copy_slice.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 
@@ -75,12 +76,12 @@ void copy_selection(const State& s, int from, int to) {
   const auto n = [](int count) { return static_cast<std::size_t>(count); };
   copy(s.previous_query, n(s.decode_rows * s.heads.group() * State::head_dim));
   copy(s.corrected, 1);
-  for (std::int32_t* counts : {s.selected_count, s.upcoming_count, s.attended_count, s.selections, s.recalled,
-                               s.recalled_before_attention, s.promoted})
+  for (std::int32_t* counts : std::array{s.selected_count, s.upcoming_count, s.attended_count, s.selections,
+                                         s.recalled, s.recalled_before_attention, s.promoted})
     copy(counts, 1);
-  for (std::int32_t* lists : {s.selected, s.upcoming, s.attended, s.slot_of})
+  for (std::int32_t* lists : std::array{s.selected, s.upcoming, s.attended, s.slot_of})
     copy(lists, n(s.budget.selected_pages));
-  for (std::int32_t* lists : {s.slot_page, s.slot_stamp}) copy(lists, n(s.slots.selected));
+  for (std::int32_t* lists : std::array{s.slot_page, s.slot_stamp}) copy(lists, n(s.slots.selected));
 }
 
 }  // namespace freekv::host

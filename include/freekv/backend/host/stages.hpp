@@ -36,18 +36,18 @@ class stages {
   /// A layer's state before any sequence.
   void clear(const State& s, int sequences) {
     const std::size_t rows = s.row(sequences, 0), selections = s.selection(sequences, 0);
-    std::fill_n(s.corrected, rows, std::uint8_t{0});
-    for (std::int32_t* counts :
-         std::array{s.attended_count, s.recalled, s.recalled_before_attention, s.promoted})
-      std::fill_n(counts, rows, 0);
+    clear_report(s, 0, rows);
     for (std::int32_t* pages : std::array{s.selected, s.upcoming, s.attended, s.slot_of})
       std::fill_n(pages, selections, -1);
     for (int sequence = 0; sequence < sequences; ++sequence) drop_selection(s, sequence);
   }
   // Between steps, with nothing queued:
 
-  /// A sequence's selection is forgotten.
-  void forget(const State& s, int sequence) { drop_selection(s, sequence); }
+  /// A sequence's selection and report are forgotten.
+  void forget(const State& s, int sequence) {
+    drop_selection(s, sequence);
+    clear_report(s, s.row(sequence, 0), s.row(1, 0));
+  }
   bool selects_within(const State& s, int sequence, int pages) const {
     return host::selects_within(s, sequence, pages);
   }
@@ -139,6 +139,13 @@ class stages {
   }
 
  private:
+  static void clear_report(const State& s, std::size_t first, std::size_t rows) {
+    std::fill_n(s.corrected + first, rows, std::uint8_t{0});
+    for (std::int32_t* counts :
+         std::array{s.attended_count, s.recalled, s.recalled_before_attention, s.promoted})
+      std::fill_n(counts + first, rows, 0);
+  }
+
   isa instructions() const { return backend_->options().instructions; }
 
   /// Runs `body(head, workspace)` for the retrieval heads that are `wanted`.
@@ -154,7 +161,7 @@ class stages {
 
   void correct_head(const State& s, const step_entry& entry, int head, const workspace& w) {
     const page_roles next = roles_at(entry.after() + 1, s.budget, s.page.tokens);
-    const int now = std::max(0, entry.window_begin - next.sink_end);  // candidates
+    const int now = std::max(0, s.window_begin(entry) - next.sink_end);  // candidates
     const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
     head_selection selection(instructions(), s, *policies_, entry, head,
                              {next.sink_end, std::max(now, next.candidates())}, w);
