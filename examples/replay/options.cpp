@@ -221,7 +221,7 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   CLI::App app("Replays recorded layers through a retrieval method. Prints one JSON object.",
                "freekv-replay");
   app.set_help_flag("-h,--help", "Show this help and exit");
-  app.add_option(
+  const CLI::Option* const trace = app.add_option(
       "trace", o.trace,
       "safetensors file: q (T, n_qo, d), k and v (T, n_kv, d) in F32, F16 or BF16; metadata "
       "prompt_len, the number of prompt tokens. Or a folder of such files (*.safetensors), a layer "
@@ -301,9 +301,10 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
       "safetensors file to write, see below; for a folder of traces, a folder for a file of each");
   app.footer(footer());
   if (!parsed(app, argc, argv)) return std::nullopt;
-  if (o.trace.empty() == !o.events)
-    refuse(o.events ? "--events takes the place of a trace; give one of the two"
-                    : "trace is required: name a recorded layer, a folder of them, or --events");
+  if ((trace->count() == 0) == !o.events)
+    refuse(o.events
+               ? "--events takes the place of a trace; give one of the two"
+               : "trace is required: name a recorded layer, a folder of them, or --events; --help lists all");
   if (!o.events && (o.store_pages || o.fast_pages)) refuse("--store-pages and --fast-pages are for --events");
   (void)chosen("--route", named(routes), o.route);
   (void)chosen("--layout", layouts, o.layout);
