@@ -151,7 +151,8 @@ class basic_retrieval_pipeline {
 
   /// The sequence keeps its first `tokens` tokens. Inside the rows of its last decode step the selection stays and the
   /// last kept row's query becomes the previous one, unless a page that any head of any layer has selected is no longer
-  /// complete; else the selection is dropped, and all heads select anew in the next step. Waits for what is queued. Throws usage_error.
+  /// complete; else the selection is dropped, and all heads select anew in the next step. Waits for what is queued.
+  /// Throws usage_error.
   void truncate(sequence_id id, int tokens) {
     outside_step("truncate");
     sequences_->check_truncation(id, tokens);
@@ -197,8 +198,8 @@ class basic_retrieval_pipeline {
 
   /// Starts a step to which the listed sequences bring rows: prompt rows in chunks of any size, or at most
   /// max_decode_rows decode rows, which attend causally among themselves and select as one group. Reserves every page
-  /// the step needs, or throws pool_exhausted with nothing changed; usage_error for sequences that are unknown, preempted or
-  /// listed twice.
+  /// the step needs, or throws pool_exhausted with nothing changed; usage_error for sequences that are unknown,
+  /// preempted or listed twice.
   void begin_step(std::span<const sequence_rows> rows) {
     outside_step("begin_step");
     sequences_->begin_step(rows, entries_);
