@@ -6,6 +6,7 @@
 #include <set>
 
 #include "../catch.hpp"
+#include "seeds.hpp"
 #include "trace.hpp"
 
 namespace {
@@ -80,7 +81,7 @@ oracle::decoder oracle_at(const random_case& c, const trace& t, int tokens) {
 TEST_CASE("1: with room for all candidates the output is that of full attention", "[property]") {
   freekv::host_backend backend({.threads = 2, .bytes_per_thread = 8192});
   long compared = 0;
-  for (std::uint64_t seed = 1; seed <= 80; ++seed) {
+  for (std::uint64_t seed = 1; seed <= share_of(80u); ++seed) {
     auto c = retrieval_case(seed);
     c.options.budget.selected_pages = 500;  // more than any of these sequences has
     c.options.does.selection = "top_k";
@@ -94,13 +95,13 @@ TEST_CASE("1: with room for all candidates the output is that of full attention"
     INFO(c);
     CHECK(wrong == 0);
   }
-  CHECK(compared > 10000);
+  CHECK(compared > share_of(10000));
 }
 
 TEST_CASE("2: exactly sink, selected and window pages are attended, each token once", "[property]") {
   freekv::host_backend backend;
   long selections = 0;
-  for (std::uint64_t seed = 1; seed <= 80; ++seed) {
+  for (std::uint64_t seed = 1; seed <= share_of(80u); ++seed) {
     auto c = retrieval_case(seed);
     // Weights alike, so that one token more or less shows in every output.
     c.options.scale = 0.01f;
@@ -128,12 +129,12 @@ TEST_CASE("2: exactly sink, selected and window pages are attended, each token o
     INFO(c);
     CHECK(wrong == 0);
   }
-  CHECK(selections > 1000);
+  CHECK(selections > share_of(400));
 }
 
 TEST_CASE("2: window layers attend to sink and window, complete layers to everything", "[property]") {
   freekv::host_backend backend;
-  for (std::uint64_t seed = 1; seed <= 40; ++seed) {
+  for (std::uint64_t seed = 1; seed <= share_of(40u); ++seed) {
     auto c = retrieval_case(seed);
     c.options.does.plan = seed % 2 == 0 ? "window" : "complete";
     c.steps = std::min(c.steps, 15);
@@ -155,7 +156,7 @@ TEST_CASE("2: window layers attend to sink and window, complete layers to everyt
 TEST_CASE("3: `always` selects with the current query, `never` with the one before", "[property]") {
   freekv::host_backend backend;
   long firm = 0, turned = 0;
-  for (std::uint64_t seed = 1; seed <= 30; ++seed) {
+  for (std::uint64_t seed = 1; seed <= share_of(30u); ++seed) {
     auto c = selecting_case(seed);
     c.steps = std::min(c.steps, 12);
     c.turn = 1.0f;  // the two differ
@@ -184,15 +185,15 @@ TEST_CASE("3: `always` selects with the current query, `never` with the one befo
       CHECK(wrong == 0);
     }
   }
-  CHECK(firm > 400);
-  CHECK(turned > 100);
+  CHECK(firm > share_of(400));
+  CHECK(turned > share_of(100));
 }
 
 TEST_CASE("4: recalled slices are bit for bit what was appended", "[property]") {
   // In place attention reads the store itself: equal bits mean equal slices.
   freekv::host_backend backend;
   long recalled = 0, promoted = 0;
-  for (std::uint64_t seed = 1; seed <= 60; ++seed) {
+  for (std::uint64_t seed = 1; seed <= share_of(60u); ++seed) {
     auto c = selecting_case(seed);
     c.options.in_place = false;
     const auto resident = run_case(c, backend);
@@ -210,15 +211,15 @@ TEST_CASE("4: recalled slices are bit for bit what was appended", "[property]") 
     INFO(c);
     CHECK(wrong == 0);
   }
-  CHECK(recalled > 1000);
-  CHECK(promoted > 50);
+  CHECK(recalled > share_of(1000));
+  CHECK(promoted > share_of(50));
 }
 
 TEST_CASE("5: only missing slices move, out of the ring where it still has them", "[property]") {
   // With `never` each step's speculation is the next step's attended set, so both sides of a move are known.
   freekv::host_backend backend;
   long recalled = 0, promoted = 0;
-  for (std::uint64_t seed = 1; seed <= 80; ++seed) {
+  for (std::uint64_t seed = 1; seed <= share_of(80u); ++seed) {
     auto c = selecting_case(seed);
     c.options.in_place = false;
     c.options.does.correction = "never";
@@ -245,8 +246,8 @@ TEST_CASE("5: only missing slices move, out of the ring where it still has them"
     INFO(c);
     CHECK(wrong == 0);
   }
-  CHECK(recalled > 1000);
-  CHECK(promoted > 30);
+  CHECK(recalled > share_of(1000));
+  CHECK(promoted > share_of(30));
 }
 
 TEST_CASE("5: with room for all candidates every page is promoted once and never recalled", "[property]") {
@@ -286,7 +287,7 @@ TEST_CASE("5: with room for all candidates every page is promoted once and never
 
 TEST_CASE("7: a retrieval layer's slots do not grow with the sequence", "[property]") {
   freekv::host_backend backend;
-  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+  for (std::uint64_t seed = 1; seed <= share_of(20u); ++seed) {
     auto c = retrieval_case(seed);
     c.options.in_place = false;
     c.options.budget.selected_pages = std::min(c.options.budget.selected_pages, 7);
@@ -313,7 +314,7 @@ TEST_CASE("8: threads, overlap, the threshold of waking and the chunks of a prom
                               {.threads = 3, .overlap = false, .bytes_per_thread = 4096},
                               {.threads = 4, .overlap = true, .bytes_per_thread = 32768}})
     backends.push_back(std::make_unique<freekv::host_backend>(options));
-  for (std::uint64_t seed = 1; seed <= 30; ++seed) {
+  for (std::uint64_t seed = 1; seed <= share_of(30u); ++seed) {
     auto c = seed % 3 == 0 ? retrieval_case(seed) : selecting_case(seed);
     c.steps = std::min(c.steps, 20);
     if (seed % 10 == 0) {  // several parts of attention
@@ -343,7 +344,7 @@ TEST_CASE("8: instruction sets agree to rounding where margins allow", "[propert
   if (freekv::host::best_isa() == freekv::host::isa::baseline) return;
   freekv::host_backend best, baseline({.instructions = freekv::host::isa::baseline});
   long firm = 0, compared = 0;
-  for (std::uint64_t seed = 1; seed <= 40; ++seed) {
+  for (std::uint64_t seed = 1; seed <= share_of(40u); ++seed) {
     auto c = selecting_case(seed);
     c.options.does.correction = "always";  // each step's selection stands alone
     c.steps = std::min(c.steps, 12);
@@ -372,6 +373,6 @@ TEST_CASE("8: instruction sets agree to rounding where margins allow", "[propert
     INFO(c);
     CHECK(wrong == 0);
   }
-  CHECK(firm > 500);
-  CHECK(compared > 2000);
+  CHECK(firm > share_of(500));
+  CHECK(compared > share_of(2000));
 }

@@ -1,0 +1,1 @@
+// Nothing: it makes CMake compile the header that all tests start with.
