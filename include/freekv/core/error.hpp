@@ -2,8 +2,11 @@
 // changed nothing.
 #pragma once
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <system_error>
+#include <utility>
 
 namespace freekv {
 
@@ -33,6 +36,60 @@ struct pool_exhausted : error {
         used(in_use),
         needed(more) {}
   long capacity, used, needed;
+};
+
+/// What a store file was asked for.
+enum class store_operation : std::uint8_t { create, reserve, read, write };
+
+/// What went wrong with a store file.
+struct store_fault {
+  std::string file;
+  store_operation operation = store_operation::read;
+  std::uint64_t offset = 0, bytes = 0;  ///< of the file; both 0 for `create`
+  int system_error = 0;                 ///< errno; 0 where the file ended early
+  std::string detail;                   ///< beside the system's own words, or instead of them
+  std::string remedy;
+  std::string sequence;  ///< whose tokens it was about, where that is known
+};
+
+/// A store file that cannot be created, reserved, read or written. What a read left in the caller's memory, or a write
+/// in the file, is unspecified within the ranges that were asked for; everything else is as before, and the same call
+/// may be made again.
+struct store_error : error, store_fault {
+  explicit store_error(store_fault fault) : error(sentence(fault)), store_fault(std::move(fault)) {}
+
+  /// The same error, told of a sequence.
+  store_error with_sequence(std::string name) const {
+    store_fault fault = *this;
+    fault.sequence = std::move(name);
+    return store_error(std::move(fault));
+  }
+
+ private:
+  static std::string sentence(const store_fault& fault) {
+    std::string text = fault.sequence.empty() ? "" : fault.sequence + ": ";
+    text += "store file " + fault.file + ": ";
+    const std::string bytes = std::to_string(fault.bytes) + " bytes";
+    const std::string place = " at offset " + std::to_string(fault.offset);
+    switch (fault.operation) {
+      case store_operation::create:
+        text += "creating it";
+        break;
+      case store_operation::reserve:
+        text += "reserving " + bytes;
+        break;
+      case store_operation::read:
+        text += "reading " + bytes + place;
+        break;
+      case store_operation::write:
+        text += "writing " + bytes + place;
+        break;
+    }
+    text += " failed: ";
+    if (fault.system_error != 0) text += std::generic_category().message(fault.system_error);
+    if (fault.system_error != 0 && !fault.detail.empty()) text += ", ";
+    return text + fault.detail + (fault.remedy.empty() ? "" : "; " + fault.remedy);
+  }
 };
 
 }  // namespace freekv
