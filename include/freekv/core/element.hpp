@@ -5,6 +5,8 @@
 #include <cuda_fp16.h>
 
 #include <concepts>
+#include <cstdint>
+#include <cuda/std/bit>
 #include <freekv/config.hpp>
 #include <string_view>
 
@@ -13,28 +15,70 @@ namespace freekv {
 using half = __half;
 using bfloat16 = __nv_bfloat16;
 
-/// What keys and values may be stored as.
+/// 8 bits: a sign, 4 of exponent with bias 7, 3 of mantissa, by the convention of OCP's E4M3 ("E4M3FN"): no infinity,
+/// NaN where all 7 bits are set, 448 the largest number. A codec stores it; nothing computes with it.
+struct fp8_e4m3 {
+  std::uint8_t bits = 0;
+};
+
+/// What keys and values may be in the fast tier.
 template <class T>
 concept element = std::same_as<T, float> || std::same_as<T, half> || std::same_as<T, bfloat16>;
 
-template <element T>
+/// What a number may be stored as.
+template <class T>
+concept storage_element = element<T> || std::same_as<T, fp8_e4m3>;
+
+template <storage_element T>
 inline constexpr std::string_view element_name = "f32";
 template <>
 inline constexpr std::string_view element_name<half> = "f16";
 template <>
 inline constexpr std::string_view element_name<bfloat16> = "bf16";
+template <>
+inline constexpr std::string_view element_name<fp8_e4m3> = "fp8";
 
 FREEKV_HD inline float to_float(float x) { return x; }
 FREEKV_HD inline float to_float(half x) { return __half2float(x); }
 FREEKV_HD inline float to_float(bfloat16 x) { return __bfloat162float(x); }
+FREEKV_HD inline float to_float(fp8_e4m3 x) {
+  const std::uint32_t magnitude = (x.bits & 0x7fu) << 20;
+  // The exponents differ by 120. A subnormal number is made with an exponent of one more and its leading 1 taken away.
+  const float normal = cuda::std::bit_cast<float>(magnitude + (120u << 23));
+  const float subnormal = cuda::std::bit_cast<float>(magnitude + (121u << 23)) - 0x1p-6f;
+  auto bits = cuda::std::bit_cast<std::uint32_t>(magnitude < (1u << 23) ? subnormal : normal);
+  bits = magnitude == (0x7fu << 20) ? 0x7fc00000u : bits;
+  return cuda::std::bit_cast<float>(bits | (x.bits & 0x80u) << 24);
+}
 
-/// Rounds to the nearest representable value, ties to even.
-template <element T>
+namespace detail {
+
+// Without branches, so that loops over rows vectorise.
+FREEKV_HD inline fp8_e4m3 fp8_from_float(float x) {
+  const auto bits = cuda::std::bit_cast<std::uint32_t>(x);
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  constexpr std::uint32_t most = 0x43e00000u;  // 448
+  const std::uint32_t kept = magnitude < most ? magnitude : most;
+  const std::uint32_t normal = (kept + 0x7ffffu + ((kept >> 20) & 1u) - (120u << 23)) >> 20;
+  // Subnormal numbers are multiples of 2^-9, as floats from 2^14 on are.
+  const std::uint32_t subnormal =
+      cuda::std::bit_cast<std::uint32_t>(cuda::std::bit_cast<float>(kept) + 0x1p14f) - 0x46800000u;
+  const std::uint32_t code = (kept < 0x3c800000u ? subnormal : normal) | (bits >> 24 & 0x80u);
+  return {static_cast<std::uint8_t>(magnitude > 0x7f800000u ? 0x7fu : code)};
+}
+
+}  // namespace detail
+
+/// Rounds to the nearest representable value, ties to even. Beyond the range of f16 and bf16 that is an infinity;
+/// fp8_e4m3 has none and saturates: 448 stands for all that is larger, infinity included. NaN stays NaN.
+template <storage_element T>
 FREEKV_HD inline T from_float(float x) {
   if constexpr (std::same_as<T, half>)
     return __float2half_rn(x);
   else if constexpr (std::same_as<T, bfloat16>)
     return __float2bfloat16_rn(x);
+  else if constexpr (std::same_as<T, fp8_e4m3>)
+    return detail::fp8_from_float(x);
   else
     return x;
 }
