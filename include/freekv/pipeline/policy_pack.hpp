@@ -5,8 +5,10 @@
 #include <freekv/core/policy.hpp>
 #include <freekv/policies/any_of.hpp>
 #include <freekv/policies/box_summaries.hpp>
+#include <freekv/policies/codec.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/geometry.hpp>
+#include <freekv/policies/integer_codecs.hpp>
 #include <freekv/policies/key_codes.hpp>
 #include <freekv/policies/key_sketch.hpp>
 #include <freekv/policies/key_subspace.hpp>
@@ -58,6 +60,10 @@ template <class P>
 inline constexpr bool is_route = route_policy<P>;
 template <class... P>
 inline constexpr bool is_route<any_of<P...>> = (route_policy<P> && ...);
+template <class P>
+inline constexpr bool is_codec = codec_policy<P>;
+template <class... P>
+inline constexpr bool is_codec<any_of<P...>> = (codec_policy<P> && ...);
 
 /// "key_subspace(24, 3)": a policy's name, and in brackets what its `values()` says it was given.
 template <class P>
@@ -73,7 +79,7 @@ std::string printed(const P& policy) {
 
 /// One policy of each kind. `policy_pack_of` makes it from any list.
 template <class Page, class Layouts, class Summary, class Pooling, class Selection, class Correction,
-          class Residency, class Plan, class Route, class Backend>
+          class Residency, class Plan, class Route, class Codec, class Backend>
 struct policy_pack {
   using page = Page;
   using layouts = Layouts;
@@ -84,6 +90,7 @@ struct policy_pack {
   using residency = Residency;
   using plan = Plan;
   using route = Route;
+  using codec = Codec;
   using backend = Backend;
 
   static_assert(page_size_policy<Page>,
@@ -110,6 +117,9 @@ struct policy_pack {
                 "unselected_slot) -> bool");
   static_assert(detail::is_plan<Plan>, "a layer plan has a name and kind(layer) -> layer_kind");
   static_assert(detail::is_route<Route>, "a route has a name and keeps_slots() -> bool");
+  static_assert(detail::is_codec<Codec>,
+                "a codec has a name, bytes(page, element_bytes) -> std::size_t, encode<head_dim>(slice, "
+                "tokens, bytes) and decode<head_dim>(bytes, tokens, slice)");
 
   template <class P>
   struct exchange {
@@ -119,7 +129,8 @@ struct policy_pack {
         policy_pack<either<page_size_kind, Page>, either<layout_kind, Layouts>, either<summary_kind, Summary>,
                     either<pooling_kind, Pooling>, either<selection_kind, Selection>,
                     either<correction_kind, Correction>, either<residency_kind, Residency>,
-                    either<plan_kind, Plan>, either<route_kind, Route>, either<backend_kind, Backend>>;
+                    either<plan_kind, Plan>, either<route_kind, Route>, either<codec_kind, Codec>,
+                    either<backend_kind, Backend>>;
   };
   template <policy P>
   using with = typename exchange<P>::type;
@@ -132,7 +143,7 @@ inline constexpr bool known_kind =
     is_of_kind<page_size_kind, P> || is_of_kind<layout_kind, P> || is_of_kind<summary_kind, P> ||
     is_of_kind<pooling_kind, P> || is_of_kind<selection_kind, P> || is_of_kind<correction_kind, P> ||
     is_of_kind<residency_kind, P> || is_of_kind<plan_kind, P> || is_of_kind<route_kind, P> ||
-    is_of_kind<backend_kind, P>;
+    is_of_kind<codec_kind, P> || is_of_kind<backend_kind, P>;
 
 template <policy... P>
 struct make_policy_pack {
@@ -142,7 +153,8 @@ struct make_policy_pack {
                     count_of_kind<summary_kind, P...> <= 1 && count_of_kind<pooling_kind, P...> <= 1 &&
                     count_of_kind<selection_kind, P...> <= 1 && count_of_kind<correction_kind, P...> <= 1 &&
                     count_of_kind<residency_kind, P...> <= 1 && count_of_kind<plan_kind, P...> <= 1 &&
-                    count_of_kind<route_kind, P...> <= 1 && count_of_kind<backend_kind, P...> <= 1,
+                    count_of_kind<route_kind, P...> <= 1 && count_of_kind<codec_kind, P...> <= 1 &&
+                    count_of_kind<backend_kind, P...> <= 1,
                 "a pipeline takes at most one policy of each kind");
   using type = policy_pack<
       policy_of_kind<page_size_kind, page_size<32>, P...>, policy_of_kind<layout_kind, layout_pair<>, P...>,
@@ -150,14 +162,14 @@ struct make_policy_pack {
       policy_of_kind<selection_kind, top_k, P...>, policy_of_kind<correction_kind, cosine_drift, P...>,
       policy_of_kind<residency_kind, first_unselected<>, P...>,
       policy_of_kind<plan_kind, complete_first<1>, P...>, policy_of_kind<route_kind, resident, P...>,
-      policy_of_kind<backend_kind, host_backend, P...>>;
+      policy_of_kind<codec_kind, identity, P...>, policy_of_kind<backend_kind, host_backend, P...>>;
 };
 
 }  // namespace detail
 
 /// The pack of a list of policies in any order. Kinds left out: page_size<32>, layout_pair<nhd, hnd>,
-/// min_max, mean_softmax, top_k, cosine_drift, first_unselected<>, complete_first<1>, resident, host_backend: FreeKV as
-/// published.
+/// min_max, mean_softmax, top_k, cosine_drift, first_unselected<>, complete_first<1>, resident, identity,
+/// host_backend: FreeKV as published.
 template <policy... Policies>
 using policy_pack_of = typename detail::make_policy_pack<Policies...>::type;
 

@@ -93,7 +93,7 @@ class basic_retrieval_pipeline {
 
   const settings& configuration() const { return settings_; }
   /// The method in words: "key_subspace(24, 3), mean_softmax, top_k, cosine_drift(0.9), first_unselected(0), complete_first(1), resident,
-  /// page 32, nhd/hnd, bf16".
+  /// page 32, nhd/hnd, bf16"; a codec after the route, unless it is `identity`.
   std::string name() const {
     const settings& s = settings_;
     using detail::printed;
@@ -102,6 +102,7 @@ class basic_retrieval_pipeline {
          {printed(s.summary), printed(s.pooling), printed(s.selection), printed(s.correction),
           printed(s.residency), printed(s.plan), printed(s.route)})
       text += policy + ", ";
+    if (const std::string codec = printed(s.codec); codec != identity::name) text += codec + ", ";
     const auto layouts = resolve(s.layouts, []<class Layouts>(const Layouts&) {
       return std::string(Layouts::fast::name) + "/" + std::string(Layouts::slow::name);
     });

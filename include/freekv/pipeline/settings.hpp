@@ -43,6 +43,7 @@ struct pipeline_settings {
   typename Pack::residency residency{};
   typename Pack::plan plan{};
   typename Pack::route route{};
+  typename Pack::codec codec{};
 
   const freekv::budget& budget_at(int layer) const {
     return budget_of_layer.empty() ? budget : budget_of_layer[static_cast<std::size_t>(layer)];

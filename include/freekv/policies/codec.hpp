@@ -1,0 +1,132 @@
+// Codecs: how a complete page's keys and values are stored in the slow tier.
+//
+// A codec turns one KV head's keys and values of a page into bytes when the page is offloaded and back when it is
+// recalled, so the slow tier may hold more and a recall move less than the fast tier's elements take. What attention
+// reads is what comes back. It is two functions and a size:
+//
+//   struct my_codec {
+//     using policy_kind = codec_kind;
+//     static constexpr std::string_view name = "my_codec";
+//     FREEKV_HD constexpr std::size_t bytes(page_geometry page, std::size_t element_bytes) const;
+//     template <int HeadDim, class Element>
+//     FREEKV_HD void encode(const head_slice<const Element>& from, int tokens, std::byte* to) const;
+//     template <int HeadDim, class Element>
+//     FREEKV_HD void decode(const std::byte* from, int tokens, const head_slice<Element>& to) const;
+//   };
+//
+// `bytes`: of one KV head's keys and values of a page, a multiple of 4. Stored bytes are contiguous, keys before
+// values, and aligned as floats are. `tokens` is at most the page's, and `decode` is given what `encode` was. Rows of
+// the element side lie at any stride. A token's row, or where a codec says so a channel's numbers of the page, come
+// back the same whatever the others are: NaN and infinity are data, but they stay there.
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <freekv/core/element_rows.hpp>
+#include <freekv/core/policy.hpp>
+#include <freekv/core/shape.hpp>
+#include <freekv/functors/copy_slice.hpp>
+#include <freekv/storage/layout.hpp>
+#include <string_view>
+
+namespace freekv {
+
+namespace detail {
+
+/// Stored elements as a slice: `tokens` rows of keys, then of values.
+template <int HeadDim, class Element>
+FREEKV_HD head_slice<Element> stored_slice(std::byte* bytes, int tokens) {
+  auto* key = reinterpret_cast<Element*>(bytes);
+  return {key, key + tokens * HeadDim, HeadDim};
+}
+template <int HeadDim, class Element>
+FREEKV_HD head_slice<const Element> stored_slice(const std::byte* bytes, int tokens) {
+  const auto* key = reinterpret_cast<const Element*>(bytes);
+  return {key, key + tokens * HeadDim, HeadDim};
+}
+
+template <int HeadDim, class To, class From>
+FREEKV_HD void convert_row(const From* from, To* to) {
+  float row[HeadDim];
+  widen_row<HeadDim>(from, row);
+  narrow_row<HeadDim>(row, to);
+}
+
+}  // namespace detail
+
+/// The elements themselves, bit for bit.
+struct identity {
+  using policy_kind = codec_kind;
+  static constexpr std::string_view name = "identity";
+
+  FREEKV_HD constexpr std::size_t bytes(page_geometry page, std::size_t element_bytes) const {
+    return std::size_t{2} * static_cast<std::size_t>(page.tokens * page.head_dim) * element_bytes;
+  }
+  template <int HeadDim, class Element>
+  FREEKV_HD void encode(const head_slice<const Element>& from, int tokens, std::byte* to) const {
+    copy_slice<HeadDim>(from, detail::stored_slice<HeadDim, Element>(to, tokens), tokens);
+  }
+  template <int HeadDim, class Element>
+  FREEKV_HD void decode(const std::byte* from, int tokens, const head_slice<Element>& to) const {
+    copy_slice<HeadDim>(detail::stored_slice<HeadDim, Element>(from, tokens), to, tokens);
+  }
+};
+
+/// Each number as a `Stored`, rounded to the nearest: bfloat16, half or fp8_e4m3. An infinity or what is beyond the
+/// range becomes what `from_float` makes of it: infinite in bfloat16 and half, 448 in fp8_e4m3, which has no scale:
+/// keys and values that exceed 448 belong elsewhere. NaN stays NaN and -0 stays -0.
+template <storage_element Stored>
+struct cast {
+  using policy_kind = codec_kind;
+  static constexpr std::string_view name = element_name<Stored>;
+
+  FREEKV_HD constexpr std::size_t bytes(page_geometry page, std::size_t) const {
+    return identity{}.bytes(page, sizeof(Stored));
+  }
+  template <int HeadDim, class Element>
+  FREEKV_HD void encode(const head_slice<const Element>& from, int tokens, std::byte* to) const {
+    convert<HeadDim>(from, detail::stored_slice<HeadDim, Stored>(to, tokens), tokens);
+  }
+  template <int HeadDim, class Element>
+  FREEKV_HD void decode(const std::byte* from, int tokens, const head_slice<Element>& to) const {
+    convert<HeadDim>(detail::stored_slice<HeadDim, Stored>(from, tokens), to, tokens);
+  }
+
+ private:
+  template <int HeadDim, class From, class To>
+  FREEKV_HD static void convert(const head_slice<const From>& from, const head_slice<To>& to, int tokens) {
+    if constexpr (std::same_as<From, To>) {
+      copy_slice<HeadDim>(from, to, tokens);
+    } else {
+      for (int t = 0; t < tokens; ++t) {
+        detail::convert_row<HeadDim>(from.key + t * from.stride, to.key + t * to.stride);
+        detail::convert_row<HeadDim>(from.value + t * from.stride, to.value + t * to.stride);
+      }
+    }
+  }
+};
+
+/// A policy of kind `codec_kind` with the three functions above (tried with rows of 64 floats).
+template <class C>
+concept codec_policy = policy<C> && std::same_as<typename C::policy_kind, codec_kind> &&
+    requires(const C c, page_geometry page, head_slice<const float> from, head_slice<float> to,
+             const std::byte* stored, std::byte* out) {
+  { C::name } -> std::convertible_to<std::string_view>;
+  { c.bytes(page, sizeof(float)) } -> std::same_as<std::size_t>;
+  c.template encode<64>(from, 32, out);
+  c.template decode<64>(stored, 32, to);
+};
+
+static_assert(codec_policy<identity> && codec_policy<cast<bfloat16>> && codec_policy<cast<fp8_e4m3>>);
+
+/// Whether what `Codec` stores of `Element`s is these elements, (2, tokens, head_dim), bit for bit: then they may be
+/// read where they are stored.
+template <class Codec, element Element>
+inline constexpr bool stores_elements = false;
+template <element Element>
+inline constexpr bool stores_elements<identity, Element> = true;
+template <element Element>
+inline constexpr bool stores_elements<cast<Element>, Element> = true;
+
+}  // namespace freekv
