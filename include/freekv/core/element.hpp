@@ -41,33 +41,39 @@ inline constexpr std::string_view element_name<fp8_e4m3> = "fp8";
 FREEKV_HD inline float to_float(float x) { return x; }
 FREEKV_HD inline float to_float(half x) { return __half2float(x); }
 FREEKV_HD inline float to_float(bfloat16 x) { return __bfloat162float(x); }
-FREEKV_HD inline float to_float(fp8_e4m3 x) {
-  const std::uint32_t magnitude = (x.bits & 0x7fu) << 20;
-  // The exponents differ by 120. A subnormal number is made with an exponent of one more and its leading 1 taken away.
-  const float normal = cuda::std::bit_cast<float>(magnitude + (120u << 23));
-  const float subnormal = cuda::std::bit_cast<float>(magnitude + (121u << 23)) - 0x1p-6f;
-  auto bits = cuda::std::bit_cast<std::uint32_t>(magnitude < (1u << 23) ? subnormal : normal);
-  bits = magnitude == (0x7fu << 20) ? 0x7fc00000u : bits;
-  return cuda::std::bit_cast<float>(bits | (x.bits & 0x80u) << 24);
-}
 
 namespace detail {
 
-// Without branches, so that loops over rows vectorise.
+/// `first ? a : b` in arithmetic. Of a conditional, compilers move what only one side needs behind a branch, and then do
+/// not vectorise the loop around it.
+FREEKV_HD constexpr std::uint32_t select_bits(bool first, std::uint32_t a, std::uint32_t b) {
+  return b ^ ((a ^ b) & (0u - static_cast<std::uint32_t>(first)));
+}
+FREEKV_HD inline std::uint32_t bits_of(float x) { return cuda::std::bit_cast<std::uint32_t>(x); }
+FREEKV_HD inline float float_of(std::uint32_t bits) { return cuda::std::bit_cast<float>(bits); }
+
 FREEKV_HD inline fp8_e4m3 fp8_from_float(float x) {
-  const auto bits = cuda::std::bit_cast<std::uint32_t>(x);
-  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  const std::uint32_t magnitude = bits_of(x) & 0x7fffffffu;
   constexpr std::uint32_t most = 0x43e00000u;  // 448
   const std::uint32_t kept = magnitude < most ? magnitude : most;
   const std::uint32_t normal = (kept + 0x7ffffu + ((kept >> 20) & 1u) - (120u << 23)) >> 20;
   // Subnormal numbers are multiples of 2^-9, as floats from 2^14 on are.
-  const std::uint32_t subnormal =
-      cuda::std::bit_cast<std::uint32_t>(cuda::std::bit_cast<float>(kept) + 0x1p14f) - 0x46800000u;
-  const std::uint32_t code = (kept < 0x3c800000u ? subnormal : normal) | (bits >> 24 & 0x80u);
-  return {static_cast<std::uint8_t>(magnitude > 0x7f800000u ? 0x7fu : code)};
+  const std::uint32_t subnormal = bits_of(float_of(kept) + 0x1p14f) - 0x46800000u;
+  const std::uint32_t code = select_bits(kept < 0x3c800000u, subnormal, normal) | (bits_of(x) >> 24 & 0x80u);
+  return {static_cast<std::uint8_t>(select_bits(magnitude > 0x7f800000u, 0x7fu, code))};
 }
 
 }  // namespace detail
+
+FREEKV_HD inline float to_float(fp8_e4m3 x) {
+  using namespace detail;
+  const std::uint32_t magnitude = (x.bits & 0x7fu) << 20;
+  // The exponents differ by 120. A subnormal number is made with an exponent of one more and its leading 1 taken away.
+  const std::uint32_t subnormal = bits_of(float_of(magnitude + (121u << 23)) - 0x1p-6f);
+  const std::uint32_t number = select_bits(magnitude < (1u << 23), subnormal, magnitude + (120u << 23));
+  const std::uint32_t bits = select_bits(magnitude == (0x7fu << 20), 0x7fc00000u, number);
+  return float_of(bits | (x.bits & 0x80u) << 24);
+}
 
 /// Rounds to the nearest representable value, ties to even. Beyond the range of f16 and bf16 that is an infinity;
 /// fp8_e4m3 has none and saturates: 448 stands for all that is larger, infinity included. NaN stays NaN.
