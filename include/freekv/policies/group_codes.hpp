@@ -109,7 +109,7 @@ struct ranged {
   template <class Element, int N>
   struct groups {
     float low[N], high[N];
-    float sixteenth[N];  // of a step: differences of sixteenths are finite
+    float half_step[N];  // differences of halves are finite
 
     FREEKV_HD void fit(const extremes<N>& seen) {
       for (int i = 0; i < N; ++i) low[i] = seen.low(i);
@@ -117,14 +117,14 @@ struct ranged {
       set_steps();
     }
     FREEKV_HD int code(int i, float x) const {
-      return nearest_code((x * 0.0625f - low[i] * 0.0625f) / sixteenth[i], 0, most);
+      return nearest_code((x * 0.5f - low[i] * 0.5f) / half_step[i], 0, most);
     }
     /// From the nearer end, which makes both ends exact.
     FREEKV_HD float number(int i, int code) const {
       const bool lower = code <= most / 2;
       const int steps = lower ? code : code - most;
       const float end = float_of(select_bits(lower, bits_of(low[i]), bits_of(high[i])));
-      return end + static_cast<float>(steps) * (sixteenth[i] * 16.0f);
+      return end + static_cast<float>(steps) * (half_step[i] * 2.0f);
     }
     FREEKV_HD void save(std::byte* to) const {
       narrow_row<N>(low, reinterpret_cast<Element*>(to));
@@ -138,8 +138,7 @@ struct ranged {
 
    private:
     FREEKV_HD void set_steps() {
-      for (int i = 0; i < N; ++i)
-        sixteenth[i] = (high[i] * 0.0625f - low[i] * 0.0625f) / static_cast<float>(most);
+      for (int i = 0; i < N; ++i) half_step[i] = (high[i] * 0.5f - low[i] * 0.5f) / static_cast<float>(most);
     }
   };
 };
