@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention.hpp"
+#include "codec.hpp"
 #include "codes.hpp"
 #include "correction.hpp"
 #include "decoder.hpp"

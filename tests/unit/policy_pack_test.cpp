@@ -23,12 +23,13 @@ struct named : Layout {
 };
 
 template <class Pack, class Page, class Layouts, class Summary, class Pooling, class Selection,
-          class Correction, class Plan, class Route, class Backend>
+          class Correction, class Plan, class Route, class Backend, class Codec = identity>
 inline constexpr bool consists_of = std::is_same_v<typename Pack::page, Page>&& std::is_same_v<
     typename Pack::layouts, Layouts>&& std::is_same_v<typename Pack::summary, Summary>&&
     std::is_same_v<typename Pack::pooling, Pooling>&& std::is_same_v<typename Pack::selection, Selection>&&
         std::is_same_v<typename Pack::correction, Correction>&& std::is_same_v<typename Pack::plan, Plan>&&
-            std::is_same_v<typename Pack::route, Route>&& std::is_same_v<typename Pack::backend, Backend>;
+            std::is_same_v<typename Pack::route, Route>&& std::is_same_v<typename Pack::backend, Backend>&&
+                std::is_same_v<typename Pack::codec, Codec>;
 
 }  // namespace
 
@@ -78,6 +79,9 @@ TEST_CASE("with exchanges one policy", "[policy_pack]") {
                                 policy_pack_of<page_size<16>, always, layout_pair<hnd, nhd>>>);
   STATIC_REQUIRE(std::is_same_v<pack::with<chunk_means<2>>::with<in_place>,
                                 policy_pack_of<in_place, chunk_means<2>, always, page_size<16>>>);
+  STATIC_REQUIRE(
+      std::is_same_v<pack::with<cast<bfloat16>>, policy_pack_of<cast<bfloat16>, page_size<16>, always>>);
+  STATIC_REQUIRE(std::is_same_v<pack::with<int4_token>::with<identity>, pack>);
   STATIC_REQUIRE(std::is_same_v<pack::with<always>, pack>);
   STATIC_REQUIRE(
       std::is_same_v<pack::with<mean_softmax>::with<top_k>::with<complete_first<1>>::with<host_backend>,
@@ -121,10 +125,15 @@ TEST_CASE("a policy is a type that names its kind", "[policy_pack]") {
   STATIC_REQUIRE(layout_policy<layout_pair<hnd, hnd>>);
   STATIC_REQUIRE_FALSE(layout_policy<layout_pair<hnd, min_max>>);
   STATIC_REQUIRE_FALSE(layout_policy<resident>);
+  STATIC_REQUIRE(codec_policy<identity>);
+  STATIC_REQUIRE(codec_policy<int4_channel>);
+  STATIC_REQUIRE_FALSE(codec_policy<in_place>);
   STATIC_REQUIRE(element<float>);
   STATIC_REQUIRE(element<half>);
   STATIC_REQUIRE(element<bfloat16>);
   STATIC_REQUIRE_FALSE(element<double>);
+  STATIC_REQUIRE_FALSE(element<fp8_e4m3>);  // stored, but not computed with
+  STATIC_REQUIRE(storage_element<fp8_e4m3>);
 }
 
 TEST_CASE("a page layout has a name, no gaps, and the elements of a row next to each other",
@@ -228,6 +237,14 @@ TEST_CASE("policies have names for tables and messages", "[policy_pack]") {
   CHECK(mean_softmax::name == "mean_softmax");
   CHECK(top_k::name == "top_k");
   CHECK(resident::name == "resident");
+  CHECK(detail::printed(identity{}) == "identity");
+  CHECK(detail::printed(cast<bfloat16>{}) == "bf16");
+  CHECK(detail::printed(cast<half>{}) == "f16");
+  CHECK(detail::printed(cast<fp8_e4m3>{}) == "fp8");
+  CHECK(detail::printed(any_of<identity, int8_token>(int8_token{})) == "int8_token");
+  CHECK(detail::printed(int4_token{}) == "int4_token");
+  CHECK(detail::printed(int8_channel{}) == "int8_channel");
+  CHECK(detail::printed(int4_channel{}) == "int4_channel");
   CHECK(in_place::name == "in_place");
   CHECK(complete_first<>::name == "complete_first");
   CHECK(complete_first<1, layer_kind::window>::name == "complete_first_then_window");
@@ -235,4 +252,23 @@ TEST_CASE("policies have names for tables and messages", "[policy_pack]") {
   CHECK(element_name<float> == "f32");
   CHECK(element_name<half> == "f16");
   CHECK(element_name<bfloat16> == "bf16");
+}
+
+TEST_CASE("a pipeline's name says what codec it has, unless elements are stored as they are",
+          "[policy_pack]") {
+  host_backend backend({.threads = 1});
+  const auto name = [&](auto pipeline_type) {
+    using pipeline = typename decltype(pipeline_type)::type;
+    return pipeline({.query_heads = 2, .kv_heads = 1, .max_tokens = 64}, backend).name();
+  };
+  const std::string as_published = name(std::type_identity<retrieval_pipeline<shape>>{});
+  CHECK(as_published.find("identity") == std::string::npos);
+  CHECK(name(std::type_identity<retrieval_pipeline<shape, int8_channel>>{})
+            .find(", resident, int8_channel, page 32") != std::string::npos);
+  using choice = any_of<identity, cast<fp8_e4m3>>;
+  using chosen = retrieval_pipeline<shape, choice>;
+  CHECK(name(std::type_identity<chosen>{}) == as_published);
+  CHECK(chosen({.query_heads = 2, .kv_heads = 1, .max_tokens = 64, .codec = cast<fp8_e4m3>{}}, backend)
+            .name()
+            .find(", fp8, ") != std::string::npos);
 }
