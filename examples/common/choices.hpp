@@ -35,6 +35,7 @@ struct method {
   int every = 8;  ///< of every_n_steps
   std::string residency = "first_unselected";
   int spare = 0;
+  std::string codec = "identity";  ///< of complete pages in the store
   std::string plan = "retrieval";  ///< or "complete", "window", "by_head"
 
   bool retrieves() const { return plan == "retrieval" || plan == "by_head"; }
@@ -132,12 +133,15 @@ using pooling_list = policy_list<mean_softmax, max_softmax, mean_score, max_scor
 using selection_list = policy_list<top_k, top_p>;
 using correction_list = policy_list<cosine_drift, mass_deficit, always, never, every_n_steps<dynamic>>;
 using residency_list = policy_list<first_unselected<dynamic>, least_recently_used<dynamic>>;
+using codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4m3>, int8_token, int4_token,
+                               int8_channel, int4_channel>;
 
 inline constexpr auto& summaries = summary_list::choices;
 inline constexpr auto& poolings = pooling_list::choices;
 inline constexpr auto& selections = selection_list::choices;
 inline constexpr auto& corrections = correction_list::choices;
 inline constexpr auto& residencies = residency_list::choices;
+inline constexpr auto& codecs = codec_list::choices;
 
 using any_layouts = any_of<layout_pair<nhd, hnd>, layout_pair<hnd, hnd>>;
 inline constexpr choice<any_layouts> layouts[] = {

@@ -31,6 +31,8 @@ struct pipeline_options {
   float scale = 0.0f;
   int complete_layers = 0;  ///< leading layers that keep everything, whatever the plan
   bool in_place = false;
+  std::string store_file{};    ///< a file, or a folder for one without a name; empty: the store is in memory
+  bool direct_io = false;      ///< past the page cache
   std::string layout = "nhd";  ///< of the slots, where the route keeps any
   method does{};
   subspace_basis basis{};                ///< of key_subspace; the caller keeps its memory

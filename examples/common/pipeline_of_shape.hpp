@@ -7,9 +7,9 @@ namespace freekv::examples {
 
 template <class Shape>
 class pipeline_of_shape final : public pipeline {
-  using implementation =
-      retrieval_pipeline<Shape, page_size<dynamic>, any_layouts, summary_list::any, pooling_list::any,
-                         selection_list::any, correction_list::any, residency_list::any, any_plan, any_route>;
+  using implementation = retrieval_pipeline<Shape, page_size<dynamic>, any_layouts, summary_list::any,
+                                            pooling_list::any, selection_list::any, correction_list::any,
+                                            residency_list::any, any_plan, any_route, codec_list::any>;
   using element = typename implementation::element;
 
  public:
@@ -72,6 +72,8 @@ class pipeline_of_shape final : public pipeline {
     s.selection = chosen("selection", selections, o.does.selection).make(o.does, data);
     s.correction = chosen("correction", corrections, o.does.correction).make(o.does, data);
     s.residency = chosen("residency", residencies, o.does.residency).make(o.does, data);
+    s.codec = chosen("codec", codecs, o.does.codec).make(o.does, data);
+    if (!o.store_file.empty()) s.store_file = {.path = o.store_file, .direct = o.direct_io};
     s.plan = plan_of(o.does, data, o.complete_layers);
     if (o.in_place)
       s.route = in_place{};

@@ -59,6 +59,7 @@ layer_setup::layer_setup(const replay_options& o, const trace_form& t, const bas
                .budget = {o.sink, o.window, o.k},
                .scale = static_cast<float>(o.scale),
                .in_place = o.route == "in_place",
+               .store_file = o.store_file.value_or(""),
                .layout = o.layout,
                .does = o.does,
                .head_kinds = head_kinds_of(o, t)} {

@@ -186,6 +186,7 @@ method chosen_method(const replay_options& o, const policy_flags& flags, method 
   (void)chosen("--summary-dtype", formats, m.format);
   (void)chosen("--drift-pool", drift_pools, m.drift_pool);
   (void)chosen("--residency", residencies, m.residency);
+  (void)chosen("--codec", codecs, m.codec);
   if (!variant.retrieves()) {  // these neither score pages nor correct
     m.summary = variant.summary;
     m.pooling = variant.pooling;
@@ -196,6 +197,9 @@ method chosen_method(const replay_options& o, const policy_flags& flags, method 
   m.tau = nearest_float(o.tau);  // flags as its largest or lowest number does: always, or never
   m.top_p = nearest_float(o.top_p);
   m.delta = nearest_float(o.delta);
+  if (m.plan == "complete" && (m.codec != method{}.codec || o.store_file))
+    refuse("--codec and --store-file are for what is recalled, and --variant " + o.variant +
+           " keeps everything near; choose another variant");
   if (o.heads && !m.retrieves())
     refuse("--heads says which heads retrieve, and --variant " + o.variant +
            " does not; choose another variant");
@@ -277,6 +281,9 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   add.whole_number("--spare", numbers.spare, "Slots of each KV head beyond --k, resident route");
   add.text("--layout", o.layout, "Of the slots, resident route: " + names_of(layouts));
   add.text("--route", o.route, "resident (recall into slots) or in_place (attend from the store)");
+  add.text("--codec", numbers.codec, "How the store keeps complete pages: " + names_of(codecs));
+  add.optional_text("--store-file", o.store_file, "the store is in memory",
+                    "File that keeps complete pages, or a folder for one without a name in it");
   add.text("--dtype", o.dtype, "Round q, k and v to f32, f16 or bf16; stored: as in the trace");
   add.parsed(
          "--scale", [&](const std::string& text) { o.scale = positive_float_or_zero("--scale", text); },

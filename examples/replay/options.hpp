@@ -25,7 +25,8 @@ struct replay_options {
   int page = 32, sink = 64, window = 64;  ///< tokens
   int k = 8;                              ///< pages
   double tau = 0.9, top_p = 0.95, delta = 0.2;
-  double scale = 0.0;  ///< 0: 1 / sqrt(head_dim)
+  double scale = 0.0;                     ///< 0: 1 / sqrt(head_dim)
+  std::optional<std::string> store_file;  ///< file or folder; none: the store is in memory
   std::string route = "resident", layout = "nhd", dtype = "stored";
   int threads = 1;
 };

@@ -58,7 +58,7 @@ double seconds_of(const Body& body) {
 /// Adds one step's heads: how far the output is from full attention's, and how much of its softmax mass was
 /// attended to. Heads where either is NaN or infinite are counted apart.
 void compare(std::span<const float> out, std::span<const float> lse, std::span<const float> full,
-             std::span<const float> full_lse, layer_result& s) {
+             std::span<const float> full_lse, head_errors& s) {
   const std::size_t d = out.size() / lse.size();
   for (std::size_t head = 0; head < lse.size(); ++head) {
     double difference = 0, length = 0;
@@ -73,9 +73,9 @@ void compare(std::span<const float> out, std::span<const float> lse, std::span<c
       continue;
     }
     ++s.heads;
-    s.error_sum += error;
-    s.error_max = std::max(s.error_max, error);
-    s.mass_sum += mass;
+    s.sum += error;
+    s.most = std::max(s.most, error);
+    s.mass += mass;
   }
 }
 
@@ -109,20 +109,24 @@ void keep_report(const step_report& report, std::size_t step, results* r, layer_
   }
 }
 
-/// `r` may be null.
-void replay_steps(pipeline& p, const trace& t, progress_line& progress, results* r, layer_result& s) {
+/// `exact` keeps everything as it was recorded, which `p` does too unless its codec loses something. `r` may be null.
+void replay_steps(pipeline& p, pipeline& exact, const trace& t, progress_line& progress, results* r,
+                  layer_result& s) {
   const std::size_t heads = size(t.query_heads), out_row = heads * size(t.head_dim);
-  std::vector<float> out(out_row), lse(heads), full(out_row), full_lse(heads);
+  std::vector<float> out(out_row), lse(heads), full(out_row), full_lse(heads), coded(out_row),
+      coded_lse(heads);
   for (int step = 0; step < t.steps(); ++step) {
     progress.show("step", step, t.steps());
     const int token = t.prompt_len + step;
-    p.begin_step(1, row_kind::decode);
-    double seconds = seconds_of([&] {
-      p.append_stored(0, t.rows_of(t.keys, token, 1), t.rows_of(t.values, token, 1), t.queries_of(token, 1));
-    });
+    const auto append = [&](pipeline& to) {
+      to.begin_step(1, row_kind::decode);
+      to.append_stored(0, t.rows_of(t.keys, token, 1), t.rows_of(t.values, token, 1), t.queries_of(token, 1));
+    };
+    if (&exact != &p) append(exact);
+    double seconds = seconds_of([&] { append(p); });
     // In turns, each twice behind itself and twice behind the other: caches are equally warm for both.
     const auto attend_full = [&] {
-      s.full_seconds.push_back(seconds_of([&] { p.attend_full(0, full, full_lse); }));
+      s.full_seconds.push_back(seconds_of([&] { exact.attend_full(0, full, full_lse); }));
     };
     const bool full_first = step % 2 != 0;
     if (full_first) attend_full();
@@ -132,9 +136,14 @@ void replay_steps(pipeline& p, const trace& t, progress_line& progress, results*
     });
     if (!full_first) attend_full();
     s.seconds.push_back(seconds);
+    compare(out, lse, full, full_lse, s.errors);
+    if (&exact != &p) {
+      p.attend_full(0, coded, coded_lse);
+      compare(coded, coded_lse, full, full_lse, s.codec_errors);
+      exact.attend(0, full, full_lse);
+      exact.end_step();
+    }
     p.end_step();
-
-    compare(out, lse, full, full_lse, s);
     keep_report(p.report(0), size(step), r, s);
     if (r == nullptr) continue;
     std::copy(out.begin(), out.end(), r->out.begin() + static_cast<std::ptrdiff_t>(size(step) * out_row));
@@ -179,9 +188,17 @@ layer_result replay_layer(const replay_options& o, const replay_job& job, const 
   s.slice_bytes = p->slice_bytes();
   s.summary_bytes = p->summary_bytes();
   s.fast_tier_bytes = p->bytes().fast_tier();
+  s.store_bytes = p->bytes().store + p->bytes().file;
   setup.learn(t);
+  std::unique_ptr<pipeline> exact;
+  if (o.does.codec != method{}.codec) {
+    options.does = {.plan = "complete"};
+    options.store_file.clear();
+    exact = make_pipeline(options, tools.backend);
+    append_prompt(*exact, t, tools.progress);
+  }
   append_prompt(*p, t, tools.progress);
-  replay_steps(*p, t, tools.progress, r ? &*r : nullptr, s);
+  replay_steps(*p, exact ? *exact : *p, t, tools.progress, r ? &*r : nullptr, s);
   if (r) write_results(*job.out, o, t, *r);
   return s;
 }

@@ -9,14 +9,20 @@
 
 namespace freekv::examples {
 
+/// How far outputs are from full attention's, over the query heads of all steps.
+struct head_errors {
+  double sum = 0, most = 0, mass = 0;  ///< of relative L2 errors; of shares of the softmax mass
+  long long heads = 0, not_finite = 0;
+};
+
 /// A replayed layer's numbers, summed over steps and heads.
 struct layer_result {
   trace_form form;
-  double error_sum = 0, error_max = 0, mass_sum = 0;
-  long long heads = 0, not_finite = 0, selected = 0, recalled = 0, before_attention = 0, promoted = 0,
-            corrected = 0;
+  head_errors errors;
+  head_errors codec_errors;  ///< of full attention over what the store gives back; empty where that is exact
+  long long selected = 0, recalled = 0, before_attention = 0, promoted = 0, corrected = 0;
   std::vector<double> seconds, full_seconds;  ///< by step
-  std::size_t slice_bytes = 0, summary_bytes = 0, fast_tier_bytes = 0;
+  std::size_t slice_bytes = 0, summary_bytes = 0, fast_tier_bytes = 0, store_bytes = 0;
 };
 
 /// What serves all layers of a replay.

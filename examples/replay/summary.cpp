@@ -40,6 +40,8 @@ json settings_of(const replay_options& o, const host_options& host) {
                 {"instructions", host::name_of(host.instructions)}};
   if (o.route == "resident") settings["layout"] = o.layout;
   if (o.heads) settings["heads"] = *o.heads;
+  if (m.codec != method{}.codec) settings["codec"] = m.codec;
+  if (o.store_file) settings["store_file"] = *o.store_file;
   if (!m.retrieves()) return settings;
   const bool subspace = m.summary == "key_subspace", sketch = m.summary == "key_sketch";
   if (!subspace && !sketch) settings["summary_dtype"] = m.format;
@@ -66,18 +68,22 @@ json form_of(const replay_options& o, const trace_form& t) {
           {"scale", o.scale == 0 ? 1 / std::sqrt(double(t.head_dim)) : o.scale}};
 }
 
+json errors_of(const head_errors& e) {
+  return {{"relative_l2_mean", share(e.sum, static_cast<double>(e.heads))},
+          {"relative_l2_max", e.heads > 0 ? number(e.most) : json(nullptr)},
+          {"heads_not_finite", e.not_finite}};
+}
+
 json findings_of(const replay_options& o, const layer_result& r) {
-  const auto heads = static_cast<double>(r.heads), selected = static_cast<double>(r.selected),
+  const auto heads = static_cast<double>(r.errors.heads), selected = static_cast<double>(r.selected),
              recalled = static_cast<double>(r.recalled), steps = static_cast<double>(r.form.steps());
   const double rows = steps * r.form.kv_heads;
   const double seconds = r.seconds.empty() ? NAN : median(r.seconds);
   const double full_seconds = r.seconds.empty() ? NAN : median(r.full_seconds);
   return {{"steps", r.form.steps()},
-          {"error",
-           {{"relative_l2_mean", share(r.error_sum, heads)},
-            {"relative_l2_max", r.heads > 0 ? number(r.error_max) : json(nullptr)},
-            {"heads_not_finite", r.not_finite}}},
-          {"mass_kept", share(r.mass_sum, heads)},
+          {"error", errors_of(r.errors)},
+          {"error_of_codec", o.does.codec == method{}.codec ? json(nullptr) : errors_of(r.codec_errors)},
+          {"mass_kept", share(r.errors.mass, heads)},
           {"correction_rate", share(static_cast<double>(r.corrected), rows)},
           {"hit_rate", share(selected - recalled, selected)},
           {"pages_recalled", r.recalled},
@@ -87,6 +93,7 @@ json findings_of(const replay_options& o, const layer_result& r) {
           {"bytes_recalled", r.recalled * static_cast<long long>(r.slice_bytes)},
           {"summary_bytes_per_page", o.does.retrieves() ? json(r.summary_bytes) : json(0)},
           {"fast_tier_bytes", r.fast_tier_bytes},
+          {"store_bytes", r.store_bytes},
           {"seconds_per_step", number(seconds)},
           {"full_attention_seconds_per_step", number(full_seconds)},
           {"time_over_full_attention", share(seconds, full_seconds)}};

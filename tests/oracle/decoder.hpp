@@ -39,6 +39,7 @@ class decoder {
     require(tokens >= 0, "a prompt has no negative length");
     if (tokens == 0) return;
     append(keys, values, tokens);
+    given_from_ = length_ / s_.page;
     drop_selection();
     truncation_firm_ = true;
     decode_index_ = 0;
@@ -53,6 +54,7 @@ class decoder {
     const std::vector<int> fixed_candidates = candidates();
     const int before = length_;
     append(k, v, rows);
+    given_from_ = before / s_.page;
 
     step_result result;
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
@@ -96,8 +98,9 @@ class decoder {
 
     const std::size_t elements = static_cast<std::size_t>(length) * static_cast<std::size_t>(s_.kv_heads) *
                                  static_cast<std::size_t>(s_.head_dim);
-    keys_.resize(elements);
-    values_.resize(elements);
+    open_again(length);
+    for (std::vector<float>* rows : {&keys_, &values_, &stored_keys_, &stored_values_})
+      rows->resize(elements);
     length_ = length;
     for (head_state& head : heads_)
       while (!head.summaries.empty() && !is_complete(s_, static_cast<int>(head.summaries.size()) - 1, length))
@@ -174,9 +177,13 @@ class decoder {
                                  static_cast<std::size_t>(s_.head_dim);
     require(keys.size() == elements && values.size() == elements,
             "keys and values are (tokens, kv_heads, head_dim)");
-    keys_.insert(keys_.end(), keys.begin(), keys.end());
-    values_.insert(values_.end(), values.begin(), values.end());
+    for (std::vector<float>* rows : {&keys_, &stored_keys_})
+      rows->insert(rows->end(), keys.begin(), keys.end());
+    for (std::vector<float>* rows : {&values_, &stored_values_})
+      rows->insert(rows->end(), values.begin(), values.end());
+    const int first = length_ / s_.page;
     length_ += tokens;
+    for (int page = first; is_complete(s_, page, length_); ++page) store(page);
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
       if (!retrieves(s_, kv_head)) continue;
       std::vector<page_summary>& of_head = heads_[static_cast<std::size_t>(kv_head)].summaries;
@@ -185,6 +192,52 @@ class decoder {
         of_head.push_back(summarise(s_, kv_head, token_rows(keys_, kv_head, tokens_of(s_, length_, {page}))));
       }
     }
+  }
+
+  /// One KV head's rows of a page in `data`, one behind the other.
+  std::vector<float> page_rows(const std::vector<float>& data, int kv_head, int page) const {
+    std::vector<float> rows;
+    for (const auto& row : token_rows(data, kv_head, tokens_of(s_, length_, {page})))
+      rows.insert(rows.end(), row.begin(), row.end());
+    return rows;
+  }
+
+  /// A complete page is from now on what comes back of it.
+  void store(int page) {
+    bool all_complete = true;
+    for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head)
+      all_complete = all_complete && kind_of(s_, kv_head) == layer_kind::complete;
+    if (!s_.read_back || all_complete) return;
+    for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
+      std::vector<float> keys = page_rows(keys_, kv_head, page), values = page_rows(values_, kv_head, page);
+      s_.read_back(keys, values);
+      for (int t = 0; t < s_.page; ++t)
+        for (int i = 0; i < s_.head_dim; ++i) {
+          const auto to =
+              static_cast<std::size_t>(((page * s_.page + t) * s_.kv_heads + kv_head) * s_.head_dim + i);
+          const auto from = static_cast<std::size_t>(t * s_.head_dim + i);
+          stored_keys_[to] = keys[from];
+          stored_values_[to] = values[from];
+        }
+    }
+  }
+
+  /// The page that token `length` goes to is no longer complete. Its rows are those that were appended, if that was in
+  /// the last append or they were never stored; else nobody has them, and they are what came back.
+  void open_again(int length) {
+    const int page = length / s_.page;
+    const auto first = static_cast<std::ptrdiff_t>(page * s_.page * s_.kv_heads * s_.head_dim);
+    const auto copy = [&](const std::vector<float>& from, std::vector<float>& to) {
+      std::copy(from.begin() + first, from.end(), to.begin() + first);
+    };
+    if (page < given_from_) {
+      copy(stored_keys_, keys_);
+      copy(stored_values_, values_);
+    } else {
+      copy(keys_, stored_keys_);
+      copy(values_, stored_values_);
+    }
+    given_from_ = std::min(given_from_, page);
   }
 
   void drop_selection() {
@@ -325,8 +378,9 @@ class decoder {
                     std::vector<double>& out, std::vector<double>& lse) const {
     const std::vector<float> queries = group_of(q, kv_head);
     for (int g = 0; g < group_size(s_); ++g) {
-      const attention head = attend(row_of(queries, g, s_.head_dim), token_rows(keys_, kv_head, tokens),
-                                    token_rows(values_, kv_head, tokens), s_.scale);
+      const attention head =
+          attend(row_of(queries, g, s_.head_dim), token_rows(stored_keys_, kv_head, tokens),
+                 token_rows(stored_values_, kv_head, tokens), s_.scale);
       out.insert(out.end(), head.out.begin(), head.out.end());
       lse.push_back(head.lse[0]);
     }
@@ -355,6 +409,8 @@ class decoder {
   int length_ = 0;
   std::vector<float> keys_;                           // (tokens, n_kv, d)
   std::vector<float> values_;                         // (tokens, n_kv, d)
+  std::vector<float> stored_keys_, stored_values_;    // the same, complete pages as they come back
+  int given_from_ = 0;                                // the first page whose rows are kept as they were given
   std::vector<head_state> heads_;                     // per KV head
   std::optional<std::vector<float>> previous_query_;  // q', (n_qo, d)
   std::vector<float> last_queries_;                   // of the last decode step, (m, n_qo, d)

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstddef>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -88,7 +89,10 @@ struct settings {
   residency_kind residency = residency_kind::first_unselected;
   std::vector<layer_kind> head_kinds = {};    // one per KV head; empty: all heads are of `kind`
   std::vector<codebooks> key_codebooks = {};  // of key_codes: one per KV head
-  int max_rows = 1;                           // the most decode rows that one step may append
+  // What comes back of one KV head's keys and values of a complete page, each (p, d), from the store of a layer that does
+  // not keep everything; nothing: what was appended.
+  std::function<void(std::vector<float>&, std::vector<float>&)> read_back = nullptr;
+  int max_rows = 1;  // the most decode rows that one step may append
 };
 
 inline double default_scale(int head_dim) { return 1.0 / std::sqrt(static_cast<double>(head_dim)); }

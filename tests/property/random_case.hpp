@@ -11,6 +11,7 @@
 
 #include "../oracle/oracle.hpp"
 #include "pipeline.hpp"
+#include "read_back.hpp"
 
 namespace tests {
 
@@ -53,6 +54,10 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
              << o.does.drift_pool << " delta " << o.does.delta << (o.does.partial ? " partial" : "")
              << " every " << o.does.every << ", " << o.does.residency << " spare " << o.does.spare
              << ", plan " << o.does.plan << ", " << o.layout << (o.in_place ? ", in place" : ", resident")
+             << ", store " << o.does.codec
+             << (o.store_file.empty() ? ""
+                 : o.direct_io        ? " direct file"
+                                      : " file")
              << ", prompt " << c.prompt << ", steps " << c.steps;
 }
 
@@ -164,6 +169,11 @@ inline random_case make_case(std::uint64_t seed) {
   o.codebooks = {nullptr,        1, o.kv_heads, o.head_dim, d.between(1, 8), d.between(1, 4), o.does.codes,
                  d.between(1, 5)};
   if (o.does.summary == "key_codes") c.codebook_data = random_codebooks(d, o.codebooks);
+  if (d.below(4) == 0) {
+    o.store_file = "/tmp";
+    o.direct_io = d.below(2) == 0;
+  }
+  if (d.below(4) == 0) o.does.codec = d.name_of(codecs);
   return c;
 }
 
@@ -218,6 +228,7 @@ Value value_at(const Choices& choices, const std::string& name, std::initializer
 inline oracle::settings oracle_settings(const random_case& c) {
   const auto& o = c.options;
   oracle::settings s;
+  s.read_back = read_back(o);
   s.query_heads = o.query_heads;
   s.kv_heads = o.kv_heads;
   s.head_dim = o.head_dim;

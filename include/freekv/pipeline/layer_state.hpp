@@ -8,6 +8,7 @@
 #include <freekv/policies/geometry.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/storage/layout.hpp>
+#include <freekv/storage/slice_store.hpp>
 #include <span>
 
 namespace freekv {
@@ -80,13 +81,18 @@ struct layer_state {
   int layer = 0;
   layer_kind kind = layer_kind::retrieval;  // of all heads, or retrieval where any head retrieves
   bool keeps_slots = false;
+  bool encoded =
+      false;  // complete pages are kept as a codec leaves them, or in a file, and open ones as they are
+  int open_frames = 1;  // of one sequence, where encoded
   head_counts heads;
   page_geometry page;
   freekv::budget budget;
   slot_roles slots;
   float scale = 1.0f;
   int max_pages = 0;                         // of one sequence
-  strided_pages<element, head_dim> store;    // by store page
+  strided_pages<element, head_dim> store;    // by store page, unless encoded
+  strided_pages<element, head_dim> open;     // by sequence * open_frames + page % open_frames, if encoded
+  slice_store slices;                        // complete pages, if encoded
   strided_pages<element, head_dim> frames;   // by slot set * slots.total() + slot
   const std::int32_t* page_table = nullptr;  // (sequence, max_pages): store page
   const std::int32_t* slot_sets = nullptr;   // (sequence): its slots among all, -1 while it is preempted
@@ -96,6 +102,8 @@ struct layer_state {
   int decode_rows = 1;                     // of one sequence in a step, at most
   float* previous_query = nullptr;         // (sequence, kv head, decode row, group, head_dim)
   std::uint8_t* corrected = nullptr;       // (sequence, kv head): flagged in the last step
+  std::uint8_t* unrecalled = nullptr;      // (sequence, kv head): selected pages could not be read
+  std::uint8_t* unfilled = nullptr;        // (sequence): slots or the open page could not be read
   std::int32_t* selected = nullptr;        // (sequence, kv head, k): ascending pages, for the next step
   std::int32_t* selected_count = nullptr;  // (sequence, kv head)
   std::int32_t* upcoming = nullptr;        // (sequence, kv head, k): what speculate will select, where known
@@ -150,6 +158,10 @@ struct layer_state {
   }
   head_slice<element> store_slice(int sequence, int page_index, int head) const {
     return slice_of(store, store_page(sequence, page_index), head);
+  }
+  /// Where the rows of a page that is not complete are, and for a while those of one that is.
+  head_slice<element> open_slice(int sequence, int page_index, int head) const {
+    return slice_of(open, std::int64_t{sequence} * open_frames + page_index % open_frames, head);
   }
   head_slice<element> frame_slice(int sequence, int slot, int head) const {
     return slice_of(frames, static_cast<std::int64_t>(slot_sets[sequence]) * slots.total() + slot, head);

@@ -17,9 +17,11 @@ namespace freekv {
 template <class State, class Settings, class Stages>
 class pipeline_memory {
  public:
+  /// `file` is where encoded pages are kept if the settings name a file.
   template <class Backend>
-  pipeline_memory(const Settings& s, Backend& backend, std::byte* slow_block, std::byte* fast_block)
-      : pipeline_memory(s, backend, carver(slow_block), carver(fast_block)) {}
+  pipeline_memory(const Settings& s, Backend& backend, std::byte* slow_block, std::byte* fast_block,
+                  file_store* file)
+      : pipeline_memory(s, backend, carver(slow_block), carver(fast_block), file) {}
 
   std::vector<State> layers;
   std::int32_t* page_tables = nullptr;  // (sequence, max_pages)
@@ -34,17 +36,17 @@ class pipeline_memory {
   static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
   template <class Backend>
-  pipeline_memory(const Settings& s, Backend& backend, carver&& slow, carver&& fast)
+  pipeline_memory(const Settings& s, Backend& backend, carver&& slow, carver&& fast, file_store* file)
       : page_tables(fast.take<std::int32_t>(size(s.max_sequences) * size(s.max_pages()))),
         slot_sets(fast.take<std::int32_t>(size(s.max_sequences))),
         stages(backend, s, scratch_sizes(s), fast) {
-    for (int layer = 0; layer < s.layers; ++layer) layers.push_back(layer_part(s, layer, slow, fast));
+    for (int layer = 0; layer < s.layers; ++layer) layers.push_back(layer_part(s, layer, slow, fast, file));
     slow_bytes = slow.used();
     fast_bytes = fast.used();
     bytes.state = fast_bytes - bytes.slots - bytes.summaries;
   }
 
-  State layer_part(const Settings& s, int layer, carver& slow, carver& fast) {
+  State layer_part(const Settings& s, int layer, carver& slow, carver& fast, file_store* file) {
     State l;
     l.layer = layer;
     l.kind = s.plan.kind(layer);
@@ -52,6 +54,8 @@ class pipeline_memory {
     l.heads = {s.query_heads, s.kv_heads};
     l.page = {s.page.tokens, head_dim};
     l.budget = s.budget_at(layer);
+    l.encoded = s.encodes() && l.kind != layer_kind::complete;
+    l.open_frames = s.open_frames();
     l.slots = slots_for(l.budget, l.page.tokens, s.spare_slots(), s.max_decode_rows);
     l.decode_rows = s.max_decode_rows;
     if (l.kind == layer_kind::window) l.slots.selected = 0;
@@ -63,27 +67,31 @@ class pipeline_memory {
         resolve(s.summary, [&](const auto& summary) { return summary_bytes<element>(summary, l.page); });
 
     const page_shape shape{l.page.tokens, s.kv_heads};
-    const std::int64_t store_pages = s.store_pages();
+    const std::int64_t row_pages =
+        l.encoded ? std::int64_t{s.max_sequences} * l.open_frames : std::int64_t{s.store_pages()};
     const std::int64_t frame_pages = l.keeps_slots ? std::int64_t{s.max_resident} * l.slots.total() : 0;
     const auto elements = [&](std::int64_t pages) {
       return size(pages) * size(2 * shape.tokens * head_dim) * size(shape.kv_heads);
     };
     const std::size_t store_before = slow.used(), frames_before = fast.used();
-    auto* const store_data = slow.take<element>(elements(store_pages));
+    const std::size_t file_before = bytes.file;
+    auto* const row_data = slow.take<element>(elements(row_pages));
+    if (l.encoded) l.slices = slices_of(s, slow, file);
     auto* const frame_data = fast.take<element>(elements(frame_pages));
-    const std::size_t store = slow.used() - store_before;
-    bytes.store += store;
+    const std::size_t in_memory = slow.used() - store_before;
+    bytes.store += in_memory;
     bytes.slots += fast.used() - frames_before;
     resolve(s.layouts, [&]<class Layouts>(const Layouts&) {
-      l.store =
-          strided<head_dim>(make_page_span<typename Layouts::slow, head_dim>(store_data, store_pages, shape));
+      const auto rows =
+          strided<head_dim>(make_page_span<typename Layouts::slow, head_dim>(row_data, row_pages, shape));
+      (l.encoded ? l.open : l.store) = rows;
       l.frames =
           strided<head_dim>(make_page_span<typename Layouts::fast, head_dim>(frame_data, frame_pages, shape));
     });
     int complete_heads = 0;
     for (int head = 0; head < s.kv_heads; ++head)
       complete_heads += head_kind(s.plan, layer, head) == layer_kind::complete;
-    bytes.complete += store / size(s.kv_heads) * size(complete_heads);
+    bytes.complete += (in_memory + bytes.file - file_before) / size(s.kv_heads) * size(complete_heads);
     if (l.kind == layer_kind::retrieval) {
       const std::size_t before = fast.used();
       l.summaries = fast.take<std::byte>(l.summary_bytes * size(s.store_pages()) * size(s.kv_heads));
@@ -95,7 +103,8 @@ class pipeline_memory {
       l.head_kinds[head] = head_kind(s.plan, layer, head);
     const std::size_t rows = l.row(s.max_sequences, 0), selections = l.selection(s.max_sequences, 0);
     l.previous_query = fast.take<float>(rows * size(l.decode_rows * l.heads.group() * head_dim));
-    l.corrected = fast.take<std::uint8_t>(rows);
+    for (std::uint8_t** flags : {&l.corrected, &l.unrecalled}) *flags = fast.take<std::uint8_t>(rows);
+    l.unfilled = fast.take<std::uint8_t>(size(s.max_sequences));
     for (std::int32_t** counts : {&l.selected_count, &l.upcoming_count, &l.attended_count, &l.selections,
                                   &l.recalled, &l.recalled_before_attention, &l.promoted})
       *counts = fast.take<std::int32_t>(rows);
@@ -106,6 +115,25 @@ class pipeline_memory {
     return l;
   }
 
+  /// Room for a layer's complete pages.
+  slice_store slices_of(const Settings& s, carver& slow, file_store* file) {
+    slice_store slices{.first = bytes.file, .slice_bytes = slice_bytes(s), .kv_heads = s.kv_heads};
+    const std::size_t all = slices.slice_bytes * size(s.store_pages()) * size(s.kv_heads);
+    if (s.store_file) {
+      slices.file = file;
+      bytes.file += all;
+    } else {
+      slices.data = slow.take<std::byte>(all);
+    }
+    return slices;
+  }
+  static std::size_t slice_bytes(const Settings& s) {
+    const std::size_t bytes = resolve(s.codec, [&](const auto& codec) {
+      return codec.bytes(page_geometry{s.page.tokens, head_dim}, sizeof(element));
+    });
+    return s.store_file ? s.store_file->aligned(bytes) : bytes;
+  }
+
   static auto scratch_sizes(const Settings& s) {
     typename Stages::sizes sizes{.kv_heads = s.kv_heads,
                                  .group = s.query_heads / s.kv_heads,
@@ -114,6 +142,11 @@ class pipeline_memory {
                                  .page_tokens = s.page.tokens,
                                  .attention_floats = attention_scratch<head_dim>,
                                  .max_pages = s.max_pages()};
+    if (s.encodes()) {
+      sizes.slice_bytes = slice_bytes(s);
+      if (s.store_file) sizes.slice_alignment = s.store_file->alignment();
+      sizes.decoded_bytes = size(2 * s.page.tokens * head_dim) * sizeof(element);
+    }
     resolve(s.summary, [&](const auto& summary) {
       sizes.summary_width = summary.width({s.page.tokens, head_dim});
       sizes.query_width = summary_query_width(summary, head_dim);

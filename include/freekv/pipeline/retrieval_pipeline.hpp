@@ -64,19 +64,21 @@ class basic_retrieval_pipeline {
 
   /// Exact bytes that a pipeline with these settings takes. Allocates none of them. Throws settings_error.
   static memory_bytes bytes_needed(const settings& given, backend_type& backend) {
-    return memory_plan(checked_settings<head_dim>(given), backend, nullptr, nullptr).bytes;
+    return memory_plan(checked_settings<head_dim>(given), backend, nullptr, nullptr, nullptr).bytes;
   }
 
-  /// Takes all its memory from `memory` at once. `backend` must outlive the pipeline. Throws settings_error.
+  /// Takes all its memory from `memory` at once, and room for the store's file where there is one. `backend` must
+  /// outlive the pipeline. Throws settings_error, or store_error if the file cannot be had.
   basic_retrieval_pipeline(const settings& given, backend_type& backend, const memory_resources& memory = {})
       : settings_(checked_settings<head_dim>(given)),
         backend_(&backend),
         recalled_(static_cast<std::size_t>(settings_.layers)),
         progress_(static_cast<std::size_t>(settings_.layers)) {
-    const memory_plan counted(settings_, backend, nullptr, nullptr);
+    const memory_plan counted(settings_, backend, nullptr, nullptr, nullptr);
+    if (settings_.store_file) file_.emplace(*settings_.store_file, counted.bytes.file);
     slow_memory_ = memory_block(*memory.slow, counted.slow_bytes);
     fast_memory_ = memory_block(*memory.fast, counted.fast_bytes);
-    parts_.emplace(settings_, backend, slow_memory_.data(), fast_memory_.data());
+    parts_.emplace(settings_, backend, slow_memory_.data(), fast_memory_.data(), file_ ? &*file_ : nullptr);
     sequences_.emplace(sequence_limits{.page_tokens = settings_.page.tokens,
                                        .max_tokens = settings_.max_tokens,
                                        .max_sequences = settings_.max_sequences,
@@ -110,9 +112,11 @@ class basic_retrieval_pipeline {
            std::string(element_name<element>);
   }
   const memory_bytes& bytes() const { return parts_->bytes; }
-  /// Bytes of one recalled slice: one KV head's keys and values of a page.
+  /// Bytes of one recalled slice: one KV head's keys and values of a page, as they are stored.
   std::size_t slice_bytes() const {
-    return std::size_t{2} * head_dim * sizeof(element) * static_cast<std::size_t>(int{settings_.page.tokens});
+    return resolve(settings_.codec, [&](const auto& codec) {
+      return codec.bytes(page_geometry{settings_.page.tokens, head_dim}, sizeof(element));
+    });
   }
   /// Bytes of one page's summary for one KV head, scales included.
   std::size_t summary_bytes() const { return parts_->layers.front().summary_bytes; }
@@ -160,11 +164,13 @@ class basic_retrieval_pipeline {
     const int before = sequences_->known(id).tokens, sequence = static_cast<int>(id);
     if (tokens == before) return;
     synchronize();
+    const bool has_rows = sequences_->has_rows(id, tokens);
     bool keeps = sequences_->inside_last_append(id, tokens);
     for (const state& layer : parts_->layers)
       keeps = keeps && parts_->stages.selects_within(layer, sequence, tokens / settings_.page.tokens);
     sequences_->truncate(id, tokens, keeps);
-    for (const state& layer : parts_->layers) parts_->stages.truncate(layer, sequence, before, tokens, keeps);
+    for (const state& layer : parts_->layers)
+      parts_->stages.truncate(layer, sequence, {before, tokens, keeps, has_rows});
   }
 
   /// The sequence's slots go to others; it takes no steps until it is restored, and then goes on as if nothing had been.
@@ -187,10 +193,7 @@ class basic_retrieval_pipeline {
   /// waited for.
   void release(sequence_id id) {
     outside_step("release");
-    sequences_->known(id);
-    synchronize();
-    sequences_->release(id);
-    for (const state& layer : parts_->layers) parts_->stages.forget(layer, static_cast<int>(id));
+    end(id);
   }
 
   /// Length of a sequence, the rows of a step in progress included.
@@ -226,7 +229,9 @@ class basic_retrieval_pipeline {
       expect_numbers("append: queries", rows.queries.size(), s.heads.query * head_dim);
 
     backend_->compute().wait(recalled_[static_cast<std::size_t>(layer)]);
+    for (const step_entry& entry : entries_) parts_->stages.settle(s, entry);
     for (const step_entry& entry : entries_) parts_->stages.append(s, entry, rows);
+    for (const step_entry& entry : entries_) parts_->stages.detect(s, entry, rows);
     queries_ = rows.queries;
     appended_layer_ = layer;
     progress_[static_cast<std::size_t>(layer)] = layer_progress::appended;
@@ -243,11 +248,20 @@ class basic_retrieval_pipeline {
                   "append_from takes keys and values of the stored element type, or float");
     const state& s = layer_in(layer, "append_from", layer_progress::waiting);
     check_tables(rows);
+    if (s.encoded) {
+      recalled_[static_cast<std::size_t>(layer)].wait();
+      for (const step_entry& entry : entries_) parts_->stages.settle(s, entry);
+    }
     for (std::size_t i = 0; i < rows.size(); ++i)
-      for (int page = entries_[i].before / s.page.tokens; page < s.pages_of(entries_[i].after()); ++page)
-        backend_->recall().enqueue([stages = &parts_->stages, layer_state = &s, entry = entries_[i],
-                                    table = rows[i],
-                                    page] { stages->append_from(*layer_state, entry, table, page); });
+      for (int page = entries_[i].before / s.page.tokens; page < s.pages_of(entries_[i].after()); ++page) {
+        const auto append_one = [stages = &parts_->stages, layer_state = &s, entry = entries_[i],
+                                 table = rows[i],
+                                 page] { stages->append_from(*layer_state, entry, table, page); };
+        if (s.slices.file != nullptr)
+          append_one();
+        else
+          backend_->recall().enqueue(append_one);
+      }
     recalled_[static_cast<std::size_t>(layer)] = backend_->recall().record();
     queries_ = {};
     appended_layer_ = layer;
@@ -260,11 +274,16 @@ class basic_retrieval_pipeline {
   /// Decode rows attend to sink, selected and window pages, prompt rows to everything up to themselves.
   /// `out`: (rows, query_heads, head_dim). `lse`: (rows, query_heads), in the settings' base, or empty.
   void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
-    const state& s = layer_in(layer, "attend", layer_progress::appended);
+    const state& s = layer_in(layer, "attend", layer_progress::appended, layer_progress::corrected);
     const auto to = output("attend", s, out, lse);
+    layer_progress& progress = progress_[static_cast<std::size_t>(layer)];
+    for (const step_entry& entry : entries_)
+      if (progress == layer_progress::appended && entry.kind == row_kind::decode &&
+          s.kind == layer_kind::retrieval)
+        parts_->stages.correct(s, entry);
+    progress = layer_progress::corrected;
     for (const step_entry& entry : entries_) {
-      const bool selects = entry.kind == row_kind::decode && s.kind == layer_kind::retrieval;
-      if (selects) parts_->stages.correct(s, entry);
+      parts_->stages.settle_correction(s, entry);
       parts_->stages.attend(s, entry, queries_.data(), to);
     }
     progress_[static_cast<std::size_t>(layer)] = layer_progress::attended;
@@ -280,7 +299,8 @@ class basic_retrieval_pipeline {
   /// What full attention gives for the same rows, for measuring what retrieval loses. Between `append` and
   /// the end of the step; changes nothing.
   void attend_full(int layer, std::span<float> out, std::span<float> lse = {}) {
-    const state& s = layer_in(layer, "attend_full", layer_progress::appended, layer_progress::attended);
+    const state& s = layer_in(layer, "attend_full", layer_progress::appended, layer_progress::corrected,
+                              layer_progress::attended);
     const auto to = output("attend_full", s, out, lse);
     for (const step_entry& entry : entries_) parts_->stages.attend_full(s, entry, queries_.data(), to);
   }
@@ -290,7 +310,7 @@ class basic_retrieval_pipeline {
     if (!in_step_) throw usage_error("end_step: no step was begun");
     const bool decodes = any_decode();
     const auto missed = std::find_if(progress_.begin(), progress_.end(), [&](layer_progress p) {
-      return p == layer_progress::waiting || (decodes && p == layer_progress::appended);
+      return p == layer_progress::waiting || (decodes && p != layer_progress::attended);
     });
     if (missed != progress_.end() && rows_ > 0)
       throw usage_error("end_step: layer " + std::to_string(missed - progress_.begin()) + " of " +
@@ -306,8 +326,20 @@ class basic_retrieval_pipeline {
   bool abandon_step() noexcept {
     if (!in_step_) return false;
     in_step_ = false;
-    for (const step_entry& entry : entries_) release(sequence_id{entry.sequence});
+    for (const step_entry& entry : entries_) end(sequence_id{entry.sequence});
     return true;
+  }
+
+  /// Takes one sequence out of the step in progress and releases it, as when its part of the store's file cannot be
+  /// read; the step goes on for the others. All rows stay where they are; outputs of those that are gone are not
+  /// written. Waits for what is queued. Throws usage_error.
+  void abandon(sequence_id id) {
+    const auto entry = std::find_if(entries_.begin(), entries_.end(),
+                                    [&](const auto& e) { return sequence_id{e.sequence} == id; });
+    if (!in_step_ || entry == entries_.end())
+      throw usage_error("abandon: " + sequence_table::name_of(id) + " has no rows in a step in progress");
+    entries_.erase(entry);
+    end(id);
   }
 
   /// Waits until everything queued has happened.
@@ -333,9 +365,15 @@ class basic_retrieval_pipeline {
   using state = layer_state<Shape>;
   using stages = typename backend_type::template stages<state, settings>;
   using memory_plan = pipeline_memory<state, settings, stages>;
-  enum class layer_progress : std::uint8_t { waiting, appended, attended };
+  enum class layer_progress : std::uint8_t { waiting, appended, corrected, attended };
 
   static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+  void end(sequence_id id) {
+    sequences_->known(id);
+    synchronize();
+    sequences_->release(id);
+    for (const state& layer : parts_->layers) parts_->stages.forget(layer, static_cast<int>(id));
+  }
   bool any_decode() const {
     return std::any_of(entries_.begin(), entries_.end(),
                        [](const auto& e) { return e.kind == row_kind::decode; });
@@ -357,7 +395,7 @@ class basic_retrieval_pipeline {
     if (!in_step_) throw usage_error(std::string(call) + ": no step was begun");
     if (((progress_[size(layer)] != allowed) && ...))
       throw usage_error(std::string(call) + ": layer " + std::to_string(layer) + " is " +
-                        std::array{"not appended to yet", "appended to already",
+                        std::array{"not appended to yet", "appended to already", "not attended yet",
                                    "attended already"}[size(static_cast<int>(progress_[size(layer)]))] +
                         " in this step");
     return s;
@@ -402,6 +440,7 @@ class basic_retrieval_pipeline {
   backend_type* backend_;
   std::vector<typename backend_type::event> recalled_;  // by layer: recall of its last step
   std::vector<layer_progress> progress_;
+  std::optional<file_store> file_;
   memory_block slow_memory_, fast_memory_;
   std::optional<memory_plan> parts_;
   std::optional<sequence_table> sequences_;

@@ -76,10 +76,11 @@ class sequence_table {
     bool open = false;
     int tokens = 0;
     int pages = 0;
-    int candidates_at = 1;  ///< the length whose candidates the selection is from
-    int decoded_from = 0;   ///< length before the last step, if it decoded
-    int kept_row = -1;      ///< row of that step whose queries made the selection; -1: there is no selection
-    int decode_steps = 0;   ///< since the last prompt
+    int candidates_at = 1;   ///< the length whose candidates the selection is from
+    int decoded_from = 0;    ///< length before the last step, if it decoded
+    int kept_row = -1;       ///< row of that step whose queries made the selection; -1: there is no selection
+    int decode_steps = 0;    ///< since the last prompt
+    int unencoded_from = 0;  ///< first page whose rows are still kept unencoded, where a layer encodes pages
   };
 
   const record& known(sequence_id id) const {
@@ -106,6 +107,7 @@ class sequence_table {
     r.tokens = pages * limits_.page_tokens;
     r.pages = pages;
     r.candidates_at = r.tokens + 1;
+    r.unencoded_from = pages;
     for (int page = 0; page < pages; ++page) share(id, page, start.pages_[static_cast<std::size_t>(page)]);
     return id;
   }
@@ -148,6 +150,10 @@ class sequence_table {
     take_slot_set(id);
   }
 
+  /// Whether the rows of the page that token `tokens` goes to are kept unencoded.
+  bool has_rows(sequence_id id, int tokens) const {
+    return tokens / limits_.page_tokens >= known(id).unencoded_from;
+  }
   /// Whether a truncation to `tokens` is inside the last append, so that the selection may stay.
   bool inside_last_append(sequence_id id, int tokens) const {
     const record& r = known(id);
@@ -165,6 +171,7 @@ class sequence_table {
     give_back_from(id, pages);
     r.tokens = tokens;
     r.pages = pages;
+    r.unencoded_from = std::min(r.unencoded_from, tokens / limits_.page_tokens);
     r.kept_row = keeps_selection ? tokens - r.decoded_from - 1 : -1;
     if (!keeps_selection) r.candidates_at = tokens + 1;
   }
@@ -286,6 +293,8 @@ class sequence_table {
     for (const int pages = pages_for(sequence.tokens); sequence.pages < pages; ++sequence.pages)
       *page_entry(r.sequence, sequence.pages) = pool_.take();
 
+    sequence.unencoded_from =
+        (r.kind == row_kind::decode ? entry.before : entry.after()) / limits_.page_tokens;
     if (r.kind == row_kind::decode) {
       entry.candidates_at = sequence.candidates_at;
       entry.kept_row = sequence.kept_row;

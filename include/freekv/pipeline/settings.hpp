@@ -6,7 +6,10 @@
 #include <cstdint>
 #include <freekv/core/error.hpp>
 #include <freekv/pipeline/policy_pack.hpp>
+#include <freekv/storage/file_store.hpp>
+#include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace freekv {
@@ -32,7 +35,9 @@ struct pipeline_settings {
   int max_resident = 0;           ///< sequences that have slots at a time, the others being preempted; 0: all
   int max_decode_rows = 1;        ///< that a sequence brings to a step: more than 1 for speculative decoding
   std::int64_t store_tokens = 0;  ///< of all sequences together; 0: max_tokens for each of max_sequences
-  float scale = 0.0f;             ///< of scores and attention; 0: 1 / sqrt(head_dim)
+  std::optional<file_store_options>
+      store_file{};    ///< complete pages are kept in a file; none: in slow memory
+  float scale = 0.0f;  ///< of scores and attention; 0: 1 / sqrt(head_dim)
   log_base lse_base = log_base::e;
   typename Pack::page page{};
   typename Pack::layouts layouts{};
@@ -55,6 +60,13 @@ struct pipeline_settings {
   int spare_slots() const {
     return resolve(residency, [](const auto& chosen) -> int { return chosen.spare; });
   }
+  /// Whether layers that are not complete keep their complete pages encoded, and open ones beside them.
+  bool encodes() const {
+    return store_file.has_value() ||
+           !resolve(codec, []<class Codec>(const Codec&) { return std::is_same_v<Codec, identity>; });
+  }
+  /// Pages of a sequence that are kept as they are, where others are encoded: all that decode rows of a step touch.
+  int open_frames() const { return 1 + (max_decode_rows - 1 + page.tokens - 1) / page.tokens; }
   int store_pages() const { return pages_for(store_tokens); }
 };
 

@@ -17,7 +17,8 @@ struct memory_resources {
 /// Bytes of each part of a pipeline's memory. From the `slow` resource comes `store`, from `fast` all the rest:
 /// `slots + summaries + state`.
 struct memory_bytes {
-  std::size_t store = 0;      ///< KV of all tokens of all layers
+  std::size_t store = 0;      ///< KV of all tokens of all layers, but for what is in a file
+  std::size_t file = 0;       ///< KV of complete pages in the store's file
   std::size_t complete = 0;   ///< of `store`: the complete layers' part, which attention reads whole
   std::size_t slots = 0;      ///< sink, window and selected slots of the resident route
   std::size_t summaries = 0;  ///< page summaries
@@ -43,6 +44,12 @@ class carver {
     T* array = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
     used_ += (count * sizeof(T) + alignment - 1) / alignment * alignment;
     return array;
+  }
+  /// Bytes at a multiple of `alignment` in memory.
+  std::byte* take_aligned(std::size_t count, std::size_t at) {
+    if (count == 0 || at <= alignment) return take<std::byte>(count);
+    auto* const bytes = take<std::byte>(count + at);
+    return bytes == nullptr ? nullptr : bytes + (at - reinterpret_cast<std::uintptr_t>(bytes) % at);
   }
   std::size_t used() const { return used_; }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/backend/host/workspace.hpp>
 #include <freekv/functors/copy_slice.hpp>
@@ -28,19 +29,23 @@ struct rows_from {
 
 /// Appends the rows of one entry that fall into one page: K and V to the store and, where the layer keeps
 /// slots and the page stays in the fast tier, to its sink or ring slot; a page that becomes complete is
-/// summarised.
+/// summarised, and encoded if the layer keeps it so: then slots, too, hold what the codec gives back.
 ///
-/// `rows` has key(token, head) and value(token, head), of the stored element type or float.
-template <class State, class Summary, class Rows>
-void append_page(isa set, const State& s, const Summary& summary, const step_entry& entry, int page_index,
+/// `rows` has key(token, head) and value(token, head), of the stored element type or float. Throws store_error, and may
+/// be called again then.
+template <class State, class Policies, class Rows>
+void append_page(isa set, const State& s, const Policies& policies, const step_entry& entry, int page_index,
                  const Rows& rows, const workspace& w) {
   using element = typename State::element;
   constexpr int d = State::head_dim;
-  const int first = std::max(entry.before, page_index * s.page.tokens);
-  const int last = std::min(entry.after(), (page_index + 1) * s.page.tokens);
+  const int page_begin = page_index * s.page.tokens, page_end = page_begin + s.page.tokens;
+  const int first = std::max(entry.before, page_begin), last = std::min(entry.after(), page_end);
+  const bool complete = last == page_end, encodes = s.encoded && complete;
   const bool in_slots = s.keeps_slots && (page_index < s.slots.sink ||
                                           page_index >= s.slots.ring_begin(entry.after(), s.page.tokens));
   const int slot = page_index < s.slots.sink ? s.slots.sink_slot(page_index) : s.slots.ring_slot(page_index);
+  const std::int32_t store_page = s.store_page(entry.sequence, page_index);
+  const encoded_pages pages(s, policies, w);
   const auto put = []<class In>(element* to, const In* from) {
     if constexpr (std::is_same_v<In, element>)
       std::memcpy(to, from, d * sizeof(element));
@@ -50,31 +55,37 @@ void append_page(isa set, const State& s, const Summary& summary, const step_ent
   const int shared_rows =
       entry.shared_page >= 0 && page_index == entry.before / s.page.tokens ? entry.before % s.page.tokens : 0;
   for (int head = 0; head < s.heads.kv; ++head) {
-    const auto stored = s.store_slice(entry.sequence, page_index, head);
-    if (shared_rows > 0)
-      copy_slice<d>(as_const(slice_of(s.store, entry.shared_page, head)), stored, shared_rows);
+    const auto kept = !s.encoded ? slice_of(s.store, store_page, head)
+                      : entry.kind == row_kind::prompt && first == page_begin && complete
+                          ? pages.staged(0)
+                          : s.open_slice(entry.sequence, page_index, head);
+    if (shared_rows > 0 && !s.encoded)
+      copy_slice<d>(as_const(slice_of(s.store, entry.shared_page, head)), kept, shared_rows);
     for (int token = first; token < last; ++token) {
-      const int t = token - page_index * s.page.tokens;
-      put(stored.key + t * stored.stride, rows.key(token, head));
-      put(stored.value + t * stored.stride, rows.value(token, head));
-      if (in_slots) {
-        const auto frame = s.frame_slice(entry.sequence, slot, head);
-        std::memcpy(frame.key + t * frame.stride, stored.key + t * stored.stride, d * sizeof(element));
-        std::memcpy(frame.value + t * frame.stride, stored.value + t * stored.stride, d * sizeof(element));
-      }
+      const int t = token - page_begin;
+      put(kept.key + t * kept.stride, rows.key(token, head));
+      put(kept.value + t * kept.stride, rows.value(token, head));
+    }
+    if (complete && s.kind_of(head) == layer_kind::retrieval)
+      with_team(set, [&](auto team) {
+        resolve(policies.summary, [&](const auto& summary) {
+          summarise_page<element>(team, summary_at(summary, s.layer, head), as_const(kept), s.page,
+                                  {w.block, w.numbers}, s.summary_of(store_page, head));
+        });
+      });
+    if (encodes) pages.encode(head, as_const(kept));
+    if (!in_slots) continue;
+    const auto frame = s.frame_slice(entry.sequence, slot, head);
+    if (encodes) {
+      pages.decode(head, frame);
+    } else {
+      const auto from = [&](const auto& slice, int t) {
+        return head_slice{slice.key + t * slice.stride, slice.value + t * slice.stride, slice.stride};
+      };
+      copy_slice<d>(as_const(from(kept, first - page_begin)), from(frame, first - page_begin), last - first);
     }
   }
-  const bool complete = last == (page_index + 1) * s.page.tokens;
-  if (!complete || s.kind != layer_kind::retrieval) return;
-  const std::int32_t store_page = s.store_page(entry.sequence, page_index);
-  with_team(set, [&](auto team) {
-    for (int head = 0; head < s.heads.kv; ++head) {
-      if (s.kind_of(head) != layer_kind::retrieval) continue;
-      const auto slice = s.store_slice(entry.sequence, page_index, head);
-      summarise_page<element>(team, summary_at(summary, s.layer, head), as_const(slice), s.page,
-                              {w.block, w.numbers}, s.summary_of(store_page, head));
-    }
-  });
+  if (encodes) pages.write(entry.sequence, page_index);
 }
 
 /// Forgets the selection of a sequence, and what its selected slots hold.
@@ -87,6 +98,7 @@ void drop_selection(const State& s, int sequence) {
     s.selected_count[s.row(sequence, head)] = 0;
     s.upcoming_count[s.row(sequence, head)] = -1;
     s.selections[s.row(sequence, head)] = 0;
+    s.unrecalled[s.row(sequence, head)] = 0;
   }
 }
 

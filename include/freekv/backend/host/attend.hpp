@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/backend/host/workspace.hpp>
 #include <freekv/functors/attend_slice.hpp>
@@ -19,9 +20,10 @@ struct attention_output {
 
 /// Attention of the rows of one entry of a step. `complete`: to everything up to each row, from the store; else each
 /// head to what its kind keeps.
-template <class State>
+template <class State, class Policies>
 struct attention_job {
   const State& s;
+  const Policies& policies;
   const step_entry& entry;
   const float* queries = nullptr;  // the step's, (rows, query_heads, head_dim)
   attention_output to;
@@ -63,9 +65,25 @@ struct attention_job {
     const page_list pages = list(row, head);
     const int begin = nth * pages_per_part(s.page.tokens);
     const int end = std::min(begin + pages_per_part(s.page.tokens), pages.size());
-    for (int i = begin; i < end; ++i)
-      attend_slice<d>(team, group_query{w.query, group, d}, as_const(slice(pages, i, head)),
+    const auto attend = [&](int i, const auto& slice) {
+      attend_slice<d>(team, group_query{w.query, group, d}, as_const(slice),
                       pages.tokens_in(pages.page(i), s.page.tokens), part, w.block);
+    };
+    if (!s.encoded || in_slots(pages)) {
+      for (int i = begin; i < end; ++i) attend(i, slice(pages, i, head));
+      return;
+    }
+    const encoded_pages stored(s, policies, w);
+    for (int first = begin; first < end; first += most_staged) {
+      const int last = std::min(first + most_staged, end);
+      const bool open = last == pages.size() && entry.after() % s.page.tokens != 0 &&
+                        pages.page(last - 1) == entry.after() / s.page.tokens;
+      stored.read(
+          {entry.sequence, head}, last - first - open, [&](int i) { return pages.page(first + i); },
+          [&](int i) { return stored.staged(i); });
+      for (int i = first; i < last - open; ++i) attend(i, stored.staged(i - first));
+      if (open) attend(last - 1, s.open_slice(entry.sequence, pages.page(last - 1), head));
+    }
   }
   template <class Team>
   void finish(Team team, int row, int head, const attention_part& part) const {
@@ -76,10 +94,11 @@ struct attention_job {
   }
 
  private:
+  bool in_slots(const page_list& pages) const { return s.keeps_slots && !pages.complete; }
   /// Where entry i of a head's list is read from: the store, or its slot.
   auto slice(const page_list& pages, int i, int head) const {
     const int page = pages.page(i);
-    if (pages.complete || !s.keeps_slots) return s.store_slice(entry.sequence, page, head);
+    if (!in_slots(pages)) return s.store_slice(entry.sequence, page, head);
     const int nth_selected = i - pages.roles.sink_end;
     const int slot =
         nth_selected < 0 ? s.slots.sink_slot(page)
@@ -95,8 +114,8 @@ struct attention_job {
 };
 
 /// One head of one row, part after part on one thread.
-template <class State>
-void attend_head(isa set, const attention_job<State>& job, int row, int head, const workspace& w) {
+template <class State, class Policies>
+void attend_head(isa set, const attention_job<State, Policies>& job, int row, int head, const workspace& w) {
   const int group = job.s.heads.group(), parts = job.parts(row);
   const attention_part first{w.mass, w.weighted}, next{w.mass + group, w.weighted + group * State::head_dim};
   with_team(set, [&](auto team) {

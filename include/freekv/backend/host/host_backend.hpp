@@ -1,6 +1,8 @@
 // The host backend: threads, instruction set and the two streams of a pipeline.
 #pragma once
 
+#include <atomic>
+#include <exception>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/backend/host/stream.hpp>
 #include <freekv/backend/host/thread_pool.hpp>
@@ -49,13 +51,24 @@ class host_backend {
   host::stream& compute() { return compute_; }
   host::stream& recall() { return recall_; }
 
-  /// Runs `body(unit, worker)` for all units on as many threads as `bytes` of memory traffic are worth.
+  /// Runs `body(unit, worker)` for all units on as many threads as `bytes` of memory traffic are worth. If it throws,
+  /// units that have not begun are left out, and the first exception is thrown when the others are done.
   template <class Body>
   void parallel(int units, std::size_t bytes, const Body& body) {
     const std::size_t worth = bytes / options_.bytes_per_thread;
     const int helpers =
         worth < static_cast<std::size_t>(pool_.size()) ? static_cast<int>(worth) : pool_.size() - 1;
-    pool_.run(units, helpers, body);
+    std::atomic<bool> failed{false};
+    std::exception_ptr error;
+    pool_.run(units, helpers, [&](int unit, int worker) {
+      if (failed.load(std::memory_order_relaxed)) return;
+      try {
+        body(unit, worker);
+      } catch (...) {
+        if (!failed.exchange(true)) error = std::current_exception();
+      }
+    });
+    if (error) std::rethrow_exception(error);
   }
 
  private:

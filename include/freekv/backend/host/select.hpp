@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/backend/host/workspace.hpp>
 #include <freekv/functors/copy_slice.hpp>
@@ -227,23 +228,44 @@ class head_selection {
 };
 
 /// Brings the selected pages of one KV head into its selected slots: what is held stays, what is missing is copied from
-/// the ring (promotion) where it is still there at length `tokens`, else from the store (recall).
-template <class State, class Residency>
-void recall_pages(const State& s, const Residency& residency, const head_of& at, int tokens) {
+/// the ring (promotion) where it is still there at length `tokens`, else from the store (recall). Throws store_error;
+/// what is missing is still missing then.
+template <class State, class Policies>
+void recall_pages(const State& s, const Policies& policies, const head_of& at, int tokens,
+                  const workspace& w) {
   const std::size_t row = s.row(at.sequence, at.head), first = s.selection(at.sequence, at.head);
   const std::int32_t* pages = s.selected + first;
   const int count = s.selected_count[row];
   std::int32_t* slot_of = s.slot_of + first;
-  diff_pages(residency, pages, count, s.slots_of(at.sequence, at.head), ++s.selections[row], slot_of);
+  const slot_contents slots = s.slots_of(at.sequence, at.head);
+  resolve(policies.residency, [&](const auto& residency) {
+    diff_pages(residency, pages, count, slots, ++s.selections[row], slot_of);
+  });
+  const auto slot = [&](int i) {
+    return s.frame_slice(at.sequence, s.slots.selected_slot(slot_of[i]), at.head);
+  };
+  int missing = 0;  // those to read from where they are encoded, in w.pages
   for (int i = 0; i < count; ++i) {
     if (slot_of[i] >= 0) continue;
     slot_of[i] = ~slot_of[i];
     const bool in_ring = pages[i] >= s.slots.ring_begin(tokens, s.page.tokens);
+    ++(in_ring ? s.promoted : s.recalled)[row];
+    if (s.encoded && !in_ring) {
+      w.pages[missing++] = i;
+      continue;
+    }
     const auto from = in_ring ? s.frame_slice(at.sequence, s.slots.ring_slot(pages[i]), at.head)
                               : s.store_slice(at.sequence, pages[i], at.head);
-    const auto to = s.frame_slice(at.sequence, s.slots.selected_slot(slot_of[i]), at.head);
-    copy_slice<State::head_dim>(as_const(from), to, s.page.tokens);
-    ++(in_ring ? s.promoted : s.recalled)[row];
+    copy_slice<State::head_dim>(as_const(from), slot(i), s.page.tokens);
+  }
+  try {
+    encoded_pages(s, policies, w)
+        .read(
+            at, missing, [&](int i) { return pages[w.pages[i]]; }, [&](int i) { return slot(w.pages[i]); });
+  } catch (const store_error&) {
+    for (int i = 0; i < missing; ++i) slots.page[slot_of[w.pages[i]]] = -1;
+    s.recalled[row] -= missing;
+    throw;
   }
 }
 

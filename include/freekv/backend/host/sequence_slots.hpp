@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/functors/copy_slice.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 
@@ -19,42 +20,71 @@ bool selects_within(const State& s, int sequence, int pages) {
   return true;
 }
 
-/// Copies a page of a sequence from the store to a slot, for all heads.
-template <class State>
-void fill_slot(const State& s, int sequence, int page, int slot) {
+/// Copies pages of a sequence to slots of one KV head, at length `tokens`: for i of `count` the page `page(i)` to slot
+/// `slot(i)`, the open one last if it is among them. Throws store_error.
+template <class State, class Policies, class Page, class Slot>
+void fill_slots(const encoded_pages<State, Policies>& stored, const State& s, const head_of& at, int tokens,
+                int count, const Page& page, const Slot& slot) {
+  const auto to = [&](int i) { return s.frame_slice(at.sequence, slot(i), at.head); };
+  const auto copy = [&](const auto& from, int i) {
+    copy_slice<State::head_dim>(as_const(from), to(i), s.page.tokens);
+  };
+  if (!s.encoded) {
+    for (int i = 0; i < count; ++i) copy(s.store_slice(at.sequence, page(i), at.head), i);
+    return;
+  }
+  const bool open = count > 0 && page(count - 1) == tokens / s.page.tokens;
+  stored.read(at, count - open, page, to);
+  if (open) copy(s.open_slice(at.sequence, page(count - 1), at.head), count - 1);
+}
+
+/// Fills the ring slots of pages [first, last) for all heads.
+template <class State, class Policies>
+void fill_ring(const encoded_pages<State, Policies>& stored, const State& s, int sequence, int tokens,
+               int first, int last) {
   for (int head = 0; head < s.heads.kv; ++head)
-    copy_slice<State::head_dim>(as_const(s.store_slice(sequence, page, head)),
-                                s.frame_slice(sequence, slot, head), s.page.tokens);
+    fill_slots(
+        stored, s, {sequence, head}, tokens, std::max(0, last - first), [&](int i) { return first + i; },
+        [&](int i) { return s.slots.ring_slot(first + i); });
 }
 
-/// Fills the ring slots of pages [first, last).
-template <class State>
-void fill_ring(const State& s, int sequence, int first, int last) {
-  for (int page = first; page < last; ++page) fill_slot(s, sequence, page, s.slots.ring_slot(page));
-}
-
-/// The ring's pages at length `tokens` that tokens up to `before` have overwritten come back. Selected slots need
-/// nothing: a page that is no longer complete can only be of the last selection, which is dropped then.
-template <class State>
-void truncate_slots(const State& s, int sequence, int before, int tokens) {
-  fill_ring(s, sequence, s.slots.ring_begin(tokens, s.page.tokens),
-            std::min(s.pages_of(tokens), s.slots.ring_begin(before, s.page.tokens)));
-}
-
-/// Fills all slots: sink, ring, and what the selected slots of each head are to hold.
-template <class State>
-void fill_slots(const State& s, int sequence, int tokens) {
+/// Fills all slots: sink, ring, and what the selected slots of each head are to hold. Throws store_error.
+template <class State, class Policies>
+void fill_all_slots(const encoded_pages<State, Policies>& stored, const State& s, int sequence, int tokens) {
   const int pages = s.pages_of(tokens);
-  for (int page = 0; page < std::min(s.slots.sink, pages); ++page)
-    fill_slot(s, sequence, page, s.slots.sink_slot(page));
-  fill_ring(s, sequence, s.slots.ring_begin(tokens, s.page.tokens), pages);
+  const auto itself = [](int page) { return page; };
+  fill_ring(stored, s, sequence, tokens, s.slots.ring_begin(tokens, s.page.tokens), pages);
   for (int head = 0; head < s.heads.kv; ++head) {
+    const head_of at{sequence, head};
+    fill_slots(stored, s, at, tokens, std::min(s.slots.sink, pages), itself,
+               [&](int page) { return s.slots.sink_slot(page); });
     const slot_contents slots = s.slots_of(sequence, head);
     for (int i = 0; i < slots.count; ++i)
       if (slots.page[i] >= 0)
-        copy_slice<State::head_dim>(as_const(s.store_slice(sequence, slots.page[i], head)),
-                                    s.frame_slice(sequence, s.slots.selected_slot(i), head), s.page.tokens);
+        fill_slots(
+            stored, s, at, tokens, 1, [&](int) { return slots.page[i]; },
+            [&](int) { return s.slots.selected_slot(i); });
   }
+}
+
+/// Reads store page `store_page` to where the rows of page `page`, which is open again, are kept unencoded. Throws
+/// store_error.
+template <class State, class Policies>
+void read_open_page(const encoded_pages<State, Policies>& stored, const State& s, int sequence, int page,
+                    std::int32_t store_page) {
+  for (int head = 0; head < s.heads.kv; ++head)
+    stored.read_stored(
+        {sequence, head}, 1, [&](int) { return store_page; },
+        [&](int) { return s.open_slice(sequence, page, head); });
+}
+
+/// Gives sequence `to` the unencoded pages of `from`.
+template <class State>
+void copy_open_pages(const State& s, int from, int to) {
+  for (int frame = 0; frame < s.open_frames; ++frame)
+    for (int head = 0; head < s.heads.kv; ++head)
+      copy_slice<State::head_dim>(as_const(s.open_slice(from, frame, head)), s.open_slice(to, frame, head),
+                                  s.page.tokens);
 }
 
 /// Gives sequence `to` the slots' contents of `from`.
@@ -76,6 +106,7 @@ void copy_selection(const State& s, int from, int to) {
   const auto n = [](int count) { return static_cast<std::size_t>(count); };
   copy(s.previous_query, n(s.decode_rows * s.heads.group() * State::head_dim));
   copy(s.corrected, 1);
+  copy(s.unrecalled, 1);
   for (std::int32_t* counts : std::array{s.selected_count, s.upcoming_count, s.attended_count, s.selections,
                                          s.recalled, s.recalled_before_attention, s.promoted})
     copy(counts, 1);

@@ -35,52 +35,83 @@ class stages {
 
   /// A layer's state before any sequence.
   void clear(const State& s, int sequences) {
-    const std::size_t rows = s.row(sequences, 0), selections = s.selection(sequences, 0);
-    clear_report(s, 0, rows);
+    const std::size_t selections = s.selection(sequences, 0);
     for (std::int32_t* pages : std::array{s.selected, s.upcoming, s.attended, s.slot_of})
       std::fill_n(pages, selections, -1);
-    for (int sequence = 0; sequence < sequences; ++sequence) drop_selection(s, sequence);
+    for (int sequence = 0; sequence < sequences; ++sequence) forget(s, sequence);
   }
   // Between steps, with nothing queued:
 
-  /// A sequence's selection and report are forgotten.
+  /// A sequence's selection and report are forgotten, and what could not be read for it.
   void forget(const State& s, int sequence) {
     drop_selection(s, sequence);
+    s.unfilled[sequence] = 0;
     clear_report(s, s.row(sequence, 0), s.row(1, 0));
   }
   bool selects_within(const State& s, int sequence, int pages) const {
     return host::selects_within(s, sequence, pages);
   }
-  /// A sequence that had `before` tokens keeps `tokens`, and its selection or not.
-  void truncate(const State& s, int sequence, int before, int tokens, bool keeps_selection) {
-    if (!keeps_selection) drop_selection(s, sequence);
-    if (s.keeps_slots) truncate_slots(s, sequence, before, tokens);
+  struct truncation {
+    int before = 0, tokens = 0;  // what it had and what it keeps
+    bool keeps_selection = false;
+    bool has_rows = false;  // those of the page that opens again are still there unencoded
+  };
+  /// A sequence loses its last tokens: the ring's pages that they have overwritten come back. Selected slots need
+  /// nothing, since a page that is no longer complete can only be of the last selection, which is dropped then.
+  void truncate(const State& s, int sequence, const truncation& to) {
+    if (!to.keeps_selection) drop_selection(s, sequence);
+    const int p = s.page.tokens, open = to.tokens / p;
+    const bool opens = s.encoded && to.tokens % p != 0 && to.before >= (open + 1) * p;
+    if (opens && !to.has_rows) s.unfilled[sequence] |= lacks_open_page;
+    if (s.keeps_slots && (opens || s.slots.ring_begin(to.before, p) > s.slots.ring_begin(to.tokens, p)))
+      s.unfilled[sequence] |= lacks_slots;
+    fill_or_leave(s, sequence, to.tokens);
   }
   /// `to` becomes what `from` is.
   void fork(const State& s, int from, int to) {
     copy_selection(s, from, to);
+    s.unfilled[to] = s.unfilled[from];
+    if (s.encoded) copy_open_pages(s, from, to);
     if (s.keeps_slots) copy_slots(s, from, to);
   }
   /// Fills the slots of a sequence from the store.
   void restore(const State& s, int sequence, int tokens) {
-    if (s.keeps_slots) fill_slots(s, sequence, tokens);
+    if (s.keeps_slots) s.unfilled[sequence] |= lacks_slots;
+    fill_or_leave(s, sequence, tokens);
   }
 
-  /// Appends rows, summarises the pages they complete, and in retrieval layers finds the heads that have
-  /// drifted (decode) or forgets the selection (prompt).
+  // In a step. Those that throw store_error can be called again:
+
+  /// Reads for a sequence that is about to append what could not be read when it should have been: what a truncation
+  /// or restoration needs, and what is selected. Throws store_error.
+  void settle(const State& s, const step_entry& entry) {
+    if (s.unfilled[entry.sequence] != 0) fill(s, entry.sequence, entry.before, entry.shared_page);
+    recall_missing(s, entry.sequence, entry.before);
+  }
+
+  /// Appends rows and summarises the pages they complete. Throws store_error.
   template <class In>
   void append(const State& s, const step_entry& entry, const new_rows<In>& rows) {
     const std::ptrdiff_t kv = std::ptrdiff_t{entry.first_row} * s.heads.kv * d;
     const rows_from<In> source{rows.keys.data() + kv, rows.values.data() + kv, entry.before, s.heads.kv, d};
-    const int first_page = entry.before / s.page.tokens;
+    int first_page = entry.before / s.page.tokens, last_page = s.pages_of(entry.after());
     const auto bytes = static_cast<std::size_t>(entry.tokens) * static_cast<std::size_t>(4 * s.heads.kv * d) *
                        sizeof(element);
-    resolve(policies_->summary, [&](const auto& summary) {
-      backend_->parallel(s.pages_of(entry.after()) - first_page, bytes, [&](int unit, int worker) {
-        append_page(instructions(), s, summary, entry, first_page + unit, source,
-                    workspaces_[static_cast<std::size_t>(worker)]);
-      });
-    });
+    const auto append_one = [&](int page, int worker) {
+      append_page(instructions(), s, *policies_, entry, page, source, workspace_of(worker));
+    };
+    // An open page's unencoded rows may lie where those of the next open page go: nothing is written there before all
+    // else has succeeded.
+    const bool in_order = s.encoded && last_page - first_page > 1;
+    if (in_order) append_one(first_page++, 0);
+    backend_->parallel(last_page - in_order - first_page, bytes,
+                       [&](int unit, int worker) { append_one(first_page + unit, worker); });
+    if (in_order) append_one(last_page - 1, 0);
+  }
+
+  /// In retrieval layers finds the heads that have drifted (decode) or forgets the selection (prompt).
+  template <class In>
+  void detect(const State& s, const step_entry& entry, const new_rows<In>& rows) {
     if (s.kind != layer_kind::retrieval) return;
     if (entry.kind == row_kind::prompt) return drop_selection(s, entry.sequence);
     resolve(policies_->correction, [&](const auto& correction) {
@@ -90,13 +121,10 @@ class stages {
   }
 
   /// Appends the rows of a prompt entry that fall into one page, from an engine's own cache. The last page forgets the
-  /// selection. On the recall stream's thread if it has one.
+  /// selection. On the recall stream's thread if it has one. Throws store_error.
   template <class In>
   void append_from(const State& s, const step_entry& entry, const paged_rows<In>& rows, int page) {
-    resolve(policies_->summary, [&](const auto& summary) {
-      append_page(instructions(), s, summary, entry, page, rows,
-                  workspaces_[static_cast<std::size_t>(backend_->recall_workspace())]);
-    });
+    append_page(instructions(), s, *policies_, entry, page, rows, workspace_of(backend_->recall_workspace()));
     if (s.kind == layer_kind::retrieval && page == s.pages_of(entry.after()) - 1)
       drop_selection(s, entry.sequence);
   }
@@ -121,21 +149,26 @@ class stages {
     const auto every = [](int) { return true; };
     const auto body = [&](int head, const workspace& w) { speculate_head(s, entry, head, w); };
     if (!backend_->options().overlap) return for_heads(s, entry, every, body);
-    const workspace& w = workspaces_[static_cast<std::size_t>(backend_->recall_workspace())];
+    const workspace& w = workspace_of(backend_->recall_workspace());
     for (int head = 0; head < s.heads.kv; ++head)
       if (s.kind_of(head) == layer_kind::retrieval) body(head, w);
+  }
+
+  /// Recalls what `correct` could not. Throws store_error.
+  void settle_correction(const State& s, const step_entry& entry) {
+    recall_missing(s, entry.sequence, entry.after());
   }
 
   /// Attends decode rows within the budget: to sink, selected and window pages; prompt rows, and all rows of
   /// complete layers, to everything before them and themselves.
   void attend(const State& s, const step_entry& entry, const float* queries, const attention_output& to) {
-    attend_rows({s, entry, queries, to, entry.kind == row_kind::prompt});
+    attend_rows({s, *policies_, entry, queries, to, entry.kind == row_kind::prompt});
   }
 
   /// Attends each row to everything before it and itself, straight from the store.
   void attend_full(const State& s, const step_entry& entry, const float* queries,
                    const attention_output& to) {
-    attend_rows({s, entry, queries, to, true});
+    attend_rows({s, *policies_, entry, queries, to, true});
   }
 
  private:
@@ -147,6 +180,26 @@ class stages {
   }
 
   isa instructions() const { return backend_->options().instructions; }
+  const workspace& workspace_of(int worker) const { return workspaces_[static_cast<std::size_t>(worker)]; }
+
+  enum lacks : std::uint8_t { lacks_slots = 1, lacks_open_page = 2 };
+  /// Reads what `unfilled` says, for a sequence of `tokens` tokens. `open_page`: the store's page of its open page, if
+  /// that is no longer the one in the table.
+  void fill(const State& s, int sequence, int tokens, std::int32_t open_page = -1) {
+    const encoded_pages stored(s, *policies_, workspace_of(0));
+    const int page = tokens / s.page.tokens;
+    if ((s.unfilled[sequence] & lacks_open_page) != 0 && tokens % s.page.tokens != 0)
+      read_open_page(stored, s, sequence, page, open_page >= 0 ? open_page : s.store_page(sequence, page));
+    if ((s.unfilled[sequence] & lacks_slots) != 0) fill_all_slots(stored, s, sequence, tokens);
+    s.unfilled[sequence] = 0;
+  }
+  /// The same, or nothing: the next append tries again and says what is wrong.
+  void fill_or_leave(const State& s, int sequence, int tokens) {
+    try {
+      if (s.unfilled[sequence] != 0) fill(s, sequence, tokens);
+    } catch (const store_error&) {
+    }
+  }
 
   /// Runs `body(head, workspace)` for the retrieval heads that are `wanted`.
   template <class Wanted, class Body>
@@ -154,8 +207,7 @@ class stages {
     const int candidates = roles_at(entry.after() + 1, s.budget, s.page.tokens).candidates();
     const auto bytes = static_cast<std::size_t>(s.heads.kv * candidates) * s.summary_bytes;
     backend_->parallel(s.heads.kv, bytes, [&](int head, int worker) {
-      if (s.kind_of(head) == layer_kind::retrieval && wanted(head))
-        body(head, workspaces_[static_cast<std::size_t>(worker)]);
+      if (s.kind_of(head) == layer_kind::retrieval && wanted(head)) body(head, workspace_of(worker));
     });
   }
 
@@ -179,7 +231,7 @@ class stages {
       });
     }
     if (s.corrected[row] != 0 && s.keeps_slots) {
-      recall(s, {entry.sequence, head}, entry.after());
+      recall(s, {entry.sequence, head}, entry.after(), w);
       s.recalled_before_attention[row] = s.recalled[row];
     }
     s.upcoming_count[row] = selection.best(next.candidates(), s.upcoming + first);
@@ -218,16 +270,29 @@ class stages {
                                w);
       s.selected_count[row] = selection.best(next.candidates(), selected);
     }
-    if (s.keeps_slots) recall(s, {entry.sequence, head}, entry.after());
+    if (s.keeps_slots) recall(s, {entry.sequence, head}, entry.after(), w);
   }
 
-  void recall(const State& s, const head_of& at, int tokens) {
-    resolve(policies_->residency, [&](const auto& residency) { recall_pages(s, residency, at, tokens); });
+  /// What cannot be read is left to `recall_missing`.
+  void recall(const State& s, const head_of& at, int tokens, const workspace& w) {
+    try {
+      recall_pages(s, *policies_, at, tokens, w);
+    } catch (const store_error&) {
+      s.unrecalled[s.row(at.sequence, at.head)] = 1;
+    }
+  }
+  void recall_missing(const State& s, int sequence, int tokens) {
+    if (!s.encoded || s.kind != layer_kind::retrieval) return;
+    for (int head = 0; head < s.heads.kv; ++head) {
+      std::uint8_t& missing = s.unrecalled[s.row(sequence, head)];
+      if (missing != 0) recall_pages(s, *policies_, {sequence, head}, tokens, workspace_of(0));
+      missing = 0;
+    }
   }
 
   /// Where heads alone occupy the threads, each head is one thread's; else a row's parts are shared out.
   /// Parts are cut and merged alike either way.
-  void attend_rows(const attention_job<State>& job) {
+  void attend_rows(const attention_job<State, Policies>& job) {
     const int heads = job.s.heads.kv, last = job.entry.tokens - 1;
     const std::size_t bytes = job.bytes(last);
     const int threads =
@@ -235,8 +300,7 @@ class stages {
     if (threads == 1 || job.entry.tokens * heads >= 4 * threads) {
       backend_->parallel(job.entry.tokens * heads, bytes * static_cast<std::size_t>(job.entry.tokens),
                          [&](int unit, int worker) {
-                           attend_head(instructions(), job, unit / heads, unit % heads,
-                                       workspaces_[static_cast<std::size_t>(worker)]);
+                           attend_head(instructions(), job, unit / heads, unit % heads, workspace_of(worker));
                          });
       return;
     }
@@ -250,7 +314,7 @@ class stages {
       backend_->parallel(heads * parts, bytes, [&](int unit, int worker) {
         with_team(instructions(), [&](auto team) {
           job.attend_part(team, row, unit / parts, unit % parts, part(unit / parts, unit % parts),
-                          workspaces_[static_cast<std::size_t>(worker)]);
+                          workspace_of(worker));
         });
       });
       with_team(instructions(), [&](auto team) {

@@ -11,14 +11,19 @@ namespace freekv::host {
 /// What scratch depends on.
 struct workspace_sizes {
   int kv_heads = 0, group = 0, decode_rows = 1, head_dim = 0, page_tokens = 0;
-  int summary_width = 0, query_width = 0;  // numbers of a decoded summary, of a prepared query
-  int attention_floats = 0;                // scratch of attend_slice
-  int max_pages = 0;                       // of one sequence
-  int selected_pages = 0;                  // of one KV head
+  int summary_width = 0, query_width = 0;            // numbers of a decoded summary, of a prepared query
+  int attention_floats = 0;                          // scratch of attend_slice
+  int max_pages = 0;                                 // of one sequence
+  int selected_pages = 0;                            // of one KV head
+  std::size_t slice_bytes = 0, slice_alignment = 1;  // of encoded pages, if any
+  std::size_t decoded_bytes = 0;                     // of a page and KV head that was encoded
 
   /// Scores of `candidates` pages, rounded up to whole packs of any team.
   static constexpr std::int64_t padded(int candidates) { return (std::int64_t{candidates} + 15) / 16 * 16; }
 };
+
+/// Slices that are read at a time.
+inline constexpr int most_staged = 16;
 
 /// One thread's scratch. Scoring heads are those of a group in all rows of a decode step.
 struct workspace {
@@ -33,6 +38,8 @@ struct workspace {
   float* log_sums = nullptr;      // (scoring heads)
   std::uint64_t* keys = nullptr;  // (candidates)
   std::int32_t* pages = nullptr;  // (k)
+  std::byte* encoded = nullptr;   // (most_staged or kv heads, slice_bytes)
+  std::byte* decoded = nullptr;   // (most_staged, 2, page tokens, head_dim) elements
 
   static workspace carve(carver& memory, const workspace_sizes& s) {
     const auto n = [](auto x) { return static_cast<std::size_t>(x); };
@@ -49,6 +56,8 @@ struct workspace {
     w.log_sums = memory.take<float>(n(scoring_heads));
     w.keys = memory.take<std::uint64_t>(n(s.max_pages));
     w.pages = memory.take<std::int32_t>(n(s.selected_pages));
+    w.encoded = memory.take_aligned(s.slice_bytes * n(std::max(most_staged, s.kv_heads)), s.slice_alignment);
+    w.decoded = memory.take<std::byte>(s.decoded_bytes * n(most_staged));
     return w;
   }
 };
