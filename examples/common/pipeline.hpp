@@ -24,6 +24,7 @@ struct pipeline_options {
   int page = 32;
   freekv::budget budget{};
   int max_tokens = 0;  ///< of one sequence
+  int max_prompt = 0;  ///< of an evicting method; 0: max_tokens
   int max_sequences = 1;
   int max_resident = 0;           ///< 0: all sequences
   std::int64_t store_tokens = 0;  ///< of all sequences together; 0: max_tokens for each

@@ -120,6 +120,7 @@ class option_list {
 std::string flags_of(const method& m) {
   if (m.plan == "complete") return "attends to everything";
   if (m.plan == "window") return "attends to sink and window alone";
+  if (m.plan == "eviction") return "forgets all but sink + window + k * page tokens, see below";
   const method published;
   std::string text = "--summary " + m.summary + " --correction " + m.correction;
   if (m.pooling != published.pooling) text += " --pooling " + m.pooling;
@@ -142,6 +143,14 @@ std::string footer() {
          "  corrected (steps, n_kv)                  U8, 1 where a head selected anew before it attended\n"
          "  recalled (steps, n_kv)                   I32, slices copied from the store\n"
          "  recalled_before_attention (steps, n_kv)  I32, those of them that attention waited for\n"
+         "Variants that forget (h2o, tova, snapkv, raas) have no sink and window of their own; selected is "
+         "then all "
+         "that is\n"
+         "  attended to, tokens or raas' pages; raas keeps the prompt and has room for --window tokens "
+         "beyond it. For "
+         "full\n"
+         "  attention the program keeps a copy beside them. They do not fork, truncate, preempt and "
+         "restore.\n"
          "A folder's object has settings, layers (an object each, by their metadata's layer), and over the "
          "layers\n"
          "  mean and worst, which names its layer.\n"
@@ -178,6 +187,7 @@ method chosen_method(const replay_options& o, const policy_flags& flags, method 
   m.selection = variant.selection;
   m.correction = variant.correction;
   m.plan = variant.plan;
+  m.eviction = variant.eviction;
   m.partial = m.partial || (variant.partial && !flags.correction);
   take("--summary", flags.summary, summaries, m.summary);
   take("--pooling", flags.pooling, poolings, m.pooling);

@@ -40,6 +40,7 @@ json settings_of(const replay_options& o, const host_options& host) {
                 {"instructions", host::name_of(host.instructions)}};
   if (o.route == "resident") settings["layout"] = o.layout;
   if (o.heads) settings["heads"] = *o.heads;
+  if (m.evicts()) settings["budget"] = std::int64_t{o.sink} + o.window + std::int64_t{o.k} * o.page;
   if (!m.retrieves()) return settings;
   const bool subspace = m.summary == "key_subspace", sketch = m.summary == "key_sketch";
   if (!subspace && !sketch) settings["summary_dtype"] = m.format;
@@ -79,7 +80,7 @@ json findings_of(const replay_options& o, const layer_result& r) {
             {"heads_not_finite", r.not_finite}}},
           {"mass_kept", share(r.mass_sum, heads)},
           {"correction_rate", share(static_cast<double>(r.corrected), rows)},
-          {"hit_rate", share(selected - recalled, selected)},
+          {"hit_rate", o.does.evicts() ? json(nullptr) : share(selected - recalled, selected)},
           {"pages_recalled", r.recalled},
           {"pages_recalled_before_attention", r.before_attention},
           {"pages_recalled_per_step", share(recalled, steps)},

@@ -17,6 +17,7 @@ struct correction_kind {};
 struct residency_kind {};
 struct plan_kind {};
 struct route_kind {};
+struct eviction_kind {};  // of an evicting_pipeline
 struct backend_kind {};
 
 /// A type that may stand in a pipeline's pack: it names its kind.
