@@ -34,6 +34,9 @@ class evicting_pipeline_of_shape final : public pipeline {
   }
   int tokens(sequence_id id) const override { return pipeline_.tokens(id); }
   std::int32_t free_pages() const override { return 0; }
+  bool observes_prompts() const override {
+    return resolve(pipeline_.configuration().eviction, [](const auto& e) { return e.observed_rows() > 0; });
+  }
 
   void begin_step(std::span<const sequence_rows> rows) override {
     pipeline_.begin_step(rows);

@@ -52,6 +52,8 @@ class pipeline {
   virtual void release(sequence_id id) = 0;
   virtual int tokens(sequence_id id) const = 0;
   virtual std::int32_t free_pages() const = 0;
+  /// Whether prompt rows need their queries, though they do not attend.
+  virtual bool observes_prompts() const { return false; }
 
   virtual void begin_step(std::span<const sequence_rows> rows) = 0;
   virtual void append(int layer, std::span<const float> keys, std::span<const float> values,

@@ -315,6 +315,9 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
     refuse(o.events
                ? "--events takes the place of a trace; give one of the two"
                : "trace is required: name a recorded layer, a folder of them, or --events; --help lists all");
+  if (o.events && chosen_method(o, flags, numbers).evicts())
+    refuse("--variant " + o.variant +
+           " forgets, and what --events may ask for is not to be had then; choose a variant that retrieves");
   if (!o.events && (o.store_pages || o.fast_pages)) refuse("--store-pages and --fast-pages are for --events");
   (void)chosen("--route", named(routes), o.route);
   (void)chosen("--layout", layouts, o.layout);

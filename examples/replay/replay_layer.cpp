@@ -87,7 +87,7 @@ void append_prompt(pipeline& p, const trace& t, progress_line& progress) {
     const int tokens = std::min(chunk, t.prompt_len - done);
     p.begin_step(tokens, row_kind::prompt);
     p.append_stored(0, t.rows_of(t.keys, done, tokens), t.rows_of(t.values, done, tokens),
-                    t.queries_of(done, tokens));
+                    p.observes_prompts() ? t.queries_of(done, tokens) : std::span<const float>{});
     p.end_step();
   }
 }
