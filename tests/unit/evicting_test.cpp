@@ -130,9 +130,9 @@ TEST_CASE("a budget that holds everything is full attention", "[eviction]") {
 
 TEST_CASE("of units that are worth the same the first leaves", "[eviction]") {
   // Queries of zero attend to everything alike.
-  const std::vector<float> queries(150 * 6 * 24, 0.0f), rows(150 * 2 * 24, 1.0f);
+  const std::vector<float> queries(150 * 6 * 24, 0.0f), rows(150 * 2 * 24, 1.0f), nothing(6 * 24, quiet_nan);
   std::vector<float> out(6 * 24);
-  const auto after = [&](const any_eviction& eviction, int prompt, int steps, int head) {
+  const auto after = [&](const any_eviction& eviction, int prompt, int steps, int head, int nan_step = -1) {
     auto s = settings_of(eviction);
     s.layers = 1;
     s.plan = {{0}};
@@ -149,7 +149,8 @@ TEST_CASE("of units that are worth the same the first leaves", "[eviction]") {
     }
     for (int step = 0; step < steps; ++step) {
       p.begin_step({{id}});
-      p.append<float>(0, {part(rows, 1), part(rows, 1), part(queries, 1)});
+      p.append<float>(
+          0, {part(rows, 1), part(rows, 1), step == nan_step ? std::span(nothing) : part(queries, 1)});
       p.attend(0, out);
       p.end_step();
     }
@@ -176,6 +177,10 @@ TEST_CASE("of units that are worth the same the first leaves", "[eviction]") {
     CHECK(after(small_raas, 100, 22, head) == both(from_to(0, 12), {14, 15}));
     CHECK(after(small_raas, 0, 41, head) == from_to(0, 5));
     CHECK(after(small_raas, 0, 42, head) == from_to(1, 5));
+    // A row whose attention is NaN gives nothing to any token.
+    CHECK(after(freekv::h2o{}, 100, 30, head, 5) == both(from_to(0, 19), from_to(109, 129)));
+    CHECK(after(freekv::tova{}, 100, 30, head, 5) == from_to(89, 129));
+    CHECK(after(small_raas, 100, 22, head, 5) == both(from_to(0, 12), {14, 15}));
     // A page that never has its share keeps the stamp of its last token.
     CHECK(after(freekv::raas{.page = 8, .threshold = 2.0f, .room = 16}, 0, 60, head) == from_to(3, 7));
   }
