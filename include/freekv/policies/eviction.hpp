@@ -43,8 +43,9 @@ struct prompt_votes {
   int tokens = 0;
 };
 
-/// A policy observes all rows of a prompt.
+/// All rows of a prompt are observed; all tokens are kept.
 inline constexpr int every_prompt_row = std::numeric_limits<int>::max();
+inline constexpr int every_token = std::numeric_limits<int>::max();
 
 /// H2O (arXiv 2306.14048, section 4 and algorithm 1): the tokens that have had most attention of all rows so far, and
 /// the latest. Half of the budget is recent, as published. At a prompt's end all of it is cut to the budget at once, by
@@ -126,7 +127,7 @@ struct snapkv {
     return most.budget + most.max_generated;
   }
   FREEKV_HD constexpr int kept(const eviction_moment& at) const {
-    return at.prompt_ends ? at.budget : std::numeric_limits<int>::max();
+    return at.prompt_ends ? at.budget : every_token;
   }
   FREEKV_HD constexpr bool protects(int token, const eviction_moment& at) const {
     return token >= at.prompt - window;

@@ -56,7 +56,10 @@ class eviction_stages {
     resolve(settings_->eviction, [&](const auto& eviction) {
       backend_->parallel(s.heads.kv, bytes * static_cast<std::size_t>(s.heads.kv), [&](int head, int worker) {
         if (entry.decodes && entry.ends_prompt) end_prompt(eviction, s, entry, head, scratch_[index(worker)]);
-        entry.decodes ? append_decoded(eviction, s, entry, head, rows) : append_prompt(s, entry, head, rows);
+        if (entry.decodes)
+          append_decoded(eviction, s, entry, head, rows);
+        else
+          append_prompt(s, entry, head, rows);
       });
       if (entry.decodes || s.complete || eviction.observed_rows() == 0) return;
       observe(eviction, s, entry, rows.queries.data() + std::ptrdiff_t{entry.first_row} * s.heads.query * d);
