@@ -184,6 +184,7 @@ layer_result replay_layer(const replay_options& o, const replay_job& job, const 
   s.slice_bytes = p->slice_bytes();
   s.summary_bytes = p->summary_bytes();
   s.fast_tier_bytes = p->bytes().fast_tier();
+  s.staging_bytes = p->bytes().staging;
   setup.learn(t);
   append_prompt(*p, t, tools.progress);
   replay_steps(*p, t, tools.progress, r ? &*r : nullptr, s);

@@ -16,7 +16,7 @@ struct layer_result {
   long long heads = 0, not_finite = 0, selected = 0, recalled = 0, before_attention = 0, promoted = 0,
             corrected = 0;
   std::vector<double> seconds, full_seconds;  ///< by step
-  std::size_t slice_bytes = 0, summary_bytes = 0, fast_tier_bytes = 0;
+  std::size_t slice_bytes = 0, summary_bytes = 0, fast_tier_bytes = 0, staging_bytes = 0;
 };
 
 /// What serves all layers of a replay.

@@ -88,6 +88,7 @@ json findings_of(const replay_options& o, const layer_result& r) {
           {"bytes_recalled", r.recalled * static_cast<long long>(r.slice_bytes)},
           {"summary_bytes_per_page", o.does.retrieves() ? json(r.summary_bytes) : json(0)},
           {"fast_tier_bytes", r.fast_tier_bytes},
+          {"staging_bytes", r.staging_bytes},
           {"seconds_per_step", number(seconds)},
           {"full_attention_seconds_per_step", number(full_seconds)},
           {"time_over_full_attention", share(seconds, full_seconds)}};

@@ -139,6 +139,7 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
       CHECK(summary.at("summary_bytes_per_page") == 0);
       const int unit = variant == "raas" ? 16 : 1;
       CHECK(summary.at("fast_tier_bytes") == columns * unit * trace.kv_heads * 2 * trace.head_dim * 2);
+      CHECK((summary.at("staging_bytes") > 0) == (variant != "raas"));
     }
   CHECK(seen.steps == 4 * (24 + 424 + 364));
   CHECK(seen.doubtful * 50 < seen.sets);
