@@ -14,7 +14,8 @@ import matplotlib.pyplot as plt
 INK, QUIET, GRID = "#1f2430", "#6b7280", "#e5e7eb"
 COLOURS = {"full": "#1f2430", "streaming_llm": "#9ca3af", "quest": "#c08a3e", "arkvale": "#a16207", "razor_attention": "#7c6f9f",
            "duo_attention": "#9f6f8f", "freekv": "#d97706", "freekv_chunk_means": "#5b8db8", "freekv_key_subspace": "#0f766e",
-           "freekv_key_subspace_deficit": "#65a30d", "freekv_key_codes": "#be185d", "freekv_key_codes_deficit": "#7c3aed"}
+           "freekv_key_subspace_deficit": "#65a30d", "freekv_key_codes": "#be185d", "freekv_key_codes_deficit": "#7c3aed",
+           "h2o": "#b45309", "tova": "#4d7c0f", "snapkv": "#0369a1", "raas": "#86198f"}
 LABELS = {"full": "full attention", "streaming_llm": "window alone\n(StreamingLLM)", "quest": "Quest\nmin-max",
           "arkvale": "ArkVale\ncentroid and box", "razor_attention": "RazorAttention", "duo_attention": "DuoAttention",
           "freekv": "FreeKV as published\nmin-max", "freekv_chunk_means": "FreeKV\nchunk means",
@@ -22,7 +23,8 @@ LABELS = {"full": "full attention", "streaming_llm": "window alone\n(StreamingLL
           "freekv_key_subspace, other text's basis": "FreeKV\nkey subspace,\nother text's basis",
           "freekv_key_subspace_deficit": "FreeKV\nkey subspace,\nmass deficit", "freekv_key_codes": "FreeKV\nkey codes",
           "freekv_key_codes, other text's codebooks": "FreeKV\nkey codes,\nother codebooks",
-          "freekv_key_codes_deficit": "FreeKV\nkey codes,\nmass deficit"}
+          "freekv_key_codes_deficit": "FreeKV\nkey codes,\nmass deficit", "h2o": "H2O\nevicts", "tova": "TOVA\nevicts",
+          "snapkv": "SnapKV\nevicts", "raas": "RaaS\nevicts"}
 
 plt.rcParams.update({"font.size": 10, "axes.edgecolor": QUIET, "axes.labelcolor": INK, "text.color": INK,
                      "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,

@@ -36,9 +36,11 @@ struct method {
   std::string residency = "first_unselected";
   int spare = 0;
   std::string codec = "identity";  ///< of complete pages in the store
-  std::string plan = "retrieval";  ///< or "complete", "window", "by_head"
+  std::string plan = "retrieval";  ///< or "complete", "window", "by_head", "eviction"
+  std::string eviction = "h2o";    ///< of plan "eviction"
 
   bool retrieves() const { return plan == "retrieval" || plan == "by_head"; }
+  bool evicts() const { return plan == "eviction"; }
   bool needs_basis() const { return retrieves() && summary == "key_subspace"; }
   bool needs_codebooks() const { return retrieves() && summary == "key_codes"; }
 };
@@ -49,6 +51,7 @@ struct method_data {
   key_codebooks codebooks{};             ///< of key_codes; the caller keeps their memory
   std::vector<layer_kind> head_kinds{};  ///< of plan "by_head": (layers, kv_heads)
   int kv_heads = 1;
+  int page = 32, window = 128;  ///< tokens; of raas
 };
 
 /// An alternative: a name, and how it is made.
@@ -103,6 +106,12 @@ template <>
 struct made<every_n_steps<dynamic>> {
   static every_n_steps<dynamic> from(const method& m, const method_data&) { return {{m.every}}; }
 };
+template <>
+struct made<raas> {
+  static raas from(const method&, const method_data& data) {
+    return {.page = data.page, .room = data.window};
+  }
+};
 template <template <int> class Residency>
 struct made<Residency<dynamic>> {
   static Residency<dynamic> from(const method& m, const method_data&) { return {{{m.spare}}}; }
@@ -135,6 +144,7 @@ using correction_list = policy_list<cosine_drift, mass_deficit, always, never, e
 using residency_list = policy_list<first_unselected<dynamic>, least_recently_used<dynamic>>;
 using codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4m3>, int8_token, int4_token,
                                int8_channel, int4_channel>;
+using eviction_list = policy_list<h2o, tova, snapkv, raas>;
 
 inline constexpr auto& summaries = summary_list::choices;
 inline constexpr auto& poolings = pooling_list::choices;
@@ -142,6 +152,7 @@ inline constexpr auto& selections = selection_list::choices;
 inline constexpr auto& corrections = correction_list::choices;
 inline constexpr auto& residencies = residency_list::choices;
 inline constexpr auto& codecs = codec_list::choices;
+inline constexpr auto& evictions = eviction_list::choices;
 
 using any_layouts = any_of<layout_pair<nhd, hnd>, layout_pair<hnd, hnd>>;
 inline constexpr choice<any_layouts> layouts[] = {
@@ -251,6 +262,10 @@ inline const std::vector<named_variant>& variants() {
        .does = {.summary = "key_codes", .correction = "never"},
        .deep = true},
       {.name = "freekv_key_codes_deficit", .does = of(deficit, "key_codes")},
+      {.name = "h2o", .does = {.plan = "eviction", .eviction = "h2o"}, .deep = true},
+      {.name = "tova", .does = {.plan = "eviction", .eviction = "tova"}, .deep = true},
+      {.name = "snapkv", .does = {.plan = "eviction", .eviction = "snapkv"}, .deep = true},
+      {.name = "raas", .does = {.plan = "eviction", .eviction = "raas"}, .deep = true},
   };
   return all;
 }

@@ -24,6 +24,7 @@ struct pipeline_options {
   int page = 32;
   freekv::budget budget{};
   int max_tokens = 0;  ///< of one sequence
+  int max_prompt = 0;  ///< of an evicting method; 0: max_tokens
   int max_sequences = 1;
   int max_resident = 0;           ///< 0: all sequences
   std::int64_t store_tokens = 0;  ///< of all sequences together; 0: max_tokens for each
@@ -53,6 +54,8 @@ class pipeline {
   virtual void release(sequence_id id) = 0;
   virtual int tokens(sequence_id id) const = 0;
   virtual std::int32_t free_pages() const = 0;
+  /// Whether prompt rows need their queries, though they do not attend.
+  virtual bool observes_prompts() const { return false; }
 
   virtual void begin_step(std::span<const sequence_rows> rows) = 0;
   virtual void append(int layer, std::span<const float> keys, std::span<const float> values,

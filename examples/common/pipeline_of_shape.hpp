@@ -1,6 +1,7 @@
 // Defines make_pipeline_of; included by the generated source of each shape alone.
 #pragma once
 
+#include "evicting_pipeline_of_shape.hpp"
 #include "pipeline.hpp"
 
 namespace freekv::examples {
@@ -87,6 +88,7 @@ class pipeline_of_shape final : public pipeline {
 
 template <class Shape>
 std::unique_ptr<pipeline> make_pipeline_of(const pipeline_options& options, host_backend& backend) {
+  if (options.does.evicts()) return std::make_unique<evicting_pipeline_of_shape<Shape>>(options, backend);
   return std::make_unique<pipeline_of_shape<Shape>>(options, backend);
 }
 

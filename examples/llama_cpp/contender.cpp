@@ -15,7 +15,7 @@ int selected_pages(const contender& c, const common_settings& s) {
 }  // namespace
 
 bool fits(const contender& c, const common_settings& s) {
-  return !c.does.retrieves() ||
+  return !(c.does.retrieves() || c.does.evicts()) ||
          (selected_pages(c, s) >= 1 && s.sink % page_of(c, s) == 0 && s.window % page_of(c, s) == 0);
 }
 
@@ -48,9 +48,10 @@ std::unique_ptr<pipeline> make_contender(const contender& c, const common_settin
   o.query_heads = shape.query_heads;
   o.kv_heads = shape.kv_heads;
   o.page = page_of(c, s);
-  o.budget = c.does.retrieves() ? budget{s.sink, s.window, selected_pages(c, s)}
-                                : budget{s.sink, budget_of(c, s) - s.sink, 1};
+  o.budget = c.does.retrieves() || c.does.evicts() ? budget{s.sink, s.window, selected_pages(c, s)}
+                                                   : budget{s.sink, budget_of(c, s) - s.sink, 1};
   o.max_tokens = prompt.kv.tokens() + more;
+  o.max_prompt = prompt.kv.tokens();
   o.scale = shape.scale;
   o.complete_layers = s.complete_layers;
   o.in_place = in_place;

@@ -159,6 +159,8 @@ job::job(const arguments& wanted)
       lines_(results_in(wanted.out), run_of(wanted, model_.shape())) {
   std::copy_if(contenders_.begin(), contenders_.end(), std::back_inserter(principal_),
                [](const contender& c) { return !c.deep; });
+  place_.queries =
+      std::any_of(contenders_.begin(), contenders_.end(), [](const contender& c) { return c.does.evicts(); });
   const auto& shape = model_.shape();
   const int longest = std::max(static_cast<int>(text_.size()),
                                wanted.does("generate") ? wanted.prompt + wanted.generate + 1 : 0);
@@ -221,7 +223,9 @@ const learnt_keys& job::learnt_from_text(const std::string& path) {
     const auto end = more.begin() + static_cast<std::ptrdiff_t>(std::min(more.size(), most - tokens.size()));
     tokens.insert(tokens.end(), more.begin(), end);
   }
-  const prompt_cache keys(model_, tokens, place_, progress());
+  prompt_cache::place place = place_;
+  place.queries = false;
+  const prompt_cache keys(model_, tokens, place, progress());
   return learnt_.emplace(path, learn(keys, basis_source::other_text)).first->second;
 }
 

@@ -1,5 +1,6 @@
 #include "prompt.hpp"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdio>
@@ -43,13 +44,16 @@ std::filesystem::path beside(std::filesystem::path name, const std::string& endi
 class collector : public observer {
  public:
   collector(const model_shape& shape, int tokens, std::vector<std::uint16_t>& keys,
-            std::vector<std::uint16_t>& values)
+            std::vector<std::uint16_t>& values, std::vector<std::uint16_t>* queries)
       : row_(static_cast<std::size_t>(shape.kv_heads * shape.head_dim)),
         tokens_(static_cast<std::size_t>(tokens)),
+        query_row_(static_cast<std::size_t>(shape.query_heads * shape.head_dim)),
         keys_(keys),
-        values_(values) {
+        values_(values),
+        queries_(queries) {
     keys.resize(static_cast<std::size_t>(shape.layers) * tokens_ * row_);
     values.resize(keys.size());
+    if (queries != nullptr) queries->resize(static_cast<std::size_t>(shape.layers) * tokens_ * query_row_);
   }
   void observe(const layer_rows& rows) override {
     const std::size_t at =
@@ -58,11 +62,14 @@ class collector : public observer {
       keys_[at + i] = float_to_half(rows.key[i]);  // exact: they come from a half-precision cache
       values_[at + i] = float_to_half(rows.value[i]);
     }
+    for (std::size_t i = 0; queries_ != nullptr && i < static_cast<std::size_t>(rows.rows) * query_row_; ++i)
+      (*queries_)[at / row_ * query_row_ + i] = float_to_half(rows.query[i]);
   }
 
  private:
-  std::size_t row_, tokens_;
+  std::size_t row_, tokens_, query_row_;
   std::vector<std::uint16_t>&keys_, &values_;
+  std::vector<std::uint16_t>* queries_;  // null: not wanted
 };
 
 engine::prefill_options reporting(observer* seen_by, std::span<const llama_token> tokens,
@@ -106,17 +113,26 @@ prompt_cache::prompt_cache(const model& model, std::span<const llama_token> toke
       tokens_(static_cast<int>(tokens.size())),
       threads_(place.threads),
       name_(file_for(place, tokens, "")) {
-  const auto path = beside(name_, ".kv.safetensors");
+  const auto path = beside(name_, ".kv.safetensors"), query_path = beside(name_, ".q.safetensors");
+  const std::vector<std::int64_t> expected_queries{shape_.layers, tokens_, shape_.query_heads,
+                                                   shape_.head_dim};
   const std::vector<std::int64_t> expected{shape_.layers, tokens_, shape_.kv_heads, shape_.head_dim};
   if (!path.empty() && std::filesystem::exists(path)) {
     const safetensors_file file(path);
     if (file.at("k").shape == expected && file.at("v").shape == expected) {
       keys_ = file.copy<std::uint16_t>("k");
       values_ = file.copy<std::uint16_t>("v");
-      return;
+      if (!place.queries) return;
+      if (std::filesystem::exists(query_path)) {
+        const safetensors_file with_queries(query_path);
+        if (with_queries.at("q").shape == expected_queries) {
+          queries_ = with_queries.copy<std::uint16_t>("q");
+          return;
+        }
+      }
     }
   }
-  collector collected(shape_, tokens_, keys_, values_);
+  collector collected(shape_, tokens_, keys_, values_, place.queries ? &queries_ : nullptr);
   engine prefilling(model, {.threads = place.threads, .context = tokens_});
   prefilling.prefill(
       tokens, 0,
@@ -125,6 +141,10 @@ prompt_cache::prompt_cache(const model& model, std::span<const llama_token> toke
   write_safetensors(path, {.tensors = {{"k", data_type::f16, expected, std::as_bytes(std::span(keys_))},
                                        {"v", data_type::f16, expected, std::as_bytes(std::span(values_))}},
                            .metadata = {{"model", shape_.name}}});
+  if (place.queries)
+    write_safetensors(
+        query_path, {.tensors = {{"q", data_type::f16, expected_queries, std::as_bytes(std::span(queries_))}},
+                     .metadata = {{"model", shape_.name}}});
 }
 
 std::vector<float> prompt_cache::float_keys(int layer) const {
@@ -141,8 +161,18 @@ std::vector<float> prompt_cache::float_keys(int layer) const {
 void prompt_cache::restore(pipeline& pipeline) const {
   pipeline.restart();
   pipeline.begin_step(tokens_, row_kind::prompt);
-  for (int layer = 0; layer < shape_.layers; ++layer)
-    pipeline.append_stored(layer, keys(layer), values(layer), {});
+  std::vector<float> queries;
+  for (int layer = 0; layer < shape_.layers; ++layer) {
+    if (pipeline.observes_prompts()) {
+      const std::size_t size = queries_.size() / static_cast<std::size_t>(shape_.layers);
+      queries.resize(size);
+      std::transform(
+          queries_.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(layer) * size),
+          queries_.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(layer + 1) * size),
+          queries.begin(), half_to_float);
+    }
+    pipeline.append_stored(layer, keys(layer), values(layer), queries);
+  }
   pipeline.end_step();
 }
 

@@ -28,6 +28,7 @@ class prompt_cache {
     std::filesystem::path folder;  ///< created if missing; empty: nothing is kept
     std::uint64_t model_key = 0;   ///< distinguishes models, see `key_of_file`
     int threads = 2;
+    bool queries = false;  ///< kept too, for methods that observe a prompt
   };
 
   /// Loads the prompt of `tokens` from `place.folder`, or lets llama.cpp prefill it and stores it there. Of
@@ -42,7 +43,8 @@ class prompt_cache {
   /// The keys of one layer as float.
   std::vector<float> float_keys(int layer) const;
 
-  /// Makes `pipeline` hold this prompt and nothing else.
+  /// Makes `pipeline` hold this prompt and nothing else. Throws usage_error if it observes prompts and no queries are
+  /// kept.
   void restore(pipeline& pipeline) const;
   /// The subspaces of rank `rank` of this prompt's keys.
   key_basis learn_basis(int rank) const;
@@ -59,6 +61,7 @@ class prompt_cache {
   int threads_;
   std::filesystem::path name_;                // of its files, which differ behind it; empty: nothing is kept
   std::vector<std::uint16_t> keys_, values_;  // (layers, tokens, kv_heads, head_dim)
+  std::vector<std::uint16_t> queries_;  // (layers, tokens, query_heads, head_dim), f16, where they are kept
 };
 
 /// Makes `stock`, whose options have `flash_attention`, hold a prompt in its own cache: loaded from disk, or

@@ -120,6 +120,7 @@ class option_list {
 std::string flags_of(const method& m) {
   if (m.plan == "complete") return "attends to everything";
   if (m.plan == "window") return "attends to sink and window alone";
+  if (m.plan == "eviction") return "forgets all but sink + window + k * page tokens, see below";
   const method published;
   std::string text = "--summary " + m.summary + " --correction " + m.correction;
   if (m.pooling != published.pooling) text += " --pooling " + m.pooling;
@@ -142,6 +143,14 @@ std::string footer() {
          "  corrected (steps, n_kv)                  U8, 1 where a head selected anew before it attended\n"
          "  recalled (steps, n_kv)                   I32, slices copied from the store\n"
          "  recalled_before_attention (steps, n_kv)  I32, those of them that attention waited for\n"
+         "Variants that forget (h2o, tova, snapkv, raas) have no sink and window of their own; selected is "
+         "then all "
+         "that is\n"
+         "  attended to, tokens or raas' pages; raas keeps the prompt and has room for --window tokens "
+         "beyond it. For "
+         "full\n"
+         "  attention the program keeps a copy beside them. They do not fork, truncate, preempt and "
+         "restore.\n"
          "A folder's object has settings, layers (an object each, by their metadata's layer), and over the "
          "layers\n"
          "  mean and worst, which names its layer.\n"
@@ -178,6 +187,7 @@ method chosen_method(const replay_options& o, const policy_flags& flags, method 
   m.selection = variant.selection;
   m.correction = variant.correction;
   m.plan = variant.plan;
+  m.eviction = variant.eviction;
   m.partial = m.partial || (variant.partial && !flags.correction);
   take("--summary", flags.summary, summaries, m.summary);
   take("--pooling", flags.pooling, poolings, m.pooling);
@@ -197,9 +207,9 @@ method chosen_method(const replay_options& o, const policy_flags& flags, method 
   m.tau = nearest_float(o.tau);  // flags as its largest or lowest number does: always, or never
   m.top_p = nearest_float(o.top_p);
   m.delta = nearest_float(o.delta);
-  if (m.plan == "complete" && (m.codec != method{}.codec || o.store_file))
+  if ((m.plan == "complete" || m.evicts()) && (m.codec != method{}.codec || o.store_file))
     refuse("--codec and --store-file are for what is recalled, and --variant " + o.variant +
-           " keeps everything near; choose another variant");
+           " recalls nothing; choose another variant");
   if (o.heads && !m.retrieves())
     refuse("--heads says which heads retrieve, and --variant " + o.variant +
            " does not; choose another variant");
@@ -312,6 +322,9 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
     refuse(o.events
                ? "--events takes the place of a trace; give one of the two"
                : "trace is required: name a recorded layer, a folder of them, or --events; --help lists all");
+  if (o.events && chosen_method(o, flags, numbers).evicts())
+    refuse("--variant " + o.variant +
+           " forgets, and what --events may ask for is not to be had then; choose a variant that retrieves");
   if (!o.events && (o.store_pages || o.fast_pages)) refuse("--store-pages and --fast-pages are for --events");
   (void)chosen("--route", named(routes), o.route);
   (void)chosen("--layout", layouts, o.layout);

@@ -32,16 +32,17 @@ void check_size(const replay_options& o, const replay_job& job) {
 
 /// Everything that is written out.
 struct results {
+  std::size_t k = 0;  // columns of `selected`; of a method that evicts as many as its reports have
   std::vector<float> out, lse;
   std::vector<std::int32_t> selected, recalled, before_attention;
   std::vector<std::uint8_t> corrected;
 
-  results(const trace_form& t, int k) {
+  results(const trace_form& t, int columns) : k(size(columns)) {
     const std::size_t rows = size(t.steps()) * size(t.kv_heads),
                       heads = size(t.steps()) * size(t.query_heads);
     out.resize(heads * size(t.head_dim));
     lse.resize(heads);
-    selected.assign(rows * size(k), -1);
+    selected.assign(rows * k, -1);
     corrected.resize(rows);
     recalled.resize(rows);
     before_attention.resize(rows);
@@ -85,7 +86,8 @@ void append_prompt(pipeline& p, const trace& t, progress_line& progress) {
     progress.show("prompt token", done, t.prompt_len);
     const int tokens = std::min(chunk, t.prompt_len - done);
     p.begin_step(tokens, row_kind::prompt);
-    p.append_stored(0, t.rows_of(t.keys, done, tokens), t.rows_of(t.values, done, tokens), {});
+    p.append_stored(0, t.rows_of(t.keys, done, tokens), t.rows_of(t.values, done, tokens),
+                    p.observes_prompts() ? t.queries_of(done, tokens) : std::span<const float>{});
     p.end_step();
   }
 }
@@ -100,7 +102,8 @@ void keep_report(const step_report& report, std::size_t step, results* r, layer_
     s.before_attention += report.recalled_before_attention[row];
     s.promoted += report.promoted[row];
     if (r == nullptr) continue;
-    const std::size_t at = step * rows + row, k = r->selected.size() / r->corrected.size();
+    if (r->k == 0) r->selected.assign(r->corrected.size() * (r->k = stride), -1);
+    const std::size_t at = step * rows + row, k = r->k;
     const auto pages = report.attended.subspan(row * stride, size(report.attended_count[row]));
     std::copy(pages.begin(), pages.end(), r->selected.begin() + static_cast<std::ptrdiff_t>(at * k));
     r->corrected[at] = report.corrected[row];
@@ -157,12 +160,13 @@ void write_results(const std::filesystem::path& path, const replay_options& o, c
   const std::int64_t steps = t.steps(), rows = t.kv_heads;
   write_safetensors(
       path,
-      {.tensors = {{"out", data_type::f32, {steps, t.query_heads, t.head_dim}, bytes(r.out)},
-                   {"lse", data_type::f32, {steps, t.query_heads}, bytes(r.lse)},
-                   {"selected", data_type::i32, {steps, rows, o.k}, bytes(r.selected)},
-                   {"corrected", data_type::u8, {steps, rows}, bytes(r.corrected)},
-                   {"recalled", data_type::i32, {steps, rows}, bytes(r.recalled)},
-                   {"recalled_before_attention", data_type::i32, {steps, rows}, bytes(r.before_attention)}},
+      {.tensors =
+           {{"out", data_type::f32, {steps, t.query_heads, t.head_dim}, bytes(r.out)},
+            {"lse", data_type::f32, {steps, t.query_heads}, bytes(r.lse)},
+            {"selected", data_type::i32, {steps, rows, static_cast<std::int64_t>(r.k)}, bytes(r.selected)},
+            {"corrected", data_type::u8, {steps, rows}, bytes(r.corrected)},
+            {"recalled", data_type::i32, {steps, rows}, bytes(r.recalled)},
+            {"recalled_before_attention", data_type::i32, {steps, rows}, bytes(r.before_attention)}},
        .metadata = {{"prompt_len", std::to_string(t.prompt_len)}, {"variant", o.variant}}});
 }
 
@@ -180,15 +184,17 @@ layer_result replay_layer(const replay_options& o, const replay_job& job, const 
   // The pipeline checks the settings, which is why it comes before the basis is learnt.
   pipeline_options options = setup.options();
   options.max_tokens = std::max(1, t.tokens);
+  options.max_prompt = t.prompt_len;
   const auto p = make_pipeline(options, tools.backend);
   std::optional<results> r;
-  if (job.out) r.emplace(t, o.k);
+  if (job.out) r.emplace(t, o.does.evicts() ? 0 : o.k);
   layer_result s;
   s.form = t;
   s.slice_bytes = p->slice_bytes();
   s.summary_bytes = p->summary_bytes();
   s.fast_tier_bytes = p->bytes().fast_tier();
   s.store_bytes = p->bytes().store + p->bytes().file;
+  s.staging_bytes = p->bytes().staging;
   setup.learn(t);
   std::unique_ptr<pipeline> exact;
   if (o.does.codec != method{}.codec) {

@@ -22,7 +22,7 @@ struct layer_result {
   head_errors codec_errors;  ///< of full attention over what the store gives back; empty where that is exact
   long long selected = 0, recalled = 0, before_attention = 0, promoted = 0, corrected = 0;
   std::vector<double> seconds, full_seconds;  ///< by step
-  std::size_t slice_bytes = 0, summary_bytes = 0, fast_tier_bytes = 0, store_bytes = 0;
+  std::size_t slice_bytes = 0, summary_bytes = 0, fast_tier_bytes = 0, store_bytes = 0, staging_bytes = 0;
 };
 
 /// What serves all layers of a replay.

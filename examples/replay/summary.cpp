@@ -42,6 +42,7 @@ json settings_of(const replay_options& o, const host_options& host) {
   if (o.heads) settings["heads"] = *o.heads;
   if (m.codec != method{}.codec) settings["codec"] = m.codec;
   if (o.store_file) settings["store_file"] = *o.store_file;
+  if (m.evicts()) settings["budget"] = std::int64_t{o.sink} + o.window + std::int64_t{o.k} * o.page;
   if (!m.retrieves()) return settings;
   const bool subspace = m.summary == "key_subspace", sketch = m.summary == "key_sketch";
   if (!subspace && !sketch) settings["summary_dtype"] = m.format;
@@ -85,7 +86,7 @@ json findings_of(const replay_options& o, const layer_result& r) {
           {"error_of_codec", o.does.codec == method{}.codec ? json(nullptr) : errors_of(r.codec_errors)},
           {"mass_kept", share(r.errors.mass, heads)},
           {"correction_rate", share(static_cast<double>(r.corrected), rows)},
-          {"hit_rate", share(selected - recalled, selected)},
+          {"hit_rate", o.does.evicts() ? json(nullptr) : share(selected - recalled, selected)},
           {"pages_recalled", r.recalled},
           {"pages_recalled_before_attention", r.before_attention},
           {"pages_recalled_per_step", share(recalled, steps)},
@@ -94,6 +95,7 @@ json findings_of(const replay_options& o, const layer_result& r) {
           {"summary_bytes_per_page", o.does.retrieves() ? json(r.summary_bytes) : json(0)},
           {"fast_tier_bytes", r.fast_tier_bytes},
           {"store_bytes", r.store_bytes},
+          {"staging_bytes", r.staging_bytes},
           {"seconds_per_step", number(seconds)},
           {"full_attention_seconds_per_step", number(full_seconds)},
           {"time_over_full_attention", share(seconds, full_seconds)}};

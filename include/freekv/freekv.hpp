@@ -3,4 +3,5 @@
 
 #include <freekv/baselines/variants.hpp>
 #include <freekv/config.hpp>
+#include <freekv/pipeline/evicting_pipeline.hpp>
 #include <freekv/pipeline/retrieval_pipeline.hpp>

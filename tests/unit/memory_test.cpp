@@ -361,3 +361,37 @@ TEST_CASE("what happens to sequences between steps allocates nothing either", "[
   const long after = allocations;
   CHECK(after == before);
 }
+
+TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][eviction]") {
+  using forgetful =
+      freekv::evicting_pipeline<freekv::kv_shape<freekv::half, 24>,
+                                freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::raas>>;
+  forgetful::settings s{
+      .layers = 2, .query_heads = 6, .kv_heads = 2, .budget = 40, .max_prompt = 60, .max_generated = 60};
+  const text source(s, 24, 60, 1);
+  const auto rows = source.at(0, 0, 60), one = source.at(0, 0, 1);
+  std::vector<float> out(60 * 6 * 24);
+  freekv::host_backend backend({.threads = 2, .bytes_per_thread = 64});
+  for (int method = 0; method < 4; ++method) {
+    if (method == 1) s.eviction = freekv::tova{};
+    if (method == 2) s.eviction = freekv::snapkv{};
+    if (method == 3) s.eviction = freekv::raas{};
+    forgetful pipeline(s, backend);
+    const long before = allocations;
+    for (int round = 0; round < 2; ++round) {
+      const auto id = pipeline.open();
+      for (int step = 0; step < 61; ++step) {
+        const auto& now = step == 0 ? rows : one;
+        pipeline.begin_step({{id, step == 0 ? 60 : 1, step == 0 ? row_kind::prompt : row_kind::decode}});
+        for (int layer = 0; layer < 2; ++layer) {
+          pipeline.append<float>(layer, {.keys = now.keys, .values = now.values, .queries = now.queries});
+          pipeline.attend(layer, std::span(out).first(now.queries.size()));
+          pipeline.report(layer, id);
+        }
+        pipeline.end_step();
+      }
+      pipeline.release(id);
+    }
+    CHECK(allocations == before);
+  }
+}

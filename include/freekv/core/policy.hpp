@@ -18,6 +18,7 @@ struct residency_kind {};
 struct plan_kind {};
 struct route_kind {};
 struct codec_kind {};
+struct eviction_kind {};  // of an evicting_pipeline
 struct backend_kind {};
 
 /// A type that may stand in a pipeline's pack: it names its kind.

@@ -2,6 +2,7 @@
 // parts.
 #pragma once
 
+#include <cstdint>
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/shape.hpp>
 #include <freekv/core/unroll.hpp>
@@ -13,12 +14,15 @@ namespace freekv {
 /// the weighted sum of values, relative to the maximum.
 struct attention_part {
   log_sum_exp* mass = nullptr;  // (group)
-  float* weighted = nullptr;    // (group, head_dim)
+  float* weighted = nullptr;    // (group, head_dim); null: masses alone are wanted
+  float* scores = nullptr;      // (group, score_stride): where wanted, the slice's scores as they are
+  std::int64_t score_stride = 0;
 
   template <team T>
   FREEKV_HD void clear(T team, int group, int head_dim) const {
     for (int g = 0; g < group; ++g) mass[g] = {};
-    for (int i = 0; i < group * head_dim; i += T::width) team.store(weighted + i, typename T::pack(0.0f));
+    for (int i = 0; weighted != nullptr && i < group * head_dim; i += T::width)
+      team.store(weighted + i, typename T::pack(0.0f));
   }
 };
 
@@ -48,7 +52,8 @@ FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<c
     const int padded = (count + width - 1) / width * width;
     for (int t = 0; t < count; ++t) {
       team.widen(slice.key + (first + t) * slice.stride, keys + t * HeadDim, HeadDim);
-      team.widen(slice.value + (first + t) * slice.stride, values + t * HeadDim, HeadDim);
+      if (part.weighted != nullptr)
+        team.widen(slice.value + (first + t) * slice.stride, values + t * HeadDim, HeadDim);
     }
     for (int i = count * HeadDim; i < padded * HeadDim; i += width) team.store(keys + i, pack(0.0f));
     team.sync();
@@ -66,15 +71,18 @@ FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<c
       }
       for (int t = count; t < padded; ++t) weights[t] = -infinity;
       team.sync();
+      if (part.scores != nullptr)
+        for (int t = team.lane(); t < count; t += team.lanes())
+          part.scores[g * part.score_stride + first + t] = weights[t];
 
       log_sum_exp& mass = part.mass[g];
-      float* weighted = part.weighted + g * HeadDim;
+      float* weighted = part.weighted == nullptr ? nullptr : part.weighted + g * HeadDim;
       pack largest = team.load(weights);
       for (int t = width; t < padded; t += width) largest = team.maximum(largest, team.load(weights + t));
       const float m = team.max(largest);
       if (!(m <= mass.max)) {
         const pack factor(mass.raise(m));
-        for (int d = 0; d < HeadDim; d += width) team.store(weighted + d, team.load(weighted + d) * factor);
+        for (int d = 0; weighted != nullptr && d < HeadDim; d += width) team.store(weighted + d, team.load(weighted + d) * factor);
       }
       if (!(mass.max > -infinity) && mass.max == mass.max) continue;  // nothing but -infinity so far
       const pack base(mass.max);
@@ -86,6 +94,7 @@ FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<c
       }
       mass.sum += team.sum(total);
       team.sync();
+      if (weighted == nullptr) continue;
 
       const auto weigh = [&]<int Count>(
                              int d, cuda::std::integral_constant<int, Count>) {  // Count packs from element d

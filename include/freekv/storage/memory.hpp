@@ -15,7 +15,7 @@ struct memory_resources {
 };
 
 /// Bytes of each part of a pipeline's memory. From the `slow` resource comes `store`, from `fast` all the rest:
-/// `slots + summaries + state`.
+/// `slots + summaries + state + staging`.
 struct memory_bytes {
   std::size_t store = 0;      ///< KV of all tokens of all layers, but for what is in a file
   std::size_t file = 0;       ///< KV of complete pages in the store's file
@@ -23,12 +23,13 @@ struct memory_bytes {
   std::size_t slots = 0;      ///< sink, window and selected slots of the resident route
   std::size_t summaries = 0;  ///< page summaries
   std::size_t state = 0;      ///< page tables, selections, previous queries, scratch
+  std::size_t staging = 0;    ///< of an evicting_pipeline: KV of prompts until they end; from `fast`
 
   /// KV and summaries that a device would keep in its own memory: with `complete`, though that comes from `slow`;
-  /// without `state`, though that comes from `fast`.
+  /// without `state` and `staging`, though those come from `fast`.
   std::size_t fast_tier() const { return slots + summaries + complete; }
   /// Taken from both resources.
-  std::size_t total() const { return store + slots + summaries + state; }
+  std::size_t total() const { return store + slots + summaries + state + staging; }
 };
 
 /// Carves arrays out of one block. Run once without memory it counts the bytes; run again over a block of

@@ -16,6 +16,8 @@ namespace freekv {
 namespace host {
 template <class State, class Policies>
 class stages;
+template <class Backend, class Shape, class Settings>
+class eviction_stages;
 }
 
 struct host_options {
@@ -36,6 +38,8 @@ class host_backend {
   using event = host::event;
   template <class State, class Policies>
   using stages = host::stages<State, Policies>;
+  template <class Shape, class Settings>
+  using eviction_stages = host::eviction_stages<host_backend, Shape, Settings>;
 
   explicit host_backend(const host_options& options = {})
       : options_(checked(options)),

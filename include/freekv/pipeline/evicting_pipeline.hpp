@@ -1,0 +1,347 @@
+// The pipeline of methods that forget: no complete store, a fixed number of slots, and what leaves them is gone.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <freekv/backend/host/evict.hpp>
+#include <freekv/backend/host/host_backend.hpp>
+#include <freekv/pipeline/eviction_state.hpp>
+#include <freekv/pipeline/policy_pack.hpp>
+#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <initializer_list>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace freekv {
+
+namespace detail {
+template <class E>
+inline constexpr bool is_eviction = eviction_policy<E>;
+template <class... E>
+inline constexpr bool is_eviction<any_of<E...>> = (eviction_policy<E> && ...);
+}  // namespace detail
+
+/// KV-cache eviction for all layers of a model: `evicting_pipeline<kv_shape<bfloat16, 128>, h2o>`. Calls are those of
+/// retrieval_pipeline, with which it can change places in an engine:
+///
+///     pipeline.begin_step({{sequence, 1000, row_kind::prompt}});  // chunks of any size
+///     pipeline.append<float>(layer, {.keys = keys, .values = values, .queries = queries});  // of every layer
+///     pipeline.end_step();
+///     pipeline.begin_step({{sequence}});  // one decode row, as before, with attend
+///
+/// A prompt is exact: its rows attend to all of it up to themselves. It waits in a staging area for as many prompts as
+/// `max_prefills` says, which all sequences use in turn, and leaves it in the first decode row's `append`, cut to the
+/// budget; raas, which keeps all of it, needs none. A policy that observes prompt rows takes their queries with the
+/// keys, and computes their attention in `append`, whether or not it is asked for. A sequence brings one decode row to
+/// a step, and no prompt rows after it.
+///
+/// What is forgotten cannot come back: there is no truncate, fork, preempt or prefix. Everything has happened when a
+/// call returns, steps allocate nothing, and calls out of order throw usage_error and change nothing.
+template <class Shape, class Eviction, class Backend = host_backend>
+class evicting_pipeline {
+  static_assert(
+      detail::is_eviction<Eviction>,
+      "an eviction policy has a name, a trivially copyable unit_state, unit_tokens(), stages_prompt(), "
+      "observed_rows(), capacity(limits), kept(moment), protects(token, moment), worth(unit) -> uint32, and "
+      "the "
+      "hooks on_append(unit, row), on_prompt(unit, votes, token) and on_attended(unit, share, row)");
+
+ public:
+  using shape_type = Shape;
+  using element = typename Shape::element_type;
+  using backend_type = Backend;
+  using settings = eviction_settings<Eviction>;
+  static constexpr int head_dim = Shape::head_dim;
+
+  /// Exact bytes that a pipeline with these settings takes. Allocates none of them. Throws settings_error.
+  static memory_bytes bytes_needed(const settings& given, Backend& backend) {
+    const settings checked = checked_settings<head_dim>(given);
+    return memory_plan(checked, backend, nullptr, nullptr).bytes;
+  }
+
+  /// Takes all its memory from `memory` at once: from `slow` complete layers alone. `backend` must outlive the pipeline.
+  /// Throws settings_error.
+  evicting_pipeline(const settings& given, Backend& backend, const memory_resources& memory = {})
+      : settings_(checked_settings<head_dim>(given)),
+        records_(size(settings_.max_sequences)),
+        progress_(size(settings_.layers)) {
+    const memory_plan counted(settings_, backend, nullptr, nullptr);
+    slow_memory_ = memory_block(*memory.slow, counted.slow_bytes);
+    fast_memory_ = memory_block(*memory.fast, counted.fast_bytes);
+    parts_.emplace(settings_, backend, slow_memory_.data(), fast_memory_.data());
+    std::fill_n(parts_->no_flags, settings_.kv_heads, std::uint8_t{0});
+    std::fill_n(parts_->no_counts, settings_.kv_heads, 0);
+    entries_.reserve(size(settings_.max_sequences));
+    for (int staging = settings_.max_prefills; staging-- > 0;) free_stagings_.push_back(staging);
+  }
+  evicting_pipeline(const evicting_pipeline&) = delete;
+  evicting_pipeline& operator=(const evicting_pipeline&) = delete;
+
+  const settings& configuration() const { return settings_; }
+  /// "h2o(0.5), budget 512, complete_first(1), f16".
+  std::string name() const {
+    return detail::printed(settings_.eviction) + ", budget " + std::to_string(settings_.budget) + ", " +
+           detail::printed(settings_.plan) + ", " + std::string(element_name<element>);
+  }
+  const memory_bytes& bytes() const { return parts_->bytes; }
+  /// Bytes of the unit that leaves: one KV head's keys and values of a token, or of a page.
+  std::size_t slice_bytes() const {
+    return std::size_t{2} * head_dim * sizeof(element) * size(parts_->layers.back().unit_tokens);
+  }
+
+  /// A new, empty sequence. Throws pool_exhausted, or usage_error in a step.
+  sequence_id open() {
+    outside_step("open");
+    const auto free = std::find_if(records_.begin(), records_.end(), [](const auto& r) { return !r.open; });
+    if (free == records_.end())
+      throw pool_exhausted("sequences", settings_.max_sequences, settings_.max_sequences, "a new sequence",
+                           1);
+    *free = {.open = true};
+    const auto sequence = static_cast<int>(free - records_.begin());
+    for (const state& layer : parts_->layers) parts_->stages.forget(layer, sequence);
+    return sequence_id{sequence};
+  }
+  /// Ends a sequence. Throws usage_error.
+  void release(sequence_id id) {
+    outside_step("release");
+    known(id);
+    record& r = records_[size(static_cast<int>(id))];
+    if (r.staging >= 0) free_stagings_.push_back(r.staging);
+    r = {};
+  }
+  /// Length of a sequence, the rows of a step in progress included, whatever is kept of it.
+  int tokens(sequence_id id) const { return known(id).tokens; }
+
+  /// Starts a step to which the listed sequences bring rows: prompt rows in chunks of any size, or one decode row each.
+  /// Throws pool_exhausted where a sequence would be longer than the settings say, or no staging is free for its prompt;
+  /// usage_error for sequences that are unknown or listed twice, more than one decode row, and prompt rows after decode
+  /// rows.
+  void begin_step(std::span<const sequence_rows> rows) {
+    outside_step("begin_step");
+    long stagings = 0;
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      check_rows(rows, i);
+      stagings += needs_staging(rows[i]);
+    }
+    if (stagings > static_cast<long>(free_stagings_.size()))
+      throw pool_exhausted(
+          "prompt stagings", settings_.max_prefills,
+          settings_.max_prefills - static_cast<long>(free_stagings_.size()), "the step", stagings,
+          "let a prompted sequence decode, release one or raise max_prefills in the settings");
+    entries_.clear();
+    rows_ = 0;
+    for (const sequence_rows& r : rows)
+      if (r.tokens > 0) entries_.push_back(entry_of(r));
+    std::fill(progress_.begin(), progress_.end(), layer_progress::waiting);
+    in_step_ = true;
+  }
+  void begin_step(std::initializer_list<sequence_rows> rows) {
+    begin_step(std::span(rows.begin(), rows.size()));
+  }
+
+  /// Appends the step's rows to a layer: keys and values (rows, kv_heads, head_dim) of the stored element type, or float
+  /// to be rounded; queries (rows, query_heads, head_dim), which may be missing where all rows are prompt, none attends
+  /// and the policy observes none. Throws usage_error.
+  template <class In = element>
+  void append(int layer, const new_rows<In>& rows) {
+    static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
+                  "append takes keys and values of the stored element type, or float");
+    const state& s = layer_in(layer, "append", layer_progress::waiting);
+    expect_numbers("append: keys", rows.keys.size(), s.heads.kv * head_dim);
+    expect_numbers("append: values", rows.values.size(), s.heads.kv * head_dim);
+    const bool observes =
+        !s.complete && resolve(settings_.eviction, [](const auto& e) { return e.observed_rows() > 0; });
+    if (rows.queries.empty() && rows_ > 0 && observes && !any_decode())
+      throw usage_error("append: " + detail::printed(settings_.eviction) +
+                        " observes prompt rows; give their queries with the keys");
+    if (any_decode() || !rows.queries.empty())
+      expect_numbers("append: queries", rows.queries.size(), s.heads.query * head_dim);
+    for (const eviction_entry& entry : entries_) parts_->stages.append(s, entry, rows);
+    queries_ = rows.queries;
+    appended_layer_ = layer;
+    progress_[size(layer)] = layer_progress::appended;
+  }
+
+  /// Attention of the step's rows: `out` (rows, query_heads, head_dim); `lse` (rows, query_heads), in the settings' base,
+  /// or empty. A decode row attends to what its heads have kept and to itself; then the policy counts what each unit had
+  /// and units leave. Throws usage_error.
+  void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
+    const state& s = layer_in(layer, "attend", layer_progress::appended);
+    if (layer != appended_layer_)
+      throw usage_error("attend: layer " + std::to_string(layer) +
+                        " attends before the next is appended to, which was layer " +
+                        std::to_string(appended_layer_));
+    if (queries_.empty() && rows_ > 0) throw usage_error("attend: append was given no queries");
+    expect_numbers("attention output", out.size(), s.heads.query * head_dim);
+    if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), s.heads.query);
+    const typename stages::output to{out.data(), lse.empty() ? nullptr : lse.data(),
+                                     unit_of(settings_.lse_base)};
+    for (const eviction_entry& entry : entries_) parts_->stages.attend(s, entry, queries_.data(), to);
+    progress_[size(layer)] = layer_progress::attended;
+  }
+
+  /// Ends the step. Every layer must have been appended to, and have attended its decode rows. Throws usage_error.
+  void end_step() {
+    if (!in_step_) throw usage_error("end_step: no step was begun");
+    const bool decodes = any_decode();
+    const auto missed = std::find_if(progress_.begin(), progress_.end(), [&](layer_progress p) {
+      return p == layer_progress::waiting || (decodes && p == layer_progress::appended);
+    });
+    if (missed != progress_.end() && rows_ > 0)
+      throw usage_error("end_step: layer " + std::to_string(missed - progress_.begin()) + " of " +
+                        std::to_string(settings_.layers) +
+                        (*missed == layer_progress::waiting ? " was not appended to"
+                                                            : " has not attended its decode rows"));
+    in_step_ = false;
+    for (const eviction_entry& entry : entries_)
+      if (entry.ends_prompt && entry.staging >= 0)
+        free_stagings_.push_back(std::exchange(records_[size(entry.sequence)].staging, -1));
+  }
+
+  /// Ends a step that the engine cannot finish, and releases the sequences that brought rows to it. False, and nothing
+  /// happens, if no step was begun.
+  bool abandon_step() noexcept {
+    if (!in_step_) return false;
+    in_step_ = false;
+    for (const eviction_entry& entry : entries_) release(sequence_id{entry.sequence});
+    return true;
+  }
+
+  /// Nothing is ever queued.
+  void synchronize() {}
+
+  /// What a layer's last decode row attended to: `attended` (kv_heads, units of a head) has in each head's first
+  /// `attended_count` places the numbers of tokens, or of pages of unit_tokens() tokens, ascending; of a complete layer
+  /// nothing. What there is besides in other reports is 0. Sorts on every call. Valid until the layer's next attend, or the sequence's release.
+  step_report report(int layer, sequence_id id) const {
+    known(id);
+    const state& s = layer_of(layer, "report");
+    const auto sequence = static_cast<int>(id);
+    const std::size_t heads = size(s.heads.kv), first = s.head_index(sequence, 0);
+    for (int head = 0; !s.complete && head < s.heads.kv; ++head) {
+      std::int32_t* const units = s.attended + s.unit_index(sequence, head);
+      std::sort(units, units + s.attended_count[first + size(head)]);
+    }
+    return {{parts_->no_flags, heads},
+            {parts_->no_counts, heads},
+            {parts_->no_counts, heads},
+            {parts_->no_counts, heads},
+            {s.complete ? nullptr : s.attended + s.unit_index(sequence, 0),
+             s.complete ? 0 : size(s.units) * heads},
+            {s.attended_count + first, heads}};
+  }
+
+ private:
+  using state = eviction_state<Shape>;
+  using stages = typename Backend::template eviction_stages<Shape, settings>;
+  using memory_plan = eviction_memory<Shape, Eviction, stages>;
+  enum class layer_progress : std::uint8_t { waiting, appended, attended };
+  struct record {
+    bool open = false;
+    bool decodes = false;
+    int tokens = 0;
+    int prompt = 0;
+    int staging = -1;
+  };
+
+  static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+  static std::string name_of(sequence_id id) { return "sequence " + std::to_string(static_cast<int>(id)); }
+  const record& known(sequence_id id) const {
+    const auto index = static_cast<std::size_t>(id);
+    if (index >= records_.size() || !records_[index].open) throw usage_error(name_of(id) + " is not open");
+    return records_[index];
+  }
+  bool any_decode() const {
+    return std::any_of(entries_.begin(), entries_.end(), [](const auto& e) { return e.decodes; });
+  }
+  void outside_step(const char* call) const {
+    if (in_step_)
+      throw usage_error(std::string(call) +
+                        ": the step in progress has not ended; call end_step, or abandon_step, first");
+  }
+  const state& layer_of(int layer, const char* call) const {
+    if (layer < 0 || layer >= settings_.layers)
+      throw usage_error(std::string(call) + ": layer " + std::to_string(layer) + " is not one of " +
+                        std::to_string(settings_.layers));
+    return parts_->layers[size(layer)];
+  }
+  const state& layer_in(int layer, const char* call, layer_progress allowed) const {
+    const state& s = layer_of(layer, call);
+    if (!in_step_) throw usage_error(std::string(call) + ": no step was begun");
+    if (const layer_progress now = progress_[size(layer)]; now != allowed)
+      throw usage_error(std::string(call) + ": layer " + std::to_string(layer) + " is " +
+                        std::array{"not appended to yet", "appended to already",
+                                   "attended already"}[size(static_cast<int>(now))] +
+                        " in this step");
+    return s;
+  }
+  void expect_numbers(const char* what, std::size_t given, int row) const {
+    if (given != size(rows_) * size(row))
+      throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +
+                        std::to_string(rows_) + " rows of " + std::to_string(row));
+  }
+  bool needs_staging(const sequence_rows& r) const {
+    const record& sequence = known(r.sequence);
+    return r.kind == row_kind::prompt && r.tokens > 0 && sequence.staging < 0 &&
+           resolve(settings_.eviction, [](const auto& e) { return e.stages_prompt(); });
+  }
+  void check_rows(std::span<const sequence_rows> rows, std::size_t i) const {
+    const sequence_rows& r = rows[i];
+    const record& sequence = known(r.sequence);
+    const auto same = [&](const sequence_rows& other) { return other.sequence == r.sequence; };
+    if (std::any_of(rows.begin(), rows.begin() + static_cast<std::ptrdiff_t>(i), same))
+      throw usage_error(name_of(r.sequence) + " is listed twice in one step");
+    const bool decodes = r.kind == row_kind::decode;
+    if (r.tokens < 0 || (decodes && r.tokens > 1))
+      throw usage_error(
+          name_of(r.sequence) + " brings " + std::to_string(r.tokens) +
+          (decodes ? " decode rows; where tokens are forgotten a step takes one" : " prompt rows"));
+    if (!decodes && r.tokens > 0 && sequence.decodes)
+      throw usage_error(
+          name_of(r.sequence) +
+          " has decoded and forgotten tokens, which prompt rows would attend to; open another sequence");
+    const int has = decodes ? sequence.tokens - sequence.prompt : sequence.prompt;
+    const int most = decodes ? settings_.max_generated : settings_.max_prompt;
+    if (r.tokens > most - has)
+      throw pool_exhausted((decodes ? "decoded tokens of " : "prompt tokens of ") + name_of(r.sequence), most,
+                           has, "the step", r.tokens);
+  }
+  eviction_entry entry_of(const sequence_rows& r) {
+    record& sequence = records_[size(static_cast<int>(r.sequence))];
+    if (needs_staging(r)) {
+      sequence.staging = free_stagings_.back();
+      free_stagings_.pop_back();
+    }
+    eviction_entry entry{.sequence = static_cast<int>(r.sequence),
+                         .staging = sequence.staging,
+                         .before = sequence.tokens,
+                         .tokens = r.tokens,
+                         .first_row = rows_,
+                         .decodes = r.kind == row_kind::decode};
+    if (!entry.decodes) sequence.prompt += r.tokens;
+    entry.prompt = sequence.prompt;
+    entry.ends_prompt = entry.decodes && !sequence.decodes;
+    sequence.decodes = entry.decodes;
+    sequence.tokens += r.tokens;
+    rows_ += r.tokens;
+    return entry;
+  }
+
+  settings settings_;
+  std::vector<record> records_;
+  std::vector<int> free_stagings_;
+  std::vector<layer_progress> progress_;
+  memory_block slow_memory_, fast_memory_;
+  std::optional<memory_plan> parts_;
+  std::vector<eviction_entry> entries_;
+  std::span<const float> queries_;  // of the layer appended to last
+  int appended_layer_ = -1;
+  int rows_ = 0;
+  bool in_step_ = false;
+};
+
+}  // namespace freekv

@@ -1,0 +1,230 @@
+// What an evicting pipeline is told, and the arrays of each of its layers.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <freekv/core/error.hpp>
+#include <freekv/pipeline/settings.hpp>
+#include <freekv/policies/eviction.hpp>
+#include <freekv/policies/plan.hpp>
+#include <freekv/storage/layout.hpp>
+#include <freekv/storage/memory.hpp>
+#include <string>
+#include <vector>
+
+namespace freekv {
+
+/// Settings of an evicting_pipeline.
+template <class Eviction>
+struct eviction_settings {
+  int layers = 1;
+  int query_heads = 0;
+  int kv_heads = 0;
+  int budget = 512;       ///< tokens that a KV head keeps
+  int max_prompt = 0;     ///< tokens
+  int max_generated = 0;  ///< decode rows of a sequence
+  int max_sequences = 1;
+  int max_prefills = 1;  ///< sequences whose prompts are staged at a time
+  float scale = 0.0f;    ///< 0: 1 / sqrt(head_dim)
+  log_base lse_base = log_base::e;
+  complete_first<dynamic> plan{{1}};  ///< so many leading layers forget nothing
+  Eviction eviction{};
+
+  int max_tokens() const { return max_prompt + max_generated; }
+  eviction_limits limits() const { return {budget, max_prompt, max_generated}; }
+};
+
+/// The settings with defaults filled in. Throws settings_error.
+template <int HeadDim, class Eviction>
+eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
+  const auto fail = [](const std::string& sentence) { throw settings_error(sentence); };
+  const auto text = [](auto n) { return std::to_string(n); };
+  if (s.layers < 1) fail("layers is " + text(s.layers) + "; a pipeline has at least 1");
+  if (s.kv_heads < 1) fail("kv_heads is " + text(s.kv_heads) + "; a layer has at least 1");
+  if (s.query_heads < s.kv_heads || s.query_heads % s.kv_heads != 0)
+    fail("query_heads " + text(s.query_heads) + " is not a multiple of kv_heads " + text(s.kv_heads));
+  constexpr int most = 1 << 29;  // so that sums of two are counted right
+  if (s.max_prompt < 0 || s.max_generated < 0 || s.max_prompt > most || s.max_generated > most ||
+      s.max_tokens() < 1)
+    fail("max_prompt is " + text(s.max_prompt) + " and max_generated " + text(s.max_generated) +
+         "; say how long a sequence may become, at most " + text(most) + " tokens each");
+  if (s.max_sequences < 1) fail("max_sequences is " + text(s.max_sequences) + "; at least 1");
+  if (s.max_prefills < 1 || s.max_prefills > s.max_sequences)
+    fail("max_prefills is " + text(s.max_prefills) + "; choose from 1 to max_sequences, which is " +
+         text(s.max_sequences));
+  if (s.budget < 1) fail("budget is " + text(s.budget) + " tokens; keep at least 1");
+  resolve(s.eviction, [&](const auto& eviction) {
+    if constexpr (requires { eviction.validate(s.limits()); }) eviction.validate(s.limits());
+  });
+  if (s.plan.layers < 0) fail("complete_first has " + text(int{s.plan.layers}) + " layers; 0 or more");
+  if (s.scale == 0.0f) s.scale = 1.0f / std::sqrt(static_cast<float>(HeadDim));
+  if (!std::isfinite(s.scale)) fail("scale is not finite");
+  return s;
+}
+
+/// One sequence's part of a step of an evicting pipeline: `tokens` rows behind `before`, the first of them row
+/// `first_row` of the step.
+struct eviction_entry {
+  int sequence = 0;
+  int staging = -1;  // where its prompt is staged; -1: nowhere
+  int before = 0;
+  int tokens = 0;
+  int first_row = 0;
+  int prompt = 0;  // tokens of the prompt so far
+  bool decodes = false;
+  bool ends_prompt = false;  // its first decode row
+};
+
+/// One layer's memory and sizes; trivially copyable. A KV head's rows lie one behind the other: its units in any order,
+/// all full but the last. Of a complete layer a row is a token, and there are no units.
+template <class Shape>
+struct eviction_state {
+  using element = typename Shape::element_type;
+  static constexpr int head_dim = Shape::head_dim;
+
+  int layer = 0;
+  bool complete = false;
+  head_counts heads;
+  float scale = 1.0f;
+  int rows = 0;  // that a KV head has room for
+  int unit_tokens = 1;
+  int units = 0;                // that a KV head has room for; 0 in a complete layer
+  element* kv = nullptr;        // (sequence, kv head, 2, rows, head_dim)
+  int staged_rows = 0;          // 0: prompts are in `kv` at once
+  element* staged = nullptr;    // (staging, kv head, 2, staged_rows, head_dim)
+  float* votes = nullptr;       // (staging, kv head, staged_rows): of all rows, where all are observed
+  int kept_queries = 0;         // the last prompt rows', where not all are observed
+  float* queries = nullptr;     // (staging, kept_queries, query heads, head_dim)
+  std::size_t state_bytes = 0;  // of a unit
+  std::byte* states = nullptr;  // (sequence, kv head, unit, state_bytes)
+  std::int32_t* first_token = nullptr;  // (sequence, kv head, unit)
+  std::int32_t* tokens = nullptr;       // (sequence, kv head): in `kv`
+  std::int32_t* attended =
+      nullptr;  // (sequence, kv head, unit): numbers of the units that the last step attended to
+  std::int32_t* attended_count = nullptr;  // (sequence, kv head)
+
+  constexpr std::size_t head_index(int sequence, int head) const {
+    return static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads.kv) +
+           static_cast<std::size_t>(head);
+  }
+  constexpr std::size_t unit_index(int sequence, int head) const {
+    return head_index(sequence, head) * static_cast<std::size_t>(units);
+  }
+  head_slice<element> slice(int sequence, int head) const {
+    return slice_at(kv, rows, head_index(sequence, head));
+  }
+  /// Where a prompt's rows are until it ends.
+  head_slice<element> prompt_slice(const eviction_entry& entry, int head) const {
+    return staged_rows == 0 ? slice(entry.sequence, head)
+                            : slice_at(staged, staged_rows, head_index(entry.staging, head));
+  }
+  float* votes_of(const eviction_entry& entry, int head) const {
+    return votes + head_index(entry.staging, head) * static_cast<std::size_t>(staged_rows);
+  }
+  float* kept_query(const eviction_entry& entry, int token, int head) const {
+    const int row = entry.staging * kept_queries + token % kept_queries;
+    return queries + (static_cast<std::size_t>(row) * static_cast<std::size_t>(heads.kv) +
+                      static_cast<std::size_t>(head)) *
+                         static_cast<std::size_t>(heads.group() * head_dim);
+  }
+  /// The states of a KV head's units.
+  template <class Eviction>
+  typename Eviction::unit_state* states_of(int sequence, int head) const {
+    return reinterpret_cast<typename Eviction::unit_state*>(states +
+                                                            unit_index(sequence, head) * state_bytes);
+  }
+
+ private:
+  static head_slice<element> slice_at(element* base, int rows, std::size_t head) {
+    const std::size_t plane = static_cast<std::size_t>(rows) * head_dim;
+    return {base + head * 2 * plane, base + (head * 2 + 1) * plane, head_dim};
+  }
+};
+
+/// All arrays of an evicting pipeline, carved from a block of slow memory, which complete layers alone take, and one of
+/// fast memory; with null blocks they are only counted, by the same code.
+template <class Shape, class Eviction, class Stages>
+class eviction_memory {
+ public:
+  using state = eviction_state<Shape>;
+  template <class Backend>
+  eviction_memory(const eviction_settings<Eviction>& s, Backend& backend, std::byte* slow_block,
+                  std::byte* fast_block)
+      : eviction_memory(s, backend, carver(slow_block), carver(fast_block)) {}
+
+  memory_bytes bytes;
+  std::vector<state> layers;
+  std::uint8_t* no_flags = nullptr;            // (kv head) zeros, for reports
+  std::int32_t* no_counts = nullptr;           // (kv head) zeros
+  std::size_t slow_bytes = 0, fast_bytes = 0;  // of the blocks
+  Stages stages;
+
+ private:
+  static std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+  template <class Backend>
+  eviction_memory(const eviction_settings<Eviction>& s, Backend& backend, carver slow, carver fast)
+      : layers(layers_of(s, slow, fast)),
+        no_flags(fast.take<std::uint8_t>(size(s.kv_heads))),
+        no_counts(fast.take<std::int32_t>(size(s.kv_heads))),
+        stages(backend, s, fast) {
+    bytes.store = bytes.complete = slow_bytes = slow.used();
+    fast_bytes = fast.used();
+    bytes.state = fast_bytes - bytes.slots - bytes.staging;
+  }
+
+  std::vector<state> layers_of(const eviction_settings<Eviction>& s, carver& slow, carver& fast) {
+    std::vector<state> made;
+    for (int layer = 0; layer < s.layers; ++layer) made.push_back(layer_of(s, layer, slow, fast));
+    return made;
+  }
+
+  state layer_of(const eviction_settings<Eviction>& s, int layer, carver& slow, carver& fast) {
+    using element = typename state::element;
+    state l;
+    l.layer = layer;
+    l.complete = s.plan.kind(layer) == layer_kind::complete;
+    l.heads = {s.query_heads, s.kv_heads};
+    l.scale = s.scale;
+    const std::size_t heads = l.head_index(s.max_sequences, 0),
+                      staged_heads = l.head_index(s.max_prefills, 0);
+    const auto numbers = [&](std::size_t of_heads, int rows) {
+      return of_heads * 2 * size(rows) * state::head_dim;
+    };
+    l.tokens = fast.take<std::int32_t>(heads);
+    l.attended_count = fast.take<std::int32_t>(heads);
+    if (l.complete) {
+      l.rows = s.max_tokens();
+      l.kv = slow.take<element>(numbers(heads, l.rows));
+      return l;
+    }
+    resolve(s.eviction, [&]<class E>(const E& eviction) {
+      l.unit_tokens = eviction.unit_tokens();
+      l.units = (std::min(eviction.capacity(s.limits()), s.max_tokens()) + l.unit_tokens - 1) / l.unit_tokens;
+      l.state_bytes = sizeof(typename E::unit_state);
+      l.staged_rows = eviction.stages_prompt() ? s.max_prompt : 0;
+      if (eviction.observed_rows() < every_prompt_row) l.kept_queries = eviction.observed_rows();
+    });
+    l.rows = l.units * l.unit_tokens;
+    const auto counted = [&](std::size_t& of, auto take) {
+      const std::size_t before = fast.used();
+      take();
+      of += fast.used() - before;
+    };
+    counted(bytes.slots, [&] { l.kv = fast.take<element>(numbers(heads, l.rows)); });
+    counted(bytes.staging, [&] {
+      l.staged = fast.take<element>(numbers(staged_heads, l.staged_rows));
+      if (l.kept_queries == 0) l.votes = fast.take<float>(staged_heads * size(l.staged_rows));
+      l.queries = fast.take<float>(size(s.max_prefills) * size(l.kept_queries) * size(s.query_heads) *
+                                   state::head_dim);
+    });
+    l.states = fast.take<std::byte>(l.unit_index(s.max_sequences, 0) * l.state_bytes);
+    l.first_token = fast.take<std::int32_t>(l.unit_index(s.max_sequences, 0));
+    l.attended = fast.take<std::int32_t>(l.unit_index(s.max_sequences, 0));
+    return l;
+  }
+};
+
+}  // namespace freekv

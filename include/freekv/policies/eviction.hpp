@@ -1,0 +1,234 @@
+// Eviction: which tokens leave a KV head for good, where methods keep no complete store. A policy has a few bytes of
+// state for each unit that a head keeps, which is a token or a page, and hooks that bring it up to date.
+//
+// All of them decide for each KV head alone and see a group's attention as the mean over its query heads. Where the
+// papers decide for a query head (H2O, SnapKV), for a layer (TOVA) or by the group's maximum (RaaS in FreeKV's
+// comparison), that is what differs here.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <concepts>
+#include <cstdint>
+#include <freekv/config.hpp>
+#include <freekv/core/error.hpp>
+#include <freekv/core/policy.hpp>
+#include <freekv/functors/ordered_key.hpp>
+#include <limits>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+namespace freekv {
+
+/// What a pipeline is made for, in tokens: what a KV head keeps, and the most that a sequence brings.
+struct eviction_limits {
+  int budget = 0;
+  int max_prompt = 0;
+  int max_generated = 0;
+};
+
+/// When units leave: after a decode row has attended, or before the first one, which is when a prompt ends.
+struct eviction_moment {
+  int budget = 0;  ///< tokens
+  int prompt = 0;  ///< tokens of the prompt
+  int tokens = 0;  ///< of the sequence so far
+  bool prompt_ends = false;
+};
+
+/// Of each prompt token the shares that it has of the observed prompt rows' attention, summed: (tokens).
+struct prompt_votes {
+  const float* shares = nullptr;
+  int tokens = 0;
+};
+
+/// All rows of a prompt are observed; all tokens are kept.
+inline constexpr int every_prompt_row = std::numeric_limits<int>::max();
+inline constexpr int every_token = std::numeric_limits<int>::max();
+
+/// H2O (arXiv 2306.14048, section 4 and algorithm 1): the tokens that have had most attention of all rows so far, and
+/// the latest. Half of the budget is recent, as published. At a prompt's end all of it is cut to the budget at once, by
+/// the attention of all its rows, as the published code does.
+struct h2o {
+  using policy_kind = eviction_kind;
+  static constexpr std::string_view name = "h2o";
+  float recent = 0.5f;  ///< share of the budget for the latest tokens
+
+  struct unit_state {
+    float mass;  // of all rows since the token was there
+  };
+  FREEKV_HD constexpr int unit_tokens() const { return 1; }
+  FREEKV_HD constexpr bool stages_prompt() const { return true; }
+  FREEKV_HD constexpr int observed_rows() const { return every_prompt_row; }
+  FREEKV_HD constexpr int capacity(const eviction_limits& most) const { return most.budget + 1; }
+  FREEKV_HD constexpr int kept(const eviction_moment& at) const { return at.budget; }
+  FREEKV_HD constexpr bool protects(int token, const eviction_moment& at) const {
+    return token >= at.tokens - static_cast<int>(recent * static_cast<float>(at.budget));
+  }
+  FREEKV_HD constexpr void on_append(unit_state& unit, int) const { unit.mass = 0.0f; }
+  FREEKV_HD constexpr void on_prompt(unit_state& unit, const prompt_votes& votes, int token) const {
+    unit.mass = votes.shares[token];
+  }
+  FREEKV_HD constexpr void on_attended(unit_state& unit, float share, int) const { unit.mass += share; }
+  FREEKV_HD std::uint32_t worth(const unit_state& unit) const { return order_bits(unit.mass); }
+
+  std::string values() const {
+    std::ostringstream text;
+    text << recent;
+    return text.str();
+  }
+  void validate(const eviction_limits&) const {
+    if (!(recent >= 0.0f && recent < 1.0f))
+      throw settings_error("h2o: recent of " + values() +
+                           " is not a share from 0 to below 1; 0.5 as published");
+  }
+};
+
+/// TOVA (arXiv 2401.06104, section 3.2): the token that the current row attends to least leaves, the row's own too if it
+/// is that; nothing else is remembered. At a prompt's end its last row decides.
+struct tova {
+  using policy_kind = eviction_kind;
+  static constexpr std::string_view name = "tova";
+
+  struct unit_state {
+    float share;  // of the last row
+  };
+  FREEKV_HD constexpr int unit_tokens() const { return 1; }
+  FREEKV_HD constexpr bool stages_prompt() const { return true; }
+  FREEKV_HD constexpr int observed_rows() const { return 1; }
+  FREEKV_HD constexpr int capacity(const eviction_limits& most) const { return most.budget + 1; }
+  FREEKV_HD constexpr int kept(const eviction_moment& at) const { return at.budget; }
+  FREEKV_HD constexpr bool protects(int, const eviction_moment&) const { return false; }
+  FREEKV_HD constexpr void on_append(unit_state& unit, int) const { unit.share = 0.0f; }
+  FREEKV_HD constexpr void on_prompt(unit_state& unit, const prompt_votes& votes, int token) const {
+    unit.share = votes.shares[token];
+  }
+  FREEKV_HD constexpr void on_attended(unit_state& unit, float share, int) const { unit.share = share; }
+  FREEKV_HD std::uint32_t worth(const unit_state& unit) const { return order_bits(unit.share); }
+};
+
+/// SnapKV (arXiv 2404.14469, section 4, listing 1): at a prompt's end its last `window` rows vote for the tokens before
+/// them, a vote spreads to the neighbours (maximum over `kernel` tokens), and the best stay, with the window, within the
+/// budget. Tokens that are decoded are all kept, as published, so slots are made for budget and max_generated tokens.
+struct snapkv {
+  using policy_kind = eviction_kind;
+  static constexpr std::string_view name = "snapkv";
+  int window = 32;
+  int kernel = 7;
+
+  struct unit_state {
+    float votes;
+  };
+  FREEKV_HD constexpr int unit_tokens() const { return 1; }
+  FREEKV_HD constexpr bool stages_prompt() const { return true; }
+  FREEKV_HD constexpr int observed_rows() const { return window; }
+  FREEKV_HD constexpr int capacity(const eviction_limits& most) const {
+    return most.budget + most.max_generated;
+  }
+  FREEKV_HD constexpr int kept(const eviction_moment& at) const {
+    return at.prompt_ends ? at.budget : every_token;
+  }
+  FREEKV_HD constexpr bool protects(int token, const eviction_moment& at) const {
+    return token >= at.prompt - window;
+  }
+  FREEKV_HD constexpr void on_append(unit_state& unit, int) const { unit.votes = 0.0f; }
+  FREEKV_HD constexpr void on_prompt(unit_state& unit, const prompt_votes& votes, int token) const {
+    const int first = token > kernel / 2 ? token - kernel / 2 : 0;
+    const int end =
+        votes.tokens - window < token + kernel / 2 + 1 ? votes.tokens - window : token + kernel / 2 + 1;
+    for (int t = first; t < end; ++t)
+      if (votes.shares[t] > unit.votes) unit.votes = votes.shares[t];
+  }
+  FREEKV_HD constexpr void on_attended(unit_state&, float, int) const {}
+  FREEKV_HD std::uint32_t worth(const unit_state& unit) const { return order_bits(unit.votes); }
+
+  std::string values() const { return std::to_string(window) + ", " + std::to_string(kernel); }
+  void validate(const eviction_limits& most) const {
+    if (window < 1 || window >= most.budget)
+      throw settings_error("snapkv: a window of " + std::to_string(window) +
+                           " rows is not from 1 to below the budget of " + std::to_string(most.budget) +
+                           " tokens; 32 as published");
+    if (kernel < 1 || kernel % 2 == 0)
+      throw settings_error("snapkv: a kernel of " + std::to_string(kernel) +
+                           " tokens is not odd; 7 as published");
+  }
+};
+
+/// RaaS (arXiv 2502.11147, section 3): a page that has at least `threshold` of a row's attention gets the row's time
+/// stamp, and beyond the budget the page with the oldest stamp leaves. The prompt's pages are all kept and count; where
+/// they leave less than `room` of the budget, decoded tokens have `room` still, which the paper leaves open. A page's
+/// attention is that of its tokens, exactly, where the paper estimates it from a representative of its keys.
+struct raas {
+  using policy_kind = eviction_kind;
+  static constexpr std::string_view name = "raas";
+  int page = 16;  ///< tokens
+  float threshold = 1e-4f;
+  int room = 128;  ///< tokens
+
+  struct unit_state {
+    std::int32_t stamp;  // the last row that it mattered to
+  };
+  FREEKV_HD constexpr int unit_tokens() const { return page; }
+  FREEKV_HD constexpr bool stages_prompt() const { return false; }
+  FREEKV_HD constexpr int observed_rows() const { return 0; }
+  FREEKV_HD constexpr int capacity(const eviction_limits& most) const {
+    return page + kept({most.budget, most.max_prompt, most.max_prompt, true});
+  }
+  FREEKV_HD constexpr int kept(const eviction_moment& at) const {
+    const int least = (at.prompt + page - 1) / page * page + room;
+    return at.budget > least ? at.budget : least;
+  }
+  FREEKV_HD constexpr bool protects(int token, const eviction_moment& at) const { return token < at.prompt; }
+  FREEKV_HD constexpr void on_append(unit_state& unit, int row) const { unit.stamp = row; }
+  FREEKV_HD constexpr void on_prompt(unit_state&, const prompt_votes&, int) const {}
+  FREEKV_HD constexpr void on_attended(unit_state& unit, float share, int row) const {
+    if (share >= threshold) unit.stamp = row;
+  }
+  FREEKV_HD std::uint32_t worth(const unit_state& unit) const {
+    return static_cast<std::uint32_t>(unit.stamp);
+  }
+
+  std::string values() const {
+    std::ostringstream text;
+    text << "page " << page << ", " << threshold;
+    return text.str();
+  }
+  void validate(const eviction_limits&) const {
+    if (page < 1 || room < page)
+      throw settings_error("raas: pages of " + std::to_string(page) + " tokens and room for " +
+                           std::to_string(room) + " decoded tokens; give at least 1, and room for a page");
+    if (std::isnan(threshold)) throw settings_error("raas: threshold is NaN; 1e-4 as published");
+  }
+};
+
+/// Which units of a KV head leave when there are more than `kept(moment)` tokens' worth: of those that it does not
+/// protect the one of least `worth`, of those alike the one that was there first.
+///
+/// `unit_state` is trivially copyable. The hooks: `on_append(unit, row)` for every token, with its number in the
+/// sequence; `on_prompt(unit, votes, first_token)` when a prompt ends, with the votes of its last `observed_rows()`
+/// rows; `on_attended(unit, share, row)` for all units that a decode row has attended to, with the row's share on
+/// each. `stages_prompt()`: a prompt is kept apart until it is cut to the budget, else it is in the slots at once.
+/// `capacity(limits)`: tokens that a head ever holds. `protects(first_token, moment)`.
+template <class E>
+concept eviction_policy = policy<E> && std::same_as<typename E::policy_kind, eviction_kind> &&
+    std::is_trivially_copyable_v<typename E::unit_state> &&
+    requires(const E e, typename E::unit_state& unit, const eviction_moment& at, const eviction_limits& most,
+             const prompt_votes& votes) {
+  { E::name } -> std::convertible_to<std::string_view>;
+  { e.unit_tokens() } -> std::same_as<int>;
+  { e.stages_prompt() } -> std::same_as<bool>;
+  { e.observed_rows() } -> std::same_as<int>;
+  { e.capacity(most) } -> std::same_as<int>;
+  { e.kept(at) } -> std::same_as<int>;
+  { e.protects(0, at) } -> std::same_as<bool>;
+  e.on_append(unit, 0);
+  e.on_prompt(unit, votes, 0);
+  e.on_attended(unit, 0.5f, 0);
+  { e.worth(unit) } -> std::same_as<std::uint32_t>;
+};
+
+static_assert(eviction_policy<h2o> && eviction_policy<tova> && eviction_policy<snapkv> &&
+              eviction_policy<raas>);
+
+}  // namespace freekv

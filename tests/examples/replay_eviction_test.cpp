@@ -1,0 +1,173 @@
+// freekv-replay with methods that forget, against the float64 oracle.
+
+#include "../property/eviction_case.hpp"
+#include "refusal.hpp"
+#include "replay_agreement.hpp"
+
+using namespace tests;
+
+namespace {
+
+const std::vector<std::string> forgetful_variants{"h2o", "tova", "snapkv", "raas"};
+
+std::vector<float> floats_of(const tensor_text& tensor) {
+  std::vector<float> floats;
+  for (const std::uint16_t bits : elements_of<std::uint16_t>(tensor))
+    floats.push_back(freekv::examples::half_to_float(bits));
+  return floats;
+}
+
+/// A trace of a real model, F16.
+struct recorded {
+  std::vector<float> q, k, v;
+  int query_heads = 0, kv_heads = 0, head_dim = 0, tokens = 0;
+
+  recorded() {
+    const tensor_map tensors = read_tensors(FREEKV_TRACE);
+    q = floats_of(tensors.at("q")), k = floats_of(tensors.at("k")), v = floats_of(tensors.at("v"));
+    const auto& shape = tensors.at("q").shape;
+    tokens = static_cast<int>(shape[0]), query_heads = static_cast<int>(shape[1]),
+    head_dim = static_cast<int>(shape[2]);
+    kv_heads = static_cast<int>(tensors.at("k").shape[1]);
+  }
+  std::span<const float> rows(const std::vector<float>& of, int first, int count) const {
+    const std::size_t width = of.size() / size(tokens);
+    return std::span(of).subspan(size(first) * width, size(count) * width);
+  }
+  /// The same with another number of prompt tokens.
+  void store_as(const std::filesystem::path& path, int prompt) const {
+    const auto one = [&](const std::vector<float>& of, int heads) {
+      return tensor_text{"F16", {tokens, heads, head_dim}, bytes_of(of, "F16")};
+    };
+    store(path, parts_of({{"q", one(q, query_heads)}, {"k", one(k, kv_heads)}, {"v", one(v, kv_heads)}},
+                         {{"prompt_len", std::to_string(prompt)}})
+                    .whole());
+  }
+};
+
+}  // namespace
+
+TEST_CASE("every method that forgets agrees with the oracle on a trace of a real model",
+          "[replay][eviction]") {
+  const recorded trace;
+  eviction_coverage seen;
+  for (const std::string& variant : forgetful_variants)
+    for (const int prompt : {400, 0, 60}) {
+      INFO(variant << ", prompt " << prompt);
+      const scratch_folder folder;
+      trace.store_as(folder / "trace", prompt);
+      const auto end =
+          run_program({FREEKV_REPLAY, folder / "trace", "--variant", variant, "--page", "16", "--sink", "16",
+                       "--window", "32", "--k", "4", "--out", folder / "out", "--threads", "2"});
+      INFO(end);
+      REQUIRE(end.exit_code == 0);
+      REQUIRE(end.err.empty());
+
+      const int steps = trace.tokens - prompt, budget = 16 + 32 + 4 * 16;
+      freekv::examples::pipeline_options o;
+      o.head_dim = trace.head_dim;
+      o.query_heads = trace.query_heads;
+      o.kv_heads = trace.kv_heads;
+      o.page = 16;
+      o.budget = {16, 32, 4};
+      o.does = {.plan = "eviction", .eviction = variant};
+      const auto settings = eviction_settings_of(o);
+      CHECK(settings.budget == budget);
+      oracle::forgetful_decoder expected(settings);
+      if (prompt > 0)
+        expected.prompt(trace.rows(trace.q, 0, prompt), trace.rows(trace.k, 0, prompt),
+                        trace.rows(trace.v, 0, prompt));
+
+      const tensor_map written = read_tensors(folder / "out");
+      const auto out = elements_of<float>(written.at("out")), lse = elements_of<float>(written.at("lse"));
+      const auto selected = elements_of<std::int32_t>(written.at("selected"));
+      const int columns = static_cast<int>(written.at("selected").shape[2]);
+      CHECK(written.at("selected").shape == std::vector<std::int64_t>{steps, trace.kv_heads, columns});
+      // Slots: what the budget says, and no more.
+      const int slots = variant == "raas" ? 16 * std::max((budget + 16) / 16, (prompt + 15) / 16 + 3)
+                        : variant == "snapkv"
+                            ? std::min(budget + std::max(steps, prompt == 0 ? trace.tokens : 0), trace.tokens)
+                            : budget + 1;
+      const int most = variant == "raas" ? std::min(slots, (trace.tokens + 15) / 16 * 16) : slots;
+      if (prompt > 0) CHECK(columns == (variant == "raas" ? most / 16 : most));
+
+      expected_summary numbers;
+      std::vector<int> all;
+      for (int t = 0; t < prompt; ++t) all.push_back(t);
+      oracle::forgetful_decoder full([&] {
+        auto s = settings;
+        s.kind = oracle::eviction_kind::tova, s.page = 1, s.budget = trace.tokens;
+        return s;
+      }());
+      if (prompt > 0)
+        full.prompt(trace.rows(trace.q, 0, prompt), trace.rows(trace.k, 0, prompt),
+                    trace.rows(trace.v, 0, prompt));
+      try {
+        for (int step = 0; step < steps; ++step) {
+          const int token = prompt + step;
+          const auto q = trace.rows(trace.q, token, 1), k = trace.rows(trace.k, token, 1),
+                     v = trace.rows(trace.v, token, 1);
+          const auto where = sentence("step ", step);
+          for (int head = 0; head < trace.kv_heads; ++head) {
+            const auto units =
+                std::span(selected).subspan(size((step * trace.kv_heads + head) * columns), size(columns));
+            const auto padding = std::find(units.begin(), units.end(), -1);
+            compare_units(where, expected, head, {units.begin(), padding}, token / settings.page, seen);
+            CHECK(std::all_of(padding, units.end(), [](int unit) { return unit == -1; }));
+          }
+          const auto want = expected.step(q, k, v).attended, whole = full.step(q, k, v).attended;
+          const auto heads = size(trace.query_heads), d = size(trace.head_dim);
+          const auto row = std::span(out).subspan(size(step) * heads * d, heads * d);
+          compare_row(where, want, row, std::span(lse).subspan(size(step) * heads, heads));
+          for (std::size_t head = 0; head < heads; ++head)
+            numbers.add_head(row.subspan(head * d, d), lse[size(step) * heads + head],
+                             std::span(whole.out).subspan(head * d, d), whole.lse[head]);
+          ++seen.steps;
+        }
+      } catch (const disagreement& e) {
+        FAIL_CHECK(e.what);
+      }
+      const auto summary = nlohmann::json::parse(end.out);
+      const auto heads = static_cast<double>(numbers.heads);
+      CHECK(summary.at("mass_kept").get<double>() == Approx(numbers.mass_sum / heads).margin(2e-4));
+      CHECK(summary.at("error").at("relative_l2_mean").get<double>() ==
+            Approx(numbers.error_sum / heads).margin(2e-4));
+      CHECK(summary.at("settings").at("budget") == budget);
+      CHECK(summary.at("settings").at("summary") == nullptr);
+      CHECK(summary.at("hit_rate") == nullptr);
+      CHECK(summary.at("pages_recalled") == 0);
+      CHECK(summary.at("summary_bytes_per_page") == 0);
+      const int unit = variant == "raas" ? 16 : 1;
+      CHECK(summary.at("fast_tier_bytes") == columns * unit * trace.kv_heads * 2 * trace.head_dim * 2);
+      CHECK((summary.at("staging_bytes") > 0) == (variant != "raas"));
+    }
+  CHECK(seen.steps == 4 * (24 + 424 + 364));
+  CHECK(seen.doubtful * 50 < seen.sets);
+}
+
+TEST_CASE("what methods that forget cannot do is refused", "[replay][eviction]") {
+  const scratch_folder folder;
+  store(folder / "trace", good_trace().whole());
+  store(folder / "events", "{\"op\":\"open\",\"seq\":0,\"trace\":\"trace\"}\n");
+  for (const std::string& variant : forgetful_variants) {
+    const auto line =
+        sentence_of(run_program({FREEKV_REPLAY, "--events", folder / "events", "--variant", variant}));
+    CHECK_THAT(line, Catch::Contains("--variant " + variant + " forgets"));
+    freekv::host_backend backend;
+    freekv::examples::pipeline_options o;
+    o.head_dim = freekv::examples::head_dims[0];
+    o.query_heads = 4, o.kv_heads = 2, o.max_tokens = 100;
+    o.does = {.plan = "eviction", .eviction = variant};
+    const auto p = freekv::examples::make_pipeline(o, backend);
+    const auto id = p->open();
+    const auto says = Catch::Contains("keeps no complete store to do this from");
+    CHECK_THROWS_WITH(p->fork(id), Catch::StartsWith("fork: " + variant) && says);
+    CHECK_THROWS_WITH(p->truncate(id, 0), Catch::StartsWith("truncate: " + variant) && says);
+    CHECK_THROWS_WITH(p->preempt(id), Catch::StartsWith("preempt: " + variant) && says);
+    CHECK_THROWS_WITH(p->restore(id), Catch::StartsWith("restore: " + variant) && says);
+    CHECK_THROWS_AS(p->fork(id), freekv::usage_error);
+  }
+  const auto line = sentence_of(run_program({FREEKV_REPLAY, folder / "trace", "--variant", "snapkv", "--page",
+                                             "8", "--sink", "8", "--window", "8", "--k", "1"}));
+  CHECK_THAT(line, Catch::Contains("snapkv: a window of 32 rows is not from 1 to below the budget of 24"));
+}

@@ -1,0 +1,87 @@
+// Random sequences for methods that forget, and one step of the library beside the oracle's.
+#pragma once
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "../agreement.hpp"
+#include "../oracle/eviction.hpp"
+#include "random_case.hpp"
+
+namespace tests {
+
+inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pipeline_options& o) {
+  oracle::eviction_settings s;
+  s.query_heads = o.query_heads;
+  s.kv_heads = o.kv_heads;
+  s.head_dim = o.head_dim;
+  s.budget = o.budget.sink + o.budget.window + o.budget.selected_pages * o.page;
+  s.scale = o.scale == 0 ? oracle::default_scale(o.head_dim) : static_cast<double>(o.scale);
+  s.kind = value_at(freekv::examples::evictions, o.does.eviction,
+                    {oracle::eviction_kind::h2o, oracle::eviction_kind::tova, oracle::eviction_kind::snapkv,
+                     oracle::eviction_kind::raas});
+  if (o.does.eviction == "raas") s.page = o.page;
+  s.room = o.budget.window;
+  return s;
+}
+
+/// All rows of a sequence; the first `prompt` are its prompt.
+struct eviction_text {
+  int prompt = 0, tokens = 0;
+  std::vector<float> queries, keys, values;
+
+  eviction_text(const random_case& c, int prompt_tokens, int all) : prompt(prompt_tokens), tokens(all) {
+    token_source source(c);
+    for (int t = 0; t < all; ++t) {
+      source.next();
+      queries.insert(queries.end(), source.queries.begin(), source.queries.end());
+      keys.insert(keys.end(), source.keys.begin(), source.keys.end());
+      values.insert(values.end(), source.values.begin(), source.values.end());
+    }
+  }
+  std::span<const float> rows(const std::vector<float>& of, int first, int count) const {
+    const std::size_t width = of.size() / static_cast<std::size_t>(std::max(1, tokens));
+    return std::span(of).subspan(static_cast<std::size_t>(first) * width,
+                                 static_cast<std::size_t>(count) * width);
+  }
+};
+
+/// What was compared, so that a test can require that it was.
+struct eviction_coverage {
+  long steps = 0, sets = 0, doubtful = 0, evicted = 0, prompt_rows = 0;
+};
+
+/// Compares one row's output; throws disagreement.
+inline void compare_row(const std::string& where, const oracle::attention& want, std::span<const float> out,
+                        std::span<const float> lse) {
+  for (std::size_t i = 0; i < lse.size(); ++i)
+    if (!close(static_cast<double>(lse[i]), want.lse[i], 1e-5))
+      throw disagreement{sentence(where, ": lse of head ", i, " is ", lse[i], " for ", want.lse[i])};
+  for (std::size_t i = 0; i < out.size(); ++i)
+    if (!close(static_cast<double>(out[i]), want.out[i], 2e-5))
+      throw disagreement{sentence(where, ": output ", i, " is ", out[i], " for ", want.out[i])};
+}
+
+/// One KV head's units that a step attended to, out of a report or a file. `newest`: the new token's unit.
+inline void compare_units(const std::string& where, oracle::forgetful_decoder& expected, int head,
+                          const std::vector<int>& got, int newest, eviction_coverage& seen) {
+  const auto listed = [](const std::vector<int>& units) {
+    std::string text;
+    for (const int unit : units) text += " " + std::to_string(unit);
+    return text;
+  };
+  std::vector<int> want = expected.kept(head);
+  const bool open = std::find(want.begin(), want.end(), newest) != want.end();
+  if (!open) want.push_back(newest);
+  ++seen.sets;
+  if (got == want) return;
+  std::vector<int> theirs = got;
+  if (!open) theirs.erase(std::remove(theirs.begin(), theirs.end(), newest), theirs.end());
+  if (!std::is_sorted(got.begin(), got.end()) || (!open && theirs.size() + 1 != got.size()) ||
+      !expected.accepts(head, theirs))
+    throw disagreement{sentence(where, ", KV head ", head, ": attended", listed(got), " for", listed(want))};
+  ++seen.doubtful;
+}
+
+}  // namespace tests

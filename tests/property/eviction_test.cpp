@@ -1,0 +1,191 @@
+// Methods that forget, on random sequences that share a pipeline, against the float64 oracle: what is attended to equals
+// the oracle's wherever units that left are worth less than those that stayed beyond rounding, and outputs always.
+
+#include <map>
+
+#include "../catch.hpp"
+#include "eviction_case.hpp"
+#include "seeds.hpp"
+
+namespace {
+
+using namespace tests;
+using freekv::row_kind;
+
+std::size_t n(std::int64_t x) { return static_cast<std::size_t>(x); }
+
+random_case eviction_case(std::uint64_t seed) {
+  dice d(seed * 7919);
+  random_case c;
+  c.seed = seed;
+  auto& o = c.options;
+  o.element = d.one_of({data_type::f32, data_type::f16, data_type::bf16});
+  constexpr auto& compiled = freekv::examples::head_dims;
+  o.head_dim = compiled[n(d.below(static_cast<int>(std::size(compiled))))];
+  o.kv_heads = d.between(1, 3);
+  o.query_heads = o.kv_heads * d.between(1, 16);
+  o.does.plan = "eviction";
+  o.does.eviction = d.name_of(freekv::examples::evictions);
+  o.page = d.one_of({8, 16, 24});
+  o.budget.sink = d.between(0, 3);
+  o.budget.window = o.does.eviction == "raas" ? o.page * d.between(1, 3) : d.between(1, 40);
+  o.budget.selected_pages = o.does.eviction == "snapkv" ? 5 : d.between(1, 6);
+  o.scale = d.one_of({0.0f, 0.05f, 0.3f});
+  c.turn = d.one_of({0.05f, 0.3f, 1.0f});
+  c.outliers = d.one_of({0.0f, 0.05f});
+  o.max_sequences = d.between(1, 3);
+  o.max_prompt = d.one_of({1, 40, 100, 220});
+  c.steps = d.between(1, 120);
+  o.max_tokens = o.max_prompt + c.steps;
+  return c;
+}
+
+/// A sequence of the library and its twin.
+struct live_sequence {
+  freekv::sequence_id id;
+  eviction_text text;
+  oracle::forgetful_decoder expected;
+  int done = 0;
+};
+
+class run_of_case {
+ public:
+  run_of_case(const random_case& c, freekv::host_backend& backend, eviction_coverage& seen)
+      : c_(c),
+        seen_(seen),
+        dice_(c.seed + 99),
+        pipeline_(freekv::examples::make_pipeline(c.options, backend)) {}
+
+  void run() {
+    const int all = c_.options.max_sequences + 2;
+    while (opened_ < all || !live_.empty()) {
+      while (opened_ < all && live_.size() < n(c_.options.max_sequences) &&
+             (live_.empty() || dice_.below(4) == 0))
+        open();
+      step();
+      for (std::size_t i = live_.size(); i-- > 0;) {
+        if (live_[i].done < live_[i].text.tokens) continue;
+        pipeline_->release(live_[i].id);
+        live_.erase(live_.begin() + static_cast<std::ptrdiff_t>(i));
+      }
+    }
+  }
+
+ private:
+  void open() {
+    random_case own = c_;
+    own.seed = c_.seed * 31 + static_cast<std::uint64_t>(++opened_);
+    const int prompt = dice_.below(6) == 0 ? 0 : dice_.between(1, c_.options.max_prompt);
+    const int steps = dice_.between(prompt == 0 ? 1 : 0, c_.steps);
+    live_.push_back({pipeline_->open(),
+                     {own, prompt, prompt + steps},
+                     oracle::forgetful_decoder(eviction_settings_of(c_.options))});
+  }
+
+  void step() {
+    std::vector<freekv::sequence_rows> rows;
+    std::vector<float> queries, keys, values;
+    for (const live_sequence& l : live_) {
+      if (live_.size() > 1 && dice_.below(3) == 0) continue;
+      const bool prompt = l.done < l.text.prompt;
+      const int tokens = prompt ? dice_.between(1, l.text.prompt - l.done) : 1;
+      rows.push_back({l.id, tokens, prompt ? row_kind::prompt : row_kind::decode});
+      const auto add = [&](std::vector<float>& to, const std::vector<float>& of) {
+        const auto more = l.text.rows(of, l.done, tokens);
+        to.insert(to.end(), more.begin(), more.end());
+      };
+      add(queries, l.text.queries), add(keys, l.text.keys), add(values, l.text.values);
+    }
+    std::vector<float> out(queries.size()), lse(queries.size() / n(c_.options.head_dim));
+    pipeline_->begin_step(rows);
+    pipeline_->append(0, keys, values, queries);
+    pipeline_->attend(0, out, lse);
+    pipeline_->end_step();
+    int row = 0;
+    for (const auto& r : rows) {
+      compare(r, row, out, lse);
+      row += r.tokens;
+    }
+  }
+
+  void compare(const freekv::sequence_rows& r, int first_row, std::span<const float> out,
+               std::span<const float> lse) {
+    const auto found =
+        std::find_if(live_.begin(), live_.end(), [&](const auto& l) { return l.id == r.sequence; });
+    live_sequence& l = *found;
+    const auto heads = n(c_.options.query_heads), d = n(c_.options.head_dim);
+    const auto compare_at = [&](int row, const oracle::attention& want, const std::string& where) {
+      compare_row(where, want, out.subspan(n(row) * heads * d, heads * d),
+                  lse.subspan(n(row) * heads, heads));
+    };
+    const auto part = [&](const std::vector<float>& of) { return l.text.rows(of, l.done, r.tokens); };
+    if (r.kind == row_kind::prompt) {
+      l.expected.prompt(part(l.text.queries), part(l.text.keys), part(l.text.values));
+      for (const int at : {0, dice_.below(r.tokens), r.tokens - 1}) {
+        compare_at(first_row + at, l.expected.prompt_row(l.done + at), sentence("prompt row ", l.done + at));
+        ++seen_.prompt_rows;
+      }
+    } else {
+      const std::string where = sentence("token ", l.done, " after a prompt of ", l.text.prompt);
+      const auto report = pipeline_->report(0, l.id);
+      const auto stride = report.attended.size() / report.attended_count.size();
+      const int page = eviction_settings_of(c_.options).page;
+      for (int head = 0; head < c_.options.kv_heads; ++head) {
+        const auto units = report.attended.subspan(n(head) * stride, n(report.attended_count[n(head)]));
+        compare_units(where, l.expected, head, {units.begin(), units.end()}, l.done / page, seen_);
+        seen_.evicted += l.done / page + 1 - static_cast<int>(units.size());
+        if (report.corrected[n(head)] != 0 || report.recalled[n(head)] != 0 || report.promoted[n(head)] != 0)
+          throw disagreement{where + ": something was corrected or moved"};
+      }
+      compare_at(first_row,
+                 l.expected.step(part(l.text.queries), part(l.text.keys), part(l.text.values)).attended,
+                 where);
+      ++seen_.steps;
+    }
+    l.done += r.tokens;
+    if (pipeline_->tokens(l.id) != l.done) throw disagreement{"the sequence has another length"};
+  }
+
+  const random_case& c_;
+  eviction_coverage& seen_;
+  dice dice_;
+  std::unique_ptr<freekv::examples::pipeline> pipeline_;
+  std::vector<live_sequence> live_;
+  int opened_ = 0;
+};
+
+}  // namespace
+
+TEST_CASE("random sequences that forget agree with the float64 oracle", "[property][eviction]") {
+  const std::uint64_t first = number_from("FREEKV_SEED", 1), count = number_from("FREEKV_CASES", 120);
+  std::map<int, freekv::host_backend> backends;
+  for (const auto isa : {freekv::host::isa::baseline, freekv::host::best_isa()})
+    for (const int threads : {1, 3})
+      backends.try_emplace(
+          static_cast<int>(backends.size()),
+          freekv::host_options{.threads = threads, .bytes_per_thread = 4096, .instructions = isa});
+  std::map<std::string, eviction_coverage> seen;
+  for (std::uint64_t seed = first; seed < first + count; ++seed) {
+    const random_case c = eviction_case(seed);
+    try {
+      run_of_case(c, backends.at(static_cast<int>(seed % backends.size())), seen[c.options.does.eviction])
+          .run();
+    } catch (const disagreement& d) {
+      INFO(c.options.does.eviction << ", budget " << eviction_settings_of(c.options).budget << ", " << c);
+      INFO(d.what);
+      FAIL("the library disagrees with the oracle; FREEKV_SEED=" << seed << " FREEKV_CASES=1 repeats it");
+    }
+  }
+  for (const auto& [method, of] : seen) {
+    INFO(method << ": steps " << of.steps << ", sets " << of.sets << ", doubtful " << of.doubtful
+                << ", evicted " << of.evicted << ", prompt rows " << of.prompt_rows);
+    if (count >= 100) {
+      CHECK(of.steps > 500);
+      CHECK(of.evicted > 500);
+      CHECK(of.doubtful * 50 < of.sets);
+    }
+  }
+  for (const auto& [method, of] : seen)
+    WARN(method << ": steps " << of.steps << ", sets " << of.sets << ", doubtful " << of.doubtful
+                << ", evicted " << of.evicted << ", prompt rows " << of.prompt_rows);
+}

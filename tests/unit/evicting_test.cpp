@@ -1,0 +1,440 @@
+// The pipeline of methods that forget: what it keeps, what it takes, what it refuses.
+
+#include <memory_resource>
+#include <string>
+#include <vector>
+
+#include "../agreement.hpp"
+#include "../catch.hpp"
+#include "steps.hpp"
+
+namespace {
+
+using namespace tests;
+using Catch::Contains;
+using freekv::pool_exhausted;
+using freekv::row_kind;
+using freekv::settings_error;
+using freekv::usage_error;
+
+using any_eviction = freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::raas>;
+using forgetful = freekv::evicting_pipeline<freekv::kv_shape<freekv::half, 24>, any_eviction>;
+constexpr std::size_t row_bytes = 2 * 24 * sizeof(freekv::half);  // a KV head's keys and values of a token
+
+/// Three layers, the first of them complete; 6 query heads on 2 KV heads.
+forgetful::settings settings_of(any_eviction eviction) {
+  forgetful::settings s;
+  s.layers = 3;
+  s.query_heads = 6;
+  s.kv_heads = 2;
+  s.budget = 40;
+  s.max_prompt = 150;
+  s.max_generated = 80;
+  s.max_sequences = s.max_prefills = 2;
+  s.eviction = eviction;
+  return s;
+}
+const freekv::raas small_raas{.page = 8, .room = 16};
+std::vector<any_eviction> all_evictions() {
+  return {freekv::h2o{}, freekv::tova{}, freekv::snapkv{}, small_raas};
+}
+std::string name_of(const any_eviction& eviction) {
+  return resolve(eviction, [](const auto& e) { return std::string(e.name); });
+}
+
+std::vector<sequence_result> prompt_and_decode(forgetful& p, const text& source,
+                                               const std::vector<int>& chunks, int steps) {
+  const auto id = p.open();
+  std::vector<sequence_result> by_layer(3);
+  for (const int tokens : chunks) {
+    const auto part = run_step(p, id, source, tokens, row_kind::prompt);
+    for (std::size_t layer = 0; layer < 3; ++layer) {
+      const auto add = [&](std::vector<float>& to, const std::vector<float>& from) {
+        const auto first = from.begin() + static_cast<std::ptrdiff_t>(layer * from.size() / 3);
+        to.insert(to.end(), first, first + static_cast<std::ptrdiff_t>(from.size() / 3));
+      };
+      add(by_layer[layer].out, part.out);
+      add(by_layer[layer].lse, part.lse);
+    }
+  }
+  auto results = decode(p, id, source, steps);
+  results.insert(results.end(), by_layer.begin(), by_layer.end());
+  p.release(id);
+  return results;
+}
+
+/// The units that a layer's last step attended to.
+std::vector<int> attended(const forgetful& p, int layer, freekv::sequence_id id, int head) {
+  const auto report = p.report(layer, id);
+  const auto units = report.attended.subspan(count(head) * report.attended.size() / report.corrected.size(),
+                                             count(report.attended_count[count(head)]));
+  return {units.begin(), units.end()};
+}
+
+std::vector<int> from_to(int first, int last) {
+  std::vector<int> all;
+  for (int i = first; i <= last; ++i) all.push_back(i);
+  return all;
+}
+
+}  // namespace
+
+TEST_CASE("results depend neither on a prompt's chunks, nor on threads, nor on other sequences",
+          "[eviction]") {
+  for (const auto& eviction : all_evictions()) {
+    INFO(name_of(eviction));
+    const auto s = settings_of(eviction);
+    const text source(s, 24, 230, 1), other(s, 24, 230, 2);
+    freekv::host_backend one;
+    forgetful alone(s, one);
+    const auto expected = prompt_and_decode(alone, source, {150}, 70);
+    CHECK(prompt_and_decode(alone, source, {150}, 70) == expected);  // nothing is left of the first
+    CHECK(prompt_and_decode(alone, source, {1, 31, 7, 64, 47}, 70) == expected);
+    freekv::host_backend three({.threads = 3, .bytes_per_thread = 64});
+    forgetful threaded(s, three);
+    CHECK(prompt_and_decode(threaded, source, {100, 50}, 70) == expected);
+
+    const auto a = threaded.open(), b = threaded.open();
+    run_step(threaded, {{b, &other, 90, row_kind::prompt}, {a, &source, 20, row_kind::prompt}});
+    run_step(threaded, {{a, &source, 130, row_kind::prompt}, {b, &other, 1}});
+    for (int step = 0; step < 70; ++step)
+      CHECK(run_step(threaded, {{b, &other}, {a, &source}})[1] == expected[count(step)]);
+  }
+}
+
+TEST_CASE("a budget that holds everything is full attention", "[eviction]") {
+  using everything = freekv::retrieval_pipeline<freekv::kv_shape<freekv::half, 24>,
+                                                freekv::every_layer<freekv::layer_kind::complete>>;
+  for (const auto& eviction : all_evictions()) {
+    INFO(name_of(eviction));
+    auto s = settings_of(eviction);
+    s.budget = 230;
+    const text source(s, 24, 230, 3);
+    freekv::host_backend backend;
+    forgetful p(s, backend);
+    everything full({.layers = 3, .query_heads = 6, .kv_heads = 2, .max_tokens = 230}, backend);
+    const auto id = p.open(), same = full.open();
+    for (const int tokens : {150, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}) {
+      const auto kind = tokens == 1 ? row_kind::decode : row_kind::prompt;
+      const auto got = run_step(p, id, source, tokens, kind),
+                 want = run_step(full, same, source, tokens, kind);
+      double worst = 0;
+      for (std::size_t i = 0; i < got.out.size(); ++i)
+        worst =
+            std::max(worst, std::fabs(static_cast<double>(got.out[i]) - static_cast<double>(want.out[i])));
+      CHECK(worst < 2e-6);
+    }
+    CHECK(attended(p, 1, id, 0) == from_to(0, name_of(eviction) == "raas" ? 19 : 159));
+  }
+}
+
+TEST_CASE("of units that are worth the same the first leaves", "[eviction]") {
+  // Queries of zero attend to everything alike.
+  const std::vector<float> queries(150 * 6 * 24, 0.0f), rows(150 * 2 * 24, 1.0f), nothing(6 * 24, quiet_nan);
+  std::vector<float> out(6 * 24);
+  const auto after = [&](const any_eviction& eviction, int prompt, int steps, int head, int nan_step = -1) {
+    auto s = settings_of(eviction);
+    s.layers = 1;
+    s.plan = {{0}};
+    freekv::host_backend backend;
+    forgetful p(s, backend);
+    const auto id = p.open();
+    const auto part = [&](const std::vector<float>& of, int tokens) {
+      return std::span(of).first(count(tokens) * of.size() / 150);
+    };
+    if (prompt > 0) {
+      p.begin_step({{id, prompt, row_kind::prompt}});
+      p.append<float>(0, {part(rows, prompt), part(rows, prompt), part(queries, prompt)});
+      p.end_step();
+    }
+    for (int step = 0; step < steps; ++step) {
+      p.begin_step({{id}});
+      p.append<float>(
+          0, {part(rows, 1), part(rows, 1), step == nan_step ? std::span(nothing) : part(queries, 1)});
+      p.attend(0, out);
+      p.end_step();
+    }
+    return attended(p, 0, id, head);
+  };
+  const auto both = [](std::vector<int> a, const std::vector<int>& b) {
+    a.insert(a.end(), b.begin(), b.end());
+    return a;
+  };
+  for (const int head : {0, 1}) {
+    // Earlier tokens have been attended to more often.
+    CHECK(after(freekv::h2o{}, 100, 1, head) == both(from_to(0, 19), from_to(80, 100)));
+    CHECK(after(freekv::h2o{}, 100, 30, head) == both(from_to(0, 19), from_to(109, 129)));
+    CHECK(after(freekv::h2o{.recent = 0.0f}, 0, 60, head) == both(from_to(0, 39), {59}));
+    CHECK(after(freekv::tova{}, 100, 1, head) == from_to(60, 100));
+    CHECK(after(freekv::tova{}, 100, 30, head) == from_to(89, 129));
+    // Half of the window's rows see nothing of the window's later half, but that is not voted on.
+    CHECK(after(freekv::snapkv{}, 100, 1, head) == from_to(60, 100));
+    CHECK(after(freekv::snapkv{}, 100, 30, head) == from_to(60, 129));
+    CHECK(after(freekv::snapkv{}, 0, 60, head) == from_to(0, 59));
+    // Pages 0 to 12 are the prompt's; two more have room, and the newest attends before one leaves.
+    CHECK(after(small_raas, 100, 20, head) == from_to(0, 14));
+    CHECK(after(small_raas, 100, 21, head) == from_to(0, 15));
+    CHECK(after(small_raas, 100, 22, head) == both(from_to(0, 12), {14, 15}));
+    CHECK(after(small_raas, 0, 41, head) == from_to(0, 5));
+    CHECK(after(small_raas, 0, 42, head) == from_to(1, 5));
+    // A row whose attention is NaN gives nothing to any token.
+    CHECK(after(freekv::h2o{}, 100, 30, head, 5) == both(from_to(0, 19), from_to(109, 129)));
+    CHECK(after(freekv::tova{}, 100, 30, head, 5) == from_to(89, 129));
+    CHECK(after(small_raas, 100, 22, head, 5) == both(from_to(0, 12), {14, 15}));
+    // A page that never has its share keeps the stamp of its last token.
+    CHECK(after(freekv::raas{.page = 8, .threshold = 2.0f, .room = 16}, 0, 60, head) == from_to(3, 7));
+  }
+}
+
+TEST_CASE("bytes are those of the budget, and there is no store", "[eviction][memory]") {
+  freekv::host_backend backend;
+  const auto bytes_of = [&](const any_eviction& eviction, const auto& change) {
+    auto s = settings_of(eviction);
+    change(s);
+    return forgetful::bytes_needed(s, backend);
+  };
+  const auto as_is = [](auto&) {};
+  const std::size_t token = 2 * 2 * 2 * row_bytes;  // 2 layers that forget, 2 sequences, 2 KV heads
+  for (const any_eviction& eviction : {any_eviction{freekv::h2o{}}, any_eviction{freekv::tova{}}}) {
+    CHECK(bytes_of(eviction, as_is).slots == 41 * token);
+    CHECK(bytes_of(eviction, [](auto& s) { s.max_prompt = s.max_generated = 1'000'000; }).slots ==
+          41 * token);
+    CHECK(bytes_of(eviction, [](auto& s) { s.max_prompt = 10, s.max_generated = 5; }).slots == 15 * token);
+  }
+  CHECK(bytes_of(freekv::snapkv{}, as_is).slots == (40 + 80) * token);
+  CHECK(bytes_of(freekv::snapkv{}, [](auto& s) { s.max_prompt = 1'000'000; }).slots == (40 + 80) * token);
+  CHECK(bytes_of(small_raas, as_is).slots == (152 + 16 + 8) * token);
+  CHECK(bytes_of(small_raas, [](auto& s) { s.max_prompt = 10; }).slots == (40 + 8) * token);
+  CHECK(bytes_of(small_raas, [](auto& s) { s.max_prompt = 10, s.max_generated = 1'000'000; }).slots ==
+        (40 + 8) * token);
+
+  // A prompt waits in the staging, for as many sequences as have one; H2O keeps votes beside it, the others queries.
+  const auto rounded_up = [](std::size_t bytes) { return (bytes + 63) / 64 * 64; };
+  const std::size_t staged = rounded_up(2 * 2 * 150 * row_bytes);
+  CHECK(bytes_of(freekv::h2o{}, as_is).staging == 2 * (staged + rounded_up(2 * 2 * 150 * sizeof(float))));
+  CHECK(bytes_of(freekv::tova{}, as_is).staging == 2 * (staged + rounded_up(2 * 1 * 6 * 24 * sizeof(float))));
+  CHECK(bytes_of(freekv::snapkv{}, as_is).staging ==
+        2 * (staged + rounded_up(2 * 32 * 6 * 24 * sizeof(float))));
+  CHECK(bytes_of(freekv::tova{}, [](auto& s) { s.max_sequences = 7; }).staging ==
+        bytes_of(freekv::tova{}, as_is).staging);
+  CHECK(bytes_of(small_raas, as_is).staging == 0);
+
+  for (const auto& eviction : all_evictions()) {
+    const auto needed = bytes_of(eviction, as_is);
+    CHECK(needed.store == 2 * 2 * 230 * row_bytes);  // of the complete layer
+    CHECK(needed.complete == needed.store);
+    CHECK(bytes_of(eviction, [](auto& s) { s.plan = {{0}}; }).store == 0);
+    CHECK(needed.summaries == 0);
+    CHECK(needed.fast_tier() == needed.slots + needed.complete);
+    struct counting : std::pmr::memory_resource {
+      std::size_t bytes = 0;
+      void* do_allocate(std::size_t n, std::size_t alignment) override {
+        bytes += n;
+        return std::pmr::new_delete_resource()->allocate(n, alignment);
+      }
+      void do_deallocate(void* memory, std::size_t n, std::size_t alignment) override {
+        std::pmr::new_delete_resource()->deallocate(memory, n, alignment);
+      }
+      bool do_is_equal(const memory_resource& other) const noexcept override { return this == &other; }
+    } slow, fast;
+    const forgetful p(settings_of(eviction), backend, {&slow, &fast});
+    CHECK(slow.bytes == needed.store);
+    CHECK(fast.bytes == needed.slots + needed.state + needed.staging);
+    CHECK(p.bytes().total() == needed.total());
+    CHECK(p.slice_bytes() == row_bytes * (name_of(eviction) == "raas" ? 8 : 1));
+  }
+}
+
+TEST_CASE("prompts take turns in the staging", "[eviction][errors]") {
+  for (const auto& eviction : all_evictions()) {
+    INFO(name_of(eviction));
+    auto s = settings_of(eviction);
+    s.max_sequences = 3;
+    s.max_prefills = 1;
+    const text first(s, 24, 230, 4), second(s, 24, 230, 5);
+    freekv::host_backend backend;
+    forgetful p(s, backend);
+    const auto expected = prompt_and_decode(p, second, {120}, 50);
+    const auto a = p.open(), b = p.open();
+    run_step(p, a, first, 60, row_kind::prompt);
+    if (name_of(eviction) != "raas") {
+      try {
+        p.begin_step({{a, 1, row_kind::prompt}, {b, 120, row_kind::prompt}});
+        FAIL_CHECK("nothing was thrown");
+      } catch (const pool_exhausted& e) {
+        CHECK_THAT(e.what(), Contains("prompt stagings exhausted: 1 of 1 in use, the step needs 1 more"));
+        CHECK(e.needed == 1);
+      }
+      CHECK(p.tokens(a) == 60);
+      CHECK(p.tokens(b) == 0);
+    }
+    run_step(p, {{a, &first}});  // its prompt has ended
+    run_step(p, {{b, &second, 120, row_kind::prompt}, {a, &first}});
+    for (int step = 0; step < 50; ++step)
+      CHECK(run_step(p, {{a, &first}, {b, &second}})[1] == expected[count(step)]);
+    // What is released, or abandoned, gives its staging back.
+    const auto c = p.open();
+    run_step(p, c, first, 10, row_kind::prompt);
+    p.release(c);
+    const auto d = p.open();
+    p.begin_step({{d, 10, row_kind::prompt}});
+    CHECK(p.abandon_step());
+    CHECK_FALSE(p.abandon_step());
+    CHECK_THROWS_AS(p.tokens(d), usage_error);
+    p.release(b);
+    CHECK(prompt_and_decode(p, second, {120}, 50) == expected);
+  }
+}
+
+TEST_CASE("calls that an evicting pipeline cannot follow are refused and change nothing",
+          "[eviction][errors]") {
+  const auto s = settings_of(freekv::tova{});
+  const text source(s, 24, 240, 6);
+  freekv::host_backend backend;
+  forgetful p(s, backend);
+  const auto expected = prompt_and_decode(p, source, {100}, 20);
+  const auto id = p.open();
+  const auto refuses = [&]<class Error>(const Error*, const char* words, const auto& call) {
+    const int before = p.tokens(id);
+    try {
+      call();
+      FAIL_CHECK("nothing was thrown: " << words);
+    } catch (const Error& e) {
+      CHECK_THAT(e.what(), Contains(words));
+    }
+    CHECK(p.tokens(id) == before);
+  };
+  const usage_error* const usage = nullptr;
+  const pool_exhausted* const exhausted = nullptr;
+  const auto begin = [&](int tokens, row_kind kind) { p.begin_step({{id, tokens, kind}}); };
+  refuses(exhausted, "prompt tokens of sequence 0 exhausted: 0 of 150 in use, the step needs 151 more",
+          [&] { begin(151, row_kind::prompt); });
+  refuses(usage, "sequence 0 brings -1 prompt rows", [&] { begin(-1, row_kind::prompt); });
+  refuses(usage, "sequence 0 brings 2 decode rows; where tokens are forgotten a step takes one",
+          [&] { begin(2, row_kind::decode); });
+  refuses(usage, "sequence 1 is not open", [&] { p.begin_step({{id}, {freekv::sequence_id{1}}}); });
+  refuses(usage, "sequence -1 is not open", [&] { p.release(freekv::sequence_id{-1}); });
+  refuses(usage, "sequence 0 is listed twice", [&] { p.begin_step({{id}, {id}}); });
+  refuses(usage, "end_step: no step was begun", [&] { p.end_step(); });
+  refuses(usage, "append: no step was begun", [&] { p.append<float>(0, {}); });
+
+  begin(100, row_kind::prompt);
+  const auto rows = source.at(0, 0, 100);
+  const std::span<const float> none;
+  std::vector<float> out(100 * 6 * 24);
+  refuses(usage, "open: the step in progress has not ended", [&] { p.open(); });
+  refuses(usage, "begin_step: the step in progress", [&] { begin(1, row_kind::decode); });
+  refuses(usage, "layer 3 is not one of 3", [&] { p.append<float>(3, {}); });
+  refuses(usage, "attend: layer 0 is not appended to yet", [&] { p.attend(0, out); });
+  refuses(usage, "append: keys: 0 numbers for 100 rows of 48", [&] {
+    p.append<float>(0, {none, rows.values, none});
+  });
+  refuses(usage, "append: values: 0 numbers", [&] { p.append<float>(0, {rows.keys, none, none}); });
+  refuses(usage, "append: queries: 1 numbers for 100 rows of 144", [&] {
+    p.append<float>(0, {rows.keys, rows.values, rows.queries.first(1)});
+  });
+  p.append<float>(0, {rows.keys, rows.values, none});  // a complete layer observes nothing
+  refuses(usage, "append was given no queries", [&] { p.attend(0, out); });
+  refuses(usage, "layer 0 is appended to already", [&] {
+    p.append<float>(0, {rows.keys, rows.values, none});
+  });
+  refuses(usage, "append: tova observes prompt rows; give their queries", [&] {
+    p.append<float>(1, {rows.keys, rows.values, none});
+  });
+  refuses(usage, "end_step: layer 1 of 3 was not appended to", [&] { p.end_step(); });
+  for (const int layer : {1, 2}) {
+    const auto of = source.at(layer, 0, 100);
+    p.append<float>(layer, {of.keys, of.values, of.queries});
+  }
+  refuses(usage, "layer 1 attends before the next is appended to, which was layer 2",
+          [&] { p.attend(1, out); });
+  refuses(usage, "attention output: 1 numbers", [&] { p.attend(2, std::span(out).first(1)); });
+  refuses(usage, "log-sum-exp: 1 numbers", [&] { p.attend(2, out, std::span(out).first(1)); });
+  p.end_step();
+
+  CHECK(run_step(p, {{id, &source}})[0] == expected[0]);
+  refuses(usage,
+          "sequence 0 has decoded and forgotten tokens, which prompt rows would attend to; open another",
+          [&] { begin(1, row_kind::prompt); });
+  begin(1, row_kind::decode);
+  const auto next = source.at(0, 101, 1);
+  for (const int layer : {0, 1, 2}) p.append<float>(layer, {next.keys, next.values, next.queries});
+  refuses(usage, "end_step: layer 0 of 3 has not attended its decode rows", [&] { p.end_step(); });
+  CHECK(p.abandon_step());
+  CHECK(prompt_and_decode(p, source, {100}, 20) == expected);
+
+  const auto longest = p.open();
+  decode(p, longest, source, 80);
+  CHECK_THROWS_WITH(
+      p.begin_step({{longest}}),
+      Contains("decoded tokens of sequence 0 exhausted: 80 of 80 in use, the step needs 1 more"));
+  p.open();
+  CHECK_THROWS_WITH(p.open(), Contains("sequences exhausted: 2 of 2 in use"));
+}
+
+TEST_CASE("settings that contradict each other are refused", "[eviction][errors]") {
+  freekv::host_backend backend;
+  const auto refuses = [&](const char* words, const auto& change) {
+    auto s = settings_of(freekv::h2o{});
+    change(s);
+    try {
+      forgetful::bytes_needed(s, backend);
+      FAIL_CHECK("nothing was thrown: " << words);
+    } catch (const settings_error& e) {
+      CHECK_THAT(e.what(), Contains(words));
+    }
+  };
+  refuses("layers is 0", [](auto& s) { s.layers = 0; });
+  refuses("kv_heads is 0", [](auto& s) { s.kv_heads = 0; });
+  refuses("query_heads 5 is not a multiple of kv_heads 2", [](auto& s) { s.query_heads = 5; });
+  refuses("budget is 0 tokens", [](auto& s) { s.budget = 0; });
+  refuses("max_prompt is -1", [](auto& s) { s.max_prompt = -1; });
+  refuses("max_prompt is 0 and max_generated 0", [](auto& s) { s.max_prompt = s.max_generated = 0; });
+  refuses("max_generated 2147483647", [](auto& s) { s.max_generated = 2147483647; });
+  refuses("max_sequences is 0", [](auto& s) { s.max_sequences = 0; });
+  refuses("max_prefills is 3; choose from 1 to max_sequences, which is 2",
+          [](auto& s) { s.max_prefills = 3; });
+  refuses("scale is not finite", [](auto& s) { s.scale = std::numeric_limits<float>::infinity(); });
+  refuses("complete_first has -1 layers", [](auto& s) { s.plan = {{-1}}; });
+  refuses("h2o: recent of 1 is not a share", [](auto& s) { s.eviction = freekv::h2o{.recent = 1.0f}; });
+  refuses("h2o: recent of nan", [](auto& s) { s.eviction = freekv::h2o{.recent = quiet_nan}; });
+  refuses("snapkv: a window of 40 rows is not from 1 to below the budget of 40",
+          [](auto& s) { s.eviction = freekv::snapkv{.window = 40}; });
+  refuses("snapkv: a kernel of 6 tokens is not odd",
+          [](auto& s) { s.eviction = freekv::snapkv{.kernel = 6}; });
+  refuses("raas: pages of 16 tokens and room for 8", [](auto& s) { s.eviction = freekv::raas{.room = 8}; });
+  refuses("raas: threshold is NaN", [](auto& s) { s.eviction = freekv::raas{.threshold = quiet_nan}; });
+  const forgetful p(settings_of(freekv::raas{}), backend);
+  CHECK(p.name() == "raas(page 16, 0.0001), budget 40, complete_first(1), f16");
+}
+
+TEST_CASE("a NaN in one KV head's key does not reach another's", "[eviction]") {
+  for (const auto& eviction : all_evictions()) {
+    INFO(name_of(eviction));
+    auto s = settings_of(eviction);
+    s.layers = 1;
+    s.plan = {{0}};
+    const text source(s, 24, 130, 7);
+    freekv::host_backend backend;
+    forgetful clean(s, backend), poisoned(s, backend);
+    const auto a = clean.open(), b = poisoned.open();
+    std::vector<float> out(100 * 6 * 24), same(out);
+    for (int t = 0; t < 130;) {
+      const int tokens = t == 0 ? 100 : 1;
+      const auto rows = source.at(0, t, tokens);
+      std::vector<float> keys(rows.keys.begin(), rows.keys.end());
+      if (t == 0) keys[40 * 48 + 24] = quiet_nan;  // of KV head 1
+      for (auto* p : {&clean, &poisoned}) {
+        p->begin_step({{a, tokens, t == 0 ? row_kind::prompt : row_kind::decode}});
+        p->append<float>(0,
+                         {p == &clean ? rows.keys : std::span<const float>(keys), rows.values, rows.queries});
+        p->attend(0, std::span(p == &clean ? same : out).first(count(tokens) * 6 * 24));
+        p->end_step();
+      }
+      CHECK(same_bits(std::vector<float>(out.begin(), out.begin() + 3 * 24),
+                      std::vector<float>(same.begin(), same.begin() + 3 * 24)));
+      t += tokens;
+    }
+    CHECK(attended(clean, 0, a, 0) == attended(poisoned, 0, b, 0));
+  }
+}
