@@ -55,7 +55,14 @@ void add_options(CLI::App& app, arguments& a) {
   app.add_option("--generate", a.generate,
                  "Tokens that every method generates on its own after the prompt; 0: none");
   app.add_option("--temperature", a.temperature, "Of sampling them; 0: the most likely token always");
-  app.add_option("--seed", a.seed, "Of sampling them, the same for every method");
+  app.add_option("--seed", a.seed,
+                 "Of sampling them, and of --draft's wrong guesses, the same for every method");
+  app.add_option("--batch", a.batch,
+                 "Texts, parts of --text, that every method decodes together and one at a time; 0: none");
+  app.add_option(
+      "--draft", a.draft,
+      "Tokens that every method decodes in one step, the next one and guesses of those behind it, of which "
+      "what follows a wrong one is taken back; 0: none");
   app.add_option(
       "--tasks", a.tasks,
       "Questions, one JSON object a line: \"prompt\" with \"choices\" and \"correct\" (an index), or "
@@ -85,12 +92,16 @@ void choose_sections(arguments& a) {
     if (a.full) a.sections.push_back("lengths");
     if (a.full && !a.needle_tokens.empty()) a.sections.push_back("frontier");
     if (a.generate > 0) a.sections.push_back("generate");
+    if (a.batch > 0) a.sections.push_back("batch");
+    if (a.draft > 0) a.sections.push_back("draft");
     if (!a.tasks.empty()) a.sections.push_back("tasks");
   }
   for (const auto& name : a.sections)
     require(find_section(name) != nullptr,
             "--section " + name + " is unknown; choose among: " + section_names());
   require(!a.does("generate") || a.generate > 0, "--section generate needs --generate, the number of tokens");
+  require(!a.does("batch") || a.batch > 0, "--section batch needs --batch, the number of texts");
+  require(!a.does("draft") || a.draft > 0, "--section draft needs --draft, the number of tokens a step");
   require(!a.does("tasks") || !a.tasks.empty(), "--section tasks needs --tasks, a file of questions");
   require(!a.does("needles") || !a.needle_tokens.empty() || a.full,
           "--section needles needs --needle-tokens above 0");
@@ -132,6 +143,12 @@ arguments parse_arguments(int argc, char** argv) {
           "--prompt, --steps and --deep-steps are at least 1");
   require(a.rounds >= 0 && a.timed_steps >= 1, "--rounds is at least 0 and --timed-steps at least 1");
   require(a.generate >= 0, "--generate is at least 0");
+  const auto most = static_cast<int>(llama_max_parallel_sequences());
+  require(a.batch == 0 || (a.batch >= 2 && a.batch <= most),
+          "--batch is 0, or from 2 to " + std::to_string(most) +
+              " texts, which are the most that llama.cpp takes");
+  require(a.draft == 0 || (a.draft >= 2 && a.draft <= a.steps),
+          "--draft is 0, or at least 2 tokens and no more than --steps");
   require(a.temperature >= 0 && std::isfinite(a.temperature), "--temperature is 0 or a positive number");
   if (a.needle_tokens == std::vector<int>{0}) a.needle_tokens.clear();
   std::vector<int> lengths = a.needle_tokens;

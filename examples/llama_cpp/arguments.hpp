@@ -12,7 +12,7 @@ namespace freekv::examples {
 struct arguments {
   std::string model, text, needle_text, calibration, cache, out, tasks, commit = "unknown";
   int prompt = 4096, steps = 128, basis_tokens = 7168, rounds = 5, timed_steps = 16;
-  int generate = 0;
+  int generate = 0, batch = 0, draft = 0;
   double temperature = 0;
   std::uint64_t seed = 1;
   std::vector<int> needle_tokens{1024, 4096}, needle_budgets{512, 1024};

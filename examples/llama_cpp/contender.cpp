@@ -38,9 +38,8 @@ std::size_t learnt_bytes_of(const contender& c, const prepared_prompt& prompt) {
   return (basis.data != nullptr ? bytes(basis) : 0) + (codebooks.data != nullptr ? bytes(codebooks) : 0);
 }
 
-std::unique_ptr<pipeline> make_contender(const contender& c, const common_settings& s,
-                                         const model_shape& shape, const prepared_prompt& prompt, int more,
-                                         bool in_place, host_backend& backend) {
+pipeline_options options_of(const contender& c, const common_settings& s, const model_shape& shape,
+                            const prepared_prompt& prompt, int more, bool in_place) {
   pipeline_options o;
   o.element = data_type::f16;
   o.head_dim = shape.head_dim;
@@ -59,7 +58,13 @@ std::unique_ptr<pipeline> make_contender(const contender& c, const common_settin
   o.basis = basis_of(c, prompt);
   o.codebooks = codebooks_of(c, prompt);
   o.head_kinds = c.head_kinds;
-  return make_pipeline(o, backend);
+  return o;
+}
+
+std::unique_ptr<pipeline> make_contender(const contender& c, const common_settings& s,
+                                         const model_shape& shape, const prepared_prompt& prompt, int more,
+                                         bool in_place, host_backend& backend) {
+  return make_pipeline(options_of(c, s, shape, prompt, more, in_place), backend);
 }
 
 std::size_t summary_bytes_of(const contender& c, const pipeline& p) {

@@ -64,8 +64,11 @@ key_codebooks codebooks_of(const contender& c, const prepared_prompt& prompt);
 /// The bytes of both.
 std::size_t learnt_bytes_of(const contender& c, const prepared_prompt& prompt);
 
-/// The pipeline of a contender, with room for `more` tokens after the prompt. At equal budget, a method that
-/// selects nothing has all but the sink as its window.
+/// Of a contender's pipeline, with room for `more` tokens after the prompt. At equal budget, a method that selects
+/// nothing has all but the sink as its window.
+pipeline_options options_of(const contender& c, const common_settings& s, const model_shape& shape,
+                            const prepared_prompt& prompt, int more, bool in_place);
+/// The pipeline with these options.
 std::unique_ptr<pipeline> make_contender(const contender& c, const common_settings& s,
                                          const model_shape& shape, const prepared_prompt& prompt, int more,
                                          bool in_place, host_backend& backend);

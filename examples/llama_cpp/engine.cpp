@@ -97,7 +97,8 @@ model::model(const std::string& path) {
 
   engine probe(*this, {.threads = 1, .context = 1, .rows = 1});
   const llama_token token = 0;
-  probe.evaluate({&token, 1}, 0, 1, [](const layer_rows&, float*) {});
+  const sequence_tokens step{0, 0, {&token, 1}};
+  probe.evaluate({&step, 1}, 1, [](const layer_rows&, float*) {});
   shape_ = probe.model_.shape_;
   context_sets_rotation_ = metadata(weights, architecture + ".rope.scaling.type") == "longrope";
 }
@@ -142,6 +143,18 @@ engine::engine(model shared, options wanted) : model_(std::move(shared)), option
                        std::to_string(options_.threads) + ", " + std::to_string(options_.rows) + " and " +
                        std::to_string(options_.context));
   }
+  if (const auto most = static_cast<int>(llama_max_parallel_sequences());
+      options_.sequences < 1 || options_.sequences > most) {
+    throw engine_error("an engine has 1 to " + std::to_string(most) +
+                       " sequences, which is llama.cpp's most, not " + std::to_string(options_.sequences));
+  }
+  if (const int least = options_.context > 0 ? std::min(options_.context, options_.rows) : options_.rows;
+      options_.sequences > least) {
+    throw engine_error("an engine of " + std::to_string(options_.sequences) +
+                       " sequences evaluates a row of each at once, not " + std::to_string(options_.rows) +
+                       " rows in a context of " + std::to_string(options_.context) +
+                       ": give a row and a token of context for each");
+  }
   if (model_.context_sets_rotation_ && options_.context != 0) {
     throw engine_error("model '" + shape().name +
                        "' has LongRoPE, whose rotation llama.cpp chooses by the context's size: " +
@@ -151,6 +164,8 @@ engine::engine(model shared, options wanted) : model_(std::move(shared)), option
   parameters.n_ctx = static_cast<std::uint32_t>(options_.context);
   // equal, so that an evaluation is one graph: its attention nodes, counted, are the layers
   parameters.n_batch = parameters.n_ubatch = static_cast<std::uint32_t>(options_.rows);
+  parameters.n_seq_max = static_cast<std::uint32_t>(options_.sequences);
+  parameters.kv_unified = options_.unified;
   parameters.n_threads = parameters.n_threads_batch = options_.threads;
   parameters.flash_attn_type =
       options_.flash_attention ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
@@ -177,7 +192,7 @@ engine::engine(model shared, options wanted) : model_(std::move(shared)), option
 
 std::span<const float> engine::prefill(std::span<const llama_token> tokens, int position,
                                        const prefill_options& how) {
-  require_length(position);
+  require_length(position, how.sequence);
   row_handler handler;
   if (how.seen_by) {
     require_flash_attention();
@@ -188,39 +203,51 @@ std::span<const float> engine::prefill(std::span<const llama_token> tokens, int 
     const auto chunk = tokens.subspan(done, std::min<std::size_t>(tokens.size() - done, options_.rows));
     const auto rows = static_cast<int>(chunk.size());
     const bool last = done + chunk.size() == tokens.size();
-    logits = evaluate(chunk, position + static_cast<int>(done), last ? rows - 1 : rows, handler);
+    const sequence_tokens step{how.sequence, position + static_cast<int>(done), chunk};
+    logits = evaluate({&step, 1}, last ? rows - 1 : rows, handler);
     done += chunk.size();
     if (how.progress) how.progress(static_cast<int>(done));
   }
   return logits;
 }
 
-std::span<const float> engine::decode(std::span<const llama_token> tokens, int position, attention& ours) {
+std::span<const float> engine::decode(std::span<const sequence_tokens> step, attention& ours) {
   require_flash_attention();
+  if (!options_.unified && options_.sequences > 1) {
+    throw engine_error(
+        "this engine was made with unified = false, where no attention node has the rows of all sequences: "
+        "make it with unified = true");
+  }
   clear();
-  return evaluate(tokens, position, 0,
-                  [&ours](const layer_rows& rows, float* output) { ours.attend(rows, output); });
+  return evaluate(step, 0, [&ours](const layer_rows& rows, float* output) { ours.attend(rows, output); });
 }
 
-std::span<const float> engine::decode_stock(llama_token token, int position) {
-  require_length(position);
-  return evaluate({&token, 1}, position, 0, nullptr);
+std::span<const float> engine::decode_stock(std::span<const sequence_tokens> step) {
+  for (const sequence_tokens& of : step) require_length(of.position, of.sequence);
+  return evaluate(step, 0, nullptr);
 }
 
-int engine::length() const { return llama_memory_seq_pos_max(llama_get_memory(context_.get()), 0) + 1; }
-
-void engine::truncate(int position) {
-  llama_memory_seq_rm(llama_get_memory(context_.get()), 0, position, -1);
+int engine::length(int sequence) const {
+  require_sequence(sequence);
+  return llama_memory_seq_pos_max(llama_get_memory(context_.get()), sequence) + 1;
 }
+
+void engine::truncate(int position, int sequence) {
+  require_sequence(sequence);
+  llama_memory_seq_rm(llama_get_memory(context_.get()), sequence, position, -1);
+}
+
+void engine::clear() { llama_memory_seq_rm(llama_get_memory(context_.get()), -1, 0, -1); }
 
 std::string engine::state_title() const { return "FreeKV llama.cpp state, " + shape().name; }
 
 // Not llama_state_seq_save_file and _load_file: the latter aborts the process on a truncated file, reading
 // from memory is checked.
-void engine::save_state(const std::string& path) const {
+void engine::save_state(const std::string& path, int sequence) const {
+  require_sequence(sequence);
   forget_errors();
-  std::vector<std::uint8_t> state(llama_state_seq_get_size(context_.get(), 0));
-  const auto size = llama_state_seq_get_data(context_.get(), state.data(), state.size(), 0);
+  std::vector<std::uint8_t> state(llama_state_seq_get_size(context_.get(), sequence));
+  const auto size = llama_state_seq_get_data(context_.get(), state.data(), state.size(), sequence);
   std::ofstream file(path, std::ios::binary);
   file << state_title() << '\n';
   file.write(reinterpret_cast<const char*>(state.data()), static_cast<std::streamsize>(size));
@@ -232,8 +259,8 @@ void engine::save_state(const std::string& path) const {
                        " bytes");
 }
 
-void engine::load_state(const std::string& path) {
-  clear();
+void engine::load_state(const std::string& path, int sequence) {
+  truncate(0, sequence);
   std::ifstream file(path, std::ios::binary);
   std::string title;
   if (!std::getline(file, title) || title != state_title()) {
@@ -245,19 +272,26 @@ void engine::load_state(const std::string& path) {
   const auto state = std::move(rest).str();
   forget_errors();
   if (llama_state_seq_set_data(context_.get(), reinterpret_cast<const std::uint8_t*>(state.data()),
-                               state.size(), 0) != 0)
+                               state.size(), sequence) != 0)
     return;
   const auto cause = logged_cause();
-  clear();
+  truncate(0, sequence);
   throw engine_error("cannot load state '" + path + "' (" + cause +
                      "): give a whole one saved with the same flash_attention, and a context that holds it");
 }
 
-void engine::require_length(int position) const {
-  if (position == length()) return;
-  throw engine_error(
-      "position " + std::to_string(position) + " does not follow the " + std::to_string(length()) +
-      " tokens in llama.cpp's cache: prefill, load or truncate to " + std::to_string(position) + " first");
+void engine::require_sequence(int sequence) const {
+  if (sequence >= 0 && sequence < options_.sequences) return;
+  throw engine_error("sequence " + std::to_string(sequence) + " is not one of this engine's, 0 to " +
+                     std::to_string(options_.sequences - 1) + ": make it with more sequences");
+}
+
+void engine::require_length(int position, int sequence) const {
+  const int has = length(sequence);
+  if (position == has) return;
+  throw engine_error("position " + std::to_string(position) + " does not follow the " + std::to_string(has) +
+                     " tokens in llama.cpp's cache: prefill, load or truncate to " +
+                     std::to_string(position) + " first");
 }
 
 void engine::require_flash_attention() const {
@@ -267,25 +301,34 @@ void engine::require_flash_attention() const {
       "make it with flash_attention = true");
 }
 
-// Evaluates the tokens as one graph, with logits of those from `first_logits` on; a handler gets all layers'
+// Evaluates the tokens as one graph, with logits of the rows from `first_logits` on; a handler gets all layers'
 // rows.
-std::span<const float> engine::evaluate(std::span<const llama_token> tokens, int position, int first_logits,
+std::span<const float> engine::evaluate(std::span<const sequence_tokens> step, int first_logits,
                                         row_handler handler) {
-  const auto rows = static_cast<int>(tokens.size());
-  if (rows < 1 || rows > options_.rows || position < 0) {
+  std::vector<llama_token> token;
+  std::vector<llama_pos> positions;
+  std::vector<llama_seq_id> sequence;
+  for (const sequence_tokens& of : step) {
+    require_sequence(of.sequence);
+    for (std::size_t row = 0; row < of.tokens.size(); ++row) {
+      token.push_back(of.tokens[row]);
+      positions.push_back(of.position + static_cast<int>(row));
+      sequence.push_back(of.sequence);
+    }
+  }
+  const auto rows = static_cast<int>(token.size());
+  const int position = step.empty() ? 0 : step.front().position;
+  if (rows < 1 || rows > options_.rows || *std::min_element(positions.begin(), positions.end()) < 0) {
     throw engine_error("cannot evaluate " + std::to_string(rows) + " tokens at position " +
                        std::to_string(position) + ": give 1 to " + std::to_string(options_.rows) +
                        " (rows) at position 0 or later");
   }
-  std::vector<llama_token> token(tokens.begin(), tokens.end());
-  std::vector<llama_pos> positions(tokens.size());
-  std::vector<std::int32_t> sequence_count(tokens.size(), 1);
-  llama_seq_id sequence = 0;
-  std::vector<llama_seq_id*> sequences(tokens.size(), &sequence);
-  std::vector<std::int8_t> wants_logits(tokens.size());
+  std::vector<std::int32_t> sequence_count(token.size(), 1);
+  std::vector<llama_seq_id*> sequences;
+  std::vector<std::int8_t> wants_logits;
   for (int row = 0; row < rows; ++row) {
-    positions[row] = position + row;
-    wants_logits[row] = row >= first_logits;
+    sequences.push_back(&sequence[row]);
+    wants_logits.push_back(row >= first_logits);
   }
   llama_batch batch{};
   batch.n_tokens = rows;
@@ -298,7 +341,7 @@ std::span<const float> engine::evaluate(std::span<const llama_token> tokens, int
   handler_ = std::move(handler);
   thrown_ = nullptr;
   layer_ = 0;
-  position_ = position;
+  step_ = step;
   writes_.clear();
   forget_errors();
   const auto status = llama_decode(context_.get(), batch);
@@ -318,7 +361,7 @@ std::span<const float> engine::evaluate(std::span<const llama_token> tokens, int
                           std::to_string(shape().layers) + " before");
     }
   } catch (...) {
-    truncate(position);
+    for (const sequence_tokens& of : step) truncate(of.position, of.sequence);
     throw;
   }
   if (first_logits >= rows) return {};
@@ -366,7 +409,8 @@ void engine::hand_over(ggml_tensor* attention_node) {
   }
   const layer_rows seen{.layer = layer_,
                         .rows = rows,
-                        .position = position_,
+                        .position = step_.front().position,
+                        .of = step_,
                         .query = query_.data(),
                         .key = read_cache(attention_node->src[1], rows, key_),
                         .value = read_cache(attention_node->src[2], rows, value_)};

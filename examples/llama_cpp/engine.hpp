@@ -40,12 +40,20 @@ struct model_shape {
   std::string name;
 };
 
-/// One layer's input to attention, for consecutive tokens; valid during the call that it is passed to.
+/// Consecutive tokens of one sequence.
+struct sequence_tokens {
+  int sequence = 0;  ///< from 0, below the engine's `sequences`
+  int position = 0;  ///< of the first
+  std::span<const llama_token> tokens;
+};
+
+/// One layer's input to attention, for the tokens of a step; valid during the call that it is passed to.
 /// Keys and values are those of llama.cpp's cache: half precision, widened.
 struct layer_rows {
   int layer = 0;
   int rows = 0;
-  int position = 0;              ///< of the first row
+  int position = 0;                          ///< of the first row
+  std::span<const sequence_tokens> of = {};  ///< whose rows they are, one sequence's behind the other's
   const float* query = nullptr;  ///< (rows, query_heads, head_dim), contiguous, after rotary embedding
   const float* key = nullptr;    ///< (rows, kv_heads, head_dim), contiguous, after rotary embedding
   const float* value = nullptr;  ///< (rows, kv_heads, head_dim), contiguous
@@ -56,7 +64,7 @@ class attention {
  public:
   virtual ~attention() = default;
   /// Overwrites `output`, (rows, query_heads, head_dim): on entry it holds llama.cpp's own, over the same
-  /// rows only. The rows are causal among themselves. May throw: the step stops there and `engine::decode`
+  /// rows only. A sequence's rows are causal among themselves. May throw: the step stops there and `engine::decode`
   /// throws the same.
   virtual void attend(const layer_rows& rows, float* output) = 0;
 };
@@ -92,7 +100,8 @@ class model {
   bool context_sets_rotation_ = false;  // LongRoPE
 };
 
-/// One sequence of a model: a llama.cpp context with its own cache and threads. Used by one thread at a time.
+/// Sequences of a model, one unless more are asked for: a llama.cpp context with its own cache and threads. Used by one
+/// thread at a time.
 class engine {
  public:
   struct options {
@@ -100,13 +109,18 @@ class engine {
     /// Tokens that the engine's own cache holds, rounded up to 256; 0: the trained context. An engine for
     /// `decode` needs only `rows`: positions may go beyond.
     int context = 0;
-    int rows = 512;               ///< tokens evaluated at once, at most
+    int rows = 512;  ///< tokens evaluated at once, at most
+    int sequences = 1;
+    /// All sequences share the context and one attention node has all their rows, as `decode` needs it; off: each
+    /// has its part of the context, and llama.cpp's own attention does not pass over the others' tokens.
+    bool unified = true;
     bool flash_attention = true;  ///< needed to see the rows; off: for comparison only
   };
 
   struct prefill_options {
     observer* seen_by = nullptr;
     std::function<void(int tokens_done)> progress = {};
+    int sequence = 0;
   };
 
   /// Throws `engine_error` if llama.cpp cannot make such a context.
@@ -117,7 +131,7 @@ class engine {
   const model_shape& shape() const noexcept { return model_.shape_; }
 
   /// llama.cpp's own attention, which keeps the tokens in the engine's cache. `position` is that of the first
-  /// token and must be `length()`. Returns the last token's logits, valid until the next evaluation.
+  /// token and must be the sequence's `length`. Returns the last token's logits, valid until the next evaluation.
   /// Throws `engine_error`, or what the observer threw; a chunk that failed leaves no tokens in the cache.
   std::span<const float> prefill(std::span<const llama_token> tokens, int position,
                                  const prefill_options& how);
@@ -126,27 +140,37 @@ class engine {
   }
 
   /// Our attention, which keeps what it needs of the tokens. The engine's own cache is emptied first, so any
-  /// `position` is possible, also beyond the engine's context. Returns the logits of every token,
-  /// (tokens, vocabulary), valid until the next evaluation.
+  /// position is possible, also beyond the engine's context. Returns the logits of every token, (tokens, vocabulary),
+  /// in the step's order, valid until the next evaluation.
   /// Throws `engine_error`, or what the attention threw; either way the engine stays usable.
-  std::span<const float> decode(std::span<const llama_token> tokens, int position, attention& ours);
+  std::span<const float> decode(std::span<const sequence_tokens> step, attention& ours);
+  std::span<const float> decode(std::span<const llama_token> tokens, int position, attention& ours) {
+    const sequence_tokens step{0, position, tokens};
+    return decode({&step, 1}, ours);
+  }
   std::span<const float> decode(llama_token token, int position, attention& ours) {
     return decode({&token, 1}, position, ours);
   }
 
-  /// llama.cpp's own attention over its own cache, without a stop. `position` must be `length()`.
-  std::span<const float> decode_stock(llama_token token, int position);
+  /// llama.cpp's own attention over its own cache, without a stop. Positions must be the sequences' `length`. Returns
+  /// the logits of every token, as `decode` does.
+  std::span<const float> decode_stock(std::span<const sequence_tokens> step);
+  std::span<const float> decode_stock(llama_token token, int position) {
+    const sequence_tokens step{0, position, {&token, 1}};
+    return decode_stock({&step, 1});
+  }
 
-  /// The position that follows the last token of the engine's own cache; 0 if it is empty.
-  int length() const;
-  /// Forgets the tokens from `position` on.
-  void truncate(int position);
-  void clear() { truncate(0); }
-  /// The engine's own cache, to a file and back, so that a prompt need not be prefilled again. Both sides
+  /// The position that follows a sequence's last token in the engine's own cache; 0 if it has none.
+  int length(int sequence = 0) const;
+  /// Forgets a sequence's tokens from `position` on.
+  void truncate(int position, int sequence = 0);
+  /// Forgets all tokens of all sequences.
+  void clear();
+  /// A sequence of the engine's own cache, to a file and back, so that a prompt need not be prefilled again. Both sides
   /// need the same model and the same `flash_attention`: without it llama.cpp transposes the values. Throws
-  /// `engine_error`; a load that failed leaves the cache empty.
-  void save_state(const std::string& path) const;
-  void load_state(const std::string& path);
+  /// `engine_error`; a load that failed leaves the sequence empty.
+  void save_state(const std::string& path, int sequence = 0) const;
+  void load_state(const std::string& path, int sequence = 0);
 
  private:
   friend class model;
@@ -168,10 +192,11 @@ class engine {
   void hand_over(ggml_tensor* attention_node);
   void check_shape(const ggml_tensor* attention_node);
   const float* read_cache(const ggml_tensor* view, int rows, std::vector<float>& into) const;
-  std::span<const float> evaluate(std::span<const llama_token> tokens, int position, int first_logits,
+  std::span<const float> evaluate(std::span<const sequence_tokens> step, int first_logits,
                                   row_handler handler);
   std::string state_title() const;
-  void require_length(int position) const;
+  void require_sequence(int sequence) const;
+  void require_length(int position, int sequence) const;
   void require_flash_attention() const;
 
   model model_;
@@ -183,7 +208,7 @@ class engine {
   row_handler handler_;
   std::exception_ptr thrown_;
   int layer_ = 0;
-  int position_ = 0;
+  std::span<const sequence_tokens> step_;
   std::vector<cache_write> writes_;
   std::vector<float> query_, key_, value_;
 };

@@ -88,8 +88,9 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
 /// How much of --text the sections need.
 int text_tokens(const arguments& a) {
   int needed = 1;
-  for (const char* name : {"quality", "budgets", "taus", "speed", "generate", "frontier"})
+  for (const char* name : {"quality", "budgets", "taus", "speed", "generate", "draft", "frontier"})
     if (a.does(name)) needed = std::max(needed, a.prompt + std::max(a.steps, a.deep_steps) + 1);
+  if (a.does("batch")) needed = std::max(needed, a.prompt + a.steps + a.batch);  // different parts
   if (a.does("lengths"))
     for (const int length : a.lengths) needed = std::max(needed, length + 1);
   return needed;
@@ -131,7 +132,8 @@ std::string results_in(const std::string& folder) {
 constexpr std::array all_sections{section{"needles", compare_needles},    section{"quality", compare_quality},
                                   section{"budgets", compare_budgets},    section{"taus", compare_taus},
                                   section{"speed", compare_speed},        section{"lengths", compare_lengths},
-                                  section{"generate", compare_generated}, section{"tasks", compare_tasks},
+                                  section{"generate", compare_generated}, section{"batch", compare_batch},
+                                  section{"draft", compare_drafts},       section{"tasks", compare_tasks},
                                   section{"frontier", compare_frontier}};
 
 }  // namespace

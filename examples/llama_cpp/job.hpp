@@ -75,6 +75,10 @@ void compare_speed(job& j);
 void compare_lengths(job& j);
 /// Texts that every contender writes on its own.
 void compare_generated(job& j);
+/// Texts decoded together and one at a time.
+void compare_batch(job& j);
+/// Several tokens a step, of which some are taken back, beside one a step.
+void compare_drafts(job& j);
 /// Questions from a file.
 void compare_tasks(job& j);
 

@@ -161,6 +161,17 @@ std::vector<float> prompt_cache::float_keys(int layer) const {
 void prompt_cache::restore(pipeline& pipeline) const {
   pipeline.restart();
   pipeline.begin_step(tokens_, row_kind::prompt);
+  append_to(pipeline);
+}
+
+sequence_id prompt_cache::open(pipeline& pipeline) const {
+  const sequence_rows rows{pipeline.open(), tokens_, row_kind::prompt};
+  pipeline.begin_step({&rows, 1});
+  append_to(pipeline);
+  return rows.sequence;
+}
+
+void prompt_cache::append_to(pipeline& pipeline) const {
   std::vector<float> queries;
   for (int layer = 0; layer < shape_.layers; ++layer) {
     if (pipeline.observes_prompts()) {
@@ -217,20 +228,22 @@ codebook_set prompt_cache::learn_codebooks(const codebook_sizes& sizes,
 }
 
 void restore_stock(engine& stock, std::span<const llama_token> tokens, bool flash_attention,
-                   const prompt_cache::place& place, const progress_function& progress) {
+                   const prompt_cache::place& place, const progress_function& progress, int sequence) {
   const auto path = file_for(place, tokens, flash_attention ? ".flash.state" : ".plain.state");
   if (!path.empty() && std::filesystem::exists(path)) {
     try {
-      return stock.load_state(path.string());
+      return stock.load_state(path.string(), sequence);
     } catch (const engine_error&) {
       std::filesystem::remove(path);  // of another llama.cpp, or cut short
     }
   }
-  stock.clear();
+  stock.truncate(0, sequence);
   const std::string what =
       std::string("prefill by llama.cpp ") + (flash_attention ? "with" : "without") + " flash attention";
-  stock.prefill(tokens, 0, reporting(nullptr, tokens, progress, what));
-  if (!path.empty()) stock.save_state(path.string());
+  auto how = reporting(nullptr, tokens, progress, what);
+  how.sequence = sequence;
+  stock.prefill(tokens, 0, how);
+  if (!path.empty()) stock.save_state(path.string(), sequence);
 }
 
 }  // namespace freekv::examples

@@ -46,12 +46,15 @@ class prompt_cache {
   /// Makes `pipeline` hold this prompt and nothing else. Throws usage_error if it observes prompts and no queries are
   /// kept.
   void restore(pipeline& pipeline) const;
+  /// A new sequence of `pipeline`, which holds this prompt.
+  sequence_id open(pipeline& pipeline) const;
   /// The subspaces of rank `rank` of this prompt's keys.
   key_basis learn_basis(int rank) const;
   /// The codebooks of this prompt's keys, kept beside the prompt: learning them takes seconds.
   codebook_set learn_codebooks(const codebook_sizes& sizes, const progress_function& progress) const;
 
  private:
+  void append_to(pipeline& pipeline) const;
   std::span<const std::byte> part(const std::vector<std::uint16_t>& of, int layer) const {
     const std::size_t size = of.size() / static_cast<std::size_t>(shape_.layers);
     return std::as_bytes(std::span(of).subspan(static_cast<std::size_t>(layer) * size, size));
@@ -64,10 +67,10 @@ class prompt_cache {
   std::vector<std::uint16_t> queries_;  // (layers, tokens, query_heads, head_dim), f16, where they are kept
 };
 
-/// Makes `stock`, whose options have `flash_attention`, hold a prompt in its own cache: loaded from disk, or
-/// prefilled and stored.
+/// Makes a sequence of `stock`, whose options have `flash_attention`, hold a prompt in the engine's own cache: loaded
+/// from disk, or prefilled and stored.
 void restore_stock(engine& stock, std::span<const llama_token> tokens, bool flash_attention,
-                   const prompt_cache::place& place, const progress_function& progress);
+                   const prompt_cache::place& place, const progress_function& progress, int sequence = 0);
 
 /// The first `count` tokens of a text file. Throws choice_error if it has fewer.
 std::vector<llama_token> first_tokens(const model& model, const std::filesystem::path& path, int count);

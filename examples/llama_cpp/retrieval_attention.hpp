@@ -1,6 +1,7 @@
 // FreeKV as a model's attention: what an engine does with a pipeline, layer by layer.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "engine.hpp"
@@ -35,11 +36,19 @@ struct attention_statistics {
   }
 };
 
-/// Attends with `pipeline`, whose layers are the model's: one sequence, one decode row at a time.
+/// Attends with `pipeline`, whose layers are the model's: decode rows.
 class retrieval_attention : public attention {
  public:
+  /// Of the pipeline's only sequence.
   retrieval_attention(pipeline& pipeline, const model_shape& shape, int complete_layers)
-      : pipeline_(pipeline), shape_(shape), complete_layers_(complete_layers) {
+      : retrieval_attention(pipeline, {}, shape, complete_layers) {}
+  /// `sequences`: the pipeline's, in the order of the engine's.
+  retrieval_attention(pipeline& pipeline, std::vector<sequence_id> sequences, const model_shape& shape,
+                      int complete_layers)
+      : pipeline_(pipeline),
+        sequences_(std::move(sequences)),
+        shape_(shape),
+        complete_layers_(complete_layers) {
     reset();
   }
 
@@ -56,15 +65,20 @@ class retrieval_attention : public attention {
   void reset();
 
  private:
+  void begin_step(const layer_rows& rows);
   void gather(const layer_rows& rows, const float* output);
+  void gather(const step_report& report, int layer, std::size_t sequence);
 
   pipeline& pipeline_;
+  std::vector<sequence_id> sequences_;  // none: the pipeline's only one
   model_shape shape_;
   int complete_layers_;
   bool compare_ = false;
   std::vector<float> lse_, full_, full_lse_;
   std::vector<attention_statistics> by_head_;
-  std::vector<std::vector<std::int32_t>> attended_;  // by layer and KV head, ascending, in the last step
+  std::vector<sequence_rows> step_;
+  std::vector<std::vector<std::int32_t>>
+      attended_;  // by sequence, layer and KV head, ascending, in its last step
   double seconds_ = 0;
 };
 

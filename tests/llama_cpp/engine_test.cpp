@@ -194,11 +194,14 @@ class recorder : public observer, public attention {
   };
   explicit recorder(const model_shape& shape) : shape_(shape) {}
   std::vector<call> calls;
+  std::vector<call> whose;  ///< the first layer's: sequence, rows, position
   std::vector<float> query, key, value;
 
   void observe(const layer_rows& rows) override {
     calls.push_back({rows.layer, rows.rows, rows.position});
     if (rows.layer > 0) return;
+    for (const auto& of : rows.of)
+      whose.push_back({of.sequence, static_cast<int>(of.tokens.size()), of.position});
     const auto heads_size = [&](int heads) {
       return static_cast<std::size_t>(rows.rows) * heads * shape_.head_dim;
     };
@@ -378,6 +381,56 @@ TEST_CASE("positions may go beyond the context of an engine that decodes") {
   CHECK(largest_difference(tail(expected.value), seen.value) < 0.01);
 }
 
+TEST_CASE("the rows of several sequences are handed over together, with whose they are") {
+  const auto all = text_tokens();
+  const std::span<const llama_token> text_rows(all);
+  const std::vector<sequence_tokens> step{
+      {2, 300, text_rows.subspan(50, 3)}, {0, 7, text_rows.subspan(7, 1)}, {3, 0, text_rows.subspan(90, 20)}};
+  engine together(shared_model(), {.threads = 1, .context = 256, .sequences = 4});
+  recorder seen(together.shape());
+  CHECK(together.decode(step, seen).size() == 24u * static_cast<std::size_t>(together.shape().vocabulary));
+  CHECK(std::ssize(seen.calls) == together.shape().layers);
+  CHECK(seen.whose == std::vector<recorder::call>{{2, 3, 300}, {0, 1, 7}, {3, 20, 0}});
+
+  engine single(shared_model(), {.threads = 1, .context = 256});
+  recorder alone(single.shape());
+  for (const auto& of : step) single.decode(of.tokens, of.position, alone);
+  CHECK(largest_difference(seen.query, alone.query) < 0.01);
+  CHECK(largest_difference(seen.key, alone.key) < 0.01);
+  CHECK(largest_difference(seen.value, alone.value) < 0.01);
+}
+
+TEST_CASE("sequences of llama.cpp's own attention do not see each other") {
+  const auto all = text_tokens();
+  engine alone(shared_model(), {.threads = 1, .context = 256});
+  const auto expected = copy(alone.prefill(prompt_of(all), 0));
+  engine host(shared_model(), {.threads = 1, .context = 768, .sequences = 3, .unified = false});
+  host.prefill(std::span(all).subspan(30, 60), 0, {.sequence = 2});
+  CHECK((copy(host.prefill(prompt_of(all), 0, {.sequence = 1})) == expected));
+  CHECK((host.length(0) == 0 && host.length(1) == prompt_length && host.length(2) == 60));
+
+  SECTION("a part of one is taken back") {
+    host.truncate(60, 1);
+    CHECK((host.length(1) == 60 && host.length(2) == 60));
+    alone.truncate(60);
+    CHECK((copy(host.prefill(prompt_of(all).subspan(60), 60, {.sequence = 1})) ==
+           copy(alone.prefill(prompt_of(all).subspan(60), 60))));
+    host.clear();
+    CHECK((host.length(1) == 0 && host.length(2) == 0));
+  }
+  SECTION("a saved one continues as another") {
+    const auto path = temporary("sequence");
+    host.save_state(path.string(), 1);
+    const sequence_tokens next{1, prompt_length, std::span(all).subspan(prompt_length, 1)};
+    const auto logits = copy(host.decode_stock({&next, 1}));
+    host.load_state(path.string(), 0);
+    CHECK((host.length(0) == prompt_length && host.length(1) == prompt_length + 1));
+    const sequence_tokens same{0, prompt_length, next.tokens};
+    CHECK((copy(host.decode_stock({&same, 1})) == logits));
+    std::filesystem::remove(path);
+  }
+}
+
 TEST_CASE("an attention that throws stops its step, and the engine goes on") {
   const auto all = text_tokens();
   engine host(shared_model(), {.threads = 1, .context = 256});
@@ -453,6 +506,18 @@ TEST_CASE("what an engine cannot do is an error, and the engine goes on") {
   CHECK_THROWS_WITH(plain.prefill(prompt_of(all), 0, {.seen_by = &seen}), Contains("flash_attention"));
   CHECK_THROWS_AS(engine(shared_model(), {.threads = 0}), engine_error);
   CHECK_THROWS_AS(engine(shared_model(), {.threads = 1, .rows = 0}), engine_error);
+  CHECK_THROWS_WITH(engine(shared_model(), {.threads = 1, .sequences = 0}), Contains("1 to 256 sequences"));
+  CHECK_THROWS_WITH(engine(shared_model(), {.threads = 1, .context = 2, .sequences = 3}),
+                    Contains("3 sequences") && Contains("context of 2"));
+  CHECK_THROWS_AS(engine(shared_model(), {.threads = 1, .rows = 2, .sequences = 3}), engine_error);
+
+  engine pair(shared_model(), {.threads = 1, .context = 512, .sequences = 2, .unified = false});
+  sequence_tokens step{2, 0, prompt_of(all).first(1)};
+  CHECK_THROWS_WITH(pair.decode_stock({&step, 1}), Contains("sequence 2") && Contains("0 to 1"));
+  step.sequence = 0;
+  CHECK_THROWS_WITH(pair.decode({&step, 1}, zeros), Contains("unified"));
+  CHECK_THROWS_AS(pair.decode_stock(std::span<const sequence_tokens>{}), engine_error);
+  CHECK_NOTHROW(pair.decode_stock({&step, 1}));
 }
 
 TEST_CASE("a file that is not a whole model is an error") {

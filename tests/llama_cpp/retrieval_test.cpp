@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <functional>
 #include <vector>
 
 #include "../catch.hpp"
@@ -36,7 +37,7 @@ const model& shared_model() {
   return loaded;
 }
 
-std::unique_ptr<pipeline> make(const model_shape& shape, const method& does, freekv::host_backend& backend) {
+pipeline_options options(const model_shape& shape, const method& does) {
   pipeline_options o;
   o.head_dim = shape.head_dim;
   o.layers = shape.layers;
@@ -48,7 +49,11 @@ std::unique_ptr<pipeline> make(const model_shape& shape, const method& does, fre
   o.scale = shape.scale;
   o.does = does;
   o.in_place = true;
-  return make_pipeline(o, backend);
+  return o;
+}
+
+std::unique_ptr<pipeline> make(const model_shape& shape, const method& does, freekv::host_backend& backend) {
+  return make_pipeline(options(shape, does), backend);
 }
 
 double loss_of(std::span<const float> logits, llama_token token) {
@@ -109,6 +114,85 @@ double logit_difference(const decoded& a, const decoded& b) {
       squares += std::pow(double{a.logits[step][token]} - b.logits[step][token], 2);
   return std::sqrt(squares / count);
 }
+
+const auto no_progress = [](const std::string&, double) {};
+
+/// A part of the text: a prompt, the tokens decoded after it, and one more to predict.
+struct part {
+  std::span<const llama_token> tokens;
+  int prompt;
+  std::size_t steps() const { return tokens.size() - static_cast<std::size_t>(prompt) - 1; }
+};
+
+/// Of different lengths.
+std::vector<part> parts_of(std::span<const llama_token> tokens) {
+  return {{tokens.subspan(0, 125), 100}, {tokens.subspan(20, 90), 70}, {tokens.subspan(45, 122), 97}};
+}
+
+using decode_function = std::function<std::span<const float>(std::span<const sequence_tokens>)>;
+
+/// Decodes all parts, a sequence each. Of several, one after the other sits a step out.
+std::vector<decoded> decode_parts(std::span<const part> parts, const decode_function& decode) {
+  std::vector<decoded> all(parts.size());
+  std::vector<sequence_tokens> step;
+  for (std::size_t round = 0;; ++round) {
+    step.clear();
+    bool done = true;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      const std::size_t at = all[i].losses.size();
+      if (at == parts[i].steps()) continue;
+      done = false;
+      if (parts.size() > 1 && round % 4 == i) continue;
+      const int position = parts[i].prompt + static_cast<int>(at);
+      step.push_back(
+          {static_cast<int>(i), position, parts[i].tokens.subspan(static_cast<std::size_t>(position), 1)});
+    }
+    if (done) return all;
+    if (step.empty()) continue;
+    const auto logits = decode(step);
+    const std::size_t vocabulary = logits.size() / step.size();
+    for (std::size_t row = 0; row < step.size(); ++row) {
+      const auto i = static_cast<std::size_t>(step[row].sequence);
+      all[i].add(logits.subspan(row * vocabulary, vocabulary),
+                 parts[i].tokens[static_cast<std::size_t>(step[row].position) + 1]);
+    }
+  }
+}
+
+/// Attends with all sequences in one pipeline, and gives the same rows to a pipeline of each one's own.
+class beside_alone : public attention {
+ public:
+  beside_alone(const model_shape& shape, retrieval_attention& together,
+               std::vector<retrieval_attention>& alone)
+      : shape_(shape), together_(together), alone_(alone) {}
+  void attend(const layer_rows& rows, float* output) override {
+    const auto heads_size = [&](int heads) { return static_cast<std::size_t>(heads * shape_.head_dim); };
+    const std::size_t query_row = heads_size(shape_.query_heads), key_row = heads_size(shape_.kv_heads);
+    together_.attend(rows, output);
+    std::size_t first = 0;
+    for (const sequence_tokens& of : rows.of) {
+      const sequence_tokens own{0, of.position, of.tokens};
+      std::vector<float> theirs(of.tokens.size() * query_row);
+      alone_[static_cast<std::size_t>(of.sequence)].attend({.layer = rows.layer,
+                                                            .rows = static_cast<int>(of.tokens.size()),
+                                                            .position = of.position,
+                                                            .of = {&own, 1},
+                                                            .query = rows.query + first * query_row,
+                                                            .key = rows.key + first * key_row,
+                                                            .value = rows.value + first * key_row},
+                                                           theirs.data());
+      differing += !std::equal(theirs.begin(), theirs.end(), output + first * query_row);
+      first += of.tokens.size();
+      ++compared;
+    }
+  }
+  int compared = 0, differing = 0;
+
+ private:
+  model_shape shape_;
+  retrieval_attention& together_;
+  std::vector<retrieval_attention>& alone_;
+};
 
 }  // namespace
 
@@ -182,6 +266,159 @@ TEST_CASE("decoding with full attention through FreeKV agrees with llama.cpp's o
     CHECK(mean_difference(window, full) > tolerance);
     CHECK(logit_difference(window, full) > logit_tolerance);
   }
+}
+
+TEST_CASE("texts decoded together get what each gets alone") {
+  const auto& m = shared_model();
+  const auto tokens = m.tokenize(text);
+  const auto parts = parts_of(tokens);
+  std::vector<prompt_cache> prompts;
+  for (const part& of : parts)
+    prompts.emplace_back(m, of.tokens.first(static_cast<std::size_t>(of.prompt)),
+                         prompt_cache::place{.folder = {}, .threads = 1}, no_progress);
+  // A pipeline whose budget leaves one page to select.
+  const auto make_for = [&](int sequences, const method& does, bool in_place, freekv::host_backend& backend) {
+    pipeline_options o = options(m.shape(), does);
+    o.budget = {16, 32, 1};
+    o.max_sequences = sequences;
+    o.in_place = in_place;
+    return make_pipeline(o, backend);
+  };
+  freekv::host_backend backend;
+
+  SECTION("in attention, from the same rows, bit for bit") {
+    const bool in_place = GENERATE(true, false);
+    const char* correction = GENERATE("cosine_drift", "always", "never");
+    const bool swapped = GENERATE(false, true);
+    CAPTURE(in_place, correction, swapped);
+    const auto p = make_for(3, {.correction = correction}, in_place, backend);
+    std::vector<freekv::sequence_id> ids;
+    for (const auto& prompt : prompts) ids.push_back(prompt.open(*p));
+    if (swapped) std::swap(ids[0], ids[2]);
+    retrieval_attention together(*p, ids, m.shape(), 0);
+    std::vector<std::unique_ptr<pipeline>> own;
+    std::vector<retrieval_attention> alone;
+    for (const auto& prompt : prompts) {
+      own.push_back(make_for(1, {.correction = correction}, in_place, backend));
+      prompt.restore(*own.back());
+      alone.emplace_back(*own.back(), m.shape(), 0);
+    }
+    beside_alone both(m.shape(), together, alone);
+    engine e(m, {.threads = 1, .context = 3, .rows = 3, .sequences = 3});
+    decode_parts(parts, [&](auto step) { return e.decode(step, both); });
+    CHECK(both.compared == (24 + 19 + 24) * m.shape().layers);
+    if (swapped)
+      CHECK(both.differing > both.compared / 2);
+    else
+      CHECK(both.differing == 0);
+  }
+  SECTION("in logits, as nearly as llama.cpp's own") {
+    const auto stock = [&](std::span<const part> some, bool unified) {
+      engine e(m, {.threads = 2,
+                   .context = 256 * static_cast<int>(some.size()),
+                   .sequences = static_cast<int>(some.size()),
+                   .unified = unified});
+      for (std::size_t i = 0; i < some.size(); ++i)
+        e.prefill(some[i].tokens.first(static_cast<std::size_t>(some[i].prompt)), 0,
+                  {.sequence = static_cast<int>(i)});
+      return decode_parts(some, [&](auto step) { return e.decode_stock(step); });
+    };
+    const auto ours = [&](std::span<const part> some, std::span<const prompt_cache> held) {
+      const auto p = make_for(static_cast<int>(held.size()), {}, true, backend);
+      std::vector<freekv::sequence_id> ids;
+      for (const auto& prompt : held) ids.push_back(prompt.open(*p));
+      retrieval_attention attention(*p, ids, m.shape(), 0);
+      const auto count = static_cast<int>(some.size());
+      engine e(m, {.threads = 2, .context = count, .rows = count, .sequences = count});
+      return decode_parts(some, [&](auto step) { return e.decode(step, attention); });
+    };
+    const auto together = ours(parts, prompts), stock_together = stock(parts, false),
+               stock_unified = stock(parts, true);
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      const decoded alone = ours(std::span(parts).subspan(i, 1), std::span(prompts).subspan(i, 1)).front();
+      const decoded stock_alone = stock(std::span(parts).subspan(i, 1), true).front();
+      const double tolerance = std::max(logit_difference(stock_together[i], stock_alone),
+                                        logit_difference(stock_unified[i], stock_alone));
+      const double loss_tolerance = std::max(mean_difference(stock_together[i], stock_alone),
+                                             mean_difference(stock_unified[i], stock_alone));
+      CAPTURE(i, tolerance, loss_tolerance);
+      CHECK(logit_difference(together[i], alone) <= 1.5 * tolerance);
+      CHECK(mean_difference(together[i], alone) <= 3 * loss_tolerance);
+      CHECK(logit_difference(together[i], stock_alone) > 0);  // it is no copy of llama.cpp's
+    }
+  }
+}
+
+TEST_CASE("tokens that were guessed wrongly and taken back leave no trace") {
+  const auto& m = shared_model();
+  const auto tokens = m.tokenize(text);
+  const std::span<const llama_token> all(tokens);
+  const int prompt = 100;
+  const std::size_t rows = 4;
+  const prompt_cache kv(m, all.first(prompt), {.folder = {}, .threads = 1}, no_progress);
+
+  // Four tokens a step, the first `1 + step % 4` of them as the text goes on.
+  const auto drafted = [&](const decode_function& decode, const std::function<void(int)>& truncate) {
+    decoded d;
+    for (std::size_t step = 0; d.losses.size() < 40; ++step) {
+      const std::size_t at = prompt + d.losses.size(), kept = 1 + step % rows;
+      std::vector<llama_token> draft(all.begin() + static_cast<std::ptrdiff_t>(at),
+                                     all.begin() + static_cast<std::ptrdiff_t>(at + rows));
+      for (std::size_t i = kept; i < rows; ++i) draft[i] = all[(at + 31 * i) % 90];
+      const sequence_tokens of{0, static_cast<int>(at), draft};
+      const auto logits = decode({&of, 1});
+      const std::size_t vocabulary = logits.size() / rows;
+      for (std::size_t i = 0; i < kept; ++i)
+        d.add(logits.subspan(i * vocabulary, vocabulary), all[at + i + 1]);
+      truncate(static_cast<int>(at + kept));
+    }
+    return d;
+  };
+  const auto ours = [&](const method& does, bool in_place, bool takes_back) {
+    freekv::host_backend backend;
+    pipeline_options o = options(m.shape(), does);
+    o.max_decode_rows = rows;
+    o.in_place = in_place;
+    const auto p = make_pipeline(o, backend);
+    const freekv::sequence_id id = kv.open(*p);
+    retrieval_attention attention(*p, {id}, m.shape(), 0);
+    attention.compare_with_full(true);
+    engine e(m, {.threads = 1, .context = rows, .rows = rows});
+    const decoded d = drafted([&](auto step) { return e.decode(step, attention); },
+                              [&](int to) {
+                                if (takes_back) p->truncate(id, to);
+                              });
+    for (const auto& head : attention.by_head()) {
+      CHECK(head.heads == 16 * 4 * m.shape().query_heads / m.shape().kv_heads);
+      CHECK(head.rows == 16);
+      CHECK(head.mean_mass() == Approx(1));  // there is room for every page
+      CHECK(head.mean_error() < 1e-5);
+    }
+    return d;
+  };
+  const auto stock = [&](bool flash) {
+    engine e(m, {.threads = 1, .context = 256, .flash_attention = flash});
+    e.prefill(all.first(prompt), 0);
+    return drafted([&](auto step) { return e.decode_stock(step); }, [&](int to) { e.truncate(to); });
+  };
+  const auto one_by_one = [&](bool flash) {
+    engine e(m, {.threads = 1, .context = 256, .flash_attention = flash});
+    e.prefill(all.first(prompt), 0);
+    decoded d;
+    for (std::size_t at = prompt; at < prompt + 40; ++at)
+      d.add(e.decode_stock(all[at], static_cast<int>(at)), all[at + 1]);
+    return d;
+  };
+  const decoded flash = one_by_one(true);
+  const double tolerance =
+      3 * std::max(mean_difference(stock(true), flash), mean_difference(one_by_one(false), flash));
+  const decoded full = ours({.plan = "complete"}, true, true);
+  CAPTURE(tolerance, mean_difference(full, flash));
+  CHECK(mean_difference(full, flash) < tolerance);
+  for (const bool in_place : {true, false})
+    for (const char* correction : {"cosine_drift", "never"})
+      CHECK((ours({.correction = correction}, in_place, true).logits == full.logits));
+  CHECK(mean_difference(ours({.plan = "complete"}, true, false), flash) > tolerance);
 }
 
 TEST_CASE("a sequence that stopped in the middle of a step is restored") {

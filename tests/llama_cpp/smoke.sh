@@ -14,6 +14,9 @@ for layer in $(seq 0 29); do echo "$layer 0 complete"; done >"$folder/heads.txt"
   --full --section quality --section budgets --section taus --section lengths --variant freekv --variant razor_attention \
   --head-list "$folder/heads.txt" --prompt 500 --steps 4 --deep-steps 4 --budget 256 --budgets 256 320 --taus 0.5 1 \
   --lengths 400 500 --rounds 1 --timed-steps 2 --commit smoke
+"$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/together" \
+  --section batch --section draft --batch 3 --draft 4 --variant freekv --variant freekv_key_codes_deficit --prompt 500 \
+  --steps 12 --budget 256 --commit smoke
 "$programs/freekv-record" "${common[@]}" --prompt 300 --steps 20 --layers 3,12 --out "$folder/traces"
 "$programs/freekv-basis" --model "$model" --text "$texts/genesis.txt" --tokens 300 --rank 24 --out "$folder/basis.safetensors"
 "$programs/freekv-basis" --model "$model" --text "$texts/genesis.txt" "$texts/technical.txt" --tokens 300 \
@@ -25,7 +28,8 @@ done
 
 # A file that is no model, a text too short, and options that cannot be get one sentence and exit code 2.
 for wrong in "--model $0" "--text $0 --prompt 50000" "--variant nonsense" "--budget 100" "--variant razor_attention" \
-  "--section nonsense" "--section generate" "--tasks $0 --section tasks" "--temperature -1"; do
+  "--section nonsense" "--section generate" "--tasks $0 --section tasks" "--temperature -1" "--section batch" "--batch 1" \
+  "--batch 100000" "--batch 4 --prompt 16000" "--section draft" "--draft 1" "--draft 13 --steps 12"; do
   status=0
   # shellcheck disable=SC2086
   "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/wrong" $wrong \
@@ -91,6 +95,27 @@ assert list(of("budget", "mass_kept", "freekv", "budget")) == [256, 320]
 assert of("budget", "mass_kept", "freekv", "budget")[256] < of("budget", "mass_kept", "freekv", "budget")[320]
 assert of("tau", "corrected", "freekv", "tau")[0.5] <= of("tau", "corrected", "freekv", "tau")[1] == 1
 assert set(of("length", "attention_seconds", "freekv", "length")) == {400, 500}
+
+together = results("together")
+stock = "llama.cpp, flash attention on"
+both = ["freekv", "freekv_key_codes_deficit"]
+assert list(dict.fromkeys(l["case"] for l in together)) == [stock, "full", *both]
+for case in (stock, "full", *both):
+    parts = {metric: [l["value"] for l in together if (l["bench"], l["case"], l["metric"]) == ("batch", case, metric)]
+             for metric in ("loss_alone", "loss", "logit_difference")}
+    assert all(len(values) == 3 for values in parts.values()), case
+    # No more than llama.cpp's kernels round otherwise for several rows: texts that saw each other would lose more.
+    assert all(abs(a - b) < 0.1 for a, b in zip(parts["loss_alone"], parts["loss"])), case
+    assert max(parts["logit_difference"]) < 3, case
+drafts = {(l["case"], l["metric"], l["draft"]): l["value"] for l in together if l["bench"] == "draft"}
+for case in (stock, "full", *both):
+    assert drafts[case, "kept", 1] == 1 < drafts[case, "kept", 4] == drafts["full", "kept", 4] <= 4, case
+    assert drafts[case, "tokens_per_second", 4] > 0, case
+assert abs(math.log(drafts["full", "perplexity", 4] / drafts["full", "perplexity", 1])) < 0.1
+assert abs(drafts["full", "mass_kept", 4] - 1) < 1e-5 and drafts["full", "slices_recalled", 4] == 0
+for case in both:
+    assert 0 < drafts[case, "mass_kept", 4] < 1 and 0 <= drafts[case, "corrected", 4] <= 1, case
+    assert 0 < drafts[case, "slices_critical", 1] <= drafts[case, "slices_recalled", 1], case
 
 replays = {case: json.loads((folder / f"{case}.json").read_text()) for case in cases[:6]}
 assert abs(replays["full"]["mass_kept"] - 1) < 1e-5
