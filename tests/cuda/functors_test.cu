@@ -15,6 +15,7 @@
 #include <freekv/policies/box_summaries.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/geometry.hpp>
+#include <freekv/policies/integer_codecs.hpp>
 #include <freekv/policies/key_codes.hpp>
 #include <freekv/policies/key_sketch.hpp>
 #include <freekv/policies/key_subspace.hpp>
@@ -217,6 +218,65 @@ void copies(report& checks, random_numbers& random) {
   checks.equal("copy_slice" + of<Element>() + ", " + std::string(From::name) + " to " +
                    std::string(To::name) + ", " + text(tokens) + " tokens of " + text(shape.tokens),
                to);
+}
+
+// ---- codecs ----
+
+template <int HeadDim, class Element, class Codec>
+struct store_and_read {
+  Codec codec;
+  freekv::page_shape shape;
+  std::int64_t pages;
+  Element* from;
+  std::byte* stored;  // (pages, heads, bytes)
+  Element* back;
+  FREEKV_HD void operator()(int i) const {
+    const std::int64_t page = i / shape.kv_heads;
+    const int head = i % shape.kv_heads;
+    const auto source = freekv::make_page_span<freekv::nhd, HeadDim>(from, pages, shape);
+    const auto target = freekv::make_page_span<freekv::nhd, HeadDim>(back, pages, shape);
+    std::byte* bytes =
+        stored + static_cast<std::size_t>(i) * codec.bytes({shape.tokens, HeadDim}, sizeof(Element));
+    codec.template encode<HeadDim>(freekv::as_const(freekv::slice_of(source, page, head)), shape.tokens,
+                                   bytes);
+    codec.template decode<HeadDim>(bytes, shape.tokens, freekv::slice_of(target, page, head));
+  }
+};
+
+/// Page 0 holds a NaN and an infinity; bytes are compared of the others, since a NaN has many encodings.
+template <class Element, class Codec>
+void codecs(report& checks, random_numbers& random, const Codec& codec) {
+  constexpr int d = 40;
+  const freekv::page_shape shape{8 * random.between(1, 4), random.between(1, 3)};
+  const int pages = random.between(2, 4);
+  const std::size_t elements = size(2 * shape.tokens * shape.kv_heads * d);
+  const std::size_t bytes = size(shape.kv_heads) * codec.bytes({shape.tokens, d}, sizeof(Element));
+  pinned<Element> from = random.normals<Element>(size(pages) * elements);
+  from[3] = freekv::from_float<Element>(std::numeric_limits<float>::quiet_NaN());
+  from[elements - 1] = freekv::from_float<Element>(-freekv::infinity);
+  // All of page 1 is tiny, or zero.
+  for (std::size_t i = elements; i < 2 * elements; ++i)
+    from[i] = freekv::from_float<Element>(i % 2 ? freekv::to_float(from[i]) * 0x1p-20f : -0.0f);
+  results<std::byte> stored(size(pages) * bytes);
+  results<Element> back(size(pages) * elements);
+  checks.run(pages * shape.kv_heads, [&](auto side) {
+    return store_and_read<d, Element, Codec>{codec, shape, pages, from.data(), side(stored), side(back)};
+  });
+  const std::string what = std::string(Codec::name) + of<Element>() + ", " + text(shape.tokens) + " tokens: ";
+  checks.equal(what + "stored bytes", stored, [&](std::size_t i) { return i >= bytes; });
+  checks.equal(what + "read back", back);
+}
+
+template <class Element>
+void all_codecs(report& checks, random_numbers& random) {
+  codecs<Element>(checks, random, freekv::identity{});
+  codecs<Element>(checks, random, freekv::cast<bfloat16>{});
+  codecs<Element>(checks, random, freekv::cast<half>{});
+  codecs<Element>(checks, random, freekv::cast<freekv::fp8_e4m3>{});
+  codecs<Element>(checks, random, freekv::int8_token{});
+  codecs<Element>(checks, random, freekv::int4_token{});
+  codecs<Element>(checks, random, freekv::int8_channel{});
+  codecs<Element>(checks, random, freekv::int4_channel{});
 }
 
 // ---- summaries ----
@@ -547,6 +607,7 @@ void all_of_element(report& checks, random_numbers& random) {
   copies<nhd, hnd, Element>(checks, random);
   copies<hnd, nhd, Element>(checks, random);
   copies<hnd, hnd, Element>(checks, random);
+  all_codecs<Element>(checks, random);
   all_summaries<Element>(checks, random);
   attention<40, Element>(checks, random);
   attention<128, Element>(checks, random);
