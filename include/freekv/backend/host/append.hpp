@@ -79,8 +79,9 @@ void append_page(isa set, const State& s, const Policies& policies, const step_e
     if (encodes) {
       pages.decode(head, frame);
     } else {
-      const auto from = [&](const auto& slice, int t) {
-        return head_slice{slice.key + t * slice.stride, slice.value + t * slice.stride, slice.stride};
+      const auto from = []<class Element>(const head_slice<Element>& slice, int t) {
+        return head_slice<Element>{slice.key + t * slice.stride, slice.value + t * slice.stride,
+                                   slice.stride};
       };
       copy_slice<d>(as_const(from(kept, first - page_begin)), from(frame, first - page_begin), last - first);
     }
