@@ -40,6 +40,9 @@ void add_options(CLI::App& app, arguments& a) {
                  "Leading layers that keep everything, in all methods");
   app.add_option("--variant", a.only,
                  "Only these rows (and full), by name, also those of --full; several allowed");
+  app.add_option("--codec", a.codecs,
+                 "Rows of freekv_key_codes whose store keeps complete pages so: " + names_of(codecs) +
+                     "; several allowed");
   app.add_option("--head-list", a.head_lists,
                  "What each head keeps, for razor_attention and duo_attention: lines of layer, head and kind "
                  "(retrieval, complete, window); VARIANT=FILE for one of them");
@@ -164,6 +167,7 @@ arguments parse_arguments(int argc, char** argv) {
   require(c.sink >= 0 && c.sink % c.page == 0 && c.window >= c.page && c.window % c.page == 0,
           "--sink and --window are multiples of the page of " + std::to_string(c.page) +
               " tokens, the window at least one");
+  for (const auto& name : a.codecs) chosen("--codec", codecs, name);
   choose_sections(a);
   check_budgets(a);
   if (a.does("tasks")) a.questions = read_tasks(a.tasks);

@@ -21,6 +21,7 @@ struct arguments {
   std::vector<double> taus{0.7, 0.8, 0.9, 0.95};
   int deep_steps = 64;
   std::vector<std::string> only;
+  std::vector<std::string> codecs;
   std::vector<std::string> head_lists;  ///< FILE, or VARIANT=FILE
   std::vector<std::string> sections;    ///< by name; those that the other options ask for unless given
   float tau = 0.9f;

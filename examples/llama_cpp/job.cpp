@@ -66,9 +66,17 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
       for (const auto& c : all) names += (names.empty() ? "" : "; ") + c.name;
       throw choice_error("--variant " + name + " is unknown; choose among: " + names);
     }
+  const auto coded =
+      std::find_if(all.begin(), all.end(), [](const contender& c) { return c.name == "freekv_key_codes"; });
+  const contender stored = *coded;
+  for (const auto& codec : a.codecs) {
+    all.push_back(stored);
+    all.back().name += ", " + codec + " store";
+    all.back().does.codec = codec;
+  }
   std::erase_if(all, [&](contender& c) {
     const bool is_named = only.count(c.name) > 0;
-    if (c.name == "full") return false;
+    if (c.name == "full" || c.does.codec != method{}.codec) return false;
     if (only.empty() ? c.deep && !a.full : !is_named) return true;
     if (is_named) c.deep = false;
     std::string lacks;
