@@ -44,6 +44,9 @@ void* counted(std::size_t bytes, std::size_t alignment) {
 [[gnu::noinline]] void* operator new(std::size_t bytes) {
   return counted(bytes, __STDCPP_DEFAULT_NEW_ALIGNMENT__);
 }
+[[gnu::noinline]] void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
+  return counted(bytes, __STDCPP_DEFAULT_NEW_ALIGNMENT__);
+}
 [[gnu::noinline]] void* operator new(std::size_t bytes, std::align_val_t alignment) {
   return counted(bytes, static_cast<std::size_t>(alignment));
 }
@@ -180,14 +183,15 @@ class slow_ring {
         {tag, [this, file, request] { return static_cast<int>(system_->transfer(file, request)); }});
     if (queued_.size() + taken_.size() > depth_) std::abort();
   }
-  int submit_and_wait() {
+  int submit_and_wait(unsigned ends) {
     int result = faults_->each_submit;
     if (!faults_->submits.empty()) {
       result = faults_->submits.front();
       faults_->submits.pop_front();
     }
     take(result < 0 ? faults_->taken_before_refusal : queued_.size());
-    if (result >= 0) wait();
+    if (result >= 0 && ends > taken_.size() + ended_.size()) std::abort();  // it would wait for ever
+    while (result >= 0 && ended_.size() < ends) wait();
     return result;
   }
   int wait() {

@@ -271,8 +271,11 @@ class ring_engine {
         l.ring.queue(file, requests[request], l.free.back());
         l.free.pop_back();
       }
-      if (l.free.size() == l.slots.size()) return failure;
-      const int submitted = l.ring.submit_and_wait();
+      const std::size_t in_flight = l.slots.size() - l.free.size();
+      if (in_flight == 0) return failure;
+      // Where more is to be begun, a quarter of the room at a time: fewer calls, and the disk has the rest meanwhile.
+      const std::size_t ends = next < requests.size() ? (in_flight + 3) / 4 : in_flight;
+      const int submitted = l.ring.submit_and_wait(static_cast<unsigned>(ends));
       for (ring_completion end; l.ring.next(end);) {
         refusals = 0;
         slot& s = l.slots[end.tag];

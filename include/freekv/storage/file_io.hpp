@@ -82,8 +82,9 @@ class kernel_ring {
     io_uring_prep_write(entry, file, w.data, most(w.bytes), w.offset);
     entry->user_data = tag;
   }
-  /// Hands over what is queued and waits for an end. Below 0: a negative errno, and the kernel may have taken a part.
-  int submit_and_wait() { return io_uring_submit_and_wait(&ring_, 1); }
+  /// Hands over what is queued and waits for `ends` ends. Below 0: a negative errno, and the kernel may have taken a
+  /// part.
+  int submit_and_wait(unsigned ends) { return io_uring_submit_and_wait(&ring_, ends); }
   /// Waits for an end of what is under way.
   int wait() {
     io_uring_cqe* entry = nullptr;
@@ -115,7 +116,7 @@ class kernel_ring {
   void stop() {}
   void queue(int, const file_read&, std::uint32_t) {}
   void queue(int, const file_write&, std::uint32_t) {}
-  int submit_and_wait() { return -ENOSYS; }
+  int submit_and_wait(unsigned) { return -ENOSYS; }
   int wait() { return -ENOSYS; }
   unsigned unsubmitted() const { return 0; }
   bool next(ring_completion&) { return false; }
