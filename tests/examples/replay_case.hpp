@@ -129,6 +129,10 @@ inline void fill_trace(replay_case& c) {
     o.does.plan = "by_head";
     o.head_kinds = c.heads;
   }
+  if (o.does.plan == "complete" || o.does.plan == "eviction") {  // nothing is recalled
+    o.does.codec = freekv::examples::method{}.codec;
+    o.store_file.clear();
+  }
   o.scale = c.scale.empty() ? 0.0f : std::stof(c.scale);
   o.element = element_of(c.kept_dtype());
   o.max_tokens = c.tokens();
@@ -207,6 +211,7 @@ inline replay_case plain_case(const std::string& variant = "freekv") {
   o.budget = {8, 16, 2};
   o.does = {.chunk = 4, .rank = 16, .bits = 4};
   o.layout = "nhd";
+  o.store_file.clear();
   o.in_place = false;
   c.layer.prompt = 80;
   c.layer.steps = 12;
@@ -300,6 +305,8 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   if (o.does.correction == "every_n_steps") flag("every", o.does.every);
   if (o.does.residency != usual.residency) flag("residency", o.does.residency);
   if (o.does.spare != usual.spare) flag("spare", o.does.spare);
+  if (o.does.codec != usual.codec) flag("codec", o.does.codec);
+  if (!o.store_file.empty()) flag("store-file", o.store_file);
   if (o.layout != "nhd") flag("layout", o.layout);
   if (!c.heads.empty()) flag("heads", heads);
   if (o.does.summary == "key_sketch") flag("bits", o.does.bits);

@@ -146,6 +146,9 @@ TEST_CASE("unknown names are refused with the known ones", "[replay]") {
            {"sometimes", "cosine_drift", "mass_deficit", "always", "never", "every_n_steps"});
   r.refuse({"--drift-pool", "median"}, {"--drift-pool median", "mean", "min", "max"});
   r.refuse({"--residency", "random"}, {"--residency random", "first_unselected", "least_recently_used"});
+  r.refuse({"--codec", "int3"}, {"--codec int3", "identity", "fp8", "int4_channel"});
+  r.refuse({"--codec", "int8_token", "--variant", "full"}, {"--codec", "full recalls nothing"});
+  r.refuse({"--store-file", "/nowhere/at/all"}, {"store file /nowhere/at/all", "folder"});
   r.refuse({"--layout", "NHD"}, {"--layout NHD", "nhd", "hnd"});
   r.refuse({"--route", "direct"}, {"direct", "resident", "in_place"});
   r.refuse({"--dtype", "F16"}, {"F16", "stored", "f32", "f16", "bf16"});

@@ -467,6 +467,8 @@ TEST_CASE("help names every flag and its default", "[replay]") {
                            "--every INT=8 ",
                            "--residency TEXT=first_unselected",
                            "--spare INT=0 ",
+                           "--codec TEXT=identity ",
+                           "--store-file TEXT=the store is in",
                            "--layout TEXT=nhd ",
                            "--heads TEXT=every head retrieves",
                            "--basis TEXT=prompt ",
