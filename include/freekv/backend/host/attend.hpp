@@ -65,24 +65,23 @@ struct attention_job {
     const page_list pages = list(row, head);
     const int begin = nth * pages_per_part(s.page.tokens);
     const int end = std::min(begin + pages_per_part(s.page.tokens), pages.size());
-    const auto attend = [&](int i, const auto& slice) {
-      attend_slice<d>(team, group_query{w.query, group, d}, as_const(slice),
-                      pages.tokens_in(pages.page(i), s.page.tokens), part, w.block);
-    };
-    if (!s.encoded || in_slots(pages)) {
-      for (int i = begin; i < end; ++i) attend(i, slice(pages, i, head));
-      return;
-    }
+    const bool reads = s.encoded && !in_slots(pages);
     const encoded_pages stored(s, policies, w);
-    for (int first = begin; first < end; first += most_staged) {
-      const int last = std::min(first + most_staged, end);
-      const bool open = last == pages.size() && entry.after() % s.page.tokens != 0 &&
-                        pages.page(last - 1) == entry.after() / s.page.tokens;
-      stored.read(
-          {entry.sequence, head}, last - first - open, [&](int i) { return pages.page(first + i); },
-          [&](int i) { return stored.staged(i); });
-      for (int i = first; i < last - open; ++i) attend(i, stored.staged(i - first));
-      if (open) attend(last - 1, s.open_slice(entry.sequence, pages.page(last - 1), head));
+    for (int first = begin, last; first < end; first = last) {
+      last = reads ? std::min(first + most_staged, end) : end;
+      // Pages that are complete are read first; the open one is the last.
+      const int complete = last - (pages.page(last - 1) >= entry.after() / s.page.tokens);
+      if (reads)
+        stored.read(
+            {entry.sequence, head}, complete - first, [&](int i) { return pages.page(first + i); },
+            [&](int i) { return stored.staged(i); });
+      for (int i = first; i < last; ++i) {
+        const auto from = !reads         ? slice(pages, i, head)
+                          : i < complete ? stored.staged(i - first)
+                                         : s.open_slice(entry.sequence, pages.page(i), head);
+        attend_slice<d>(team, group_query{w.query, group, d}, as_const(from),
+                        pages.tokens_in(pages.page(i), s.page.tokens), part, w.block);
+      }
     }
   }
   template <class Team>
@@ -119,10 +118,9 @@ void attend_head(isa set, const attention_job<State, Policies>& job, int row, in
   const int group = job.s.heads.group(), parts = job.parts(row);
   const attention_part first{w.mass, w.weighted}, next{w.mass + group, w.weighted + group * State::head_dim};
   with_team(set, [&](auto team) {
-    job.attend_part(team, row, head, 0, first, w);
-    for (int nth = 1; nth < parts; ++nth) {
-      job.attend_part(team, row, head, nth, next, w);
-      merge_parts<State::head_dim>(team, next, first, group);
+    for (int nth = 0; nth < parts; ++nth) {
+      job.attend_part(team, row, head, nth, nth == 0 ? first : next, w);
+      if (nth > 0) merge_parts<State::head_dim>(team, next, first, group);
     }
     job.finish(team, row, head, first);
   });

@@ -28,7 +28,7 @@ class encoded_pages {
   }
 
   /// Encodes one head's slice of a page that is to be written.
-  void encode(int head, const head_slice<const element>& slice) const {
+  [[gnu::noinline]] void encode(int head, const head_slice<const element>& slice) const {
     resolve(policies_->codec,
             [&](const auto& codec) { codec.template encode<d>(slice, s_->page.tokens, encoded(head)); });
   }
@@ -77,7 +77,7 @@ class encoded_pages {
   std::byte* encoded(int nth) const {
     return w_->encoded + static_cast<std::size_t>(nth) * s_->slices.slice_bytes;
   }
-  void decode(const std::byte* from, const head_slice<element>& to) const {
+  [[gnu::noinline]] void decode(const std::byte* from, const head_slice<element>& to) const {
     resolve(policies_->codec,
             [&](const auto& codec) { codec.template decode<d>(from, s_->page.tokens, to); });
   }

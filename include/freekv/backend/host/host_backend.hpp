@@ -18,7 +18,7 @@ template <class State, class Policies>
 class stages;
 template <class Backend, class Shape, class Settings>
 class eviction_stages;
-}
+}  // namespace host
 
 struct host_options {
   int threads = 1;      ///< that attend and append, the calling one included

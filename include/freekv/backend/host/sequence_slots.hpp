@@ -38,31 +38,32 @@ void fill_slots(const encoded_pages<State, Policies>& stored, const State& s, co
   if (open) copy(s.open_slice(at.sequence, page(count - 1), at.head), count - 1);
 }
 
-/// Fills the ring slots of pages [first, last) for all heads.
+/// Fills the sink slots of pages from `first` on, and the ring. Throws store_error.
 template <class State, class Policies>
-void fill_ring(const encoded_pages<State, Policies>& stored, const State& s, int sequence, int tokens,
-               int first, int last) {
-  for (int head = 0; head < s.heads.kv; ++head)
-    fill_slots(
-        stored, s, {sequence, head}, tokens, std::max(0, last - first), [&](int i) { return first + i; },
-        [&](int i) { return s.slots.ring_slot(first + i); });
-}
-
-/// Fills all slots: sink, ring, and what the selected slots of each head are to hold. Throws store_error.
-template <class State, class Policies>
-void fill_all_slots(const encoded_pages<State, Policies>& stored, const State& s, int sequence, int tokens) {
-  const int pages = s.pages_of(tokens);
-  const auto itself = [](int page) { return page; };
-  fill_ring(stored, s, sequence, tokens, s.slots.ring_begin(tokens, s.page.tokens), pages);
+void fill_window(const encoded_pages<State, Policies>& stored, const State& s, int sequence, int tokens,
+                 int first_sink) {
+  const int pages = s.pages_of(tokens), sink = std::min(s.slots.sink, pages);
+  const int ring = s.slots.ring_begin(tokens, s.page.tokens);
   for (int head = 0; head < s.heads.kv; ++head) {
     const head_of at{sequence, head};
-    fill_slots(stored, s, at, tokens, std::min(s.slots.sink, pages), itself,
-               [&](int page) { return s.slots.sink_slot(page); });
+    fill_slots(
+        stored, s, at, tokens, std::max(0, sink - first_sink), [&](int i) { return first_sink + i; },
+        [&](int i) { return s.slots.sink_slot(first_sink + i); });
+    fill_slots(
+        stored, s, at, tokens, std::max(0, pages - ring), [&](int i) { return ring + i; },
+        [&](int i) { return s.slots.ring_slot(ring + i); });
+  }
+}
+
+/// Fills what the selected slots of each head are to hold. Throws store_error.
+template <class State, class Policies>
+void fill_selected(const encoded_pages<State, Policies>& stored, const State& s, int sequence, int tokens) {
+  for (int head = 0; head < s.heads.kv; ++head) {
     const slot_contents slots = s.slots_of(sequence, head);
     for (int i = 0; i < slots.count; ++i)
       if (slots.page[i] >= 0)
         fill_slots(
-            stored, s, at, tokens, 1, [&](int) { return slots.page[i]; },
+            stored, s, {sequence, head}, tokens, 1, [&](int) { return slots.page[i]; },
             [&](int) { return s.slots.selected_slot(i); });
   }
 }

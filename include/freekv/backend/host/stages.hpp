@@ -64,7 +64,7 @@ class stages {
     const bool opens = s.encoded && to.tokens % p != 0 && to.before >= (open + 1) * p;
     if (opens && !to.has_rows) s.unfilled[sequence] |= lacks_open_page;
     if (s.keeps_slots && (opens || s.slots.ring_begin(to.before, p) > s.slots.ring_begin(to.tokens, p)))
-      s.unfilled[sequence] |= lacks_slots;
+      s.unfilled[sequence] |= lacks_window;
     fill_or_leave(s, sequence, to.tokens);
   }
   /// `to` becomes what `from` is.
@@ -182,7 +182,7 @@ class stages {
   isa instructions() const { return backend_->options().instructions; }
   const workspace& workspace_of(int worker) const { return workspaces_[static_cast<std::size_t>(worker)]; }
 
-  enum lacks : std::uint8_t { lacks_slots = 1, lacks_open_page = 2 };
+  enum lacks : std::uint8_t { lacks_open_page = 1, lacks_window = 2, lacks_slots = 4 };
   /// Reads what `unfilled` says, for a sequence of `tokens` tokens. `open_page`: the store's page of its open page, if
   /// that is no longer the one in the table.
   void fill(const State& s, int sequence, int tokens, std::int32_t open_page = -1) {
@@ -190,7 +190,10 @@ class stages {
     const int page = tokens / s.page.tokens;
     if ((s.unfilled[sequence] & lacks_open_page) != 0 && tokens % s.page.tokens != 0)
       read_open_page(stored, s, sequence, page, open_page >= 0 ? open_page : s.store_page(sequence, page));
-    if ((s.unfilled[sequence] & lacks_slots) != 0) fill_all_slots(stored, s, sequence, tokens);
+    const bool all = (s.unfilled[sequence] & lacks_slots) != 0;
+    if (all || (s.unfilled[sequence] & lacks_window) != 0)
+      fill_window(stored, s, sequence, tokens, all ? 0 : page);
+    if (all) fill_selected(stored, s, sequence, tokens);
     s.unfilled[sequence] = 0;
   }
   /// The same, or nothing: the next append tries again and says what is wrong.
