@@ -44,8 +44,8 @@ FREEKV_HD inline float to_float(bfloat16 x) { return __bfloat162float(x); }
 
 namespace detail {
 
-/// `first ? a : b` in arithmetic. Of a conditional, compilers move what only one side needs behind a branch, and then do
-/// not vectorise the loop around it.
+/// `first ? a : b` in arithmetic. Of a conditional, compilers move what only one side needs behind a branch, and then
+/// do not vectorise the loop around it.
 FREEKV_HD constexpr std::uint32_t select_bits(bool first, std::uint32_t a, std::uint32_t b) {
   return b ^ ((a ^ b) & (0u - static_cast<std::uint32_t>(first)));
 }
