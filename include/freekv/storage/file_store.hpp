@@ -7,8 +7,8 @@
 #include <freekv/core/error.hpp>
 #include <freekv/storage/file_engines.hpp>
 #include <freekv/storage/file_io.hpp>
+#include <limits>
 #include <memory>
-#include <new>
 #include <optional>
 #include <span>
 #include <string>
@@ -21,10 +21,12 @@ struct file_store_options {
   /// A file to create, which goes with its store; or a folder, for a file without a name in it, which goes with its
   /// process whatever happens to that.
   std::string path;
-  bool direct =
-      false;  ///< past the page cache (O_DIRECT): offsets, sizes and memory are multiples of `alignment()`
-  int in_flight = 16;  ///< reads or writes that the kernel is given at a time, 1 to 1024
-  bool uring = true;  ///< through io_uring where it was compiled in and the kernel allows it, or with threads
+  /// Past the page cache (O_DIRECT): offsets, sizes and memory are multiples of `alignment()`.
+  bool direct = false;
+  /// Reads or writes under way at a time, 1 to 1024; without io_uring on as many threads, the caller's among them.
+  int in_flight = 32;
+  /// Through io_uring where it was compiled in and the kernel allows it, else with threads.
+  bool uring = true;
 
   static constexpr std::size_t direct_alignment = 4096;
   /// Bytes of which offsets and sizes of reads and writes, and their memory's addresses, are multiples.
@@ -84,6 +86,7 @@ class basic_file_store {
  private:
   /// The descriptor and, where the file has one, its name; both go with it.
   struct open_file {
+    static constexpr std::uint64_t most_bytes = std::numeric_limits<std::uint64_t>::max() / 2;
     System& system;
     std::string path;
     std::uint64_t bytes;
@@ -91,7 +94,7 @@ class basic_file_store {
     bool named = false;
 
     open_file(System& of, const file_store_options& options, std::uint64_t wanted)
-        : system(of), path(options.path), bytes(options.aligned(wanted)) {
+        : system(of), path(options.path), bytes(wanted > most_bytes ? wanted : options.aligned(wanted)) {
       create(options);
       try {
         if (options.direct) go_direct();
