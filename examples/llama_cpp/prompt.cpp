@@ -107,12 +107,12 @@ std::uint64_t key_of_file(const std::filesystem::path& path) {
   return hash;
 }
 
-prompt_cache::prompt_cache(const model& model, std::span<const llama_token> tokens, const place& place,
+prompt_cache::prompt_cache(const model& model, std::span<const llama_token> tokens, const place& at,
                            const progress_function& progress)
     : shape_(model.shape()),
       tokens_(static_cast<int>(tokens.size())),
-      threads_(place.threads),
-      name_(file_for(place, tokens, "")) {
+      threads_(at.threads),
+      name_(file_for(at, tokens, "")) {
   const auto path = beside(name_, ".kv.safetensors"), query_path = beside(name_, ".q.safetensors");
   const std::vector<std::int64_t> expected_queries{shape_.layers, tokens_, shape_.query_heads,
                                                    shape_.head_dim};
@@ -122,7 +122,7 @@ prompt_cache::prompt_cache(const model& model, std::span<const llama_token> toke
     if (file.at("k").shape == expected && file.at("v").shape == expected) {
       keys_ = file.copy<std::uint16_t>("k");
       values_ = file.copy<std::uint16_t>("v");
-      if (!place.queries) return;
+      if (!at.queries) return;
       if (std::filesystem::exists(query_path)) {
         const safetensors_file with_queries(query_path);
         if (with_queries.at("q").shape == expected_queries) {
@@ -132,8 +132,8 @@ prompt_cache::prompt_cache(const model& model, std::span<const llama_token> toke
       }
     }
   }
-  collector collected(shape_, tokens_, keys_, values_, place.queries ? &queries_ : nullptr);
-  engine prefilling(model, {.threads = place.threads, .context = tokens_});
+  collector collected(shape_, tokens_, keys_, values_, at.queries ? &queries_ : nullptr);
+  engine prefilling(model, {.threads = at.threads, .context = tokens_});
   prefilling.prefill(
       tokens, 0,
       reporting(&collected, tokens, progress, "prefill of " + std::to_string(tokens_) + " tokens"));
@@ -141,7 +141,7 @@ prompt_cache::prompt_cache(const model& model, std::span<const llama_token> toke
   write_safetensors(path, {.tensors = {{"k", data_type::f16, expected, std::as_bytes(std::span(keys_))},
                                        {"v", data_type::f16, expected, std::as_bytes(std::span(values_))}},
                            .metadata = {{"model", shape_.name}}});
-  if (place.queries)
+  if (at.queries)
     write_safetensors(
         query_path, {.tensors = {{"q", data_type::f16, expected_queries, std::as_bytes(std::span(queries_))}},
                      .metadata = {{"model", shape_.name}}});

@@ -31,9 +31,9 @@ class prompt_cache {
     bool queries = false;  ///< kept too, for methods that observe a prompt
   };
 
-  /// Loads the prompt of `tokens` from `place.folder`, or lets llama.cpp prefill it and stores it there. Of
+  /// Loads the prompt of `tokens` from `at.folder`, or lets llama.cpp prefill it and stores it there. Of
   /// several files for one model and text, the name has the key of the tokens.
-  prompt_cache(const model& model, std::span<const llama_token> tokens, const place& place,
+  prompt_cache(const model& model, std::span<const llama_token> tokens, const place& at,
                const progress_function& progress);
 
   int tokens() const { return tokens_; }

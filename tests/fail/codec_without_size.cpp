@@ -1,5 +1,5 @@
 // A codec that does not say how many bytes a page takes.
-#include <freekv/freekv.hpp>
+#include <freekv/pipeline/retrieval_pipeline.hpp>
 
 struct boundless {
   using policy_kind = freekv::codec_kind;

@@ -1,5 +1,5 @@
 // Fewer slots than pages.
-#include <freekv/freekv.hpp>
+#include <freekv/pipeline/retrieval_pipeline.hpp>
 
 #ifdef FREEKV_FIXED
 using choice = freekv::least_recently_used<1>;

@@ -1,5 +1,5 @@
 // A residency that does not say which slot is freed first.
-#include <freekv/freekv.hpp>
+#include <freekv/pipeline/retrieval_pipeline.hpp>
 
 struct last_slots {
   using policy_kind = freekv::residency_kind;

@@ -1,5 +1,5 @@
 // A route that does not say whether it keeps slots.
-#include <freekv/freekv.hpp>
+#include <freekv/pipeline/retrieval_pipeline.hpp>
 
 struct straight {
   using policy_kind = freekv::route_kind;

@@ -1,5 +1,5 @@
 // A policy of a kind that no stage asks for.
-#include <freekv/freekv.hpp>
+#include <freekv/pipeline/retrieval_pipeline.hpp>
 
 struct eviction_kind {};
 

@@ -251,11 +251,11 @@ void write_file(const std::filesystem::path& path, const std::string& bytes) {
 }
 
 std::string read_file(const std::filesystem::path& path, std::size_t bytes) {
-  std::string text(bytes, '\0');
+  std::string beginning(bytes, '\0');
   std::ifstream file(path, std::ios::binary);
-  file.read(text.data(), static_cast<std::streamsize>(bytes));
-  text.resize(static_cast<std::size_t>(file.gcount()));
-  return text;
+  file.read(beginning.data(), static_cast<std::streamsize>(bytes));
+  beginning.resize(static_cast<std::size_t>(file.gcount()));
+  return beginning;
 }
 
 }  // namespace

@@ -44,7 +44,7 @@ class text {
         query_row_(count(s.query_heads * head_dim)),
         key_row_(count(s.kv_heads * head_dim)) {
     dice d(seed);
-    for (layer& l : layers_) {
+    for (layer_rows& l : layers_) {
       auto query = normals(d, query_row_), centre = normals(d, key_row_);
       for (int t = 0; t < tokens; ++t) {
         // Some steps turn the query far, most a little.
@@ -88,10 +88,10 @@ class text {
     // Few enough bits for half too.
     return freekv::to_float(freekv::from_float<freekv::bfloat16>(std::fabs(x) < 1e-3f ? 0.0f : x));
   }
-  struct layer {
+  struct layer_rows {
     std::vector<float> queries, keys, values;
   };
-  std::vector<layer> layers_;
+  std::vector<layer_rows> layers_;
   std::size_t query_row_, key_row_;
 };
 

@@ -70,15 +70,15 @@ struct attention_job {
     for (int first = begin, last; first < end; first = last) {
       last = reads ? std::min(first + most_staged, end) : end;
       // Pages that are complete are read first; the open one is the last.
-      const int complete = last - (pages.page(last - 1) >= entry.after() / s.page.tokens);
+      const int closed = last - (pages.page(last - 1) >= entry.after() / s.page.tokens);
       if (reads)
         stored.read(
-            {entry.sequence, head}, complete - first, [&](int i) { return pages.page(first + i); },
+            {entry.sequence, head}, closed - first, [&](int i) { return pages.page(first + i); },
             [&](int i) { return stored.staged(i); });
       for (int i = first; i < last; ++i) {
-        const auto from = !reads         ? slice(pages, i, head)
-                          : i < complete ? stored.staged(i - first)
-                                         : s.open_slice(entry.sequence, pages.page(i), head);
+        const auto from = !reads       ? slice(pages, i, head)
+                          : i < closed ? stored.staged(i - first)
+                                       : s.open_slice(entry.sequence, pages.page(i), head);
         attend_slice<d>(team, group_query{w.query, group, d}, as_const(from),
                         pages.tokens_in(pages.page(i), s.page.tokens), part, w.block);
       }
