@@ -36,7 +36,7 @@ struct method {
   std::string residency = "first_unselected";
   int spare = 0;
   std::string codec = "identity";  ///< of complete pages in the store
-  std::string plan = "retrieval";  ///< or "complete", "window", "by_head", "eviction"
+  std::string plan = "retrieval";  ///< or "complete", "window", "sliding", "by_head", "eviction"
   std::string eviction = "h2o";    ///< of plan "eviction"
 
   bool retrieves() const { return plan == "retrieval" || plan == "by_head"; }
@@ -159,8 +159,9 @@ inline constexpr choice<any_layouts> layouts[] = {
     {"nhd", [](const method&, const method_data&) { return any_layouts(layout_pair<nhd, hnd>{}); }},
     {"hnd", [](const method&, const method_data&) { return any_layouts(layout_pair<hnd, hnd>{}); }},
 };
-using any_plan = any_of<complete_first<dynamic>, complete_first<dynamic, layer_kind::window>,
-                        every_layer<layer_kind::complete>, by_head>;
+using any_plan =
+    any_of<complete_first<dynamic>, complete_first<dynamic, layer_kind::window>,
+           complete_first<dynamic, layer_kind::sliding>, every_layer<layer_kind::complete>, by_head>;
 using any_route = any_of<resident, in_place>;
 
 template <class Value>
@@ -206,9 +207,11 @@ in_any_format<Summary> made<in_any_format<Summary>>::from(const method& m, const
 inline any_plan plan_of(const method& m, const method_data& data, int complete_layers) {
   if (m.plan == "retrieval") return complete_first<dynamic>{{complete_layers}};
   if (m.plan == "window") return complete_first<dynamic, layer_kind::window>{{complete_layers}};
+  if (m.plan == "sliding") return complete_first<dynamic, layer_kind::sliding>{{complete_layers}};
   if (m.plan == "complete") return every_layer<layer_kind::complete>{};
   if (m.plan != "by_head")
-    throw choice_error("plan " + m.plan + " is unknown; choose one of retrieval, window, complete, by_head");
+    throw choice_error("plan " + m.plan +
+                       " is unknown; choose one of retrieval, window, sliding, complete, by_head");
   by_head plan{data.head_kinds, data.kv_heads};
   const auto first = static_cast<std::size_t>(complete_layers) * static_cast<std::size_t>(data.kv_heads);
   for (std::size_t i = 0; i < first && i < plan.kinds.size(); ++i) plan.kinds[i] = layer_kind::complete;

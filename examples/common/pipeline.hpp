@@ -30,7 +30,10 @@ struct pipeline_options {
   std::int64_t store_tokens = 0;  ///< of all sequences together; 0: max_tokens for each
   int max_decode_rows = 1;
   float scale = 0.0f;
-  int complete_layers = 0;  ///< leading layers that keep everything, whatever the plan
+  int sliding_window = 0;            ///< of plan "sliding", tokens
+  float soft_cap = 0.0f;             ///< of attention's scores; 0: none
+  std::vector<float> sink_logits{};  ///< (layers, query_heads); empty: none
+  int complete_layers = 0;           ///< leading layers that keep everything, whatever the plan
   bool in_place = false;
   std::string store_file{};    ///< a file, or a folder for one without a name; empty: the store is in memory
   bool direct_io = false;      ///< past the page cache

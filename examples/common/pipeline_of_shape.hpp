@@ -65,6 +65,9 @@ class pipeline_of_shape final : public pipeline {
     s.store_tokens = o.store_tokens;
     s.max_decode_rows = o.max_decode_rows;
     s.scale = o.scale;
+    s.sliding_window = o.sliding_window;
+    s.soft_cap = o.soft_cap;
+    s.sink_logits = o.sink_logits;
     s.page = {o.page};
     const method_data data{o.basis, o.codebooks, o.head_kinds, o.kv_heads};
     s.layouts = chosen("layout", layouts, o.layout).make(o.does, data);

@@ -1077,20 +1077,20 @@ TEST_CASE("every half becomes the float of its value and comes back", "[safetens
   std::size_t wrong_values = 0;
   std::size_t wrong_returns = 0;
   for (std::uint32_t i = 0; i < 65536; ++i) {
-    const auto half = static_cast<std::uint16_t>(i);
-    const float value = half_to_float(half);
+    const auto bits = static_cast<std::uint16_t>(i);
+    const float value = half_to_float(bits);
     const std::uint16_t back = float_to_half(value);
-    const bool negative = (half & 0x8000) != 0;
+    const bool negative = (bits & 0x8000) != 0;
     bool right = std::signbit(value) == negative;
-    if (is_half_nan(half)) {
+    if (is_half_nan(bits)) {
       right = right && std::isnan(value) &&
-              (std::bit_cast<std::uint32_t>(value) & 0x7fffffu) >> 13 == (half & 0x3ffu);
-      if (!is_half_nan(back) || (back & 0x8000) != (half & 0x8000)) ++wrong_returns;
+              (std::bit_cast<std::uint32_t>(value) & 0x7fffffu) >> 13 == (bits & 0x3ffu);
+      if (!is_half_nan(back) || (back & 0x8000) != (bits & 0x8000)) ++wrong_returns;
     } else {
-      const bool infinite = (half & 0x7fff) == 0x7c00;
+      const bool infinite = (bits & 0x7fff) == 0x7c00;
       right =
-          right && (infinite ? std::isinf(value) : static_cast<double>(value) == half_by_definition(half));
-      if (back != half) ++wrong_returns;
+          right && (infinite ? std::isinf(value) : static_cast<double>(value) == half_by_definition(bits));
+      if (back != bits) ++wrong_returns;
     }
     if (!right) ++wrong_values;
   }
@@ -1133,9 +1133,9 @@ TEST_CASE("a float becomes the nearest half, ties to even, between every two hal
   CHECK(float_to_half(-0.0f) == 0x8000);
   // Payloads that the narrower mantissa cannot hold must not turn into an infinity.
   for (const std::uint32_t payload : {0x7f800001u, 0xff800001u, 0x7f801fffu, 0x7fc00000u, 0xffffffffu}) {
-    const std::uint16_t half = float_to_half(std::bit_cast<float>(payload));
-    CHECK(is_half_nan(half));
-    CHECK((half >> 15) == (payload >> 31));
+    const std::uint16_t bits = float_to_half(std::bit_cast<float>(payload));
+    CHECK(is_half_nan(bits));
+    CHECK((bits >> 15) == (payload >> 31));
   }
 }
 

@@ -16,20 +16,28 @@ struct attention {
   std::vector<double> lse;
 };
 
+/// What a model's attention adds to the plain one's.
+struct attention_extras {
+  double soft_cap = 0.0;          // scores become soft_cap * tanh(score / soft_cap); 0: none
+  double sink_logit = -infinity;  // the score of a further token, whose value is 0
+};
+
 /// `keys` and `values` hold one row of d elements per attended token. A NaN or +inf score makes output and
 /// lse NaN; with no token, or scores of -inf alone, the output is 0 and the lse -inf.
 inline attention attend(std::span<const float> q, const std::vector<std::span<const float>>& keys,
-                        const std::vector<std::span<const float>>& values, double scale) {
+                        const std::vector<std::span<const float>>& values, double scale,
+                        const attention_extras& extras = {}) {
   attention result{std::vector<double>(q.size(), 0.0), {-infinity}};
   std::vector<double> scores;
-  double top = -infinity;
+  double top = extras.sink_logit;
   for (std::span<const float> key : keys) {
-    scores.push_back(scale * dot(q, key));
+    const double score = scale * dot(q, key);
+    scores.push_back(extras.soft_cap > 0.0 ? extras.soft_cap * std::tanh(score / extras.soft_cap) : score);
     top = max_or_nan(top, scores.back());
   }
   if (top == -infinity) return result;
 
-  double sum = 0.0;
+  double sum = std::exp(extras.sink_logit - top);
   for (std::size_t t = 0; t < scores.size(); ++t) {
     const double weight = std::exp(scores[t] - top);
     sum += weight;

@@ -135,7 +135,9 @@ class decoder {
     require_queries(q, 1);
     require(length >= 0 && length <= length_, "so many tokens were not appended");
     std::vector<int> tokens;
-    for (int token = 0; token < length; ++token) tokens.push_back(token);
+    for (int token = s_.kind == layer_kind::sliding ? std::max(0, length - s_.sliding_window) : 0;
+         token < length; ++token)
+      tokens.push_back(token);
     attention result;
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head)
       attend_group(q, kv_head, tokens, result.out, result.lse);
@@ -365,6 +367,12 @@ class decoder {
   /// One row of a step: `q` is (n_qo, d), `length` counts the row itself.
   void attend_row(std::span<const float> q, int length, const std::vector<int>& fixed_candidates,
                   step_result& result) const {
+    if (s_.kind == layer_kind::sliding) {
+      const attention all = full(q, length);
+      result.out.insert(result.out.end(), all.out.begin(), all.out.end());
+      result.lse.insert(result.lse.end(), all.lse.begin(), all.lse.end());
+      return;
+    }
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
       const std::vector<int>& selected = heads_[static_cast<std::size_t>(kv_head)].selected;
       const std::vector<int> window =
@@ -378,9 +386,11 @@ class decoder {
                     std::vector<double>& out, std::vector<double>& lse) const {
     const std::vector<float> queries = group_of(q, kv_head);
     for (int g = 0; g < group_size(s_); ++g) {
+      const std::size_t query_head = static_cast<std::size_t>(kv_head * group_size(s_) + g);
+      const double logit = s_.sink_logits.empty() ? -infinity : s_.sink_logits[query_head];
       const attention head =
           attend(row_of(queries, g, s_.head_dim), token_rows(stored_keys_, kv_head, tokens),
-                 token_rows(stored_values_, kv_head, tokens), s_.scale);
+                 token_rows(stored_values_, kv_head, tokens), s_.scale, {s_.soft_cap, logit});
       out.insert(out.end(), head.out.begin(), head.out.end());
       lse.push_back(head.lse[0]);
     }

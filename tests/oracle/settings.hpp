@@ -21,7 +21,12 @@ enum class summary_kind {
   key_codes
 };
 enum class correction_kind { cosine_drift, always, never, every_n_steps, mass_deficit };
-enum class layer_kind { retrieval, complete, window };  // window: sink and window pages, nothing selected
+enum class layer_kind {
+  retrieval,
+  complete,
+  window,  // sink and window pages, nothing selected
+  sliding  // the last `sliding_window` tokens; of all heads
+};
 enum class route_kind { resident, in_place };  // in_place: attention reads the store, nothing is recalled
 enum class element_kind { f32, f16, bf16 };
 enum class pooling_kind { mean_softmax, max_softmax, mean_score, max_score, mean_query, max_query };
@@ -92,7 +97,10 @@ struct settings {
   // What comes back of one KV head's keys and values of a complete page, each (p, d), from the store of a layer that does
   // not keep everything; nothing: what was appended.
   std::function<void(std::vector<float>&, std::vector<float>&)> read_back = nullptr;
-  int max_rows = 1;  // the most decode rows that one step may append
+  int max_rows = 1;                      // the most decode rows that one step may append
+  int sliding_window = 0;                // tokens
+  double soft_cap = 0.0;                 // scores become soft_cap * tanh(score / soft_cap); 0: none
+  std::vector<double> sink_logits = {};  // one per query head, of a token without a value; empty: none
 };
 
 inline double default_scale(int head_dim) { return 1.0 / std::sqrt(static_cast<double>(head_dim)); }
@@ -158,6 +166,10 @@ inline void check(const settings& s) {
   require(s.scale > 0.0, "scale is positive; default_scale gives the usual one");
   require(s.head_kinds.empty() || s.head_kinds.size() == static_cast<std::size_t>(s.kv_heads),
           "head_kinds is empty or has one kind per KV head");
+  require(s.kind != layer_kind::sliding || s.sliding_window >= 1, "a sliding window has at least one token");
+  require(s.soft_cap >= 0.0, "a soft cap is not negative");
+  require(s.sink_logits.empty() || s.sink_logits.size() == static_cast<std::size_t>(s.query_heads),
+          "sink_logits is empty or has one number per query head");
   bool any = false;
   for (int kv_head = 0; kv_head < s.kv_heads; ++kv_head) any = any || retrieves(s, kv_head);
   if (!any) return;

@@ -54,7 +54,8 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
              << o.does.drift_pool << " delta " << o.does.delta << (o.does.partial ? " partial" : "")
              << " every " << o.does.every << ", " << o.does.residency << " spare " << o.does.spare
              << ", plan " << o.does.plan << ", " << o.layout << (o.in_place ? ", in place" : ", resident")
-             << ", store " << o.does.codec
+             << ", sliding " << o.sliding_window << ", cap " << o.soft_cap
+             << (o.sink_logits.empty() ? "" : ", sink logits") << ", store " << o.does.codec
              << (o.store_file.empty() ? ""
                  : o.direct_io        ? " direct file"
                                       : " file")
@@ -150,8 +151,8 @@ inline random_case make_case(std::uint64_t seed) {
   o.does.every = d.between(1, 6);
   o.does.residency = d.name_of(residencies);
   o.does.spare = d.one_of({0, 0, 1, 3, 9});
-  o.does.plan = d.one_of<std::string>(
-      {"retrieval", "retrieval", "retrieval", "retrieval", "retrieval", "complete", "window", "by_head"});
+  o.does.plan = d.one_of<std::string>({"retrieval", "retrieval", "retrieval", "retrieval", "retrieval",
+                                       "complete", "window", "sliding", "by_head"});
   using enum freekv::layer_kind;
   for (int head = 0; head < o.kv_heads; ++head)
     o.head_kinds.push_back(d.one_of({retrieval, complete, window}));
@@ -174,6 +175,10 @@ inline random_case make_case(std::uint64_t seed) {
     o.direct_io = d.below(2) == 0;
   }
   if (d.below(4) == 0) o.does.codec = d.name_of(codecs);
+  o.sliding_window = d.one_of({1, o.page, d.between(1, 6 * o.page), 100 * o.page});
+  if (d.below(5) == 0) o.soft_cap = d.one_of({0.5f, 3.0f, 30.0f});
+  if (d.below(5) == 0)
+    for (int head = 0; head < o.query_heads; ++head) o.sink_logits.push_back(3.0f * d.normal());
   return c;
 }
 
@@ -272,10 +277,14 @@ inline oracle::settings oracle_settings(const random_case& c) {
       value_at(freekv::examples::residencies, o.does.residency,
                {oracle::residency_kind::first_unselected, oracle::residency_kind::least_recently_used});
   s.spare = o.does.spare;
+  s.sliding_window = o.sliding_window;
+  s.soft_cap = static_cast<double>(o.soft_cap);
+  s.sink_logits.assign(o.sink_logits.begin(), o.sink_logits.end());
   s.max_rows = o.max_decode_rows;
-  s.kind = o.does.plan == "complete" ? oracle::layer_kind::complete
-           : o.does.plan == "window" ? oracle::layer_kind::window
-                                     : oracle::layer_kind::retrieval;
+  s.kind = o.does.plan == "complete"  ? oracle::layer_kind::complete
+           : o.does.plan == "window"  ? oracle::layer_kind::window
+           : o.does.plan == "sliding" ? oracle::layer_kind::sliding
+                                      : oracle::layer_kind::retrieval;
   if (o.does.plan == "by_head")
     for (const auto kind : o.head_kinds)
       s.head_kinds.push_back(kind == freekv::layer_kind::retrieval  ? oracle::layer_kind::retrieval

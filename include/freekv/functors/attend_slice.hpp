@@ -35,11 +35,11 @@ inline constexpr int attention_block = HeadDim <= 64 ? 32 : (HeadDim <= 128 ? 16
 template <int HeadDim>
 inline constexpr int attention_scratch = 2 * attention_block<HeadDim>* HeadDim + attention_block<HeadDim>;
 
-/// Adds the first `tokens` rows of a slice to `part`. The query is multiplied by the scale already. A score of
-/// -infinity has weight 0; NaN propagates.
+/// Adds the first `tokens` rows of a slice to `part`. The query is multiplied by the scale already. Scores become
+/// soft_cap * tanh(score / soft_cap), unless it is 0. A score of -infinity has weight 0; NaN propagates.
 template <int HeadDim, team T, class Element>
 FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<const Element>& slice,
-                            int tokens, const attention_part& part, float* scratch) {
+                            int tokens, const attention_part& part, float* scratch, float soft_cap = 0.0f) {
   using pack = typename T::pack;
   constexpr int width = T::width, block = attention_block<HeadDim>;
   constexpr int packs = HeadDim / width, at_once = packs < 8 ? packs : 8;
@@ -71,6 +71,11 @@ FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<c
       }
       for (int t = count; t < padded; ++t) weights[t] = -infinity;
       team.sync();
+      if (soft_cap > 0.0f) {
+        for (int t = team.lane(); t < count; t += team.lanes())
+          weights[t] = soft_cap * ::tanhf(weights[t] / soft_cap);
+        team.sync();
+      }
       if (part.scores != nullptr)
         for (int t = team.lane(); t < count; t += team.lanes())
           part.scores[g * part.score_stride + first + t] = weights[t];
@@ -82,7 +87,8 @@ FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<c
       const float m = team.max(largest);
       if (!(m <= mass.max)) {
         const pack factor(mass.raise(m));
-        for (int d = 0; weighted != nullptr && d < HeadDim; d += width) team.store(weighted + d, team.load(weighted + d) * factor);
+        for (int d = 0; weighted != nullptr && d < HeadDim; d += width)
+          team.store(weighted + d, team.load(weighted + d) * factor);
       }
       if (!(mass.max > -infinity) && mass.max == mass.max) continue;  // nothing but -infinity so far
       const pack base(mass.max);
@@ -112,6 +118,23 @@ FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<c
       if constexpr (packs % at_once != 0)
         weigh(packs / at_once * at_once * width, cuda::std::integral_constant<int, packs % at_once>{});
       team.sync();
+    }
+  }
+}
+
+/// Adds a token without a value for each query head, whose score is its logit: it takes its share of the weights and
+/// counts in the log-sum-exp. (gpt-oss)
+template <int HeadDim, team T>
+FREEKV_HD void add_logits(T team, const float* logits, int group, const attention_part& part) {
+  for (int g = 0; g < group; ++g) {
+    log_sum_exp& mass = part.mass[g];
+    const float before = mass.max;
+    mass.add(logits[g]);
+    if (mass.max == before) continue;
+    const typename T::pack factor(before > -infinity ? ::expf(before - mass.max) : 0.0f);
+    for (int d = 0; d < HeadDim; d += T::width) {
+      float* w = part.weighted + g * HeadDim + d;
+      team.store(w, team.load(w) * factor);
     }
   }
 }

@@ -89,6 +89,9 @@ struct layer_state {
   freekv::budget budget;
   slot_roles slots;
   float scale = 1.0f;
+  int sliding_window = 0;                    // tokens; 0: there is none
+  float soft_cap = 0.0f;                     // of attention's scores; 0: none
+  const float* sink_logits = nullptr;        // (query head); null: none
   int max_pages = 0;                         // of one sequence
   strided_pages<element, head_dim> store;    // by store page, unless encoded
   strided_pages<element, head_dim> open;     // by sequence * open_frames + page % open_frames, if encoded
@@ -168,13 +171,15 @@ struct layer_state {
   }
 };
 
-/// The pages one KV head attends to, in ascending order: all pages, or sink, selected and window.
+/// The pages one KV head attends to, in ascending order: all pages, or sink, selected and window; and of the first
+/// page, where a window slides, not all tokens.
 struct page_list {
   page_roles roles;
   const std::int32_t* selected = nullptr;
   int selected_count = 0;
   bool complete = false;
-  int tokens = 0;  // of the sequence
+  int tokens = 0;       // of the sequence
+  int first_token = 0;  // tokens before it are not attended
 
   constexpr int size() const {
     return complete ? roles.page_end : roles.sink_end + selected_count + roles.page_end - roles.window_begin;
@@ -184,7 +189,11 @@ struct page_list {
     i -= roles.sink_end;
     return i < selected_count ? selected[i] : roles.window_begin + i - selected_count;
   }
-  /// Tokens of page `page_index` that exist.
+  /// Tokens of page `page_index` that come before those attended, and those that exist.
+  constexpr int skipped_in(int page_index, int page_tokens) const {
+    const int before = first_token - page_index * page_tokens;
+    return before > 0 ? before : 0;
+  }
   constexpr int tokens_in(int page_index, int page_tokens) const {
     const int left = tokens - page_index * page_tokens;
     return left < page_tokens ? left : page_tokens;

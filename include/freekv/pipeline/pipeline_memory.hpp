@@ -54,11 +54,18 @@ class pipeline_memory {
     l.heads = {s.query_heads, s.kv_heads};
     l.page = {s.page.tokens, head_dim};
     l.budget = s.budget_at(layer);
+    if (l.kind == layer_kind::sliding) {
+      l.sliding_window = s.sliding_window;
+      const int pages = std::min(s.pages_for(s.sliding_window), s.max_pages());
+      l.budget = {.sink = 0, .window = pages * s.page.tokens, .selected_pages = 1};
+    }
+    l.soft_cap = s.soft_cap;
+    if (!s.sink_logits.empty()) l.sink_logits = s.sink_logits.data() + size(layer) * size(s.query_heads);
     l.encoded = s.encodes() && l.kind != layer_kind::complete;
     l.open_frames = s.open_frames();
     l.slots = slots_for(l.budget, l.page.tokens, s.spare_slots(), s.max_decode_rows);
     l.decode_rows = s.max_decode_rows;
-    if (l.kind == layer_kind::window) l.slots.selected = 0;
+    if (l.kind == layer_kind::window || l.kind == layer_kind::sliding) l.slots.selected = 0;
     l.scale = s.scale;
     l.max_pages = s.max_pages();
     l.page_table = page_tables;

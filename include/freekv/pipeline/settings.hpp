@@ -36,8 +36,12 @@ struct pipeline_settings {
   int max_decode_rows = 1;        ///< that a sequence brings to a step: more than 1 for speculative decoding
   std::int64_t store_tokens = 0;  ///< of all sequences together; 0: max_tokens for each of max_sequences
   std::optional<file_store_options>
-      store_file{};    ///< complete pages are kept in a file; none: in slow memory
-  float scale = 0.0f;  ///< of scores and attention; 0: 1 / sqrt(head_dim)
+      store_file{};        ///< complete pages are kept in a file; none: in slow memory
+  float scale = 0.0f;      ///< of scores and attention; 0: 1 / sqrt(head_dim)
+  int sliding_window = 0;  ///< tokens, a row's own included, that it attends to in layers of kind `sliding`
+  float soft_cap = 0.0f;   ///< attention's scores become soft_cap * tanh(score / soft_cap); 0: none
+  std::vector<float> sink_logits{};  ///< (layers, query_heads): of a further token without a value, whose
+                                     ///< weight the log-sum-exp counts; none: no such token
   log_base lse_base = log_base::e;
   typename Pack::page page{};
   typename Pack::layouts layouts{};
@@ -113,6 +117,15 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
     fail("store_tokens of " + text(s.store_tokens) + " are more than 2^31 pages of " + text(p) + " tokens");
   if (s.scale == 0.0f) s.scale = 1.0f / std::sqrt(static_cast<float>(HeadDim));
   if (!std::isfinite(s.scale)) fail("scale is not finite");
+  if (!(s.soft_cap >= 0.0f && std::isfinite(s.soft_cap)))
+    fail("soft_cap is " + text(s.soft_cap) + "; choose a positive number, or 0 for none");
+  if (const std::size_t heads = static_cast<std::size_t>(s.layers) * static_cast<std::size_t>(s.query_heads);
+      !s.sink_logits.empty() && s.sink_logits.size() != heads)
+    fail("sink_logits has " + text(s.sink_logits.size()) + " numbers; needed are " + text(heads) +
+         ", one for each query head of each layer, or none");
+  if (std::any_of(s.sink_logits.begin(), s.sink_logits.end(),
+                  [](float logit) { return !(logit < HUGE_VALF); }))
+    fail("a sink logit is NaN or infinity; -infinity is a token of no weight");
   resolve(s.summary, [&](const auto& summary) {
     if constexpr (requires { summary.validate(summary_setting{}); })
       summary.validate({{p, HeadDim}, s.layers, s.kv_heads});
@@ -129,6 +142,10 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
   resolve(s.plan, [&](const auto& plan) {
     if constexpr (requires { plan.validate(s.layers, s.kv_heads); }) plan.validate(s.layers, s.kv_heads);
   });
+  for (int layer = 0; layer < s.layers && s.sliding_window < 1; ++layer)
+    if (s.plan.kind(layer) == layer_kind::sliding)
+      fail("layer " + text(layer) + " has a sliding window and sliding_window is " + text(s.sliding_window) +
+           "; say how many tokens it has");
   return s;
 }
 

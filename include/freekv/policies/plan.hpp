@@ -1,5 +1,5 @@
 // Plans: which layers, and which of their KV heads, retrieve, which keep everything, which see the sink and the window
-// alone.
+// alone, and which layers the model itself restricts to a sliding window.
 #pragma once
 
 #include <algorithm>
@@ -19,27 +19,44 @@ enum class layer_kind : std::uint8_t {
   retrieval,  ///< sink, window and selected pages
   complete,   ///< everything, kept in the fast tier
   window,     ///< sink and window alone
+  sliding,  ///< the last `sliding_window` tokens, as the model was trained (Gemma, gpt-oss); of whole layers only
 };
 
 /// The first `Layers` layers are complete, the others of kind `Rest`; `complete_first<dynamic>{2}` at run time.
 template <int Layers = 1, layer_kind Rest = layer_kind::retrieval>
 struct complete_first {
   using policy_kind = plan_kind;
-  static constexpr std::string_view name =
-      Rest == layer_kind::window ? "complete_first_then_window" : "complete_first";
+  static constexpr std::string_view name = Rest == layer_kind::window    ? "complete_first_then_window"
+                                           : Rest == layer_kind::sliding ? "complete_first_then_sliding"
+                                                                         : "complete_first";
   count_of<Layers> layers{};
   std::string values() const { return std::to_string(int{layers}); }
   constexpr layer_kind kind(int layer) const { return layer < layers ? layer_kind::complete : Rest; }
 };
 
-/// All layers of one kind: `full` attention, or StreamingLLM's sink and window.
+/// All layers of one kind, such as `full` attention, or StreamingLLM's sink and window.
 template <layer_kind Kind>
 struct every_layer {
   using policy_kind = plan_kind;
-  static constexpr std::string_view name =
-      Kind == layer_kind::complete ? "all_complete"
-                                   : (Kind == layer_kind::window ? "all_window" : "all_retrieval");
+  static constexpr std::string_view name = Kind == layer_kind::complete  ? "all_complete"
+                                           : Kind == layer_kind::window  ? "all_window"
+                                           : Kind == layer_kind::sliding ? "all_sliding"
+                                                                         : "all_retrieval";
   constexpr layer_kind kind(int) const { return Kind; }
+};
+
+/// A kind for each layer, as a model's configuration lists them.
+struct by_layer {
+  using policy_kind = plan_kind;
+  static constexpr std::string_view name = "by_layer";
+  std::vector<layer_kind> kinds{};  ///< (layers)
+
+  layer_kind kind(int layer) const { return kinds[static_cast<std::size_t>(layer)]; }
+  void validate(int layers, int) const {
+    if (kinds.size() != static_cast<std::size_t>(layers))
+      throw settings_error("by_layer has kinds for " + std::to_string(kinds.size()) + " layers of " +
+                           std::to_string(layers));
+  }
 };
 
 /// A kind for each KV head of each layer: (layers, kv_heads). RazorAttention and DuoAttention keep everything for some
@@ -66,6 +83,8 @@ struct by_head {
       throw settings_error("by_head has kinds for " + std::to_string(kinds.size()) + " heads, " +
                            std::to_string(kv_heads) + " a layer; needed are " + std::to_string(layers) +
                            " layers of " + std::to_string(heads));
+    if (std::find(kinds.begin(), kinds.end(), layer_kind::sliding) != kinds.end())
+      throw settings_error("by_head has a sliding head; a sliding window is a whole layer's: see by_layer");
   }
 };
 
@@ -86,6 +105,6 @@ concept plan_policy = policy<P> && std::same_as<typename P::policy_kind, plan_ki
 };
 
 static_assert(plan_policy<complete_first<>> && plan_policy<every_layer<layer_kind::window>> &&
-              plan_policy<by_head>);
+              plan_policy<by_layer> && plan_policy<by_head>);
 
 }  // namespace freekv

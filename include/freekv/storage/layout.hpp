@@ -168,6 +168,12 @@ FREEKV_HD constexpr head_slice<const Element> as_const(const head_slice<Element>
   return {slice.key, slice.value, slice.stride};
 }
 
+/// The slice without its first `rows` rows.
+template <class Element>
+FREEKV_HD constexpr head_slice<Element> rows_behind(const head_slice<Element>& slice, int rows) {
+  return {slice.key + rows * slice.stride, slice.value + rows * slice.stride, slice.stride};
+}
+
 /// The slice of `head` in page `page`.
 template <class PageSpan>
 FREEKV_HD constexpr head_slice<typename PageSpan::element_type> slice_of(const PageSpan& pages,

@@ -79,11 +79,8 @@ void append_page(isa set, const State& s, const Policies& policies, const step_e
     if (encodes) {
       pages.decode(head, frame);
     } else {
-      const auto from = []<class Element>(const head_slice<Element>& slice, int t) {
-        return head_slice<Element>{slice.key + t * slice.stride, slice.value + t * slice.stride,
-                                   slice.stride};
-      };
-      copy_slice<d>(as_const(from(kept, first - page_begin)), from(frame, first - page_begin), last - first);
+      copy_slice<d>(as_const(rows_behind(kept, first - page_begin)), rows_behind(frame, first - page_begin),
+                    last - first);
     }
   }
   if (encodes) pages.write(entry.sequence, page_index);

@@ -18,8 +18,8 @@ struct attention_output {
   float lse_unit = 1.0f;  // what a nat of lse is written as
 };
 
-/// Attention of the rows of one entry of a step. `complete`: to everything up to each row, from the store; else each
-/// head to what its kind keeps.
+/// Attention of the rows of one entry of a step. `complete`: to everything up to each row that the model attends to,
+/// from the store; else each head to what its kind keeps.
 template <class State, class Policies>
 struct attention_job {
   const State& s;
@@ -33,6 +33,10 @@ struct attention_job {
 
   page_list list(int row, int head) const {
     const int tokens = entry.before + row + 1;
+    if (s.sliding_window > 0) {
+      const int first = std::max(0, tokens - s.sliding_window), p = s.page.tokens;
+      return {.roles = {0, first / p, s.pages_of(tokens)}, .tokens = tokens, .first_token = first};
+    }
     const bool selects = !complete && s.kind_of(head) == layer_kind::retrieval;
     page_roles roles = roles_at(tokens, s.budget, s.page.tokens);
     if (selects) roles.window_begin = std::max(roles.sink_end, s.window_begin(entry));
@@ -79,8 +83,9 @@ struct attention_job {
         const auto from = !reads       ? slice(pages, i, head)
                           : i < closed ? stored.staged(i - first)
                                        : s.open_slice(entry.sequence, pages.page(i), head);
-        attend_slice<d>(team, group_query{w.query, group, d}, as_const(from),
-                        pages.tokens_in(pages.page(i), s.page.tokens), part, w.block);
+        const int page = pages.page(i), skipped = pages.skipped_in(page, s.page.tokens);
+        attend_slice<d>(team, group_query{w.query, group, d}, rows_behind(as_const(from), skipped),
+                        pages.tokens_in(page, s.page.tokens) - skipped, part, w.block, s.soft_cap);
       }
     }
   }
@@ -88,12 +93,14 @@ struct attention_job {
   void finish(Team team, int row, int head, const attention_part& part) const {
     const std::ptrdiff_t first = first_query_head(row, head);
     float* const lse = to.lse == nullptr ? nullptr : to.lse + first;
+    if (s.sink_logits != nullptr)
+      add_logits<d>(team, s.sink_logits + head * s.heads.group(), s.heads.group(), part);
     finish_attention<d>(team, part, s.heads.group(), to.out + first * d, lse);
     for (int g = 0; lse != nullptr && to.lse_unit != 1.0f && g < s.heads.group(); ++g) lse[g] *= to.lse_unit;
   }
 
  private:
-  bool in_slots(const page_list& pages) const { return s.keeps_slots && !pages.complete; }
+  bool in_slots(const page_list& pages) const { return s.keeps_slots && !complete && !pages.complete; }
   /// Where entry i of a head's list is read from: the store, or its slot.
   auto slice(const page_list& pages, int i, int head) const {
     const int page = pages.page(i);
