@@ -58,11 +58,18 @@ layer_setup::layer_setup(const replay_options& o, const trace_form& t, const bas
                .page = o.page,
                .budget = {o.sink, o.window, o.k},
                .scale = static_cast<float>(o.scale),
+               .sliding_window = o.sliding_window.value_or(0),
+               .soft_cap = static_cast<float>(o.soft_cap),
+               .sink_logits = t.sink_logits,
                .in_place = o.route == "in_place",
                .store_file = o.store_file.value_or(""),
                .layout = o.layout,
                .does = o.does,
                .head_kinds = head_kinds_of(o, t)} {
+  if (o.does.evicts() && (o.soft_cap != 0 || !t.sink_logits.empty()))
+    refuse("--variant " + o.variant + " forgets by attention without " +
+           (o.soft_cap != 0 ? "--soft-cap" : "the trace's sink_logits") +
+           "; choose a variant that retrieves");
   if (o.does.needs_basis()) take_basis(o, t, file);
   if (o.does.needs_codebooks()) take_codebooks(o, t, file);
 }

@@ -186,7 +186,7 @@ method chosen_method(const replay_options& o, const policy_flags& flags, method 
   m.pooling = variant.pooling;
   m.selection = variant.selection;
   m.correction = variant.correction;
-  m.plan = variant.plan;
+  m.plan = o.sliding_window ? "sliding" : variant.plan;
   m.eviction = variant.eviction;
   m.partial = m.partial || (variant.partial && !flags.correction);
   take("--summary", flags.summary, summaries, m.summary);
@@ -197,11 +197,12 @@ method chosen_method(const replay_options& o, const policy_flags& flags, method 
   (void)chosen("--drift-pool", drift_pools, m.drift_pool);
   (void)chosen("--residency", residencies, m.residency);
   (void)chosen("--codec", codecs, m.codec);
-  if (!variant.retrieves()) {  // these neither score pages nor correct
-    m.summary = variant.summary;
-    m.pooling = variant.pooling;
-    m.selection = variant.selection;
-    m.correction = variant.correction;
+  if (!variant.retrieves() || o.sliding_window) {  // these neither score pages nor correct
+    const method published;
+    m.summary = published.summary;
+    m.pooling = published.pooling;
+    m.selection = published.selection;
+    m.correction = published.correction;
   }
   m.bits = flags.bits.value_or(m.summary == "key_sketch" ? 2 : method{}.bits);
   m.tau = nearest_float(o.tau);  // flags as its largest or lowest number does: always, or never
@@ -210,6 +211,10 @@ method chosen_method(const replay_options& o, const policy_flags& flags, method 
   if ((m.plan == "complete" || m.evicts()) && (m.codec != method{}.codec || o.store_file))
     refuse("--codec and --store-file are for what is recalled, and --variant " + o.variant +
            " recalls nothing; choose another variant");
+  if (o.heads && o.sliding_window)
+    refuse(
+        "--heads says which heads retrieve, and in a layer with --sliding-window none does; choose one of "
+        "the two");
   if (o.heads && !m.retrieves())
     refuse("--heads says which heads retrieve, and --variant " + o.variant +
            " does not; choose another variant");
@@ -237,8 +242,9 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   app.set_help_flag("-h,--help", "Show this help and exit");
   const CLI::Option* const trace = app.add_option(
       "trace", o.trace,
-      "safetensors file: q (T, n_qo, d), k and v (T, n_kv, d) in F32, F16 or BF16; metadata "
-      "prompt_len, the number of prompt tokens. Or a folder of such files (*.safetensors), a layer "
+      "safetensors file: q (T, n_qo, d), k and v (T, n_kv, d) in F32, F16 or BF16, and where the model has "
+      "them sink_logits (n_qo); metadata prompt_len, the number of prompt tokens. Or a folder of such files "
+      "(*.safetensors), a layer "
       "each");
   option_list add(app);
   add.text("--variant", o.variant, "Method, see below: " + names_of(replayed_variants()));
@@ -300,19 +306,28 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
          "Of scores and attention; 0 for the default")
       ->type_name("FLOAT")
       ->default_str("1/sqrt(head_dim)");
+  add.parsed(
+         "--soft-cap",
+         [&](const std::string& text) { o.soft_cap = positive_float_or_zero("--soft-cap", text); },
+         "Attention's scores become cap * tanh(score / cap); 0 for none")
+      ->type_name("FLOAT")
+      ->default_str("0");
   add.whole_number("--threads", o.threads, "Threads that attend, 1 to 1024");
   add.optional_text("--events", o.events, "none",
                     "Instead of a trace: a file of what happens to several sequences, see below");
-  const auto pages = [&](const char* name, std::optional<int>& value, const char* otherwise,
-                         const char* help) {
+  const auto optional_number = [&](const char* name, std::optional<int>& value, const char* otherwise,
+                                   const char* help) {
     add.parsed(
            name, [name, &value](const std::string& text) { value = whole(name, text); }, help)
         ->type_name("INT")
         ->default_str(otherwise);
   };
-  pages("--store-pages", o.store_pages, "enough", "--events: pages of the store, of all sequences together");
-  pages("--fast-pages", o.fast_pages, "enough",
-        "--events: pages of slots, of all resident sequences together");
+  optional_number("--sliding-window", o.sliding_window, "none",
+                  "The model's layer attends to so many last tokens alone, whatever the variant");
+  optional_number("--store-pages", o.store_pages, "enough",
+                  "--events: pages of the store, of all sequences together");
+  optional_number("--fast-pages", o.fast_pages, "enough",
+                  "--events: pages of slots, of all resident sequences together");
   add.optional_text(
       "--out", o.out, "none",
       "safetensors file to write, see below; for a folder of traces, a folder for a file of each");

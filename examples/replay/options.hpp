@@ -26,6 +26,8 @@ struct replay_options {
   int k = 8;                              ///< pages
   double tau = 0.9, top_p = 0.95, delta = 0.2;
   double scale = 0.0;                     ///< 0: 1 / sqrt(head_dim)
+  double soft_cap = 0.0;                  ///< of attention's scores; 0: none
+  std::optional<int> sliding_window;      ///< tokens that the model's layer attends to; none: all
   std::optional<std::string> store_file;  ///< file or folder; none: the store is in memory
   std::string route = "resident", layout = "nhd", dtype = "stored";
   int threads = 1;

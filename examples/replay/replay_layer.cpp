@@ -198,7 +198,7 @@ layer_result replay_layer(const replay_options& o, const replay_job& job, const 
   setup.learn(t);
   std::unique_ptr<pipeline> exact;
   if (o.does.codec != method{}.codec) {
-    options.does = {.plan = "complete"};
+    options.does = {.plan = o.sliding_window ? "sliding" : "complete"};
     options.store_file.clear();
     exact = make_pipeline(options, tools.backend);
     append_prompt(*exact, t, tools.progress);

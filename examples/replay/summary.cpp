@@ -40,6 +40,8 @@ json settings_of(const replay_options& o, const host_options& host) {
                 {"instructions", host::name_of(host.instructions)}};
   if (o.route == "resident") settings["layout"] = o.layout;
   if (o.heads) settings["heads"] = *o.heads;
+  if (o.sliding_window) settings["sliding_window"] = *o.sliding_window;
+  if (o.soft_cap != 0) settings["soft_cap"] = o.soft_cap;
   if (m.codec != method{}.codec) settings["codec"] = m.codec;
   if (o.store_file) settings["store_file"] = *o.store_file;
   if (m.evicts()) settings["budget"] = std::int64_t{o.sink} + o.window + std::int64_t{o.k} * o.page;

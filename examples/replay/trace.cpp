@@ -91,6 +91,13 @@ trace_form form_of(const safetensors_file& file, std::optional<data_type> elemen
     t.layer = decimal(layer->second, 1 << 20);
 
   t.element = element.value_or(k.dtype);
+  if (const tensor_view* logits = file.find("sink_logits")) {
+    if (!is_float(logits->dtype) || logits->shape != std::vector<std::int64_t>{q.shape[1]})
+      fail("sink_logits is " + std::string(dtype_name(logits->dtype)) + " of shape " +
+           printed(logits->shape) + "; needed is F32, F16 or BF16 of (" + std::to_string(q.shape[1]) +
+           "), a number for each query head");
+    t.sink_logits = file.copy_as_float("sink_logits");
+  }
   return t;
 }
 

@@ -16,14 +16,16 @@ namespace freekv::examples {
 struct trace_form {
   int tokens = 0, query_heads = 0, kv_heads = 0, head_dim = 0;
   int prompt_len = 0;
-  std::optional<int> layer;  ///< the model's layer, where the trace says so
-  data_type element{};       ///< that keys and values are kept as
+  std::optional<int> layer;          ///< the model's layer, where the trace says so
+  data_type element{};               ///< that keys and values are kept as
+  std::vector<float> sink_logits{};  ///< (query_heads), where the trace has them
 
   int steps() const { return tokens - prompt_len; }
 };
 
 /// A trace as `freekv-replay` reads and `freekv-record` writes it: tensors `q` (tokens, query_heads,
-/// head_dim), `k` and `v` (tokens, kv_heads, head_dim) in F32, F16 or BF16, and `prompt_len` in the metadata.
+/// head_dim), `k` and `v` (tokens, kv_heads, head_dim) in F32, F16 or BF16, and `prompt_len` in the metadata; optionally
+/// `sink_logits` (query_heads), as gpt-oss has them.
 /// Tokens before prompt_len are the prompt, each later one is a decode step.
 struct trace : trace_form {
   std::vector<float> queries;

@@ -59,13 +59,15 @@ struct replay_case {
   int spare_rank = 0;                     // rows in the basis file beyond --rank
   std::vector<freekv::layer_kind> heads;  // of each KV head, as the head list says; empty: no list is given
   bool trace_names_layer = false;
+  bool slides = false;         // a sliding window, whatever the variant
+  std::string soft_cap = "0";  // as text
   std::vector<float> q, k, v;  // as the file holds them, exactly
 
   int tokens() const { return layer.prompt + layer.steps; }
   /// Whether any head is to select. `by_head` needs a list, which fill_trace makes if there is none.
   bool retrieves() const {
     const std::string& plan = variants_of_contract().at(variant).plan;
-    return plan == "retrieval" || plan == "by_head";
+    return !slides && (plan == "retrieval" || plan == "by_head");
   }
   bool retrieves(int head) const {
     return retrieves() &&
@@ -118,7 +120,11 @@ inline void fill_trace(replay_case& c) {
   o.does.delta = std::stof(c.delta);
   if (o.does.summary == "key_sketch" && o.does.bits != 1 && o.does.bits != 4) o.does.bits = 2;
   if (o.does.summary == "key_subspace" && o.does.bits == 1) o.does.bits = 3;
-  if (policies.plan == "by_head" && c.heads.empty())
+  if (c.slides) {
+    c.heads.clear();
+    o.does.plan = "sliding";
+  }
+  if (o.does.plan == "by_head" && c.heads.empty())
     for (int head = 0; head < o.kv_heads; ++head)
       c.heads.push_back(head % 3 == 0   ? freekv::layer_kind::retrieval
                         : head % 3 == 1 ? freekv::layer_kind::window
@@ -133,6 +139,8 @@ inline void fill_trace(replay_case& c) {
     o.does.codec = freekv::examples::method{}.codec;
     o.store_file.clear();
   }
+  o.soft_cap = std::stof(c.soft_cap);
+  if (!o.sink_logits.empty()) o.sink_logits.resize(size(o.query_heads), -1.0f);
   o.scale = c.scale.empty() ? 0.0f : std::stof(c.scale);
   o.element = element_of(c.kept_dtype());
   o.max_tokens = c.tokens();
@@ -190,6 +198,8 @@ inline replay_case random_replay(std::uint64_t seed) {
   c.basis_layer = c.basis_layers == 0 ? 0 : d.below(c.basis_layers);
   c.spare_rank = d.between(0, 3);
   c.trace_names_layer = d.below(2) == 0;
+  c.slides = d.below(8) == 0;
+  c.soft_cap = d.one_of<std::string>({"0", "0", "0.5", "30"});
   if (c.retrieves() && d.below(4) == 0)
     for (int head = 0; head < o.kv_heads; ++head)
       c.heads.push_back(d.one_of({freekv::layer_kind::retrieval, freekv::layer_kind::retrieval,
@@ -210,6 +220,7 @@ inline replay_case plain_case(const std::string& variant = "freekv") {
   o.page = 8;
   o.budget = {8, 16, 2};
   o.does = {.chunk = 4, .rank = 16, .bits = 4};
+  o.sink_logits.clear();
   o.layout = "nhd";
   o.store_file.clear();
   o.in_place = false;
@@ -233,11 +244,13 @@ inline file_parts trace_of(const replay_case& c) {
   const auto& o = c.layer.options;
   metadata_map metadata{{"prompt_len", std::to_string(c.layer.prompt)}};
   if (c.trace_names_layer) metadata["layer"] = std::to_string(c.basis_layer);
-  return parts_of(
-      {{"q", {c.query_dtype, {c.tokens(), o.query_heads, o.head_dim}, bytes_of(c.q, c.query_dtype)}},
-       {"k", {c.dtype, {c.tokens(), o.kv_heads, o.head_dim}, bytes_of(c.k, c.dtype)}},
-       {"v", {c.dtype, {c.tokens(), o.kv_heads, o.head_dim}, bytes_of(c.v, c.dtype)}}},
-      metadata);
+  tensor_map tensors{
+      {"q", {c.query_dtype, {c.tokens(), o.query_heads, o.head_dim}, bytes_of(c.q, c.query_dtype)}},
+      {"k", {c.dtype, {c.tokens(), o.kv_heads, o.head_dim}, bytes_of(c.k, c.dtype)}},
+      {"v", {c.dtype, {c.tokens(), o.kv_heads, o.head_dim}, bytes_of(c.v, c.dtype)}}};
+  if (!o.sink_logits.empty())
+    tensors["sink_logits"] = {"F32", {o.query_heads}, bytes_of(o.sink_logits, "F32")};
+  return parts_of(tensors, metadata);
 }
 
 /// A basis file: the case's basis as one of several layers. All else in it is not to be used.
@@ -321,6 +334,8 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   if (o.in_place) flag("route", "in_place");
   if (c.dtype_flag != "stored") flag("dtype", c.dtype_flag);
   if (!c.scale.empty()) flag("scale", c.scale);
+  if (c.slides) flag("sliding-window", o.sliding_window);
+  if (o.soft_cap != 0.0f) flag("soft-cap", c.soft_cap);
   if (!out.empty()) flag("out", out);
   return command;
 }

@@ -109,6 +109,10 @@ TEST_CASE("options that cannot be are refused with the number and what to choose
     r.refuse({"--summary", "key_subspace", "--bits", bits}, {bits + std::string(" bits"), "2, 3, 4 or 8"});
   for (const char* threads : {"0", "-1", "100000"})
     r.refuse({"--threads", threads}, {threads + std::string(" threads"), "1 to 1024"});
+  r.refuse({"--sliding-window", "0"}, {"sliding_window is 0"});
+  r.refuse({"--soft-cap", "-1"}, {"--soft-cap -1", "negative"});
+  r.refuse({"--variant", "h2o", "--soft-cap", "30"}, {"h2o", "--soft-cap"});
+  r.refuse({"--heads", "heads", "--sliding-window", "8"}, {"--heads", "--sliding-window"});
   r.refuse({"--scale", "-0.5"}, {"--scale -0.5", "negative"});
   for (const char* scale : {"1e39", "1e-60"}) r.refuse({"--scale", scale}, {scale, "float32"});
   for (const char* share : {"0", "-0.1", "1.1", "1e300"})
