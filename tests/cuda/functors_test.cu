@@ -544,6 +544,8 @@ struct attend_rows {
   freekv::log_sum_exp* mass;  // (rows, 2, group)
   float* weighted;            // (rows, 2, group, head_dim)
   float *out, *lse;
+  float soft_cap;
+  const float* sink_logits;  // (group), or null
   /// The first page is one part, the others are another.
   FREEKV_HD void operator()(int row) const {
     const scalar_team team;
@@ -558,9 +560,10 @@ struct attend_rows {
       const int count = tokens[row] - i * page < page ? tokens[row] - i * page : page;
       freekv::attend_slice<HeadDim>(
           team, query, freekv::head_slice<const Element>{key, key + page * HeadDim, HeadDim}, count,
-          parts[i == 0 ? 0 : 1], scratch + row * freekv::attention_scratch<HeadDim>);
+          parts[i == 0 ? 0 : 1], scratch + row * freekv::attention_scratch<HeadDim>, soft_cap);
     }
     freekv::merge_parts<HeadDim>(team, parts[1], parts[0], group);
+    if (sink_logits != nullptr) freekv::add_logits<HeadDim>(team, sink_logits, group, parts[0]);
     freekv::finish_attention<HeadDim>(team, parts[0], group, out + row * group * HeadDim, lse + row * group);
   }
 };
@@ -588,14 +591,26 @@ void attention(report& checks, random_numbers& random) {
 
   pinned<float> scratch(size(rows * freekv::attention_scratch<d>)), weighted(size(rows * 2 * group * d));
   pinned<freekv::log_sum_exp> mass(size(rows * 2 * group));
+  const bool extras = random.between(0, 1) == 1;
+  const pinned<float> sink_logits = random.normals<float>(size(group), 2.0f);
   results<float> out(size(rows * group * d), 7.0f), lse(size(rows * group), 7.0f);
   checks.run(rows, scratch, [&](auto side) {
-    return attend_rows<d, Element>{pages.data(), queries.data(), tokens.data(), group,           page,
-                                   pages_each,   scratch.data(), mass.data(),   weighted.data(), side(out),
-                                   side(lse)};
+    return attend_rows<d, Element>{pages.data(),
+                                   queries.data(),
+                                   tokens.data(),
+                                   group,
+                                   page,
+                                   pages_each,
+                                   scratch.data(),
+                                   mass.data(),
+                                   weighted.data(),
+                                   side(out),
+                                   side(lse),
+                                   extras ? 3.0f : 0.0f,
+                                   extras ? sink_logits.data() : nullptr};
   });
   const std::string what = "attention" + of<Element>() + ", head_dim " + text(d) + ", group " + text(group) +
-                           ", page size " + text(page) + ": ";
+                           ", page size " + text(page) + (extras ? ", soft cap and sink logits: " : ": ");
   checks.close(what + "outputs", out, attention_ulp);
   checks.close(what + "log-sum-exp", lse, attention_ulp);
 }

@@ -36,6 +36,8 @@ struct attention_case {
   std::vector<float> keys, values;  // (all tokens, d), as stored
   int heads = 1;
   bool by_head = false;  // HND, else NHD
+  float soft_cap = 0.0f;
+  std::vector<float> sink_logits;  // (group), or none
 
   int total() const { return std::accumulate(tokens.begin(), tokens.end(), 0); }
 };
@@ -104,9 +106,10 @@ attended attend_by(executor on, const attention_case<Shape>& c, const std::vecto
       part.clear(team, c.group, d);
       for (int i = 0; i < parts[nth]; ++i, ++slice)
         freekv::attend_slice<d>(team, {c.query.data(), c.group, d}, slices[slice], c.tokens[slice], part,
-                                scratch.data());
+                                scratch.data(), c.soft_cap);
       freekv::merge_parts<d>(team, part, all, c.group);
     }
+    if (!c.sink_logits.empty()) freekv::add_logits<d>(team, c.sink_logits.data(), c.group, all);
     freekv::finish_attention<d>(team, all, c.group, result.out.data(),
                                 wants_lse ? result.lse.data() : nullptr);
   });
@@ -123,7 +126,9 @@ void check(const attended& got, const attention_case<Shape>& c) {
   const auto keys = rows_of(c.keys, Shape::d), values = rows_of(c.values, Shape::d);
   int wrong = 0;
   for (int g = 0; g < c.group; ++g) {
-    const auto expected = oracle::attend(oracle::row_of(c.query, g, Shape::d), keys, values, 1.0);
+    const double logit = c.sink_logits.empty() ? -inf : c.sink_logits[count(g)];
+    const auto expected =
+        oracle::attend(oracle::row_of(c.query, g, Shape::d), keys, values, 1.0, {c.soft_cap, logit});
     if (!is_near(got.lse[count(g)], expected.lse[0], 1e-5 * std::max(1.0, std::fabs(expected.lse[0]))))
       ++wrong;
     for (int i = 0; i < Shape::d; ++i)
@@ -262,6 +267,38 @@ TEMPLATE_LIST_TEST_CASE("scores far apart leave the best token's value alone", "
       CHECK(
           std::equal(got.out.begin() + g * d_, got.out.begin() + (g + 1) * d_, c.values.begin() + best * d_));
     }
+  }
+}
+
+TEMPLATE_LIST_TEST_CASE("scores are capped softly, and a logit without a value takes its share",
+                        "[attention]", shapes) {
+  constexpr int d_ = TestType::d;
+  dice d(9);
+  for (int trial = 0; trial < 20; ++trial) {
+    auto c = make_attention<TestType>(d);
+    if (trial % 3 != 0) c.soft_cap = d.one_of({0.2f, 2.0f, 50.0f});
+    if (trial % 3 != 1)
+      for (int g = 0; g < c.group; ++g) c.sink_logits.push_back(d.one_of({-inf, -40.0f, 0.0f, 1.5f, 40.0f}));
+    if (trial >= 15) {  // a capped score is finite
+      for (int g = 0; g < c.group; ++g) c.query[count(g * d_)] = 1.0f;
+      c.keys[count(d.below(c.total()) * d_)] = trial == 15 ? quiet_nan : d.below(2) == 0 ? -inf : inf;
+    }
+    for (const executor on : executors()) {
+      check(attend_whole(on, c), c);
+      check(attend_by(on, c, random_parts(d, c)), c);
+    }
+  }
+}
+
+TEST_CASE("beside a logit nothing is left of scores of -infinity", "[attention]") {
+  dice d(10);
+  auto c = make_attention<shape<64, float>>(d);
+  c.sink_logits.assign(count(c.group), 2.0f);
+  std::fill(c.tokens.begin(), c.tokens.end(), 0);
+  for (const executor on : executors()) {
+    const auto got = attend_whole(on, c);
+    CHECK(std::all_of(got.out.begin(), got.out.end(), [](float x) { return x == 0.0f; }));
+    CHECK(std::all_of(got.lse.begin(), got.lse.end(), [](float x) { return x == 2.0f; }));
   }
 }
 
