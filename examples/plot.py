@@ -12,12 +12,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 INK, QUIET, GRID = "#1f2430", "#6b7280", "#e5e7eb"
-COLOURS = {"full": "#1f2430", "streaming_llm": "#9ca3af", "quest": "#c08a3e", "arkvale": "#a16207", "razor_attention": "#7c6f9f",
+COLOURS = {"full": "#1f2430", "streaming_llm": "#9ca3af", "quest": "#c08a3e", "arkvale": "#a16207", "twilight": "#57534e", "razor_attention": "#7c6f9f",
            "duo_attention": "#9f6f8f", "freekv": "#d97706", "freekv_chunk_means": "#5b8db8", "freekv_key_subspace": "#0f766e",
            "freekv_key_subspace_deficit": "#65a30d", "freekv_key_codes": "#be185d", "freekv_key_codes_deficit": "#7c3aed",
            "h2o": "#b45309", "tova": "#4d7c0f", "snapkv": "#0369a1", "raas": "#86198f"}
 LABELS = {"full": "full attention", "streaming_llm": "window alone\n(StreamingLLM)", "quest": "Quest\nmin-max",
-          "arkvale": "ArkVale\ncentroid and box", "razor_attention": "RazorAttention", "duo_attention": "DuoAttention",
+          "arkvale": "ArkVale\ncentroid and box", "twilight": "Twilight\nmin-max, then 4 bits",
+          "razor_attention": "RazorAttention", "duo_attention": "DuoAttention",
           "freekv": "FreeKV as published\nmin-max", "freekv_chunk_means": "FreeKV\nchunk means",
           "freekv_key_subspace": "FreeKV\nkey subspace",
           "freekv_key_subspace, other text's basis": "FreeKV\nkey subspace,\nother text's basis",
@@ -289,7 +290,7 @@ def speed(results, folder):
 
 FAMILIES = {"min_max": ("#d97706", "o"), "mean": ("#9ca3af", "s"), "centroid_box": ("#a16207", "D"), "ball": ("#9f6f8f", "P"),
             "chunk_means": ("#5b8db8", "^"), "key_sketch": ("#65a30d", "v"), "key_subspace": ("#0f766e", "o"), "key_codes": ("#be185d", "*"),
-            "always": (INK, "s"), "never": ("#9ca3af", "s"), "cosine_drift, mean": ("#d97706", "o"), "cosine_drift, min": ("#a16207", "v"),
+            "coarse_to_fine": ("#57534e", "X"), "always": (INK, "s"), "never": ("#9ca3af", "s"), "cosine_drift, mean": ("#d97706", "o"), "cosine_drift, min": ("#a16207", "v"),
             "cosine_drift, max": ("#9f6f8f", "^"), "every_n_steps": ("#5b8db8", "D"), "mass_deficit": ("#65a30d", "o"),
             "mass_deficit, partial": ("#0f766e", "*")}
 

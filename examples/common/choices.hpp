@@ -24,6 +24,7 @@ struct method {
   int rank = 24;                    ///< of key_subspace
   int bits = 3;                     ///< of key_subspace and key_sketch
   int codes = 6;                    ///< of key_codes, bytes a token
+  int times = 4;                    ///< of coarse_to_fine: pages kept, in selected pages
   std::string pooling = "mean_softmax";
   std::string selection = "top_k";
   float top_p = 0.95f;
@@ -90,6 +91,12 @@ struct made<key_codes<dynamic, dynamic>> {
     return {{m.codes}, {data.codebooks.mean_codes}, data.codebooks};
   }
 };
+template <class Coarse, class Fine>
+struct made<coarse_to_fine<Coarse, Fine, dynamic>> {
+  static coarse_to_fine<Coarse, Fine, dynamic> from(const method& m, const method_data& data) {
+    return {{made<Coarse>::from(m, data), made<Fine>::from(m, data)}, {m.times}};
+  }
+};
 template <>
 struct made<top_p> {
   static top_p from(const method& m, const method_data&) { return {m.top_p}; }
@@ -137,7 +144,7 @@ struct policy_list {
 using summary_list =
     policy_list<in_any_format<min_max>, in_any_format<mean>, in_any_format<centroid_box>, in_any_format<ball>,
                 in_any_format<chunk_means<dynamic>>, key_sketch<dynamic>, key_subspace<dynamic, dynamic>,
-                key_codes<dynamic, dynamic>>;
+                key_codes<dynamic, dynamic>, coarse_to_fine<min_max, key_sketch<4>, dynamic>>;
 using pooling_list = policy_list<mean_softmax, max_softmax, mean_score, max_score, mean_query, max_query>;
 using selection_list = policy_list<top_k, top_p>;
 using correction_list = policy_list<cosine_drift, mass_deficit, always, never, every_n_steps<dynamic>>;
@@ -239,6 +246,9 @@ inline const std::vector<named_variant>& variants() {
       {.name = "quest", .does = {.correction = "always"}},
       {.name = "arkvale",
        .does = {.summary = "centroid_box", .pooling = "mean_score", .correction = "always"},
+       .deep = true},
+      {.name = "twilight",
+       .does = {.summary = "coarse_to_fine", .selection = "top_p", .top_p = 0.85f, .correction = "always"},
        .deep = true},
       {.name = "razor_attention", .does = {.plan = "by_head"}, .deep = true},
       {.name = "duo_attention", .does = {.plan = "by_head"}, .deep = true},

@@ -317,6 +317,9 @@ std::vector<frontier_case> summary_cases(int head_dim) {
     } else if (does.summary == "key_codes") {
       for (does.codes = 4; does.codes <= 8; does.codes += 2)
         cases.push_back({does.summary, does.summary, std::to_string(does.codes) + " codes", does});
+    } else if (does.summary == "coarse_to_fine") {
+      for (does.times = 2; does.times <= 4; does.times *= 2)
+        cases.push_back({does.summary, does.summary, std::to_string(does.times) + " times", does});
     } else if (does.summary == "chunk_means") {
       for (does.chunk = 4; does.chunk <= 8; does.chunk *= 2)
         add_formats(cases, does.summary + " u " + std::to_string(does.chunk), does);

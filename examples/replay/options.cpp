@@ -56,6 +56,9 @@ double positive_float_or_zero(const std::string& option, const std::string& text
   return value;
 }
 
+/// The decimal number of six digits that a float stands for: 0.85 of 0.85f.
+double decimal(float value) { return *number_in<double>(top_p{value}.values()); }
+
 /// A share or threshold as the library has it: what float32 does not hold becomes its largest or lowest number.
 float nearest_float(double value) {
   return static_cast<float>(std::clamp(value, -largest_float, largest_float));
@@ -175,6 +178,7 @@ std::string footer() {
 struct policy_flags {
   std::optional<std::string> summary, pooling, selection, correction;
   std::optional<int> bits;
+  std::optional<double> top_p;
 };
 
 /// The variant's method; `numbers` has what the flags say for every variant.
@@ -206,7 +210,7 @@ method chosen_method(const replay_options& o, const policy_flags& flags, method 
   }
   m.bits = flags.bits.value_or(m.summary == "key_sketch" ? 2 : method{}.bits);
   m.tau = nearest_float(o.tau);  // flags as its largest or lowest number does: always, or never
-  m.top_p = nearest_float(o.top_p);
+  m.top_p = flags.top_p ? nearest_float(*flags.top_p) : variant.top_p;
   m.delta = nearest_float(o.delta);
   if ((m.plan == "complete" || m.evicts()) && (m.codec != method{}.codec || o.store_file))
     refuse("--codec and --store-file are for what is recalled, and --variant " + o.variant +
@@ -258,10 +262,14 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   add.text("--summary-dtype", numbers.format,
            "Of the summary's numbers: " + names_of(formats) +
                "; standard is the key's type for min_max and float32 for others, and key_sketch and "
-               "key_subspace have --bits, key_codes has --codes instead");
+               "key_subspace have --bits, key_codes has --codes, coarse_to_fine has --times instead");
   add.whole_number("--chunk", numbers.chunk, "chunk_means: tokens in a chunk, a divisor of the page");
   add.whole_number("--rank", numbers.rank, "key_subspace: dimensions, at most head_dim");
   add.whole_number("--codes", numbers.codes, "key_codes: bytes a token");
+  add.whole_number(
+      "--times", numbers.times,
+      "coarse_to_fine: so many times --k candidates are kept by min_max and scored by key_sketch "
+      "in 4 bits");
   add.parsed(
          "--bits", [&](const std::string& text) { flags.bits = whole("--bits", text); },
          "Of a coefficient of key_subspace: 2, 3, 4, 8, or 32 for unquantised; of a residual of key_sketch: "
@@ -280,7 +288,11 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
                     "Of scores over a KV head's queries: " + names_of(poolings));
   add.optional_text("--selection", flags.selection, "the variant's",
                     "Selection: " + names_of(selections) + ", which takes up to --k");
-  add.real_number("--top-p", o.top_p, "top_p: share of the mass that is selected");
+  add.parsed(
+         "--top-p", [&](const std::string& text) { flags.top_p = finite("--top-p", text); },
+         "top_p: share of the mass that is selected")
+      ->type_name("FLOAT")
+      ->default_str("0.95, of twilight 0.85");
   add.optional_text("--correction", flags.correction, "the variant's",
                     "Correction: " + names_of(corrections));
   add.text("--drift-pool", numbers.drift_pool,
@@ -346,6 +358,7 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   (void)chosen("--dtype", named(dtypes), o.dtype);
   if (o.k < 1) refuse("--k " + std::to_string(o.k) + " is below 1; select at least one page");
   o.does = chosen_method(o, flags, numbers);
+  o.top_p = flags.top_p.value_or(decimal(o.does.top_p));
   return o;
 }
 

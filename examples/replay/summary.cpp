@@ -46,12 +46,14 @@ json settings_of(const replay_options& o, const host_options& host) {
   if (o.store_file) settings["store_file"] = *o.store_file;
   if (m.evicts()) settings["budget"] = std::int64_t{o.sink} + o.window + std::int64_t{o.k} * o.page;
   if (!m.retrieves()) return settings;
-  const bool subspace = m.summary == "key_subspace", sketch = m.summary == "key_sketch";
-  if (!subspace && !sketch) settings["summary_dtype"] = m.format;
+  const bool subspace = m.summary == "key_subspace", sketch = m.summary == "key_sketch",
+             two_stages = m.summary == "coarse_to_fine";
+  if (!subspace && !sketch && !two_stages) settings["summary_dtype"] = m.format;
   if (m.summary == "chunk_means") settings["chunk"] = m.chunk;
   if (subspace) settings.update({{"rank", m.rank}, {"bits", m.bits}, {"basis", o.basis}});
   if (m.needs_codebooks()) settings.update({{"codes", m.codes}, {"basis", o.basis}});
   if (sketch) settings["bits"] = m.bits;
+  if (two_stages) settings["times"] = m.times;
   if (m.selection == "top_p") settings["top_p"] = o.top_p;
   if (m.correction == "cosine_drift") settings["drift_pool"] = m.drift_pool;
   if (m.correction == "mass_deficit") settings.update({{"delta", o.delta}, {"partial", m.partial}});

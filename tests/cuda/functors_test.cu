@@ -13,6 +13,7 @@
 #include <freekv/functors/score_page.hpp>
 #include <freekv/functors/summarise_page.hpp>
 #include <freekv/policies/box_summaries.hpp>
+#include <freekv/policies/coarse_to_fine.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/geometry.hpp>
 #include <freekv/policies/integer_codecs.hpp>
@@ -385,6 +386,8 @@ void all_summaries(report& checks, random_numbers& random) {
   summaries<Key>(checks, random, freekv::key_sketch<1>{}, "key_sketch<1>", log_ulp);
   summaries<Key>(checks, random, freekv::key_sketch<dynamic>{{2}}, "key_sketch<dynamic>{2}", log_ulp);
   summaries<Key>(checks, random, freekv::key_sketch<4>{}, "key_sketch<4>", log_ulp);
+  summaries<Key>(checks, random, freekv::coarse_to_fine<freekv::min_max, freekv::key_sketch<4>>{},
+                 "coarse_to_fine<min_max, key_sketch<4>>", log_ulp);
   summaries<Key>(checks, random, freekv::chunk_means<8>{}, "chunk_means<8>", log_ulp);
   summaries<Key>(checks, random, freekv::chunk_means<dynamic>{{4}}, "chunk_means<dynamic>{4}", log_ulp);
   summaries<Key>(checks, random, freekv::key_subspace<24, 2>{}, "key_subspace<24, 2>", log_ulp);

@@ -101,11 +101,13 @@ inline void check_summary(const replay_case& c, const replay_output& r, const ex
     if (!used && settings.count(name) != 0)
       throw disagreement{sentence("JSON: ", name, " is of no use here")};
   };
-  const bool subspace = c.uses_basis(), sketch = c.retrieves() && o.does.summary == "key_sketch";
+  const bool subspace = c.uses_basis(), sketch = c.retrieves() && o.does.summary == "key_sketch",
+             two_stages = c.retrieves() && o.does.summary == "coarse_to_fine";
   is_if(c.retrieves() && o.does.summary == "chunk_means", "chunk", o.does.chunk);
   is_if(subspace, "rank", o.does.rank);
   is_if(subspace || sketch, "bits", o.does.bits);
-  is_if(c.retrieves() && !subspace && !sketch, "summary_dtype", o.does.format);
+  is_if(two_stages, "times", o.does.times);
+  is_if(c.retrieves() && !subspace && !sketch && !two_stages, "summary_dtype", o.does.format);
   is_if(c.retrieves() && o.does.selection == "top_p", "top_p", std::stod(c.top_p));
   is_if(c.retrieves() && o.does.correction == "cosine_drift", "drift_pool", o.does.drift_pool);
   is_if(c.retrieves() && o.does.correction == "mass_deficit", "delta", std::stod(c.delta));

@@ -28,6 +28,7 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
       {"streaming_llm", {"window", "min_max", "cosine_drift"}},
       {"quest", {"retrieval", "min_max", "always"}},
       {"arkvale", {"retrieval", "centroid_box", "always", "mean_score"}},
+      {"twilight", {"retrieval", "coarse_to_fine", "always", "mean_softmax", "top_p"}},
       {"razor_attention", {"by_head", "min_max", "cosine_drift"}},
       {"duo_attention", {"by_head", "min_max", "cosine_drift"}},
       {"freekv", {"retrieval", "min_max", "cosine_drift"}},
@@ -325,6 +326,7 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   if (o.does.summary == "key_sketch") flag("bits", o.does.bits);
   if (o.does.summary == "chunk_means") flag("chunk", o.does.chunk);
   if (o.does.summary == "key_codes") flag("codes", o.does.codes);
+  if (o.does.summary == "coarse_to_fine") flag("times", o.does.times);
   if (o.does.summary == "key_subspace") {
     flag("rank", o.does.rank);
     flag("bits", o.does.bits);

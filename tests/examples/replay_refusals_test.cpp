@@ -123,12 +123,14 @@ TEST_CASE("options that cannot be are refused with the number and what to choose
     r.refuse({"--correction", "every_n_steps", "--every", steps}, {"every " + std::string(steps) + " steps"});
   for (const char* bits : {"0", "3", "8", "-1"})
     r.refuse({"--summary", "key_sketch", "--bits", bits}, {bits + std::string(" bits"), "1, 2 or 4"});
+  for (const char* times : {"0", "-1"})
+    r.refuse({"--summary", "coarse_to_fine", "--times", times}, {times + std::string(" times")});
   r.refuse({"--spare", "-1"}, {"-1 spare slots"});
   for (const char* option : {"--tau", "--scale", "--top-p", "--delta"})
     for (const char* number :
          {"nan", "NaN", "-nan", "inf", "-inf", "infinity", "1e400", "", "0.9x", "x", " 1"})
       r.refuse({option, number}, {option});
-  for (const char* option : {"--page", "--sink", "--window", "--k", "--chunk", "--rank", "--bits",
+  for (const char* option : {"--page", "--sink", "--window", "--k", "--chunk", "--rank", "--bits", "--times",
                              "--threads", "--basis-layer", "--every", "--spare"})
     for (const char* number : {"nan", "1.5", "", "1e2", "0x20", "99999999999", "eight", "8 "})
       r.refuse({option, number}, {option, "whole number"});

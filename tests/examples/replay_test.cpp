@@ -234,6 +234,32 @@ TEST_CASE("NaN and infinity inside a trace are data", "[replay]") {
   CHECK(seen.not_finite > 50);
 }
 
+TEST_CASE("twilight prunes to the paper's share of the mass unless it is told otherwise", "[replay]") {
+  replay_case c = plain_case("twilight");
+  const scratch_folder folder;
+  store(folder / "trace", trace_of(c).whole());
+  const std::vector<std::string> command{
+      FREEKV_REPLAY, folder / "trace", "--variant", "twilight", "--page", "8", "--sink",
+      "8",           "--window",       "16",        "--k",      "2"};
+  const auto settings_with = [&](const std::vector<std::string>& flags) {
+    auto whole = command;
+    whole.insert(whole.end(), flags.begin(), flags.end());
+    const program_end end = run_program(whole);
+    INFO(end);
+    REQUIRE(end.exit_code == 0);
+    return nlohmann::json::parse(end.out).at("settings");
+  };
+  const auto usual = settings_with({"--out", folder / "usual"});
+  CHECK(usual.at("top_p") == 0.85);
+  CHECK(usual.at("times") == 4);
+  const auto other = settings_with({"--top-p", "0.3", "--times", "1"});
+  CHECK(other.at("top_p") == 0.3);
+  CHECK(other.at("times") == 1);
+  c.top_p = "0.85";
+  fill_trace(c);
+  check_same(read_tensors(folder / "usual"), tensors_of(c), outputs);
+}
+
 TEST_CASE("a prompt of NaN keys alone still has a basis", "[replay]") {
   coverage seen;
   replay_case c = plain_case("freekv_key_subspace");
@@ -460,7 +486,8 @@ TEST_CASE("help names every flag and its default", "[replay]") {
                            "--summary-dtype TEXT=standard",
                            "--pooling TEXT=the variant's",
                            "--selection TEXT=the variant's",
-                           "--top-p FLOAT=0.95 ",
+                           "--times INT=4 ",
+                           "--top-p FLOAT=0.95, of twilight 0.85",
                            "--drift-pool TEXT=mean ",
                            "--delta FLOAT=0.2 ",
                            "--partial ",

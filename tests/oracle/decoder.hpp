@@ -355,7 +355,8 @@ class decoder {
     row.flag_margin = missed.margin;
     row.flag_slack = missed.slack;
     // Another selection in use, or another number of best pages, compares other sums.
-    const bool same_sums = head.carried_firm && best.mass_margin > mass_error(best.score_size);
+    const bool same_sums =
+        head.carried_firm && best.kept_firm && best.mass_margin > mass_error(best.score_size);
     if (!same_sums) row.flag_slack = infinity;
   }
 

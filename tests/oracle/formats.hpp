@@ -61,7 +61,8 @@ struct other_code {
 struct page_summary {
   std::vector<double> values;
   std::vector<double> doubt;
-  std::vector<other_code> others = {};  // of key_codes
+  std::vector<other_code> others = {};    // of key_codes
+  std::vector<page_summary> stages = {};  // of coarse_to_fine, which has nothing else: coarse, then fine
 };
 
 /// Float32 keeps a double as it is: its rounding is that of any float32 sum, which margins allow for.

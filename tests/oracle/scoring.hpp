@@ -31,43 +31,98 @@ inline std::vector<std::vector<float>> scoring_queries(const settings& s, std::s
   return each;
 }
 
-/// A selection with a group's queries among `candidates`, ascending; `summaries` holds every complete page's.
-inline selection select_pages(const settings& s, int kv_head, std::span<const float> queries,
-                              const std::vector<int>& candidates,
-                              const std::vector<page_summary>& summaries) {
+/// Scores of candidates, (queries, candidates), and how far each may differ.
+struct candidate_scores {
   std::vector<std::vector<double>> scores, doubts;
-  bool any_score_possible = false;
+  bool any_score_possible = false;  // of some candidate
+};
+
+inline candidate_scores score_candidates(const settings& s, int kv_head, std::span<const float> queries,
+                                         const std::vector<page_summary>& of_candidates) {
+  candidate_scores result;
   for (const std::vector<float>& query : scoring_queries(s, queries)) {
     std::vector<double> of_query, doubts_of_query;
-    for (int page : candidates) {
-      const page_summary& summary = summaries[static_cast<std::size_t>(page)];
+    for (const page_summary& summary : of_candidates) {
       of_query.push_back(score_page(s, kv_head, query, summary));
       doubts_of_query.push_back(score_doubt(s, kv_head, query, summary));
-      any_score_possible = any_score_possible || doubts_of_query.back() == infinity;
+      result.any_score_possible = result.any_score_possible || doubts_of_query.back() == infinity;
     }
-    scores.push_back(of_query);
-    doubts.push_back(doubts_of_query);
+    result.scores.push_back(of_query);
+    result.doubts.push_back(doubts_of_query);
   }
+  return result;
+}
 
-  const std::vector<double> pooled = pool(s.pooling, scores);
+/// A selection by scores among `candidates`, ascending.
+inline selection select_by(const settings& s, const std::vector<int>& candidates,
+                           const candidate_scores& scored) {
+  const std::vector<double> pooled = pool(s.pooling, scored.scores);
   const bool by_mass = s.selection == selection_kind::top_p;
   selection chosen = by_mass ? top_p(candidates, pooled, s.selected_pages, s.top_p)
                              : top_k(candidates, pooled, s.selected_pages);
-  const pooled_range range = pool_range(s.pooling, scores, doubts);
+  const pooled_range range = pool_range(s.pooling, scored.scores, scored.doubts);
   chosen.low = range.low;
   chosen.high = range.high;
   chosen.slack = slack_of(chosen, range.low, range.high);
   // Also a page at -inf may then come to lead.
-  if (any_score_possible && chosen.pages.size() < candidates.size()) chosen.slack = infinity;
+  if (scored.any_score_possible && chosen.pages.size() < candidates.size()) chosen.slack = infinity;
   if (by_mass) chosen.mass_margin = mass_margin_of(chosen, s.selected_pages, s.top_p);
-  if (s.pooling == pooling_kind::mean_score && mean_score_may_overflow(scores)) chosen.may_overflow = true;
+  if (s.pooling == pooling_kind::mean_score && mean_score_may_overflow(scored.scores))
+    chosen.may_overflow = true;
   return chosen;
 }
 
+/// coarse_to_fine: the `times * k` best candidates by the coarse summary, then the selection by the fine one, for which
+/// the other candidates score -inf. `of_candidates` are theirs.
+inline selection select_in_two_stages(const settings& s, int kv_head, std::span<const float> queries,
+                                      const std::vector<int>& candidates,
+                                      const std::vector<page_summary>& of_candidates) {
+  const auto stage = [&](std::size_t nth) {
+    std::vector<page_summary> summaries;
+    for (const page_summary& both : of_candidates) summaries.push_back(both.stages[nth]);
+    return score_candidates(with_summary(s, nth == 0 ? s.coarse : s.fine), kv_head, queries, summaries);
+  };
+  settings keeping = s;
+  keeping.selection = selection_kind::top_k;
+  keeping.selected_pages = s.times * s.selected_pages;
+  const selection kept = select_by(keeping, candidates, stage(0));
+
+  candidate_scores fine = stage(1);
+  fine.any_score_possible = false;
+  for (std::size_t g = 0; g < fine.scores.size(); ++g)
+    for (std::size_t j = 0; j < candidates.size(); ++j) {
+      if (std::find(kept.pages.begin(), kept.pages.end(), candidates[j]) == kept.pages.end()) {
+        fine.scores[g][j] = -infinity;
+        fine.doubts[g][j] = 0.0;
+      }
+      fine.any_score_possible = fine.any_score_possible || fine.doubts[g][j] == infinity;
+    }
+  selection chosen = select_by(s, candidates, fine);
+  chosen.kept_firm = is_firm(kept);
+  chosen.may_overflow = chosen.may_overflow || kept.may_overflow;
+  return chosen;
+}
+
+/// A selection with a group's queries among `candidates`, ascending; `summaries` holds every complete page's.
+inline selection select_pages(const settings& s, int kv_head, std::span<const float> queries,
+                              const std::vector<int>& candidates,
+                              const std::vector<page_summary>& summaries) {
+  std::vector<page_summary> of_candidates;
+  for (int page : candidates) of_candidates.push_back(summaries[static_cast<std::size_t>(page)]);
+  if (s.summary == summary_kind::coarse_to_fine)
+    return select_in_two_stages(s, kv_head, queries, candidates, of_candidates);
+  return select_by(s, candidates, score_candidates(s, kv_head, queries, of_candidates));
+}
+
 /// Bounds every score's terms by |q_d| times the largest |k_d| of `keys`, all candidates' keys; those of
-/// key_codes by its largest centroids. What is not finite is data with an exact meaning and does not count.
+/// key_codes by its largest centroids, those of coarse_to_fine by both stages'. What is not finite is data with an exact meaning and does not count.
 inline void measure_scores(selection& chosen, const settings& s, int kv_head, std::span<const float> queries,
                            const std::vector<std::span<const float>>& keys) {
+  if (s.summary == summary_kind::coarse_to_fine) {
+    for (summary_kind stage : {s.coarse, s.fine})
+      measure_scores(chosen, with_summary(s, stage), kv_head, queries, keys);
+    return;
+  }
   const auto d = static_cast<std::size_t>(s.head_dim);
   std::vector<double> largest(d, 0.0);
   for (std::span<const float> key : keys)

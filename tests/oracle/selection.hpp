@@ -17,6 +17,7 @@ struct selection {
   double mass_margin = infinity;  // of top_p: the least distance from P of a prefix that decides
   double score_size = 0.0;        // the most that the absolute terms of one score add up to
   bool may_overflow = false;      // finite input, but float32 sums could leave float32's range
+  bool kept_firm = true;          // of coarse_to_fine: two implementations must keep the same candidates
   std::vector<int> candidates;    // ascending
   std::vector<double> pooled;     // one per candidate
   std::vector<double> low;        // the least that a pooled score may be, see pooled_range
@@ -28,7 +29,7 @@ inline double mass_error(double score_size) { return 1e-4 + 1e-6 * score_size; }
 
 /// Two float32 implementations must select the same pages.
 inline bool is_firm(const selection& chosen) {
-  return chosen.margin > 1e-4 + chosen.slack && !chosen.may_overflow &&
+  return chosen.margin > 1e-4 + chosen.slack && !chosen.may_overflow && chosen.kept_firm &&
          chosen.mass_margin > mass_error(chosen.score_size);
 }
 

@@ -18,7 +18,8 @@ enum class summary_kind {
   centroid_box,
   ball,
   key_sketch,
-  key_codes
+  key_codes,
+  coarse_to_fine
 };
 enum class correction_kind { cosine_drift, always, never, every_n_steps, mass_deficit };
 enum class layer_kind {
@@ -35,7 +36,8 @@ enum class drift_pool_kind { mean, min, max };
 enum class residency_kind { first_unselected, least_recently_used };  // who is evicted first
 
 /// How a summary's numbers are kept. `standard` is the policy's own choice: the key's type for min_max,
-/// float32 for the others. key_subspace, key_sketch and key_codes have codes of their own and ignore this.
+/// float32 for the others. key_subspace, key_sketch and key_codes have codes of their own and ignore this, and what
+/// coarse_to_fine is made of is `standard`.
 enum class stored_format { standard, key, float32, int8 };
 
 /// One KV head's subspace of the keys: `mean` is (d), `rows` is (r, d) with orthonormal rows.
@@ -94,6 +96,9 @@ struct settings {
   residency_kind residency = residency_kind::first_unselected;
   std::vector<layer_kind> head_kinds = {};    // one per KV head; empty: all heads are of `kind`
   std::vector<codebooks> key_codebooks = {};  // of key_codes: one per KV head
+  // Of coarse_to_fine: the two summaries, and how many times k candidates the fine one scores.
+  summary_kind coarse = summary_kind::min_max, fine = summary_kind::key_sketch;
+  int times = 4;
   // What comes back of one KV head's keys and values of a complete page, each (p, d), from the store of a layer that does
   // not keep everything; nothing: what was appended.
   std::function<void(std::vector<float>&, std::vector<float>&)> read_back = nullptr;
@@ -104,6 +109,13 @@ struct settings {
 };
 
 inline double default_scale(int head_dim) { return 1.0 / std::sqrt(static_cast<double>(head_dim)); }
+
+/// A layer that has only one of the two summaries of coarse_to_fine.
+inline settings with_summary(settings s, summary_kind summary) {
+  s.summary = summary;
+  s.format = stored_format::standard;
+  return s;
+}
 
 inline int group_size(const settings& s) { return s.query_heads / s.kv_heads; }
 
@@ -131,6 +143,14 @@ inline void check_codebook(const codebook& b, int head_dim) {
 }
 
 inline void check_summary(const settings& s) {
+  if (s.summary == summary_kind::coarse_to_fine) {
+    require(s.times >= 1, "candidates for the fine summary are k or more");
+    for (summary_kind stage : {s.coarse, s.fine}) {
+      require(stage != summary_kind::coarse_to_fine, "coarse_to_fine has two stages");
+      check_summary(with_summary(s, stage));
+    }
+    return;
+  }
   if (s.summary == summary_kind::chunk_means)
     require(s.chunk >= 1 && s.page % s.chunk == 0, "chunk divides the page");
   if (s.summary == summary_kind::key_sketch)

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <limits>
 #include <span>
+#include <stdexcept>
 #include <vector>
 
 #include "codes.hpp"
@@ -175,6 +176,12 @@ inline page_summary summarise(const settings& s, int kv_head,
       return sketch_summary(keys, s.bits);
     case summary_kind::key_codes:
       return codes_summary(keys, s.key_codebooks[static_cast<std::size_t>(kv_head)]);
+    case summary_kind::coarse_to_fine: {
+      page_summary both;
+      both.stages.push_back(summarise(with_summary(s, s.coarse), kv_head, keys));
+      both.stages.push_back(summarise(with_summary(s, s.fine), kv_head, keys));
+      return both;
+    }
     case summary_kind::key_subspace:
       break;
   }
@@ -182,6 +189,7 @@ inline page_summary summarise(const settings& s, int kv_head,
   return {subspace_summary(keys, b, s.bits), subspace_doubt(keys, b, s.bits)};
 }
 
+/// Not of coarse_to_fine, whose stages are scored one by one.
 inline double score_page(const settings& s, int kv_head, std::span<const float> q,
                          const page_summary& summary) {
   switch (s.summary) {
@@ -197,6 +205,8 @@ inline double score_page(const settings& s, int kv_head, std::span<const float> 
       return sketch_score(q, summary.values, s.scale);
     case summary_kind::key_codes:
       return codes_score(q, summary, s.key_codebooks[static_cast<std::size_t>(kv_head)], s.scale);
+    case summary_kind::coarse_to_fine:
+      throw std::logic_error("oracle: coarse_to_fine is scored in two stages");
     case summary_kind::key_subspace:
       break;
   }

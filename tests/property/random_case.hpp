@@ -49,13 +49,13 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
              << ", " << o.query_heads << "/" << o.kv_heads << " heads, page " << o.page << ", sink "
              << o.budget.sink << ", window " << o.budget.window << ", k " << o.budget.selected_pages << ", "
              << o.does.summary << " " << o.does.format << " (chunk " << o.does.chunk << ", rank "
-             << o.does.rank << ", bits " << o.does.bits << "), " << o.does.pooling << ", " << o.does.selection
-             << " " << o.does.top_p << ", " << o.does.correction << " tau " << o.does.tau << " "
-             << o.does.drift_pool << " delta " << o.does.delta << (o.does.partial ? " partial" : "")
-             << " every " << o.does.every << ", " << o.does.residency << " spare " << o.does.spare
-             << ", plan " << o.does.plan << ", " << o.layout << (o.in_place ? ", in place" : ", resident")
-             << ", sliding " << o.sliding_window << ", cap " << o.soft_cap
-             << (o.sink_logits.empty() ? "" : ", sink logits") << ", store " << o.does.codec
+             << o.does.rank << ", bits " << o.does.bits << ", times " << o.does.times << "), "
+             << o.does.pooling << ", " << o.does.selection << " " << o.does.top_p << ", " << o.does.correction
+             << " tau " << o.does.tau << " " << o.does.drift_pool << " delta " << o.does.delta
+             << (o.does.partial ? " partial" : "") << " every " << o.does.every << ", " << o.does.residency
+             << " spare " << o.does.spare << ", plan " << o.does.plan << ", " << o.layout
+             << (o.in_place ? ", in place" : ", resident") << ", sliding " << o.sliding_window << ", cap "
+             << o.soft_cap << (o.sink_logits.empty() ? "" : ", sink logits") << ", store " << o.does.codec
              << (o.store_file.empty() ? ""
                  : o.direct_io        ? " direct file"
                                       : " file")
@@ -139,6 +139,7 @@ inline random_case make_case(std::uint64_t seed) {
   o.does.chunk = d.one_of({1, 2, 4, 8});
   o.does.rank = d.between(8, 32);
   o.does.bits = o.does.summary == "key_sketch" ? d.one_of({1, 2, 4}) : d.one_of({2, 3, 4, 8, 32});
+  o.does.times = d.one_of({1, 1, 2, 3});
   // The default, half of the time.
   if (d.below(2) == 0) o.does.pooling = d.name_of(poolings);
   if (d.below(4) == 0) o.does.selection = d.name_of(selections);
@@ -242,11 +243,12 @@ inline oracle::settings oracle_settings(const random_case& c) {
   s.window = o.budget.window;
   s.selected_pages = o.budget.selected_pages;
   s.scale = o.scale == 0.0f ? oracle::default_scale(o.head_dim) : static_cast<double>(o.scale);
-  s.summary = value_at(
-      freekv::examples::summaries, o.does.summary,
-      {oracle::summary_kind::min_max, oracle::summary_kind::mean, oracle::summary_kind::centroid_box,
-       oracle::summary_kind::ball, oracle::summary_kind::chunk_means, oracle::summary_kind::key_sketch,
-       oracle::summary_kind::key_subspace, oracle::summary_kind::key_codes});
+  s.summary =
+      value_at(freekv::examples::summaries, o.does.summary,
+               {oracle::summary_kind::min_max, oracle::summary_kind::mean, oracle::summary_kind::centroid_box,
+                oracle::summary_kind::ball, oracle::summary_kind::chunk_means,
+                oracle::summary_kind::key_sketch, oracle::summary_kind::key_subspace,
+                oracle::summary_kind::key_codes, oracle::summary_kind::coarse_to_fine});
   s.element = o.element == data_type::f32   ? oracle::element_kind::f32
               : o.element == data_type::f16 ? oracle::element_kind::f16
                                             : oracle::element_kind::bf16;
@@ -254,7 +256,9 @@ inline oracle::settings oracle_settings(const random_case& c) {
                       {oracle::stored_format::standard, oracle::stored_format::key,
                        oracle::stored_format::float32, oracle::stored_format::int8});
   s.chunk = o.does.chunk;
-  s.bits = o.does.bits;
+  s.bits =
+      o.does.summary == "coarse_to_fine" ? 4 : o.does.bits;  // of the list's: min_max, then key_sketch<4>
+  s.times = o.does.times;
   s.pooling = value_at(freekv::examples::poolings, o.does.pooling,
                        {oracle::pooling_kind::mean_softmax, oracle::pooling_kind::max_softmax,
                         oracle::pooling_kind::mean_score, oracle::pooling_kind::max_score,

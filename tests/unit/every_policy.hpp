@@ -16,8 +16,9 @@ inline std::vector<method> every_policy() {
   std::vector<method> all;
   for (const auto& one : summaries)
     for (const auto& format : formats) {
-      method m{.summary = std::string(one.name), .format = std::string(format.name), .rank = 12};
-      if (m.summary.starts_with("key_") && m.format != "standard") continue;  // a format of its own
+      method m{.summary = std::string(one.name), .format = std::string(format.name), .rank = 12, .times = 2};
+      const bool own_format = m.summary.starts_with("key_") || m.summary == "coarse_to_fine";
+      if (own_format && m.format != "standard") continue;
       m.bits = m.summary == "key_sketch" ? 2 : 3;
       all.push_back(m);
     }

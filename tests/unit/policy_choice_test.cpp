@@ -97,6 +97,33 @@ TEST_CASE("chunk_means gives the same bits fixed, set at run time, and as one of
   CHECK_FALSE(run<choice>(s) == results);
 }
 
+TEST_CASE(
+    "coarse_to_fine selects as its coarse summary if it keeps k pages, and as its fine one if it keeps all",
+    "[policies]") {
+  using freekv::key_sketch;
+  using freekv::min_max;
+  using choice = freekv::retrieval_pipeline<
+      shape, freekv::page_size<8>,
+      freekv::any_of<min_max, key_sketch<4>, freekv::coarse_to_fine<min_max, key_sketch<4>, 2>,
+                     freekv::coarse_to_fine<min_max, key_sketch<4>, dynamic>>>;
+  const auto with = [](const auto& summary) {
+    auto s = common_settings<choice>();
+    s.summary = summary;
+    return run<choice>(s);
+  };
+  const auto kept = [&](int times) {
+    return with(freekv::coarse_to_fine<min_max, key_sketch<4>, dynamic>{{}, {times}});
+  };
+  const auto coarse = with(min_max{}), fine = with(key_sketch<4>{});
+  const auto between = with(freekv::coarse_to_fine<min_max, key_sketch<4>, 2>{});
+  CHECK(kept(1) == coarse);
+  CHECK(kept(8) == fine);  // 16 pages at 130 tokens
+  CHECK(kept(2) == between);
+  CHECK_FALSE(coarse == fine);
+  CHECK_FALSE(between == coarse);
+  CHECK_FALSE(between == fine);
+}
+
 TEST_CASE("a summary of the user's own is used like the library's", "[policies]") {
   using theirs = freekv::retrieval_pipeline<shape, freekv::page_size<8>, page_mean>;
   using ours = freekv::retrieval_pipeline<shape, freekv::page_size<8>, freekv::chunk_means<8>>;

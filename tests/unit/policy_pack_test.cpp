@@ -212,6 +212,9 @@ TEST_CASE("variants are pipelines of their policies", "[policy_pack]") {
   STATIC_REQUIRE(std::is_same_v<variants::freekv::pipeline<shape>, retrieval_pipeline<shape>>);
   STATIC_REQUIRE(
       std::is_same_v<variants::quest::pipeline<shape>, retrieval_pipeline<shape, always, min_max>>);
+  STATIC_REQUIRE(
+      std::is_same_v<variants::twilight::pipeline<shape>,
+                     retrieval_pipeline<shape, coarse_to_fine<min_max, key_sketch<4>, 4>, always, top_p>>);
   STATIC_REQUIRE(std::is_same_v<variants::full::pipeline<shape>,
                                 retrieval_pipeline<shape, every_layer<layer_kind::complete>>>);
   STATIC_REQUIRE(std::is_same_v<variants::streaming_llm::pipeline<shape>,

@@ -34,6 +34,14 @@ struct quest : variant<min_max, always> {
 struct arkvale : variant<centroid_box, mean_score, always> {
   static constexpr std::string_view name = "arkvale";
 };
+/// Twilight (arXiv 2502.02770, section 4), Quest as the algorithm that it prunes: min-max summaries keep 4 k of the
+/// candidates, keys in 4 bits estimate these pages' masses, and of the k best the fewest are selected that have 0.85 of
+/// the kept pages' mass, with `selection = {.p = 0.85f}`; selected anew before every attention. Unlike the paper's, the
+/// masses are of pages and groups, not of tokens, selected pages are attended to whole, k bounds them, sink and window
+/// are always there, and the 4 bits are of a key's difference from its page's mean.
+struct twilight : variant<coarse_to_fine<min_max, key_sketch<4>>, top_p, always> {
+  static constexpr std::string_view name = "twilight";
+};
 /// RazorAttention (arXiv 2407.15891): some heads keep everything, the others sink and window; without its compensation
 /// token. Which heads is the plan's `kinds`.
 struct razor_attention : variant<by_head> {

@@ -60,4 +60,18 @@ constexpr decltype(auto) resolve(const Policy& chosen, Use&& use) {
   return use(chosen);
 }
 
+namespace detail {
+
+/// "key_subspace(24, 3)": a policy's name, and in brackets what its `values()` says it was given.
+template <class P>
+std::string printed(const P& policy) {
+  return resolve(policy, [](const auto& chosen) {
+    std::string text(chosen.name);
+    if constexpr (requires { chosen.values(); }) text += "(" + chosen.values() + ")";
+    return text;
+  });
+}
+
+}  // namespace detail
+
 }  // namespace freekv

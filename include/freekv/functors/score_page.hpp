@@ -50,4 +50,22 @@ FREEKV_HD void score_page(T team, const S& summary, page_geometry page, const st
   for (int g = 0; nan && g < queries.group; ++g) out.first[g * out.stride] = -infinity;
 }
 
+/// The same by the coarse one of two summaries stored side by side (coarse_to_fine's `at`): `stored` and `queries` are
+/// those of both.
+template <class Key, team T, class Pair>
+FREEKV_HD void score_page_coarsely(T team, const Pair& summaries, page_geometry page, const std::byte* stored,
+                                   const prepared_queries& queries, float* numbers, const score_column& out) {
+  prepared_queries of_coarse = queries;
+  of_coarse.data += summary_query_width(summaries.fine, page.head_dim);
+  score_page<Key>(team, summaries.coarse, page, stored + summary_bytes<Key>(summaries.fine, page), of_coarse,
+                  numbers, out);
+}
+
+/// And by the fine one.
+template <class Key, team T, class Pair>
+FREEKV_HD void score_page_finely(T team, const Pair& summaries, page_geometry page, const std::byte* stored,
+                                 const prepared_queries& queries, float* numbers, const score_column& out) {
+  score_page<Key>(team, summaries.fine, page, stored, queries, numbers, out);
+}
+
 }  // namespace freekv

@@ -5,6 +5,7 @@
 #include <freekv/core/policy.hpp>
 #include <freekv/policies/any_of.hpp>
 #include <freekv/policies/box_summaries.hpp>
+#include <freekv/policies/coarse_to_fine.hpp>
 #include <freekv/policies/codec.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/geometry.hpp>
@@ -64,16 +65,6 @@ template <class P>
 inline constexpr bool is_codec = codec_policy<P>;
 template <class... P>
 inline constexpr bool is_codec<any_of<P...>> = (codec_policy<P> && ...);
-
-/// "key_subspace(24, 3)": a policy's name, and in brackets what its `values()` says it was given.
-template <class P>
-std::string printed(const P& policy) {
-  return resolve(policy, [](const auto& chosen) {
-    std::string text(chosen.name);
-    if constexpr (requires { chosen.values(); }) text += "(" + chosen.values() + ")";
-    return text;
-  });
-}
 
 }  // namespace detail
 

@@ -12,6 +12,7 @@
 #include <freekv/functors/ordered_key.hpp>
 #include <freekv/functors/score_page.hpp>
 #include <freekv/pipeline/layer_state.hpp>
+#include <freekv/policies/coarse_to_fine.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/pooling.hpp>
 #include <freekv/policies/selection.hpp>
@@ -79,7 +80,7 @@ class head_selection {
         query_(s.query_of(entry, head)) {}
 
   /// The selection among the first `candidates` candidates, as ascending page ids in `pages` (k); returns how many.
-  /// Pages that have been scored are not scored again.
+  /// Pages that have been scored are not scored again, unless in two stages.
   int best(int candidates, std::int32_t* pages) {
     const int most = resolve(policies_.selection, [&](const auto& selection) {
       return selection.count(candidates, s_.budget.selected_pages);
@@ -131,19 +132,29 @@ class head_selection {
   }
 
  private:
+  using element = typename State::element;
+
   /// Scores and pools the first `candidates` candidates, unless that is what stands there already.
   void score(int candidates) {
     if (candidates == pooled_) return;
     if (scored_ == 0) begin();
-    if (candidates > scored_)
-      resolve(policies_.summary, [&](const auto& summary) { score_pages(summary, scored_, candidates); });
     for (int j = candidates; j < scored_; ++j) empty_column(j);
+    resolve(policies_.summary, [&]<class Summary>(const Summary& summary) {
+      if constexpr (two_stage_summary<Summary>)
+        score_in_two_stages(summary, candidates);
+      else
+        score_pages(summary, scored_, candidates);
+    });
     scored_ = candidates;
+    pool(candidates);
+    pooled_ = candidates;
+    log_mass_of_all_ = NAN;
+  }
+
+  void pool(int candidates) {
     resolve(policies_.pooling, [&](const auto& pooling) {
       pool_candidates(set_, pooling, query_.group, stride_, workspace_sizes::padded(candidates), w_);
     });
-    pooled_ = candidates;
-    log_mass_of_all_ = NAN;
   }
 
   /// Prepares the queries that score, and empties the rows of scores.
@@ -178,11 +189,40 @@ class head_selection {
     with_team(set_, [&](auto team) {
       const auto policy = summary_at(summary, s_.layer, at_.head);
       for (int j = first; j < last; ++j)
-        score_page<typename State::element>(
-            team, policy, s_.page, s_.summary_of(s_.store_page(at_.sequence, first_page_ + j), at_.head),
-            prepared_, w_.numbers, {w_.scores + j, stride_});
+        score_page<element>(team, policy, s_.page, stored(j), prepared_, w_.numbers, column(j));
     });
   }
+
+  /// The same for the candidates that a coarse summary keeps; the others' columns are empty. Which these are depends on
+  /// all candidates, so they are scored anew with every number of them.
+  template <class Summary>
+  void score_in_two_stages(const Summary& summary, int candidates) {
+    const int kept = summary.kept(candidates, s_.budget.selected_pages);
+    std::uint64_t least = 0;  // of the keys of those kept; 0: all are
+    if (kept < candidates) {
+      with_team(set_, [&](auto team) {
+        const auto both = summary_at(summary, s_.layer, at_.head);
+        for (int j = 0; j < candidates; ++j)
+          score_page_coarsely<element>(team, both, s_.page, stored(j), prepared_, w_.numbers, column(j));
+      });
+      pool(candidates);
+      order_candidates(first_page_, candidates, kept - 1, w_);
+      least = w_.keys[kept - 1];
+    }
+    with_team(set_, [&](auto team) {
+      const auto both = summary_at(summary, s_.layer, at_.head);
+      for (int j = 0; j < candidates; ++j)
+        if (least != 0 && ordered_key(w_.pooled[j], first_page_ + j) < least)
+          empty_column(j);
+        else
+          score_page_finely<element>(team, both, s_.page, stored(j), prepared_, w_.numbers, column(j));
+    });
+  }
+
+  const std::byte* stored(int j) const {
+    return s_.summary_of(s_.store_page(at_.sequence, first_page_ + j), at_.head);
+  }
+  score_column column(int j) const { return {w_.scores + j, stride_}; }
 
   /// Puts the keys of the selected pages first in `w.keys`.
   template <class Selection>
