@@ -7,6 +7,7 @@
 #include <freekv/functors/diff_pages.hpp>
 #include <freekv/policies/geometry.hpp>
 #include <freekv/policies/plan.hpp>
+#include <freekv/storage/engine_frames.hpp>
 #include <freekv/storage/layout.hpp>
 #include <freekv/storage/slice_store.hpp>
 #include <span>
@@ -71,6 +72,35 @@ struct head_of {
   int head = 0;
 };
 
+/// The pages one KV head attends to, in ascending order: all pages, or sink, selected and window; and of the first
+/// page, where a window slides, not all tokens.
+struct page_list {
+  page_roles roles;
+  const std::int32_t* selected = nullptr;
+  int selected_count = 0;
+  bool complete = false;
+  int tokens = 0;       // of the sequence
+  int first_token = 0;  // tokens before it are not attended
+
+  constexpr int size() const {
+    return complete ? roles.page_end : roles.sink_end + selected_count + roles.page_end - roles.window_begin;
+  }
+  constexpr int page(int i) const {
+    if (complete || i < roles.sink_end) return i;
+    i -= roles.sink_end;
+    return i < selected_count ? selected[i] : roles.window_begin + i - selected_count;
+  }
+  /// Tokens of page `page_index` that come before those attended, and those that exist.
+  constexpr int skipped_in(int page_index, int page_tokens) const {
+    const int before = first_token - page_index * page_tokens;
+    return before > 0 ? before : 0;
+  }
+  constexpr int tokens_in(int page_index, int page_tokens) const {
+    const int left = tokens - page_index * page_tokens;
+    return left < page_tokens ? left : page_tokens;
+  }
+};
+
 /// One layer's memory and sizes; trivially copyable. Arrays are indexed by (sequence, ...) as their comments
 /// say.
 template <class Shape>
@@ -96,7 +126,7 @@ struct layer_state {
   strided_pages<element, head_dim> store;    // by store page, unless encoded
   strided_pages<element, head_dim> open;     // by sequence * open_frames + page % open_frames, if encoded
   slice_store slices;                        // complete pages, if encoded
-  strided_pages<element, head_dim> frames;   // by slot set * slots.total() + slot
+  slot_frames<element> frames;               // by slot set * slots.total() + slot
   const std::int32_t* page_table = nullptr;  // (sequence, max_pages): store page
   const std::int32_t* slot_sets = nullptr;   // (sequence): its slots among all, -1 while it is preempted
   std::byte* summaries = nullptr;            // (store page, kv head, summary_bytes)
@@ -166,37 +196,34 @@ struct layer_state {
   head_slice<element> open_slice(int sequence, int page_index, int head) const {
     return slice_of(open, std::int64_t{sequence} * open_frames + page_index % open_frames, head);
   }
+  std::int64_t frame(int sequence, int slot) const {
+    return std::int64_t{slot_sets[sequence]} * slots.total() + slot;
+  }
   head_slice<element> frame_slice(int sequence, int slot, int head) const {
-    return slice_of(frames, static_cast<std::int64_t>(slot_sets[sequence]) * slots.total() + slot, head);
+    return frames.slice(frame(sequence, slot), head);
   }
-};
 
-/// The pages one KV head attends to, in ascending order: all pages, or sink, selected and window; and of the first
-/// page, where a window slides, not all tokens.
-struct page_list {
-  page_roles roles;
-  const std::int32_t* selected = nullptr;
-  int selected_count = 0;
-  bool complete = false;
-  int tokens = 0;       // of the sequence
-  int first_token = 0;  // tokens before it are not attended
-
-  constexpr int size() const {
-    return complete ? roles.page_end : roles.sink_end + selected_count + roles.page_end - roles.window_begin;
+  /// The pages that one head attends to with row `row` of an entry. `everything`: all that the model attends to, in the
+  /// store; else what the head keeps.
+  page_list pages_attended(const step_entry& entry, int row, int head, bool everything = false) const {
+    const int tokens = entry.before + row + 1;
+    if (sliding_window > 0) {
+      const int first = std::max(0, tokens - sliding_window);
+      return {.roles = {0, first / page.tokens, pages_of(tokens)}, .tokens = tokens, .first_token = first};
+    }
+    const bool selects = !everything && kind_of(head) == layer_kind::retrieval;
+    page_roles roles = roles_at(tokens, budget, page.tokens);
+    if (selects) roles.window_begin = std::max(roles.sink_end, window_begin(entry));
+    return {roles, selected + selection(entry.sequence, head),
+            selects ? selected_count[this->row(entry.sequence, head)] : 0,
+            everything || kind_of(head) == layer_kind::complete, tokens};
   }
-  constexpr int page(int i) const {
-    if (complete || i < roles.sink_end) return i;
-    i -= roles.sink_end;
-    return i < selected_count ? selected[i] : roles.window_begin + i - selected_count;
-  }
-  /// Tokens of page `page_index` that come before those attended, and those that exist.
-  constexpr int skipped_in(int page_index, int page_tokens) const {
-    const int before = first_token - page_index * page_tokens;
-    return before > 0 ? before : 0;
-  }
-  constexpr int tokens_in(int page_index, int page_tokens) const {
-    const int left = tokens - page_index * page_tokens;
-    return left < page_tokens ? left : page_tokens;
+  /// The slot of entry i of such a list, of a head that attends to slots.
+  int slot_in(int sequence, int head, const page_list& pages, int i) const {
+    const int page_index = pages.page(i), nth_selected = i - pages.roles.sink_end;
+    if (nth_selected < 0) return slots.sink_slot(page_index);
+    if (nth_selected >= pages.selected_count) return slots.ring_slot(page_index);
+    return slots.selected_slot(slot_of[selection(sequence, head) + static_cast<std::size_t>(nth_selected)]);
   }
 };
 

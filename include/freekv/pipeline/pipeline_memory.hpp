@@ -17,11 +17,14 @@ namespace freekv {
 template <class State, class Settings, class Stages>
 class pipeline_memory {
  public:
-  /// `file` is where encoded pages are kept if the settings name a file.
+  using element = typename State::element;
+
+  /// `file` is where encoded pages are kept if the settings name a file; `frames`, of each layer, where slots are if they
+  /// are not the pipeline's own.
   template <class Backend>
   pipeline_memory(const Settings& s, Backend& backend, std::byte* slow_block, std::byte* fast_block,
-                  file_store* file)
-      : pipeline_memory(s, backend, carver(slow_block), carver(fast_block), file) {}
+                  file_store* file, std::span<const engine_frames<element>> frames)
+      : pipeline_memory(s, backend, carver(slow_block), carver(fast_block), file, frames) {}
 
   std::vector<State> layers;
   std::int32_t* page_tables = nullptr;  // (sequence, max_pages)
@@ -31,22 +34,24 @@ class pipeline_memory {
   Stages stages;
 
  private:
-  using element = typename State::element;
   static constexpr int head_dim = State::head_dim;
   static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
   template <class Backend>
-  pipeline_memory(const Settings& s, Backend& backend, carver&& slow, carver&& fast, file_store* file)
+  pipeline_memory(const Settings& s, Backend& backend, carver&& slow, carver&& fast, file_store* file,
+                  std::span<const engine_frames<element>> frames)
       : page_tables(fast.take<std::int32_t>(size(s.max_sequences) * size(s.max_pages()))),
         slot_sets(fast.take<std::int32_t>(size(s.max_sequences))),
         stages(backend, s, scratch_sizes(s), fast) {
-    for (int layer = 0; layer < s.layers; ++layer) layers.push_back(layer_part(s, layer, slow, fast, file));
+    for (int layer = 0; layer < s.layers; ++layer)
+      layers.push_back(layer_part(s, layer, slow, fast, file, frames));
     slow_bytes = slow.used();
     fast_bytes = fast.used();
     bytes.state = fast_bytes - bytes.slots - bytes.summaries;
   }
 
-  State layer_part(const Settings& s, int layer, carver& slow, carver& fast, file_store* file) {
+  State layer_part(const Settings& s, int layer, carver& slow, carver& fast, file_store* file,
+                   std::span<const engine_frames<element>> frames) {
     State l;
     l.layer = layer;
     l.kind = s.plan.kind(layer);
@@ -76,7 +81,8 @@ class pipeline_memory {
     const page_shape shape{l.page.tokens, s.kv_heads};
     const std::int64_t row_pages =
         l.encoded ? std::int64_t{s.max_sequences} * l.open_frames : std::int64_t{s.store_pages()};
-    const std::int64_t frame_pages = l.keeps_slots ? std::int64_t{s.max_resident} * l.slots.total() : 0;
+    const std::int64_t slots = l.keeps_slots ? std::int64_t{s.max_resident} * l.slots.total() : 0;
+    const std::int64_t frame_pages = frames.empty() ? slots : 0;
     const auto elements = [&](std::int64_t pages) {
       return size(pages) * size(2 * shape.tokens * head_dim) * size(shape.kv_heads);
     };
@@ -92,9 +98,10 @@ class pipeline_memory {
       const auto rows =
           strided<head_dim>(make_page_span<typename Layouts::slow, head_dim>(row_data, row_pages, shape));
       (l.encoded ? l.open : l.store) = rows;
-      l.frames =
-          strided<head_dim>(make_page_span<typename Layouts::fast, head_dim>(frame_data, frame_pages, shape));
+      l.frames = frames_of<element>(
+          make_page_span<typename Layouts::fast, head_dim>(frame_data, frame_pages, shape));
     });
+    if (!frames.empty() && slots > 0) l.frames = frames_of(frames[size(layer)], layer, slots);
     int complete_heads = 0;
     for (int head = 0; head < s.kv_heads; ++head)
       complete_heads += head_kind(s.plan, layer, head) == layer_kind::complete;

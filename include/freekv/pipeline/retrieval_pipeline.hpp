@@ -64,21 +64,35 @@ class basic_retrieval_pipeline {
 
   /// Exact bytes that a pipeline with these settings takes. Allocates none of them. Throws settings_error.
   static memory_bytes bytes_needed(const settings& given, backend_type& backend) {
-    return memory_plan(checked_settings<head_dim>(given), backend, nullptr, nullptr, nullptr).bytes;
+    return memory_plan(checked_settings<head_dim>(given), backend, nullptr, nullptr, nullptr, {}).bytes;
+  }
+
+  /// Slots, and so blocks of an engine's own tensor, that a sequence has in a layer; 0 where it needs none. Throws
+  /// settings_error.
+  static int slots_per_sequence(const settings& given, backend_type& backend, int layer) {
+    const memory_plan plan(checked_settings<head_dim>(given), backend, nullptr, nullptr, nullptr, {});
+    const state& s = plan.layers.at(size(layer));
+    return s.keeps_slots ? s.slots.total() : 0;
   }
 
   /// Takes all its memory from `memory` at once, and room for the store's file where there is one. `backend` must
-  /// outlive the pipeline. Throws settings_error, or store_error if the file cannot be had.
-  basic_retrieval_pipeline(const settings& given, backend_type& backend, const memory_resources& memory = {})
+  /// outlive the pipeline. With `frames`, one for each layer, slots are blocks of an engine's own tensor, and none of
+  /// `memory` is taken for them. Throws settings_error, or store_error if the file cannot be had.
+  basic_retrieval_pipeline(const settings& given, backend_type& backend, const memory_resources& memory = {},
+                           std::span<const engine_frames<element>> frames = {})
       : settings_(checked_settings<head_dim>(given)),
         backend_(&backend),
         recalled_(static_cast<std::size_t>(settings_.layers)),
         progress_(static_cast<std::size_t>(settings_.layers)) {
-    const memory_plan counted(settings_, backend, nullptr, nullptr, nullptr);
+    if (!frames.empty() && frames.size() != size(settings_.layers))
+      throw settings_error("frames of " + std::to_string(frames.size()) + " layers for " +
+                           std::to_string(settings_.layers) + "; give those of each layer, or none");
+    const memory_plan counted(settings_, backend, nullptr, nullptr, nullptr, frames);
     if (settings_.store_file) file_.emplace(*settings_.store_file, counted.bytes.file);
     slow_memory_ = memory_block(*memory.slow, counted.slow_bytes);
     fast_memory_ = memory_block(*memory.fast, counted.fast_bytes);
-    parts_.emplace(settings_, backend, slow_memory_.data(), fast_memory_.data(), file_ ? &*file_ : nullptr);
+    parts_.emplace(settings_, backend, slow_memory_.data(), fast_memory_.data(), file_ ? &*file_ : nullptr,
+                   frames);
     sequences_.emplace(sequence_limits{.page_tokens = settings_.page.tokens,
                                        .max_tokens = settings_.max_tokens,
                                        .max_sequences = settings_.max_sequences,
@@ -276,16 +290,55 @@ class basic_retrieval_pipeline {
   void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
     const state& s = layer_in(layer, "attend", layer_progress::appended, layer_progress::corrected);
     const auto to = output("attend", s, out, lse);
+    correct(layer);
+    for (const step_entry& entry : entries_) parts_->stages.attend(s, entry, queries_.data(), to);
+    attended(layer);
+  }
+
+  /// What `attend` does before it attends, for an engine that attends with a kernel of its own: corrects the flagged
+  /// heads. Then come `table` and the kernel for each sequence with decode rows, then `attended`.
+  void correct(int layer) {
+    const state& s = layer_in(layer, "correct", layer_progress::appended, layer_progress::corrected);
     layer_progress& progress = progress_[static_cast<std::size_t>(layer)];
     for (const step_entry& entry : entries_)
       if (progress == layer_progress::appended && entry.kind == row_kind::decode &&
           s.kind == layer_kind::retrieval)
         parts_->stages.correct(s, entry);
     progress = layer_progress::corrected;
-    for (const step_entry& entry : entries_) {
-      parts_->stages.settle_correction(s, entry);
-      parts_->stages.attend(s, entry, queries_.data(), to);
-    }
+    for (const step_entry& entry : entries_) parts_->stages.settle_correction(s, entry);
+  }
+
+  /// The pages that KV head `head` of a sequence attends to with the last of its decode rows, to `blocks`
+  /// (slots_per_sequence): sink, selected, window, the open page last; earlier rows see all but the tokens behind
+  /// themselves. Between `correct` and `attended`, of a layer that keeps slots. Throws usage_error.
+  resident_table table(int layer, sequence_id id, int head, std::span<std::int32_t> blocks) const {
+    const auto [s, entry] = entry_for_table(layer, id, blocks.size());
+    if (head < 0 || head >= s.heads.kv)
+      throw usage_error("table: KV head " + std::to_string(head) + " is not one of " +
+                        std::to_string(s.heads.kv));
+    return write_table(s, entry, head, blocks);
+  }
+
+  /// The same for all KV heads at once, whose pages differ and whose slots do not: as with top_k, no spare slots, and
+  /// heads that all retrieve. Throws usage_error where the heads' slots differ.
+  resident_table table(int layer, sequence_id id, std::span<std::int32_t> blocks) const {
+    const auto [s, entry] = entry_for_table(layer, id, blocks.size());
+    const int sequence = entry.sequence;
+    const auto slots = [&](int head) {
+      return std::span(s.slot_of + s.selection(sequence, head),
+                       size(s.selected_count[s.row(sequence, head)]));
+    };
+    for (int head = 1; head < s.heads.kv; ++head)
+      if (s.kind_of(head) != s.kind_of(0) ||
+          !std::is_permutation(slots(0).begin(), slots(0).end(), slots(head).begin(), slots(head).end()))
+        throw usage_error("table: KV heads 0 and " + std::to_string(head) + " of layer " +
+                          std::to_string(layer) + " attend to different slots; take a table for each head");
+    return write_table(s, entry, 0, blocks);
+  }
+
+  /// After an engine's own kernel has attended: queues selection and recall for the next step.
+  void attended(int layer) {
+    const state& s = layer_in(layer, "attended", layer_progress::corrected);
     progress_[static_cast<std::size_t>(layer)] = layer_progress::attended;
     if (s.kind != layer_kind::retrieval) return;
     backend_->recall().wait(backend_->compute().record());
@@ -393,12 +446,47 @@ class basic_retrieval_pipeline {
   const state& layer_in(int layer, const char* call, Progress... allowed) const {
     const state& s = layer_of(layer, call);
     if (!in_step_) throw usage_error(std::string(call) + ": no step was begun");
-    if (((progress_[size(layer)] != allowed) && ...))
+    const layer_progress progress = progress_[size(layer)];
+    const bool appends = ((allowed == layer_progress::waiting) || ...);
+    if (((progress != allowed) && ...))
       throw usage_error(std::string(call) + ": layer " + std::to_string(layer) + " is " +
-                        std::array{"not appended to yet", "appended to already", "not attended yet",
-                                   "attended already"}[size(static_cast<int>(progress_[size(layer)]))] +
+                        std::array{"not appended to yet",
+                                   appends ? "appended to already" : "not corrected yet", "not attended yet",
+                                   "attended already"}[size(static_cast<int>(progress))] +
                         " in this step");
     return s;
+  }
+  struct table_entry {
+    const state& s;
+    const step_entry& entry;
+  };
+  table_entry entry_for_table(int layer, sequence_id id, std::size_t room) const {
+    const state& s = layer_in(layer, "table", layer_progress::corrected);
+    const std::string where = "table: layer " + std::to_string(layer);
+    if (!s.keeps_slots) throw usage_error(where + " keeps no slots; attend from the store");
+    if (s.sliding_window > 0)
+      throw usage_error(where + " has a sliding window, which begins inside a page; attend here");
+    if (room < size(s.slots.total()))
+      throw usage_error(where + " has " + std::to_string(s.slots.total()) +
+                        " slots a sequence, and there is room for " + std::to_string(room));
+    for (const step_entry& entry : entries_)
+      if (sequence_id{entry.sequence} == id && entry.kind == row_kind::decode && entry.tokens > 0)
+        return {s, entry};
+    throw usage_error("table: " + sequence_table::name_of(id) + " has no decode rows in this step");
+  }
+  resident_table write_table(const state& s, const step_entry& entry, int head,
+                             std::span<std::int32_t> blocks) const {
+    if (s.kind_of(head) == layer_kind::complete)
+      throw usage_error("table: KV head " + std::to_string(head) + " of layer " + std::to_string(s.layer) +
+                        " keeps everything, in the store; attend here");
+    const page_list pages = s.pages_attended(entry, entry.tokens - 1, head);
+    int tokens = 0;
+    for (int i = 0; i < pages.size(); ++i) {
+      blocks[size(i)] = static_cast<std::int32_t>(
+          s.frames.block(s.frame(entry.sequence, s.slot_in(entry.sequence, head, pages, i))));
+      tokens += pages.tokens_in(pages.page(i), s.page.tokens);
+    }
+    return {pages.size(), tokens};
   }
   template <class In>
   void check_tables(std::span<const paged_rows<In>> rows) const {

@@ -31,19 +31,7 @@ struct attention_job {
 
   static constexpr int d = State::head_dim;
 
-  page_list list(int row, int head) const {
-    const int tokens = entry.before + row + 1;
-    if (s.sliding_window > 0) {
-      const int first = std::max(0, tokens - s.sliding_window), p = s.page.tokens;
-      return {.roles = {0, first / p, s.pages_of(tokens)}, .tokens = tokens, .first_token = first};
-    }
-    const bool selects = !complete && s.kind_of(head) == layer_kind::retrieval;
-    page_roles roles = roles_at(tokens, s.budget, s.page.tokens);
-    if (selects) roles.window_begin = std::max(roles.sink_end, s.window_begin(entry));
-    return {roles, s.selected + s.selection(entry.sequence, head),
-            selects ? s.selected_count[s.row(entry.sequence, head)] : 0,
-            complete || s.kind_of(head) == layer_kind::complete, tokens};
-  }
+  page_list list(int row, int head) const { return s.pages_attended(entry, row, head, complete); }
   int parts(int row) const {
     int pages = 0;
     for (int head = 0; head < s.heads.kv; ++head) pages = std::max(pages, list(row, head).size());
@@ -105,14 +93,7 @@ struct attention_job {
   auto slice(const page_list& pages, int i, int head) const {
     const int page = pages.page(i);
     if (!in_slots(pages)) return s.store_slice(entry.sequence, page, head);
-    const int nth_selected = i - pages.roles.sink_end;
-    const int slot =
-        nth_selected < 0 ? s.slots.sink_slot(page)
-        : nth_selected < pages.selected_count
-            ? s.slots.selected_slot(
-                  s.slot_of[s.selection(entry.sequence, head) + static_cast<std::size_t>(nth_selected)])
-            : s.slots.ring_slot(page);
-    return s.frame_slice(entry.sequence, slot, head);
+    return s.frame_slice(entry.sequence, s.slot_in(entry.sequence, head, pages, i), head);
   }
   std::ptrdiff_t first_query_head(int row, int head) const {
     return (std::ptrdiff_t{entry.first_row + row} * s.heads.kv + head) * s.heads.group();

@@ -1,5 +1,5 @@
 // Instruction sets of the host: chosen once at run time, without -march flags and without second copies of
-// code.
+// code. What is compiled for AVX2 throughout, as with -march=native, has no other choice, and half the code.
 //
 // A stage's body is compiled once per instruction set by inlining it into a function that carries the target
 // attribute (`flatten`). GCC inlines all of it; Clang only what it would inline anyway, so its avx2 is partly
@@ -30,6 +30,13 @@ inline std::string_view name_of(isa set) {
   }
 }
 
+/// Whether all code is compiled for AVX2: then `baseline` is that too.
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+inline constexpr bool compiled_for_avx2 = true;
+#else
+inline constexpr bool compiled_for_avx2 = false;
+#endif
+
 /// The best instruction set of the machine this runs on.
 inline isa best_isa() {
 #if defined(__x86_64__)
@@ -59,9 +66,9 @@ template <class Body>
 template <class Body>
 inline void with_team([[maybe_unused]] isa set, const Body& body) {
 #if defined(__x86_64__)
-  if (set == isa::avx2) return detail::run_avx2(body);
+  if (compiled_for_avx2 || set == isa::avx2) return detail::run_avx2(body);
 #endif
-  detail::run_baseline(body);
+  if constexpr (!compiled_for_avx2) detail::run_baseline(body);
 }
 
 }  // namespace freekv::host
