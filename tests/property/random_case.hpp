@@ -52,9 +52,9 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
              << o.does.rank << ", bits " << o.does.bits << "), " << o.does.pooling << ", " << o.does.selection
              << " " << o.does.top_p << ", " << o.does.correction << " tau " << o.does.tau << " "
              << o.does.drift_pool << " delta " << o.does.delta << (o.does.partial ? " partial" : "")
-             << " every " << o.does.every << ", " << o.does.residency << " spare " << o.does.spare
-             << ", plan " << o.does.plan << ", " << o.layout << (o.in_place ? ", in place" : ", resident")
-             << ", store " << o.does.codec
+             << " every " << o.does.every << ", " << o.does.residency << " spare " << o.does.spare << ", "
+             << o.does.rows << ", plan " << o.does.plan << ", " << o.layout
+             << (o.in_place ? ", in place" : ", resident") << ", store " << o.does.codec
              << (o.store_file.empty() ? ""
                  : o.direct_io        ? " direct file"
                                       : " file")
@@ -117,6 +117,12 @@ inline std::vector<float> random_codebooks(dice& d, const freekv::key_codebooks&
   return data;
 }
 
+/// What no pipeline takes: query heads that select each for itself, and a correction that judges what they select
+/// together.
+inline bool judged_by_mass(const freekv::examples::method& m) {
+  return m.rows == "per_query_head" && m.correction == "mass_deficit";
+}
+
 inline random_case make_case(std::uint64_t seed) {
   dice d(seed);
   random_case c;
@@ -174,7 +180,26 @@ inline random_case make_case(std::uint64_t seed) {
     o.direct_io = d.below(2) == 0;
   }
   if (d.below(4) == 0) o.does.codec = d.name_of(codecs);
+  if (d.below(3) == 0) o.does.rows = d.name_of(selection_rows);
+  if (judged_by_mass(o.does)) o.does.rows = "per_layer";
   return c;
+}
+
+/// Where query heads select each for itself, what each of a KV head's group attended to; else nothing.
+inline std::vector<std::vector<int>> selected_by_head(const freekv::step_report& report, int kv_head,
+                                                      int group) {
+  if (report.attended_by.empty()) return {};
+  const auto n = [](int x) { return static_cast<std::size_t>(x); };
+  const std::size_t most = report.attended.size() / report.corrected.size();
+  const std::size_t words = report.attended_by.size() / report.attended.size();
+  std::vector<std::vector<int>> own(n(group));
+  for (int g = 0; g < group; ++g)
+    for (int i = 0; i < report.attended_count[n(kv_head)]; ++i) {
+      const std::size_t at = n(kv_head) * most + n(i);
+      if ((report.attended_by[at * words + n(g / 32)] >> g % 32 & 1u) != 0)
+        own[n(g)].push_back(report.attended[at]);
+    }
+  return own;
 }
 
 /// Rows of one token: queries that turn slowly, keys near slowly moving centres, as text has them.
@@ -257,6 +282,8 @@ inline oracle::settings oracle_settings(const random_case& c) {
   s.selection = value_at(freekv::examples::selections, o.does.selection,
                          {oracle::selection_kind::top_k, oracle::selection_kind::top_p});
   s.top_p = static_cast<double>(o.does.top_p);
+  s.rows = value_at(freekv::examples::selection_rows, o.does.rows,
+                    {oracle::rows_kind::kv_head, oracle::rows_kind::query_head, oracle::rows_kind::layer});
   s.correction = value_at(freekv::examples::corrections, o.does.correction,
                           {oracle::correction_kind::cosine_drift, oracle::correction_kind::mass_deficit,
                            oracle::correction_kind::always, oracle::correction_kind::never,
