@@ -28,6 +28,7 @@ struct method {
   std::string pooling = "mean_softmax";
   std::string selection = "top_k";
   float top_p = 0.95f;
+  std::string rows = "per_kv_head";  ///< who shares one selection
   std::string correction = "cosine_drift";
   float tau = 0.9f;  ///< of cosine_drift
   std::string drift_pool = "mean";
@@ -147,6 +148,7 @@ using summary_list =
                 key_codes<dynamic, dynamic>, coarse_to_fine<min_max, key_sketch<4>, dynamic>>;
 using pooling_list = policy_list<mean_softmax, max_softmax, mean_score, max_score, mean_query, max_query>;
 using selection_list = policy_list<top_k, top_p>;
+using rows_list = policy_list<per_kv_head, per_query_head, per_layer>;
 using correction_list = policy_list<cosine_drift, mass_deficit, always, never, every_n_steps<dynamic>>;
 using residency_list = policy_list<first_unselected<dynamic>, least_recently_used<dynamic>>;
 using codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4m3>, int8_token, int4_token,
@@ -156,6 +158,7 @@ using eviction_list = policy_list<h2o, tova, snapkv, raas>;
 inline constexpr auto& summaries = summary_list::choices;
 inline constexpr auto& poolings = pooling_list::choices;
 inline constexpr auto& selections = selection_list::choices;
+inline constexpr auto& selection_rows = rows_list::choices;
 inline constexpr auto& corrections = correction_list::choices;
 inline constexpr auto& residencies = residency_list::choices;
 inline constexpr auto& codecs = codec_list::choices;
@@ -244,6 +247,9 @@ inline const std::vector<named_variant>& variants() {
       {.name = "full", .does = {.plan = "complete"}},
       {.name = "streaming_llm", .does = {.plan = "window"}},
       {.name = "quest", .does = {.correction = "always"}},
+      {.name = "quest_per_query_head",
+       .does = {.rows = "per_query_head", .correction = "always"},
+       .deep = true},
       {.name = "arkvale",
        .does = {.summary = "centroid_box", .pooling = "mean_score", .correction = "always"},
        .deep = true},
@@ -257,6 +263,7 @@ inline const std::vector<named_variant>& variants() {
       {.name = "freekv_page_16", .page = 16, .deep = true},
       {.name = "freekv_half_budget", .budget_share = 0.5, .deep = true},
       {.name = "freekv_top_p", .does = {.selection = "top_p", .top_p = 0.95f}, .deep = true},
+      {.name = "freekv_per_layer", .does = {.rows = "per_layer"}, .deep = true},
       {.name = "freekv_chunk_means", .does = {.summary = "chunk_means"}},
       {.name = "freekv_chunk_means_never",
        .does = {.summary = "chunk_means", .correction = "never"},

@@ -8,9 +8,10 @@ namespace freekv::examples {
 
 template <class Shape>
 class pipeline_of_shape final : public pipeline {
-  using implementation = retrieval_pipeline<Shape, page_size<dynamic>, any_layouts, summary_list::any,
-                                            pooling_list::any, selection_list::any, correction_list::any,
-                                            residency_list::any, any_plan, any_route, codec_list::any>;
+  using implementation =
+      retrieval_pipeline<Shape, page_size<dynamic>, any_layouts, summary_list::any, pooling_list::any,
+                         selection_list::any, rows_list::any, correction_list::any, residency_list::any,
+                         any_plan, any_route, codec_list::any>;
   using element = typename implementation::element;
 
  public:
@@ -74,6 +75,7 @@ class pipeline_of_shape final : public pipeline {
     s.summary = chosen("summary", summaries, o.does.summary).make(o.does, data);
     s.pooling = chosen("pooling", poolings, o.does.pooling).make(o.does, data);
     s.selection = chosen("selection", selections, o.does.selection).make(o.does, data);
+    s.rows = chosen("rows", selection_rows, o.does.rows).make(o.does, data);
     s.correction = chosen("correction", corrections, o.does.correction).make(o.does, data);
     s.residency = chosen("residency", residencies, o.does.residency).make(o.does, data);
     s.codec = chosen("codec", codecs, o.does.codec).make(o.does, data);

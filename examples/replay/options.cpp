@@ -128,6 +128,7 @@ std::string flags_of(const method& m) {
   std::string text = "--summary " + m.summary + " --correction " + m.correction;
   if (m.pooling != published.pooling) text += " --pooling " + m.pooling;
   if (m.selection != published.selection) text += " --selection " + m.selection;
+  if (m.rows != published.rows) text += " --rows " + m.rows;
   return text + (m.plan == "by_head" ? " --heads FILE" : "");
 }
 
@@ -142,7 +143,8 @@ std::string footer() {
   return text +
          "\nOutput tensors, a step for each token from prompt_len on:\n"
          "  out (steps, n_qo, d), lse (steps, n_qo)  F32, attention and its natural log-sum-exp\n"
-         "  selected (steps, n_kv, k)                I32, pages attended as selected, ascending, then -1\n"
+         "  selected (steps, n_kv, k)                I32, pages attended as selected, ascending, then -1;\n"
+         "                                           (steps, n_qo, k) where each query head selects its own\n"
          "  corrected (steps, n_kv)                  U8, 1 where a head selected anew before it attended\n"
          "  recalled (steps, n_kv)                   I32, slices copied from the store\n"
          "  recalled_before_attention (steps, n_kv)  I32, those of them that attention waited for\n"
@@ -176,7 +178,7 @@ std::string footer() {
 
 /// Flags that override a variant's policies.
 struct policy_flags {
-  std::optional<std::string> summary, pooling, selection, correction;
+  std::optional<std::string> summary, pooling, selection, rows, correction;
   std::optional<int> bits;
   std::optional<double> top_p;
 };
@@ -189,6 +191,7 @@ method chosen_method(const replay_options& o, const policy_flags& flags, method 
   m.summary = variant.summary;
   m.pooling = variant.pooling;
   m.selection = variant.selection;
+  m.rows = variant.rows;
   m.correction = variant.correction;
   m.plan = o.sliding_window ? "sliding" : variant.plan;
   m.eviction = variant.eviction;
@@ -196,6 +199,7 @@ method chosen_method(const replay_options& o, const policy_flags& flags, method 
   take("--summary", flags.summary, summaries, m.summary);
   take("--pooling", flags.pooling, poolings, m.pooling);
   take("--selection", flags.selection, selections, m.selection);
+  take("--rows", flags.rows, selection_rows, m.rows);
   take("--correction", flags.correction, corrections, m.correction);
   (void)chosen("--summary-dtype", formats, m.format);
   (void)chosen("--drift-pool", drift_pools, m.drift_pool);
@@ -206,6 +210,7 @@ method chosen_method(const replay_options& o, const policy_flags& flags, method 
     m.summary = published.summary;
     m.pooling = published.pooling;
     m.selection = published.selection;
+    m.rows = published.rows;
     m.correction = published.correction;
   }
   m.bits = flags.bits.value_or(m.summary == "key_sketch" ? 2 : method{}.bits);
@@ -288,6 +293,8 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
                     "Of scores over a KV head's queries: " + names_of(poolings));
   add.optional_text("--selection", flags.selection, "the variant's",
                     "Selection: " + names_of(selections) + ", which takes up to --k");
+  add.optional_text("--rows", flags.rows, "the variant's",
+                    "Who shares one selection: " + names_of(selection_rows));
   add.parsed(
          "--top-p", [&](const std::string& text) { flags.top_p = finite("--top-p", text); },
          "top_p: share of the mass that is selected")

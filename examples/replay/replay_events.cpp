@@ -6,6 +6,7 @@
 
 #include "events.hpp"
 #include "progress.hpp"
+#include "selected_rows.hpp"
 #include "traces.hpp"
 
 namespace freekv::examples {
@@ -53,6 +54,7 @@ class event_replay {
   void write(const std::string& path) const {
     std::vector<tensor_view> tensors;
     const std::int64_t heads = form_.query_heads, rows = form_.kv_heads, k = options_.k;
+    const bool per_query_head = selects_per_query_head(options_.does);
     for (std::size_t s = 0; s < outputs_.size(); ++s) {
       const sequence_output& o = outputs_[s];
       const auto add = [&](const char* what, data_type type, std::vector<std::int64_t> shape,
@@ -62,12 +64,12 @@ class event_replay {
       };
       add("out", data_type::f32, {o.rows, heads, form_.head_dim}, o.out);
       add("lse", data_type::f32, {o.rows, heads}, o.lse);
-      add("selected", data_type::i32, {o.steps, rows, k}, o.selected);
+      add("selected", data_type::i32, {o.steps, per_query_head ? heads : rows, k}, o.selected);
       add("corrected", data_type::u8, {o.steps, rows}, o.corrected);
       add("recalled", data_type::i32, {o.steps, rows}, o.recalled);
     }
     write_safetensors(path, {.tensors = std::move(tensors),
-                             .metadata = {{"rows", "kv_head"},
+                             .metadata = {{"rows", per_query_head ? "query_head" : "kv_head"},
                                           {"unit", std::to_string(options_.page)},
                                           {"variant", options_.variant}}});
   }
@@ -220,16 +222,15 @@ class event_replay {
       recalled_ += report.recalled[h];
     }
     if (!options_.out) return;
-    const std::size_t k = size(options_.k), at = o.selected.size(), stride = report.attended.size() / heads;
+    const std::size_t k = size(options_.k), at = o.selected.size();
+    const std::size_t rows = selects_per_query_head(options_.does) ? size(form_.query_heads) : heads;
     o.rows += r.tokens;
     ++o.steps;
-    o.selected.resize(at + heads * k, -1);
+    o.selected.resize(at + rows * k, -1);
+    if (decodes) copy_selected(report, rows, k, o.selected.data() + at);
     for (std::size_t h = 0; h < heads; ++h) {
       o.corrected.push_back(decodes ? report.corrected[h] : std::uint8_t{0});
       o.recalled.push_back(decodes ? report.recalled[h] : 0);
-      if (!decodes) continue;
-      const auto pages = report.attended.subspan(h * stride, size(report.attended_count[h]));
-      std::copy(pages.begin(), pages.end(), o.selected.begin() + static_cast<std::ptrdiff_t>(at + h * k));
     }
   }
 
@@ -255,8 +256,10 @@ nlohmann::ordered_json replay_events(const replay_options& o, host_backend& back
   const event_file file = read_events(*o.events, wanted_element(o.dtype));
   check_compiled(file.forms.front().head_dim);
   std::size_t numbers = 0;  // of selected
+  const trace_form& form = file.forms.front();
+  const std::size_t rows = size(selects_per_query_head(o.does) ? form.query_heads : form.kv_heads);
   for (const event& e : file.events)
-    if (e.what == event::kind::step) numbers += e.rows.size() * size(file.forms.front().kv_heads) * size(o.k);
+    if (e.what == event::kind::step) numbers += e.rows.size() * rows * size(o.k);
   if (constexpr std::size_t most = std::size_t{1} << 30; o.out && numbers > most)
     throw choice_error("--k " + std::to_string(o.k) + " gives selected " + std::to_string(numbers) +
                        " numbers, more than " + std::to_string(most) + "; choose fewer pages");

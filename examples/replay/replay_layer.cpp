@@ -8,6 +8,7 @@
 #include <string>
 
 #include "pipeline.hpp"
+#include "selected_rows.hpp"
 
 namespace freekv::examples {
 namespace {
@@ -20,10 +21,11 @@ constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n);
 void check_size(const replay_options& o, const replay_job& job) {
   const trace_form& t = job.form;
   constexpr double most = 1 << 30;
-  const double numbers = static_cast<double>(t.steps()) * t.kv_heads * o.k;
+  const int rows = selects_per_query_head(o.does) ? t.query_heads : t.kv_heads;
+  const double numbers = static_cast<double>(t.steps()) * rows * o.k;
   if (job.out && numbers > most) {
     std::ostringstream counts;
-    counts << "--k " << o.k << " gives selected " << t.steps() << " x " << t.kv_heads << " x " << o.k
+    counts << "--k " << o.k << " gives selected " << t.steps() << " x " << rows << " x " << o.k
            << " numbers, more than " << static_cast<long long>(most) << "; the trace has "
            << (t.tokens + o.page - 1) / std::max(o.page, 1) << " pages, and a larger --k selects no more";
     refuse(counts.str());
@@ -32,20 +34,22 @@ void check_size(const replay_options& o, const replay_job& job) {
 
 /// Everything that is written out.
 struct results {
-  std::size_t k = 0;  // columns of `selected`; of a method that evicts as many as its reports have
+  std::size_t k = 0;     // columns of `selected`; of a method that evicts as many as its reports have
+  std::size_t rows = 0;  // of `selected` in a step: KV heads, or query heads
   std::vector<float> out, lse;
   std::vector<std::int32_t> selected, recalled, before_attention;
   std::vector<std::uint8_t> corrected;
 
-  results(const trace_form& t, int columns) : k(size(columns)) {
-    const std::size_t rows = size(t.steps()) * size(t.kv_heads),
+  results(const trace_form& t, int columns, bool per_query_head)
+      : k(size(columns)), rows(size(per_query_head ? t.query_heads : t.kv_heads)) {
+    const std::size_t kv_heads = size(t.steps()) * size(t.kv_heads),
                       heads = size(t.steps()) * size(t.query_heads);
     out.resize(heads * size(t.head_dim));
     lse.resize(heads);
-    selected.assign(rows * k, -1);
-    corrected.resize(rows);
-    recalled.resize(rows);
-    before_attention.resize(rows);
+    selected.assign(size(t.steps()) * rows * k, -1);
+    corrected.resize(kv_heads);
+    recalled.resize(kv_heads);
+    before_attention.resize(kv_heads);
   }
 };
 
@@ -102,14 +106,14 @@ void keep_report(const step_report& report, std::size_t step, results* r, layer_
     s.before_attention += report.recalled_before_attention[row];
     s.promoted += report.promoted[row];
     if (r == nullptr) continue;
-    if (r->k == 0) r->selected.assign(r->corrected.size() * (r->k = stride), -1);
-    const std::size_t at = step * rows + row, k = r->k;
-    const auto pages = report.attended.subspan(row * stride, size(report.attended_count[row]));
-    std::copy(pages.begin(), pages.end(), r->selected.begin() + static_cast<std::ptrdiff_t>(at * k));
+    const std::size_t at = step * rows + row;
     r->corrected[at] = report.corrected[row];
     r->recalled[at] = report.recalled[row];
     r->before_attention[at] = report.recalled_before_attention[row];
   }
+  if (r == nullptr) return;
+  if (r->k == 0) r->selected.assign(r->corrected.size() * (r->k = stride), -1);
+  copy_selected(report, r->rows, r->k, r->selected.data() + step * r->rows * r->k);
 }
 
 /// `exact` keeps everything as it was recorded, which `p` does too unless its codec loses something. `r` may be null.
@@ -160,13 +164,15 @@ void write_results(const std::filesystem::path& path, const replay_options& o, c
   const std::int64_t steps = t.steps(), rows = t.kv_heads;
   write_safetensors(
       path,
-      {.tensors =
-           {{"out", data_type::f32, {steps, t.query_heads, t.head_dim}, bytes(r.out)},
-            {"lse", data_type::f32, {steps, t.query_heads}, bytes(r.lse)},
-            {"selected", data_type::i32, {steps, rows, static_cast<std::int64_t>(r.k)}, bytes(r.selected)},
-            {"corrected", data_type::u8, {steps, rows}, bytes(r.corrected)},
-            {"recalled", data_type::i32, {steps, rows}, bytes(r.recalled)},
-            {"recalled_before_attention", data_type::i32, {steps, rows}, bytes(r.before_attention)}},
+      {.tensors = {{"out", data_type::f32, {steps, t.query_heads, t.head_dim}, bytes(r.out)},
+                   {"lse", data_type::f32, {steps, t.query_heads}, bytes(r.lse)},
+                   {"selected",
+                    data_type::i32,
+                    {steps, static_cast<std::int64_t>(r.rows), static_cast<std::int64_t>(r.k)},
+                    bytes(r.selected)},
+                   {"corrected", data_type::u8, {steps, rows}, bytes(r.corrected)},
+                   {"recalled", data_type::i32, {steps, rows}, bytes(r.recalled)},
+                   {"recalled_before_attention", data_type::i32, {steps, rows}, bytes(r.before_attention)}},
        .metadata = {{"prompt_len", std::to_string(t.prompt_len)}, {"variant", o.variant}}});
 }
 
@@ -187,7 +193,7 @@ layer_result replay_layer(const replay_options& o, const replay_job& job, const 
   options.max_prompt = t.prompt_len;
   const auto p = make_pipeline(options, tools.backend);
   std::optional<results> r;
-  if (job.out) r.emplace(t, o.does.evicts() ? 0 : o.k);
+  if (job.out) r.emplace(t, o.does.evicts() ? 0 : o.k, selects_per_query_head(o.does));
   layer_result s;
   s.form = t;
   s.slice_bytes = p->slice_bytes();

@@ -29,6 +29,7 @@ json settings_of(const replay_options& o, const host_options& host) {
                 {"summary", of_retrieval(m.summary)},
                 {"pooling", of_retrieval(m.pooling)},
                 {"selection", of_retrieval(m.selection)},
+                {"rows", of_retrieval(m.rows)},
                 {"correction", of_retrieval(m.correction)},
                 {"page", o.page},
                 {"sink", o.sink},

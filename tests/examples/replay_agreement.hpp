@@ -81,6 +81,7 @@ inline void check_summary(const replay_case& c, const replay_output& r, const ex
   is(settings.at("summary"), of_retrieval(o.does.summary), "summary");
   is(settings.at("pooling"), of_retrieval(o.does.pooling), "pooling");
   is(settings.at("selection"), of_retrieval(o.does.selection), "selection");
+  is(settings.at("rows"), of_retrieval(o.does.rows), "rows");
   is(settings.at("correction"), of_retrieval(o.does.correction), "correction");
   is(settings.at("page"), o.page, "page");
   is(settings.at("sink"), o.budget.sink, "sink");
@@ -142,6 +143,15 @@ inline void check_summary(const replay_case& c, const replay_output& r, const ex
   near(s.at("time_over_full_attention"), seconds / full, 1e-6 * seconds / full, "ratio of times");
 }
 
+/// Every page in one of the rows, ascending.
+inline std::vector<int> all_of(const std::vector<std::vector<int>>& rows) {
+  std::vector<int> pages;
+  for (const auto& row : rows) pages.insert(pages.end(), row.begin(), row.end());
+  if (rows.size() > 1) std::sort(pages.begin(), pages.end());
+  if (rows.size() > 1) pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
+  return pages;
+}
+
 /// Throws disagreement unless the output is what the oracle allows.
 inline void check_agreement(const replay_case& given, const replay_output& r, coverage& seen) {
   replay_case c = given;
@@ -188,16 +198,25 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
         return text;
       };
 
-      const auto pages = std::span(r.selected).subspan(at * size(k), size(k));
-      const auto count = std::find(pages.begin(), pages.end(), -1) - pages.begin();
-      const std::vector<int> got(pages.begin(), pages.begin() + count);
-      if (std::any_of(pages.begin() + count, pages.end(), [](int page) { return page != -1; }))
-        fail("selected", listed(pages), " is not padded with -1");
+      // The KV head's own row of `selected`, or those of its query heads, which it holds together.
+      std::vector<std::vector<int>> rows_got;
+      const int rows = c.selecting() / heads;
+      for (int i = 0; i < rows; ++i) {
+        const auto pages = std::span(r.selected).subspan((at * size(rows) + size(i)) * size(k), size(k));
+        const auto end = std::find(pages.begin(), pages.end(), -1);
+        rows_got.emplace_back(pages.begin(), end);
+        if (std::any_of(end, pages.end(), [](int page) { return page != -1; }))
+          fail("selected", listed(pages), " is not padded with -1");
+      }
+      const std::vector<int> got = all_of(rows_got);
+      const auto count = static_cast<long>(got.size());
       if (r.corrected[at] > 1) fail("corrected is ", int{r.corrected[at]});
       const bool corrected = r.corrected[at] != 0;
       if (corrected != row.corrected && oracle::flag_is_firm(row, expected.config().tau))
         fail("corrected is ", corrected, ", pooled cosine ", row.pooled_cosine);
-      const bool same_flag = corrected == row.corrected, equal = got == row.selected;
+      const bool own = c.selecting() != heads && !row.selected.empty();
+      const bool same_flag = corrected == row.corrected;
+      const bool equal = got == row.selected && (!own || rows_got == row.selected_by_head);
       const bool firm = same_flag && (row.corrected ? row.correct_firm : carried_firm[size(h)]);
       if (!equal && firm) fail("selected", listed(got), " for", listed(row.selected));
       seen.firm_selections += firm && !got.empty();

@@ -21,12 +21,17 @@ inline std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 struct variant_policies {
   std::string plan, summary, correction, pooling = "mean_softmax", selection = "top_k";
   bool partial = false;
+  std::string rows = "per_kv_head";
 };
 inline const std::map<std::string, variant_policies>& variants_of_contract() {
   static const std::map<std::string, variant_policies> all{
       {"full", {"complete", "min_max", "cosine_drift"}},
       {"streaming_llm", {"window", "min_max", "cosine_drift"}},
       {"quest", {"retrieval", "min_max", "always"}},
+      {"quest_per_query_head",
+       {"retrieval", "min_max", "always", "mean_softmax", "top_k", false, "per_query_head"}},
+      {"freekv_per_layer",
+       {"retrieval", "min_max", "cosine_drift", "mean_softmax", "top_k", false, "per_layer"}},
       {"arkvale", {"retrieval", "centroid_box", "always", "mean_score"}},
       {"twilight", {"retrieval", "coarse_to_fine", "always", "mean_softmax", "top_p"}},
       {"razor_attention", {"by_head", "min_max", "cosine_drift"}},
@@ -51,8 +56,8 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
 struct replay_case {
   random_case layer;  // shape, budget, prompt and steps, as the oracle wants them; policies by resolve()
   std::string variant = "freekv";
-  std::optional<std::string> summary, pooling, selection, correction;  // flags, where given
-  std::string query_dtype = "F32", dtype = "F32";                      // in the file, of q, and of k and v
+  std::optional<std::string> summary, pooling, selection, rows, correction;  // flags, where given
+  std::string query_dtype = "F32", dtype = "F32";  // in the file, of q, and of k and v
   std::string dtype_flag = "stored";
   std::string tau = "0.9", top_p = "0.95", delta = "0.2", scale;  // as text; no scale: the default
   int threads = 1;
@@ -73,6 +78,11 @@ struct replay_case {
   bool retrieves(int head) const {
     return retrieves() &&
            (heads.empty() || heads[static_cast<std::size_t>(head)] == freekv::layer_kind::retrieval);
+  }
+  /// Rows of `selected` in a step.
+  int selecting() const {
+    const auto& o = layer.options;
+    return retrieves() && o.does.rows == "per_query_head" ? o.query_heads : o.kv_heads;
   }
   bool uses_basis() const { return retrieves() && layer.options.does.summary == "key_subspace"; }
   /// The type in which keys and values are kept.
@@ -114,6 +124,7 @@ inline void fill_trace(replay_case& c) {
   o.does.summary = c.summary.value_or(policies.summary);
   o.does.pooling = c.pooling.value_or(policies.pooling);
   o.does.selection = c.selection.value_or(policies.selection);
+  o.does.rows = c.rows.value_or(policies.rows);
   o.does.correction = c.correction.value_or(policies.correction);
   o.does.partial = o.does.partial || (policies.partial && !c.correction);
   o.does.tau = std::stof(c.tau);
@@ -179,7 +190,8 @@ inline replay_case random_replay(std::uint64_t seed) {
   if (d.below(2) == 0) c.summary = o.does.summary;
   if (d.below(2) == 0) c.pooling = o.does.pooling;
   if (d.below(2) == 0) c.selection = o.does.selection;
-  if (d.below(2) == 0) c.correction = o.does.correction;
+  const std::string correction = o.does.correction, rows = o.does.rows;
+  if (d.below(2) == 0) c.correction = correction;
   c.top_p = d.one_of<std::string>({"0.3", "0.7", "0.95", "1"});
   c.delta = d.one_of<std::string>({"0", "0.05", "0.2", "0.5"});
   o.page = d.one_of({8, 8, 16, 16, 24, 32});
@@ -205,6 +217,11 @@ inline replay_case random_replay(std::uint64_t seed) {
     for (int head = 0; head < o.kv_heads; ++head)
       c.heads.push_back(d.one_of({freekv::layer_kind::retrieval, freekv::layer_kind::retrieval,
                                   freekv::layer_kind::complete, freekv::layer_kind::window}));
+  if (d.below(2) == 0) c.rows = rows;
+  const auto& policies = variants_of_contract().at(c.variant);
+  if (c.correction.value_or(policies.correction) == "mass_deficit" &&
+      c.rows.value_or(policies.rows) == "per_query_head")
+    c.rows = "per_layer";
   fill_trace(c);
   return c;
 }
@@ -307,6 +324,7 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   if (c.summary) flag("summary", *c.summary);
   if (c.pooling) flag("pooling", *c.pooling);
   if (c.selection) flag("selection", *c.selection);
+  if (c.rows) flag("rows", *c.rows);
   if (c.correction) flag("correction", *c.correction);
   const freekv::examples::method usual;
   if (o.does.format != usual.format) flag("summary-dtype", o.does.format);
@@ -381,7 +399,7 @@ inline replay_output run_replay(const replay_case& c, const scratch_folder& fold
   const std::map<std::string, std::pair<std::string, std::vector<std::int64_t>>> form{
       {"out", {"F32", {steps, o.query_heads, o.head_dim}}},
       {"lse", {"F32", {steps, o.query_heads}}},
-      {"selected", {"I32", {steps, o.kv_heads, o.budget.selected_pages}}},
+      {"selected", {"I32", {steps, c.selecting(), o.budget.selected_pages}}},
       {"corrected", {"U8", {steps, o.kv_heads}}},
       {"recalled", {"I32", {steps, o.kv_heads}}},
       {"recalled_before_attention", {"I32", {steps, o.kv_heads}}}};

@@ -1,5 +1,6 @@
 // freekv-replay --events: what a server's sequences do, against the oracle, and what is refused.
 
+#include <map>
 #include <memory>
 #include <optional>
 
@@ -58,11 +59,18 @@ std::vector<std::string> command(const std::filesystem::path& events, const std:
           "--window",    "16",       "--k",  "3",      "--out", out};
 }
 
+std::vector<std::string> with_rows(const std::string& rows, std::vector<std::string> command) {
+  command.insert(command.end(), {"--rows", rows});
+  return command;
+}
+
 /// Draws events and keeps the oracle's word for all that they give.
 class drawn_events {
  public:
-  drawn_events(std::uint64_t seed, const std::vector<trace_data>& traces)
-      : case_(form(seed)), dice_(seed), traces_(traces) {}
+  drawn_events(std::uint64_t seed, const std::vector<trace_data>& traces, const std::string& rows)
+      : case_(form(seed)), dice_(seed), traces_(traces) {
+    case_.options.does.rows = rows;
+  }
 
   std::string file() {
     open();
@@ -99,8 +107,11 @@ class drawn_events {
       const auto selected = elements_of<std::int32_t>(got.at("selected." + n));
       const auto recalled = elements_of<std::int32_t>(got.at("recalled." + n));
       const auto corrected = elements_of<std::uint8_t>(got.at("corrected." + n));
+      const std::size_t selecting =
+          case_.options.does.rows == "per_query_head" ? 6 : 2;  // rows of `selected`
       std::size_t row = 0, at = 0;
       for (const one_step& s : all) {
+        const auto pages = std::span(selected).subspan(at * selecting * 3, selecting * 3);
         const std::string where = sentence("sequence ", n, ", step ", at);
         const auto rows = static_cast<std::size_t>(s.rows);
         const auto of_out = std::span(out).subspan(row * 6 * head_dim, rows * 6 * head_dim);
@@ -109,20 +120,22 @@ class drawn_events {
           for (std::size_t i = 0; i < 6; ++i)
             if (!close(of_lse[of_lse.size() - 6 + i], s.full.lse[i], 1e-5))
               throw disagreement{where + ": lse of a prompt row"};
-          for (std::size_t i = at * 6; i < at * 6 + 6; ++i)
-            if (selected[i] != -1) throw disagreement{where + ": a prompt selects"};
+          if (std::any_of(pages.begin(), pages.end(), [](int page) { return page != -1; }))
+            throw disagreement{where + ": a prompt selects"};
         } else {
           // What the file does not have is as the oracle says.
           std::vector<std::int32_t> counts(2),
               before{s.want.rows[0].recalled_before_attention, s.want.rows[1].recalled_before_attention},
               promoted{s.want.rows[0].promoted, s.want.rows[1].promoted};
-          for (std::size_t i = 0; i < 6; ++i) counts[i / 3] += selected[at * 6 + i] >= 0;
+          const selected_lists lists = lists_of(pages);
+          for (std::size_t h = 0; h < 2; ++h) counts[h] = lists.count[h];
           const freekv::step_report report{std::span(corrected).subspan(at * 2, 2),
                                            std::span(recalled).subspan(at * 2, 2),
                                            before,
                                            promoted,
-                                           std::span(selected).subspan(at * 6, 6),
-                                           counts};
+                                           lists.pages,
+                                           counts,
+                                           lists.masks};
           s.comparison.compare(where, case_, s.want, report, of_out, of_lse, seen);
         }
         row += rows;
@@ -135,6 +148,29 @@ class drawn_events {
   }
 
  private:
+  /// What the file says of a step, as reports have it: (KV heads, 9), and with masks where rows are query heads.
+  struct selected_lists {
+    std::vector<std::int32_t> pages = std::vector<std::int32_t>(2 * 9, -1);
+    std::vector<std::uint32_t> masks{};
+    std::int32_t count[2] = {};
+  };
+  static selected_lists lists_of(std::span<const std::int32_t> rows) {
+    selected_lists lists;
+    const std::size_t group = rows.size() / 3 / 2;
+    if (group > 1) lists.masks.resize(lists.pages.size());
+    for (std::size_t h = 0; h < 2; ++h) {
+      std::map<std::int32_t, std::uint32_t> heads_of;
+      for (std::size_t i = h * group * 3; i < (h + 1) * group * 3; ++i)
+        if (rows[i] >= 0) heads_of[rows[i]] |= 1u << (i / 3 - h * group);
+      for (const auto& [page, heads] : heads_of) {
+        const std::size_t at = h * 9 + static_cast<std::size_t>(lists.count[h]++);
+        lists.pages[at] = page;
+        if (group > 1) lists.masks[at] = heads;
+      }
+    }
+    return lists;
+  }
+
   struct one_step {
     bool decode = true;
     int rows = 0;
@@ -253,15 +289,16 @@ TEST_CASE("replays of random events agree with the float64 oracle", "[events]") 
   const std::vector<trace_data> traces{write_trace(folder / "trace0", 1), write_trace(folder / "trace1", 2)};
   coverage seen;
   for (std::uint64_t seed = 1; seed <= (sanitized ? 20u : 100u); ++seed) {
-    drawn_events events(seed, traces);
+    const std::string rows = seed % 3 == 0 ? "per_query_head" : seed % 5 == 0 ? "per_layer" : "per_kv_head";
+    drawn_events events(seed, traces, rows);
     store(folder / "events", events.file());
     INFO("seed " << seed);
-    const program_end end = run_program(command(folder / "events", folder / "out"));
+    const program_end end = run_program(with_rows(rows, command(folder / "events", folder / "out")));
     INFO(end);
     REQUIRE(end.exit_code == 0);
     metadata_map metadata;
     const tensor_map got = read_tensors(folder / "out", &metadata);
-    CHECK(metadata.at("rows") == "kv_head");
+    CHECK(metadata.at("rows") == (rows == "per_query_head" ? "query_head" : "kv_head"));
     CHECK(metadata.at("unit") == "8");
     try {
       events.compare(got, seen);
@@ -272,6 +309,7 @@ TEST_CASE("replays of random events agree with the float64 oracle", "[events]") 
   if (sanitized) return;
   CHECK(seen.steps > 1000);
   CHECK(seen.firm_selections > 300);
+  CHECK(seen.firm_own_selections > 50);
   CHECK(seen.recalled > 100);
 }
 

@@ -148,6 +148,9 @@ TEST_CASE("unknown names are refused with the known ones", "[replay]") {
   r.refuse({"--summary-dtype", "int4"}, {"--summary-dtype int4", "standard", "key", "float32", "int8"});
   r.refuse({"--pooling", "sum"}, {"--pooling sum", "mean_softmax", "max_query"});
   r.refuse({"--selection", "top_q"}, {"--selection top_q", "top_k", "top_p"});
+  r.refuse({"--rows", "per_token"}, {"--rows per_token", "per_kv_head", "per_query_head", "per_layer"});
+  r.refuse({"--rows", "per_query_head", "--correction", "mass_deficit"},
+           {"per_query_head", "mass_deficit", "cosine_drift"});
   r.refuse({"--correction", "sometimes"},
            {"sometimes", "cosine_drift", "mass_deficit", "always", "never", "every_n_steps"});
   r.refuse({"--drift-pool", "median"}, {"--drift-pool median", "mean", "min", "max"});

@@ -452,6 +452,7 @@ TEST_CASE("defaults are those of the contract", "[replay]") {
   CHECK(settings.at("summary_dtype") == "standard");
   CHECK(settings.at("pooling") == "mean_softmax");
   CHECK(settings.at("selection") == "top_k");
+  CHECK(settings.at("rows") == "per_kv_head");
   CHECK(settings.at("drift_pool") == "mean");
   CHECK(settings.at("spare") == 0);
   CHECK(settings.at("residency") == "first_unselected");
@@ -500,6 +501,7 @@ TEST_CASE("help names every flag and its default", "[replay]") {
                            "--heads TEXT=every head retrieves",
                            "--basis TEXT=prompt ",
                            "--basis-layer INT=",
+                           "--rows TEXT=the variant's",
                            "--correction TEXT=the variant's",
                            "--route TEXT=resident ",
                            "--dtype TEXT=stored ",

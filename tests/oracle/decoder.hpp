@@ -16,6 +16,7 @@
 #include "pages.hpp"
 #include "residency.hpp"
 #include "results.hpp"
+#include "rows.hpp"
 #include "scoring.hpp"
 #include "selection.hpp"
 #include "settings.hpp"
@@ -28,7 +29,7 @@ class decoder {
  public:
   explicit decoder(settings s)
       : s_((check(s), std::move(s))),
-        heads_(static_cast<std::size_t>(s_.kv_heads), head_state{{}, {}, slot_cache(s_), true, true}) {}
+        heads_(static_cast<std::size_t>(s_.kv_heads), head_state{{}, {}, {}, slot_cache(s_), true, true}) {}
 
   const settings& config() const { return s_; }
   int length() const { return length_; }
@@ -59,18 +60,24 @@ class decoder {
     step_result result;
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
       row_result row;
-      head_state& head = heads_[static_cast<std::size_t>(kv_head)];
-      row.selected_before = head.selected;
-      if (retrieves(s_, kv_head)) correct(row, group_of(q, kv_head), kv_head, fixed_candidates, head);
-      row.selected = head.selected;
+      row.selected_before = heads_[static_cast<std::size_t>(kv_head)].selected;
+      if (retrieves(s_, kv_head)) flag(row, group_of(q, kv_head), kv_head);
       result.rows.push_back(row);
+    }
+    if (s_.rows == rows_kind::layer && !corrects_by_mass()) share_flags(retrieving(result.rows), s_.tau);
+    for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
+      row_result& row = result.rows[static_cast<std::size_t>(kv_head)];
+      head_state& head = heads_[static_cast<std::size_t>(kv_head)];
+      if (retrieves(s_, kv_head)) correct(row, q, kv_head, fixed_candidates, head);
+      row.selected = head.selected;
+      row.selected_by_head = head.selected_by_head;
     }
     for (int i = 0; i < rows; ++i)
       attend_row(row_of(q, i, query_size()), before + i + 1, fixed_candidates, result);
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
       row_result& row = result.rows[static_cast<std::size_t>(kv_head)];
       head_state& head = heads_[static_cast<std::size_t>(kv_head)];
-      if (retrieves(s_, kv_head)) speculate(row, group_of(q, kv_head), kv_head, head);
+      if (retrieves(s_, kv_head)) speculate(row, q, kv_head, head);
       row.selected_next = head.selected;
       row.recalled = row.by_correct.recalled + row.by_speculate.recalled;
       row.promoted = row.by_correct.promoted + row.by_speculate.promoted;
@@ -144,13 +151,13 @@ class decoder {
     return result;
   }
 
-  /// A from-scratch selection with `q` (rows, n_qo, d), all rows as one group, among the candidates at
+  /// A KV head's from-scratch selection with `q` (rows, n_qo, d), all rows as one group, among the candidates at
   /// `length`, at most one more than was appended.
   selection choose(std::span<const float> q, int kv_head, int length, int rows = 1) const {
     require_queries(q, rows);
     require(retrieves(s_, kv_head), "only a retrieval head selects");
     require(length >= 0 && length <= length_ + 1, "candidates at this length are not complete yet");
-    return choose_among(candidate_pages(s_, length), group_of(q, kv_head), kv_head);
+    return choose_row(candidate_pages(s_, length), q, kv_head).all;
   }
 
   /// The pages of `choose`, ascending.
@@ -160,8 +167,9 @@ class decoder {
 
  private:
   struct head_state {
-    std::vector<page_summary> summaries;  // per complete page
-    std::vector<int> selected;            // ascending
+    std::vector<page_summary> summaries;             // per complete page
+    std::vector<int> selected;                       // ascending
+    std::vector<std::vector<int>> selected_by_head;  // of it, where each query head selects for itself
     slot_cache slots;
     bool carried_firm;  // `selected` must agree
     bool history_firm;  // all flags and selections since the slots were empty must
@@ -247,6 +255,7 @@ class decoder {
     candidates_at_ = length_ + 1;
     for (head_state& head : heads_) {
       head.selected.clear();
+      head.selected_by_head.clear();
       head.slots.clear();
       head.carried_firm = head.history_firm = true;
     }
@@ -287,14 +296,42 @@ class decoder {
     return chosen;
   }
 
-  void correct(row_result& row, std::span<const float> queries, int kv_head,
+  /// What a KV head selects with `q` (rows, n_qo, d), with whom it shares its selection or who of it has one.
+  row_choice choose_row(const std::vector<int>& pages, std::span<const float> q, int kv_head) const {
+    std::vector<selection> each;
+    switch (s_.rows) {
+      case rows_kind::query_head:
+        for (int g = 0; g < group_size(s_); ++g)
+          each.push_back(choose_among(pages, queries_of_head(s_, group_of(q, kv_head), g), kv_head));
+        return united(each);
+      case rows_kind::layer:
+        for (int other = 0; other < s_.kv_heads; ++other)
+          if (retrieves(s_, other)) each.push_back(choose_among(pages, group_of(q, other), other));
+        return {select_together(s_, each)};
+      default:
+        return {choose_among(pages, group_of(q, kv_head), kv_head)};
+    }
+  }
+
+  std::vector<row_result*> retrieving(std::vector<row_result>& rows) const {
+    std::vector<row_result*> those;
+    for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head)
+      if (retrieves(s_, kv_head)) those.push_back(&rows[static_cast<std::size_t>(kv_head)]);
+    return those;
+  }
+
+  bool corrects_by_mass() const {
+    return s_.correction == correction_kind::mass_deficit && previous_query_.has_value();
+  }
+
+  /// A row that is flagged, or of which that is still to be said by its masses.
+  void correct(row_result& row, std::span<const float> q, int kv_head,
                const std::vector<int>& fixed_candidates, head_state& head) const {
-    row.truncation_firm = truncation_firm_;
-    const bool by_mass = s_.correction == correction_kind::mass_deficit && previous_query_.has_value();
-    if (!by_mass) flag(row, queries, kv_head);
+    const bool by_mass = corrects_by_mass();
     if (!by_mass && !row.corrected) return;
 
-    const selection best = choose_among(fixed_candidates, queries, kv_head);
+    const row_choice choice = choose_row(fixed_candidates, q, kv_head);
+    const selection& best = choice.all;
     row.score_size = best.score_size;
     if (by_mass) flag_by_mass(row, best, head);
     if (!row.corrected) return;
@@ -308,17 +345,20 @@ class decoder {
     }
     row.by_correct = hold(head, pages);
     head.selected = pages;
+    head.selected_by_head = choice.own;
   }
 
   /// Skipping this for a corrected head whose candidates stay the same would change nothing: the same query
   /// over the same pages selects the same, and all of it is held. (Unless the correction was partial.)
-  void speculate(row_result& row, std::span<const float> queries, int kv_head, head_state& head) const {
-    const selection chosen = choose_among(candidate_pages(s_, length_ + 1), queries, kv_head);
+  void speculate(row_result& row, std::span<const float> q, int kv_head, head_state& head) const {
+    const row_choice choice = choose_row(candidate_pages(s_, length_ + 1), q, kv_head);
+    const selection& chosen = choice.all;
     row.by_speculate = hold(head, chosen.pages);
     row.speculate_margin = chosen.margin;
     row.speculate_firm = is_firm(chosen);
     row.score_size = std::max(row.score_size, chosen.score_size);
     head.selected = chosen.pages;
+    head.selected_by_head = choice.own;
 
     const bool step_firm = flag_is_firm(row, s_.tau) && row.correct_firm && row.speculate_firm;
     const bool before_firm = s_.spare == 0 ? head.carried_firm : head.history_firm;
@@ -329,6 +369,8 @@ class decoder {
   }
 
   void flag(row_result& row, std::span<const float> queries, int kv_head) const {
+    row.truncation_firm = truncation_firm_;
+    if (corrects_by_mass()) return;
     const bool due = s_.correction == correction_kind::always ||
                      (s_.correction == correction_kind::every_n_steps && decode_index_ % s_.every == 0);
     if (due || !previous_query_) {
@@ -375,26 +417,33 @@ class decoder {
       return;
     }
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
-      const std::vector<int>& selected = heads_[static_cast<std::size_t>(kv_head)].selected;
+      const head_state& head = heads_[static_cast<std::size_t>(kv_head)];
       const std::vector<int> window =
           retrieves(s_, kv_head) ? window_pages(s_, length, fixed_candidates) : window_pages(s_, length);
-      const std::vector<int> pages = attended_pages(s_, kind_of(s_, kv_head), length, selected, window);
-      attend_group(q, kv_head, tokens_of(s_, length, pages), result.out, result.lse);
+      for (int g = 0; g < group_size(s_); ++g) {
+        const std::vector<int>& selected = head.selected_by_head.empty()
+                                               ? head.selected
+                                               : head.selected_by_head[static_cast<std::size_t>(g)];
+        const std::vector<int> pages = attended_pages(s_, kind_of(s_, kv_head), length, selected, window);
+        attend_head(q, kv_head, g, tokens_of(s_, length, pages), result.out, result.lse);
+      }
     }
   }
 
   void attend_group(std::span<const float> q, int kv_head, const std::vector<int>& tokens,
                     std::vector<double>& out, std::vector<double>& lse) const {
-    const std::vector<float> queries = group_of(q, kv_head);
-    for (int g = 0; g < group_size(s_); ++g) {
-      const std::size_t query_head = static_cast<std::size_t>(kv_head * group_size(s_) + g);
-      const double logit = s_.sink_logits.empty() ? -infinity : s_.sink_logits[query_head];
-      const attention head =
-          attend(row_of(queries, g, s_.head_dim), token_rows(stored_keys_, kv_head, tokens),
-                 token_rows(stored_values_, kv_head, tokens), s_.scale, {s_.soft_cap, logit});
-      out.insert(out.end(), head.out.begin(), head.out.end());
-      lse.push_back(head.lse[0]);
-    }
+    for (int g = 0; g < group_size(s_); ++g) attend_head(q, kv_head, g, tokens, out, lse);
+  }
+
+  void attend_head(std::span<const float> q, int kv_head, int g, const std::vector<int>& tokens,
+                   std::vector<double>& out, std::vector<double>& lse) const {
+    const auto query_head = static_cast<std::size_t>(kv_head * group_size(s_) + g);
+    const double logit = s_.sink_logits.empty() ? -infinity : s_.sink_logits[query_head];
+    const attention head =
+        attend(row_of(group_of(q, kv_head), g, s_.head_dim), token_rows(stored_keys_, kv_head, tokens),
+               token_rows(stored_values_, kv_head, tokens), s_.scale, {s_.soft_cap, logit});
+    out.insert(out.end(), head.out.begin(), head.out.end());
+    lse.push_back(head.lse[0]);
   }
 
   /// (m * G, d): the queries of one KV head's group, out of (m, n_qo, d).

@@ -15,6 +15,7 @@
 #include "pooling.hpp"
 #include "residency.hpp"
 #include "results.hpp"
+#include "rows.hpp"
 #include "scoring.hpp"
 #include "selection.hpp"
 #include "settings.hpp"

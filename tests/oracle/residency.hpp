@@ -11,13 +11,15 @@
 
 namespace oracle {
 
-/// k + c slots. Of the pages that are no longer wanted c stay; the others' slots are free, lowest first.
+/// k + c slots, or G * k + c where query heads select each for itself. Of the pages that are no longer wanted c stay; the others' slots are free, lowest first.
 class slot_cache {
  public:
   explicit slot_cache(const settings& s)
       : policy_(s.residency),
         spare_(s.spare),
-        slots_(static_cast<std::size_t>(s.selected_pages) + static_cast<std::size_t>(s.spare)) {}
+        slots_(static_cast<std::size_t>(s.selected_pages) *
+                   static_cast<std::size_t>(s.rows == rows_kind::query_head ? group_size(s) : 1) +
+               static_cast<std::size_t>(s.spare)) {}
 
   void clear() {
     for (slot& each : slots_) each = {};
@@ -34,7 +36,7 @@ class slot_cache {
     return std::any_of(slots_.begin(), slots_.end(), [&](const slot& each) { return each.page == page; });
   }
 
-  /// Brings the pages of a selection (ascending, at most k) into slots. What the window ring still holds at
+  /// Brings the pages of a selection (ascending) into slots. What the window ring still holds at
   /// `length` is copied from there.
   movement hold(const settings& s, const std::vector<int>& wanted, int length) {
     ++tick_;

@@ -20,6 +20,8 @@ struct row_result {
   std::vector<int> selected_before;  // carried into this step
   std::vector<int> selected;         // attended in this step
   std::vector<int> selected_next;    // carried into the next step
+  // Where query heads select each for itself: what each of the group attended to; `selected` is all of it.
+  std::vector<std::vector<int>> selected_by_head = {};
   bool corrected = false;
   double pooled_cosine = not_a_number;  // the smallest of the step's rows; NaN where one has none
   bool flag_forced = false;             // flagged by a rule other than a comparison

@@ -20,6 +20,7 @@
 #include "checks/key_codes.hpp"
 #include "checks/pooling.hpp"
 #include "checks/residency.hpp"
+#include "checks/rows.hpp"
 #include "checks/several_rows.hpp"
 #include "checks/summaries.hpp"
 #include "checks/top_p.hpp"

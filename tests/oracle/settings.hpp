@@ -32,6 +32,7 @@ enum class route_kind { resident, in_place };  // in_place: attention reads the 
 enum class element_kind { f32, f16, bf16 };
 enum class pooling_kind { mean_softmax, max_softmax, mean_score, max_score, mean_query, max_query };
 enum class selection_kind { top_k, top_p };
+enum class rows_kind { kv_head, query_head, layer };  // who shares one selection
 enum class drift_pool_kind { mean, min, max };
 enum class residency_kind { first_unselected, least_recently_used };  // who is evicted first
 
@@ -73,7 +74,7 @@ struct settings {
   int page = 1;            // p, tokens
   int sink = 0;            // S, tokens, a multiple of p
   int window = 1;          // W, tokens, a multiple of p and at least p
-  int selected_pages = 1;  // k, pages per KV head
+  int selected_pages = 1;  // k, pages per row
   double scale = 0.0;      // of attention and of page scores; see default_scale
   summary_kind summary = summary_kind::min_max;
   int chunk = 1;  // u of chunk_means, tokens, divides p
@@ -106,6 +107,7 @@ struct settings {
   int sliding_window = 0;                // tokens
   double soft_cap = 0.0;                 // scores become soft_cap * tanh(score / soft_cap); 0: none
   std::vector<double> sink_logits = {};  // one per query head, of a token without a value; empty: none
+  rows_kind rows = rows_kind::kv_head;
 };
 
 inline double default_scale(int head_dim) { return 1.0 / std::sqrt(static_cast<double>(head_dim)); }
@@ -197,6 +199,8 @@ inline void check(const settings& s) {
   if (s.selection == selection_kind::top_p)
     require(s.top_p >= 0.0 && s.top_p <= 1.0, "top_p is a share of the mass, from 0 to 1");
   if (s.correction == correction_kind::every_n_steps) require(s.every >= 1, "every is at least one step");
+  require(s.rows != rows_kind::query_head || s.correction != correction_kind::mass_deficit,
+          "mass_deficit judges what a KV head's query heads select together");
   if (s.correction == correction_kind::mass_deficit)
     require(s.delta >= 0.0 && s.delta <= 1.0, "delta is a share of the best mass, from 0 to 1");
   check_summary(s);

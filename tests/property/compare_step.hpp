@@ -11,7 +11,8 @@ namespace tests {
 
 /// What was compared, so that a test can require that it was.
 struct coverage {
-  long steps = 0, firm_selections = 0, compared_outputs = 0, corrected = 0, recalled = 0, promoted = 0;
+  long steps = 0, firm_selections = 0, firm_own_selections = 0, compared_outputs = 0, corrected = 0,
+       recalled = 0, promoted = 0;
 };
 
 template <class V>
@@ -19,6 +20,12 @@ std::string listed(const V& pages) {
   std::ostringstream text;
   for (const auto page : pages) text << " " << page;
   return text.str();
+}
+
+inline std::string listed_by_head(const std::vector<std::vector<int>>& own) {
+  std::string text;
+  for (std::size_t g = 0; g < own.size(); ++g) text += sentence("; head ", g, listed(own[g]));
+  return text;
 }
 
 /// What the comparison of a sequence's next step has to know of those before: by KV head, whether the selection carried
@@ -50,11 +57,15 @@ class step_comparison {
       const bool same_flag = corrected == row.corrected && row.truncation_firm;
       const auto first = report.attended.begin() + static_cast<long>(n(h) * stride);
       const std::vector<int> got(first, first + report.attended_count[n(h)]);
-      const bool equal = got == row.selected;
+      const auto own = selected_by_head(report, h, group);
+      const bool equal = got == row.selected && (got.empty() || own == row.selected_by_head);
       const bool firm = same_flag && (row.corrected ? row.correct_firm : carried_firm_[n(h)]);
       if (!equal && firm)
-        throw disagreement{sentence(at_head, "attended", listed(got), " for", listed(row.selected))};
+        throw disagreement{sentence(at_head, "attended", listed(got), " for", listed(row.selected),
+                                    listed_by_head(own), own.empty() ? "" : " for",
+                                    listed_by_head(row.selected_by_head))};
       seen.firm_selections += firm && !row.selected.empty();
+      seen.firm_own_selections += firm && row.selected.size() > 1 && row.selected_by_head.size() > 1;
       if (equal && row.truncation_firm)
         for (int r = 0; r < rows; ++r)
           for (int g = h * group; g < (h + 1) * group; ++g) {

@@ -50,18 +50,20 @@ bool is_close(double a, double b, double tolerance) {
   return std::fabs(a - b) <= tolerance * std::max({std::fabs(a), std::fabs(b), 1.0});
 }
 
-/// How many numbers of a step differ from exact attention to `tokens_of_head(h)`.
+/// How many numbers of a step differ from exact attention to `tokens_of_head(h, g)` of query head g of KV head h.
 template <class Tokens>
 int wrong_outputs(const random_case& c, const trace& t, const traced_step& step,
                   const Tokens& tokens_of_head) {
   const int d = c.options.head_dim, group = c.options.query_heads / c.options.kv_heads;
-  const double scale = oracle_settings(c).scale;
+  const auto s = oracle_settings(c);
   int wrong = 0;
   for (int head = 0; head < c.options.kv_heads; ++head) {
-    const auto tokens = tokens_of_head(head);
-    const auto keys = rows_of(t.keys, c, head, tokens), values = rows_of(t.values, c, head, tokens);
     for (int g = head * group; g < (head + 1) * group; ++g) {
-      const auto expected = oracle::attend(oracle::row_of(step.queries, g, d), keys, values, scale);
+      const auto tokens = tokens_of_head(head, g - head * group);
+      const auto keys = rows_of(t.keys, c, head, tokens), values = rows_of(t.values, c, head, tokens);
+      const double logit = s.sink_logits.empty() ? -oracle::infinity : s.sink_logits[n(g)];
+      const auto expected =
+          oracle::attend(oracle::row_of(step.queries, g, d), keys, values, s.scale, {s.soft_cap, logit});
       wrong += !is_close(step.lse[n(g)], expected.lse[0], 1e-5);
       for (int i = 0; i < d; ++i) wrong += !is_close(step.out[n(g * d + i)], expected.out[n(i)], 2e-5);
     }
@@ -112,7 +114,13 @@ TEST_CASE("2: exactly sink, selected and window pages are attended, each token o
     int wrong = 0;
     for (const auto& step : t.steps) {
       const auto candidates = oracle::candidate_pages(s, step.length);
-      for (const auto& pages : step.attended) {
+      auto rows = step.attended;
+      for (const auto& of_heads : step.attended_by_head)
+        if (!of_heads.empty()) {
+          if (&of_heads == &step.attended_by_head.front()) rows.clear();
+          rows.insert(rows.end(), of_heads.begin(), of_heads.end());
+        }
+      for (const auto& pages : rows) {
         const auto most = std::min(candidates.size(), n(s.selected_pages));
         wrong += s.selection == oracle::selection_kind::top_k
                      ? pages.size() != most
@@ -122,9 +130,10 @@ TEST_CASE("2: exactly sink, selected and window pages are attended, each token o
         wrong += !std::includes(candidates.begin(), candidates.end(), pages.begin(), pages.end());
         selections += !pages.empty();
       }
-      wrong += wrong_outputs(c, t, step, [&](int head) {
-        return oracle::tokens_of(s, step.length,
-                                 oracle::attended_pages(s, step.length, step.attended[n(head)]));
+      wrong += wrong_outputs(c, t, step, [&](int head, int g) {
+        const auto& own = step.attended_by_head[n(head)];
+        const auto& selected = own.empty() ? step.attended[n(head)] : own[n(g)];
+        return oracle::tokens_of(s, step.length, oracle::attended_pages(s, step.length, selected));
       });
     }
     INFO(c);
@@ -145,7 +154,7 @@ TEST_CASE("2: window layers attend to sink and window, complete layers to everyt
     int wrong = 0;
     for (const auto& step : t.steps) {
       for (const auto& pages : step.attended) wrong += !pages.empty();
-      wrong += wrong_outputs(c, t, step, [&](int) {
+      wrong += wrong_outputs(c, t, step, [&](int, int) {
         return oracle::tokens_of(s, step.length, oracle::attended_pages(s, step.length, {}));
       });
     }
@@ -299,8 +308,10 @@ TEST_CASE("7: a retrieval layer's slots do not grow with the sequence", "[proper
     INFO(c);
     CHECK(small.slots == large.slots);
     const auto& b = c.options.budget;
-    const int slots =
-        b.sink / c.options.page + b.window / c.options.page + 1 + b.selected_pages + c.options.does.spare;
+    const int rows =  // that select, of a KV head
+        c.options.does.rows == "per_query_head" ? c.options.query_heads / c.options.kv_heads : 1;
+    const int slots = b.sink / c.options.page + b.window / c.options.page + 1 + rows * b.selected_pages +
+                      c.options.does.spare;
     const std::size_t element = c.options.element == data_type::f32 ? 4 : 2;
     CHECK(small.slots == n(slots * c.options.page * 2 * c.options.kv_heads * c.options.head_dim) * element);
   }

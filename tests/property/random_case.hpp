@@ -53,9 +53,10 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
              << o.does.pooling << ", " << o.does.selection << " " << o.does.top_p << ", " << o.does.correction
              << " tau " << o.does.tau << " " << o.does.drift_pool << " delta " << o.does.delta
              << (o.does.partial ? " partial" : "") << " every " << o.does.every << ", " << o.does.residency
-             << " spare " << o.does.spare << ", plan " << o.does.plan << ", " << o.layout
-             << (o.in_place ? ", in place" : ", resident") << ", sliding " << o.sliding_window << ", cap "
-             << o.soft_cap << (o.sink_logits.empty() ? "" : ", sink logits") << ", store " << o.does.codec
+             << " spare " << o.does.spare << ", " << o.does.rows << ", plan " << o.does.plan << ", "
+             << o.layout << (o.in_place ? ", in place" : ", resident") << ", sliding " << o.sliding_window
+             << ", cap " << o.soft_cap << (o.sink_logits.empty() ? "" : ", sink logits") << ", store "
+             << o.does.codec
              << (o.store_file.empty() ? ""
                  : o.direct_io        ? " direct file"
                                       : " file")
@@ -116,6 +117,12 @@ inline std::vector<float> random_codebooks(dice& d, const freekv::key_codebooks&
       for (int i = 0; i < rows * 256; ++i) data.push_back(0.8f * d.normal());
     }
   return data;
+}
+
+/// What no pipeline takes: query heads that select each for itself, and a correction that judges what they select
+/// together.
+inline bool judged_by_mass(const freekv::examples::method& m) {
+  return m.rows == "per_query_head" && m.correction == "mass_deficit";
 }
 
 inline random_case make_case(std::uint64_t seed) {
@@ -180,7 +187,26 @@ inline random_case make_case(std::uint64_t seed) {
   if (d.below(5) == 0) o.soft_cap = d.one_of({0.5f, 3.0f, 30.0f});
   if (d.below(5) == 0)
     for (int head = 0; head < o.query_heads; ++head) o.sink_logits.push_back(3.0f * d.normal());
+  if (d.below(3) == 0) o.does.rows = d.name_of(selection_rows);
+  if (judged_by_mass(o.does)) o.does.rows = "per_layer";
   return c;
+}
+
+/// Where query heads select each for itself, what each of a KV head's group attended to; else nothing.
+inline std::vector<std::vector<int>> selected_by_head(const freekv::step_report& report, int kv_head,
+                                                      int group) {
+  if (report.attended_by.empty()) return {};
+  const auto n = [](int x) { return static_cast<std::size_t>(x); };
+  const std::size_t most = report.attended.size() / report.corrected.size();
+  const std::size_t words = report.attended_by.size() / report.attended.size();
+  std::vector<std::vector<int>> own(n(group));
+  for (int g = 0; g < group; ++g)
+    for (int i = 0; i < report.attended_count[n(kv_head)]; ++i) {
+      const std::size_t at = n(kv_head) * most + n(i);
+      if ((report.attended_by[at * words + n(g / 32)] >> g % 32 & 1u) != 0)
+        own[n(g)].push_back(report.attended[at]);
+    }
+  return own;
 }
 
 /// Rows of one token: queries that turn slowly, keys near slowly moving centres, as text has them.
@@ -266,6 +292,8 @@ inline oracle::settings oracle_settings(const random_case& c) {
   s.selection = value_at(freekv::examples::selections, o.does.selection,
                          {oracle::selection_kind::top_k, oracle::selection_kind::top_p});
   s.top_p = static_cast<double>(o.does.top_p);
+  s.rows = value_at(freekv::examples::selection_rows, o.does.rows,
+                    {oracle::rows_kind::kv_head, oracle::rows_kind::query_head, oracle::rows_kind::layer});
   s.correction = value_at(freekv::examples::corrections, o.does.correction,
                           {oracle::correction_kind::cosine_drift, oracle::correction_kind::mass_deficit,
                            oracle::correction_kind::always, oracle::correction_kind::never,

@@ -110,11 +110,13 @@ TEST_CASE("random steps agree with the float64 oracle", "[property]") {
       FAIL("the library disagrees with the oracle; FREEKV_SEED=" << seed << " FREEKV_CASES=1 repeats it");
     }
   }
-  INFO("steps " << seen.steps << ", firm selections " << seen.firm_selections << ", outputs "
-                << seen.compared_outputs << ", corrected " << seen.corrected << ", recalled " << seen.recalled
-                << ", promoted " << seen.promoted);
+  INFO("steps " << seen.steps << ", firm selections " << seen.firm_selections << " ("
+                << seen.firm_own_selections << " of query heads), outputs " << seen.compared_outputs
+                << ", corrected " << seen.corrected << ", recalled " << seen.recalled << ", promoted "
+                << seen.promoted);
   if (count >= 100) {
     CHECK(seen.firm_selections > 1000);
+    CHECK(seen.firm_own_selections > 100);
     CHECK(seen.compared_outputs > 10000);
     CHECK(seen.corrected > 100);
     CHECK(seen.recalled > 100);
@@ -123,4 +125,34 @@ TEST_CASE("random steps agree with the float64 oracle", "[property]") {
   WARN("compared " << seen.steps << " steps, " << seen.firm_selections << " firm selections, "
                    << seen.compared_outputs << " head outputs; corrected " << seen.corrected << ", recalled "
                    << seen.recalled << ", promoted " << seen.promoted);
+}
+
+TEST_CASE("query heads beyond a mask's word, in several parts of attention, agree with the oracle",
+          "[property]") {
+  freekv::host_backend alone, many({.threads = 3, .bytes_per_thread = 512});
+  coverage seen;
+  for (const int group : {33, 40, 70})
+    for (const bool in_place : {false, true}) {
+      random_case c = make_case(5);
+      auto& o = c.options;
+      o.kv_heads = group == 33 ? 2 : 1;
+      o.query_heads = o.kv_heads * group;
+      o.page = 8;
+      o.budget = {.sink = 0, .window = 8, .selected_pages = 3};
+      o.does = {.rows = "per_query_head"};
+      o.store_file.clear();
+      o.in_place = in_place;
+      c.prompt = 900;
+      c.steps = 10;
+      c.turn = 0.5f;
+      o.max_tokens = c.prompt + c.steps;
+      INFO(c);
+      try {
+        compare_with_oracle(c, in_place ? alone : many, seen);
+      } catch (const disagreement& d) {
+        FAIL(d.what);
+      }
+    }
+  CHECK(seen.firm_own_selections > 30);
+  CHECK(seen.compared_outputs > 2000);
 }

@@ -17,13 +17,15 @@ struct traced_step {
   std::vector<float> queries, out, lse, full, full_lse;
   std::vector<int> corrected, recalled, promoted;  // (kv_heads)
   std::vector<std::vector<int>> attended;          // of each KV head, the selected pages
+  // Of each KV head, what its query heads selected each for itself; nothing where they select together.
+  std::vector<std::vector<std::vector<int>>> attended_by_head;
 
   bool same_outputs(const traced_step& other) const {
     const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
       return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
     };
     return same(out, other.out) && same(lse, other.lse) && corrected == other.corrected &&
-           attended == other.attended;
+           attended == other.attended && attended_by_head == other.attended_by_head;
   }
   bool same_movement(const traced_step& other) const {
     return recalled == other.recalled && promoted == other.promoted;
@@ -83,6 +85,7 @@ inline trace run_case(const random_case& c, freekv::host_backend& backend, bool 
       s.promoted.push_back(report.promoted[n(h)]);
       const auto first = report.attended.begin() + h * stride;
       s.attended.emplace_back(first, first + report.attended_count[n(h)]);
+      s.attended_by_head.push_back(selected_by_head(report, h, c.options.query_heads / heads));
     }
     t.steps.push_back(std::move(s));
   }

@@ -542,6 +542,12 @@ TEST_CASE("settings that contradict each other are refused with their numbers, b
   refuses({"tau for 2 layers of 3", "one for each, or none"}, [](auto& s) {
     s.correction = freekv::cosine_drift{.tau_of_layer = {0.9f, 0.8f}};
   });
+  {
+    using own = freekv::retrieval_pipeline<freekv::kv_shape<freekv::half, 24>, freekv::per_query_head,
+                                           freekv::mass_deficit>;
+    CHECK_THROWS_WITH(own::bytes_needed({.query_heads = 4, .kv_heads = 2, .max_tokens = 64}, backend),
+                      Contains("per_query_head") && Contains("choose cosine_drift"));
+  }
   refuses({"key_subspace needs its basis as data"},
           [](auto& s) { s.summary = freekv::key_subspace<8, 3>{}; });
   const std::vector<float> data(3 * 2 * 9 * 24);

@@ -24,6 +24,11 @@ inline std::vector<method> every_policy() {
     }
   for (const auto& one : poolings) all.push_back({.pooling = std::string(one.name)});
   for (const auto& one : selections) all.push_back({.selection = std::string(one.name), .top_p = 0.6f});
+  for (const auto& one : selection_rows)
+    for (const char* correction : {"cosine_drift", "always", "never"})
+      all.push_back({.rows = std::string(one.name), .correction = correction});
+  all.push_back({.rows = "per_layer", .correction = "mass_deficit", .partial = true});
+  all.push_back({.pooling = "max_score", .rows = "per_layer"});
   for (const auto& one : corrections)
     for (const bool partial : {false, true})
       all.push_back({.correction = std::string(one.name), .partial = partial, .every = 3});
@@ -34,8 +39,8 @@ inline std::vector<method> every_policy() {
 }
 
 inline std::string words(const method& m) {
-  return m.summary + " " + m.format + ", " + m.pooling + ", " + m.selection + ", " + m.correction +
-         (m.partial ? " partial" : "") + " " + m.drift_pool + ", " + m.residency + " " +
+  return m.summary + " " + m.format + ", " + m.pooling + ", " + m.selection + ", " + m.rows + ", " +
+         m.correction + (m.partial ? " partial" : "") + " " + m.drift_pool + ", " + m.residency + " " +
          std::to_string(m.spare);
 }
 

@@ -175,6 +175,30 @@ TEST_CASE("each part of the memory has the size that its shape says", "[memory]"
   CHECK(pipeline.free_pages() == 2);
 }
 
+TEST_CASE("where query heads select each for itself, a KV head has slots for all their pages", "[memory]") {
+  using freekv::retrieval_pipeline, freekv::page_size;
+  using shape = freekv::kv_shape<freekv::half, 24>;
+  freekv::host_backend backend;
+  const auto slots_of = [&](auto pipeline_type, int max_tokens) {
+    using pipeline = typename decltype(pipeline_type)::type;
+    return pipeline::bytes_needed({.layers = 3,
+                                   .query_heads = 8,
+                                   .kv_heads = 2,
+                                   .budget = {.sink = 8, .window = 16, .selected_pages = 2},
+                                   .max_tokens = max_tokens},
+                                  backend)
+        .slots;
+  };
+  const std::size_t page = 2 * 8 * 2 * 24 * sizeof(freekv::half);  // K and V, 8 tokens, 2 heads
+  using shared = std::type_identity<retrieval_pipeline<shape, page_size<8>>>;
+  using by_layer = std::type_identity<retrieval_pipeline<shape, page_size<8>, freekv::per_layer>>;
+  using own = std::type_identity<retrieval_pipeline<shape, page_size<8>, freekv::per_query_head>>;
+  CHECK(slots_of(shared{}, 200) == 2 * (1 + 3 + 2) * page);
+  CHECK(slots_of(by_layer{}, 200) == 2 * (1 + 3 + 2) * page);
+  CHECK(slots_of(own{}, 200) == 2 * (1 + 3 + 4 * 2) * page);
+  CHECK(slots_of(own{}, 48) == 2 * (1 + 3 + 6) * page);  // no more than the sequence has pages
+}
+
 TEST_CASE("slots do not depend on the length of a sequence", "[memory]") {
   freekv::host_backend backend;
   auto s = tiny_settings();

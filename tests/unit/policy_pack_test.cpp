@@ -120,6 +120,8 @@ TEST_CASE("a policy is a type that names its kind", "[policy_pack]") {
   STATIC_REQUIRE(page_size_policy<page_size<8>>);
   STATIC_REQUIRE_FALSE(page_size_policy<layout_pair<>>);
   STATIC_REQUIRE_FALSE(page_size_policy<any_of<page_size<16>, page_size<32>>>);  // that is page_size<dynamic>
+  STATIC_REQUIRE(rows_policy<per_query_head>);
+  STATIC_REQUIRE_FALSE(rows_policy<top_k>);
   STATIC_REQUIRE(route_policy<in_place>);
   STATIC_REQUIRE_FALSE(route_policy<every_layer<layer_kind::window>>);
   STATIC_REQUIRE(layout_policy<layout_pair<hnd, hnd>>);
@@ -223,6 +225,8 @@ TEST_CASE("variants are pipelines of their policies", "[policy_pack]") {
                                 retrieval_pipeline<shape, in_place, chunk_means<8>, page_size<16>>>);
   STATIC_REQUIRE(std::is_same_v<variants::freekv_key_subspace::pipeline<shape>,
                                 retrieval_pipeline<shape, key_subspace<24, 3>>>);
+  STATIC_REQUIRE(std::is_same_v<variants::quest_per_query_head::pipeline<shape>,
+                                retrieval_pipeline<shape, per_query_head, always>>);
   CHECK(variants::quest::name == "quest");
 }
 
@@ -239,6 +243,7 @@ TEST_CASE("policies have names for tables and messages", "[policy_pack]") {
   CHECK(key_subspace<>::name == "key_subspace");
   CHECK(mean_softmax::name == "mean_softmax");
   CHECK(top_k::name == "top_k");
+  CHECK(per_kv_head::name == "per_kv_head");
   CHECK(resident::name == "resident");
   CHECK(detail::printed(identity{}) == "identity");
   CHECK(detail::printed(cast<bfloat16>{}) == "bf16");
@@ -257,7 +262,7 @@ TEST_CASE("policies have names for tables and messages", "[policy_pack]") {
   CHECK(element_name<bfloat16> == "bf16");
 }
 
-TEST_CASE("a pipeline's name says what codec it has, unless elements are stored as they are",
+TEST_CASE("a pipeline's name says what codec and rows it has, unless they are the usual ones",
           "[policy_pack]") {
   host_backend backend({.threads = 1});
   const auto name = [&](auto pipeline_type) {
@@ -268,6 +273,9 @@ TEST_CASE("a pipeline's name says what codec it has, unless elements are stored 
   CHECK(as_published.find("identity") == std::string::npos);
   CHECK(name(std::type_identity<retrieval_pipeline<shape, int8_channel>>{})
             .find(", resident, int8_channel, page 32") != std::string::npos);
+  CHECK(as_published.find("per_") == std::string::npos);
+  CHECK(name(std::type_identity<retrieval_pipeline<shape, per_layer>>{})
+            .find(", resident, per_layer, page 32") != std::string::npos);
   using choice = any_of<identity, cast<fp8_e4m3>>;
   using chosen = retrieval_pipeline<shape, choice>;
   CHECK(name(std::type_identity<chosen>{}) == as_published);

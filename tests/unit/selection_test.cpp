@@ -7,7 +7,9 @@
 #include <freekv/functors/copy_slice.hpp>
 #include <freekv/functors/diff_pages.hpp>
 #include <freekv/functors/ordered_key.hpp>
+#include <freekv/functors/unite_pages.hpp>
 #include <freekv/policies/pooling.hpp>
+#include <map>
 #include <set>
 #include <vector>
 
@@ -350,4 +352,45 @@ TEST_CASE("with one head NHD rows are one run too, and are copied as such", "[co
     freekv::copy_slice<24>(freekv::as_const(freekv::slice_of(from.span, page, 0)),
                            freekv::slice_of(to.span, page, 0), 8);
   CHECK(same_bits(from.data, to.data));
+}
+
+TEST_CASE("a union has each page once, ascending, with the mask of the heads that selected it",
+          "[unite_pages]") {
+  dice d(19);
+  for (int trial = 0; trial < 300; ++trial) {
+    const int group = d.one_of({1, 2, 3, 31, 32, 33, 70}), most = d.between(1, 40);
+    const int words = freekv::head_mask_words(group);
+    std::map<int, std::set<int>> expected;
+    ints pages(count(most), -7);
+    std::vector<std::uint32_t> masks(count(most * words), 0xdeadbeefu);
+    int size = 0;
+    for (int g = 0; g < group; ++g) {
+      std::set<int> own;
+      for (int i = d.below(5); i > 0; --i) own.insert(d.below(most));
+      for (const int page : own) expected[page].insert(g);
+      const ints added(own.begin(), own.end());
+      size = freekv::unite_pages({pages.data(), masks.data(), words}, size, added.data(),
+                                 static_cast<int>(added.size()), g);
+      REQUIRE(size == static_cast<int>(expected.size()));
+    }
+    int i = 0;
+    for (const auto& [page, heads] : expected) {
+      CHECK(pages[count(i)] == page);
+      std::set<int> got;
+      const std::uint32_t* const mask = masks.data() + i++ * words;
+      int previous_end = -1;
+      for (auto run = freekv::next_run(mask, 0, group); run.count > 0;
+           run = freekv::next_run(mask, run.end(), group)) {
+        CHECK(run.first > previous_end);  // runs are as long as they can be
+        for (int g = run.first; g < run.end(); ++g) got.insert(g);
+        previous_end = run.end();
+      }
+      CHECK(got == heads);
+      for (int bit = group; bit < 32 * words; ++bit) CHECK((mask[bit / 32] >> bit % 32 & 1u) == 0);
+    }
+  }
+  // Of no mask: all, in one run.
+  const freekv::head_run all = freekv::next_run(nullptr, 0, 5);
+  CHECK((all.first == 0 && all.count == 5));
+  CHECK(freekv::next_run(nullptr, all.end(), 5).count == 0);
 }

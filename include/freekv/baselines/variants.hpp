@@ -29,6 +29,10 @@ struct streaming_llm : variant<every_layer<layer_kind::window>> {
 struct quest : variant<min_max, always> {
   static constexpr std::string_view name = "quest";
 };
+/// Quest as published, without groups: each query head selects its own pages.
+struct quest_per_query_head : variant<min_max, per_query_head, always> {
+  static constexpr std::string_view name = "quest_per_query_head";
+};
 /// ArkVale (NeurIPS 2024): boxes as wide as the keys' mean distance from their centre, scores averaged over the group,
 /// selected anew before every attention.
 struct arkvale : variant<centroid_box, mean_score, always> {
@@ -54,6 +58,10 @@ struct duo_attention : variant<by_head> {
 /// FreeKV as published: min-max summaries, speculative retrieval, correction by query drift.
 struct freekv : variant<min_max, cosine_drift> {
   static constexpr std::string_view name = "freekv";
+};
+/// FreeKV with one selection for all heads of a layer.
+struct freekv_per_layer : variant<min_max, per_layer, cosine_drift> {
+  static constexpr std::string_view name = "freekv_per_layer";
 };
 /// FreeKV with the mean keys of chunks of 8 tokens.
 struct freekv_chunk_means : variant<chunk_means<8>, cosine_drift> {

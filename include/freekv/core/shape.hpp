@@ -61,12 +61,13 @@ struct page_query {
   float scale = 1.0f;
 };
 
-/// The queries of one KV head's group: (group, head_dim).
+/// The queries of one KV head's group: (group, head_dim), or every `step`-th of more.
 struct group_query {
   const float* data = nullptr;
   int group = 1;
   int head_dim = 0;
-  FREEKV_HD constexpr const float* head(int g) const { return data + g * head_dim; }
+  int step = 1;
+  FREEKV_HD constexpr const float* head(int g) const { return data + g * step * head_dim; }
 };
 
 }  // namespace freekv

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <freekv/functors/diff_pages.hpp>
+#include <freekv/functors/unite_pages.hpp>
 #include <freekv/policies/geometry.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/storage/engine_frames.hpp>
@@ -119,10 +120,12 @@ struct layer_state {
   freekv::budget budget;
   slot_roles slots;
   float scale = 1.0f;
-  int sliding_window = 0;                    // tokens; 0: there is none
-  float soft_cap = 0.0f;                     // of attention's scores; 0: none
-  const float* sink_logits = nullptr;        // (query head); null: none
-  int max_pages = 0;                         // of one sequence
+  int sliding_window = 0;              // tokens; 0: there is none
+  float soft_cap = 0.0f;               // of attention's scores; 0: none
+  const float* sink_logits = nullptr;  // (query head); null: none
+  int list_pages = 1;                  // K, that one KV head has selected at most
+  int mask_words = 0;  // of a selected page's mask of query heads; 0: all heads of a group attend to it
+  int max_pages = 0;   // of one sequence
   strided_pages<element, head_dim> store;    // by store page, unless encoded
   strided_pages<element, head_dim> open;     // by sequence * open_frames + page % open_frames, if encoded
   slice_store slices;                        // complete pages, if encoded
@@ -137,17 +140,21 @@ struct layer_state {
   std::uint8_t* corrected = nullptr;       // (sequence, kv head): flagged in the last step
   std::uint8_t* unrecalled = nullptr;      // (sequence, kv head): selected pages could not be read
   std::uint8_t* unfilled = nullptr;        // (sequence): slots or the open page could not be read
-  std::int32_t* selected = nullptr;        // (sequence, kv head, k): ascending pages, for the next step
+  std::int32_t* selected = nullptr;        // (sequence, kv head, K): ascending pages, for the next step
   std::int32_t* selected_count = nullptr;  // (sequence, kv head)
-  std::int32_t* upcoming = nullptr;        // (sequence, kv head, k): what speculate will select, where known
+  std::int32_t* upcoming = nullptr;        // (sequence, kv head, K): what speculate will select, where known
   std::int32_t* upcoming_count = nullptr;  // (sequence, kv head): -1 where it is not known yet
-  std::int32_t* attended = nullptr;        // (sequence, kv head, k): what the last step attended to
+  std::int32_t* attended = nullptr;        // (sequence, kv head, K): what the last step attended to
   std::int32_t* attended_count = nullptr;  // (sequence, kv head)
-  std::int32_t* slot_page = nullptr;       // (sequence, kv head, selected slot): page in it, or -1
-  std::int32_t* slot_stamp = nullptr;  // (sequence, kv head, selected slot): last selection with that page
-  std::int32_t* slot_of = nullptr;     // (sequence, kv head, k): slot of each selected page
-  std::int32_t* selections = nullptr;  // (sequence, kv head): how many there have been
-  std::int32_t* recalled = nullptr;    // (sequence, kv head): slices from the store, last step
+  std::uint32_t* selected_by =
+      nullptr;  // (sequence, kv head, K, mask_words): query heads that selected the page
+  std::uint32_t* upcoming_by = nullptr;  // the same of `upcoming`
+  std::uint32_t* attended_by = nullptr;  // the same of `attended`
+  std::int32_t* slot_page = nullptr;     // (sequence, kv head, selected slot): page in it, or -1
+  std::int32_t* slot_stamp = nullptr;    // (sequence, kv head, selected slot): last selection with that page
+  std::int32_t* slot_of = nullptr;       // (sequence, kv head, K): slot of each selected page
+  std::int32_t* selections = nullptr;    // (sequence, kv head): how many there have been
+  std::int32_t* recalled = nullptr;      // (sequence, kv head): slices from the store, last step
   std::int32_t* recalled_before_attention =
       nullptr;                       // (sequence, kv head): those of them that attention waited for
   std::int32_t* promoted = nullptr;  // (sequence, kv head): slices from the ring, last step
@@ -157,7 +164,16 @@ struct layer_state {
            static_cast<std::size_t>(head);
   }
   constexpr std::size_t selection(int sequence, int head) const {
-    return row(sequence, head) * static_cast<std::size_t>(budget.selected_pages);
+    return row(sequence, head) * static_cast<std::size_t>(list_pages);
+  }
+  constexpr std::size_t masks(int sequence, int head) const {
+    return selection(sequence, head) * static_cast<std::size_t>(mask_words);
+  }
+  page_union selected_union(int sequence, int head) const {
+    return {selected + selection(sequence, head), selected_by + masks(sequence, head), mask_words};
+  }
+  page_union upcoming_union(int sequence, int head) const {
+    return {upcoming + selection(sequence, head), upcoming_by + masks(sequence, head), mask_words};
   }
   slot_contents slots_of(int sequence, int head) const {
     const std::size_t first = row(sequence, head) * static_cast<std::size_t>(slots.selected);
@@ -179,6 +195,10 @@ struct layer_state {
   /// The queries of all rows of a decode step as one group.
   group_query query_of(const step_entry& entry, int head) const {
     return {kept_query(entry.sequence, head), entry.tokens * heads.group(), head_dim};
+  }
+  /// Those of query head g of the group alone.
+  group_query query_of(const step_entry& entry, int head, int g) const {
+    return {kept_query(entry.sequence, head) + g * head_dim, entry.tokens, head_dim, heads.group()};
   }
   std::int32_t store_page(int sequence, int page_index) const {
     return page_table[static_cast<std::size_t>(sequence) * static_cast<std::size_t>(max_pages) +

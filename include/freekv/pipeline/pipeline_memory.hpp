@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <freekv/functors/attend_slice.hpp>
 #include <freekv/pipeline/layer_state.hpp>
+#include <freekv/policies/rows.hpp>
 #include <freekv/policies/summary.hpp>
 #include <freekv/storage/memory.hpp>
 #include <vector>
@@ -68,7 +69,10 @@ class pipeline_memory {
     if (!s.sink_logits.empty()) l.sink_logits = s.sink_logits.data() + size(layer) * size(s.query_heads);
     l.encoded = s.encodes() && l.kind != layer_kind::complete;
     l.open_frames = s.open_frames();
+    l.list_pages = s.list_pages(layer);
+    l.mask_words = s.row() == selection_row::query_head ? head_mask_words(l.heads.group()) : 0;
     l.slots = slots_for(l.budget, l.page.tokens, s.spare_slots(), s.max_decode_rows);
+    l.slots.selected = l.list_pages + s.spare_slots();
     l.decode_rows = s.max_decode_rows;
     if (l.kind == layer_kind::window || l.kind == layer_kind::sliding) l.slots.selected = 0;
     l.scale = s.scale;
@@ -124,6 +128,8 @@ class pipeline_memory {
       *counts = fast.take<std::int32_t>(rows);
     for (std::int32_t** lists : {&l.selected, &l.upcoming, &l.attended, &l.slot_of})
       *lists = fast.take<std::int32_t>(selections);
+    for (std::uint32_t** masks : {&l.selected_by, &l.upcoming_by, &l.attended_by})
+      *masks = fast.take<std::uint32_t>(l.masks(s.max_sequences, 0));
     for (std::int32_t** lists : {&l.slot_page, &l.slot_stamp})
       *lists = fast.take<std::int32_t>(rows * size(l.slots.selected));
     return l;
@@ -166,7 +172,8 @@ class pipeline_memory {
       sizes.query_width = summary_query_width(summary, head_dim);
     });
     for (int layer = 0; layer < s.layers; ++layer)
-      sizes.selected_pages = std::max(sizes.selected_pages, s.budget_at(layer).selected_pages);
+      sizes.selected_pages = std::max(sizes.selected_pages, s.list_pages(layer));
+    if (s.row() == selection_row::layer) sizes.pooled_heads = s.kv_heads;
     return sizes;
   }
 };

@@ -18,6 +18,7 @@
 #include <freekv/policies/pooling.hpp>
 #include <freekv/policies/residency.hpp>
 #include <freekv/policies/route.hpp>
+#include <freekv/policies/rows.hpp>
 #include <freekv/policies/selection.hpp>
 #include <freekv/policies/stored_as.hpp>
 #include <freekv/storage/layout.hpp>
@@ -46,6 +47,10 @@ inline constexpr bool is_selection = selection_policy<P>;
 template <class... P>
 inline constexpr bool is_selection<any_of<P...>> = (selection_policy<P> && ...);
 template <class P>
+inline constexpr bool is_rows = rows_policy<P>;
+template <class... P>
+inline constexpr bool is_rows<any_of<P...>> = (rows_policy<P> && ...);
+template <class P>
 inline constexpr bool is_correction = correction_policy<P>;
 template <class... P>
 inline constexpr bool is_correction<any_of<P...>> = (correction_policy<P> && ...);
@@ -69,14 +74,15 @@ inline constexpr bool is_codec<any_of<P...>> = (codec_policy<P> && ...);
 }  // namespace detail
 
 /// One policy of each kind. `policy_pack_of` makes it from any list.
-template <class Page, class Layouts, class Summary, class Pooling, class Selection, class Correction,
-          class Residency, class Plan, class Route, class Codec, class Backend>
+template <class Page, class Layouts, class Summary, class Pooling, class Selection, class Rows,
+          class Correction, class Residency, class Plan, class Route, class Codec, class Backend>
 struct policy_pack {
   using page = Page;
   using layouts = Layouts;
   using summary = Summary;
   using pooling = Pooling;
   using selection = Selection;
+  using rows = Rows;
   using correction = Correction;
   using residency = Residency;
   using plan = Plan;
@@ -100,6 +106,7 @@ struct policy_pack {
   static_assert(
       detail::is_selection<Selection>,
       "a selection policy has a name and count(candidates, k) -> int, how many of the best are selected");
+  static_assert(detail::is_rows<Rows>, "a rows policy has a name and row -> selection_row");
   static_assert(detail::is_correction<Correction>,
                 "a correction policy has a name and either at(layer).flags(team, query_change) -> bool, or "
                 "at(layer).flags(selection_masses) -> bool and at(layer).exchanges_pages() -> bool");
@@ -118,7 +125,7 @@ struct policy_pack {
     using either = std::conditional_t<std::is_same_v<typename P::policy_kind, Kind>, P, Old>;
     using type =
         policy_pack<either<page_size_kind, Page>, either<layout_kind, Layouts>, either<summary_kind, Summary>,
-                    either<pooling_kind, Pooling>, either<selection_kind, Selection>,
+                    either<pooling_kind, Pooling>, either<selection_kind, Selection>, either<rows_kind, Rows>,
                     either<correction_kind, Correction>, either<residency_kind, Residency>,
                     either<plan_kind, Plan>, either<route_kind, Route>, either<codec_kind, Codec>,
                     either<backend_kind, Backend>>;
@@ -132,9 +139,9 @@ namespace detail {
 template <class P>
 inline constexpr bool known_kind =
     is_of_kind<page_size_kind, P> || is_of_kind<layout_kind, P> || is_of_kind<summary_kind, P> ||
-    is_of_kind<pooling_kind, P> || is_of_kind<selection_kind, P> || is_of_kind<correction_kind, P> ||
-    is_of_kind<residency_kind, P> || is_of_kind<plan_kind, P> || is_of_kind<route_kind, P> ||
-    is_of_kind<codec_kind, P> || is_of_kind<backend_kind, P>;
+    is_of_kind<pooling_kind, P> || is_of_kind<selection_kind, P> || is_of_kind<rows_kind, P> ||
+    is_of_kind<correction_kind, P> || is_of_kind<residency_kind, P> || is_of_kind<plan_kind, P> ||
+    is_of_kind<route_kind, P> || is_of_kind<codec_kind, P> || is_of_kind<backend_kind, P>;
 
 template <policy... P>
 struct make_policy_pack {
@@ -142,15 +149,16 @@ struct make_policy_pack {
                 "a policy's policy_kind is one of the kinds in freekv/core/policy.hpp");
   static_assert(count_of_kind<page_size_kind, P...> <= 1 && count_of_kind<layout_kind, P...> <= 1 &&
                     count_of_kind<summary_kind, P...> <= 1 && count_of_kind<pooling_kind, P...> <= 1 &&
-                    count_of_kind<selection_kind, P...> <= 1 && count_of_kind<correction_kind, P...> <= 1 &&
-                    count_of_kind<residency_kind, P...> <= 1 && count_of_kind<plan_kind, P...> <= 1 &&
-                    count_of_kind<route_kind, P...> <= 1 && count_of_kind<codec_kind, P...> <= 1 &&
-                    count_of_kind<backend_kind, P...> <= 1,
+                    count_of_kind<selection_kind, P...> <= 1 && count_of_kind<rows_kind, P...> <= 1 &&
+                    count_of_kind<correction_kind, P...> <= 1 && count_of_kind<residency_kind, P...> <= 1 &&
+                    count_of_kind<plan_kind, P...> <= 1 && count_of_kind<route_kind, P...> <= 1 &&
+                    count_of_kind<codec_kind, P...> <= 1 && count_of_kind<backend_kind, P...> <= 1,
                 "a pipeline takes at most one policy of each kind");
   using type = policy_pack<
       policy_of_kind<page_size_kind, page_size<32>, P...>, policy_of_kind<layout_kind, layout_pair<>, P...>,
       policy_of_kind<summary_kind, min_max, P...>, policy_of_kind<pooling_kind, mean_softmax, P...>,
-      policy_of_kind<selection_kind, top_k, P...>, policy_of_kind<correction_kind, cosine_drift, P...>,
+      policy_of_kind<selection_kind, top_k, P...>, policy_of_kind<rows_kind, per_kv_head, P...>,
+      policy_of_kind<correction_kind, cosine_drift, P...>,
       policy_of_kind<residency_kind, first_unselected<>, P...>,
       policy_of_kind<plan_kind, complete_first<1>, P...>, policy_of_kind<route_kind, resident, P...>,
       policy_of_kind<codec_kind, identity, P...>, policy_of_kind<backend_kind, host_backend, P...>>;
@@ -159,7 +167,7 @@ struct make_policy_pack {
 }  // namespace detail
 
 /// The pack of a list of policies in any order. Kinds left out: page_size<32>, layout_pair<nhd, hnd>,
-/// min_max, mean_softmax, top_k, cosine_drift, first_unselected<>, complete_first<1>, resident, identity,
+/// min_max, mean_softmax, top_k, per_kv_head, cosine_drift, first_unselected<>, complete_first<1>, resident, identity,
 /// host_backend: FreeKV as published.
 template <policy... Policies>
 using policy_pack_of = typename detail::make_policy_pack<Policies...>::type;

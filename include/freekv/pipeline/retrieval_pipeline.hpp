@@ -27,8 +27,12 @@ struct step_report {
       recalled_before_attention;  ///< (kv_heads): those of them that attention waited for, by correction
   std::span<const std::int32_t> promoted;  ///< (kv_heads): slices copied from the window ring
   std::span<const std::int32_t>
-      attended;  ///< (kv_heads, selected_pages): pages attended as selected, ascending
+      attended;  ///< (kv_heads, K): pages attended as selected, ascending; K is selected_pages, or what all query
+                 ///< heads of a group select together at most, where each selects its own
   std::span<const std::int32_t> attended_count;  ///< (kv_heads): how many of them
+  /// (kv_heads, K, head_mask_words(group)): the mask of the query heads of the group that selected the page and attend
+  /// to it; empty where all of them do
+  std::span<const std::uint32_t> attended_by{};
 };
 
 /// KV-cache retrieval for all layers of a model. `Shape` is a kv_shape, `Pack` a policy_pack;
@@ -109,7 +113,7 @@ class basic_retrieval_pipeline {
 
   const settings& configuration() const { return settings_; }
   /// The method in words: "key_subspace(24, 3), mean_softmax, top_k, cosine_drift(0.9), first_unselected(0), complete_first(1), resident,
-  /// page 32, nhd/hnd, bf16"; a codec after the route, unless it is `identity`.
+  /// page 32, nhd/hnd, bf16"; a codec after the route, unless it is `identity`, and rows, unless `per_kv_head`.
   std::string name() const {
     const settings& s = settings_;
     using detail::printed;
@@ -119,6 +123,7 @@ class basic_retrieval_pipeline {
           printed(s.residency), printed(s.plan), printed(s.route)})
       text += policy + ", ";
     if (const std::string codec = printed(s.codec); codec != identity::name) text += codec + ", ";
+    if (const std::string rows = printed(s.rows); rows != per_kv_head::name) text += rows + ", ";
     const auto layouts = resolve(s.layouts, []<class Layouts>(const Layouts&) {
       return std::string(Layouts::fast::name) + "/" + std::string(Layouts::slow::name);
     });
@@ -411,7 +416,8 @@ class basic_retrieval_pipeline {
             {s.recalled_before_attention + row, heads},
             {s.promoted + row, heads},
             {s.attended + first, s.selection(0, 1) * heads},
-            {s.attended_count + row, heads}};
+            {s.attended_count + row, heads},
+            {s.attended_by + s.masks(static_cast<int>(id), 0), s.masks(0, 1) * heads}};
   }
 
  private:
@@ -464,6 +470,9 @@ class basic_retrieval_pipeline {
     const state& s = layer_in(layer, "table", layer_progress::corrected);
     const std::string where = "table: layer " + std::to_string(layer);
     if (!s.keeps_slots) throw usage_error(where + " keeps no slots; attend from the store");
+    if (s.mask_words > 0)
+      throw usage_error(
+          where + " selects for each query head, and a table is for all that share a KV head; attend here");
     if (s.sliding_window > 0)
       throw usage_error(where + " has a sliding window, which begins inside a page; attend here");
     if (room < size(s.slots.total()))

@@ -48,6 +48,7 @@ struct pipeline_settings {
   typename Pack::summary summary{};
   typename Pack::pooling pooling{};
   typename Pack::selection selection{};
+  typename Pack::rows rows{};
   typename Pack::correction correction{};
   typename Pack::residency residency{};
   typename Pack::plan plan{};
@@ -61,6 +62,15 @@ struct pipeline_settings {
     return static_cast<int>((tokens + page.tokens - 1) / page.tokens);
   }
   int max_pages() const { return pages_for(max_tokens); }
+  selection_row row() const {
+    return resolve(rows, []<class Rows>(const Rows&) { return Rows::row; });
+  }
+  /// Pages that one KV head has selected at most.
+  int list_pages(int layer) const {
+    const std::int64_t k = budget_at(layer).selected_pages;
+    if (row() != selection_row::query_head) return static_cast<int>(k);
+    return static_cast<int>(std::min(std::int64_t{max_pages()}, k * (query_heads / kv_heads)));
+  }
   int spare_slots() const {
     return resolve(residency, [](const auto& chosen) -> int { return chosen.spare; });
   }
@@ -136,6 +146,11 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
   resolve(s.correction, [&](const auto& correction) {
     if constexpr (requires { correction.validate(s.layers); }) correction.validate(s.layers);
   });
+  if (s.row() == selection_row::query_head &&
+      resolve(s.correction, []<class C>(const C&) { return correction_by_mass<C>; }))
+    fail(
+        "per_query_head has no selection of a KV head's own for mass_deficit to judge; choose cosine_drift, "
+        "or per_kv_head or per_layer");
   resolve(s.residency, [&](const auto& residency) {
     if constexpr (requires { residency.validate(); }) residency.validate();
   });

@@ -140,6 +140,10 @@ concept score_pooling = requires(const P p, row_scores row) {
   { p.pool(scalar_team{}, row, 0) } -> std::same_as<float>;
 };
 
+/// Turns softmaxes of scores into one.
+template <class P>
+concept softmax_pooling = score_pooling<P> && P::uses_log_sums;
+
 template <class P>
 concept pooling_policy = policy<P> && std::same_as<typename P::policy_kind, pooling_kind> &&
     (query_pooling<P> || score_pooling<P>)&&requires {

@@ -7,6 +7,7 @@
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/backend/host/workspace.hpp>
 #include <freekv/functors/attend_slice.hpp>
+#include <freekv/functors/unite_pages.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 
 namespace freekv::host {
@@ -72,8 +73,12 @@ struct attention_job {
                           : i < closed ? stored.staged(i - first)
                                        : s.open_slice(entry.sequence, pages.page(i), head);
         const int page = pages.page(i), skipped = pages.skipped_in(page, s.page.tokens);
-        attend_slice<d>(team, group_query{w.query, group, d}, rows_behind(as_const(from), skipped),
-                        pages.tokens_in(page, s.page.tokens) - skipped, part, w.block, s.soft_cap);
+        const int tokens = pages.tokens_in(page, s.page.tokens) - skipped;
+        const std::uint32_t* const mask = selected_by(pages, i, head);
+        for (head_run run = next_run(mask, 0, group); run.count > 0; run = next_run(mask, run.end(), group))
+          attend_slice<d>(team, group_query{w.query + run.first * d, run.count, d},
+                          rows_behind(as_const(from), skipped), tokens,
+                          {part.mass + run.first, part.weighted + run.first * d}, w.block, s.soft_cap);
       }
     }
   }
@@ -94,6 +99,12 @@ struct attention_job {
     const int page = pages.page(i);
     if (!in_slots(pages)) return s.store_slice(entry.sequence, page, head);
     return s.frame_slice(entry.sequence, s.slot_in(entry.sequence, head, pages, i), head);
+  }
+  /// The mask of the query heads that attend to entry i of a head's list; null: all of the group.
+  const std::uint32_t* selected_by(const page_list& pages, int i, int head) const {
+    const int nth = i - pages.roles.sink_end;
+    if (s.mask_words == 0 || pages.complete || nth < 0 || nth >= pages.selected_count) return nullptr;
+    return s.selected_by + s.masks(entry.sequence, head) + std::ptrdiff_t{nth} * s.mask_words;
   }
   std::ptrdiff_t first_query_head(int row, int head) const {
     return (std::ptrdiff_t{entry.first_row + row} * s.heads.kv + head) * s.heads.group();

@@ -64,12 +64,13 @@ struct candidate_range {
   int most = 0;
 };
 
-/// Selection for one KV head with the queries of a decode entry. `Policies` has the policy objects as members.
+/// Selection for one KV head with the queries of a decode entry, or with those of one query head of its group alone.
+/// `Policies` has the policy objects as members.
 template <class State, class Policies>
 class head_selection {
  public:
   head_selection(isa set, const State& s, const Policies& policies, const step_entry& entry, int head,
-                 candidate_range candidates, const workspace& w)
+                 candidate_range candidates, const workspace& w, int query_head = whole_group)
       : set_(set),
         s_(s),
         policies_(policies),
@@ -77,16 +78,14 @@ class head_selection {
         w_(w),
         first_page_(candidates.first_page),
         stride_(workspace_sizes::padded(candidates.most)),
-        query_(s.query_of(entry, head)) {}
+        query_(query_head < 0 ? s.query_of(entry, head) : s.query_of(entry, head, query_head)) {}
+  static constexpr int whole_group = -1;
 
   /// The selection among the first `candidates` candidates, as ascending page ids in `pages` (k); returns how many.
   /// Pages that have been scored are not scored again, unless in two stages.
   int best(int candidates, std::int32_t* pages) {
-    const int most = resolve(policies_.selection, [&](const auto& selection) {
-      return selection.count(candidates, s_.budget.selected_pages);
-    });
-    const bool by_mass = resolve(policies_.selection, []<class S>(const S&) { return selection_by_mass<S>; });
-    if (most == candidates && !by_mass) {
+    const int most = most_of(candidates);
+    if (takes_all(candidates)) {
       std::iota(pages, pages + most, first_page_);
       return most;
     }
@@ -96,6 +95,34 @@ class head_selection {
     for (int i = 0; i < count; ++i) pages[i] = page_of_key(w_.keys[i]);
     std::sort(pages, pages + count);
     return count;
+  }
+
+  /// Whether the first `candidates` candidates are selected whatever their scores.
+  bool takes_all(int candidates) const {
+    const bool by_mass = resolve(policies_.selection, []<class S>(const S&) { return selection_by_mass<S>; });
+    return most_of(candidates) == candidates && !by_mass;
+  }
+
+  /// Copies the pooled scores of the first `candidates` candidates, padded, to `pooled`.
+  void copy_pooled(int candidates, float* pooled) {
+    score(candidates);
+    std::copy_n(w_.pooled, workspace_sizes::padded(candidates), pooled);
+  }
+  /// Takes for the pooled scores of the first `candidates` candidates those of `heads` KV heads pooled once more: head
+  /// h's are at `pooled + h * stride`, padded.
+  void pool_heads(int candidates, float* pooled, std::int64_t stride, int heads) {
+    workspace rows = w_;
+    rows.scores = pooled;
+    const std::int64_t padded = workspace_sizes::padded(candidates);
+    const auto by = [&](const auto& pooling) { pool_candidates(set_, pooling, heads, stride, padded, rows); };
+    resolve(policies_.pooling, [&]<class P>(const P&) {
+      if constexpr (softmax_pooling<P>)
+        by(mean_softmax{});
+      else
+        by(mean_score{});
+    });
+    scored_ = pooled_ = candidates;
+    log_mass_of_all_ = NAN;
   }
 
   /// The masses of `selected` and of `best`, pages of the first `candidates` candidates.
@@ -134,6 +161,11 @@ class head_selection {
  private:
   using element = typename State::element;
 
+  int most_of(int candidates) const {
+    return resolve(policies_.selection, [&](const auto& selection) {
+      return selection.count(candidates, s_.budget.selected_pages);
+    });
+  }
   /// Scores and pools the first `candidates` candidates, unless that is what stands there already.
   void score(int candidates) {
     if (candidates == pooled_) return;

@@ -112,7 +112,9 @@ void copy_selection(const State& s, int from, int to) {
                                          s.recalled, s.recalled_before_attention, s.promoted})
     copy(counts, 1);
   for (std::int32_t* lists : std::array{s.selected, s.upcoming, s.attended, s.slot_of})
-    copy(lists, n(s.budget.selected_pages));
+    copy(lists, n(s.list_pages));
+  for (std::uint32_t* masks : std::array{s.selected_by, s.upcoming_by, s.attended_by})
+    copy(masks, n(s.list_pages * s.mask_words));
   for (std::int32_t* lists : std::array{s.slot_page, s.slot_stamp}) copy(lists, n(s.slots.selected));
 }
 

@@ -6,8 +6,10 @@
 #include <freekv/backend/host/attend.hpp>
 #include <freekv/backend/host/host_backend.hpp>
 #include <freekv/backend/host/select.hpp>
+#include <freekv/backend/host/select_rows.hpp>
 #include <freekv/backend/host/sequence_slots.hpp>
 #include <freekv/core/policy.hpp>
+#include <freekv/policies/rows.hpp>
 #include <vector>
 
 namespace freekv::host {
@@ -31,6 +33,9 @@ class stages {
     const auto heads = static_cast<std::size_t>(scratch.kv_heads * max_parts_ * scratch.group);
     part_mass_ = memory.take<log_sum_exp>(heads);
     part_weighted_ = memory.take<float>(heads * d);
+    layer_stride_ = workspace_sizes::padded(scratch.max_pages);
+    for (float** pooled : {&pooled_now_, &pooled_next_, &pooled_behind_})
+      *pooled = memory.take<float>(static_cast<std::size_t>(scratch.pooled_heads * layer_stride_));
   }
 
   /// A layer's state before any sequence.
@@ -118,6 +123,10 @@ class stages {
       detect_drift(instructions(), s, correction, entry,
                    rows.queries.data() + std::ptrdiff_t{entry.first_row} * s.heads.query * d);
     });
+    resolve(policies_->rows, [&]<class Rows>(const Rows&) {
+      if constexpr (Rows::row == selection_row::layer)
+        if (any_flagged(s, entry.sequence)) flag_all(s, entry.sequence);
+    });
   }
 
   /// Appends the rows of a prompt entry that fall into one page, from an engine's own cache. The last page forgets the
@@ -131,27 +140,42 @@ class stages {
 
   /// The flagged heads of a decode entry select with the current query among this step's candidates and recall what
   /// they miss; then every head's selection is what this step attends to. A correction by mass scores all heads to
-  /// find the flagged ones. What is scored serves the next step's selection too.
+  /// find the flagged ones. What is scored serves the next step's selection too. Who selects is the rows policy's.
   void correct(const State& s, const step_entry& entry) {
     const bool by_mass =
         resolve(policies_->correction, []<class C>(const C&) { return correction_by_mass<C>; });
-    for_heads(
-        s, entry, [&](int head) { return by_mass || s.corrected[s.row(entry.sequence, head)] != 0; },
-        [&](int head, const workspace& w) { correct_head(s, entry, head, w); });
+    resolve(policies_->rows, [&]<class Rows>(const Rows&) {
+      if constexpr (Rows::row == selection_row::layer) {
+        if (by_mass || any_flagged(s, entry.sequence)) correct_layer(s, entry, by_mass);
+      } else {
+        for_heads(
+            s, entry, [&](int head) { return by_mass || s.corrected[s.row(entry.sequence, head)] != 0; },
+            [&](int head, const workspace& w) {
+              if constexpr (Rows::row == selection_row::query_head) {
+                select_by_query_head(instructions(), s, *policies_, entry, head, true, w);
+                recall_corrected(s, entry, head, w);
+              } else {
+                correct_head(s, entry, head, w);
+              }
+            });
+      }
+    });
     const std::size_t first = s.selection(entry.sequence, 0), row = s.row(entry.sequence, 0);
-    std::copy_n(s.selected + first, s.heads.kv * s.budget.selected_pages, s.attended + first);
+    std::copy_n(s.selected + first, s.selection(0, s.heads.kv), s.attended + first);
+    std::copy_n(s.selected_by + s.masks(entry.sequence, 0), s.masks(0, s.heads.kv),
+                s.attended_by + s.masks(entry.sequence, 0));
     std::copy_n(s.selected_count + row, s.heads.kv, s.attended_count + row);
   }
 
   /// Every head selects with the current query among the next step's candidates and recalls what it misses. On the
   /// recall stream's thread if it has one.
   void speculate(const State& s, const step_entry& entry) {
-    const auto every = [](int) { return true; };
+    resolve(policies_->rows, [&]<class Rows>(const Rows&) {
+      if constexpr (Rows::row == selection_row::layer) foresee_layer(s, entry);
+    });
     const auto body = [&](int head, const workspace& w) { speculate_head(s, entry, head, w); };
     if (!backend_->options().overlap) return for_heads(s, entry, every, body);
-    const workspace& w = workspace_of(backend_->recall_workspace());
-    for (int head = 0; head < s.heads.kv; ++head)
-      if (s.kind_of(head) == layer_kind::retrieval) body(head, w);
+    for_heads_behind(s, body);
   }
 
   /// Recalls what `correct` could not. Throws store_error.
@@ -204,6 +228,7 @@ class stages {
     }
   }
 
+  static constexpr auto every = [](int) { return true; };
   /// Runs `body(head, workspace)` for the retrieval heads that are `wanted`.
   template <class Wanted, class Body>
   void for_heads(const State& s, const step_entry& entry, const Wanted& wanted, const Body& body) {
@@ -214,14 +239,20 @@ class stages {
     });
   }
 
+  /// The same on the recall stream's thread.
+  template <class Body>
+  void for_heads_behind(const State& s, const Body& body) {
+    const workspace& w = workspace_of(backend_->recall_workspace());
+    for (int head = 0; head < s.heads.kv; ++head)
+      if (s.kind_of(head) == layer_kind::retrieval) body(head, w);
+  }
+
   void correct_head(const State& s, const step_entry& entry, int head, const workspace& w) {
-    const page_roles next = roles_at(entry.after() + 1, s.budget, s.page.tokens);
-    const int now = std::max(0, s.window_begin(entry) - next.sink_end);  // candidates
+    const step_candidates c = candidates_at(s, entry);
     const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
-    head_selection selection(instructions(), s, *policies_, entry, head,
-                             {next.sink_end, std::max(now, next.candidates())}, w);
+    head_selection selection(instructions(), s, *policies_, entry, head, c.range, w);
     std::int32_t* selected = s.selected + first;
-    const int count = selection.best(now, w.pages);
+    const int count = selection.best(c.now, w.pages);
     const bool anew = s.corrected[row] != 0;
     if (anew) {
       std::copy_n(w.pages, count, selected);
@@ -229,15 +260,77 @@ class stages {
     } else {
       resolve(policies_->correction, [&]<class Correction>(const Correction& correction) {
         if constexpr (correction_by_mass<Correction>)
-          correct_by_mass(s, row, correction.at(s.layer), selection, now,
+          correct_by_mass(s, row, correction.at(s.layer), selection, c.now,
                           {selected, {w.pages, static_cast<std::size_t>(count)}});
       });
     }
-    if (s.corrected[row] != 0 && s.keeps_slots) {
-      recall(s, {entry.sequence, head}, entry.after(), w);
-      s.recalled_before_attention[row] = s.recalled[row];
+    recall_corrected(s, entry, head, w);
+    s.upcoming_count[row] = selection.best(c.next, s.upcoming + first);
+  }
+  void recall_corrected(const State& s, const step_entry& entry, int head, const workspace& w) {
+    const std::size_t row = s.row(entry.sequence, head);
+    if (s.corrected[row] == 0 || !s.keeps_slots) return;
+    recall(s, {entry.sequence, head}, entry.after(), w);
+    s.recalled_before_attention[row] = s.recalled[row];
+  }
+
+  /// The layer's flagged heads, all of them, select as one, or a correction by mass finds whether they are to.
+  void correct_layer(const State& s, const step_entry& entry, bool by_mass) {
+    const step_candidates c = candidates_at(s, entry);
+    for_heads(s, entry, every, [&](int head, const workspace& w) {
+      head_selection selection(instructions(), s, *policies_, entry, head, c.range, w);
+      const std::ptrdiff_t at = retrieving_before(s, head) * layer_stride_;
+      if (by_mass || !selection.takes_all(c.now)) selection.copy_pooled(c.now, pooled_now_ + at);
+      if (!selection.takes_all(c.next)) selection.copy_pooled(c.next, pooled_next_ + at);
+    });
+    const workspace& w = workspace_of(0);
+    const int head = first_retrieving(s), heads = retrieving_before(s, s.heads.kv);
+    const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
+    head_selection selection(instructions(), s, *policies_, entry, head, c.range, w);
+    if (by_mass || !selection.takes_all(c.now))
+      selection.pool_heads(c.now, pooled_now_, layer_stride_, heads);
+    const int count = selection.best(c.now, w.pages);
+    const std::span<const std::int32_t> best(w.pages, static_cast<std::size_t>(count));
+    if (s.corrected[row] != 0) {
+      std::copy_n(w.pages, count, s.selected + first);
+      s.selected_count[row] = count;
+    } else {
+      resolve(policies_->correction, [&]<class Correction>(const Correction& correction) {
+        if constexpr (correction_by_mass<Correction>)
+          correct_by_mass(s, row, correction.at(s.layer), selection, c.now, {s.selected + first, best});
+      });
     }
-    s.upcoming_count[row] = selection.best(next.candidates(), s.upcoming + first);
+    if (!selection.takes_all(c.next)) selection.pool_heads(c.next, pooled_next_, layer_stride_, heads);
+    s.upcoming_count[row] = selection.best(c.next, s.upcoming + first);
+    share_list(s, entry.sequence, s.upcoming, s.upcoming_count);
+    if (s.corrected[row] == 0) return;
+    flag_all(s, entry.sequence);
+    share_list(s, entry.sequence, s.selected, s.selected_count);
+    for_heads(s, entry, every,
+              [&](int other, const workspace& scratch) { recall_corrected(s, entry, other, scratch); });
+  }
+  /// The layer's heads select as one for the next step, unless a correction has done so.
+  void foresee_layer(const State& s, const step_entry& entry) {
+    const int head = first_retrieving(s), heads = retrieving_before(s, s.heads.kv);
+    const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
+    if (s.upcoming_count[row] >= 0) return;
+    const page_roles next = roles_at(entry.after() + 1, s.budget, s.page.tokens);
+    const int count = next.candidates();
+    const auto pool = [&](int each, const workspace& w) {
+      head_selection selection(instructions(), s, *policies_, entry, each, {next.sink_end, count}, w);
+      if (!selection.takes_all(count))
+        selection.copy_pooled(count, pooled_behind_ + retrieving_before(s, each) * layer_stride_);
+    };
+    const bool overlaps = backend_->options().overlap;
+    if (overlaps)
+      for_heads_behind(s, pool);
+    else
+      for_heads(s, entry, every, pool);
+    head_selection selection(instructions(), s, *policies_, entry, head, {next.sink_end, count},
+                             workspace_of(overlaps ? backend_->recall_workspace() : 0));
+    if (!selection.takes_all(count)) selection.pool_heads(count, pooled_behind_, layer_stride_, heads);
+    s.upcoming_count[row] = selection.best(count, s.upcoming + first);
+    share_list(s, entry.sequence, s.upcoming, s.upcoming_count);
   }
 
   struct selected_and_best {
@@ -263,9 +356,16 @@ class stages {
   void speculate_head(const State& s, const step_entry& entry, int head, const workspace& w) {
     const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
     std::int32_t* selected = s.selected + first;
+    resolve(policies_->rows, [&]<class Rows>(const Rows&) {
+      if constexpr (Rows::row == selection_row::query_head)
+        if (s.upcoming_count[row] < 0)
+          select_by_query_head(instructions(), s, *policies_, entry, head, false, w);
+    });
     if (s.upcoming_count[row] >= 0) {
       s.selected_count[row] = s.upcoming_count[row];
       std::copy_n(s.upcoming + first, s.selected_count[row], selected);
+      std::copy_n(s.upcoming_by + s.masks(entry.sequence, head), s.selected_count[row] * s.mask_words,
+                  s.selected_by + s.masks(entry.sequence, head));
       s.upcoming_count[row] = -1;
     } else {
       const page_roles next = roles_at(entry.after() + 1, s.budget, s.page.tokens);
@@ -335,6 +435,10 @@ class stages {
   std::vector<workspace> workspaces_;
   log_sum_exp* part_mass_ = nullptr;  // (kv head, max_parts, group)
   float* part_weighted_ = nullptr;    // (kv head, max_parts, group, head_dim)
+  std::int64_t layer_stride_ = 0;     // padded candidates
+  // Where KV heads select together, their pooled scores: (kv head, layer_stride). On the compute stream for this step
+  // and the next, and on the recall stream.
+  float *pooled_now_ = nullptr, *pooled_next_ = nullptr, *pooled_behind_ = nullptr;
 };
 
 }  // namespace freekv::host

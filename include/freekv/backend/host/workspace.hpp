@@ -15,6 +15,7 @@ struct workspace_sizes {
   int attention_floats = 0;                          // scratch of attend_slice
   int max_pages = 0;                                 // of one sequence
   int selected_pages = 0;                            // of one KV head
+  int pooled_heads = 0;                              // KV heads that select together, if any
   std::size_t slice_bytes = 0, slice_alignment = 1;  // of encoded pages, if any
   std::size_t decoded_bytes = 0;                     // of a page and KV head that was encoded
 
@@ -35,9 +36,9 @@ struct workspace {
   float* weighted = nullptr;      // (2, group, head_dim)
   float* scores = nullptr;        // (scoring heads, padded candidates)
   float* pooled = nullptr;        // (padded candidates)
-  float* log_sums = nullptr;      // (scoring heads)
+  float* log_sums = nullptr;      // (scoring heads, or KV heads that select together)
   std::uint64_t* keys = nullptr;  // (candidates)
-  std::int32_t* pages = nullptr;  // (k)
+  std::int32_t* pages = nullptr;  // (K)
   std::byte* encoded = nullptr;   // (most_staged or kv heads, slice_bytes)
   std::byte* decoded = nullptr;   // (most_staged, 2, page tokens, head_dim) elements
 
@@ -53,7 +54,7 @@ struct workspace {
     w.weighted = memory.take<float>(n(2 * s.group * s.head_dim));
     w.scores = memory.take<float>(n(scoring_heads * s.padded(s.max_pages)));
     w.pooled = memory.take<float>(n(s.padded(s.max_pages)));
-    w.log_sums = memory.take<float>(n(scoring_heads));
+    w.log_sums = memory.take<float>(n(std::max(scoring_heads, s.pooled_heads)));
     w.keys = memory.take<std::uint64_t>(n(s.max_pages));
     w.pages = memory.take<std::int32_t>(n(s.selected_pages));
     w.encoded = memory.take_aligned(s.slice_bytes * n(std::max(most_staged, s.kv_heads)), s.slice_alignment);
