@@ -97,9 +97,8 @@ TEST_CASE("chunk_means gives the same bits fixed, set at run time, and as one of
   CHECK_FALSE(run<choice>(s) == results);
 }
 
-TEST_CASE(
-    "coarse_to_fine selects as its coarse summary if it keeps k pages, and as its fine one if it keeps all",
-    "[policies]") {
+TEST_CASE("coarse_to_fine that keeps k pages is its coarse summary, and its fine one if it keeps all",
+          "[policies]") {
   using freekv::key_sketch;
   using freekv::min_max;
   using choice = freekv::retrieval_pipeline<
