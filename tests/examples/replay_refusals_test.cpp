@@ -423,7 +423,8 @@ TEST_CASE("traces with random damage are replayed or refused, never worse", "[re
   std::memcpy(&header_bytes, good.data(), 8);
   const int header_end = static_cast<int>(header_bytes) + 8;
   int refused = 0, replayed = 0;
-  for (std::uint64_t seed = 1; seed <= 400; ++seed) {
+  constexpr int traces = sanitized ? 100 : 400;
+  for (std::uint64_t seed = 1; seed <= traces; ++seed) {
     dice d(seed);
     std::string bad = good;
     const auto somewhere = [&] {
@@ -479,6 +480,6 @@ TEST_CASE("traces with random damage are replayed or refused, never worse", "[re
     REQUIRE(folder.listing() == std::vector<std::string>{"trace"});
   }
   INFO(refused << " refused, " << replayed << " replayed");
-  CHECK(refused > 200);
-  CHECK(replayed > 20);
+  CHECK(refused > traces / 2);
+  CHECK(replayed > traces / 20);
 }

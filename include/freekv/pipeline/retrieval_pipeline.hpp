@@ -317,7 +317,8 @@ class basic_retrieval_pipeline {
   /// (slots_per_sequence): sink, selected, window, the open page last; earlier rows see all but the tokens behind
   /// themselves. Between `correct` and `attended`, of a layer that keeps slots. Throws usage_error.
   resident_table table(int layer, sequence_id id, int head, std::span<std::int32_t> blocks) const {
-    const auto [s, entry] = entry_for_table(layer, id, blocks.size());
+    const step_entry& entry = entry_for_table(layer, id, blocks.size());
+    const state& s = layer_of(layer, "table");
     if (head < 0 || head >= s.heads.kv)
       throw usage_error("table: KV head " + std::to_string(head) + " is not one of " +
                         std::to_string(s.heads.kv));
@@ -327,7 +328,8 @@ class basic_retrieval_pipeline {
   /// The same for all KV heads at once, whose pages differ and whose slots do not: as with top_k, no spare slots, and
   /// heads that all retrieve. Throws usage_error where the heads' slots differ.
   resident_table table(int layer, sequence_id id, std::span<std::int32_t> blocks) const {
-    const auto [s, entry] = entry_for_table(layer, id, blocks.size());
+    const step_entry& entry = entry_for_table(layer, id, blocks.size());
+    const state& s = layer_of(layer, "table");
     const int sequence = entry.sequence;
     const auto slots = [&](int head) {
       return std::span(s.slot_of + s.selection(sequence, head),
@@ -462,11 +464,7 @@ class basic_retrieval_pipeline {
                         " in this step");
     return s;
   }
-  struct table_entry {
-    const state& s;
-    const step_entry& entry;
-  };
-  table_entry entry_for_table(int layer, sequence_id id, std::size_t room) const {
+  const step_entry& entry_for_table(int layer, sequence_id id, std::size_t room) const {
     const state& s = layer_in(layer, "table", layer_progress::corrected);
     const std::string where = "table: layer " + std::to_string(layer);
     if (!s.keeps_slots) throw usage_error(where + " keeps no slots; attend from the store");
@@ -480,7 +478,7 @@ class basic_retrieval_pipeline {
                         " slots a sequence, and there is room for " + std::to_string(room));
     for (const step_entry& entry : entries_)
       if (sequence_id{entry.sequence} == id && entry.kind == row_kind::decode && entry.tokens > 0)
-        return {s, entry};
+        return entry;
     throw usage_error("table: " + sequence_table::name_of(id) + " has no decode rows in this step");
   }
   resident_table write_table(const state& s, const step_entry& entry, int head,

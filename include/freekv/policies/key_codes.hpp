@@ -257,12 +257,12 @@ struct key_codes<Codes, MeanCodes>::head_policy {
 
   /// offset + rows^T * centroids.
   template <team T>
-  FREEKV_HD void decode_mean(T team, const float* codes, float* decoded) const {
+  FREEKV_HD void decode_mean(T team, const float* coded, float* decoded) const {
     const int d = mean.head_dim;
     for (int i = 0; i < d; i += T::width) {
       auto sum = team.load(mean.offset + i);
       for (int r = 0; r < mean.codes * mean.dims; ++r) {
-        const int c = static_cast<int>(codes[r / mean.dims]);
+        const int c = static_cast<int>(coded[r / mean.dims]);
         sum = sum + team.load(mean.rows + r * d + i) *
                         typename T::pack(mean.centroids[r * codebook::centroids_per_code + c]);
       }
