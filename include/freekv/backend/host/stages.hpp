@@ -43,6 +43,8 @@ class stages {
     const std::size_t selections = s.selection(sequences, 0);
     for (std::int32_t* pages : std::array{s.selected, s.upcoming, s.attended, s.slot_of})
       std::fill_n(pages, selections, -1);
+    for (std::uint32_t* masks : std::array{s.selected_by, s.upcoming_by, s.attended_by})
+      std::fill_n(masks, s.masks(sequences, 0), 0u);
     for (int sequence = 0; sequence < sequences; ++sequence) forget(s, sequence);
   }
   // Between steps, with nothing queued:
