@@ -252,8 +252,12 @@ class event_replay {
 }  // namespace
 
 nlohmann::ordered_json replay_events(const replay_options& o, host_backend& backend) {
-  if (o.out) check_writable(*o.out);
   const event_file file = read_events(*o.events, wanted_element(o.dtype));
+  if (o.out) {
+    std::vector<std::filesystem::path> read = file.traces;
+    read.push_back(*o.events);
+    check_output(o, *o.out, read);
+  }
   check_compiled(file.forms.front().head_dim);
   std::size_t numbers = 0;  // of selected
   const trace_form& form = file.forms.front();

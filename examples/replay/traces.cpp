@@ -45,18 +45,6 @@ std::vector<fs::path> traces_in(const replay_options& o, const fs::path& folder)
   return found;
 }
 
-/// Refuses to write over what is read.
-void check_output(const replay_options& o, const std::vector<replay_job>& jobs) {
-  for (const replay_job& job : jobs) {
-    if (!job.out) continue;
-    check_writable(*job.out);
-    const bool is_trace = std::any_of(jobs.begin(), jobs.end(),
-                                      [&](const replay_job& other) { return same(*job.out, other.trace); });
-    if (is_trace || (o.basis != "prompt" && same(*job.out, o.basis)) || (o.heads && same(*job.out, *o.heads)))
-      refuse("--out " + in_quotes(*job.out) + " is an input of this replay; name another file");
-  }
-}
-
 void order_by_layer(std::vector<replay_job>& jobs) {
   const auto key = [](const replay_job& job) {  // those that name no layer come last
     return std::pair(job.form.layer.value_or(std::numeric_limits<int>::max()), job.trace.filename());
@@ -66,6 +54,13 @@ void order_by_layer(std::vector<replay_job>& jobs) {
 }
 
 }  // namespace
+
+void check_output(const replay_options& o, const fs::path& out, const std::vector<fs::path>& read) {
+  check_writable(out);
+  if (std::any_of(read.begin(), read.end(), [&](const fs::path& path) { return same(out, path); }) ||
+      (o.basis != "prompt" && same(out, o.basis)) || (o.heads && same(out, *o.heads)))
+    refuse("--out " + in_quotes(out) + " is an input of this replay; name another file");
+}
 
 output_folder::output_folder(std::filesystem::path path) {
   std::error_code fault;
@@ -110,7 +105,10 @@ replay_jobs jobs_of(const replay_options& o) {
   } else {
     jobs.layers.push_back({.trace = o.trace, .out = o.out});
   }
-  check_output(o, jobs.layers);
+  std::vector<fs::path> read;
+  for (const replay_job& job : jobs.layers) read.push_back(job.trace);
+  for (const replay_job& job : jobs.layers)
+    if (job.out) check_output(o, *job.out, read);
   for (replay_job& job : jobs.layers) job.form = read_form(job.trace, wanted_element(o.dtype));
   order_by_layer(jobs.layers);
   return jobs;

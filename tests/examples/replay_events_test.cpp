@@ -377,6 +377,10 @@ TEST_CASE("events that cannot be are refused with their line and nothing is writ
          {"--k", "1000000000"});
   refuse(some, {"--store-pages 0"}, {"--store-pages", "0"});
   store(folder / "events", some);
+  for (const char* input : {"events", "trace"})
+    check_mentions(sentence_of(run_program(command(folder / "events", folder / input))),
+                   {"--out", input, "input"});
+  CHECK(load(folder / "events") == some);
   auto both = command(folder / "events", folder / "out");
   both.push_back(folder / "trace");
   check_mentions(sentence_of(run_program(both)), {"--events", "one of the two"});

@@ -119,7 +119,7 @@ TEST_CASE("random steps agree with the float64 oracle", "[property]") {
     CHECK(seen.firm_own_selections > 100);
     CHECK(seen.compared_outputs > 10000);
     CHECK(seen.corrected > 100);
-    CHECK(seen.recalled > count / 4);
+    CHECK(seen.recalled > static_cast<long>(count / 4));
     CHECK(seen.promoted > 10);
   }
   WARN("compared " << seen.steps << " steps, " << seen.firm_selections << " firm selections, "
