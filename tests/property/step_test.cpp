@@ -156,3 +156,33 @@ TEST_CASE("query heads beyond a mask's word, in several parts of attention, agre
   CHECK(seen.firm_own_selections > 30);
   CHECK(seen.compared_outputs > 2000);
 }
+
+TEST_CASE("KV heads that select together agree with the oracle", "[property]") {
+  freekv::host_backend alone({.overlap = false}), many({.threads = 3, .bytes_per_thread = 512});
+  coverage seen;
+  for (std::uint64_t seed = 1; seed <= 60; ++seed) {
+    random_case c = make_case(seed);
+    auto& o = c.options;
+    o.kv_heads = 3;
+    o.query_heads = seed % 2 == 0 ? 3 : 6;
+    o.page = 8;
+    o.budget = {.sink = 8, .window = 16, .selected_pages = 2};
+    o.does.summary = "mean";
+    o.does.rows = "per_layer";
+    if (seed % 3 != 0) o.does.correction = "cosine_drift";
+    o.does.plan = "retrieval";
+    o.store_file.clear();
+    c.prompt = 100;
+    c.steps = 12;
+    c.turn = 0.5f;  // some heads turn too far, and others do not
+    o.max_tokens = c.prompt + c.steps;
+    INFO(c);
+    try {
+      compare_with_oracle(c, seed % 2 == 0 ? alone : many, seen);
+    } catch (const disagreement& d) {
+      FAIL(d.what);
+    }
+  }
+  CHECK(seen.firm_selections > 500);
+  CHECK(seen.corrected > 100);
+}
