@@ -45,6 +45,7 @@ inline tiny_pipeline::settings random_settings(dice& d) {
     default:
       break;
   }
+  if (d.below(3) == 0) s.rows = freekv::per_query_head{};
   if (d.below(2) == 0) s.route = freekv::in_place{};
   if (d.below(5) == 0) s.plan = freekv::complete_first<freekv::dynamic, freekv::layer_kind::window>{1};
   if (d.below(3) == 0) s.store_file = {.path = "/tmp", .direct = d.below(2) == 0};
