@@ -192,6 +192,19 @@ inline random_case make_case(std::uint64_t seed) {
   return c;
 }
 
+/// The case with other heads, and with what it gives each of them: a basis, no sink logits, one kind of layer.
+inline void give_heads(random_case& c, int kv_heads, int query_heads) {
+  auto& o = c.options;
+  dice d(c.seed);
+  o.kv_heads = kv_heads;
+  o.query_heads = query_heads;
+  o.sink_logits.clear();
+  o.head_kinds.clear();
+  o.does.plan = "retrieval";
+  c.basis_data = random_basis(d, kv_heads, o.does.rank, o.head_dim);
+  o.basis = {nullptr, 1, kv_heads, o.does.rank, o.head_dim};
+}
+
 /// Where query heads select each for itself, what each of a KV head's group attended to; else nothing.
 inline std::vector<std::vector<int>> selected_by_head(const freekv::step_report& report, int kv_head,
                                                       int group) {

@@ -135,11 +135,10 @@ TEST_CASE("query heads beyond a mask's word, in several parts of attention, agre
     for (const bool in_place : {false, true}) {
       random_case c = make_case(5);
       auto& o = c.options;
-      o.kv_heads = group == 33 ? 2 : 1;
-      o.query_heads = o.kv_heads * group;
+      o.does = {.rows = "per_query_head"};
+      give_heads(c, group == 33 ? 2 : 1, group == 33 ? 66 : group);
       o.page = 8;
       o.budget = {.sink = 0, .window = 8, .selected_pages = 3};
-      o.does = {.rows = "per_query_head"};
       o.store_file.clear();
       o.in_place = in_place;
       c.prompt = 900;
@@ -163,14 +162,12 @@ TEST_CASE("KV heads that select together agree with the oracle", "[property]") {
   for (std::uint64_t seed = 1; seed <= 60; ++seed) {
     random_case c = make_case(seed);
     auto& o = c.options;
-    o.kv_heads = 3;
-    o.query_heads = seed % 2 == 0 ? 3 : 6;
+    give_heads(c, 3, seed % 2 == 0 ? 3 : 6);
     o.page = 8;
     o.budget = {.sink = 8, .window = 16, .selected_pages = 2};
     o.does.summary = "mean";
     o.does.rows = "per_layer";
     if (seed % 3 != 0) o.does.correction = "cosine_drift";
-    o.does.plan = "retrieval";
     o.store_file.clear();
     c.prompt = 100;
     c.steps = 12;
