@@ -58,13 +58,13 @@ class basic_file_store {
 
   /// Returns when all of it is there. Nothing is allocated, unless it throws: usage_error, before anything is read, for
   /// what lies outside the file or is not aligned; store_error for what the system could not read.
-  void read(std::span<const file_read> reads) const {
+  [[gnu::noinline]] void read(std::span<const file_read> reads) const {
     check(reads, "read");
     raise(run(reads), reads, store_operation::read);
   }
   /// Returns when all of it is with the system: later reads see it. (A crash of the machine may lose it; so it does the
   /// process.) Throws as `read` does.
-  void write(std::span<const file_write> writes) {
+  [[gnu::noinline]] void write(std::span<const file_write> writes) {
     check(writes, "write");
     const std::uint64_t longest = system_.longest_file();
     for (std::size_t i = 0; i < writes.size(); ++i)

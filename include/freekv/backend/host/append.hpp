@@ -27,6 +27,19 @@ struct rows_from {
   const In* value(int token, int head) const { return values + offset(token, head); }
 };
 
+/// Writes the summary of one head's slice of a complete page.
+template <class State, class Summaries>
+void summarise_slice(isa set, const State& s, const Summaries& summaries,
+                     const head_slice<const typename State::element>& slice, std::int32_t store_page,
+                     int head, const workspace& w) {
+  with_team(set, [&](auto team) {
+    resolve(summaries, [&](const auto& summary) {
+      summarise_page<typename State::element>(team, summary_at(summary, s.layer, head), slice, s.page,
+                                              {w.block, w.numbers}, s.summary_of(store_page, head));
+    });
+  });
+}
+
 /// Appends the rows of one entry that fall into one page: K and V to the store and, where the layer keeps
 /// slots and the page stays in the fast tier, to its sink or ring slot; a page that becomes complete is
 /// summarised, and encoded if the layer keeps it so: then slots, too, hold what the codec gives back.
@@ -67,12 +80,7 @@ void append_page(isa set, const State& s, const Policies& policies, const step_e
       put(kept.value + t * kept.stride, rows.value(token, head));
     }
     if (complete && s.kind_of(head) == layer_kind::retrieval)
-      with_team(set, [&](auto team) {
-        resolve(policies.summary, [&](const auto& summary) {
-          summarise_page<element>(team, summary_at(summary, s.layer, head), as_const(kept), s.page,
-                                  {w.block, w.numbers}, s.summary_of(store_page, head));
-        });
-      });
+      summarise_slice(set, s, policies.summary, as_const(kept), store_page, head, w);
     if (encodes) pages.encode(head, as_const(kept));
     if (!in_slots) continue;
     const auto frame = s.frame_slice(entry.sequence, slot, head);

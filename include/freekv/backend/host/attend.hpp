@@ -12,6 +12,41 @@
 
 namespace freekv::host {
 
+// Attention's functors on the team of an instruction set: compiled once for a head_dim and an element, whatever the
+// pipeline.
+
+/// Scales the queries (group, head_dim) to `scaled` and empties `part`.
+template <int HeadDim>
+void begin_attention(isa set, const float* queries, float scale, int group, float* scaled,
+                     const attention_part& part) {
+  with_team(set, [&](auto team) {
+    using team_type = decltype(team);
+    for (int i = 0; i < group * HeadDim; i += team_type::width)
+      team.store(scaled + i, team.load(queries + i) * typename team_type::pack(scale));
+    part.clear(team, group, HeadDim);
+  });
+}
+template <int HeadDim, class Element>
+void attend_slice(isa set, const group_query& query, const head_slice<const Element>& slice, int tokens,
+                  const attention_part& part, float* block, float soft_cap = 0.0f) {
+  with_team(set, [&](auto team) {
+    freekv::attend_slice<HeadDim>(team, query, slice, tokens, part, block, soft_cap);
+  });
+}
+template <int HeadDim>
+void merge_parts(isa set, const attention_part& from, const attention_part& into, int group) {
+  with_team(set, [&](auto team) { freekv::merge_parts<HeadDim>(team, from, into, group); });
+}
+/// `sink_logits` (group) may be null, and `lse` too.
+template <int HeadDim>
+void finish_attention(isa set, const float* sink_logits, const attention_part& part, int group, float* out,
+                      float* lse) {
+  with_team(set, [&](auto team) {
+    if (sink_logits != nullptr) add_logits<HeadDim>(team, sink_logits, group, part);
+    freekv::finish_attention<HeadDim>(team, part, group, out, lse);
+  });
+}
+
 /// Where attention goes: (rows, query_heads, head_dim) and (rows, query_heads); `lse` may be null.
 struct attention_output {
   float* out = nullptr;
@@ -46,15 +81,10 @@ struct attention_job {
   }
 
   /// The `nth` part of one head's list, from nothing.
-  template <class Team>
-  void attend_part(Team team, int row, int head, int nth, const attention_part& part,
+  void attend_part(isa set, int row, int head, int nth, const attention_part& part,
                    const workspace& w) const {
-    using pack = typename Team::pack;
     const int group = s.heads.group();
-    const float* query = queries + first_query_head(row, head) * d;
-    for (int i = 0; i < group * d; i += Team::width)
-      team.store(w.query + i, team.load(query + i) * pack(s.scale));
-    part.clear(team, group, d);
+    begin_attention<d>(set, queries + first_query_head(row, head) * d, s.scale, group, w.query, part);
     const page_list pages = list(row, head);
     const int begin = nth * pages_per_part(s.page.tokens);
     const int end = std::min(begin + pages_per_part(s.page.tokens), pages.size());
@@ -76,20 +106,19 @@ struct attention_job {
         const int tokens = pages.tokens_in(page, s.page.tokens) - skipped;
         const std::uint32_t* const mask = selected_by(pages, i, head);
         for (head_run run = next_run(mask, 0, group); run.count > 0; run = next_run(mask, run.end(), group))
-          attend_slice<d>(team, group_query{w.query + run.first * d, run.count, d},
-                          rows_behind(as_const(from), skipped), tokens,
-                          {part.mass + run.first, part.weighted + run.first * d}, w.block, s.soft_cap);
+          attend_slice<d>(set, {w.query + run.first * d, run.count, d}, rows_behind(as_const(from), skipped),
+                          tokens, {part.mass + run.first, part.weighted + run.first * d}, w.block,
+                          s.soft_cap);
       }
     }
   }
-  template <class Team>
-  void finish(Team team, int row, int head, const attention_part& part) const {
+  void finish(isa set, int row, int head, const attention_part& part) const {
+    const int group = s.heads.group();
     const std::ptrdiff_t first = first_query_head(row, head);
     float* const lse = to.lse == nullptr ? nullptr : to.lse + first;
-    if (s.sink_logits != nullptr)
-      add_logits<d>(team, s.sink_logits + head * s.heads.group(), s.heads.group(), part);
-    finish_attention<d>(team, part, s.heads.group(), to.out + first * d, lse);
-    for (int g = 0; lse != nullptr && to.lse_unit != 1.0f && g < s.heads.group(); ++g) lse[g] *= to.lse_unit;
+    finish_attention<d>(set, s.sink_logits == nullptr ? nullptr : s.sink_logits + head * group, part, group,
+                        to.out + first * d, lse);
+    for (int g = 0; lse != nullptr && to.lse_unit != 1.0f && g < group; ++g) lse[g] *= to.lse_unit;
   }
 
  private:
@@ -116,13 +145,11 @@ template <class State, class Policies>
 void attend_head(isa set, const attention_job<State, Policies>& job, int row, int head, const workspace& w) {
   const int group = job.s.heads.group(), parts = job.parts(row);
   const attention_part first{w.mass, w.weighted}, next{w.mass + group, w.weighted + group * State::head_dim};
-  with_team(set, [&](auto team) {
-    for (int nth = 0; nth < parts; ++nth) {
-      job.attend_part(team, row, head, nth, nth == 0 ? first : next, w);
-      if (nth > 0) merge_parts<State::head_dim>(team, next, first, group);
-    }
-    job.finish(team, row, head, first);
-  });
+  for (int nth = 0; nth < parts; ++nth) {
+    job.attend_part(set, row, head, nth, nth == 0 ? first : next, w);
+    if (nth > 0) merge_parts<State::head_dim>(set, next, first, group);
+  }
+  job.finish(set, row, head, first);
 }
 
 }  // namespace freekv::host

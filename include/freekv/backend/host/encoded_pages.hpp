@@ -71,8 +71,11 @@ class encoded_pages {
     try {
       call();
     } catch (const store_error& error) {
-      throw error.with_sequence("sequence " + std::to_string(sequence));
+      throw_naming(error, sequence);
     }
+  }
+  [[noreturn, gnu::cold, gnu::noinline]] static void throw_naming(const store_error& error, int sequence) {
+    throw error.with_sequence("sequence " + std::to_string(sequence));
   }
   std::byte* encoded(int nth) const {
     return w_->encoded + static_cast<std::size_t>(nth) * s_->slices.slice_bytes;

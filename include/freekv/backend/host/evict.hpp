@@ -173,16 +173,12 @@ class eviction_stages {
     ++tokens;
   }
 
-  /// The scaled queries of a KV head's group, and its attention part.
-  template <class Team>
-  attention_part start(Team team, const state& s, const float* queries, const scratch& w, bool values) const {
-    using pack = typename Team::pack;
+  /// A KV head's group attends to the first `tokens` rows of a slice.
+  void attend_rows(const state& s, const float* queries, const head_slice<const element>& slice, int tokens,
+                   const attention_part& part, const scratch& w) const {
     const int group = s.heads.group();
-    for (int i = 0; i < group * d; i += Team::width)
-      team.store(w.query + i, team.load(queries + i) * pack(s.scale));
-    const attention_part part{w.mass, values ? w.weighted : nullptr, w.scores, score_stride_};
-    part.clear(team, group, d);
-    return part;
+    begin_attention<d>(instructions(), queries, s.scale, group, w.query, part);
+    attend_slice<d>(instructions(), {w.query, group, d}, slice, tokens, part, w.block);
   }
 
   /// Leaves the scores, where they are wanted, and the natural log-sum-exp in the scratch.
@@ -190,12 +186,9 @@ class eviction_stages {
                    const scratch& w) const {
     const int group = s.heads.group();
     const std::ptrdiff_t first = (std::ptrdiff_t{at.row} * s.heads.kv + at.head) * group;
-    with_team(instructions(), [&](auto team) {
-      attention_part part = start(team, s, queries + first * d, w, true);
-      if (!at.counts) part.scores = nullptr;
-      attend_slice<d>(team, group_query{w.query, group, d}, as_const(at.slice), at.tokens, part, w.block);
-      finish_attention<d>(team, part, group, to.out + first * d, w.lse);
-    });
+    const attention_part part{w.mass, w.weighted, at.counts ? w.scores : nullptr, score_stride_};
+    attend_rows(s, queries + first * d, as_const(at.slice), at.tokens, part, w);
+    finish_attention<d>(instructions(), nullptr, part, group, to.out + first * d, w.lse);
     for (int g = 0; to.lse != nullptr && g < group; ++g) to.lse[first + g] = w.lse[g] * to.lse_unit;
   }
 
@@ -203,14 +196,13 @@ class eviction_stages {
   void vote(const state& s, const eviction_entry& entry, int head, int token, const float* queries,
             float* votes, const scratch& w) const {
     const int group = s.heads.group(), tokens = token + 1;
+    attend_rows(s, queries, as_const(s.prompt_slice(entry, head)), tokens,
+                {w.mass, nullptr, w.scores, score_stride_}, w);
+    for (int g = 0; g < group; ++g) w.lse[g] = w.mass[g].value();
     with_team(instructions(), [&](auto team) {
-      const attention_part part = start(team, s, queries, w, false);
-      attend_slice<d>(team, group_query{w.query, group, d}, as_const(s.prompt_slice(entry, head)), tokens,
-                      part, w.block);
-      for (int g = 0; g < group; ++g) w.lse[g] = w.mass[g].value();
       mean_shares(team, {w.scores, score_stride_, w.lse, group}, tokens, w.shares);
-      for (int t = 0; t < tokens; ++t) votes[t] += w.shares[t];
     });
+    for (int t = 0; t < tokens; ++t) votes[t] += w.shares[t];
   }
 
   /// Of the rows of a prompt chunk either all vote at once, or the last ones' queries are kept.

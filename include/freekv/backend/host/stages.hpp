@@ -417,17 +417,14 @@ class stages {
     for (int row = 0; row <= last; ++row) {
       const int parts = job.parts(row);
       backend_->parallel(heads * parts, bytes, [&](int unit, int worker) {
-        with_team(instructions(), [&](auto team) {
-          job.attend_part(team, row, unit / parts, unit % parts, part(unit / parts, unit % parts),
-                          workspace_of(worker));
-        });
+        const int head = unit / parts, nth = unit % parts;
+        job.attend_part(instructions(), row, head, nth, part(head, nth), workspace_of(worker));
       });
-      with_team(instructions(), [&](auto team) {
-        for (int head = 0; head < heads; ++head) {
-          for (int nth = 1; nth < parts; ++nth) merge_parts<d>(team, part(head, nth), part(head, 0), group);
-          job.finish(team, row, head, part(head, 0));
-        }
-      });
+      for (int head = 0; head < heads; ++head) {
+        for (int nth = 1; nth < parts; ++nth)
+          merge_parts<d>(instructions(), part(head, nth), part(head, 0), group);
+        job.finish(instructions(), row, head, part(head, 0));
+      }
     }
   }
 
