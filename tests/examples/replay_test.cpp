@@ -119,7 +119,7 @@ TEST_CASE("every variant agrees with the oracle on a trace of a real model", "[r
   metadata_map metadata;
   const tensor_map recorded = read_tensors(FREEKV_TRACE, &metadata);
   coverage seen;
-  for (const auto& [variant, policies] : variants_of_contract()) {
+  for (const auto& [variant, policies] : spread_variants()) {
     replay_case c = plain_case(variant);
     auto& o = c.layer.options;
     c.query_dtype = recorded.at("q").dtype;
@@ -147,7 +147,8 @@ TEST_CASE("every variant agrees with the oracle on a trace of a real model", "[r
     learn_codebooks(c);
     check_replay(c, seen);
   }
-  CHECK(seen.replays == static_cast<long>(variants_of_contract().size()));
+  CHECK(seen.replays == static_cast<long>(spread_variants().size()));
+  if (sanitized) return;
   CHECK(seen.corrected > 50);
   CHECK(seen.kept > 20);
   CHECK(seen.recalled > 100);
@@ -157,6 +158,7 @@ TEST_CASE("legal extremes of settings and lengths agree with the oracle", "[repl
   coverage seen;
   const auto check = [&](const char* what, const std::function<void(replay_case&)>& change) {
     for (const char* variant : {"freekv", "freekv_key_subspace", "streaming_llm", "full"}) {
+      if (sanitized && std::string(variant) != "freekv_key_subspace") continue;
       INFO(what);
       check_replay(with(plain_case(variant), change), seen);
     }
@@ -192,7 +194,7 @@ TEST_CASE("legal extremes of settings and lengths agree with the oracle", "[repl
   });
   check("a rank of head_dim", [](auto& c) { c.layer.options.does.rank = 64; });
   check("rank 1", [](auto& c) { c.layer.options.does.rank = 1; });
-  CHECK(seen.replays == 22 * 4);
+  CHECK(seen.replays == 22 * (sanitized ? 1 : 4));
 }
 
 TEST_CASE("values of tau beyond float32 flag as its largest do", "[replay]") {
@@ -333,13 +335,14 @@ TEST_CASE("selected, corrected and recalled of full and streaming_llm do not dep
 }
 
 TEST_CASE("two runs, any number of threads and both routes write the same", "[replay]") {
+  if (sanitized) return;  // long, and invariants_test has the same of the library
   for (const auto& variant : spread_variants()) {
     INFO(variant.first);
     // Large enough that several threads have work: they are woken for each quarter megabyte.
     const replay_case c = with(plain_case(variant.first), [](auto& changed) {
       changed.layer.options.budget = {64, 512, 60};
       changed.layer.options.query_heads = 4;
-      changed.layer.prompt = sanitized ? 700 : 2000;
+      changed.layer.prompt = 2000;
     });
     const tensor_map first = tensors_of(c);
     check_same(first, tensors_of(c), outputs);
@@ -364,7 +367,7 @@ TEST_CASE("two runs, any number of threads and both routes write the same", "[re
 
 TEST_CASE("with k for every candidate each variant is full attention", "[replay]") {
   const auto full = elements_of<float>(tensors_of(plain_case("full")).at("out"));
-  for (const auto& variant : variants_of_contract()) {
+  for (const auto& variant : spread_variants()) {
     if (variant.second.plan != "retrieval" || variant.second.selection != "top_k") continue;
     const auto out = elements_of<float>(tensors_of(with(plain_case(variant.first), [](auto& c) {
                                           c.layer.options.budget.selected_pages = 40;

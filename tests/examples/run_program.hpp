@@ -17,19 +17,9 @@
 #include <string>
 #include <vector>
 
-namespace tests {
+#include "../sanitized.hpp"
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-inline constexpr bool sanitized = true;
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-inline constexpr bool sanitized = true;
-#else
-inline constexpr bool sanitized = false;
-#endif
-#else
-inline constexpr bool sanitized = false;
-#endif
+namespace tests {
 
 /// What a program may use; 0: as much as it likes. Sanitizers reserve address space by the terabyte, so a
 /// limit on it does not hold in their builds.

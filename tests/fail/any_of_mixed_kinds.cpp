@@ -1,5 +1,5 @@
 // A choice between a summary and a correction.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 #ifdef FREEKV_FIXED
 using summary = freekv::any_of<freekv::min_max, freekv::chunk_means<8>>;

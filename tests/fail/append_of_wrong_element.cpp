@@ -1,5 +1,5 @@
 // Keys of half precision for a store of bfloat16.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 #ifdef FREEKV_FIXED
 using given = freekv::bfloat16;

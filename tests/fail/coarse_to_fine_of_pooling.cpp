@@ -1,5 +1,5 @@
 // Two stages of which one is no summary.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 #ifdef FREEKV_FIXED
 using choice = freekv::coarse_to_fine<freekv::min_max, freekv::mean>;

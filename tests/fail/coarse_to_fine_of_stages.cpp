@@ -1,5 +1,5 @@
 // Three stages.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 using two_stages = freekv::coarse_to_fine<freekv::mean, freekv::key_sketch<4>>;
 #ifdef FREEKV_FIXED

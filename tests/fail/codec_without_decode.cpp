@@ -1,5 +1,5 @@
 // A codec whose pages never come back.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 struct forgetful {
   using policy_kind = freekv::codec_kind;

@@ -1,5 +1,5 @@
 // A codec that does not say how many bytes a page takes.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 struct boundless {
   using policy_kind = freekv::codec_kind;

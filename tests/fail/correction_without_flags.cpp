@@ -1,5 +1,5 @@
 // A correction that flags no head and does not say so.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 struct every_other_layer {
   using policy_kind = freekv::correction_kind;

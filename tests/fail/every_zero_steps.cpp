@@ -1,5 +1,5 @@
 // A correction in every zeroth step.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 #ifdef FREEKV_FIXED
 using choice = freekv::every_n_steps<1>;

@@ -1,5 +1,5 @@
 // Half a vector register too much.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 #ifdef FREEKV_FIXED
 using shape = freekv::kv_shape<float, 16>;

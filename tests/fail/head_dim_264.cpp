@@ -1,5 +1,5 @@
 // One vector register more than the longest key.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 #ifdef FREEKV_FIXED
 using shape = freekv::kv_shape<freekv::half, 256>;

@@ -1,5 +1,5 @@
 // Codes that the sketch does not have.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 #ifdef FREEKV_FIXED
 using choice = freekv::key_sketch<4>;

@@ -1,5 +1,5 @@
 // Codes that do not come in blocks of 8.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 #ifdef FREEKV_FIXED
 using summary = freekv::key_subspace<24, 4>;

@@ -1,5 +1,5 @@
 // A layout pair that does not say how the store is laid out.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 struct heads_together {
   using policy_kind = freekv::layout_kind;

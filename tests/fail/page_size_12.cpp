@@ -1,5 +1,5 @@
 // A page whose tokens do not fill vector registers.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 #ifdef FREEKV_FIXED
 using page = freekv::page_size<16>;

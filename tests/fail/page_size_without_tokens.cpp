@@ -1,5 +1,5 @@
 // A page size that does not say how many tokens.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 struct pages_of_16 {
   using policy_kind = freekv::page_size_kind;

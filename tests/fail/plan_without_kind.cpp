@@ -1,5 +1,5 @@
 // A layer plan that says of no layer what it keeps.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 struct last_layer_complete {
   using policy_kind = freekv::plan_kind;

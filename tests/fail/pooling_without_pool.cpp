@@ -1,5 +1,5 @@
 // A pooling that names itself and does nothing.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 struct first_head {
   using policy_kind = freekv::pooling_kind;

@@ -1,5 +1,5 @@
 // Fewer slots than pages.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 #ifdef FREEKV_FIXED
 using choice = freekv::least_recently_used<1>;

@@ -1,5 +1,5 @@
 // A residency that does not say which slot is freed first.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 struct last_slots {
   using policy_kind = freekv::residency_kind;

@@ -1,5 +1,5 @@
 // A route that does not say whether it keeps slots.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 struct straight {
   using policy_kind = freekv::route_kind;

@@ -1,5 +1,5 @@
 // Rows that do not say who shares one selection.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 struct alone {
   using policy_kind = freekv::rows_kind;

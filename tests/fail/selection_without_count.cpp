@@ -1,5 +1,5 @@
 // A selection that does not say how many pages it selects.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 struct half_of_them {
   using policy_kind = freekv::selection_kind;

@@ -1,5 +1,5 @@
 // A format for a summary that has one of its own.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 #ifdef FREEKV_FIXED
 using choice = freekv::stored_as<freekv::mean, freekv::number_format::int8>;

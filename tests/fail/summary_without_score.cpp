@@ -1,5 +1,5 @@
 // A summary that pages cannot be scored with.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 struct first_key {
   using policy_kind = freekv::summary_kind;

@@ -1,5 +1,5 @@
 // Two ways of storing a page.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 #ifdef FREEKV_FIXED
 using other = freekv::page_size<16>;

@@ -1,5 +1,5 @@
 // Two summaries in one pipeline.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 #ifdef FREEKV_FIXED
 using second = freekv::never;

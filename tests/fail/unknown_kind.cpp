@@ -1,5 +1,5 @@
 // A policy of a kind that no stage asks for.
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/freekv.hpp>
 
 struct eviction_kind {};
 
