@@ -25,6 +25,7 @@ struct method {
   int bits = 3;                     ///< of key_subspace and key_sketch
   int codes = 6;                    ///< of key_codes, bytes a token
   int times = 4;                    ///< of coarse_to_fine: pages kept, in selected pages
+  int unit = 0;                     ///< tokens that are selected together; 0: a page's
   std::string pooling = "mean_softmax";
   std::string selection = "top_k";
   float top_p = 0.95f;
@@ -44,6 +45,7 @@ struct method {
   bool retrieves() const { return plan == "retrieval" || plan == "by_head"; }
   bool evicts() const { return plan == "eviction"; }
   bool needs_basis() const { return retrieves() && summary == "key_subspace"; }
+  int unit_tokens(int page) const { return unit == 0 ? page : unit; }
   bool needs_codebooks() const { return retrieves() && summary == "key_codes"; }
 };
 
@@ -255,6 +257,9 @@ inline const std::vector<named_variant>& variants() {
        .deep = true},
       {.name = "twilight",
        .does = {.summary = "coarse_to_fine", .selection = "top_p", .top_p = 0.85f, .correction = "always"},
+       .deep = true},
+      {.name = "infinigen",
+       .does = {.summary = "key_subspace", .bits = 32, .unit = 1, .correction = "always"},
        .deep = true},
       {.name = "razor_attention", .does = {.plan = "by_head"}, .deep = true},
       {.name = "duo_attention", .does = {.plan = "by_head"}, .deep = true},

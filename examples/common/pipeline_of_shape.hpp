@@ -9,9 +9,9 @@ namespace freekv::examples {
 template <class Shape>
 class pipeline_of_shape final : public pipeline {
   using implementation =
-      retrieval_pipeline<Shape, page_size<dynamic>, any_layouts, summary_list::any, pooling_list::any,
-                         selection_list::any, rows_list::any, correction_list::any, residency_list::any,
-                         any_plan, any_route, codec_list::any>;
+      retrieval_pipeline<Shape, page_size<dynamic>, unit<dynamic>, any_layouts, summary_list::any,
+                         pooling_list::any, selection_list::any, rows_list::any, correction_list::any,
+                         residency_list::any, any_plan, any_route, codec_list::any>;
   using element = typename implementation::element;
 
  public:
@@ -51,7 +51,9 @@ class pipeline_of_shape final : public pipeline {
   step_report report(int layer, sequence_id id) const override { return pipeline_.report(layer, id); }
   const memory_bytes& bytes() const override { return pipeline_.bytes(); }
   std::size_t slice_bytes() const override { return pipeline_.slice_bytes(); }
-  std::size_t summary_bytes() const override { return pipeline_.summary_bytes(); }
+  std::size_t summary_bytes() const override {
+    return pipeline_.summary_bytes() * static_cast<std::size_t>(pipeline_.configuration().units_per_page());
+  }
 
  private:
   static typename implementation::settings settings(const pipeline_options& o) {
@@ -70,6 +72,7 @@ class pipeline_of_shape final : public pipeline {
     s.soft_cap = o.soft_cap;
     s.sink_logits = o.sink_logits;
     s.page = {o.page};
+    s.unit = {{o.does.unit}};
     const method_data data{o.basis, o.codebooks, o.head_kinds, o.kv_heads};
     s.layouts = chosen("layout", layouts, o.layout).make(o.does, data);
     s.summary = chosen("summary", summaries, o.does.summary).make(o.does, data);

@@ -8,15 +8,15 @@ int page_of(const contender& c, const common_settings& s) { return c.page > 0 ? 
 int budget_of(const contender& c, const common_settings& s) {
   return static_cast<int>(c.budget_share * s.budget);
 }
-int selected_pages(const contender& c, const common_settings& s) {
-  return (budget_of(c, s) - s.sink - s.window) / page_of(c, s);
+int selected_units(const contender& c, const common_settings& s) {
+  return (budget_of(c, s) - s.sink - s.window) / c.does.unit_tokens(page_of(c, s));
 }
 
 }  // namespace
 
 bool fits(const contender& c, const common_settings& s) {
   return !(c.does.retrieves() || c.does.evicts()) ||
-         (selected_pages(c, s) >= 1 && s.sink % page_of(c, s) == 0 && s.window % page_of(c, s) == 0);
+         (selected_units(c, s) >= 1 && s.sink % page_of(c, s) == 0 && s.window % page_of(c, s) == 0);
 }
 
 subspace_basis basis_of(const contender& c, const prepared_prompt& prompt) {
@@ -47,7 +47,7 @@ pipeline_options options_of(const contender& c, const common_settings& s, const 
   o.query_heads = shape.query_heads;
   o.kv_heads = shape.kv_heads;
   o.page = page_of(c, s);
-  o.budget = c.does.retrieves() || c.does.evicts() ? budget{s.sink, s.window, selected_pages(c, s)}
+  o.budget = c.does.retrieves() || c.does.evicts() ? budget{s.sink, s.window, selected_units(c, s)}
                                                    : budget{s.sink, budget_of(c, s) - s.sink, 1};
   o.max_tokens = prompt.kv.tokens() + more;
   o.max_prompt = prompt.kv.tokens();

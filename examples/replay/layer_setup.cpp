@@ -95,7 +95,8 @@ void layer_setup::take_codebooks(const replay_options& o, const trace_form& t, c
     return;
   }
   in_head_dim("--codes", o.does.codes, t);
-  codebooks_.emplace(1, t.kv_heads, t.head_dim, codebook_sizes::of_codes(o.does.codes, o.page));
+  codebooks_.emplace(1, t.kv_heads, t.head_dim,
+                     codebook_sizes::of_codes(o.does.codes, o.does.unit_tokens(o.page)));
   options_.codebooks = codebooks_->layer(0);
 }
 }  // namespace freekv::examples

@@ -129,6 +129,8 @@ std::string flags_of(const method& m) {
   if (m.pooling != published.pooling) text += " --pooling " + m.pooling;
   if (m.selection != published.selection) text += " --selection " + m.selection;
   if (m.rows != published.rows) text += " --rows " + m.rows;
+  if (m.bits != published.bits) text += " --bits " + std::to_string(m.bits);
+  if (m.unit != published.unit) text += " --unit " + std::to_string(m.unit);
   return text + (m.plan == "by_head" ? " --heads FILE" : "");
 }
 
@@ -143,7 +145,9 @@ std::string footer() {
   return text +
          "\nOutput tensors, a step for each token from prompt_len on:\n"
          "  out (steps, n_qo, d), lse (steps, n_qo)  F32, attention and its natural log-sum-exp\n"
-         "  selected (steps, n_kv, k)                I32, pages attended as selected, ascending, then -1;\n"
+         "  selected (steps, n_kv, k)                I32, pages, or with --unit units, attended as "
+         "selected,\n"
+         "                                           ascending, then -1;\n"
          "                                           (steps, n_qo, k) where each query head selects its own\n"
          "  corrected (steps, n_kv)                  U8, 1 where a head selected anew before it attended\n"
          "  recalled (steps, n_kv)                   I32, slices copied from the store\n"
@@ -179,7 +183,7 @@ std::string footer() {
 /// Flags that override a variant's policies.
 struct policy_flags {
   std::optional<std::string> summary, pooling, selection, rows, correction;
-  std::optional<int> bits;
+  std::optional<int> bits, unit;
   std::optional<double> top_p;
 };
 
@@ -192,6 +196,7 @@ method chosen_method(const replay_options& o, const policy_flags& flags, method 
   m.pooling = variant.pooling;
   m.selection = variant.selection;
   m.rows = variant.rows;
+  m.unit = flags.unit.value_or(variant.unit);
   m.correction = variant.correction;
   m.plan = o.sliding_window ? "sliding" : variant.plan;
   m.eviction = variant.eviction;
@@ -211,9 +216,10 @@ method chosen_method(const replay_options& o, const policy_flags& flags, method 
     m.pooling = published.pooling;
     m.selection = published.selection;
     m.rows = published.rows;
+    m.unit = published.unit;
     m.correction = published.correction;
   }
-  m.bits = flags.bits.value_or(m.summary == "key_sketch" ? 2 : method{}.bits);
+  m.bits = flags.bits.value_or(m.summary == "key_sketch" ? 2 : variant.bits);
   m.tau = nearest_float(o.tau);  // flags as its largest or lowest number does: always, or never
   m.top_p = flags.top_p ? nearest_float(*flags.top_p) : variant.top_p;
   m.delta = nearest_float(o.delta);
@@ -260,7 +266,7 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   add.whole_number("--page", o.page, "Tokens in a page, a multiple of 8 from 8 to 256");
   add.whole_number("--sink", o.sink, "Sink tokens, a multiple of the page");
   add.whole_number("--window", o.window, "Window tokens, a positive multiple of the page");
-  add.whole_number("--k", o.k, "Selected pages of each KV head");
+  add.whole_number("--k", o.k, "Selected pages, or with --unit units, of each KV head");
   add.real_number("--tau", o.tau,
                   "cosine_drift: correct a KV head whose queries' pooled cosine is below this");
   add.optional_text("--summary", flags.summary, "the variant's", "Page summary: " + names_of(summaries));
@@ -281,7 +287,7 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
          "1, 2 "
          "or 4")
       ->type_name("INT")
-      ->default_str("3, of key_sketch 2");
+      ->default_str("3, of key_sketch 2, of infinigen 32");
   add.text("--basis", o.basis,
            "key_subspace and key_codes: prompt, to learn from the prompt's keys, or a file of freekv-basis");
   add.parsed(
@@ -295,6 +301,12 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
                     "Selection: " + names_of(selections) + ", which takes up to --k");
   add.optional_text("--rows", flags.rows, "the variant's",
                     "Who shares one selection: " + names_of(selection_rows));
+  add.parsed(
+         "--unit", [&](const std::string& text) { flags.unit = whole("--unit", text); },
+         "Tokens that are summarised, selected and recalled together, a divisor of the page; 0 for whole "
+         "pages")
+      ->type_name("INT")
+      ->default_str("0, of infinigen 1");
   add.parsed(
          "--top-p", [&](const std::string& text) { flags.top_p = finite("--top-p", text); },
          "top_p: share of the mass that is selected")

@@ -70,7 +70,7 @@ class event_replay {
     }
     write_safetensors(path, {.tensors = std::move(tensors),
                              .metadata = {{"rows", per_query_head ? "query_head" : "kv_head"},
-                                          {"unit", std::to_string(options_.page)},
+                                          {"unit", std::to_string(options_.does.unit_tokens(options_.page))},
                                           {"variant", options_.variant}}});
   }
 
@@ -113,7 +113,9 @@ class event_replay {
     const int sequences = o.max_sequences;
     o.max_resident = 1;
     const auto alone = make_pipeline(o, backend);
-    const auto slots = static_cast<int>(alone->bytes().slots / (alone->slice_bytes() * size(o.kv_heads)));
+    const std::size_t page_bits =
+        size(2 * o.page * o.head_dim * o.kv_heads) * size(bits_per_element(o.element));
+    const auto slots = static_cast<int>(alone->bytes().slots * 8 / page_bits);
     if (slots == 0)
       throw choice_error("--fast-pages counts slots, and this route and variant have none; leave it out");
     if (fast_pages < slots)

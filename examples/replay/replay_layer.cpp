@@ -27,7 +27,8 @@ void check_size(const replay_options& o, const replay_job& job) {
     std::ostringstream counts;
     counts << "--k " << o.k << " gives selected " << t.steps() << " x " << rows << " x " << o.k
            << " numbers, more than " << static_cast<long long>(most) << "; the trace has "
-           << (t.tokens + o.page - 1) / std::max(o.page, 1) << " pages, and a larger --k selects no more";
+           << (t.tokens - 1) / std::max(o.does.unit_tokens(o.page), 1) + 1
+           << (o.does.unit == 0 ? " pages" : " units") << ", and a larger --k selects no more";
     refuse(counts.str());
   }
 }
@@ -162,6 +163,9 @@ void write_results(const std::filesystem::path& path, const replay_options& o, c
                    const results& r) {
   const auto bytes = [](const auto& v) { return std::as_bytes(std::span(v)); };
   const std::int64_t steps = t.steps(), rows = t.kv_heads;
+  std::map<std::string, std::string, std::less<>> metadata{{"prompt_len", std::to_string(t.prompt_len)},
+                                                           {"variant", o.variant}};
+  if (o.does.unit != 0) metadata["unit"] = std::to_string(o.does.unit);
   write_safetensors(
       path,
       {.tensors = {{"out", data_type::f32, {steps, t.query_heads, t.head_dim}, bytes(r.out)},
@@ -173,7 +177,7 @@ void write_results(const std::filesystem::path& path, const replay_options& o, c
                    {"corrected", data_type::u8, {steps, rows}, bytes(r.corrected)},
                    {"recalled", data_type::i32, {steps, rows}, bytes(r.recalled)},
                    {"recalled_before_attention", data_type::i32, {steps, rows}, bytes(r.before_attention)}},
-       .metadata = {{"prompt_len", std::to_string(t.prompt_len)}, {"variant", o.variant}}});
+       .metadata = std::move(metadata)});
 }
 
 }  // namespace

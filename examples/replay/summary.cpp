@@ -40,6 +40,7 @@ json settings_of(const replay_options& o, const host_options& host) {
                 {"threads", host.threads},
                 {"instructions", host::name_of(host.instructions)}};
   if (o.route == "resident") settings["layout"] = o.layout;
+  if (m.retrieves() && m.unit != 0) settings["unit"] = m.unit;
   if (o.heads) settings["heads"] = *o.heads;
   if (o.sliding_window) settings["sliding_window"] = *o.sliding_window;
   if (o.soft_cap != 0) settings["soft_cap"] = o.soft_cap;

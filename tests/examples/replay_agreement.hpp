@@ -48,10 +48,11 @@ struct expected_summary {
   }
 };
 
-/// Bytes of one KV head's keys and values of a page in the store.
+/// Bytes of one KV head's keys and values of a page in the store, or of a unit where it is recalled by itself.
 inline long slice_bytes(const freekv::examples::pipeline_options& o, long element) {
   const std::string& codec = o.does.codec;
-  const long p = o.page, d = o.head_dim;
+  const bool whole = codec != freekv::examples::method{}.codec || !o.store_file.empty();
+  const long p = whole ? o.page : o.does.unit_tokens(o.page), d = o.head_dim;
   if (codec == "bf16" || codec == "f16") return 2 * p * d * 2;
   if (codec == "fp8") return 2 * p * d;
   const long codes = codec.starts_with("int8") ? 2 * p * d : p * d;
@@ -115,6 +116,7 @@ inline void check_summary(const replay_case& c, const replay_output& r, const ex
   is_if(c.retrieves() && o.does.correction == "mass_deficit", "partial", o.does.partial);
   is_if(c.retrieves() && o.does.correction == "every_n_steps", "every", o.does.every);
   is_if(!o.in_place, "layout", o.layout);
+  is_if(c.retrieves() && o.does.unit != 0, "unit", o.does.unit);
   is_if(c.retrieves() && !o.in_place, "spare", o.does.spare);
   is_if(c.retrieves() && !o.in_place, "residency", o.does.residency);
   if ((settings.count("heads") != 0) == c.heads.empty()) throw disagreement{"JSON: heads"};

@@ -22,6 +22,7 @@ struct variant_policies {
   std::string plan, summary, correction, pooling = "mean_softmax", selection = "top_k";
   bool partial = false;
   std::string rows = "per_kv_head";
+  int unit = 0;
 };
 inline const std::map<std::string, variant_policies>& variants_of_contract() {
   static const std::map<std::string, variant_policies> all{
@@ -34,6 +35,8 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
        {"retrieval", "min_max", "cosine_drift", "mean_softmax", "top_k", false, "per_layer"}},
       {"arkvale", {"retrieval", "centroid_box", "always", "mean_score"}},
       {"twilight", {"retrieval", "coarse_to_fine", "always", "mean_softmax", "top_p"}},
+      {"infinigen",
+       {"retrieval", "key_subspace", "always", "mean_softmax", "top_k", false, "per_kv_head", 1}},
       {"razor_attention", {"by_head", "min_max", "cosine_drift"}},
       {"duo_attention", {"by_head", "min_max", "cosine_drift"}},
       {"freekv", {"retrieval", "min_max", "cosine_drift"}},
@@ -57,6 +60,7 @@ struct replay_case {
   random_case layer;  // shape, budget, prompt and steps, as the oracle wants them; policies by resolve()
   std::string variant = "freekv";
   std::optional<std::string> summary, pooling, selection, rows, correction;  // flags, where given
+  std::optional<int> unit;                                                   // the same
   std::string query_dtype = "F32", dtype = "F32";  // in the file, of q, and of k and v
   std::string dtype_flag = "stored";
   std::string tau = "0.9", top_p = "0.95", delta = "0.2", scale;  // as text; no scale: the default
@@ -107,7 +111,8 @@ inline void learn_codebooks(replay_case& c) {
   auto& o = c.layer.options;
   if (o.does.summary != "key_codes") return;
   using namespace freekv::examples;
-  codebook_set learnt(1, o.kv_heads, o.head_dim, codebook_sizes::of_codes(o.does.codes, o.page));
+  codebook_set learnt(1, o.kv_heads, o.head_dim,
+                      codebook_sizes::of_codes(o.does.codes, o.does.unit_tokens(o.page)));
   std::vector<float> keys(c.k.begin(), c.k.begin() + c.layer.prompt * o.kv_heads * o.head_dim);
   for (float& x : keys) x = rounded(x, o.element);
   learnt.learn(0, keys);
@@ -126,6 +131,14 @@ inline void fill_trace(replay_case& c) {
   o.does.selection = c.selection.value_or(policies.selection);
   o.does.rows = c.rows.value_or(policies.rows);
   o.does.correction = c.correction.value_or(policies.correction);
+  o.does.unit = c.unit.value_or(policies.unit);
+  if (o.does.unit_tokens(8) % 8 != 0) {  // what keeps 8 tokens at a time cannot be
+    if (const auto& summary = o.does.summary;
+        summary == "key_sketch" || summary == "key_codes" || summary == "coarse_to_fine")
+      c.summary = o.does.summary = "mean";
+    if (o.does.summary == "key_subspace") o.does.bits = 32;
+    if (o.does.summary == "chunk_means") o.does.chunk = 1;
+  }
   o.does.partial = o.does.partial || (policies.partial && !c.correction);
   o.does.tau = std::stof(c.tau);
   o.does.top_p = std::stof(c.top_p);
@@ -218,6 +231,7 @@ inline replay_case random_replay(std::uint64_t seed) {
       c.heads.push_back(d.one_of({freekv::layer_kind::retrieval, freekv::layer_kind::retrieval,
                                   freekv::layer_kind::complete, freekv::layer_kind::window}));
   if (d.below(2) == 0) c.rows = rows;
+  if (d.below(5) == 0) c.unit = d.one_of({0, 1, 2, 8});
   const auto& policies = variants_of_contract().at(c.variant);
   if (c.correction.value_or(policies.correction) == "mass_deficit" &&
       c.rows.value_or(policies.rows) == "per_query_head")
@@ -325,6 +339,7 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   if (c.pooling) flag("pooling", *c.pooling);
   if (c.selection) flag("selection", *c.selection);
   if (c.rows) flag("rows", *c.rows);
+  if (c.unit) flag("unit", *c.unit);
   if (c.correction) flag("correction", *c.correction);
   const freekv::examples::method usual;
   if (o.does.format != usual.format) flag("summary-dtype", o.does.format);

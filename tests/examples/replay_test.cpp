@@ -299,7 +299,8 @@ TEST_CASE("numbers at the limits of their types are replayed", "[replay]") {
         INFO(c << ", share " << share);
         const scratch_folder folder;
         const replay_output r = run_replay(c, folder);  // throws unless it succeeds with the contract's form
-        for (const std::int32_t page : r.selected) CHECK((page >= -1 && page < 12));
+        const int units = 12 * 8 / c.layer.options.does.unit_tokens(8);
+        for (const std::int32_t unit : r.selected) CHECK((unit >= -1 && unit < units));
         // Where no product leaves float32 there is nothing to be infinite.
         if (dtype == "F16") {
           CHECK(std::all_of(r.out.begin(), r.out.end(), [](float x) { return std::isfinite(x); }));
@@ -370,7 +371,7 @@ TEST_CASE("with k for every candidate each variant is full attention", "[replay]
   for (const auto& variant : spread_variants()) {
     if (variant.second.plan != "retrieval" || variant.second.selection != "top_k") continue;
     const auto out = elements_of<float>(tensors_of(with(plain_case(variant.first), [](auto& c) {
-                                          c.layer.options.budget.selected_pages = 40;
+                                          c.layer.options.budget.selected_pages = 40 * 8;
                                         })).at("out"));
     REQUIRE(out.size() == full.size());
     for (std::size_t i = 0; i < out.size(); ++i)

@@ -110,7 +110,8 @@ class decoder {
       rows->resize(elements);
     length_ = length;
     for (head_state& head : heads_)
-      while (!head.summaries.empty() && !is_complete(s_, static_cast<int>(head.summaries.size()) - 1, length))
+      while (!head.summaries.empty() &&
+             !is_complete(s_, page_of(s_, static_cast<int>(head.summaries.size()) - 1), length))
         head.summaries.pop_back();
     // Spare slots never hold a page that is no longer complete: only the last selection can have one.
     if (keeps)
@@ -157,17 +158,17 @@ class decoder {
     require_queries(q, rows);
     require(retrieves(s_, kv_head), "only a retrieval head selects");
     require(length >= 0 && length <= length_ + 1, "candidates at this length are not complete yet");
-    return choose_row(candidate_pages(s_, length), q, kv_head).all;
+    return choose_row(units_of(s_, candidate_pages(s_, length)), q, kv_head).all;
   }
 
-  /// The pages of `choose`, ascending.
+  /// The units of `choose`, ascending.
   std::vector<int> select(std::span<const float> q, int kv_head, int length, int rows = 1) const {
     return choose(q, kv_head, length, rows).pages;
   }
 
  private:
   struct head_state {
-    std::vector<page_summary> summaries;             // per complete page
+    std::vector<page_summary> summaries;             // per unit of complete pages
     std::vector<int> selected;                       // ascending
     std::vector<std::vector<int>> selected_by_head;  // of it, where each query head selects for itself
     slot_cache slots;
@@ -197,9 +198,9 @@ class decoder {
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
       if (!retrieves(s_, kv_head)) continue;
       std::vector<page_summary>& of_head = heads_[static_cast<std::size_t>(kv_head)].summaries;
-      while (is_complete(s_, static_cast<int>(of_head.size()), length_)) {
-        const int page = static_cast<int>(of_head.size());
-        of_head.push_back(summarise(s_, kv_head, token_rows(keys_, kv_head, tokens_of(s_, length_, {page}))));
+      while (is_complete(s_, page_of(s_, static_cast<int>(of_head.size())), length_)) {
+        const int unit = static_cast<int>(of_head.size());
+        of_head.push_back(summarise(s_, kv_head, token_rows(keys_, kv_head, tokens_of_units(s_, {unit}))));
       }
     }
   }
@@ -269,7 +270,7 @@ class decoder {
 
   bool loses_selected_page(const head_state& head, int length) const {
     return std::any_of(head.selected.begin(), head.selected.end(),
-                       [&](int page) { return !is_complete(s_, page, length); });
+                       [&](int unit) { return !is_complete(s_, page_of(s_, unit), length); });
   }
 
   bool loses_selected_page(int length) const {
@@ -289,27 +290,27 @@ class decoder {
   }
 
   /// `queries` is (m * G, d) here and below: the group's heads in every row of the step.
-  selection choose_among(const std::vector<int>& pages, std::span<const float> queries, int kv_head) const {
+  selection choose_among(const std::vector<int>& units, std::span<const float> queries, int kv_head) const {
     selection chosen =
-        select_pages(s_, kv_head, queries, pages, heads_[static_cast<std::size_t>(kv_head)].summaries);
-    measure_scores(chosen, s_, kv_head, queries, token_rows(keys_, kv_head, tokens_of(s_, length_, pages)));
+        select_pages(s_, kv_head, queries, units, heads_[static_cast<std::size_t>(kv_head)].summaries);
+    measure_scores(chosen, s_, kv_head, queries, token_rows(keys_, kv_head, tokens_of_units(s_, units)));
     return chosen;
   }
 
   /// What a KV head selects with `q` (rows, n_qo, d), with whom it shares its selection or who of it has one.
-  row_choice choose_row(const std::vector<int>& pages, std::span<const float> q, int kv_head) const {
+  row_choice choose_row(const std::vector<int>& units, std::span<const float> q, int kv_head) const {
     std::vector<selection> each;
     switch (s_.rows) {
       case rows_kind::query_head:
         for (int g = 0; g < group_size(s_); ++g)
-          each.push_back(choose_among(pages, queries_of_head(s_, group_of(q, kv_head), g), kv_head));
+          each.push_back(choose_among(units, queries_of_head(s_, group_of(q, kv_head), g), kv_head));
         return united(each);
       case rows_kind::layer:
         for (int other = 0; other < s_.kv_heads; ++other)
-          if (retrieves(s_, other)) each.push_back(choose_among(pages, group_of(q, other), other));
+          if (retrieves(s_, other)) each.push_back(choose_among(units, group_of(q, other), other));
         return {select_together(s_, each)};
       default:
-        return {choose_among(pages, group_of(q, kv_head), kv_head)};
+        return {choose_among(units, group_of(q, kv_head), kv_head)};
     }
   }
 
@@ -330,7 +331,7 @@ class decoder {
     const bool by_mass = corrects_by_mass();
     if (!by_mass && !row.corrected) return;
 
-    const row_choice choice = choose_row(fixed_candidates, q, kv_head);
+    const row_choice choice = choose_row(units_of(s_, fixed_candidates), q, kv_head);
     const selection& best = choice.all;
     row.score_size = best.score_size;
     if (by_mass) flag_by_mass(row, best, head);
@@ -351,7 +352,7 @@ class decoder {
   /// Skipping this for a corrected head whose candidates stay the same would change nothing: the same query
   /// over the same pages selects the same, and all of it is held. (Unless the correction was partial.)
   void speculate(row_result& row, std::span<const float> q, int kv_head, head_state& head) const {
-    const row_choice choice = choose_row(candidate_pages(s_, length_ + 1), q, kv_head);
+    const row_choice choice = choose_row(units_of(s_, candidate_pages(s_, length_ + 1)), q, kv_head);
     const selection& chosen = choice.all;
     row.by_speculate = hold(head, chosen.pages);
     row.speculate_margin = chosen.margin;
@@ -424,8 +425,8 @@ class decoder {
         const std::vector<int>& selected = head.selected_by_head.empty()
                                                ? head.selected
                                                : head.selected_by_head[static_cast<std::size_t>(g)];
-        const std::vector<int> pages = attended_pages(s_, kind_of(s_, kv_head), length, selected, window);
-        attend_head(q, kv_head, g, tokens_of(s_, length, pages), result.out, result.lse);
+        attend_head(q, kv_head, g, attended_tokens(s_, kind_of(s_, kv_head), length, selected, window),
+                    result.out, result.lse);
       }
     }
   }

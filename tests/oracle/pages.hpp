@@ -104,12 +104,43 @@ inline std::vector<int> attended_pages(const settings& s, int length, const std:
   return attended_pages(s, s.kind, length, selected, window_pages(s, length));
 }
 
+/// The page that a unit is part of.
+inline int page_of(const settings& s, int unit) { return unit * unit_tokens(s) / s.page; }
+
+/// The units of whole pages.
+inline std::vector<int> units_of(const settings& s, const std::vector<int>& pages) {
+  std::vector<int> units;
+  for (int page : pages)
+    for (int token = page * s.page; token < (page + 1) * s.page; token += unit_tokens(s))
+      units.push_back(token / unit_tokens(s));
+  return units;
+}
+
+/// The tokens of units of complete pages.
+inline std::vector<int> tokens_of_units(const settings& s, const std::vector<int>& units) {
+  std::vector<int> tokens;
+  for (int unit : units)
+    for (int i = 0; i < unit_tokens(s); ++i) tokens.push_back(unit * unit_tokens(s) + i);
+  return tokens;
+}
+
 /// The tokens of whole pages, the open page as far as it is filled.
 inline std::vector<int> tokens_of(const settings& s, int length, const std::vector<int>& pages) {
   std::vector<int> tokens;
   for (int page : pages)
     for (int token = page * s.page; token < (page + 1) * s.page && token < length; ++token)
       tokens.push_back(token);
+  return tokens;
+}
+
+/// The tokens that a KV head of `kind` attends to where it has selected these units, with this window; nothing is made
+/// unique here either.
+inline std::vector<int> attended_tokens(const settings& s, layer_kind kind, int length,
+                                        const std::vector<int>& selected, const std::vector<int>& window) {
+  std::vector<int> tokens = tokens_of(s, length, attended_pages(s, kind, length, {}, window));
+  if (kind == layer_kind::retrieval)
+    for (int token : tokens_of_units(s, selected)) tokens.push_back(token);
+  std::sort(tokens.begin(), tokens.end());
   return tokens;
 }
 

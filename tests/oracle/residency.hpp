@@ -49,7 +49,7 @@ class slot_cache {
     while (unwanted(wanted) > spare_) *victim(wanted) = {};
     for (int page : missing) {
       *first_empty() = {page, tick_};
-      ++(is_in_ring(s, page, length) ? moved.promoted : moved.recalled);
+      ++(is_in_ring(s, page_of(s, page), length) ? moved.promoted : moved.recalled);
     }
     return moved;
   }

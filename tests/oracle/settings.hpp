@@ -72,9 +72,10 @@ struct settings {
   int kv_heads = 1;        // n_kv
   int head_dim = 1;        // d
   int page = 1;            // p, tokens
+  int unit = 0;            // u, tokens that are selected together, divides p; 0: p
   int sink = 0;            // S, tokens, a multiple of p
   int window = 1;          // W, tokens, a multiple of p and at least p
-  int selected_pages = 1;  // k, pages per row
+  int selected_pages = 1;  // k, units per row
   double scale = 0.0;      // of attention and of page scores; see default_scale
   summary_kind summary = summary_kind::min_max;
   int chunk = 1;  // u of chunk_means, tokens, divides p
@@ -119,6 +120,8 @@ inline settings with_summary(settings s, summary_kind summary) {
   return s;
 }
 
+inline int unit_tokens(const settings& s) { return s.unit == 0 ? s.page : s.unit; }
+
 inline int group_size(const settings& s) { return s.query_heads / s.kv_heads; }
 
 inline layer_kind kind_of(const settings& s, int kv_head) {
@@ -154,7 +157,7 @@ inline void check_summary(const settings& s) {
     return;
   }
   if (s.summary == summary_kind::chunk_means)
-    require(s.chunk >= 1 && s.page % s.chunk == 0, "chunk divides the page");
+    require(s.chunk >= 1 && unit_tokens(s) % s.chunk == 0, "chunk divides the unit");
   if (s.summary == summary_kind::key_sketch)
     require(s.bits == 1 || s.bits == 2 || s.bits == 4, "bits of key_sketch is 1, 2 or 4");
   if (s.summary == summary_kind::key_codes) {
@@ -180,6 +183,7 @@ inline void check(const settings& s) {
   require(s.head_dim >= 1 && s.kv_heads >= 1 && s.query_heads >= 1, "shapes are at least 1");
   require(s.query_heads % s.kv_heads == 0, "kv_heads divides query_heads");
   require(s.page >= 1, "a page holds at least one token");
+  require(s.unit >= 0 && s.page % unit_tokens(s) == 0, "unit divides the page");
   require(s.sink >= 0 && s.sink % s.page == 0, "sink is a multiple of the page");
   require(s.window >= s.page && s.window % s.page == 0,
           "window is a multiple of the page, at least one page");

@@ -53,10 +53,10 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
              << o.does.pooling << ", " << o.does.selection << " " << o.does.top_p << ", " << o.does.correction
              << " tau " << o.does.tau << " " << o.does.drift_pool << " delta " << o.does.delta
              << (o.does.partial ? " partial" : "") << " every " << o.does.every << ", " << o.does.residency
-             << " spare " << o.does.spare << ", " << o.does.rows << ", plan " << o.does.plan << ", "
-             << o.layout << (o.in_place ? ", in place" : ", resident") << ", sliding " << o.sliding_window
-             << ", cap " << o.soft_cap << (o.sink_logits.empty() ? "" : ", sink logits") << ", store "
-             << o.does.codec
+             << " spare " << o.does.spare << ", " << o.does.rows << ", unit " << o.does.unit << ", plan "
+             << o.does.plan << ", " << o.layout << (o.in_place ? ", in place" : ", resident") << ", sliding "
+             << o.sliding_window << ", cap " << o.soft_cap << (o.sink_logits.empty() ? "" : ", sink logits")
+             << ", store " << o.does.codec
              << (o.store_file.empty() ? ""
                  : o.direct_io        ? " direct file"
                                       : " file")
@@ -190,6 +190,19 @@ inline random_case make_case(std::uint64_t seed) {
   if (d.below(3) == 0) o.does.rows = d.name_of(selection_rows);
   if (judged_by_mass(o.does)) o.does.rows = "per_layer";
   return c;
+}
+
+/// Selects so many tokens together, or single ones where these do not divide the page, with as many selected tokens as there were, and another
+/// summary where that one keeps 8 tokens at a time.
+inline void give_unit(random_case& c, int tokens) {
+  auto& m = c.options.does;
+  m.unit = c.options.page % tokens == 0 ? tokens : 1;
+  c.options.budget.selected_pages *= c.options.page / m.unit;
+  if (m.summary == "chunk_means") m.chunk = std::min(m.chunk, m.unit);
+  if (m.unit % 8 == 0) return;
+  if (m.summary == "key_subspace") m.bits = 32;
+  if (m.summary == "key_sketch" || m.summary == "key_codes" || m.summary == "coarse_to_fine")
+    m.summary = "mean";
 }
 
 /// The case with other heads, and with what it gives each of them: a basis, no sink logits, one kind of layer.
@@ -326,6 +339,7 @@ inline oracle::settings oracle_settings(const random_case& c) {
   s.soft_cap = static_cast<double>(o.soft_cap);
   s.sink_logits.assign(o.sink_logits.begin(), o.sink_logits.end());
   s.max_rows = o.max_decode_rows;
+  s.unit = o.does.unit;
   s.kind = o.does.plan == "complete"  ? oracle::layer_kind::complete
            : o.does.plan == "window"  ? oracle::layer_kind::window
            : o.does.plan == "sliding" ? oracle::layer_kind::sliding

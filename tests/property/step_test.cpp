@@ -98,7 +98,8 @@ TEST_CASE("random steps agree with the float64 oracle", "[property]") {
               .threads = threads, .overlap = threads == 3, .bytes_per_thread = 4096, .instructions = isa});
   coverage seen;
   for (std::uint64_t seed = first; seed < first + count; ++seed) {
-    const random_case c = make_case(seed);
+    random_case c = make_case(seed);
+    if (seed % 5 == 0) give_unit(c, 1 << seed / 5 % 5);
     auto& backend = backends.at(static_cast<int>(seed % backends.size()));
     try {
       compare_with_oracle(c, backend, seen);

@@ -14,9 +14,10 @@ namespace {
 using namespace tests;
 using freekv::bfloat16;
 constexpr int d = 24, page = 8, layers = 3, kv_heads = 2, query_heads = 6, max_tokens = 150;
-using pipeline_type = freekv::retrieval_pipeline<freekv::kv_shape<bfloat16, d>, freekv::page_size<page>,
-                                                 freekv::first_unselected<freekv::dynamic>,
-                                                 freekv::any_of<freekv::by_layer, freekv::by_head>>;
+using pipeline_type =
+    freekv::retrieval_pipeline<freekv::kv_shape<bfloat16, d>, freekv::page_size<page>,
+                               freekv::unit<freekv::dynamic>, freekv::first_unselected<freekv::dynamic>,
+                               freekv::any_of<freekv::by_layer, freekv::by_head>>;
 using settings = pipeline_type::settings;
 
 settings common_settings() {
@@ -191,11 +192,13 @@ void live(pipeline_type& pipeline, const text& first, const text& second, const 
 TEST_CASE(
     "slots in an engine's tensor are as good as the pipeline's own, and its blocks are attended by tables",
     "[frames]") {
-  for (const int spare : {0, 2})
+  for (const auto& [spare, unit] : {std::pair{0, 0}, {2, 0}, {0, 2}, {3, 4}})
     for (const bool hnd : {false, true}) {
       settings s = common_settings();
       s.residency.spare = {spare};
-      INFO(spare << " spare slots, " << (hnd ? "HND" : "NHD") << " blocks");
+      s.unit = {{unit}};
+      if (unit != 0) s.budget.selected_pages = 5;
+      INFO(spare << " spare slots, unit " << unit << ", " << (hnd ? "HND" : "NHD") << " blocks");
       const text first(s, d, max_tokens, 1), second(s, d, max_tokens, 2);
       freekv::host_backend backend({.threads = 2});
       std::vector<std::vector<sequence_result>> expected;
@@ -210,6 +213,7 @@ TEST_CASE(
       live(theirs, first, second,
            [&](const auto& parts) { CHECK(run_step(theirs, parts) == expected[nth++]); });
       CHECK(tensor.others_are_untouched());
+      if (unit != 0) continue;  // which no table can express
 
       const engine_tensor attended(s, backend, hnd, 8);
       pipeline_type kernel(s, backend, {}, attended.frames);
@@ -240,6 +244,12 @@ TEST_CASE("frames and tables that cannot be are refused", "[frames]") {
   refused([](engine_tensor& t) { t.frames[2].values = nullptr; }, {"layer 2", "null"});
   refused([](engine_tensor& t) { t.lists[1][3] = -4; }, {"layer 1", "block -4"});
   refused([](engine_tensor& t) { t.lists[2][3] = t.lists[2][0]; }, {"layer 2", "twice"});
+
+  settings of_units = s;
+  of_units.unit = {{4}};
+  of_units.budget.selected_pages = 5;
+  // A sink slot, 2 + 1 of the window and 1 for two drafts taken back; 5 units of half a page.
+  CHECK(pipeline_type::slots_per_sequence(of_units, backend, 1) == 1 + 4 + 3);
 
   settings mixed = s;
   using enum freekv::layer_kind;
@@ -277,4 +287,17 @@ TEST_CASE("frames and tables that cannot be are refused", "[frames]") {
     pipeline.attended(layer);
   }
   pipeline.end_step();
+
+  pipeline_type units(of_units, backend);
+  const auto other = units.open();
+  prompt_only(units, other, source, 60);
+  units.begin_step({{other, 1}});
+  units.append<float>(0, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+  units.correct(0);
+  misused([&] { units.table(0, other, table); }, {"keeps no slots"});
+  units.attended(0);
+  units.append<float>(1, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+  units.correct(1);
+  misused([&] { units.table(1, other, table); }, {"units of 4 tokens", "attend here"});
+  units.abandon_step();
 }

@@ -520,6 +520,9 @@ TEST_CASE("settings that contradict each other are refused with their numbers, b
   refuses({"query_heads 0 is not a multiple of kv_heads 2"}, [](auto& s) { s.query_heads = 0; });
   refuses({"query_heads 1 is not a multiple of kv_heads 2"}, [](auto& s) { s.query_heads = 1; });
   refuses({"query_heads -4 is not a multiple"}, [](auto& s) { s.query_heads = -4; });
+  refuses({"a unit of 3 tokens does not divide a page of 8", "1 or 8"}, [](auto& s) { s.unit = {{3}}; });
+  refuses({"a unit of 16 tokens does not divide"}, [](auto& s) { s.unit = {{16}}; });
+  refuses({"a unit of -1 tokens"}, [](auto& s) { s.unit = {{-1}}; });
   refuses({"sink of 12 tokens is not a multiple of the page size 8"}, [](auto& s) { s.budget.sink = 12; });
   refuses({"sink of -8 tokens"}, [](auto& s) { s.budget.sink = -8; });
   refuses({"window of 0 tokens is not a positive multiple of the page size 8"},
@@ -588,6 +591,15 @@ TEST_CASE("policies refuse sizes at run time that they refuse at compile time", 
   for (const int rank : {-1, 0, 25})
     refuses(any_subspace{{rank}, {3}, basis},
             "rank " + std::to_string(rank) + " is not between 1 and head_dim 24");
+  const freekv::summary_setting of_units{{4, 24}, 1, 1};
+  for (const int bits : {2, 3, 4, 8}) {
+    const any_subspace codes{{8}, {bits}, basis};
+    CHECK_THROWS_WITH(codes.validate(of_units), Contains("8 tokens at a time, and a unit has 4"));
+  }
+  CHECK_NOTHROW(any_subspace{{8}, {32}, basis}.validate(of_units));
+  CHECK_THROWS_WITH(freekv::key_sketch<2>{}.validate(of_units), Contains("8 tokens at a time"));
+  CHECK_THROWS_WITH((freekv::key_codes<6>{}.validate(of_units)),
+                    Contains("8 tokens are looked up at a time"));
   for (const int bits : {2, 3, 4, 8, 32}) CHECK_NOTHROW(any_subspace{{24}, {bits}, basis}.validate(setting));
   for (const int chunk : {1, 2, 4, 8, 16}) CHECK_NOTHROW(any_chunk{{chunk}}.validate(setting));
 }

@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "../agreement.hpp"
 #include "../catch.hpp"
 #include "../property/trace.hpp"
 #include "every_policy.hpp"
@@ -68,10 +69,19 @@ TEST_CASE("with as many selected pages as candidates the output is full attentio
     if (m.selection == "top_p") continue;
     auto c = case_of(m, 12);
     INFO(words(m));
-    c.options.budget.selected_pages = 100;
+    c.options.budget.selected_pages = 100 * 16;
+    const bool whole_pages = m.unit_tokens(c.options.page) == c.options.page;
     for (const traced_step& step : run_case(c, backend, true).steps) {
-      CHECK(same_bits(step.out, step.full));
-      CHECK(same_bits(step.lse, step.full_lse));
+      if (whole_pages) {
+        CHECK(same_bits(step.out, step.full));
+        CHECK(same_bits(step.lse, step.full_lse));
+      } else {  // other parts of the same sums
+        int wrong = 0;
+        for (std::size_t i = 0; i < step.out.size(); ++i) wrong += !close(step.out[i], step.full[i], 1e-5);
+        for (std::size_t i = 0; i < step.lse.size(); ++i)
+          wrong += !close(step.lse[i], step.full_lse[i], 1e-5);
+        CHECK(wrong == 0);
+      }
     }
   }
 }

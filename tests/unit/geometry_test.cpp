@@ -103,33 +103,34 @@ TEST_CASE("a page that becomes a candidate for the next step is still in the rin
     }
 }
 
-TEST_CASE("an attended list is sink, selected and window pages in ascending order", "[geometry]") {
+TEST_CASE("an attended list is sink, selected units and window in ascending order", "[geometry]") {
   dice d(1);
   for (int trial = 0; trial < 2000; ++trial) {
     const auto all = budgets();
     const auto& b = all[count(d.below(static_cast<int>(all.size())))];
-    const auto s = b.settings();
+    auto s = b.settings();
+    s.unit = d.one_of({0, 1, 4, 8});
     const int n = d.between(1, 14 * b.page);
     ints selected;
-    for (const int page : oracle::candidate_pages(s, n))
-      if (d.below(3) == 0) selected.push_back(page);
+    for (const int unit : oracle::units_of(s, oracle::candidate_pages(s, n)))
+      if (d.below(3) == 0) selected.push_back(unit);
     const std::vector<std::int32_t> ids(selected.begin(), selected.end());
-    const freekv::page_list list{freekv::roles_at(n, b.budget(), b.page), ids.data(),
-                                 static_cast<int>(ids.size()), false, n};
-    ints pages;
-    int tokens = 0;
-    for (int i = 0; i < list.size(); ++i) {
-      pages.push_back(list.page(i));
-      tokens += list.tokens_in(list.page(i), b.page);
-    }
-    const auto expected = oracle::attended_pages(s, n, selected);
-    CHECK(pages == expected);
-    CHECK(tokens == static_cast<int>(oracle::tokens_of(s, n, expected).size()));
-
-    const freekv::page_list complete{list.roles, nullptr, 0, true, n};
-    pages.clear();
-    for (int i = 0; i < complete.size(); ++i) pages.push_back(complete.page(i));
-    CHECK(pages == range(0, oracle::page_count(s, n)));
+    freekv::page_list list{freekv::roles_at(n, b.budget(), b.page), ids.data(), static_cast<int>(ids.size())};
+    list.tokens = n;
+    list.page_tokens = b.page;
+    list.unit_tokens = oracle::unit_tokens(s);
+    const auto tokens_of = [&] {
+      ints tokens;
+      for (int i = 0; i < list.size(); ++i) {
+        const auto [page, first, some] = list.part(i);
+        for (int t = 0; t < some; ++t) tokens.push_back(page * b.page + first + t);
+      }
+      return tokens;
+    };
+    CHECK(tokens_of() ==
+          oracle::attended_tokens(s, oracle::layer_kind::retrieval, n, selected, oracle::window_pages(s, n)));
+    list.complete = true;
+    CHECK(tokens_of() == range(0, n));
   }
 }
 
@@ -144,9 +145,9 @@ TEST_CASE("roles are known at compile time", "[geometry]") {
   STATIC_REQUIRE(freekv::slots_for(b, 8).total() == 1 + 3 + 2);
 }
 
-TEST_CASE("a part of attention is 512 tokens, or one page that is longer", "[geometry]") {
-  STATIC_REQUIRE(freekv::pages_per_part(8) == 64);
-  STATIC_REQUIRE(freekv::pages_per_part(32) == 16);
-  STATIC_REQUIRE(freekv::pages_per_part(24) == 21);
-  STATIC_REQUIRE(freekv::pages_per_part(256) == 2);
+TEST_CASE("a part of attention is 512 tokens, or one entry that is longer", "[geometry]") {
+  STATIC_REQUIRE(freekv::entries_per_part(8) == 64);
+  STATIC_REQUIRE(freekv::entries_per_part(32) == 16);
+  STATIC_REQUIRE(freekv::entries_per_part(24) == 21);
+  STATIC_REQUIRE(freekv::entries_per_part(256) == 2);
 }

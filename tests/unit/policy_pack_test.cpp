@@ -46,6 +46,8 @@ TEST_CASE("each policy replaces its kind's default and no other", "[policy_pack]
   using all_window = every_layer<layer_kind::window>;
   STATIC_REQUIRE(consists_of<policy_pack_of<page_size<16>>, page_size<16>, layout_pair<>, min_max,
                              mean_softmax, top_k, cosine_drift, complete_first<1>, resident, host_backend>);
+  STATIC_REQUIRE(std::is_same_v<policy_pack_of<unit<8>>::unit, unit<8>>);
+  STATIC_REQUIRE(std::is_same_v<policy_pack_of<page_size<16>>::unit, unit<>>);
   STATIC_REQUIRE(consists_of<policy_pack_of<hnds>, page_size<32>, hnds, min_max, mean_softmax, top_k,
                              cosine_drift, complete_first<1>, resident, host_backend>);
   STATIC_REQUIRE(consists_of<policy_pack_of<chunk_means<4>>, page_size<32>, layout_pair<>, chunk_means<4>,
@@ -120,6 +122,8 @@ TEST_CASE("a policy is a type that names its kind", "[policy_pack]") {
   STATIC_REQUIRE(page_size_policy<page_size<8>>);
   STATIC_REQUIRE_FALSE(page_size_policy<layout_pair<>>);
   STATIC_REQUIRE_FALSE(page_size_policy<any_of<page_size<16>, page_size<32>>>);  // that is page_size<dynamic>
+  STATIC_REQUIRE(unit_policy<unit<1>>);
+  STATIC_REQUIRE_FALSE(unit_policy<page_size<8>>);
   STATIC_REQUIRE(rows_policy<per_query_head>);
   STATIC_REQUIRE_FALSE(rows_policy<top_k>);
   STATIC_REQUIRE(route_policy<in_place>);

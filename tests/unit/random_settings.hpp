@@ -35,6 +35,12 @@ inline tiny_pipeline::settings random_settings(dice& d) {
     default:
       break;
   }
+  const bool codes = freekv::resolve(
+      s.summary, []<class S>(const S&) { return std::is_same_v<S, freekv::key_subspace<8, 3>>; });
+  if (d.below(3) == 0 && !codes) {  // which are kept for 8 tokens
+    s.unit = {{4}};
+    s.budget.selected_pages = 3;
+  }
   switch (d.below(3)) {
     case 0:
       s.correction = freekv::always{};

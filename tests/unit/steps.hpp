@@ -10,9 +10,9 @@
 
 namespace tests {
 
-/// head_dim 24, pages of 8; summary, rows, correction, plan and route chosen at run time.
+/// head_dim 24, pages of 8; unit, summary, rows, correction, plan and route chosen at run time.
 using tiny_pipeline = freekv::retrieval_pipeline<
-    freekv::kv_shape<freekv::half, 24>, freekv::page_size<8>,
+    freekv::kv_shape<freekv::half, 24>, freekv::page_size<8>, freekv::unit<freekv::dynamic>,
     freekv::any_of<freekv::min_max, freekv::chunk_means<4>, freekv::key_subspace<8, 3>>,
     freekv::any_of<freekv::per_kv_head, freekv::per_query_head>,
     freekv::any_of<freekv::cosine_drift, freekv::always, freekv::never>,

@@ -10,7 +10,7 @@ namespace {
 using namespace tests;
 using freekv::row_kind;
 
-constexpr int longest = 220;
+constexpr int text_tokens = 220;
 
 sequence_result decode_rows(fresh& f, const text& source, int rows) {
   return run_step(f.pipeline, f.id, source, rows, row_kind::decode);
@@ -31,7 +31,7 @@ TEST_CASE("rejected drafts leave no trace but the candidates that were fixed wit
     s.correction = freekv::always{};
     s.max_decode_rows = d.one_of({2, 5, 9, 17});
     const int prompt = d.between(1, 90);
-    const text source(s, head_dim, longest, seed);
+    const text source(s, head_dim, text_tokens, seed);
     fresh drafting(s), clean(s);
     prompt_only(drafting.pipeline, drafting.id, source, prompt);
     prompt_only(clean.pipeline, clean.id, source, prompt);
@@ -40,7 +40,7 @@ TEST_CASE("rejected drafts leave no trace but the candidates that were fixed wit
       const int rows = d.between(2, s.max_decode_rows), kept = d.between(1, rows - 1);
       if (before + rows + 1 > s.max_tokens) break;
       const text drafts =
-          text::spliced(source, before + kept, text(s, head_dim, longest, seed * 100 + count(round)));
+          text::spliced(source, before + kept, text(s, head_dim, text_tokens, seed * 100 + count(round)));
       decode_rows(drafting, drafts, rows);
       drafting.pipeline.truncate(drafting.id, before + kept);
       CHECK(drafting.pipeline.tokens(drafting.id) == before + kept);
@@ -71,7 +71,7 @@ TEST_CASE("what is taken back further is forgotten: as if the rest had been the 
     auto s = random_settings(d);
     s.max_decode_rows = d.one_of({1, 4});
     const int prompt = d.between(0, 100);
-    const text source(s, head_dim, longest, seed);
+    const text source(s, head_dim, text_tokens, seed);
     fresh used(s);
     if (prompt > 0) prompt_only(used.pipeline, used.id, source, prompt);
     for (int i = d.between(0, 40); i > 0; --i) decode_rows(used, source, d.between(1, s.max_decode_rows));
@@ -80,7 +80,7 @@ TEST_CASE("what is taken back further is forgotten: as if the rest had been the 
     used.pipeline.truncate(used.id, kept);
     CHECK(used.pipeline.free_pages() == 25 - (kept + 7) / 8);
 
-    const text other = text::spliced(source, kept, text(s, head_dim, longest, seed + 1000));
+    const text other = text::spliced(source, kept, text(s, head_dim, text_tokens, seed + 1000));
     fresh clean(s);
     if (kept > 0) prompt_only(clean.pipeline, clean.id, other, kept);
     INFO("seed " << seed << ", " << kept << " of " << last + s.max_decode_rows << " tokens kept");
@@ -93,7 +93,7 @@ TEST_CASE("a truncation inside the last append keeps the selection", "[truncate]
   s.plan = freekv::complete_first<freekv::dynamic>{0};
   s.correction = freekv::never{};
   s.max_decode_rows = 6;
-  const text source(s, head_dim, longest, 1);
+  const text source(s, head_dim, text_tokens, 1);
   const auto corrected_after = [&](int rows, const std::vector<int>& lengths) {
     fresh f(s);
     prompt_only(f.pipeline, f.id, source, 100);
@@ -115,7 +115,7 @@ TEST_CASE("the last kept row's query is the previous one", "[truncate]") {
   s.plan = freekv::complete_first<freekv::dynamic>{0};
   s.max_decode_rows = 4;
   s.correction = freekv::cosine_drift{.tau = 0.999f};
-  const text source(s, head_dim, longest, 1);
+  const text source(s, head_dim, text_tokens, 1);
   // The row after the truncation brings the query of row `kept` again: no drift if that one was kept last.
   for (int kept = 1; kept <= 4; ++kept)
     for (int again = 0; again < 4; ++again) {
@@ -140,7 +140,7 @@ TEST_CASE("the last kept row's query is the previous one", "[truncate]") {
 TEST_CASE("truncations are refused in sentences", "[truncate]") {
   auto s = tiny_settings();
   s.max_decode_rows = 3;
-  const text source(s, head_dim, longest, 1);
+  const text source(s, head_dim, text_tokens, 1);
   fresh f(s);
   prompt_only(f.pipeline, f.id, source, 50);
   CHECK_THROWS_WITH(f.pipeline.truncate(f.id, 51), "truncate: sequence 0 has 50 tokens; it cannot keep 51");

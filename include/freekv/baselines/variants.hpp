@@ -46,6 +46,14 @@ struct arkvale : variant<centroid_box, mean_score, always> {
 struct twilight : variant<coarse_to_fine<min_max, key_sketch<4>>, top_p, always> {
   static constexpr std::string_view name = "twilight";
 };
+/// InfiniGen (arXiv 2406.19707, section 4), as far as keys and queries alone allow: single tokens are selected by partial
+/// keys, here the unquantised coefficients of a key in the 24 dimensions where the prompt's keys vary most; selected anew
+/// before every attention. Unlike the paper's, these dimensions come from keys, not from skewed weights, the query is the
+/// layer's own, not one foreseen from the layer before, k bounds the tokens instead of a distance from the best score,
+/// query heads of a group select together, and sink and window are always there.
+struct infinigen : variant<unit<1>, key_subspace<24, 32>, always> {
+  static constexpr std::string_view name = "infinigen";
+};
 /// RazorAttention (arXiv 2407.15891): some heads keep everything, the others sink and window; without its compensation
 /// token. Which heads is the plan's `kinds`.
 struct razor_attention : variant<by_head> {

@@ -9,6 +9,7 @@ namespace freekv {
 
 // The kinds. A policy names its own: `using policy_kind = summary_kind;`.
 struct page_size_kind {};
+struct unit_kind {};
 struct layout_kind {};
 struct summary_kind {};
 struct pooling_kind {};

@@ -73,7 +73,14 @@ struct head_of {
   int head = 0;
 };
 
-/// The pages one KV head attends to, in ascending order: all pages, or sink, selected and window; and of the first
+/// Rows of a page, one behind the other.
+struct page_part {
+  int page = 0;
+  int first = 0;
+  int tokens = 0;
+};
+
+/// The pages one KV head attends to, in ascending order: all pages, or sink, selected units and window; and of the first
 /// page, where a window slides, not all tokens.
 struct page_list {
   page_roles roles;
@@ -82,24 +89,33 @@ struct page_list {
   bool complete = false;
   int tokens = 0;       // of the sequence
   int first_token = 0;  // tokens before it are not attended
+  int page_tokens = 1, unit_tokens = 1;
 
   constexpr int size() const {
     return complete ? roles.page_end : roles.sink_end + selected_count + roles.page_end - roles.window_begin;
   }
-  constexpr int page(int i) const {
-    if (complete || i < roles.sink_end) return i;
-    i -= roles.sink_end;
-    return i < selected_count ? selected[i] : roles.window_begin + i - selected_count;
+  /// Which of the selected units entry i is; not one of them if it is none.
+  constexpr int nth_selected(int i) const { return complete ? -1 : i - roles.sink_end; }
+  constexpr bool is_selected(int i) const { return nth_selected(i) >= 0 && nth_selected(i) < selected_count; }
+  constexpr page_part part(int i) const {
+    if (is_selected(i)) {
+      const int unit = selected[nth_selected(i)], units_per_page = page_tokens / unit_tokens;
+      if (units_per_page == 1) return {unit, 0, page_tokens};
+      return {unit / units_per_page, unit % units_per_page * unit_tokens, unit_tokens};
+    }
+    const int page =
+        complete || i < roles.sink_end ? i : roles.window_begin + nth_selected(i) - selected_count;
+    const int before = page * page_tokens, first = first_token > before ? first_token - before : 0;
+    const int last = tokens - before < page_tokens ? tokens - before : page_tokens;
+    return {page, first, last - first};
   }
-  /// Tokens of page `page_index` that come before those attended, and those that exist.
-  constexpr int skipped_in(int page_index, int page_tokens) const {
-    const int before = first_token - page_index * page_tokens;
-    return before > 0 ? before : 0;
-  }
-  constexpr int tokens_in(int page_index, int page_tokens) const {
-    const int left = tokens - page_index * page_tokens;
-    return left < page_tokens ? left : page_tokens;
-  }
+  constexpr int page(int i) const { return part(i).page; }
+};
+
+/// The units of a sequence from `first` on, so many.
+struct unit_range {
+  int first = 0;
+  int count = 0;
 };
 
 /// One layer's memory and sizes; trivially copyable. Arrays are indexed by (sequence, ...) as their comments
@@ -117,14 +133,16 @@ struct layer_state {
   int open_frames = 1;  // of one sequence, where encoded
   head_counts heads;
   page_geometry page;
+  page_geometry unit;  // what is summarised, selected and recalled: a page, or a part of one
+  int units_per_page = 1;
   freekv::budget budget;
   slot_roles slots;
   float scale = 1.0f;
   int sliding_window = 0;              // tokens; 0: there is none
   float soft_cap = 0.0f;               // of attention's scores; 0: none
   const float* sink_logits = nullptr;  // (query head); null: none
-  int list_pages = 1;                  // K, that one KV head has selected at most
-  int mask_words = 0;  // of a selected page's mask of query heads; 0: all heads of a group attend to it
+  int list_units = 1;                  // K, that one KV head has selected at most
+  int mask_words = 0;  // of a selected unit's mask of query heads; 0: all heads of a group attend to it
   int max_pages = 0;   // of one sequence
   strided_pages<element, head_dim> store;    // by store page, unless encoded
   strided_pages<element, head_dim> open;     // by sequence * open_frames + page % open_frames, if encoded
@@ -132,27 +150,27 @@ struct layer_state {
   slot_frames<element> frames;               // by slot set * slots.total() + slot
   const std::int32_t* page_table = nullptr;  // (sequence, max_pages): store page
   const std::int32_t* slot_sets = nullptr;   // (sequence): its slots among all, -1 while it is preempted
-  std::byte* summaries = nullptr;            // (store page, kv head, summary_bytes)
-  std::size_t summary_bytes = 0;
-  layer_kind* head_kinds = nullptr;        // (kv head)
-  int decode_rows = 1;                     // of one sequence in a step, at most
-  float* previous_query = nullptr;         // (sequence, kv head, decode row, group, head_dim)
-  std::uint8_t* corrected = nullptr;       // (sequence, kv head): flagged in the last step
-  std::uint8_t* unrecalled = nullptr;      // (sequence, kv head): selected pages could not be read
-  std::uint8_t* unfilled = nullptr;        // (sequence): slots or the open page could not be read
-  std::int32_t* selected = nullptr;        // (sequence, kv head, K): ascending pages, for the next step
-  std::int32_t* selected_count = nullptr;  // (sequence, kv head)
+  std::byte* summaries = nullptr;            // (store page, kv head, unit of the page, summary_bytes)
+  std::size_t summary_bytes = 0;             // of one unit
+  layer_kind* head_kinds = nullptr;          // (kv head)
+  int decode_rows = 1;                       // of one sequence in a step, at most
+  float* previous_query = nullptr;           // (sequence, kv head, decode row, group, head_dim)
+  std::uint8_t* corrected = nullptr;         // (sequence, kv head): flagged in the last step
+  std::uint8_t* unrecalled = nullptr;        // (sequence, kv head): selected units could not be read
+  std::uint8_t* unfilled = nullptr;          // (sequence): slots or the open page could not be read
+  std::int32_t* selected = nullptr;          // (sequence, kv head, K): ascending units, for the next step
+  std::int32_t* selected_count = nullptr;    // (sequence, kv head)
   std::int32_t* upcoming = nullptr;        // (sequence, kv head, K): what speculate will select, where known
   std::int32_t* upcoming_count = nullptr;  // (sequence, kv head): -1 where it is not known yet
   std::int32_t* attended = nullptr;        // (sequence, kv head, K): what the last step attended to
   std::int32_t* attended_count = nullptr;  // (sequence, kv head)
   std::uint32_t* selected_by =
-      nullptr;  // (sequence, kv head, K, mask_words): query heads that selected the page
+      nullptr;  // (sequence, kv head, K, mask_words): query heads that selected the unit
   std::uint32_t* upcoming_by = nullptr;  // the same of `upcoming`
   std::uint32_t* attended_by = nullptr;  // the same of `attended`
-  std::int32_t* slot_page = nullptr;     // (sequence, kv head, selected slot): page in it, or -1
-  std::int32_t* slot_stamp = nullptr;    // (sequence, kv head, selected slot): last selection with that page
-  std::int32_t* slot_of = nullptr;       // (sequence, kv head, K): slot of each selected page
+  std::int32_t* slot_page = nullptr;     // (sequence, kv head, selected slot): unit in it, or -1
+  std::int32_t* slot_stamp = nullptr;    // (sequence, kv head, selected slot): last selection with that unit
+  std::int32_t* slot_of = nullptr;       // (sequence, kv head, K): slot of each selected unit
   std::int32_t* selections = nullptr;    // (sequence, kv head): how many there have been
   std::int32_t* recalled = nullptr;      // (sequence, kv head): slices from the store, last step
   std::int32_t* recalled_before_attention =
@@ -164,7 +182,7 @@ struct layer_state {
            static_cast<std::size_t>(head);
   }
   constexpr std::size_t selection(int sequence, int head) const {
-    return row(sequence, head) * static_cast<std::size_t>(list_pages);
+    return row(sequence, head) * static_cast<std::size_t>(list_units);
   }
   constexpr std::size_t masks(int sequence, int head) const {
     return selection(sequence, head) * static_cast<std::size_t>(mask_words);
@@ -185,6 +203,11 @@ struct layer_state {
     return std::min(roles_at(entry.candidates_at, budget, page.tokens).window_begin,
                     entry.before / page.tokens);
   }
+  /// The candidates of a selection at length `tokens`.
+  unit_range candidates_at(int tokens) const {
+    const page_roles roles = roles_at(tokens, budget, page.tokens);
+    return {roles.sink_end * units_per_page, roles.candidates() * units_per_page};
+  }
   int pages_of(int tokens) const { return (tokens + page.tokens - 1) / page.tokens; }
   layer_kind kind_of(int head) const { return head_kinds[head]; }
   float* kept_query(int sequence, int head, int decode_row = 0) const {
@@ -204,11 +227,16 @@ struct layer_state {
     return page_table[static_cast<std::size_t>(sequence) * static_cast<std::size_t>(max_pages) +
                       static_cast<std::size_t>(page_index)];
   }
-  std::byte* summary_of(std::int32_t store_page, int head) const {
-    return summaries + (static_cast<std::size_t>(store_page) * static_cast<std::size_t>(heads.kv) +
-                        static_cast<std::size_t>(head)) *
-                           summary_bytes;
+  /// Of the `nth` unit of a page.
+  std::byte* summary_of(std::int32_t store_page, int head, int nth = 0) const {
+    const std::size_t row = static_cast<std::size_t>(store_page) * static_cast<std::size_t>(heads.kv) +
+                            static_cast<std::size_t>(head);
+    return summaries +
+           (row * static_cast<std::size_t>(units_per_page) + static_cast<std::size_t>(nth)) * summary_bytes;
   }
+  /// The page that unit `index` of a sequence is part of, and its first row there.
+  constexpr int page_of(int index) const { return units_per_page == 1 ? index : index / units_per_page; }
+  constexpr int row_of(int index) const { return index % units_per_page * unit.tokens; }
   head_slice<element> store_slice(int sequence, int page_index, int head) const {
     return slice_of(store, store_page(sequence, page_index), head);
   }
@@ -222,6 +250,10 @@ struct layer_state {
   head_slice<element> frame_slice(int sequence, int slot, int head) const {
     return frames.slice(frame(sequence, slot), head);
   }
+  /// Selected slot i: a unit's rows.
+  head_slice<element> selected_slice(int sequence, int i, int head) const {
+    return rows_behind(frame_slice(sequence, slots.selected_slot(i), head), row_of(i));
+  }
 
   /// The pages that one head attends to with row `row` of an entry. `everything`: all that the model attends to, in the
   /// store; else what the head keeps.
@@ -229,29 +261,40 @@ struct layer_state {
     const int tokens = entry.before + row + 1;
     if (sliding_window > 0) {
       const int first = std::max(0, tokens - sliding_window);
-      return {.roles = {0, first / page.tokens, pages_of(tokens)}, .tokens = tokens, .first_token = first};
+      return {.roles = {0, first / page.tokens, pages_of(tokens)},
+              .tokens = tokens,
+              .first_token = first,
+              .page_tokens = page.tokens,
+              .unit_tokens = unit.tokens};
     }
     const bool selects = !everything && kind_of(head) == layer_kind::retrieval;
     page_roles roles = roles_at(tokens, budget, page.tokens);
     if (selects) roles.window_begin = std::max(roles.sink_end, window_begin(entry));
-    return {roles, selected + selection(entry.sequence, head),
+    return {roles,
+            selected + selection(entry.sequence, head),
             selects ? selected_count[this->row(entry.sequence, head)] : 0,
-            everything || kind_of(head) == layer_kind::complete, tokens};
+            everything || kind_of(head) == layer_kind::complete,
+            tokens,
+            0,
+            page.tokens,
+            unit.tokens};
   }
-  /// The slot of entry i of such a list, of a head that attends to slots.
-  int slot_in(int sequence, int head, const page_list& pages, int i) const {
-    const int page_index = pages.page(i), nth_selected = i - pages.roles.sink_end;
-    if (nth_selected < 0) return slots.sink_slot(page_index);
-    if (nth_selected >= pages.selected_count) return slots.ring_slot(page_index);
-    return slots.selected_slot(slot_of[selection(sequence, head) + static_cast<std::size_t>(nth_selected)]);
+  /// The selected slot of entry i of such a list, which is selected, of a head that attends to slots.
+  int selected_slot_of(int sequence, int head, const page_list& pages, int i) const {
+    return slot_of[selection(sequence, head) + static_cast<std::size_t>(pages.nth_selected(i))];
+  }
+  /// The slot of entry i of such a list that is not selected.
+  int slot_of_page(const page_list& pages, int i) const {
+    const int page_index = pages.page(i);
+    return pages.nth_selected(i) < 0 ? slots.sink_slot(page_index) : slots.ring_slot(page_index);
   }
 };
 
-/// Pages that one unit of attention covers; parts are cut and merged at multiples of it, so that results
-/// depend neither on threads nor on the batch.
-constexpr int pages_per_part(int page_tokens) {
+/// Entries of so many tokens that one part of attention covers; parts are cut and merged at multiples of it, so that
+/// results depend neither on threads nor on the batch.
+constexpr int entries_per_part(int entry_tokens) {
   constexpr int part_tokens = 512;
-  return page_tokens < part_tokens ? part_tokens / page_tokens : 1;
+  return entry_tokens < part_tokens ? part_tokens / entry_tokens : 1;
 }
 
 }  // namespace freekv

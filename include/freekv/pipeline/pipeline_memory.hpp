@@ -59,6 +59,8 @@ class pipeline_memory {
     l.keeps_slots = s.route.keeps_slots() && l.kind != layer_kind::complete;
     l.heads = {s.query_heads, s.kv_heads};
     l.page = {s.page.tokens, head_dim};
+    l.unit = {s.unit_tokens(), head_dim};
+    l.units_per_page = s.units_per_page();
     l.budget = s.budget_at(layer);
     if (l.kind == layer_kind::sliding) {
       l.sliding_window = s.sliding_window;
@@ -69,10 +71,11 @@ class pipeline_memory {
     if (!s.sink_logits.empty()) l.sink_logits = s.sink_logits.data() + size(layer) * size(s.query_heads);
     l.encoded = s.encodes() && l.kind != layer_kind::complete;
     l.open_frames = s.open_frames();
-    l.list_pages = s.list_pages(layer);
+    l.list_units = s.list_units(layer);
     l.mask_words = s.row() == selection_row::query_head ? head_mask_words(l.heads.group()) : 0;
     l.slots = slots_for(l.budget, l.page.tokens, s.spare_slots(), s.max_decode_rows);
-    l.slots.selected = l.list_pages + s.spare_slots();
+    l.slots.selected = l.list_units + s.spare_slots();
+    l.slots.units_per_page = l.units_per_page;
     l.decode_rows = s.max_decode_rows;
     if (l.kind == layer_kind::window || l.kind == layer_kind::sliding) l.slots.selected = 0;
     l.scale = s.scale;
@@ -80,7 +83,7 @@ class pipeline_memory {
     l.page_table = page_tables;
     l.slot_sets = slot_sets;
     l.summary_bytes =
-        resolve(s.summary, [&](const auto& summary) { return summary_bytes<element>(summary, l.page); });
+        resolve(s.summary, [&](const auto& summary) { return summary_bytes<element>(summary, l.unit); });
 
     const page_shape shape{l.page.tokens, s.kv_heads};
     const std::int64_t row_pages =
@@ -112,7 +115,8 @@ class pipeline_memory {
     bytes.complete += (in_memory + bytes.file - file_before) / size(s.kv_heads) * size(complete_heads);
     if (l.kind == layer_kind::retrieval) {
       const std::size_t before = fast.used();
-      l.summaries = fast.take<std::byte>(l.summary_bytes * size(s.store_pages()) * size(s.kv_heads));
+      l.summaries = fast.take<std::byte>(l.summary_bytes * size(s.units_per_page()) * size(s.store_pages()) *
+                                         size(s.kv_heads));
       bytes.summaries += fast.used() - before;
     }
 
@@ -160,19 +164,21 @@ class pipeline_memory {
                                  .decode_rows = s.max_decode_rows,
                                  .head_dim = head_dim,
                                  .page_tokens = s.page.tokens,
+                                 .unit_tokens = s.unit_tokens(),
                                  .attention_floats = attention_scratch<head_dim>,
-                                 .max_pages = s.max_pages()};
+                                 .max_pages = s.max_pages(),
+                                 .max_units = s.max_units()};
     if (s.encodes()) {
       sizes.slice_bytes = slice_bytes(s);
       if (s.store_file) sizes.slice_alignment = s.store_file->alignment();
       sizes.decoded_bytes = size(2 * s.page.tokens * head_dim) * sizeof(element);
     }
     resolve(s.summary, [&](const auto& summary) {
-      sizes.summary_width = summary.width({s.page.tokens, head_dim});
+      sizes.summary_width = summary.width({s.unit_tokens(), head_dim});
       sizes.query_width = summary_query_width(summary, head_dim);
     });
     for (int layer = 0; layer < s.layers; ++layer)
-      sizes.selected_pages = std::max(sizes.selected_pages, s.list_pages(layer));
+      sizes.selected_units = std::max(sizes.selected_units, s.list_units(layer));
     if (s.row() == selection_row::layer) sizes.pooled_heads = s.kv_heads;
     return sizes;
   }

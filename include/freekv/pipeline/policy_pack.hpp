@@ -74,10 +74,11 @@ inline constexpr bool is_codec<any_of<P...>> = (codec_policy<P> && ...);
 }  // namespace detail
 
 /// One policy of each kind. `policy_pack_of` makes it from any list.
-template <class Page, class Layouts, class Summary, class Pooling, class Selection, class Rows,
+template <class Page, class Unit, class Layouts, class Summary, class Pooling, class Selection, class Rows,
           class Correction, class Residency, class Plan, class Route, class Codec, class Backend>
 struct policy_pack {
   using page = Page;
+  using unit = Unit;
   using layouts = Layouts;
   using summary = Summary;
   using pooling = Pooling;
@@ -92,6 +93,7 @@ struct policy_pack {
 
   static_assert(page_size_policy<Page>,
                 "a page size has tokens -> int; for a choice at run time take page_size<dynamic>");
+  static_assert(unit_policy<Unit>, "a unit has tokens -> int; for a choice at run time take unit<dynamic>");
   static_assert(
       detail::is_layouts<Layouts>,
       "a layout pair has types fast and slow, each an mdspan layout of (page, plane, token, head, dim) "
@@ -124,8 +126,9 @@ struct policy_pack {
     template <class Kind, class Old>
     using either = std::conditional_t<std::is_same_v<typename P::policy_kind, Kind>, P, Old>;
     using type =
-        policy_pack<either<page_size_kind, Page>, either<layout_kind, Layouts>, either<summary_kind, Summary>,
-                    either<pooling_kind, Pooling>, either<selection_kind, Selection>, either<rows_kind, Rows>,
+        policy_pack<either<page_size_kind, Page>, either<unit_kind, Unit>, either<layout_kind, Layouts>,
+                    either<summary_kind, Summary>, either<pooling_kind, Pooling>,
+                    either<selection_kind, Selection>, either<rows_kind, Rows>,
                     either<correction_kind, Correction>, either<residency_kind, Residency>,
                     either<plan_kind, Plan>, either<route_kind, Route>, either<codec_kind, Codec>,
                     either<backend_kind, Backend>>;
@@ -138,27 +141,29 @@ namespace detail {
 
 template <class P>
 inline constexpr bool known_kind =
-    is_of_kind<page_size_kind, P> || is_of_kind<layout_kind, P> || is_of_kind<summary_kind, P> ||
-    is_of_kind<pooling_kind, P> || is_of_kind<selection_kind, P> || is_of_kind<rows_kind, P> ||
-    is_of_kind<correction_kind, P> || is_of_kind<residency_kind, P> || is_of_kind<plan_kind, P> ||
-    is_of_kind<route_kind, P> || is_of_kind<codec_kind, P> || is_of_kind<backend_kind, P>;
+    is_of_kind<page_size_kind, P> || is_of_kind<unit_kind, P> || is_of_kind<layout_kind, P> ||
+    is_of_kind<summary_kind, P> || is_of_kind<pooling_kind, P> || is_of_kind<selection_kind, P> ||
+    is_of_kind<rows_kind, P> || is_of_kind<correction_kind, P> || is_of_kind<residency_kind, P> ||
+    is_of_kind<plan_kind, P> || is_of_kind<route_kind, P> || is_of_kind<codec_kind, P> ||
+    is_of_kind<backend_kind, P>;
 
 template <policy... P>
 struct make_policy_pack {
   static_assert((known_kind<P> && ...),
                 "a policy's policy_kind is one of the kinds in freekv/core/policy.hpp");
-  static_assert(count_of_kind<page_size_kind, P...> <= 1 && count_of_kind<layout_kind, P...> <= 1 &&
-                    count_of_kind<summary_kind, P...> <= 1 && count_of_kind<pooling_kind, P...> <= 1 &&
-                    count_of_kind<selection_kind, P...> <= 1 && count_of_kind<rows_kind, P...> <= 1 &&
-                    count_of_kind<correction_kind, P...> <= 1 && count_of_kind<residency_kind, P...> <= 1 &&
-                    count_of_kind<plan_kind, P...> <= 1 && count_of_kind<route_kind, P...> <= 1 &&
-                    count_of_kind<codec_kind, P...> <= 1 && count_of_kind<backend_kind, P...> <= 1,
+  static_assert(count_of_kind<page_size_kind, P...> <= 1 && count_of_kind<unit_kind, P...> <= 1 &&
+                    count_of_kind<layout_kind, P...> <= 1 && count_of_kind<summary_kind, P...> <= 1 &&
+                    count_of_kind<pooling_kind, P...> <= 1 && count_of_kind<selection_kind, P...> <= 1 &&
+                    count_of_kind<rows_kind, P...> <= 1 && count_of_kind<correction_kind, P...> <= 1 &&
+                    count_of_kind<residency_kind, P...> <= 1 && count_of_kind<plan_kind, P...> <= 1 &&
+                    count_of_kind<route_kind, P...> <= 1 && count_of_kind<codec_kind, P...> <= 1 &&
+                    count_of_kind<backend_kind, P...> <= 1,
                 "a pipeline takes at most one policy of each kind");
   using type = policy_pack<
-      policy_of_kind<page_size_kind, page_size<32>, P...>, policy_of_kind<layout_kind, layout_pair<>, P...>,
-      policy_of_kind<summary_kind, min_max, P...>, policy_of_kind<pooling_kind, mean_softmax, P...>,
-      policy_of_kind<selection_kind, top_k, P...>, policy_of_kind<rows_kind, per_kv_head, P...>,
-      policy_of_kind<correction_kind, cosine_drift, P...>,
+      policy_of_kind<page_size_kind, page_size<32>, P...>, policy_of_kind<unit_kind, unit<>, P...>,
+      policy_of_kind<layout_kind, layout_pair<>, P...>, policy_of_kind<summary_kind, min_max, P...>,
+      policy_of_kind<pooling_kind, mean_softmax, P...>, policy_of_kind<selection_kind, top_k, P...>,
+      policy_of_kind<rows_kind, per_kv_head, P...>, policy_of_kind<correction_kind, cosine_drift, P...>,
       policy_of_kind<residency_kind, first_unselected<>, P...>,
       policy_of_kind<plan_kind, complete_first<1>, P...>, policy_of_kind<route_kind, resident, P...>,
       policy_of_kind<codec_kind, identity, P...>, policy_of_kind<backend_kind, host_backend, P...>>;
@@ -166,7 +171,7 @@ struct make_policy_pack {
 
 }  // namespace detail
 
-/// The pack of a list of policies in any order. Kinds left out: page_size<32>, layout_pair<nhd, hnd>,
+/// The pack of a list of policies in any order. Kinds left out: page_size<32>, unit<>, layout_pair<nhd, hnd>,
 /// min_max, mean_softmax, top_k, per_kv_head, cosine_drift, first_unselected<>, complete_first<1>, resident, identity,
 /// host_backend: FreeKV as published.
 template <policy... Policies>

@@ -27,10 +27,11 @@ struct step_report {
       recalled_before_attention;  ///< (kv_heads): those of them that attention waited for, by correction
   std::span<const std::int32_t> promoted;  ///< (kv_heads): slices copied from the window ring
   std::span<const std::int32_t>
-      attended;  ///< (kv_heads, K): pages attended as selected, ascending; K is selected_pages, or what all query
-                 ///< heads of a group select together at most, where each selects its own
+      attended;  ///< (kv_heads, K): units attended as selected, ascending, pages unless they are less; K is
+      ///< selected_pages, or what all query heads of a group select together at most, where each selects
+      ///< its own
   std::span<const std::int32_t> attended_count;  ///< (kv_heads): how many of them
-  /// (kv_heads, K, head_mask_words(group)): the mask of the query heads of the group that selected the page and attend
+  /// (kv_heads, K, head_mask_words(group)): the mask of the query heads of the group that selected the unit and attend
   /// to it; empty where all of them do
   std::span<const std::uint32_t> attended_by{};
 };
@@ -113,7 +114,8 @@ class basic_retrieval_pipeline {
 
   const settings& configuration() const { return settings_; }
   /// The method in words: "key_subspace(24, 3), mean_softmax, top_k, cosine_drift(0.9), first_unselected(0), complete_first(1), resident,
-  /// page 32, nhd/hnd, bf16"; a codec after the route, unless it is `identity`, and rows, unless `per_kv_head`.
+  /// page 32, nhd/hnd, bf16"; a codec after the route, unless it is `identity`, rows, unless `per_kv_head`, and a unit,
+  /// unless it is a page.
   std::string name() const {
     const settings& s = settings_;
     using detail::printed;
@@ -127,17 +129,20 @@ class basic_retrieval_pipeline {
     const auto layouts = resolve(s.layouts, []<class Layouts>(const Layouts&) {
       return std::string(Layouts::fast::name) + "/" + std::string(Layouts::slow::name);
     });
+    if (s.units_per_page() > 1) text += "unit " + std::to_string(s.unit_tokens()) + ", ";
     return text + "page " + std::to_string(int{s.page.tokens}) + ", " + layouts + ", " +
            std::string(element_name<element>);
   }
   const memory_bytes& bytes() const { return parts_->bytes; }
-  /// Bytes of one recalled slice: one KV head's keys and values of a page, as they are stored.
+  /// Bytes of one recalled slice: one KV head's keys and values of a unit, as they are stored; where pages are encoded,
+  /// of the page that is read for it.
   std::size_t slice_bytes() const {
+    const int tokens = settings_.encodes() ? int{settings_.page.tokens} : settings_.unit_tokens();
     return resolve(settings_.codec, [&](const auto& codec) {
-      return codec.bytes(page_geometry{settings_.page.tokens, head_dim}, sizeof(element));
+      return codec.bytes(page_geometry{tokens, head_dim}, sizeof(element));
     });
   }
-  /// Bytes of one page's summary for one KV head, scales included.
+  /// Bytes of one unit's summary for one KV head, scales included.
   std::size_t summary_bytes() const { return parts_->layers.front().summary_bytes; }
 
   /// A new, empty sequence. Throws pool_exhausted.
@@ -473,6 +478,9 @@ class basic_retrieval_pipeline {
           where + " selects for each query head, and a table is for all that share a KV head; attend here");
     if (s.sliding_window > 0)
       throw usage_error(where + " has a sliding window, which begins inside a page; attend here");
+    if (s.units_per_page > 1)
+      throw usage_error(where + " selects units of " + std::to_string(s.unit.tokens) +
+                        " tokens, and a table has whole pages; attend here");
     if (room < size(s.slots.total()))
       throw usage_error(where + " has " + std::to_string(s.slots.total()) +
                         " slots a sequence, and there is room for " + std::to_string(room));
@@ -489,9 +497,11 @@ class basic_retrieval_pipeline {
     const page_list pages = s.pages_attended(entry, entry.tokens - 1, head);
     int tokens = 0;
     for (int i = 0; i < pages.size(); ++i) {
-      blocks[size(i)] = static_cast<std::int32_t>(
-          s.frames.block(s.frame(entry.sequence, s.slot_in(entry.sequence, head, pages, i))));
-      tokens += pages.tokens_in(pages.page(i), s.page.tokens);
+      const int slot = pages.is_selected(i)
+                           ? s.slots.selected_slot(s.selected_slot_of(entry.sequence, head, pages, i))
+                           : s.slot_of_page(pages, i);
+      blocks[size(i)] = static_cast<std::int32_t>(s.frames.block(s.frame(entry.sequence, slot)));
+      tokens += pages.part(i).tokens;
     }
     return {pages.size(), tokens};
   }

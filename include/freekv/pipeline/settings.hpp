@@ -44,6 +44,7 @@ struct pipeline_settings {
                                      ///< weight the log-sum-exp counts; none: no such token
   log_base lse_base = log_base::e;
   typename Pack::page page{};
+  typename Pack::unit unit{};
   typename Pack::layouts layouts{};
   typename Pack::summary summary{};
   typename Pack::pooling pooling{};
@@ -62,14 +63,18 @@ struct pipeline_settings {
     return static_cast<int>((tokens + page.tokens - 1) / page.tokens);
   }
   int max_pages() const { return pages_for(max_tokens); }
+  /// Tokens that are selected together.
+  int unit_tokens() const { return unit.tokens == 0 ? int{page.tokens} : int{unit.tokens}; }
+  int units_per_page() const { return page.tokens / unit_tokens(); }
+  int max_units() const { return max_pages() * units_per_page(); }
   selection_row row() const {
     return resolve(rows, []<class Rows>(const Rows&) { return Rows::row; });
   }
-  /// Pages that one KV head has selected at most.
-  int list_pages(int layer) const {
+  /// Units that one KV head has selected at most.
+  int list_units(int layer) const {
     const std::int64_t k = budget_at(layer).selected_pages;
     if (row() != selection_row::query_head) return static_cast<int>(k);
-    return static_cast<int>(std::min(std::int64_t{max_pages()}, k * (query_heads / kv_heads)));
+    return static_cast<int>(std::min(std::int64_t{max_units()}, k * (query_heads / kv_heads)));
   }
   int spare_slots() const {
     return resolve(residency, [](const auto& chosen) -> int { return chosen.spare; });
@@ -91,6 +96,9 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
   const auto text = [](auto n) { return std::to_string(n); };
   const int p = s.page.tokens;
   if (p < 8 || p > 256 || p % 8 != 0) fail("page size " + text(p) + " is not a multiple of 8 from 8 to 256");
+  if (const int u = s.unit.tokens; u < 0 || (u > 0 && p % u != 0))
+    fail("a unit of " + text(u) + " tokens does not divide a page of " + text(p) +
+         "; choose a divisor such as 1 or 8, or 0 for whole pages");
   if (s.layers < 1) fail("layers is " + text(s.layers) + "; a pipeline has at least 1");
   if (s.kv_heads < 1) fail("kv_heads is " + text(s.kv_heads) + "; a layer has at least 1");
   if (s.query_heads < s.kv_heads || s.query_heads % s.kv_heads != 0)
@@ -114,7 +122,7 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
     // A budget beyond what a sequence can hold needs no more slots than that.
     b.sink = std::min(b.sink, s.max_pages() * p);
     b.window = std::min(b.window, s.max_pages() * p);
-    b.selected_pages = std::min(b.selected_pages, s.max_pages());
+    b.selected_pages = std::min(b.selected_pages, s.max_units());
   };
   check_budget(s.budget);
   if (!s.budget_of_layer.empty() && s.budget_of_layer.size() != static_cast<std::size_t>(s.layers))
@@ -138,7 +146,7 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
     fail("a sink logit is NaN or infinity; -infinity is a token of no weight");
   resolve(s.summary, [&](const auto& summary) {
     if constexpr (requires { summary.validate(summary_setting{}); })
-      summary.validate({{p, HeadDim}, s.layers, s.kv_heads});
+      summary.validate({{s.unit_tokens(), HeadDim}, s.layers, s.kv_heads});
   });
   resolve(s.selection, [&](const auto& selection) {
     if constexpr (requires { selection.validate(); }) selection.validate();

@@ -29,8 +29,28 @@ concept page_size_policy = policy<P> && std::same_as<typename P::policy_kind, pa
 
 static_assert(page_size_policy<page_size<>> && page_size_policy<page_size<dynamic>>);
 
+/// What is summarised, selected and recalled: whole pages, or with `unit<8>` so many tokens of a page, a divisor of the
+/// page size, set at run time as `unit<dynamic>{8}`, 0 for whole pages. Storage, sink and window stay in pages. (InfiniGen
+/// selects single tokens, ShadowKV chunks of 8)
+template <int Tokens = 0>
+struct unit {
+  static_assert(Tokens == dynamic || (Tokens >= 0 && Tokens <= 256),
+                "unit takes 1 to 256 tokens, 0 for whole pages, or dynamic");
+  using policy_kind = unit_kind;
+  count_of<Tokens> tokens{};
+};
+
+/// Says how many tokens are selected together; 0: a page's.
+template <class U>
+concept unit_policy = policy<U> && std::same_as<typename U::policy_kind, unit_kind> && requires(const U u) {
+  { u.tokens } -> std::convertible_to<int>;
+};
+
+static_assert(unit_policy<unit<>> && unit_policy<unit<dynamic>>);
+
 /// What one KV head attends to, in tokens: `sink + window + selected_pages * page_size`, plus the open page's
-/// remainder. `sink >= 0` and `window >= page_size` are multiples of the page size; `selected_pages >= 1`.
+/// remainder; where a unit is less than a page, `selected_pages` counts units. `sink >= 0` and `window >= page_size` are
+/// multiples of the page size; `selected_pages >= 1`.
 struct budget {
   int sink = 64;
   int window = 128;
@@ -59,15 +79,21 @@ FREEKV_HD constexpr page_roles roles_at(int tokens, const budget& b, int page) {
 }
 
 /// Slots of a resident cache, equal for all heads of a layer: sink slots, then the window ring (page j in
-/// ring slot j mod ring), then the selected slots, the only ones whose heads may hold different pages.
+/// ring slot j mod ring), then the selected slots, the only ones whose heads may hold different pages. A slot holds a page,
+/// a selected one a unit, and as many of these as make a page share its frame.
 struct slot_roles {
   int sink = 0;
   int ring = 0;
   int selected = 0;
-  FREEKV_HD constexpr int total() const { return sink + ring + selected; }
+  int units_per_page = 1;
+  /// Frames, of a page each.
+  FREEKV_HD constexpr int total() const {
+    return sink + ring + (selected + units_per_page - 1) / units_per_page;
+  }
   FREEKV_HD constexpr int sink_slot(int page) const { return page; }
   FREEKV_HD constexpr int ring_slot(int page) const { return sink + page % ring; }
-  FREEKV_HD constexpr int selected_slot(int i) const { return sink + ring + i; }
+  /// The frame of selected slot i.
+  FREEKV_HD constexpr int selected_slot(int i) const { return sink + ring + i / units_per_page; }
   /// First non-sink page that is still whole in the ring at length `tokens`.
   FREEKV_HD constexpr int ring_begin(int tokens, int page_tokens) const {
     const int begin = (tokens + page_tokens - 1) / page_tokens - ring;

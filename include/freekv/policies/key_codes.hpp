@@ -143,6 +143,9 @@ struct key_codes {
     if (codes < 1 || mean_codes < 1)
       throw settings_error("key_codes: " + text(codes) + " codes a token and " + text(mean_codes) +
                            " a mean; give 1 or more of each");
+    if (s.page.tokens % 8 != 0)
+      throw settings_error("key_codes: 8 tokens are looked up at a time, and a unit has " +
+                           text(s.page.tokens) + "; choose a multiple of 8");
     if (books.data == nullptr)
       throw settings_error(
           "key_codes needs its codebooks as data: learn them from the prompt's keys or a text");

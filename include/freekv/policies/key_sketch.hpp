@@ -25,7 +25,8 @@ struct key_sketch {
   }
 
   std::string values() const { return std::to_string(int{bits}); }
-  void validate(const summary_setting&) const {
+  void validate(const summary_setting& s) const {
+    codes(s.page).validate(name);
     if (bits != 1 && bits != 2 && bits != 4)
       throw settings_error("key_sketch: " + std::to_string(int{bits}) + " bits; choose 1, 2 or 4");
   }

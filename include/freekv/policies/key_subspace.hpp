@@ -55,6 +55,7 @@ struct key_subspace {
     if (bits != 2 && bits != 3 && bits != 4 && bits != 8 && bits != 32)
       throw settings_error("key_subspace: " + text(bits) +
                            " bits; choose 2, 3, 4 or 8, or 32 for unquantised coefficients");
+    codes(s.page).validate(name);
     if (rank < 1 || rank > s.page.head_dim)
       throw settings_error("key_subspace: rank " + text(rank) + " is not between 1 and head_dim " +
                            text(s.page.head_dim));

@@ -19,6 +19,12 @@ struct token_codes {
   int bits = 32;
   int tokens = 0;
 
+  /// What a summary of that name says of units that it cannot have in so many bits.
+  void validate(std::string_view name) const {
+    if (bits != 32 && tokens % 8 != 0)
+      throw settings_error(std::string(name) + ": codes are kept for 8 tokens at a time, and a unit has " +
+                           std::to_string(tokens) + "; choose a multiple of 8");
+  }
   FREEKV_HD constexpr int width() const { return (rows + 1) * tokens; }
   FREEKV_HD constexpr std::size_t bytes() const {
     if (bits == 32) return static_cast<std::size_t>(rows * tokens) * sizeof(float);
@@ -77,6 +83,10 @@ struct token_codes {
   FREEKV_HD float log_mass(T team, const float* query, float scale, float base, const float* numbers) const {
     constexpr int most = 4;  // packs of tokens at a time, so that sums over lanes are few
     log_sum_exp mass;
+    if (tokens % T::width != 0) {
+      for (int t = 0; t < tokens; ++t) mass.add(base + estimate_of(t, query, scale, numbers));
+      return mass.value();
+    }
     const estimator<T> estimates{
         *this, team, query, numbers, typename T::pack(scale), typename T::pack(base)};
     int t = 0;
@@ -112,6 +122,11 @@ struct token_codes {
     }
   };
 
+  FREEKV_HD float estimate_of(int token, const float* query, float scale, const float* numbers) const {
+    float sum = 0.0f;
+    for (int r = 0; r < rows; ++r) sum += query[r] * numbers[r * tokens + token];
+    return sum * (scale * numbers[rows * tokens + token]);
+  }
   FREEKV_HD constexpr float largest_code() const { return static_cast<float>((1 << (bits - 1)) - 1); }
   FREEKV_HD constexpr std::size_t code_bytes() const {
     return static_cast<std::size_t>(rows * (tokens / 8) * bits + 3) / 4 * 4;

@@ -27,15 +27,17 @@ struct rows_from {
   const In* value(int token, int head) const { return values + offset(token, head); }
 };
 
-/// Writes the summary of one head's slice of a complete page.
+/// Writes the summaries of one head's slice of a complete page, one for each unit.
 template <class State, class Summaries>
 void summarise_slice(isa set, const State& s, const Summaries& summaries,
                      const head_slice<const typename State::element>& slice, std::int32_t store_page,
                      int head, const workspace& w) {
   with_team(set, [&](auto team) {
     resolve(summaries, [&](const auto& summary) {
-      summarise_page<typename State::element>(team, summary_at(summary, s.layer, head), slice, s.page,
-                                              {w.block, w.numbers}, s.summary_of(store_page, head));
+      for (int nth = 0; nth < s.units_per_page; ++nth)
+        summarise_page<typename State::element>(team, summary_at(summary, s.layer, head),
+                                                rows_behind(slice, s.row_of(nth)), s.unit,
+                                                {w.block, w.numbers}, s.summary_of(store_page, head, nth));
     });
   });
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/backend/host/isa.hpp>
@@ -69,15 +70,22 @@ struct attention_job {
 
   page_list list(int row, int head) const { return s.pages_attended(entry, row, head, complete); }
   int parts(int row) const {
-    int pages = 0;
-    for (int head = 0; head < s.heads.kv; ++head) pages = std::max(pages, list(row, head).size());
-    return std::max(1, (pages - 1) / pages_per_part(s.page.tokens) + 1);
+    int parts = 1;
+    for (int head = 0; head < s.heads.kv; ++head) {
+      const page_list entries = list(row, head);
+      parts = std::max(parts, (entries.size() - 1) / entries_per_part(entries) + 1);
+    }
+    return parts;
   }
   /// Bytes of keys and values that one row reads.
   std::size_t bytes(int row) const {
-    std::size_t pages = 0;
-    for (int head = 0; head < s.heads.kv; ++head) pages += static_cast<std::size_t>(list(row, head).size());
-    return pages * static_cast<std::size_t>(s.page.tokens) * 2 * d * sizeof(typename State::element);
+    std::size_t tokens = 0;
+    for (int head = 0; head < s.heads.kv; ++head) {
+      const page_list entries = list(row, head);
+      const int units = entries.complete ? 0 : entries.selected_count;
+      tokens += static_cast<std::size_t>(units * s.unit.tokens + (entries.size() - units) * s.page.tokens);
+    }
+    return tokens * 2 * d * sizeof(typename State::element);
   }
 
   /// The `nth` part of one head's list, from nothing.
@@ -85,32 +93,17 @@ struct attention_job {
                    const workspace& w) const {
     const int group = s.heads.group();
     begin_attention<d>(set, queries + first_query_head(row, head) * d, s.scale, group, w.query, part);
-    const page_list pages = list(row, head);
-    const int begin = nth * pages_per_part(s.page.tokens);
-    const int end = std::min(begin + pages_per_part(s.page.tokens), pages.size());
-    const bool reads = s.encoded && !in_slots(pages);
-    const encoded_pages stored(s, policies, w);
-    for (int first = begin, last; first < end; first = last) {
-      last = reads ? std::min(first + most_staged, end) : end;
-      // Pages that are complete are read first; the open one is the last.
-      const int closed = last - (pages.page(last - 1) >= entry.after() / s.page.tokens);
-      if (reads)
-        stored.read(
-            {entry.sequence, head}, closed - first, [&](int i) { return pages.page(first + i); },
-            [&](int i) { return stored.staged(i); });
-      for (int i = first; i < last; ++i) {
-        const auto from = !reads       ? slice(pages, i, head)
-                          : i < closed ? stored.staged(i - first)
-                                       : s.open_slice(entry.sequence, pages.page(i), head);
-        const int page = pages.page(i), skipped = pages.skipped_in(page, s.page.tokens);
-        const int tokens = pages.tokens_in(page, s.page.tokens) - skipped;
-        const std::uint32_t* const mask = selected_by(pages, i, head);
-        for (head_run run = next_run(mask, 0, group); run.count > 0; run = next_run(mask, run.end(), group))
-          attend_slice<d>(set, {w.query + run.first * d, run.count, d}, rows_behind(as_const(from), skipped),
-                          tokens, {part.mass + run.first, part.weighted + run.first * d}, w.block,
-                          s.soft_cap);
-      }
-    }
+    const page_list entries = list(row, head);
+    const int begin = nth * entries_per_part(entries);
+    const int end = std::min(begin + entries_per_part(entries), entries.size());
+    const auto attend_rows = [&](int i, const head_slice<typename State::element>& rows, int tokens) {
+      const std::uint32_t* const mask = selected_by(entries, i, head);
+      for (head_run run = next_run(mask, 0, group); run.count > 0; run = next_run(mask, run.end(), group))
+        attend_slice<d>(set, {w.query + run.first * d, run.count, d}, as_const(rows), tokens,
+                        {part.mass + run.first, part.weighted + run.first * d}, w.block, s.soft_cap);
+    };
+    if (s.encoded && !in_slots(entries)) return read_and_attend({begin, end}, head, entries, w, attend_rows);
+    for (int i = begin; i < end; ++i) attend_rows(i, rows_of(entries, i, head), entries.part(i).tokens);
   }
   void finish(isa set, int row, int head, const attention_part& part) const {
     const int group = s.heads.group();
@@ -122,18 +115,51 @@ struct attention_job {
   }
 
  private:
-  bool in_slots(const page_list& pages) const { return s.keeps_slots && !complete && !pages.complete; }
-  /// Where entry i of a head's list is read from: the store, or its slot.
-  auto slice(const page_list& pages, int i, int head) const {
-    const int page = pages.page(i);
-    if (!in_slots(pages)) return s.store_slice(entry.sequence, page, head);
-    return s.frame_slice(entry.sequence, s.slot_in(entry.sequence, head, pages, i), head);
+  struct range {
+    int begin = 0, end = 0;
+  };
+  /// Entries whose pages are encoded, each of these read once: those that are complete first, the open one is the last.
+  template <class Attend>
+  void read_and_attend(const range& of, int head, const page_list& entries, const workspace& w,
+                       const Attend& attend_rows) const {
+    const encoded_pages stored(s, policies, w);
+    for (int first = of.begin, last; first < of.end; first = last) {
+      std::array<int, most_staged> pages{};
+      int count = 0;
+      for (last = first; last < of.end; ++last) {
+        const int page = entries.page(last);
+        if (count > 0 && pages[static_cast<std::size_t>(count - 1)] == page) continue;
+        if (count == most_staged) break;
+        pages[static_cast<std::size_t>(count++)] = page;
+      }
+      const auto page = [&](int i) { return pages[static_cast<std::size_t>(i)]; };
+      const int closed = count - (page(count - 1) >= entry.after() / s.page.tokens);
+      stored.read({entry.sequence, head}, closed, page, [&](int i) { return stored.staged(i); });
+      for (int i = first, nth = 0; i < last; ++i) {
+        const page_part part = entries.part(i);
+        if (part.page != page(nth)) ++nth;
+        const auto rows = nth < closed ? stored.staged(nth) : s.open_slice(entry.sequence, part.page, head);
+        attend_rows(i, rows_behind(rows, part.first), part.tokens);
+      }
+    }
+  }
+  int entries_per_part(const page_list& entries) const {
+    return freekv::entries_per_part(entries.complete ? s.page.tokens : s.unit.tokens);
+  }
+  bool in_slots(const page_list& entries) const { return s.keeps_slots && !complete && !entries.complete; }
+  /// Where the rows of entry i of a head's list are: in the store, or in its slot.
+  auto rows_of(const page_list& entries, int i, int head) const {
+    const page_part part = entries.part(i);
+    if (!in_slots(entries)) return rows_behind(s.store_slice(entry.sequence, part.page, head), part.first);
+    if (entries.is_selected(i))
+      return s.selected_slice(entry.sequence, s.selected_slot_of(entry.sequence, head, entries, i), head);
+    return rows_behind(s.frame_slice(entry.sequence, s.slot_of_page(entries, i), head), part.first);
   }
   /// The mask of the query heads that attend to entry i of a head's list; null: all of the group.
-  const std::uint32_t* selected_by(const page_list& pages, int i, int head) const {
-    const int nth = i - pages.roles.sink_end;
-    if (s.mask_words == 0 || pages.complete || nth < 0 || nth >= pages.selected_count) return nullptr;
-    return s.selected_by + s.masks(entry.sequence, head) + std::ptrdiff_t{nth} * s.mask_words;
+  const std::uint32_t* selected_by(const page_list& entries, int i, int head) const {
+    if (s.mask_words == 0 || !entries.is_selected(i)) return nullptr;
+    return s.selected_by + s.masks(entry.sequence, head) +
+           std::ptrdiff_t{entries.nth_selected(i)} * s.mask_words;
   }
   std::ptrdiff_t first_query_head(int row, int head) const {
     return (std::ptrdiff_t{entry.first_row + row} * s.heads.kv + head) * s.heads.group();

@@ -52,17 +52,11 @@ void pool_candidates(isa set, const Pooling& pooling, int group, std::int64_t st
   for (std::int64_t j = 0; j < padded; ++j) w.pooled[j] = clamp_score(w.pooled[j]);
 }
 
-/// Puts the keys of the `count` best of the candidates, pages from `first_page` on, by `w.pooled` first in `w.keys`.
-inline void order_candidates(std::int32_t first_page, int candidates, int count, const workspace& w) {
-  for (int j = 0; j < candidates; ++j) w.keys[j] = ordered_key(w.pooled[j], first_page + j);
+/// Puts the keys of the `count` best of the candidates, units from `first_unit` on, by `w.pooled` first in `w.keys`.
+inline void order_candidates(std::int32_t first_unit, int candidates, int count, const workspace& w) {
+  for (int j = 0; j < candidates; ++j) w.keys[j] = ordered_key(w.pooled[j], first_unit + j);
   std::nth_element(w.keys, w.keys + count, w.keys + candidates, std::greater<>());
 }
-
-/// The pages from `first_page` on, of which a selection looks at the first so many, at most `most`.
-struct candidate_range {
-  int first_page = 0;
-  int most = 0;
-};
 
 /// Selection for one KV head with the queries of a decode entry, or with those of one query head of its group alone.
 /// `Policies` has the policy objects as members.
@@ -70,30 +64,30 @@ template <class State, class Policies>
 class head_selection {
  public:
   head_selection(isa set, const State& s, const Policies& policies, const step_entry& entry, int head,
-                 candidate_range candidates, const workspace& w, int query_head = whole_group)
+                 unit_range candidates, const workspace& w, int query_head = whole_group)
       : set_(set),
         s_(s),
         policies_(policies),
         at_{entry.sequence, head},
         w_(w),
-        first_page_(candidates.first_page),
-        stride_(workspace_sizes::padded(candidates.most)),
+        first_unit_(candidates.first),
+        stride_(workspace_sizes::padded(candidates.count)),
         query_(query_head < 0 ? s.query_of(entry, head) : s.query_of(entry, head, query_head)) {}
   static constexpr int whole_group = -1;
 
-  /// The selection among the first `candidates` candidates, as ascending page ids in `pages` (k); returns how many.
-  /// Pages that have been scored are not scored again, unless in two stages.
-  int best(int candidates, std::int32_t* pages) {
+  /// The selection among the first `candidates` candidates, as ascending unit ids in `units` (k); returns how many.
+  /// Units that have been scored are not scored again, unless in two stages.
+  int best(int candidates, std::int32_t* units) {
     const int most = most_of(candidates);
     if (takes_all(candidates)) {
-      std::iota(pages, pages + most, first_page_);
+      std::iota(units, units + most, first_unit_);
       return most;
     }
     score(candidates);
     const int count = resolve(policies_.selection,
                               [&](const auto& selection) { return choose(selection, candidates, most); });
-    for (int i = 0; i < count; ++i) pages[i] = page_of_key(w_.keys[i]);
-    std::sort(pages, pages + count);
+    for (int i = 0; i < count; ++i) units[i] = page_of_key(w_.keys[i]);
+    std::sort(units, units + count);
     return count;
   }
 
@@ -137,7 +131,7 @@ class head_selection {
   template <class Correction>
   int exchange(const Correction& correction, std::int32_t* selected, int count,
                std::span<const std::int32_t> best) {
-    const auto value = [&](std::int32_t page) { return ordered_key(w_.pooled[page - first_page_], page); };
+    const auto value = [&](std::int32_t page) { return ordered_key(w_.pooled[page - first_unit_], page); };
     const auto lacks = [](auto first, auto last, std::int32_t page) {
       return !std::binary_search(first, last, page);
     };
@@ -221,7 +215,7 @@ class head_selection {
     with_team(set_, [&](auto team) {
       const auto policy = summary_at(summary, s_.layer, at_.head);
       for (int j = first; j < last; ++j)
-        score_page<element>(team, policy, s_.page, stored(j), prepared_, w_.numbers, column(j));
+        score_page<element>(team, policy, s_.unit, stored(j), prepared_, w_.numbers, column(j));
     });
   }
 
@@ -235,31 +229,33 @@ class head_selection {
       with_team(set_, [&](auto team) {
         const auto both = summary_at(summary, s_.layer, at_.head);
         for (int j = 0; j < candidates; ++j)
-          score_page_coarsely<element>(team, both, s_.page, stored(j), prepared_, w_.numbers, column(j));
+          score_page_coarsely<element>(team, both, s_.unit, stored(j), prepared_, w_.numbers, column(j));
       });
       pool(candidates);
-      order_candidates(first_page_, candidates, kept - 1, w_);
+      order_candidates(first_unit_, candidates, kept - 1, w_);
       least = w_.keys[kept - 1];
     }
     with_team(set_, [&](auto team) {
       const auto both = summary_at(summary, s_.layer, at_.head);
       for (int j = 0; j < candidates; ++j)
-        if (least != 0 && ordered_key(w_.pooled[j], first_page_ + j) < least)
+        if (least != 0 && ordered_key(w_.pooled[j], first_unit_ + j) < least)
           empty_column(j);
         else
-          score_page_finely<element>(team, both, s_.page, stored(j), prepared_, w_.numbers, column(j));
+          score_page_finely<element>(team, both, s_.unit, stored(j), prepared_, w_.numbers, column(j));
     });
   }
 
   const std::byte* stored(int j) const {
-    return s_.summary_of(s_.store_page(at_.sequence, first_page_ + j), at_.head);
+    const int page = s_.page_of(first_unit_ + j);
+    return s_.summary_of(s_.store_page(at_.sequence, page), at_.head,
+                         first_unit_ + j - page * s_.units_per_page);
   }
   score_column column(int j) const { return {w_.scores + j, stride_}; }
 
   /// Puts the keys of the selected pages first in `w.keys`.
   template <class Selection>
   int choose(const Selection& selection, int candidates, int most) {
-    order_candidates(first_page_, candidates, most, w_);
+    order_candidates(first_unit_, candidates, most, w_);
     if constexpr (selection_by_mass<Selection>) {
       std::sort(w_.keys, w_.keys + most, std::greater<>());
       float taken = 0.0f;
@@ -277,7 +273,7 @@ class head_selection {
       with_team(set_, [&](auto team) {
         log_mass_of_all_ = log_sum_of(team, w_.pooled, workspace_sizes::padded(pooled_));
       });
-    const float score = w_.pooled[page - first_page_];
+    const float score = w_.pooled[page - first_unit_];
     return score > -infinity ? std::exp(score - log_mass_of_all_) : 0.0f;
   }
   float mass_of(std::span<const std::int32_t> pages) {
@@ -291,7 +287,7 @@ class head_selection {
   const Policies& policies_;
   head_of at_;
   const workspace& w_;
-  int first_page_;
+  int first_unit_;
   std::int64_t stride_;
   group_query query_;
   prepared_queries prepared_{};
@@ -299,43 +295,67 @@ class head_selection {
   float log_mass_of_all_ = NAN;  // NaN: not computed yet
 };
 
-/// Brings the selected pages of one KV head into its selected slots: what is held stays, what is missing is copied from
+/// Brings units of one KV head from the store to its selected slots: for i of `count` the unit `unit(i)`, ascending, to
+/// slot `slot(i)`. Throws store_error.
+template <class State, class Policies, class Unit, class Slot>
+void bring_units(const encoded_pages<State, Policies>& stored, const State& s, const head_of& at, int count,
+                 const Unit& unit, const Slot& slot) {
+  const auto to = [&](int i) { return s.selected_slice(at.sequence, slot(i), at.head); };
+  const auto page = [&](int i) { return s.page_of(unit(i)); };
+  const auto copy = [&](const auto& rows, int i) {
+    copy_slice<State::head_dim>(as_const(rows_behind(rows, s.row_of(unit(i)))), to(i), s.unit.tokens);
+  };
+  if (!s.encoded) {
+    for (int i = 0; i < count; ++i) copy(s.store_slice(at.sequence, page(i), at.head), i);
+  } else if (s.units_per_page == 1) {
+    stored.read(at, count, page, to);
+  } else {
+    for (int first = 0, last; first < count; first = last) {
+      last = first + 1;
+      while (last < count && page(last) == page(first)) ++last;
+      stored.read(
+          at, 1, [&](int) { return page(first); }, [&](int) { return stored.staged(0); });
+      for (int i = first; i < last; ++i) copy(stored.staged(0), i);
+    }
+  }
+}
+
+/// Brings the selected units of one KV head into its selected slots: what is held stays, what is missing is copied from
 /// the ring (promotion) where it is still there at length `tokens`, else from the store (recall). Throws store_error;
 /// what is missing is still missing then.
 template <class State, class Policies>
-void recall_pages(const State& s, const Policies& policies, const head_of& at, int tokens,
+void recall_units(const State& s, const Policies& policies, const head_of& at, int tokens,
                   const workspace& w) {
   const std::size_t row = s.row(at.sequence, at.head), first = s.selection(at.sequence, at.head);
-  const std::int32_t* pages = s.selected + first;
+  const std::int32_t* units = s.selected + first;
   const int count = s.selected_count[row];
   std::int32_t* slot_of = s.slot_of + first;
   const slot_contents slots = s.slots_of(at.sequence, at.head);
   resolve(policies.residency, [&](const auto& residency) {
-    diff_pages(residency, pages, count, slots, ++s.selections[row], slot_of);
+    diff_pages(residency, units, count, slots, ++s.selections[row], slot_of);
   });
-  const auto slot = [&](int i) {
-    return s.frame_slice(at.sequence, s.slots.selected_slot(slot_of[i]), at.head);
-  };
-  int missing = 0;  // those to read from where they are encoded, in w.pages
+  const int ring_begin = s.slots.ring_begin(tokens, s.page.tokens);
+  int missing = 0;  // those to bring from the store, in w.units
   for (int i = 0; i < count; ++i) {
     if (slot_of[i] >= 0) continue;
     slot_of[i] = ~slot_of[i];
-    const bool in_ring = pages[i] >= s.slots.ring_begin(tokens, s.page.tokens);
+    const int page = s.page_of(units[i]);
+    const bool in_ring = page >= ring_begin;
     ++(in_ring ? s.promoted : s.recalled)[row];
-    if (s.encoded && !in_ring) {
-      w.pages[missing++] = i;
+    if (!in_ring) {
+      w.units[missing++] = i;
       continue;
     }
-    const auto from = in_ring ? s.frame_slice(at.sequence, s.slots.ring_slot(pages[i]), at.head)
-                              : s.store_slice(at.sequence, pages[i], at.head);
-    copy_slice<State::head_dim>(as_const(from), slot(i), s.page.tokens);
+    const auto from = s.frame_slice(at.sequence, s.slots.ring_slot(page), at.head);
+    copy_slice<State::head_dim>(as_const(rows_behind(from, s.row_of(units[i]))),
+                                s.selected_slice(at.sequence, slot_of[i], at.head), s.unit.tokens);
   }
   try {
-    encoded_pages(s, policies, w)
-        .read(
-            at, missing, [&](int i) { return pages[w.pages[i]]; }, [&](int i) { return slot(w.pages[i]); });
+    bring_units(
+        encoded_pages(s, policies, w), s, at, missing, [&](int i) { return units[w.units[i]]; },
+        [&](int i) { return slot_of[w.units[i]]; });
   } catch (const store_error&) {
-    for (int i = 0; i < missing; ++i) slots.page[slot_of[w.pages[i]]] = -1;
+    for (int i = 0; i < missing; ++i) slots.page[slot_of[w.units[i]]] = -1;
     s.recalled[row] -= missing;
     throw;
   }

@@ -10,16 +10,16 @@
 
 namespace freekv::host {
 
-/// How many of the pages of `range` are candidates of a decode entry, and how many of the next step.
+/// How many of the units of `range` are candidates of a decode entry, and how many of the next step.
 struct step_candidates {
   int now = 0, next = 0;
-  candidate_range range;
+  unit_range range;
 };
 template <class State>
 step_candidates candidates_at(const State& s, const step_entry& entry) {
-  const page_roles next = roles_at(entry.after() + 1, s.budget, s.page.tokens);
-  const int now = std::max(0, s.window_begin(entry) - next.sink_end);
-  return {now, next.candidates(), {next.sink_end, std::max(now, next.candidates())}};
+  const unit_range next = s.candidates_at(entry.after() + 1);
+  const int now = std::max(0, s.window_begin(entry) * s.units_per_page - next.first);
+  return {now, next.count, {next.first, std::max(now, next.count)}};
 }
 
 /// Each query head of a KV head selects for itself what comes next, and `now_too` what the entry attends to.
@@ -34,10 +34,10 @@ void select_by_query_head(isa set, const State& s, const Policies& policies, con
   for (int g = 0; g < s.heads.group(); ++g) {
     head_selection selection(set, s, policies, entry, head, c.range, w, g);
     if (now_too)
-      selected = unite_pages(s.selected_union(entry.sequence, head), selected, w.pages,
-                             selection.best(c.now, w.pages), g);
-    upcoming = unite_pages(s.upcoming_union(entry.sequence, head), upcoming, w.pages,
-                           selection.best(c.next, w.pages), g);
+      selected = unite_pages(s.selected_union(entry.sequence, head), selected, w.units,
+                             selection.best(c.now, w.units), g);
+    upcoming = unite_pages(s.upcoming_union(entry.sequence, head), upcoming, w.units,
+                           selection.best(c.next, w.units), g);
   }
 }
 

@@ -4,18 +4,19 @@
 #include <algorithm>
 #include <array>
 #include <freekv/backend/host/encoded_pages.hpp>
+#include <freekv/backend/host/select.hpp>
 #include <freekv/functors/copy_slice.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 
 namespace freekv::host {
 
-/// Whether all pages selected by the heads of a sequence are among its first `pages`.
+/// Whether all units selected by the heads of a sequence are in its first `pages` pages.
 template <class State>
 bool selects_within(const State& s, int sequence, int pages) {
   for (int head = 0; head < s.heads.kv; ++head) {
     const std::int32_t* selected = s.selected + s.selection(sequence, head);
     const int count = s.selected_count[s.row(sequence, head)];
-    if (count > 0 && selected[count - 1] >= pages) return false;
+    if (count > 0 && s.page_of(selected[count - 1]) >= pages) return false;
   }
   return true;
 }
@@ -57,14 +58,13 @@ void fill_window(const encoded_pages<State, Policies>& stored, const State& s, i
 
 /// Fills what the selected slots of each head are to hold. Throws store_error.
 template <class State, class Policies>
-void fill_selected(const encoded_pages<State, Policies>& stored, const State& s, int sequence, int tokens) {
+void fill_selected(const encoded_pages<State, Policies>& stored, const State& s, int sequence) {
   for (int head = 0; head < s.heads.kv; ++head) {
     const slot_contents slots = s.slots_of(sequence, head);
     for (int i = 0; i < slots.count; ++i)
       if (slots.page[i] >= 0)
-        fill_slots(
-            stored, s, {sequence, head}, tokens, 1, [&](int) { return slots.page[i]; },
-            [&](int) { return s.slots.selected_slot(i); });
+        bring_units(
+            stored, s, {sequence, head}, 1, [&](int) { return slots.page[i]; }, [&](int) { return i; });
   }
 }
 
@@ -112,9 +112,9 @@ void copy_selection(const State& s, int from, int to) {
                                          s.recalled, s.recalled_before_attention, s.promoted})
     copy(counts, 1);
   for (std::int32_t* lists : std::array{s.selected, s.upcoming, s.attended, s.slot_of})
-    copy(lists, n(s.list_pages));
+    copy(lists, n(s.list_units));
   for (std::uint32_t* masks : std::array{s.selected_by, s.upcoming_by, s.attended_by})
-    copy(masks, n(s.list_pages * s.mask_words));
+    copy(masks, n(s.list_units * s.mask_words));
   for (std::int32_t* lists : std::array{s.slot_page, s.slot_stamp}) copy(lists, n(s.slots.selected));
 }
 

@@ -28,12 +28,12 @@ class stages {
   stages(host_backend& backend, const Policies& policies, const workspace_sizes& scratch, carver& memory)
       : backend_(&backend),
         policies_(&policies),
-        max_parts_((scratch.max_pages - 1) / pages_per_part(scratch.page_tokens) + 1) {
+        max_parts_((scratch.most_entries() - 1) / entries_per_part(scratch.page_tokens) + 1) {
     for (int i = 0; i < backend.workspaces(); ++i) workspaces_.push_back(workspace::carve(memory, scratch));
     const auto heads = static_cast<std::size_t>(scratch.kv_heads * max_parts_ * scratch.group);
     part_mass_ = memory.take<log_sum_exp>(heads);
     part_weighted_ = memory.take<float>(heads * d);
-    layer_stride_ = workspace_sizes::padded(scratch.max_pages);
+    layer_stride_ = workspace_sizes::padded(scratch.max_units);
     for (float** pooled : {&pooled_now_, &pooled_next_, &pooled_behind_})
       *pooled = memory.take<float>(static_cast<std::size_t>(scratch.pooled_heads * layer_stride_));
   }
@@ -219,7 +219,7 @@ class stages {
     const bool all = (s.unfilled[sequence] & lacks_slots) != 0;
     if (all || (s.unfilled[sequence] & lacks_window) != 0)
       fill_window(stored, s, sequence, tokens, all ? 0 : page);
-    if (all) fill_selected(stored, s, sequence, tokens);
+    if (all) fill_selected(stored, s, sequence);
     s.unfilled[sequence] = 0;
   }
   /// The same, or nothing: the next append tries again and says what is wrong.
@@ -234,7 +234,7 @@ class stages {
   /// Runs `body(head, workspace)` for the retrieval heads that are `wanted`.
   template <class Wanted, class Body>
   void for_heads(const State& s, const step_entry& entry, const Wanted& wanted, const Body& body) {
-    const int candidates = roles_at(entry.after() + 1, s.budget, s.page.tokens).candidates();
+    const int candidates = s.candidates_at(entry.after() + 1).count;
     const auto bytes = static_cast<std::size_t>(s.heads.kv * candidates) * s.summary_bytes;
     backend_->parallel(s.heads.kv, bytes, [&](int head, int worker) {
       if (s.kind_of(head) == layer_kind::retrieval && wanted(head)) body(head, workspace_of(worker));
@@ -254,16 +254,16 @@ class stages {
     const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
     head_selection selection(instructions(), s, *policies_, entry, head, c.range, w);
     std::int32_t* selected = s.selected + first;
-    const int count = selection.best(c.now, w.pages);
+    const int count = selection.best(c.now, w.units);
     const bool anew = s.corrected[row] != 0;
     if (anew) {
-      std::copy_n(w.pages, count, selected);
+      std::copy_n(w.units, count, selected);
       s.selected_count[row] = count;
     } else {
       resolve(policies_->correction, [&]<class Correction>(const Correction& correction) {
         if constexpr (correction_by_mass<Correction>)
           correct_by_mass(s, row, correction.at(s.layer), selection, c.now,
-                          {selected, {w.pages, static_cast<std::size_t>(count)}});
+                          {selected, {w.units, static_cast<std::size_t>(count)}});
       });
     }
     recall_corrected(s, entry, head, w);
@@ -291,10 +291,10 @@ class stages {
     head_selection selection(instructions(), s, *policies_, entry, head, c.range, w);
     if (by_mass || !selection.takes_all(c.now))
       selection.pool_heads(c.now, pooled_now_, layer_stride_, heads);
-    const int count = selection.best(c.now, w.pages);
-    const std::span<const std::int32_t> best(w.pages, static_cast<std::size_t>(count));
+    const int count = selection.best(c.now, w.units);
+    const std::span<const std::int32_t> best(w.units, static_cast<std::size_t>(count));
     if (s.corrected[row] != 0) {
-      std::copy_n(w.pages, count, s.selected + first);
+      std::copy_n(w.units, count, s.selected + first);
       s.selected_count[row] = count;
     } else {
       resolve(policies_->correction, [&]<class Correction>(const Correction& correction) {
@@ -316,10 +316,10 @@ class stages {
     const int head = first_retrieving(s), heads = retrieving_before(s, s.heads.kv);
     const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
     if (s.upcoming_count[row] >= 0) return;
-    const page_roles next = roles_at(entry.after() + 1, s.budget, s.page.tokens);
-    const int count = next.candidates();
+    const unit_range next = s.candidates_at(entry.after() + 1);
+    const int count = next.count;
     const auto pool = [&](int each, const workspace& w) {
-      head_selection selection(instructions(), s, *policies_, entry, each, {next.sink_end, count}, w);
+      head_selection selection(instructions(), s, *policies_, entry, each, next, w);
       if (!selection.takes_all(count))
         selection.copy_pooled(count, pooled_behind_ + retrieving_before(s, each) * layer_stride_);
     };
@@ -328,7 +328,7 @@ class stages {
       for_heads_behind(s, pool);
     else
       for_heads(s, entry, every, pool);
-    head_selection selection(instructions(), s, *policies_, entry, head, {next.sink_end, count},
+    head_selection selection(instructions(), s, *policies_, entry, head, next,
                              workspace_of(overlaps ? backend_->recall_workspace() : 0));
     if (!selection.takes_all(count)) selection.pool_heads(count, pooled_behind_, layer_stride_, heads);
     s.upcoming_count[row] = selection.best(count, s.upcoming + first);
@@ -370,10 +370,9 @@ class stages {
                   s.selected_by + s.masks(entry.sequence, head));
       s.upcoming_count[row] = -1;
     } else {
-      const page_roles next = roles_at(entry.after() + 1, s.budget, s.page.tokens);
-      head_selection selection(instructions(), s, *policies_, entry, head, {next.sink_end, next.candidates()},
-                               w);
-      s.selected_count[row] = selection.best(next.candidates(), selected);
+      const unit_range next = s.candidates_at(entry.after() + 1);
+      head_selection selection(instructions(), s, *policies_, entry, head, next, w);
+      s.selected_count[row] = selection.best(next.count, selected);
     }
     if (s.keeps_slots) recall(s, {entry.sequence, head}, entry.after(), w);
   }
@@ -381,7 +380,7 @@ class stages {
   /// What cannot be read is left to `recall_missing`.
   void recall(const State& s, const head_of& at, int tokens, const workspace& w) {
     try {
-      recall_pages(s, *policies_, at, tokens, w);
+      recall_units(s, *policies_, at, tokens, w);
     } catch (const store_error&) {
       s.unrecalled[s.row(at.sequence, at.head)] = 1;
     }
@@ -390,7 +389,7 @@ class stages {
     if (!s.encoded || s.kind != layer_kind::retrieval) return;
     for (int head = 0; head < s.heads.kv; ++head) {
       std::uint8_t& missing = s.unrecalled[s.row(sequence, head)];
-      if (missing != 0) recall_pages(s, *policies_, {sequence, head}, tokens, workspace_of(0));
+      if (missing != 0) recall_units(s, *policies_, {sequence, head}, tokens, workspace_of(0));
       missing = 0;
     }
   }

@@ -10,16 +10,18 @@ namespace freekv::host {
 
 /// What scratch depends on.
 struct workspace_sizes {
-  int kv_heads = 0, group = 0, decode_rows = 1, head_dim = 0, page_tokens = 0;
+  int kv_heads = 0, group = 0, decode_rows = 1, head_dim = 0, page_tokens = 0, unit_tokens = 0;
   int summary_width = 0, query_width = 0;            // numbers of a decoded summary, of a prepared query
   int attention_floats = 0;                          // scratch of attend_slice
-  int max_pages = 0;                                 // of one sequence
-  int selected_pages = 0;                            // of one KV head
+  int max_pages = 0, max_units = 0;                  // of one sequence
+  int selected_units = 0;                            // of one KV head
   int pooled_heads = 0;                              // KV heads that select together, if any
   std::size_t slice_bytes = 0, slice_alignment = 1;  // of encoded pages, if any
   std::size_t decoded_bytes = 0;                     // of a page and KV head that was encoded
 
-  /// Scores of `candidates` pages, rounded up to whole packs of any team.
+  /// Entries that a KV head attends to at most.
+  int most_entries() const { return unit_tokens == page_tokens ? max_pages : max_pages + selected_units; }
+  /// Scores of so many candidates, rounded up to whole packs of any team.
   static constexpr std::int64_t padded(int candidates) { return (std::int64_t{candidates} + 15) / 16 * 16; }
 };
 
@@ -38,7 +40,7 @@ struct workspace {
   float* pooled = nullptr;        // (padded candidates)
   float* log_sums = nullptr;      // (scoring heads, or KV heads that select together)
   std::uint64_t* keys = nullptr;  // (candidates)
-  std::int32_t* pages = nullptr;  // (K)
+  std::int32_t* units = nullptr;  // (K)
   std::byte* encoded = nullptr;   // (most_staged or kv heads, slice_bytes)
   std::byte* decoded = nullptr;   // (most_staged, 2, page tokens, head_dim) elements
 
@@ -52,11 +54,11 @@ struct workspace {
     w.pooled_query = memory.take<float>(n(s.head_dim));
     w.mass = memory.take<log_sum_exp>(n(2 * s.group));
     w.weighted = memory.take<float>(n(2 * s.group * s.head_dim));
-    w.scores = memory.take<float>(n(scoring_heads * s.padded(s.max_pages)));
-    w.pooled = memory.take<float>(n(s.padded(s.max_pages)));
+    w.scores = memory.take<float>(n(scoring_heads * s.padded(s.max_units)));
+    w.pooled = memory.take<float>(n(s.padded(s.max_units)));
     w.log_sums = memory.take<float>(n(std::max(scoring_heads, s.pooled_heads)));
-    w.keys = memory.take<std::uint64_t>(n(s.max_pages));
-    w.pages = memory.take<std::int32_t>(n(s.selected_pages));
+    w.keys = memory.take<std::uint64_t>(n(s.max_units));
+    w.units = memory.take<std::int32_t>(n(s.selected_units));
     w.encoded = memory.take_aligned(s.slice_bytes * n(std::max(most_staged, s.kv_heads)), s.slice_alignment);
     w.decoded = memory.take<std::byte>(s.decoded_bytes * n(most_staged));
     return w;
