@@ -14,24 +14,31 @@ bootstrap_other_cccl
 bootstrap_llama_cpp
 bootstrap_model
 
-run() {  # PRESET CMAKE_OPTION...
+configure() {  # PRESET CMAKE_OPTION...
   local preset=$1
   shift
-  say "Building preset $preset ($((SECONDS - started)) s so far)"
   cmake --preset "$preset" "$@" >"build/configure-$preset.log" || { cat "build/configure-$preset.log" >&2; die "Preset $preset could not be configured."; }
-  cmake --build --preset "$preset" -j "$jobs" >&2
-  say "Testing preset $preset ($((SECONDS - started)) s so far)"
-  ctest --preset "$preset" -j "$jobs"
 }
-run_those() {  # PRESET TARGET...: of a preset these alone
-  local preset=$1
+build_and_test() {  # NAME PRESET CMAKE_BUILD_OPTION... -- CTEST_OPTION...
+  local name=$1 preset=$2 build=()
+  shift 2
+  while [[ $1 != -- ]]; do build+=("$1"); shift; done
   shift
-  say "Building and testing $* of preset $preset ($((SECONDS - started)) s so far)"
-  cmake --preset "$preset" >"build/configure-$preset.log" || { cat "build/configure-$preset.log" >&2; die "Preset $preset could not be configured."; }
-  cmake --build --preset "$preset" -j "$jobs" --target "$@" >&2
-  ctest --preset "$preset" -j "$jobs" -R "^($(IFS='|'; echo "$*"))(\\..*)?\$"
+  say "Building $name ($((SECONDS - started)) s so far)"
+  cmake --build --preset "$preset" -j "$jobs" "${build[@]}" >&2
+  say "Testing $name ($((SECONDS - started)) s so far)"
+  ctest --preset "$preset" -j "$jobs" "$@"
 }
-run_those tsan backend_test file_store_test order_test events_test
-run asan
-run ci -DFREEKV_OTHER_CCCL="$OTHER_CCCL" -DFREEKV_LLAMA_CPP="$LLAMA_CPP" -DFREEKV_LLAMA_CPP_BUILD="$LLAMA_CPP_BUILD" -DFREEKV_MODEL="$MODEL"
-say "All tests passed in $((SECONDS - started)) s" # what ran and what was skipped stands above
+threads=(backend_test file_store_test order_test events_test)  # what has more than one
+configure tsan
+build_and_test "with ThreadSanitizer" tsan --target "${threads[@]}" -- -R "^($(IFS='|'; echo "${threads[*]}"))(\\..*)?\$"
+configure asan
+build_and_test "with AddressSanitizer" asan --
+
+configure ci -DFREEKV_OTHER_CCCL="$OTHER_CCCL" -DFREEKV_LLAMA_CPP="$LLAMA_CPP" -DFREEKV_LLAMA_CPP_BUILD="$LLAMA_CPP_BUILD" -DFREEKV_MODEL="$MODEL"
+device='^(cuda|headers\.nvcc)'
+before=$SECONDS
+build_and_test "device code" ci --target cuda_tests -- -R "$device"
+on_device=$((SECONDS - before))
+build_and_test "as released" ci -- -E "$device"
+say "All tests passed in $((SECONDS - started)) s, of which $on_device s were device code" # what ran and what was skipped stands above

@@ -87,6 +87,10 @@ TEST_CASE("options that cannot be are refused with the number and what to choose
   r.refuse({"--k", "0"}, {"--k 0", "at least one"});
   r.refuse({"--k", "-3"}, {"--k -3", "at least one"});
   r.refuse({"--variant", "full", "--k", "0"}, {"--k 0"});
+  r.refuse({"--unit", "3"}, {"a unit of 3 tokens", "a page of 32", "divisor"});
+  r.refuse({"--unit", "-1"}, {"a unit of -1 tokens"});
+  r.refuse({"--unit", "4", "--summary", "key_sketch"}, {"key_sketch", "8 tokens at a time", "has 4"});
+  r.refuse({"--variant", "infinigen", "--bits", "3"}, {"key_subspace", "8 tokens at a time", "has 1"});
   r.refuse({"--window", "0"}, {"window of 0", "page size 32"});
   r.refuse({"--window", "-32"}, {"window of -32"});
   r.refuse({"--window", "16"}, {"window of 16", "page size 32"});
@@ -131,9 +135,11 @@ TEST_CASE("options that cannot be are refused with the number and what to choose
          {"nan", "NaN", "-nan", "inf", "-inf", "infinity", "1e400", "", "0.9x", "x", " 1"})
       r.refuse({option, number}, {option});
   for (const char* option : {"--page", "--sink", "--window", "--k", "--chunk", "--rank", "--bits", "--times",
-                             "--threads", "--basis-layer", "--every", "--spare"})
-    for (const char* number : {"nan", "1.5", "", "1e2", "0x20", "99999999999", "eight", "8 "})
+                             "--threads", "--basis-layer", "--every", "--spare", "--unit"})
+    for (const char* number : {"nan", "99999999999", "1.5", "", "1e2", "0x20", "eight", "8 "}) {
       r.refuse({option, number}, {option, "whole number"});
+      if (sanitized) break;
+    }
   r.refuse({"--k", "2000000000"}, {"--k 2000000000", "pages"});  // legal, but not to be written
 }
 

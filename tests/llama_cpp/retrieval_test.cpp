@@ -314,7 +314,7 @@ TEST_CASE("texts decoded together get what each gets alone") {
   }
   SECTION("in logits, as nearly as llama.cpp's own") {
     const auto stock = [&](std::span<const part> some, bool unified) {
-      engine e(m, {.threads = 2,
+      engine e(m, {.threads = 1,
                    .context = 256 * static_cast<int>(some.size()),
                    .sequences = static_cast<int>(some.size()),
                    .unified = unified});
@@ -329,7 +329,7 @@ TEST_CASE("texts decoded together get what each gets alone") {
       for (const auto& prompt : held) ids.push_back(prompt.open(*p));
       retrieval_attention attention(*p, ids, m.shape(), 0);
       const auto count = static_cast<int>(some.size());
-      engine e(m, {.threads = 2, .context = count, .rows = count, .sequences = count});
+      engine e(m, {.threads = 1, .context = count, .rows = count, .sequences = count});
       return decode_parts(some, [&](auto step) { return e.decode(step, attention); });
     };
     const auto together = ours(parts, prompts), stock_together = stock(parts, false),
