@@ -31,7 +31,8 @@ std::vector<layer_kind> head_kinds_of(std::string_view variant, const arguments&
   return {};
 }
 
-/// All rows there are. What is learnt from another text is shown for the first variant of each kind that needs it.
+/// All rows there are. What is learnt from another text is shown for the first variant of each kind that needs it and is
+/// not deep.
 std::vector<contender> all_contenders(const arguments& a, const model_shape& shape) {
   std::vector<contender> all;
   bool lent_basis = false, lent_codebooks = false;
@@ -44,6 +45,7 @@ std::vector<contender> all_contenders(const arguments& a, const model_shape& sha
     if (c.does.plan == "by_head") c.head_kinds = head_kinds_of(variant.name, a, shape);
     if (c.learns()) c.basis = basis_source::prompt;
     all.push_back(c);
+    if (c.deep) continue;
     c.basis = basis_source::other_text;
     if (c.does.needs_basis() && !std::exchange(lent_basis, true)) {
       c.name += ", other text's basis";

@@ -4,7 +4,7 @@ set -euo pipefail
 programs=$1 replay=$2 model=$3 folder=$4
 texts=$(cd "$(dirname "$0")/../../examples/llama_cpp/texts" && pwd)
 rm -rf "$folder" && mkdir -p "$folder"
-common=(--model "$model" --text "$texts/hacker-folklore.txt")
+common=(--model "$model" --text "$texts/hacker-folklore.txt" --threads 1)  # of which several wait for each other by spinning
 
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/results" \
   --calibration "$texts/technical.txt" --prompt 500 --steps 12 --budget 256 --needle-tokens 400 --needle-budgets 256 \
@@ -18,8 +18,8 @@ for layer in $(seq 0 29); do echo "$layer 0 complete"; done >"$folder/heads.txt"
   --section batch --section draft --batch 3 --draft 4 --variant freekv --variant freekv_key_codes_deficit --prompt 500 \
   --steps 12 --budget 256 --commit smoke
 "$programs/freekv-record" "${common[@]}" --prompt 300 --steps 20 --layers 3,12 --out "$folder/traces"
-"$programs/freekv-basis" --model "$model" --text "$texts/genesis.txt" --tokens 300 --rank 24 --out "$folder/basis.safetensors"
-"$programs/freekv-basis" --model "$model" --text "$texts/genesis.txt" "$texts/technical.txt" --tokens 300 \
+"$programs/freekv-basis" --model "$model" --threads 1 --text "$texts/genesis.txt" --tokens 300 --rank 24 --out "$folder/basis.safetensors"
+"$programs/freekv-basis" --model "$model" --threads 1 --text "$texts/genesis.txt" "$texts/technical.txt" --tokens 300 \
   --codebooks "$folder/codebooks.safetensors"
 for variant in full streaming_llm quest freekv freekv_chunk_means freekv_key_subspace; do
   "$replay" "$folder/traces/layer-12.safetensors" --variant $variant --k 2 --out "$folder/$variant.safetensors" >"$folder/$variant.json"

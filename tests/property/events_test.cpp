@@ -1,7 +1,10 @@
 // Random events on up to eight sequences in one pipeline of few pages: each gives what the oracle, which keeps each
 // sequence apart, gives it. (Invariants 9 and 10 of the specification.)
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <optional>
@@ -17,6 +20,14 @@ using freekv::row_kind;
 using freekv::sequence_id;
 
 constexpr int most_sequences = 8, events = 60;
+
+/// Bytes of this process that are in memory.
+std::size_t resident_bytes() {
+  std::ifstream file("/proc/self/statm");
+  std::size_t total = 0, resident = 0;
+  file >> total >> resident;
+  return resident * static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+}
 
 /// A sequence beside what the oracle knows of it. A copy is a fork.
 struct live_sequence {
@@ -321,7 +332,9 @@ TEST_CASE("random events on several sequences agree with the float64 oracle", "[
   freekv::host_backend alone, several({.threads = 3, .overlap = true, .bytes_per_thread = 4096});
   coverage seen;
   event_counts counts;
+  std::size_t settled = 0;
   for (std::uint64_t seed = first; seed < first + count; ++seed) {
+    if (seed == first + count / 5) settled = resident_bytes();
     const random_case c = make_events(seed);
     try {
       world(c, seed % 2 == 0 ? alone : several, seen, counts).run();
@@ -340,7 +353,10 @@ TEST_CASE("random events on several sequences agree with the float64 oracle", "[
                     << counts.preemptions << " preemptions, " << counts.refused << " refusals, "
                     << counts.pages_copied << " open pages copied; " << seen.firm_selections
                     << " firm selections, " << seen.compared_outputs << " outputs compared, corrected "
-                    << seen.corrected << ", recalled " << seen.recalled << ", promoted " << seen.promoted);
+                    << seen.corrected << ", recalled " << seen.recalled << ", promoted " << seen.promoted
+                    << "; " << settled / 1048576 << " MiB in memory after a fifth of the cases, "
+                    << resident_bytes() / 1048576 << " MiB at the end");
+  if (count >= 500) CHECK(resident_bytes() < settled + settled / 4 + (16u << 20));
   if (count >= 100) {
     for (const long n : {counts.forks, counts.truncations, counts.preemptions, counts.refused,
                          counts.pages_copied, seen.recalled, seen.promoted, seen.corrected})

@@ -1,7 +1,7 @@
 // Page summaries: what stands for a page's keys when pages are scored.
 //
 // A summary policy turns the keys of one page and one KV head into `width` numbers and scores a query against
-// them. The library stores the numbers (by default as float32) and hands them back as floats, so a policy is
+// them; where a unit is less than a page, its `page_geometry` is the unit's. The library stores the numbers (by default as float32) and hands them back as floats, so a policy is
 // three functions:
 //
 //   struct my_summary {
@@ -40,7 +40,7 @@
 
 namespace freekv {
 
-/// What a summary policy is used for, for `validate`.
+/// What a summary policy is used for, for `validate`: a page, or a unit of one.
 struct summary_setting {
   page_geometry page;
   int layers = 0;
