@@ -45,8 +45,8 @@ struct method {
   bool retrieves() const { return plan == "retrieval" || plan == "by_head"; }
   bool evicts() const { return plan == "eviction"; }
   bool needs_basis() const { return retrieves() && summary == "key_subspace"; }
-  int unit_tokens(int page) const { return unit == 0 ? page : unit; }
   bool needs_codebooks() const { return retrieves() && summary == "key_codes"; }
+  int unit_tokens(int page) const { return unit == 0 ? page : unit; }
 };
 
 /// What a method's policies take besides it.

@@ -1,7 +1,8 @@
 # Compiles SOURCE twice. With FREEKV_FIXED defined it must compile without a warning, so that what is tested is the
 # mistake and nothing else; without it, it must not, and SENTENCE must stand in the first of at most 3 errors.
 #
-# Without a SOURCE it makes HEADER, the whole library, and precompiles it, which most of the time of either compilation went into.
+# Without a SOURCE it makes HEADER, the whole library, and precompiles it, which most of the time of either compilation
+# went into.
 set(ENV{LC_ALL} C)
 set(compile ${COMPILER} -std=c++20 -Wall -Wextra -Werror -I${INCLUDE})
 foreach(folder ${CUDA_INCLUDE})

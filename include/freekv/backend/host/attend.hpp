@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/backend/host/isa.hpp>
@@ -102,8 +101,24 @@ struct attention_job {
         attend_slice<d>(set, {w.query + run.first * d, run.count, d}, as_const(rows), tokens,
                         {part.mass + run.first, part.weighted + run.first * d}, w.block, s.soft_cap);
     };
-    if (s.encoded && !in_slots(entries)) return read_and_attend({begin, end}, head, entries, w, attend_rows);
-    for (int i = begin; i < end; ++i) attend_rows(i, rows_of(entries, i, head), entries.part(i).tokens);
+    if (!s.encoded || in_slots(entries)) {
+      for (int i = begin; i < end; ++i) {
+        const page_part rows = entries.part(i);
+        attend_rows(i, rows_of(entries, i, rows, head), rows.tokens);
+      }
+      return;
+    }
+    const auto behind = [&](const auto& slice, int i) {
+      const page_part rows = entries.part(i);
+      attend_rows(i, rows_behind(slice, rows.first), rows.tokens);
+    };
+    // The open page is not encoded; it is the last.
+    const bool open = begin < end && entries.page(end - 1) >= entry.after() / s.page.tokens;
+    encoded_pages(s, policies, w)
+        .read_each(
+            {entry.sequence, head}, end - open - begin, [&](int i) { return entries.page(begin + i); },
+            [&](int i, const auto& slice) { behind(slice, begin + i); });
+    if (open) behind(s.open_slice(entry.sequence, entries.page(end - 1), head), end - 1);
   }
   void finish(isa set, int row, int head, const attention_part& part) const {
     const int group = s.heads.group();
@@ -115,41 +130,12 @@ struct attention_job {
   }
 
  private:
-  struct range {
-    int begin = 0, end = 0;
-  };
-  /// Entries whose pages are encoded, each of these read once: those that are complete first, the open one is the last.
-  template <class Attend>
-  void read_and_attend(const range& of, int head, const page_list& entries, const workspace& w,
-                       const Attend& attend_rows) const {
-    const encoded_pages stored(s, policies, w);
-    for (int first = of.begin, last; first < of.end; first = last) {
-      std::array<int, most_staged> pages{};
-      int count = 0;
-      for (last = first; last < of.end; ++last) {
-        const int page = entries.page(last);
-        if (count > 0 && pages[static_cast<std::size_t>(count - 1)] == page) continue;
-        if (count == most_staged) break;
-        pages[static_cast<std::size_t>(count++)] = page;
-      }
-      const auto page = [&](int i) { return pages[static_cast<std::size_t>(i)]; };
-      const int closed = count - (page(count - 1) >= entry.after() / s.page.tokens);
-      stored.read({entry.sequence, head}, closed, page, [&](int i) { return stored.staged(i); });
-      for (int i = first, nth = 0; i < last; ++i) {
-        const page_part part = entries.part(i);
-        if (part.page != page(nth)) ++nth;
-        const auto rows = nth < closed ? stored.staged(nth) : s.open_slice(entry.sequence, part.page, head);
-        attend_rows(i, rows_behind(rows, part.first), part.tokens);
-      }
-    }
-  }
   int entries_per_part(const page_list& entries) const {
     return freekv::entries_per_part(entries.complete ? s.page.tokens : s.unit.tokens);
   }
   bool in_slots(const page_list& entries) const { return s.keeps_slots && !complete && !entries.complete; }
-  /// Where the rows of entry i of a head's list are: in the store, or in its slot.
-  auto rows_of(const page_list& entries, int i, int head) const {
-    const page_part part = entries.part(i);
+  /// Where the rows of entry i of a head's list, `part`, are: in the store, or in its slot.
+  auto rows_of(const page_list& entries, int i, const page_part& part, int head) const {
     if (!in_slots(entries)) return rows_behind(s.store_slice(entry.sequence, part.page, head), part.first);
     if (entries.is_selected(i))
       return s.selected_slice(entry.sequence, s.selected_slot_of(entry.sequence, head, entries, i), head);

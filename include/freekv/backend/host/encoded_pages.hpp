@@ -64,6 +64,27 @@ class encoded_pages {
     }
   }
 
+  /// Reads the pages `page(i)`, the same ones side by side, once each and as many at a time as there is scratch for, and
+  /// calls `use(i, slice)` for each of `count`. Throws store_error.
+  template <class Page, class Use>
+  void read_each(const head_of& at, int count, const Page& page, const Use& use) const {
+    for (int first = 0, last; first < count; first = last) {
+      std::array<int, most_staged> pages{};
+      int distinct = 0;
+      for (last = first; last < count; ++last) {
+        if (distinct > 0 && pages[static_cast<std::size_t>(distinct - 1)] == page(last)) continue;
+        if (distinct == most_staged) break;
+        pages[static_cast<std::size_t>(distinct++)] = page(last);
+      }
+      const auto nth_page = [&](int nth) { return pages[static_cast<std::size_t>(nth)]; };
+      read(at, distinct, nth_page, [&](int nth) { return staged(nth); });
+      for (int i = first, nth = 0; i < last; ++i) {
+        if (page(i) != nth_page(nth)) ++nth;
+        use(i, staged(nth));
+      }
+    }
+  }
+
  private:
   /// Says in an error whose tokens it was about.
   template <class Call>

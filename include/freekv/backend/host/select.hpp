@@ -310,13 +310,7 @@ void bring_units(const encoded_pages<State, Policies>& stored, const State& s, c
   } else if (s.units_per_page == 1) {
     stored.read(at, count, page, to);
   } else {
-    for (int first = 0, last; first < count; first = last) {
-      last = first + 1;
-      while (last < count && page(last) == page(first)) ++last;
-      stored.read(
-          at, 1, [&](int) { return page(first); }, [&](int) { return stored.staged(0); });
-      for (int i = first; i < last; ++i) copy(stored.staged(0), i);
-    }
+    stored.read_each(at, count, page, [&](int i, const auto& slice) { copy(slice, i); });
   }
 }
 
