@@ -4,6 +4,7 @@
 #include <optional>
 #include <sstream>
 
+#include "cited.hpp"
 #include "safetensors.hpp"
 
 namespace freekv::examples {
@@ -40,7 +41,7 @@ std::vector<layer_kind> read_head_list(std::istream& in, const std::string& name
       fail("layer " + std::to_string(layer) + ", head " + std::to_string(head) + " is none of " +
            std::to_string(layers) + " layers of " + std::to_string(kv_heads) + " KV heads");
     const auto known = kind_named(kind);
-    if (!known) fail("kind \"" + kind + "\" is unknown; choose retrieval, complete or window");
+    if (!known) fail("kind " + cited(kind) + " is unknown; choose retrieval, complete or window");
     const std::size_t at = static_cast<std::size_t>(layer) * heads + static_cast<std::size_t>(head);
     if (listed[at])
       fail("layer " + std::to_string(layer) + ", head " + std::to_string(head) + " is listed twice");

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "choices.hpp"
+#include "cited.hpp"
 
 namespace freekv::examples {
 namespace {
@@ -159,7 +160,7 @@ class event_reader {
     if (known == operations.end()) {
       std::string all;
       for (const auto& o : operations) all += (all.empty() ? "" : ", ") + std::string(o.first);
-      refuse("\"op\" is \"" + op.substr(0, 40) + "\"; choose among: " + all);
+      refuse("\"op\" is " + cited(op) + "; choose among: " + all);
     }
     event e{.what = known->second, .line = line_};
     if (e.what == event::kind::step)

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <string_view>
 
+#include "cited.hpp"
+
 namespace freekv::examples {
 
 namespace {
@@ -83,8 +85,8 @@ trace_form form_of(const safetensors_file& file, std::optional<data_type> elemen
     fail("metadata has no prompt_len; write the number of prompt tokens as a decimal string");
   const auto prompt_tokens = decimal(prompt_len->second, t.tokens);
   if (!prompt_tokens)
-    fail("metadata prompt_len is \"" + prompt_len->second.substr(0, 40) +
-         "\", not a decimal number from 0 to the trace's " + std::to_string(t.tokens) + " tokens");
+    fail("metadata prompt_len is " + cited(prompt_len->second) +
+         ", not a decimal number from 0 to the trace's " + std::to_string(t.tokens) + " tokens");
   t.prompt_len = *prompt_tokens;
   // Other programs may keep a name under this key; only a number is ours.
   if (const auto layer = file.metadata().find("layer"); layer != file.metadata().end())

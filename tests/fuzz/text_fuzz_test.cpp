@@ -149,3 +149,18 @@ TEST_CASE("damaged head lists are read as what they say or refused in a sentence
   CHECK(seen.refused > cases / 2);
   CHECK(seen.kinds.size() >= 4);
 }
+
+TEST_CASE("a sentence about a word does not end in it", "[fuzz]") {
+  const auto refusal = [](const std::string& kind) -> std::string {
+    std::istringstream in("3 0 " + kind + "\n");
+    try {
+      freekv::examples::read_head_list(in, "some-file", 4, 1);
+    } catch (const file_error& e) {
+      return e.what();
+    }
+    return "";
+  };
+  CHECK(refusal(std::string("retr\0ieval", 10)) ==
+        "\"some-file\", line 1: kind \"retr?ieval\" is unknown; choose retrieval, complete or window");
+  CHECK(refusal(std::string(1000, 'x')).size() < 150);
+}
