@@ -394,9 +394,9 @@ void codebook_set::save(const std::filesystem::path& path) const {
 
 codebook_set codebook_set::load(const std::filesystem::path& path) {
   const safetensors_file file(path);
-  const auto refuse = [&]() -> file_error {
+  const auto refuse = [name = path.string()]() -> file_error {
     return file_error(
-        "\"" + path.string() +
+        "\"" + name +
         "\" holds no key_codes codebooks: mean_centroids and centroids must be (layers, kv_heads, "
         "codes, dims, 256), their rows (layers, kv_heads, codes * dims, head_dim) and offsets "
         "(layers, kv_heads, head_dim); make them with freekv-basis");

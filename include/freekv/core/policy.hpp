@@ -20,6 +20,7 @@ struct residency_kind {};
 struct plan_kind {};
 struct route_kind {};
 struct codec_kind {};
+struct pinning_kind {};
 struct eviction_kind {};  // of an evicting_pipeline
 struct backend_kind {};
 
@@ -69,7 +70,7 @@ template <class P>
 std::string printed(const P& policy) {
   return resolve(policy, [](const auto& chosen) {
     std::string text(chosen.name);
-    if constexpr (requires { chosen.values(); }) text += "(" + chosen.values() + ")";
+    if constexpr (requires { chosen.values(); }) text.append("(").append(chosen.values()).append(")");
     return text;
   });
 }
