@@ -27,6 +27,17 @@ void key_basis::learn(int layer, std::span<const float> keys) {
   }
 }
 
+void key_basis::factorise(int layer, std::span<const float> keys) {
+  const principal_axes axes = singular_axes_of(keys, kv_heads_ * head_dim_, rank_);
+  const auto d = static_cast<std::ptrdiff_t>(head_dim_);
+  for (int head = 0; head < kv_heads_; ++head) {
+    float* to = data_.data() + static_cast<std::size_t>(layer * kv_heads_ + head) * view().floats_per_head();
+    to = std::fill_n(to, d, 0.0f);
+    for (int r = 0; r < rank_; ++r)
+      to = std::copy_n(axes.rows.begin() + (std::ptrdiff_t{r} * kv_heads_ + head) * d, d, to);
+  }
+}
+
 void key_basis::save(const std::filesystem::path& path) const {
   std::vector<float> means, rows;
   for (int layer = 0; layer < layers_; ++layer)

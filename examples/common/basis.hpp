@@ -1,4 +1,4 @@
-// The basis of key_subspace: computed from keys, kept as a safetensors file.
+// The bases of key_subspace and of low_rank_keys: computed from keys, the former kept as a safetensors file.
 #pragma once
 
 #include <filesystem>
@@ -19,7 +19,11 @@ class key_basis {
   /// at all the mean is 0 and the rows are unit vectors.
   void learn(int layer, std::span<const float> keys);
 
-  /// What key_subspace takes; valid while this object lives.
+  /// Sets one layer from its keys (tokens, kv_heads, head_dim) before rotation: the `rank` leading right singular
+  /// vectors of the keys of all heads side by side; means are 0. Tokens with a NaN or an infinity are left out.
+  void factorise(int layer, std::span<const float> keys);
+
+  /// What key_subspace and low_rank_keys take; valid while this object lives.
   subspace_basis view() const { return {data_.data(), layers_, kv_heads_, rank_, head_dim_}; }
   /// One layer alone, as the only one.
   subspace_basis layer(int layer) const;

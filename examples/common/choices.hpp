@@ -25,10 +25,13 @@ struct method {
   int bits = 3;                     ///< of key_subspace and key_sketch
   int codes = 6;                    ///< of key_codes, bytes a token
   int times = 4;                    ///< of coarse_to_fine: pages kept, in selected pages
+  int key_rank = 160;               ///< of low_rank_keys; at most as many as a token's keys have numbers
   int unit = 0;                     ///< tokens that are selected together; 0: a page's
   std::string pooling = "mean_softmax";
   std::string selection = "top_k";
   float top_p = 0.95f;
+  std::string pinning = "no_pins";
+  int pinned = 48;                   ///< of pin_outliers, units
   std::string rows = "per_kv_head";  ///< who shares one selection
   std::string correction = "cosine_drift";
   float tau = 0.9f;  ///< of cosine_drift
@@ -46,6 +49,7 @@ struct method {
   bool evicts() const { return plan == "eviction"; }
   bool needs_basis() const { return retrieves() && summary == "key_subspace"; }
   bool needs_codebooks() const { return retrieves() && summary == "key_codes"; }
+  bool needs_factors() const { return plan != "complete" && !evicts() && codec == "low_rank_keys"; }
   int unit_tokens(int page) const { return unit == 0 ? page : unit; }
 };
 
@@ -53,6 +57,8 @@ struct method {
 struct method_data {
   subspace_basis basis{};                ///< of key_subspace; the caller keeps its memory
   key_codebooks codebooks{};             ///< of key_codes; the caller keeps their memory
+  subspace_basis factors{};              ///< of low_rank_keys; the caller keeps its memory
+  rotary_embedding rotary{};             ///< of low_rank_keys; the caller keeps its memory
   std::vector<layer_kind> head_kinds{};  ///< of plan "by_head": (layers, kv_heads)
   int kv_heads = 1;
   int page = 32, window = 128;  ///< tokens; of raas
@@ -93,6 +99,16 @@ struct made<key_codes<dynamic, dynamic>> {
   static key_codes<dynamic, dynamic> from(const method& m, const method_data& data) {
     return {{m.codes}, {data.codebooks.mean_codes}, data.codebooks};
   }
+};
+template <>
+struct made<low_rank_keys<dynamic>> {
+  static low_rank_keys<dynamic> from(const method&, const method_data& data) {
+    return {{data.factors.rank}, data.factors, data.rotary};
+  }
+};
+template <>
+struct made<pin_outliers<dynamic>> {
+  static pin_outliers<dynamic> from(const method& m, const method_data&) { return {{m.pinned}}; }
 };
 template <class Coarse, class Fine>
 struct made<coarse_to_fine<Coarse, Fine, dynamic>> {
@@ -150,16 +166,18 @@ using summary_list =
                 key_codes<dynamic, dynamic>, coarse_to_fine<min_max, key_sketch<4>, dynamic>>;
 using pooling_list = policy_list<mean_softmax, max_softmax, mean_score, max_score, mean_query, max_query>;
 using selection_list = policy_list<top_k, top_p>;
+using pinning_list = policy_list<no_pins, pin_outliers<dynamic>>;
 using rows_list = policy_list<per_kv_head, per_query_head, per_layer>;
 using correction_list = policy_list<cosine_drift, mass_deficit, always, never, every_n_steps<dynamic>>;
 using residency_list = policy_list<first_unselected<dynamic>, least_recently_used<dynamic>>;
 using codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4m3>, int8_token, int4_token,
-                               int8_channel, int4_channel>;
+                               int8_channel, int4_channel, low_rank_keys<dynamic>>;
 using eviction_list = policy_list<h2o, tova, snapkv, raas>;
 
 inline constexpr auto& summaries = summary_list::choices;
 inline constexpr auto& poolings = pooling_list::choices;
 inline constexpr auto& selections = selection_list::choices;
+inline constexpr auto& pinnings = pinning_list::choices;
 inline constexpr auto& selection_rows = rows_list::choices;
 inline constexpr auto& corrections = correction_list::choices;
 inline constexpr auto& residencies = residency_list::choices;
@@ -260,6 +278,14 @@ inline const std::vector<named_variant>& variants() {
        .deep = true},
       {.name = "infinigen",
        .does = {.summary = "key_subspace", .bits = 32, .unit = 1, .correction = "always"},
+       .deep = true},
+      {.name = "shadowkv",
+       .does = {.summary = "mean",
+                .unit = 8,
+                .pooling = "max_softmax",
+                .pinning = "pin_outliers",
+                .correction = "always",
+                .codec = "low_rank_keys"},
        .deep = true},
       {.name = "razor_attention", .does = {.plan = "by_head"}, .deep = true},
       {.name = "duo_attention", .does = {.plan = "by_head"}, .deep = true},

@@ -41,6 +41,8 @@ struct pipeline_options {
   method does{};
   subspace_basis basis{};                ///< of key_subspace; the caller keeps its memory
   key_codebooks codebooks{};             ///< of key_codes; the caller keeps their memory
+  subspace_basis factors{};              ///< of low_rank_keys; the caller keeps its memory
+  rotary_embedding rotary{};             ///< of low_rank_keys; the caller keeps its memory
   std::vector<layer_kind> head_kinds{};  ///< of plan "by_head": (layers, kv_heads)
 };
 

@@ -10,8 +10,8 @@ template <class Shape>
 class pipeline_of_shape final : public pipeline {
   using implementation =
       retrieval_pipeline<Shape, page_size<dynamic>, unit<dynamic>, any_layouts, summary_list::any,
-                         pooling_list::any, selection_list::any, rows_list::any, correction_list::any,
-                         residency_list::any, any_plan, any_route, codec_list::any>;
+                         pooling_list::any, selection_list::any, pinning_list::any, rows_list::any,
+                         correction_list::any, residency_list::any, any_plan, any_route, codec_list::any>;
   using element = typename implementation::element;
 
  public:
@@ -73,11 +73,12 @@ class pipeline_of_shape final : public pipeline {
     s.sink_logits = o.sink_logits;
     s.page = {o.page};
     s.unit = {{o.does.unit}};
-    const method_data data{o.basis, o.codebooks, o.head_kinds, o.kv_heads};
+    const method_data data{o.basis, o.codebooks, o.factors, o.rotary, o.head_kinds, o.kv_heads};
     s.layouts = chosen("layout", layouts, o.layout).make(o.does, data);
     s.summary = chosen("summary", summaries, o.does.summary).make(o.does, data);
     s.pooling = chosen("pooling", poolings, o.does.pooling).make(o.does, data);
     s.selection = chosen("selection", selections, o.does.selection).make(o.does, data);
+    s.pinning = chosen("pinning", pinnings, o.does.pinning).make(o.does, data);
     s.rows = chosen("rows", selection_rows, o.does.rows).make(o.does, data);
     s.correction = chosen("correction", corrections, o.does.correction).make(o.does, data);
     s.residency = chosen("residency", residencies, o.does.residency).make(o.does, data);

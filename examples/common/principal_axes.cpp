@@ -5,7 +5,10 @@
 
 namespace freekv::examples {
 
-principal_axes principal_axes_of(std::span<const float> floats, int first, int stride, int dim, int count) {
+namespace {
+
+principal_axes axes_of(std::span<const float> floats, int first, int stride, int dim, int count,
+                       bool about_mean) {
   Eigen::VectorXd mean = Eigen::VectorXd::Zero(dim);
   Eigen::MatrixXd products = Eigen::MatrixXd::Zero(dim, dim);
   double vectors = 0;
@@ -19,6 +22,7 @@ principal_axes principal_axes_of(std::span<const float> floats, int first, int s
   }
   mean /= std::max(vectors, 1.0);
   products /= std::max(vectors, 1.0);
+  if (!about_mean) mean.setZero();
   products.selfadjointView<Eigen::Lower>().rankUpdate(mean, -1.0);
   const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(products);  // eigenvalues ascend
 
@@ -32,6 +36,16 @@ principal_axes principal_axes_of(std::span<const float> floats, int first, int s
     axes.variances.push_back(solver.eigenvalues()[dim - 1 - r]);
   }
   return axes;
+}
+
+}  // namespace
+
+principal_axes principal_axes_of(std::span<const float> floats, int first, int stride, int dim, int count) {
+  return axes_of(floats, first, stride, dim, count, true);
+}
+
+principal_axes singular_axes_of(std::span<const float> floats, int dim, int count) {
+  return axes_of(floats, 0, dim, dim, count, false);
 }
 
 }  // namespace freekv::examples

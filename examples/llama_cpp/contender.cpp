@@ -24,6 +24,11 @@ subspace_basis basis_of(const contender& c, const prepared_prompt& prompt) {
   return (c.basis == basis_source::prompt ? prompt.own : prompt.other).basis.value().view();
 }
 
+subspace_basis factors_of(const contender& c, const prepared_prompt& prompt) {
+  if (!c.does.needs_factors()) return {};
+  return (c.basis == basis_source::prompt ? prompt.own : prompt.other).factors.value().view();
+}
+
 key_codebooks codebooks_of(const contender& c, const prepared_prompt& prompt) {
   if (!c.does.needs_codebooks()) return {};
   return (c.basis == basis_source::prompt ? prompt.own : prompt.other).codebooks.at(c.does.codes).view();
@@ -35,7 +40,9 @@ std::size_t learnt_bytes_of(const contender& c, const prepared_prompt& prompt) {
   };
   const subspace_basis basis = basis_of(c, prompt);
   const key_codebooks codebooks = codebooks_of(c, prompt);
-  return (basis.data != nullptr ? bytes(basis) : 0) + (codebooks.data != nullptr ? bytes(codebooks) : 0);
+  const subspace_basis factors = factors_of(c, prompt);
+  return (basis.data != nullptr ? bytes(basis) : 0) + (factors.data != nullptr ? bytes(factors) : 0) +
+         (codebooks.data != nullptr ? bytes(codebooks) : 0);
 }
 
 pipeline_options options_of(const contender& c, const common_settings& s, const model_shape& shape,
@@ -57,6 +64,8 @@ pipeline_options options_of(const contender& c, const common_settings& s, const 
   o.does = c.does;
   o.basis = basis_of(c, prompt);
   o.codebooks = codebooks_of(c, prompt);
+  o.factors = factors_of(c, prompt);
+  if (shape.rotary) o.rotary = shape.rotary->view();
   o.head_kinds = c.head_kinds;
   return o;
 }

@@ -24,7 +24,7 @@ struct contender {
   bool deep = false;                     ///< shown by --full alone, and not swept
   std::vector<layer_kind> head_kinds{};  ///< of plan "by_head"
 
-  bool learns() const { return does.needs_basis() || does.needs_codebooks(); }
+  bool learns() const { return does.needs_basis() || does.needs_codebooks() || does.needs_factors(); }
   bool keeps_everything() const { return does.plan == "complete"; }
   /// Has it heads whose pages are chosen?
   bool selects() const {
@@ -47,7 +47,7 @@ bool fits(const contender& c, const common_settings& s);
 
 /// What was learnt from the keys of one text, as far as contenders need it.
 struct learnt_keys {
-  std::optional<key_basis> basis{};
+  std::optional<key_basis> basis{}, factors{};
   std::map<int, codebook_set> codebooks{};  ///< by codes a token
 };
 
@@ -58,10 +58,11 @@ struct prepared_prompt {
   const learnt_keys& other;
 };
 
-/// The contender's basis and codebooks, which `prompt` keeps; empty for one that has none.
+/// The contender's basis, factors and codebooks, which `prompt` keeps; empty for one that has none.
 subspace_basis basis_of(const contender& c, const prepared_prompt& prompt);
+subspace_basis factors_of(const contender& c, const prepared_prompt& prompt);
 key_codebooks codebooks_of(const contender& c, const prepared_prompt& prompt);
-/// The bytes of both.
+/// The bytes of all.
 std::size_t learnt_bytes_of(const contender& c, const prepared_prompt& prompt);
 
 /// Of a contender's pipeline, with room for `more` tokens after the prompt. At equal budget, a method that selects

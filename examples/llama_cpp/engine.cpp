@@ -1,6 +1,7 @@
 #include "engine.hpp"
 
 #include <ggml-cpu.h>
+#include <gguf.h>
 
 #include <algorithm>
 #include <array>
@@ -42,6 +43,24 @@ std::string metadata(const llama_model* weights, const std::string& key) {
   std::array<char, 256> text{};
   llama_model_meta_val_str(weights, key.c_str(), text.data(), text.size());
   return text.data();
+}
+
+/// The rotary embedding of keys, where the file says all of it: without scaling and factors for each pair.
+std::optional<rotation> rotation_of(const llama_model* weights, const std::string& path, int head_dim) {
+  const auto kind = llama_model_rope_type(weights);
+  if (kind != LLAMA_ROPE_TYPE_NORM && kind != LLAMA_ROPE_TYPE_NEOX) return std::nullopt;
+  const std::string rope = metadata(weights, "general.architecture") + ".rope.";
+  const std::string scaling = metadata(weights, rope + "scaling.type"),
+                    dims = metadata(weights, rope + "dimension_count");
+  if ((!scaling.empty() && scaling != "none") || (!dims.empty() && dims != std::to_string(head_dim)))
+    return std::nullopt;
+  const std::unique_ptr<gguf_context, decltype(&gguf_free)> file(
+      gguf_init_from_file(path.c_str(), {true, nullptr}), gguf_free);
+  if (!file || gguf_find_tensor(file.get(), "rope_freqs.weight") >= 0) return std::nullopt;
+  const std::int64_t base = gguf_find_key(file.get(), (rope + "freq_base").c_str());
+  return rotation_of_base(base >= 0 ? static_cast<double>(gguf_get_val_f32(file.get(), base)) : 10000.0,
+                          head_dim / 2,
+                          kind == LLAMA_ROPE_TYPE_NORM ? rotary_pairs::neighbours : rotary_pairs::halves);
 }
 
 [[noreturn]] void refuse(const model_shape& shape, const std::string& property) {
@@ -100,6 +119,7 @@ model::model(const std::string& path) {
   const sequence_tokens step{0, 0, {&token, 1}};
   probe.evaluate({&step, 1}, 1, [](const layer_rows&, float*) {});
   shape_ = probe.model_.shape_;
+  shape_.rotary = rotation_of(weights, path, shape_.head_dim);
   context_sets_rotation_ = metadata(weights, architecture + ".rope.scaling.type") == "longrope";
 }
 

@@ -14,11 +14,14 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "rotation.hpp"
 
 namespace freekv::examples {
 
@@ -36,7 +39,8 @@ struct model_shape {
   int head_dim = 0;  ///< of keys and of values
   int vocabulary = 0;
   int trained_context = 0;
-  float scale = 0;  ///< of the logits, as the graph has it
+  float scale = 0;                   ///< of the logits, as the graph has it
+  std::optional<rotation> rotary{};  ///< of keys, where the file says it in full
   std::string name;
 };
 

@@ -72,18 +72,24 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
       std::find_if(all.begin(), all.end(), [](const contender& c) { return c.name == "freekv_key_codes"; });
   const contender stored = *coded;
   for (const auto& codec : a.codecs) {
+    if (codec == low_rank_keys<>::name && !shape.rotary)
+      throw choice_error(
+          "--codec low_rank_keys needs the model's rotary embedding, which the file does not say in full; "
+          "take another model");
     all.push_back(stored);
     all.back().name += ", " + codec + " store";
     all.back().does.codec = codec;
   }
   std::erase_if(all, [&](contender& c) {
     const bool is_named = only.count(c.name) > 0;
-    if (c.name == "full" || c.does.codec != method{}.codec) return false;
+    if (c.name == "full" || c.name.ends_with(" store")) return false;
     if (only.empty() ? c.deep && !a.full : !is_named) return true;
     if (is_named) c.deep = false;
     std::string lacks;
     if (c.does.plan == "by_head" && c.head_kinds.empty())
       lacks = "needs a list of heads; give --head-list FILE";
+    else if (c.does.needs_factors() && !shape.rotary)
+      lacks = "needs the model's rotary embedding, which the file does not say in full; take another model";
     else if (!fits(c, a.common))
       lacks = "has no page to select in its share of a budget of " + std::to_string(a.common.budget) +
               " tokens, or pages that sink and window are no multiples of; give a larger --budget";
@@ -208,9 +214,10 @@ bool job::asks_for(basis_source source) const {
 
 learnt_keys job::learn(const prompt_cache& keys, basis_source source) {
   learnt_keys learnt;
-  int rank = 0;
+  int rank = 0, key_rank = 0;
   for (const contender& c : contenders_) {
     if (c.basis != source) continue;
+    if (c.does.needs_factors()) key_rank = std::max(key_rank, c.does.key_rank);
     if (c.does.needs_basis()) rank = std::max(rank, c.does.rank);
     if (c.does.needs_codebooks() && !learnt.codebooks.contains(c.does.codes))
       learnt.codebooks.emplace(
@@ -218,6 +225,7 @@ learnt_keys job::learn(const prompt_cache& keys, basis_source source) {
           keys.learn_codebooks(codebook_sizes::of_codes(c.does.codes, wanted_.common.page), progress()));
   }
   if (rank > 0) learnt.basis = keys.learn_basis(rank);
+  if (key_rank > 0) learnt.factors = keys.learn_factors(key_rank);
   return learnt;
 }
 

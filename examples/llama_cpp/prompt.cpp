@@ -193,6 +193,15 @@ key_basis prompt_cache::learn_basis(int rank) const {
   return basis;
 }
 
+key_basis prompt_cache::learn_factors(int rank) const {
+  key_basis factors(shape_.layers, shape_.kv_heads, std::min(rank, shape_.kv_heads * shape_.head_dim),
+                    shape_.head_dim);
+  for (int layer = 0; layer < shape_.layers; ++layer)
+    factors.factorise(
+        layer, rotated(float_keys(layer), shape_.kv_heads, shape_.head_dim, shape_.rotary.value(), -1.0f));
+  return factors;
+}
+
 codebook_set prompt_cache::learn_codebooks(const codebook_sizes& sizes,
                                            const progress_function& progress) const {
   constexpr int recipe = 1;  // counts up when the same keys would give other codebooks

@@ -92,6 +92,15 @@ void run(int argc, char** argv) {
     std::vector<std::uint16_t> half_queries(rows.queries.size());
     std::transform(rows.queries.begin(), rows.queries.end(), half_queries.begin(), float_to_half);
     const auto path = std::filesystem::path(a.out) / ("layer-" + std::to_string(layer) + ".safetensors");
+    std::map<std::string, std::string, std::less<>> metadata{
+        {"prompt_len", std::to_string(a.prompt)},
+        {"layer", std::to_string(layer)},
+        {"model", m.shape().name},
+        {"text", std::filesystem::path(a.text).filename().string()}};
+    if (const auto& rotary = m.shape().rotary) {
+      metadata["rope_base"] = std::to_string(rotary->base);
+      metadata["rope_pairs"] = rotary->of == rotary_pairs::halves ? "halves" : "neighbours";
+    }
     write_safetensors(path, {.tensors = {{"q",
                                           a.full_queries ? data_type::f32 : data_type::f16,
                                           {count, m.shape().query_heads, m.shape().head_dim},

@@ -1,6 +1,8 @@
 #include "layer_setup.hpp"
 
+#include <algorithm>
 #include <filesystem>
+#include <span>
 #include <string>
 
 #include "head_list.hpp"
@@ -72,11 +74,44 @@ layer_setup::layer_setup(const replay_options& o, const trace_form& t, const bas
            "; choose a variant that retrieves");
   if (o.does.needs_basis()) take_basis(o, t, file);
   if (o.does.needs_codebooks()) take_codebooks(o, t, file);
+  if (o.does.needs_factors()) take_factors(o, t);
 }
 
 void layer_setup::learn(const trace& t) {
   if (basis_) basis_->learn(0, t.prompt_keys());
   if (codebooks_) codebooks_->learn(0, t.prompt_keys());
+  if (!factors_) return;
+  const auto row = static_cast<std::size_t>(t.kv_heads * t.head_dim);
+  factors_->factorise(
+      0, t.has_keys_before_rotation
+             ? std::span(t.keys_before_rotation).first(static_cast<std::size_t>(t.prompt_len) * row)
+             : std::span<const float>(rotated(t.prompt_keys(), t.kv_heads, t.head_dim, rotation_, -1.0f)));
+}
+
+void layer_setup::take_rotation(const trace& t) {
+  if (!factors_ || !rotation_.frequencies.empty()) return;
+  const auto found = rotation_between(t.keys_before_rotation, t.float_keys(), t.kv_heads, t.head_dim);
+  if (!found)
+    refuse(
+        "no rotary embedding from position 0 on turns the trace's k_pre into its k; leave k_pre out and say "
+        "--rope-base and --rope-pairs");
+  rotation_ = *found;
+  options_.rotary = rotation_.view();
+}
+
+void layer_setup::take_factors(const replay_options& o, const trace_form& t) {
+  const std::optional<double> base = o.rope_base ? o.rope_base : t.rope_base;
+  if (!base && !t.has_keys_before_rotation)
+    refuse(
+        "low_rank_keys rebuilds keys from what they were before rotation, and the trace has neither k_pre "
+        "nor "
+        "rope_base; give --rope-base, and --rope-pairs neighbours if the model was a GGUF file");
+  const auto of = chosen("--rope-pairs", rope_pairs, o.rope_pairs.value_or(t.rope_pairs)).value;
+  if (base) rotation_ = rotation_of_base(*base, t.head_dim / 2, of);
+  if (o.does.key_rank < 1) refuse("--key-rank " + std::to_string(o.does.key_rank) + " is below 1");
+  factors_.emplace(1, t.kv_heads, std::min(o.does.key_rank, t.kv_heads * t.head_dim), t.head_dim);
+  options_.factors = factors_->layer(0);
+  options_.rotary = rotation_.view();
 }
 
 void layer_setup::take_basis(const replay_options& o, const trace_form& t, const basis_file& file) {

@@ -8,6 +8,7 @@
 #include "codebooks.hpp"
 #include "options.hpp"
 #include "pipeline.hpp"
+#include "rotation.hpp"
 #include "trace.hpp"
 
 namespace freekv::examples {
@@ -29,6 +30,9 @@ class layer_setup {
   layer_setup(const layer_setup&) = delete;
   layer_setup& operator=(const layer_setup&) = delete;
 
+  /// Finds how the trace's keys are rotated, where the method asks for it and nothing has said it; before `options`.
+  /// Throws choice_error.
+  void take_rotation(const trace& t);
   /// Learns from the trace's prompt what no file gives; pipelines see it, those made before too.
   void learn(const trace& t);
   /// All but the lengths and numbers of sequences. Their basis is this object's.
@@ -36,10 +40,13 @@ class layer_setup {
 
  private:
   void take_basis(const replay_options& o, const trace_form& t, const basis_file& file);
+  void take_factors(const replay_options& o, const trace_form& t);
   void take_codebooks(const replay_options& o, const trace_form& t, const basis_file& file);
 
   std::optional<key_basis> basis_;
   std::optional<codebook_set> codebooks_;
+  std::optional<key_basis> factors_;
+  rotation rotation_;
   pipeline_options options_;
 };
 

@@ -129,6 +129,8 @@ std::string flags_of(const method& m) {
   if (m.pooling != published.pooling) text += " --pooling " + m.pooling;
   if (m.selection != published.selection) text += " --selection " + m.selection;
   if (m.rows != published.rows) text += " --rows " + m.rows;
+  if (m.pinning != published.pinning) text += " --pinning " + m.pinning;
+  if (m.codec != published.codec) text += " --codec " + m.codec;
   if (m.bits != published.bits) text += " --bits " + std::to_string(m.bits);
   if (m.unit != published.unit) text += " --unit " + std::to_string(m.unit);
   return text + (m.plan == "by_head" ? " --heads FILE" : "");
@@ -182,7 +184,7 @@ std::string footer() {
 
 /// Flags that override a variant's policies.
 struct policy_flags {
-  std::optional<std::string> summary, pooling, selection, rows, correction;
+  std::optional<std::string> summary, pooling, selection, pinning, rows, correction, codec;
   std::optional<int> bits, unit;
   std::optional<double> top_p;
 };
@@ -195,6 +197,8 @@ method chosen_method(const replay_options& o, const policy_flags& flags, method 
   m.summary = variant.summary;
   m.pooling = variant.pooling;
   m.selection = variant.selection;
+  m.pinning = variant.pinning;
+  m.codec = variant.codec;
   m.rows = variant.rows;
   m.unit = flags.unit.value_or(variant.unit);
   m.correction = variant.correction;
@@ -204,17 +208,19 @@ method chosen_method(const replay_options& o, const policy_flags& flags, method 
   take("--summary", flags.summary, summaries, m.summary);
   take("--pooling", flags.pooling, poolings, m.pooling);
   take("--selection", flags.selection, selections, m.selection);
+  take("--pinning", flags.pinning, pinnings, m.pinning);
+  take("--codec", flags.codec, codecs, m.codec);
   take("--rows", flags.rows, selection_rows, m.rows);
   take("--correction", flags.correction, corrections, m.correction);
   (void)chosen("--summary-dtype", formats, m.format);
   (void)chosen("--drift-pool", drift_pools, m.drift_pool);
   (void)chosen("--residency", residencies, m.residency);
-  (void)chosen("--codec", codecs, m.codec);
   if (!variant.retrieves() || o.sliding_window) {  // these neither score pages nor correct
     const method published;
     m.summary = published.summary;
     m.pooling = published.pooling;
     m.selection = published.selection;
+    m.pinning = published.pinning;
     m.rows = published.rows;
     m.unit = published.unit;
     m.correction = published.correction;
@@ -258,7 +264,9 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   const CLI::Option* const trace = app.add_option(
       "trace", o.trace,
       "safetensors file: q (T, n_qo, d), k and v (T, n_kv, d) in F32, F16 or BF16, and where the model has "
-      "them sink_logits (n_qo); metadata prompt_len, the number of prompt tokens. Or a folder of such files "
+      "them sink_logits (n_qo); for low_rank_keys k_pre, as k, the keys before rotation; metadata "
+      "prompt_len, the "
+      "number of prompt tokens. Or a folder of such files "
       "(*.safetensors), a layer "
       "each");
   option_list add(app);
@@ -299,6 +307,9 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
                     "Of scores over a KV head's queries: " + names_of(poolings));
   add.optional_text("--selection", flags.selection, "the variant's",
                     "Selection: " + names_of(selections) + ", which takes up to --k");
+  add.optional_text("--pinning", flags.pinning, "the variant's",
+                    "Units selected whatever their scores, besides --k: " + names_of(pinnings));
+  add.whole_number("--pinned", numbers.pinned, "pin_outliers: units of a KV head");
   add.optional_text("--rows", flags.rows, "the variant's",
                     "Who shares one selection: " + names_of(selection_rows));
   add.parsed(
@@ -306,7 +317,7 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
          "Tokens that are summarised, selected and recalled together, a divisor of the page; 0 for whole "
          "pages")
       ->type_name("INT")
-      ->default_str("0, of infinigen 1");
+      ->default_str("0, of infinigen 1, of shadowkv 8");
   add.parsed(
          "--top-p", [&](const std::string& text) { flags.top_p = finite("--top-p", text); },
          "top_p: share of the mass that is selected")
@@ -328,7 +339,23 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   add.whole_number("--spare", numbers.spare, "Slots of each KV head beyond --k, resident route");
   add.text("--layout", o.layout, "Of the slots, resident route: " + names_of(layouts));
   add.text("--route", o.route, "resident (recall into slots) or in_place (attend from the store)");
-  add.text("--codec", numbers.codec, "How the store keeps complete pages: " + names_of(codecs));
+  add.optional_text("--codec", flags.codec, "the variant's",
+                    "How the store keeps complete pages: " + names_of(codecs));
+  add.whole_number("--key-rank", numbers.key_rank,
+                   "low_rank_keys: coefficients of a token's keys of all heads; at most as many as numbers");
+  add.parsed(
+         "--rope-base",
+         [&](const std::string& text) {
+           o.rope_base = finite("--rope-base", text);
+           if (*o.rope_base <= 0)
+             refuse("--rope-base " + text + " is not above 0; give the model's, such as 10000");
+         },
+         "low_rank_keys: of the model's rotary embedding; else the metadata's rope_base, or found from k_pre")
+      ->type_name("FLOAT")
+      ->default_str("the trace's");
+  add.optional_text("--rope-pairs", o.rope_pairs, "the trace's",
+                    "low_rank_keys: numbers of a key that are turned together, " + names_of(rope_pairs) +
+                        "; GGUF files of Llama's family have neighbours");
   add.optional_text("--store-file", o.store_file, "the store is in memory",
                     "File that keeps complete pages, or a folder for one without a name in it");
   add.text("--dtype", o.dtype, "Round q, k and v to f32, f16 or bf16; stored: as in the trace");

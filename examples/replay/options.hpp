@@ -21,6 +21,8 @@ struct replay_options {
   method does{};  ///< the variant's policies, with the flags' instead where there are such
   std::string basis = "prompt";
   std::optional<int> basis_layer;
+  std::optional<double> rope_base;
+  std::optional<std::string> rope_pairs;
   std::optional<std::string> heads;       ///< file of what each KV head keeps
   int page = 32, sink = 64, window = 64;  ///< tokens
   int k = 8;                              ///< pages
@@ -32,6 +34,9 @@ struct replay_options {
   std::string route = "resident", layout = "nhd", dtype = "stored";
   int threads = 1;
 };
+
+inline constexpr named_value<rotary_pairs> rope_pairs[] = {{"halves", rotary_pairs::halves},
+                                                           {"neighbours", rotary_pairs::neighbours}};
 
 /// What the command line asks for; nothing where it asked for help, which is then on stdout. Throws
 /// choice_error, one sentence.

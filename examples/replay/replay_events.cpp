@@ -30,11 +30,11 @@ class event_replay {
         form_(file.forms.front()),
         basis_(basis_file_of(o)),
         setup_(o, form_, basis_),
+        traces_(read_traces(o, file)),
         pipeline_(make_pipeline(settings(backend), backend)),
         store_pages_(pipeline_->free_pages()),
         live_(file.names.size()),
         outputs_(file.names.size()) {
-    for (const auto& path : file.traces) traces_.push_back(read_trace(path, wanted_element(o.dtype)));
     setup_.learn(traces_.front());
   }
 
@@ -53,7 +53,8 @@ class event_replay {
 
   void write(const std::string& path) const {
     std::vector<tensor_view> tensors;
-    const std::int64_t heads = form_.query_heads, rows = form_.kv_heads, k = options_.k;
+    const std::int64_t heads = form_.query_heads, rows = form_.kv_heads,
+                       k = columns_of(options_.does, options_.k);
     const bool per_query_head = selects_per_query_head(options_.does);
     for (std::size_t s = 0; s < outputs_.size(); ++s) {
       const sequence_output& o = outputs_[s];
@@ -97,7 +98,13 @@ class event_replay {
     int place = 0;  // in the trace
   };
 
+  static std::vector<trace> read_traces(const replay_options& o, const event_file& file) {
+    std::vector<trace> traces;
+    for (const auto& path : file.traces) traces.push_back(read_trace(path, wanted_element(o.dtype)));
+    return traces;
+  }
   pipeline_options settings(host_backend& backend) {
+    setup_.take_rotation(traces_.front());
     pipeline_options o = setup_.options();
     o.max_tokens = std::max(1, file_.longest);
     o.max_sequences = most_resident_ = file_.most_sequences;
@@ -224,7 +231,7 @@ class event_replay {
       recalled_ += report.recalled[h];
     }
     if (!options_.out) return;
-    const std::size_t k = size(options_.k), at = o.selected.size();
+    const std::size_t k = size(columns_of(options_.does, options_.k)), at = o.selected.size();
     const std::size_t rows = selects_per_query_head(options_.does) ? size(form_.query_heads) : heads;
     o.rows += r.tokens;
     ++o.steps;
@@ -241,10 +248,10 @@ class event_replay {
   trace_form form_;
   basis_file basis_;
   layer_setup setup_;
+  std::vector<trace> traces_;
   int most_resident_ = 0;
   std::unique_ptr<pipeline> pipeline_;
   int store_pages_;
-  std::vector<trace> traces_;
   std::vector<live_sequence> live_;       // by name
   std::vector<sequence_output> outputs_;  // by name
   int most_pages_ = 0;

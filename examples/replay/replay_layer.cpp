@@ -191,13 +191,14 @@ void check_layer(const replay_options& o, const replay_job& job, const basis_fil
 layer_result replay_layer(const replay_options& o, const replay_job& job, const replay_tools& tools) {
   const trace t = read_trace(job.trace, wanted_element(o.dtype));
   layer_setup setup(o, t, tools.file);
+  setup.take_rotation(t);
   // The pipeline checks the settings, which is why it comes before the basis is learnt.
   pipeline_options options = setup.options();
   options.max_tokens = std::max(1, t.tokens);
   options.max_prompt = t.prompt_len;
   const auto p = make_pipeline(options, tools.backend);
   std::optional<results> r;
-  if (job.out) r.emplace(t, o.does.evicts() ? 0 : o.k, selects_per_query_head(o.does));
+  if (job.out) r.emplace(t, o.does.evicts() ? 0 : columns_of(o.does, o.k), selects_per_query_head(o.does));
   layer_result s;
   s.form = t;
   s.slice_bytes = p->slice_bytes();

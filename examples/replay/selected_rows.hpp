@@ -9,6 +9,11 @@
 
 namespace freekv::examples {
 
+/// Columns of `selected` where k units are selected.
+inline int columns_of(const method& m, int k) {
+  return k + (m.retrieves() && m.pinning == "pin_outliers" ? m.pinned : 0);
+}
+
 /// Whether rows are query heads, each with pages of its own.
 inline bool selects_per_query_head(const method& m) {
   return m.retrieves() && m.rows == per_query_head::name;

@@ -45,6 +45,7 @@ json settings_of(const replay_options& o, const host_options& host) {
   if (o.sliding_window) settings["sliding_window"] = *o.sliding_window;
   if (o.soft_cap != 0) settings["soft_cap"] = o.soft_cap;
   if (m.codec != method{}.codec) settings["codec"] = m.codec;
+  if (m.needs_factors()) settings["key_rank"] = m.key_rank;
   if (o.store_file) settings["store_file"] = *o.store_file;
   if (m.evicts()) settings["budget"] = std::int64_t{o.sink} + o.window + std::int64_t{o.k} * o.page;
   if (!m.retrieves()) return settings;
@@ -56,6 +57,7 @@ json settings_of(const replay_options& o, const host_options& host) {
   if (m.needs_codebooks()) settings.update({{"codes", m.codes}, {"basis", o.basis}});
   if (sketch) settings["bits"] = m.bits;
   if (two_stages) settings["times"] = m.times;
+  if (m.pinning == "pin_outliers") settings.update({{"pinning", m.pinning}, {"pinned", m.pinned}});
   if (m.selection == "top_p") settings["top_p"] = o.top_p;
   if (m.correction == "cosine_drift") settings["drift_pool"] = m.drift_pool;
   if (m.correction == "mass_deficit") settings.update({{"delta", o.delta}, {"partial", m.partial}});

@@ -1,6 +1,7 @@
 #include "trace.hpp"
 
 #include <charconv>
+#include <cmath>
 #include <cstring>
 #include <string_view>
 
@@ -91,6 +92,16 @@ trace_form form_of(const safetensors_file& file, std::optional<data_type> elemen
   // Other programs may keep a name under this key; only a number is ours.
   if (const auto layer = file.metadata().find("layer"); layer != file.metadata().end())
     t.layer = decimal(layer->second, 1 << 20);
+  if (const auto base = file.metadata().find("rope_base"); base != file.metadata().end()) {
+    double value = 0;
+    const std::string& text = base->second;
+    const auto [end, fault] = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (fault == std::errc{} && end == text.data() + text.size() && value > 0 && std::isfinite(value))
+      t.rope_base = value;
+  }
+  if (const auto pairs = file.metadata().find("rope_pairs");
+      pairs != file.metadata().end() && pairs->second == "neighbours")
+    t.rope_pairs = "neighbours";
 
   t.element = element.value_or(k.dtype);
   if (const tensor_view* logits = file.find("sink_logits")) {
@@ -100,13 +111,19 @@ trace_form form_of(const safetensors_file& file, std::optional<data_type> elemen
            "), a number for each query head");
     t.sink_logits = file.copy_as_float("sink_logits");
   }
+  if (const tensor_view* before = file.find("k_pre")) {
+    if (!is_float(before->dtype) || before->shape != k.shape)
+      fail("k_pre is " + std::string(dtype_name(before->dtype)) + " of shape " + printed(before->shape) +
+           "; needed is F32, F16 or BF16 of k's shape " + printed(k.shape));
+    t.has_keys_before_rotation = true;
+  }
   return t;
 }
 
 }  // namespace
 
-std::vector<float> trace::prompt_keys() const {
-  const auto bytes = rows_of(keys, 0, prompt_len);
+std::vector<float> trace::float_keys(int count) const {
+  const auto bytes = rows_of(keys, 0, count);
   std::vector<float> result(bytes.size() / (element == data_type::f32 ? 4 : 2));
   if (element == data_type::f32) {
     if (!bytes.empty()) std::memcpy(result.data(), bytes.data(), bytes.size());
@@ -134,6 +151,7 @@ trace read_trace(const std::filesystem::path& path, std::optional<data_type> ele
     std::vector<float> values = file.copy_as_float(name);
     *bytes = rounded(values, t.element);
   }
+  if (t.has_keys_before_rotation) t.keys_before_rotation = file.copy_as_float("k_pre");
   return t;
 }
 

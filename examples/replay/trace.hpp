@@ -19,17 +19,22 @@ struct trace_form {
   std::optional<int> layer;          ///< the model's layer, where the trace says so
   data_type element{};               ///< that keys and values are kept as
   std::vector<float> sink_logits{};  ///< (query_heads), where the trace has them
+  bool has_keys_before_rotation = false;
+  std::optional<double> rope_base;  ///< where the trace says it
+  std::string rope_pairs = "halves";
 
   int steps() const { return tokens - prompt_len; }
 };
 
 /// A trace as `freekv-replay` reads and `freekv-record` writes it: tensors `q` (tokens, query_heads,
 /// head_dim), `k` and `v` (tokens, kv_heads, head_dim) in F32, F16 or BF16, and `prompt_len` in the metadata; optionally
-/// `sink_logits` (query_heads), as gpt-oss has them.
+/// `sink_logits` (query_heads), as gpt-oss has them, and `k_pre`, as `k` is, the keys before rotation.
+/// The metadata may name `layer`, `rope_base` and `rope_pairs`, halves or neighbours.
 /// Tokens before prompt_len are the prompt, each later one is a decode step.
 struct trace : trace_form {
   std::vector<float> queries;
-  std::vector<std::byte> keys, values;  ///< elements of type `element`
+  std::vector<std::byte> keys, values;      ///< elements of type `element`
+  std::vector<float> keys_before_rotation;  ///< where the trace has them
 
   std::span<const float> queries_of(int first, int count) const {
     const auto row = static_cast<std::size_t>(query_heads * head_dim);
@@ -42,8 +47,12 @@ struct trace : trace_form {
     return std::span(of).subspan(static_cast<std::size_t>(first) * row,
                                  static_cast<std::size_t>(count) * row);
   }
-  /// Keys of the prompt as float.
-  std::vector<float> prompt_keys() const;
+  /// Keys as float: all, or those of the prompt.
+  std::vector<float> float_keys() const { return float_keys(tokens); }
+  std::vector<float> prompt_keys() const { return float_keys(prompt_len); }
+
+ private:
+  std::vector<float> float_keys(int count) const;
 };
 
 /// Both throw file_error. With `element`, queries, keys and values are rounded to it.

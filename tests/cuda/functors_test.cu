@@ -20,6 +20,8 @@
 #include <freekv/policies/key_codes.hpp>
 #include <freekv/policies/key_sketch.hpp>
 #include <freekv/policies/key_subspace.hpp>
+#include <freekv/policies/low_rank_keys.hpp>
+#include <freekv/policies/pinning.hpp>
 #include <freekv/policies/pooling.hpp>
 #include <freekv/policies/query_drift.hpp>
 #include <freekv/policies/selection.hpp>
@@ -240,7 +242,8 @@ struct store_and_read {
         stored + static_cast<std::size_t>(i) * codec.bytes({shape.tokens, HeadDim}, sizeof(Element));
     codec.template encode<HeadDim>(freekv::as_const(freekv::slice_of(source, page, head)), shape.tokens,
                                    bytes);
-    codec.template decode<HeadDim>(bytes, shape.tokens, freekv::slice_of(target, page, head));
+    codec.template decode<HeadDim>(bytes, shape.tokens, freekv::row_range{0, shape.tokens},
+                                   freekv::slice_of(target, page, head));
   }
 };
 
@@ -278,6 +281,88 @@ void all_codecs(report& checks, random_numbers& random) {
   codecs<Element>(checks, random, freekv::int4_token{});
   codecs<Element>(checks, random, freekv::int8_channel{});
   codecs<Element>(checks, random, freekv::int4_channel{});
+}
+
+/// All heads of a page, whose keys are rebuilt from what the heads share.
+template <int HeadDim>
+struct share_and_rebuild {
+  freekv::low_rank_keys<freekv::dynamic> codec;
+  freekv::page_shape shape;
+  float* from;        // (pages, plane, tokens, heads, head_dim)
+  std::byte* stored;  // (pages, heads, bytes)
+  float* shared;      // (pages, tokens, rank)
+  float* sums;        // the same
+  float* back;        // as `from`
+  FREEKV_HD void operator()(int page) const {
+    const freekv::page_geometry geometry{shape.tokens, HeadDim};
+    const auto source = freekv::make_page_span<freekv::nhd, HeadDim>(from, page + 1, shape);
+    const auto target = freekv::make_page_span<freekv::nhd, HeadDim>(back, page + 1, shape);
+    const int floats = codec.shared_floats(geometry);
+    const auto of_head = [&](int head) {
+      return codec.at({0, head, shape.kv_heads, 1000 * page,
+                       reinterpret_cast<std::byte*>(shared + page * floats), sums + page * floats});
+    };
+    const auto bytes = [&](int head) {
+      return stored +
+             static_cast<std::size_t>(page * shape.kv_heads + head) * codec.bytes(geometry, sizeof(float));
+    };
+    for (int head = 0; head < shape.kv_heads; ++head)
+      of_head(head).template encode<HeadDim>(freekv::as_const(freekv::slice_of(source, page, head)),
+                                             shape.tokens, bytes(head));
+    for (int head = 0; head < shape.kv_heads; ++head)
+      of_head(head).template decode<HeadDim>(bytes(head), shape.tokens, freekv::row_range{0, shape.tokens},
+                                             freekv::slice_of(target, page, head));
+  }
+};
+
+void rebuilt_keys(report& checks, random_numbers& random, freekv::rotary_pairs pairs) {
+  constexpr int d = 40, rank = 9, pages = 3;
+  const freekv::page_shape shape{8 * random.between(1, 4), random.between(1, 3)};
+  const std::size_t elements = size(pages * 2 * shape.tokens * shape.kv_heads * d);
+  pinned<float> from = random.normals<float>(elements);
+  from[3] = std::numeric_limits<float>::quiet_NaN();
+  const pinned<float> basis = random.normals<float>(size(shape.kv_heads * (rank + 1) * d), 0.2f);
+  const pinned<float> frequencies = random.normals<float>(d / 2, 0.5f);
+  const freekv::low_rank_keys<freekv::dynamic> codec{
+      {rank}, {basis.data(), 1, shape.kv_heads, rank, d}, {frequencies.data(), d / 2, pairs}};
+  const std::size_t bytes = codec.bytes({shape.tokens, d}, sizeof(float)),
+                    floats = size(pages * shape.tokens * rank);
+  results<std::byte> stored(size(pages * shape.kv_heads) * bytes);
+  results<float> shared(floats), sums(floats), back(elements);
+  checks.run(pages, [&](auto side) {
+    return share_and_rebuild<d>{codec,        shape,      from.data(), side(stored),
+                                side(shared), side(sums), side(back)};
+  });
+  const std::string what =
+      "low_rank_keys, " + text(shape.kv_heads) + " heads, " + text(shape.tokens) + " tokens: ";
+  constexpr double sincos_ulp = 8;  // of angles in float64
+  checks.equal(what + "stored bytes", stored);
+  checks.close(what + "coefficients", shared, sincos_ulp);
+  checks.close(what + "keys and values", back, sincos_ulp);
+}
+
+struct value_units {
+  freekv::page_geometry unit;
+  const float* keys;  // (units, tokens, head_dim)
+  float* scratch;     // (units, head_dim)
+  float* worth;
+  FREEKV_HD void operator()(int i) const {
+    worth[i] = freekv::pin_outliers<>{}.worth(scalar_team{}, {keys + i * unit.tokens * unit.head_dim, unit},
+                                              scratch + i * unit.head_dim);
+  }
+};
+
+void pins(report& checks, random_numbers& random) {
+  const freekv::page_geometry unit{random.between(1, 32), 8 * random.between(3, 12)};
+  constexpr int units = 20;
+  pinned<float> keys = random.normals<float>(size(units * unit.tokens * unit.head_dim));
+  keys[5] = freekv::infinity;
+  pinned<float> scratch(size(units * unit.head_dim));
+  results<float> worth(units);
+  checks.run(units, scratch, [&](auto side) {
+    return value_units{unit, keys.data(), scratch.data(), side(worth)};
+  });
+  checks.equal("pin_outliers, unit (" + text(unit.tokens) + ", " + text(unit.head_dim) + ")", worth);
 }
 
 // ---- summaries ----
@@ -657,6 +742,9 @@ int main() {
   pooling(checks, random);
   slots(checks, random);
   corrections(checks, random);
+  rebuilt_keys(checks, random, freekv::rotary_pairs::halves);
+  rebuilt_keys(checks, random, freekv::rotary_pairs::neighbours);
+  pins(checks, random);
   all_of_element<float>(checks, random);
   all_of_element<half>(checks, random);
   all_of_element<bfloat16>(checks, random);

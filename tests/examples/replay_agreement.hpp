@@ -51,8 +51,8 @@ struct expected_summary {
 /// Bytes of one KV head's keys and values of a page in the store, or of a unit where it is recalled by itself.
 inline long slice_bytes(const freekv::examples::pipeline_options& o, long element) {
   const std::string& codec = o.does.codec;
-  const bool whole = codec != freekv::examples::method{}.codec || !o.store_file.empty();
-  const long p = whole ? o.page : o.does.unit_tokens(o.page), d = o.head_dim;
+  const long p = o.store_file.empty() ? o.does.unit_tokens(o.page) : o.page, d = o.head_dim;
+  if (codec == "low_rank_keys") return p * d * element + (p + 31) / 32 * 4;  // values, and a bit for each key
   if (codec == "bf16" || codec == "f16") return 2 * p * d * 2;
   if (codec == "fp8") return 2 * p * d;
   const long codes = codec.starts_with("int8") ? 2 * p * d : p * d;
@@ -116,6 +116,8 @@ inline void check_summary(const replay_case& c, const replay_output& r, const ex
   is_if(c.retrieves() && o.does.correction == "mass_deficit", "partial", o.does.partial);
   is_if(c.retrieves() && o.does.correction == "every_n_steps", "every", o.does.every);
   is_if(!o.in_place, "layout", o.layout);
+  is_if(c.retrieves() && o.does.pinning == "pin_outliers", "pinned", o.does.pinned);
+  is_if(o.does.needs_factors(), "key_rank", o.does.key_rank);
   is_if(c.retrieves() && o.does.unit != 0, "unit", o.does.unit);
   is_if(c.retrieves() && !o.in_place, "spare", o.does.spare);
   is_if(c.retrieves() && !o.in_place, "residency", o.does.residency);
@@ -158,7 +160,8 @@ inline std::vector<int> all_of(const std::vector<std::vector<int>>& rows) {
 inline void check_agreement(const replay_case& given, const replay_output& r, coverage& seen) {
   replay_case c = given;
   const auto& o = c.layer.options;
-  const int heads = o.kv_heads, group = o.query_heads / heads, d = o.head_dim, k = o.budget.selected_pages;
+  const int heads = o.kv_heads, group = o.query_heads / heads, d = o.head_dim,
+            k = o.budget.selected_pages + c.pinned();
   if (c.dtype_flag != "stored")
     for (auto* tensor : {&c.q, &c.k, &c.v})
       for (float& x : *tensor) x = rounded(x, o.element);

@@ -10,6 +10,7 @@
 #include "../property/random_case.hpp"
 #include "basis.hpp"
 #include "codebooks.hpp"
+#include "rotation.hpp"
 #include "run_program.hpp"
 #include "tensor_file.hpp"
 
@@ -23,6 +24,7 @@ struct variant_policies {
   bool partial = false;
   std::string rows = "per_kv_head";
   int unit = 0;
+  std::string pinning = "no_pins", codec = "identity";
 };
 inline const std::map<std::string, variant_policies>& variants_of_contract() {
   static const std::map<std::string, variant_policies> all{
@@ -37,6 +39,9 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
       {"twilight", {"retrieval", "coarse_to_fine", "always", "mean_softmax", "top_p"}},
       {"infinigen",
        {"retrieval", "key_subspace", "always", "mean_softmax", "top_k", false, "per_kv_head", 1}},
+      {"shadowkv",
+       {"retrieval", "mean", "always", "max_softmax", "top_k", false, "per_kv_head", 8, "pin_outliers",
+        "low_rank_keys"}},
       {"razor_attention", {"by_head", "min_max", "cosine_drift"}},
       {"duo_attention", {"by_head", "min_max", "cosine_drift"}},
       {"freekv", {"retrieval", "min_max", "cosine_drift"}},
@@ -61,6 +66,7 @@ struct replay_case {
   std::string variant = "freekv";
   std::optional<std::string> summary, pooling, selection, rows, correction;  // flags, where given
   std::optional<int> unit;                                                   // the same
+  std::optional<std::string> pinning, codec;                                 // the same
   std::string query_dtype = "F32", dtype = "F32";  // in the file, of q, and of k and v
   std::string dtype_flag = "stored";
   std::string tau = "0.9", top_p = "0.95", delta = "0.2", scale;  // as text; no scale: the default
@@ -72,6 +78,7 @@ struct replay_case {
   bool slides = false;         // a sliding window, whatever the variant
   std::string soft_cap = "0";  // as text
   std::vector<float> q, k, v;  // as the file holds them, exactly
+  std::vector<float> k_pre{};  // the keys before rotation, where the file has them
 
   int tokens() const { return layer.prompt + layer.steps; }
   /// Whether any head is to select. `by_head` needs a list, which fill_trace makes if there is none.
@@ -87,6 +94,10 @@ struct replay_case {
   int selecting() const {
     const auto& o = layer.options;
     return retrieves() && o.does.rows == "per_query_head" ? o.query_heads : o.kv_heads;
+  }
+  /// Units of a KV head that are selected besides k.
+  int pinned() const {
+    return retrieves() && layer.options.does.pinning == "pin_outliers" ? layer.options.does.pinned : 0;
   }
   bool uses_basis() const { return retrieves() && layer.options.does.summary == "key_subspace"; }
   /// The type in which keys and values are kept.
@@ -121,6 +132,25 @@ inline void learn_codebooks(replay_case& c) {
                                o.codebooks.data + o.codebooks.floats_per_head() * size(o.kv_heads));
 }
 
+/// The base of every trace's rotary embedding.
+inline constexpr double rope_base = 10000;
+
+/// The factorisation of the prompt's keys, where the case uses one: as the program makes it.
+inline void learn_factors(replay_case& c) {
+  auto& o = c.layer.options;
+  if (!o.does.needs_factors()) return;
+  using namespace freekv::examples;
+  const rotation turns = rotation_of_base(rope_base, o.head_dim / 2, freekv::rotary_pairs::halves);
+  key_basis learnt(1, o.kv_heads, std::min(o.does.key_rank, o.kv_heads * o.head_dim), o.head_dim);
+  std::vector<float> keys(c.k.begin(), c.k.begin() + c.layer.prompt * o.kv_heads * o.head_dim);
+  for (float& x : keys) x = rounded(x, o.element);
+  learnt.factorise(0, rotated(keys, o.kv_heads, o.head_dim, turns, -1.0f));
+  o.factors = learnt.view();
+  o.rotary = turns.view();
+  c.layer.factor_data.assign(o.factors.data, o.factors.data + o.factors.floats_per_head() * size(o.kv_heads));
+  c.layer.frequencies = turns.frequencies;
+}
+
 /// Fills the tensors with rows of a token_source and settles the policies.
 inline void fill_trace(replay_case& c) {
   auto& o = c.layer.options;
@@ -132,6 +162,9 @@ inline void fill_trace(replay_case& c) {
   o.does.rows = c.rows.value_or(policies.rows);
   o.does.correction = c.correction.value_or(policies.correction);
   o.does.unit = c.unit.value_or(policies.unit);
+  o.does.pinning = c.pinning.value_or(policies.pinning);
+  o.does.codec = c.codec.value_or(policies.codec);
+  if (o.does.rows == "per_layer" && o.does.pinning == "pin_outliers") o.does.pinned = 0;
   if (o.does.unit_tokens(8) % 8 != 0) {  // what keeps 8 tokens at a time cannot be
     if (const auto& summary = o.does.summary;
         summary == "key_sketch" || summary == "key_codes" || summary == "coarse_to_fine")
@@ -162,6 +195,7 @@ inline void fill_trace(replay_case& c) {
   }
   if (o.does.plan == "complete" || o.does.plan == "eviction") {  // nothing is recalled
     o.does.codec = freekv::examples::method{}.codec;
+    c.codec.reset();
     o.store_file.clear();
   }
   o.soft_cap = std::stof(c.soft_cap);
@@ -184,6 +218,7 @@ inline void fill_trace(replay_case& c) {
   c.layer.basis_data = random_basis(d, o.kv_heads, o.does.rank, o.head_dim);
   o.basis = {nullptr, 1, o.kv_heads, o.does.rank, o.head_dim};
   learn_codebooks(c);
+  learn_factors(c);
 }
 
 inline const std::vector<std::string>& all_dtypes() {
@@ -232,6 +267,9 @@ inline replay_case random_replay(std::uint64_t seed) {
                                   freekv::layer_kind::complete, freekv::layer_kind::window}));
   if (d.below(2) == 0) c.rows = rows;
   if (d.below(5) == 0) c.unit = d.one_of({0, 1, 2, 8});
+  if (d.below(3) == 0) c.pinning = o.does.pinning;
+  if (o.does.codec != "identity") c.codec = o.does.codec;
+  o.does.key_rank = d.between(1, 200);
   const auto& policies = variants_of_contract().at(c.variant);
   if (c.correction.value_or(policies.correction) == "mass_deficit" &&
       c.rows.value_or(policies.rows) == "per_query_head")
@@ -251,7 +289,7 @@ inline replay_case plain_case(const std::string& variant = "freekv") {
   o.query_heads = 6;
   o.page = 8;
   o.budget = {8, 16, 2};
-  o.does = {.chunk = 4, .rank = 16, .bits = 4};
+  o.does = {.chunk = 4, .rank = 16, .bits = 4, .key_rank = 30, .pinned = 2};
   o.sink_logits.clear();
   o.layout = "nhd";
   o.store_file.clear();
@@ -280,6 +318,8 @@ inline file_parts trace_of(const replay_case& c) {
       {"q", {c.query_dtype, {c.tokens(), o.query_heads, o.head_dim}, bytes_of(c.q, c.query_dtype)}},
       {"k", {c.dtype, {c.tokens(), o.kv_heads, o.head_dim}, bytes_of(c.k, c.dtype)}},
       {"v", {c.dtype, {c.tokens(), o.kv_heads, o.head_dim}, bytes_of(c.v, c.dtype)}}};
+  if (!c.k_pre.empty())
+    tensors["k_pre"] = {"F32", {c.tokens(), o.kv_heads, o.head_dim}, bytes_of(c.k_pre, "F32")};
   if (!o.sink_logits.empty())
     tensors["sink_logits"] = {"F32", {o.query_heads}, bytes_of(o.sink_logits, "F32")};
   return parts_of(tensors, metadata);
@@ -352,7 +392,13 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   if (o.does.correction == "every_n_steps") flag("every", o.does.every);
   if (o.does.residency != usual.residency) flag("residency", o.does.residency);
   if (o.does.spare != usual.spare) flag("spare", o.does.spare);
-  if (o.does.codec != usual.codec) flag("codec", o.does.codec);
+  if (c.codec) flag("codec", *c.codec);
+  if (c.pinning) flag("pinning", *c.pinning);
+  if (o.does.pinned != usual.pinned) flag("pinned", o.does.pinned);
+  if (o.does.needs_factors()) {
+    if (c.k_pre.empty()) flag("rope-base", rope_base);
+    flag("key-rank", o.does.key_rank);
+  }
   if (!o.store_file.empty()) flag("store-file", o.store_file);
   if (o.layout != "nhd") flag("layout", o.layout);
   if (!c.heads.empty()) flag("heads", heads);
@@ -414,7 +460,7 @@ inline replay_output run_replay(const replay_case& c, const scratch_folder& fold
   const std::map<std::string, std::pair<std::string, std::vector<std::int64_t>>> form{
       {"out", {"F32", {steps, o.query_heads, o.head_dim}}},
       {"lse", {"F32", {steps, o.query_heads}}},
-      {"selected", {"I32", {steps, c.selecting(), o.budget.selected_pages}}},
+      {"selected", {"I32", {steps, c.selecting(), o.budget.selected_pages + c.pinned()}}},
       {"corrected", {"U8", {steps, o.kv_heads}}},
       {"recalled", {"I32", {steps, o.kv_heads}}},
       {"recalled_before_attention", {"I32", {steps, o.kv_heads}}}};

@@ -161,6 +161,15 @@ TEST_CASE("unknown names are refused with the known ones", "[replay]") {
            {"sometimes", "cosine_drift", "mass_deficit", "always", "never", "every_n_steps"});
   r.refuse({"--drift-pool", "median"}, {"--drift-pool median", "mean", "min", "max"});
   r.refuse({"--residency", "random"}, {"--residency random", "first_unselected", "least_recently_used"});
+  r.refuse({"--variant", "shadowkv"}, {"neither k_pre nor rope_base", "--rope-base"});
+  r.refuse({"--codec", "low_rank_keys"}, {"--rope-base", "--rope-pairs neighbours"});
+  r.refuse({"--codec", "low_rank_keys", "--rope-base", "0"}, {"--rope-base 0"});
+  r.refuse({"--codec", "low_rank_keys", "--rope-base", "1e4", "--rope-pairs", "thirds"},
+           {"thirds", "halves, neighbours"});
+  r.refuse({"--codec", "low_rank_keys", "--rope-base", "1e4", "--key-rank", "0"}, {"--key-rank 0"});
+  r.refuse({"--pinning", "some"}, {"--pinning some", "no_pins, pin_outliers"});
+  r.refuse({"--pinning", "pin_outliers", "--pinned", "-1"}, {"pin_outliers: -1 units"});
+  r.refuse({"--pinning", "pin_outliers", "--rows", "per_layer"}, {"per_layer", "no_pins"});
   r.refuse({"--codec", "int3"}, {"--codec int3", "identity", "fp8", "int4_channel"});
   r.refuse({"--codec", "int8_token", "--variant", "full"}, {"--codec", "full recalls nothing"});
   r.refuse({"--store-file", "/nowhere/at/all"}, {"store file /nowhere/at/all", "folder"});

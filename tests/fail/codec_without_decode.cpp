@@ -9,7 +9,7 @@ struct forgetful {
   void encode(const freekv::head_slice<const Element>&, int, std::byte*) const {}
 #ifdef FREEKV_FIXED
   template <int HeadDim, class Element>
-  void decode(const std::byte*, int, const freekv::head_slice<Element>&) const {}
+  void decode(const std::byte*, int, freekv::row_range, const freekv::head_slice<Element>&) const {}
 #endif
 };
 

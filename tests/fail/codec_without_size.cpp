@@ -10,7 +10,7 @@ struct boundless {
   template <int HeadDim, class Element>
   void encode(const freekv::head_slice<const Element>&, int, std::byte*) const {}
   template <int HeadDim, class Element>
-  void decode(const std::byte*, int, const freekv::head_slice<Element>&) const {}
+  void decode(const std::byte*, int, freekv::row_range, const freekv::head_slice<Element>&) const {}
 };
 
 void use(freekv::host_backend& backend) {

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "codes.hpp"
 #include "numbers.hpp"
 
 namespace oracle {
@@ -14,6 +15,8 @@ namespace oracle {
 struct attention {
   std::vector<double> out;
   std::vector<double> lse;
+  // As `out`: what float32 may be off by, where each score is by its part of what the score's absolute terms add up to.
+  std::vector<double> doubt = {};
 };
 
 /// What a model's attention adds to the plain one's.
@@ -27,11 +30,15 @@ struct attention_extras {
 inline attention attend(std::span<const float> q, const std::vector<std::span<const float>>& keys,
                         const std::vector<std::span<const float>>& values, double scale,
                         const attention_extras& extras = {}) {
-  attention result{std::vector<double>(q.size(), 0.0), {-infinity}};
-  std::vector<double> scores;
+  attention result{std::vector<double>(q.size(), 0.0), {-infinity}, std::vector<double>(q.size(), 0.0)};
+  std::vector<double> scores, terms;
   double top = extras.sink_logit;
   for (std::span<const float> key : keys) {
     const double score = scale * dot(q, key);
+    double size = 0.0;
+    for (std::size_t i = 0; i < q.size(); ++i)
+      size += std::fabs(static_cast<double>(q[i]) * static_cast<double>(key[i]));
+    terms.push_back(scale * size);
     scores.push_back(extras.soft_cap > 0.0 ? extras.soft_cap * std::tanh(score / extras.soft_cap) : score);
     top = max_or_nan(top, scores.back());
   }
@@ -44,6 +51,11 @@ inline attention attend(std::span<const float> q, const std::vector<std::span<co
     for (std::size_t i = 0; i < q.size(); ++i) result.out[i] += weight * static_cast<double>(values[t][i]);
   }
   for (double& element : result.out) element /= sum;
+  for (std::size_t t = 0; t < scores.size(); ++t) {
+    const double error = float_sum_error * terms[t] * std::exp(scores[t] - top) / sum;
+    for (std::size_t i = 0; i < q.size(); ++i)
+      result.doubt[i] += error * std::fabs(static_cast<double>(values[t][i]) - result.out[i]);
+  }
   result.lse[0] = top + std::log(sum);
   return result;
 }

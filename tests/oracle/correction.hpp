@@ -41,7 +41,9 @@ inline mass_comparison compare_masses(const selection& best, const std::vector<i
   const double held_high = std::min(1.0, sum_over(selected, masses.high));
   const double needed_low = part * sum_over(best.pages, masses.low);
   // Whatever pages are the best, there are this many of them.
-  const double needed_high = part * largest_sum(masses.high, best.pages.size());
+  std::size_t count = 0;
+  for (int page : best.pages) count += contains(best.candidates, page);
+  const double needed_high = part * largest_sum(masses.high, count);
 
   mass_comparison result;
   result.missing_mass = held < needed;

@@ -14,6 +14,7 @@
 #include "drift.hpp"
 #include "numbers.hpp"
 #include "pages.hpp"
+#include "pinning.hpp"
 #include "residency.hpp"
 #include "results.hpp"
 #include "rows.hpp"
@@ -29,7 +30,8 @@ class decoder {
  public:
   explicit decoder(settings s)
       : s_((check(s), std::move(s))),
-        heads_(static_cast<std::size_t>(s_.kv_heads), head_state{{}, {}, {}, slot_cache(s_), true, true}) {}
+        heads_(static_cast<std::size_t>(s_.kv_heads),
+               head_state{{}, {}, {}, {}, {}, slot_cache(s_), true, true}) {}
 
   const settings& config() const { return s_; }
   int length() const { return length_; }
@@ -55,6 +57,10 @@ class decoder {
     const std::vector<int> fixed_candidates = candidates();
     const int before = length_;
     append(k, v, rows);
+    if (!previous_query_)
+      for (head_state& head : heads_)
+        if (!head.unlikeness.empty())
+          head.pinned = pin(units_of(s_, fixed_candidates), head.unlikeness, s_.pinned);
     given_from_ = before / s_.page;
 
     step_result result;
@@ -111,8 +117,10 @@ class decoder {
     length_ = length;
     for (head_state& head : heads_)
       while (!head.summaries.empty() &&
-             !is_complete(s_, page_of(s_, static_cast<int>(head.summaries.size()) - 1), length))
+             !is_complete(s_, page_of(s_, static_cast<int>(head.summaries.size()) - 1), length)) {
         head.summaries.pop_back();
+        if (s_.pinned > 0) head.unlikeness.pop_back();
+      }
     // Spare slots never hold a page that is no longer complete: only the last selection can have one.
     if (keeps)
       keep_query(length - last_before_ - 1);
@@ -147,8 +155,7 @@ class decoder {
          token < length; ++token)
       tokens.push_back(token);
     attention result;
-    for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head)
-      attend_group(q, kv_head, tokens, result.out, result.lse);
+    for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) attend_group(q, kv_head, tokens, result);
     return result;
   }
 
@@ -168,7 +175,9 @@ class decoder {
 
  private:
   struct head_state {
-    std::vector<page_summary> summaries;             // per unit of complete pages
+    std::vector<page_summary> summaries;  // per unit of complete pages
+    std::vector<double> unlikeness;       // per unit of complete pages, where units are pinned
+    pins pinned;
     std::vector<int> selected;                       // ascending
     std::vector<std::vector<int>> selected_by_head;  // of it, where each query head selects for itself
     slot_cache slots;
@@ -200,7 +209,9 @@ class decoder {
       std::vector<page_summary>& of_head = heads_[static_cast<std::size_t>(kv_head)].summaries;
       while (is_complete(s_, page_of(s_, static_cast<int>(of_head.size())), length_)) {
         const int unit = static_cast<int>(of_head.size());
-        of_head.push_back(summarise(s_, kv_head, token_rows(keys_, kv_head, tokens_of_units(s_, {unit}))));
+        const auto rows = token_rows(keys_, kv_head, tokens_of_units(s_, {unit}));
+        of_head.push_back(summarise(s_, kv_head, rows));
+        if (s_.pinned > 0) heads_[static_cast<std::size_t>(kv_head)].unlikeness.push_back(unlikeness(rows));
       }
     }
   }
@@ -219,18 +230,22 @@ class decoder {
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head)
       all_complete = all_complete && kind_of(s_, kv_head) == layer_kind::complete;
     if (!s_.read_back || all_complete) return;
+    std::vector<std::vector<float>> keys, values;
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
-      std::vector<float> keys = page_rows(keys_, kv_head, page), values = page_rows(values_, kv_head, page);
-      s_.read_back(keys, values);
+      keys.push_back(page_rows(keys_, kv_head, page));
+      values.push_back(page_rows(values_, kv_head, page));
+    }
+    s_.read_back(page, keys, values);
+    for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head)
       for (int t = 0; t < s_.page; ++t)
         for (int i = 0; i < s_.head_dim; ++i) {
+          const auto head = static_cast<std::size_t>(kv_head);
           const auto to =
               static_cast<std::size_t>(((page * s_.page + t) * s_.kv_heads + kv_head) * s_.head_dim + i);
           const auto from = static_cast<std::size_t>(t * s_.head_dim + i);
-          stored_keys_[to] = keys[from];
-          stored_values_[to] = values[from];
+          stored_keys_[to] = keys[head][from];
+          stored_values_[to] = values[head][from];
         }
-    }
   }
 
   /// The page that token `length` goes to is no longer complete. Its rows are those that were appended, if that was in
@@ -257,6 +272,7 @@ class decoder {
     for (head_state& head : heads_) {
       head.selected.clear();
       head.selected_by_head.clear();
+      head.pinned = {};
       head.slots.clear();
       head.carried_firm = head.history_firm = true;
     }
@@ -291,10 +307,11 @@ class decoder {
 
   /// `queries` is (m * G, d) here and below: the group's heads in every row of the step.
   selection choose_among(const std::vector<int>& units, std::span<const float> queries, int kv_head) const {
-    selection chosen =
-        select_pages(s_, kv_head, queries, units, heads_[static_cast<std::size_t>(kv_head)].summaries);
-    measure_scores(chosen, s_, kv_head, queries, token_rows(keys_, kv_head, tokens_of_units(s_, units)));
-    return chosen;
+    const head_state& head = heads_[static_cast<std::size_t>(kv_head)];
+    const std::vector<int> others = without(units, head.pinned.units);
+    selection chosen = select_pages(s_, kv_head, queries, others, head.summaries);
+    measure_scores(chosen, s_, kv_head, queries, token_rows(keys_, kv_head, tokens_of_units(s_, others)));
+    return with_pinned(chosen, head.pinned);
   }
 
   /// What a KV head selects with `q` (rows, n_qo, d), with whom it shares its selection or who of it has one.
@@ -415,6 +432,7 @@ class decoder {
       const attention all = full(q, length);
       result.out.insert(result.out.end(), all.out.begin(), all.out.end());
       result.lse.insert(result.lse.end(), all.lse.begin(), all.lse.end());
+      result.doubt.insert(result.doubt.end(), all.doubt.begin(), all.doubt.end());
       return;
     }
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
@@ -426,18 +444,18 @@ class decoder {
                                                ? head.selected
                                                : head.selected_by_head[static_cast<std::size_t>(g)];
         attend_head(q, kv_head, g, attended_tokens(s_, kind_of(s_, kv_head), length, selected, window),
-                    result.out, result.lse);
+                    result.out, result.lse, result.doubt);
       }
     }
   }
 
   void attend_group(std::span<const float> q, int kv_head, const std::vector<int>& tokens,
-                    std::vector<double>& out, std::vector<double>& lse) const {
-    for (int g = 0; g < group_size(s_); ++g) attend_head(q, kv_head, g, tokens, out, lse);
+                    attention& to) const {
+    for (int g = 0; g < group_size(s_); ++g) attend_head(q, kv_head, g, tokens, to.out, to.lse, to.doubt);
   }
 
   void attend_head(std::span<const float> q, int kv_head, int g, const std::vector<int>& tokens,
-                   std::vector<double>& out, std::vector<double>& lse) const {
+                   std::vector<double>& out, std::vector<double>& lse, std::vector<double>& doubt) const {
     const auto query_head = static_cast<std::size_t>(kv_head * group_size(s_) + g);
     const double logit = s_.sink_logits.empty() ? -infinity : s_.sink_logits[query_head];
     const attention head =
@@ -445,6 +463,7 @@ class decoder {
                token_rows(stored_values_, kv_head, tokens), s_.scale, {s_.soft_cap, logit});
     out.insert(out.end(), head.out.begin(), head.out.end());
     lse.push_back(head.lse[0]);
+    doubt.insert(doubt.end(), head.doubt.begin(), head.doubt.end());
   }
 
   /// (m * G, d): the queries of one KV head's group, out of (m, n_qo, d).

@@ -11,7 +11,7 @@
 
 namespace oracle {
 
-/// k + c slots, or G * k + c where query heads select each for itself. Of the pages that are no longer wanted c stay; the others' slots are free, lowest first.
+/// k + c slots, or G * k + c where query heads select each for itself, and one for each pinned unit. Of the pages that are no longer wanted c stay; the others' slots are free, lowest first.
 class slot_cache {
  public:
   explicit slot_cache(const settings& s)
@@ -19,7 +19,7 @@ class slot_cache {
         spare_(s.spare),
         slots_(static_cast<std::size_t>(s.selected_pages) *
                    static_cast<std::size_t>(s.rows == rows_kind::query_head ? group_size(s) : 1) +
-               static_cast<std::size_t>(s.spare)) {}
+               static_cast<std::size_t>(s.spare) + static_cast<std::size_t>(s.pinned)) {}
 
   void clear() {
     for (slot& each : slots_) each = {};

@@ -50,6 +50,7 @@ struct row_result {
 struct step_result {
   std::vector<double> out;       // (m, n_qo, d)
   std::vector<double> lse;       // (m, n_qo)
+  std::vector<double> doubt;     // (m, n_qo, d): what float32's outputs may be off by
   std::vector<row_result> rows;  // per KV head
 };
 

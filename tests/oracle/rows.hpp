@@ -43,6 +43,7 @@ inline row_choice united(const std::vector<selection>& of_heads) {
     choice.all.mass_margin = std::min(choice.all.mass_margin, one.mass_margin);
     choice.all.score_size = std::max(choice.all.score_size, one.score_size);
     choice.all.may_overflow = choice.all.may_overflow || one.may_overflow;
+    choice.all.kept_firm = choice.all.kept_firm && one.kept_firm;
   }
   std::sort(pages.begin(), pages.end());
   pages.erase(std::unique(pages.begin(), pages.end()), pages.end());

@@ -101,14 +101,18 @@ struct settings {
   // Of coarse_to_fine: the two summaries, and how many times k candidates the fine one scores.
   summary_kind coarse = summary_kind::min_max, fine = summary_kind::key_sketch;
   int times = 4;
-  // What comes back of one KV head's keys and values of a complete page, each (p, d), from the store of a layer that does
+  // What comes back of the keys and values of a complete page, per KV head (p, d), from the store of a layer that does
   // not keep everything; nothing: what was appended.
-  std::function<void(std::vector<float>&, std::vector<float>&)> read_back = nullptr;
+  std::function<void(int page, std::vector<std::vector<float>>& keys,
+                     std::vector<std::vector<float>>& values)>
+      read_back = nullptr;
   int max_rows = 1;                      // the most decode rows that one step may append
   int sliding_window = 0;                // tokens
   double soft_cap = 0.0;                 // scores become soft_cap * tanh(score / soft_cap); 0: none
   std::vector<double> sink_logits = {};  // one per query head, of a token without a value; empty: none
   rows_kind rows = rows_kind::kv_head;
+  int pinned =
+      0;  // units of a KV head that are selected whatever their scores: those whose keys are least alike
 };
 
 inline double default_scale(int head_dim) { return 1.0 / std::sqrt(static_cast<double>(head_dim)); }
@@ -203,6 +207,8 @@ inline void check(const settings& s) {
   if (s.selection == selection_kind::top_p)
     require(s.top_p >= 0.0 && s.top_p <= 1.0, "top_p is a share of the mass, from 0 to 1");
   if (s.correction == correction_kind::every_n_steps) require(s.every >= 1, "every is at least one step");
+  require(s.pinned >= 0, "pinned units are not negative");
+  require(s.pinned == 0 || s.rows != rows_kind::layer, "KV heads pin each their own units");
   require(s.rows != rows_kind::query_head || s.correction != correction_kind::mass_deficit,
           "mass_deficit judges what a KV head's query heads select together");
   if (s.correction == correction_kind::mass_deficit)

@@ -30,15 +30,18 @@ struct random_case {
   std::uint64_t seed = 0;
   freekv::examples::pipeline_options options;
   int prompt = 0, steps = 0;
-  std::vector<float> basis_data;     // options.basis points here
-  std::vector<float> codebook_data;  // and options.codebooks here
-  float turn = 0.3f;                 // how far a query turns in a step
-  float outliers = 0.0f;             // share of keys that are large
+  std::vector<float> basis_data;                // options.basis points here
+  std::vector<float> codebook_data;             // and options.codebooks here
+  std::vector<float> factor_data, frequencies;  // and options.factors and options.rotary here
+  float turn = 0.3f;                            // how far a query turns in a step
+  float outliers = 0.0f;                        // share of keys that are large
 
   freekv::examples::pipeline_options with_basis() const {
     auto o = options;
     o.basis.data = basis_data.data();
     o.codebooks.data = codebook_data.data();
+    o.factors.data = factor_data.data();
+    o.rotary.frequencies = frequencies.data();
     return o;
   }
 };
@@ -56,7 +59,7 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
              << " spare " << o.does.spare << ", " << o.does.rows << ", unit " << o.does.unit << ", plan "
              << o.does.plan << ", " << o.layout << (o.in_place ? ", in place" : ", resident") << ", sliding "
              << o.sliding_window << ", cap " << o.soft_cap << (o.sink_logits.empty() ? "" : ", sink logits")
-             << ", store " << o.does.codec
+             << ", pins " << (o.does.pinning == "no_pins" ? 0 : o.does.pinned) << ", store " << o.does.codec
              << (o.store_file.empty() ? ""
                  : o.direct_io        ? " direct file"
                                       : " file")
@@ -119,10 +122,34 @@ inline std::vector<float> random_codebooks(dice& d, const freekv::key_codebooks&
   return data;
 }
 
+/// Orthonormal rows of all KV heads side by side, and a mean, as low_rank_keys takes them.
+inline std::vector<float> random_factors(dice& d, int kv_heads, int rank, int head_dim) {
+  const std::vector<float> joint = random_basis(d, 1, rank, kv_heads * head_dim);
+  std::vector<float> by_head;
+  for (int head = 0; head < kv_heads; ++head)
+    for (int row = 0; row < 1 + rank; ++row) {
+      const auto first = joint.begin() + (row * kv_heads + head) * head_dim;
+      by_head.insert(by_head.end(), first, first + head_dim);
+    }
+  return by_head;
+}
+
 /// What no pipeline takes: query heads that select each for itself, and a correction that judges what they select
 /// together.
 inline bool judged_by_mass(const freekv::examples::method& m) {
   return m.rows == "per_query_head" && m.correction == "mass_deficit";
+}
+
+/// For low_rank_keys, as many coefficients.
+inline void give_factors(random_case& c, int rank) {
+  auto& o = c.options;
+  dice d(c.seed + 3);
+  c.factor_data = random_factors(d, o.kv_heads, rank, o.head_dim);
+  o.factors = {nullptr, 1, o.kv_heads, rank, o.head_dim};
+  c.frequencies.clear();
+  for (int pair = d.between(0, o.head_dim / 2); pair > 0; --pair) c.frequencies.push_back(d.uniform());
+  o.rotary = {nullptr, static_cast<int>(c.frequencies.size()),
+              d.one_of({freekv::rotary_pairs::halves, freekv::rotary_pairs::neighbours})};
 }
 
 inline random_case make_case(std::uint64_t seed) {
@@ -189,6 +216,9 @@ inline random_case make_case(std::uint64_t seed) {
     for (int head = 0; head < o.query_heads; ++head) o.sink_logits.push_back(3.0f * d.normal());
   if (d.below(3) == 0) o.does.rows = d.name_of(selection_rows);
   if (judged_by_mass(o.does)) o.does.rows = "per_layer";
+  if (d.below(4) == 0 && o.does.rows != "per_layer") o.does.pinning = "pin_outliers";
+  o.does.pinned = d.one_of({0, 1, 2, 5, 48});
+  give_factors(c, d.between(1, 24));
   return c;
 }
 
@@ -216,6 +246,7 @@ inline void give_heads(random_case& c, int kv_heads, int query_heads) {
   o.does.plan = "retrieval";
   c.basis_data = random_basis(d, kv_heads, o.does.rank, o.head_dim);
   o.basis = {nullptr, 1, kv_heads, o.does.rank, o.head_dim};
+  give_factors(c, o.factors.rank);
 }
 
 /// Where query heads select each for itself, what each of a KV head's group attended to; else nothing.
@@ -286,7 +317,8 @@ Value value_at(const Choices& choices, const std::string& name, std::initializer
 inline oracle::settings oracle_settings(const random_case& c) {
   const auto& o = c.options;
   oracle::settings s;
-  s.read_back = read_back(o);
+  s.read_back = read_back(c.with_basis());
+  s.pinned = o.does.pinning == "pin_outliers" ? o.does.pinned : 0;
   s.query_heads = o.query_heads;
   s.kv_heads = o.kv_heads;
   s.head_dim = o.head_dim;

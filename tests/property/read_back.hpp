@@ -11,44 +11,60 @@
 
 namespace tests {
 
+using rows_of_heads = std::vector<std::vector<float>>;  // per KV head (tokens, head_dim)
+
+/// Page `page` of a sequence's only layer.
 template <class Element, int HeadDim>
-void read_back_as(const std::string& codec, int page, std::vector<float>& keys, std::vector<float>& values) {
+void read_back_as(const freekv::examples::pipeline_options& o, int page, rows_of_heads& keys,
+                  rows_of_heads& values) {
   using namespace freekv;
   constexpr auto n = [](int x) { return static_cast<std::size_t>(x); };
-  std::vector<Element> rows(n(2 * page * HeadDim));
-  const head_slice<Element> slice{rows.data(), rows.data() + page * HeadDim, HeadDim};
-  for (std::size_t i = 0; i < keys.size(); ++i) {
-    slice.key[i] = from_float<Element>(keys[i]);
-    slice.value[i] = from_float<Element>(values[i]);
-  }
-  const auto chosen_codec = examples::chosen("codec", examples::codecs, codec).make({}, {});
+  const examples::method_data data{.factors = o.factors, .rotary = o.rotary};
+  const auto chosen_codec = examples::chosen("codec", examples::codecs, o.does.codec).make(o.does, data);
   resolve(chosen_codec, [&](const auto& c) {
-    const std::size_t bytes = c.bytes(page_geometry{page, HeadDim}, sizeof(Element));
-    std::vector<float> stored(bytes / sizeof(float));
-    auto* const at = reinterpret_cast<std::byte*>(stored.data());
-    c.template encode<HeadDim>(as_const(slice), page, at);
-    c.template decode<HeadDim>(at, page, slice);
+    const page_geometry geometry{o.page, HeadDim};
+    const std::size_t bytes = c.bytes(geometry, sizeof(Element));
+    std::vector<float> shared(shared_bytes(c, geometry, sizeof(Element)) / sizeof(float) + 1);
+    std::vector<float> floats(n(shared_floats(c, geometry)) + 1);
+    std::vector<std::vector<float>> stored(keys.size(), std::vector<float>(bytes / sizeof(float)));
+    std::vector<Element> rows(n(2 * o.page * HeadDim));
+    const head_slice<Element> slice{rows.data(), rows.data() + o.page * HeadDim, HeadDim};
+    const auto each_head = [&](const auto& use) {
+      for (std::size_t h = 0; h < keys.size(); ++h)
+        use(codec_at(c, slice_place{0, static_cast<int>(h), static_cast<int>(keys.size()), page * o.page,
+                                    reinterpret_cast<std::byte*>(shared.data()), floats.data()}),
+            reinterpret_cast<std::byte*>(stored[h].data()), h);
+    };
+    each_head([&](const auto& codec, std::byte* to, std::size_t h) {
+      for (std::size_t i = 0; i < keys[h].size(); ++i) {
+        slice.key[i] = from_float<Element>(keys[h][i]);
+        slice.value[i] = from_float<Element>(values[h][i]);
+      }
+      codec.template encode<HeadDim>(as_const(slice), o.page, to);
+    });
+    each_head([&](const auto& codec, const std::byte* from, std::size_t h) {
+      codec.template decode<HeadDim>(from, o.page, row_range{0, o.page}, slice);
+      for (std::size_t i = 0; i < keys[h].size(); ++i) {
+        keys[h][i] = to_float(slice.key[i]);
+        values[h][i] = to_float(slice.value[i]);
+      }
+    });
   });
-  for (std::size_t i = 0; i < keys.size(); ++i) {
-    keys[i] = to_float(slice.key[i]);
-    values[i] = to_float(slice.value[i]);
-  }
 }
 
-/// For the oracle's settings.
-inline std::function<void(std::vector<float>&, std::vector<float>&)> read_back(
+/// For the oracle's settings. What `o` points to outlives it.
+inline std::function<void(int, rows_of_heads&, rows_of_heads&)> read_back(
     const freekv::examples::pipeline_options& o) {
   if (o.does.codec == freekv::identity::name) return nullptr;
-  return [codec = o.does.codec, page = o.page, head_dim = o.head_dim, element = o.element](
-             std::vector<float>& keys, std::vector<float>& values) {
+  return [o](int page, rows_of_heads& keys, rows_of_heads& values) {
     const auto with = [&]<int... D>(std::integer_sequence<int, D...>) {
       using freekv::examples::data_type;
       const auto as = [&]<class Element>(Element) {
-        ((D == head_dim && (read_back_as<Element, D>(codec, page, keys, values), true)) || ...);
+        ((D == o.head_dim && (read_back_as<Element, D>(o, page, keys, values), true)) || ...);
       };
-      if (element == data_type::f32) as(float{});
-      if (element == data_type::f16) as(freekv::half{});
-      if (element == data_type::bf16) as(freekv::bfloat16{});
+      if (o.element == data_type::f32) as(float{});
+      if (o.element == data_type::f16) as(freekv::half{});
+      if (o.element == data_type::bf16) as(freekv::bfloat16{});
     };
     with(std::integer_sequence<int, FREEKV_HEAD_DIMS>{});
   };

@@ -168,6 +168,7 @@ TEST_CASE("KV heads that select together agree with the oracle", "[property]") {
     o.budget = {.sink = 8, .window = 16, .selected_pages = 2};
     o.does.summary = "mean";
     o.does.rows = "per_layer";
+    o.does.pinning = "no_pins";
     if (seed % 3 != 0) o.does.correction = "cosine_drift";
     o.store_file.clear();
     c.prompt = 100;

@@ -134,7 +134,9 @@ std::vector<std::byte> encoded(const Codec& codec, const coded_page<E>& c) {
 template <class E, class Codec>
 coded_page<E> decoded(const Codec& codec, const coded_page<E>& c, const std::vector<std::byte>& stored) {
   coded_page<E> back(c.d, c.tokens, c.heads, c.head, c.by_head);
-  with_head_dim(c.d, [&](auto d) { codec.template decode<d>(stored.data(), c.tokens, back.slice()); });
+  with_head_dim(c.d, [&](auto d) {
+    codec.template decode<d>(stored.data(), c.tokens, {0, c.tokens}, back.slice());
+  });
   return back;
 }
 template <class E, class Codec>

@@ -231,6 +231,9 @@ TEST_CASE("variants are pipelines of their policies", "[policy_pack]") {
                                 retrieval_pipeline<shape, key_subspace<24, 3>>>);
   STATIC_REQUIRE(std::is_same_v<variants::quest_per_query_head::pipeline<shape>,
                                 retrieval_pipeline<shape, per_query_head, always>>);
+  STATIC_REQUIRE(std::is_same_v<variants::shadowkv::pipeline<shape>,
+                                retrieval_pipeline<shape, low_rank_keys<160>, pin_outliers<48>, unit<8>, mean,
+                                                   max_softmax, always>>);
   CHECK(variants::quest::name == "quest");
 }
 

@@ -54,6 +54,16 @@ struct twilight : variant<coarse_to_fine<min_max, key_sketch<4>>, top_p, always>
 struct infinigen : variant<unit<1>, key_subspace<24, 32>, always> {
   static constexpr std::string_view name = "infinigen";
 };
+/// ShadowKV (arXiv 2410.21465, section 4): chunks of 8 tokens by their mean keys, the most of the group's softmaxes
+/// counting, 48 outlier chunks always selected; values are recalled, and keys rebuilt from 160 coefficients of what all
+/// heads' were before rotation, in a basis and with the model's rotation given in `codec`; selected anew before every
+/// attention. Unlike the paper's, whatever the sequence's prompt or another text: the basis is given, tokens decoded
+/// later have coefficients too, keys of sink, window and outliers are rebuilt like others once their page is complete,
+/// and outliers are among the prompt's chunks beyond sink and window.
+struct shadowkv
+    : variant<unit<8>, mean, max_softmax, pin_outliers<48>, always, low_rank_keys<160>> {
+  static constexpr std::string_view name = "shadowkv";
+};
 /// RazorAttention (arXiv 2407.15891): some heads keep everything, the others sink and window; without its compensation
 /// token. Which heads is the plan's `kinds`.
 struct razor_attention : variant<by_head> {

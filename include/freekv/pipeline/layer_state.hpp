@@ -141,6 +141,7 @@ struct layer_state {
   int sliding_window = 0;              // tokens; 0: there is none
   float soft_cap = 0.0f;               // of attention's scores; 0: none
   const float* sink_logits = nullptr;  // (query head); null: none
+  int pins = 0;                        // units of a KV head that are selected whatever their scores
   int list_units = 1;                  // K, that one KV head has selected at most
   int mask_words = 0;  // of a selected unit's mask of query heads; 0: all heads of a group attend to it
   int max_pages = 0;   // of one sequence
@@ -152,14 +153,17 @@ struct layer_state {
   const std::int32_t* slot_sets = nullptr;   // (sequence): its slots among all, -1 while it is preempted
   std::byte* summaries = nullptr;            // (store page, kv head, unit of the page, summary_bytes)
   std::size_t summary_bytes = 0;             // of one unit
-  layer_kind* head_kinds = nullptr;          // (kv head)
-  int decode_rows = 1;                       // of one sequence in a step, at most
-  float* previous_query = nullptr;           // (sequence, kv head, decode row, group, head_dim)
-  std::uint8_t* corrected = nullptr;         // (sequence, kv head): flagged in the last step
-  std::uint8_t* unrecalled = nullptr;        // (sequence, kv head): selected units could not be read
-  std::uint8_t* unfilled = nullptr;          // (sequence): slots or the open page could not be read
-  std::int32_t* selected = nullptr;          // (sequence, kv head, K): ascending units, for the next step
-  std::int32_t* selected_count = nullptr;    // (sequence, kv head)
+  float* pin_worth = nullptr;   // (store page, kv head, unit of the page), where units are pinned
+  std::byte* shared = nullptr;  // (store page, shared_bytes): what a codec keeps of a page, if encoded
+  std::size_t shared_bytes = 0;
+  layer_kind* head_kinds = nullptr;        // (kv head)
+  int decode_rows = 1;                     // of one sequence in a step, at most
+  float* previous_query = nullptr;         // (sequence, kv head, decode row, group, head_dim)
+  std::uint8_t* corrected = nullptr;       // (sequence, kv head): flagged in the last step
+  std::uint8_t* unrecalled = nullptr;      // (sequence, kv head): selected units could not be read
+  std::uint8_t* unfilled = nullptr;        // (sequence): slots or the open page could not be read
+  std::int32_t* selected = nullptr;        // (sequence, kv head, K): ascending units, for the next step
+  std::int32_t* selected_count = nullptr;  // (sequence, kv head)
   std::int32_t* upcoming = nullptr;        // (sequence, kv head, K): what speculate will select, where known
   std::int32_t* upcoming_count = nullptr;  // (sequence, kv head): -1 where it is not known yet
   std::int32_t* attended = nullptr;        // (sequence, kv head, K): what the last step attended to
@@ -168,6 +172,8 @@ struct layer_state {
       nullptr;  // (sequence, kv head, K, mask_words): query heads that selected the unit
   std::uint32_t* upcoming_by = nullptr;  // the same of `upcoming`
   std::uint32_t* attended_by = nullptr;  // the same of `attended`
+  std::int32_t* pinned = nullptr;        // (sequence, kv head, pins): ascending units
+  std::int32_t* pinned_count = nullptr;  // (sequence, kv head)
   std::int32_t* slot_page = nullptr;     // (sequence, kv head, selected slot): unit in it, or -1
   std::int32_t* slot_stamp = nullptr;    // (sequence, kv head, selected slot): last selection with that unit
   std::int32_t* slot_of = nullptr;       // (sequence, kv head, K): slot of each selected unit
@@ -233,6 +239,18 @@ struct layer_state {
                             static_cast<std::size_t>(head);
     return summaries +
            (row * static_cast<std::size_t>(units_per_page) + static_cast<std::size_t>(nth)) * summary_bytes;
+  }
+  float& pin_worth_of(std::int32_t store_page, int head, int nth) const {
+    const std::size_t row = static_cast<std::size_t>(store_page) * static_cast<std::size_t>(heads.kv) +
+                            static_cast<std::size_t>(head);
+    return pin_worth[row * static_cast<std::size_t>(units_per_page) + static_cast<std::size_t>(nth)];
+  }
+  std::byte* shared_of(std::int32_t store_page) const {
+    return shared + static_cast<std::size_t>(store_page) * shared_bytes;
+  }
+  std::span<const std::int32_t> pinned_of(int sequence, int head) const {
+    return {pinned + row(sequence, head) * static_cast<std::size_t>(pins),
+            static_cast<std::size_t>(pinned_count[row(sequence, head)])};
   }
   /// The page that unit `index` of a sequence is part of, and its first row there.
   constexpr int page_of(int index) const { return units_per_page == 1 ? index : index / units_per_page; }

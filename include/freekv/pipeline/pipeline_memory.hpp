@@ -48,7 +48,7 @@ class pipeline_memory {
       layers.push_back(layer_part(s, layer, slow, fast, file, frames));
     slow_bytes = slow.used();
     fast_bytes = fast.used();
-    bytes.state = fast_bytes - bytes.slots - bytes.summaries;
+    bytes.state = fast_bytes - bytes.slots - bytes.summaries - bytes.codec;
   }
 
   State layer_part(const Settings& s, int layer, carver& slow, carver& fast, file_store* file,
@@ -71,6 +71,7 @@ class pipeline_memory {
     if (!s.sink_logits.empty()) l.sink_logits = s.sink_logits.data() + size(layer) * size(s.query_heads);
     l.encoded = s.encodes() && l.kind != layer_kind::complete;
     l.open_frames = s.open_frames();
+    l.pins = s.pinned_units();
     l.list_units = s.list_units(layer);
     l.mask_words = s.row() == selection_row::query_head ? head_mask_words(l.heads.group()) : 0;
     l.slots = slots_for(l.budget, l.page.tokens, s.spare_slots(), s.max_decode_rows);
@@ -117,7 +118,16 @@ class pipeline_memory {
       const std::size_t before = fast.used();
       l.summaries = fast.take<std::byte>(l.summary_bytes * size(s.units_per_page()) * size(s.store_pages()) *
                                          size(s.kv_heads));
+      if (l.pins > 0)
+        l.pin_worth = fast.take<float>(size(s.units_per_page()) * size(s.store_pages()) * size(s.kv_heads));
       bytes.summaries += fast.used() - before;
+    }
+    if (l.encoded) {
+      const std::size_t before = fast.used();
+      l.shared_bytes =
+          resolve(s.codec, [&](const auto& codec) { return shared_bytes(codec, l.page, sizeof(element)); });
+      l.shared = fast.take<std::byte>(l.shared_bytes * size(s.store_pages()));
+      bytes.codec += fast.used() - before;
     }
 
     l.head_kinds = fast.take<layer_kind>(size(s.kv_heads));
@@ -127,13 +137,14 @@ class pipeline_memory {
     l.previous_query = fast.take<float>(rows * size(l.decode_rows * l.heads.group() * head_dim));
     for (std::uint8_t** flags : {&l.corrected, &l.unrecalled}) *flags = fast.take<std::uint8_t>(rows);
     l.unfilled = fast.take<std::uint8_t>(size(s.max_sequences));
-    for (std::int32_t** counts : {&l.selected_count, &l.upcoming_count, &l.attended_count, &l.selections,
-                                  &l.recalled, &l.recalled_before_attention, &l.promoted})
+    for (std::int32_t** counts : {&l.selected_count, &l.upcoming_count, &l.attended_count, &l.pinned_count,
+                                  &l.selections, &l.recalled, &l.recalled_before_attention, &l.promoted})
       *counts = fast.take<std::int32_t>(rows);
     for (std::int32_t** lists : {&l.selected, &l.upcoming, &l.attended, &l.slot_of})
       *lists = fast.take<std::int32_t>(selections);
     for (std::uint32_t** masks : {&l.selected_by, &l.upcoming_by, &l.attended_by})
       *masks = fast.take<std::uint32_t>(l.masks(s.max_sequences, 0));
+    l.pinned = fast.take<std::int32_t>(rows * size(l.pins));
     for (std::int32_t** lists : {&l.slot_page, &l.slot_stamp})
       *lists = fast.take<std::int32_t>(rows * size(l.slots.selected));
     return l;
@@ -172,6 +183,9 @@ class pipeline_memory {
       sizes.slice_bytes = slice_bytes(s);
       if (s.store_file) sizes.slice_alignment = s.store_file->alignment();
       sizes.decoded_bytes = size(2 * s.page.tokens * head_dim) * sizeof(element);
+      sizes.shared_floats = resolve(s.codec, [&](const auto& codec) {
+        return freekv::shared_floats(codec, {s.page.tokens, head_dim});
+      });
     }
     resolve(s.summary, [&](const auto& summary) {
       sizes.summary_width = summary.width({s.unit_tokens(), head_dim});

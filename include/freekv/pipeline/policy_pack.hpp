@@ -13,7 +13,9 @@
 #include <freekv/policies/key_codes.hpp>
 #include <freekv/policies/key_sketch.hpp>
 #include <freekv/policies/key_subspace.hpp>
+#include <freekv/policies/low_rank_keys.hpp>
 #include <freekv/policies/mean_summaries.hpp>
+#include <freekv/policies/pinning.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/policies/pooling.hpp>
 #include <freekv/policies/residency.hpp>
@@ -47,6 +49,10 @@ inline constexpr bool is_selection = selection_policy<P>;
 template <class... P>
 inline constexpr bool is_selection<any_of<P...>> = (selection_policy<P> && ...);
 template <class P>
+inline constexpr bool is_pinning = pinning_policy<P>;
+template <class... P>
+inline constexpr bool is_pinning<any_of<P...>> = (pinning_policy<P> && ...);
+template <class P>
 inline constexpr bool is_rows = rows_policy<P>;
 template <class... P>
 inline constexpr bool is_rows<any_of<P...>> = (rows_policy<P> && ...);
@@ -74,8 +80,8 @@ inline constexpr bool is_codec<any_of<P...>> = (codec_policy<P> && ...);
 }  // namespace detail
 
 /// One policy of each kind. `policy_pack_of` makes it from any list.
-template <class Page, class Unit, class Layouts, class Summary, class Pooling, class Selection, class Rows,
-          class Correction, class Residency, class Plan, class Route, class Codec, class Backend>
+template <class Page, class Unit, class Layouts, class Summary, class Pooling, class Selection, class Pinning,
+          class Rows, class Correction, class Residency, class Plan, class Route, class Codec, class Backend>
 struct policy_pack {
   using page = Page;
   using unit = Unit;
@@ -83,6 +89,7 @@ struct policy_pack {
   using summary = Summary;
   using pooling = Pooling;
   using selection = Selection;
+  using pinning = Pinning;
   using rows = Rows;
   using correction = Correction;
   using residency = Residency;
@@ -108,6 +115,8 @@ struct policy_pack {
   static_assert(
       detail::is_selection<Selection>,
       "a selection policy has a name and count(candidates, k) -> int, how many of the best are selected");
+  static_assert(detail::is_pinning<Pinning>,
+                "a pinning policy has a name, units -> int and worth(team, keys, scratch) -> float");
   static_assert(detail::is_rows<Rows>, "a rows policy has a name and row -> selection_row");
   static_assert(detail::is_correction<Correction>,
                 "a correction policy has a name and either at(layer).flags(team, query_change) -> bool, or "
@@ -119,7 +128,7 @@ struct policy_pack {
   static_assert(detail::is_route<Route>, "a route has a name and keeps_slots() -> bool");
   static_assert(detail::is_codec<Codec>,
                 "a codec has a name, bytes(page, element_bytes) -> std::size_t, encode<head_dim>(slice, "
-                "tokens, bytes) and decode<head_dim>(bytes, tokens, slice)");
+                "tokens, bytes) and decode<head_dim>(bytes, tokens, rows, slice)");
 
   template <class P>
   struct exchange {
@@ -128,7 +137,7 @@ struct policy_pack {
     using type =
         policy_pack<either<page_size_kind, Page>, either<unit_kind, Unit>, either<layout_kind, Layouts>,
                     either<summary_kind, Summary>, either<pooling_kind, Pooling>,
-                    either<selection_kind, Selection>, either<rows_kind, Rows>,
+                    either<selection_kind, Selection>, either<pinning_kind, Pinning>, either<rows_kind, Rows>,
                     either<correction_kind, Correction>, either<residency_kind, Residency>,
                     either<plan_kind, Plan>, either<route_kind, Route>, either<codec_kind, Codec>,
                     either<backend_kind, Backend>>;
@@ -143,9 +152,9 @@ template <class P>
 inline constexpr bool known_kind =
     is_of_kind<page_size_kind, P> || is_of_kind<unit_kind, P> || is_of_kind<layout_kind, P> ||
     is_of_kind<summary_kind, P> || is_of_kind<pooling_kind, P> || is_of_kind<selection_kind, P> ||
-    is_of_kind<rows_kind, P> || is_of_kind<correction_kind, P> || is_of_kind<residency_kind, P> ||
-    is_of_kind<plan_kind, P> || is_of_kind<route_kind, P> || is_of_kind<codec_kind, P> ||
-    is_of_kind<backend_kind, P>;
+    is_of_kind<pinning_kind, P> || is_of_kind<rows_kind, P> || is_of_kind<correction_kind, P> ||
+    is_of_kind<residency_kind, P> || is_of_kind<plan_kind, P> || is_of_kind<route_kind, P> ||
+    is_of_kind<codec_kind, P> || is_of_kind<backend_kind, P>;
 
 template <policy... P>
 struct make_policy_pack {
@@ -154,16 +163,17 @@ struct make_policy_pack {
   static_assert(count_of_kind<page_size_kind, P...> <= 1 && count_of_kind<unit_kind, P...> <= 1 &&
                     count_of_kind<layout_kind, P...> <= 1 && count_of_kind<summary_kind, P...> <= 1 &&
                     count_of_kind<pooling_kind, P...> <= 1 && count_of_kind<selection_kind, P...> <= 1 &&
-                    count_of_kind<rows_kind, P...> <= 1 && count_of_kind<correction_kind, P...> <= 1 &&
-                    count_of_kind<residency_kind, P...> <= 1 && count_of_kind<plan_kind, P...> <= 1 &&
-                    count_of_kind<route_kind, P...> <= 1 && count_of_kind<codec_kind, P...> <= 1 &&
-                    count_of_kind<backend_kind, P...> <= 1,
+                    count_of_kind<pinning_kind, P...> <= 1 && count_of_kind<rows_kind, P...> <= 1 &&
+                    count_of_kind<correction_kind, P...> <= 1 && count_of_kind<residency_kind, P...> <= 1 &&
+                    count_of_kind<plan_kind, P...> <= 1 && count_of_kind<route_kind, P...> <= 1 &&
+                    count_of_kind<codec_kind, P...> <= 1 && count_of_kind<backend_kind, P...> <= 1,
                 "a pipeline takes at most one policy of each kind");
   using type = policy_pack<
       policy_of_kind<page_size_kind, page_size<32>, P...>, policy_of_kind<unit_kind, unit<>, P...>,
       policy_of_kind<layout_kind, layout_pair<>, P...>, policy_of_kind<summary_kind, min_max, P...>,
       policy_of_kind<pooling_kind, mean_softmax, P...>, policy_of_kind<selection_kind, top_k, P...>,
-      policy_of_kind<rows_kind, per_kv_head, P...>, policy_of_kind<correction_kind, cosine_drift, P...>,
+      policy_of_kind<pinning_kind, no_pins, P...>, policy_of_kind<rows_kind, per_kv_head, P...>,
+      policy_of_kind<correction_kind, cosine_drift, P...>,
       policy_of_kind<residency_kind, first_unselected<>, P...>,
       policy_of_kind<plan_kind, complete_first<1>, P...>, policy_of_kind<route_kind, resident, P...>,
       policy_of_kind<codec_kind, identity, P...>, policy_of_kind<backend_kind, host_backend, P...>>;
@@ -172,7 +182,7 @@ struct make_policy_pack {
 }  // namespace detail
 
 /// The pack of a list of policies in any order. Kinds left out: page_size<32>, unit<>, layout_pair<nhd, hnd>,
-/// min_max, mean_softmax, top_k, per_kv_head, cosine_drift, first_unselected<>, complete_first<1>, resident, identity,
+/// min_max, mean_softmax, top_k, no_pins, per_kv_head, cosine_drift, first_unselected<>, complete_first<1>, resident, identity,
 /// host_backend: FreeKV as published.
 template <policy... Policies>
 using policy_pack_of = typename detail::make_policy_pack<Policies...>::type;

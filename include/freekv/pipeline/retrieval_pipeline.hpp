@@ -28,8 +28,8 @@ struct step_report {
   std::span<const std::int32_t> promoted;  ///< (kv_heads): slices copied from the window ring
   std::span<const std::int32_t>
       attended;  ///< (kv_heads, K): units attended as selected, ascending, pages unless they are less; K is
-      ///< selected_pages, or what all query heads of a group select together at most, where each selects
-      ///< its own
+  ///< selected_pages, or what all query heads of a group select together at most, where each selects
+  ///< its own, and those pinned
   std::span<const std::int32_t> attended_count;  ///< (kv_heads): how many of them
   /// (kv_heads, K, head_mask_words(group)): the mask of the query heads of the group that selected the unit and attend
   /// to it; empty where all of them do
@@ -124,6 +124,7 @@ class basic_retrieval_pipeline {
          {printed(s.summary), printed(s.pooling), printed(s.selection), printed(s.correction),
           printed(s.residency), printed(s.plan), printed(s.route)})
       text += policy + ", ";
+    if (s.pinned_units() > 0) text += printed(s.pinning) + ", ";
     if (const std::string codec = printed(s.codec); codec != identity::name) text += codec + ", ";
     if (const std::string rows = printed(s.rows); rows != per_kv_head::name) text += rows + ", ";
     const auto layouts = resolve(s.layouts, []<class Layouts>(const Layouts&) {
@@ -134,10 +135,10 @@ class basic_retrieval_pipeline {
            std::string(element_name<element>);
   }
   const memory_bytes& bytes() const { return parts_->bytes; }
-  /// Bytes of one recalled slice: one KV head's keys and values of a unit, as they are stored; where pages are encoded,
-  /// of the page that is read for it.
+  /// Bytes of one recalled slice: one KV head's keys and values of a unit, as they are stored; from a file, of the page
+  /// that is read for it.
   std::size_t slice_bytes() const {
-    const int tokens = settings_.encodes() ? int{settings_.page.tokens} : settings_.unit_tokens();
+    const int tokens = settings_.store_file ? int{settings_.page.tokens} : settings_.unit_tokens();
     return resolve(settings_.codec, [&](const auto& codec) {
       return codec.bytes(page_geometry{tokens, head_dim}, sizeof(element));
     });

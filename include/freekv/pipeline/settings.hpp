@@ -49,6 +49,7 @@ struct pipeline_settings {
   typename Pack::summary summary{};
   typename Pack::pooling pooling{};
   typename Pack::selection selection{};
+  typename Pack::pinning pinning{};
   typename Pack::rows rows{};
   typename Pack::correction correction{};
   typename Pack::residency residency{};
@@ -70,11 +71,15 @@ struct pipeline_settings {
   selection_row row() const {
     return resolve(rows, []<class Rows>(const Rows&) { return Rows::row; });
   }
+  /// Units of a KV head that are selected whatever their scores.
+  int pinned_units() const {
+    return std::min(max_units(), resolve(pinning, [](const auto& chosen) -> int { return chosen.units; }));
+  }
   /// Units that one KV head has selected at most.
   int list_units(int layer) const {
-    const std::int64_t k = budget_at(layer).selected_pages;
-    if (row() != selection_row::query_head) return static_cast<int>(k);
-    return static_cast<int>(std::min(std::int64_t{max_units()}, k * (query_heads / kv_heads)));
+    const int selecting = row() == selection_row::query_head ? query_heads / kv_heads : 1;
+    const std::int64_t all = std::int64_t{budget_at(layer).selected_pages} * selecting + pinned_units();
+    return static_cast<int>(std::min(std::int64_t{max_units()}, all));
   }
   int spare_slots() const {
     return resolve(residency, [](const auto& chosen) -> int { return chosen.spare; });
@@ -154,6 +159,17 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
   resolve(s.correction, [&](const auto& correction) {
     if constexpr (requires { correction.validate(s.layers); }) correction.validate(s.layers);
   });
+  resolve(s.codec, [&](const auto& codec) {
+    if constexpr (requires { codec.validate(codec_setting{}); })
+      codec.validate({s.layers, s.kv_heads, HeadDim});
+  });
+  resolve(s.pinning, [&](const auto& pinning) {
+    if constexpr (requires { pinning.validate(); }) pinning.validate();
+  });
+  if (s.row() == selection_row::layer && s.pinned_units() > 0)
+    fail(
+        "per_layer gives all KV heads one list, and each pins units of its own; choose no_pins, or "
+        "per_kv_head or per_query_head");
   if (s.row() == selection_row::query_head &&
       resolve(s.correction, []<class C>(const C&) { return correction_by_mass<C>; }))
     fail(

@@ -11,13 +11,20 @@
 //     template <int HeadDim, class Element>
 //     FREEKV_HD void encode(const head_slice<const Element>& from, int tokens, std::byte* to) const;
 //     template <int HeadDim, class Element>
-//     FREEKV_HD void decode(const std::byte* from, int tokens, const head_slice<Element>& to) const;
+//     FREEKV_HD void decode(const std::byte* from, int tokens, row_range rows, const head_slice<Element>& to) const;
 //   };
 //
 // `bytes`: of one KV head's keys and values of a page, a multiple of 4. Stored bytes are contiguous, keys before
-// values, and aligned as floats are. `tokens` is at most the page's, and `decode` is given what `encode` was. Rows of
-// the element side lie at any stride. A token's row, or where a codec says so a channel's numbers of the page, come
-// back the same whatever the others are: NaN and infinity are data, but they stay there.
+// values, and aligned as floats are. `tokens` is at most the page's, and `decode` is given what `encode` was; it writes
+// those `rows` of the page, the first to row 0 of `to`. Rows of the element side lie at any stride. A token's row, or
+// where a codec says so a channel's numbers of the page, come back the same whatever the others are: NaN and infinity are
+// data, but they stay there.
+//
+// Optional: `at(slice_place)`, the codec for one slice, where it depends on the layer, head or position;
+// `shared_bytes(page, element_bytes)`, a multiple of 4, what all heads of a page share and keep in fast memory, and
+// `shared_floats(page)`, scratch while it is made; `values()`, what it was given, for names; `validate(codec_setting)`,
+// which throws settings_error. Slices of a page are encoded one head after the other from head 0 on, and decoded when
+// all have been.
 #pragma once
 
 #include <concepts>
@@ -31,6 +38,48 @@
 #include <string_view>
 
 namespace freekv {
+
+/// What a codec is used for, for `validate`.
+struct codec_setting {
+  int layers = 0, kv_heads = 0, head_dim = 0;
+};
+
+/// Rows of a page.
+struct row_range {
+  int first = 0, count = 0;
+};
+
+/// Which slice a codec is for: of which head and page, and what the page's heads share.
+struct slice_place {
+  int layer = 0, head = 0, kv_heads = 1;
+  int first_token = 0;          // the page's, as the sequence counts them
+  std::byte* shared = nullptr;  // (shared_bytes)
+  float* floats = nullptr;  // (shared_floats), the same from a page's first head to its last; to encode alone
+};
+
+/// The codec for one slice.
+template <class C>
+FREEKV_HD constexpr auto codec_at(const C& codec, const slice_place& place) {
+  if constexpr (requires { codec.at(place); })
+    return codec.at(place);
+  else
+    return codec;
+}
+/// What a page's heads share, in bytes, and the floats needed to make it.
+template <class C>
+FREEKV_HD constexpr std::size_t shared_bytes(const C& codec, page_geometry page, std::size_t element_bytes) {
+  if constexpr (requires { codec.shared_bytes(page, element_bytes); })
+    return codec.shared_bytes(page, element_bytes);
+  else
+    return 0;
+}
+template <class C>
+FREEKV_HD constexpr int shared_floats(const C& codec, page_geometry page) {
+  if constexpr (requires { codec.shared_floats(page); })
+    return codec.shared_floats(page);
+  else
+    return 0;
+}
 
 namespace detail {
 
@@ -68,8 +117,10 @@ struct identity {
     copy_slice<HeadDim>(from, detail::stored_slice<HeadDim, Element>(to, tokens), tokens);
   }
   template <int HeadDim, class Element>
-  FREEKV_HD void decode(const std::byte* from, int tokens, const head_slice<Element>& to) const {
-    copy_slice<HeadDim>(detail::stored_slice<HeadDim, Element>(from, tokens), to, tokens);
+  FREEKV_HD void decode(const std::byte* from, int tokens, row_range rows,
+                        const head_slice<Element>& to) const {
+    const auto stored = detail::stored_slice<HeadDim, Element>(from, tokens);
+    copy_slice<HeadDim>(rows_behind(stored, rows.first), to, rows.count);
   }
 };
 
@@ -89,8 +140,10 @@ struct cast {
     convert<HeadDim>(from, detail::stored_slice<HeadDim, Stored>(to, tokens), tokens);
   }
   template <int HeadDim, class Element>
-  FREEKV_HD void decode(const std::byte* from, int tokens, const head_slice<Element>& to) const {
-    convert<HeadDim>(detail::stored_slice<HeadDim, Stored>(from, tokens), to, tokens);
+  FREEKV_HD void decode(const std::byte* from, int tokens, row_range rows,
+                        const head_slice<Element>& to) const {
+    const auto stored = detail::stored_slice<HeadDim, Stored>(from, tokens);
+    convert<HeadDim>(rows_behind(stored, rows.first), to, rows.count);
   }
 
  private:
@@ -107,15 +160,16 @@ struct cast {
   }
 };
 
-/// A policy of kind `codec_kind` with the three functions above (tried with rows of 64 floats).
+/// A policy of kind `codec_kind` that, or whose `at(slice_place)`, has the three functions above (tried with rows of 64
+/// floats).
 template <class C>
 concept codec_policy = policy<C> && std::same_as<typename C::policy_kind, codec_kind> &&
     requires(const C c, page_geometry page, head_slice<const float> from, head_slice<float> to,
              const std::byte* stored, std::byte* out) {
   { C::name } -> std::convertible_to<std::string_view>;
   { c.bytes(page, sizeof(float)) } -> std::same_as<std::size_t>;
-  c.template encode<64>(from, 32, out);
-  c.template decode<64>(stored, 32, to);
+  codec_at(c, {}).template encode<64>(from, 32, out);
+  codec_at(c, {}).template decode<64>(stored, 32, row_range{0, 32}, to);
 };
 
 static_assert(codec_policy<identity> && codec_policy<cast<bfloat16>> && codec_policy<cast<fp8_e4m3>>);

@@ -70,13 +70,15 @@ struct by_token {
     }
   }
   template <int HeadDim, class Element>
-  FREEKV_HD static void decode(const std::byte* from, int tokens, Element* rows, std::int64_t stride) {
+  FREEKV_HD static void decode(const std::byte* from, int tokens, row_range wanted, Element* rows,
+                               std::int64_t stride) {
     const std::byte* shared = from + code_bytes<Codes>({tokens, HeadDim});
-    for (int t = 0; t < tokens; ++t) {
+    for (int nth = 0; nth < wanted.count; ++nth) {
+      const int t = wanted.first + nth;
       typename Codes::template groups<Element, 1> group;
       group.load(shared + static_cast<std::size_t>(t) * Codes::group_bytes(sizeof(Element)));
       decode_row<HeadDim, Codes, Element, 1>(group, from + code_bytes<Codes>({t, HeadDim}),
-                                             rows + t * stride);
+                                             rows + nth * stride);
     }
   }
 };
@@ -105,12 +107,13 @@ struct by_channel {
     }
   }
   template <int HeadDim, class Element>
-  FREEKV_HD static void decode(const std::byte* from, int tokens, Element* rows, std::int64_t stride) {
+  FREEKV_HD static void decode(const std::byte* from, int tokens, row_range wanted, Element* rows,
+                               std::int64_t stride) {
     typename Codes::template groups<Element, HeadDim> groups;
     groups.load(from + code_bytes<Codes>({tokens, HeadDim}));
-    for (int t = 0; t < tokens; ++t)
-      decode_row<HeadDim, Codes, Element, HeadDim>(groups, from + code_bytes<Codes>({t, HeadDim}),
-                                                   rows + t * stride);
+    for (int nth = 0; nth < wanted.count; ++nth)
+      decode_row<HeadDim, Codes, Element, HeadDim>(
+          groups, from + code_bytes<Codes>({wanted.first + nth, HeadDim}), rows + nth * stride);
   }
 };
 
@@ -129,10 +132,11 @@ struct coded_planes {
                                      to + Keys::bytes({tokens, HeadDim}, sizeof(Element)));
   }
   template <int HeadDim, class Element>
-  FREEKV_HD void decode(const std::byte* from, int tokens, const head_slice<Element>& to) const {
-    Keys::template decode<HeadDim>(from, tokens, to.key, to.stride);
-    Values::template decode<HeadDim>(from + Keys::bytes({tokens, HeadDim}, sizeof(Element)), tokens, to.value,
-                                     to.stride);
+  FREEKV_HD void decode(const std::byte* from, int tokens, row_range rows,
+                        const head_slice<Element>& to) const {
+    Keys::template decode<HeadDim>(from, tokens, rows, to.key, to.stride);
+    Values::template decode<HeadDim>(from + Keys::bytes({tokens, HeadDim}, sizeof(Element)), tokens, rows,
+                                     to.value, to.stride);
   }
 };
 

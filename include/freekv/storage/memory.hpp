@@ -15,21 +15,22 @@ struct memory_resources {
 };
 
 /// Bytes of each part of a pipeline's memory. From the `slow` resource comes `store`, from `fast` all the rest:
-/// `slots + summaries + state + staging`.
+/// `slots + summaries + codec + state + staging`.
 struct memory_bytes {
   std::size_t store = 0;      ///< KV of all tokens of all layers, but for what is in a file
   std::size_t file = 0;       ///< KV of complete pages in the store's file
   std::size_t complete = 0;   ///< of `store`: the complete layers' part, which attention reads whole
   std::size_t slots = 0;      ///< sink, window and selected slots of the resident route
   std::size_t summaries = 0;  ///< page summaries
-  std::size_t state = 0;      ///< page tables, selections, previous queries, scratch
-  std::size_t staging = 0;    ///< of an evicting_pipeline: KV of prompts until they end; from `fast`
+  std::size_t codec = 0;    ///< what a codec keeps of complete pages beside the store, as low_rank_keys does
+  std::size_t state = 0;    ///< page tables, selections, previous queries, scratch
+  std::size_t staging = 0;  ///< of an evicting_pipeline: KV of prompts until they end; from `fast`
 
   /// KV and summaries that a device would keep in its own memory: with `complete`, though that comes from `slow`;
   /// without `state` and `staging`, though those come from `fast`.
-  std::size_t fast_tier() const { return slots + summaries + complete; }
+  std::size_t fast_tier() const { return slots + summaries + codec + complete; }
   /// Taken from both resources.
-  std::size_t total() const { return store + slots + summaries + state + staging; }
+  std::size_t total() const { return store + slots + summaries + codec + state + staging; }
 };
 
 /// Carves arrays out of one block. Run once without memory it counts the bytes; run again over a block of

@@ -10,6 +10,7 @@
 #include <freekv/functors/summarise_page.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/correction.hpp>
+#include <freekv/policies/pinning.hpp>
 
 namespace freekv::host {
 
@@ -39,6 +40,25 @@ void summarise_slice(isa set, const State& s, const Summaries& summaries,
                                                 rows_behind(slice, s.row_of(nth)), s.unit,
                                                 {w.block, w.numbers}, s.summary_of(store_page, head, nth));
     });
+  });
+}
+
+/// Writes what each unit of it is worth to be pinned.
+template <class State, class Pinning>
+void value_slice(isa set, const State& s, const Pinning& pinning,
+                 const head_slice<const typename State::element>& slice, std::int32_t store_page, int head,
+                 const workspace& w) {
+  constexpr int d = State::head_dim;
+  resolve(pinning, [&]<class P>(const P& policy) {
+    if constexpr (!std::is_same_v<P, no_pins>)
+      with_team(set, [&](auto team) {
+        for (int nth = 0; nth < s.units_per_page; ++nth) {
+          for (int t = 0; t < s.unit.tokens; ++t)
+            team.widen(slice.key + (s.row_of(nth) + t) * slice.stride, w.block + t * d, d);
+          const float worth = policy.worth(team, page_keys{w.block, s.unit}, w.pooled_query);
+          s.pin_worth_of(store_page, head, nth) = worth == worth ? worth : -infinity;
+        }
+      });
   });
 }
 
@@ -81,19 +101,20 @@ void append_page(isa set, const State& s, const Policies& policies, const step_e
       put(kept.key + t * kept.stride, rows.key(token, head));
       put(kept.value + t * kept.stride, rows.value(token, head));
     }
-    if (complete && s.kind_of(head) == layer_kind::retrieval)
+    if (complete && s.kind_of(head) == layer_kind::retrieval) {
       summarise_slice(set, s, policies.summary, as_const(kept), store_page, head, w);
-    if (encodes) pages.encode(head, as_const(kept));
-    if (!in_slots) continue;
-    const auto frame = s.frame_slice(entry.sequence, slot, head);
-    if (encodes) {
-      pages.decode(head, frame);
-    } else {
-      copy_slice<d>(as_const(rows_behind(kept, first - page_begin)), rows_behind(frame, first - page_begin),
-                    last - first);
+      if (s.pins > 0) value_slice(set, s, policies.pinning, as_const(kept), store_page, head, w);
     }
+    if (encodes)
+      pages.encode({entry.sequence, head}, page_index, as_const(kept));
+    else if (in_slots)
+      copy_slice<d>(as_const(rows_behind(kept, first - page_begin)),
+                    rows_behind(s.frame_slice(entry.sequence, slot, head), first - page_begin), last - first);
   }
-  if (encodes) pages.write(entry.sequence, page_index);
+  if (!encodes) return;
+  for (int head = 0; in_slots && head < s.heads.kv; ++head)
+    pages.decode({entry.sequence, head}, page_index, s.frame_slice(entry.sequence, slot, head));
+  pages.write(entry.sequence, page_index);
 }
 
 /// Forgets the selection of a sequence, and what its selected slots hold.
@@ -104,6 +125,7 @@ void drop_selection(const State& s, int sequence) {
     std::fill_n(slots.page, slots.count, -1);
     std::fill_n(slots.last_selected, slots.count, 0);
     s.selected_count[s.row(sequence, head)] = 0;
+    s.pinned_count[s.row(sequence, head)] = 0;
     s.upcoming_count[s.row(sequence, head)] = -1;
     s.selections[s.row(sequence, head)] = 0;
     s.unrecalled[s.row(sequence, head)] = 0;

@@ -108,17 +108,15 @@ struct attention_job {
       }
       return;
     }
-    const auto behind = [&](const auto& slice, int i) {
-      const page_part rows = entries.part(i);
-      attend_rows(i, rows_behind(slice, rows.first), rows.tokens);
-    };
     // The open page is not encoded; it is the last.
     const bool open = begin < end && entries.page(end - 1) >= entry.after() / s.page.tokens;
     encoded_pages(s, policies, w)
         .read_each(
-            {entry.sequence, head}, end - open - begin, [&](int i) { return entries.page(begin + i); },
-            [&](int i, const auto& slice) { behind(slice, begin + i); });
-    if (open) behind(s.open_slice(entry.sequence, entries.page(end - 1), head), end - 1);
+            {entry.sequence, head}, end - open - begin, [&](int i) { return entries.part(begin + i); },
+            [&](int i, const auto& rows) { attend_rows(begin + i, rows, entries.part(begin + i).tokens); });
+    if (!open) return;
+    const page_part last = entries.part(end - 1);
+    attend_rows(end - 1, rows_behind(s.open_slice(entry.sequence, last.page, head), last.first), last.tokens);
   }
   void finish(isa set, int row, int head, const attention_part& part) const {
     const int group = s.heads.group();

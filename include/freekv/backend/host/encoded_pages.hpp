@@ -27,65 +27,76 @@ class encoded_pages {
     return {key, key + std::ptrdiff_t{s_->page.tokens} * d, d};
   }
 
-  /// Encodes one head's slice of a page that is to be written.
-  [[gnu::noinline]] void encode(int head, const head_slice<const element>& slice) const {
-    resolve(policies_->codec,
-            [&](const auto& codec) { codec.template encode<d>(slice, s_->page.tokens, encoded(head)); });
+  /// Encodes one head's slice of a sequence's page that is to be written; those of its other heads before and behind it,
+  /// in order.
+  [[gnu::noinline]] void encode(const head_of& at, int page, const head_slice<const element>& slice) const {
+    resolve(policies_->codec, [&](const auto& codec) {
+      codec_at(codec, place_of(at.head, page, s_->store_page(at.sequence, page)))
+          .template encode<d>(slice, s_->page.tokens, encoded(at.head));
+    });
   }
-  /// What comes back of a slice that was encoded.
-  void decode(int head, const head_slice<element>& to) const { decode(encoded(head), to); }
+  /// What comes back of a slice of a page whose heads were all encoded.
+  void decode(const head_of& at, int page, const head_slice<element>& to) const {
+    decode(encoded(at.head), at.head, {page, 0, s_->page.tokens}, s_->store_page(at.sequence, page), to);
+  }
   /// Writes the encoded slices of all heads of a sequence's page. Throws store_error.
   void write(int sequence, int page) const {
     naming(sequence, [&] { s_->slices.write_page(s_->store_page(sequence, page), w_->encoded); });
   }
 
-  /// Reads `count` slices of one KV head of a sequence: that of its complete page `page(i)` to the head_slice `to(i)`.
-  /// Throws store_error.
-  template <class Page, class To>
-  void read(const head_of& at, int count, const Page& page, const To& to) const {
+  /// Reads `count` parts of one KV head's slices of complete pages of a sequence: `part(i)`, those of a page side by side,
+  /// to the first rows of the head_slice `to(i)`. Throws store_error.
+  template <class Part, class To>
+  void read(const head_of& at, int count, const Part& part, const To& to) const {
     read_stored(
-        at, count, [&](int i) { return s_->store_page(at.sequence, page(i)); }, to);
+        at, count, part, [&](int page) { return s_->store_page(at.sequence, page); }, to);
   }
-  /// The same of store pages. Files are read as many slices at a time as there is scratch for.
-  template <class StorePage, class To>
-  void read_stored(const head_of& at, int count, const StorePage& store_page, const To& to) const {
+  /// The same where page `page` is the store's page `store_page(page)`. Of files the slices are read whole, once each, and
+  /// as many at a time as there is scratch for.
+  template <class Part, class StorePage, class To>
+  void read_stored(const head_of& at, int count, const Part& part, const StorePage& store_page,
+                   const To& to) const {
     const slice_store& slices = s_->slices;
+    const auto decode_part = [&](int i, const std::byte* from) {
+      decode(from, at.head, part(i), store_page(part(i).page), to(i));
+    };
     if (slices.file == nullptr) {
-      for (int i = 0; i < count; ++i) decode(slices.in_memory(store_page(i), at.head), to(i));
+      for (int i = 0; i < count; ++i) decode_part(i, slices.in_memory(store_page(part(i).page), at.head));
       return;
     }
-    for (int first = 0; first < count; first += most_staged) {
-      const int some = std::min(count - first, most_staged);
+    for (int first = 0, last; first < count; first = last) {
       std::array<file_read, most_staged> reads;
-      for (int i = 0; i < some; ++i)
-        reads[static_cast<std::size_t>(i)] = slices.read_of(store_page(first + i), at.head, encoded(i));
-      naming(at.sequence, [&] { slices.file->read({reads.data(), static_cast<std::size_t>(some)}); });
-      for (int i = 0; i < some; ++i) decode(encoded(i), to(first + i));
+      std::size_t distinct = 0;
+      for (last = first; last < count; ++last) {
+        const int page = part(last).page;
+        if (last > first && part(last - 1).page == page) continue;
+        if (distinct == reads.size()) break;
+        reads[distinct] = slices.read_of(store_page(page), at.head, encoded(static_cast<int>(distinct)));
+        ++distinct;
+      }
+      naming(at.sequence, [&] { slices.file->read({reads.data(), distinct}); });
+      for (int i = first, nth = 0; i < last; ++i) {
+        if (i > first && part(i - 1).page != part(i).page) ++nth;
+        decode_part(i, encoded(nth));
+      }
     }
   }
 
-  /// Reads the pages `page(i)`, the same ones side by side, once each and as many at a time as there is scratch for, and
-  /// calls `use(i, slice)` for each of `count`. Throws store_error.
-  template <class Page, class Use>
-  void read_each(const head_of& at, int count, const Page& page, const Use& use) const {
-    for (int first = 0, last; first < count; first = last) {
-      std::array<int, most_staged> pages{};
-      int distinct = 0;
-      for (last = first; last < count; ++last) {
-        if (distinct > 0 && pages[static_cast<std::size_t>(distinct - 1)] == page(last)) continue;
-        if (distinct == most_staged) break;
-        pages[static_cast<std::size_t>(distinct++)] = page(last);
-      }
-      const auto nth_page = [&](int nth) { return pages[static_cast<std::size_t>(nth)]; };
-      read(at, distinct, nth_page, [&](int nth) { return staged(nth); });
-      for (int i = first, nth = 0; i < last; ++i) {
-        if (page(i) != nth_page(nth)) ++nth;
-        use(i, staged(nth));
-      }
+  /// Reads such parts as many at a time as there is scratch for, and calls `use(i, slice)` for each.
+  template <class Part, class Use>
+  void read_each(const head_of& at, int count, const Part& part, const Use& use) const {
+    for (int first = 0; first < count; first += most_staged) {
+      const int some = std::min(count - first, most_staged);
+      read(
+          at, some, [&](int i) { return part(first + i); }, [&](int i) { return staged(i); });
+      for (int i = 0; i < some; ++i) use(first + i, staged(i));
     }
   }
 
  private:
+  slice_place place_of(int head, int page, std::int32_t store_page) const {
+    return {s_->layer, head, s_->heads.kv, page * s_->page.tokens, s_->shared_of(store_page), w_->shared};
+  }
   /// Says in an error whose tokens it was about.
   template <class Call>
   static void naming(int sequence, const Call& call) {
@@ -101,9 +112,12 @@ class encoded_pages {
   std::byte* encoded(int nth) const {
     return w_->encoded + static_cast<std::size_t>(nth) * s_->slices.slice_bytes;
   }
-  [[gnu::noinline]] void decode(const std::byte* from, const head_slice<element>& to) const {
-    resolve(policies_->codec,
-            [&](const auto& codec) { codec.template decode<d>(from, s_->page.tokens, to); });
+  [[gnu::noinline]] void decode(const std::byte* from, int head, const page_part& part,
+                                std::int32_t store_page, const head_slice<element>& to) const {
+    resolve(policies_->codec, [&](const auto& codec) {
+      codec_at(codec, place_of(head, part.page, store_page))
+          .template decode<d>(from, s_->page.tokens, row_range{part.first, part.tokens}, to);
+    });
   }
 
   const State* s_;

@@ -52,10 +52,37 @@ void pool_candidates(isa set, const Pooling& pooling, int group, std::int64_t st
   for (std::int64_t j = 0; j < padded; ++j) w.pooled[j] = clamp_score(w.pooled[j]);
 }
 
-/// Puts the keys of the `count` best of the candidates, units from `first_unit` on, by `w.pooled` first in `w.keys`.
-inline void order_candidates(std::int32_t first_unit, int candidates, int count, const workspace& w) {
-  for (int j = 0; j < candidates; ++j) w.keys[j] = ordered_key(w.pooled[j], first_unit + j);
-  std::nth_element(w.keys, w.keys + count, w.keys + candidates, std::greater<>());
+/// Puts the keys of the `count` best of the candidates, units from `first_unit` on, by `w.pooled` first in `w.keys`;
+/// `pinned`, ascending, are left out.
+inline void order_candidates(std::int32_t first_unit, int candidates, std::span<const std::int32_t> pinned,
+                             int count, const workspace& w) {
+  std::uint64_t* end = w.keys;
+  const auto add = [&](int from, int to) {
+    for (int j = from; j < to; ++j) *end++ = ordered_key(w.pooled[j], first_unit + j);
+  };
+  int from = 0;
+  for (const std::int32_t unit : pinned) {
+    add(from, unit - first_unit);
+    from = unit - first_unit + 1;
+  }
+  add(from, candidates);
+  std::nth_element(w.keys, w.keys + count, end, std::greater<>());
+}
+
+/// Pins the units of `candidates` that are worth most to one KV head of a sequence.
+template <class State>
+void pin_units(const State& s, const head_of& at, const unit_range& candidates, const workspace& w) {
+  const int count = std::min(s.pins, candidates.count);
+  for (int j = 0; j < candidates.count; ++j) {
+    const int unit = candidates.first + j, page = s.page_of(unit);
+    w.keys[j] = ordered_key(
+        s.pin_worth_of(s.store_page(at.sequence, page), at.head, unit - page * s.units_per_page), unit);
+  }
+  std::nth_element(w.keys, w.keys + count, w.keys + candidates.count, std::greater<>());
+  std::int32_t* const pinned = s.pinned + s.row(at.sequence, at.head) * static_cast<std::size_t>(s.pins);
+  for (int i = 0; i < count; ++i) pinned[i] = page_of_key(w.keys[i]);
+  std::sort(pinned, pinned + count);
+  s.pinned_count[s.row(at.sequence, at.head)] = count;
 }
 
 /// Selection for one KV head with the queries of a decode entry, or with those of one query head of its group alone.
@@ -70,6 +97,7 @@ class head_selection {
         policies_(policies),
         at_{entry.sequence, head},
         w_(w),
+        pinned_(s.pinned_of(entry.sequence, head)),
         first_unit_(candidates.first),
         stride_(workspace_sizes::padded(candidates.count)),
         query_(query_head < 0 ? s.query_of(entry, head) : s.query_of(entry, head, query_head)) {}
@@ -78,23 +106,24 @@ class head_selection {
   /// The selection among the first `candidates` candidates, as ascending unit ids in `units` (k); returns how many.
   /// Units that have been scored are not scored again, unless in two stages.
   int best(int candidates, std::int32_t* units) {
-    const int most = most_of(candidates);
     if (takes_all(candidates)) {
-      std::iota(units, units + most, first_unit_);
-      return most;
+      std::iota(units, units + candidates, first_unit_);
+      return candidates;
     }
     score(candidates);
-    const int count = resolve(policies_.selection,
-                              [&](const auto& selection) { return choose(selection, candidates, most); });
+    const int count = resolve(policies_.selection, [&](const auto& selection) {
+      return choose(selection, candidates, most_of(candidates));
+    });
     for (int i = 0; i < count; ++i) units[i] = page_of_key(w_.keys[i]);
-    std::sort(units, units + count);
-    return count;
+    std::int32_t* const end = std::copy(pinned_.begin(), pinned_.end(), units + count);
+    std::sort(units, end);
+    return static_cast<int>(end - units);
   }
 
   /// Whether the first `candidates` candidates are selected whatever their scores.
   bool takes_all(int candidates) const {
     const bool by_mass = resolve(policies_.selection, []<class S>(const S&) { return selection_by_mass<S>; });
-    return most_of(candidates) == candidates && !by_mass;
+    return most_of(candidates) == unpinned(candidates) && !by_mass;
   }
 
   /// Copies the pooled scores of the first `candidates` candidates, padded, to `pooled`.
@@ -155,9 +184,11 @@ class head_selection {
  private:
   using element = typename State::element;
 
+  /// Of the first `candidates` candidates those that are chosen among; the pinned ones are the first's.
+  int unpinned(int candidates) const { return candidates - static_cast<int>(pinned_.size()); }
   int most_of(int candidates) const {
     return resolve(policies_.selection, [&](const auto& selection) {
-      return selection.count(candidates, s_.budget.selected_pages);
+      return selection.count(unpinned(candidates), s_.budget.selected_pages);
     });
   }
   /// Scores and pools the first `candidates` candidates, unless that is what stands there already.
@@ -172,6 +203,7 @@ class head_selection {
         score_pages(summary, scored_, candidates);
     });
     scored_ = candidates;
+    for (const std::int32_t unit : pinned_) empty_column(unit - first_unit_);
     pool(candidates);
     pooled_ = candidates;
     log_mass_of_all_ = NAN;
@@ -223,16 +255,17 @@ class head_selection {
   /// all candidates, so they are scored anew with every number of them.
   template <class Summary>
   void score_in_two_stages(const Summary& summary, int candidates) {
-    const int kept = summary.kept(candidates, s_.budget.selected_pages);
+    const int kept = summary.kept(unpinned(candidates), s_.budget.selected_pages);
     std::uint64_t least = 0;  // of the keys of those kept; 0: all are
-    if (kept < candidates) {
+    if (kept < unpinned(candidates)) {
       with_team(set_, [&](auto team) {
         const auto both = summary_at(summary, s_.layer, at_.head);
         for (int j = 0; j < candidates; ++j)
           score_page_coarsely<element>(team, both, s_.unit, stored(j), prepared_, w_.numbers, column(j));
       });
+      for (const std::int32_t unit : pinned_) empty_column(unit - first_unit_);
       pool(candidates);
-      order_candidates(first_unit_, candidates, kept - 1, w_);
+      order_candidates(first_unit_, candidates, pinned_, kept - 1, w_);
       least = w_.keys[kept - 1];
     }
     with_team(set_, [&](auto team) {
@@ -255,7 +288,7 @@ class head_selection {
   /// Puts the keys of the selected pages first in `w.keys`.
   template <class Selection>
   int choose(const Selection& selection, int candidates, int most) {
-    order_candidates(first_unit_, candidates, most, w_);
+    order_candidates(first_unit_, candidates, pinned_, most, w_);
     if constexpr (selection_by_mass<Selection>) {
       std::sort(w_.keys, w_.keys + most, std::greater<>());
       float taken = 0.0f;
@@ -287,6 +320,7 @@ class head_selection {
   const Policies& policies_;
   head_of at_;
   const workspace& w_;
+  std::span<const std::int32_t> pinned_;
   int first_unit_;
   std::int64_t stride_;
   group_query query_;
@@ -302,16 +336,17 @@ void bring_units(const encoded_pages<State, Policies>& stored, const State& s, c
                  const Unit& unit, const Slot& slot) {
   const auto to = [&](int i) { return s.selected_slice(at.sequence, slot(i), at.head); };
   const auto page = [&](int i) { return s.page_of(unit(i)); };
-  const auto copy = [&](const auto& rows, int i) {
-    copy_slice<State::head_dim>(as_const(rows_behind(rows, s.row_of(unit(i)))), to(i), s.unit.tokens);
-  };
-  if (!s.encoded) {
-    for (int i = 0; i < count; ++i) copy(s.store_slice(at.sequence, page(i), at.head), i);
-  } else if (s.units_per_page == 1) {
-    stored.read(at, count, page, to);
-  } else {
-    stored.read_each(at, count, page, [&](int i, const auto& slice) { copy(slice, i); });
-  }
+  if (s.encoded)
+    return stored.read(
+        at, count,
+        [&](int i) {
+          return page_part{page(i), s.row_of(unit(i)), s.unit.tokens};
+        },
+        to);
+  for (int i = 0; i < count; ++i)
+    copy_slice<State::head_dim>(
+        as_const(rows_behind(s.store_slice(at.sequence, page(i), at.head), s.row_of(unit(i)))), to(i),
+        s.unit.tokens);
 }
 
 /// Brings the selected units of one KV head into its selected slots: what is held stays, what is missing is copied from

@@ -35,7 +35,8 @@ void fill_slots(const encoded_pages<State, Policies>& stored, const State& s, co
     return;
   }
   const bool open = count > 0 && page(count - 1) == tokens / s.page.tokens;
-  stored.read(at, count - open, page, to);
+  const auto whole = [&](int i) { return page_part{page(i), 0, s.page.tokens}; };
+  stored.read(at, count - open, whole, to);
   if (open) copy(s.open_slice(at.sequence, page(count - 1), at.head), count - 1);
 }
 
@@ -75,8 +76,11 @@ void read_open_page(const encoded_pages<State, Policies>& stored, const State& s
                     std::int32_t store_page) {
   for (int head = 0; head < s.heads.kv; ++head)
     stored.read_stored(
-        {sequence, head}, 1, [&](int) { return store_page; },
-        [&](int) { return s.open_slice(sequence, page, head); });
+        {sequence, head}, 1,
+        [&](int) {
+          return page_part{page, 0, s.page.tokens};
+        },
+        [&](int) { return store_page; }, [&](int) { return s.open_slice(sequence, page, head); });
 }
 
 /// Gives sequence `to` the unencoded pages of `from`.
@@ -108,9 +112,10 @@ void copy_selection(const State& s, int from, int to) {
   copy(s.previous_query, n(s.decode_rows * s.heads.group() * State::head_dim));
   copy(s.corrected, 1);
   copy(s.unrecalled, 1);
-  for (std::int32_t* counts : std::array{s.selected_count, s.upcoming_count, s.attended_count, s.selections,
-                                         s.recalled, s.recalled_before_attention, s.promoted})
+  for (std::int32_t* counts : std::array{s.selected_count, s.upcoming_count, s.attended_count, s.pinned_count,
+                                         s.selections, s.recalled, s.recalled_before_attention, s.promoted})
     copy(counts, 1);
+  copy(s.pinned, n(s.pins));
   for (std::int32_t* lists : std::array{s.selected, s.upcoming, s.attended, s.slot_of})
     copy(lists, n(s.list_units));
   for (std::uint32_t* masks : std::array{s.selected_by, s.upcoming_by, s.attended_by})

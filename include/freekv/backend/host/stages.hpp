@@ -153,6 +153,10 @@ class stages {
         for_heads(
             s, entry, [&](int head) { return by_mass || s.corrected[s.row(entry.sequence, head)] != 0; },
             [&](int head, const workspace& w) {
+              if (s.pins > 0 && entry.kept_row < 0) {
+                const step_candidates c = candidates_at(s, entry);
+                pin_units(s, {entry.sequence, head}, {c.range.first, c.now}, w);
+              }
               if constexpr (Rows::row == selection_row::query_head) {
                 select_by_query_head(instructions(), s, *policies_, entry, head, true, w);
                 recall_corrected(s, entry, head, w);

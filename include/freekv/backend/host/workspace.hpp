@@ -18,6 +18,7 @@ struct workspace_sizes {
   int pooled_heads = 0;                              // KV heads that select together, if any
   std::size_t slice_bytes = 0, slice_alignment = 1;  // of encoded pages, if any
   std::size_t decoded_bytes = 0;                     // of a page and KV head that was encoded
+  int shared_floats = 0;                             // of a codec
 
   /// Entries that a KV head attends to at most.
   int most_entries() const { return unit_tokens == page_tokens ? max_pages : max_pages + selected_units; }
@@ -43,6 +44,7 @@ struct workspace {
   std::int32_t* units = nullptr;  // (K)
   std::byte* encoded = nullptr;   // (most_staged or kv heads, slice_bytes)
   std::byte* decoded = nullptr;   // (most_staged, 2, page tokens, head_dim) elements
+  float* shared = nullptr;        // (shared_floats)
 
   static workspace carve(carver& memory, const workspace_sizes& s) {
     const auto n = [](auto x) { return static_cast<std::size_t>(x); };
@@ -61,6 +63,7 @@ struct workspace {
     w.units = memory.take<std::int32_t>(n(s.selected_units));
     w.encoded = memory.take_aligned(s.slice_bytes * n(std::max(most_staged, s.kv_heads)), s.slice_alignment);
     w.decoded = memory.take<std::byte>(s.decoded_bytes * n(most_staged));
+    w.shared = memory.take<float>(n(s.shared_floats));
     return w;
   }
 };

@@ -1,0 +1,38 @@
+// Rotary position embedding: what it did to a key, done again or undone.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <freekv/config.hpp>
+
+namespace freekv {
+
+/// Which two numbers of a key are turned together.
+enum class rotary_pairs : std::uint8_t {
+  halves,      ///< i and i + pairs, as Hugging Face's models have it
+  neighbours,  ///< 2i and 2i + 1, as GGUF files of Llama's family have it
+};
+
+/// A model's rotary embedding: pair i of a key's numbers at position t is turned by the angle `t * frequencies[i]`.
+/// Positions count from a sequence's first token. Numbers beyond the pairs stay as they are.
+struct rotary_embedding {
+  const float* frequencies = nullptr;  ///< (pairs), radians a token, in memory that the backend can read
+  int pairs = 0;                       ///< at most half of head_dim; 0: keys are not turned
+  rotary_pairs of = rotary_pairs::halves;
+};
+
+/// Turns a key (head_dim) as it is at `position`; back, with `sign` -1. Angles are float64: at position 1,000,000 those
+/// of float32 are off by 0.03.
+FREEKV_HD inline void rotate(const rotary_embedding& rotary, int position, float sign, float* key) {
+  for (int i = 0; i < rotary.pairs; ++i) {
+    const double angle = static_cast<double>(position) * static_cast<double>(rotary.frequencies[i]);
+    const float c = static_cast<float>(::cos(angle)), s = sign * static_cast<float>(::sin(angle));
+    const bool halves = rotary.of == rotary_pairs::halves;
+    float &a = key[halves ? i : 2 * i], &b = key[halves ? i + rotary.pairs : 2 * i + 1];
+    const float turned = a * c - b * s;
+    b = a * s + b * c;
+    a = turned;
+  }
+}
+
+}  // namespace freekv
