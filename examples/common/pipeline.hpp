@@ -28,6 +28,7 @@ struct pipeline_options {
   int max_sequences = 1;
   int max_resident = 0;           ///< 0: all sequences
   std::int64_t store_tokens = 0;  ///< of all sequences together; 0: max_tokens for each
+  std::int64_t selected_tokens = 0;  ///< of all resident sequences together; 0: what all may select
   int max_decode_rows = 1;
   float scale = 0.0f;
   int sliding_window = 0;            ///< of plan "sliding", tokens

@@ -66,6 +66,7 @@ class pipeline_of_shape final : public pipeline {
     s.max_sequences = o.max_sequences;
     s.max_resident = o.max_resident;
     s.store_tokens = o.store_tokens;
+    s.selected_tokens = o.selected_tokens;
     s.max_decode_rows = o.max_decode_rows;
     s.scale = o.scale;
     s.sliding_window = o.sliding_window;

@@ -446,6 +446,25 @@ TEST_CASE("keys are rebuilt from what they were before rotation, which the trace
   CHECK(neighbours.at("bytes_recalled") == neighbours.at("pages_recalled").get<long>() * (8 * 64 * 2 + 4));
 }
 
+TEST_CASE("half of the mass on a real layer takes fewer pages and bytes than the k best pages", "[replay]") {
+  const auto replayed = [](const std::vector<std::string>& more) {
+    std::vector<std::string> command{FREEKV_REPLAY, FREEKV_TRACE, "--page", "8",  "--sink",       "8",
+                                     "--window",    "32",         "--k",    "12", "--correction", "always"};
+    command.insert(command.end(), more.begin(), more.end());
+    const auto end = run_program(command);
+    INFO(end);
+    REQUIRE(end.exit_code == 0);
+    return nlohmann::json::parse(end.out);
+  };
+  const auto best = replayed({}), half_mass = replayed({"--selection", "top_p", "--top-p", "0.5"});
+  CHECK(2 * half_mass.at("bytes_recalled").get<long>() < best.at("bytes_recalled").get<long>());
+  // Of a step's selected pages each is a hit or recalled.
+  const auto selected = [](const nlohmann::json& s) {
+    return s.at("pages_recalled").get<double>() / (1 - s.at("hit_rate").get<double>());
+  };
+  CHECK(2 * selected(half_mass) < selected(best));
+}
+
 TEST_CASE("a basis file of several layers is used by the layer that the trace or the flag names",
           "[replay]") {
   coverage seen;

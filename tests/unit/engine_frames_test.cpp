@@ -51,7 +51,7 @@ struct engine_tensor {
       std::vector<std::int32_t> ids(blocks);
       std::iota(ids.begin(), ids.end(), 0);
       std::shuffle(ids.begin(), ids.end(), random);
-      ids.resize(count(pipeline_type::slots_per_sequence(s, backend, layer) * s.max_resident));
+      ids.resize(count(pipeline_type::slots_needed(s, backend, layer)));
       lists.push_back(ids);
     }
     for (int layer = 0; layer < layers; ++layer) {
@@ -240,7 +240,7 @@ TEST_CASE("frames and tables that cannot be are refused", "[frames]") {
   };
   refused([](engine_tensor& t) { t.frames.pop_back(); }, {"2 layers for 3"});
   refused([](engine_tensor& t) { t.frames[1].blocks = t.frames[1].blocks.first(5); },
-          {"layer 1", "5 blocks", "slots_per_sequence"});
+          {"layer 1", "5 blocks", "slots_needed"});
   refused([](engine_tensor& t) { t.frames[2].values = nullptr; }, {"layer 2", "null"});
   refused([](engine_tensor& t) { t.lists[1][3] = -4; }, {"layer 1", "block -4"});
   refused([](engine_tensor& t) { t.lists[2][3] = t.lists[2][0]; }, {"layer 2", "twice"});

@@ -145,14 +145,15 @@ struct layer_state {
   int list_units = 1;                  // K, that one KV head has selected at most
   int mask_words = 0;  // of a selected unit's mask of query heads; 0: all heads of a group attend to it
   int max_pages = 0;   // of one sequence
-  strided_pages<element, head_dim> store;    // by store page, unless encoded
-  strided_pages<element, head_dim> open;     // by sequence * open_frames + page % open_frames, if encoded
-  slice_store slices;                        // complete pages, if encoded
-  slot_frames<element> frames;               // by slot set * slots.total() + slot
-  const std::int32_t* page_table = nullptr;  // (sequence, max_pages): store page
-  const std::int32_t* slot_sets = nullptr;   // (sequence): its slots among all, -1 while it is preempted
-  std::byte* summaries = nullptr;            // (store page, kv head, unit of the page, summary_bytes)
-  std::size_t summary_bytes = 0;             // of one unit
+  strided_pages<element, head_dim> store;  // by store page, unless encoded
+  strided_pages<element, head_dim> open;   // by sequence * open_frames + page % open_frames, if encoded
+  slice_store slices;                      // complete pages, if encoded
+  slot_frames<element> frames;  // of all slot sets: sink and ring, then what `selected_frames` lists
+  const std::int32_t* selected_frames = nullptr;  // (slot set, frames of the selected slots): its frame
+  const std::int32_t* page_table = nullptr;       // (sequence, max_pages): store page
+  const std::int32_t* slot_sets = nullptr;        // (sequence): its slots among all, -1 while it is preempted
+  std::byte* summaries = nullptr;                 // (store page, kv head, unit of the page, summary_bytes)
+  std::size_t summary_bytes = 0;                  // of one unit
   float* pin_worth = nullptr;   // (store page, kv head, unit of the page), where units are pinned
   std::byte* shared = nullptr;  // (store page, shared_bytes): what a codec keeps of a page, if encoded
   std::size_t shared_bytes = 0;
@@ -263,7 +264,9 @@ struct layer_state {
     return slice_of(open, std::int64_t{sequence} * open_frames + page_index % open_frames, head);
   }
   std::int64_t frame(int sequence, int slot) const {
-    return std::int64_t{slot_sets[sequence]} * slots.total() + slot;
+    const std::int64_t set = slot_sets[sequence], fixed = slots.fixed();
+    if (slot < fixed) return set * fixed + slot;
+    return selected_frames[set * (slots.total() - fixed) + slot - fixed];
   }
   head_slice<element> frame_slice(int sequence, int slot, int head) const {
     return frames.slice(frame(sequence, slot), head);

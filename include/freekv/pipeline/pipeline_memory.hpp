@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <freekv/functors/attend_slice.hpp>
+#include <freekv/pipeline/frame_pool.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/rows.hpp>
 #include <freekv/policies/summary.hpp>
@@ -28,6 +29,7 @@ class pipeline_memory {
       : pipeline_memory(s, backend, carver(slow_block), carver(fast_block), file, frames) {}
 
   std::vector<State> layers;
+  std::vector<frame_pool> frame_pools;  // by layer
   std::int32_t* page_tables = nullptr;  // (sequence, max_pages)
   std::int32_t* slot_sets = nullptr;    // (sequence)
   memory_bytes bytes;
@@ -89,7 +91,9 @@ class pipeline_memory {
     const page_shape shape{l.page.tokens, s.kv_heads};
     const std::int64_t row_pages =
         l.encoded ? std::int64_t{s.max_sequences} * l.open_frames : std::int64_t{s.store_pages()};
-    const std::int64_t slots = l.keeps_slots ? std::int64_t{s.max_resident} * l.slots.total() : 0;
+    const int most = l.keeps_slots ? l.slots.total() - l.slots.fixed() : 0;
+    const std::int64_t fixed = l.keeps_slots ? std::int64_t{s.max_resident} * l.slots.fixed() : 0;
+    const std::int64_t shared = selected_frames(s, most), slots = fixed + shared;
     const std::int64_t frame_pages = frames.empty() ? slots : 0;
     const auto elements = [&](std::int64_t pages) {
       return size(pages) * size(2 * shape.tokens * head_dim) * size(shape.kv_heads);
@@ -109,6 +113,9 @@ class pipeline_memory {
       l.frames = frames_of<element>(
           make_page_span<typename Layouts::fast, head_dim>(frame_data, frame_pages, shape));
     });
+    auto* const listed = fast.take<std::int32_t>(size(s.max_resident) * size(most));
+    l.selected_frames = listed;
+    frame_pools.emplace_back(fixed, shared, most, s.max_resident, listed);
     if (!frames.empty() && slots > 0) l.frames = frames_of(frames[size(layer)], layer, slots);
     int complete_heads = 0;
     for (int head = 0; head < s.kv_heads; ++head)
@@ -148,6 +155,13 @@ class pipeline_memory {
     for (std::int32_t** lists : {&l.slot_page, &l.slot_stamp})
       *lists = fast.take<std::int32_t>(rows * size(l.slots.selected));
     return l;
+  }
+
+  /// Frames that a layer's selected slots share, where those of one sequence are in `most`.
+  static std::int64_t selected_frames(const Settings& s, int most) {
+    const std::int64_t all = std::int64_t{s.max_resident} * most;
+    if (s.selected_tokens == 0) return all;
+    return std::min(all, std::max(std::int64_t{most}, s.selected_tokens / s.page.tokens));
   }
 
   /// Room for a layer's complete pages.

@@ -72,12 +72,21 @@ class basic_retrieval_pipeline {
     return memory_plan(checked_settings<head_dim>(given), backend, nullptr, nullptr, nullptr, {}).bytes;
   }
 
-  /// Slots, and so blocks of an engine's own tensor, that a sequence has in a layer; 0 where it needs none. Throws
+  /// Slots that a sequence has in a layer at most, and so the room that its `table` needs; 0 where it has none. Throws
   /// settings_error.
   static int slots_per_sequence(const settings& given, backend_type& backend, int layer) {
     const memory_plan plan(checked_settings<head_dim>(given), backend, nullptr, nullptr, nullptr, {});
     const state& s = plan.layers.at(size(layer));
     return s.keeps_slots ? s.slots.total() : 0;
+  }
+  /// Slots of all resident sequences in a layer, and so blocks of an engine's own tensor: `slots_per_sequence` times
+  /// max_resident, or fewer with `selected_tokens`. Throws settings_error.
+  static std::int64_t slots_needed(const settings& given, backend_type& backend, int layer) {
+    const auto checked = checked_settings<head_dim>(given);
+    const memory_plan plan(checked, backend, nullptr, nullptr, nullptr, {});
+    const state& s = plan.layers.at(size(layer));
+    if (!s.keeps_slots) return 0;
+    return std::int64_t{checked.max_resident} * s.slots.fixed() + plan.frame_pools.at(size(layer)).capacity();
   }
 
   /// Takes all its memory from `memory` at once, and room for the store's file where there is one. `backend` must
@@ -165,8 +174,12 @@ class basic_retrieval_pipeline {
   /// sequence that is preempted.
   sequence_id fork(sequence_id parent) {
     outside_step("fork");
-    const sequence_id id = sequences_->fork(parent);
+    sequences_->check_fork(parent);
     synchronize();
+    const auto of_parent = [&](std::size_t layer) { return frames_in_use(layer, parent); };
+    make_room("a fork", of_parent, [](sequence_id) { return false; });
+    const sequence_id id = sequences_->fork(parent);
+    hold_frames(id, of_parent);
     for (const state& layer : parts_->layers)
       parts_->stages.fork(layer, static_cast<int>(parent), static_cast<int>(id));
     return id;
@@ -202,13 +215,19 @@ class basic_retrieval_pipeline {
   /// Both wait for what is queued. Throw usage_error; `restore` pool_exhausted.
   void preempt(sequence_id id) {
     outside_step("preempt");
+    sequences_->check_preemption(id);
     synchronize();
+    hold_frames(id, [](std::size_t) { return 0; });
     sequences_->preempt(id);
   }
   void restore(sequence_id id) {
     outside_step("restore");
-    sequences_->restore(id);
+    sequences_->check_restoration(id);
     synchronize();
+    const auto of_selection = [&](std::size_t layer) { return frames_in_use(layer, id); };
+    make_room("a restored sequence", of_selection, [](sequence_id) { return false; });
+    sequences_->restore(id);
+    hold_frames(id, of_selection);
     for (const state& layer : parts_->layers)
       parts_->stages.restore(layer, static_cast<int>(id), sequences_->known(id).tokens);
   }
@@ -231,6 +250,8 @@ class basic_retrieval_pipeline {
   /// preempted or listed twice.
   void begin_step(std::span<const sequence_rows> rows) {
     outside_step("begin_step");
+    sequences_->check_step(rows);
+    reserve_frames(rows);
     sequences_->begin_step(rows, entries_);
     rows_ = entries_.empty() ? 0 : entries_.back().first_row + entries_.back().tokens;
     std::fill(progress_.begin(), progress_.end(), layer_progress::waiting);
@@ -438,8 +459,64 @@ class basic_retrieval_pipeline {
   void end(sequence_id id) {
     sequences_->known(id);
     synchronize();
+    if (sequences_->is_resident(id)) hold_frames(id, [](std::size_t) { return 0; });
     sequences_->release(id);
     for (const state& layer : parts_->layers) parts_->stages.forget(layer, static_cast<int>(id));
+  }
+  /// Frames of selected slots in which a sequence has anything.
+  int frames_in_use(std::size_t layer, sequence_id id) const {
+    const state& s = parts_->layers[layer];
+    return s.keeps_slots ? parts_->stages.selected_frames_in_use(s, static_cast<int>(id)) : 0;
+  }
+  template <class Frames>
+  void hold_frames(sequence_id id, const Frames& of_layer) {
+    for (std::size_t layer = 0; layer < parts_->frame_pools.size(); ++layer)
+      parts_->frame_pools[layer].hold(sequences_->slot_set_of(id), of_layer(layer));
+  }
+  /// Sees to it that each layer has `more(layer)` frames of selected slots for `who`: if it must, resident sequences that
+  /// are not `spared` give up those that hold nothing, after what is queued has happened. Throws pool_exhausted.
+  template <class More, class Spared>
+  void make_room(const char* who, const More& more, const Spared& spared) {
+    auto& pools = parts_->frame_pools;
+    const auto lacking = [&] {
+      std::size_t layer = 0;
+      while (layer < pools.size() && more(layer) <= pools[layer].available()) ++layer;
+      return layer;
+    };
+    if (lacking() == pools.size()) return;
+    synchronize();
+    for (int i = 0; i < settings_.max_sequences; ++i) {
+      const sequence_id id{i};
+      if (sequences_->slot_set_of(id) >= 0 && !spared(id))
+        hold_frames(id, [&](std::size_t layer) {
+          return std::min(frames_in_use(layer, id), pools[layer].held(sequences_->slot_set_of(id)));
+        });
+    }
+    if (const std::size_t layer = lacking(); layer < pools.size())
+      throw pool_exhausted(
+          "frames of selected slots in layer " + std::to_string(layer), pools[layer].capacity(),
+          pools[layer].capacity() - pools[layer].available(), who, more(layer),
+          "let fewer sequences step together, preempt or release one, or raise selected_tokens");
+  }
+  /// Frames for all that decode rows may select.
+  void reserve_frames(std::span<const sequence_rows> rows) {
+    const auto decodes = [](const sequence_rows& r) { return r.kind == row_kind::decode && r.tokens > 0; };
+    make_room(
+        "the step",
+        [&](std::size_t layer) {
+          const frame_pool& pool = parts_->frame_pools[layer];
+          std::int64_t more = 0;
+          for (const sequence_rows& r : rows)
+            if (decodes(r)) more += pool.most() - pool.held(sequences_->slot_set_of(r.sequence));
+          return more;
+        },
+        [&](sequence_id id) {
+          return std::any_of(rows.begin(), rows.end(),
+                             [&](const sequence_rows& r) { return decodes(r) && r.sequence == id; });
+        });
+    for (const sequence_rows& r : rows)
+      if (decodes(r))
+        hold_frames(r.sequence, [&](std::size_t layer) { return parts_->frame_pools[layer].most(); });
   }
   bool any_decode() const {
     return std::any_of(entries_.begin(), entries_.end(),

@@ -55,7 +55,7 @@ class prefix {
   std::vector<std::int32_t> pages_;  // of the store
 };
 
-/// The books of all sequences. A call that throws has changed nothing.
+/// The books of all sequences. A call that throws has changed nothing; what a `check_` says is checked before the call.
 class sequence_table {
  public:
   /// `page_tables` (max_sequences, max pages) and `slot_sets` (max_sequences), which stages read.
@@ -89,6 +89,8 @@ class sequence_table {
     return records_[index];
   }
   bool is_resident(sequence_id id) const { return slot_set(id) >= 0; }
+  /// -1 while it is preempted, and of a sequence that is not open.
+  int slot_set_of(sequence_id id) const { return slot_set(id); }
   std::int32_t free_pages() const { return pool_.available(); }
   static std::string name_of(sequence_id id) { return "sequence " + std::to_string(static_cast<int>(id)); }
 
@@ -111,9 +113,13 @@ class sequence_table {
     for (int page = 0; page < pages; ++page) share(id, page, start.pages_[static_cast<std::size_t>(page)]);
     return id;
   }
+  void check_fork(sequence_id parent) const {
+    known(parent);
+    expect_resident("fork", parent);
+    next_free("a fork");
+  }
   sequence_id fork(sequence_id parent) {
     const record from = known(parent);
-    expect_resident("fork", parent);
     const sequence_id id = next_free("a fork");
     record_of(id) = from;
     take_slot_set(id);
@@ -138,17 +144,17 @@ class sequence_table {
     if (is_resident(id)) give_back_slot_set(id);
     r = {};
   }
-  void preempt(sequence_id id) {
+  void check_preemption(sequence_id id) const {
     known(id);
     expect_resident("preempt", id);
-    give_back_slot_set(id);
   }
-  void restore(sequence_id id) {
+  void preempt(sequence_id id) { give_back_slot_set(id); }
+  void check_restoration(sequence_id id) const {
     known(id);
     if (is_resident(id)) throw usage_error("restore: " + name_of(id) + " was not preempted");
     expect_slot_set("a restored sequence");
-    take_slot_set(id);
   }
+  void restore(sequence_id id) { take_slot_set(id); }
 
   /// Whether the rows of the page that token `tokens` goes to are kept unencoded.
   bool has_rows(sequence_id id, int tokens) const {
@@ -176,9 +182,8 @@ class sequence_table {
     if (!keeps_selection) r.candidates_at = tokens + 1;
   }
 
-  /// Reserves everything that the rows need and makes the step's entries of them, in their order, those without tokens
-  /// left out. Throws usage_error or pool_exhausted.
-  void begin_step(std::span<const sequence_rows> rows, std::vector<step_entry>& entries) {
+  /// Throws usage_error or pool_exhausted unless there is all that the rows need.
+  void check_step(std::span<const sequence_rows> rows) const {
     std::int64_t needed = 0;
     const sequence_rows* first_without = nullptr;
     for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -189,7 +194,10 @@ class sequence_table {
     if (first_without != nullptr)
       throw pool_exhausted("page pool", pool_.capacity(), pool_.capacity() - pool_.available(),
                            "the step, from " + name_of(first_without->sequence) + " on,", needed);
-
+  }
+  /// Reserves it and makes the step's entries of the rows, in their order, those without tokens left out. They have been
+  /// checked.
+  void begin_step(std::span<const sequence_rows> rows, std::vector<step_entry>& entries) {
     entries.clear();
     int row = 0;
     for (const sequence_rows& r : rows) {

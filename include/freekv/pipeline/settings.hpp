@@ -35,6 +35,10 @@ struct pipeline_settings {
   int max_resident = 0;           ///< sequences that have slots at a time, the others being preempted; 0: all
   int max_decode_rows = 1;        ///< that a sequence brings to a step: more than 1 for speculative decoding
   std::int64_t store_tokens = 0;  ///< of all sequences together; 0: max_tokens for each of max_sequences
+  std::int64_t selected_tokens =
+      0;  ///< that resident sequences' selected slots have room for together, in each layer,
+          ///< at least as many as one sequence may select; 0: what all may. With less, those
+          ///< that sit a step out keep room for what they have selected (`top_p`) alone
   std::optional<file_store_options>
       store_file{};        ///< complete pages are kept in a file; none: in slow memory
   float scale = 0.0f;      ///< of scores and attention; 0: 1 / sqrt(head_dim)
@@ -138,6 +142,13 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
   if (s.store_tokens < 1) fail("store_tokens is " + text(s.store_tokens) + "; at least 1");
   if (s.store_tokens / p >= (std::int64_t{1} << 31) - 1)
     fail("store_tokens of " + text(s.store_tokens) + " are more than 2^31 pages of " + text(p) + " tokens");
+  if (s.selected_tokens < 0) fail("selected_tokens is " + text(s.selected_tokens) + "; give 0 or more");
+  for (int layer = 0; layer < s.layers && s.selected_tokens > 0; ++layer)
+    if (const int slots = s.list_units(layer) + s.spare_slots();
+        s.selected_tokens < std::int64_t{slots} * s.unit_tokens())
+      fail("selected_tokens is " + text(s.selected_tokens) + ", and a sequence has " + text(slots) +
+           " selected slots of " + text(s.unit_tokens()) + " tokens in layer " + text(layer) + "; give " +
+           text(std::int64_t{slots} * s.unit_tokens()) + " or more, or 0");
   if (s.scale == 0.0f) s.scale = 1.0f / std::sqrt(static_cast<float>(HeadDim));
   if (!std::isfinite(s.scale)) fail("scale is not finite");
   if (!(s.soft_cap >= 0.0f && std::isfinite(s.soft_cap)))

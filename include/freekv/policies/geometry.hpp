@@ -87,8 +87,11 @@ struct slot_roles {
   int selected = 0;
   int units_per_page = 1;
   /// Frames, of a page each.
-  FREEKV_HD constexpr int total() const {
-    return sink + ring + (selected + units_per_page - 1) / units_per_page;
+  FREEKV_HD constexpr int total() const { return fixed() + frames_for(selected); }
+  /// Those of sink and ring, and those of so many selected slots.
+  FREEKV_HD constexpr int fixed() const { return sink + ring; }
+  FREEKV_HD constexpr int frames_for(int slots) const {
+    return (slots + units_per_page - 1) / units_per_page;
   }
   FREEKV_HD constexpr int sink_slot(int page) const { return page; }
   FREEKV_HD constexpr int ring_slot(int page) const { return sink + page % ring; }

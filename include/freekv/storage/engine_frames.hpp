@@ -23,7 +23,7 @@ struct engine_frames {
   std::int64_t block_stride = 0;
   std::int64_t token_stride = 0;
   std::int64_t head_stride = 0;
-  std::span<const std::int32_t> blocks{};  ///< ids, all different: `slots_per_sequence` times max_resident
+  std::span<const std::int32_t> blocks{};  ///< ids, all different: the pipeline's `slots_needed`
 };
 
 /// What a decode row attends to, as a paged-attention kernel is told it: so many pages, listed by block id (or by slot,
@@ -33,7 +33,7 @@ struct resident_table {
   int tokens = 0;
 };
 
-/// Where a layer's slots are: slot i at block `blocks[i]`, or i where there is no list.
+/// Where a layer's slots are: frame i at block `blocks[i]`, or i where there is no list.
 template <class Element>
 struct slot_frames {
   Element* keys = nullptr;
@@ -69,7 +69,7 @@ slot_frames<Element> frames_of(const engine_frames<Element>& frames, int layer, 
   };
   if (frames.blocks.size() != static_cast<std::size_t>(slots))
     refuse(std::to_string(frames.blocks.size()) + " blocks; needed are " + std::to_string(slots) +
-           ", slots_per_sequence times max_resident");
+           ", as slots_needed says");
   if (frames.keys == nullptr || frames.values == nullptr) refuse("keys or values are null");
   std::vector<std::int32_t> ids(frames.blocks.begin(), frames.blocks.end());
   std::sort(ids.begin(), ids.end());

@@ -21,6 +21,20 @@ bool selects_within(const State& s, int sequence, int pages) {
   return true;
 }
 
+/// Frames in which a sequence's selected slots hold anything, or will where a recall is to be made up for.
+template <class State>
+int selected_frames_in_use(const State& s, int sequence) {
+  int slots = 0;
+  for (int head = 0; head < s.heads.kv; ++head) {
+    const slot_contents held = s.slots_of(sequence, head);
+    if (s.unrecalled[s.row(sequence, head)] != 0) slots = held.count;
+    while (held.count > slots && std::any_of(held.page + slots, held.page + held.count,
+                                             [](std::int32_t unit) { return unit >= 0; }))
+      ++slots;
+  }
+  return s.slots.frames_for(slots);
+}
+
 /// Copies pages of a sequence to slots of one KV head, at length `tokens`: for i of `count` the page `page(i)` to slot
 /// `slot(i)`, the open one last if it is among them. Throws store_error.
 template <class State, class Policies, class Page, class Slot>
@@ -95,7 +109,8 @@ void copy_open_pages(const State& s, int from, int to) {
 /// Gives sequence `to` the slots' contents of `from`.
 template <class State>
 void copy_slots(const State& s, int from, int to) {
-  for (int slot = 0; slot < s.slots.total(); ++slot)
+  const int used = s.slots.fixed() + selected_frames_in_use(s, from);
+  for (int slot = 0; slot < used; ++slot)
     for (int head = 0; head < s.heads.kv; ++head)
       copy_slice<State::head_dim>(as_const(s.frame_slice(from, slot, head)), s.frame_slice(to, slot, head),
                                   s.page.tokens);

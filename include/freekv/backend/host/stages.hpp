@@ -55,6 +55,9 @@ class stages {
     s.unfilled[sequence] = 0;
     clear_report(s, s.row(sequence, 0), s.row(1, 0));
   }
+  int selected_frames_in_use(const State& s, int sequence) const {
+    return host::selected_frames_in_use(s, sequence);
+  }
   bool selects_within(const State& s, int sequence, int pages) const {
     return host::selects_within(s, sequence, pages);
   }

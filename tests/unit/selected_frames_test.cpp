@@ -1,0 +1,138 @@
+// Frames of selected slots that sequences share: those that sit a step out keep what they have selected.
+
+#include <memory>
+#include <vector>
+
+#include "../catch.hpp"
+#include "random_settings.hpp"
+
+namespace {
+
+using namespace tests;
+using freekv::pool_exhausted;
+using freekv::row_kind;
+
+constexpr int k = 6, page = 8;
+
+template <class Pipeline>
+typename Pipeline::settings settings_of(int sequences, int selected_pages) {
+  typename Pipeline::settings s;
+  s.layers = 3;
+  s.query_heads = 6;
+  s.kv_heads = 2;
+  s.budget = {.sink = page, .window = 2 * page, .selected_pages = k};
+  s.max_tokens = 400;
+  s.max_sequences = sequences;
+  s.selected_tokens = std::int64_t{selected_pages} * page;
+  s.plan = freekv::complete_first<freekv::dynamic>{1};
+  return s;
+}
+
+using few = tiny_pipeline::with<freekv::top_p>;
+
+/// Selects one page for each head.
+few::settings few_settings(int sequences, int selected_pages) {
+  auto s = settings_of<few>(sequences, selected_pages);
+  s.selection = {.p = 1e-6f};
+  return s;
+}
+
+}  // namespace
+
+TEST_CASE("sequences that select few pages take turns in room for one that selects all it may", "[frames]") {
+  constexpr int sequences = 5, steps = 30;
+  freekv::host_backend backend({.overlap = true});
+  // One has k frames while it steps, and each of the others that of its page.
+  few pipeline(few_settings(sequences, k + sequences - 1), backend);
+  std::vector<std::unique_ptr<text>> sources;
+  std::vector<freekv::sequence_id> ids;
+  std::vector<std::vector<sequence_result>> expected;
+  for (int i = 0; i < sequences; ++i) {
+    sources.push_back(std::make_unique<text>(pipeline.configuration(), head_dim, 400, count(i)));
+    freekv::host_backend one;
+    few alone(few_settings(1, 0), one);
+    const auto id = alone.open();
+    prompt_only(alone, id, *sources.back(), 200);
+    expected.push_back(decode(alone, id, *sources.back(), steps));
+    ids.push_back(pipeline.open());
+    prompt_only(pipeline, ids.back(), *sources.back(), 200);
+  }
+  int wrong = 0;
+  for (int step = 0; step < steps; ++step)
+    for (std::size_t i = 0; i < ids.size(); ++i)
+      wrong += !(run_step(pipeline, ids[i], *sources[i], 1, row_kind::decode) == expected[i][count(step)]);
+  CHECK(wrong == 0);
+  // Two in one step may select 2 k.
+  CHECK_THROWS_AS(pipeline.begin_step({{ids[0]}, {ids[1]}}), pool_exhausted);
+  CHECK_NOTHROW(pipeline.begin_step({{ids[0]}}));
+  pipeline.abandon_step();
+  CHECK_NOTHROW(pipeline.begin_step({{ids[1]}}));
+}
+
+TEST_CASE("frames that are full stay, and what lacks them is refused with nothing changed", "[frames]") {
+  using pipeline_type = tiny_pipeline;
+  freekv::host_backend backend;
+  auto s = settings_of<pipeline_type>(3, 2 * k - 1);
+  pipeline_type pipeline(s, backend);
+  const text source(s, head_dim, 400, 1);
+  fresh alone([&] {
+    auto one = settings_of<pipeline_type>(1, 0);
+    return one;
+  }());
+  prompt_only(alone.pipeline, alone.id, source, 200);
+  const auto a = pipeline.open(), b = pipeline.open();
+  prompt_only(pipeline, a, source, 200);
+  prompt_only(pipeline, b, source, 200);
+  const auto expected = decode(alone.pipeline, alone.id, source, 6);
+  CHECK(run_step(pipeline, a, source, 1, row_kind::decode) == expected[0]);
+  const std::int32_t free = pipeline.free_pages();
+  try {
+    pipeline.begin_step({{b}});
+    FAIL("b has no room");
+  } catch (const pool_exhausted& e) {
+    INFO(e.what());
+    CHECK(e.capacity == 2 * k - 1);
+    CHECK(e.used == k);
+    CHECK(e.needed == k);
+    CHECK_THAT(std::string(e.what()),
+               Catch::Contains("frames of selected slots in layer 1") && Catch::Contains("selected_tokens"));
+  }
+  CHECK(pipeline.tokens(b) == 200);
+  CHECK(pipeline.free_pages() == free);
+  CHECK_THROWS_AS(pipeline.fork(a), pool_exhausted);
+  CHECK(run_step(pipeline, a, source, 1, row_kind::decode) == expected[1]);
+
+  // What waits without slots has no frames, and does not come back to less than it had.
+  pipeline.preempt(a);
+  CHECK(run_step(pipeline, b, source, 1, row_kind::decode) == expected[0]);
+  CHECK_THROWS_AS(pipeline.restore(a), pool_exhausted);
+  CHECK(pipeline.is_preempted(a));
+  // A truncation that drops the selection, or a prompt, leaves nothing in them.
+  pipeline.truncate(b, 100);
+  CHECK_NOTHROW(pipeline.restore(a));
+  CHECK(run_step(pipeline, a, source, 1, row_kind::decode) == expected[2]);
+  pipeline.release(a);
+  prompt_only(pipeline, b, source, 100);
+  for (int step = 0; step < 3; ++step)
+    CHECK(run_step(pipeline, b, source, 1, row_kind::decode).out == expected[count(step)].out);
+}
+
+TEST_CASE("shared frames take the bytes that are announced", "[frames]") {
+  freekv::host_backend backend;
+  const auto slots = [&](int selected_pages) {
+    return tiny_pipeline::bytes_needed(settings_of<tiny_pipeline>(4, selected_pages), backend).slots;
+  };
+  constexpr std::size_t frame = 2 * page * 2 * head_dim * sizeof(freekv::half);
+  const auto of_layer = [](int selected) { return count(4 * (1 + 3) + selected) * frame; };
+  CHECK(slots(0) == 2 * of_layer(4 * k));
+  CHECK(slots(4 * k) == 2 * of_layer(4 * k));
+  CHECK(slots(100 * k) == 2 * of_layer(4 * k));
+  CHECK(slots(k + 3) == 2 * of_layer(k + 3));
+  CHECK(tiny_pipeline::slots_needed(settings_of<tiny_pipeline>(4, k + 3), backend, 1) == 4 * (1 + 3) + k + 3);
+  CHECK(tiny_pipeline::slots_needed(settings_of<tiny_pipeline>(4, k + 3), backend, 0) == 0);
+  CHECK_THROWS_WITH(slots(k - 1),
+                    Catch::Contains("selected_tokens is 40") && Catch::Contains("give 48 or more"));
+  auto negative = settings_of<tiny_pipeline>(1, 0);
+  negative.selected_tokens = -1;
+  CHECK_THROWS_AS(tiny_pipeline::bytes_needed(negative, backend), freekv::settings_error);
+}
