@@ -35,7 +35,7 @@ build_and_test "with ThreadSanitizer" tsan --target "${threads[@]}" -- -R "^($(I
 configure asan
 build_and_test "with AddressSanitizer" asan --
 
-configure ci -DFREEKV_OTHER_CCCL="$OTHER_CCCL" -DFREEKV_LLAMA_CPP="$LLAMA_CPP" -DFREEKV_LLAMA_CPP_BUILD="$LLAMA_CPP_BUILD" -DFREEKV_MODEL="$MODEL"
+configure ci -DFREEKV_OTHER_CCCL="$OTHER_CCCL" -DFREEKV_LLAMA_CPP="$LLAMA_CPP" -DFREEKV_LLAMA_CPP_BUILD="$LLAMA_CPP_BUILD" -DFREEKV_MODEL="$MODEL" -DFREEKV_BENCH=ON
 device='^(cuda|headers\.nvcc)'
 before=$SECONDS
 build_and_test "device code" ci --target cuda_tests -- -R "$device"

@@ -185,3 +185,33 @@ TEST_CASE("KV heads that select together agree with the oracle", "[property]") {
   CHECK(seen.firm_selections > 500);
   CHECK(seen.corrected > 100);
 }
+
+TEST_CASE("pinned units have no part in what else is selected", "[property]") {
+  freekv::host_backend backend({.overlap = false});
+  coverage seen;
+  for (std::uint64_t seed = 1; seed <= 60; ++seed) {
+    random_case c = make_case(seed);
+    auto& o = c.options;
+    give_heads(c, 2, 6);
+    o.page = 8;
+    o.budget = {.sink = 8, .window = 16, .selected_pages = 2};
+    o.does = {.summary = seed % 2 == 0 ? "coarse_to_fine" : "min_max", .correction = "always"};
+    o.does.times = 2;
+    o.does.pinning = "pin_outliers";
+    o.does.pinned = 5;
+    o.store_file.clear();
+    o.in_place = seed % 3 == 0;
+    c.outliers = 0.1f;
+    c.prompt = 240;
+    c.steps = 20;
+    c.turn = 0.5f;
+    o.max_tokens = c.prompt + c.steps;
+    INFO(c);
+    try {
+      compare_with_oracle(c, backend, seen);
+    } catch (const disagreement& d) {
+      FAIL(d.what);
+    }
+  }
+  CHECK(seen.firm_selections > 1000);
+}

@@ -1,0 +1,68 @@
+// freekv-bench-host: the host backend's speed beside limits and peers measured in the same run.
+
+#include <filesystem>
+#include <freekv/backend/host/isa.hpp>
+#include <iostream>
+
+#include "command_line.hpp"
+#include "measure.hpp"
+#include "program.hpp"
+
+namespace freekv::bench {
+namespace {
+
+void run(int argc, char** argv) {
+  std::string out = ".", commit = "unknown";
+  std::vector<int> threads{1, 2};
+  std::vector<std::string> parts{"score", "recall", "step"};
+  int rounds = 15;
+  bool smoke = false;
+  CLI::App app("Measures stages and steps of the host backend beside limits and peers of the same run.",
+               "freekv-bench-host");
+  app.option_defaults()->always_capture_default();
+  app.add_option("--out", out, "Folder for host.jsonl and host.txt")->take_last();
+  app.add_option("--commit", commit, "Of this build, for the results");
+  app.add_option("--threads", threads, "Threads; several allowed")->delimiter(',');
+  app.add_option("--part", parts, "score, recall, step; several allowed")->delimiter(',');
+  app.add_option("--rounds", rounds, "Of each measurement, whose median counts");
+  app.add_flag("--smoke", smoke, "Small sizes, to see that it runs: its figures mean nothing");
+  if (!examples::parsed(app, argc, argv)) return;
+  if (rounds < 1) throw examples::choice_error("--rounds " + std::to_string(rounds) + " is below 1");
+  const machine on = this_machine();
+  std::filesystem::create_directories(out);
+  examples::json_lines lines(out + "/host.jsonl", {{"machine", on.processor},
+                                                   {"last_level_cache", on.last_level_cache},
+                                                   {"cores", on.cores},
+                                                   {"instructions", host::name_of(host::best_isa())},
+                                                   {"compiler", __VERSION__},
+                                                   {"smoke", smoke},
+                                                   {"commit", commit}});
+  std::vector<std::vector<std::string>> table{{"bench", "figure", "measured", "target", ""}};
+  for (const int count : threads) {
+    if (count < 1) throw examples::choice_error("--threads " + std::to_string(count) + " is below 1");
+    context c{on, count, rounds, smoke, lines, table};
+    for (const std::string& part : parts) {
+      if (part == "score")
+        bench_scoring(c);
+      else if (part == "recall") {
+        if (count == threads.front()) bench_recall(c);
+      } else if (part == "step")
+        bench_steps(c);
+      else
+        throw examples::choice_error("--part " + part + " is unknown; choose among score, recall and step");
+    }
+  }
+  lines.finish();
+  const std::string text = on.processor + ", " + std::to_string(on.last_level_cache >> 20) +
+                           " MiB of last-level cache, " + std::string(host::name_of(host::best_isa())) +
+                           (smoke ? "; smoke: figures mean nothing" : "") + "\n" + examples::table(table);
+  std::cout << text;
+  std::ofstream(out + "/host.txt") << text;
+}
+
+}  // namespace
+}  // namespace freekv::bench
+
+int main(int argc, char** argv) {
+  return freekv::examples::exit_code_of("freekv-bench-host", [&] { freekv::bench::run(argc, argv); });
+}

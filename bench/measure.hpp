@@ -1,0 +1,84 @@
+// Times in turns, limits, and where results go.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "report.hpp"
+
+namespace freekv::bench {
+
+/// What holds for a run.
+struct machine {
+  std::string processor;
+  std::size_t last_level_cache = 0;  ///< bytes
+  int cores = 1;
+};
+machine this_machine();
+
+/// The seconds of each body: medians of `rounds`, in which all run in turns, forwards and backwards. A body is called with
+/// the number of its call.
+std::vector<double> seconds_in_turns(int rounds, std::span<const std::function<void(int)>> bodies);
+
+/// Reads all of `bytes` with `threads` threads: the limit of what only reads.
+void read_all(std::span<const std::byte> bytes, int threads);
+
+/// Normally distributed numbers, fast: a table in random order.
+class fast_normals {
+ public:
+  explicit fast_normals(std::uint64_t seed);
+  float next() {
+    state_ ^= state_ << 13;
+    state_ ^= state_ >> 7;
+    state_ ^= state_ << 17;
+    return table_[state_ >> 52];
+  }
+
+ private:
+  std::vector<float> table_;  // (4096)
+  std::uint64_t state_;
+};
+
+/// What a bench is told and what it tells.
+struct context {
+  machine on;
+  int threads = 1;
+  int rounds = 15;
+  bool smoke = false;  ///< sizes of seconds, whose figures mean nothing
+  examples::json_lines& lines;
+  std::vector<std::vector<std::string>>& table;  ///< case, figure, target
+
+  /// A figure over its limit or peer, and what it should be at least (or, with `at_most`, at most).
+  void ratio(const std::string& bench, const std::string& of_case, const std::string& metric, double value,
+             double target = 0, bool at_most = false);
+  /// Other numbers, for machines alone.
+  void number(const std::string& bench, const std::string& of_case, const std::string& metric, double value,
+              const std::string& unit);
+  void progress(const std::string& what) const { examples::progress_line()(what, 0); }
+};
+
+// The benches.
+void bench_scoring(context& c);
+void bench_recall(context& c);
+void bench_steps(context& c);
+
+/// llama.cpp's attention of one token on the CPU: f16 or bf16 keys and values, (kv_heads, tokens, head_dim).
+class flash_attention {
+ public:
+  flash_attention(int query_heads, int kv_heads, int head_dim, int tokens, int threads, bool bf16,
+                  fast_normals& random);
+  ~flash_attention();
+  flash_attention(const flash_attention&) = delete;
+  flash_attention& operator=(const flash_attention&) = delete;
+  void run();
+
+ private:
+  struct state;
+  state* state_;
+};
+
+}  // namespace freekv::bench

@@ -1,0 +1,169 @@
+// A decode step of one layer after the other: FreeKV's beside full attention over the same store, llama.cpp's flash
+// attention on the same shape, and the time that a read of the same bytes takes.
+
+#include <freekv/freekv.hpp>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <memory>
+
+#include "measure.hpp"
+
+namespace freekv::bench {
+
+namespace {
+
+struct model_form {
+  const char* name;
+  int query_heads, kv_heads;
+};
+constexpr model_form llama_8b{"Llama-3.1-8B", 32, 8}, smollm2{"SmolLM2-135M", 9, 3};
+
+constexpr int page = 32;
+constexpr budget published{.sink = 512, .window = 512, .selected_pages = 1024 / page};  // 2048 tokens
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+double median(std::vector<double> all) {
+  std::nth_element(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(all.size() / 2), all.end());
+  return all[all.size() / 2];
+}
+
+/// Layers whose keys and values together are twice what the last cache holds, at least one.
+int layers_beyond_cache(const context& c, std::size_t bytes_each) {
+  return static_cast<int>(2 * c.on.last_level_cache / bytes_each) + 1;
+}
+
+template <class Element, int HeadDim, class Route>
+void bench_step(context& c, const model_form& form, int tokens, const std::string& route) {
+  using pipeline_type = retrieval_pipeline<kv_shape<Element, HeadDim>, page_size<page>, min_max, Route,
+                                           every_layer<layer_kind::retrieval>>;
+  const auto n = [](auto x) { return static_cast<std::size_t>(x); };
+  const std::size_t kv_row = n(form.kv_heads * HeadDim), query_row = n(form.query_heads * HeadDim);
+  const std::size_t full_bytes = n(tokens) * kv_row * 2 * sizeof(Element);
+  const int layers = layers_beyond_cache(c, full_bytes), rounds = c.smoke ? 3 : c.rounds;
+  const std::string of_case = std::string(form.name) + ", " + std::string(element_name<Element>) + ", " +
+                              std::to_string(tokens / 1024) + "K, " + route + ", " +
+                              std::to_string(c.threads) + " threads";
+  c.progress("step of " + of_case);
+
+  host_backend backend({.threads = c.threads, .overlap = route != "in_place"});
+  typename pipeline_type::settings s;
+  s.layers = layers;
+  s.query_heads = form.query_heads;
+  s.kv_heads = form.kv_heads;
+  s.budget = published;
+  s.max_tokens = tokens + rounds + 2;
+  pipeline_type pipeline(s, backend);
+  const sequence_id id = pipeline.open();
+  fast_normals random(n(tokens));
+  std::vector<Element> keys, values;
+  const auto fill = [&](std::vector<Element>& rows, std::size_t count) {
+    rows.resize(count);
+    for (Element& x : rows) x = from_float<Element>(random.next());
+  };
+  for (int done = 0; done < tokens;) {
+    const int chunk = std::min(4096, tokens - done);
+    pipeline.begin_step({{id, chunk, row_kind::prompt}});
+    for (int layer = 0; layer < layers; ++layer) {
+      fill(keys, n(chunk) * kv_row);
+      fill(values, n(chunk) * kv_row);
+      pipeline.append(layer, {.keys = keys, .values = values, .queries = {}});
+    }
+    pipeline.end_step();
+    done += chunk;
+  }
+  // Queries turn a little each step: cosine 0.95 between one and the next.
+  std::vector<float> queries(n(layers) * query_row), out(query_row);
+  for (float& x : queries) x = random.next();
+  const std::size_t read = n(layers) * full_bytes;
+  std::vector<std::byte> memory(std::min(read, std::size_t{1} << 30), std::byte{1});
+  flash_attention peer(form.query_heads, form.kv_heads, HeadDim, tokens, c.threads,
+                       std::is_same_v<Element, bfloat16>, random);
+
+  std::vector<double> step_seconds, full_seconds, read_seconds, peer_seconds, recalls;
+  for (int round = 0; round < rounds + 1; ++round) {
+    for (float& x : queries) x = 0.95f * x + 0.312f * random.next();
+    double step = 0, full = 0;
+    long recalled = 0;
+    pipeline.begin_step({{id}});
+    for (int layer = 0; layer < layers; ++layer) {
+      fill(keys, kv_row);
+      fill(values, kv_row);
+      const std::span<const float> query = std::span(queries).subspan(n(layer) * query_row, query_row);
+      double start = now();
+      pipeline.append(layer, {.keys = keys, .values = values, .queries = query});
+      step += now() - start;
+      const auto full_attention = [&] {
+        start = now();
+        pipeline.attend_full(layer, out);
+        full += now() - start;
+      };
+      if (round % 2 == 0) full_attention();
+      start = now();
+      pipeline.attend(layer, out);
+      if (route == "in_place") pipeline.synchronize();
+      step += now() - start;
+      pipeline.synchronize();
+      if (round % 2 != 0) full_attention();
+      for (const std::int32_t slices : pipeline.report(layer, id).recalled) recalled += slices;
+    }
+    pipeline.end_step();
+    double start = now();
+    read_all(memory, c.threads);
+    const double reading =
+        (now() - start) * static_cast<double>(full_bytes) / static_cast<double>(memory.size());
+    start = now();
+    peer.run();
+    const double peering = now() - start;
+    if (round == 0) continue;
+    step_seconds.push_back(step / layers);
+    full_seconds.push_back(full / layers);
+    read_seconds.push_back(reading);
+    peer_seconds.push_back(peering);
+    recalls.push_back(static_cast<double>(recalled) / layers / form.kv_heads);
+  }
+  const double step = median(step_seconds), full = median(full_seconds), reading = median(read_seconds);
+  const double peered = median(peer_seconds);
+  const std::size_t candidates = n(std::max(0, (tokens - 1024) / page));
+  const std::size_t step_bytes = candidates * n(form.kv_heads) * pipeline.summary_bytes() +
+                                 std::min(n(tokens), std::size_t{2048}) * kv_row * 2 * sizeof(Element);
+  const double limit = reading * static_cast<double>(step_bytes) / static_cast<double>(full_bytes);
+  const double bandwidth = static_cast<double>(full_bytes) / reading;
+  c.number("step", of_case, "read_bandwidth", bandwidth, "bytes/s");
+  c.number("step", of_case, "step", step, "s");
+  c.number("step", of_case, "full_attention", full, "s");
+  c.number("step", of_case, "llama_cpp_flash_attention", peered, "s");
+  c.number("step", of_case, "recalled_per_head", median(recalls), "slices");
+  const bool named = route == "in_place" && tokens >= 32768;
+  if (route == "in_place") {
+    c.ratio("attention", of_case, "read of its bytes / full attention", reading / full,
+            tokens == 32768 ? 0.7 : 0);
+    c.ratio("attention", of_case, "llama.cpp's flash attention / full attention", peered / full,
+            tokens == 32768 ? 1 : 0);
+  }
+  c.ratio("step", of_case, "step / full attention", step / full,
+          !named || form.kv_heads != 8 ? 0
+          : tokens == 32768            ? 0.13
+                                       : 0.065,
+          true);
+  c.ratio("step", of_case, "step / read of its bytes", step / limit, named && form.kv_heads == 8 ? 1.4 : 0,
+          true);
+}
+
+}  // namespace
+
+void bench_steps(context& c) {
+  const std::vector<int> lengths = c.smoke ? std::vector{2048} : std::vector{1024, 8192, 32768, 131072};
+  for (const int tokens : lengths) {
+    bench_step<bfloat16, 128, in_place>(c, llama_8b, tokens, "in_place");
+    if (tokens > 32768) continue;
+    bench_step<bfloat16, 128, resident>(c, llama_8b, tokens, "resident");
+    bench_step<half, 128, in_place>(c, llama_8b, tokens, "in_place");
+    bench_step<half, 64, in_place>(c, smollm2, tokens, "in_place");
+  }
+}
+
+}  // namespace freekv::bench
