@@ -44,10 +44,13 @@ void bench_scores(context& c, int pages) {
         backend.parallel(heads, layer_bytes, [&](int head, int worker) {
           host::with_team(backend.options().instructions, [&](auto team) {
             const prepared_queries prepared{queries.data(), summary_query_width(summary, d), group, 0.1f};
-            for (int j = 0; j < pages; ++j)
-              score_page<Element>(team, summary, page, layer + (n(head) * n(pages) + n(j)) * bytes, prepared,
+            const auto at = [&](int j) { return layer + (n(j) * n(heads) + n(head)) * bytes; };
+            for (int j = 0; j < pages; ++j) {
+              host::prefetch_ahead(at, j, pages, bytes);
+              score_page<Element>(team, summary, page, at(j), prepared,
                                   numbers.data() + n(worker) * n(summary.width(page)),
                                   {scores.data() + n(head) * n(group) * n(stride) + j, stride});
+            }
           });
         });
       },

@@ -47,7 +47,27 @@ double frequency_of(std::span<const float> before, std::span<const float> after,
   return frequency;
 }
 
+/// The squared difference of rotated keys, relative.
+double error_of(std::span<const float> before, std::span<const float> after, int kv_heads, int head_dim,
+                const rotation& by) {
+  const std::vector<float> turned = rotated(before, kv_heads, head_dim, by, 1.0f);
+  double error = 0, size = 0;
+  for (std::size_t i = 0; i < after.size(); ++i) {
+    const double difference = turned[i] - after[i];
+    if (!std::isfinite(difference)) continue;
+    error += difference * difference;
+    size += static_cast<double>(after[i]) * static_cast<double>(after[i]);
+  }
+  return error / std::max(size, 1e-300);
+}
+constexpr double most_error = 0.02 * 0.02;
+
 }  // namespace
+
+bool turns_into(std::span<const float> before, std::span<const float> after, int kv_heads, int head_dim,
+                const rotation& by) {
+  return error_of(before, after, kv_heads, head_dim, by) <= most_error;
+}
 
 rotation rotation_of_base(double base, int pairs, rotary_pairs of) {
   rotation r{.frequencies = {}, .of = of, .base = base};
@@ -68,7 +88,7 @@ std::vector<float> rotated(std::span<const float> keys, int kv_heads, int head_d
 std::optional<rotation> rotation_between(std::span<const float> before, std::span<const float> after,
                                          int kv_heads, int head_dim) {
   std::optional<rotation> best;
-  double least = 0.02 * 0.02;
+  double least = most_error;
   for (const rotary_pairs of : {rotary_pairs::halves, rotary_pairs::neighbours}) {
     rotation found{.frequencies = {}, .of = of};
     const auto pairs = static_cast<std::size_t>(head_dim / 2);
@@ -77,17 +97,9 @@ std::optional<rotation> rotation_between(std::span<const float> before, std::spa
       found.frequencies.push_back(static_cast<float>(frequency_of(
           before, after, kv_heads, head_dim, halves ? i : 2 * i, halves ? i + pairs : 2 * i + 1)));
     }
-    const std::vector<float> turned = rotated(before, kv_heads, head_dim, found, 1.0f);
-    double error = 0, size = 0;
-    for (std::size_t i = 0; i < after.size(); ++i) {
-      const double difference = turned[i] - after[i];
-      if (!std::isfinite(difference)) continue;
-      error += difference * difference;
-      size += static_cast<double>(after[i]) * static_cast<double>(after[i]);
-    }
-    if (!(error <= least * size) || before.size() < 2 * static_cast<std::size_t>(kv_heads * head_dim))
-      continue;
-    least = error / std::max(size, 1e-300);
+    const double error = error_of(before, after, kv_heads, head_dim, found);
+    if (!(error <= least) || before.size() < 2 * static_cast<std::size_t>(kv_heads * head_dim)) continue;
+    least = error;
     best = found;
   }
   return best;

@@ -57,6 +57,8 @@ std::optional<rotation> rotation_of(const llama_model* weights, const std::strin
   const std::unique_ptr<gguf_context, decltype(&gguf_free)> file(
       gguf_init_from_file(path.c_str(), {true, nullptr}), gguf_free);
   if (!file || gguf_find_tensor(file.get(), "rope_freqs.weight") >= 0) return std::nullopt;
+  for (const char* key : {"scaling.factor", "scale_linear", "freq_base_swa"})
+    if (scaling != "none" && gguf_find_key(file.get(), (rope + key).c_str()) >= 0) return std::nullopt;
   const std::int64_t base = gguf_find_key(file.get(), (rope + "freq_base").c_str());
   return rotation_of_base(base >= 0 ? static_cast<double>(gguf_get_val_f32(file.get(), base)) : 10000.0,
                           head_dim / 2,

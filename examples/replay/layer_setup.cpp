@@ -89,12 +89,22 @@ void layer_setup::learn(const trace& t) {
 }
 
 void layer_setup::take_rotation(const trace& t) {
-  if (!factors_ || !rotation_.frequencies.empty()) return;
-  const auto found = rotation_between(t.keys_before_rotation, t.float_keys(), t.kv_heads, t.head_dim);
+  if (!factors_ || !t.has_keys_before_rotation) return;
+  const std::vector<float> keys = t.float_keys();
+  if (!rotation_.frequencies.empty()) {
+    if (!turns_into(t.keys_before_rotation, keys, t.kv_heads, t.head_dim, rotation_))
+      refuse(
+          "the trace's k_pre, rotated as --rope-base and --rope-pairs or its metadata say, is not its k; "
+          "leave them "
+          "out, and the rotation is found");
+    return;
+  }
+  const auto found = rotation_between(t.keys_before_rotation, keys, t.kv_heads, t.head_dim);
   if (!found)
     refuse(
-        "no rotary embedding from position 0 on turns the trace's k_pre into its k; leave k_pre out and say "
-        "--rope-base and --rope-pairs");
+        "no rotation of whole keys from position 0 on turns the trace's k_pre into its k; low_rank_keys "
+        "takes keys "
+        "after QK-norm and before rotation, and here no other rotation");
   rotation_ = *found;
   options_.rotary = rotation_.view();
 }

@@ -272,7 +272,7 @@ nlohmann::ordered_json replay_events(const replay_options& o, host_backend& back
   const trace_form& form = file.forms.front();
   const std::size_t rows = size(selects_per_query_head(o.does) ? form.query_heads : form.kv_heads);
   for (const event& e : file.events)
-    if (e.what == event::kind::step) numbers += e.rows.size() * rows * size(o.k);
+    if (e.what == event::kind::step) numbers += e.rows.size() * rows * size(columns_of(o.does, o.k));
   if (constexpr std::size_t most = std::size_t{1} << 30; o.out && numbers > most)
     throw choice_error("--k " + std::to_string(o.k) + " gives selected " + std::to_string(numbers) +
                        " numbers, more than " + std::to_string(most) + "; choose fewer pages");

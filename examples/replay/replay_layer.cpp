@@ -22,10 +22,11 @@ void check_size(const replay_options& o, const replay_job& job) {
   const trace_form& t = job.form;
   constexpr double most = 1 << 30;
   const int rows = selects_per_query_head(o.does) ? t.query_heads : t.kv_heads;
-  const double numbers = static_cast<double>(t.steps()) * rows * o.k;
+  const std::int64_t columns = columns_of(o.does, o.k);
+  const double numbers = static_cast<double>(t.steps()) * rows * static_cast<double>(columns);
   if (job.out && numbers > most) {
     std::ostringstream counts;
-    counts << "--k " << o.k << " gives selected " << t.steps() << " x " << rows << " x " << o.k
+    counts << "--k " << o.k << " gives selected " << t.steps() << " x " << rows << " x " << columns
            << " numbers, more than " << static_cast<long long>(most) << "; the trace has "
            << (t.tokens - 1) / std::max(o.does.unit_tokens(o.page), 1) + 1
            << (o.does.unit == 0 ? " pages" : " units") << ", and a larger --k selects no more";
@@ -41,7 +42,7 @@ struct results {
   std::vector<std::int32_t> selected, recalled, before_attention;
   std::vector<std::uint8_t> corrected;
 
-  results(const trace_form& t, int columns, bool per_query_head)
+  results(const trace_form& t, std::int64_t columns, bool per_query_head)
       : k(size(columns)), rows(size(per_query_head ? t.query_heads : t.kv_heads)) {
     const std::size_t kv_heads = size(t.steps()) * size(t.kv_heads),
                       heads = size(t.steps()) * size(t.query_heads);

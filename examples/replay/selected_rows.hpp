@@ -10,8 +10,8 @@
 namespace freekv::examples {
 
 /// Columns of `selected` where k units are selected.
-inline int columns_of(const method& m, int k) {
-  return k + (m.retrieves() && m.pinning == "pin_outliers" ? m.pinned : 0);
+inline std::int64_t columns_of(const method& m, int k) {
+  return std::int64_t{k} + (m.retrieves() && m.pinning == "pin_outliers" ? m.pinned : 0);
 }
 
 /// Whether rows are query heads, each with pages of its own.

@@ -297,10 +297,10 @@ struct share_and_rebuild {
     const freekv::page_geometry geometry{shape.tokens, HeadDim};
     const auto source = freekv::make_page_span<freekv::nhd, HeadDim>(from, page + 1, shape);
     const auto target = freekv::make_page_span<freekv::nhd, HeadDim>(back, page + 1, shape);
-    const int floats = codec.shared_floats(geometry);
+    const int floats = codec.shared_floats(geometry), each = shape.tokens * codec.rank;
     const auto of_head = [&](int head) {
       return codec.at({0, head, shape.kv_heads, 1000 * page,
-                       reinterpret_cast<std::byte*>(shared + page * floats), sums + page * floats});
+                       reinterpret_cast<std::byte*>(shared + page * each), sums + page * floats});
     };
     const auto bytes = [&](int head) {
       return stored +
@@ -328,7 +328,7 @@ void rebuilt_keys(report& checks, random_numbers& random, freekv::rotary_pairs p
   const std::size_t bytes = codec.bytes({shape.tokens, d}, sizeof(float)),
                     floats = size(pages * shape.tokens * rank);
   results<std::byte> stored(size(pages * shape.kv_heads) * bytes);
-  results<float> shared(floats), sums(floats), back(elements);
+  results<float> shared(floats), sums(size(pages * codec.shared_floats({shape.tokens, d}))), back(elements);
   checks.run(pages, [&](auto side) {
     return share_and_rebuild<d>{codec,        shape,      from.data(), side(stored),
                                 side(shared), side(sums), side(back)};

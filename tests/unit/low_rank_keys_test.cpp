@@ -178,6 +178,23 @@ TEST_CASE("a key with a NaN or infinity comes back as NaN, and other heads' and 
   }
 }
 
+TEMPLATE_TEST_CASE("a key too large for the coefficients is lost for its own head alone", "[codec]", float,
+                   half, bfloat16) {
+  dice d(6);
+  for (int trial = 0; trial < 20; ++trial) {
+    factored_page<TestType, 64> page(d, 40);
+    if (page.heads == 1) continue;
+    const float size = std::is_same_v<TestType, half> ? 60000.0f : 3e38f;
+    const int head = d.below(page.heads);
+    for (int i = 0; i < 64; ++i)
+      page.keys[count(head)][count(64 + i)] = freekv::from_float<TestType>(d.below(2) == 0 ? size : -size);
+    const auto back = page.decoded({0, page.tokens});
+    for (int other = 0; other < page.heads; ++other)
+      for (int i = 0; other != head && i < 64 * page.tokens; ++i)
+        REQUIRE(std::fabs(freekv::to_float(back.keys[count(other)][count(i)])) < 1000.0f);
+  }
+}
+
 TEST_CASE("some rows of a page are read as all are", "[codec]") {
   dice d(4);
   for (int trial = 0; trial < 10; ++trial) {

@@ -82,6 +82,8 @@ scored score_by(executor on, const Policy& whole, const page_case& c, int stride
     freekv::score_page<E>(team, policy, page, result.stored.data(),
                           {prepared.data(), query_width, c.group, c.scale}, result.numbers.data(),
                           {spread.data() + 1, 3});
+    if constexpr (!freekv::scores_stored_bytes<std::remove_const_t<decltype(policy)>>)
+      freekv::decode_summary<E>(team, policy, page, result.stored.data(), result.numbers.data());
   });
   CHECK(std::all_of(result.stored.begin() + static_cast<long>(bytes), result.stored.end(),
                     [&](std::byte b) { return b == guard; }));

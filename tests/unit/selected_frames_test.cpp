@@ -69,6 +69,50 @@ TEST_CASE("sequences that select few pages take turns in room for one that selec
   CHECK_NOTHROW(pipeline.begin_step({{ids[1]}}));
 }
 
+TEST_CASE("a sequence that waits holds no more frames than it has selected pages", "[frames]") {
+  using pipeline_type = few::with<freekv::never>;
+  constexpr int pages = k + 3;
+  auto s = settings_of<pipeline_type>(2, pages);
+  s.selection = {.p = 0.17f};
+  freekv::host_backend backend({.overlap = true});
+  pipeline_type pipeline(s, backend);
+  const text one(s, head_dim, 400, 3), other(s, head_dim, 400, 4);
+  const auto a = pipeline.open(), b = pipeline.open();
+  prompt_only(pipeline, a, one, 250);
+  prompt_only(pipeline, b, other, 250);
+  // Without correction it attends next to what it has selected now.
+  const auto most_attended = [&] {
+    int most = 0;
+    for (int layer = 1; layer < s.layers; ++layer)
+      for (const std::int32_t attended : pipeline.report(layer, a).attended_count)
+        most = std::max(most, attended);
+    return most;
+  };
+  run_step(pipeline, a, one, 1, row_kind::decode);
+  int fitted = 0, refused = 0, wrong = 0;
+  for (int step = 0; step < 60; ++step) {
+    bool fits = true;
+    try {
+      run_step(pipeline, b, other, 1, row_kind::decode);
+    } catch (const pool_exhausted&) {
+      fits = false;
+    }
+    if (pipeline.tokens(b) > 300) pipeline.truncate(b, 250);
+    pipeline.preempt(b);  // so that a can go on
+    run_step(pipeline, a, one, 1, row_kind::decode);
+    pipeline.preempt(a);
+    pipeline.restore(b);
+    pipeline.truncate(b, pipeline.tokens(b) - (fits ? 1 : 0));
+    pipeline.restore(a);
+    wrong += fits != (most_attended() + k <= pages);
+    ++(fits ? fitted : refused);
+  }
+  INFO(fitted << " fitted, " << refused << " were refused");
+  CHECK(wrong == 0);
+  CHECK(fitted > 5);
+  CHECK(refused > 5);
+}
+
 TEST_CASE("frames that are full stay, and what lacks them is refused with nothing changed", "[frames]") {
   using pipeline_type = tiny_pipeline;
   freekv::host_backend backend;

@@ -234,7 +234,7 @@ TEST_CASE("the best pages are the oracle's, ties, infinities and all", "[selecti
     freekv::host::workspace w;
     w.pooled = pooled.data();
     w.keys = keys.data();
-    freekv::host::order_candidates(sink, candidates, chosen, w);
+    freekv::host::order_candidates(sink, candidates, {}, chosen, w);
     ints best;
     for (int i = 0; i < chosen; ++i) best.push_back(freekv::page_of_key(keys[count(i)]));
     std::sort(best.begin(), best.end());

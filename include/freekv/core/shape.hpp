@@ -61,6 +61,20 @@ struct page_query {
   float scale = 1.0f;
 };
 
+/// The prepared queries of one group: (group, width).
+struct prepared_queries {
+  const float* data = nullptr;
+  int width = 0;
+  int group = 1;
+  float scale = 1.0f;
+};
+
+/// Where a page's scores go: that of query head g to `first[g * stride]`.
+struct score_column {
+  float* first = nullptr;
+  std::int64_t stride = 0;
+};
+
 /// The queries of one KV head's group: (group, head_dim), or every `step`-th of more.
 struct group_query {
   const float* data = nullptr;

@@ -9,9 +9,10 @@
 // A team offers
 //   width                       elements in a pack; it divides the pages, head dims and rows it is used for
 //   pack                        default-constructible and copyable; from a float: all lanes; + - * elementwise
-//   load(p), store(p, x)        p[0 .. width), of any alignment, as a pack and back
+//   load(p), store(p, x)        p[0 .. width), of any alignment, as a pack and back; load of any stored type
 //   maximum(a, b), minimum      elementwise; NaN if either is NaN
 //   select_greater(a, b, x, y)  elementwise a > b ? x : y; y where either is NaN
+//   by_sign(x, a, b)            elementwise a where x's sign is minus, else b
 //   exp(x), log(x)              elementwise, to about 2 ulp; exp may be 0 below -87.3; log of x >= 0 or NaN
 //   sum(x), max(x)              over the lanes, to a float that all lanes see; max is NaN if any lane is
 //   sum_each(x)                 of an array of `width` packs: lane i is sum(x[i])
@@ -28,6 +29,7 @@
 #include <cmath>
 #include <concepts>
 #include <cstdint>
+#include <cuda/std/cmath>
 #include <freekv/core/element.hpp>
 
 namespace freekv {
@@ -42,10 +44,13 @@ concept team = std::semiregular<typename T::pack> && std::constructible_from<typ
   { (x - x) } -> std::same_as<typename T::pack>;
   { (x * x) } -> std::same_as<typename T::pack>;
   { t.load(in) } -> std::same_as<typename T::pack>;
+  { t.load(half_in) } -> std::same_as<typename T::pack>;
+  { t.load(bfloat16_in) } -> std::same_as<typename T::pack>;
   t.store(out, x);
   { t.maximum(x, x) } -> std::same_as<typename T::pack>;
   { t.minimum(x, x) } -> std::same_as<typename T::pack>;
   { t.select_greater(x, x, x, x) } -> std::same_as<typename T::pack>;
+  { t.by_sign(x, x, x) } -> std::same_as<typename T::pack>;
   { t.exp(x) } -> std::same_as<typename T::pack>;
   { t.log(x) } -> std::same_as<typename T::pack>;
   { t.sum(x) } -> std::same_as<float>;
@@ -70,13 +75,17 @@ struct scalar_team {
   static constexpr int width = 1;
   using pack = float;
 
-  FREEKV_HD float load(const float* p) const { return *p; }
+  template <element E>
+  FREEKV_HD float load(const E* p) const {
+    return to_float(*p);
+  }
   FREEKV_HD void store(float* p, float x) const { *p = x; }
   FREEKV_HD float maximum(float a, float b) const { return a > b || a != a ? a : b; }
   FREEKV_HD float minimum(float a, float b) const { return a < b || a != a ? a : b; }
   FREEKV_HD float exp(float x) const { return ::expf(x); }
   FREEKV_HD float log(float x) const { return ::logf(x); }
   FREEKV_HD float select_greater(float a, float b, float x, float y) const { return a > b ? x : y; }
+  FREEKV_HD float by_sign(float x, float a, float b) const { return cuda::std::signbit(x) ? a : b; }
   FREEKV_HD float sum(float x) const { return x; }
   FREEKV_HD float max(float x) const { return x; }
   FREEKV_HD float sum_each(const float (&x)[1]) const { return x[0]; }

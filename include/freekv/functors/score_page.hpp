@@ -7,20 +7,6 @@
 
 namespace freekv {
 
-/// The prepared queries of one group: (group, width).
-struct prepared_queries {
-  const float* data = nullptr;
-  int width = 0;
-  int group = 1;
-  float scale = 1.0f;
-};
-
-/// Where a page's scores go: that of query head g to `first[g * stride]`.
-struct score_column {
-  float* first = nullptr;
-  std::int64_t stride = 0;
-};
-
 /// Scores and pooled scores as they count: +infinity is the largest finite float.
 FREEKV_HD inline float clamp_score(float score) {
   constexpr float largest = cuda::std::numeric_limits<float>::max();
@@ -32,6 +18,7 @@ FREEKV_HD inline float clamp_score(float score) {
 template <class Key, team T, class S>
 FREEKV_HD void score_page(T team, const S& summary, page_geometry page, const std::byte* stored,
                           const prepared_queries& queries, float* numbers, const score_column& out) {
+  if (score_group<Key>(team, summary, page, stored, queries, out)) return;
   if constexpr (!scores_stored_bytes<S>) {
     decode_summary<Key>(team, summary, page, stored, numbers);
     team.sync();

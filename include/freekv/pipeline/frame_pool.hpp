@@ -24,7 +24,7 @@ class frame_pool {
   int most() const { return most_; }
   int held(int set) const { return held_[static_cast<std::size_t>(set)]; }
 
-  /// Takes frames, as many as are available, or gives the last ones back.
+  /// Takes frames, of which there are enough, or gives the last ones back.
   void hold(int set, int frames) {
     int& held = held_[static_cast<std::size_t>(set)];
     std::int32_t* const listed = table_ + static_cast<std::ptrdiff_t>(set) * most_;

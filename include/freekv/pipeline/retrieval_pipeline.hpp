@@ -246,8 +246,8 @@ class basic_retrieval_pipeline {
 
   /// Starts a step to which the listed sequences bring rows: prompt rows in chunks of any size, or at most
   /// max_decode_rows decode rows, which attend causally among themselves and select as one group. Reserves every page
-  /// the step needs, or throws pool_exhausted with nothing changed; usage_error for sequences that are unknown,
-  /// preempted or listed twice.
+  /// and frame that the step needs, or throws pool_exhausted with nothing changed; usage_error for sequences that are
+  /// unknown, preempted or listed twice. Where other sequences have to give up frames, it waits for what is queued.
   void begin_step(std::span<const sequence_rows> rows) {
     outside_step("begin_step");
     sequences_->check_step(rows);
@@ -301,12 +301,13 @@ class basic_retrieval_pipeline {
     for (std::size_t i = 0; i < rows.size(); ++i)
       for (int page = entries_[i].before / s.page.tokens; page < s.pages_of(entries_[i].after()); ++page) {
         const auto append_one = [stages = &parts_->stages, layer_state = &s, entry = entries_[i],
-                                 table = rows[i],
-                                 page] { stages->append_from(*layer_state, entry, table, page); };
+                                 table = rows[i], page](bool behind) {
+          stages->append_from(*layer_state, entry, table, page, behind);
+        };
         if (s.slices.file != nullptr)
-          append_one();
+          append_one(false);
         else
-          backend_->recall().enqueue(append_one);
+          backend_->recall().enqueue([append_one] { append_one(true); });
       }
     recalled_[static_cast<std::size_t>(layer)] = backend_->recall().record();
     queries_ = {};
@@ -487,10 +488,12 @@ class basic_retrieval_pipeline {
     synchronize();
     for (int i = 0; i < settings_.max_sequences; ++i) {
       const sequence_id id{i};
-      if (sequences_->slot_set_of(id) >= 0 && !spared(id))
-        hold_frames(id, [&](std::size_t layer) {
-          return std::min(frames_in_use(layer, id), pools[layer].held(sequences_->slot_set_of(id)));
-        });
+      if (sequences_->slot_set_of(id) < 0 || spared(id)) continue;
+      for (const state& s : parts_->layers)
+        if (s.keeps_slots) parts_->stages.compact_slots(s, i);
+      hold_frames(id, [&](std::size_t layer) {
+        return std::min(frames_in_use(layer, id), pools[layer].held(sequences_->slot_set_of(id)));
+      });
     }
     if (const std::size_t layer = lacking(); layer < pools.size())
       throw pool_exhausted(

@@ -142,13 +142,6 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
   if (s.store_tokens < 1) fail("store_tokens is " + text(s.store_tokens) + "; at least 1");
   if (s.store_tokens / p >= (std::int64_t{1} << 31) - 1)
     fail("store_tokens of " + text(s.store_tokens) + " are more than 2^31 pages of " + text(p) + " tokens");
-  if (s.selected_tokens < 0) fail("selected_tokens is " + text(s.selected_tokens) + "; give 0 or more");
-  for (int layer = 0; layer < s.layers && s.selected_tokens > 0; ++layer)
-    if (const int slots = s.list_units(layer) + s.spare_slots();
-        s.selected_tokens < std::int64_t{slots} * s.unit_tokens())
-      fail("selected_tokens is " + text(s.selected_tokens) + ", and a sequence has " + text(slots) +
-           " selected slots of " + text(s.unit_tokens()) + " tokens in layer " + text(layer) + "; give " +
-           text(std::int64_t{slots} * s.unit_tokens()) + " or more, or 0");
   if (s.scale == 0.0f) s.scale = 1.0f / std::sqrt(static_cast<float>(HeadDim));
   if (!std::isfinite(s.scale)) fail("scale is not finite");
   if (!(s.soft_cap >= 0.0f && std::isfinite(s.soft_cap)))
@@ -196,6 +189,15 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
     if (s.plan.kind(layer) == layer_kind::sliding)
       fail("layer " + text(layer) + " has a sliding window and sliding_window is " + text(s.sliding_window) +
            "; say how many tokens it has");
+  if (s.selected_tokens < 0) fail("selected_tokens is " + text(s.selected_tokens) + "; give 0 or more");
+  for (int layer = 0; layer < s.layers && s.selected_tokens > 0; ++layer)
+    if (const int slots = s.route.keeps_slots() && s.plan.kind(layer) == layer_kind::retrieval
+                              ? s.list_units(layer) + s.spare_slots()
+                              : 0;
+        s.selected_tokens < std::int64_t{slots} * s.unit_tokens())
+      fail("selected_tokens is " + text(s.selected_tokens) + ", and a sequence has " + text(slots) +
+           " selected slots of " + text(s.unit_tokens()) + " tokens in layer " + text(layer) + "; give " +
+           text(std::int64_t{slots} * s.unit_tokens()) + " or more, or 0");
   return s;
 }
 

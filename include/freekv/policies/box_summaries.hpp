@@ -1,6 +1,7 @@
 // Summaries that bound a page's keys by a box.
 #pragma once
 
+#include <freekv/core/unroll.hpp>
 #include <freekv/policies/summary.hpp>
 
 namespace freekv {
@@ -17,6 +18,42 @@ FREEKV_HD float box_score(T team, const page_query& query, const float* low) {
     bound = bound + team.maximum(q * team.load(low + i), q * team.load(low + d + i));
   }
   return query.scale * team.sum(bound);
+}
+
+/// The scores of all queries of a group for the box `low` (head_dim), `high` (head_dim), where low <= high: each is
+/// multiplied by the end that its sign picks. False where that is not the larger product, or might not be: where the box
+/// or a score is not finite.
+template <class Stored, team T>
+FREEKV_HD bool box_scores(T team, int d, const Stored* low, const prepared_queries& queries,
+                          const score_column& out) {
+  using pack = typename T::pack;
+  constexpr int at_once = 4;
+  float faults = 0.0f;  // NaN where there is one
+  for (int first = 0; first < queries.group; first += at_once) {
+    const float* query[at_once];
+    for (int g = 0; g < at_once; ++g) {
+      const int nth = first + g < queries.group ? first + g : queries.group - 1;
+      query[g] = queries.data + nth * queries.width;
+    }
+    pack bounds[at_once], fault(0.0f);
+    unroll<at_once>([&](auto g) { bounds[g] = pack(0.0f); });
+    for (int i = 0; i < d; i += T::width) {
+      const pack from = team.load(low + i), to = team.load(low + d + i);
+      fault = fault + (to - from) * pack(0.0f);
+      unroll<at_once>([&](auto g) {
+        const pack q = team.load(query[g] + i);
+        bounds[g] = bounds[g] + q * team.by_sign(q, from, to);
+      });
+    }
+    faults = faults + team.sum(fault);
+    unroll<at_once>([&](auto g) {
+      if (first + g >= queries.group) return;
+      const float score = queries.scale * team.sum(bounds[g]);
+      faults = faults + score * 0.0f;
+      out.first[(first + g) * out.stride] = score;
+    });
+  }
+  return faults == 0.0f;
 }
 
 /// Minimum and maximum of the page's keys, elements i .. i + width.
@@ -56,6 +93,11 @@ struct min_max {
   FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
     return detail::box_score(team, query, numbers);
   }
+  template <team T, element Stored>
+  FREEKV_HD bool score_group(T team, page_geometry page, const Stored* ends, const prepared_queries& queries,
+                             const score_column& out) const {
+    return detail::box_scores(team, page.head_dim, ends, queries, out);
+  }
 };
 
 /// The box around the centre of `min_max`'s that reaches as far as the keys do in the mean, `centre +- mean_t |k_t -
@@ -86,6 +128,11 @@ struct centroid_box {
   template <team T>
   FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
     return detail::box_score(team, query, numbers);
+  }
+  template <team T, element Stored>
+  FREEKV_HD bool score_group(T team, page_geometry page, const Stored* ends, const prepared_queries& queries,
+                             const score_column& out) const {
+    return detail::box_scores(team, page.head_dim, ends, queries, out);
   }
 };
 

@@ -1,11 +1,13 @@
 // A codec that stores values alone: keys are rebuilt from a factorisation of what they were before they were rotated.
 #pragma once
 
+#include <cmath>
 #include <cstring>
 #include <freekv/core/rotary.hpp>
 #include <freekv/policies/codec.hpp>
 #include <freekv/policies/key_subspace.hpp>
 #include <freekv/storage/layout.hpp>
+#include <type_traits>
 
 namespace freekv {
 
@@ -16,8 +18,8 @@ namespace freekv {
 ///
 /// `basis` has for each (layer, head) a mean (head_dim), which may be 0, and rows (rank, head_dim), which side by side for
 /// all heads of a layer are orthonormal. Coefficients are kept as elements: `Rank * p * e` bytes a page of all heads, and
-/// `p * d * e` bytes a slice, with a bit for each token. A key with a NaN or infinity comes back as NaN, and other heads'
-/// keys of the token without its part.
+/// `p * d * e` bytes a slice, with a bit for each token. A key with a NaN or infinity, or so large that a
+/// coefficient would leave the element's range, comes back as NaN, and other heads' keys of the token without its part.
 template <int Rank = 160>
 struct low_rank_keys {
   using policy_kind = codec_kind;
@@ -54,7 +56,7 @@ struct low_rank_keys {
   FREEKV_HD constexpr std::size_t shared_bytes(page_geometry page, std::size_t element_bytes) const {
     return static_cast<std::size_t>(page.tokens * rank) * element_bytes;
   }
-  FREEKV_HD constexpr int shared_floats(page_geometry page) const { return page.tokens * rank; }
+  FREEKV_HD constexpr int shared_floats(page_geometry page) const { return (page.tokens + 1) * rank; }
 
   /// The codec for one slice.
   struct slice_codec;
@@ -78,6 +80,7 @@ struct low_rank_keys<Rank>::slice_codec {
         reinterpret_cast<std::uint32_t*>(to + values_bytes({tokens, HeadDim}, sizeof(Element)));
     for (int word = 0; word < (tokens + 31) / 32; ++word) lost[word] = 0;
     const int rank = policy.rank;
+    float* const parts = place.floats + tokens * rank;  // of one token
     for (int t = 0; t < tokens; ++t) {
       std::memcpy(values + t * HeadDim, from.value + t * from.stride, HeadDim * sizeof(Element));
       float key[HeadDim];
@@ -85,15 +88,19 @@ struct low_rank_keys<Rank>::slice_codec {
       float* const sums = place.floats + t * rank;
       if (place.head == 0)
         for (int r = 0; r < rank; ++r) sums[r] = 0.0f;
-      float size = 0.0f;  // NaN with a NaN or infinity in it
-      for (int i = 0; i < HeadDim; ++i) size += key[i] * 0.0f;
-      if (size != 0.0f) {
-        lost[t / 32] |= 1u << t % 32;
-      } else {
-        rotate(policy.rotary, place.first_token + t, -1.0f, key);
-        for (int i = 0; i < HeadDim; ++i) key[i] -= mean()[i];
-        for (int r = 0; r < rank; ++r) sums[r] += product<HeadDim>(row(r, HeadDim), key);
+      rotate(policy.rotary, place.first_token + t, -1.0f, key);
+      for (int i = 0; i < HeadDim; ++i) key[i] -= mean()[i];
+      // What the coefficients of all heads cannot hold is lost for this head alone.
+      bool fits = true;
+      for (int r = 0; r < rank; ++r) {
+        const float sum = sums[r] + product<HeadDim>(row(r, HeadDim), key);
+        fits = fits && ::fabsf(sum) <= largest<Element>();
+        parts[r] = sum;
       }
+      if (fits)
+        for (int r = 0; r < rank; ++r) sums[r] = parts[r];
+      else
+        lost[t / 32] |= 1u << t % 32;
       if (place.head == place.kv_heads - 1)
         for (int r = 0; r < rank; ++r)
           reinterpret_cast<Element*>(place.shared)[t * rank + r] = from_float<Element>(sums[r]);
@@ -126,6 +133,12 @@ struct low_rank_keys<Rank>::slice_codec {
   }
 
  private:
+  template <class Element>
+  FREEKV_HD static constexpr float largest() {
+    return std::is_same_v<Element, half>       ? 65504.0f
+           : std::is_same_v<Element, bfloat16> ? 0x1.fep127f
+                                               : 0x1.fffffep127f;
+  }
   FREEKV_HD const float* mean() const { return policy.basis.mean(place.layer, place.head); }
   FREEKV_HD const float* row(int r, int head_dim) const {
     return policy.basis.rows(place.layer, place.head) + r * head_dim;

@@ -77,6 +77,22 @@ struct stored_as : Summary {
       widen_numbers<summary_element<Summary, Key>>(team, in, count, numbers);
   }
 
+  /// All queries of a group at once, where `Summary` can and the numbers are elements.
+  template <class Key, team T>
+  FREEKV_HD bool score_stored_group(T team, page_geometry page, const std::byte* stored,
+                                    const prepared_queries& queries, const score_column& out) const
+      requires(requires(const Summary s, const Key* elements) {
+        s.score_group(team, page, elements, queries, out);
+      }) {
+    const auto as = [&]<class Element>(const Element* elements) {
+      return this->score_group(team, page, elements, queries, out);
+    };
+    if (is(number_format::int8)) return false;
+    if (is(number_format::float32)) return as(reinterpret_cast<const float*>(stored));
+    if (is(number_format::key)) return as(reinterpret_cast<const Key*>(stored));
+    return as(reinterpret_cast<const summary_element<Summary, Key>*>(stored));
+  }
+
  private:
   static constexpr float largest = 127.0f;
 

@@ -20,6 +20,9 @@
 // `prepare(team, query, prepared)`, done once a step for each query; `at(layer, head)`, the policy for one head,
 // where it depends on calibration data; `values()`, what it was given, for names.
 //
+// `score_group(team, page, elements, queries, out)`, of the stored elements, all queries of a group at once: false, with
+// nothing said about `out`, where it does not know; `score` is then asked for each.
+//
 // `validate(setting)` throws settings_error where the setting does not suit the policy.
 //
 // NaN in a key must come out as a NaN score; the library turns it into -infinity (spec: NaN and infinity are
@@ -135,6 +138,20 @@ FREEKV_HD void widen_numbers(T team, const std::byte* in, int count, float* numb
   const int blocks = count / 8 * 8;
   team.widen(elements, numbers, blocks);
   for (int i = blocks + team.lane(); i < count; i += team.lanes()) numbers[i] = to_float(elements[i]);
+}
+
+/// Scores of all queries of a group at once, where the summary has such a thing and knows them; else false.
+template <class Key, team T, class S>
+FREEKV_HD bool score_group(T team, const S& summary, page_geometry page, const std::byte* stored,
+                           const prepared_queries& queries, const score_column& out) {
+  if constexpr (requires { summary.template score_stored_group<Key>(team, page, stored, queries, out); })
+    return summary.template score_stored_group<Key>(team, page, stored, queries, out);
+  using element_type = summary_element<S, Key>;
+  if constexpr (
+      requires(const element_type* elements) { summary.score_group(team, page, elements, queries, out); } &&
+      !requires { summary.template bytes<Key>(page); })
+    return summary.score_group(team, page, reinterpret_cast<const element_type*>(stored), queries, out);
+  return false;
 }
 
 /// Numbers to stored bytes.

@@ -56,7 +56,7 @@ template <class Body>
 #if defined(__x86_64__)
 template <class Body>
 [[gnu::flatten, gnu::target("avx2,fma,f16c")]] inline void run_avx2(const Body& body) {
-  body(simd_team<f16c>{});
+  body(simd_team<avx2>{});
 }
 #endif
 

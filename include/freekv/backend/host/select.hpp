@@ -22,6 +22,17 @@
 
 namespace freekv::host {
 
+/// Asks for the bytes that come some kilobytes behind those of item j, where item i of `count` is `bytes` at `at(i)`: of
+/// items that lie apart the processor does not foresee the next.
+template <class At>
+void prefetch_ahead(const At& at, int j, int count, std::size_t bytes) {
+  constexpr std::size_t distance = 4096, line = 64;
+  const int ahead = static_cast<int>(distance / bytes) + 1;
+  if (j + ahead >= count) return;
+  const std::byte* const first = at(j + ahead);
+  for (std::size_t i = 0; i < bytes; i += line) __builtin_prefetch(first + i);
+}
+
 /// ln of the sum of exp over `padded` scores.
 template <class Team>
 float log_sum_of(Team team, const float* scores, std::int64_t padded) {
@@ -246,8 +257,11 @@ class head_selection {
   void score_pages(const Summary& summary, int first, int last) {
     with_team(set_, [&](auto team) {
       const auto policy = summary_at(summary, s_.layer, at_.head);
-      for (int j = first; j < last; ++j)
+      const auto at = [&](int j) { return stored(j); };
+      for (int j = first; j < last; ++j) {
+        prefetch_ahead(at, j, last, s_.summary_bytes);
         score_page<element>(team, policy, s_.unit, stored(j), prepared_, w_.numbers, column(j));
+      }
     });
   }
 

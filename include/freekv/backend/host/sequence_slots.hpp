@@ -21,16 +21,38 @@ bool selects_within(const State& s, int sequence, int pages) {
   return true;
 }
 
+/// Moves what a sequence's selected slots hold to the lowest ones. With spare slots their order is the residency's, and
+/// they stay; so do those of a head for which a recall is to be made up.
+template <class State>
+void compact_slots(const State& s, int sequence) {
+  if (s.slots.selected > s.list_units) return;
+  for (int head = 0; head < s.heads.kv; ++head) {
+    if (s.unrecalled[s.row(sequence, head)] != 0) continue;
+    const slot_contents held = s.slots_of(sequence, head);
+    std::int32_t* const slot_of = s.slot_of + s.selection(sequence, head);
+    for (int to = 0, from = held.count - 1;; held.page[from] = -1) {
+      while (from > 0 && held.page[from] < 0) --from;
+      while (to < from && held.page[to] >= 0) ++to;
+      if (to >= from) break;
+      copy_slice<State::head_dim>(as_const(s.selected_slice(sequence, from, head)),
+                                  s.selected_slice(sequence, to, head), s.unit.tokens);
+      held.page[to] = held.page[from];
+      held.last_selected[to] = held.last_selected[from];
+      std::replace(slot_of, slot_of + s.selected_count[s.row(sequence, head)], from, to);
+    }
+  }
+}
+
 /// Frames in which a sequence's selected slots hold anything, or will where a recall is to be made up for.
 template <class State>
 int selected_frames_in_use(const State& s, int sequence) {
   int slots = 0;
   for (int head = 0; head < s.heads.kv; ++head) {
     const slot_contents held = s.slots_of(sequence, head);
-    if (s.unrecalled[s.row(sequence, head)] != 0) slots = held.count;
-    while (held.count > slots && std::any_of(held.page + slots, held.page + held.count,
-                                             [](std::int32_t unit) { return unit >= 0; }))
-      ++slots;
+    int used = held.count;
+    if (s.unrecalled[s.row(sequence, head)] == 0)
+      while (used > slots && held.page[used - 1] < 0) --used;
+    slots = std::max(slots, used);
   }
   return s.slots.frames_for(slots);
 }

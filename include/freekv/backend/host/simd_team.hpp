@@ -29,9 +29,10 @@ struct alignas(32) pack8 {
   [[gnu::always_inline]] friend pack8 operator*(const pack8& a, const pack8& b) { return pack8(a.v * b.v); }
 };
 
-// How f16 becomes float: by integer arithmetic that any target vectorises, or by the F16C instruction.
+// What compilers do not find the instructions for: eight 16-bit elements to floats, and a choice by sign. In arithmetic
+// that any target vectorises, or by these instructions.
 struct portable {
-  [[gnu::always_inline]] static void widen8(const std::uint16_t* in, float* out) {
+  [[gnu::always_inline]] static void widen_f16(const std::uint16_t* in, float8& out) {
     uint8x16 bits;
     std::memcpy(&bits, in, sizeof bits);
     const uint8x32 wide = __builtin_convertvector(bits, uint8x32);
@@ -46,18 +47,37 @@ struct portable {
     std::memcpy(&result, &value, sizeof result);
     result = magnitude >= (0x7c00u << 13) ? magnitude | 0x7f800000u : result;
     result |= (wide & 0x8000u) << 16;
-    std::memcpy(out, &result, sizeof result);
+    std::memcpy(&out, &result, sizeof result);
+  }
+  [[gnu::always_inline]] static void widen_bf16(const std::uint16_t* in, float8& out) {
+    uint8x16 bits;
+    std::memcpy(&bits, in, sizeof bits);
+    const uint8x32 wide = __builtin_convertvector(bits, uint8x32) << 16;
+    std::memcpy(&out, &wide, sizeof wide);
+  }
+  [[gnu::always_inline]] static void by_sign(const float8& x, const float8& a, const float8& b, float8& out) {
+    int8x32 sign;
+    std::memcpy(&sign, &x, sizeof sign);
+    out = sign < 0 ? a : b;
   }
 };
 #if defined(__x86_64__)
-struct f16c {
-  [[gnu::target("avx,f16c")]] static void widen8(const std::uint16_t* in, float* out) {
-    _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in))));
+struct avx2 {
+  [[gnu::target("avx2,f16c")]] static void widen_f16(const std::uint16_t* in, float8& out) {
+    out = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in)));
+  }
+  [[gnu::target("avx2,f16c")]] static void widen_bf16(const std::uint16_t* in, float8& out) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in));
+    out = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+  [[gnu::target("avx2,f16c")]] static void by_sign(const float8& x, const float8& a, const float8& b,
+                                                   float8& out) {
+    out = _mm256_blendv_ps(b, a, x);
   }
 };
 #endif
 
-template <class HalfConversion>
+template <class Instructions>
 struct simd_team {
   static constexpr int width = 8;
   using pack = pack8;
@@ -65,6 +85,16 @@ struct simd_team {
   [[gnu::always_inline]] pack load(const float* p) const {
     pack x;
     std::memcpy(&x.v, p, sizeof x.v);
+    return x;
+  }
+  [[gnu::always_inline]] pack load(const half* p) const {
+    pack x;
+    Instructions::widen_f16(reinterpret_cast<const std::uint16_t*>(p), x.v);
+    return x;
+  }
+  [[gnu::always_inline]] pack load(const bfloat16* p) const {
+    pack x;
+    Instructions::widen_bf16(reinterpret_cast<const std::uint16_t*>(p), x.v);
     return x;
   }
   [[gnu::always_inline]] void store(float* p, const pack& x) const { std::memcpy(p, &x.v, sizeof x.v); }
@@ -80,6 +110,12 @@ struct simd_team {
   [[gnu::always_inline]] pack select_greater(const pack& a, const pack& b, const pack& x,
                                              const pack& y) const {
     return pack(a.v > b.v ? x.v : y.v);
+  }
+
+  [[gnu::always_inline]] pack by_sign(const pack& x, const pack& a, const pack& b) const {
+    pack chosen;
+    Instructions::by_sign(x.v, a.v, b.v, chosen.v);
+    return chosen;
   }
 
   /// e^x = 2^n * e^r with n = round(x / ln 2), |r| <= ln(2)/2, e^r by its Taylor polynomial of degree 7; 0
@@ -190,17 +226,9 @@ struct simd_team {
   [[gnu::always_inline]] void widen(const float* in, float* out, int n) const {
     std::memcpy(out, in, static_cast<std::size_t>(n) * sizeof(float));
   }
-  [[gnu::always_inline]] void widen(const half* in, float* out, int n) const {
-    const auto* bits = reinterpret_cast<const std::uint16_t*>(in);
-    for (int i = 0; i < n; i += 8) HalfConversion::widen8(bits + i, out + i);
-  }
-  [[gnu::always_inline]] void widen(const bfloat16* in, float* out, int n) const {
-    for (int i = 0; i < n; i += 8) {
-      uint8x16 bits;
-      std::memcpy(&bits, in + i, sizeof bits);
-      const uint8x32 wide = __builtin_convertvector(bits, uint8x32) << 16;
-      std::memcpy(out + i, &wide, sizeof wide);
-    }
+  template <class Element>
+  [[gnu::always_inline]] void widen(const Element* in, float* out, int n) const {
+    for (int i = 0; i < n; i += 8) store(out + i, load(in + i));
   }
   int lane() const { return 0; }
   int lanes() const { return 1; }

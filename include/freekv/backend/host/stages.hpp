@@ -55,6 +55,7 @@ class stages {
     s.unfilled[sequence] = 0;
     clear_report(s, s.row(sequence, 0), s.row(1, 0));
   }
+  void compact_slots(const State& s, int sequence) { host::compact_slots(s, sequence); }
   int selected_frames_in_use(const State& s, int sequence) const {
     return host::selected_frames_in_use(s, sequence);
   }
@@ -135,10 +136,12 @@ class stages {
   }
 
   /// Appends the rows of a prompt entry that fall into one page, from an engine's own cache. The last page forgets the
-  /// selection. On the recall stream's thread if it has one. Throws store_error.
+  /// selection. `behind`: on the recall stream's thread, if it has one; else on the calling one. Throws store_error.
   template <class In>
-  void append_from(const State& s, const step_entry& entry, const paged_rows<In>& rows, int page) {
-    append_page(instructions(), s, *policies_, entry, page, rows, workspace_of(backend_->recall_workspace()));
+  void append_from(const State& s, const step_entry& entry, const paged_rows<In>& rows, int page,
+                   bool behind) {
+    append_page(instructions(), s, *policies_, entry, page, rows,
+                workspace_of(behind ? backend_->recall_workspace() : 0));
     if (s.kind == layer_kind::retrieval && page == s.pages_of(entry.after()) - 1)
       drop_selection(s, entry.sequence);
   }
