@@ -107,6 +107,48 @@ TEST_CASE("a prompt out of an engine's blocks is the prompt appended, bit for bi
   }
 }
 
+TEST_CASE("a prompt copied into a file leaves alone what is selected behind another sequence's step",
+          "[append_from]") {
+  constexpr int layers = 6, tokens = 3000, steps = 12, more = 96;
+  auto s = tiny_settings();
+  s.layers = layers;
+  s.budget = {.sink = 8, .window = 16, .selected_pages = 24};
+  s.max_tokens = 4096;
+  s.max_sequences = 2;
+  s.store_file = {.path = "/tmp"};
+  s.correction = freekv::never{};
+  const text source(s, head_dim, tokens + steps, 1), other(s, head_dim, more * steps, 2);
+  const auto outputs = [&](bool overlap, bool copies) {
+    freekv::host_backend backend({.overlap = overlap});
+    tiny_pipeline pipeline(s, backend);
+    const auto a = pipeline.open(), b = pipeline.open();
+    prompt_only(pipeline, a, source, tokens);
+    dice d(3);
+    std::vector<engine_cache> caches(layers);
+    for (int layer = 0; layer < layers; ++layer) caches[count(layer)].fill(other, layer, more * steps, d);
+    std::vector<float> results, out(6 * head_dim);
+    for (int step = 0; step < steps; ++step) {
+      pipeline.begin_step({{a}});
+      for (int layer = 0; layer < layers; ++layer) {
+        const auto rows = source.at(layer, tokens + step, 1);
+        pipeline.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+        pipeline.attend(layer, out);
+        results.insert(results.end(), out.begin(), out.end());
+      }
+      pipeline.end_step();  // and nobody waits for what is selected behind it
+      if (!copies) continue;
+      pipeline.begin_step({{b, more, row_kind::prompt}});
+      for (int layer = 0; layer < layers; ++layer) {
+        pipeline.append_from<float>(layer, std::vector{caches[count(layer)].view()});
+      }
+      pipeline.end_step();
+    }
+    return results;
+  };
+  const auto expected = outputs(false, false);
+  for (int trial = 0; trial < 3; ++trial) CHECK(same_bits(outputs(true, true), expected));
+}
+
 TEST_CASE("what an engine's blocks do not hold is refused in sentences", "[append_from]") {
   auto s = tiny_settings();
   const text source(s, head_dim, 100, 1);
