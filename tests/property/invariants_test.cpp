@@ -18,7 +18,8 @@ std::size_t n(int x) { return static_cast<std::size_t>(x); }
 /// A case of a retrieval layer, short enough for many of them.
 random_case retrieval_case(std::uint64_t seed) {
   random_case c = make_case(seed);
-  c.options.does.codec = freekv::identity::name;  // what is lost is another test
+  c.options.does.codec = freekv::identity::name;   // what is lost is another test
+  c.options.does.pinning = freekv::no_pins::name;  // what is chosen once is no from-scratch selection
   c.options.does.plan = "retrieval";
   c.steps = std::min(c.steps, 40);
   c.options.max_tokens = c.prompt + c.steps;

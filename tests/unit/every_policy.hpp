@@ -34,6 +34,7 @@ inline std::vector<method> every_policy() {
       all.push_back({.correction = std::string(one.name), .partial = partial, .every = 3});
   for (const int unit : {1, 4, 8}) all.push_back({.unit = unit, .spare = unit});
   all.push_back({.summary = "key_subspace", .rank = 12, .bits = 32, .unit = 2, .rows = "per_query_head"});
+  for (const int unit : {0, 4}) all.push_back({.unit = unit, .pinning = "pin_outliers", .pinned = 3});
   for (const auto& pool : drift_pools) all.push_back({.drift_pool = std::string(pool.name)});
   for (const auto& one : residencies)
     for (const int spare : {0, 1, 5}) all.push_back({.residency = std::string(one.name), .spare = spare});
@@ -43,7 +44,7 @@ inline std::vector<method> every_policy() {
 inline std::string words(const method& m) {
   return m.summary + " " + m.format + ", " + m.pooling + ", " + m.selection + ", " + m.rows + ", " +
          m.correction + (m.partial ? " partial" : "") + " " + m.drift_pool + ", " + m.residency + " " +
-         std::to_string(m.spare) + ", unit " + std::to_string(m.unit);
+         std::to_string(m.spare) + ", unit " + std::to_string(m.unit) + ", " + m.pinning;
 }
 
 }  // namespace tests

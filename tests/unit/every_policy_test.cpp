@@ -140,7 +140,7 @@ TEMPLATE_TEST_CASE("every summary scores alike on every team, whole pages of NaN
       books.data = book_data.data();
       method fitting = m;
       fitting.rank = c.rank;
-      const method_data data{{c.basis.data(), 1, 1, c.rank, c.d}, books, {}, 1};
+      const method_data data{.basis = {c.basis.data(), 1, 1, c.rank, c.d}, .codebooks = books};
       const auto summary = chosen("summary", summaries, m.summary).make(fitting, data);
       resolve(summary, [&](const auto& policy) {
         const auto expected = score_by<TestType>(executor::one_lane, policy, c, c.d);
