@@ -385,7 +385,7 @@ inline oracle::settings oracle_settings(const random_case& c) {
   const auto view = c.with_basis().basis;
   for (int head = 0; head < o.kv_heads; ++head)
     s.bases.push_back({{view.mean(0, head), view.mean(0, head) + o.head_dim},
-                       {view.rows(0, head), view.rows(0, head) + o.does.rank * o.head_dim}});
+                       {view.rows(0, head), view.rows(0, head) + view.rank * o.head_dim}});
   if (o.does.summary != "key_codes") return s;
   const auto books = c.with_basis().codebooks;
   const auto as_oracle = [](const freekv::codebook& b) {

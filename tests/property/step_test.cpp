@@ -192,10 +192,10 @@ TEST_CASE("pinned units have no part in what else is selected", "[property]") {
   for (std::uint64_t seed = 1; seed <= 60; ++seed) {
     random_case c = make_case(seed);
     auto& o = c.options;
-    give_heads(c, 2, 6);
     o.page = 8;
     o.budget = {.sink = 8, .window = 16, .selected_pages = 2};
     o.does = {.summary = seed % 2 == 0 ? "coarse_to_fine" : "min_max", .correction = "always"};
+    give_heads(c, 2, 6);
     o.does.times = 2;
     o.does.pinning = "pin_outliers";
     o.does.pinned = 5;
