@@ -7,6 +7,7 @@
 #include <freekv/functors/attend_slice.hpp>
 #include <freekv/pipeline/frame_pool.hpp>
 #include <freekv/pipeline/layer_state.hpp>
+#include <freekv/policies/codec.hpp>
 #include <freekv/policies/rows.hpp>
 #include <freekv/policies/summary.hpp>
 #include <freekv/storage/memory.hpp>
