@@ -79,31 +79,31 @@ struct low_rank_keys<Rank>::slice_codec {
     auto* const lost =
         reinterpret_cast<std::uint32_t*>(to + values_bytes({tokens, HeadDim}, sizeof(Element)));
     for (int word = 0; word < (tokens + 31) / 32; ++word) lost[word] = 0;
-    const int rank = policy.rank;
-    float* const parts = place.floats + tokens * rank;  // of one token
+    const int directions = policy.rank;
+    float* const parts = place.floats + tokens * directions;  // of one token
     for (int t = 0; t < tokens; ++t) {
       std::memcpy(values + t * HeadDim, from.value + t * from.stride, HeadDim * sizeof(Element));
       float key[HeadDim];
       widen_row<HeadDim>(from.key + t * from.stride, key);
-      float* const sums = place.floats + t * rank;
+      float* const sums = place.floats + t * directions;
       if (place.head == 0)
-        for (int r = 0; r < rank; ++r) sums[r] = 0.0f;
+        for (int r = 0; r < directions; ++r) sums[r] = 0.0f;
       rotate(policy.rotary, place.first_token + t, -1.0f, key);
       for (int i = 0; i < HeadDim; ++i) key[i] -= mean()[i];
       // What the coefficients of all heads cannot hold is lost for this head alone.
       bool fits = true;
-      for (int r = 0; r < rank; ++r) {
+      for (int r = 0; r < directions; ++r) {
         const float sum = sums[r] + product<HeadDim>(row(r, HeadDim), key);
         fits = fits && ::fabsf(sum) <= largest<Element>();
         parts[r] = sum;
       }
       if (fits)
-        for (int r = 0; r < rank; ++r) sums[r] = parts[r];
+        for (int r = 0; r < directions; ++r) sums[r] = parts[r];
       else
         lost[t / 32] |= 1u << t % 32;
       if (place.head == place.kv_heads - 1)
-        for (int r = 0; r < rank; ++r)
-          reinterpret_cast<Element*>(place.shared)[t * rank + r] = from_float<Element>(sums[r]);
+        for (int r = 0; r < directions; ++r)
+          reinterpret_cast<Element*>(place.shared)[t * directions + r] = from_float<Element>(sums[r]);
     }
   }
 
@@ -113,14 +113,14 @@ struct low_rank_keys<Rank>::slice_codec {
     const auto* const values = reinterpret_cast<const Element*>(from);
     const auto* const lost =
         reinterpret_cast<const std::uint32_t*>(from + values_bytes({tokens, HeadDim}, sizeof(Element)));
-    const int rank = policy.rank;
+    const int directions = policy.rank;
     for (int nth = 0; nth < rows.count; ++nth) {
       const int t = rows.first + nth;
       std::memcpy(to.value + nth * to.stride, values + t * HeadDim, HeadDim * sizeof(Element));
       float key[HeadDim];
       for (int i = 0; i < HeadDim; ++i) key[i] = mean()[i];
-      const auto* const coefficients = reinterpret_cast<const Element*>(place.shared) + t * rank;
-      for (int r = 0; r < rank; ++r) {
+      const auto* const coefficients = reinterpret_cast<const Element*>(place.shared) + t * directions;
+      for (int r = 0; r < directions; ++r) {
         const float coefficient = to_float(coefficients[r]);
         const float* const direction = row(r, HeadDim);
         for (int i = 0; i < HeadDim; ++i) key[i] += coefficient * direction[i];
