@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The host backend's speed, as ratios to limits and peers measured in the same run: a table, and JSON lines in FOLDER
 # (build/bench). `bash bench/run.sh [--out FOLDER] [OPTION...]`; further options go to freekv-bench-host, such as --smoke,
-# --part step, --threads 1,2. Takes about MINUTES minutes on 2 cores; other work on them spoils the figures.
+# --part step, --threads 1,2. Takes some minutes on 2 cores; other work on them spoils the figures.
 source "$(dirname "${BASH_SOURCE[0]}")/../cmake/bootstrap.sh"
 cd "$root"
 
