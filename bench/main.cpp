@@ -15,6 +15,7 @@ void run(int argc, char** argv) {
   std::string out = ".", commit = "unknown";
   std::vector<int> threads{1, 2};
   std::vector<std::string> parts{"score", "recall", "step"};
+  std::string only;
   int rounds = 15;
   bool smoke = false;
   CLI::App app("Measures stages and steps of the host backend beside limits and peers of the same run.",
@@ -24,6 +25,7 @@ void run(int argc, char** argv) {
   app.add_option("--commit", commit, "Of this build, for the results");
   app.add_option("--threads", threads, "Threads; several allowed")->delimiter(',');
   app.add_option("--part", parts, "score, recall, step; several allowed")->delimiter(',');
+  app.add_option("--case", only, "Those alone whose names hold this")->take_last();
   app.add_option("--rounds", rounds, "Of each measurement, whose median counts");
   app.add_flag("--smoke", smoke, "Small sizes, to see that it runs: its figures mean nothing");
   if (!examples::parsed(app, argc, argv)) return;
@@ -40,7 +42,7 @@ void run(int argc, char** argv) {
   std::vector<std::vector<std::string>> table{{"bench", "figure", "measured", "target", ""}};
   for (const int count : threads) {
     if (count < 1) throw examples::choice_error("--threads " + std::to_string(count) + " is below 1");
-    context c{on, count, rounds, smoke, lines, table};
+    context c{on, count, rounds, smoke, only, lines, table};
     for (const std::string& part : parts) {
       if (part == "score")
         bench_scoring(c);

@@ -49,6 +49,7 @@ struct context {
   int threads = 1;
   int rounds = 15;
   bool smoke = false;  ///< sizes of seconds, whose figures mean nothing
+  std::string only;    ///< cases whose names hold this
   examples::json_lines& lines;
   std::vector<std::vector<std::string>>& table;  ///< case, figure, target
 
@@ -58,7 +59,12 @@ struct context {
   /// Other numbers, for machines alone.
   void number(const std::string& bench, const std::string& of_case, const std::string& metric, double value,
               const std::string& unit);
-  void progress(const std::string& what) const { examples::progress_line()(what, 0); }
+  /// Whether a case is to be measured; says so.
+  bool begins(const std::string& bench, const std::string& of_case) const {
+    if ((bench + ", " + of_case).find(only) == std::string::npos) return false;
+    examples::progress_line()(bench + ", " + of_case, 0);
+    return true;
+  }
 };
 
 // The benches.

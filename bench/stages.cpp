@@ -26,7 +26,7 @@ void bench_scores(context& c, int pages) {
   const int layers = c.smoke ? 2 : static_cast<int>(3 * c.on.last_level_cache / layer_bytes) + 2;
   const std::string of_case = std::string(element_name<Element>) + ", " + std::to_string(pages) + " pages, " +
                               std::to_string(c.threads) + " threads";
-  c.progress("scores of " + of_case);
+  if (!c.begins("score", of_case)) return;
   fast_normals random(1);
   std::vector<Element> stored(n(layers) * layer_bytes / sizeof(Element));
   for (Element& x : stored) x = from_float<Element>(random.next());
@@ -44,13 +44,9 @@ void bench_scores(context& c, int pages) {
         backend.parallel(heads, layer_bytes, [&](int head, int worker) {
           host::with_team(backend.options().instructions, [&](auto team) {
             const prepared_queries prepared{queries.data(), summary_query_width(summary, d), group, 0.1f};
-            const auto at = [&](int j) { return layer + (n(j) * n(heads) + n(head)) * bytes; };
-            for (int j = 0; j < pages; ++j) {
-              host::prefetch_ahead(at, j, pages, bytes);
-              score_page<Element>(team, summary, page, at(j), prepared,
-                                  numbers.data() + n(worker) * n(summary.width(page)),
-                                  {scores.data() + n(head) * n(group) * n(stride) + j, stride});
-            }
+            score_pages<Element>(team, summary, page, layer + n(head) * n(pages) * bytes, bytes, pages,
+                                 prepared, numbers.data() + n(worker) * n(summary.width(page)),
+                                 {scores.data() + n(head) * n(group) * n(stride), stride});
           });
         });
       },
@@ -72,7 +68,7 @@ void bench_recalls(context& c, int tokens) {
       static_cast<int>((c.smoke ? std::size_t{16} << 20 : 16 * c.on.last_level_cache) / slice_bytes);
   constexpr int slots = 64;
   const std::string of_case = std::to_string(slice_bytes / 1024) + " KB slices";
-  c.progress("recall of " + of_case);
+  if (!c.begins("recall", of_case)) return;
   fast_normals random(2);
   std::vector<Element> store(n(slices) * slice), frames(n(slots) * slice * n(heads));
   for (Element& x : store) x = from_float<Element>(random.next());

@@ -47,7 +47,7 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
   const std::string of_case = std::string(form.name) + ", " + std::string(element_name<Element>) + ", " +
                               std::to_string(tokens / 1024) + "K, " + route + ", " +
                               std::to_string(c.threads) + " threads";
-  c.progress("step of " + of_case);
+  if (!c.begins("step", of_case)) return;
 
   host_backend backend({.threads = c.threads, .overlap = route != "in_place"});
   typename pipeline_type::settings s;

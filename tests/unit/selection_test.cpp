@@ -226,10 +226,12 @@ TEST_CASE("keys of scores order like the scores, and ties go to the smaller page
 TEST_CASE("the best pages are the oracle's, ties, infinities and all", "[selection]") {
   dice d(4);
   for (int trial = 0; trial < 2000; ++trial) {
-    const int candidates = d.between(2, 60), chosen = d.between(1, candidates - 1), sink = d.below(5);
+    const int candidates = d.one_of({d.between(2, 60), d.between(2, 700)});
+    const int chosen = d.between(1, std::min(candidates - 1, 90)), sink = d.below(5);
     std::vector<float> pooled;
     for (int j = 0; j < candidates; ++j)
       pooled.push_back(d.one_of({d.normal(), static_cast<float>(d.below(4)), -inf, 0.0f, -0.0f, largest}));
+    if (d.below(4) == 0) std::sort(pooled.begin(), pooled.end());  // each better than all before
     std::vector<std::uint64_t> keys(count(candidates));
     freekv::host::workspace w;
     w.pooled = pooled.data();
@@ -237,6 +239,7 @@ TEST_CASE("the best pages are the oracle's, ties, infinities and all", "[selecti
     freekv::host::order_candidates(sink, candidates, {}, chosen, w);
     ints best;
     for (int i = 0; i < chosen; ++i) best.push_back(freekv::page_of_key(keys[count(i)]));
+    CHECK(*std::min_element(keys.begin(), keys.begin() + chosen) == keys[count(chosen - 1)]);
     std::sort(best.begin(), best.end());
     std::vector<int> ids;
     std::vector<double> scores;

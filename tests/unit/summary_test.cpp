@@ -261,6 +261,68 @@ TEST_CASE("a token whose coefficients are subnormal leaves its neighbours' codes
     }
 }
 
+/// Pages of one KV head scored together and one by one.
+template <class E, class Policy>
+void compare_together(const Policy& policy, dice& d) {
+  const auto shape = make_page<E>(d);
+  const auto page = shape.page();
+  const int pages = d.between(1, 70), width = policy.width(page),
+            query_width = freekv::summary_query_width(policy, shape.d);
+  const std::size_t bytes = freekv::summary_bytes<E>(policy, page);
+  std::vector<std::byte> stored(count(pages) * bytes);
+  std::vector<float> keys(shape.keys.size()), numbers(count(width)),
+      prepared(count(shape.group * query_width));
+  const int stride = pages + d.below(3);
+  std::vector<float> together(count(shape.group * stride), 7.0f), alone = together;
+  for (const executor on : executors()) {
+    run_on(on, [&](auto team) {
+      for (int j = 0; j < pages; ++j) {
+        auto rows = stored_as<E>(normals(d, count(page.tokens * page.head_dim)));
+        const float odd = d.one_of({0.0f, 0.0f, 0.0f, 0.0f, quiet_nan, inf, -inf});
+        if (odd != 0.0f) rows[count(d.below(page.tokens * page.head_dim))] = freekv::from_float<E>(odd);
+        freekv::summarise_page<E>(team, policy,
+                                  freekv::head_slice<const E>{rows.data(), nullptr, page.head_dim}, page,
+                                  {keys.data(), numbers.data()}, stored.data() + count(j) * bytes);
+      }
+      auto queries = shape.queries;
+      if (d.below(3) == 0)
+        queries[count(d.below(static_cast<int>(queries.size())))] = d.one_of({0.0f, -0.0f, inf, quiet_nan});
+      for (int g = 0; g < shape.group; ++g)
+        freekv::prepare_query(team, policy, freekv::group_query{queries.data() + g * shape.d, 1, shape.d},
+                              prepared.data() + g * query_width);
+      const freekv::prepared_queries by{prepared.data(), query_width, shape.group, shape.scale};
+      freekv::score_pages<E>(team, policy, page, stored.data(), bytes, pages, by, numbers.data(),
+                             {together.data(), stride});
+      for (int j = 0; j < pages; ++j)
+        freekv::score_page<E>(team, policy, page, stored.data() + count(j) * bytes, by, numbers.data(),
+                              {alone.data() + j, stride});
+    });
+    INFO(shape << ", " << pages << " pages on " << on);
+    double terms = 1.0;  // what rounding is relative to
+    for (const float q : shape.queries) terms = std::max(terms, std::fabs(static_cast<double>(q)));
+    const double tolerance = 1e-6 * terms * static_cast<double>(shape.scale) * shape.d * 4.0;
+    int wrong = 0;
+    for (std::size_t i = 0; i < alone.size(); ++i)
+      wrong += together[i] != alone[i] && !is_near(together[i], static_cast<double>(alone[i]), tolerance);
+    CHECK(wrong == 0);
+  }
+}
+
+TEMPLATE_TEST_CASE("pages scored together score what each scores alone", "[summary]", float, half, bfloat16) {
+  dice d(12);
+  using freekv::number_format;
+  for (int trial = 0; trial < 25; ++trial) {
+    compare_together<TestType>(freekv::min_max{}, d);
+    compare_together<TestType>(freekv::centroid_box{}, d);
+    compare_together<TestType>(freekv::mean{}, d);
+    compare_together<TestType>(freekv::ball{}, d);
+    compare_together<TestType>(
+        freekv::stored_as<freekv::mean, number_format::any>{
+            {}, d.one_of({number_format::standard, number_format::key, number_format::int8})},
+        d);
+  }
+}
+
 TEST_CASE("clamped scores: +infinity is the largest float, all else stays", "[summary]") {
   CHECK(freekv::clamp_score(inf) == largest);
   CHECK(freekv::clamp_score(largest) == largest);

@@ -96,21 +96,6 @@ TEST_CASE("select_greater takes the second choice where either side is NaN", "[t
   }
 }
 
-TEST_CASE("by_sign looks at the sign alone", "[team]") {
-  std::vector<float> a, b;
-  special_pairs(a, b);
-  for (const executor on : executors()) {
-    const auto chosen = elementwise(on, a, b, [](auto team, const auto& x, const auto&) {
-      using pack = typename decltype(team)::pack;
-      return team.by_sign(x, pack(1.0f), pack(2.0f));
-    });
-    int wrong = 0;
-    for (std::size_t i = 0; i < a.size(); ++i) wrong += chosen[i] != (std::signbit(a[i]) ? 1.0f : 2.0f);
-    INFO(on);
-    CHECK(wrong == 0);
-  }
-}
-
 TEST_CASE("packs add, subtract, multiply and fill elementwise", "[team]") {
   std::vector<float> a, b;
   special_pairs(a, b);

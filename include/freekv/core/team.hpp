@@ -12,7 +12,6 @@
 //   load(p), store(p, x)        p[0 .. width), of any alignment, as a pack and back; load of any stored type
 //   maximum(a, b), minimum      elementwise; NaN if either is NaN
 //   select_greater(a, b, x, y)  elementwise a > b ? x : y; y where either is NaN
-//   by_sign(x, a, b)            elementwise a where x's sign is minus, else b
 //   exp(x), log(x)              elementwise, to about 2 ulp; exp may be 0 below -87.3; log of x >= 0 or NaN
 //   sum(x), max(x)              over the lanes, to a float that all lanes see; max is NaN if any lane is
 //   sum_each(x)                 of an array of `width` packs: lane i is sum(x[i])
@@ -21,6 +20,7 @@
 //                               in the lowest bits. May read (and ignore) up to 3 bytes behind a block
 //   lookup(table, codes)        lane i is table[codes[i]]
 //   widen(in, out, n)           n elements of any stored type to float; n a multiple of 8
+//   prefetch(p)                 what p points to will be loaded soon
 //   lane(), lanes()             this thread's number and how many share the team; scalar work is dealt out as
 //                               for (i = lane(); i < n; i += lanes())
 //   sync()                      what one lane wrote is visible to the others after it
@@ -29,7 +29,6 @@
 #include <cmath>
 #include <concepts>
 #include <cstdint>
-#include <cuda/std/cmath>
 #include <freekv/core/element.hpp>
 
 namespace freekv {
@@ -50,7 +49,6 @@ concept team = std::semiregular<typename T::pack> && std::constructible_from<typ
   { t.maximum(x, x) } -> std::same_as<typename T::pack>;
   { t.minimum(x, x) } -> std::same_as<typename T::pack>;
   { t.select_greater(x, x, x, x) } -> std::same_as<typename T::pack>;
-  { t.by_sign(x, x, x) } -> std::same_as<typename T::pack>;
   { t.exp(x) } -> std::same_as<typename T::pack>;
   { t.log(x) } -> std::same_as<typename T::pack>;
   { t.sum(x) } -> std::same_as<float>;
@@ -65,6 +63,7 @@ concept team = std::semiregular<typename T::pack> && std::constructible_from<typ
   t.widen(in, out, 8);
   t.widen(half_in, out, 8);
   t.widen(bfloat16_in, out, 8);
+  t.prefetch(in);
   { t.lane() } -> std::same_as<int>;
   { t.lanes() } -> std::same_as<int>;
   t.sync();
@@ -85,7 +84,6 @@ struct scalar_team {
   FREEKV_HD float exp(float x) const { return ::expf(x); }
   FREEKV_HD float log(float x) const { return ::logf(x); }
   FREEKV_HD float select_greater(float a, float b, float x, float y) const { return a > b ? x : y; }
-  FREEKV_HD float by_sign(float x, float a, float b) const { return cuda::std::signbit(x) ? a : b; }
   FREEKV_HD float sum(float x) const { return x; }
   FREEKV_HD float max(float x) const { return x; }
   FREEKV_HD float sum_each(const float (&x)[1]) const { return x[0]; }
@@ -103,6 +101,7 @@ struct scalar_team {
   FREEKV_HD void widen(const E* in, float* out, int n) const {
     for (int i = 0; i < n; ++i) out[i] = to_float(in[i]);
   }
+  FREEKV_HD void prefetch(const void*) const {}
   FREEKV_HD int lane() const { return 0; }
   FREEKV_HD int lanes() const { return 1; }
   FREEKV_HD void sync() const {}

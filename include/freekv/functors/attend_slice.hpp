@@ -6,6 +6,7 @@
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/shape.hpp>
 #include <freekv/core/unroll.hpp>
+#include <freekv/functors/row_products.hpp>
 #include <freekv/storage/layout.hpp>
 
 namespace freekv {
@@ -26,99 +27,129 @@ struct attention_part {
   }
 };
 
-/// Tokens that are widened and attended together, so that keys and values of a block stay in the nearest
-/// cache.
+/// Tokens that are attended together, so that keys and values of a block stay in the nearest cache.
 template <int HeadDim>
-inline constexpr int attention_block = HeadDim <= 64 ? 32 : (HeadDim <= 128 ? 16 : 8);
+inline constexpr int attention_block = HeadDim <= 128 ? 32 : 16;
 
-/// Floats of scratch for `attend_slice`.
+/// Floats of scratch for `attend_slice`: weights, and the sums of one team's lanes.
 template <int HeadDim>
-inline constexpr int attention_scratch = 2 * attention_block<HeadDim>* HeadDim + attention_block<HeadDim>;
+inline constexpr int attention_scratch = heads_at_once* attention_block<HeadDim> + row_products_scratch;
 
-/// Adds the first `tokens` rows of a slice to `part`. The query is multiplied by the scale already. Scores become
-/// soft_cap * tanh(score / soft_cap), unless it is 0. A score of -infinity has weight 0; NaN propagates.
-template <int HeadDim, team T, class Element>
-FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<const Element>& slice,
-                            int tokens, const attention_part& part, float* scratch, float soft_cap = 0.0f) {
+namespace detail {
+
+/// Adds `count` values to the weighted sums of `Heads` query heads. Asks for `count` rows of `ahead` meanwhile, unless it
+/// is null.
+template <int HeadDim, int Heads, team T, class Element>
+FREEKV_HD void weigh_values(T team, const head_slice<const Element>& rows, int count, const float* weights,
+                            float* weighted, const Element* ahead) {
+  using pack = typename T::pack;
+  constexpr int width = T::width, packs = HeadDim / width;
+  constexpr int at_once = packs < 8 / Heads ? packs : 8 / Heads;
+  const auto weigh = [&]<int Count>(int d,
+                                    cuda::std::integral_constant<int, Count>) {  // packs from element d
+    pack sums[Heads][Count];
+    unroll<Heads * Count>([&](auto i) {
+      sums[i / Count][i % Count] = team.load(weighted + i / Count * HeadDim + d + i % Count * width);
+    });
+    for (int t = 0; t < count; ++t) {
+      if (d == 0 && ahead != nullptr) prefetch_row(team, ahead + t * rows.stride, HeadDim);
+      pack value[Count];
+      unroll<Count>([&](auto i) { value[i] = team.load(rows.value + t * rows.stride + d + i * width); });
+      unroll<Heads>([&](auto g) {
+        const pack weight(weights[g * attention_block<HeadDim> + t]);
+        unroll<Count>([&](auto i) { sums[g][i] = sums[g][i] + weight * value[i]; });
+      });
+    }
+    unroll<Heads * Count>([&](auto i) {
+      team.store(weighted + i / Count * HeadDim + d + i % Count * width, sums[i / Count][i % Count]);
+    });
+  };
+  for (int i = 0; i < packs / at_once; ++i)
+    weigh(i * at_once * width, cuda::std::integral_constant<int, at_once>{});
+  if constexpr (packs % at_once != 0)
+    weigh(packs / at_once * at_once * width, cuda::std::integral_constant<int, packs % at_once>{});
+}
+
+/// `attend_slice` of `Heads` query heads and at most a block of rows, token `first` of its slice the first.
+template <int HeadDim, int Heads, team T, class Element>
+FREEKV_HD void attend_block(T team, const group_query& query, int first_head,
+                            const head_slice<const Element>& rows, int first, int count,
+                            const attention_part& part, float* scratch, float soft_cap,
+                            const Element* ahead) {
   using pack = typename T::pack;
   constexpr int width = T::width, block = attention_block<HeadDim>;
-  constexpr int packs = HeadDim / width, at_once = packs < 8 ? packs : 8;
-  float* keys = scratch;
-  float* values = keys + block * HeadDim;
-  float* weights = values + block * HeadDim;
+  const int padded = (count + width - 1) / width * width;
+  const bool wants_values = part.weighted != nullptr;
+  row_products<Heads>(
+      team, query_rows{query.head(first_head), query.step * HeadDim},
+      row_block<Element>{rows.key, rows.stride, HeadDim, count, wants_values ? rows.value : nullptr, HeadDim},
+      1.0f, scratch, block, scratch + heads_at_once * block);
+  unsigned attending = 0;  // heads with more than -infinity so far
+  for (int g = 0; g < Heads; ++g) {
+    float* const weights = scratch + g * block;
+    for (int t = count; t < padded; ++t) weights[t] = -infinity;
+    team.sync();
+    if (soft_cap > 0.0f) {
+      for (int t = team.lane(); t < count; t += team.lanes())
+        weights[t] = soft_cap * ::tanhf(weights[t] / soft_cap);
+      team.sync();
+    }
+    if (part.scores != nullptr)
+      for (int t = team.lane(); t < count; t += team.lanes())
+        part.scores[(first_head + g) * part.score_stride + first + t] = weights[t];
 
+    log_sum_exp& mass = part.mass[first_head + g];
+    pack largest = team.load(weights);
+    for (int t = width; t < padded; t += width) largest = team.maximum(largest, team.load(weights + t));
+    const float m = team.max(largest);
+    if (!(m <= mass.max)) {
+      const pack factor(mass.raise(m));
+      for (int d = 0; wants_values && d < HeadDim; d += width) {
+        float* const weighted = part.weighted + (first_head + g) * HeadDim + d;
+        team.store(weighted, team.load(weighted) * factor);
+      }
+    }
+    if (mass.max == -infinity) continue;
+    attending |= 1u << g;
+    const pack base(mass.max);
+    pack total(0.0f);
+    for (int t = 0; t < padded; t += width) {
+      const pack weight = team.exp(team.load(weights + t) - base);
+      team.store(weights + t, weight);
+      total = total + weight;
+    }
+    mass.sum += team.sum(total);
+  }
+  team.sync();
+  if (!wants_values) return;
+  float* const weighted = part.weighted + first_head * HeadDim;
+  if (attending == (1u << Heads) - 1)
+    weigh_values<HeadDim, Heads>(team, rows, count, scratch, weighted, ahead);
+  else
+    for (int g = 0; g < Heads; ++g)
+      if ((attending >> g & 1u) != 0)
+        weigh_values<HeadDim, 1>(team, rows, count, scratch + g * block, weighted + g * HeadDim, ahead);
+  team.sync();
+}
+
+}  // namespace detail
+
+/// Adds the first `tokens` rows of a slice to `part`. The query is multiplied by the scale already. Scores become
+/// soft_cap * tanh(score / soft_cap), unless it is 0. A score of -infinity has weight 0; NaN propagates. `ahead`: keys
+/// that are attended next, laid out as the slice's, or null.
+template <int HeadDim, team T, class Element>
+FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<const Element>& slice,
+                            int tokens, const attention_part& part, float* scratch, float soft_cap = 0.0f,
+                            const Element* ahead = nullptr) {
+  constexpr int block = attention_block<HeadDim>;
   for (int first = 0; first < tokens; first += block) {
     const int count = tokens - first < block ? tokens - first : block;
-    const int padded = (count + width - 1) / width * width;
-    for (int t = 0; t < count; ++t) {
-      team.widen(slice.key + (first + t) * slice.stride, keys + t * HeadDim, HeadDim);
-      if (part.weighted != nullptr)
-        team.widen(slice.value + (first + t) * slice.stride, values + t * HeadDim, HeadDim);
-    }
-    for (int i = count * HeadDim; i < padded * HeadDim; i += width) team.store(keys + i, pack(0.0f));
-    team.sync();
-
-    for (int g = 0; g < query.group; ++g) {
-      for (int t = 0; t < padded; t += width) {
-        pack products[width];
-        unroll<width>([&](auto i) { products[i] = pack(0.0f); });
-        for (int d = 0; d < HeadDim; d += width) {
-          const pack q = team.load(query.head(g) + d);
-          unroll<width>(
-              [&](auto i) { products[i] = products[i] + q * team.load(keys + (t + i) * HeadDim + d); });
-        }
-        team.store(weights + t, team.sum_each(products));
-      }
-      for (int t = count; t < padded; ++t) weights[t] = -infinity;
-      team.sync();
-      if (soft_cap > 0.0f) {
-        for (int t = team.lane(); t < count; t += team.lanes())
-          weights[t] = soft_cap * ::tanhf(weights[t] / soft_cap);
-        team.sync();
-      }
-      if (part.scores != nullptr)
-        for (int t = team.lane(); t < count; t += team.lanes())
-          part.scores[g * part.score_stride + first + t] = weights[t];
-
-      log_sum_exp& mass = part.mass[g];
-      float* weighted = part.weighted == nullptr ? nullptr : part.weighted + g * HeadDim;
-      pack largest = team.load(weights);
-      for (int t = width; t < padded; t += width) largest = team.maximum(largest, team.load(weights + t));
-      const float m = team.max(largest);
-      if (!(m <= mass.max)) {
-        const pack factor(mass.raise(m));
-        for (int d = 0; weighted != nullptr && d < HeadDim; d += width)
-          team.store(weighted + d, team.load(weighted + d) * factor);
-      }
-      if (!(mass.max > -infinity) && mass.max == mass.max) continue;  // nothing but -infinity so far
-      const pack base(mass.max);
-      pack total(0.0f);
-      for (int t = 0; t < padded; t += width) {
-        const pack weight = team.exp(team.load(weights + t) - base);
-        team.store(weights + t, weight);
-        total = total + weight;
-      }
-      mass.sum += team.sum(total);
-      team.sync();
-      if (weighted == nullptr) continue;
-
-      const auto weigh = [&]<int Count>(
-                             int d, cuda::std::integral_constant<int, Count>) {  // Count packs from element d
-        pack sums[Count];
-        unroll<Count>([&](auto i) { sums[i] = team.load(weighted + d + i * width); });
-        for (int t = 0; t < count; ++t) {
-          const pack weight(weights[t]);
-          const float* value = values + t * HeadDim + d;
-          unroll<Count>([&](auto i) { sums[i] = sums[i] + weight * team.load(value + i * width); });
-        }
-        unroll<Count>([&](auto i) { team.store(weighted + d + i * width, sums[i]); });
-      };
-      for (int i = 0; i < packs / at_once; ++i)
-        weigh(i * at_once * width, cuda::std::integral_constant<int, at_once>{});
-      if constexpr (packs % at_once != 0)
-        weigh(packs / at_once * at_once * width, cuda::std::integral_constant<int, packs % at_once>{});
-      team.sync();
-    }
+    const head_slice<const Element> rows = rows_behind(slice, first);
+    const Element* const next = first + block < tokens ? rows.key + block * rows.stride : ahead;
+    for_heads_at_once(query.group, [&]<int Heads>(int g, cuda::std::integral_constant<int, Heads>) {
+      detail::attend_block<HeadDim, Heads>(team, query, g, rows, first, count, part, scratch, soft_cap,
+                                           g + Heads == query.group ? next : nullptr);
+    });
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cuda/std/limits>
 #include <freekv/core/log_sum_exp.hpp>
+#include <freekv/functors/row_products.hpp>
 #include <freekv/policies/summary.hpp>
 
 namespace freekv {
@@ -18,7 +19,6 @@ FREEKV_HD inline float clamp_score(float score) {
 template <class Key, team T, class S>
 FREEKV_HD void score_page(T team, const S& summary, page_geometry page, const std::byte* stored,
                           const prepared_queries& queries, float* numbers, const score_column& out) {
-  if (score_group<Key>(team, summary, page, stored, queries, out)) return;
   if constexpr (!scores_stored_bytes<S>) {
     decode_summary<Key>(team, summary, page, stored, numbers);
     team.sync();
@@ -35,6 +35,39 @@ FREEKV_HD void score_page(T team, const S& summary, page_geometry page, const st
     out.first[g * out.stride] = clamp_score(score);
   }
   for (int g = 0; nan && g < queries.group; ++g) out.first[g * out.stride] = -infinity;
+}
+
+/// The same of `pages` pages whose summaries lie `bytes` apart: those of page j go to
+/// `out.first[j + g * out.stride]`. `numbers` holds a whole pack at least.
+template <class Key, team T, class S>
+FREEKV_HD void score_pages(T team, const S& summary, page_geometry page, const std::byte* stored,
+                           std::size_t bytes, int pages, const prepared_queries& queries, float* numbers,
+                           const score_column& out) {
+  constexpr int at_once = 32;
+  for (int first = 0; first < pages; first += at_once) {
+    const int count = pages - first < at_once ? pages - first : at_once;
+    const std::byte* const from = stored + static_cast<std::size_t>(first) * bytes;
+    const score_column to{out.first + first, out.stride};
+    bool multiplied = false;
+    if constexpr (linear_summary<S>)
+      multiplied = with_elements<Key>(summary, from, [&]<class Element>(const Element* elements) {
+        const auto stride = static_cast<std::int64_t>(bytes / sizeof(Element));
+        const Element* const ahead = first + at_once < pages ? elements + at_once * stride : nullptr;
+        const row_block<Element> rows{elements, stride, queries.width, count, ahead, queries.width};
+        for_heads_at_once(queries.group, [&]<int Heads>(int g, cuda::std::integral_constant<int, Heads>) {
+          row_products<Heads>(team, query_rows{queries.data + g * queries.width, queries.width}, rows,
+                              queries.scale, to.first + g * to.stride, to.stride, numbers);
+        });
+      });
+    for (int j = 0; j < count; ++j) {
+      bool finite = multiplied;
+      for (int g = 0; multiplied && g < queries.group; ++g)
+        finite = finite && to.first[g * to.stride + j] * 0.0f == 0.0f;
+      if (!finite)
+        score_page<Key>(team, summary, page, from + static_cast<std::size_t>(j) * bytes, queries, numbers,
+                        {to.first + j, to.stride});
+    }
+  }
 }
 
 /// The same by the coarse one of two summaries stored side by side (coarse_to_fine's `at`): `stored` and `queries` are

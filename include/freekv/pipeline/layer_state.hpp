@@ -143,8 +143,9 @@ struct layer_state {
   const float* sink_logits = nullptr;  // (query head); null: none
   int pins = 0;                        // units of a KV head that are selected whatever their scores
   int list_units = 1;                  // K, that one KV head has selected at most
-  int mask_words = 0;  // of a selected unit's mask of query heads; 0: all heads of a group attend to it
-  int max_pages = 0;   // of one sequence
+  int mask_words = 0;   // of a selected unit's mask of query heads; 0: all heads of a group attend to it
+  int max_pages = 0;    // of one sequence
+  int store_pages = 0;  // of all
   strided_pages<element, head_dim> store;  // by store page, unless encoded
   strided_pages<element, head_dim> open;   // by sequence * open_frames + page % open_frames, if encoded
   slice_store slices;                      // complete pages, if encoded
@@ -152,9 +153,9 @@ struct layer_state {
   const std::int32_t* selected_frames = nullptr;  // (slot set, frames of the selected slots): its frame
   const std::int32_t* page_table = nullptr;       // (sequence, max_pages): store page
   const std::int32_t* slot_sets = nullptr;        // (sequence): its slots among all, -1 while it is preempted
-  std::byte* summaries = nullptr;                 // (store page, kv head, unit of the page, summary_bytes)
+  std::byte* summaries = nullptr;                 // (kv head, store page, unit of the page, summary_bytes)
   std::size_t summary_bytes = 0;                  // of one unit
-  float* pin_worth = nullptr;   // (store page, kv head, unit of the page), where units are pinned
+  float* pin_worth = nullptr;   // (kv head, store page, unit of the page), where units are pinned
   std::byte* shared = nullptr;  // (store page, shared_bytes): what a codec keeps of a page, if encoded
   std::size_t shared_bytes = 0;
   layer_kind* head_kinds = nullptr;        // (kv head)
@@ -234,17 +235,17 @@ struct layer_state {
     return page_table[static_cast<std::size_t>(sequence) * static_cast<std::size_t>(max_pages) +
                       static_cast<std::size_t>(page_index)];
   }
-  /// Of the `nth` unit of a page.
+  /// Of the `nth` unit of a page: a KV head's lie side by side, in the order of the store's pages.
   std::byte* summary_of(std::int32_t store_page, int head, int nth = 0) const {
-    const std::size_t row = static_cast<std::size_t>(store_page) * static_cast<std::size_t>(heads.kv) +
-                            static_cast<std::size_t>(head);
-    return summaries +
-           (row * static_cast<std::size_t>(units_per_page) + static_cast<std::size_t>(nth)) * summary_bytes;
+    return summaries + unit_row(store_page, head, nth) * summary_bytes;
   }
   float& pin_worth_of(std::int32_t store_page, int head, int nth) const {
-    const std::size_t row = static_cast<std::size_t>(store_page) * static_cast<std::size_t>(heads.kv) +
-                            static_cast<std::size_t>(head);
-    return pin_worth[row * static_cast<std::size_t>(units_per_page) + static_cast<std::size_t>(nth)];
+    return pin_worth[unit_row(store_page, head, nth)];
+  }
+  constexpr std::size_t unit_row(std::int32_t store_page, int head, int nth) const {
+    const std::size_t page = static_cast<std::size_t>(head) * static_cast<std::size_t>(store_pages) +
+                             static_cast<std::size_t>(store_page);
+    return page * static_cast<std::size_t>(units_per_page) + static_cast<std::size_t>(nth);
   }
   std::byte* shared_of(std::int32_t store_page) const {
     return shared + static_cast<std::size_t>(store_page) * shared_bytes;

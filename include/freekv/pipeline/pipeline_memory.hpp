@@ -84,6 +84,7 @@ class pipeline_memory {
     if (l.kind == layer_kind::window || l.kind == layer_kind::sliding) l.slots.selected = 0;
     l.scale = s.scale;
     l.max_pages = s.max_pages();
+    l.store_pages = s.store_pages();
     l.page_table = page_tables;
     l.slot_sets = slot_sets;
     l.summary_bytes =

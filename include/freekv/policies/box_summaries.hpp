@@ -8,52 +8,28 @@ namespace freekv {
 
 namespace detail {
 
-/// The largest scaled product of the query with a point of the box `low` (head_dim), `high` (head_dim).
+/// The query's negative part, then its positive part, head_dim each: multiplied with the box `low`, `high` they give the
+/// largest product of the query with a point of it, where it is finite.
+template <team T>
+FREEKV_HD void prepare_for_box(T team, const group_query& query, float* prepared) {
+  const typename T::pack zero(0.0f);
+  for (int i = 0; i < query.head_dim; i += T::width) {
+    const auto q = team.load(query.data + i);
+    team.store(prepared + i, team.minimum(q, zero));
+    team.store(prepared + query.head_dim + i, team.maximum(q, zero));
+  }
+}
+
+/// The largest scaled product of a query with a point of the box `low` (head_dim), `high` (head_dim).
 template <team T>
 FREEKV_HD float box_score(T team, const page_query& query, const float* low) {
   const int d = query.page.head_dim;
   typename T::pack bound(0.0f);
   for (int i = 0; i < d; i += T::width) {
-    const auto q = team.load(query.data + i);
+    const auto q = team.load(query.data + i) + team.load(query.data + d + i);  // one of the two is 0
     bound = bound + team.maximum(q * team.load(low + i), q * team.load(low + d + i));
   }
   return query.scale * team.sum(bound);
-}
-
-/// The scores of all queries of a group for the box `low` (head_dim), `high` (head_dim), where low <= high: each is
-/// multiplied by the end that its sign picks. False where that is not the larger product, or might not be: where the box
-/// or a score is not finite.
-template <class Stored, team T>
-FREEKV_HD bool box_scores(T team, int d, const Stored* low, const prepared_queries& queries,
-                          const score_column& out) {
-  using pack = typename T::pack;
-  constexpr int at_once = 4;
-  float faults = 0.0f;  // NaN where there is one
-  for (int first = 0; first < queries.group; first += at_once) {
-    const float* query[at_once];
-    for (int g = 0; g < at_once; ++g) {
-      const int nth = first + g < queries.group ? first + g : queries.group - 1;
-      query[g] = queries.data + nth * queries.width;
-    }
-    pack bounds[at_once], fault(0.0f);
-    unroll<at_once>([&](auto g) { bounds[g] = pack(0.0f); });
-    for (int i = 0; i < d; i += T::width) {
-      const pack from = team.load(low + i), to = team.load(low + d + i);
-      fault = fault + (to - from) * pack(0.0f);
-      unroll<at_once>([&](auto g) {
-        const pack q = team.load(query[g] + i);
-        bounds[g] = bounds[g] + q * team.by_sign(q, from, to);
-      });
-    }
-    faults = faults + team.sum(fault);
-    unroll<at_once>([&](auto g) {
-      if (first + g >= queries.group) return;
-      const float score = queries.scale * team.sum(bounds[g]);
-      faults = faults + score * 0.0f;
-      out.first[(first + g) * out.stride] = score;
-    });
-  }
-  return faults == 0.0f;
 }
 
 /// Minimum and maximum of the page's keys, elements i .. i + width.
@@ -76,10 +52,12 @@ struct key_range {
 struct min_max {
   using policy_kind = summary_kind;
   static constexpr std::string_view name = "min_max";
+  static constexpr bool linear = true;
   template <class Key>
   using stored = Key;
 
   FREEKV_HD constexpr int width(page_geometry page) const { return 2 * page.head_dim; }
+  FREEKV_HD constexpr int query_width(int head_dim) const { return 2 * head_dim; }
 
   template <team T>
   FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
@@ -90,13 +68,12 @@ struct min_max {
     }
   }
   template <team T>
+  FREEKV_HD void prepare(T team, const group_query& query, float* prepared) const {
+    detail::prepare_for_box(team, query, prepared);
+  }
+  template <team T>
   FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
     return detail::box_score(team, query, numbers);
-  }
-  template <team T, element Stored>
-  FREEKV_HD bool score_group(T team, page_geometry page, const Stored* ends, const prepared_queries& queries,
-                             const score_column& out) const {
-    return detail::box_scores(team, page.head_dim, ends, queries, out);
   }
 };
 
@@ -105,8 +82,10 @@ struct min_max {
 struct centroid_box {
   using policy_kind = summary_kind;
   static constexpr std::string_view name = "centroid_box";
+  static constexpr bool linear = true;
 
   FREEKV_HD constexpr int width(page_geometry page) const { return 2 * page.head_dim; }
+  FREEKV_HD constexpr int query_width(int head_dim) const { return 2 * head_dim; }
 
   template <team T>
   FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
@@ -126,13 +105,12 @@ struct centroid_box {
     }
   }
   template <team T>
+  FREEKV_HD void prepare(T team, const group_query& query, float* prepared) const {
+    detail::prepare_for_box(team, query, prepared);
+  }
+  template <team T>
   FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
     return detail::box_score(team, query, numbers);
-  }
-  template <team T, element Stored>
-  FREEKV_HD bool score_group(T team, page_geometry page, const Stored* ends, const prepared_queries& queries,
-                             const score_column& out) const {
-    return detail::box_scores(team, page.head_dim, ends, queries, out);
   }
 };
 

@@ -33,6 +33,7 @@ FREEKV_HD float inner_product(T team, const float* a, const float* b, int count)
 struct mean {
   using policy_kind = summary_kind;
   static constexpr std::string_view name = "mean";
+  static constexpr bool linear = true;
 
   FREEKV_HD constexpr int width(page_geometry page) const { return page.head_dim; }
 

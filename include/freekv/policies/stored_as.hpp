@@ -77,20 +77,17 @@ struct stored_as : Summary {
       widen_numbers<summary_element<Summary, Key>>(team, in, count, numbers);
   }
 
-  /// All queries of a group at once, where `Summary` can and the numbers are elements.
-  template <class Key, team T>
-  FREEKV_HD bool score_stored_group(T team, page_geometry page, const std::byte* stored,
-                                    const prepared_queries& queries, const score_column& out) const
-      requires(requires(const Summary s, const Key* elements) {
-        s.score_group(team, page, elements, queries, out);
-      }) {
-    const auto as = [&]<class Element>(const Element* elements) {
-      return this->score_group(team, page, elements, queries, out);
-    };
+  /// Calls `body` with the numbers as elements, unless they are codes.
+  template <class Key, class Body>
+  FREEKV_HD bool with_elements(const std::byte* stored, const Body& body) const {
     if (is(number_format::int8)) return false;
-    if (is(number_format::float32)) return as(reinterpret_cast<const float*>(stored));
-    if (is(number_format::key)) return as(reinterpret_cast<const Key*>(stored));
-    return as(reinterpret_cast<const summary_element<Summary, Key>*>(stored));
+    if (is(number_format::float32))
+      body(reinterpret_cast<const float*>(stored));
+    else if (is(number_format::key))
+      body(reinterpret_cast<const Key*>(stored));
+    else
+      body(reinterpret_cast<const summary_element<Summary, Key>*>(stored));
+    return true;
   }
 
  private:

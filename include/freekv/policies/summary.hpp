@@ -1,8 +1,8 @@
 // Page summaries: what stands for a page's keys when pages are scored.
 //
 // A summary policy turns the keys of one page and one KV head into `width` numbers and scores a query against
-// them; where a unit is less than a page, its `page_geometry` is the unit's. The library stores the numbers (by default as float32) and hands them back as floats, so a policy is
-// three functions:
+// them; where a unit is less than a page, its `page_geometry` is the unit's. The library stores the numbers (by default
+// as float32) and hands them back as floats, so a policy is three functions:
 //
 //   struct my_summary {
 //     using policy_kind = summary_kind;
@@ -20,8 +20,8 @@
 // `prepare(team, query, prepared)`, done once a step for each query; `at(layer, head)`, the policy for one head,
 // where it depends on calibration data; `values()`, what it was given, for names.
 //
-// `score_group(team, page, elements, queries, out)`, of the stored elements, all queries of a group at once: false, with
-// nothing said about `out`, where it does not know; `score` is then asked for each.
+// `linear`, true: the score is `scale` times the product of the prepared query with the numbers, `width` a multiple of 8,
+// wherever that is finite; pages are then scored many at a time, and `score` decides where it is not.
 //
 // `validate(setting)` throws settings_error where the setting does not suit the policy.
 //
@@ -140,18 +140,23 @@ FREEKV_HD void widen_numbers(T team, const std::byte* in, int count, float* numb
   for (int i = blocks + team.lane(); i < count; i += team.lanes()) numbers[i] = to_float(elements[i]);
 }
 
-/// Scores of all queries of a group at once, where the summary has such a thing and knows them; else false.
-template <class Key, team T, class S>
-FREEKV_HD bool score_group(T team, const S& summary, page_geometry page, const std::byte* stored,
-                           const prepared_queries& queries, const score_column& out) {
-  if constexpr (requires { summary.template score_stored_group<Key>(team, page, stored, queries, out); })
-    return summary.template score_stored_group<Key>(team, page, stored, queries, out);
-  using element_type = summary_element<S, Key>;
-  if constexpr (
-      requires(const element_type* elements) { summary.score_group(team, page, elements, queries, out); } &&
-      !requires { summary.template bytes<Key>(page); })
-    return summary.score_group(team, page, reinterpret_cast<const element_type*>(stored), queries, out);
-  return false;
+/// A summary whose score is a product.
+template <class S>
+concept linear_summary = requires {
+  requires S::linear;
+};
+
+/// Calls `body(elements)` with stored numbers as the elements they are; false where they have another format.
+template <class Key, class S, class Body>
+FREEKV_HD bool with_elements(const S& summary, const std::byte* stored, const Body& body) {
+  if constexpr (requires { summary.template with_elements<Key>(stored, body); }) {
+    return summary.template with_elements<Key>(stored, body);
+  } else if constexpr (requires(page_geometry page) { summary.template bytes<Key>(page); }) {
+    return false;
+  } else {
+    body(reinterpret_cast<const summary_element<S, Key>*>(stored));
+    return true;
+  }
 }
 
 /// Numbers to stored bytes.

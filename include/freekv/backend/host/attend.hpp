@@ -28,9 +28,10 @@ void begin_attention(isa set, const float* queries, float scale, int group, floa
 }
 template <int HeadDim, class Element>
 void attend_slice(isa set, const group_query& query, const head_slice<const Element>& slice, int tokens,
-                  const attention_part& part, float* block, float soft_cap = 0.0f) {
+                  const attention_part& part, float* block, float soft_cap = 0.0f,
+                  const Element* ahead = nullptr) {
   with_team(set, [&](auto team) {
-    freekv::attend_slice<HeadDim>(team, query, slice, tokens, part, block, soft_cap);
+    freekv::attend_slice<HeadDim>(team, query, slice, tokens, part, block, soft_cap, ahead);
   });
 }
 template <int HeadDim>
@@ -58,6 +59,7 @@ struct attention_output {
 /// from the store; else each head to what its kind keeps.
 template <class State, class Policies>
 struct attention_job {
+  using element = typename State::element;
   const State& s;
   const Policies& policies;
   const step_entry& entry;
@@ -95,16 +97,18 @@ struct attention_job {
     const page_list entries = list(row, head);
     const int begin = nth * entries_per_part(entries);
     const int end = std::min(begin + entries_per_part(entries), entries.size());
-    const auto attend_rows = [&](int i, const head_slice<typename State::element>& rows, int tokens) {
+    const auto attend_rows = [&](int i, const head_slice<element>& rows, int tokens, const element* ahead) {
       const std::uint32_t* const mask = selected_by(entries, i, head);
       for (head_run run = next_run(mask, 0, group); run.count > 0; run = next_run(mask, run.end(), group))
         attend_slice<d>(set, {w.query + run.first * d, run.count, d}, as_const(rows), tokens,
-                        {part.mass + run.first, part.weighted + run.first * d}, w.block, s.soft_cap);
+                        {part.mass + run.first, part.weighted + run.first * d}, w.block, s.soft_cap, ahead);
     };
     if (!s.encoded || in_slots(entries)) {
       for (int i = begin; i < end; ++i) {
         const page_part rows = entries.part(i);
-        attend_rows(i, rows_of(entries, i, rows, head), rows.tokens);
+        const element* const ahead =
+            i + 1 < end ? rows_of(entries, i + 1, entries.part(i + 1), head).key : nullptr;
+        attend_rows(i, rows_of(entries, i, rows, head), rows.tokens, ahead);
       }
       return;
     }
@@ -113,10 +117,13 @@ struct attention_job {
     encoded_pages(s, policies, w)
         .read_each(
             {entry.sequence, head}, end - open - begin, [&](int i) { return entries.part(begin + i); },
-            [&](int i, const auto& rows) { attend_rows(begin + i, rows, entries.part(begin + i).tokens); });
+            [&](int i, const auto& rows) {
+              attend_rows(begin + i, rows, entries.part(begin + i).tokens, nullptr);
+            });
     if (!open) return;
     const page_part last = entries.part(end - 1);
-    attend_rows(end - 1, rows_behind(s.open_slice(entry.sequence, last.page, head), last.first), last.tokens);
+    attend_rows(end - 1, rows_behind(s.open_slice(entry.sequence, last.page, head), last.first), last.tokens,
+                nullptr);
   }
   void finish(isa set, int row, int head, const attention_part& part) const {
     const int group = s.heads.group();

@@ -22,17 +22,6 @@
 
 namespace freekv::host {
 
-/// Asks for the bytes that come some kilobytes behind those of item j, where item i of `count` is `bytes` at `at(i)`: of
-/// items that lie apart the processor does not foresee the next.
-template <class At>
-void prefetch_ahead(const At& at, int j, int count, std::size_t bytes) {
-  constexpr std::size_t distance = 4096, line = 64;
-  const int ahead = static_cast<int>(distance / bytes) + 1;
-  if (j + ahead >= count) return;
-  const std::byte* const first = at(j + ahead);
-  for (std::size_t i = 0; i < bytes; i += line) __builtin_prefetch(first + i);
-}
-
 /// ln of the sum of exp over `padded` scores.
 template <class Team>
 float log_sum_of(Team team, const float* scores, std::int64_t padded) {
@@ -63,13 +52,36 @@ void pool_candidates(isa set, const Pooling& pooling, int group, std::int64_t st
   for (std::int64_t j = 0; j < padded; ++j) w.pooled[j] = clamp_score(w.pooled[j]);
 }
 
-/// Puts the keys of the `count` best of the candidates, units from `first_unit` on, by `w.pooled` first in `w.keys`;
-/// `pinned`, ascending, are left out.
+/// Puts the keys of the `count` best of the candidates, units from `first_unit` on, by `w.pooled` first in `w.keys`, the
+/// least of them last; `pinned`, ascending, are left out. Of equal scores the smaller unit is better, so that after the
+/// first `count` only a greater score than the least of the best so far is looked at.
 inline void order_candidates(std::int32_t first_unit, int candidates, std::span<const std::int32_t> pinned,
                              int count, const workspace& w) {
+  constexpr int block = 16;
+  const std::ptrdiff_t room = std::max(2 * count, 64);
   std::uint64_t* end = w.keys;
+  float least = -infinity;  // of the best so far
+  bool full = false;        // whether there are so many
+  const auto keep_best = [&] {
+    std::nth_element(w.keys, w.keys + count - 1, end, std::greater<>());
+    end = w.keys + count;
+    least = w.pooled[page_of_key(w.keys[count - 1]) - first_unit];
+    full = true;
+  };
   const auto add = [&](int from, int to) {
-    for (int j = from; j < to; ++j) *end++ = ordered_key(w.pooled[j], first_unit + j);
+    for (; from < to; from += block) {
+      const int stop = std::min(from + block, to);
+      if (full) {
+        bool any = false;
+        for (int j = from; j < stop; ++j) any |= w.pooled[j] > least;
+        if (!any) continue;
+      }
+      for (int j = from; j < stop; ++j) {
+        if (full && !(w.pooled[j] > least)) continue;
+        *end++ = ordered_key(w.pooled[j], first_unit + j);
+        if (end - w.keys == room) keep_best();
+      }
+    }
   };
   int from = 0;
   for (const std::int32_t unit : pinned) {
@@ -77,7 +89,7 @@ inline void order_candidates(std::int32_t first_unit, int candidates, std::span<
     from = unit - first_unit + 1;
   }
   add(from, candidates);
-  std::nth_element(w.keys, w.keys + count, end, std::greater<>());
+  if (count > 0) keep_best();
 }
 
 /// Pins the units of `candidates` that are worth most to one KV head of a sequence.
@@ -211,7 +223,7 @@ class head_selection {
       if constexpr (two_stage_summary<Summary>)
         score_in_two_stages(summary, candidates);
       else
-        score_pages(summary, scored_, candidates);
+        score_candidates(summary, scored_, candidates);
     });
     scored_ = candidates;
     for (const std::int32_t unit : pinned_) empty_column(unit - first_unit_);
@@ -252,15 +264,20 @@ class head_selection {
     for (int g = 0; g < query_.group; ++g) w_.scores[g * stride_ + j] = -infinity;
   }
 
-  /// Query head g's score of candidate j to `w.scores[g * stride + j]`, one page after the other.
+  /// Query head g's score of candidate j to `w.scores[g * stride + j]`, of candidates whose summaries lie side by side
+  /// together.
   template <class Summary>
-  void score_pages(const Summary& summary, int first, int last) {
+  void score_candidates(const Summary& summary, int first, int last) {
     with_team(set_, [&](auto team) {
       const auto policy = summary_at(summary, s_.layer, at_.head);
-      const auto at = [&](int j) { return stored(j); };
-      for (int j = first; j < last; ++j) {
-        prefetch_ahead(at, j, last, s_.summary_bytes);
-        score_page<element>(team, policy, s_.unit, stored(j), prepared_, w_.numbers, column(j));
+      while (first < last) {
+        const std::byte* const from = stored(first);
+        int end = first + 1;
+        while (end < last && stored(end) == from + static_cast<std::size_t>(end - first) * s_.summary_bytes)
+          ++end;
+        score_pages<element>(team, policy, s_.unit, from, s_.summary_bytes, end - first, prepared_,
+                             w_.numbers, column(first));
+        first = end;
       }
     });
   }
@@ -279,7 +296,7 @@ class head_selection {
       });
       for (const std::int32_t unit : pinned_) empty_column(unit - first_unit_);
       pool(candidates);
-      order_candidates(first_unit_, candidates, pinned_, kept - 1, w_);
+      order_candidates(first_unit_, candidates, pinned_, kept, w_);
       least = w_.keys[kept - 1];
     }
     with_team(set_, [&](auto team) {

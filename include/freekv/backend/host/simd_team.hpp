@@ -23,13 +23,13 @@ struct alignas(32) pack8 {
   float8 v;
   pack8() = default;
   [[gnu::always_inline]] explicit pack8(const float8& x) : v(x) {}
-  [[gnu::always_inline]] pack8(float x) : v(float8{} + x) {}
+  [[gnu::always_inline]] pack8(float x) : v(float8{x, x, x, x, x, x, x, x}) {}
   [[gnu::always_inline]] friend pack8 operator+(const pack8& a, const pack8& b) { return pack8(a.v + b.v); }
   [[gnu::always_inline]] friend pack8 operator-(const pack8& a, const pack8& b) { return pack8(a.v - b.v); }
   [[gnu::always_inline]] friend pack8 operator*(const pack8& a, const pack8& b) { return pack8(a.v * b.v); }
 };
 
-// What compilers do not find the instructions for: eight 16-bit elements to floats, and a choice by sign. In arithmetic
+// What compilers do not find the instructions for: eight 16-bit elements to floats. In arithmetic
 // that any target vectorises, or by these instructions.
 struct portable {
   [[gnu::always_inline]] static void widen_f16(const std::uint16_t* in, float8& out) {
@@ -55,11 +55,6 @@ struct portable {
     const uint8x32 wide = __builtin_convertvector(bits, uint8x32) << 16;
     std::memcpy(&out, &wide, sizeof wide);
   }
-  [[gnu::always_inline]] static void by_sign(const float8& x, const float8& a, const float8& b, float8& out) {
-    int8x32 sign;
-    std::memcpy(&sign, &x, sizeof sign);
-    out = sign < 0 ? a : b;
-  }
 };
 #if defined(__x86_64__)
 struct avx2 {
@@ -69,10 +64,6 @@ struct avx2 {
   [[gnu::target("avx2,f16c")]] static void widen_bf16(const std::uint16_t* in, float8& out) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in));
     out = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-  }
-  [[gnu::target("avx2,f16c")]] static void by_sign(const float8& x, const float8& a, const float8& b,
-                                                   float8& out) {
-    out = _mm256_blendv_ps(b, a, x);
   }
 };
 #endif
@@ -110,12 +101,6 @@ struct simd_team {
   [[gnu::always_inline]] pack select_greater(const pack& a, const pack& b, const pack& x,
                                              const pack& y) const {
     return pack(a.v > b.v ? x.v : y.v);
-  }
-
-  [[gnu::always_inline]] pack by_sign(const pack& x, const pack& a, const pack& b) const {
-    pack chosen;
-    Instructions::by_sign(x.v, a.v, b.v, chosen.v);
-    return chosen;
   }
 
   /// e^x = 2^n * e^r with n = round(x / ln 2), |r| <= ln(2)/2, e^r by its Taylor polynomial of degree 7; 0
@@ -230,6 +215,7 @@ struct simd_team {
   [[gnu::always_inline]] void widen(const Element* in, float* out, int n) const {
     for (int i = 0; i < n; i += 8) store(out + i, load(in + i));
   }
+  [[gnu::always_inline]] void prefetch(const void* p) const { __builtin_prefetch(p); }
   int lane() const { return 0; }
   int lanes() const { return 1; }
   void sync() const {}

@@ -1,0 +1,96 @@
+// Products of queries with rows: of attention with keys, of scoring with summaries.
+#pragma once
+
+#include <cstdint>
+#include <cuda/std/type_traits>
+#include <freekv/core/team.hpp>
+#include <freekv/core/unroll.hpp>
+
+namespace freekv {
+
+/// Query heads that go over rows together: what a row holds is widened once for all of them.
+inline constexpr int heads_at_once = 4;
+
+/// Floats of scratch for `row_products`.
+inline constexpr int row_products_scratch = 64;
+
+/// `count` rows of `width` elements, row t at `first + t * stride`. `ahead`: rows laid out alike, of `ahead_width`
+/// elements, that are asked for meanwhile; null: none.
+template <class Element>
+struct row_block {
+  const Element* first = nullptr;
+  std::int64_t stride = 0;
+  int width = 0;
+  int count = 0;
+  const Element* ahead = nullptr;
+  int ahead_width = 0;
+};
+
+/// Query g of several at `first + g * stride`.
+struct query_rows {
+  const float* first = nullptr;
+  std::int64_t stride = 0;
+};
+
+/// Asks for `count` elements.
+template <team T, class Element>
+FREEKV_HD void prefetch_row(T team, const Element* row, int count) {
+  constexpr int line = 64 / static_cast<int>(sizeof(Element));
+  for (int i = 0; i < count; i += line) team.prefetch(row + i);
+}
+
+/// Calls `body(first, integral_constant)` for the heads of a group, so many from `first` on.
+template <class Body>
+FREEKV_HD void for_heads_at_once(int group, const Body& body) {
+  using cuda::std::integral_constant;
+  static_assert(heads_at_once == 4);
+  for (int first = 0; first < group; first += heads_at_once) {
+    const int heads = group - first;
+    if (heads >= 4)
+      body(first, integral_constant<int, 4>{});
+    else if (heads == 3)
+      body(first, integral_constant<int, 3>{});
+    else if (heads == 2)
+      body(first, integral_constant<int, 2>{});
+    else
+      body(first, integral_constant<int, 1>{});
+  }
+}
+
+/// The products of `Heads` queries with each row, times `scale`: of query g and row t to `out[g * out_stride + t]`.
+/// The rows' width is a multiple of the team's. A tile of as many products as the team is wide is summed at a time.
+template <int Heads, team T, class Element>
+FREEKV_HD void row_products(T team, const query_rows& queries, const row_block<Element>& rows, float scale,
+                            float* out, std::int64_t out_stride, float* scratch) {
+  using pack = typename T::pack;
+  constexpr int width = T::width, tile = width >= Heads ? width / Heads : 1;
+  constexpr int chunks = (Heads * tile + width - 1) / width;
+  for (int first = 0; first < rows.count; first += tile) {
+    const Element* row[tile];
+    unroll<tile>([&](auto t) {
+      const int nth = first + t < rows.count ? first + t : rows.count - 1;
+      row[t] = rows.first + nth * rows.stride;
+      if (rows.ahead != nullptr) prefetch_row(team, rows.ahead + nth * rows.stride, rows.ahead_width);
+    });
+    pack partial[chunks][width];
+    unroll<chunks * width>([&](auto i) { partial[i / width][i % width] = pack(0.0f); });
+    for (int d = 0; d < rows.width; d += width) {
+      pack part[tile];
+      unroll<tile>([&](auto t) { part[t] = team.load(row[t] + d); });
+      unroll<Heads>([&](auto g) {
+        const pack query = team.load(queries.first + g * queries.stride + d);
+        unroll<tile>([&](auto t) {
+          constexpr int i = g * tile + t;
+          partial[i / width][i % width] = partial[i / width][i % width] + query * part[t];
+        });
+      });
+    }
+    unroll<chunks>([&](auto c) { team.store(scratch + c * width, team.sum_each(partial[c]) * pack(scale)); });
+    team.sync();
+    for (int i = team.lane(); i < Heads * tile; i += team.lanes())
+      if (first + i % tile < rows.count) out[i / tile * out_stride + first + i % tile] = scratch[i];
+    team.sync();
+  }
+}
+
+}  // namespace freekv
