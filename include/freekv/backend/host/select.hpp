@@ -17,6 +17,7 @@
 #include <freekv/policies/pooling.hpp>
 #include <freekv/policies/selection.hpp>
 #include <functional>
+#include <limits>
 #include <numeric>
 #include <span>
 
@@ -25,10 +26,13 @@ namespace freekv::host {
 /// ln of the sum of exp over `padded` scores.
 template <class Team>
 float log_sum_of(Team team, const float* scores, std::int64_t padded) {
+  constexpr int width = Team::width, at_once = 8;
   log_sum_exp mass;
-  for (std::int64_t j = 0; j < padded; j += Team::width) {
-    const auto pack = team.load(scores + j);
-    mass.add(team, &pack, 1);
+  typename Team::pack packs[at_once];
+  for (std::int64_t j = 0; j < padded;) {
+    int count = 0;
+    for (; count < at_once && j < padded; j += width) packs[count++] = team.load(scores + j);
+    mass.add(team, packs, count);
   }
   return mass.value();
 }
@@ -45,11 +49,14 @@ void pool_candidates(isa set, const Pooling& pooling, int group, std::int64_t st
       const row_scores row{w.scores, stride, w.log_sums, group};
       if constexpr (Pooling::uses_log_sums)
         for (int g = 0; g < group; ++g) w.log_sums[g] = log_sum_of(team, w.scores + g * stride, padded);
-      for (std::int64_t j = 0; j < padded; j += decltype(team)::width)
-        team.store(w.pooled + j, pooling.pool(team, row, static_cast<int>(j)));
+      using pack = typename decltype(team)::pack;
+      const pack largest(std::numeric_limits<float>::max());
+      for (std::int64_t j = 0; j < padded; j += decltype(team)::width) {
+        const pack pooled = pooling.pool(team, row, static_cast<int>(j));
+        team.store(w.pooled + j, team.select_greater(pooled, largest, largest, pooled));  // clamp_score
+      }
     });
   }
-  for (std::int64_t j = 0; j < padded; ++j) w.pooled[j] = clamp_score(w.pooled[j]);
 }
 
 /// Puts the keys of the `count` best of the candidates, units from `first_unit` on, by `w.pooled` first in `w.keys`, the
@@ -71,10 +78,10 @@ inline void order_candidates(std::int32_t first_unit, int candidates, std::span<
   const auto add = [&](int from, int to) {
     for (; from < to; from += block) {
       const int stop = std::min(from + block, to);
-      if (full) {
-        bool any = false;
-        for (int j = from; j < stop; ++j) any |= w.pooled[j] > least;
-        if (!any) continue;
+      if (full && stop == from + block) {
+        int greater = 0;
+        for (int j = 0; j < block; ++j) greater |= static_cast<int>(w.pooled[from + j] > least);
+        if (greater == 0) continue;
       }
       for (int j = from; j < stop; ++j) {
         if (full && !(w.pooled[j] > least)) continue;
