@@ -49,14 +49,10 @@ struct codebook {
       where = team.select_greater(least, distance, index, where);
       least = team.select_greater(least, distance, distance, least);
     }
-    float distances[T::width], places[T::width];
-    team.store(distances, least);
-    team.store(places, where);
-    int best = 0;
-    for (int i = 1; i < T::width; ++i)
-      if (distances[i] < distances[best] || (distances[i] == distances[best] && places[i] < places[best]))
-        best = i;
-    return static_cast<int>(places[best]);
+    const pack zero(0.0f);
+    const float smallest = -team.max(zero - least);
+    const pack there = team.select_greater(least, pack(smallest), pack(infinity), where);
+    return static_cast<int>(-team.max(zero - there));
   }
 
   /// Coefficients `rows * (vector - offset)`, (codes * dims).
