@@ -39,6 +39,13 @@ struct log_sum_exp {
     sum += team.sum(total);
   }
 
+  /// Adds what another has added, of parts that lie behind: parts are always merged in page order.
+  FREEKV_HD void add(const log_sum_exp& behind) {
+    if (behind.max == -infinity) return;
+    if (!(behind.max <= max)) raise(behind.max);
+    sum += behind.sum * ::expf(behind.max - max);
+  }
+
   /// Makes the larger (or NaN) `m` the maximum; returns what sums relative to the old one are multiplied by.
   FREEKV_HD float raise(float m) {
     if (max != max) return max;  // NaN stays

@@ -1,7 +1,6 @@
 // What the stages read and write of one layer.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <freekv/functors/diff_pages.hpp>
@@ -34,7 +33,7 @@ struct step_entry {
   int candidates_at = 0;  // the length whose candidates they select from, as the step before has fixed it
   int kept_row = -1;  // row of the step before whose queries are the previous ones; -1: there is no selection
   int decode_step = 0;  // since the last prompt
-  constexpr int after() const { return before + tokens; }
+  FREEKV_HD constexpr int after() const { return before + tokens; }
 };
 
 /// The rows of a step as the caller hands them to a layer; they are read until the layer has attended.
@@ -91,13 +90,15 @@ struct page_list {
   int first_token = 0;  // tokens before it are not attended
   int page_tokens = 1, unit_tokens = 1;
 
-  constexpr int size() const {
+  FREEKV_HD constexpr int size() const {
     return complete ? roles.page_end : roles.sink_end + selected_count + roles.page_end - roles.window_begin;
   }
   /// Which of the selected units entry i is; not one of them if it is none.
-  constexpr int nth_selected(int i) const { return complete ? -1 : i - roles.sink_end; }
-  constexpr bool is_selected(int i) const { return nth_selected(i) >= 0 && nth_selected(i) < selected_count; }
-  constexpr page_part part(int i) const {
+  FREEKV_HD constexpr int nth_selected(int i) const { return complete ? -1 : i - roles.sink_end; }
+  FREEKV_HD constexpr bool is_selected(int i) const {
+    return nth_selected(i) >= 0 && nth_selected(i) < selected_count;
+  }
+  FREEKV_HD constexpr page_part part(int i) const {
     if (is_selected(i)) {
       const int unit = selected[nth_selected(i)], units_per_page = page_tokens / unit_tokens;
       if (units_per_page == 1) return {unit, 0, page_tokens};
@@ -109,7 +110,7 @@ struct page_list {
     const int last = tokens - before < page_tokens ? tokens - before : page_tokens;
     return {page, first, last - first};
   }
-  constexpr int page(int i) const { return part(i).page; }
+  FREEKV_HD constexpr int page(int i) const { return part(i).page; }
 };
 
 /// The units of a sequence from `first` on, so many.
@@ -185,69 +186,69 @@ struct layer_state {
       nullptr;                       // (sequence, kv head): those of them that attention waited for
   std::int32_t* promoted = nullptr;  // (sequence, kv head): slices from the ring, last step
 
-  constexpr std::size_t row(int sequence, int head) const {
+  FREEKV_HD constexpr std::size_t row(int sequence, int head) const {
     return static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads.kv) +
            static_cast<std::size_t>(head);
   }
-  constexpr std::size_t selection(int sequence, int head) const {
+  FREEKV_HD constexpr std::size_t selection(int sequence, int head) const {
     return row(sequence, head) * static_cast<std::size_t>(list_units);
   }
-  constexpr std::size_t masks(int sequence, int head) const {
+  FREEKV_HD constexpr std::size_t masks(int sequence, int head) const {
     return selection(sequence, head) * static_cast<std::size_t>(mask_words);
   }
-  page_union selected_union(int sequence, int head) const {
+  FREEKV_HD page_union selected_union(int sequence, int head) const {
     return {selected + selection(sequence, head), selected_by + masks(sequence, head), mask_words};
   }
-  page_union upcoming_union(int sequence, int head) const {
+  FREEKV_HD page_union upcoming_union(int sequence, int head) const {
     return {upcoming + selection(sequence, head), upcoming_by + masks(sequence, head), mask_words};
   }
-  slot_contents slots_of(int sequence, int head) const {
+  FREEKV_HD slot_contents slots_of(int sequence, int head) const {
     const std::size_t first = row(sequence, head) * static_cast<std::size_t>(slots.selected);
     return {slot_page + first, slot_stamp + first, slots.selected};
   }
   /// Where the window of a decode entry begins: behind its candidates, as far as they are (after a truncation, still)
   /// complete.
-  int window_begin(const step_entry& entry) const {
-    return std::min(roles_at(entry.candidates_at, budget, page.tokens).window_begin,
-                    entry.before / page.tokens);
+  FREEKV_HD int window_begin(const step_entry& entry) const {
+    const int begin = roles_at(entry.candidates_at, budget, page.tokens).window_begin;
+    return begin < entry.before / page.tokens ? begin : entry.before / page.tokens;
   }
   /// The candidates of a selection at length `tokens`.
-  unit_range candidates_at(int tokens) const {
+  FREEKV_HD unit_range candidates_at(int tokens) const {
     const page_roles roles = roles_at(tokens, budget, page.tokens);
     return {roles.sink_end * units_per_page, roles.candidates() * units_per_page};
   }
-  int pages_of(int tokens) const { return (tokens + page.tokens - 1) / page.tokens; }
-  layer_kind kind_of(int head) const { return head_kinds[head]; }
-  float* kept_query(int sequence, int head, int decode_row = 0) const {
+  FREEKV_HD int pages_of(int tokens) const { return (tokens + page.tokens - 1) / page.tokens; }
+  FREEKV_HD layer_kind kind_of(int head) const { return head_kinds[head]; }
+  FREEKV_HD float* kept_query(int sequence, int head, int decode_row = 0) const {
     const std::size_t nth =
         row(sequence, head) * static_cast<std::size_t>(decode_rows) + static_cast<std::size_t>(decode_row);
     return previous_query + nth * static_cast<std::size_t>(heads.group() * head_dim);
   }
   /// The queries of all rows of a decode step as one group.
-  group_query query_of(const step_entry& entry, int head) const {
+  FREEKV_HD group_query query_of(const step_entry& entry, int head) const {
     return {kept_query(entry.sequence, head), entry.tokens * heads.group(), head_dim};
   }
   /// Those of query head g of the group alone.
-  group_query query_of(const step_entry& entry, int head, int g) const {
+  FREEKV_HD group_query query_of(const step_entry& entry, int head, int g) const {
     return {kept_query(entry.sequence, head) + g * head_dim, entry.tokens, head_dim, heads.group()};
   }
-  std::int32_t store_page(int sequence, int page_index) const {
+  FREEKV_HD std::int32_t store_page(int sequence, int page_index) const {
     return page_table[static_cast<std::size_t>(sequence) * static_cast<std::size_t>(max_pages) +
                       static_cast<std::size_t>(page_index)];
   }
   /// Of the `nth` unit of a page: a KV head's lie side by side, in the order of the store's pages.
-  std::byte* summary_of(std::int32_t store_page, int head, int nth = 0) const {
+  FREEKV_HD std::byte* summary_of(std::int32_t store_page, int head, int nth = 0) const {
     return summaries + unit_row(store_page, head, nth) * summary_bytes;
   }
-  float& pin_worth_of(std::int32_t store_page, int head, int nth) const {
+  FREEKV_HD float& pin_worth_of(std::int32_t store_page, int head, int nth) const {
     return pin_worth[unit_row(store_page, head, nth)];
   }
-  constexpr std::size_t unit_row(std::int32_t store_page, int head, int nth) const {
+  FREEKV_HD constexpr std::size_t unit_row(std::int32_t store_page, int head, int nth) const {
     const std::size_t page = static_cast<std::size_t>(head) * static_cast<std::size_t>(store_pages) +
                              static_cast<std::size_t>(store_page);
     return page * static_cast<std::size_t>(units_per_page) + static_cast<std::size_t>(nth);
   }
-  std::byte* shared_of(std::int32_t store_page) const {
+  FREEKV_HD std::byte* shared_of(std::int32_t store_page) const {
     return shared + static_cast<std::size_t>(store_page) * shared_bytes;
   }
   std::span<const std::int32_t> pinned_of(int sequence, int head) const {
@@ -255,34 +256,37 @@ struct layer_state {
             static_cast<std::size_t>(pinned_count[row(sequence, head)])};
   }
   /// The page that unit `index` of a sequence is part of, and its first row there.
-  constexpr int page_of(int index) const { return units_per_page == 1 ? index : index / units_per_page; }
-  constexpr int row_of(int index) const { return index % units_per_page * unit.tokens; }
-  head_slice<element> store_slice(int sequence, int page_index, int head) const {
+  FREEKV_HD constexpr int page_of(int index) const {
+    return units_per_page == 1 ? index : index / units_per_page;
+  }
+  FREEKV_HD constexpr int row_of(int index) const { return index % units_per_page * unit.tokens; }
+  FREEKV_HD head_slice<element> store_slice(int sequence, int page_index, int head) const {
     return slice_of(store, store_page(sequence, page_index), head);
   }
   /// Where the rows of a page that is not complete are, and for a while those of one that is.
-  head_slice<element> open_slice(int sequence, int page_index, int head) const {
+  FREEKV_HD head_slice<element> open_slice(int sequence, int page_index, int head) const {
     return slice_of(open, std::int64_t{sequence} * open_frames + page_index % open_frames, head);
   }
-  std::int64_t frame(int sequence, int slot) const {
+  FREEKV_HD std::int64_t frame(int sequence, int slot) const {
     const std::int64_t set = slot_sets[sequence], fixed = slots.fixed();
     if (slot < fixed) return set * fixed + slot;
     return selected_frames[set * (slots.total() - fixed) + slot - fixed];
   }
-  head_slice<element> frame_slice(int sequence, int slot, int head) const {
+  FREEKV_HD head_slice<element> frame_slice(int sequence, int slot, int head) const {
     return frames.slice(frame(sequence, slot), head);
   }
   /// Selected slot i: a unit's rows.
-  head_slice<element> selected_slice(int sequence, int i, int head) const {
+  FREEKV_HD head_slice<element> selected_slice(int sequence, int i, int head) const {
     return rows_behind(frame_slice(sequence, slots.selected_slot(i), head), row_of(i));
   }
 
   /// The pages that one head attends to with row `row` of an entry. `everything`: all that the model attends to, in the
   /// store; else what the head keeps.
-  page_list pages_attended(const step_entry& entry, int row, int head, bool everything = false) const {
+  FREEKV_HD page_list pages_attended(const step_entry& entry, int row, int head,
+                                     bool everything = false) const {
     const int tokens = entry.before + row + 1;
     if (sliding_window > 0) {
-      const int first = std::max(0, tokens - sliding_window);
+      const int first = tokens > sliding_window ? tokens - sliding_window : 0;
       return {.roles = {0, first / page.tokens, pages_of(tokens)},
               .tokens = tokens,
               .first_token = first,
@@ -291,7 +295,10 @@ struct layer_state {
     }
     const bool selects = !everything && kind_of(head) == layer_kind::retrieval;
     page_roles roles = roles_at(tokens, budget, page.tokens);
-    if (selects) roles.window_begin = std::max(roles.sink_end, window_begin(entry));
+    if (selects) {
+      const int begin = window_begin(entry);
+      roles.window_begin = begin > roles.sink_end ? begin : roles.sink_end;
+    }
     return {roles,
             selected + selection(entry.sequence, head),
             selects ? selected_count[this->row(entry.sequence, head)] : 0,
@@ -302,11 +309,11 @@ struct layer_state {
             unit.tokens};
   }
   /// The selected slot of entry i of such a list, which is selected, of a head that attends to slots.
-  int selected_slot_of(int sequence, int head, const page_list& pages, int i) const {
+  FREEKV_HD int selected_slot_of(int sequence, int head, const page_list& pages, int i) const {
     return slot_of[selection(sequence, head) + static_cast<std::size_t>(pages.nth_selected(i))];
   }
   /// The slot of entry i of such a list that is not selected.
-  int slot_of_page(const page_list& pages, int i) const {
+  FREEKV_HD int slot_of_page(const page_list& pages, int i) const {
     const int page_index = pages.page(i);
     return pages.nth_selected(i) < 0 ? slots.sink_slot(page_index) : slots.ring_slot(page_index);
   }
@@ -314,7 +321,7 @@ struct layer_state {
 
 /// Entries of so many tokens that one part of attention covers; parts are cut and merged at multiples of it, so that
 /// results depend neither on threads nor on the batch.
-constexpr int entries_per_part(int entry_tokens) {
+FREEKV_HD constexpr int entries_per_part(int entry_tokens) {
   constexpr int part_tokens = 512;
   return entry_tokens < part_tokens ? part_tokens / entry_tokens : 1;
 }

@@ -105,7 +105,7 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
   const auto text = [](auto n) { return std::to_string(n); };
   const int p = s.page.tokens;
   if (p < 8 || p > 256 || p % 8 != 0) fail("page size " + text(p) + " is not a multiple of 8 from 8 to 256");
-  if (const int u = s.unit.tokens; u < 0 || (u > 0 && p % u != 0))
+  if (const int u = s.unit.tokens; u < 0 || p % std::max(u, 1) != 0)
     fail("a unit of " + text(u) + " tokens does not divide a page of " + text(p) +
          "; choose a divisor such as 1 or 8, or 0 for whole pages");
   if (s.layers < 1) fail("layers is " + text(s.layers) + "; a pipeline has at least 1");

@@ -41,8 +41,8 @@ struct slot_frames {
   std::int64_t block_stride = 0, token_stride = 0, head_stride = 0;
   const std::int32_t* blocks = nullptr;
 
-  std::int64_t block(std::int64_t slot) const { return blocks == nullptr ? slot : blocks[slot]; }
-  head_slice<Element> slice(std::int64_t slot, int head) const {
+  FREEKV_HD std::int64_t block(std::int64_t slot) const { return blocks == nullptr ? slot : blocks[slot]; }
+  FREEKV_HD head_slice<Element> slice(std::int64_t slot, int head) const {
     const std::int64_t offset = block(slot) * block_stride + head * head_stride;
     return {keys + offset, values + offset, token_stride};
   }
