@@ -7,6 +7,7 @@
 #include <freekv/functors/attend_slice.hpp>
 #include <freekv/pipeline/frame_pool.hpp>
 #include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/mirror.hpp>
 #include <freekv/policies/codec.hpp>
 #include <freekv/policies/rows.hpp>
 #include <freekv/policies/summary.hpp>
@@ -31,8 +32,9 @@ class pipeline_memory {
 
   std::vector<State> layers;
   std::vector<frame_pool> frame_pools;  // by layer
-  std::int32_t* page_tables = nullptr;  // (sequence, max_pages)
-  std::int32_t* slot_sets = nullptr;    // (sequence)
+  device_mirror<State> mirror;          // of a device's memory; else empty but for the next two
+  std::int32_t* page_tables = nullptr;  // (sequence, max_pages), as the host writes them
+  std::int32_t* slot_sets = nullptr;    // (sequence), the same
   memory_bytes bytes;
   std::size_t slow_bytes = 0, fast_bytes = 0;  // of the blocks
   Stages stages;
@@ -44,14 +46,35 @@ class pipeline_memory {
   template <class Backend>
   pipeline_memory(const Settings& s, Backend& backend, carver&& slow, carver&& fast, file_store* file,
                   std::span<const engine_frames<element>> frames)
-      : page_tables(fast.take<std::int32_t>(size(s.max_sequences) * size(s.max_pages()))),
-        slot_sets(fast.take<std::int32_t>(size(s.max_sequences))),
-        stages(backend, s, scratch_sizes(s), fast) {
+      : mirror{.page_tables = table<std::int32_t>(size(s.max_sequences) * size(s.max_pages()), slow, fast),
+               .slot_sets = table<std::int32_t>(size(s.max_sequences), slow, fast)},
+        page_tables(mirror.page_tables.host),
+        slot_sets(mirror.slot_sets.host),
+        stages(make_stages(s, backend, slow, fast)) {
     for (int layer = 0; layer < s.layers; ++layer)
       layers.push_back(layer_part(s, layer, slow, fast, file, frames));
+    if constexpr (on_device<Stages>) {
+      bytes.mirrors = slow.used() - bytes.store;
+      if (slow.base() != nullptr) stages.begin(mirror, layers);
+    }
     slow_bytes = slow.used();
     fast_bytes = fast.used();
-    bytes.state = fast_bytes - bytes.slots - bytes.summaries - bytes.codec;
+    bytes.state = fast_bytes - bytes.device_store - bytes.slots - bytes.summaries - bytes.codec;
+  }
+
+  /// A table that the host writes: of a device, beside the device's own.
+  template <class T>
+  static mirrored<T> table(std::size_t count, carver& slow, carver& fast) {
+    T* const device = fast.take<T>(count);
+    if constexpr (on_device<Stages>) return {slow.take<T>(count), device, count};
+    return {device, device, count};
+  }
+  template <class Backend>
+  static Stages make_stages(const Settings& s, Backend& backend, carver& slow, carver& fast) {
+    if constexpr (on_device<Stages>)
+      return Stages(backend, s, slow, fast);
+    else
+      return Stages(backend, s, scratch_sizes(s), fast);
   }
 
   State layer_part(const Settings& s, int layer, carver& slow, carver& fast, file_store* file,
@@ -71,7 +94,11 @@ class pipeline_memory {
       l.budget = {.sink = 0, .window = pages * s.page.tokens, .selected_pages = 1};
     }
     l.soft_cap = s.soft_cap;
-    if (!s.sink_logits.empty()) l.sink_logits = s.sink_logits.data() + size(layer) * size(s.query_heads);
+    if (!s.sink_logits.empty()) {
+      const float* const logits = s.sink_logits.data() + size(layer) * size(s.query_heads);
+      l.sink_logits = on_device<Stages> ? fast.take<float>(size(s.query_heads)) : logits;
+      if (on_device<Stages>) mirror.sink_logits.push_back({logits, l.sink_logits, size(s.query_heads)});
+    }
     l.encoded = s.encodes() && l.kind != layer_kind::complete;
     l.open_frames = s.open_frames();
     l.pins = s.pinned_units();
@@ -85,8 +112,8 @@ class pipeline_memory {
     l.scale = s.scale;
     l.max_pages = s.max_pages();
     l.store_pages = s.store_pages();
-    l.page_table = page_tables;
-    l.slot_sets = slot_sets;
+    l.page_table = mirror.page_tables.device;
+    l.slot_sets = mirror.slot_sets.device;
     l.summary_bytes =
         resolve(s.summary, [&](const auto& summary) { return summary_bytes<element>(summary, l.unit); });
 
@@ -100,9 +127,13 @@ class pipeline_memory {
     const auto elements = [&](std::int64_t pages) {
       return size(pages) * size(2 * shape.tokens * head_dim) * size(shape.kv_heads);
     };
-    const std::size_t store_before = slow.used(), frames_before = fast.used();
+    const std::size_t store_before = slow.used(), rows_before = fast.used();
     const std::size_t file_before = bytes.file;
-    auto* const row_data = slow.take<element>(elements(row_pages));
+    // A device reads all of a complete layer in every step: from its own memory.
+    const bool in_fast = on_device<Stages> && l.kind == layer_kind::complete;
+    auto* const row_data = (in_fast ? fast : slow).template take<element>(elements(row_pages));
+    const std::size_t frames_before = fast.used(), rows_in_fast = frames_before - rows_before;
+    bytes.device_store += rows_in_fast;
     if (l.encoded) l.slices = slices_of(s, slow, file);
     auto* const frame_data = fast.take<element>(elements(frame_pages));
     const std::size_t in_memory = slow.used() - store_before;
@@ -115,14 +146,15 @@ class pipeline_memory {
       l.frames = frames_of<element>(
           make_page_span<typename Layouts::fast, head_dim>(frame_data, frame_pages, shape));
     });
-    auto* const listed = fast.take<std::int32_t>(size(s.max_resident) * size(most));
-    l.selected_frames = listed;
-    frame_pools.emplace_back(fixed, shared, most, s.max_resident, listed);
+    const auto listed = table<std::int32_t>(size(s.max_resident) * size(most), slow, fast);
+    l.selected_frames = listed.device;
+    frame_pools.emplace_back(fixed, shared, most, s.max_resident, listed.host);
     if (!frames.empty() && slots > 0) l.frames = frames_of(frames[size(layer)], layer, slots);
     int complete_heads = 0;
     for (int head = 0; head < s.kv_heads; ++head)
       complete_heads += head_kind(s.plan, layer, head) == layer_kind::complete;
-    bytes.complete += (in_memory + bytes.file - file_before) / size(s.kv_heads) * size(complete_heads);
+    bytes.complete +=
+        (in_memory + rows_in_fast + bytes.file - file_before) / size(s.kv_heads) * size(complete_heads);
     if (l.kind == layer_kind::retrieval) {
       const std::size_t before = fast.used();
       l.summaries = fast.take<std::byte>(l.summary_bytes * size(s.units_per_page()) * size(s.store_pages()) *
@@ -139,23 +171,34 @@ class pipeline_memory {
       bytes.codec += fast.used() - before;
     }
 
-    l.head_kinds = fast.take<layer_kind>(size(s.kv_heads));
-    for (int head = 0; l.head_kinds != nullptr && head < s.kv_heads; ++head)
-      l.head_kinds[head] = head_kind(s.plan, layer, head);
-    const std::size_t rows = l.row(s.max_sequences, 0), selections = l.selection(s.max_sequences, 0);
+    const auto kinds = table<layer_kind>(size(s.kv_heads), slow, fast);
+    l.head_kinds = kinds.device;
+    for (int head = 0; kinds.host != nullptr && head < s.kv_heads; ++head)
+      kinds.host[head] = head_kind(s.plan, layer, head);
+    const std::size_t rows = l.row(s.max_sequences, 0);
     l.previous_query = fast.take<float>(rows * size(l.decode_rows * l.heads.group() * head_dim));
-    for (std::uint8_t** flags : {&l.corrected, &l.unrecalled}) *flags = fast.take<std::uint8_t>(rows);
-    l.unfilled = fast.take<std::uint8_t>(size(s.max_sequences));
-    for (std::int32_t** counts : {&l.selected_count, &l.upcoming_count, &l.attended_count, &l.pinned_count,
-                                  &l.selections, &l.recalled, &l.recalled_before_attention, &l.promoted})
-      *counts = fast.take<std::int32_t>(rows);
-    for (std::int32_t** lists : {&l.selected, &l.upcoming, &l.attended, &l.slot_of})
-      *lists = fast.take<std::int32_t>(selections);
-    for (std::uint32_t** masks : {&l.selected_by, &l.upcoming_by, &l.attended_by})
-      *masks = fast.take<std::uint32_t>(l.masks(s.max_sequences, 0));
-    l.pinned = fast.take<std::int32_t>(rows * size(l.pins));
-    for (std::int32_t** lists : {&l.slot_page, &l.slot_stamp})
-      *lists = fast.take<std::int32_t>(rows * size(l.slots.selected));
+    const auto take_books = [&](State& books, carver& memory) {
+      for_each_book(books, [&]<class T>(T*& book, std::size_t of_sequence) {
+        book = memory.take<T>(size(s.max_sequences) * of_sequence);
+      });
+    };
+    const std::size_t books_before = fast.used();
+    take_books(l, fast);
+    if constexpr (on_device<Stages>) {
+      State seen = l;
+      seen.page_table = page_tables;
+      seen.slot_sets = slot_sets;
+      seen.selected_frames = listed.host;
+      seen.head_kinds = kinds.host;
+      const std::size_t mirrors_before = slow.used();
+      take_books(seen, slow);
+      std::byte* const host = slow.base() == nullptr ? nullptr : slow.base() + mirrors_before;
+      std::byte* const device = fast.base() == nullptr ? nullptr : fast.base() + books_before;
+      mirror.books.push_back({host, device, fast.used() - books_before});
+      mirror.selected_frames.push_back(listed);
+      mirror.head_kinds.push_back(kinds);
+      mirror.layers.push_back(seen);
+    }
     return l;
   }
 

@@ -49,8 +49,10 @@ struct step_report {
 ///     }
 ///     pipeline.end_step();
 ///
-/// append and attend have happened when they return. Selection and recall for the next step go on behind them
-/// on the backend's recall stream, after the layer's attention and before its next append. One thread calls.
+/// append and attend have happened when they return, or of a device are queued on its compute stream: then rows and
+/// outputs are in memory that the device reads and writes, and stay there until it has. Selection and recall for the next
+/// step go on behind them on the backend's recall stream, after the layer's attention and before its next append. One
+/// thread calls.
 /// Steps allocate nothing. Calls out of order throw usage_error and change nothing. A step that the engine
 /// cannot finish is ended by `abandon_step`.
 template <class Shape, class Pack>
@@ -254,6 +256,7 @@ class basic_retrieval_pipeline {
     reserve_frames(rows);
     sequences_->begin_step(rows, entries_);
     rows_ = entries_.empty() ? 0 : entries_.back().first_row + entries_.back().tokens;
+    upload_step();
     std::fill(progress_.begin(), progress_.end(), layer_progress::waiting);
     in_step_ = true;
   }
@@ -275,9 +278,9 @@ class basic_retrieval_pipeline {
       expect_numbers("append: queries", rows.queries.size(), s.heads.query * head_dim);
 
     backend_->compute().wait(recalled_[static_cast<std::size_t>(layer)]);
-    for (const step_entry& entry : entries_) parts_->stages.settle(s, entry);
-    for (const step_entry& entry : entries_) parts_->stages.append(s, entry, rows);
-    for (const step_entry& entry : entries_) parts_->stages.detect(s, entry, rows);
+    each_part([&](const auto& part) { parts_->stages.settle(s, part); });
+    each_part([&](const auto& part) { parts_->stages.append(s, part, rows); });
+    each_part([&](const auto& part) { parts_->stages.detect(s, part, rows); });
     queries_ = rows.queries;
     appended_layer_ = layer;
     progress_[static_cast<std::size_t>(layer)] = layer_progress::appended;
@@ -292,6 +295,8 @@ class basic_retrieval_pipeline {
   void append_from(int layer, std::span<const paged_rows<In>> rows) {
     static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
                   "append_from takes keys and values of the stored element type, or float");
+    static_assert(!on_device<stages>,
+                  "append_from is the host backend's; the CUDA backend does not have it yet");
     const state& s = layer_in(layer, "append_from", layer_progress::waiting);
     check_tables(rows);
     if (s.encoded) {
@@ -324,7 +329,7 @@ class basic_retrieval_pipeline {
     const state& s = layer_in(layer, "attend", layer_progress::appended, layer_progress::corrected);
     const auto to = output("attend", s, out, lse);
     correct(layer);
-    for (const step_entry& entry : entries_) parts_->stages.attend(s, entry, queries_.data(), to);
+    each_part([&](const auto& part) { parts_->stages.attend(s, part, queries_.data(), to); });
     attended(layer);
   }
 
@@ -333,12 +338,12 @@ class basic_retrieval_pipeline {
   void correct(int layer) {
     const state& s = layer_in(layer, "correct", layer_progress::appended, layer_progress::corrected);
     layer_progress& progress = progress_[static_cast<std::size_t>(layer)];
-    for (const step_entry& entry : entries_)
-      if (progress == layer_progress::appended && entry.kind == row_kind::decode &&
-          s.kind == layer_kind::retrieval)
-        parts_->stages.correct(s, entry);
+    each_part([&](const auto& part) {
+      if (progress == layer_progress::appended && decodes(part) && s.kind == layer_kind::retrieval)
+        parts_->stages.correct(s, part);
+    });
     progress = layer_progress::corrected;
-    for (const step_entry& entry : entries_) parts_->stages.settle_correction(s, entry);
+    each_part([&](const auto& part) { parts_->stages.settle_correction(s, part); });
   }
 
   /// The pages that KV head `head` of a sequence attends to with the last of its decode rows, to `blocks`
@@ -346,7 +351,7 @@ class basic_retrieval_pipeline {
   /// themselves. Between `correct` and `attended`, of a layer that keeps slots. Throws usage_error.
   resident_table table(int layer, sequence_id id, int head, std::span<std::int32_t> blocks) const {
     const step_entry& entry = entry_for_table(layer, id, blocks.size());
-    const state& s = layer_of(layer, "table");
+    const state& s = readable(layer_of(layer, "table"));
     if (head < 0 || head >= s.heads.kv)
       throw usage_error("table: KV head " + std::to_string(head) + " is not one of " +
                         std::to_string(s.heads.kv));
@@ -357,7 +362,7 @@ class basic_retrieval_pipeline {
   /// heads that all retrieve. Throws usage_error where the heads' slots differ.
   resident_table table(int layer, sequence_id id, std::span<std::int32_t> blocks) const {
     const step_entry& entry = entry_for_table(layer, id, blocks.size());
-    const state& s = layer_of(layer, "table");
+    const state& s = readable(layer_of(layer, "table"));
     const int sequence = entry.sequence;
     const auto slots = [&](int head) {
       return std::span(s.slot_of + s.selection(sequence, head),
@@ -377,10 +382,11 @@ class basic_retrieval_pipeline {
     progress_[static_cast<std::size_t>(layer)] = layer_progress::attended;
     if (s.kind != layer_kind::retrieval) return;
     backend_->recall().wait(backend_->compute().record());
-    for (const step_entry& entry : entries_)
-      if (entry.kind == row_kind::decode)
+    each_part([&](const auto& part) {
+      if (decodes(part))
         backend_->recall().enqueue(
-            [stages = &parts_->stages, layer_state = &s, entry] { stages->speculate(*layer_state, entry); });
+            [stages = &parts_->stages, layer_state = &s, part] { stages->speculate(*layer_state, part); });
+    });
     recalled_[static_cast<std::size_t>(layer)] = backend_->recall().record();
   }
 
@@ -390,7 +396,7 @@ class basic_retrieval_pipeline {
     const state& s = layer_in(layer, "attend_full", layer_progress::appended, layer_progress::corrected,
                               layer_progress::attended);
     const auto to = output("attend_full", s, out, lse);
-    for (const step_entry& entry : entries_) parts_->stages.attend_full(s, entry, queries_.data(), to);
+    each_part([&](const auto& part) { parts_->stages.attend_full(s, part, queries_.data(), to); });
   }
 
   /// Ends the step. Every layer must have been appended to.
@@ -428,17 +434,22 @@ class basic_retrieval_pipeline {
       throw usage_error("abandon: " + sequence_table::name_of(id) + " has no rows in a step in progress");
     entries_.erase(entry);
     end(id);
+    upload_step();
   }
 
   /// Waits until everything queued has happened.
-  void synchronize() { backend_->recall().synchronize(); }
+  void synchronize() {
+    if constexpr (on_device<stages>) backend_->compute().synchronize();
+    backend_->recall().synchronize();
+  }
 
   /// What the last decode step of a layer did for a sequence; waits for the layer's recall. Valid until the
   /// layer's next append, or the sequence's release.
   step_report report(int layer, sequence_id id) const {
     sequences_->known(id);
-    const state& s = layer_of(layer, "report");
+    const state& of_layer = layer_of(layer, "report");
     recalled_[static_cast<std::size_t>(layer)].wait();
+    const state& s = readable(of_layer);
     const auto heads = static_cast<std::size_t>(s.heads.kv);
     const std::size_t row = s.row(static_cast<int>(id), 0), first = s.selection(static_cast<int>(id), 0);
     return {{s.corrected + row, heads},
@@ -457,6 +468,42 @@ class basic_retrieval_pipeline {
   enum class layer_progress : std::uint8_t { waiting, appended, corrected, attended };
 
   static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+  // A stage is asked for its part in a step entry by entry; of a device for all of them at once.
+  struct no_step {};
+  template <class Stages>
+  struct step_of {
+    using type = no_step;
+  };
+  template <class Stages>
+  requires on_device<Stages>
+  struct step_of<Stages> {
+    using type = typename Stages::step;
+  };
+  template <class Call>
+  void each_part(const Call& call) const {
+    if constexpr (on_device<stages>)
+      call(step_);
+    else
+      for (const step_entry& entry : entries_) call(entry);
+  }
+  static bool decodes(const auto& part) {
+    if constexpr (on_device<stages>)
+      return part.most.decodes;
+    else
+      return part.kind == row_kind::decode;
+  }
+  void upload_step() {
+    if constexpr (on_device<stages>) step_ = parts_->stages.begin_step(entries_);
+  }
+  /// A layer whose selection and report the host can read.
+  const state& readable(const state& s) const {
+    if constexpr (on_device<stages>)
+      return parts_->stages.read_back(s);
+    else
+      return s;
+  }
+
   void end(sequence_id id) {
     sequences_->known(id);
     synchronize();
@@ -631,7 +678,8 @@ class basic_retrieval_pipeline {
   std::optional<memory_plan> parts_;
   std::optional<sequence_table> sequences_;
   std::vector<step_entry> entries_;
-  std::span<const float> queries_;  // of the layer appended to last
+  typename step_of<stages>::type step_;  // the same on a device
+  std::span<const float> queries_;       // of the layer appended to last
   int appended_layer_ = -1;
   int rows_ = 0;
   bool in_step_ = false;

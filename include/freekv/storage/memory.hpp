@@ -14,23 +14,29 @@ struct memory_resources {
   std::pmr::memory_resource* fast = std::pmr::new_delete_resource();  ///< slots, summaries, state
 };
 
-/// Bytes of each part of a pipeline's memory. From the `slow` resource comes `store`, from `fast` all the rest:
-/// `slots + summaries + codec + state + staging`.
+/// Bytes of each part of a pipeline's memory. From the `slow` resource come `store` and `mirrors`, from `fast` all the
+/// rest: `device_store + slots + summaries + codec + state + staging`.
 struct memory_bytes {
-  std::size_t store = 0;      ///< KV of all tokens of all layers, but for what is in a file
-  std::size_t file = 0;       ///< KV of complete pages in the store's file
-  std::size_t complete = 0;   ///< of `store`: the complete layers' part, which attention reads whole
+  std::size_t store = 0;  ///< KV of all tokens of all layers, but for what is in a file or a device's
+  std::size_t file = 0;   ///< KV of complete pages in the store's file
+  std::size_t complete =
+      0;  ///< of `store` or `device_store`: the complete layers' part, which attention reads whole
   std::size_t slots = 0;      ///< sink, window and selected slots of the resident route
   std::size_t summaries = 0;  ///< page summaries
   std::size_t codec = 0;    ///< what a codec keeps of complete pages beside the store, as low_rank_keys does
   std::size_t state = 0;    ///< page tables, selections, previous queries, scratch
   std::size_t staging = 0;  ///< of an evicting_pipeline: KV of prompts until they end; from `fast`
 
+  std::size_t device_store = 0;  ///< where fast memory is a device's: KV of complete layers
+  std::size_t mirrors = 0;       ///< and what the host keeps of its tables and reports, and uploads
+
   /// KV and summaries that a device would keep in its own memory: with `complete`, though that comes from `slow`;
   /// without `state` and `staging`, though those come from `fast`.
   std::size_t fast_tier() const { return slots + summaries + codec + complete; }
   /// Taken from both resources.
-  std::size_t total() const { return store + slots + summaries + codec + state + staging; }
+  std::size_t total() const {
+    return store + mirrors + device_store + slots + summaries + codec + state + staging;
+  }
 };
 
 /// Carves arrays out of one block. Run once without memory it counts the bytes; run again over a block of
@@ -54,6 +60,7 @@ class carver {
     return bytes == nullptr ? nullptr : bytes + (at - reinterpret_cast<std::uintptr_t>(bytes) % at);
   }
   std::size_t used() const { return used_; }
+  std::byte* base() const { return base_; }
 
  private:
   std::byte* base_;

@@ -1,0 +1,175 @@
+// Attention on the device: each row's entries in parts, one team a part, merged in order.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <freekv/backend/cuda/lane_team.cuh>
+#include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/backend/cuda/step.cuh>
+#include <freekv/functors/attend_slice.hpp>
+#include <freekv/functors/attend_tokens.hpp>
+#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/storage/memory.hpp>
+
+namespace freekv::device {
+
+struct attend_tuning {
+  int threads = 128;             ///< of a block
+  int heads = 4;                 ///< query heads that a team attends with; larger groups take several
+  int part_tokens = 64;          ///< of a budgeted row that one team attends to
+  int part_tokens_of_all = 512;  ///< of a row that attends to everything
+  int rows_of_all = 16;          ///< that attend to everything in one launch; more take turns
+  constexpr bool valid() const {
+    return threads >= 32 && threads <= 1024 && threads % 32 == 0 && heads >= 1 && heads <= 8 &&
+           part_tokens >= 8 && part_tokens_of_all >= part_tokens && rows_of_all >= 1;
+  }
+};
+inline constexpr attend_tuning attend_default{};
+static_assert(attend_default.valid());
+
+/// Entries of a list that one part covers. Parts are cut at multiples of it and merged in order, so that results depend on
+/// neither the batch nor the grid.
+FREEKV_HD constexpr int entries_of_part(bool everything, int page_tokens, int unit_tokens) {
+  const int tokens = everything ? attend_default.part_tokens_of_all : attend_default.part_tokens;
+  const int entry = everything ? page_tokens : unit_tokens;
+  return tokens > entry ? tokens / entry : 1;
+}
+
+/// Where attention goes: (rows, query_heads, head_dim) and (rows, query_heads); `lse` may be null.
+struct attention_output {
+  float* out = nullptr;
+  float* lse = nullptr;
+  float lse_unit = 1.0f;  // what a nat of lse is written as
+};
+
+/// Parts of rows before they are merged. For `rows` rows of `parts` parts.
+struct attention_scratch_memory {
+  log_sum_exp* mass = nullptr;  // (row, query head, part)
+  float* weighted = nullptr;    // (row, query head, part, head_dim)
+  std::int64_t parts = 0;       // of all rows and query heads that there is room for, times query heads
+
+  static attention_scratch_memory carve(carver& memory, std::int64_t parts, int head_dim) {
+    attention_scratch_memory m;
+    m.parts = parts;
+    m.mass = memory.take<log_sum_exp>(static_cast<std::size_t>(parts));
+    m.weighted = memory.take<float>(static_cast<std::size_t>(parts * head_dim));
+    return m;
+  }
+};
+
+/// Rows of a step that attend in one launch.
+struct attended_rows {
+  int first = 0, count = 0;
+  int parts = 1;            // of a row at most
+  bool everything = false;  // whatever their kind
+};
+
+/// Whether a row attends to everything that its model does, in the store, rather than to what the head keeps.
+FREEKV_HD inline bool attends_to_all(const step_entry& entry, const attended_rows& rows) {
+  return rows.everything || entry.kind == row_kind::prompt;
+}
+
+/// Where the rows of entry i of a head's list are: in the store, or in its slot.
+template <class State>
+FREEKV_HD auto attended_slice(const State& s, const step_entry& entry, const page_list& entries, int i,
+                              int head, bool everything) {
+  const page_part part = entries.part(i);
+  if (!s.keeps_slots || everything || entries.complete)
+    return rows_behind(s.store_slice(entry.sequence, part.page, head), part.first);
+  if (entries.is_selected(i))
+    return s.selected_slice(entry.sequence, s.selected_slot_of(entry.sequence, head, entries, i), head);
+  return rows_behind(s.frame_slice(entry.sequence, s.slot_of_page(entries, i), head), part.first);
+}
+
+/// A team attends with up to `attend_default.heads` query heads of one KV head to one part of a row.
+template <class State>
+__global__ void attend_parts(State s, step_view step, const float* queries, attended_rows rows,
+                             attention_scratch_memory scratch) {
+  constexpr int d = State::head_dim, heads = attend_default.heads;
+  using team_type = row_team<d>;
+  const team_type team;
+  const int group = s.heads.group(), tiles = (group + heads - 1) / heads;
+  const int part = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
+  const int head = static_cast<int>(blockIdx.y) / tiles, tile = static_cast<int>(blockIdx.y) % tiles;
+  const int row = rows.first + static_cast<int>(blockIdx.z);
+  const step_entry* const entry = step.entry_of(row);
+  if (entry == nullptr || part >= rows.parts) return;
+  const bool everything = attends_to_all(*entry, rows);
+  const page_list entries = s.pages_attended(*entry, row - entry->first_row, head, everything);
+  const int each = entries_of_part(entries.complete, s.page.tokens, s.unit.tokens);
+  const int begin = part * each, end = begin + each < entries.size() ? begin + each : entries.size();
+  if (begin >= end) return;
+
+  const std::int64_t first_head = std::int64_t{row} * s.heads.query + head * group;
+  register_attention<d, heads, team_type> attention;
+  const auto nth = [&](int h) { return tile * heads + h < group ? tile * heads + h : group - 1; };
+  attention.begin(
+      team, [&](int h) { return queries + (first_head + nth(h)) * d; }, s.scale);
+  for (int i = begin; i < end; ++i)
+    attention.attend(team, as_const(attended_slice(s, *entry, entries, i, head, everything)),
+                     entries.part(i).tokens, s.soft_cap);
+  const std::int64_t of_row = std::int64_t{static_cast<int>(blockIdx.z)} * s.heads.query + head * group;
+  unroll<heads>([&](auto h) {
+    if (tile * heads + h >= group) return;
+    const std::int64_t at = (of_row + tile * heads + h) * rows.parts + part;
+    if (team.lane() == 0) scratch.mass[at] = attention.mass[h];
+    unroll<d / team_type::width>([&](auto i) {
+      team.store(scratch.weighted + at * d + i * team_type::width, attention.weighted[h][i]);
+    });
+  });
+}
+
+/// A team merges the parts of one query head of a row, in order, and writes its output.
+template <class State>
+__global__ void merge_attention(State s, step_view step, attended_rows rows, attention_scratch_memory scratch,
+                                attention_output to) {
+  constexpr int d = State::head_dim;
+  using team_type = row_team<d>;
+  const team_type team;
+  const int unit = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
+  if (unit >= rows.count * s.heads.query) return;
+  const int nth = unit / s.heads.query, query_head = unit % s.heads.query,
+            head = query_head / s.heads.group();
+  const int row = rows.first + nth;
+  const step_entry* const entry = step.entry_of(row);
+  if (entry == nullptr) return;
+  const page_list entries =
+      s.pages_attended(*entry, row - entry->first_row, head, attends_to_all(*entry, rows));
+  const int each = entries_of_part(entries.complete, s.page.tokens, s.unit.tokens);
+  const int parts = (entries.size() + each - 1) / each;
+
+  const std::int64_t first = (std::int64_t{nth} * s.heads.query + query_head) * rows.parts;
+  log_sum_exp mass = scratch.mass[first];
+  const attention_part into{&mass, scratch.weighted + first * d};
+  for (int part = 1; part < parts; ++part) {
+    log_sum_exp behind = scratch.mass[first + part];
+    merge_parts<d>(team, attention_part{&behind, scratch.weighted + (first + part) * d}, into, 1);
+  }
+  if (s.sink_logits != nullptr) add_logits<d>(team, s.sink_logits + query_head, 1, into);
+  const std::int64_t out = std::int64_t{row} * s.heads.query + query_head;
+  float lse;
+  finish_attention<d>(team, into, 1, to.out + out * d, &lse);
+  if (to.lse != nullptr && team.lane() == 0) to.lse[out] = lse * to.lse_unit;
+}
+
+/// Attends the rows of a step, of which each has at most `parts` parts.
+template <class State>
+void launch_attend(const State& s, const step_view& step, const float* queries, bool everything, int parts,
+                   const attention_output& to, const attention_scratch_memory& scratch, cudaStream_t stream) {
+  constexpr int lanes = row_team<State::head_dim>::lane_count, threads = attend_default.threads;
+  const int tiles = (s.heads.group() + attend_default.heads - 1) / attend_default.heads;
+  const int at_once =
+      static_cast<int>(std::max<std::int64_t>(1, scratch.parts / (std::int64_t{parts} * s.heads.query)));
+  for (int first = 0; first < step.most.rows; first += at_once) {
+    const attended_rows rows{first, std::min(at_once, step.most.rows - first), parts, everything};
+    const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{parts} * lanes, threads)),
+                    static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
+    attend_parts<<<grid, threads, 0, stream>>>(s, step, queries, rows, scratch);
+    check(cudaGetLastError(), "attend");
+    merge_attention<<<blocks_for(std::int64_t{rows.count} * s.heads.query * lanes, threads), threads, 0,
+                      stream>>>(s, step, rows, scratch, to);
+    check(cudaGetLastError(), "merge of attention");
+  }
+}
+
+}  // namespace freekv::device

@@ -1,0 +1,40 @@
+// The CUDA backend: the two streams of a pipeline on a device.
+#pragma once
+
+#include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/core/policy.hpp>
+#include <string_view>
+
+namespace freekv {
+
+namespace device {
+template <class State, class Settings>
+class stages;
+}  // namespace device
+
+/// A device's streams. Compute is the engine's: what append and attend read and write is ordered by it, and they return
+/// when their work is queued there. Selection and recall for the next step are queued on the recall stream. No call waits
+/// for the device but those of the pipeline that say so, and a step that is `device::step_ring::depth` ahead of it. The
+/// two streams are the caller's, may be the same, and neither is the legacy default stream; the device that is current at
+/// construction is theirs. One pipeline at a time uses a backend; it outlives its pipelines, whose memory is a
+/// `device_memory` and a `pinned_memory`, or others of that kind.
+class cuda_backend {
+ public:
+  using policy_kind = backend_kind;
+  static constexpr std::string_view name = "cuda";
+  static constexpr bool on_device = true;
+  // What a pipeline takes from its backend.
+  using event = device::event;
+  template <class State, class Settings>
+  using stages = device::stages<State, Settings>;
+
+  cuda_backend(cudaStream_t compute, cudaStream_t recall) : compute_(compute), recall_(recall) {}
+
+  device::stream& compute() { return compute_; }
+  device::stream& recall() { return recall_; }
+
+ private:
+  device::stream compute_, recall_;
+};
+
+}  // namespace freekv

@@ -1,0 +1,187 @@
+// Lanes of a warp as a team: what the shared functors run on where a device has more than one thread for them.
+#pragma once
+
+#include <cstdint>
+#include <freekv/core/team.hpp>
+#include <freekv/core/unroll.hpp>
+
+namespace freekv::device {
+
+/// `Share` neighbouring numbers, a lane's part of a pack.
+template <int Share>
+struct lane_pack {
+  float x[Share];
+
+  lane_pack() = default;
+  FREEKV_HD explicit lane_pack(float all) {
+    unroll<Share>([&](auto i) { x[i] = all; });
+  }
+  FREEKV_HD friend lane_pack operator+(const lane_pack& a, const lane_pack& b) {
+    return of([&](auto i) { return a.x[i] + b.x[i]; });
+  }
+  FREEKV_HD friend lane_pack operator-(const lane_pack& a, const lane_pack& b) {
+    return of([&](auto i) { return a.x[i] - b.x[i]; });
+  }
+  FREEKV_HD friend lane_pack operator*(const lane_pack& a, const lane_pack& b) {
+    return of([&](auto i) { return a.x[i] * b.x[i]; });
+  }
+  /// number(i) for each i, a compile-time constant.
+  template <class Number>
+  FREEKV_HD static lane_pack of(const Number& number) {
+    lane_pack all;
+    unroll<Share>([&](auto i) { all.x[i] = number(i); });
+    return all;
+  }
+};
+
+/// `Lanes` neighbouring threads of a warp, 1 to 32 and a power of two, each with `Share` neighbouring numbers of a
+/// pack. Threads of other teams of the warp may be elsewhere. Sums are taken in one order, that of the lanes paired by
+/// falling distance, and so are the same in every run and on every lane.
+///
+/// Loads and stores are of up to 16 bytes a lane where the address allows it.
+template <int Lanes, int Share>
+struct lane_team {
+  static_assert(Lanes >= 1 && Lanes <= 32 && (Lanes & (Lanes - 1)) == 0, "lanes are a power of two up to 32");
+  static constexpr int width = Lanes * Share;
+  static constexpr int lane_count = Lanes;
+  using pack = lane_pack<Share>;
+
+  template <element E>
+  __device__ pack load(const E* p) const {
+    constexpr int bytes = Share * static_cast<int>(sizeof(E)), block = bytes < 16 ? bytes : 16;
+    const E* const mine = p + lane() * Share;
+    pack all;
+    if constexpr ((block == 16 || block == 8 || block == 4) && bytes % block == 0) {
+      if (reinterpret_cast<std::uintptr_t>(mine) % block == 0) {
+        struct alignas(block) piece {
+          E elements[block / static_cast<int>(sizeof(E))];
+        };
+        constexpr int each = block / static_cast<int>(sizeof(E));
+        unroll<bytes / block>([&](auto part) {
+          const piece loaded = reinterpret_cast<const piece*>(mine)[part];
+          unroll<each>([&](auto i) { all.x[part * each + i] = to_float(loaded.elements[i]); });
+        });
+        return all;
+      }
+    }
+    unroll<Share>([&](auto i) { all.x[i] = to_float(mine[i]); });
+    return all;
+  }
+  __device__ void store(float* p, const pack& x) const {
+    float* const mine = p + lane() * Share;
+    if constexpr (Share % 4 == 0) {
+      if (reinterpret_cast<std::uintptr_t>(mine) % 16 == 0) {
+        unroll<Share / 4>([&](auto part) {
+          reinterpret_cast<float4*>(mine)[part] =
+              float4{x.x[part * 4], x.x[part * 4 + 1], x.x[part * 4 + 2], x.x[part * 4 + 3]};
+        });
+        return;
+      }
+    }
+    unroll<Share>([&](auto i) { mine[i] = x.x[i]; });
+  }
+
+  __device__ pack maximum(const pack& a, const pack& b) const {
+    return pack::of([&](auto i) { return scalar_team{}.maximum(a.x[i], b.x[i]); });
+  }
+  __device__ pack minimum(const pack& a, const pack& b) const {
+    return pack::of([&](auto i) { return scalar_team{}.minimum(a.x[i], b.x[i]); });
+  }
+  __device__ pack select_greater(const pack& a, const pack& b, const pack& x, const pack& y) const {
+    return pack::of([&](auto i) { return a.x[i] > b.x[i] ? x.x[i] : y.x[i]; });
+  }
+  __device__ pack by_sign(const pack& x, const pack& a, const pack& b) const {
+    return pack::of([&](auto i) { return scalar_team{}.by_sign(x.x[i], a.x[i], b.x[i]); });
+  }
+  __device__ pack exp(const pack& x) const {
+    return pack::of([&](auto i) { return ::expf(x.x[i]); });
+  }
+  __device__ pack log(const pack& x) const {
+    return pack::of([&](auto i) { return ::logf(x.x[i]); });
+  }
+
+  __device__ float sum(const pack& x) const {
+    return across(in_share(x, [](float a, float b) { return a + b; }),
+                  [](float a, float b) { return a + b; });
+  }
+  __device__ float max(const pack& x) const {
+    const auto larger = [](float a, float b) { return scalar_team{}.maximum(a, b); };
+    return across(in_share(x, larger), larger);
+  }
+  /// Adds as `sum` does. Each exchange halves what a lane still has to add up: Share * (Lanes - 1) in all.
+  __device__ pack sum_each(const pack (&x)[width]) const {
+    float rest[width];
+    unroll<width>([&](auto i) { rest[i] = in_share(x[i], [](float a, float b) { return a + b; }); });
+    halve<Lanes / 2>(rest);
+    return pack::of([&](auto i) { return rest[i]; });
+  }
+
+  template <int Bits>
+  __device__ pack load_codes(const std::uint8_t* codes, int first) const {
+    return pack::of(
+        [&](auto i) { return scalar_team{}.template load_codes<Bits>(codes, first + lane() * Share + i); });
+  }
+  __device__ pack lookup(const float* table, const std::uint8_t* codes) const {
+    return pack::of([&](auto i) { return table[codes[lane() * Share + i]]; });
+  }
+  template <element E>
+  __device__ void widen(const E* in, float* out, int n) const {
+    for (int i = lane(); i < n; i += Lanes) out[i] = to_float(in[i]);
+  }
+  __device__ void prefetch(const void*) const {}  // other warps hide the wait
+  __device__ int lane() const { return static_cast<int>(threadIdx.x) % Lanes; }
+  __device__ int lanes() const { return Lanes; }
+  __device__ void sync() const { __syncwarp(mask()); }
+
+  /// The threads of the warp that are this team's.
+  __device__ unsigned mask() const {
+    if constexpr (Lanes == 32) return 0xffffffffu;
+    return ((1u << Lanes % 32) - 1u) << (threadIdx.x % 32 / Lanes * Lanes);
+  }
+
+ private:
+  template <class Combine>
+  __device__ static float in_share(const pack& x, const Combine& combine) {
+    float all = x.x[0];
+    unroll<Share - 1>([&](auto i) { all = combine(all, x.x[i + 1]); });
+    return all;
+  }
+  template <class Combine>
+  __device__ float across(float x, const Combine& combine) const {
+    for (int distance = Lanes / 2; distance > 0; distance /= 2)
+      x = combine(x, __shfl_xor_sync(mask(), x, distance, Lanes));
+    return x;
+  }
+  /// Of `2 * Distance * Share` sums, laid out by the lane that is to have them, keeps those of this lane's half.
+  template <int Distance>
+  __device__ void halve(float (&rest)[width]) const {
+    if constexpr (Distance > 0) {
+      const bool upper = (lane() & Distance) != 0;
+      unroll<Distance * Share>([&](auto i) {
+        const float low = rest[i], high = rest[i + Distance * Share];
+        const float theirs = __shfl_xor_sync(mask(), upper ? low : high, Distance, Lanes);
+        rest[i] = (upper ? high : low) + theirs;
+      });
+      halve<Distance / 2>(rest);
+    }
+  }
+};
+
+static_assert(team<lane_team<8, 1>> && team<lane_team<32, 1>> && team<lane_team<16, 8>>);
+
+/// The largest power of two up to `most` that divides `n`.
+constexpr int largest_share(int n, int most) {
+  int share = 1;
+  while (share < most && n % (2 * share) == 0) share *= 2;
+  return share;
+}
+
+/// The team for rows of `HeadDim` numbers, each lane with 8 of them: 16 bytes of 2-byte elements.
+template <int HeadDim>
+using row_team = lane_team<largest_share(HeadDim / 8, 32), 8>;
+
+/// One number a lane, for bodies that keep a pack of packs: as many lanes as divide both `HeadDim` and `Most`.
+template <int HeadDim, int Most>
+using narrow_team = lane_team<largest_share(HeadDim, Most), 1>;
+
+}  // namespace freekv::device

@@ -1,0 +1,80 @@
+// The best of a row of scores, by a radix selection of one block: deterministic, ties to the smaller index.
+#pragma once
+
+#include <cstdint>
+#include <cub/block/block_scan.cuh>
+#include <freekv/config.hpp>
+#include <freekv/functors/ordered_key.hpp>
+
+namespace freekv::device {
+
+/// A block of `Threads` threads that selects: four passes over the scores' 32 ordered bits find the least that is selected,
+/// 8 bits at a time, and a fifth writes what is at least that, in order. O(scores / Threads), and any number selected.
+template <int Threads>
+class radix_select {
+  static_assert(Threads >= 256 && Threads <= 1024 && Threads % 32 == 0, "a thread for each of 256 digits");
+  using scan = cub::BlockScan<int, Threads>;
+  static constexpr int digits = 256;
+
+ public:
+  struct storage {
+    typename scan::TempStorage scan_storage;
+    int histogram[digits];
+    std::uint32_t bits;  // of the least selected score, as far as they are known
+    int rest;            // how many of those that share these bits are selected
+  };
+
+  __device__ explicit radix_select(storage& shared)
+      : shared_(shared), thread_(static_cast<int>(threadIdx.x)) {}
+
+  /// Calls `write(nth, i)` for the `count` largest of the `size` scores, i ascending and nth from 0. `count` is at most
+  /// `size`. By all threads of the block.
+  template <class Write>
+  __device__ void largest(const float* scores, int size, int count, const Write& write) const {
+    if (count <= 0) return;
+    std::uint32_t bits = 0, known = 0;
+    int rest = count;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+      for (int i = thread_; i < digits; i += Threads) shared_.histogram[i] = 0;
+      __syncthreads();
+      for (int i = thread_; i < size; i += Threads) {
+        const std::uint32_t key = order_bits(scores[i]);
+        if ((key & known) == bits) atomicAdd(&shared_.histogram[key >> shift & (digits - 1)], 1);
+      }
+      __syncthreads();
+      // From the largest digit down.
+      const int digit = digits - 1 - thread_, of_digit = digit >= 0 ? shared_.histogram[digit] : 0;
+      int larger;
+      scan(shared_.scan_storage).ExclusiveSum(of_digit, larger);
+      if (larger < rest && rest <= larger + of_digit) {
+        shared_.bits = bits | static_cast<std::uint32_t>(digit) << shift;
+        shared_.rest = rest - larger;
+      }
+      __syncthreads();
+      bits = shared_.bits;
+      rest = shared_.rest;
+      known |= 0xffu << shift;
+    }
+    int larger_before = 0, equal_before = 0;
+    for (int first = 0; first < size; first += Threads) {
+      const int i = first + thread_;
+      const std::uint32_t key = i < size ? order_bits(scores[i]) : 0;
+      const bool larger = i < size && key > bits, equal = i < size && key == bits;
+      constexpr int both = 1 << 16;  // a pass counts at most Threads of each
+      int counted, all;
+      scan(shared_.scan_storage).ExclusiveSum(int{larger} + int{equal} * both, counted, all);
+      const int nth_equal = equal_before + counted / both;
+      if (larger || (equal && nth_equal < rest))
+        write(larger_before + counted % both + (nth_equal < rest ? nth_equal : rest), i);
+      larger_before += all % both;
+      equal_before += all / both;
+      __syncthreads();  // the scan's memory is free again
+    }
+  }
+
+ private:
+  storage& shared_;
+  int thread_;
+};
+
+}  // namespace freekv::device

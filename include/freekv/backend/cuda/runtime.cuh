@@ -1,0 +1,113 @@
+// What the CUDA backend takes from the runtime: errors, memory, ordered streams and events.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <freekv/core/error.hpp>
+#include <memory_resource>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace freekv {
+
+/// A call of the CUDA runtime, or a launch, that failed.
+struct device_error : error {
+  device_error(const std::string& call, cudaError_t failed)
+      : error(call + " failed: " + cudaGetErrorString(failed)), status(failed) {}
+  cudaError_t status;
+};
+
+namespace device {
+
+inline void check(cudaError_t status, const char* call) {
+  if (status != cudaSuccess) throw device_error(call, status);
+}
+
+constexpr int blocks_for(std::int64_t units, int each) { return static_cast<int>((units + each - 1) / each); }
+
+/// Memory of the device in use. For `memory_resources::fast`; the host does not touch it.
+class device_memory final : public std::pmr::memory_resource {
+  void* do_allocate(std::size_t bytes, std::size_t) override {
+    void* data = nullptr;
+    if (cudaMalloc(&data, bytes) != cudaSuccess) throw std::bad_alloc();
+    return data;
+  }
+  void do_deallocate(void* data, std::size_t, std::size_t) override { cudaFree(data); }
+  bool do_is_equal(const memory_resource& other) const noexcept override { return this == &other; }
+};
+
+/// Page-locked memory of the host, which kernels read and write at the same address. For `memory_resources::slow`. Taken
+/// in one piece, as page-locking is slow.
+class pinned_memory final : public std::pmr::memory_resource {
+  void* do_allocate(std::size_t bytes, std::size_t) override {
+    void* data = nullptr;
+    if (cudaHostAlloc(&data, bytes, cudaHostAllocMapped | cudaHostAllocPortable) != cudaSuccess)
+      throw std::bad_alloc();
+    return data;
+  }
+  void do_deallocate(void* data, std::size_t, std::size_t) override { cudaFreeHost(data); }
+  bool do_is_equal(const memory_resource& other) const noexcept override { return this == &other; }
+};
+
+class stream;
+
+/// A point in a stream's order: everything queued there before it was recorded. Waiting on one that was recorded long
+/// ago, more than `stream::events` points, may wait for a later point of the same stream.
+class event {
+ public:
+  event() = default;
+  /// Blocks the calling thread until the point is reached.
+  void wait() const {
+    if (recorded_ != nullptr) check(cudaEventSynchronize(recorded_), "cudaEventSynchronize");
+  }
+
+ private:
+  friend class stream;
+  explicit event(cudaEvent_t recorded) : recorded_(recorded) {}
+  cudaEvent_t recorded_ = nullptr;
+};
+
+/// A stream of the caller's and events for it, all made at construction. What is enqueued runs at once, on the calling
+/// thread: it launches.
+class stream {
+ public:
+  static constexpr std::size_t events = 1024;
+
+  explicit stream(cudaStream_t of) : of_(of), ring_(events) {
+    for (cudaEvent_t& e : ring_)
+      check(cudaEventCreateWithFlags(&e, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  }
+  stream(const stream&) = delete;
+  stream& operator=(const stream&) = delete;
+  ~stream() {
+    for (cudaEvent_t e : ring_) cudaEventDestroy(e);
+  }
+
+  cudaStream_t get() const { return of_; }
+  template <class Task>
+  void enqueue(const Task& task) {
+    task();
+  }
+  event record() {
+    const cudaEvent_t next = ring_[next_++ % events];
+    check(cudaEventRecord(next, of_), "cudaEventRecord");
+    return event(next);
+  }
+  /// What is queued from now on runs after `e`.
+  void wait(const event& e) {
+    if (e.recorded_ != nullptr) check(cudaStreamWaitEvent(of_, e.recorded_), "cudaStreamWaitEvent");
+  }
+  void synchronize() const { check(cudaStreamSynchronize(of_), "cudaStreamSynchronize"); }
+
+ private:
+  cudaStream_t of_;
+  std::vector<cudaEvent_t> ring_;
+  std::size_t next_ = 0;
+};
+
+}  // namespace device
+}  // namespace freekv

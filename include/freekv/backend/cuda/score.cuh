@@ -1,0 +1,194 @@
+// Scores of pages for a group's queries, and their pooling, on the device: split over units as well as over sequences and
+// heads, so that one sequence fills it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <freekv/backend/cuda/append.cuh>
+#include <freekv/backend/cuda/lane_team.cuh>
+#include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/backend/cuda/selection_scratch.cuh>
+#include <freekv/backend/cuda/step.cuh>
+#include <freekv/core/error.hpp>
+#include <freekv/functors/score_page.hpp>
+#include <freekv/policies/pooling.hpp>
+#include <string>
+
+namespace freekv::device {
+
+struct score_tuning {
+  int threads = 128;             ///< of a block, which scores a chunk
+  int shared_bytes = 48 * 1024;  ///< of a block: a decoded summary for each team
+  constexpr bool valid() const {
+    return threads >= 32 && threads <= 1024 && threads % 32 == 0 && shared_bytes <= 48 * 1024;
+  }
+};
+inline constexpr score_tuning score_default{};
+static_assert(score_default.valid());
+
+/// Teams of a block that score at a time, each with a decoded summary's numbers in its memory. Throws settings_error
+/// where it does not hold one.
+template <int HeadDim, class Summary>
+int scoring_teams(const Summary& summary, page_geometry unit) {
+  constexpr score_tuning tuning = score_default;
+  constexpr int lanes = summary_team_t<Summary, HeadDim>::lane_count;
+  const int bytes = summary.width(unit) * static_cast<int>(sizeof(float));
+  if (bytes > tuning.shared_bytes)
+    throw settings_error("a decoded summary by " + std::string(Summary::name) + " takes " +
+                         std::to_string(bytes) + " bytes of a block's memory, and there are " +
+                         std::to_string(tuning.shared_bytes) + "; choose a smaller page or unit");
+  return std::min(tuning.threads / lanes, tuning.shared_bytes / std::max(1, bytes));
+}
+
+/// The mass of up to `chunk_units` scores, on all lanes of a warp.
+__device__ inline log_sum_exp mass_of_chunk(const float* scores, int count) {
+  constexpr lane_team<32, 1> warp{};
+  log_sum_exp mass;
+  for (int first = 0; first < chunk_units; first += 32) {
+    const int i = first + warp.lane();
+    const lane_pack<1> score(i < count ? scores[i] : -infinity);
+    mass.add(warp, &score, 1);
+  }
+  return mass;
+}
+
+/// Prepares the queries of each head that selects; before that pools them, where one query scores for all.
+template <class State, class Summary, class Pooling>
+__global__ void prepare_queries(State s, Summary summaries, Pooling pooling, step_view step,
+                                selection_scratch scratch, selection_job job) {
+  using team_type = summary_team_t<Summary, State::head_dim>;
+  const team_type team;
+  const int head = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
+  if (head + nth + static_cast<int>(threadIdx.x) == 0) *scratch.item_count = 0;  // of the recall behind this
+  if (nth >= step.size()) return;
+  const step_entry& entry = step.entries[nth];
+  const row_candidates candidates = candidates_of(s, entry, head, job.time);
+  if (candidates.most() <= job.taken_up_to) return;
+  const int me = static_cast<int>(threadIdx.x) / team.lanes();
+  group_query query = s.query_of(entry, head);
+  if constexpr (query_pooling<Pooling>) {
+    if (me > 0) return;
+    float* const pooled = scratch.query_of(nth, head, State::head_dim);
+    pooling.pool_query(team, query, pooled);
+    team.sync();
+    query = {pooled, 1, State::head_dim};
+  }
+  const auto summary = summary_at(summaries, s.layer, head);
+  const int width = summary_query_width(summary, State::head_dim);
+  for (int g = me; g < query.group; g += static_cast<int>(blockDim.x) / team.lanes())
+    prepare_query(team, summary, group_query{query.head(g), 1, State::head_dim},
+                  scratch.prepared_of(nth, head, width) + g * width);
+}
+
+/// Scores one chunk of one head's candidates, by one query alone where queries are pooled. For softmaxes it is summed up
+/// as well.
+template <class State, class Summary>
+__global__ void score_chunks(State s, Summary summaries, step_view step, selection_scratch scratch,
+                             selection_job job, int teams, bool one_query, bool softmax) {
+  using element = typename State::element;
+  using team_type = summary_team_t<Summary, State::head_dim>;
+  constexpr int d = State::head_dim;
+  extern __shared__ float shared[];
+  const team_type team;
+  const int chunk = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
+  const int nth = static_cast<int>(blockIdx.z), thread = static_cast<int>(threadIdx.x);
+  if (nth >= step.size()) return;
+  const step_entry& entry = step.entries[nth];
+  const row_candidates candidates = candidates_of(s, entry, head, job.time);
+  const int first = chunk * chunk_units, last = min(first + chunk_units, candidates.most());
+  if (first >= last || candidates.most() <= job.taken_up_to) return;
+
+  const auto summary = summary_at(summaries, s.layer, head);
+  const int me = thread / team.lanes(), width = summary_query_width(summary, d);
+  const int group = one_query ? 1 : entry.tokens * s.heads.group();
+  const prepared_queries queries{scratch.prepared_of(nth, head, width), width, group, s.scale};
+  float* const numbers = shared + me * summary.width(s.unit);
+  float* const scores = scratch.scores_of(nth, head);
+  if (me < teams)
+    for (int j = first + me; j < last; j += teams) {
+      const int unit = candidates.first + j, page = s.page_of(unit);
+      score_page<element>(
+          team, summary, s.unit,
+          s.summary_of(s.store_page(entry.sequence, page), head, unit - page * s.units_per_page), queries,
+          numbers, score_column{scores + j, scratch.stride});
+      team.sync();  // the numbers are free again
+    }
+  if (!softmax) return;
+  __syncthreads();
+  for (int g = thread / 32; g < group; g += static_cast<int>(blockDim.x) / 32) {
+    const log_sum_exp mass = mass_of_chunk(scores + g * scratch.stride + first, last - first);
+    if (thread % 32 == 0) scratch.masses_of(nth, head)[g * scratch.chunks + chunk] = mass;
+  }
+}
+
+/// The logarithm of what the first `count` scores' exponentials sum to: of whole chunks as they were summed up, and the
+/// rest. On all lanes of a warp.
+__device__ inline float log_sum_of(const log_sum_exp* chunk_mass, const float* scores, int count) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, whole = count / chunk_units;
+  const int each = (whole + 31) / 32;
+  log_sum_exp mass;
+  for (int i = lane * each; i < min((lane + 1) * each, whole); ++i) mass.add(chunk_mass[i]);
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const log_sum_exp behind{__shfl_down_sync(0xffffffffu, mass.max, distance),
+                             __shfl_down_sync(0xffffffffu, mass.sum, distance)};
+    if (lane % (2 * distance) == 0) mass.add(behind);
+  }
+  mass = {__shfl_sync(0xffffffffu, mass.max, 0), __shfl_sync(0xffffffffu, mass.sum, 0)};
+  if (count % chunk_units != 0) mass.add(mass_of_chunk(scores + whole * chunk_units, count % chunk_units));
+  return mass.value();
+}
+
+/// Pools one chunk of one head's scores among this step's candidates, or the next step's.
+template <class State, class Pooling>
+__global__ void pool_chunks(State s, Pooling pooling, step_view step, selection_scratch scratch,
+                            selection_job job) {
+  extern __shared__ float log_sums[];  // (scoring heads)
+  const int chunk = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
+  const bool for_next = blockIdx.z % 2 != 0;
+  const int nth = static_cast<int>(blockIdx.z / 2), thread = static_cast<int>(threadIdx.x);
+  if (nth >= step.size()) return;
+  const step_entry& entry = step.entries[nth];
+  const row_candidates candidates = candidates_of(s, entry, head, job.time);
+  const int count = for_next ? candidates.next : candidates.now, j = chunk * chunk_units + thread;
+  if (chunk * chunk_units >= count || count <= job.taken_up_to) return;
+  const float* const scores = scratch.scores_of(nth, head);
+  float* const pooled = scratch.pooled_of(for_next, nth, head);
+  if constexpr (query_pooling<Pooling>) {
+    if (j < count) pooled[j] = clamp_score(scores[j]);
+  } else {
+    const int group = entry.tokens * s.heads.group();
+    if constexpr (softmax_pooling<Pooling>) {
+      for (int g = thread / 32; g < group; g += static_cast<int>(blockDim.x) / 32) {
+        const float sum =
+            log_sum_of(scratch.masses_of(nth, head) + g * scratch.chunks, scores + g * scratch.stride, count);
+        if (thread % 32 == 0) log_sums[g] = sum;
+      }
+      __syncthreads();
+    }
+    if (j < count)
+      pooled[j] =
+          clamp_score(pooling.pool(scalar_team{}, row_scores{scores, scratch.stride, log_sums, group}, j));
+  }
+}
+
+/// Scores and pools the candidates of the heads of a step that select.
+template <class State, class Summary, class Pooling>
+void launch_score(const State& s, const Summary& summary, const Pooling& pooling, const step_view& step,
+                  const selection_scratch& scratch, const selection_job& job, cudaStream_t stream) {
+  const auto count = [](int n) { return static_cast<unsigned>(n); };
+  const dim3 rows(count(scratch.chunks), count(s.heads.kv), count(step.most.entries));
+  prepare_queries<<<dim3(rows.y, rows.z), score_default.threads, 0, stream>>>(s, summary, pooling, step,
+                                                                              scratch, job);
+  check(cudaGetLastError(), "preparing queries");
+  const int teams = scoring_teams<State::head_dim>(summary, s.unit);
+  const auto numbers = static_cast<std::size_t>(teams * summary.width(s.unit)) * sizeof(float);
+  score_chunks<<<rows, score_default.threads, numbers, stream>>>(
+      s, summary, step, scratch, job, teams, query_pooling<Pooling>, softmax_pooling<Pooling>);
+  check(cudaGetLastError(), "score");
+  const dim3 pooled_rows(rows.x, rows.y, 2 * rows.z);
+  pool_chunks<<<pooled_rows, chunk_units, static_cast<std::size_t>(scratch.scoring_heads) * sizeof(float),
+                stream>>>(s, pooling, step, scratch, job);
+  check(cudaGetLastError(), "pool");
+}
+
+}  // namespace freekv::device

@@ -1,0 +1,189 @@
+// Selection on the device, and as its epilogue what the selected slots lack: one block a KV head of a sequence.
+#pragma once
+
+#include <cstdint>
+#include <freekv/backend/cuda/lane_team.cuh>
+#include <freekv/backend/cuda/radix_select.cuh>
+#include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/backend/cuda/score.cuh>
+#include <freekv/backend/cuda/selection_scratch.cuh>
+#include <freekv/backend/cuda/step.cuh>
+#include <freekv/functors/diff_pages.hpp>
+#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/policies/selection.hpp>
+
+namespace freekv::device {
+
+struct select_tuning {
+  int threads = 256;  ///< of a block
+  int most_by_mass =
+      1024;  ///< units that a selection by mass has the choice of: their order is kept in a block's memory
+  constexpr bool valid() const {
+    return threads >= 256 && threads <= 1024 && threads % 32 == 0 && most_by_mass <= 4096;
+  }
+};
+inline constexpr select_tuning select_default{};
+static_assert(select_default.valid());
+
+/// What a block that selects has in shared memory.
+template <bool ByMass>
+struct select_storage {
+  typename radix_select<select_default.threads>::storage radix;
+  int items;
+};
+template <>
+struct select_storage<true> : select_storage<false> {
+  float warp_most[select_default.threads / 32], warp_sum[select_default.threads / 32];
+  float mass[select_default.most_by_mass];          // by falling score
+  std::int16_t place[select_default.most_by_mass];  // of each unit of the list, ascending
+  int kept;
+};
+
+/// The logarithm of what the exponentials of `count` pooled scores sum to, the same on all threads of the block.
+template <class Storage>
+__device__ float log_mass_of_all(const float* pooled, int count, Storage& shared) {
+  constexpr int warps = select_default.threads / 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32, chunks = (count + chunk_units - 1) / chunk_units;
+  const int each = (chunks + warps - 1) / warps;
+  log_sum_exp mass;
+  for (int i = warp * each; i < min((warp + 1) * each, chunks); ++i)
+    mass.add(mass_of_chunk(pooled + i * chunk_units, min(chunk_units, count - i * chunk_units)));
+  if (threadIdx.x % 32 == 0) {
+    shared.warp_most[warp] = mass.max;
+    shared.warp_sum[warp] = mass.sum;
+  }
+  __syncthreads();
+  mass = {};
+  for (int i = 0; i < warps; ++i) mass.add(log_sum_exp{shared.warp_most[i], shared.warp_sum[i]});
+  return mass.value();
+}
+
+/// Selects among `count` candidates, units from `first` on, to `units`, ascending; returns how many, on all threads.
+template <class Selection, class Storage>
+__device__ int select_best(const Selection& selection, const float* pooled, int first, int count, int k,
+                           int taken_up_to, std::int32_t* units, Storage& shared) {
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  if (count <= taken_up_to) {
+    for (int i = thread; i < count; i += threads) units[i] = first + i;
+    __syncthreads();
+    return count;
+  }
+  const int most = selection.count(count, k);
+  const radix_select<select_default.threads> select(shared.radix);
+  select.largest(pooled, count, most, [&](int nth, int i) { units[nth] = first + i; });
+  __syncthreads();
+  if constexpr (selection_by_mass<Selection>) {
+    if (most == 0) return 0;
+    const float all = log_mass_of_all(pooled, count, shared);
+    const auto key = [&](int i) { return ordered_key(pooled[units[i] - first], units[i]); };
+    for (int i = thread; i < most; i += threads) {
+      int better = 0;
+      for (int other = 0; other < most; ++other) better += key(other) > key(i);
+      const float score = pooled[units[i] - first];
+      shared.place[i] = static_cast<std::int16_t>(better);
+      shared.mass[better] = score > -infinity ? ::expf(score - all) : 0.0f;
+    }
+    __syncthreads();
+    if (thread == 0) {
+      float taken = 0.0f;
+      int kept = 0;
+      while (kept < most) {
+        taken += shared.mass[kept++];
+        if (selection.enough(taken)) break;
+      }
+      shared.kept = kept;
+      int written = 0;
+      for (int i = 0; i < most; ++i)
+        if (shared.place[i] < kept) units[written++] = units[i];
+    }
+    __syncthreads();
+    return shared.kept;
+  }
+  return most;
+}
+
+/// Brings the slots of a head up to date with what it has selected, and lists what is to be copied there. By one block.
+template <class State, class Residency, class Storage>
+__device__ void list_missing(const State& s, const Residency& residency, const step_entry& entry, int head,
+                             bool before_attention, const selection_scratch& scratch, Storage& shared) {
+  const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
+  const std::int32_t* const units = s.selected + first;
+  std::int32_t* const slot_of = s.slot_of + first;
+  const int count = s.selected_count[row], ring_begin = s.slots.ring_begin(entry.after(), s.page.tokens);
+  if (threadIdx.x == 0) {
+    const int missing =
+        diff_pages(residency, units, count, s.slots_of(entry.sequence, head), ++s.selections[row], slot_of);
+    int promoted = 0;
+    for (int i = 0; i < count; ++i) promoted += slot_of[i] < 0 && s.page_of(units[i]) >= ring_begin;
+    s.promoted[row] += promoted;
+    s.recalled[row] += missing - promoted;
+    if (before_attention) s.recalled_before_attention[row] = s.recalled[row];
+    shared.items = missing > 0 ? atomicAdd(scratch.item_count, missing) : 0;
+    // Where each item goes among the row's does not matter: each has a slot of its own.
+    for (int i = 0, next = shared.items; i < count; ++i) {
+      if (slot_of[i] >= 0) continue;
+      slot_of[i] = ~slot_of[i];
+      scratch.items[next++] = {entry.sequence, head, units[i], slot_of[i], s.page_of(units[i]) >= ring_begin};
+    }
+  }
+  __syncthreads();
+}
+
+/// One head of a step selects. To correct: for this step and, by the same scores, for the next; then, corrected or not,
+/// what it has selected is what it attends to. To speculate: for the next step, unless a correction has done so.
+template <class State, class Selection, class Residency>
+__global__ void select_units(State s, Selection selection, Residency residency, step_view step,
+                             selection_scratch scratch, selection_job job) {
+  __shared__ select_storage<selection_by_mass<Selection>> shared;
+  const int head = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  if (nth >= step.size()) return;
+  const step_entry& entry = step.entries[nth];
+  if (entry.kind != row_kind::decode) return;
+  const row_candidates candidates = candidates_of(s, entry, head, job.time);
+  const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
+  const int k = s.budget.selected_pages;
+  std::int32_t *const selected = s.selected + first, *const upcoming = s.upcoming + first;
+  const auto select = [&](bool for_next, std::int32_t* units) {
+    return select_best(selection, scratch.pooled_of(for_next, nth, head), candidates.first,
+                       for_next ? candidates.next : candidates.now, k, job.taken_up_to, units, shared);
+  };
+  if (job.time == selection_time::correct) {
+    if (candidates.selects) {
+      const int now = select(false, selected), next = select(true, upcoming);
+      if (thread == 0) {
+        s.selected_count[row] = now;
+        s.upcoming_count[row] = next;
+      }
+      __syncthreads();
+      if (s.keeps_slots) list_missing(s, residency, entry, head, true, scratch, shared);
+    }
+    const int count = s.selected_count[row];
+    for (int i = thread; i < count; i += threads)
+      s.attended[first + static_cast<std::size_t>(i)] = selected[i];
+    if (thread == 0) s.attended_count[row] = count;
+    return;
+  }
+  if (s.kind_of(head) != layer_kind::retrieval) return;
+  const int known = s.upcoming_count[row];
+  for (int i = thread; i < known; i += threads) selected[i] = upcoming[i];
+  const int count = candidates.selects ? select(true, selected) : known;
+  __syncthreads();
+  if (thread == 0) {
+    s.selected_count[row] = count;
+    s.upcoming_count[row] = -1;
+  }
+  __syncthreads();
+  if (s.keeps_slots) list_missing(s, residency, entry, head, false, scratch, shared);
+}
+
+template <class State, class Selection, class Residency>
+void launch_select(const State& s, const Selection& selection, const Residency& residency,
+                   const step_view& step, const selection_scratch& scratch, const selection_job& job,
+                   cudaStream_t stream) {
+  const dim3 rows(static_cast<unsigned>(s.heads.kv), static_cast<unsigned>(step.most.entries));
+  select_units<<<rows, select_default.threads, 0, stream>>>(s, selection, residency, step, scratch, job);
+  check(cudaGetLastError(), "select");
+}
+
+}  // namespace freekv::device

@@ -1,0 +1,117 @@
+// What scoring, pooling, selecting and recall hand on to one another. Each stream has one of its own.
+#pragma once
+
+#include <cstdint>
+#include <freekv/backend/cuda/step.cuh>
+#include <freekv/core/log_sum_exp.hpp>
+#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/policies/selection.hpp>
+#include <freekv/storage/memory.hpp>
+
+namespace freekv::device {
+
+/// A unit that a KV head of a sequence lacks, and where it goes.
+struct recall_item {
+  std::int32_t sequence = 0, head = 0;
+  std::int32_t unit = 0;
+  std::int32_t slot = 0;       // selected slot
+  std::int32_t from_ring = 0;  // else from the store
+};
+
+/// Units that a block scores and pools at a time. Softmaxes are summed chunk by chunk, in order: what comes out depends on
+/// the units alone.
+inline constexpr int chunk_units = 128;
+static_assert(chunk_units % 32 == 0);
+
+/// The scratch of one stream. Rows of scores are of a KV head of an entry: one for each query head of its group in each
+/// decode row, or one alone where queries are pooled.
+struct selection_scratch {
+  float* scores = nullptr;            // (entry, kv head, scoring heads, stride)
+  log_sum_exp* chunk_mass = nullptr;  // (entry, kv head, scoring heads, chunks)
+  float* pooled = nullptr;    // (2, entry, kv head, stride): among this step's candidates and the next step's
+  float* queries = nullptr;   // (entry, kv head, head_dim): pooled ones
+  float* prepared = nullptr;  // (entry, kv head, scoring heads, query_width)
+  recall_item* items = nullptr;  // (entries * kv heads * K)
+  std::int32_t* item_count = nullptr;
+  int most_entries = 0, kv_heads = 0, scoring_heads = 0, chunks = 0;
+  std::int64_t stride = 0;
+
+  static selection_scratch carve(carver& memory, int entries, int kv_heads, int scoring_heads, int max_units,
+                                 int list_units, int head_dim, int query_width) {
+    const auto n = [](std::int64_t x) { return static_cast<std::size_t>(x); };
+    selection_scratch s;
+    s.most_entries = entries;
+    s.kv_heads = kv_heads;
+    s.scoring_heads = scoring_heads;
+    s.chunks = (max_units + chunk_units - 1) / chunk_units;
+    s.stride = std::int64_t{s.chunks} * chunk_units;
+    const std::int64_t rows = std::int64_t{entries} * kv_heads;
+    s.scores = memory.take<float>(n(rows * scoring_heads * s.stride));
+    s.chunk_mass = memory.take<log_sum_exp>(n(rows * scoring_heads * s.chunks));
+    s.pooled = memory.take<float>(n(2 * rows * s.stride));
+    s.queries = memory.take<float>(n(rows * head_dim));
+    s.prepared = memory.take<float>(n(rows * scoring_heads * query_width));
+    s.items = memory.take<recall_item>(n(rows * list_units));
+    s.item_count = memory.take<std::int32_t>(1);
+    return s;
+  }
+
+  FREEKV_HD std::int64_t row(int entry, int head) const { return std::int64_t{entry} * kv_heads + head; }
+  FREEKV_HD float* scores_of(int entry, int head) const {
+    return scores + row(entry, head) * scoring_heads * stride;
+  }
+  FREEKV_HD float* query_of(int entry, int head, int head_dim) const {
+    return queries + row(entry, head) * head_dim;
+  }
+  FREEKV_HD float* prepared_of(int entry, int head, int query_width) const {
+    return prepared + row(entry, head) * scoring_heads * query_width;
+  }
+  FREEKV_HD log_sum_exp* masses_of(int entry, int head) const {
+    return chunk_mass + row(entry, head) * scoring_heads * chunks;
+  }
+  FREEKV_HD float* pooled_of(bool next, int entry, int head) const {
+    return pooled +
+           (next ? std::int64_t{most_entries} * kv_heads + row(entry, head) : row(entry, head)) * stride;
+  }
+};
+
+/// When a selection is made: by the flagged heads before they attend, for this step and the next, or by the others behind
+/// it, for the next.
+enum class selection_time : std::uint8_t { correct, speculate };
+
+/// The candidates of one head: how many of the units from `first` on in this step (of a head that is corrected), and in
+/// the next. None for a head that does not select now.
+struct row_candidates {
+  int first = 0, now = 0, next = 0;
+  bool selects = false;
+  FREEKV_HD int most() const { return now > next ? now : next; }
+};
+template <class State>
+FREEKV_HD row_candidates candidates_of(const State& s, const step_entry& entry, int head,
+                                       selection_time time) {
+  row_candidates c;
+  if (entry.kind != row_kind::decode || s.kind_of(head) != layer_kind::retrieval) return c;
+  const std::size_t row = s.row(entry.sequence, head);
+  const bool correct = time == selection_time::correct;
+  if (correct ? s.corrected[row] == 0 : s.upcoming_count[row] >= 0) return c;
+  const unit_range next = s.candidates_at(entry.after() + 1);
+  const int now = s.window_begin(entry) * s.units_per_page - next.first;
+  return {next.first, correct && now > 0 ? now : 0, next.count, true};
+}
+
+/// What is asked of the heads that select.
+struct selection_job {
+  selection_time time = selection_time::correct;
+  int taken_up_to = 0;  ///< so many candidates are all selected, whatever their scores
+};
+
+/// Of a selection among so many candidates with a budget of k. What looks at masses needs the scores in any case.
+template <class Selection>
+int all_taken_up_to(const Selection& selection, int k) {
+  int taken = 0;
+  if constexpr (!selection_by_mass<Selection>)
+    while (taken < k && selection.count(taken + 1, k) == taken + 1) ++taken;
+  return taken;
+}
+
+}  // namespace freekv::device

@@ -1,0 +1,96 @@
+// What happens to a sequence's selection and slots between steps, on the device: forgetting, restoring, truncation, fork.
+#pragma once
+
+#include <cstdint>
+#include <freekv/backend/cuda/append.cuh>
+#include <freekv/backend/cuda/recall.cuh>
+#include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/pipeline/layer_state.hpp>
+
+namespace freekv::device {
+
+struct slots_tuning {
+  int threads = 128;  ///< of a block, of which each warp copies one head's slice of a slot
+  constexpr bool valid() const { return threads >= 32 && threads <= 1024 && threads % 32 == 0; }
+};
+inline constexpr slots_tuning slots_default{};
+static_assert(slots_default.valid());
+
+/// Forgets the selection of a sequence, and its report.
+template <class State>
+__global__ void forget_selection(State s, int sequence, bool report_too) {
+  constexpr lane_team<32, 1> warp{};
+  const int head = static_cast<int>(blockIdx.x);
+  drop_selection(warp, s, sequence, head);
+  if (!report_too || warp.lane() != 0) return;
+  const std::size_t row = s.row(sequence, head);
+  s.corrected[row] = 0;
+  s.attended_count[row] = s.recalled[row] = s.recalled_before_attention[row] = s.promoted[row] = 0;
+}
+template <class State>
+void launch_forget(const State& s, int sequence, bool report_too, cudaStream_t stream) {
+  forget_selection<<<s.heads.kv, 32, 0, stream>>>(s, sequence, report_too);
+  check(cudaGetLastError(), "forgetting a selection");
+}
+
+/// The slots of a sequence that are filled from the store: sink pages from `first_sink` on, the window ring, and what the
+/// selected slots are to hold.
+struct filled_slots {
+  int sequence = 0;
+  int tokens = 0;  // of the sequence
+  int first_sink = 0;
+  bool selected = false;
+};
+
+template <class State>
+__global__ void fill_slots(State s, filled_slots fill) {
+  using pieces = slice_pieces<State::head_dim, typename State::element>;
+  const int unit = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
+  const int slot = unit / s.heads.kv, head = unit % s.heads.kv, fixed = s.slots.fixed(), p = s.page.tokens;
+  if (slot < fixed) {
+    int page = slot;
+    if (slot >= s.slots.sink) {
+      page = s.slots.ring_begin(fill.tokens, p);
+      while (s.slots.ring_slot(page) != slot) ++page;
+    } else if (page < fill.first_sink) {
+      return;
+    }
+    const int rows = min(p, fill.tokens - page * p);
+    if (rows > 0)
+      copy_slice_by_warp<recall_default>(pieces{s.store_slice(fill.sequence, page, head), rows},
+                                         pieces{s.frame_slice(fill.sequence, slot, head), rows}, nullptr);
+  } else if (const int i = slot - fixed; fill.selected && i < s.slots.selected) {
+    const std::int32_t held = s.slots_of(fill.sequence, head).page[i];
+    if (held >= 0)
+      copy_slice_by_warp<recall_default>(
+          pieces{rows_behind(s.store_slice(fill.sequence, s.page_of(held), head), s.row_of(held)),
+                 s.unit.tokens},
+          pieces{s.selected_slice(fill.sequence, i, head), s.unit.tokens}, nullptr);
+  }
+}
+template <class State>
+void launch_fill(const State& s, const filled_slots& fill, cudaStream_t stream) {
+  const std::int64_t slots = s.slots.fixed() + (fill.selected ? s.slots.selected : 0);
+  fill_slots<<<blocks_for(slots * s.heads.kv * 32, slots_default.threads), slots_default.threads, 0,
+               stream>>>(s, fill);
+  check(cudaGetLastError(), "filling slots");
+}
+
+/// Gives sequence `to` what the first `slots` slots of `from` hold.
+template <class State>
+__global__ void copy_slots(State s, int from, int to, int slots) {
+  using pieces = slice_pieces<State::head_dim, typename State::element>;
+  const int unit = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
+  const int slot = unit / s.heads.kv, head = unit % s.heads.kv;
+  if (slot < slots)
+    copy_slice_by_warp<recall_default>(pieces{s.frame_slice(from, slot, head), s.page.tokens},
+                                       pieces{s.frame_slice(to, slot, head), s.page.tokens}, nullptr);
+}
+template <class State>
+void launch_copy_slots(const State& s, int from, int to, int slots, cudaStream_t stream) {
+  copy_slots<<<blocks_for(std::int64_t{slots} * s.heads.kv * 32, slots_default.threads),
+               slots_default.threads, 0, stream>>>(s, from, to, slots);
+  check(cudaGetLastError(), "copying slots");
+}
+
+}  // namespace freekv::device

@@ -1,0 +1,336 @@
+// The stages of a step on a device: which launches they are.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <freekv/backend/cuda/append.cuh>
+#include <freekv/backend/cuda/attend.cuh>
+#include <freekv/backend/cuda/cuda_backend.cuh>
+#include <freekv/backend/cuda/recall.cuh>
+#include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/backend/cuda/score.cuh>
+#include <freekv/backend/cuda/select.cuh>
+#include <freekv/backend/cuda/selection_scratch.cuh>
+#include <freekv/backend/cuda/sequence_slots.cuh>
+#include <freekv/backend/cuda/step.cuh>
+#include <freekv/backend/host/sequence_slots.hpp>
+#include <freekv/core/error.hpp>
+#include <freekv/core/policy.hpp>
+#include <freekv/pipeline/mirror.hpp>
+#include <freekv/policies/plan.hpp>
+#include <freekv/policies/rows.hpp>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace freekv::device {
+
+/// The stages of one pipeline, each for all entries of a step at once. `State` is its layer_state, `Settings` its settings,
+/// which hold the policies. What is called in a step is queued and neither allocates nor waits; what is called between
+/// steps, with nothing queued, waits. The policies' data (a basis) is in memory that the device reads.
+template <class State, class Settings>
+class stages {
+ public:
+  static constexpr bool on_device = true;
+  using element = typename State::element;
+  using output = attention_output;
+  using step = step_view;
+  static constexpr int d = State::head_dim;
+
+  /// Takes scratch and the mirrors' room for uploads. Throws settings_error for what this backend does not have.
+  stages(cuda_backend& backend, const Settings& s, carver& pinned, carver& fast)
+      : backend_(&backend), settings_(&s), ring_(s.max_resident, most_patches(s), fast, pinned) {
+    check(s);
+    const int group = s.query_heads / s.kv_heads;
+    int list_units = 0;
+    std::int64_t parts = 0;
+    for (int layer = 0; layer < s.layers; ++layer) {
+      list_units = std::max(list_units, s.list_units(layer));
+      const auto rows = std::int64_t{s.max_resident} * s.max_decode_rows;
+      parts = std::max({parts, rows * parts_within(s, layer),
+                        std::min<std::int64_t>(rows, attend_default.rows_of_all) * parts_of_all(s)});
+    }
+    append_ = resolve(s.summary, [&](const auto& summary) {
+      scoring_teams<d>(summary, {s.unit_tokens(), d});  // throws if it must
+      append_scratch scratch{nullptr, std::int64_t{s.unit_tokens()} * d,
+                             (summary.width({s.unit_tokens(), d}) + 3) / 4 * 4};
+      scratch.data = fast.take<float>(size(append_default.most_teams * scratch.each()));
+      return scratch;
+    });
+    const int query_width =
+        resolve(s.summary, [](const auto& summary) { return summary_query_width(summary, d); });
+    for (selection_scratch* scratch : {&correct_, &speculate_})
+      *scratch = selection_scratch::carve(fast, s.max_resident, s.kv_heads, group * s.max_decode_rows,
+                                          s.max_units(), list_units, d, query_width);
+    attention_ = attention_scratch_memory::carve(fast, parts * s.query_heads, d);
+  }
+
+  /// The layers before any sequence, and their tables.
+  void begin(const device_mirror<State>& mirror, std::span<State> layers) {
+    mirror_ = &mirror;
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      copy(mirror.head_kinds[i].device, mirror.head_kinds[i].host, mirror.head_kinds[i].size);
+      if (!mirror.sink_logits.empty())
+        device::check(
+            cudaMemcpyAsync(const_cast<float*>(mirror.sink_logits[i].device), mirror.sink_logits[i].host,
+                            mirror.sink_logits[i].size * sizeof(float), cudaMemcpyHostToDevice, compute()),
+            "cudaMemcpyAsync");
+      frames_there_.emplace_back(mirror.selected_frames[i].size, -1);
+      std::fill_n(mirror.selected_frames[i].host, mirror.selected_frames[i].size, -1);
+    }
+    backend_->compute().synchronize();
+  }
+
+  // Between steps, with nothing queued:
+
+  /// A layer's state before any sequence.
+  void clear(const State& s, int sequences) {
+    State books = s;
+    for_each_book(books, [&]<class T>(T* book, std::size_t of_sequence) {
+      const std::size_t bytes = static_cast<std::size_t>(sequences) * of_sequence * sizeof(T);
+      if (bytes > 0) device::check(cudaMemsetAsync(book, 0, bytes, compute()), "cudaMemsetAsync");
+    });
+    for (int sequence = 0; sequence < sequences; ++sequence) launch_forget(s, sequence, true, compute());
+    backend_->compute().synchronize();
+  }
+  void forget(const State& s, int sequence) {
+    launch_forget(s, sequence, true, compute());
+    backend_->compute().synchronize();
+  }
+  /// Never called, as `selected_tokens` is refused.
+  void compact_slots(const State&, int) {}
+  int selected_frames_in_use(const State& s, int sequence) const {
+    return host::selected_frames_in_use(read_back(s), sequence);
+  }
+  bool selects_within(const State& s, int sequence, int pages) const {
+    return host::selects_within(read_back(s), sequence, pages);
+  }
+  struct truncation {
+    int before = 0, tokens = 0;  // what it had and what it keeps
+    bool keeps_selection = false;
+    bool has_rows = false;  // of encoded pages
+  };
+  /// A sequence loses its last tokens: the ring's pages that they have overwritten come back.
+  void truncate(const State& s, int sequence, const truncation& to) {
+    if (!to.keeps_selection) launch_forget(s, sequence, false, compute());
+    const int p = s.page.tokens;
+    if (s.keeps_slots && s.slots.ring_begin(to.before, p) > s.slots.ring_begin(to.tokens, p)) {
+      upload_sequence(sequence);
+      launch_fill(s, {sequence, to.tokens, to.tokens / p, false}, compute());
+    }
+    backend_->compute().synchronize();
+  }
+  /// `to` becomes what `from` is.
+  void fork(const State& s, int from, int to) {
+    upload_sequence(from);
+    upload_sequence(to);
+    State books = s;
+    const auto copy_of_sequence = [&]<class T>(T* book, std::size_t of_sequence) {
+      const auto bytes = of_sequence * sizeof(T);
+      if (bytes > 0)
+        device::check(cudaMemcpyAsync(book + static_cast<std::size_t>(to) * of_sequence,
+                                      book + static_cast<std::size_t>(from) * of_sequence, bytes,
+                                      cudaMemcpyDeviceToDevice, compute()),
+                      "cudaMemcpyAsync");
+    };
+    for_each_book(books, copy_of_sequence);
+    copy_of_sequence(s.previous_query, s.row(1, 0) * size(s.decode_rows * s.heads.group() * d));
+    if (s.keeps_slots)
+      launch_copy_slots(s, from, to, s.slots.fixed() + selected_frames_in_use(s, from), compute());
+    backend_->compute().synchronize();
+  }
+  /// Fills the slots of a sequence from the store.
+  void restore(const State& s, int sequence, int tokens) {
+    upload_sequence(sequence);
+    if (s.keeps_slots) launch_fill(s, {sequence, tokens, 0, true}, compute());
+    backend_->compute().synchronize();
+  }
+
+  /// A layer as the host sees it, with what the device has of its selection and report: waits for it. Valid until the next
+  /// call for the layer.
+  const State& read_back(const State& s) const {
+    const auto& book = mirror_->books[size(s.layer)];
+    backend_->recall().synchronize();
+    if (book.size > 0)
+      device::check(cudaMemcpyAsync(book.host, book.device, book.size, cudaMemcpyDeviceToHost, compute()),
+                    "cudaMemcpyAsync");
+    backend_->compute().synchronize();
+    return mirror_->layers[size(s.layer)];
+  }
+
+  // In a step:
+
+  /// Uploads the step and what has changed in the tables. Waits where the device is `step_ring::depth` steps behind.
+  step_view begin_step(std::span<const step_entry> entries) {
+    table_patch* const patches = ring_.begin();
+    std::int32_t count = 0;
+    step_bounds most{.entries = static_cast<int>(entries.size())};
+    const auto& tables = mirror_->page_tables;
+    const auto patch = [&](const mirrored<std::int32_t>& table, std::size_t i) {
+      patches[count++] = {table.device + i, table.host[i]};
+    };
+    const int p = settings_->page.tokens;
+    for (const step_entry& entry : entries) {
+      most.rows = std::max(most.rows, entry.first_row + entry.tokens);
+      const int first = entry.before / p, last = settings_->pages_for(entry.after());
+      most.pages = std::max(most.pages, last - first);
+      (entry.kind == row_kind::decode ? most.decodes : most.prompts) = true;
+      for (int page = first; page < last; ++page)
+        patch(tables, size(entry.sequence) * size(settings_->max_pages()) + size(page));
+      patch(mirror_->slot_sets, size(entry.sequence));
+      for (std::size_t layer = 0; layer < frames_there_.size(); ++layer)
+        patch_frames(layer, mirror_->slot_sets.host[entry.sequence], patch);
+    }
+    return ring_.upload(entries, count, most, backend_->compute());
+  }
+
+  /// There is no file whose reads could fail.
+  void settle(const State&, const step_view&) {}
+  void settle_correction(const State&, const step_view&) {}
+
+  /// Appends rows, summarises the pages they complete and, in retrieval layers, finds the heads that have drifted.
+  template <class In>
+  void append(const State& s, const step_view& step, const new_rows<In>& rows) {
+    const device_rows<In> of{rows.keys.data(), rows.values.data(), rows.queries.data()};
+    resolve(settings_->summary, [&](const auto& summary) {
+      resolve(settings_->correction, [&](const auto& correction) {
+        launch_append(s, summary, correction.at(s.layer), step, of, append_, compute());
+      });
+    });
+  }
+  /// Done by `append`.
+  template <class In>
+  void detect(const State&, const step_view&, const new_rows<In>&) {}
+
+  /// The flagged heads select with the current query and recall what they miss; then every head's selection is what this
+  /// step attends to. On a step without a flagged head each launch ends at once.
+  void correct(const State& s, const step_view& step) {
+    select(s, step, correct_, selection_time::correct, compute());
+  }
+  /// Every head selects with the current query for the next step and recalls what it misses, on the recall stream.
+  void speculate(const State& s, const step_view& step) {
+    select(s, step, speculate_, selection_time::speculate, backend_->recall().get());
+  }
+
+  /// Attends decode rows within the budget, prompt rows, and all rows of complete layers, to everything up to themselves.
+  void attend(const State& s, const step_view& step, const float* queries, const attention_output& to) {
+    launch_attend(s, step, queries, false, parts(s.layer, step.most.prompts), to, attention_, compute());
+  }
+  void attend_full(const State& s, const step_view& step, const float* queries, const attention_output& to) {
+    launch_attend(s, step, queries, true, parts(s.layer, true), to, attention_, compute());
+  }
+
+ private:
+  static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+  cudaStream_t compute() const { return backend_->compute().get(); }
+
+  static void check(const Settings& s) {
+    const auto lacks = [](const std::string& what) {
+      throw settings_error("the CUDA backend does not have " + what + " yet; take the host backend for it");
+    };
+    if (s.encodes()) lacks("codecs and store files");
+    if (s.row() != selection_row::kv_head) lacks("rows other than per_kv_head");
+    if (s.pinned_units() > 0) lacks("pinned units");
+    if (s.selected_tokens > 0) lacks("selected_tokens");
+    resolve(s.correction, [&]<class Correction>(const Correction&) {
+      if (correction_by_mass<Correction>) lacks("correction by mass");
+    });
+    resolve(s.summary, [&]<class Summary>(const Summary&) {
+      if (two_stage_summary<Summary>) lacks("summaries of two stages");
+    });
+    resolve(s.selection, [&]<class Selection>(const Selection&) {
+      for (int layer = 0; selection_by_mass<Selection> && layer < s.layers; ++layer)
+        if (const int k = s.budget_at(layer).selected_pages; k > select_default.most_by_mass)
+          throw settings_error("selected_pages is " + std::to_string(k) +
+                               "; a selection by mass on a device chooses among at most " +
+                               std::to_string(select_default.most_by_mass));
+    });
+  }
+  static std::int64_t most_patches(const Settings& s) {
+    std::int64_t frames = 0;
+    for (int layer = 0; layer < s.layers; ++layer) frames += s.list_units(layer) + s.spare_slots();
+    return std::int64_t{s.store_pages()} + std::int64_t{s.max_resident} * (3 + frames);
+  }
+
+  /// Parts of attention that a row has at most: of what heads keep, and of everything.
+  static int parts_within(const Settings& s, int layer) {
+    const freekv::budget& b = s.budget_at(layer);
+    const slot_roles slots = slots_for(b, s.page.tokens, 0, s.max_decode_rows);
+    const int sliding = s.plan.kind(layer) == layer_kind::sliding ? s.pages_for(s.sliding_window) + 1 : 0;
+    const int entries =
+        std::min(std::max(slots.sink + slots.ring, sliding), s.max_pages()) + s.list_units(layer);
+    return blocks_for(entries, entries_of_part(false, s.page.tokens, s.unit_tokens()));
+  }
+  static int parts_of_all(const Settings& s) {
+    return blocks_for(s.max_pages(), entries_of_part(true, s.page.tokens, s.unit_tokens()));
+  }
+  int parts(int layer, bool everything) const {
+    bool complete = everything;
+    for (int head = 0; head < settings_->kv_heads; ++head)
+      complete = complete || head_kind(settings_->plan, layer, head) == layer_kind::complete;
+    const int within = parts_within(*settings_, layer);
+    return complete ? std::max(within, parts_of_all(*settings_)) : within;
+  }
+
+  void select(const State& s, const step_view& step, const selection_scratch& scratch, selection_time time,
+              cudaStream_t stream) {
+    if (s.kind != layer_kind::retrieval || !step.most.decodes) return;
+    resolve(settings_->selection, [&](const auto& selection) {
+      const selection_job job{time, all_taken_up_to(selection, s.budget.selected_pages)};
+      resolve(settings_->summary, [&](const auto& summary) {
+        resolve(settings_->pooling,
+                [&](const auto& pooling) { launch_score(s, summary, pooling, step, scratch, job, stream); });
+      });
+      resolve(settings_->residency, [&](const auto& residency) {
+        launch_select(s, selection, residency, step, scratch, job, stream);
+      });
+    });
+    if (s.keeps_slots) launch_recall(s, step, scratch, stream);
+  }
+
+  /// Patches what the device does not know of the frames of a slot set.
+  template <class Patch>
+  void patch_frames(std::size_t layer, std::int32_t set, const Patch& patch) {
+    const auto& table = mirror_->selected_frames[layer];
+    const std::size_t most = table.size / size(settings_->max_resident);
+    for (std::size_t i = size(set) * most; i < (size(set) + 1) * most; ++i)
+      if (std::int32_t& there = frames_there_[layer][i]; there != table.host[i]) {
+        patch(table, i);
+        there = table.host[i];
+      }
+  }
+  template <class T>
+  void copy(T* to, const T* from, std::size_t count) const {
+    if (count > 0)
+      device::check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyHostToDevice, compute()),
+                    "cudaMemcpyAsync");
+  }
+  /// All that the tables say of a sequence.
+  void upload_sequence(int sequence) {
+    const auto part = [&](const mirrored<std::int32_t>& table, std::size_t first, std::size_t count) {
+      copy(table.device + first, table.host + first, count);
+    };
+    const std::size_t pages = size(settings_->max_pages());
+    part(mirror_->page_tables, size(sequence) * pages, pages);
+    part(mirror_->slot_sets, size(sequence), 1);
+    for (std::size_t layer = 0; layer < frames_there_.size(); ++layer) {
+      const auto& table = mirror_->selected_frames[layer];
+      const std::size_t most = table.size / size(settings_->max_resident);
+      const std::size_t first = size(mirror_->slot_sets.host[sequence]) * most;
+      part(table, first, most);
+      std::copy_n(table.host + first, most,
+                  frames_there_[layer].begin() + static_cast<std::ptrdiff_t>(first));
+    }
+  }
+
+  cuda_backend* backend_;
+  const Settings* settings_;
+  const device_mirror<State>* mirror_ = nullptr;
+  step_ring ring_;
+  append_scratch append_;
+  selection_scratch correct_, speculate_;                // of the compute and of the recall stream
+  attention_scratch_memory attention_;                   // of the compute stream
+  std::vector<std::vector<std::int32_t>> frames_there_;  // by layer, as the device has them
+};
+
+}  // namespace freekv::device

@@ -1,0 +1,179 @@
+// Defines device_pipeline_of_shape: a typed pipeline of the CUDA backend behind the programs' interface.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstring>
+#include <freekv/freekv.cuh>
+#include <span>
+#include <vector>
+
+#include "pipeline.hpp"
+
+namespace tests {
+
+/// A stream that goes with its owner.
+class owned_stream {
+ public:
+  owned_stream() {
+    freekv::device::check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking),
+                          "cudaStreamCreateWithFlags");
+  }
+  owned_stream(const owned_stream&) = delete;
+  owned_stream& operator=(const owned_stream&) = delete;
+  ~owned_stream() { cudaStreamDestroy(stream_); }
+  cudaStream_t get() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+/// Device memory that grows to what is asked for.
+template <class T>
+class device_array {
+ public:
+  device_array() = default;
+  device_array(const device_array&) = delete;
+  device_array& operator=(const device_array&) = delete;
+  ~device_array() { cudaFree(data_); }
+  std::span<T> sized(std::size_t count) {
+    if (count > size_) {
+      cudaFree(data_);
+      freekv::device::check(cudaMalloc(reinterpret_cast<void**>(&data_), count * sizeof(T)), "cudaMalloc");
+      size_ = count;
+    }
+    return {data_, count};
+  }
+  std::span<const T> of(std::span<const T> host, cudaStream_t stream) {
+    const std::span<T> there = sized(host.size());
+    if (!host.empty())
+      freekv::device::check(
+          cudaMemcpyAsync(there.data(), host.data(), host.size_bytes(), cudaMemcpyHostToDevice, stream),
+          "cudaMemcpyAsync");
+    return there;
+  }
+
+ private:
+  T* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+template <class Implementation>
+class device_pipeline_of_shape : public freekv::examples::pipeline {
+  using element = typename Implementation::element;
+  using settings = typename Implementation::settings;
+
+ public:
+  explicit device_pipeline_of_shape(const settings& s)
+      : backend_(compute_.get(), recall_.get()), pipeline_(s, backend_, {&pinned_, &fast_}) {}
+
+  freekv::sequence_id open() override { return pipeline_.open(); }
+  freekv::sequence_id fork(freekv::sequence_id parent) override { return pipeline_.fork(parent); }
+  void truncate(freekv::sequence_id id, int tokens) override { pipeline_.truncate(id, tokens); }
+  void preempt(freekv::sequence_id id) override { pipeline_.preempt(id); }
+  void restore(freekv::sequence_id id) override { pipeline_.restore(id); }
+  void release(freekv::sequence_id id) override { pipeline_.release(id); }
+  int tokens(freekv::sequence_id id) const override { return pipeline_.tokens(id); }
+  std::int32_t free_pages() const override { return pipeline_.free_pages(); }
+
+  void begin_step(std::span<const freekv::sequence_rows> rows) override { pipeline_.begin_step(rows); }
+  void append(int layer, std::span<const float> keys, std::span<const float> values,
+              std::span<const float> queries) override {
+    pipeline_.template append<float>(
+        layer, {float_keys_.of(keys, compute_.get()), float_values_.of(values, compute_.get()),
+                queries_.of(queries, compute_.get())});
+  }
+  void append_stored(int layer, std::span<const std::byte> keys, std::span<const std::byte> values,
+                     std::span<const float> queries) override {
+    const auto elements = [](std::span<const std::byte> bytes) {
+      return std::span(reinterpret_cast<const element*>(bytes.data()), bytes.size() / sizeof(element));
+    };
+    pipeline_.append(layer,
+                     {keys_.of(elements(keys), compute_.get()), values_.of(elements(values), compute_.get()),
+                      queries_.of(queries, compute_.get())});
+  }
+  void attend(int layer, std::span<float> out, std::span<float> lse) override {
+    const auto [device_out, device_lse] = outputs(out, lse);
+    pipeline_.attend(layer, device_out, device_lse);
+    bring(out, lse);
+  }
+  void attend_full(int layer, std::span<float> out, std::span<float> lse) override {
+    const auto [device_out, device_lse] = outputs(out, lse);
+    pipeline_.attend_full(layer, device_out, device_lse);
+    bring(out, lse);
+  }
+  void end_step() override { pipeline_.end_step(); }
+  bool abandon_step() override { return pipeline_.abandon_step(); }
+  void synchronize() override { pipeline_.synchronize(); }
+  freekv::step_report report(int layer, freekv::sequence_id id) const override {
+    return pipeline_.report(layer, id);
+  }
+  const freekv::memory_bytes& bytes() const override { return pipeline_.bytes(); }
+  std::size_t slice_bytes() const override { return pipeline_.slice_bytes(); }
+  std::size_t summary_bytes() const override {
+    return pipeline_.summary_bytes() * static_cast<std::size_t>(pipeline_.configuration().units_per_page());
+  }
+
+ private:
+  std::pair<std::span<float>, std::span<float>> outputs(std::span<float> out, std::span<float> lse) {
+    return {out_.sized(out.size()), lse_.sized(lse.size())};
+  }
+  void bring(std::span<float> out, std::span<float> lse) {
+    const auto copy = [&](std::span<float> to, device_array<float>& from) {
+      freekv::device::check(cudaMemcpyAsync(to.data(), from.sized(to.size()).data(), to.size_bytes(),
+                                            cudaMemcpyDeviceToHost, compute_.get()),
+                            "cudaMemcpyAsync");
+    };
+    copy(out, out_);
+    copy(lse, lse_);
+    freekv::device::check(cudaStreamSynchronize(compute_.get()), "cudaStreamSynchronize");
+  }
+
+  owned_stream compute_, recall_;
+  freekv::device::pinned_memory pinned_;
+  freekv::device::device_memory fast_;
+  freekv::cuda_backend backend_;
+  device_array<element> keys_, values_;
+  device_array<float> float_keys_, float_values_, queries_, out_, lse_;
+  Implementation pipeline_;
+};
+
+/// What every pipeline here chooses at run time, as it costs no kernels.
+template <class Shape, freekv::policy... Others>
+using device_pipeline_type =
+    freekv::retrieval_pipeline<Shape, freekv::page_size<freekv::dynamic>, freekv::unit<freekv::dynamic>,
+                               freekv::examples::any_layouts, freekv::examples::any_plan,
+                               freekv::examples::any_route, freekv::cuda_backend, Others...>;
+
+/// What all pipelines are told, whatever their other policies.
+template <class Settings>
+Settings device_settings(const freekv::examples::pipeline_options& o) {
+  using namespace freekv::examples;
+  Settings s;
+  s.layers = o.layers;
+  s.query_heads = o.query_heads;
+  s.kv_heads = o.kv_heads;
+  s.budget = o.budget;
+  s.max_tokens = o.max_tokens;
+  s.max_sequences = o.max_sequences;
+  s.max_resident = o.max_resident;
+  s.store_tokens = o.store_tokens;
+  s.max_decode_rows = o.max_decode_rows;
+  s.scale = o.scale;
+  s.sliding_window = o.sliding_window;
+  s.soft_cap = o.soft_cap;
+  s.sink_logits = o.sink_logits;
+  s.page = {o.page};
+  s.unit = {{o.does.unit}};
+  const method_data data{.head_kinds = o.head_kinds, .kv_heads = o.kv_heads};
+  s.layouts = chosen("layout", layouts, o.layout).make(o.does, data);
+  s.plan = plan_of(o.does, data, o.complete_layers);
+  if (o.in_place)
+    s.route = freekv::in_place{};
+  else
+    s.route = freekv::resident{};
+  return s;
+}
+
+}  // namespace tests

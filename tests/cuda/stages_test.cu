@@ -1,0 +1,271 @@
+// Parts of the CUDA backend on their own, where a whole step does not reach: teams of lanes against one lane, selection of
+// up to 1024 among 65,536 scores with ties, and every way that a slice is copied.
+//
+// Exit status: 0 all right, 1 not, 77 no device.
+#include <algorithm>
+#include <freekv/backend/cuda/lane_team.cuh>
+#include <freekv/backend/cuda/radix_select.cuh>
+#include <freekv/backend/cuda/recall.cuh>
+#include <freekv/functors/copy_slice.hpp>
+#include <freekv/functors/ordered_key.hpp>
+#include <functional>
+#include <numeric>
+
+#include "both_sides.cuh"
+
+namespace {
+
+using namespace both_sides;
+using namespace freekv;
+using device::lane_team;
+
+constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+std::string text(int n) { return std::to_string(n); }
+
+// ---- teams ----
+
+/// What each call of a team gives for one pack of random numbers: (calls, width).
+template <class Team>
+__global__ void call_team(const float* in, const half* halves, const std::uint8_t* codes, const float* table,
+                          float* out) {
+  const Team team;
+  constexpr int width = Team::width;
+  int call = 0;
+  const auto give = [&](const typename Team::pack& x) { team.store(out + call++ * width, x); };
+  const auto a = team.load(in), b = team.load(in + width);
+  give(a + b);
+  give(a - b);
+  give(a * b);
+  give(team.load(halves));
+  give(team.load(halves + 1));  // no lane's address is a multiple of 4
+  give(team.maximum(a, b));
+  give(team.minimum(a, b));
+  give(team.select_greater(a, b, b, a));
+  give(team.by_sign(a, a, b));
+  give(team.template load_codes<3>(codes, 0));
+  give(team.template load_codes<4>(codes, width));
+  give(team.lookup(table, codes));
+  give(typename Team::pack(team.sum(a)));
+  give(typename Team::pack(team.max(a)));
+  typename Team::pack many[width];
+  for (int i = 0; i < width; ++i) many[i] = team.load(in + i * width);
+  give(team.sum_each(many));
+  for (int i = team.lane(); i < width; i += team.lanes()) out[call * width + i] = static_cast<float>(i);
+  ++call;
+  team.widen(halves, out + call * width, width);
+}
+
+template <int Lanes, int Share>
+void team_calls(report& checks, random_numbers& random) {
+  using team_type = lane_team<Lanes, Share>;
+  constexpr int width = team_type::width, calls = 17;
+  pinned<float> in = random.normals<float>(size(width * (width + 1))), table = random.normals<float>(256);
+  in[0] = -0.0f;
+  in[1] = std::numeric_limits<float>::quiet_NaN();
+  const bool with_nan = Lanes * Share > 2;
+  if (!with_nan) in[1] = 1.0f;
+  pinned<half> halves = random.normals<half>(size(width + 2));
+  pinned<std::uint8_t> codes(size(2 * width + 8));
+  for (auto& code : codes) code = static_cast<std::uint8_t>(random.bits());
+  results<float> out(size(calls * width), -9.0f);
+  call_team<team_type><<<1, Lanes>>>(in.data(), halves.data(), codes.data(), table.data(), out.device.data());
+  require(cudaGetLastError(), "kernel launch");
+  require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+
+  // Element by element with one lane; sums with the lanes paired by falling distance.
+  const scalar_team one;
+  float* to = out.host.data();
+  const auto each = [&](const auto& value) {
+    for (int i = 0; i < width; ++i) *to++ = value(i);
+  };
+  const auto sum = [&](const float* x) {
+    float lanes[Lanes];
+    for (int lane = 0; lane < Lanes; ++lane) {
+      lanes[lane] = x[lane * Share];
+      for (int i = 1; i < Share; ++i) lanes[lane] += x[lane * Share + i];
+    }
+    for (int distance = Lanes / 2; distance > 0; distance /= 2)
+      for (int lane = 0; lane < distance; ++lane) lanes[lane] += lanes[lane + distance];
+    return lanes[0];
+  };
+  const float *a = in.data(), *b = a + width;
+  each([&](int i) { return a[i] + b[i]; });
+  each([&](int i) { return a[i] - b[i]; });
+  each([&](int i) { return a[i] * b[i]; });
+  each([&](int i) { return to_float(halves[size(i)]); });
+  each([&](int i) { return to_float(halves[size(i + 1)]); });
+  each([&](int i) { return one.maximum(a[i], b[i]); });
+  each([&](int i) { return one.minimum(a[i], b[i]); });
+  each([&](int i) { return a[i] > b[i] ? b[i] : a[i]; });
+  each([&](int i) { return std::signbit(a[i]) ? a[i] : b[i]; });
+  each([&](int i) { return one.load_codes<3>(codes.data(), i); });
+  each([&](int i) { return one.load_codes<4>(codes.data(), width + i); });
+  each([&](int i) { return table[codes[size(i)]]; });
+  each([&](int) { return sum(a); });
+  each([&](int) {
+    return std::accumulate(a, a + width, a[0], [&](float x, float y) { return one.maximum(x, y); });
+  });
+  each([&](int i) { return sum(a + i * width); });
+  each([&](int i) { return static_cast<float>(i); });
+  each([&](int i) { return to_float(halves[size(i)]); });
+  checks.equal("a team of " + text(Lanes) + " lanes with " + text(Share) + " numbers each", out);
+}
+
+// ---- selection ----
+
+template <int Threads>
+__global__ void select_largest(const float* scores, int count, int k, std::int32_t* out,
+                               std::int32_t* written) {
+  __shared__ typename device::radix_select<Threads>::storage storage;
+  const device::radix_select<Threads> select(storage);
+  select.largest(scores, count, k, [&](int nth, int i) {
+    out[nth] = i;
+    atomicAdd(written, 1);
+  });
+}
+
+void selections(report& checks, random_numbers& random) {
+  struct row {
+    int count, k, distinct;  // 0: all different
+  };
+  for (const row r : {row{1, 1, 0}, row{7, 3, 2}, row{256, 256, 0}, row{257, 100, 3}, row{1000, 999, 1},
+                      row{5000, 64, 5}, row{65536, 1024, 0}, row{65536, 1024, 40}}) {
+    pinned<float> scores = random.normals<float>(size(r.count));
+    for (float& x : scores) {
+      if (r.distinct > 0) x = static_cast<float>(random.below(r.distinct)) - 2.0f;
+      const int special = random.below(40);
+      if (special == 0) x = -infinity;
+      if (special == 1) x = random.below(2) == 0 ? 0.0f : -0.0f;
+      if (special == 2) x = std::numeric_limits<float>::max();
+    }
+    results<std::int32_t> best(size(r.k), -7), written(1);
+    std::vector<std::uint64_t> keys(size(r.count));
+    for (int i = 0; i < r.count; ++i) keys[size(i)] = ordered_key(scores[size(i)], i);
+    std::nth_element(keys.begin(), keys.begin() + r.k - 1, keys.end(), std::greater<>());
+    for (int i = 0; i < r.k; ++i) best.host[size(i)] = page_of_key(keys[size(i)]);
+    std::sort(best.host.begin(), best.host.end());
+    written.host[0] = r.k;
+    select_largest<256><<<1, 256>>>(scores.data(), r.count, r.k, best.device.data(), written.device.data());
+    require(cudaGetLastError(), "kernel launch");
+    require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    const std::string what = text(r.k) + " of " + text(r.count) + " scores" +
+                             (r.distinct > 0 ? ", " + text(r.distinct) + " of them different" : "");
+    checks.equal(what, best);
+    checks.equal(what + ": each once", written);
+  }
+}
+
+// ---- recall ----
+
+struct two_deep_copies {
+  static constexpr device::recall_tuning tuning{
+      .read = device::recall_read::async_copies, .blocks = 2, .threads = 64, .depth = 2};
+};
+struct deep_copies {
+  static constexpr device::recall_tuning tuning{
+      .read = device::recall_read::async_copies, .blocks = 3, .threads = 128, .depth = 5};
+};
+struct single_loads {
+  static constexpr device::recall_tuning tuning{.blocks = 1, .threads = 32, .depth = 1};
+};
+
+template <class Layout, class Element, int HeadDim>
+strided_pages<Element, HeadDim> pages_of(pinned<Element>& data, int pages, page_shape shape) {
+  return strided<HeadDim>(make_page_span<Layout, HeadDim>(data.data(), pages, shape));
+}
+
+/// Recalls random units of a layer by a list, and copies them one by one.
+template <class Tuned, class Fast, class Slow, class Element, int HeadDim>
+void recalls(report& checks, random_numbers& random, const std::string& how) {
+  using state = layer_state<kv_shape<Element, HeadDim>>;
+  const int pages = random.between(3, 9), sequences = 2, k = random.between(1, 6);
+  const page_shape shape{8 * random.between(1, 4), random.between(1, 3)};
+  state s;
+  s.heads = {shape.kv_heads, shape.kv_heads};
+  s.page = {shape.tokens, HeadDim};
+  s.units_per_page = random.below(2) == 0 ? 1 : 4;
+  s.unit = {shape.tokens / s.units_per_page, HeadDim};
+  s.list_units = k;
+  s.max_pages = pages;
+  s.slots = {.sink = 1, .ring = 2, .selected = k, .units_per_page = s.units_per_page};
+  const int of_selected = s.slots.frames_for(k), frames = sequences * (s.slots.fixed() + of_selected);
+  pinned<std::int32_t> page_table(size(sequences * pages)), slot_sets{1, 0},
+      selected_frames(size(sequences * of_selected));
+  std::iota(page_table.rbegin(), page_table.rend(), 0);  // the store's pages in another order
+  std::iota(selected_frames.begin(), selected_frames.end(), sequences * s.slots.fixed());
+  s.page_table = page_table.data();
+  s.slot_sets = slot_sets.data();
+  s.selected_frames = selected_frames.data();
+  const auto elements = [&](int n) { return size(n) * size(2 * shape.tokens * shape.kv_heads * HeadDim); };
+  pinned<Element> store = random.normals<Element>(elements(sequences * pages));
+  results<Element> slots(random.normals<Element>(elements(frames)));
+  s.store = pages_of<Slow, Element, HeadDim>(store, sequences * pages, shape);
+
+  pinned<device::recall_item> items;
+  pinned<std::int32_t> item_count(1);
+  for (int sequence = 0; sequence < sequences; ++sequence)
+    for (int head = 0; head < shape.kv_heads; ++head)
+      for (int slot = 0; slot < k; ++slot)
+        if (random.below(4) != 0)
+          items.push_back(
+              {sequence, head, random.below(pages * s.units_per_page), slot, random.below(4) == 0});
+  item_count[0] = static_cast<std::int32_t>(items.size());
+  device::selection_scratch scratch;
+  scratch.items = items.data();
+  scratch.item_count = item_count.data();
+
+  const auto on = [&](pinned<Element>& data) {
+    state side = s;
+    side.frames = frames_of<Element>(make_page_span<Fast, HeadDim>(data.data(), frames, shape));
+    return side;
+  };
+  device::launch_recall<Tuned>(on(slots.device), {.most = {.entries = sequences}}, scratch, nullptr);
+  require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  const state host = on(slots.host);
+  for (const device::recall_item& item : items) {
+    const int page = host.page_of(item.unit);
+    const auto from = item.from_ring != 0
+                          ? host.frame_slice(item.sequence, host.slots.ring_slot(page), item.head)
+                          : host.store_slice(item.sequence, page, item.head);
+    copy_slice<HeadDim>(as_const(rows_behind(from, host.row_of(item.unit))),
+                        host.selected_slice(item.sequence, item.slot, item.head), host.unit.tokens);
+  }
+  checks.equal(how + ", " + std::string(Slow::name) + " to " + std::string(Fast::name) + ", " +
+                   std::string(element_name<Element>) + " of " + text(HeadDim) + ": " + text(item_count[0]) +
+                   " slices, and nothing else",
+               slots);
+}
+
+template <class Tuned>
+void recall_everywhere(report& checks, random_numbers& random, const std::string& how) {
+  recalls<Tuned, nhd, hnd, half, 64>(checks, random, how);
+  recalls<Tuned, hnd, hnd, half, 128>(checks, random, how);
+  recalls<Tuned, nhd, nhd, float, 24>(checks, random, how);
+  recalls<Tuned, hnd, nhd, bfloat16, 8>(checks, random, how);
+}
+
+}  // namespace
+
+int main() {
+  int devices = 0;
+  const cudaError_t status = cudaGetDeviceCount(&devices);
+  if (status != cudaSuccess || devices == 0) {
+    std::printf("SKIPPED: no NVIDIA device is usable: %s\n", cudaGetErrorString(status));
+    return 77;
+  }
+  report checks;
+  random_numbers random(1);
+  team_calls<1, 8>(checks, random);
+  team_calls<2, 8>(checks, random);
+  team_calls<4, 2>(checks, random);
+  team_calls<8, 1>(checks, random);
+  team_calls<8, 4>(checks, random);
+  team_calls<16, 1>(checks, random);
+  team_calls<32, 1>(checks, random);
+  selections(checks, random);
+  recall_everywhere<device::recall_default>(checks, random, "loads");
+  recall_everywhere<single_loads>(checks, random, "loads one at a time");
+  recall_everywhere<two_deep_copies>(checks, random, "asynchronous copies, two on their way");
+  recall_everywhere<deep_copies>(checks, random, "asynchronous copies");
+  return checks.finish();
+}
