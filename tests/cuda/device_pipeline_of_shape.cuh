@@ -6,7 +6,9 @@
 #include <cstddef>
 #include <cstring>
 #include <freekv/freekv.cuh>
+#include <memory_resource>
 #include <span>
+#include <stdexcept>
 #include <vector>
 
 #include "pipeline.hpp"
@@ -59,6 +61,26 @@ class device_array {
   std::size_t size_ = 0;
 };
 
+/// Counts what is taken from another resource.
+class counting_memory final : public std::pmr::memory_resource {
+ public:
+  explicit counting_memory(std::pmr::memory_resource& from) : from_(&from) {}
+  std::size_t taken() const { return taken_; }
+
+ private:
+  void* do_allocate(std::size_t bytes, std::size_t alignment) override {
+    taken_ += bytes;
+    return from_->allocate(bytes, alignment);
+  }
+  void do_deallocate(void* data, std::size_t bytes, std::size_t alignment) override {
+    taken_ -= bytes;
+    from_->deallocate(data, bytes, alignment);
+  }
+  bool do_is_equal(const memory_resource& other) const noexcept override { return this == &other; }
+  std::pmr::memory_resource* from_;
+  std::size_t taken_ = 0;
+};
+
 template <class Implementation>
 class device_pipeline_of_shape : public freekv::examples::pipeline {
   using element = typename Implementation::element;
@@ -66,7 +88,11 @@ class device_pipeline_of_shape : public freekv::examples::pipeline {
 
  public:
   explicit device_pipeline_of_shape(const settings& s)
-      : backend_(compute_.get(), recall_.get()), pipeline_(s, backend_, {&pinned_, &fast_}) {}
+      : backend_(compute_.get(), recall_.get()), pipeline_(s, backend_, {&slow_, &fast_}) {
+    const freekv::memory_bytes& bytes = pipeline_.bytes();
+    if (slow_.taken() != bytes.store + bytes.mirrors || slow_.taken() + fast_.taken() != bytes.total())
+      throw std::logic_error("the pipeline has taken other memory than it says");
+  }
 
   freekv::sequence_id open() override { return pipeline_.open(); }
   freekv::sequence_id fork(freekv::sequence_id parent) override { return pipeline_.fork(parent); }
@@ -132,7 +158,8 @@ class device_pipeline_of_shape : public freekv::examples::pipeline {
 
   owned_stream compute_, recall_;
   freekv::device::pinned_memory pinned_;
-  freekv::device::device_memory fast_;
+  freekv::device::device_memory device_;
+  counting_memory slow_{pinned_}, fast_{device_};
   freekv::cuda_backend backend_;
   device_array<element> keys_, values_;
   device_array<float> float_keys_, float_values_, queries_, out_, lse_;
@@ -164,6 +191,8 @@ Settings device_settings(const freekv::examples::pipeline_options& o) {
   s.sliding_window = o.sliding_window;
   s.soft_cap = o.soft_cap;
   s.sink_logits = o.sink_logits;
+  s.selected_tokens = o.selected_tokens;
+  if (!o.store_file.empty()) s.store_file = {.path = o.store_file};
   s.page = {o.page};
   s.unit = {{o.does.unit}};
   const method_data data{.head_kinds = o.head_kinds, .kv_heads = o.kv_heads};

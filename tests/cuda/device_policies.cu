@@ -4,24 +4,16 @@
 
 namespace tests {
 
-namespace {
-
 using namespace freekv;
 using namespace freekv::examples;
 
-using corrections_here = policy_list<cosine_drift, always, never, every_n_steps<dynamic>>;
-constexpr auto& correction_choices = corrections_here::choices;
-
-}  // namespace
-
 device_pipeline make_device_policies(const pipeline_options& o) {
-  using implementation =
-      device_pipeline_type<kv_shape<half, policy_shape.head_dim>, pooling_list::any, selection_list::any,
-                           corrections_here::any, residency_list::any>;
+  using implementation = device_pipeline_type<kv_shape<half, policy_shape.head_dim>, pooling_list::any,
+                                              selection_list::any, correction_list::any, residency_list::any>;
   auto s = device_settings<implementation::settings>(o);
   s.pooling = chosen("pooling", poolings, o.does.pooling).make(o.does, {});
   s.selection = chosen("selection", selections, o.does.selection).make(o.does, {});
-  s.correction = chosen("correction", correction_choices, o.does.correction).make(o.does, {});
+  s.correction = chosen("correction", corrections, o.does.correction).make(o.does, {});
   s.residency = chosen("residency", residencies, o.does.residency).make(o.does, {});
   return std::make_unique<device_pipeline_of_shape<implementation>>(s);
 }

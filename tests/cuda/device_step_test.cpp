@@ -4,8 +4,10 @@
 // Exit status: 0 all agree, 1 not, 77 no device.
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <iterator>
 #include <string>
+#include <vector>
 
 #include "../property/compare_case.hpp"
 #include "../property/events.hpp"
@@ -44,8 +46,6 @@ void take_what_devices_have(random_case& c, made_of what) {
     m.selection = "top_k";
     m.residency = "first_unselected";
     m.spare = 0;
-    m.correction = "cosine_drift";
-  } else if (m.correction == "mass_deficit") {
     m.correction = "cosine_drift";
   }
   if (what != made_of::summaries) {
@@ -100,6 +100,146 @@ random_case make_device_events(std::uint64_t seed, made_of what) {
   return c;
 }
 
+/// What a sequence is given and gives in a run.
+struct sequence_run {
+  explicit sequence_run(const random_case& c) : source(c) {}
+  token_source source;
+  freekv::sequence_id id{};
+  std::vector<float> outputs;  // and log-sum-exps, of all steps and layers
+  std::vector<std::int32_t> reports;
+};
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+constexpr int layers_together = 3;  // the first of which keeps everything
+
+/// Sequences that step together, each with a prompt of its own length and one or two rows a step. Reports are read after
+/// each step, which waits for recall, or never; then prompts come in many steps that nothing waits for either.
+std::vector<sequence_run> run_together(const random_case& c, const std::vector<random_case>& cases,
+                                       bool reports) {
+  const auto n = [](int x) { return static_cast<std::size_t>(x); };
+  const auto p = make(made_of::policies, c);
+  std::vector<sequence_run> runs(cases.begin(), cases.end());
+  for (sequence_run& run : runs) run.id = p->open();
+  constexpr int chunk = 7;
+  int prompt_steps = 1;
+  for (const random_case& one : cases)
+    if (!reports) prompt_steps = std::max(prompt_steps, (one.prompt + chunk - 1) / chunk);
+  for (int step = -prompt_steps; step < c.steps; ++step) {
+    std::vector<freekv::sequence_rows> rows;
+    std::vector<float> queries, keys, values;
+    for (std::size_t i = 0; i < runs.size(); ++i) {
+      const int before = p->tokens(runs[i].id);
+      const int prompt = reports ? cases[i].prompt : std::min(chunk, std::max(0, cases[i].prompt - before));
+      const int tokens = step < 0 ? prompt : 1 + static_cast<int>((cases[i].seed + n(step)) % 2);
+      rows.push_back({runs[i].id, tokens, step < 0 ? freekv::row_kind::prompt : freekv::row_kind::decode});
+      for (int t = 0; t < tokens; ++t) {
+        token_source& source = runs[i].source;
+        source.next();
+        queries.insert(queries.end(), source.queries.begin(), source.queries.end());
+        keys.insert(keys.end(), source.keys.begin(), source.keys.end());
+        values.insert(values.end(), source.values.begin(), source.values.end());
+      }
+    }
+    p->begin_step(rows);
+    const std::size_t heads = n(c.options.query_heads), d = n(c.options.head_dim);
+    for (int layer = 0; layer < layers_together; ++layer) {
+      if (step < 0) {
+        p->append(layer, keys, values, {});
+        continue;
+      }
+      for (float& q : queries) q *= 0.75f;  // else all layers would select alike
+      std::vector<float> out(queries.size()), lse(queries.size() / d);
+      p->append(layer, keys, values, queries);
+      p->attend(layer, out, lse);
+      std::size_t row = 0;
+      for (std::size_t i = 0; i < runs.size(); ++i) {
+        const std::size_t end = row + n(rows[i].tokens);
+        const auto take = [&](const std::vector<float>& from, std::size_t width) {
+          runs[i].outputs.insert(runs[i].outputs.end(), from.begin() + static_cast<long>(row * width),
+                                 from.begin() + static_cast<long>(end * width));
+        };
+        take(out, heads * d);
+        take(lse, heads);
+        row = end;
+      }
+    }
+    p->end_step();
+    for (int layer = 1; reports && step >= 0 && layer < layers_together; ++layer)
+      for (sequence_run& run : runs) {
+        const auto report = p->report(layer, run.id);
+        for (const auto& numbers : {report.recalled, report.promoted, report.attended_count})
+          run.reports.insert(run.reports.end(), numbers.begin(), numbers.end());
+      }
+  }
+  return runs;
+}
+
+/// Whether a sequence gives the same bits twice, beside other sequences, and where nothing waits for recall but the
+/// streams themselves; what differs is printed.
+bool same_bits_in_any_batch(std::uint64_t seed) {
+  random_case c = make_device_case(seed, made_of::policies);
+  auto& o = c.options;
+  o.does.plan = "retrieval";
+  o.layers = layers_together;
+  o.complete_layers = 1;
+  o.sink_logits.clear();
+  o.in_place = false;
+  o.max_decode_rows = 2;
+  o.max_sequences = 3;
+  o.page = 8;
+  o.budget = {.sink = 8, .window = 16, .selected_pages = 3};
+  o.does.unit = 0;
+  c.steps = 6;
+  std::vector<random_case> cases;
+  dice d(seed);
+  for (int i = 0; i < 3; ++i) {
+    cases.push_back(c);
+    cases.back().seed = seed * 10 + static_cast<std::uint64_t>(i);
+    cases.back().prompt = d.between(20, i == 0 ? 1300 : 300);
+    o.max_tokens = std::max(o.max_tokens, cases.back().prompt + 2 * c.steps);
+  }
+  const auto alone = run_together(c, {cases[0]}, true)[0], again = run_together(c, {cases[0]}, true)[0];
+  const auto last = run_together(c, {cases[1], cases[2], cases[0]}, true)[2];
+  const auto hurried = run_together(c, {cases[0], cases[1]}, false)[0];
+  const auto differs = [&](const sequence_run& other, const char* when) {
+    const bool same =
+        same_bits(alone.outputs, other.outputs) && (other.reports.empty() || alone.reports == other.reports);
+    if (!same) std::printf("FAILED %s\n  a sequence gives other bits %s\n", sentence(c).c_str(), when);
+    return !same;
+  };
+  const bool failed[] = {differs(again, "the second time"), differs(last, "beside others"),
+                         differs(hurried, "where nothing waits for recall but the streams")};
+  return !failed[0] && !failed[1] && !failed[2];
+}
+
+/// Whether `options` are refused as what the backend does not have.
+bool refuses(const freekv::examples::pipeline_options& options, const std::string& what) {
+  try {
+    make_device_policies(options);
+  } catch (const freekv::settings_error& e) {
+    if (std::string(e.what()).find(what) != std::string::npos) return true;
+    std::printf("FAILED refusal of %s: %s\n", what.c_str(), e.what());
+    return false;
+  }
+  std::printf("FAILED %s is not refused\n", what.c_str());
+  return false;
+}
+bool refuses_what_it_lacks() {
+  random_case c = make_device_case(1, made_of::policies);
+  auto with_file = c.options, with_frames = c.options, with_many = c.options;
+  with_file.store_file = "/tmp";
+  with_frames.does.plan = "retrieval";
+  with_frames.in_place = false;
+  with_frames.selected_tokens = 4096;
+  with_many.does.selection = "top_p";
+  with_many.max_tokens = 1 << 16;
+  with_many.budget.selected_pages = 1025;
+  return refuses(with_file, "store files") && refuses(with_frames, "selected_tokens") &&
+         refuses(with_many, "1024");
+}
+
 }  // namespace
 
 int main() {
@@ -132,6 +272,8 @@ int main() {
     const random_case c = make_device_events(seed, what);
     run(c, [&] { world(c, make(what, c), seen, counts).run(); });
   }
+  for (std::uint64_t seed = first; seed < first + worlds; ++seed) failed += !same_bits_in_any_batch(seed);
+  failed += !refuses_what_it_lacks();
   std::printf(
       "%d of %d cases and %d worlds failed; compared %ld steps, %ld firm selections, %ld head outputs; "
       "corrected %ld, "

@@ -1,13 +1,9 @@
 // Parts of the CUDA backend on their own, where a whole step does not reach: teams of lanes against one lane, selection of
-// up to 1024 among 65,536 scores with ties, and every way that a slice is copied.
+// up to 1024 among 65,536 scores with ties, every way that a slice is copied, and what is refused.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <algorithm>
-#include <freekv/backend/cuda/lane_team.cuh>
-#include <freekv/backend/cuda/radix_select.cuh>
-#include <freekv/backend/cuda/recall.cuh>
-#include <freekv/functors/copy_slice.hpp>
-#include <freekv/functors/ordered_key.hpp>
+#include <freekv/freekv.cuh>
 #include <functional>
 #include <numeric>
 
@@ -244,6 +240,28 @@ void recall_everywhere(report& checks, random_numbers& random, const std::string
   recalls<Tuned, hnd, nhd, bfloat16, 8>(checks, random, how);
 }
 
+// ---- refusals ----
+
+template <policy... Policies>
+void refusal(report& checks, const std::string& what) {
+  using pipeline = retrieval_pipeline<kv_shape<half, 64>, cuda_backend, Policies...>;
+  cuda_backend backend(cudaStreamPerThread, cudaStreamPerThread);
+  typename pipeline::settings s;
+  s.layers = 2;
+  s.query_heads = s.kv_heads = 2;
+  s.max_tokens = 1000;
+  std::string said = "nothing";
+  try {
+    pipeline::bytes_needed(s, backend);
+  } catch (const settings_error& e) {
+    said = e.what();
+  }
+  results<std::int32_t> refused(1);
+  refused.host[0] = 1;
+  refused.device[0] = said.find("the CUDA backend does not have " + what) != std::string::npos;
+  checks.equal("refusal of " + what, refused);
+}
+
 }  // namespace
 
 int main() {
@@ -267,5 +285,10 @@ int main() {
   recall_everywhere<single_loads>(checks, random, "loads one at a time");
   recall_everywhere<two_deep_copies>(checks, random, "asynchronous copies, two on their way");
   recall_everywhere<deep_copies>(checks, random, "asynchronous copies");
+  refusal<coarse_to_fine<min_max, key_sketch<4>, 4>>(checks, "summaries of two stages");
+  refusal<pin_outliers<4>>(checks, "pinned units");
+  refusal<cast<bfloat16>>(checks, "codecs and store files");
+  refusal<per_query_head>(checks, "rows other than per_kv_head");
+  refusal<per_layer>(checks, "rows other than per_kv_head");
   return checks.finish();
 }

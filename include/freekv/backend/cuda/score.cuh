@@ -62,7 +62,7 @@ __global__ void prepare_queries(State s, Summary summaries, Pooling pooling, ste
   if (head + nth + static_cast<int>(threadIdx.x) == 0) *scratch.item_count = 0;  // of the recall behind this
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
-  const row_candidates candidates = candidates_of(s, entry, head, job.time);
+  const row_candidates candidates = candidates_of(s, entry, head, job);
   if (candidates.most() <= job.taken_up_to) return;
   const int me = static_cast<int>(threadIdx.x) / team.lanes();
   group_query query = s.query_of(entry, head);
@@ -94,7 +94,7 @@ __global__ void score_chunks(State s, Summary summaries, step_view step, selecti
   const int nth = static_cast<int>(blockIdx.z), thread = static_cast<int>(threadIdx.x);
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
-  const row_candidates candidates = candidates_of(s, entry, head, job.time);
+  const row_candidates candidates = candidates_of(s, entry, head, job);
   const int first = chunk * chunk_units, last = min(first + chunk_units, candidates.most());
   if (first >= last || candidates.most() <= job.taken_up_to) return;
 
@@ -148,7 +148,7 @@ __global__ void pool_chunks(State s, Pooling pooling, step_view step, selection_
   const int nth = static_cast<int>(blockIdx.z / 2), thread = static_cast<int>(threadIdx.x);
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
-  const row_candidates candidates = candidates_of(s, entry, head, job.time);
+  const row_candidates candidates = candidates_of(s, entry, head, job);
   const int count = for_next ? candidates.next : candidates.now, j = chunk * chunk_units + thread;
   if (chunk * chunk_units >= count || count <= job.taken_up_to) return;
   const float* const scores = scratch.scores_of(nth, head);

@@ -10,7 +10,9 @@
 #include <freekv/backend/cuda/step.cuh>
 #include <freekv/functors/diff_pages.hpp>
 #include <freekv/pipeline/layer_state.hpp>
+#include <freekv/policies/correction.hpp>
 #include <freekv/policies/selection.hpp>
+#include <type_traits>
 
 namespace freekv::device {
 
@@ -26,7 +28,7 @@ inline constexpr select_tuning select_default{};
 static_assert(select_default.valid());
 
 /// What a block that selects has in shared memory.
-template <bool ByMass>
+template <bool Masses>
 struct select_storage {
   typename radix_select<select_default.threads>::storage radix;
   int items;
@@ -102,6 +104,85 @@ __device__ int select_best(const Selection& selection, const float* pooled, int 
   return most;
 }
 
+/// In the place of a correction that judges by queries, which `append` has asked.
+struct judged_by_queries {};
+
+/// What a head of a step has selected, and what it would now.
+struct selected_and_best {
+  std::int32_t* selected = nullptr;
+  const std::int32_t* best = nullptr;
+  int count = 0, best_count = 0;
+};
+
+/// Exchanges units of `pages.selected` for those of `pages.best` that it misses until `correction` is content; returns how
+/// many are selected then. By one thread. (spec: `partial`)
+template <class Correction, class Mass, class Value>
+__device__ int exchange_units(const Correction& correction, const selected_and_best& pages, float of_best,
+                              const Mass& mass_of, const Value& value) {
+  const auto lacks = [](const std::int32_t* list, int count, std::int32_t unit) {
+    for (int i = 0; i < count; ++i)
+      if (list[i] == unit) return false;
+    return true;
+  };
+  int count = pages.count;
+  while (correction.flags(selection_masses{mass_of(pages.selected, count), of_best})) {
+    std::int32_t gain = -1;
+    for (int i = 0; i < pages.best_count; ++i)
+      if (lacks(pages.selected, count, pages.best[i]) && (gain < 0 || value(pages.best[i]) > value(gain)))
+        gain = pages.best[i];
+    if (gain < 0) break;
+    int loss = -1;
+    for (int i = 0; i < count; ++i)
+      if (lacks(pages.best, pages.best_count, pages.selected[i]) &&
+          (loss < 0 || value(pages.selected[i]) < value(pages.selected[loss])))
+        loss = i;
+    // In its place among those that stay.
+    int at = loss < 0 ? count++ : loss;
+    for (; at > 0 && pages.selected[at - 1] > gain; --at) pages.selected[at] = pages.selected[at - 1];
+    for (; at + 1 < count && pages.selected[at + 1] < gain; ++at) pages.selected[at] = pages.selected[at + 1];
+    pages.selected[at] = gain;
+  }
+  return count;
+}
+
+/// Flags a head whose selection has too little of the mass, and corrects it; returns how many are selected then, and in
+/// `corrected` whether it is, on all threads of the block. `pooled` are scores of `candidates` units from `first` on.
+template <class Correction, class Storage>
+__device__ int correct_by_mass(const Correction& correction, const float* pooled, int first, int candidates,
+                               const selected_and_best& pages, bool& corrected, Storage& shared) {
+  const float all = log_mass_of_all(pooled, candidates, shared);
+  if (threadIdx.x == 0) {
+    const auto mass_of = [&](const std::int32_t* units, int count) {
+      float sum = 0.0f;
+      for (int i = 0; i < count; ++i) {
+        const float score = pooled[units[i] - first];
+        if (score > -infinity) sum += ::expf(score - all);
+      }
+      return sum;
+    };
+    bool same = pages.count == pages.best_count;
+    for (int i = 0; same && i < pages.count; ++i) same = pages.selected[i] == pages.best[i];
+    const float of_best = mass_of(pages.best, pages.best_count);
+    shared.kept = pages.count;
+    shared.items =
+        corrected ||
+        (!same && correction.flags(selection_masses{mass_of(pages.selected, pages.count), of_best}));
+    if (shared.items != 0 && !corrected && correction.exchanges_pages()) {
+      shared.kept = exchange_units(correction, pages, of_best, mass_of, [&](std::int32_t unit) {
+        return ordered_key(pooled[unit - first], unit);
+      });
+    } else if (shared.items != 0) {
+      for (int i = 0; i < pages.best_count; ++i) pages.selected[i] = pages.best[i];
+      shared.kept = pages.best_count;
+    }
+  }
+  __syncthreads();
+  corrected = shared.items != 0;
+  const int count = shared.kept;
+  __syncthreads();  // both are free again
+  return count;
+}
+
 /// Brings the slots of a head up to date with what it has selected, and lists what is to be copied there. By one block.
 template <class State, class Residency, class Storage>
 __device__ void list_missing(const State& s, const Residency& residency, const step_entry& entry, int head,
@@ -131,16 +212,17 @@ __device__ void list_missing(const State& s, const Residency& residency, const s
 
 /// One head of a step selects. To correct: for this step and, by the same scores, for the next; then, corrected or not,
 /// what it has selected is what it attends to. To speculate: for the next step, unless a correction has done so.
-template <class State, class Selection, class Residency>
-__global__ void select_units(State s, Selection selection, Residency residency, step_view step,
-                             selection_scratch scratch, selection_job job) {
-  __shared__ select_storage<selection_by_mass<Selection>> shared;
+template <class State, class Selection, class Residency, class Correction>
+__global__ void select_units(State s, Selection selection, Residency residency, Correction correction,
+                             step_view step, selection_scratch scratch, selection_job job) {
+  constexpr bool judges = !std::is_same_v<Correction, judged_by_queries>;
+  __shared__ select_storage<selection_by_mass<Selection> || judges> shared;
   const int head = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
   if (entry.kind != row_kind::decode) return;
-  const row_candidates candidates = candidates_of(s, entry, head, job.time);
+  const row_candidates candidates = candidates_of(s, entry, head, job);
   const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
   const int k = s.budget.selected_pages;
   std::int32_t *const selected = s.selected + first, *const upcoming = s.upcoming + first;
@@ -150,13 +232,24 @@ __global__ void select_units(State s, Selection selection, Residency residency, 
   };
   if (job.time == selection_time::correct) {
     if (candidates.selects) {
-      const int now = select(false, selected), next = select(true, upcoming);
+      int now;
+      bool corrected = s.corrected[row] != 0;
+      if constexpr (judges) {
+        std::int32_t* const best = scratch.best + scratch.row(nth, head) * s.list_units;
+        const int count = s.selected_count[row], best_count = select(false, best);
+        now = correct_by_mass(correction, scratch.pooled_of(false, nth, head), candidates.first,
+                              candidates.now, {selected, best, count, best_count}, corrected, shared);
+      } else {
+        now = select(false, selected);
+      }
+      const int next = select(true, upcoming);
       if (thread == 0) {
+        s.corrected[row] = corrected;
         s.selected_count[row] = now;
         s.upcoming_count[row] = next;
       }
       __syncthreads();
-      if (s.keeps_slots) list_missing(s, residency, entry, head, true, scratch, shared);
+      if (corrected && s.keeps_slots) list_missing(s, residency, entry, head, true, scratch, shared);
     }
     const int count = s.selected_count[row];
     for (int i = thread; i < count; i += threads)
@@ -177,12 +270,14 @@ __global__ void select_units(State s, Selection selection, Residency residency, 
   if (s.keeps_slots) list_missing(s, residency, entry, head, false, scratch, shared);
 }
 
-template <class State, class Selection, class Residency>
+/// `correction` judges by masses, or is `judged_by_queries`.
+template <class State, class Selection, class Residency, class Correction>
 void launch_select(const State& s, const Selection& selection, const Residency& residency,
-                   const step_view& step, const selection_scratch& scratch, const selection_job& job,
-                   cudaStream_t stream) {
+                   const Correction& correction, const step_view& step, const selection_scratch& scratch,
+                   const selection_job& job, cudaStream_t stream) {
   const dim3 rows(static_cast<unsigned>(s.heads.kv), static_cast<unsigned>(step.most.entries));
-  select_units<<<rows, select_default.threads, 0, stream>>>(s, selection, residency, step, scratch, job);
+  select_units<<<rows, select_default.threads, 0, stream>>>(s, selection, residency, correction, step,
+                                                            scratch, job);
   check(cudaGetLastError(), "select");
 }
 

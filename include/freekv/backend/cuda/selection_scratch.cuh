@@ -33,6 +33,7 @@ struct selection_scratch {
   float* prepared = nullptr;  // (entry, kv head, scoring heads, query_width)
   recall_item* items = nullptr;  // (entries * kv heads * K)
   std::int32_t* item_count = nullptr;
+  std::int32_t* best = nullptr;  // (entry, kv head, K): of a correction by mass
   int most_entries = 0, kv_heads = 0, scoring_heads = 0, chunks = 0;
   std::int64_t stride = 0;
 
@@ -53,6 +54,7 @@ struct selection_scratch {
     s.prepared = memory.take<float>(n(rows * scoring_heads * query_width));
     s.items = memory.take<recall_item>(n(rows * list_units));
     s.item_count = memory.take<std::int32_t>(1);
+    s.best = memory.take<std::int32_t>(n(rows * list_units));
     return s;
   }
 
@@ -79,6 +81,13 @@ struct selection_scratch {
 /// it, for the next.
 enum class selection_time : std::uint8_t { correct, speculate };
 
+/// What is asked of the heads that select.
+struct selection_job {
+  selection_time time = selection_time::correct;
+  bool every_head = false;  ///< corrects whether flagged or not, as masses tell which are
+  int taken_up_to = 0;      ///< so many candidates are all selected, whatever their scores
+};
+
 /// The candidates of one head: how many of the units from `first` on in this step (of a head that is corrected), and in
 /// the next. None for a head that does not select now.
 struct row_candidates {
@@ -88,22 +97,16 @@ struct row_candidates {
 };
 template <class State>
 FREEKV_HD row_candidates candidates_of(const State& s, const step_entry& entry, int head,
-                                       selection_time time) {
+                                       const selection_job& job) {
   row_candidates c;
   if (entry.kind != row_kind::decode || s.kind_of(head) != layer_kind::retrieval) return c;
   const std::size_t row = s.row(entry.sequence, head);
-  const bool correct = time == selection_time::correct;
-  if (correct ? s.corrected[row] == 0 : s.upcoming_count[row] >= 0) return c;
+  const bool correct = job.time == selection_time::correct;
+  if (correct ? s.corrected[row] == 0 && !job.every_head : s.upcoming_count[row] >= 0) return c;
   const unit_range next = s.candidates_at(entry.after() + 1);
   const int now = s.window_begin(entry) * s.units_per_page - next.first;
   return {next.first, correct && now > 0 ? now : 0, next.count, true};
 }
-
-/// What is asked of the heads that select.
-struct selection_job {
-  selection_time time = selection_time::correct;
-  int taken_up_to = 0;  ///< so many candidates are all selected, whatever their scores
-};
 
 /// Of a selection among so many candidates with a budget of k. What looks at masses needs the scores in any case.
 template <class Selection>

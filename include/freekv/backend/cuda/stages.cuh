@@ -205,11 +205,16 @@ class stages {
   /// The flagged heads select with the current query and recall what they miss; then every head's selection is what this
   /// step attends to. On a step without a flagged head each launch ends at once.
   void correct(const State& s, const step_view& step) {
-    select(s, step, correct_, selection_time::correct, compute());
+    resolve(settings_->correction, [&]<class Correction>(const Correction& correction) {
+      if constexpr (correction_by_mass<Correction>)
+        select(s, step, correct_, {selection_time::correct, true, 0}, correction.at(s.layer), compute());
+      else
+        select(s, step, correct_, {selection_time::correct}, judged_by_queries{}, compute());
+    });
   }
   /// Every head selects with the current query for the next step and recalls what it misses, on the recall stream.
   void speculate(const State& s, const step_view& step) {
-    select(s, step, speculate_, selection_time::speculate, backend_->recall().get());
+    select(s, step, speculate_, {selection_time::speculate}, judged_by_queries{}, backend_->recall().get());
   }
 
   /// Attends decode rows within the budget, prompt rows, and all rows of complete layers, to everything up to themselves.
@@ -232,9 +237,6 @@ class stages {
     if (s.row() != selection_row::kv_head) lacks("rows other than per_kv_head");
     if (s.pinned_units() > 0) lacks("pinned units");
     if (s.selected_tokens > 0) lacks("selected_tokens");
-    resolve(s.correction, [&]<class Correction>(const Correction&) {
-      if (correction_by_mass<Correction>) lacks("correction by mass");
-    });
     resolve(s.summary, [&]<class Summary>(const Summary&) {
       if (two_stage_summary<Summary>) lacks("summaries of two stages");
     });
@@ -272,17 +274,19 @@ class stages {
     return complete ? std::max(within, parts_of_all(*settings_)) : within;
   }
 
-  void select(const State& s, const step_view& step, const selection_scratch& scratch, selection_time time,
-              cudaStream_t stream) {
+  template <class Correction>
+  void select(const State& s, const step_view& step, const selection_scratch& scratch, selection_job job,
+              const Correction& correction, cudaStream_t stream) {
     if (s.kind != layer_kind::retrieval || !step.most.decodes) return;
     resolve(settings_->selection, [&](const auto& selection) {
-      const selection_job job{time, all_taken_up_to(selection, s.budget.selected_pages)};
+      // Masses are of scores, whatever is selected.
+      if (!job.every_head) job.taken_up_to = all_taken_up_to(selection, s.budget.selected_pages);
       resolve(settings_->summary, [&](const auto& summary) {
         resolve(settings_->pooling,
                 [&](const auto& pooling) { launch_score(s, summary, pooling, step, scratch, job, stream); });
       });
       resolve(settings_->residency, [&](const auto& residency) {
-        launch_select(s, selection, residency, step, scratch, job, stream);
+        launch_select(s, selection, residency, correction, step, scratch, job, stream);
       });
     });
     if (s.keeps_slots) launch_recall(s, step, scratch, stream);
