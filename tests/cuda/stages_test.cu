@@ -37,7 +37,6 @@ __global__ void call_team(const float* in, const half* halves, const std::uint8_
   give(team.maximum(a, b));
   give(team.minimum(a, b));
   give(team.select_greater(a, b, b, a));
-  give(team.by_sign(a, a, b));
   give(team.template load_codes<3>(codes, 0));
   give(team.template load_codes<4>(codes, width));
   give(team.lookup(table, codes));
@@ -54,7 +53,7 @@ __global__ void call_team(const float* in, const half* halves, const std::uint8_
 template <int Lanes, int Share>
 void team_calls(report& checks, random_numbers& random) {
   using team_type = lane_team<Lanes, Share>;
-  constexpr int width = team_type::width, calls = 17;
+  constexpr int width = team_type::width, calls = 16;
   pinned<float> in = random.normals<float>(size(width * (width + 1))), table = random.normals<float>(256);
   in[0] = -0.0f;
   in[1] = std::numeric_limits<float>::quiet_NaN();
@@ -93,7 +92,6 @@ void team_calls(report& checks, random_numbers& random) {
   each([&](int i) { return one.maximum(a[i], b[i]); });
   each([&](int i) { return one.minimum(a[i], b[i]); });
   each([&](int i) { return a[i] > b[i] ? b[i] : a[i]; });
-  each([&](int i) { return std::signbit(a[i]) ? a[i] : b[i]; });
   each([&](int i) { return one.load_codes<3>(codes.data(), i); });
   each([&](int i) { return one.load_codes<4>(codes.data(), width + i); });
   each([&](int i) { return table[codes[size(i)]]; });

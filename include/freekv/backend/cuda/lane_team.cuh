@@ -90,9 +90,6 @@ struct lane_team {
   __device__ pack select_greater(const pack& a, const pack& b, const pack& x, const pack& y) const {
     return pack::of([&](auto i) { return a.x[i] > b.x[i] ? x.x[i] : y.x[i]; });
   }
-  __device__ pack by_sign(const pack& x, const pack& a, const pack& b) const {
-    return pack::of([&](auto i) { return scalar_team{}.by_sign(x.x[i], a.x[i], b.x[i]); });
-  }
   __device__ pack exp(const pack& x) const {
     return pack::of([&](auto i) { return ::expf(x.x[i]); });
   }
