@@ -244,9 +244,9 @@ struct layer_state {
     return pin_worth[unit_row(store_page, head, nth)];
   }
   FREEKV_HD constexpr std::size_t unit_row(std::int32_t store_page, int head, int nth) const {
-    const std::size_t page = static_cast<std::size_t>(head) * static_cast<std::size_t>(store_pages) +
-                             static_cast<std::size_t>(store_page);
-    return page * static_cast<std::size_t>(units_per_page) + static_cast<std::size_t>(nth);
+    const std::size_t row = static_cast<std::size_t>(head) * static_cast<std::size_t>(store_pages) +
+                            static_cast<std::size_t>(store_page);
+    return row * static_cast<std::size_t>(units_per_page) + static_cast<std::size_t>(nth);
   }
   FREEKV_HD std::byte* shared_of(std::int32_t store_page) const {
     return shared + static_cast<std::size_t>(store_page) * shared_bytes;
