@@ -65,6 +65,7 @@ FREEKV_HD void row_products(T team, const query_rows& queries, const row_block<E
   using pack = typename T::pack;
   constexpr int width = T::width, tile = width >= Heads ? width / Heads : 1;
   constexpr int chunks = (Heads * tile + width - 1) / width;
+  static_assert(chunks * width <= row_products_scratch);
   for (int first = 0; first < rows.count; first += tile) {
     const Element* row[tile];
     unroll<tile>([&](auto t) {

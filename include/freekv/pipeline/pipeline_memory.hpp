@@ -149,6 +149,10 @@ class pipeline_memory {
     const auto listed = table<std::int32_t>(size(s.max_resident) * size(most), slow, fast);
     l.selected_frames = listed.device;
     frame_pools.emplace_back(fixed, shared, most, s.max_resident, listed.host);
+    if (on_device<Stages> && !frames.empty())
+      throw settings_error(
+          "the CUDA backend does not take frames of an engine yet; leave them out, and the pipeline has its "
+          "own");
     if (!frames.empty() && slots > 0) l.frames = frames_of(frames[size(layer)], layer, slots);
     int complete_heads = 0;
     for (int head = 0; head < s.kv_heads; ++head)

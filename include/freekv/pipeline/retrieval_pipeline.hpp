@@ -121,7 +121,12 @@ class basic_retrieval_pipeline {
   }
   basic_retrieval_pipeline(const basic_retrieval_pipeline&) = delete;
   basic_retrieval_pipeline& operator=(const basic_retrieval_pipeline&) = delete;
-  ~basic_retrieval_pipeline() { synchronize(); }
+  ~basic_retrieval_pipeline() {
+    try {
+      synchronize();
+    } catch (const error&) {  // of a device that has failed: nothing is under way there
+    }
+  }
 
   const settings& configuration() const { return settings_; }
   /// The method in words: "key_subspace(24, 3), mean_softmax, top_k, cosine_drift(0.9), first_unselected(0), complete_first(1), resident,
@@ -420,7 +425,10 @@ class basic_retrieval_pipeline {
   bool abandon_step() noexcept {
     if (!in_step_) return false;
     in_step_ = false;
-    for (const step_entry& entry : entries_) end(sequence_id{entry.sequence});
+    try {
+      for (const step_entry& entry : entries_) end(sequence_id{entry.sequence});
+    } catch (const error&) {  // of a device, for which every later call fails too
+    }
     return true;
   }
 

@@ -92,13 +92,6 @@ __device__ void append_page(Team team, const State& s, const Summary& summary, c
   if (in_slots)
     slot = s.frame_slice(entry.sequence,
                          page < s.slots.sink ? s.slots.sink_slot(page) : s.slots.ring_slot(page), head);
-  if (entry.shared_page >= 0 && page == entry.before / s.page.tokens) {
-    const auto shared = slice_of(s.store, entry.shared_page, head);
-    for (int t = 0; t < entry.before % s.page.tokens; ++t) {
-      put_row(team, d, shared.key + t * shared.stride, kept.key + t * kept.stride);
-      put_row(team, d, shared.value + t * shared.stride, kept.value + t * kept.stride);
-    }
-  }
   for (int token = first; token < last; ++token) {
     const std::int64_t row = (std::int64_t{entry.first_row + token - entry.before} * s.heads.kv + head) * d;
     const int t = token - page_begin;
@@ -165,6 +158,24 @@ __device__ void detect_drift(Team team, const State& s, const Correction& correc
   }
 }
 
+/// Copies the rows of open pages that sequences share to pages of the entries' own: before anything is appended, since
+/// the last of those that shared a page writes to it.
+template <class State>
+__global__ void copy_shared_rows(State s, step_view step) {
+  constexpr int d = State::head_dim;
+  const int head = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
+  if (nth >= step.size()) return;
+  const step_entry& entry = step.entries[nth];
+  if (entry.shared_page < 0) return;
+  const auto from = slice_of(s.store, entry.shared_page, head);
+  const auto to = slice_of(s.store, s.store_page(entry.sequence, entry.before / s.page.tokens), head);
+  const int numbers = entry.before % s.page.tokens * d;
+  for (int i = static_cast<int>(threadIdx.x); i < numbers; i += static_cast<int>(blockDim.x)) {
+    to.key[i / d * to.stride + i % d] = from.key[i / d * from.stride + i % d];
+    to.value[i / d * to.stride + i % d] = from.value[i / d * from.stride + i % d];
+  }
+}
+
 /// A unit of work is a page and head of an entry, or behind these, in retrieval layers, an entry's head that may drift.
 template <class State, class Summary, class Correction, class In>
 __global__ void append_and_detect(State s, Summary summary, Correction correction, step_view step,
@@ -200,6 +211,11 @@ void launch_append(const State& s, const Summary& summary, const Correction& cor
   constexpr int lanes = summary_team_t<Summary, State::head_dim>::lane_count;
   const std::int64_t units = std::int64_t{step.most.entries} * (step.most.pages + 1) * s.heads.kv;
   if (units == 0) return;
+  if (step.most.copies) {
+    const dim3 grid(static_cast<unsigned>(s.heads.kv), static_cast<unsigned>(step.most.entries));
+    copy_shared_rows<<<grid, tuning.threads, 0, stream>>>(s, step);
+    check(cudaGetLastError(), "copy of shared rows");
+  }
   const int most_blocks = tuning.most_teams * lanes / tuning.threads;
   append_and_detect<<<std::min(most_blocks, blocks_for(units * lanes, tuning.threads)), tuning.threads, 0,
                       stream>>>(s, summary, correction, step, rows, scratch);

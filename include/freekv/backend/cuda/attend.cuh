@@ -158,8 +158,9 @@ void launch_attend(const State& s, const step_view& step, const float* queries, 
                    const attention_output& to, const attention_scratch_memory& scratch, cudaStream_t stream) {
   constexpr int lanes = row_team<State::head_dim>::lane_count, threads = attend_default.threads;
   const int tiles = (s.heads.group() + attend_default.heads - 1) / attend_default.heads;
-  const int at_once =
-      static_cast<int>(std::max<std::int64_t>(1, scratch.parts / (std::int64_t{parts} * s.heads.query)));
+  constexpr std::int64_t most_in_z = 65535;
+  const int at_once = static_cast<int>(
+      std::clamp<std::int64_t>(scratch.parts / (std::int64_t{parts} * s.heads.query), 1, most_in_z));
   for (int first = 0; first < step.most.rows; first += at_once) {
     const attended_rows rows{first, std::min(at_once, step.most.rows - first), parts, everything};
     const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{parts} * lanes, threads)),

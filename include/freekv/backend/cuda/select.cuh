@@ -120,9 +120,15 @@ template <class Correction, class Mass, class Value>
 __device__ int exchange_units(const Correction& correction, const selected_and_best& pages, float of_best,
                               const Mass& mass_of, const Value& value) {
   const auto lacks = [](const std::int32_t* list, int count, std::int32_t unit) {
-    for (int i = 0; i < count; ++i)
-      if (list[i] == unit) return false;
-    return true;
+    int first = 0, last = count;
+    while (first < last) {
+      const int middle = (first + last) / 2;
+      if (list[middle] < unit)
+        first = middle + 1;
+      else
+        last = middle;
+    }
+    return first == count || list[first] != unit;
   };
   int count = pages.count;
   while (correction.flags(selection_masses{mass_of(pages.selected, count), of_best})) {

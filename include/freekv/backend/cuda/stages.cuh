@@ -162,6 +162,7 @@ class stages {
 
   /// Uploads the step and what has changed in the tables. Waits where the device is `step_ring::depth` steps behind.
   step_view begin_step(std::span<const step_entry> entries) {
+    if (entries.empty()) return {};  // nothing is queued, and so nothing would order the ring's reuse
     table_patch* const patches = ring_.begin();
     std::int32_t count = 0;
     step_bounds most{.entries = static_cast<int>(entries.size())};
@@ -175,6 +176,7 @@ class stages {
       const int first = entry.before / p, last = settings_->pages_for(entry.after());
       most.pages = std::max(most.pages, last - first);
       (entry.kind == row_kind::decode ? most.decodes : most.prompts) = true;
+      most.copies = most.copies || entry.shared_page >= 0;
       for (int page = first; page < last; ++page)
         patch(tables, size(entry.sequence) * size(settings_->max_pages()) + size(page));
       patch(mirror_->slot_sets, size(entry.sequence));
@@ -237,6 +239,10 @@ class stages {
     if (s.row() != selection_row::kv_head) lacks("rows other than per_kv_head");
     if (s.pinned_units() > 0) lacks("pinned units");
     if (s.selected_tokens > 0) lacks("selected_tokens");
+    constexpr int most_heads = (48 << 10) / static_cast<int>(sizeof(float));  // of a block's memory
+    if (const int heads = s.query_heads / s.kv_heads * s.max_decode_rows; heads > most_heads)
+      throw settings_error("query heads of a group times max_decode_rows are " + std::to_string(heads) +
+                           "; a device pools at most " + std::to_string(most_heads));
     resolve(s.summary, [&]<class Summary>(const Summary&) {
       if (two_stage_summary<Summary>) lacks("summaries of two stages");
     });

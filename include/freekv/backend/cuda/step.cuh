@@ -17,7 +17,7 @@ struct step_bounds {
   int entries = 0;
   int rows = 0;   // of all entries
   int pages = 0;  // that one entry writes to
-  bool decodes = false, prompts = false;
+  bool decodes = false, prompts = false, copies = false;
 };
 
 /// A step as kernels see it.
