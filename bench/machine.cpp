@@ -1,3 +1,5 @@
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -34,6 +36,8 @@ std::uint64_t sum_of(const std::byte* data, std::size_t bytes) {
 machine this_machine() {
   machine m;
   m.cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  m.memory =
+      static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(sysconf(_SC_PAGE_SIZE));
   std::ifstream info("/proc/cpuinfo");
   for (std::string line; std::getline(info, line) && m.processor.empty();)
     if (line.starts_with("model name")) m.processor = line.substr(line.find(':') + 2);
@@ -49,6 +53,11 @@ machine this_machine() {
   return m;
 }
 
+double median(std::vector<double> all) {
+  std::nth_element(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(all.size() / 2), all.end());
+  return all[all.size() / 2];
+}
+
 std::vector<double> seconds_in_turns(int rounds, std::span<const std::function<void(int)>> bodies) {
   std::vector<std::vector<double>> seconds(bodies.size());
   for (std::size_t i = 0; i < bodies.size(); ++i) bodies[i](0);  // pages are mapped, threads started
@@ -58,10 +67,7 @@ std::vector<double> seconds_in_turns(int rounds, std::span<const std::function<v
       seconds[i].push_back(seconds_of(bodies[i], round + 1));
     }
   std::vector<double> medians;
-  for (auto& all : seconds) {
-    std::nth_element(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(all.size() / 2), all.end());
-    medians.push_back(all[all.size() / 2]);
-  }
+  for (const auto& all : seconds) medians.push_back(median(all));
   return medians;
 }
 

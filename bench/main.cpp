@@ -40,9 +40,10 @@ void run(int argc, char** argv) {
                                                    {"smoke", smoke},
                                                    {"commit", commit}});
   std::vector<std::vector<std::string>> table{{"bench", "figure", "measured", "target", ""}};
+  std::map<std::string, double> kept;
   for (const int count : threads) {
     if (count < 1) throw examples::choice_error("--threads " + std::to_string(count) + " is below 1");
-    context c{on, count, rounds, smoke, only, lines, table};
+    context c{on, count, rounds, smoke, only, lines, table, kept};
     for (const std::string& part : parts) {
       if (part == "score")
         bench_scoring(c);

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <span>
 #include <string>
 #include <vector>
@@ -17,8 +18,12 @@ struct machine {
   std::string processor;
   std::size_t last_level_cache = 0;  ///< bytes
   int cores = 1;
+  std::size_t memory = 0;  ///< bytes
 };
 machine this_machine();
+
+/// The median; of an even number the larger of the middle two.
+double median(std::vector<double> all);
 
 /// The seconds of each body: medians of `rounds`, in which all run in turns, forwards and backwards. A body is called with
 /// the number of its call.
@@ -52,6 +57,7 @@ struct context {
   std::string only;    ///< cases whose names hold this
   examples::json_lines& lines;
   std::vector<std::vector<std::string>>& table;  ///< case, figure, target
+  std::map<std::string, double>& kept;           ///< figures that later ones are compared with, by name
 
   /// A figure over its limit or peer, and what it should be at least (or, with `at_most`, at most).
   void ratio(const std::string& bench, const std::string& of_case, const std::string& metric, double value,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The host backend's speed, as ratios to limits and peers measured in the same run: a table, and JSON lines in FOLDER
-# (build/bench). `bash bench/run.sh [--out FOLDER] [OPTION...]`; further options go to freekv-bench-host, such as --smoke,
-# --part step, --threads 1,2. Takes some minutes on 2 cores; other work on them spoils the figures.
+# The host backend's speed, as ratios to limits and peers measured in the same run: a table, JSON lines and a picture in
+# build/bench. `bash bench/run.sh [OPTION...]`; options go to freekv-bench-host, such as --smoke, --part step,
+# --threads 1,2, --case 32K. Takes some minutes on 2 cores; other work on them spoils the figures.
 source "$(dirname "${BASH_SOURCE[0]}")/../cmake/bootstrap.sh"
 cd "$root"
 
@@ -15,3 +15,6 @@ cmake --preset host -DFREEKV_TESTS=OFF -DFREEKV_BENCH=ON -DFREEKV_LLAMA_CPP="$LL
 cmake --build build/host --target freekv-bench-host -j "$jobs" >&2
 
 build/host/bench/freekv-bench-host --out build/bench --commit "$(git describe --always --dirty 2>/dev/null || echo unknown)" "$@"
+bootstrap_python
+python_packages matplotlib
+"$VIRTUAL_ENV/bin/python" bench/plot.py build/bench/host.jsonl build/bench

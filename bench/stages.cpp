@@ -38,12 +38,12 @@ void bench_scores(context& c, int pages) {
   const auto layer_of = [&](int call) {
     return stored.data() + n(call % layers) * layer_bytes / sizeof(Element);
   };
-  const std::array<std::function<void(int)>, 2> bodies{
+  const prepared_queries prepared{queries.data(), summary_query_width(summary, d), group, 0.1f};
+  const std::array<std::function<void(int)>, 3> bodies{
       [&](int call) {
         const auto* const layer = reinterpret_cast<const std::byte*>(layer_of(call));
         backend.parallel(heads, layer_bytes, [&](int head, int worker) {
           host::with_team(backend.options().instructions, [&](auto team) {
-            const prepared_queries prepared{queries.data(), summary_query_width(summary, d), group, 0.1f};
             score_pages<Element>(team, summary, page, layer + n(head) * n(pages) * bytes, bytes, pages,
                                  prepared, numbers.data() + n(worker) * n(summary.width(page)),
                                  {scores.data() + n(head) * n(group) * n(stride), stride});
@@ -53,9 +53,23 @@ void bench_scores(context& c, int pages) {
       [&](int call) {
         read_all(std::as_bytes(std::span(layer_of(call + layers / 2), layer_bytes / sizeof(Element))),
                  c.threads);
+      },
+      [&](int) {  // the same number of pages, but always the same few
+        constexpr int few = 32;
+        backend.parallel(heads, layer_bytes, [&](int head, int worker) {
+          host::with_team(backend.options().instructions, [&](auto team) {
+            for (int j = 0; j < pages; j += few)
+              score_pages<Element>(
+                  team, summary, page,
+                  reinterpret_cast<const std::byte*>(stored.data()) + n(worker) * n(few) * bytes, bytes, few,
+                  prepared, numbers.data() + n(worker) * n(summary.width(page)),
+                  {scores.data() + n(head) * n(group) * n(stride), stride});
+          });
+        });
       }};
   const auto seconds = seconds_in_turns(c.smoke ? 3 : 4 * c.rounds, bodies);
   c.number("score", of_case, "seconds", seconds[0], "s");
+  c.ratio("score", of_case, "scoring of what is in the cache / scoring", seconds[2] / seconds[0]);
   c.ratio("score", of_case, "read of its bytes / scoring", seconds[1] / seconds[0], pages >= 4096 ? 0.8 : 0);
 }
 

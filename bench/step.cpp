@@ -26,15 +26,85 @@ constexpr budget published{.sink = 512, .window = 512, .selected_pages = 1024 / 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
-double median(std::vector<double> all) {
-  std::nth_element(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(all.size() / 2), all.end());
-  return all[all.size() / 2];
-}
-
 /// Layers whose keys and values together are twice what the last cache holds, at least one.
 int layers_beyond_cache(const context& c, std::size_t bytes_each) {
   return static_cast<int>(2 * c.on.last_level_cache / bytes_each) + 1;
 }
+
+/// Pooling and selection of all KV heads of a layer by scores that are there already.
+class selection_of_scores {
+ public:
+  selection_of_scores(host_backend& backend, int kv_heads, int group, int candidates, fast_normals& random)
+      : backend_(backend),
+        kv_heads_(kv_heads),
+        group_(group),
+        candidates_(candidates),
+        stride_(host::workspace_sizes::padded(candidates)) {
+    const auto n = [](auto x) { return static_cast<std::size_t>(x); };
+    scores_.assign(n(group) * n(stride_), -infinity);
+    for (int g = 0; g < group; ++g)
+      for (int j = 0; j < candidates; ++j) scores_[n(g) * n(stride_) + n(j)] = 4.0f * random.next();
+    pooled_.resize(n(backend.threads()) * n(stride_));
+    keys_.resize(n(backend.threads()) * n(candidates));
+    log_sums_.resize(n(backend.threads() * group));
+  }
+  void run() {
+    const auto bytes = static_cast<std::size_t>(kv_heads_ * candidates_) * 512;  // as for_heads counts them
+    backend_.parallel(kv_heads_, bytes, [&](int, int worker) {
+      host::workspace w;
+      w.scores = scores_.data();
+      w.pooled = pooled_.data() + worker * stride_;
+      w.keys = keys_.data() + std::ptrdiff_t{worker} * candidates_;
+      w.log_sums = log_sums_.data() + worker * group_;
+      host::pool_candidates(backend_.options().instructions, mean_softmax{}, group_, stride_, stride_, w);
+      host::order_candidates(0, candidates_, {}, std::min(candidates_, published.selected_pages), w);
+    });
+  }
+
+ private:
+  host_backend& backend_;
+  int kv_heads_, group_, candidates_;
+  std::int64_t stride_;
+  std::vector<float> scores_, pooled_, log_sums_;
+  std::vector<std::uint64_t> keys_;
+};
+
+/// Attention to pages that stay in the nearest cache: what multiplications alone take.
+template <class Element, int HeadDim>
+class attention_in_cache {
+ public:
+  attention_in_cache(host_backend& backend, int group, fast_normals& random)
+      : backend_(backend), group_(group) {
+    const auto n = [](auto x) { return static_cast<std::size_t>(x); };
+    rows_.resize(n(backend.threads() * 2 * page * HeadDim));
+    for (Element& x : rows_) x = from_float<Element>(random.next());
+    queries_.resize(n(group * HeadDim));
+    for (float& x : queries_) x = random.next() / 8.0f;
+    weighted_.resize(n(backend.threads() * group * HeadDim));
+    scratch_.resize(n(backend.threads() * attention_scratch<HeadDim>));
+    mass_.resize(n(backend.threads() * group));
+  }
+  void run(int slices) {
+    const int units = 8 * backend_.threads();
+    backend_.parallel(units, static_cast<std::size_t>(slices) << 14, [&](int, int worker) {
+      const Element* const rows = rows_.data() + std::ptrdiff_t{worker} * 2 * page * HeadDim;
+      const attention_part part{mass_.data() + worker * group_,
+                                weighted_.data() + std::ptrdiff_t{worker} * group_ * HeadDim};
+      for (int i = 0; i < slices / units; ++i)
+        host::attend_slice<HeadDim>(
+            backend_.options().instructions, group_query{queries_.data(), group_, HeadDim},
+            head_slice<const Element>{rows, rows + page * HeadDim, HeadDim}, page, part,
+            scratch_.data() + std::ptrdiff_t{worker} * attention_scratch<HeadDim>);
+    });
+  }
+
+ private:
+  host_backend& backend_;
+  int group_;
+  std::vector<Element> rows_;
+  std::vector<float> queries_, weighted_, scratch_;
+  std::vector<log_sum_exp> mass_;
+};
 
 template <class Element, int HeadDim, class Route>
 void bench_step(context& c, const model_form& form, int tokens, const std::string& route) {
@@ -43,11 +113,12 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
   const auto n = [](auto x) { return static_cast<std::size_t>(x); };
   const std::size_t kv_row = n(form.kv_heads * HeadDim), query_row = n(form.query_heads * HeadDim);
   const std::size_t full_bytes = n(tokens) * kv_row * 2 * sizeof(Element);
-  const int layers = layers_beyond_cache(c, full_bytes), rounds = c.smoke ? 3 : c.rounds;
+  const bool long_context = tokens > 131072;  // without the peer and with fewer rounds
+  const int layers = layers_beyond_cache(c, full_bytes), rounds = c.smoke ? 3 : long_context ? 5 : c.rounds;
   const std::string of_case = std::string(form.name) + ", " + std::string(element_name<Element>) + ", " +
                               std::to_string(tokens / 1024) + "K, " + route + ", " +
                               std::to_string(c.threads) + " threads";
-  if (!c.begins("step", of_case)) return;
+  if (2 * n(layers) * full_bytes > c.on.memory || !c.begins("step", of_case)) return;
 
   host_backend backend({.threads = c.threads, .overlap = route != "in_place"});
   typename pipeline_type::settings s;
@@ -80,10 +151,16 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
   for (float& x : queries) x = random.next();
   const std::size_t read = n(layers) * full_bytes;
   std::vector<std::byte> memory(std::min(read, std::size_t{1} << 30), std::byte{1});
-  flash_attention peer(form.query_heads, form.kv_heads, HeadDim, tokens, c.threads,
-                       std::is_same_v<Element, bfloat16>, random);
+  std::unique_ptr<flash_attention> peer;
+  if (!long_context)
+    peer = std::make_unique<flash_attention>(form.query_heads, form.kv_heads, HeadDim, tokens, c.threads,
+                                             std::is_same_v<Element, bfloat16>, random);
+  selection_of_scores selecting(backend, form.kv_heads, form.query_heads / form.kv_heads,
+                                std::max(1, (tokens - 1024) / page), random);
+  attention_in_cache<Element, HeadDim> cached(backend, form.query_heads / form.kv_heads, random);
 
-  std::vector<double> step_seconds, full_seconds, read_seconds, peer_seconds, recalls;
+  std::vector<double> step_seconds, full_seconds, read_seconds, peer_seconds, select_seconds, cached_seconds,
+      recalls;
   for (int round = 0; round < rounds + 1; ++round) {
     for (float& x : queries) x = 0.95f * x + 0.312f * random.next();
     double step = 0, full = 0;
@@ -115,10 +192,18 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
     read_all(memory, c.threads);
     const double reading =
         (now() - start) * static_cast<double>(full_bytes) / static_cast<double>(memory.size());
-    start = now();
-    peer.run();
-    const double peering = now() - start;
+    const auto timed = [&](const auto& body) {
+      start = now();
+      body();
+      return now() - start;
+    };
+    const double peering = peer == nullptr ? 0.0 : timed([&] { peer->run(); });
+    const double selection = timed([&] { selecting.run(); });
+    const int slices = std::min(tokens / page, 4096) * form.kv_heads;
+    const double in_cache = timed([&] { cached.run(slices); }) * tokens / page * form.kv_heads / slices;
     if (round == 0) continue;
+    select_seconds.push_back(selection);
+    cached_seconds.push_back(in_cache);
     step_seconds.push_back(step / layers);
     full_seconds.push_back(full / layers);
     read_seconds.push_back(reading);
@@ -135,31 +220,51 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
   c.number("step", of_case, "read_bandwidth", bandwidth, "bytes/s");
   c.number("step", of_case, "step", step, "s");
   c.number("step", of_case, "full_attention", full, "s");
-  c.number("step", of_case, "llama_cpp_flash_attention", peered, "s");
+  if (peer != nullptr) c.number("step", of_case, "llama_cpp_flash_attention", peered, "s");
   c.number("step", of_case, "recalled_per_head", median(recalls), "slices");
   const bool named = route == "in_place" && tokens >= 32768;
   if (route == "in_place") {
     c.ratio("attention", of_case, "read of its bytes / full attention", reading / full,
             tokens == 32768 ? 0.7 : 0);
-    c.ratio("attention", of_case, "llama.cpp's flash attention / full attention", peered / full,
-            tokens == 32768 ? 1 : 0);
+    c.ratio("attention", of_case, "attention to what is in the cache / full attention",
+            median(cached_seconds) / full);
+    if (peer != nullptr)
+      c.ratio("attention", of_case, "llama.cpp's flash attention / full attention", peered / full,
+              tokens == 32768 ? 1 : 0);
   }
+  // Of routes that are timed one after the other full attention, the same for both, is the measure.
+  const std::string other_route = std::string(form.name) + element_name<Element>.data() +
+                                  std::to_string(tokens) + "/" + std::to_string(c.threads);
+  if (route == "in_place") c.kept[other_route] = step / full;
+  if (const auto in_place_step = c.kept.find(other_route);
+      route == "resident" && in_place_step != c.kept.end() && tokens >= 8192)
+    c.ratio("step", of_case, "step for the caller / step in place", step / full / in_place_step->second, 1.15,
+            true);
+  if (route == "in_place" && form.kv_heads == 8 && tokens >= 131072)
+    c.ratio("step", of_case, "pool and select / step", median(select_seconds) / step,
+            tokens == 131072 ? 0.15 : 0, true);
+  if (route == "in_place" && tokens == 131072) c.kept["128K/" + std::to_string(c.threads)] = step;
+  if (const auto at_128k = c.kept.find("128K/" + std::to_string(c.threads));
+      tokens == 1048576 && at_128k != c.kept.end())
+    c.ratio("step", of_case, "step / step at 128K", step / at_128k->second, 2, true);
   c.ratio("step", of_case, "step / full attention", step / full,
           !named || form.kv_heads != 8 ? 0
           : tokens == 32768            ? 0.13
-                                       : 0.065,
+          : tokens == 131072           ? 0.065
+                                       : 0,
           true);
-  c.ratio("step", of_case, "step / read of its bytes", step / limit, named && form.kv_heads == 8 ? 1.4 : 0,
-          true);
+  c.ratio("step", of_case, "step / read of its bytes", step / limit,
+          named && form.kv_heads == 8 && !long_context ? 1.4 : 0, true);
 }
 
 }  // namespace
 
 void bench_steps(context& c) {
-  const std::vector<int> lengths = c.smoke ? std::vector{2048} : std::vector{1024, 8192, 32768, 131072};
+  const std::vector<int> lengths =
+      c.smoke ? std::vector{2048} : std::vector{1024, 4096, 8192, 32768, 131072, 524288, 1048576};
   for (const int tokens : lengths) {
     bench_step<bfloat16, 128, in_place>(c, llama_8b, tokens, "in_place");
-    if (tokens > 32768) continue;
+    if (tokens > 32768 || tokens == 4096) continue;
     bench_step<bfloat16, 128, resident>(c, llama_8b, tokens, "resident");
     bench_step<half, 128, in_place>(c, llama_8b, tokens, "in_place");
     bench_step<half, 64, in_place>(c, smollm2, tokens, "in_place");
