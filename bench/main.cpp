@@ -14,8 +14,8 @@ namespace {
 void run(int argc, char** argv) {
   std::string out = ".", commit = "unknown";
   std::vector<int> threads{1, 2};
-  std::vector<std::string> parts{"score", "recall", "step"};
-  std::string only;
+  std::vector<std::string> parts{"score", "recall", "step", "decoding"}, texts;
+  std::string only, model;
   int rounds = 15;
   bool smoke = false;
   CLI::App app("Measures stages and steps of the host backend beside limits and peers of the same run.",
@@ -24,7 +24,9 @@ void run(int argc, char** argv) {
   app.add_option("--out", out, "Folder for host.jsonl and host.txt")->take_last();
   app.add_option("--commit", commit, "Of this build, for the results");
   app.add_option("--threads", threads, "Threads; several allowed")->delimiter(',');
-  app.add_option("--part", parts, "score, recall, step; several allowed")->delimiter(',');
+  app.add_option("--part", parts, "score, recall, step, decoding; several allowed")->delimiter(',');
+  app.add_option("--model", model, "Of decoding: a GGUF file; without one it is left out")->take_last();
+  app.add_option("--text", texts, "Of decoding: files to decode; several allowed")->delimiter(',');
   app.add_option("--case", only, "Those alone whose names hold this")->take_last();
   app.add_option("--rounds", rounds, "Of each measurement, whose median counts");
   app.add_flag("--smoke", smoke, "Small sizes, to see that it runs: its figures mean nothing");
@@ -51,8 +53,11 @@ void run(int argc, char** argv) {
         if (count == threads.front()) bench_recall(c);
       } else if (part == "step")
         bench_steps(c);
-      else
-        throw examples::choice_error("--part " + part + " is unknown; choose among score, recall and step");
+      else if (part == "decoding") {
+        if (count == threads.back() && !model.empty()) bench_decoding(c, model, texts);
+      } else
+        throw examples::choice_error("--part " + part +
+                                     " is unknown; choose among score, recall, step and decoding");
     }
   }
   lines.finish();

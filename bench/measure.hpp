@@ -77,6 +77,8 @@ struct context {
 void bench_scoring(context& c);
 void bench_recall(context& c);
 void bench_steps(context& c);
+/// `model`: a GGUF file; `texts`: files whose tokens it is fed.
+void bench_decoding(context& c, const std::string& model, std::span<const std::string> texts);
 
 /// llama.cpp's attention of one token on the CPU: f16 or bf16 keys and values, (kv_heads, tokens, head_dim).
 class flash_attention {

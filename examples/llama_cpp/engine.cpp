@@ -148,6 +148,8 @@ std::string model::to_text(llama_token token) const {
   }
 }
 
+std::size_t model::weight_bytes() const { return llama_model_size(weights_.get()); }
+
 bool model::ends(llama_token token) const {
   return llama_vocab_is_eog(llama_model_get_vocab(weights_.get()), token);
 }
@@ -214,7 +216,7 @@ engine::engine(model shared, options wanted) : model_(std::move(shared)), option
 
 std::span<const float> engine::prefill(std::span<const llama_token> tokens, int position,
                                        const prefill_options& how) {
-  require_length(position, how.sequence);
+  if (!how.at_any_position || length(how.sequence) > 0) require_length(position, how.sequence);
   row_handler handler;
   if (how.seen_by) {
     require_flash_attention();
@@ -257,6 +259,21 @@ int engine::length(int sequence) const {
 void engine::truncate(int position, int sequence) {
   require_sequence(sequence);
   llama_memory_seq_rm(llama_get_memory(context_.get()), sequence, position, -1);
+}
+
+void engine::join(int from, int to) {
+  require_sequence(from);
+  require_sequence(to);
+  auto* const memory = llama_get_memory(context_.get());
+  const int first = llama_memory_seq_pos_min(memory, from);
+  if (!options_.unified || from == to || first != length(to)) {
+    throw engine_error("sequence " + std::to_string(from) + ", whose first position is " +
+                       std::to_string(first) + ", cannot be joined to sequence " + std::to_string(to) +
+                       " of " + std::to_string(length(to)) +
+                       " tokens: it has to follow another, in an engine made with unified = true");
+  }
+  llama_memory_seq_cp(memory, from, to, -1, -1);
+  llama_memory_seq_rm(memory, from, -1, -1);
 }
 
 void engine::clear() { llama_memory_seq_rm(llama_get_memory(context_.get()), -1, 0, -1); }

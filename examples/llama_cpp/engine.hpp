@@ -93,6 +93,7 @@ class model {
   /// `special`: add the tokens that the model wants around a text, and read control tokens in it as such.
   std::vector<llama_token> tokenize(std::string_view text, bool special = true) const;
   std::string to_text(llama_token token) const;
+  std::size_t weight_bytes() const;
   /// Does the token end a text? And all those that do.
   bool ends(llama_token token) const;
   std::vector<llama_token> ends() const;
@@ -125,6 +126,8 @@ class engine {
     observer* seen_by = nullptr;
     std::function<void(int tokens_done)> progress = {};
     int sequence = 0;
+    /// Of a sequence without tokens: they may begin at any position, as pieces do that `join` makes one of.
+    bool at_any_position = false;
   };
 
   /// Throws `engine_error` if llama.cpp cannot make such a context.
@@ -168,6 +171,9 @@ class engine {
   int length(int sequence = 0) const;
   /// Forgets a sequence's tokens from `position` on.
   void truncate(int position, int sequence = 0);
+  /// Moves the tokens of `from` behind those of `to`, which they must follow; the cache is a unified one. Throws
+  /// `engine_error`.
+  void join(int from, int to);
   /// Forgets all tokens of all sequences.
   void clear();
   /// A sequence of the engine's own cache, to a file and back, so that a prompt need not be prefilled again. Both sides
