@@ -50,13 +50,15 @@ TEST_CASE("threads, overlap, route and slot layout change no bit, whatever the p
     auto c = case_of(m, 11);
     INFO(words(m));
     freekv::host_backend alone({.threads = 1, .overlap = false}),
-        many({.threads = 3, .bytes_per_thread = 512});
+        many({.threads = 3, .bytes_per_thread = 512}),
+        in_turn({.threads = 3, .overlap = false, .bytes_per_thread = 128});
     c.options.in_place = false;
     const trace expected = run_case(c, alone);
     CHECK(same_steps(run_case(c, many), expected, true));
     c.options.layout = "hnd";
     CHECK(same_steps(run_case(c, alone), expected, true));
     c.options.layout = "nhd";
+    CHECK(same_steps(run_case(c, in_turn), expected, true));
     c.options.in_place = true;
     CHECK(same_steps(run_case(c, many), expected, false));
   }

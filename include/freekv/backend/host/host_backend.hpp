@@ -55,16 +55,18 @@ class host_backend {
   host::stream& compute() { return compute_; }
   host::stream& recall() { return recall_; }
 
+  /// Threads that `bytes` of memory traffic are worth.
+  int threads_worth(std::size_t bytes) const {
+    const std::size_t helpers = bytes / options_.bytes_per_thread;
+    return helpers < static_cast<std::size_t>(threads()) ? 1 + static_cast<int>(helpers) : threads();
+  }
   /// Runs `body(unit, worker)` for all units on as many threads as `bytes` of memory traffic are worth. If it throws,
   /// units that have not begun are left out, and the first exception is thrown when the others are done.
   template <class Body>
   void parallel(int units, std::size_t bytes, const Body& body) {
-    const std::size_t worth = bytes / options_.bytes_per_thread;
-    const int helpers =
-        worth < static_cast<std::size_t>(pool_.size()) ? static_cast<int>(worth) : pool_.size() - 1;
     std::atomic<bool> failed{false};
     std::exception_ptr error;
-    pool_.run(units, helpers, [&](int unit, int worker) {
+    pool_.run(units, threads_worth(bytes) - 1, [&](int unit, int worker) {
       if (failed.load(std::memory_order_relaxed)) return;
       try {
         body(unit, worker);

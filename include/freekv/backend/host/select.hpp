@@ -129,6 +129,7 @@ class head_selection {
         w_(w),
         pinned_(s.pinned_of(entry.sequence, head)),
         first_unit_(candidates.first),
+        candidates_(candidates.count),
         stride_(workspace_sizes::padded(candidates.count)),
         query_(query_head < 0 ? s.query_of(entry, head) : s.query_of(entry, head, query_head)) {}
   static constexpr int whole_group = -1;
@@ -155,6 +156,42 @@ class head_selection {
     const bool by_mass = resolve(policies_.selection, []<class S>(const S&) { return selection_by_mass<S>; });
     return most_of(candidates) == unpinned(candidates) && !by_mass;
   }
+
+  int head() const { return at_.head; }
+
+  /// Threads may score a head's candidates together: one begins, each scores some, and one goes on when all are scored.
+  bool worth_sharing() const {
+    const bool two_stages =
+        resolve(policies_.summary, []<class S>(const S&) { return two_stage_summary<S>; });
+    return !two_stages && !takes_all(candidates_);
+  }
+  /// Prepares the queries that score.
+  void begin() {
+    with_team(set_, [&](auto team) {
+      resolve(policies_.pooling, [&]<class P>(const P& pooling) {
+        if constexpr (query_pooling<P>) {
+          pooling.pool_query(team, query_, w_.pooled_query);
+          query_ = {w_.pooled_query, 1, State::head_dim};
+        }
+      });
+    });
+    resolve(policies_.summary, [&](const auto& summary) {
+      with_team(set_, [&](auto team) {
+        const auto policy = summary_at(summary, s_.layer, at_.head);
+        prepared_ = {w_.query, summary_query_width(policy, State::head_dim), query_.group, s_.scale};
+        for (int g = 0; g < query_.group; ++g)
+          prepare_query(team, policy, group_query{query_.head(g), 1, State::head_dim},
+                        w_.query + g * prepared_.width);
+      });
+    });
+  }
+  /// Scores candidates from `first` to `last`; `numbers` is the calling thread's.
+  void score_some(int first, int last, float* numbers) {
+    resolve(policies_.summary, [&]<class Summary>(const Summary& summary) {
+      if constexpr (!two_stage_summary<Summary>) score_candidates(summary, first, last, numbers);
+    });
+  }
+  void all_are_scored() { scored_ = candidates_; }
 
   /// Copies the pooled scores of the first `candidates` candidates, padded, to `pooled`.
   void copy_pooled(int candidates, float* pooled) {
@@ -225,12 +262,12 @@ class head_selection {
   void score(int candidates) {
     if (candidates == pooled_) return;
     if (scored_ == 0) begin();
-    for (int j = candidates; j < scored_; ++j) empty_column(j);
+    for (int j = candidates; j < workspace_sizes::padded(candidates); ++j) empty_column(j);
     resolve(policies_.summary, [&]<class Summary>(const Summary& summary) {
       if constexpr (two_stage_summary<Summary>)
         score_in_two_stages(summary, candidates);
       else
-        score_candidates(summary, scored_, candidates);
+        score_candidates(summary, scored_, candidates, w_.numbers);
     });
     scored_ = candidates;
     for (const std::int32_t unit : pinned_) empty_column(unit - first_unit_);
@@ -245,28 +282,6 @@ class head_selection {
     });
   }
 
-  /// Prepares the queries that score, and empties the rows of scores.
-  void begin() {
-    with_team(set_, [&](auto team) {
-      resolve(policies_.pooling, [&]<class P>(const P& pooling) {
-        if constexpr (query_pooling<P>) {
-          pooling.pool_query(team, query_, w_.pooled_query);
-          query_ = {w_.pooled_query, 1, State::head_dim};
-        }
-      });
-    });
-    std::fill_n(w_.scores, query_.group * stride_, -infinity);
-    resolve(policies_.summary, [&](const auto& summary) {
-      with_team(set_, [&](auto team) {
-        const auto policy = summary_at(summary, s_.layer, at_.head);
-        prepared_ = {w_.query, summary_query_width(policy, State::head_dim), query_.group, s_.scale};
-        for (int g = 0; g < query_.group; ++g)
-          prepare_query(team, policy, group_query{query_.head(g), 1, State::head_dim},
-                        w_.query + g * prepared_.width);
-      });
-    });
-  }
-
   void empty_column(int j) {
     for (int g = 0; g < query_.group; ++g) w_.scores[g * stride_ + j] = -infinity;
   }
@@ -274,7 +289,7 @@ class head_selection {
   /// Query head g's score of candidate j to `w.scores[g * stride + j]`, of candidates whose summaries lie side by side
   /// together.
   template <class Summary>
-  void score_candidates(const Summary& summary, int first, int last) {
+  void score_candidates(const Summary& summary, int first, int last, float* numbers) {
     with_team(set_, [&](auto team) {
       const auto policy = summary_at(summary, s_.layer, at_.head);
       while (first < last) {
@@ -282,8 +297,8 @@ class head_selection {
         int end = first + 1;
         while (end < last && stored(end) == from + static_cast<std::size_t>(end - first) * s_.summary_bytes)
           ++end;
-        score_pages<element>(team, policy, s_.unit, from, s_.summary_bytes, end - first, prepared_,
-                             w_.numbers, column(first));
+        score_pages<element>(team, policy, s_.unit, from, s_.summary_bytes, end - first, prepared_, numbers,
+                             column(first));
         first = end;
       }
     });
@@ -359,7 +374,7 @@ class head_selection {
   head_of at_;
   const workspace& w_;
   std::span<const std::int32_t> pinned_;
-  int first_unit_;
+  int first_unit_, candidates_;
   std::int64_t stride_;
   group_query query_;
   prepared_queries prepared_{};

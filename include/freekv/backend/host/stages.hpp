@@ -10,6 +10,8 @@
 #include <freekv/backend/host/sequence_slots.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/policies/rows.hpp>
+#include <optional>
+#include <utility>
 #include <vector>
 
 namespace freekv::host {
@@ -30,6 +32,9 @@ class stages {
         policies_(&policies),
         max_parts_((scratch.most_entries() - 1) / entries_per_part(scratch.page_tokens) + 1) {
     for (int i = 0; i < backend.workspaces(); ++i) workspaces_.push_back(workspace::carve(memory, scratch));
+    const int sharing = backend.threads() > 1 ? scratch.kv_heads : 0;
+    for (int i = 0; i < sharing; ++i) workspaces_of_heads_.push_back(workspace::carve(memory, scratch));
+    shared_.resize(static_cast<std::size_t>(sharing));
     const auto heads = static_cast<std::size_t>(scratch.kv_heads * max_parts_ * scratch.group);
     part_mass_ = memory.take<log_sum_exp>(heads);
     part_weighted_ = memory.take<float>(heads * d);
@@ -156,20 +161,23 @@ class stages {
       if constexpr (Rows::row == selection_row::layer) {
         if (by_mass || any_flagged(s, entry.sequence)) correct_layer(s, entry, by_mass);
       } else {
-        for_heads(
-            s, entry, [&](int head) { return by_mass || s.corrected[s.row(entry.sequence, head)] != 0; },
-            [&](int head, const workspace& w) {
-              if (s.pins > 0 && entry.kept_row < 0) {
-                const step_candidates c = candidates_at(s, entry);
-                pin_units(s, {entry.sequence, head}, {c.range.first, c.now}, w);
-              }
-              if constexpr (Rows::row == selection_row::query_head) {
-                select_by_query_head(instructions(), s, *policies_, entry, head, true, w);
-                recall_corrected(s, entry, head, w);
-              } else {
-                correct_head(s, entry, head, w);
-              }
-            });
+        const step_candidates c = candidates_at(s, entry);
+        const auto wanted = [&](int head) {
+          return by_mass || s.corrected[s.row(entry.sequence, head)] != 0;
+        };
+        if (s.pins > 0 && entry.kept_row < 0)
+          for_heads(s, entry, wanted, [&](int head, const workspace& w) {
+            pin_units(s, {entry.sequence, head}, {c.range.first, c.now}, w);
+          });
+        if constexpr (Rows::row == selection_row::query_head)
+          for_heads(s, entry, wanted, [&](int head, const workspace& w) {
+            select_by_query_head(instructions(), s, *policies_, entry, head, true, w);
+            recall_corrected(s, entry, head, w);
+          });
+        else
+          for_selections(s, entry, c.range, wanted, [&](int head, selection_type& of, const workspace& w) {
+            correct_head(s, entry, head, c, of, w);
+          });
       }
     });
     const std::size_t first = s.selection(entry.sequence, 0), row = s.row(entry.sequence, 0);
@@ -183,11 +191,25 @@ class stages {
   /// recall stream's thread if it has one.
   void speculate(const State& s, const step_entry& entry) {
     resolve(policies_->rows, [&]<class Rows>(const Rows&) {
-      if constexpr (Rows::row == selection_row::layer) foresee_layer(s, entry);
+      const auto unknown = [&](int head) { return s.upcoming_count[s.row(entry.sequence, head)] < 0; };
+      if constexpr (Rows::row == selection_row::layer)
+        foresee_layer(s, entry);
+      else if constexpr (Rows::row == selection_row::query_head)
+        for_heads_next(s, entry, unknown, [&](int head, const workspace& w) {
+          select_by_query_head(instructions(), s, *policies_, entry, head, false, w);
+        });
+      else
+        for_selections_next(s, entry, unknown, [&](int head, selection_type& of, const workspace&) {
+          s.upcoming_count[s.row(entry.sequence, head)] = of.best(
+              s.candidates_at(entry.after() + 1).count, s.upcoming + s.selection(entry.sequence, head));
+        });
     });
-    const auto body = [&](int head, const workspace& w) { speculate_head(s, entry, head, w); };
-    if (!backend_->options().overlap) return for_heads(s, entry, every, body);
-    for_heads_behind(s, body);
+    for (int head = 0; head < s.heads.kv; ++head)
+      if (s.kind_of(head) == layer_kind::retrieval) take_upcoming(s, entry, head);
+    if (s.keeps_slots)
+      for_heads_next(s, entry, every, [&](int head, const workspace& w) {
+        recall(s, {entry.sequence, head}, entry.after(), w);
+      });
   }
 
   /// Recalls what `correct` could not. Throws store_error.
@@ -245,24 +267,82 @@ class stages {
   template <class Wanted, class Body>
   void for_heads(const State& s, const step_entry& entry, const Wanted& wanted, const Body& body) {
     const int candidates = s.candidates_at(entry.after() + 1).count;
-    const auto bytes = static_cast<std::size_t>(s.heads.kv * candidates) * s.summary_bytes;
+    const std::size_t bytes = bytes_scored(s, retrieving(s, wanted), candidates);
     backend_->parallel(s.heads.kv, bytes, [&](int head, int worker) {
       if (s.kind_of(head) == layer_kind::retrieval && wanted(head)) body(head, workspace_of(worker));
     });
   }
-
-  /// The same on the recall stream's thread.
-  template <class Body>
-  void for_heads_behind(const State& s, const Body& body) {
-    const workspace& w = workspace_of(backend_->recall_workspace());
+  template <class Wanted>
+  static int retrieving(const State& s, const Wanted& wanted) {
+    int heads = 0;
     for (int head = 0; head < s.heads.kv; ++head)
-      if (s.kind_of(head) == layer_kind::retrieval) body(head, w);
+      heads += static_cast<int>(s.kind_of(head) == layer_kind::retrieval && wanted(head));
+    return heads;
+  }
+  static std::size_t bytes_scored(const State& s, int heads, int candidates) {
+    return static_cast<std::size_t>(heads) * static_cast<std::size_t>(candidates) * s.summary_bytes;
   }
 
-  void correct_head(const State& s, const step_entry& entry, int head, const workspace& w) {
-    const step_candidates c = candidates_at(s, entry);
+  /// The same for the next step: on the recall stream's thread if it has one.
+  template <class Wanted, class Body>
+  void for_heads_next(const State& s, const step_entry& entry, const Wanted& wanted, const Body& body) {
+    if (!backend_->options().overlap) return for_heads(s, entry, wanted, body);
+    const workspace& w = workspace_of(backend_->recall_workspace());
+    for (int head = 0; head < s.heads.kv; ++head)
+      if (s.kind_of(head) == layer_kind::retrieval && wanted(head)) body(head, w);
+  }
+
+  static constexpr int score_block = 16;  // candidates that one thread scores at least
+  using selection_type = head_selection<State, Policies>;
+  /// Runs `body(head, selection among candidates, workspace)` for the retrieval heads that are `wanted`. Where they do
+  /// not occupy all threads alike, the threads score one head's candidates together.
+  template <class Wanted, class Body>
+  void for_selections(const State& s, const step_entry& entry, const unit_range& candidates,
+                      const Wanted& wanted, const Body& body) {
+    const int sharing = retrieving(s, wanted);
+    const std::size_t bytes = bytes_scored(s, sharing, candidates.count);
+    const int threads = backend_->threads_worth(bytes);
+    if (threads == 1 || sharing % threads == 0 || sharing >= 4 * threads)
+      return for_heads(s, entry, wanted, [&](int head, const workspace& w) {
+        selection_type of(instructions(), s, *policies_, entry, head, candidates, w);
+        body(head, of, w);
+      });
+    const auto shared = [&](int nth) -> selection_type& { return *shared_[static_cast<std::size_t>(nth)]; };
+    for (int head = 0, nth = 0; nth < sharing; ++head) {
+      if (s.kind_of(head) != layer_kind::retrieval || !wanted(head)) continue;
+      const auto at = static_cast<std::size_t>(nth++);
+      shared_[at].emplace(instructions(), s, *policies_, entry, head, candidates, workspaces_of_heads_[at]);
+      if (shared_[at]->worth_sharing()) shared_[at]->begin();
+    }
+    const int blocks = (candidates.count + score_block - 1) / score_block,
+              parts = std::min(blocks, 4 * threads);
+    backend_->parallel(sharing * parts, bytes, [&](int unit, int worker) {
+      const auto end_of = [&](int part) {
+        return std::min(blocks * part / parts * score_block, candidates.count);
+      };
+      const int part = unit % parts;
+      if (selection_type& of = shared(unit / parts); of.worth_sharing())
+        of.score_some(end_of(part), end_of(part + 1), workspace_of(worker).numbers);
+    });
+    backend_->parallel(sharing, bytes, [&](int unit, int) {
+      selection_type& of = shared(unit);
+      if (of.worth_sharing()) of.all_are_scored();
+      body(of.head(), of, workspaces_of_heads_[static_cast<std::size_t>(unit)]);
+    });
+  }
+  template <class Wanted, class Body>
+  void for_selections_next(const State& s, const step_entry& entry, const Wanted& wanted, const Body& body) {
+    const unit_range next = s.candidates_at(entry.after() + 1);
+    if (!backend_->options().overlap) return for_selections(s, entry, next, wanted, body);
+    for_heads_next(s, entry, wanted, [&](int head, const workspace& w) {
+      selection_type of(instructions(), s, *policies_, entry, head, next, w);
+      body(head, of, w);
+    });
+  }
+
+  void correct_head(const State& s, const step_entry& entry, int head, const step_candidates& c,
+                    selection_type& selection, const workspace& w) {
     const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
-    head_selection selection(instructions(), s, *policies_, entry, head, c.range, w);
     std::int32_t* selected = s.selected + first;
     const int count = selection.best(c.now, w.units);
     const bool anew = s.corrected[row] != 0;
@@ -289,8 +369,7 @@ class stages {
   /// The layer's flagged heads, all of them, select as one, or a correction by mass finds whether they are to.
   void correct_layer(const State& s, const step_entry& entry, bool by_mass) {
     const step_candidates c = candidates_at(s, entry);
-    for_heads(s, entry, every, [&](int head, const workspace& w) {
-      head_selection selection(instructions(), s, *policies_, entry, head, c.range, w);
+    for_selections(s, entry, c.range, every, [&](int head, selection_type& selection, const workspace&) {
       const std::ptrdiff_t at = retrieving_before(s, head) * layer_stride_;
       if (by_mass || !selection.takes_all(c.now)) selection.copy_pooled(c.now, pooled_now_ + at);
       if (!selection.takes_all(c.next)) selection.copy_pooled(c.next, pooled_next_ + at);
@@ -328,18 +407,12 @@ class stages {
     if (s.upcoming_count[row] >= 0) return;
     const unit_range next = s.candidates_at(entry.after() + 1);
     const int count = next.count;
-    const auto pool = [&](int each, const workspace& w) {
-      head_selection selection(instructions(), s, *policies_, entry, each, next, w);
+    for_selections_next(s, entry, every, [&](int each, selection_type& selection, const workspace&) {
       if (!selection.takes_all(count))
         selection.copy_pooled(count, pooled_behind_ + retrieving_before(s, each) * layer_stride_);
-    };
-    const bool overlaps = backend_->options().overlap;
-    if (overlaps)
-      for_heads_behind(s, pool);
-    else
-      for_heads(s, entry, every, pool);
-    head_selection selection(instructions(), s, *policies_, entry, head, next,
-                             workspace_of(overlaps ? backend_->recall_workspace() : 0));
+    });
+    const int worker = backend_->options().overlap ? backend_->recall_workspace() : 0;
+    selection_type selection(instructions(), s, *policies_, entry, head, next, workspace_of(worker));
     if (!selection.takes_all(count)) selection.pool_heads(count, pooled_behind_, layer_stride_, heads);
     s.upcoming_count[row] = selection.best(count, s.upcoming + first);
     share_list(s, entry.sequence, s.upcoming, s.upcoming_count);
@@ -365,26 +438,13 @@ class stages {
     }
   }
 
-  void speculate_head(const State& s, const step_entry& entry, int head, const workspace& w) {
+  /// What was found for the next step is what it attends to.
+  void take_upcoming(const State& s, const step_entry& entry, int head) {
     const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
-    std::int32_t* selected = s.selected + first;
-    resolve(policies_->rows, [&]<class Rows>(const Rows&) {
-      if constexpr (Rows::row == selection_row::query_head)
-        if (s.upcoming_count[row] < 0)
-          select_by_query_head(instructions(), s, *policies_, entry, head, false, w);
-    });
-    if (s.upcoming_count[row] >= 0) {
-      s.selected_count[row] = s.upcoming_count[row];
-      std::copy_n(s.upcoming + first, s.selected_count[row], selected);
-      std::copy_n(s.upcoming_by + s.masks(entry.sequence, head), s.selected_count[row] * s.mask_words,
-                  s.selected_by + s.masks(entry.sequence, head));
-      s.upcoming_count[row] = -1;
-    } else {
-      const unit_range next = s.candidates_at(entry.after() + 1);
-      head_selection selection(instructions(), s, *policies_, entry, head, next, w);
-      s.selected_count[row] = selection.best(next.count, selected);
-    }
-    if (s.keeps_slots) recall(s, {entry.sequence, head}, entry.after(), w);
+    const std::int32_t count = s.selected_count[row] = std::exchange(s.upcoming_count[row], -1);
+    std::copy_n(s.upcoming + first, count, s.selected + first);
+    std::copy_n(s.upcoming_by + s.masks(entry.sequence, head), count * s.mask_words,
+                s.selected_by + s.masks(entry.sequence, head));
   }
 
   /// What cannot be read is left to `recall_missing`.
@@ -409,8 +469,7 @@ class stages {
   void attend_rows(const attention_job<State, Policies>& job) {
     const int heads = job.s.heads.kv, last = job.entry.tokens - 1;
     const std::size_t bytes = job.bytes(last);
-    const int threads =
-        std::min(backend_->threads(), 1 + static_cast<int>(bytes / backend_->options().bytes_per_thread));
+    const int threads = backend_->threads_worth(bytes);
     if (threads == 1 || job.entry.tokens * heads >= 4 * threads) {
       backend_->parallel(job.entry.tokens * heads, bytes * static_cast<std::size_t>(job.entry.tokens),
                          [&](int unit, int worker) {
@@ -441,9 +500,11 @@ class stages {
   const Policies* policies_;
   int max_parts_;
   std::vector<workspace> workspaces_;
-  log_sum_exp* part_mass_ = nullptr;  // (kv head, max_parts, group)
-  float* part_weighted_ = nullptr;    // (kv head, max_parts, group, head_dim)
-  std::int64_t layer_stride_ = 0;     // padded candidates
+  std::vector<workspace> workspaces_of_heads_;         // where threads score one head's candidates together,
+  std::vector<std::optional<selection_type>> shared_;  // for as many heads as they do so at a time
+  log_sum_exp* part_mass_ = nullptr;                   // (kv head, max_parts, group)
+  float* part_weighted_ = nullptr;                     // (kv head, max_parts, group, head_dim)
+  std::int64_t layer_stride_ = 0;                      // padded candidates
   // Where KV heads select together, their pooled scores: (kv head, layer_stride). On the compute stream for this step
   // and the next, and on the recall stream.
   float *pooled_now_ = nullptr, *pooled_next_ = nullptr, *pooled_behind_ = nullptr;
