@@ -1,13 +1,12 @@
 // Tokens a second of a model in llama.cpp, with its own attention and with FreeKV's, beside what the bytes say that each
-// token reads.
+// token reads; and what a second level of summaries would save on that model's keys.
 
 #include <freekv/freekv.hpp>
 
 #include <algorithm>
-#include <chrono>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <memory>
 
 #include "command_line.hpp"
 #include "engine.hpp"
@@ -19,38 +18,72 @@ namespace {
 
 using examples::engine;
 using examples::layer_rows;
+using examples::model_shape;
 
-constexpr int page = 32, head_dim = 64, complete_layers = 1;
-constexpr budget of_main_job{.sink = 64, .window = 128, .selected_pages = (512 - 64 - 128) / page};
+constexpr int page = 32, head_dim = 64, complete_layers = 1, rows_at_once = 512;
+constexpr int budget_tokens = 512;  // the main job's
+constexpr budget of_main_job{.sink = 64, .window = 128, .selected_pages = (budget_tokens - 64 - 128) / page};
 using pipeline_type = retrieval_pipeline<kv_shape<half, head_dim>, page_size<page>, min_max, in_place>;
 
-/// Appends what llama.cpp prefills.
-class copied_prompt : public examples::observer {
+std::size_t n(int x) { return static_cast<std::size_t>(x); }
+
+/// A prompt's rows as llama.cpp computes them, of every layer.
+class kept_rows : public examples::observer {
  public:
-  copied_prompt(pipeline_type& pipeline, sequence_id sequence, const examples::model_shape& shape)
-      : pipeline_(pipeline), sequence_(sequence), shape_(shape) {}
+  std::vector<std::vector<float>> keys, values;  // (tokens, kv_heads, head_dim)
+  std::vector<std::vector<float>> queries;       // (tokens, query_heads, head_dim), of the last chunk
+
+  explicit kept_rows(const model_shape& shape)
+      : keys(n(shape.layers)),
+        values(keys.size()),
+        queries(keys.size()),
+        kv_row_(n(shape.kv_heads * head_dim)),
+        query_row_(n(shape.query_heads * head_dim)) {}
   void observe(const layer_rows& rows) override {
-    if (rows.layer == 0) pipeline_.begin_step({{sequence_, rows.rows, row_kind::prompt}});
-    const auto size = static_cast<std::size_t>(rows.rows * shape_.kv_heads * head_dim);
-    pipeline_.append<float>(rows.layer, {.keys = {rows.key, size}, .values = {rows.value, size}});
-    if (rows.layer + 1 == shape_.layers) pipeline_.end_step();
+    const auto add = [&](std::vector<float>& to, const float* from, std::size_t row) {
+      to.insert(to.end(), from, from + n(rows.rows) * row);
+    };
+    add(keys[n(rows.layer)], rows.key, kv_row_);
+    add(values[n(rows.layer)], rows.value, kv_row_);
+    queries[n(rows.layer)].clear();
+    add(queries[n(rows.layer)], rows.query, query_row_);
   }
 
  private:
-  pipeline_type& pipeline_;
-  sequence_id sequence_;
-  const examples::model_shape& shape_;
+  std::size_t kv_row_, query_row_;
 };
 
 /// Attends in llama.cpp's place.
 class retrieval : public examples::attention {
  public:
-  retrieval(pipeline_type& pipeline, sequence_id sequence, const examples::model_shape& shape)
-      : pipeline_(pipeline), sequence_(sequence), shape_(shape) {}
+  retrieval(pipeline_type& pipeline, const model_shape& shape)
+      : pipeline_(pipeline), sequence_(pipeline.open()), shape_(shape) {}
+
+  /// What has been kept becomes the sequence's tokens from `position` on: keys turn on to there.
+  void append(const kept_rows& prompt, int position) {
+    const std::size_t row = n(shape_.kv_heads * head_dim);
+    const auto tokens = static_cast<int>(prompt.keys[0].size() / row);
+    std::vector<float> keys;
+    for (int first = 0; first < tokens; first += rows_at_once) {
+      const int rows = std::min(rows_at_once, tokens - first);
+      pipeline_.begin_step({{sequence_, rows, row_kind::prompt}});
+      for (int layer = 0; layer < shape_.layers; ++layer) {
+        const auto part = [&](const std::vector<float>& of) {
+          return std::span(of).subspan(n(first) * row, n(rows) * row);
+        };
+        keys.assign(part(prompt.keys[n(layer)]).begin(), part(prompt.keys[n(layer)]).end());
+        for (std::size_t at = 0; position > 0 && at < keys.size(); at += head_dim)
+          rotate(shape_.rotary->view(), position, 1.0f, &keys[at]);
+        pipeline_.append<float>(layer, {.keys = keys, .values = part(prompt.values[n(layer)])});
+      }
+      pipeline_.end_step();
+    }
+  }
+  void truncate(int tokens) { pipeline_.truncate(sequence_, tokens); }
+
   void attend(const layer_rows& rows, float* output) override {
     if (rows.layer == 0) pipeline_.begin_step({{sequence_}});
-    const auto kv = static_cast<std::size_t>(shape_.kv_heads * head_dim);
-    const auto heads = static_cast<std::size_t>(shape_.query_heads * head_dim);
+    const std::size_t kv = n(shape_.kv_heads * head_dim), heads = n(shape_.query_heads * head_dim);
     pipeline_.append<float>(
         rows.layer, {.keys = {rows.key, kv}, .values = {rows.value, kv}, .queries = {rows.query, heads}});
     pipeline_.attend(rows.layer, {output, heads});
@@ -60,44 +93,77 @@ class retrieval : public examples::attention {
  private:
   pipeline_type& pipeline_;
   sequence_id sequence_;
-  const examples::model_shape& shape_;
+  const model_shape& shape_;
 };
 
-std::vector<llama_token> tokens_of(const examples::model& model, std::span<const std::string> files) {
+/// Of every layer and KV head, with some of the prompt's last queries, at several budgets.
+void bench_two_levels_of(context& c, const std::string& name, const kept_rows& prompt,
+                         const model_shape& shape) {
+  constexpr int queries = 4, apart = 10;
+  const int group = shape.query_heads / shape.kv_heads;
+  const std::size_t kv_row = n(shape.kv_heads * head_dim), query_row = n(shape.query_heads * head_dim);
+  const auto tokens = static_cast<int>(prompt.keys[0].size() / kv_row);
+  for (const int pages_of_box : {4, 16})
+    for (const int share : {4, 16, 64}) {
+      const int selected = std::max(1, tokens / page / share);
+      ruled_out all;
+      for (int layer = complete_layers; layer < shape.layers; ++layer)
+        for (int head = 0; head < shape.kv_heads; ++head) {
+          std::vector<float> keys, asking;
+          const auto add = [](std::vector<float>& to, const std::vector<float>& from, std::size_t first,
+                              int count) { to.insert(to.end(), &from[first], &from[first] + count); };
+          for (int token = 0; token < tokens; ++token)
+            add(keys, prompt.keys[n(layer)], n(token) * kv_row + n(head * head_dim), head_dim);
+          const std::vector<float>& from = prompt.queries[n(layer)];
+          for (int i = 0; i < queries; ++i)
+            add(asking, from, from.size() - n(1 + i * apart) * query_row + n(head * group * head_dim),
+                group * head_dim);
+          all.add(keys, asking, {head_dim, group, pages_of_box, selected});
+        }
+      report_ruled_out(c,
+                       name + std::to_string(tokens) + " tokens, 1 of " + std::to_string(share) +
+                           " pages selected, boxes of " + std::to_string(pages_of_box) + " pages",
+                       all);
+    }
+}
+
+std::vector<llama_token> tokens_of(const examples::model& model, std::span<const std::string> files,
+                                   int most) {
   std::vector<llama_token> all;
   for (const std::string& file : files) {
     std::ifstream in(file);
-    const std::string text{std::istreambuf_iterator<char>(in), {}};
-    if (text.empty())
-      throw examples::choice_error("--text " + file + " cannot be read, or is empty: name a text");
-    const auto tokens = model.tokenize(text);
+    const auto tokens = model.tokenize(std::string{std::istreambuf_iterator<char>(in), {}});
     all.insert(all.end(), tokens.begin(), tokens.end());
   }
+  if (static_cast<int>(all.size()) < most)
+    throw examples::choice_error("--text has " + std::to_string(all.size()) + " tokens, and " +
+                                 std::to_string(most) + " are decoded: name more files");
+  all.resize(n(most));
   return all;
 }
 
 }  // namespace
 
-void bench_decoding(context& c, const std::string& model_path, std::span<const std::string> texts) {
+void bench_decoding(context& c, const std::string& model_path, std::span<const std::string> texts,
+                    const std::string& folder) {
+  if (!c.begins("decoding", model_path)) return;
   const examples::model model(model_path);
-  const examples::model_shape& shape = model.shape();
-  if (shape.head_dim != head_dim)
+  const model_shape& shape = model.shape();
+  if (shape.head_dim != head_dim || !shape.rotary)
     throw examples::choice_error("--model " + model_path + " has heads of " + std::to_string(shape.head_dim) +
-                                 " dimensions, and this bench is compiled for " + std::to_string(head_dim));
+                                 " dimensions" + (shape.rotary ? "" : " and scaled rotation") +
+                                 ": this bench is compiled for " + std::to_string(head_dim) +
+                                 ", and turns keys by plain rotary embedding");
   const std::string named = shape.name + ", ";
-  if (!c.begins("decoding", named)) return;
 
-  // A prompt of two pieces, timed there, then others up to the longest; each of these is prefilled as a sequence of its
-  // own, at its positions.
-  const int piece = c.smoke ? 256 : 4096, pieces = c.smoke ? 3 : 8, steps = 8, rounds = c.smoke ? 2 : 7;
-  const int room = (rounds + 1) * steps, most = piece * pieces + room;
-  const auto tokens = tokens_of(model, texts);
-  if (static_cast<int>(tokens.size()) < steps) throw examples::choice_error("--text is too short");
-  std::vector<llama_token> text;  // repeated, where there is too little of it
-  while (static_cast<int>(text.size()) < most) text.insert(text.end(), tokens.begin(), tokens.end());
-
-  engine stock(model,
-               {.threads = c.threads, .context = most, .rows = std::min(512, piece), .sequences = pieces});
+  // A prompt, timed there, and four times that.
+  const int prompt_tokens = c.smoke ? 512 : 8192, copies = 4, steps = 8, rounds = c.smoke ? 2 : 7;
+  const int room = (rounds + 1) * steps;
+  const std::vector<llama_token> text = tokens_of(model, texts, prompt_tokens + room);
+  engine stock(model, {.threads = c.threads,
+                       .context = (copies + 1) * prompt_tokens + room,
+                       .rows = rows_at_once,
+                       .sequences = 2});
   engine ours(model, {.threads = c.threads, .context = 1, .rows = 1});
   host_backend backend({.threads = c.threads, .overlap = false});
   pipeline_type::settings s;
@@ -106,61 +172,61 @@ void bench_decoding(context& c, const std::string& model_path, std::span<const s
   s.kv_heads = shape.kv_heads;
   s.scale = shape.scale;
   s.budget = of_main_job;
-  s.max_tokens = most;
+  s.max_tokens = copies * prompt_tokens + room;
   pipeline_type pipeline(s, backend);
-  const sequence_id sequence = pipeline.open();
-  copied_prompt copying(pipeline, sequence, shape);
-  retrieval attention(pipeline, sequence, shape);
+  retrieval attention(pipeline, shape);
 
-  const auto prefill = [&](int from, int count, int as) {
-    stock.prefill(
-        std::span(text).subspan(static_cast<std::size_t>(from), static_cast<std::size_t>(count)), from,
-        {.seen_by = &copying,
-         .progress =
-             [&](int done) {
-               examples::progress_line()("decoding, prefilling", static_cast<double>(from + done) / most);
-             },
-         .sequence = as,
-         .at_any_position = true});
-    if (as > 0) stock.join(as, 0);
-  };
   const auto time_at = [&](int length) {
     const std::string of_case =
         named + std::to_string(length / 1024) + "K, in_place, " + std::to_string(c.threads) + " threads";
-    const auto seconds = [&](const auto& decode) {
+    const auto steps_of = [&](const auto& decode) {
       return [&, decode](int round) {
-        for (int step = 0; step < steps; ++step) {
-          const int at = length + round * steps + step;
-          decode(text[static_cast<std::size_t>(at)], at);
-        }
+        for (int step = round * steps; step < (round + 1) * steps; ++step)
+          decode(text[n(prompt_tokens + step)], length + step);
       };
     };
     const std::vector<std::function<void(int)>> bodies{
-        seconds([&](llama_token token, int at) { stock.decode_stock(token, at); }),
-        seconds([&](llama_token token, int at) { ours.decode(token, at, attention); })};
-    const auto taken = seconds_in_turns(rounds, bodies);
+        steps_of([&](llama_token token, int at) { stock.decode_stock(token, at); }),
+        steps_of([&](llama_token token, int at) { ours.decode(token, at, attention); })};
+    const auto seconds = seconds_in_turns(rounds, bodies);
     stock.truncate(length);
-    pipeline.truncate(sequence, length);
+    attention.truncate(length);
 
-    const auto n = [](int x) { return static_cast<double>(x); };
-    const double row = n(shape.kv_heads * head_dim) * 2 * sizeof(half),
-                 weights = static_cast<double>(model.weight_bytes());
-    const double summaries = n((length - of_main_job.sink - of_main_job.window) / page) * n(shape.kv_heads) *
-                             static_cast<double>(pipeline.summary_bytes());
-    const double all = weights + n(shape.layers) * length * row;
+    const auto weights = static_cast<double>(model.weight_bytes());
+    const double row = 2.0 * shape.kv_heads * head_dim * sizeof(half);
+    const double summaries =
+        static_cast<double>((length - of_main_job.sink - of_main_job.window) / page * shape.kv_heads) *
+        static_cast<double>(pipeline.summary_bytes());
+    const double all = weights + shape.layers * length * row;
     const double fewer = weights + complete_layers * length * row +
-                         n(shape.layers - complete_layers) * (summaries + 512 * row);
-    c.number("decoding", of_case, "llama_cpp", steps / taken[0], "tokens/s");
-    c.number("decoding", of_case, "freekv", steps / taken[1], "tokens/s");
-    c.number("decoding", of_case, "weights", weights, "bytes");
-    c.ratio("decoding", of_case, "tokens/s over llama.cpp's", taken[0] / taken[1], length == 32768 ? 3 : 0);
-    c.ratio("decoding", of_case, "the same over what the bytes say", taken[0] / taken[1] * fewer / all,
+                         (shape.layers - complete_layers) * (summaries + budget_tokens * row);
+    c.number("decoding", of_case, "llama_cpp", steps / seconds[0], "tokens/s");
+    c.number("decoding", of_case, "freekv", steps / seconds[1], "tokens/s");
+    c.number("decoding", of_case, "bytes_of_full_attention", all, "bytes/token");
+    c.number("decoding", of_case, "bytes_of_retrieval", fewer, "bytes/token");
+    const double faster = seconds[0] / seconds[1];
+    c.ratio("decoding", of_case, "tokens/s over llama.cpp's", faster, length == 32768 ? 3 : 0);
+    c.ratio("decoding", of_case, "the same over what the bytes say", faster * fewer / all,
             length == 8192 ? 0.8 : 0);
   };
-  prefill(0, 2 * piece, 0);
-  time_at(2 * piece);
-  for (int nth = 2; nth < pieces; ++nth) prefill(nth * piece, piece, nth);
-  time_at(pieces * piece);
+
+  kept_rows prompt(shape);
+  const auto progress = [&](int done) {
+    examples::progress_line()("decoding, prompt", static_cast<double>(done) / prompt_tokens);
+  };
+  stock.prefill(std::span(text).first(n(prompt_tokens)), 0, {.seen_by = &prompt, .progress = progress});
+  const std::string state = (std::filesystem::path(folder) / "prompt.state").string();
+  stock.save_state(state);
+  attention.append(prompt, 0);
+  bench_two_levels_of(c, named, prompt, shape);
+  time_at(prompt_tokens);
+  for (int copy = 1; copy < copies; ++copy) {
+    stock.load_state(state, 1);
+    stock.join(1, 0);
+    attention.append(prompt, copy * prompt_tokens);
+  }
+  std::filesystem::remove(state);
+  time_at(copies * prompt_tokens);
 }
 
 }  // namespace freekv::bench

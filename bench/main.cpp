@@ -14,7 +14,7 @@ namespace {
 void run(int argc, char** argv) {
   std::string out = ".", commit = "unknown";
   std::vector<int> threads{1, 2};
-  std::vector<std::string> parts{"score", "recall", "step", "decoding"}, texts;
+  std::vector<std::string> parts{"score", "recall", "step", "two_levels", "decoding"}, texts;
   std::string only, model;
   int rounds = 15;
   bool smoke = false;
@@ -24,7 +24,8 @@ void run(int argc, char** argv) {
   app.add_option("--out", out, "Folder for host.jsonl and host.txt")->take_last();
   app.add_option("--commit", commit, "Of this build, for the results");
   app.add_option("--threads", threads, "Threads; several allowed")->delimiter(',');
-  app.add_option("--part", parts, "score, recall, step, decoding; several allowed")->delimiter(',');
+  app.add_option("--part", parts, "score, recall, step, two_levels, decoding; several allowed")
+      ->delimiter(',');
   app.add_option("--model", model, "Of decoding: a GGUF file; without one it is left out")->take_last();
   app.add_option("--text", texts, "Of decoding: files to decode; several allowed")->delimiter(',');
   app.add_option("--case", only, "Those alone whose names hold this")->take_last();
@@ -53,11 +54,13 @@ void run(int argc, char** argv) {
         if (count == threads.front()) bench_recall(c);
       } else if (part == "step")
         bench_steps(c);
-      else if (part == "decoding") {
-        if (count == threads.back() && !model.empty()) bench_decoding(c, model, texts);
+      else if (part == "two_levels") {
+        if (count == threads.front()) bench_two_levels(c);
+      } else if (part == "decoding") {
+        if (count == threads.back() && !model.empty()) bench_decoding(c, model, texts, out);
       } else
-        throw examples::choice_error("--part " + part +
-                                     " is unknown; choose among score, recall, step and decoding");
+        throw examples::choice_error(
+            "--part " + part + " is unknown; choose among score, recall, step, two_levels and decoding");
     }
   }
   lines.finish();

@@ -77,8 +77,23 @@ struct context {
 void bench_scoring(context& c);
 void bench_recall(context& c);
 void bench_steps(context& c);
-/// `model`: a GGUF file; `texts`: files whose tokens it is fed.
-void bench_decoding(context& c, const std::string& model, std::span<const std::string> texts);
+/// How many boxes around the keys of several pages have a bound below the score of the last page that is selected, as
+/// shares of all, summed over selections.
+struct ruled_out {
+  struct sizes {
+    int head_dim = 0, group = 0, pages_of_box = 0, selected = 0;
+  };
+  double mean_score = 0, mean_softmax = 0;
+  int selections = 0;
+  /// `keys`: (tokens, head_dim) of one KV head; `queries`: (selections, group, head_dim).
+  void add(std::span<const float> keys, std::span<const float> queries, const sizes& of);
+};
+void report_ruled_out(context& c, const std::string& of_case, const ruled_out& all);
+void bench_two_levels(context& c);
+/// `model`: a GGUF file; `texts`: files whose tokens it is fed; `folder`: where a file of some hundred MB may lie for a
+/// while.
+void bench_decoding(context& c, const std::string& model, std::span<const std::string> texts,
+                    const std::string& folder);
 
 /// llama.cpp's attention of one token on the CPU: f16 or bf16 keys and values, (kv_heads, tokens, head_dim).
 class flash_attention {

@@ -216,7 +216,7 @@ engine::engine(model shared, options wanted) : model_(std::move(shared)), option
 
 std::span<const float> engine::prefill(std::span<const llama_token> tokens, int position,
                                        const prefill_options& how) {
-  if (!how.at_any_position || length(how.sequence) > 0) require_length(position, how.sequence);
+  require_length(position, how.sequence);
   row_handler handler;
   if (how.seen_by) {
     require_flash_attention();
@@ -262,16 +262,15 @@ void engine::truncate(int position, int sequence) {
 }
 
 void engine::join(int from, int to) {
-  require_sequence(from);
-  require_sequence(to);
   auto* const memory = llama_get_memory(context_.get());
-  const int first = llama_memory_seq_pos_min(memory, from);
-  if (!options_.unified || from == to || first != length(to)) {
-    throw engine_error("sequence " + std::to_string(from) + ", whose first position is " +
-                       std::to_string(first) + ", cannot be joined to sequence " + std::to_string(to) +
-                       " of " + std::to_string(length(to)) +
-                       " tokens: it has to follow another, in an engine made with unified = true");
+  const int tokens = length(from), before = length(to);
+  if (!options_.unified || from == to || !llama_memory_can_shift(memory)) {
+    throw engine_error(
+        "sequence " + std::to_string(from) + " of " + std::to_string(tokens) +
+        " tokens cannot be moved behind sequence " + std::to_string(to) + " of " + std::to_string(before) +
+        ": take two sequences of an engine made with unified = true, and a model with rotary embedding");
   }
+  llama_memory_seq_add(memory, from, 0, -1, before);
   llama_memory_seq_cp(memory, from, to, -1, -1);
   llama_memory_seq_rm(memory, from, -1, -1);
 }

@@ -126,8 +126,6 @@ class engine {
     observer* seen_by = nullptr;
     std::function<void(int tokens_done)> progress = {};
     int sequence = 0;
-    /// Of a sequence without tokens: they may begin at any position, as pieces do that `join` makes one of.
-    bool at_any_position = false;
   };
 
   /// Throws `engine_error` if llama.cpp cannot make such a context.
@@ -171,8 +169,8 @@ class engine {
   int length(int sequence = 0) const;
   /// Forgets a sequence's tokens from `position` on.
   void truncate(int position, int sequence = 0);
-  /// Moves the tokens of `from` behind those of `to`, which they must follow; the cache is a unified one. Throws
-  /// `engine_error`.
+  /// Moves the tokens of one sequence behind those of another, to the positions that follow; keys are rotated on. The
+  /// cache is a unified one. Throws `engine_error`.
   void join(int from, int to);
   /// Forgets all tokens of all sequences.
   void clear();
