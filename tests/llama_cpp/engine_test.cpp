@@ -484,6 +484,31 @@ TEST_CASE("a saved state continues in another engine") {
   CHECK_NOTHROW(second.prefill(prompt_of(all), 0));
 }
 
+TEST_CASE("a sequence moves behind another") {
+  const auto all = text_tokens();
+  const auto head = prompt_of(all).first(40), tail = prompt_of(all).subspan(40);
+  engine host(shared_model(), {.threads = 1, .context = 256, .rows = 64, .sequences = 2});
+  host.prefill(tail, 0);
+  const auto expected = copy(host.decode_stock(all[prompt_length], host.length()));
+  host.clear();
+  host.prefill(tail, 0, {.sequence = 1});
+  host.join(1, 0);
+  CHECK(host.length() == static_cast<int>(tail.size()));
+  CHECK(host.length(1) == 0);
+  CHECK(copy(host.decode_stock(all[prompt_length], host.length())) == expected);
+
+  host.clear();
+  host.prefill(head, 0);
+  host.prefill(tail, 0, {.sequence = 1});
+  host.join(1, 0);
+  CHECK(host.length() == prompt_length);
+  CHECK_NOTHROW(host.decode_stock(all[prompt_length], prompt_length));
+  CHECK_THROWS_AS(host.join(0, 0), engine_error);
+  CHECK_THROWS_AS(host.join(2, 0), engine_error);
+  engine apart(shared_model(), {.threads = 1, .context = 256, .rows = 64, .sequences = 2, .unified = false});
+  CHECK_THROWS_WITH(apart.join(1, 0), Catch::Contains("unified = true"));
+}
+
 TEST_CASE("what an engine cannot do is an error, and the engine goes on") {
   using Catch::Contains;
   const auto all = text_tokens();
