@@ -17,13 +17,14 @@
 namespace {
 
 using namespace tests;
+using namespace freekv::examples;
 
 /// Which of the device's pipelines a case is for.
 enum class made_of { shapes, policies, summaries };
 
-device_pipeline make(made_of what, const random_case& c) {
+std::unique_ptr<pipeline> make(made_of what, const random_case& c) {
   const auto options = c.with_basis();
-  return what == made_of::shapes     ? make_device_pipeline(options)
+  return what == made_of::shapes     ? make_device_shapes(options)
          : what == made_of::policies ? make_device_policies(options)
                                      : make_device_summaries(options);
 }
@@ -31,9 +32,8 @@ device_pipeline make(made_of what, const random_case& c) {
 /// Exchanges what these pipelines do not have.
 void take_what_devices_have(random_case& c, made_of what) {
   auto& o = c.options;
-  const auto shapes = device_shapes();
   const device_shape shape =
-      what == made_of::shapes ? shapes[static_cast<std::size_t>(c.seed % shapes.size())] : policy_shape;
+      what == made_of::shapes ? device_shapes[c.seed % std::size(device_shapes)] : policy_shape;
   o.element = shape.element;
   o.head_dim = shape.head_dim;
   auto& m = o.does;
@@ -83,7 +83,7 @@ random_case make_device_case(std::uint64_t seed, made_of what) {
   if (seed % 5 == 0) give_unit(c, 1 << seed / 5 % 5);
   if (what == made_of::policies && seed % 2 == 0) {
     // Few policies are all of them drawn often: here each correction is, where much is selected and moved.
-    o.does.correction = d.name_of(freekv::examples::corrections);
+    o.does.correction = d.name_of(corrections);
     o.does.plan = "retrieval";
     o.does.tau = 0.8f;
     o.does.partial = d.below(3) != 0;
@@ -110,6 +110,22 @@ random_case make_device_events(std::uint64_t seed, made_of what) {
   return c;
 }
 
+/// Rows of several sequences, as a step takes them.
+struct step_rows {
+  std::vector<freekv::sequence_rows> sequences;
+  std::vector<float> queries, keys, values;
+
+  void add(freekv::sequence_id id, token_source& source, int tokens, freekv::row_kind kind) {
+    sequences.push_back({id, tokens, kind});
+    for (int t = 0; t < tokens; ++t) {
+      source.next();
+      queries.insert(queries.end(), source.queries.begin(), source.queries.end());
+      keys.insert(keys.end(), source.keys.begin(), source.keys.end());
+      values.insert(values.end(), source.values.begin(), source.values.end());
+    }
+  }
+};
+
 /// What a sequence is given and gives in a run.
 struct sequence_run {
   explicit sequence_run(const random_case& c) : source(c) {}
@@ -135,35 +151,28 @@ std::vector<sequence_run> run_together(const random_case& c, const std::vector<r
   for (const random_case& one : cases)
     if (!reports) prompt_steps = std::max(prompt_steps, (one.prompt + chunk - 1) / chunk);
   for (int step = -prompt_steps; step < c.steps; ++step) {
-    std::vector<freekv::sequence_rows> rows;
-    std::vector<float> queries, keys, values;
+    step_rows rows;
     for (std::size_t i = 0; i < runs.size(); ++i) {
       const int before = p->tokens(runs[i].id);
       const int prompt = reports ? cases[i].prompt : std::min(chunk, std::max(0, cases[i].prompt - before));
       const int tokens = step < 0 ? prompt : 1 + static_cast<int>((cases[i].seed + n(step)) % 2);
-      rows.push_back({runs[i].id, tokens, step < 0 ? freekv::row_kind::prompt : freekv::row_kind::decode});
-      for (int t = 0; t < tokens; ++t) {
-        token_source& source = runs[i].source;
-        source.next();
-        queries.insert(queries.end(), source.queries.begin(), source.queries.end());
-        keys.insert(keys.end(), source.keys.begin(), source.keys.end());
-        values.insert(values.end(), source.values.begin(), source.values.end());
-      }
+      rows.add(runs[i].id, runs[i].source, tokens,
+               step < 0 ? freekv::row_kind::prompt : freekv::row_kind::decode);
     }
-    p->begin_step(rows);
+    p->begin_step(rows.sequences);
     const std::size_t heads = n(c.options.query_heads), d = n(c.options.head_dim);
     for (int layer = 0; layer < c.options.layers; ++layer) {
       if (step < 0) {
-        p->append(layer, keys, values, {});
+        p->append(layer, rows.keys, rows.values, {});
         continue;
       }
-      for (float& q : queries) q *= 0.75f;  // else all layers would select alike
-      std::vector<float> out(queries.size()), lse(queries.size() / d);
-      p->append(layer, keys, values, queries);
+      for (float& q : rows.queries) q *= 0.75f;  // else all layers would select alike
+      std::vector<float> out(rows.queries.size()), lse(rows.queries.size() / d);
+      p->append(layer, rows.keys, rows.values, rows.queries);
       p->attend(layer, out, lse);
       std::size_t row = 0;
       for (std::size_t i = 0; i < runs.size(); ++i) {
-        const std::size_t end = row + n(rows[i].tokens);
+        const std::size_t end = row + n(rows.sequences[i].tokens);
         const auto take = [&](const std::vector<float>& from, std::size_t width) {
           runs[i].outputs.insert(runs[i].outputs.end(), from.begin() + static_cast<long>(row * width),
                                  from.begin() + static_cast<long>(end * width));
@@ -224,7 +233,7 @@ bool same_bits_in_any_batch(std::uint64_t seed) {
 }
 
 /// Whether `options` are refused as what the backend does not have.
-bool refuses(const freekv::examples::pipeline_options& options, const std::string& what) {
+bool refuses(const pipeline_options& options, const std::string& what) {
   try {
     make_device_policies(options);
   } catch (const freekv::settings_error& e) {

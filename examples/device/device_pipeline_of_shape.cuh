@@ -13,14 +13,13 @@
 
 #include "pipeline.hpp"
 
-namespace tests {
+namespace freekv::examples {
 
 /// A stream that goes with its owner.
 class owned_stream {
  public:
   owned_stream() {
-    freekv::device::check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking),
-                          "cudaStreamCreateWithFlags");
+    device::check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
   }
   owned_stream(const owned_stream&) = delete;
   owned_stream& operator=(const owned_stream&) = delete;
@@ -42,7 +41,7 @@ class device_array {
   std::span<T> sized(std::size_t count) {
     if (count > size_) {
       cudaFree(data_);
-      freekv::device::check(cudaMalloc(reinterpret_cast<void**>(&data_), count * sizeof(T)), "cudaMalloc");
+      device::check(cudaMalloc(reinterpret_cast<void**>(&data_), count * sizeof(T)), "cudaMalloc");
       size_ = count;
     }
     return {data_, count};
@@ -50,7 +49,7 @@ class device_array {
   std::span<const T> of(std::span<const T> host, cudaStream_t stream) {
     const std::span<T> there = sized(host.size());
     if (!host.empty())
-      freekv::device::check(
+      device::check(
           cudaMemcpyAsync(there.data(), host.data(), host.size_bytes(), cudaMemcpyHostToDevice, stream),
           "cudaMemcpyAsync");
     return there;
@@ -82,28 +81,28 @@ class counting_memory final : public std::pmr::memory_resource {
 };
 
 template <class Implementation>
-class device_pipeline_of_shape : public freekv::examples::pipeline {
+class device_pipeline_of_shape : public pipeline {
   using element = typename Implementation::element;
   using settings = typename Implementation::settings;
 
  public:
   explicit device_pipeline_of_shape(const settings& s)
       : backend_(compute_.get(), recall_.get()), pipeline_(s, backend_, {&slow_, &fast_}) {
-    const freekv::memory_bytes& bytes = pipeline_.bytes();
+    const memory_bytes& bytes = pipeline_.bytes();
     if (slow_.taken() != bytes.store + bytes.mirrors || slow_.taken() + fast_.taken() != bytes.total())
       throw std::logic_error("the pipeline has taken other memory than it says");
   }
 
-  freekv::sequence_id open() override { return pipeline_.open(); }
-  freekv::sequence_id fork(freekv::sequence_id parent) override { return pipeline_.fork(parent); }
-  void truncate(freekv::sequence_id id, int tokens) override { pipeline_.truncate(id, tokens); }
-  void preempt(freekv::sequence_id id) override { pipeline_.preempt(id); }
-  void restore(freekv::sequence_id id) override { pipeline_.restore(id); }
-  void release(freekv::sequence_id id) override { pipeline_.release(id); }
-  int tokens(freekv::sequence_id id) const override { return pipeline_.tokens(id); }
+  sequence_id open() override { return pipeline_.open(); }
+  sequence_id fork(sequence_id parent) override { return pipeline_.fork(parent); }
+  void truncate(sequence_id id, int tokens) override { pipeline_.truncate(id, tokens); }
+  void preempt(sequence_id id) override { pipeline_.preempt(id); }
+  void restore(sequence_id id) override { pipeline_.restore(id); }
+  void release(sequence_id id) override { pipeline_.release(id); }
+  int tokens(sequence_id id) const override { return pipeline_.tokens(id); }
   std::int32_t free_pages() const override { return pipeline_.free_pages(); }
 
-  void begin_step(std::span<const freekv::sequence_rows> rows) override { pipeline_.begin_step(rows); }
+  void begin_step(std::span<const sequence_rows> rows) override { pipeline_.begin_step(rows); }
   void append(int layer, std::span<const float> keys, std::span<const float> values,
               std::span<const float> queries) override {
     pipeline_.template append<float>(
@@ -132,10 +131,8 @@ class device_pipeline_of_shape : public freekv::examples::pipeline {
   void end_step() override { pipeline_.end_step(); }
   bool abandon_step() override { return pipeline_.abandon_step(); }
   void synchronize() override { pipeline_.synchronize(); }
-  freekv::step_report report(int layer, freekv::sequence_id id) const override {
-    return pipeline_.report(layer, id);
-  }
-  const freekv::memory_bytes& bytes() const override { return pipeline_.bytes(); }
+  step_report report(int layer, sequence_id id) const override { return pipeline_.report(layer, id); }
+  const memory_bytes& bytes() const override { return pipeline_.bytes(); }
   std::size_t slice_bytes() const override { return pipeline_.slice_bytes(); }
   std::size_t summary_bytes() const override {
     return pipeline_.summary_bytes() * static_cast<std::size_t>(pipeline_.configuration().units_per_page());
@@ -147,36 +144,33 @@ class device_pipeline_of_shape : public freekv::examples::pipeline {
   }
   void bring(std::span<float> out, std::span<float> lse) {
     const auto copy = [&](std::span<float> to, device_array<float>& from) {
-      freekv::device::check(cudaMemcpyAsync(to.data(), from.sized(to.size()).data(), to.size_bytes(),
-                                            cudaMemcpyDeviceToHost, compute_.get()),
-                            "cudaMemcpyAsync");
+      device::check(cudaMemcpyAsync(to.data(), from.sized(to.size()).data(), to.size_bytes(),
+                                    cudaMemcpyDeviceToHost, compute_.get()),
+                    "cudaMemcpyAsync");
     };
     copy(out, out_);
     copy(lse, lse_);
-    freekv::device::check(cudaStreamSynchronize(compute_.get()), "cudaStreamSynchronize");
+    device::check(cudaStreamSynchronize(compute_.get()), "cudaStreamSynchronize");
   }
 
   owned_stream compute_, recall_;
-  freekv::device::pinned_memory pinned_;
-  freekv::device::device_memory device_;
+  device::pinned_memory pinned_;
+  device::device_memory device_;
   counting_memory slow_{pinned_}, fast_{device_};
-  freekv::cuda_backend backend_;
+  cuda_backend backend_;
   device_array<element> keys_, values_;
   device_array<float> float_keys_, float_values_, queries_, out_, lse_;
   Implementation pipeline_;
 };
 
 /// What every pipeline here chooses at run time, as it costs no kernels.
-template <class Shape, freekv::policy... Others>
-using device_pipeline_type =
-    freekv::retrieval_pipeline<Shape, freekv::page_size<freekv::dynamic>, freekv::unit<freekv::dynamic>,
-                               freekv::examples::any_layouts, freekv::examples::any_plan,
-                               freekv::examples::any_route, freekv::cuda_backend, Others...>;
+template <class Shape, policy... Others>
+using device_pipeline_type = retrieval_pipeline<Shape, page_size<dynamic>, unit<dynamic>, any_layouts,
+                                                any_plan, any_route, cuda_backend, Others...>;
 
 /// What all pipelines are told, whatever their other policies.
 template <class Settings>
-Settings device_settings(const freekv::examples::pipeline_options& o) {
-  using namespace freekv::examples;
+Settings device_settings(const pipeline_options& o) {
   Settings s;
   s.layers = o.layers;
   s.query_heads = o.query_heads;
@@ -199,10 +193,10 @@ Settings device_settings(const freekv::examples::pipeline_options& o) {
   s.layouts = chosen("layout", layouts, o.layout).make(o.does, data);
   s.plan = plan_of(o.does, data, o.complete_layers);
   if (o.in_place)
-    s.route = freekv::in_place{};
+    s.route = in_place{};
   else
-    s.route = freekv::resident{};
+    s.route = resident{};
   return s;
 }
 
-}  // namespace tests
+}  // namespace freekv::examples

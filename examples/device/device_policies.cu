@@ -2,12 +2,9 @@
 #include "device_pipeline.hpp"
 #include "device_pipeline_of_shape.cuh"
 
-namespace tests {
+namespace freekv::examples {
 
-using namespace freekv;
-using namespace freekv::examples;
-
-device_pipeline make_device_policies(const pipeline_options& o) {
+std::unique_ptr<pipeline> make_device_policies(const pipeline_options& o) {
   using implementation = device_pipeline_type<kv_shape<half, policy_shape.head_dim>, pooling_list::any,
                                               selection_list::any, correction_list::any, residency_list::any>;
   auto s = device_settings<implementation::settings>(o);
@@ -18,4 +15,4 @@ device_pipeline make_device_policies(const pipeline_options& o) {
   return std::make_unique<device_pipeline_of_shape<implementation>>(s);
 }
 
-}  // namespace tests
+}  // namespace freekv::examples

@@ -1,0 +1,39 @@
+# nvcc of CUDA 13 and its runtime library: freekv_compile_cuda, freekv_toolkit (folder), freekv_cudart (library).
+#
+# nvcc is called as a program rather than as CMake's CUDA language, so that the compiler of the Python wheels
+# (nvidia-cuda-nvcc, -crt, -cccl and -runtime), which CMake 3.25 does not recognise, will do.
+file(GLOB wheels $ENV{VIRTUAL_ENV}/lib/python3*/site-packages/nvidia/cu13/bin)
+find_program(FREEKV_NVCC nvcc DOC "nvcc of CUDA 13.0 or newer"
+             HINTS ${CUDAToolkit_ROOT}/bin $ENV{CUDAToolkit_ROOT}/bin $ENV{CUDA_HOME}/bin $ENV{CUDA_PATH}/bin
+             PATHS ${wheels} /usr/local/cuda/bin)
+if(NOT FREEKV_NVCC)
+  message(FATAL_ERROR "FREEKV_CUDA needs nvcc of CUDA 13: set CUDAToolkit_ROOT to a toolkit, or install the wheels "
+                      "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime into a virtual "
+                      "environment and set VIRTUAL_ENV, or configure with -DFREEKV_CUDA=OFF.")
+endif()
+# The program found may be a wrapper: nvcc itself says where its toolkit is.
+execute_process(COMMAND ${FREEKV_NVCC} --dryrun -c ${PROJECT_SOURCE_DIR}/examples/device/device_policies.cu ERROR_VARIABLE steps)
+if(NOT steps MATCHES "TOP=([^\n]+)")
+  message(FATAL_ERROR "${FREEKV_NVCC} does not work:\n${steps}")
+endif()
+file(REAL_PATH ${CMAKE_MATCH_1} freekv_toolkit)
+file(GLOB freekv_cudart ${freekv_toolkit}/lib64/libcudart.so ${freekv_toolkit}/lib/libcudart.so ${freekv_toolkit}/lib/libcudart.so.13
+                 ${freekv_toolkit}/targets/*/lib/libcudart.so)
+if(NOT freekv_cudart)
+  message(FATAL_ERROR "The toolkit in ${freekv_toolkit} has no libcudart.so; of the wheels it is nvidia-cuda-runtime.")
+endif()
+list(GET freekv_cudart 0 freekv_cudart)
+
+# PTX for the architectures that ARGN names, nothing assembled: a device's driver does that, and the interpreter reads it as it is.
+# Without contraction, so that host and device add and multiply alike.
+set(freekv_nvcc_compile ${FREEKV_NVCC} -std=c++20 -ccbin ${CMAKE_CXX_COMPILER} -fmad=false -I${PROJECT_SOURCE_DIR}/include
+                        -Werror all-warnings -Xcompiler=-Wall,-Wextra,-ffp-contract=off)
+function(freekv_compile_cuda name)
+  set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.o)
+  add_custom_command(OUTPUT ${object}
+                     COMMAND ${freekv_nvcc_compile} ${ARGN} -MD -MF ${object}.d -o ${object} -c
+                             ${CMAKE_CURRENT_SOURCE_DIR}/${name}.cu
+                     MAIN_DEPENDENCY ${name}.cu DEPFILE ${object}.d COMMENT "nvcc ${name}.cu" VERBATIM)
+  set_source_files_properties(${object} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
+endfunction()
+mark_as_advanced(FREEKV_NVCC)

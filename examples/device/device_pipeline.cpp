@@ -1,0 +1,60 @@
+// Which of the compiled device pipelines is the one that is wanted.
+#include "device_pipeline.hpp"
+
+#include <algorithm>
+#include <iterator>
+
+namespace freekv::examples {
+namespace {
+
+/// Throws choice_error unless `name` is one of `list`.
+template <class Choices>
+void expect_one_of(const std::string& kind, const Choices& list, const std::string& name) {
+  if (std::none_of(std::begin(list), std::end(list), [&](const auto& one) { return one.name == name; }))
+    throw choice_error(kind + " " + name + " is not among those that devices have (" + names_of(list) +
+                       "); choose one of these, or the host backend");
+}
+std::string text_of(const device_shape& shape) {
+  return std::string(dtype_name(shape.element)) + " of head_dim " + std::to_string(shape.head_dim);
+}
+
+}  // namespace
+
+std::unique_ptr<pipeline> make_device_pipeline(const pipeline_options& o) {
+  std::string why;
+  if (!device_is_there(why))
+    throw choice_error("no NVIDIA device is usable: " + why + "; choose the host backend");
+  const method& m = o.does;
+  if (m.evicts())
+    throw choice_error("eviction " + m.eviction + " is not there for devices; choose the host backend");
+  if (!o.store_file.empty())
+    throw choice_error("devices keep no store in a file; leave it out, or choose the host backend");
+  expect_one_of("summary", device_summary_list::choices, m.summary);
+  expect_one_of("pinning", device_pinning_list::choices, m.pinning);
+  expect_one_of("rows", device_rows_list::choices, m.rows);
+  expect_one_of("codec", device_codec_list::choices, m.codec);
+
+  const method published;
+  const bool summary_as_published = m.summary == published.summary && m.format == published.format;
+  const bool others_as_published = m.pooling == published.pooling && m.selection == published.selection &&
+                                   m.correction == published.correction &&
+                                   m.residency == published.residency && m.spare == published.spare;
+  const auto is = [&](const device_shape& shape) {
+    return shape.element == o.element && shape.head_dim == o.head_dim;
+  };
+  if (is(policy_shape) && others_as_published) return make_device_summaries(o);
+  if (is(policy_shape) && summary_as_published) return make_device_policies(o);
+  if (std::any_of(std::begin(device_shapes), std::end(device_shapes), is) && summary_as_published &&
+      others_as_published)
+    return make_device_shapes(o);
+  std::string shapes;
+  for (const device_shape& shape : device_shapes) shapes += (shapes.empty() ? "" : ", ") + text_of(shape);
+  throw choice_error(text_of({o.element, o.head_dim}) + " with " + m.summary + ", " + m.pooling + ", " +
+                     m.selection + ", " + m.correction + " and " + m.residency +
+                     " is not compiled for devices: there are " + text_of(policy_shape) +
+                     " with another summary or with other policies than the published ones, not both, and as "
+                     "published " +
+                     shapes + "; choose among these, or the host backend");
+}
+
+}  // namespace freekv::examples

@@ -1,0 +1,46 @@
+// Pipelines on a device behind the programs' interface: rows and outputs in the host's memory.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "pipeline.hpp"
+
+namespace freekv::examples {
+
+// What devices have of the programs' lists; of the others, all.
+using device_summary_list =
+    policy_list<in_any_format<min_max>, in_any_format<mean>, in_any_format<centroid_box>, in_any_format<ball>,
+                in_any_format<chunk_means<dynamic>>, key_sketch<dynamic>, key_subspace<dynamic, dynamic>,
+                key_codes<dynamic, dynamic>>;
+using device_pinning_list = policy_list<no_pins>;
+using device_rows_list = policy_list<per_kv_head>;
+using device_codec_list = policy_list<identity>;
+
+/// What is compiled for devices: of `policy_shape` any of these policies, either summary or the others as published; of
+/// each other shape what is published. Layouts, unit, plan and route are chosen in all of them.
+struct device_shape {
+  data_type element;
+  int head_dim;
+};
+inline constexpr device_shape policy_shape{data_type::f16, 64};
+inline constexpr device_shape device_shapes[] = {
+    {data_type::bf16, 128}, {data_type::f32, 80}, {data_type::f16, 256}};
+
+/// Whether a device can be used; else why not.
+bool device_is_there(std::string& why);
+
+/// The pipeline on the device in use, with streams and memory of its own. Throws choice_error where there is no device or
+/// it is not among what is compiled, or freekv::error.
+std::unique_ptr<pipeline> make_device_pipeline(const pipeline_options& options);
+
+// Those that it chooses from:
+/// Of the shapes, as published.
+std::unique_ptr<pipeline> make_device_shapes(const pipeline_options& options);
+/// Of `policy_shape`, with any pooling, selection, correction or residency.
+std::unique_ptr<pipeline> make_device_policies(const pipeline_options& options);
+/// Of `policy_shape`, with any summary.
+std::unique_ptr<pipeline> make_device_summaries(const pipeline_options& options);
+
+}  // namespace freekv::examples
