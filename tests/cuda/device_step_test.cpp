@@ -126,6 +126,16 @@ struct step_rows {
   }
 };
 
+/// A prompt of one sequence in all layers, which does not attend.
+void take_prompt(pipeline& p, const random_case& c, freekv::sequence_id id, token_source& source,
+                 int tokens) {
+  step_rows rows;
+  rows.add(id, source, tokens, freekv::row_kind::prompt);
+  p.begin_step(rows.sequences);
+  for (int layer = 0; layer < c.options.layers; ++layer) p.append(layer, rows.keys, rows.values, {});
+  p.end_step();
+}
+
 /// What a sequence is given and gives in a run.
 struct sequence_run {
   explicit sequence_run(const random_case& c) : source(c) {}
@@ -232,6 +242,109 @@ bool same_bits_in_any_batch(std::uint64_t seed) {
   return !failed[0] && !failed[1] && !failed[2];
 }
 
+/// One decode step of one layer, a row of each sequence; what each attends to is added to its outputs.
+void decode_one_layer(pipeline& p, const std::vector<sequence_run*>& runs) {
+  step_rows rows;
+  for (sequence_run* run : runs) rows.add(run->id, run->source, 1, freekv::row_kind::decode);
+  std::vector<float> out(rows.queries.size());
+  p.begin_step(rows.sequences);
+  p.append(0, rows.keys, rows.values, rows.queries);
+  p.attend(0, out, {});
+  p.end_step();
+  const auto width = static_cast<std::ptrdiff_t>(out.size() / runs.size());
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    const auto first = out.begin() + static_cast<std::ptrdiff_t>(i) * width;
+    runs[i]->outputs.insert(runs[i]->outputs.end(), first, first + width);
+  }
+}
+
+/// A case of one layer with pages of 8.
+random_case one_layer_case(std::uint64_t seed, const char* plan) {
+  random_case c = make_device_case(seed, made_of::policies);
+  auto& o = c.options;
+  o.does.plan = plan;
+  o.does.unit = 0;
+  o.page = 8;
+  o.layers = 1;
+  o.budget = {.sink = 8, .window = 16, .selected_pages = 3};
+  o.max_tokens = 200;
+  o.max_sequences = 2;
+  return c;
+}
+
+/// Whether a sequence and its fork, one of them cut back inside the open page that they share, both give what they give
+/// alone when they write to that page in the same step; what differs is printed.
+bool forks_write_to_their_open_page(std::uint64_t seed) {
+  const random_case c = one_layer_case(seed, "complete");  // which attends to the store alone
+  constexpr int prompt = 21, cut = 18, steps = 5;
+  const auto begin = [&](pipeline& p, sequence_run& run) {
+    run.id = p.open();
+    take_prompt(p, c, run.id, run.source, prompt);
+  };
+  bool all_same = true;
+  for (const bool fork_is_cut : {false, true}) {
+    std::vector<sequence_run> alone(2, sequence_run(c));
+    for (const bool is_fork : {false, true}) {
+      sequence_run& run = alone[is_fork];
+      const auto p = make(made_of::policies, c);
+      begin(*p, run);
+      if (is_fork == fork_is_cut) p->truncate(run.id, cut);
+      run.source.diverge(is_fork ? 2 : 1);
+      for (int step = 0; step < steps; ++step) decode_one_layer(*p, {&run});
+    }
+    for (const bool fork_first : {false, true}) {
+      const auto p = make(made_of::policies, c);
+      std::vector<sequence_run> runs(2, sequence_run(c));
+      begin(*p, runs[0]);
+      runs[1].id = p->fork(runs[0].id);
+      runs[1].source = runs[0].source;
+      p->truncate(runs[fork_is_cut].id, cut);
+      for (const bool is_fork : {false, true}) runs[is_fork].source.diverge(is_fork ? 2 : 1);
+      for (int step = 0; step < steps; ++step) decode_one_layer(*p, {&runs[fork_first], &runs[!fork_first]});
+      for (const bool is_fork : {false, true}) {
+        if (same_bits(runs[is_fork].outputs, alone[is_fork].outputs)) continue;
+        all_same = false;
+        std::printf("FAILED %s\n  the %s gives other bits where the %s is cut back and the %s comes first\n",
+                    sentence(c).c_str(), is_fork ? "fork" : "parent", fork_is_cut ? "fork" : "parent",
+                    fork_first ? "fork" : "parent");
+      }
+    }
+  }
+  return all_same;
+}
+
+/// Whether a sequence gives the same bits where another has had its slots in between.
+bool restored_slots_are_filled(std::uint64_t seed) {
+  random_case c = one_layer_case(seed, "retrieval");
+  c.options.in_place = false;
+  c.options.max_resident = 1;
+  c.options.does.correction = "never";  // so that what was selected before is attended to
+  std::vector<sequence_run> runs(2, sequence_run(c));
+  for (const bool disturbed : {false, true}) {
+    sequence_run &run = runs[disturbed], other(c);
+    other.source.diverge(1);
+    const auto p = make(made_of::policies, c);
+    const auto decode = [&](sequence_run& one, int steps) {
+      for (int step = 0; step < steps; ++step) decode_one_layer(*p, {&one});
+    };
+    run.id = p->open();
+    take_prompt(*p, c, run.id, run.source, 100);
+    decode(run, 3);
+    if (disturbed) {
+      p->preempt(run.id);
+      other.id = p->open();
+      take_prompt(*p, c, other.id, other.source, 100);
+      decode(other, 2);
+      p->release(other.id);
+      p->restore(run.id);
+    }
+    decode(run, 3);
+  }
+  if (same_bits(runs[0].outputs, runs[1].outputs)) return true;
+  std::printf("FAILED %s\n  a restored sequence gives other bits\n", sentence(c).c_str());
+  return false;
+}
+
 /// Whether `options` are refused as what the backend does not have.
 bool refuses(const pipeline_options& options, const std::string& what) {
   try {
@@ -291,6 +404,8 @@ int main() {
     run(c, [&] { world(c, make(what, c), seen, counts).run(); });
   }
   for (std::uint64_t seed = first; seed < first + worlds; ++seed) failed += !same_bits_in_any_batch(seed);
+  failed += !forks_write_to_their_open_page(first);
+  failed += !restored_slots_are_filled(first);
   failed += !refuses_what_it_lacks();
   std::printf(
       "%d of %d cases and %d worlds failed; compared %ld steps, %ld firm selections, %ld head outputs; "

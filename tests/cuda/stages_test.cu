@@ -1,5 +1,6 @@
 // Parts of the CUDA backend on their own, where a whole step does not reach: teams of lanes against one lane, selection of
-// up to 1024 among 65,536 scores with ties, every way that a slice is copied, and what is refused.
+// up to 1024 among 65,536 scores with ties, corrections by mass at their threshold, every way that a slice is copied, and
+// what is refused.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <algorithm>
@@ -149,6 +150,112 @@ void selections(report& checks, random_numbers& random) {
   }
 }
 
+// ---- correction by mass ----
+
+/// The lists are of `most` units; counts are (2): of the selected and of the best. `selected` becomes the corrected list,
+/// and `result` (2) whether it was corrected and how many it has.
+struct mass_case {
+  const float* pooled;
+  std::int32_t *selected, *result;
+  const std::int32_t *best, *counts;
+};
+__global__ void correct_head(mass_deficit correction, mass_case c, int candidates) {
+  __shared__ device::select_storage<true> shared;
+  bool corrected = false;
+  const int count = device::correct_by_mass(
+      correction, c.pooled, 0, candidates, {c.selected, c.best, c.counts[0], c.counts[1]}, corrected, shared);
+  if (threadIdx.x != 0) return;
+  c.result[0] = corrected;
+  c.result[1] = count;
+}
+
+/// What a correction gives, in double precision and ascending.
+struct corrected_list {
+  bool corrected = false;
+  std::vector<std::int32_t> units;
+};
+template <class Mass>
+corrected_list corrected_by(const mass_deficit& correction, std::vector<std::int32_t> selected,
+                            const std::vector<std::int32_t>& best, const Mass& mass) {
+  const auto mass_of = [&](const std::vector<std::int32_t>& units) {
+    return std::accumulate(units.begin(), units.end(), 0.0,
+                           [&](double sum, std::int32_t u) { return sum + mass(u); });
+  };
+  const auto lacks = [](const std::vector<std::int32_t>& units, std::int32_t unit) {
+    return std::find(units.begin(), units.end(), unit) == units.end();
+  };
+  const auto less = [&](std::int32_t a, std::int32_t b) { return mass(a) < mass(b); };
+  const auto flagged = [&] { return mass_of(selected) < (1.0 - correction.delta) * mass_of(best); };
+  if (selected == best || !flagged()) return {false, selected};
+  if (!correction.partial) return {true, best};
+  while (flagged()) {
+    std::vector<std::int32_t> missed, others;
+    std::copy_if(best.begin(), best.end(), std::back_inserter(missed),
+                 [&](auto u) { return lacks(selected, u); });
+    std::copy_if(selected.begin(), selected.end(), std::back_inserter(others),
+                 [&](auto u) { return lacks(best, u); });
+    if (missed.empty()) break;
+    if (!others.empty())
+      selected.erase(
+          std::find(selected.begin(), selected.end(), *std::min_element(others.begin(), others.end(), less)));
+    selected.push_back(*std::max_element(missed.begin(), missed.end(), less));
+    std::sort(selected.begin(), selected.end());
+  }
+  return {true, selected};
+}
+
+/// Selections a thousandth above and below what the correction asks for, and those that it exchanges units of.
+void mass_corrections(report& checks, random_numbers& random) {
+  for (const int candidates : {5, 40, 300, 2000})
+    for (const bool partial : {false, true})
+      for (const float above : {-1e-3f, 1e-3f, 0.3f, 0.7f}) {
+        pinned<float> pooled = random.normals<float>(size(candidates), 2.0f);
+        pooled[size(random.below(candidates))] = -infinity;
+        std::vector<std::int32_t> order(size(candidates));
+        std::iota(order.begin(), order.end(), 0);
+        std::sort(order.begin(), order.end(), [&](auto a, auto b) {
+          return ordered_key(pooled[size(a)], a) > ordered_key(pooled[size(b)], b);
+        });
+        double all = 0.0;
+        for (const float score : pooled) all += std::exp(static_cast<double>(score));
+        const auto mass = [&](std::int32_t u) {
+          return std::exp(static_cast<double>(pooled[size(u)])) / all;
+        };
+        const int k = std::min(candidates / 2, 12);
+        std::vector<std::int32_t> best(order.begin(), order.begin() + k), selected;
+        // Some of the best, the others from all over; after a truncation fewer than the best.
+        for (std::int32_t unit = 0, taken = random.below(2); unit < candidates && taken < k; ++unit)
+          if (random.below(candidates) < 2 * k) selected.push_back(unit), ++taken;
+        std::sort(best.begin(), best.end());
+        double of_selected = 0.0, of_best = 0.0;
+        for (const std::int32_t u : selected) of_selected += mass(u);
+        for (const std::int32_t u : best) of_best += mass(u);
+        // `above` of what is lacking would be accepted: at -1e-3 the selection has a thousandth less than is asked for.
+        const double share = of_selected / of_best,
+                     asked = above > 0.01f ? 1.0 - above * (1.0 - share) : share * (1.0 - above);
+        const mass_deficit correction{static_cast<float>(1.0 - asked), partial};
+        const corrected_list want = corrected_by(correction, selected, best, mass);
+
+        results<std::int32_t> result(2), list(size(k), -1);
+        result.host[0] = want.corrected;
+        result.host[1] = static_cast<std::int32_t>(want.units.size());
+        std::copy(want.units.begin(), want.units.end(), list.host.begin());
+        std::copy(selected.begin(), selected.end(), list.device.begin());
+        pinned<std::int32_t> counts{static_cast<std::int32_t>(selected.size()), k}, of(size(k));
+        std::copy(best.begin(), best.end(), of.begin());
+        correct_head<<<1, device::select_default.threads>>>(
+            correction, {pooled.data(), list.device.data(), result.device.data(), of.data(), counts.data()},
+            candidates);
+        require(cudaGetLastError(), "kernel launch");
+        require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+        const std::string what = std::string(partial ? "partial " : "") + "correction by mass among " +
+                                 text(candidates) + ", " + std::to_string(asked) + " asked for and " +
+                                 std::to_string(share) + " there";
+        checks.equal(what, result);
+        checks.equal(what + ": what is selected", list, [&](std::size_t i) { return i < want.units.size(); });
+      }
+}
+
 // ---- recall ----
 
 struct two_deep_copies {
@@ -279,6 +386,7 @@ int main() {
   team_calls<16, 1>(checks, random);
   team_calls<32, 1>(checks, random);
   selections(checks, random);
+  mass_corrections(checks, random);
   recall_everywhere<device::recall_default>(checks, random, "loads");
   recall_everywhere<single_loads>(checks, random, "loads one at a time");
   recall_everywhere<two_deep_copies>(checks, random, "asynchronous copies, two on their way");

@@ -1,0 +1,121 @@
+// The order of a pipeline's two streams: steps that are queued one behind the other give what they give where each is waited
+// for. With FREEKV_CARELESS set: that they do not where the next append does not wait for recall.
+//
+// Exit status: 0 all right, 1 not, 77 no device.
+#include <freekv/freekv.cuh>
+
+#include "both_sides.cuh"
+
+namespace {
+
+using namespace both_sides;
+using namespace freekv;
+
+/// A CUDA backend whose compute stream waits for no recall.
+struct careless_backend {
+  using policy_kind = backend_kind;
+  using event = device::event;
+  template <class State, class Settings>
+  using stages = device::stages<State, Settings>;
+  struct careless_stream {
+    device::stream& stream;
+    void wait(const event&) {}
+    event record() { return stream.record(); }
+    void synchronize() const { stream.synchronize(); }
+  };
+
+  careless_backend(cudaStream_t compute, cudaStream_t recall) : backend(compute, recall) {}
+  careless_stream compute() { return {backend.compute()}; }
+  device::stream& recall() { return backend.recall(); }
+  operator cuda_backend&() { return backend; }
+  cuda_backend backend;
+};
+
+// No head is corrected after the first step: what recall has brought is what is attended to.
+template <class Backend>
+using pipeline_with = retrieval_pipeline<kv_shape<half, 64>, Backend, page_size<8>, mean, never,
+                                         complete_first<0>, any_of<resident, in_place>>;
+
+constexpr int head_dim = 64, query_heads = 4, kv_heads = 2, prompt = 150, steps = 24;
+constexpr std::size_t key_row = kv_heads * head_dim, query_row = query_heads * head_dim;
+
+struct text {
+  explicit text(random_numbers random)
+      : keys(random.normals<half>((prompt + steps) * key_row)),
+        values(random.normals<half>((prompt + steps) * key_row)),
+        queries(random.normals<float>((prompt + steps) * query_row)) {}
+  pinned<half> keys, values;
+  pinned<float> queries;
+
+  new_rows<half> rows(int first, int count) const {
+    const auto part = [&](const auto& all, std::size_t row) {
+      return std::span(all).subspan(static_cast<std::size_t>(first) * row,
+                                    static_cast<std::size_t>(count) * row);
+    };
+    return {part(keys, key_row), part(values, key_row), part(queries, query_row)};
+  }
+};
+
+/// The outputs of all steps; the host waits behind each of them, or behind the last alone.
+template <class Backend>
+pinned<float> decode(const text& source, bool in_place_route, bool waits) {
+  cudaStream_t streams[2];
+  for (cudaStream_t& stream : streams)
+    require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  pinned<float> out(steps * query_row);
+  {
+    Backend backend(streams[0], streams[1]);
+    device::device_memory fast;
+    device::pinned_memory slow;
+    typename pipeline_with<Backend>::settings s;
+    s.layers = 1;
+    s.query_heads = query_heads;
+    s.kv_heads = kv_heads;
+    s.budget = {.sink = 8, .window = 16, .selected_pages = 4};
+    s.max_tokens = prompt + steps;
+    if (in_place_route)
+      s.route = in_place{};
+    else
+      s.route = resident{};
+    pipeline_with<Backend> pipeline(s, backend, {&slow, &fast});
+    const sequence_id id = pipeline.open();
+    pipeline.begin_step({{id, prompt, row_kind::prompt}});
+    pipeline.append(0, source.rows(0, prompt));
+    pipeline.end_step();
+    for (std::size_t step = 0; step < steps; ++step) {
+      pipeline.begin_step({{id}});
+      pipeline.append(0, source.rows(prompt + static_cast<int>(step), 1));
+      pipeline.attend(0, std::span(out).subspan(step * query_row, query_row));
+      pipeline.end_step();
+      if (waits) pipeline.synchronize();
+    }
+  }
+  for (const cudaStream_t stream : streams) cudaStreamDestroy(stream);
+  return out;
+}
+
+}  // namespace
+
+int main() {
+  int devices = 0;
+  const cudaError_t status = cudaGetDeviceCount(&devices);
+  if (status != cudaSuccess || devices == 0) {
+    std::printf("SKIPPED: no NVIDIA device is usable: %s\n", cudaGetErrorString(status));
+    return 77;
+  }
+  const text source(random_numbers(1));
+  if (std::getenv("FREEKV_CARELESS") != nullptr) {
+    const bool same =
+        decode<careless_backend>(source, true, false) == decode<cuda_backend>(source, true, true);
+    std::printf("%s without the wait for recall\n",
+                same ? "FAILED: the same outputs" : "ok     other outputs");
+    return same;
+  }
+  report checks;
+  for (const bool in_place_route : {false, true}) {
+    results<float> out(decode<cuda_backend>(source, in_place_route, true));
+    out.device = decode<cuda_backend>(source, in_place_route, false);
+    checks.equal(in_place_route ? "steps in place" : "steps with recall", out);
+  }
+  return checks.finish();
+}
