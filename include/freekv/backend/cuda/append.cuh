@@ -15,12 +15,12 @@
 namespace freekv::device {
 
 struct append_tuning {
-  int threads = 128;  ///< of a block
+  int threads = 128;   ///< of a block
+  int registers = 72;  ///< of a thread at most
   int most_teams =
       512;  ///< that run at a time, each with scratch of a page of float keys; more units take turns
   constexpr bool valid() const {
-    return threads >= 32 && threads <= 1024 && threads % 32 == 0 && most_teams % threads == 0 &&
-           most_teams > 0;
+    return valid_block(threads, registers) && most_teams % threads == 0 && most_teams > 0;
   }
 };
 inline constexpr append_tuning append_default{};

@@ -15,13 +15,14 @@ namespace freekv::device {
 
 struct attend_tuning {
   int threads = 128;             ///< of a block
+  int registers = 160;           ///< of a thread at most
   int heads = 4;                 ///< query heads that a team attends with; larger groups take several
   int part_tokens = 64;          ///< of a budgeted row that one team attends to
   int part_tokens_of_all = 512;  ///< of a row that attends to everything
   int rows_of_all = 16;          ///< that attend to everything in one launch; more take turns
   constexpr bool valid() const {
-    return threads >= 32 && threads <= 1024 && threads % 32 == 0 && heads >= 1 && heads <= 8 &&
-           part_tokens >= 8 && part_tokens_of_all >= part_tokens && rows_of_all >= 1;
+    return valid_block(threads, registers) && heads >= 1 && heads <= 8 && part_tokens >= 8 &&
+           part_tokens_of_all >= part_tokens && rows_of_all >= 1;
   }
 };
 inline constexpr attend_tuning attend_default{};

@@ -27,6 +27,12 @@ inline void check(cudaError_t status, const char* call) {
   if (status != cudaSuccess) throw device_error(call, status);
 }
 
+/// Whether a block is whole warps whose registers there are: a multiprocessor has 64K of them.
+constexpr bool valid_block(int threads, int registers) {
+  return threads >= 32 && threads <= 1024 && threads % 32 == 0 && registers <= 255 &&
+         threads * registers <= 64 << 10;
+}
+
 constexpr int blocks_for(std::int64_t units, int each) { return static_cast<int>((units + each - 1) / each); }
 
 /// Memory of the device in use. For `memory_resources::fast`; the host does not touch it.

@@ -18,10 +18,9 @@ namespace freekv::device {
 
 struct score_tuning {
   int threads = 128;             ///< of a block, which scores a chunk
+  int registers = 72;            ///< of a thread at most
   int shared_bytes = 48 * 1024;  ///< of a block: a decoded summary for each team
-  constexpr bool valid() const {
-    return threads >= 32 && threads <= 1024 && threads % 32 == 0 && shared_bytes <= 48 * 1024;
-  }
+  constexpr bool valid() const { return valid_block(threads, registers) && shared_bytes <= 48 * 1024; }
 };
 inline constexpr score_tuning score_default{};
 static_assert(score_default.valid());

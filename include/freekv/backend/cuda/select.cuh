@@ -17,11 +17,12 @@
 namespace freekv::device {
 
 struct select_tuning {
-  int threads = 256;  ///< of a block
+  int threads = 256;   ///< of a block
+  int registers = 64;  ///< of a thread at most
   int most_by_mass =
       1024;  ///< units that a selection by mass has the choice of: their order is kept in a block's memory
   constexpr bool valid() const {
-    return threads >= 256 && threads <= 1024 && threads % 32 == 0 && most_by_mass <= 4096;
+    return valid_block(threads, registers) && threads >= 256 && most_by_mass <= 4096;
   }
 };
 inline constexpr select_tuning select_default{};

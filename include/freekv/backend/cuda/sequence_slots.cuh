@@ -10,8 +10,9 @@
 namespace freekv::device {
 
 struct slots_tuning {
-  int threads = 128;  ///< of a block, of which each warp copies one head's slice of a slot
-  constexpr bool valid() const { return threads >= 32 && threads <= 1024 && threads % 32 == 0; }
+  int threads = 128;   ///< of a block, of which each warp copies one head's slice of a slot
+  int registers = 72;  ///< of a thread at most
+  constexpr bool valid() const { return valid_block(threads, registers); }
 };
 inline constexpr slots_tuning slots_default{};
 static_assert(slots_default.valid());

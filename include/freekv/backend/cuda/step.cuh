@@ -61,8 +61,9 @@ struct step_packet {
 };
 
 struct upload_tuning {
-  int threads = 256;
-  constexpr bool valid() const { return threads >= 32 && threads <= 1024 && threads % 32 == 0; }
+  int threads = 256;   ///< of a block
+  int registers = 32;  ///< of a thread at most
+  constexpr bool valid() const { return valid_block(threads, registers); }
 };
 inline constexpr upload_tuning upload_default{};
 static_assert(upload_default.valid());
