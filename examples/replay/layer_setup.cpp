@@ -5,6 +5,7 @@
 #include <span>
 #include <string>
 
+#include "device_pipeline.hpp"
 #include "head_list.hpp"
 
 namespace freekv::examples {
@@ -50,6 +51,11 @@ basis_file basis_file_of(const replay_options& o) {
   if (o.does.needs_basis()) file.basis = key_basis::load(o.basis);
   if (o.does.needs_codebooks()) file.codebooks = codebook_set::load(o.basis);
   return file;
+}
+
+std::unique_ptr<pipeline> replayed_pipeline(const replay_options& o, const pipeline_options& of_layer,
+                                            host_backend& backend) {
+  return o.backend == "cuda" ? make_device_pipeline(of_layer) : make_pipeline(of_layer, backend);
 }
 
 layer_setup::layer_setup(const replay_options& o, const trace_form& t, const basis_file& file)

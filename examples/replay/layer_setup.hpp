@@ -1,6 +1,7 @@
 // What a method needs to replay a layer: its basis or codebooks, what its heads keep, its pipeline's options.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -21,6 +22,10 @@ struct basis_file {
 
 /// Throws file_error.
 basis_file basis_file_of(const replay_options& options);
+
+/// On the host's `backend`, or on a device, as the options say. Throws choice_error or freekv::error.
+std::unique_ptr<pipeline> replayed_pipeline(const replay_options& o, const pipeline_options& of_layer,
+                                            host_backend& backend);
 
 /// One layer's, by its trace. What comes from a file is `file`'s, which outlives this.
 class layer_setup {

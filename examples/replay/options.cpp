@@ -71,6 +71,7 @@ std::array<choice<std::string_view>, N> named(const std::string_view (&names)[N]
   for (std::size_t i = 0; i < N; ++i) list[i] = {names[i], nullptr};
   return list;
 }
+constexpr std::string_view backends[] = {"host", "cuda"};
 constexpr std::string_view routes[] = {"resident", "in_place"};
 constexpr std::string_view dtypes[] = {"stored", "f32", "f16", "bf16"};
 
@@ -370,7 +371,9 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
          "Attention's scores become cap * tanh(score / cap); 0 for none")
       ->type_name("FLOAT")
       ->default_str("0");
-  add.whole_number("--threads", o.threads, "Threads that attend, 1 to 1024");
+  add.text("--backend", o.backend,
+           "host, or cuda: on a device, where FREEKV_CUDA was on and the policies are compiled for devices");
+  add.whole_number("--threads", o.threads, "Threads that attend on the host, 1 to 1024");
   add.optional_text("--events", o.events, "none",
                     "Instead of a trace: a file of what happens to several sequences, see below");
   const auto optional_number = [&](const char* name, std::optional<int>& value, const char* otherwise,
@@ -399,6 +402,7 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
     refuse("--variant " + o.variant +
            " forgets, and what --events may ask for is not to be had then; choose a variant that retrieves");
   if (!o.events && (o.store_pages || o.fast_pages)) refuse("--store-pages and --fast-pages are for --events");
+  (void)chosen("--backend", named(backends), o.backend);
   (void)chosen("--route", named(routes), o.route);
   (void)chosen("--layout", layouts, o.layout);
   (void)chosen("--dtype", named(dtypes), o.dtype);

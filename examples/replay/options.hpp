@@ -31,7 +31,7 @@ struct replay_options {
   double soft_cap = 0.0;                  ///< of attention's scores; 0: none
   std::optional<int> sliding_window;      ///< tokens that the model's layer attends to; none: all
   std::optional<std::string> store_file;  ///< file or folder; none: the store is in memory
-  std::string route = "resident", layout = "nhd", dtype = "stored";
+  std::string backend = "host", route = "resident", layout = "nhd", dtype = "stored";
   int threads = 1;
 };
 

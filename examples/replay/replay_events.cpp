@@ -31,7 +31,7 @@ class event_replay {
         basis_(basis_file_of(o)),
         setup_(o, form_, basis_),
         traces_(read_traces(o, file)),
-        pipeline_(make_pipeline(settings(backend), backend)),
+        pipeline_(replayed_pipeline(o, settings(backend), backend)),
         store_pages_(pipeline_->free_pages()),
         live_(file.names.size()),
         outputs_(file.names.size()) {
@@ -116,10 +116,10 @@ class event_replay {
     return o;
   }
   /// Sequences whose slots fit into so many pages of the fast tier.
-  static int resident_in(int fast_pages, pipeline_options o, host_backend& backend) {
+  int resident_in(int fast_pages, pipeline_options o, host_backend& backend) const {
     const int sequences = o.max_sequences;
     o.max_resident = 1;
-    const auto alone = make_pipeline(o, backend);
+    const auto alone = replayed_pipeline(options_, o, backend);
     const std::size_t page_bits =
         size(2 * o.page * o.head_dim * o.kv_heads) * size(bits_per_element(o.element));
     const auto slots = static_cast<int>(alone->bytes().slots * 8 / page_bits);

@@ -197,7 +197,7 @@ layer_result replay_layer(const replay_options& o, const replay_job& job, const 
   pipeline_options options = setup.options();
   options.max_tokens = std::max(1, t.tokens);
   options.max_prompt = t.prompt_len;
-  const auto p = make_pipeline(options, tools.backend);
+  const auto p = replayed_pipeline(o, options, tools.backend);
   std::optional<results> r;
   if (job.out) r.emplace(t, o.does.evicts() ? 0 : columns_of(o.does, o.k), selects_per_query_head(o.does));
   layer_result s;
@@ -212,7 +212,7 @@ layer_result replay_layer(const replay_options& o, const replay_job& job, const 
   if (o.does.codec != method{}.codec) {
     options.does = {.plan = o.sliding_window ? "sliding" : "complete"};
     options.store_file.clear();
-    exact = make_pipeline(options, tools.backend);
+    exact = replayed_pipeline(o, options, tools.backend);
     append_prompt(*exact, t, tools.progress);
   }
   append_prompt(*p, t, tools.progress);

@@ -37,8 +37,9 @@ json settings_of(const replay_options& o, const host_options& host) {
                 {"k", o.k},
                 {"tau", o.tau},
                 {"route", o.route},
-                {"threads", host.threads},
-                {"instructions", host::name_of(host.instructions)}};
+                {"backend", o.backend}};
+  if (o.backend == "host")
+    settings.update({{"threads", host.threads}, {"instructions", host::name_of(host.instructions)}});
   if (o.route == "resident") settings["layout"] = o.layout;
   if (m.retrieves() && m.unit != 0) settings["unit"] = m.unit;
   if (o.heads) settings["heads"] = *o.heads;
