@@ -22,10 +22,10 @@ enum class recall_read : std::uint8_t {
 
 struct recall_tuning {
   recall_read read = recall_read::loads;
-  int blocks = 16;     ///< at most; few, so that the engine's kernels keep the machine
-  int threads = 256;   ///< of a block; each warp copies a slice
-  int registers = 80;  ///< of a thread at most
-  int depth = 8;       ///< pieces of 16 bytes that a thread has on their way
+  int blocks = 16;      ///< at most; few, so that the engine's kernels keep the machine
+  int threads = 256;    ///< of a block; each warp copies a slice
+  int registers = 104;  ///< of a thread at most
+  int depth = 8;        ///< pieces of 16 bytes that a thread has on their way
   constexpr bool valid() const {
     return blocks >= 1 && valid_block(threads, registers) && depth >= 1 && 16 * depth * threads <= 48 * 1024;
   }
