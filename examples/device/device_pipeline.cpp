@@ -38,7 +38,8 @@ std::unique_ptr<pipeline> make_device_pipeline(const pipeline_options& o) {
   const bool summary_as_published = m.summary == published.summary && m.format == published.format;
   const bool others_as_published = m.pooling == published.pooling && m.selection == published.selection &&
                                    m.correction == published.correction &&
-                                   m.residency == published.residency && m.spare == published.spare;
+                                   m.residency == published.residency && m.spare == published.spare &&
+                                   m.rows == published.rows;
   const auto is = [&](const device_shape& shape) {
     return shape.element == o.element && shape.head_dim == o.head_dim;
   };
@@ -50,7 +51,7 @@ std::unique_ptr<pipeline> make_device_pipeline(const pipeline_options& o) {
   std::string shapes;
   for (const device_shape& shape : device_shapes) shapes += (shapes.empty() ? "" : ", ") + text_of(shape);
   throw choice_error(text_of({o.element, o.head_dim}) + " with " + m.summary + ", " + m.pooling + ", " +
-                     m.selection + ", " + m.correction + " and " + m.residency +
+                     m.selection + ", " + m.rows + ", " + m.correction + " and " + m.residency +
                      " is not compiled for devices: there are " + text_of(policy_shape) +
                      " with another summary or with other policies than the published ones, not both, and as "
                      "published " +

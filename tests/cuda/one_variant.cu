@@ -6,3 +6,11 @@ using pipeline =
 template class freekv::basic_retrieval_pipeline<pipeline::shape_type, pipeline::pack_type>;
 
 void append(pipeline& p, const freekv::new_rows<float>& rows) { p.append<float>(0, rows); }
+
+// What layers that select as one take beside it.
+void select_together(const freekv::layer_state<pipeline::shape_type>& s,
+                     const freekv::device::step_view& step,
+                     const freekv::device::selection_scratch& scratch) {
+  freekv::device::launch_flag_layer(s, step, nullptr);
+  freekv::device::launch_pool_heads<freekv::mean_softmax>(s, step, scratch, {}, nullptr);
+}

@@ -13,6 +13,7 @@
 #include <freekv/functors/score_page.hpp>
 #include <freekv/policies/pooling.hpp>
 #include <string>
+#include <type_traits>
 
 namespace freekv::device {
 
@@ -151,7 +152,8 @@ __global__ void pool_chunks(State s, Pooling pooling, step_view step, selection_
   const int count = for_next ? candidates.next : candidates.now, j = chunk * chunk_units + thread;
   if (chunk * chunk_units >= count || count <= job.taken_up_to) return;
   const float* const scores = scratch.scores_of(nth, head);
-  float* const pooled = scratch.pooled_of(for_next, nth, head);
+  const int at = job.together ? retrieving_before(s, head) : head;
+  float* const pooled = scratch.pooled_of(for_next, nth, at);
   if constexpr (query_pooling<Pooling>) {
     if (j < count) pooled[j] = clamp_score(scores[j]);
   } else {
@@ -168,6 +170,53 @@ __global__ void pool_chunks(State s, Pooling pooling, step_view step, selection_
       pooled[j] =
           clamp_score(pooling.pool(scalar_team{}, row_scores{scores, scratch.stride, log_sums, group}, j));
   }
+  if (!job.together) return;
+  __syncthreads();
+  if (thread >= 32) return;
+  const int first = chunk * chunk_units;
+  const log_sum_exp mass = mass_of_chunk(pooled + first, min(chunk_units, count - first));
+  if (thread == 0) scratch.pooled_masses_of(for_next, nth, at)[chunk] = mass;
+}
+
+/// Flags all retrieving heads of an entry if one of them is, as they select together.
+template <class State>
+__global__ void flag_layer(State s, step_view step) {
+  const int nth = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+  if (nth >= step.size() || step.entries[nth].kind != row_kind::decode) return;
+  std::uint8_t* const corrected = s.corrected + s.row(step.entries[nth].sequence, 0);
+  int flagged = 0;
+  for (int head = thread; head < s.heads.kv; head += 32) flagged |= corrected[head];
+  if (!__any_sync(0xffffffffu, flagged)) return;
+  for (int head = thread; head < s.heads.kv; head += 32)
+    corrected[head] = s.kind_of(head) == layer_kind::retrieval;
+}
+
+/// Pools one chunk of what the retrieving heads of a layer have pooled once more, each head's as one row.
+template <class State, class Pooling>
+__global__ void pool_heads(State s, Pooling pooling, step_view step, selection_scratch scratch,
+                           selection_job job) {
+  extern __shared__ float log_sums[];  // (kv heads)
+  const int chunk = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+  const bool for_next = blockIdx.z != 0;
+  const int nth = static_cast<int>(blockIdx.y), heads = retrieving_before(s, s.heads.kv);
+  if (nth >= step.size()) return;
+  int head = 0;  // the first that retrieves
+  while (s.kind_of(head) != layer_kind::retrieval) ++head;
+  const row_candidates candidates = candidates_of(s, step.entries[nth], head, job);
+  const int count = for_next ? candidates.next : candidates.now, j = chunk * chunk_units + thread;
+  if (chunk * chunk_units >= count || count <= job.taken_up_to) return;
+  const float* const rows = scratch.pooled_of(for_next, nth, 0);
+  if constexpr (softmax_pooling<Pooling>) {
+    for (int g = thread / 32; g < heads; g += static_cast<int>(blockDim.x) / 32) {
+      const float sum =
+          log_sum_of(scratch.pooled_masses_of(for_next, nth, g), rows + g * scratch.stride, count);
+      if (thread % 32 == 0) log_sums[g] = sum;
+    }
+    __syncthreads();
+  }
+  if (j < count)
+    scratch.together_of(for_next, nth)[j] =
+        clamp_score(pooling.pool(scalar_team{}, row_scores{rows, scratch.stride, log_sums, heads}, j));
 }
 
 /// Scores and pools the candidates of the heads of a step that select.
@@ -188,6 +237,25 @@ void launch_score(const State& s, const Summary& summary, const Pooling& pooling
   pool_chunks<<<pooled_rows, chunk_units, static_cast<std::size_t>(scratch.scoring_heads) * sizeof(float),
                 stream>>>(s, pooling, step, scratch, job);
   check(cudaGetLastError(), "pool");
+}
+
+// Where the heads of a layer select together:
+
+/// Before they are scored to correct.
+template <class State>
+void launch_flag_layer(const State& s, const step_view& step, cudaStream_t stream) {
+  flag_layer<<<step.most.entries, 32, 0, stream>>>(s, step);
+  check(cudaGetLastError(), "flagging a layer");
+}
+/// Behind their scores, which are pooled by `Pooling`.
+template <class Pooling, class State>
+void launch_pool_heads(const State& s, const step_view& step, const selection_scratch& scratch,
+                       const selection_job& job, cudaStream_t stream) {
+  using pooling_of_heads = std::conditional_t<softmax_pooling<Pooling>, mean_softmax, mean_score>;
+  const dim3 chunks(static_cast<unsigned>(scratch.chunks), static_cast<unsigned>(step.most.entries), 2);
+  pool_heads<<<chunks, chunk_units, static_cast<std::size_t>(s.heads.kv) * sizeof(float), stream>>>(
+      s, pooling_of_heads{}, step, scratch, job);
+  check(cudaGetLastError(), "pool of heads");
 }
 
 }  // namespace freekv::device

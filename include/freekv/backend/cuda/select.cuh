@@ -233,8 +233,11 @@ __global__ void select_units(State s, Selection selection, Residency residency, 
   const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
   const int k = s.budget.selected_pages;
   std::int32_t *const selected = s.selected + first, *const upcoming = s.upcoming + first;
+  const auto pooled = [&](bool for_next) {
+    return job.together ? scratch.together_of(for_next, nth) : scratch.pooled_of(for_next, nth, head);
+  };
   const auto select = [&](bool for_next, std::int32_t* units) {
-    return select_best(selection, scratch.pooled_of(for_next, nth, head), candidates.first,
+    return select_best(selection, pooled(for_next), candidates.first,
                        for_next ? candidates.next : candidates.now, k, job.taken_up_to, units, shared);
   };
   if (job.time == selection_time::correct) {
@@ -244,8 +247,8 @@ __global__ void select_units(State s, Selection selection, Residency residency, 
       if constexpr (judges) {
         std::int32_t* const best = scratch.best + scratch.row(nth, head) * s.list_units;
         const int count = s.selected_count[row], best_count = select(false, best);
-        now = correct_by_mass(correction, scratch.pooled_of(false, nth, head), candidates.first,
-                              candidates.now, {selected, best, count, best_count}, corrected, shared);
+        now = correct_by_mass(correction, pooled(false), candidates.first, candidates.now,
+                              {selected, best, count, best_count}, corrected, shared);
       } else {
         now = select(false, selected);
       }

@@ -34,11 +34,14 @@ struct selection_scratch {
   recall_item* items = nullptr;  // (entries * kv heads * K)
   std::int32_t* item_count = nullptr;
   std::int32_t* best = nullptr;  // (entry, kv head, K): of a correction by mass
+  // Where the heads of a layer select together:
+  float* together = nullptr;           // (2, entry, stride): as `pooled`, of all of them
+  log_sum_exp* pooled_mass = nullptr;  // (2, entry, kv head, chunks): of `pooled`
   int most_entries = 0, kv_heads = 0, scoring_heads = 0, chunks = 0;
   std::int64_t stride = 0;
 
   static selection_scratch carve(carver& memory, int entries, int kv_heads, int scoring_heads, int max_units,
-                                 int list_units, int head_dim, int query_width) {
+                                 int list_units, int head_dim, int query_width, bool together) {
     const auto n = [](std::int64_t x) { return static_cast<std::size_t>(x); };
     selection_scratch s;
     s.most_entries = entries;
@@ -55,6 +58,10 @@ struct selection_scratch {
     s.items = memory.take<recall_item>(n(rows * list_units));
     s.item_count = memory.take<std::int32_t>(1);
     s.best = memory.take<std::int32_t>(n(rows * list_units));
+    if (together) {
+      s.together = memory.take<float>(n(2 * std::int64_t{entries} * s.stride));
+      s.pooled_mass = memory.take<log_sum_exp>(n(2 * rows * s.chunks));
+    }
     return s;
   }
 
@@ -75,6 +82,13 @@ struct selection_scratch {
     return pooled +
            (next ? std::int64_t{most_entries} * kv_heads + row(entry, head) : row(entry, head)) * stride;
   }
+  FREEKV_HD float* together_of(bool next, int entry) const {
+    return together + (next ? most_entries + entry : entry) * stride;
+  }
+  FREEKV_HD log_sum_exp* pooled_masses_of(bool next, int entry, int head) const {
+    return pooled_mass +
+           (next ? std::int64_t{most_entries} * kv_heads + row(entry, head) : row(entry, head)) * chunks;
+  }
 };
 
 /// When a selection is made: by the flagged heads before they attend, for this step and the next, or by the others behind
@@ -86,7 +100,16 @@ struct selection_job {
   selection_time time = selection_time::correct;
   bool every_head = false;  ///< corrects whether flagged or not, as masses tell which are
   int taken_up_to = 0;      ///< so many candidates are all selected, whatever their scores
+  bool together = false;    ///< the heads of a layer select as one
 };
+
+/// How many heads of a layer before `head` retrieve: where its pooled scores are, if they select together.
+template <class State>
+FREEKV_HD int retrieving_before(const State& s, int head) {
+  int count = 0;
+  for (int i = 0; i < head; ++i) count += s.kind_of(i) == layer_kind::retrieval;
+  return count;
+}
 
 /// The candidates of one head: how many of the units from `first` on in this step (of a head that is corrected), and in
 /// the next. None for a head that does not select now.

@@ -60,8 +60,9 @@ class stages {
     const int query_width =
         resolve(s.summary, [](const auto& summary) { return summary_query_width(summary, d); });
     for (selection_scratch* scratch : {&correct_, &speculate_})
-      *scratch = selection_scratch::carve(fast, s.max_resident, s.kv_heads, group * s.max_decode_rows,
-                                          s.max_units(), list_units, d, query_width);
+      *scratch =
+          selection_scratch::carve(fast, s.max_resident, s.kv_heads, group * s.max_decode_rows, s.max_units(),
+                                   list_units, d, query_width, s.row() == selection_row::layer);
     attention_ = attention_scratch_memory::carve(fast, parts * s.query_heads, d);
   }
 
@@ -236,7 +237,7 @@ class stages {
       throw settings_error("the CUDA backend does not have " + what + " yet; take the host backend for it");
     };
     if (s.encodes()) lacks("codecs and store files");
-    if (s.row() != selection_row::kv_head) lacks("rows other than per_kv_head");
+    if (s.row() == selection_row::query_head) lacks("query heads that select each for itself");
     if (s.pinned_units() > 0) lacks("pinned units");
     if (s.selected_tokens > 0) lacks("selected_tokens");
     constexpr int most_heads = (48 << 10) / static_cast<int>(sizeof(float));  // of a block's memory
@@ -287,9 +288,17 @@ class stages {
     resolve(settings_->selection, [&](const auto& selection) {
       // Masses are of scores, whatever is selected.
       if (!job.every_head) job.taken_up_to = all_taken_up_to(selection, s.budget.selected_pages);
-      resolve(settings_->summary, [&](const auto& summary) {
-        resolve(settings_->pooling,
-                [&](const auto& pooling) { launch_score(s, summary, pooling, step, scratch, job, stream); });
+      resolve(settings_->rows, [&]<class Rows>(const Rows&) {
+        constexpr bool together = Rows::row == selection_row::layer;
+        job.together = together;
+        if constexpr (together)
+          if (job.time == selection_time::correct) launch_flag_layer(s, step, stream);
+        resolve(settings_->summary, [&](const auto& summary) {
+          resolve(settings_->pooling, [&]<class Pooling>(const Pooling& pooling) {
+            launch_score(s, summary, pooling, step, scratch, job, stream);
+            if constexpr (together) launch_pool_heads<Pooling>(s, step, scratch, job, stream);
+          });
+        });
       });
       resolve(settings_->residency, [&](const auto& residency) {
         launch_select(s, selection, residency, correction, step, scratch, job, stream);
