@@ -72,7 +72,8 @@ assert [l["task"] for l in tasks] == [1, 2, 3, 4, 5] and tasks[1]["answered"].st
 assert value["quality", "quest", "corrected"] == 1
 assert 0 < value["quality", "freekv", "corrected"] < 1
 assert 0 < value["quality", "freekv", "slices_critical"] <= value["quality", "freekv", "slices_recalled"]
-assert value["quality", "quest", "slices_critical"] == value["quality", "quest", "slices_recalled"]
+# All but what a page that becomes a candidate of the next step displaces.
+assert 0.95 * value["quality", "quest", "slices_recalled"] < value["quality", "quest", "slices_critical"] <= value["quality", "quest", "slices_recalled"]
 assert value["quality", "streaming_llm", "slices_recalled"] == 0 < value["quality", "freekv", "slices_recalled"]
 assert value["quality", "streaming_llm", "mass_kept"] < value["quality", "freekv_key_subspace", "mass_kept"]
 assert value["quality", "freekv", "fast_tier_bytes"] < value["quality", "full", "fast_tier_bytes"]
