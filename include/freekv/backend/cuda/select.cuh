@@ -254,7 +254,7 @@ __global__ void select_units(State s, Selection selection, Residency residency, 
       }
       const int next = select(true, upcoming);
       if (thread == 0) {
-        s.corrected[row] = corrected;
+        if constexpr (judges) s.corrected[row] = corrected;
         s.selected_count[row] = now;
         s.upcoming_count[row] = next;
       }
