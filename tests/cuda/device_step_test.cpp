@@ -85,12 +85,13 @@ random_case make_device_case(std::uint64_t seed, made_of what) {
     // Few policies are all of them drawn often: here each correction is, where much is selected and moved.
     o.does.correction = d.name_of(corrections);
     o.does.rows = d.name_of(device_rows_list::choices);
+    if (o.does.rows == "per_layer" && d.below(2) == 0) o.does.correction = "cosine_drift";  // by head
     o.does.plan = "retrieval";
     o.does.tau = 0.8f;
     o.does.partial = d.below(3) != 0;
     o.in_place = d.below(3) == 0;
     o.budget.selected_pages = d.between(3, 12) * o.page / (o.does.unit == 0 ? o.page : o.does.unit);
-    c.turn = d.one_of({0.1f, 0.3f});
+    c.turn = d.one_of({0.1f, 0.3f, 0.7f});  // with the last, some heads of a layer drift and others do not
   }
   return c;
 }
