@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <memory>
 
 #include "command_line.hpp"
 #include "engine.hpp"
@@ -160,10 +161,15 @@ void bench_decoding(context& c, const std::string& model_path, std::span<const s
   const int prompt_tokens = c.smoke ? 512 : 8192, copies = 4, steps = 8, rounds = c.smoke ? 2 : 7;
   const int room = (rounds + 1) * steps;
   const std::vector<llama_token> text = tokens_of(model, texts, prompt_tokens + room);
-  engine stock(model, {.threads = c.threads,
-                       .context = (copies + 1) * prompt_tokens + room,
-                       .rows = rows_at_once,
-                       .sequences = 2});
+  // llama.cpp with flash attention, and without.
+  std::vector<std::unique_ptr<engine>> stock;
+  for (const bool flash : {true, false})
+    stock.push_back(
+        std::make_unique<engine>(model, engine::options{.threads = c.threads,
+                                                        .context = (copies + 1) * prompt_tokens + room,
+                                                        .rows = rows_at_once,
+                                                        .sequences = 2,
+                                                        .flash_attention = flash}));
   engine ours(model, {.threads = c.threads, .context = 1, .rows = 1});
   host_backend backend({.threads = c.threads, .overlap = false});
   pipeline_type::settings s;
@@ -186,10 +192,11 @@ void bench_decoding(context& c, const std::string& model_path, std::span<const s
       };
     };
     const std::vector<std::function<void(int)>> bodies{
-        steps_of([&](llama_token token, int at) { stock.decode_stock(token, at); }),
+        steps_of([&](llama_token token, int at) { stock[0]->decode_stock(token, at); }),
+        steps_of([&](llama_token token, int at) { stock[1]->decode_stock(token, at); }),
         steps_of([&](llama_token token, int at) { ours.decode(token, at, attention); })};
     const auto seconds = seconds_in_turns(rounds, bodies);
-    stock.truncate(length);
+    for (const auto& peer : stock) peer->truncate(length);
     attention.truncate(length);
 
     const auto weights = static_cast<double>(model.weight_bytes());
@@ -200,32 +207,43 @@ void bench_decoding(context& c, const std::string& model_path, std::span<const s
     const double all = weights + shape.layers * length * row;
     const double fewer = weights + complete_layers * length * row +
                          (shape.layers - complete_layers) * (summaries + budget_tokens * row);
-    c.number("decoding", of_case, "llama_cpp", steps / seconds[0], "tokens/s");
-    c.number("decoding", of_case, "freekv", steps / seconds[1], "tokens/s");
+    const double flash = steps / seconds[0], plain = steps / seconds[1], retrieving = steps / seconds[2];
+    c.number("decoding", of_case, "llama_cpp_flash_attention", flash, "tokens/s");
+    c.number("decoding", of_case, "llama_cpp_without", plain, "tokens/s");
+    c.number("decoding", of_case, "freekv", retrieving, "tokens/s");
     c.number("decoding", of_case, "bytes_of_full_attention", all, "bytes/token");
     c.number("decoding", of_case, "bytes_of_retrieval", fewer, "bytes/token");
-    const double faster = seconds[0] / seconds[1];
-    c.ratio("decoding", of_case, "tokens/s over llama.cpp's", faster, length == 32768 ? 3 : 0);
-    c.ratio("decoding", of_case, "the same over what the bytes say", faster * fewer / all,
+    c.ratio("decoding", of_case, "tokens/s over llama.cpp's with flash attention", retrieving / flash,
+            length == 32768 ? 3 : 0);
+    c.ratio("decoding", of_case, "the same over what the bytes say", retrieving / flash * fewer / all,
             length == 8192 ? 0.8 : 0);
+    c.ratio("decoding", of_case, "tokens/s over llama.cpp's without", retrieving / plain);
   };
 
   kept_rows prompt(shape);
   const auto progress = [&](int done) {
     examples::progress_line()("decoding, prompt", static_cast<double>(done) / prompt_tokens);
   };
-  stock.prefill(std::span(text).first(n(prompt_tokens)), 0, {.seen_by = &prompt, .progress = progress});
-  const std::string state = (std::filesystem::path(folder) / "prompt.state").string();
-  stock.save_state(state);
+  const auto state_of = [&](std::size_t peer) {
+    return (std::filesystem::path(folder) / ("prompt" + std::to_string(peer) + ".state")).string();
+  };
+  for (std::size_t peer = 0; peer < stock.size(); ++peer) {
+    engine::prefill_options how{.progress = progress};
+    if (peer == 0) how.seen_by = &prompt;
+    stock[peer]->prefill(std::span(text).first(n(prompt_tokens)), 0, how);
+    stock[peer]->save_state(state_of(peer));
+  }
   attention.append(prompt, 0);
   bench_two_levels_of(c, named, prompt, shape);
   time_at(prompt_tokens);
   for (int copy = 1; copy < copies; ++copy) {
-    stock.load_state(state, 1);
-    stock.join(1, 0);
+    for (std::size_t peer = 0; peer < stock.size(); ++peer) {
+      stock[peer]->load_state(state_of(peer), 1);
+      stock[peer]->join(1, 0);
+    }
     attention.append(prompt, copy * prompt_tokens);
   }
-  std::filesystem::remove(state);
+  for (std::size_t peer = 0; peer < stock.size(); ++peer) std::filesystem::remove(state_of(peer));
   time_at(copies * prompt_tokens);
 }
 
