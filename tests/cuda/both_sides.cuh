@@ -26,6 +26,15 @@ inline void require(cudaError_t status, const char* call) {
   std::exit(1);
 }
 
+/// Ends the program with status 77, which ctest takes for skipped, if there is no device.
+inline void skip_without_device() {
+  int devices = 0;
+  const cudaError_t status = cudaGetDeviceCount(&devices);
+  if (status == cudaSuccess && devices > 0) return;
+  std::printf("SKIPPED: no NVIDIA device is usable: %s\n", cudaGetErrorString(status));
+  std::exit(77);
+}
+
 /// Page-locked memory, which both sides read and write at the same address.
 template <class T>
 struct pinned_allocator {

@@ -720,12 +720,7 @@ void all_of_element(report& checks, random_numbers& random) {
 }  // namespace
 
 int main() {
-  int devices = 0;
-  const cudaError_t status = cudaGetDeviceCount(&devices);
-  if (status != cudaSuccess || devices == 0) {
-    std::printf("SKIPPED: no NVIDIA device is usable: %s\n", cudaGetErrorString(status));
-    return 77;
-  }
+  skip_without_device();
   cudaDeviceProp device;
   require(cudaGetDeviceProperties(&device, 0), "cudaGetDeviceProperties");
   std::printf("on %s, compute capability %d.%d\n", device.name, device.major, device.minor);

@@ -97,12 +97,7 @@ pinned<float> decode(const text& source, bool in_place_route, bool waits) {
 }  // namespace
 
 int main() {
-  int devices = 0;
-  const cudaError_t status = cudaGetDeviceCount(&devices);
-  if (status != cudaSuccess || devices == 0) {
-    std::printf("SKIPPED: no NVIDIA device is usable: %s\n", cudaGetErrorString(status));
-    return 77;
-  }
+  skip_without_device();
   const text source(random_numbers(1));
   if (std::getenv("FREEKV_CARELESS") != nullptr) {
     const bool same =

@@ -370,12 +370,7 @@ void refusal(report& checks, const std::string& what) {
 }  // namespace
 
 int main() {
-  int devices = 0;
-  const cudaError_t status = cudaGetDeviceCount(&devices);
-  if (status != cudaSuccess || devices == 0) {
-    std::printf("SKIPPED: no NVIDIA device is usable: %s\n", cudaGetErrorString(status));
-    return 77;
-  }
+  skip_without_device();
   report checks;
   random_numbers random(1);
   team_calls<1, 8>(checks, random);
