@@ -118,14 +118,14 @@ TEST_CASE("a prompt copied into a file leaves alone what is selected behind anot
   s.store_file = {.path = "/tmp"};
   s.correction = freekv::never{};
   const text source(s, head_dim, tokens + steps, 1), other(s, head_dim, more * steps, 2);
+  dice d(3);
+  std::vector<engine_cache> caches(layers);  // outlive the pipelines, whose copying they serve
+  for (int layer = 0; layer < layers; ++layer) caches[count(layer)].fill(other, layer, more * steps, d);
   const auto outputs = [&](bool overlap, bool copies) {
     freekv::host_backend backend({.overlap = overlap});
     tiny_pipeline pipeline(s, backend);
     const auto a = pipeline.open(), b = pipeline.open();
     prompt_only(pipeline, a, source, tokens);
-    dice d(3);
-    std::vector<engine_cache> caches(layers);
-    for (int layer = 0; layer < layers; ++layer) caches[count(layer)].fill(other, layer, more * steps, d);
     std::vector<float> results, out(6 * head_dim);
     for (int step = 0; step < steps; ++step) {
       pipeline.begin_step({{a}});
