@@ -15,7 +15,6 @@ using device_summary_list =
                 in_any_format<chunk_means<dynamic>>, key_sketch<dynamic>, key_subspace<dynamic, dynamic>,
                 key_codes<dynamic, dynamic>>;
 using device_pinning_list = policy_list<no_pins>;
-using device_rows_list = policy_list<per_kv_head, per_layer>;
 using device_codec_list = policy_list<identity>;
 
 /// What is compiled for devices: of `policy_shape` any of these policies, either summary or the others as published; of

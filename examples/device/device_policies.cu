@@ -4,18 +4,16 @@
 
 namespace freekv::examples {
 
-constexpr auto& rows_choices = device_rows_list::choices;
-
 std::unique_ptr<pipeline> make_device_policies(const pipeline_options& o) {
   using implementation =
       device_pipeline_type<kv_shape<half, policy_shape.head_dim>, pooling_list::any, selection_list::any,
-                           correction_list::any, residency_list::any, device_rows_list::any>;
+                           correction_list::any, residency_list::any, rows_list::any>;
   auto s = device_settings<implementation::settings>(o);
   s.pooling = chosen("pooling", poolings, o.does.pooling).make(o.does, {});
   s.selection = chosen("selection", selections, o.does.selection).make(o.does, {});
   s.correction = chosen("correction", corrections, o.does.correction).make(o.does, {});
   s.residency = chosen("residency", residencies, o.does.residency).make(o.does, {});
-  s.rows = chosen("rows", rows_choices, o.does.rows).make(o.does, {});
+  s.rows = chosen("rows", selection_rows, o.does.rows).make(o.does, {});
   return std::make_unique<device_pipeline_of_shape<implementation>>(s);
 }
 

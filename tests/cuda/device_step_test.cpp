@@ -37,7 +37,7 @@ void take_what_devices_have(random_case& c, made_of what) {
   o.element = shape.element;
   o.head_dim = shape.head_dim;
   auto& m = o.does;
-  if (what != made_of::policies || m.rows == "per_query_head") m.rows = "per_kv_head";
+  if (what != made_of::policies) m.rows = "per_kv_head";
   m.pinning = "no_pins";
   m.codec = "identity";
   o.store_file.clear();
@@ -84,7 +84,8 @@ random_case make_device_case(std::uint64_t seed, made_of what) {
   if (what == made_of::policies && seed % 2 == 0) {
     // Few policies are all of them drawn often: here each correction is, where much is selected and moved.
     o.does.correction = d.name_of(corrections);
-    o.does.rows = d.name_of(device_rows_list::choices);
+    o.does.rows = d.name_of(selection_rows);
+    if (judged_by_mass(o.does)) o.does.rows = "per_layer";
     if (o.does.rows == "per_layer" && d.below(2) == 0) o.does.correction = "cosine_drift";  // by head
     o.does.plan = "retrieval";
     o.does.tau = 0.8f;

@@ -155,6 +155,7 @@ int main() {
   r.compare(with(
       halves, {"--variant", "freekv_top_p", "--top-p", "0.3", "--pooling", "max_softmax", "--spare", "2"}));
   r.compare(with(halves, {"--correction", "mass_deficit", "--partial", "--delta", "0.1", "--unit", "4"}));
+  r.compare(with(halves, {"--variant", "quest_per_query_head"}));
   r.compare(with(wide, {}));
   r.compare(with(wide, {"--variant", "streaming_llm"}));
   const std::string sequence = R"(,"trace":")" + halves + "\"}\n";

@@ -389,6 +389,5 @@ int main() {
   refusal<coarse_to_fine<min_max, key_sketch<4>, 4>>(checks, "summaries of two stages");
   refusal<pin_outliers<4>>(checks, "pinned units");
   refusal<cast<bfloat16>>(checks, "codecs and store files");
-  refusal<per_query_head>(checks, "query heads that select each for itself");
   return checks.finish();
 }

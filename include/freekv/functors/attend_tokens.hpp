@@ -32,10 +32,11 @@ struct register_attention {
     });
   }
 
-  /// Adds the first `tokens` rows of a slice. Scores become soft_cap * tanh(score / soft_cap), unless it is 0. A score of
+  /// Adds the first `tokens` rows of a slice for the heads whose bits are set in `attending`. Scores become soft_cap * tanh(score / soft_cap), unless it is 0. A score of
   /// -infinity has weight 0; NaN propagates.
   template <class Element>
-  FREEKV_HD void attend(T team, const head_slice<const Element>& slice, int tokens, float soft_cap) {
+  FREEKV_HD void attend(T team, const head_slice<const Element>& slice, int tokens, float soft_cap,
+                        unsigned attending = ~0u) {
     constexpr int at_once = 4;
     for (int first = 0; first < tokens; first += at_once) {
       float scores[at_once][Heads];
@@ -50,7 +51,8 @@ struct register_attention {
         });
         unroll<Heads>([&](auto h) {
           const float score = team.sum(products[h]);
-          scores[t][h] = !there ? -infinity : soft_cap > 0.0f ? soft_cap * ::tanhf(score / soft_cap) : score;
+          const bool counts = there && (attending >> h & 1u) != 0;
+          scores[t][h] = !counts ? -infinity : soft_cap > 0.0f ? soft_cap * ::tanhf(score / soft_cap) : score;
         });
       });
       unroll<Heads>([&](auto h) {
@@ -70,8 +72,8 @@ struct register_attention {
         unroll<packs>([&](auto i) {
           const pack numbers = team.load(value + i * T::width);
           unroll<Heads>([&](auto h) {
-            // Nothing has been attended where all scores are -infinity, whatever the values.
-            if (mass[h].max == -infinity) return;
+            // Nothing is attended where all scores are -infinity, or by other heads, whatever the values.
+            if (mass[h].max == -infinity || (attending >> h & 1u) == 0) return;
             weighted[h][i] = weighted[h][i] + pack(scores[t][h]) * numbers;
           });
         });

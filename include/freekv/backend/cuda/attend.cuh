@@ -15,7 +15,7 @@ namespace freekv::device {
 
 struct attend_tuning {
   int threads = 128;             ///< of a block
-  int registers = 160;           ///< of a thread at most
+  int registers = 168;           ///< of a thread at most
   int heads = 4;                 ///< query heads that a team attends with; larger groups take several
   int part_tokens = 64;          ///< of a budgeted row that one team attends to
   int part_tokens_of_all = 512;  ///< of a row that attends to everything
@@ -82,6 +82,19 @@ FREEKV_HD auto attended_slice(const State& s, const step_entry& entry, const pag
   return rows_behind(s.frame_slice(entry.sequence, s.slot_of_page(entries, i), head), part.first);
 }
 
+/// Which of `attend_default.heads` query heads of a group, from `first` on, attend to entry i of a head's list, as bits.
+template <class State>
+FREEKV_HD unsigned attending_heads(const State& s, const step_entry& entry, const page_list& entries, int i,
+                                   int head, int first) {
+  if (s.mask_words == 0 || !entries.is_selected(i)) return ~0u;
+  const std::uint32_t* const selected_by =
+      s.selected_by + s.masks(entry.sequence, head) + std::int64_t{entries.nth_selected(i)} * s.mask_words;
+  unsigned heads = 0;
+  for (int h = 0; h < attend_default.heads && first + h < s.heads.group(); ++h)
+    heads |= (selected_by[(first + h) / 32] >> (first + h) % 32 & 1u) << h;
+  return heads;
+}
+
 /// A team attends with up to `attend_default.heads` query heads of one KV head to one part of a row.
 template <class State>
 __global__ void attend_parts(State s, step_view step, const float* queries, attended_rows rows,
@@ -106,9 +119,12 @@ __global__ void attend_parts(State s, step_view step, const float* queries, atte
   const auto nth = [&](int h) { return tile * heads + h < group ? tile * heads + h : group - 1; };
   attention.begin(
       team, [&](int h) { return queries + (first_head + nth(h)) * d; }, s.scale);
-  for (int i = begin; i < end; ++i)
-    attention.attend(team, as_const(attended_slice(s, *entry, entries, i, head, everything)),
-                     entries.part(i).tokens, s.soft_cap);
+  for (int i = begin; i < end; ++i) {
+    const unsigned attending = attending_heads(s, *entry, entries, i, head, tile * heads);
+    if (attending != 0)
+      attention.attend(team, as_const(attended_slice(s, *entry, entries, i, head, everything)),
+                       entries.part(i).tokens, s.soft_cap, attending);
+  }
   const std::int64_t of_row = std::int64_t{static_cast<int>(blockIdx.z)} * s.heads.query + head * group;
   unroll<heads>([&](auto h) {
     if (tile * heads + h >= group) return;

@@ -52,23 +52,24 @@ __device__ inline log_sum_exp mass_of_chunk(const float* scores, int count) {
   return mass;
 }
 
-/// Prepares the queries of each head that selects; before that pools them, where one query scores for all.
+/// Prepares the queries of each row that selects; before that pools them, where one query scores for all.
 template <class State, class Summary, class Pooling>
 __global__ void prepare_queries(State s, Summary summaries, Pooling pooling, step_view step,
                                 selection_scratch scratch, selection_job job) {
   using team_type = summary_team_t<Summary, State::head_dim>;
   const team_type team;
-  const int head = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
-  if (head + nth + static_cast<int>(threadIdx.x) == 0) *scratch.item_count = 0;  // of the recall behind this
+  const int row = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
+  if (row + nth + static_cast<int>(threadIdx.x) == 0) *scratch.item_count = 0;  // of the recall behind this
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
+  const int head = scratch.head_of(row);
   const row_candidates candidates = candidates_of(s, entry, head, job);
   if (candidates.most() <= job.taken_up_to) return;
   const int me = static_cast<int>(threadIdx.x) / team.lanes();
-  group_query query = s.query_of(entry, head);
+  group_query query = scratch.selecting_query(s, entry, row);
   if constexpr (query_pooling<Pooling>) {
     if (me > 0) return;
-    float* const pooled = scratch.query_of(nth, head, State::head_dim);
+    float* const pooled = scratch.query_of(nth, row);
     pooling.pool_query(team, query, pooled);
     team.sync();
     query = {pooled, 1, State::head_dim};
@@ -77,10 +78,10 @@ __global__ void prepare_queries(State s, Summary summaries, Pooling pooling, ste
   const int width = summary_query_width(summary, State::head_dim);
   for (int g = me; g < query.group; g += static_cast<int>(blockDim.x) / team.lanes())
     prepare_query(team, summary, group_query{query.head(g), 1, State::head_dim},
-                  scratch.prepared_of(nth, head, width) + g * width);
+                  scratch.prepared_of(nth, row) + g * width);
 }
 
-/// Scores one chunk of one head's candidates, by one query alone where queries are pooled. For softmaxes it is summed up
+/// Scores one chunk of one row's candidates, by one query alone where queries are pooled. For softmaxes it is summed up
 /// as well.
 template <class State, class Summary>
 __global__ void score_chunks(State s, Summary summaries, step_view step, selection_scratch scratch,
@@ -90,20 +91,21 @@ __global__ void score_chunks(State s, Summary summaries, step_view step, selecti
   constexpr int d = State::head_dim;
   extern __shared__ float shared[];
   const team_type team;
-  const int chunk = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
+  const int chunk = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y);
   const int nth = static_cast<int>(blockIdx.z), thread = static_cast<int>(threadIdx.x);
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
+  const int head = scratch.head_of(row);
   const row_candidates candidates = candidates_of(s, entry, head, job);
   const int first = chunk * chunk_units, last = min(first + chunk_units, candidates.most());
   if (first >= last || candidates.most() <= job.taken_up_to) return;
 
   const auto summary = summary_at(summaries, s.layer, head);
   const int me = thread / team.lanes(), width = summary_query_width(summary, d);
-  const int group = one_query ? 1 : entry.tokens * s.heads.group();
-  const prepared_queries queries{scratch.prepared_of(nth, head, width), width, group, s.scale};
+  const int group = one_query ? 1 : scratch.selecting_query(s, entry, row).group;
+  const prepared_queries queries{scratch.prepared_of(nth, row), width, group, s.scale};
   float* const numbers = shared + me * summary.width(s.unit);
-  float* const scores = scratch.scores_of(nth, head);
+  float* const scores = scratch.scores_of(nth, row);
   if (me < teams)
     for (int j = first + me; j < last; j += teams) {
       const int unit = candidates.first + j, page = s.page_of(unit);
@@ -117,7 +119,7 @@ __global__ void score_chunks(State s, Summary summaries, step_view step, selecti
   __syncthreads();
   for (int g = thread / 32; g < group; g += static_cast<int>(blockDim.x) / 32) {
     const log_sum_exp mass = mass_of_chunk(scores + g * scratch.stride + first, last - first);
-    if (thread % 32 == 0) scratch.masses_of(nth, head)[g * scratch.chunks + chunk] = mass;
+    if (thread % 32 == 0) scratch.masses_of(nth, row)[g * scratch.chunks + chunk] = mass;
   }
 }
 
@@ -138,30 +140,30 @@ __device__ inline float log_sum_of(const log_sum_exp* chunk_mass, const float* s
   return mass.value();
 }
 
-/// Pools one chunk of one head's scores among this step's candidates, or the next step's.
+/// Pools one chunk of one row's scores among this step's candidates, or the next step's.
 template <class State, class Pooling>
 __global__ void pool_chunks(State s, Pooling pooling, step_view step, selection_scratch scratch,
                             selection_job job) {
-  extern __shared__ float log_sums[];  // (scoring heads)
-  const int chunk = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
+  extern __shared__ float log_sums[];  // (queries)
+  const int chunk = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y);
   const bool for_next = blockIdx.z % 2 != 0;
   const int nth = static_cast<int>(blockIdx.z / 2), thread = static_cast<int>(threadIdx.x);
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
-  const row_candidates candidates = candidates_of(s, entry, head, job);
+  const row_candidates candidates = candidates_of(s, entry, scratch.head_of(row), job);
   const int count = for_next ? candidates.next : candidates.now, j = chunk * chunk_units + thread;
   if (chunk * chunk_units >= count || count <= job.taken_up_to) return;
-  const float* const scores = scratch.scores_of(nth, head);
-  const int at = job.together ? retrieving_before(s, head) : head;
+  const float* const scores = scratch.scores_of(nth, row);
+  const int at = job.together ? retrieving_before(s, row) : row;
   float* const pooled = scratch.pooled_of(for_next, nth, at);
   if constexpr (query_pooling<Pooling>) {
     if (j < count) pooled[j] = clamp_score(scores[j]);
   } else {
-    const int group = entry.tokens * s.heads.group();
+    const int group = scratch.selecting_query(s, entry, row).group;
     if constexpr (softmax_pooling<Pooling>) {
       for (int g = thread / 32; g < group; g += static_cast<int>(blockDim.x) / 32) {
         const float sum =
-            log_sum_of(scratch.masses_of(nth, head) + g * scratch.chunks, scores + g * scratch.stride, count);
+            log_sum_of(scratch.masses_of(nth, row) + g * scratch.chunks, scores + g * scratch.stride, count);
         if (thread % 32 == 0) log_sums[g] = sum;
       }
       __syncthreads();
@@ -219,12 +221,12 @@ __global__ void pool_heads(State s, Pooling pooling, step_view step, selection_s
         clamp_score(pooling.pool(scalar_team{}, row_scores{rows, scratch.stride, log_sums, heads}, j));
 }
 
-/// Scores and pools the candidates of the heads of a step that select.
+/// Scores and pools the candidates of the rows of a step that select.
 template <class State, class Summary, class Pooling>
 void launch_score(const State& s, const Summary& summary, const Pooling& pooling, const step_view& step,
                   const selection_scratch& scratch, const selection_job& job, cudaStream_t stream) {
   const auto count = [](int n) { return static_cast<unsigned>(n); };
-  const dim3 rows(count(scratch.chunks), count(s.heads.kv), count(step.most.entries));
+  const dim3 rows(count(scratch.chunks), count(scratch.rows()), count(step.most.entries));
   prepare_queries<<<dim3(rows.y, rows.z), score_default.threads, 0, stream>>>(s, summary, pooling, step,
                                                                               scratch, job);
   check(cudaGetLastError(), "preparing queries");
@@ -234,7 +236,7 @@ void launch_score(const State& s, const Summary& summary, const Pooling& pooling
       s, summary, step, scratch, job, teams, query_pooling<Pooling>, softmax_pooling<Pooling>);
   check(cudaGetLastError(), "score");
   const dim3 pooled_rows(rows.x, rows.y, 2 * rows.z);
-  pool_chunks<<<pooled_rows, chunk_units, static_cast<std::size_t>(scratch.scoring_heads) * sizeof(float),
+  pool_chunks<<<pooled_rows, chunk_units, static_cast<std::size_t>(scratch.most.queries) * sizeof(float),
                 stream>>>(s, pooling, step, scratch, job);
   check(cudaGetLastError(), "pool");
 }

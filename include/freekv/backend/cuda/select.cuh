@@ -9,6 +9,7 @@
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/step.cuh>
 #include <freekv/functors/diff_pages.hpp>
+#include <freekv/functors/unite_pages.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/selection.hpp>
@@ -217,38 +218,92 @@ __device__ void list_missing(const State& s, const Residency& residency, const s
   __syncthreads();
 }
 
-/// One head of a step selects. To correct: for this step and, by the same scores, for the next; then, corrected or not,
-/// what it has selected is what it attends to. To speculate: for the next step, unless a correction has done so.
+/// In the place of a selection: query heads have selected each for itself, and their KV head has what any of them has.
+struct of_query_heads {};
+
+/// One query head of a step selects for itself: to correct for this step and for the next, to speculate for the next.
+template <class State, class Selection>
+__global__ void select_by_query_head(State s, Selection selection, step_view step, selection_scratch scratch,
+                                     selection_job job) {
+  __shared__ select_storage<selection_by_mass<Selection>> shared;
+  const int row = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
+  if (nth >= step.size()) return;
+  const row_candidates candidates = candidates_of(s, step.entries[nth], scratch.head_of(row), job);
+  if (!candidates.selects) return;
+  for (int time = job.time == selection_time::correct ? 0 : 1; time < 2; ++time) {
+    const bool for_next = time == 1;
+    const int count = select_best(selection, scratch.pooled_of(for_next, nth, row), candidates.first,
+                                  for_next ? candidates.next : candidates.now, s.budget.selected_pages,
+                                  job.taken_up_to, scratch.list_of(for_next, nth, row), shared);
+    if (threadIdx.x == 0) scratch.list_count_of(for_next, nth, row) = count;
+    __syncthreads();  // the shared memory is free again
+  }
+}
+
+/// Unites what the query heads of a KV head have selected; returns how many units that is, on all threads of the block.
+template <class Storage>
+__device__ int unite_query_heads(const selection_scratch& scratch, bool for_next, int nth, int head,
+                                 const page_union& all, Storage& shared) {
+  if (threadIdx.x == 0) {
+    int count = 0;
+    for (int g = 0; g < scratch.most.selecting; ++g) {
+      const int row = head * scratch.most.selecting + g;
+      count = unite_pages(all, count, scratch.list_of(for_next, nth, row),
+                          scratch.list_count_of(for_next, nth, row), g);
+    }
+    shared.items = count;
+  }
+  __syncthreads();
+  const int count = shared.items;
+  __syncthreads();  // it is free again
+  return count;
+}
+
+/// Copies the first `count` units of a list, and who has selected them. By a block.
+__device__ inline void copy_units(const page_union& from, int count, const page_union& to) {
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  for (int i = thread; i < count; i += threads) to.pages[i] = from.pages[i];
+  for (int i = thread; i < count * from.words; i += threads) to.masks[i] = from.masks[i];
+}
+
+/// One KV head of a step selects. To correct: for this step and, by the same scores, for the next; then, corrected or not,
+/// what it has selected is what it attends to. To speculate: for the next step, unless a correction has done so. With
+/// `of_query_heads` for a selection its query heads have selected.
 template <class State, class Selection, class Residency, class Correction>
 __global__ void select_units(State s, Selection selection, Residency residency, Correction correction,
                              step_view step, selection_scratch scratch, selection_job job) {
   constexpr bool judges = !std::is_same_v<Correction, judged_by_queries>;
+  constexpr bool unites = std::is_same_v<Selection, of_query_heads>;
   __shared__ select_storage<selection_by_mass<Selection> || judges> shared;
   const int head = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int thread = static_cast<int>(threadIdx.x);
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
   if (entry.kind != row_kind::decode) return;
   const row_candidates candidates = candidates_of(s, entry, head, job);
-  const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
-  const int k = s.budget.selected_pages;
-  std::int32_t *const selected = s.selected + first, *const upcoming = s.upcoming + first;
+  const std::size_t row = s.row(entry.sequence, head);
+  const page_union selected = s.selected_union(entry.sequence, head);
+  const page_union upcoming = s.upcoming_union(entry.sequence, head);
   const auto pooled = [&](bool for_next) {
     return job.together ? scratch.together_of(for_next, nth) : scratch.pooled_of(for_next, nth, head);
   };
-  const auto select = [&](bool for_next, std::int32_t* units) {
-    return select_best(selection, pooled(for_next), candidates.first,
-                       for_next ? candidates.next : candidates.now, k, job.taken_up_to, units, shared);
+  const auto select = [&](bool for_next, const page_union& to) {
+    if constexpr (unites)
+      return unite_query_heads(scratch, for_next, nth, head, to, shared);
+    else
+      return select_best(selection, pooled(for_next), candidates.first,
+                         for_next ? candidates.next : candidates.now, s.budget.selected_pages,
+                         job.taken_up_to, to.pages, shared);
   };
   if (job.time == selection_time::correct) {
     if (candidates.selects) {
       int now;
       bool corrected = s.corrected[row] != 0;
       if constexpr (judges) {
-        std::int32_t* const best = scratch.best + scratch.row(nth, head) * s.list_units;
-        const int count = s.selected_count[row], best_count = select(false, best);
+        std::int32_t* const best = scratch.best_of(nth, head);
+        const int count = s.selected_count[row], best_count = select(false, {best});
         now = correct_by_mass(correction, pooled(false), candidates.first, candidates.now,
-                              {selected, best, count, best_count}, corrected, shared);
+                              {selected.pages, best, count, best_count}, corrected, shared);
       } else {
         now = select(false, selected);
       }
@@ -262,14 +317,15 @@ __global__ void select_units(State s, Selection selection, Residency residency, 
       if (corrected && s.keeps_slots) list_missing(s, residency, entry, head, true, scratch, shared);
     }
     const int count = s.selected_count[row];
-    for (int i = thread; i < count; i += threads)
-      s.attended[first + static_cast<std::size_t>(i)] = selected[i];
+    copy_units(selected, count,
+               {s.attended + s.selection(entry.sequence, head), s.attended_by + s.masks(entry.sequence, head),
+                s.mask_words});
     if (thread == 0) s.attended_count[row] = count;
     return;
   }
   if (s.kind_of(head) != layer_kind::retrieval) return;
   const int known = s.upcoming_count[row];
-  for (int i = thread; i < known; i += threads) selected[i] = upcoming[i];
+  copy_units(upcoming, known, selected);
   const int count = candidates.selects ? select(true, selected) : known;
   __syncthreads();
   if (thread == 0) {
@@ -280,6 +336,15 @@ __global__ void select_units(State s, Selection selection, Residency residency, 
   if (s.keeps_slots) list_missing(s, residency, entry, head, false, scratch, shared);
 }
 
+/// Before `launch_select` of `of_query_heads`.
+template <class State, class Selection>
+void launch_select_by_query_head(const State& s, const Selection& selection, const step_view& step,
+                                 const selection_scratch& scratch, const selection_job& job,
+                                 cudaStream_t stream) {
+  const dim3 rows(static_cast<unsigned>(scratch.rows()), static_cast<unsigned>(step.most.entries));
+  select_by_query_head<<<rows, select_default.threads, 0, stream>>>(s, selection, step, scratch, job);
+  check(cudaGetLastError(), "selection of query heads");
+}
 /// `correction` judges by masses, or is `judged_by_queries`.
 template <class State, class Selection, class Residency, class Correction>
 void launch_select(const State& s, const Selection& selection, const Residency& residency,

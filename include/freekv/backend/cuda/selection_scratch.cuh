@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <freekv/backend/cuda/step.cuh>
 #include <freekv/core/log_sum_exp.hpp>
+#include <freekv/core/shape.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/selection.hpp>
 #include <freekv/storage/memory.hpp>
@@ -23,71 +24,106 @@ struct recall_item {
 inline constexpr int chunk_units = 128;
 static_assert(chunk_units % 32 == 0);
 
-/// The scratch of one stream. Rows of scores are of a KV head of an entry: one for each query head of its group in each
-/// decode row, or one alone where queries are pooled.
+/// What a scratch has room for.
+struct selection_sizes {
+  int entries = 0, kv_heads = 0;
+  bool by_query_head = false;  ///< each query head selects for itself
+  int selecting = 1;           ///< rows of a KV head that do so
+  int queries = 0;             ///< of such a row
+  int max_units = 0;           ///< of a sequence
+  int row_units = 0;           ///< that such a row selects at most
+  int list_units = 0;          ///< that a KV head has selected at most
+  int head_dim = 0, query_width = 0;
+  bool together = false;  ///< the heads of a layer select as one
+};
+
+/// The scratch of one stream. A row is what selects for itself: a KV head of an entry, or each query head of its group. It
+/// has a row of scores for each of its queries, or one alone where queries are pooled.
 struct selection_scratch {
-  float* scores = nullptr;            // (entry, kv head, scoring heads, stride)
-  log_sum_exp* chunk_mass = nullptr;  // (entry, kv head, scoring heads, chunks)
-  float* pooled = nullptr;    // (2, entry, kv head, stride): among this step's candidates and the next step's
-  float* queries = nullptr;   // (entry, kv head, head_dim): pooled ones
-  float* prepared = nullptr;  // (entry, kv head, scoring heads, query_width)
+  float* scores = nullptr;            // (entry, row, queries, stride)
+  log_sum_exp* chunk_mass = nullptr;  // (entry, row, queries, chunks)
+  float* pooled = nullptr;       // (2, entry, row, stride): among this step's candidates and the next step's
+  float* queries = nullptr;      // (entry, row, head_dim): pooled ones
+  float* prepared = nullptr;     // (entry, row, queries, query_width)
   recall_item* items = nullptr;  // (entries * kv heads * K)
   std::int32_t* item_count = nullptr;
   std::int32_t* best = nullptr;  // (entry, kv head, K): of a correction by mass
   // Where the heads of a layer select together:
   float* together = nullptr;           // (2, entry, stride): as `pooled`, of all of them
-  log_sum_exp* pooled_mass = nullptr;  // (2, entry, kv head, chunks): of `pooled`
-  int most_entries = 0, kv_heads = 0, scoring_heads = 0, chunks = 0;
+  log_sum_exp* pooled_mass = nullptr;  // (2, entry, row, chunks): of `pooled`
+  // Where query heads select each for itself:
+  std::int32_t* lists = nullptr;        // (2, entry, row, units of a row): what each has selected, ascending
+  std::int32_t* list_counts = nullptr;  // (2, entry, row)
+  selection_sizes most;
+  int chunks = 0;
   std::int64_t stride = 0;
 
-  static selection_scratch carve(carver& memory, int entries, int kv_heads, int scoring_heads, int max_units,
-                                 int list_units, int head_dim, int query_width, bool together) {
+  static selection_scratch carve(carver& memory, const selection_sizes& most) {
     const auto n = [](std::int64_t x) { return static_cast<std::size_t>(x); };
     selection_scratch s;
-    s.most_entries = entries;
-    s.kv_heads = kv_heads;
-    s.scoring_heads = scoring_heads;
-    s.chunks = (max_units + chunk_units - 1) / chunk_units;
+    s.most = most;
+    s.chunks = (most.max_units + chunk_units - 1) / chunk_units;
     s.stride = std::int64_t{s.chunks} * chunk_units;
-    const std::int64_t rows = std::int64_t{entries} * kv_heads;
-    s.scores = memory.take<float>(n(rows * scoring_heads * s.stride));
-    s.chunk_mass = memory.take<log_sum_exp>(n(rows * scoring_heads * s.chunks));
+    const std::int64_t heads = std::int64_t{most.entries} * most.kv_heads, rows = heads * most.selecting;
+    s.scores = memory.take<float>(n(rows * most.queries * s.stride));
+    s.chunk_mass = memory.take<log_sum_exp>(n(rows * most.queries * s.chunks));
     s.pooled = memory.take<float>(n(2 * rows * s.stride));
-    s.queries = memory.take<float>(n(rows * head_dim));
-    s.prepared = memory.take<float>(n(rows * scoring_heads * query_width));
-    s.items = memory.take<recall_item>(n(rows * list_units));
+    s.queries = memory.take<float>(n(rows * most.head_dim));
+    s.prepared = memory.take<float>(n(rows * most.queries * most.query_width));
+    s.items = memory.take<recall_item>(n(heads * most.list_units));
     s.item_count = memory.take<std::int32_t>(1);
-    s.best = memory.take<std::int32_t>(n(rows * list_units));
-    if (together) {
-      s.together = memory.take<float>(n(2 * std::int64_t{entries} * s.stride));
+    s.best = memory.take<std::int32_t>(n(heads * most.list_units));
+    if (most.together) {
+      s.together = memory.take<float>(n(2 * std::int64_t{most.entries} * s.stride));
       s.pooled_mass = memory.take<log_sum_exp>(n(2 * rows * s.chunks));
+    }
+    if (most.by_query_head) {
+      s.lists = memory.take<std::int32_t>(n(2 * rows * most.row_units));
+      s.list_counts = memory.take<std::int32_t>(n(2 * rows));
     }
     return s;
   }
 
-  FREEKV_HD std::int64_t row(int entry, int head) const { return std::int64_t{entry} * kv_heads + head; }
-  FREEKV_HD float* scores_of(int entry, int head) const {
-    return scores + row(entry, head) * scoring_heads * stride;
+  FREEKV_HD int rows() const { return most.kv_heads * most.selecting; }
+  FREEKV_HD int head_of(int row) const { return row / most.selecting; }
+  /// The queries that row `row` of an entry selects with.
+  template <class State>
+  FREEKV_HD group_query selecting_query(const State& s, const step_entry& entry, int row) const {
+    return most.by_query_head ? s.query_of(entry, head_of(row), row % most.selecting)
+                              : s.query_of(entry, head_of(row));
   }
-  FREEKV_HD float* query_of(int entry, int head, int head_dim) const {
-    return queries + row(entry, head) * head_dim;
+
+  FREEKV_HD std::int64_t at(int entry, int row) const { return std::int64_t{entry} * rows() + row; }
+  FREEKV_HD std::int64_t at(bool next, int entry, int row) const {
+    return at(next ? most.entries + entry : entry, row);
   }
-  FREEKV_HD float* prepared_of(int entry, int head, int query_width) const {
-    return prepared + row(entry, head) * scoring_heads * query_width;
+  FREEKV_HD float* scores_of(int entry, int row) const {
+    return scores + at(entry, row) * most.queries * stride;
   }
-  FREEKV_HD log_sum_exp* masses_of(int entry, int head) const {
-    return chunk_mass + row(entry, head) * scoring_heads * chunks;
+  FREEKV_HD float* query_of(int entry, int row) const { return queries + at(entry, row) * most.head_dim; }
+  FREEKV_HD float* prepared_of(int entry, int row) const {
+    return prepared + at(entry, row) * most.queries * most.query_width;
   }
-  FREEKV_HD float* pooled_of(bool next, int entry, int head) const {
-    return pooled +
-           (next ? std::int64_t{most_entries} * kv_heads + row(entry, head) : row(entry, head)) * stride;
+  FREEKV_HD log_sum_exp* masses_of(int entry, int row) const {
+    return chunk_mass + at(entry, row) * most.queries * chunks;
+  }
+  FREEKV_HD float* pooled_of(bool next, int entry, int row) const {
+    return pooled + at(next, entry, row) * stride;
   }
   FREEKV_HD float* together_of(bool next, int entry) const {
-    return together + (next ? most_entries + entry : entry) * stride;
+    return together + (next ? most.entries + entry : entry) * stride;
   }
-  FREEKV_HD log_sum_exp* pooled_masses_of(bool next, int entry, int head) const {
-    return pooled_mass +
-           (next ? std::int64_t{most_entries} * kv_heads + row(entry, head) : row(entry, head)) * chunks;
+  FREEKV_HD log_sum_exp* pooled_masses_of(bool next, int entry, int row) const {
+    return pooled_mass + at(next, entry, row) * chunks;
+  }
+  FREEKV_HD std::int32_t* best_of(int entry, int head) const {
+    return best + (std::int64_t{entry} * most.kv_heads + head) * most.list_units;
+  }
+  FREEKV_HD std::int32_t* list_of(bool next, int entry, int row) const {
+    return lists + at(next, entry, row) * most.row_units;
+  }
+  FREEKV_HD std::int32_t& list_count_of(bool next, int entry, int row) const {
+    return list_counts[at(next, entry, row)];
   }
 };
 

@@ -42,9 +42,10 @@ class stages {
       : backend_(&backend), settings_(&s), ring_(s.max_resident, most_patches(s), fast, pinned) {
     check(s);
     const int group = s.query_heads / s.kv_heads;
-    int list_units = 0;
+    int row_units = 0, list_units = 0;
     std::int64_t parts = 0;
     for (int layer = 0; layer < s.layers; ++layer) {
+      row_units = std::max(row_units, s.budget_at(layer).selected_pages);
       list_units = std::max(list_units, s.list_units(layer));
       const auto rows = std::int64_t{s.max_resident} * s.max_decode_rows;
       parts = std::max({parts, rows * parts_within(s, layer),
@@ -57,12 +58,22 @@ class stages {
       scratch.data = fast.take<float>(size(append_default.most_teams * scratch.each()));
       return scratch;
     });
-    const int query_width =
-        resolve(s.summary, [](const auto& summary) { return summary_query_width(summary, d); });
+    const bool by_query_head = s.row() == selection_row::query_head;
+    const selection_sizes sizes{
+        .entries = s.max_resident,
+        .kv_heads = s.kv_heads,
+        .by_query_head = by_query_head,
+        .selecting = by_query_head ? group : 1,
+        .queries = (by_query_head ? 1 : group) * s.max_decode_rows,
+        .max_units = s.max_units(),
+        .row_units = row_units,
+        .list_units = list_units,
+        .head_dim = d,
+        .query_width =
+            resolve(s.summary, [](const auto& summary) { return summary_query_width(summary, d); }),
+        .together = s.row() == selection_row::layer};
     for (selection_scratch* scratch : {&correct_, &speculate_})
-      *scratch =
-          selection_scratch::carve(fast, s.max_resident, s.kv_heads, group * s.max_decode_rows, s.max_units(),
-                                   list_units, d, query_width, s.row() == selection_row::layer);
+      *scratch = selection_scratch::carve(fast, sizes);
     attention_ = attention_scratch_memory::carve(fast, parts * s.query_heads, d);
   }
 
@@ -237,7 +248,6 @@ class stages {
       throw settings_error("the CUDA backend does not have " + what + " yet; take the host backend for it");
     };
     if (s.encodes()) lacks("codecs and store files");
-    if (s.row() == selection_row::query_head) lacks("query heads that select each for itself");
     if (s.pinned_units() > 0) lacks("pinned units");
     if (s.selected_tokens > 0) lacks("selected_tokens");
     constexpr int most_heads = (48 << 10) / static_cast<int>(sizeof(float));  // of a block's memory
@@ -300,8 +310,20 @@ class stages {
           });
         });
       });
-      resolve(settings_->residency, [&](const auto& residency) {
-        launch_select(s, selection, residency, correction, step, scratch, job, stream);
+      const auto select_units = [&](const auto& from) {
+        resolve(settings_->residency, [&](const auto& residency) {
+          launch_select(s, from, residency, correction, step, scratch, job, stream);
+        });
+      };
+      resolve(settings_->rows, [&]<class Rows>(const Rows&) {
+        if constexpr (Rows::row == selection_row::query_head) {
+          if constexpr (std::is_same_v<Correction, judged_by_queries>) {  // as settings have it
+            launch_select_by_query_head(s, selection, step, scratch, job, stream);
+            select_units(of_query_heads{});
+          }
+        } else {
+          select_units(selection);
+        }
       });
     });
     if (s.keeps_slots) launch_recall(s, step, scratch, stream);
