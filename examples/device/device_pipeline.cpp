@@ -30,7 +30,6 @@ std::unique_ptr<pipeline> make_device_pipeline(const pipeline_options& o) {
   if (!o.store_file.empty())
     throw choice_error("devices keep no store in a file; leave it out, or choose the host backend");
   expect_one_of("summary", device_summary_list::choices, m.summary);
-  expect_one_of("pinning", device_pinning_list::choices, m.pinning);
   expect_one_of("codec", device_codec_list::choices, m.codec);
 
   const method published;
@@ -38,7 +37,7 @@ std::unique_ptr<pipeline> make_device_pipeline(const pipeline_options& o) {
   const bool others_as_published = m.pooling == published.pooling && m.selection == published.selection &&
                                    m.correction == published.correction &&
                                    m.residency == published.residency && m.spare == published.spare &&
-                                   m.rows == published.rows;
+                                   m.rows == published.rows && m.pinning == published.pinning;
   const auto is = [&](const device_shape& shape) {
     return shape.element == o.element && shape.head_dim == o.head_dim;
   };
@@ -50,8 +49,8 @@ std::unique_ptr<pipeline> make_device_pipeline(const pipeline_options& o) {
   std::string shapes;
   for (const device_shape& shape : device_shapes) shapes += (shapes.empty() ? "" : ", ") + text_of(shape);
   throw choice_error(text_of({o.element, o.head_dim}) + " with " + m.summary + ", " + m.pooling + ", " +
-                     m.selection + ", " + m.rows + ", " + m.correction + " and " + m.residency +
-                     " is not compiled for devices: there are " + text_of(policy_shape) +
+                     m.selection + ", " + m.pinning + ", " + m.rows + ", " + m.correction + " and " +
+                     m.residency + " is not compiled for devices: there are " + text_of(policy_shape) +
                      " with another summary or with other policies than the published ones, not both, and as "
                      "published " +
                      shapes + "; choose among these, or the host backend");

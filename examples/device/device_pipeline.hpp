@@ -14,7 +14,6 @@ using device_summary_list =
     policy_list<in_any_format<min_max>, in_any_format<mean>, in_any_format<centroid_box>, in_any_format<ball>,
                 in_any_format<chunk_means<dynamic>>, key_sketch<dynamic>, key_subspace<dynamic, dynamic>,
                 key_codes<dynamic, dynamic>>;
-using device_pinning_list = policy_list<no_pins>;
 using device_codec_list = policy_list<identity>;
 
 /// What is compiled for devices: of `policy_shape` any of these policies, either summary or the others as published; of
@@ -37,7 +36,7 @@ std::unique_ptr<pipeline> make_device_pipeline(const pipeline_options& options);
 // Those that it chooses from:
 /// Of the shapes, as published.
 std::unique_ptr<pipeline> make_device_shapes(const pipeline_options& options);
-/// Of `policy_shape`, with any pooling, selection, rows, correction or residency.
+/// Of `policy_shape`, with any pooling, selection, pinning, rows, correction or residency.
 std::unique_ptr<pipeline> make_device_policies(const pipeline_options& options);
 /// Of `policy_shape`, with any summary.
 std::unique_ptr<pipeline> make_device_summaries(const pipeline_options& options);

@@ -1,4 +1,4 @@
-// Pipelines of one shape with any pooling, selection, correction or residency that the CUDA backend has.
+// Pipelines of one shape with any pooling, selection, pinning, rows, correction or residency that the CUDA backend has.
 #include "device_pipeline.hpp"
 #include "device_pipeline_of_shape.cuh"
 
@@ -7,10 +7,11 @@ namespace freekv::examples {
 std::unique_ptr<pipeline> make_device_policies(const pipeline_options& o) {
   using implementation =
       device_pipeline_type<kv_shape<half, policy_shape.head_dim>, pooling_list::any, selection_list::any,
-                           correction_list::any, residency_list::any, rows_list::any>;
+                           pinning_list::any, correction_list::any, residency_list::any, rows_list::any>;
   auto s = device_settings<implementation::settings>(o);
   s.pooling = chosen("pooling", poolings, o.does.pooling).make(o.does, {});
   s.selection = chosen("selection", selections, o.does.selection).make(o.does, {});
+  s.pinning = chosen("pinning", pinnings, o.does.pinning).make(o.does, {});
   s.correction = chosen("correction", corrections, o.does.correction).make(o.does, {});
   s.residency = chosen("residency", residencies, o.does.residency).make(o.does, {});
   s.rows = chosen("rows", selection_rows, o.does.rows).make(o.does, {});

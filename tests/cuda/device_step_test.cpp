@@ -38,10 +38,10 @@ void take_what_devices_have(random_case& c, made_of what) {
   o.head_dim = shape.head_dim;
   auto& m = o.does;
   if (what != made_of::policies) m.rows = "per_kv_head";
-  m.pinning = "no_pins";
   m.codec = "identity";
   o.store_file.clear();
   if (what != made_of::policies) {
+    m.pinning = "no_pins";
     m.pooling = "mean_softmax";
     m.selection = "top_k";
     m.residency = "first_unselected";
@@ -87,6 +87,7 @@ random_case make_device_case(std::uint64_t seed, made_of what) {
     o.does.rows = d.name_of(selection_rows);
     if (judged_by_mass(o.does)) o.does.rows = "per_layer";
     if (o.does.rows == "per_layer" && d.below(2) == 0) o.does.correction = "cosine_drift";  // by head
+    o.does.pinning = o.does.rows == "per_layer" ? "no_pins" : d.name_of(pinnings);
     o.does.plan = "retrieval";
     o.does.tau = 0.8f;
     o.does.partial = d.below(3) != 0;

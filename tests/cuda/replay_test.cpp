@@ -156,6 +156,7 @@ int main() {
       halves, {"--variant", "freekv_top_p", "--top-p", "0.3", "--pooling", "max_softmax", "--spare", "2"}));
   r.compare(with(halves, {"--correction", "mass_deficit", "--partial", "--delta", "0.1", "--unit", "4"}));
   r.compare(with(halves, {"--variant", "quest_per_query_head"}));
+  r.compare(with(halves, {"--pinning", "pin_outliers", "--pinned", "3", "--rows", "per_query_head"}));
   r.compare(with(wide, {}));
   r.compare(with(wide, {"--variant", "streaming_llm"}));
   const std::string sequence = R"(,"trace":")" + halves + "\"}\n";
@@ -176,7 +177,6 @@ int main() {
 
   r.refuse(with(real, {"--variant", "twilight"}),
            "summary coarse_to_fine is not among those that devices have");
-  r.refuse(with(real, {"--pinning", "pin_outliers"}), "pinning pin_outliers");
   r.refuse(with(real, {"--codec", "int8_token"}), "codec int8_token");
   r.refuse(with(real, {"--variant", "h2o"}), "eviction h2o");
   r.refuse(with(wide, {"--correction", "always"}), "BF16 of head_dim 128 with min_max");

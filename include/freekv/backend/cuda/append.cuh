@@ -11,6 +11,7 @@
 #include <freekv/policies/box_summaries.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/mean_summaries.hpp>
+#include <freekv/policies/pinning.hpp>
 
 namespace freekv::device {
 
@@ -55,7 +56,7 @@ struct device_rows {
   const float* queries = nullptr;
 };
 
-/// Floats of scratch of one team: a page's keys, and a summary's numbers.
+/// Floats of scratch of one team: a page's keys, and a summary's numbers, or where units are pinned a key.
 struct append_scratch {
   float* data = nullptr;
   std::int64_t keys = 0, numbers = 0;
@@ -74,10 +75,11 @@ __device__ void put_row(Team team, int head_dim, const In* from, Element* to) {
 }
 
 /// Appends the rows of an entry that fall into one page to one head's slice of it in the store and, where the page stays
-/// in the fast tier, in its slot; summarises it if it becomes complete.
-template <class Team, class State, class Summary, class In>
-__device__ void append_page(Team team, const State& s, const Summary& summary, const step_entry& entry,
-                            int page, int head, const device_rows<In>& rows, const summary_scratch& scratch) {
+/// in the fast tier, in its slot; summarises it if it becomes complete, and finds what it is worth to be pinned.
+template <class Team, class State, class Summary, class Pinning, class In>
+__device__ void append_page(Team team, const State& s, const Summary& summary, const Pinning& pinning,
+                            const step_entry& entry, int page, int head, const device_rows<In>& rows,
+                            const summary_scratch& scratch) {
   using element = typename State::element;
   constexpr int d = State::head_dim;
   const int page_begin = page * s.page.tokens, page_end = page_begin + s.page.tokens;
@@ -107,7 +109,13 @@ __device__ void append_page(Team team, const State& s, const Summary& summary, c
     summarise_page<element>(team, summary_at(summary, s.layer, head),
                             as_const(rows_behind(in_slots ? slot : kept, s.row_of(nth))), s.unit, scratch,
                             s.summary_of(store_page, head, nth));
-    team.sync();  // the scratch is free again
+    team.sync();  // the numbers are free again
+    if constexpr (!std::is_same_v<Pinning, no_pins>) {
+      if (s.pins == 0) continue;
+      const float worth = pinning.worth(team, page_keys{scratch.keys, s.unit}, scratch.numbers);
+      if (team.lane() == 0) s.pin_worth_of(store_page, head, nth) = worth == worth ? worth : -infinity;
+      team.sync();  // and the keys
+    }
   }
 }
 
@@ -177,9 +185,9 @@ __global__ void copy_shared_rows(State s, step_view step) {
 }
 
 /// A unit of work is a page and head of an entry, or behind these, in retrieval layers, an entry's head that may drift.
-template <class State, class Summary, class Correction, class In>
-__global__ void append_and_detect(State s, Summary summary, Correction correction, step_view step,
-                                  device_rows<In> rows, append_scratch scratch) {
+template <class State, class Summary, class Pinning, class Correction, class In>
+__global__ void append_and_detect(State s, Summary summary, Pinning pinning, Correction correction,
+                                  step_view step, device_rows<In> rows, append_scratch scratch) {
   using team_type = summary_team_t<Summary, State::head_dim>;
   const team_type team;
   const int heads = s.heads.kv, entries = step.size(), pages = step.most.pages;
@@ -191,7 +199,7 @@ __global__ void append_and_detect(State s, Summary summary, Correction correctio
   for (std::int64_t unit = nth; unit < units; unit += teams) {
     if (unit < appended) {
       const step_entry& entry = step.entries[unit / heads / pages];
-      append_page(team, s, summary, entry,
+      append_page(team, s, summary, pinning, entry,
                   entry.before / s.page.tokens + static_cast<int>(unit / heads % pages),
                   static_cast<int>(unit % heads), rows, {mine, mine + scratch.keys});
     } else {
@@ -203,10 +211,10 @@ __global__ void append_and_detect(State s, Summary summary, Correction correctio
 
 /// Appends the rows of a step to a layer, summarises the pages they complete, and finds the heads that have drifted.
 /// `scratch` is of `append_default.most_teams` teams, and used on the compute stream alone.
-template <class State, class Summary, class Correction, class In>
-void launch_append(const State& s, const Summary& summary, const Correction& correction,
-                   const step_view& step, const device_rows<In>& rows, const append_scratch& scratch,
-                   cudaStream_t stream) {
+template <class State, class Summary, class Pinning, class Correction, class In>
+void launch_append(const State& s, const Summary& summary, const Pinning& pinning,
+                   const Correction& correction, const step_view& step, const device_rows<In>& rows,
+                   const append_scratch& scratch, cudaStream_t stream) {
   constexpr append_tuning tuning = append_default;
   constexpr int lanes = summary_team_t<Summary, State::head_dim>::lane_count;
   const std::int64_t units = std::int64_t{step.most.entries} * (step.most.pages + 1) * s.heads.kv;
@@ -218,7 +226,7 @@ void launch_append(const State& s, const Summary& summary, const Correction& cor
   }
   const int most_blocks = tuning.most_teams * lanes / tuning.threads;
   append_and_detect<<<std::min(most_blocks, blocks_for(units * lanes, tuning.threads)), tuning.threads, 0,
-                      stream>>>(s, summary, correction, step, rows, scratch);
+                      stream>>>(s, summary, pinning, correction, step, rows, scratch);
   check(cudaGetLastError(), "append");
 }
 

@@ -1,15 +1,14 @@
-// The best of a row of scores, by a radix selection of one block: deterministic, ties to the smaller index.
+// The best of a row, by a radix selection of one block: deterministic, ties to the smaller index.
 #pragma once
 
 #include <cstdint>
 #include <cub/block/block_scan.cuh>
 #include <freekv/config.hpp>
-#include <freekv/functors/ordered_key.hpp>
 
 namespace freekv::device {
 
-/// A block of `Threads` threads that selects: four passes over the scores' 32 ordered bits find the least that is selected,
-/// 8 bits at a time, and a fifth writes what is at least that, in order. O(scores / Threads), and any number selected.
+/// A block of `Threads` threads that selects: four passes over keys of 32 bits find the least that is selected, 8 bits at a
+/// time, and a fifth writes what is at least that, in order. O(keys / Threads), and any number selected.
 template <int Threads>
 class radix_select {
   static_assert(Threads >= 256 && Threads <= 1024 && Threads % 32 == 0, "a thread for each of 256 digits");
@@ -20,17 +19,17 @@ class radix_select {
   struct storage {
     typename scan::TempStorage scan_storage;
     int histogram[digits];
-    std::uint32_t bits;  // of the least selected score, as far as they are known
+    std::uint32_t bits;  // of the least selected key, as far as they are known
     int rest;            // how many of those that share these bits are selected
   };
 
   __device__ explicit radix_select(storage& shared)
       : shared_(shared), thread_(static_cast<int>(threadIdx.x)) {}
 
-  /// Calls `write(nth, i)` for the `count` largest of the `size` scores, i ascending and nth from 0. `count` is at most
-  /// `size`. By all threads of the block.
-  template <class Write>
-  __device__ void largest(const float* scores, int size, int count, const Write& write) const {
+  /// Calls `write(nth, i)` for the `count` largest of `key_of(0)` to `key_of(size - 1)`, i ascending and nth from 0.
+  /// `count` is at most `size`. By all threads of the block.
+  template <class KeyOf, class Write>
+  __device__ void largest(const KeyOf& key_of, int size, int count, const Write& write) const {
     if (count <= 0) return;
     std::uint32_t bits = 0, known = 0;
     int rest = count;
@@ -38,7 +37,7 @@ class radix_select {
       for (int i = thread_; i < digits; i += Threads) shared_.histogram[i] = 0;
       __syncthreads();
       for (int i = thread_; i < size; i += Threads) {
-        const std::uint32_t key = order_bits(scores[i]);
+        const std::uint32_t key = key_of(i);
         if ((key & known) == bits) atomicAdd(&shared_.histogram[key >> shift & (digits - 1)], 1);
       }
       __syncthreads();
@@ -58,7 +57,7 @@ class radix_select {
     int larger_before = 0, equal_before = 0;
     for (int first = 0; first < size; first += Threads) {
       const int i = first + thread_;
-      const std::uint32_t key = i < size ? order_bits(scores[i]) : 0;
+      const std::uint32_t key = i < size ? key_of(i) : 0;
       const bool larger = i < size && key > bits, equal = i < size && key == bits;
       constexpr int both = 1 << 16;  // a pass counts at most Threads of each
       int counted, all;

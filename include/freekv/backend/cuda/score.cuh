@@ -64,7 +64,7 @@ __global__ void prepare_queries(State s, Summary summaries, Pooling pooling, ste
   const step_entry& entry = step.entries[nth];
   const int head = scratch.head_of(row);
   const row_candidates candidates = candidates_of(s, entry, head, job);
-  if (candidates.most() <= job.taken_up_to) return;
+  if (candidates.unpinned(candidates.most()) <= job.taken_up_to) return;
   const int me = static_cast<int>(threadIdx.x) / team.lanes();
   group_query query = scratch.selecting_query(s, entry, row);
   if constexpr (query_pooling<Pooling>) {
@@ -79,6 +79,12 @@ __global__ void prepare_queries(State s, Summary summaries, Pooling pooling, ste
   for (int g = me; g < query.group; g += static_cast<int>(blockDim.x) / team.lanes())
     prepare_query(team, summary, group_query{query.head(g), 1, State::head_dim},
                   scratch.prepared_of(nth, row) + g * width);
+}
+
+/// Gives a candidate no part in what is pooled.
+template <class Team>
+__device__ void leave_out(Team team, const score_column& column, int group) {
+  for (int g = team.lane(); g < group; g += team.lanes()) column.first[g * column.stride] = -infinity;
 }
 
 /// Scores one chunk of one row's candidates, by one query alone where queries are pooled. For softmaxes it is summed up
@@ -98,7 +104,7 @@ __global__ void score_chunks(State s, Summary summaries, step_view step, selecti
   const int head = scratch.head_of(row);
   const row_candidates candidates = candidates_of(s, entry, head, job);
   const int first = chunk * chunk_units, last = min(first + chunk_units, candidates.most());
-  if (first >= last || candidates.most() <= job.taken_up_to) return;
+  if (first >= last || candidates.unpinned(candidates.most()) <= job.taken_up_to) return;
 
   const auto summary = summary_at(summaries, s.layer, head);
   const int me = thread / team.lanes(), width = summary_query_width(summary, d);
@@ -108,11 +114,16 @@ __global__ void score_chunks(State s, Summary summaries, step_view step, selecti
   float* const scores = scratch.scores_of(nth, row);
   if (me < teams)
     for (int j = first + me; j < last; j += teams) {
+      const score_column column{scores + j, scratch.stride};
+      if (candidates.is_pinned(j)) {
+        leave_out(team, column, group);
+        continue;
+      }
       const int unit = candidates.first + j, page = s.page_of(unit);
       score_page<element>(
           team, summary, s.unit,
           s.summary_of(s.store_page(entry.sequence, page), head, unit - page * s.units_per_page), queries,
-          numbers, score_column{scores + j, scratch.stride});
+          numbers, column);
       team.sync();  // the numbers are free again
     }
   if (!softmax) return;
@@ -151,8 +162,8 @@ __global__ void pool_chunks(State s, Pooling pooling, step_view step, selection_
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
   const row_candidates candidates = candidates_of(s, entry, scratch.head_of(row), job);
-  const int count = for_next ? candidates.next : candidates.now, j = chunk * chunk_units + thread;
-  if (chunk * chunk_units >= count || count <= job.taken_up_to) return;
+  const int count = candidates.count(for_next), j = chunk * chunk_units + thread;
+  if (chunk * chunk_units >= count || candidates.unpinned(count) <= job.taken_up_to) return;
   const float* const scores = scratch.scores_of(nth, row);
   const int at = job.together ? retrieving_before(s, row) : row;
   float* const pooled = scratch.pooled_of(for_next, nth, at);
@@ -205,7 +216,7 @@ __global__ void pool_heads(State s, Pooling pooling, step_view step, selection_s
   int head = 0;  // the first that retrieves
   while (s.kind_of(head) != layer_kind::retrieval) ++head;
   const row_candidates candidates = candidates_of(s, step.entries[nth], head, job);
-  const int count = for_next ? candidates.next : candidates.now, j = chunk * chunk_units + thread;
+  const int count = candidates.count(for_next), j = chunk * chunk_units + thread;
   if (chunk * chunk_units >= count || count <= job.taken_up_to) return;
   const float* const rows = scratch.pooled_of(for_next, nth, 0);
   if constexpr (softmax_pooling<Pooling>) {

@@ -9,6 +9,7 @@
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/step.cuh>
 #include <freekv/functors/diff_pages.hpp>
+#include <freekv/functors/ordered_key.hpp>
 #include <freekv/functors/unite_pages.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/correction.hpp>
@@ -62,19 +63,22 @@ __device__ float log_mass_of_all(const float* pooled, int count, Storage& shared
   return mass.value();
 }
 
-/// Selects among `count` candidates, units from `first` on, to `units`, ascending; returns how many, on all threads.
+/// Keys of candidates, a float each, of which the larger are better; a pinned one's is less than all others.
+FREEKV_HD inline std::uint32_t candidate_key(const row_candidates& candidates, int j, float score) {
+  return score == -infinity && candidates.is_pinned(j) ? 0u : order_bits(score);
+}
+
+/// Selects among the first `count` candidates that are not pinned, to `units`, ascending; returns how many, on all
+/// threads.
 template <class Selection, class Storage>
-__device__ int select_best(const Selection& selection, const float* pooled, int first, int count, int k,
-                           int taken_up_to, std::int32_t* units, Storage& shared) {
+__device__ int select_unpinned(const Selection& selection, const float* pooled,
+                               const row_candidates& candidates, int count, int k, std::int32_t* units,
+                               Storage& shared) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  if (count <= taken_up_to) {
-    for (int i = thread; i < count; i += threads) units[i] = first + i;
-    __syncthreads();
-    return count;
-  }
-  const int most = selection.count(count, k);
+  const int first = candidates.first, most = selection.count(candidates.unpinned(count), k);
   const radix_select<select_default.threads> select(shared.radix);
-  select.largest(pooled, count, most, [&](int nth, int i) { units[nth] = first + i; });
+  select.largest([&](int i) { return candidate_key(candidates, i, pooled[i]); }, count, most,
+                 [&](int nth, int i) { units[nth] = first + i; });
   __syncthreads();
   if constexpr (selection_by_mass<Selection>) {
     if (most == 0) return 0;
@@ -106,6 +110,26 @@ __device__ int select_best(const Selection& selection, const float* pooled, int 
   return most;
 }
 
+/// Selects among the first `count` candidates, and the pinned ones besides, to `units`, ascending; returns how many, on
+/// all threads.
+template <class Selection, class Storage>
+__device__ int select_best(const Selection& selection, const float* pooled, const row_candidates& candidates,
+                           int count, int k, int taken_up_to, std::int32_t* units, Storage& shared) {
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const unit_list& pinned = candidates.pinned;
+  if (candidates.unpinned(count) <= taken_up_to) {
+    for (int i = thread; i < count; i += threads) units[i] = candidates.first + i;
+    __syncthreads();
+    return count;
+  }
+  const int chosen = select_unpinned(selection, pooled, candidates, count, k, units, shared);
+  if (thread == 0)  // from behind, so that nothing is overwritten before it has moved
+    for (int at = chosen + pinned.count - 1, i = chosen - 1, j = pinned.count - 1; j >= 0; --at)
+      units[at] = i >= 0 && units[i] > pinned.units[j] ? units[i--] : pinned.units[j--];
+  __syncthreads();
+  return chosen + pinned.count;
+}
+
 /// In the place of a correction that judges by queries, which `append` has asked.
 struct judged_by_queries {};
 
@@ -121,27 +145,17 @@ struct selected_and_best {
 template <class Correction, class Mass, class Value>
 __device__ int exchange_units(const Correction& correction, const selected_and_best& pages, float of_best,
                               const Mass& mass_of, const Value& value) {
-  const auto lacks = [](const std::int32_t* list, int count, std::int32_t unit) {
-    int first = 0, last = count;
-    while (first < last) {
-      const int middle = (first + last) / 2;
-      if (list[middle] < unit)
-        first = middle + 1;
-      else
-        last = middle;
-    }
-    return first == count || list[first] != unit;
-  };
   int count = pages.count;
   while (correction.flags(selection_masses{mass_of(pages.selected, count), of_best})) {
     std::int32_t gain = -1;
     for (int i = 0; i < pages.best_count; ++i)
-      if (lacks(pages.selected, count, pages.best[i]) && (gain < 0 || value(pages.best[i]) > value(gain)))
+      if (!unit_list{pages.selected, count}.has(pages.best[i]) &&
+          (gain < 0 || value(pages.best[i]) > value(gain)))
         gain = pages.best[i];
     if (gain < 0) break;
     int loss = -1;
     for (int i = 0; i < count; ++i)
-      if (lacks(pages.best, pages.best_count, pages.selected[i]) &&
+      if (!unit_list{pages.best, pages.best_count}.has(pages.selected[i]) &&
           (loss < 0 || value(pages.selected[i]) < value(pages.selected[loss])))
         loss = i;
     // In its place among those that stay.
@@ -218,6 +232,37 @@ __device__ void list_missing(const State& s, const Residency& residency, const s
   __syncthreads();
 }
 
+/// Pins the units of a KV head that are worth most, where an entry selects anew after a prompt or a truncation.
+template <class State>
+__global__ void pin_units(State s, step_view step, selection_job job) {
+  __shared__ typename radix_select<select_default.threads>::storage shared;
+  const int head = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
+  if (nth >= step.size() || step.entries[nth].kept_row >= 0) return;
+  const step_entry& entry = step.entries[nth];
+  const row_candidates candidates = candidates_of(s, entry, head, job);
+  if (!candidates.selects) return;
+  const std::size_t row = s.row(entry.sequence, head);
+  const int count = min(s.pins, candidates.now);
+  const auto worth = [&](int i) {
+    const int unit = candidates.first + i, page = s.page_of(unit);
+    return s.pin_worth_of(s.store_page(entry.sequence, page), head, unit - page * s.units_per_page);
+  };
+  const radix_select<select_default.threads> select(shared);
+  select.largest([&](int i) { return order_bits(worth(i)); }, candidates.now, count,
+                 [&](int i, int j) {
+                   s.pinned[row * static_cast<std::size_t>(s.pins) + static_cast<std::size_t>(i)] =
+                       candidates.first + j;
+                 });
+  __syncthreads();  // all have read how many there were
+  if (threadIdx.x == 0) s.pinned_count[row] = count;
+}
+template <class State>
+void launch_pin_units(const State& s, const step_view& step, const selection_job& job, cudaStream_t stream) {
+  const dim3 heads(static_cast<unsigned>(s.heads.kv), static_cast<unsigned>(step.most.entries));
+  pin_units<<<heads, select_default.threads, 0, stream>>>(s, step, job);
+  check(cudaGetLastError(), "pinning");
+}
+
 /// In the place of a selection: query heads have selected each for itself, and their KV head has what any of them has.
 struct of_query_heads {};
 
@@ -232,9 +277,9 @@ __global__ void select_by_query_head(State s, Selection selection, step_view ste
   if (!candidates.selects) return;
   for (int time = job.time == selection_time::correct ? 0 : 1; time < 2; ++time) {
     const bool for_next = time == 1;
-    const int count = select_best(selection, scratch.pooled_of(for_next, nth, row), candidates.first,
-                                  for_next ? candidates.next : candidates.now, s.budget.selected_pages,
-                                  job.taken_up_to, scratch.list_of(for_next, nth, row), shared);
+    const int count =
+        select_best(selection, scratch.pooled_of(for_next, nth, row), candidates, candidates.count(for_next),
+                    s.budget.selected_pages, job.taken_up_to, scratch.list_of(for_next, nth, row), shared);
     if (threadIdx.x == 0) scratch.list_count_of(for_next, nth, row) = count;
     __syncthreads();  // the shared memory is free again
   }
@@ -291,9 +336,8 @@ __global__ void select_units(State s, Selection selection, Residency residency, 
     if constexpr (unites)
       return unite_query_heads(scratch, for_next, nth, head, to, shared);
     else
-      return select_best(selection, pooled(for_next), candidates.first,
-                         for_next ? candidates.next : candidates.now, s.budget.selected_pages,
-                         job.taken_up_to, to.pages, shared);
+      return select_best(selection, pooled(for_next), candidates, candidates.count(for_next),
+                         s.budget.selected_pages, job.taken_up_to, to.pages, shared);
   };
   if (job.time == selection_time::correct) {
     if (candidates.selects) {

@@ -135,8 +135,8 @@ enum class selection_time : std::uint8_t { correct, speculate };
 struct selection_job {
   selection_time time = selection_time::correct;
   bool every_head = false;  ///< corrects whether flagged or not, as masses tell which are
-  int taken_up_to = 0;      ///< so many candidates are all selected, whatever their scores
-  bool together = false;    ///< the heads of a layer select as one
+  int taken_up_to = 0;    ///< so many candidates that are not pinned are all selected, whatever their scores
+  bool together = false;  ///< the heads of a layer select as one
 };
 
 /// How many heads of a layer before `head` retrieve: where its pooled scores are, if they select together.
@@ -147,12 +147,34 @@ FREEKV_HD int retrieving_before(const State& s, int head) {
   return count;
 }
 
+/// Ascending units.
+struct unit_list {
+  const std::int32_t* units = nullptr;
+  int count = 0;
+  FREEKV_HD bool has(std::int32_t unit) const {
+    int first = 0, last = count;
+    while (first < last) {
+      const int middle = (first + last) / 2;
+      if (units[middle] < unit)
+        first = middle + 1;
+      else
+        last = middle;
+    }
+    return first < count && units[first] == unit;
+  }
+};
+
 /// The candidates of one head: how many of the units from `first` on in this step (of a head that is corrected), and in
-/// the next. None for a head that does not select now.
+/// the next, and which of them, in both, are pinned. None for a head that does not select now.
 struct row_candidates {
   int first = 0, now = 0, next = 0;
+  unit_list pinned;
   bool selects = false;
   FREEKV_HD int most() const { return now > next ? now : next; }
+  FREEKV_HD int count(bool for_next) const { return for_next ? next : now; }
+  /// Of the first `count` candidates those that are chosen among.
+  FREEKV_HD int unpinned(int count) const { return count - pinned.count; }
+  FREEKV_HD bool is_pinned(int j) const { return pinned.count > 0 && pinned.has(first + j); }
 };
 template <class State>
 FREEKV_HD row_candidates candidates_of(const State& s, const step_entry& entry, int head,
@@ -164,7 +186,8 @@ FREEKV_HD row_candidates candidates_of(const State& s, const step_entry& entry, 
   if (correct ? s.corrected[row] == 0 && !job.every_head : s.upcoming_count[row] >= 0) return c;
   const unit_range next = s.candidates_at(entry.after() + 1);
   const int now = s.window_begin(entry) * s.units_per_page - next.first;
-  return {next.first, correct && now > 0 ? now : 0, next.count, true};
+  const unit_list pinned{s.pinned + row * static_cast<std::size_t>(s.pins), s.pinned_count[row]};
+  return {next.first, correct && now > 0 ? now : 0, next.count, pinned, true};
 }
 
 /// Of a selection among so many candidates with a budget of k. What looks at masses needs the scores in any case.

@@ -17,10 +17,13 @@
 #include <freekv/core/error.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/pipeline/mirror.hpp>
+#include <freekv/policies/any_of.hpp>
+#include <freekv/policies/pinning.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/policies/rows.hpp>
 #include <span>
 #include <string>
+#include <variant>
 #include <vector>
 
 namespace freekv::device {
@@ -45,7 +48,7 @@ class stages {
     int row_units = 0, list_units = 0;
     std::int64_t parts = 0;
     for (int layer = 0; layer < s.layers; ++layer) {
-      row_units = std::max(row_units, s.budget_at(layer).selected_pages);
+      row_units = std::max(row_units, s.budget_at(layer).selected_pages + s.pinned_units());
       list_units = std::max(list_units, s.list_units(layer));
       const auto rows = std::int64_t{s.max_resident} * s.max_decode_rows;
       parts = std::max({parts, rows * parts_within(s, layer),
@@ -53,8 +56,9 @@ class stages {
     }
     append_ = resolve(s.summary, [&](const auto& summary) {
       scoring_teams<d>(summary, {s.unit_tokens(), d});  // throws if it must
+      const int width = summary.width({s.unit_tokens(), d});
       append_scratch scratch{nullptr, std::int64_t{s.unit_tokens()} * d,
-                             (summary.width({s.unit_tokens(), d}) + 3) / 4 * 4};
+                             ((s.pinned_units() > 0 ? std::max(width, d) : width) + 3) / 4 * 4};
       scratch.data = fast.take<float>(size(append_default.most_teams * scratch.each()));
       return scratch;
     });
@@ -207,8 +211,10 @@ class stages {
   void append(const State& s, const step_view& step, const new_rows<In>& rows) {
     const device_rows<In> of{rows.keys.data(), rows.values.data(), rows.queries.data()};
     resolve(settings_->summary, [&](const auto& summary) {
-      resolve(settings_->correction, [&](const auto& correction) {
-        launch_append(s, summary, correction.at(s.layer), step, of, append_, compute());
+      resolve(that_pins(settings_->pinning), [&](const auto& pinning) {
+        resolve(settings_->correction, [&](const auto& correction) {
+          launch_append(s, summary, pinning, correction.at(s.layer), step, of, append_, compute());
+        });
       });
     });
   }
@@ -248,7 +254,6 @@ class stages {
       throw settings_error("the CUDA backend does not have " + what + " yet; take the host backend for it");
     };
     if (s.encodes()) lacks("codecs and store files");
-    if (s.pinned_units() > 0) lacks("pinned units");
     if (s.selected_tokens > 0) lacks("selected_tokens");
     constexpr int most_heads = (48 << 10) / static_cast<int>(sizeof(float));  // of a block's memory
     if (const int heads = s.query_heads / s.kv_heads * s.max_decode_rows; heads > most_heads)
@@ -264,6 +269,17 @@ class stages {
                                "; a selection by mass on a device chooses among at most " +
                                std::to_string(select_default.most_by_mass));
     });
+  }
+  /// What an append compiles for pins. Where a program has the choice of pinning nothing that is no kernel of its own, as
+  /// each looks at `State::pins`.
+  template <class Pinning>
+  static const Pinning& that_pins(const Pinning& pinning) {
+    return pinning;
+  }
+  template <class Pinning>
+  static Pinning that_pins(const any_of<no_pins, Pinning>& chosen) {
+    const auto* const pinning = std::get_if<Pinning>(&chosen.chosen);
+    return pinning != nullptr ? *pinning : Pinning{};
   }
   static std::int64_t most_patches(const Settings& s) {
     std::int64_t frames = 0;
@@ -295,6 +311,10 @@ class stages {
   void select(const State& s, const step_view& step, const selection_scratch& scratch, selection_job job,
               const Correction& correction, cudaStream_t stream) {
     if (s.kind != layer_kind::retrieval || !step.most.decodes) return;
+    resolve(settings_->pinning, [&]<class Pinning>(const Pinning&) {
+      if constexpr (!std::is_same_v<Pinning, no_pins>)
+        if (s.pins > 0 && job.time == selection_time::correct) launch_pin_units(s, step, job, stream);
+    });
     resolve(settings_->selection, [&](const auto& selection) {
       // Masses are of scores, whatever is selected.
       if (!job.every_head) job.taken_up_to = all_taken_up_to(selection, s.budget.selected_pages);
