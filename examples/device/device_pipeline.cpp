@@ -29,7 +29,6 @@ std::unique_ptr<pipeline> make_device_pipeline(const pipeline_options& o) {
     throw choice_error("eviction " + m.eviction + " is not there for devices; choose the host backend");
   if (!o.store_file.empty())
     throw choice_error("devices keep no store in a file; leave it out, or choose the host backend");
-  expect_one_of("summary", device_summary_list::choices, m.summary);
   expect_one_of("codec", device_codec_list::choices, m.codec);
 
   const method published;

@@ -10,10 +10,6 @@
 namespace freekv::examples {
 
 // What devices have of the programs' lists; of the others, all.
-using device_summary_list =
-    policy_list<in_any_format<min_max>, in_any_format<mean>, in_any_format<centroid_box>, in_any_format<ball>,
-                in_any_format<chunk_means<dynamic>>, key_sketch<dynamic>, key_subspace<dynamic, dynamic>,
-                key_codes<dynamic, dynamic>>;
 using device_codec_list = policy_list<identity>;
 
 /// What is compiled for devices: of `policy_shape` any of these policies, either summary or the others as published; of

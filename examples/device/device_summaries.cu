@@ -8,8 +8,7 @@ namespace freekv::examples {
 
 namespace {
 
-constexpr auto& summary_choices = device_summary_list::choices;
-using implementation = device_pipeline_type<kv_shape<half, policy_shape.head_dim>, device_summary_list::any>;
+using implementation = device_pipeline_type<kv_shape<half, policy_shape.head_dim>, summary_list::any>;
 
 /// What a summary is given beside its numbers, in memory that the device reads. As it is when it is first used, since a
 /// program may learn it when its pipeline is there already.
@@ -54,7 +53,7 @@ class device_data {
 implementation::settings settings_of(const pipeline_options& o) {
   auto s = device_settings<implementation::settings>(o);
   const method_data data{.basis = o.basis, .codebooks = o.codebooks};
-  s.summary = chosen("summary", summary_choices, o.does.summary).make(o.does, data);
+  s.summary = chosen("summary", summaries, o.does.summary).make(o.does, data);
   s.correction = made<cosine_drift>::from(o.does, data);
   return s;
 }

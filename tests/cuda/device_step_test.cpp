@@ -51,8 +51,6 @@ void take_what_devices_have(random_case& c, made_of what) {
   if (what != made_of::summaries) {
     m.summary = "min_max";
     m.format = "standard";
-  } else if (m.summary == "coarse_to_fine") {
-    m.summary = "key_subspace";
   }
   // The data that was drawn is for another head_dim.
   dice d(c.seed + 17);
@@ -79,6 +77,11 @@ random_case make_device_case(std::uint64_t seed, made_of what) {
     c.prompt = std::min(c.prompt, 6 * o.page + d.below(o.page));
     c.steps = std::min(c.steps, 6);
   }
+  if (what == made_of::summaries && d.below(4) == 0) {  // few candidates are kept
+    o.does.summary = "coarse_to_fine";
+    o.does.times = d.between(1, 2);
+    o.budget.selected_pages = d.between(1, 4);
+  }
   o.max_tokens = c.prompt + c.steps;
   if (seed % 5 == 0) give_unit(c, 1 << seed / 5 % 5);
   if (what == made_of::policies && seed % 2 == 0) {
@@ -93,6 +96,10 @@ random_case make_device_case(std::uint64_t seed, made_of what) {
     o.does.partial = d.below(3) != 0;
     o.in_place = d.below(3) == 0;
     o.budget.selected_pages = d.between(3, 12) * o.page / (o.does.unit == 0 ? o.page : o.does.unit);
+    if (o.does.pinning != "no_pins") {  // with a choice among the others
+      o.does.pinned = d.between(1, 4);
+      o.budget.selected_pages = d.between(1, 4);
+    }
     c.turn = d.one_of({0.1f, 0.3f, 0.7f});  // with the last, some heads of a layer drift and others do not
   }
   return c;

@@ -1,18 +1,41 @@
-// FreeKV as published, for one shape: what an engine compiles.
+// FreeKV as published, for one shape: what an engine compiles; and the kernels that other policies take beside it.
 #include <freekv/freekv.cuh>
 
-using pipeline =
-    freekv::variants::freekv::pipeline<freekv::kv_shape<freekv::bfloat16, 128>>::with<freekv::cuda_backend>;
+using namespace freekv;
+
+using pipeline = variants::freekv::pipeline<kv_shape<bfloat16, 128>>::with<cuda_backend>;
+using state = layer_state<pipeline::shape_type>;
 template class freekv::basic_retrieval_pipeline<pipeline::shape_type, pipeline::pack_type>;
 
-void append(pipeline& p, const freekv::new_rows<float>& rows) { p.append<float>(0, rows); }
+void append(pipeline& p, const new_rows<float>& rows) { p.append<float>(0, rows); }
 
-// What layers that select as one, query heads that select each for itself, and pins take beside it.
-void select_by_other_rows(const freekv::layer_state<pipeline::shape_type>& s,
-                          const freekv::device::step_view& step,
-                          const freekv::device::selection_scratch& scratch) {
-  freekv::device::launch_flag_layer(s, step, nullptr);
-  freekv::device::launch_pool_heads<freekv::mean_softmax>(s, step, scratch, {}, nullptr);
-  freekv::device::launch_select_by_query_head(s, freekv::top_k{}, step, scratch, {}, nullptr);
-  freekv::device::launch_pin_units(s, step, {}, nullptr);
+// Layers that select as one, query heads that select each for itself, and pins.
+void select_by_other_rows(const state& s, const device::step_view& step,
+                          const device::selection_scratch& scratch) {
+  device::launch_flag_layer(s, step, nullptr);
+  device::launch_pool_heads<mean_softmax>(s, step, scratch, {}, nullptr);
+  device::launch_select_by_query_head(s, top_k{}, step, scratch, {}, nullptr);
+  device::launch_select(s, device::of_query_heads{}, first_unselected<0>{}, device::judged_by_queries{}, step,
+                        scratch, {}, nullptr);
+  device::launch_pin_units(s, step, {}, nullptr);
+}
+
+// Scores by a summary of codes, a correction by mass, and what units are worth to be pinned.
+void judge_by_codes(const state& s, const device::step_view& step, const device::selection_scratch& scratch) {
+  const key_codes<dynamic, dynamic> summary{};
+  device::launch_prepare(s, summary, mean_softmax{}, step, scratch, {}, nullptr);
+  device::launch_score<device::scoring::alone>(s, summary, mean_softmax{}, step, scratch, {}, nullptr);
+  device::launch_select(s, top_p{}, first_unselected<0>{}, mass_deficit{}, step, scratch, {}, nullptr);
+  device::launch_append(s, min_max{}, pin_outliers<>{}, cosine_drift{}.at(0), step,
+                        device::device_rows<float>{}, {}, nullptr);
+}
+
+// A coarse summary and a fine one.
+void select_in_two_stages(const state& s, const device::step_view& step,
+                          const device::selection_scratch& scratch) {
+  const coarse_to_fine<min_max, key_sketch<4>> summary{};
+  device::launch_prepare(s, summary, mean_softmax{}, step, scratch, {}, nullptr);
+  device::launch_score<device::scoring::coarse>(s, summary, mean_softmax{}, step, scratch, {}, nullptr);
+  device::launch_keep(s, summary, step, scratch, {}, nullptr);
+  device::launch_score<device::scoring::fine>(s, summary, mean_softmax{}, step, scratch, {}, nullptr);
 }

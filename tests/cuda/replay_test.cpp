@@ -152,6 +152,7 @@ int main() {
   r.compare(with(real, {"--route", "in_place", "--variant", "quest"}));
   const std::string halves = r.trace("f16", "F16", 64, 150, 12), wide = r.trace("bf16", "BF16", 128, 150, 12);
   r.compare(with(halves, {"--variant", "freekv_key_subspace"}));
+  r.compare(with(halves, {"--summary", "coarse_to_fine", "--times", "1"}));
   r.compare(with(
       halves, {"--variant", "freekv_top_p", "--top-p", "0.3", "--pooling", "max_softmax", "--spare", "2"}));
   r.compare(with(halves, {"--correction", "mass_deficit", "--partial", "--delta", "0.1", "--unit", "4"}));
@@ -175,8 +176,6 @@ int main() {
   of_events.insert(of_events.end(), small.begin(), small.end());
   r.compare(of_events);
 
-  r.refuse(with(real, {"--variant", "twilight"}),
-           "summary coarse_to_fine is not among those that devices have");
   r.refuse(with(real, {"--codec", "int8_token"}), "codec int8_token");
   r.refuse(with(real, {"--variant", "h2o"}), "eviction h2o");
   r.refuse(with(wide, {"--correction", "always"}), "BF16 of head_dim 128 with min_max");

@@ -387,7 +387,6 @@ int main() {
   recall_everywhere<single_loads>(checks, random, "loads one at a time");
   recall_everywhere<two_deep_copies>(checks, random, "asynchronous copies, two on their way");
   recall_everywhere<deep_copies>(checks, random, "asynchronous copies");
-  refusal<coarse_to_fine<min_max, key_sketch<4>, 4>>(checks, "summaries of two stages");
   refusal<cast<bfloat16>>(checks, "codecs and store files");
   return checks.finish();
 }

@@ -44,11 +44,11 @@ std::string row(const std::string& kind, const OnHost& on_both) {
 
 std::string table() {
   return "| policies, by the names that programs take | host and CUDA | host alone |\n|---|---|---|\n" +
-         row("summary", summary_list::any{}, device_summary_list::any{}) +
-         row("pooling", pooling_list::any{}) + row("selection", selection_list::any{}) +
-         row("pinning", pinning_list::any{}) + row("rows", rows_list::any{}) +
-         row("correction", correction_list::any{}) + row("residency", residency_list::any{}) +
-         row("plan", any_plan{}) + row("route", any_route{}) + row("layouts, fast and slow", any_layouts{}) +
+         row("summary", summary_list::any{}) + row("pooling", pooling_list::any{}) +
+         row("selection", selection_list::any{}) + row("pinning", pinning_list::any{}) +
+         row("rows", rows_list::any{}) + row("correction", correction_list::any{}) +
+         row("residency", residency_list::any{}) + row("plan", any_plan{}) + row("route", any_route{}) +
+         row("layouts, fast and slow", any_layouts{}) +
          row("codec", codec_list::any{}, device_codec_list::any{});
 }
 

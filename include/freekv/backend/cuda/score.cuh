@@ -10,6 +10,7 @@
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/step.cuh>
 #include <freekv/core/error.hpp>
+#include <freekv/functors/ordered_key.hpp>
 #include <freekv/functors/score_page.hpp>
 #include <freekv/policies/pooling.hpp>
 #include <string>
@@ -81,15 +82,17 @@ __global__ void prepare_queries(State s, Summary summaries, Pooling pooling, ste
                   scratch.prepared_of(nth, row) + g * width);
 }
 
-/// Gives a candidate no part in what is pooled.
-template <class Team>
-__device__ void leave_out(Team team, const score_column& column, int group) {
-  for (int g = team.lane(); g < group; g += team.lanes()) column.first[g * column.stride] = -infinity;
+/// By which summary candidates are scored: their one, or of two the coarse one, or the fine one those that are kept.
+enum class scoring : std::uint8_t { alone, coarse, fine };
+
+/// Whether a candidate that a coarse summary has scored so is scored by the fine one.
+FREEKV_HD inline bool is_kept(unsigned long long least, float pooled, int unit) {
+  return least == 0 || ordered_key(pooled, unit) >= least;
 }
 
 /// Scores one chunk of one row's candidates, by one query alone where queries are pooled. For softmaxes it is summed up
 /// as well.
-template <class State, class Summary>
+template <scoring By, class State, class Summary>
 __global__ void score_chunks(State s, Summary summaries, step_view step, selection_scratch scratch,
                              selection_job job, int teams, bool one_query, bool softmax) {
   using element = typename State::element;
@@ -98,39 +101,56 @@ __global__ void score_chunks(State s, Summary summaries, step_view step, selecti
   extern __shared__ float shared[];
   const team_type team;
   const int chunk = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y);
-  const int nth = static_cast<int>(blockIdx.z), thread = static_cast<int>(threadIdx.x);
+  const bool for_next = job.apart && blockIdx.z % 2 != 0;
+  const int nth = static_cast<int>(job.apart ? blockIdx.z / 2 : blockIdx.z);
+  const int thread = static_cast<int>(threadIdx.x);
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
   const int head = scratch.head_of(row);
   const row_candidates candidates = candidates_of(s, entry, head, job);
-  const int first = chunk * chunk_units, last = min(first + chunk_units, candidates.most());
-  if (first >= last || candidates.unpinned(candidates.most()) <= job.taken_up_to) return;
+  const int count = job.apart ? candidates.count(for_next) : candidates.most();
+  const int first = chunk * chunk_units, last = min(first + chunk_units, count);
+  if (first >= last || candidates.unpinned(count) <= job.taken_up_to) return;
 
   const auto summary = summary_at(summaries, s.layer, head);
   const int me = thread / team.lanes(), width = summary_query_width(summary, d);
   const int group = one_query ? 1 : scratch.selecting_query(s, entry, row).group;
   const prepared_queries queries{scratch.prepared_of(nth, row), width, group, s.scale};
   float* const numbers = shared + me * summary.width(s.unit);
-  float* const scores = scratch.scores_of(nth, row);
+  float* const scores = scratch.scores_of(for_next, nth, row);
   if (me < teams)
     for (int j = first + me; j < last; j += teams) {
       const score_column column{scores + j, scratch.stride};
-      if (candidates.is_pinned(j)) {
-        leave_out(team, column, group);
-        continue;
-      }
+      if constexpr (By == scoring::fine)
+        if (!is_kept(scratch.least_of(for_next, nth, row),
+                     scratch.pooled_of(for_next, nth, pooled_row(s, job, row))[j], candidates.first + j)) {
+          for (int g = team.lane(); g < group; g += team.lanes()) column.first[g * column.stride] = -infinity;
+          continue;
+        }
       const int unit = candidates.first + j, page = s.page_of(unit);
-      score_page<element>(
-          team, summary, s.unit,
-          s.summary_of(s.store_page(entry.sequence, page), head, unit - page * s.units_per_page), queries,
-          numbers, column);
+      const std::byte* const stored =
+          s.summary_of(s.store_page(entry.sequence, page), head, unit - page * s.units_per_page);
+      if constexpr (By == scoring::alone)
+        score_page<element>(team, summary, s.unit, stored, queries, numbers, column);
+      else if constexpr (By == scoring::coarse)
+        score_page_coarsely<element>(team, summary, s.unit, stored, queries, numbers, column);
+      else
+        score_page_finely<element>(team, summary, s.unit, stored, queries, numbers, column);
       team.sync();  // the numbers are free again
     }
+  if (s.pins > 0) {  // they have no part in what is pooled
+    __syncthreads();
+    const unit_list pinned = pinned_units(s, entry.sequence, head);
+    for (int i = thread; i < pinned.count * group; i += static_cast<int>(blockDim.x)) {
+      const int j = pinned.units[i / group] - candidates.first;
+      if (j >= first && j < last) scores[i % group * scratch.stride + j] = -infinity;
+    }
+  }
   if (!softmax) return;
   __syncthreads();
   for (int g = thread / 32; g < group; g += static_cast<int>(blockDim.x) / 32) {
     const log_sum_exp mass = mass_of_chunk(scores + g * scratch.stride + first, last - first);
-    if (thread % 32 == 0) scratch.masses_of(nth, row)[g * scratch.chunks + chunk] = mass;
+    if (thread % 32 == 0) scratch.masses_of(for_next, nth, row)[g * scratch.chunks + chunk] = mass;
   }
 }
 
@@ -164,8 +184,9 @@ __global__ void pool_chunks(State s, Pooling pooling, step_view step, selection_
   const row_candidates candidates = candidates_of(s, entry, scratch.head_of(row), job);
   const int count = candidates.count(for_next), j = chunk * chunk_units + thread;
   if (chunk * chunk_units >= count || candidates.unpinned(count) <= job.taken_up_to) return;
-  const float* const scores = scratch.scores_of(nth, row);
-  const int at = job.together ? retrieving_before(s, row) : row;
+  const bool apart = for_next && job.apart;
+  const float* const scores = scratch.scores_of(apart, nth, row);
+  const int at = pooled_row(s, job, row);
   float* const pooled = scratch.pooled_of(for_next, nth, at);
   if constexpr (query_pooling<Pooling>) {
     if (j < count) pooled[j] = clamp_score(scores[j]);
@@ -173,8 +194,8 @@ __global__ void pool_chunks(State s, Pooling pooling, step_view step, selection_
     const int group = scratch.selecting_query(s, entry, row).group;
     if constexpr (softmax_pooling<Pooling>) {
       for (int g = thread / 32; g < group; g += static_cast<int>(blockDim.x) / 32) {
-        const float sum =
-            log_sum_of(scratch.masses_of(nth, row) + g * scratch.chunks, scores + g * scratch.stride, count);
+        const float sum = log_sum_of(scratch.masses_of(apart, nth, row) + g * scratch.chunks,
+                                     scores + g * scratch.stride, count);
         if (thread % 32 == 0) log_sums[g] = sum;
       }
       __syncthreads();
@@ -232,18 +253,25 @@ __global__ void pool_heads(State s, Pooling pooling, step_view step, selection_s
         clamp_score(pooling.pool(scalar_team{}, row_scores{rows, scratch.stride, log_sums, heads}, j));
 }
 
-/// Scores and pools the candidates of the rows of a step that select.
+/// Prepares the queries of the rows of a step that select.
 template <class State, class Summary, class Pooling>
+void launch_prepare(const State& s, const Summary& summary, const Pooling& pooling, const step_view& step,
+                    const selection_scratch& scratch, const selection_job& job, cudaStream_t stream) {
+  const dim3 rows(static_cast<unsigned>(scratch.rows()), static_cast<unsigned>(step.most.entries));
+  prepare_queries<<<rows, score_default.threads, 0, stream>>>(s, summary, pooling, step, scratch, job);
+  check(cudaGetLastError(), "preparing queries");
+}
+
+/// Behind it scores and pools their candidates.
+template <scoring By, class State, class Summary, class Pooling>
 void launch_score(const State& s, const Summary& summary, const Pooling& pooling, const step_view& step,
                   const selection_scratch& scratch, const selection_job& job, cudaStream_t stream) {
   const auto count = [](int n) { return static_cast<unsigned>(n); };
   const dim3 rows(count(scratch.chunks), count(scratch.rows()), count(step.most.entries));
-  prepare_queries<<<dim3(rows.y, rows.z), score_default.threads, 0, stream>>>(s, summary, pooling, step,
-                                                                              scratch, job);
-  check(cudaGetLastError(), "preparing queries");
   const int teams = scoring_teams<State::head_dim>(summary, s.unit);
   const auto numbers = static_cast<std::size_t>(teams * summary.width(s.unit)) * sizeof(float);
-  score_chunks<<<rows, score_default.threads, numbers, stream>>>(
+  const dim3 scored_rows(rows.x, rows.y, job.apart ? 2 * rows.z : rows.z);
+  score_chunks<By><<<scored_rows, score_default.threads, numbers, stream>>>(
       s, summary, step, scratch, job, teams, query_pooling<Pooling>, softmax_pooling<Pooling>);
   check(cudaGetLastError(), "score");
   const dim3 pooled_rows(rows.x, rows.y, 2 * rows.z);

@@ -232,6 +232,39 @@ __device__ void list_missing(const State& s, const Residency& residency, const s
   __syncthreads();
 }
 
+/// Finds the least candidate of a row that a coarse summary keeps, by what is pooled of its scores. As many candidates as
+/// `job` says, or fewer, are all kept.
+template <class State, class Summary>
+__global__ void keep_best(State s, Summary summary, step_view step, selection_scratch scratch,
+                          selection_job job) {
+  __shared__ typename radix_select<select_default.threads>::storage shared;
+  __shared__ unsigned long long least;
+  const int row = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
+  const bool for_next = blockIdx.z != 0;
+  if (nth >= step.size()) return;
+  const row_candidates candidates = candidates_of(s, step.entries[nth], scratch.head_of(row), job);
+  const int count = candidates.count(for_next), unpinned = candidates.unpinned(count);
+  const bool all = unpinned <= job.taken_up_to;
+  if (threadIdx.x == 0) least = all ? 0 : ~0ull;
+  __syncthreads();
+  if (!all) {
+    const float* const pooled = scratch.pooled_of(for_next, nth, pooled_row(s, job, row));
+    const radix_select<select_default.threads> select(shared);
+    select.largest([&](int i) { return candidate_key(candidates, i, pooled[i]); }, count,
+                   summary.kept(unpinned, s.budget.selected_pages),
+                   [&](int, int i) { atomicMin(&least, ordered_key(pooled[i], candidates.first + i)); });
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) scratch.least_of(for_next, nth, row) = least;
+}
+template <class State, class Summary>
+void launch_keep(const State& s, const Summary& summary, const step_view& step,
+                 const selection_scratch& scratch, const selection_job& job, cudaStream_t stream) {
+  const dim3 rows(static_cast<unsigned>(scratch.rows()), static_cast<unsigned>(step.most.entries), 2);
+  keep_best<<<rows, select_default.threads, 0, stream>>>(s, summary, step, scratch, job);
+  check(cudaGetLastError(), "choice of what is kept");
+}
+
 /// Pins the units of a KV head that are worth most, where an entry selects anew after a prompt or a truncation.
 template <class State>
 __global__ void pin_units(State s, step_view step, selection_job job) {

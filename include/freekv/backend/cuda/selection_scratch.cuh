@@ -34,14 +34,15 @@ struct selection_sizes {
   int row_units = 0;           ///< that such a row selects at most
   int list_units = 0;          ///< that a KV head has selected at most
   int head_dim = 0, query_width = 0;
-  bool together = false;  ///< the heads of a layer select as one
+  bool together = false;    ///< the heads of a layer select as one
+  bool two_stages = false;  ///< a coarse summary says what a fine one scores
 };
 
 /// The scratch of one stream. A row is what selects for itself: a KV head of an entry, or each query head of its group. It
 /// has a row of scores for each of its queries, or one alone where queries are pooled.
 struct selection_scratch {
-  float* scores = nullptr;            // (entry, row, queries, stride)
-  log_sum_exp* chunk_mass = nullptr;  // (entry, row, queries, chunks)
+  float* scores = nullptr;            // (1, or 2 in two stages, entry, row, queries, stride)
+  log_sum_exp* chunk_mass = nullptr;  // (the same, chunks)
   float* pooled = nullptr;       // (2, entry, row, stride): among this step's candidates and the next step's
   float* queries = nullptr;      // (entry, row, head_dim): pooled ones
   float* prepared = nullptr;     // (entry, row, queries, query_width)
@@ -54,6 +55,8 @@ struct selection_scratch {
   // Where query heads select each for itself:
   std::int32_t* lists = nullptr;        // (2, entry, row, units of a row): what each has selected, ascending
   std::int32_t* list_counts = nullptr;  // (2, entry, row)
+  // In two stages:
+  unsigned long long* least = nullptr;  // (2, entry, row): the least key of those that are kept; 0: all are
   selection_sizes most;
   int chunks = 0;
   std::int64_t stride = 0;
@@ -65,8 +68,9 @@ struct selection_scratch {
     s.chunks = (most.max_units + chunk_units - 1) / chunk_units;
     s.stride = std::int64_t{s.chunks} * chunk_units;
     const std::int64_t heads = std::int64_t{most.entries} * most.kv_heads, rows = heads * most.selecting;
-    s.scores = memory.take<float>(n(rows * most.queries * s.stride));
-    s.chunk_mass = memory.take<log_sum_exp>(n(rows * most.queries * s.chunks));
+    const std::int64_t score_rows = (most.two_stages ? 2 : 1) * rows * most.queries;
+    s.scores = memory.take<float>(n(score_rows * s.stride));
+    s.chunk_mass = memory.take<log_sum_exp>(n(score_rows * s.chunks));
     s.pooled = memory.take<float>(n(2 * rows * s.stride));
     s.queries = memory.take<float>(n(rows * most.head_dim));
     s.prepared = memory.take<float>(n(rows * most.queries * most.query_width));
@@ -81,6 +85,7 @@ struct selection_scratch {
       s.lists = memory.take<std::int32_t>(n(2 * rows * most.row_units));
       s.list_counts = memory.take<std::int32_t>(n(2 * rows));
     }
+    if (most.two_stages) s.least = memory.take<unsigned long long>(n(2 * rows));
     return s;
   }
 
@@ -97,15 +102,16 @@ struct selection_scratch {
   FREEKV_HD std::int64_t at(bool next, int entry, int row) const {
     return at(next ? most.entries + entry : entry, row);
   }
-  FREEKV_HD float* scores_of(int entry, int row) const {
-    return scores + at(entry, row) * most.queries * stride;
+  /// `next`: those of the next step's candidates, where they are apart.
+  FREEKV_HD float* scores_of(bool next, int entry, int row) const {
+    return scores + at(next, entry, row) * most.queries * stride;
   }
   FREEKV_HD float* query_of(int entry, int row) const { return queries + at(entry, row) * most.head_dim; }
   FREEKV_HD float* prepared_of(int entry, int row) const {
     return prepared + at(entry, row) * most.queries * most.query_width;
   }
-  FREEKV_HD log_sum_exp* masses_of(int entry, int row) const {
-    return chunk_mass + at(entry, row) * most.queries * chunks;
+  FREEKV_HD log_sum_exp* masses_of(bool next, int entry, int row) const {
+    return chunk_mass + at(next, entry, row) * most.queries * chunks;
   }
   FREEKV_HD float* pooled_of(bool next, int entry, int row) const {
     return pooled + at(next, entry, row) * stride;
@@ -122,6 +128,9 @@ struct selection_scratch {
   FREEKV_HD std::int32_t* list_of(bool next, int entry, int row) const {
     return lists + at(next, entry, row) * most.row_units;
   }
+  FREEKV_HD unsigned long long& least_of(bool next, int entry, int row) const {
+    return least[at(next, entry, row)];
+  }
   FREEKV_HD std::int32_t& list_count_of(bool next, int entry, int row) const {
     return list_counts[at(next, entry, row)];
   }
@@ -137,6 +146,7 @@ struct selection_job {
   bool every_head = false;  ///< corrects whether flagged or not, as masses tell which are
   int taken_up_to = 0;    ///< so many candidates that are not pinned are all selected, whatever their scores
   bool together = false;  ///< the heads of a layer select as one
+  bool apart = false;     ///< scores of this step's and of the next step's candidates are apart
 };
 
 /// How many heads of a layer before `head` retrieve: where its pooled scores are, if they select together.
@@ -164,6 +174,18 @@ struct unit_list {
   }
 };
 
+template <class State>
+FREEKV_HD unit_list pinned_units(const State& s, int sequence, int head) {
+  const std::size_t row = s.row(sequence, head);
+  return {s.pinned + row * static_cast<std::size_t>(s.pins), s.pinned_count[row]};
+}
+
+/// Which row of pooled scores is that of row `row` of an entry.
+template <class State>
+FREEKV_HD int pooled_row(const State& s, const selection_job& job, int row) {
+  return job.together ? retrieving_before(s, row) : row;
+}
+
 /// The candidates of one head: how many of the units from `first` on in this step (of a head that is corrected), and in
 /// the next, and which of them, in both, are pinned. None for a head that does not select now.
 struct row_candidates {
@@ -186,8 +208,7 @@ FREEKV_HD row_candidates candidates_of(const State& s, const step_entry& entry, 
   if (correct ? s.corrected[row] == 0 && !job.every_head : s.upcoming_count[row] >= 0) return c;
   const unit_range next = s.candidates_at(entry.after() + 1);
   const int now = s.window_begin(entry) * s.units_per_page - next.first;
-  const unit_list pinned{s.pinned + row * static_cast<std::size_t>(s.pins), s.pinned_count[row]};
-  return {next.first, correct && now > 0 ? now : 0, next.count, pinned, true};
+  return {next.first, correct && now > 0 ? now : 0, next.count, pinned_units(s, entry.sequence, head), true};
 }
 
 /// Of a selection among so many candidates with a budget of k. What looks at masses needs the scores in any case.

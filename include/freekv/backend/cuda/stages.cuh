@@ -18,6 +18,7 @@
 #include <freekv/core/policy.hpp>
 #include <freekv/pipeline/mirror.hpp>
 #include <freekv/policies/any_of.hpp>
+#include <freekv/policies/coarse_to_fine.hpp>
 #include <freekv/policies/pinning.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/policies/rows.hpp>
@@ -75,7 +76,8 @@ class stages {
         .head_dim = d,
         .query_width =
             resolve(s.summary, [](const auto& summary) { return summary_query_width(summary, d); }),
-        .together = s.row() == selection_row::layer};
+        .together = s.row() == selection_row::layer,
+        .two_stages = resolve(s.summary, []<class S>(const S&) { return two_stage_summary<S>; })};
     for (selection_scratch* scratch : {&correct_, &speculate_})
       *scratch = selection_scratch::carve(fast, sizes);
     attention_ = attention_scratch_memory::carve(fast, parts * s.query_heads, d);
@@ -259,9 +261,6 @@ class stages {
     if (const int heads = s.query_heads / s.kv_heads * s.max_decode_rows; heads > most_heads)
       throw settings_error("query heads of a group times max_decode_rows are " + std::to_string(heads) +
                            "; a device pools at most " + std::to_string(most_heads));
-    resolve(s.summary, [&]<class Summary>(const Summary&) {
-      if (two_stage_summary<Summary>) lacks("summaries of two stages");
-    });
     resolve(s.selection, [&]<class Selection>(const Selection&) {
       for (int layer = 0; selection_by_mass<Selection> && layer < s.layers; ++layer)
         if (const int k = s.budget_at(layer).selected_pages; k > select_default.most_by_mass)
@@ -325,7 +324,8 @@ class stages {
           if (job.time == selection_time::correct) launch_flag_layer(s, step, stream);
         resolve(settings_->summary, [&](const auto& summary) {
           resolve(settings_->pooling, [&]<class Pooling>(const Pooling& pooling) {
-            launch_score(s, summary, pooling, step, scratch, job, stream);
+            launch_prepare(s, summary, pooling, step, scratch, job, stream);
+            score(s, summary, pooling, step, scratch, job, stream);
             if constexpr (together) launch_pool_heads<Pooling>(s, step, scratch, job, stream);
           });
         });
@@ -347,6 +347,23 @@ class stages {
       });
     });
     if (s.keeps_slots) launch_recall(s, step, scratch, stream);
+  }
+
+  /// In one stage; or in two, of which the second scores what the first has kept.
+  template <class Summary, class Pooling>
+  static void score(const State& s, const Summary& summary, const Pooling& pooling, const step_view& step,
+                    const selection_scratch& scratch, const selection_job& job, cudaStream_t stream) {
+    if constexpr (two_stage_summary<Summary>) {
+      selection_job coarse = job, fine = job;
+      coarse.taken_up_to =
+          std::max(job.taken_up_to, summary.kept(s.max_pages * s.units_per_page, s.budget.selected_pages));
+      fine.apart = true;
+      launch_score<scoring::coarse>(s, summary, pooling, step, scratch, coarse, stream);
+      launch_keep(s, summary, step, scratch, coarse, stream);
+      launch_score<scoring::fine>(s, summary, pooling, step, scratch, fine, stream);
+    } else {
+      launch_score<scoring::alone>(s, summary, pooling, step, scratch, job, stream);
+    }
   }
 
   /// Patches what the device does not know of the frames of a slot set.
