@@ -4,6 +4,7 @@
 #include <map>
 
 #include "../catch.hpp"
+#include "../instruction_sets.hpp"
 #include "eviction_case.hpp"
 #include "seeds.hpp"
 
@@ -159,7 +160,7 @@ class run_of_case {
 TEST_CASE("random sequences that forget agree with the float64 oracle", "[property][eviction]") {
   const std::uint64_t first = number_from("FREEKV_SEED", 1), count = number_from("FREEKV_CASES", 120);
   std::map<int, freekv::host_backend> backends;
-  for (const auto isa : {freekv::host::isa::baseline, freekv::host::best_isa()})
+  for (const auto isa : instruction_sets())
     for (const int threads : {1, 3})
       backends.try_emplace(
           static_cast<int>(backends.size()),

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "../catch.hpp"
+#include "../instruction_sets.hpp"
 #include "compare_case.hpp"
 #include "seeds.hpp"
 
@@ -50,9 +51,8 @@ random_case shrunk(random_case c, freekv::host_backend& backend) {
 TEST_CASE("random steps agree with the float64 oracle", "[property]") {
   const std::uint64_t first = number_from("FREEKV_SEED", 1), count = number_from("FREEKV_CASES", 400);
   std::map<int, freekv::host_backend> backends;
-  const auto isas = {freekv::host::isa::baseline, freekv::host::best_isa()};
   int b = 0;
-  for (const auto isa : isas)
+  for (const auto isa : instruction_sets())
     for (const int threads : {1, 3})
       backends.try_emplace(
           b++,

@@ -145,7 +145,7 @@ TEMPLATE_TEST_CASE("every summary scores alike on every team, whole pages of NaN
       const method_data data{.basis = {c.basis.data(), 1, 1, c.rank, c.d}, .codebooks = books};
       const auto summary = chosen("summary", summaries, m.summary).make(fitting, data);
       resolve(summary, [&](const auto& policy) {
-        const auto expected = score_by<TestType>(executor::one_lane, policy, c, c.d);
+        const auto expected = score_by<TestType>(one_lane, policy, c, c.d);
         for (const executor on : executors()) {
           const auto got = score_by<TestType>(on, policy, c, c.d);
           for (int g = 0; g < c.group; ++g)
@@ -153,7 +153,7 @@ TEMPLATE_TEST_CASE("every summary scores alike on every team, whole pages of NaN
                           1e-5 * (1.0 + std::fabs(static_cast<double>(expected.scores[count(g)])))));
         }
         c.keys[count(d.below(c.p * c.d))] = quiet_nan;
-        const auto spoiled = score_by<TestType>(executor::best, policy, c, c.d);
+        const auto spoiled = score_by<TestType>(best(), policy, c, c.d);
         CHECK(std::all_of(spoiled.scores.begin(), spoiled.scores.end(), [](float x) { return x == -inf; }));
       });
     }

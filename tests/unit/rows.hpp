@@ -8,11 +8,13 @@
 #include <cstring>
 #include <freekv/backend/host/isa.hpp>
 #include <limits>
+#include <optional>
 #include <ostream>
 #include <span>
 #include <type_traits>
 #include <vector>
 
+#include "../instruction_sets.hpp"
 #include "../property/random_case.hpp"
 
 namespace tests {
@@ -24,29 +26,30 @@ inline constexpr float largest = std::numeric_limits<float>::max();
 constexpr std::size_t count(std::integral auto n) { return static_cast<std::size_t>(n); }
 
 /// What a body of team code runs on: one lane, or an instruction set of this machine.
-enum class executor : std::uint8_t { one_lane, baseline, best };
+struct executor {
+  std::optional<freekv::host::isa> set;
+  bool operator==(const executor&) const = default;
+};
+inline constexpr executor one_lane{};
+inline executor best() { return {freekv::host::best_isa()}; }
 
 inline std::ostream& operator<<(std::ostream& out, executor e) {
-  return out << (e == executor::one_lane
-                     ? std::string_view("one lane")
-                     : freekv::host::name_of(e == executor::best ? freekv::host::best_isa()
-                                                                 : freekv::host::isa::baseline));
+  return out << (e == one_lane ? "one lane" : freekv::host::name_of(*e.set));
 }
 
 inline std::vector<executor> executors() {
-  std::vector<executor> all{executor::one_lane, executor::baseline};
-  if (freekv::host::best_isa() != freekv::host::isa::baseline) all.push_back(executor::best);
+  std::vector<executor> all{one_lane};
+  for (const auto set : instruction_sets()) all.push_back({set});
   return all;
 }
 
 /// Calls `body(team)`. Many assertions belong behind it: a body is inlined for each instruction set.
 template <class Body>
 void run_on(executor e, const Body& body) {
-  if (e == executor::one_lane)
+  if (e == one_lane)
     body(freekv::scalar_team{});
   else
-    freekv::host::with_team(e == executor::best ? freekv::host::best_isa() : freekv::host::isa::baseline,
-                            body);
+    freekv::host::with_wide_team(*e.set, body);
 }
 
 /// NaN is near NaN, an infinity near itself alone.

@@ -235,7 +235,7 @@ TEST_CASE("an infinite query scores key_subspace's pages by its sign, as the for
   c.queries[0] = inf;
   c.queries[8] = 1.0f;
   for (const int bits : {2, 3, 4, 8, 32}) {
-    const auto got = score_by<float>(executor::one_lane, c.subspace(bits), c, c.d);
+    const auto got = score_by<float>(one_lane, c.subspace(bits), c, c.d);
     INFO(bits << " bits");
     CHECK(got.scores[0] == largest);
     CHECK(got.scores[1] > -10.0f);
@@ -253,9 +253,9 @@ TEST_CASE("a token whose coefficients are subnormal leaves its neighbours' codes
     for (const int units : {1, 2, 4, 5, 10, 17, 100, 189, 200}) {
       c.keys.assign(64, 0.0f);
       for (int t = 1; t < 8; ++t) c.keys[count(8 * t)] = -static_cast<float>(t);
-      const auto without = score_by<float>(executor::one_lane, c.subspace(bits), c, c.d);
+      const auto without = score_by<float>(one_lane, c.subspace(bits), c, c.d);
       c.keys[0] = static_cast<float>(units) * 1.4e-45f;
-      const auto with = score_by<float>(executor::one_lane, c.subspace(bits), c, c.d);
+      const auto with = score_by<float>(one_lane, c.subspace(bits), c, c.d);
       INFO(bits << " bits, coefficient " << units << " times the smallest float");
       CHECK(std::equal(with.numbers.begin() + 1, with.numbers.begin() + 8, without.numbers.begin() + 1));
     }

@@ -76,8 +76,8 @@ TEST_CASE("maximum and minimum are one lane's, NaN and infinities in every lane 
     }
     INFO(on);
     CHECK(wrong == 0);
-    CHECK(same_bits(high, elementwise(executor::one_lane, a, b, maximum)));
-    CHECK(same_bits(low, elementwise(executor::one_lane, a, b, minimum)));
+    CHECK(same_bits(high, elementwise(one_lane, a, b, maximum)));
+    CHECK(same_bits(low, elementwise(one_lane, a, b, minimum)));
   }
 }
 
@@ -155,7 +155,7 @@ TEST_CASE("instruction sets add the lanes of a pack in one order", "[team]") {
   const auto numbers = normals(d, 8000);
   std::vector<std::vector<float>> sums;
   for (const executor on : executors()) {
-    if (on == executor::one_lane) continue;
+    if (on == one_lane) continue;
     sums.emplace_back();
     run_on(on, [&](auto team) {
       for (std::size_t i = 0; i < numbers.size(); i += 8) {
@@ -370,7 +370,7 @@ TEST_CASE("codes of 2, 3, 4 and 8 bits read back, the first in the lowest bits",
 
 TEST_CASE("a pack is as aligned as the register it is loaded to, so that it may be kept in any array",
           "[team]") {
-  run_on(executor::best, [](auto team) {
+  run_on(best(), [](auto team) {
     using pack = typename decltype(team)::pack;
     CHECK(alignof(pack) == sizeof(pack));
   });
@@ -388,6 +388,7 @@ TEST_CASE("a team of the host is one thread", "[team]") {
 TEST_CASE("instruction sets have names, and the best one is one that this machine runs", "[team]") {
   CHECK(freekv::host::name_of(freekv::host::isa::baseline) == "baseline");
   CHECK(freekv::host::name_of(freekv::host::isa::avx2) == "avx2+fma+f16c");
+  CHECK(freekv::host::name_of(freekv::host::isa::avx512) == "avx512f+vl+bw+dq");
   int calls = 0;
   freekv::host::with_team(freekv::host::best_isa(), [&](auto team) {
     std::array<float, 8> ones;

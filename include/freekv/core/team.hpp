@@ -24,6 +24,8 @@
 //   lane(), lanes()             this thread's number and how many share the team; scalar work is dealt out as
 //                               for (i = lane(); i < n; i += lanes())
 //   sync()                      what one lane wrote is visible to the others after it
+//   wide                        if it has it: a type with more lanes for products of rows whose length its width divides.
+//                               It offers load, store, + and *, sum_each, prefetch, lane, lanes and sync
 #pragma once
 
 #include <cmath>
@@ -67,6 +69,17 @@ concept team = std::semiregular<typename T::pack> && std::constructible_from<typ
   { t.lane() } -> std::same_as<int>;
   { t.lanes() } -> std::same_as<int>;
   t.sync();
+};
+
+/// What a team multiplies long rows with: its `wide`, or itself.
+template <class T>
+struct wide_team {
+  using type = T;
+};
+template <class T>
+requires requires { typename T::wide; }
+struct wide_team<T> {
+  using type = typename T::wide;
 };
 
 /// One lane: the plainest team, for a single device thread and for checking the others against.

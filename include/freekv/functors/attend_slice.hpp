@@ -39,12 +39,12 @@ namespace detail {
 
 /// Adds `count` values to the weighted sums of `Heads` query heads. Asks for `count` rows of `ahead` meanwhile, unless it
 /// is null.
-template <int HeadDim, int Heads, team T, class Element>
+template <int HeadDim, int Heads, class T, class Element>
 FREEKV_HD void weigh_values(T team, const head_slice<const Element>& rows, int count, const float* weights,
                             float* weighted, const Element* ahead) {
   using pack = typename T::pack;
   constexpr int width = T::width, packs = HeadDim / width;
-  constexpr int at_once = packs < 8 / Heads ? packs : 8 / Heads;
+  constexpr int sums = width > 8 ? width : 8, at_once = packs < sums / Heads ? packs : sums / Heads;
   const auto weigh = [&]<int Count>(int d,
                                     cuda::std::integral_constant<int, Count>) {  // packs from element d
     pack sums[Heads][Count];
@@ -122,13 +122,15 @@ FREEKV_HD void attend_block(T team, const group_query& query, int first_head,
   }
   team.sync();
   if (!wants_values) return;
+  using wide = typename wide_team<T>::type;
+  const cuda::std::conditional_t<HeadDim % wide::width == 0, wide, T> weighing{};
   float* const weighted = part.weighted + first_head * HeadDim;
   if (attending == (1u << Heads) - 1)
-    weigh_values<HeadDim, Heads>(team, rows, count, scratch, weighted, ahead);
+    weigh_values<HeadDim, Heads>(weighing, rows, count, scratch, weighted, ahead);
   else
     for (int g = 0; g < Heads; ++g)
       if ((attending >> g & 1u) != 0)
-        weigh_values<HeadDim, 1>(team, rows, count, scratch + g * block, weighted + g * HeadDim, ahead);
+        weigh_values<HeadDim, 1>(weighing, rows, count, scratch + g * block, weighted + g * HeadDim, ahead);
   team.sync();
 }
 

@@ -30,7 +30,7 @@ template <int HeadDim, class Element>
 void attend_slice(isa set, const group_query& query, const head_slice<const Element>& slice, int tokens,
                   const attention_part& part, float* block, float soft_cap = 0.0f,
                   const Element* ahead = nullptr) {
-  with_team(set, [&](auto team) {
+  with_wide_team(set, [&](auto team) {
     freekv::attend_slice<HeadDim>(team, query, slice, tokens, part, block, soft_cap, ahead);
   });
 }

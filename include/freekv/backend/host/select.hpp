@@ -290,8 +290,8 @@ class head_selection {
   /// together.
   template <class Summary>
   void score_candidates(const Summary& summary, int first, int last, float* numbers) {
-    with_team(set_, [&](auto team) {
-      const auto policy = summary_at(summary, s_.layer, at_.head);
+    const auto policy = summary_at(summary, s_.layer, at_.head);
+    const auto score = [&](auto team) {
       while (first < last) {
         const std::byte* const from = stored(first);
         int end = first + 1;
@@ -301,7 +301,11 @@ class head_selection {
                              column(first));
         first = end;
       }
-    });
+    };
+    if constexpr (linear_summary<std::remove_cv_t<decltype(policy)>>)
+      with_wide_team(set_, score);
+    else
+      with_team(set_, score);
   }
 
   /// The same for the candidates that a coarse summary keeps; the others' columns are empty. Which these are depends on
