@@ -1,18 +1,32 @@
 #!/usr/bin/env bash
 # Longer sweeps than the tests': random steps and events against the oracle, damaged files. `bash tests/soak.sh [HOURS]`,
-# half an hour by default; seeds go on where the tests' end, and are printed where something fails.
+# half an hour by default; seeds go on where the tests' end, and are printed where something fails. Where FREEKV_PTXCPU
+# names the sources of ptxcpu, random steps and events of device code as well.
 source "$(dirname "$0")/../cmake/bootstrap.sh"
 cd "$root"
 seconds=$(awk -v hours="${1:-0.5}" 'BEGIN { print int(hours * 3600) }')
 bootstrap_packages g++ cmake ninja-build libcli11-dev nlohmann-json3-dev libeigen3-dev catch2
-bootstrap_cuda
-cmake --preset host >build/configure-soak.log || { cat build/configure-soak.log >&2; die "Preset host could not be configured."; }
-cmake --build --preset host -j "$jobs" --target step_test events_test fuzz_test >&2
+preset=host targets=(step_test events_test fuzz_test)
+if [[ -n ${FREEKV_PTXCPU:-} ]]; then
+  preset=cuda targets+=(cuda_tests)
+  bootstrap_packages libzstd-dev
+  bootstrap_cuda nvcc
+else
+  bootstrap_cuda
+fi
+cmake --preset $preset >build/configure-soak.log || { cat build/configure-soak.log >&2; die "Preset $preset could not be configured."; }
+cmake --build --preset $preset -j "$jobs" --target "${targets[@]}" >&2
+tests=build/$preset/tests
+device_steps() {  # ARCHITECTURE ROUND
+  PTXCPU_SM=$1 PTXCPU_SEED=$2 PTXCPU_STREAMS=$2 PTXCPU_CHECK=1 FREEKV_SEED=$(($1 * 1000000 + $2 * 1000)) FREEKV_CASES=300 \
+    LD_LIBRARY_PATH=$tests/cuda/ptxcpu/lib "$tests/cuda/cuda_step_test"
+}
 started=$SECONDS
 for ((round = 1; SECONDS - started < seconds; ++round)); do
   say "Round $round, $((SECONDS - started)) of $seconds s"
-  FREEKV_SEED=$((round * 100000)) FREEKV_CASES=2000 build/host/tests/property/step_test
-  FREEKV_SEED=$((round * 100000)) FREEKV_CASES=1000 build/host/tests/property/events_test
-  FREEKV_FUZZ_SEED=$((round * 1000000)) FREEKV_FUZZ_CASES=150000 build/host/tests/fuzz/fuzz_test
+  FREEKV_SEED=$((round * 100000)) FREEKV_CASES=2000 "$tests/property/step_test"
+  FREEKV_SEED=$((round * 100000)) FREEKV_CASES=1000 "$tests/property/events_test"
+  FREEKV_FUZZ_SEED=$((round * 1000000)) FREEKV_FUZZ_CASES=150000 "$tests/fuzz/fuzz_test"
+  [[ $preset == host ]] || for architecture in 80 90; do device_steps $architecture $round; done
 done
 say "$((round - 1)) rounds in $((SECONDS - started)) s, nothing found"

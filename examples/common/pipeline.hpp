@@ -26,8 +26,8 @@ struct pipeline_options {
   int max_tokens = 0;  ///< of one sequence
   int max_prompt = 0;  ///< of an evicting method; 0: max_tokens
   int max_sequences = 1;
-  int max_resident = 0;           ///< 0: all sequences
-  std::int64_t store_tokens = 0;  ///< of all sequences together; 0: max_tokens for each
+  int max_resident = 0;              ///< 0: all sequences
+  std::int64_t store_tokens = 0;     ///< of all sequences together; 0: max_tokens for each
   std::int64_t selected_tokens = 0;  ///< of all resident sequences together; 0: what all may select
   int max_decode_rows = 1;
   float scale = 0.0f;
@@ -36,6 +36,7 @@ struct pipeline_options {
   std::vector<float> sink_logits{};  ///< (layers, query_heads); empty: none
   int complete_layers = 0;           ///< leading layers that keep everything, whatever the plan
   bool in_place = false;
+  bool copy_engines = false;   ///< recall on a device, else by a kernel
   std::string store_file{};    ///< a file, or a folder for one without a name; empty: the store is in memory
   bool direct_io = false;      ///< past the page cache
   std::string layout = "nhd";  ///< of the slots, where the route keeps any

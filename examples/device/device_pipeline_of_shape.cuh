@@ -15,21 +15,6 @@
 
 namespace freekv::examples {
 
-/// A stream that goes with its owner.
-class owned_stream {
- public:
-  owned_stream() {
-    device::check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-  }
-  owned_stream(const owned_stream&) = delete;
-  owned_stream& operator=(const owned_stream&) = delete;
-  ~owned_stream() { cudaStreamDestroy(stream_); }
-  cudaStream_t get() const { return stream_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
-
 /// Device memory that grows to what is asked for.
 template <class T>
 class device_array {
@@ -86,8 +71,9 @@ class device_pipeline_of_shape : public pipeline {
   using settings = typename Implementation::settings;
 
  public:
-  explicit device_pipeline_of_shape(const settings& s)
-      : backend_(compute_.get(), recall_.get()), pipeline_(s, backend_, {&slow_, &fast_}) {
+  device_pipeline_of_shape(const settings& s, const pipeline_options& o)
+      : backend_(compute_.get(), recall_.get(), o.copy_engines ? recall_by::copy_engines : recall_by::kernel),
+        pipeline_(s, backend_, {&slow_, &fast_}) {
     const memory_bytes& bytes = pipeline_.bytes();
     if (slow_.taken() != bytes.store + bytes.mirrors || slow_.taken() + fast_.taken() != bytes.total())
       throw std::logic_error("the pipeline has taken other memory than it says");
@@ -153,7 +139,7 @@ class device_pipeline_of_shape : public pipeline {
     device::check(cudaStreamSynchronize(compute_.get()), "cudaStreamSynchronize");
   }
 
-  owned_stream compute_, recall_;
+  device::owned_stream compute_, recall_;
   device::pinned_memory pinned_;
   device::device_memory device_;
   counting_memory slow_{pinned_}, fast_{device_};

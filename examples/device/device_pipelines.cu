@@ -20,7 +20,7 @@ std::unique_ptr<pipeline> make(const pipeline_options& o) {
   using implementation = device_pipeline_type<Shape>;
   auto s = device_settings<typename implementation::settings>(o);
   s.correction = made<cosine_drift>::from(o.does, {});
-  return std::make_unique<device_pipeline_of_shape<implementation>>(s);
+  return std::make_unique<device_pipeline_of_shape<implementation>>(s, o);
 }
 
 template <std::size_t... I>

@@ -15,7 +15,7 @@ std::unique_ptr<pipeline> make_device_policies(const pipeline_options& o) {
   s.correction = chosen("correction", corrections, o.does.correction).make(o.does, {});
   s.residency = chosen("residency", residencies, o.does.residency).make(o.does, {});
   s.rows = chosen("rows", selection_rows, o.does.rows).make(o.does, {});
-  return std::make_unique<device_pipeline_of_shape<implementation>>(s);
+  return std::make_unique<device_pipeline_of_shape<implementation>>(s, o);
 }
 
 }  // namespace freekv::examples

@@ -61,7 +61,7 @@ implementation::settings settings_of(const pipeline_options& o) {
 class pipeline_with_data final : private device_data, public device_pipeline_of_shape<implementation> {
  public:
   explicit pipeline_with_data(const pipeline_options& o)
-      : device_data(o), device_pipeline_of_shape<implementation>(settings_of(options())) {}
+      : device_data(o), device_pipeline_of_shape<implementation>(settings_of(options()), options()) {}
   void begin_step(std::span<const sequence_rows> rows) override {
     fill();
     device_pipeline_of_shape<implementation>::begin_step(rows);

@@ -2,6 +2,7 @@
 // states it, by the comparison that the host's step is held to.
 //
 // Exit status: 0 all agree, 1 not, 77 no device.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -40,6 +41,7 @@ void take_what_devices_have(random_case& c, made_of what) {
   if (what != made_of::policies) m.rows = "per_kv_head";
   m.codec = "identity";
   o.store_file.clear();
+  o.copy_engines = c.seed % 4 == 3;
   if (what != made_of::policies) {
     m.pinning = "no_pins";
     m.pooling = "mean_softmax";
@@ -225,6 +227,7 @@ bool same_bits_in_any_batch(std::uint64_t seed) {
   o.complete_layers = o.layers / 2;
   o.sink_logits.clear();
   o.in_place = false;
+  o.copy_engines = false;
   o.max_decode_rows = 2;
   o.max_sequences = 3;
   o.page = 8;
@@ -242,6 +245,8 @@ bool same_bits_in_any_batch(std::uint64_t seed) {
   const auto alone = run_together(c, {cases[0]}, true)[0], again = run_together(c, {cases[0]}, true)[0];
   const auto last = run_together(c, {cases[1], cases[2], cases[0]}, true)[2];
   const auto hurried = run_together(c, {cases[0], cases[1]}, false)[0];
+  o.copy_engines = true;
+  const auto copied = run_together(c, {cases[0], cases[1]}, false)[0];
   const auto differs = [&](const sequence_run& other, const char* when) {
     const bool same =
         same_bits(alone.outputs, other.outputs) && (other.reports.empty() || alone.reports == other.reports);
@@ -249,8 +254,9 @@ bool same_bits_in_any_batch(std::uint64_t seed) {
     return !same;
   };
   const bool failed[] = {differs(again, "the second time"), differs(last, "beside others"),
-                         differs(hurried, "where nothing waits for recall but the streams")};
-  return !failed[0] && !failed[1] && !failed[2];
+                         differs(hurried, "where nothing waits for recall but the streams"),
+                         differs(copied, "where copy engines recall")};
+  return std::none_of(std::begin(failed), std::end(failed), [](bool one) { return one; });
 }
 
 /// One decode step of one layer, a row of each sequence; what each attends to is added to its outputs.

@@ -56,42 +56,85 @@ struct text {
   }
 };
 
-/// The outputs of all steps; the host waits behind each of them, or behind the last alone.
+template <class Pipeline>
+typename Pipeline::settings settings_with(bool in_place_route) {
+  typename Pipeline::settings s;
+  s.layers = 1;
+  s.query_heads = query_heads;
+  s.kv_heads = kv_heads;
+  s.budget = {.sink = 8, .window = 16, .selected_pages = 4};
+  s.max_tokens = prompt + steps;
+  if (in_place_route)
+    s.route = in_place{};
+  else
+    s.route = resident{};
+  return s;
+}
+
+/// A pipeline on streams and memory of its own, with a prompt.
 template <class Backend>
-pinned<float> decode(const text& source, bool in_place_route, bool waits) {
-  cudaStream_t streams[2];
-  for (cudaStream_t& stream : streams)
-    require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-  pinned<float> out(steps * query_row);
-  {
-    Backend backend(streams[0], streams[1]);
-    device::device_memory fast;
-    device::pinned_memory slow;
-    typename pipeline_with<Backend>::settings s;
-    s.layers = 1;
-    s.query_heads = query_heads;
-    s.kv_heads = kv_heads;
-    s.budget = {.sink = 8, .window = 16, .selected_pages = 4};
-    s.max_tokens = prompt + steps;
-    if (in_place_route)
-      s.route = in_place{};
-    else
-      s.route = resident{};
-    pipeline_with<Backend> pipeline(s, backend, {&slow, &fast});
-    const sequence_id id = pipeline.open();
+struct prompted {
+  template <class... Options>
+  prompted(const text& of, bool in_place_route, Options... options)
+      : source(of),
+        backend(compute.get(), recall.get(), options...),
+        pipeline(settings_with<pipeline_with<Backend>>(in_place_route), backend, {&slow, &fast}),
+        id(pipeline.open()) {
     pipeline.begin_step({{id, prompt, row_kind::prompt}});
     pipeline.append(0, source.rows(0, prompt));
     pipeline.end_step();
-    for (std::size_t step = 0; step < steps; ++step) {
-      pipeline.begin_step({{id}});
-      pipeline.append(0, source.rows(prompt + static_cast<int>(step), 1));
-      pipeline.attend(0, std::span(out).subspan(step * query_row, query_row));
-      pipeline.end_step();
-      if (waits) pipeline.synchronize();
-    }
   }
-  for (const cudaStream_t stream : streams) cudaStreamDestroy(stream);
+  void append(int step) {
+    pipeline.begin_step({{id}});
+    pipeline.append(0, source.rows(prompt + step, 1));
+  }
+  void attend(int step, pinned<float>& out) {
+    pipeline.attend(0, std::span(out).subspan(static_cast<std::size_t>(step) * query_row, query_row));
+    pipeline.end_step();
+  }
+
+  const text& source;
+  device::owned_stream compute, recall;
+  Backend backend;
+  device::device_memory fast;
+  device::pinned_memory slow;
+  pipeline_with<Backend> pipeline;
+  sequence_id id;
+};
+
+/// The outputs of all steps; the host waits behind each of them, or behind the last alone.
+template <class Backend, class... Options>
+pinned<float> decode(const text& source, bool in_place_route, bool waits, Options... options) {
+  pinned<float> out(steps * query_row);
+  prompted<Backend> run(source, in_place_route, options...);
+  for (int step = 0; step < steps; ++step) {
+    run.append(step);
+    run.attend(step, out);
+    if (waits) run.pipeline.synchronize();
+  }
+  run.pipeline.synchronize();
   return out;
+}
+
+/// Whether copy engines refuse to recall into a graph.
+bool copies_refuse_capture(const text& source) {
+  pinned<float> out(steps * query_row);
+  prompted<cuda_backend> run(source, false, recall_by::copy_engines);
+  run.append(0);
+  run.pipeline.synchronize();
+  require(cudaStreamBeginCapture(run.compute.get(), cudaStreamCaptureModeThreadLocal),
+          "cudaStreamBeginCapture");
+  bool refused = false;
+  try {
+    run.attend(0, out);
+  } catch (const usage_error& e) {
+    refused = std::string(e.what()).find("cannot be captured") != std::string::npos;
+  }
+  cudaGraph_t graph = nullptr;
+  cudaStreamEndCapture(run.compute.get(), &graph);
+  if (graph != nullptr) cudaGraphDestroy(graph);
+  run.pipeline.abandon_step();
+  return refused;
 }
 
 }  // namespace
@@ -111,6 +154,12 @@ int main() {
     results<float> out(decode<cuda_backend>(source, in_place_route, true));
     out.device = decode<cuda_backend>(source, in_place_route, false);
     checks.equal(in_place_route ? "steps in place" : "steps with recall", out);
+    if (in_place_route) continue;
+    out.device = decode<cuda_backend>(source, false, false, recall_by::copy_engines);
+    checks.equal("steps with recall by copy engines", out);
   }
+  const bool refused = copies_refuse_capture(source);
+  std::printf("%s copy engines refuse a stream that is captured\n", refused ? "ok    " : "FAILED:");
+  if (!refused) return 1;
   return checks.finish();
 }

@@ -1,8 +1,10 @@
 // The CUDA backend: the two streams of a pipeline on a device.
 #pragma once
 
+#include <cstdint>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/core/policy.hpp>
+#include <optional>
 #include <string_view>
 
 namespace freekv {
@@ -12,12 +14,18 @@ template <class State, class Settings>
 class stages;
 }  // namespace device
 
+/// What copies slices of the store to their slots: a few blocks of a kernel, or the device's copy engines.
+enum class recall_by : std::uint8_t { kernel, copy_engines };
+
 /// A device's streams. Compute is the engine's: what append and attend read and write is ordered by it, and they return
 /// when their work is queued there. Selection and recall for the next step are queued on the recall stream. No call waits
 /// for the device but those of the pipeline that say so, and a step that is `device::step_ring::depth` ahead of it. The
 /// two streams are the caller's, may be the same, and neither is the legacy default stream; the device that is current at
 /// construction is theirs. One pipeline at a time uses a backend; it outlives its pipelines, whose memory is a
 /// `device_memory` and a `pinned_memory`, or others of that kind.
+///
+/// Recall by copy engines waits on the host for each selection and is refused while a stream is captured; it has a stream
+/// of its own beside the two.
 class cuda_backend {
  public:
   using policy_kind = backend_kind;
@@ -28,13 +36,23 @@ class cuda_backend {
   template <class State, class Settings>
   using stages = device::stages<State, Settings>;
 
-  cuda_backend(cudaStream_t compute, cudaStream_t recall) : compute_(compute), recall_(recall) {}
+  cuda_backend(cudaStream_t compute, cudaStream_t recall, recall_by by = recall_by::kernel)
+      : compute_(compute), recall_(recall) {
+    if (by == recall_by::copy_engines) transfers_.emplace();
+  }
 
   device::stream& compute() { return compute_; }
   device::stream& recall() { return recall_; }
+  /// The stream of copy engines, where they recall; else null.
+  device::stream* transfers() { return transfers_ ? &transfers_->ordered : nullptr; }
 
  private:
+  struct transfers {
+    device::owned_stream of;
+    device::stream ordered{of.get()};
+  };
   device::stream compute_, recall_;
+  std::optional<struct transfers> transfers_;
 };
 
 }  // namespace freekv

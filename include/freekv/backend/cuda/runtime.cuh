@@ -115,5 +115,20 @@ class stream {
   std::size_t next_ = 0;
 };
 
+/// A stream of its own, which waits for no other.
+class owned_stream {
+ public:
+  owned_stream() {
+    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  }
+  owned_stream(const owned_stream&) = delete;
+  owned_stream& operator=(const owned_stream&) = delete;
+  ~owned_stream() { cudaStreamDestroy(stream_); }
+  cudaStream_t get() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
 }  // namespace device
 }  // namespace freekv

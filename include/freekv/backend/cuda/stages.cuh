@@ -7,6 +7,7 @@
 #include <freekv/backend/cuda/attend.cuh>
 #include <freekv/backend/cuda/cuda_backend.cuh>
 #include <freekv/backend/cuda/recall.cuh>
+#include <freekv/backend/cuda/recall_by_copies.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/score.cuh>
 #include <freekv/backend/cuda/select.cuh>
@@ -81,6 +82,9 @@ class stages {
     for (selection_scratch* scratch : {&correct_, &speculate_})
       *scratch = selection_scratch::carve(fast, sizes);
     attention_ = attention_scratch_memory::carve(fast, parts * s.query_heads, d);
+    if (backend.transfers() != nullptr && s.route.keeps_slots())
+      copies_ = copied_recall<State>(std::int64_t{s.max_resident} * s.kv_heads * list_units, s.unit_tokens(),
+                                     pinned, fast);
   }
 
   /// The layers before any sequence, and their tables.
@@ -229,14 +233,15 @@ class stages {
   void correct(const State& s, const step_view& step) {
     resolve(settings_->correction, [&]<class Correction>(const Correction& correction) {
       if constexpr (correction_by_mass<Correction>)
-        select(s, step, correct_, {selection_time::correct, true, 0}, correction.at(s.layer), compute());
+        select(s, step, correct_, {selection_time::correct, true, 0}, correction.at(s.layer),
+               backend_->compute());
       else
-        select(s, step, correct_, {selection_time::correct}, judged_by_queries{}, compute());
+        select(s, step, correct_, {selection_time::correct}, judged_by_queries{}, backend_->compute());
     });
   }
   /// Every head selects with the current query for the next step and recalls what it misses, on the recall stream.
   void speculate(const State& s, const step_view& step) {
-    select(s, step, speculate_, {selection_time::speculate}, judged_by_queries{}, backend_->recall().get());
+    select(s, step, speculate_, {selection_time::speculate}, judged_by_queries{}, backend_->recall());
   }
 
   /// Attends decode rows within the budget, prompt rows, and all rows of complete layers, to everything up to themselves.
@@ -308,8 +313,9 @@ class stages {
 
   template <class Correction>
   void select(const State& s, const step_view& step, const selection_scratch& scratch, selection_job job,
-              const Correction& correction, cudaStream_t stream) {
+              const Correction& correction, device::stream& on) {
     if (s.kind != layer_kind::retrieval || !step.most.decodes) return;
+    const cudaStream_t stream = on.get();
     resolve(settings_->pinning, [&]<class Pinning>(const Pinning&) {
       if constexpr (!std::is_same_v<Pinning, no_pins>)
         if (s.pins > 0 && job.time == selection_time::correct) launch_pin_units(s, step, job, stream);
@@ -346,7 +352,11 @@ class stages {
         }
       });
     });
-    if (s.keeps_slots) launch_recall(s, step, scratch, stream);
+    if (!s.keeps_slots) return;
+    if (device::stream* const transfers = backend_->transfers())
+      copies_.recall(s, mirror_->layers[size(s.layer)], scratch, on, *transfers);
+    else
+      launch_recall(s, step, scratch, stream);
   }
 
   /// In one stage; or in two, of which the second scores what the first has kept.
@@ -408,6 +418,7 @@ class stages {
   append_scratch append_;
   selection_scratch correct_, speculate_;                // of the compute and of the recall stream
   attention_scratch_memory attention_;                   // of the compute stream
+  copied_recall<State> copies_;                          // where copy engines recall
   std::vector<std::vector<std::int32_t>> frames_there_;  // by layer, as the device has them
 };
 

@@ -1,0 +1,159 @@
+// Recall by the device's copy engines, as published: slices go as they are, in batches, to one of two buffers, and a kernel
+// writes their rows to the slots while the next batch is on its way. The host reads the list of what is missing, and so
+// waits for each selection: kept to compare with. (FreeKV section 4)
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <freekv/backend/cuda/recall.cuh>
+#include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/backend/cuda/selection_scratch.cuh>
+#include <freekv/core/error.hpp>
+#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/storage/memory.hpp>
+#include <vector>
+
+namespace freekv::device {
+
+struct copies_tuning {
+  int slices = 64;      ///< of a batch
+  int threads = 256;    ///< of a block; each warp writes a slice's rows
+  int registers = 104;  ///< of a thread at most
+  constexpr bool valid() const { return slices >= 1 && valid_block(threads, registers); }
+};
+inline constexpr copies_tuning copies_default{};
+static_assert(copies_default.valid());
+
+/// Slice i of a batch in its buffer: keys (tokens, head_dim), then values.
+template <int HeadDim, class Element>
+FREEKV_HD head_slice<Element> staged_slice(Element* buffer, int i, int tokens) {
+  Element* const key = buffer + std::int64_t{i} * 2 * tokens * HeadDim;
+  return {key, key + tokens * HeadDim, HeadDim};
+}
+
+/// Writes `count` items to their slots: what was in the store from the buffer, and what is in the ring from there.
+template <class State>
+__global__ void write_copied(State s, const recall_item* items, int count, typename State::element* buffer) {
+  using pieces = slice_pieces<State::head_dim, typename State::element>;
+  const int nth = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
+  if (nth >= count) return;
+  const recall_item item = items[nth];
+  const int page = s.page_of(item.unit), tokens = s.unit.tokens;
+  const auto from =
+      item.from_ring != 0
+          ? rows_behind(s.frame_slice(item.sequence, s.slots.ring_slot(page), item.head), s.row_of(item.unit))
+          : staged_slice<State::head_dim>(buffer, nth, tokens);
+  copy_slice_by_warp<recall_default>(
+      pieces{from, tokens}, pieces{s.selected_slice(item.sequence, item.slot, item.head), tokens}, nullptr);
+}
+
+/// The lists and buffers of such recalls.
+template <class State>
+class copied_recall {
+  using element = typename State::element;
+
+ public:
+  copied_recall() = default;
+  /// For at most `most_items` items of units of `tokens` tokens.
+  copied_recall(std::int64_t most_items, int tokens, carver& pinned, carver& fast)
+      : count_(pinned.take<std::int32_t>(1)),
+        items_(pinned.take<recall_item>(static_cast<std::size_t>(most_items))) {
+    for (lane& l : lanes_)
+      l.buffer = fast.take<element>(static_cast<std::size_t>(copies_default.slices) * 2 *
+                                    static_cast<std::size_t>(tokens * State::head_dim));
+    const auto most_rows = static_cast<std::size_t>(copies_default.slices * 2 * tokens);
+    to_.reserve(most_rows);
+    from_.reserve(most_rows);
+    bytes_.reserve(most_rows);
+  }
+
+  /// Copies what the selection before it in stream `on` has listed, which the host waits for. `on_host` is the layer as the
+  /// host sees it. Throws usage_error where the stream is captured.
+  void recall(const State& s, const State& on_host, const selection_scratch& scratch, stream& on,
+              stream& transfers) {
+    expect_no_capture(on);
+    check(cudaMemcpyAsync(count_, scratch.item_count, sizeof *count_, cudaMemcpyDeviceToHost, on.get()),
+          "cudaMemcpyAsync");
+    on.synchronize();
+    const int count = *count_;
+    if (count == 0) return;
+    check(cudaMemcpyAsync(items_, scratch.items, static_cast<std::size_t>(count) * sizeof *items_,
+                          cudaMemcpyDeviceToHost, on.get()),
+          "cudaMemcpyAsync");
+    on.synchronize();
+    for (int first = 0; first < count; first += copies_default.slices) {
+      lane& l = lanes_[next_++ % lanes_.size()];
+      const int slices = std::min(copies_default.slices, count - first);
+      transfers.wait(l.written);
+      transfer(on_host, items_ + first, slices, l.buffer, transfers);
+      on.wait(transfers.record());
+      write_copied<<<blocks_for(slices, copies_default.threads / 32), copies_default.threads, 0, on.get()>>>(
+          s, scratch.items + first, slices, l.buffer);
+      check(cudaGetLastError(), "recall");
+      l.written = on.record();
+    }
+  }
+
+ private:
+  struct lane {
+    element* buffer = nullptr;
+    event written;  // to the slots: the buffer is free again
+  };
+
+  static void expect_no_capture(const stream& on) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(on.get(), &status), "cudaStreamIsCapturing");
+    if (status != cudaStreamCaptureStatusNone)
+      throw usage_error(
+          "recall by copy engines reads its list on the host and cannot be captured; "
+          "give the backend recall_by::kernel");
+  }
+
+  /// Queues the copies of those items that are in the store.
+  void transfer(const State& s, const recall_item* items, int count, element* buffer, stream& transfers) {
+    constexpr int d = State::head_dim;
+    const int tokens = s.unit.tokens;
+    to_.clear();
+    from_.clear();
+    bytes_.clear();
+    for (int i = 0; i < count; ++i) {
+      const recall_item& item = items[i];
+      if (item.from_ring != 0) continue;
+      const auto to = staged_slice<d>(buffer, i, tokens);
+      const auto from =
+          rows_behind(s.store_slice(item.sequence, s.page_of(item.unit), item.head), s.row_of(item.unit));
+      add_rows(to.key, from.key, from.stride, tokens);
+      add_rows(to.value, from.value, from.stride, tokens);
+    }
+    if (to_.empty()) return;
+    cudaMemcpyAttributes in_stream_order{};
+    in_stream_order.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    std::size_t of_all = 0;
+    check(cudaMemcpyBatchAsync(to_.data(), from_.data(), bytes_.data(), to_.size(), &in_stream_order, &of_all,
+                               1, transfers.get()),
+          "cudaMemcpyBatchAsync");
+  }
+  /// One copy where rows are side by side, else one for each.
+  void add_rows(element* to, const element* from, std::int64_t stride, int tokens) {
+    constexpr int d = State::head_dim;
+    const int rows = stride == d ? tokens : 1;
+    for (int t = 0; t < tokens; t += rows) {
+      to_.push_back(to + t * d);
+      from_.push_back(from + t * stride);
+      bytes_.push_back(static_cast<std::size_t>(rows * d) * sizeof(element));
+    }
+  }
+
+  std::int32_t* count_ = nullptr;  // page-locked, as are the items
+  recall_item* items_ = nullptr;
+  std::array<lane, 2> lanes_;
+  std::size_t next_ = 0;
+  std::vector<void*> to_;
+  std::vector<const void*> from_;
+  std::vector<std::size_t> bytes_;
+};
+
+}  // namespace freekv::device
