@@ -30,13 +30,18 @@ struct event_counts {
        refused = 0, refused_frames = 0, pages_copied = 0;
 };
 
+/// Tokens that one sequence may have in selected slots, in whole pages.
+inline std::int64_t selected_tokens_of_one(const freekv::examples::pipeline_options& o) {
+  const int heads = o.does.rows == "per_query_head" ? o.query_heads / o.kv_heads : 1;
+  const int pins = o.does.pinning == "pin_outliers" ? o.does.pinned : 0;
+  return std::int64_t{o.budget.selected_pages * heads + pins + o.does.spare} * o.page;
+}
+
 /// Half of the time room for what one sequence may select, or for more, but not for all.
 inline void few_frames(random_case& c, dice& d) {
   auto& o = c.options;
   if (d.below(2) == 0) return;
-  const int heads = o.does.rows == "per_query_head" ? o.query_heads / o.kv_heads : 1;
-  const int pins = o.does.pinning == "pin_outliers" ? o.does.pinned : 0;
-  const std::int64_t one = std::int64_t{o.budget.selected_pages * heads + pins + o.does.spare} * o.page;
+  const std::int64_t one = selected_tokens_of_one(o);
   o.selected_tokens = one + d.below(static_cast<int>(one) * 2);
   if (d.below(2) == 0) o.does.selection = "top_p";
 }

@@ -94,4 +94,34 @@ void launch_copy_slots(const State& s, int from, int to, int slots, cudaStream_t
   check(cudaGetLastError(), "copying slots");
 }
 
+/// Moves what a sequence's selected slots hold to the lowest ones, as host::compact_slots. By one warp a KV head.
+template <class State>
+__global__ void compact_slots(State s, int sequence) {
+  using pieces = slice_pieces<State::head_dim, typename State::element>;
+  const int head = static_cast<int>(blockIdx.x);
+  const slot_contents held = s.slots_of(sequence, head);
+  const auto slice = [&](int slot) { return pieces{s.selected_slice(sequence, slot, head), s.unit.tokens}; };
+  std::int32_t* const slot_of = s.slot_of + s.selection(sequence, head);
+  for (int to = 0, from = held.count - 1;;) {
+    while (from > 0 && held.page[from] < 0) --from;
+    while (to < from && held.page[to] >= 0) ++to;
+    if (to >= from) return;
+    copy_slice_by_warp<recall_default>(slice(from), slice(to), nullptr);
+    __syncwarp();
+    if (threadIdx.x == 0) {
+      held.page[to] = held.page[from];
+      held.last_selected[to] = held.last_selected[from];
+      held.page[from] = -1;
+      for (int i = 0; i < s.selected_count[s.row(sequence, head)]; ++i)
+        if (slot_of[i] == from) slot_of[i] = to;
+    }
+    __syncwarp();
+  }
+}
+template <class State>
+void launch_compact_slots(const State& s, int sequence, cudaStream_t stream) {
+  compact_slots<<<s.heads.kv, 32, 0, stream>>>(s, sequence);
+  check(cudaGetLastError(), "compacting slots");
+}
+
 }  // namespace freekv::device

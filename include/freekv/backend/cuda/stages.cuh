@@ -119,8 +119,13 @@ class stages {
     launch_forget(s, sequence, true, compute());
     backend_->compute().synchronize();
   }
-  /// Never called, as `selected_tokens` is refused.
-  void compact_slots(const State&, int) {}
+  /// With spare slots their order is the residency's, and what they hold stays.
+  void compact_slots(const State& s, int sequence) {
+    if (s.slots.selected > s.list_units) return;
+    upload_sequence(sequence);
+    launch_compact_slots(s, sequence, compute());
+    backend_->compute().synchronize();
+  }
   int selected_frames_in_use(const State& s, int sequence) const {
     return host::selected_frames_in_use(read_back(s), sequence);
   }
@@ -261,7 +266,6 @@ class stages {
       throw settings_error("the CUDA backend does not have " + what + " yet; take the host backend for it");
     };
     if (s.encodes()) lacks("codecs and store files");
-    if (s.selected_tokens > 0) lacks("selected_tokens");
     constexpr int most_heads = (48 << 10) / static_cast<int>(sizeof(float));  // of a block's memory
     if (const int heads = s.query_heads / s.kv_heads * s.max_decode_rows; heads > most_heads)
       throw settings_error("query heads of a group times max_decode_rows are " + std::to_string(heads) +
