@@ -80,8 +80,10 @@ FREEKV_HD void attend_block(T team, const group_query& query, int first_head,
   constexpr int width = T::width, block = attention_block<HeadDim>;
   const int padded = (count + width - 1) / width * width;
   const bool wants_values = part.weighted != nullptr;
+  using wide = typename wide_team<T>::type;
+  const cuda::std::conditional_t<HeadDim % wide::width == 0, wide, T> multiplying{};
   row_products<Heads>(
-      team, query_rows{query.head(first_head), query.step * HeadDim},
+      multiplying, query_rows{query.head(first_head), query.step * HeadDim},
       row_block<Element>{rows.key, rows.stride, HeadDim, count, wants_values ? rows.value : nullptr, HeadDim},
       1.0f, scratch, block, scratch + heads_at_once * block);
   unsigned attending = 0;  // heads with more than -infinity so far
@@ -122,15 +124,14 @@ FREEKV_HD void attend_block(T team, const group_query& query, int first_head,
   }
   team.sync();
   if (!wants_values) return;
-  using wide = typename wide_team<T>::type;
-  const cuda::std::conditional_t<HeadDim % wide::width == 0, wide, T> weighing{};
   float* const weighted = part.weighted + first_head * HeadDim;
   if (attending == (1u << Heads) - 1)
-    weigh_values<HeadDim, Heads>(weighing, rows, count, scratch, weighted, ahead);
+    weigh_values<HeadDim, Heads>(multiplying, rows, count, scratch, weighted, ahead);
   else
     for (int g = 0; g < Heads; ++g)
       if ((attending >> g & 1u) != 0)
-        weigh_values<HeadDim, 1>(weighing, rows, count, scratch + g * block, weighted + g * HeadDim, ahead);
+        weigh_values<HeadDim, 1>(multiplying, rows, count, scratch + g * block, weighted + g * HeadDim,
+                                 ahead);
   team.sync();
 }
 

@@ -57,12 +57,12 @@ FREEKV_HD void for_heads_at_once(int group, const Body& body) {
   }
 }
 
-namespace detail {
-
-/// A tile of as many products as the team is wide is summed at a time.
+/// The products of `Heads` queries with each row, times `scale`: of query g and row t to `out[g * out_stride + t]`.
+/// The rows' width is a multiple of the team's, which may be a `wide` one. A tile of as many products as the team is wide
+/// is summed at a time.
 template <int Heads, class T, class Element>
-FREEKV_HD void row_products_by(T team, const query_rows& queries, const row_block<Element>& rows, float scale,
-                               float* out, std::int64_t out_stride, float* scratch) {
+FREEKV_HD void row_products(T team, const query_rows& queries, const row_block<Element>& rows, float scale,
+                            float* out, std::int64_t out_stride, float* scratch) {
   using pack = typename T::pack;
   constexpr int width = T::width, tile = width >= Heads ? width / Heads : 1;
   constexpr int chunks = (Heads * tile + width - 1) / width;
@@ -93,20 +93,6 @@ FREEKV_HD void row_products_by(T team, const query_rows& queries, const row_bloc
       if (first + i % tile < rows.count) out[i / tile * out_stride + first + i % tile] = scratch[i];
     team.sync();
   }
-}
-
-}  // namespace detail
-
-/// The products of `Heads` queries with each row, times `scale`: of query g and row t to `out[g * out_stride + t]`.
-/// The rows' width is a multiple of the team's.
-template <int Heads, team T, class Element>
-FREEKV_HD void row_products(T team, const query_rows& queries, const row_block<Element>& rows, float scale,
-                            float* out, std::int64_t out_stride, float* scratch) {
-  using wide = typename wide_team<T>::type;
-  if constexpr (wide::width > T::width)
-    if (rows.width % wide::width == 0)
-      return detail::row_products_by<Heads>(wide{}, queries, rows, scale, out, out_stride, scratch);
-  detail::row_products_by<Heads>(team, queries, rows, scale, out, out_stride, scratch);
 }
 
 }  // namespace freekv

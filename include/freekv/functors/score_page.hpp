@@ -49,16 +49,19 @@ FREEKV_HD void score_pages(T team, const S& summary, page_geometry page, const s
     const std::byte* const from = stored + static_cast<std::size_t>(first) * bytes;
     const score_column to{out.first + first, out.stride};
     bool multiplied = false;
+    using wide = typename wide_team<T>::type;
     if constexpr (linear_summary<S>)
-      multiplied = with_elements<Key>(summary, from, [&]<class Element>(const Element* elements) {
-        const auto stride = static_cast<std::int64_t>(bytes / sizeof(Element));
-        const Element* const ahead = first + at_once < pages ? elements + at_once * stride : nullptr;
-        const row_block<Element> rows{elements, stride, queries.width, count, ahead, queries.width};
-        for_heads_at_once(queries.group, [&]<int Heads>(int g, cuda::std::integral_constant<int, Heads>) {
-          row_products<Heads>(team, query_rows{queries.data + g * queries.width, queries.width}, rows,
-                              queries.scale, to.first + g * to.stride, to.stride, numbers);
-        });
-      });
+      multiplied =
+          queries.width % wide::width == 0 &&
+          with_elements<Key>(summary, from, [&]<class Element>(const Element* elements) {
+            const auto stride = static_cast<std::int64_t>(bytes / sizeof(Element));
+            const Element* const ahead = first + at_once < pages ? elements + at_once * stride : nullptr;
+            const row_block<Element> rows{elements, stride, queries.width, count, ahead, queries.width};
+            for_heads_at_once(queries.group, [&]<int Heads>(int g, cuda::std::integral_constant<int, Heads>) {
+              row_products<Heads>(wide{}, query_rows{queries.data + g * queries.width, queries.width}, rows,
+                                  queries.scale, to.first + g * to.stride, to.stride, numbers);
+            });
+          });
     for (int j = 0; j < count; ++j) {
       bool finite = multiplied;
       for (int g = 0; multiplied && g < queries.group; ++g)
