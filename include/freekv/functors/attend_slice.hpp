@@ -44,7 +44,8 @@ FREEKV_HD void weigh_values(T team, const head_slice<const Element>& rows, int c
                             float* weighted, const Element* ahead) {
   using pack = typename T::pack;
   constexpr int width = T::width, packs = HeadDim / width;
-  constexpr int sums = width > 8 ? width : 8, at_once = packs < sums / Heads ? packs : sums / Heads;
+  constexpr int most_sums = width > 8 ? width : 8;
+  constexpr int at_once = packs < most_sums / Heads ? packs : most_sums / Heads;
   const auto weigh = [&]<int Count>(int d,
                                     cuda::std::integral_constant<int, Count>) {  // packs from element d
     pack sums[Heads][Count];
