@@ -240,10 +240,10 @@ struct store_and_read {
     const auto target = freekv::make_page_span<freekv::nhd, HeadDim>(back, pages, shape);
     std::byte* bytes =
         stored + static_cast<std::size_t>(i) * codec.bytes({shape.tokens, HeadDim}, sizeof(Element));
-    codec.template encode<HeadDim>(freekv::as_const(freekv::slice_of(source, page, head)), shape.tokens,
-                                   bytes);
-    codec.template decode<HeadDim>(bytes, shape.tokens, freekv::row_range{0, shape.tokens},
-                                   freekv::slice_of(target, page, head));
+    codec.template encode<HeadDim>(
+        freekv::scalar_team{}, freekv::as_const(freekv::slice_of(source, page, head)), shape.tokens, bytes);
+    codec.template decode<HeadDim>(freekv::scalar_team{}, bytes, shape.tokens,
+                                   freekv::row_range{0, shape.tokens}, freekv::slice_of(target, page, head));
   }
 };
 
@@ -307,10 +307,12 @@ struct share_and_rebuild {
              static_cast<std::size_t>(page * shape.kv_heads + head) * codec.bytes(geometry, sizeof(float));
     };
     for (int head = 0; head < shape.kv_heads; ++head)
-      of_head(head).template encode<HeadDim>(freekv::as_const(freekv::slice_of(source, page, head)),
+      of_head(head).template encode<HeadDim>(freekv::scalar_team{},
+                                             freekv::as_const(freekv::slice_of(source, page, head)),
                                              shape.tokens, bytes(head));
     for (int head = 0; head < shape.kv_heads; ++head)
-      of_head(head).template decode<HeadDim>(bytes(head), shape.tokens, freekv::row_range{0, shape.tokens},
+      of_head(head).template decode<HeadDim>(freekv::scalar_team{}, bytes(head), shape.tokens,
+                                             freekv::row_range{0, shape.tokens},
                                              freekv::slice_of(target, page, head));
   }
 };

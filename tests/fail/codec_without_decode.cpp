@@ -5,11 +5,11 @@ struct forgetful {
   using policy_kind = freekv::codec_kind;
   static constexpr std::string_view name = "forgetful";
   constexpr std::size_t bytes(freekv::page_geometry, std::size_t) const { return 4; }
-  template <int HeadDim, class Element>
-  void encode(const freekv::head_slice<const Element>&, int, std::byte*) const {}
+  template <int HeadDim, class Team, class Element>
+  void encode(Team, const freekv::head_slice<const Element>&, int, std::byte*) const {}
 #ifdef FREEKV_FIXED
-  template <int HeadDim, class Element>
-  void decode(const std::byte*, int, freekv::row_range, const freekv::head_slice<Element>&) const {}
+  template <int HeadDim, class Team, class Element>
+  void decode(Team, const std::byte*, int, freekv::row_range, const freekv::head_slice<Element>&) const {}
 #endif
 };
 

@@ -123,7 +123,9 @@ std::vector<std::byte> encoded(const Codec& codec, const coded_page<E>& c) {
   constexpr std::byte guard{0xa5};
   const std::size_t bytes = codec.bytes({c.tokens, c.d}, sizeof(E));
   std::vector<std::byte> stored(bytes + behind, guard);
-  with_head_dim(c.d, [&](auto d) { codec.template encode<d>(c.slice(), c.tokens, stored.data()); });
+  with_head_dim(c.d, [&](auto d) {
+    codec.template encode<d>(freekv::scalar_team{}, c.slice(), c.tokens, stored.data());
+  });
   CHECK(std::all_of(stored.begin() + static_cast<long>(bytes), stored.end(),
                     [=](std::byte b) { return b == guard; }));
   stored.resize(bytes);
@@ -135,7 +137,7 @@ template <class E, class Codec>
 coded_page<E> decoded(const Codec& codec, const coded_page<E>& c, const std::vector<std::byte>& stored) {
   coded_page<E> back(c.d, c.tokens, c.heads, c.head, c.by_head);
   with_head_dim(c.d, [&](auto d) {
-    codec.template decode<d>(stored.data(), c.tokens, {0, c.tokens}, back.slice());
+    codec.template decode<d>(freekv::scalar_team{}, stored.data(), c.tokens, {0, c.tokens}, back.slice());
   });
   return back;
 }

@@ -436,7 +436,7 @@ TEMPLATE_TEST_CASE("fewer tokens than a page are stored as those alone", "[codec
         for (int i = 0; i < 64; ++i) part.at(plane, t, i) = coded_page<TestType>(whole).at(plane, t, i);
     each_codec([&](auto codec, codec_kind) {
       std::vector<std::byte> stored(codec.bytes({whole.tokens, 64}, sizeof(TestType)), std::byte{0});
-      codec.template encode<64>(whole.slice(), part.tokens, stored.data());
+      codec.template encode<64>(freekv::scalar_team{}, whole.slice(), part.tokens, stored.data());
       const auto alone = encoded(codec, part);
       REQUIRE(alone.size() <= stored.size());
       INFO(codec.name << " of " << part.tokens << " tokens of " << whole);
@@ -458,8 +458,9 @@ TEMPLATE_TEST_CASE("instruction sets store and read alike", "[codec]", float, ha
         auto stored = expected;
         auto back = c;
         run_on(on, [&](auto) {
-          codec.template encode<128>(c.slice(), c.tokens, stored.data());
-          codec.template decode<128>(stored.data(), c.tokens, {0, c.tokens}, back.slice());
+          codec.template encode<128>(freekv::scalar_team{}, c.slice(), c.tokens, stored.data());
+          codec.template decode<128>(freekv::scalar_team{}, stored.data(), c.tokens, {0, c.tokens},
+                                     back.slice());
         });
         INFO(codec.name << " of " << c << " on " << on);
         CHECK(same_bits(stored, expected));

@@ -86,7 +86,8 @@ struct factored_page {
     for (int head = 0; head < heads; ++head) {
       stored.emplace_back(codec.bytes(page, sizeof(E)) / sizeof(float));
       codec.at(place(head))
-          .template encode<D>(head_slice<const E>{keys[count(head)].data(), values[count(head)].data(), D},
+          .template encode<D>(freekv::scalar_team{},
+                              head_slice<const E>{keys[count(head)].data(), values[count(head)].data(), D},
                               tokens, reinterpret_cast<std::byte*>(stored.back().data()));
     }
     read_back back;
@@ -94,7 +95,8 @@ struct factored_page {
       back.keys.emplace_back(count(rows.count * D));
       back.values.emplace_back(count(rows.count * D));
       codec.at(place(head))
-          .template decode<D>(reinterpret_cast<const std::byte*>(stored[count(head)].data()), tokens, rows,
+          .template decode<D>(freekv::scalar_team{},
+                              reinterpret_cast<const std::byte*>(stored[count(head)].data()), tokens, rows,
                               head_slice<E>{back.keys.back().data(), back.values.back().data(), D});
     }
     return back;

@@ -85,6 +85,7 @@ struct wide_team<T> {
 /// One lane: the plainest team, for a single device thread and for checking the others against.
 struct scalar_team {
   static constexpr int width = 1;
+  static constexpr int lane_count = 1;
   using pack = float;
 
   template <element E>
@@ -99,6 +100,7 @@ struct scalar_team {
   FREEKV_HD float select_greater(float a, float b, float x, float y) const { return a > b ? x : y; }
   FREEKV_HD float sum(float x) const { return x; }
   FREEKV_HD float max(float x) const { return x; }
+  FREEKV_HD std::int32_t max_of_lanes(std::int32_t x) const { return x; }
   FREEKV_HD float sum_each(const float (&x)[1]) const { return x[0]; }
 
   template <int Bits>

@@ -127,8 +127,8 @@ struct policy_pack {
   static_assert(detail::is_plan<Plan>, "a layer plan has a name and kind(layer) -> layer_kind");
   static_assert(detail::is_route<Route>, "a route has a name and keeps_slots() -> bool");
   static_assert(detail::is_codec<Codec>,
-                "a codec has a name, bytes(page, element_bytes) -> std::size_t, encode<head_dim>(slice, "
-                "tokens, bytes) and decode<head_dim>(bytes, tokens, rows, slice)");
+                "a codec has a name, bytes(page, element_bytes) -> std::size_t, encode<head_dim>(team, "
+                "slice, tokens, bytes) and decode<head_dim>(team, bytes, tokens, rows, slice)");
 
   template <class P>
   struct exchange {

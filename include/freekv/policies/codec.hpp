@@ -8,10 +8,11 @@
 //     using policy_kind = codec_kind;
 //     static constexpr std::string_view name = "my_codec";
 //     FREEKV_HD constexpr std::size_t bytes(page_geometry page, std::size_t element_bytes) const;
-//     template <int HeadDim, class Element>
-//     FREEKV_HD void encode(const head_slice<const Element>& from, int tokens, std::byte* to) const;
-//     template <int HeadDim, class Element>
-//     FREEKV_HD void decode(const std::byte* from, int tokens, row_range rows, const head_slice<Element>& to) const;
+//     template <int HeadDim, class Team, class Element>
+//     FREEKV_HD void encode(Team team, const head_slice<const Element>& from, int tokens, std::byte* to) const;
+//     template <int HeadDim, class Team, class Element>
+//     FREEKV_HD void decode(Team team, const std::byte* from, int tokens, row_range rows,
+//                           const head_slice<Element>& to) const;
 //   };
 //
 // `bytes`: of one KV head's keys and values of a page, a multiple of 4. Stored bytes are contiguous, keys before
@@ -19,6 +20,9 @@
 // those `rows` of the page, the first to row 0 of `to`. Rows of the element side lie at any stride. A token's row, or
 // where a codec says so a channel's numbers of the page, come back the same whatever the others are: NaN and infinity are
 // data, but they stay there.
+//
+// `team`: `lane_count` lanes that share each row, `row_share` of its numbers each; on the host one. What one lane writes
+// no other reads before the caller has the team `sync()`.
 //
 // Optional: `at(slice_place)`, the codec for one slice, where it depends on the layer, head or position;
 // `shared_bytes(page, element_bytes)`, a multiple of 4, what all heads of a page share and keep in fast memory, and
@@ -30,9 +34,11 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <freekv/core/element_rows.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
+#include <freekv/core/team.hpp>
 #include <freekv/functors/copy_slice.hpp>
 #include <freekv/storage/layout.hpp>
 #include <string_view>
@@ -83,6 +89,21 @@ FREEKV_HD constexpr int shared_floats(const C& codec, page_geometry page) {
 
 namespace detail {
 
+/// Numbers of a row that a lane of a team has: those from `lane() * row_share` on.
+template <int HeadDim, class Team>
+inline constexpr int row_share = HeadDim / Team::lane_count;
+
+/// A lane's part of a row of stored numbers; its bytes lie at a multiple of 4 if they are one.
+template <int Count, class Stored>
+struct stored_numbers {
+  Stored x[Count];
+
+  FREEKV_HD explicit stored_numbers(const void* from) {
+    constexpr std::size_t alignment = sizeof x % 4 == 0 ? 4 : 1;
+    std::memcpy(x, __builtin_assume_aligned(from, alignment), sizeof x);
+  }
+};
+
 /// Stored elements as a slice: `tokens` rows of keys, then of values.
 template <int HeadDim, class Element>
 FREEKV_HD head_slice<Element> stored_slice(std::byte* bytes, int tokens) {
@@ -95,11 +116,49 @@ FREEKV_HD head_slice<const Element> stored_slice(const std::byte* bytes, int tok
   return {key, key + tokens * HeadDim, HeadDim};
 }
 
-template <int HeadDim, class To, class From>
-FREEKV_HD void convert_row(const From* from, To* to) {
-  float row[HeadDim];
-  widen_row<HeadDim>(from, row);
-  narrow_row<HeadDim>(row, to);
+template <int Count, class To, class From>
+FREEKV_HD void convert_numbers(const From* from, To* to) {
+  if constexpr (std::same_as<From, To>) {
+    for (int i = 0; i < Count; ++i) to[i] = from[i];
+  } else {
+    float row[Count];
+    widen_row<Count>(from, row);
+    narrow_row<Count>(row, to);
+  }
+}
+
+/// Keys and values, each number as a `Stored`.
+template <int HeadDim, class Stored, class Team, class Element>
+FREEKV_HD void store_numbers(Team team, const head_slice<const Element>& from, int tokens, std::byte* to) {
+  constexpr int share = row_share<HeadDim, Team>;
+  const auto stored = stored_slice<HeadDim, Stored>(to, tokens);
+  if constexpr (std::same_as<Element, Stored> && share == HeadDim) {
+    copy_slice<HeadDim>(from, stored, tokens);
+  } else {
+    const int mine = team.lane() * share;
+    for (int t = 0; t < tokens; ++t) {
+      convert_numbers<share>(from.key + t * from.stride + mine, stored.key + t * HeadDim + mine);
+      convert_numbers<share>(from.value + t * from.stride + mine, stored.value + t * HeadDim + mine);
+    }
+  }
+}
+/// And `rows` of them back.
+template <int HeadDim, class Stored, class Team, class Element>
+FREEKV_HD void load_numbers(Team team, const std::byte* from, int tokens, row_range rows,
+                            const head_slice<Element>& to) {
+  constexpr int share = row_share<HeadDim, Team>;
+  const auto stored = rows_behind(stored_slice<HeadDim, Stored>(from, tokens), rows.first);
+  if constexpr (std::same_as<Element, Stored> && share == HeadDim) {
+    copy_slice<HeadDim>(stored, to, rows.count);
+  } else {
+    const int mine = team.lane() * share;
+    for (int t = 0; t < rows.count; ++t) {
+      const stored_numbers<share, Stored> key(stored.key + t * HeadDim + mine);
+      const stored_numbers<share, Stored> value(stored.value + t * HeadDim + mine);
+      convert_numbers<share>(key.x, to.key + t * to.stride + mine);
+      convert_numbers<share>(value.x, to.value + t * to.stride + mine);
+    }
+  }
 }
 
 }  // namespace detail
@@ -112,15 +171,14 @@ struct identity {
   FREEKV_HD constexpr std::size_t bytes(page_geometry page, std::size_t element_bytes) const {
     return std::size_t{2} * static_cast<std::size_t>(page.tokens * page.head_dim) * element_bytes;
   }
-  template <int HeadDim, class Element>
-  FREEKV_HD void encode(const head_slice<const Element>& from, int tokens, std::byte* to) const {
-    copy_slice<HeadDim>(from, detail::stored_slice<HeadDim, Element>(to, tokens), tokens);
+  template <int HeadDim, class Team, class Element>
+  FREEKV_HD void encode(Team team, const head_slice<const Element>& from, int tokens, std::byte* to) const {
+    detail::store_numbers<HeadDim, Element>(team, from, tokens, to);
   }
-  template <int HeadDim, class Element>
-  FREEKV_HD void decode(const std::byte* from, int tokens, row_range rows,
+  template <int HeadDim, class Team, class Element>
+  FREEKV_HD void decode(Team team, const std::byte* from, int tokens, row_range rows,
                         const head_slice<Element>& to) const {
-    const auto stored = detail::stored_slice<HeadDim, Element>(from, tokens);
-    copy_slice<HeadDim>(rows_behind(stored, rows.first), to, rows.count);
+    detail::load_numbers<HeadDim, Element>(team, from, tokens, rows, to);
   }
 };
 
@@ -135,28 +193,14 @@ struct cast {
   FREEKV_HD constexpr std::size_t bytes(page_geometry page, std::size_t) const {
     return identity{}.bytes(page, sizeof(Stored));
   }
-  template <int HeadDim, class Element>
-  FREEKV_HD void encode(const head_slice<const Element>& from, int tokens, std::byte* to) const {
-    convert<HeadDim>(from, detail::stored_slice<HeadDim, Stored>(to, tokens), tokens);
+  template <int HeadDim, class Team, class Element>
+  FREEKV_HD void encode(Team team, const head_slice<const Element>& from, int tokens, std::byte* to) const {
+    detail::store_numbers<HeadDim, Stored>(team, from, tokens, to);
   }
-  template <int HeadDim, class Element>
-  FREEKV_HD void decode(const std::byte* from, int tokens, row_range rows,
+  template <int HeadDim, class Team, class Element>
+  FREEKV_HD void decode(Team team, const std::byte* from, int tokens, row_range rows,
                         const head_slice<Element>& to) const {
-    const auto stored = detail::stored_slice<HeadDim, Stored>(from, tokens);
-    convert<HeadDim>(rows_behind(stored, rows.first), to, rows.count);
-  }
-
- private:
-  template <int HeadDim, class From, class To>
-  FREEKV_HD static void convert(const head_slice<const From>& from, const head_slice<To>& to, int tokens) {
-    if constexpr (std::same_as<From, To>) {
-      copy_slice<HeadDim>(from, to, tokens);
-    } else {
-      for (int t = 0; t < tokens; ++t) {
-        detail::convert_row<HeadDim>(from.key + t * from.stride, to.key + t * to.stride);
-        detail::convert_row<HeadDim>(from.value + t * from.stride, to.value + t * to.stride);
-      }
-    }
+    detail::load_numbers<HeadDim, Stored>(team, from, tokens, rows, to);
   }
 };
 
@@ -168,8 +212,8 @@ concept codec_policy = policy<C> && std::same_as<typename C::policy_kind, codec_
              const std::byte* stored, std::byte* out) {
   { C::name } -> std::convertible_to<std::string_view>;
   { c.bytes(page, sizeof(float)) } -> std::same_as<std::size_t>;
-  codec_at(c, {}).template encode<64>(from, 32, out);
-  codec_at(c, {}).template decode<64>(stored, 32, row_range{0, 32}, to);
+  codec_at(c, {}).template encode<64>(scalar_team{}, from, 32, out);
+  codec_at(c, {}).template decode<64>(scalar_team{}, stored, 32, row_range{0, 32}, to);
 };
 
 static_assert(codec_policy<identity> && codec_policy<cast<bfloat16>> && codec_policy<cast<fp8_e4m3>>);

@@ -21,12 +21,12 @@ struct extremes {
     for (int i = 0; i < N; ++i) lowest[i] = 0x7fffffff;
     for (int i = 0; i < N; ++i) highest[i] = -0x7fffffff;
   }
-  template <int HeadDim>
+  template <int Count>
   FREEKV_HD void add(const float* row) {
-    static_assert(N == HeadDim || N == 1);
+    static_assert(N == Count || N == 1);
     if constexpr (N == 1) {
       std::int32_t low = lowest[0], high = highest[0];
-      for (int i = 0; i < HeadDim; ++i) {
+      for (int i = 0; i < Count; ++i) {
         const std::int32_t x = in_order(static_cast<std::int32_t>(bits_of(row[i])));
         low = x < low ? x : low;
         high = x > high ? x : high;
@@ -40,6 +40,13 @@ struct extremes {
         highest[i] = x > highest[i] ? x : highest[i];
       }
     }
+  }
+  /// Of a row that a team's lanes have parts of: what all of them have seen.
+  template <class Team>
+  FREEKV_HD void unite(Team team) {
+    static_assert(N == 1);
+    lowest[0] = ~team.max_of_lanes(~lowest[0]);
+    highest[0] = team.max_of_lanes(highest[0]);
   }
   /// NaN in place of both if a number of the group is NaN or infinite.
   FREEKV_HD float low(int i) const { return finite(i, lowest[i]); }
@@ -92,8 +99,15 @@ struct symmetric {
       return nearest_code(x / scale[i], -largest, largest) + largest;
     }
     FREEKV_HD float number(int i, int code) const { return static_cast<float>(code - largest) * scale[i]; }
-    FREEKV_HD void save(std::byte* to) const { narrow_row<N>(scale, reinterpret_cast<float*>(to)); }
-    FREEKV_HD void load(const std::byte* from) { widen_row<N>(reinterpret_cast<const float*>(from), scale); }
+    /// As groups `first` to `first + N` of `All`.
+    template <int All = N>
+    FREEKV_HD void save(std::byte* to, int first = 0) const {
+      narrow_row<N>(scale, reinterpret_cast<float*>(to) + first);
+    }
+    template <int All = N>
+    FREEKV_HD void load(const std::byte* from, int first = 0) {
+      widen_row<N>(reinterpret_cast<const float*>(from) + first, scale);
+    }
   };
 };
 
@@ -126,13 +140,16 @@ struct ranged {
       const float end = float_of(select_bits(lower, bits_of(low[i]), bits_of(high[i])));
       return end + static_cast<float>(steps) * (half_step[i] * 2.0f);
     }
-    FREEKV_HD void save(std::byte* to) const {
-      narrow_row<N>(low, reinterpret_cast<Element*>(to));
-      narrow_row<N>(high, reinterpret_cast<Element*>(to) + N);
+    /// As groups `first` to `first + N` of `All`.
+    template <int All = N>
+    FREEKV_HD void save(std::byte* to, int first = 0) const {
+      narrow_row<N>(low, reinterpret_cast<Element*>(to) + first);
+      narrow_row<N>(high, reinterpret_cast<Element*>(to) + All + first);
     }
-    FREEKV_HD void load(const std::byte* from) {
-      widen_row<N>(reinterpret_cast<const Element*>(from), low);
-      widen_row<N>(reinterpret_cast<const Element*>(from) + N, high);
+    template <int All = N>
+    FREEKV_HD void load(const std::byte* from, int first = 0) {
+      widen_row<N>(reinterpret_cast<const Element*>(from) + first, low);
+      widen_row<N>(reinterpret_cast<const Element*>(from) + All + first, high);
       set_steps();
     }
 

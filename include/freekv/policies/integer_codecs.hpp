@@ -15,37 +15,44 @@ namespace freekv {
 
 namespace detail {
 
-/// A row of floats as codes of the groups, of which there is one, or one a channel.
-template <int HeadDim, class Codes, class Element, int N>
+/// A lane's part of a row of floats as codes of the groups, of which there is one, or one a channel.
+template <int Count, class Codes, class Element, int N>
 FREEKV_HD void encode_row(const typename Codes::template groups<Element, N>& groups, const float* row,
                           std::byte* to) {
-  std::uint8_t codes[HeadDim];
-  for (int i = 0; i < HeadDim; ++i) codes[i] = static_cast<std::uint8_t>(groups.code(N == 1 ? 0 : i, row[i]));
+  static_assert(Count * Codes::bits % 8 == 0, "a lane has whole bytes");
+  std::uint8_t codes[Count];
+  for (int i = 0; i < Count; ++i) codes[i] = static_cast<std::uint8_t>(groups.code(N == 1 ? 0 : i, row[i]));
   auto* out = reinterpret_cast<std::uint8_t*>(to);
   if constexpr (Codes::bits == 8)
-    std::memcpy(out, codes, HeadDim);
+    std::memcpy(out, codes, Count);
   else
-    for (int i = 0; i < HeadDim / 2; ++i)
+    for (int i = 0; i < Count / 2; ++i)
       out[i] = static_cast<std::uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
 }
-template <int HeadDim, class Codes, class Element, int N>
+template <int Count, class Codes, class Element, int N>
 FREEKV_HD void decode_row(const typename Codes::template groups<Element, N>& groups, const std::byte* from,
                           Element* to) {
-  const auto* in = reinterpret_cast<const std::uint8_t*>(from);
-  float row[HeadDim];
+  const stored_numbers<Count * Codes::bits / 8, std::uint8_t> in(from);
+  float row[Count];
   if constexpr (Codes::bits == 8)
-    for (int i = 0; i < HeadDim; ++i) row[i] = groups.number(N == 1 ? 0 : i, in[i]);
+    for (int i = 0; i < Count; ++i) row[i] = groups.number(N == 1 ? 0 : i, in.x[i]);
   else
-    for (int i = 0; i < HeadDim / 2; ++i) {
-      row[2 * i] = groups.number(N == 1 ? 0 : 2 * i, in[i] & 15);
-      row[2 * i + 1] = groups.number(N == 1 ? 0 : 2 * i + 1, in[i] >> 4);
+    for (int i = 0; i < Count / 2; ++i) {
+      row[2 * i] = groups.number(N == 1 ? 0 : 2 * i, in.x[i] & 15);
+      row[2 * i + 1] = groups.number(N == 1 ? 0 : 2 * i + 1, in.x[i] >> 4);
     }
-  narrow_row<HeadDim>(row, to);
+  narrow_row<Count>(row, to);
 }
 
 template <class Codes>
 FREEKV_HD constexpr std::size_t code_bytes(page_geometry page) {
   return static_cast<std::size_t>(page.tokens * page.head_dim) * Codes::bits / 8;
+}
+
+/// Where a row's codes from number `first` on are.
+template <class Codes, int HeadDim>
+FREEKV_HD constexpr std::size_t code_offset(int row, int first) {
+  return (static_cast<std::size_t>(row) * HeadDim + static_cast<std::size_t>(first)) * Codes::bits / 8;
 }
 
 /// Keys or values with a group for each token.
@@ -55,30 +62,37 @@ struct by_token {
     return code_bytes<Codes>(page) +
            static_cast<std::size_t>(page.tokens) * Codes::group_bytes(element_bytes);
   }
-  template <int HeadDim, class Element>
-  FREEKV_HD static void encode(const Element* rows, std::int64_t stride, int tokens, std::byte* to) {
+  template <int HeadDim, class Team, class Element>
+  FREEKV_HD static void encode(Team team, const Element* rows, std::int64_t stride, int tokens,
+                               std::byte* to) {
+    constexpr int share = row_share<HeadDim, Team>;
+    const int mine = team.lane() * share;
     std::byte* shared = to + code_bytes<Codes>({tokens, HeadDim});
     for (int t = 0; t < tokens; ++t) {
-      float row[HeadDim];
-      widen_row<HeadDim>(rows + t * stride, row);
+      float row[share];
+      widen_row<share>(rows + t * stride + mine, row);
       extremes<1> seen;
-      seen.add<HeadDim>(row);
+      seen.add<share>(row);
+      seen.unite(team);
       typename Codes::template groups<Element, 1> group;
       group.fit(seen);
-      group.save(shared + static_cast<std::size_t>(t) * Codes::group_bytes(sizeof(Element)));
-      encode_row<HeadDim, Codes, Element, 1>(group, row, to + code_bytes<Codes>({t, HeadDim}));
+      if (team.lane() == 0)
+        group.save(shared + static_cast<std::size_t>(t) * Codes::group_bytes(sizeof(Element)));
+      encode_row<share, Codes, Element, 1>(group, row, to + code_offset<Codes, HeadDim>(t, mine));
     }
   }
-  template <int HeadDim, class Element>
-  FREEKV_HD static void decode(const std::byte* from, int tokens, row_range wanted, Element* rows,
+  template <int HeadDim, class Team, class Element>
+  FREEKV_HD static void decode(Team team, const std::byte* from, int tokens, row_range wanted, Element* rows,
                                std::int64_t stride) {
+    constexpr int share = row_share<HeadDim, Team>;
+    const int mine = team.lane() * share;
     const std::byte* shared = from + code_bytes<Codes>({tokens, HeadDim});
     for (int nth = 0; nth < wanted.count; ++nth) {
       const int t = wanted.first + nth;
       typename Codes::template groups<Element, 1> group;
       group.load(shared + static_cast<std::size_t>(t) * Codes::group_bytes(sizeof(Element)));
-      decode_row<HeadDim, Codes, Element, 1>(group, from + code_bytes<Codes>({t, HeadDim}),
-                                             rows + nth * stride);
+      decode_row<share, Codes, Element, 1>(group, from + code_offset<Codes, HeadDim>(t, mine),
+                                           rows + nth * stride + mine);
     }
   }
 };
@@ -90,30 +104,35 @@ struct by_channel {
     return code_bytes<Codes>(page) +
            static_cast<std::size_t>(page.head_dim) * Codes::group_bytes(element_bytes);
   }
-  template <int HeadDim, class Element>
-  FREEKV_HD static void encode(const Element* rows, std::int64_t stride, int tokens, std::byte* to) {
-    float row[HeadDim];
-    extremes<HeadDim> seen;
+  template <int HeadDim, class Team, class Element>
+  FREEKV_HD static void encode(Team team, const Element* rows, std::int64_t stride, int tokens,
+                               std::byte* to) {
+    constexpr int share = row_share<HeadDim, Team>;
+    const int mine = team.lane() * share;
+    float row[share];
+    extremes<share> seen;
     for (int t = 0; t < tokens; ++t) {
-      widen_row<HeadDim>(rows + t * stride, row);
-      seen.template add<HeadDim>(row);
+      widen_row<share>(rows + t * stride + mine, row);
+      seen.template add<share>(row);
     }
-    typename Codes::template groups<Element, HeadDim> groups;
+    typename Codes::template groups<Element, share> groups;
     groups.fit(seen);
-    groups.save(to + code_bytes<Codes>({tokens, HeadDim}));
+    groups.template save<HeadDim>(to + code_bytes<Codes>({tokens, HeadDim}), mine);
     for (int t = 0; t < tokens; ++t) {
-      widen_row<HeadDim>(rows + t * stride, row);
-      encode_row<HeadDim, Codes, Element, HeadDim>(groups, row, to + code_bytes<Codes>({t, HeadDim}));
+      widen_row<share>(rows + t * stride + mine, row);
+      encode_row<share, Codes, Element, share>(groups, row, to + code_offset<Codes, HeadDim>(t, mine));
     }
   }
-  template <int HeadDim, class Element>
-  FREEKV_HD static void decode(const std::byte* from, int tokens, row_range wanted, Element* rows,
+  template <int HeadDim, class Team, class Element>
+  FREEKV_HD static void decode(Team team, const std::byte* from, int tokens, row_range wanted, Element* rows,
                                std::int64_t stride) {
-    typename Codes::template groups<Element, HeadDim> groups;
-    groups.load(from + code_bytes<Codes>({tokens, HeadDim}));
+    constexpr int share = row_share<HeadDim, Team>;
+    const int mine = team.lane() * share;
+    typename Codes::template groups<Element, share> groups;
+    groups.template load<HeadDim>(from + code_bytes<Codes>({tokens, HeadDim}), mine);
     for (int nth = 0; nth < wanted.count; ++nth)
-      decode_row<HeadDim, Codes, Element, HeadDim>(
-          groups, from + code_bytes<Codes>({wanted.first + nth, HeadDim}), rows + nth * stride);
+      decode_row<share, Codes, Element, share>(
+          groups, from + code_offset<Codes, HeadDim>(wanted.first + nth, mine), rows + nth * stride + mine);
   }
 };
 
@@ -125,18 +144,18 @@ struct coded_planes {
   FREEKV_HD constexpr std::size_t bytes(page_geometry page, std::size_t element_bytes) const {
     return Keys::bytes(page, element_bytes) + Values::bytes(page, element_bytes);
   }
-  template <int HeadDim, class Element>
-  FREEKV_HD void encode(const head_slice<const Element>& from, int tokens, std::byte* to) const {
-    Keys::template encode<HeadDim>(from.key, from.stride, tokens, to);
-    Values::template encode<HeadDim>(from.value, from.stride, tokens,
+  template <int HeadDim, class Team, class Element>
+  FREEKV_HD void encode(Team team, const head_slice<const Element>& from, int tokens, std::byte* to) const {
+    Keys::template encode<HeadDim>(team, from.key, from.stride, tokens, to);
+    Values::template encode<HeadDim>(team, from.value, from.stride, tokens,
                                      to + Keys::bytes({tokens, HeadDim}, sizeof(Element)));
   }
-  template <int HeadDim, class Element>
-  FREEKV_HD void decode(const std::byte* from, int tokens, row_range rows,
+  template <int HeadDim, class Team, class Element>
+  FREEKV_HD void decode(Team team, const std::byte* from, int tokens, row_range rows,
                         const head_slice<Element>& to) const {
-    Keys::template decode<HeadDim>(from, tokens, rows, to.key, to.stride);
-    Values::template decode<HeadDim>(from + Keys::bytes({tokens, HeadDim}, sizeof(Element)), tokens, rows,
-                                     to.value, to.stride);
+    Keys::template decode<HeadDim>(team, from, tokens, rows, to.key, to.stride);
+    Values::template decode<HeadDim>(team, from + Keys::bytes({tokens, HeadDim}, sizeof(Element)), tokens,
+                                     rows, to.value, to.stride);
   }
 };
 

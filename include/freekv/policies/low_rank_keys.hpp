@@ -73,8 +73,9 @@ struct low_rank_keys<Rank>::slice_codec {
   low_rank_keys policy;
   slice_place place;
 
-  template <int HeadDim, class Element>
-  FREEKV_HD void encode(const head_slice<const Element>& from, int tokens, std::byte* to) const {
+  template <int HeadDim, class Team, class Element>
+  FREEKV_HD void encode(Team, const head_slice<const Element>& from, int tokens, std::byte* to) const {
+    static_assert(Team::lane_count == 1, "low_rank_keys has one lane; choose another codec on a device");
     auto* const values = reinterpret_cast<Element*>(to);
     auto* const lost =
         reinterpret_cast<std::uint32_t*>(to + values_bytes({tokens, HeadDim}, sizeof(Element)));
@@ -107,9 +108,10 @@ struct low_rank_keys<Rank>::slice_codec {
     }
   }
 
-  template <int HeadDim, class Element>
-  FREEKV_HD void decode(const std::byte* from, int tokens, row_range rows,
+  template <int HeadDim, class Team, class Element>
+  FREEKV_HD void decode(Team, const std::byte* from, int tokens, row_range rows,
                         const head_slice<Element>& to) const {
+    static_assert(Team::lane_count == 1, "low_rank_keys has one lane; choose another codec on a device");
     const auto* const values = reinterpret_cast<const Element*>(from);
     const auto* const lost =
         reinterpret_cast<const std::uint32_t*>(from + values_bytes({tokens, HeadDim}, sizeof(Element)));

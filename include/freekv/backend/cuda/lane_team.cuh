@@ -105,6 +105,9 @@ struct lane_team {
     const auto larger = [](float a, float b) { return scalar_team{}.maximum(a, b); };
     return across(in_share(x, larger), larger);
   }
+  __device__ std::int32_t max_of_lanes(std::int32_t x) const {
+    return across(x, [](std::int32_t a, std::int32_t b) { return a > b ? a : b; });
+  }
   /// Adds as `sum` does. Each exchange halves what a lane still has to add up: Share * (Lanes - 1) in all.
   __device__ pack sum_each(const pack (&x)[width]) const {
     float rest[width];
@@ -143,8 +146,8 @@ struct lane_team {
     unroll<Share - 1>([&](auto i) { all = combine(all, x.x[i + 1]); });
     return all;
   }
-  template <class Combine>
-  __device__ float across(float x, const Combine& combine) const {
+  template <class T, class Combine>
+  __device__ T across(T x, const Combine& combine) const {
     for (int distance = Lanes / 2; distance > 0; distance /= 2)
       x = combine(x, __shfl_xor_sync(mask(), x, distance, Lanes));
     return x;

@@ -32,7 +32,7 @@ class encoded_pages {
   [[gnu::noinline]] void encode(const head_of& at, int page, const head_slice<const element>& slice) const {
     resolve(policies_->codec, [&](const auto& codec) {
       codec_at(codec, place_of(at.head, page, s_->store_page(at.sequence, page)))
-          .template encode<d>(slice, s_->page.tokens, encoded(at.head));
+          .template encode<d>(scalar_team{}, slice, s_->page.tokens, encoded(at.head));
     });
   }
   /// What comes back of a slice of a page whose heads were all encoded.
@@ -116,7 +116,7 @@ class encoded_pages {
                                 std::int32_t store_page, const head_slice<element>& to) const {
     resolve(policies_->codec, [&](const auto& codec) {
       codec_at(codec, place_of(head, part.page, store_page))
-          .template decode<d>(from, s_->page.tokens, row_range{part.first, part.tokens}, to);
+          .template decode<d>(scalar_team{}, from, s_->page.tokens, row_range{part.first, part.tokens}, to);
     });
   }
 
