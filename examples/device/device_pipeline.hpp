@@ -10,10 +10,11 @@
 namespace freekv::examples {
 
 // What devices have of the programs' lists; of the others, all.
-using device_codec_list = policy_list<identity>;
+using device_codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4m3>, int8_token,
+                                      int4_token, int8_channel, int4_channel>;
 
-/// What is compiled for devices: of `policy_shape` any of these policies, either summary or the others as published; of
-/// each other shape what is published. Layouts, unit, plan and route are chosen in all of them.
+/// What is compiled for devices: of `policy_shape` any summary, any codec or any of the other policies, with all else as
+/// published; of each other shape what is published. Layouts, unit, plan and route are chosen in all of them.
 struct device_shape {
   data_type element;
   int head_dim;
@@ -36,5 +37,7 @@ std::unique_ptr<pipeline> make_device_shapes(const pipeline_options& options);
 std::unique_ptr<pipeline> make_device_policies(const pipeline_options& options);
 /// Of `policy_shape`, with any summary.
 std::unique_ptr<pipeline> make_device_summaries(const pipeline_options& options);
+/// Of `policy_shape`, with any codec.
+std::unique_ptr<pipeline> make_device_codecs(const pipeline_options& options);
 
 }  // namespace freekv::examples

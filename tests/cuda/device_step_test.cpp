@@ -21,13 +21,14 @@ using namespace tests;
 using namespace freekv::examples;
 
 /// Which of the device's pipelines a case is for.
-enum class made_of { shapes, policies, summaries };
+enum class made_of { shapes, policies, summaries, codecs };
 
 std::unique_ptr<pipeline> make(made_of what, const random_case& c) {
   const auto options = c.with_basis();
-  return what == made_of::shapes     ? make_device_shapes(options)
-         : what == made_of::policies ? make_device_policies(options)
-                                     : make_device_summaries(options);
+  return what == made_of::shapes      ? make_device_shapes(options)
+         : what == made_of::policies  ? make_device_policies(options)
+         : what == made_of::summaries ? make_device_summaries(options)
+                                      : make_device_codecs(options);
 }
 
 /// Exchanges what these pipelines do not have.
@@ -39,9 +40,9 @@ void take_what_devices_have(random_case& c, made_of what) {
   o.head_dim = shape.head_dim;
   auto& m = o.does;
   if (what != made_of::policies) m.rows = "per_kv_head";
-  m.codec = "identity";
+  m.codec = what == made_of::codecs ? dice(c.seed + 29).name_of(device_codec_list::choices) : "identity";
   o.store_file.clear();
-  o.copy_engines = c.seed % 4 == 3;
+  o.copy_engines = what != made_of::codecs && c.seed / 4 % 3 == 0;
   if (what != made_of::policies) {
     m.pinning = "no_pins";
     m.pooling = "mean_softmax";
@@ -167,10 +168,10 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
 
 /// Sequences that step together, each with a prompt of its own length and one or two rows a step. Reports are read after
 /// each step, which waits for recall, or never; then prompts come in many steps that nothing waits for either.
-std::vector<sequence_run> run_together(const random_case& c, const std::vector<random_case>& cases,
-                                       bool reports) {
+std::vector<sequence_run> run_together(made_of what, const random_case& c,
+                                       const std::vector<random_case>& cases, bool reports) {
   const auto n = [](int x) { return static_cast<std::size_t>(x); };
-  const auto p = make(made_of::policies, c);
+  const auto p = make(what, c);
   std::vector<sequence_run> runs(cases.begin(), cases.end());
   for (sequence_run& run : runs) run.id = p->open();
   constexpr int chunk = 7;
@@ -222,8 +223,8 @@ std::vector<sequence_run> run_together(const random_case& c, const std::vector<r
 
 /// Whether a sequence gives the same bits twice, beside other sequences, and where nothing waits for recall but the
 /// streams themselves; what differs is printed.
-bool same_bits_in_any_batch(std::uint64_t seed) {
-  random_case c = make_device_case(seed, made_of::policies);
+bool same_bits_in_any_batch(std::uint64_t seed, made_of what) {
+  random_case c = make_device_case(seed, what);
   auto& o = c.options;
   o.does.plan = "retrieval";
   // One layer comes again at once; of several the scratch is shared.
@@ -246,11 +247,12 @@ bool same_bits_in_any_batch(std::uint64_t seed) {
     cases.back().prompt = d.between(20, i == 0 ? 1300 : 300);
     o.max_tokens = std::max(o.max_tokens, cases.back().prompt + 2 * c.steps);
   }
-  const auto alone = run_together(c, {cases[0]}, true)[0], again = run_together(c, {cases[0]}, true)[0];
-  const auto last = run_together(c, {cases[1], cases[2], cases[0]}, true)[2];
-  const auto hurried = run_together(c, {cases[0], cases[1]}, false)[0];
-  o.copy_engines = true;
-  const auto copied = run_together(c, {cases[0], cases[1]}, false)[0];
+  const auto alone = run_together(what, c, {cases[0]}, true)[0],
+             again = run_together(what, c, {cases[0]}, true)[0];
+  const auto last = run_together(what, c, {cases[1], cases[2], cases[0]}, true)[2];
+  const auto hurried = run_together(what, c, {cases[0], cases[1]}, false)[0];
+  o.copy_engines = what != made_of::codecs;
+  const auto copied = run_together(what, c, {cases[0], cases[1]}, false)[0];
   const auto differs = [&](const sequence_run& other, const char* when) {
     const bool same =
         same_bits(alone.outputs, other.outputs) && (other.reports.empty() || alone.reports == other.reports);
@@ -280,8 +282,8 @@ void decode_one_layer(pipeline& p, const std::vector<sequence_run*>& runs) {
 }
 
 /// A case of one layer with pages of 8.
-random_case one_layer_case(std::uint64_t seed, const char* plan) {
-  random_case c = make_device_case(seed, made_of::policies);
+random_case one_layer_case(std::uint64_t seed, made_of what, const char* plan) {
+  random_case c = make_device_case(seed, what);
   auto& o = c.options;
   o.does.plan = plan;
   o.does.unit = 0;
@@ -295,8 +297,9 @@ random_case one_layer_case(std::uint64_t seed, const char* plan) {
 
 /// Whether a sequence and its fork, one of them cut back inside the open page that they share, both give what they give
 /// alone when they write to that page in the same step; what differs is printed.
-bool forks_write_to_their_open_page(std::uint64_t seed) {
-  const random_case c = one_layer_case(seed, "complete");  // which attends to the store alone
+bool forks_write_to_their_open_page(std::uint64_t seed, made_of what) {
+  random_case c = one_layer_case(seed, what, what == made_of::codecs ? "retrieval" : "complete");
+  c.options.in_place = true;  // attends to the store alone
   constexpr int prompt = 21, cut = 18, steps = 5;
   const auto begin = [&](pipeline& p, sequence_run& run) {
     run.id = p.open();
@@ -307,14 +310,14 @@ bool forks_write_to_their_open_page(std::uint64_t seed) {
     std::vector<sequence_run> alone(2, sequence_run(c));
     for (const bool is_fork : {false, true}) {
       sequence_run& run = alone[is_fork];
-      const auto p = make(made_of::policies, c);
+      const auto p = make(what, c);
       begin(*p, run);
       if (is_fork == fork_is_cut) p->truncate(run.id, cut);
       run.source.diverge(is_fork ? 2 : 1);
       for (int step = 0; step < steps; ++step) decode_one_layer(*p, {&run});
     }
     for (const bool fork_first : {false, true}) {
-      const auto p = make(made_of::policies, c);
+      const auto p = make(what, c);
       std::vector<sequence_run> runs(2, sequence_run(c));
       begin(*p, runs[0]);
       runs[1].id = p->fork(runs[0].id);
@@ -335,16 +338,18 @@ bool forks_write_to_their_open_page(std::uint64_t seed) {
 }
 
 /// Whether a sequence gives the same bits where another has had its slots in between.
-bool restored_slots_are_filled(std::uint64_t seed) {
-  random_case c = one_layer_case(seed, "retrieval");
+bool restored_slots_are_filled(std::uint64_t seed, made_of what) {
+  random_case c = one_layer_case(seed, what, "retrieval");
   c.options.in_place = false;
   c.options.max_resident = 1;
-  c.options.does.correction = "never";  // so that what was selected before is attended to
+  // Nothing is corrected, so that what was selected before is attended to.
+  c.options.does.correction = what == made_of::codecs ? "cosine_drift" : "never";
+  c.options.does.tau = -2.0f;
   std::vector<sequence_run> runs(2, sequence_run(c));
   for (const bool disturbed : {false, true}) {
     sequence_run &run = runs[disturbed], other(c);
     other.source.diverge(1);
-    const auto p = make(made_of::policies, c);
+    const auto p = make(what, c);
     const auto decode = [&](sequence_run& one, int steps) {
       for (int step = 0; step < steps; ++step) decode_one_layer(*p, {&one});
     };
@@ -367,9 +372,10 @@ bool restored_slots_are_filled(std::uint64_t seed) {
 }
 
 /// Whether `options` are refused as what the backend does not have.
-bool refuses(const pipeline_options& options, const std::string& what) {
+bool refuses(std::unique_ptr<pipeline> (*make_one)(const pipeline_options&), const pipeline_options& options,
+             const std::string& what) {
   try {
-    make_device_policies(options);
+    make_one(options);
   } catch (const freekv::settings_error& e) {
     if (std::string(e.what()).find(what) != std::string::npos) return true;
     std::printf("FAILED refusal of %s: %s\n", what.c_str(), e.what());
@@ -385,7 +391,12 @@ bool refuses_what_it_lacks() {
   with_many.does.selection = "top_p";
   with_many.max_tokens = 1 << 16;
   with_many.budget.selected_pages = 1025;
-  return refuses(with_file, "store files") && refuses(with_many, "1024");
+  auto with_codec = make_device_case(2, made_of::codecs).options;
+  with_codec.does.codec = "int8_token";
+  with_codec.copy_engines = true;
+  return refuses(make_device_policies, with_file, "store files") &&
+         refuses(make_device_policies, with_many, "1024") &&
+         refuses(make_device_codecs, with_codec, "copy engines");
 }
 
 }  // namespace
@@ -409,7 +420,7 @@ int main() {
       std::printf("FAILED %s\n  %s\n", sentence(c).c_str(), d.what.c_str());
     }
   };
-  constexpr made_of all[] = {made_of::shapes, made_of::policies, made_of::summaries};
+  constexpr made_of all[] = {made_of::shapes, made_of::policies, made_of::summaries, made_of::codecs};
   for (std::uint64_t seed = first; seed < first + count; ++seed) {
     const made_of what = all[seed % std::size(all)];
     const random_case c = make_device_case(seed, what);
@@ -420,9 +431,12 @@ int main() {
     const random_case c = make_device_events(seed, what);
     run(c, [&] { world(c, make(what, c), seen, counts).run(); });
   }
-  for (std::uint64_t seed = first; seed < first + worlds; ++seed) failed += !same_bits_in_any_batch(seed);
-  failed += !forks_write_to_their_open_page(first);
-  failed += !restored_slots_are_filled(first);
+  for (std::uint64_t seed = first; seed < first + worlds; ++seed)
+    failed += !same_bits_in_any_batch(seed, seed % 3 == 0 ? made_of::codecs : made_of::policies);
+  for (const made_of what : {made_of::policies, made_of::codecs}) {
+    failed += !forks_write_to_their_open_page(first, what);
+    failed += !restored_slots_are_filled(first, what);
+  }
   failed += !refuses_what_it_lacks();
   std::printf(
       "%d of %d cases and %d worlds failed; compared %ld steps, %ld firm selections, %ld head outputs; "

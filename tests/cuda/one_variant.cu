@@ -39,3 +39,16 @@ void select_in_two_stages(const state& s, const device::step_view& step,
   device::launch_keep(s, summary, step, scratch, {}, nullptr);
   device::launch_score<device::scoring::fine>(s, summary, mean_softmax{}, step, scratch, {}, nullptr);
 }
+
+// What a store that is encoded takes beside it.
+void keep_encoded(const freekv::layer_state<pipeline::shape_type>& s, const freekv::device::step_view& step,
+                  const freekv::device::append_memory<freekv::bfloat16>& memory,
+                  const freekv::device::selection_scratch& selected,
+                  const freekv::device::attention_scratch_memory& attended) {
+  const freekv::int4_channel codec;  // which takes more registers than the others
+  freekv::device::launch_encode(s, codec, step, {}, memory.encoding, nullptr);
+  freekv::device::launch_recall(s, codec, step, selected, nullptr);
+  freekv::device::launch_attend(s, codec, step, nullptr, false, 1, {}, attended, nullptr);
+  freekv::device::launch_fill(s, codec, {}, nullptr);
+  freekv::device::launch_reopen(s, codec, 0, 0, nullptr);
+}

@@ -4,6 +4,7 @@
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <algorithm>
+#include <array>
 #include <freekv/freekv.cuh>
 #include <functional>
 #include <numeric>
@@ -104,6 +105,60 @@ void team_calls(report& checks, random_numbers& random) {
   each([&](int i) { return static_cast<float>(i); });
   each([&](int i) { return to_float(halves[size(i)]); });
   checks.equal("a team of " + text(Lanes) + " lanes with " + text(Share) + " numbers each", out);
+}
+
+// ---- codecs ----
+
+/// A slice as bytes, and its rows from `first` on as they come back.
+template <int HeadDim, class Element, class Codec>
+struct coded_slice {
+  Codec codec;
+  head_slice<const Element> from;
+  int tokens, first;
+  std::byte* stored;
+  head_slice<Element> back;
+  template <class Team>
+  FREEKV_HD void operator()(Team team) const {
+    codec.template encode<HeadDim>(team, from, tokens, stored);
+    team.sync();
+    codec.template decode<HeadDim>(team, stored, tokens, row_range{first, tokens - first}, back);
+  }
+};
+template <int HeadDim, class Body>
+__global__ void run_row_team(Body body) {
+  body(device::row_team<HeadDim>{});
+}
+
+template <int HeadDim, class Element, class Codec>
+void codec_lanes(report& checks, random_numbers& random, const Codec& codec, bool infinite) {
+  const int tokens = 8 * random.between(1, 3), first = random.below(tokens), stride = HeadDim + 8;
+  pinned<Element> from = random.normals<Element>(size(2 * tokens * stride));
+  if (infinite) from[size(random.below(HeadDim))] = from_float<Element>(infinity);
+  results<std::byte> stored(codec.bytes({tokens, HeadDim}, sizeof(Element)));
+  results<Element> back(from.size());
+  const auto of = [&](std::byte* bytes, Element* rows) {
+    return coded_slice<HeadDim, Element, Codec>{codec,  {from.data(), from.data() + tokens * stride, stride},
+                                                tokens, first,
+                                                bytes,  {rows, rows + tokens * stride, stride}};
+  };
+  of(stored.host.data(), back.host.data())(scalar_team{});
+  run_row_team<HeadDim>
+      <<<1, device::row_team<HeadDim>::lane_count>>>(of(stored.device.data(), back.device.data()));
+  require(cudaGetLastError(), "kernel launch");
+  require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  const std::string what = std::string(Codec::name) + " by " + text(device::row_team<HeadDim>::lane_count) +
+                           " lanes, head_dim " + text(HeadDim);
+  if (!infinite) checks.equal(what + ": stored bytes", stored);  // a NaN has many encodings
+  checks.equal(what + ": read back", back);
+}
+template <int HeadDim, class Element>
+void codecs_by_lanes(report& checks, random_numbers& random) {
+  for (const bool infinite : std::array{false, true}) {
+    codec_lanes<HeadDim, Element>(checks, random, cast<fp8_e4m3>{}, infinite);
+    codec_lanes<HeadDim, Element>(checks, random, int8_token{}, infinite);
+    codec_lanes<HeadDim, Element>(checks, random, int8_channel{}, infinite);
+    codec_lanes<HeadDim, Element>(checks, random, int4_channel{}, infinite);
+  }
 }
 
 // ---- selection ----
@@ -321,7 +376,8 @@ void recalls(report& checks, random_numbers& random, const std::string& how) {
     side.frames = frames_of<Element>(make_page_span<Fast, HeadDim>(data.data(), frames, shape));
     return side;
   };
-  device::launch_recall<Tuned>(on(slots.device), {.most = {.entries = sequences}}, scratch, nullptr);
+  device::launch_recall<Tuned>(on(slots.device), identity{}, {.most = {.entries = sequences}}, scratch,
+                               nullptr);
   require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   const state host = on(slots.host);
   for (const device::recall_item& item : items) {
@@ -346,28 +402,6 @@ void recall_everywhere(report& checks, random_numbers& random, const std::string
   recalls<Tuned, hnd, nhd, bfloat16, 8>(checks, random, how);
 }
 
-// ---- refusals ----
-
-template <policy... Policies>
-void refusal(report& checks, const std::string& what) {
-  using pipeline = retrieval_pipeline<kv_shape<half, 64>, cuda_backend, Policies...>;
-  cuda_backend backend(cudaStreamPerThread, cudaStreamPerThread);
-  typename pipeline::settings s;
-  s.layers = 2;
-  s.query_heads = s.kv_heads = 2;
-  s.max_tokens = 1000;
-  std::string said = "nothing";
-  try {
-    pipeline::bytes_needed(s, backend);
-  } catch (const settings_error& e) {
-    said = e.what();
-  }
-  results<std::int32_t> refused(1);
-  refused.host[0] = 1;
-  refused.device[0] = said.find("the CUDA backend does not have " + what) != std::string::npos;
-  checks.equal("refusal of " + what, refused);
-}
-
 }  // namespace
 
 int main() {
@@ -381,12 +415,15 @@ int main() {
   team_calls<8, 4>(checks, random);
   team_calls<16, 1>(checks, random);
   team_calls<32, 1>(checks, random);
+  codecs_by_lanes<40, float>(checks, random);
+  codecs_by_lanes<80, float>(checks, random);
+  codecs_by_lanes<128, bfloat16>(checks, random);
+  codecs_by_lanes<256, half>(checks, random);
   selections(checks, random);
   mass_corrections(checks, random);
   recall_everywhere<device::recall_default>(checks, random, "loads");
   recall_everywhere<single_loads>(checks, random, "loads one at a time");
   recall_everywhere<two_deep_copies>(checks, random, "asynchronous copies, two on their way");
   recall_everywhere<deep_copies>(checks, random, "asynchronous copies");
-  refusal<cast<bfloat16>>(checks, "codecs and store files");
   return checks.finish();
 }

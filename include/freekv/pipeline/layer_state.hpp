@@ -275,6 +275,12 @@ struct layer_state {
   FREEKV_HD head_slice<element> frame_slice(int sequence, int slot, int head) const {
     return frames.slice(frame(sequence, slot), head);
   }
+  /// The sink or ring slot that page `page_index` of a sequence of `tokens` tokens has; -1: none.
+  FREEKV_HD int fixed_slot(int page_index, int tokens) const {
+    if (!keeps_slots) return -1;
+    if (page_index < slots.sink) return slots.sink_slot(page_index);
+    return page_index >= slots.ring_begin(tokens, page.tokens) ? slots.ring_slot(page_index) : -1;
+  }
   /// Selected slot i: a unit's rows.
   FREEKV_HD head_slice<element> selected_slice(int sequence, int i, int head) const {
     return rows_behind(frame_slice(sequence, slots.selected_slot(i), head), row_of(i));

@@ -27,7 +27,7 @@ struct memory_bytes {
   std::size_t state = 0;    ///< page tables, selections, previous queries, scratch
   std::size_t staging = 0;  ///< of an evicting_pipeline: KV of prompts until they end; from `fast`
 
-  std::size_t device_store = 0;  ///< where fast memory is a device's: KV of complete layers
+  std::size_t device_store = 0;  ///< where fast memory is a device's: KV of complete layers and open pages
   std::size_t mirrors = 0;       ///< and what the host keeps of its tables and reports, and uploads
 
   /// KV and summaries that a device would keep in its own memory: with `complete`, though that comes from `slow`;

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <freekv/config.hpp>
 #include <freekv/storage/file_store.hpp>
 #include <span>
 
@@ -18,7 +19,7 @@ struct slice_store {
   std::size_t slice_bytes = 0;  // with what alignment adds
   int kv_heads = 0;
 
-  std::uint64_t offset(std::int32_t store_page, int head) const {
+  FREEKV_HD constexpr std::uint64_t offset(std::int32_t store_page, int head) const {
     return (static_cast<std::uint64_t>(store_page) * static_cast<std::uint64_t>(kv_heads) +
             static_cast<std::uint64_t>(head)) *
            slice_bytes;
@@ -35,8 +36,8 @@ struct slice_store {
     }
   }
 
-  /// Bytes of the slice of `head`, to be read in place; of a store in memory.
-  const std::byte* in_memory(std::int32_t store_page, int head) const {
+  /// Bytes of the slice of `head`, where they lie; of a store in memory.
+  FREEKV_HD std::byte* in_memory(std::int32_t store_page, int head) const {
     return data + offset(store_page, head);
   }
   /// A read of the slice of `head` to `to`; of a store in a file.

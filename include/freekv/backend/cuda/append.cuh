@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step.cuh>
@@ -74,11 +75,29 @@ __device__ void put_row(Team team, int head_dim, const In* from, Element* to) {
   }
 }
 
-/// Appends the rows of an entry that fall into one page to one head's slice of it in the store and, where the page stays
-/// in the fast tier, in its slot; summarises it if it becomes complete, and finds what it is worth to be pinned.
+/// The rows of a page before they are encoded: a complete one's where `staged` is, if a prompt completes it, with what
+/// there is of it already; else its open page's.
+template <class Team, class State>
+__device__ auto unencoded_rows(Team team, const State& s, const step_entry& entry, int page, int head,
+                               const head_slice<typename State::element>& staged) {
+  constexpr int d = State::head_dim;
+  const auto open = s.open_slice(entry.sequence, page, head);
+  const int page_begin = page * s.page.tokens;
+  if (entry.kind == row_kind::decode || entry.after() < page_begin + s.page.tokens) return open;
+  for (int t = 0; t < entry.before - page_begin; ++t) {
+    put_row(team, d, open.key + t * open.stride, staged.key + t * staged.stride);
+    put_row(team, d, open.value + t * open.stride, staged.value + t * staged.stride);
+  }
+  return staged;
+}
+
+/// Appends the rows of an entry that fall into one page to one head's slice of it in the store, or to where they are before
+/// they are encoded, and, where the page stays in the fast tier, in its slot; summarises it if it becomes complete, and
+/// finds what it is worth to be pinned.
 template <class Team, class State, class Summary, class Pinning, class In>
 __device__ void append_page(Team team, const State& s, const Summary& summary, const Pinning& pinning,
                             const step_entry& entry, int page, int head, const device_rows<In>& rows,
+                            const head_slice<typename State::element>& staged,
                             const summary_scratch& scratch) {
   using element = typename State::element;
   constexpr int d = State::head_dim;
@@ -87,13 +106,12 @@ __device__ void append_page(Team team, const State& s, const Summary& summary, c
   const int last = entry.after() < page_end ? entry.after() : page_end;
   if (first >= last) return;
   const std::int32_t store_page = s.store_page(entry.sequence, page);
-  const auto kept = slice_of(s.store, store_page, head);
-  const bool in_slots =
-      s.keeps_slots && (page < s.slots.sink || page >= s.slots.ring_begin(entry.after(), s.page.tokens));
+  const auto kept =
+      s.encoded ? unencoded_rows(team, s, entry, page, head, staged) : slice_of(s.store, store_page, head);
+  const int fixed_slot = s.fixed_slot(page, entry.after());
+  const bool in_slots = fixed_slot >= 0;
   head_slice<element> slot;
-  if (in_slots)
-    slot = s.frame_slice(entry.sequence,
-                         page < s.slots.sink ? s.slots.sink_slot(page) : s.slots.ring_slot(page), head);
+  if (in_slots) slot = s.frame_slice(entry.sequence, fixed_slot, head);
   for (int token = first; token < last; ++token) {
     const std::int64_t row = (std::int64_t{entry.first_row + token - entry.before} * s.heads.kv + head) * d;
     const int t = token - page_begin;
@@ -184,24 +202,37 @@ __global__ void copy_shared_rows(State s, step_view step) {
   }
 }
 
-/// A unit of work is a page and head of an entry, or behind these, in retrieval layers, an entry's head that may drift.
+/// A unit of work is a page and head of an entry, or with the first of a step's pages, in retrieval layers, an entry's head
+/// that may drift.
 template <class State, class Summary, class Pinning, class Correction, class In>
 __global__ void append_and_detect(State s, Summary summary, Pinning pinning, Correction correction,
-                                  step_view step, device_rows<In> rows, append_scratch scratch) {
+                                  step_view step, device_rows<In> rows, page_run run, append_scratch scratch,
+                                  encoding_scratch<typename State::element> encoding) {
   using team_type = summary_team_t<Summary, State::head_dim>;
   const team_type team;
   const int heads = s.heads.kv, entries = step.size(), pages = step.most.pages;
   const int nth = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
   const int teams = static_cast<int>(gridDim.x * blockDim.x) / team.lanes();
   float* const mine = scratch.data + nth * scratch.each();
-  const std::int64_t appended = std::int64_t{entries} * pages * heads;
-  const std::int64_t units = appended + (s.kind == layer_kind::retrieval ? entries * heads : 0);
+  const std::int64_t appended = std::int64_t{max(0, min(run.count, entries * pages - run.first))} * heads;
+  const bool detects = s.kind == layer_kind::retrieval && run.first == 0;
+  const std::int64_t units = appended + (detects ? entries * heads : 0);
   for (std::int64_t unit = nth; unit < units; unit += teams) {
     if (unit < appended) {
-      const step_entry& entry = step.entries[unit / heads / pages];
-      append_page(team, s, summary, pinning, entry,
-                  entry.before / s.page.tokens + static_cast<int>(unit / heads % pages),
-                  static_cast<int>(unit % heads), rows, {mine, mine + scratch.keys});
+      const int nth_of_run = static_cast<int>(unit / heads), head = static_cast<int>(unit % heads);
+      const step_entry& entry = step.entries[(run.first + nth_of_run) / pages];
+      const int first = entry.before / s.page.tokens, open = entry.after() / s.page.tokens;
+      const int page = first + (run.first + nth_of_run) % pages;
+      // The open page's rows may go where those of the first page have been until they are encoded.
+      const bool in_order = s.encoded && open > first;
+      if (in_order && page == open) continue;
+      const int last = in_order && page == first ? open : page;
+      for (int one = page;; one = last) {
+        append_page(team, s, summary, pinning, entry, one, head, rows,
+                    encoding.staged_slice(s, nth_of_run, head), {mine, mine + scratch.keys});
+        if (one == last) break;
+        team.sync();
+      }
     } else {
       const int at = static_cast<int>(unit - appended);
       detect_drift(team, s, correction, step.entries[at / heads], at % heads, rows.queries);
@@ -209,24 +240,34 @@ __global__ void append_and_detect(State s, Summary summary, Pinning pinning, Cor
   }
 }
 
-/// Appends the rows of a step to a layer, summarises the pages they complete, and finds the heads that have drifted.
-/// `scratch` is of `append_default.most_teams` teams, and used on the compute stream alone.
+template <class State>
+void launch_copy_shared_rows(const State& s, const step_view& step, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(s.heads.kv), static_cast<unsigned>(step.most.entries));
+  copy_shared_rows<<<grid, append_default.threads, 0, stream>>>(s, step);
+  check(cudaGetLastError(), "copy of shared rows");
+}
+
+/// What appending needs of a pipeline's memory, used on the compute stream alone; of `append_default.most_teams` teams.
+template <class Element>
+struct append_memory {
+  append_scratch of_teams;
+  encoding_scratch<Element> encoding;  // if pages are encoded
+};
+
+/// Appends the rows of some pages of a step to a layer and summarises those they complete; with the first pages, finds the
+/// heads that have drifted.
 template <class State, class Summary, class Pinning, class Correction, class In>
 void launch_append(const State& s, const Summary& summary, const Pinning& pinning,
                    const Correction& correction, const step_view& step, const device_rows<In>& rows,
-                   const append_scratch& scratch, cudaStream_t stream) {
+                   const page_run& pages, const append_memory<typename State::element>& memory,
+                   cudaStream_t stream) {
   constexpr append_tuning tuning = append_default;
   constexpr int lanes = summary_team_t<Summary, State::head_dim>::lane_count;
-  const std::int64_t units = std::int64_t{step.most.entries} * (step.most.pages + 1) * s.heads.kv;
-  if (units == 0) return;
-  if (step.most.copies) {
-    const dim3 grid(static_cast<unsigned>(s.heads.kv), static_cast<unsigned>(step.most.entries));
-    copy_shared_rows<<<grid, tuning.threads, 0, stream>>>(s, step);
-    check(cudaGetLastError(), "copy of shared rows");
-  }
+  const std::int64_t units = (std::int64_t{pages.count} + step.most.entries) * s.heads.kv;
   const int most_blocks = tuning.most_teams * lanes / tuning.threads;
   append_and_detect<<<std::min(most_blocks, blocks_for(units * lanes, tuning.threads)), tuning.threads, 0,
-                      stream>>>(s, summary, pinning, correction, step, rows, scratch);
+                      stream>>>(s, summary, pinning, correction, step, rows, pages, memory.of_teams,
+                                memory.encoding);
   check(cudaGetLastError(), "append");
 }
 

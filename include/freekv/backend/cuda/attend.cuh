@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step.cuh>
@@ -20,9 +21,10 @@ struct attend_tuning {
   int part_tokens = 64;          ///< of a budgeted row that one team attends to
   int part_tokens_of_all = 512;  ///< of a row that attends to everything
   int rows_of_all = 16;          ///< that attend to everything in one launch; more take turns
+  int decoded_rows = 4;          ///< of encoded pages that a team decodes at a time, if there is room
   constexpr bool valid() const {
     return valid_block(threads, registers) && heads >= 1 && heads <= 8 && part_tokens >= 8 &&
-           part_tokens_of_all >= part_tokens && rows_of_all >= 1;
+           part_tokens_of_all >= part_tokens && rows_of_all >= 1 && decoded_rows >= 1;
   }
 };
 inline constexpr attend_tuning attend_default{};
@@ -69,14 +71,43 @@ struct attended_rows {
 FREEKV_HD inline bool attends_to_all(const step_entry& entry, const attended_rows& rows) {
   return rows.everything || entry.kind == row_kind::prompt;
 }
-
-/// Where the rows of entry i of a head's list are: in the store, or in its slot.
+/// Whether a head's list is of the store's pages, rather than of slots.
 template <class State>
+FREEKV_HD bool attends_to_store(const State& s, const page_list& entries, bool everything) {
+  return !s.keeps_slots || everything || entries.complete;
+}
+
+/// How attention to pages of `Codec` is launched, and how many rows of them a team decodes at a time: fewer where a block's
+/// memory has no room for more.
+template <int HeadDim, class Element, class Codec>
+struct attend_block {
+  static constexpr int lanes = row_team<HeadDim>::lane_count;
+  struct sizes {
+    int threads = attend_default.threads, rows = attend_default.decoded_rows;
+    constexpr int numbers() const { return threads / lanes * rows * 2 * HeadDim; }
+  };
+  static constexpr sizes fitting() {
+    constexpr int room = (48 << 10) / static_cast<int>(sizeof(Element));
+    sizes s;
+    while (s.numbers() > room && s.threads > 32) s.threads /= 2;
+    while (s.numbers() > room && s.rows > 1) s.rows /= 2;
+    while (s.numbers() > room) s.threads /= 2;
+    return s;
+  }
+  static constexpr sizes size = encodes_pages<Codec> ? fitting() : sizes{};
+  static constexpr int numbers = encodes_pages<Codec> ? size.numbers() : 1;
+};
+
+/// Where the rows of entry i of a head's list are: in its slot, in the store if that keeps them as they are, or in an open
+/// page.
+template <class Codec, class State>
 FREEKV_HD auto attended_slice(const State& s, const step_entry& entry, const page_list& entries, int i,
                               int head, bool everything) {
   const page_part part = entries.part(i);
-  if (!s.keeps_slots || everything || entries.complete)
-    return rows_behind(s.store_slice(entry.sequence, part.page, head), part.first);
+  if (attends_to_store(s, entries, everything))
+    return rows_behind(encodes_pages<Codec> ? s.open_slice(entry.sequence, part.page, head)
+                                            : s.store_slice(entry.sequence, part.page, head),
+                       part.first);
   if (entries.is_selected(i))
     return s.selected_slice(entry.sequence, s.selected_slot_of(entry.sequence, head, entries, i), head);
   return rows_behind(s.frame_slice(entry.sequence, s.slot_of_page(entries, i), head), part.first);
@@ -95,11 +126,32 @@ FREEKV_HD unsigned attending_heads(const State& s, const step_entry& entry, cons
   return heads;
 }
 
+/// Attends to entry i of a head's list, which is encoded, some rows after others through the team's part of `block`.
+template <class Block, class Team, class Attention, class State, class Codec>
+__device__ void attend_encoded(Team team, Attention& attention, const State& s, const Codec& codec,
+                               const head_of& at, const page_part& part, typename State::element* block,
+                               unsigned attending) {
+  constexpr int d = State::head_dim, most = Block::size.rows;
+  using element = typename State::element;
+  element* const key = block + static_cast<int>(threadIdx.x) / team.lanes() * most * 2 * d;
+  const head_slice<element> rows{key, key + most * d, d};
+  for (int first = 0; first < part.tokens; first += most) {
+    const int count = part.tokens - first < most ? part.tokens - first : most;
+    team.sync();  // all lanes have read the rows before
+    decode_part(team, s, codec, at, {part.page, part.first + first, count}, rows);
+    team.sync();
+    attention.attend(team, as_const(rows), count, s.soft_cap, attending);
+  }
+}
+
 /// A team attends with up to `attend_default.heads` query heads of one KV head to one part of a row.
-template <class State>
-__global__ void attend_parts(State s, step_view step, const float* queries, attended_rows rows,
+template <class State, class Codec>
+__global__ void attend_parts(State s, Codec codec, step_view step, const float* queries, attended_rows rows,
                              attention_scratch_memory scratch) {
   constexpr int d = State::head_dim, heads = attend_default.heads;
+  using element = typename State::element;
+  using block_type = attend_block<d, element, Codec>;
+  __shared__ alignas(16) element block[block_type::numbers];
   using team_type = row_team<d>;
   const team_type team;
   const int group = s.heads.group(), tiles = (group + heads - 1) / heads;
@@ -121,9 +173,15 @@ __global__ void attend_parts(State s, step_view step, const float* queries, atte
       team, [&](int h) { return queries + (first_head + nth(h)) * d; }, s.scale);
   for (int i = begin; i < end; ++i) {
     const unsigned attending = attending_heads(s, *entry, entries, i, head, tile * heads);
-    if (attending != 0)
-      attention.attend(team, as_const(attended_slice(s, *entry, entries, i, head, everything)),
-                       entries.part(i).tokens, s.soft_cap, attending);
+    if (attending == 0) continue;
+    const page_part of = entries.part(i);
+    if constexpr (encodes_pages<Codec>)
+      if (attends_to_store(s, entries, everything) && of.page < entry->after() / s.page.tokens) {
+        attend_encoded<block_type>(team, attention, s, codec, {entry->sequence, head}, of, block, attending);
+        continue;
+      }
+    attention.attend(team, as_const(attended_slice<Codec>(s, *entry, entries, i, head, everything)),
+                     of.tokens, s.soft_cap, attending);
   }
   const std::int64_t of_row = std::int64_t{static_cast<int>(blockIdx.z)} * s.heads.query + head * group;
   unroll<heads>([&](auto h) {
@@ -169,11 +227,13 @@ __global__ void merge_attention(State s, step_view step, attended_rows rows, att
   if (to.lse != nullptr && team.lane() == 0) to.lse[out] = lse * to.lse_unit;
 }
 
-/// Attends the rows of a step, of which each has at most `parts` parts.
-template <class State>
-void launch_attend(const State& s, const step_view& step, const float* queries, bool everything, int parts,
-                   const attention_output& to, const attention_scratch_memory& scratch, cudaStream_t stream) {
-  constexpr int lanes = row_team<State::head_dim>::lane_count, threads = attend_default.threads;
+/// Attends the rows of a step, of which each has at most `parts` parts. `codec`: of the layer's complete pages.
+template <class State, class Codec>
+void launch_attend(const State& s, const Codec& codec, const step_view& step, const float* queries,
+                   bool everything, int parts, const attention_output& to,
+                   const attention_scratch_memory& scratch, cudaStream_t stream) {
+  using block_type = attend_block<State::head_dim, typename State::element, Codec>;
+  constexpr int lanes = block_type::lanes, threads = block_type::size.threads;
   const int tiles = (s.heads.group() + attend_default.heads - 1) / attend_default.heads;
   constexpr std::int64_t most_in_z = 65535;
   const int at_once = static_cast<int>(
@@ -182,7 +242,7 @@ void launch_attend(const State& s, const step_view& step, const float* queries, 
     const attended_rows rows{first, std::min(at_once, step.most.rows - first), parts, everything};
     const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{parts} * lanes, threads)),
                     static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
-    attend_parts<<<grid, threads, 0, stream>>>(s, step, queries, rows, scratch);
+    attend_parts<<<grid, threads, 0, stream>>>(s, codec, step, queries, rows, scratch);
     check(cudaGetLastError(), "attend");
     merge_attention<<<blocks_for(std::int64_t{rows.count} * s.heads.query * lanes, threads), threads, 0,
                       stream>>>(s, step, rows, scratch, to);

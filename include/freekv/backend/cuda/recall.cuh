@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/step.cuh>
@@ -85,8 +86,8 @@ __device__ void copy_slice_by_warp(const slice_pieces<HeadDim, Element>& from,
   }
 }
 
-template <class Tuned, class State>
-__global__ void recall_items(State s, selection_scratch scratch) {
+template <class Tuned, class State, class Codec>
+__global__ void recall_items(State s, Codec codec, selection_scratch scratch) {
   constexpr recall_tuning tuning = Tuned::tuning;
   constexpr bool rings = tuning.read == recall_read::async_copies;
   __shared__ uint4 ring[rings ? tuning.depth * tuning.threads : 1];
@@ -96,24 +97,27 @@ __global__ void recall_items(State s, selection_scratch scratch) {
   using pieces = slice_pieces<State::head_dim, typename State::element>;
   for (int nth = first; nth < count; nth += warps) {
     const recall_item item = scratch.items[nth];
-    const int page = s.page_of(item.unit);
+    const int page = s.page_of(item.unit), row = s.row_of(item.unit);
+    const auto to = s.selected_slice(item.sequence, item.slot, item.head);
+    if (encodes_pages<Codec> && item.from_ring == 0) {
+      decode_by_warp(s, codec, {item.sequence, item.head}, {page, row, s.unit.tokens}, to);
+      continue;
+    }
     const auto from = item.from_ring != 0 ? s.frame_slice(item.sequence, s.slots.ring_slot(page), item.head)
                                           : s.store_slice(item.sequence, page, item.head);
-    copy_slice_by_warp<Tuned>(pieces{rows_behind(from, s.row_of(item.unit)), s.unit.tokens},
-                              pieces{s.selected_slice(item.sequence, item.slot, item.head), s.unit.tokens},
-                              ring);
+    copy_slice_by_warp<Tuned>(pieces{rows_behind(from, row), s.unit.tokens}, pieces{to, s.unit.tokens}, ring);
   }
 }
 
 /// Copies what the selection before it in the stream has listed.
-template <class Tuned = recall_default, class State>
-void launch_recall(const State& s, const step_view& step, const selection_scratch& scratch,
-                   cudaStream_t stream) {
+template <class Tuned = recall_default, class State, class Codec>
+void launch_recall(const State& s, const Codec& codec, const step_view& step,
+                   const selection_scratch& scratch, cudaStream_t stream) {
   constexpr recall_tuning tuning = Tuned::tuning;
   static_assert(tuning.valid());
   const std::int64_t most = std::int64_t{step.most.entries} * s.heads.kv * s.list_units;
   const int blocks = std::min(tuning.blocks, blocks_for(most, tuning.threads / 32));
-  recall_items<Tuned><<<blocks, tuning.threads, 0, stream>>>(s, scratch);
+  recall_items<Tuned><<<blocks, tuning.threads, 0, stream>>>(s, codec, scratch);
   check(cudaGetLastError(), "recall");
 }
 

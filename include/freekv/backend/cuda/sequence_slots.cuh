@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <freekv/backend/cuda/append.cuh>
+#include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/recall.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/pipeline/layer_state.hpp>
@@ -43,9 +44,21 @@ struct filled_slots {
   bool selected = false;
 };
 
-template <class State>
-__global__ void fill_slots(State s, filled_slots fill) {
+/// Fills a slot with some rows of a page of a sequence of `tokens` tokens.
+template <class State, class Codec>
+__device__ void fill_slot(const State& s, const Codec& codec, const head_of& at, int tokens,
+                          const page_part& part, const head_slice<typename State::element>& to) {
   using pieces = slice_pieces<State::head_dim, typename State::element>;
+  if (encodes_pages<Codec> && part.page < tokens / s.page.tokens)
+    return decode_by_warp(s, codec, at, part, to);
+  const auto from = encodes_pages<Codec> ? s.open_slice(at.sequence, part.page, at.head)
+                                         : s.store_slice(at.sequence, part.page, at.head);
+  copy_slice_by_warp<recall_default>(pieces{rows_behind(from, part.first), part.tokens},
+                                     pieces{to, part.tokens}, nullptr);
+}
+
+template <class State, class Codec>
+__global__ void fill_slots(State s, Codec codec, filled_slots fill) {
   const int unit = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
   const int slot = unit / s.heads.kv, head = unit % s.heads.kv, fixed = s.slots.fixed(), p = s.page.tokens;
   if (slot < fixed) {
@@ -58,39 +71,55 @@ __global__ void fill_slots(State s, filled_slots fill) {
     }
     const int rows = min(p, fill.tokens - page * p);
     if (rows > 0)
-      copy_slice_by_warp<recall_default>(pieces{s.store_slice(fill.sequence, page, head), rows},
-                                         pieces{s.frame_slice(fill.sequence, slot, head), rows}, nullptr);
+      fill_slot(s, codec, {fill.sequence, head}, fill.tokens, {page, 0, rows},
+                s.frame_slice(fill.sequence, slot, head));
   } else if (const int i = slot - fixed; fill.selected && i < s.slots.selected) {
     const std::int32_t held = s.slots_of(fill.sequence, head).page[i];
     if (held >= 0)
-      copy_slice_by_warp<recall_default>(
-          pieces{rows_behind(s.store_slice(fill.sequence, s.page_of(held), head), s.row_of(held)),
-                 s.unit.tokens},
-          pieces{s.selected_slice(fill.sequence, i, head), s.unit.tokens}, nullptr);
+      fill_slot(s, codec, {fill.sequence, head}, fill.tokens,
+                {s.page_of(held), s.row_of(held), s.unit.tokens}, s.selected_slice(fill.sequence, i, head));
   }
 }
-template <class State>
-void launch_fill(const State& s, const filled_slots& fill, cudaStream_t stream) {
+template <class State, class Codec>
+void launch_fill(const State& s, const Codec& codec, const filled_slots& fill, cudaStream_t stream) {
   const std::int64_t slots = s.slots.fixed() + (fill.selected ? s.slots.selected : 0);
   fill_slots<<<blocks_for(slots * s.heads.kv * 32, slots_default.threads), slots_default.threads, 0,
-               stream>>>(s, fill);
+               stream>>>(s, codec, fill);
   check(cudaGetLastError(), "filling slots");
 }
 
-/// Gives sequence `to` what the first `slots` slots of `from` hold.
+/// Reads a complete page of a sequence to where its rows are while it is open, as it is to be again.
+template <class State, class Codec>
+__global__ void reopen_page(State s, Codec codec, int sequence, int page) {
+  const int head = static_cast<int>(blockIdx.x);
+  decode_by_warp(s, codec, {sequence, head}, {page, 0, s.page.tokens}, s.open_slice(sequence, page, head));
+}
+template <class State, class Codec>
+void launch_reopen(const State& s, const Codec& codec, int sequence, int page, cudaStream_t stream) {
+  reopen_page<<<s.heads.kv, 32, 0, stream>>>(s, codec, sequence, page);
+  check(cudaGetLastError(), "reopening a page");
+}
+
+/// Gives sequence `to` what the first `slots` slots of `from` hold, and its open pages where others are encoded.
 template <class State>
 __global__ void copy_slots(State s, int from, int to, int slots) {
   using pieces = slice_pieces<State::head_dim, typename State::element>;
   const int unit = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
   const int slot = unit / s.heads.kv, head = unit % s.heads.kv;
-  if (slot < slots)
-    copy_slice_by_warp<recall_default>(pieces{s.frame_slice(from, slot, head), s.page.tokens},
-                                       pieces{s.frame_slice(to, slot, head), s.page.tokens}, nullptr);
+  const auto slice = [&](int sequence) {
+    return pieces{
+        slot < slots ? s.frame_slice(sequence, slot, head) : s.open_slice(sequence, slot - slots, head),
+        s.page.tokens};
+  };
+  if (slot < slots + (s.encoded ? s.open_frames : 0))
+    copy_slice_by_warp<recall_default>(slice(from), slice(to), nullptr);
 }
 template <class State>
 void launch_copy_slots(const State& s, int from, int to, int slots, cudaStream_t stream) {
-  copy_slots<<<blocks_for(std::int64_t{slots} * s.heads.kv * 32, slots_default.threads),
-               slots_default.threads, 0, stream>>>(s, from, to, slots);
+  const std::int64_t slices = std::int64_t{slots + (s.encoded ? s.open_frames : 0)} * s.heads.kv;
+  if (slices == 0) return;
+  copy_slots<<<blocks_for(slices * 32, slots_default.threads), slots_default.threads, 0, stream>>>(s, from,
+                                                                                                   to, slots);
   check(cudaGetLastError(), "copying slots");
 }
 

@@ -6,6 +6,7 @@
 #include <freekv/backend/cuda/append.cuh>
 #include <freekv/backend/cuda/attend.cuh>
 #include <freekv/backend/cuda/cuda_backend.cuh>
+#include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/recall.cuh>
 #include <freekv/backend/cuda/recall_by_copies.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
@@ -46,6 +47,8 @@ class stages {
   stages(cuda_backend& backend, const Settings& s, carver& pinned, carver& fast)
       : backend_(&backend), settings_(&s), ring_(s.max_resident, most_patches(s), fast, pinned) {
     check(s);
+    if (s.encodes() && backend.transfers() != nullptr)
+      throw settings_error("copy engines recall pages as they are; take recall_by::kernel for a codec");
     const int group = s.query_heads / s.kv_heads;
     int row_units = 0, list_units = 0;
     std::int64_t parts = 0;
@@ -56,7 +59,7 @@ class stages {
       parts = std::max({parts, rows * parts_within(s, layer),
                         std::min<std::int64_t>(rows, attend_default.rows_of_all) * parts_of_all(s)});
     }
-    append_ = resolve(s.summary, [&](const auto& summary) {
+    append_.of_teams = resolve(s.summary, [&](const auto& summary) {
       scoring_teams<d>(summary, {s.unit_tokens(), d});  // throws if it must
       const int width = summary.width({s.unit_tokens(), d});
       append_scratch scratch{nullptr, std::int64_t{s.unit_tokens()} * d,
@@ -64,6 +67,13 @@ class stages {
       scratch.data = fast.take<float>(size(append_default.most_teams * scratch.each()));
       return scratch;
     });
+    if (s.encodes())
+      append_.encoding =
+          encoding_scratch<element>::carve(fast, {.page_tokens = s.page.tokens,
+                                                  .kv_heads = s.kv_heads,
+                                                  .head_dim = d,
+                                                  .pages = std::int64_t{s.max_resident} * s.max_pages(),
+                                                  .slice_bytes = slice_bytes(s)});
     const bool by_query_head = s.row() == selection_row::query_head;
     const selection_sizes sizes{
         .entries = s.max_resident,
@@ -141,10 +151,16 @@ class stages {
   void truncate(const State& s, int sequence, const truncation& to) {
     if (!to.keeps_selection) launch_forget(s, sequence, false, compute());
     const int p = s.page.tokens;
-    if (s.keeps_slots && s.slots.ring_begin(to.before, p) > s.slots.ring_begin(to.tokens, p)) {
-      upload_sequence(sequence);
-      launch_fill(s, {sequence, to.tokens, to.tokens / p, false}, compute());
-    }
+    const int open = to.tokens / p;
+    const bool opens = s.encoded && to.tokens % p != 0 && to.before >= (open + 1) * p;
+    const bool refills =
+        s.keeps_slots && (opens || s.slots.ring_begin(to.before, p) > s.slots.ring_begin(to.tokens, p));
+    if (opens || refills) upload_sequence(sequence);
+    resolve(settings_->codec, [&]<class Codec>(const Codec& codec) {
+      if constexpr (encodes_pages<Codec>)
+        if (opens && !to.has_rows) launch_reopen(s, codec, sequence, open, compute());
+      if (refills) launch_fill(s, codec, {sequence, to.tokens, open, false}, compute());
+    });
     backend_->compute().synchronize();
   }
   /// `to` becomes what `from` is.
@@ -162,14 +178,17 @@ class stages {
     };
     for_each_book(books, copy_of_sequence);
     copy_of_sequence(s.previous_query, s.row(1, 0) * size(s.decode_rows * s.heads.group() * d));
-    if (s.keeps_slots)
-      launch_copy_slots(s, from, to, s.slots.fixed() + selected_frames_in_use(s, from), compute());
+    launch_copy_slots(s, from, to, s.keeps_slots ? s.slots.fixed() + selected_frames_in_use(s, from) : 0,
+                      compute());
     backend_->compute().synchronize();
   }
   /// Fills the slots of a sequence from the store.
   void restore(const State& s, int sequence, int tokens) {
     upload_sequence(sequence);
-    if (s.keeps_slots) launch_fill(s, {sequence, tokens, 0, true}, compute());
+    if (s.keeps_slots)
+      resolve(settings_->codec, [&](const auto& codec) {
+        launch_fill(s, codec, {sequence, tokens, 0, true}, compute());
+      });
     backend_->compute().synchronize();
   }
 
@@ -217,17 +236,28 @@ class stages {
   void settle(const State&, const step_view&) {}
   void settle_correction(const State&, const step_view&) {}
 
-  /// Appends rows, summarises the pages they complete and, in retrieval layers, finds the heads that have drifted.
+  /// Appends rows, summarises the pages they complete, encodes them if the layer keeps them so and, in retrieval layers,
+  /// finds the heads that have drifted.
   template <class In>
   void append(const State& s, const step_view& step, const new_rows<In>& rows) {
     const device_rows<In> of{rows.keys.data(), rows.values.data(), rows.queries.data()};
-    resolve(settings_->summary, [&](const auto& summary) {
-      resolve(that_pins(settings_->pinning), [&](const auto& pinning) {
-        resolve(settings_->correction, [&](const auto& correction) {
-          launch_append(s, summary, pinning, correction.at(s.layer), step, of, append_, compute());
+    if (step.most.copies && !s.encoded) launch_copy_shared_rows(s, step, compute());
+    const int pages = step.most.entries * step.most.pages;
+    const int at_once = s.encoded && step.most.prompts ? append_.encoding.pages : pages;
+    for (page_run run{0, 0}; run.first < pages; run.first += run.count) {
+      run.count = std::min(at_once, pages - run.first);
+      resolve(settings_->summary, [&](const auto& summary) {
+        resolve(that_pins(settings_->pinning), [&](const auto& pinning) {
+          resolve(settings_->correction, [&](const auto& correction) {
+            launch_append(s, summary, pinning, correction.at(s.layer), step, of, run, append_, compute());
+          });
         });
       });
-    });
+      if (s.encoded)
+        resolve(settings_->codec, [&]<class Codec>(const Codec& codec) {
+          if constexpr (encodes_pages<Codec>) launch_encode(s, codec, step, run, append_.encoding, compute());
+        });
+    }
   }
   /// Done by `append`.
   template <class In>
@@ -251,10 +281,10 @@ class stages {
 
   /// Attends decode rows within the budget, prompt rows, and all rows of complete layers, to everything up to themselves.
   void attend(const State& s, const step_view& step, const float* queries, const attention_output& to) {
-    launch_attend(s, step, queries, false, parts(s.layer, step.most.prompts), to, attention_, compute());
+    attend(s, step, queries, false, parts(s.layer, step.most.prompts), to);
   }
   void attend_full(const State& s, const step_view& step, const float* queries, const attention_output& to) {
-    launch_attend(s, step, queries, true, parts(s.layer, true), to, attention_, compute());
+    attend(s, step, queries, true, parts(s.layer, true), to);
   }
 
  private:
@@ -265,7 +295,7 @@ class stages {
     const auto lacks = [](const std::string& what) {
       throw settings_error("the CUDA backend does not have " + what + " yet; take the host backend for it");
     };
-    if (s.encodes()) lacks("codecs and store files");
+    if (s.store_file) lacks("store files");
     constexpr int most_heads = (48 << 10) / static_cast<int>(sizeof(float));  // of a block's memory
     if (const int heads = s.query_heads / s.kv_heads * s.max_decode_rows; heads > most_heads)
       throw settings_error("query heads of a group times max_decode_rows are " + std::to_string(heads) +
@@ -315,6 +345,23 @@ class stages {
     return complete ? std::max(within, parts_of_all(*settings_)) : within;
   }
 
+  static std::size_t slice_bytes(const Settings& s) {
+    return resolve(s.codec, [&](const auto& codec) {
+      return codec.bytes({s.page.tokens, d}, sizeof(element));
+    });
+  }
+
+  void attend(const State& s, const step_view& step, const float* queries, bool everything, int parts,
+              const attention_output& to) {
+    const auto launch = [&](const auto& codec) {
+      launch_attend(s, codec, step, queries, everything, parts, to, attention_, compute());
+    };
+    if (s.encoded)
+      resolve(settings_->codec, launch);
+    else
+      launch(identity{});
+  }
+
   template <class Correction>
   void select(const State& s, const step_view& step, const selection_scratch& scratch, selection_job job,
               const Correction& correction, device::stream& on) {
@@ -360,7 +407,7 @@ class stages {
     if (device::stream* const transfers = backend_->transfers())
       copies_.recall(s, mirror_->layers[size(s.layer)], scratch, on, *transfers);
     else
-      launch_recall(s, step, scratch, stream);
+      resolve(settings_->codec, [&](const auto& codec) { launch_recall(s, codec, step, scratch, stream); });
   }
 
   /// In one stage; or in two, of which the second scores what the first has kept.
@@ -419,7 +466,7 @@ class stages {
   const Settings* settings_;
   const device_mirror<State>* mirror_ = nullptr;
   step_ring ring_;
-  append_scratch append_;
+  append_memory<element> append_;
   selection_scratch correct_, speculate_;                // of the compute and of the recall stream
   attention_scratch_memory attention_;                   // of the compute stream
   copied_recall<State> copies_;                          // where copy engines recall

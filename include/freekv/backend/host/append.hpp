@@ -76,9 +76,8 @@ void append_page(isa set, const State& s, const Policies& policies, const step_e
   const int page_begin = page_index * s.page.tokens, page_end = page_begin + s.page.tokens;
   const int first = std::max(entry.before, page_begin), last = std::min(entry.after(), page_end);
   const bool complete = last == page_end, encodes = s.encoded && complete;
-  const bool in_slots = s.keeps_slots && (page_index < s.slots.sink ||
-                                          page_index >= s.slots.ring_begin(entry.after(), s.page.tokens));
-  const int slot = page_index < s.slots.sink ? s.slots.sink_slot(page_index) : s.slots.ring_slot(page_index);
+  const int slot = s.fixed_slot(page_index, entry.after());
+  const bool in_slots = slot >= 0;
   const std::int32_t store_page = s.store_page(entry.sequence, page_index);
   const encoded_pages pages(s, policies, w);
   const auto put = []<class In>(element* to, const In* from) {
