@@ -27,7 +27,7 @@ void judge_by_codes(const state& s, const device::step_view& step, const device:
   device::launch_score<device::scoring::alone>(s, summary, mean_softmax{}, step, scratch, {}, nullptr);
   device::launch_select(s, top_p{}, first_unselected<0>{}, mass_deficit{}, step, scratch, {}, nullptr);
   device::launch_append(s, min_max{}, pin_outliers<>{}, cosine_drift{}.at(0), step,
-                        device::device_rows<float>{}, {}, nullptr);
+                        device::device_rows<float>{}, {}, {}, nullptr);
 }
 
 // A coarse summary and a fine one.
@@ -41,14 +41,13 @@ void select_in_two_stages(const state& s, const device::step_view& step,
 }
 
 // What a store that is encoded takes beside it.
-void keep_encoded(const freekv::layer_state<pipeline::shape_type>& s, const freekv::device::step_view& step,
-                  const freekv::device::append_memory<freekv::bfloat16>& memory,
-                  const freekv::device::selection_scratch& selected,
-                  const freekv::device::attention_scratch_memory& attended) {
-  const freekv::int4_channel codec;  // which takes more registers than the others
-  freekv::device::launch_encode(s, codec, step, {}, memory.encoding, nullptr);
-  freekv::device::launch_recall(s, codec, step, selected, nullptr);
-  freekv::device::launch_attend(s, codec, step, nullptr, false, 1, {}, attended, nullptr);
-  freekv::device::launch_fill(s, codec, {}, nullptr);
-  freekv::device::launch_reopen(s, codec, 0, 0, nullptr);
+void keep_encoded(const state& s, const device::step_view& step,
+                  const device::append_memory<bfloat16>& memory, const device::selection_scratch& selected,
+                  const device::attention_scratch_memory& attended) {
+  const int4_channel codec;  // which takes more registers than the others
+  device::launch_encode(s, codec, step, {}, memory.encoding, nullptr);
+  device::launch_recall(s, codec, step, selected, nullptr);
+  device::launch_attend(s, codec, step, nullptr, false, 1, {}, attended, nullptr);
+  device::launch_fill(s, codec, {}, nullptr);
+  device::launch_reopen(s, codec, 0, 0, nullptr);
 }
