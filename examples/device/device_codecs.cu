@@ -1,17 +1,24 @@
-// Pipelines of one shape with any codec that the CUDA backend has.
+// Pipelines of one shape with any codec.
 #include "device_pipeline.hpp"
-#include "device_pipeline_of_shape.cuh"
+#include "device_pipeline_with_data.cuh"
 
 namespace freekv::examples {
 
-constexpr auto& codec_choices = device_codec_list::choices;
+namespace {
+
+using implementation = device_pipeline_type<kv_shape<half, policy_shape.head_dim>, codec_list::any>;
+
+implementation::settings settings_of(const pipeline_options& o, const method_data& data) {
+  auto s = device_settings<implementation::settings>(o);
+  s.correction = made<cosine_drift>::from(o.does, data);
+  s.codec = chosen("codec", codecs, o.does.codec).make(o.does, data);
+  return s;
+}
+
+}  // namespace
 
 std::unique_ptr<pipeline> make_device_codecs(const pipeline_options& o) {
-  using implementation = device_pipeline_type<kv_shape<half, policy_shape.head_dim>, device_codec_list::any>;
-  auto s = device_settings<implementation::settings>(o);
-  s.correction = made<cosine_drift>::from(o.does, {});
-  s.codec = chosen("codec", codec_choices, o.does.codec).make(o.does, {});
-  return std::make_unique<device_pipeline_of_shape<implementation>>(s, o);
+  return std::make_unique<device_pipeline_with_data<implementation>>(o, settings_of);
 }
 
 }  // namespace freekv::examples

@@ -7,13 +7,6 @@
 namespace freekv::examples {
 namespace {
 
-/// Throws choice_error unless `name` is one of `list`.
-template <class Choices>
-void expect_one_of(const std::string& kind, const Choices& list, const std::string& name) {
-  if (std::none_of(std::begin(list), std::end(list), [&](const auto& one) { return one.name == name; }))
-    throw choice_error(kind + " " + name + " is not among those that devices have (" + names_of(list) +
-                       "); choose one of these, or the host backend");
-}
 std::string text_of(const device_shape& shape) {
   return std::string(dtype_name(shape.element)) + " of head_dim " + std::to_string(shape.head_dim);
 }
@@ -29,7 +22,6 @@ std::unique_ptr<pipeline> make_device_pipeline(const pipeline_options& o) {
     throw choice_error("eviction " + m.eviction + " is not there for devices; choose the host backend");
   if (!o.store_file.empty())
     throw choice_error("devices keep no store in a file; leave it out, or choose the host backend");
-  expect_one_of("codec", device_codec_list::choices, m.codec);
 
   const method published;
   const bool summary_as_published = m.summary == published.summary && m.format == published.format;

@@ -9,10 +9,6 @@
 
 namespace freekv::examples {
 
-// What devices have of the programs' lists; of the others, all.
-using device_codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4m3>, int8_token,
-                                      int4_token, int8_channel, int4_channel>;
-
 /// What is compiled for devices: of `policy_shape` any summary, any codec or any of the other policies, with all else as
 /// published; of each other shape what is published. Layouts, unit, plan and route are chosen in all of them.
 struct device_shape {

@@ -40,7 +40,7 @@ void take_what_devices_have(random_case& c, made_of what) {
   o.head_dim = shape.head_dim;
   auto& m = o.does;
   if (what != made_of::policies) m.rows = "per_kv_head";
-  m.codec = what == made_of::codecs ? dice(c.seed + 29).name_of(device_codec_list::choices) : "identity";
+  m.codec = what == made_of::codecs ? dice(c.seed + 29).name_of(codecs) : "identity";
   o.store_file.clear();
   o.copy_engines = what != made_of::codecs && c.seed / 4 % 3 == 0;
   if (what != made_of::policies) {
@@ -62,6 +62,7 @@ void take_what_devices_have(random_case& c, made_of what) {
   o.basis = {nullptr, 1, o.kv_heads, m.rank, o.head_dim};
   o.codebooks.head_dim = o.head_dim;
   if (m.summary == "key_codes") c.codebook_data = random_codebooks(d, o.codebooks);
+  give_factors(c, d.between(1, 24));
 }
 
 /// A small case for a device.
@@ -230,6 +231,7 @@ bool same_bits_in_any_batch(std::uint64_t seed, made_of what) {
   // One layer comes again at once; of several the scratch is shared.
   o.layers = seed % 2 == 0 ? 1 : 3;
   o.complete_layers = o.layers / 2;
+  give_factors(c, o.factors.rank);
   o.sink_logits.clear();
   o.in_place = false;
   o.copy_engines = false;

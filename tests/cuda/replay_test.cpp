@@ -160,6 +160,8 @@ int main() {
   r.compare(with(halves, {"--pinning", "pin_outliers", "--pinned", "3", "--rows", "per_query_head"}));
   r.compare(with(halves, {"--codec", "int4_channel"}));
   r.compare(with(halves, {"--codec", "fp8", "--route", "in_place"}));
+  r.compare(with(halves, {"--codec", "low_rank_keys", "--key-rank", "100", "--rope-base", "10000", "--rope-pairs",
+                          "halves", "--unit", "8"}));
   r.compare(with(wide, {}));
   r.compare(with(wide, {"--variant", "streaming_llm"}));
   const std::string sequence = R"(,"trace":")" + halves + "\"}\n";
@@ -178,7 +180,6 @@ int main() {
   of_events.insert(of_events.end(), small.begin(), small.end());
   r.compare(of_events);
 
-  r.refuse(with(real, {"--codec", "low_rank_keys", "--rope-base", "10000"}), "codec low_rank_keys");
   r.refuse(with(wide, {"--codec", "int8_token"}), "BF16 of head_dim 128 with min_max");
   r.refuse(with(real, {"--variant", "h2o"}), "eviction h2o");
   r.refuse(with(wide, {"--correction", "always"}), "BF16 of head_dim 128 with min_max");

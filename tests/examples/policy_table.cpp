@@ -1,13 +1,12 @@
 // Prints the README's table of policies by backend, from the lists that the programs are compiled with. Given a README, exits
 // with 1 unless the table stands there.
-#include <algorithm>
 #include <fstream>
 #include <iostream>
 #include <iterator>
 #include <string>
 #include <vector>
 
-#include "device_pipeline.hpp"
+#include "choices.hpp"
 
 namespace {
 
@@ -27,29 +26,29 @@ names names_in(const freekv::any_of<freekv::layout_pair<Fast, Slow>...>&) {
   return {name_of<Fast>() + "/" + name_of<Slow>()...};
 }
 
-template <class OnHost, class OnDevice>
-std::string row(const std::string& kind, const OnHost& on_host, const OnDevice& on_device) {
-  std::string both, host_alone;
-  const names there = names_in(on_device);
-  for (const std::string& name : names_in(on_host)) {
-    std::string& list = std::find(there.begin(), there.end(), name) != there.end() ? both : host_alone;
-    list += (list.empty() ? "`" : ", `") + name + "`";
-  }
-  return "| " + kind + " | " + both + " | " + host_alone + " |\n";
+std::string list_of(const names& all) {
+  std::string list;
+  for (const std::string& name : all) list += (list.empty() ? "`" : ", `") + name + "`";
+  return list;
 }
-template <class OnHost>
-std::string row(const std::string& kind, const OnHost& on_both) {
-  return row(kind, on_both, on_both);
+template <class List>
+std::string row_of_both(const std::string& kind, const List& list) {
+  return "| " + kind + " | " + list_of(names_in(list)) + " | |\n";
+}
+template <class List>
+std::string row_of_host(const std::string& kind, const List& list) {
+  return "| " + kind + " | | " + list_of(names_in(list)) + " |\n";
 }
 
 std::string table() {
   return "| policies, by the names that programs take | host and CUDA | host alone |\n|---|---|---|\n" +
-         row("summary", summary_list::any{}) + row("pooling", pooling_list::any{}) +
-         row("selection", selection_list::any{}) + row("pinning", pinning_list::any{}) +
-         row("rows", rows_list::any{}) + row("correction", correction_list::any{}) +
-         row("residency", residency_list::any{}) + row("plan", any_plan{}) + row("route", any_route{}) +
-         row("layouts, fast and slow", any_layouts{}) +
-         row("codec", codec_list::any{}, device_codec_list::any{});
+         row_of_both("summary", summary_list::any{}) + row_of_both("pooling", pooling_list::any{}) +
+         row_of_both("selection", selection_list::any{}) + row_of_both("pinning", pinning_list::any{}) +
+         row_of_both("rows", rows_list::any{}) + row_of_both("correction", correction_list::any{}) +
+         row_of_both("residency", residency_list::any{}) + row_of_both("codec", codec_list::any{}) +
+         row_of_both("plan", any_plan{}) + row_of_both("route", any_route{}) +
+         row_of_both("layouts, fast and slow", any_layouts{}) +
+         row_of_host("eviction", eviction_list::any{});
 }
 
 }  // namespace

@@ -140,12 +140,16 @@ inline bool judged_by_mass(const freekv::examples::method& m) {
   return m.rows == "per_query_head" && m.correction == "mass_deficit";
 }
 
-/// For low_rank_keys, as many coefficients.
+/// For low_rank_keys, as many coefficients in each layer.
 inline void give_factors(random_case& c, int rank) {
   auto& o = c.options;
   dice d(c.seed + 3);
-  c.factor_data = random_factors(d, o.kv_heads, rank, o.head_dim);
-  o.factors = {nullptr, 1, o.kv_heads, rank, o.head_dim};
+  c.factor_data.clear();
+  for (int layer = 0; layer < o.layers; ++layer) {
+    const std::vector<float> of_layer = random_factors(d, o.kv_heads, rank, o.head_dim);
+    c.factor_data.insert(c.factor_data.end(), of_layer.begin(), of_layer.end());
+  }
+  o.factors = {nullptr, o.layers, o.kv_heads, rank, o.head_dim};
   c.frequencies.clear();
   for (int pair = d.between(0, o.head_dim / 2); pair > 0; --pair) c.frequencies.push_back(d.uniform());
   o.rotary = {nullptr, static_cast<int>(c.frequencies.size()),

@@ -56,7 +56,9 @@ struct low_rank_keys {
   FREEKV_HD constexpr std::size_t shared_bytes(page_geometry page, std::size_t element_bytes) const {
     return static_cast<std::size_t>(page.tokens * rank) * element_bytes;
   }
-  FREEKV_HD constexpr int shared_floats(page_geometry page) const { return (page.tokens + 1) * rank; }
+  FREEKV_HD constexpr int shared_floats(page_geometry page) const {
+    return (page.tokens + 1) * rank + page.head_dim;
+  }
 
   /// The codec for one slice.
   struct slice_codec;
@@ -73,68 +75,118 @@ struct low_rank_keys<Rank>::slice_codec {
   low_rank_keys policy;
   slice_place place;
 
+  /// A lane turns its numbers of a key; then the lanes share the directions out.
   template <int HeadDim, class Team, class Element>
-  FREEKV_HD void encode(Team, const head_slice<const Element>& from, int tokens, std::byte* to) const {
-    static_assert(Team::lane_count == 1, "low_rank_keys has one lane; choose another codec on a device");
+  FREEKV_HD void encode(Team team, const head_slice<const Element>& from, int tokens, std::byte* to) const {
+    const lane_numbers<HeadDim, Team> mine{policy.rotary, team.lane()};
     auto* const values = reinterpret_cast<Element*>(to);
     auto* const lost =
         reinterpret_cast<std::uint32_t*>(to + values_bytes({tokens, HeadDim}, sizeof(Element)));
-    for (int word = 0; word < (tokens + 31) / 32; ++word) lost[word] = 0;
     const int directions = policy.rank;
-    float* const parts = place.floats + tokens * directions;  // of one token
+    float* const parts = place.floats + tokens * directions;  // of one token, as is its key before rotation
+    float* const key_of_all = parts + directions;
+    std::uint32_t lost_of_word = 0;
     for (int t = 0; t < tokens; ++t) {
-      std::memcpy(values + t * HeadDim, from.value + t * from.stride, HeadDim * sizeof(Element));
-      float key[HeadDim];
-      widen_row<HeadDim>(from.key + t * from.stride, key);
+      mine.copy(from.value + t * from.stride, values + t * HeadDim);
+      float key[mine.count];
+      mine.widen(from.key + t * from.stride, key);
+      mine.rotate(place.first_token + t, -1.0f, key);
+      for (int i = 0; i < mine.count; ++i) key_of_all[mine(i)] = key[i] - mean()[mine(i)];
+      team.sync();
       float* const sums = place.floats + t * directions;
-      if (place.head == 0)
-        for (int r = 0; r < directions; ++r) sums[r] = 0.0f;
-      rotate(policy.rotary, place.first_token + t, -1.0f, key);
-      for (int i = 0; i < HeadDim; ++i) key[i] -= mean()[i];
       // What the coefficients of all heads cannot hold is lost for this head alone.
       bool fits = true;
-      for (int r = 0; r < directions; ++r) {
-        const float sum = sums[r] + product<HeadDim>(row(r, HeadDim), key);
+      for (int r = team.lane(); r < directions; r += team.lanes()) {
+        const float before = place.head == 0 ? 0.0f : sums[r];
+        const float sum = before + product<HeadDim>(row(r, HeadDim), key_of_all);
         fits = fits && ::fabsf(sum) <= largest<Element>();
+        sums[r] = before;
         parts[r] = sum;
       }
-      if (fits)
-        for (int r = 0; r < directions; ++r) sums[r] = parts[r];
-      else
-        lost[t / 32] |= 1u << t % 32;
+      if (team.max_of_lanes(fits ? 0 : 1) != 0) {
+        lost_of_word |= 1u << t % 32;
+      } else {
+        for (int r = team.lane(); r < directions; r += team.lanes()) sums[r] = parts[r];
+      }
       if (place.head == place.kv_heads - 1)
-        for (int r = 0; r < directions; ++r)
+        for (int r = team.lane(); r < directions; r += team.lanes())
           reinterpret_cast<Element*>(place.shared)[t * directions + r] = from_float<Element>(sums[r]);
+      if (t % 32 == 31 || t == tokens - 1) {
+        if (team.lane() == 0) lost[t / 32] = lost_of_word;
+        lost_of_word = 0;
+      }
+      team.sync();  // all have read the key
     }
   }
 
   template <int HeadDim, class Team, class Element>
-  FREEKV_HD void decode(Team, const std::byte* from, int tokens, row_range rows,
+  FREEKV_HD void decode(Team team, const std::byte* from, int tokens, row_range rows,
                         const head_slice<Element>& to) const {
-    static_assert(Team::lane_count == 1, "low_rank_keys has one lane; choose another codec on a device");
+    const lane_numbers<HeadDim, Team> mine{policy.rotary, team.lane()};
     const auto* const values = reinterpret_cast<const Element*>(from);
     const auto* const lost =
         reinterpret_cast<const std::uint32_t*>(from + values_bytes({tokens, HeadDim}, sizeof(Element)));
     const int directions = policy.rank;
     for (int nth = 0; nth < rows.count; ++nth) {
       const int t = rows.first + nth;
-      std::memcpy(to.value + nth * to.stride, values + t * HeadDim, HeadDim * sizeof(Element));
-      float key[HeadDim];
-      for (int i = 0; i < HeadDim; ++i) key[i] = mean()[i];
+      mine.copy(values + t * HeadDim, to.value + nth * to.stride);
+      float key[mine.count];
+      for (int i = 0; i < mine.count; ++i) key[i] = mean()[mine(i)];
       const auto* const coefficients = reinterpret_cast<const Element*>(place.shared) + t * directions;
       for (int r = 0; r < directions; ++r) {
         const float coefficient = to_float(coefficients[r]);
         const float* const direction = row(r, HeadDim);
-        for (int i = 0; i < HeadDim; ++i) key[i] += coefficient * direction[i];
+        for (int i = 0; i < mine.count; ++i) key[i] += coefficient * direction[mine(i)];
       }
-      rotate(policy.rotary, place.first_token + t, 1.0f, key);
+      mine.rotate(place.first_token + t, 1.0f, key);
       if ((lost[t / 32] >> t % 32 & 1u) != 0)
-        for (int i = 0; i < HeadDim; ++i) key[i] = NAN;
-      narrow_row<HeadDim>(key, to.key + nth * to.stride);
+        for (int i = 0; i < mine.count; ++i) key[i] = NAN;
+      mine.narrow(key, to.key + nth * to.stride);
     }
   }
 
  private:
+  /// A lane's numbers of a row: all of them in order, or of as many in `by_pairs`' order, so that no pair is two lanes'.
+  template <int HeadDim, class Team>
+  struct lane_numbers {
+    static constexpr int count = detail::row_share<HeadDim, Team>;
+    static constexpr bool all = Team::lane_count == 1;
+    static_assert(all || count % 2 == 0);
+    rotary_embedding rotary;
+    int first;
+
+    FREEKV_HD lane_numbers(const rotary_embedding& of, int lane) : rotary(of), first(lane * count) {}
+    FREEKV_HD int operator()(int i) const { return all ? i : rotary.by_pairs(first + i); }
+
+    template <class Element>
+    FREEKV_HD void copy(const Element* from, Element* to) const {
+      std::memcpy(to + first, from + first, count * sizeof(Element));
+    }
+    template <class Element>
+    FREEKV_HD void widen(const Element* row, float* key) const {
+      if constexpr (all)
+        widen_row<HeadDim>(row, key);
+      else
+        for (int i = 0; i < count; ++i) key[i] = to_float(row[(*this)(i)]);
+    }
+    template <class Element>
+    FREEKV_HD void narrow(const float* key, Element* row) const {
+      if constexpr (all)
+        narrow_row<HeadDim>(key, row);
+      else
+        for (int i = 0; i < count; ++i) row[(*this)(i)] = from_float<Element>(key[i]);
+    }
+    FREEKV_HD void rotate(int position, float sign, float* key) const {
+      if constexpr (all) {
+        freekv::rotate(rotary, position, sign, key);
+      } else {
+        for (int i = 0; i < count; i += 2)
+          if (first + i < 2 * rotary.pairs)
+            rotate_pair(rotary, (first + i) / 2, position, sign, key[i], key[i + 1]);
+      }
+    }
+  };
+
   template <class Element>
   FREEKV_HD static constexpr float largest() {
     return std::is_same_v<Element, half>       ? 65504.0f

@@ -41,25 +41,40 @@ struct page_run {
 template <class Element>
 struct encoding_scratch {
   Element* staged = nullptr;     // (page, kv head, 2, page tokens, head_dim)
-  std::byte* encoded = nullptr;  // (team, slice_stride)
+  std::byte* encoded = nullptr;  // (team, heads together, slice_stride)
+  float* shared = nullptr;       // (team, shared floats)
   int pages = 0;                 // that there is room for
+  int together = 1;              // heads of a page that a team encodes one after the other
+  int shared_floats = 0;
   std::size_t slice_stride = 0;
 
   struct sizes {
     int page_tokens = 0, kv_heads = 0, head_dim = 0;
     std::int64_t pages = 0;  // that a step may complete
     std::size_t slice_bytes = 0;
+    int shared_floats = 0;  // of a codec whose slices share something; else 0
   };
   static encoding_scratch carve(carver& memory, const sizes& s) {
     encoding_scratch scratch;
     scratch.pages =
         static_cast<int>(std::clamp<std::int64_t>(encode_default.staged_tokens / s.page_tokens, 1, s.pages));
+    scratch.together = s.shared_floats > 0 ? s.kv_heads : 1;
+    scratch.shared_floats = s.shared_floats;
     scratch.slice_stride = (s.slice_bytes + 15) / 16 * 16;
     const auto numbers = std::int64_t{scratch.pages} * s.kv_heads * 2 * s.page_tokens * s.head_dim;
     scratch.staged = memory.take<Element>(static_cast<std::size_t>(numbers));
-    scratch.encoded = memory.take<std::byte>(encode_default.most_teams * scratch.slice_stride);
+    const auto teams = static_cast<std::size_t>(encode_default.most_teams);
+    scratch.encoded =
+        memory.take<std::byte>(teams * static_cast<std::size_t>(scratch.together) * scratch.slice_stride);
+    scratch.shared = memory.take<float>(teams * static_cast<std::size_t>(scratch.shared_floats));
     return scratch;
   }
+  FREEKV_HD std::byte* encoded_of(int team, int nth) const {
+    return encoded + (static_cast<std::size_t>(team) * static_cast<std::size_t>(together) +
+                      static_cast<std::size_t>(nth)) *
+                         slice_stride;
+  }
+  FREEKV_HD float* shared_of(int team) const { return shared + std::int64_t{team} * shared_floats; }
   template <class State>
   FREEKV_HD head_slice<Element> staged_slice(const State& s, int nth, int head) const {
     const int plane = s.page.tokens * State::head_dim;
@@ -68,11 +83,12 @@ struct encoding_scratch {
   }
 };
 
-/// The codec of one head's slice of a sequence's page.
+/// The codec of one head's slice of a sequence's page. `floats`: to encode what the page's slices share.
 template <class State, class Codec>
-__device__ auto codec_of(const State& s, const Codec& codec, const head_of& at, int page) {
+__device__ auto codec_of(const State& s, const Codec& codec, const head_of& at, int page,
+                         float* floats = nullptr) {
   std::byte* const shared = s.shared_of(s.store_page(at.sequence, page));
-  return codec_at(codec, {s.layer, at.head, s.heads.kv, page * s.page.tokens, shared});
+  return codec_at(codec, {s.layer, at.head, s.heads.kv, page * s.page.tokens, shared, floats});
 }
 
 /// Some rows of a complete page as they come back, to the first rows of `to`.
@@ -97,35 +113,44 @@ __device__ void decode_by_warp(const State& s, const Codec& codec, const head_of
     decode_part(team, s, codec, at, {part.page, part.first + first, count}, rows_behind(to, first));
 }
 
-/// Encodes the pages that become complete; then slots, too, hold what the codec gives back.
+/// Encodes the pages that become complete; then slots, too, hold what the codec gives back. A unit of work is a slice, or
+/// all of a page where its slices share something.
 template <class State, class Codec>
 __global__ void encode_pages(State s, Codec codec, step_view step, page_run pages,
                              encoding_scratch<typename State::element> scratch) {
   constexpr int d = State::head_dim;
   const row_team<d> team;
-  const int heads = s.heads.kv, p = s.page.tokens;
-  const int first = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
+  const int together = scratch.together, of_page = s.heads.kv / together, p = s.page.tokens;
+  const int mine = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
   const int teams = static_cast<int>(gridDim.x * blockDim.x) / team.lanes();
-  std::byte* const encoded = scratch.encoded + static_cast<std::size_t>(first) * scratch.slice_stride;
-  const int units = min(pages.count, step.size() * step.most.pages - pages.first) * heads;
-  for (int unit = first; unit < units; unit += teams) {
-    const int nth = unit / heads, nth_of_step = pages.first + nth;
+  const int units = min(pages.count, step.size() * step.most.pages - pages.first) * of_page;
+  for (int unit = mine; unit < units; unit += teams) {
+    const int nth = unit / of_page, nth_of_step = pages.first + nth;
     const step_entry& entry = step.entries[nth_of_step / step.most.pages];
     const int page = entry.before / p + nth_of_step % step.most.pages;
     if ((page + 1) * p > entry.after()) continue;
-    const head_of at{entry.sequence, unit % heads};
-    const auto rows = entry.kind == row_kind::prompt ? scratch.staged_slice(s, nth, at.head)
-                                                     : s.open_slice(at.sequence, page, at.head);
-    codec_of(s, codec, at, page).template encode<d>(team, as_const(rows), p, encoded);
+    const int first = unit % of_page * together;
+    for (int i = 0; i < together; ++i) {
+      const head_of at{entry.sequence, first + i};
+      const auto rows = entry.kind == row_kind::prompt ? scratch.staged_slice(s, nth, at.head)
+                                                       : s.open_slice(at.sequence, page, at.head);
+      codec_of(s, codec, at, page, scratch.shared_of(mine))
+          .template encode<d>(team, as_const(rows), p, scratch.encoded_of(mine, i));
+    }
     team.sync();
-    const auto* const words = reinterpret_cast<const std::uint32_t*>(encoded);
-    auto* const kept =
-        reinterpret_cast<std::uint32_t*>(s.slices.in_memory(s.store_page(at.sequence, page), at.head));
-    for (int i = team.lane(); i < static_cast<int>(s.slices.slice_bytes / 4); i += team.lanes())
-      kept[i] = words[i];
-    if (const int slot = s.fixed_slot(page, entry.after()); slot >= 0)
-      codec_of(s, codec, at, page)
-          .template decode<d>(team, encoded, p, row_range{0, p}, s.frame_slice(at.sequence, slot, at.head));
+    const int slot = s.fixed_slot(page, entry.after());
+    for (int i = 0; i < together; ++i) {
+      const head_of at{entry.sequence, first + i};
+      const std::byte* const encoded = scratch.encoded_of(mine, i);
+      const auto* const words = reinterpret_cast<const std::uint32_t*>(encoded);
+      auto* const kept =
+          reinterpret_cast<std::uint32_t*>(s.slices.in_memory(s.store_page(at.sequence, page), at.head));
+      for (int word = team.lane(); word < static_cast<int>(s.slices.slice_bytes / 4); word += team.lanes())
+        kept[word] = words[word];
+      if (slot >= 0)
+        codec_of(s, codec, at, page)
+            .template decode<d>(team, encoded, p, row_range{0, p}, s.frame_slice(at.sequence, slot, at.head));
+    }
     team.sync();  // the scratch is free again
   }
 }
@@ -134,7 +159,8 @@ void launch_encode(const State& s, const Codec& codec, const step_view& step, co
                    const encoding_scratch<typename State::element>& scratch, cudaStream_t stream) {
   constexpr encode_tuning tuning = encode_default;
   constexpr int lanes = row_team<State::head_dim>::lane_count;
-  const int blocks = blocks_for(std::int64_t{pages.count} * s.heads.kv * lanes, tuning.threads);
+  const int blocks =
+      blocks_for(std::int64_t{pages.count} * s.heads.kv / scratch.together * lanes, tuning.threads);
   encode_pages<<<std::min(tuning.most_teams * lanes / tuning.threads, blocks), tuning.threads, 0, stream>>>(
       s, codec, step, pages, scratch);
   check(cudaGetLastError(), "encoding pages");

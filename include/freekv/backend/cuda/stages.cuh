@@ -73,7 +73,10 @@ class stages {
                                                   .kv_heads = s.kv_heads,
                                                   .head_dim = d,
                                                   .pages = std::int64_t{s.max_resident} * s.max_pages(),
-                                                  .slice_bytes = slice_bytes(s)});
+                                                  .slice_bytes = slice_bytes(s),
+                                                  .shared_floats = resolve(s.codec, [&](const auto& codec) {
+                                                    return shared_floats(codec, {s.page.tokens, d});
+                                                  })});
     const bool by_query_head = s.row() == selection_row::query_head;
     const selection_sizes sizes{
         .entries = s.max_resident,
@@ -195,14 +198,20 @@ class stages {
   /// A layer as the host sees it, with what the device has of its selection and report: waits for it. Valid until the next
   /// call for the layer.
   const State& read_back(const State& s) const {
-    const auto& book = mirror_->books[size(s.layer)];
     backend_->recall().synchronize();
-    if (book.size > 0)
-      device::check(cudaMemcpyAsync(book.host, book.device, book.size, cudaMemcpyDeviceToHost, compute()),
-                    "cudaMemcpyAsync");
+    copy_books(s, compute());
     backend_->compute().synchronize();
-    return mirror_->layers[size(s.layer)];
+    return as_read(s);
   }
+  /// The same on stream `side`, between what is queued for the layer and what will be.
+  void queue_read_back(const State& s, device::stream& side) {
+    for (device::stream* on : {&backend_->compute(), &backend_->recall()}) side.wait(on->record());
+    copy_books(s, side.get());
+    const event read = side.record();
+    for (device::stream* on : {&backend_->compute(), &backend_->recall()}) on->wait(read);
+  }
+  /// A layer as the host has last read it.
+  const State& as_read(const State& s) const { return mirror_->layers[size(s.layer)]; }
 
   // In a step:
 
@@ -291,6 +300,12 @@ class stages {
   static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
   cudaStream_t compute() const { return backend_->compute().get(); }
 
+  void copy_books(const State& s, cudaStream_t on) const {
+    const auto& book = mirror_->books[size(s.layer)];
+    if (book.size > 0)
+      device::check(cudaMemcpyAsync(book.host, book.device, book.size, cudaMemcpyDeviceToHost, on),
+                    "cudaMemcpyAsync");
+  }
   static void check(const Settings& s) {
     const auto lacks = [](const std::string& what) {
       throw settings_error("the CUDA backend does not have " + what + " yet; take the host backend for it");
