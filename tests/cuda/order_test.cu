@@ -116,6 +116,34 @@ pinned<float> decode(const text& source, bool in_place_route, bool waits, Option
   return out;
 }
 
+/// What a layer's reports say of each step, read behind each of them, or on a stream of its own while the next step is
+/// queued.
+pinned<std::int32_t> reports_of(const text& source, bool waits) {
+  pinned<float> out(steps * query_row);
+  prompted<cuda_backend> run(source, false);
+  device::owned_stream own;
+  device::stream side(own.get());
+  pinned<std::int32_t> all;
+  const auto add = [&](const step_report& report) {
+    for (const auto& numbers : {report.recalled, report.promoted, report.attended_count, report.attended})
+      all.insert(all.end(), numbers.begin(), numbers.end());
+  };
+  run.append(0);
+  for (int step = 0; step < steps; ++step) {
+    run.attend(step, out);
+    if (waits)
+      add(run.pipeline.report(0, run.id));
+    else
+      run.pipeline.queue_report(0, side);
+    if (step + 1 < steps) run.append(step + 1);
+    if (waits) continue;
+    side.synchronize();
+    add(run.pipeline.queued_report(0, run.id));
+  }
+  run.pipeline.synchronize();
+  return all;
+}
+
 /// Whether copy engines refuse to recall into a graph.
 bool copies_refuse_capture(const text& source) {
   pinned<float> out(steps * query_row);
@@ -158,6 +186,9 @@ int main() {
     out.device = decode<cuda_backend>(source, false, false, recall_by::copy_engines);
     checks.equal("steps with recall by copy engines", out);
   }
+  results<std::int32_t> reports(reports_of(source, true));
+  reports.device = reports_of(source, false);
+  checks.equal("reports on a stream of their own", reports);
   const bool refused = copies_refuse_capture(source);
   std::printf("%s copy engines refuse a stream that is captured\n", refused ? "ok    " : "FAILED:");
   if (!refused) return 1;

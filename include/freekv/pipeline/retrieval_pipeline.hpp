@@ -457,7 +457,33 @@ class basic_retrieval_pipeline {
     sequences_->known(id);
     const state& of_layer = layer_of(layer, "report");
     recalled_[static_cast<std::size_t>(layer)].wait();
-    const state& s = readable(of_layer);
+    return report_in(readable(of_layer), id);
+  }
+
+  /// Queues on `side`, a `device::stream` of the caller's, that the host is given what all of a layer's reports say: as of
+  /// what is queued for the layer by now. Nothing waits but the device, where what it queues from now on lies behind the
+  /// copy; so a captured step may have it. When `side` has come so far, `queued_report` reads it.
+  template <class Stream>
+  requires on_device<backend_type>
+  void queue_report(int layer, Stream& side) {
+    parts_->stages.queue_read_back(layer_of(layer, "queue_report"), side);
+  }
+  /// What the last `queue_report` of the layer has brought for a sequence; waits for nothing. Valid until the next call
+  /// for the layer of `report` or `queue_report`, or one between steps.
+  step_report queued_report(int layer, sequence_id id) const requires on_device<backend_type> {
+    sequences_->known(id);
+    return report_in(parts_->stages.as_read(layer_of(layer, "queued_report")), id);
+  }
+
+ private:
+  using state = layer_state<Shape>;
+  using stages = typename backend_type::template stages<state, settings>;
+  using memory_plan = pipeline_memory<state, settings, stages>;
+  enum class layer_progress : std::uint8_t { waiting, appended, corrected, attended };
+
+  static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+  static step_report report_in(const state& s, sequence_id id) {
     const auto heads = static_cast<std::size_t>(s.heads.kv);
     const std::size_t row = s.row(static_cast<int>(id), 0), first = s.selection(static_cast<int>(id), 0);
     return {{s.corrected + row, heads},
@@ -468,14 +494,6 @@ class basic_retrieval_pipeline {
             {s.attended_count + row, heads},
             {s.attended_by + s.masks(static_cast<int>(id), 0), s.masks(0, 1) * heads}};
   }
-
- private:
-  using state = layer_state<Shape>;
-  using stages = typename backend_type::template stages<state, settings>;
-  using memory_plan = pipeline_memory<state, settings, stages>;
-  enum class layer_progress : std::uint8_t { waiting, appended, corrected, attended };
-
-  static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
   // A stage is asked for its part in a step entry by entry; of a device for all of them at once.
   struct no_step {};
