@@ -40,6 +40,16 @@ void select_in_two_stages(const state& s, const device::step_view& step,
   device::launch_score<device::scoring::fine>(s, summary, mean_softmax{}, step, scratch, {}, nullptr);
 }
 
+// Recall by bulk copies.
+struct bulk_copies {
+  static constexpr device::recall_tuning tuning{
+      .read = device::recall_read::bulk_copies, .threads = 128, .depth = 4, .buffer_bytes = 2048};
+};
+void recall_by_bulk_copies(const state& s, const device::step_view& step,
+                           const device::selection_scratch& scratch) {
+  device::launch_recall<bulk_copies>(s, identity{}, step, scratch, nullptr);
+}
+
 // What a store that is encoded takes beside it.
 void keep_encoded(const state& s, const device::step_view& step,
                   const device::append_memory<bfloat16>& memory, const device::selection_scratch& selected,

@@ -322,6 +322,14 @@ struct deep_copies {
   static constexpr device::recall_tuning tuning{
       .read = device::recall_read::async_copies, .blocks = 3, .threads = 128, .depth = 5};
 };
+struct single_bulk_copies {
+  static constexpr device::recall_tuning tuning{
+      .read = device::recall_read::bulk_copies, .blocks = 1, .threads = 32, .depth = 1, .buffer_bytes = 256};
+};
+struct bulk_copies {
+  static constexpr device::recall_tuning tuning{
+      .read = device::recall_read::bulk_copies, .blocks = 1, .threads = 64, .depth = 3, .buffer_bytes = 1024};
+};
 struct single_loads {
   static constexpr device::recall_tuning tuning{.blocks = 1, .threads = 32, .depth = 1};
 };
@@ -425,5 +433,7 @@ int main() {
   recall_everywhere<single_loads>(checks, random, "loads one at a time");
   recall_everywhere<two_deep_copies>(checks, random, "asynchronous copies, two on their way");
   recall_everywhere<deep_copies>(checks, random, "asynchronous copies");
+  recall_everywhere<single_bulk_copies>(checks, random, "bulk copies one at a time");
+  recall_everywhere<bulk_copies>(checks, random, "bulk copies");
   return checks.finish();
 }

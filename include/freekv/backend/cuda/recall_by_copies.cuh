@@ -46,8 +46,8 @@ __global__ void write_copied(State s, const recall_item* items, int count, typen
       item.from_ring != 0
           ? rows_behind(s.frame_slice(item.sequence, s.slots.ring_slot(page), item.head), s.row_of(item.unit))
           : staged_slice<State::head_dim>(buffer, nth, tokens);
-  copy_slice_by_warp<recall_default>(
-      pieces{from, tokens}, pieces{s.selected_slice(item.sequence, item.slot, item.head), tokens}, nullptr);
+  copy_slice_by_warp(pieces{from, tokens},
+                     pieces{s.selected_slice(item.sequence, item.slot, item.head), tokens});
 }
 
 /// The lists and buffers of such recalls.

@@ -53,8 +53,7 @@ __device__ void fill_slot(const State& s, const Codec& codec, const head_of& at,
     return decode_by_warp(s, codec, at, part, to);
   const auto from = encodes_pages<Codec> ? s.open_slice(at.sequence, part.page, at.head)
                                          : s.store_slice(at.sequence, part.page, at.head);
-  copy_slice_by_warp<recall_default>(pieces{rows_behind(from, part.first), part.tokens},
-                                     pieces{to, part.tokens}, nullptr);
+  copy_slice_by_warp(pieces{rows_behind(from, part.first), part.tokens}, pieces{to, part.tokens});
 }
 
 template <class State, class Codec>
@@ -111,8 +110,7 @@ __global__ void copy_slots(State s, int from, int to, int slots) {
         slot < slots ? s.frame_slice(sequence, slot, head) : s.open_slice(sequence, slot - slots, head),
         s.page.tokens};
   };
-  if (slot < slots + (s.encoded ? s.open_frames : 0))
-    copy_slice_by_warp<recall_default>(slice(from), slice(to), nullptr);
+  if (slot < slots + (s.encoded ? s.open_frames : 0)) copy_slice_by_warp(slice(from), slice(to));
 }
 template <class State>
 void launch_copy_slots(const State& s, int from, int to, int slots, cudaStream_t stream) {
@@ -135,7 +133,7 @@ __global__ void compact_slots(State s, int sequence) {
     while (from > 0 && held.page[from] < 0) --from;
     while (to < from && held.page[to] >= 0) ++to;
     if (to >= from) return;
-    copy_slice_by_warp<recall_default>(slice(from), slice(to), nullptr);
+    copy_slice_by_warp(slice(from), slice(to));
     __syncwarp();
     if (threadIdx.x == 0) {
       held.page[to] = held.page[from];
