@@ -28,12 +28,17 @@ list(GET freekv_cudart 0 freekv_cudart)
 # Without contraction, so that host and device add and multiply alike.
 set(freekv_nvcc_compile ${FREEKV_NVCC} -std=c++20 -ccbin ${CMAKE_CXX_COMPILER} -fmad=false -I${PROJECT_SOURCE_DIR}/include
                         -Werror all-warnings -Xcompiler=-Wall,-Wextra,-ffp-contract=off)
+# `OBJECT other` names an object that is not called like its source.
 function(freekv_compile_cuda name)
-  set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.o)
+  cmake_parse_arguments(PARSE_ARGV 1 compile "" OBJECT "")
+  if(NOT compile_OBJECT)
+    set(compile_OBJECT ${name})
+  endif()
+  set(object ${CMAKE_CURRENT_BINARY_DIR}/${compile_OBJECT}.o)
   add_custom_command(OUTPUT ${object}
-                     COMMAND ${freekv_nvcc_compile} ${ARGN} -MD -MF ${object}.d -o ${object} -c
+                     COMMAND ${freekv_nvcc_compile} ${compile_UNPARSED_ARGUMENTS} -MD -MF ${object}.d -o ${object} -c
                              ${CMAKE_CURRENT_SOURCE_DIR}/${name}.cu
-                     MAIN_DEPENDENCY ${name}.cu DEPFILE ${object}.d COMMENT "nvcc ${name}.cu" VERBATIM)
+                     DEPENDS ${name}.cu DEPFILE ${object}.d COMMENT "nvcc ${compile_OBJECT}.o" VERBATIM)
   set_source_files_properties(${object} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
 endfunction()
 mark_as_advanced(FREEKV_NVCC)

@@ -1,4 +1,5 @@
 // FreeKV as published, for one shape: what an engine compiles; and the kernels that other policies take beside it.
+#include <freekv/backend/cuda/top_k.cuh>
 #include <freekv/freekv.cuh>
 
 using namespace freekv;
@@ -48,6 +49,12 @@ struct bulk_copies {
 void recall_by_bulk_copies(const state& s, const device::step_view& step,
                            const device::selection_scratch& scratch) {
   device::launch_recall<bulk_copies>(s, identity{}, step, scratch, nullptr);
+}
+
+// Selection from rows of scores.
+void select_from_rows(const device::score_rows& rows) {
+  device::launch_top_k(rows, device::top_k_scratch<device::select_by::block_radix>{}, nullptr);
+  device::launch_select_from_rows(rows, device::by_best_scores{}, nullptr);
 }
 
 // What a store that is encoded takes beside it.
