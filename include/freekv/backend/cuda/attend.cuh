@@ -60,6 +60,82 @@ struct attention_scratch_memory {
   }
 };
 
+/// Up to `attend_default.heads` query heads of one KV head, which a team attends with together.
+struct head_tile {
+  int kv_head = 0;
+  int group = 1;
+  int first = 0;  // query head of the group
+
+  FREEKV_HD static constexpr int tiles_of(int group) {
+    return (group + attend_default.heads - 1) / attend_default.heads;
+  }
+  /// Tile n of all KV heads' groups.
+  FREEKV_HD static constexpr head_tile nth(int n, int group) {
+    const int tiles = tiles_of(group);
+    return {n / tiles, group, n % tiles * attend_default.heads};
+  }
+  FREEKV_HD constexpr bool has(int h) const { return first + h < group; }
+  /// Query head h of the tile among all; those that it does not have are the group's last.
+  FREEKV_HD constexpr int query_head(int h) const {
+    return kv_head * group + (has(h) ? first + h : group - 1);
+  }
+};
+
+/// Where the parts of one row are in the scratch, of which `first` query heads of other rows lie before it.
+struct parts_of_row {
+  std::int64_t first = 0;
+  int parts = 1;
+  FREEKV_HD constexpr std::int64_t at(int query_head, int part) const {
+    return (first + query_head) * parts + part;
+  }
+};
+
+/// Takes a tile's queries of a row's (query_heads, head_dim).
+template <int HeadDim, class Team, class Attention>
+__device__ void begin_tile(Team team, Attention& attention, const head_tile& tile, const float* queries,
+                           float scale) {
+  attention.begin(
+      team, [&](int h) { return queries + std::int64_t{tile.query_head(h)} * HeadDim; }, scale);
+}
+
+/// Leaves what a tile has attended to as part `part` of its row.
+template <int HeadDim, class Team, class Attention>
+__device__ void store_tile(Team team, const Attention& attention, const head_tile& tile,
+                           const attention_scratch_memory& scratch, const parts_of_row& row, int part) {
+  unroll<attend_default.heads>([&](auto h) {
+    if (!tile.has(h)) return;
+    const std::int64_t at = row.at(tile.query_head(h), part);
+    if (team.lane() == 0) scratch.mass[at] = attention.mass[h];
+    unroll<HeadDim / Team::width>([&](auto i) {
+      team.store(scratch.weighted + at * HeadDim + i * Team::width, attention.weighted[h][i]);
+    });
+  });
+}
+
+/// Merges the first `count` parts of one query head of a row, at least 1, in order, adds its sink logit (-infinity: none),
+/// and writes row and head number `out` of the output.
+template <int HeadDim, class Team>
+__device__ void merge_row(Team team, const attention_scratch_memory& scratch, std::int64_t first, int count,
+                          float sink_logit, const attention_output& to, std::int64_t out) {
+  log_sum_exp mass = scratch.mass[first];
+  const attention_part into{&mass, scratch.weighted + first * HeadDim};
+  for (int part = 1; part < count; ++part) {
+    log_sum_exp behind = scratch.mass[first + part];
+    merge_parts<HeadDim>(team, attention_part{&behind, scratch.weighted + (first + part) * HeadDim}, into, 1);
+  }
+  add_logits<HeadDim>(team, &sink_logit, 1, into);
+  float lse;
+  finish_attention<HeadDim>(team, into, 1, to.out + out * HeadDim, &lse);
+  if (to.lse != nullptr && team.lane() == 0) to.lse[out] = lse * to.lse_unit;
+}
+
+/// Rows of `parts` parts whose attention the scratch has room for at a time, at least 1.
+inline int rows_at_once(const attention_scratch_memory& scratch, int parts, int query_heads) {
+  constexpr std::int64_t most_in_z = 65535;
+  return static_cast<int>(
+      std::clamp<std::int64_t>(scratch.parts / (std::int64_t{parts} * query_heads), 1, most_in_z));
+}
+
 /// Rows of a step that attend in one launch.
 struct attended_rows {
   int first = 0, count = 0;
@@ -113,16 +189,16 @@ FREEKV_HD auto attended_slice(const State& s, const step_entry& entry, const pag
   return rows_behind(s.frame_slice(entry.sequence, s.slot_of_page(entries, i), head), part.first);
 }
 
-/// Which of `attend_default.heads` query heads of a group, from `first` on, attend to entry i of a head's list, as bits.
+/// Which query heads of a tile attend to entry i of their KV head's list, as bits.
 template <class State>
 FREEKV_HD unsigned attending_heads(const State& s, const step_entry& entry, const page_list& entries, int i,
-                                   int head, int first) {
+                                   const head_tile& tile) {
   if (s.mask_words == 0 || !entries.is_selected(i)) return ~0u;
-  const std::uint32_t* const selected_by =
-      s.selected_by + s.masks(entry.sequence, head) + std::int64_t{entries.nth_selected(i)} * s.mask_words;
+  const std::uint32_t* const selected_by = s.selected_by + s.masks(entry.sequence, tile.kv_head) +
+                                           std::int64_t{entries.nth_selected(i)} * s.mask_words;
   unsigned heads = 0;
-  for (int h = 0; h < attend_default.heads && first + h < s.heads.group(); ++h)
-    heads |= (selected_by[(first + h) / 32] >> (first + h) % 32 & 1u) << h;
+  for (int h = 0; h < attend_default.heads && tile.has(h); ++h)
+    heads |= (selected_by[(tile.first + h) / 32] >> (tile.first + h) % 32 & 1u) << h;
   return heads;
 }
 
@@ -148,50 +224,40 @@ __device__ void attend_encoded(Team team, Attention& attention, const State& s, 
 template <class State, class Codec>
 __global__ void attend_parts(State s, Codec codec, step_view step, const float* queries, attended_rows rows,
                              attention_scratch_memory scratch) {
-  constexpr int d = State::head_dim, heads = attend_default.heads;
+  constexpr int d = State::head_dim;
   using element = typename State::element;
   using block_type = attend_block<d, element, Codec>;
   __shared__ alignas(16) element block[block_type::numbers];
   using team_type = row_team<d>;
   const team_type team;
-  const int group = s.heads.group(), tiles = (group + heads - 1) / heads;
+  const head_tile tile = head_tile::nth(static_cast<int>(blockIdx.y), s.heads.group());
   const int part = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
-  const int head = static_cast<int>(blockIdx.y) / tiles, tile = static_cast<int>(blockIdx.y) % tiles;
   const int row = rows.first + static_cast<int>(blockIdx.z);
   const step_entry* const entry = step.entry_of(row);
   if (entry == nullptr || part >= rows.parts) return;
   const bool everything = attends_to_all(*entry, rows);
-  const page_list entries = s.pages_attended(*entry, row - entry->first_row, head, everything);
+  const page_list entries = s.pages_attended(*entry, row - entry->first_row, tile.kv_head, everything);
   const int each = entries_of_part(entries.complete, s.page.tokens, s.unit.tokens);
   const int begin = part * each, end = begin + each < entries.size() ? begin + each : entries.size();
   if (begin >= end) return;
 
-  const std::int64_t first_head = std::int64_t{row} * s.heads.query + head * group;
-  register_attention<d, heads, team_type> attention;
-  const auto nth = [&](int h) { return tile * heads + h < group ? tile * heads + h : group - 1; };
-  attention.begin(
-      team, [&](int h) { return queries + (first_head + nth(h)) * d; }, s.scale);
+  register_attention<d, attend_default.heads, team_type> attention;
+  begin_tile<d>(team, attention, tile, queries + std::int64_t{row} * s.heads.query * d, s.scale);
   for (int i = begin; i < end; ++i) {
-    const unsigned attending = attending_heads(s, *entry, entries, i, head, tile * heads);
+    const unsigned attending = attending_heads(s, *entry, entries, i, tile);
     if (attending == 0) continue;
     const page_part of = entries.part(i);
     if constexpr (encodes_pages<Codec>)
       if (attends_to_store(s, entries, everything) && of.page < entry->after() / s.page.tokens) {
-        attend_encoded<block_type>(team, attention, s, codec, {entry->sequence, head}, of, block, attending);
+        attend_encoded<block_type>(team, attention, s, codec, {entry->sequence, tile.kv_head}, of, block,
+                                   attending);
         continue;
       }
-    attention.attend(team, as_const(attended_slice<Codec>(s, *entry, entries, i, head, everything)),
+    attention.attend(team, as_const(attended_slice<Codec>(s, *entry, entries, i, tile.kv_head, everything)),
                      of.tokens, s.soft_cap, attending);
   }
-  const std::int64_t of_row = std::int64_t{static_cast<int>(blockIdx.z)} * s.heads.query + head * group;
-  unroll<heads>([&](auto h) {
-    if (tile * heads + h >= group) return;
-    const std::int64_t at = (of_row + tile * heads + h) * rows.parts + part;
-    if (team.lane() == 0) scratch.mass[at] = attention.mass[h];
-    unroll<d / team_type::width>([&](auto i) {
-      team.store(scratch.weighted + at * d + i * team_type::width, attention.weighted[h][i]);
-    });
-  });
+  const parts_of_row to{std::int64_t{blockIdx.z} * s.heads.query, rows.parts};
+  store_tile<d>(team, attention, tile, scratch, to, part);
 }
 
 /// A team merges the parts of one query head of a row, in order, and writes its output.
@@ -213,18 +279,10 @@ __global__ void merge_attention(State s, step_view step, attended_rows rows, att
   const int each = entries_of_part(entries.complete, s.page.tokens, s.unit.tokens);
   const int parts = (entries.size() + each - 1) / each;
 
-  const std::int64_t first = (std::int64_t{nth} * s.heads.query + query_head) * rows.parts;
-  log_sum_exp mass = scratch.mass[first];
-  const attention_part into{&mass, scratch.weighted + first * d};
-  for (int part = 1; part < parts; ++part) {
-    log_sum_exp behind = scratch.mass[first + part];
-    merge_parts<d>(team, attention_part{&behind, scratch.weighted + (first + part) * d}, into, 1);
-  }
-  if (s.sink_logits != nullptr) add_logits<d>(team, s.sink_logits + query_head, 1, into);
-  const std::int64_t out = std::int64_t{row} * s.heads.query + query_head;
-  float lse;
-  finish_attention<d>(team, into, 1, to.out + out * d, &lse);
-  if (to.lse != nullptr && team.lane() == 0) to.lse[out] = lse * to.lse_unit;
+  const parts_of_row of{std::int64_t{nth} * s.heads.query, rows.parts};
+  merge_row<d>(team, scratch, of.at(query_head, 0), parts,
+               s.sink_logits == nullptr ? -infinity : s.sink_logits[query_head], to,
+               std::int64_t{row} * s.heads.query + query_head);
 }
 
 /// Attends the rows of a step, of which each has at most `parts` parts. `codec`: of the layer's complete pages.
@@ -234,10 +292,8 @@ void launch_attend(const State& s, const Codec& codec, const step_view& step, co
                    const attention_scratch_memory& scratch, cudaStream_t stream) {
   using block_type = attend_block<State::head_dim, typename State::element, Codec>;
   constexpr int lanes = block_type::lanes, threads = block_type::size.threads;
-  const int tiles = (s.heads.group() + attend_default.heads - 1) / attend_default.heads;
-  constexpr std::int64_t most_in_z = 65535;
-  const int at_once = static_cast<int>(
-      std::clamp<std::int64_t>(scratch.parts / (std::int64_t{parts} * s.heads.query), 1, most_in_z));
+  const int tiles = head_tile::tiles_of(s.heads.group());
+  const int at_once = rows_at_once(scratch, parts, s.heads.query);
   for (int first = 0; first < step.most.rows; first += at_once) {
     const attended_rows rows{first, std::min(at_once, step.most.rows - first), parts, everything};
     const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{parts} * lanes, threads)),
