@@ -57,6 +57,12 @@ void select_from_rows(const device::score_rows& rows) {
   device::launch_select_from_rows(rows, device::by_best_scores{}, nullptr);
 }
 
+// Attention to a cache of the engine's own.
+void attend_to_engine(const device::paged_cache<bfloat16>& cache,
+                      const device::attention_scratch_memory& attended) {
+  device::attend_paged<128>(cache, {}, attended, nullptr);
+}
+
 // What a store that is encoded takes beside it.
 void keep_encoded(const state& s, const device::step_view& step,
                   const device::append_memory<bfloat16>& memory, const device::selection_scratch& selected,

@@ -1,0 +1,207 @@
+// Attention to an engine's own paged KV cache on the device: full attention without a pipeline.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <freekv/backend/cuda/attend.cuh>
+#include <freekv/backend/cuda/lane_team.cuh>
+#include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/core/element.hpp>
+#include <freekv/core/error.hpp>
+#include <freekv/core/shape.hpp>
+#include <freekv/functors/attend_tokens.hpp>
+#include <freekv/storage/engine_frames.hpp>
+#include <freekv/storage/memory.hpp>
+#include <limits>
+#include <string>
+
+namespace freekv::device {
+
+struct attend_paged_tuning {
+  int threads = attend_default.threads;  ///< of a block
+  int registers = 168;                   ///< of a thread at most
+  constexpr bool valid() const { return valid_block(threads, registers); }
+};
+inline constexpr attend_paged_tuning attend_paged_default{};
+static_assert(attend_paged_default.valid());
+
+/// One layer of an engine's paged KV cache, as paged-attention kernels take it; all in memory that the device reads. Token t
+/// of sequence s is token `t % block_tokens` of block `block_table[s * max_blocks + t / block_tokens]`, its key of KV head h
+/// at `keys + block * block_stride + token * token_stride + h * head_stride`, and so is its value. Strides in elements;
+/// head_dim elements lie one behind the other. Loads are of 16 bytes where addresses allow it. What lies behind a
+/// sequence's length is not read, of its table neither.
+template <element Element>
+struct paged_cache {
+  const Element* keys = nullptr;
+  const Element* values = nullptr;
+  std::int64_t block_stride = 0;
+  std::int64_t token_stride = 0;
+  std::int64_t head_stride = 0;
+  int block_tokens = 16;
+  int max_blocks = 0;                         ///< of a sequence
+  const std::int32_t* block_table = nullptr;  ///< (sequences, max_blocks)
+  const std::int32_t* seq_lens = nullptr;     ///< (sequences): tokens, those of the decode rows included
+
+  FREEKV_HD head_slice<const Element> slice(int sequence, int nth, int head) const {
+    const slot_frames<const Element> blocks{keys,         values,
+                                            block_stride, token_stride,
+                                            head_stride,  block_table + std::int64_t{sequence} * max_blocks};
+    return blocks.slice(nth, head);
+  }
+};
+
+/// What attends to such a cache: `rows` decode rows of each sequence, causal among themselves. The last one attends to all
+/// of its sequence's tokens, each before it to one less; a row that has none gets output 0 and lse -infinity, or its logit.
+/// The bounds size the launch, and a launch may be captured with larger ones: what there is, is read on the device.
+struct paged_attention {
+  head_counts heads;               ///< any group
+  const float* queries = nullptr;  ///< (sequences, rows, query_heads, head_dim): post-RoPE
+  int max_sequences = 0;
+  int max_tokens = 0;  ///< of a sequence; the rows of a longer one get NaN
+  int rows = 1;
+  const std::int32_t* sequences = nullptr;  ///< (1) on the device: how many there are; null: `max_sequences`
+  float scale = 1.0f;
+  float soft_cap = 0.0f;               ///< of scores: soft_cap * tanh(score / soft_cap); 0: none
+  const float* sink_logits = nullptr;  ///< (query_heads); null: none
+  attention_output to;                 ///< (sequences, rows, query_heads, ...)
+
+  FREEKV_HD constexpr int max_rows() const { return max_sequences * rows; }
+};
+
+/// Tokens of whole blocks that one part covers.
+FREEKV_HD constexpr int paged_part_tokens(int block_tokens) {
+  return entries_of_part(true, block_tokens, block_tokens) * block_tokens;
+}
+/// Parts that a row of up to `max_tokens` tokens is attended to in.
+inline int paged_parts(int max_tokens, int block_tokens) {
+  return std::max(1, blocks_for(max_tokens, paged_part_tokens(block_tokens)));
+}
+
+/// Scratch for attention to blocks of `block_tokens` tokens: for all rows at once, or for as many as `attend_default` says,
+/// whichever is less; the rest takes turns. Where `memory` is without memory it is counted.
+inline attention_scratch_memory paged_scratch(carver& memory, const paged_attention& attention,
+                                              int block_tokens, int head_dim) {
+  const std::int64_t rows = std::min(attention.max_rows(), attend_default.rows_of_all);
+  return attention_scratch_memory::carve(
+      memory, rows * attention.heads.query * paged_parts(attention.max_tokens, block_tokens), head_dim);
+}
+
+/// The logit that makes a row NaN.
+inline constexpr float not_attended = std::numeric_limits<float>::quiet_NaN();
+
+/// A row as the device sees it.
+struct paged_row {
+  int sequence = 0;
+  int tokens = 0;  // that it attends to; below 0: there is no such row
+
+  __device__ static paged_row of(const paged_attention& attention, const std::int32_t* seq_lens, int row) {
+    const int sequence = row / attention.rows, later = attention.rows - 1 - row % attention.rows;
+    if (attention.sequences != nullptr && sequence >= *attention.sequences) return {sequence, -1};
+    const int tokens = seq_lens[sequence] - later;
+    return {sequence, tokens > 0 ? tokens : 0};
+  }
+};
+
+/// A team attends with up to `attend_default.heads` query heads of one KV head to one part of a row. The first part of a
+/// row without tokens is one that is empty.
+template <int HeadDim, element Element>
+__global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention attention, attended_rows rows,
+                                   attention_scratch_memory scratch) {
+  using team_type = row_team<HeadDim>;
+  const team_type team;
+  const head_tile tile = head_tile::nth(static_cast<int>(blockIdx.y), attention.heads.group());
+  const int part = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
+  const int nth = rows.first + static_cast<int>(blockIdx.z);
+  const paged_row row = paged_row::of(attention, cache.seq_lens, nth);
+  if (row.tokens < 0 || part >= rows.parts) return;
+  const int block = cache.block_tokens, each = paged_part_tokens(block);
+  const int tokens = row.tokens < attention.max_tokens ? row.tokens : attention.max_tokens;
+  const int begin = part * each, end = begin + each < tokens ? begin + each : tokens;
+  if (begin >= end && part > 0) return;
+
+  register_attention<HeadDim, attend_default.heads, team_type> attended;
+  begin_tile<HeadDim>(team, attended, tile,
+                      attention.queries + std::int64_t{nth} * attention.heads.query * HeadDim,
+                      attention.scale);
+  for (int first = begin; first < end; first += block)
+    attended.attend(team, cache.slice(row.sequence, first / block, tile.kv_head),
+                    end - first < block ? end - first : block, attention.soft_cap);
+  const parts_of_row to{std::int64_t{blockIdx.z} * attention.heads.query, rows.parts};
+  store_tile<HeadDim>(team, attended, tile, scratch, to, part);
+}
+
+/// A team merges the parts of one query head of a row, in order, and writes its output.
+template <int HeadDim>
+__global__ void merge_paged_parts(paged_attention attention, const std::int32_t* seq_lens, int block_tokens,
+                                  attended_rows rows, attention_scratch_memory scratch) {
+  const row_team<HeadDim> team;
+  const int unit = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
+  const int query_heads = attention.heads.query;
+  if (unit >= rows.count * query_heads) return;
+  const int nth = unit / query_heads, head = unit % query_heads;
+  const paged_row row = paged_row::of(attention, seq_lens, rows.first + nth);
+  if (row.tokens < 0) return;
+  const int each = paged_part_tokens(block_tokens);
+  const int parts = row.tokens > each ? (row.tokens - 1) / each + 1 : 1;
+  const parts_of_row of{std::int64_t{nth} * query_heads, rows.parts};
+  const float logit = attention.sink_logits == nullptr ? -infinity : attention.sink_logits[head];
+  merge_row<HeadDim>(team, scratch, of.at(head, 0), parts < rows.parts ? parts : rows.parts,
+                     row.tokens > attention.max_tokens ? not_attended : logit, attention.to,
+                     std::int64_t{rows.first + nth} * query_heads + head);
+}
+
+namespace detail {
+
+inline void check_paged(int block_tokens, int max_blocks, const paged_attention& attention,
+                        const attention_scratch_memory& scratch) {
+  const auto refuse = [](const std::string& what) {
+    throw settings_error("attention to a paged cache: " + what);
+  };
+  const auto [query, kv] = attention.heads;
+  if (kv < 1 || query < 1 || query % kv != 0)
+    refuse(std::to_string(query) + " query heads of " + std::to_string(kv) +
+           " KV heads; they are a multiple");
+  if (block_tokens < 1 || attention.rows < 1)
+    refuse("blocks of " + std::to_string(block_tokens) + " tokens and " + std::to_string(attention.rows) +
+           " rows of a sequence; at least 1 of each");
+  if (attention.max_tokens > std::int64_t{max_blocks} * block_tokens)
+    refuse("max_tokens is " + std::to_string(attention.max_tokens) + ", and a sequence's " +
+           std::to_string(max_blocks) + " blocks have room for " +
+           std::to_string(std::int64_t{max_blocks} * block_tokens));
+  if (const std::int64_t row = std::int64_t{query} * paged_parts(attention.max_tokens, block_tokens);
+      scratch.parts < row)
+    refuse("the scratch has room for " + std::to_string(scratch.parts) + " parts, and a row takes " +
+           std::to_string(row) + "; paged_scratch carves enough");
+}
+
+}  // namespace detail
+
+/// Attends all rows: queued on `stream`, nothing waits and nothing is allocated. One call at a time uses a scratch. What
+/// comes out of a row depends on the row alone, not on the bounds, the scratch or other rows, and equals bit for bit what a
+/// pipeline's complete layer with pages of as many tokens gives. O(tokens * query heads * head_dim) for each row; each
+/// `attend_default.heads` query heads of a group read its keys and values once. Throws settings_error, with nothing queued,
+/// and device_error.
+template <int HeadDim, element Element>
+void attend_paged(const paged_cache<Element>& cache, const paged_attention& attention,
+                  const attention_scratch_memory& scratch, cudaStream_t stream) {
+  static_assert(kv_shape<Element, HeadDim>::head_dim == HeadDim);
+  detail::check_paged(cache.block_tokens, cache.max_blocks, attention, scratch);
+  constexpr int lanes = row_team<HeadDim>::lane_count, threads = attend_paged_default.threads;
+  const int query_heads = attention.heads.query;
+  const int parts = paged_parts(attention.max_tokens, cache.block_tokens);
+  const int tiles = head_tile::tiles_of(attention.heads.group());
+  const int at_once = rows_at_once(scratch, parts, query_heads);
+  for (int first = 0; first < attention.max_rows(); first += at_once) {
+    const attended_rows rows{first, std::min(at_once, attention.max_rows() - first), parts};
+    const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{parts} * lanes, threads)),
+                    static_cast<unsigned>(attention.heads.kv * tiles), static_cast<unsigned>(rows.count));
+    attend_paged_parts<HeadDim><<<grid, threads, 0, stream>>>(cache, attention, rows, scratch);
+    check(cudaGetLastError(), "attention to a paged cache");
+    merge_paged_parts<HeadDim>
+        <<<blocks_for(std::int64_t{rows.count} * query_heads * lanes, threads), threads, 0, stream>>>(
+            attention, cache.seq_lens, cache.block_tokens, rows, scratch);
+    check(cudaGetLastError(), "merge of attention to a paged cache");
+  }
+}
+
+}  // namespace freekv::device

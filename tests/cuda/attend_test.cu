@@ -1,0 +1,381 @@
+// Attention to an engine's own paged KV cache against one in double precision, and against a pipeline's.
+//
+// Exit status: 0 all right, 1 not, 77 no device.
+#include <algorithm>
+#include <array>
+#include <freekv/backend/cuda/attend_paged.cuh>
+#include <numeric>
+
+#include "both_sides.cuh"
+
+namespace {
+
+using namespace both_sides;
+using namespace freekv;
+using device::paged_attention;
+
+constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+std::string text(int n) { return std::to_string(n); }
+constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
+
+/// Where a block's rows lie: tokens outermost, keys and values in planes of their own, next to each other in a block, or
+/// in turns; or heads outermost, which a cache that is no NHD cache at all has.
+enum class layout_of { two_planes, block_of_two, token_of_two, heads_first };
+
+struct paged_case {
+  int group = 1, kv_heads = 1, block_tokens = 16, rows = 1;
+  std::vector<int> lengths;
+  layout_of layout = layout_of::two_planes;
+  int padding = 0;  // elements behind each head's row
+  float soft_cap = 0.0f;
+  bool sink_logits = false;
+  float spread = 1.0f;  // of queries
+
+  int query_heads() const { return group * kv_heads; }
+  int longest() const { return *std::max_element(lengths.begin(), lengths.end()); }
+  int blocks() const { return (longest() + block_tokens - 1) / block_tokens; }
+  int table_width() const { return blocks() + 600 / block_tokens + 1; }  // room for more than one part more
+  std::string name() const {
+    return "group " + text(group) + ", blocks of " + text(block_tokens) + ", " + text(rows) +
+           " rows, layout " + text(static_cast<int>(layout)) + (padding > 0 ? " padded" : "") +
+           (soft_cap > 0.0f ? ", soft cap" : "") + (sink_logits ? ", sink logits" : "");
+  }
+};
+
+/// An engine's cache: random where a sequence has tokens, NaN in all other rows, and no block at all behind its last.
+template <class Element, int HeadDim>
+struct engine_cache {
+  pinned<Element> data;
+  pinned<std::int32_t> table, lengths;
+  device::paged_cache<Element> view;
+
+  engine_cache(const paged_case& c, random_numbers& random) {
+    const std::int64_t row = HeadDim + c.padding, tokens = c.block_tokens, heads = c.kv_heads;
+    const int sequences = static_cast<int>(c.lengths.size()), most = sequences * c.blocks() + 3;
+    const std::int64_t plane = tokens * heads * row;
+    std::int64_t values = plane;
+    view.block_stride = 2 * plane;
+    view.token_stride = heads * row;
+    view.head_stride = row;
+    if (c.layout == layout_of::two_planes) {
+      view.block_stride = plane;
+      values = plane * most;
+    }
+    if (c.layout == layout_of::token_of_two) {
+      view.token_stride = 2 * heads * row;
+      values = heads * row;
+    }
+    if (c.layout == layout_of::heads_first) {
+      view.token_stride = row;
+      view.head_stride = tokens * row;
+    }
+    data.assign(size(2 * plane * most), from_float<Element>(nan_value));
+    view.keys = data.data();
+    view.values = data.data() + values;
+    view.block_tokens = c.block_tokens;
+    view.max_blocks = c.table_width();
+
+    std::vector<std::int32_t> free(size(most));
+    std::iota(free.begin(), free.end(), 0);
+    for (std::size_t i = free.size(); i > 1; --i)
+      std::swap(free[i - 1], free[size(random.below(static_cast<int>(i)))]);
+    table.assign(size(sequences * view.max_blocks), 1 << 30);
+    for (int s = 0; s < sequences; ++s) {
+      lengths.push_back(c.lengths[size(s)]);
+      for (int t = 0; t < c.lengths[size(s)]; ++t) {
+        std::int32_t& block = table[size(s * view.max_blocks + t / c.block_tokens)];
+        if (t % c.block_tokens == 0) block = free.back(), free.pop_back();
+        for (int h = 0; h < c.kv_heads; ++h)
+          for (int d = 0; d < HeadDim; ++d) {
+            data[size(offset(block, t, h) + d)] = from_float<Element>(random.normal());
+            data[size(values + offset(block, t, h) + d)] = from_float<Element>(random.normal());
+          }
+      }
+    }
+    view.block_table = table.data();
+    view.seq_lens = lengths.data();
+  }
+  std::int64_t offset(std::int32_t block, int token, int head) const {
+    return block * view.block_stride + token % view.block_tokens * view.token_stride +
+           head * view.head_stride;
+  }
+  const Element* key(int sequence, int token, int head) const {
+    return view.keys +
+           offset(table[size(sequence * view.max_blocks + token / view.block_tokens)], token, head);
+  }
+  const Element* value(int sequence, int token, int head) const {
+    return key(sequence, token, head) + (view.values - view.keys);
+  }
+};
+
+/// Output and lse of all rows: the device's beside those in double precision.
+struct attended {
+  results<float> out, lse;
+  attended(std::int64_t rows, int head_dim) : out(size(rows * head_dim), -9.0f), lse(size(rows), -9.0f) {}
+};
+
+template <class Element, int HeadDim>
+void attend_in_double(const paged_case& c, const engine_cache<Element, HeadDim>& cache,
+                      const paged_attention& attention, attended& to) {
+  for (std::size_t s = 0; s < c.lengths.size(); ++s)
+    for (int row = 0; row < c.rows; ++row)
+      for (int head = 0; head < c.query_heads(); ++head) {
+        const std::int64_t at = (static_cast<std::int64_t>(s) * c.rows + row) * c.query_heads() + head;
+        const int tokens = std::max(0, c.lengths[s] - (c.rows - 1 - row)), kv = head / c.group;
+        const float* const query = attention.queries + at * HeadDim;
+        std::vector<double> scores;
+        for (int t = 0; t < tokens; ++t) {
+          const Element* const key = cache.key(static_cast<int>(s), t, kv);
+          double score = 0.0;
+          for (int d = 0; d < HeadDim; ++d) score += double{query[d]} * to_float(key[d]);
+          score *= attention.scale;
+          scores.push_back(c.soft_cap > 0.0f ? c.soft_cap * std::tanh(score / c.soft_cap) : score);
+        }
+        std::vector<double> all = scores, out(HeadDim, 0.0);
+        if (attention.sink_logits != nullptr) all.push_back(attention.sink_logits[head]);
+        const double most = all.empty() ? 0.0 : *std::max_element(all.begin(), all.end());
+        double sum = 0.0;
+        for (const double score : all) sum += std::exp(score - most);
+        for (int t = 0; t < tokens; ++t) {
+          const Element* const value = cache.value(static_cast<int>(s), t, kv);
+          for (int d = 0; d < HeadDim; ++d)
+            out[size(d)] += std::exp(scores[size(t)] - most) / sum * to_float(value[d]);
+        }
+        for (int d = 0; d < HeadDim; ++d)
+          to.out.host[size(at * HeadDim + d)] = static_cast<float>(out[size(d)]);
+        to.lse.host[size(at)] = all.empty() ? -infinity : static_cast<float>(most + std::log(sum));
+      }
+}
+
+/// Scratch of a program that has no pipeline.
+struct scratch_memory {
+  pinned<std::byte> bytes;
+  device::attention_scratch_memory view;
+  scratch_memory(const paged_attention& attention, int block_tokens, int head_dim) {
+    carver counted;
+    device::paged_scratch(counted, attention, block_tokens, head_dim);
+    bytes.assign(counted.used(), std::byte{0xff});  // NaN
+    carver memory(bytes.data());
+    view = device::paged_scratch(memory, attention, block_tokens, head_dim);
+  }
+};
+
+template <class Element, int HeadDim>
+void attend(const engine_cache<Element, HeadDim>& cache, const paged_attention& attention,
+            const device::attention_scratch_memory& scratch) {
+  device::attend_paged<HeadDim>(cache.view, attention, scratch, nullptr);
+  require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+template <class Element, int HeadDim>
+struct case_memory {
+  engine_cache<Element, HeadDim> cache;
+  pinned<float> queries, logits;
+  paged_attention attention;
+
+  case_memory(const paged_case& c, random_numbers& random)
+      : cache(c, random),
+        queries(random.normals<float>(c.lengths.size() * size(c.rows * c.query_heads() * HeadDim), c.spread)),
+        logits(random.normals<float>(size(c.query_heads()), 3.0f)) {
+    attention.heads = {c.query_heads(), c.kv_heads};
+    attention.queries = queries.data();
+    attention.max_sequences = static_cast<int>(c.lengths.size());
+    attention.max_tokens = c.longest();
+    attention.rows = c.rows;
+    attention.scale = 1.0f / std::sqrt(static_cast<float>(HeadDim));
+    attention.soft_cap = c.soft_cap;
+    attention.sink_logits = c.sink_logits ? logits.data() : nullptr;
+  }
+  std::int64_t outputs() const { return std::int64_t{attention.max_rows()} * attention.heads.query; }
+};
+
+/// A pipeline's complete layer whose store is the cache.
+template <class Element, int HeadDim>
+void attend_as_layer(const paged_case& c, case_memory<Element, HeadDim>& m, attended& to) {
+  layer_state<kv_shape<Element, HeadDim>> s;
+  s.kind = layer_kind::complete;
+  s.heads = m.attention.heads;
+  s.page = s.unit = {c.block_tokens, HeadDim};
+  s.scale = m.attention.scale;
+  s.soft_cap = m.attention.soft_cap;
+  s.sink_logits = m.attention.sink_logits;
+  s.max_pages = m.cache.view.max_blocks;
+  s.page_table = m.cache.table.data();
+  s.store = strided<HeadDim>(make_page_span<nhd, HeadDim>(
+      m.cache.data.data(),
+      static_cast<std::int64_t>(m.cache.data.size()) / (2 * c.block_tokens * c.kv_heads * HeadDim),
+      {c.block_tokens, c.kv_heads}));
+  pinned<step_entry> entries;
+  for (const int length : c.lengths) {
+    const int nth = static_cast<int>(entries.size());
+    entries.push_back(
+        {.sequence = nth, .before = length - c.rows, .tokens = c.rows, .first_row = nth * c.rows});
+  }
+  pinned<std::int32_t> count(1, static_cast<std::int32_t>(entries.size()));
+  const scratch_memory scratch(m.attention, c.block_tokens, HeadDim);
+  const int parts = device::paged_parts(m.attention.max_tokens, c.block_tokens);
+  device::launch_attend(s, identity{}, {entries.data(), count.data(), {.rows = m.attention.max_rows()}},
+                        m.queries.data(), true, parts, {to.out.host.data(), to.lse.host.data()}, scratch.view,
+                        nullptr);
+  require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+/// One case as it is; with wider bounds, little scratch and fewer sequences than there is room for; and a sequence alone.
+template <class Element, int HeadDim>
+void attend_case(report& checks, random_numbers& random, const paged_case& c) {
+  case_memory<Element, HeadDim> m(c, random);
+  const std::string what = std::string(element_name<Element>) + " of " + text(HeadDim) + ", " + c.name();
+  attended plain(m.outputs(), HeadDim);
+  attend_in_double(c, m.cache, m.attention, plain);
+  m.attention.to = {plain.out.device.data(), plain.lse.device.data()};
+  attend(m.cache, m.attention, scratch_memory(m.attention, c.block_tokens, HeadDim).view);
+  checks.close(what + ": outputs", plain.out, 48);
+  checks.close(what + ": lse", plain.lse, 16);
+
+  // All but the last sequence, one row's scratch. What is not written stays as it is.
+  const int last = static_cast<int>(c.lengths.size()) - 1;
+  attended others(m.outputs(), HeadDim);
+  const std::int64_t written = std::int64_t{last} * c.rows * c.query_heads();
+  std::copy_n(plain.out.device.begin(), written * HeadDim, others.out.host.begin());
+  std::copy_n(plain.lse.device.begin(), written, others.lse.host.begin());
+  pinned<std::int32_t> there(1, last);
+  paged_attention wide = m.attention;
+  wide.sequences = there.data();
+  wide.max_tokens = m.cache.view.max_blocks * c.block_tokens;
+  wide.to = {others.out.device.data(), others.lse.device.data()};
+  scratch_memory little(wide, c.block_tokens, HeadDim);
+  little.view.parts = std::int64_t{c.query_heads()} * device::paged_parts(wide.max_tokens, c.block_tokens);
+  attend(m.cache, wide, little.view);
+  checks.equal(what + ": outputs of all but the last sequence, row by row", others.out);
+  checks.equal(what + ": lse of all but the last sequence, row by row", others.lse);
+
+  paged_attention alone = m.attention;
+  attended one(std::int64_t{c.rows} * c.query_heads(), HeadDim);
+  std::copy_n(plain.out.device.begin() + written * HeadDim, one.out.host.size(), one.out.host.begin());
+  engine_cache<Element, HeadDim>& cache = m.cache;
+  cache.view.block_table += std::int64_t{last} * cache.view.max_blocks;
+  cache.view.seq_lens += last;
+  alone.max_sequences = 1;
+  alone.max_tokens = c.lengths.back();
+  alone.queries += written * HeadDim;
+  alone.to = {one.out.device.data()};
+  attend(cache, alone, scratch_memory(alone, c.block_tokens, HeadDim).view);
+  checks.equal(what + ": outputs of the last sequence alone", one.out);
+}
+
+/// The same bits as a pipeline's layer that keeps everything.
+template <class Element, int HeadDim>
+void as_a_layer(report& checks, random_numbers& random, const paged_case& c) {
+  case_memory<Element, HeadDim> m(c, random);
+  attended both(m.outputs(), HeadDim);
+  attend_as_layer(c, m, both);
+  m.attention.to = {both.out.device.data(), both.lse.device.data()};
+  attend(m.cache, m.attention, scratch_memory(m.attention, c.block_tokens, HeadDim).view);
+  const std::string what = "a complete layer, " + c.name();
+  checks.equal(what + ": outputs", both.out);
+  checks.equal(what + ": lse", both.lse);
+}
+
+/// Rows of more tokens than the bound are NaN, whatever they have; others are as they are.
+void longer_than_said(report& checks, random_numbers& random) {
+  const paged_case c{.group = 3, .kv_heads = 2, .rows = 2, .lengths = {40, 12, 33}};
+  case_memory<float, 64> m(c, random);
+  attended both(m.outputs(), 64);
+  m.attention.to = {both.out.host.data(), both.lse.host.data()};
+  attend(m.cache, m.attention, scratch_memory(m.attention, c.block_tokens, 64).view);
+  const auto spoil = [&](int row) {
+    for (int head = 0; head < c.query_heads(); ++head) {
+      const int at = row * c.query_heads() + head;
+      std::fill_n(both.out.host.begin() + at * 64, 64, nan_value);
+      both.lse.host[size(at)] = nan_value;
+    }
+  };
+  for (const int row : std::array{0, 1, 5}) spoil(row);
+  m.attention.max_tokens = 32;  // the first row of the last sequence has so many
+  m.cache.lengths[0] = 9000;    // more than its table has blocks for
+  m.attention.to = {both.out.device.data(), both.lse.device.data()};
+  attend(m.cache, m.attention, scratch_memory(m.attention, c.block_tokens, 64).view);
+  checks.equal("rows of more tokens than max_tokens: outputs", both.out);
+  checks.equal("rows of more tokens than max_tokens: lse", both.lse);
+}
+
+/// What is refused, before anything is launched.
+void refusals(report& checks, random_numbers& random) {
+  const paged_case c{.group = 3, .kv_heads = 2, .lengths = {40}};
+  case_memory<float, 64> m(c, random);
+  const scratch_memory scratch(m.attention, c.block_tokens, 64);
+  results<std::int32_t> refused(5, 1);
+  int nth = 0;
+  const auto attempt = [&](const auto& spoil) {
+    auto view = m.cache.view;
+    auto attention = m.attention;
+    auto with = scratch.view;
+    spoil(view, attention, with);
+    std::int32_t& thrown = refused.device[size(nth++)] = 0;
+    try {
+      device::attend_paged<64>(view, attention, with, nullptr);
+    } catch (const settings_error&) {
+      thrown = 1;
+    }
+  };
+  attempt([](auto&, auto& attention, auto&) { attention.heads.query = 5; });
+  attempt([](auto&, auto& attention, auto&) { attention.rows = 0; });
+  attempt([](auto& view, auto&, auto&) { view.block_tokens = 0; });
+  attempt([](auto& view, auto&, auto&) { view.max_blocks = 2; });
+  attempt([](auto&, auto&, auto& with) { with.parts = 5; });
+  checks.equal("what is refused", refused);
+}
+
+/// Lengths around a block's and a part's end, and none at all.
+std::vector<int> lengths(random_numbers& random, int sequences) {
+  std::vector<int> drawn;
+  for (int s = 0; s < sequences; ++s)
+    drawn.push_back(std::array{0, 1, random.between(2, 60), 512 - random.below(3), random.between(100, 700),
+                               1024 + random.between(1, 200)}[size(random.below(6))]);
+  return drawn;
+}
+
+template <class Element, int HeadDim>
+void random_case(report& checks, random_numbers& random, int group) {
+  paged_case c{.group = group,
+               .kv_heads = random.between(1, group > 4 ? 1 : 2),
+               .block_tokens = std::array{8, 16, 24, 32, 64, 128}[size(random.below(6))],
+               .rows = random.below(2) == 0 ? 1 : random.between(2, 3),
+               .lengths = lengths(random, random.between(2, 4)),
+               .layout = static_cast<layout_of>(random.below(4)),
+               .padding = random.below(2) == 0 ? 0 : 3,
+               .soft_cap = random.below(3) == 0 ? 4.0f : 0.0f,
+               .sink_logits = random.below(3) == 0,
+               .spread = random.below(2) == 0 ? 1.0f : 6.0f};
+  attend_case<Element, HeadDim>(checks, random, c);
+}
+
+}  // namespace
+
+int main() {
+  skip_without_device();
+  report checks;
+  random_numbers random(1);
+  attend_case<half, 64>(checks, random,
+                        {.group = 2, .kv_heads = 2, .rows = 3, .lengths = {1300, 0, 1, 2, 513}});
+  attend_case<half, 64>(checks, random,
+                        {.group = 1, .block_tokens = 1, .lengths = {9, 0}, .sink_logits = true});
+  for (const int group : std::array{1, 2, 3, 4, 5, 7, 8, 16}) random_case<half, 64>(checks, random, group);
+  for (const int group : std::array{1, 3, 8}) random_case<float, 80>(checks, random, group);
+  for (const int group : std::array{2, 4, 7}) random_case<bfloat16, 128>(checks, random, group);
+  for (const int group : std::array{1, 5}) random_case<half, 256>(checks, random, group);
+  const layout_of blocks = layout_of::block_of_two;  // a pipeline's pages
+  as_a_layer<bfloat16, 128>(
+      checks, random, {.group = 4, .block_tokens = 32, .rows = 2, .lengths = {70, 1100}, .layout = blocks});
+  as_a_layer<bfloat16, 128>(checks, random,
+                            {.group = 5,
+                             .kv_heads = 2,
+                             .block_tokens = 24,
+                             .lengths = {1, 511},
+                             .layout = blocks,
+                             .soft_cap = 4.0f,
+                             .sink_logits = true});
+  longer_than_said(checks, random);
+  refusals(checks, random);
+  return checks.finish();
+}
