@@ -1,4 +1,5 @@
-// Attention to an engine's own paged KV cache against one in double precision, and against a pipeline's.
+// Attention to an engine's own paged KV cache, with and without tensor cores, against one in double precision and against a
+// pipeline's.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <algorithm>
@@ -13,6 +14,8 @@ namespace {
 using namespace both_sides;
 using namespace freekv;
 using device::paged_attention;
+using by_fma = device::attend_paged_default;
+using by_tensor_cores = device::attend_paged_by_tensor_cores;
 
 constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 std::string text(int n) { return std::to_string(n); }
@@ -160,10 +163,10 @@ struct scratch_memory {
   }
 };
 
-template <class Element, int HeadDim>
+template <class Tuned, class Element, int HeadDim>
 void attend(const engine_cache<Element, HeadDim>& cache, const paged_attention& attention,
             const device::attention_scratch_memory& scratch) {
-  device::attend_paged<HeadDim>(cache.view, attention, scratch, nullptr);
+  device::attend_paged<HeadDim, Tuned>(cache.view, attention, scratch, nullptr);
   require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
@@ -221,16 +224,18 @@ void attend_as_layer(const paged_case& c, case_memory<Element, HeadDim>& m, atte
 }
 
 /// One case as it is; with wider bounds, little scratch and fewer sequences than there is room for; and a sequence alone.
-template <class Element, int HeadDim>
+template <class Tuned, class Element, int HeadDim>
 void attend_case(report& checks, random_numbers& random, const paged_case& c) {
   case_memory<Element, HeadDim> m(c, random);
-  const std::string what = std::string(element_name<Element>) + " of " + text(HeadDim) + ", " + c.name();
+  const std::string what = (std::is_same_v<Tuned, by_fma> ? "" : "tensor cores: ") +
+                           std::string(element_name<Element>) + " of " + text(HeadDim) + ", " + c.name();
   attended plain(m.outputs(), HeadDim);
   attend_in_double(c, m.cache, m.attention, plain);
   m.attention.to = {plain.out.device.data(), plain.lse.device.data()};
-  attend(m.cache, m.attention, scratch_memory(m.attention, c.block_tokens, HeadDim).view);
-  checks.close(what + ": outputs", plain.out, 48);
-  checks.close(what + ": lse", plain.lse, 16);
+  attend<Tuned>(m.cache, m.attention, scratch_memory(m.attention, c.block_tokens, HeadDim).view);
+  checks.close(what + ": outputs", plain.out,
+               c.spread == 6.0f ? 128 : 8);  // scores up to 30 multiply what is rounded
+  checks.close(what + ": lse", plain.lse, 8);
 
   // All but the last sequence, one row's scratch. What is not written stays as it is.
   const int last = static_cast<int>(c.lengths.size()) - 1;
@@ -245,7 +250,7 @@ void attend_case(report& checks, random_numbers& random, const paged_case& c) {
   wide.to = {others.out.device.data(), others.lse.device.data()};
   scratch_memory little(wide, c.block_tokens, HeadDim);
   little.view.parts = std::int64_t{c.query_heads()} * device::paged_parts(wide.max_tokens, c.block_tokens);
-  attend(m.cache, wide, little.view);
+  attend<Tuned>(m.cache, wide, little.view);
   checks.equal(what + ": outputs of all but the last sequence, row by row", others.out);
   checks.equal(what + ": lse of all but the last sequence, row by row", others.lse);
 
@@ -259,7 +264,7 @@ void attend_case(report& checks, random_numbers& random, const paged_case& c) {
   alone.max_tokens = c.lengths.back();
   alone.queries += written * HeadDim;
   alone.to = {one.out.device.data()};
-  attend(cache, alone, scratch_memory(alone, c.block_tokens, HeadDim).view);
+  attend<Tuned>(cache, alone, scratch_memory(alone, c.block_tokens, HeadDim).view);
   checks.equal(what + ": outputs of the last sequence alone", one.out);
 }
 
@@ -270,7 +275,7 @@ void as_a_layer(report& checks, random_numbers& random, const paged_case& c) {
   attended both(m.outputs(), HeadDim);
   attend_as_layer(c, m, both);
   m.attention.to = {both.out.device.data(), both.lse.device.data()};
-  attend(m.cache, m.attention, scratch_memory(m.attention, c.block_tokens, HeadDim).view);
+  attend<by_fma>(m.cache, m.attention, scratch_memory(m.attention, c.block_tokens, HeadDim).view);
   const std::string what = "a complete layer, " + c.name();
   checks.equal(what + ": outputs", both.out);
   checks.equal(what + ": lse", both.lse);
@@ -279,10 +284,10 @@ void as_a_layer(report& checks, random_numbers& random, const paged_case& c) {
 /// Rows of more tokens than the bound are NaN, whatever they have; others are as they are.
 void longer_than_said(report& checks, random_numbers& random) {
   const paged_case c{.group = 3, .kv_heads = 2, .rows = 2, .lengths = {40, 12, 33}};
-  case_memory<float, 64> m(c, random);
+  case_memory<half, 64> m(c, random);
   attended both(m.outputs(), 64);
   m.attention.to = {both.out.host.data(), both.lse.host.data()};
-  attend(m.cache, m.attention, scratch_memory(m.attention, c.block_tokens, 64).view);
+  attend<by_fma>(m.cache, m.attention, scratch_memory(m.attention, c.block_tokens, 64).view);
   const auto spoil = [&](int row) {
     for (int head = 0; head < c.query_heads(); ++head) {
       const int at = row * c.query_heads() + head;
@@ -294,15 +299,80 @@ void longer_than_said(report& checks, random_numbers& random) {
   m.attention.max_tokens = 32;  // the first row of the last sequence has so many
   m.cache.lengths[0] = 9000;    // more than its table has blocks for
   m.attention.to = {both.out.device.data(), both.lse.device.data()};
-  attend(m.cache, m.attention, scratch_memory(m.attention, c.block_tokens, 64).view);
+  attend<by_fma>(m.cache, m.attention, scratch_memory(m.attention, c.block_tokens, 64).view);
   checks.equal("rows of more tokens than max_tokens: outputs", both.out);
   checks.equal("rows of more tokens than max_tokens: lse", both.lse);
+}
+
+/// Slices that some of eight heads attend to.
+template <class Element>
+struct masked_slice {
+  head_slice<const Element> rows;
+  int tokens = 0;
+  unsigned attending = 0;
+};
+constexpr int masked_heads = 8;
+
+template <class Attention, int HeadDim, class Element>
+__global__ void attend_slices(const float* queries, const masked_slice<Element>* slices, int count,
+                              log_sum_exp* mass, float* weighted) {
+  const typename Attention::team_type team;
+  Attention attention;
+  attention.begin(
+      team, [&](int h) { return queries + h * HeadDim; }, 0.125f);
+  for (int i = 0; i < count; ++i)
+    attention.attend(team, slices[i].rows, slices[i].tokens, 0.0f, slices[i].attending);
+  attention.store(team, [&](int h) { return attention_part{mass + h, weighted + h * HeadDim}; });
+}
+
+template <class Attention, int HeadDim, class Element>
+void attend_slices_with(const pinned<float>& queries, const pinned<masked_slice<Element>>& slices,
+                        pinned<float>& out, pinned<float>& lse) {
+  pinned<log_sum_exp> mass(masked_heads);
+  attend_slices<Attention, HeadDim><<<1, Attention::team_type::lane_count>>>(
+      queries.data(), slices.data(), static_cast<int>(slices.size()), mass.data(), out.data());
+  require(cudaGetLastError(), "kernel launch");
+  require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  for (int h = 0; h < masked_heads; ++h)
+    finish_attention<HeadDim>(scalar_team{}, {&mass[size(h)], &out[size(h * HeadDim)]}, 1,
+                              &out[size(h * HeadDim)], &lse[size(h)]);
+}
+
+/// Tensor cores attend to what the heads' bits say: NaN is for those heads alone that attend to it, and one head attends to
+/// nothing. Behind the last slice memory ends.
+template <class Element, int HeadDim>
+void masked_heads_alone(report& checks, random_numbers& random) {
+  const int stride = HeadDim + 8, each = 40, count = 12;
+  pinned<float> queries = random.normals<float>(size(masked_heads * HeadDim));
+  pinned<Element> keys = random.normals<Element>(size(count * each * stride)),
+                  values = random.normals<Element>(keys.size());
+  pinned<masked_slice<Element>> slices;
+  for (int i = 0; i < count; ++i) {
+    const std::int64_t first = std::int64_t{i} * each * stride;
+    unsigned attending = random.bits() & 0xf7u;
+    if (i == 5 || i == 8) {  // a token of NaN, for one head
+      attending = 1u << 6;
+      (i == 5 ? values : keys)[size(first + 3)] = from_float<Element>(nan_value);
+    }
+    if (i < 8) attending &= ~(1u << 2);  // a head that attends late
+    slices.push_back({{keys.data() + first, values.data() + first, stride},
+                      i + 1 < count ? random.between(1, each) : each,
+                      attending});
+  }
+  results<float> out(size(masked_heads * HeadDim)), lse(masked_heads);
+  using by_lanes = register_attention<HeadDim, masked_heads, device::row_team<HeadDim>>;
+  attend_slices_with<by_lanes, HeadDim>(queries, slices, out.host, lse.host);
+  attend_slices_with<device::tensor_attention<HeadDim, Element>, HeadDim>(queries, slices, out.device,
+                                                                          lse.device);
+  const std::string what = "heads that attend to some slices, " + std::string(element_name<Element>);
+  checks.close(what + ": outputs", out, 8);
+  checks.close(what + ": lse", lse, 8);
 }
 
 /// What is refused, before anything is launched.
 void refusals(report& checks, random_numbers& random) {
   const paged_case c{.group = 3, .kv_heads = 2, .lengths = {40}};
-  case_memory<float, 64> m(c, random);
+  case_memory<half, 64> m(c, random);
   const scratch_memory scratch(m.attention, c.block_tokens, 64);
   results<std::int32_t> refused(5, 1);
   int nth = 0;
@@ -335,7 +405,7 @@ std::vector<int> lengths(random_numbers& random, int sequences) {
   return drawn;
 }
 
-template <class Element, int HeadDim>
+template <class Tuned, class Element, int HeadDim>
 void random_case(report& checks, random_numbers& random, int group) {
   paged_case c{.group = group,
                .kv_heads = random.between(1, group > 4 ? 1 : 2),
@@ -347,7 +417,7 @@ void random_case(report& checks, random_numbers& random, int group) {
                .soft_cap = random.below(3) == 0 ? 4.0f : 0.0f,
                .sink_logits = random.below(3) == 0,
                .spread = random.below(2) == 0 ? 1.0f : 6.0f};
-  attend_case<Element, HeadDim>(checks, random, c);
+  attend_case<Tuned, Element, HeadDim>(checks, random, c);
 }
 
 }  // namespace
@@ -356,14 +426,25 @@ int main() {
   skip_without_device();
   report checks;
   random_numbers random(1);
-  attend_case<half, 64>(checks, random,
-                        {.group = 2, .kv_heads = 2, .rows = 3, .lengths = {1300, 0, 1, 2, 513}});
-  attend_case<half, 64>(checks, random,
-                        {.group = 1, .block_tokens = 1, .lengths = {9, 0}, .sink_logits = true});
-  for (const int group : std::array{1, 2, 3, 4, 5, 7, 8, 16}) random_case<half, 64>(checks, random, group);
-  for (const int group : std::array{1, 3, 8}) random_case<float, 80>(checks, random, group);
-  for (const int group : std::array{2, 4, 7}) random_case<bfloat16, 128>(checks, random, group);
-  for (const int group : std::array{1, 5}) random_case<half, 256>(checks, random, group);
+  const paged_case odd_lengths{.group = 2, .kv_heads = 2, .rows = 3, .lengths = {1300, 0, 1, 2, 513}};
+  const paged_case single_tokens{.group = 1, .block_tokens = 1, .lengths = {9, 0}, .sink_logits = true};
+  attend_case<by_fma, half, 64>(checks, random, odd_lengths);
+  attend_case<by_fma, half, 64>(checks, random, single_tokens);
+  for (const int group : std::array{1, 2, 3, 4, 5, 7, 8, 16})
+    random_case<by_fma, half, 64>(checks, random, group);
+  for (const int group : std::array{1, 3, 8}) random_case<by_fma, float, 80>(checks, random, group);
+  for (const int group : std::array{2, 4, 7}) random_case<by_fma, bfloat16, 128>(checks, random, group);
+  for (const int group : std::array{1, 5}) random_case<by_fma, half, 256>(checks, random, group);
+  attend_case<by_tensor_cores, half, 64>(checks, random, odd_lengths);
+  attend_case<by_tensor_cores, half, 64>(checks, random, single_tokens);
+  for (const int group : std::array{1, 3, 7, 8, 16})
+    random_case<by_tensor_cores, half, 64>(checks, random, group);
+  for (const int group : std::array{2, 5}) random_case<by_tensor_cores, half, 80>(checks, random, group);
+  for (const int group : std::array{2, 4, 11})
+    random_case<by_tensor_cores, bfloat16, 128>(checks, random, group);
+  for (const float spread : std::array{1e-20f, 1e6f})  // below and beyond what F16 can hold
+    attend_case<by_tensor_cores, half, 64>(checks, random,
+                                           {.group = 6, .lengths = {77}, .soft_cap = 4.0f, .spread = spread});
   const layout_of blocks = layout_of::block_of_two;  // a pipeline's pages
   as_a_layer<bfloat16, 128>(
       checks, random, {.group = 4, .block_tokens = 32, .rows = 2, .lengths = {70, 1100}, .layout = blocks});
@@ -375,6 +456,7 @@ int main() {
                              .layout = blocks,
                              .soft_cap = 4.0f,
                              .sink_logits = true});
+  masked_heads_alone<bfloat16, 32>(checks, random);
   longer_than_said(checks, random);
   refusals(checks, random);
   return checks.finish();

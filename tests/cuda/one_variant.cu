@@ -61,6 +61,7 @@ void select_from_rows(const device::score_rows& rows) {
 void attend_to_engine(const device::paged_cache<bfloat16>& cache,
                       const device::attention_scratch_memory& attended) {
   device::attend_paged<128>(cache, {}, attended, nullptr);
+  device::attend_paged<128, device::attend_paged_by_tensor_cores>(cache, {}, attended, nullptr);
 }
 
 // What a store that is encoded takes beside it.

@@ -4,6 +4,7 @@
 
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/unroll.hpp>
+#include <freekv/functors/attend_slice.hpp>
 #include <freekv/storage/layout.hpp>
 
 namespace freekv {
@@ -12,7 +13,9 @@ namespace freekv {
 /// sum of values relative to the maximum.
 template <int HeadDim, int Heads, team T>
 struct register_attention {
+  using team_type = T;
   using pack = typename T::pack;
+  static constexpr int heads = Heads;
   static_assert(HeadDim % T::width == 0, "a row is whole packs");
   static constexpr int packs = HeadDim / T::width;
 
@@ -79,6 +82,17 @@ struct register_attention {
         });
       });
     }
+  }
+
+  /// Leaves what each head h has attended to at `places(h)`, if that is anywhere.
+  template <class Places>
+  FREEKV_HD void store(T team, const Places& places) const {
+    unroll<Heads>([&](auto h) {
+      const attention_part to = places(h);
+      if (to.mass == nullptr) return;
+      if (team.lane() == 0) *to.mass = mass[h];
+      unroll<packs>([&](auto i) { team.store(to.weighted + i * T::width, weighted[h][i]); });
+    });
   }
 };
 

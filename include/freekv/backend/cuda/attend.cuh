@@ -60,19 +60,18 @@ struct attention_scratch_memory {
   }
 };
 
-/// Up to `attend_default.heads` query heads of one KV head, which a team attends with together.
+/// Up to `Heads` query heads of one KV head, which a team attends with together.
+template <int Heads>
 struct head_tile {
   int kv_head = 0;
   int group = 1;
   int first = 0;  // query head of the group
 
-  FREEKV_HD static constexpr int tiles_of(int group) {
-    return (group + attend_default.heads - 1) / attend_default.heads;
-  }
+  FREEKV_HD static constexpr int tiles_of(int group) { return (group + Heads - 1) / Heads; }
   /// Tile n of all KV heads' groups.
   FREEKV_HD static constexpr head_tile nth(int n, int group) {
     const int tiles = tiles_of(group);
-    return {n / tiles, group, n % tiles * attend_default.heads};
+    return {n / tiles, group, n % tiles * Heads};
   }
   FREEKV_HD constexpr bool has(int h) const { return first + h < group; }
   /// Query head h of the tile among all; those that it does not have are the group's last.
@@ -80,6 +79,7 @@ struct head_tile {
     return kv_head * group + (has(h) ? first + h : group - 1);
   }
 };
+using attended_tile = head_tile<attend_default.heads>;
 
 /// Where the parts of one row are in the scratch, of which `first` query heads of other rows lie before it.
 struct parts_of_row {
@@ -91,24 +91,21 @@ struct parts_of_row {
 };
 
 /// Takes a tile's queries of a row's (query_heads, head_dim).
-template <int HeadDim, class Team, class Attention>
-__device__ void begin_tile(Team team, Attention& attention, const head_tile& tile, const float* queries,
+template <int HeadDim, class Team, class Attention, class Tile>
+__device__ void begin_tile(Team team, Attention& attention, const Tile& tile, const float* queries,
                            float scale) {
   attention.begin(
       team, [&](int h) { return queries + std::int64_t{tile.query_head(h)} * HeadDim; }, scale);
 }
 
 /// Leaves what a tile has attended to as part `part` of its row.
-template <int HeadDim, class Team, class Attention>
-__device__ void store_tile(Team team, const Attention& attention, const head_tile& tile,
+template <int HeadDim, class Team, class Attention, class Tile>
+__device__ void store_tile(Team team, const Attention& attention, const Tile& tile,
                            const attention_scratch_memory& scratch, const parts_of_row& row, int part) {
-  unroll<attend_default.heads>([&](auto h) {
-    if (!tile.has(h)) return;
+  attention.store(team, [&](int h) {
+    if (!tile.has(h)) return attention_part{};
     const std::int64_t at = row.at(tile.query_head(h), part);
-    if (team.lane() == 0) scratch.mass[at] = attention.mass[h];
-    unroll<HeadDim / Team::width>([&](auto i) {
-      team.store(scratch.weighted + at * HeadDim + i * Team::width, attention.weighted[h][i]);
-    });
+    return attention_part{scratch.mass + at, scratch.weighted + at * HeadDim};
   });
 }
 
@@ -192,7 +189,7 @@ FREEKV_HD auto attended_slice(const State& s, const step_entry& entry, const pag
 /// Which query heads of a tile attend to entry i of their KV head's list, as bits.
 template <class State>
 FREEKV_HD unsigned attending_heads(const State& s, const step_entry& entry, const page_list& entries, int i,
-                                   const head_tile& tile) {
+                                   const attended_tile& tile) {
   if (s.mask_words == 0 || !entries.is_selected(i)) return ~0u;
   const std::uint32_t* const selected_by = s.selected_by + s.masks(entry.sequence, tile.kv_head) +
                                            std::int64_t{entries.nth_selected(i)} * s.mask_words;
@@ -230,7 +227,7 @@ __global__ void attend_parts(State s, Codec codec, step_view step, const float* 
   __shared__ alignas(16) element block[block_type::numbers];
   using team_type = row_team<d>;
   const team_type team;
-  const head_tile tile = head_tile::nth(static_cast<int>(blockIdx.y), s.heads.group());
+  const attended_tile tile = attended_tile::nth(static_cast<int>(blockIdx.y), s.heads.group());
   const int part = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
   const int row = rows.first + static_cast<int>(blockIdx.z);
   const step_entry* const entry = step.entry_of(row);
@@ -292,7 +289,7 @@ void launch_attend(const State& s, const Codec& codec, const step_view& step, co
                    const attention_scratch_memory& scratch, cudaStream_t stream) {
   using block_type = attend_block<State::head_dim, typename State::element, Codec>;
   constexpr int lanes = block_type::lanes, threads = block_type::size.threads;
-  const int tiles = head_tile::tiles_of(s.heads.group());
+  const int tiles = attended_tile::tiles_of(s.heads.group());
   const int at_once = rows_at_once(scratch, parts, s.heads.query);
   for (int first = 0; first < step.most.rows; first += at_once) {
     const attended_rows rows{first, std::min(at_once, step.most.rows - first), parts, everything};

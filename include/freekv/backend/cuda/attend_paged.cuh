@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cuda/std/type_traits>
 #include <freekv/backend/cuda/attend.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/backend/cuda/tensor_attention.cuh>
 #include <freekv/core/element.hpp>
 #include <freekv/core/error.hpp>
 #include <freekv/core/shape.hpp>
@@ -17,13 +19,30 @@
 
 namespace freekv::device {
 
+/// What multiplies queries by keys, and weights by values.
+enum class multiplies : std::uint8_t {
+  fma,  ///< a few query heads at a time, of any element and head_dim
+  tensor_cores,  ///< eight at a time, of F16 and BF16 and a head_dim that is a multiple of 16; faster or not, it is not timed
+};
+
 struct attend_paged_tuning {
   int threads = attend_default.threads;  ///< of a block
-  int registers = 168;                   ///< of a thread at most
+  int registers = 184;                   ///< of a thread at most
+  multiplies by = multiplies::fma;
   constexpr bool valid() const { return valid_block(threads, registers); }
 };
-inline constexpr attend_paged_tuning attend_paged_default{};
-static_assert(attend_paged_default.valid());
+/// As kernels are told it: nvcc 13.0 does not take values of a class as a kernel's template arguments.
+struct attend_paged_default {
+  static constexpr attend_paged_tuning tuning{};
+};
+struct attend_paged_by_tensor_cores {
+  static constexpr attend_paged_tuning tuning{.by = multiplies::tensor_cores};
+};
+
+template <class Tuned, int HeadDim, class Element>
+using paged_tile_attention =
+    cuda::std::conditional_t<Tuned::tuning.by == multiplies::tensor_cores, tensor_attention<HeadDim, Element>,
+                             register_attention<HeadDim, attend_default.heads, row_team<HeadDim>>>;
 
 /// One layer of an engine's paged KV cache, as paged-attention kernels take it; all in memory that the device reads. Token t
 /// of sequence s is token `t % block_tokens` of block `block_table[s * max_blocks + t / block_tokens]`, its key of KV head h
@@ -102,14 +121,15 @@ struct paged_row {
   }
 };
 
-/// A team attends with up to `attend_default.heads` query heads of one KV head to one part of a row. The first part of a
-/// row without tokens is one that is empty.
-template <int HeadDim, element Element>
+/// A team attends with a tile's query heads to one part of a row. The first part of a row without tokens is one that is
+/// empty.
+template <class Tuned, int HeadDim, element Element>
 __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention attention, attended_rows rows,
                                    attention_scratch_memory scratch) {
-  using team_type = row_team<HeadDim>;
-  const team_type team;
-  const head_tile tile = head_tile::nth(static_cast<int>(blockIdx.y), attention.heads.group());
+  paged_tile_attention<Tuned, HeadDim, Element> attended;
+  const typename decltype(attended)::team_type team;
+  const auto tile =
+      head_tile<decltype(attended)::heads>::nth(static_cast<int>(blockIdx.y), attention.heads.group());
   const int part = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
   const int nth = rows.first + static_cast<int>(blockIdx.z);
   const paged_row row = paged_row::of(attention, cache.seq_lens, nth);
@@ -119,7 +139,6 @@ __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention a
   const int begin = part * each, end = begin + each < tokens ? begin + each : tokens;
   if (begin >= end && part > 0) return;
 
-  register_attention<HeadDim, attend_default.heads, team_type> attended;
   begin_tile<HeadDim>(team, attended, tile,
                       attention.queries + std::int64_t{nth} * attention.heads.query * HeadDim,
                       attention.scale);
@@ -178,27 +197,30 @@ inline void check_paged(int block_tokens, int max_blocks, const paged_attention&
 
 /// Attends all rows: queued on `stream`, nothing waits and nothing is allocated. One call at a time uses a scratch. What
 /// comes out of a row depends on the row alone, not on the bounds, the scratch or other rows, and equals bit for bit what a
-/// pipeline's complete layer with pages of as many tokens gives. O(tokens * query heads * head_dim) for each row; each
-/// `attend_default.heads` query heads of a group read its keys and values once. Throws settings_error, with nothing queued,
-/// and device_error.
-template <int HeadDim, element Element>
+/// pipeline's complete layer with pages of as many tokens gives, by tensor cores to rounding. O(tokens * query heads *
+/// head_dim) for each row; the query heads of a tile read their keys and values once. Throws settings_error, with nothing
+/// queued, and device_error.
+template <int HeadDim, class Tuned = attend_paged_default, element Element>
 void attend_paged(const paged_cache<Element>& cache, const paged_attention& attention,
                   const attention_scratch_memory& scratch, cudaStream_t stream) {
   static_assert(kv_shape<Element, HeadDim>::head_dim == HeadDim);
   detail::check_paged(cache.block_tokens, cache.max_blocks, attention, scratch);
-  constexpr int lanes = row_team<HeadDim>::lane_count, threads = attend_paged_default.threads;
+  static_assert(Tuned::tuning.valid());
+  using tile_attention = paged_tile_attention<Tuned, HeadDim, Element>;
+  constexpr int threads = Tuned::tuning.threads, merging = row_team<HeadDim>::lane_count;
+  constexpr std::int64_t lanes = tile_attention::team_type::lane_count;
   const int query_heads = attention.heads.query;
   const int parts = paged_parts(attention.max_tokens, cache.block_tokens);
-  const int tiles = head_tile::tiles_of(attention.heads.group());
+  const int tiles = head_tile<tile_attention::heads>::tiles_of(attention.heads.group());
   const int at_once = rows_at_once(scratch, parts, query_heads);
   for (int first = 0; first < attention.max_rows(); first += at_once) {
     const attended_rows rows{first, std::min(at_once, attention.max_rows() - first), parts};
-    const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{parts} * lanes, threads)),
+    const dim3 grid(static_cast<unsigned>(blocks_for(parts * lanes, threads)),
                     static_cast<unsigned>(attention.heads.kv * tiles), static_cast<unsigned>(rows.count));
-    attend_paged_parts<HeadDim><<<grid, threads, 0, stream>>>(cache, attention, rows, scratch);
+    attend_paged_parts<Tuned, HeadDim><<<grid, threads, 0, stream>>>(cache, attention, rows, scratch);
     check(cudaGetLastError(), "attention to a paged cache");
     merge_paged_parts<HeadDim>
-        <<<blocks_for(std::int64_t{rows.count} * query_heads * lanes, threads), threads, 0, stream>>>(
+        <<<blocks_for(std::int64_t{rows.count} * query_heads * merging, threads), threads, 0, stream>>>(
             attention, cache.seq_lens, cache.block_tokens, rows, scratch);
     check(cudaGetLastError(), "merge of attention to a paged cache");
   }
