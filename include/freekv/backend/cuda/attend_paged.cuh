@@ -19,10 +19,10 @@
 
 namespace freekv::device {
 
-/// What multiplies queries by keys, and weights by values.
+/// What multiplies queries by keys, and weights by values. Which is faster has not been timed.
 enum class multiplies : std::uint8_t {
-  fma,  ///< a few query heads at a time, of any element and head_dim
-  tensor_cores,  ///< eight at a time, of F16 and BF16 and a head_dim that is a multiple of 16; faster or not, it is not timed
+  fma,  ///< `attend_default.heads` query heads at a time, of any element and head_dim
+  tensor_cores,  ///< eight at a time; F16 and BF16, a head_dim that is a multiple of 16, best with blocks that are, too
 };
 
 struct attend_paged_tuning {
@@ -100,7 +100,7 @@ inline int paged_parts(int max_tokens, int block_tokens) {
 /// whichever is less; the rest takes turns. Where `memory` is without memory it is counted.
 inline attention_scratch_memory paged_scratch(carver& memory, const paged_attention& attention,
                                               int block_tokens, int head_dim) {
-  const std::int64_t rows = std::min(attention.max_rows(), attend_default.rows_of_all);
+  const std::int64_t rows = std::clamp(attention.max_rows(), 1, attend_default.rows_of_all);
   return attention_scratch_memory::carve(
       memory, rows * attention.heads.query * paged_parts(attention.max_tokens, block_tokens), head_dim);
 }
