@@ -109,8 +109,8 @@ __device__ void store_tile(Team team, const Attention& attention, const Tile& ti
   });
 }
 
-/// Merges the first `count` parts of one query head of a row, at least 1, in order, adds its sink logit (-infinity: none),
-/// and writes row and head number `out` of the output.
+/// Merges the first `count` parts of one query head of a row, at least 1, in order, adds its sink logit
+/// (-infinity: none), and writes row and head number `out` of the output.
 template <int HeadDim, class Team>
 __device__ void merge_row(Team team, const attention_scratch_memory& scratch, std::int64_t first, int count,
                           float sink_logit, const attention_output& to, std::int64_t out) {

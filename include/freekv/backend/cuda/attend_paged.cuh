@@ -21,8 +21,8 @@ namespace freekv::device {
 
 /// What multiplies queries by keys, and weights by values. Which is faster has not been timed.
 enum class multiplies : std::uint8_t {
-  fma,  ///< `attend_default.heads` query heads at a time, of any element and head_dim
-  tensor_cores,  ///< eight at a time; F16 and BF16, a head_dim that is a multiple of 16, best with blocks that are, too
+  fma,           ///< `attend_default.heads` query heads at a time, of any element and head_dim
+  tensor_cores,  ///< eight at a time; F16 and BF16, head_dim a multiple of 16, best with blocks that are, too
 };
 
 struct attend_paged_tuning {
@@ -44,11 +44,11 @@ using paged_tile_attention =
     cuda::std::conditional_t<Tuned::tuning.by == multiplies::tensor_cores, tensor_attention<HeadDim, Element>,
                              register_attention<HeadDim, attend_default.heads, row_team<HeadDim>>>;
 
-/// One layer of an engine's paged KV cache, as paged-attention kernels take it; all in memory that the device reads. Token t
-/// of sequence s is token `t % block_tokens` of block `block_table[s * max_blocks + t / block_tokens]`, its key of KV head h
-/// at `keys + block * block_stride + token * token_stride + h * head_stride`, and so is its value. Strides in elements;
-/// head_dim elements lie one behind the other. Loads are of 16 bytes where addresses allow it. What lies behind a
-/// sequence's length is not read, of its table neither.
+/// One layer of an engine's paged KV cache, as paged-attention kernels take it; all in memory that the device
+/// reads. Token t of sequence s is token `t % block_tokens` of block `block_table[s * max_blocks + t /
+/// block_tokens]`, its key of KV head h at `keys + block * block_stride + token * token_stride + h * head_stride`,
+/// and so is its value. Strides in elements; head_dim elements lie one behind the other. Loads are of 16 bytes
+/// where addresses allow it. What lies behind a sequence's length is not read, of its table neither.
 template <element Element>
 struct paged_cache {
   const Element* keys = nullptr;
@@ -69,9 +69,10 @@ struct paged_cache {
   }
 };
 
-/// What attends to such a cache: `rows` decode rows of each sequence, causal among themselves. The last one attends to all
-/// of its sequence's tokens, each before it to one less; a row that has none gets output 0 and lse -infinity, or its logit.
-/// The bounds size the launch, and a launch may be captured with larger ones: what there is, is read on the device.
+/// What attends to such a cache: `rows` decode rows of each sequence, causal among themselves. The last one
+/// attends to all of its sequence's tokens, each before it to one less; a row that has none gets output 0 and lse
+/// -infinity, or its logit. The bounds size the launch, and a launch may be captured with larger ones: what there
+/// is, is read on the device.
 struct paged_attention {
   head_counts heads;               ///< any group
   const float* queries = nullptr;  ///< (sequences, rows, query_heads, head_dim): post-RoPE
@@ -96,8 +97,8 @@ inline int paged_parts(int max_tokens, int block_tokens) {
   return std::max(1, blocks_for(max_tokens, paged_part_tokens(block_tokens)));
 }
 
-/// Scratch for attention to blocks of `block_tokens` tokens: for all rows at once, or for as many as `attend_default` says,
-/// whichever is less; the rest takes turns. Where `memory` is without memory it is counted.
+/// Scratch for attention to blocks of `block_tokens` tokens: for all rows at once, or for as many as
+/// `attend_default` says, whichever is less; the rest takes turns. Where `memory` is without memory it is counted.
 inline attention_scratch_memory paged_scratch(carver& memory, const paged_attention& attention,
                                               int block_tokens, int head_dim) {
   const std::int64_t rows = std::clamp(attention.max_rows(), 1, attend_default.rows_of_all);
@@ -121,8 +122,8 @@ struct paged_row {
   }
 };
 
-/// A team attends with a tile's query heads to one part of a row. The first part of a row without tokens is one that is
-/// empty.
+/// A team attends with a tile's query heads to one part of a row. The first part of a row without tokens is one
+/// that is empty.
 template <class Tuned, int HeadDim, element Element>
 __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention attention, attended_rows rows,
                                    attention_scratch_memory scratch) {
@@ -195,11 +196,11 @@ inline void check_paged(int block_tokens, int max_blocks, const paged_attention&
 
 }  // namespace detail
 
-/// Attends all rows: queued on `stream`, nothing waits and nothing is allocated. One call at a time uses a scratch. What
-/// comes out of a row depends on the row alone, not on the bounds, the scratch or other rows, and equals bit for bit what a
-/// pipeline's complete layer with pages of as many tokens gives, by tensor cores to rounding. O(tokens * query heads *
-/// head_dim) for each row; the query heads of a tile read their keys and values once. Throws settings_error, with nothing
-/// queued, and device_error.
+/// Attends all rows: queued on `stream`, nothing waits and nothing is allocated. One call at a time uses a
+/// scratch. What comes out of a row depends on the row alone, not on the bounds, the scratch or other rows, and
+/// equals bit for bit what a pipeline's complete layer with pages of as many tokens gives, by tensor cores to
+/// rounding. O(tokens * query heads * head_dim) for each row; the query heads of a tile read their keys and values
+/// once. Throws settings_error, with nothing queued, and device_error.
 template <int HeadDim, class Tuned = attend_paged_default, element Element>
 void attend_paged(const paged_cache<Element>& cache, const paged_attention& attention,
                   const attention_scratch_memory& scratch, cudaStream_t stream) {

@@ -39,8 +39,9 @@ __device__ inline std::uint32_t pair_of(bfloat16 a, bfloat16 b) {
 }
 
 /// A warp's product of 16 rows with 8 columns of 16 elements each, which is added to `sums`. With g = lane / 4 and
-/// i = lane % 4 a thread has of rows g and g + 8 elements 2i, 2i + 1 in `rows[0]` and `rows[1]` and 2i + 8, 2i + 9 in
-/// `rows[2]` and `rows[3]`, of column g the same elements, and sums of row g, columns 2i and 2i + 1, then of row g + 8.
+/// i = lane % 4 a thread has of rows g and g + 8 elements 2i, 2i + 1 in `rows[0]` and `rows[1]` and 2i + 8, 2i + 9
+/// in `rows[2]` and `rows[3]`, of column g the same elements, and sums of row g, columns 2i and 2i + 1, then of
+/// row g + 8.
 template <element Element>
 __device__ void add_product(float (&sums)[4], const std::uint32_t (&rows)[4],
                             const std::uint32_t (&column)[2]) {
@@ -58,13 +59,14 @@ __device__ void add_product(float (&sums)[4], const std::uint32_t (&rows)[4],
         : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(column[0]), "r"(column[1]));
 }
 
-/// What eight query heads have attended so far, as `register_attention` has it; a warp's threads share the heads. Keys and
-/// values are multiplied as they are. Queries and weights are floats in several parts of 2 bytes each, two of F16 or three
-/// of BF16, which together have all 24 bits but, of F16, at times the last; they are brought into F16's range by powers of
-/// two. Of normally distributed keys and queries the output's error against double precision is then 1.4 to 2.4 * 2^-23, as
-/// without tensor cores; a third part of F16 does not lower it, with one part it is 700, with two of BF16 11, with one 5400.
-/// Sums are floats; in which order and how exactly a tensor core adds is its own affair. An infinite key or value makes NaN
-/// of what it takes part in.
+/// What eight query heads have attended so far, as `register_attention` has it; a warp's threads share the heads.
+/// Keys and values are multiplied as they are. Queries and weights are floats in several parts of 2 bytes each,
+/// two of F16 or three of BF16, which together have all 24 bits but, of F16, at times the last; they are brought
+/// into F16's range by powers of two. Of normally distributed keys and queries the output's error against double
+/// precision is then 1.4 to 2.4 * 2^-23, as without tensor cores; a third part of F16 does not lower it, with one
+/// part it is 700, with two of BF16 11, with one 5400. Where queries are 6 times as large it is 54 for F16, whose
+/// products fill a float, and 16 without tensor cores, 20 and 19 for BF16. Sums are floats, as exact as a tensor
+/// core adds; these figures are an interpreter's. An infinite key or value makes NaN of what it takes part in.
 ///
 /// Dimensions are dealt to threads so that each loads neighbouring ones, up to 16 bytes at a time.
 template <int HeadDim, element Element>
