@@ -330,6 +330,13 @@ struct bulk_copies {
   static constexpr device::recall_tuning tuning{
       .read = device::recall_read::bulk_copies, .blocks = 1, .threads = 64, .depth = 3, .buffer_bytes = 1024};
 };
+// Too much shared memory, and buffers that bulk copies cannot fill.
+constexpr bool valid_bulk_copies(int depth, int buffer_bytes) {
+  return device::recall_tuning{
+      .read = device::recall_read::bulk_copies, .depth = depth, .buffer_bytes = buffer_bytes}
+      .valid();
+}
+static_assert(valid_bulk_copies(2, 2048) && !valid_bulk_copies(3, 2048) && !valid_bulk_copies(2, 1000));
 struct single_loads {
   static constexpr device::recall_tuning tuning{.blocks = 1, .threads = 32, .depth = 1};
 };

@@ -126,9 +126,9 @@ struct slice_copier<Tuned, recall_read::async_copies> {
   uint4* mine_;
 };
 
-/// A warp fills its buffers in turn, each with rows of keys or of values, and writes one to the slot while the others fill.
-/// An mbarrier counts a buffer's bytes. That bulk copies read page-locked memory of the host at its unified address is an
-/// assumption that no GPU has confirmed.
+/// A warp fills its buffers in turn, each with rows of keys or of values, and writes one to the slot while the others
+/// fill. An mbarrier counts a buffer's bytes. That bulk copies read page-locked memory of the host at its unified
+/// address is an assumption that no GPU has confirmed.
 template <class Tuned>
 struct slice_copier<Tuned, recall_read::bulk_copies> {
   static constexpr int depth = Tuned::tuning.depth, buffer_bytes = Tuned::tuning.buffer_bytes;

@@ -30,7 +30,7 @@ struct top_k_sizes {
   std::int64_t all_scores() const { return std::int64_t{rows} * scores; }
 };
 
-/// Rows of scores, of which a NaN is none, and what is selected of each. How long rows are is known on the device alone.
+/// Rows of scores, none of them NaN, and what is selected of each. Only the device knows how long rows are.
 struct score_rows {
   const float* scores = nullptr;         // (row, scores)
   const std::int32_t* counts = nullptr;  // (row): scores that there are

@@ -1,5 +1,5 @@
-// Selection from rows of scores by CUB's device-wide algorithms. Which scores are the best does not depend on what an
-// algorithm does with equal ones, so CUB sorts or selects scores alone; a pass over the rows says which indices have them.
+// Selection from rows of scores by CUB's device-wide algorithms. Which scores are the best does not depend on what
+// an algorithm does with equal ones, so CUB sorts or selects scores alone; a pass over the rows finds their indices.
 #pragma once
 
 #include <thrust/iterator/counting_iterator.h>
@@ -74,8 +74,8 @@ struct top_k_scratch<select_by::segmented_sort> {
 
 #if __has_include(<cub/device/device_batched_topk.cuh>)
 
-/// A round of a tournament: CUB selects by one block, so a row that is longer than a tile is cut into tiles, and the best
-/// of its tiles are the row of the next round.
+/// A round of a tournament: CUB selects by one block, so a row that is longer than a tile is cut into tiles, and the
+/// best of its tiles are the row of the next round.
 struct top_k_round {
   static constexpr int tile = 8192;  // floats, the most that a block of CUB's has shared memory for
   score_rows rows;
