@@ -37,6 +37,8 @@ build_and_test "with AddressSanitizer" asan --
 
 configure ci -DFREEKV_OTHER_CCCL="$OTHER_CCCL" -DFREEKV_LLAMA_CPP="$LLAMA_CPP" -DFREEKV_LLAMA_CPP_BUILD="$LLAMA_CPP_BUILD" -DFREEKV_MODEL="$MODEL" -DFREEKV_BENCH=ON
 device='^(cuda|headers\.nvcc)'
+say "Building the host's pipelines, which device code is compared with ($((SECONDS - started)) s so far)"
+cmake --build --preset ci -j "$jobs" --target freekv_examples >&2
 before=$SECONDS
 build_and_test "device code" ci --target cuda_tests -- -R "$device"
 on_device=$((SECONDS - before))

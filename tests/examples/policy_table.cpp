@@ -47,8 +47,7 @@ std::string table() {
          row_of_both("rows", rows_list::any{}) + row_of_both("correction", correction_list::any{}) +
          row_of_both("residency", residency_list::any{}) + row_of_both("codec", codec_list::any{}) +
          row_of_both("plan", any_plan{}) + row_of_both("route", any_route{}) +
-         row_of_both("layouts, fast and slow", any_layouts{}) +
-         row_of_host("eviction", eviction_list::any{});
+         row_of_both("layouts, fast and slow", any_layouts{}) + row_of_host("eviction", eviction_list::any{});
 }
 
 }  // namespace

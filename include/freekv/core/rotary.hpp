@@ -28,8 +28,8 @@ struct rotary_embedding {
 
 /// Turns the two numbers of a pair as they are at `position`; back, with `sign` -1. Angles are float64: at position
 /// 1,000,000 those of float32 are off by 0.03.
-FREEKV_HD inline void rotate_pair(const rotary_embedding& rotary, int pair, int position, float sign, float& a,
-                                  float& b) {
+FREEKV_HD inline void rotate_pair(const rotary_embedding& rotary, int pair, int position, float sign,
+                                  float& a, float& b) {
   const double angle = static_cast<double>(position) * static_cast<double>(rotary.frequencies[pair]);
   const float c = static_cast<float>(::cos(angle)), s = sign * static_cast<float>(::sin(angle));
   const float turned = a * c - b * s;
