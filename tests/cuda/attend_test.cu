@@ -217,7 +217,7 @@ void attend_as_layer(const paged_case& c, case_memory<Element, HeadDim>& m, atte
   }
   pinned<std::int32_t> count(1, static_cast<std::int32_t>(entries.size()));
   const scratch_memory scratch(m.attention, c.block_tokens, HeadDim);
-  const int parts = device::paged_parts(m.attention.max_tokens, c.block_tokens);
+  const int parts = device::paged_parts(m.attention, c.block_tokens);
   device::launch_attend(s, identity{}, {entries.data(), count.data(), {.rows = m.attention.max_rows()}},
                         m.queries.data(), true, parts, {to.out.host.data(), to.lse.host.data()}, scratch.view,
                         nullptr);
@@ -251,7 +251,7 @@ void attend_case(report& checks, random_numbers& random, const paged_case& c) {
   wide.max_tokens = m.cache.view.max_blocks * c.block_tokens;
   wide.to = {others.out.device.data(), others.lse.device.data()};
   scratch_memory little(wide, c.block_tokens, HeadDim);
-  little.view.parts = std::int64_t{c.query_heads()} * device::paged_parts(wide.max_tokens, c.block_tokens);
+  little.view.parts = std::int64_t{c.query_heads()} * device::paged_parts(wide, c.block_tokens);
   attend<Tuned>(m.cache, wide, little.view);
   checks.equal(what + ": outputs of all but the last sequence, row by row", others.out);
   checks.equal(what + ": lse of all but the last sequence, row by row", others.lse);
@@ -268,6 +268,41 @@ void attend_case(report& checks, random_numbers& random, const paged_case& c) {
   alone.to = {one.out.device.data()};
   attend<Tuned>(cache, alone, scratch_memory(alone, c.block_tokens, HeadDim).view);
   checks.equal(what + ": outputs of the last sequence alone", one.out);
+}
+
+/// The log-sum-exp of each block, beside outputs that are the same to rounding.
+template <class Tuned, class Element, int HeadDim>
+void block_by_block(report& checks, random_numbers& random, const paged_case& c) {
+  case_memory<Element, HeadDim> m(c, random);
+  attended both(m.outputs(), HeadDim);
+  m.attention.to = {both.out.host.data(), both.lse.host.data()};
+  attend<Tuned>(m.cache, m.attention, scratch_memory(m.attention, c.block_tokens, HeadDim).view);
+  results<float> blocks(size(m.outputs() * c.table_width()), -9.0f);
+  const int rows = m.attention.max_rows(), heads = c.query_heads();
+  for (int row = 0; row < rows; ++row)
+    for (int head = 0; head < heads; ++head) {
+      const std::int64_t at = std::int64_t{row} * heads + head;
+      const int tokens = std::max(0, c.lengths[size(row / c.rows)] - (c.rows - 1 - row % c.rows));
+      for (int first = 0; first < tokens; first += c.block_tokens) {
+        double sum = 0.0;
+        for (int t = first; t < std::min(tokens, first + c.block_tokens); ++t) {
+          const Element* const key = m.cache.key(row / c.rows, t, head / c.group);
+          double score = 0.0;
+          for (int d = 0; d < HeadDim; ++d)
+            score += double{m.queries[size(at * HeadDim + d)]} * to_float(key[d]);
+          sum += std::exp(score * m.attention.scale);
+        }
+        blocks.host[size(at * c.table_width() + first / c.block_tokens)] = static_cast<float>(std::log2(sum));
+      }
+    }
+  m.attention.to = {both.out.device.data(), both.lse.device.data(), 1.44269504f};
+  for (float& lse : both.lse.host) lse *= 1.44269504f;
+  m.attention.block_lse = blocks.device.data();
+  attend<Tuned>(m.cache, m.attention, scratch_memory(m.attention, c.block_tokens, HeadDim).view);
+  const std::string what = "block by block, " + c.name();
+  checks.close(what + ": outputs", both.out, 8);
+  checks.close(what + ": lse", both.lse, 8);
+  checks.close(what + ": lse of blocks", blocks, 16);
 }
 
 /// The same bits as a pipeline's layer that keeps everything.
@@ -458,6 +493,10 @@ int main() {
                              .layout = blocks,
                              .soft_cap = 4.0f,
                              .sink_logits = true});
+  block_by_block<by_fma, half, 64>(checks, random,
+                                   {.group = 3, .block_tokens = 8, .rows = 2, .lengths = {130, 0, 1, 16}});
+  block_by_block<by_tensor_cores, bfloat16, 128>(
+      checks, random, {.group = 5, .kv_heads = 2, .block_tokens = 32, .lengths = {33, 700}});
   masked_heads_alone<bfloat16, 32>(checks, random);
   longer_than_said(checks, random);
   refusals(checks, random);

@@ -84,17 +84,22 @@ struct paged_attention {
   float soft_cap = 0.0f;               ///< of scores: soft_cap * tanh(score / soft_cap); 0: none
   const float* sink_logits = nullptr;  ///< (query_heads); null: none
   attention_output to;                 ///< (sequences, rows, query_heads, ...)
+  /// (sequences, rows, query_heads, max_blocks): the log-sum-exp of each block that the row has tokens of, in the unit of
+  /// `to.lse`; null: not asked for. Where it is, each block is a part, which takes more scratch, and outputs are the same
+  /// to rounding.
+  float* block_lse = nullptr;
 
   FREEKV_HD constexpr int max_rows() const { return max_sequences * rows; }
+  /// Tokens of whole blocks that one part covers.
+  FREEKV_HD constexpr int part_tokens(int block_tokens) const {
+    return block_lse != nullptr ? block_tokens
+                                : entries_of_part(true, block_tokens, block_tokens) * block_tokens;
+  }
 };
 
-/// Tokens of whole blocks that one part covers.
-FREEKV_HD constexpr int paged_part_tokens(int block_tokens) {
-  return entries_of_part(true, block_tokens, block_tokens) * block_tokens;
-}
 /// Parts that a row of up to `max_tokens` tokens is attended to in.
-inline int paged_parts(int max_tokens, int block_tokens) {
-  return std::max(1, blocks_for(max_tokens, paged_part_tokens(block_tokens)));
+inline int paged_parts(const paged_attention& attention, int block_tokens) {
+  return std::max(1, blocks_for(attention.max_tokens, attention.part_tokens(block_tokens)));
 }
 
 /// Scratch for attention to blocks of `block_tokens` tokens: for all rows at once, or for as many as
@@ -103,7 +108,7 @@ inline attention_scratch_memory paged_scratch(carver& memory, const paged_attent
                                               int block_tokens, int head_dim) {
   const std::int64_t rows = std::clamp(attention.max_rows(), 1, attend_default.rows_of_all);
   return attention_scratch_memory::carve(
-      memory, rows * attention.heads.query * paged_parts(attention.max_tokens, block_tokens), head_dim);
+      memory, rows * attention.heads.query * paged_parts(attention, block_tokens), head_dim);
 }
 
 /// The logit that makes a row NaN.
@@ -135,7 +140,7 @@ __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention a
   const int nth = rows.first + static_cast<int>(blockIdx.z);
   const paged_row row = paged_row::of(attention, cache.seq_lens, nth);
   if (row.tokens < 0 || part >= rows.parts) return;
-  const int block = cache.block_tokens, each = paged_part_tokens(block);
+  const int block = cache.block_tokens, each = attention.part_tokens(block);
   const int tokens = row.tokens < attention.max_tokens ? row.tokens : attention.max_tokens;
   const int begin = part * each, end = begin + each < tokens ? begin + each : tokens;
   if (begin >= end && part > 0) return;
@@ -153,7 +158,7 @@ __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention a
 /// A team merges the parts of one query head of a row, in order, and writes its output.
 template <int HeadDim>
 __global__ void merge_paged_parts(paged_attention attention, const std::int32_t* seq_lens, int block_tokens,
-                                  attended_rows rows, attention_scratch_memory scratch) {
+                                  int max_blocks, attended_rows rows, attention_scratch_memory scratch) {
   const row_team<HeadDim> team;
   const int unit = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
   const int query_heads = attention.heads.query;
@@ -161,13 +166,17 @@ __global__ void merge_paged_parts(paged_attention attention, const std::int32_t*
   const int nth = unit / query_heads, head = unit % query_heads;
   const paged_row row = paged_row::of(attention, seq_lens, rows.first + nth);
   if (row.tokens < 0) return;
-  const int each = paged_part_tokens(block_tokens);
-  const int parts = row.tokens > each ? (row.tokens - 1) / each + 1 : 1;
+  const int each = attention.part_tokens(block_tokens), all = (row.tokens - 1) / each + 1;
+  const int parts = row.tokens == 0 ? 1 : all < rows.parts ? all : rows.parts;
+  const std::int64_t out = std::int64_t{rows.first + nth} * query_heads + head;
   const parts_of_row of{std::int64_t{nth} * query_heads, rows.parts};
   const float logit = attention.sink_logits == nullptr ? -infinity : attention.sink_logits[head];
-  merge_row<HeadDim>(team, scratch, of.at(head, 0), parts < rows.parts ? parts : rows.parts,
-                     row.tokens > attention.max_tokens ? not_attended : logit, attention.to,
-                     std::int64_t{rows.first + nth} * query_heads + head);
+  merge_row<HeadDim>(team, scratch, of.at(head, 0), parts,
+                     row.tokens > attention.max_tokens ? not_attended : logit, attention.to, out);
+  if (attention.block_lse == nullptr || row.tokens == 0) return;
+  for (int part = team.lane(); part < parts; part += team.lanes())
+    attention.block_lse[out * max_blocks + part] =
+        scratch.mass[of.at(head, part)].value() * attention.to.lse_unit;
 }
 
 namespace detail {
@@ -188,7 +197,7 @@ inline void check_paged(int block_tokens, int max_blocks, const paged_attention&
     refuse("max_tokens is " + std::to_string(attention.max_tokens) + ", and a sequence's " +
            std::to_string(max_blocks) + " blocks have room for " +
            std::to_string(std::int64_t{max_blocks} * block_tokens));
-  if (const std::int64_t row = std::int64_t{query} * paged_parts(attention.max_tokens, block_tokens);
+  if (const std::int64_t row = std::int64_t{query} * paged_parts(attention, block_tokens);
       scratch.parts < row)
     refuse("the scratch has room for " + std::to_string(scratch.parts) + " parts, and a row takes " +
            std::to_string(row) + "; paged_scratch carves enough");
@@ -211,7 +220,7 @@ void attend_paged(const paged_cache<Element>& cache, const paged_attention& atte
   constexpr int threads = Tuned::tuning.threads, merging = row_team<HeadDim>::lane_count;
   constexpr std::int64_t lanes = tile_attention::team_type::lane_count;
   const int query_heads = attention.heads.query;
-  const int parts = paged_parts(attention.max_tokens, cache.block_tokens);
+  const int parts = paged_parts(attention, cache.block_tokens);
   const int tiles = head_tile<tile_attention::heads>::tiles_of(attention.heads.group());
   const int at_once = rows_at_once(scratch, parts, query_heads);
   for (int first = 0; first < attention.max_rows(); first += at_once) {
@@ -222,7 +231,7 @@ void attend_paged(const paged_cache<Element>& cache, const paged_attention& atte
     check(cudaGetLastError(), "attention to a paged cache");
     merge_paged_parts<HeadDim>
         <<<blocks_for(std::int64_t{rows.count} * query_heads * merging, threads), threads, 0, stream>>>(
-            attention, cache.seq_lens, cache.block_tokens, rows, scratch);
+            attention, cache.seq_lens, cache.block_tokens, cache.max_blocks, rows, scratch);
     check(cudaGetLastError(), "merge of attention to a paged cache");
   }
 }
