@@ -25,6 +25,12 @@ endif()
 list(GET freekv_cudart 0 freekv_cudart)
 
 # PTX for the architectures that ARGN names, nothing assembled: a device's driver does that, and the interpreter reads it as it is.
+# A driver that is older than the toolkit cannot: FREEKV_CUDA_MACHINE_CODE names the devices to assemble for instead.
+set(FREEKV_CUDA_MACHINE_CODE "" CACHE STRING "Compute capabilities, as 90 or 80\\;90, whose machine code programs hold in place of PTX")
+set(freekv_machine_code)
+foreach(capability ${FREEKV_CUDA_MACHINE_CODE})
+  list(APPEND freekv_machine_code -gencode=arch=compute_${capability},code=sm_${capability})
+endforeach()
 # Without contraction, so that host and device add and multiply alike.
 set(freekv_nvcc_compile ${FREEKV_NVCC} -std=c++20 -ccbin ${CMAKE_CXX_COMPILER} -fmad=false -I${PROJECT_SOURCE_DIR}/include
                         -Werror all-warnings -Xcompiler=-Wall,-Wextra,-ffp-contract=off)
@@ -33,6 +39,10 @@ function(freekv_compile_cuda name)
   cmake_parse_arguments(PARSE_ARGV 1 compile "" OBJECT "")
   if(NOT compile_OBJECT)
     set(compile_OBJECT ${name})
+  endif()
+  if(freekv_machine_code)
+    list(FILTER compile_UNPARSED_ARGUMENTS EXCLUDE REGEX "^-gencode")
+    list(APPEND compile_UNPARSED_ARGUMENTS ${freekv_machine_code})
   endif()
   set(object ${CMAKE_CURRENT_BINARY_DIR}/${compile_OBJECT}.o)
   add_custom_command(OUTPUT ${object}
