@@ -288,7 +288,7 @@ TEST_CASE("replays of random events agree with the float64 oracle", "[events]") 
   const scratch_folder folder;
   const std::vector<trace_data> traces{write_trace(folder / "trace0", 1), write_trace(folder / "trace1", 2)};
   coverage seen;
-  for (std::uint64_t seed = 1; seed <= (sanitized ? 20u : 100u); ++seed) {
+  for (std::uint64_t seed = 1; seed <= (sanitized ? 8u : 100u); ++seed) {
     const std::string rows = seed % 3 == 0 ? "per_query_head" : seed % 5 == 0 ? "per_layer" : "per_kv_head";
     drawn_events events(seed, traces, rows);
     store(folder / "events", events.file());

@@ -438,7 +438,7 @@ TEST_CASE("traces with random damage are replayed or refused, never worse", "[re
   std::memcpy(&header_bytes, good.data(), 8);
   const int header_end = static_cast<int>(header_bytes) + 8;
   int refused = 0, replayed = 0;
-  constexpr int traces = sanitized ? 100 : 400;
+  constexpr int traces = sanitized ? 40 : 400;
   for (std::uint64_t seed = 1; seed <= traces; ++seed) {
     dice d(seed);
     std::string bad = good;
