@@ -107,12 +107,19 @@ class device_pipeline_of_shape : public pipeline {
   void attend(int layer, std::span<float> out, std::span<float> lse) override {
     const auto [device_out, device_lse] = outputs(out, lse);
     pipeline_.attend(layer, device_out, device_lse);
-    bring(out, lse);
+    bring(out, out_);
+    bring(lse, lse_);
   }
   void attend_full(int layer, std::span<float> out, std::span<float> lse) override {
     const auto [device_out, device_lse] = outputs(out, lse);
     pipeline_.attend_full(layer, device_out, device_lse);
-    bring(out, lse);
+    bring(out, out_);
+    bring(lse, lse_);
+  }
+  int attended_units(int layer) const { return pipeline_.attended_units(layer); }
+  void log_masses(int layer, std::span<float> masses) {
+    pipeline_.log_masses(layer, masses_.sized(masses.size()));
+    bring(masses, masses_);
   }
   void end_step() override { pipeline_.end_step(); }
   bool abandon_step() override { return pipeline_.abandon_step(); }
@@ -128,14 +135,10 @@ class device_pipeline_of_shape : public pipeline {
   std::pair<std::span<float>, std::span<float>> outputs(std::span<float> out, std::span<float> lse) {
     return {out_.sized(out.size()), lse_.sized(lse.size())};
   }
-  void bring(std::span<float> out, std::span<float> lse) {
-    const auto copy = [&](std::span<float> to, device_array<float>& from) {
-      device::check(cudaMemcpyAsync(to.data(), from.sized(to.size()).data(), to.size_bytes(),
-                                    cudaMemcpyDeviceToHost, compute_.get()),
-                    "cudaMemcpyAsync");
-    };
-    copy(out, out_);
-    copy(lse, lse_);
+  void bring(std::span<float> to, device_array<float>& from) {
+    device::check(cudaMemcpyAsync(to.data(), from.sized(to.size()).data(), to.size_bytes(),
+                                  cudaMemcpyDeviceToHost, compute_.get()),
+                  "cudaMemcpyAsync");
     device::check(cudaStreamSynchronize(compute_.get()), "cudaStreamSynchronize");
   }
 
@@ -143,9 +146,9 @@ class device_pipeline_of_shape : public pipeline {
   device::pinned_memory pinned_;
   device::device_memory device_;
   counting_memory slow_{pinned_}, fast_{device_};
-  cuda_backend backend_;
+  typename Implementation::backend_type backend_;
   device_array<element> keys_, values_;
-  device_array<float> float_keys_, float_values_, queries_, out_, lse_;
+  device_array<float> float_keys_, float_values_, queries_, out_, lse_, masses_;
   Implementation pipeline_;
 };
 

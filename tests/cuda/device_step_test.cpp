@@ -14,6 +14,7 @@
 #include "../property/events.hpp"
 #include "../property/seeds.hpp"
 #include "device_pipeline.hpp"
+#include "tensor_pipeline.hpp"
 
 namespace {
 
@@ -21,28 +22,34 @@ using namespace tests;
 using namespace freekv::examples;
 
 /// Which of the device's pipelines a case is for.
-enum class made_of { shapes, policies, summaries, codecs };
+enum class made_of { shapes, policies, summaries, codecs, tensor_cores };
 
 std::unique_ptr<pipeline> make(made_of what, const random_case& c) {
   const auto options = c.with_basis();
   return what == made_of::shapes      ? make_device_shapes(options)
          : what == made_of::policies  ? make_device_policies(options)
          : what == made_of::summaries ? make_device_summaries(options)
-                                      : make_device_codecs(options);
+         : what == made_of::codecs    ? make_device_codecs(options)
+                                      : make_tensor_pipeline(options);
 }
 
 /// Exchanges what these pipelines do not have.
 void take_what_devices_have(random_case& c, made_of what) {
   auto& o = c.options;
-  const device_shape shape =
-      what == made_of::shapes ? device_shapes[c.seed % std::size(device_shapes)] : policy_shape;
+  const device_shape shape = what == made_of::shapes ? device_shapes[c.seed % std::size(device_shapes)]
+                             : what == made_of::tensor_cores ? tensor_shape
+                                                             : policy_shape;
   o.element = shape.element;
   o.head_dim = shape.head_dim;
   auto& m = o.does;
-  if (what != made_of::policies) m.rows = "per_kv_head";
-  m.codec = what == made_of::codecs ? dice(c.seed + 29).name_of(codecs) : "identity";
+  if (what == made_of::tensor_cores)
+    m.rows = c.seed / 2 % 2 == 0 ? "per_query_head" : "per_kv_head";
+  else if (what != made_of::policies)
+    m.rows = "per_kv_head";
+  const bool int8 = what == made_of::tensor_cores && c.seed / 4 % 2 == 0;
+  m.codec = what == made_of::codecs ? dice(c.seed + 29).name_of(codecs) : int8 ? "int8_token" : "identity";
   o.store_file.clear();
-  o.copy_engines = what != made_of::codecs && c.seed / 4 % 3 == 0;
+  o.copy_engines = m.codec == "identity" && c.seed / 4 % 3 == 0;
   if (what != made_of::policies) {
     m.pinning = "no_pins";
     m.pooling = "mean_softmax";
@@ -253,7 +260,7 @@ bool same_bits_in_any_batch(std::uint64_t seed, made_of what) {
              again = run_together(what, c, {cases[0]}, true)[0];
   const auto last = run_together(what, c, {cases[1], cases[2], cases[0]}, true)[2];
   const auto hurried = run_together(what, c, {cases[0], cases[1]}, false)[0];
-  o.copy_engines = what != made_of::codecs;
+  o.copy_engines = o.does.codec == "identity";
   const auto copied = run_together(what, c, {cases[0], cases[1]}, false)[0];
   const auto differs = [&](const sequence_run& other, const char* when) {
     const bool same =
@@ -450,7 +457,8 @@ int main() {
       std::printf("FAILED %s\n  %s\n", sentence(c).c_str(), d.what.c_str());
     }
   };
-  constexpr made_of all[] = {made_of::shapes, made_of::policies, made_of::summaries, made_of::codecs};
+  constexpr made_of all[] = {made_of::shapes, made_of::policies, made_of::summaries, made_of::codecs,
+                             made_of::tensor_cores};
   for (std::uint64_t seed = first; seed < first + count; ++seed) {
     const made_of what = all[seed % std::size(all)];
     const random_case c = make_device_case(seed, what);
@@ -462,8 +470,10 @@ int main() {
     run(c, [&] { world(c, make(what, c), seen, counts).run(); });
   }
   for (std::uint64_t seed = first; seed < first + worlds; ++seed)
-    failed += !same_bits_in_any_batch(seed, seed % 3 == 0 ? made_of::codecs : made_of::policies);
-  for (const made_of what : {made_of::policies, made_of::codecs}) {
+    failed += !same_bits_in_any_batch(seed, seed % 3 == 0   ? made_of::codecs
+                                            : seed % 3 == 1 ? made_of::tensor_cores
+                                                            : made_of::policies);
+  for (const made_of what : {made_of::policies, made_of::codecs, made_of::tensor_cores}) {
     failed += !forks_write_to_their_open_page(first, what);
     failed += !restored_slots_are_filled(first, what);
   }

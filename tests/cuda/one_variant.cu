@@ -64,6 +64,14 @@ void attend_to_engine(const device::paged_cache<bfloat16>& cache,
   device::attend_paged<128, device::attend_paged_by_tensor_cores>(cache, {}, attended, nullptr);
 }
 
+// Attention by tensor cores.
+void attend_by_tensor_cores(const state& s, const device::step_view& step,
+                            const device::attention_scratch_memory& attended) {
+  constexpr auto by = device::multiplies::tensor_cores;
+  device::launch_attend<by>(s, identity{}, step, nullptr, false, 1, {}, attended, nullptr);
+  device::launch_attend<by>(s, int4_channel{}, step, nullptr, false, 1, {}, attended, nullptr);
+}
+
 // What a store that is encoded takes beside it.
 void keep_encoded(const state& s, const device::step_view& step,
                   const device::append_memory<bfloat16>& memory, const device::selection_scratch& selected,
@@ -72,6 +80,7 @@ void keep_encoded(const state& s, const device::step_view& step,
   device::launch_encode(s, codec, step, {}, memory.encoding, nullptr);
   device::launch_recall(s, codec, step, selected, nullptr);
   device::launch_attend(s, codec, step, nullptr, false, 1, {}, attended, nullptr);
+  device::launch_unit_masses(s, codec, step, nullptr, {}, nullptr);
   device::launch_fill(s, codec, {}, nullptr);
   device::launch_reopen(s, codec, 0, 0, nullptr);
 }

@@ -145,6 +145,50 @@ pinned<std::int32_t> reports_of(const text& source, bool waits) {
   return all;
 }
 
+/// The masses that each step's units have, and what they are in double precision of the units that reports name.
+results<float> masses_of(const text& source) {
+  pinned<float> out(steps * query_row), expected, given;
+  prompted<cuda_backend> run(source, false);
+  const auto& s = run.pipeline.configuration();
+  const int page = s.page.tokens, group = query_heads / kv_heads;
+  for (int step = 0; step < steps; ++step) {
+    run.append(step);
+    const int entries = run.pipeline.attended_units(0), now = prompt + step;
+    pinned<float> masses(static_cast<std::size_t>(query_heads * entries), 0.0f);
+    run.pipeline.log_masses(0, masses);
+    run.attend(step, out);
+    const step_report report = run.pipeline.report(0, run.id);  // waits
+    given.insert(given.end(), masses.begin(), masses.end());
+    for (int head = 0; head < query_heads; ++head) {
+      const std::size_t before = expected.size();
+      const auto add = [&](int first, int end) {
+        double sum = 0.0;
+        for (int t = first; t < end; ++t) {
+          double score = 0.0;
+          for (int i = 0; i < head_dim; ++i)
+            score +=
+                double{source.queries[static_cast<std::size_t>((now * query_heads + head) * head_dim + i)]} *
+                double{to_float(
+                    source.keys[static_cast<std::size_t>((t * kv_heads + head / group) * head_dim + i)])};
+          sum += std::exp(score * double{s.scale});
+        }
+        expected.push_back(static_cast<float>(std::log(sum)));
+      };
+      add(0, s.budget.sink);
+      const auto selected =
+          report.attended.subspan(report.attended.size() / kv_heads * static_cast<std::size_t>(head / group));
+      for (int i = 0; i < report.attended_count[static_cast<std::size_t>(head / group)]; ++i)
+        add(selected[static_cast<std::size_t>(i)], selected[static_cast<std::size_t>(i)] + 1);
+      for (int first = (now + 1 - s.budget.window) / page * page; first <= now; first += page)
+        add(first, std::min(first + page, now + 1));
+      expected.resize(before + static_cast<std::size_t>(entries), -infinity);
+    }
+  }
+  results<float> both(std::move(expected));
+  both.device = std::move(given);
+  return both;
+}
+
 /// Whether copy engines refuse to recall into a graph.
 bool copies_refuse_capture(const text& source) {
   pinned<float> out(steps * query_row);
@@ -190,6 +234,7 @@ int main() {
   results<std::int32_t> reports(reports_of(source, true));
   reports.device = reports_of(source, false);
   checks.equal("reports on a stream of their own", reports);
+  checks.close("masses of units", masses_of(source), 10);
   const bool refused = copies_refuse_capture(source);
   std::printf("%s copy engines refuse a stream that is captured\n", refused ? "ok    " : "FAILED:");
   if (!refused) return 1;

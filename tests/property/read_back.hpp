@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -60,7 +61,8 @@ inline std::function<void(int, rows_of_heads&, rows_of_heads&)> read_back(
     const auto with = [&]<int... D>(std::integer_sequence<int, D...>) {
       using freekv::examples::data_type;
       const auto as = [&]<class Element>(Element) {
-        ((D == o.head_dim && (read_back_as<Element, D>(o, page, keys, values), true)) || ...);
+        if (!((D == o.head_dim && (read_back_as<Element, D>(o, page, keys, values), true)) || ...))
+          throw std::logic_error("no codecs are compiled for head_dim " + std::to_string(o.head_dim));
       };
       if (o.element == data_type::f32) as(float{});
       if (o.element == data_type::f16) as(freekv::half{});

@@ -178,8 +178,7 @@ class evicting_pipeline {
     if (queries_.empty() && rows_ > 0) throw usage_error("attend: append was given no queries");
     expect_numbers("attention output", out.size(), s.heads.query * head_dim);
     if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), s.heads.query);
-    const typename stages::output to{out.data(), lse.empty() ? nullptr : lse.data(),
-                                     unit_of(settings_.lse_base)};
+    const attention_output to{out.data(), lse.empty() ? nullptr : lse.data(), unit_of(settings_.lse_base)};
     for (const eviction_entry& entry : entries_) parts_->stages.attend(s, entry, queries_.data(), to);
     progress_[size(layer)] = layer_progress::attended;
   }

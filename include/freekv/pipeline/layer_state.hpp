@@ -45,6 +45,20 @@ struct new_rows {
       queries{};  ///< (rows, query_heads, head_dim); may be empty if all rows are prompt and none attends
 };
 
+/// Where attention goes: (rows, query_heads, head_dim) and (rows, query_heads); `lse` may be null.
+struct attention_output {
+  float* out = nullptr;
+  float* lse = nullptr;
+  float lse_unit = 1.0f;  // what a nat of lse is written as
+};
+
+/// Where the masses of a step's rows go: (rows, query_heads, entries).
+struct mass_output {
+  float* masses = nullptr;
+  int entries = 0;    // of a row's list, or more
+  float unit = 1.0f;  // what a nat is written as
+};
+
 /// One sequence's keys and values in an engine's own paged cache: token t of it is token `t % block_tokens` of block
 /// `block_table[t / block_tokens]`, at `keys + block * block_stride + token * token_stride + head * head_stride`, and
 /// so are its values. Strides in elements; head_dim elements lie one behind the other.

@@ -338,6 +338,33 @@ class basic_retrieval_pipeline {
     attended(layer);
   }
 
+  /// Room for what `log_masses` gives of one query head of a row: entries that a list of this step's rows has at most.
+  int attended_units(int layer) const {
+    layer_of(layer, "attended_units");
+    int units = settings_.entries_within(layer);
+    for (const step_entry& entry : entries_)
+      if (entry.kind == row_kind::prompt || settings_.any_complete(layer))
+        units = std::max(units, settings_.pages_for(entry.after()));
+    return units;
+  }
+
+  /// What the units that the step's rows attend to have of their attention: of each the log-sum-exp of its tokens' scores,
+  /// in the settings' base, so that exp(mass - lse) is its share. Before `attend`, which gives the same with it or without.
+  /// Corrects the flagged heads, as `correct` does, and reads the keys once for itself.
+  ///
+  /// `masses`: (rows, query_heads, attended_units(layer)). Those of a head's list come first, in its order: the sink's pages,
+  /// the units selected, ascending (`step_report::attended`), the window's pages; or all pages. What lies behind the list,
+  /// and units that only other query heads have selected, is -infinity. Throws usage_error.
+  void log_masses(int layer, std::span<float> masses) {
+    const state& s = layer_in(layer, "log_masses", layer_progress::appended, layer_progress::corrected);
+    check_queries("log_masses", s);
+    const int entries = attended_units(layer);
+    expect_numbers("log-masses", masses.size(), s.heads.query * entries);
+    correct(layer);
+    const mass_output to{masses.data(), entries, unit_of(settings_.lse_base)};
+    each_part([&](const auto& part) { parts_->stages.masses(s, part, queries_.data(), to); });
+  }
+
   /// What `attend` does before it attends, for an engine that attends with a kernel of its own: corrects the flagged
   /// heads. Then come `table` and the kernel for each sequence with decode rows, then `attended`.
   void correct(int layer) {
@@ -683,16 +710,19 @@ class basic_retrieval_pipeline {
       throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +
                         std::to_string(rows_) + " rows of " + std::to_string(row));
   }
-  auto output(const char* call, const state& s, std::span<float> out, std::span<float> lse) const {
+  void check_queries(const char* call, const state& s) const {
     if (s.layer != appended_layer_)
       throw usage_error(std::string(call) + ": layer " + std::to_string(s.layer) +
                         " attends before the next is appended to, which was layer " +
                         std::to_string(appended_layer_));
     if (queries_.empty() && rows_ > 0) throw usage_error(std::string(call) + ": append was given no queries");
+  }
+  attention_output output(const char* call, const state& s, std::span<float> out,
+                          std::span<float> lse) const {
+    check_queries(call, s);
     expect_numbers("attention output", out.size(), s.heads.query * head_dim);
     if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), s.heads.query);
-    return
-        typename stages::output{out.data(), lse.empty() ? nullptr : lse.data(), unit_of(settings_.lse_base)};
+    return {out.data(), lse.empty() ? nullptr : lse.data(), unit_of(settings_.lse_base)};
   }
 
   settings settings_;

@@ -72,6 +72,13 @@ struct pipeline_settings {
   int unit_tokens() const { return unit.tokens == 0 ? int{page.tokens} : int{unit.tokens}; }
   int units_per_page() const { return page.tokens / unit_tokens(); }
   int max_units() const { return max_pages() * units_per_page(); }
+  /// Whether any head of a layer attends to everything.
+  bool any_complete(int layer) const {
+    bool any = false;
+    for (int head = 0; head < kv_heads; ++head)
+      any = any || head_kind(plan, layer, head) == layer_kind::complete;
+    return any;
+  }
   selection_row row() const {
     return resolve(rows, []<class Rows>(const Rows&) { return Rows::row; });
   }
@@ -84,6 +91,12 @@ struct pipeline_settings {
     const int selecting = row() == selection_row::query_head ? query_heads / kv_heads : 1;
     const std::int64_t all = std::int64_t{budget_at(layer).selected_pages} * selecting + pinned_units();
     return static_cast<int>(std::min(std::int64_t{max_units()}, all));
+  }
+  /// Entries that the list of a head has at most which attends to what it keeps.
+  int entries_within(int layer) const {
+    const slot_roles slots = slots_for(budget_at(layer), page.tokens, 0, max_decode_rows);
+    const int sliding = plan.kind(layer) == layer_kind::sliding ? pages_for(sliding_window) + 1 : 0;
+    return std::min(std::max(slots.sink + slots.ring, sliding), max_pages()) + list_units(layer);
   }
   int spare_slots() const {
     return resolve(residency, [](const auto& chosen) -> int { return chosen.spare; });

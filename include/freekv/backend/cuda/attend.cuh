@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cuda/std/type_traits>
 #include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step.cuh>
+#include <freekv/backend/cuda/tensor_attention.cuh>
 #include <freekv/functors/attend_slice.hpp>
 #include <freekv/functors/attend_tokens.hpp>
 #include <freekv/pipeline/layer_state.hpp>
@@ -16,19 +18,24 @@ namespace freekv::device {
 
 struct attend_tuning {
   int threads = 128;             ///< of a block
-  int registers = 168;           ///< of a thread at most
-  int heads = 4;                 ///< query heads that a team attends with; larger groups take several
+  int registers = 192;           ///< of a thread at most: by tensor cores, from encoded pages
+  int heads = 4;                 ///< query heads that a team attends with by FMA; larger groups take several
   int part_tokens = 64;          ///< of a budgeted row that one team attends to
   int part_tokens_of_all = 512;  ///< of a row that attends to everything
   int rows_of_all = 16;          ///< that attend to everything in one launch; more take turns
-  int decoded_rows = 4;          ///< of encoded pages that a team decodes at a time, if there is room
   constexpr bool valid() const {
     return valid_block(threads, registers) && heads >= 1 && heads <= 8 && part_tokens >= 8 &&
-           part_tokens_of_all >= part_tokens && rows_of_all >= 1 && decoded_rows >= 1;
+           part_tokens_of_all >= part_tokens && rows_of_all >= 1;
   }
 };
 inline constexpr attend_tuning attend_default{};
 static_assert(attend_default.valid());
+
+/// What attends with the query heads of a tile.
+template <multiplies By, int HeadDim, class Element>
+using tile_attention =
+    cuda::std::conditional_t<By == multiplies::tensor_cores, tensor_attention<HeadDim, Element>,
+                             register_attention<HeadDim, attend_default.heads, row_team<HeadDim>>>;
 
 /// Entries of a list that one part covers. Parts are cut at multiples of it and merged in order, so that results depend on
 /// neither the batch nor the grid.
@@ -37,13 +44,6 @@ FREEKV_HD constexpr int entries_of_part(bool everything, int page_tokens, int un
   const int entry = everything ? page_tokens : unit_tokens;
   return tokens > entry ? tokens / entry : 1;
 }
-
-/// Where attention goes: (rows, query_heads, head_dim) and (rows, query_heads); `lse` may be null.
-struct attention_output {
-  float* out = nullptr;
-  float* lse = nullptr;
-  float lse_unit = 1.0f;  // what a nat of lse is written as
-};
 
 /// Parts of rows before they are merged. For `rows` rows of `parts` parts.
 struct attention_scratch_memory {
@@ -63,6 +63,7 @@ struct attention_scratch_memory {
 /// Up to `Heads` query heads of one KV head, which a team attends with together.
 template <int Heads>
 struct head_tile {
+  static constexpr int heads = Heads;
   int kv_head = 0;
   int group = 1;
   int first = 0;  // query head of the group
@@ -79,7 +80,6 @@ struct head_tile {
     return kv_head * group + (has(h) ? first + h : group - 1);
   }
 };
-using attended_tile = head_tile<attend_default.heads>;
 
 /// Where the parts of one row are in the scratch, of which `first` query heads of other rows lie before it.
 struct parts_of_row {
@@ -152,11 +152,11 @@ FREEKV_HD bool attends_to_store(const State& s, const page_list& entries, bool e
 
 /// How attention to pages of `Codec` is launched, and how many rows of them a team decodes at a time: fewer where a block's
 /// memory has no room for more.
-template <int HeadDim, class Element, class Codec>
+template <class Attention, int HeadDim, class Element, class Codec>
 struct attend_block {
-  static constexpr int lanes = row_team<HeadDim>::lane_count;
+  static constexpr int lanes = Attention::team_type::lane_count;
   struct sizes {
-    int threads = attend_default.threads, rows = attend_default.decoded_rows;
+    int threads = attend_default.threads, rows = Attention::tokens_at_once;
     constexpr int numbers() const { return threads / lanes * rows * 2 * HeadDim; }
   };
   static constexpr sizes fitting() {
@@ -168,6 +168,7 @@ struct attend_block {
     return s;
   }
   static constexpr sizes size = encodes_pages<Codec> ? fitting() : sizes{};
+  static_assert(size.threads >= lanes);
   static constexpr int numbers = encodes_pages<Codec> ? size.numbers() : 1;
 };
 
@@ -187,14 +188,14 @@ FREEKV_HD auto attended_slice(const State& s, const step_entry& entry, const pag
 }
 
 /// Which query heads of a tile attend to entry i of their KV head's list, as bits.
-template <class State>
+template <class State, class Tile>
 FREEKV_HD unsigned attending_heads(const State& s, const step_entry& entry, const page_list& entries, int i,
-                                   const attended_tile& tile) {
+                                   const Tile& tile) {
   if (s.mask_words == 0 || !entries.is_selected(i)) return ~0u;
   const std::uint32_t* const selected_by = s.selected_by + s.masks(entry.sequence, tile.kv_head) +
                                            std::int64_t{entries.nth_selected(i)} * s.mask_words;
   unsigned heads = 0;
-  for (int h = 0; h < attend_default.heads && tile.has(h); ++h)
+  for (int h = 0; h < Tile::heads && tile.has(h); ++h)
     heads |= (selected_by[(tile.first + h) / 32] >> (tile.first + h) % 32 & 1u) << h;
   return heads;
 }
@@ -211,23 +212,36 @@ __device__ void attend_encoded(Team team, Attention& attention, const State& s, 
   for (int first = 0; first < part.tokens; first += most) {
     const int count = part.tokens - first < most ? part.tokens - first : most;
     team.sync();  // all lanes have read the rows before
-    decode_part(team, s, codec, at, {part.page, part.first + first, count}, rows);
+    decode_by_lanes<Team::lane_count>(s, codec, at, {part.page, part.first + first, count}, rows);
     team.sync();
     attention.attend(team, as_const(rows), count, s.soft_cap, attending);
   }
 }
 
-/// A team attends with up to `attend_default.heads` query heads of one KV head to one part of a row.
-template <class State, class Codec>
+/// Attends to entry i of a head's list.
+template <class Block, class Team, class Attention, class State, class Codec>
+__device__ void attend_entry(Team team, Attention& attention, const State& s, const Codec& codec,
+                             const step_entry& entry, int head, const page_list& entries, int i,
+                             bool everything, typename State::element* block, unsigned attending) {
+  const page_part part = entries.part(i);
+  if constexpr (encodes_pages<Codec>)
+    if (attends_to_store(s, entries, everything) && part.page < entry.after() / s.page.tokens)
+      return attend_encoded<Block>(team, attention, s, codec, {entry.sequence, head}, part, block, attending);
+  attention.attend(team, as_const(attended_slice<Codec>(s, entry, entries, i, head, everything)), part.tokens,
+                   s.soft_cap, attending);
+}
+
+/// A team attends with a tile's query heads to one part of a row.
+template <multiplies By, class State, class Codec>
 __global__ void attend_parts(State s, Codec codec, step_view step, const float* queries, attended_rows rows,
                              attention_scratch_memory scratch) {
   constexpr int d = State::head_dim;
   using element = typename State::element;
-  using block_type = attend_block<d, element, Codec>;
+  using attention_type = tile_attention<By, d, element>;
+  using block_type = attend_block<attention_type, d, element, Codec>;
   __shared__ alignas(16) element block[block_type::numbers];
-  using team_type = row_team<d>;
-  const team_type team;
-  const attended_tile tile = attended_tile::nth(static_cast<int>(blockIdx.y), s.heads.group());
+  const typename attention_type::team_type team;
+  const auto tile = head_tile<attention_type::heads>::nth(static_cast<int>(blockIdx.y), s.heads.group());
   const int part = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
   const int row = rows.first + static_cast<int>(blockIdx.z);
   const step_entry* const entry = step.entry_of(row);
@@ -238,20 +252,12 @@ __global__ void attend_parts(State s, Codec codec, step_view step, const float* 
   const int begin = part * each, end = begin + each < entries.size() ? begin + each : entries.size();
   if (begin >= end) return;
 
-  register_attention<d, attend_default.heads, team_type> attention;
+  attention_type attention;
   begin_tile<d>(team, attention, tile, queries + std::int64_t{row} * s.heads.query * d, s.scale);
   for (int i = begin; i < end; ++i) {
-    const unsigned attending = attending_heads(s, *entry, entries, i, tile);
-    if (attending == 0) continue;
-    const page_part of = entries.part(i);
-    if constexpr (encodes_pages<Codec>)
-      if (attends_to_store(s, entries, everything) && of.page < entry->after() / s.page.tokens) {
-        attend_encoded<block_type>(team, attention, s, codec, {entry->sequence, tile.kv_head}, of, block,
-                                   attending);
-        continue;
-      }
-    attention.attend(team, as_const(attended_slice<Codec>(s, *entry, entries, i, tile.kv_head, everything)),
-                     of.tokens, s.soft_cap, attending);
+    if (const unsigned attending = attending_heads(s, *entry, entries, i, tile); attending != 0)
+      attend_entry<block_type>(team, attention, s, codec, *entry, tile.kv_head, entries, i, everything, block,
+                               attending);
   }
   const parts_of_row to{std::int64_t{blockIdx.z} * s.heads.query, rows.parts};
   store_tile<d>(team, attention, tile, scratch, to, part);
@@ -283,21 +289,24 @@ __global__ void merge_attention(State s, step_view step, attended_rows rows, att
 }
 
 /// Attends the rows of a step, of which each has at most `parts` parts. `codec`: of the layer's complete pages.
-template <class State, class Codec>
+template <multiplies By = multiplies::fma, class State, class Codec>
 void launch_attend(const State& s, const Codec& codec, const step_view& step, const float* queries,
                    bool everything, int parts, const attention_output& to,
                    const attention_scratch_memory& scratch, cudaStream_t stream) {
-  using block_type = attend_block<State::head_dim, typename State::element, Codec>;
+  constexpr int d = State::head_dim;
+  using attention_type = tile_attention<By, d, typename State::element>;
+  using block_type = attend_block<attention_type, d, typename State::element, Codec>;
   constexpr int lanes = block_type::lanes, threads = block_type::size.threads;
-  const int tiles = attended_tile::tiles_of(s.heads.group());
+  constexpr int merging = row_team<d>::lane_count;
+  const int tiles = head_tile<attention_type::heads>::tiles_of(s.heads.group());
   const int at_once = rows_at_once(scratch, parts, s.heads.query);
   for (int first = 0; first < step.most.rows; first += at_once) {
     const attended_rows rows{first, std::min(at_once, step.most.rows - first), parts, everything};
     const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{parts} * lanes, threads)),
                     static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
-    attend_parts<<<grid, threads, 0, stream>>>(s, codec, step, queries, rows, scratch);
+    attend_parts<By><<<grid, threads, 0, stream>>>(s, codec, step, queries, rows, scratch);
     check(cudaGetLastError(), "attend");
-    merge_attention<<<blocks_for(std::int64_t{rows.count} * s.heads.query * lanes, threads), threads, 0,
+    merge_attention<<<blocks_for(std::int64_t{rows.count} * s.heads.query * merging, threads), threads, 0,
                       stream>>>(s, step, rows, scratch, to);
     check(cudaGetLastError(), "merge of attention");
   }

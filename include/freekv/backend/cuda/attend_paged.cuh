@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cuda/std/type_traits>
 #include <freekv/backend/cuda/attend.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
@@ -19,12 +18,6 @@
 
 namespace freekv::device {
 
-/// What multiplies queries by keys, and weights by values. Which is faster has not been timed.
-enum class multiplies : std::uint8_t {
-  fma,           ///< `attend_default.heads` query heads at a time, of any element and head_dim
-  tensor_cores,  ///< eight at a time; F16 and BF16, head_dim a multiple of 16, best with blocks that are, too
-};
-
 struct attend_paged_tuning {
   int threads = attend_default.threads;  ///< of a block
   int registers = 184;                   ///< of a thread at most
@@ -38,11 +31,6 @@ struct attend_paged_default {
 struct attend_paged_by_tensor_cores {
   static constexpr attend_paged_tuning tuning{.by = multiplies::tensor_cores};
 };
-
-template <class Tuned, int HeadDim, class Element>
-using paged_tile_attention =
-    cuda::std::conditional_t<Tuned::tuning.by == multiplies::tensor_cores, tensor_attention<HeadDim, Element>,
-                             register_attention<HeadDim, attend_default.heads, row_team<HeadDim>>>;
 
 /// One layer of an engine's paged KV cache, as paged-attention kernels take it; all in memory that the device
 /// reads. Token t of sequence s is token `t % block_tokens` of block `block_table[s * max_blocks + t /
@@ -132,7 +120,7 @@ struct paged_row {
 template <class Tuned, int HeadDim, element Element>
 __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention attention, attended_rows rows,
                                    attention_scratch_memory scratch) {
-  paged_tile_attention<Tuned, HeadDim, Element> attended;
+  tile_attention<Tuned::tuning.by, HeadDim, Element> attended;
   const typename decltype(attended)::team_type team;
   const auto tile =
       head_tile<decltype(attended)::heads>::nth(static_cast<int>(blockIdx.y), attention.heads.group());
@@ -216,12 +204,12 @@ void attend_paged(const paged_cache<Element>& cache, const paged_attention& atte
   static_assert(kv_shape<Element, HeadDim>::head_dim == HeadDim);
   detail::check_paged(cache.block_tokens, cache.max_blocks, attention, scratch);
   static_assert(Tuned::tuning.valid());
-  using tile_attention = paged_tile_attention<Tuned, HeadDim, Element>;
+  using attention_type = tile_attention<Tuned::tuning.by, HeadDim, Element>;
   constexpr int threads = Tuned::tuning.threads, merging = row_team<HeadDim>::lane_count;
-  constexpr std::int64_t lanes = tile_attention::team_type::lane_count;
+  constexpr std::int64_t lanes = attention_type::team_type::lane_count;
   const int query_heads = attention.heads.query;
   const int parts = paged_parts(attention, cache.block_tokens);
-  const int tiles = head_tile<tile_attention::heads>::tiles_of(attention.heads.group());
+  const int tiles = head_tile<attention_type::heads>::tiles_of(attention.heads.group());
   const int at_once = rows_at_once(scratch, parts, query_heads);
   for (int first = 0; first < attention.max_rows(); first += at_once) {
     const attended_rows rows{first, std::min(at_once, attention.max_rows() - first), parts};

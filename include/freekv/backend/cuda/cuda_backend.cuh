@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/backend/cuda/tensor_attention.cuh>
 #include <freekv/core/policy.hpp>
 #include <optional>
 #include <string_view>
@@ -10,7 +11,7 @@
 namespace freekv {
 
 namespace device {
-template <class State, class Settings>
+template <class State, class Settings, multiplies Attention>
 class stages;
 }  // namespace device
 
@@ -26,7 +27,10 @@ enum class recall_by : std::uint8_t { kernel, copy_engines };
 ///
 /// Recall by copy engines waits on the host for each selection and is refused while a stream is captured; it has a stream
 /// of its own beside the two.
-class cuda_backend {
+///
+/// `Attention`: what attends to what heads keep and to everything.
+template <device::multiplies Attention = device::multiplies::fma>
+class basic_cuda_backend {
  public:
   using policy_kind = backend_kind;
   static constexpr std::string_view name = "cuda";
@@ -34,9 +38,9 @@ class cuda_backend {
   // What a pipeline takes from its backend.
   using event = device::event;
   template <class State, class Settings>
-  using stages = device::stages<State, Settings>;
+  using stages = device::stages<State, Settings, Attention>;
 
-  cuda_backend(cudaStream_t compute, cudaStream_t recall, recall_by by = recall_by::kernel)
+  basic_cuda_backend(cudaStream_t compute, cudaStream_t recall, recall_by by = recall_by::kernel)
       : compute_(compute), recall_(recall) {
     if (by == recall_by::copy_engines) transfers_.emplace();
   }
@@ -47,12 +51,16 @@ class cuda_backend {
   device::stream* transfers() { return transfers_ ? &transfers_->ordered : nullptr; }
 
  private:
-  struct transfers {
+  struct transfer_stream {
     device::owned_stream of;
     device::stream ordered{of.get()};
   };
   device::stream compute_, recall_;
-  std::optional<struct transfers> transfers_;
+  std::optional<transfer_stream> transfers_;
 };
+
+using cuda_backend = basic_cuda_backend<>;
+/// For groups of four and more, and elements of 2 bytes.
+using tensor_core_backend = basic_cuda_backend<device::multiplies::tensor_cores>;
 
 }  // namespace freekv

@@ -91,26 +91,21 @@ __device__ auto codec_of(const State& s, const Codec& codec, const head_of& at, 
   return codec_at(codec, {s.layer, at.head, s.heads.kv, page * s.page.tokens, shared, floats});
 }
 
-/// Some rows of a complete page as they come back, to the first rows of `to`.
-template <class Team, class State, class Codec>
-__device__ void decode_part(Team team, const State& s, const Codec& codec, const head_of& at,
-                            const page_part& part, const head_slice<typename State::element>& to) {
-  codec_of(s, codec, at, part.page)
-      .template decode<State::head_dim>(team,
-                                        s.slices.in_memory(s.store_page(at.sequence, part.page), at.head),
-                                        s.page.tokens, row_range{part.first, part.tokens}, to);
-}
-/// The same by a warp, whose teams share the rows out.
-template <class State, class Codec>
-__device__ void decode_by_warp(const State& s, const Codec& codec, const head_of& at, const page_part& part,
-                               const head_slice<typename State::element>& to) {
+/// Some rows of a complete page as they come back, to the first rows of `to`. By `Lanes` neighbouring threads, whose teams
+/// share the rows out.
+template <int Lanes, class State, class Codec>
+__device__ void decode_by_lanes(const State& s, const Codec& codec, const head_of& at, const page_part& part,
+                                const head_slice<typename State::element>& to) {
   constexpr row_team<State::head_dim> team;
-  constexpr int teams = 32 / team.lane_count;
+  constexpr int teams = Lanes / team.lane_count;
   const int each = (part.tokens + teams - 1) / teams;
-  const int first = static_cast<int>(threadIdx.x) % 32 / team.lane_count * each;
+  const int first = static_cast<int>(threadIdx.x) % Lanes / team.lane_count * each;
   const int count = part.tokens - first < each ? part.tokens - first : each;
-  if (count > 0)
-    decode_part(team, s, codec, at, {part.page, part.first + first, count}, rows_behind(to, first));
+  if (count <= 0) return;
+  const std::byte* const slice = s.slices.in_memory(s.store_page(at.sequence, part.page), at.head);
+  codec_of(s, codec, at, part.page)
+      .template decode<State::head_dim>(team, slice, s.page.tokens, row_range{part.first + first, count},
+                                        rows_behind(to, first));
 }
 
 /// Encodes the pages that become complete; then slots, too, hold what the codec gives back. A unit of work is a slice, or

@@ -213,7 +213,7 @@ __global__ void recall_items(State s, Codec codec, selection_scratch scratch) {
     const int page = s.page_of(item.unit), row = s.row_of(item.unit);
     const auto to = s.selected_slice(item.sequence, item.slot, item.head);
     if (encodes_pages<Codec> && item.from_ring == 0) {
-      decode_by_warp(s, codec, {item.sequence, item.head}, {page, row, s.unit.tokens}, to);
+      decode_by_lanes<32>(s, codec, {item.sequence, item.head}, {page, row, s.unit.tokens}, to);
       continue;
     }
     const auto from = item.from_ring != 0 ? s.frame_slice(item.sequence, s.slots.ring_slot(page), item.head)

@@ -50,7 +50,7 @@ __device__ void fill_slot(const State& s, const Codec& codec, const head_of& at,
                           const page_part& part, const head_slice<typename State::element>& to) {
   using pieces = slice_pieces<State::head_dim, typename State::element>;
   if (encodes_pages<Codec> && part.page < tokens / s.page.tokens)
-    return decode_by_warp(s, codec, at, part, to);
+    return decode_by_lanes<32>(s, codec, at, part, to);
   const auto from = encodes_pages<Codec> ? s.open_slice(at.sequence, part.page, at.head)
                                          : s.store_slice(at.sequence, part.page, at.head);
   copy_slice_by_warp(pieces{rows_behind(from, part.first), part.tokens}, pieces{to, part.tokens});
@@ -91,7 +91,8 @@ void launch_fill(const State& s, const Codec& codec, const filled_slots& fill, c
 template <class State, class Codec>
 __global__ void reopen_page(State s, Codec codec, int sequence, int page) {
   const int head = static_cast<int>(blockIdx.x);
-  decode_by_warp(s, codec, {sequence, head}, {page, 0, s.page.tokens}, s.open_slice(sequence, page, head));
+  decode_by_lanes<32>(s, codec, {sequence, head}, {page, 0, s.page.tokens},
+                      s.open_slice(sequence, page, head));
 }
 template <class State, class Codec>
 void launch_reopen(const State& s, const Codec& codec, int sequence, int page, cudaStream_t stream) {

@@ -15,6 +15,7 @@
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/sequence_slots.cuh>
 #include <freekv/backend/cuda/step.cuh>
+#include <freekv/backend/cuda/unit_masses.cuh>
 #include <freekv/backend/host/sequence_slots.hpp>
 #include <freekv/core/error.hpp>
 #include <freekv/core/policy.hpp>
@@ -34,20 +35,20 @@ namespace freekv::device {
 /// The stages of one pipeline, each for all entries of a step at once. `State` is its layer_state, `Settings` its settings,
 /// which hold the policies. What is called in a step is queued and neither allocates nor waits; what is called between
 /// steps, with nothing queued, waits. The policies' data (a basis) is in memory that the device reads.
-template <class State, class Settings>
+template <class State, class Settings, multiplies Attention = multiplies::fma>
 class stages {
  public:
   static constexpr bool on_device = true;
   using element = typename State::element;
-  using output = attention_output;
   using step = step_view;
+  using backend = basic_cuda_backend<Attention>;
   static constexpr int d = State::head_dim;
 
   /// Takes scratch and the mirrors' room for uploads. Throws settings_error for what this backend does not have.
-  stages(cuda_backend& backend, const Settings& s, carver& pinned, carver& fast)
-      : backend_(&backend), settings_(&s), ring_(s.max_resident, most_patches(s), fast, pinned) {
+  stages(backend& of, const Settings& s, carver& pinned, carver& fast)
+      : backend_(&of), settings_(&s), ring_(s.max_resident, most_patches(s), fast, pinned) {
     check(s);
-    if (s.encodes() && backend.transfers() != nullptr)
+    if (s.encodes() && of.transfers() != nullptr)
       throw settings_error("copy engines recall pages as they are; take recall_by::kernel for a codec");
     const int group = s.query_heads / s.kv_heads;
     int row_units = 0, list_units = 0;
@@ -95,7 +96,7 @@ class stages {
     for (selection_scratch* scratch : {&correct_, &speculate_})
       *scratch = selection_scratch::carve(fast, sizes);
     attention_ = attention_scratch_memory::carve(fast, parts * s.query_heads, d);
-    if (backend.transfers() != nullptr && s.route.keeps_slots())
+    if (of.transfers() != nullptr && s.route.keeps_slots())
       copies_ = copied_recall<State>(std::int64_t{s.max_resident} * s.kv_heads * list_units, s.unit_tokens(),
                                      pinned, fast);
   }
@@ -295,6 +296,10 @@ class stages {
   void attend_full(const State& s, const step_view& step, const float* queries, const attention_output& to) {
     attend(s, step, queries, true, parts(s.layer, true), to);
   }
+  /// The log-mass of each unit that each row attends to.
+  void masses(const State& s, const step_view& step, const float* queries, const mass_output& to) {
+    with_codec(s, [&](const auto& codec) { launch_unit_masses(s, codec, step, queries, to, compute()); });
+  }
 
  private:
   static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
@@ -342,22 +347,14 @@ class stages {
 
   /// Parts of attention that a row has at most: of what heads keep, and of everything.
   static int parts_within(const Settings& s, int layer) {
-    const freekv::budget& b = s.budget_at(layer);
-    const slot_roles slots = slots_for(b, s.page.tokens, 0, s.max_decode_rows);
-    const int sliding = s.plan.kind(layer) == layer_kind::sliding ? s.pages_for(s.sliding_window) + 1 : 0;
-    const int entries =
-        std::min(std::max(slots.sink + slots.ring, sliding), s.max_pages()) + s.list_units(layer);
-    return blocks_for(entries, entries_of_part(false, s.page.tokens, s.unit_tokens()));
+    return blocks_for(s.entries_within(layer), entries_of_part(false, s.page.tokens, s.unit_tokens()));
   }
   static int parts_of_all(const Settings& s) {
     return blocks_for(s.max_pages(), entries_of_part(true, s.page.tokens, s.unit_tokens()));
   }
   int parts(int layer, bool everything) const {
-    bool complete = everything;
-    for (int head = 0; head < settings_->kv_heads; ++head)
-      complete = complete || head_kind(settings_->plan, layer, head) == layer_kind::complete;
     const int within = parts_within(*settings_, layer);
-    return complete ? std::max(within, parts_of_all(*settings_)) : within;
+    return everything || settings_->any_complete(layer) ? std::max(within, parts_of_all(*settings_)) : within;
   }
 
   static std::size_t slice_bytes(const Settings& s) {
@@ -368,13 +365,17 @@ class stages {
 
   void attend(const State& s, const step_view& step, const float* queries, bool everything, int parts,
               const attention_output& to) {
-    const auto launch = [&](const auto& codec) {
-      launch_attend(s, codec, step, queries, everything, parts, to, attention_, compute());
-    };
+    with_codec(s, [&](const auto& codec) {
+      launch_attend<Attention>(s, codec, step, queries, everything, parts, to, attention_, compute());
+    });
+  }
+  /// Calls with what a layer's complete pages are kept by.
+  template <class Call>
+  void with_codec(const State& s, const Call& call) const {
     if (s.encoded)
-      resolve(settings_->codec, launch);
+      resolve(settings_->codec, call);
     else
-      launch(identity{});
+      call(identity{});
   }
 
   template <class Correction>
@@ -477,7 +478,7 @@ class stages {
     }
   }
 
-  cuda_backend* backend_;
+  backend* backend_;
   const Settings* settings_;
   const device_mirror<State>* mirror_ = nullptr;
   step_ring ring_;

@@ -13,6 +13,12 @@
 
 namespace freekv::device {
 
+/// What multiplies queries by keys, and weights by values. Which is faster has not been timed.
+enum class multiplies : std::uint8_t {
+  fma,           ///< `attend_default.heads` query heads at a time, of any element and head_dim
+  tensor_cores,  ///< eight at a time; F16 and BF16, head_dim a multiple of 16, best with pages that are, too
+};
+
 /// `Words` pairs of neighbouring 2-byte elements.
 template <int Words>
 struct alignas(4 * Words) element_pairs {
@@ -77,6 +83,7 @@ class tensor_attention {
  public:
   using team_type = lane_team<32, 1>;
   static constexpr int heads = 8;
+  static constexpr int tokens_at_once = 16;
 
   /// Takes the query of head h from `queries(h)` (head_dim).
   template <class Queries>
@@ -108,9 +115,9 @@ class tensor_attention {
   /// As `register_attention` attends.
   __device__ void attend(team_type team, const head_slice<const Element>& slice, int tokens, float soft_cap,
                          unsigned attending = ~0u) {
-    for (int first = 0; first < tokens; first += block) {
+    for (int first = 0; first < tokens; first += tokens_at_once) {
       const head_slice<const Element> rows = rows_behind(slice, first);
-      const int count = tokens - first < block ? tokens - first : block;
+      const int count = tokens - first < tokens_at_once ? tokens - first : tokens_at_once;
       float weights[4];
       multiply_keys(team, rows, count, weights);
       weigh(team, count, soft_cap, attending, weights);
@@ -135,7 +142,6 @@ class tensor_attention {
   }
 
  private:
-  static constexpr int block = 16;                                   // tokens
   static constexpr int parts = std::same_as<Element, half> ? 2 : 3;  // of a float
   static constexpr int tiles = HeadDim / 16;
   static constexpr int key_run =

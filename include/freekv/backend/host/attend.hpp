@@ -48,13 +48,6 @@ void finish_attention(isa set, const float* sink_logits, const attention_part& p
   });
 }
 
-/// Where attention goes: (rows, query_heads, head_dim) and (rows, query_heads); `lse` may be null.
-struct attention_output {
-  float* out = nullptr;
-  float* lse = nullptr;
-  float lse_unit = 1.0f;  // what a nat of lse is written as
-};
-
 /// Attention of the rows of one entry of a step. `complete`: to everything up to each row that the model attends to,
 /// from the store; else each head to what its kind keeps.
 template <class State, class Policies>
@@ -92,38 +85,31 @@ struct attention_job {
   /// The `nth` part of one head's list, from nothing.
   void attend_part(isa set, int row, int head, int nth, const attention_part& part,
                    const workspace& w) const {
-    const int group = s.heads.group();
-    begin_attention<d>(set, queries + first_query_head(row, head) * d, s.scale, group, w.query, part);
+    begin_attention<d>(set, queries + first_query_head(row, head) * d, s.scale, s.heads.group(), w.query,
+                       part);
     const page_list entries = list(row, head);
     const int begin = nth * entries_per_part(entries);
     const int end = std::min(begin + entries_per_part(entries), entries.size());
-    const auto attend_rows = [&](int i, const head_slice<element>& rows, int tokens, const element* ahead) {
-      const std::uint32_t* const mask = selected_by(entries, i, head);
-      for (head_run run = next_run(mask, 0, group); run.count > 0; run = next_run(mask, run.end(), group))
-        attend_slice<d>(set, {w.query + run.first * d, run.count, d}, as_const(rows), tokens,
-                        {part.mass + run.first, part.weighted + run.first * d}, w.block, s.soft_cap, ahead);
-    };
-    if (!s.encoded || in_slots(entries)) {
-      for (int i = begin; i < end; ++i) {
-        const page_part rows = entries.part(i);
-        const element* const ahead =
-            i + 1 < end ? rows_of(entries, i + 1, entries.part(i + 1), head).key : nullptr;
-        attend_rows(i, rows_of(entries, i, rows, head), rows.tokens, ahead);
-      }
-      return;
-    }
-    // The open page is not encoded; it is the last.
-    const bool open = begin < end && entries.page(end - 1) >= entry.after() / s.page.tokens;
-    encoded_pages(s, policies, w)
-        .read_each(
-            {entry.sequence, head}, end - open - begin, [&](int i) { return entries.part(begin + i); },
-            [&](int i, const auto& rows) {
-              attend_rows(begin + i, rows, entries.part(begin + i).tokens, nullptr);
-            });
-    if (!open) return;
-    const page_part last = entries.part(end - 1);
-    attend_rows(end - 1, rows_behind(s.open_slice(entry.sequence, last.page, head), last.first), last.tokens,
-                nullptr);
+    for_entries(entries, head, {begin, end - begin}, w,
+                [&](int i, const head_slice<element>& rows, const element* ahead) {
+                  attend_entry(set, entries, head, i, rows, part, w, ahead);
+                });
+  }
+  /// The masses of one head's list, to (group, to.entries).
+  void masses(isa set, int row, int head, const mass_output& of, const workspace& w) const {
+    const int group = s.heads.group();
+    const attention_part part{w.mass, nullptr};
+    begin_attention<d>(set, queries + first_query_head(row, head) * d, s.scale, group, w.query, part);
+    const page_list entries = list(row, head);
+    float* const masses = of.masses + first_query_head(row, head) * of.entries;
+    std::fill_n(masses, std::ptrdiff_t{group} * of.entries, -infinity);
+    for_entries(entries, head, {0, entries.size()}, w,
+                [&](int i, const head_slice<element>& rows, const element* ahead) {
+                  std::fill_n(part.mass, group, log_sum_exp{});
+                  attend_entry(set, entries, head, i, rows, part, w, ahead);
+                  for (int g = 0; g < group; ++g)
+                    masses[std::ptrdiff_t{g} * of.entries + i] = part.mass[g].value() * of.unit;
+                });
   }
   void finish(isa set, int row, int head, const attention_part& part) const {
     const int group = s.heads.group();
@@ -137,6 +123,40 @@ struct attention_job {
  private:
   int entries_per_part(const page_list& entries) const {
     return freekv::entries_per_part(entries.complete ? s.page.tokens : s.unit.tokens);
+  }
+  /// Runs body(i, rows, keys that come next or null) for some entries of a head's list.
+  template <class Body>
+  void for_entries(const page_list& entries, int head, const unit_range& some, const workspace& w,
+                   const Body& body) const {
+    const int begin = some.first, end = some.first + some.count;
+    if (!s.encoded || in_slots(entries)) {
+      for (int i = begin; i < end; ++i) {
+        const element* const ahead =
+            i + 1 < end ? rows_of(entries, i + 1, entries.part(i + 1), head).key : nullptr;
+        body(i, rows_of(entries, i, entries.part(i), head), ahead);
+      }
+      return;
+    }
+    // The open page is not encoded; it is the last.
+    const bool open = begin < end && entries.page(end - 1) >= entry.after() / s.page.tokens;
+    encoded_pages(s, policies, w)
+        .read_each(
+            {entry.sequence, head}, end - open - begin, [&](int i) { return entries.part(begin + i); },
+            [&](int i, const auto& rows) { body(begin + i, rows, nullptr); });
+    if (!open) return;
+    const page_part last = entries.part(end - 1);
+    body(end - 1, rows_behind(s.open_slice(entry.sequence, last.page, head), last.first), nullptr);
+  }
+  /// Adds the rows of entry i for the query heads that attend to it.
+  void attend_entry(isa set, const page_list& entries, int head, int i, const head_slice<element>& rows,
+                    const attention_part& part, const workspace& w, const element* ahead) const {
+    const int group = s.heads.group(), tokens = entries.part(i).tokens;
+    const std::uint32_t* const mask = selected_by(entries, i, head);
+    for (head_run run = next_run(mask, 0, group); run.count > 0; run = next_run(mask, run.end(), group)) {
+      float* const weighted = part.weighted == nullptr ? nullptr : part.weighted + run.first * d;
+      attend_slice<d>(set, {w.query + run.first * d, run.count, d}, as_const(rows), tokens,
+                      {part.mass + run.first, weighted}, w.block, s.soft_cap, ahead);
+    }
   }
   bool in_slots(const page_list& entries) const { return s.keeps_slots && !complete && !entries.complete; }
   /// Where the rows of entry i of a head's list, `part`, are: in the store, or in its slot.

@@ -25,7 +25,6 @@ class eviction_stages {
  public:
   using state = eviction_state<Shape>;
   using element = typename state::element;
-  using output = attention_output;
   static constexpr int d = state::head_dim;
 
   /// Takes scratch for all threads of `backend` from `memory`.
@@ -67,7 +66,7 @@ class eviction_stages {
   }
 
   /// A decode row to all that its heads have kept, then units leave; prompt rows to everything up to themselves.
-  void attend(const state& s, const eviction_entry& entry, const float* queries, const output& to) {
+  void attend(const state& s, const eviction_entry& entry, const float* queries, const attention_output& to) {
     const auto row_bytes = [&](int tokens) {
       return static_cast<std::size_t>(s.heads.kv * 2 * d) * static_cast<std::size_t>(tokens) *
              sizeof(element);
@@ -182,7 +181,7 @@ class eviction_stages {
   }
 
   /// Leaves the scores, where they are wanted, and the natural log-sum-exp in the scratch.
-  void attend_head(const state& s, const row_of_head& at, const float* queries, const output& to,
+  void attend_head(const state& s, const row_of_head& at, const float* queries, const attention_output& to,
                    const scratch& w) const {
     const int group = s.heads.group();
     const std::ptrdiff_t first = (std::ptrdiff_t{at.row} * s.heads.kv + at.head) * group;

@@ -23,7 +23,6 @@ class stages {
  public:
   using element = typename State::element;
   using sizes = workspace_sizes;
-  using output = attention_output;
   static constexpr int d = State::head_dim;
 
   /// Takes scratch for all threads of `backend` from `memory`.
@@ -227,6 +226,18 @@ class stages {
   void attend_full(const State& s, const step_entry& entry, const float* queries,
                    const attention_output& to) {
     attend_rows({s, *policies_, entry, queries, to, true});
+  }
+
+  /// The log-mass of each unit that each row attends to.
+  void masses(const State& s, const step_entry& entry, const float* queries, const mass_output& to) {
+    const attention_job<State, Policies> job{s,       *policies_, entry,
+                                             queries, {},         entry.kind == row_kind::prompt};
+    const int heads = s.heads.kv;
+    backend_->parallel(entry.tokens * heads,
+                       job.bytes(entry.tokens - 1) * static_cast<std::size_t>(entry.tokens),
+                       [&](int unit, int worker) {
+                         job.masses(instructions(), unit / heads, unit % heads, to, workspace_of(worker));
+                       });
   }
 
  private:

@@ -1,0 +1,72 @@
+// The log-mass of each unit that a row attends to, from keys alone: beside attention, where it is asked for.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <freekv/backend/cuda/attend.cuh>
+#include <freekv/backend/cuda/lane_team.cuh>
+#include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/backend/cuda/step.cuh>
+#include <freekv/functors/attend_tokens.hpp>
+#include <freekv/pipeline/layer_state.hpp>
+
+namespace freekv::device {
+
+struct unit_masses_tuning {
+  int threads = attend_default.threads;  ///< of a block
+  int registers = 128;                   ///< of a thread at most
+  constexpr bool valid() const { return valid_block(threads, registers); }
+};
+inline constexpr unit_masses_tuning unit_masses_default{};
+static_assert(unit_masses_default.valid());
+
+/// A team adds up the scores of one entry of a row's list for a tile's query heads.
+template <class State, class Codec>
+__global__ void unit_masses(State s, Codec codec, step_view step, const float* queries, attended_rows rows,
+                            mass_output to) {
+  constexpr int d = State::head_dim;
+  using element = typename State::element;
+  using attention_type = register_masses<d, attend_default.heads, row_team<d>>;
+  using block_type = attend_block<attention_type, d, element, Codec>;
+  __shared__ alignas(16) element block[block_type::numbers];
+  const typename attention_type::team_type team;
+  const auto tile = head_tile<attention_type::heads>::nth(static_cast<int>(blockIdx.y), s.heads.group());
+  const int i = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
+  const int row = rows.first + static_cast<int>(blockIdx.z);
+  const step_entry* const entry = step.entry_of(row);
+  if (entry == nullptr || i >= rows.parts) return;
+  const bool everything = attends_to_all(*entry, rows);
+  const page_list entries = s.pages_attended(*entry, row - entry->first_row, tile.kv_head, everything);
+
+  attention_type attention;
+  begin_tile<d>(team, attention, tile, queries + std::int64_t{row} * s.heads.query * d, s.scale);
+  if (const unsigned attending = i < entries.size() ? attending_heads(s, *entry, entries, i, tile) : 0u;
+      attending != 0)
+    attend_entry<block_type>(team, attention, s, codec, *entry, tile.kv_head, entries, i, everything, block,
+                             attending);
+  unroll<attention_type::heads>([&](auto h) {
+    if (tile.has(h) && team.lane() == 0)
+      to.masses[(std::int64_t{row} * s.heads.query + tile.query_head(h)) * rows.parts + i] =
+          attention.mass[h].value() * to.unit;
+  });
+}
+
+/// Writes the masses of a step's rows, whose lists have at most `to.entries` entries.
+template <class State, class Codec>
+void launch_unit_masses(const State& s, const Codec& codec, const step_view& step, const float* queries,
+                        const mass_output& to, cudaStream_t stream) {
+  using block_type =
+      attend_block<register_masses<State::head_dim, attend_default.heads, row_team<State::head_dim>>,
+                   State::head_dim, typename State::element, Codec>;
+  constexpr int threads = block_type::size.threads, most_in_z = 65535;
+  const int tiles = head_tile<attend_default.heads>::tiles_of(s.heads.group());
+  for (int first = 0; first < step.most.rows; first += most_in_z) {
+    const attended_rows rows{first, std::min(most_in_z, step.most.rows - first), to.entries};
+    const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{to.entries} * block_type::lanes, threads)),
+                    static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
+    unit_masses<<<grid, threads, 0, stream>>>(s, codec, step, queries, rows, to);
+    check(cudaGetLastError(), "masses of units");
+  }
+}
+
+}  // namespace freekv::device

@@ -1,0 +1,17 @@
+// A pipeline that attends by tensor cores, for tests: programs have none yet.
+#pragma once
+
+#include <memory>
+
+#include "device_pipeline.hpp"
+
+namespace tests {
+
+/// What it is compiled for: published policies, rows of KV heads or of query heads, and the codecs identity and int8_token.
+inline constexpr freekv::examples::device_shape tensor_shape{freekv::examples::data_type::bf16, 64};
+
+/// Attention asks for log_masses as well; a log-sum-exp is NaN where they do not add up to it.
+std::unique_ptr<freekv::examples::pipeline> make_tensor_pipeline(
+    const freekv::examples::pipeline_options& options);
+
+}  // namespace tests
