@@ -20,14 +20,16 @@ configure() {  # PRESET CMAKE_OPTION...
   cmake --preset "$preset" "$@" >"build/configure-$preset.log" || { cat "build/configure-$preset.log" >&2; die "Preset $preset could not be configured."; }
 }
 build_and_test() {  # NAME PRESET CMAKE_BUILD_OPTION... -- CTEST_OPTION...
-  local name=$1 preset=$2 build=()
+  local name=$1 preset=$2 build=() began=$SECONDS built
   shift 2
   while [[ $1 != -- ]]; do build+=("$1"); shift; done
   shift
   say "Building $name ($((SECONDS - started)) s so far)"
   cmake --build --preset "$preset" -j "$jobs" "${build[@]}" >&2
-  say "Testing $name ($((SECONDS - started)) s so far)"
+  built=$SECONDS
+  say "Testing $name, built in $((built - began)) s"
   ctest --preset "$preset" -j "$jobs" "$@"
+  say "Tested $name in $((SECONDS - built)) s"
 }
 threads=(backend_test file_store_test order_test events_test)  # what has more than one
 # Under sanitizers, ten times slower, random cases are few.
@@ -45,5 +47,6 @@ cmake --build --preset ci -j "$jobs" --target freekv_examples >&2
 before=$SECONDS
 build_and_test "device code" ci --target cuda_tests -- -R "$device"
 on_device=$((SECONDS - before))
+say "Device code took $on_device s of the 1500 s that it may take on two cores"
 build_and_test "as released" ci -- -E "$device"
 say "All tests passed in $((SECONDS - started)) s, of which $on_device s were device code" # what ran and what was skipped stands above

@@ -116,7 +116,7 @@ class device_pipeline_of_shape : public pipeline {
     bring(out, out_);
     bring(lse, lse_);
   }
-  int attended_units(int layer) const { return pipeline_.attended_units(layer); }
+  int most_attended(int layer) const { return pipeline_.most_attended(layer); }
   void log_masses(int layer, std::span<float> masses) {
     pipeline_.log_masses(layer, masses_.sized(masses.size()));
     bring(masses, masses_);

@@ -145,15 +145,16 @@ pinned<std::int32_t> reports_of(const text& source, bool waits) {
   return all;
 }
 
-/// The masses that each step's units have, and what they are in double precision of the units that reports name.
-results<float> masses_of(const text& source) {
-  pinned<float> out(steps * query_row), expected, given;
+/// The masses that each step's units have, and what they are in double precision of the units that reports name; `out`: of
+/// all steps.
+results<float> masses_of(const text& source, pinned<float>& out) {
+  pinned<float> expected, given;
   prompted<cuda_backend> run(source, false);
   const auto& s = run.pipeline.configuration();
   const int page = s.page.tokens, group = query_heads / kv_heads;
   for (int step = 0; step < steps; ++step) {
     run.append(step);
-    const int entries = run.pipeline.attended_units(0), now = prompt + step;
+    const int entries = run.pipeline.most_attended(0), now = prompt + step;
     pinned<float> masses(static_cast<std::size_t>(query_heads * entries), 0.0f);
     run.pipeline.log_masses(0, masses);
     run.attend(step, out);
@@ -234,7 +235,9 @@ int main() {
   results<std::int32_t> reports(reports_of(source, true));
   reports.device = reports_of(source, false);
   checks.equal("reports on a stream of their own", reports);
-  checks.close("masses of units", masses_of(source), 10);
+  results<float> beside_masses(decode<cuda_backend>(source, false, true));
+  checks.close("masses of units", masses_of(source, beside_masses.device), 10);
+  checks.equal("steps that are asked for masses", beside_masses);
   const bool refused = copies_refuse_capture(source);
   std::printf("%s copy engines refuse a stream that is captured\n", refused ? "ok    " : "FAILED:");
   if (!refused) return 1;

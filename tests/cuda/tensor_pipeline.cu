@@ -1,6 +1,7 @@
 #include <cmath>
 #include <cstddef>
-#include <limits>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "device_pipeline_of_shape.cuh"
@@ -24,7 +25,7 @@ class tensor_pipeline final : public device_pipeline_of_shape<implementation> {
       : of_shape(s, o), sink_logits_(o.sink_logits), query_heads_(static_cast<std::size_t>(o.query_heads)) {}
 
   void attend(int layer, std::span<float> out, std::span<float> lse) override {
-    const std::size_t entries = static_cast<std::size_t>(attended_units(layer));
+    const std::size_t entries = static_cast<std::size_t>(most_attended(layer));
     std::vector<float> masses(lse.size() * entries);
     if (!lse.empty()) log_masses(layer, masses);
     of_shape::attend(layer, out, lse);
@@ -40,7 +41,10 @@ class tensor_pipeline final : public device_pipeline_of_shape<implementation> {
                             ? std::fabs(all - given) <= 1e-5 * std::fmax(1.0, std::fabs(given))
                         : std::isnan(given) ? std::isnan(all)
                                             : all == given;
-      if (!same) lse[i] = std::numeric_limits<float>::quiet_NaN();
+      if (!same)
+        throw std::runtime_error("layer " + std::to_string(layer) + ": masses of row and query head number " +
+                                 std::to_string(i) + " add up to " + std::to_string(all) + ", and lse is " +
+                                 std::to_string(given));
     }
   }
 

@@ -62,7 +62,7 @@ sequence_result step_with_masses(tiny_pipeline& pipeline, freekv::sequence_id id
     const auto rows = source.at(layer, before, tokens);
     pipeline.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
     asked& now = of_layer[count(layer)];
-    now.entries = pipeline.attended_units(layer);
+    now.entries = pipeline.most_attended(layer);
     now.masses.assign(count(tokens * s.query_heads * now.entries), quiet_nan);
     pipeline.log_masses(layer, now.masses);
     std::vector<float> out(rows.queries.size());
@@ -81,10 +81,11 @@ sequence_result step_with_masses(tiny_pipeline& pipeline, freekv::sequence_id id
       for (int head = 0; head < s.query_heads; ++head) {
         const auto list = list_of(s, everything, before + row, report, head / group);
         REQUIRE(static_cast<int>(list.size()) <= now.entries);
+        const double cap = double{s.soft_cap}, unit = double{unit_of(s.lse_base)};
         double sum = 0.0;
         for (int i = 0; i < now.entries; ++i) {
           const float mass = now.masses[count((row * s.query_heads + head) * now.entries + i)];
-          sum += std::exp(double{mass});
+          sum += std::exp(double{mass} / unit);
           double expected = 0.0;
           const float* const query = source.at(layer, before + row, 1).queries.data() + head * masses_dim;
           if (count(i) < list.size() && (everything || attends(s, report, head, i)))
@@ -92,12 +93,13 @@ sequence_result step_with_masses(tiny_pipeline& pipeline, freekv::sequence_id id
               const float* const key = source.at(layer, t, 1).keys.data() + head / group * masses_dim;
               double score = 0.0;
               for (int x = 0; x < masses_dim; ++x) score += double{query[x]} * double{key[x]};
-              expected += std::exp(score * double{s.scale});
+              score *= double{s.scale};
+              expected += std::exp(s.soft_cap > 0.0f ? cap * std::tanh(score / cap) : score);
             }
           INFO("layer " << layer << ", token " << before + row << ", query head " << head << ", entry " << i);
-          REQUIRE(is_near(mass, std::log(expected), 2e-5));
+          REQUIRE(is_near(mass, std::log(expected) * unit, 2e-5));
         }
-        REQUIRE(is_near(std::log(sum), now.lse[count(row * s.query_heads + head)], 2e-5));
+        REQUIRE(is_near(std::log(sum) * unit, now.lse[count(row * s.query_heads + head)], 2e-5));
       }
     if (kind == freekv::row_kind::decode) add_report(pipeline, layer, id, result);
   }
@@ -110,11 +112,13 @@ TEST_CASE("log_masses gives each unit's log-sum-exp and changes nothing", "[mass
   const bool in_place = GENERATE(false, true), by_query_head = GENERATE(false, true);
   auto s = tiny_settings();
   s.unit = {GENERATE(0, 2)};
+  freekv::host_backend backend({.threads = s.unit.tokens == 0 ? 3 : 1, .bytes_per_thread = 1}), other;
+  if (in_place) s.lse_base = freekv::log_base::two;
+  if (in_place != by_query_head) s.soft_cap = 1.5f;
   if (in_place) s.route = freekv::in_place{};
   if (by_query_head) s.rows = freekv::per_query_head{};
   const text source(s, masses_dim, masses_end, 7);
-  freekv::host_backend backend;
-  tiny_pipeline with(s, backend), without(s, backend);
+  tiny_pipeline with(s, backend), without(s, other);
   const auto a = with.open(), b = without.open();
   for (int tokens = 40; with.tokens(a) < masses_end;
        tokens = with.tokens(a) < masses_prompt ? masses_prompt - with.tokens(a) : 1) {
@@ -131,7 +135,7 @@ TEST_CASE("log_masses says in sentences what it is not given", "[masses]") {
   const auto id = pipeline.open();
   prompt_only(pipeline, id, source, 30);
   pipeline.begin_step({{id}});
-  std::vector<float> masses(count(s.query_heads * pipeline.attended_units(1))),
+  std::vector<float> masses(count(s.query_heads * pipeline.most_attended(1))),
       out(count(s.query_heads * masses_dim));
   const auto refuses = [&](std::span<float> to, const char* word) {
     try {

@@ -42,7 +42,9 @@ std::vector<sequence_result> run(const settings& s, const text& source, int firs
       const auto rows = source.at(first + layer, before, tokens);
       std::vector<float> out(rows.queries.size()), lse(count(tokens * query_heads));
       pipeline.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+      const auto expected = added_masses(pipeline, layer, count(tokens));
       pipeline.attend(layer, out, lse);
+      for (std::size_t i = 0; i < lse.size(); ++i) REQUIRE(is_near(expected[i], lse[i], 1e-4));
       sequence_result& result = results[count(layer)];
       result.out.insert(result.out.end(), out.begin(), out.end());
       result.lse.insert(result.lse.end(), lse.begin(), lse.end());

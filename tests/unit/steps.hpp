@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "../catch.hpp"
 #include "rows.hpp"
 
 namespace tests {
@@ -129,7 +130,26 @@ void add_report(const Pipeline& pipeline, int layer, freekv::sequence_id id, seq
     add(report.attended.subspan(h * stride, count(report.attended_count[h])));
 }
 
-/// One whole step: every layer appends and attends all rows.
+/// Asks for the masses of a layer that attends next. What they add up to, for each row and query head, is expected to be what
+/// attention then gives as log-sum-exp.
+template <class Pipeline>
+std::vector<float> added_masses(Pipeline& pipeline, int layer, std::size_t rows) {
+  const auto& s = pipeline.configuration();
+  const std::size_t entries = count(pipeline.most_attended(layer)), heads = rows * count(s.query_heads);
+  std::vector<float> masses(heads * entries, quiet_nan), sums;
+  pipeline.log_masses(layer, masses);
+  const double unit = double{unit_of(s.lse_base)};
+  for (std::size_t head = 0; head < heads; ++head) {
+    double sum = 0.0;
+    for (std::size_t i = 0; i < entries; ++i) sum += std::exp(double{masses[head * entries + i]} / unit);
+    if (!s.sink_logits.empty())
+      sum += std::exp(double{s.sink_logits[count(layer * s.query_heads) + head % count(s.query_heads)]});
+    sums.push_back(static_cast<float>(std::log(sum) * unit));
+  }
+  return sums;
+}
+
+/// One whole step: every layer appends and attends all rows. Some steps ask for masses beside it.
 template <class Pipeline>
 std::vector<sequence_result> run_step(Pipeline& pipeline, const std::vector<sequence_part>& parts) {
   const auto& s = pipeline.configuration();
@@ -152,7 +172,14 @@ std::vector<sequence_result> run_step(Pipeline& pipeline, const std::vector<sequ
     }
     std::vector<float> out(queries.size(), quiet_nan), lse(queries.size() / query_row * heads, quiet_nan);
     pipeline.template append<float>(layer, {.keys = keys, .values = values, .queries = queries});
+    std::vector<float> expected;
+    if constexpr (requires { pipeline.most_attended(layer); })
+      if (!queries.empty() && first[0] % 4 == 0)
+        expected = added_masses(pipeline, layer, queries.size() / query_row);
     pipeline.attend(layer, out, lse);
+    for (std::size_t i = 0; i < expected.size(); ++i)
+      if (!is_near(expected[i], lse[i], 1e-4))
+        FAIL("masses add up to " << expected[i] << ", and lse is " << lse[i]);
     std::size_t row = 0;
     for (std::size_t i = 0; i < parts.size(); ++i) {
       const std::size_t end = row + count(parts[i].tokens);

@@ -261,6 +261,11 @@ class basic_retrieval_pipeline {
     reserve_frames(rows);
     sequences_->begin_step(rows, entries_);
     rows_ = entries_.empty() ? 0 : entries_.back().first_row + entries_.back().tokens;
+    longest_ = longest_prompt_ = 0;
+    for (const step_entry& entry : entries_) {
+      longest_ = std::max(longest_, entry.after());
+      if (entry.kind == row_kind::prompt) longest_prompt_ = std::max(longest_prompt_, entry.after());
+    }
     upload_step();
     std::fill(progress_.begin(), progress_.end(), layer_progress::waiting);
     in_step_ = true;
@@ -338,28 +343,30 @@ class basic_retrieval_pipeline {
     attended(layer);
   }
 
-  /// Room for what `log_masses` gives of one query head of a row: entries that a list of this step's rows has at most.
-  int attended_units(int layer) const {
-    layer_of(layer, "attended_units");
-    int units = settings_.entries_within(layer);
-    for (const step_entry& entry : entries_)
-      if (entry.kind == row_kind::prompt || settings_.any_complete(layer))
-        units = std::max(units, settings_.pages_for(entry.after()));
-    return units;
+  /// Units, or pages, that a query head attends to at most with a row of this step: what `log_masses` needs room for.
+  /// Throws usage_error.
+  int most_attended(int layer) const {
+    const state& s = layer_of(layer, "most_attended");
+    if (!in_step_) throw usage_error("most_attended: no step was begun");
+    const int tokens = s.kind == layer_kind::sliding   ? 0
+                       : settings_.any_complete(layer) ? longest_
+                                                       : longest_prompt_;
+    return std::max(settings_.entries_within(layer), settings_.pages_for(tokens));
   }
 
   /// What the units that the step's rows attend to have of their attention: of each the log-sum-exp of its tokens' scores,
-  /// in the settings' base, so that exp(mass - lse) is its share. Before `attend`, which gives the same with it or without.
-  /// Corrects the flagged heads, as `correct` does, and reads the keys once for itself.
+  /// in the settings' base, to whose power mass - lse is its share. Before `attend`, which gives the same with it or
+  /// without. Corrects the flagged heads, as `correct` does, and reads the keys, or what a codec has made of the rows, once
+  /// for itself.
   ///
-  /// `masses`: (rows, query_heads, attended_units(layer)). Those of a head's list come first, in its order: the sink's pages,
+  /// `masses`: (rows, query_heads, most_attended(layer)). Those of a head's list come first, in its order: the sink's pages,
   /// the units selected, ascending (`step_report::attended`), the window's pages; or all pages. What lies behind the list,
   /// and units that only other query heads have selected, is -infinity. Throws usage_error.
   void log_masses(int layer, std::span<float> masses) {
     const state& s = layer_in(layer, "log_masses", layer_progress::appended, layer_progress::corrected);
     check_queries("log_masses", s);
-    const int entries = attended_units(layer);
-    expect_numbers("log-masses", masses.size(), s.heads.query * entries);
+    const int entries = most_attended(layer);
+    expect_numbers("log-masses", masses.size(), std::int64_t{s.heads.query} * entries);
     correct(layer);
     const mass_output to{masses.data(), entries, unit_of(settings_.lse_base)};
     each_part([&](const auto& part) { parts_->stages.masses(s, part, queries_.data(), to); });
@@ -705,7 +712,7 @@ class basic_retrieval_pipeline {
         throw usage_error(who + " has blocks for " + text(covered) + " tokens of " + text(entry.after()));
     }
   }
-  void expect_numbers(const char* what, std::size_t given, int row) const {
+  void expect_numbers(const char* what, std::size_t given, std::int64_t row) const {
     if (given != size(rows_) * size(row))
       throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +
                         std::to_string(rows_) + " rows of " + std::to_string(row));
@@ -738,6 +745,8 @@ class basic_retrieval_pipeline {
   std::span<const float> queries_;       // of the layer appended to last
   int appended_layer_ = -1;
   int rows_ = 0;
+  int longest_ = 0,
+      longest_prompt_ = 0;  // tokens of sequences in the step, or of those that bring prompt rows
   bool in_step_ = false;
 };
 

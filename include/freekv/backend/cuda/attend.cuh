@@ -18,14 +18,15 @@ namespace freekv::device {
 
 struct attend_tuning {
   int threads = 128;             ///< of a block
-  int registers = 192;           ///< of a thread at most: by tensor cores, from encoded pages
+  int registers = 168;           ///< of a thread at most
+  int tensor_registers = 192;    ///< the same by tensor cores, where most are taken by pages that are decoded
   int heads = 4;                 ///< query heads that a team attends with by FMA; larger groups take several
   int part_tokens = 64;          ///< of a budgeted row that one team attends to
   int part_tokens_of_all = 512;  ///< of a row that attends to everything
   int rows_of_all = 16;          ///< that attend to everything in one launch; more take turns
   constexpr bool valid() const {
-    return valid_block(threads, registers) && heads >= 1 && heads <= 8 && part_tokens >= 8 &&
-           part_tokens_of_all >= part_tokens && rows_of_all >= 1;
+    return valid_block(threads, registers) && valid_block(threads, tensor_registers) && heads >= 1 &&
+           heads <= 8 && part_tokens >= 8 && part_tokens_of_all >= part_tokens && rows_of_all >= 1;
   }
 };
 inline constexpr attend_tuning attend_default{};
@@ -144,11 +145,26 @@ struct attended_rows {
 FREEKV_HD inline bool attends_to_all(const step_entry& entry, const attended_rows& rows) {
   return rows.everything || entry.kind == row_kind::prompt;
 }
-/// Whether a head's list is of the store's pages, rather than of slots.
-template <class State>
-FREEKV_HD bool attends_to_store(const State& s, const page_list& entries, bool everything) {
-  return !s.keeps_slots || everything || entries.complete;
-}
+/// What a KV head attends to with one row.
+struct attended_list {
+  const step_entry& step;
+  int head = 0;
+  bool everything = false;  // whatever the head's kind
+  page_list entries;
+
+  template <class State>
+  FREEKV_HD static attended_list of(const State& s, const step_entry& step, int row, int head,
+                                    const attended_rows& rows) {
+    const bool everything = attends_to_all(step, rows);
+    return {step, head, everything, s.pages_attended(step, row - step.first_row, head, everything)};
+  }
+  FREEKV_HD int size() const { return entries.size(); }
+  /// Whether it is of the store's pages, rather than of slots.
+  template <class State>
+  FREEKV_HD bool in_store(const State& s) const {
+    return !s.keeps_slots || everything || entries.complete;
+  }
+};
 
 /// How attention to pages of `Codec` is launched, and how many rows of them a team decodes at a time: fewer where a block's
 /// memory has no room for more.
@@ -172,35 +188,34 @@ struct attend_block {
   static constexpr int numbers = encodes_pages<Codec> ? size.numbers() : 1;
 };
 
-/// Where the rows of entry i of a head's list are: in its slot, in the store if that keeps them as they are, or in an open
-/// page.
+/// Where the rows of entry i of a list are: in its slot, in the store if that keeps them as they are, or in an open page.
 template <class Codec, class State>
-FREEKV_HD auto attended_slice(const State& s, const step_entry& entry, const page_list& entries, int i,
-                              int head, bool everything) {
+FREEKV_HD auto attended_slice(const State& s, const attended_list& list, int i) {
+  const page_list& entries = list.entries;
+  const int sequence = list.step.sequence, head = list.head;
   const page_part part = entries.part(i);
-  if (attends_to_store(s, entries, everything))
-    return rows_behind(encodes_pages<Codec> ? s.open_slice(entry.sequence, part.page, head)
-                                            : s.store_slice(entry.sequence, part.page, head),
+  if (list.in_store(s))
+    return rows_behind(encodes_pages<Codec> ? s.open_slice(sequence, part.page, head)
+                                            : s.store_slice(sequence, part.page, head),
                        part.first);
   if (entries.is_selected(i))
-    return s.selected_slice(entry.sequence, s.selected_slot_of(entry.sequence, head, entries, i), head);
-  return rows_behind(s.frame_slice(entry.sequence, s.slot_of_page(entries, i), head), part.first);
+    return s.selected_slice(sequence, s.selected_slot_of(sequence, head, entries, i), head);
+  return rows_behind(s.frame_slice(sequence, s.slot_of_page(entries, i), head), part.first);
 }
 
 /// Which query heads of a tile attend to entry i of their KV head's list, as bits.
 template <class State, class Tile>
-FREEKV_HD unsigned attending_heads(const State& s, const step_entry& entry, const page_list& entries, int i,
-                                   const Tile& tile) {
-  if (s.mask_words == 0 || !entries.is_selected(i)) return ~0u;
-  const std::uint32_t* const selected_by = s.selected_by + s.masks(entry.sequence, tile.kv_head) +
-                                           std::int64_t{entries.nth_selected(i)} * s.mask_words;
+FREEKV_HD unsigned attending_heads(const State& s, const attended_list& list, int i, const Tile& tile) {
+  if (s.mask_words == 0 || !list.entries.is_selected(i)) return ~0u;
+  const std::uint32_t* const selected_by = s.selected_by + s.masks(list.step.sequence, list.head) +
+                                           std::int64_t{list.entries.nth_selected(i)} * s.mask_words;
   unsigned heads = 0;
   for (int h = 0; h < Tile::heads && tile.has(h); ++h)
     heads |= (selected_by[(tile.first + h) / 32] >> (tile.first + h) % 32 & 1u) << h;
   return heads;
 }
 
-/// Attends to entry i of a head's list, which is encoded, some rows after others through the team's part of `block`.
+/// Attends to a part of a page that is encoded, some rows after others through the team's part of `block`.
 template <class Block, class Team, class Attention, class State, class Codec>
 __device__ void attend_encoded(Team team, Attention& attention, const State& s, const Codec& codec,
                                const head_of& at, const page_part& part, typename State::element* block,
@@ -218,17 +233,17 @@ __device__ void attend_encoded(Team team, Attention& attention, const State& s, 
   }
 }
 
-/// Attends to entry i of a head's list.
+/// Attends to entry i of a list.
 template <class Block, class Team, class Attention, class State, class Codec>
 __device__ void attend_entry(Team team, Attention& attention, const State& s, const Codec& codec,
-                             const step_entry& entry, int head, const page_list& entries, int i,
-                             bool everything, typename State::element* block, unsigned attending) {
-  const page_part part = entries.part(i);
+                             const attended_list& list, int i, typename State::element* block,
+                             unsigned attending) {
+  const page_part part = list.entries.part(i);
   if constexpr (encodes_pages<Codec>)
-    if (attends_to_store(s, entries, everything) && part.page < entry.after() / s.page.tokens)
-      return attend_encoded<Block>(team, attention, s, codec, {entry.sequence, head}, part, block, attending);
-  attention.attend(team, as_const(attended_slice<Codec>(s, entry, entries, i, head, everything)), part.tokens,
-                   s.soft_cap, attending);
+    if (list.in_store(s) && part.page < list.step.after() / s.page.tokens)
+      return attend_encoded<Block>(team, attention, s, codec, {list.step.sequence, list.head}, part, block,
+                                   attending);
+  attention.attend(team, as_const(attended_slice<Codec>(s, list, i)), part.tokens, s.soft_cap, attending);
 }
 
 /// A team attends with a tile's query heads to one part of a row.
@@ -246,18 +261,16 @@ __global__ void attend_parts(State s, Codec codec, step_view step, const float* 
   const int row = rows.first + static_cast<int>(blockIdx.z);
   const step_entry* const entry = step.entry_of(row);
   if (entry == nullptr || part >= rows.parts) return;
-  const bool everything = attends_to_all(*entry, rows);
-  const page_list entries = s.pages_attended(*entry, row - entry->first_row, tile.kv_head, everything);
-  const int each = entries_of_part(entries.complete, s.page.tokens, s.unit.tokens);
-  const int begin = part * each, end = begin + each < entries.size() ? begin + each : entries.size();
+  const auto list = attended_list::of(s, *entry, row, tile.kv_head, rows);
+  const int each = entries_of_part(list.entries.complete, s.page.tokens, s.unit.tokens);
+  const int begin = part * each, end = begin + each < list.size() ? begin + each : list.size();
   if (begin >= end) return;
 
   attention_type attention;
   begin_tile<d>(team, attention, tile, queries + std::int64_t{row} * s.heads.query * d, s.scale);
   for (int i = begin; i < end; ++i) {
-    if (const unsigned attending = attending_heads(s, *entry, entries, i, tile); attending != 0)
-      attend_entry<block_type>(team, attention, s, codec, *entry, tile.kv_head, entries, i, everything, block,
-                               attending);
+    if (const unsigned attending = attending_heads(s, list, i, tile); attending != 0)
+      attend_entry<block_type>(team, attention, s, codec, list, i, block, attending);
   }
   const parts_of_row to{std::int64_t{blockIdx.z} * s.heads.query, rows.parts};
   store_tile<d>(team, attention, tile, scratch, to, part);
@@ -277,10 +290,9 @@ __global__ void merge_attention(State s, step_view step, attended_rows rows, att
   const int row = rows.first + nth;
   const step_entry* const entry = step.entry_of(row);
   if (entry == nullptr) return;
-  const page_list entries =
-      s.pages_attended(*entry, row - entry->first_row, head, attends_to_all(*entry, rows));
-  const int each = entries_of_part(entries.complete, s.page.tokens, s.unit.tokens);
-  const int parts = (entries.size() + each - 1) / each;
+  const auto list = attended_list::of(s, *entry, row, head, rows);
+  const int each = entries_of_part(list.entries.complete, s.page.tokens, s.unit.tokens);
+  const int parts = (list.size() + each - 1) / each;
 
   const parts_of_row of{std::int64_t{nth} * s.heads.query, rows.parts};
   merge_row<d>(team, scratch, of.at(query_head, 0), parts,

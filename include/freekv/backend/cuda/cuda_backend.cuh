@@ -28,7 +28,7 @@ enum class recall_by : std::uint8_t { kernel, copy_engines };
 /// Recall by copy engines waits on the host for each selection and is refused while a stream is captured; it has a stream
 /// of its own beside the two.
 ///
-/// `Attention`: what attends to what heads keep and to everything.
+/// `Attention`: what multiplies where layers attend.
 template <device::multiplies Attention = device::multiplies::fma>
 class basic_cuda_backend {
  public:
@@ -60,7 +60,7 @@ class basic_cuda_backend {
 };
 
 using cuda_backend = basic_cuda_backend<>;
-/// For groups of four and more, and elements of 2 bytes.
+/// Of F16 and BF16, head_dim a multiple of 16.
 using tensor_core_backend = basic_cuda_backend<device::multiplies::tensor_cores>;
 
 }  // namespace freekv

@@ -43,6 +43,9 @@ class stages {
   using step = step_view;
   using backend = basic_cuda_backend<Attention>;
   static constexpr int d = State::head_dim;
+  static_assert(
+      Attention != multiplies::tensor_cores || (sizeof(element) == 2 && d % 16 == 0),
+      "tensor cores attend to F16 and BF16 of a head_dim that is a multiple of 16; take cuda_backend");
 
   /// Takes scratch and the mirrors' room for uploads. Throws settings_error for what this backend does not have.
   stages(backend& of, const Settings& s, carver& pinned, carver& fast)

@@ -1,4 +1,4 @@
-// The log-mass of each unit that a row attends to, from keys alone: beside attention, where it is asked for.
+// The log-mass of each unit that a row attends to, beside attention, where it is asked for.
 #pragma once
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step.cuh>
+#include <freekv/core/unroll.hpp>
 #include <freekv/functors/attend_tokens.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 
@@ -34,19 +35,17 @@ __global__ void unit_masses(State s, Codec codec, step_view step, const float* q
   const int i = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
   const int row = rows.first + static_cast<int>(blockIdx.z);
   const step_entry* const entry = step.entry_of(row);
-  if (entry == nullptr || i >= rows.parts) return;
-  const bool everything = attends_to_all(*entry, rows);
-  const page_list entries = s.pages_attended(*entry, row - entry->first_row, tile.kv_head, everything);
+  if (entry == nullptr || i >= to.entries) return;
+  const auto list = attended_list::of(s, *entry, row, tile.kv_head, rows);
 
   attention_type attention;
-  begin_tile<d>(team, attention, tile, queries + std::int64_t{row} * s.heads.query * d, s.scale);
-  if (const unsigned attending = i < entries.size() ? attending_heads(s, *entry, entries, i, tile) : 0u;
-      attending != 0)
-    attend_entry<block_type>(team, attention, s, codec, *entry, tile.kv_head, entries, i, everything, block,
-                             attending);
+  if (const unsigned attending = i < list.size() ? attending_heads(s, list, i, tile) : 0u; attending != 0) {
+    begin_tile<d>(team, attention, tile, queries + std::int64_t{row} * s.heads.query * d, s.scale);
+    attend_entry<block_type>(team, attention, s, codec, list, i, block, attending);
+  }
   unroll<attention_type::heads>([&](auto h) {
     if (tile.has(h) && team.lane() == 0)
-      to.masses[(std::int64_t{row} * s.heads.query + tile.query_head(h)) * rows.parts + i] =
+      to.masses[(std::int64_t{row} * s.heads.query + tile.query_head(h)) * to.entries + i] =
           attention.mass[h].value() * to.unit;
   });
 }
@@ -61,7 +60,7 @@ void launch_unit_masses(const State& s, const Codec& codec, const step_view& ste
   constexpr int threads = block_type::size.threads, most_in_z = 65535;
   const int tiles = head_tile<attend_default.heads>::tiles_of(s.heads.group());
   for (int first = 0; first < step.most.rows; first += most_in_z) {
-    const attended_rows rows{first, std::min(most_in_z, step.most.rows - first), to.entries};
+    const attended_rows rows{first, std::min(most_in_z, step.most.rows - first)};
     const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{to.entries} * block_type::lanes, threads)),
                     static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
     unit_masses<<<grid, threads, 0, stream>>>(s, codec, step, queries, rows, to);
