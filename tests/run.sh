@@ -33,7 +33,7 @@ build_and_test() {  # NAME PRESET CMAKE_BUILD_OPTION... -- CTEST_OPTION...
 }
 threads=(backend_test file_store_test order_test events_test)  # what has more than one
 # Under sanitizers, ten times slower, random cases are few.
-export FREEKV_CASES=90
+export FREEKV_CASES=40
 configure tsan
 build_and_test "with ThreadSanitizer" tsan --target "${threads[@]}" -- -R "^($(IFS='|'; echo "${threads[*]}"))(\\..*)?\$"
 configure asan
