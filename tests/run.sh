@@ -32,13 +32,10 @@ build_and_test() {  # NAME PRESET CMAKE_BUILD_OPTION... -- CTEST_OPTION...
   say "Tested $name in $((SECONDS - built)) s"
 }
 threads=(backend_test file_store_test order_test events_test)  # what has more than one
-# Under sanitizers, ten times slower, random cases are few.
-export FREEKV_CASES=40
 configure tsan
 build_and_test "with ThreadSanitizer" tsan --target "${threads[@]}" -- -R "^($(IFS='|'; echo "${threads[*]}"))(\\..*)?\$"
 configure asan
 build_and_test "with AddressSanitizer" asan --
-unset FREEKV_CASES
 
 configure ci -DFREEKV_OTHER_CCCL="$OTHER_CCCL" -DFREEKV_LLAMA_CPP="$LLAMA_CPP" -DFREEKV_LLAMA_CPP_BUILD="$LLAMA_CPP_BUILD" -DFREEKV_MODEL="$MODEL" -DFREEKV_BENCH=ON
 device='^(cuda|headers\.nvcc)'

@@ -154,7 +154,7 @@ std::vector<int> random_parts(dice& d, const attention_case<Shape>& c) {
 
 TEMPLATE_LIST_TEST_CASE("attention over ragged pages of any layout is the oracle's", "[attention]", shapes) {
   dice d(1);
-  for (int trial = 0; trial < 25; ++trial) {
+  for (int trial = 0; trial < some_of(25); ++trial) {
     const auto c = make_attention<TestType>(d);
     for (const executor on : executors()) check(attend_whole(on, c), c);
   }
@@ -163,7 +163,7 @@ TEMPLATE_LIST_TEST_CASE("attention over ragged pages of any layout is the oracle
 TEMPLATE_LIST_TEST_CASE("any split into parts gives the unsplit attention to rounding", "[attention]",
                         shapes) {
   dice d(2);
-  for (int trial = 0; trial < 15; ++trial) {
+  for (int trial = 0; trial < some_of(15); ++trial) {
     const auto c = make_attention<TestType>(d);
     for (const executor on : executors()) {
       check(attend_by(on, c, random_parts(d, c)), c);
@@ -193,7 +193,7 @@ TEMPLATE_LIST_TEST_CASE("a score of -infinity has no weight, and alone counts as
                         shapes) {
   constexpr int d_ = TestType::d;
   dice d(4);
-  for (int trial = 0; trial < 10; ++trial) {
+  for (int trial = 0; trial < some_of(10); ++trial) {
     auto c = make_attention<TestType>(d);
     for (int g = 0; g < c.group; ++g) c.query[count(g * d_)] = 1.0f;
     // Whole blocks of them at the front, so that the first finite score comes late.
@@ -217,7 +217,7 @@ TEMPLATE_LIST_TEST_CASE("a NaN or +infinite score makes the head NaN, wherever t
                         shapes) {
   constexpr int d_ = TestType::d;
   dice d(5);
-  for (int trial = 0; trial < 12; ++trial) {
+  for (int trial = 0; trial < some_of(12); ++trial) {
     auto c = make_attention<TestType>(d);
     for (int g = 0; g < c.group; ++g) c.query[count(g * d_)] = 1.0f;
     c.keys[count(d.below(c.total()) * d_)] = trial % 2 == 0 ? quiet_nan : inf;
@@ -277,7 +277,7 @@ TEMPLATE_LIST_TEST_CASE("scores are capped softly, and a logit without a value t
                         "[attention]", shapes) {
   constexpr int d_ = TestType::d;
   dice d(9);
-  for (int trial = 0; trial < 20; ++trial) {
+  for (int trial = 0; trial < some_of(20); ++trial) {
     auto c = make_attention<TestType>(d);
     if (trial % 3 != 0) c.soft_cap = d.one_of({0.2f, 2.0f, 50.0f});
     if (trial % 3 != 1)

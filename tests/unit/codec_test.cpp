@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "../catch.hpp"
+#include "../sanitized.hpp"
 #include "codec_case.hpp"
 
 namespace {
@@ -178,7 +179,7 @@ TEST_CASE("a codec says how many bytes a page's head takes, a multiple of 4", "[
 TEMPLATE_TEST_CASE("keys and values come back as the oracle says, at any stride", "[codec]", float, half,
                    bfloat16) {
   dice d(4);
-  for (int trial = 0; trial < 60; ++trial) {
+  for (int trial = 0; trial < some_of(60); ++trial) {
     const auto c = make_coded_page<TestType>(d, coded_head_dims[count(trial) % coded_head_dims.size()]);
     each_codec([&](auto codec, codec_kind kind) {
       const auto back = round_trip(codec, c);
@@ -206,7 +207,7 @@ TEMPLATE_TEST_CASE("a number comes back within half a step of its group and its 
   const double rounding = std::is_same_v<TestType, float>  ? 0x1p-22
                           : std::is_same_v<TestType, half> ? 0x1p-11
                                                            : 0x1p-8;
-  for (int trial = 0; trial < 24; ++trial) {
+  for (int trial = 0; trial < some_of(24); ++trial) {
     auto c = make_coded_page<TestType>(d, coded_head_dims[count(trial) % coded_head_dims.size()]);
     each_codec([&](auto codec, codec_kind kind) {
       if (!uses_codes(kind)) return;
@@ -237,7 +238,7 @@ TEMPLATE_TEST_CASE("a number comes back within half a step of its group and its 
 
 TEMPLATE_TEST_CASE("what came back once comes back the same again", "[codec]", float, half, bfloat16) {
   dice d(6);
-  for (int trial = 0; trial < 30; ++trial) {
+  for (int trial = 0; trial < some_of(30); ++trial) {
     const auto c = make_coded_page<TestType>(d, coded_head_dims[count(trial) % coded_head_dims.size()]);
     each_codec([&](auto codec, codec_kind kind) {
       const auto once = round_trip(codec, c), twice = round_trip(codec, once);
@@ -256,7 +257,7 @@ TEMPLATE_TEST_CASE("what came back once comes back the same again", "[codec]", f
 TEMPLATE_TEST_CASE("stored bytes and what comes back depend on neither stride, and on no other head",
                    "[codec]", float, half, bfloat16) {
   dice d(7);
-  for (int trial = 0; trial < 12; ++trial) {
+  for (int trial = 0; trial < some_of(12); ++trial) {
     const auto c = make_coded_page<TestType>(d, coded_head_dims[count(trial) % coded_head_dims.size()]);
     coded_page<TestType> moved(c.d, c.tokens, 4, 2, !c.by_head);
     freekv::head_slice<TestType> to = moved.slice();
@@ -277,7 +278,7 @@ TEMPLATE_TEST_CASE("stored bytes and what comes back depend on neither stride, a
 TEMPLATE_TEST_CASE("a NaN or infinity spoils its own group and nothing else", "[codec]", float, half,
                    bfloat16) {
   dice d(8);
-  for (int trial = 0; trial < 60; ++trial) {
+  for (int trial = 0; trial < some_of(60); ++trial) {
     auto c = make_coded_page<TestType>(d, coded_head_dims[count(trial) % coded_head_dims.size()]);
     auto odd = c;
     const plane_kind plane = d.one_of({plane_kind::keys, plane_kind::values});
@@ -428,7 +429,7 @@ TEST_CASE("codes of 4 bits lie two a byte, the first in the lower bits", "[codec
 
 TEMPLATE_TEST_CASE("fewer tokens than a page are stored as those alone", "[codec]", float, half, bfloat16) {
   dice d(10);
-  for (int trial = 0; trial < 20; ++trial) {
+  for (int trial = 0; trial < some_of(20); ++trial) {
     const auto whole = make_coded_page<TestType>(d, 64);
     coded_page<TestType> part(64, d.between(1, whole.tokens));
     for (const plane_kind plane : planes)

@@ -32,7 +32,7 @@ void begin(tiny_pipeline& pipeline, freekv::sequence_id id, const text& source, 
 }  // namespace
 
 TEST_CASE("a fork goes on as its parent would, bit for bit, whatever the others do", "[fork]") {
-  for (std::uint64_t seed = 1; seed <= (sanitized ? 10u : 30u); ++seed) {
+  for (std::uint64_t seed = 1; seed <= some_of(30u); ++seed) {
     dice d(seed);
     const auto s = settings_for(d, 4);
     const int prompt = d.between(1, 90), steps = d.between(0, 5);
@@ -137,7 +137,7 @@ TEST_CASE("a fork without a page for its copy is told so, and goes on when there
 }
 
 TEST_CASE("a prefix outlives its sequence; others begin with it as with a prompt", "[fork]") {
-  for (std::uint64_t seed = 1; seed <= 15; ++seed) {
+  for (std::uint64_t seed = 1; seed <= some_of(15u); ++seed) {
     dice d(seed);
     auto s = settings_for(d, 3);
     const int prompt = d.between(1, 100);

@@ -4,6 +4,7 @@
 
 #include "../catch.hpp"
 #include "../oracle/low_rank.hpp"
+#include "../sanitized.hpp"
 #include "rows.hpp"
 
 namespace {
@@ -138,7 +139,7 @@ struct factored_page {
 TEMPLATE_TEST_CASE("keys are rebuilt as the oracle says, and values are what they were", "[codec]", float,
                    half, bfloat16) {
   dice d(1);
-  for (int trial = 0; trial < 30; ++trial) {
+  for (int trial = 0; trial < some_of(30); ++trial) {
     const factored_page<TestType, 64> page(d, d.one_of({1, 7, 40, 160}));
     INFO(trial << ": " << page.heads << " heads, " << page.tokens << " tokens, rank " << page.rank << ", "
                << page.frequencies.size() << " pairs, from " << page.first_token);
@@ -183,7 +184,7 @@ TEST_CASE("a key with a NaN or infinity comes back as NaN, and other heads' and 
 TEMPLATE_TEST_CASE("a key too large for the coefficients is lost for its own head alone", "[codec]", float,
                    half, bfloat16) {
   dice d(6);
-  for (int trial = 0; trial < 20; ++trial) {
+  for (int trial = 0; trial < some_of(20); ++trial) {
     factored_page<TestType, 64> page(d, 40);
     if (page.heads == 1) continue;
     const float size = std::is_same_v<TestType, half> ? 60000.0f : 3e38f;
@@ -199,7 +200,7 @@ TEMPLATE_TEST_CASE("a key too large for the coefficients is lost for its own hea
 
 TEST_CASE("some rows of a page are read as all are", "[codec]") {
   dice d(4);
-  for (int trial = 0; trial < 10; ++trial) {
+  for (int trial = 0; trial < some_of(10); ++trial) {
     const factored_page<bfloat16, 64> page(d, 20);
     const auto whole = page.decoded({0, page.tokens});
     const row_range rows{d.below(page.tokens), 0};

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "../catch.hpp"
+#include "../sanitized.hpp"
 #include "random_settings.hpp"
 
 namespace {
@@ -14,7 +15,7 @@ using freekv::row_kind;
 }  // namespace
 
 TEST_CASE("preempted and restored, a sequence gives the same, bit for bit", "[preempt]") {
-  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+  for (std::uint64_t seed = 1; seed <= some_of(20u); ++seed) {
     dice d(seed);
     auto s = random_settings(d);
     s.max_decode_rows = d.one_of({1, 4});

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../catch.hpp"
+#include "../sanitized.hpp"
 #include "scored_page.hpp"
 
 namespace {
@@ -77,7 +78,7 @@ int random_stride(dice& d, const page_case& c) { return c.d * d.one_of({1, 2, 5}
 TEMPLATE_TEST_CASE("min_max keeps the exact minimum and maximum, and scores as the oracle", "[summary]",
                    float, half, bfloat16) {
   dice d(1);
-  for (int trial = 0; trial < 60; ++trial) {
+  for (int trial = 0; trial < some_of(60); ++trial) {
     const auto c = make_page<TestType>(d);
     const auto s = oracle_for(c, oracle::summary_kind::min_max, 1, 32);
     CHECK(freekv::summary_bytes<TestType>(freekv::min_max{}, c.page()) == 2 * count(c.d) * sizeof(TestType));
@@ -92,7 +93,7 @@ TEMPLATE_TEST_CASE("min_max keeps the exact minimum and maximum, and scores as t
 
 TEST_CASE("a min_max score is an upper bound of every key's score", "[summary]") {
   dice d(2);
-  for (int trial = 0; trial < 100; ++trial) {
+  for (int trial = 0; trial < some_of(100); ++trial) {
     const auto c = make_page<float>(d);
     for (const executor on : executors()) {
       const auto got = score_by<float>(on, freekv::min_max{}, c, c.d);
@@ -110,7 +111,7 @@ TEST_CASE("a min_max score is an upper bound of every key's score", "[summary]")
 TEMPLATE_TEST_CASE("chunk_means keeps the mean key of every chunk, and scores as the oracle", "[summary]",
                    float, half, bfloat16) {
   dice d(3);
-  for (int trial = 0; trial < 60; ++trial) {
+  for (int trial = 0; trial < some_of(60); ++trial) {
     const auto c = make_page<TestType>(d);
     const int chunk = d.one_of({1, 2, 4, 8, c.p});
     const any_chunk policy{{chunk}};
@@ -127,7 +128,7 @@ TEMPLATE_TEST_CASE("chunk_means keeps the mean key of every chunk, and scores as
 TEMPLATE_TEST_CASE("key_subspace keeps each token's coefficients in its bits, and scores as the oracle",
                    "[summary]", float, half, bfloat16) {
   dice d(4);
-  for (int trial = 0; trial < 90; ++trial) {
+  for (int trial = 0; trial < some_of(90); ++trial) {
     const auto c = make_page<TestType>(d);
     const int bits = d.one_of({2, 3, 4, 8, 32});
     const auto policy = c.subspace(bits);
@@ -154,7 +155,7 @@ TEMPLATE_TEST_CASE("key_subspace keeps each token's coefficients in its bits, an
 
 TEST_CASE("NaN in any key makes the page -infinity for the whole group, whatever the summary", "[summary]") {
   dice d(5);
-  for (int trial = 0; trial < 200; ++trial) {
+  for (int trial = 0; trial < some_of(200); ++trial) {
     auto c = make_page<float>(d);
     c.keys[count(d.below(c.p * c.d))] = quiet_nan;
     const executor on = executors()[count(trial) % executors().size()];
@@ -168,7 +169,7 @@ TEST_CASE("NaN in any key makes the page -infinity for the whole group, whatever
 
 TEST_CASE("NaN in one head's query makes the page -infinity for the whole group", "[summary]") {
   dice d(6);
-  for (int trial = 0; trial < 100; ++trial) {
+  for (int trial = 0; trial < some_of(100); ++trial) {
     auto c = make_page<half>(d);
     c.queries[count(d.below(c.group * c.d))] = quiet_nan;
     const executor on = executors()[count(trial) % executors().size()];
@@ -183,7 +184,7 @@ TEMPLATE_TEST_CASE("infinities, NaN and zeros of both signs count as the specifi
                    float, half, bfloat16) {
   dice d(7);
   int finite = 0, lowest = 0, highest = 0;
-  for (int trial = 0; trial < 400; ++trial) {
+  for (int trial = 0; trial < some_of(400); ++trial) {
     auto c = make_page<TestType>(d);
     // Few of them, and in few places, so that sums of opposite infinities do not drown the rest.
     const int kind = d.below(4);
@@ -311,7 +312,7 @@ void compare_together(const Policy& policy, dice& d) {
 TEMPLATE_TEST_CASE("pages scored together score what each scores alone", "[summary]", float, half, bfloat16) {
   dice d(12);
   using freekv::number_format;
-  for (int trial = 0; trial < 25; ++trial) {
+  for (int trial = 0; trial < some_of(25); ++trial) {
     compare_together<TestType>(freekv::min_max{}, d);
     compare_together<TestType>(freekv::centroid_box{}, d);
     compare_together<TestType>(freekv::mean{}, d);
@@ -338,7 +339,7 @@ TEMPLATE_TEST_CASE("sizes fixed at compile time and set at run time give the sam
   const auto same = [](const scored& a, const scored& b) {
     return same_bits(a.stored, b.stored) && same_bits(a.scores, b.scores) && same_bits(a.numbers, b.numbers);
   };
-  for (int trial = 0; trial < 30; ++trial) {
+  for (int trial = 0; trial < some_of(30); ++trial) {
     auto c = make_page<TestType>(d);
     c.d = std::max(c.d, 24);
     c.keys = values_of(stored_as<TestType>(normals(d, count(c.p * c.d))));
