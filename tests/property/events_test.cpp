@@ -64,10 +64,11 @@ TEST_CASE("random events on several sequences agree with the float64 oracle", "[
   // What is not given back would add up; how much is in memory depends on the largest case so far.
   if (!sanitized && count >= 100) CHECK(bytes_in_use() < settled + (std::size_t{1} << 20));
   if (count >= 100) {
+    const long least = static_cast<long>(count) * 2 / 3;
     for (const long n : {counts.forks, counts.truncations, counts.preemptions, counts.refused,
                          counts.pages_copied, seen.recalled, seen.promoted, seen.corrected})
-      CHECK(n > 100);
-    CHECK(counts.refused_frames > 20);
-    CHECK(seen.firm_selections > 1000);
+      CHECK(n > least);
+    CHECK(counts.refused_frames > least / 5);
+    CHECK(seen.firm_selections > 10 * least);
   }
 }
