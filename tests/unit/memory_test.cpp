@@ -296,6 +296,7 @@ TEST_CASE("steps allocate nothing, whatever the policies", "[memory]") {
         o.kv_heads = 2;
         o.query_heads = 8;
         o.sink_logits.assign(cases % 2 == 0 ? 2 * 8 : 0, 1.0f);
+        o.store_file.clear();
         o.page = 8;
         o.budget = {.sink = 8, .window = 16, .selected_pages = 4};
         o.does = m;
