@@ -2,8 +2,7 @@
 # All tests: installs what they need, builds with warnings as errors, runs them, first those of several threads under
 # ThreadSanitizer, then all under AddressSanitizer and UndefinedBehaviorSanitizer, then as released what depends on
 # instruction sets or an optimiser, or is too long under sanitizers. No GPU is needed; what needs one is reported as
-# skipped. Where FREEKV_PTXCPU names the sources of ptxcpu, an interpreter of PTX, device
-# code runs on that.
+# skipped. Where FREEKV_PTXCPU names the sources of ptxcpu, an interpreter of PTX, device code runs on that.
 source "$(dirname "$0")/../cmake/bootstrap.sh"
 cd "$root"
 started=$SECONDS
