@@ -276,7 +276,7 @@ TEST_CASE("the model's shape is read from its graph") {
   CHECK(again == text);
 }
 
-TEST_CASE("a double precision attention equals llama.cpp's own, layer by layer") {
+TEST_CASE("a double precision attention equals llama.cpp's own, layer by layer", "[.threads]") {
   const auto all = text_tokens();
   const int threads = GENERATE(1, 2);
   engine host(shared_model(), {.threads = threads, .context = 256, .rows = prompt_length});
