@@ -73,8 +73,9 @@ bootstrap_cuda() {
     fi
   done
   bootstrap_python
-  local wheels=('nvidia-cuda-runtime~=13.0' 'nvidia-cuda-crt~=13.0' 'nvidia-cuda-cccl~=13.0')
-  [[ ${1:-} != nvcc ]] || wheels+=('nvidia-cuda-nvcc~=13.0' 'nvidia-nvvm~=13.0')
+  local seen='~=13.0,<13.6'  # 13.5 is the newest that these tests have passed with
+  local wheels=("nvidia-cuda-runtime$seen" "nvidia-cuda-crt$seen" "nvidia-cuda-cccl$seen")
+  [[ ${1:-} != nvcc ]] || wheels+=("nvidia-cuda-nvcc$seen" "nvidia-nvvm$seen")
   python_packages "${wheels[@]}"
   CUDA_HOME=$(echo "$VIRTUAL_ENV"/lib/python3*/site-packages/nvidia/cu13)
   export CUDA_HOME

@@ -1,10 +1,11 @@
-// FreeKV as published, for one shape: what an engine compiles; and the kernels that other policies take beside it.
+// FreeKV as published, for one shape, of HEAD_DIM: what an engine compiles; and the kernels that other policies take beside
+// it.
 #include <freekv/backend/cuda/top_k.cuh>
 #include <freekv/freekv.cuh>
 
 using namespace freekv;
 
-using pipeline = variants::freekv::pipeline<kv_shape<bfloat16, 128>>::with<cuda_backend>;
+using pipeline = variants::freekv::pipeline<kv_shape<bfloat16, HEAD_DIM>>::with<cuda_backend>;
 using state = layer_state<pipeline::shape_type>;
 template class freekv::basic_retrieval_pipeline<pipeline::shape_type, pipeline::pack_type>;
 
@@ -60,8 +61,8 @@ void select_from_rows(const device::score_rows& rows) {
 // Attention to a cache of the engine's own.
 void attend_to_engine(const device::paged_cache<bfloat16>& cache,
                       const device::attention_scratch_memory& attended) {
-  device::attend_paged<128>(cache, {}, attended, nullptr);
-  device::attend_paged<128, device::attend_paged_by_tensor_cores>(cache, {}, attended, nullptr);
+  device::attend_paged<HEAD_DIM>(cache, {}, attended, nullptr);
+  device::attend_paged<HEAD_DIM, device::attend_paged_by_tensor_cores>(cache, {}, attended, nullptr);
 }
 
 // Attention by tensor cores.

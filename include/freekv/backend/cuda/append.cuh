@@ -18,7 +18,7 @@ namespace freekv::device {
 
 struct append_tuning {
   int threads = 128;    ///< of a block
-  int registers = 104;  ///< of a thread at most, where units are pinned
+  int registers = 128;  ///< of a thread at most, where units are pinned
   int most_teams =
       512;  ///< that run at a time, each with scratch of a page of float keys; more units take turns
   constexpr bool valid() const {

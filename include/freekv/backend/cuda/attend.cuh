@@ -19,7 +19,7 @@ namespace freekv::device {
 struct attend_tuning {
   int threads = 128;             ///< of a block
   int registers = 168;           ///< of a thread at most
-  int tensor_registers = 192;    ///< the same by tensor cores, where most are taken by pages that are decoded
+  int tensor_registers = 255;    ///< the same by tensor cores, where most are taken by pages that are decoded
   int heads = 4;                 ///< query heads that a team attends with by FMA; larger groups take several
   int part_tokens = 64;          ///< of a budgeted row that one team attends to
   int part_tokens_of_all = 512;  ///< of a row that attends to everything

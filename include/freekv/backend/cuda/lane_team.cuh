@@ -176,9 +176,17 @@ constexpr int largest_share(int n, int most) {
   return share;
 }
 
-/// The team for rows of `HeadDim` numbers, each lane with 8 of them: 16 bytes of 2-byte elements.
+/// Neighbouring numbers of a lane of `row_team`: 8, or 4 or 2 where teams of 8 would give a lane more than 16 in all.
+constexpr int row_share(int head_dim) {
+  int share = 8;
+  while (share > 2 && head_dim > 16 * largest_share(head_dim / share, 32)) share /= 2;
+  return share;
+}
+
+/// The team for rows of `HeadDim` numbers, which takes them in packs of 8 a lane, 16 bytes of 2-byte elements, unless it
+/// would then have too few lanes for what attention keeps in registers: 96 numbers are 3 packs of 8 lanes by 4.
 template <int HeadDim>
-using row_team = lane_team<largest_share(HeadDim / 8, 32), 8>;
+using row_team = lane_team<largest_share(HeadDim / row_share(HeadDim), 32), row_share(HeadDim)>;
 
 /// One number a lane, for bodies that keep a pack of packs: as many lanes as divide both `HeadDim` and `Most`.
 template <int HeadDim, int Most>

@@ -27,7 +27,7 @@ struct recall_tuning {
   recall_read read = recall_read::loads;
   int blocks = 16;          ///< at most; few, so that the engine's kernels keep the machine
   int threads = 256;        ///< of a block; each warp copies a slice
-  int registers = 104;      ///< of a thread at most
+  int registers = 128;      ///< of a thread at most
   int depth = 8;            ///< on their way at a time: pieces of 16 bytes of a thread, or buffers of a warp
   int buffer_bytes = 1024;  ///< of bulk copies; a row fits
   constexpr int shared_bytes() const {

@@ -27,7 +27,8 @@ inline void check(cudaError_t status, const char* call) {
   if (status != cudaSuccess) throw device_error(call, status);
 }
 
-/// Whether a block is whole warps whose registers there are: a multiprocessor has 64K of them.
+/// Whether a block is whole warps whose registers there are: a multiprocessor has 64K of them, so that blocks of up to 256
+/// threads launch whatever a compiler allots.
 constexpr bool valid_block(int threads, int registers) {
   return threads >= 32 && threads <= 1024 && threads % 32 == 0 && registers <= 255 &&
          threads * registers <= 64 << 10;

@@ -20,7 +20,7 @@ namespace freekv::device {
 
 struct score_tuning {
   int threads = 128;             ///< of a block, which scores a chunk
-  int registers = 80;            ///< of a thread at most
+  int registers = 96;            ///< of a thread at most
   int shared_bytes = 48 * 1024;  ///< of a block: a decoded summary for each team
   constexpr bool valid() const { return valid_block(threads, registers) && shared_bytes <= 48 * 1024; }
 };
