@@ -255,6 +255,53 @@ TEST_CASE("exp of what is not finite, and of zero, in every lane", "[team]") {
   }
 }
 
+TEST_CASE("tanh is to about 2 ulp over the whole range", "[team]") {
+  std::vector<float> x;
+  for (std::uint32_t bits = 0; bits < 0x7f800000u; bits += 2999)
+    for (const float sign : {1.0f, -1.0f}) x.push_back(sign * std::bit_cast<float>(bits));
+  for (int i = -2000; i <= 2000; ++i) {  // densely where one form ends, and where the result becomes 1
+    x.push_back(0.625f + static_cast<float>(i) * 0x1p-20f);
+    x.push_back(9.0f + static_cast<float>(i) * 1e-3f);
+  }
+  while (x.size() % 8 != 0) x.push_back(0.0f);
+  for (const executor on : executors()) {
+    INFO(on);
+    const auto result =
+        elementwise(on, x, x, [](auto team, const auto& p, const auto&) { return team.tanh(p); });
+    double worst = 0.0;
+    int beyond = 0;
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      worst = std::max(worst, ulps(result[i], std::tanh(static_cast<double>(x[i]))));
+      beyond += !(std::fabs(result[i]) <= 1.0f) || std::signbit(result[i]) != std::signbit(x[i]);
+    }
+    CHECK(worst <= 2.1);  // the C library's, which one lane takes, is 2.03
+    CHECK(beyond == 0);
+  }
+}
+
+TEST_CASE("tanh of what is not finite, and of zero, in every lane", "[team]") {
+  for (const executor on : executors()) {
+    INFO(on);
+    for (std::size_t lane = 0; lane < 8; ++lane)
+      for (const auto& [x, expected] : {std::pair{0.0f, 0.0f},
+                                        {-0.0f, -0.0f},
+                                        {inf, 1.0f},
+                                        {-inf, -1.0f},
+                                        {quiet_nan, quiet_nan},
+                                        {-quiet_nan, quiet_nan},
+                                        {largest, 1.0f},
+                                        {-largest, -1.0f},
+                                        {1e-45f, 1e-45f}}) {
+        std::vector<float> pack(8, -1.0f);
+        pack[lane] = x;
+        const auto result =
+            elementwise(on, pack, pack, [](auto team, const auto& p, const auto&) { return team.tanh(p); });
+        for (std::size_t i = 0; i < 8; ++i)
+          CHECK((i == lane ? same_number(result[i], expected) : ulps(result[i], std::tanh(-1.0)) <= 2.0));
+      }
+  }
+}
+
 TEST_CASE("log is within 2 ulp over the whole range", "[team]") {
   std::vector<float> x;
   for (std::uint32_t bits = 1; bits < 0x7f800000u; bits += 2999) x.push_back(std::bit_cast<float>(bits));

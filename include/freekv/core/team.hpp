@@ -12,7 +12,7 @@
 //   load(p), store(p, x)        p[0 .. width), of any alignment, as a pack and back; load of any stored type
 //   maximum(a, b), minimum      elementwise; NaN if either is NaN
 //   select_greater(a, b, x, y)  elementwise a > b ? x : y; y where either is NaN
-//   exp(x), log(x)              elementwise, to about 2 ulp; exp may be 0 below -87.3; log of x >= 0 or NaN
+//   exp(x), log(x), tanh(x)     elementwise, to about 2 ulp; exp may be 0 below -87.3; log of x >= 0 or NaN
 //   sum(x), max(x)              over the lanes, to a float that all lanes see; max is NaN if any lane is
 //   sum_each(x)                 of an array of `width` packs: lane i is sum(x[i])
 //   load_codes<bits>(p, i)      codes i .. i + width, i a multiple of width, as floats, of a stream of unsigned
@@ -53,6 +53,7 @@ concept team = std::semiregular<typename T::pack> && std::constructible_from<typ
   { t.select_greater(x, x, x, x) } -> std::same_as<typename T::pack>;
   { t.exp(x) } -> std::same_as<typename T::pack>;
   { t.log(x) } -> std::same_as<typename T::pack>;
+  { t.tanh(x) } -> std::same_as<typename T::pack>;
   { t.sum(x) } -> std::same_as<float>;
   { t.max(x) } -> std::same_as<float>;
   { t.sum_each(packs) } -> std::same_as<typename T::pack>;
@@ -97,6 +98,7 @@ struct scalar_team {
   FREEKV_HD float minimum(float a, float b) const { return a < b || a != a ? a : b; }
   FREEKV_HD float exp(float x) const { return ::expf(x); }
   FREEKV_HD float log(float x) const { return ::logf(x); }
+  FREEKV_HD float tanh(float x) const { return ::tanhf(x); }
   FREEKV_HD float select_greater(float a, float b, float x, float y) const { return a > b ? x : y; }
   FREEKV_HD float sum(float x) const { return x; }
   FREEKV_HD float max(float x) const { return x; }

@@ -90,13 +90,15 @@ FREEKV_HD void attend_block(T team, const group_query& query, int first_head,
   unsigned attending = 0;  // heads with more than -infinity so far
   for (int g = 0; g < Heads; ++g) {
     float* const weights = scratch + g * block;
-    for (int t = count; t < padded; ++t) weights[t] = -infinity;
     team.sync();
     if (soft_cap > 0.0f) {
-      for (int t = team.lane(); t < count; t += team.lanes())
-        weights[t] = soft_cap * ::tanhf(weights[t] / soft_cap);
+      const pack cap(soft_cap), inverse(1.0f / soft_cap);
+      for (int t = 0; t < padded; t += width)
+        team.store(weights + t, cap * team.tanh(team.load(weights + t) * inverse));
       team.sync();
     }
+    for (int t = count; t < padded; ++t) weights[t] = -infinity;
+    team.sync();
     if (part.scores != nullptr)
       for (int t = team.lane(); t < count; t += team.lanes())
         part.scores[(first_head + g) * part.score_stride + first + t] = weights[t];

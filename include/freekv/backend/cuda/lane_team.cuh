@@ -96,6 +96,9 @@ struct lane_team {
   __device__ pack log(const pack& x) const {
     return pack::of([&](auto i) { return ::logf(x.x[i]); });
   }
+  __device__ pack tanh(const pack& x) const {
+    return pack::of([&](auto i) { return ::tanhf(x.x[i]); });
+  }
 
   __device__ float sum(const pack& x) const {
     return across(in_share(x, [](float a, float b) { return a + b; }),
