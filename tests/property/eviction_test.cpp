@@ -158,7 +158,7 @@ class run_of_case {
 }  // namespace
 
 TEST_CASE("random sequences that forget agree with the float64 oracle", "[property][eviction]") {
-  const std::uint64_t first = number_from("FREEKV_SEED", 1), count = number_from("FREEKV_CASES", 100);
+  const std::uint64_t first = number_from("FREEKV_SEED", 1), count = number_from("FREEKV_CASES", 120);
   std::map<int, freekv::host_backend> backends;
   for (const auto isa : instruction_sets())
     for (const int threads : {1, 3})
