@@ -171,7 +171,7 @@ void bench_decoding(context& c, const std::string& model_path, std::span<const s
                                                         .sequences = 2,
                                                         .flash_attention = flash}));
   engine ours(model, {.threads = c.threads, .context = 1, .rows = 1});
-  host_backend backend({.threads = c.threads, .overlap = false});
+  host_backend backend({.threads = c.threads, .overlap = false, .instructions = c.instructions});
   pipeline_type::settings s;
   s.layers = shape.layers;
   s.query_heads = shape.query_heads;

@@ -1,7 +1,6 @@
 // freekv-bench-host: the host backend's speed beside limits and peers measured in the same run.
 
 #include <filesystem>
-#include <freekv/backend/host/isa.hpp>
 #include <iostream>
 
 #include "command_line.hpp"
@@ -11,11 +10,25 @@
 namespace freekv::bench {
 namespace {
 
+host::isa instructions_of(const std::string& name) {
+  constexpr std::pair<const char*, host::isa> all[] = {
+      {"baseline", host::isa::baseline}, {"avx2", host::isa::avx2}, {"avx512", host::isa::avx512}};
+  for (const auto& [known, set] : all) {
+    if (name != known) continue;
+    if (set > host::best_isa())
+      throw examples::choice_error("--instructions " + name + ": this machine or build has " +
+                                   std::string(host::name_of(host::best_isa())) + " at best");
+    return set;
+  }
+  throw examples::choice_error("--instructions " + name +
+                               " is unknown; choose among baseline, avx2 and avx512");
+}
+
 void run(int argc, char** argv) {
   std::string out = ".", commit = "unknown";
   std::vector<int> threads{1, 2};
   std::vector<std::string> parts{"score", "recall", "step", "two_levels", "decoding"}, texts;
-  std::string only, model;
+  std::string only, model, chosen;
   int rounds = 15;
   bool smoke = false;
   CLI::App app("Measures stages and steps of the host backend beside limits and peers of the same run.",
@@ -24,6 +37,8 @@ void run(int argc, char** argv) {
   app.add_option("--out", out, "Folder for host.jsonl and host.txt")->take_last();
   app.add_option("--commit", commit, "Of this build, for the results");
   app.add_option("--threads", threads, "Threads; several allowed")->delimiter(',');
+  app.add_option("--instructions", chosen, "baseline, avx2 or avx512; without it the best there are")
+      ->take_last();
   app.add_option("--part", parts, "score, recall, step, two_levels, decoding; several allowed")
       ->delimiter(',');
   app.add_option("--model", model, "Of decoding: a GGUF file; without one it is left out")->take_last();
@@ -33,12 +48,13 @@ void run(int argc, char** argv) {
   app.add_flag("--smoke", smoke, "Small sizes, to see that it runs: its figures mean nothing");
   if (!examples::parsed(app, argc, argv)) return;
   if (rounds < 1) throw examples::choice_error("--rounds " + std::to_string(rounds) + " is below 1");
+  const host::isa instructions = chosen.empty() ? host::best_isa() : instructions_of(chosen);
   const machine on = this_machine();
   std::filesystem::create_directories(out);
   examples::json_lines lines(out + "/host.jsonl", {{"machine", on.processor},
                                                    {"last_level_cache", on.last_level_cache},
                                                    {"cores", on.cores},
-                                                   {"instructions", host::name_of(host::best_isa())},
+                                                   {"instructions", host::name_of(instructions)},
                                                    {"compiler", __VERSION__},
                                                    {"smoke", smoke},
                                                    {"commit", commit}});
@@ -46,7 +62,7 @@ void run(int argc, char** argv) {
   std::map<std::string, double> kept;
   for (const int count : threads) {
     if (count < 1) throw examples::choice_error("--threads " + std::to_string(count) + " is below 1");
-    context c{on, count, rounds, smoke, only, lines, table, kept};
+    context c{on, count, instructions, rounds, smoke, only, lines, table, kept};
     for (const std::string& part : parts) {
       if (part == "score")
         bench_scoring(c);
@@ -65,7 +81,7 @@ void run(int argc, char** argv) {
   }
   lines.finish();
   const std::string text = on.processor + ", " + std::to_string(on.last_level_cache >> 20) +
-                           " MiB of last-level cache, " + std::string(host::name_of(host::best_isa())) +
+                           " MiB of last-level cache, " + std::string(host::name_of(instructions)) +
                            (smoke ? "; smoke: figures mean nothing" : "") + "\n" + examples::table(table);
   std::cout << text;
   std::ofstream(out + "/host.txt") << text;

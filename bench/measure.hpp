@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <freekv/backend/host/isa.hpp>
 #include <functional>
 #include <map>
 #include <span>
@@ -52,6 +53,7 @@ class fast_normals {
 struct context {
   machine on;
   int threads = 1;
+  host::isa instructions = host::best_isa();
   int rounds = 15;
   bool smoke = false;  ///< sizes of seconds, whose figures mean nothing
   std::string only;    ///< cases whose names hold this

@@ -34,7 +34,7 @@ void bench_scores(context& c, int pages) {
   for (float& x : queries) x = random.next();
   const auto stride = host::workspace_sizes::padded(pages);
   std::vector<float> scores(n(heads) * n(group) * n(stride)), numbers(n(c.threads) * n(summary.width(page)));
-  host_backend backend({.threads = c.threads});
+  host_backend backend({.threads = c.threads, .instructions = c.instructions});
   const auto layer_of = [&](int call) {
     return stored.data() + n(call % layers) * layer_bytes / sizeof(Element);
   };

@@ -120,7 +120,8 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
                               std::to_string(c.threads) + " threads";
   if (2 * n(layers) * full_bytes > c.on.memory || !c.begins("step", of_case)) return;
 
-  host_backend backend({.threads = c.threads, .overlap = route != "in_place"});
+  host_backend backend(
+      {.threads = c.threads, .overlap = route != "in_place", .instructions = c.instructions});
   typename pipeline_type::settings s;
   s.layers = layers;
   s.query_heads = form.query_heads;
