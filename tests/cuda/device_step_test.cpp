@@ -410,6 +410,61 @@ bool rows_of_a_reopened_page_come_back(std::uint64_t seed) {
   return false;
 }
 
+/// Whether rows of prompts, which attend to more than the staging area holds, give the same bits beside other prompts as
+/// alone, and as a decode row does that attends to everything where it is; what differs is printed.
+bool prompts_attend_alike(std::uint64_t seed, made_of what) {
+  random_case c = one_layer_case(seed, what, "retrieval");
+  constexpr int prompts[] = {1300, 90, 700, 9, 520, 33},
+                rows = 3;  // sequences take turns, by parts of 512 tokens
+  c.options.max_tokens = 1400;
+  c.options.max_sequences = static_cast<int>(std::size(prompts));
+  c.options.max_resident = 0;
+  c.options.store_tokens = 0;
+  const auto attend = [&](pipeline& p, const std::vector<sequence_run*>& runs, int tokens,
+                          freekv::row_kind kind) {
+    step_rows of;
+    for (sequence_run* run : runs) of.add(run->id, run->source, tokens, kind);
+    std::vector<float> out(of.queries.size());
+    p.begin_step(of.sequences);
+    p.append(0, of.keys, of.values, of.queries);
+    std::vector<float> within(out.size());
+    p.attend(0, kind == freekv::row_kind::decode ? within : out, {});
+    if (kind == freekv::row_kind::decode) p.attend_full(0, out, {});
+    p.end_step();
+    const auto width = static_cast<std::ptrdiff_t>(out.size() / runs.size());
+    for (std::size_t i = 0; i < runs.size(); ++i) {
+      const auto first = out.begin() + static_cast<std::ptrdiff_t>(i) * width;
+      runs[i]->outputs.insert(runs[i]->outputs.end(), first, first + width);
+    }
+  };
+  const auto p = make(what, c);
+  std::vector<sequence_run> runs(std::size(prompts), sequence_run(c)), alone = runs;
+  std::vector<sequence_run*> all;
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    runs[i].source.diverge(static_cast<int>(i) + 1);
+    runs[i].id = p->open();
+    alone[i].source = runs[i].source;
+    take_prompt(*p, c, runs[i].id, runs[i].source, prompts[i]);
+    all.push_back(&runs[i]);
+  }
+  attend(*p, all, rows, freekv::row_kind::prompt);
+  bool all_same = true;
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    p->release(runs[i].id);
+    alone[i].id = p->open();
+    take_prompt(*p, c, alone[i].id, alone[i].source, prompts[i]);
+    attend(*p, {&alone[i]}, rows - 1, freekv::row_kind::prompt);
+    attend(*p, {&alone[i]}, 1, freekv::row_kind::decode);
+    p->release(alone[i].id);
+    if (same_bits(runs[i].outputs, alone[i].outputs)) continue;
+    all_same = false;
+    std::printf(
+        "FAILED %s\n  %d rows behind a prompt of %d tokens give other bits beside others than alone\n",
+        sentence(c).c_str(), rows, prompts[i]);
+  }
+  return all_same;
+}
+
 /// Whether `options` are refused as what the backend does not have.
 bool refuses(std::unique_ptr<pipeline> (*make_one)(const pipeline_options&), const pipeline_options& options,
              const std::string& what) {
@@ -483,6 +538,7 @@ int main() {
   for (const made_of what : {made_of::policies, made_of::codecs, made_of::tensor_cores}) {
     failed += !forks_write_to_their_open_page(first, what);
     failed += !restored_slots_are_filled(first, what);
+    failed += !prompts_attend_alike(first, what);
   }
   failed += !rows_of_a_reopened_page_come_back(first);
   failed += !refuses_what_it_lacks();

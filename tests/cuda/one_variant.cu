@@ -69,8 +69,17 @@ void attend_to_engine(const device::paged_cache<bfloat16>& cache,
 void attend_by_tensor_cores(const state& s, const device::step_view& step,
                             const device::attention_scratch_memory& attended) {
   constexpr auto by = device::multiplies::tensor_cores;
-  device::launch_attend<by>(s, identity{}, step, nullptr, false, 1, {}, attended, nullptr);
-  device::launch_attend<by>(s, int4_channel{}, step, nullptr, false, 1, {}, attended, nullptr);
+  device::launch_attend<by>(s, identity{}, step, nullptr, device::rows_attending::all, false, 1, {}, attended,
+                            nullptr);
+  device::launch_attend<by>(s, int4_channel{}, step, nullptr, device::rows_attending::all, false, 1, {},
+                            attended, nullptr);
+}
+
+// Prompts by them.
+void attend_prompts_by_tensor_cores(const state& s, const device::step_view& step,
+                                    const device::attention_scratch_memory& attended) {
+  device::launch_prefill<device::multiplies::tensor_cores>(s, identity{}, step, nullptr, {}, {}, attended,
+                                                           nullptr);
 }
 
 // What a store that is encoded takes beside it.
@@ -80,8 +89,10 @@ void keep_encoded(const state& s, const device::step_view& step,
   const int4_channel codec;  // which takes more registers than the others
   device::launch_encode(s, codec, step, {}, memory.encoding, nullptr);
   device::launch_recall(s, codec, step, selected, nullptr);
-  device::launch_attend(s, codec, step, nullptr, false, 1, {}, attended, nullptr);
+  device::launch_attend(s, codec, step, nullptr, device::rows_attending::all, false, 1, {}, attended,
+                        nullptr);
   device::launch_unit_masses(s, codec, step, nullptr, {}, nullptr);
+  device::launch_prefill(s, codec, step, nullptr, {}, {}, attended, nullptr);
   device::launch_fill(s, codec, {}, nullptr);
   device::launch_reopen(s, codec, 0, 0, nullptr);
 }

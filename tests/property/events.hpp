@@ -308,16 +308,20 @@ class world {
     p.l->expected.prompt(p.keys, p.values, p.tokens);
     p.l->comparison.drop();
     ++counts_.prompts;
-    // The last row attends to everything.
+    // Each row attends to everything up to itself: the first does, one between, and the last.
     const std::size_t heads = n(c_.options.query_heads), d = n(c_.options.head_dim);
-    const auto want = p.l->expected.full(std::span(p.queries).last(heads * d));
-    for (std::size_t i = 0; i < heads; ++i)
-      if (!close(lse[lse.size() - heads + i], want.lse[i], 1e-5))
-        throw disagreement{at + sentence(", last prompt row: lse ", i, " is ", lse[lse.size() - heads + i],
-                                         " for ", want.lse[i])};
-    for (std::size_t i = 0; i < heads * d; ++i)
-      if (!close(out[out.size() - heads * d + i], want.out[i], 2e-5))
-        throw disagreement{at + sentence(", last prompt row: output ", i, " differs")};
+    const int before = p.l->expected.length() - p.tokens;
+    for (const int row : {0, static_cast<int>(event_ % p.tokens), p.tokens - 1}) {
+      const auto row_at = at + sentence(", prompt row ", row);
+      const auto want =
+          p.l->expected.full(std::span(p.queries).subspan(n(row) * heads * d, heads * d), before + row + 1);
+      for (std::size_t i = 0; i < heads; ++i)
+        if (const float got = lse[n(row) * heads + i]; !close(got, want.lse[i], 1e-5))
+          throw disagreement{row_at + sentence(": lse ", i, " is ", got, " for ", want.lse[i])};
+      for (std::size_t i = 0; i < heads * d; ++i)
+        if (!close(out[n(row) * heads * d + i], want.out[i], 2e-5))
+          throw disagreement{row_at + sentence(": output ", i, " differs")};
+    }
   }
 
   const random_case& c_;

@@ -55,11 +55,13 @@ class pipeline_memory {
       layers.push_back(layer_part(s, layer, slow, fast, file, frames));
     if constexpr (on_device<Stages>) {
       bytes.mirrors = slow.used() - bytes.store;
+      bytes.staging = stages.staging_bytes();
       if (slow.base() != nullptr) stages.begin(mirror, layers);
     }
     slow_bytes = slow.used();
     fast_bytes = fast.used();
-    bytes.state = fast_bytes - bytes.device_store - bytes.slots - bytes.summaries - bytes.codec;
+    bytes.state =
+        fast_bytes - bytes.device_store - bytes.slots - bytes.summaries - bytes.codec - bytes.staging;
   }
 
   /// A table that the host writes: of a device, beside the device's own.

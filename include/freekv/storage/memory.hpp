@@ -23,9 +23,10 @@ struct memory_bytes {
       0;  ///< of `store` or `device_store`: the complete layers' part, which attention reads whole
   std::size_t slots = 0;      ///< sink, window and selected slots of the resident route
   std::size_t summaries = 0;  ///< page summaries
-  std::size_t codec = 0;    ///< what a codec keeps of complete pages beside the store, as low_rank_keys does
-  std::size_t state = 0;    ///< page tables, selections, previous queries, scratch
-  std::size_t staging = 0;  ///< of an evicting_pipeline: KV of prompts until they end; from `fast`
+  std::size_t codec = 0;  ///< what a codec keeps of complete pages beside the store, as low_rank_keys does
+  std::size_t state = 0;  ///< page tables, selections, previous queries, scratch
+  std::size_t staging =
+      0;  ///< KV of prompts: of an evicting_pipeline until they end; of a device's while they attend
 
   std::size_t device_store = 0;  ///< where fast memory is a device's: KV of complete layers and open pages
   std::size_t mirrors = 0;       ///< and what the host keeps of its tables and reports, and uploads

@@ -7,6 +7,7 @@
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step.cuh>
+#include <freekv/core/unroll.hpp>
 #include <freekv/functors/summarise_page.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/box_summaries.hpp>
@@ -64,15 +65,32 @@ struct append_scratch {
   FREEKV_HD std::int64_t each() const { return keys + numbers; }
 };
 
-/// One row of head_dim elements, rounded where it is of floats.
+/// One row of head_dim elements, rounded where it is of floats: 16 bytes written at a time where addresses allow it.
 template <class Team, class Element, class In>
 __device__ void put_row(Team team, int head_dim, const In* from, Element* to) {
-  for (int i = team.lane(); i < head_dim; i += team.lanes()) {
+  constexpr int each = 16 / static_cast<int>(sizeof(Element));
+  struct alignas(16) elements {
+    Element x[each];
+  };
+  struct alignas(16) numbers {
+    In x[each];
+  };
+  const auto element_of = [](In x) {
     if constexpr (std::is_same_v<In, Element>)
-      to[i] = from[i];
+      return x;
     else
-      to[i] = from_float<Element>(from[i]);
+      return from_float<Element>(x);
+  };
+  const bool aligned =
+      reinterpret_cast<std::uintptr_t>(from) % 16 == 0 && reinterpret_cast<std::uintptr_t>(to) % 16 == 0;
+  const int whole = aligned ? head_dim / each * each : 0;
+  for (int i = team.lane() * each; i < whole; i += team.lanes() * each) {
+    const numbers read = *reinterpret_cast<const numbers*>(from + i);
+    elements write;
+    unroll<each>([&](auto n) { write.x[n] = element_of(read.x[n]); });
+    *reinterpret_cast<elements*>(to + i) = write;
   }
+  for (int i = whole + team.lane(); i < head_dim; i += team.lanes()) to[i] = element_of(from[i]);
 }
 
 /// The rows of a page before they are encoded: a complete one's where `staged` is, if a prompt completes it, with what
@@ -229,7 +247,7 @@ __global__ void append_and_detect(State s, Summary summary, Pinning pinning, Cor
       const int last = in_order && page == first ? open : page;
       for (int one = page;; one = last) {
         append_page(team, s, summary, pinning, entry, one, head, rows,
-                    encoding.staged_slice(s, nth_of_run, head), {mine, mine + scratch.keys});
+                    encoding.staged.slice(s, nth_of_run, head), {mine, mine + scratch.keys});
         if (one == last) break;
         team.sync();
       }

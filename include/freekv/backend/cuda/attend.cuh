@@ -134,11 +134,22 @@ inline int rows_at_once(const attention_scratch_memory& scratch, int parts, int 
       std::clamp<std::int64_t>(scratch.parts / (std::int64_t{parts} * query_heads), 1, most_in_z));
 }
 
+/// Which rows of a step a launch is for.
+enum class rows_attending : std::uint8_t { all, decodes, prompts };
+
 /// Rows of a step that attend in one launch.
 struct attended_rows {
   int first = 0, count = 0;
   int parts = 1;            // of a row at most
   bool everything = false;  // whatever their kind
+  rows_attending kind = rows_attending::all;
+  int first_entry = 0, entries = 1 << 30;  // whose rows they are
+
+  __device__ bool has(const step_view& step, const step_entry* entry) const {
+    const int nth = static_cast<int>(entry - step.entries) - first_entry;
+    const auto of = entry->kind == row_kind::prompt ? rows_attending::prompts : rows_attending::decodes;
+    return (kind == rows_attending::all || kind == of) && nth >= 0 && nth < entries;
+  }
 };
 
 /// Whether a row attends to everything that its model does, in the store, rather than to what the head keeps.
@@ -260,7 +271,7 @@ __global__ void attend_parts(State s, Codec codec, step_view step, const float* 
   const int part = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
   const int row = rows.first + static_cast<int>(blockIdx.z);
   const step_entry* const entry = step.entry_of(row);
-  if (entry == nullptr || part >= rows.parts) return;
+  if (entry == nullptr || !rows.has(step, entry) || part >= rows.parts) return;
   const auto list = attended_list::of(s, *entry, row, tile.kv_head, rows);
   const int each = entries_of_part(list.entries.complete, s.page.tokens, s.unit.tokens);
   const int begin = part * each, end = begin + each < list.size() ? begin + each : list.size();
@@ -276,7 +287,7 @@ __global__ void attend_parts(State s, Codec codec, step_view step, const float* 
   store_tile<d>(team, attention, tile, scratch, to, part);
 }
 
-/// A team merges the parts of one query head of a row, in order, and writes its output.
+/// A team merges the parts of one query head of a row, in order, and writes its output. Those of prompts are one by now.
 template <class State>
 __global__ void merge_attention(State s, step_view step, attended_rows rows, attention_scratch_memory scratch,
                                 attention_output to) {
@@ -289,10 +300,10 @@ __global__ void merge_attention(State s, step_view step, attended_rows rows, att
             head = query_head / s.heads.group();
   const int row = rows.first + nth;
   const step_entry* const entry = step.entry_of(row);
-  if (entry == nullptr) return;
+  if (entry == nullptr || !rows.has(step, entry)) return;
   const auto list = attended_list::of(s, *entry, row, head, rows);
   const int each = entries_of_part(list.entries.complete, s.page.tokens, s.unit.tokens);
-  const int parts = (list.size() + each - 1) / each;
+  const int parts = rows.kind == rows_attending::prompts ? 1 : (list.size() + each - 1) / each;
 
   const parts_of_row of{std::int64_t{nth} * s.heads.query, rows.parts};
   merge_row<d>(team, scratch, of.at(query_head, 0), parts,
@@ -300,10 +311,10 @@ __global__ void merge_attention(State s, step_view step, attended_rows rows, att
                std::int64_t{row} * s.heads.query + query_head);
 }
 
-/// Attends the rows of a step, of which each has at most `parts` parts. `codec`: of the layer's complete pages.
+/// Attends rows of a step, of which each has at most `parts` parts. `codec`: of the layer's complete pages.
 template <multiplies By = multiplies::fma, class State, class Codec>
 void launch_attend(const State& s, const Codec& codec, const step_view& step, const float* queries,
-                   bool everything, int parts, const attention_output& to,
+                   rows_attending kind, bool everything, int parts, const attention_output& to,
                    const attention_scratch_memory& scratch, cudaStream_t stream) {
   constexpr int d = State::head_dim;
   using attention_type = tile_attention<By, d, typename State::element>;
@@ -313,7 +324,7 @@ void launch_attend(const State& s, const Codec& codec, const step_view& step, co
   const int tiles = head_tile<attention_type::heads>::tiles_of(s.heads.group());
   const int at_once = rows_at_once(scratch, parts, s.heads.query);
   for (int first = 0; first < step.most.rows; first += at_once) {
-    const attended_rows rows{first, std::min(at_once, step.most.rows - first), parts, everything};
+    const attended_rows rows{first, std::min(at_once, step.most.rows - first), parts, everything, kind};
     const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{parts} * lanes, threads)),
                     static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
     attend_parts<By><<<grid, threads, 0, stream>>>(s, codec, step, queries, rows, scratch);

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <freekv/backend/cuda/lane_team.cuh>
+#include <freekv/backend/cuda/page_staging.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step.cuh>
 #include <freekv/pipeline/layer_state.hpp>
@@ -18,10 +19,8 @@ struct encode_tuning {
   int threads = 128;     ///< of a block
   int registers = 96;    ///< of a thread at most
   int most_teams = 512;  ///< that run at a time, each with scratch of a slice's bytes; more slices take turns
-  int staged_tokens = 2048;  ///< of prompts that are encoded in one launch; longer ones take several
   constexpr bool valid() const {
-    return valid_block(threads, registers) && most_teams % threads == 0 && most_teams > 0 &&
-           staged_tokens > 0;
+    return valid_block(threads, registers) && most_teams % threads == 0 && most_teams > 0;
   }
 };
 inline constexpr encode_tuning encode_default{};
@@ -40,29 +39,24 @@ struct page_run {
 /// Where pages that prompts complete are until they are encoded, and what they become.
 template <class Element>
 struct encoding_scratch {
-  Element* staged = nullptr;     // (page, kv head, 2, page tokens, head_dim)
+  page_staging<Element> staged;
   std::byte* encoded = nullptr;  // (team, heads together, slice_stride)
   float* shared = nullptr;       // (team, shared floats)
-  int pages = 0;                 // that there is room for
   int together = 1;              // heads of a page that a team encodes one after the other
   int shared_floats = 0;
   std::size_t slice_stride = 0;
 
   struct sizes {
-    int page_tokens = 0, kv_heads = 0, head_dim = 0;
-    std::int64_t pages = 0;  // that a step may complete
+    int kv_heads = 0;
     std::size_t slice_bytes = 0;
     int shared_floats = 0;  // of a codec whose slices share something; else 0
   };
-  static encoding_scratch carve(carver& memory, const sizes& s) {
+  static encoding_scratch carve(carver& memory, const page_staging<Element>& staged, const sizes& s) {
     encoding_scratch scratch;
-    scratch.pages =
-        static_cast<int>(std::clamp<std::int64_t>(encode_default.staged_tokens / s.page_tokens, 1, s.pages));
+    scratch.staged = staged;
     scratch.together = s.shared_floats > 0 ? s.kv_heads : 1;
     scratch.shared_floats = s.shared_floats;
     scratch.slice_stride = (s.slice_bytes + 15) / 16 * 16;
-    const auto numbers = std::int64_t{scratch.pages} * s.kv_heads * 2 * s.page_tokens * s.head_dim;
-    scratch.staged = memory.take<Element>(static_cast<std::size_t>(numbers));
     const auto teams = static_cast<std::size_t>(encode_default.most_teams);
     scratch.encoded =
         memory.take<std::byte>(teams * static_cast<std::size_t>(scratch.together) * scratch.slice_stride);
@@ -75,12 +69,6 @@ struct encoding_scratch {
                          slice_stride;
   }
   FREEKV_HD float* shared_of(int team) const { return shared + std::int64_t{team} * shared_floats; }
-  template <class State>
-  FREEKV_HD head_slice<Element> staged_slice(const State& s, int nth, int head) const {
-    const int plane = s.page.tokens * State::head_dim;
-    Element* const key = staged + (std::int64_t{nth} * s.heads.kv + head) * 2 * plane;
-    return {key, key + plane, State::head_dim};
-  }
 };
 
 /// The codec of one head's slice of a sequence's page. `floats`: to encode what the page's slices share.
@@ -127,7 +115,7 @@ __global__ void encode_pages(State s, Codec codec, step_view step, page_run page
     const int first = unit % of_page * together;
     for (int i = 0; i < together; ++i) {
       const head_of at{entry.sequence, first + i};
-      const auto rows = entry.kind == row_kind::prompt ? scratch.staged_slice(s, nth, at.head)
+      const auto rows = entry.kind == row_kind::prompt ? scratch.staged.slice(s, nth, at.head)
                                                        : s.open_slice(at.sequence, page, at.head);
       codec_of(s, codec, at, page, scratch.shared_of(mine))
           .template encode<d>(team, as_const(rows), p, scratch.encoded_of(mine, i));

@@ -7,6 +7,8 @@
 #include <freekv/backend/cuda/attend.cuh>
 #include <freekv/backend/cuda/cuda_backend.cuh>
 #include <freekv/backend/cuda/encoded_pages.cuh>
+#include <freekv/backend/cuda/page_staging.cuh>
+#include <freekv/backend/cuda/prefill.cuh>
 #include <freekv/backend/cuda/recall.cuh>
 #include <freekv/backend/cuda/recall_by_copies.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
@@ -54,7 +56,7 @@ class stages {
     if (s.encodes() && of.transfers() != nullptr)
       throw settings_error("copy engines recall pages as they are; take recall_by::kernel for a codec");
     const int group = s.query_heads / s.kv_heads;
-    int row_units = 0, list_units = 0;
+    int row_units = 0, list_units = 0, staged = 0;
     std::int64_t parts = 0;
     for (int layer = 0; layer < s.layers; ++layer) {
       row_units = std::max(row_units, s.budget_at(layer).selected_pages + s.pinned_units());
@@ -62,7 +64,14 @@ class stages {
       const auto rows = std::int64_t{s.max_resident} * s.max_decode_rows;
       parts = std::max({parts, rows * parts_within(s, layer),
                         std::min<std::int64_t>(rows, attend_default.rows_of_all) * parts_of_all(s)});
+      if (s.plan.kind(layer) == layer_kind::complete) continue;
+      parts = std::max(parts, 2 * std::min<std::int64_t>(std::int64_t{s.max_resident} * s.max_tokens,
+                                                         prefill_default.rows));
+      staged = staged_pages(s.page.tokens, s.max_pages(), s.max_resident);
     }
+    const std::size_t before = fast.used();
+    staging_ = page_staging<element>::carve(fast, staged, s.kv_heads, s.page.tokens, d);
+    staging_bytes_ = fast.used() - before;
     append_.of_teams = resolve(s.summary, [&](const auto& summary) {
       scoring_teams<d>(summary, {s.unit_tokens(), d});  // throws if it must
       const int width = summary.width({s.unit_tokens(), d});
@@ -73,14 +82,12 @@ class stages {
     });
     if (s.encodes())
       append_.encoding =
-          encoding_scratch<element>::carve(fast, {.page_tokens = s.page.tokens,
-                                                  .kv_heads = s.kv_heads,
-                                                  .head_dim = d,
-                                                  .pages = std::int64_t{s.max_resident} * s.max_pages(),
-                                                  .slice_bytes = slice_bytes(s),
-                                                  .shared_floats = resolve(s.codec, [&](const auto& codec) {
-                                                    return shared_floats(codec, {s.page.tokens, d});
-                                                  })});
+          encoding_scratch<element>::carve(fast, staging_,
+                                           {.kv_heads = s.kv_heads,
+                                            .slice_bytes = slice_bytes(s),
+                                            .shared_floats = resolve(s.codec, [&](const auto& codec) {
+                                              return shared_floats(codec, {s.page.tokens, d});
+                                            })});
     const bool by_query_head = s.row() == selection_row::query_head;
     const selection_sizes sizes{
         .entries = s.max_resident,
@@ -103,6 +110,9 @@ class stages {
       copies_ = copied_recall<State>(std::int64_t{s.max_resident} * s.kv_heads * list_units, s.unit_tokens(),
                                      pinned, fast);
   }
+
+  /// Of the memory taken, what pages of prompts wait in.
+  std::size_t staging_bytes() const { return staging_bytes_; }
 
   /// The layers before any sequence, and their tables.
   void begin(const device_mirror<State>& mirror, std::span<State> layers) {
@@ -235,6 +245,7 @@ class stages {
       const int first = entry.before / p, last = settings_->pages_for(entry.after());
       most.pages = std::max(most.pages, last - first);
       (entry.kind == row_kind::decode ? most.decodes : most.prompts) = true;
+      if (entry.kind == row_kind::prompt) most.tokens = std::max(most.tokens, entry.after());
       most.copies = most.copies || entry.shared_page >= 0;
       for (int page = first; page < last; ++page)
         patch(tables, size(entry.sequence) * size(settings_->max_pages()) + size(page));
@@ -256,7 +267,7 @@ class stages {
     const device_rows<In> of{rows.keys.data(), rows.values.data(), rows.queries.data()};
     if (step.most.copies && !s.encoded) launch_copy_shared_rows(s, step, compute());
     const int pages = step.most.entries * step.most.pages;
-    const int at_once = s.encoded && step.most.prompts ? append_.encoding.pages : pages;
+    const int at_once = s.encoded && step.most.prompts ? append_.encoding.staged.pages : pages;
     for (page_run run{0, 0}; run.first < pages; run.first += run.count) {
       run.count = std::min(at_once, pages - run.first);
       resolve(settings_->summary, [&](const auto& summary) {
@@ -294,10 +305,10 @@ class stages {
 
   /// Attends decode rows within the budget, prompt rows, and all rows of complete layers, to everything up to themselves.
   void attend(const State& s, const step_view& step, const float* queries, const attention_output& to) {
-    attend(s, step, queries, false, parts(s.layer, step.most.prompts), to);
+    attend(s, step, queries, false, to);
   }
   void attend_full(const State& s, const step_view& step, const float* queries, const attention_output& to) {
-    attend(s, step, queries, true, parts(s.layer, true), to);
+    attend(s, step, queries, true, to);
   }
   /// The log-mass of each unit that each row attends to.
   void masses(const State& s, const step_view& step, const float* queries, const mass_output& to) {
@@ -366,10 +377,17 @@ class stages {
     });
   }
 
-  void attend(const State& s, const step_view& step, const float* queries, bool everything, int parts,
+  /// Of a complete layer all rows read the device's own memory; else prompts stage what they attend to.
+  void attend(const State& s, const step_view& step, const float* queries, bool everything,
               const attention_output& to) {
+    const bool stages_prompts = s.kind != layer_kind::complete;
     with_codec(s, [&](const auto& codec) {
-      launch_attend<Attention>(s, codec, step, queries, everything, parts, to, attention_, compute());
+      if (!stages_prompts || step.most.decodes)
+        launch_attend<Attention>(s, codec, step, queries,
+                                 stages_prompts ? rows_attending::decodes : rows_attending::all, everything,
+                                 parts(s.layer, everything), to, attention_, compute());
+      if (stages_prompts && step.most.prompts)
+        launch_prefill<Attention>(s, codec, step, queries, to, staging_, attention_, compute());
     });
   }
   /// Calls with what a layer's complete pages are kept by.
@@ -486,6 +504,8 @@ class stages {
   const device_mirror<State>* mirror_ = nullptr;
   step_ring ring_;
   append_memory<element> append_;
+  page_staging<element> staging_;  // of the compute stream
+  std::size_t staging_bytes_ = 0;
   selection_scratch correct_, speculate_;                // of the compute and of the recall stream
   attention_scratch_memory attention_;                   // of the compute stream
   copied_recall<State> copies_;                          // where copy engines recall

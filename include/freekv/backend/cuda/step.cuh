@@ -15,8 +15,9 @@ namespace freekv::device {
 /// What a launch is sized by. A launch may be sized for more than there is: what there is, is read on the device.
 struct step_bounds {
   int entries = 0;
-  int rows = 0;   // of all entries
-  int pages = 0;  // that one entry writes to
+  int rows = 0;    // of all entries
+  int pages = 0;   // that one entry writes to
+  int tokens = 0;  // of a sequence that has prompt rows, with them
   bool decodes = false, prompts = false, copies = false;
 };
 
