@@ -49,13 +49,15 @@ __global__ void call_team(const float* in, const half* halves, const std::uint8_
   give(team.sum_each(many));
   for (int i = team.lane(); i < width; i += team.lanes()) out[call * width + i] = static_cast<float>(i);
   ++call;
-  team.widen(halves, out + call * width, width);
+  team.widen(halves, out + call++ * width, width);
+  team.widen(halves + 1, out + call++ * width, width);
+  team.widen(in, out + call * width, 2 * width);
 }
 
 template <int Lanes, int Share>
 void team_calls(report& checks, random_numbers& random) {
   using team_type = lane_team<Lanes, Share>;
-  constexpr int width = team_type::width, calls = 16;
+  constexpr int width = team_type::width, calls = 19;
   pinned<float> in = random.normals<float>(size(width * (width + 1))), table = random.normals<float>(256);
   in[0] = -0.0f;
   in[1] = std::numeric_limits<float>::quiet_NaN();
@@ -104,6 +106,9 @@ void team_calls(report& checks, random_numbers& random) {
   each([&](int i) { return sum(a + i * width); });
   each([&](int i) { return static_cast<float>(i); });
   each([&](int i) { return to_float(halves[size(i)]); });
+  each([&](int i) { return to_float(halves[size(i + 1)]); });
+  each([&](int i) { return a[i]; });
+  each([&](int i) { return b[i]; });
   checks.equal("a team of " + text(Lanes) + " lanes with " + text(Share) + " numbers each", out);
 }
 

@@ -129,7 +129,33 @@ struct lane_team {
   }
   template <element E>
   __device__ void widen(const E* in, float* out, int n) const {
-    for (int i = lane(); i < n; i += Lanes) out[i] = to_float(in[i]);
+    constexpr int each = 16 / static_cast<int>(sizeof(E)), step = Lanes * each;
+    static_assert(8 % each == 0, "n is a multiple of 8");
+    if ((reinterpret_cast<std::uintptr_t>(in) | reinterpret_cast<std::uintptr_t>(out)) % 16 != 0) {
+      for (int i = lane(); i < n; i += Lanes) out[i] = to_float(in[i]);
+      return;
+    }
+    struct alignas(16) piece {
+      E elements[each];
+    };
+    constexpr int at_once = 2;  // pieces a lane waits for
+#pragma unroll 1
+    for (int first = lane() * each; first < n; first += at_once * step) {
+      piece loaded[at_once];
+      unroll<at_once>([&](auto nth) {
+        const int i = first + nth * step;
+        if (i < n) loaded[nth] = *reinterpret_cast<const piece*>(in + i);
+      });
+      unroll<at_once>([&](auto nth) {
+        const int i = first + nth * step;
+        if (i >= n) return;
+        unroll<each / 4>([&](auto part) {
+          const E* const x = loaded[nth].elements + part * 4;
+          reinterpret_cast<float4*>(out + i)[part] =
+              float4{to_float(x[0]), to_float(x[1]), to_float(x[2]), to_float(x[3])};
+        });
+      });
+    }
   }
   __device__ void prefetch(const void*) const {}  // other warps hide the wait
   __device__ int lane() const { return static_cast<int>(threadIdx.x) % Lanes; }

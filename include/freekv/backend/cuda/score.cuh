@@ -27,13 +27,19 @@ struct score_tuning {
 inline constexpr score_tuning score_default{};
 static_assert(score_default.valid());
 
+/// Floats of a team in a block's memory: a decoded summary's numbers, so many that each team's are aligned to 16 bytes.
+template <class Summary>
+FREEKV_HD int scoring_floats(const Summary& summary, page_geometry unit) {
+  return (summary.width(unit) + 3) / 4 * 4;
+}
+
 /// Teams of a block that score at a time, each with a decoded summary's numbers in its memory. Throws settings_error
 /// where it does not hold one.
 template <int HeadDim, class Summary>
 int scoring_teams(const Summary& summary, page_geometry unit) {
   constexpr score_tuning tuning = score_default;
   constexpr int lanes = summary_team_t<Summary, HeadDim>::lane_count;
-  const int bytes = summary.width(unit) * static_cast<int>(sizeof(float));
+  const int bytes = scoring_floats(summary, unit) * static_cast<int>(sizeof(float));
   if (bytes > tuning.shared_bytes)
     throw settings_error("a decoded summary by " + std::string(Summary::name) + " takes " +
                          std::to_string(bytes) + " bytes of a block's memory, and there are " +
@@ -98,7 +104,7 @@ __global__ void score_chunks(State s, Summary summaries, step_view step, selecti
   using element = typename State::element;
   using team_type = summary_team_t<Summary, State::head_dim>;
   constexpr int d = State::head_dim;
-  extern __shared__ float shared[];
+  alignas(16) extern __shared__ float shared[];
   const team_type team;
   const int chunk = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y);
   const bool for_next = job.apart && blockIdx.z % 2 != 0;
@@ -116,7 +122,7 @@ __global__ void score_chunks(State s, Summary summaries, step_view step, selecti
   const int me = thread / team.lanes(), width = summary_query_width(summary, d);
   const int group = one_query ? 1 : scratch.selecting_query(s, entry, row).group;
   const prepared_queries queries{scratch.prepared_of(nth, row), width, group, s.scale};
-  float* const numbers = shared + me * summary.width(s.unit);
+  float* const numbers = shared + me * scoring_floats(summary, s.unit);
   float* const scores = scratch.scores_of(for_next, nth, row);
   if (me < teams)
     for (int j = first + me; j < last; j += teams) {
@@ -269,7 +275,7 @@ void launch_score(const State& s, const Summary& summary, const Pooling& pooling
   const auto count = [](int n) { return static_cast<unsigned>(n); };
   const dim3 rows(count(scratch.chunks), count(scratch.rows()), count(step.most.entries));
   const int teams = scoring_teams<State::head_dim>(summary, s.unit);
-  const auto numbers = static_cast<std::size_t>(teams * summary.width(s.unit)) * sizeof(float);
+  const auto numbers = static_cast<std::size_t>(teams * scoring_floats(summary, s.unit)) * sizeof(float);
   const dim3 scored_rows(rows.x, rows.y, job.apart ? 2 * rows.z : rows.z);
   score_chunks<By><<<scored_rows, score_default.threads, numbers, stream>>>(
       s, summary, step, scratch, job, teams, query_pooling<Pooling>, softmax_pooling<Pooling>);
