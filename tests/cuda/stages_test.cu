@@ -1,6 +1,6 @@
 // Parts of the CUDA backend on their own, where a whole step does not reach: teams of lanes against one lane, selection of
-// up to 1024 among 65,536 scores with ties, corrections by mass at their threshold, every way that a slice is copied, and
-// what is refused.
+// up to 1024 among 65,536 scores with ties, and from pages' summaries on, corrections by mass at their threshold, every way
+// that a slice is copied, and what is refused.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <algorithm>
@@ -208,6 +208,115 @@ void selections(report& checks, random_numbers& random) {
                              (r.distinct > 0 ? ", " + text(r.distinct) + " of them different" : "");
     checks.equal(what, best);
     checks.equal(what + ": each once", written);
+  }
+}
+
+// ---- a long row ----
+
+/// Scores, pools and selects among `next` candidates of a head, and in this step one fewer, many of which score alike:
+/// what is pooled against the same in double precision, what is selected against a sort of what is pooled.
+void long_row(report& checks, random_numbers& random, int next, int k) {
+  constexpr int d = 8, group = 3, first = 2, window = 3;
+  const int different = next / 40;
+  layer_state<kv_shape<half, d>> s;
+  s.heads = {group, 1};
+  s.page = s.unit = {8, d};
+  s.budget = {first * s.page.tokens, window * s.page.tokens, k};
+  s.scale = 0.5f;
+  s.list_units = k;
+  s.max_pages = s.store_pages = first + next + window;
+  pinned<std::int32_t> page_table(size(s.max_pages)), selected_count(1), upcoming_count{-1}, pinned_count(1),
+      attended(size(k)), attended_count(1);
+  std::iota(page_table.rbegin(), page_table.rend(), 0);
+  pinned<layer_kind> kinds{layer_kind::retrieval};
+  pinned<std::uint8_t> corrected{1};
+  pinned<float> query = random.normals<float>(size(group * d));
+  pinned<half> boxes;  // (store page): low, high
+  for (int page = 0; page < s.store_pages; ++page)
+    if (page < different) {
+      const pinned<half> box = random.normals<half>(2 * d);
+      for (int i = 0; i < d; ++i)
+        boxes.push_back(std::min(to_float(box[size(i)]), to_float(box[size(d + i)])));
+      for (int i = 0; i < d; ++i)
+        boxes.push_back(std::max(to_float(box[size(i)]), to_float(box[size(d + i)])));
+    } else {
+      const std::int64_t same = random.below(different) * 2 * d;
+      for (int i = 0; i < 2 * d; ++i) boxes.push_back(boxes[size(same + i)]);
+    }
+  results<std::int32_t> selected(size(k), -1), upcoming(size(k), -1);
+  s.page_table = page_table.data();
+  s.summaries = reinterpret_cast<std::byte*>(boxes.data());
+  s.summary_bytes = summary_bytes<half>(min_max{}, s.unit);
+  s.head_kinds = kinds.data();
+  s.previous_query = query.data();
+  s.corrected = corrected.data();
+  s.selected = selected.device.data();
+  s.selected_count = selected_count.data();
+  s.upcoming = upcoming.device.data();
+  s.upcoming_count = upcoming_count.data();
+  s.attended = attended.data();
+  s.attended_count = attended_count.data();
+  s.pinned_count = pinned_count.data();
+
+  // The step behind this one is the first in which the last candidate is not in the window.
+  const int after = (first + next + window) * s.page.tokens - 1;
+  pinned<step_entry> entry{{.before = after - 1, .tokens = 1, .candidates_at = after}};
+  pinned<std::int32_t> entries{1};
+  const device::step_view step{entry.data(), entries.data(), {.entries = 1}};
+  const device::selection_sizes most{.entries = 1,
+                                     .kv_heads = 1,
+                                     .queries = group,
+                                     .max_units = next,
+                                     .row_units = k,
+                                     .list_units = k,
+                                     .head_dim = d,
+                                     .query_width = 2 * d};
+  carver count;
+  device::selection_scratch::carve(count, most);
+  pinned<std::byte> memory(count.used());
+  carver carve(memory.data());
+  const device::selection_scratch scratch = device::selection_scratch::carve(carve, most);
+  const device::selection_job job{.taken_up_to = k};
+  device::launch_prepare(s, min_max{}, mean_softmax{}, step, scratch, job, nullptr);
+  device::launch_score<device::scoring::alone>(s, min_max{}, mean_softmax{}, step, scratch, job, nullptr);
+  device::launch_select(s, top_k{}, first_unselected<0>{}, device::judged_by_queries{}, step, scratch, job,
+                        nullptr);
+  require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+
+  std::vector<double> scores;  // (candidate, query)
+  for (int j = 0; j < next; ++j)
+    for (int g = 0; g < group; ++g) {
+      double score = 0.0;
+      for (int i = 0; i < d; ++i) {
+        const half* const box = &boxes[size(page_table[size(first + j)]) * 2 * d];
+        const double q = query[size(g * d + i)];
+        score += std::max(q * to_float(box[i]), q * to_float(box[d + i]));
+      }
+      scores.push_back(s.scale * score);
+    }
+  for (const bool for_next : {false, true}) {
+    const int candidates = for_next ? next : next - 1;
+    double sums[group] = {};
+    for (int i = 0; i < candidates * group; ++i) sums[i % group] += std::exp(scores[size(i)]);
+    results<float> pooled(size(candidates));
+    const float* const of_device = scratch.pooled_of(for_next, 0, 0);
+    std::copy_n(of_device, candidates, pooled.device.begin());
+    for (int j = 0; j < candidates; ++j) {
+      double share = 0.0;
+      for (int g = 0; g < group; ++g) share += std::exp(scores[size(j * group + g)]) / sums[g];
+      pooled.host[size(j)] = static_cast<float>(std::log(share / group));
+    }
+    const std::string what = text(k) + " of a row of " + text(candidates) + " candidates";
+    checks.close(what + ": pooled scores", pooled, 8);
+    std::vector<std::int32_t> order(size(candidates));
+    std::iota(order.begin(), order.end(), 0);
+    std::sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
+      return of_device[a] != of_device[b] ? of_device[a] > of_device[b] : a < b;
+    });
+    results<std::int32_t>& list = for_next ? upcoming : selected;
+    for (int i = 0; i < k; ++i) list.host[size(i)] = first + order[size(i)];
+    std::sort(list.host.begin(), list.host.end());
+    checks.equal(what, list);
   }
 }
 
@@ -440,6 +549,8 @@ int main() {
   codecs_by_lanes<128, bfloat16>(checks, random);
   codecs_by_lanes<256, half>(checks, random);
   selections(checks, random);
+  long_row(checks, random, 65536, 1024);
+  long_row(checks, random, 4225, 9);
   mass_corrections(checks, random);
   recall_everywhere<device::recall_default>(checks, random, "loads");
   recall_everywhere<single_loads>(checks, random, "loads one at a time");
