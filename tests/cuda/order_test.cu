@@ -190,7 +190,7 @@ results<float> masses_of(const text& source, pinned<float>& out) {
   return both;
 }
 
-/// Whether copy engines refuse to recall into a graph.
+/// Whether copy engines refuse to recall into a graph, with nothing of the selection queued there.
 bool copies_refuse_capture(const text& source) {
   pinned<float> out(steps * query_row);
   prompted<cuda_backend> run(source, false, recall_by::copy_engines);
@@ -205,10 +205,12 @@ bool copies_refuse_capture(const text& source) {
     refused = std::string(e.what()).find("cannot be captured") != std::string::npos;
   }
   cudaGraph_t graph = nullptr;
-  cudaStreamEndCapture(run.compute.get(), &graph);
-  if (graph != nullptr) cudaGraphDestroy(graph);
+  require(cudaStreamEndCapture(run.compute.get(), &graph), "cudaStreamEndCapture");
+  std::size_t queued = 0;
+  require(cudaGraphGetNodes(graph, nullptr, &queued), "cudaGraphGetNodes");
+  cudaGraphDestroy(graph);
   run.pipeline.abandon_step();
-  return refused;
+  return refused && queued == 0;
 }
 
 }  // namespace

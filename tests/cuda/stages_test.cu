@@ -451,6 +451,12 @@ constexpr bool valid_bulk_copies(int depth, int buffer_bytes) {
       .valid();
 }
 static_assert(valid_bulk_copies(2, 2048) && !valid_bulk_copies(3, 2048) && !valid_bulk_copies(2, 1000));
+struct batched_copies {
+  static constexpr device::copies_tuning tuning{.call = device::copy_call::batched, .slices = 3};
+};
+struct two_dimensional_copies {
+  static constexpr device::copies_tuning tuning{.call = device::copy_call::two_dimensional, .slices = 4};
+};
 struct single_loads {
   static constexpr device::recall_tuning tuning{.blocks = 1, .threads = 32, .depth = 1};
 };
@@ -458,6 +464,26 @@ struct single_loads {
 template <class Layout, class Element, int HeadDim>
 strided_pages<Element, HeadDim> pages_of(pinned<Element>& data, int pages, page_shape shape) {
   return strided<HeadDim>(make_page_span<Layout, HeadDim>(data.data(), pages, shape));
+}
+
+/// Recalls what `scratch` lists, by a kernel or by copy engines.
+template <class Tuned, class State>
+void recall_listed(const State& s, int sequences, const device::selection_scratch& scratch) {
+  using tuning = std::remove_cvref_t<decltype(Tuned::tuning)>;
+  if constexpr (std::is_same_v<tuning, device::recall_tuning>) {
+    device::launch_recall<Tuned>(s, identity{}, {.most = {.entries = sequences}}, scratch, nullptr);
+  } else {
+    using copied = device::copied_recall<State, Tuned>;
+    carver counted;
+    copied(*scratch.item_count, s.unit.tokens, counted, counted);
+    pinned<std::byte> block(counted.used());
+    carver memory(block.data());
+    copied copies(*scratch.item_count, s.unit.tokens, memory, memory);
+    const device::owned_stream compute, copy_engines;
+    device::stream on(compute.get()), transfers(copy_engines.get());
+    copies.recall(s, s, scratch, on, transfers);
+    on.synchronize();
+  }
 }
 
 /// Recalls random units of a layer by a list, and copies them one by one.
@@ -505,8 +531,7 @@ void recalls(report& checks, random_numbers& random, const std::string& how) {
     side.frames = frames_of<Element>(make_page_span<Fast, HeadDim>(data.data(), frames, shape));
     return side;
   };
-  device::launch_recall<Tuned>(on(slots.device), identity{}, {.most = {.entries = sequences}}, scratch,
-                               nullptr);
+  recall_listed<Tuned>(on(slots.device), sequences, scratch);
   require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   const state host = on(slots.host);
   for (const device::recall_item& item : items) {
@@ -558,5 +583,7 @@ int main() {
   recall_everywhere<deep_copies>(checks, random, "asynchronous copies");
   recall_everywhere<single_bulk_copies>(checks, random, "bulk copies one at a time");
   recall_everywhere<bulk_copies>(checks, random, "bulk copies");
+  recall_everywhere<batched_copies>(checks, random, "copy engines in batches");
+  recall_everywhere<two_dimensional_copies>(checks, random, "copy engines in two dimensions");
   return checks.finish();
 }

@@ -18,14 +18,35 @@
 
 namespace freekv::device {
 
+/// How a batch is queued.
+enum class copy_call : std::uint8_t {
+  batched,          ///< in one call, from CUDA 13 on
+  two_dimensional,  ///< a call for the keys of each slice, and one for its values
+};
+
 struct copies_tuning {
+  copy_call call = CUDART_VERSION >= 13000 ? copy_call::batched : copy_call::two_dimensional;
   int slices = 64;      ///< of a batch
   int threads = 256;    ///< of a block; each warp writes a slice's rows
   int registers = 104;  ///< of a thread at most
-  constexpr bool valid() const { return slices >= 1 && valid_block(threads, registers); }
+  constexpr bool valid() const {
+    return slices >= 1 && valid_block(threads, registers) &&
+           (call != copy_call::batched || CUDART_VERSION >= 13000);
+  }
 };
-inline constexpr copies_tuning copies_default{};
-static_assert(copies_default.valid());
+struct copies_default {
+  static constexpr copies_tuning tuning{};
+};
+
+/// Throws usage_error where the stream is captured.
+inline void expect_no_capture(const stream& on) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(on.get(), &status), "cudaStreamIsCapturing");
+  if (status != cudaStreamCaptureStatusNone)
+    throw usage_error(
+        "recall by copy engines reads its list on the host and cannot be captured; "
+        "give the backend recall_by::kernel");
+}
 
 /// Slice i of a batch in its buffer: keys (tokens, head_dim), then values.
 template <int HeadDim, class Element>
@@ -51,9 +72,11 @@ __global__ void write_copied(State s, const recall_item* items, int count, typen
 }
 
 /// The lists and buffers of such recalls.
-template <class State>
+template <class State, class Tuned = copies_default>
 class copied_recall {
   using element = typename State::element;
+  static constexpr copies_tuning tuning = Tuned::tuning;
+  static_assert(tuning.valid());
 
  public:
   copied_recall() = default;
@@ -62,19 +85,18 @@ class copied_recall {
       : count_(pinned.take<std::int32_t>(1)),
         items_(pinned.take<recall_item>(static_cast<std::size_t>(most_items))) {
     for (lane& l : lanes_)
-      l.buffer = fast.take<element>(static_cast<std::size_t>(copies_default.slices) * 2 *
+      l.buffer = fast.take<element>(static_cast<std::size_t>(tuning.slices) * 2 *
                                     static_cast<std::size_t>(tokens * State::head_dim));
-    const auto most_rows = static_cast<std::size_t>(copies_default.slices * 2 * tokens);
+    const auto most_rows = static_cast<std::size_t>(tuning.slices * 2 * tokens);
     to_.reserve(most_rows);
     from_.reserve(most_rows);
     bytes_.reserve(most_rows);
   }
 
-  /// Copies what the selection before it in stream `on` has listed, which the host waits for. `on_host` is the layer as the
-  /// host sees it. Throws usage_error where the stream is captured.
+  /// Copies what the selection before it in stream `on` has listed, which the host waits for: it is not
+  /// captured. `on_host` is the layer as the host sees it.
   void recall(const State& s, const State& on_host, const selection_scratch& scratch, stream& on,
               stream& transfers) {
-    expect_no_capture(on);
     check(cudaMemcpyAsync(count_, scratch.item_count, sizeof *count_, cudaMemcpyDeviceToHost, on.get()),
           "cudaMemcpyAsync");
     on.synchronize();
@@ -84,13 +106,13 @@ class copied_recall {
                           cudaMemcpyDeviceToHost, on.get()),
           "cudaMemcpyAsync");
     on.synchronize();
-    for (int first = 0; first < count; first += copies_default.slices) {
+    for (int first = 0; first < count; first += tuning.slices) {
       lane& l = lanes_[next_++ % lanes_.size()];
-      const int slices = std::min(copies_default.slices, count - first);
+      const int slices = std::min(tuning.slices, count - first);
       transfers.wait(l.written);
       transfer(on_host, items_ + first, slices, l.buffer, transfers);
       on.wait(transfers.record());
-      write_copied<<<blocks_for(slices, copies_default.threads / 32), copies_default.threads, 0, on.get()>>>(
+      write_copied<<<blocks_for(slices, tuning.threads / 32), tuning.threads, 0, on.get()>>>(
           s, scratch.items + first, slices, l.buffer);
       check(cudaGetLastError(), "recall");
       l.written = on.record();
@@ -102,15 +124,6 @@ class copied_recall {
     element* buffer = nullptr;
     event written;  // to the slots: the buffer is free again
   };
-
-  static void expect_no_capture(const stream& on) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(on.get(), &status), "cudaStreamIsCapturing");
-    if (status != cudaStreamCaptureStatusNone)
-      throw usage_error(
-          "recall by copy engines reads its list on the host and cannot be captured; "
-          "give the backend recall_by::kernel");
-  }
 
   /// Queues the copies of those items that are in the store.
   void transfer(const State& s, const recall_item* items, int count, element* buffer, stream& transfers) {
@@ -125,9 +138,10 @@ class copied_recall {
       const auto to = staged_slice<d>(buffer, i, tokens);
       const auto from =
           rows_behind(s.store_slice(item.sequence, s.page_of(item.unit), item.head), s.row_of(item.unit));
-      add_rows(to.key, from.key, from.stride, tokens);
-      add_rows(to.value, from.value, from.stride, tokens);
+      add_rows(to.key, from.key, from.stride, tokens, transfers);
+      add_rows(to.value, from.value, from.stride, tokens, transfers);
     }
+#if CUDART_VERSION >= 13000
     if (to_.empty()) return;
     cudaMemcpyAttributes in_stream_order{};
     in_stream_order.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
@@ -135,10 +149,18 @@ class copied_recall {
     check(cudaMemcpyBatchAsync(to_.data(), from_.data(), bytes_.data(), to_.size(), &in_stream_order, &of_all,
                                1, transfers.get()),
           "cudaMemcpyBatchAsync");
+#endif
   }
-  /// One copy where rows are side by side, else one for each.
-  void add_rows(element* to, const element* from, std::int64_t stride, int tokens) {
+  /// In two dimensions: queues the copy. To a batch: one copy where rows are side by side, else one for each.
+  void add_rows(element* to, const element* from, std::int64_t stride, int tokens, stream& transfers) {
     constexpr int d = State::head_dim;
+    if constexpr (tuning.call == copy_call::two_dimensional) {
+      constexpr std::size_t row = d * sizeof(element);
+      check(cudaMemcpy2DAsync(to, row, from, static_cast<std::size_t>(stride) * sizeof(element), row,
+                              static_cast<std::size_t>(tokens), cudaMemcpyDefault, transfers.get()),
+            "cudaMemcpy2DAsync");
+      return;
+    }
     const int rows = stride == d ? tokens : 1;
     for (int t = 0; t < tokens; t += rows) {
       to_.push_back(to + t * d);

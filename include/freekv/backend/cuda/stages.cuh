@@ -403,6 +403,8 @@ class stages {
   void select(const State& s, const step_view& step, const selection_scratch& scratch, selection_job job,
               const Correction& correction, device::stream& on) {
     if (s.kind != layer_kind::retrieval || !step.most.decodes) return;
+    device::stream* const transfers = s.keeps_slots ? backend_->transfers() : nullptr;
+    if (transfers != nullptr) expect_no_capture(on);
     const cudaStream_t stream = on.get();
     resolve(settings_->pinning, [&]<class Pinning>(const Pinning&) {
       if constexpr (!std::is_same_v<Pinning, no_pins>)
@@ -441,7 +443,7 @@ class stages {
       });
     });
     if (!s.keeps_slots) return;
-    if (device::stream* const transfers = backend_->transfers())
+    if (transfers != nullptr)
       copies_.recall(s, mirror_->layers[size(s.layer)], scratch, on, *transfers);
     else
       resolve(settings_->codec, [&](const auto& codec) { launch_recall(s, codec, step, scratch, stream); });
