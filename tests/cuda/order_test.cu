@@ -31,6 +31,17 @@ struct careless_backend {
   cuda_backend backend;
 };
 
+struct recall_by_async_copies {
+  static constexpr device::recall_tuning tuning{
+      .read = device::recall_read::async_copies, .threads = 64, .depth = 3};
+};
+struct two_dimensional_copies {
+  static constexpr device::copies_tuning tuning{.call = device::copy_call::two_dimensional};
+};
+/// Recalls in other ways than cuda_backend does.
+using other_backend =
+    basic_cuda_backend<device::multiplies::fma, recall_by_async_copies, two_dimensional_copies>;
+
 // No head is corrected after the first step: what recall has brought is what is attended to. Units of a token, so that a
 // recall by copy engines takes more batches than there are buffers.
 template <class Backend>
@@ -233,6 +244,10 @@ int main() {
     if (in_place_route) continue;
     out.device = decode<cuda_backend>(source, false, false, recall_by::copy_engines);
     checks.equal("steps with recall by copy engines", out);
+    out.device = decode<other_backend>(source, false, false);
+    checks.equal("steps with recall by asynchronous copies", out);
+    out.device = decode<other_backend>(source, false, false, recall_by::copy_engines);
+    checks.equal("steps with recall by copies in two dimensions", out);
   }
   results<std::int32_t> reports(reports_of(source, true));
   reports.device = reports_of(source, false);

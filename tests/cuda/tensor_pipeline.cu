@@ -12,10 +12,16 @@ namespace tests {
 namespace {
 
 using namespace freekv::examples;
-using implementation = device_pipeline_type<
-    freekv::kv_shape<freekv::bfloat16, tensor_shape.head_dim>,
-    freekv::any_of<freekv::per_kv_head, freekv::per_query_head>,
-    freekv::any_of<freekv::identity, freekv::int8_token>>::with<freekv::tensor_core_backend>;
+/// On what is older than sm_90: loads.
+struct recall_by_bulk_copies {
+  static constexpr freekv::device::recall_tuning tuning{
+      .read = freekv::device::recall_read::bulk_copies, .threads = 128, .depth = 3, .buffer_bytes = 1024};
+};
+using backend = freekv::basic_cuda_backend<freekv::device::multiplies::tensor_cores, recall_by_bulk_copies>;
+using implementation =
+    device_pipeline_type<freekv::kv_shape<freekv::bfloat16, tensor_shape.head_dim>,
+                         freekv::any_of<freekv::per_kv_head, freekv::per_query_head>,
+                         freekv::any_of<freekv::identity, freekv::int8_token>>::with<backend>;
 
 class tensor_pipeline final : public device_pipeline_of_shape<implementation> {
   using of_shape = device_pipeline_of_shape<implementation>;

@@ -1,4 +1,4 @@
-// A pipeline that attends by tensor cores, for tests: programs have none yet.
+// A pipeline that attends by tensor cores and recalls by bulk copies, for tests: programs have none yet.
 #pragma once
 
 #include <memory>

@@ -11,8 +11,10 @@
 namespace freekv {
 
 namespace device {
-template <class State, class Settings, multiplies Attention>
+template <class State, class Settings, multiplies Attention, class Recall, class Copies>
 class stages;
+struct recall_default;
+struct copies_default;
 }  // namespace device
 
 /// What copies slices of the store to their slots: a few blocks of a kernel, or the device's copy engines.
@@ -28,8 +30,10 @@ enum class recall_by : std::uint8_t { kernel, copy_engines };
 /// Recall by copy engines waits on the host for each selection and is refused while a stream is captured; it has a stream
 /// of its own beside the two.
 ///
-/// `Attention`: what multiplies where layers attend.
-template <device::multiplies Attention = device::multiplies::fma>
+/// `Attention`: what multiplies where layers attend. `Recall::tuning`: how a kernel recalls, a device::recall_tuning;
+/// `Copies::tuning`: how copy engines do, a device::copies_tuning.
+template <device::multiplies Attention = device::multiplies::fma, class Recall = device::recall_default,
+          class Copies = device::copies_default>
 class basic_cuda_backend {
  public:
   using policy_kind = backend_kind;
@@ -38,7 +42,7 @@ class basic_cuda_backend {
   // What a pipeline takes from its backend.
   using event = device::event;
   template <class State, class Settings>
-  using stages = device::stages<State, Settings, Attention>;
+  using stages = device::stages<State, Settings, Attention, Recall, Copies>;
 
   basic_cuda_backend(cudaStream_t compute, cudaStream_t recall, recall_by by = recall_by::kernel)
       : compute_(compute), recall_(recall) {

@@ -37,13 +37,14 @@ namespace freekv::device {
 /// The stages of one pipeline, each for all entries of a step at once. `State` is its layer_state, `Settings` its settings,
 /// which hold the policies. What is called in a step is queued and neither allocates nor waits; what is called between
 /// steps, with nothing queued, waits. The policies' data (a basis) is in memory that the device reads.
-template <class State, class Settings, multiplies Attention = multiplies::fma>
+template <class State, class Settings, multiplies Attention = multiplies::fma, class Recall = recall_default,
+          class Copies = copies_default>
 class stages {
  public:
   static constexpr bool on_device = true;
   using element = typename State::element;
   using step = step_view;
-  using backend = basic_cuda_backend<Attention>;
+  using backend = basic_cuda_backend<Attention, Recall, Copies>;
   static constexpr int d = State::head_dim;
   static_assert(
       Attention != multiplies::tensor_cores || (sizeof(element) == 2 && d % 16 == 0),
@@ -107,8 +108,8 @@ class stages {
       *scratch = selection_scratch::carve(fast, sizes);
     attention_ = attention_scratch_memory::carve(fast, parts * s.query_heads, d);
     if (of.transfers() != nullptr && s.route.keeps_slots())
-      copies_ = copied_recall<State>(std::int64_t{s.max_resident} * s.kv_heads * list_units, s.unit_tokens(),
-                                     pinned, fast);
+      copies_ = copied_recall<State, Copies>(std::int64_t{s.max_resident} * s.kv_heads * list_units,
+                                             s.unit_tokens(), pinned, fast);
   }
 
   /// Of the memory taken, what pages of prompts wait in.
@@ -446,7 +447,8 @@ class stages {
     if (transfers != nullptr)
       copies_.recall(s, mirror_->layers[size(s.layer)], scratch, on, *transfers);
     else
-      resolve(settings_->codec, [&](const auto& codec) { launch_recall(s, codec, step, scratch, stream); });
+      resolve(settings_->codec,
+              [&](const auto& codec) { launch_recall<Recall>(s, codec, step, scratch, stream); });
   }
 
   /// In one stage; or in two, of which the second scores what the first has kept.
@@ -510,7 +512,7 @@ class stages {
   std::size_t staging_bytes_ = 0;
   selection_scratch correct_, speculate_;                // of the compute and of the recall stream
   attention_scratch_memory attention_;                   // of the compute stream
-  copied_recall<State> copies_;                          // where copy engines recall
+  copied_recall<State, Copies> copies_;                  // where copy engines recall
   std::vector<std::vector<std::int32_t>> frames_there_;  // by layer, as the device has them
 };
 
