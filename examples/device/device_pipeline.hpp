@@ -19,6 +19,17 @@ inline constexpr device_shape policy_shape{data_type::f16, 64};
 inline constexpr device_shape device_shapes[] = {
     {data_type::bf16, 128}, {data_type::f32, 80}, {data_type::f16, 256}};
 
+/// What these pipelines have besides; `dynamic_cast` finds it.
+class device_controls {
+ public:
+  virtual ~device_controls() = default;
+  /// Launches are sized for at least so many sequences, rows of all and pages of one, and for decode rows, prompts and
+  /// pages that are shared, whatever a step brings.
+  virtual void size_launches_for(int sequences, int rows, int pages) = 0;
+  /// Heads that are flagged in the last step, of all its sequences.
+  virtual int flagged_heads(int layer) const = 0;
+};
+
 /// Whether a device can be used; else why not.
 bool device_is_there(std::string& why);
 

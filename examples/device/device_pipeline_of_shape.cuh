@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "device_pipeline.hpp"
 #include "pipeline.hpp"
 
 namespace freekv::examples {
@@ -66,7 +67,7 @@ class counting_memory final : public std::pmr::memory_resource {
 };
 
 template <class Implementation>
-class device_pipeline_of_shape : public pipeline {
+class device_pipeline_of_shape : public pipeline, public device_controls {
   using element = typename Implementation::element;
   using settings = typename Implementation::settings;
 
@@ -130,6 +131,11 @@ class device_pipeline_of_shape : public pipeline {
   std::size_t summary_bytes() const override {
     return pipeline_.summary_bytes() * static_cast<std::size_t>(pipeline_.configuration().units_per_page());
   }
+
+  void size_launches_for(int sequences, int rows, int pages) override {
+    backend_.size_launches_for({sequences, rows, pages, true, true, true});
+  }
+  int flagged_heads(int layer) const override { return pipeline_.flagged_heads(layer); }
 
  private:
   std::pair<std::span<float>, std::span<float>> outputs(std::span<float> out, std::span<float> lse) {

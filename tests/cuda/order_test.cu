@@ -41,6 +41,14 @@ struct two_dimensional_copies {
 /// Recalls in other ways than cuda_backend does.
 using other_backend =
     basic_cuda_backend<device::multiplies::fma, recall_by_async_copies, two_dimensional_copies>;
+/// A CUDA backend whose launches are sized for more sequences, rows and pages than there are, and for all kinds of them.
+struct roomy_backend : cuda_backend {
+  roomy_backend(cudaStream_t compute, cudaStream_t recall) : cuda_backend(compute, recall) {
+    size_launches_for(
+        {.entries = 5, .rows = spare_rows, .pages = 90, .decodes = true, .prompts = true, .copies = true});
+  }
+  static constexpr int spare_rows = 9;
+};
 
 // No head is corrected after the first step: what recall has brought is what is attended to. Units of a token, so that a
 // recall by copy engines takes more batches than there are buffers.
@@ -114,15 +122,21 @@ struct prompted {
   sequence_id id;
 };
 
-/// The outputs of all steps; the host waits behind each of them, or behind the last alone.
+/// The outputs of all steps; the host waits behind each of them, or behind the last alone. Where it waits, nothing behind a
+/// step's row may have been written yet; else there are none.
 template <class Backend, class... Options>
 pinned<float> decode(const text& source, bool in_place_route, bool waits, Options... options) {
-  pinned<float> out(steps * query_row);
+  constexpr float untouched = 12345.0f;
+  pinned<float> out((steps + roomy_backend::spare_rows) * query_row, untouched);
   prompted<Backend> run(source, in_place_route, options...);
   for (int step = 0; step < steps; ++step) {
     run.append(step);
     run.attend(step, out);
-    if (waits) run.pipeline.synchronize();
+    if (!waits) continue;
+    run.pipeline.synchronize();
+    if (std::any_of(out.begin() + (step + 1) * static_cast<int>(query_row), out.end(),
+                    [](float x) { return x != untouched; }))
+      return pinned<float>(out.size());
   }
   run.pipeline.synchronize();
   return out;
@@ -136,7 +150,8 @@ pinned<std::int32_t> reports_of(const text& source, bool waits) {
   device::owned_stream own;
   device::stream side(own.get());
   pinned<std::int32_t> all;
-  const auto add = [&](const step_report& report) {
+  const auto add = [&](const step_report& report, int flagged) {
+    all.push_back(flagged);
     for (const auto& numbers : {report.recalled, report.promoted, report.attended_count, report.attended})
       all.insert(all.end(), numbers.begin(), numbers.end());
   };
@@ -144,13 +159,13 @@ pinned<std::int32_t> reports_of(const text& source, bool waits) {
   for (int step = 0; step < steps; ++step) {
     run.attend(step, out);
     if (waits)
-      add(run.pipeline.report(0, run.id));
+      add(run.pipeline.report(0, run.id), run.pipeline.flagged_heads(0));
     else
       run.pipeline.queue_report(0, side);
     if (step + 1 < steps) run.append(step + 1);
     if (waits) continue;
     side.synchronize();
-    add(run.pipeline.queued_report(0, run.id));
+    add(run.pipeline.queued_report(0, run.id), run.pipeline.queued_flagged_heads(0));
   }
   run.pipeline.synchronize();
   return all;
@@ -224,6 +239,39 @@ bool copies_refuse_capture(const text& source) {
   return refused && queued == 0;
 }
 
+/// The outputs of the first two steps, of which a graph of nodes that neither allocate nor wait for the device is captured:
+/// all stages from where the first has appended. None where that fails.
+pinned<float> captured_steps(const text& source) {
+  pinned<float> out(2 * query_row);
+  prompted<cuda_backend> run(source, false);
+  run.append(0);
+  run.pipeline.synchronize();
+  require(cudaStreamBeginCapture(run.compute.get(), cudaStreamCaptureModeThreadLocal),
+          "cudaStreamBeginCapture");
+  try {
+    run.attend(0, out);
+    run.append(1);
+    run.attend(1, out);
+    run.backend.compute().wait(run.backend.recall().record());
+  } catch (const device_error& e) {
+    std::printf("a stage cannot be captured: %s\n", e.what());
+    out.clear();
+  }
+  cudaGraph_t graph = nullptr;
+  const cudaError_t ended = cudaStreamEndCapture(run.compute.get(), &graph);
+  std::size_t nodes = 0;
+  if (graph != nullptr) require(cudaGraphGetNodes(graph, nullptr, &nodes), "cudaGraphGetNodes");
+  if (ended != cudaSuccess || nodes == 0 || out.empty()) return {};
+  if (std::any_of(out.begin(), out.end(), [](float x) { return x != 0.0f; })) return {};  // nothing has run
+  cudaGraphExec_t launched = nullptr;
+  require(cudaGraphInstantiate(&launched, graph, 0), "cudaGraphInstantiate");
+  require(cudaGraphLaunch(launched, run.compute.get()), "cudaGraphLaunch");
+  require(cudaStreamSynchronize(run.compute.get()), "cudaStreamSynchronize");
+  require(cudaGraphExecDestroy(launched), "cudaGraphExecDestroy");
+  require(cudaGraphDestroy(graph), "cudaGraphDestroy");
+  return out;
+}
+
 }  // namespace
 
 int main() {
@@ -241,6 +289,8 @@ int main() {
     results<float> out(decode<cuda_backend>(source, in_place_route, true));
     out.device = decode<cuda_backend>(source, in_place_route, false);
     checks.equal(in_place_route ? "steps in place" : "steps with recall", out);
+    out.device = decode<roomy_backend>(source, in_place_route, true);
+    checks.equal(in_place_route ? "roomy launches in place" : "roomy launches with recall", out);
     if (in_place_route) continue;
     out.device = decode<cuda_backend>(source, false, false, recall_by::copy_engines);
     checks.equal("steps with recall by copy engines", out);
@@ -255,6 +305,14 @@ int main() {
   results<float> beside_masses(decode<cuda_backend>(source, false, true));
   checks.close("masses of units", masses_of(source, beside_masses.device), 10);
   checks.equal("steps that are asked for masses", beside_masses);
+  if (pinned<float> steps_of_graph = captured_steps(source); !steps_of_graph.empty()) {
+    results<float> first(std::move(steps_of_graph));
+    std::copy_n(beside_masses.host.begin(), first.host.size(), first.host.begin());
+    checks.equal("captured steps", first);
+  } else {
+    std::printf("FAILED: steps are not captured\n");
+    return 1;
+  }
   const bool refused = copies_refuse_capture(source);
   std::printf("%s copy engines refuse a stream that is captured\n", refused ? "ok    " : "FAILED:");
   if (!refused) return 1;

@@ -173,10 +173,12 @@ struct layer_state {
   float* pin_worth = nullptr;   // (kv head, store page, unit of the page), where units are pinned
   std::byte* shared = nullptr;  // (store page, shared_bytes): what a codec keeps of a page, if encoded
   std::size_t shared_bytes = 0;
-  layer_kind* head_kinds = nullptr;        // (kv head)
-  int decode_rows = 1;                     // of one sequence in a step, at most
-  float* previous_query = nullptr;         // (sequence, kv head, decode row, group, head_dim)
-  std::uint8_t* corrected = nullptr;       // (sequence, kv head): flagged in the last step
+  layer_kind* head_kinds = nullptr;   // (kv head)
+  int decode_rows = 1;                // of one sequence in a step, at most
+  float* previous_query = nullptr;    // (sequence, kv head, decode row, group, head_dim)
+  std::uint8_t* corrected = nullptr;  // (sequence, kv head): flagged in the last step
+  std::int32_t* flagged_count =
+      nullptr;  // of a device, (1): heads flagged in the step begun last, of all its entries
   std::uint8_t* unrecalled = nullptr;      // (sequence, kv head): selected units could not be read
   std::uint8_t* unfilled = nullptr;        // (sequence): slots or the open page could not be read
   std::int32_t* selected = nullptr;        // (sequence, kv head, K): ascending units, for the next step

@@ -34,11 +34,12 @@ struct device_mirror {
       selected_frames{};                             // by layer: (slot set, frames of the selected slots)
   std::vector<mirrored<layer_kind>> head_kinds{};    // by layer
   std::vector<mirrored<const float>> sink_logits{};  // by layer
-  std::vector<mirrored<std::byte>> books{};          // by layer: what `for_each_book` lists
-  std::vector<State> layers{};  // as the host sees them: its tables, and the mirrors of books
+  std::vector<mirrored<std::byte>> books{};  // by layer: `flagged_count`, and what `for_each_book` lists
+  std::vector<State> layers{};               // as the host sees them: its tables, and the mirrors of books
 };
 
-/// Calls `use(pointer, numbers of one sequence)` for each array of a layer that selection keeps, but for previous queries.
+/// Calls `use(pointer, numbers of one sequence)` for each array of a layer that selection keeps by sequence, but for previous
+/// queries.
 template <class State, class Use>
 void for_each_book(State& s, const Use& use) {
   const std::size_t heads = s.row(1, 0), units = s.selection(1, 0), masks = s.masks(1, 0);

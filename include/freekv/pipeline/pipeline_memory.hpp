@@ -184,6 +184,7 @@ class pipeline_memory {
     const std::size_t rows = l.row(s.max_sequences, 0);
     l.previous_query = fast.take<float>(rows * size(l.decode_rows * l.heads.group() * head_dim));
     const auto take_books = [&](State& books, carver& memory) {
+      if constexpr (on_device<Stages>) books.flagged_count = memory.take<std::int32_t>(1);
       for_each_book(books, [&]<class T>(T*& book, std::size_t of_sequence) {
         book = memory.take<T>(size(s.max_sequences) * of_sequence);
       });

@@ -266,7 +266,7 @@ class basic_retrieval_pipeline {
       longest_ = std::max(longest_, entry.after());
       if (entry.kind == row_kind::prompt) longest_prompt_ = std::max(longest_prompt_, entry.after());
     }
-    upload_step();
+    upload_step(false);
     std::fill(progress_.begin(), progress_.end(), layer_progress::waiting);
     in_step_ = true;
   }
@@ -476,7 +476,7 @@ class basic_retrieval_pipeline {
       throw usage_error("abandon: " + sequence_table::name_of(id) + " has no rows in a step in progress");
     entries_.erase(entry);
     end(id);
-    upload_step();
+    upload_step(true);
   }
 
   /// Waits until everything queued has happened.
@@ -507,6 +507,16 @@ class basic_retrieval_pipeline {
   step_report queued_report(int layer, sequence_id id) const requires on_device<backend_type> {
     sequences_->known(id);
     return report_in(parts_->stages.as_read(layer_of(layer, "queued_report")), id);
+  }
+
+  /// How many heads of a layer are flagged in the step begun last, of all its sequences together, one of them abandoned
+  /// since or not: what a device's `layer_state::flagged_count` is. Waits for what is queued. `queued_flagged_heads`: as the
+  /// last `queue_report` of the layer has brought it.
+  int flagged_heads(int layer) const requires on_device<backend_type> {
+    return *parts_->stages.read_back(layer_of(layer, "flagged_heads")).flagged_count;
+  }
+  int queued_flagged_heads(int layer) const requires on_device<backend_type> {
+    return *parts_->stages.as_read(layer_of(layer, "queued_flagged_heads")).flagged_count;
   }
 
  private:
@@ -553,8 +563,8 @@ class basic_retrieval_pipeline {
     else
       return part.kind == row_kind::decode;
   }
-  void upload_step() {
-    if constexpr (on_device<stages>) step_ = parts_->stages.begin_step(entries_);
+  void upload_step(bool has_begun) {
+    if constexpr (on_device<stages>) step_ = parts_->stages.begin_step(entries_, has_begun);
   }
   /// A layer whose selection and report the host can read.
   const state& readable(const state& s) const {

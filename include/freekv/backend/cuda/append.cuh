@@ -173,7 +173,7 @@ __device__ void drop_selection(Team team, const State& s, int sequence, int head
 }
 
 /// Flags one head of a decode entry that has no selection, or that the correction does not accept a row's queries from;
-/// then keeps the entry's queries, which make the next selection. A prompt's head forgets its selection.
+/// counts the flag, and keeps the entry's queries, which make the next selection. A prompt's head forgets its selection.
 template <class Team, class State, class Correction>
 __device__ void detect_drift(Team team, const State& s, const Correction& correction, const step_entry& entry,
                              int head, const float* queries) {
@@ -192,7 +192,9 @@ __device__ void detect_drift(Team team, const State& s, const Correction& correc
                                               entry.decode_step});
   if (team.lane() == 0) {
     const std::size_t at = s.row(entry.sequence, head);
-    s.corrected[at] = flagged && s.kind_of(head) == layer_kind::retrieval;
+    const bool corrects = flagged && s.kind_of(head) == layer_kind::retrieval;
+    s.corrected[at] = corrects;
+    if (corrects) atomicAdd(s.flagged_count, 1);
     s.recalled[at] = s.recalled_before_attention[at] = s.promoted[at] = 0;
   }
   team.sync();  // all lanes have read the previous queries

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/backend/cuda/step.cuh>
 #include <freekv/backend/cuda/tensor_attention.cuh>
 #include <freekv/core/policy.hpp>
 #include <optional>
@@ -54,6 +55,12 @@ class basic_cuda_backend {
   /// The stream of copy engines, where they recall; else null.
   device::stream* transfers() { return transfers_ ? &transfers_->ordered : nullptr; }
 
+  /// The launches of steps that begin from now on are sized for `at_least` so much, whatever they bring: what a captured
+  /// step needs that more sequences, rows or pages will use. What a step brings is read on the device; what is not there
+  /// costs blocks that return, and changes no result.
+  void size_launches_for(const device::step_bounds& at_least) { launch_bounds_ = at_least; }
+  const device::step_bounds& launch_bounds() const { return launch_bounds_; }
+
  private:
   struct transfer_stream {
     device::owned_stream of;
@@ -61,6 +68,7 @@ class basic_cuda_backend {
   };
   device::stream compute_, recall_;
   std::optional<transfer_stream> transfers_;
+  device::step_bounds launch_bounds_;
 };
 
 using cuda_backend = basic_cuda_backend<>;

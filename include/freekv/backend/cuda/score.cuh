@@ -227,8 +227,11 @@ __global__ void flag_layer(State s, step_view step) {
   int flagged = 0;
   for (int head = thread; head < s.heads.kv; head += 32) flagged |= corrected[head];
   if (!__any_sync(0xffffffffu, flagged)) return;
-  for (int head = thread; head < s.heads.kv; head += 32)
-    corrected[head] = s.kind_of(head) == layer_kind::retrieval;
+  for (int head = thread; head < s.heads.kv; head += 32) {
+    if (s.kind_of(head) != layer_kind::retrieval || corrected[head] != 0) continue;
+    corrected[head] = 1;
+    atomicAdd(s.flagged_count, 1);
+  }
 }
 
 /// Pools one chunk of what the retrieving heads of a layer have pooled once more, each head's as one row.

@@ -386,7 +386,11 @@ __global__ void select_units(State s, Selection selection, Residency residency, 
       }
       const int next = select(true, upcoming);
       if (thread == 0) {
-        if constexpr (judges) s.corrected[row] = corrected;
+        if constexpr (judges)
+          if (corrected && s.corrected[row] == 0) {
+            s.corrected[row] = 1;
+            atomicAdd(s.flagged_count, 1);
+          }
         s.selected_count[row] = now;
         s.upcoming_count[row] = next;
       }

@@ -119,6 +119,7 @@ class stages {
   void begin(const device_mirror<State>& mirror, std::span<State> layers) {
     mirror_ = &mirror;
     for (std::size_t i = 0; i < layers.size(); ++i) {
+      flagged_counts_.push_back(layers[i].flagged_count);
       copy(mirror.head_kinds[i].device, mirror.head_kinds[i].host, mirror.head_kinds[i].size);
       if (!mirror.sink_logits.empty())
         device::check(
@@ -136,6 +137,7 @@ class stages {
   /// A layer's state before any sequence.
   void clear(const State& s, int sequences) {
     State books = s;
+    device::check(cudaMemsetAsync(s.flagged_count, 0, sizeof *s.flagged_count, compute()), "cudaMemsetAsync");
     for_each_book(books, [&]<class T>(T* book, std::size_t of_sequence) {
       const std::size_t bytes = static_cast<std::size_t>(sequences) * of_sequence * sizeof(T);
       if (bytes > 0) device::check(cudaMemsetAsync(book, 0, bytes, compute()), "cudaMemsetAsync");
@@ -230,8 +232,9 @@ class stages {
 
   // In a step:
 
-  /// Uploads the step and what has changed in the tables. Waits where the device is `step_ring::depth` steps behind.
-  step_view begin_step(std::span<const step_entry> entries) {
+  /// Uploads the step and what has changed in the tables, and no head of any layer is counted as flagged yet; or, where it
+  /// has begun already, what is left of it. Waits where the device is `step_ring::depth` steps behind.
+  step_view begin_step(std::span<const step_entry> entries, bool has_begun = false) {
     if (entries.empty()) return {};  // nothing is queued, and so nothing would order the ring's reuse
     table_patch* const patches = ring_.begin();
     std::int32_t count = 0;
@@ -254,7 +257,9 @@ class stages {
       for (std::size_t layer = 0; layer < frames_there_.size(); ++layer)
         patch_frames(layer, mirror_->slot_sets.host[entry.sequence], patch);
     }
-    return ring_.upload(entries, count, most, backend_->compute());
+    if (!has_begun)
+      for (std::int32_t* const flagged : flagged_counts_) patches[count++] = {flagged, 0};
+    return ring_.upload(entries, count, most.united(backend_->launch_bounds()), backend_->compute());
   }
 
   /// There is no file whose reads could fail.
@@ -357,7 +362,7 @@ class stages {
   static std::int64_t most_patches(const Settings& s) {
     std::int64_t frames = 0;
     for (int layer = 0; layer < s.layers; ++layer) frames += s.list_units(layer) + s.spare_slots();
-    return std::int64_t{s.store_pages()} + std::int64_t{s.max_resident} * (3 + frames);
+    return std::int64_t{s.store_pages()} + std::int64_t{s.max_resident} * (3 + frames) + s.layers;
   }
 
   /// Parts of attention that a row has at most: of what heads keep, and of everything.
@@ -514,6 +519,7 @@ class stages {
   attention_scratch_memory attention_;                   // of the compute stream
   copied_recall<State, Copies> copies_;                  // where copy engines recall
   std::vector<std::vector<std::int32_t>> frames_there_;  // by layer, as the device has them
+  std::vector<std::int32_t*> flagged_counts_;            // by layer
 };
 
 }  // namespace freekv::device

@@ -1,6 +1,7 @@
 // A step on the device: what the host knows of it, uploaded through a ring of page-locked memory.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <freekv/backend/cuda/runtime.cuh>
@@ -19,6 +20,16 @@ struct step_bounds {
   int pages = 0;   // that one entry writes to
   int tokens = 0;  // of a sequence that has prompt rows, with them
   bool decodes = false, prompts = false, copies = false;
+
+  /// What is large enough for both.
+  constexpr step_bounds united(const step_bounds& other) const {
+    return {.entries = std::max(entries, other.entries),
+            .rows = std::max(rows, other.rows),
+            .pages = std::max(pages, other.pages),
+            .decodes = decodes || other.decodes,
+            .prompts = prompts || other.prompts,
+            .copies = copies || other.copies};
+  }
 };
 
 /// A step as kernels see it.
