@@ -26,6 +26,7 @@ struct step_bounds {
     return {.entries = std::max(entries, other.entries),
             .rows = std::max(rows, other.rows),
             .pages = std::max(pages, other.pages),
+            .tokens = std::max(tokens, other.tokens),
             .decodes = decodes || other.decodes,
             .prompts = prompts || other.prompts,
             .copies = copies || other.copies};
