@@ -1,7 +1,7 @@
 # Compiles SOURCE for ARCHITECTURE and HEAD_DIM with the headers in INCLUDES, of which FreeKV's are the first, and holds its
 # kernels to what these say: each header's tuning struct states the most registers of a thread where head_dim is 128, at
-# times others for tensor cores, and nothing is kept in local memory or spilled. The seconds, printed beside their budget,
-# fail nothing, as they are a machine's; more kernels than KERNELS do.
+# times others for tensor cores, and nothing is kept in local memory or spilled; and those that score read summaries 16 bytes
+# at a time. The seconds, printed beside their budget, fail nothing, as they are a machine's; more kernels than KERNELS do.
 list(GET INCLUDES 0 folder)
 string(APPEND folder /freekv/backend/cuda)
 file(GLOB headers ${folder}/*.cuh)
@@ -31,11 +31,15 @@ foreach(header ${headers})
   endforeach()
 endforeach()
 
-set(compile ${COMPILER} -std=c++20 -ccbin ${HOST_COMPILER} -cubin -arch=sm_${ARCHITECTURE} -Xptxas=-v -Werror all-warnings
-            -DHEAD_DIM=${HEAD_DIM} -o ${OBJECT} ${SOURCE})
+set(compile ${COMPILER} -std=c++20 -ccbin ${HOST_COMPILER} -arch=sm_${ARCHITECTURE} -Werror all-warnings)
 list(TRANSFORM INCLUDES PREPEND -I)
 string(TIMESTAMP before "%s")
-execute_process(COMMAND ${compile} ${INCLUDES} RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
+execute_process(COMMAND ${compile} -ptx -DHEAD_DIM=${HEAD_DIM} -o ${OBJECT}.ptx ${SOURCE} ${INCLUDES}
+                RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
+if(status EQUAL 0)
+  execute_process(COMMAND ${compile} -cubin -Xptxas=-v -o ${OBJECT} ${OBJECT}.ptx
+                  RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
+endif()
 string(TIMESTAMP after "%s")
 if(NOT status EQUAL 0)
   message(FATAL_ERROR "${SOURCE} does not compile for sm_${ARCHITECTURE}:\n${output}")
@@ -77,6 +81,26 @@ foreach(line IN LISTS local)
   message("local memory: ${line}")
   math(EXPR failed "${failed} + 1")
 endforeach()
+# Those that score by the box of a page's keys, of 2 bytes a number: nothing else that they read is 4 words of integers.
+file(STRINGS ${OBJECT}.ptx lines REGEX "\\.entry|ld\\.global[a-zA-Z0-9_:.]*\\.v4\\.[ub]32")
+set(scoring 0)
+set(reading 0)
+foreach(line IN LISTS lines)
+  if(line MATCHES "\\.entry")
+    set(waiting OFF)
+    if(line MATCHES "score_chunksI.*scoringE[01]E.*min_max")
+      set(waiting ON)
+      math(EXPR scoring "${scoring} + 1")
+    endif()
+  elseif(waiting)
+    set(waiting OFF)
+    math(EXPR reading "${reading} + 1")
+  endif()
+endforeach()
+if(scoring EQUAL 0 OR NOT reading EQUAL scoring)
+  message("${reading} of ${scoring} kernels that score read summaries 16 bytes at a time")
+  math(EXPR failed "${failed} + 1")
+endif()
 list(LENGTH found count)
 math(EXPR seconds "${after} - ${before}")
 message("${count} kernels of at most ${KERNELS}; ${seconds} s of about 60")
