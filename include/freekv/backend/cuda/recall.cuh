@@ -85,50 +85,120 @@ __device__ void copy_slice_by_warp(const slice_pieces<HeadDim, Element>& from,
   }
 }
 
+/// Those of a list that a warp recalls: `first`, `first + step` and so on, before `end`.
+template <class State, class Codec>
+struct recalled_slices {
+  const State& s;
+  const Codec& codec;
+  const recall_item* items;
+  int first, step, end;
+  using pieces = slice_pieces<State::head_dim, typename State::element>;
+
+  __device__ static bool encoded(const recall_item& item) {
+    return encodes_pages<Codec> && item.from_ring == 0;
+  }
+  /// Where item `nth` is copied from: no pieces where it is encoded.
+  __device__ pieces from(int nth) const {
+    const recall_item item = items[nth];
+    if (encoded(item)) return {{}, 0};
+    const int page = s.page_of(item.unit);
+    const auto slice = item.from_ring != 0 ? s.frame_slice(item.sequence, s.slots.ring_slot(page), item.head)
+                                           : s.store_slice(item.sequence, page, item.head);
+    return {rows_behind(slice, s.row_of(item.unit)), s.unit.tokens};
+  }
+  /// Where it is copied to: no pieces where it is encoded, as it is there then.
+  __device__ pieces to(int nth) const {
+    const recall_item item = items[nth];
+    const auto slice = s.selected_slice(item.sequence, item.slot, item.head);
+    if (!encoded(item)) return {slice, s.unit.tokens};
+    decode_by_lanes<32>(s, codec, {item.sequence, item.head},
+                        {s.page_of(item.unit), s.row_of(item.unit), s.unit.tokens}, slice);
+    return {{}, 0};
+  }
+};
+
 /// Copies slices by a warp, as `Tuned::tuning` says and the architecture can.
 template <class Tuned, recall_read Read>
 struct slice_copier {
   struct storage {};
   __device__ explicit slice_copier(storage&) {}
-  template <int HeadDim, class Element>
-  __device__ void copy(const slice_pieces<HeadDim, Element>& from,
-                       const slice_pieces<HeadDim, Element>& to) const {
-    copy_slice_by_warp<Tuned::tuning.depth>(from, to);
+  template <class Slices>
+  __device__ void copy(const Slices& slices) const {
+    for (int nth = slices.first; nth < slices.end; nth += slices.step)
+      copy_slice_by_warp<Tuned::tuning.depth>(slices.from(nth), slices.to(nth));
   }
 };
 
-/// A thread waits for its own copies and reads its own part of the ring: no barrier is needed.
+/// Copies slices part by part through `Depth` places of a warp's ring, which it has in turn: while one part is written, the
+/// next ones are on their way, those of the slices behind it too.
+template <int Depth, class Ring, class Slices>
+__device__ void copy_through(Ring& ring, const Slices& slices) {
+  int ahead = slices.first, begun = 0;
+  typename Slices::pieces from{
+      {}, 0};  // the slice before `ahead`, of which `begun` parts are on their way or written
+  const auto fill_next = [&] {
+    for (; begun == ring.parts(from) && ahead < slices.end; ahead += slices.step) {
+      from = slices.from(ahead);
+      begun = 0;
+    }
+    if (begun < ring.parts(from))
+      ring.fill(from, begun++);
+    else
+      ring.fill_with_nothing();
+  };
+#pragma unroll 1
+  for (int i = 0; i < Depth; ++i) fill_next();
+  for (int nth = slices.first; nth < slices.end; nth += slices.step) {
+    const typename Slices::pieces to = slices.to(nth);
+    for (int part = 0; part < ring.parts(to); ++part) {
+      ring.write(to, part);
+      fill_next();
+    }
+  }
+}
+
+/// A part is a piece for each lane. A thread waits for its own copies and reads its own places: no barrier is needed.
 template <class Tuned>
 struct slice_copier<Tuned, recall_read::async_copies> {
   static constexpr int depth = Tuned::tuning.depth, threads = Tuned::tuning.threads;
   struct storage {
     uint4 ring[depth * threads];
   };
-  __device__ explicit slice_copier(storage& shared) : mine_(shared.ring + threadIdx.x) {}
-  template <int HeadDim, class Element>
-  __device__ void copy(const slice_pieces<HeadDim, Element>& from, const slice_pieces<HeadDim, Element>& to) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, size = from.size();
-    const auto begin = [&](int nth) {
-      if (lane + 32 * nth < size)
-        __pipeline_memcpy_async(mine_ + nth % depth * threads, from.at(lane + 32 * nth), 16);
-      __pipeline_commit();
-    };
-    for (int nth = 0; nth < depth - 1; ++nth) begin(nth);
-    for (int nth = 0; lane + 32 * nth < size; ++nth) {
-      begin(nth + depth - 1);
-      __pipeline_wait_prior(depth - 1);
-      *to.at(lane + 32 * nth) = mine_[nth % depth * threads];
-    }
-    __pipeline_wait_prior(0);
+  __device__ explicit slice_copier(storage& shared)
+      : mine_(shared.ring + threadIdx.x), lane_(static_cast<int>(threadIdx.x) % 32) {}
+  template <class Slices>
+  __device__ void copy(const Slices& slices) {
+    copy_through<depth>(*this, slices);
+  }
+
+  template <class Pieces>
+  __device__ static int parts(const Pieces& slice) {
+    return (slice.size() + 31) / 32;
+  }
+  template <class Pieces>
+  __device__ void fill(const Pieces& from, int part) {
+    if (lane_ + 32 * part < from.size())
+      __pipeline_memcpy_async(mine_ + filled_ % depth * threads, from.at(lane_ + 32 * part), 16);
+    fill_with_nothing();
+  }
+  __device__ void fill_with_nothing() {
+    __pipeline_commit();
+    ++filled_;
+  }
+  template <class Pieces>
+  __device__ void write(const Pieces& to, int part) {
+    __pipeline_wait_prior(depth - 1);  // `depth` parts are filled and not written
+    if (lane_ + 32 * part < to.size()) *to.at(lane_ + 32 * part) = mine_[filled_ % depth * threads];
   }
 
  private:
   uint4* mine_;
+  int lane_;
+  unsigned filled_ = 0;  // parts; the oldest that is not written has the place of the next
 };
 
-/// A warp fills its buffers in turn, each with rows of keys or of values, and writes one to the slot while the others
-/// fill. An mbarrier counts a buffer's bytes. That bulk copies read page-locked memory of the host at its unified
-/// address is an assumption that no GPU has confirmed.
+/// A part is a buffer with rows of keys or of values. An mbarrier counts a buffer's bytes. That bulk copies read
+/// page-locked memory of the host at its unified address is an assumption that no GPU has confirmed.
 template <class Tuned>
 struct slice_copier<Tuned, recall_read::bulk_copies> {
   static constexpr int depth = Tuned::tuning.depth, buffer_bytes = Tuned::tuning.buffer_bytes;
@@ -148,78 +218,75 @@ struct slice_copier<Tuned, recall_read::bulk_copies> {
     }
     __syncwarp();
   }
-  template <int HeadDim, class Element>
-  __device__ void copy(const slice_pieces<HeadDim, Element>& from, const slice_pieces<HeadDim, Element>& to) {
-    constexpr int row_bytes = 16 * from.in_row, in_buffer = buffer_bytes / row_bytes;
-    static_assert(in_buffer >= 1, "a buffer of bulk copies holds at least one row of head_dim elements");
-    const int of_plane = (from.tokens + in_buffer - 1) / in_buffer;
-    struct row_run {
-      int first, count;
-    };
-    const auto rows_of = [&](int nth) {
-      const int first = nth % of_plane * in_buffer;
-      return row_run{nth / of_plane * from.tokens + first, min(in_buffer, from.tokens - first)};
-    };
-    const auto begin = [&](int nth) {
-      if (nth >= 2 * of_plane) return;
-      const row_run rows = rows_of(nth);
-      const bool whole = from.slice.stride == HeadDim;
-      const int copies = whole ? 1 : rows.count, bytes = whole ? rows.count * row_bytes : row_bytes;
-      const int at = buffer_of(nth);
-      if (lane_ == 0)
-        cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta,
-                                             cuda::ptx::space_shared, &ring_.filled[at],
-                                             static_cast<std::uint32_t>(rows.count * row_bytes));
-      for (int i = lane_; i < copies; i += 32)
-        cuda::ptx::cp_async_bulk(cuda::ptx::space_cluster, cuda::ptx::space_global,
-                                 ring_.buffers[at] + i * from.in_row, from.at((rows.first + i) * from.in_row),
-                                 static_cast<std::uint32_t>(bytes), &ring_.filled[at]);
-    };
-    for (int nth = 0; nth < depth; ++nth) begin(nth);
-    for (int nth = 0; nth < 2 * of_plane; ++nth) {
-      const row_run rows = rows_of(nth);
-      wait(nth);
-      for (int i = lane_; i < rows.count * from.in_row; i += 32)
-        *to.at(rows.first * from.in_row + i) = ring_.buffers[buffer_of(nth)][i];
-      __syncwarp();  // all lanes have read the buffer
-      begin(nth + depth);
+  template <class Slices>
+  __device__ void copy(const Slices& slices) {
+    copy_through<depth>(*this, slices);
+  }
+
+  template <class Pieces>
+  __device__ static int parts(const Pieces& slice) {
+    static_assert(in_buffer<Pieces> >= 1,
+                  "a buffer of bulk copies holds at least one row of head_dim elements");
+    return 2 * buffers_of_plane(slice);
+  }
+  template <class Pieces>
+  __device__ void fill(const Pieces& from, int part) {
+    constexpr int row_bytes = 16 * Pieces::in_row;
+    const row_run rows = rows_of(from, part);
+    const bool whole = from.slice.stride * static_cast<int>(sizeof(*from.slice.key)) == row_bytes;
+    const int copies = whole ? 1 : rows.count, bytes = whole ? rows.count * row_bytes : row_bytes;
+    const unsigned at = filled_++ % depth;
+    if (lane_ == 0)
+      cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta,
+                                           cuda::ptx::space_shared, &ring_.filled[at],
+                                           static_cast<std::uint32_t>(rows.count * row_bytes));
+    for (int i = lane_; i < copies; i += 32)
+      cuda::ptx::cp_async_bulk(
+          cuda::ptx::space_cluster, cuda::ptx::space_global, ring_.buffers[at] + i * Pieces::in_row,
+          from.at((rows.first + i) * Pieces::in_row), static_cast<std::uint32_t>(bytes), &ring_.filled[at]);
+  }
+  __device__ void fill_with_nothing() {}
+  template <class Pieces>
+  __device__ void write(const Pieces& to, int part) {
+    const row_run rows = rows_of(to, part);
+    const unsigned at = written_ % depth, round = written_ / depth;
+    while (!cuda::ptx::mbarrier_try_wait_parity(&ring_.filled[at], round % 2)) {
     }
-    begun_ += static_cast<unsigned>(2 * of_plane);
+    for (int i = lane_; i < rows.count * Pieces::in_row; i += 32)
+      *to.at(rows.first * Pieces::in_row + i) = ring_.buffers[at][i];
+    ++written_;
+    __syncwarp();  // all lanes have read the buffer
   }
 
  private:
-  __device__ unsigned buffer_of(int nth) const { return (begun_ + static_cast<unsigned>(nth)) % depth; }
-  __device__ void wait(int nth) {
-    const unsigned round = (begun_ + static_cast<unsigned>(nth)) / depth;
-    while (!cuda::ptx::mbarrier_try_wait_parity(&ring_.filled[buffer_of(nth)], round % 2)) {
-    }
+  struct row_run {
+    int first, count;
+  };
+  template <class Pieces>
+  __device__ static int buffers_of_plane(const Pieces& slice) {
+    return (slice.tokens + in_buffer<Pieces> - 1) / in_buffer<Pieces>;
   }
+  template <class Pieces>
+  __device__ static row_run rows_of(const Pieces& slice, int part) {
+    const int of_plane = buffers_of_plane(slice), first = part % of_plane * in_buffer<Pieces>;
+    return {part / of_plane * slice.tokens + first, min(in_buffer<Pieces>, slice.tokens - first)};
+  }
+  template <class Pieces>
+  static constexpr int in_buffer = buffer_bytes / (16 * Pieces::in_row);  // rows
+
   ring& ring_;
   int lane_;
-  unsigned begun_ = 0;  // buffers filled for slices before this one
+  unsigned filled_ = 0, written_ = 0;  // buffers
 };
 
 template <class Tuned, class State, class Codec>
 __global__ void recall_items(State s, Codec codec, selection_scratch scratch) {
   using copier = slice_copier<Tuned, recall_read_here(Tuned::tuning.read)>;
   __shared__ typename copier::storage shared;
-  copier slices(shared);
-  const int count = *scratch.item_count;
-  const int first = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
+  const int warp = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
   const int warps = static_cast<int>(gridDim.x * blockDim.x / 32);
-  using pieces = slice_pieces<State::head_dim, typename State::element>;
-  for (int nth = first; nth < count; nth += warps) {
-    const recall_item item = scratch.items[nth];
-    const int page = s.page_of(item.unit), row = s.row_of(item.unit);
-    const auto to = s.selected_slice(item.sequence, item.slot, item.head);
-    if (encodes_pages<Codec> && item.from_ring == 0) {
-      decode_by_lanes<32>(s, codec, {item.sequence, item.head}, {page, row, s.unit.tokens}, to);
-      continue;
-    }
-    const auto from = item.from_ring != 0 ? s.frame_slice(item.sequence, s.slots.ring_slot(page), item.head)
-                                          : s.store_slice(item.sequence, page, item.head);
-    slices.copy(pieces{rows_behind(from, row), s.unit.tokens}, pieces{to, s.unit.tokens});
-  }
+  copier(shared).copy(
+      recalled_slices<State, Codec>{s, codec, scratch.items, warp, warps, *scratch.item_count});
 }
 
 /// Copies what the selection before it in the stream has listed.
