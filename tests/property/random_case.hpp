@@ -317,7 +317,7 @@ Value value_at(const Choices& choices, const std::string& name, std::initializer
   throw std::logic_error("the oracle does not know " + name);
 }
 
-/// The oracle's settings for the same layer.
+/// The oracle's settings for the same layer, or for each of several, which are alike.
 inline oracle::settings oracle_settings(const random_case& c) {
   const auto& o = c.options;
   oracle::settings s;
@@ -373,7 +373,9 @@ inline oracle::settings oracle_settings(const random_case& c) {
   s.spare = o.does.spare;
   s.sliding_window = o.sliding_window;
   s.soft_cap = static_cast<double>(o.soft_cap);
-  s.sink_logits.assign(o.sink_logits.begin(), o.sink_logits.end());
+  const auto sinks =
+      std::span(o.sink_logits).first(o.sink_logits.empty() ? 0 : static_cast<std::size_t>(o.query_heads));
+  s.sink_logits.assign(sinks.begin(), sinks.end());
   s.max_rows = o.max_decode_rows;
   s.unit = o.does.unit;
   s.kind = o.does.plan == "complete"  ? oracle::layer_kind::complete
@@ -381,7 +383,7 @@ inline oracle::settings oracle_settings(const random_case& c) {
            : o.does.plan == "sliding" ? oracle::layer_kind::sliding
                                       : oracle::layer_kind::retrieval;
   if (o.does.plan == "by_head")
-    for (const auto kind : o.head_kinds)
+    for (const auto kind : std::span(o.head_kinds).first(static_cast<std::size_t>(o.kv_heads)))
       s.head_kinds.push_back(kind == freekv::layer_kind::retrieval  ? oracle::layer_kind::retrieval
                              : kind == freekv::layer_kind::complete ? oracle::layer_kind::complete
                                                                     : oracle::layer_kind::window);
