@@ -84,6 +84,7 @@ typename Pipeline::settings settings_with(bool in_place_route) {
   s.kv_heads = kv_heads;
   s.budget = {.sink = 8, .window = 16, .selected_pages = 200};
   s.max_tokens = prompt + steps;
+  s.max_sequences = 2;
   if (in_place_route)
     s.route = in_place{};
   else
@@ -216,6 +217,21 @@ results<float> masses_of(const text& source, pinned<float>& out) {
   return both;
 }
 
+/// Heads that a step counts as flagged when one of its two sequences is abandoned behind the append.
+int flagged_beside_an_abandoned(const text& source) {
+  prompted<cuda_backend> run(source, false);
+  const sequence_id other = run.pipeline.open();
+  run.pipeline.begin_step({{other, prompt, row_kind::prompt}});
+  run.pipeline.append(0, source.rows(0, prompt));
+  run.pipeline.end_step();
+  run.pipeline.begin_step({{run.id}, {other}});
+  run.pipeline.append(0, source.rows(prompt, 2));
+  run.pipeline.abandon(other);
+  const int flagged = run.pipeline.flagged_heads(0);
+  run.pipeline.abandon_step();
+  return flagged;
+}
+
 /// Whether copy engines refuse to recall into a graph, with nothing of the selection queued there.
 bool copies_refuse_capture(const text& source) {
   pinned<float> out(steps * query_row);
@@ -313,6 +329,9 @@ int main() {
     std::printf("FAILED: steps are not captured\n");
     return 1;
   }
+  results<std::int32_t> flagged(1, 2 * kv_heads);
+  flagged.device[0] = flagged_beside_an_abandoned(source);
+  checks.equal("flagged heads beside an abandoned sequence", flagged);
   const bool refused = copies_refuse_capture(source);
   std::printf("%s copy engines refuse a stream that is captured\n", refused ? "ok    " : "FAILED:");
   if (!refused) return 1;
