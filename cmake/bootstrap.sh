@@ -5,7 +5,7 @@
 #   bootstrap_packages NAME...   Debian packages
 #   bootstrap_python             a virtual environment, in VIRTUAL_ENV
 #   bootstrap_cuda [nvcc]        the toolkit's headers (and nvcc): found, or as wheels; sets CUDA_HOME
-#   bootstrap_other_cccl         a newer CCCL than the toolkit's: sets OTHER_CCCL
+#   bootstrap_other_cccl         another CCCL than that of CUDA_HOME: sets OTHER_CCCL
 #   bootstrap_llama_cpp          llama.cpp's source and libraries: sets LLAMA_CPP, LLAMA_CPP_BUILD
 #   bootstrap_model              SmolLM2-135M-Instruct: sets MODEL
 set -euo pipefail
@@ -81,11 +81,22 @@ bootstrap_cuda() {
   export CUDA_HOME
 }
 
-# A CCCL newer than a toolkit's may be: sets OTHER_CCCL.
+# cccl_at FOLDER: the version of the CCCL there, 3005000 for 3.5.0.
+cccl_at() { sed -n 's/^#define CCCL_VERSION *\([0-9]*\).*/\1/p' "$1/cuda/std/__cccl/version.h"; }
+
+# Another CCCL than the one that bootstrap_cuda has found: the newest that these tests have passed with; where that is
+# found already, as among the wheels, CUDA 13.0's. Sets OTHER_CCCL.
 bootstrap_other_cccl() {
   bootstrap_python
-  python_packages 'nvidia-cuda-cccl~=13.3'
-  OTHER_CCCL=$(echo "$VIRTUAL_ENV"/lib/python3*/site-packages/nvidia/cu13/include/cccl)
+  local seen='~=13.3,<13.6' folder=$deps/newer-cccl
+  if (($(cccl_at "$CUDA_HOME/include/cccl") >= 3005000)); then
+    seen='~=13.0.0' folder=$deps/older-cccl
+  fi
+  OTHER_CCCL=$folder/nvidia/cu13/include/cccl
+  if [[ ! -f $OTHER_CCCL/cuda/std/__cccl/version.h ]]; then
+    say "Fetching another CCCL (nvidia-cuda-cccl$seen)"
+    "$VIRTUAL_ENV/bin/pip" install -q --disable-pip-version-check --no-deps --target "$folder" "nvidia-cuda-cccl$seen"
+  fi
 }
 
 bootstrap_llama_cpp() {
