@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Longer sweeps than the tests': random steps and events against the oracle, damaged files. `bash tests/soak.sh [HOURS]`,
 # half an hour by default; seeds go on where the tests' end, and are printed where something fails. Where FREEKV_PTXCPU
-# names the sources of ptxcpu, random steps and events of device code as well.
+# names the sources of ptxcpu, random steps and events of device code as well, and its tests in other orders of lanes, warps,
+# blocks and streams, every other time with a search for races.
 source "$(dirname "$0")/../cmake/bootstrap.sh"
 cd "$root"
 seconds=$(awk -v hours="${1:-0.5}" 'BEGIN { print int(hours * 3600) }')
@@ -14,12 +15,19 @@ if [[ -n ${FREEKV_PTXCPU:-} ]]; then
 else
   bootstrap_cuda
 fi
-cmake --preset $preset >build/configure-soak.log || { cat build/configure-soak.log >&2; die "Preset $preset could not be configured."; }
+cmake --preset $preset -DFREEKV_PTXCPU="${FREEKV_PTXCPU:-}" >build/configure-soak.log || { cat build/configure-soak.log >&2; die "Preset $preset could not be configured."; }
 cmake --build --preset $preset -j "$jobs" --target "${targets[@]}" >&2
 tests=build/$preset/tests
-device_steps() {  # ARCHITECTURE ROUND
-  PTXCPU_SM=$1 PTXCPU_SEED=$2 PTXCPU_STREAMS=$2 PTXCPU_CHECK=1 FREEKV_SEED=$(($1 * 1000000 + $2 * 1000)) FREEKV_CASES=300 \
-    LD_LIBRARY_PATH=$tests/cuda/ptxcpu/lib "$tests/cuda/cuda_step_test"
+on_device() {  # TEST ARCHITECTURE ROUND
+  local log=build/soak-device.log
+  if ! PTXCPU_SM=$2 PTXCPU_SEED=$3 PTXCPU_STREAMS=$3 PTXCPU_CHECK=1 PTXCPU_RACE=$(($3 % 2)) \
+    FREEKV_SEED=$(($2 * 1000000 + $3 * 1000)) FREEKV_CASES=300 \
+    LD_LIBRARY_PATH=$tests/cuda/ptxcpu/lib "$tests/cuda/cuda_$1_test" >"$log" 2>&1 ||
+    grep -aqE 'ptxcpu (RACE|WARNING: __syncthreads)' "$log"; then
+    cat "$log" >&2
+    die "cuda_$1_test fails as sm_$2 in round $3."
+  fi
+  tail -1 "$log"
 }
 started=$SECONDS
 for ((round = 1; SECONDS - started < seconds; ++round)); do
@@ -27,6 +35,9 @@ for ((round = 1; SECONDS - started < seconds; ++round)); do
   FREEKV_SEED=$((round * 100000)) FREEKV_CASES=2000 "$tests/property/step_test"
   FREEKV_SEED=$((round * 100000)) FREEKV_CASES=1000 "$tests/property/events_test"
   FREEKV_FUZZ_SEED=$((round * 1000000)) FREEKV_FUZZ_CASES=150000 "$tests/fuzz/fuzz_test"
-  [[ $preset == host ]] || for architecture in 80 90; do device_steps $architecture $round; done
+  [[ $preset == cuda ]] || continue
+  for architecture in 80 90; do
+    for test in functors stages attend order top_k step; do on_device $test $architecture $round; done
+  done
 done
 say "$((round - 1)) rounds in $((SECONDS - started)) s, nothing found"
