@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "choices.hpp"
 #include "pipeline.hpp"
 
 namespace freekv::examples {
@@ -18,6 +19,23 @@ struct device_shape {
 inline constexpr device_shape policy_shape{data_type::f16, 64};
 inline constexpr device_shape device_shapes[] = {
     {data_type::bf16, 128}, {data_type::f32, 80}, {data_type::f16, 256}};
+
+/// The policies that are compiled for devices, by kind; the README's table of them is made from these.
+namespace for_devices {
+using page = page_size<dynamic>;
+using unit = freekv::unit<dynamic>;
+using layouts = any_layouts;
+using plan = any_plan;
+using route = any_route;
+using summary = summary_list::any;
+using pooling = pooling_list::any;
+using selection = selection_list::any;
+using pinning = pinning_list::any;
+using rows = rows_list::any;
+using correction = correction_list::any;
+using residency = residency_list::any;
+using codec = codec_list::any;
+}  // namespace for_devices
 
 /// What these pipelines have besides; `dynamic_cast` finds it.
 class device_controls {

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "device_pipeline.hpp"
-#include "pipeline.hpp"
 
 namespace freekv::examples {
 
@@ -160,8 +159,9 @@ class device_pipeline_of_shape : public pipeline, public device_controls {
 
 /// What every pipeline here chooses at run time, as it costs no kernels.
 template <class Shape, policy... Others>
-using device_pipeline_type = retrieval_pipeline<Shape, page_size<dynamic>, unit<dynamic>, any_layouts,
-                                                any_plan, any_route, cuda_backend, Others...>;
+using device_pipeline_type =
+    retrieval_pipeline<Shape, for_devices::page, for_devices::unit, for_devices::layouts, for_devices::plan,
+                       for_devices::route, cuda_backend, Others...>;
 
 /// What all pipelines are told, whatever their other policies.
 template <class Settings>

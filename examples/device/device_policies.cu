@@ -6,8 +6,9 @@ namespace freekv::examples {
 
 std::unique_ptr<pipeline> make_device_policies(const pipeline_options& o) {
   using implementation =
-      device_pipeline_type<kv_shape<half, policy_shape.head_dim>, pooling_list::any, selection_list::any,
-                           pinning_list::any, correction_list::any, residency_list::any, rows_list::any>;
+      device_pipeline_type<kv_shape<half, policy_shape.head_dim>, for_devices::pooling,
+                           for_devices::selection, for_devices::pinning, for_devices::correction,
+                           for_devices::residency, for_devices::rows>;
   auto s = device_settings<implementation::settings>(o);
   s.pooling = chosen("pooling", poolings, o.does.pooling).make(o.does, {});
   s.selection = chosen("selection", selections, o.does.selection).make(o.does, {});

@@ -6,7 +6,7 @@ namespace freekv::examples {
 
 namespace {
 
-using implementation = device_pipeline_type<kv_shape<half, policy_shape.head_dim>, summary_list::any>;
+using implementation = device_pipeline_type<kv_shape<half, policy_shape.head_dim>, for_devices::summary>;
 
 implementation::settings settings_of(const pipeline_options& o, const method_data& data) {
   auto s = device_settings<implementation::settings>(o);

@@ -1,12 +1,15 @@
-// Prints the README's table of policies by backend, from the lists that the programs are compiled with. Given a README, exits
-// with 1 unless the table stands there.
+// Prints the README's table of policies by backend, from the lists that the programs are compiled with, those for devices
+// among them. Given a README, exits with 1 unless the table stands there.
+#include <algorithm>
 #include <fstream>
 #include <iostream>
 #include <iterator>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "choices.hpp"
+#include "device_pipeline.hpp"
 
 namespace {
 
@@ -31,23 +34,43 @@ std::string list_of(const names& all) {
   for (const std::string& name : all) list += (list.empty() ? "`" : ", `") + name + "`";
   return list;
 }
-template <class List>
-std::string row_of_both(const std::string& kind, const List& list) {
-  return "| " + kind + " | " + list_of(names_in(list)) + " | |\n";
+std::string row_of(const std::string& kind, const std::string& both, const std::string& host_alone) {
+  const auto cell = [](const std::string& text) { return text.empty() ? " |" : " " + text + " |"; };
+  return "| " + kind + " |" + cell(both) + cell(host_alone) + "\n";
 }
-template <class List>
-std::string row_of_host(const std::string& kind, const List& list) {
-  return "| " + kind + " | | " + list_of(names_in(list)) + " |\n";
+std::string row_of(const std::string& kind, const names& host, const names& device) {
+  names both, host_alone;
+  for (const std::string& name : host)
+    (std::find(device.begin(), device.end(), name) != device.end() ? both : host_alone).push_back(name);
+  return row_of(kind, list_of(both), list_of(host_alone));
+}
+template <class Host, class Device>
+std::string row_of(const std::string& kind) {
+  return row_of(kind, names_in(Host{}), names_in(Device{}));
+}
+/// Of numbers that are chosen at run time.
+std::string row_of_numbers(const std::string& kind, const std::string& numbers, bool on_device) {
+  return row_of(kind, on_device ? numbers : "", on_device ? "" : numbers);
 }
 
 std::string table() {
+  namespace device = for_devices;
+  constexpr bool any_page = std::is_same_v<device::page, freekv::page_size<freekv::dynamic>>;
+  constexpr bool any_unit = std::is_same_v<device::unit, freekv::unit<freekv::dynamic>>;
   return "| policies, by the names that programs take | host and CUDA | host alone |\n|---|---|---|\n" +
-         row_of_both("summary", summary_list::any{}) + row_of_both("pooling", pooling_list::any{}) +
-         row_of_both("selection", selection_list::any{}) + row_of_both("pinning", pinning_list::any{}) +
-         row_of_both("rows", rows_list::any{}) + row_of_both("correction", correction_list::any{}) +
-         row_of_both("residency", residency_list::any{}) + row_of_both("codec", codec_list::any{}) +
-         row_of_both("plan", any_plan{}) + row_of_both("route", any_route{}) +
-         row_of_both("layouts, fast and slow", any_layouts{}) + row_of_host("eviction", eviction_list::any{});
+         row_of_numbers("page size", "any multiple of 8 from 8 to 256", any_page) +
+         row_of_numbers("unit", "a page, or any divisor of its tokens", any_unit) +
+         row_of<summary_list::any, device::summary>("summary") +
+         row_of<pooling_list::any, device::pooling>("pooling") +
+         row_of<selection_list::any, device::selection>("selection") +
+         row_of<pinning_list::any, device::pinning>("pinning") +
+         row_of<rows_list::any, device::rows>("rows") +
+         row_of<correction_list::any, device::correction>("correction") +
+         row_of<residency_list::any, device::residency>("residency") +
+         row_of<codec_list::any, device::codec>("codec") + row_of<any_plan, device::plan>("plan") +
+         row_of<any_route, device::route>("route") +
+         row_of<any_layouts, device::layouts>("layouts, fast and slow") +
+         row_of("eviction", names_in(eviction_list::any{}), {});
 }
 
 }  // namespace

@@ -133,9 +133,9 @@ struct slice_copier {
 /// next ones are on their way, those of the slices behind it too.
 template <int Depth, class Ring, class Slices>
 __device__ void copy_through(Ring& ring, const Slices& slices) {
+  // The slice before `ahead` has `begun` parts that are on their way or written.
   int ahead = slices.first, begun = 0;
-  typename Slices::pieces from{
-      {}, 0};  // the slice before `ahead`, of which `begun` parts are on their way or written
+  typename Slices::pieces from{{}, 0};
   const auto fill_next = [&] {
     for (; begun == ring.parts(from) && ahead < slices.end; ahead += slices.step) {
       from = slices.from(ahead);
