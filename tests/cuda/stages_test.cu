@@ -52,12 +52,22 @@ __global__ void call_team(const float* in, const half* halves, const std::uint8_
   team.widen(halves, out + call++ * width, width);
   team.widen(halves + 1, out + call++ * width, width);
   team.widen(in, out + call * width, 2 * width);
+  call += 2;
+  alignas(16) __shared__ std::byte staging[3 * width * sizeof(float) + 16];
+  for (int behind = 0; behind < 4; ++behind, call += 3) {
+    const auto* const from = reinterpret_cast<const std::byte*>(in + behind);
+    const std::byte* const staged = team.stage(from, (3 * width - behind) * sizeof(float), staging);
+    team.sync();
+    for (int i = team.lane(); i < 3 * width - behind; i += team.lanes())
+      out[call * width + i] = reinterpret_cast<const float*>(staged)[i];
+    team.sync();
+  }
 }
 
 template <int Lanes, int Share>
 void team_calls(report& checks, random_numbers& random) {
   using team_type = lane_team<Lanes, Share>;
-  constexpr int width = team_type::width, calls = 19;
+  constexpr int width = team_type::width, calls = 31;
   pinned<float> in = random.normals<float>(size(width * (width + 1))), table = random.normals<float>(256);
   in[0] = -0.0f;
   in[1] = std::numeric_limits<float>::quiet_NaN();
@@ -109,6 +119,8 @@ void team_calls(report& checks, random_numbers& random) {
   each([&](int i) { return to_float(halves[size(i + 1)]); });
   each([&](int i) { return a[i]; });
   each([&](int i) { return b[i]; });
+  for (int behind = 0; behind < 4; ++behind, to += 3 * width)
+    std::copy(in.data() + behind, in.data() + 3 * width, to);
   checks.equal("a team of " + text(Lanes) + " lanes with " + text(Share) + " numbers each", out);
 }
 
@@ -209,6 +221,52 @@ void selections(report& checks, random_numbers& random) {
     checks.equal(what, best);
     checks.equal(what + ": each once", written);
   }
+}
+
+// ---- scores by codes ----
+
+/// Scores as `score_chunks` does, what is stored staged.
+template <class Summary>
+__global__ void score_codes(Summary summary, page_geometry page, const std::byte* stored, int units,
+                            prepared_queries queries, float* scores) {
+  alignas(16) extern __shared__ float shared[];
+  const lane_team<8, 1> team;
+  const device::scoring_room room = device::scoring_room_of<half>(summary, page);
+  const int me = static_cast<int>(threadIdx.x) / 8, teams = static_cast<int>(blockDim.x) / 8;
+  float* const numbers = shared + me * room.all();
+  for (int j = me; j < units; j += teams) {
+    score_page<half>(team, summary, page, stored + j * summary_bytes<half>(summary, page), queries, numbers,
+                     {scores + j, units}, reinterpret_cast<std::byte*>(numbers + room.numbers));
+    team.sync();
+  }
+}
+
+/// Summaries at every multiple of 4 bytes. All numbers are positive, so that no sum depends on its order by much.
+template <class Policy>
+void codes_scored(report& checks, random_numbers& random, const std::string& what, const Policy& policy) {
+  const page_geometry page{8, 16};
+  const auto summary = summary_at(policy, 0, 0);
+  constexpr int units = 50, group = 3, teams = 8;
+  const int width = summary_query_width(summary, page.head_dim), bytes = summary_bytes<half>(summary, page);
+  const device::scoring_room room = device::scoring_room_of<half>(policy, page);
+  pinned<std::byte> stored(size(units * bytes));
+  pinned<float> query = random.normals<float>(size(group * width), 0.01f), numbers(size(summary.width(page)));
+  for (float& x : query) x = std::fabs(x);
+  for (int j = 0; j < units; ++j) {
+    for (float& x : numbers) x = static_cast<float>(random.below(255));
+    encode_summary<half>(scalar_team{}, summary, page, numbers.data(), stored.data() + j * bytes);
+  }
+  const prepared_queries queries{query.data(), width, group, 1.0f};
+  results<float> scores(size(group * units));
+  for (int j = 0; j < units; ++j)
+    score_page<half>(scalar_team{}, summary, page, stored.data() + j * bytes, queries, numbers.data(),
+                     {scores.host.data() + j, units});
+  score_codes<<<1, 8 * teams, teams * room.all() * sizeof(float)>>>(summary, page, stored.data(), units,
+                                                                    queries, scores.device.data());
+  require(cudaGetLastError(), "kernel launch");
+  require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  if (room.staged == 0) require(cudaErrorUnknown, "room to stage what is stored");
+  checks.close("scores by " + what + ", " + text(bytes) + " bytes each", scores, 8);
 }
 
 // ---- a long row ----
@@ -576,6 +634,11 @@ int main() {
   codecs_by_lanes<128, bfloat16>(checks, random);
   codecs_by_lanes<256, half>(checks, random);
   selections(checks, random);
+  codes_scored(checks, random, "mean in int8", stored_as<mean, number_format::int8>{});
+  codes_scored(checks, random, "key_sketch<4>", key_sketch<4>{});
+  const pinned<float> books(1);
+  codes_scored(checks, random, "key_codes<3, 2>",
+               key_codes<3, 2>{.books = {books.data(), 1, 1, 16, 2, 1, 3, 1}});
   long_row(checks, random, 65536, 1024);
   long_row(checks, random, 4225, 9);
   mass_corrections(checks, random);

@@ -24,6 +24,8 @@
 //   lane(), lanes()             this thread's number and how many share the team; scalar work is dealt out as
 //                               for (i = lane(); i < n; i += lanes())
 //   sync()                      what one lane wrote is visible to the others after it
+//   stage(p, n, to)             if it has it: copies n bytes, a multiple of 4 of that alignment, to memory that is faster
+//                               to read again, n + 16 bytes of an alignment of 16, and returns where they are
 //   wide                        if it has it: a type with more lanes for products of rows whose length its width divides.
 //                               It offers load, store, + and *, sum_each, prefetch, lane, lanes and sync
 #pragma once

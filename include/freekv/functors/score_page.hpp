@@ -14,11 +14,31 @@ FREEKV_HD inline float clamp_score(float score) {
   return score > largest ? largest : score;
 }
 
+/// Bytes of a stored summary that a team with `stage` stages: of one that is scored as it is stored, by each head of the
+/// group, or that has a format of less than 2 bytes a number. Of two summaries each is staged for itself.
+template <class Key, class S>
+FREEKV_HD constexpr int staged_bytes(const S& summary, page_geometry page) {
+  if constexpr (requires { summary.coarse; }) {
+    return 0;
+  } else if constexpr (requires { summary.template bytes<Key>(page); }) {
+    const auto bytes = static_cast<int>(summary_bytes<Key>(summary, page));
+    return scores_stored_bytes<S> || bytes < 2 * summary.width(page) ? bytes : 0;
+  } else {
+    return 0;
+  }
+}
+
 /// Scores a page by its stored summary. One that scores NaN for one head of the group scores -infinity for all of
-/// them. `numbers` (the summary's width) is the team's scratch.
+/// them. `numbers` (the summary's width) is the team's scratch, and so is `staging`, if it is not null, for what is staged.
 template <class Key, team T, class S>
 FREEKV_HD void score_page(T team, const S& summary, page_geometry page, const std::byte* stored,
-                          const prepared_queries& queries, float* numbers, const score_column& out) {
+                          const prepared_queries& queries, float* numbers, const score_column& out,
+                          std::byte* staging = nullptr) {
+  if constexpr (requires { team.stage(stored, 0, staging); })
+    if (const int bytes = staged_bytes<Key>(summary, page); staging != nullptr && bytes > 0) {
+      stored = team.stage(stored, bytes, staging);
+      team.sync();
+    }
   if constexpr (!scores_stored_bytes<S>) {
     decode_summary<Key>(team, summary, page, stored, numbers);
     team.sync();
@@ -77,18 +97,20 @@ FREEKV_HD void score_pages(T team, const S& summary, page_geometry page, const s
 /// those of both.
 template <class Key, team T, class Pair>
 FREEKV_HD void score_page_coarsely(T team, const Pair& summaries, page_geometry page, const std::byte* stored,
-                                   const prepared_queries& queries, float* numbers, const score_column& out) {
+                                   const prepared_queries& queries, float* numbers, const score_column& out,
+                                   std::byte* staging = nullptr) {
   prepared_queries of_coarse = queries;
   of_coarse.data += summary_query_width(summaries.fine, page.head_dim);
   score_page<Key>(team, summaries.coarse, page, stored + summary_bytes<Key>(summaries.fine, page), of_coarse,
-                  numbers, out);
+                  numbers, out, staging);
 }
 
 /// And by the fine one.
 template <class Key, team T, class Pair>
 FREEKV_HD void score_page_finely(T team, const Pair& summaries, page_geometry page, const std::byte* stored,
-                                 const prepared_queries& queries, float* numbers, const score_column& out) {
-  score_page<Key>(team, summaries.fine, page, stored, queries, numbers, out);
+                                 const prepared_queries& queries, float* numbers, const score_column& out,
+                                 std::byte* staging = nullptr) {
+  score_page<Key>(team, summaries.fine, page, stored, queries, numbers, out, staging);
 }
 
 }  // namespace freekv

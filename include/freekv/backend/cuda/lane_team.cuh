@@ -1,6 +1,7 @@
 // Lanes of a warp as a team: what the shared functors run on where a device has more than one thread for them.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <freekv/core/team.hpp>
 #include <freekv/core/unroll.hpp>
@@ -129,33 +130,31 @@ struct lane_team {
   }
   template <element E>
   __device__ void widen(const E* in, float* out, int n) const {
-    constexpr int each = 16 / static_cast<int>(sizeof(E)), step = Lanes * each;
-    static_assert(8 % each == 0, "n is a multiple of 8");
     if ((reinterpret_cast<std::uintptr_t>(in) | reinterpret_cast<std::uintptr_t>(out)) % 16 != 0) {
       for (int i = lane(); i < n; i += Lanes) out[i] = to_float(in[i]);
       return;
     }
-    struct alignas(16) piece {
-      E elements[each];
-    };
-    constexpr int at_once = 2;  // pieces a lane waits for
-#pragma unroll 1
-    for (int first = lane() * each; first < n; first += at_once * step) {
-      piece loaded[at_once];
-      unroll<at_once>([&](auto nth) {
-        const int i = first + nth * step;
-        if (i < n) loaded[nth] = *reinterpret_cast<const piece*>(in + i);
+    for_pieces(in, n, [&](int first, const auto& x) {
+      unroll<piece<E>::size / 4>([&](auto part) {
+        constexpr int i = part * 4;
+        reinterpret_cast<float4*>(out + first)[part] =
+            float4{to_float(x[i]), to_float(x[i + 1]), to_float(x[i + 2]), to_float(x[i + 3])};
       });
-      unroll<at_once>([&](auto nth) {
-        const int i = first + nth * step;
-        if (i >= n) return;
-        unroll<each / 4>([&](auto part) {
-          const E* const x = loaded[nth].elements + part * 4;
-          reinterpret_cast<float4*>(out + i)[part] =
-              float4{to_float(x[0]), to_float(x[1]), to_float(x[2]), to_float(x[3])};
-        });
-      });
-    }
+    });
+  }
+  __device__ const std::byte* stage(const std::byte* from, int n, std::byte* to) const {
+    using word = std::uint32_t;
+    const int behind = static_cast<int>(reinterpret_cast<std::uintptr_t>(from) % 16 / sizeof(word));
+    const auto* const in = reinterpret_cast<const word*>(from);
+    auto* const out = reinterpret_cast<word*>(to) + behind;
+    const int words = n / static_cast<int>(sizeof(word)), first = min(words, (4 - behind) % 4);
+    const int last = first + (words - first) / 4 * 4;  // pieces are between these two
+    for (int i = lane(); i < first; i += Lanes) out[i] = in[i];
+    for_pieces(in + first, last - first, [&](int i, const auto& x) {
+      *reinterpret_cast<uint4*>(out + first + i) = uint4{x[0], x[1], x[2], x[3]};
+    });
+    for (int i = last + lane(); i < words; i += Lanes) out[i] = in[i];
+    return reinterpret_cast<const std::byte*>(out);
   }
   __device__ void prefetch(const void*) const {}  // other warps hide the wait
   __device__ int lane() const { return static_cast<int>(threadIdx.x) % Lanes; }
@@ -169,6 +168,28 @@ struct lane_team {
   }
 
  private:
+  template <class T>
+  struct alignas(16) piece {
+    static constexpr int size = 16 / static_cast<int>(sizeof(T));
+    T x[size];
+  };
+  /// Calls use(i, x) on one of the lanes with the piece x of in[i], in[i + 1], ..: `n` are whole pieces.
+  template <class T, class Use>
+  __device__ void for_pieces(const T* in, int n, const Use& use) const {
+    constexpr int step = Lanes * piece<T>::size, at_once = 2;  // a lane waits for so many
+#pragma unroll 1
+    for (int first = lane() * piece<T>::size; first < n; first += at_once * step) {
+      piece<T> loaded[at_once];
+      unroll<at_once>([&](auto nth) {
+        const int i = first + nth * step;
+        if (i < n) loaded[nth] = *reinterpret_cast<const piece<T>*>(in + i);
+      });
+      unroll<at_once>([&](auto nth) {
+        const int i = first + nth * step;
+        if (i < n) use(i, loaded[nth].x);
+      });
+    }
+  }
   template <class Combine>
   __device__ static float in_share(const pack& x, const Combine& combine) {
     float all = x.x[0];

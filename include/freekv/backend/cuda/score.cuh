@@ -27,19 +27,31 @@ struct score_tuning {
 inline constexpr score_tuning score_default{};
 static_assert(score_default.valid());
 
-/// Floats of a team in a block's memory: a decoded summary's numbers, so many that each team's are aligned to 16 bytes.
-template <class Summary>
-FREEKV_HD int scoring_floats(const Summary& summary, page_geometry unit) {
-  return (summary.width(unit) + 3) / 4 * 4;
+/// What a team has in a block's memory: a decoded summary's numbers, and a stored one where it is staged and there is room.
+struct scoring_room {
+  int numbers = 0, staged = 0;  // floats, multiples of 16 bytes
+  FREEKV_HD constexpr int all() const { return numbers + staged; }
+};
+template <class Key, class Summary>
+FREEKV_HD scoring_room scoring_room_of(const Summary& summary, page_geometry unit) {
+  const auto staged = [&](const auto& one) { return staged_bytes<Key>(one, unit); };
+  scoring_room room{(summary.width(unit) + 3) / 4 * 4, 0};
+  int bytes = 0;
+  if constexpr (requires { summary.coarse; })
+    bytes = max(staged(summary.coarse), staged(summary.fine));
+  else
+    bytes = staged(summary);
+  if (bytes > 0) room.staged = (bytes + 31) / 16 * 4;
+  if (room.all() * static_cast<int>(sizeof(float)) > score_default.shared_bytes) room.staged = 0;
+  return room;
 }
 
-/// Teams of a block that score at a time, each with a decoded summary's numbers in its memory. Throws settings_error
-/// where it does not hold one.
-template <int HeadDim, class Summary>
+/// Teams of a block that score at a time. Throws settings_error where there is no room for one.
+template <int HeadDim, class Key, class Summary>
 int scoring_teams(const Summary& summary, page_geometry unit) {
   constexpr score_tuning tuning = score_default;
   constexpr int lanes = summary_team_t<Summary, HeadDim>::lane_count;
-  const int bytes = scoring_floats(summary, unit) * static_cast<int>(sizeof(float));
+  const int bytes = scoring_room_of<Key>(summary, unit).all() * static_cast<int>(sizeof(float));
   if (bytes > tuning.shared_bytes)
     throw settings_error("a decoded summary by " + std::string(Summary::name) + " takes " +
                          std::to_string(bytes) + " bytes of a block's memory, and there are " +
@@ -122,7 +134,9 @@ __global__ void score_chunks(State s, Summary summaries, step_view step, selecti
   const int me = thread / team.lanes(), width = summary_query_width(summary, d);
   const int group = one_query ? 1 : scratch.selecting_query(s, entry, row).group;
   const prepared_queries queries{scratch.prepared_of(nth, row), width, group, s.scale};
-  float* const numbers = shared + me * scoring_floats(summary, s.unit);
+  const scoring_room room = scoring_room_of<element>(summaries, s.unit);
+  float* const numbers = shared + me * room.all();
+  auto* const staging = room.staged > 0 ? reinterpret_cast<std::byte*>(numbers + room.numbers) : nullptr;
   float* const scores = scratch.scores_of(for_next, nth, row);
   if (me < teams)
     for (int j = first + me; j < last; j += teams) {
@@ -137,11 +151,11 @@ __global__ void score_chunks(State s, Summary summaries, step_view step, selecti
       const std::byte* const stored =
           s.summary_of(s.store_page(entry.sequence, page), head, unit - page * s.units_per_page);
       if constexpr (By == scoring::alone)
-        score_page<element>(team, summary, s.unit, stored, queries, numbers, column);
+        score_page<element>(team, summary, s.unit, stored, queries, numbers, column, staging);
       else if constexpr (By == scoring::coarse)
-        score_page_coarsely<element>(team, summary, s.unit, stored, queries, numbers, column);
+        score_page_coarsely<element>(team, summary, s.unit, stored, queries, numbers, column, staging);
       else
-        score_page_finely<element>(team, summary, s.unit, stored, queries, numbers, column);
+        score_page_finely<element>(team, summary, s.unit, stored, queries, numbers, column, staging);
       team.sync();  // the numbers are free again
     }
   if (s.pins > 0) {  // they have no part in what is pooled
@@ -277,8 +291,10 @@ void launch_score(const State& s, const Summary& summary, const Pooling& pooling
                   const selection_scratch& scratch, const selection_job& job, cudaStream_t stream) {
   const auto count = [](int n) { return static_cast<unsigned>(n); };
   const dim3 rows(count(scratch.chunks), count(scratch.rows()), count(step.most.entries));
-  const int teams = scoring_teams<State::head_dim>(summary, s.unit);
-  const auto numbers = static_cast<std::size_t>(teams * scoring_floats(summary, s.unit)) * sizeof(float);
+  using element = typename State::element;
+  const int teams = scoring_teams<State::head_dim, element>(summary, s.unit);
+  const auto numbers =
+      static_cast<std::size_t>(teams * scoring_room_of<element>(summary, s.unit).all()) * sizeof(float);
   const dim3 scored_rows(rows.x, rows.y, job.apart ? 2 * rows.z : rows.z);
   score_chunks<By><<<scored_rows, score_default.threads, numbers, stream>>>(
       s, summary, step, scratch, job, teams, query_pooling<Pooling>, softmax_pooling<Pooling>);

@@ -74,7 +74,7 @@ class stages {
     staging_ = page_staging<element>::carve(fast, staged, s.kv_heads, s.page.tokens, d);
     staging_bytes_ = fast.used() - before;
     append_.of_teams = resolve(s.summary, [&](const auto& summary) {
-      scoring_teams<d>(summary, {s.unit_tokens(), d});  // throws if it must
+      scoring_teams<d, element>(summary, {s.unit_tokens(), d});  // throws if it must
       const int width = summary.width({s.unit_tokens(), d});
       append_scratch scratch{nullptr, std::int64_t{s.unit_tokens()} * d,
                              ((s.pinned_units() > 0 ? std::max(width, d) : width) + 3) / 4 * 4};
