@@ -501,6 +501,38 @@ bool prompts_attend_alike(std::uint64_t seed, made_of what) {
   return all_same;
 }
 
+/// Whether heads are counted that are flagged behind the append: by their masses, or with another of their layer. What
+/// differs is printed, and where none are.
+bool late_flags_are_counted(std::uint64_t seed) {
+  bool right = true;
+  for (const char* correction : {"mass_deficit", "cosine_drift"}) {
+    random_case c = one_layer_case(seed, made_of::policies, "retrieval");
+    give_heads(c, 4, 8);
+    auto& m = c.options.does;
+    m.correction = correction;
+    m.rows = "per_layer";
+    m.pinning = "no_pins";
+    m.tau = 0.8f;
+    m.delta = 0.001f;
+    c.turn = 0.7f;  // some heads of a layer drift and others do not
+    sequence_run run(c);
+    const auto p = make(made_of::policies, c);
+    run.id = p->open();
+    take_prompt(*p, c, run.id, run.source, 100);
+    int late = 0;  // or of those that the append flags in a layer
+    for (int step = 0; step < 8; ++step) {
+      decode_one_layer(*p, {&run});
+      const int flagged = flags_of(p->report(0, run.id));
+      right = counts_flagged(*p, 0, flagged) && right;
+      if (step > 0) late += flagged;
+    }
+    if (late > 0) continue;
+    right = false;
+    std::printf("FAILED %s\n  no head is flagged behind the first step\n", sentence(c).c_str());
+  }
+  return right;
+}
+
 /// Whether `options` are refused as what the backend does not have.
 bool refuses(std::unique_ptr<pipeline> (*make_one)(const pipeline_options&), const pipeline_options& options,
              const std::string& what) {
@@ -609,6 +641,7 @@ int main() {
     failed += !prompts_attend_alike(first, what);
   }
   failed += !rows_of_a_reopened_page_come_back(first);
+  failed += !late_flags_are_counted(1);
   failed += !refuses_what_it_lacks();
   std::printf(
       "%d of %d cases and %d worlds failed; compared %ld steps, %ld firm selections, %ld head outputs; "
