@@ -75,7 +75,7 @@ struct token_codes {
         break;
     }
     widen_numbers<float>(team, in, rows * tokens, numbers);
-    for (int t = 0; t < tokens; ++t) numbers[rows * tokens + t] = 1.0f;
+    for (int t = team.lane(); t < tokens; t += team.lanes()) numbers[rows * tokens + t] = 1.0f;
   }
 
   /// `ln sum_t exp(base + scale * <query, c_t>)`; `query` has a number for each row.
