@@ -41,8 +41,8 @@ using codec = codec_list::any;
 class device_controls {
  public:
   virtual ~device_controls() = default;
-  /// Launches are sized for at least so many sequences, rows of all and pages of one, and for decode rows, prompts and
-  /// pages that are shared, whatever a step brings.
+  /// Launches are sized for at least so many sequences, rows of all and pages of one, for decode rows, prompts of as many
+  /// tokens as these pages have, and pages that are shared, whatever a step brings.
   virtual void size_launches_for(int sequences, int rows, int pages) = 0;
   /// Heads that are flagged in the last step, of all its sequences.
   virtual int flagged_heads(int layer) const = 0;

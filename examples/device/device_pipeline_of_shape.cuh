@@ -132,7 +132,13 @@ class device_pipeline_of_shape : public pipeline, public device_controls {
   }
 
   void size_launches_for(int sequences, int rows, int pages) override {
-    backend_.size_launches_for({sequences, rows, pages, true, true, true});
+    backend_.size_launches_for({.entries = sequences,
+                                .rows = rows,
+                                .pages = pages,
+                                .tokens = pages * int{pipeline_.configuration().page.tokens},
+                                .decodes = true,
+                                .prompts = true,
+                                .copies = true});
   }
   int flagged_heads(int layer) const override { return pipeline_.flagged_heads(layer); }
 

@@ -1,7 +1,7 @@
 // The staging area: room in device memory for pages of prompts, on their way into the store and out of it.
 #pragma once
 
-#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <freekv/core/shape.hpp>
 #include <freekv/storage/layout.hpp>
