@@ -114,10 +114,14 @@ bootstrap_llama_cpp() {
     mv "$LLAMA_CPP.part" "$LLAMA_CPP"
     rm -f "$deps/llama_cpp_python-$llama_cpp_python.tar.gz"
   fi
+  # Before GCC 11.5, 12.4 and 13.3 _tile_loadconfig says that it reads 8 of the 64 bytes of a tile configuration
+  # (target/114098): with Debian 12's compiler ggml's AMX code loads one that the processor refuses.
+  local without_amx=()
+  [[ $(uname -m) != x86_64 ]] || without_amx=(-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
   if [[ ! -f $LLAMA_CPP_BUILD/complete ]]; then
     say "Building llama.cpp (two minutes on two cores)"
     cmake -S "$LLAMA_CPP" -B "$LLAMA_CPP_BUILD" -G Ninja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
-      -DGGML_OPENMP=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF \
+      -DCMAKE_C_FLAGS="${without_amx[*]}" -DCMAKE_CXX_FLAGS="${without_amx[*]}" -DGGML_OPENMP=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF \
       -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF >"$deps/llama.cpp-configure.log" 2>&1 ||
       { tail -20 "$deps/llama.cpp-configure.log" >&2; die "llama.cpp could not be configured."; }
     cmake --build "$LLAMA_CPP_BUILD" --target llama -j "$jobs" >&2
