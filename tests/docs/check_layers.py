@@ -50,7 +50,8 @@ def main(root):
         if (path, included) in exceptions:
             needed.add((path, included))
         elif to not in allowed.get(of, set()):
-            errors.append(f"{path} includes {included}: {of} may include {', '.join(sorted(allowed.get(of, [])))}")
+            may = ", ".join(sorted(allowed.get(of, []))) or "nothing"
+            errors.append(f"{path} includes {included}, and {of} may include {may}")
     for folder in sorted(seen - set(allowed) - {""}):
         errors.append(f"docs/architecture.md does not say what {folder} may include")
     for folder in sorted(set(allowed) - seen):
