@@ -1,4 +1,5 @@
-# Builds and runs the consumer against FreeKV, taken as WAY says: install_tree, build_tree or subdirectory.
+# Builds and runs the consumer against FreeKV, taken as WAY says: install_tree, build_tree, subdirectory or
+# archive, which is fetched.
 function(run)
   list(JOIN ARGN " " command)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
@@ -22,6 +23,12 @@ elseif(WAY STREQUAL "build_tree")
 elseif(WAY STREQUAL "subdirectory")
   run(${configure} -DFREEKV_SOURCE=${FREEKV_SOURCE})
   set(headers ${FREEKV_SOURCE}/include)
+elseif(WAY STREQUAL "archive")
+  file(MAKE_DIRECTORY ${WORK})
+  run(${CMAKE_COMMAND} -E chdir ${FREEKV_SOURCE} ${CMAKE_COMMAND} -E tar czf ${WORK}/freekv.tar.gz
+      CMakeLists.txt LICENSE cmake include)
+  run(${configure} -DFREEKV_ARCHIVE=${WORK}/freekv.tar.gz)
+  set(headers ${WORK}/build/_deps/freekv-src/include)
 else()
   message(FATAL_ERROR "Unknown way ${WAY}")
 endif()
@@ -45,5 +52,5 @@ if(NOT command MATCHES "-std=(c|gnu)\\+\\+(20|2[ab]|23)")
 endif()
 
 run(${CMAKE_COMMAND} --build ${WORK}/build)
-run(${WORK}/build/consumer)
+run(${WORK}/build/engine)
 message("${output}")
