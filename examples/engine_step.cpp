@@ -2,14 +2,14 @@
 #include <freekv/freekv.hpp>
 #include <vector>
 
-int main() {
-  namespace fk = freekv;
-  using shape = fk::kv_shape<fk::bfloat16, 128>;                 // element, head_dim
-  using pipeline = fk::retrieval_pipeline<shape, fk::in_place>;  // as published, without slots
+namespace fk = freekv;
+using shape = fk::kv_shape<fk::bfloat16, 128>;                 // element, head_dim
+using pipeline = fk::retrieval_pipeline<shape, fk::in_place>;  // as published, without slots
 
+int main() {
   fk::host_backend backend({.threads = 2});
   pipeline::settings settings{.layers = 2, .query_heads = 8, .kv_heads = 2, .max_tokens = 2048};
-  settings.budget = {.sink = 64, .window = 128, .selected_pages = 10};
+  settings.budget = {.sink = 64, .window = 128, .selected_pages = 10};  // tokens, tokens, pages of 32
   pipeline retrieval(settings, backend);
   const fk::sequence_id sequence = retrieval.open();
 
@@ -23,7 +23,7 @@ int main() {
   for (int token = 0; token < 100; ++token) {
     retrieval.begin_step({{sequence}});  // one decode row
     for (int layer = 0; layer < 2; ++layer) {
-      retrieval.append<float>(layer, {.keys = k, .values = v, .queries = q});  // post-RoPE
+      retrieval.append<float>(layer, {.keys = k, .values = v, .queries = q});  // after RoPE
       retrieval.attend(layer, out);  // (query_heads, head_dim); the next selection goes on behind it
     }
     retrieval.end_step();

@@ -20,7 +20,7 @@ inline constexpr device_shape policy_shape{data_type::f16, 64};
 inline constexpr device_shape device_shapes[] = {
     {data_type::bf16, 128}, {data_type::f32, 80}, {data_type::f16, 256}};
 
-/// The policies that are compiled for devices, by kind; the README's table of them is made from these.
+/// The policies that are compiled for devices, by kind; the table of them in docs/policies.md is made from these.
 namespace for_devices {
 using page = page_size<dynamic>;
 using unit = freekv::unit<dynamic>;

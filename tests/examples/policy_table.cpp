@@ -1,5 +1,5 @@
-// Prints the README's table of policies by backend, from the lists that the programs are compiled with, those for devices
-// among them. Given a README, exits with 1 unless the table stands there.
+// Prints the table of policies by backend of docs/policies.md, from the lists that the programs are compiled with, those for
+// devices among them. Given a page, exits with 1 unless the table stands there.
 #include <algorithm>
 #include <fstream>
 #include <iostream>
@@ -81,8 +81,8 @@ int main(int argc, char** argv) {
     return 0;
   }
   std::ifstream file(argv[1]);
-  const std::string readme{std::istreambuf_iterator<char>(file), {}};
-  if (readme.find("\n" + table() + "\n") != std::string::npos) return 0;
+  const std::string page{std::istreambuf_iterator<char>(file), {}};
+  if (page.find("\n" + table() + "\n") != std::string::npos) return 0;
   std::cout << argv[1] << " does not have this table, which " << argv[0] << " prints:\n\n" << table();
   return 1;
 }
