@@ -1,4 +1,4 @@
-// The whole step on a device, on random cases, against the float64 oracle: agreement as invariant 8 of the specification
+// The whole step on a device, on random cases, against the float64 oracle: agreement as docs/contract.md, 13.8
 // states it, by the comparison that the host's step is held to.
 //
 // Exit status: 0 all agree, 1 not, 77 no device.

@@ -34,7 +34,7 @@ void compare(const nlohmann::json& host, const nlohmann::json& device, const std
   if (!same) throw disagreement{sentence(where, " is ", host, " on the host and ", device, " on the device")};
 }
 
-/// Selections, corrections and recalls must be equal; outputs agree as invariant 8 of the specification says.
+/// Selections, corrections and recalls must be equal; outputs agree as docs/contract.md, 13.8 says.
 long compare(const tensor_map& host, const tensor_map& device) {
   if (host.size() != device.size()) throw disagreement{"the files have other tensors"};
   long selected = 0;

@@ -1,4 +1,4 @@
-// Compares what freekv-replay wrote with the float64 oracle, by the rules of the specification's invariant 8.
+// Compares what freekv-replay wrote with the float64 oracle, by the rules of docs/contract.md, 13.8.
 #pragma once
 
 #include <cmath>

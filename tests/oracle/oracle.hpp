@@ -1,4 +1,4 @@
-// A naive float64 reference of one FreeKV layer, written from the specification's text alone. It includes
+// A naive float64 reference of one FreeKV layer, written from the text of docs/contract.md alone. It includes
 // nothing of the library, so that a mistake in the library cannot be repeated here.
 #pragma once
 

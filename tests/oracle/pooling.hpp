@@ -12,7 +12,7 @@
 
 namespace oracle {
 
-/// Scores are float32 by specification: what lies beyond its range is infinite, and +inf counts as the
+/// Scores are float32 (docs/contract.md, 1.2): what lies beyond its range is infinite, and +inf counts as the
 /// largest finite float. NaN stays: what it means depends on the other heads of the group.
 inline double clamped(double score) {
   if (score > largest_float) return largest_float;

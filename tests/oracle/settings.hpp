@@ -182,7 +182,7 @@ inline void check_summary(const settings& s) {
   }
 }
 
-/// Throws std::invalid_argument for a configuration the specification does not define.
+/// Throws std::invalid_argument for a configuration that docs/contract.md does not define.
 inline void check(const settings& s) {
   require(s.head_dim >= 1 && s.kv_heads >= 1 && s.query_heads >= 1, "shapes are at least 1");
   require(s.query_heads % s.kv_heads == 0, "kv_heads divides query_heads");

@@ -1,4 +1,4 @@
-// One decode step of the library beside the oracle's: agreement as invariant 8 of the specification states it.
+// One decode step of the library beside the oracle's: agreement as docs/contract.md, 13.8 states it.
 #pragma once
 
 #include <sstream>

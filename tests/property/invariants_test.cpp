@@ -1,4 +1,4 @@
-// The specification's invariants of one sequence, over random cases.
+// The invariants of one sequence (docs/contract.md, 13), over random cases.
 
 #include <algorithm>
 #include <map>

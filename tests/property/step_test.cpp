@@ -1,5 +1,5 @@
-// The whole step, every option that the programs offer, against the float64 oracle: agreement as invariant 8
-// of the specification states it.
+// The whole step, every option that the programs offer, against the float64 oracle: agreement as
+// docs/contract.md, 13.8 states it.
 
 #include <map>
 

@@ -1,5 +1,5 @@
-// NHD and HND as mdspan layout mappings, member by member, and the offsets that the specification's shapes
-// give.
+// NHD and HND as mdspan layout mappings, member by member, and the offsets that the shapes of
+// docs/contract.md, 3.1 give.
 
 #include <algorithm>
 #include <cstdint>

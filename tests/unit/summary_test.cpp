@@ -180,7 +180,7 @@ TEST_CASE("NaN in one head's query makes the page -infinity for the whole group"
   }
 }
 
-TEMPLATE_TEST_CASE("infinities, NaN and zeros of both signs count as the specification says", "[summary]",
+TEMPLATE_TEST_CASE("infinities, NaN and zeros of both signs count as section 5.1 of the contract says", "[summary]",
                    float, half, bfloat16) {
   dice d(7);
   int finite = 0, lowest = 0, highest = 0;

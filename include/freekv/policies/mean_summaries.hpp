@@ -48,7 +48,7 @@ struct mean {
 };
 
 /// The page's mean key and the distance of the key farthest from it: a ball around all keys. The score is an upper
-/// bound of the largest scaled product of the query with a key of the page. Kept in float32. (spec: `ball`)
+/// bound of the largest scaled product of the query with a key of the page. Kept in float32. (docs/contract.md, 5.2)
 struct ball {
   using policy_kind = summary_kind;
   static constexpr std::string_view name = "ball";

@@ -25,8 +25,7 @@
 //
 // `validate(setting)` throws settings_error where the setting does not suit the policy.
 //
-// NaN in a key must come out as a NaN score; the library turns it into -infinity (spec: NaN and infinity are
-// data).
+// NaN in a key must come out as a NaN score; the library turns it into -infinity (docs/contract.md, 5.1).
 #pragma once
 
 #include <concepts>

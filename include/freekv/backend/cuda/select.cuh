@@ -141,7 +141,7 @@ struct selected_and_best {
 };
 
 /// Exchanges units of `pages.selected` for those of `pages.best` that it misses until `correction` is content; returns how
-/// many are selected then. By one thread. (spec: `partial`)
+/// many are selected then. By one thread. (docs/contract.md, 8.3)
 template <class Correction, class Mass, class Value>
 __device__ int exchange_units(const Correction& correction, const selected_and_best& pages, float of_best,
                               const Mass& mass_of, const Value& value) {

@@ -223,7 +223,7 @@ class head_selection {
   }
 
   /// Exchanges pages of `selected` for those of `best` that it misses until `correction` is content; returns how many
-  /// are selected then. Both are ascending; `selected` has room for all of `best`. (spec: `partial`)
+  /// are selected then. Both are ascending; `selected` has room for all of `best`. (docs/contract.md, 8.3)
   template <class Correction>
   int exchange(const Correction& correction, std::int32_t* selected, int count,
                std::span<const std::int32_t> best) {
