@@ -1,7 +1,7 @@
 """Holds the pages to what they name: `check_pages.py ROOT`.
 
-Links and anchors resolve, files that are named exist, sections of docs/contract.md that comments cite are there, and the
-README keeps its size and shows rows of the main job's table."""
+Links and anchors resolve, files that are named exist and have the names that pages give them, sections of
+docs/contract.md that comments cite are there, and the README keeps its size and shows rows of the main job's table."""
 
 import pathlib
 import re
@@ -47,6 +47,17 @@ def named_files(path, root):
             continue
         if "/" in name and not any((place / name).exists() for place in places):
             yield f"names {name}, which is not there"
+
+
+def named_parts(path, root):
+    """Of `file`: `name`, `name` each name stands in the file."""
+    for file, names in re.findall(r"`([\w./]+\.\w+)`: ((?:`\w+`(?:, )?)+)", prose_of(path.read_text())):
+        for place in (root, root / "include" / "freekv"):
+            if (place / file).is_file():
+                text = (place / file).read_text()
+                for name in re.findall(r"\w+", names):
+                    if not re.search(rf"\b{name}\b", text):
+                        yield f"names {name} of {file}, which does not stand there"
 
 
 def sentences(page):
@@ -100,7 +111,7 @@ def main(root):
     pages = [root / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((root / "docs").glob("*.md"))
     errors = [f"README.md: {error}" for error in readme(root)] + list(citations(root))
     for path in pages:
-        errors += [f"{path.relative_to(root)} {error}" for check in (links, named_files) for error in check(path, root)]
+        errors += [f"{path.relative_to(root)} {error}" for check in (links, named_files, named_parts) for error in check(path, root)]
     print("\n".join(errors) or f"{len(pages)} pages: links, files and sections are there")
     return 1 if errors else 0
 
