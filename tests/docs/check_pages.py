@@ -39,7 +39,7 @@ def links(path, root):
 
 def named_files(path, root):
     """Files named in backticks: a path with a folder or an extension of the project's, from one of the places below."""
-    places = [root, path.parent, root / "include" / "freekv", root / "docs", root / "docs" / "bench", root / "docs" / "main-job"]
+    places = [root, path.parent, root / "include" / "freekv", root / "docs"]
     for name in re.findall(r"`([\w./-]+)`", prose_of(path.read_text())):
         if not re.search(r"\.(hpp|cuh|cpp|cu|md|sh|py|txt|cmake|jsonl|png|safetensors|gz)$", name):
             continue
@@ -107,11 +107,21 @@ def citations(root):
                     yield f"{path.relative_to(root)} cites section {section}, which docs/contract.md does not have"
 
 
+def versions(root):
+    version = re.search(r"project\(freekv VERSION ([\d.]+)", (root / "CMakeLists.txt").read_text())[1]
+    for name, text in (("README.md", f"version {version}"), ("CHANGELOG.md", f"## {version}"),
+                       ("CITATION.cff", f"\nversion: {version}\n")):
+        if text not in (root / name).read_text():
+            yield f"{name} does not say {text.strip()}, which CMakeLists.txt does"
+
+
 def main(root):
-    pages = [root / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((root / "docs").glob("*.md"))
-    errors = [f"README.md: {error}" for error in readme(root)] + list(citations(root))
+    pages = [root / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    pages += sorted((root / "docs").glob("*.md"))
+    errors = [f"README.md: {error}" for error in readme(root)] + list(citations(root)) + list(versions(root))
     for path in pages:
-        errors += [f"{path.relative_to(root)} {error}" for check in (links, named_files, named_parts) for error in check(path, root)]
+        for check in (links, named_files, named_parts):
+            errors += [f"{path.relative_to(root)} {error}" for error in check(path, root)]
     print("\n".join(errors) or f"{len(pages)} pages: links, files and sections are there")
     return 1 if errors else 0
 
