@@ -1,5 +1,5 @@
-# The blocks of LANGUAGE in DOCUMENT stand, line by line, in EXAMPLE, which is built and run as a test. A comment that begins
-# with dots, as `// ...`, stands for what is left out. Indentation and empty lines do not count.
+# The blocks of LANGUAGE in DOCUMENT stand, line by line, in EXAMPLE, which is built and run as a test. A comment that
+# begins with dots, as `// ...`, stands for what is left out. Indentation and empty lines do not count.
 function(plain text result)
   string(REGEX REPLACE "\n[ \n]+" "\n" text "\n${text}\n")
   set(${result} "${text}" PARENT_SCOPE)
