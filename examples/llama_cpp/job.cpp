@@ -217,7 +217,9 @@ learnt_keys job::learn(const prompt_cache& keys, basis_source source) {
   int rank = 0, key_rank = 0;
   for (const contender& c : contenders_) {
     if (c.basis != source) continue;
-    if (c.does.needs_factors()) key_rank = std::max(key_rank, c.does.key_rank);
+    if (c.does.needs_factors())
+      key_rank =
+          std::max(key_rank, c.does.key_rank_of(model_.shape().kv_heads * model_.shape().head_dim));
     if (c.does.needs_basis()) rank = std::max(rank, c.does.rank);
     if (c.does.needs_codebooks() && !learnt.codebooks.contains(c.does.codes))
       learnt.codebooks.emplace(

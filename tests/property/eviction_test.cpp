@@ -27,6 +27,7 @@ random_case eviction_case(std::uint64_t seed) {
   o.query_heads = o.kv_heads * d.between(1, 16);
   o.does.plan = "eviction";
   o.does.eviction = d.name_of(freekv::examples::evictions);
+  o.does.keeps_prompt = d.below(2) == 0;
   o.page = d.one_of({8, 16, 24});
   o.budget.sink = d.between(0, 3);
   o.budget.window = o.does.eviction == "raas" ? o.page * d.between(1, 3) : d.between(1, 40);
