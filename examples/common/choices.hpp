@@ -26,8 +26,8 @@ struct method {
   int bits = 3;                     ///< of key_subspace and key_sketch
   int codes = 6;                    ///< of key_codes, bytes a token
   int times = 4;                    ///< of coarse_to_fine: pages kept, in selected pages
-  int key_rank = 0;                 ///< of low_rank_keys; at most as many as a token's keys have numbers; 0: a share
-  int unit = 0;                     ///< tokens that are selected together; 0: a page's
+  int key_rank = 0;  ///< of low_rank_keys; at most as many as a token's keys have numbers; 0: a share
+  int unit = 0;      ///< tokens that are selected together; 0: a page's
   std::string pooling = "mean_softmax";
   std::string selection = "top_k";
   float top_p = 0.95f;
@@ -68,7 +68,7 @@ struct method_data {
   rotary_embedding rotary{};             ///< of low_rank_keys; the caller keeps its memory
   std::vector<layer_kind> head_kinds{};  ///< of plan "by_head": (layers, kv_heads)
   int kv_heads = 1;
-  int page = 32, window = 128;           ///< tokens; of raas
+  int page = 32, window = 128;  ///< tokens; of raas
 };
 
 /// An alternative: a name, and how it is made.

@@ -22,12 +22,12 @@ struct eviction_settings {
   int budget = 1;  // tokens
   double scale = 1.0;
   eviction_kind kind = eviction_kind::h2o;
-  double recent = 0.5;      // of h2o
-  int window = 32;          // of snapkv, rows
-  int kernel = 7;           // of snapkv, tokens
-  int page = 1;             // of raas, tokens; 1 for the others
-  double threshold = 1e-4;  // of raas
-  int room = 1;             // of raas, tokens, where it keeps the prompt
+  double recent = 0.5;        // of h2o
+  int window = 32;            // of snapkv, rows
+  int kernel = 7;             // of snapkv, tokens
+  int page = 1;               // of raas, tokens; 1 for the others
+  double threshold = 1e-4;    // of raas
+  int room = 1;               // of raas, tokens, where it keeps the prompt
   bool keeps_prompt = false;  // of raas
 };
 
@@ -174,7 +174,7 @@ class forgetful_decoder {
   /// A prompt page that no row has stamped, older than all stamps: where the whole prompt has been kept only by age.
   worth stamp_below_rows(double share) const {
     const bool cut = !s_.keeps_prompt && (prompt_ + s_.page - 1) / s_.page > s_.budget / s_.page;
-    const auto below = [](double of) { return -1 / std::max(of, 1e-40); };  // keeps the order and the relative error
+    const auto below = [](double of) { return -1 / std::max(of, 1e-40); };  // in the same order
     return cut ? worth{below(about(share).low), below(about(share).high), -1} : worth{below(0), below(0), -1};
   }
 
@@ -281,7 +281,8 @@ class forgetful_decoder {
         for (int t = unit * s_.page; t < std::min((unit + 1) * s_.page, prompt_); ++t)
           share += votes[static_cast<std::size_t>(t)];
         h.worths[static_cast<std::size_t>(unit)] = about(share);
-        if (s_.kind == eviction_kind::raas) h.worths[static_cast<std::size_t>(unit)] = stamp_below_rows(share);
+        if (s_.kind == eviction_kind::raas)
+          h.worths[static_cast<std::size_t>(unit)] = stamp_below_rows(share);
       }
       leave(h, true);
     }

@@ -156,14 +156,14 @@ struct snapkv {
 };
 
 /// RaaS (arXiv 2502.11147, section 3): a page that has at least `threshold` of a row's attention gets the row's time
-/// stamp, and beyond the budget the page with the oldest stamp leaves. A page's attention is that of its tokens, exactly,
-/// where the paper estimates it from a representative of its keys.
+/// stamp, and beyond the budget the page with the oldest stamp leaves. A page's attention is that of its tokens,
+/// exactly, where the paper estimates it from a representative of its keys.
 ///
-/// A prompt is cut to the budget when it ends, as in FreeKV's comparison: its latest page stays, and of the others those
-/// that its last row attends to most. Until a decode row stamps them these are older than any decoded page, the least
-/// attended first; those of a prompt that fits, the earliest first. With `keeps_prompt`, as the paper has it, the prompt's
-/// pages all stay and count; where they leave less than `room` of the budget, decoded tokens have `room` still, which the
-/// paper leaves open: memory then grows with the prompt.
+/// A prompt is cut to the budget when it ends, as in FreeKV's comparison: its latest page stays, and of the others
+/// those that its last row attends to most. Until a decode row stamps them these are older than any decoded page, the
+/// least attended first; those of a prompt that fits, the earliest first. With `keeps_prompt`, as the paper has it, the
+/// prompt's pages all stay and count; where they leave less than `room` of the budget, decoded tokens have `room`
+/// still, which the paper leaves open: memory then grows with the prompt.
 struct raas {
   using policy_kind = eviction_kind;
   static constexpr std::string_view name = "raas";
@@ -173,7 +173,7 @@ struct raas {
   bool keeps_prompt = false;
 
   struct unit_state {
-    std::int32_t stamp;  // the last row that it mattered to; below 0: none yet, in the order of the prompt's attention
+    std::int32_t stamp;  // the last row that it mattered to; below 0: none yet, by the prompt's attention
   };
   FREEKV_HD constexpr int unit_tokens() const { return page; }
   FREEKV_HD constexpr bool stages_prompt() const { return !keeps_prompt; }
@@ -195,7 +195,7 @@ struct raas {
     float share = 0.0f;
     for (int t = token; t < votes.tokens && t < token + page; ++t) share += votes.shares[t];
     constexpr std::int32_t oldest = std::numeric_limits<std::int32_t>::min();
-    unit.stamp = oldest + static_cast<std::int32_t>(order_bits(share) & 0x7fffffffu);  // shares are not below 0
+    unit.stamp = oldest + static_cast<std::int32_t>(order_bits(share) & 0x7fffffffu);  // no share is below 0
   }
   FREEKV_HD constexpr void on_attended(unit_state& unit, float share, int row) const {
     if (share >= threshold) unit.stamp = row;
