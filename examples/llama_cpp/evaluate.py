@@ -1,8 +1,11 @@
-"""All methods on all tasks, cell by cell: python3 evaluate.py --program freekv-compare --model FILE.gguf --out FOLDER.
+"""All methods on all tasks, cell by cell.
 
-A cell is a kind of task (tasks.py) at a length, or the quality on three texts after a prompt of that length. What a cell
-gave stays in FOLDER/cells/, and a second run goes on where the first was stopped. FOLDER/table.md has a table for each
-length, with n and intervals; FOLDER/results.jsonl all lines. Needs nothing but Python; evaluate.sh builds the program.
+    python3 evaluate.py --program freekv-compare --model FILE.gguf --out FOLDER
+
+A cell is a kind of task (tasks.py) at a length, or the quality on three texts after a prompt of that length. What a
+cell gave stays in FOLDER/cells/, and a second run goes on where the first was stopped. FOLDER/table.md has a table for
+each length, with n and intervals; FOLDER/results.jsonl all lines. Needs nothing but Python; evaluate.sh builds the
+program.
 """
 
 import argparse
@@ -20,8 +23,8 @@ QUALITY = "quality"
 METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "arkvale", "twilight", "infinigen",
            "shadowkv", "h2o", "tova", "snapkv", "raas", "freekv", "freekv_key_subspace", "freekv_key_codes",
            "freekv_key_codes_deficit"]
-# For the estimate alone, on two cores with a model of 135M: tokens a second that llama.cpp prefills, and that a method
-# decodes.
+# For the estimate alone, on two cores with a model of 135M: tokens a second that llama.cpp prefills, and that a
+# method decodes.
 PREFILLED, DECODED = 140, 60
 
 
@@ -30,9 +33,10 @@ def cells_of(wanted):
 
 
 def settings_of(wanted):
-    """What must be the same for a cell to be taken from an earlier run."""
-    return {"model": Path(wanted.model).name, "methods": wanted.methods, "budget": wanted.budget, "steps": wanted.steps,
-            "prompts": wanted.prompts, "seed": wanted.seed, "more": wanted.more}
+    """What must be the same for a cell to be taken from an earlier run; the commit need not, and the table says it."""
+    return {"model": Path(wanted.model).name, "methods": wanted.methods, "head_list": wanted.head_list.name,
+            "budget": wanted.budget, "steps": wanted.steps, "prompts": wanted.prompts, "seed": wanted.seed,
+            "characters": wanted.characters, "more": wanted.more}
 
 
 def seconds_of(kind, length, wanted):
@@ -52,8 +56,8 @@ def seconds_of(kind, length, wanted):
 def command_of(kind, length, wanted, folder):
     texts = tasks.TEXTS
     command = [wanted.program, "--model", wanted.model, "--text", texts / "hacker-folklore.txt", "--needle-text",
-               texts / "genesis.txt", "--calibration", texts / "technical.txt", "--cache", wanted.cache, "--out", folder,
-               "--budget", wanted.budget, "--threads", wanted.threads]
+               texts / "genesis.txt", "--calibration", texts / "technical.txt", "--cache", wanted.cache,
+               "--out", folder, "--budget", wanted.budget, "--threads", wanted.threads, "--commit", wanted.commit]
     for method in wanted.methods:
         command += ["--variant", method]
     if "razor_attention" in wanted.methods:
@@ -136,10 +140,10 @@ def table_of(length, columns):
 
 
 NOTE = """
-right: questions answered, p by McNemar's exact test against full, question by question. loss: nats per token over full
-attention's, 95 % by a bootstrap of prompts, where full attention has fewer than 60 % right. KL: of the next token's
-distribution from full attention's, teacher-forced on three texts, 95 % by a block bootstrap. `*`: outside the interval,
-or p below 0.05; of so many cells one in twenty is so by chance.
+right: questions answered, p by McNemar's exact test against full, question by question. loss: nats per token over
+full attention's, 95 % by a bootstrap of prompts, where full attention has fewer than 60 % right. KL: of the next
+token's distribution from full attention's, teacher-forced on three texts, 95 % by a block bootstrap. `*`: outside the
+interval, or p below 0.05; of so many cells one in twenty is so by chance.
 """
 
 
@@ -161,14 +165,15 @@ def main(arguments):
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--characters", type=float, default=4.0, help="of a token, about")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--commit", default="unknown", help="noted in the results and the table")
     parser.add_argument("more", nargs="*", help="behind --: more for the program")
     wanted = parser.parse_args(arguments)
     wanted.cache = wanted.cache or str(Path(wanted.out) / "cache")
 
     cells = cells_of(wanted)
     guess = sum(seconds_of(kind, length, wanted) for kind, length in cells)
-    print(f"{len(cells)} cells of {1 + len(wanted.methods)} methods: about {guess / 60:.0f} minutes for a model of 135M on "
-          "two cores; what is done is kept", flush=True)
+    print(f"{len(cells)} cells of {1 + len(wanted.methods)} methods: about {guess / 60:.0f} minutes for a model of 135M "
+          "on two cores; what is done is kept", flush=True)
     columns, lines, kept_cells = {length: [] for length in wanted.lengths}, [], 0
     for kind, length in cells:
         start = time.monotonic()
@@ -180,7 +185,9 @@ def main(arguments):
         columns[length].append(column_of(kind, found))
         # After every cell, so that a run that is stopped leaves what there is.
         done = [table_of(l, c) for l, c in columns.items() if c]
-        Path(wanted.out, "table.md").write_text(f"Budget {wanted.budget} tokens.\n\n" + "\n".join(done) + NOTE)
+        commits = ", ".join(dict.fromkeys(str(line.get("commit", "unknown")) for line in lines))
+        Path(wanted.out, "table.md").write_text(f"{Path(wanted.model).name}, budget {wanted.budget} tokens, commit "
+                                                f"{commits}.\n\n" + "\n".join(done) + NOTE)
         Path(wanted.out, "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     print(Path(wanted.out, "table.md").read_text())
 

@@ -17,7 +17,7 @@ spec = importlib.util.spec_from_file_location("evaluate", SCRIPT)
 evaluate = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(evaluate)
 
-# Full has 9 of 10 needles right and quest 4; of copies full has none. It fails where there is a file "broken" beside it.
+# Full has 9 of 10 needles right and quest 4; of copies full has none. It fails where a file "broken" is beside it.
 PRETENDER = r'''#!/usr/bin/env python3
 import json, sys
 from pathlib import Path
@@ -79,7 +79,9 @@ class Evaluate(unittest.TestCase):
         table = (self.folder / "out" / "table.md").read_text()
         rows = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]]
                 for row in table.splitlines() if row.startswith("|")}
-        self.assertEqual(rows["method"], ["KL, 1/1000 nat, n 30", "needles, n 10 on 2: right", "copy, n 10 on 2: loss over full"])
+        self.assertEqual(rows["method"], ["KL, 1/1000 nat, n 30", "needles, n 10 on 2: right",
+                                          "copy, n 10 on 2: loss over full"])
+        self.assertTrue(table.startswith("some.gguf, budget 512 tokens, commit unknown."))
         self.assertEqual(rows["`full`"], ["0", "9", "1.500"])
         self.assertEqual(rows["`quest`"], ["12.30 (6.15 .. 24.60)", "4, p 0.062", "+0.250 (+0.150 .. +0.350) *"])
         self.assertEqual(len((self.folder / "out" / "results.jsonl").read_text().splitlines()), 6 + 7 + 7)
