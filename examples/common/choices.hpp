@@ -68,7 +68,7 @@ struct method_data {
   rotary_embedding rotary{};             ///< of low_rank_keys; the caller keeps its memory
   std::vector<layer_kind> head_kinds{};  ///< of plan "by_head": (layers, kv_heads)
   int kv_heads = 1;
-  int page = 32, window = 128;  ///< tokens; of raas
+  int page = 32, sink = 64, window = 128;  ///< tokens; of raas
 };
 
 /// An alternative: a name, and how it is made.
@@ -142,7 +142,11 @@ struct made<every_n_steps<dynamic>> {
 template <>
 struct made<raas> {
   static raas from(const method& m, const method_data& data) {
-    return {.page = data.page, .room = data.window, .keeps_prompt = m.keeps_prompt};
+    return {.page = data.page,
+            .room = data.window,
+            .keeps_prompt = m.keeps_prompt,
+            .sink = data.sink,
+            .window = data.window};
   }
 };
 template <template <int> class Residency>

@@ -46,7 +46,7 @@ void compare_continuation(job& j) {
       {std::to_string(n) + " tokens of full attention's own after " + std::to_string(a.prompt + 1)}};
   for (const auto& [first, end] : parts)
     rows[0].push_back("loss at " + std::to_string(first) + " .. " + std::to_string(end - 1));
-  for (const char* column : {"all (95 % over full)", "KL, 1/1000 nat (95 %)", "its 99 %", "top-1"})
+  for (const char* column : {"all", "over full (95 %)", "KL, 1/1000 nat (95 %)", "its 99 %", "top-1"})
     rows[0].push_back(column);
   full_logits logits;
   std::optional<quality> full;
@@ -77,8 +77,9 @@ void compare_continuation(job& j) {
     const double highest = percentile(q.divergences, 0.99);
     const auto thousandths = [](double nats) { return fixed(1000 * nats, nats < 0.01 ? 2 : 1); };
     const auto unless_full = [&](const std::string& cell) { return c.keeps_everything() ? "" : cell; };
-    row.push_back(fixed(q.mean_loss(), 3) +
-                  unless_full(" (" + fixed(over.low, 3) + " .. " + fixed(over.high, 3) + ")"));
+    row.push_back(fixed(q.mean_loss(), 3));
+    row.push_back(
+        unless_full(fixed(over.value, 3) + " (" + fixed(over.low, 3) + " .. " + fixed(over.high, 3) + ")"));
     row.push_back(unless_full(thousandths(kl.value) + " (" + thousandths(kl.low) + " .. " +
                               thousandths(kl.high) + ")"));
     row.push_back(unless_full(thousandths(highest)));

@@ -22,13 +22,14 @@ struct eviction_settings {
   int budget = 1;  // tokens
   double scale = 1.0;
   eviction_kind kind = eviction_kind::h2o;
-  double recent = 0.5;        // of h2o
-  int window = 32;            // of snapkv, rows
-  int kernel = 7;             // of snapkv, tokens
-  int page = 1;               // of raas, tokens; 1 for the others
-  double threshold = 1e-4;    // of raas
-  int room = 1;               // of raas, tokens, where it keeps the prompt
-  bool keeps_prompt = false;  // of raas
+  double recent = 0.5;              // of h2o
+  int window = 32;                  // of snapkv, rows
+  int kernel = 7;                   // of snapkv, tokens
+  int page = 1;                     // of raas, tokens; 1 for the others
+  double threshold = 1e-4;          // of raas
+  int room = 1;                     // of raas, tokens, where it keeps the prompt
+  bool keeps_prompt = false;        // of raas
+  int sink = 0, recent_tokens = 0;  // of raas, where it does not keep the prompt
 };
 
 /// What a unit is worth, as far as float32 can tell: two implementations agree on an order where these are apart, or are
@@ -211,8 +212,10 @@ class forgetful_decoder {
       case eviction_kind::snapkv:
         return unit >= prompt_ - s_.window;
       default:
-        if (!s_.keeps_prompt && prompt_ends) return (unit + 1) * s_.page >= length_;
-        return prompt_ends || (s_.keeps_prompt && unit * s_.page < prompt_) || (unit + 1) * s_.page > length_;
+        if ((unit + 1) * s_.page > length_) return true;  // it is being filled
+        if (!s_.keeps_prompt)
+          return (unit + 1) * s_.page <= s_.sink || unit * s_.page >= length_ - s_.recent_tokens;
+        return prompt_ends || unit * s_.page < prompt_;
     }
   }
 

@@ -159,11 +159,12 @@ struct snapkv {
 /// stamp, and beyond the budget the page with the oldest stamp leaves. A page's attention is that of its tokens,
 /// exactly, where the paper estimates it from a representative of its keys.
 ///
-/// A prompt is cut to the budget when it ends, as in FreeKV's comparison: its latest page stays, and of the others
-/// those that its last row attends to most. Until a decode row stamps them these are older than any decoded page, the
-/// least attended first; those of a prompt that fits, the earliest first. With `keeps_prompt`, as the paper has it, the
-/// prompt's pages all stay and count; where they leave less than `room` of the budget, decoded tokens have `room`
-/// still, which the paper leaves open: memory then grows with the prompt.
+/// A prompt is cut to the budget when it ends, as in FreeKV's comparison: pages of the first `sink` and of the latest
+/// `window` tokens always stay, and of the others those that its last row attends to most. Until a decode row stamps
+/// them these are older than any decoded page, the least attended first; those of a prompt that fits, the earliest
+/// first. With `keeps_prompt`, as the paper has it, the prompt's pages all stay and count, and there is no sink and
+/// window; where they leave less than `room` of the budget, decoded tokens have `room` still, which the paper leaves
+/// open: memory then grows with the prompt.
 struct raas {
   using policy_kind = eviction_kind;
   static constexpr std::string_view name = "raas";
@@ -171,6 +172,8 @@ struct raas {
   float threshold = 1e-4f;
   int room = 128;  ///< tokens, where the prompt is kept
   bool keeps_prompt = false;
+  int sink = 64,
+      window = 128;  ///< tokens, where it is not: whole pages of the one, pages that begin in the other
 
   struct unit_state {
     std::int32_t stamp;  // the last row that it mattered to; below 0: none yet, by the prompt's attention
@@ -187,7 +190,9 @@ struct raas {
     return at.budget > least ? at.budget : least;
   }
   FREEKV_HD constexpr bool protects(int token, const eviction_moment& at) const {
-    return keeps_prompt ? token < at.prompt : at.prompt_ends && token + page >= at.tokens;
+    if (keeps_prompt) return token < at.prompt;
+    const bool fills = at.prompt_ends && token + page > at.tokens;  // it is the last, and goes on
+    return token + page <= sink || token >= at.tokens - window || fills;
   }
   FREEKV_HD constexpr void on_append(unit_state& unit, int row) const { unit.stamp = row; }
   FREEKV_HD void on_prompt(unit_state& unit, const prompt_votes& votes, int token) const {
@@ -210,9 +215,13 @@ struct raas {
     return text.str();
   }
   void validate(const eviction_limits& most) const {
-    if (!keeps_prompt && page > most.budget)
-      throw settings_error("raas: a budget of " + std::to_string(most.budget) + " tokens has no page of " +
-                           std::to_string(page) + "; give a page or more");
+    if (sink < 0 || window < 0)
+      throw settings_error("raas: a sink of " + std::to_string(sink) + " and a window of " +
+                           std::to_string(window) + " tokens; give 0 or more");
+    if (!keeps_prompt && page >= 1 && sink / page + window / page + 1 > most.budget / page)
+      throw settings_error("raas: a budget of " + std::to_string(most.budget) + " tokens leaves no page of " +
+                           std::to_string(page) + " beside a sink of " + std::to_string(sink) +
+                           " and a window of " + std::to_string(window) + "; give a page or more");
     if (page < 1 || room < page)
       throw settings_error("raas: pages of " + std::to_string(page) + " tokens and room for " +
                            std::to_string(room) + " decoded tokens; give at least 1, and room for a page");
