@@ -12,12 +12,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 INK, QUIET, GRID = "#1f2430", "#6b7280", "#e5e7eb"
-COLOURS = {"full": "#1f2430", "streaming_llm": "#9ca3af", "quest": "#c08a3e", "arkvale": "#a16207", "twilight": "#57534e", "infinigen": "#0891b2",
+COLOURS = {"full": "#1f2430", "streaming_llm": "#9ca3af", "quest": "#c08a3e", "quest_mean_softmax": "#92400e", "arkvale": "#a16207", "twilight": "#57534e", "infinigen": "#0891b2",
            "shadowkv": "#4f46e5", "razor_attention": "#7c6f9f",
            "duo_attention": "#9f6f8f", "freekv": "#d97706", "freekv_chunk_means": "#5b8db8", "freekv_key_subspace": "#0f766e",
            "freekv_key_subspace_deficit": "#65a30d", "freekv_key_codes": "#be185d", "freekv_key_codes_deficit": "#7c3aed",
            "h2o": "#b45309", "tova": "#4d7c0f", "snapkv": "#0369a1", "raas": "#86198f"}
-LABELS = {"full": "full attention", "streaming_llm": "window alone\n(StreamingLLM)", "quest": "Quest\nmin-max",
+LABELS = {"full": "full attention", "streaming_llm": "window alone\n(StreamingLLM)", "quest": "Quest\nmin-max", "quest_mean_softmax": "FreeKV's pooling\nalways corrected",
           "arkvale": "ArkVale\ncentroid and box", "twilight": "Twilight\nmin-max, then 4 bits",
           "infinigen": "InfiniGen\nsingle tokens", "shadowkv": "ShadowKV\nrebuilt keys",
           "razor_attention": "RazorAttention", "duo_attention": "DuoAttention",

@@ -2,6 +2,7 @@
 // of its kind; a new variant joins `variants`.
 #pragma once
 
+#include <algorithm>
 #include <freekv/freekv.hpp>
 #include <stdexcept>
 #include <string>
@@ -25,8 +26,8 @@ struct method {
   int bits = 3;                     ///< of key_subspace and key_sketch
   int codes = 6;                    ///< of key_codes, bytes a token
   int times = 4;                    ///< of coarse_to_fine: pages kept, in selected pages
-  int key_rank = 160;               ///< of low_rank_keys; at most as many as a token's keys have numbers
-  int unit = 0;                     ///< tokens that are selected together; 0: a page's
+  int key_rank = 0;  ///< of low_rank_keys; at most as many as a token's keys have numbers; 0: a share
+  int unit = 0;      ///< tokens that are selected together; 0: a page's
   std::string pooling = "mean_softmax";
   std::string selection = "top_k";
   float top_p = 0.95f;
@@ -44,6 +45,7 @@ struct method {
   std::string codec = "identity";  ///< of complete pages in the store
   std::string plan = "retrieval";  ///< or "complete", "window", "sliding", "by_head", "eviction"
   std::string eviction = "h2o";    ///< of plan "eviction"
+  bool keeps_prompt = false;       ///< of raas
 
   bool retrieves() const { return plan == "retrieval" || plan == "by_head"; }
   bool evicts() const { return plan == "eviction"; }
@@ -51,6 +53,11 @@ struct method {
   bool needs_codebooks() const { return retrieves() && summary == "key_codes"; }
   bool needs_factors() const { return plan != "complete" && !evicts() && codec == "low_rank_keys"; }
   int unit_tokens(int page) const { return unit == 0 ? page : unit; }
+  /// Coefficients that a token's keys, of so many numbers, are rebuilt from: without a number of them ShadowKV's share,
+  /// 160 of 1024.
+  int key_rank_of(int numbers) const {
+    return std::min(key_rank == 0 ? std::max(1, (160 * numbers + 512) / 1024) : key_rank, numbers);
+  }
 };
 
 /// What a method's policies take besides it.
@@ -61,7 +68,7 @@ struct method_data {
   rotary_embedding rotary{};             ///< of low_rank_keys; the caller keeps its memory
   std::vector<layer_kind> head_kinds{};  ///< of plan "by_head": (layers, kv_heads)
   int kv_heads = 1;
-  int page = 32, window = 128;  ///< tokens; of raas
+  int page = 32, sink = 64, window = 128;  ///< tokens; of raas
 };
 
 /// An alternative: a name, and how it is made.
@@ -134,8 +141,12 @@ struct made<every_n_steps<dynamic>> {
 };
 template <>
 struct made<raas> {
-  static raas from(const method&, const method_data& data) {
-    return {.page = data.page, .room = data.window};
+  static raas from(const method& m, const method_data& data) {
+    return {.page = data.page,
+            .room = data.window,
+            .keeps_prompt = m.keeps_prompt,
+            .sink = data.sink,
+            .window = data.window};
   }
 };
 template <template <int> class Residency>
@@ -266,7 +277,8 @@ inline const std::vector<named_variant>& variants() {
   static const std::vector<named_variant> all{
       {.name = "full", .does = {.plan = "complete"}},
       {.name = "streaming_llm", .does = {.plan = "window"}},
-      {.name = "quest", .does = {.correction = "always"}},
+      {.name = "quest", .does = {.pooling = "max_score", .correction = "always"}},
+      {.name = "quest_mean_softmax", .does = {.correction = "always"}, .deep = true},
       {.name = "quest_per_query_head",
        .does = {.rows = "per_query_head", .correction = "always"},
        .deep = true},

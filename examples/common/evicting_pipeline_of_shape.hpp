@@ -10,7 +10,7 @@ namespace freekv::examples {
 
 /// Beside it full attention of the same rows is kept, for `attend_full`: what the method itself has forgotten. Its bytes
 /// are not the method's; of the time of an `append` it takes a copy of the rows. The budget is sink, window and selected
-/// pages together; page and window are raas' page and room.
+/// pages together; page, sink and window are raas' page, and its own sink and window, or its room where it keeps prompts.
 template <class Shape>
 class evicting_pipeline_of_shape final : public pipeline {
   using implementation = evicting_pipeline<Shape, eviction_list::any>;
@@ -83,7 +83,7 @@ class evicting_pipeline_of_shape final : public pipeline {
     s.layers = o.layers;
     s.query_heads = o.query_heads;
     s.kv_heads = o.kv_heads;
-    s.budget = static_cast<int>(std::clamp<std::int64_t>(budget, 0, std::int64_t{longest} + 1024));
+    s.budget = static_cast<int>(std::clamp<std::int64_t>(budget, 0, 2 * std::int64_t{longest} + 1024));
     s.max_prompt = o.max_prompt > 0 ? o.max_prompt : longest;
     s.max_generated = o.max_prompt > 0 ? longest - o.max_prompt : longest;
     s.max_sequences = s.max_prefills = o.max_sequences;
@@ -91,6 +91,7 @@ class evicting_pipeline_of_shape final : public pipeline {
     s.plan = {{o.complete_layers}};
     method_data data;
     data.page = o.page;
+    data.sink = std::min(o.budget.sink, longest + o.page);
     data.window = std::min(o.budget.window, longest + o.page);
     s.eviction = chosen("eviction", evictions, o.does.eviction).make(o.does, data);
     return s;

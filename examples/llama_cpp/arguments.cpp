@@ -31,6 +31,9 @@ void add_options(CLI::App& app, arguments& a) {
   app.add_option("--out", a.out, "Folder for results.jsonl and table.txt")->required();
   app.add_option("--prompt", a.prompt, "Tokens of the prompt");
   app.add_option("--steps", a.steps, "Tokens decoded after it, teacher-forced");
+  app.add_option(
+      "--more-texts", a.more_texts,
+      "Texts that --section quality decodes as well, each after a prompt of its own: its table is of all");
   app.add_option("--budget", a.common.budget, "Tokens a head attends to: sink, window and selected pages");
   app.add_option("--page", a.common.page, "Tokens in a page");
   app.add_option("--sink", a.common.sink, "Sink tokens");
@@ -57,6 +60,10 @@ void add_options(CLI::App& app, arguments& a) {
   app.add_option("--timed-steps", a.timed_steps, "Tokens a round");
   app.add_option("--generate", a.generate,
                  "Tokens that every method generates on its own after the prompt; 0: none");
+  app.add_option(
+      "--own-continuation", a.own_continuation,
+      "Tokens that full attention generates after the prompt, greedily, and all methods are then given "
+      "one by one: their loss by position, where texts that differ cannot be compared; 0: none");
   app.add_option("--temperature", a.temperature, "Of sampling them; 0: the most likely token always");
   app.add_option("--seed", a.seed,
                  "Of sampling them, and of --draft's wrong guesses, the same for every method");
@@ -94,6 +101,7 @@ void choose_sections(arguments& a) {
     if (a.rounds > 0) a.sections.push_back("speed");
     if (a.full) a.sections.push_back("lengths");
     if (a.full && !a.needle_tokens.empty()) a.sections.push_back("frontier");
+    if (a.own_continuation > 0) a.sections.push_back("continuation");
     if (a.generate > 0) a.sections.push_back("generate");
     if (a.batch > 0) a.sections.push_back("batch");
     if (a.draft > 0) a.sections.push_back("draft");
@@ -102,6 +110,8 @@ void choose_sections(arguments& a) {
   for (const auto& name : a.sections)
     require(find_section(name) != nullptr,
             "--section " + name + " is unknown; choose among: " + section_names());
+  require(!a.does("continuation") || a.own_continuation > 0,
+          "--section continuation needs --own-continuation, the number of tokens");
   require(!a.does("generate") || a.generate > 0, "--section generate needs --generate, the number of tokens");
   require(!a.does("batch") || a.batch > 0, "--section batch needs --batch, the number of texts");
   require(!a.does("draft") || a.draft > 0, "--section draft needs --draft, the number of tokens a step");
@@ -146,6 +156,8 @@ arguments parse_arguments(int argc, char** argv) {
           "--prompt, --steps and --deep-steps are at least 1");
   require(a.rounds >= 0 && a.timed_steps >= 1, "--rounds is at least 0 and --timed-steps at least 1");
   require(a.generate >= 0, "--generate is at least 0");
+  require(a.own_continuation == 0 || a.own_continuation >= 4,
+          "--own-continuation is 0, or at least 4 tokens, which are told apart by position");
   const auto most = static_cast<int>(llama_max_parallel_sequences());
   require(a.batch == 0 || (a.batch >= 2 && a.batch <= most),
           "--batch is 0, or from 2 to " + std::to_string(most) +

@@ -12,7 +12,7 @@ namespace freekv::examples {
 struct arguments {
   std::string model, text, needle_text, calibration, cache, out, tasks, commit = "unknown";
   int prompt = 4096, steps = 128, basis_tokens = 7168, rounds = 5, timed_steps = 16;
-  int generate = 0, batch = 0, draft = 0;
+  int generate = 0, batch = 0, draft = 0, own_continuation = 0;
   double temperature = 0;
   std::uint64_t seed = 1;
   std::vector<int> needle_tokens{1024, 4096}, needle_budgets{512, 1024};
@@ -22,6 +22,7 @@ struct arguments {
   int deep_steps = 64;
   std::vector<std::string> only;
   std::vector<std::string> codecs;
+  std::vector<std::string> more_texts;
   std::vector<std::string> head_lists;  ///< FILE, or VARIANT=FILE
   std::vector<std::string> sections;    ///< by name; those that the other options ask for unless given
   float tau = 0.9f;

@@ -11,6 +11,10 @@ int budget_of(const contender& c, const common_settings& s) {
 int selected_units(const contender& c, const common_settings& s) {
   return (budget_of(c, s) - s.sink - s.window) / c.does.unit_tokens(page_of(c, s));
 }
+/// Of the selected units those that are pinned, in ShadowKV's proportion: 48 beside 256 others.
+int pinned_units(const contender& c, const common_settings& s) {
+  return c.does.pinning == "pin_outliers" ? (48 * selected_units(c, s) + 152) / 304 : 0;
+}
 
 }  // namespace
 
@@ -54,7 +58,8 @@ pipeline_options options_of(const contender& c, const common_settings& s, const 
   o.query_heads = shape.query_heads;
   o.kv_heads = shape.kv_heads;
   o.page = page_of(c, s);
-  o.budget = c.does.retrieves() || c.does.evicts() ? budget{s.sink, s.window, selected_units(c, s)}
+  const int pinned = pinned_units(c, s);
+  o.budget = c.does.retrieves() || c.does.evicts() ? budget{s.sink, s.window, selected_units(c, s) - pinned}
                                                    : budget{s.sink, budget_of(c, s) - s.sink, 1};
   o.max_tokens = prompt.kv.tokens() + more;
   o.max_prompt = prompt.kv.tokens();
@@ -62,6 +67,7 @@ pipeline_options options_of(const contender& c, const common_settings& s, const 
   o.complete_layers = s.complete_layers;
   o.in_place = in_place;
   o.does = c.does;
+  o.does.pinned = pinned;
   o.basis = basis_of(c, prompt);
   o.codebooks = codebooks_of(c, prompt);
   o.factors = factors_of(c, prompt);

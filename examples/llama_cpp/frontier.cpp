@@ -647,7 +647,7 @@ void frontier::compare_corrections() {
                       ": " + c.name,
                   static_cast<double>(i + 1) / static_cast<double>(cases.size()));
     const needle_score score = measure_needles(c, needles);
-    const quality q = measure_quality(c, settings_, j_.model(), text_, running_text(a.deep_steps), "steps",
+    const quality q = measure_quality(c, settings_, j_.model(), {text_, running_text(a.deep_steps), "steps"},
                                       [](const std::string&, double) {});
     const auto& s = q.attention;
     const auto per_head = [&](long long sum) {

@@ -104,7 +104,8 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
 /// How much of --text the sections need.
 int text_tokens(const arguments& a) {
   int needed = 1;
-  for (const char* name : {"quality", "budgets", "taus", "speed", "generate", "draft", "frontier"})
+  for (const char* name :
+       {"quality", "budgets", "taus", "speed", "continuation", "generate", "draft", "frontier"})
     if (a.does(name)) needed = std::max(needed, a.prompt + std::max(a.steps, a.deep_steps) + 1);
   if (a.does("batch")) needed = std::max(needed, a.prompt + a.steps + a.batch);  // different parts
   if (a.does("lengths"))
@@ -145,11 +146,17 @@ std::string results_in(const std::string& folder) {
   return folder + "/results.jsonl";
 }
 
-constexpr std::array all_sections{section{"needles", compare_needles},    section{"quality", compare_quality},
-                                  section{"budgets", compare_budgets},    section{"taus", compare_taus},
-                                  section{"speed", compare_speed},        section{"lengths", compare_lengths},
-                                  section{"generate", compare_generated}, section{"batch", compare_batch},
-                                  section{"draft", compare_drafts},       section{"tasks", compare_tasks},
+constexpr std::array all_sections{section{"needles", compare_needles},
+                                  section{"quality", compare_quality},
+                                  section{"budgets", compare_budgets},
+                                  section{"taus", compare_taus},
+                                  section{"speed", compare_speed},
+                                  section{"lengths", compare_lengths},
+                                  section{"continuation", compare_continuation},
+                                  section{"generate", compare_generated},
+                                  section{"batch", compare_batch},
+                                  section{"draft", compare_drafts},
+                                  section{"tasks", compare_tasks},
                                   section{"frontier", compare_frontier}};
 
 }  // namespace
@@ -180,8 +187,9 @@ job::job(const arguments& wanted)
   place_.queries =
       std::any_of(contenders_.begin(), contenders_.end(), [](const contender& c) { return c.does.evicts(); });
   const auto& shape = model_.shape();
-  const int longest = std::max(static_cast<int>(text_.size()),
-                               wanted.does("generate") ? wanted.prompt + wanted.generate + 1 : 0);
+  const int longest = std::max(
+      {static_cast<int>(text_.size()), wanted.does("generate") ? wanted.prompt + wanted.generate + 1 : 0,
+       wanted.does("continuation") ? wanted.prompt + wanted.own_continuation + 1 : 0});
   if (longest > shape.trained_context)
     std::cerr << "note: " << longest << " tokens are more than the " << shape.trained_context
               << " the model was trained for\n";
@@ -196,9 +204,8 @@ const prepared_prompt& job::prompt() {
   return *prompt_;
 }
 
-std::span<const llama_token> job::after_prompt() const {
-  return text().subspan(static_cast<std::size_t>(wanted_.prompt),
-                        static_cast<std::size_t>(wanted_.steps) + 1);
+std::span<const llama_token> job::after_prompt(std::span<const llama_token> text) const {
+  return text.subspan(static_cast<std::size_t>(wanted_.prompt), static_cast<std::size_t>(wanted_.steps) + 1);
 }
 
 prepared_prompt job::prepare(std::span<const llama_token> tokens, const std::string& other_text) {
@@ -217,7 +224,8 @@ learnt_keys job::learn(const prompt_cache& keys, basis_source source) {
   int rank = 0, key_rank = 0;
   for (const contender& c : contenders_) {
     if (c.basis != source) continue;
-    if (c.does.needs_factors()) key_rank = std::max(key_rank, c.does.key_rank);
+    if (c.does.needs_factors())
+      key_rank = std::max(key_rank, c.does.key_rank_of(model_.shape().kv_heads * model_.shape().head_dim));
     if (c.does.needs_basis()) rank = std::max(rank, c.does.rank);
     if (c.does.needs_codebooks() && !learnt.codebooks.contains(c.does.codes))
       learnt.codebooks.emplace(

@@ -30,7 +30,9 @@ class job {
   /// --prompt tokens of them, prepared at the first call.
   const prepared_prompt& prompt();
   /// What follows these: --steps tokens, and one more to predict.
-  std::span<const llama_token> after_prompt() const;
+  std::span<const llama_token> after_prompt() const { return after_prompt(text()); }
+  /// The same of another text.
+  std::span<const llama_token> after_prompt(std::span<const llama_token> text) const;
 
   /// `other_text`: the file whose keys lend what is learnt, with those of --calibration; --needle-text, unless the
   /// tokens are from there.
@@ -73,6 +75,8 @@ void compare_taus(job& j);
 void compare_speed(job& j);
 /// The same against the context's length.
 void compare_lengths(job& j);
+/// Loss of what full attention goes on with on its own, by position.
+void compare_continuation(job& j);
 /// Texts that every contender writes on its own.
 void compare_generated(job& j);
 /// Texts decoded together and one at a time.

@@ -1,6 +1,8 @@
-// Teacher-forced decoding of a text after a prompt, on the resident route, compared with full attention.
+// Teacher-forced decoding of a text after a prompt, compared with full attention.
 #pragma once
 
+#include <span>
+#include <string>
 #include <vector>
 
 #include "contender.hpp"
@@ -8,8 +10,18 @@
 
 namespace freekv::examples {
 
+/// Full attention's logits at every step of a text, (steps, vocabulary): 4 bytes a number.
+struct full_logits {
+  std::vector<float> rows;
+  std::span<const float> row(int step, std::size_t vocabulary) const {
+    return std::span(rows).subspan(static_cast<std::size_t>(step) * vocabulary, vocabulary);
+  }
+};
+
 struct quality {
-  std::vector<double> losses;        ///< -ln p of the next token, by step
+  std::vector<double> losses;  ///< -ln p of the next token, by step
+  std::vector<double>
+      divergences;  ///< of the next token's distribution from full attention's, by step, in nats
   std::vector<llama_token> choices;  ///< most likely next token, by step
   attention_statistics attention;    ///< of all layers and heads
   std::vector<attention_statistics> by_head;
@@ -20,13 +32,20 @@ struct quality {
 
   double mean_loss() const;
   double perplexity() const;
-  /// A sum over all layers and heads, per step.
-  double per_step(long long sum) const;
 };
 
 /// `text`: the tokens decoded, and one more to predict. `what` is being done, for `progress`.
+struct decoded_text {
+  const prepared_prompt& prompt;
+  std::span<const llama_token> text;
+  std::string what;
+};
+
+/// On the resident route, each head's attention compared with full attention's; without that, on the route in place and
+/// without statistics of attention. `full`: written by a contender that keeps everything, if it is empty, and read by
+/// others for their divergences; null: there are none.
 quality measure_quality(const contender& c, const common_settings& s, const model& model,
-                        const prepared_prompt& prompt, std::span<const llama_token> text,
-                        const std::string& what, const progress_function& progress);
+                        const decoded_text& decoded, const progress_function& progress,
+                        full_logits* full = nullptr, bool compares_attention = true);
 
 }  // namespace freekv::examples

@@ -6,6 +6,9 @@
 #include <iostream>
 #include <iterator>
 #include <map>
+#include <numeric>
+#include <random>
+#include <utility>
 
 #include "command_line.hpp"
 #include "program.hpp"
@@ -18,7 +21,8 @@ namespace {
 struct arguments {
   std::string model, text, out;
   std::vector<int> layers;
-  int prompt = 1024, steps = 128, threads = 2;
+  int prompt = 1024, steps = 128, threads = 2, repeated = 0;
+  std::uint64_t seed = 1;
   bool full_queries = false;
 };
 
@@ -56,7 +60,12 @@ arguments parse(int argc, char** argv) {
                "freekv-record");
   app.option_defaults()->always_capture_default();
   app.add_option("--model", a.model, "GGUF file")->required();
-  app.add_option("--text", a.text, "Text")->required();
+  app.add_option("--text", a.text, "Text; none with --repeated");
+  app.add_option(
+      "--repeated", a.repeated,
+      "Random tokens, four times in a row, instead of a text: the last time is the steps, what is before it "
+      "the prompt; from such traces freekv-heads --by echo finds heads; 0: none");
+  app.add_option("--seed", a.seed, "Of the random tokens");
   app.add_option("--layers", a.layers, "Layers, by number; several allowed")->required()->delimiter(',');
   app.add_option("--prompt", a.prompt, "Tokens of the prompt");
   app.add_option("--steps", a.steps, "Tokens after it, a decode step each");
@@ -64,9 +73,30 @@ arguments parse(int argc, char** argv) {
   app.add_flag("--f32-queries", a.full_queries, "Queries as F32; else F16 like the keys");
   app.add_option("--out", a.out, "Folder; layer N goes to layer-N.safetensors")->required();
   if (!parsed(app, argc, argv)) std::exit(0);
+  if (a.repeated < 0 || a.repeated == 1)
+    throw choice_error("--repeated " + std::to_string(a.repeated) + " is not 0, or at least 2 tokens");
+  if (a.text.empty() != (a.repeated > 0)) throw choice_error("give either --text FILE or --repeated TOKENS");
+  if (a.repeated > 0) a.prompt = 3 * a.repeated, a.steps = a.repeated;
   if (a.prompt < 0 || a.steps < 0 || a.prompt + a.steps < 1)
     throw choice_error("--prompt and --steps must be 0 or more, and not both 0");
   return a;
+}
+
+/// `count` different tokens that end no text and are text of their own, four times in a row.
+std::vector<llama_token> repeated_tokens(const model& m, int count, std::uint64_t seed) {
+  std::vector<llama_token> tokens(static_cast<std::size_t>(m.shape().vocabulary));
+  std::iota(tokens.begin(), tokens.end(), 0);
+  std::erase_if(tokens, [&](llama_token token) { return m.ends(token) || m.to_text(token).empty(); });
+  if (static_cast<std::size_t>(count) > tokens.size())
+    throw choice_error("--repeated " + std::to_string(count) + " is more than the " +
+                       std::to_string(tokens.size()) + " tokens that the model's texts are made of");
+  std::mt19937_64 random(seed);  // not std::shuffle, which differs between standard libraries
+  for (std::size_t i = 0; i < static_cast<std::size_t>(count); ++i)
+    std::swap(tokens[i], tokens[i + random() % (tokens.size() - i)]);
+  tokens.resize(static_cast<std::size_t>(count));
+  std::vector<llama_token> text;
+  for (int time = 0; time < 4; ++time) text.insert(text.end(), tokens.begin(), tokens.end());
+  return text;
 }
 
 void run(int argc, char** argv) {
@@ -76,7 +106,8 @@ void run(int argc, char** argv) {
     if (layer < 0 || layer >= m.shape().layers)
       throw choice_error("--layers: the model has layers 0 to " + std::to_string(m.shape().layers - 1) +
                          ", so none numbered " + std::to_string(layer));
-  const auto tokens = first_tokens(m, a.text, a.prompt + a.steps);
+  const auto tokens =
+      a.repeated > 0 ? repeated_tokens(m, a.repeated, a.seed) : first_tokens(m, a.text, a.prompt + a.steps);
   recorder recording(a.layers);
   recording.shape = m.shape();
   progress_line progress;
@@ -96,7 +127,9 @@ void run(int argc, char** argv) {
         {"prompt_len", std::to_string(a.prompt)},
         {"layer", std::to_string(layer)},
         {"model", m.shape().name},
-        {"text", std::filesystem::path(a.text).filename().string()}};
+        {"text",
+         a.repeated > 0 ? "random tokens, four times" : std::filesystem::path(a.text).filename().string()}};
+    if (a.repeated > 0) metadata["period"] = std::to_string(a.repeated);
     if (const auto& rotary = m.shape().rotary) {
       metadata["rope_base"] = std::to_string(rotary->base);
       metadata["rope_pairs"] = rotary->of == rotary_pairs::halves ? "halves" : "neighbours";
@@ -108,10 +141,7 @@ void run(int argc, char** argv) {
                                                          : std::as_bytes(std::span(half_queries))},
                                          {"k", data_type::f16, kv, std::as_bytes(std::span(rows.keys))},
                                          {"v", data_type::f16, kv, std::as_bytes(std::span(rows.values))}},
-                             .metadata = {{"prompt_len", std::to_string(a.prompt)},
-                                          {"layer", std::to_string(layer)},
-                                          {"model", m.shape().name},
-                                          {"text", std::filesystem::path(a.text).filename().string()}}});
+                             .metadata = std::move(metadata)});
     std::cout << path.string() << "\n";
   }
 }

@@ -32,9 +32,11 @@ void compare_budgets(job& j) {
         row.push_back("");
         continue;
       }
-      const quality q = of_full ? *of_full
-                                : measure_quality(c, s, j.model(), j.prompt(), swept_text(j),
-                                                  "budget " + std::to_string(budget), j.progress());
+      const quality q = of_full
+                            ? *of_full
+                            : measure_quality(c, s, j.model(),
+                                              {j.prompt(), swept_text(j), "budget " + std::to_string(budget)},
+                                              j.progress());
       if (c.keeps_everything()) of_full = q;
       row.push_back(fixed(q.perplexity(), 2) + " (" + fixed(100 * q.attention.mean_mass(), 1) + " %)");
       const nlohmann::ordered_json at{{"budget", budget}, {"steps", a.deep_steps}, {"route", "resident"}};
@@ -59,8 +61,8 @@ void compare_taus(job& j) {
     std::vector<std::string> row{c.name};
     for (const double tau : a.taus) {
       c.does.tau = static_cast<float>(tau);
-      const quality q = measure_quality(c, a.common, j.model(), j.prompt(), swept_text(j),
-                                        "tau " + fixed(tau, 2), j.progress());
+      const quality q = measure_quality(c, a.common, j.model(),
+                                        {j.prompt(), swept_text(j), "tau " + fixed(tau, 2)}, j.progress());
       const auto& all = q.attention;
       row.push_back(fixed(100 * all.corrected_share(), 0) + " % (" + fixed(all.pages_changed(), 2) + ")");
       for (std::size_t first = 0; first < q.by_head.size(); first += kv_heads) {

@@ -124,8 +124,9 @@ void layer_setup::take_factors(const replay_options& o, const trace_form& t) {
         "rope_base; give --rope-base, and --rope-pairs neighbours if the model was a GGUF file");
   const auto of = chosen("--rope-pairs", rope_pairs, o.rope_pairs.value_or(t.rope_pairs)).value;
   if (base) rotation_ = rotation_of_base(*base, t.head_dim / 2, of);
-  if (o.does.key_rank < 1) refuse("--key-rank " + std::to_string(o.does.key_rank) + " is below 1");
-  factors_.emplace(1, t.kv_heads, std::min(o.does.key_rank, t.kv_heads * t.head_dim), t.head_dim);
+  if (o.does.key_rank < 0)
+    refuse("--key-rank " + std::to_string(o.does.key_rank) + " is below 0; give 0 for a share of the numbers");
+  factors_.emplace(1, t.kv_heads, o.does.key_rank_of(t.kv_heads * t.head_dim), t.head_dim);
   options_.factors = factors_->layer(0);
   options_.rotary = rotation_.view();
 }

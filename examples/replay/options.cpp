@@ -158,9 +158,7 @@ std::string footer() {
          "Variants that forget (h2o, tova, snapkv, raas) have no sink and window of their own; selected is "
          "then all "
          "that is\n"
-         "  attended to, tokens or raas' pages; raas keeps the prompt and has room for --window tokens "
-         "beyond it. For "
-         "full\n"
+         "  attended to, tokens or raas' pages. For full\n"
          "  attention the program keeps a copy beside them. They do not fork, truncate, preempt and "
          "restore.\n"
          "A folder's object has settings, layers (an object each, by their metadata's layer), and over the "
@@ -343,7 +341,8 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   add.optional_text("--codec", flags.codec, "the variant's",
                     "How the store keeps complete pages: " + names_of(codecs));
   add.whole_number("--key-rank", numbers.key_rank,
-                   "low_rank_keys: coefficients of a token's keys of all heads; at most as many as numbers");
+                   "low_rank_keys: coefficients of a token's keys of all heads; at most as many as numbers; "
+                   "0: ShadowKV's share of them, 160 of 1024");
   add.parsed(
          "--rope-base",
          [&](const std::string& text) {

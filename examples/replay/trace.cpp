@@ -92,6 +92,8 @@ trace_form form_of(const safetensors_file& file, std::optional<data_type> elemen
   // Other programs may keep a name under this key; only a number is ours.
   if (const auto layer = file.metadata().find("layer"); layer != file.metadata().end())
     t.layer = decimal(layer->second, 1 << 20);
+  if (const auto period = file.metadata().find("period"); period != file.metadata().end())
+    if (const auto tokens = decimal(period->second, t.tokens); tokens && *tokens > 0) t.period = tokens;
   if (const auto base = file.metadata().find("rope_base"); base != file.metadata().end()) {
     double value = 0;
     const std::string& text = base->second;

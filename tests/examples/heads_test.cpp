@@ -6,6 +6,7 @@
 #include "../catch.hpp"
 #include "../files.hpp"
 #include "run_program.hpp"
+#include "tensor_file.hpp"
 
 using namespace tests;
 
@@ -62,6 +63,61 @@ TEST_CASE("the heads that look furthest back keep everything", "[heads]") {
   CHECK(one < error_of({"--variant", "razor_attention", "--heads", list}));
   REQUIRE(find_heads(list, "1").exit_code == 0);
   CHECK(error_of({"--variant", "razor_attention", "--heads", list}) < 1e-5);
+}
+
+TEST_CASE("echo and induction heads are found on a text that repeats itself", "[heads]") {
+  // Two KV heads of one query head on 4 times 40 tokens, token t of all four with the key e_t: in layer 3 head 0 looks
+  // for what followed its token, head 1 for its own place; in layer 4 head 0 for the token itself, head 1 for token 0;
+  // layer 0 is as layer 4.
+  const scratch_folder folder;
+  constexpr int period = 40, tokens = 4 * period, d = 64;
+  const auto store_layer = [&](int layer, const auto& look_for, bool repeats) {
+    std::vector<float> q(tokens * 2 * d), k(q), v(q);
+    for (int t = 0; t < tokens; ++t)
+      for (int head = 0; head < 2; ++head) {
+        const auto row = static_cast<std::size_t>((t * 2 + head) * d);
+        k[row + static_cast<std::size_t>(t % period)] = 1;
+        k[row + 63] = static_cast<float>(t) / tokens;  // what place it is
+        const int wanted = look_for(head, t % period);
+        q[row + static_cast<std::size_t>(wanted)] = wanted == 63 ? 800 : 80;
+      }
+    const auto one = [&](const std::vector<float>& of) {
+      return tensor_text{"F32", {tokens, 2, d}, bytes_of(of, "F32")};
+    };
+    std::map<std::string, std::string> metadata{{"prompt_len", std::to_string(3 * period)},
+                                                {"layer", std::to_string(layer)}};
+    if (repeats) metadata["period"] = std::to_string(period);
+    store(folder / ("layer-" + std::to_string(layer) + ".safetensors"),
+          parts_of({{"q", one(q)}, {"k", one(k)}, {"v", one(v)}}, metadata).whole());
+  };
+  const auto echo = [](int head, int t) { return head == 0 ? t : 0; };
+  store_layer(
+      3, [](int head, int t) { return head == 0 ? (t + 1) % period : 63; }, true);
+  store_layer(4, echo, true);
+  store_layer(0, echo, true);
+  const auto found = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> command{FREEKV_HEADS, folder.path(), "--out", folder / "list", "--by", "echo"};
+    command.insert(command.end(), more.begin(), more.end());
+    const auto end = run_program(command);
+    INFO(end);
+    REQUIRE(end.exit_code == 0);
+    auto lines = lines_of(folder / "list");
+    std::sort(lines.begin(), lines.end());
+    return lines;
+  };
+  CHECK(found({"--share", "0.5"}) ==
+        std::vector<std::string>{"3 0 complete", "3 1 window", "4 0 complete", "4 1 window"});
+  const auto published = found({});  // 0.15 of 4 heads
+  CHECK(std::count_if(published.begin(), published.end(),
+                      [](const auto& l) { return l.ends_with("complete"); }) == 1);
+  CHECK(found({"--complete-layers", "0"}).size() == 6);
+
+  store_layer(4, echo, false);
+  const auto end = run_program({FREEKV_HEADS, folder.path(), "--out", folder / "list", "--by", "echo"});
+  INFO(end);
+  CHECK(end.exit_code == 2);
+  CHECK(end.err.find("layer-4.safetensors does not say after how many tokens it repeats itself") !=
+        std::string::npos);
 }
 
 TEST_CASE("freekv-heads says what it cannot do", "[heads]") {

@@ -30,7 +30,8 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
   static const std::map<std::string, variant_policies> all{
       {"full", {"complete", "min_max", "cosine_drift"}},
       {"streaming_llm", {"window", "min_max", "cosine_drift"}},
-      {"quest", {"retrieval", "min_max", "always"}},
+      {"quest", {"retrieval", "min_max", "always", "max_score"}},
+      {"quest_mean_softmax", {"retrieval", "min_max", "always"}},
       {"quest_per_query_head",
        {"retrieval", "min_max", "always", "mean_softmax", "top_k", false, "per_query_head"}},
       {"freekv_per_layer",
@@ -141,7 +142,7 @@ inline void learn_factors(replay_case& c) {
   if (!o.does.needs_factors()) return;
   using namespace freekv::examples;
   const rotation turns = rotation_of_base(rope_base, o.head_dim / 2, freekv::rotary_pairs::halves);
-  key_basis learnt(1, o.kv_heads, std::min(o.does.key_rank, o.kv_heads * o.head_dim), o.head_dim);
+  key_basis learnt(1, o.kv_heads, o.does.key_rank_of(o.kv_heads * o.head_dim), o.head_dim);
   std::vector<float> keys(c.k.begin(), c.k.begin() + c.layer.prompt * o.kv_heads * o.head_dim);
   for (float& x : keys) x = rounded(x, o.element);
   learnt.factorise(0, rotated(keys, o.kv_heads, o.head_dim, turns, -1.0f));

@@ -166,7 +166,7 @@ TEST_CASE("unknown names are refused with the known ones", "[replay]") {
   r.refuse({"--codec", "low_rank_keys", "--rope-base", "0"}, {"--rope-base 0"});
   r.refuse({"--codec", "low_rank_keys", "--rope-base", "1e4", "--rope-pairs", "thirds"},
            {"thirds", "halves, neighbours"});
-  r.refuse({"--codec", "low_rank_keys", "--rope-base", "1e4", "--key-rank", "0"}, {"--key-rank 0"});
+  r.refuse({"--codec", "low_rank_keys", "--rope-base", "1e4", "--key-rank", "-1"}, {"--key-rank -1"});
   r.refuse({"--pinning", "some"}, {"--pinning some", "no_pins, pin_outliers"});
   r.refuse({"--pinning", "pin_outliers", "--pinned", "-1"}, {"pin_outliers: -1 units"});
   r.refuse({"--pinning", "pin_outliers", "--rows", "per_layer"}, {"per_layer", "no_pins"});

@@ -430,6 +430,7 @@ TEST_CASE("keys are rebuilt from what they were before rotation, which the trace
     std::vector<std::string> command{FREEKV_REPLAY, FREEKV_TRACE, "--variant",   "shadowkv",
                                      "--page",      "16",         "--sink",      "16",
                                      "--window",    "32",         "--rope-base", "100000"};
+    if (more.size() == 2) command.insert(command.end(), {"--key-rank", "160"});
     command.insert(command.end(), more.begin(), more.end());
     const auto end = run_program(command);
     INFO(end);
@@ -442,6 +443,9 @@ TEST_CASE("keys are rebuilt from what they were before rotation, which the trace
   const auto neighbours = real({"--rope-pairs", "neighbours"});
   CHECK(error_of(neighbours) < 0.5 * error_of(real({"--rope-pairs", "halves"})));
   CHECK(error_of(real({"--rope-pairs", "neighbours", "--key-rank", "192"})) < 1e-3);
+  // Without a number it is 160 of 1024, of 192 numbers 30.
+  CHECK(error_of(real({"--rope-pairs", "neighbours", "--key-rank", "0"})) ==
+        error_of(real({"--rope-pairs", "neighbours", "--key-rank", "30"})));
   // 8 tokens' values of 64 f16, and their bits.
   CHECK(neighbours.at("bytes_recalled") == neighbours.at("pages_recalled").get<long>() * (8 * 64 * 2 + 4));
 }
@@ -561,7 +565,7 @@ TEST_CASE("help names every flag and its default", "[replay]") {
                            "--codec TEXT=the variant's",
                            "--pinning TEXT=the variant's",
                            "--pinned INT=48 ",
-                           "--key-rank INT=160 ",
+                           "--key-rank INT=0 ",
                            "--rope-base FLOAT=the trace's",
                            "--rope-pairs TEXT=the trace's",
                            "--store-file TEXT=the store is in",

@@ -46,6 +46,31 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
+/// A question has what its object says.
+void check_question(const nlohmann::json& object, const freekv::examples::question& q) {
+  if (!q.choices.empty()) {
+    REQUIRE(object.at("choices").get<std::vector<std::string>>() == q.choices);
+    REQUIRE(object.at("correct") == q.correct);
+    REQUIRE(q.choices.size() >= 2);
+    REQUIRE(q.correct >= 0);
+    REQUIRE(q.correct < static_cast<int>(q.choices.size()));
+  } else if (q.anywhere) {
+    REQUIRE(object.at("answers").size() == q.answers.size());
+    for (const std::string& answer : q.answers) REQUIRE_FALSE(answer.empty());
+  } else if (!q.answers.empty()) {
+    REQUIRE(q.answers.size() == 1);
+    REQUIRE(freekv::examples::trimmed(object.at("answer")) == q.answers[0]);
+    REQUIRE_FALSE(q.answers[0].empty());
+  } else {
+    REQUIRE(object.at("continuation") == q.continuation);
+    REQUIRE_FALSE(q.continuation.empty());
+  }
+  if (object.contains("question")) REQUIRE(object.at("question") == q.text);
+  if (object.contains("max_tokens")) REQUIRE(object.at("max_tokens") == q.max_tokens);
+  if (object.contains("group")) REQUIRE(object.at("group") == q.group);
+  if (object.contains("depth")) REQUIRE(object.at("depth") == q.depth);
+}
+
 std::string damaged(const std::string& text, std::uint64_t seed) {
   source_of_damage d(seed);
   std::string bad = text;
@@ -64,7 +89,10 @@ TEST_CASE("damaged files of tasks are read as what they say or refused in a sent
       "{\"prompt\": \"The sky is\", \"choices\": [\" blue\", \" green\", \" caf\xc3\xa9\"], \"correct\": 0, "
       "\"id\": 17}\n"
       "{\"prompt\": \"The secret number is\", \"answer\": \"73951\", \"more\": {\"weights\": [0.5, -1, "
-      "1e3]}}\n";
+      "1e3]}}\n"
+      "{\"prompt\": \"Once more\", \"group\": \"two\", \"questions\": [{\"question\": \" a\", \"answers\": "
+      "[\"1\", "
+      "\"2\"], \"max_tokens\": 12}, {\"question\": \" b\", \"continuation\": \" c\", \"depth\": 0.5}]}\n";
   reached seen;
   const long cases = for_seeds(15000, [&](std::uint64_t seed) {
     const std::string text = damaged(correct, seed);
@@ -88,16 +116,11 @@ TEST_CASE("damaged files of tasks are read as what they say or refused in a sent
       const auto object = nlohmann::json::parse(lines[static_cast<std::size_t>(last) - 1]);
       REQUIRE(object.at("prompt") == task.prompt);
       REQUIRE_FALSE(task.prompt.empty());
-      if (task.choices.empty()) {
-        REQUIRE(freekv::examples::trimmed(object.at("answer")) == task.answer);
-        REQUIRE_FALSE(task.answer.empty());
-      } else {
-        REQUIRE(object.at("choices").get<std::vector<std::string>>() == task.choices);
-        REQUIRE(object.at("correct") == task.correct);
-        REQUIRE(task.choices.size() >= 2);
-        REQUIRE(task.correct >= 0);
-        REQUIRE(task.correct < static_cast<int>(task.choices.size()));
-      }
+      REQUIRE_FALSE(task.questions.empty());
+      const bool several = object.contains("questions");
+      REQUIRE(task.questions.size() == (several ? object.at("questions").size() : 1));
+      for (std::size_t i = 0; i < task.questions.size(); ++i)
+        check_question(several ? object.at("questions")[i] : object, task.questions[i]);
     }
   });
   INFO(seen.read << " read, " << seen.refused << " refused for " << seen.kinds.size() << " reasons");

@@ -1,10 +1,12 @@
-// What is said of generated texts, and how tokens are sampled. No model is needed.
+// What is said of generated texts and of rows of logits, and how tokens are sampled. No model is needed.
 
 #include "generation.hpp"
 
 #include <cmath>
+#include <limits>
 
 #include "../catch.hpp"
+#include "logits.hpp"
 
 namespace {
 
@@ -71,4 +73,22 @@ TEST_CASE("repetition counts runs of four tokens that were there before") {
   CHECK(repetition(late) == 1);  // of the last 256 runs
   late.push_back(5000);
   CHECK(repetition(late) == Approx(255 / 256.0));
+}
+
+TEST_CASE("a divergence is that of the softmaxes, whatever is added to all logits", "[generation]") {
+  const auto logits = [](std::vector<double> probabilities, double more) {
+    std::vector<float> all;
+    for (const double p : probabilities) all.push_back(static_cast<float>(std::log(p) + more));
+    return all;
+  };
+  const auto full = logits({0.5, 0.25, 0.25}, 0), other = logits({0.25, 0.25, 0.5}, 3);
+  CHECK(divergence(full, full) == 0);
+  CHECK(divergence(full, logits({0.5, 0.25, 0.25}, -40)) == Approx(0).margin(1e-6));
+  CHECK(divergence(full, other) == Approx(0.5 * std::log(2.0) + 0.25 * std::log(0.5)).epsilon(1e-5));
+  // Not the same the other way round: what full finds unlikely counts little.
+  const auto sure = logits({0.98, 0.01, 0.01}, 0);
+  CHECK(divergence(sure, full) == Approx(0.98 * std::log(1.96) + 0.02 * std::log(0.04)).epsilon(1e-5));
+  CHECK(divergence(full, sure) == Approx(0.5 * std::log(0.5 / 0.98) + 0.5 * std::log(25.0)).epsilon(1e-5));
+  const std::vector<float> certain{0, -std::numeric_limits<float>::max()};
+  CHECK(divergence(certain, certain) == 0);
 }

@@ -8,7 +8,11 @@ common=(--model "$model" --text "$texts/hacker-folklore.txt" --threads 1)  # of 
 
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/results" \
   --calibration "$texts/technical.txt" --prompt 500 --steps 12 --budget 256 --needle-tokens 400 --needle-budgets 256 \
-  --basis-tokens 300 --rounds 1 --timed-steps 2 --generate 12 --temperature 0.7 --tasks "$texts/tasks.jsonl" --commit smoke
+  --basis-tokens 300 --rounds 1 --timed-steps 2 --generate 12 --temperature 0.7 --tasks "$texts/tasks.jsonl" --commit smoke \
+  --own-continuation 16 --more-texts "$texts/genesis.txt"
+python3 -B "$texts/../tasks.py" "$folder/made.jsonl" --lengths 300 --prompts 1 --tasks needles multivalue variables
+"$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/made" \
+  --section tasks --tasks "$folder/made.jsonl" --variant streaming_llm --variant quest --budget 256 --commit smoke
 for layer in $(seq 0 29); do echo "$layer 0 complete"; done >"$folder/heads.txt"
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/full" \
   --full --section quality --section budgets --section taus --section lengths --variant freekv --variant razor_attention \
@@ -24,11 +28,12 @@ for layer in $(seq 0 29); do echo "$layer 0 complete"; done >"$folder/heads.txt"
 for variant in full streaming_llm quest freekv freekv_chunk_means freekv_key_subspace; do
   "$replay" "$folder/traces/layer-12.safetensors" --variant $variant --k 2 --out "$folder/$variant.safetensors" >"$folder/$variant.json"
 done
+"$replay" "$folder/traces/layer-12.safetensors" --variant shadowkv --k 8 --pinned 2 >"$folder/shadowkv.json"  # the trace has the rotation
 "$replay" "$folder/traces/layer-3.safetensors" --variant freekv_key_subspace --k 2 --basis "$folder/basis.safetensors" >"$folder/basis.json"
 
 # A file that is no model, a text too short, and options that cannot be get one sentence and exit code 2.
 for wrong in "--model $0" "--text $0 --prompt 50000" "--variant nonsense" "--budget 100" "--variant razor_attention" \
-  "--section nonsense" "--section generate" "--tasks $0 --section tasks" "--temperature -1" "--section batch" "--batch 1" \
+  "--section nonsense" "--section generate" "--section continuation" "--own-continuation 3" "--tasks $0 --section tasks" "--temperature -1" "--section batch" "--batch 1" \
   "--batch 100000" "--batch 4 --prompt 16000" "--section draft" "--draft 1" "--draft 13 --steps 12"; do
   status=0
   # shellcheck disable=SC2086
@@ -64,11 +69,30 @@ for case in cases:
     assert 0 <= value["tasks", case, "right"] <= 1, case
 assert value["quality", "full", "top1_agreement"] == 1
 assert value["quality", "full", "attention_error"] == 0
+for bench in "quality", "continuation":
+    assert value[bench, "full", "divergence"] == value[bench, "full", "divergence_99"] == 0
+    assert value[bench, "full", "top1_agreement"] == 1
+    for case in cases[1:]:
+        assert 0 < value[bench, case, "divergence_low"] <= value[bench, case, "divergence"] <= value[bench, case, "divergence_high"]
+        assert value[bench, case, "divergence"] <= value[bench, case, "divergence_99"], case
+assert {l["n"] for l in lines if l["bench"] == "quality"} == {24}  # 12 tokens of two texts
+assert 0 < value["continuation", "full", "loss"] < math.log(value["quality", "full", "perplexity"])  # its own choice
+parts = [(l["first"], l["end"]) for l in lines if (l["bench"], l["case"], l["metric"]) == ("continuation", "freekv", "loss_at")]
+assert parts == [(0, 2), (2, 4), (4, 8), (8, 16)]
 assert value["generate", "full", "first_difference"] == 12 and value["generate", "full", "same_tokens"] == 1
 assert all((folder / f"results/generated-{case}.txt").stat().st_size > 0 for case in ("full", "freekv"))
 assert value["tasks", "full", "answers_right"] == 2  # facts that stand in the prompts
 tasks = [l for l in lines if l["bench"] == "task" and l["case"] == "full"]
 assert [l["task"] for l in tasks] == [1, 2, 3, 4, 5] and tasks[1]["answered"].startswith("73951") and len(tasks[2]["losses"]) == 3
+made = {(l["group"], l["case"], l["metric"]): l for l in results("made") if l["bench"] == "task_group"}
+assert [group for group, case, metric in made if (case, metric) == ("full", "right")] == ["needles, 300", "multivalue, 300", "variables, 300"]
+assert made["needles, 300", "full", "right"]["n"] == 8 and made["variables, 300", "full", "right"]["prompts"] == 1
+for (group, case, metric), line in made.items():
+    assert metric not in ("p_full", "p_quest") or 0 < line["value"] <= 1
+    assert metric != "loss" or line["value"] > 0
+assert ("needles, 300", "streaming_llm", "p_quest") in made and ("needles, 300", "quest", "p_quest") not in made
+asked = [l for l in results("made") if l["bench"] == "task" and l["case"] == "full"]
+assert [l["question"] for l in asked] == [*range(8), 0, 0, 1] and all(l["loss"] > 0 for l in asked)
 assert value["quality", "quest", "corrected"] == 1
 assert 0 < value["quality", "freekv", "corrected"] < 1
 assert 0 < value["quality", "freekv", "slices_critical"] <= value["quality", "freekv", "slices_recalled"]

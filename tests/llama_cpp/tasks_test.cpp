@@ -39,13 +39,71 @@ TEST_CASE("choices and answers are read, with the line they stand on") {
   REQUIRE(tasks.size() == 2);
   CHECK(tasks[0].line == 1);
   CHECK(tasks[0].prompt == "Two and two make");
-  CHECK(tasks[0].answer == "four");
-  CHECK(tasks[0].choices.empty());
+  REQUIRE(tasks[0].questions.size() == 1);
+  const question& two = tasks[0].questions[0];
+  CHECK(two.text.empty());
+  CHECK(two.answers == std::vector<std::string>{"four"});
+  CHECK_FALSE(two.anywhere);
+  CHECK(two.continuation == " four");  // whose loss is measured, with the space that belongs there
+  CHECK(two.max_tokens == 64);
+  CHECK(two.choices.empty());
+  CHECK(two.group.empty());
+  CHECK(two.depth < 0);
   CHECK(tasks[1].line == 4);
   CHECK(tasks[1].prompt == "The sky is");
-  CHECK(tasks[1].choices == std::vector<std::string>{" green", " blue"});
-  CHECK(tasks[1].correct == 1);
-  CHECK(tasks[1].answer.empty());
+  REQUIRE(tasks[1].questions.size() == 1);
+  const question& sky = tasks[1].questions[0];
+  CHECK(sky.choices == std::vector<std::string>{" green", " blue"});
+  CHECK(sky.correct == 1);
+  CHECK(sky.answers.empty());
+  CHECK(sky.continuation.empty());
+}
+
+TEST_CASE("several answers and a text to go on with are read", "[tasks]") {
+  const auto tasks =
+      parse(R"({"prompt": "p", "answers": ["11", " 22 "], "continuation": " 11 and 22", "max_tokens": 40})"
+            "\n"
+            R"({"prompt": "p", "continuation": " so it goes", "group": "copies", "depth": 0.25})"
+            "\n"
+            R"({"prompt": "p", "question": " q", "answer": " x", "continuation": " x."})");
+  REQUIRE(tasks.size() == 3);
+  const question& several = tasks[0].questions.at(0);
+  CHECK(several.answers == std::vector<std::string>{"11", "22"});
+  CHECK(several.anywhere);
+  CHECK(several.continuation == " 11 and 22");
+  CHECK(several.max_tokens == 40);
+  const question& copy = tasks[1].questions.at(0);
+  CHECK(copy.answers.empty());
+  CHECK(copy.choices.empty());
+  CHECK(copy.continuation == " so it goes");
+  CHECK(copy.group == "copies");
+  CHECK(copy.depth == 0.25);
+  const question& one = tasks[2].questions.at(0);
+  CHECK(one.text == " q");
+  CHECK(one.answers == std::vector<std::string>{"x"});
+  CHECK(one.continuation == " x.");
+}
+
+TEST_CASE("one prompt has several questions, which share what its line says", "[tasks]") {
+  const auto tasks = parse(
+      R"({"prompt": "p", "group": "g", "max_tokens": 9, "depth": 1, "questions": [)"
+      R"({"question": " a", "answer": " x"}, {"question": " b", "choices": ["1", "2"], "correct": 1, "group": "h"},)"
+      R"( {"question": " c", "continuation": " z", "depth": 0, "max_tokens": 3}]})");
+  REQUIRE(tasks.size() == 1);
+  const auto& q = tasks[0].questions;
+  REQUIRE(q.size() == 3);
+  CHECK(q[0].text == " a");
+  CHECK(q[0].group == "g");
+  CHECK(q[0].max_tokens == 9);
+  CHECK(q[0].depth == 1);
+  CHECK(q[1].text == " b");
+  CHECK(q[1].group == "h");
+  CHECK(q[1].correct == 1);
+  CHECK(q[1].answers.empty());  // nothing of the question before
+  CHECK(q[1].continuation.empty());
+  CHECK(q[2].group == "g");
+  CHECK(q[2].depth == 0);
+  CHECK(q[2].max_tokens == 3);
 }
 
 TEST_CASE("a last line without a line break counts, and escapes are text") {
@@ -78,6 +136,28 @@ TEST_CASE("every fault is a sentence with the file and the line") {
       {R"({"prompt": "p", "answer": " \n"})", {"white space"}},
       {R"({"prompt": "p", "answer": "a\nb"})", {"several lines"}},
       {R"({"prompt": "p", "answer": "a", "choices": ["a", "b"], "correct": 0})", {"both"}},
+      {R"({"prompt": "p", "answer": "a", "answers": ["a"]})", {"both \"answer\" and \"answers\""}},
+      {R"({"prompt": "p", "answers": ["a"], "choices": ["a", "b"], "correct": 0})",
+       {"both \"choices\" and \"answers\""}},
+      {R"({"prompt": "p", "answers": []})", {"0 \"answers\"", "one or more"}},
+      {R"({"prompt": "p", "answers": ["a", "\n"]})", {"answer 1 of white space"}},
+      {R"({"prompt": "p", "answers": ["a", ""]})", {"empty answer 1"}},
+      {R"({"prompt": "p", "continuation": ""})", {"empty \"continuation\""}},
+      {choices(R"(["a", "b"], "correct": 0, "continuation": "a")"),
+       {"both \"choices\" and \"continuation\""}},
+      {R"({"prompt": "p", "answer": "a", "group": 3})", {"\"group\"", "number"}},
+      {R"({"prompt": "p", "answer": "a", "depth": 1.5})", {"\"depth\"", "0 to 1"}},
+      {R"({"prompt": "p", "answer": "a", "depth": "deep"})", {"\"depth\"", "0 to 1"}},
+      {R"({"prompt": "p", "answer": "a", "max_tokens": 0})", {"\"max_tokens\"", "1 to 4096"}},
+      {R"({"prompt": "p", "answer": "a", "max_tokens": 1e9})", {"\"max_tokens\""}},
+      {R"({"prompt": "p", "questions": []})", {"\"questions\"", "one or more"}},
+      {R"({"prompt": "p", "questions": {"question": "q", "answer": "a"}})", {"\"questions\"", "array"}},
+      {R"({"prompt": "p", "questions": [7]})", {"question 0 is a JSON number"}},
+      {R"({"prompt": "p", "questions": [{"question": " q", "answer": "a"}, {"answer": "a"}]})",
+       {"question 1 has no \"question\""}},
+      {R"({"prompt": "p", "questions": [{"question": " q"}]})", {"question 0 has neither \"choices\""}},
+      {R"({"prompt": "p", "questions": [{"question": " q", "answer": "a"}], "answer": "a"})",
+       {"both \"questions\" and \"answer\""}},
       {choices(R"("ab", "correct": 0)"), {"\"choices\"", "string", "array"}},
       {choices(R"([], "correct": 0)"), {"0 \"choices\"", "two or more"}},
       {choices(R"(["a"], "correct": 0)"), {"1 \"choices\"", "two or more"}},
@@ -113,10 +193,11 @@ TEST_CASE("the sample has choices and answers") {
   REQUIRE(tasks.size() == 5);
   int answers = 0;
   for (const task& t : tasks) {
+    const question& q = t.questions.at(0);
     const std::string expected =
-        t.choices.empty() ? t.answer : trimmed(t.choices[static_cast<std::size_t>(t.correct)]);
+        q.choices.empty() ? q.answers.at(0) : trimmed(q.choices[static_cast<std::size_t>(q.correct)]);
     CHECK(t.prompt.find(expected) != std::string::npos);  // it can be known from the prompt
-    answers += t.choices.empty();
+    answers += q.choices.empty();
   }
   CHECK(answers == 2);
 }

@@ -22,12 +22,14 @@ struct eviction_settings {
   int budget = 1;  // tokens
   double scale = 1.0;
   eviction_kind kind = eviction_kind::h2o;
-  double recent = 0.5;      // of h2o
-  int window = 32;          // of snapkv, rows
-  int kernel = 7;           // of snapkv, tokens
-  int page = 1;             // of raas, tokens; 1 for the others
-  double threshold = 1e-4;  // of raas
-  int room = 1;             // of raas, tokens
+  double recent = 0.5;              // of h2o
+  int window = 32;                  // of snapkv, rows
+  int kernel = 7;                   // of snapkv, tokens
+  int page = 1;                     // of raas, tokens; 1 for the others
+  double threshold = 1e-4;          // of raas
+  int room = 1;                     // of raas, tokens, where it keeps the prompt
+  bool keeps_prompt = false;        // of raas
+  int sink = 0, recent_tokens = 0;  // of raas, where it does not keep the prompt
 };
 
 /// What a unit is worth, as far as float32 can tell: two implementations agree on an order where these are apart, or are
@@ -170,6 +172,13 @@ class forgetful_decoder {
   /// A sum of shares in float32.
   static worth about(double share) { return {share * (1 - 2e-4) - 1e-30, share * (1 + 2e-4) + 1e-30, -1}; }
 
+  /// A prompt page that no row has stamped, older than all stamps: where the whole prompt has been kept only by age.
+  worth stamp_below_rows(double share) const {
+    const bool cut = !s_.keeps_prompt && (prompt_ + s_.page - 1) / s_.page > s_.budget / s_.page;
+    const auto below = [](double of) { return -1 / std::max(of, 1e-40); };  // in the same order
+    return cut ? worth{below(about(share).low), below(about(share).high), -1} : worth{below(0), below(0), -1};
+  }
+
   void count(head_state& h, const std::vector<int>& tokens, const std::vector<double>& shares, int row) {
     std::vector<double> of_unit(h.worths.size(), 0.0);
     for (std::size_t i = 0; i < tokens.size(); ++i)
@@ -203,7 +212,10 @@ class forgetful_decoder {
       case eviction_kind::snapkv:
         return unit >= prompt_ - s_.window;
       default:
-        return prompt_ends || unit * s_.page < prompt_ || (unit + 1) * s_.page > length_;
+        if ((unit + 1) * s_.page > length_) return true;  // it is being filled
+        if (!s_.keeps_prompt)
+          return (unit + 1) * s_.page <= s_.sink || unit * s_.page >= length_ - s_.recent_tokens;
+        return prompt_ends || unit * s_.page < prompt_;
     }
   }
 
@@ -215,7 +227,7 @@ class forgetful_decoder {
       if (is_protected(unit, prompt_ends)) h.was_protected.insert(unit);
     if (s_.kind == eviction_kind::snapkv && !prompt_ends) return;
     int most = s_.budget / s_.page;
-    if (s_.kind == eviction_kind::raas)
+    if (s_.keeps_prompt)
       most = std::max(s_.budget, (prompt_ + s_.page - 1) / s_.page * s_.page + s_.room) / s_.page;
     while (static_cast<int>(h.units.size()) > most) {
       int least = -1;
@@ -255,7 +267,7 @@ class forgetful_decoder {
       std::vector<double> votes(static_cast<std::size_t>(prompt_), 0.0);
       const int observed = s_.kind == eviction_kind::h2o    ? prompt_
                            : s_.kind == eviction_kind::tova ? 1
-                           : s_.kind == eviction_kind::raas ? 0
+                           : s_.kind == eviction_kind::raas ? !s_.keeps_prompt
                                                             : s_.window;
       attention unused;
       for (int row = std::max(0, prompt_ - observed); row < prompt_; ++row) {
@@ -269,10 +281,11 @@ class forgetful_decoder {
           continue;
         }
         double share = 0;
-        if (s_.kind != eviction_kind::raas) {
-          share = votes[static_cast<std::size_t>(unit)];
-        }
+        for (int t = unit * s_.page; t < std::min((unit + 1) * s_.page, prompt_); ++t)
+          share += votes[static_cast<std::size_t>(t)];
         h.worths[static_cast<std::size_t>(unit)] = about(share);
+        if (s_.kind == eviction_kind::raas)
+          h.worths[static_cast<std::size_t>(unit)] = stamp_below_rows(share);
       }
       leave(h, true);
     }

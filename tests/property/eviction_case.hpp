@@ -23,6 +23,9 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
                      oracle::eviction_kind::raas});
   if (o.does.eviction == "raas") s.page = o.page;
   s.room = o.budget.window;
+  s.sink = o.budget.sink;
+  s.recent_tokens = o.budget.window;
+  s.keeps_prompt = o.does.eviction == "raas" && o.does.keeps_prompt;
   return s;
 }
 

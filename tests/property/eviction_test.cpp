@@ -27,9 +27,10 @@ random_case eviction_case(std::uint64_t seed) {
   o.query_heads = o.kv_heads * d.between(1, 16);
   o.does.plan = "eviction";
   o.does.eviction = d.name_of(freekv::examples::evictions);
+  o.does.keeps_prompt = d.below(2) == 0;
   o.page = d.one_of({8, 16, 24});
-  o.budget.sink = d.between(0, 3);
-  o.budget.window = o.does.eviction == "raas" ? o.page * d.between(1, 3) : d.between(1, 40);
+  o.budget.sink = d.one_of({0, 1, 3, o.page, 2 * o.page + 1});
+  o.budget.window = o.does.eviction == "raas" ? d.between(o.page, 3 * o.page) : d.between(1, 40);
   o.budget.selected_pages = o.does.eviction == "snapkv" ? 5 : d.between(1, 6);
   o.scale = d.one_of({0.0f, 0.05f, 0.3f});
   c.turn = d.one_of({0.05f, 0.3f, 1.0f});

@@ -34,9 +34,10 @@ forgetful::settings settings_of(any_eviction eviction) {
   s.eviction = eviction;
   return s;
 }
-const freekv::raas small_raas{.page = 8, .room = 16};
+const freekv::raas small_raas{.page = 8, .room = 16, .keeps_prompt = true};
+const freekv::raas cut_raas{.page = 8, .sink = 8, .window = 8};
 std::vector<any_eviction> all_evictions() {
-  return {freekv::h2o{}, freekv::tova{}, freekv::snapkv{}, small_raas};
+  return {freekv::h2o{}, freekv::tova{}, freekv::snapkv{}, small_raas, cut_raas};
 }
 std::string name_of(const any_eviction& eviction) {
   return resolve(eviction, [](const auto& e) { return std::string(e.name); });
@@ -182,7 +183,22 @@ TEST_CASE("of units that are worth the same the first leaves", "[eviction]") {
     CHECK(after(freekv::tova{}, 100, 30, head, 5) == from_to(89, 129));
     CHECK(after(small_raas, 100, 22, head, 5) == both(from_to(0, 12), {14, 15}));
     // A page that never has its share keeps the stamp of its last token.
-    CHECK(after(freekv::raas{.page = 8, .threshold = 2.0f, .room = 16}, 0, 60, head) == from_to(3, 7));
+    CHECK(after(freekv::raas{.page = 8, .threshold = 2.0f, .room = 16, .keeps_prompt = true}, 0, 60, head) ==
+          from_to(3, 7));
+    // A prompt that is cut: page 0 and page 12, which is being filled, stay, and of the others, attended to alike, the
+    // last three.
+    const auto first_and = [&](int first, int last) { return both({0}, from_to(first, last)); };
+    CHECK(after(cut_raas, 100, 1, head) == first_and(9, 12));
+    CHECK(after(cut_raas, 100, 5, head) == first_and(9, 13));
+    CHECK(after(cut_raas, 100, 6, head) == first_and(10, 13));
+    CHECK(after(cut_raas, 38, 3, head) == from_to(0, 5));
+    CHECK(after(cut_raas, 38, 4, head) == first_and(2, 5));
+    const freekv::raas without{.page = 8, .sink = 0, .window = 0};
+    CHECK(after(without, 100, 1, head) == from_to(8, 12));
+    CHECK(after(without, 100, 6, head) == from_to(9, 13));
+    // What no decode row has stamped leaves before what one has appended.
+    CHECK(after(freekv::raas{.page = 8, .threshold = 2.0f, .sink = 0, .window = 0}, 100, 30, head) ==
+          from_to(12, 16));
   }
 }
 
@@ -218,6 +234,9 @@ TEST_CASE("bytes are those of the budget, and there is no store", "[eviction][me
   CHECK(bytes_of(freekv::tova{}, [](auto& s) { s.max_sequences = 7; }).staging ==
         bytes_of(freekv::tova{}, as_is).staging);
   CHECK(bytes_of(small_raas, as_is).staging == 0);
+  CHECK(bytes_of(cut_raas, as_is).slots == (40 + 8) * token);
+  CHECK(bytes_of(cut_raas, [](auto& s) { s.max_prompt = 1'000'000; }).slots == (40 + 8) * token);
+  CHECK(bytes_of(cut_raas, as_is).staging == bytes_of(freekv::tova{}, as_is).staging);
 
   for (const auto& eviction : all_evictions()) {
     const auto needed = bytes_of(eviction, as_is);
@@ -257,7 +276,7 @@ TEST_CASE("prompts take turns in the staging", "[eviction][errors]") {
     const auto expected = prompt_and_decode(p, second, {120}, 50);
     const auto a = p.open(), b = p.open();
     run_step(p, a, first, 60, row_kind::prompt);
-    if (name_of(eviction) != "raas") {
+    if (resolve(eviction, [](const auto& e) { return e.stages_prompt(); })) {
       try {
         p.begin_step({{a, 1, row_kind::prompt}, {b, 120, row_kind::prompt}});
         FAIL_CHECK("nothing was thrown");
@@ -402,10 +421,18 @@ TEST_CASE("settings that contradict each other are refused", "[eviction][errors]
           [](auto& s) { s.eviction = freekv::snapkv{.window = 40}; });
   refuses("snapkv: a kernel of 6 tokens is not odd",
           [](auto& s) { s.eviction = freekv::snapkv{.kernel = 6}; });
-  refuses("raas: pages of 16 tokens and room for 8", [](auto& s) { s.eviction = freekv::raas{.room = 8}; });
-  refuses("raas: threshold is NaN", [](auto& s) { s.eviction = freekv::raas{.threshold = quiet_nan}; });
-  const forgetful p(settings_of(freekv::raas{}), backend);
-  CHECK(p.name() == "raas(page 16, 0.0001), budget 40, complete_first(1), f16");
+  refuses("raas: pages of 16 tokens and room for 8",
+          [](auto& s) { s.eviction = freekv::raas{.room = 8, .keeps_prompt = true}; });
+  refuses("raas: a budget of 40 tokens leaves no page of 8 beside a sink of 16 and a window of 24",
+          [](auto& s) { s.eviction = freekv::raas{.page = 8, .sink = 16, .window = 24}; });
+  refuses("raas: a budget of 40 tokens leaves no page of 48 beside a sink of 0 and a window of 0",
+          [](auto& s) { s.eviction = freekv::raas{.page = 48, .sink = 0, .window = 0}; });
+  refuses("raas: a sink of -1 and a window of 8 tokens",
+          [](auto& s) { s.eviction = freekv::raas{.page = 8, .sink = -1, .window = 8}; });
+  refuses("raas: threshold is NaN",
+          [](auto& s) { s.eviction = freekv::raas{.threshold = quiet_nan, .keeps_prompt = true}; });
+  const forgetful p(settings_of(freekv::raas{.keeps_prompt = true}), backend);
+  CHECK(p.name() == "raas(page 16, 0.0001, prompt kept), budget 40, complete_first(1), f16");
 }
 
 TEST_CASE("a NaN in one KV head's key does not reach another's", "[eviction]") {

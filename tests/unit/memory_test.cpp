@@ -401,7 +401,7 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
   for (int method = 0; method < 4; ++method) {
     if (method == 1) s.eviction = freekv::tova{};
     if (method == 2) s.eviction = freekv::snapkv{};
-    if (method == 3) s.eviction = freekv::raas{};
+    if (method == 3) s.eviction = freekv::raas{.page = 8, .sink = 8, .window = 8};
     forgetful pipeline(s, backend);
     const long before = allocations;
     for (int round = 0; round < 2; ++round) {

@@ -217,7 +217,9 @@ TEST_CASE("counts fixed at compile time take no room, and convert like those set
 TEST_CASE("variants are pipelines of their policies", "[policy_pack]") {
   STATIC_REQUIRE(std::is_same_v<variants::freekv::pipeline<shape>, retrieval_pipeline<shape>>);
   STATIC_REQUIRE(
-      std::is_same_v<variants::quest::pipeline<shape>, retrieval_pipeline<shape, always, min_max>>);
+      std::is_same_v<variants::quest::pipeline<shape>, retrieval_pipeline<shape, always, max_score, min_max>>);
+  STATIC_REQUIRE(std::is_same_v<variants::quest_mean_softmax::pipeline<shape>,
+                                retrieval_pipeline<shape, always, min_max>>);
   STATIC_REQUIRE(
       std::is_same_v<variants::twilight::pipeline<shape>,
                      retrieval_pipeline<shape, coarse_to_fine<min_max, key_sketch<4>, 4>, always, top_p>>);

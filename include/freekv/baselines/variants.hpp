@@ -24,10 +24,16 @@ struct full : variant<every_layer<layer_kind::complete>> {
 struct streaming_llm : variant<every_layer<layer_kind::window>> {
   static constexpr std::string_view name = "streaming_llm";
 };
-/// Quest (arXiv 2406.10774), selecting for whole groups: min-max summaries, selected anew before every
-/// attention.
-struct quest : variant<min_max, always> {
+/// Quest (arXiv 2406.10774), selecting for whole groups as FreeKV's comparison has it: min-max summaries, a page's
+/// score the largest of the group's, selected anew before every attention.
+struct quest : variant<min_max, max_score, always> {
   static constexpr std::string_view name = "quest";
+};
+/// Quest's summaries and moments with FreeKV's pooling, which is FreeKV corrected in every step: beside quest it shows
+/// what the pooling does, beside freekv what the correction does. Results from before quest pooled by max_score have it
+/// under that name.
+struct quest_mean_softmax : variant<min_max, always> {
+  static constexpr std::string_view name = "quest_mean_softmax";
 };
 /// Quest as published, without groups: each query head selects its own pages.
 struct quest_per_query_head : variant<min_max, per_query_head, always> {
@@ -55,13 +61,13 @@ struct infinigen : variant<unit<1>, key_subspace<24, 32>, always> {
   static constexpr std::string_view name = "infinigen";
 };
 /// ShadowKV (arXiv 2410.21465, section 4): chunks of 8 tokens by their mean keys, the most of the group's softmaxes
-/// counting, 48 outlier chunks always selected; values are recalled, and keys rebuilt from 160 coefficients of what all
-/// heads' were before rotation, in a basis and with the model's rotation given in `codec`; selected anew before every
-/// attention. Unlike the paper's, whatever the sequence's prompt or another text: the basis is given, tokens decoded
-/// later have coefficients too, keys of sink, window and outliers are rebuilt like others once their page is complete,
-/// and outliers are among the prompt's chunks beyond sink and window.
-struct shadowkv
-    : variant<unit<8>, mean, max_softmax, pin_outliers<48>, always, low_rank_keys<160>> {
+/// counting, 48 outlier chunks always selected beside 256 others; values are recalled, and keys rebuilt from 160
+/// coefficients of what all heads' were before rotation (of 1024 numbers in the paper; take as large a share of fewer),
+/// in a basis and with the model's rotation given in `codec`; selected anew before every attention. Unlike the paper's,
+/// whatever the sequence's prompt or another text: the basis is given, tokens decoded later have coefficients too, keys
+/// of sink, window and outliers are rebuilt like others once their page is complete, and outliers are among the prompt's
+/// chunks beyond sink and window.
+struct shadowkv : variant<unit<8>, mean, max_softmax, pin_outliers<48>, always, low_rank_keys<160>> {
   static constexpr std::string_view name = "shadowkv";
 };
 /// RazorAttention (arXiv 2407.15891): some heads keep everything, the others sink and window; without its compensation

@@ -35,7 +35,7 @@ inline constexpr bool is_eviction<any_of<E...>> = (eviction_policy<E> && ...);
 ///
 /// A prompt is exact: its rows attend to all of it up to themselves. It waits in a staging area for as many prompts as
 /// `max_prefills` says, which all sequences use in turn, and leaves it in the first decode row's `append`, cut to the
-/// budget; raas, which keeps all of it, needs none. A policy that observes prompt rows takes their queries with the
+/// budget; raas needs none where it keeps all of it. A policy that observes prompt rows takes their queries with the
 /// keys, and computes their attention in `append`, whether or not it is asked for. A sequence brings one decode row to
 /// a step, and no prompt rows after it.
 ///

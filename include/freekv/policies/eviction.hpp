@@ -156,45 +156,72 @@ struct snapkv {
 };
 
 /// RaaS (arXiv 2502.11147, section 3): a page that has at least `threshold` of a row's attention gets the row's time
-/// stamp, and beyond the budget the page with the oldest stamp leaves. The prompt's pages are all kept and count; where
-/// they leave less than `room` of the budget, decoded tokens have `room` still, which the paper leaves open. A page's
-/// attention is that of its tokens, exactly, where the paper estimates it from a representative of its keys.
+/// stamp, and beyond the budget the page with the oldest stamp leaves. A page's attention is that of its tokens,
+/// exactly, where the paper estimates it from a representative of its keys.
+///
+/// A prompt is cut to the budget when it ends, as in FreeKV's comparison: pages of the first `sink` and of the latest
+/// `window` tokens always stay, and of the others those that its last row attends to most. Until a decode row stamps
+/// them these are older than any decoded page, the least attended first; those of a prompt that fits, the earliest
+/// first. With `keeps_prompt`, as the paper has it, the prompt's pages all stay and count, and there is no sink and
+/// window; where they leave less than `room` of the budget, decoded tokens have `room` still, which the paper leaves
+/// open: memory then grows with the prompt.
 struct raas {
   using policy_kind = eviction_kind;
   static constexpr std::string_view name = "raas";
   int page = 16;  ///< tokens
   float threshold = 1e-4f;
-  int room = 128;  ///< tokens
+  int room = 128;  ///< tokens, where the prompt is kept
+  bool keeps_prompt = false;
+  int sink = 64,
+      window = 128;  ///< tokens, where it is not: whole pages of the one, pages that begin in the other
 
   struct unit_state {
-    std::int32_t stamp;  // the last row that it mattered to
+    std::int32_t stamp;  // the last row that it mattered to; below 0: none yet, by the prompt's attention
   };
   FREEKV_HD constexpr int unit_tokens() const { return page; }
-  FREEKV_HD constexpr bool stages_prompt() const { return false; }
-  FREEKV_HD constexpr int observed_rows() const { return 0; }
+  FREEKV_HD constexpr bool stages_prompt() const { return !keeps_prompt; }
+  FREEKV_HD constexpr int observed_rows() const { return keeps_prompt ? 0 : 1; }
   FREEKV_HD constexpr int capacity(const eviction_limits& most) const {
     return page + kept({most.budget, most.max_prompt, most.max_prompt, true});
   }
   FREEKV_HD constexpr int kept(const eviction_moment& at) const {
+    if (!keeps_prompt) return at.budget;
     const int least = (at.prompt + page - 1) / page * page + room;
     return at.budget > least ? at.budget : least;
   }
-  FREEKV_HD constexpr bool protects(int token, const eviction_moment& at) const { return token < at.prompt; }
+  FREEKV_HD constexpr bool protects(int token, const eviction_moment& at) const {
+    if (keeps_prompt) return token < at.prompt;
+    const bool fills = at.prompt_ends && token + page > at.tokens;  // it is the last, and goes on
+    return token + page <= sink || token >= at.tokens - window || fills;
+  }
   FREEKV_HD constexpr void on_append(unit_state& unit, int row) const { unit.stamp = row; }
-  FREEKV_HD constexpr void on_prompt(unit_state&, const prompt_votes&, int) const {}
+  FREEKV_HD void on_prompt(unit_state& unit, const prompt_votes& votes, int token) const {
+    if (keeps_prompt) return;
+    float share = 0.0f;
+    for (int t = token; t < votes.tokens && t < token + page; ++t) share += votes.shares[t];
+    constexpr std::int32_t oldest = std::numeric_limits<std::int32_t>::min();
+    unit.stamp = oldest + static_cast<std::int32_t>(order_bits(share) & 0x7fffffffu);  // no share is below 0
+  }
   FREEKV_HD constexpr void on_attended(unit_state& unit, float share, int row) const {
     if (share >= threshold) unit.stamp = row;
   }
   FREEKV_HD std::uint32_t worth(const unit_state& unit) const {
-    return static_cast<std::uint32_t>(unit.stamp);
+    return static_cast<std::uint32_t>(unit.stamp) ^ 0x80000000u;  // orders like the stamp
   }
 
   std::string values() const {
     std::ostringstream text;
-    text << "page " << page << ", " << threshold;
+    text << "page " << page << ", " << threshold << (keeps_prompt ? ", prompt kept" : "");
     return text.str();
   }
-  void validate(const eviction_limits&) const {
+  void validate(const eviction_limits& most) const {
+    if (sink < 0 || window < 0)
+      throw settings_error("raas: a sink of " + std::to_string(sink) + " and a window of " +
+                           std::to_string(window) + " tokens; give 0 or more");
+    if (!keeps_prompt && page >= 1 && sink / page + window / page + 1 > most.budget / page)
+      throw settings_error("raas: a budget of " + std::to_string(most.budget) + " tokens leaves no page of " +
+                           std::to_string(page) + " beside a sink of " + std::to_string(sink) +
+                           " and a window of " + std::to_string(window) + "; give a page or more");
     if (page < 1 || room < page)
       throw settings_error("raas: pages of " + std::to_string(page) + " tokens and room for " +
                            std::to_string(room) + " decoded tokens; give at least 1, and room for a page");

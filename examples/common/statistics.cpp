@@ -1,0 +1,116 @@
+#include "statistics.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <string>
+
+namespace freekv::examples {
+
+namespace {
+
+constexpr int resamples = 4000;
+
+double mean_of_all(std::span<const std::vector<double>> series) {
+  double sum = 0;
+  std::size_t count = 0;
+  for (const auto& one : series) {
+    if (one.empty()) throw std::invalid_argument("a series of no values has no mean; leave it out");
+    sum = std::accumulate(one.begin(), one.end(), sum);
+    count += one.size();
+  }
+  if (count == 0) throw std::invalid_argument("no values have no mean; give at least one");
+  return sum / static_cast<double>(count);
+}
+
+/// Below `count`. Not std::uniform_int_distribution, which differs between standard libraries.
+std::size_t below(std::mt19937_64& random, std::size_t count) {
+  return static_cast<std::size_t>(static_cast<double>(random() >> 11) * 0x1p-53 * static_cast<double>(count));
+}
+
+/// Of the mean `value`, by the means that `resample` draws.
+template <class Resample>
+estimate by_percentiles(double value, const Resample& resample) {
+  std::vector<double> means(resamples);
+  for (double& mean : means) mean = resample();
+  return {value, percentile(means, 0.025), percentile(means, 0.975)};
+}
+
+estimate unknown(double value) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  return {value, nan, nan};
+}
+
+}  // namespace
+
+estimate block_bootstrap(std::span<const std::vector<double>> series, int block, std::uint64_t seed) {
+  const double value = mean_of_all(series);
+  std::size_t values = 0, shortest = std::numeric_limits<std::size_t>::max();
+  for (const auto& one : series) values += one.size(), shortest = std::min(shortest, one.size());
+  if (values < 2) return unknown(value);
+  const std::size_t length = std::clamp<std::size_t>(shortest / 8, 1, static_cast<std::size_t>(block));
+  // A place is where a block may begin: the sum of the block from there, by differences of running sums.
+  std::vector<double> sums;
+  for (const auto& one : series) {
+    std::vector<double> running(one.size() + 1, 0.0);
+    std::partial_sum(one.begin(), one.end(), running.begin() + 1);
+    for (std::size_t first = 0; first + length <= one.size(); ++first)
+      sums.push_back(running[first + length] - running[first]);
+  }
+  const std::size_t blocks = (values + length - 1) / length;
+  std::mt19937_64 random(seed);
+  return by_percentiles(value, [&] {
+    double sum = 0;
+    for (std::size_t i = 0; i < blocks; ++i) sum += sums[below(random, sums.size())];
+    return sum / static_cast<double>(blocks * length);
+  });
+}
+
+estimate group_bootstrap(std::span<const std::vector<double>> groups, std::uint64_t seed) {
+  const double value = mean_of_all(groups);
+  if (groups.size() < 2) return unknown(value);
+  std::vector<double> sums;
+  for (const auto& group : groups) sums.push_back(std::accumulate(group.begin(), group.end(), 0.0));
+  std::mt19937_64 random(seed);
+  return by_percentiles(value, [&] {
+    double sum = 0;
+    std::size_t count = 0;
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      const std::size_t drawn = below(random, groups.size());
+      sum += sums[drawn];
+      count += groups[drawn].size();
+    }
+    return sum / static_cast<double>(count);
+  });
+}
+
+estimate share_of(int hits, int all) {
+  if (hits < 0 || hits > all || all < 1)
+    throw std::invalid_argument(std::to_string(hits) + " of " + std::to_string(all) + " is no share");
+  constexpr double z = 1.959963984540054;
+  const double n = all, p = hits / n;
+  const double centre = (p + z * z / (2 * n)) / (1 + z * z / n);
+  const double half = z / (1 + z * z / n) * std::sqrt(p * (1 - p) / n + z * z / (4 * n * n));
+  return {p, std::max(0.0, centre - half), std::min(1.0, centre + half)};
+}
+
+double mcnemar(int only_first, int only_second) {
+  const int n = only_first + only_second, fewer = std::min(only_first, only_second);
+  double probability = 0;
+  for (int k = 0; k <= fewer; ++k)
+    probability +=
+        std::exp(std::lgamma(n + 1.0) - std::lgamma(k + 1.0) - std::lgamma(n - k + 1.0) - n * std::log(2.0));
+  return std::min(1.0, 2 * probability);
+}
+
+double percentile(std::vector<double> values, double share) {
+  const auto n = static_cast<double>(values.size());
+  const auto at = static_cast<std::size_t>(std::clamp(std::ceil(share * n) - 1, 0.0, n - 1));
+  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(at), values.end());
+  return values[at];
+}
+
+}  // namespace freekv::examples

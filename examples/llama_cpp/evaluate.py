@@ -1,0 +1,196 @@
+"""All methods on all tasks, cell by cell.
+
+    python3 evaluate.py --program freekv-compare --model FILE.gguf --out FOLDER
+
+A cell is a kind of task (tasks.py) at a length, or the quality on three texts after a prompt of that length. What a
+cell gave stays in FOLDER/cells/, and a second run goes on where the first was stopped. FOLDER/table.md has a table for
+each length, with n and intervals; FOLDER/results.jsonl all lines. Needs nothing but Python; evaluate.sh builds the
+program.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import tasks
+
+HERE = Path(__file__).resolve().parent
+QUALITY = "quality"
+METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "arkvale", "twilight", "infinigen",
+           "shadowkv", "h2o", "tova", "snapkv", "raas", "freekv", "freekv_key_subspace", "freekv_key_codes",
+           "freekv_key_codes_deficit"]
+# For the estimate alone, on two cores with a model of 135M: tokens a second that llama.cpp prefills, and that a
+# method decodes.
+PREFILLED, DECODED = 140, 60
+
+
+def cells_of(wanted):
+    return [(kind, length) for length in wanted.lengths for kind in wanted.tasks]
+
+
+def settings_of(wanted):
+    """What must be the same for a cell to be taken from an earlier run; the commit need not, and the table says it."""
+    return {"model": Path(wanted.model).name, "methods": wanted.methods, "head_list": wanted.head_list.name,
+            "budget": wanted.budget, "steps": wanted.steps, "prompts": wanted.prompts, "seed": wanted.seed,
+            "characters": wanted.characters, "more": wanted.more}
+
+
+def seconds_of(kind, length, wanted):
+    """A guess."""
+    methods = 1 + len(wanted.methods)
+    if kind == QUALITY:
+        return 3 * (length / PREFILLED + 2 * methods * wanted.steps / DECODED)
+    lines = list(tasks.make([kind], [length], wanted.seed, wanted.characters, wanted.prompts))
+    decoded = 0
+    for question in (q for line in lines for q in line["questions"]):
+        answers = question.get("choices", []) + [question[k] for k in ("continuation",) if k in question]
+        decoded += sum(len(question["question"] + answer) for answer in answers) / wanted.characters
+        decoded += question.get("max_tokens", 0)
+    return len(lines) * length / PREFILLED + methods * decoded / DECODED
+
+
+def command_of(kind, length, wanted, folder):
+    texts = tasks.TEXTS
+    command = [wanted.program, "--model", wanted.model, "--text", texts / "hacker-folklore.txt", "--needle-text",
+               texts / "genesis.txt", "--calibration", texts / "technical.txt", "--cache", wanted.cache,
+               "--out", folder, "--budget", wanted.budget, "--threads", wanted.threads, "--commit", wanted.commit]
+    for method in wanted.methods:
+        command += ["--variant", method]
+    if "razor_attention" in wanted.methods:
+        command += ["--head-list", "razor_attention=" + str(wanted.head_list)]
+    if kind == QUALITY:
+        command += ["--section", "quality", "--prompt", length, "--steps", wanted.steps, "--more-texts",
+                    texts / "genesis.txt", texts / "technical.txt"]
+    else:
+        file = folder / "tasks.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in
+                                tasks.make([kind], [length], wanted.seed, wanted.characters, wanted.prompts)))
+        command += ["--section", "tasks", "--tasks", file]
+    return [str(word) for word in command + wanted.more]
+
+
+def run_cell(kind, length, wanted):
+    """The cell's lines: those of an earlier run, or of one now."""
+    folder = Path(wanted.out) / "cells" / f"{kind}-{length}"
+    results, kept = folder / "results.jsonl", folder / "settings.json"
+    settings = settings_of(wanted)
+    if results.exists() and kept.exists() and json.loads(kept.read_text()) == settings:
+        return [json.loads(line) for line in results.read_text().splitlines()], True
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    with open(folder / "log.txt", "w") as log:
+        end = subprocess.run(command_of(kind, length, wanted, folder), stdout=log, stderr=subprocess.STDOUT)
+    if end.returncode != 0:
+        sys.exit(f"evaluate.py: {kind} at {length} tokens ended with {end.returncode}; see {folder / 'log.txt'}")
+    kept.write_text(json.dumps(settings))
+    return [json.loads(line) for line in results.read_text().splitlines()], False
+
+
+def signed(value, low, high, digits, unit=1):
+    """A difference from full attention's and its interval; a star where 0 is outside."""
+    star = "" if low <= 0 <= high else " *"
+    return f"{unit * value:+.{digits}f} ({unit * low:+.{digits}f} .. {unit * high:+.{digits}f}){star}"
+
+
+def column_of(kind, lines):
+    """(title, {method: cell})."""
+    if kind == QUALITY:
+        value = {(l["case"], l["metric"]): l["value"] for l in lines if l["bench"] == "quality"}
+        cases = list(dict.fromkeys(l["case"] for l in lines if l["bench"] == "quality"))
+        n = next(l["n"] for l in lines if l["bench"] == "quality")
+        return (f"KL, 1/1000 nat, n {n}",
+                {case: "0" if case == "full" else
+                 f"{1000 * value[case, 'divergence']:.2f} ({1000 * value[case, 'divergence_low']:.2f} .. "
+                 f"{1000 * value[case, 'divergence_high']:.2f})" for case in cases})
+    groups = [l for l in lines if l["bench"] == "task_group"]
+    at = {(l["case"], l["metric"]): l for l in groups}
+    cases = list(dict.fromkeys(l["case"] for l in groups))
+    full = at["full", "right"]
+    title = f"{kind}, n {full['n']} on {full['prompts']}"
+    if full["value"] >= 0.6:
+        cells = {}
+        for case in cases:
+            right = round(at[case, "right"]["value"] * full["n"])
+            p = at.get((case, "p_full"), {"value": 1})["value"]
+            cells[case] = f"{right}" + ("" if case == "full" else f", p {p:.3f}" + (" *" if p < 0.05 else ""))
+        return title + ": right", cells
+    if ("full", "loss") not in at:
+        return title + f": full has {round(full['value'] * full['n'])} right", {case: "" for case in cases}
+    cells = {}
+    for case in cases:
+        over = at[case, "loss_difference"]
+        known = over["low"] is not None and over["high"] is not None
+        cells[case] = (f"{at[case, 'loss']['value']:.3f}" if case == "full" else
+                       signed(over["value"], over["low"], over["high"], 3) if known else f"{over['value']:+.3f}")
+    return title + ": loss over full", cells
+
+
+def table_of(length, columns):
+    methods = list(dict.fromkeys(method for _, cells in columns for method in cells))
+    rows = [["method"] + [title for title, _ in columns]]
+    rows += [[f"`{method}`"] + [cells.get(method, "") for _, cells in columns] for method in methods]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines.insert(1, "|" + "---|" * len(rows[0]))
+    return f"## {length} tokens\n\n" + "\n".join(lines) + "\n"
+
+
+NOTE = """
+right: questions answered, p by McNemar's exact test against full, question by question. loss: nats per token over
+full attention's, 95 % by a bootstrap of prompts, where full attention has fewer than 60 % right. KL: of the next
+token's distribution from full attention's, teacher-forced on three texts, 95 % by a block bootstrap. `*`: outside the
+interval, or p below 0.05; of so many cells one in twenty is so by chance.
+"""
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--program", required=True, help="freekv-compare")
+    parser.add_argument("--model", required=True, help="GGUF file")
+    parser.add_argument("--out", required=True, help="folder; cells that it has are kept")
+    parser.add_argument("--cache", help="folder for prompts' keys and values, large (default: OUT/cache)")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096])
+    parser.add_argument("--tasks", nargs="+", choices=[QUALITY, *tasks.KINDS], default=[QUALITY, *tasks.KINDS],
+                        metavar="TASK", help="quality, and those of tasks.py: " + ", ".join(tasks.KINDS))
+    parser.add_argument("--methods", nargs="+", default=METHODS,
+                        help="besides full (default: " + ", ".join(METHODS) + ")")
+    parser.add_argument("--head-list", type=Path, default=HERE / "smollm2-135m-heads.txt", help="of razor_attention")
+    parser.add_argument("--budget", type=int, default=512, help="tokens a head attends to (default 512)")
+    parser.add_argument("--steps", type=int, default=512, help="decoded of each text, for the quality (default 512)")
+    parser.add_argument("--prompts", type=int, help="of each task and length, instead of tasks.py's")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--characters", type=float, default=4.0, help="of a token, about")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--commit", default="unknown", help="noted in the results and the table")
+    parser.add_argument("more", nargs="*", help="behind --: more for the program")
+    wanted = parser.parse_args(arguments)
+    wanted.cache = wanted.cache or str(Path(wanted.out) / "cache")
+
+    cells = cells_of(wanted)
+    guess = sum(seconds_of(kind, length, wanted) for kind, length in cells)
+    print(f"{len(cells)} cells of {1 + len(wanted.methods)} methods: about {guess / 60:.0f} minutes for a model of 135M "
+          "on two cores; what is done is kept", flush=True)
+    columns, lines, kept_cells = {length: [] for length in wanted.lengths}, [], 0
+    for kind, length in cells:
+        start = time.monotonic()
+        found, kept = run_cell(kind, length, wanted)
+        kept_cells += kept
+        took = "kept from before" if kept else f"{time.monotonic() - start:.0f} s"
+        print(f"{kind} at {length}: {took}", flush=True)
+        lines += found
+        columns[length].append(column_of(kind, found))
+        # After every cell, so that a run that is stopped leaves what there is.
+        done = [table_of(l, c) for l, c in columns.items() if c]
+        commits = ", ".join(dict.fromkeys(str(line.get("commit", "unknown")) for line in lines))
+        Path(wanted.out, "table.md").write_text(f"{Path(wanted.model).name}, budget {wanted.budget} tokens, commit "
+                                                f"{commits}.\n\n" + "\n".join(done) + NOTE)
+        Path(wanted.out, "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print(Path(wanted.out, "table.md").read_text())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

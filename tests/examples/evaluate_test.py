@@ -1,0 +1,113 @@
+"""examples/llama_cpp/evaluate.py with a program that only pretends: cells that are kept, and the tables.
+
+    python3 evaluate_test.py examples/llama_cpp/evaluate.py
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+SCRIPT = Path(sys.argv[1]).resolve()
+sys.path.insert(0, str(SCRIPT.parent))
+spec = importlib.util.spec_from_file_location("evaluate", SCRIPT)
+evaluate = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(evaluate)
+
+# Full has 9 of 10 needles right and quest 4; of copies full has none. It fails where a file "broken" is beside it.
+PRETENDER = r'''#!/usr/bin/env python3
+import json, sys
+from pathlib import Path
+here = Path(__file__).parent
+arguments = sys.argv[1:]
+out = Path(arguments[arguments.index("--out") + 1])
+with open(here / "calls", "a") as calls:
+    calls.write(" ".join(arguments) + "\n")
+if (here / "broken").exists():
+    print("it is broken")
+    sys.exit(2)
+lines = []
+def add(bench, case, metric, value, **more):
+    lines.append({"bench": bench, "case": case, "metric": metric, "value": value, **more})
+if "quality" in arguments:
+    for case, kl in (("full", 0), ("quest", 0.0123)):
+        add("quality", case, "divergence", kl, n=30)
+        add("quality", case, "divergence_low", kl / 2, n=30)
+        add("quality", case, "divergence_high", kl * 2, n=30)
+else:
+    tasks = [json.loads(line) for line in Path(arguments[arguments.index("--tasks") + 1]).read_text().splitlines()]
+    copies = tasks[0]["group"].startswith("copy")
+    for case, right, over in (("full", 0.9, 0.0), ("quest", 0.4, 0.25)):
+        add("task_group", case, "right", 0.0 if copies else right, n=10, prompts=len(tasks))
+        if case != "full":
+            add("task_group", case, "p_full", 0.0625, n=10, prompts=len(tasks))
+        add("task_group", case, "loss", 1.5 + over, n=10, prompts=len(tasks))
+        add("task_group", case, "loss_difference", over, low=over - 0.1, high=over + 0.1, n=10, prompts=len(tasks))
+(out / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+'''
+
+
+class Evaluate(unittest.TestCase):
+    def setUp(self):
+        self.scratch = tempfile.TemporaryDirectory()
+        self.folder = Path(self.scratch.name)
+        self.program = self.folder / "program"
+        self.program.write_text(PRETENDER)
+        self.program.chmod(0o755)
+        self.addCleanup(self.scratch.cleanup)
+
+    def run_it(self, *more, code=0):
+        end = subprocess.run([sys.executable, "-B", SCRIPT, "--program", self.program, "--model", "some.gguf", "--out",
+                              self.folder / "out", "--lengths", "512", "--methods", "quest", "--prompts", "2", *more],
+                             capture_output=True, text=True)
+        self.assertEqual(end.returncode, code, end.stderr)
+        return end
+
+    def calls(self):
+        return (self.folder / "calls").read_text().splitlines()
+
+    def test_a_cell_is_kept_and_the_table_says_what_is_one(self):
+        end = self.run_it("--tasks", "quality", "needles", "copy")
+        self.assertTrue(end.stdout.startswith("3 cells of 2 methods: about "), end.stdout)
+        self.assertEqual(len(self.calls()), 3)
+        for call in self.calls():
+            self.assertIn("--variant quest", call)
+            self.assertIn("--budget 512", call)
+        table = (self.folder / "out" / "table.md").read_text()
+        rows = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]]
+                for row in table.splitlines() if row.startswith("|")}
+        self.assertEqual(rows["method"], ["KL, 1/1000 nat, n 30", "needles, n 10 on 2: right",
+                                          "copy, n 10 on 2: loss over full"])
+        self.assertTrue(table.startswith("some.gguf, budget 512 tokens, commit unknown."))
+        self.assertEqual(rows["`full`"], ["0", "9", "1.500"])
+        self.assertEqual(rows["`quest`"], ["12.30 (6.15 .. 24.60)", "4, p 0.062", "+0.250 (+0.150 .. +0.350) *"])
+        self.assertEqual(len((self.folder / "out" / "results.jsonl").read_text().splitlines()), 6 + 7 + 7)
+
+        # A second run has everything; with another task it runs that alone; with another budget all.
+        self.assertIn("needles at 512: kept from before", self.run_it("--tasks", "quality", "needles", "copy").stdout)
+        self.assertEqual(len(self.calls()), 3)
+        self.run_it("--tasks", "needles", "passkey")
+        self.assertEqual(len(self.calls()), 4)
+        self.run_it("--tasks", "needles", "passkey", "--budget", "256")
+        self.assertEqual(len(self.calls()), 6)
+
+    def test_a_run_that_fails_goes_on_from_there(self):
+        self.run_it("--tasks", "needles")
+        (self.folder / "broken").touch()
+        end = self.run_it("--tasks", "needles", "copy", code=1)
+        self.assertIn("copy at 512 tokens ended with 2; see", end.stderr)
+        self.assertIn("needles", (self.folder / "out" / "table.md").read_text())
+        (self.folder / "broken").unlink()
+        self.run_it("--tasks", "needles", "copy")
+        self.assertEqual(len(self.calls()), 3)
+
+    def test_a_difference_inside_its_interval_has_no_star(self):
+        self.assertEqual(evaluate.signed(0.05, -0.05, 0.15, 3), "+0.050 (-0.050 .. +0.150)")
+        self.assertEqual(evaluate.signed(-0.1, -0.15, -0.05, 2), "-0.10 (-0.15 .. -0.05) *")
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1])

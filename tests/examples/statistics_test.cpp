@@ -1,0 +1,112 @@
+// Intervals: against numbers worked out by hand or printed in textbooks, and how often they hold what they should.
+
+#include "statistics.hpp"
+
+#include <cmath>
+#include <random>
+#include <stdexcept>
+
+#include "../catch.hpp"
+
+namespace {
+
+using namespace freekv::examples;
+using series = std::vector<std::vector<double>>;
+
+/// Values that each keep `kept` of the one before: their mean is 0.
+series dependent_values(std::uint64_t seed, int texts, int steps, double kept) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<double> normal;
+  series all;
+  for (int t = 0; t < texts; ++t) {
+    auto& values = all.emplace_back();
+    double value = normal(random) / std::sqrt(1 - kept * kept);
+    for (int i = 0; i < steps; ++i) values.push_back(value = kept * value + normal(random));
+  }
+  return all;
+}
+
+/// Of 200 series of that kind, how many have 0 in their interval.
+template <class Interval>
+int covering(double kept, const Interval& interval) {
+  int covering = 0;
+  for (std::uint64_t seed = 1; seed <= 200; ++seed)
+    covering += interval(dependent_values(seed, 3, 1024, kept)).contains(0);
+  return covering;
+}
+
+}  // namespace
+
+TEST_CASE("blocks keep the dependence of neighbours, which single values lose", "[statistics]") {
+  const auto blocks = [](const series& s) { return block_bootstrap(s); };
+  const auto single = [](const series& s) { return block_bootstrap(s, 1); };
+  CHECK(covering(0, blocks) >= 180);
+  CHECK(covering(0, single) >= 180);
+  CHECK(covering(0.9, blocks) >= 170);  // a little short of 190, as blocks cut some of the dependence
+  CHECK(covering(0.9, single) < 110);
+}
+
+TEST_CASE("a mean's interval is that of the values, and repeats", "[statistics]") {
+  const series values = dependent_values(3, 2, 256, 0.0);
+  const estimate e = block_bootstrap(values);
+  double sum = 0;
+  for (const auto& one : values)
+    for (const double v : one) sum += v;
+  CHECK(e.value == Approx(sum / 512));
+  CHECK(e.low < e.value);
+  CHECK(e.value < e.high);
+  const estimate same = block_bootstrap(values), other = block_bootstrap(values, 64, 2);
+  CHECK((same.low == e.low && same.high == e.high));
+  CHECK((other.low != e.low || other.high != e.high));
+  const estimate constant = block_bootstrap(series{{2, 2, 2}, {2, 2}});
+  CHECK((constant.value == 2 && constant.low == 2 && constant.high == 2));
+  CHECK(std::isnan(block_bootstrap(series{{1}}).low));
+  CHECK_THROWS_AS(block_bootstrap(series{}), std::invalid_argument);
+  CHECK_THROWS_AS(block_bootstrap(series{{1, 2}, {}}), std::invalid_argument);
+}
+
+TEST_CASE("groups are resampled whole", "[statistics]") {
+  // Values alike within a group: 20 of them say no more than the group's one.
+  std::mt19937_64 random(5);
+  std::normal_distribution<double> normal;
+  series many, once;
+  for (int g = 0; g < 12; ++g) {
+    once.push_back({normal(random)});
+    many.push_back(std::vector<double>(20, once.back()[0]));
+  }
+  const estimate of_many = group_bootstrap(many), of_once = group_bootstrap(once);
+  CHECK(of_many.value == Approx(of_once.value));
+  CHECK(of_many.low == Approx(of_once.low));
+  CHECK(of_many.high == Approx(of_once.high));
+  CHECK(of_once.high - of_once.low > 0.5);
+  CHECK(std::isnan(group_bootstrap(series{{1, 2, 3}}).high));
+}
+
+TEST_CASE("Wilson's interval and McNemar's test are those of the books", "[statistics]") {
+  const estimate none = share_of(0, 10), some = share_of(7, 10), all = share_of(96, 96);
+  CHECK(none.low == 0);
+  CHECK(none.high == Approx(0.2775).margin(1e-4));
+  CHECK(some.value == Approx(0.7));
+  CHECK(some.low == Approx(0.3968).margin(1e-4));
+  CHECK(some.high == Approx(0.8922).margin(1e-4));
+  CHECK(all.high == 1);
+  CHECK(all.low == Approx(0.9615).margin(1e-4));
+  CHECK_THROWS_AS(share_of(3, 2), std::invalid_argument);
+  CHECK_THROWS_AS(share_of(0, 0), std::invalid_argument);
+
+  CHECK(mcnemar(0, 0) == 1);
+  CHECK(mcnemar(3, 3) == 1);
+  CHECK(mcnemar(0, 5) == Approx(2.0 / 32));
+  CHECK(mcnemar(5, 0) == Approx(2.0 / 32));
+  CHECK(mcnemar(1, 7) == Approx(2 * 9.0 / 256));
+  CHECK(mcnemar(2, 11) == Approx(2 * (1 + 13 + 78) / 8192.0));
+}
+
+TEST_CASE("a percentile is one of the values", "[statistics]") {
+  std::vector<double> values;
+  for (int i = 100; i > 0; --i) values.push_back(i);
+  CHECK(percentile(values, 0.99) == 99);
+  CHECK(percentile(values, 1) == 100);
+  CHECK(percentile(values, 0) == 1);
+  CHECK(percentile({4}, 0.99) == 4);
+}
