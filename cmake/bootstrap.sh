@@ -6,11 +6,13 @@
 #   bootstrap_python             a virtual environment, in VIRTUAL_ENV
 #   bootstrap_cuda [nvcc]        the toolkit's headers (and nvcc): found, or as wheels; sets CUDA_HOME
 #   bootstrap_other_cccl         another CCCL than that of CUDA_HOME: sets OTHER_CCCL
-#   bootstrap_llama_cpp          llama.cpp's source and libraries: sets LLAMA_CPP, LLAMA_CPP_BUILD
+#   bootstrap_llama_cpp_source   llama.cpp's source: sets LLAMA_CPP
+#   bootstrap_llama_cpp          its source and libraries: sets LLAMA_CPP_BUILD as well. Whoever sources this may define
+#                                on_yardstick SECONDS LEFT, told soon how long a build will have taken, and how much is left
 #   bootstrap_model              SmolLM2-135M-Instruct: sets MODEL
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-deps=$root/build/deps
+deps=${FREEKV_DEPS:-$root/build/deps}  # another folder is for tests of this file
 jobs=$(nproc)
 mkdir -p "$deps"
 
@@ -99,11 +101,10 @@ bootstrap_other_cccl() {
   fi
 }
 
-bootstrap_llama_cpp() {
+bootstrap_llama_cpp_source() {
   LLAMA_CPP=$deps/llama.cpp
-  LLAMA_CPP_BUILD=$deps/llama.cpp-build
-  bootstrap_packages g++ cmake ninja-build
-  if [[ ! -f $LLAMA_CPP/CMakeLists.txt ]]; then
+  # Before folders said which version they have, there was 0.3.36 alone.
+  if [[ ! -f $LLAMA_CPP/CMakeLists.txt || $(cat "$LLAMA_CPP/freekv-version" 2>/dev/null || echo 0.3.36) != "$llama_cpp_python" ]]; then
     bootstrap_python
     say "Fetching llama.cpp (in llama-cpp-python $llama_cpp_python)"
     "$VIRTUAL_ENV/bin/pip" download -q --disable-pip-version-check --no-deps --no-binary llama-cpp-python -d "$deps" \
@@ -111,22 +112,105 @@ bootstrap_llama_cpp() {
     rm -rf "$LLAMA_CPP.part" && mkdir "$LLAMA_CPP.part"
     tar xzf "$deps/llama_cpp_python-$llama_cpp_python.tar.gz" -C "$LLAMA_CPP.part" --strip-components=3 \
       "llama_cpp_python-$llama_cpp_python/vendor/llama.cpp"
-    mv "$LLAMA_CPP.part" "$LLAMA_CPP"
+    echo "$llama_cpp_python" >"$LLAMA_CPP.part/freekv-version"
+    rm -rf "$LLAMA_CPP" && mv "$LLAMA_CPP.part" "$LLAMA_CPP"
     rm -f "$deps/llama_cpp_python-$llama_cpp_python.tar.gz"
   fi
-  # Before GCC 11.5, 12.4 and 13.3 _tile_loadconfig says that it reads 8 of the 64 bytes of a tile configuration
-  # (target/114098): with Debian 12's compiler ggml's AMX code loads one that the processor refuses.
+}
+
+bootstrap_llama_cpp() {
+  LLAMA_CPP_BUILD=$deps/llama.cpp-build
+  bootstrap_packages g++ cmake ninja-build
+  bootstrap_llama_cpp_source
+  # Instructions of this processor are what makes llama.cpp fast (GGML_NATIVE: -march=native), and what may break it:
+  # - AMX is switched off. Before GCC 11.5, 12.4 and 13.3 _tile_loadconfig says that it reads 8 of the 64 bytes of a tile
+  #   configuration (target/114098): with Debian 12's compiler ggml's code loads one that the processor refuses. And it
+  #   needs a permission from the system (arch_prctl), which a container or virtual machine may not pass on.
+  # - The others that ggml's kernels are written for (F16C, FMA, BMI2, AVX2, AVX-VNNI, AVX512F/VL/BW/DQ/CD/VBMI, -VNNI,
+  #   -BF16 on Zen 4 and Xeons from Cooper Lake on, -FP16 from Sapphire Rapids on, GFNI) have no state but YMM's and ZMM's.
+  #   The compiler asks XCR0 as well as cpuid before it takes them, so what a virtual machine hides is not used. -VNNI
+  #   and GFNI give the same integers; -BF16 rounds products, and with -FP16 flash attention adds values up in half
+  #   precision where it else rounds each sum to that: freekv-compare holds the logits to a tolerance.
+  # - What else -march=native allows (VPOPCNTDQ, BITALG, IFMA, SHA, ...) a compiler uses in plain loops or not at all; HLE,
+  #   RTM, ENQCMD, MOVDIR64B, PKU and the like only where code asks for them, and none does.
+  # - A folder that another machine sees too (a home directory, an image, a cache of builds) may be older than the
+  #   processor, or newer: hence the record of what -march=native was.
   local without_amx=()
   [[ $(uname -m) != x86_64 ]] || without_amx=(-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
-  if [[ ! -f $LLAMA_CPP_BUILD/complete ]]; then
-    say "Building llama.cpp (two minutes on two cores)"
-    cmake -S "$LLAMA_CPP" -B "$LLAMA_CPP_BUILD" -G Ninja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF \
-      -DCMAKE_C_FLAGS="${without_amx[*]}" -DCMAKE_CXX_FLAGS="${without_amx[*]}" -DGGML_OPENMP=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF \
-      -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF >"$deps/llama.cpp-configure.log" 2>&1 ||
-      { tail -20 "$deps/llama.cpp-configure.log" >&2; die "llama.cpp could not be configured."; }
-    cmake --build "$LLAMA_CPP_BUILD" --target llama -j "$jobs" >&2
-    touch "$LLAMA_CPP_BUILD/complete"
+  local options=(-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF "-DCMAKE_C_FLAGS=${without_amx[*]}"
+    "-DCMAKE_CXX_FLAGS=${without_amx[*]}" -DGGML_OPENMP=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_COMMON=OFF
+    -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF)
+  # shellcheck disable=SC2206
+  options+=(${FREEKV_LLAMA_CPP_OPTIONS:-})
+  local record reason said=$LLAMA_CPP_BUILD/complete
+  record=$(llama_cpp_record "${options[*]}" "${without_amx[@]}")
+  if [[ -e $LLAMA_CPP_BUILD ]]; then
+    [[ -e $said ]] || said=$LLAMA_CPP_BUILD/begun
+    reason=$(reason_to_rebuild "$said" "$record")
+    if [[ $reason ]]; then
+      say "Building llama.cpp again: $reason."
+      rm -rf "$LLAMA_CPP_BUILD"
+    fi
   fi
+  if [[ ! -e $LLAMA_CPP_BUILD/complete ]]; then
+    mkdir -p "$LLAMA_CPP_BUILD"
+    printf '%s\n' "$record" >"$LLAMA_CPP_BUILD/begun"  # an interrupted build goes on where it was
+    build_llama_cpp "${options[@]}" || die "llama.cpp could not be built."
+    mv "$LLAMA_CPP_BUILD/begun" "$LLAMA_CPP_BUILD/complete"
+  fi
+}
+
+# native_instructions FLAG...: what this machine's C++ compiler makes of -march=native with the flags: its -m options but
+# for tuning, as GCC's driver hands them on, or Clang's features.
+native_instructions() {
+  "${CXX:-c++}" -march=native "$@" -### -E -x c++ /dev/null 2>&1 | grep -- '[ /"]-\?cc1' | tail -1 | tr -d '"' | tr ' ' '\n' |
+    grep -E '^(-m[a-z0-9.=+-]+|\+[a-z0-9.-]+)$' | grep -v '^-mtune=' | tr '\n' ' ' | sed 's/ $//'
+}
+
+# llama_cpp_record OPTIONS FLAG...: with what llama.cpp is built here, a line each.
+llama_cpp_record() {
+  local options=$1
+  shift
+  echo "version: llama-cpp-python $llama_cpp_python"
+  echo "compiler: $("${CC:-cc}" --version | head -1), $("${CXX:-c++}" --version | head -1)"
+  echo "options: $options"
+  echo "march=native: $(native_instructions "$@")"
+}
+
+# reason_to_rebuild FILE RECORD: half a sentence if the file is no such record, else nothing.
+reason_to_rebuild() {
+  local file=$1 wanted=$2 line kind was is
+  [[ -s $file ]] || { echo "its build folder does not say with what it was built"; return; }
+  while IFS= read -r line; do
+    kind=${line%%: *} is=${line#*: }
+    was=$(sed -n "s/^$kind: //p" "$file")
+    [[ $was != "$is" ]] || continue
+    if [[ $kind == march=native ]]; then
+      was=$(tr ' ' '\n' <<<"$was" | sort) is=$(tr ' ' '\n' <<<"$is" | sort)
+      echo "it was built for another processor:" $(comm -23 <(echo "$was") <(echo "$is")) "there," \
+        $(comm -13 <(echo "$was") <(echo "$is")) "here"
+    else
+      echo "$kind was \"$was\" and is now \"$is\""
+    fi
+    return
+  done <<<"$wanted"
+}
+
+# build_llama_cpp CMAKE_OPTION...: configures and builds, which takes minutes. Seconds go to LLAMA_CPP_BUILD/seconds, a
+# yardstick of this machine.
+build_llama_cpp() {
+  local began=$SECONDS first
+  say "Building llama.cpp (two minutes on two cores)"
+  cmake -S "$LLAMA_CPP" -B "$LLAMA_CPP_BUILD" -G Ninja "$@" >"$deps/llama.cpp-configure.log" 2>&1 ||
+    { tail -20 "$deps/llama.cpp-configure.log" >&2; die "llama.cpp could not be configured."; }
+  local configured=$SECONDS
+  cmake --build "$LLAMA_CPP_BUILD" --target ggml-base -j "$jobs" >&2 || return
+  first=$((SECONDS - configured))
+  if declare -F on_yardstick >/dev/null; then  # that was a ninth of it
+    on_yardstick $((SECONDS - began + first * 8)) $((first * 8))
+  fi
+  cmake --build "$LLAMA_CPP_BUILD" --target llama -j "$jobs" >&2 || return
+  echo $((SECONDS - began)) >"$LLAMA_CPP_BUILD/seconds"
 }
 
 bootstrap_model() {

@@ -3,41 +3,101 @@
 # on a real text. Installs what it needs, builds, runs, and shows a table and pictures. Options go to the program
 # freekv-compare (`bash examples/run.sh --help` lists them); --model FILE.gguf, --text FILE and --out FOLDER are the ones
 # most wanted. Results: FOLDER/{table.txt,results.jsonl,*.png}, FOLDER being build/results.
+# Built is what the model needs: one head_dim with keys and values of half precision, as llama.cpp's cache has them. Another
+# model's head_dim joins when it is first asked for. FREEKV_LLAMA_CPP_OPTIONS is handed to llama.cpp's CMake, as in
+# FREEKV_LLAMA_CPP_OPTIONS=-DGGML_NATIVE=OFF, which does without most of this processor's instructions.
 source "$(dirname "${BASH_SOURCE[0]}")/../cmake/bootstrap.sh"
 
 out=$root/build/results
-own_model=
+own_model= plain=yes
 for ((i = 1; i <= $#; ++i)); do
   next=$((i + 1))
   case ${!i} in
     --out) out=${!next:-} ;;
     --out=*) out=${!i#--out=} ;;
-    --model | --model=*) own_model=yes ;;
+    --model) own_model=${!next:-} plain= ;;
+    --model=*) own_model=${!i#--model=} plain= ;;
     --help | -h) help=yes ;;
+    --*) plain= ;;
   esac
 done
-program=$root/build/host/examples/llama_cpp/freekv-compare
+build=$root/build/host
+programs=$build/examples/llama_cpp
 if [[ ${help:-} ]]; then
   sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-  if [[ -x $program ]]; then "$program" --help; else echo "The program's own options can be listed once it has been built."; fi
+  if [[ -x $programs/freekv-compare ]]; then "$programs/freekv-compare" --help; else echo "The program's own options can be listed once it has been built."; fi
   exit
 fi
 
+# What comes and when it ends. Parts are of two cores that build llama.cpp in 95 seconds; how long that takes here, or its
+# first part, scales them.
+declare -A usual=([llama.cpp]=95 [programs]=75 [job]=240 [pictures]=15)
+yardstick='' left=0
+announce() {  # PART...: those that are still to come, in order
+  local part at=0 text=
+  [[ $yardstick ]] || return 0
+  for part in "$@"; do
+    if [[ $part == job && ! $plain ]]; then
+      text+="${text:+, }then the job, whose length depends on its options"
+      break
+    fi
+    if [[ $part == llama.cpp ]]; then at=$left; else at=$((at + usual[$part] * yardstick / usual[llama.cpp])); fi
+    text+="${text:+, }$part until $(date -d "+$at seconds" +%H:%M:%S)"
+  done
+  say "It is $(date +%H:%M:%S), and about $(((at + 59) / 60)) minutes are to come: $text"
+}
+on_yardstick() {  # SECONDS LEFT: llama.cpp's build will have taken as many, of which some are left
+  yardstick=$1 left=$2
+  announce llama.cpp programs job pictures
+}
+took=()
+began=$SECONDS
+lap() {  # PART: that has just ended
+  took+=("$((SECONDS - began)) s $1")
+  began=$SECONDS
+}
+
+say "It is $(date +%H:%M:%S). To come: set-up, llama.cpp's build, FreeKV's programs, the job, pictures; in all 8 minutes on two cores the first time, of which it will be said soon how many they are here"
 bootstrap_packages g++ cmake ninja-build libcli11-dev nlohmann-json3-dev libeigen3-dev
 bootstrap_cuda
-bootstrap_llama_cpp
+bootstrap_llama_cpp_source
 [[ $own_model ]] || bootstrap_model
+lap "set-up"
+bootstrap_llama_cpp
+lap "llama.cpp's build"
+yardstick=$(cat "$LLAMA_CPP_BUILD/seconds" 2>/dev/null || true)
+announce programs job pictures
 
-say "Building FreeKV's examples"
-cmake -S "$root" --preset host -DFREEKV_TESTS=OFF -DFREEKV_LLAMA_CPP="$LLAMA_CPP" -DFREEKV_LLAMA_CPP_BUILD="$LLAMA_CPP_BUILD" \
-  >"$root/build/configure.log" || { cat "$root/build/configure.log" >&2; die "The examples could not be configured."; }
-cmake --build "$root/build/host" --target freekv-compare -j "$jobs" >&2
+configure() {  # CMAKE_OPTION...
+  cmake -S "$root" --preset host -DFREEKV_TESTS=OFF -DFREEKV_LLAMA_CPP="$LLAMA_CPP" -DFREEKV_LLAMA_CPP_BUILD="$LLAMA_CPP_BUILD" "$@" \
+    >"$root/build/configure.log" || { cat "$root/build/configure.log" >&2; die "The examples could not be configured."; }
+}
+cached() { sed -n "s/^$1:[A-Z]*=//p" "$build/CMakeCache.txt" 2>/dev/null || true; }
+with() { [[ ";$1;" == *";$2;"* ]] && echo "$1" || echo "${1:+$1;}$2"; }  # LIST ENTRY: the list that has it
+known=$(cached FREEKV_HEAD_DIMS) elements=$(cached FREEKV_ELEMENTS)
+configure "-DFREEKV_HEAD_DIMS=${known:-64}" "-DFREEKV_ELEMENTS=${elements:-half}"
+cmake --build "$build" --target freekv-model-shape -j "$jobs" >&2
+shape=$("$programs/freekv-model-shape" "${own_model:-$MODEL}")
+read -r head_dim element <<<"$shape"
+if [[ ";${known:-64};" != *";$head_dim;"* || ";${elements:-half};" != *";$element;"* ]]; then
+  [[ ! $known ]] || say "The programs have no pipelines of head_dim $head_dim of type $element, as this model needs, yet: they are compiled now, in about a minute"
+  configure "-DFREEKV_HEAD_DIMS=$(with "$known" "$head_dim")" "-DFREEKV_ELEMENTS=$(with "$elements" "$element")"
+fi
+say "Building FreeKV's programs for head_dim $(cached FREEKV_HEAD_DIMS) of type $(cached FREEKV_ELEMENTS)"
+cmake --build "$build" --target freekv-compare -j "$jobs" >&2
+lap "FreeKV's programs"
+announce job pictures
 
 texts=$root/examples/llama_cpp/texts
 commit=$(git -C "$root" describe --always --dirty 2>/dev/null || echo unknown)
-"$program" ${MODEL:+--model "$MODEL"} --text "$texts/hacker-folklore.txt" --needle-text "$texts/genesis.txt" \
+"$programs/freekv-compare" ${MODEL:+--model "$MODEL"} --text "$texts/hacker-folklore.txt" --needle-text "$texts/genesis.txt" \
   --calibration "$texts/technical.txt" ${MODEL:+--head-list "razor_attention=$root/examples/llama_cpp/smollm2-135m-heads.txt"} --cache "$root/build/cache" --out "$out" --commit "$commit" "$@"
+lap "the job"
 
 bootstrap_python
 python_packages matplotlib
 "$VIRTUAL_ENV/bin/python" "$root/examples/plot.py" "$out/results.jsonl" "$out"
+lap "pictures"
+measure=
+[[ ! $yardstick ]] || measure="; llama.cpp's own build, by which machines compare, took $yardstick s"
+say "Done in $SECONDS s: $(printf '%s, ' "${took[@]}" | sed 's/, $//')$measure"

@@ -333,10 +333,4 @@ inline const std::vector<named_variant>& variants() {
   return all;
 }
 
-/// head_dims that programs are compiled for: the CMake list FREEKV_HEAD_DIMS.
-#ifndef FREEKV_HEAD_DIMS
-#define FREEKV_HEAD_DIMS 64, 80, 96, 128, 192, 256
-#endif
-inline constexpr int head_dims[] = {FREEKV_HEAD_DIMS};
-
 }  // namespace freekv::examples

@@ -1,52 +1,85 @@
 #include "pipeline.hpp"
 
-#include <algorithm>
-#include <iterator>
 #include <utility>
+
+#include "compiled_shapes.hpp"
 
 namespace freekv::examples {
 
 namespace {
 
-template <class Element, std::size_t... I>
-std::unique_ptr<pipeline> of_head_dim(const pipeline_options& options, host_backend& backend,
-                                      std::index_sequence<I...>) {
-  std::unique_ptr<pipeline> made;
-  ((options.head_dim == head_dims[I] &&
-    (made = make_pipeline_of<kv_shape<Element, head_dims[I]>>(options, backend), true)) ||
-   ...);
-  return made;
+template <class Element>
+constexpr data_type type_of = data_type::f32;
+template <>
+constexpr data_type type_of<half> = data_type::f16;
+template <>
+constexpr data_type type_of<bfloat16> = data_type::bf16;
+
+struct compiled_shape {
+  data_type element;
+  int head_dim;
+  std::unique_ptr<pipeline> (*make)(const pipeline_options&, host_backend&);
+};
+
+template <class Shape>
+constexpr compiled_shape compiled{type_of<typename Shape::element_type>, Shape::head_dim,
+                                  &make_pipeline_of<Shape>};
+
+#define FREEKV_ENTRY(...) compiled<__VA_ARGS__>,
+constexpr compiled_shape all_compiled[] = {FREEKV_COMPILED_SHAPES(FREEKV_ENTRY)};
+#undef FREEKV_ENTRY
+
+const compiled_shape* find_compiled(data_type element, int head_dim) {
+  for (const compiled_shape& shape : all_compiled)
+    if (shape.element == element && shape.head_dim == head_dim) return &shape;
+  return nullptr;
+}
+
+/// The name that FREEKV_ELEMENTS knows it by.
+std::string name_of(data_type element) {
+  switch (element) {
+    case data_type::f32:
+      return "float";
+    case data_type::f16:
+      return "half";
+    case data_type::bf16:
+      return "bfloat16";
+    default:
+      throw choice_error("keys and values cannot be kept as " + std::string(dtype_name(element)) +
+                         "; choose F32, F16 or BF16");
+  }
+}
+
+/// `list` with `entry`, which it may have already.
+std::string joined(const std::string& list, const std::string& entry) {
+  return (";" + list + ";").find(";" + entry + ";") == std::string::npos ? list + ";" + entry : list;
 }
 
 }  // namespace
 
-void check_compiled(int head_dim) {
-  if (std::find(std::begin(head_dims), std::end(head_dims), head_dim) != std::end(head_dims)) return;
-  std::string compiled;
-  for (const int d : head_dims) compiled += (compiled.empty() ? "" : ", ") + std::to_string(d);
-  throw choice_error("head_dim " + std::to_string(head_dim) + " is not among those compiled in (" + compiled +
-                     "); configure with a longer list in -DFREEKV_HEAD_DIMS");
+std::string sentence_of_missing(data_type element, int head_dim, const compiled_lists& lists) {
+  const std::string name = name_of(element);
+  const std::string sentence = "head_dim " + std::to_string(head_dim) + " of type " + name +
+                               " is not among the shapes compiled in (" + lists.head_dims +
+                               " in FREEKV_HEAD_DIMS, " + lists.elements + " in FREEKV_ELEMENTS)";
+  if (head_dim < 8 || head_dim > 256 || head_dim % 8 != 0)
+    return sentence + " and cannot be; take a multiple of 8 from 8 to 256";
+  const std::string folder = "'" + lists.build_folder + "'";
+  return sentence +
+         "; add it: cmake '-DFREEKV_HEAD_DIMS=" + joined(lists.head_dims, std::to_string(head_dim)) +
+         "' '-DFREEKV_ELEMENTS=" + joined(lists.elements, name) + "' " + folder + " && cmake --build " +
+         folder;
+}
+
+void check_compiled(data_type element, int head_dim) {
+  (void)name_of(element);
+  if (find_compiled(element, head_dim) == nullptr)
+    throw choice_error(sentence_of_missing(element, head_dim, {head_dims_list, elements_list, build_folder}));
 }
 
 std::unique_ptr<pipeline> make_pipeline(const pipeline_options& options, host_backend& backend) {
-  check_compiled(options.head_dim);
-  constexpr auto all = std::make_index_sequence<std::size(head_dims)>{};
-  std::unique_ptr<pipeline> made;
-  switch (options.element) {
-    case data_type::f32:
-      made = of_head_dim<float>(options, backend, all);
-      break;
-    case data_type::f16:
-      made = of_head_dim<half>(options, backend, all);
-      break;
-    case data_type::bf16:
-      made = of_head_dim<bfloat16>(options, backend, all);
-      break;
-    default:
-      throw choice_error("keys and values cannot be kept as " + std::string(dtype_name(options.element)) +
-                         "; choose F32, F16 or BF16");
-  }
-  return made;
+  check_compiled(options.element, options.head_dim);
+  return find_compiled(options.element, options.head_dim)->make(options, backend);
 }
 
 }  // namespace freekv::examples

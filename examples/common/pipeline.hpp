@@ -98,8 +98,15 @@ class pipeline {
   std::optional<sequence_id> only_;
 };
 
-/// Throws choice_error, which names those compiled in, for a head_dim that is not among them.
-void check_compiled(int head_dim);
+/// Throws choice_error for a shape that is not among those compiled in.
+void check_compiled(data_type element, int head_dim);
+
+/// What was compiled: lists as CMake has them, and the build folder.
+struct compiled_lists {
+  std::string head_dims, elements, build_folder;
+};
+/// The sentence for a shape that is not among those: it names them, and the command that adds it.
+std::string sentence_of_missing(data_type element, int head_dim, const compiled_lists& lists);
 
 /// Throws choice_error or freekv::error. `backend` outlives the pipeline.
 std::unique_ptr<pipeline> make_pipeline(const pipeline_options& options, host_backend& backend);

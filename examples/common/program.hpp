@@ -7,11 +7,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "fatal_signals.hpp"
+
 namespace freekv::examples {
 
-/// Runs a program's body: 0, or 2 with one sentence on stderr if it throws.
+/// Runs a program's body: 0, or 2 with one sentence on stderr if it throws. A fatal signal leaves a line too.
 template <class Body>
 int exit_code_of(const std::string& program, const Body& body) {
+  report_fatal_signals(program);
   const auto failed = [&](std::string sentence) {
     for (char& c : sentence)  // names from files and arguments may hold line breaks and escape codes
       if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = ' ';

@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <iostream>
 
+#include "fatal_signals.hpp"
+
 namespace freekv::examples {
 
 json_lines::json_lines(const std::string& path, nlohmann::ordered_json run)
@@ -34,6 +36,7 @@ void json_lines::finish() {
 }
 
 void progress_line::operator()(const std::string& what, double done) {
+  note_detail(what + ", " + std::to_string(static_cast<int>(100 * done)) + " % done");
   if (isatty(STDERR_FILENO) != 0) {
     std::cerr << "\r\033[K" << what << "  " << static_cast<int>(100 * done) << " %" << (done >= 1 ? "\n" : "")
               << std::flush;

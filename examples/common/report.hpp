@@ -29,7 +29,8 @@ class json_lines {
   std::ofstream file_;
 };
 
-/// On stderr: one line that is overwritten on a terminal, a line at the start of each piece elsewhere.
+/// On stderr: one line that is overwritten on a terminal, a line at the start of each piece elsewhere. Noted as well as
+/// what the program is at, for the line that a fatal signal leaves.
 class progress_line {
  public:
   void operator()(const std::string& what, double done);

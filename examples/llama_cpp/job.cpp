@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
@@ -9,8 +10,10 @@
 #include <set>
 #include <utility>
 
+#include "fatal_signals.hpp"
 #include "frontier.hpp"
 #include "head_list.hpp"
+#include "self_check.hpp"
 
 namespace freekv::examples {
 
@@ -113,13 +116,6 @@ int text_tokens(const arguments& a) {
   return needed;
 }
 
-std::string processor() {
-  std::ifstream info("/proc/cpuinfo");
-  for (std::string line; std::getline(info, line);)
-    if (line.starts_with("model name")) return line.substr(line.find(':') + 2);
-  return "unknown";
-}
-
 nlohmann::ordered_json run_of(const arguments& a, const model_shape& shape) {
   return {{"model", shape.name},
           {"text", std::filesystem::path(a.text).filename().string()},
@@ -135,7 +131,7 @@ nlohmann::ordered_json run_of(const arguments& a, const model_shape& shape) {
           {"calibration", std::filesystem::path(a.calibration).filename().string()},
           {"overlap", a.common.overlap},
           {"threads", a.common.threads},
-          {"machine", processor()},
+          {"machine", processor_name()},
           {"instructions", host::name_of(host::best_isa())},
           {"compiler", __VERSION__},
           {"commit", a.commit}};
@@ -146,11 +142,22 @@ std::string results_in(const std::string& folder) {
   return folder + "/results.jsonl";
 }
 
-constexpr std::array all_sections{section{"needles", compare_needles},
-                                  section{"quality", compare_quality},
+examples::model checked_model(const std::string& path, std::uint64_t key, int threads) {
+  note_stage("loading the model");
+  note_remark(processor_and_build() + "; " + rebuild_remedy());
+  examples::model loaded(path);
+  note_stage("checking the model");
+  check_model(loaded, find_known(key), threads);
+  note_stage("preparing");
+  note_remark("");
+  return loaded;
+}
+
+constexpr std::array all_sections{section{"needles", compare_needles, 0.5},
+                                  section{"quality", compare_quality, 0.3},
                                   section{"budgets", compare_budgets},
                                   section{"taus", compare_taus},
-                                  section{"speed", compare_speed},
+                                  section{"speed", compare_speed, 0.2},
                                   section{"lengths", compare_lengths},
                                   section{"continuation", compare_continuation},
                                   section{"generate", compare_generated},
@@ -177,11 +184,16 @@ std::string section_names() {
 
 job::job(const arguments& wanted)
     : wanted_(wanted),
-      model_(wanted.model),
-      text_(first_tokens(model_, wanted.text, text_tokens(wanted))),
       place_{wanted.cache, key_of_file(wanted.model), wanted.common.threads},
+      model_(checked_model(wanted.model, place_.model_key, wanted.common.threads)),
+      text_(first_tokens(model_, wanted.text, text_tokens(wanted))),
       contenders_(contenders_of(wanted, model_.shape())),
-      lines_(results_in(wanted.out), run_of(wanted, model_.shape())) {
+      lines_(results_in(wanted.out), run_of(wanted, model_.shape())),
+      table_(wanted.out + "/table.txt.part") {
+  if (!table_)
+    throw file_error("'" + wanted.out +
+                     "/table.txt.part' cannot be written; choose another folder with --out");
+  note_remark("what was measured by then is in '" + wanted.out + "/results.jsonl.part'");
   std::copy_if(contenders_.begin(), contenders_.end(), std::back_inserter(principal_),
                [](const contender& c) { return !c.deep; });
   place_.queries =
@@ -200,7 +212,8 @@ job::job(const arguments& wanted)
 
 const prepared_prompt& job::prompt() {
   if (!prompt_)
-    prompt_.emplace(prepare(text().first(static_cast<std::size_t>(wanted_.prompt)), wanted_.needle_text));
+    prompt_.emplace(prepare(text().first(static_cast<std::size_t>(wanted_.prompt)), wanted_.needle_text,
+                            wanted_.does("speed")));
   return *prompt_;
 }
 
@@ -208,8 +221,10 @@ std::span<const llama_token> job::after_prompt(std::span<const llama_token> text
   return text.subspan(static_cast<std::size_t>(wanted_.prompt), static_cast<std::size_t>(wanted_.steps) + 1);
 }
 
-prepared_prompt job::prepare(std::span<const llama_token> tokens, const std::string& other_text) {
-  prompt_cache kv(model_, tokens, place_, progress());
+prepared_prompt job::prepare(std::span<const llama_token> tokens, const std::string& other_text, bool timed) {
+  prompt_cache::place at = place_;
+  at.state = timed;
+  prompt_cache kv(model_, tokens, at, progress());
   learnt_keys own = learn(kv, basis_source::prompt);
   return {std::move(kv), std::move(own), learnt_from_text(other_text)};
 }
@@ -259,12 +274,15 @@ const learnt_keys& job::learnt_from_text(const std::string& path) {
 
 void job::say(const std::string& text) {
   std::cout << text << std::flush;
-  said_ += text;
+  table_ << text << std::flush;
 }
 
 void job::finish() {
   lines_.finish();
-  std::ofstream(wanted_.out + "/table.txt") << said_;
+  const std::string table = wanted_.out + "/table.txt";
+  table_.close();
+  if (!table_ || std::rename((table + ".part").c_str(), table.c_str()) != 0)
+    throw file_error("'" + table + "' cannot be written; what it would say is in '" + table + ".part'");
 }
 
 }  // namespace freekv::examples

@@ -2,6 +2,7 @@
 // JSON lines.
 #pragma once
 
+#include <fstream>
 #include <map>
 #include <optional>
 #include <span>
@@ -15,6 +16,7 @@ namespace freekv::examples {
 
 class job {
  public:
+  /// Loads the model and checks that llama.cpp computes it rightly here. Throws engine_error, choice_error, file_error.
   explicit job(const arguments& wanted);
 
   const arguments& wanted() const { return wanted_; }
@@ -36,13 +38,15 @@ class job {
 
   /// `other_text`: the file whose keys lend what is learnt, with those of --calibration; --needle-text, unless the
   /// tokens are from there.
-  prepared_prompt prepare(std::span<const llama_token> tokens, const std::string& other_text);
+  /// `timed`: llama.cpp itself will go on from these tokens.
+  prepared_prompt prepare(std::span<const llama_token> tokens, const std::string& other_text,
+                          bool timed = false);
 
   json_lines& lines() { return lines_; }
   progress_function progress() { return std::ref(progress_); }
-  /// Prints, and keeps for table.txt.
+  /// Prints, and writes to table.txt.part.
   void say(const std::string& text);
-  /// Writes table.txt and moves results.jsonl to its place.
+  /// Moves results.jsonl and table.txt to their places.
   void finish();
 
  private:
@@ -52,13 +56,13 @@ class job {
   const learnt_keys& learnt_from_text(const std::string& path);
 
   arguments wanted_;
+  prompt_cache::place place_;
   examples::model model_;
   std::vector<llama_token> text_;
-  prompt_cache::place place_;
   std::vector<contender> contenders_, principal_;
   json_lines lines_;
+  std::ofstream table_;
   progress_line progress_;
-  std::string said_;
   std::map<std::string, learnt_keys> learnt_;  // by the text's path
   std::optional<prepared_prompt> prompt_;
 };
@@ -89,6 +93,7 @@ void compare_tasks(job& j);
 struct section {
   const char* name;
   void (*run)(job&);
+  double usual_share = 0;  ///< of the time of the job without options; 0: not in it
 };
 /// In the order in which they run.
 std::span<const section> sections();

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "command_line.hpp"
+#include "fatal_signals.hpp"
 #include "program.hpp"
 #include "prompt.hpp"
 #include "report.hpp"
@@ -39,7 +40,9 @@ void run(int argc, char** argv) {
   if (out.empty() && codebooks.empty())
     throw choice_error("nothing is learnt; give --out for the basis, --codebooks for the codebooks, or both");
   if (page < 1) throw choice_error("--page " + std::to_string(page) + " is not 1 or more");
+  note_stage("loading the model");
   const model m(model_path);
+  note_stage("learning");
   if (rank < 1 || rank > m.shape().head_dim)
     throw choice_error("--rank " + std::to_string(rank) + " is not between 1 and head_dim " +
                        std::to_string(m.shape().head_dim));

@@ -13,6 +13,7 @@ namespace freekv::examples {
 
 namespace {
 
+constexpr const char* flash_state = ".flash.state";
 constexpr std::uint64_t fnv_start = 14695981039346656037u;
 
 std::uint64_t fnv(std::span<const std::byte> bytes, std::uint64_t hash) {
@@ -99,7 +100,7 @@ std::vector<llama_token> first_tokens(const model& model, const std::filesystem:
 
 std::uint64_t key_of_file(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) throw file_error("'" + path.string() + "' cannot be read");
+  if (!file) throw file_error("'" + path.string() + "' cannot be read; give the path of a file that can");
   std::vector<char> block(1 << 20);
   std::uint64_t hash = fnv_start;
   while (file.read(block.data(), static_cast<std::streamsize>(block.size())), file.gcount() > 0)
@@ -138,6 +139,7 @@ prompt_cache::prompt_cache(const model& model, std::span<const llama_token> toke
       tokens, 0,
       reporting(&collected, tokens, progress, "prefill of " + std::to_string(tokens_) + " tokens"));
   if (path.empty()) return;
+  if (at.state) prefilling.save_state(file_for(at, tokens, flash_state).string());
   write_safetensors(path, {.tensors = {{"k", data_type::f16, expected, std::as_bytes(std::span(keys_))},
                                        {"v", data_type::f16, expected, std::as_bytes(std::span(values_))}},
                            .metadata = {{"model", shape_.name}}});
@@ -238,7 +240,7 @@ codebook_set prompt_cache::learn_codebooks(const codebook_sizes& sizes,
 
 void restore_stock(engine& stock, std::span<const llama_token> tokens, bool flash_attention,
                    const prompt_cache::place& place, const progress_function& progress, int sequence) {
-  const auto path = file_for(place, tokens, flash_attention ? ".flash.state" : ".plain.state");
+  const auto path = file_for(place, tokens, flash_attention ? flash_state : ".plain.state");
   if (!path.empty() && std::filesystem::exists(path)) {
     try {
       return stock.load_state(path.string(), sequence);

@@ -29,6 +29,8 @@ class prompt_cache {
     std::uint64_t model_key = 0;   ///< distinguishes models, see `key_of_file`
     int threads = 2;
     bool queries = false;  ///< kept too, for methods that observe a prompt
+    bool state =
+        false;  ///< kept too, what `restore_stock` else prefills again: llama.cpp's own, with flash attention
   };
 
   /// Loads the prompt of `tokens` from `at.folder`, or lets llama.cpp prefill it and stores it there. Of

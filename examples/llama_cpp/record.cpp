@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "command_line.hpp"
+#include "fatal_signals.hpp"
 #include "program.hpp"
 #include "prompt.hpp"
 #include "report.hpp"
@@ -101,7 +102,9 @@ std::vector<llama_token> repeated_tokens(const model& m, int count, std::uint64_
 
 void run(int argc, char** argv) {
   const arguments a = parse(argc, argv);
+  note_stage("loading the model");
   const model m(a.model);
+  note_stage("recording");
   for (const int layer : a.layers)
     if (layer < 0 || layer >= m.shape().layers)
       throw choice_error("--layers: the model has layers 0 to " + std::to_string(m.shape().layers - 1) +

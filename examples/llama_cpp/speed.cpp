@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "fatal_signals.hpp"
 #include "job.hpp"
 #include "retrieval_attention.hpp"
 
@@ -69,6 +70,8 @@ std::vector<speed> measure_speed(std::span<const contender> contenders, const co
   for (const contender& c : contenders) speeds.push_back({c.name, {}, {}});
 
   const auto timed = [&](std::size_t who, int round) {
+    note_detail(speeds[who].name + ", round " + std::to_string(round) + " at " +
+                std::to_string(prompt.kv.tokens()) + " tokens");
     const auto start = std::chrono::steady_clock::now();
     for (int step = 0; step < how.steps; ++step) {
       const int at = round * how.steps + step;
@@ -153,7 +156,7 @@ void compare_lengths(job& j) {
       {"tokens/s (attention ms/token), " + std::to_string(a.common.threads) + " threads"}};
   for (const int length : a.lengths) {
     const auto tokens = j.text().first(static_cast<std::size_t>(length));
-    const prepared_prompt prompt = j.prepare(tokens, a.needle_text);
+    const prepared_prompt prompt = j.prepare(tokens, a.needle_text, true);
     const auto speeds = measure_speed(j.principal(), a.common, j.model(), prompt, tokens, j.text(), j.place(),
                                       how, j.progress());
     const double stock = best_of_stock(speeds);

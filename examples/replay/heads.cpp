@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "command_line.hpp"
+#include "fatal_signals.hpp"
 #include "program.hpp"
 #include "progress.hpp"
 #include "trace.hpp"
@@ -134,11 +135,12 @@ void run(int argc, char** argv) {
   const replay_jobs jobs = jobs_of(all_traces);
   host_backend backend;
   progress_line progress("freekv-heads");
+  note_stage("measuring heads");
   std::vector<measured_head> heads;
   for (const replay_job& job : jobs.layers) {
     progress.show("layer", static_cast<int>(&job - jobs.layers.data()), static_cast<int>(jobs.layers.size()));
     const trace t = read_trace(job.trace, std::nullopt);
-    check_compiled(t.head_dim);
+    check_compiled(t.element, t.head_dim);
     if (!t.layer)
       throw choice_error(job.trace.string() +
                          " does not say which layer it is; record it with freekv-record");

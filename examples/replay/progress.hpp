@@ -7,10 +7,12 @@
 #include <cstdio>
 #include <string>
 
+#include "fatal_signals.hpp"
+
 namespace freekv::examples {
 
 /// One line on stderr, rewritten in place and gone in the end. Silent for the first two seconds, and always
-/// where stderr is no terminal.
+/// where stderr is no terminal. Noted as well for the line that a fatal signal leaves.
 class progress_line {
  public:
   explicit progress_line(std::string program) : program_(std::move(program)) {}
@@ -29,13 +31,15 @@ class progress_line {
 
   /// `done` of `total` parts of a stage.
   void show(const char* stage, long long done, long long total) {
+    char text[240];
+    std::snprintf(text, sizeof text, "%s%s %lld of %lld", part_.c_str(), stage, done, total);
+    note_detail(text);
     if (!terminal_) return;
     const auto now = clock::now();
     if (now < next_) return;
     next_ = now + std::chrono::milliseconds(200);
     shown_ = true;
-    std::fprintf(stderr, "\r\x1b[K%s: %s%s %lld of %lld", program_.c_str(), part_.c_str(), stage, done,
-                 total);
+    std::fprintf(stderr, "\r\x1b[K%s: %s", program_.c_str(), text);
     std::fflush(stderr);
   }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "choices.hpp"
+#include "fatal_signals.hpp"
 #include "options.hpp"
 #include "pipeline.hpp"
 #include "program.hpp"
@@ -45,12 +46,17 @@ void run(int argc, char** argv) {
   // Selection for the next step has nothing to hide behind here, so it does not go to a thread of its own.
   const host_options host{.threads = o.threads, .overlap = false};
   host_backend backend(host);
-  if (o.events) return print(replay_events(o, backend));
+  if (o.events) {
+    note_stage("replaying events with " + o.variant);
+    return print(replay_events(o, backend));
+  }
+  note_stage("reading headers");
   const replay_jobs jobs = jobs_of(o);
   const basis_file file = basis_file_of(o);
   for (const replay_job& job : jobs.layers) for_layer(jobs, job, [&] { check_layer(o, job, file); });
 
   std::vector<layer_result> results;
+  note_stage("replaying with " + o.variant);
   {
     progress_line progress("freekv-replay");
     for (const replay_job& job : jobs.layers) {

@@ -267,7 +267,7 @@ nlohmann::ordered_json replay_events(const replay_options& o, host_backend& back
     read.push_back(*o.events);
     check_output(o, *o.out, read);
   }
-  check_compiled(file.forms.front().head_dim);
+  check_compiled(file.forms.front().element, file.forms.front().head_dim);
   std::size_t numbers = 0;  // of selected
   const trace_form& form = file.forms.front();
   const std::size_t rows = size(selects_per_query_head(o.does) ? form.query_heads : form.kv_heads);

@@ -184,7 +184,7 @@ void write_results(const std::filesystem::path& path, const replay_options& o, c
 }  // namespace
 
 void check_layer(const replay_options& o, const replay_job& job, const basis_file& file) {
-  check_compiled(job.form.head_dim);
+  check_compiled(job.form.element, job.form.head_dim);
   check_size(o, job);
   (void)layer_setup(o, job.form, file);
 }

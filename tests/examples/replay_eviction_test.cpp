@@ -1,6 +1,7 @@
 // freekv-replay with methods that forget, against the float64 oracle.
 
 #include "../property/eviction_case.hpp"
+#include "compiled_shapes.hpp"
 #include "refusal.hpp"
 #include "replay_agreement.hpp"
 

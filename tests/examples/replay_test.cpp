@@ -1,6 +1,7 @@
 // freekv-replay as its user sees it: traces in; tensors and a JSON object out, as the float64 oracle says.
 
 #include "../catch.hpp"
+#include "compiled_shapes.hpp"
 #include "replay_agreement.hpp"
 
 using namespace tests;

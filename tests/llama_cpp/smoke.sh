@@ -43,6 +43,43 @@ for wrong in "--model $0" "--text $0 --prompt 50000" "--variant nonsense" "--bud
     { echo "freekv-compare $wrong: exit $status"; cat "$folder/wrong.out" "$folder/wrong.err"; exit 1; }
 done
 
+# A model whose weights are damaged gets a sentence before the long work, with the processor and how llama.cpp was built.
+cp "$model" "$folder/damaged.gguf"
+size=$(stat -c %s "$model")
+head -c 1000000 /dev/zero | tr '\0' '\377' | dd of="$folder/damaged.gguf" bs=64K oflag=seek_bytes seek=$((size - 2000000)) conv=notrunc status=none
+status=0
+"$programs/freekv-compare" --model "$folder/damaged.gguf" --text "$texts/hacker-folklore.txt" --threads 1 --needle-text "$texts/genesis.txt" \
+  --cache "" --out "$folder/damaged" >"$folder/damaged.out" 2>"$folder/damaged.err" || status=$?
+[[ $status == 2 && ! -s $folder/damaged.out && $(wc -l <"$folder/damaged.err") == 1 ]] &&
+  grep -q "wrong logits.*The processor is .*llama.cpp was built .*GGML_NATIVE=OFF" "$folder/damaged.err" ||
+  { echo "a damaged model: exit $status"; cat "$folder/damaged.out" "$folder/damaged.err"; exit 1; }
+rm "$folder/damaged.gguf"
+
+# A signal in the middle of the job leaves a line that says where, and the lines measured by then.
+rm -rf "$folder/killed"
+"$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/killed" \
+  --calibration "$texts/technical.txt" --prompt 500 --steps 3000 --budget 256 --needle-tokens 400 --needle-budgets 256 \
+  --basis-tokens 300 --variant freekv --commit smoke >"$folder/killed.out" 2>"$folder/killed.err" &
+killed=$!
+until grep -q "quality of f" "$folder/killed.err"; do
+  kill -0 "$killed" || { echo "ended before it was killed"; cat "$folder/killed.err"; exit 1; }
+  sleep 0.1
+done
+kill -SEGV "$killed"
+status=0
+wait "$killed" || status=$?
+[[ $status == 139 ]] && tail -1 "$folder/killed.err" | grep -q \
+  "^freekv-compare: segmentation fault (SIGSEGV) while measuring quality: quality of f[a-z]*, [0-9]* % done; what was measured by then is in '.*/killed/results.jsonl.part'" ||
+  { echo "killed: exit $status"; cat "$folder/killed.err"; exit 1; }
+grep -q '"bench":"needle".*"case":"freekv"' "$folder/killed/results.jsonl.part"
+grep -q "8 facts in" "$folder/killed/table.txt.part"
+
+# What examples/run.sh compiles for a model, and what it is told of a file that is none.
+[[ $("$programs/freekv-model-shape" "$model") == "64 half" ]]
+status=0
+"$programs/freekv-model-shape" "$0" >"$folder/wrong.out" 2>"$folder/wrong.err" || status=$?
+[[ $status == 2 && ! -s $folder/wrong.out && $(wc -l <"$folder/wrong.err") == 1 ]]
+
 python3 - "$folder" <<'PYTHON'
 import json, math, sys
 from pathlib import Path

@@ -42,20 +42,54 @@ inline constexpr isa compiled_for = isa::avx2;
 inline constexpr isa compiled_for = isa::baseline;
 #endif
 
+/// What an x86-64 processor and its operating system say about vectors: two words of `cpuid`, and the register XCR0,
+/// whose bits are the states that the system saves when it changes threads. An instruction whose state it does not save is
+/// refused by the processor, though `cpuid` knows it: so under a kernel started with `noxsave`, or in a virtual machine
+/// that keeps its guests from AVX-512.
+struct x86_features {
+  std::uint32_t leaf_1_ecx = 0;  ///< 0 where there is no such leaf
+  std::uint32_t leaf_7_ebx = 0;  ///< of subleaf 0
+  std::uint64_t xcr0 = 0;        ///< read only where `leaf_1_ecx` has OSXSAVE
+};
+
+/// The best instruction set that these allow.
+constexpr isa isa_of(const x86_features& x) {
+  const auto all = [](std::uint64_t word, std::uint64_t bits) { return (word & bits) == bits; };
+  const auto bit = [](int n) { return std::uint64_t{1} << n; };
+  const std::uint64_t osxsave = bit(27), avx = bit(28), fma = bit(12), f16c = bit(29);  // of leaf 1
+  const std::uint64_t avx2 = bit(5), f = bit(16), dq = bit(17), bw = bit(30), vl = bit(31);  // of leaf 7
+  const std::uint64_t ymm = bit(1) | bit(2);           // of XCR0: the lower halves, which are SSE's, and the upper
+  const std::uint64_t zmm = bit(5) | bit(6) | bit(7);  // masks, the upper halves of ZMM0-15, all of ZMM16-31
+  if (!all(x.leaf_1_ecx, osxsave | avx | fma | f16c) || !all(x.leaf_7_ebx, avx2) || !all(x.xcr0, ymm))
+    return isa::baseline;
+  return all(x.leaf_7_ebx, f | dq | bw | vl) && all(x.xcr0, zmm) ? isa::avx512 : isa::avx2;
+}
+
+#if defined(__x86_64__)
+/// Those of the machine this runs on.
+inline x86_features machine_features() {
+  x86_features x;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid(1, &a, &b, &c, &d) != 0) x.leaf_1_ecx = c;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) != 0) x.leaf_7_ebx = b;
+  if ((x.leaf_1_ecx & bit_OSXSAVE) != 0) {
+    unsigned low = 0, high = 0;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    x.xcr0 = std::uint64_t{high} << 32 | low;
+  }
+  return x;
+}
+#endif
+
 namespace detail {
 
 inline isa ask_machine() {
 #if defined(__x86_64__)
-  unsigned a = 0, b = 0, c = 0, d = 0;  // Clang 14 cannot be asked for f16c by name
-  const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
-  const bool has_avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
-                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512dq");
-  if (has_avx512 && compiled_for != isa::avx2) return isa::avx512;
-  if (has_avx2) return isa::avx2;
-#endif
+  const isa best = isa_of(machine_features());
+  return best == isa::avx512 && compiled_for == isa::avx2 ? isa::avx2 : best;
+#else
   return isa::baseline;
+#endif
 }
 
 }  // namespace detail
