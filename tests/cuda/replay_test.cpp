@@ -118,6 +118,18 @@ class replays {
                     .whole());
     return path.string();
   }
+  /// Tokens that are all alike, so that their pages' masses are.
+  std::string equal_trace(const std::string& name, int tokens) {
+    const auto ones = [&](int heads) {
+      const std::vector<float> values(static_cast<std::size_t>(tokens * heads * 64), 1.0f);
+      return tensor_text{"F16", {tokens, heads, 64}, bytes_of(values, "F16")};
+    };
+    const fs::path path = folder_ / name;
+    store(path, parts_of({{"q", ones(6)}, {"k", ones(2)}, {"v", ones(2)}},
+                         {{"prompt_len", std::to_string(tokens - 2)}})
+                    .whole());
+    return path.string();
+  }
   std::string events(const std::string& name, const std::string& lines) {
     store(folder_ / name, lines);
     return (folder_ / name).string();
@@ -155,6 +167,9 @@ int main() {
   r.compare(with(halves, {"--summary", "coarse_to_fine", "--times", "1"}));
   r.compare(with(
       halves, {"--variant", "freekv_top_p", "--top-p", "0.3", "--pooling", "max_softmax", "--spare", "2"}));
+  // Scores of 1e7, beside which the logarithm of 15 is no number of float32.
+  r.compare({r.equal_trace("equal", 300), "--page", "16", "--sink", "16", "--window", "32", "--k", "15",
+             "--variant", "freekv_top_p", "--top-p", "0.5", "--pooling", "mean_score", "--scale", "200000"});
   r.compare(with(halves, {"--correction", "mass_deficit", "--partial", "--delta", "0.1", "--unit", "4"}));
   r.compare(with(halves, {"--variant", "quest_per_query_head"}));
   r.compare(with(halves, {"--pinning", "pin_outliers", "--pinned", "3", "--rows", "per_query_head"}));

@@ -10,13 +10,22 @@
 #include <thread>
 #include <vector>
 
+#include <pthread.h>
+#include <sys/resource.h>
+
+#include <fstream>
+
 #include "../catch.hpp"
+#include "../mentions.hpp"
+#include "../sanitized.hpp"
 
 namespace {
 
 using freekv::host::event;
 using freekv::host::stream;
 using freekv::host::thread_pool;
+using tests::check_mentions;
+using tests::sanitized;
 
 /// Holds the tasks that wait for it until it is opened.
 class gate {
@@ -42,7 +51,68 @@ struct tally {
   }
 };
 
+/// While it lives threads' stacks have 64 MB, and the process's memory has room for `most` of them.
+class few_threads {
+ public:
+  explicit few_threads(std::size_t most) {
+    constexpr std::size_t stack = 64 << 20, page = 4096;
+    ::pthread_attr_init(&before_);
+    ::pthread_getattr_default_np(&before_);
+    pthread_attr_t large;
+    ::pthread_attr_init(&large);
+    ::pthread_attr_setstacksize(&large, stack);
+    ::pthread_setattr_default_np(&large);
+    ::pthread_attr_destroy(&large);
+    std::size_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    ::getrlimit(RLIMIT_AS, &limit_);
+    rlimit low = limit_;
+    low.rlim_cur = pages * page + (most + 1) * stack - stack / 2;
+    ::setrlimit(RLIMIT_AS, &low);
+  }
+  few_threads(const few_threads&) = delete;
+  few_threads& operator=(const few_threads&) = delete;
+  ~few_threads() {
+    ::setrlimit(RLIMIT_AS, &limit_);
+    ::pthread_setattr_default_np(&before_);
+    ::pthread_attr_destroy(&before_);
+  }
+
+ private:
+  pthread_attr_t before_;
+  rlimit limit_{};
+};
+
 }  // namespace
+
+TEST_CASE("a pool whose threads do not all come ends those that did, and says how many", "[thread_pool]") {
+  if (sanitized) return;  // address space has no limit there
+  for (const std::size_t most : {0, 1, 5}) {
+    const few_threads limit(most);
+    const auto caught = [&](const auto& make) {
+      try {
+        make();
+      } catch (const freekv::thread_error& e) {
+        check_mentions(e.what(), {std::to_string(e.wanted) + " thread", "gives " + std::to_string(e.started),
+                                  "temporarily unavailable", "ulimit -u", "pids limit", "ulimit -v"});
+        return std::pair(e.wanted, e.started);
+      }
+      return std::pair(0, 0);
+    };
+    const auto [wanted, started] = caught([] { thread_pool pool(64); });
+    CHECK(wanted == 64);
+    CHECK(started == static_cast<int>(most) + 1);
+    CHECK(caught([] { freekv::host_backend backend({.threads = 64}); }) == std::pair(64, started));
+    // None is left of them: as many come again.
+    CHECK_NOTHROW(thread_pool(static_cast<int>(most) + 1));
+    if (most == 0) CHECK(caught([] { stream s(stream::kind::threaded); }) == std::pair(1, 0));
+    if (most == 1) {
+      CHECK_NOTHROW(freekv::host_backend({.threads = 1}));
+      CHECK(caught([] { freekv::host_backend backend({.threads = 2}); }) == std::pair(1, 0));
+    }
+  }
+  CHECK_NOTHROW(thread_pool(4));
+}
 
 TEST_CASE("a loop runs every unit exactly once, on workers within range", "[thread_pool]") {
   for (const int threads : {1, 2, 3, 4, 8}) {

@@ -1,4 +1,5 @@
-// The published methods and ours as policy packs: `variants::quest::pipeline<kv_shape<half, 128>>`.
+// The published methods and ours as policy packs: `variants::quest::pipeline<kv_shape<half, 128>>`. Values that a method
+// gives at run time are its variant's too, under the setting's name: `s.selection = variants::twilight::selection`.
 #pragma once
 
 #include <freekv/pipeline/retrieval_pipeline.hpp>
@@ -46,11 +47,12 @@ struct arkvale : variant<centroid_box, mean_score, always> {
 };
 /// Twilight (arXiv 2502.02770, section 4), Quest as the algorithm that it prunes: min-max summaries keep 4 k of the
 /// candidates, keys in 4 bits estimate these pages' masses, and of the k best the fewest are selected that have 0.85 of
-/// the kept pages' mass, with `selection = {.p = 0.85f}`; selected anew before every attention. Unlike the paper's, the
+/// the kept pages' mass, with its `selection`; selected anew before every attention. Unlike the paper's, the
 /// masses are of pages and groups, not of tokens, selected pages are attended to whole, k bounds them, sink and window
 /// are always there, and the 4 bits are of a key's difference from its page's mean.
 struct twilight : variant<coarse_to_fine<min_max, key_sketch<4>>, top_p, always> {
   static constexpr std::string_view name = "twilight";
+  static constexpr top_p selection{.p = 0.85f};
 };
 /// InfiniGen (arXiv 2406.19707, section 4), as far as keys and queries alone allow: single tokens are selected by partial
 /// keys, here the unquantised coefficients of a key in the 24 dimensions where the prompt's keys vary most; selected anew
@@ -83,6 +85,15 @@ struct duo_attention : variant<by_head> {
 struct freekv : variant<min_max, cosine_drift> {
   static constexpr std::string_view name = "freekv";
 };
+/// FreeKV without correction: the selection of the step before, whatever the query.
+struct freekv_never : variant<min_max, never> {
+  static constexpr std::string_view name = "freekv_never";
+};
+/// FreeKV that selects the fewest of the k best pages that have 0.95 of the mass, with its `selection`.
+struct freekv_top_p : variant<min_max, top_p, cosine_drift> {
+  static constexpr std::string_view name = "freekv_top_p";
+  static constexpr top_p selection{.p = 0.95f};
+};
 /// FreeKV with one selection for all heads of a layer.
 struct freekv_per_layer : variant<min_max, per_layer, cosine_drift> {
   static constexpr std::string_view name = "freekv_per_layer";
@@ -91,21 +102,47 @@ struct freekv_per_layer : variant<min_max, per_layer, cosine_drift> {
 struct freekv_chunk_means : variant<chunk_means<8>, cosine_drift> {
   static constexpr std::string_view name = "freekv_chunk_means";
 };
+/// The same without correction.
+struct freekv_chunk_means_never : variant<chunk_means<8>, never> {
+  static constexpr std::string_view name = "freekv_chunk_means_never";
+};
 /// FreeKV with token estimates in a 24-dimensional subspace at 3 bits.
 struct freekv_key_subspace : variant<key_subspace<24, 3>, cosine_drift> {
   static constexpr std::string_view name = "freekv_key_subspace";
 };
-
-/// The same, corrected where the selected pages miss a fifth of the mass that the best would have; with the setting
-/// `correction = {.delta = 0.2f, .partial = true}` page by page, at a tenth of cosine_drift's recalls before attention.
+/// The same without correction.
+struct freekv_key_subspace_never : variant<key_subspace<24, 3>, never> {
+  static constexpr std::string_view name = "freekv_key_subspace_never";
+};
+/// The same, corrected where the selected pages miss a fifth of the mass that the best would have; with its `correction`
+/// page by page, at a tenth of cosine_drift's recalls before attention.
 struct freekv_key_subspace_deficit : variant<key_subspace<24, 3>, mass_deficit> {
   static constexpr std::string_view name = "freekv_key_subspace_deficit";
+  static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
 };
-
 /// FreeKV with tokens by product quantisation, 6 bytes each.
 struct freekv_key_codes : variant<key_codes<6>, cosine_drift> {
   static constexpr std::string_view name = "freekv_key_codes";
 };
+/// The same without correction.
+struct freekv_key_codes_never : variant<key_codes<6>, never> {
+  static constexpr std::string_view name = "freekv_key_codes_never";
+};
+/// The same, corrected as freekv_key_subspace_deficit is, with its `correction`.
+struct freekv_key_codes_deficit : variant<key_codes<6>, mass_deficit> {
+  static constexpr std::string_view name = "freekv_key_codes_deficit";
+  static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
+};
+
+/// A list of variants.
+template <class... Variants>
+struct variant_list {};
+/// All of the above.
+using all = variant_list<full, streaming_llm, quest, quest_per_query_head, arkvale, twilight, infinigen, shadowkv,
+                         razor_attention, duo_attention, freekv, freekv_never, freekv_top_p, freekv_per_layer,
+                         freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace,
+                         freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
+                         freekv_key_codes_never, freekv_key_codes_deficit>;
 
 }  // namespace variants
 }  // namespace freekv

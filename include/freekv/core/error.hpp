@@ -38,6 +38,20 @@ struct pool_exhausted : error {
   long capacity, used, needed;
 };
 
+/// Threads that the system does not give; those that it gave have ended again.
+struct thread_error : error {
+  /// `of`: whose threads they are, `wanted` and `started` both with the calling thread where that is one of them.
+  thread_error(const std::string& of, int threads_wanted, int threads_started, const std::error_code& cause,
+               const std::string& remedy)
+      : error(of + " wants " + std::to_string(threads_wanted) + (threads_wanted == 1 ? " thread" : " threads") +
+              ", and the system gives " + std::to_string(threads_started) + " (" + cause.message() + "); " +
+              remedy +
+              ", or raise the limit on processes (ulimit -u, a container's pids limit) or memory (ulimit -v)"),
+        wanted(threads_wanted),
+        started(threads_started) {}
+  int wanted, started;
+};
+
 /// What a store file was asked for.
 enum class store_operation : std::uint8_t { create, reserve, read, write };
 

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdio>
+#include <cstdlib>
 #include <string>
 #include <type_traits>
 
@@ -64,6 +66,15 @@ constexpr decltype(auto) resolve(const Policy& chosen, Use&& use) {
 }
 
 namespace detail {
+
+/// "0.95": a float in six digits, or, where these are another float's, in the nine that tell all of them apart.
+inline std::string decimal(float value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", static_cast<double>(value));
+  if (std::strtof(text, nullptr) != value)
+    std::snprintf(text, sizeof text, "%.9g", static_cast<double>(value));
+  return text;
+}
 
 /// "key_subspace(24, 3)": a policy's name, and in brackets what its `values()` says it was given.
 template <class P>

@@ -168,7 +168,7 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
     fail("a sink logit is NaN or infinity; -infinity is a token of no weight");
   resolve(s.summary, [&](const auto& summary) {
     if constexpr (requires { summary.validate(summary_setting{}); })
-      summary.validate({{s.unit_tokens(), HeadDim}, s.layers, s.kv_heads});
+      summary.validate({{s.unit_tokens(), HeadDim}, s.layers, s.kv_heads, s.unit_tokens() < p});
   });
   resolve(s.selection, [&](const auto& selection) {
     if constexpr (requires { selection.validate(); }) selection.validate();

@@ -10,7 +10,6 @@
 #include <freekv/core/policy.hpp>
 #include <freekv/core/team.hpp>
 #include <freekv/policies/query_drift.hpp>
-#include <sstream>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -54,10 +53,8 @@ struct cosine_drift {
     return {tau_of_layer.empty() ? tau : tau_of_layer[static_cast<std::size_t>(layer)], pool};
   }
   std::string values() const {
-    std::ostringstream text;
-    text << tau;
     const char* pools[] = {"", ", min", ", max"};
-    return (tau_of_layer.empty() ? text.str() : "by layer") + pools[static_cast<int>(pool)];
+    return (tau_of_layer.empty() ? detail::decimal(tau) : "by layer") + pools[static_cast<int>(pool)];
   }
   void validate(int layers) const {
     if (!tau_of_layer.empty() && tau_of_layer.size() != static_cast<std::size_t>(layers))
@@ -84,17 +81,11 @@ struct mass_deficit {
   }
   FREEKV_HD bool exchanges_pages() const { return partial; }
 
-  std::string values() const {
-    std::ostringstream text;
-    text << delta << (partial ? ", partial" : "");
-    return text.str();
-  }
+  std::string values() const { return detail::decimal(delta) + (partial ? ", partial" : ""); }
   void validate(int) const {
-    if (!(delta >= 0.0f && delta <= 1.0f)) {
-      std::ostringstream text;
-      text << "mass_deficit: delta of " << delta << " is not a share from 0 to 1; choose one such as 0.2";
-      throw settings_error(text.str());
-    }
+    if (!(delta >= 0.0f && delta <= 1.0f))
+      throw settings_error("mass_deficit: delta of " + detail::decimal(delta) +
+                           " is not a share from 0 to 1; choose one such as 0.2");
   }
 };
 

@@ -15,7 +15,6 @@
 #include <freekv/core/policy.hpp>
 #include <freekv/functors/ordered_key.hpp>
 #include <limits>
-#include <sstream>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -73,11 +72,7 @@ struct h2o {
   FREEKV_HD constexpr void on_attended(unit_state& unit, float share, int) const { unit.mass += share; }
   FREEKV_HD std::uint32_t worth(const unit_state& unit) const { return order_bits(unit.mass); }
 
-  std::string values() const {
-    std::ostringstream text;
-    text << recent;
-    return text.str();
-  }
+  std::string values() const { return detail::decimal(recent); }
   void validate(const eviction_limits&) const {
     if (!(recent >= 0.0f && recent < 1.0f))
       throw settings_error("h2o: recent of " + values() +
@@ -210,9 +205,8 @@ struct raas {
   }
 
   std::string values() const {
-    std::ostringstream text;
-    text << "page " << page << ", " << threshold << (keeps_prompt ? ", prompt kept" : "");
-    return text.str();
+    return "page " + std::to_string(page) + ", " + detail::decimal(threshold) +
+           (keeps_prompt ? ", prompt kept" : "");
   }
   void validate(const eviction_limits& most) const {
     if (sink < 0 || window < 0)

@@ -98,10 +98,12 @@ struct chunk_means {
 
   std::string values() const { return std::to_string(int{tokens}); }
   void validate(const summary_setting& s) const {
-    if (tokens < 1 || s.page.tokens % tokens != 0)
-      throw settings_error("chunk_means: a chunk of " + std::to_string(int{tokens}) +
-                           " tokens does not divide a page of " + std::to_string(s.page.tokens) +
-                           "; choose a divisor such as 4 or 8");
+    if (tokens >= 1 && s.page.tokens % tokens == 0) return;
+    int divisor = 8;
+    while (s.page.tokens % divisor != 0) --divisor;
+    throw settings_error("chunk_means: a chunk of " + std::to_string(int{tokens}) +
+                         " tokens does not divide a " + s.text() + "; choose a divisor such as " +
+                         std::to_string(divisor));
   }
 
   template <team T>

@@ -5,7 +5,6 @@
 #include <freekv/config.hpp>
 #include <freekv/core/error.hpp>
 #include <freekv/core/policy.hpp>
-#include <sstream>
 #include <string>
 #include <string_view>
 
@@ -29,11 +28,7 @@ struct top_p {
   /// Whether pages that together have `mass` are enough.
   FREEKV_HD constexpr bool enough(float mass) const { return mass >= p; }
 
-  std::string values() const {
-    std::ostringstream text;
-    text << p;
-    return text.str();
-  }
+  std::string values() const { return detail::decimal(p); }
   void validate() const {
     if (!(p > 0.0f && p <= 1.0f))
       throw settings_error("top_p: p of " + values() +

@@ -47,6 +47,12 @@ struct summary_setting {
   page_geometry page;
   int layers = 0;
   int kv_heads = 0;
+  bool of_unit = false;  ///< `page` is a unit of less than a page
+
+  /// "page of 32", or "unit of 8".
+  std::string text() const {
+    return (of_unit ? "unit of " : "page of ") + std::to_string(page.tokens);
+  }
 };
 
 namespace detail {

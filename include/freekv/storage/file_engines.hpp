@@ -12,10 +12,10 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <freekv/storage/file_io.hpp>
 #include <mutex>
 #include <span>
-#include <system_error>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -82,10 +82,10 @@ class thread_engine {
     sigset_t all, before;  // a signal is for the engine's threads
     ::sigfillset(&all);
     ::pthread_sigmask(SIG_SETMASK, &all, &before);
-    threads_.reserve(static_cast<std::size_t>(in_flight));
     try {
+      threads_.reserve(static_cast<std::size_t>(in_flight));
       for (int i = 1; i < in_flight; ++i) threads_.emplace_back([this] { serve(); });
-    } catch (const std::system_error&) {  // fewer in flight
+    } catch (const std::exception&) {  // no thread, or no memory for its object: fewer in flight
     }
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }

@@ -44,9 +44,9 @@ struct select_storage<true> : select_storage<false> {
   int kept;
 };
 
-/// The logarithm of what the exponentials of `count` pooled scores sum to, the same on all threads of the block.
+/// What the exponentials of `count` pooled scores sum to, the same on all threads of the block.
 template <class Storage>
-__device__ float log_mass_of_all(const float* pooled, int count, Storage& shared) {
+__device__ log_sum_exp mass_of_all(const float* pooled, int count, Storage& shared) {
   constexpr int warps = select_default.threads / 32;
   const int warp = static_cast<int>(threadIdx.x) / 32, chunks = (count + chunk_units - 1) / chunk_units;
   const int each = (chunks + warps - 1) / warps;
@@ -60,7 +60,7 @@ __device__ float log_mass_of_all(const float* pooled, int count, Storage& shared
   __syncthreads();
   mass = {};
   for (int i = 0; i < warps; ++i) mass.add(log_sum_exp{shared.warp_most[i], shared.warp_sum[i]});
-  return mass.value();
+  return mass;
 }
 
 /// Keys of candidates, a float each, of which the larger are better; a pinned one's is less than all others.
@@ -82,14 +82,13 @@ __device__ int select_unpinned(const Selection& selection, const float* pooled,
   __syncthreads();
   if constexpr (selection_by_mass<Selection>) {
     if (most == 0) return 0;
-    const float all = log_mass_of_all(pooled, count, shared);
+    const log_sum_exp all = mass_of_all(pooled, count, shared);
     const auto key = [&](int i) { return ordered_key(pooled[units[i] - first], units[i]); };
     for (int i = thread; i < most; i += threads) {
       int better = 0;
       for (int other = 0; other < most; ++other) better += key(other) > key(i);
-      const float score = pooled[units[i] - first];
       shared.place[i] = static_cast<std::int16_t>(better);
-      shared.mass[better] = score > -infinity ? ::expf(score - all) : 0.0f;
+      shared.mass[better] = all.share(pooled[units[i] - first]);
     }
     __syncthreads();
     if (thread == 0) {
@@ -172,14 +171,11 @@ __device__ int exchange_units(const Correction& correction, const selected_and_b
 template <class Correction, class Storage>
 __device__ int correct_by_mass(const Correction& correction, const float* pooled, int first, int candidates,
                                const selected_and_best& pages, bool& corrected, Storage& shared) {
-  const float all = log_mass_of_all(pooled, candidates, shared);
+  const log_sum_exp all = mass_of_all(pooled, candidates, shared);
   if (threadIdx.x == 0) {
     const auto mass_of = [&](const std::int32_t* units, int count) {
       float sum = 0.0f;
-      for (int i = 0; i < count; ++i) {
-        const float score = pooled[units[i] - first];
-        if (score > -infinity) sum += ::expf(score - all);
-      }
+      for (int i = 0; i < count; ++i) sum += all.share(pooled[units[i] - first]);
       return sum;
     };
     bool same = pages.count == pages.best_count;

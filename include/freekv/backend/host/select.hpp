@@ -19,13 +19,14 @@
 #include <functional>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <span>
 
 namespace freekv::host {
 
-/// ln of the sum of exp over `padded` scores.
+/// The sum of exp over `padded` scores.
 template <class Team>
-float log_sum_of(Team team, const float* scores, std::int64_t padded) {
+log_sum_exp mass_of(Team team, const float* scores, std::int64_t padded) {
   constexpr int width = Team::width, at_once = 8;
   log_sum_exp mass;
   typename Team::pack packs[at_once];
@@ -34,7 +35,7 @@ float log_sum_of(Team team, const float* scores, std::int64_t padded) {
     for (; count < at_once && j < padded; j += width) packs[count++] = team.load(scores + j);
     mass.add(team, packs, count);
   }
-  return mass.value();
+  return mass;
 }
 
 /// Pools `w.scores`, query head g's score of candidate j at `g * stride + j`, into `w.pooled`. Candidates are `padded` to
@@ -48,7 +49,7 @@ void pool_candidates(isa set, const Pooling& pooling, int group, std::int64_t st
     with_team(set, [&](auto team) {
       const row_scores row{w.scores, stride, w.log_sums, group};
       if constexpr (Pooling::uses_log_sums)
-        for (int g = 0; g < group; ++g) w.log_sums[g] = log_sum_of(team, w.scores + g * stride, padded);
+        for (int g = 0; g < group; ++g) w.log_sums[g] = mass_of(team, w.scores + g * stride, padded).value();
       using pack = typename decltype(team)::pack;
       const pack largest(std::numeric_limits<float>::max());
       for (std::int64_t j = 0; j < padded; j += decltype(team)::width) {
@@ -212,7 +213,7 @@ class head_selection {
         by(mean_score{});
     });
     scored_ = pooled_ = candidates;
-    log_mass_of_all_ = NAN;
+    mass_of_all_.reset();
   }
 
   /// The masses of `selected` and of `best`, pages of the first `candidates` candidates.
@@ -273,7 +274,7 @@ class head_selection {
     for (const std::int32_t unit : pinned_) empty_column(unit - first_unit_);
     pool(candidates);
     pooled_ = candidates;
-    log_mass_of_all_ = NAN;
+    mass_of_all_.reset();
   }
 
   void pool(int candidates) {
@@ -359,12 +360,11 @@ class head_selection {
 
   /// A page's share of the softmax of the pooled scores; 0 where no page has any.
   float mass(std::int32_t page) {
-    if (std::isnan(log_mass_of_all_))
+    if (!mass_of_all_)
       with_team(set_, [&](auto team) {
-        log_mass_of_all_ = log_sum_of(team, w_.pooled, workspace_sizes::padded(pooled_));
+        mass_of_all_ = host::mass_of(team, w_.pooled, workspace_sizes::padded(pooled_));
       });
-    const float score = w_.pooled[page - first_unit_];
-    return score > -infinity ? std::exp(score - log_mass_of_all_) : 0.0f;
+    return mass_of_all_->share(w_.pooled[page - first_unit_]);
   }
   float mass_of(std::span<const std::int32_t> pages) {
     float sum = 0.0f;
@@ -383,7 +383,7 @@ class head_selection {
   group_query query_;
   prepared_queries prepared_{};
   int scored_ = 0, pooled_ = 0;  // candidates that have been
-  float log_mass_of_all_ = NAN;  // NaN: not computed yet
+  std::optional<log_sum_exp> mass_of_all_;  // none: not computed yet
 };
 
 /// Brings units of one KV head from the store to its selected slots: for i of `count` the unit `unit(i)`, ascending, to

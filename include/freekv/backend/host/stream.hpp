@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <freekv/core/error.hpp>
+#include <system_error>
 #include <thread>
 #include <type_traits>
 
@@ -34,8 +36,14 @@ class stream {
  public:
   enum class kind : std::uint8_t { inline_, threaded };
 
+  /// Throws thread_error.
   explicit stream(kind of) {
-    if (of == kind::threaded) thread_ = std::thread([this] { serve(); });
+    if (of == kind::inline_) return;
+    try {
+      thread_ = std::thread([this] { serve(); });
+    } catch (const std::system_error& e) {
+      throw thread_error("host backend's recall stream", 1, 0, e.code(), "set overlap = false");
+    }
   }
   stream(const stream&) = delete;
   stream& operator=(const stream&) = delete;

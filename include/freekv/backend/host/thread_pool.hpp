@@ -3,6 +3,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <freekv/core/error.hpp>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -12,17 +14,23 @@ namespace freekv::host {
 /// locked.
 class thread_pool {
  public:
+  /// Throws thread_error.
   explicit thread_pool(int threads) {
-    for (int worker = 1; worker < threads; ++worker) threads_.emplace_back([this, worker] { serve(worker); });
+    try {
+      for (int worker = 1; worker < threads; ++worker)
+        threads_.emplace_back([this, worker] { serve(worker); });
+    } catch (const std::system_error& e) {
+      const int started = size();
+      end();
+      throw thread_error("host backend", threads, started, e.code(), "choose fewer threads");
+    } catch (...) {  // no memory for their objects
+      end();
+      throw;
+    }
   }
   thread_pool(const thread_pool&) = delete;
   thread_pool& operator=(const thread_pool&) = delete;
-  ~thread_pool() {
-    stopping_.store(true, std::memory_order_relaxed);
-    ticket_.fetch_add(one_loop, std::memory_order_release);
-    ticket_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
-  }
+  ~thread_pool() { end(); }
 
   int size() const { return static_cast<int>(threads_.size()) + 1; }
 
@@ -55,6 +63,13 @@ class thread_pool {
   static constexpr int most_units = 1 << 24;
   static constexpr std::uint64_t one_unit = most_units, one_loop = one_unit * most_units, loops = 1 << 16;
   using body_call = void (*)(const void*, int, int);
+
+  void end() {
+    stopping_.store(true, std::memory_order_relaxed);
+    ticket_.fetch_add(one_loop, std::memory_order_release);
+    ticket_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
 
   void serve(int worker) {
     std::uint64_t seen = 0;
