@@ -65,21 +65,14 @@ void attend_to_engine(const device::paged_cache<bfloat16>& cache,
   device::attend_paged<HEAD_DIM, device::attend_paged_by_tensor_cores>(cache, {}, attended, nullptr);
 }
 
-// Attention by tensor cores.
-void attend_by_tensor_cores(const state& s, const device::step_view& step,
-                            const device::attention_scratch_memory& attended) {
+// Attention by FMA, which a pipeline of F32 has, and of pages that are encoded by tensor cores.
+void attend_by_both(const state& s, const device::step_view& step,
+                    const device::attention_scratch_memory& attended) {
   constexpr auto by = device::multiplies::tensor_cores;
-  device::launch_attend<by>(s, identity{}, step, nullptr, device::rows_attending::all, false, 1, {}, attended,
-                            nullptr);
+  device::launch_attend<device::multiplies::fma>(s, identity{}, step, nullptr, device::rows_attending::all,
+                                                 false, 1, {}, attended, nullptr);
   device::launch_attend<by>(s, int4_channel{}, step, nullptr, device::rows_attending::all, false, 1, {},
                             attended, nullptr);
-}
-
-// Prompts by them.
-void attend_prompts_by_tensor_cores(const state& s, const device::step_view& step,
-                                    const device::attention_scratch_memory& attended) {
-  device::launch_prefill<device::multiplies::tensor_cores>(s, identity{}, step, nullptr, {}, {}, attended,
-                                                           nullptr);
 }
 
 // What a store that is encoded takes beside it.

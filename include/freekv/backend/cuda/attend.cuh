@@ -5,7 +5,9 @@
 #include <cstdint>
 #include <cuda/std/type_traits>
 #include <freekv/backend/cuda/encoded_pages.cuh>
+#include <freekv/backend/cuda/lane_attention.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
+#include <freekv/backend/cuda/merge_parts.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step.cuh>
 #include <freekv/backend/cuda/tensor_attention.cuh>
@@ -18,12 +20,13 @@ namespace freekv::device {
 
 struct attend_tuning {
   int threads = 128;             ///< of a block
-  int registers = 168;           ///< of a thread at most
+  int registers = 176;           ///< of a thread at most
   int tensor_registers = 255;    ///< the same by tensor cores, where most are taken by pages that are decoded
   int heads = 4;                 ///< query heads that a team attends with by FMA; larger groups take several
   int part_tokens = 64;          ///< of a budgeted row that one team attends to
   int part_tokens_of_all = 512;  ///< of a row that attends to everything
   int rows_of_all = 16;          ///< that attend to everything in one launch; more take turns
+  int merge_threads = 256;       ///< of a block that merges a query head of a row
   constexpr bool valid() const {
     return valid_block(threads, registers) && valid_block(threads, tensor_registers) && heads >= 1 &&
            heads <= 8 && part_tokens >= 8 && part_tokens_of_all >= part_tokens && rows_of_all >= 1;
@@ -36,7 +39,7 @@ static_assert(attend_default.valid());
 template <multiplies By, int HeadDim, class Element>
 using tile_attention =
     cuda::std::conditional_t<By == multiplies::tensor_cores, tensor_attention<HeadDim, Element>,
-                             register_attention<HeadDim, attend_default.heads, row_team<HeadDim>>>;
+                             lane_attention<HeadDim, attend_default.heads, Element>>;
 
 /// Entries of a list that one part covers. Parts are cut at multiples of it and merged in order, so that results depend on
 /// neither the batch nor the grid.
@@ -45,21 +48,6 @@ FREEKV_HD constexpr int entries_of_part(bool everything, int page_tokens, int un
   const int entry = everything ? page_tokens : unit_tokens;
   return tokens > entry ? tokens / entry : 1;
 }
-
-/// Parts of rows before they are merged. For `rows` rows of `parts` parts.
-struct attention_scratch_memory {
-  log_sum_exp* mass = nullptr;  // (row, query head, part)
-  float* weighted = nullptr;    // (row, query head, part, head_dim)
-  std::int64_t parts = 0;       // of all rows and query heads that there is room for, times query heads
-
-  static attention_scratch_memory carve(carver& memory, std::int64_t parts, int head_dim) {
-    attention_scratch_memory m;
-    m.parts = parts;
-    m.mass = memory.take<log_sum_exp>(static_cast<std::size_t>(parts));
-    m.weighted = memory.take<float>(static_cast<std::size_t>(parts * head_dim));
-    return m;
-  }
-};
 
 /// Up to `Heads` query heads of one KV head, which a team attends with together.
 template <int Heads>
@@ -82,15 +70,6 @@ struct head_tile {
   }
 };
 
-/// Where the parts of one row are in the scratch, of which `first` query heads of other rows lie before it.
-struct parts_of_row {
-  std::int64_t first = 0;
-  int parts = 1;
-  FREEKV_HD constexpr std::int64_t at(int query_head, int part) const {
-    return (first + query_head) * parts + part;
-  }
-};
-
 /// Takes a tile's queries of a row's (query_heads, head_dim).
 template <int HeadDim, class Team, class Attention, class Tile>
 __device__ void begin_tile(Team team, Attention& attention, const Tile& tile, const float* queries,
@@ -108,23 +87,6 @@ __device__ void store_tile(Team team, const Attention& attention, const Tile& ti
     const std::int64_t at = row.at(tile.query_head(h), part);
     return attention_part{scratch.mass + at, scratch.weighted + at * HeadDim};
   });
-}
-
-/// Merges the first `count` parts of one query head of a row, at least 1, in order, adds its sink logit
-/// (-infinity: none), and writes row and head number `out` of the output.
-template <int HeadDim, class Team>
-__device__ void merge_row(Team team, const attention_scratch_memory& scratch, std::int64_t first, int count,
-                          float sink_logit, const attention_output& to, std::int64_t out) {
-  log_sum_exp mass = scratch.mass[first];
-  const attention_part into{&mass, scratch.weighted + first * HeadDim};
-  for (int part = 1; part < count; ++part) {
-    log_sum_exp behind = scratch.mass[first + part];
-    merge_parts<HeadDim>(team, attention_part{&behind, scratch.weighted + (first + part) * HeadDim}, into, 1);
-  }
-  add_logits<HeadDim>(team, &sink_logit, 1, into);
-  float lse;
-  finish_attention<HeadDim>(team, into, 1, to.out + out * HeadDim, &lse);
-  if (to.lse != nullptr && team.lane() == 0) to.lse[out] = lse * to.lse_unit;
 }
 
 /// Rows of `parts` parts whose attention the scratch has room for at a time, at least 1.
@@ -177,8 +139,8 @@ struct attended_list {
   }
 };
 
-/// How attention to pages of `Codec` is launched, and how many rows of them a team decodes at a time: fewer where a block's
-/// memory has no room for more.
+/// How attention to pages of `Codec` is launched, what each team of a block has in shared memory, and how many rows of
+/// such pages it decodes at a time: fewer where there is no room for more.
 template <class Attention, int HeadDim, class Element, class Codec>
 struct attend_block {
   static constexpr int lanes = Attention::team_type::lane_count;
@@ -195,8 +157,23 @@ struct attend_block {
     return s;
   }
   static constexpr sizes size = encodes_pages<Codec> ? fitting() : sizes{};
-  static_assert(size.threads >= lanes);
-  static constexpr int numbers = encodes_pages<Codec> ? size.numbers() : 1;
+  static constexpr int teams = size.threads / lanes;
+  static_assert(teams > 0);
+  struct alignas(encodes_pages<Codec> ? 16 : alignof(Element)) storage {
+    Element decoded[encodes_pages<Codec> ? size.rows * 2 * HeadDim : 1];
+    __device__ Element* rows() { return decoded; }
+  };
+};
+/// Tensor cores have a ring, whose memory takes rows that are decoded as well.
+template <int HeadDim, class Element, class Codec>
+struct attend_block<tensor_attention<HeadDim, Element>, HeadDim, Element, Codec> {
+  using attention_type = tensor_attention<HeadDim, Element>;
+  static constexpr int lanes = 32, teams = attention_type::warps;
+  struct sizes {
+    int threads = 32 * attention_type::warps, rows = attention_type::tokens_at_once;
+  };
+  static constexpr sizes size{};
+  using storage = typename attention_type::storage;
 };
 
 /// Where the rows of entry i of a list are: in its slot, in the store if that keeps them as they are, or in an open page.
@@ -226,14 +203,20 @@ FREEKV_HD unsigned attending_heads(const State& s, const attended_list& list, in
   return heads;
 }
 
-/// Attends to a part of a page that is encoded, some rows after others through the team's part of `block`.
+/// Whether entry i of a list is of a page that is encoded.
+template <class Codec, class State>
+__device__ bool is_encoded(const State& s, const attended_list& list, int i) {
+  return encodes_pages<Codec> && list.in_store(s) && list.entries.page(i) < list.step.after() / s.page.tokens;
+}
+
+/// Attends to a part of a page that is encoded, some rows after others through the team's shared memory.
 template <class Block, class Team, class Attention, class State, class Codec>
 __device__ void attend_encoded(Team team, Attention& attention, const State& s, const Codec& codec,
-                               const head_of& at, const page_part& part, typename State::element* block,
+                               const head_of& at, const page_part& part, typename Block::storage& shared,
                                unsigned attending) {
   constexpr int d = State::head_dim, most = Block::size.rows;
   using element = typename State::element;
-  element* const key = block + static_cast<int>(threadIdx.x) / team.lanes() * most * 2 * d;
+  element* const key = shared.rows();
   const head_slice<element> rows{key, key + most * d, d};
   for (int first = 0; first < part.tokens; first += most) {
     const int count = part.tokens - first < most ? part.tokens - first : most;
@@ -242,19 +225,7 @@ __device__ void attend_encoded(Team team, Attention& attention, const State& s, 
     team.sync();
     attention.attend(team, as_const(rows), count, s.soft_cap, attending);
   }
-}
-
-/// Attends to entry i of a list.
-template <class Block, class Team, class Attention, class State, class Codec>
-__device__ void attend_entry(Team team, Attention& attention, const State& s, const Codec& codec,
-                             const attended_list& list, int i, typename State::element* block,
-                             unsigned attending) {
-  const page_part part = list.entries.part(i);
-  if constexpr (encodes_pages<Codec>)
-    if (list.in_store(s) && part.page < list.step.after() / s.page.tokens)
-      return attend_encoded<Block>(team, attention, s, codec, {list.step.sequence, list.head}, part, block,
-                                   attending);
-  attention.attend(team, as_const(attended_slice<Codec>(s, list, i)), part.tokens, s.soft_cap, attending);
+  team.sync();  // as above
 }
 
 /// A team attends with a tile's query heads to one part of a row.
@@ -265,7 +236,7 @@ __global__ void attend_parts(State s, Codec codec, step_view step, const float* 
   using element = typename State::element;
   using attention_type = tile_attention<By, d, element>;
   using block_type = attend_block<attention_type, d, element, Codec>;
-  __shared__ alignas(16) element block[block_type::numbers];
+  __shared__ typename block_type::storage shared[block_type::teams];
   const typename attention_type::team_type team;
   const auto tile = head_tile<attention_type::heads>::nth(static_cast<int>(blockIdx.y), s.heads.group());
   const int part = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
@@ -277,61 +248,73 @@ __global__ void attend_parts(State s, Codec codec, step_view step, const float* 
   const int begin = part * each, end = begin + each < list.size() ? begin + each : list.size();
   if (begin >= end) return;
 
-  attention_type attention;
+  auto& mine = shared[static_cast<int>(threadIdx.x) / team.lanes()];
+  attention_type attention(mine);
   begin_tile<d>(team, attention, tile, queries + std::int64_t{row} * s.heads.query * d, s.scale);
-  for (int i = begin; i < end; ++i) {
-    if (const unsigned attending = attending_heads(s, list, i, tile); attending != 0)
-      attend_entry<block_type>(team, attention, s, codec, list, i, block, attending);
-  }
+  const auto entries = [&](int i) {
+    const unsigned attending = attending_heads(s, list, i, tile);
+    if (attending == 0) return entry_rows<element>{};
+    return entry_rows<element>{as_const(attended_slice<Codec>(s, list, i)), list.entries.part(i).tokens,
+                               attending};
+  };
+  if constexpr (encodes_pages<Codec>)
+    for (int i = begin; i < end; ++i) {
+      const unsigned attending = attending_heads(s, list, i, tile);
+      if (attending != 0 && is_encoded<Codec>(s, list, i))
+        attend_encoded<block_type>(team, attention, s, codec, {list.step.sequence, list.head},
+                                   list.entries.part(i), mine, attending);
+      else
+        attention.attend_entries(team, i, i + 1, entries, s.soft_cap);
+    }
+  else
+    attention.attend_entries(team, begin, end, entries, s.soft_cap);
   const parts_of_row to{std::int64_t{blockIdx.z} * s.heads.query, rows.parts};
   store_tile<d>(team, attention, tile, scratch, to, part);
 }
 
-/// A team merges the parts of one query head of a row, in order, and writes its output. Those of prompts are one by now.
+/// A block merges the parts of one query head of a row, and writes its output. Those of prompts are one by now.
 template <class State>
-__global__ void merge_attention(State s, step_view step, attended_rows rows, attention_scratch_memory scratch,
-                                attention_output to) {
+__global__ void __launch_bounds__(attend_default.merge_threads)
+    merge_attention(State s, step_view step, attended_rows rows, attention_scratch_memory scratch,
+                    attention_output to) {
   constexpr int d = State::head_dim;
-  using team_type = row_team<d>;
-  const team_type team;
-  const int unit = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
-  if (unit >= rows.count * s.heads.query) return;
-  const int nth = unit / s.heads.query, query_head = unit % s.heads.query,
-            head = query_head / s.heads.group();
+  using merging = merge_block<attend_default.merge_threads, d>;
+  __shared__ typename merging::storage shared;
+  const int nth = static_cast<int>(blockIdx.x) / s.heads.query,
+            query_head = static_cast<int>(blockIdx.x) % s.heads.query, head = query_head / s.heads.group();
   const int row = rows.first + nth;
   const step_entry* const entry = step.entry_of(row);
   if (entry == nullptr || !rows.has(step, entry)) return;
   const auto list = attended_list::of(s, *entry, row, head, rows);
   const int each = entries_of_part(list.entries.complete, s.page.tokens, s.unit.tokens);
   const int parts = rows.kind == rows_attending::prompts ? 1 : (list.size() + each - 1) / each;
-
   const parts_of_row of{std::int64_t{nth} * s.heads.query, rows.parts};
-  merge_row<d>(team, scratch, of.at(query_head, 0), parts,
-               s.sink_logits == nullptr ? -infinity : s.sink_logits[query_head], to,
-               std::int64_t{row} * s.heads.query + query_head);
+  merging::merge(scratch, of.at(query_head, 0), parts,
+                 s.sink_logits == nullptr ? -infinity : s.sink_logits[query_head], to,
+                 std::int64_t{row} * s.heads.query + query_head, shared);
 }
 
 /// Attends rows of a step, of which each has at most `parts` parts. `codec`: of the layer's complete pages.
-template <multiplies By = multiplies::fma, class State, class Codec>
+template <multiplies Wanted = multiplies::fma, class State, class Codec>
 void launch_attend(const State& s, const Codec& codec, const step_view& step, const float* queries,
                    rows_attending kind, bool everything, int parts, const attention_output& to,
                    const attention_scratch_memory& scratch, cudaStream_t stream) {
   constexpr int d = State::head_dim;
-  using attention_type = tile_attention<By, d, typename State::element>;
+  constexpr multiplies by = multiplies_for<Wanted, d, typename State::element>;
+  using attention_type = tile_attention<by, d, typename State::element>;
   using block_type = attend_block<attention_type, d, typename State::element, Codec>;
   constexpr int lanes = block_type::lanes, threads = block_type::size.threads;
-  constexpr int merging = row_team<d>::lane_count;
   const int tiles = head_tile<attention_type::heads>::tiles_of(s.heads.group());
   const int at_once = rows_at_once(scratch, parts, s.heads.query);
   for (int first = 0; first < step.most.rows; first += at_once) {
     const attended_rows rows{first, std::min(at_once, step.most.rows - first), parts, everything, kind};
     const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{parts} * lanes, threads)),
                     static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
-    attend_parts<By><<<grid, threads, 0, stream>>>(s, codec, step, queries, rows, scratch);
-    check(cudaGetLastError(), "attend");
-    merge_attention<<<blocks_for(std::int64_t{rows.count} * s.heads.query * merging, threads), threads, 0,
-                      stream>>>(s, step, rows, scratch, to);
-    check(cudaGetLastError(), "merge of attention");
+    launch("attend", {grid, threads, stream}, attend_parts<by, State, Codec>, s, codec, step, queries, rows,
+           scratch);
+    launch("merge of attention",
+           {dim3(static_cast<unsigned>(rows.count * s.heads.query)), attend_default.merge_threads, stream},
+           merge_attention<State>, s, step, rows, scratch, to);
   }
 }
 

@@ -20,7 +20,7 @@ namespace freekv::device {
 
 struct attend_paged_tuning {
   int threads = attend_default.threads;  ///< of a block
-  int registers = 184;                   ///< of a thread at most
+  int registers = 192;                   ///< of a thread at most
   multiplies by = multiplies::fma;
   constexpr bool valid() const { return valid_block(threads, registers); }
 };
@@ -115,15 +115,21 @@ struct paged_row {
   }
 };
 
+/// What attends with the query heads of a tile.
+template <class Tuned, int HeadDim, class Element>
+using paged_tile = tile_attention<multiplies_for<Tuned::tuning.by, HeadDim, Element>, HeadDim, Element>;
+
 /// A team attends with a tile's query heads to one part of a row. The first part of a row without tokens is one
 /// that is empty.
 template <class Tuned, int HeadDim, element Element>
 __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention attention, attended_rows rows,
                                    attention_scratch_memory scratch) {
-  tile_attention<Tuned::tuning.by, HeadDim, Element> attended;
-  const typename decltype(attended)::team_type team;
+  using attention_type = paged_tile<Tuned, HeadDim, Element>;
+  using block_type = attend_block<attention_type, HeadDim, Element, identity>;
+  __shared__ typename block_type::storage shared[block_type::teams];
+  const typename attention_type::team_type team;
   const auto tile =
-      head_tile<decltype(attended)::heads>::nth(static_cast<int>(blockIdx.y), attention.heads.group());
+      head_tile<attention_type::heads>::nth(static_cast<int>(blockIdx.y), attention.heads.group());
   const int part = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
   const int nth = rows.first + static_cast<int>(blockIdx.z);
   const paged_row row = paged_row::of(attention, cache.seq_lens, nth);
@@ -133,25 +139,30 @@ __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention a
   const int begin = part * each, end = begin + each < tokens ? begin + each : tokens;
   if (begin >= end && part > 0) return;
 
+  attention_type attended(shared[static_cast<int>(threadIdx.x) / team.lanes()]);
   begin_tile<HeadDim>(team, attended, tile,
                       attention.queries + std::int64_t{nth} * attention.heads.query * HeadDim,
                       attention.scale);
-  for (int first = begin; first < end; first += block)
-    attended.attend(team, cache.slice(row.sequence, first / block, tile.kv_head),
-                    end - first < block ? end - first : block, attention.soft_cap);
+  const auto blocks = [&](int nth_block) {
+    const int first = nth_block * block;
+    return entry_rows<Element>{cache.slice(row.sequence, nth_block, tile.kv_head),
+                               end - first < block ? end - first : block, ~0u};
+  };
+  attended.attend_entries(team, begin / block, (end + block - 1) / block, blocks, attention.soft_cap);
   const parts_of_row to{std::int64_t{blockIdx.z} * attention.heads.query, rows.parts};
   store_tile<HeadDim>(team, attended, tile, scratch, to, part);
 }
 
-/// A team merges the parts of one query head of a row, in order, and writes its output.
+/// A block merges the parts of one query head of a row, and writes its output.
 template <int HeadDim>
-__global__ void merge_paged_parts(paged_attention attention, const std::int32_t* seq_lens, int block_tokens,
-                                  int max_blocks, attended_rows rows, attention_scratch_memory scratch) {
-  const row_team<HeadDim> team;
-  const int unit = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
+__global__ void __launch_bounds__(attend_default.merge_threads)
+    merge_paged_parts(paged_attention attention, const std::int32_t* seq_lens, int block_tokens,
+                      int max_blocks, attended_rows rows, attention_scratch_memory scratch) {
+  using merging = merge_block<attend_default.merge_threads, HeadDim>;
+  __shared__ typename merging::storage shared;
   const int query_heads = attention.heads.query;
-  if (unit >= rows.count * query_heads) return;
-  const int nth = unit / query_heads, head = unit % query_heads;
+  const int nth = static_cast<int>(blockIdx.x) / query_heads,
+            head = static_cast<int>(blockIdx.x) % query_heads;
   const paged_row row = paged_row::of(attention, seq_lens, rows.first + nth);
   if (row.tokens < 0) return;
   const int each = attention.part_tokens(block_tokens), all = (row.tokens - 1) / each + 1;
@@ -159,10 +170,10 @@ __global__ void merge_paged_parts(paged_attention attention, const std::int32_t*
   const std::int64_t out = std::int64_t{rows.first + nth} * query_heads + head;
   const parts_of_row of{std::int64_t{nth} * query_heads, rows.parts};
   const float logit = attention.sink_logits == nullptr ? -infinity : attention.sink_logits[head];
-  merge_row<HeadDim>(team, scratch, of.at(head, 0), parts,
-                     row.tokens > attention.max_tokens ? not_attended : logit, attention.to, out);
+  merging::merge(scratch, of.at(head, 0), parts, row.tokens > attention.max_tokens ? not_attended : logit,
+                 attention.to, out, shared);
   if (attention.block_lse == nullptr || row.tokens == 0) return;
-  for (int part = team.lane(); part < parts; part += team.lanes())
+  for (int part = static_cast<int>(threadIdx.x); part < parts; part += static_cast<int>(blockDim.x))
     attention.block_lse[out * max_blocks + part] =
         scratch.mass[of.at(head, part)].value() * attention.to.lse_unit;
 }
@@ -204,9 +215,10 @@ void attend_paged(const paged_cache<Element>& cache, const paged_attention& atte
   static_assert(kv_shape<Element, HeadDim>::head_dim == HeadDim);
   detail::check_paged(cache.block_tokens, cache.max_blocks, attention, scratch);
   static_assert(Tuned::tuning.valid());
-  using attention_type = tile_attention<Tuned::tuning.by, HeadDim, Element>;
-  constexpr int threads = Tuned::tuning.threads, merging = row_team<HeadDim>::lane_count;
-  constexpr std::int64_t lanes = attention_type::team_type::lane_count;
+  using attention_type = paged_tile<Tuned, HeadDim, Element>;
+  using block_type = attend_block<attention_type, HeadDim, Element, identity>;
+  constexpr int threads = block_type::size.threads;
+  constexpr std::int64_t lanes = block_type::lanes;
   const int query_heads = attention.heads.query;
   const int parts = paged_parts(attention, cache.block_tokens);
   const int tiles = head_tile<attention_type::heads>::tiles_of(attention.heads.group());
@@ -215,12 +227,12 @@ void attend_paged(const paged_cache<Element>& cache, const paged_attention& atte
     const attended_rows rows{first, std::min(at_once, attention.max_rows() - first), parts};
     const dim3 grid(static_cast<unsigned>(blocks_for(parts * lanes, threads)),
                     static_cast<unsigned>(attention.heads.kv * tiles), static_cast<unsigned>(rows.count));
-    attend_paged_parts<Tuned, HeadDim><<<grid, threads, 0, stream>>>(cache, attention, rows, scratch);
-    check(cudaGetLastError(), "attention to a paged cache");
-    merge_paged_parts<HeadDim>
-        <<<blocks_for(std::int64_t{rows.count} * query_heads * merging, threads), threads, 0, stream>>>(
-            attention, cache.seq_lens, cache.block_tokens, cache.max_blocks, rows, scratch);
-    check(cudaGetLastError(), "merge of attention to a paged cache");
+    launch("attention to a paged cache", {grid, threads, stream}, attend_paged_parts<Tuned, HeadDim, Element>,
+           cache, attention, rows, scratch);
+    launch("merge of attention to a paged cache",
+           {dim3(static_cast<unsigned>(rows.count * query_heads)), attend_default.merge_threads, stream},
+           merge_paged_parts<HeadDim>, attention, cache.seq_lens, cache.block_tokens, cache.max_blocks, rows,
+           scratch);
   }
 }
 

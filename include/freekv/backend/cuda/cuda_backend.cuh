@@ -33,8 +33,8 @@ enum class recall_by : std::uint8_t { kernel, copy_engines };
 ///
 /// `Attention`: what multiplies where layers attend. `Recall::tuning`: how a kernel recalls, a device::recall_tuning;
 /// `Copies::tuning`: how copy engines do, a device::copies_tuning.
-template <device::multiplies Attention = device::multiplies::fma, class Recall = device::recall_default,
-          class Copies = device::copies_default>
+template <device::multiplies Attention = device::multiplies::by_element,
+          class Recall = device::recall_default, class Copies = device::copies_default>
 class basic_cuda_backend {
  public:
   using policy_kind = backend_kind;

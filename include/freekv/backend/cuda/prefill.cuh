@@ -88,7 +88,10 @@ __global__ void attend_staged(State s, step_view step, const float* queries, att
                               staged_parts which, page_staging<typename State::element> staging,
                               attention_scratch_memory scratch) {
   constexpr int d = State::head_dim;
-  using attention_type = tile_attention<By, d, typename State::element>;
+  using element = typename State::element;
+  using attention_type = tile_attention<By, d, element>;
+  using block_type = attend_block<attention_type, d, element, identity>;
+  __shared__ typename block_type::storage shared[block_type::teams];
   constexpr row_team<d> merging;
   const typename attention_type::team_type team;
   const auto tile = head_tile<attention_type::heads>::nth(static_cast<int>(blockIdx.y), s.heads.group());
@@ -101,15 +104,16 @@ __global__ void attend_staged(State s, step_view step, const float* queries, att
   for (int part = which.first_part; part < which.first_part + which.parts; ++part) {
     const int begin = max(part * which.pages, first_page), end = min((part + 1) * which.pages, end_page);
     if (begin >= end) continue;
-    attention_type attention;
+    attention_type attention(shared[static_cast<int>(threadIdx.x) / team.lanes()]);
     begin_tile<d>(team, attention, tile, queries + std::int64_t{rows.first + nth} * s.heads.query * d,
                   s.scale);
-    for (int page = begin; page < end; ++page) {
+    const auto pages = [&](int page) {
       const page_part of_page = list.part(page - first_page);
       const auto slice =
           staging.slice(s, which.nth(static_cast<int>(entry - step.entries), page), tile.kv_head);
-      attention.attend(team, as_const(rows_behind(slice, of_page.first)), of_page.tokens, s.soft_cap, ~0u);
-    }
+      return entry_rows<element>{as_const(rows_behind(slice, of_page.first)), of_page.tokens, ~0u};
+    };
+    attention.attend_entries(team, begin, end, pages, s.soft_cap);
     const bool behind = part > first_page / which.pages;  // what came before
     store_tile<d>(team, attention, tile, scratch, of, behind ? 1 : 0);
     team.sync();
@@ -127,14 +131,15 @@ __global__ void attend_staged(State s, step_view step, const float* queries, att
 }
 
 /// Attends the prompt rows of a step, whose sequences are at most `step.most.tokens` long, to all of their past.
-template <multiplies By = multiplies::fma, class State, class Codec>
+template <multiplies Wanted = multiplies::fma, class State, class Codec>
 void launch_prefill(const State& s, const Codec& codec, const step_view& step, const float* queries,
                     const attention_output& to, const page_staging<typename State::element>& staging,
                     const attention_scratch_memory& scratch, cudaStream_t stream) {
   constexpr int d = State::head_dim, of_row = 2;  // parts: what came before, and the next
-  using attention_type = tile_attention<By, d, typename State::element>;
-  constexpr int lanes = attention_type::team_type::lane_count, threads = attend_default.threads;
-  constexpr int merging = row_team<d>::lane_count;
+  constexpr multiplies by = multiplies_for<Wanted, d, typename State::element>;
+  using attention_type = tile_attention<by, d, typename State::element>;
+  using block_type = attend_block<attention_type, d, typename State::element, identity>;
+  constexpr int lanes = block_type::lanes, threads = block_type::size.threads;
   const auto count = [](int n) { return static_cast<unsigned>(n); };
   const int pages = pages_of_part(s.page.tokens, s.max_pages);
   const int parts = blocks_for(s.pages_of(step.most.tokens), pages);
@@ -155,16 +160,16 @@ void launch_prefill(const State& s, const Codec& codec, const step_view& step, c
         constexpr int warps = prefill_default.threads / 32;
         const dim3 slices(count(blocks_for(which.parts * pages, warps)), count(s.heads.kv),
                           count(which.entries));
-        stage_pages<<<slices, prefill_default.threads, 0, stream>>>(s, codec, step, which, staging);
-        check(cudaGetLastError(), "staging of pages");
+        launch("staging of pages", {slices, prefill_default.threads, stream}, stage_pages<State, Codec>, s,
+               codec, step, which, staging);
         const dim3 grid(count(blocks_for(std::int64_t{rows.count} * lanes, threads)),
                         count(s.heads.kv * tiles));
-        attend_staged<By><<<grid, threads, 0, stream>>>(s, step, queries, rows, which, staging, scratch);
-        check(cudaGetLastError(), "attention of prompts");
+        launch("attention of prompts", {grid, threads, stream}, attend_staged<by, State>, s, step, queries,
+               rows, which, staging, scratch);
       }
-      merge_attention<<<blocks_for(std::int64_t{rows.count} * s.heads.query * merging, threads), threads, 0,
-                        stream>>>(s, step, rows, scratch, to);
-      check(cudaGetLastError(), "merge of attention");
+      launch("merge of attention",
+             {dim3(count(rows.count * s.heads.query)), attend_default.merge_threads, stream},
+             merge_attention<State>, s, step, rows, scratch, to);
     }
 }
 

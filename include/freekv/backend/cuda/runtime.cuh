@@ -27,6 +27,27 @@ inline void check(cudaError_t status, const char* call) {
   if (status != cudaSuccess) throw device_error(call, status);
 }
 
+/// Where a kernel is launched.
+struct launch_shape {
+  dim3 grid;
+  int threads = 32;  // of a block
+  cudaStream_t stream = nullptr;
+  std::size_t shared_bytes = 0;  // of a block, dynamic
+};
+
+/// Launches `kernel`. What is checked is what the launch itself returns: an error that others have left behind stays
+/// theirs.
+template <class... Parameters, class... Arguments>
+void launch(const char* what, const launch_shape& shape, void (*kernel)(Parameters...),
+            Arguments&&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = shape.stream;
+  check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), what);
+}
+
 /// Whether a block is whole warps whose registers there are: a multiprocessor has 64K of them, so that blocks of up to 256
 /// threads launch whatever a compiler allots.
 constexpr bool valid_block(int threads, int registers) {

@@ -37,8 +37,8 @@ namespace freekv::device {
 /// The stages of one pipeline, each for all entries of a step at once. `State` is its layer_state, `Settings` its settings,
 /// which hold the policies. What is called in a step is queued and neither allocates nor waits; what is called between
 /// steps, with nothing queued, waits. The policies' data (a basis) is in memory that the device reads.
-template <class State, class Settings, multiplies Attention = multiplies::fma, class Recall = recall_default,
-          class Copies = copies_default>
+template <class State, class Settings, multiplies Attention = multiplies::by_element,
+          class Recall = recall_default, class Copies = copies_default>
 class stages {
  public:
   static constexpr bool on_device = true;
@@ -47,7 +47,7 @@ class stages {
   using backend = basic_cuda_backend<Attention, Recall, Copies>;
   static constexpr int d = State::head_dim;
   static_assert(
-      Attention != multiplies::tensor_cores || (sizeof(element) == 2 && d % 16 == 0),
+      Attention != multiplies::tensor_cores || tensor_cores_multiply<d, element>,
       "tensor cores attend to F16 and BF16 of a head_dim that is a multiple of 16; take cuda_backend");
 
   /// Takes scratch and the mirrors' room for uploads. Throws settings_error for what this backend does not have.

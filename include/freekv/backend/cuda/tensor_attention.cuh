@@ -1,6 +1,9 @@
 // Attention of up to eight query heads by tensor cores, with what `register_attention` offers.
 #pragma once
 
+#include <cuda_pipeline_primitives.h>
+
+#include <concepts>
 #include <cstdint>
 #include <cuda/std/bit>
 #include <cuda/std/type_traits>
@@ -13,10 +16,41 @@
 
 namespace freekv::device {
 
-/// What multiplies queries by keys, and weights by values. Which is faster has not been timed.
+/// What multiplies queries by keys, and weights by values. Which is faster has not been timed on a GPU.
 enum class multiplies : std::uint8_t {
   fma,           ///< `attend_default.heads` query heads at a time, of any element and head_dim
   tensor_cores,  ///< eight at a time; F16 and BF16, head_dim a multiple of 16, best with pages that are, too
+  by_element,    ///< tensor cores where they can, else FMA
+};
+
+/// Whether tensor cores multiply such rows.
+template <int HeadDim, class Element>
+inline constexpr bool tensor_cores_multiply = sizeof(Element) == 2 && HeadDim % 16 == 0;
+
+/// What `wanted` is for such rows.
+template <multiplies Wanted, int HeadDim, class Element>
+inline constexpr multiplies multiplies_for =
+    Wanted != multiplies::by_element          ? Wanted
+    : tensor_cores_multiply<HeadDim, Element> ? multiplies::tensor_cores
+                                              : multiplies::fma;
+
+/// Rows of an entry that is attended to, and by which query heads, as bits.
+template <class Element>
+struct entry_rows {
+  head_slice<const Element> rows;
+  int tokens = 0;
+  unsigned attending = 0;
+
+  /// Those of another lane of the warp.
+  __device__ entry_rows of_lane(int lane) const {
+    const auto number = [&](auto x) { return __shfl_sync(~0u, x, lane); };
+    const auto place = [&](const Element* p) {
+      return reinterpret_cast<const Element*>(number(reinterpret_cast<unsigned long long>(p)));
+    };
+    return {{place(rows.key), place(rows.value), number(static_cast<long long>(rows.stride))},
+            number(tokens),
+            number(attending)};
+  }
 };
 
 /// `Words` pairs of neighbouring 2-byte elements.
@@ -24,16 +58,32 @@ template <int Words>
 struct alignas(4 * Words) element_pairs {
   std::uint32_t pair[Words];
 
-  /// Those at `row`, of any alignment; zeros where there is no row.
+  /// Those at `row`, aligned to their size; zeros where there is no row, of which some other is read then.
   template <class Element>
   __device__ static element_pairs load(const Element* row, bool there) {
-    element_pairs loaded{};
-    if (!there) return loaded;
-    if (reinterpret_cast<std::uintptr_t>(row) % sizeof(element_pairs) == 0)
-      return *reinterpret_cast<const element_pairs*>(row);
-    const auto* const bits = reinterpret_cast<const std::uint16_t*>(row);
-    unroll<Words>([&](auto i) { loaded.pair[i] = bits[2 * i] | std::uint32_t{bits[2 * i + 1]} << 16; });
+    element_pairs loaded = *reinterpret_cast<const element_pairs*>(row);
+    unroll<Words>([&](auto i) { loaded.pair[i] = there ? loaded.pair[i] : 0u; });
     return loaded;
+  }
+  /// Has them copied to `here`, in shared memory, by cp.async, or zeros.
+  template <class Element>
+  __device__ static void copy_async(element_pairs* here, const Element* row, bool there) {
+    constexpr int bytes = 4 * Words;
+    const auto to = static_cast<unsigned>(__cvta_generic_to_shared(here));
+    if constexpr (bytes == 16)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(row), "r"(there ? bytes : 0)
+                   : "memory");
+    else
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(row), "n"(bytes),
+                   "r"(there ? bytes : 0)
+                   : "memory");
+  }
+  /// The same of a row of any alignment, at once.
+  template <class Element>
+  __device__ static void copy_elements(element_pairs* here, const Element* row, bool there) {
+    const auto* const bits = reinterpret_cast<const std::uint16_t*>(row);
+    unroll<Words>(
+        [&](auto i) { here->pair[i] = there ? bits[2 * i] | std::uint32_t{bits[2 * i + 1]} << 16 : 0u; });
   }
 };
 
@@ -74,7 +124,9 @@ __device__ void add_product(float (&sums)[4], const std::uint32_t (&rows)[4],
 /// products fill a float, and 16 without tensor cores, 20 and 19 for BF16. Sums are floats, as exact as a tensor
 /// core adds; these figures are an interpreter's. An infinite key or value makes NaN of what it takes part in.
 ///
-/// Dimensions are dealt to threads so that each loads neighbouring ones, up to 16 bytes at a time.
+/// Dimensions are dealt to threads so that each loads neighbouring ones, up to 16 bytes at a time. Blocks of tokens
+/// come by cp.async through a ring in the warp's shared memory, in which each thread has the places that it reads, so that
+/// threads wait for their own copies alone; alignment is looked at once an entry.
 template <int HeadDim, element Element>
 class tensor_attention {
   static_assert(sizeof(Element) == 2, "tensor cores multiply F16 and BF16");
@@ -85,15 +137,68 @@ class tensor_attention {
   static constexpr int heads = 8;
   static constexpr int tokens_at_once = 16;
 
+ private:
+  static constexpr int parts = std::same_as<Element, half> ? 2 : 3;  // of a float
+  static constexpr int tiles = HeadDim / 16;
+  static constexpr int key_run =
+      4 * largest_share(tiles, 2);  // neighbouring dimensions that a thread multiplies
+  static constexpr int key_runs = HeadDim / 4 / key_run;
+  static constexpr int value_pairs = largest_share(tiles, 4);  // neighbouring pairs that a thread adds up
+  static constexpr float weight_unit = 0x1p14f;                // what a weight of 1 is multiplied as
+
+  /// A block of tokens, by the thread that multiplies it: keys of token `lane / 4`, then of that and 8.
+  struct tile {
+    element_pairs<key_run / 2> key[2 * key_runs][32];
+    element_pairs<value_pairs> value[4 * tiles / value_pairs][32];
+  };
+  static_assert(sizeof(tile) == 2 * tokens_at_once * HeadDim * sizeof(Element));
+  /// Longer queries are read from shared memory for each block: registers do not hold them beside the sums.
+  static constexpr bool query_in_registers = HeadDim <= 128;
+  static constexpr int query_pieces = query_in_registers ? 1 : tiles * parts;
+
+ public:
+  static constexpr int warps = HeadDim <= 128 ? 2 : 1;  ///< of a block
+ private:
+  static constexpr int room = (48 << 10) / warps;  // of a warp's shared memory
+  static constexpr int query_bytes = query_in_registers ? 0 : query_pieces * 32 * 8;
+  static constexpr int fitting = (room - query_bytes) / static_cast<int>(sizeof(tile));
+  static constexpr int stages = fitting < 4 ? fitting : 4;
+  static_assert(stages >= 2, "a block of tokens is attended while the next one is on its way");
+  struct query_pieces_of_lanes {
+    element_pairs<2> piece[query_pieces][32];
+  };
+  struct nothing {};
+
+ public:
+  /// A warp's shared memory.
+  struct alignas(16) storage : cuda::std::conditional_t<query_in_registers, nothing, query_pieces_of_lanes> {
+    tile ring[stages];
+    /// Room for `tokens_at_once` rows of keys, and of values behind them, while nothing is on its way.
+    __device__ Element* rows() { return reinterpret_cast<Element*>(ring); }
+  };
+
+  __device__ explicit tensor_attention(storage& shared) : shared_(shared) {}
+
   /// Takes the query of head h from `queries(h)` (head_dim).
   template <class Queries>
   __device__ void begin(team_type team, const Queries& queries, float scale) {
     const int nth = team.lane() / 4, quarter = team.lane() % 4;
     const float* const query = queries(nth) + quarter * key_run;
     float numbers[key_runs][key_run], largest = 0.0f;
+    if (reinterpret_cast<std::uintptr_t>(query) % 16 == 0)
+      unroll<key_runs * key_run / 4>([&](auto i) {
+        constexpr int run = i * 4 / key_run, at = i * 4 % key_run;
+        const float4 four = *reinterpret_cast<const float4*>(query + run * 4 * key_run + at);
+        float* const to = numbers[run] + at;
+        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+      });
+    else
+      unroll<key_runs * key_run>([&](auto i) {
+        numbers[i / key_run][i % key_run] = query[i / key_run * 4 * key_run + i % key_run];
+      });
     unroll<key_runs * key_run>([&](auto i) {
-      const float number = query[i / key_run * 4 * key_run + i % key_run] * scale;
-      numbers[i / key_run][i % key_run] = number;
+      float& number = numbers[i / key_run][i % key_run];
+      number *= scale;
       largest = ::fmaxf(largest, ::fabsf(number));
     });
     largest = ::fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
@@ -103,7 +208,7 @@ class tensor_attention {
       const float* const two = numbers[i / (key_run / 2)] + i % (key_run / 2) * 2;
       std::uint32_t in_parts[parts];
       split(two[0] * factor, two[1] * factor, in_parts);
-      unroll<parts>([&](auto part) { query_[i / 2][part][i % 2] = in_parts[part]; });
+      unroll<parts>([&](auto part) { query_piece(i / 2 * parts + part).pair[i % 2] = in_parts[part]; });
     });
     unroll<2>([&](auto j) {
       back_[j] = __shfl_sync(~0u, 1.0f / factor, (2 * quarter + j) * 4);
@@ -112,16 +217,48 @@ class tensor_attention {
     unroll<tiles * 4>([&](auto i) { weighted_[i / 4][i % 4] = 0.0f; });
   }
 
-  /// As `register_attention` attends.
+  /// Adds the entries from `begin` to before `end`: `entries(i)` is an `entry_rows`. Each lane is asked for others, so
+  /// that what an entry's address hangs on is on its way for many at a time.
+  template <class Entries>
+  __device__ void attend_entries(team_type team, int begin, int end, const Entries& entries, float soft_cap) {
+    entry_rows<Element> mine, now;
+    int next = begin, first = 0;  // entry behind `now`, token of `now`
+    const auto fill = [&](tile& to) {
+      while (first >= now.tokens && next < end) {
+        const int nth = (next - begin) % 32;
+        if (nth == 0) mine = next + team.lane() < end ? entries(next + team.lane()) : entry_rows<Element>{};
+        now = mine.of_lane(nth);
+        if (now.attending == 0) now.tokens = 0;
+        first = 0;
+        ++next;
+      }
+      waiting_block block;
+      if (first < now.tokens) {
+        block = {min(now.tokens - first, tokens_at_once), now.attending};
+        copy_tile(team, to, rows_behind(now.rows, first), block.tokens);
+        first += tokens_at_once;
+      }
+      __pipeline_commit();
+      return block;
+    };
+    waiting_block waiting[stages];
+    unroll<stages>([&](auto i) { waiting[i] = fill(shared_.ring[i]); });
+    for (int stage = 0; waiting[0].tokens > 0; stage = stage + 1 < stages ? stage + 1 : 0) {
+      tile& at = shared_.ring[stage];
+      __pipeline_wait_prior(stages - 1);
+      attend_block(team, of_tile{at, team.lane()}, waiting[0].tokens, soft_cap, waiting[0].attending);
+      unroll<stages - 1>([&](auto i) { waiting[i] = waiting[i + 1]; });
+      waiting[stages - 1] = fill(at);
+    }
+  }
+
+  /// Adds the first `tokens` rows of a slice in shared memory, whose rows are aligned to 16 bytes.
   __device__ void attend(team_type team, const head_slice<const Element>& slice, int tokens, float soft_cap,
                          unsigned attending = ~0u) {
     for (int first = 0; first < tokens; first += tokens_at_once) {
-      const head_slice<const Element> rows = rows_behind(slice, first);
       const int count = tokens - first < tokens_at_once ? tokens - first : tokens_at_once;
-      float weights[4];
-      multiply_keys(team, rows, count, weights);
-      weigh(team, count, soft_cap, attending, weights);
-      add_values(team, rows, count, attending, weights);
+      attend_block(team, of_rows{rows_behind(slice, first), count, team.lane() / 4, team.lane() % 4}, count,
+                   soft_cap, attending);
     }
   }
 
@@ -133,27 +270,107 @@ class tensor_attention {
       const attention_part to = places(2 * quarter + j);
       if (to.mass == nullptr) return;
       if (nth == 0) *to.mass = mass_[j];
-      unroll<tiles * 2>([&](auto i) {
-        constexpr int tile = i / 2, of_run = tile % value_pairs * 2 + i % 2;
-        to.weighted[(tile / value_pairs * 8 + nth) * 2 * value_pairs + of_run] =
-            weighted_[tile][i % 2 * 2 + j] * (1.0f / weight_unit);
+      constexpr int at_once = value_pairs < 2 ? 2 : 4;  // numbers, of 2 * value_pairs that are neighbours
+      struct alignas(4 * at_once) piece {
+        float x[at_once];
+      };
+      unroll<tiles * 2 / at_once>([&](auto i) {
+        constexpr int run = i * at_once / (2 * value_pairs), behind = i * at_once % (2 * value_pairs);
+        piece numbers;
+        unroll<at_once>([&](auto n) {
+          constexpr int of_run = behind + n;
+          numbers.x[n] = weighted_[run * value_pairs + of_run / 2][of_run % 2 * 2 + j] * (1.0f / weight_unit);
+        });
+        *reinterpret_cast<piece*>(to.weighted + (run * 8 + nth) * 2 * value_pairs + behind) = numbers;
       });
     });
   }
 
  private:
-  static constexpr int parts = std::same_as<Element, half> ? 2 : 3;  // of a float
-  static constexpr int tiles = HeadDim / 16;
-  static constexpr int key_run =
-      4 * largest_share(tiles, 2);  // neighbouring dimensions that a thread multiplies
-  static constexpr int key_runs = HeadDim / 4 / key_run;
-  static constexpr int value_pairs = largest_share(tiles, 4);  // neighbouring pairs that a thread adds up
-  static constexpr float weight_unit = 0x1p14f;                // what a weight of 1 is multiplied as
+  /// Tokens that are on their way, and which heads attend to them.
+  struct waiting_block {
+    int tokens = 0;
+    unsigned attending = 0;
+  };
+  /// A block of tokens in the ring.
+  struct of_tile {
+    const tile& from;
+    int lane;
+    __device__ auto key(int run, int half_of_block) const {
+      return from.key[half_of_block * key_runs + run][lane];
+    }
+    __device__ auto value(int run, int t) const { return from.value[run * 4 + t][lane]; }
+  };
+  /// One whose rows are in shared memory.
+  struct of_rows {
+    head_slice<const Element> rows;
+    int count, nth, quarter;
+    __device__ auto key(int run, int half_of_block) const {
+      const int t = nth + 8 * half_of_block;
+      return element_pairs<key_run / 2>::load(
+          rows.key + (t < count ? t : 0) * rows.stride + quarter * key_run + run * 4 * key_run, t < count);
+    }
+    __device__ auto value(int run, int n) const {
+      const int t = 2 * quarter + n / 2 * 8 + n % 2;
+      return element_pairs<value_pairs>::load(
+          rows.value + (t < count ? t : 0) * rows.stride + nth * 2 * value_pairs + run * 16 * value_pairs,
+          t < count);
+    }
+  };
 
-  std::uint32_t query_[tiles][parts][2];
+  storage& shared_;
+  element_pairs<2> query_[query_in_registers ? tiles * parts : 1];  // by tile and part
   float back_[2];  // what scores are multiplied by, as queries have been brought into range
   log_sum_exp mass_[2];
   float weighted_[tiles][4];
+
+  __device__ element_pairs<2>& query_piece(int i) {
+    if constexpr (query_in_registers)
+      return query_[i];
+    else
+      return shared_.piece[i][threadIdx.x % 32];
+  }
+
+  /// Has a block's tokens copied to where this thread reads them, zeros for those that it has not.
+  __device__ static void copy_tile(team_type team, tile& to, const head_slice<const Element>& rows,
+                                   int count) {
+    const int lane = team.lane(), nth = lane / 4, quarter = lane % 4;
+    const auto copy = [&](const auto& how) {
+      unroll<2>([&](auto half_of_block) {
+        const int t = nth + 8 * half_of_block;
+        const Element* const key = rows.key + (t < count ? t : 0) * rows.stride + quarter * key_run;
+        unroll<key_runs>([&](auto run) {
+          how(&to.key[half_of_block * key_runs + run][lane], key + run * 4 * key_run, t < count);
+        });
+      });
+      unroll<4>([&](auto n) {
+        const int t = 2 * quarter + n / 2 * 8 + n % 2;
+        const Element* const value = rows.value + (t < count ? t : 0) * rows.stride + nth * 2 * value_pairs;
+        unroll<tiles / value_pairs>(
+            [&](auto run) { how(&to.value[run * 4 + n][lane], value + run * 16 * value_pairs, t < count); });
+      });
+    };
+    const auto bits = reinterpret_cast<std::uintptr_t>(rows.key) |
+                      reinterpret_cast<std::uintptr_t>(rows.value) |
+                      static_cast<std::uintptr_t>(rows.stride) * sizeof(Element);
+    if (bits % 16 == 0)
+      copy([]<int Words>(element_pairs<Words>* here, const Element* row, bool there) {
+        element_pairs<Words>::copy_async(here, row, there);
+      });
+    else
+      copy([]<int Words>(element_pairs<Words>* here, const Element* row, bool there) {
+        element_pairs<Words>::copy_elements(here, row, there);
+      });
+  }
+
+  template <class Block>
+  __device__ void attend_block(team_type team, const Block& block, int count, float soft_cap,
+                               unsigned attending) {
+    float weights[4];
+    multiply_keys(block, weights);
+    weigh(team, count, soft_cap, attending, weights);
+    add_values(team, block, attending, weights);
+  }
 
   /// The power of two that brings a number to 2^13 or a little more.
   __device__ static float into_range(float largest) {
@@ -172,21 +389,18 @@ class tensor_attention {
   }
 
   /// Scores of a block's tokens g and g + 8 with the thread's two heads, as `add_product` deals them.
-  __device__ void multiply_keys(team_type team, const head_slice<const Element>& rows, int count,
-                                float (&scores)[4]) const {
-    const int nth = team.lane() / 4, quarter = team.lane() % 4;
+  template <class Block>
+  __device__ void multiply_keys(const Block& block, float (&scores)[4]) {
     float rest[4];
     unroll<4>([&](auto i) { scores[i] = rest[i] = 0.0f; });
-    const Element* const key = rows.key + nth * rows.stride + quarter * key_run;
     unroll<key_runs>([&](auto run) {
-      using pairs = element_pairs<key_run / 2>;
-      const pairs low = pairs::load(key + run * 4 * key_run, nth < count);
-      const pairs high = pairs::load(key + 8 * rows.stride + run * 4 * key_run, nth + 8 < count);
+      const auto low = block.key(run, 0), high = block.key(run, 1);
       unroll<key_run / 4>([&](auto i) {
         const std::uint32_t both[4] = {low.pair[2 * i], high.pair[2 * i], low.pair[2 * i + 1],
                                        high.pair[2 * i + 1]};
         unroll<parts>([&](auto part) {
-          add_product<Element>(part == 0 ? scores : rest, both, query_[run * (key_run / 4) + i][part]);
+          const element_pairs<2> query = query_piece((run * (key_run / 4) + i) * parts + part);
+          add_product<Element>(part == 0 ? scores : rest, both, query.pair);
         });
       });
     });
@@ -221,8 +435,9 @@ class tensor_attention {
   }
 
   /// Adds a block's values, weighted, for the heads that attend.
-  __device__ void add_values(team_type team, const head_slice<const Element>& rows, int count,
-                             unsigned attending, const float (&weights)[4]) {
+  template <class Block>
+  __device__ void add_values(team_type team, const Block& block, unsigned attending,
+                             const float (&weights)[4]) {
     const int nth = team.lane() / 4, quarter = team.lane() % 4;
     std::uint32_t column[parts][2];
     unroll<2>([&](auto t) {
@@ -240,15 +455,9 @@ class tensor_attention {
     bool counts[2];
     unroll<2>(
         [&](auto j) { counts[j] = mass_[j].max != -infinity && (attending >> (2 * quarter + j) & 1u) != 0; });
-    const Element* const value = rows.value + 2 * quarter * rows.stride + nth * 2 * value_pairs;
     unroll<tiles / value_pairs>([&](auto run) {
-      using pairs = element_pairs<value_pairs>;
-      pairs of_token[4];
-      unroll<4>([&](auto t) {
-        constexpr int behind = t / 2 * 8 + t % 2;
-        of_token[t] =
-            pairs::load(value + behind * rows.stride + run * 16 * value_pairs, 2 * quarter + behind < count);
-      });
+      element_pairs<value_pairs> of_token[4];
+      unroll<4>([&](auto n) { of_token[n] = block.value(run, n); });
       unroll<value_pairs>([&](auto i) {
         constexpr unsigned first_of_two = 0x5410, second_of_two = 0x7632;
         const auto two = [&](int t, unsigned which) {

@@ -29,7 +29,7 @@ __global__ void unit_masses(State s, Codec codec, step_view step, const float* q
   using element = typename State::element;
   using attention_type = register_masses<d, attend_default.heads, row_team<d>>;
   using block_type = attend_block<attention_type, d, element, Codec>;
-  __shared__ alignas(16) element block[block_type::numbers];
+  __shared__ typename block_type::storage shared[block_type::teams];
   const typename attention_type::team_type team;
   const auto tile = head_tile<attention_type::heads>::nth(static_cast<int>(blockIdx.y), s.heads.group());
   const int i = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
@@ -41,7 +41,13 @@ __global__ void unit_masses(State s, Codec codec, step_view step, const float* q
   attention_type attention;
   if (const unsigned attending = i < list.size() ? attending_heads(s, list, i, tile) : 0u; attending != 0) {
     begin_tile<d>(team, attention, tile, queries + std::int64_t{row} * s.heads.query * d, s.scale);
-    attend_entry<block_type>(team, attention, s, codec, list, i, block, attending);
+    if (is_encoded<Codec>(s, list, i))
+      attend_encoded<block_type>(team, attention, s, codec, {list.step.sequence, list.head},
+                                 list.entries.part(i), shared[static_cast<int>(threadIdx.x) / team.lanes()],
+                                 attending);
+    else
+      attention.attend(team, as_const(attended_slice<Codec>(s, list, i)), list.entries.part(i).tokens,
+                       s.soft_cap, attending);
   }
   unroll<attention_type::heads>([&](auto h) {
     if (tile.has(h) && team.lane() == 0)
@@ -63,8 +69,8 @@ void launch_unit_masses(const State& s, const Codec& codec, const step_view& ste
     const attended_rows rows{first, std::min(most_in_z, step.most.rows - first)};
     const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{to.entries} * block_type::lanes, threads)),
                     static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
-    unit_masses<<<grid, threads, 0, stream>>>(s, codec, step, queries, rows, to);
-    check(cudaGetLastError(), "masses of units");
+    launch("masses of units", {grid, threads, stream}, unit_masses<State, Codec>, s, codec, step, queries,
+           rows, to);
   }
 }
 
