@@ -4,7 +4,7 @@
 
 namespace fk = freekv;
 using shape = fk::kv_shape<fk::bfloat16, 128>;                 // element, head_dim
-using pipeline = fk::retrieval_pipeline<shape, fk::in_place>;  // as published, without slots
+using pipeline = fk::retrieval_pipeline<shape, fk::in_place>;  // attends in the store, recalls nothing
 
 int main() {
   fk::host_backend backend({.threads = 2});

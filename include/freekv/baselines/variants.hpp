@@ -115,7 +115,8 @@ struct freekv_key_subspace_never : variant<key_subspace<24, 3>, never> {
   static constexpr std::string_view name = "freekv_key_subspace_never";
 };
 /// The same, corrected where the selected pages miss a fifth of the mass that the best would have; with its `correction`
-/// page by page, at a tenth of cosine_drift's recalls before attention.
+/// page by page, at about a fifth of the recalls before attention that cosine_drift with tau 0.9 has (docs/frontiers.md;
+/// of key_codes a seventh, docs/results.md).
 struct freekv_key_subspace_deficit : variant<key_subspace<24, 3>, mass_deficit> {
   static constexpr std::string_view name = "freekv_key_subspace_deficit";
   static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};

@@ -1,5 +1,6 @@
-// Typed exceptions. Each message is a sentence with the numbers and what would help; a call that throws has
-// changed nothing.
+// Typed exceptions. Each message is a sentence with the numbers and what would help. A call that throws
+// settings_error, usage_error or pool_exhausted has changed no sequence; one that throws store_error may be
+// repeated. (docs/contract.md, 11.5)
 #pragma once
 
 #include <cstdint>

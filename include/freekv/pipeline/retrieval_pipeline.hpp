@@ -252,9 +252,11 @@ class basic_retrieval_pipeline {
   std::int32_t free_pages() const { return sequences_->free_pages(); }
 
   /// Starts a step to which the listed sequences bring rows: prompt rows in chunks of any size, or at most
-  /// max_decode_rows decode rows, which attend causally among themselves and select as one group. Reserves every page
-  /// and frame that the step needs, or throws pool_exhausted with nothing changed; usage_error for sequences that are
-  /// unknown, preempted or listed twice. Where other sequences have to give up frames, it waits for what is queued.
+  /// max_decode_rows decode rows, which attend causally among themselves and select as one group. Reserves
+  /// every page and frame that the step needs, or throws pool_exhausted, and no sequence has changed;
+  /// usage_error for sequences that are unknown, preempted or listed twice. Where others have to give up frames
+  /// that hold nothing, it waits for what is queued; of a device also while that is `device::step_ring::depth`
+  /// steps behind.
   void begin_step(std::span<const sequence_rows> rows) {
     outside_step("begin_step");
     sequences_->check_step(rows);
@@ -275,8 +277,9 @@ class basic_retrieval_pipeline {
   }
 
   /// Appends the step's rows to a layer, summarises pages they complete, and finds the heads that have drifted.
-  /// Waits for the layer's recall of the step before. Keys and values are of the stored element type, or float to
-  /// be rounded: `append<float>(layer, {.keys = k, .values = v, .queries = q})`.
+  /// Waits for the layer's recall of the step before. Keys and values are of the stored element type, or float
+  /// to be rounded: `append<float>(layer, {.keys = k, .values = v, .queries = q})`. Throws usage_error, or
+  /// store_error where the file fails this or an earlier recall; then the call may be repeated.
   template <class In = element>
   void append(int layer, const new_rows<In>& rows) {
     static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
@@ -296,11 +299,13 @@ class basic_retrieval_pipeline {
     progress_[static_cast<std::size_t>(layer)] = layer_progress::appended;
   }
 
-  /// Appends the step's rows, all of them of prompts, from an engine's own paged cache, whose prefill needs no attention
-  /// from here: `rows` has a table for each sequence of the step that brings rows, in their order. Copying is queued on
-  /// the backend's recall stream; until `synchronize`, or the layer's next append, the engine's blocks and the tables
-  /// stay as they are. At most as many pages are in flight as the stream queues; more wait. Keys and values are of the
-  /// stored element type, or float: `append_from<float>(layer, tables)`. Throws usage_error.
+  /// Appends the step's rows, all of them of prompts, from an engine's own paged cache, whose prefill needs no
+  /// attention from here: `rows` has a table for each sequence of the step that brings rows, in their order.
+  /// Copying is queued on the backend's recall stream; until `synchronize`, or the layer's next append, the
+  /// engine's blocks and the tables stay as they are. At most as many pages are in flight as the stream queues;
+  /// more wait. Keys and values are of the stored element type, or float: `append_from<float>(layer, tables)`.
+  /// With a codec or a file it waits for the layer's recall of the step before, and with a file it copies at
+  /// once. Throws usage_error, or store_error, as `append`.
   template <class In = element>
   void append_from(int layer, std::span<const paged_rows<In>> rows) {
     static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
@@ -333,8 +338,10 @@ class basic_retrieval_pipeline {
   /// Corrects the flagged heads, attends, and queues selection and recall for the next step behind the
   /// attention.
   ///
-  /// Decode rows attend to sink, selected and window pages, prompt rows to everything up to themselves.
-  /// `out`: (rows, query_heads, head_dim). `lse`: (rows, query_heads), in the settings' base, or empty.
+  /// Decode rows attend to sink, selected and window pages, prompt rows to everything up to themselves. `out`:
+  /// (rows, query_heads, head_dim). `lse`: (rows, query_heads), in the settings' base, or empty. Throws
+  /// usage_error, or store_error where the file fails a correction or what is attended to; then the call may be
+  /// repeated.
   void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
     const state& s = layer_in(layer, "attend", layer_progress::appended, layer_progress::corrected);
     const auto to = output("attend", s, out, lse);
@@ -354,14 +361,15 @@ class basic_retrieval_pipeline {
     return std::max(settings_.entries_within(layer), settings_.pages_for(tokens));
   }
 
-  /// What the units that the step's rows attend to have of their attention: of each the log-sum-exp of its tokens' scores,
-  /// in the settings' base, to whose power mass - lse is its share. Before `attend`, which gives the same with it or
-  /// without. Corrects the flagged heads, as `correct` does, and reads the keys, or what a codec has made of the rows, once
-  /// for itself.
+  /// What the units that the step's rows attend to have of their attention: of each the log-sum-exp of its
+  /// tokens' scores, in the settings' base, to whose power log-mass - lse is its share. Before `attend`, which
+  /// gives the same with it or without. Corrects the flagged heads, as `correct` does, and reads the keys, or
+  /// what a codec has made of the rows, once for itself.
   ///
-  /// `masses`: (rows, query_heads, most_attended(layer)). Those of a head's list come first, in its order: the sink's pages,
-  /// the units selected, ascending (`step_report::attended`), the window's pages; or all pages. What lies behind the list,
-  /// and units that only other query heads have selected, is -infinity. Throws usage_error.
+  /// `masses`: (rows, query_heads, most_attended(layer)). Those of a head's list come first, in its order: the
+  /// sink's pages, the units selected, ascending (`step_report::attended`), the window's pages; or all pages.
+  /// What lies behind the list, and units that only other query heads have selected, is -infinity. Throws
+  /// usage_error, or store_error, as `attend`.
   void log_masses(int layer, std::span<float> masses) {
     const state& s = layer_in(layer, "log_masses", layer_progress::appended, layer_progress::corrected);
     check_queries("log_masses", s);
@@ -372,8 +380,10 @@ class basic_retrieval_pipeline {
     each_part([&](const auto& part) { parts_->stages.masses(s, part, queries_.data(), to); });
   }
 
-  /// What `attend` does before it attends, for an engine that attends with a kernel of its own: corrects the flagged
-  /// heads. Then come `table` and the kernel for each sequence with decode rows, then `attended`.
+  /// What `attend` does before it attends, for an engine that attends with a kernel of its own: corrects the
+  /// flagged heads. Then come `table` and the kernel for each sequence with decode rows, then `attended`.
+  /// Throws usage_error, or store_error: then flagged heads have selected anew, and the same call, or `attend`,
+  /// recalls what they still miss.
   void correct(int layer) {
     const state& s = layer_in(layer, "correct", layer_progress::appended, layer_progress::corrected);
     layer_progress& progress = progress_[static_cast<std::size_t>(layer)];
@@ -429,8 +439,8 @@ class basic_retrieval_pipeline {
     recalled_[static_cast<std::size_t>(layer)] = backend_->recall().record();
   }
 
-  /// What full attention gives for the same rows, for measuring what retrieval loses. Between `append` and
-  /// the end of the step; changes nothing.
+  /// What full attention gives for the same rows, for measuring what retrieval loses. Between `append` and the
+  /// end of the step; changes nothing. Throws usage_error, or store_error where the file cannot be read.
   void attend_full(int layer, std::span<float> out, std::span<float> lse = {}) {
     const state& s = layer_in(layer, "attend_full", layer_progress::appended, layer_progress::corrected,
                               layer_progress::attended);

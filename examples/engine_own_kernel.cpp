@@ -1,0 +1,79 @@
+// An engine's own kernel attends to blocks of its paged tensor; a second pipeline attends itself, to compare.
+#include <cmath>
+#include <freekv/freekv.hpp>
+#include <random>
+#include <vector>
+
+namespace fk = freekv;
+namespace {
+constexpr int layers = 2, query_heads = 8, kv_heads = 2, d = 64, page = 32, plane = page * kv_heads * d;
+using pipeline = fk::retrieval_pipeline<fk::kv_shape<fk::bfloat16, d>>;  // route resident, which has slots
+using tensor = std::vector<fk::bfloat16>;  // a layer's: (blocks, keys and values, page, kv_heads, d)
+
+/// The engine's kernel: each query head attends to the first `tokens` tokens of the blocks listed.
+void attend_paged(const tensor& paged, const std::vector<std::int32_t>& blocks, int tokens,
+                  const std::vector<float>& queries, std::vector<float>& out) {
+  for (int head = 0; head < query_heads; ++head) {
+    double weights = 0.0, sum[d] = {};
+    for (int token = 0; token < tokens; ++token) {
+      const fk::bfloat16* const key = paged.data() + blocks[token / page] * 2 * plane +
+                                      (token % page * kv_heads + head * kv_heads / query_heads) * d;
+      double score = 0.0;
+      for (int i = 0; i < d; ++i) score += queries[head * d + i] * fk::to_float(key[i]);
+      const double weight = std::exp(score / std::sqrt(d));
+      weights += weight;
+      for (int i = 0; i < d; ++i) sum[i] += weight * fk::to_float(key[plane + i]);
+    }
+    for (int i = 0; i < d; ++i) out[head * d + i] = static_cast<float>(sum[i] / weights);
+  }
+}
+}  // namespace
+
+int main() {
+  pipeline::settings settings{.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads};
+  settings.max_tokens = 2048;
+  settings.budget = {.sink = 64, .window = 128, .selected_pages = 10};
+  fk::host_backend backend, peers_backend;  // each serves one pipeline
+  std::vector<tensor> paged(layers, tensor(64 * 2 * plane));
+  std::vector<std::vector<std::int32_t>> lent(layers), tables(layers);
+  std::vector<fk::engine_frames<fk::bfloat16>> frames(layers);
+  for (int layer = 0; layer < layers; ++layer) {
+    for (int i = 0; i < pipeline::slots_needed(settings, backend, layer); ++i)
+      lent[layer].push_back(63 - 2 * i);  // blocks that the engine does not use itself, in any order
+    fk::bfloat16* const keys = paged[layer].data();
+    frames[layer] = {keys, keys + plane, 2 * plane, kv_heads * d, d, lent[layer]};  // strides in elements
+    tables[layer].resize(pipeline::slots_per_sequence(settings, backend, layer));
+  }
+  pipeline retrieval(settings, backend, {}, frames), peer(settings, peers_backend);
+  const fk::sequence_id sequence = retrieval.open(), peers = peer.open();
+  std::mt19937 random(1);
+  std::vector<float> k, v, q, out(query_heads * d), expected(out);
+  for (int step = 0; step < 50; ++step) {  // the first brings a prompt
+    const fk::sequence_rows rows{sequence, step == 0 ? 1000 : 1,
+                                 step == 0 ? fk::row_kind::prompt : fk::row_kind::decode};
+    retrieval.begin_step({rows});
+    peer.begin_step({{peers, rows.tokens, rows.kind}});
+    for (int layer = 0; layer < layers; ++layer) {
+      k.resize(rows.tokens * kv_heads * d), v.resize(k.size()), q.resize(rows.tokens * query_heads * d);
+      for (auto* numbers : {&k, &v, &q})
+        for (float& x : *numbers) x = static_cast<float>(random() % 4001) / 1000.0f - 2.0f;
+      peer.append<float>(layer, {.keys = k, .values = v, .queries = q});
+      retrieval.append<float>(layer, {.keys = k, .values = v, .queries = q});
+      if (rows.kind == fk::row_kind::prompt) continue;
+      if (tables[layer].empty()) {  // it keeps everything, as the first layer does by default
+        retrieval.attend(layer, out);
+      } else {
+        retrieval.correct(layer);
+        const fk::resident_table held = retrieval.table(layer, sequence, tables[layer]);
+        attend_paged(paged[layer], tables[layer], held.tokens, q, out);
+        retrieval.attended(layer);  // selection and recall for the next step go on behind it
+      }
+      peer.attend(layer, expected);
+      for (std::size_t i = 0; i < out.size(); ++i)
+        if (!(std::abs(out[i] - expected[i]) < 1e-5f)) return 1;
+    }
+    retrieval.end_step();
+    peer.end_step();
+  }
+  return 0;
+}
