@@ -6,6 +6,7 @@
 #include <iostream>
 #include <iterator>
 #include <map>
+#include <utility>
 
 #include "command_line.hpp"
 #include "program.hpp"
@@ -108,10 +109,7 @@ void run(int argc, char** argv) {
                                                          : std::as_bytes(std::span(half_queries))},
                                          {"k", data_type::f16, kv, std::as_bytes(std::span(rows.keys))},
                                          {"v", data_type::f16, kv, std::as_bytes(std::span(rows.values))}},
-                             .metadata = {{"prompt_len", std::to_string(a.prompt)},
-                                          {"layer", std::to_string(layer)},
-                                          {"model", m.shape().name},
-                                          {"text", std::filesystem::path(a.text).filename().string()}}});
+                             .metadata = std::move(metadata)});
     std::cout << path.string() << "\n";
   }
 }
