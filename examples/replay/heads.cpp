@@ -3,12 +3,16 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <iostream>
+#include <span>
+#include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "cited.hpp"
 #include "command_line.hpp"
+#include "new_file.hpp"
 #include "program.hpp"
 #include "progress.hpp"
 #include "trace.hpp"
@@ -91,22 +95,26 @@ void run(int argc, char** argv) {
     const trace t = read_trace(job.trace, std::nullopt);
     check_compiled(t.head_dim);
     if (!t.layer)
-      throw choice_error(job.trace.string() +
+      throw choice_error(cited_path(job.trace) +
                          " does not say which layer it is; record it with freekv-record");
-    if (t.steps() < 1) throw choice_error(job.trace.string() + " has no decode step to measure");
+    if (t.steps() < 1) throw choice_error(cited_path(job.trace) + " has no decode step to measure");
     const auto of_layer = measure(t, o, backend);
     heads.insert(heads.end(), of_layer.begin(), of_layer.end());
   }
   std::stable_sort(heads.begin(), heads.end(),
                    [](const auto& a, const auto& b) { return a.missed > b.missed; });
   const auto complete = static_cast<std::size_t>(std::lround(o.share * static_cast<double>(heads.size())));
-  std::ofstream out(o.out);
+  std::ostringstream out;
   out << "# layer head kind; share of attention mass outside sink " << o.sink << " and window " << o.window
       << "\n";
   for (std::size_t i = 0; i < heads.size(); ++i)
     out << heads[i].layer << " " << heads[i].head << " " << (i < complete ? "complete" : "window") << "  # "
         << heads[i].missed << "\n";
-  if (!out.flush()) throw choice_error("\"" + o.out + "\" cannot be written; check the disk's space");
+  const std::string list = std::move(out).str();
+  new_file file(o.out);
+  file.write(std::as_bytes(std::span(list)));
+  file.finish();
+  file.take_place();
 }
 
 }  // namespace

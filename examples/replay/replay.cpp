@@ -4,9 +4,11 @@
 #include <iostream>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "choices.hpp"
+#include "cited.hpp"
 #include "options.hpp"
 #include "pipeline.hpp"
 #include "program.hpp"
@@ -14,6 +16,7 @@
 #include "replay_events.hpp"
 #include "replay_layer.hpp"
 #include "summary.hpp"
+#include "temporary_files.hpp"
 #include "traces.hpp"
 
 namespace freekv::examples {
@@ -28,7 +31,7 @@ void for_layer(const replay_jobs& jobs, const replay_job& job, const Body& body)
   } catch (const file_error&) {
     throw;  // names its file
   } catch (const std::runtime_error& e) {
-    throw choice_error("\"" + job.trace.string() + "\": " + e.what());
+    throw choice_error(cited_path(job.trace) + ": " + e.what());
   }
 }
 
@@ -38,14 +41,29 @@ void print(const nlohmann::ordered_json& summary) {
     throw choice_error("the summary cannot be written to standard output; check where it is redirected");
 }
 
+/// A store's file is created with its store and goes with it; listed, also if a signal ends the program.
+temporary_name store_name(const replay_options& o) {
+  std::error_code ignored;
+  if (!o.store_file ||
+      std::filesystem::symlink_status(*o.store_file, ignored).type() != std::filesystem::file_type::not_found)
+    return {};  // a folder, or what is not ours
+  return temporary_name(*o.store_file);
+}
+
 void run(int argc, char** argv) {
   const auto parsed = parse_replay_options(argc, argv);
   if (!parsed) return;
   const replay_options& o = *parsed;
+  const temporary_name store = store_name(o);
   // Selection for the next step has nothing to hide behind here, so it does not go to a thread of its own.
   const host_options host{.threads = o.threads, .overlap = false};
   host_backend backend(host);
-  if (o.events) return print(replay_events(o, backend));
+  if (o.events) {
+    auto replayed = replay_events(o, backend);
+    print(replayed.summary);
+    if (replayed.written) replayed.written->take_place();
+    return;
+  }
   const replay_jobs jobs = jobs_of(o);
   const basis_file file = basis_file_of(o);
   for (const replay_job& job : jobs.layers) for_layer(jobs, job, [&] { check_layer(o, job, file); });
@@ -63,6 +81,9 @@ void run(int argc, char** argv) {
   const auto summary =
       jobs.of_folder ? summary_of(o, host, jobs.layers, results) : summary_of(o, host, results.front());
   print(summary);
+  // A replay that fails, if by its summary, has replaced nothing.
+  for (layer_result& result : results)
+    if (result.written) result.written->take_place();
 }
 
 }  // namespace
