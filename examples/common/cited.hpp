@@ -21,8 +21,8 @@ inline std::string_view beginning(std::string_view text, std::size_t most) {
   return text.substr(0, end);
 }
 
-/// In quotes: the first 40 bytes, of how many where there are more, and ? for what cannot be printed, such as a 0, which
-/// would end the sentence.
+/// In quotes: the first 40 bytes, of how many where there are more, and ? for what cannot be printed, such as a 0,
+/// which would end the sentence.
 inline std::string cited(std::string_view text) {
   constexpr std::size_t most = 40;
   std::string safe(beginning(text, most));

@@ -271,7 +271,8 @@ TEST_CASE("top_p takes half of equal pages whatever their scores", "[faults]") {
     return tensor_text{"F32", {tokens, heads, d}, bytes_of(std::vector<float>(size(tokens * heads * d), 1.0f), "F32")};
   };
   store(folder / "trace",
-        parts_of({{"q", ones(4)}, {"k", ones(2)}, {"v", ones(2)}}, {{"prompt_len", std::to_string(tokens - 2)}}).whole());
+        parts_of({{"q", ones(4)}, {"k", ones(2)}, {"v", ones(2)}}, {{"prompt_len", std::to_string(tokens - 2)}})
+            .whole());
   for (const char* scale : {"1", "200000", "1e30"})
     for (const char* pooling : {"mean_score", "max_score", "mean_query", "max_query", "mean_softmax", "max_softmax"})
       for (const char* rows : {"per_kv_head", "per_layer", "per_query_head"}) {

@@ -35,8 +35,8 @@ replayed = [replay, str(Path(folder) / "layer-12.safetensors"), "--variant", "sh
             "--window", "16"]
 end = subprocess.run(replayed, capture_output=True, text=True)
 assert end.returncode == 0, end.stderr
-summary = json.loads(end.stdout)
-assert summary["error_of_codec"]["relative_l2_mean"] < 0.2, summary  # keys rebuilt by another rotation are far off
-wrong = subprocess.run(replayed + ["--rope-pairs", "halves"], capture_output=True, text=True)
-assert json.loads(wrong.stdout)["error_of_codec"]["relative_l2_mean"] > 2 * summary["error_of_codec"]["relative_l2_mean"]
+error = json.loads(end.stdout)["error_of_codec"]["relative_l2_mean"]
+end = subprocess.run(replayed + ["--rope-pairs", "halves"], capture_output=True, text=True)
+wrong = json.loads(end.stdout)["error_of_codec"]["relative_l2_mean"]
+assert error < 0.1 and wrong > 1.5 * error, (error, wrong)  # keys turned by another rotation are rebuilt less well
 print("passed")

@@ -123,7 +123,8 @@ TEST_CASE("the sample has choices and answers") {
 
 TEST_CASE("objects and arrays nest no deeper than a task needs") {
   for (const int levels : {100, 100000}) {
-    const std::string deep = std::string(static_cast<std::size_t>(levels), '[') + std::string(static_cast<std::size_t>(levels), ']');
+    const auto count = static_cast<std::size_t>(levels);
+    const std::string deep = std::string(count, '[') + std::string(count, ']');
     for (const std::string& line : {deep, R"({"prompt": )" + deep + "}", R"({"prompt": "p", "choices": )" + deep + "}"})
       tests::check_mentions(fault_of(good + "\n" + line), {"some.jsonl", "line 2", "deeper than 32"});
   }
