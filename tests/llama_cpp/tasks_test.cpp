@@ -65,7 +65,7 @@ TEST_CASE("every fault is a sentence with the file and the line") {
       {R"({"prompt": "p", "answer": "a")", {"is not JSON"}},
       {R"({"prompt": "p", "answer": "a"} {})", {"is not JSON"}},
       {"{\"prompt\": \"\xff\", \"answer\": \"a\"}", {"is not JSON"}},
-      {std::string(100000, '['), {"is not JSON"}},
+      {std::string(100000, '['), {"deeper than 32"}},
       {"17", {"is a JSON number", "\"prompt\""}},
       {R"(["prompt", "answer"])", {"is a JSON array"}},
       {R"({"answer": "a"})", {"no \"prompt\""}},
