@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import struct
 import sys
 import tempfile
@@ -230,7 +231,15 @@ def record(chosen):
         print(path)
 
 
+def leave_by_exception(number, frame):
+    """A signal's handler: what is unfinished is taken away on the way out."""
+    sys.exit(128 + number)
+
+
 def main(argv):
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, leave_by_exception)
     try:
         record(arguments(argv))
         return 0

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "cited.hpp"
+
 namespace freekv::examples {
 
 /// A wish that cannot be met: a name that is no policy, a head_dim that is not compiled.
@@ -224,7 +226,7 @@ const auto& chosen(const std::string& kind, const Choices& choices, std::string_
     if (one.name == name) return one;
     names += (names.empty() ? "" : ", ") + std::string(one.name);
   }
-  throw choice_error(kind + " " + std::string(name) + " is unknown; choose one of " + names);
+  throw choice_error(kind + " " + cited(name) + " is unknown; choose one of " + names);
 }
 
 /// The names of a list, for help: "min_max, mean, ...".

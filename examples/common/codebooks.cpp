@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "cited.hpp"
 #include "principal_axes.hpp"
 #include "safetensors.hpp"
 
@@ -394,10 +395,10 @@ void codebook_set::save(const std::filesystem::path& path) const {
 
 codebook_set codebook_set::load(const std::filesystem::path& path) {
   const safetensors_file file(path);
-  const auto refuse = [name = path.string()]() -> file_error {
+  const auto refuse = [name = cited_path(path)]() -> file_error {
     return file_error(
-        "\"" + name +
-        "\" holds no key_codes codebooks: mean_centroids and centroids must be (layers, kv_heads, "
+        name +
+        " holds no key_codes codebooks: mean_centroids and centroids must be (layers, kv_heads, "
         "codes, dims, 256), their rows (layers, kv_heads, codes * dims, head_dim) and offsets "
         "(layers, kv_heads, head_dim); make them with freekv-basis");
   };

@@ -1,11 +1,11 @@
 #include "head_list.hpp"
 
-#include <fstream>
 #include <optional>
 #include <sstream>
 
 #include "cited.hpp"
 #include "safetensors.hpp"
+#include "text_file.hpp"
 
 namespace freekv::examples {
 namespace {
@@ -26,7 +26,7 @@ std::vector<layer_kind> read_head_list(std::istream& in, const std::string& name
   std::string line;
   for (int number = 1; std::getline(in, line); ++number) {
     const auto fail = [&](const std::string& what) {
-      throw file_error("\"" + name + "\", line " + std::to_string(number) + ": " + what);
+      throw file_error(cited_path(name) + ", line " + std::to_string(number) + ": " + what);
     };
     std::istringstream words(line.substr(0, line.find('#')));
     std::string first;
@@ -48,13 +48,12 @@ std::vector<layer_kind> read_head_list(std::istream& in, const std::string& name
     listed[at] = true;
     kinds[at] = *known;
   }
-  if (in.bad()) throw file_error("\"" + name + "\" cannot be read");
+  if (in.bad()) throw file_error(cited_path(name) + " cannot be read");
   return kinds;
 }
 
 std::vector<layer_kind> read_head_list(const std::filesystem::path& path, int layers, int kv_heads) {
-  std::ifstream in(path);
-  if (!in) throw file_error("\"" + path.string() + "\" cannot be opened; check its name");
+  std::istringstream in(read_text_file(path, "check its name"));
   return read_head_list(in, path.string(), layers, kv_heads);
 }
 

@@ -7,7 +7,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "cited.hpp"
 #include "fatal_signals.hpp"
+#include "temporary_files.hpp"
 
 namespace freekv::examples {
 
@@ -15,14 +17,19 @@ namespace freekv::examples {
 template <class Body>
 int exit_code_of(const std::string& program, const Body& body) {
   report_fatal_signals(program);
+  remove_temporary_files_on_signals();
   const auto failed = [&](std::string sentence) {
+    constexpr std::size_t first = 700, last = 250;  // what somebody else's sentence cites may be of any length
+    if (sentence.size() > first + last)
+      sentence = std::string(beginning(sentence, first)) + "[...]" + sentence.substr(sentence.size() - last);
     for (char& c : sentence)  // names from files and arguments may hold line breaks and escape codes
       if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = ' ';
     std::cerr << program << ": " << sentence << std::endl;
     return 2;
   };
   const char* no_memory =
-      "not enough memory for this many tokens and these settings; choose fewer tokens or selected pages";
+      "not enough memory for this many tokens and these settings; choose fewer tokens, selected pages or spare "
+      "slots";
   try {
     body();
     return 0;

@@ -17,6 +17,10 @@
 #include <system_error>
 #include <utility>
 
+#include "cited.hpp"
+#include "new_file.hpp"
+#include "temporary_files.hpp"
+
 namespace freekv::examples {
 namespace {
 
@@ -77,14 +81,7 @@ const dtype_entry& entry_of(data_type dtype) {
 
 // Names in a hostile file may hold line breaks or be megabytes long, and a message is one readable line.
 std::string quote(std::string_view text, std::size_t longest = 100) {
-  std::size_t end = std::min(text.size(), longest);
-  if (end < text.size()) {
-    // Not through the middle of a UTF-8 sequence, whose lead byte is at most three bytes back.
-    for (int step = 0; step < 3 && end > 0 && (static_cast<unsigned char>(text[end]) & 0xc0u) == 0x80u;
-         ++step) {
-      --end;
-    }
-  }
+  const std::size_t end = beginning(text, longest).size();
   std::string result = "'";
   for (const char character : text.substr(0, end)) {
     const auto byte = static_cast<unsigned char>(character);
@@ -105,7 +102,7 @@ std::string quote(std::string_view text, std::size_t longest = 100) {
 }
 
 std::string quote_path(const std::filesystem::path& path) {
-  return quote(path.native(), std::numeric_limits<std::size_t>::max());
+  return quote(shortened(path.native()), std::numeric_limits<std::size_t>::max());
 }
 
 // Every message is the file's name followed by what is true of it.
@@ -654,57 +651,6 @@ void write_all(int descriptor, std::span<const std::byte> bytes, const std::file
   }
 }
 
-// A file beside the target that is removed again unless it takes the target's place.
-class temporary_file {
- public:
-  temporary_file(const std::filesystem::path& path, const std::filesystem::path& target)
-      : path_(path), target_(target), descriptor_(-1) {
-    // Not derived from the target's name, which may already have the greatest length that a name can have.
-    static std::atomic<std::uint64_t> serial{0};
-    const std::string prefix = ".freekv-" + std::to_string(::getpid()) + "-";
-    constexpr int most_tries = 1000;
-    for (int tries = 0; tries < most_tries && descriptor_ < 0; ++tries) {
-      name_ = target.parent_path() / (prefix + std::to_string(serial++) + ".tmp");
-      // Exclusive creation leaves permissions to the umask and never follows or reuses what is there.
-      descriptor_ = ::open(name_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOCTTY, 0666);
-      if (descriptor_ < 0 && errno != EEXIST) break;
-    }
-    if (descriptor_ < 0) {
-      const int cause = errno;
-      const std::filesystem::path folder = target.parent_path().empty() ? "." : target.parent_path();
-      fail(path, "cannot be written, because no file can be created in the folder " + quote_path(folder) +
-                     ": " + error_text(cause));
-    }
-  }
-  temporary_file(const temporary_file&) = delete;
-  temporary_file& operator=(const temporary_file&) = delete;
-  ~temporary_file() {
-    if (descriptor_ >= 0) ::close(descriptor_);
-    if (!name_.empty()) ::unlink(name_.c_str());
-  }
-
-  void write(std::span<const std::byte> bytes) { write_all(descriptor_, bytes, path_); }
-
-  // The close is where some file systems first report that there was no room.
-  void replace_target() {
-    if (::close(std::exchange(descriptor_, -1)) != 0) {
-      const int cause = errno;
-      fail(path_, "cannot be written: " + error_text(cause));
-    }
-    if (::rename(name_.c_str(), target_.c_str()) != 0) {
-      const int cause = errno;
-      fail(path_, "cannot be replaced by the finished file: " + error_text(cause));
-    }
-    name_.clear();
-  }
-
- private:
-  const std::filesystem::path& path_;
-  const std::filesystem::path& target_;
-  std::filesystem::path name_;
-  int descriptor_;
-};
-
 // Where the finished file goes: through a symbolic link to a file, so that the link survives.
 std::filesystem::path checked_target(const std::filesystem::path& path) {
   if (path.empty()) throw file_error("'' is an empty file name: give the name of the file to write");
@@ -949,21 +895,81 @@ std::vector<float> safetensors_file::copy_as_float(std::string_view name) const 
   return elements;
 }
 
-void check_writable(const std::filesystem::path& path) {
-  const std::filesystem::path target = checked_target(path);
-  temporary_file tried(path, target);
+struct new_file::state {
+  std::filesystem::path path, target, name{};
+  int descriptor = -1;
+  temporary_name listed{};
+
+  explicit state(const std::filesystem::path& of) : path(of), target(checked_target(of)) {
+    // Not derived from the target's name, which may already have the greatest length that a name can have.
+    static std::atomic<std::uint64_t> serial{0};
+    const std::string prefix = ".freekv-" + std::to_string(::getpid()) + "-";
+    constexpr int most_tries = 1000;
+    const removal_held until_listed;
+    for (int tries = 0; tries < most_tries && descriptor < 0; ++tries) {
+      name = target.parent_path() / (prefix + std::to_string(serial++) + ".tmp");
+      // Exclusive creation leaves permissions to the umask and never follows or reuses what is there.
+      descriptor = ::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOCTTY, 0666);
+      if (descriptor < 0 && errno != EEXIST) break;
+    }
+    if (descriptor < 0) {
+      const int cause = errno;
+      const std::filesystem::path folder = target.parent_path().empty() ? "." : target.parent_path();
+      fail(path, "cannot be written, because no file can be created in the folder " + quote_path(folder) +
+                     ": " + error_text(cause));
+    }
+    listed = temporary_name(name);
+  }
+  state(const state&) = delete;
+  state& operator=(const state&) = delete;
+  ~state() {
+    if (descriptor >= 0) ::close(descriptor);
+    if (!name.empty()) ::unlink(name.c_str());
+  }
+};
+
+new_file::new_file(const std::filesystem::path& path) : state_(std::make_unique<state>(path)) {}
+new_file::new_file(new_file&&) noexcept = default;
+new_file& new_file::operator=(new_file&&) noexcept = default;
+new_file::~new_file() = default;
+
+void new_file::write(std::span<const std::byte> bytes) {
+  write_all(state_->descriptor, bytes, state_->path);
 }
 
-void write_safetensors(const std::filesystem::path& path, const safetensors_content& content) {
-  const std::filesystem::path target = checked_target(path);
+// The close is where some file systems first report that there was no room.
+void new_file::finish() {
+  if (::close(std::exchange(state_->descriptor, -1)) != 0) {
+    const int cause = errno;
+    fail(state_->path, "cannot be written: " + error_text(cause));
+  }
+}
+
+void new_file::take_place() {
+  if (::rename(state_->name.c_str(), state_->target.c_str()) != 0) {
+    const int cause = errno;
+    fail(state_->path, "cannot be replaced by the finished file: " + error_text(cause));
+  }
+  state_->name.clear();
+}
+
+void check_writable(const std::filesystem::path& path) { (void)new_file(path); }
+
+new_file new_safetensors(const std::filesystem::path& path, const safetensors_content& content) {
+  (void)checked_target(path);  // before what is wrong with the content
   const file_layout layout = laid_out(path, content);
   const std::uint64_t header_length = layout.header.size();
 
-  temporary_file file(path, target);
+  new_file file(path);
   file.write(std::as_bytes(std::span(&header_length, 1)));
   file.write(std::as_bytes(std::span(layout.header)));
   for (const tensor_view* tensor : layout.order) file.write(tensor->bytes);
-  file.replace_target();
+  file.finish();
+  return file;
+}
+
+void write_safetensors(const std::filesystem::path& path, const safetensors_content& content) {
+  new_safetensors(path, content).take_place();
 }
 
 }  // namespace freekv::examples

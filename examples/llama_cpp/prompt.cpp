@@ -7,7 +7,10 @@
 #include <cstring>
 #include <fstream>
 #include <future>
-#include <iterator>
+#include <system_error>
+
+#include "cited.hpp"
+#include "text_file.hpp"
 
 namespace freekv::examples {
 
@@ -83,16 +86,13 @@ engine::prefill_options reporting(observer* seen_by, std::span<const llama_token
 }  // namespace
 
 std::string read_text(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file || std::filesystem::is_directory(path))
-    throw file_error("'" + path.string() + "' cannot be read; give a text file");
-  return {std::istreambuf_iterator<char>(file), {}};
+  return read_text_file(path, "give a text file");
 }
 
 std::vector<llama_token> first_tokens(const model& model, const std::filesystem::path& path, int count) {
   auto tokens = model.tokenize(read_text(path));
   if (static_cast<int>(tokens.size()) < count)
-    throw choice_error("'" + path.string() + "' has " + std::to_string(tokens.size()) + " tokens, but " +
+    throw choice_error(cited_path(path) + " has " + std::to_string(tokens.size()) + " tokens, but " +
                        std::to_string(count) + " are needed; give a longer text or ask for fewer tokens");
   tokens.resize(static_cast<std::size_t>(count));
   return tokens;
@@ -100,7 +100,7 @@ std::vector<llama_token> first_tokens(const model& model, const std::filesystem:
 
 std::uint64_t key_of_file(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) throw file_error("'" + path.string() + "' cannot be read; give the path of a file that can");
+  if (!file) throw file_error(cited_path(path) + " cannot be read; give the path of a file that can");
   std::vector<char> block(1 << 20);
   std::uint64_t hash = fnv_start;
   while (file.read(block.data(), static_cast<std::streamsize>(block.size())), file.gcount() > 0)
@@ -230,8 +230,11 @@ codebook_set prompt_cache::learn_codebooks(const codebook_sizes& sizes,
     }
   };
   std::vector<std::future<void>> others;
-  for (int thread = 1; thread < threads_; ++thread)
-    others.push_back(std::async(std::launch::async, learn, false));
+  try {
+    for (int thread = 1; thread < threads_; ++thread)
+      others.push_back(std::async(std::launch::async, learn, false));
+  } catch (const std::system_error&) {  // those that there are learn all of it
+  }
   learn(true);
   for (auto& other : others) other.get();
   if (!path.empty()) set.save(path);

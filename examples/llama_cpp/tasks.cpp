@@ -1,12 +1,15 @@
 #include "tasks.hpp"
 
 #include <cstdint>
-#include <fstream>
+#include <sstream>
 #include <utility>
 
 #include <nlohmann/json.hpp>
 
+#include "cited.hpp"
+#include "json_text.hpp"
 #include "safetensors.hpp"
+#include "text_file.hpp"
 
 namespace freekv::examples {
 
@@ -19,9 +22,11 @@ constexpr const char* white_space = " \t\r\n\v\f";
 /// One line of the file, whose faults name it.
 class reader {
  public:
-  reader(const std::string& name, int line) : where_("'" + name + "' line " + std::to_string(line) + " ") {}
+  reader(const std::string& name, int line) : where_("'" + shortened(name) + "' line " + std::to_string(line) + " ") {}
 
   task read(const std::string& text) const {
+    if (nests_too_deep(text))
+      fail("nests objects and arrays deeper than " + std::to_string(deepest_json) + " levels; " + wanted);
     const json object = parse(text);
     if (!object.is_object()) fail("is a JSON " + std::string(object.type_name()) + "; " + wanted);
     task t;
@@ -177,16 +182,14 @@ std::vector<task> parse_tasks(std::istream& lines, const std::string& name) {
     tasks.push_back(reader(name, number).read(line));
     tasks.back().line = number;
   }
-  if (lines.bad()) throw file_error("'" + name + "' cannot be read after line " + std::to_string(number));
-  if (tasks.empty()) throw file_error("'" + name + "' has no task; give a JSON object a line");
+  if (lines.bad()) throw file_error("'" + shortened(name) + "' cannot be read after line " + std::to_string(number));
+  if (tasks.empty()) throw file_error("'" + shortened(name) + "' has no task; give a JSON object a line");
   return tasks;
 }
 
 std::vector<task> read_tasks(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file || std::filesystem::is_directory(path))
-    throw file_error("'" + path.string() + "' cannot be read; give a file of JSON lines");
-  return parse_tasks(file, path.string());
+  std::istringstream lines(read_text_file(path, "give a file of JSON lines"));
+  return parse_tasks(lines, path.string());
 }
 
 }  // namespace freekv::examples

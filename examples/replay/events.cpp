@@ -2,13 +2,15 @@
 
 #include <algorithm>
 #include <array>
-#include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <utility>
 
 #include "choices.hpp"
 #include "cited.hpp"
+#include "json_text.hpp"
+#include "text_file.hpp"
 
 namespace freekv::examples {
 namespace {
@@ -31,16 +33,14 @@ constexpr std::array<std::pair<std::string_view, event::kind>, 8> operations{{
 class event_reader {
  public:
   event_reader(const fs::path& path, std::optional<data_type> element) : path_(path), element_(element) {
-    std::ifstream in(path);
-    if (!in) throw file_error("\"" + path.string() + "\" cannot be read; name a file of events");
+    std::istringstream in(read_text_file(path, "name a file of events"));
     for (std::string text; std::getline(in, text);) {
       ++line_;
       if (text.find_first_not_of(" \t\r") != std::string::npos) read(text);
     }
-    if (in.bad()) throw file_error("\"" + path.string() + "\" cannot be read to its end");
     if (file_.traces.empty())
-      throw file_error("\"" + path.string() +
-                       "\" opens no sequence; begin with {\"op\":\"open\",\"seq\":0,\"trace\":\"FILE\"}");
+      throw file_error(cited_path(path) +
+                       " opens no sequence; begin with {\"op\":\"open\",\"seq\":0,\"trace\":\"FILE\"}");
   }
   event_file take() { return std::move(file_); }
 
@@ -52,7 +52,7 @@ class event_reader {
   };
 
   [[noreturn]] void refuse(const std::string& sentence) const {
-    throw choice_error("\"" + path_.string() + "\", line " + std::to_string(line_) + ": " + sentence);
+    throw choice_error(cited_path(path_) + ", line " + std::to_string(line_) + ": " + sentence);
   }
   const json& field(const json& object, const char* name) const {
     const auto found = object.find(name);
@@ -71,7 +71,9 @@ class event_reader {
     return value.get<int>();
   }
   static std::string shown(const json& value) {
-    return value.dump(-1, ' ', false, json::error_handler_t::replace).substr(0, 60);
+    constexpr std::size_t most = 60;
+    const std::string text = value.dump(-1, ' ', false, json::error_handler_t::replace);
+    return std::string(beginning(text, most)) + (text.size() > most ? "..." : "");
   }
 
   /// Sequences are named by whole numbers; names are made as they are met.
@@ -113,8 +115,8 @@ class event_reader {
     const trace_form &first = file_.forms.front(), &last = file_.forms.back();
     if (last.query_heads != first.query_heads || last.kv_heads != first.kv_heads ||
         last.head_dim != first.head_dim || last.element != first.element)
-      refuse("\"" + path.string() + "\" has other heads, head_dim or element type than \"" +
-             file_.traces.front().string() + "\"; the traces of all sequences are of one layer's form");
+      refuse(cited_path(path) + " has other heads, head_dim or element type than " +
+             cited_path(file_.traces.front()) + "; the traces of all sequences are of one layer's form");
     file_.traces.push_back(path);
     return file_.traces.size() - 1;
   }
@@ -124,8 +126,8 @@ class event_reader {
     books& b = resident(rows.sequence);
     const int left = file_.forms[b.trace].tokens - b.place;
     if (rows.tokens > left)
-      refuse(name_of(rows.sequence) + " wants " + std::to_string(rows.tokens) + " rows of \"" +
-             file_.traces[b.trace].string() + "\", which has " + std::to_string(left) + " left");
+      refuse(name_of(rows.sequence) + " wants " + std::to_string(rows.tokens) + " rows of " +
+             cited_path(file_.traces[b.trace]) + ", which has " + std::to_string(left) + " left");
     b.place += rows.tokens;
     b.length += rows.tokens;
     file_.longest = std::max(file_.longest, b.length);
@@ -140,7 +142,7 @@ class event_reader {
       if (row.contains("kind")) {
         const std::string kind = text_of(row, "kind");
         if (kind != "decode" && kind != "prompt")
-          refuse("\"kind\" is \"" + kind + "\", not decode or prompt");
+          refuse("\"kind\" is " + cited(kind) + ", not decode or prompt");
         if (kind == "prompt") r.kind = row_kind::prompt;
       }
       if (std::any_of(e.rows.begin(), e.rows.end(),
@@ -152,6 +154,9 @@ class event_reader {
   }
 
   void read(const std::string& text) {
+    if (nests_too_deep(text))
+      refuse("objects and lists nest deeper than " + std::to_string(deepest_json) +
+             " levels; an event has 3 at most");
     const json object = json::parse(text, nullptr, false);
     if (!object.is_object()) refuse("this is not a JSON object");
     const std::string op = text_of(object, "op");

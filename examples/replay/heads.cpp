@@ -3,16 +3,20 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <iostream>
 #include <limits>
 #include <numeric>
 #include <optional>
+#include <span>
+#include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "cited.hpp"
 #include "command_line.hpp"
 #include "fatal_signals.hpp"
+#include "new_file.hpp"
 #include "program.hpp"
 #include "progress.hpp"
 #include "trace.hpp"
@@ -142,13 +146,13 @@ void run(int argc, char** argv) {
     const trace t = read_trace(job.trace, std::nullopt);
     check_compiled(t.element, t.head_dim);
     if (!t.layer)
-      throw choice_error(job.trace.string() +
+      throw choice_error(cited_path(job.trace) +
                          " does not say which layer it is; record it with freekv-record");
-    if (t.steps() < 1) throw choice_error(job.trace.string() + " has no decode step to measure");
+    if (t.steps() < 1) throw choice_error(cited_path(job.trace) + " has no decode step to measure");
     if (*t.layer < o.complete_layers) continue;
     if (o.by == "echo" && !t.period)
       throw choice_error(
-          job.trace.string() +
+          cited_path(job.trace) +
           " does not say after how many tokens it repeats itself; record it with freekv-record "
           "--repeated");
     auto of_layer = o.by == "echo" ? measure_echo(t) : measure(t, o, backend);
@@ -166,7 +170,7 @@ void run(int argc, char** argv) {
                        " that keep everything; record others, or give --complete-layers 0");
   const auto complete =
       static_cast<std::size_t>(std::lround(o.share_of_heads() * static_cast<double>(heads.size())));
-  std::ofstream out(o.out);
+  std::ostringstream out;
   if (o.by == "echo")
     out << "# layer head kind; share of attention on earlier copies of the token, and on what followed "
            "them\n";
@@ -180,7 +184,11 @@ void run(int argc, char** argv) {
     else
       out << heads[i].missed << "\n";
   }
-  if (!out.flush()) throw choice_error("\"" + o.out + "\" cannot be written; check the disk's space");
+  const std::string list = std::move(out).str();
+  new_file file(o.out);
+  file.write(std::as_bytes(std::span(list)));
+  file.finish();
+  file.take_place();
 }
 
 }  // namespace

@@ -2,11 +2,15 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <new>
 #include <span>
+#include <stdexcept>
 #include <string>
 
+#include "cited.hpp"
 #include "device_pipeline.hpp"
 #include "head_list.hpp"
+#include "selected_rows.hpp"
 
 namespace freekv::examples {
 namespace {
@@ -34,11 +38,11 @@ void in_head_dim(const std::string& flag, int value, const trace_form& t) {
 
 int layer_of(const replay_options& o, const trace_form& t, int layers) {
   if (!o.basis_layer && !t.layer && layers != 1)
-    refuse("\"" + o.basis + "\" has " + std::to_string(layers) +
+    refuse(cited_path(o.basis) + " has " + std::to_string(layers) +
            " layers and the trace names none; give --basis-layer");
   const int layer = o.basis_layer.value_or(layers == 1 ? 0 : t.layer.value_or(0));
   if (layer < 0 || layer >= layers)
-    refuse("\"" + o.basis + "\" has " + std::to_string(layers) + " layers, so none numbered " +
+    refuse(cited_path(o.basis) + " has " + std::to_string(layers) + " layers, so none numbered " +
            std::to_string(layer) + "; give --basis-layer from 0 to " + std::to_string(layers - 1));
   return layer;
 }
@@ -55,7 +59,23 @@ basis_file basis_file_of(const replay_options& o) {
 
 std::unique_ptr<pipeline> replayed_pipeline(const replay_options& o, const pipeline_options& of_layer,
                                             host_backend& backend) {
-  return o.backend == "cuda" ? make_device_pipeline(of_layer) : make_pipeline(of_layer, backend);
+  const auto refuse_for_memory = [&] {
+    const method& m = o.does;
+    std::string flags = "--k " + std::to_string(o.k);
+    if (columns_of(m, o.k) != o.k) flags += ", --pinned " + std::to_string(m.pinned);
+    if (m.spare != 0) flags += ", --spare " + std::to_string(m.spare);
+    refuse("not enough memory for " + std::to_string(of_layer.max_tokens) + " tokens with --sink " +
+           std::to_string(o.sink) + ", --window " + std::to_string(o.window) + ", " + flags +
+           "; lower the largest of these, or name a --store-file");
+  };
+  try {
+    return o.backend == "cuda" ? make_device_pipeline(of_layer) : make_pipeline(of_layer, backend);
+  } catch (const std::bad_alloc&) {
+    refuse_for_memory();
+  } catch (const std::length_error&) {
+    refuse_for_memory();
+  }
+  return nullptr;
 }
 
 layer_setup::layer_setup(const replay_options& o, const trace_form& t, const basis_file& file)

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <utility>
 
+#include "cited.hpp"
 #include "command_line.hpp"
 #include "pipeline.hpp"
 
@@ -33,7 +34,7 @@ std::optional<Number> number_in(const std::string& text) {
 int whole(const std::string& option, const std::string& text) {
   const auto value = number_in<int>(text);
   if (!value)
-    refuse(option + " \"" + text + "\" is not a whole number from " +
+    refuse(option + " " + cited(text) + " is not a whole number from " +
            std::to_string(std::numeric_limits<int>::min()) + " to " +
            std::to_string(std::numeric_limits<int>::max()));
   return *value;
@@ -42,17 +43,17 @@ int whole(const std::string& option, const std::string& text) {
 double finite(const std::string& option, const std::string& text) {
   const auto value = number_in<double>(text);
   if (!value || !std::isfinite(*value))
-    refuse(option + " \"" + text + "\" is not a finite number; give one such as 0.9");
+    refuse(option + " " + cited(text) + " is not a finite number; give one such as 0.9");
   return *value;
 }
 
 double positive_float_or_zero(const std::string& option, const std::string& text) {
   const double value = finite(option, text);
   if (value < 0)
-    refuse(option + " " + text +
+    refuse(option + " " + shortened(text) +
            " is negative; scores grow with the product of query and key, so give 0 or more");
   if (value > largest_float || (value > 0 && static_cast<float>(value) == 0.0f))
-    refuse(option + " " + text + " is outside float32's range; give one from 1e-38 to 3e38, or 0");
+    refuse(option + " " + shortened(text) + " is outside float32's range; give one from 1e-38 to 3e38, or 0");
   return value;
 }
 
@@ -348,7 +349,7 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
          [&](const std::string& text) {
            o.rope_base = finite("--rope-base", text);
            if (*o.rope_base <= 0)
-             refuse("--rope-base " + text + " is not above 0; give the model's, such as 10000");
+             refuse("--rope-base " + shortened(text) + " is not above 0; give the model's, such as 10000");
          },
          "low_rank_keys: of the model's rotary embedding; else the metadata's rope_base, or found from k_pre")
       ->type_name("FLOAT")

@@ -4,9 +4,11 @@
 #include <iostream>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "choices.hpp"
+#include "cited.hpp"
 #include "fatal_signals.hpp"
 #include "options.hpp"
 #include "pipeline.hpp"
@@ -15,6 +17,7 @@
 #include "replay_events.hpp"
 #include "replay_layer.hpp"
 #include "summary.hpp"
+#include "temporary_files.hpp"
 #include "traces.hpp"
 
 namespace freekv::examples {
@@ -29,7 +32,7 @@ void for_layer(const replay_jobs& jobs, const replay_job& job, const Body& body)
   } catch (const file_error&) {
     throw;  // names its file
   } catch (const std::runtime_error& e) {
-    throw choice_error("\"" + job.trace.string() + "\": " + e.what());
+    throw choice_error(cited_path(job.trace) + ": " + e.what());
   }
 }
 
@@ -39,16 +42,29 @@ void print(const nlohmann::ordered_json& summary) {
     throw choice_error("the summary cannot be written to standard output; check where it is redirected");
 }
 
+/// A store's file is created with its store and goes with it; listed, also if a signal ends the program.
+temporary_name store_name(const replay_options& o) {
+  std::error_code ignored;
+  if (!o.store_file ||
+      std::filesystem::symlink_status(*o.store_file, ignored).type() != std::filesystem::file_type::not_found)
+    return {};  // a folder, or what is not ours
+  return temporary_name(*o.store_file);
+}
+
 void run(int argc, char** argv) {
   const auto parsed = parse_replay_options(argc, argv);
   if (!parsed) return;
   const replay_options& o = *parsed;
+  const temporary_name store = store_name(o);
   // Selection for the next step has nothing to hide behind here, so it does not go to a thread of its own.
   const host_options host{.threads = o.threads, .overlap = false};
   host_backend backend(host);
   if (o.events) {
     note_stage("replaying events with " + o.variant);
-    return print(replay_events(o, backend));
+    auto replayed = replay_events(o, backend);
+    print(replayed.summary);
+    if (replayed.written) replayed.written->take_place();
+    return;
   }
   note_stage("reading headers");
   const replay_jobs jobs = jobs_of(o);
@@ -69,6 +85,9 @@ void run(int argc, char** argv) {
   const auto summary =
       jobs.of_folder ? summary_of(o, host, jobs.layers, results) : summary_of(o, host, results.front());
   print(summary);
+  // A replay that fails, if by its summary, has replaced nothing.
+  for (layer_result& result : results)
+    if (result.written) result.written->take_place();
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "cited.hpp"
 #include "events.hpp"
 #include "progress.hpp"
 #include "selected_rows.hpp"
@@ -51,7 +52,7 @@ class event_replay {
     }
   }
 
-  void write(const std::string& path) const {
+  new_file write(const std::string& path) const {
     std::vector<tensor_view> tensors;
     const std::int64_t heads = form_.query_heads, rows = form_.kv_heads,
                        k = columns_of(options_.does, options_.k);
@@ -69,10 +70,11 @@ class event_replay {
       add("corrected", data_type::u8, {o.steps, rows}, o.corrected);
       add("recalled", data_type::i32, {o.steps, rows}, o.recalled);
     }
-    write_safetensors(path, {.tensors = std::move(tensors),
-                             .metadata = {{"rows", per_query_head ? "query_head" : "kv_head"},
-                                          {"unit", std::to_string(options_.does.unit_tokens(options_.page))},
-                                          {"variant", options_.variant}}});
+    return new_safetensors(
+        path, {.tensors = std::move(tensors),
+               .metadata = {{"rows", per_query_head ? "query_head" : "kv_head"},
+                            {"unit", std::to_string(options_.does.unit_tokens(options_.page))},
+                            {"variant", options_.variant}}});
   }
 
   nlohmann::ordered_json summary() const {
@@ -133,7 +135,7 @@ class event_replay {
 
   [[noreturn]] void refuse(const event& e, const pool_exhausted& full) const {
     const bool store = e.what == event::kind::step || e.what == event::kind::prompt;
-    throw choice_error("\"" + *options_.events + "\", line " + std::to_string(e.line) + ": " +
+    throw choice_error(cited_path(*options_.events) + ", line " + std::to_string(e.line) + ": " +
                        std::to_string(full.needed) + " more " +
                        (store ? "pages of the store" : "resident sequences") + " are needed, and " +
                        std::to_string(full.used) + " of " + std::to_string(full.capacity) + " are in use; " +
@@ -260,7 +262,7 @@ class event_replay {
 
 }  // namespace
 
-nlohmann::ordered_json replay_events(const replay_options& o, host_backend& backend) {
+replayed_events replay_events(const replay_options& o, host_backend& backend) {
   const event_file file = read_events(*o.events, wanted_element(o.dtype));
   if (o.out) {
     std::vector<std::filesystem::path> read = file.traces;
@@ -274,15 +276,16 @@ nlohmann::ordered_json replay_events(const replay_options& o, host_backend& back
   for (const event& e : file.events)
     if (e.what == event::kind::step) numbers += e.rows.size() * rows * size(columns_of(o.does, o.k));
   if (constexpr std::size_t most = std::size_t{1} << 30; o.out && numbers > most)
-    throw choice_error("--k " + std::to_string(o.k) + " gives selected " + std::to_string(numbers) +
+    throw choice_error(columns_text(o.does, o.k) + " selected " + std::to_string(numbers) +
                        " numbers, more than " + std::to_string(most) + "; choose fewer pages");
   event_replay replay(o, file, backend);
   {
     progress_line progress("freekv-replay");
     replay.run(progress);
   }
-  if (o.out) replay.write(*o.out);
-  return replay.summary();
+  std::optional<new_file> written;
+  if (o.out) written = replay.write(*o.out);
+  return {replay.summary(), std::move(written)};
 }
 
 }  // namespace freekv::examples

@@ -2,13 +2,20 @@
 #pragma once
 
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "layer_setup.hpp"
+#include "new_file.hpp"
 
 namespace freekv::examples {
 
-/// Replays the file of --events, writes its output, where one is wanted, and returns what is printed. Throws file_error,
-/// choice_error or freekv::error; then nothing is written.
-nlohmann::ordered_json replay_events(const replay_options& options, host_backend& backend);
+/// What is printed, and where an output is wanted, that, to take its place.
+struct replayed_events {
+  nlohmann::ordered_json summary;
+  std::optional<new_file> written;
+};
+
+/// Replays the file of --events. Throws file_error, choice_error or freekv::error; then nothing is written.
+replayed_events replay_events(const replay_options& options, host_backend& backend);
 
 }  // namespace freekv::examples

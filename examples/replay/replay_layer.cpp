@@ -26,10 +26,10 @@ void check_size(const replay_options& o, const replay_job& job) {
   const double numbers = static_cast<double>(t.steps()) * rows * static_cast<double>(columns);
   if (job.out && numbers > most) {
     std::ostringstream counts;
-    counts << "--k " << o.k << " gives selected " << t.steps() << " x " << rows << " x " << columns
+    counts << columns_text(o.does, o.k) << " selected " << t.steps() << " x " << rows << " x " << columns
            << " numbers, more than " << static_cast<long long>(most) << "; the trace has "
            << (t.tokens - 1) / std::max(o.does.unit_tokens(o.page), 1) + 1
-           << (o.does.unit == 0 ? " pages" : " units") << ", and a larger --k selects no more";
+           << (o.does.unit == 0 ? " pages" : " units") << ", and larger numbers select no more";
     refuse(counts.str());
   }
 }
@@ -160,14 +160,14 @@ void replay_steps(pipeline& p, pipeline& exact, const trace& t, progress_line& p
   }
 }
 
-void write_results(const std::filesystem::path& path, const replay_options& o, const trace_form& t,
+new_file write_results(const std::filesystem::path& path, const replay_options& o, const trace_form& t,
                    const results& r) {
   const auto bytes = [](const auto& v) { return std::as_bytes(std::span(v)); };
   const std::int64_t steps = t.steps(), rows = t.kv_heads;
   std::map<std::string, std::string, std::less<>> metadata{{"prompt_len", std::to_string(t.prompt_len)},
                                                            {"variant", o.variant}};
   if (o.does.unit != 0) metadata["unit"] = std::to_string(o.does.unit);
-  write_safetensors(
+  return new_safetensors(
       path,
       {.tensors = {{"out", data_type::f32, {steps, t.query_heads, t.head_dim}, bytes(r.out)},
                    {"lse", data_type::f32, {steps, t.query_heads}, bytes(r.lse)},
@@ -217,7 +217,7 @@ layer_result replay_layer(const replay_options& o, const replay_job& job, const 
   }
   append_prompt(*p, t, tools.progress);
   replay_steps(*p, exact ? *exact : *p, t, tools.progress, r ? &*r : nullptr, s);
-  if (r) write_results(*job.out, o, t, *r);
+  if (r) s.written = write_results(*job.out, o, t, *r);
   return s;
 }
 

@@ -1,9 +1,11 @@
 // One recorded layer through a method: what it attended to, and how far that is from full attention.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "layer_setup.hpp"
+#include "new_file.hpp"
 #include "progress.hpp"
 #include "traces.hpp"
 
@@ -22,6 +24,7 @@ struct layer_result {
   head_errors codec_errors;  ///< of full attention over what the store gives back; empty where that is exact
   long long selected = 0, recalled = 0, before_attention = 0, promoted = 0, corrected = 0;
   std::vector<double> seconds, full_seconds;  ///< by step
+  std::optional<new_file> written{};          ///< where an output is wanted, to take its place
   std::size_t slice_bytes = 0, summary_bytes = 0, fast_tier_bytes = 0, store_bytes = 0, staging_bytes = 0;
 };
 
@@ -35,7 +38,7 @@ struct replay_tools {
 /// Whatever a layer's form says against its replay. Throws choice_error.
 void check_layer(const replay_options& options, const replay_job& job, const basis_file& file);
 
-/// Replays a layer and writes its output, where one is wanted. Throws file_error, choice_error or
+/// Replays a layer and writes its output, where one is wanted, but for taking its place. Throws file_error, choice_error or
 /// freekv::error.
 layer_result replay_layer(const replay_options& options, const replay_job& job, const replay_tools& tools);
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "choices.hpp"
 
@@ -12,6 +13,12 @@ namespace freekv::examples {
 /// Columns of `selected` where k units are selected.
 inline std::int64_t columns_of(const method& m, int k) {
   return std::int64_t{k} + (m.retrieves() && m.pinning == "pin_outliers" ? m.pinned : 0);
+}
+
+/// The flags that say how many: "--k 8", or "--k 8 and --pinned 48".
+inline std::string columns_text(const method& m, int k) {
+  const bool pins = columns_of(m, k) != k;
+  return "--k " + std::to_string(k) + (pins ? " and --pinned " + std::to_string(m.pinned) + " give" : " gives");
 }
 
 /// Whether rows are query heads, each with pages of its own.

@@ -11,12 +11,6 @@ namespace freekv::examples {
 
 namespace {
 
-std::string printed(const std::vector<std::int64_t>& shape) {
-  std::string text = "(";
-  for (std::size_t i = 0; i < shape.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
-  return text + ")";
-}
-
 bool is_float(data_type dtype) {
   return dtype == data_type::f32 || dtype == data_type::f16 || dtype == data_type::bf16;
 }
@@ -49,19 +43,19 @@ std::optional<int> decimal(std::string_view text, int largest) {
 trace_form form_of(const safetensors_file& file, std::optional<data_type> element) {
   const tensor_view &q = file.at("q"), &k = file.at("k"), &v = file.at("v");
   const auto fail = [&](const std::string& what) {
-    throw file_error("\"" + file.path().string() + "\": " + what);
+    throw file_error(cited_path(file.path()) + ": " + what);
   };
   for (const tensor_view* tensor : {&q, &k, &v}) {
     if (!is_float(tensor->dtype))
       fail("tensor " + tensor->name + " has dtype " + std::string(dtype_name(tensor->dtype)) +
            "; a trace has F32, F16 or BF16");
     if (tensor->shape.size() != 3)
-      fail("tensor " + tensor->name + " has shape " + printed(tensor->shape) +
+      fail("tensor " + tensor->name + " has shape " + cited_shape(tensor->shape) +
            "; a trace has (tokens, heads, head_dim)");
   }
-  if (k.shape != v.shape) fail("k has shape " + printed(k.shape) + " but v has " + printed(v.shape));
+  if (k.shape != v.shape) fail("k has shape " + cited_shape(k.shape) + " but v has " + cited_shape(v.shape));
   if (q.shape[0] != k.shape[0] || q.shape[2] != k.shape[2])
-    fail("q has shape " + printed(q.shape) + " but k has " + printed(k.shape) +
+    fail("q has shape " + cited_shape(q.shape) + " but k has " + cited_shape(k.shape) +
          ": tokens and head_dim must agree");
   if (k.shape[1] < 1 || q.shape[1] < 1 || q.shape[1] % k.shape[1] != 0)
     fail(std::to_string(q.shape[1]) + " query heads are not a positive multiple of " +
@@ -69,7 +63,7 @@ trace_form form_of(const safetensors_file& file, std::optional<data_type> elemen
   // A trace without tokens has no bytes that vouch for its heads, and memory is taken for each of them.
   constexpr std::int64_t most_tokens = 1 << 30, most_heads = 1024, most_elements = 1 << 20;
   if (q.shape[0] > most_tokens || q.shape[1] > most_heads || q.shape[2] > most_elements)
-    fail("q has shape " + printed(q.shape) + ", more than the " + std::to_string(most_tokens) + " tokens, " +
+    fail("q has shape " + cited_shape(q.shape) + ", more than the " + std::to_string(most_tokens) + " tokens, " +
          std::to_string(most_heads) + " heads or head_dim " + std::to_string(most_elements) +
          " that are replayed");
   if (!element && k.dtype != v.dtype)
@@ -109,14 +103,14 @@ trace_form form_of(const safetensors_file& file, std::optional<data_type> elemen
   if (const tensor_view* logits = file.find("sink_logits")) {
     if (!is_float(logits->dtype) || logits->shape != std::vector<std::int64_t>{q.shape[1]})
       fail("sink_logits is " + std::string(dtype_name(logits->dtype)) + " of shape " +
-           printed(logits->shape) + "; needed is F32, F16 or BF16 of (" + std::to_string(q.shape[1]) +
+           cited_shape(logits->shape) + "; needed is F32, F16 or BF16 of (" + std::to_string(q.shape[1]) +
            "), a number for each query head");
     t.sink_logits = file.copy_as_float("sink_logits");
   }
   if (const tensor_view* before = file.find("k_pre")) {
     if (!is_float(before->dtype) || before->shape != k.shape)
-      fail("k_pre is " + std::string(dtype_name(before->dtype)) + " of shape " + printed(before->shape) +
-           "; needed is F32, F16 or BF16 of k's shape " + printed(k.shape));
+      fail("k_pre is " + std::string(dtype_name(before->dtype)) + " of shape " + cited_shape(before->shape) +
+           "; needed is F32, F16 or BF16 of k's shape " + cited_shape(k.shape));
     t.has_keys_before_rotation = true;
   }
   return t;

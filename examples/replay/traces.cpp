@@ -5,6 +5,7 @@
 #include <system_error>
 #include <utility>
 
+#include "cited.hpp"
 #include "pipeline.hpp"
 
 namespace freekv::examples {
@@ -13,8 +14,6 @@ namespace {
 namespace fs = std::filesystem;
 
 [[noreturn]] void refuse(const std::string& sentence) { throw choice_error(sentence); }
-
-std::string in_quotes(const fs::path& path) { return "\"" + path.string() + "\""; }
 
 /// The same file, under whatever names.
 bool same(const fs::path& a, const fs::path& b) {
@@ -37,9 +36,9 @@ std::vector<fs::path> traces_in(const replay_options& o, const fs::path& folder)
         !(reads_basis_file(o) && same(path, o.basis)))
       found.push_back(path);
   }
-  if (fault) refuse(in_quotes(folder) + " cannot be listed: " + fault.message());
+  if (fault) refuse(cited_path(folder) + " cannot be listed: " + fault.message());
   if (found.empty())
-    refuse(in_quotes(folder) +
+    refuse(cited_path(folder) +
            " is a directory without a trace: none of its files ends in .safetensors; name a " +
            "folder that freekv-record or record_hf.py wrote");
   return found;
@@ -59,7 +58,7 @@ void check_output(const replay_options& o, const fs::path& out, const std::vecto
   check_writable(out);
   if (std::any_of(read.begin(), read.end(), [&](const fs::path& path) { return same(out, path); }) ||
       (o.basis != "prompt" && same(out, o.basis)) || (o.heads && same(out, *o.heads)))
-    refuse("--out " + in_quotes(out) + " is an input of this replay; name another file");
+    refuse("--out " + cited_path(out) + " is an input of this replay; name another file");
 }
 
 output_folder::output_folder(std::filesystem::path path) {
@@ -67,13 +66,13 @@ output_folder::output_folder(std::filesystem::path path) {
   if (fs::exists(path, fault)) {
     if (!fs::is_directory(path, fault))
       refuse(
-          "--out " + in_quotes(path) +
+          "--out " + cited_path(path) +
           " is a file, but a folder of traces is replayed into a folder; name one that is there or can be " +
           "made");
     return;
   }
   if (!fs::create_directory(path, fault) && fault)
-    refuse("--out " + in_quotes(path) + " cannot be made: " + fault.message());
+    refuse("--out " + cited_path(path) + " cannot be made: " + fault.message());
   made_ = std::move(path);
 }
 
@@ -98,7 +97,7 @@ replay_jobs jobs_of(const replay_options& o) {
       jobs.layers.push_back({.trace = std::move(trace), .out = {}});
     if (o.out) {
       if (same(*o.out, o.trace))
-        refuse("--out " + in_quotes(*o.out) + " is the folder of the traces; name another folder");
+        refuse("--out " + cited_path(*o.out) + " is the folder of the traces; name another folder");
       jobs.out = output_folder(*o.out);
       for (replay_job& job : jobs.layers) job.out = fs::path(*o.out) / job.trace.filename();
     }

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import signal
 import struct
 import subprocess
 import sys
@@ -135,6 +136,31 @@ class Writer(Folder):
         with self.assertRaisesRegex(ValueError, "q has 3 bytes"):
             record_hf.write_safetensors(self.path("trace"), {"q": ("f16", (1, 1, 2), b"abc")}, {})
         self.assertEqual(os.listdir(self.folder), [])
+
+    def test_a_signal_takes_away_the_unfinished_file(self):
+        code = f"""
+import importlib.util, os, signal, sys
+spec = importlib.util.spec_from_file_location("record_hf", {SCRIPT!r})
+record_hf = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(record_hf)
+
+class Ended(dict):
+    def values(self):  # asked for when the file is there
+        assert [name for name in os.listdir(sys.argv[1]) if name.startswith(".freekv-")]
+        os.kill(os.getpid(), int(sys.argv[2]))
+        return super().values()
+
+record_hf.arguments = lambda argv: None
+record_hf.record = lambda chosen: record_hf.write_safetensors(
+    os.path.join(sys.argv[1], "trace"), Ended(q=("f16", (1,), b"ab")), {{}})
+sys.exit(record_hf.main([]))
+"""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            end = subprocess.run([sys.executable, "-B", "-c", code, self.folder, str(int(number))],
+                                 capture_output=True, text=True)
+            self.assertNotEqual(end.returncode, 0)
+            self.assertNotIn("AssertionError", end.stderr)
+            self.assertEqual(os.listdir(self.folder), [], number)
 
     def test_an_older_file_is_replaced_and_a_failed_write_leaves_it(self):
         path = self.stored("trace", b"an older file")

@@ -146,34 +146,34 @@ TEST_CASE("options that cannot be are refused with the number and what to choose
 TEST_CASE("unknown names are refused with the known ones", "[replay]") {
   refusals r;
   r.refuse({"--variant", "freekv2"}, {"freekv2", "streaming_llm", "freekv_key_subspace"});
-  r.refuse({"--variant", ""}, {"--variant", "streaming_llm"});
+  r.refuse({"--variant", ""}, {"--variant \"\"", "streaming_llm"});
   r.refuse({"--variant", "freekv_page_16"}, {"freekv_page_16", "streaming_llm"});  // --page says that
   r.refuse({"--summary", "median"},
-           {"--summary median", "min_max", "centroid_box", "key_sketch", "key_subspace"});
-  r.refuse({"--variant", "full", "--summary", "median"}, {"--summary median"});
-  r.refuse({"--summary-dtype", "int4"}, {"--summary-dtype int4", "standard", "key", "float32", "int8"});
-  r.refuse({"--pooling", "sum"}, {"--pooling sum", "mean_softmax", "max_query"});
-  r.refuse({"--selection", "top_q"}, {"--selection top_q", "top_k", "top_p"});
-  r.refuse({"--rows", "per_token"}, {"--rows per_token", "per_kv_head", "per_query_head", "per_layer"});
+           {"--summary \"median\"", "min_max", "centroid_box", "key_sketch", "key_subspace"});
+  r.refuse({"--variant", "full", "--summary", "median"}, {"--summary \"median\""});
+  r.refuse({"--summary-dtype", "int4"}, {"--summary-dtype \"int4\"", "standard", "key", "float32", "int8"});
+  r.refuse({"--pooling", "sum"}, {"--pooling \"sum\"", "mean_softmax", "max_query"});
+  r.refuse({"--selection", "top_q"}, {"--selection \"top_q\"", "top_k", "top_p"});
+  r.refuse({"--rows", "per_token"}, {"--rows \"per_token\"", "per_kv_head", "per_query_head", "per_layer"});
   r.refuse({"--rows", "per_query_head", "--correction", "mass_deficit"},
            {"per_query_head", "mass_deficit", "cosine_drift"});
   r.refuse({"--correction", "sometimes"},
            {"sometimes", "cosine_drift", "mass_deficit", "always", "never", "every_n_steps"});
-  r.refuse({"--drift-pool", "median"}, {"--drift-pool median", "mean", "min", "max"});
-  r.refuse({"--residency", "random"}, {"--residency random", "first_unselected", "least_recently_used"});
+  r.refuse({"--drift-pool", "median"}, {"--drift-pool \"median\"", "mean", "min", "max"});
+  r.refuse({"--residency", "random"}, {"--residency \"random\"", "first_unselected", "least_recently_used"});
   r.refuse({"--variant", "shadowkv"}, {"neither k_pre nor rope_base", "--rope-base"});
   r.refuse({"--codec", "low_rank_keys"}, {"--rope-base", "--rope-pairs neighbours"});
   r.refuse({"--codec", "low_rank_keys", "--rope-base", "0"}, {"--rope-base 0"});
   r.refuse({"--codec", "low_rank_keys", "--rope-base", "1e4", "--rope-pairs", "thirds"},
            {"thirds", "halves, neighbours"});
   r.refuse({"--codec", "low_rank_keys", "--rope-base", "1e4", "--key-rank", "-1"}, {"--key-rank -1"});
-  r.refuse({"--pinning", "some"}, {"--pinning some", "no_pins, pin_outliers"});
+  r.refuse({"--pinning", "some"}, {"--pinning \"some\"", "no_pins, pin_outliers"});
   r.refuse({"--pinning", "pin_outliers", "--pinned", "-1"}, {"pin_outliers: -1 units"});
   r.refuse({"--pinning", "pin_outliers", "--rows", "per_layer"}, {"per_layer", "no_pins"});
-  r.refuse({"--codec", "int3"}, {"--codec int3", "identity", "fp8", "int4_channel"});
+  r.refuse({"--codec", "int3"}, {"--codec \"int3\"", "identity", "fp8", "int4_channel"});
   r.refuse({"--codec", "int8_token", "--variant", "full"}, {"--codec", "full recalls nothing"});
   r.refuse({"--store-file", "/nowhere/at/all"}, {"store file /nowhere/at/all", "folder"});
-  r.refuse({"--layout", "NHD"}, {"--layout NHD", "nhd", "hnd"});
+  r.refuse({"--layout", "NHD"}, {"--layout \"NHD\"", "nhd", "hnd"});
   r.refuse({"--route", "direct"}, {"direct", "resident", "in_place"});
   r.refuse({"--dtype", "F16"}, {"F16", "stored", "f32", "f16", "bf16"});
   r.refuse({"--budget", "512"}, {"--budget", "--help"});

@@ -12,6 +12,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstddef>
+#include <functional>
 #include <ostream>
 #include <stdexcept>
 #include <string>
@@ -28,6 +29,8 @@ struct program_limits {
   std::size_t address_space = 0;
   std::size_t file_size = 0;
   const char* standard_output = nullptr;  ///< a file to write to, where it is not to be captured
+  /// Asked every millisecond until it says a signal, which is then sent.
+  std::function<int()> signal_when{};
 };
 
 struct program_end {
@@ -66,7 +69,7 @@ inline program_end run_program(const std::vector<std::string>& command, const pr
     if (!sanitized) limit(RLIMIT_AS, limits.address_space);
     limit(RLIMIT_FSIZE, limits.file_size);
     limit(RLIMIT_CORE, 1);
-    ::signal(SIGXFSZ, SIG_IGN);
+    ::signal(SIGXFSZ, SIG_DFL);  // as at a shell
     int to = pipes[0][1];
     if (limits.standard_output != nullptr) to = ::open(limits.standard_output, O_WRONLY | O_CLOEXEC);
     if (to < 0 || ::dup2(to, STDOUT_FILENO) < 0 || ::dup2(pipes[1][1], STDERR_FILENO) < 0) ::_exit(126);
@@ -82,11 +85,22 @@ inline program_end run_program(const std::vector<std::string>& command, const pr
     open[i] = {pipes[i][0], POLLIN, 0};
   }
   const auto start = std::chrono::steady_clock::now();
+  bool asks = static_cast<bool>(limits.signal_when);
   while (open[0].fd >= 0 || open[1].fd >= 0) {
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     const double left = limits.seconds - elapsed.count();
-    const int ready = left > 0 ? ::poll(open.data(), open.size(), static_cast<int>(left * 1000) + 1) : 0;
+    const int wait = asks ? 1 : static_cast<int>(left * 1000) + 1;
+    const int ready = left > 0 ? ::poll(open.data(), open.size(), wait) : 0;
     if (ready < 0 && errno == EINTR) continue;
+    if (asks && left > 0) {
+      if (const int signal = limits.signal_when(); signal != 0) {
+        ::kill(child, signal);
+        asks = false;
+      } else if (ready == 0) {
+        continue;
+      }
+    }
+    if (ready == 0 && left > 0) continue;
     if (ready <= 0) {
       end.hung = true;
       ::kill(child, SIGKILL);

@@ -123,7 +123,7 @@ TEST_CASE("every fault is a sentence with the file and the line") {
       {R"({"prompt": "p", "answer": "a")", {"is not JSON"}},
       {R"({"prompt": "p", "answer": "a"} {})", {"is not JSON"}},
       {"{\"prompt\": \"\xff\", \"answer\": \"a\"}", {"is not JSON"}},
-      {std::string(100000, '['), {"is not JSON"}},
+      {std::string(100000, '['), {"deeper than 32"}},
       {"17", {"is a JSON number", "\"prompt\""}},
       {R"(["prompt", "answer"])", {"is a JSON array"}},
       {R"({"answer": "a"})", {"no \"prompt\""}},
@@ -200,4 +200,14 @@ TEST_CASE("the sample has choices and answers") {
     answers += q.choices.empty();
   }
   CHECK(answers == 2);
+}
+
+TEST_CASE("objects and arrays nest no deeper than a task needs") {
+  for (const int levels : {100, 100000}) {
+    const auto count = static_cast<std::size_t>(levels);
+    const std::string deep = std::string(count, '[') + std::string(count, ']');
+    for (const std::string& line : {deep, R"({"prompt": )" + deep + "}", R"({"prompt": "p", "choices": )" + deep + "}"})
+      tests::check_mentions(fault_of(good + "\n" + line), {"some.jsonl", "line 2", "deeper than 32"});
+  }
+  CHECK(parse(R"({"prompt": "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[", "answer": "\"[[["})").size() == 1);
 }

@@ -54,8 +54,16 @@ policies of_type() {
   typename Variant::template pipeline<freekv::kv_shape<float, 64>>::settings s;
   if constexpr (requires { Variant::selection; }) s.selection = Variant::selection;
   if constexpr (requires { Variant::correction; }) s.correction = Variant::correction;
-  return {printed_summary(s.summary),    printed(s.pooling),   printed(s.selection), printed(s.pinning), printed(s.rows),
-          printed(s.correction), printed(s.residency), printed(s.codec),     plan_name(s.plan),  s.unit.tokens};
+  return {printed_summary(s.summary),
+          printed(s.pooling),
+          printed(s.selection),
+          printed(s.pinning),
+          printed(s.rows),
+          printed(s.correction),
+          printed(s.residency),
+          printed(s.codec),
+          plan_name(s.plan),
+          s.unit.tokens};
 }
 
 /// Of a method by its names, as `freekv::examples::pipeline_of_shape` makes it.

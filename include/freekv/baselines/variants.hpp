@@ -1,5 +1,5 @@
-// The published methods and ours as policy packs: `variants::quest::pipeline<kv_shape<half, 128>>`. Values that a method
-// gives at run time are its variant's too, under the setting's name: `s.selection = variants::twilight::selection`.
+// The published methods and ours as policy packs: `variants::quest::pipeline<kv_shape<half, 128>>`. Values that a
+// method gives at run time are its variant's too, under the setting's name: `s.selection = variants::twilight::selection`.
 #pragma once
 
 #include <freekv/pipeline/retrieval_pipeline.hpp>
