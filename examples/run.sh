@@ -38,13 +38,14 @@ announce() {  # PART...: those that are still to come, in order
   [[ $yardstick ]] || return 0
   for part in "$@"; do
     if [[ $part == job && ! $plain ]]; then
-      text+="${text:+, }then the job, whose length depends on its options"
+      text+="${text:+, then }the job, whose length depends on its options"
       break
     fi
     if [[ $part == llama.cpp ]]; then at=$left; else at=$((at + usual[$part] * yardstick / usual[llama.cpp])); fi
     text+="${text:+, }$part until $(date -d "+$at seconds" +%H:%M:%S)"
   done
-  say "It is $(date +%H:%M:%S), and about $(((at + 59) / 60)) minutes are to come: $text"
+  [[ $at == 0 ]] || text="about $(((at + 59) / 60)) minutes, $text"
+  say "It is $(date +%H:%M:%S). To come: $text"
 }
 on_yardstick() {  # SECONDS LEFT: llama.cpp's build will have taken as many, of which some are left
   yardstick=$1 left=$2
