@@ -123,16 +123,16 @@ bootstrap_llama_cpp() {
   bootstrap_packages g++ cmake ninja-build
   bootstrap_llama_cpp_source
   # Instructions of this processor are what makes llama.cpp fast (GGML_NATIVE: -march=native), and what may break it:
-  # - AMX is switched off. Before GCC 11.5, 12.4 and 13.3 _tile_loadconfig says that it reads 8 of the 64 bytes of a tile
-  #   configuration (target/114098): with Debian 12's compiler ggml's code loads one that the processor refuses. And it
-  #   needs a permission from the system (arch_prctl), which a container or virtual machine may not pass on.
+  # - AMX is switched off. Before GCC 11.5, 12.4 and 13.3 _tile_loadconfig says that it reads 8 of the 64 bytes of a
+  #   tile configuration (target/114098): with Debian 12's compiler ggml's code loads one that the processor refuses.
+  #   And it needs a permission from the system (arch_prctl), which a container or virtual machine may not pass on.
   # - The others that ggml's kernels are written for (F16C, FMA, BMI2, AVX2, AVX-VNNI, AVX512F/VL/BW/DQ/CD/VBMI, -VNNI,
-  #   -BF16 on Zen 4 and Xeons from Cooper Lake on, -FP16 from Sapphire Rapids on, GFNI) have no state but YMM's and ZMM's.
-  #   The compiler asks XCR0 as well as cpuid before it takes them, so what a virtual machine hides is not used. -VNNI
+  #   -BF16 on Zen 4 and Xeons from Cooper Lake on, -FP16 from Sapphire Rapids on, GFNI) have no state but YMM's and
+  #   ZMM's. The compiler asks XCR0 as well as cpuid before it takes them, so what a virtual machine hides is not used. -VNNI
   #   and GFNI give the same integers; -BF16 rounds products, and with -FP16 flash attention adds values up in half
   #   precision where it else rounds each sum to that: freekv-compare holds the logits to a tolerance.
-  # - What else -march=native allows (VPOPCNTDQ, BITALG, IFMA, SHA, ...) a compiler uses in plain loops or not at all; HLE,
-  #   RTM, ENQCMD, MOVDIR64B, PKU and the like only where code asks for them, and none does.
+  # - What else -march=native allows (VPOPCNTDQ, BITALG, IFMA, SHA, ...) a compiler uses in plain loops or not at all;
+  #   HLE, RTM, ENQCMD, MOVDIR64B, PKU and the like only where code asks for them, and none does.
   # - A folder that another machine sees too (a home directory, an image, a cache of builds) may be older than the
   #   processor, or newer: hence the record of what -march=native was.
   local without_amx=()

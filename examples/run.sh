@@ -3,9 +3,9 @@
 # on a real text. Installs what it needs, builds, runs, and shows a table and pictures. Options go to the program
 # freekv-compare (`bash examples/run.sh --help` lists them); --model FILE.gguf, --text FILE and --out FOLDER are the ones
 # most wanted. Results: FOLDER/{table.txt,results.jsonl,*.png}, FOLDER being build/results.
-# Built is what the model needs: one head_dim with keys and values of half precision, as llama.cpp's cache has them. Another
-# model's head_dim joins when it is first asked for. FREEKV_LLAMA_CPP_OPTIONS is handed to llama.cpp's CMake, as in
-# FREEKV_LLAMA_CPP_OPTIONS=-DGGML_NATIVE=OFF, which does without most of this processor's instructions.
+# Built is what the model needs: one head_dim with keys and values of half precision, as llama.cpp's cache has them.
+# Another model's head_dim joins when it is first asked for. FREEKV_LLAMA_CPP_OPTIONS is handed to llama.cpp's CMake, as
+# in FREEKV_LLAMA_CPP_OPTIONS=-DGGML_NATIVE=OFF, which does without most of this processor's instructions.
 source "$(dirname "${BASH_SOURCE[0]}")/../cmake/bootstrap.sh"
 
 out=$root/build/results
@@ -29,7 +29,7 @@ if [[ ${help:-} ]]; then
   exit
 fi
 
-# What comes and when it ends. Parts are of two cores that build llama.cpp in 95 seconds; how long that takes here, or its
+# What comes and when it ends. Seconds are of two cores that build llama.cpp in 95; how long that takes here, or its
 # first part, scales them.
 declare -A usual=([llama.cpp]=95 [programs]=75 [job]=240 [pictures]=15)
 yardstick='' left=0
@@ -38,13 +38,14 @@ announce() {  # PART...: those that are still to come, in order
   [[ $yardstick ]] || return 0
   for part in "$@"; do
     if [[ $part == job && ! $plain ]]; then
-      text+="${text:+, }then the job, whose length depends on its options"
+      text+="${text:+, then }the job, whose length depends on its options"
       break
     fi
     if [[ $part == llama.cpp ]]; then at=$left; else at=$((at + usual[$part] * yardstick / usual[llama.cpp])); fi
     text+="${text:+, }$part until $(date -d "+$at seconds" +%H:%M:%S)"
   done
-  say "It is $(date +%H:%M:%S), and about $(((at + 59) / 60)) minutes are to come: $text"
+  [[ $at == 0 ]] || text="about $(((at + 59) / 60)) minutes, $text"
+  say "It is $(date +%H:%M:%S). To come: $text"
 }
 on_yardstick() {  # SECONDS LEFT: llama.cpp's build will have taken as many, of which some are left
   yardstick=$1 left=$2
@@ -57,7 +58,8 @@ lap() {  # PART: that has just ended
   began=$SECONDS
 }
 
-say "It is $(date +%H:%M:%S). To come: set-up, llama.cpp's build, FreeKV's programs, the job, pictures; in all 8 minutes on two cores the first time, of which it will be said soon how many they are here"
+say "It is $(date +%H:%M:%S). To come: set-up, llama.cpp's build, FreeKV's programs, the job, pictures: about 8 minutes" \
+  "on two cores the first time; how many here will be said soon"
 bootstrap_packages g++ cmake ninja-build libcli11-dev nlohmann-json3-dev libeigen3-dev
 bootstrap_cuda
 bootstrap_llama_cpp_source
@@ -75,12 +77,14 @@ configure() {  # CMAKE_OPTION...
 cached() { sed -n "s/^$1:[A-Z]*=//p" "$build/CMakeCache.txt" 2>/dev/null || true; }
 with() { [[ ";$1;" == *";$2;"* ]] && echo "$1" || echo "${1:+$1;}$2"; }  # LIST ENTRY: the list that has it
 known=$(cached FREEKV_HEAD_DIMS) elements=$(cached FREEKV_ELEMENTS)
+[[ $elements ]] || known=  # a folder from before there was a choice has all, and all would be compiled again
 configure "-DFREEKV_HEAD_DIMS=${known:-64}" "-DFREEKV_ELEMENTS=${elements:-half}"
 cmake --build "$build" --target freekv-model-shape -j "$jobs" >&2
 shape=$("$programs/freekv-model-shape" "${own_model:-$MODEL}")
 read -r head_dim element <<<"$shape"
 if [[ ";${known:-64};" != *";$head_dim;"* || ";${elements:-half};" != *";$element;"* ]]; then
-  [[ ! $known ]] || say "The programs have no pipelines of head_dim $head_dim of type $element, as this model needs, yet: they are compiled now, in about a minute"
+  [[ ! $known ]] || say "This model needs pipelines of head_dim $head_dim of type $element, which the programs have not yet:" \
+    "they are compiled now, in about a minute"
   configure "-DFREEKV_HEAD_DIMS=$(with "$known" "$head_dim")" "-DFREEKV_ELEMENTS=$(with "$elements" "$element")"
 fi
 say "Building FreeKV's programs for head_dim $(cached FREEKV_HEAD_DIMS) of type $(cached FREEKV_ELEMENTS)"

@@ -14,7 +14,8 @@ namespace freekv::examples {
 
 namespace {
 
-/// A text that a signal handler may read while another thread replaces it: of two buffers one is read, the other written.
+/// A text that a signal handler may read while another thread replaces it: of two buffers one is read, the
+/// other written.
 template <std::size_t Most>
 class noted_text {
  public:

@@ -1,22 +1,22 @@
-// A line about where a program was when a signal killed it: a fault in its code, in llama.cpp's or in a kernel's must not
-// end an hour's run without a word.
+// A line about where a program was when a signal killed it: a fault in its code or in llama.cpp's must not end an
+// hour's run without a word.
 #pragma once
 
 #include <string_view>
 
 namespace freekv::examples {
 
-/// From now on SIGSEGV, SIGILL, SIGBUS, SIGFPE and SIGABRT write one line to stderr, "PROGRAM: SIGNAL while STAGE: DETAIL;
-/// REMARK", before the program dies of the same signal as it would have. A program built with a sanitizer is left its
-/// own reports.
+/// From now on SIGSEGV, SIGILL, SIGBUS, SIGFPE and SIGABRT write one line to stderr, "PROGRAM: SIGNAL while STAGE:
+/// DETAIL; REMARK", before the program dies of the same signal as it would have. A program built with a sanitizer
+/// is left its own reports.
 void report_fatal_signals(std::string_view program);
 
-/// What the program does: what it is at until the next call, such as "needles". Forgets the detail. This and the next are
-/// cheap, no allocation, and may be called by any thread; texts are cut at 240 bytes, the remark at 1200.
+/// Stage: what the program is at until the next call, such as "measuring needles". Forgets the detail. This and the
+/// next allocate nothing and may be called by any thread; texts are cut at 240 bytes, the remark at 1200.
 void note_stage(std::string_view stage);
-/// Which method, length, file or step of the stage.
+/// Detail: which method, length, file or step of the stage.
 void note_detail(std::string_view detail);
-/// Where to look, or what to do, after a signal in this stage and later ones; empty: nothing.
+/// Remark: where to look, or what to do, after a signal in this stage and later ones; empty: nothing.
 void note_remark(std::string_view remark);
 
 }  // namespace freekv::examples

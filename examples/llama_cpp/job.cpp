@@ -153,11 +153,11 @@ examples::model checked_model(const std::string& path, std::uint64_t key, int th
   return loaded;
 }
 
-constexpr std::array all_sections{section{"needles", compare_needles, 0.5},
-                                  section{"quality", compare_quality, 0.3},
+constexpr std::array all_sections{section{"needles", compare_needles, 0.53},
+                                  section{"quality", compare_quality, 0.37},
                                   section{"budgets", compare_budgets},
                                   section{"taus", compare_taus},
-                                  section{"speed", compare_speed, 0.2},
+                                  section{"speed", compare_speed, 0.1},
                                   section{"lengths", compare_lengths},
                                   section{"continuation", compare_continuation},
                                   section{"generate", compare_generated},

@@ -34,13 +34,18 @@ needle_result measure_needles(const contender& c, const common_settings& s, cons
   host_backend backend({.threads = s.threads, .overlap = s.overlap});
   std::size_t longest = 0;
   for (const auto& question : needles.questions) longest = std::max(longest, question.tokens.size());
-  const auto p = make_contender(c, s, model.shape(), prompt, static_cast<int>(longest), true, backend);
+  auto options = options_of(c, s, model.shape(), prompt, static_cast<int>(longest), true);
+  options.max_sequences = c.does.evicts() ? 1 : 2;
+  const auto p = make_pipeline(options, backend);
   engine decoding(model, {.threads = s.threads, .context = 1, .rows = 1});
-  retrieval_attention attention(*p, model.shape(), s.complete_layers);
+  // Every question goes on from the prompt: in a fork of it, or where a method forgets, from the prompt restored.
+  std::optional<sequence_id> parent;
+  if (!c.does.evicts()) parent = prompt.kv.open(*p);
   needle_result result;
   result.summary_bytes = summary_bytes_of(c, *p);
   for (const auto& question : needles.questions) {
-    prompt.kv.restore(*p);
+    const sequence_id asked = parent ? p->fork(*parent) : prompt.kv.open(*p);
+    retrieval_attention attention(*p, {asked}, model.shape(), s.complete_layers);
     double loss = 0;
     bool found = true;
     const std::size_t first_digit = question.tokens.size() - static_cast<std::size_t>(question.digits);
@@ -51,6 +56,7 @@ needle_result measure_needles(const contender& c, const common_settings& s, cons
       loss += loss_of(logits, question.tokens[i + 1]);
       found = found && most_likely(logits) == question.tokens[i + 1];
     }
+    p->release(asked);
     result.loss_per_digit.push_back(loss / question.digits);
     result.found.push_back(found);
     progress("needles with " + c.name + ", budget " + std::to_string(s.budget) + ", " +

@@ -35,8 +35,8 @@ struct child_end {
   int signal = 0;
 };
 
-/// What a child process that runs `body` writes to stderr, and the signal that ends it. `sent`: a signal that it gets after
-/// a second.
+/// What a child process that runs `body` writes to stderr, and the signal that ends it. `sent`: a signal that it gets
+/// after a second.
 child_end in_child(const std::function<void()>& body, int sent = 0) {
   std::array<int, 2> ends{};
   REQUIRE(::pipe(ends.data()) == 0);
@@ -160,7 +160,7 @@ TEST_CASE("a program that gets a signal in the middle of its work says where", "
   constexpr std::int64_t tokens = 20000, d = 64;  // 20,000 steps of up to 20,000 tokens: many seconds
   const auto zeros = [](std::int64_t heads) {
     return tests::tensor_text{
-        "F32", {tokens, heads, d}, std::string(static_cast<std::size_t>(tokens * heads * d * 4), '\0')};
+        "F16", {tokens, heads, d}, std::string(static_cast<std::size_t>(tokens * heads * d * 2), '\0')};
   };
   const tests::scratch_folder folder;
   std::filesystem::create_directory(folder / "traces");

@@ -43,9 +43,9 @@ inline constexpr isa compiled_for = isa::baseline;
 #endif
 
 /// What an x86-64 processor and its operating system say about vectors: two words of `cpuid`, and the register XCR0,
-/// whose bits are the states that the system saves when it changes threads. An instruction whose state it does not save is
-/// refused by the processor, though `cpuid` knows it: so under a kernel started with `noxsave`, or in a virtual machine
-/// that keeps its guests from AVX-512.
+/// whose bits are the states that the system saves when it changes threads. An instruction whose state it does not
+/// save is refused by the processor, though `cpuid` knows it: so under a kernel started with `noxsave`, or in a
+/// virtual machine that keeps its guests from AVX-512.
 struct x86_features {
   std::uint32_t leaf_1_ecx = 0;  ///< 0 where there is no such leaf
   std::uint32_t leaf_7_ebx = 0;  ///< of subleaf 0
@@ -56,9 +56,9 @@ struct x86_features {
 constexpr isa isa_of(const x86_features& x) {
   const auto all = [](std::uint64_t word, std::uint64_t bits) { return (word & bits) == bits; };
   const auto bit = [](int n) { return std::uint64_t{1} << n; };
-  const std::uint64_t osxsave = bit(27), avx = bit(28), fma = bit(12), f16c = bit(29);  // of leaf 1
+  const std::uint64_t osxsave = bit(27), avx = bit(28), fma = bit(12), f16c = bit(29);       // of leaf 1
   const std::uint64_t avx2 = bit(5), f = bit(16), dq = bit(17), bw = bit(30), vl = bit(31);  // of leaf 7
-  const std::uint64_t ymm = bit(1) | bit(2);           // of XCR0: the lower halves, which are SSE's, and the upper
+  const std::uint64_t ymm = bit(1) | bit(2);  // of XCR0: the lower halves, which are SSE's, and the upper
   const std::uint64_t zmm = bit(5) | bit(6) | bit(7);  // masks, the upper halves of ZMM0-15, all of ZMM16-31
   if (!all(x.leaf_1_ecx, osxsave | avx | fma | f16c) || !all(x.leaf_7_ebx, avx2) || !all(x.xcr0, ymm))
     return isa::baseline;
