@@ -79,14 +79,14 @@ struct stored_as : Summary {
 
   /// Calls `body` with the numbers as elements, unless they are codes.
   template <class Key, class Body>
-  FREEKV_HD bool with_elements(const std::byte* stored, const Body& body) const {
+  FREEKV_HD bool with_elements(const std::byte* in, const Body& body) const {
     if (is(number_format::int8)) return false;
     if (is(number_format::float32))
-      body(reinterpret_cast<const float*>(stored));
+      body(reinterpret_cast<const float*>(in));
     else if (is(number_format::key))
-      body(reinterpret_cast<const Key*>(stored));
+      body(reinterpret_cast<const Key*>(in));
     else
-      body(reinterpret_cast<const summary_element<Summary, Key>*>(stored));
+      body(reinterpret_cast<const summary_element<Summary, Key>*>(in));
     return true;
   }
 
