@@ -34,10 +34,10 @@ endforeach()
 # Products and sums become fused multiply-adds where nvcc likes, as for who compiles the headers without further options.
 set(freekv_nvcc_compile ${FREEKV_NVCC} -std=c++20 -ccbin ${CMAKE_CXX_COMPILER} -I${PROJECT_SOURCE_DIR}/include
                         -Werror all-warnings -Xcompiler=-Wall,-Wextra)
-# `OBJECT other` names an object that is not called like its source. BITS_AS_HOST: nothing is fused, so that host and device
-# add and multiply alike, for what compares them bit by bit.
+# `OBJECT other` names an object that is not called like its source. BITS: nothing is fused, for what is compared bit by bit:
+# host and device then add and multiply alike, and kernels that do the same for one row and for several.
 function(freekv_compile_cuda name)
-  cmake_parse_arguments(PARSE_ARGV 1 compile BITS_AS_HOST OBJECT "")
+  cmake_parse_arguments(PARSE_ARGV 1 compile BITS OBJECT "")
   if(NOT compile_OBJECT)
     set(compile_OBJECT ${name})
   endif()
@@ -45,7 +45,7 @@ function(freekv_compile_cuda name)
     list(FILTER compile_UNPARSED_ARGUMENTS EXCLUDE REGEX "^-gencode")
     list(APPEND compile_UNPARSED_ARGUMENTS ${freekv_machine_code})
   endif()
-  if(compile_BITS_AS_HOST)
+  if(compile_BITS)
     list(APPEND compile_UNPARSED_ARGUMENTS -fmad=false -Xcompiler=-ffp-contract=off)
   endif()
   set(object ${CMAKE_CURRENT_BINARY_DIR}/${compile_OBJECT}.o)
