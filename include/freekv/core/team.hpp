@@ -26,8 +26,11 @@
 //   sync()                      what one lane wrote is visible to the others after it
 //   stage(p, n, to)             if it has it: copies n bytes, a multiple of 4 of that alignment, to memory that is faster
 //                               to read again, n + 16 bytes of an alignment of 16, and returns where they are
+//   apart(body)                 if it has it: body() as a function of its own, which all share who call it with a body of
+//                               the same type
 //   wide                        if it has it: a type with more lanes for products of rows whose length its width divides.
 //                               It offers load, store, + and *, sum_each, prefetch, lane, lanes and sync
+//   narrow                      if it has `wide`: the base that has not, so that what multiplies no rows is instantiated once
 #pragma once
 
 #include <cmath>
@@ -72,6 +75,17 @@ concept team = std::semiregular<typename T::pack> && std::constructible_from<typ
   { t.lane() } -> std::same_as<int>;
   { t.lanes() } -> std::same_as<int>;
   t.sync();
+};
+
+/// A team for all that multiplies no rows: its `narrow`, a base that differs from it by `wide` alone, or itself.
+template <class T>
+struct narrow_team {
+  using type = T;
+};
+template <class T>
+requires requires { typename T::narrow; }
+struct narrow_team<T> {
+  using type = typename T::narrow;
 };
 
 /// What a team multiplies long rows with: its `wide`, or itself.

@@ -71,9 +71,9 @@ FREEKV_HD void weigh_values(T team, const head_slice<const Element>& rows, int c
     weigh(packs / at_once * at_once * width, cuda::std::integral_constant<int, packs % at_once>{});
 }
 
-/// `attend_slice` of `Heads` query heads and at most a block of rows, token `first` of its slice the first.
-template <int HeadDim, int Heads, team T, class Element>
-FREEKV_HD void attend_block(T team, const group_query& query, int first_head,
+/// `attend_slice` of at most `heads_at_once` query heads and a block of rows, token `first` of its slice the first.
+template <int HeadDim, team T, class Element>
+FREEKV_HD void attend_block(T team, const group_query& query, int first_head, int heads,
                             const head_slice<const Element>& rows, int first, int count,
                             const attention_part& part, float* scratch, float soft_cap,
                             const Element* ahead) {
@@ -82,13 +82,16 @@ FREEKV_HD void attend_block(T team, const group_query& query, int first_head,
   const int padded = (count + width - 1) / width * width;
   const bool wants_values = part.weighted != nullptr;
   using wide = typename wide_team<T>::type;
-  const cuda::std::conditional_t<HeadDim % wide::width == 0, wide, T> multiplying{};
-  row_products<Heads>(
-      multiplying, query_rows{query.head(first_head), query.step * HeadDim},
-      row_block<Element>{rows.key, rows.stride, HeadDim, count, wants_values ? rows.value : nullptr, HeadDim},
-      1.0f, scratch, block, scratch + heads_at_once * block);
+  using multiplier = cuda::std::conditional_t<HeadDim % wide::width == 0, wide, T>;
+  const multiplier multiplying{};
+  const row_block<Element> keys{rows.key, rows.stride, HeadDim, count, wants_values ? rows.value : nullptr,
+                                HeadDim};
+  for_heads_at_once(heads, [&]<int Heads>(int, cuda::std::integral_constant<int, Heads>) {
+    row_products<Heads>(multiplying, query_rows{query.head(first_head), query.step * HeadDim}, keys, 1.0f,
+                        scratch, block, scratch + heads_at_once * block);
+  });
   unsigned attending = 0;  // heads with more than -infinity so far
-  for (int g = 0; g < Heads; ++g) {
+  for (int g = 0; g < heads; ++g) {
     float* const weights = scratch + g * block;
     team.sync();
     if (soft_cap > 0.0f) {
@@ -128,10 +131,15 @@ FREEKV_HD void attend_block(T team, const group_query& query, int first_head,
   team.sync();
   if (!wants_values) return;
   float* const weighted = part.weighted + first_head * HeadDim;
-  if (attending == (1u << Heads) - 1)
-    weigh_values<HeadDim, Heads>(multiplying, rows, count, scratch, weighted, ahead);
+  const int at_once = attending == (1u << heads) - 1 ? heads : 1;
+  if (at_once == 4)
+    weigh_values<HeadDim, 4>(multiplying, rows, count, scratch, weighted, ahead);
+  else if (at_once == 3)
+    weigh_values<HeadDim, 3>(multiplying, rows, count, scratch, weighted, ahead);
+  else if (at_once == 2)
+    weigh_values<HeadDim, 2>(multiplying, rows, count, scratch, weighted, ahead);
   else
-    for (int g = 0; g < Heads; ++g)
+    for (int g = 0; g < heads; ++g)
       if ((attending >> g & 1u) != 0)
         weigh_values<HeadDim, 1>(multiplying, rows, count, scratch + g * block, weighted + g * HeadDim,
                                  ahead);
@@ -152,10 +160,11 @@ FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<c
     const int count = tokens - first < block ? tokens - first : block;
     const head_slice<const Element> rows = rows_behind(slice, first);
     const Element* const next = first + block < tokens ? rows.key + block * rows.stride : ahead;
-    for_heads_at_once(query.group, [&]<int Heads>(int g, cuda::std::integral_constant<int, Heads>) {
-      detail::attend_block<HeadDim, Heads>(team, query, g, rows, first, count, part, scratch, soft_cap,
-                                           g + Heads == query.group ? next : nullptr);
-    });
+    for (int g = 0; g < query.group; g += heads_at_once) {
+      const int heads = query.group - g < heads_at_once ? query.group - g : heads_at_once;
+      detail::attend_block<HeadDim>(team, query, g, heads, rows, first, count, part, scratch, soft_cap,
+                                    g + heads == query.group ? next : nullptr);
+    }
   }
 }
 

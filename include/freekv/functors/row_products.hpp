@@ -95,4 +95,20 @@ FREEKV_HD void row_products(T team, const query_rows& queries, const row_block<E
   }
 }
 
+/// A call of `row_products`, for `apart`: who multiplies rows of the same elements shares one function of it.
+template <int Heads, class T, class Element>
+struct row_products_call {
+  query_rows queries;
+  row_block<Element> rows;
+  float scale = 1.0f;
+  float* out = nullptr;
+  std::int64_t out_stride = 0;
+  float* scratch = nullptr;
+
+  FREEKV_HD void operator()() const {
+    const row_products_call call = *this;  // which no store to memory changes, as far as a compiler knows
+    row_products<Heads>(T{}, call.queries, call.rows, call.scale, call.out, call.out_stride, call.scratch);
+  }
+};
+
 }  // namespace freekv

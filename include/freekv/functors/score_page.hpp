@@ -58,8 +58,9 @@ FREEKV_HD void score_page(T team, const S& summary, page_geometry page, const st
 }
 
 /// The same of `pages` pages whose summaries lie `bytes` apart: those of page j go to
-/// `out.first[j + g * out.stride]`. `numbers` holds a whole pack at least.
-template <class Key, team T, class S>
+/// `out.first[j + g * out.stride]`. `numbers` holds a whole pack at least. `Shares`: rows are multiplied in functions
+/// that other summaries share, where the team has such: less to compile where there are many, and a few per cent slower.
+template <class Key, bool Shares = false, team T, class S>
 FREEKV_HD void score_pages(T team, const S& summary, page_geometry page, const std::byte* stored,
                            std::size_t bytes, int pages, const prepared_queries& queries, float* numbers,
                            const score_column& out) {
@@ -78,8 +79,13 @@ FREEKV_HD void score_pages(T team, const S& summary, page_geometry page, const s
             const Element* const ahead = first + at_once < pages ? elements + at_once * stride : nullptr;
             const row_block<Element> rows{elements, stride, queries.width, count, ahead, queries.width};
             for_heads_at_once(queries.group, [&]<int Heads>(int g, cuda::std::integral_constant<int, Heads>) {
-              row_products<Heads>(wide{}, query_rows{queries.data + g * queries.width, queries.width}, rows,
-                                  queries.scale, to.first + g * to.stride, to.stride, numbers);
+              const query_rows of_heads{queries.data + g * queries.width, queries.width};
+              float* const scores = to.first + g * to.stride;
+              using call = row_products_call<Heads, wide, Element>;
+              if constexpr (Shares && requires(const call& c) { wide{}.apart(c); })
+                wide{}.apart(call{of_heads, rows, queries.scale, scores, to.stride, numbers});
+              else
+                row_products<Heads>(wide{}, of_heads, rows, queries.scale, scores, to.stride, numbers);
             });
           });
     for (int j = 0; j < count; ++j) {
@@ -87,7 +93,8 @@ FREEKV_HD void score_pages(T team, const S& summary, page_geometry page, const s
       for (int g = 0; multiplied && g < queries.group; ++g)
         finite = finite && to.first[g * to.stride + j] * 0.0f == 0.0f;
       if (!finite)
-        score_page<Key>(team, summary, page, from + static_cast<std::size_t>(j) * bytes, queries, numbers,
+        score_page<Key>(static_cast<typename narrow_team<T>::type>(team), summary, page,
+                        from + static_cast<std::size_t>(j) * bytes, queries, numbers,
                         {to.first + j, to.stride});
     }
   }

@@ -251,6 +251,8 @@ class head_selection {
 
  private:
   using element = typename State::element;
+  // The summary is one of many, chosen at run time.
+  static constexpr bool among_many = requires(const Policies& p) { p.summary.chosen; };
 
   /// Of the first `candidates` candidates those that are chosen among; the pinned ones are the first's.
   int unpinned(int candidates) const { return candidates - static_cast<int>(pinned_.size()); }
@@ -298,8 +300,8 @@ class head_selection {
         int end = first + 1;
         while (end < last && stored(end) == from + static_cast<std::size_t>(end - first) * s_.summary_bytes)
           ++end;
-        score_pages<element>(team, policy, s_.unit, from, s_.summary_bytes, end - first, prepared_, numbers,
-                             column(first));
+        score_pages<element, among_many>(team, policy, s_.unit, from, s_.summary_bytes, end - first,
+                                         prepared_, numbers, column(first));
         first = end;
       }
     };

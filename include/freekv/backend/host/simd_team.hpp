@@ -12,6 +12,8 @@
 
 namespace freekv::host {
 
+using float4 = float __attribute__((vector_size(16)));
+using int4x32 = std::int32_t __attribute__((vector_size(16)));
 using float8 = float __attribute__((vector_size(32)));
 using int8x32 = std::int32_t __attribute__((vector_size(32)));
 using uint8x32 = std::uint32_t __attribute__((vector_size(32)));
@@ -31,9 +33,14 @@ struct alignas(32) pack8 {
   [[gnu::always_inline]] friend pack8 operator*(const pack8& a, const pack8& b) { return pack8(a.v * b.v); }
 };
 
-// What compilers do not find the instructions for: eight 16-bit elements to floats. In arithmetic
-// that any target vectorises, or by these instructions.
+// What compilers do not find the instructions for, in arithmetic that any target vectorises or by these instructions:
+// eight 16-bit elements to floats; and what compares or mixes lanes, in halves, since GCC goes lane by lane where a vector
+// is wider than a register. And `apart`, compiled for them.
 struct portable {
+  template <class Body>
+  [[gnu::noinline, gnu::flatten]] static void apart(const Body& body) {
+    body();
+  }
   [[gnu::always_inline]] static void widen_f16(const std::uint16_t* in, float8& out) {
     uint8x16 bits;
     std::memcpy(&bits, in, sizeof bits);
@@ -45,10 +52,14 @@ struct portable {
     float8 value;
     std::memcpy(&value, &magnitude, sizeof value);
     value *= rebias;
-    uint8x32 result;
-    std::memcpy(&result, &value, sizeof result);
-    result = magnitude >= (0x7c00u << 13) ? magnitude | 0x7f800000u : result;
-    result |= (wide & 0x8000u) << 16;
+    const uint8x32 odd = magnitude | 0x7f800000u;
+    int8x32 result;
+    by_halves(result, [&](int i) {
+      const int4x32 least_odd = int4x32{} + (0x7c00 << 13);
+      return half_of<int4x32>(magnitude, i) >= least_odd ? half_of<int4x32>(odd, i)
+                                                         : half_of<int4x32>(value, i);
+    });
+    result |= reinterpret_cast<int8x32>((wide & 0x8000u) << 16);
     std::memcpy(&out, &result, sizeof result);
   }
   [[gnu::always_inline]] static void widen_bf16(const std::uint16_t* in, float8& out) {
@@ -57,15 +68,91 @@ struct portable {
     const uint8x32 wide = __builtin_convertvector(bits, uint8x32) << 16;
     std::memcpy(&out, &wide, sizeof wide);
   }
+
+  /// Lanes of x where a > b, or a == b, and of y elsewhere.
+  [[gnu::always_inline]] static pack8 where_greater(const float8& a, const float8& b, const float8& x,
+                                                    const float8& y) {
+    float8 out;
+    by_halves(out, [&](int i) {
+      return half_of<float4>(a, i) > half_of<float4>(b, i) ? half_of<float4>(x, i) : half_of<float4>(y, i);
+    });
+    return pack8(out);
+  }
+  [[gnu::always_inline]] static pack8 where_equal(const float8& a, const float8& b, const float8& x,
+                                                  const float8& y) {
+    float8 out;
+    by_halves(out, [&](int i) {
+      return half_of<float4>(a, i) == half_of<float4>(b, i) ? half_of<float4>(x, i) : half_of<float4>(y, i);
+    });
+    return pack8(out);
+  }
+  [[gnu::always_inline]] static pack8 sum_each(const pack8 (&x)[8]) {
+    float4 quads[4];  // (half, first or last four packs)
+    for (int i = 0; i < 4; ++i) {
+      const auto pairs = [&](int nth) {
+        const float4 a = half_of<float4>(x[i % 2 * 4 + nth].v, i / 2),
+                     b = half_of<float4>(x[i % 2 * 4 + nth + 1].v, i / 2);
+        return __builtin_shufflevector(a, b, 0, 4, 2, 6) + __builtin_shufflevector(a, b, 1, 5, 3, 7);
+      };
+      const float4 a = pairs(0), b = pairs(2);
+      quads[i] = __builtin_shufflevector(a, b, 0, 1, 4, 5) + __builtin_shufflevector(a, b, 2, 3, 6, 7);
+    }
+    float8 out;
+    by_halves(out, [&](int i) { return quads[i] + quads[2 + i]; });
+    return pack8(out);
+  }
+
+ private:
+  template <class Half, class Vector>
+  [[gnu::always_inline]] static Half half_of(const Vector& x, int nth) {
+    Half half;
+    std::memcpy(&half, reinterpret_cast<const char*>(&x) + nth * 16, sizeof half);
+    return half;
+  }
+  template <class Vector, class Half>
+  [[gnu::always_inline]] static void by_halves(Vector& out, const Half& half) {
+    const auto low = half(0), high = half(1);
+    std::memcpy(&out, &low, sizeof low);
+    std::memcpy(reinterpret_cast<char*>(&out) + 16, &high, sizeof high);
+  }
 };
 #if defined(__x86_64__)
 struct avx2 {
+  template <class Body>
+  [[gnu::noinline, gnu::flatten, gnu::target("avx2,fma,f16c")]] static void apart(const Body& body) {
+    body();
+  }
   [[gnu::target("avx2,f16c")]] static void widen_f16(const std::uint16_t* in, float8& out) {
     out = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in)));
   }
   [[gnu::target("avx2,f16c")]] static void widen_bf16(const std::uint16_t* in, float8& out) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in));
     out = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+  // Without `target`, as what the team inlines into bodies of all instruction sets.
+  [[gnu::always_inline]] static pack8 where_greater(const float8& a, const float8& b, const float8& x,
+                                                    const float8& y) {
+    return pack8(a > b ? x : y);
+  }
+  [[gnu::always_inline]] static pack8 where_equal(const float8& a, const float8& b, const float8& x,
+                                                  const float8& y) {
+    return pack8(a == b ? x : y);
+  }
+  /// Pairwise: after each of three rounds half as many packs hold sums over twice as many lanes.
+  [[gnu::always_inline]] static pack8 sum_each(const pack8 (&x)[8]) {
+    float8 pairs[4], quads[2];
+    for (int i = 0; i < 4; ++i) {
+      const float8 &a = x[2 * i].v, &b = x[2 * i + 1].v;
+      pairs[i] = __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) +
+                 __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+    for (int i = 0; i < 2; ++i) {
+      const float8 &a = pairs[2 * i], &b = pairs[2 * i + 1];
+      quads[i] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
+                 __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+    return pack8(__builtin_shufflevector(quads[0], quads[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+                 __builtin_shufflevector(quads[0], quads[1], 4, 5, 6, 7, 12, 13, 14, 15));
   }
 };
 #endif
@@ -93,16 +180,16 @@ struct simd_team {
   [[gnu::always_inline]] void store(float* p, const pack& x) const { std::memcpy(p, &x.v, sizeof x.v); }
 
   [[gnu::always_inline]] pack maximum(const pack& a, const pack& b) const {
-    const float8 greater = a.v > b.v ? a.v : b.v;  // b where either is NaN
-    return pack(a.v != a.v ? a.v : greater);
+    const float8 greater = Instructions::where_greater(a.v, b.v, a.v, b.v).v;  // b where either is NaN
+    return Instructions::where_equal(a.v, a.v, greater, a.v);
   }
   [[gnu::always_inline]] pack minimum(const pack& a, const pack& b) const {
-    const float8 smaller = a.v < b.v ? a.v : b.v;
-    return pack(a.v != a.v ? a.v : smaller);
+    const float8 smaller = Instructions::where_greater(b.v, a.v, a.v, b.v).v;
+    return Instructions::where_equal(a.v, a.v, smaller, a.v);
   }
   [[gnu::always_inline]] pack select_greater(const pack& a, const pack& b, const pack& x,
                                              const pack& y) const {
-    return pack(a.v > b.v ? x.v : y.v);
+    return Instructions::where_greater(a.v, b.v, x.v, y.v);
   }
 
   /// e^x = 2^n * e^r with n = round(x / ln 2), |r| <= ln(2)/2, e^r by its Taylor polynomial of degree 7; 0
@@ -110,8 +197,8 @@ struct simd_team {
   [[gnu::always_inline]] pack exp(const pack& x) const {
     const float8 zero{};
     const float8 low = zero - 87.336544f, high = zero + 88.722839f;
-    float8 clamped = x.v < low ? low : x.v;
-    clamped = clamped > high ? high : clamped;
+    float8 clamped = Instructions::where_greater(low, x.v, low, x.v).v;
+    clamped = Instructions::where_greater(clamped, high, high, clamped).v;
     const float8 round = zero + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     const float8 n = (clamped * 1.44269504f + round) - round;
     const float8 r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -127,9 +214,9 @@ struct simd_team {
     const int8x32 whole = __builtin_convertvector(n, int8x32);
     const int8x32 first = whole >> 1;
     e = e * power_of_two(first).v * power_of_two(whole - first).v;
-    e = x.v < low ? zero : e;
-    e = x.v > high ? zero + __builtin_inff() : e;
-    return pack(x.v != x.v ? x.v : e);
+    e = Instructions::where_greater(low, x.v, zero, e).v;
+    e = Instructions::where_greater(x.v, high, zero + __builtin_inff(), e).v;
+    return Instructions::where_equal(x.v, x.v, e, x.v);
   }
 
   /// ln x = k * ln 2 + ln m with m in [sqrt(1/2), sqrt(2)), ln m = 2 * atanh((m - 1) / (m + 1)) by its
@@ -137,7 +224,7 @@ struct simd_team {
   [[gnu::always_inline]] pack log(const pack& x) const {
     const float8 zero{};
     const float8 smallest = zero + 1.17549435e-38f;
-    const float8 normal = x.v < smallest ? x.v * 8388608.0f : x.v;
+    const float8 normal = Instructions::where_greater(smallest, x.v, x.v * 8388608.0f, x.v).v;
     uint8x32 bits;
     std::memcpy(&bits, &normal, sizeof bits);
     // 0x3f3504f3 is sqrt(1/2): the exponent of x / sqrt(1/2), rounded down.
@@ -147,15 +234,15 @@ struct simd_team {
     float8 m;
     std::memcpy(&m, &mantissa, sizeof m);
     float8 k = __builtin_convertvector(exponent, float8);
-    k = x.v < smallest ? k - 23.0f : k;
+    k = Instructions::where_greater(smallest, x.v, k - 23.0f, k).v;
     const float8 s = (m - 1.0f) / (m + 1.0f), s2 = s * s;
     float8 series = zero + 2.0f / 9.0f;
     series = series * s2 + 2.0f / 7.0f;
     series = series * s2 + 2.0f / 5.0f;
     series = series * s2 + 2.0f / 3.0f;
     float8 result = k * 0.693359375f + (k * -2.12194440e-4f + (s * 2.0f + s * s2 * series));
-    result = x.v == zero ? zero - __builtin_inff() : result;
-    return pack(x.v < zero + __builtin_inff() ? result : x.v);
+    result = Instructions::where_equal(x.v, zero, zero - __builtin_inff(), result).v;
+    return Instructions::where_greater(zero + __builtin_inff(), x.v, result, x.v);
   }
 
   /// tanh |x| = 1 - 2 / (e^2|x| + 1), and below 0.625, where that would cancel, |x| + |x|^3 * P(x^2) with P of degree 4
@@ -173,7 +260,8 @@ struct simd_team {
     series = series * square + 1.3331491e-1f;
     series = series * square - 3.3333284e-1f;
     const float8 far = 1.0f - 2.0f / (exp(pack(size + size)).v + 1.0f);
-    const float8 result = size < 0.625f ? size + size * square * series : far;
+    const float8 result =
+        Instructions::where_greater(float8{} + 0.625f, size, size + size * square * series, far).v;
     std::memcpy(&bits, &result, sizeof bits);
     bits |= sign;
     float8 with_sign;
@@ -191,22 +279,7 @@ struct simd_team {
     const pack b = maximum(a, pack(__builtin_shufflevector(a.v, a.v, 2, 3, 0, 1, 6, 7, 4, 5)));
     return b.v[0] > b.v[1] || b.v[0] != b.v[0] ? b.v[0] : b.v[1];
   }
-  /// Pairwise: after each of three rounds half as many packs hold sums over twice as many lanes.
-  [[gnu::always_inline]] pack sum_each(const pack (&x)[8]) const {
-    float8 pairs[4], quads[2];
-    for (int i = 0; i < 4; ++i) {
-      const float8 &a = x[2 * i].v, &b = x[2 * i + 1].v;
-      pairs[i] = __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) +
-                 __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
-    }
-    for (int i = 0; i < 2; ++i) {
-      const float8 &a = pairs[2 * i], &b = pairs[2 * i + 1];
-      quads[i] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
-                 __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
-    }
-    return pack(__builtin_shufflevector(quads[0], quads[1], 0, 1, 2, 3, 8, 9, 10, 11) +
-                __builtin_shufflevector(quads[0], quads[1], 4, 5, 6, 7, 12, 13, 14, 15));
-  }
+  [[gnu::always_inline]] pack sum_each(const pack (&x)[8]) const { return Instructions::sum_each(x); }
 
   template <int Bits>
   [[gnu::always_inline]] pack load_codes(const std::uint8_t* codes, int first) const {
@@ -241,6 +314,10 @@ struct simd_team {
     for (int i = 0; i < n; i += 8) store(out + i, load(in + i));
   }
   [[gnu::always_inline]] void prefetch(const void* p) const { __builtin_prefetch(p); }
+  template <class Body>
+  [[gnu::always_inline]] void apart(const Body& body) const {
+    Instructions::apart(body);
+  }
   int lane() const { return 0; }
   int lanes() const { return 1; }
   void sync() const {}
@@ -318,6 +395,11 @@ struct avx512_rows {
   }
 
   [[gnu::always_inline]] void prefetch(const void* p) const { __builtin_prefetch(p); }
+  template <class Body>
+  [[gnu::noinline, gnu::flatten, gnu::target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma,f16c")]] void apart(
+      const Body& body) const {
+    body();
+  }
   int lane() const { return 0; }
   int lanes() const { return 1; }
   void sync() const {}
@@ -338,6 +420,7 @@ struct avx512_rows {
 /// AVX2's lanes, and those of AVX-512 for rows.
 struct avx512_team : simd_team<avx2> {
   using wide = avx512_rows;
+  using narrow = simd_team<avx2>;
 };
 static_assert(team<avx512_team>);
 #endif

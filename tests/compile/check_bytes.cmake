@@ -1,0 +1,16 @@
+# Prints how many bytes of code the pipeline of each shape in ARCHIVE has; more than BYTES fail. They are what an optimiser
+# and an assembler work through, which functions counted where nothing is inlined do not tell.
+execute_process(COMMAND ${SIZE} ${ARCHIVE} RESULT_VARIABLE status OUTPUT_VARIABLE sizes)
+string(REGEX MATCHALL "[0-9]+[^\n]*pipeline_(float|half|bfloat16)_[0-9]+\\.cpp" shapes "${sizes}")
+if(NOT status EQUAL 0 OR NOT shapes)
+  message(FATAL_ERROR "${SIZE} finds no pipeline of a shape in ${ARCHIVE}:\n${sizes}")
+endif()
+foreach(shape IN LISTS shapes)
+  string(REGEX REPLACE "^([0-9]+).*(pipeline_[a-z0-9_]+)\\.cpp$" "\\1;\\2" found "${shape}")
+  list(GET found 0 bytes)
+  list(GET found 1 name)
+  message("${name}: ${bytes} bytes of code of at most ${BYTES}")
+  if(bytes GREATER BYTES)
+    message(FATAL_ERROR "The budget is ${BYTES} bytes: instantiate less, or raise it in tests/compile and say why.")
+  endif()
+endforeach()
