@@ -40,7 +40,7 @@ struct two_dimensional_copies {
 };
 /// Recalls in other ways than cuda_backend does.
 using other_backend =
-    basic_cuda_backend<device::multiplies::fma, recall_by_async_copies, two_dimensional_copies>;
+    basic_cuda_backend<device::multiplies::by_element, recall_by_async_copies, two_dimensional_copies>;
 /// A CUDA backend whose launches are sized for more sequences, rows and pages than there are, and for all kinds of them.
 struct roomy_backend : cuda_backend {
   roomy_backend(cudaStream_t compute, cudaStream_t recall) : cuda_backend(compute, recall) {

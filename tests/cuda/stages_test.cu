@@ -304,6 +304,7 @@ void long_row(report& checks, random_numbers& random, int next, int k) {
   std::iota(page_table.rbegin(), page_table.rend(), 0);
   pinned<layer_kind> kinds{layer_kind::retrieval};
   pinned<std::uint8_t> corrected{1};
+  pinned<std::int32_t> flagged{1};
   pinned<float> query = random.normals<float>(size(group * d));
   pinned<half> boxes;  // (store page): low, high
   for (int page = 0; page < s.store_pages; ++page)
@@ -324,6 +325,7 @@ void long_row(report& checks, random_numbers& random, int next, int k) {
   s.head_kinds = kinds.data();
   s.previous_query = query.data();
   s.corrected = corrected.data();
+  s.flagged_count = flagged.data();
   s.selected = selected.device.data();
   s.selected_count = selected_count.data();
   s.upcoming = upcoming.device.data();
@@ -395,6 +397,62 @@ void long_row(report& checks, random_numbers& random, int next, int k) {
 }
 
 // ---- correction by mass ----
+
+/// What a warp has matched.
+struct matched_slots {
+  std::int32_t *page, *last_selected, *slot_of, *order, *misses;
+};
+template <class Residency>
+__global__ void match_slots(Residency residency, const std::int32_t* wanted, int count, int slots,
+                            std::int32_t nth, matched_slots to) {
+  __shared__ device::diff_storage shared;
+  device::diff_by_warp(
+      residency, wanted, count, {to.page, to.last_selected, slots}, nth, shared,
+      [&](int misses) {
+        if (threadIdx.x == 0) *to.misses = misses;
+      },
+      [&](int i, int slot, int miss) {
+        to.slot_of[i] = miss < 0 ? slot : ~slot;
+        if (miss >= 0) to.order[miss] = i;
+      });
+}
+
+/// Selections one after the other of units that often come again, matched with slots by a warp and by one thread.
+template <class Residency>
+void slots_matched(report& checks, random_numbers& random, const Residency& residency, int most) {
+  const int slots = most + residency.spare, units = 2 * most + 3;
+  results<std::int32_t> page(size(slots), -1), last_selected(size(slots), 0);
+  bool several = false;
+  for (std::int32_t nth = 1; nth <= 6; ++nth) {
+    const int count = nth == 3 ? 0 : random.between(1, most);
+    pinned<std::int32_t> wanted;
+    for (int unit = 0; unit < units && static_cast<int>(wanted.size()) < count; ++unit)
+      if (random.below(units - unit) < count - static_cast<int>(wanted.size())) wanted.push_back(unit);
+    results<std::int32_t> slot_of(size(most), -99), order(size(most), -1), misses(1, -1);
+    misses.host[0] =
+        diff_pages(residency, wanted.data(), count, {page.host.data(), last_selected.host.data(), slots}, nth,
+                   slot_of.host.data());
+    for (int i = 0, miss = 0; i < count; ++i)
+      if (slot_of.host[size(i)] < 0) order.host[size(miss++)] = i;
+    match_slots<<<1, 32>>>(residency, wanted.data(), count, slots, nth,
+                           {page.device.data(), last_selected.device.data(), slot_of.device.data(),
+                            order.device.data(), misses.device.data()});
+    require(cudaGetLastError(), "kernel launch");
+    require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    several = several || misses.host[0] > 1;
+    const std::string what = std::string(Residency::name) + ", " + text(residency.spare) + " of " +
+                             text(slots) + " slots spare, selection " + text(nth) + " of " + text(count) +
+                             " units: ";
+    checks.equal(what + "slots of units", slot_of);
+    checks.equal(what + "misses", misses);
+    checks.equal(what + "misses in order", order);
+    checks.equal(what + "units in slots", page);
+    checks.equal(what + "when they were selected last", last_selected);
+  }
+  results<std::int32_t> missed(1, most > 1);
+  missed.device[0] = several;
+  checks.equal("selections that miss several units", missed);
+}
 
 /// The lists are of `most` units; counts are (2): of the selected and of the best. `selected` becomes the corrected list,
 /// and `result` (2) whether it was corrected and how many it has.
@@ -658,6 +716,11 @@ int main() {
   long_row(checks, random, 65536, 1024);
   long_row(checks, random, 4225, 9);
   mass_corrections(checks, random);
+  for (const int most : {1, 5, 32, 40, 300}) {
+    slots_matched(checks, random, first_unselected<0>{}, most);
+    slots_matched(checks, random, first_unselected<3>{}, most);
+    slots_matched(checks, random, least_recently_used<17>{}, most);
+  }
   recall_everywhere<device::recall_default>(checks, random, "loads");
   recall_everywhere<single_loads>(checks, random, "loads one at a time");
   recall_everywhere<two_deep_copies>(checks, random, "asynchronous copies, two on their way");

@@ -263,8 +263,7 @@ __global__ void append_and_detect(State s, Summary summary, Pinning pinning, Cor
 template <class State>
 void launch_copy_shared_rows(const State& s, const step_view& step, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(s.heads.kv), static_cast<unsigned>(step.most.entries));
-  copy_shared_rows<<<grid, append_default.threads, 0, stream>>>(s, step);
-  check(cudaGetLastError(), "copy of shared rows");
+  launch("copy of shared rows", {grid, append_default.threads, stream}, copy_shared_rows<State>, s, step);
 }
 
 /// What appending needs of a pipeline's memory, used on the compute stream alone; of `append_default.most_teams` teams.
@@ -285,10 +284,9 @@ void launch_append(const State& s, const Summary& summary, const Pinning& pinnin
   constexpr int lanes = summary_team_t<Summary, State::head_dim>::lane_count;
   const std::int64_t units = (std::int64_t{pages.count} + step.most.entries) * s.heads.kv;
   const int most_blocks = tuning.most_teams * lanes / tuning.threads;
-  append_and_detect<<<std::min(most_blocks, blocks_for(units * lanes, tuning.threads)), tuning.threads, 0,
-                      stream>>>(s, summary, pinning, correction, step, rows, pages, memory.of_teams,
-                                memory.encoding);
-  check(cudaGetLastError(), "append");
+  launch("append", {std::min(most_blocks, blocks_for(units * lanes, tuning.threads)), tuning.threads, stream},
+         append_and_detect<State, Summary, Pinning, Correction, In>, s, summary, pinning, correction, step,
+         rows, pages, memory.of_teams, memory.encoding);
 }
 
 }  // namespace freekv::device

@@ -144,9 +144,9 @@ void launch_encode(const State& s, const Codec& codec, const step_view& step, co
   constexpr int lanes = row_team<State::head_dim>::lane_count;
   const int blocks =
       blocks_for(std::int64_t{pages.count} * s.heads.kv / scratch.together * lanes, tuning.threads);
-  encode_pages<<<std::min(tuning.most_teams * lanes / tuning.threads, blocks), tuning.threads, 0, stream>>>(
-      s, codec, step, pages, scratch);
-  check(cudaGetLastError(), "encoding pages");
+  launch("encoding pages",
+         {std::min(tuning.most_teams * lanes / tuning.threads, blocks), tuning.threads, stream},
+         encode_pages<State, Codec>, s, codec, step, pages, scratch);
 }
 
 }  // namespace freekv::device

@@ -26,7 +26,7 @@ enum class recall_read : std::uint8_t {
 struct recall_tuning {
   recall_read read = recall_read::loads;
   int blocks = 16;          ///< at most; few, so that the engine's kernels keep the machine
-  int threads = 256;        ///< of a block; each warp copies a slice
+  int threads = 256;        ///< of a block; each warp copies a slice, or by loads parts of slices
   int registers = 128;      ///< of a thread at most
   int depth = 8;            ///< on their way at a time: pieces of 16 bytes of a thread, or buffers of a warp
   int buffer_bytes = 1024;  ///< of bulk copies; a row fits
@@ -69,23 +69,27 @@ struct slice_pieces {
   }
 };
 
-/// Copies a slice by a warp through registers, `Depth` pieces a thread on their way at a time.
+/// Copies 32 * `Depth` pieces of a slice from the `begin`th on by a warp, through registers, all on their way at a time.
+template <int Depth, int HeadDim, class Element>
+__device__ void copy_pieces_by_warp(const slice_pieces<HeadDim, Element>& from,
+                                    const slice_pieces<HeadDim, Element>& to, int begin) {
+  const int first = begin + static_cast<int>(threadIdx.x) % 32, size = from.size();
+  uint4 pieces[Depth];
+  unroll<Depth>([&](auto i) {
+    if (first + 32 * i < size) pieces[i] = *from.at(first + 32 * i);
+  });
+  unroll<Depth>([&](auto i) {
+    if (first + 32 * i < size) *to.at(first + 32 * i) = pieces[i];
+  });
+}
+/// Copies a whole one.
 template <int Depth = recall_default::tuning.depth, int HeadDim, class Element>
 __device__ void copy_slice_by_warp(const slice_pieces<HeadDim, Element>& from,
                                    const slice_pieces<HeadDim, Element>& to) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, size = from.size();
-  for (int first = lane; first < size; first += 32 * Depth) {
-    uint4 pieces[Depth];
-    unroll<Depth>([&](auto i) {
-      if (first + 32 * i < size) pieces[i] = *from.at(first + 32 * i);
-    });
-    unroll<Depth>([&](auto i) {
-      if (first + 32 * i < size) *to.at(first + 32 * i) = pieces[i];
-    });
-  }
+  for (int begin = 0; begin < from.size(); begin += 32 * Depth) copy_pieces_by_warp<Depth>(from, to, begin);
 }
 
-/// Those of a list that a warp recalls: `first`, `first + step` and so on, before `end`.
+/// Those of a list that a warp recalls, or parts of them: `first`, `first + step` and so on, before `end`.
 template <class State, class Codec>
 struct recalled_slices {
   const State& s;
@@ -96,6 +100,10 @@ struct recalled_slices {
 
   __device__ static bool encoded(const recall_item& item) {
     return encodes_pages<Codec> && item.from_ring == 0;
+  }
+  /// Parts of `pieces_of_part` pieces that a slice has.
+  __device__ int parts(int pieces_of_part) const {
+    return (pieces{{}, s.unit.tokens}.size() + pieces_of_part - 1) / pieces_of_part;
   }
   /// Where item `nth` is copied from: no pieces where it is encoded.
   __device__ pieces from(int nth) const {
@@ -122,10 +130,17 @@ template <class Tuned, recall_read Read>
 struct slice_copier {
   struct storage {};
   __device__ explicit slice_copier(storage&) {}
+  /// A unit of work is what a warp's lanes have on their way at a time, so that a few slices take one round trip.
   template <class Slices>
   __device__ void copy(const Slices& slices) const {
-    for (int nth = slices.first; nth < slices.end; nth += slices.step)
-      copy_slice_by_warp<Tuned::tuning.depth>(slices.from(nth), slices.to(nth));
+    constexpr int depth = Tuned::tuning.depth;
+    const int parts = slices.parts(32 * depth);
+    for (int nth = slices.first; nth < slices.end * parts; nth += slices.step) {
+      const int item = nth / parts, part = nth % parts;
+      const auto from = slices.from(item);
+      if (from.tokens > 0 || part == 0)  // what is encoded is decoded whole
+        copy_pieces_by_warp<depth>(from, slices.to(item), part * 32 * depth);
+    }
   }
 };
 
@@ -297,8 +312,7 @@ void launch_recall(const State& s, const Codec& codec, const step_view& step,
   static_assert(tuning.valid());
   const std::int64_t most = std::int64_t{step.most.entries} * s.heads.kv * s.list_units;
   const int blocks = std::min(tuning.blocks, blocks_for(most, tuning.threads / 32));
-  recall_items<Tuned><<<blocks, tuning.threads, 0, stream>>>(s, codec, scratch);
-  check(cudaGetLastError(), "recall");
+  launch("recall", {blocks, tuning.threads, stream}, recall_items<Tuned, State, Codec>, s, codec, scratch);
 }
 
 }  // namespace freekv::device

@@ -112,9 +112,8 @@ class copied_recall {
       transfers.wait(l.written);
       transfer(on_host, items_ + first, slices, l.buffer, transfers);
       on.wait(transfers.record());
-      write_copied<<<blocks_for(slices, tuning.threads / 32), tuning.threads, 0, on.get()>>>(
-          s, scratch.items + first, slices, l.buffer);
-      check(cudaGetLastError(), "recall");
+      launch("recall", {blocks_for(slices, tuning.threads / 32), tuning.threads, on.get()},
+             write_copied<State>, s, scratch.items + first, slices, l.buffer);
       l.written = on.record();
     }
   }

@@ -7,6 +7,7 @@
 #include <freekv/backend/cuda/append.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/backend/cuda/score_rows.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/step.cuh>
 #include <freekv/core/error.hpp>
@@ -19,13 +20,15 @@
 namespace freekv::device {
 
 struct score_tuning {
-  int threads = 128;             ///< of a block, which scores a chunk
-  int registers = 96;            ///< of a thread at most
+  int threads = 256;    ///< of a block, which scores a chunk
+  int registers = 128;  ///< of a thread at most: rows on their way, and the queries that multiply them
   int shared_bytes = 48 * 1024;  ///< of a block: a decoded summary for each team
   constexpr bool valid() const { return valid_block(threads, registers) && shared_bytes <= 48 * 1024; }
 };
 inline constexpr score_tuning score_default{};
 static_assert(score_default.valid());
+/// Rows that a warp scores.
+inline constexpr int rows_of_warp = chunk_units * 32 / score_default.threads;
 
 /// What a team has in a block's memory: a decoded summary's numbers, and a stored one where it is staged and there is room.
 struct scoring_room {
@@ -63,11 +66,14 @@ int scoring_teams(const Summary& summary, page_geometry unit) {
 __device__ inline log_sum_exp mass_of_chunk(const float* scores, int count) {
   constexpr lane_team<32, 1> warp{};
   log_sum_exp mass;
-  for (int first = 0; first < chunk_units; first += 32) {
-    const int i = first + warp.lane();
-    const lane_pack<1> score(i < count ? scores[i] : -infinity);
-    mass.add(warp, &score, 1);
+  lane_pack<1> of_lane[chunk_units / 32];
+#pragma unroll
+  for (int nth = 0; nth < chunk_units / 32; ++nth) {
+    const int i = nth * 32 + warp.lane();
+    of_lane[nth] = lane_pack<1>(i < count ? scores[i] : -infinity);
   }
+#pragma unroll
+  for (const lane_pack<1>& score : of_lane) mass.add(warp, &score, 1);
   return mass;
 }
 
@@ -79,6 +85,7 @@ __global__ void prepare_queries(State s, Summary summaries, Pooling pooling, ste
   const team_type team;
   const int row = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
   if (row + nth + static_cast<int>(threadIdx.x) == 0) *scratch.item_count = 0;  // of the recall behind this
+  if (nothing_to_select(s, job)) return;
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
   const int head = scratch.head_of(row);
@@ -117,6 +124,7 @@ __global__ void score_chunks(State s, Summary summaries, step_view step, selecti
   using team_type = summary_team_t<Summary, State::head_dim>;
   constexpr int d = State::head_dim;
   alignas(16) extern __shared__ float shared[];
+  if (nothing_to_select(s, job)) return;
   const team_type team;
   const int chunk = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y);
   const bool for_next = job.apart && blockIdx.z % 2 != 0;
@@ -138,9 +146,26 @@ __global__ void score_chunks(State s, Summary summaries, step_view step, selecti
   float* const numbers = shared + me * room.all();
   auto* const staging = room.staged > 0 ? reinterpret_cast<std::byte*>(numbers + room.numbers) : nullptr;
   float* const scores = scratch.scores_of(for_next, nth, row);
-  if (me < teams)
+  // Rows are multiplied as they are, if they can be, and those whose products are not finite are looked at again.
+  using rows_scored = row_scoring_t<Summary, d, element>;
+  bool again = true;
+  if constexpr (By == scoring::alone && rows_scored::there) {
+    const auto row_of = [&](int j) {
+      const int unit = candidates.first + j, page = s.page_of(unit);
+      return s.store_page(entry.sequence, page) * s.units_per_page + unit - page * s.units_per_page;
+    };
+    again = __syncthreads_or(score_summary_rows<rows_scored, rows_of_warp>(
+                s.summary_of(0, head), row_of, first, last, queries, scores, scratch.stride, shared)) != 0;
+  }
+  if (again && me < teams)
     for (int j = first + me; j < last; j += teams) {
       const score_column column{scores + j, scratch.stride};
+      if constexpr (By == scoring::alone && rows_scored::there) {
+        bool finite = true;
+        for (int g = 0; g < group; ++g) finite = finite && column.first[g * column.stride] * 0.0f == 0.0f;
+        if (finite) continue;
+        team.sync();  // all lanes have looked
+      }
       if constexpr (By == scoring::fine)
         if (!is_kept(scratch.least_of(for_next, nth, row),
                      scratch.pooled_of(for_next, nth, pooled_row(s, job, row))[j], candidates.first + j)) {
@@ -196,6 +221,7 @@ template <class State, class Pooling>
 __global__ void pool_chunks(State s, Pooling pooling, step_view step, selection_scratch scratch,
                             selection_job job) {
   extern __shared__ float log_sums[];  // (queries)
+  if (nothing_to_select(s, job)) return;
   const int chunk = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y);
   const bool for_next = blockIdx.z % 2 != 0;
   const int nth = static_cast<int>(blockIdx.z / 2), thread = static_cast<int>(threadIdx.x);
@@ -281,8 +307,8 @@ template <class State, class Summary, class Pooling>
 void launch_prepare(const State& s, const Summary& summary, const Pooling& pooling, const step_view& step,
                     const selection_scratch& scratch, const selection_job& job, cudaStream_t stream) {
   const dim3 rows(static_cast<unsigned>(scratch.rows()), static_cast<unsigned>(step.most.entries));
-  prepare_queries<<<rows, score_default.threads, 0, stream>>>(s, summary, pooling, step, scratch, job);
-  check(cudaGetLastError(), "preparing queries");
+  launch("preparing queries", {rows, score_default.threads, stream}, prepare_queries<State, Summary, Pooling>,
+         s, summary, pooling, step, scratch, job);
 }
 
 /// Behind it scores and pools their candidates.
@@ -293,16 +319,16 @@ void launch_score(const State& s, const Summary& summary, const Pooling& pooling
   const dim3 rows(count(scratch.chunks), count(scratch.rows()), count(step.most.entries));
   using element = typename State::element;
   const int teams = scoring_teams<State::head_dim, element>(summary, s.unit);
-  const auto numbers =
-      static_cast<std::size_t>(teams * scoring_room_of<element>(summary, s.unit).all()) * sizeof(float);
+  const int floats = std::max(teams * scoring_room_of<element>(summary, s.unit).all(),
+                              row_scoring_t<Summary, State::head_dim, element>::floats);
+  const auto numbers = static_cast<std::size_t>(floats) * sizeof(float);
   const dim3 scored_rows(rows.x, rows.y, job.apart ? 2 * rows.z : rows.z);
-  score_chunks<By><<<scored_rows, score_default.threads, numbers, stream>>>(
-      s, summary, step, scratch, job, teams, query_pooling<Pooling>, softmax_pooling<Pooling>);
-  check(cudaGetLastError(), "score");
+  launch("score", {scored_rows, score_default.threads, stream, numbers}, score_chunks<By, State, Summary>, s,
+         summary, step, scratch, job, teams, query_pooling<Pooling>, softmax_pooling<Pooling>);
   const dim3 pooled_rows(rows.x, rows.y, 2 * rows.z);
-  pool_chunks<<<pooled_rows, chunk_units, static_cast<std::size_t>(scratch.most.queries) * sizeof(float),
-                stream>>>(s, pooling, step, scratch, job);
-  check(cudaGetLastError(), "pool");
+  launch("pool",
+         {pooled_rows, chunk_units, stream, static_cast<std::size_t>(scratch.most.queries) * sizeof(float)},
+         pool_chunks<State, Pooling>, s, pooling, step, scratch, job);
 }
 
 // Where the heads of a layer select together:
@@ -310,8 +336,7 @@ void launch_score(const State& s, const Summary& summary, const Pooling& pooling
 /// Before they are scored to correct.
 template <class State>
 void launch_flag_layer(const State& s, const step_view& step, cudaStream_t stream) {
-  flag_layer<<<step.most.entries, 32, 0, stream>>>(s, step);
-  check(cudaGetLastError(), "flagging a layer");
+  launch("flagging a layer", {step.most.entries, 32, stream}, flag_layer<State>, s, step);
 }
 /// Behind their scores, which are pooled by `Pooling`.
 template <class Pooling, class State>
@@ -319,9 +344,8 @@ void launch_pool_heads(const State& s, const step_view& step, const selection_sc
                        const selection_job& job, cudaStream_t stream) {
   using pooling_of_heads = std::conditional_t<softmax_pooling<Pooling>, mean_softmax, mean_score>;
   const dim3 chunks(static_cast<unsigned>(scratch.chunks), static_cast<unsigned>(step.most.entries), 2);
-  pool_heads<<<chunks, chunk_units, static_cast<std::size_t>(s.heads.kv) * sizeof(float), stream>>>(
-      s, pooling_of_heads{}, step, scratch, job);
-  check(cudaGetLastError(), "pool of heads");
+  launch("pool of heads", {chunks, chunk_units, stream, static_cast<std::size_t>(s.heads.kv) * sizeof(float)},
+         pool_heads<State, pooling_of_heads>, s, pooling_of_heads{}, step, scratch, job);
 }
 
 }  // namespace freekv::device

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <freekv/backend/cuda/diff_by_warp.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/radix_select.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
@@ -34,6 +35,7 @@ static_assert(select_default.valid());
 template <bool Masses>
 struct select_storage {
   typename radix_select<select_default.threads>::storage radix;
+  diff_storage diff;
   int items;
 };
 template <>
@@ -201,29 +203,58 @@ __device__ int correct_by_mass(const Correction& correction, const float* pooled
   return count;
 }
 
-/// Brings the slots of a head up to date with what it has selected, and lists what is to be copied there. By one block.
+/// Brings the slots of a head up to date with what it has selected, and lists what is to be copied there. By one block: its
+/// first warp, or one thread where that has no room for so many units.
 template <class State, class Residency, class Storage>
 __device__ void list_missing(const State& s, const Residency& residency, const step_entry& entry, int head,
                              bool before_attention, const selection_scratch& scratch, Storage& shared) {
+  constexpr unsigned all_lanes = 0xffffffffu;
   const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
   const std::int32_t* const units = s.selected + first;
   std::int32_t* const slot_of = s.slot_of + first;
   const int count = s.selected_count[row], ring_begin = s.slots.ring_begin(entry.after(), s.page.tokens);
-  if (threadIdx.x == 0) {
-    const int missing =
-        diff_pages(residency, units, count, s.slots_of(entry.sequence, head), ++s.selections[row], slot_of);
-    int promoted = 0;
-    for (int i = 0; i < count; ++i) promoted += slot_of[i] < 0 && s.page_of(units[i]) >= ring_begin;
+  const slot_contents slots = s.slots_of(entry.sequence, head);
+  const std::int32_t nth = s.selections[row] + 1;
+  // Where each item goes among the row's does not matter: each has a slot of its own.
+  const auto list = [&](int at, std::int32_t unit, int slot) {
+    const bool in_ring = s.page_of(unit) >= ring_begin;
+    scratch.items[at] = {entry.sequence, head, unit, slot, in_ring};
+    return in_ring ? 1 : 0;
+  };
+  const auto count_recalled = [&](int missing, int promoted) {
     s.promoted[row] += promoted;
     s.recalled[row] += missing - promoted;
     if (before_attention) s.recalled_before_attention[row] = s.recalled[row];
-    shared.items = missing > 0 ? atomicAdd(scratch.item_count, missing) : 0;
-    // Where each item goes among the row's does not matter: each has a slot of its own.
-    for (int i = 0, next = shared.items; i < count; ++i) {
+  };
+  __syncthreads();  // all have read how many selections there have been
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) s.selections[row] = nth;
+  if (diff_storage::has_room(count, slots.count)) {
+    if (thread < 32) {
+      int missing = 0, items = 0, promoted = 0;
+      diff_by_warp(
+          residency, units, count, slots, nth, shared.diff,
+          [&](int misses) {
+            missing = misses;
+            if (thread == 0 && missing > 0) items = atomicAdd(scratch.item_count, missing);
+            items = __shfl_sync(all_lanes, items, 0);
+          },
+          [&](int i, int slot, int miss) {
+            slot_of[i] = slot;
+            if (miss >= 0) promoted += list(items + miss, units[i], slot);
+          });
+      promoted = __reduce_add_sync(all_lanes, promoted);
+      if (thread == 0) count_recalled(missing, promoted);
+    }
+  } else if (thread == 0) {
+    const int missing = diff_pages(residency, units, count, slots, nth, slot_of);
+    int at = missing > 0 ? atomicAdd(scratch.item_count, missing) : 0, promoted = 0;
+    for (int i = 0; i < count; ++i) {
       if (slot_of[i] >= 0) continue;
       slot_of[i] = ~slot_of[i];
-      scratch.items[next++] = {entry.sequence, head, units[i], slot_of[i], s.page_of(units[i]) >= ring_begin};
+      promoted += list(at++, units[i], slot_of[i]);
     }
+    count_recalled(missing, promoted);
   }
   __syncthreads();
 }
@@ -257,8 +288,8 @@ template <class State, class Summary>
 void launch_keep(const State& s, const Summary& summary, const step_view& step,
                  const selection_scratch& scratch, const selection_job& job, cudaStream_t stream) {
   const dim3 rows(static_cast<unsigned>(scratch.rows()), static_cast<unsigned>(step.most.entries), 2);
-  keep_best<<<rows, select_default.threads, 0, stream>>>(s, summary, step, scratch, job);
-  check(cudaGetLastError(), "choice of what is kept");
+  launch("choice of what is kept", {rows, select_default.threads, stream}, keep_best<State, Summary>, s,
+         summary, step, scratch, job);
 }
 
 /// Pins the units of a KV head that are worth most, where an entry selects anew after a prompt or a truncation.
@@ -288,8 +319,7 @@ __global__ void pin_units(State s, step_view step, selection_job job) {
 template <class State>
 void launch_pin_units(const State& s, const step_view& step, const selection_job& job, cudaStream_t stream) {
   const dim3 heads(static_cast<unsigned>(s.heads.kv), static_cast<unsigned>(step.most.entries));
-  pin_units<<<heads, select_default.threads, 0, stream>>>(s, step, job);
-  check(cudaGetLastError(), "pinning");
+  launch("pinning", {heads, select_default.threads, stream}, pin_units<State>, s, step, job);
 }
 
 /// In the place of a selection: query heads have selected each for itself, and their KV head has what any of them has.
@@ -354,7 +384,8 @@ __global__ void select_units(State s, Selection selection, Residency residency, 
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
   if (entry.kind != row_kind::decode) return;
-  const row_candidates candidates = candidates_of(s, entry, head, job);
+  row_candidates candidates;
+  if (!nothing_to_select(s, job)) candidates = candidates_of(s, entry, head, job);
   const std::size_t row = s.row(entry.sequence, head);
   const page_union selected = s.selected_union(entry.sequence, head);
   const page_union upcoming = s.upcoming_union(entry.sequence, head);
@@ -419,8 +450,8 @@ void launch_select_by_query_head(const State& s, const Selection& selection, con
                                  const selection_scratch& scratch, const selection_job& job,
                                  cudaStream_t stream) {
   const dim3 rows(static_cast<unsigned>(scratch.rows()), static_cast<unsigned>(step.most.entries));
-  select_by_query_head<<<rows, select_default.threads, 0, stream>>>(s, selection, step, scratch, job);
-  check(cudaGetLastError(), "selection of query heads");
+  launch("selection of query heads", {rows, select_default.threads, stream},
+         select_by_query_head<State, Selection>, s, selection, step, scratch, job);
 }
 /// `correction` judges by masses, or is `judged_by_queries`.
 template <class State, class Selection, class Residency, class Correction>
@@ -428,9 +459,9 @@ void launch_select(const State& s, const Selection& selection, const Residency& 
                    const Correction& correction, const step_view& step, const selection_scratch& scratch,
                    const selection_job& job, cudaStream_t stream) {
   const dim3 rows(static_cast<unsigned>(s.heads.kv), static_cast<unsigned>(step.most.entries));
-  select_units<<<rows, select_default.threads, 0, stream>>>(s, selection, residency, correction, step,
-                                                            scratch, job);
-  check(cudaGetLastError(), "select");
+  launch("select", {rows, select_default.threads, stream},
+         select_units<State, Selection, Residency, Correction>, s, selection, residency, correction, step,
+         scratch, job);
 }
 
 }  // namespace freekv::device

@@ -211,6 +211,12 @@ FREEKV_HD row_candidates candidates_of(const State& s, const step_entry& entry, 
   return {next.first, correct && now > 0 ? now : 0, next.count, pinned_units(s, entry.sequence, head), true};
 }
 
+/// Whether nothing is selected in this launch: no head of the step is flagged. One load, which comes before all others.
+template <class State>
+__device__ bool nothing_to_select(const State& s, const selection_job& job) {
+  return job.time == selection_time::correct && !job.every_head && *s.flagged_count == 0;
+}
+
 /// Of a selection among so many candidates with a budget of k. What looks at masses needs the scores in any case.
 template <class Selection>
 int all_taken_up_to(const Selection& selection, int k) {

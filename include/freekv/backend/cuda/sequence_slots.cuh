@@ -31,8 +31,8 @@ __global__ void forget_selection(State s, int sequence, bool report_too) {
 }
 template <class State>
 void launch_forget(const State& s, int sequence, bool report_too, cudaStream_t stream) {
-  forget_selection<<<s.heads.kv, 32, 0, stream>>>(s, sequence, report_too);
-  check(cudaGetLastError(), "forgetting a selection");
+  launch("forgetting a selection", {s.heads.kv, 32, stream}, forget_selection<State>, s, sequence,
+         report_too);
 }
 
 /// The slots of a sequence that are filled from the store: sink pages from `first_sink` on, the window ring, and what the
@@ -82,9 +82,9 @@ __global__ void fill_slots(State s, Codec codec, filled_slots fill) {
 template <class State, class Codec>
 void launch_fill(const State& s, const Codec& codec, const filled_slots& fill, cudaStream_t stream) {
   const std::int64_t slots = s.slots.fixed() + (fill.selected ? s.slots.selected : 0);
-  fill_slots<<<blocks_for(slots * s.heads.kv * 32, slots_default.threads), slots_default.threads, 0,
-               stream>>>(s, codec, fill);
-  check(cudaGetLastError(), "filling slots");
+  launch("filling slots",
+         {blocks_for(slots * s.heads.kv * 32, slots_default.threads), slots_default.threads, stream},
+         fill_slots<State, Codec>, s, codec, fill);
 }
 
 /// Reads a complete page of a sequence to where its rows are while it is open, as it is to be again.
@@ -96,8 +96,7 @@ __global__ void reopen_page(State s, Codec codec, int sequence, int page) {
 }
 template <class State, class Codec>
 void launch_reopen(const State& s, const Codec& codec, int sequence, int page, cudaStream_t stream) {
-  reopen_page<<<s.heads.kv, 32, 0, stream>>>(s, codec, sequence, page);
-  check(cudaGetLastError(), "reopening a page");
+  launch("reopening a page", {s.heads.kv, 32, stream}, reopen_page<State, Codec>, s, codec, sequence, page);
 }
 
 /// Gives sequence `to` what the first `slots` slots of `from` hold, and its open pages where others are encoded.
@@ -117,9 +116,8 @@ template <class State>
 void launch_copy_slots(const State& s, int from, int to, int slots, cudaStream_t stream) {
   const std::int64_t slices = std::int64_t{slots + (s.encoded ? s.open_frames : 0)} * s.heads.kv;
   if (slices == 0) return;
-  copy_slots<<<blocks_for(slices * 32, slots_default.threads), slots_default.threads, 0, stream>>>(s, from,
-                                                                                                   to, slots);
-  check(cudaGetLastError(), "copying slots");
+  launch("copying slots", {blocks_for(slices * 32, slots_default.threads), slots_default.threads, stream},
+         copy_slots<State>, s, from, to, slots);
 }
 
 /// Moves what a sequence's selected slots hold to the lowest ones, as host::compact_slots. By one warp a KV head.
@@ -148,8 +146,7 @@ __global__ void compact_slots(State s, int sequence) {
 }
 template <class State>
 void launch_compact_slots(const State& s, int sequence, cudaStream_t stream) {
-  compact_slots<<<s.heads.kv, 32, 0, stream>>>(s, sequence);
-  check(cudaGetLastError(), "compacting slots");
+  launch("compacting slots", {s.heads.kv, 32, stream}, compact_slots<State>, s, sequence);
 }
 
 }  // namespace freekv::device

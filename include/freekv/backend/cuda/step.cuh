@@ -121,9 +121,9 @@ class step_ring {
     s.packet.counts[0] = static_cast<std::int32_t>(entries.size());
     s.packet.counts[1] = patches;
     std::copy(entries.begin(), entries.end(), s.packet.entries);
-    upload_step<<<1 + blocks_for(patches, 16 * upload_default.threads), upload_default.threads, 0,
-                  compute.get()>>>(s.packet, s.entries, s.count);
-    check(cudaGetLastError(), "upload of a step");
+    launch("upload of a step",
+           {1 + blocks_for(patches, 16 * upload_default.threads), upload_default.threads, compute.get()},
+           upload_step<step_packet>, s.packet, s.entries, s.count);
     s.read = compute.record();
     return {s.entries, s.count, most};
   }

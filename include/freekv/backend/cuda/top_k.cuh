@@ -75,8 +75,8 @@ __global__ void select_from_rows(score_rows rows, By by) {
 }
 template <class By>
 void launch_select_from_rows(const score_rows& rows, const By& by, cudaStream_t stream) {
-  select_from_rows<<<rows.most.rows, top_k_default.threads, 0, stream>>>(rows, by);
-  check(cudaGetLastError(), "selection from rows");
+  launch("selection from rows", {rows.most.rows, top_k_default.threads, stream}, select_from_rows<By>, rows,
+         by);
 }
 
 /// The memory that an algorithm needs beside the rows, and how it is run.

@@ -1,0 +1,146 @@
+// A decode step of one layer of Llama-3.1-8B's shape on a device: BF16, head_dim 128, 32 query heads of 8 KV heads, pages of
+// 32 tokens, 512 sink and 512 window tokens and 32 selected pages, min_max.
+//
+//   step CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1]
+//
+// SIMILARITY is the cosine of a head's query with that of the step before: above 0.9 no head is flagged, below all are. On a
+// GPU it prints what a step takes, from its begin to its end; an interpreter's times mean nothing. What lies before the
+// steps, the prompt and two steps, is outside of the profiler's range.
+//
+// Exit status: 0 all right, 2 wrong arguments, 77 no device.
+#include <cuda_profiler_api.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <freekv/freekv.cuh>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace {
+
+using namespace freekv;
+
+constexpr int head_dim = 128, query_heads = 32, kv_heads = 8, page_tokens = 32, chunk = 1024, warm_up = 2;
+constexpr std::size_t kv_row = kv_heads * head_dim, query_row = query_heads * head_dim;
+using pipeline_type = retrieval_pipeline<kv_shape<bfloat16, head_dim>, cuda_backend, page_size<page_tokens>,
+                                         min_max, cosine_drift, every_layer<layer_kind::retrieval>>;
+
+/// Memory of the device, or page-locked.
+template <class T, class Resource>
+struct array {
+  Resource from;
+  std::size_t bytes;
+  T* data;
+  explicit array(std::size_t n) : bytes(n * sizeof(T)), data(static_cast<T*>(from.allocate(bytes))) {}
+  array(const array&) = delete;
+  array& operator=(const array&) = delete;
+  ~array() { from.deallocate(data, bytes); }
+};
+template <class T>
+using in_device = array<T, device::device_memory>;
+template <class T>
+using pinned = array<T, device::pinned_memory>;
+
+void upload(void* to, const void* from, std::size_t bytes, cudaStream_t stream) {
+  device::check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
+}
+
+void run(int context, int steps, float similarity, int batch) {
+  const auto size = [](int n) { return static_cast<std::size_t>(n); };
+  typename pipeline_type::settings s;
+  s.layers = 1;
+  s.query_heads = query_heads;
+  s.kv_heads = kv_heads;
+  s.budget = {.sink = 512, .window = 512, .selected_pages = 1024 / page_tokens};
+  s.max_tokens = context + steps + warm_up;
+  s.max_sequences = batch;
+  device::owned_stream compute, recall;
+  cuda_backend backend(compute.get(), recall.get());
+  device::device_memory fast;
+  device::pinned_memory slow;
+  pipeline_type pipeline(s, backend, {&slow, &fast});
+
+  std::mt19937 engine(42);
+  std::normal_distribution<float> normal;
+  const std::size_t most = std::max<std::size_t>(chunk, size(batch));
+  pinned<bfloat16> rows(2 * most * kv_row);
+  in_device<bfloat16> rows_there(2 * most * kv_row);
+  pinned<float> queries(size(batch) * query_row);
+  in_device<float> queries_there(size(batch) * query_row), out(size(batch) * query_row);
+  const auto new_keys = [&](int count) {
+    const std::size_t n = size(count) * kv_row;
+    for (std::size_t i = 0; i < 2 * n; ++i) rows.data[i] = from_float<bfloat16>(normal(engine));
+    upload(rows_there.data, rows.data, 2 * n * sizeof(bfloat16), compute.get());
+    return new_rows<bfloat16>{
+        .keys = {rows_there.data, n}, .values = {rows_there.data + n, n}, .queries = {}};
+  };
+
+  std::vector<sequence_id> ids;
+  for (int i = 0; i < batch; ++i) ids.push_back(pipeline.open());
+  for (const sequence_id id : ids)
+    for (int done = 0; done < context; done += chunk) {
+      const int count = std::min(chunk, context - done);
+      pipeline.begin_step({{id, count, row_kind::prompt}});
+      pipeline.append(0, new_keys(count));
+      pipeline.end_step();
+      pipeline.synchronize();
+    }
+  for (std::size_t i = 0; i < size(batch) * query_row; ++i) queries.data[i] = normal(engine);
+
+  double seconds = 0.0;
+  int flagged = 0, recalled = 0;
+  for (int step = 0; step < warm_up + steps; ++step) {
+    const float rest = std::sqrt(1.0f - similarity * similarity);
+    for (std::size_t i = 0; i < size(batch) * query_row; ++i)
+      queries.data[i] = similarity * queries.data[i] + rest * normal(engine);
+    new_rows<bfloat16> now = new_keys(batch);
+    upload(queries_there.data, queries.data, queries.bytes, compute.get());
+    now.queries = {queries_there.data, size(batch) * query_row};
+    pipeline.synchronize();
+    if (step >= warm_up) device::check(cudaProfilerStart(), "cudaProfilerStart");
+    const auto begun = std::chrono::steady_clock::now();
+    std::vector<sequence_rows> stepping;
+    for (const sequence_id id : ids) stepping.push_back({id});
+    pipeline.begin_step(stepping);
+    pipeline.append(0, now);
+    pipeline.attend(0, {out.data, size(batch) * query_row});
+    pipeline.end_step();
+    pipeline.synchronize();
+    if (step < warm_up) continue;
+    seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+    device::check(cudaProfilerStop(), "cudaProfilerStop");
+    flagged += pipeline.flagged_heads(0);
+    for (const sequence_id id : ids)
+      for (const int n : pipeline.report(0, id).recalled) recalled += n;
+  }
+  std::printf(
+      "context %d, batch %d, similarity %.2f: %.1f us a step and layer, %.1f of %d heads flagged, %.1f "
+      "slices of "
+      "%zu bytes recalled\n",
+      context, batch, similarity, 1e6 * seconds / steps, static_cast<double>(flagged) / steps,
+      kv_heads * batch, static_cast<double>(recalled) / steps, pipeline.slice_bytes());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int context = argc > 1 ? std::atoi(argv[1]) : 0, steps = argc > 2 ? std::atoi(argv[2]) : 4;
+  const float similarity = argc > 3 ? static_cast<float>(std::atof(argv[3])) : 0.95f;
+  const int batch = argc > 4 ? std::atoi(argv[4]) : 1;
+  if (context < 2 * chunk || steps < 1 || batch < 1 || !(similarity >= 0.0f && similarity <= 1.0f)) {
+    std::fprintf(stderr, "usage: %s CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1], CONTEXT at least %d\n",
+                 argv[0], 2 * chunk);
+    return 2;
+  }
+  if (int devices = 0; cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) return 77;
+  try {
+    run(context, steps, similarity, batch);
+  } catch (const freekv::error& e) {
+    std::fprintf(stderr, "%s\n", e.what());
+    return 1;
+  }
+}

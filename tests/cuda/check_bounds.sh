@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# check_bounds.sh STEP PTXCPU_PROFILE OUT: counts what the kernels of a decode step ask of a device's memory, with an
+# interpreter of PTX, and holds them to bounds. STEP is bench/cuda/step.cu's program; OUT is a folder. Needs python3.
+set -euo pipefail
+step=$1 profile=$2 out=$3
+mkdir -p "$out"
+failed=0
+
+# bounds CONTEXT SIMILARITY RULE..: of two steps; below a similarity of 0.9 every head is flagged.
+bounds() {
+  local context=$1 similarity=$2 rules=()
+  shift 2
+  for rule in "$@"; do rules+=(--check "$rule"); done
+  local counts=$out/$context.$similarity.prof
+  PTXCPU_PROFILE_RANGE=1 PTXCPU_PROFILE=$counts "$step" "$context" 2 "$similarity"
+  python3 "$profile" "${rules[@]}" "$counts" > "$out/$context.$similarity.txt" || {
+    tail -n 20 "$out/$context.$similarity.txt"
+    failed=1
+  }
+}
+
+# Sectors are 32 bytes; a number read by all lanes of a warp fills an eighth of one, as all that a launch looks at before its
+# rows does: it weighs more in a short context. An upload reads page-locked memory in fours and eights.
+everywhere=(
+  '.*: local_bytes==0'
+  'attend_parts: sector_efficiency>=0.85, conflicts<=1.0, longest_warp<=5000, load_rounds.first<=5, load_rounds.block<=7'
+  'merge_attention: sector_efficiency>=0.75, conflicts<=1.0, longest_warp<=1300, load_rounds.block<=6'
+  'recall_items: sector_efficiency>=0.9, line_efficiency>=0.99'
+  'select_units: longest_warp<=2000, load_rounds.block<=16'
+)
+bounds 4096 0.95 "${everywhere[@]}" 'recall_items: load_rounds.host<=2' \
+  'score_chunks: sector_efficiency>=0.85, conflicts<=1.0, longest_warp<=3000, load_rounds.first<=3'
+bounds 16384 0.95 "${everywhere[@]}" 'recall_items: load_rounds.host<=2' \
+  'score_chunks: sector_efficiency>=0.9, conflicts<=1.0, longest_warp<=3000, load_rounds.first<=3'
+bounds 4096 0.5 "${everywhere[@]}" 'recall_items: load_rounds.host<=3' \
+  'score_chunks: sector_efficiency>=0.85, conflicts<=1.0, longest_warp<=3000, load_rounds.first<=3'
+exit $failed
