@@ -23,7 +23,7 @@ using examples::model_shape;
 
 constexpr int page = 32, head_dim = 64, complete_layers = 1, rows_at_once = 512;
 constexpr int budget_tokens = 512;  // the main job's
-constexpr budget of_main_job{.sink = 64, .window = 128, .selected_pages = (budget_tokens - 64 - 128) / page};
+constexpr budget of_main_job{.sink = 64, .window = 128, .selected_units = (budget_tokens - 64 - 128) / page};
 using pipeline_type = retrieval_pipeline<kv_shape<half, head_dim>, page_size<page>, min_max, in_place>;
 
 std::size_t n(int x) { return static_cast<std::size_t>(x); }
@@ -67,7 +67,7 @@ class retrieval : public examples::attention {
     std::vector<float> keys;
     for (int first = 0; first < tokens; first += rows_at_once) {
       const int rows = std::min(rows_at_once, tokens - first);
-      pipeline_.begin_step({{sequence_, rows, row_kind::prompt}});
+      pipeline_.begin_step({{sequence_, rows, step_phase::prefill}});
       for (int layer = 0; layer < shape_.layers; ++layer) {
         const auto part = [&](const std::vector<float>& of) {
           return std::span(of).subspan(n(first) * row, n(rows) * row);

@@ -16,7 +16,7 @@ cmake --preset host -DFREEKV_TESTS=OFF -DFREEKV_BENCH=ON -DFREEKV_LLAMA_CPP="$LL
 cmake --build build/host --target freekv-bench-host -j "$jobs" >&2
 
 build/host/bench/freekv-bench-host --out build/bench --commit "$(git describe --always --dirty 2>/dev/null || echo unknown)" \
-  --model "$MODEL" --text examples/llama_cpp/texts/genesis.txt,examples/llama_cpp/texts/hacker-folklore.txt,examples/llama_cpp/texts/technical.txt "$@"
+  --model "$MODEL" --text examples/eval/texts/genesis.txt,examples/eval/texts/hacker-folklore.txt,examples/eval/texts/technical.txt "$@"
 bootstrap_python
 python_packages matplotlib
 "$VIRTUAL_ENV/bin/python" bench/plot.py build/bench/host.jsonl build/bench

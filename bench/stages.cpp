@@ -44,7 +44,7 @@ void bench_scores(context& c, int pages) {
         const auto* const layer = reinterpret_cast<const std::byte*>(layer_of(call));
         backend.parallel(heads, layer_bytes, [&](int head, int worker) {
           host::with_team(backend.options().instructions, [&](auto team) {
-            score_pages<Element>(team, summary, page, layer + n(head) * n(pages) * bytes, bytes, pages,
+            score_units<Element>(team, summary, page, layer + n(head) * n(pages) * bytes, bytes, pages,
                                  prepared, numbers.data() + n(worker) * n(summary.width(page)),
                                  {scores.data() + n(head) * n(group) * n(stride), stride});
           });
@@ -59,7 +59,7 @@ void bench_scores(context& c, int pages) {
         backend.parallel(heads, layer_bytes, [&](int head, int worker) {
           host::with_team(backend.options().instructions, [&](auto team) {
             for (int j = 0; j < pages; j += few)
-              score_pages<Element>(
+              score_units<Element>(
                   team, summary, page,
                   reinterpret_cast<const std::byte*>(stored.data()) + n(worker) * n(few) * bytes, bytes, few,
                   prepared, numbers.data() + n(worker) * n(summary.width(page)),

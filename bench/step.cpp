@@ -21,7 +21,7 @@ struct model_form {
 constexpr model_form llama_8b{"Llama-3.1-8B", 32, 8}, smollm2{"SmolLM2-135M", 9, 3};
 
 constexpr int page = 32;
-constexpr budget published{.sink = 512, .window = 512, .selected_pages = 1024 / page};  // 2048 tokens
+constexpr budget published{.sink = 512, .window = 512, .selected_units = 1024 / page};  // 2048 tokens
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -57,7 +57,7 @@ class selection_of_scores {
       w.keys = keys_.data() + std::ptrdiff_t{worker} * candidates_;
       w.log_sums = log_sums_.data() + worker * group_;
       host::pool_candidates(backend_.options().instructions, mean_softmax{}, group_, stride_, stride_, w);
-      host::order_candidates(0, candidates_, {}, std::min(candidates_, published.selected_pages), w);
+      host::order_candidates(0, candidates_, {}, std::min(candidates_, published.selected_units), w);
     });
   }
 
@@ -138,7 +138,7 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
   };
   for (int done = 0; done < tokens;) {
     const int chunk = std::min(4096, tokens - done);
-    pipeline.begin_step({{id, chunk, row_kind::prompt}});
+    pipeline.begin_step({{id, chunk, step_phase::prefill}});
     for (int layer = 0; layer < layers; ++layer) {
       fill(keys, n(chunk) * kv_row);
       fill(values, n(chunk) * kv_row);

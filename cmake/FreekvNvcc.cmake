@@ -12,7 +12,7 @@ if(NOT FREEKV_NVCC)
                       "environment and set VIRTUAL_ENV, or configure with -DFREEKV_CUDA=OFF.")
 endif()
 # The program found may be a wrapper: nvcc itself says where its toolkit is.
-execute_process(COMMAND ${FREEKV_NVCC} --dryrun -c ${PROJECT_SOURCE_DIR}/examples/device/device_policies.cu ERROR_VARIABLE steps)
+execute_process(COMMAND ${FREEKV_NVCC} --dryrun -c ${PROJECT_SOURCE_DIR}/examples/support/device/device_policies.cu ERROR_VARIABLE steps)
 if(NOT steps MATCHES "TOP=([^\n]+)")
   message(FATAL_ERROR "${FREEKV_NVCC} does not work:\n${steps}")
 endif()

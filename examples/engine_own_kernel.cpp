@@ -32,11 +32,11 @@ void attend_paged(const tensor& paged, const std::vector<std::int32_t>& blocks, 
 int main() {
   pipeline::settings settings{.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads};
   settings.max_tokens = 2048;
-  settings.budget = {.sink = 64, .window = 128, .selected_pages = 10};
+  settings.budget = {.sink = 64, .window = 128, .selected_units = 10};
   fk::host_backend backend, peers_backend;  // each serves one pipeline
   std::vector<tensor> paged(layers, tensor(64 * 2 * plane));
   std::vector<std::vector<std::int32_t>> lent(layers), tables(layers);
-  std::vector<fk::engine_frames<fk::bfloat16>> frames(layers);
+  std::vector<fk::engine_blocks<fk::bfloat16>> frames(layers);
   for (int layer = 0; layer < layers; ++layer) {
     for (int i = 0; i < pipeline::slots_needed(settings, backend, layer); ++i)
       lent[layer].push_back(63 - 2 * i);  // blocks that the engine does not use itself, in any order
@@ -49,8 +49,8 @@ int main() {
   std::mt19937 random(1);
   std::vector<float> k, v, q, out(query_heads * d), expected(out);
   for (int step = 0; step < 50; ++step) {  // the first brings a prompt
-    const fk::sequence_rows rows{sequence, step == 0 ? 1000 : 1,
-                                 step == 0 ? fk::row_kind::prompt : fk::row_kind::decode};
+    const fk::step_input rows{sequence, step == 0 ? 1000 : 1,
+                              step == 0 ? fk::step_phase::prefill : fk::step_phase::decode};
     retrieval.begin_step({rows});
     peer.begin_step({{peers, rows.tokens, rows.kind}});
     for (int layer = 0; layer < layers; ++layer) {
@@ -59,7 +59,7 @@ int main() {
         for (float& x : *numbers) x = static_cast<float>(random() % 4001) / 1000.0f - 2.0f;
       peer.append<float>(layer, {.keys = k, .values = v, .queries = q});
       retrieval.append<float>(layer, {.keys = k, .values = v, .queries = q});
-      if (rows.kind == fk::row_kind::prompt) continue;
+      if (rows.phase == fk::step_phase::prefill) continue;
       if (tables[layer].empty()) {  // it keeps everything, as the first layer does by default
         retrieval.attend(layer, out);
       } else {

@@ -9,13 +9,13 @@ using pipeline = fk::retrieval_pipeline<shape, fk::in_place>;  // attends in the
 int main() {
   fk::host_backend backend({.threads = 2});
   pipeline::settings settings{.layers = 2, .query_heads = 8, .kv_heads = 2, .max_tokens = 2048};
-  settings.budget = {.sink = 64, .window = 128, .selected_pages = 10};  // tokens, tokens, pages of 32
+  settings.budget = {.sink = 64, .window = 128, .selected_units = 10};  // tokens, tokens, pages of 32
   pipeline retrieval(settings, backend);
   const fk::sequence_id sequence = retrieval.open();
 
   // The engine's own prefill leaves 1000 rows of keys and values, (rows, kv_heads, head_dim).
   std::vector<float> k(1000 * 2 * 128, 0.1f), v(k), q(8 * 128, 0.1f), out(q.size());
-  retrieval.begin_step({{sequence, 1000, fk::row_kind::prompt}});
+  retrieval.begin_step({{sequence, 1000, fk::step_phase::prefill}});
   for (int layer = 0; layer < 2; ++layer) retrieval.append<float>(layer, {.keys = k, .values = v});
   retrieval.end_step();
 

@@ -22,7 +22,7 @@ for ((i = 1; i <= $#; ++i)); do
   esac
 done
 build=$root/build/host
-programs=$build/examples/llama_cpp
+programs=$build/examples/eval
 if [[ ${help:-} ]]; then
   sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
   if [[ -x $programs/freekv-compare ]]; then "$programs/freekv-compare" --help; else echo "The program's own options can be listed once it has been built."; fi
@@ -92,15 +92,15 @@ cmake --build "$build" --target freekv-compare -j "$jobs" >&2
 lap "FreeKV's programs"
 announce job pictures
 
-texts=$root/examples/llama_cpp/texts
+texts=$root/examples/eval/texts
 commit=$(git -C "$root" describe --always --dirty 2>/dev/null || echo unknown)
 "$programs/freekv-compare" ${MODEL:+--model "$MODEL"} --text "$texts/hacker-folklore.txt" --needle-text "$texts/genesis.txt" \
-  --calibration "$texts/technical.txt" ${MODEL:+--head-list "razor_attention=$root/examples/llama_cpp/smollm2-135m-heads.txt"} --cache "$root/build/cache" --out "$out" --commit "$commit" "$@"
+  --calibration "$texts/technical.txt" ${MODEL:+--head-list "razor_attention=$root/examples/eval/smollm2-135m-heads.txt"} --cache "$root/build/cache" --out "$out" --commit "$commit" "$@"
 lap "the job"
 
 bootstrap_python
 python_packages matplotlib
-"$VIRTUAL_ENV/bin/python" "$root/examples/plot.py" "$out/results.jsonl" "$out"
+"$VIRTUAL_ENV/bin/python" "$root/examples/eval/plot.py" "$out/results.jsonl" "$out"
 lap "pictures"
 measure=
 [[ ! $yardstick ]] || measure="; llama.cpp's own build, by which machines compare, took $yardstick s"

@@ -42,7 +42,7 @@ configure asan
 build_and_test "with AddressSanitizer" asan --
 
 # These depend on neither, so that once is enough.
-elsewhere='sequences_test;errors_test;evicting_test;store_in_file_test;engine_frames_test;plan_test;policy_pack_test;safetensors_test;fuzz_test'
+elsewhere='sequences_test;errors_test;evicting_test;store_in_file_test;engine_blocks_test;plan_test;policy_pack_test;safetensors_test;fuzz_test'
 configure ci -DFREEKV_TESTED_ELSEWHERE="$elsewhere" -DFREEKV_OTHER_CCCL="$OTHER_CCCL" -DFREEKV_LLAMA_CPP="$LLAMA_CPP" -DFREEKV_LLAMA_CPP_BUILD="$LLAMA_CPP_BUILD" -DFREEKV_MODEL="$MODEL" -DFREEKV_BENCH=ON
 device='^(cuda|headers\.nvcc)'
 say "Building the host's pipelines, which device code is compared with ($((SECONDS - started)) s so far)"

@@ -55,7 +55,7 @@ void run(int context, int steps, float similarity, int batch) {
   s.layers = 1;
   s.query_heads = query_heads;
   s.kv_heads = kv_heads;
-  s.budget = {.sink = 512, .window = 512, .selected_pages = 1024 / page_tokens};
+  s.budget = {.sink = 512, .window = 512, .selected_units = 1024 / page_tokens};
   s.max_tokens = context + steps + warm_up;
   s.max_sequences = batch;
   device::owned_stream compute, recall;
@@ -75,8 +75,7 @@ void run(int context, int steps, float similarity, int batch) {
     const std::size_t n = size(count) * kv_row;
     for (std::size_t i = 0; i < 2 * n; ++i) rows.data[i] = from_float<bfloat16>(normal(engine));
     upload(rows_there.data, rows.data, 2 * n * sizeof(bfloat16), compute.get());
-    return new_rows<bfloat16>{
-        .keys = {rows_there.data, n}, .values = {rows_there.data + n, n}, .queries = {}};
+    return kv_rows<bfloat16>{.keys = {rows_there.data, n}, .values = {rows_there.data + n, n}, .queries = {}};
   };
 
   std::vector<sequence_id> ids;
@@ -84,7 +83,7 @@ void run(int context, int steps, float similarity, int batch) {
   for (const sequence_id id : ids)
     for (int done = 0; done < context; done += chunk) {
       const int count = std::min(chunk, context - done);
-      pipeline.begin_step({{id, count, row_kind::prompt}});
+      pipeline.begin_step({{id, count, step_phase::prefill}});
       pipeline.append(0, new_keys(count));
       pipeline.end_step();
       pipeline.synchronize();
@@ -97,13 +96,13 @@ void run(int context, int steps, float similarity, int batch) {
     const float rest = std::sqrt(1.0f - similarity * similarity);
     for (std::size_t i = 0; i < size(batch) * query_row; ++i)
       queries.data[i] = similarity * queries.data[i] + rest * normal(engine);
-    new_rows<bfloat16> now = new_keys(batch);
+    kv_rows<bfloat16> now = new_keys(batch);
     upload(queries_there.data, queries.data, queries.bytes, compute.get());
     now.queries = {queries_there.data, size(batch) * query_row};
     pipeline.synchronize();
     if (step >= warm_up) device::check(cudaProfilerStart(), "cudaProfilerStart");
     const auto begun = std::chrono::steady_clock::now();
-    std::vector<sequence_rows> stepping;
+    std::vector<step_input> stepping;
     for (const sequence_id id : ids) stepping.push_back({id});
     pipeline.begin_step(stepping);
     pipeline.append(0, now);

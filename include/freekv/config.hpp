@@ -24,7 +24,7 @@
 #error "FreeKV treats NaN and infinity as data: compile without -ffast-math (or -Ofast)."
 #endif
 
-// Marks what runs on the host and on the device alike: policies and functors, never memory management or
+// Marks what runs on the host and on the device alike: policies and algorithms, never memory management or
 // launches. The only macro FreeKV defines besides its version.
 #if defined(__CUDACC__)
 #define FREEKV_HD __host__ __device__

@@ -1,7 +1,7 @@
 // FreeKV for host compilers: everything but the CUDA backend.
 #pragma once
 
-#include <freekv/baselines/variants.hpp>
 #include <freekv/config.hpp>
+#include <freekv/methods.hpp>
 #include <freekv/pipeline/evicting_pipeline.hpp>
 #include <freekv/pipeline/retrieval_pipeline.hpp>

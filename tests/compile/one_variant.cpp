@@ -1,7 +1,7 @@
 // FreeKV as published, for one shape: what an engine compiles.
 #include <freekv/freekv.hpp>
 
-using pipeline = freekv::variants::freekv::pipeline<freekv::kv_shape<freekv::bfloat16, 128>>;
+using pipeline = freekv::methods::freekv_paper::pipeline<freekv::kv_shape<freekv::bfloat16, 128>>;
 template class freekv::basic_retrieval_pipeline<pipeline::shape_type, pipeline::pack_type>;
 
-void append(pipeline& p, const freekv::new_rows<float>& rows) { p.append<float>(0, rows); }
+void append(pipeline& p, const freekv::kv_rows<float>& rows) { p.append<float>(0, rows); }

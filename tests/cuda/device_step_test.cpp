@@ -42,7 +42,7 @@ void take_what_devices_have(random_case& c, made_of what) {
                                                              : policy_shape;
   o.element = shape.element;
   o.head_dim = shape.head_dim;
-  auto& m = o.does;
+  auto& m = o.method;
   dice of_kind(c.seed + 31);
   if (what == made_of::tensor_cores)
     m.rows = of_kind.below(2) == 0 ? "per_query_head" : "per_kv_head";
@@ -96,7 +96,7 @@ random_case make_device_case(std::uint64_t seed, made_of what) {
   // Many steps with small pages, so that windows move; few with large ones.
   if (d.below(2) == 0) {
     o.page = 8;
-    o.budget = {.sink = 8 * d.below(3), .window = 8 * d.between(1, 3), .selected_pages = d.between(1, 5)};
+    o.budget = {.sink = 8 * d.below(3), .window = 8 * d.between(1, 3), .selected_units = d.between(1, 5)};
     c.prompt = d.between(60, 300);
     c.steps = d.between(8, 24);
   } else {
@@ -104,27 +104,27 @@ random_case make_device_case(std::uint64_t seed, made_of what) {
     c.steps = std::min(c.steps, 6);
   }
   if (what == made_of::summaries && d.below(4) == 0) {  // few candidates are kept
-    o.does.summary = "coarse_to_fine";
-    o.does.times = d.between(1, 2);
-    o.budget.selected_pages = d.between(1, 4);
+    o.method.summary = "coarse_to_fine";
+    o.method.times = d.between(1, 2);
+    o.budget.selected_units = d.between(1, 4);
   }
   o.max_tokens = c.prompt + c.steps;
   if (seed % 5 == 0) give_unit(c, 1 << seed / 5 % 5);
   if (what == made_of::policies && seed % 2 == 0) {
     // Few policies are all of them drawn often: here each correction is, where much is selected and moved.
-    o.does.correction = d.name_of(corrections);
-    o.does.rows = d.name_of(selection_rows);
-    if (judged_by_mass(o.does)) o.does.rows = "per_layer";
-    if (o.does.rows == "per_layer" && d.below(2) == 0) o.does.correction = "cosine_drift";  // by head
-    o.does.pinning = o.does.rows == "per_layer" ? "no_pins" : d.name_of(pinnings);
-    o.does.plan = "retrieval";
-    o.does.tau = 0.8f;
-    o.does.partial = d.below(3) != 0;
+    o.method.correction = d.name_of(corrections);
+    o.method.rows = d.name_of(selection_scopes);
+    if (judged_by_mass(o.method)) o.method.rows = "per_layer";
+    if (o.method.rows == "per_layer" && d.below(2) == 0) o.method.correction = "cosine_drift";  // by head
+    o.method.pinning = o.method.rows == "per_layer" ? "no_pins" : d.name_of(pinnings);
+    o.method.plan = "retrieval";
+    o.method.tau = 0.8f;
+    o.method.partial = d.below(3) != 0;
     o.in_place = d.below(3) == 0;
-    o.budget.selected_pages = d.between(3, 12) * o.page / (o.does.unit == 0 ? o.page : o.does.unit);
-    if (o.does.pinning != "no_pins") {  // with a choice among the others
-      o.does.pinned = d.between(1, 4);
-      o.budget.selected_pages = d.between(1, 4);
+    o.budget.selected_units = d.between(3, 12) * o.page / (o.method.unit == 0 ? o.page : o.method.unit);
+    if (o.method.pinning != "no_pins") {  // with a choice among the others
+      o.method.pinned = d.between(1, 4);
+      o.budget.selected_units = d.between(1, 4);
     }
     c.turn = d.one_of({0.1f, 0.3f, 0.7f});  // with the last, some heads of a layer drift and others do not
   }
@@ -139,7 +139,7 @@ random_case make_device_events(std::uint64_t seed, made_of what) {
   auto& o = c.options;
   if (o.page > 16) {  // an interpreter takes long for long prompts
     o.page = 16;
-    o.budget = {.sink = 16, .window = 32, .selected_pages = 2};
+    o.budget = {.sink = 16, .window = 32, .selected_units = 2};
   }
   if (o.selected_tokens > 0) {
     const std::int64_t one = selected_tokens_of_one(o);
@@ -153,10 +153,10 @@ random_case make_device_events(std::uint64_t seed, made_of what) {
 
 /// Rows of several sequences, as a step takes them.
 struct step_rows {
-  std::vector<freekv::sequence_rows> sequences;
+  std::vector<freekv::step_input> sequences;
   std::vector<float> queries, keys, values;
 
-  void add(freekv::sequence_id id, token_source& source, int tokens, freekv::row_kind kind) {
+  void add(freekv::sequence_id id, token_source& source, int tokens, freekv::step_phase kind) {
     sequences.push_back({id, tokens, kind});
     for (int t = 0; t < tokens; ++t) {
       source.next();
@@ -171,7 +171,7 @@ struct step_rows {
 void take_prompt(pipeline& p, const random_case& c, freekv::sequence_id id, token_source& source,
                  int tokens) {
   step_rows rows;
-  rows.add(id, source, tokens, freekv::row_kind::prompt);
+  rows.add(id, source, tokens, freekv::step_phase::prefill);
   p.begin_step(rows.sequences);
   for (int layer = 0; layer < c.options.layers; ++layer) p.append(layer, rows.keys, rows.values, {});
   p.end_step();
@@ -226,7 +226,7 @@ std::vector<sequence_run> run_together(made_of what, const random_case& c,
       const int prompt = reports ? cases[i].prompt : std::min(chunk, std::max(0, cases[i].prompt - before));
       const int tokens = step < 0 ? prompt : 1 + static_cast<int>((cases[i].seed + n(step)) % 2);
       rows.add(runs[i].id, runs[i].source, tokens,
-               step < 0 ? freekv::row_kind::prompt : freekv::row_kind::decode);
+               step < 0 ? freekv::step_phase::prefill : freekv::step_phase::decode);
     }
     p->begin_step(rows.sequences);
     const std::size_t heads = n(c.options.query_heads), d = n(c.options.head_dim);
@@ -271,7 +271,7 @@ std::vector<sequence_run> run_together(made_of what, const random_case& c,
 bool same_bits_in_any_batch(std::uint64_t seed, made_of what) {
   random_case c = make_device_case(seed, what);
   auto& o = c.options;
-  o.does.plan = "retrieval";
+  o.method.plan = "retrieval";
   // One layer comes again at once; of several the scratch is shared.
   o.layers = seed % 2 == 0 ? 1 : 3;
   o.complete_layers = o.layers / 2;
@@ -282,8 +282,8 @@ bool same_bits_in_any_batch(std::uint64_t seed, made_of what) {
   o.max_decode_rows = 2;
   o.max_sequences = 3;
   o.page = 8;
-  o.budget = {.sink = 8, .window = 16, .selected_pages = 3};
-  o.does.unit = 0;
+  o.budget = {.sink = 8, .window = 16, .selected_units = 3};
+  o.method.unit = 0;
   c.steps = 6;
   std::vector<random_case> cases;
   dice d(seed);
@@ -297,7 +297,7 @@ bool same_bits_in_any_batch(std::uint64_t seed, made_of what) {
   const auto last = run_together(what, c, {cases[1], cases[2], cases[0]})[2];
   const auto roomy = run_together(what, c, {cases[1], cases[0]}, {.roomy = true})[1];
   const auto hurried = run_together(what, c, {cases[0], cases[1]}, {.reports = false})[0];
-  o.copy_engines = o.does.codec == "identity";
+  o.copy_engines = o.method.codec == "identity";
   const auto copied = run_together(what, c, {cases[0], cases[1]}, {.reports = false})[0];
   const auto differs = [&](const sequence_run& other, const char* when) {
     const bool same =
@@ -315,7 +315,7 @@ bool same_bits_in_any_batch(std::uint64_t seed, made_of what) {
 /// One decode step of one layer, `tokens` rows of each sequence; what each attends to is added to its outputs.
 void decode_one_layer(pipeline& p, const std::vector<sequence_run*>& runs, int tokens = 1) {
   step_rows rows;
-  for (sequence_run* run : runs) rows.add(run->id, run->source, tokens, freekv::row_kind::decode);
+  for (sequence_run* run : runs) rows.add(run->id, run->source, tokens, freekv::step_phase::decode);
   std::vector<float> out(rows.queries.size());
   p.begin_step(rows.sequences);
   p.append(0, rows.keys, rows.values, rows.queries);
@@ -332,11 +332,11 @@ void decode_one_layer(pipeline& p, const std::vector<sequence_run*>& runs, int t
 random_case one_layer_case(std::uint64_t seed, made_of what, const char* plan) {
   random_case c = make_device_case(seed, what);
   auto& o = c.options;
-  o.does.plan = plan;
-  o.does.unit = 0;
+  o.method.plan = plan;
+  o.method.unit = 0;
   o.page = 8;
   o.layers = 1;
-  o.budget = {.sink = 8, .window = 16, .selected_pages = 3};
+  o.budget = {.sink = 8, .window = 16, .selected_units = 3};
   o.max_tokens = 200;
   o.max_sequences = 2;
   return c;
@@ -390,8 +390,8 @@ bool restored_slots_are_filled(std::uint64_t seed, made_of what) {
   c.options.in_place = false;
   c.options.max_resident = 1;
   // Nothing is corrected, so that what was selected before is attended to.
-  c.options.does.correction = what == made_of::codecs ? "cosine_drift" : "never";
-  c.options.does.tau = -2.0f;
+  c.options.method.correction = what == made_of::codecs ? "cosine_drift" : "never";
+  c.options.method.tau = -2.0f;
   std::vector<sequence_run> runs(2, sequence_run(c));
   for (const bool disturbed : {false, true}) {
     sequence_run &run = runs[disturbed], other(c);
@@ -423,8 +423,8 @@ bool restored_slots_are_filled(std::uint64_t seed, made_of what) {
 bool rows_of_a_reopened_page_come_back(std::uint64_t seed) {
   random_case c = one_layer_case(seed, made_of::codecs, "retrieval");
   c.options.in_place = false;
-  c.options.does.codec = "int4_token";
-  c.options.budget.selected_pages = 40;  // all there are, so that drafts select what single rows do
+  c.options.method.codec = "int4_token";
+  c.options.budget.selected_units = 40;  // all there are, so that drafts select what single rows do
   c.options.max_decode_rows = 4;
   std::vector<sequence_run> runs(2, sequence_run(c));
   for (const bool drafts : {false, true}) {
@@ -451,7 +451,7 @@ bool rows_of_a_reopened_page_come_back(std::uint64_t seed) {
 /// take it in other parts, the same to rounding. What differs is printed.
 bool prompts_attend_alike(std::uint64_t seed, made_of what, const char* plan) {
   random_case c = one_layer_case(seed, what, plan);
-  const bool slides = c.options.does.plan == "sliding";
+  const bool slides = c.options.method.plan == "sliding";
   c.options.sliding_window = 613;
   constexpr int prompts[] = {1300, 90, 700, 9, 520, 33},
                 rows = 3;  // sequences take turns, by parts of 512 tokens
@@ -460,15 +460,15 @@ bool prompts_attend_alike(std::uint64_t seed, made_of what, const char* plan) {
   c.options.max_resident = 0;
   c.options.store_tokens = 0;
   const auto attend = [&](pipeline& p, const std::vector<sequence_run*>& runs, int tokens,
-                          freekv::row_kind kind) {
+                          freekv::step_phase kind) {
     step_rows of;
     for (sequence_run* run : runs) of.add(run->id, run->source, tokens, kind);
     std::vector<float> out(of.queries.size());
     p.begin_step(of.sequences);
     p.append(0, of.keys, of.values, of.queries);
     std::vector<float> within(out.size());
-    p.attend(0, kind == freekv::row_kind::decode ? within : out, {});
-    if (kind == freekv::row_kind::decode) p.attend_full(0, out, {});
+    p.attend(0, kind == freekv::step_phase::decode ? within : out, {});
+    if (kind == freekv::step_phase::decode) p.attend_full(0, out, {});
     p.end_step();
     const auto width = static_cast<std::ptrdiff_t>(out.size() / runs.size());
     for (std::size_t i = 0; i < runs.size(); ++i) {
@@ -486,14 +486,14 @@ bool prompts_attend_alike(std::uint64_t seed, made_of what, const char* plan) {
     take_prompt(*p, c, runs[i].id, runs[i].source, prompts[i]);
     all.push_back(&runs[i]);
   }
-  attend(*p, all, rows, freekv::row_kind::prompt);
+  attend(*p, all, rows, freekv::step_phase::prefill);
   bool all_same = true;
   for (std::size_t i = 0; i < runs.size(); ++i) {
     p->release(runs[i].id);
     alone[i].id = p->open();
     take_prompt(*p, c, alone[i].id, alone[i].source, prompts[i]);
-    attend(*p, {&alone[i]}, rows - 1, freekv::row_kind::prompt);
-    attend(*p, {&alone[i]}, 1, freekv::row_kind::decode);
+    attend(*p, {&alone[i]}, rows - 1, freekv::step_phase::prefill);
+    attend(*p, {&alone[i]}, 1, freekv::step_phase::decode);
     p->release(alone[i].id);
     const auto rounded = [](float a, float b) { return close(a, b, 2e-5); };
     if (slides ? std::ranges::equal(runs[i].outputs, alone[i].outputs, rounded)
@@ -514,7 +514,7 @@ bool late_flags_are_counted(std::uint64_t seed) {
   for (const char* correction : {"mass_deficit", "cosine_drift"}) {
     random_case c = one_layer_case(seed, made_of::policies, "retrieval");
     give_heads(c, 4, 8);
-    auto& m = c.options.does;
+    auto& m = c.options.method;
     m.correction = correction;
     m.rows = "per_layer";
     m.pinning = "no_pins";
@@ -556,11 +556,11 @@ bool refuses_what_it_lacks() {
   random_case c = make_device_case(1, made_of::policies);
   auto with_file = c.options, with_many = c.options;
   with_file.store_file = "/tmp";
-  with_many.does.selection = "top_p";
+  with_many.method.selection = "top_p";
   with_many.max_tokens = 1 << 16;
-  with_many.budget.selected_pages = 1025;
+  with_many.budget.selected_units = 1025;
   auto with_codec = make_device_case(2, made_of::codecs).options;
-  with_codec.does.codec = "int8_token";
+  with_codec.method.codec = "int8_token";
   with_codec.copy_engines = true;
   return refuses(make_device_policies, with_file, "store files") &&
          refuses(make_device_policies, with_many, "1024") &&
@@ -653,9 +653,9 @@ int main() {
       "%d of %d cases and %d worlds failed; compared %ld steps, %ld firm selections, %ld head outputs; "
       "corrected %ld, "
       "recalled %ld, promoted %ld; %ld prompts, %ld forks, %ld truncations, %ld preemptions, %ld pages "
-      "copied, %ld refusals for want of frames\n",
+      "copied, %ld refusals for want of blocks\n",
       failed, static_cast<int>(count), static_cast<int>(worlds), seen.steps, seen.firm_selections,
       seen.compared_outputs, seen.corrected, seen.recalled, seen.promoted, counts.prompts, counts.forks,
-      counts.truncations, counts.preemptions, counts.pages_copied, counts.refused_frames);
+      counts.truncations, counts.preemptions, counts.pages_copied, counts.refused_blocks);
   return failed == 0 && compared_enough(seen, counts, count, worlds) ? 0 : 1;
 }

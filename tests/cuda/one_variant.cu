@@ -5,11 +5,11 @@
 
 using namespace freekv;
 
-using pipeline = variants::freekv::pipeline<kv_shape<bfloat16, HEAD_DIM>>::with<cuda_backend>;
+using pipeline = methods::freekv_paper::pipeline<kv_shape<bfloat16, HEAD_DIM>>::with<cuda_backend>;
 using state = layer_state<pipeline::shape_type>;
 template class freekv::basic_retrieval_pipeline<pipeline::shape_type, pipeline::pack_type>;
 
-void append(pipeline& p, const new_rows<float>& rows) { p.append<float>(0, rows); }
+void append(pipeline& p, const kv_rows<float>& rows) { p.append<float>(0, rows); }
 
 // Layers that select as one, query heads that select each for itself, and pins.
 void select_by_other_rows(const state& s, const device::step_view& step,
@@ -17,8 +17,8 @@ void select_by_other_rows(const state& s, const device::step_view& step,
   device::launch_flag_layer(s, step, nullptr);
   device::launch_pool_heads<mean_softmax>(s, step, scratch, {}, nullptr);
   device::launch_select_by_query_head(s, top_k{}, step, scratch, {}, nullptr);
-  device::launch_select(s, device::of_query_heads{}, first_unselected<0>{}, device::judged_by_queries{}, step,
-                        scratch, {}, nullptr);
+  device::launch_select(s, device::union_of_query_heads{}, first_unselected<0>{}, device::already_flagged{},
+                        step, scratch, {}, nullptr);
   device::launch_pin_units(s, step, {}, nullptr);
 }
 

@@ -67,7 +67,7 @@ struct text {
   pinned<half> keys, values;
   pinned<float> queries;
 
-  new_rows<half> rows(int first, int count) const {
+  kv_rows<half> rows(int first, int count) const {
     const auto part = [&](const auto& all, std::size_t row) {
       return std::span(all).subspan(static_cast<std::size_t>(first) * row,
                                     static_cast<std::size_t>(count) * row);
@@ -82,7 +82,7 @@ typename Pipeline::settings settings_with(bool in_place_route) {
   s.layers = 1;
   s.query_heads = query_heads;
   s.kv_heads = kv_heads;
-  s.budget = {.sink = 8, .window = 16, .selected_pages = 200};
+  s.budget = {.sink = 8, .window = 16, .selected_units = 200};
   s.max_tokens = prompt + steps;
   s.max_sequences = 2;
   if (in_place_route)
@@ -101,7 +101,7 @@ struct prompted {
         backend(compute.get(), recall.get(), options...),
         pipeline(settings_with<pipeline_with<Backend>>(in_place_route), backend, {&slow, &fast}),
         id(pipeline.open()) {
-    pipeline.begin_step({{id, prompt, row_kind::prompt}});
+    pipeline.begin_step({{id, prompt, step_phase::prefill}});
     pipeline.append(0, source.rows(0, prompt));
     pipeline.end_step();
   }
@@ -221,7 +221,7 @@ results<float> masses_of(const text& source, pinned<float>& out) {
 int flagged_beside_an_abandoned(const text& source) {
   prompted<cuda_backend> run(source, false);
   const sequence_id other = run.pipeline.open();
-  run.pipeline.begin_step({{other, prompt, row_kind::prompt}});
+  run.pipeline.begin_step({{other, prompt, step_phase::prefill}});
   run.pipeline.append(0, source.rows(0, prompt));
   run.pipeline.end_step();
   run.pipeline.begin_step({{run.id}, {other}});

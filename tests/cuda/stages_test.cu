@@ -180,7 +180,8 @@ void codec_lanes(report& checks, random_numbers& random, const Codec& codec, boo
     const auto widen = [](Element x) { return to_float(x); };
     std::transform(back.host.begin(), back.host.end(), rows.host.begin(), widen);
     std::transform(back.device.begin(), back.device.end(), rows.device.begin(), widen);
-    return checks.close(what + ": read back", rows, std::is_same_v<Element, float> ? 8 : element_ulp<Element>);
+    return checks.close(what + ": read back", rows,
+                        std::is_same_v<Element, float> ? 8 : element_ulp<Element>);
   }
   checks.equal(what + ": read back", back);
 }
@@ -226,7 +227,7 @@ void selections(report& checks, random_numbers& random) {
     std::vector<std::uint64_t> keys(size(r.count));
     for (int i = 0; i < r.count; ++i) keys[size(i)] = ordered_key(scores[size(i)], i);
     std::nth_element(keys.begin(), keys.begin() + r.k - 1, keys.end(), std::greater<>());
-    for (int i = 0; i < r.k; ++i) best.host[size(i)] = page_of_key(keys[size(i)]);
+    for (int i = 0; i < r.k; ++i) best.host[size(i)] = unit_of_key(keys[size(i)]);
     std::sort(best.host.begin(), best.host.end());
     written.host[0] = r.k;
     select_largest<256><<<1, 256>>>(scores.data(), r.count, r.k, best.device.data(), written.device.data());
@@ -251,7 +252,7 @@ __global__ void score_codes(Summary summary, page_geometry page, const std::byte
   const int me = static_cast<int>(threadIdx.x) / 8, teams = static_cast<int>(blockDim.x) / 8;
   float* const numbers = shared + me * room.all();
   for (int j = me; j < units; j += teams) {
-    score_page<half>(team, summary, page, stored + j * summary_bytes<half>(summary, page), queries, numbers,
+    score_unit<half>(team, summary, page, stored + j * summary_bytes<half>(summary, page), queries, numbers,
                      {scores + j, units}, reinterpret_cast<std::byte*>(numbers + room.numbers));
     team.sync();
   }
@@ -275,7 +276,7 @@ void codes_scored(report& checks, random_numbers& random, const std::string& wha
   const prepared_queries queries{query.data(), width, group, 1.0f};
   results<float> scores(size(group * units));
   for (int j = 0; j < units; ++j)
-    score_page<half>(scalar_team{}, summary, page, stored.data() + j * bytes, queries, numbers.data(),
+    score_unit<half>(scalar_team{}, summary, page, stored.data() + j * bytes, queries, numbers.data(),
                      {scores.host.data() + j, units});
   score_codes<<<1, 8 * teams, teams * room.all() * sizeof(float)>>>(summary, page, stored.data(), units,
                                                                     queries, scores.device.data());
@@ -297,10 +298,10 @@ void long_row(report& checks, random_numbers& random, int next, int k) {
   s.page = s.unit = {8, d};
   s.budget = {first * s.page.tokens, window * s.page.tokens, k};
   s.scale = 0.5f;
-  s.list_units = k;
+  s.max_selected = k;
   s.max_pages = s.store_pages = first + next + window;
-  pinned<std::int32_t> page_table(size(s.max_pages)), selected_count(1), upcoming_count{-1}, pinned_count(1),
-      attended(size(k)), attended_count(1);
+  pinned<std::int32_t> page_table(size(s.max_pages)), selected_count(1), next_selected_count{-1},
+      pinned_count(1), attended(size(k)), attended_count(1);
   std::iota(page_table.rbegin(), page_table.rend(), 0);
   pinned<layer_kind> kinds{layer_kind::retrieval};
   pinned<std::uint8_t> corrected{1};
@@ -318,7 +319,7 @@ void long_row(report& checks, random_numbers& random, int next, int k) {
       const std::int64_t same = random.below(different) * 2 * d;
       for (int i = 0; i < 2 * d; ++i) boxes.push_back(boxes[size(same + i)]);
     }
-  results<std::int32_t> selected(size(k), -1), upcoming(size(k), -1);
+  results<std::int32_t> selected(size(k), -1), next_selected(size(k), -1);
   s.page_table = page_table.data();
   s.summaries = reinterpret_cast<std::byte*>(boxes.data());
   s.summary_bytes = summary_bytes<half>(min_max{}, s.unit);
@@ -328,8 +329,8 @@ void long_row(report& checks, random_numbers& random, int next, int k) {
   s.flagged_count = flagged.data();
   s.selected = selected.device.data();
   s.selected_count = selected_count.data();
-  s.upcoming = upcoming.device.data();
-  s.upcoming_count = upcoming_count.data();
+  s.next_selected = next_selected.device.data();
+  s.next_selected_count = next_selected_count.data();
   s.attended = attended.data();
   s.attended_count = attended_count.data();
   s.pinned_count = pinned_count.data();
@@ -344,7 +345,7 @@ void long_row(report& checks, random_numbers& random, int next, int k) {
                                      .queries = group,
                                      .max_units = next,
                                      .row_units = k,
-                                     .list_units = k,
+                                     .max_selected = k,
                                      .head_dim = d,
                                      .query_width = 2 * d};
   carver count;
@@ -352,10 +353,10 @@ void long_row(report& checks, random_numbers& random, int next, int k) {
   pinned<std::byte> memory(count.used());
   carver carve(memory.data());
   const device::selection_scratch scratch = device::selection_scratch::carve(carve, most);
-  const device::selection_job job{.taken_up_to = k};
+  const device::selection_job job{.select_all_up_to = k};
   device::launch_prepare(s, min_max{}, mean_softmax{}, step, scratch, job, nullptr);
   device::launch_score<device::scoring::alone>(s, min_max{}, mean_softmax{}, step, scratch, job, nullptr);
-  device::launch_select(s, top_k{}, first_unselected<0>{}, device::judged_by_queries{}, step, scratch, job,
+  device::launch_select(s, top_k{}, first_unselected<0>{}, device::already_flagged{}, step, scratch, job,
                         nullptr);
   require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 
@@ -389,7 +390,7 @@ void long_row(report& checks, random_numbers& random, int next, int k) {
     std::sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
       return of_device[a] != of_device[b] ? of_device[a] > of_device[b] : a < b;
     });
-    results<std::int32_t>& list = for_next ? upcoming : selected;
+    results<std::int32_t>& list = for_next ? next_selected : selected;
     for (int i = 0; i < k; ++i) list.host[size(i)] = first + order[size(i)];
     std::sort(list.host.begin(), list.host.end());
     checks.equal(what, list);
@@ -430,8 +431,8 @@ void slots_matched(report& checks, random_numbers& random, const Residency& resi
       if (random.below(units - unit) < count - static_cast<int>(wanted.size())) wanted.push_back(unit);
     results<std::int32_t> slot_of(size(most), -99), order(size(most), -1), misses(1, -1);
     misses.host[0] =
-        diff_pages(residency, wanted.data(), count, {page.host.data(), last_selected.host.data(), slots}, nth,
-                   slot_of.host.data());
+        match_slots(residency, wanted.data(), count, {page.host.data(), last_selected.host.data(), slots},
+                    nth, slot_of.host.data());
     for (int i = 0, miss = 0; i < count; ++i)
       if (slot_of.host[size(i)] < 0) order.host[size(miss++)] = i;
     match_slots<<<1, 32>>>(residency, wanted.data(), count, slots, nth,
@@ -603,7 +604,7 @@ template <class Tuned, class State>
 void recall_listed(const State& s, int sequences, const device::selection_scratch& scratch) {
   using tuning = std::remove_cvref_t<decltype(Tuned::tuning)>;
   if constexpr (std::is_same_v<tuning, device::recall_tuning>) {
-    device::launch_recall<Tuned>(s, identity{}, {.most = {.entries = sequences}}, scratch, nullptr);
+    device::launch_recall<Tuned>(s, identity{}, {.bounds = {.entries = sequences}}, scratch, nullptr);
   } else {
     using copied = device::copied_recall<State, Tuned>;
     carver counted;
@@ -629,20 +630,21 @@ void recalls(report& checks, random_numbers& random, const std::string& how) {
   s.page = {shape.tokens, HeadDim};
   s.units_per_page = random.below(2) == 0 ? 1 : 4;
   s.unit = {shape.tokens / s.units_per_page, HeadDim};
-  s.list_units = k;
+  s.max_selected = k;
   s.max_pages = pages;
   s.slots = {.sink = 1, .ring = 2, .selected = k, .units_per_page = s.units_per_page};
-  const int of_selected = s.slots.frames_for(k), frames = sequences * (s.slots.fixed() + of_selected);
+  const int of_selected = s.slots.selected_blocks_for(k),
+            blocks = sequences * (s.slots.fixed() + of_selected);
   pinned<std::int32_t> page_table(size(sequences * pages)), slot_sets{1, 0},
-      selected_frames(size(sequences * of_selected));
+      selected_blocks(size(sequences * of_selected));
   std::iota(page_table.rbegin(), page_table.rend(), 0);  // the store's pages in another order
-  std::iota(selected_frames.begin(), selected_frames.end(), sequences * s.slots.fixed());
+  std::iota(selected_blocks.begin(), selected_blocks.end(), sequences * s.slots.fixed());
   s.page_table = page_table.data();
   s.slot_sets = slot_sets.data();
-  s.selected_frames = selected_frames.data();
+  s.selected_blocks = selected_blocks.data();
   const auto elements = [&](int n) { return size(n) * size(2 * shape.tokens * shape.kv_heads * HeadDim); };
   pinned<Element> store = random.normals<Element>(elements(sequences * pages));
-  results<Element> slots(random.normals<Element>(elements(frames)));
+  results<Element> slots(random.normals<Element>(elements(blocks)));
   s.store = pages_of<Slow, Element, HeadDim>(store, sequences * pages, shape);
 
   pinned<device::recall_item> items;
@@ -660,7 +662,7 @@ void recalls(report& checks, random_numbers& random, const std::string& how) {
 
   const auto on = [&](pinned<Element>& data) {
     state side = s;
-    side.frames = frames_of<Element>(make_page_span<Fast, HeadDim>(data.data(), frames, shape));
+    side.blocks = blocks_of<Element>(make_page_span<Fast, HeadDim>(data.data(), blocks, shape));
     return side;
   };
   recall_listed<Tuned>(on(slots.device), sequences, scratch);
@@ -669,9 +671,9 @@ void recalls(report& checks, random_numbers& random, const std::string& how) {
   for (const device::recall_item& item : items) {
     const int page = host.page_of(item.unit);
     const auto from = item.from_ring != 0
-                          ? host.frame_slice(item.sequence, host.slots.ring_slot(page), item.head)
+                          ? host.block_slice(item.sequence, host.slots.ring_slot(page), item.head)
                           : host.store_slice(item.sequence, page, item.head);
-    copy_slice<HeadDim>(as_const(rows_behind(from, host.row_of(item.unit))),
+    copy_slice<HeadDim>(as_const(rows_behind(from, host.first_token_of(item.unit))),
                         host.selected_slice(item.sequence, item.slot, item.head), host.unit.tokens);
   }
   checks.equal(how + ", " + std::string(Slow::name) + " to " + std::string(Fast::name) + ", " +

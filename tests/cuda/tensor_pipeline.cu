@@ -63,9 +63,9 @@ class tensor_pipeline final : public device_pipeline_of_shape<implementation> {
 
 std::unique_ptr<pipeline> make_tensor_pipeline(const pipeline_options& o) {
   auto s = device_settings<implementation::settings>(o);
-  s.correction = made<freekv::cosine_drift>::from(o.does, {});
-  if (o.does.rows == "per_query_head") s.rows = freekv::per_query_head{};
-  if (o.does.codec == "int8_token") s.codec = freekv::int8_token{};
+  s.correction = policy_maker<freekv::cosine_drift>::from(o.method, {});
+  if (o.method.rows == "per_query_head") s.scope = freekv::per_query_head{};
+  if (o.method.codec == "int8_token") s.codec = freekv::int8_token{};
   return std::make_unique<tensor_pipeline>(s, o);
 }
 

@@ -74,7 +74,7 @@ struct batch {
     for (int i = 0; i < of.count; ++i) keys[size(i)] = ordered_key(scores[i], i);
     const int count = std::min(of.count, of.wanted);
     std::nth_element(keys.begin(), keys.begin() + count, keys.end(), std::greater<>());
-    for (int i = 0; i < count; ++i) to[i] = page_of_key(keys[size(i)]);
+    for (int i = 0; i < count; ++i) to[i] = unit_of_key(keys[size(i)]);
     std::sort(to, to + count);
   }
 };

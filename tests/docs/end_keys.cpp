@@ -17,14 +17,14 @@ int selected_with_key_at(int token) {
   freekv::host_backend backend;
   pipeline retrieval({.query_heads = 1,
                       .kv_heads = 1,
-                      .budget = {.sink = page, .window = page, .selected_pages = 1},
+                      .budget = {.sink = page, .window = page, .selected_units = 1},
                       .max_tokens = prompt + 1},
                      backend);
   const freekv::sequence_id sequence = retrieval.open();
   const std::vector<float> query(d, 1.0f), zero(d);
   std::vector<float> keys(prompt * d), out(d);
   for (int i = 0; i < d; ++i) keys[token * d + i] = 1.0f;
-  retrieval.begin_step({{sequence, prompt, freekv::row_kind::prompt}});
+  retrieval.begin_step({{sequence, prompt, freekv::step_phase::prefill}});
   retrieval.append<float>(0, {.keys = keys, .values = keys});
   retrieval.end_step();
   retrieval.begin_step({{sequence}});

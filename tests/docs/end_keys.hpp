@@ -15,7 +15,7 @@ struct end_keys {
   FREEKV_HD constexpr int width(page_geometry page) const { return 2 * page.head_dim; }  // numbers a page
 
   template <team T>
-  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+  FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const {
     const int d = keys.page.head_dim;
     for (int i = 0; i < d; i += T::width) {
       team.store(numbers + i, team.load(keys.row(0) + i));
@@ -23,7 +23,7 @@ struct end_keys {
     }
   }
   template <team T>
-  FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
+  FREEKV_HD float score(T team, const unit_query& query, const float* numbers) const {
     const int d = query.page.head_dim;
     const float first = detail::inner_product(team, query.data, numbers, d);
     const float last = detail::inner_product(team, query.data, numbers + d, d);

@@ -1,6 +1,6 @@
-"""examples/llama_cpp/evaluate.py with a program that only pretends: cells that are kept, and the tables.
+"""examples/eval/evaluate.py with a program that only pretends: cells that are kept, and the tables.
 
-    python3 evaluate_test.py examples/llama_cpp/evaluate.py
+    python3 evaluate_test.py examples/eval/evaluate.py
 """
 
 import importlib.util

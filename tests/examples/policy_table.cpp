@@ -64,7 +64,7 @@ std::string table() {
          row_of<pooling_list::any, device::pooling>("pooling") +
          row_of<selection_list::any, device::selection>("selection") +
          row_of<pinning_list::any, device::pinning>("pinning") +
-         row_of<rows_list::any, device::rows>("rows") +
+         row_of<scope_list::any, device::rows>("rows") +
          row_of<correction_list::any, device::correction>("correction") +
          row_of<residency_list::any, device::residency>("residency") +
          row_of<codec_list::any, device::codec>("codec") + row_of<any_plan, device::plan>("plan") +

@@ -1,7 +1,7 @@
-"""What examples/record_hf.py writes, freekv-replay reads: its writer always, its recording where torch and transformers
+"""What examples/tools/record_hf.py writes, freekv-replay reads: its writer always, its recording where torch and transformers
 are installed.
 
-    python3 record_hf_test.py examples/record_hf.py freekv-replay
+    python3 record_hf_test.py examples/tools/record_hf.py freekv-replay
 """
 
 import importlib.util

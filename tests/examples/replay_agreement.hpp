@@ -50,8 +50,8 @@ struct expected_summary {
 
 /// Bytes of one KV head's keys and values of a page in the store, or of a unit where it is recalled by itself.
 inline long slice_bytes(const freekv::examples::pipeline_options& o, long element) {
-  const std::string& codec = o.does.codec;
-  const long p = o.store_file.empty() ? o.does.unit_tokens(o.page) : o.page, d = o.head_dim;
+  const std::string& codec = o.method.codec;
+  const long p = o.store_file.empty() ? o.method.unit_tokens(o.page) : o.page, d = o.head_dim;
   if (codec == "low_rank_keys") return p * d * element + (p + 31) / 32 * 4;  // values, and a bit for each key
   if (codec == "bf16" || codec == "f16") return 2 * p * d * 2;
   if (codec == "fp8") return 2 * p * d;
@@ -79,15 +79,15 @@ inline void check_summary(const replay_case& c, const replay_output& r, const ex
   const auto of_retrieval = [&](const std::string& name) {
     return c.retrieves() ? nlohmann::json(name) : nlohmann::json(nullptr);
   };
-  is(settings.at("summary"), of_retrieval(o.does.summary), "summary");
-  is(settings.at("pooling"), of_retrieval(o.does.pooling), "pooling");
-  is(settings.at("selection"), of_retrieval(o.does.selection), "selection");
-  is(settings.at("rows"), of_retrieval(o.does.rows), "rows");
-  is(settings.at("correction"), of_retrieval(o.does.correction), "correction");
+  is(settings.at("summary"), of_retrieval(o.method.summary), "summary");
+  is(settings.at("pooling"), of_retrieval(o.method.pooling), "pooling");
+  is(settings.at("selection"), of_retrieval(o.method.selection), "selection");
+  is(settings.at("rows"), of_retrieval(o.method.rows), "rows");
+  is(settings.at("correction"), of_retrieval(o.method.correction), "correction");
   is(settings.at("page"), o.page, "page");
   is(settings.at("sink"), o.budget.sink, "sink");
   is(settings.at("window"), o.budget.window, "window");
-  is(settings.at("k"), o.budget.selected_pages, "k");
+  is(settings.at("k"), o.budget.selected_units, "k");
   is(settings.at("tau"), std::stod(c.tau), "tau");
   is(settings.at("route"), o.in_place ? "in_place" : "resident", "route");
   is(settings.at("dtype"), c.kept_dtype(), "dtype");
@@ -103,24 +103,24 @@ inline void check_summary(const replay_case& c, const replay_output& r, const ex
     if (!used && settings.count(name) != 0)
       throw disagreement{sentence("JSON: ", name, " is of no use here")};
   };
-  const bool subspace = c.uses_basis(), sketch = c.retrieves() && o.does.summary == "key_sketch",
-             two_stages = c.retrieves() && o.does.summary == "coarse_to_fine";
-  is_if(c.retrieves() && o.does.summary == "chunk_means", "chunk", o.does.chunk);
-  is_if(subspace, "rank", o.does.rank);
-  is_if(subspace || sketch, "bits", o.does.bits);
-  is_if(two_stages, "times", o.does.times);
-  is_if(c.retrieves() && !subspace && !sketch && !two_stages, "summary_dtype", o.does.format);
-  is_if(c.retrieves() && o.does.selection == "top_p", "top_p", std::stod(c.top_p));
-  is_if(c.retrieves() && o.does.correction == "cosine_drift", "drift_pool", o.does.drift_pool);
-  is_if(c.retrieves() && o.does.correction == "mass_deficit", "delta", std::stod(c.delta));
-  is_if(c.retrieves() && o.does.correction == "mass_deficit", "partial", o.does.partial);
-  is_if(c.retrieves() && o.does.correction == "every_n_steps", "every", o.does.every);
+  const bool subspace = c.uses_basis(), sketch = c.retrieves() && o.method.summary == "key_sketch",
+             two_stages = c.retrieves() && o.method.summary == "coarse_to_fine";
+  is_if(c.retrieves() && o.method.summary == "chunk_means", "chunk", o.method.chunk);
+  is_if(subspace, "rank", o.method.rank);
+  is_if(subspace || sketch, "bits", o.method.bits);
+  is_if(two_stages, "times", o.method.times);
+  is_if(c.retrieves() && !subspace && !sketch && !two_stages, "summary_dtype", o.method.format);
+  is_if(c.retrieves() && o.method.selection == "top_p", "top_p", std::stod(c.top_p));
+  is_if(c.retrieves() && o.method.correction == "cosine_drift", "drift_pool", o.method.drift_pool);
+  is_if(c.retrieves() && o.method.correction == "mass_deficit", "delta", std::stod(c.delta));
+  is_if(c.retrieves() && o.method.correction == "mass_deficit", "partial", o.method.partial);
+  is_if(c.retrieves() && o.method.correction == "every_n_steps", "every", o.method.every);
   is_if(!o.in_place, "layout", o.layout);
-  is_if(c.retrieves() && o.does.pinning == "pin_outliers", "pinned", o.does.pinned);
-  is_if(o.does.needs_factors(), "key_rank", o.does.key_rank);
-  is_if(c.retrieves() && o.does.unit != 0, "unit", o.does.unit);
-  is_if(c.retrieves() && !o.in_place, "spare", o.does.spare);
-  is_if(c.retrieves() && !o.in_place, "residency", o.does.residency);
+  is_if(c.retrieves() && o.method.pinning == "pin_outliers", "pinned", o.method.pinned);
+  is_if(o.method.needs_factors(), "key_rank", o.method.key_rank);
+  is_if(c.retrieves() && o.method.unit != 0, "unit", o.method.unit);
+  is_if(c.retrieves() && !o.in_place, "spare", o.method.spare);
+  is_if(c.retrieves() && !o.in_place, "residency", o.method.residency);
   if ((settings.count("heads") != 0) == c.heads.empty()) throw disagreement{"JSON: heads"};
 
   is(s.at("steps"), c.layer.steps, "steps");
@@ -161,7 +161,7 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
   replay_case c = given;
   const auto& o = c.layer.options;
   const int heads = o.kv_heads, group = o.query_heads / heads, d = o.head_dim,
-            k = o.budget.selected_pages + c.pinned();
+            k = o.budget.selected_units + c.pinned();
   if (c.dtype_flag != "stored")
     for (auto* tensor : {&c.q, &c.k, &c.v})
       for (float& x : *tensor) x = rounded(x, o.element);
@@ -170,7 +170,7 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
   };
   const auto prompt_keys = rows_of(c.k, 0, c.layer.prompt, heads * d);
   if (c.uses_basis() && c.basis_layers == 0) {
-    freekv::examples::key_basis learnt(1, heads, o.does.rank, d);
+    freekv::examples::key_basis learnt(1, heads, o.method.rank, d);
     learnt.learn(0, prompt_keys);
     c.layer.basis_data.assign(learnt.view().data,
                               learnt.view().data + size(heads) * learnt.view().floats_per_head());

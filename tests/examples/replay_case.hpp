@@ -94,13 +94,13 @@ struct replay_case {
   /// Rows of `selected` in a step.
   int selecting() const {
     const auto& o = layer.options;
-    return retrieves() && o.does.rows == "per_query_head" ? o.query_heads : o.kv_heads;
+    return retrieves() && o.method.rows == "per_query_head" ? o.query_heads : o.kv_heads;
   }
   /// Units of a KV head that are selected besides k.
   int pinned() const {
-    return retrieves() && layer.options.does.pinning == "pin_outliers" ? layer.options.does.pinned : 0;
+    return retrieves() && layer.options.method.pinning == "pin_outliers" ? layer.options.method.pinned : 0;
   }
-  bool uses_basis() const { return retrieves() && layer.options.does.summary == "key_subspace"; }
+  bool uses_basis() const { return retrieves() && layer.options.method.summary == "key_subspace"; }
   /// The type in which keys and values are kept.
   std::string kept_dtype() const {
     return dtype_flag == "f32" ? "F32" : dtype_flag == "f16" ? "F16" : dtype_flag == "bf16" ? "BF16" : dtype;
@@ -121,10 +121,10 @@ inline std::ostream& operator<<(std::ostream& out, const replay_case& c) {
 /// checks.
 inline void learn_codebooks(replay_case& c) {
   auto& o = c.layer.options;
-  if (o.does.summary != "key_codes") return;
+  if (o.method.summary != "key_codes") return;
   using namespace freekv::examples;
   codebook_set learnt(1, o.kv_heads, o.head_dim,
-                      codebook_sizes::of_codes(o.does.codes, o.does.unit_tokens(o.page)));
+                      codebook_sizes::of_codes(o.method.codes, o.method.unit_tokens(o.page)));
   std::vector<float> keys(c.k.begin(), c.k.begin() + c.layer.prompt * o.kv_heads * o.head_dim);
   for (float& x : keys) x = rounded(x, o.element);
   learnt.learn(0, keys);
@@ -139,10 +139,10 @@ inline constexpr double rope_base = 10000;
 /// The factorisation of the prompt's keys, where the case uses one: as the program makes it.
 inline void learn_factors(replay_case& c) {
   auto& o = c.layer.options;
-  if (!o.does.needs_factors()) return;
+  if (!o.method.needs_factors()) return;
   using namespace freekv::examples;
   const rotation turns = rotation_of_base(rope_base, o.head_dim / 2, freekv::rotary_pairs::halves);
-  key_basis learnt(1, o.kv_heads, o.does.key_rank_of(o.kv_heads * o.head_dim), o.head_dim);
+  key_basis learnt(1, o.kv_heads, o.method.key_rank_of(o.kv_heads * o.head_dim), o.head_dim);
   std::vector<float> keys(c.k.begin(), c.k.begin() + c.layer.prompt * o.kv_heads * o.head_dim);
   for (float& x : keys) x = rounded(x, o.element);
   learnt.factorise(0, rotated(keys, o.kv_heads, o.head_dim, turns, -1.0f));
@@ -156,34 +156,34 @@ inline void learn_factors(replay_case& c) {
 inline void fill_trace(replay_case& c) {
   auto& o = c.layer.options;
   const auto& policies = variants_of_contract().at(c.variant);
-  o.does.plan = policies.plan;
-  o.does.summary = c.summary.value_or(policies.summary);
-  o.does.pooling = c.pooling.value_or(policies.pooling);
-  o.does.selection = c.selection.value_or(policies.selection);
-  o.does.rows = c.rows.value_or(policies.rows);
-  o.does.correction = c.correction.value_or(policies.correction);
-  o.does.unit = c.unit.value_or(policies.unit);
-  o.does.pinning = c.pinning.value_or(policies.pinning);
-  o.does.codec = c.codec.value_or(policies.codec);
-  if (o.does.rows == "per_layer" && o.does.pinning == "pin_outliers") o.does.pinned = 0;
-  if (o.does.unit_tokens(8) % 8 != 0) {  // what keeps 8 tokens at a time cannot be
-    if (const auto& summary = o.does.summary;
+  o.method.plan = policies.plan;
+  o.method.summary = c.summary.value_or(policies.summary);
+  o.method.pooling = c.pooling.value_or(policies.pooling);
+  o.method.selection = c.selection.value_or(policies.selection);
+  o.method.rows = c.rows.value_or(policies.rows);
+  o.method.correction = c.correction.value_or(policies.correction);
+  o.method.unit = c.unit.value_or(policies.unit);
+  o.method.pinning = c.pinning.value_or(policies.pinning);
+  o.method.codec = c.codec.value_or(policies.codec);
+  if (o.method.rows == "per_layer" && o.method.pinning == "pin_outliers") o.method.pinned = 0;
+  if (o.method.unit_tokens(8) % 8 != 0) {  // what keeps 8 tokens at a time cannot be
+    if (const auto& summary = o.method.summary;
         summary == "key_sketch" || summary == "key_codes" || summary == "coarse_to_fine")
-      c.summary = o.does.summary = "mean";
-    if (o.does.summary == "key_subspace") o.does.bits = 32;
-    if (o.does.summary == "chunk_means") o.does.chunk = 1;
+      c.summary = o.method.summary = "mean";
+    if (o.method.summary == "key_subspace") o.method.bits = 32;
+    if (o.method.summary == "chunk_means") o.method.chunk = 1;
   }
-  o.does.partial = o.does.partial || (policies.partial && !c.correction);
-  o.does.tau = std::stof(c.tau);
-  o.does.top_p = std::stof(c.top_p);
-  o.does.delta = std::stof(c.delta);
-  if (o.does.summary == "key_sketch" && o.does.bits != 1 && o.does.bits != 4) o.does.bits = 2;
-  if (o.does.summary == "key_subspace" && o.does.bits == 1) o.does.bits = 3;
+  o.method.partial = o.method.partial || (policies.partial && !c.correction);
+  o.method.tau = std::stof(c.tau);
+  o.method.top_p = std::stof(c.top_p);
+  o.method.delta = std::stof(c.delta);
+  if (o.method.summary == "key_sketch" && o.method.bits != 1 && o.method.bits != 4) o.method.bits = 2;
+  if (o.method.summary == "key_subspace" && o.method.bits == 1) o.method.bits = 3;
   if (c.slides) {
     c.heads.clear();
-    o.does.plan = "sliding";
+    o.method.plan = "sliding";
   }
-  if (o.does.plan == "by_head" && c.heads.empty())
+  if (o.method.plan == "by_head" && c.heads.empty())
     for (int head = 0; head < o.kv_heads; ++head)
       c.heads.push_back(head % 3 == 0   ? freekv::layer_kind::retrieval
                         : head % 3 == 1 ? freekv::layer_kind::window
@@ -191,11 +191,11 @@ inline void fill_trace(replay_case& c) {
   if (!c.heads.empty()) {
     c.heads.resize(size(o.kv_heads), freekv::layer_kind::retrieval);
     c.trace_names_layer = true;
-    o.does.plan = "by_head";
+    o.method.plan = "by_head";
     o.head_kinds = c.heads;
   }
-  if (o.does.plan == "complete" || o.does.plan == "eviction") {  // nothing is recalled
-    o.does.codec = freekv::examples::method{}.codec;
+  if (o.method.plan == "complete" || o.method.plan == "eviction") {  // nothing is recalled
+    o.method.codec = freekv::examples::method_spec{}.codec;
     c.codec.reset();
     o.store_file.clear();
   }
@@ -216,8 +216,8 @@ inline void fill_trace(replay_case& c) {
     for (const float x : source.values) c.v.push_back(rounded(x, element_of(c.dtype)));
   }
   dice d(c.layer.seed + 17);
-  c.layer.basis_data = random_basis(d, o.kv_heads, o.does.rank, o.head_dim);
-  o.basis = {nullptr, 1, o.kv_heads, o.does.rank, o.head_dim};
+  c.layer.basis_data = random_basis(d, o.kv_heads, o.method.rank, o.head_dim);
+  o.basis = {nullptr, 1, o.kv_heads, o.method.rank, o.head_dim};
   learn_codebooks(c);
   learn_factors(c);
 }
@@ -236,10 +236,10 @@ inline replay_case random_replay(std::uint64_t seed) {
   auto variant = variants_of_contract().begin();
   std::advance(variant, seed % variants_of_contract().size());
   c.variant = variant->first;
-  if (d.below(2) == 0) c.summary = o.does.summary;
-  if (d.below(2) == 0) c.pooling = o.does.pooling;
-  if (d.below(2) == 0) c.selection = o.does.selection;
-  const std::string correction = o.does.correction, rows = o.does.rows;
+  if (d.below(2) == 0) c.summary = o.method.summary;
+  if (d.below(2) == 0) c.pooling = o.method.pooling;
+  if (d.below(2) == 0) c.selection = o.method.selection;
+  const std::string correction = o.method.correction, rows = o.method.rows;
   if (d.below(2) == 0) c.correction = correction;
   c.top_p = d.one_of<std::string>({"0.3", "0.7", "0.95", "1"});
   c.delta = d.one_of<std::string>({"0", "0.05", "0.2", "0.5"});
@@ -268,9 +268,9 @@ inline replay_case random_replay(std::uint64_t seed) {
                                   freekv::layer_kind::complete, freekv::layer_kind::window}));
   if (d.below(2) == 0) c.rows = rows;
   if (d.below(5) == 0) c.unit = d.one_of({0, 1, 2, 8});
-  if (d.below(3) == 0) c.pinning = o.does.pinning;
-  if (o.does.codec != "identity") c.codec = o.does.codec;
-  o.does.key_rank = d.between(1, 200);
+  if (d.below(3) == 0) c.pinning = o.method.pinning;
+  if (o.method.codec != "identity") c.codec = o.method.codec;
+  o.method.key_rank = d.between(1, 200);
   const auto& policies = variants_of_contract().at(c.variant);
   if (c.correction.value_or(policies.correction) == "mass_deficit" &&
       c.rows.value_or(policies.rows) == "per_query_head")
@@ -290,7 +290,7 @@ inline replay_case plain_case(const std::string& variant = "freekv") {
   o.query_heads = 6;
   o.page = 8;
   o.budget = {8, 16, 2};
-  o.does = {.chunk = 4, .rank = 16, .bits = 4, .key_rank = 30, .pinned = 2};
+  o.method = {.chunk = 4, .rank = 16, .bits = 4, .key_rank = 30, .pinned = 2};
   o.sink_logits.clear();
   o.layout = "nhd";
   o.store_file.clear();
@@ -330,13 +330,13 @@ inline file_parts trace_of(const replay_case& c) {
 inline std::string basis_file_of(const replay_case& c) {
   const auto& o = c.layer.options;
   const auto view = c.layer.with_basis().basis;
-  const int rank = o.does.rank + c.spare_rank;
+  const int rank = o.method.rank + c.spare_rank;
   std::vector<float> mean, rows;
   for (int layer = 0; layer < c.basis_layers; ++layer)
     for (int head = 0; head < o.kv_heads; ++head) {
       const float used = layer == c.basis_layer ? 1.0f : 0.0f;
       for (int i = 0; i < o.head_dim; ++i) mean.push_back(used * view.mean(0, head)[i]);
-      for (int i = 0; i < o.does.rank * o.head_dim; ++i) rows.push_back(used * view.rows(0, head)[i]);
+      for (int i = 0; i < o.method.rank * o.head_dim; ++i) rows.push_back(used * view.rows(0, head)[i]);
       rows.insert(rows.end(), size(c.spare_rank * o.head_dim), 1.0f);
     }
   return parts_of({{"mean", {"F32", {c.basis_layers, o.kv_heads, o.head_dim}, bytes_of(mean, "F32")}},
@@ -373,7 +373,7 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   flag("page", o.page);
   flag("sink", o.budget.sink);
   flag("window", o.budget.window);
-  flag("k", o.budget.selected_pages);
+  flag("k", o.budget.selected_units);
   flag("tau", c.tau);
   flag("threads", c.threads);
   if (c.summary) flag("summary", *c.summary);
@@ -382,34 +382,34 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   if (c.rows) flag("rows", *c.rows);
   if (c.unit) flag("unit", *c.unit);
   if (c.correction) flag("correction", *c.correction);
-  const freekv::examples::method usual;
-  if (o.does.format != usual.format) flag("summary-dtype", o.does.format);
-  if (o.does.selection == "top_p") flag("top-p", c.top_p);
-  if (o.does.drift_pool != usual.drift_pool) flag("drift-pool", o.does.drift_pool);
-  if (o.does.correction == "mass_deficit") {
+  const freekv::examples::method_spec usual;
+  if (o.method.format != usual.format) flag("summary-dtype", o.method.format);
+  if (o.method.selection == "top_p") flag("top-p", c.top_p);
+  if (o.method.drift_pool != usual.drift_pool) flag("drift-pool", o.method.drift_pool);
+  if (o.method.correction == "mass_deficit") {
     flag("delta", c.delta);
-    if (o.does.partial) command.push_back("--partial");
+    if (o.method.partial) command.push_back("--partial");
   }
-  if (o.does.correction == "every_n_steps") flag("every", o.does.every);
-  if (o.does.residency != usual.residency) flag("residency", o.does.residency);
-  if (o.does.spare != usual.spare) flag("spare", o.does.spare);
+  if (o.method.correction == "every_n_steps") flag("every", o.method.every);
+  if (o.method.residency != usual.residency) flag("residency", o.method.residency);
+  if (o.method.spare != usual.spare) flag("spare", o.method.spare);
   if (c.codec) flag("codec", *c.codec);
   if (c.pinning) flag("pinning", *c.pinning);
-  if (o.does.pinned != usual.pinned) flag("pinned", o.does.pinned);
-  if (o.does.needs_factors()) {
+  if (o.method.pinned != usual.pinned) flag("pinned", o.method.pinned);
+  if (o.method.needs_factors()) {
     if (c.k_pre.empty()) flag("rope-base", rope_base);
-    flag("key-rank", o.does.key_rank);
+    flag("key-rank", o.method.key_rank);
   }
   if (!o.store_file.empty()) flag("store-file", o.store_file);
   if (o.layout != "nhd") flag("layout", o.layout);
   if (!c.heads.empty()) flag("heads", heads);
-  if (o.does.summary == "key_sketch") flag("bits", o.does.bits);
-  if (o.does.summary == "chunk_means") flag("chunk", o.does.chunk);
-  if (o.does.summary == "key_codes") flag("codes", o.does.codes);
-  if (o.does.summary == "coarse_to_fine") flag("times", o.does.times);
-  if (o.does.summary == "key_subspace") {
-    flag("rank", o.does.rank);
-    flag("bits", o.does.bits);
+  if (o.method.summary == "key_sketch") flag("bits", o.method.bits);
+  if (o.method.summary == "chunk_means") flag("chunk", o.method.chunk);
+  if (o.method.summary == "key_codes") flag("codes", o.method.codes);
+  if (o.method.summary == "coarse_to_fine") flag("times", o.method.times);
+  if (o.method.summary == "key_subspace") {
+    flag("rank", o.method.rank);
+    flag("bits", o.method.bits);
     if (c.basis_layers > 0) flag("basis", basis);
     if (c.basis_layers > 1 && !c.trace_names_layer) flag("basis-layer", c.basis_layer);
   }
@@ -461,7 +461,7 @@ inline replay_output run_replay(const replay_case& c, const scratch_folder& fold
   const std::map<std::string, std::pair<std::string, std::vector<std::int64_t>>> form{
       {"out", {"F32", {steps, o.query_heads, o.head_dim}}},
       {"lse", {"F32", {steps, o.query_heads}}},
-      {"selected", {"I32", {steps, c.selecting(), o.budget.selected_pages + c.pinned()}}},
+      {"selected", {"I32", {steps, c.selecting(), o.budget.selected_units + c.pinned()}}},
       {"corrected", {"U8", {steps, o.kv_heads}}},
       {"recalled", {"I32", {steps, o.kv_heads}}},
       {"recalled_before_attention", {"I32", {steps, o.kv_heads}}}};

@@ -30,9 +30,9 @@ random_case form(std::uint64_t seed) {
   o.budget = {8, 16, 3};
   o.max_decode_rows = 4;
   dice d(seed);
-  c.basis_data = random_basis(d, o.kv_heads, o.does.rank,
+  c.basis_data = random_basis(d, o.kv_heads, o.method.rank,
                               o.head_dim);  // which the oracle asks for, whatever the summary
-  o.basis = {nullptr, 1, o.kv_heads, o.does.rank, o.head_dim};
+  o.basis = {nullptr, 1, o.kv_heads, o.method.rank, o.head_dim};
   return c;
 }
 
@@ -69,7 +69,7 @@ class drawn_events {
  public:
   drawn_events(std::uint64_t seed, const std::vector<trace_data>& traces, const std::string& rows)
       : case_(form(seed)), dice_(seed), traces_(traces) {
-    case_.options.does.rows = rows;
+    case_.options.method.rows = rows;
   }
 
   std::string file() {
@@ -108,7 +108,7 @@ class drawn_events {
       const auto recalled = elements_of<std::int32_t>(got.at("recalled." + n));
       const auto corrected = elements_of<std::uint8_t>(got.at("corrected." + n));
       const std::size_t selecting =
-          case_.options.does.rows == "per_query_head" ? 6 : 2;  // rows of `selected`
+          case_.options.method.rows == "per_query_head" ? 6 : 2;  // rows of `selected`
       std::size_t row = 0, at = 0;
       for (const one_step& s : all) {
         const auto pages = std::span(selected).subspan(at * selecting * 3, selecting * 3);

@@ -72,7 +72,7 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
       o.kv_heads = trace.kv_heads;
       o.page = 16;
       o.budget = {16, 32, 4};
-      o.does = {.plan = "eviction", .eviction = variant};
+      o.method = {.plan = "eviction", .eviction = variant};
       const auto settings = eviction_settings_of(o);
       CHECK(settings.budget == budget);
       oracle::forgetful_decoder expected(settings);
@@ -159,7 +159,7 @@ TEST_CASE("what methods that forget cannot do is refused", "[replay][eviction]")
     freekv::examples::pipeline_options o;
     o.head_dim = freekv::examples::head_dims[0];
     o.query_heads = 4, o.kv_heads = 2, o.max_tokens = 100;
-    o.does = {.plan = "eviction", .eviction = variant};
+    o.method = {.plan = "eviction", .eviction = variant};
     const auto p = freekv::examples::make_pipeline(o, backend);
     const auto id = p->open();
     const auto says = Catch::Contains("keeps no complete store to do this from");

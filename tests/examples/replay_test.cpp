@@ -130,8 +130,8 @@ TEST_CASE("every variant agrees with the oracle on a trace of a real model", "[r
     o.head_dim = static_cast<int>(recorded.at("q").shape[2]);
     o.page = 16;
     o.budget = {16, 32, 4};
-    o.does.rank = 24;
-    o.does.bits = 3;
+    o.method.rank = 24;
+    o.method.bits = 3;
     c.layer.prompt = std::stoi(metadata.at("prompt_len"));
     c.layer.steps = static_cast<int>(recorded.at("q").shape[0]) - c.layer.prompt;
     fill_trace(c);
@@ -178,7 +178,7 @@ TEST_CASE("legal extremes of settings and lengths agree with the oracle", "[repl
   check("a budget larger than the sequence", [](auto& c) { c.layer.options.budget = {800, 1600, 300}; });
   check("a sink of two million tokens", [](auto& c) { c.layer.options.budget.sink = 2'000'000; });
   check("a window of two million tokens", [](auto& c) { c.layer.options.budget.window = 2'000'000; });
-  check("two million tokens of pages", [](auto& c) { c.layer.options.budget.selected_pages = 250'000; });
+  check("two million tokens of pages", [](auto& c) { c.layer.options.budget.selected_units = 250'000; });
   check("the largest sink and window",
         [](auto& c) { c.layer.options.budget.sink = c.layer.options.budget.window = 2'147'483'640; });
   check("largest page", [](auto& c) {
@@ -190,12 +190,12 @@ TEST_CASE("legal extremes of settings and lengths agree with the oracle", "[repl
   check("tau 5", [](auto& c) { c.tau = "5"; });
   check("one query head", [](auto& c) { c.layer.options.kv_heads = c.layer.options.query_heads = 1; });
   check("a rank above the prompt's tokens", [](auto& c) {
-    c.layer.options.does.rank = 40;
+    c.layer.options.method.rank = 40;
     c.layer.prompt = 20;
     c.layer.steps = 40;
   });
-  check("a rank of head_dim", [](auto& c) { c.layer.options.does.rank = 64; });
-  check("rank 1", [](auto& c) { c.layer.options.does.rank = 1; });
+  check("a rank of head_dim", [](auto& c) { c.layer.options.method.rank = 64; });
+  check("rank 1", [](auto& c) { c.layer.options.method.rank = 1; });
   CHECK(seen.replays == 22 * (sanitized ? 1 : 4));
 }
 
@@ -204,7 +204,7 @@ TEST_CASE("values of tau beyond float32 flag as its largest do", "[replay]") {
   for (const char* tau : {"1e39", "-1e39"}) {
     replay_case c = plain_case();
     c.tau = tau;
-    c.layer.options.does.tau = tau[0] == '-' ? -3e38f : 3e38f;
+    c.layer.options.method.tau = tau[0] == '-' ? -3e38f : 3e38f;
     check_replay(c, seen);
   }
   CHECK(seen.kept == 22);
@@ -301,10 +301,10 @@ TEST_CASE("numbers at the limits of their types are replayed", "[replay]") {
         INFO(c << ", share " << share);
         const scratch_folder folder;
         const replay_output r = run_replay(c, folder);  // throws unless it succeeds with the contract's form
-        const int units = 12 * 8 / c.layer.options.does.unit_tokens(8);
+        const int units = 12 * 8 / c.layer.options.method.unit_tokens(8);
         for (const std::int32_t unit : r.selected) CHECK((unit >= -1 && unit < units));
         // Where no product leaves float32 there is nothing to be infinite.
-        if (dtype == "F16" && c.layer.options.does.codec == "identity") {
+        if (dtype == "F16" && c.layer.options.method.codec == "identity") {
           CHECK(std::all_of(r.out.begin(), r.out.end(), [](float x) { return std::isfinite(x); }));
           CHECK(std::all_of(r.lse.begin(), r.lse.end(), [](float x) { return std::isfinite(x); }));
         }
@@ -327,7 +327,7 @@ TEST_CASE("selected, corrected and recalled of full and streaming_llm do not dep
   for (const char* variant : {"full", "streaming_llm"}) {
     const tensor_map few = tensors_of(plain_case(variant));
     const tensor_map many =
-        tensors_of(with(plain_case(variant), [](auto& c) { c.layer.options.budget.selected_pages = 7; }));
+        tensors_of(with(plain_case(variant), [](auto& c) { c.layer.options.budget.selected_units = 7; }));
     check_same(few, many, {"out", "lse", "corrected", "recalled"});
     for (const auto& tensors : {few, many}) {
       for (const auto page : elements_of<std::int32_t>(tensors.at("selected"))) CHECK(page == -1);
@@ -373,7 +373,7 @@ TEST_CASE("with k for every candidate each variant is full attention", "[replay]
   for (const auto& variant : spread_variants()) {
     if (variant.second.plan != "retrieval" || variant.second.selection != "top_k") continue;
     const auto out = elements_of<float>(tensors_of(with(plain_case(variant.first), [](auto& c) {
-                                          c.layer.options.budget.selected_pages = 40 * 8;
+                                          c.layer.options.budget.selected_units = 40 * 8;
                                           if (c.variant == "shadowkv") c.codec = "identity";
                                         })).at("out"));
     REQUIRE(out.size() == full.size());
@@ -385,8 +385,8 @@ TEST_CASE("with k for every candidate each variant is full attention", "[replay]
 TEST_CASE("the basis of the prompt spans the leading eigenvectors of its keys' covariance", "[replay]") {
   // As many bits as a number has, so that only the subspace counts.
   replay_case c = with(plain_case("freekv_key_subspace"), [](auto& changed) {
-    changed.layer.options.does.bits = 32;
-    changed.layer.options.does.rank = 8;
+    changed.layer.options.method.bits = 32;
+    changed.layer.options.method.rank = 8;
     changed.layer.prompt = 200;
   });
   const auto& o = c.layer.options;
@@ -397,7 +397,7 @@ TEST_CASE("the basis of the prompt spans the leading eigenvectors of its keys' c
       const auto key = c.k.begin() + (token * o.kv_heads + head) * o.head_dim;
       keys.emplace_back(key, key + o.head_dim);
     }
-    for (const auto& row : mean_and_directions(keys, o.does.rank))
+    for (const auto& row : mean_and_directions(keys, o.method.rank))
       basis.insert(basis.end(), row.begin(), row.end());
   }
   replay_case from_file = c;
@@ -413,7 +413,7 @@ TEST_CASE("keys are rebuilt from what they were before rotation, which the trace
           "[replay]") {
   // A trace with k_pre needs no flags: what it finds is the rotation that the flags would have said.
   replay_case flags =
-      with(plain_case("shadowkv"), [](replay_case& c) { c.layer.options.does.key_rank = 100; });
+      with(plain_case("shadowkv"), [](replay_case& c) { c.layer.options.method.key_rank = 100; });
   const auto& o = flags.layer.options;
   replay_case pre = flags;
   using namespace freekv::examples;

@@ -1,4 +1,4 @@
-#include "examples/common/safetensors.hpp"
+#include "examples/support/safetensors.hpp"
 #include "../files.hpp"
 #include "../mentions.hpp"
 

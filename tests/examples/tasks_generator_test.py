@@ -1,6 +1,6 @@
-"""examples/llama_cpp/tasks.py: the same file for the same arguments, and answers that stand where they should.
+"""examples/eval/tasks.py: the same file for the same arguments, and answers that stand where they should.
 
-    python3 tasks_generator_test.py examples/llama_cpp/tasks.py
+    python3 tasks_generator_test.py examples/eval/tasks.py
 """
 
 import importlib.util

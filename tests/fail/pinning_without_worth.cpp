@@ -7,7 +7,7 @@ struct some_pins {
   static constexpr int units = 2;
 #ifdef FREEKV_FIXED
   template <freekv::team T>
-  float worth(T, const freekv::page_keys&, float*) const {
+  float worth(T, const freekv::unit_keys&, float*) const {
     return 0.0f;
   }
 #endif

@@ -37,7 +37,7 @@ const model& shared_model() {
   return loaded;
 }
 
-pipeline_options options(const model_shape& shape, const method& does) {
+pipeline_options options(const model_shape& shape, const method_spec& method) {
   pipeline_options o;
   o.head_dim = shape.head_dim;
   o.layers = shape.layers;
@@ -47,13 +47,14 @@ pipeline_options options(const model_shape& shape, const method& does) {
   o.budget = {16, 32, 100};
   o.max_tokens = 512;
   o.scale = shape.scale;
-  o.does = does;
+  o.method = method;
   o.in_place = true;
   return o;
 }
 
-std::unique_ptr<pipeline> make(const model_shape& shape, const method& does, freekv::host_backend& backend) {
-  return make_pipeline(options(shape, does), backend);
+std::unique_ptr<pipeline> make(const model_shape& shape, const method_spec& method,
+                               freekv::host_backend& backend) {
+  return make_pipeline(options(shape, method), backend);
 }
 
 double loss_of(std::span<const float> logits, llama_token token) {
@@ -69,7 +70,7 @@ class prompt_comparison : public attention {
   prompt_comparison(pipeline& p, const model_shape& shape) : pipeline_(p), shape_(shape) {}
   void attend(const layer_rows& r, float* output) override {
     const auto n = [&](int heads) { return static_cast<std::size_t>(r.rows * heads * shape_.head_dim); };
-    if (r.layer == 0) pipeline_.begin_step(r.rows, freekv::row_kind::prompt);
+    if (r.layer == 0) pipeline_.begin_step(r.rows, freekv::step_phase::prefill);
     pipeline_.append(r.layer, {r.key, n(shape_.kv_heads)}, {r.value, n(shape_.kv_heads)},
                      {r.query, n(shape_.query_heads)});
     std::vector<float> ours(n(shape_.query_heads));
@@ -226,9 +227,9 @@ TEST_CASE("decoding with full attention through FreeKV agrees with llama.cpp's o
     return d;
   };
   const prompt_cache kv(m, first, {.folder = {}, .threads = 1}, [](const std::string&, double) {});
-  const auto ours = [&](const method& does) {
+  const auto ours = [&](const method_spec& method) {
     freekv::host_backend backend;
-    const auto p = make(m.shape(), does, backend);
+    const auto p = make(m.shape(), method, backend);
     kv.restore(*p);
     retrieval_attention attention(*p, m.shape(), 0);
     engine e(m, {.threads = 1, .context = 1, .rows = 1});
@@ -277,8 +278,9 @@ TEST_CASE("texts decoded together get what each gets alone") {
     prompts.emplace_back(m, of.tokens.first(static_cast<std::size_t>(of.prompt)),
                          prompt_cache::place{.folder = {}, .threads = 1}, no_progress);
   // A pipeline whose budget leaves one page to select.
-  const auto make_for = [&](int sequences, const method& does, bool in_place, freekv::host_backend& backend) {
-    pipeline_options o = options(m.shape(), does);
+  const auto make_for = [&](int sequences, const method_spec& method, bool in_place,
+                            freekv::host_backend& backend) {
+    pipeline_options o = options(m.shape(), method);
     o.budget = {16, 32, 1};
     o.max_sequences = sequences;
     o.in_place = in_place;
@@ -374,9 +376,9 @@ TEST_CASE("tokens that were guessed wrongly and taken back leave no trace") {
     }
     return d;
   };
-  const auto ours = [&](const method& does, bool in_place, bool takes_back) {
+  const auto ours = [&](const method_spec& method, bool in_place, bool takes_back) {
     freekv::host_backend backend;
-    pipeline_options o = options(m.shape(), does);
+    pipeline_options o = options(m.shape(), method);
     o.max_decode_rows = rows;
     o.in_place = in_place;
     const auto p = make_pipeline(o, backend);
@@ -432,7 +434,7 @@ TEST_CASE("a sequence that stopped in the middle of a step is restored") {
     const auto p = make(m.shape(), {}, backend);
     kv.restore(*p);
     if (stops) {
-      p->begin_step(1, freekv::row_kind::decode);
+      p->begin_step(1, freekv::step_phase::decode);
       kv.restore(*p);
     }
     retrieval_attention attention(*p, m.shape(), 0);

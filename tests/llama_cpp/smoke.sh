@@ -2,7 +2,7 @@
 # The main job, the recorder and the basis tool in a size of seconds: smoke.sh PROGRAMS REPLAY MODEL FOLDER.
 set -euo pipefail
 programs=$1 replay=$2 model=$3 folder=$4
-texts=$(cd "$(dirname "$0")/../../examples/llama_cpp/texts" && pwd)
+texts=$(cd "$(dirname "$0")/../../examples/eval/texts" && pwd)
 rm -rf "$folder" && mkdir -p "$folder"
 common=(--model "$model" --text "$texts/hacker-folklore.txt" --threads 1)  # of which several wait for each other by spinning
 

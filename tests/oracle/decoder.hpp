@@ -70,7 +70,7 @@ class decoder {
       if (retrieves(s_, kv_head)) flag(row, group_of(q, kv_head), kv_head);
       result.rows.push_back(row);
     }
-    if (s_.rows == rows_kind::layer && !corrects_by_mass()) share_flags(retrieving(result.rows), s_.tau);
+    if (s_.rows == scope_kind::layer && !corrects_by_mass()) share_flags(retrieving(result.rows), s_.tau);
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
       row_result& row = result.rows[static_cast<std::size_t>(kv_head)];
       head_state& head = heads_[static_cast<std::size_t>(kv_head)];
@@ -318,11 +318,11 @@ class decoder {
   row_choice choose_row(const std::vector<int>& units, std::span<const float> q, int kv_head) const {
     std::vector<selection> each;
     switch (s_.rows) {
-      case rows_kind::query_head:
+      case scope_kind::query_head:
         for (int g = 0; g < group_size(s_); ++g)
           each.push_back(choose_among(units, queries_of_head(s_, group_of(q, kv_head), g), kv_head));
-        return united(each);
-      case rows_kind::layer:
+        return max_with(each);
+      case scope_kind::layer:
         for (int other = 0; other < s_.kv_heads; ++other)
           if (retrieves(s_, other)) each.push_back(choose_among(units, group_of(q, other), other));
         return {select_together(s_, each)};

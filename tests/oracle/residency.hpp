@@ -17,8 +17,8 @@ class slot_cache {
   explicit slot_cache(const settings& s)
       : policy_(s.residency),
         spare_(s.spare),
-        slots_(static_cast<std::size_t>(s.selected_pages) *
-                   static_cast<std::size_t>(s.rows == rows_kind::query_head ? group_size(s) : 1) +
+        slots_(static_cast<std::size_t>(s.selected_units) *
+                   static_cast<std::size_t>(s.rows == scope_kind::query_head ? group_size(s) : 1) +
                static_cast<std::size_t>(s.spare) + static_cast<std::size_t>(s.pinned)) {}
 
   void clear() {

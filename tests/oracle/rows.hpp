@@ -32,7 +32,7 @@ inline std::vector<float> queries_of_head(const settings& s, std::span<const flo
 }
 
 /// Each query head's selection, and the pages that any of them has. Firm where all of them are.
-inline row_choice united(const std::vector<selection>& of_heads) {
+inline row_choice max_with(const std::vector<selection>& of_heads) {
   row_choice choice;
   std::vector<int>& pages = choice.all.pages;
   for (const selection& one : of_heads) {
@@ -62,13 +62,13 @@ inline selection select_together(const settings& s, const std::vector<selection>
   const std::vector<int>& candidates = of_heads[0].candidates;
   const std::vector<double> scores = pool(kind, pooled);
   const bool by_mass = s.selection == selection_kind::top_p;
-  selection chosen = by_mass ? top_p(candidates, scores, s.selected_pages, s.top_p)
-                             : top_k(candidates, scores, s.selected_pages);
+  selection chosen = by_mass ? top_p(candidates, scores, s.selected_units, s.top_p)
+                             : top_k(candidates, scores, s.selected_units);
   // A share is least where its own score is low and the mass it is part of is high.
   chosen.low = pool_settled(kind, low, log_masses(high));
   chosen.high = pool_settled(kind, high, log_masses(low));
   chosen.slack = slack_of(chosen, chosen.low, chosen.high);
-  if (by_mass) chosen.mass_margin = mass_margin_of(chosen, s.selected_pages, s.top_p);
+  if (by_mass) chosen.mass_margin = mass_margin_of(chosen, s.selected_units, s.top_p);
   for (const selection& one : of_heads) {
     if (one.slack == infinity) chosen.slack = infinity;
     chosen.score_size = std::max(chosen.score_size, one.score_size);

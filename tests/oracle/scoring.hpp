@@ -43,7 +43,7 @@ inline candidate_scores score_candidates(const settings& s, int kv_head, std::sp
   for (const std::vector<float>& query : scoring_queries(s, queries)) {
     std::vector<double> of_query, doubts_of_query;
     for (const page_summary& summary : of_candidates) {
-      of_query.push_back(score_page(s, kv_head, query, summary));
+      of_query.push_back(score_unit(s, kv_head, query, summary));
       doubts_of_query.push_back(score_doubt(s, kv_head, query, summary));
       result.any_score_possible = result.any_score_possible || doubts_of_query.back() == infinity;
     }
@@ -58,15 +58,15 @@ inline selection select_by(const settings& s, const std::vector<int>& candidates
                            const candidate_scores& scored) {
   const std::vector<double> pooled = pool(s.pooling, scored.scores);
   const bool by_mass = s.selection == selection_kind::top_p;
-  selection chosen = by_mass ? top_p(candidates, pooled, s.selected_pages, s.top_p)
-                             : top_k(candidates, pooled, s.selected_pages);
+  selection chosen = by_mass ? top_p(candidates, pooled, s.selected_units, s.top_p)
+                             : top_k(candidates, pooled, s.selected_units);
   const pooled_range range = pool_range(s.pooling, scored.scores, scored.doubts);
   chosen.low = range.low;
   chosen.high = range.high;
   chosen.slack = slack_of(chosen, range.low, range.high);
   // Also a page at -inf may then come to lead.
   if (scored.any_score_possible && chosen.pages.size() < candidates.size()) chosen.slack = infinity;
-  if (by_mass) chosen.mass_margin = mass_margin_of(chosen, s.selected_pages, s.top_p);
+  if (by_mass) chosen.mass_margin = mass_margin_of(chosen, s.selected_units, s.top_p);
   if (s.pooling == pooling_kind::mean_score && mean_score_may_overflow(scored.scores))
     chosen.may_overflow = true;
   return chosen;
@@ -84,7 +84,7 @@ inline selection select_in_two_stages(const settings& s, int kv_head, std::span<
   };
   settings keeping = s;
   keeping.selection = selection_kind::top_k;
-  keeping.selected_pages = s.times * s.selected_pages;
+  keeping.selected_units = s.times * s.selected_units;
   const selection kept = select_by(keeping, candidates, stage(0));
 
   candidate_scores fine = stage(1);

@@ -368,7 +368,7 @@ TEST_CASE("a budget that covers everything is full attention") {
   const int d = 6;
   oracle::settings s{.query_heads = 6, .kv_heads = 2, .head_dim = d, .page = 4, .sink = 4, .window = 8};
   s.scale = oracle::default_scale(d);
-  s.selected_pages = 20;
+  s.selected_units = 20;
   s.chunk = 2;
   s.bits = 3;
   for (int h = 0; h < 2; ++h) s.bases.push_back({doubles(6, 0.1), {1, 0, 0, 0, 0, 0, 0, 0.6, 0.8, 0, 0, 0}});
@@ -376,7 +376,7 @@ TEST_CASE("a budget that covers everything is full attention") {
   for (kinds summary : {kinds::min_max, kinds::chunk_means, kinds::key_subspace})
     for (int pages : {20, 2}) {
       s.summary = summary;
-      s.selected_pages = pages;
+      s.selected_units = pages;
       oracle::decoder decoder(s);
       decoder.prompt(random_floats(generator, 33 * 2 * d), random_floats(generator, 33 * 2 * d), 33);
       bool differs = false;
@@ -398,7 +398,7 @@ TEST_CASE("a budget that covers everything is full attention") {
 }
 
 TEST_CASE("the log-sum-exp of equal scores counts the attended tokens") {
-  oracle::settings s{.page = 4, .sink = 4, .window = 4, .selected_pages = 1, .scale = 1.0};
+  oracle::settings s{.page = 4, .sink = 4, .window = 4, .selected_units = 1, .scale = 1.0};
   const floats zero{0.0F};
   const auto counts = [&](oracle::layer_kind kind) {
     s.kind = kind;
@@ -502,7 +502,7 @@ TEST_CASE("a NaN page is left out while others suffice, for its own head only") 
   // Pages 0, 1, 2 of head 0: 9, NaN and 1; of head 1: 1, 9 and 2.
   const floats keys{9, 1, 9, 1, float_nan, 9, 1, 9, 1, 2, 1, 2, 0, 0, 0, 0};
   for (int k : {1, 2, 3}) {
-    s.selected_pages = k;
+    s.selected_units = k;
     oracle::decoder decoder(s);
     decoder.prompt(keys, floats(16), 8);
     const floats q{1, 1};
@@ -518,7 +518,7 @@ TEST_CASE("always and never select as a from-scratch selection does") {
   std::mt19937 generator(2);
   const int d = 4;
   oracle::settings s{.query_heads = 4, .kv_heads = 2, .head_dim = d, .page = 2, .sink = 2, .window = 4};
-  s.selected_pages = 3;
+  s.selected_units = 3;
   s.scale = 0.5;
   for (oracle::correction_kind correction :
        {oracle::correction_kind::always, oracle::correction_kind::never}) {
@@ -629,7 +629,7 @@ TEST_CASE("undefined configurations and shapes are refused") {
   refused([](oracle::settings& s) { s.sink = 6; });
   refused([](oracle::settings& s) { s.window = 0; });
   refused([](oracle::settings& s) { s.window = 6; });
-  refused([](oracle::settings& s) { s.selected_pages = 0; });
+  refused([](oracle::settings& s) { s.selected_units = 0; });
   refused([](oracle::settings& s) { s.scale = 0.0; });
   refused([](oracle::settings& s) { s.summary = oracle::summary_kind::chunk_means, s.chunk = 3; });
   refused([](oracle::settings& s) { s.summary = oracle::summary_kind::key_subspace; });

@@ -32,7 +32,7 @@ enum class route_kind { resident, in_place };  // in_place: attention reads the 
 enum class element_kind { f32, f16, bf16 };
 enum class pooling_kind { mean_softmax, max_softmax, mean_score, max_score, mean_query, max_query };
 enum class selection_kind { top_k, top_p };
-enum class rows_kind { kv_head, query_head, layer };  // who shares one selection
+enum class scope_kind { kv_head, query_head, layer };  // who shares one selection
 enum class drift_pool_kind { mean, min, max };
 enum class residency_kind { first_unselected, least_recently_used };  // who is evicted first
 
@@ -75,7 +75,7 @@ struct settings {
   int unit = 0;            // u, tokens that are selected together, divides p; 0: p
   int sink = 0;            // S, tokens, a multiple of p
   int window = 1;          // W, tokens, a multiple of p and at least p
-  int selected_pages = 1;  // k, units per row
+  int selected_units = 1;  // k, units per row
   double scale = 0.0;      // of attention and of page scores; see default_scale
   summary_kind summary = summary_kind::min_max;
   int chunk = 1;  // u of chunk_means, tokens, divides p
@@ -110,7 +110,7 @@ struct settings {
   int sliding_window = 0;                // tokens
   double soft_cap = 0.0;                 // scores become soft_cap * tanh(score / soft_cap); 0: none
   std::vector<double> sink_logits = {};  // one per query head, of a token without a value; empty: none
-  rows_kind rows = rows_kind::kv_head;
+  scope_kind rows = scope_kind::kv_head;
   int pinned =
       0;  // units of a KV head that are selected whatever their scores: those whose keys are least alike
 };
@@ -191,7 +191,7 @@ inline void check(const settings& s) {
   require(s.sink >= 0 && s.sink % s.page == 0, "sink is a multiple of the page");
   require(s.window >= s.page && s.window % s.page == 0,
           "window is a multiple of the page, at least one page");
-  require(s.selected_pages >= 1, "at least one page is selected");
+  require(s.selected_units >= 1, "at least one page is selected");
   require(s.max_rows >= 1, "a step may append at least one row");
   require(s.scale > 0.0, "scale is positive; default_scale gives the usual one");
   require(s.head_kinds.empty() || s.head_kinds.size() == static_cast<std::size_t>(s.kv_heads),
@@ -208,8 +208,8 @@ inline void check(const settings& s) {
     require(s.top_p >= 0.0 && s.top_p <= 1.0, "top_p is a share of the mass, from 0 to 1");
   if (s.correction == correction_kind::every_n_steps) require(s.every >= 1, "every is at least one step");
   require(s.pinned >= 0, "pinned units are not negative");
-  require(s.pinned == 0 || s.rows != rows_kind::layer, "KV heads pin each their own units");
-  require(s.rows != rows_kind::query_head || s.correction != correction_kind::mass_deficit,
+  require(s.pinned == 0 || s.rows != scope_kind::layer, "KV heads pin each their own units");
+  require(s.rows != scope_kind::query_head || s.correction != correction_kind::mass_deficit,
           "mass_deficit judges what a KV head's query heads select together");
   if (s.correction == correction_kind::mass_deficit)
     require(s.delta >= 0.0 && s.delta <= 1.0, "delta is a share of the best mass, from 0 to 1");

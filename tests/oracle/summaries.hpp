@@ -190,7 +190,7 @@ inline page_summary summarise(const settings& s, int kv_head,
 }
 
 /// Not of coarse_to_fine, whose stages are scored one by one.
-inline double score_page(const settings& s, int kv_head, std::span<const float> q,
+inline double score_unit(const settings& s, int kv_head, std::span<const float> q,
                          const page_summary& summary) {
   switch (s.summary) {
     case summary_kind::min_max:
@@ -213,7 +213,7 @@ inline double score_page(const settings& s, int kv_head, std::span<const float> 
   return subspace_score(q, summary.values, s.bases[static_cast<std::size_t>(kv_head)], s.scale);
 }
 
-/// How far `score_page` may legitimately differ because numbers of the summary do; infinite where one of
+/// How far `score_unit` may legitimately differ because numbers of the summary do; infinite where one of
 /// them may be infinite or not.
 inline double score_doubt(const settings& s, int kv_head, std::span<const float> q,
                           const page_summary& summary) {

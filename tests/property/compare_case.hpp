@@ -41,7 +41,7 @@ void compare_with_oracle(const random_case& c, freekv::examples::pipeline& p, co
     const auto part = [&](const std::vector<float>& v) {
       return std::span(v).subspan(n(done) * width, n(chunk) * width);
     };
-    p.begin_step(chunk, freekv::row_kind::prompt);
+    p.begin_step(chunk, freekv::step_phase::prefill);
     for (std::size_t layer = 0; layer < layers.size(); ++layer)
       p.append(static_cast<int>(layer), part(layers[layer].keys), part(layers[layer].values), {});
     p.end_step();
@@ -56,7 +56,7 @@ void compare_with_oracle(const random_case& c, freekv::examples::pipeline& p, co
                               {std::vector<float>(n(c.options.query_heads * c.options.head_dim)),
                                std::vector<float>(n(c.options.query_heads))});
   for (int step = 0; step < c.steps; ++step) {
-    p.begin_step(1, freekv::row_kind::decode);
+    p.begin_step(1, freekv::step_phase::decode);
     for (std::size_t layer = 0; layer < layers.size(); ++layer) {
       token_source& source = layers[layer].source;
       source.next();

@@ -51,7 +51,7 @@ class step_comparison {
       const auto& row = want.rows[n(h)];
       const auto at_head = sentence(where, ", KV head ", h, ": ");
       const bool corrected = report.corrected[n(h)] != 0;
-      if (corrected != row.corrected && oracle::flag_is_firm(row, static_cast<double>(c.options.does.tau)))
+      if (corrected != row.corrected && oracle::flag_is_firm(row, static_cast<double>(c.options.method.tau)))
         throw disagreement{
             sentence(at_head, "corrected is ", corrected, ", pooled cosine ", row.pooled_cosine)};
       const bool same_flag = corrected == row.corrected && row.truncation_firm;

@@ -9,8 +9,8 @@
 
 namespace tests {
 
-using freekv::row_kind;
 using freekv::sequence_id;
+using freekv::step_phase;
 
 inline constexpr int most_sequences = 8, events = 60;
 
@@ -27,14 +27,14 @@ struct live_sequence {
 
 struct event_counts {
   long steps = 0, rows = 0, prompts = 0, forks = 0, truncations = 0, selections_dropped = 0, preemptions = 0,
-       refused = 0, refused_frames = 0, pages_copied = 0;
+       refused = 0, refused_blocks = 0, pages_copied = 0;
 };
 
 /// Tokens that one sequence may have in selected slots, in whole pages.
 inline std::int64_t selected_tokens_of_one(const freekv::examples::pipeline_options& o) {
-  const int heads = o.does.rows == "per_query_head" ? o.query_heads / o.kv_heads : 1;
-  const int pins = o.does.pinning == "pin_outliers" ? o.does.pinned : 0;
-  return std::int64_t{o.budget.selected_pages * heads + pins + o.does.spare} * o.page;
+  const int heads = o.method.rows == "per_query_head" ? o.query_heads / o.kv_heads : 1;
+  const int pins = o.method.pinning == "pin_outliers" ? o.method.pinned : 0;
+  return std::int64_t{o.budget.selected_units * heads + pins + o.method.spare} * o.page;
 }
 
 /// Half of the time room for what one sequence may select, or for more, but not for all.
@@ -43,7 +43,7 @@ inline void few_frames(random_case& c, dice& d) {
   if (d.below(2) == 0) return;
   const std::int64_t one = selected_tokens_of_one(o);
   o.selected_tokens = one + d.below(static_cast<int>(one) * 2);
-  if (d.below(2) == 0) o.does.selection = "top_p";
+  if (d.below(2) == 0) o.method.selection = "top_p";
 }
 
 /// A random case for many sequences.
@@ -132,9 +132,9 @@ class world {
       call();
     } catch (const freekv::pool_exhausted& e) {
       const bool of_frames =
-          c_.options.selected_tokens > 0 && std::string(e.what()).starts_with("frames of selected slots");
+          c_.options.selected_tokens > 0 && std::string(e.what()).starts_with("blocks of selected slots");
       if (fits && !of_frames) throw disagreement{where(what) + e.what()};
-      ++(of_frames ? counts_.refused_frames : counts_.refused);
+      ++(of_frames ? counts_.refused_blocks : counts_.refused);
       return false;
     }
     if (!fits) throw disagreement{where(what) + "it does not fit, and was not refused"};
@@ -205,7 +205,7 @@ class world {
   struct part {
     live_sequence* l;
     int tokens;
-    row_kind kind;
+    step_phase phase;
     std::vector<float> queries{}, keys{}, values{};
   };
   /// Pages that part i needs: those it begins, and a copy of the open one if another sequence will still have it.
@@ -232,19 +232,19 @@ class world {
       const bool prompt = l.expected.length() == 0 ? dice_.below(4) != 0 : dice_.below(12) == 0;
       const int most = prompt ? std::max(1, c_.options.max_tokens / 2) : c_.options.max_decode_rows;
       parts.push_back({&l, dice_.between(dice_.below(9) == 0 ? 0 : 1, most),
-                       prompt ? row_kind::prompt : row_kind::decode});
+                       prompt ? step_phase::prefill : step_phase::decode});
     }
     if (dice_.below(2) == 0) std::reverse(parts.begin(), parts.end());
     return parts;
   }
   void step() {
     std::vector<part> parts = drawn_parts();
-    std::vector<freekv::sequence_rows> rows;
+    std::vector<freekv::step_input> rows;
     int needed = 0;
     bool fits = true;
     for (std::size_t i = 0; i < parts.size(); ++i) {
       const part& p = parts[i];
-      rows.push_back({p.l->id, p.tokens, p.kind});
+      rows.push_back({p.l->id, p.tokens, p.phase});
       needed += pages_needed(parts, i);
       fits = fits && p.l->expected.length() + p.tokens <= c_.options.max_tokens;
     }
@@ -280,7 +280,7 @@ class world {
       row += n(p.tokens);
     }
     for (const part& p : parts)  // some of several rows turn out to be wrong
-      if (p.kind == row_kind::decode && p.tokens > 1 && dice_.below(2) == 0)
+      if (p.phase == step_phase::decode && p.tokens > 1 && dice_.below(2) == 0)
         truncate(*p.l, p.l->expected.length() - dice_.between(1, p.tokens - 1));
   }
   void take_pages(const part& p) {
@@ -297,7 +297,7 @@ class world {
     if (p.tokens == 0) return;
     const auto at = sentence("event ", event_, ", sequence ", static_cast<int>(p.l->id), " of ",
                              p.l->expected.length(), " + ", p.tokens, " tokens");
-    if (p.kind == row_kind::decode) {
+    if (p.phase == step_phase::decode) {
       const auto want = p.l->expected.step(p.queries, p.keys, p.values, p.tokens);
       p.l->comparison.compare(at, c_, want, pipeline_->report(0, p.l->id), out, lse, seen_);
       p.l->comparison.follow(want);

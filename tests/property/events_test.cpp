@@ -55,7 +55,7 @@ TEST_CASE("random events on several sequences agree with the float64 oracle", "[
                     << counts.forks << " forks, " << counts.truncations << " truncations ("
                     << counts.selections_dropped << " with nothing selected afterwards), "
                     << counts.preemptions << " preemptions, " << counts.refused << " refusals and "
-                    << counts.refused_frames << " for want of frames, " << counts.pages_copied
+                    << counts.refused_blocks << " for want of blocks, " << counts.pages_copied
                     << " open pages copied; " << seen.firm_selections << " firm selections, "
                     << seen.compared_outputs << " outputs compared, corrected " << seen.corrected
                     << ", recalled " << seen.recalled << ", promoted " << seen.promoted << "; "
@@ -68,7 +68,7 @@ TEST_CASE("random events on several sequences agree with the float64 oracle", "[
     for (const long n : {counts.forks, counts.truncations, counts.preemptions, counts.refused,
                          counts.pages_copied, seen.recalled, seen.promoted, seen.corrected})
       CHECK(n > least);
-    CHECK(counts.refused_frames > least / 5);
+    CHECK(counts.refused_blocks > least / 5);
     CHECK(seen.firm_selections > 10 * least);
   }
 }

@@ -16,16 +16,16 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
   s.query_heads = o.query_heads;
   s.kv_heads = o.kv_heads;
   s.head_dim = o.head_dim;
-  s.budget = o.budget.sink + o.budget.window + o.budget.selected_pages * o.page;
+  s.budget = o.budget.sink + o.budget.window + o.budget.selected_units * o.page;
   s.scale = o.scale == 0 ? oracle::default_scale(o.head_dim) : static_cast<double>(o.scale);
-  s.kind = value_at(freekv::examples::evictions, o.does.eviction,
+  s.kind = value_at(freekv::examples::evictions, o.method.eviction,
                     {oracle::eviction_kind::h2o, oracle::eviction_kind::tova, oracle::eviction_kind::snapkv,
                      oracle::eviction_kind::raas});
-  if (o.does.eviction == "raas") s.page = o.page;
+  if (o.method.eviction == "raas") s.page = o.page;
   s.room = o.budget.window;
   s.sink = o.budget.sink;
   s.recent_tokens = o.budget.window;
-  s.keeps_prompt = o.does.eviction == "raas" && o.does.keeps_prompt;
+  s.keeps_prompt = o.method.eviction == "raas" && o.method.keeps_prompt;
   return s;
 }
 

@@ -11,7 +11,7 @@
 namespace {
 
 using namespace tests;
-using freekv::row_kind;
+using freekv::step_phase;
 
 std::size_t n(std::int64_t x) { return static_cast<std::size_t>(x); }
 
@@ -25,13 +25,13 @@ random_case eviction_case(std::uint64_t seed) {
   o.head_dim = compiled[n(d.below(static_cast<int>(std::size(compiled))))];
   o.kv_heads = d.between(1, 3);
   o.query_heads = o.kv_heads * d.between(1, 16);
-  o.does.plan = "eviction";
-  o.does.eviction = d.name_of(freekv::examples::evictions);
-  o.does.keeps_prompt = d.below(2) == 0;
+  o.method.plan = "eviction";
+  o.method.eviction = d.name_of(freekv::examples::evictions);
+  o.method.keeps_prompt = d.below(2) == 0;
   o.page = d.one_of({8, 16, 24});
   o.budget.sink = d.one_of({0, 1, 3, o.page, 2 * o.page + 1});
-  o.budget.window = o.does.eviction == "raas" ? d.between(o.page, 3 * o.page) : d.between(1, 40);
-  o.budget.selected_pages = o.does.eviction == "snapkv" ? 5 : d.between(1, 6);
+  o.budget.window = o.method.eviction == "raas" ? d.between(o.page, 3 * o.page) : d.between(1, 40);
+  o.budget.selected_units = o.method.eviction == "snapkv" ? 5 : d.between(1, 6);
   o.scale = d.one_of({0.0f, 0.05f, 0.3f});
   c.turn = d.one_of({0.05f, 0.3f, 1.0f});
   c.outliers = d.one_of({0.0f, 0.05f});
@@ -85,13 +85,13 @@ class run_of_case {
   }
 
   void step() {
-    std::vector<freekv::sequence_rows> rows;
+    std::vector<freekv::step_input> rows;
     std::vector<float> queries, keys, values;
     for (const live_sequence& l : live_) {
       if (live_.size() > 1 && dice_.below(3) == 0) continue;
       const bool prompt = l.done < l.text.prompt;
       const int tokens = prompt ? dice_.between(1, l.text.prompt - l.done) : 1;
-      rows.push_back({l.id, tokens, prompt ? row_kind::prompt : row_kind::decode});
+      rows.push_back({l.id, tokens, prompt ? step_phase::prefill : step_phase::decode});
       const auto add = [&](std::vector<float>& to, const std::vector<float>& of) {
         const auto more = l.text.rows(of, l.done, tokens);
         to.insert(to.end(), more.begin(), more.end());
@@ -110,7 +110,7 @@ class run_of_case {
     }
   }
 
-  void compare(const freekv::sequence_rows& r, int first_row, std::span<const float> out,
+  void compare(const freekv::step_input& r, int first_row, std::span<const float> out,
                std::span<const float> lse) {
     const auto found =
         std::find_if(live_.begin(), live_.end(), [&](const auto& l) { return l.id == r.sequence; });
@@ -121,7 +121,7 @@ class run_of_case {
                   lse.subspan(n(row) * heads, heads));
     };
     const auto part = [&](const std::vector<float>& of) { return l.text.rows(of, l.done, r.tokens); };
-    if (r.kind == row_kind::prompt) {
+    if (r.phase == step_phase::prefill) {
       l.expected.prompt(part(l.text.queries), part(l.text.keys), part(l.text.values));
       for (const int at : {0, dice_.below(r.tokens), r.tokens - 1}) {
         compare_at(first_row + at, l.expected.prompt_row(l.done + at), sentence("prompt row ", l.done + at));
@@ -170,10 +170,10 @@ TEST_CASE("random sequences that forget agree with the float64 oracle", "[proper
   for (std::uint64_t seed = first; seed < first + count; ++seed) {
     const random_case c = eviction_case(seed);
     try {
-      run_of_case(c, backends.at(static_cast<int>(seed % backends.size())), seen[c.options.does.eviction])
+      run_of_case(c, backends.at(static_cast<int>(seed % backends.size())), seen[c.options.method.eviction])
           .run();
     } catch (const disagreement& d) {
-      INFO(c.options.does.eviction << ", budget " << eviction_settings_of(c.options).budget << ", " << c);
+      INFO(c.options.method.eviction << ", budget " << eviction_settings_of(c.options).budget << ", " << c);
       INFO(d.what);
       FAIL("the library disagrees with the oracle; FREEKV_SEED=" << seed << " FREEKV_CASES=1 repeats it");
     }

@@ -19,9 +19,9 @@ std::size_t n(int x) { return static_cast<std::size_t>(x); }
 /// A case of a retrieval layer, short enough for many of them.
 random_case retrieval_case(std::uint64_t seed) {
   random_case c = make_case(seed);
-  c.options.does.codec = freekv::identity::name;   // what is lost is another test
-  c.options.does.pinning = freekv::no_pins::name;  // what is chosen once is no from-scratch selection
-  c.options.does.plan = "retrieval";
+  c.options.method.codec = freekv::identity::name;   // what is lost is another test
+  c.options.method.pinning = freekv::no_pins::name;  // what is chosen once is no from-scratch selection
+  c.options.method.plan = "retrieval";
   c.steps = std::min(c.steps, 40);
   c.options.max_tokens = c.prompt + c.steps;
   return c;
@@ -32,10 +32,10 @@ random_case selecting_case(std::uint64_t seed) {
   random_case c = retrieval_case(seed);
   auto& o = c.options;
   o.page = std::min(o.page, 32);
-  o.does.chunk = 4;
-  o.budget = {.sink = o.page, .window = 2 * o.page, .selected_pages = std::min(o.budget.selected_pages, 7)};
+  o.method.chunk = 4;
+  o.budget = {.sink = o.page, .window = 2 * o.page, .selected_units = std::min(o.budget.selected_units, 7)};
   if (o.page == 24) o.page = 16, o.budget.sink = 16, o.budget.window = 32;
-  c.prompt = o.page * (o.budget.selected_pages + 3 + static_cast<int>(seed % 9)) + static_cast<int>(seed % 7);
+  c.prompt = o.page * (o.budget.selected_units + 3 + static_cast<int>(seed % 9)) + static_cast<int>(seed % 7);
   o.max_tokens = c.prompt + c.steps;
   return c;
 }
@@ -88,8 +88,8 @@ TEST_CASE("1: with room for all candidates the output is that of full attention"
   long compared = 0;
   for (std::uint64_t seed = 1; seed <= share_of(80u); ++seed) {
     auto c = retrieval_case(seed);
-    c.options.budget.selected_pages = 500;  // more than any of these sequences has
-    c.options.does.selection = "top_k";
+    c.options.budget.selected_units = 500;  // more than any of these sequences has
+    c.options.method.selection = "top_k";
     int wrong = 0;
     for (const auto& step : run_case(c, backend, true).steps) {
       for (std::size_t i = 0; i < step.out.size(); ++i) wrong += !is_close(step.out[i], step.full[i], 2e-6);
@@ -123,7 +123,7 @@ TEST_CASE("2: exactly sink, selected and window pages are attended, each token o
           rows.insert(rows.end(), of_heads.begin(), of_heads.end());
         }
       for (const auto& pages : rows) {
-        const auto most = std::min(candidates.size(), n(s.selected_pages));
+        const auto most = std::min(candidates.size(), n(s.selected_units));
         wrong += s.selection == oracle::selection_kind::top_k
                      ? pages.size() != most
                      : pages.size() > most || (pages.empty() && most > 0);
@@ -148,7 +148,7 @@ TEST_CASE("2: window layers attend to sink and window, complete layers to everyt
   freekv::host_backend backend;
   for (std::uint64_t seed = 1; seed <= share_of(40u); ++seed) {
     auto c = retrieval_case(seed);
-    c.options.does.plan = seed % 2 == 0 ? "window" : "complete";
+    c.options.method.plan = seed % 2 == 0 ? "window" : "complete";
     c.steps = std::min(c.steps, 15);
     c.options.scale = 0.01f;
     const auto t = run_case(c, backend);
@@ -173,7 +173,7 @@ TEST_CASE("3: `always` selects with the current query, `never` with the one befo
     c.steps = std::min(c.steps, 12);
     c.turn = 1.0f;  // the two differ
     for (const std::string correction : {"always", "never"}) {
-      c.options.does.correction = correction;
+      c.options.method.correction = correction;
       const auto t = run_case(c, backend);
       auto reference = oracle_at(c, t, c.prompt);
       int wrong = 0;
@@ -234,8 +234,8 @@ TEST_CASE("5: only missing slices move, out of the ring where it still has them"
   for (std::uint64_t seed = 1; seed <= share_of(80u); ++seed) {
     auto c = selecting_case(seed);
     c.options.in_place = false;
-    c.options.does.correction = "never";
-    c.options.does.spare = 0;
+    c.options.method.correction = "never";
+    c.options.method.spare = 0;
     const auto s = oracle_settings(c);
     const auto t = run_case(c, backend);
     int wrong = 0;
@@ -269,10 +269,10 @@ TEST_CASE("5: with room for all candidates every page is promoted once and never
       auto c = retrieval_case(3);
       auto& o = c.options;
       o.page = 8;
-      o.budget = {.sink = 8, .window = 16, .selected_pages = 100};
-      o.does.correction = correction;
-      o.does.summary = "min_max";
-      o.does.selection = "top_k";
+      o.budget = {.sink = 8, .window = 16, .selected_units = 100};
+      o.method.correction = correction;
+      o.method.summary = "min_max";
+      o.method.selection = "top_k";
       o.in_place = false;
       c.prompt = prompt;
       c.steps = 60;
@@ -302,7 +302,7 @@ TEST_CASE("7: a retrieval layer's slots do not grow with the sequence", "[proper
   for (std::uint64_t seed = 1; seed <= share_of(20u); ++seed) {
     auto c = retrieval_case(seed);
     c.options.in_place = false;
-    c.options.budget.selected_pages = std::min(c.options.budget.selected_pages, 7);
+    c.options.budget.selected_units = std::min(c.options.budget.selected_units, 7);
     c.options.max_tokens = 4000;
     const auto small = freekv::examples::make_pipeline(c.with_basis(), backend)->bytes();
     c.options.max_tokens = 12000;
@@ -311,9 +311,9 @@ TEST_CASE("7: a retrieval layer's slots do not grow with the sequence", "[proper
     CHECK(small.slots == large.slots);
     const auto& b = c.options.budget;
     const int rows =  // that select, of a KV head
-        c.options.does.rows == "per_query_head" ? c.options.query_heads / c.options.kv_heads : 1;
-    const int slots = b.sink / c.options.page + b.window / c.options.page + 1 + rows * b.selected_pages +
-                      c.options.does.spare;
+        c.options.method.rows == "per_query_head" ? c.options.query_heads / c.options.kv_heads : 1;
+    const int slots = b.sink / c.options.page + b.window / c.options.page + 1 + rows * b.selected_units +
+                      c.options.method.spare;
     const std::size_t element = c.options.element == data_type::f32 ? 4 : 2;
     CHECK(small.slots == n(slots * c.options.page * 2 * c.options.kv_heads * c.options.head_dim) * element);
   }
@@ -332,7 +332,7 @@ TEST_CASE("8: threads, overlap, the threshold of waking and the chunks of a prom
     auto c = seed % 3 == 0 ? retrieval_case(seed) : selecting_case(seed);
     c.steps = std::min(c.steps, 20);
     if (seed % 10 == 0) {  // several parts of attention
-      c.options.budget.selected_pages = 60;
+      c.options.budget.selected_units = 60;
       c.options.page = 32;
       c.prompt = 1800;
       c.options.max_tokens = c.prompt + c.steps;
@@ -362,7 +362,7 @@ TEST_CASE("8: instruction sets agree to rounding where margins allow", "[propert
   long firm = 0, compared = 0;
   for (std::uint64_t seed = 1; seed <= share_of(40u); ++seed) {
     auto c = selecting_case(seed);
-    c.options.does.correction = "always";  // each step's selection stands alone
+    c.options.method.correction = "always";  // each step's selection stands alone
     c.steps = std::min(c.steps, 12);
     // Neighbours in turns: those between them agree too.
     const auto lower = seed % (sets.size() - 1);

@@ -27,7 +27,7 @@ std::vector<sequence_result> run(const choice& c) {
   s.layers = 2;
   s.kv_heads = c.kv_heads;
   s.query_heads = 2 * c.kv_heads;
-  s.budget = {.sink = 16 * c.sink_pages, .window = 32, .selected_pages = 3};
+  s.budget = {.sink = 16 * c.sink_pages, .window = 32, .selected_units = 3};
   s.max_tokens = 220;
   s.max_sequences = 2;
   s.correction = {.tau = 0.8f};
@@ -42,7 +42,7 @@ std::vector<sequence_result> run(const choice& c) {
   const text first(s, 40, 220, 1), second(s, 40, 220, 2);
   prompt_only(pipeline, a, first, 70);
   prompt_only(pipeline, b, second, 150);
-  std::vector<sequence_result> results{run_step(pipeline, a, first, 81, freekv::row_kind::prompt)};
+  std::vector<sequence_result> results{run_step(pipeline, a, first, 81, freekv::step_phase::prefill)};
   for (int step = 0; step < 50; ++step)
     for (auto& r : run_step(pipeline, {{a, &first}, {b, &second}})) results.push_back(std::move(r));
   return results;

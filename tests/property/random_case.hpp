@@ -50,16 +50,17 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
   const auto& o = c.options;
   return out << "seed " << c.seed << ": " << freekv::examples::dtype_name(o.element) << " d " << o.head_dim
              << ", " << o.query_heads << "/" << o.kv_heads << " heads, page " << o.page << ", sink "
-             << o.budget.sink << ", window " << o.budget.window << ", k " << o.budget.selected_pages << ", "
-             << o.does.summary << " " << o.does.format << " (chunk " << o.does.chunk << ", rank "
-             << o.does.rank << ", bits " << o.does.bits << ", times " << o.does.times << "), "
-             << o.does.pooling << ", " << o.does.selection << " " << o.does.top_p << ", " << o.does.correction
-             << " tau " << o.does.tau << " " << o.does.drift_pool << " delta " << o.does.delta
-             << (o.does.partial ? " partial" : "") << " every " << o.does.every << ", " << o.does.residency
-             << " spare " << o.does.spare << ", " << o.does.rows << ", unit " << o.does.unit << ", plan "
-             << o.does.plan << ", " << o.layout << (o.in_place ? ", in place" : ", resident") << ", sliding "
-             << o.sliding_window << ", cap " << o.soft_cap << (o.sink_logits.empty() ? "" : ", sink logits")
-             << ", pins " << (o.does.pinning == "no_pins" ? 0 : o.does.pinned) << ", store " << o.does.codec
+             << o.budget.sink << ", window " << o.budget.window << ", k " << o.budget.selected_units << ", "
+             << o.method.summary << " " << o.method.format << " (chunk " << o.method.chunk << ", rank "
+             << o.method.rank << ", bits " << o.method.bits << ", times " << o.method.times << "), "
+             << o.method.pooling << ", " << o.method.selection << " " << o.method.top_p << ", "
+             << o.method.correction << " tau " << o.method.tau << " " << o.method.drift_pool << " delta "
+             << o.method.delta << (o.method.partial ? " partial" : "") << " every " << o.method.every << ", "
+             << o.method.residency << " spare " << o.method.spare << ", " << o.method.rows << ", unit "
+             << o.method.unit << ", plan " << o.method.plan << ", " << o.layout
+             << (o.in_place ? ", in place" : ", resident") << ", sliding " << o.sliding_window << ", cap "
+             << o.soft_cap << (o.sink_logits.empty() ? "" : ", sink logits") << ", pins "
+             << (o.method.pinning == "no_pins" ? 0 : o.method.pinned) << ", store " << o.method.codec
              << (o.store_file.empty() ? ""
                  : o.direct_io        ? " direct file"
                                       : " file")
@@ -136,7 +137,7 @@ inline std::vector<float> random_factors(dice& d, int kv_heads, int rank, int he
 
 /// What no pipeline takes: query heads that select each for itself, and a correction that judges what they select
 /// together.
-inline bool judged_by_mass(const freekv::examples::method& m) {
+inline bool judged_by_mass(const freekv::examples::method_spec& m) {
   return m.rows == "per_query_head" && m.correction == "mass_deficit";
 }
 
@@ -169,29 +170,29 @@ inline random_case make_case(std::uint64_t seed) {
   o.page = d.one_of({8, 8, 16, 24, 32, 64, 128});
   o.budget.sink = o.page * d.between(0, 2);
   o.budget.window = o.page * d.between(1, 3);
-  o.budget.selected_pages = d.one_of({1, 2, 3, 4, 7, 40});
+  o.budget.selected_units = d.one_of({1, 2, 3, 4, 7, 40});
   using namespace freekv::examples;
   o.layout = d.name_of(layouts);
-  o.does.summary = d.name_of(summaries);
-  o.does.format = d.name_of(formats);
-  o.does.chunk = d.one_of({1, 2, 4, 8});
-  o.does.rank = d.between(8, 32);
-  o.does.bits = o.does.summary == "key_sketch" ? d.one_of({1, 2, 4}) : d.one_of({2, 3, 4, 8, 32});
-  o.does.times = d.one_of({1, 1, 2, 3});
+  o.method.summary = d.name_of(summaries);
+  o.method.format = d.name_of(formats);
+  o.method.chunk = d.one_of({1, 2, 4, 8});
+  o.method.rank = d.between(8, 32);
+  o.method.bits = o.method.summary == "key_sketch" ? d.one_of({1, 2, 4}) : d.one_of({2, 3, 4, 8, 32});
+  o.method.times = d.one_of({1, 1, 2, 3});
   // The default, half of the time.
-  if (d.below(2) == 0) o.does.pooling = d.name_of(poolings);
-  if (d.below(4) == 0) o.does.selection = d.name_of(selections);
-  o.does.top_p = d.one_of({0.3f, 0.6f, 0.9f, 1.0f});
-  if (d.below(3) != 0) o.does.correction = d.name_of(corrections);
-  o.does.tau = d.one_of({0.5f, 0.8f, 0.9f, 0.95f});
-  o.does.drift_pool = d.name_of(drift_pools);
-  o.does.delta = d.one_of({0.0f, 0.05f, 0.2f, 0.5f});
-  o.does.partial = d.below(2) == 0;
-  o.does.every = d.between(1, 6);
-  o.does.residency = d.name_of(residencies);
-  o.does.spare = d.one_of({0, 0, 1, 3, 9});
-  o.does.plan = d.one_of<std::string>({"retrieval", "retrieval", "retrieval", "retrieval", "retrieval",
-                                       "complete", "window", "sliding", "by_head"});
+  if (d.below(2) == 0) o.method.pooling = d.name_of(poolings);
+  if (d.below(4) == 0) o.method.selection = d.name_of(selections);
+  o.method.top_p = d.one_of({0.3f, 0.6f, 0.9f, 1.0f});
+  if (d.below(3) != 0) o.method.correction = d.name_of(corrections);
+  o.method.tau = d.one_of({0.5f, 0.8f, 0.9f, 0.95f});
+  o.method.drift_pool = d.name_of(drift_pools);
+  o.method.delta = d.one_of({0.0f, 0.05f, 0.2f, 0.5f});
+  o.method.partial = d.below(2) == 0;
+  o.method.every = d.between(1, 6);
+  o.method.residency = d.name_of(residencies);
+  o.method.spare = d.one_of({0, 0, 1, 3, 9});
+  o.method.plan = d.one_of<std::string>({"retrieval", "retrieval", "retrieval", "retrieval", "retrieval",
+                                         "complete", "window", "sliding", "by_head"});
   using enum freekv::layer_kind;
   for (int head = 0; head < o.kv_heads; ++head)
     o.head_kinds.push_back(d.one_of({retrieval, complete, window}));
@@ -203,25 +204,25 @@ inline random_case make_case(std::uint64_t seed) {
   c.turn = d.one_of({0.05f, 0.3f, 1.0f});
   c.outliers = d.one_of({0.0f, 0.02f});
   o.max_tokens = c.prompt + c.steps;
-  c.basis_data = random_basis(d, o.kv_heads, o.does.rank, o.head_dim);
-  o.basis = {nullptr, 1, o.kv_heads, o.does.rank, o.head_dim};
-  o.does.codes = d.between(1, 8);
-  o.codebooks = {nullptr,        1, o.kv_heads, o.head_dim, d.between(1, 8), d.between(1, 4), o.does.codes,
+  c.basis_data = random_basis(d, o.kv_heads, o.method.rank, o.head_dim);
+  o.basis = {nullptr, 1, o.kv_heads, o.method.rank, o.head_dim};
+  o.method.codes = d.between(1, 8);
+  o.codebooks = {nullptr,        1, o.kv_heads, o.head_dim, d.between(1, 8), d.between(1, 4), o.method.codes,
                  d.between(1, 5)};
-  if (o.does.summary == "key_codes") c.codebook_data = random_codebooks(d, o.codebooks);
+  if (o.method.summary == "key_codes") c.codebook_data = random_codebooks(d, o.codebooks);
   if (d.below(4) == 0) {
     o.store_file = "/tmp";
     o.direct_io = d.below(2) == 0;
   }
-  if (d.below(4) == 0) o.does.codec = d.name_of(codecs);
+  if (d.below(4) == 0) o.method.codec = d.name_of(codecs);
   o.sliding_window = d.one_of({1, o.page, d.between(1, 6 * o.page), 100 * o.page});
   if (d.below(5) == 0) o.soft_cap = d.one_of({0.5f, 3.0f, 30.0f});
   if (d.below(5) == 0)
     for (int head = 0; head < o.query_heads; ++head) o.sink_logits.push_back(3.0f * d.normal());
-  if (d.below(3) == 0) o.does.rows = d.name_of(selection_rows);
-  if (judged_by_mass(o.does)) o.does.rows = "per_layer";
-  if (d.below(4) == 0 && o.does.rows != "per_layer") o.does.pinning = "pin_outliers";
-  o.does.pinned = d.one_of({0, 1, 2, 5, 48});
+  if (d.below(3) == 0) o.method.rows = d.name_of(selection_scopes);
+  if (judged_by_mass(o.method)) o.method.rows = "per_layer";
+  if (d.below(4) == 0 && o.method.rows != "per_layer") o.method.pinning = "pin_outliers";
+  o.method.pinned = d.one_of({0, 1, 2, 5, 48});
   give_factors(c, d.between(1, 24));
   return c;
 }
@@ -229,9 +230,9 @@ inline random_case make_case(std::uint64_t seed) {
 /// Selects so many tokens together, or single ones where these do not divide the page, with as many selected tokens as there were, and another
 /// summary where that one keeps 8 tokens at a time.
 inline void give_unit(random_case& c, int tokens) {
-  auto& m = c.options.does;
+  auto& m = c.options.method;
   m.unit = c.options.page % tokens == 0 ? tokens : 1;
-  c.options.budget.selected_pages *= c.options.page / m.unit;
+  c.options.budget.selected_units *= c.options.page / m.unit;
   if (m.summary == "chunk_means") m.chunk = std::min(m.chunk, m.unit);
   if (m.unit % 8 == 0) return;
   if (m.summary == "key_subspace") m.bits = 32;
@@ -247,9 +248,9 @@ inline void give_heads(random_case& c, int kv_heads, int query_heads) {
   o.query_heads = query_heads;
   o.sink_logits.clear();
   o.head_kinds.clear();
-  o.does.plan = "retrieval";
-  c.basis_data = random_basis(d, kv_heads, o.does.rank, o.head_dim);
-  o.basis = {nullptr, 1, kv_heads, o.does.rank, o.head_dim};
+  o.method.plan = "retrieval";
+  c.basis_data = random_basis(d, kv_heads, o.method.rank, o.head_dim);
+  o.basis = {nullptr, 1, kv_heads, o.method.rank, o.head_dim};
   give_factors(c, o.factors.rank);
 }
 
@@ -322,17 +323,17 @@ inline oracle::settings oracle_settings(const random_case& c) {
   const auto& o = c.options;
   oracle::settings s;
   s.read_back = read_back(c.with_basis());
-  s.pinned = o.does.pinning == "pin_outliers" ? o.does.pinned : 0;
+  s.pinned = o.method.pinning == "pin_outliers" ? o.method.pinned : 0;
   s.query_heads = o.query_heads;
   s.kv_heads = o.kv_heads;
   s.head_dim = o.head_dim;
   s.page = o.page;
   s.sink = o.budget.sink;
   s.window = o.budget.window;
-  s.selected_pages = o.budget.selected_pages;
+  s.selected_units = o.budget.selected_units;
   s.scale = o.scale == 0.0f ? oracle::default_scale(o.head_dim) : static_cast<double>(o.scale);
   s.summary =
-      value_at(freekv::examples::summaries, o.does.summary,
+      value_at(freekv::examples::summaries, o.method.summary,
                {oracle::summary_kind::min_max, oracle::summary_kind::mean, oracle::summary_kind::centroid_box,
                 oracle::summary_kind::ball, oracle::summary_kind::chunk_means,
                 oracle::summary_kind::key_sketch, oracle::summary_kind::key_subspace,
@@ -340,49 +341,49 @@ inline oracle::settings oracle_settings(const random_case& c) {
   s.element = o.element == data_type::f32   ? oracle::element_kind::f32
               : o.element == data_type::f16 ? oracle::element_kind::f16
                                             : oracle::element_kind::bf16;
-  s.format = value_at(freekv::examples::formats, o.does.format,
+  s.format = value_at(freekv::examples::formats, o.method.format,
                       {oracle::stored_format::standard, oracle::stored_format::key,
                        oracle::stored_format::float32, oracle::stored_format::int8});
-  s.chunk = o.does.chunk;
+  s.chunk = o.method.chunk;
   s.bits =
-      o.does.summary == "coarse_to_fine" ? 4 : o.does.bits;  // of the list's: min_max, then key_sketch<4>
-  s.times = o.does.times;
-  s.pooling = value_at(freekv::examples::poolings, o.does.pooling,
+      o.method.summary == "coarse_to_fine" ? 4 : o.method.bits;  // of the list's: min_max, then key_sketch<4>
+  s.times = o.method.times;
+  s.pooling = value_at(freekv::examples::poolings, o.method.pooling,
                        {oracle::pooling_kind::mean_softmax, oracle::pooling_kind::max_softmax,
                         oracle::pooling_kind::mean_score, oracle::pooling_kind::max_score,
                         oracle::pooling_kind::mean_query, oracle::pooling_kind::max_query});
-  s.selection = value_at(freekv::examples::selections, o.does.selection,
+  s.selection = value_at(freekv::examples::selections, o.method.selection,
                          {oracle::selection_kind::top_k, oracle::selection_kind::top_p});
-  s.top_p = static_cast<double>(o.does.top_p);
-  s.rows = value_at(freekv::examples::selection_rows, o.does.rows,
-                    {oracle::rows_kind::kv_head, oracle::rows_kind::query_head, oracle::rows_kind::layer});
-  s.correction = value_at(freekv::examples::corrections, o.does.correction,
+  s.top_p = static_cast<double>(o.method.top_p);
+  s.rows = value_at(freekv::examples::selection_scopes, o.method.rows,
+                    {oracle::scope_kind::kv_head, oracle::scope_kind::query_head, oracle::scope_kind::layer});
+  s.correction = value_at(freekv::examples::corrections, o.method.correction,
                           {oracle::correction_kind::cosine_drift, oracle::correction_kind::mass_deficit,
                            oracle::correction_kind::always, oracle::correction_kind::never,
                            oracle::correction_kind::every_n_steps});
-  s.tau = static_cast<double>(o.does.tau);
+  s.tau = static_cast<double>(o.method.tau);
   s.drift_pool =
-      value_at(freekv::examples::drift_pools, o.does.drift_pool,
+      value_at(freekv::examples::drift_pools, o.method.drift_pool,
                {oracle::drift_pool_kind::mean, oracle::drift_pool_kind::min, oracle::drift_pool_kind::max});
-  s.delta = static_cast<double>(o.does.delta);
-  s.partial = o.does.partial;
-  s.every = o.does.every;
+  s.delta = static_cast<double>(o.method.delta);
+  s.partial = o.method.partial;
+  s.every = o.method.every;
   s.residency =
-      value_at(freekv::examples::residencies, o.does.residency,
+      value_at(freekv::examples::residencies, o.method.residency,
                {oracle::residency_kind::first_unselected, oracle::residency_kind::least_recently_used});
-  s.spare = o.does.spare;
+  s.spare = o.method.spare;
   s.sliding_window = o.sliding_window;
   s.soft_cap = static_cast<double>(o.soft_cap);
   const auto sinks =
       std::span(o.sink_logits).first(o.sink_logits.empty() ? 0 : static_cast<std::size_t>(o.query_heads));
   s.sink_logits.assign(sinks.begin(), sinks.end());
   s.max_rows = o.max_decode_rows;
-  s.unit = o.does.unit;
-  s.kind = o.does.plan == "complete"  ? oracle::layer_kind::complete
-           : o.does.plan == "window"  ? oracle::layer_kind::window
-           : o.does.plan == "sliding" ? oracle::layer_kind::sliding
-                                      : oracle::layer_kind::retrieval;
-  if (o.does.plan == "by_head")
+  s.unit = o.method.unit;
+  s.kind = o.method.plan == "complete"  ? oracle::layer_kind::complete
+           : o.method.plan == "window"  ? oracle::layer_kind::window
+           : o.method.plan == "sliding" ? oracle::layer_kind::sliding
+                                        : oracle::layer_kind::retrieval;
+  if (o.method.plan == "by_head")
     for (const auto kind : std::span(o.head_kinds).first(static_cast<std::size_t>(o.kv_heads)))
       s.head_kinds.push_back(kind == freekv::layer_kind::retrieval  ? oracle::layer_kind::retrieval
                              : kind == freekv::layer_kind::complete ? oracle::layer_kind::complete
@@ -392,7 +393,7 @@ inline oracle::settings oracle_settings(const random_case& c) {
   for (int head = 0; head < o.kv_heads; ++head)
     s.bases.push_back({{view.mean(0, head), view.mean(0, head) + o.head_dim},
                        {view.rows(0, head), view.rows(0, head) + view.rank * o.head_dim}});
-  if (o.does.summary != "key_codes") return s;
+  if (o.method.summary != "key_codes") return s;
   const auto books = c.with_basis().codebooks;
   const auto as_oracle = [](const freekv::codebook& b) {
     const int rows = b.codes * b.dims;

@@ -21,7 +21,8 @@ void read_back_as(const freekv::examples::pipeline_options& o, int page, rows_of
   using namespace freekv;
   constexpr auto n = [](int x) { return static_cast<std::size_t>(x); };
   const examples::method_data data{.factors = o.factors, .rotary = o.rotary};
-  const auto chosen_codec = examples::chosen("codec", examples::codecs, o.does.codec).make(o.does, data);
+  const auto chosen_codec =
+      examples::find_by_name("codec", examples::codecs, o.method.codec).make(o.method, data);
   resolve(chosen_codec, [&](const auto& c) {
     const page_geometry geometry{o.page, HeadDim};
     const std::size_t bytes = c.bytes(geometry, sizeof(Element));
@@ -56,7 +57,7 @@ void read_back_as(const freekv::examples::pipeline_options& o, int page, rows_of
 /// For the oracle's settings. What `o` points to outlives it.
 inline std::function<void(int, rows_of_heads&, rows_of_heads&)> read_back(
     const freekv::examples::pipeline_options& o) {
-  if (o.does.codec == freekv::identity::name) return nullptr;
+  if (o.method.codec == freekv::identity::name) return nullptr;
   return [o](int page, rows_of_heads& keys, rows_of_heads& values) {
     const auto with = [&]<int... D>(std::integer_sequence<int, D...>) {
       using freekv::examples::data_type;

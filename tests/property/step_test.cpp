@@ -99,10 +99,10 @@ TEST_CASE("query heads beyond a mask's word, in several parts of attention, agre
     for (const bool in_place : {false, true}) {
       random_case c = make_case(5);
       auto& o = c.options;
-      o.does = {.rows = "per_query_head"};
+      o.method = {.rows = "per_query_head"};
       give_heads(c, group == 33 ? 2 : 1, group == 33 ? 66 : group);
       o.page = 8;
-      o.budget = {.sink = 0, .window = 8, .selected_pages = 3};
+      o.budget = {.sink = 0, .window = 8, .selected_units = 3};
       o.store_file.clear();
       o.in_place = in_place;
       c.prompt = 900;
@@ -128,11 +128,11 @@ TEST_CASE("KV heads that select together agree with the oracle", "[property]") {
     auto& o = c.options;
     give_heads(c, 3, seed % 2 == 0 ? 3 : 6);
     o.page = 8;
-    o.budget = {.sink = 8, .window = 16, .selected_pages = 2};
-    o.does.summary = "mean";
-    o.does.rows = "per_layer";
-    o.does.pinning = "no_pins";
-    if (seed % 3 != 0) o.does.correction = "cosine_drift";
+    o.budget = {.sink = 8, .window = 16, .selected_units = 2};
+    o.method.summary = "mean";
+    o.method.rows = "per_layer";
+    o.method.pinning = "no_pins";
+    if (seed % 3 != 0) o.method.correction = "cosine_drift";
     o.store_file.clear();
     c.prompt = 100;
     c.steps = 12;
@@ -156,12 +156,12 @@ TEST_CASE("pinned units have no part in what else is selected", "[property]") {
     random_case c = make_case(seed);
     auto& o = c.options;
     o.page = 8;
-    o.budget = {.sink = 8, .window = 16, .selected_pages = 2};
-    o.does = {.summary = seed % 2 == 0 ? "coarse_to_fine" : "min_max", .correction = "always"};
+    o.budget = {.sink = 8, .window = 16, .selected_units = 2};
+    o.method = {.summary = seed % 2 == 0 ? "coarse_to_fine" : "min_max", .correction = "always"};
     give_heads(c, 2, 6);
-    o.does.times = 2;
-    o.does.pinning = "pin_outliers";
-    o.does.pinned = 5;
+    o.method.times = 2;
+    o.method.pinning = "pin_outliers";
+    o.method.pinned = 5;
     o.store_file.clear();
     o.in_place = seed % 3 == 0;
     c.outliers = 0.1f;

@@ -55,7 +55,7 @@ inline trace run_case(const random_case& c, freekv::host_backend& backend, bool 
   for (int token = 0; token < c.prompt; ++token) keep();
   for (int done = 0; done < c.prompt;) {
     const int chunk = std::min(c.prompt - done, 1 + chunks.below(c.prompt));
-    p->begin_step(chunk, freekv::row_kind::prompt);
+    p->begin_step(chunk, freekv::step_phase::prefill);
     p->append(0, std::span(t.keys).subspan(n(done) * width, n(chunk) * width),
               std::span(t.values).subspan(n(done) * width, n(chunk) * width), {});
     p->end_step();
@@ -68,7 +68,7 @@ inline trace run_case(const random_case& c, freekv::host_backend& backend, bool 
     s.queries = source.queries;
     s.out.resize(source.queries.size());
     s.lse.resize(n(c.options.query_heads));
-    p->begin_step(1, freekv::row_kind::decode);
+    p->begin_step(1, freekv::step_phase::decode);
     p->append(0, source.keys, source.values, source.queries);
     p->attend(0, s.out, s.lse);
     if (measures_full) {

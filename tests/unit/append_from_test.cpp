@@ -8,7 +8,7 @@
 namespace {
 
 using namespace tests;
-using freekv::row_kind;
+using freekv::step_phase;
 
 /// An engine's cache of one layer: blocks of keys and values, a block table for each sequence.
 struct engine_cache {
@@ -75,7 +75,7 @@ TEST_CASE("a prompt out of an engine's blocks is the prompt appended, bit for bi
     const freekv::sequence_id ids[] = {pipeline.open(), pipeline.open()};
     for (std::size_t chunk = 0; chunk < chunks.size(); ++chunk) {
       const int n = chunks[chunk];
-      pipeline.begin_step({{ids[0], n, row_kind::prompt}, {ids[1], n - 1, row_kind::prompt}});
+      pipeline.begin_step({{ids[0], n, step_phase::prefill}, {ids[1], n - 1, step_phase::prefill}});
       for (int layer = 0; layer < s.layers; ++layer) {
         std::vector<freekv::paged_rows<float>> tables;
         for (const int second : {0, 1}) {
@@ -112,7 +112,7 @@ TEST_CASE("a prompt copied into a file leaves alone what is selected behind anot
   constexpr int layers = 6, tokens = 3000, steps = 12, more = 96;
   auto s = tiny_settings();
   s.layers = layers;
-  s.budget = {.sink = 8, .window = 16, .selected_pages = 24};
+  s.budget = {.sink = 8, .window = 16, .selected_units = 24};
   s.max_tokens = 4096;
   s.max_sequences = 2;
   s.store_file = {.path = "/tmp"};
@@ -137,7 +137,7 @@ TEST_CASE("a prompt copied into a file leaves alone what is selected behind anot
       }
       pipeline.end_step();  // and nobody waits for what is selected behind it
       if (!copies) continue;
-      pipeline.begin_step({{b, more, row_kind::prompt}});
+      pipeline.begin_step({{b, more, step_phase::prefill}});
       for (int layer = 0; layer < layers; ++layer) {
         pipeline.append_from<float>(layer, std::vector{caches[count(layer)].view()});
       }
@@ -159,7 +159,7 @@ TEST_CASE("what an engine's blocks do not hold is refused in sentences", "[appen
   const auto refused = [&](freekv::paged_rows<float> rows, const char* sentence) {
     CHECK_THROWS_WITH(f.pipeline.append_from<float>(0, std::vector{rows}), sentence);
   };
-  f.pipeline.begin_step({{f.id, 49, row_kind::prompt}});
+  f.pipeline.begin_step({{f.id, 49, step_phase::prefill}});
   refused(cache.view(), "append_from: sequence 0 has blocks for 48 tokens of 49");
   auto none = cache.view();
   none.block_tokens = 0;
@@ -173,7 +173,7 @@ TEST_CASE("what an engine's blocks do not hold is refused in sentences", "[appen
   refused(cache.view(), "append_from: sequence 0 brings decode rows; append them with their queries");
   f.pipeline.abandon_step();
   f.id = f.pipeline.open();
-  f.pipeline.begin_step({{f.id, 40, row_kind::prompt}});
+  f.pipeline.begin_step({{f.id, 40, step_phase::prefill}});
   f.pipeline.append_from<float>(0, std::vector{cache.view()});
   std::vector<float> out(40 * 6 * head_dim);
   CHECK_THROWS_WITH(f.pipeline.attend(0, out), Catch::Contains("append was given no queries"));
@@ -187,8 +187,8 @@ TEST_CASE("lse comes in the base that is asked for", "[append_from]") {
   fresh binary(s);
   for (fresh* f : {&natural, &binary}) prompt_only(f->pipeline, f->id, source, 80);
   for (int step = 0; step < 5; ++step) {
-    const auto e = run_step(natural.pipeline, natural.id, source, 1, row_kind::decode);
-    const auto two = run_step(binary.pipeline, binary.id, source, 1, row_kind::decode);
+    const auto e = run_step(natural.pipeline, natural.id, source, 1, step_phase::decode);
+    const auto two = run_step(binary.pipeline, binary.id, source, 1, step_phase::decode);
     CHECK(same_bits(e.out, two.out));
     for (std::size_t i = 0; i < e.lse.size(); ++i)
       CHECK(is_near(two.lse[i], static_cast<double>(e.lse[i]) / std::log(2.0),

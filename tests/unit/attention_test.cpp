@@ -2,7 +2,7 @@
 // split.
 
 #include <algorithm>
-#include <freekv/functors/attend_slice.hpp>
+#include <freekv/algorithms/attend_slice.hpp>
 #include <numeric>
 #include <tuple>
 #include <vector>

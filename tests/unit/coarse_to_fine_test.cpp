@@ -36,7 +36,7 @@ void check_pair(const page_case& c, const Coarse& coarse, const Fine& fine) {
       for (int g = 0; g < c.group; ++g)
         freekv::prepare_query(team, policy, freekv::group_query{c.queries.data() + g * c.d, 1, c.d},
                               prepared.data() + g * width);
-      freekv::score_page_coarsely<E>(team, policy, c.page(), pair.stored.data(),
+      freekv::score_unit_coarsely<E>(team, policy, c.page(), pair.stored.data(),
                                      {prepared.data(), width, c.group, c.scale}, numbers.data(),
                                      {scores.data(), 1});
     });

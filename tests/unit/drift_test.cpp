@@ -1,7 +1,7 @@
 // How far queries have turned, and which heads that flags.
 
 #include <freekv/policies/correction.hpp>
-#include <freekv/policies/query_drift.hpp>
+#include <freekv/policies/detail/query_drift.hpp>
 #include <vector>
 
 #include "../catch.hpp"

@@ -16,9 +16,9 @@ namespace {
 
 using namespace tests;
 using Catch::Contains;
-using freekv::row_kind;
 using freekv::sequence_id;
 using freekv::settings_error;
+using freekv::step_phase;
 using freekv::usage_error;
 
 constexpr int head_dim = tiny_pipeline::head_dim;
@@ -151,7 +151,7 @@ TEST_CASE("a step is begun with known sequences, each once, outside a step", "[e
                           });
   refuses_at<usage_error>(moment::before_steps, {"sequence 1 brings -5 prompt rows"},
                           [](auto& p, auto a, auto b) {
-                            p.begin_step({{a}, {b, -5, row_kind::prompt}});
+                            p.begin_step({{a}, {b, -5, step_phase::prefill}});
                           });
   for (const moment when : {moment::begun, moment::first_layer_appended, moment::all_attended})
     refuses_at<usage_error>(when,
@@ -164,23 +164,23 @@ TEST_CASE("a step that does not fit reserves nothing", "[errors]") {
   refuses_at<freekv::pool_exhausted>(moment::before_steps,
                                      {"tokens of sequence 0 exhausted", "92 of 200 in use", "needs 109 more"},
                                      [](auto& p, auto a, auto b) {
-                                       p.begin_step({{b}, {a, 109, row_kind::prompt}});
+                                       p.begin_step({{b}, {a, 109, step_phase::prefill}});
                                      });
   refuses_at<freekv::pool_exhausted>(moment::before_steps,
                                      {"page pool exhausted", "20 of 32 in use",
                                       "the step, from sequence 0 on, needs 13 more", "release a sequence"},
                                      [](auto& p, auto a, auto) {
-                                       p.begin_step({{a, 12 * 8 - 92 + 13 * 8, row_kind::prompt}});
+                                       p.begin_step({{a, 12 * 8 - 92 + 13 * 8, step_phase::prefill}});
                                      });
-  refuses_at<freekv::pool_exhausted>(moment::before_steps,
-                                     {"page pool exhausted", "20 of 32", "needs 14 more"},
-                                     [](auto& p, auto a, auto b) {
-                                       p.begin_step({{a, 60, row_kind::prompt}, {b, 50, row_kind::prompt}});
-                                     });
-  refuses_at<freekv::pool_exhausted>(moment::before_steps, {"tokens of sequence 1"},
-                                     [](auto& p, auto, auto b) {
-                                       p.begin_step({{b, std::numeric_limits<int>::max(), row_kind::prompt}});
-                                     });
+  refuses_at<freekv::pool_exhausted>(
+      moment::before_steps, {"page pool exhausted", "20 of 32", "needs 14 more"},
+      [](auto& p, auto a, auto b) {
+        p.begin_step({{a, 60, step_phase::prefill}, {b, 50, step_phase::prefill}});
+      });
+  refuses_at<freekv::pool_exhausted>(
+      moment::before_steps, {"tokens of sequence 1"}, [](auto& p, auto, auto b) {
+        p.begin_step({{b, std::numeric_limits<int>::max(), step_phase::prefill}});
+      });
 }
 
 TEST_CASE("exactly what fits is taken", "[errors]") {
@@ -188,7 +188,7 @@ TEST_CASE("exactly what fits is taken", "[errors]") {
   freekv::host_backend backend;
   tiny_pipeline pipeline(s, backend);
   const auto a = pipeline.open(), b = pipeline.open();
-  pipeline.begin_step({{a, 200, row_kind::prompt}, {b, 56, row_kind::prompt}});
+  pipeline.begin_step({{a, 200, step_phase::prefill}, {b, 56, step_phase::prefill}});
   CHECK(pipeline.free_pages() == 0);
   CHECK(pipeline.tokens(a) == 200);
 }
@@ -330,10 +330,10 @@ namespace {
 
 /// A step of the sequences that goes as far as `stop` in layer 0, and is abandoned there.
 void abandon_at(moment stop, tiny_pipeline& pipeline, const std::vector<sequence_part>& parts) {
-  std::vector<freekv::sequence_rows> listed;
+  std::vector<freekv::step_input> listed;
   std::vector<float> keys, values, queries;
   for (const auto& part : parts) {
-    listed.push_back({part.id, part.tokens, part.kind});
+    listed.push_back({part.id, part.tokens, part.phase});
     const auto rows = part.source->at(0, pipeline.tokens(part.id), part.tokens);
     keys.insert(keys.end(), rows.keys.begin(), rows.keys.end());
     values.insert(values.end(), rows.values.begin(), rows.values.end());
@@ -365,7 +365,7 @@ TEST_CASE("a step abandoned anywhere ends its own sequences, and no other notice
   tiny_pipeline untouched(s, backend);
   const auto of_first = prompted_and_decoded(untouched), of_second = decoded(untouched, untouched.open());
 
-  for (const row_kind kind : {row_kind::decode, row_kind::prompt})
+  for (const step_phase kind : {step_phase::decode, step_phase::prefill})
     for (const moment stop : {moment::begun, moment::first_layer_appended, moment::first_layer_attended}) {
       tiny_pipeline pipeline(s, backend);
       const auto a = pipeline.open(), b = pipeline.open();
@@ -375,7 +375,7 @@ TEST_CASE("a step abandoned anywhere ends its own sequences, and no other notice
       prompt_only(pipeline, b, second, 61);
       decode(pipeline, b, second, 3);
 
-      abandon_at(stop, pipeline, {{b, &second, kind == row_kind::decode ? 1 : 20, kind}});
+      abandon_at(stop, pipeline, {{b, &second, kind == step_phase::decode ? 1 : 20, kind}});
       CHECK(pipeline.free_pages() == free);
       CHECK(pipeline.tokens(a) == 65);
       CHECK_THROWS_WITH(pipeline.tokens(b), Contains("sequence 1 is not open"));
@@ -410,7 +410,7 @@ TEST_CASE("a step of all sequences is abandoned whole; the pages and the ids are
     tiny_pipeline pipeline(s, backend);
     const auto a = pipeline.open(), b = pipeline.open();
     prompt_only(pipeline, a, first, 90);
-    abandon_at(stop, pipeline, {{b, &second, 61, row_kind::prompt}, {a, &first}});
+    abandon_at(stop, pipeline, {{b, &second, 61, step_phase::prefill}, {a, &first}});
     CHECK(pipeline.free_pages() == 32);
     CHECK(pipeline.open() == a);
     CHECK(pipeline.open() == b);
@@ -438,7 +438,7 @@ TEST_CASE("prompt rows without queries cannot attend", "[errors]") {
   tiny_pipeline pipeline(s, backend);
   const auto id = pipeline.open();
   const auto rows = source.at(0, 0, 20);
-  pipeline.begin_step({{id, 20, row_kind::prompt}});
+  pipeline.begin_step({{id, 20, step_phase::prefill}});
   CHECK_THROWS_WITH(
       pipeline.append<float>(0, {.keys = rows.keys, .values = rows.values, .queries = rows.queries.first(5)}),
       Contains("queries: 5 numbers for 20 rows of 144"));
@@ -529,7 +529,7 @@ TEST_CASE("settings that contradict each other are refused with their numbers, b
           [](auto& s) { s.budget.window = 0; });
   refuses({"window of 12 tokens"}, [](auto& s) { s.budget.window = 12; });
   refuses({"window of -16 tokens"}, [](auto& s) { s.budget.window = -16; });
-  refuses({"selected_pages is 0", "at least 1"}, [](auto& s) { s.budget.selected_pages = 0; });
+  refuses({"selected_units is 0", "at least 1"}, [](auto& s) { s.budget.selected_units = 0; });
   refuses({"max_tokens is 0"}, [](auto& s) { s.max_tokens = 0; });
   refuses({"max_tokens is -1"}, [](auto& s) { s.max_tokens = -1; });
   refuses({"max_sequences is 0", "at least 1"}, [](auto& s) { s.max_sequences = 0; });
@@ -617,7 +617,7 @@ TEST_CASE("page sizes at run time are multiples of 8 from 8 to 256", "[errors]")
   }
   for (const int page : {8, 16, 24, 128, 256}) {
     s.page = {page};
-    s.budget = {.sink = page, .window = page, .selected_pages = 1};
+    s.budget = {.sink = page, .window = page, .selected_units = 1};
     CHECK_NOTHROW(freekv::checked_settings<64>(s));
   }
 }
@@ -636,7 +636,7 @@ TEST_CASE("settings left out are filled in", "[errors]") {
   // The standard budget, as far as 100 tokens can use it.
   CHECK(s.budget.sink == 64);
   CHECK(s.budget.window == 128);
-  CHECK(s.budget.selected_pages == 4);
+  CHECK(s.budget.selected_units == 4);
   given.scale = 0.5f;
   CHECK(freekv::checked_settings<64>(given).scale == 0.5f);
 }

@@ -8,15 +8,16 @@
 
 namespace tests {
 
-using freekv::examples::method;
+using freekv::examples::method_spec;
 
 /// Every policy once with the others as published, every summary in every format.
-inline std::vector<method> every_policy() {
+inline std::vector<method_spec> every_policy() {
   using namespace freekv::examples;
-  std::vector<method> all;
+  std::vector<method_spec> all;
   for (const auto& one : summaries)
     for (const auto& format : formats) {
-      method m{.summary = std::string(one.name), .format = std::string(format.name), .rank = 12, .times = 2};
+      method_spec m{
+          .summary = std::string(one.name), .format = std::string(format.name), .rank = 12, .times = 2};
       const bool own_format = m.summary.starts_with("key_") || m.summary == "coarse_to_fine";
       if (own_format && m.format != "standard") continue;
       m.bits = m.summary == "key_sketch" ? 2 : 3;
@@ -24,7 +25,7 @@ inline std::vector<method> every_policy() {
     }
   for (const auto& one : poolings) all.push_back({.pooling = std::string(one.name)});
   for (const auto& one : selections) all.push_back({.selection = std::string(one.name), .top_p = 0.6f});
-  for (const auto& one : selection_rows)
+  for (const auto& one : selection_scopes)
     for (const char* correction : {"cosine_drift", "always", "never"})
       all.push_back({.rows = std::string(one.name), .correction = correction});
   all.push_back({.rows = "per_layer", .correction = "mass_deficit", .partial = true});
@@ -41,7 +42,7 @@ inline std::vector<method> every_policy() {
   return all;
 }
 
-inline std::string words(const method& m) {
+inline std::string words(const method_spec& m) {
   return m.summary + " " + m.format + ", " + m.pooling + ", " + m.selection + ", " + m.rows + ", " +
          m.correction + (m.partial ? " partial" : "") + " " + m.drift_pool + ", " + m.residency + " " +
          std::to_string(m.spare) + ", unit " + std::to_string(m.unit) + ", " + m.pinning;

@@ -12,9 +12,9 @@
 namespace {
 
 using namespace tests;
-using freekv::examples::method;
+using freekv::examples::method_spec;
 
-random_case case_of(const method& m, std::uint64_t seed) {
+random_case case_of(const method_spec& m, std::uint64_t seed) {
   dice d(seed);
   random_case c;
   c.seed = seed;
@@ -25,7 +25,7 @@ random_case case_of(const method& m, std::uint64_t seed) {
   o.query_heads = o.kv_heads * d.one_of({1, 2, 3, 5, 8});
   o.page = d.one_of({8, 16});
   o.budget = {o.page * d.between(0, 2), o.page * d.between(1, 2), d.between(1, 4)};
-  o.does = m;
+  o.method = m;
   c.prompt = o.page * d.between(4, 20) + d.below(o.page);
   c.steps = 2 * o.page;
   o.max_tokens = c.prompt + c.steps;
@@ -46,7 +46,7 @@ bool same_steps(const trace& a, const trace& b, bool movement) {
 }  // namespace
 
 TEST_CASE("threads, overlap, route and slot layout change no bit, whatever the policies", "[every_policy]") {
-  for (const method& m : every_policy()) {
+  for (const method_spec& m : every_policy()) {
     auto c = case_of(m, 11);
     INFO(words(m));
     freekv::host_backend alone({.threads = 1, .overlap = false}),
@@ -67,11 +67,11 @@ TEST_CASE("threads, overlap, route and slot layout change no bit, whatever the p
 TEST_CASE("with as many selected pages as candidates the output is full attention's, whatever the policies",
           "[every_policy]") {
   freekv::host_backend backend;
-  for (method m : every_policy()) {
+  for (method_spec m : every_policy()) {
     if (m.selection == "top_p") continue;
     auto c = case_of(m, 12);
     INFO(words(m));
-    c.options.budget.selected_pages = 100 * 16;
+    c.options.budget.selected_units = 100 * 16;
     const bool whole_pages = m.unit_tokens(c.options.page) == c.options.page;
     for (const traced_step& step : run_case(c, backend, true).steps) {
       if (whole_pages) {
@@ -95,7 +95,7 @@ TEST_CASE("top_p attends to fewer pages than the k best, fewer the less mass it 
     std::size_t pages = 0;
     for (std::uint64_t seed = 14; seed < 20; ++seed) {
       auto c = case_of({.selection = selection, .top_p = p, .correction = "always"}, seed);
-      c.options.budget.selected_pages = 6;
+      c.options.budget.selected_units = 6;
       for (const traced_step& step : run_case(c, backend).steps)
         for (const auto& selected : step.attended) pages += selected.size();
     }
@@ -120,7 +120,7 @@ TEST_CASE("spare slots never recall more, and residency never changes an output"
       return sum;
     };
     const trace none = run_case(c, backend);
-    c.options.does.spare = 6;
+    c.options.method.spare = 6;
     const trace some = run_case(c, backend);
     CHECK(same_steps(some, none, false));
     CHECK(recalled(some) < recalled(none));
@@ -131,7 +131,7 @@ TEMPLATE_TEST_CASE("every summary scores alike on every team, whole pages of NaN
                    "[every_policy]", float, freekv::half, freekv::bfloat16) {
   using namespace freekv::examples;
   dice d(14);
-  for (const method& m : every_policy())
+  for (const method_spec& m : every_policy())
     for (int trial = 0; trial < 6; ++trial) {
       auto c = make_page<TestType>(d);
       INFO(words(m) << ", " << c);
@@ -140,10 +140,10 @@ TEMPLATE_TEST_CASE("every summary scores alike on every team, whole pages of NaN
       freekv::key_codebooks books{nullptr, 1, 1, c.d, 2, 2, m.codes, 1};
       const auto book_data = random_codebooks(d, books);
       books.data = book_data.data();
-      method fitting = m;
+      method_spec fitting = m;
       fitting.rank = c.rank;
       const method_data data{.basis = {c.basis.data(), 1, 1, c.rank, c.d}, .codebooks = books};
-      const auto summary = chosen("summary", summaries, m.summary).make(fitting, data);
+      const auto summary = find_by_name("summary", summaries, m.summary).make(fitting, data);
       resolve(summary, [&](const auto& policy) {
         const auto expected = score_by<TestType>(one_lane, policy, c, c.d);
         for (const executor on : executors()) {

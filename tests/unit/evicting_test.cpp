@@ -13,8 +13,8 @@ namespace {
 using namespace tests;
 using Catch::Contains;
 using freekv::pool_exhausted;
-using freekv::row_kind;
 using freekv::settings_error;
+using freekv::step_phase;
 using freekv::usage_error;
 
 using any_eviction = freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::raas>;
@@ -48,7 +48,7 @@ std::vector<sequence_result> prompt_and_decode(forgetful& p, const text& source,
   const auto id = p.open();
   std::vector<sequence_result> by_layer(3);
   for (const int tokens : chunks) {
-    const auto part = run_step(p, id, source, tokens, row_kind::prompt);
+    const auto part = run_step(p, id, source, tokens, step_phase::prefill);
     for (std::size_t layer = 0; layer < 3; ++layer) {
       const auto add = [&](std::vector<float>& to, const std::vector<float>& from) {
         const auto first = from.begin() + static_cast<std::ptrdiff_t>(layer * from.size() / 3);
@@ -96,8 +96,8 @@ TEST_CASE("results depend neither on a prompt's chunks, nor on threads, nor on o
     CHECK(prompt_and_decode(threaded, source, {100, 50}, 70) == expected);
 
     const auto a = threaded.open(), b = threaded.open();
-    run_step(threaded, {{b, &other, 90, row_kind::prompt}, {a, &source, 20, row_kind::prompt}});
-    run_step(threaded, {{a, &source, 130, row_kind::prompt}, {b, &other, 1}});
+    run_step(threaded, {{b, &other, 90, step_phase::prefill}, {a, &source, 20, step_phase::prefill}});
+    run_step(threaded, {{a, &source, 130, step_phase::prefill}, {b, &other, 1}});
     for (int step = 0; step < 70; ++step)
       CHECK(run_step(threaded, {{b, &other}, {a, &source}})[1] == expected[count(step)]);
   }
@@ -116,7 +116,7 @@ TEST_CASE("a budget that holds everything is full attention", "[eviction]") {
     everything full({.layers = 3, .query_heads = 6, .kv_heads = 2, .max_tokens = 230}, backend);
     const auto id = p.open(), same = full.open();
     for (const int tokens : {150, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}) {
-      const auto kind = tokens == 1 ? row_kind::decode : row_kind::prompt;
+      const auto kind = tokens == 1 ? step_phase::decode : step_phase::prefill;
       const auto got = run_step(p, id, source, tokens, kind),
                  want = run_step(full, same, source, tokens, kind);
       double worst = 0;
@@ -144,7 +144,7 @@ TEST_CASE("of units that are worth the same the first leaves", "[eviction]") {
       return std::span(of).first(count(tokens) * of.size() / 150);
     };
     if (prompt > 0) {
-      p.begin_step({{id, prompt, row_kind::prompt}});
+      p.begin_step({{id, prompt, step_phase::prefill}});
       p.append<float>(0, {part(rows, prompt), part(rows, prompt), part(queries, prompt)});
       p.end_step();
     }
@@ -275,10 +275,10 @@ TEST_CASE("prompts take turns in the staging", "[eviction][errors]") {
     forgetful p(s, backend);
     const auto expected = prompt_and_decode(p, second, {120}, 50);
     const auto a = p.open(), b = p.open();
-    run_step(p, a, first, 60, row_kind::prompt);
+    run_step(p, a, first, 60, step_phase::prefill);
     if (resolve(eviction, [](const auto& e) { return e.stages_prompt(); })) {
       try {
-        p.begin_step({{a, 1, row_kind::prompt}, {b, 120, row_kind::prompt}});
+        p.begin_step({{a, 1, step_phase::prefill}, {b, 120, step_phase::prefill}});
         FAIL_CHECK("nothing was thrown");
       } catch (const pool_exhausted& e) {
         CHECK_THAT(e.what(), Contains("prompt stagings exhausted: 1 of 1 in use, the step needs 1 more"));
@@ -288,15 +288,15 @@ TEST_CASE("prompts take turns in the staging", "[eviction][errors]") {
       CHECK(p.tokens(b) == 0);
     }
     run_step(p, {{a, &first}});  // its prompt has ended
-    run_step(p, {{b, &second, 120, row_kind::prompt}, {a, &first}});
+    run_step(p, {{b, &second, 120, step_phase::prefill}, {a, &first}});
     for (int step = 0; step < 50; ++step)
       CHECK(run_step(p, {{a, &first}, {b, &second}})[1] == expected[count(step)]);
     // What is released, or abandoned, gives its staging back.
     const auto c = p.open();
-    run_step(p, c, first, 10, row_kind::prompt);
+    run_step(p, c, first, 10, step_phase::prefill);
     p.release(c);
     const auto d = p.open();
-    p.begin_step({{d, 10, row_kind::prompt}});
+    p.begin_step({{d, 10, step_phase::prefill}});
     CHECK(p.abandon_step());
     CHECK_FALSE(p.abandon_step());
     CHECK_THROWS_AS(p.tokens(d), usage_error);
@@ -325,24 +325,24 @@ TEST_CASE("calls that an evicting pipeline cannot follow are refused and change 
   };
   const usage_error* const usage = nullptr;
   const pool_exhausted* const exhausted = nullptr;
-  const auto begin = [&](int tokens, row_kind kind) { p.begin_step({{id, tokens, kind}}); };
+  const auto begin = [&](int tokens, step_phase kind) { p.begin_step({{id, tokens, kind}}); };
   refuses(exhausted, "prompt tokens of sequence 0 exhausted: 0 of 150 in use, the step needs 151 more",
-          [&] { begin(151, row_kind::prompt); });
-  refuses(usage, "sequence 0 brings -1 prompt rows", [&] { begin(-1, row_kind::prompt); });
+          [&] { begin(151, step_phase::prefill); });
+  refuses(usage, "sequence 0 brings -1 prompt rows", [&] { begin(-1, step_phase::prefill); });
   refuses(usage, "sequence 0 brings 2 decode rows; where tokens are forgotten a step takes one",
-          [&] { begin(2, row_kind::decode); });
+          [&] { begin(2, step_phase::decode); });
   refuses(usage, "sequence 1 is not open", [&] { p.begin_step({{id}, {freekv::sequence_id{1}}}); });
   refuses(usage, "sequence -1 is not open", [&] { p.release(freekv::sequence_id{-1}); });
   refuses(usage, "sequence 0 is listed twice", [&] { p.begin_step({{id}, {id}}); });
   refuses(usage, "end_step: no step was begun", [&] { p.end_step(); });
   refuses(usage, "append: no step was begun", [&] { p.append<float>(0, {}); });
 
-  begin(100, row_kind::prompt);
+  begin(100, step_phase::prefill);
   const auto rows = source.at(0, 0, 100);
   const std::span<const float> none;
   std::vector<float> out(100 * 6 * 24);
   refuses(usage, "open: the step in progress has not ended", [&] { p.open(); });
-  refuses(usage, "begin_step: the step in progress", [&] { begin(1, row_kind::decode); });
+  refuses(usage, "begin_step: the step in progress", [&] { begin(1, step_phase::decode); });
   refuses(usage, "layer 3 is not one of 3", [&] { p.append<float>(3, {}); });
   refuses(usage, "attend: layer 0 is not appended to yet", [&] { p.attend(0, out); });
   refuses(usage, "append: keys: 0 numbers for 100 rows of 48", [&] {
@@ -374,8 +374,8 @@ TEST_CASE("calls that an evicting pipeline cannot follow are refused and change 
   CHECK(run_step(p, {{id, &source}})[0] == expected[0]);
   refuses(usage,
           "sequence 0 has decoded and forgotten tokens, which prompt rows would attend to; open another",
-          [&] { begin(1, row_kind::prompt); });
-  begin(1, row_kind::decode);
+          [&] { begin(1, step_phase::prefill); });
+  begin(1, step_phase::decode);
   const auto next = source.at(0, 101, 1);
   for (const int layer : {0, 1, 2}) p.append<float>(layer, {next.keys, next.values, next.queries});
   refuses(usage, "end_step: layer 0 of 3 has not attended its decode rows", [&] { p.end_step(); });
@@ -452,7 +452,7 @@ TEST_CASE("a NaN in one KV head's key does not reach another's", "[eviction]") {
       std::vector<float> keys(rows.keys.begin(), rows.keys.end());
       if (t == 0) keys[40 * 48 + 24] = quiet_nan;  // of KV head 1
       for (auto* p : {&clean, &poisoned}) {
-        p->begin_step({{a, tokens, t == 0 ? row_kind::prompt : row_kind::decode}});
+        p->begin_step({{a, tokens, t == 0 ? step_phase::prefill : step_phase::decode}});
         p->append<float>(0,
                          {p == &clean ? rows.keys : std::span<const float>(keys), rows.values, rows.queries});
         p->attend(0, std::span(p == &clean ? same : out).first(count(tokens) * 6 * 24));

@@ -10,7 +10,7 @@
 namespace {
 
 using namespace tests;
-using freekv::row_kind;
+using freekv::step_phase;
 
 constexpr int longest = 160;
 
@@ -26,7 +26,8 @@ void begin(tiny_pipeline& pipeline, freekv::sequence_id id, const text& source, 
            dice& d) {
   prompt_only(pipeline, id, source, prompt);
   for (int i = 0; i < steps; ++i)
-    run_step(pipeline, id, source, d.between(1, pipeline.configuration().max_decode_rows), row_kind::decode);
+    run_step(pipeline, id, source, d.between(1, pipeline.configuration().max_decode_rows),
+             step_phase::decode);
 }
 
 }  // namespace

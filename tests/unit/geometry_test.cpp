@@ -28,7 +28,7 @@ struct budget_case {
     s.page = page;
     s.sink = sink_pages * page;
     s.window = window_pages * page;
-    s.selected_pages = 3;
+    s.selected_units = 3;
     s.scale = 1.0;
     return s;
   }
@@ -115,7 +115,8 @@ TEST_CASE("an attended list is sink, selected units and window in ascending orde
     for (const int unit : oracle::units_of(s, oracle::candidate_pages(s, n)))
       if (d.below(3) == 0) selected.push_back(unit);
     const std::vector<std::int32_t> ids(selected.begin(), selected.end());
-    freekv::page_list list{freekv::roles_at(n, b.budget(), b.page), ids.data(), static_cast<int>(ids.size())};
+    freekv::attention_list list{freekv::roles_at(n, b.budget(), b.page), ids.data(),
+                                static_cast<int>(ids.size())};
     list.tokens = n;
     list.page_tokens = b.page;
     list.unit_tokens = oracle::unit_tokens(s);
@@ -135,7 +136,7 @@ TEST_CASE("an attended list is sink, selected units and window in ascending orde
 }
 
 TEST_CASE("roles are known at compile time", "[geometry]") {
-  constexpr freekv::budget b{.sink = 8, .window = 16, .selected_pages = 2};
+  constexpr freekv::budget b{.sink = 8, .window = 16, .selected_units = 2};
   STATIC_REQUIRE(freekv::roles_at(0, b, 8) == freekv::page_roles{0, 0, 0});
   STATIC_REQUIRE(freekv::roles_at(1, b, 8) == freekv::page_roles{1, 1, 1});
   STATIC_REQUIRE(freekv::roles_at(40, b, 8) == freekv::page_roles{1, 3, 5});

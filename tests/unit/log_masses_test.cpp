@@ -1,6 +1,6 @@
 // What units have of a row's attention, against double precision, and that asking for it changes nothing.
 
-#include <freekv/policies/rows.hpp>
+#include <freekv/policies/scope.hpp>
 
 #include "../catch.hpp"
 #include "../mentions.hpp"
@@ -52,7 +52,7 @@ struct asked {
 
 /// A step of one sequence that asks for masses too, each layer's compared when the step has ended.
 sequence_result step_with_masses(tiny_pipeline& pipeline, freekv::sequence_id id, const text& source,
-                                 int tokens, freekv::row_kind kind) {
+                                 int tokens, freekv::step_phase kind) {
   const auto& s = pipeline.configuration();
   const int before = pipeline.tokens(id);
   pipeline.begin_step({{id, tokens, kind}});
@@ -76,12 +76,12 @@ sequence_result step_with_masses(tiny_pipeline& pipeline, freekv::sequence_id id
   for (int layer = 0; layer < s.layers; ++layer) {
     const asked& now = of_layer[count(layer)];
     const auto report = pipeline.report(layer, id);
-    const bool everything = layer == 0 || kind == freekv::row_kind::prompt;
+    const bool everything = layer == 0 || kind == freekv::step_phase::prefill;
     for (int row = 0; row < tokens; ++row)
       for (int head = 0; head < s.query_heads; ++head) {
         const auto list = list_of(s, everything, before + row, report, head / group);
         REQUIRE(static_cast<int>(list.size()) <= now.entries);
-        const double cap = double{s.soft_cap}, unit = double{unit_of(s.lse_base)};
+        const double cap = double{s.soft_cap}, unit = double{nat_in(s.lse_base)};
         double sum = 0.0;
         for (int i = 0; i < now.entries; ++i) {
           const float mass = now.masses[count((row * s.query_heads + head) * now.entries + i)];
@@ -101,7 +101,7 @@ sequence_result step_with_masses(tiny_pipeline& pipeline, freekv::sequence_id id
         }
         REQUIRE(is_near(std::log(sum) * unit, now.lse[count(row * s.query_heads + head)], 2e-5));
       }
-    if (kind == freekv::row_kind::decode) add_report(pipeline, layer, id, result);
+    if (kind == freekv::step_phase::decode) add_report(pipeline, layer, id, result);
   }
   return result;
 }
@@ -116,13 +116,13 @@ TEST_CASE("log_masses gives each unit's log-sum-exp and changes nothing", "[mass
   if (in_place) s.lse_base = freekv::log_base::two;
   if (in_place != by_query_head) s.soft_cap = 1.5f;
   if (in_place) s.route = freekv::in_place{};
-  if (by_query_head) s.rows = freekv::per_query_head{};
+  if (by_query_head) s.scope = freekv::per_query_head{};
   const text source(s, masses_dim, masses_end, 7);
   tiny_pipeline with(s, backend), without(s, other);
   const auto a = with.open(), b = without.open();
   for (int tokens = 40; with.tokens(a) < masses_end;
        tokens = with.tokens(a) < masses_prompt ? masses_prompt - with.tokens(a) : 1) {
-    const auto kind = tokens > 1 ? freekv::row_kind::prompt : freekv::row_kind::decode;
+    const auto kind = tokens > 1 ? freekv::step_phase::prefill : freekv::step_phase::decode;
     REQUIRE(step_with_masses(with, a, source, tokens, kind) == run_step(without, b, source, tokens, kind));
   }
 }

@@ -47,7 +47,7 @@ void* counted(std::size_t bytes, std::size_t alignment) {
 namespace {
 
 using namespace tests;
-using freekv::row_kind;
+using freekv::step_phase;
 
 /// Counts what is taken and what is given back, and can be told to run out.
 class counting_resource : public std::pmr::memory_resource {
@@ -184,7 +184,7 @@ TEST_CASE("where query heads select each for itself, a KV head has slots for all
     return pipeline::bytes_needed({.layers = 3,
                                    .query_heads = 8,
                                    .kv_heads = 2,
-                                   .budget = {.sink = 8, .window = 16, .selected_pages = 2},
+                                   .budget = {.sink = 8, .window = 16, .selected_units = 2},
                                    .max_tokens = max_tokens},
                                   backend)
         .slots;
@@ -211,7 +211,7 @@ TEST_CASE("slots do not depend on the length of a sequence", "[memory]") {
   CHECK(small.slots > 0);
   CHECK(large.store > 900 * small.store);
   // A budget beyond the sequence needs no more than the sequence.
-  s.budget = {.sink = 8000, .window = 8000, .selected_pages = 1000};
+  s.budget = {.sink = 8000, .window = 8000, .selected_units = 1000};
   CHECK(bytes_at(80).slots == 2 * (10 + 11 + 10) * (2 * 8 * 2 * 24 * sizeof(freekv::half)));
 }
 
@@ -284,7 +284,7 @@ TEST_CASE("a pool hands out each page once until it comes back", "[memory]") {
 
 TEST_CASE("steps allocate nothing, whatever the policies", "[memory]") {
   int cases = 0;
-  for (const method& m : every_policy()) {
+  for (const method_spec& m : every_policy()) {
     for (const bool in_place : {false, true})
       for (const int threads : {1, 2}) {
         random_case c = make_case(1);
@@ -298,8 +298,8 @@ TEST_CASE("steps allocate nothing, whatever the policies", "[memory]") {
         o.sink_logits.assign(cases % 2 == 0 ? 2 * 8 : 0, 1.0f);
         o.store_file.clear();
         o.page = 8;
-        o.budget = {.sink = 8, .window = 16, .selected_pages = 4};
-        o.does = m;
+        o.budget = {.sink = 8, .window = 16, .selected_units = 4};
+        o.method = m;
         o.in_place = in_place;
         o.max_tokens = 300;
         dice d(3);
@@ -317,7 +317,7 @@ TEST_CASE("steps allocate nothing, whatever the policies", "[memory]") {
         const long before = allocations;
         // Prompts whose rows attend and prompts whose rows do not, then decoding across many pages.
         for (const int tokens : {100, 3, 30}) {
-          p->begin_step(tokens, row_kind::prompt);
+          p->begin_step(tokens, step_phase::prefill);
           for (int layer = 0; layer < 2; ++layer) {
             const auto rows = [&](const std::vector<float>& v, int heads) {
               return std::span(v).first(count(tokens * heads * 64));
@@ -331,7 +331,7 @@ TEST_CASE("steps allocate nothing, whatever the policies", "[memory]") {
           p->end_step();
         }
         for (int step = 0; step < 100; ++step) {
-          p->begin_step(1, row_kind::decode);
+          p->begin_step(1, step_phase::decode);
           for (int layer = 0; layer < 2; ++layer) {
             const auto row = [&](const std::vector<float>& v, int heads) {
               return std::span(v).subspan(count(step * heads * 64), count(heads * 64));
@@ -408,7 +408,7 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
       const auto id = pipeline.open();
       for (int step = 0; step < 61; ++step) {
         const auto& now = step == 0 ? rows : one;
-        pipeline.begin_step({{id, step == 0 ? 60 : 1, step == 0 ? row_kind::prompt : row_kind::decode}});
+        pipeline.begin_step({{id, step == 0 ? 60 : 1, step == 0 ? step_phase::prefill : step_phase::decode}});
         for (int layer = 0; layer < 2; ++layer) {
           pipeline.append<float>(layer, {.keys = now.keys, .values = now.values, .queries = now.queries});
           pipeline.attend(layer, std::span(out).first(now.queries.size()));

@@ -14,7 +14,7 @@
 namespace {
 
 using namespace tests;
-using freekv::row_kind;
+using freekv::step_phase;
 
 /// How long a selection on a thread other than the caller's takes at least, and how many there were.
 struct {
@@ -64,7 +64,7 @@ slow_pipeline::settings settings() {
   s.layers = 2;
   s.query_heads = 2;
   s.kv_heads = 1;
-  s.budget = {.sink = 8, .window = 16, .selected_pages = 2};
+  s.budget = {.sink = 8, .window = 16, .selected_units = 2};
   s.max_tokens = 150;
   s.correction = {
       .tau = -2.0f};  // flags no head after a prompt's first step: a flagged one scores before it attends

@@ -23,7 +23,7 @@ TEST_CASE("a unit is worth as much to be pinned as its least alike key is unlike
       float worth = 0.0f;
       run_on(on, [&](auto team) {
         worth =
-            freekv::pin_outliers<>{}.worth(team, freekv::page_keys{keys.data(), {tokens, dim}}, mean.data());
+            freekv::pin_outliers<>{}.worth(team, freekv::unit_keys{keys.data(), {tokens, dim}}, mean.data());
       });
       INFO(on << ", " << tokens << " keys of " << dim);
       CHECK(is_near(static_cast<double>(worth), oracle::unlikeness(rows_of(keys, dim)), 1e-5));
@@ -39,7 +39,7 @@ TEST_CASE("the unit whose keys point apart is selected whatever the queries, bes
   freekv::host_backend backend;
   pinned pipeline({.query_heads = 1,
                    .kv_heads = 1,
-                   .budget = {.sink = 8, .window = 8, .selected_pages = 3},
+                   .budget = {.sink = 8, .window = 8, .selected_units = 3},
                    .max_tokens = 240},
                   backend);
   CHECK_THAT(pipeline.name(), Catch::Contains("pin_outliers(2)"));
@@ -52,9 +52,9 @@ TEST_CASE("the unit whose keys point apart is selected whatever the queries, bes
     for (int i = 0; i < 64; ++i)
       keys[count(token * 64 + i)] = (i == 0 ? (apart && token % 2 != 0 ? -5.0f : 5.0f) : 0.1f * d.normal());
   }
-  const auto begin = [&](int tokens, freekv::row_kind kind) { pipeline.begin_step({{id, tokens, kind}}); };
+  const auto begin = [&](int tokens, freekv::step_phase kind) { pipeline.begin_step({{id, tokens, kind}}); };
   const auto append_prompt = [&](int tokens) {
-    begin(tokens, freekv::row_kind::prompt);
+    begin(tokens, freekv::step_phase::prefill);
     const auto first = [&](const std::vector<float>& rows) {
       return std::span(rows).first(count(tokens * 64));
     };
@@ -64,7 +64,7 @@ TEST_CASE("the unit whose keys point apart is selected whatever the queries, bes
   append_prompt(100);
   std::vector<float> out(64), lse(1);
   const auto attended = [&] {
-    begin(1, freekv::row_kind::decode);
+    begin(1, freekv::step_phase::decode);
     const auto query = normals(d, 64, 5.0f), value = normals(d, 64);
     auto key = normals(d, 64, 0.1f);
     key[0] = 5.0f;

@@ -20,7 +20,7 @@ settings settings_of(const std::vector<freekv::layer_kind>& layers) {
   s.layers = static_cast<int>(layers.size());
   s.query_heads = query_heads;
   s.kv_heads = 2;
-  s.budget = {.sink = 8, .window = 16, .selected_pages = 3};
+  s.budget = {.sink = 8, .window = 16, .selected_units = 3};
   s.max_tokens = max_tokens;
   s.sliding_window = window_tokens;
   s.soft_cap = 2.0f;
@@ -35,7 +35,7 @@ std::vector<sequence_result> run(const settings& s, const text& source, int firs
   const auto id = pipeline.open();
   std::vector<sequence_result> results(count(s.layers));
   for (int tokens = 90; pipeline.tokens(id) < max_tokens; tokens = 1) {
-    const auto kind = tokens > 1 ? freekv::row_kind::prompt : freekv::row_kind::decode;
+    const auto kind = tokens > 1 ? freekv::step_phase::prefill : freekv::step_phase::decode;
     const int before = pipeline.tokens(id);
     pipeline.begin_step({{id, tokens, kind}});
     for (int layer = 0; layer < s.layers; ++layer) {

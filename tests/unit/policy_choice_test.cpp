@@ -19,7 +19,7 @@ struct page_mean {
 
   constexpr int width(freekv::page_geometry page) const { return page.head_dim; }
   template <freekv::team T>
-  void summarise(T team, const freekv::page_keys& keys, float* numbers) const {
+  void summarise(T team, const freekv::unit_keys& keys, float* numbers) const {
     for (int i = 0; i < keys.page.head_dim; i += T::width) {
       auto sum = team.load(keys.row(0) + i);
       for (int t = 1; t < keys.page.tokens; ++t) sum = sum + team.load(keys.row(t) + i);
@@ -27,7 +27,7 @@ struct page_mean {
     }
   }
   template <freekv::team T>
-  float score(T team, const freekv::page_query& query, const float* numbers) const {
+  float score(T team, const freekv::unit_query& query, const float* numbers) const {
     typename T::pack product(0.0f);
     for (int i = 0; i < query.page.head_dim; i += T::width)
       product = product + team.load(query.data + i) * team.load(numbers + i);
@@ -42,7 +42,7 @@ typename Pipeline::settings common_settings() {
   s.layers = 2;
   s.query_heads = 4;
   s.kv_heads = 2;
-  s.budget = {.sink = 8, .window = 16, .selected_pages = 2};
+  s.budget = {.sink = 8, .window = 16, .selected_units = 2};
   s.max_tokens = 130;
   return s;
 }
@@ -131,8 +131,8 @@ TEST_CASE("a summary of the user's own is used like the library's", "[policies]"
 }
 
 TEST_CASE("variants run as what they are named after", "[policies]") {
-  using freekv::variants::full;
-  using freekv::variants::streaming_llm;
+  using freekv::methods::full;
+  using freekv::methods::streaming_llm;
   using everything = full::pipeline<shape, freekv::page_size<8>>;
   using window = streaming_llm::pipeline<shape, freekv::page_size<8>>;
   const auto all = run<everything>(common_settings<everything>());

@@ -124,8 +124,8 @@ TEST_CASE("a policy is a type that names its kind", "[policy_pack]") {
   STATIC_REQUIRE_FALSE(page_size_policy<any_of<page_size<16>, page_size<32>>>);  // that is page_size<dynamic>
   STATIC_REQUIRE(unit_policy<unit<1>>);
   STATIC_REQUIRE_FALSE(unit_policy<page_size<8>>);
-  STATIC_REQUIRE(rows_policy<per_query_head>);
-  STATIC_REQUIRE_FALSE(rows_policy<top_k>);
+  STATIC_REQUIRE(scope_policy<per_query_head>);
+  STATIC_REQUIRE_FALSE(scope_policy<top_k>);
   STATIC_REQUIRE(route_policy<in_place>);
   STATIC_REQUIRE_FALSE(route_policy<every_layer<layer_kind::window>>);
   STATIC_REQUIRE(layout_policy<layout_pair<hnd, hnd>>);
@@ -215,28 +215,28 @@ TEST_CASE("counts fixed at compile time take no room, and convert like those set
 }
 
 TEST_CASE("variants are pipelines of their policies", "[policy_pack]") {
-  STATIC_REQUIRE(std::is_same_v<variants::freekv::pipeline<shape>, retrieval_pipeline<shape>>);
+  STATIC_REQUIRE(std::is_same_v<methods::freekv_paper::pipeline<shape>, retrieval_pipeline<shape>>);
   STATIC_REQUIRE(
-      std::is_same_v<variants::quest::pipeline<shape>, retrieval_pipeline<shape, always, max_score, min_max>>);
-  STATIC_REQUIRE(std::is_same_v<variants::quest_mean_softmax::pipeline<shape>,
+      std::is_same_v<methods::quest::pipeline<shape>, retrieval_pipeline<shape, always, max_score, min_max>>);
+  STATIC_REQUIRE(std::is_same_v<methods::quest_mean_softmax::pipeline<shape>,
                                 retrieval_pipeline<shape, always, min_max>>);
   STATIC_REQUIRE(
-      std::is_same_v<variants::twilight::pipeline<shape>,
+      std::is_same_v<methods::twilight::pipeline<shape>,
                      retrieval_pipeline<shape, coarse_to_fine<min_max, key_sketch<4>, 4>, always, top_p>>);
-  STATIC_REQUIRE(std::is_same_v<variants::full::pipeline<shape>,
+  STATIC_REQUIRE(std::is_same_v<methods::full::pipeline<shape>,
                                 retrieval_pipeline<shape, every_layer<layer_kind::complete>>>);
-  STATIC_REQUIRE(std::is_same_v<variants::streaming_llm::pipeline<shape>,
+  STATIC_REQUIRE(std::is_same_v<methods::streaming_llm::pipeline<shape>,
                                 retrieval_pipeline<shape, every_layer<layer_kind::window>>>);
-  STATIC_REQUIRE(std::is_same_v<variants::freekv_chunk_means::pipeline<shape, page_size<16>, in_place>,
+  STATIC_REQUIRE(std::is_same_v<methods::freekv_chunk_means::pipeline<shape, page_size<16>, in_place>,
                                 retrieval_pipeline<shape, in_place, chunk_means<8>, page_size<16>>>);
-  STATIC_REQUIRE(std::is_same_v<variants::freekv_key_subspace::pipeline<shape>,
+  STATIC_REQUIRE(std::is_same_v<methods::freekv_key_subspace::pipeline<shape>,
                                 retrieval_pipeline<shape, key_subspace<24, 3>>>);
-  STATIC_REQUIRE(std::is_same_v<variants::quest_per_query_head::pipeline<shape>,
+  STATIC_REQUIRE(std::is_same_v<methods::quest_per_query_head::pipeline<shape>,
                                 retrieval_pipeline<shape, per_query_head, always>>);
-  STATIC_REQUIRE(std::is_same_v<variants::shadowkv::pipeline<shape>,
+  STATIC_REQUIRE(std::is_same_v<methods::shadowkv::pipeline<shape>,
                                 retrieval_pipeline<shape, low_rank_keys<160>, pin_outliers<48>, unit<8>, mean,
                                                    max_softmax, always>>);
-  CHECK(variants::quest::name == "quest");
+  CHECK(methods::quest::name == "quest");
 }
 
 TEST_CASE("policies have names for tables and messages", "[policy_pack]") {

@@ -10,7 +10,7 @@
 namespace {
 
 using namespace tests;
-using freekv::row_kind;
+using freekv::step_phase;
 
 }  // namespace
 
@@ -59,7 +59,7 @@ TEST_CASE("preempted and restored, a sequence gives the same, bit for bit", "[pr
         pipeline.restore(ids[i]);
         resident.push_back(ids[i]);
       }
-      wrong += !(run_step(pipeline, ids[i], *sources[i], 1, row_kind::decode) == expected[i][done[i]++]);
+      wrong += !(run_step(pipeline, ids[i], *sources[i], 1, step_phase::decode) == expected[i][done[i]++]);
     }
     INFO("seed " << seed);
     CHECK(wrong == 0);

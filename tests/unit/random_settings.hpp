@@ -39,7 +39,7 @@ inline tiny_pipeline::settings random_settings(dice& d) {
       s.summary, []<class S>(const S&) { return std::is_same_v<S, freekv::key_subspace<8, 3>>; });
   if (d.below(3) == 0 && !codes) {  // which are kept for 8 tokens
     s.unit = {{4}};
-    s.budget.selected_pages = 3;
+    s.budget.selected_units = 3;
   }
   switch (d.below(3)) {
     case 0:
@@ -51,7 +51,7 @@ inline tiny_pipeline::settings random_settings(dice& d) {
     default:
       break;
   }
-  if (d.below(3) == 0) s.rows = freekv::per_query_head{};
+  if (d.below(3) == 0) s.scope = freekv::per_query_head{};
   if (d.below(2) == 0) s.route = freekv::in_place{};
   if (d.below(5) == 0) s.plan = freekv::complete_first<freekv::dynamic, freekv::layer_kind::window>{1};
   if (d.below(3) == 0) s.store_file = {.path = "/tmp", .direct = d.below(2) == 0};

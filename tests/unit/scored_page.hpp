@@ -1,9 +1,9 @@
-// A random page, summarised and scored by a policy through the functors.
+// A random page, summarised and scored by a policy through the algorithms.
 #pragma once
 
 #include <algorithm>
-#include <freekv/functors/score_page.hpp>
-#include <freekv/functors/summarise_page.hpp>
+#include <freekv/algorithms/score_unit.hpp>
+#include <freekv/algorithms/summarise_unit.hpp>
 #include <freekv/policies/key_sketch.hpp>
 #include <freekv/policies/key_subspace.hpp>
 #include <vector>
@@ -74,12 +74,12 @@ scored score_by(executor on, const Policy& whole, const page_case& c, int stride
                 std::vector<float>(count(c.group))};
   std::vector<float> spread(count(c.group * 3), -5.0f);
   run_on(on, [&](auto team) {
-    freekv::summarise_page<E>(team, policy, freekv::head_slice<const E>{rows.data(), nullptr, stride}, page,
+    freekv::summarise_unit<E>(team, policy, freekv::head_slice<const E>{rows.data(), nullptr, stride}, page,
                               {key_scratch.data(), numbers.data()}, result.stored.data());
     for (int g = 0; g < c.group; ++g)
       freekv::prepare_query(team, policy, freekv::group_query{c.queries.data() + g * c.d, 1, c.d},
                             prepared.data() + g * query_width);
-    freekv::score_page<E>(team, policy, page, result.stored.data(),
+    freekv::score_unit<E>(team, policy, page, result.stored.data(),
                           {prepared.data(), query_width, c.group, c.scale}, result.numbers.data(),
                           {spread.data() + 1, 3});
     if constexpr (!freekv::scores_stored_bytes<std::remove_const_t<decltype(policy)>>)

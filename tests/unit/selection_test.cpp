@@ -3,11 +3,11 @@
 
 #include <algorithm>
 #include <array>
+#include <freekv/algorithms/copy_slice.hpp>
+#include <freekv/algorithms/match_slots.hpp>
+#include <freekv/algorithms/merge_selections.hpp>
+#include <freekv/algorithms/ordered_key.hpp>
 #include <freekv/backend/host/select.hpp>
-#include <freekv/functors/copy_slice.hpp>
-#include <freekv/functors/diff_pages.hpp>
-#include <freekv/functors/ordered_key.hpp>
-#include <freekv/functors/unite_pages.hpp>
 #include <freekv/policies/pooling.hpp>
 #include <map>
 #include <set>
@@ -217,7 +217,7 @@ TEST_CASE("keys of scores order like the scores, and ties go to the smaller page
         }
     }
   for (const float a : scores)
-    for (const auto p : page_ids) wrong += freekv::page_of_key(freekv::ordered_key(a, p)) != p;
+    for (const auto p : page_ids) wrong += freekv::unit_of_key(freekv::ordered_key(a, p)) != p;
   CHECK(wrong == 0);
   CHECK(freekv::order_bits(0.0f) == freekv::order_bits(-0.0f));
 }
@@ -237,7 +237,7 @@ TEST_CASE("the best pages are the oracle's, ties, infinities and all", "[selecti
     w.keys = keys.data();
     freekv::host::order_candidates(sink, candidates, {}, chosen, w);
     ints best;
-    for (int i = 0; i < chosen; ++i) best.push_back(freekv::page_of_key(keys[count(i)]));
+    for (int i = 0; i < chosen; ++i) best.push_back(freekv::unit_of_key(keys[count(i)]));
     CHECK(*std::min_element(keys.begin(), keys.begin() + chosen) == keys[count(chosen - 1)]);
     std::sort(best.begin(), best.end());
     std::vector<int> ids;
@@ -258,16 +258,16 @@ TEST_CASE("top_k selects k, or all candidates if there are no more", "[selection
   CHECK(freekv::top_k{}.count(100, 3) == 3);
 }
 
-TEST_CASE("a new selection keeps what is held in place and fills the lowest free slots", "[diff_pages]") {
+TEST_CASE("a new selection keeps what is held in place and fills the lowest free slots", "[match_slots]") {
   dice d(5);
   for (int trial = 0; trial < 300; ++trial) {
     const int slots = d.between(1, 20);
-    ints slot_page(count(slots), -1), stamps(count(slots));
+    ints slot_unit(count(slots), -1), stamps(count(slots));
     for (int step = 0; step < 20; ++step) {
       std::set<std::int32_t> wanted_set;
       const int size = d.between(0, slots);
       while (static_cast<int>(wanted_set.size()) < size) wanted_set.insert(d.below(2 * slots + 3));
-      const ints wanted(wanted_set.begin(), wanted_set.end()), before = slot_page;
+      const ints wanted(wanted_set.begin(), wanted_set.end()), before = slot_unit;
 
       ints expected = before, expected_slot;
       for (auto& page : expected)
@@ -287,10 +287,10 @@ TEST_CASE("a new selection keeps what is held in place and fills the lowest free
 
       ints slot_of(wanted.size() + 1, 77);
       const int misses =
-          freekv::diff_pages(freekv::first_unselected<>{}, wanted.data(), size,
-                             {slot_page.data(), stamps.data(), slots}, step + 1, slot_of.data());
+          freekv::match_slots(freekv::first_unselected<>{}, wanted.data(), size,
+                              {slot_unit.data(), stamps.data(), slots}, step + 1, slot_of.data());
       CHECK(misses == expected_misses);
-      CHECK(slot_page == expected);
+      CHECK(slot_unit == expected);
       CHECK(slot_of.back() == 77);
       slot_of.pop_back();
       CHECK(slot_of == expected_slot);
@@ -298,41 +298,41 @@ TEST_CASE("a new selection keeps what is held in place and fills the lowest free
   }
 }
 
-TEST_CASE("the same selection again moves nothing", "[diff_pages]") {
-  ints slot_page{-1, -1, -1}, stamps(3), slot_of(3);
+TEST_CASE("the same selection again moves nothing", "[match_slots]") {
+  ints slot_unit{-1, -1, -1}, stamps(3), slot_of(3);
   const ints wanted{3, 5, 9};
   const auto misses = [&](int nth) {
-    return freekv::diff_pages(freekv::least_recently_used<>{}, wanted.data(), 3,
-                              {slot_page.data(), stamps.data(), 3}, nth, slot_of.data());
+    return freekv::match_slots(freekv::least_recently_used<>{}, wanted.data(), 3,
+                               {slot_unit.data(), stamps.data(), 3}, nth, slot_of.data());
   };
   CHECK(misses(1) == 3);
   CHECK(slot_of == ints{~0, ~1, ~2});
   CHECK(misses(2) == 0);
   CHECK(slot_of == ints{0, 1, 2});
-  CHECK(slot_page == wanted);
+  CHECK(slot_unit == wanted);
 }
 
-TEST_CASE("spare slots keep what the residency frees last", "[diff_pages]") {
-  ints slot_page(4, -1), stamps(4), slot_of(2);
+TEST_CASE("spare slots keep what the residency frees last", "[match_slots]") {
+  ints slot_unit(4, -1), stamps(4), slot_of(2);
   int nth = 0;
   const auto select = [&](const auto& residency, const ints& wanted) {
-    return freekv::diff_pages(residency, wanted.data(), 2, {slot_page.data(), stamps.data(), 4}, ++nth,
-                              slot_of.data());
+    return freekv::match_slots(residency, wanted.data(), 2, {slot_unit.data(), stamps.data(), 4}, ++nth,
+                               slot_of.data());
   };
   const freekv::least_recently_used<2> recent;
   CHECK(select(recent, {1, 2}) == 2);
   CHECK(select(recent, {2, 3}) == 1);
-  CHECK(slot_page == ints{1, 2, 3, -1});
+  CHECK(slot_unit == ints{1, 2, 3, -1});
   CHECK(select(recent, {1, 4}) == 1);  // 2 and 3 stay, both selected last
-  CHECK(slot_page == ints{1, 2, 3, 4});
+  CHECK(slot_unit == ints{1, 2, 3, 4});
   CHECK(select(recent, {1, 3}) == 0);
   CHECK(select(recent, {3, 5}) == 1);  // 2 was selected longest ago, then 4
-  CHECK(slot_page == ints{1, 5, 3, 4});
+  CHECK(slot_unit == ints{1, 5, 3, 4});
   const freekv::first_unselected<2> first;
   CHECK(select(first, {6, 7}) == 2);  // of 1, 5, 3, 4 the lowest two slots are freed
-  CHECK(slot_page == ints{6, 7, 3, 4});
+  CHECK(slot_unit == ints{6, 7, 3, 4});
   CHECK(select(freekv::first_unselected<0>{}, {3, 6}) == 0);
-  CHECK(slot_page == ints{6, -1, 3, -1});
+  CHECK(slot_unit == ints{6, -1, 3, -1});
 }
 
 TEMPLATE_TEST_CASE("a slice is copied whole between all layouts, and nothing else is touched", "[copy_slice]",
@@ -357,7 +357,7 @@ TEST_CASE("with one head NHD rows are one run too, and are copied as such", "[co
 }
 
 TEST_CASE("a union has each page once, ascending, with the mask of the heads that selected it",
-          "[unite_pages]") {
+          "[merge_selections]") {
   dice d(19);
   for (int trial = 0; trial < 300; ++trial) {
     const int group = d.one_of({1, 2, 3, 31, 32, 33, 70}), most = d.between(1, 40);
@@ -371,8 +371,8 @@ TEST_CASE("a union has each page once, ascending, with the mask of the heads tha
       for (int i = d.below(5); i > 0; --i) own.insert(d.below(most));
       for (const int page : own) expected[page].insert(g);
       const ints added(own.begin(), own.end());
-      size = freekv::unite_pages({pages.data(), masks.data(), words}, size, added.data(),
-                                 static_cast<int>(added.size()), g);
+      size = freekv::merge_selections({pages.data(), masks.data(), words}, size, added.data(),
+                                      static_cast<int>(added.size()), g);
       REQUIRE(size == static_cast<int>(expected.size()));
     }
     int i = 0;

@@ -12,12 +12,12 @@
 namespace {
 
 using namespace tests;
-using freekv::row_kind;
+using freekv::step_phase;
 
 /// What a sequence does in each step it takes part in.
 struct chunk {
   int tokens;
-  row_kind kind;
+  step_phase phase;
 };
 using script = std::vector<chunk>;
 
@@ -32,13 +32,13 @@ script random_script(dice& d, int most_tokens) {
   script s;
   const auto prompt = [&](int tokens) {
     while (tokens > 0) {
-      s.push_back({d.between(1, tokens), row_kind::prompt});
+      s.push_back({d.between(1, tokens), step_phase::prefill});
       tokens -= s.back().tokens;
     }
   };
   if (d.below(5) != 0) prompt(d.between(1, 80));
   for (int rounds = d.between(1, 2); rounds > 0; --rounds) {
-    for (int steps = d.between(1, 30); steps > 0; --steps) s.push_back({1, row_kind::decode});
+    for (int steps = d.between(1, 30); steps > 0; --steps) s.push_back({1, step_phase::decode});
     if (rounds > 1) prompt(d.between(1, 20));
   }
   while (length_of(s) > most_tokens) s.pop_back();
@@ -51,7 +51,7 @@ std::vector<sequence_result> run_alone(const tiny_pipeline::settings& s, const s
   tiny_pipeline pipeline(s, backend);
   const auto id = pipeline.open();
   std::vector<sequence_result> results;
-  for (const chunk& c : steps) results.push_back(run_step(pipeline, id, source, c.tokens, c.kind));
+  for (const chunk& c : steps) results.push_back(run_step(pipeline, id, source, c.tokens, c.phase));
   return results;
 }
 
@@ -97,7 +97,7 @@ TEST_CASE("sequences mixed in one pipeline each give what they give alone, bit f
       for (live& l : open) {
         if (d.below(4) == 0) continue;  // it sits this step out
         const chunk& c = l.r->steps[l.next];
-        parts.push_back({l.id, l.r->source.get(), c.tokens, c.kind});
+        parts.push_back({l.id, l.r->source.get(), c.tokens, c.phase});
         taking.push_back(&l);
       }
       if (taking.size() > 1 && d.below(2) == 0) {
@@ -108,7 +108,7 @@ TEST_CASE("sequences mixed in one pipeline each give what they give alone, bit f
       for (std::size_t i = 0; i < parts.size(); ++i) {
         if (!(results[i] == taking[i]->r->alone[taking[i]->next])) ++wrong;
         ++compared;
-        mixed += parts[i].kind != parts[0].kind;
+        mixed += parts[i].phase != parts[0].phase;
         ++taking[i]->next;
       }
       for (std::size_t i = open.size(); i-- > 0;)
@@ -143,7 +143,7 @@ TEST_CASE("a prompt in chunks of any size is one prompt, bit for bit", "[sequenc
         if (d.below(2) == 0)
           prompt_only(chunked.pipeline, chunked.id, source, tokens);
         else
-          run_step(chunked.pipeline, chunked.id, source, tokens, row_kind::prompt);
+          run_step(chunked.pipeline, chunked.id, source, tokens, step_phase::prefill);
         left -= tokens;
       }
       INFO("seed " << seed << ", prompt of " << prompt << " in chunks of up to " << most);
@@ -168,7 +168,7 @@ TEST_CASE("prompt rows attend exactly and causally, whatever the layer and the c
     int wrong = 0, rows = 0;
     for (int first = 0; first < 700;) {
       const int tokens = std::min(d.one_of({1, 5, 8, 100, 250}), 700 - first);
-      const auto result = run_step(pipeline, id, source, tokens, row_kind::prompt);
+      const auto result = run_step(pipeline, id, source, tokens, step_phase::prefill);
       for (int row = 0; row < tokens; ++row) {
         if (row % 17 != 0 && row != tokens - 1) continue;
         ++rows;
@@ -246,7 +246,7 @@ TEST_CASE("keys and values come as stored elements or as floats to be rounded", 
   fresh a(s), b(s);
   prompt_only(a.pipeline, a.id, source, 80);
   const auto expected = decode(a.pipeline, a.id, source, 20);
-  b.pipeline.begin_step({{b.id, 80, row_kind::prompt}});
+  b.pipeline.begin_step({{b.id, 80, step_phase::prefill}});
   for (int layer = 0; layer < 3; ++layer) {
     const auto rows = source.at(layer, 0, 80);
     const auto keys = stored_as<freekv::half>({rows.keys.begin(), rows.keys.end()});
@@ -264,7 +264,7 @@ TEST_CASE("full attention may be asked for before and after attend, and changes 
   for (fresh* f : {&plain, &measured}) prompt_only(f->pipeline, f->id, source, 80);
   int wrong = 0, lossy = 0;
   for (int t = 80; t < 100; ++t) {
-    const auto expected = run_step(plain.pipeline, plain.id, source, 1, row_kind::decode);
+    const auto expected = run_step(plain.pipeline, plain.id, source, 1, step_phase::decode);
     auto& p = measured.pipeline;
     p.begin_step({{measured.id}});
     sequence_result got;
@@ -326,11 +326,11 @@ TEST_CASE("sequences that bring no rows, and steps without any, are no matter", 
   const auto other = idle.pipeline.open();
   for (fresh* f : {&plain, &idle}) prompt_only(f->pipeline, f->id, source, 80);
   for (int t = 80; t < 100; ++t) {
-    const auto expected = run_step(plain.pipeline, plain.id, source, 1, row_kind::decode);
+    const auto expected = run_step(plain.pipeline, plain.id, source, 1, step_phase::decode);
     run_step(idle.pipeline, {});
-    idle.pipeline.begin_step({{idle.id, 0, row_kind::decode}});
+    idle.pipeline.begin_step({{idle.id, 0, step_phase::decode}});
     idle.pipeline.end_step();  // no rows: no layer need be appended to
-    const auto got = run_step(idle.pipeline, {{other, &source, 0, row_kind::prompt}, {idle.id, &source}});
+    const auto got = run_step(idle.pipeline, {{other, &source, 0, step_phase::prefill}, {idle.id, &source}});
     CHECK(got[1] == expected);
     CHECK(got[0].out.empty());
   }
@@ -350,7 +350,7 @@ TEST_CASE("each layer may have a budget of its own", "[sequences]") {
       prompt_only(f.pipeline, f.id, source, 90);
       std::vector<sequence_result> results;
       for (const int rows : {1, 3, 1, 2, 1, 1, 3, 1, 1, 2})
-        results.push_back(run_step(f.pipeline, f.id, source, rows, row_kind::decode));
+        results.push_back(run_step(f.pipeline, f.id, source, rows, step_phase::decode));
       return results;
     };
     const auto mixed = outputs(s);

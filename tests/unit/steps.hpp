@@ -27,7 +27,7 @@ inline tiny_pipeline::settings tiny_settings() {
   s.layers = 3;
   s.query_heads = 6;
   s.kv_heads = 2;
-  s.budget = {.sink = 8, .window = 16, .selected_pages = 2};
+  s.budget = {.sink = 8, .window = 16, .selected_units = 2};
   s.max_tokens = 200;
   s.plan = freekv::complete_first<freekv::dynamic>{1};
   return s;
@@ -102,7 +102,7 @@ struct sequence_part {
   freekv::sequence_id id{};
   const text* source = nullptr;
   int tokens = 1;
-  freekv::row_kind kind = freekv::row_kind::decode;
+  freekv::step_phase phase = freekv::step_phase::decode;
 };
 
 /// What a step gave one sequence, of all layers one after the other; reports of decode rows only.
@@ -138,7 +138,7 @@ std::vector<float> added_masses(Pipeline& pipeline, int layer, std::size_t rows)
   const std::size_t entries = count(pipeline.most_attended(layer)), heads = rows * count(s.query_heads);
   std::vector<float> masses(heads * entries, quiet_nan), sums;
   pipeline.log_masses(layer, masses);
-  const double unit = double{unit_of(s.lse_base)};
+  const double unit = double{nat_in(s.lse_base)};
   for (std::size_t head = 0; head < heads; ++head) {
     double sum = 0.0;
     for (std::size_t i = 0; i < entries; ++i) sum += std::exp(double{masses[head * entries + i]} / unit);
@@ -154,10 +154,10 @@ template <class Pipeline>
 std::vector<sequence_result> run_step(Pipeline& pipeline, const std::vector<sequence_part>& parts) {
   const auto& s = pipeline.configuration();
   const std::size_t query_row = count(s.query_heads * Pipeline::head_dim), heads = count(s.query_heads);
-  std::vector<freekv::sequence_rows> listed;
+  std::vector<freekv::step_input> listed;
   std::vector<int> first;
   for (const auto& part : parts) {
-    listed.push_back({part.id, part.tokens, part.kind});
+    listed.push_back({part.id, part.tokens, part.phase});
     first.push_back(pipeline.tokens(part.id));
   }
   pipeline.begin_step(listed);
@@ -194,7 +194,7 @@ std::vector<sequence_result> run_step(Pipeline& pipeline, const std::vector<sequ
   }
   pipeline.end_step();
   for (std::size_t i = 0; i < parts.size(); ++i)
-    if (parts[i].kind == freekv::row_kind::decode)
+    if (parts[i].phase == freekv::step_phase::decode)
       for (int layer = 0; layer < s.layers; ++layer) add_report(pipeline, layer, parts[i].id, results[i]);
   return results;
 }
@@ -202,7 +202,7 @@ std::vector<sequence_result> run_step(Pipeline& pipeline, const std::vector<sequ
 /// A step of one sequence.
 template <class Pipeline>
 sequence_result run_step(Pipeline& pipeline, freekv::sequence_id id, const text& source, int tokens,
-                         freekv::row_kind kind) {
+                         freekv::step_phase kind) {
   return run_step(pipeline, {{id, &source, tokens, kind}})[0];
 }
 
@@ -211,7 +211,7 @@ std::vector<sequence_result> decode(Pipeline& pipeline, freekv::sequence_id id, 
                                     int steps) {
   std::vector<sequence_result> results;
   for (int i = 0; i < steps; ++i)
-    results.push_back(run_step(pipeline, id, source, 1, freekv::row_kind::decode));
+    results.push_back(run_step(pipeline, id, source, 1, freekv::step_phase::decode));
   return results;
 }
 
@@ -219,7 +219,7 @@ std::vector<sequence_result> decode(Pipeline& pipeline, freekv::sequence_id id, 
 template <class Pipeline>
 void prompt_only(Pipeline& pipeline, freekv::sequence_id id, const text& source, int tokens) {
   const int first = pipeline.tokens(id);
-  pipeline.begin_step({{id, tokens, freekv::row_kind::prompt}});
+  pipeline.begin_step({{id, tokens, freekv::step_phase::prefill}});
   for (int layer = 0; layer < pipeline.configuration().layers; ++layer) {
     const auto rows = source.at(layer, first, tokens);
     pipeline.template append<float>(layer, {.keys = rows.keys, .values = rows.values});

@@ -22,7 +22,7 @@
 namespace {
 
 using namespace tests;
-using freekv::row_kind;
+using freekv::step_phase;
 using freekv::store_error;
 
 /// A folder that goes with the test.
@@ -84,11 +84,11 @@ template <class Breaks>
 std::vector<float> stubborn_step(tiny_pipeline& pipeline, const folder& where,
                                  const std::vector<sequence_part>& parts, const Breaks& breaks, int& failed) {
   const auto& s = pipeline.configuration();
-  std::vector<freekv::sequence_rows> listed;
+  std::vector<freekv::step_input> listed;
   std::vector<int> first;
   int rows = 0;
   for (const auto& part : parts) {
-    listed.push_back({part.id, part.tokens, part.kind});
+    listed.push_back({part.id, part.tokens, part.phase});
     first.push_back(pipeline.tokens(part.id));
     rows += part.tokens;
   }
@@ -150,9 +150,9 @@ TEST_CASE("a file that breaks fails calls, which can be repeated: not a bit is d
     int wrong = 0;
     for (int step = 0; step < 40; ++step) {
       const std::vector<sequence_part> parts{
-          {freekv::sequence_id{0}, &one, d.between(1, s.max_decode_rows), row_kind::decode},
+          {freekv::sequence_id{0}, &one, d.between(1, s.max_decode_rows), step_phase::decode},
           {freekv::sequence_id{1}, &two, step % 9 == 8 ? 4 : 1,
-           step % 9 == 8 ? row_kind::prompt : row_kind::decode}};
+           step % 9 == 8 ? step_phase::prefill : step_phase::decode}};
       const int layer = d.between(0, 2);
       const std::string call = d.below(2) == 0 ? "append" : "attend";
       int failed = 0, none = 0;
@@ -219,7 +219,7 @@ TEST_CASE("a sequence that is abandoned leaves the others of its step as they wo
   const int free_before = pipeline.free_pages();
 
   pipeline.begin_step({{a}, {b}, {c}});
-  std::vector<float> last, expected = run_step(alone.pipeline, alone.id, three, 1, row_kind::decode).out;
+  std::vector<float> last, expected = run_step(alone.pipeline, alone.id, three, 1, step_phase::decode).out;
   for (int layer = 0; layer < s.layers; ++layer) {
     std::vector<float> queries, keys, values;
     for (const auto& rows : {one.at(layer, 60, 1), two.at(layer, 70, 1), three.at(layer, 50, 1)}) {
@@ -239,8 +239,8 @@ TEST_CASE("a sequence that is abandoned leaves the others of its step as they wo
   CHECK(same_bits(last, expected));
   CHECK_THROWS_AS(pipeline.tokens(b), freekv::usage_error);
   CHECK(pipeline.free_pages() == free_before + 9);  // of 70 tokens
-  CHECK(run_step(pipeline, c, three, 1, row_kind::decode) ==
-        run_step(alone.pipeline, alone.id, three, 1, row_kind::decode));
+  CHECK(run_step(pipeline, c, three, 1, step_phase::decode) ==
+        run_step(alone.pipeline, alone.id, three, 1, step_phase::decode));
 }
 
 TEST_CASE("pages that cannot be written fail the append, which can be repeated", "[store_in_file]") {
@@ -274,7 +274,7 @@ TEST_CASE("pages that cannot be written fail the append, which can be repeated",
   filed.pipeline.append<float>(2, {.keys = last.keys, .values = last.values, .queries = last.queries});
   filed.pipeline.attend(2, out);
   filed.pipeline.end_step();
-  const auto of_expected = run_step(expected.pipeline, expected.id, source, 1, row_kind::decode);
+  const auto of_expected = run_step(expected.pipeline, expected.id, source, 1, step_phase::decode);
   CHECK(std::equal(out.begin(), out.end(), of_expected.out.end() - static_cast<long>(out.size())));
   CHECK(decode(expected.pipeline, expected.id, source, 40) == decode(filed.pipeline, filed.id, source, 40));
 }
@@ -330,7 +330,7 @@ TEST_CASE("a context larger than the memory that a process may have decodes from
       for (auto* rows : {&keys, &values})
         for (std::size_t i = 0; i < rows->size(); ++i)
           (*rows)[i] = freekv::from_float<freekv::half>(static_cast<float>(d.below(2001) - 1000) * 1e-3f);
-      p->begin_step({{id, chunk, row_kind::prompt}});
+      p->begin_step({{id, chunk, step_phase::prefill}});
       p->append(0, {.keys = keys, .values = values});
       p->end_step();
     }

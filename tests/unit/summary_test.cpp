@@ -31,7 +31,7 @@ oracle::settings oracle_for(const page_case& c, oracle::summary_kind kind, int c
 std::vector<double> expected_scores(const page_case& c, const oracle::settings& s,
                                     const oracle::page_summary& summary) {
   std::vector<std::vector<double>> raw;
-  for (const auto query : rows_of(c.queries, c.d)) raw.push_back({oracle::score_page(s, 0, query, summary)});
+  for (const auto query : rows_of(c.queries, c.d)) raw.push_back({oracle::score_unit(s, 0, query, summary)});
   std::vector<double> scores;
   for (const auto& head : oracle::settled(raw)) scores.push_back(head[0]);
   return scores;
@@ -180,8 +180,8 @@ TEST_CASE("NaN in one head's query makes the page -infinity for the whole group"
   }
 }
 
-TEMPLATE_TEST_CASE("infinities, NaN and zeros of both signs count as section 5.1 of the contract says", "[summary]",
-                   float, half, bfloat16) {
+TEMPLATE_TEST_CASE("infinities, NaN and zeros of both signs count as section 5.1 of the contract says",
+                   "[summary]", float, half, bfloat16) {
   dice d(7);
   int finite = 0, lowest = 0, highest = 0;
   for (int trial = 0; trial < some_of(400); ++trial) {
@@ -281,7 +281,7 @@ void compare_together(const Policy& policy, dice& d) {
         auto rows = stored_as<E>(normals(d, count(page.tokens * page.head_dim)));
         const float odd = d.one_of({0.0f, 0.0f, 0.0f, 0.0f, quiet_nan, inf, -inf});
         if (odd != 0.0f) rows[count(d.below(page.tokens * page.head_dim))] = freekv::from_float<E>(odd);
-        freekv::summarise_page<E>(team, policy,
+        freekv::summarise_unit<E>(team, policy,
                                   freekv::head_slice<const E>{rows.data(), nullptr, page.head_dim}, page,
                                   {keys.data(), numbers.data()}, stored.data() + count(j) * bytes);
       }
@@ -292,10 +292,10 @@ void compare_together(const Policy& policy, dice& d) {
         freekv::prepare_query(team, policy, freekv::group_query{queries.data() + g * shape.d, 1, shape.d},
                               prepared.data() + g * query_width);
       const freekv::prepared_queries by{prepared.data(), query_width, shape.group, shape.scale};
-      freekv::score_pages<E>(team, policy, page, stored.data(), bytes, pages, by, numbers.data(),
+      freekv::score_units<E>(team, policy, page, stored.data(), bytes, pages, by, numbers.data(),
                              {together.data(), stride});
       for (int j = 0; j < pages; ++j)
-        freekv::score_page<E>(team, policy, page, stored.data() + count(j) * bytes, by, numbers.data(),
+        freekv::score_unit<E>(team, policy, page, stored.data() + count(j) * bytes, by, numbers.data(),
                               {alone.data() + j, stride});
     });
     INFO(shape << ", " << pages << " pages on " << on);

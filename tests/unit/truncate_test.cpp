@@ -9,12 +9,12 @@
 namespace {
 
 using namespace tests;
-using freekv::row_kind;
+using freekv::step_phase;
 
 constexpr int text_tokens = 220;
 
 sequence_result decode_rows(fresh& f, const text& source, int rows) {
-  return run_step(f.pipeline, f.id, source, rows, row_kind::decode);
+  return run_step(f.pipeline, f.id, source, rows, step_phase::decode);
 }
 
 /// Outputs alone: what was recalled depends on what was held.

@@ -8,12 +8,12 @@
 #include "../catch.hpp"
 #include "choices.hpp"
 
-#include <freekv/baselines/variants.hpp>
+#include <freekv/methods.hpp>
 
 namespace {
 
 using freekv::detail::printed;
-using examples_method = freekv::examples::method;
+using examples_method = freekv::examples::method_spec;
 
 /// What a method does, a line for each kind of policy.
 struct policies {
@@ -22,8 +22,8 @@ struct policies {
   bool operator==(const policies&) const = default;
 };
 std::ostream& operator<<(std::ostream& out, const policies& p) {
-  for (const std::string& one : {p.summary, p.pooling, p.selection, p.pinning, p.rows, p.correction, p.residency,
-                                 p.codec, p.plan})
+  for (const std::string& one :
+       {p.summary, p.pooling, p.selection, p.pinning, p.rows, p.correction, p.residency, p.codec, p.plan})
     out << one << "; ";
   return out << "unit " << p.unit;
 }
@@ -54,16 +54,9 @@ policies of_type() {
   typename Variant::template pipeline<freekv::kv_shape<float, 64>>::settings s;
   if constexpr (requires { Variant::selection; }) s.selection = Variant::selection;
   if constexpr (requires { Variant::correction; }) s.correction = Variant::correction;
-  return {printed_summary(s.summary),
-          printed(s.pooling),
-          printed(s.selection),
-          printed(s.pinning),
-          printed(s.rows),
-          printed(s.correction),
-          printed(s.residency),
-          printed(s.codec),
-          plan_name(s.plan),
-          s.unit.tokens};
+  return {printed_summary(s.summary), printed(s.pooling),    printed(s.selection), printed(s.pinning),
+          printed(s.scope),           printed(s.correction), printed(s.residency), printed(s.codec),
+          plan_name(s.plan),          s.unit.tokens};
 }
 
 /// Of a method by its names, as `freekv::examples::pipeline_of_shape` makes it.
@@ -73,20 +66,20 @@ policies of_strings(const examples_method& m) {
   method_data data;
   data.codebooks.mean_codes = freekv::key_codes<6>{}.mean_codes;
   data.factors.rank = m.key_rank;
-  return {printed_summary(chosen("summary", summaries, m.summary).make(m, data)),
-          printed(chosen("pooling", poolings, m.pooling).make(m, data)),
-          printed(chosen("selection", selections, m.selection).make(m, data)),
-          printed(chosen("pinning", pinnings, m.pinning).make(m, data)),
-          printed(chosen("rows", selection_rows, m.rows).make(m, data)),
-          printed(chosen("correction", corrections, m.correction).make(m, data)),
-          printed(chosen("residency", residencies, m.residency).make(m, data)),
-          printed(chosen("codec", codecs, m.codec).make(m, data)),
+  return {printed_summary(find_by_name("summary", summaries, m.summary).make(m, data)),
+          printed(find_by_name("pooling", poolings, m.pooling).make(m, data)),
+          printed(find_by_name("selection", selections, m.selection).make(m, data)),
+          printed(find_by_name("pinning", pinnings, m.pinning).make(m, data)),
+          printed(find_by_name("rows", selection_scopes, m.rows).make(m, data)),
+          printed(find_by_name("correction", corrections, m.correction).make(m, data)),
+          printed(find_by_name("residency", residencies, m.residency).make(m, data)),
+          printed(find_by_name("codec", codecs, m.codec).make(m, data)),
           m.plan,
           m.unit};
 }
 
 template <class... Variants>
-void compare(freekv::variants::variant_list<Variants...>) {
+void compare(freekv::methods::method_list<Variants...>) {
   std::set<std::string> types;
   const auto& all = freekv::examples::variants();
   const auto compare_one = [&]<class Variant>() {
@@ -95,13 +88,13 @@ void compare(freekv::variants::variant_list<Variants...>) {
     CHECK(types.insert(name).second);
     const auto found = std::find_if(all.begin(), all.end(), [&](const auto& v) { return v.name == name; });
     REQUIRE(found != all.end());
-    CHECK(of_type<Variant>() == of_strings(found->does));
+    CHECK(of_type<Variant>() == of_strings(found->method));
   };
   (compare_one.template operator()<Variants>(), ...);
   for (const auto& v : all) {
     INFO(v.name);
     // Those that forget are of evicting_pipeline; a page size and a budget are settings.
-    const bool has_type = !v.does.evicts() && v.page == 0 && v.budget_share == 1;
+    const bool has_type = !v.method.evicts() && v.page == 0 && v.budget_share == 1;
     CHECK(types.count(std::string(v.name)) == (has_type ? 1 : 0));
   }
 }
@@ -109,5 +102,5 @@ void compare(freekv::variants::variant_list<Variants...>) {
 }  // namespace
 
 TEST_CASE("the library's variants and the programs' are the same methods", "[variants]") {
-  compare(freekv::variants::all{});
+  compare(freekv::methods::all{});
 }

@@ -16,7 +16,7 @@ struct layout_kind {};
 struct summary_kind {};
 struct pooling_kind {};
 struct selection_kind {};
-struct rows_kind {};
+struct scope_kind {};
 struct correction_kind {};
 struct residency_kind {};
 struct plan_kind {};

@@ -48,14 +48,14 @@ struct page_geometry {
 };
 
 /// The keys of one page and one KV head as floats: (tokens, head_dim), contiguous.
-struct page_keys {
+struct unit_keys {
   const float* data = nullptr;
   page_geometry page;
   FREEKV_HD constexpr const float* row(int token) const { return data + token * page.head_dim; }
 };
 
 /// What a page is scored with: one query head's query, as prepared for the summary.
-struct page_query {
+struct unit_query {
   const float* data = nullptr;
   page_geometry page;
   float scale = 1.0f;

@@ -28,7 +28,7 @@ inline constexpr bool is_eviction<any_of<E...>> = (eviction_policy<E> && ...);
 /// KV-cache eviction for all layers of a model: `evicting_pipeline<kv_shape<bfloat16, 128>, h2o>`. Calls are those of
 /// retrieval_pipeline, with which it can change places in an engine:
 ///
-///     pipeline.begin_step({{sequence, 1000, row_kind::prompt}});  // chunks of any size
+///     pipeline.begin_step({{sequence, 1000, step_phase::prefill}});  // chunks of any size
 ///     pipeline.append<float>(layer, {.keys = keys, .values = values, .queries = queries});  // of every layer
 ///     pipeline.end_step();
 ///     pipeline.begin_step({{sequence}});  // one decode row, as before, with attend
@@ -120,7 +120,7 @@ class evicting_pipeline {
   /// Throws pool_exhausted where a sequence would be longer than the settings say, or no staging is free for its prompt;
   /// usage_error for sequences that are unknown or listed twice, more than one decode row, and prompt rows after decode
   /// rows.
-  void begin_step(std::span<const sequence_rows> rows) {
+  void begin_step(std::span<const step_input> rows) {
     outside_step("begin_step");
     long stagings = 0;
     for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -134,12 +134,12 @@ class evicting_pipeline {
           "let a prompted sequence decode, release one or raise max_prefills in the settings");
     entries_.clear();
     rows_ = 0;
-    for (const sequence_rows& r : rows)
+    for (const step_input& r : rows)
       if (r.tokens > 0) entries_.push_back(entry_of(r));
     std::fill(progress_.begin(), progress_.end(), layer_progress::waiting);
     in_step_ = true;
   }
-  void begin_step(std::initializer_list<sequence_rows> rows) {
+  void begin_step(std::initializer_list<step_input> rows) {
     begin_step(std::span(rows.begin(), rows.size()));
   }
 
@@ -147,7 +147,7 @@ class evicting_pipeline {
   /// to be rounded; queries (rows, query_heads, head_dim), which may be missing where all rows are prompt, none attends
   /// and the policy observes none. Throws usage_error.
   template <class In = element>
-  void append(int layer, const new_rows<In>& rows) {
+  void append(int layer, const kv_rows<In>& rows) {
     static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
                   "append takes keys and values of the stored element type, or float");
     const state& s = layer_in(layer, "append", layer_progress::waiting);
@@ -178,7 +178,7 @@ class evicting_pipeline {
     if (queries_.empty() && rows_ > 0) throw usage_error("attend: append was given no queries");
     expect_numbers("attention output", out.size(), s.heads.query * head_dim);
     if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), s.heads.query);
-    const attention_output to{out.data(), lse.empty() ? nullptr : lse.data(), unit_of(settings_.lse_base)};
+    const attention_output to{out.data(), lse.empty() ? nullptr : lse.data(), nat_in(settings_.lse_base)};
     for (const eviction_entry& entry : entries_) parts_->stages.attend(s, entry, queries_.data(), to);
     progress_[size(layer)] = layer_progress::attended;
   }
@@ -283,18 +283,18 @@ class evicting_pipeline {
       throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +
                         std::to_string(rows_) + " rows of " + std::to_string(row));
   }
-  bool needs_staging(const sequence_rows& r) const {
+  bool needs_staging(const step_input& r) const {
     const record& sequence = known(r.sequence);
-    return r.kind == row_kind::prompt && r.tokens > 0 && sequence.staging < 0 &&
+    return r.phase == step_phase::prefill && r.tokens > 0 && sequence.staging < 0 &&
            resolve(settings_.eviction, [](const auto& e) { return e.stages_prompt(); });
   }
-  void check_rows(std::span<const sequence_rows> rows, std::size_t i) const {
-    const sequence_rows& r = rows[i];
+  void check_rows(std::span<const step_input> rows, std::size_t i) const {
+    const step_input& r = rows[i];
     const record& sequence = known(r.sequence);
-    const auto same = [&](const sequence_rows& other) { return other.sequence == r.sequence; };
+    const auto same = [&](const step_input& other) { return other.sequence == r.sequence; };
     if (std::any_of(rows.begin(), rows.begin() + static_cast<std::ptrdiff_t>(i), same))
       throw usage_error(name_of(r.sequence) + " is listed twice in one step");
-    const bool decodes = r.kind == row_kind::decode;
+    const bool decodes = r.phase == step_phase::decode;
     if (r.tokens < 0 || (decodes && r.tokens > 1))
       throw usage_error(
           name_of(r.sequence) + " brings " + std::to_string(r.tokens) +
@@ -309,7 +309,7 @@ class evicting_pipeline {
       throw pool_exhausted((decodes ? "decoded tokens of " : "prompt tokens of ") + name_of(r.sequence), most,
                            has, "the step", r.tokens);
   }
-  eviction_entry entry_of(const sequence_rows& r) {
+  eviction_entry entry_of(const step_input& r) {
     record& sequence = records_[size(static_cast<int>(r.sequence))];
     if (needs_staging(r)) {
       sequence.staging = free_stagings_.back();
@@ -320,7 +320,7 @@ class evicting_pipeline {
                          .before = sequence.tokens,
                          .tokens = r.tokens,
                          .first_row = rows_,
-                         .decodes = r.kind == row_kind::decode};
+                         .decodes = r.phase == step_phase::decode};
     if (!entry.decodes) sequence.prompt += r.tokens;
     entry.prompt = sequence.prompt;
     entry.ends_prompt = entry.decodes && !sequence.decodes;

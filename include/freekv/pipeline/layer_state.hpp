@@ -3,11 +3,11 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <freekv/functors/diff_pages.hpp>
-#include <freekv/functors/unite_pages.hpp>
+#include <freekv/algorithms/match_slots.hpp>
+#include <freekv/algorithms/merge_selections.hpp>
 #include <freekv/policies/geometry.hpp>
 #include <freekv/policies/plan.hpp>
-#include <freekv/storage/engine_frames.hpp>
+#include <freekv/storage/engine_blocks.hpp>
 #include <freekv/storage/layout.hpp>
 #include <freekv/storage/slice_store.hpp>
 #include <span>
@@ -15,9 +15,9 @@
 namespace freekv {
 
 /// What the rows that one sequence brings to a step are.
-enum class row_kind : std::uint8_t {
-  decode,  ///< attended within the budget
-  prompt,  ///< exact and causal; drops the selection and the previous query
+enum class step_phase : std::uint8_t {
+  decode,   ///< attended within the budget
+  prefill,  ///< exact and causal; drops the selection and the previous query
 };
 
 /// One sequence's part of a step, as stages see it: `tokens` rows appended behind `before`, the first of them
@@ -27,7 +27,7 @@ struct step_entry {
   int before = 0;
   int tokens = 0;
   int first_row = 0;
-  row_kind kind = row_kind::decode;
+  step_phase phase = step_phase::decode;
   std::int32_t shared_page = -1;  // store page whose rows are copied first, as other sequences have it too
   // Of decode rows:
   int candidates_at = 0;  // the length whose candidates they select from, as the step before has fixed it
@@ -38,7 +38,7 @@ struct step_entry {
 
 /// The rows of a step as the caller hands them to a layer; they are read until the layer has attended.
 template <class In>
-struct new_rows {
+struct kv_rows {
   std::span<const In> keys{};    ///< (rows, kv_heads, head_dim)
   std::span<const In> values{};  ///< (rows, kv_heads, head_dim)
   std::span<const float>
@@ -81,13 +81,13 @@ struct paged_rows {
 };
 
 /// One KV head of one sequence.
-struct head_of {
+struct sequence_head {
   int sequence = 0;
   int head = 0;
 };
 
 /// Rows of a page, one behind the other.
-struct page_part {
+struct page_range {
   int page = 0;
   int first = 0;
   int tokens = 0;
@@ -95,7 +95,7 @@ struct page_part {
 
 /// The pages one KV head attends to, in ascending order: all pages, or sink, selected units and window; and of the first
 /// page, where a window slides, not all tokens.
-struct page_list {
+struct attention_list {
   page_roles roles;
   const std::int32_t* selected = nullptr;
   int selected_count = 0;
@@ -112,7 +112,7 @@ struct page_list {
   FREEKV_HD constexpr bool is_selected(int i) const {
     return nth_selected(i) >= 0 && nth_selected(i) < selected_count;
   }
-  FREEKV_HD constexpr page_part part(int i) const {
+  FREEKV_HD constexpr page_range part(int i) const {
     if (is_selected(i)) {
       const int unit = selected[nth_selected(i)], units_per_page = page_tokens / unit_tokens;
       if (units_per_page == 1) return {unit, 0, page_tokens};
@@ -145,7 +145,7 @@ struct layer_state {
   bool keeps_slots = false;
   bool encoded =
       false;  // complete pages are kept as a codec leaves them, or in a file, and open ones as they are
-  int open_frames = 1;  // of one sequence, where encoded
+  int open_pages = 1;  // of one sequence, where encoded
   head_counts heads;
   page_geometry page;
   page_geometry unit;  // what is summarised, selected and recalled: a page, or a part of one
@@ -157,15 +157,15 @@ struct layer_state {
   float soft_cap = 0.0f;               // of attention's scores; 0: none
   const float* sink_logits = nullptr;  // (query head); null: none
   int pins = 0;                        // units of a KV head that are selected whatever their scores
-  int list_units = 1;                  // K, that one KV head has selected at most
+  int max_selected = 1;                // K, that one KV head has selected at most
   int mask_words = 0;   // of a selected unit's mask of query heads; 0: all heads of a group attend to it
   int max_pages = 0;    // of one sequence
   int store_pages = 0;  // of all
   strided_pages<element, head_dim> store;  // by store page, unless encoded
-  strided_pages<element, head_dim> open;   // by sequence * open_frames + page % open_frames, if encoded
+  strided_pages<element, head_dim> open;   // by sequence * open_pages + page % open_pages, if encoded
   slice_store slices;                      // complete pages, if encoded
-  slot_frames<element> frames;  // of all slot sets: sink and ring, then what `selected_frames` lists
-  const std::int32_t* selected_frames = nullptr;  // (slot set, frames of the selected slots): its frame
+  slot_blocks<element> blocks;  // of all slot sets: sink and ring, then what `selected_blocks` lists
+  const std::int32_t* selected_blocks = nullptr;  // (slot set, blocks of the selected slots): its block
   const std::int32_t* page_table = nullptr;       // (sequence, max_pages): store page
   const std::int32_t* slot_sets = nullptr;        // (sequence): its slots among all, -1 while it is preempted
   std::byte* summaries = nullptr;                 // (kv head, store page, unit of the page, summary_bytes)
@@ -179,48 +179,48 @@ struct layer_state {
   std::uint8_t* corrected = nullptr;  // (sequence, kv head): flagged in the last step
   std::int32_t* flagged_count =
       nullptr;  // of a device, (1): heads flagged in the step begun last, of all its entries
-  std::uint8_t* unrecalled = nullptr;      // (sequence, kv head): selected units could not be read
-  std::uint8_t* unfilled = nullptr;        // (sequence): slots or the open page could not be read
+  std::uint8_t* recall_failed = nullptr;   // (sequence, kv head): selected units could not be read
+  std::uint8_t* lacking = nullptr;         // (sequence): slots or the open page could not be read
   std::int32_t* selected = nullptr;        // (sequence, kv head, K): ascending units, for the next step
   std::int32_t* selected_count = nullptr;  // (sequence, kv head)
-  std::int32_t* upcoming = nullptr;        // (sequence, kv head, K): what speculate will select, where known
-  std::int32_t* upcoming_count = nullptr;  // (sequence, kv head): -1 where it is not known yet
-  std::int32_t* attended = nullptr;        // (sequence, kv head, K): what the last step attended to
-  std::int32_t* attended_count = nullptr;  // (sequence, kv head)
+  std::int32_t* next_selected = nullptr;   // (sequence, kv head, K): what speculate will select, where known
+  std::int32_t* next_selected_count = nullptr;  // (sequence, kv head): -1 where it is not known yet
+  std::int32_t* attended = nullptr;             // (sequence, kv head, K): what the last step attended to
+  std::int32_t* attended_count = nullptr;       // (sequence, kv head)
   std::uint32_t* selected_by =
       nullptr;  // (sequence, kv head, K, mask_words): query heads that selected the unit
-  std::uint32_t* upcoming_by = nullptr;  // the same of `upcoming`
-  std::uint32_t* attended_by = nullptr;  // the same of `attended`
-  std::int32_t* pinned = nullptr;        // (sequence, kv head, pins): ascending units
-  std::int32_t* pinned_count = nullptr;  // (sequence, kv head)
-  std::int32_t* slot_page = nullptr;     // (sequence, kv head, selected slot): unit in it, or -1
-  std::int32_t* slot_stamp = nullptr;    // (sequence, kv head, selected slot): last selection with that unit
-  std::int32_t* slot_of = nullptr;       // (sequence, kv head, K): slot of each selected unit
-  std::int32_t* selections = nullptr;    // (sequence, kv head): how many there have been
-  std::int32_t* recalled = nullptr;      // (sequence, kv head): slices from the store, last step
+  std::uint32_t* next_selected_by = nullptr;  // the same of `next_selected`
+  std::uint32_t* attended_by = nullptr;       // the same of `attended`
+  std::int32_t* pinned = nullptr;             // (sequence, kv head, pins): ascending units
+  std::int32_t* pinned_count = nullptr;       // (sequence, kv head)
+  std::int32_t* slot_unit = nullptr;          // (sequence, kv head, selected slot): unit in it, or -1
+  std::int32_t* slot_stamp = nullptr;  // (sequence, kv head, selected slot): last selection with that unit
+  std::int32_t* slot_of = nullptr;     // (sequence, kv head, K): slot of each selected unit
+  std::int32_t* selections = nullptr;  // (sequence, kv head): how many there have been
+  std::int32_t* recalled = nullptr;    // (sequence, kv head): slices from the store, last step
   std::int32_t* recalled_before_attention =
       nullptr;                       // (sequence, kv head): those of them that attention waited for
   std::int32_t* promoted = nullptr;  // (sequence, kv head): slices from the ring, last step
 
-  FREEKV_HD constexpr std::size_t row(int sequence, int head) const {
+  FREEKV_HD constexpr std::size_t head_index(int sequence, int head) const {
     return static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads.kv) +
            static_cast<std::size_t>(head);
   }
   FREEKV_HD constexpr std::size_t selection(int sequence, int head) const {
-    return row(sequence, head) * static_cast<std::size_t>(list_units);
+    return head_index(sequence, head) * static_cast<std::size_t>(max_selected);
   }
   FREEKV_HD constexpr std::size_t masks(int sequence, int head) const {
     return selection(sequence, head) * static_cast<std::size_t>(mask_words);
   }
-  FREEKV_HD page_union selected_union(int sequence, int head) const {
+  FREEKV_HD unit_union selected_union(int sequence, int head) const {
     return {selected + selection(sequence, head), selected_by + masks(sequence, head), mask_words};
   }
-  FREEKV_HD page_union upcoming_union(int sequence, int head) const {
-    return {upcoming + selection(sequence, head), upcoming_by + masks(sequence, head), mask_words};
+  FREEKV_HD unit_union next_selected_union(int sequence, int head) const {
+    return {next_selected + selection(sequence, head), next_selected_by + masks(sequence, head), mask_words};
   }
   FREEKV_HD slot_contents slots_of(int sequence, int head) const {
-    const std::size_t first = row(sequence, head) * static_cast<std::size_t>(slots.selected);
-    return {slot_page + first, slot_stamp + first, slots.selected};
+    const std::size_t first = head_index(sequence, head) * static_cast<std::size_t>(slots.selected);
+    return {slot_unit + first, slot_stamp + first, slots.selected};
   }
   /// Where the window of a decode entry begins: behind its candidates, as far as they are (after a truncation, still)
   /// complete.
@@ -236,8 +236,8 @@ struct layer_state {
   FREEKV_HD int pages_of(int tokens) const { return (tokens + page.tokens - 1) / page.tokens; }
   FREEKV_HD layer_kind kind_of(int head) const { return head_kinds[head]; }
   FREEKV_HD float* kept_query(int sequence, int head, int decode_row = 0) const {
-    const std::size_t nth =
-        row(sequence, head) * static_cast<std::size_t>(decode_rows) + static_cast<std::size_t>(decode_row);
+    const std::size_t nth = head_index(sequence, head) * static_cast<std::size_t>(decode_rows) +
+                            static_cast<std::size_t>(decode_row);
     return previous_query + nth * static_cast<std::size_t>(heads.group() * head_dim);
   }
   /// The queries of all rows of a decode step as one group.
@@ -254,12 +254,12 @@ struct layer_state {
   }
   /// Of the `nth` unit of a page: a KV head's lie side by side, in the order of the store's pages.
   FREEKV_HD std::byte* summary_of(std::int32_t store_page, int head, int nth = 0) const {
-    return summaries + unit_row(store_page, head, nth) * summary_bytes;
+    return summaries + summary_index(store_page, head, nth) * summary_bytes;
   }
   FREEKV_HD float& pin_worth_of(std::int32_t store_page, int head, int nth) const {
-    return pin_worth[unit_row(store_page, head, nth)];
+    return pin_worth[summary_index(store_page, head, nth)];
   }
-  FREEKV_HD constexpr std::size_t unit_row(std::int32_t store_page, int head, int nth) const {
+  FREEKV_HD constexpr std::size_t summary_index(std::int32_t store_page, int head, int nth) const {
     const std::size_t row = static_cast<std::size_t>(head) * static_cast<std::size_t>(store_pages) +
                             static_cast<std::size_t>(store_page);
     return row * static_cast<std::size_t>(units_per_page) + static_cast<std::size_t>(nth);
@@ -268,28 +268,28 @@ struct layer_state {
     return shared + static_cast<std::size_t>(store_page) * shared_bytes;
   }
   std::span<const std::int32_t> pinned_of(int sequence, int head) const {
-    return {pinned + row(sequence, head) * static_cast<std::size_t>(pins),
-            static_cast<std::size_t>(pinned_count[row(sequence, head)])};
+    return {pinned + head_index(sequence, head) * static_cast<std::size_t>(pins),
+            static_cast<std::size_t>(pinned_count[head_index(sequence, head)])};
   }
   /// The page that unit `index` of a sequence is part of, and its first row there.
   FREEKV_HD constexpr int page_of(int index) const {
     return units_per_page == 1 ? index : index / units_per_page;
   }
-  FREEKV_HD constexpr int row_of(int index) const { return index % units_per_page * unit.tokens; }
+  FREEKV_HD constexpr int first_token_of(int index) const { return index % units_per_page * unit.tokens; }
   FREEKV_HD head_slice<element> store_slice(int sequence, int page_index, int head) const {
     return slice_of(store, store_page(sequence, page_index), head);
   }
   /// Where the rows of a page that is not complete are, and for a while those of one that is.
   FREEKV_HD head_slice<element> open_slice(int sequence, int page_index, int head) const {
-    return slice_of(open, std::int64_t{sequence} * open_frames + page_index % open_frames, head);
+    return slice_of(open, std::int64_t{sequence} * open_pages + page_index % open_pages, head);
   }
-  FREEKV_HD std::int64_t frame(int sequence, int slot) const {
+  FREEKV_HD std::int64_t block(int sequence, int slot) const {
     const std::int64_t set = slot_sets[sequence], fixed = slots.fixed();
     if (slot < fixed) return set * fixed + slot;
-    return selected_frames[set * (slots.total() - fixed) + slot - fixed];
+    return selected_blocks[set * (slots.total() - fixed) + slot - fixed];
   }
-  FREEKV_HD head_slice<element> frame_slice(int sequence, int slot, int head) const {
-    return frames.slice(frame(sequence, slot), head);
+  FREEKV_HD head_slice<element> block_slice(int sequence, int slot, int head) const {
+    return blocks.slice(block(sequence, slot), head);
   }
   /// The sink or ring slot that page `page_index` of a sequence of `tokens` tokens has; -1: none.
   FREEKV_HD int fixed_slot(int page_index, int tokens) const {
@@ -299,13 +299,13 @@ struct layer_state {
   }
   /// Selected slot i: a unit's rows.
   FREEKV_HD head_slice<element> selected_slice(int sequence, int i, int head) const {
-    return rows_behind(frame_slice(sequence, slots.selected_slot(i), head), row_of(i));
+    return rows_behind(block_slice(sequence, slots.selected_slot(i), head), first_token_of(i));
   }
 
   /// The pages that one head attends to with row `row` of an entry. `everything`: all that the model attends to, in the
   /// store; else what the head keeps.
-  FREEKV_HD page_list pages_attended(const step_entry& entry, int row, int head,
-                                     bool everything = false) const {
+  FREEKV_HD attention_list pages_attended(const step_entry& entry, int row, int head,
+                                          bool everything = false) const {
     const int tokens = entry.before + row + 1;
     if (sliding_window > 0) {
       const int first = tokens > sliding_window ? tokens - sliding_window : 0;
@@ -323,7 +323,7 @@ struct layer_state {
     }
     return {roles,
             selected + selection(entry.sequence, head),
-            selects ? selected_count[this->row(entry.sequence, head)] : 0,
+            selects ? selected_count[this->head_index(entry.sequence, head)] : 0,
             everything || kind_of(head) == layer_kind::complete,
             tokens,
             0,
@@ -331,11 +331,11 @@ struct layer_state {
             unit.tokens};
   }
   /// The selected slot of entry i of such a list, which is selected, of a head that attends to slots.
-  FREEKV_HD int selected_slot_of(int sequence, int head, const page_list& pages, int i) const {
+  FREEKV_HD int selected_slot_of(int sequence, int head, const attention_list& pages, int i) const {
     return slot_of[selection(sequence, head) + static_cast<std::size_t>(pages.nth_selected(i))];
   }
   /// The slot of entry i of such a list that is not selected.
-  FREEKV_HD int slot_of_page(const page_list& pages, int i) const {
+  FREEKV_HD int slot_of_page(const attention_list& pages, int i) const {
     const int page_index = pages.page(i);
     return pages.nth_selected(i) < 0 ? slots.sink_slot(page_index) : slots.ring_slot(page_index);
   }

@@ -4,13 +4,13 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <freekv/functors/attend_slice.hpp>
-#include <freekv/pipeline/frame_pool.hpp>
+#include <freekv/algorithms/attend_slice.hpp>
+#include <freekv/pipeline/host_copies.hpp>
 #include <freekv/pipeline/layer_state.hpp>
-#include <freekv/pipeline/mirror.hpp>
 #include <freekv/policies/codec.hpp>
-#include <freekv/policies/rows.hpp>
+#include <freekv/policies/scope.hpp>
 #include <freekv/policies/summary.hpp>
+#include <freekv/storage/block_pool.hpp>
 #include <freekv/storage/memory.hpp>
 #include <vector>
 
@@ -23,18 +23,18 @@ class pipeline_memory {
  public:
   using element = typename State::element;
 
-  /// `file` is where encoded pages are kept if the settings name a file; `frames`, of each layer, where slots are if they
+  /// `file` is where encoded pages are kept if the settings name a file; `blocks`, of each layer, where slots are if they
   /// are not the pipeline's own.
   template <class Backend>
   pipeline_memory(const Settings& s, Backend& backend, std::byte* slow_block, std::byte* fast_block,
-                  file_store* file, std::span<const engine_frames<element>> frames)
-      : pipeline_memory(s, backend, carver(slow_block), carver(fast_block), file, frames) {}
+                  file_store* file, std::span<const engine_blocks<element>> blocks)
+      : pipeline_memory(s, backend, carver(slow_block), carver(fast_block), file, blocks) {}
 
   std::vector<State> layers;
-  std::vector<frame_pool> frame_pools;  // by layer
-  device_mirror<State> mirror;          // of a device's memory; else empty but for the next two
-  std::int32_t* page_tables = nullptr;  // (sequence, max_pages), as the host writes them
-  std::int32_t* slot_sets = nullptr;    // (sequence), the same
+  std::vector<block_pool> block_pools;     // by layer
+  freekv::host_copies<State> host_copies;  // of a device's memory; else empty but for the next two
+  std::int32_t* page_tables = nullptr;     // (sequence, max_pages), as the host writes them
+  std::int32_t* slot_sets = nullptr;       // (sequence), the same
   memory_bytes bytes;
   std::size_t slow_bytes = 0, fast_bytes = 0;  // of the blocks
   Stages stages;
@@ -45,18 +45,19 @@ class pipeline_memory {
 
   template <class Backend>
   pipeline_memory(const Settings& s, Backend& backend, carver&& slow, carver&& fast, file_store* file,
-                  std::span<const engine_frames<element>> frames)
-      : mirror{.page_tables = table<std::int32_t>(size(s.max_sequences) * size(s.max_pages()), slow, fast),
-               .slot_sets = table<std::int32_t>(size(s.max_sequences), slow, fast)},
-        page_tables(mirror.page_tables.host),
-        slot_sets(mirror.slot_sets.host),
+                  std::span<const engine_blocks<element>> blocks)
+      : host_copies{.page_tables =
+                        table<std::int32_t>(size(s.max_sequences) * size(s.max_pages()), slow, fast),
+                    .slot_sets = table<std::int32_t>(size(s.max_sequences), slow, fast)},
+        page_tables(host_copies.page_tables.host),
+        slot_sets(host_copies.slot_sets.host),
         stages(make_stages(s, backend, slow, fast)) {
     for (int layer = 0; layer < s.layers; ++layer)
-      layers.push_back(layer_part(s, layer, slow, fast, file, frames));
+      layers.push_back(layer_part(s, layer, slow, fast, file, blocks));
     if constexpr (on_device<Stages>) {
-      bytes.mirrors = slow.used() - bytes.store;
+      bytes.host_copies = slow.used() - bytes.store;
       bytes.staging = stages.staging_bytes();
-      if (slow.base() != nullptr) stages.begin(mirror, layers);
+      if (slow.base() != nullptr) stages.begin(host_copies, layers);
     }
     slow_bytes = slow.used();
     fast_bytes = fast.used();
@@ -66,7 +67,7 @@ class pipeline_memory {
 
   /// A table that the host writes: of a device, beside the device's own.
   template <class T>
-  static mirrored<T> table(std::size_t count, carver& slow, carver& fast) {
+  static host_and_device<T> table(std::size_t count, carver& slow, carver& fast) {
     T* const device = fast.take<T>(count);
     if constexpr (on_device<Stages>) return {slow.take<T>(count), device, count};
     return {device, device, count};
@@ -80,7 +81,7 @@ class pipeline_memory {
   }
 
   State layer_part(const Settings& s, int layer, carver& slow, carver& fast, file_store* file,
-                   std::span<const engine_frames<element>> frames) {
+                   std::span<const engine_blocks<element>> blocks) {
     State l;
     l.layer = layer;
     l.kind = s.plan.kind(layer);
@@ -93,39 +94,39 @@ class pipeline_memory {
     if (l.kind == layer_kind::sliding) {
       l.sliding_window = s.sliding_window;
       const int pages = std::min(s.pages_for(s.sliding_window), s.max_pages());
-      l.budget = {.sink = 0, .window = pages * s.page.tokens, .selected_pages = 1};
+      l.budget = {.sink = 0, .window = pages * s.page.tokens, .selected_units = 1};
     }
     l.soft_cap = s.soft_cap;
     if (!s.sink_logits.empty()) {
       const float* const logits = s.sink_logits.data() + size(layer) * size(s.query_heads);
       l.sink_logits = on_device<Stages> ? fast.take<float>(size(s.query_heads)) : logits;
-      if (on_device<Stages>) mirror.sink_logits.push_back({logits, l.sink_logits, size(s.query_heads)});
+      if (on_device<Stages>) host_copies.sink_logits.push_back({logits, l.sink_logits, size(s.query_heads)});
     }
     l.encoded = s.encodes() && l.kind != layer_kind::complete;
-    l.open_frames = s.open_frames();
+    l.open_pages = s.open_pages();
     l.pins = s.pinned_units();
-    l.list_units = s.list_units(layer);
-    l.mask_words = s.row() == selection_row::query_head ? head_mask_words(l.heads.group()) : 0;
+    l.max_selected = s.max_selected(layer);
+    l.mask_words = s.selects_by() == selection_scope::query_head ? head_mask_words(l.heads.group()) : 0;
     l.slots = slots_for(l.budget, l.page.tokens, s.spare_slots(), s.max_decode_rows);
-    l.slots.selected = l.list_units + s.spare_slots();
+    l.slots.selected = l.max_selected + s.spare_slots();
     l.slots.units_per_page = l.units_per_page;
     l.decode_rows = s.max_decode_rows;
     if (l.kind == layer_kind::window || l.kind == layer_kind::sliding) l.slots.selected = 0;
     l.scale = s.scale;
     l.max_pages = s.max_pages();
     l.store_pages = s.store_pages();
-    l.page_table = mirror.page_tables.device;
-    l.slot_sets = mirror.slot_sets.device;
+    l.page_table = host_copies.page_tables.device;
+    l.slot_sets = host_copies.slot_sets.device;
     l.summary_bytes =
         resolve(s.summary, [&](const auto& summary) { return summary_bytes<element>(summary, l.unit); });
 
     const page_shape shape{l.page.tokens, s.kv_heads};
     const std::int64_t row_pages =
-        l.encoded ? std::int64_t{s.max_sequences} * l.open_frames : std::int64_t{s.store_pages()};
+        l.encoded ? std::int64_t{s.max_sequences} * l.open_pages : std::int64_t{s.store_pages()};
     const int most = l.keeps_slots ? l.slots.total() - l.slots.fixed() : 0;
     const std::int64_t fixed = l.keeps_slots ? std::int64_t{s.max_resident} * l.slots.fixed() : 0;
-    const std::int64_t shared = selected_frames(s, most), slots = fixed + shared;
-    const std::int64_t frame_pages = frames.empty() ? slots : 0;
+    const std::int64_t shared = selected_blocks(s, most), slots = fixed + shared;
+    const std::int64_t own_blocks = blocks.empty() ? slots : 0;
     const auto elements = [&](std::int64_t pages) {
       return size(pages) * size(2 * shape.tokens * head_dim) * size(shape.kv_heads);
     };
@@ -134,28 +135,28 @@ class pipeline_memory {
     // A device reads all of a complete layer in every step, and what it has not encoded when it does: from its own memory.
     const bool in_fast = on_device<Stages> && (l.encoded || l.kind == layer_kind::complete);
     auto* const row_data = (in_fast ? fast : slow).template take<element>(elements(row_pages));
-    const std::size_t frames_before = fast.used(), rows_in_fast = frames_before - rows_before;
+    const std::size_t blocks_before = fast.used(), rows_in_fast = blocks_before - rows_before;
     bytes.device_store += rows_in_fast;
     if (l.encoded) l.slices = slices_of(s, slow, file);
-    auto* const frame_data = fast.take<element>(elements(frame_pages));
+    auto* const own_data = fast.take<element>(elements(own_blocks));
     const std::size_t in_memory = slow.used() - store_before;
     bytes.store += in_memory;
-    bytes.slots += fast.used() - frames_before;
+    bytes.slots += fast.used() - blocks_before;
     resolve(s.layouts, [&]<class Layouts>(const Layouts&) {
       const auto rows =
           strided<head_dim>(make_page_span<typename Layouts::slow, head_dim>(row_data, row_pages, shape));
       (l.encoded ? l.open : l.store) = rows;
-      l.frames = frames_of<element>(
-          make_page_span<typename Layouts::fast, head_dim>(frame_data, frame_pages, shape));
+      l.blocks =
+          blocks_of<element>(make_page_span<typename Layouts::fast, head_dim>(own_data, own_blocks, shape));
     });
     const auto listed = table<std::int32_t>(size(s.max_resident) * size(most), slow, fast);
-    l.selected_frames = listed.device;
-    frame_pools.emplace_back(fixed, shared, most, s.max_resident, listed.host);
-    if (on_device<Stages> && !frames.empty())
+    l.selected_blocks = listed.device;
+    block_pools.emplace_back(fixed, shared, most, s.max_resident, listed.host);
+    if (on_device<Stages> && !blocks.empty())
       throw settings_error(
-          "the CUDA backend does not take frames of an engine yet; leave them out, and the pipeline has its "
+          "the CUDA backend does not take blocks of an engine yet; leave them out, and the pipeline has its "
           "own");
-    if (!frames.empty() && slots > 0) l.frames = frames_of(frames[size(layer)], layer, slots);
+    if (!blocks.empty() && slots > 0) l.blocks = blocks_of(blocks[size(layer)], layer, slots);
     int complete_heads = 0;
     for (int head = 0; head < s.kv_heads; ++head)
       complete_heads += head_kind(s.plan, layer, head) == layer_kind::complete;
@@ -181,36 +182,36 @@ class pipeline_memory {
     l.head_kinds = kinds.device;
     for (int head = 0; kinds.host != nullptr && head < s.kv_heads; ++head)
       kinds.host[head] = head_kind(s.plan, layer, head);
-    const std::size_t rows = l.row(s.max_sequences, 0);
+    const std::size_t rows = l.head_index(s.max_sequences, 0);
     l.previous_query = fast.take<float>(rows * size(l.decode_rows * l.heads.group() * head_dim));
-    const auto take_books = [&](State& books, carver& memory) {
-      if constexpr (on_device<Stages>) books.flagged_count = memory.take<std::int32_t>(1);
-      for_each_book(books, [&]<class T>(T*& book, std::size_t of_sequence) {
-        book = memory.take<T>(size(s.max_sequences) * of_sequence);
+    const auto take_arrays = [&](State& arrays, carver& memory) {
+      if constexpr (on_device<Stages>) arrays.flagged_count = memory.take<std::int32_t>(1);
+      for_each_array(arrays, [&]<class T>(T*& array, std::size_t of_sequence) {
+        array = memory.take<T>(size(s.max_sequences) * of_sequence);
       });
     };
-    const std::size_t books_before = fast.used();
-    take_books(l, fast);
+    const std::size_t arrays_before = fast.used();
+    take_arrays(l, fast);
     if constexpr (on_device<Stages>) {
       State seen = l;
       seen.page_table = page_tables;
       seen.slot_sets = slot_sets;
-      seen.selected_frames = listed.host;
+      seen.selected_blocks = listed.host;
       seen.head_kinds = kinds.host;
-      const std::size_t mirrors_before = slow.used();
-      take_books(seen, slow);
-      std::byte* const host = slow.base() == nullptr ? nullptr : slow.base() + mirrors_before;
-      std::byte* const device = fast.base() == nullptr ? nullptr : fast.base() + books_before;
-      mirror.books.push_back({host, device, fast.used() - books_before});
-      mirror.selected_frames.push_back(listed);
-      mirror.head_kinds.push_back(kinds);
-      mirror.layers.push_back(seen);
+      const std::size_t host_copies_before = slow.used();
+      take_arrays(seen, slow);
+      std::byte* const host = slow.base() == nullptr ? nullptr : slow.base() + host_copies_before;
+      std::byte* const device = fast.base() == nullptr ? nullptr : fast.base() + arrays_before;
+      host_copies.arrays.push_back({host, device, fast.used() - arrays_before});
+      host_copies.selected_blocks.push_back(listed);
+      host_copies.head_kinds.push_back(kinds);
+      host_copies.layers.push_back(seen);
     }
     return l;
   }
 
-  /// Frames that a layer's selected slots share, where those of one sequence are in `most`.
-  static std::int64_t selected_frames(const Settings& s, int most) {
+  /// Blocks that a layer's selected slots share, where those of one sequence are in `most`.
+  static std::int64_t selected_blocks(const Settings& s, int most) {
     const std::int64_t all = std::int64_t{s.max_resident} * most;
     if (s.selected_tokens == 0) return all;
     return std::min(all, std::max(std::int64_t{most}, s.selected_tokens / s.page.tokens));
@@ -258,8 +259,8 @@ class pipeline_memory {
       sizes.query_width = summary_query_width(summary, head_dim);
     });
     for (int layer = 0; layer < s.layers; ++layer)
-      sizes.selected_units = std::max(sizes.selected_units, s.list_units(layer));
-    if (s.row() == selection_row::layer) sizes.pooled_heads = s.kv_heads;
+      sizes.selected_units = std::max(sizes.selected_units, s.max_selected(layer));
+    if (s.selects_by() == selection_scope::layer) sizes.pooled_heads = s.kv_heads;
     return sizes;
   }
 };

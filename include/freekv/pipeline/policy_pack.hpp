@@ -20,7 +20,7 @@
 #include <freekv/policies/pooling.hpp>
 #include <freekv/policies/residency.hpp>
 #include <freekv/policies/route.hpp>
-#include <freekv/policies/rows.hpp>
+#include <freekv/policies/scope.hpp>
 #include <freekv/policies/selection.hpp>
 #include <freekv/policies/stored_as.hpp>
 #include <freekv/storage/layout.hpp>
@@ -53,9 +53,9 @@ inline constexpr bool is_pinning = pinning_policy<P>;
 template <class... P>
 inline constexpr bool is_pinning<any_of<P...>> = (pinning_policy<P> && ...);
 template <class P>
-inline constexpr bool is_rows = rows_policy<P>;
+inline constexpr bool is_scope = scope_policy<P>;
 template <class... P>
-inline constexpr bool is_rows<any_of<P...>> = (rows_policy<P> && ...);
+inline constexpr bool is_scope<any_of<P...>> = (scope_policy<P> && ...);
 template <class P>
 inline constexpr bool is_correction = correction_policy<P>;
 template <class... P>
@@ -81,7 +81,7 @@ inline constexpr bool is_codec<any_of<P...>> = (codec_policy<P> && ...);
 
 /// One policy of each kind. `policy_pack_of` makes it from any list.
 template <class Page, class Unit, class Layouts, class Summary, class Pooling, class Selection, class Pinning,
-          class Rows, class Correction, class Residency, class Plan, class Route, class Codec, class Backend>
+          class Scope, class Correction, class Residency, class Plan, class Route, class Codec, class Backend>
 struct policy_pack {
   using page = Page;
   using unit = Unit;
@@ -90,7 +90,7 @@ struct policy_pack {
   using pooling = Pooling;
   using selection = Selection;
   using pinning = Pinning;
-  using rows = Rows;
+  using scope = Scope;
   using correction = Correction;
   using residency = Residency;
   using plan = Plan;
@@ -117,7 +117,7 @@ struct policy_pack {
       "a selection policy has a name and count(candidates, k) -> int, how many of the best are selected");
   static_assert(detail::is_pinning<Pinning>,
                 "a pinning policy has a name, units -> int and worth(team, keys, scratch) -> float");
-  static_assert(detail::is_rows<Rows>, "a rows policy has a name and row -> selection_row");
+  static_assert(detail::is_scope<Scope>, "a selection scope has a name and scope -> selection_scope");
   static_assert(detail::is_correction<Correction>,
                 "a correction policy has a name and either at(layer).flags(team, query_change) -> bool, or "
                 "at(layer).flags(selection_masses) -> bool and at(layer).exchanges_pages() -> bool");
@@ -137,10 +137,10 @@ struct policy_pack {
     using type =
         policy_pack<either<page_size_kind, Page>, either<unit_kind, Unit>, either<layout_kind, Layouts>,
                     either<summary_kind, Summary>, either<pooling_kind, Pooling>,
-                    either<selection_kind, Selection>, either<pinning_kind, Pinning>, either<rows_kind, Rows>,
-                    either<correction_kind, Correction>, either<residency_kind, Residency>,
-                    either<plan_kind, Plan>, either<route_kind, Route>, either<codec_kind, Codec>,
-                    either<backend_kind, Backend>>;
+                    either<selection_kind, Selection>, either<pinning_kind, Pinning>,
+                    either<scope_kind, Scope>, either<correction_kind, Correction>,
+                    either<residency_kind, Residency>, either<plan_kind, Plan>, either<route_kind, Route>,
+                    either<codec_kind, Codec>, either<backend_kind, Backend>>;
   };
   template <policy P>
   using with = typename exchange<P>::type;
@@ -152,7 +152,7 @@ template <class P>
 inline constexpr bool known_kind =
     is_of_kind<page_size_kind, P> || is_of_kind<unit_kind, P> || is_of_kind<layout_kind, P> ||
     is_of_kind<summary_kind, P> || is_of_kind<pooling_kind, P> || is_of_kind<selection_kind, P> ||
-    is_of_kind<pinning_kind, P> || is_of_kind<rows_kind, P> || is_of_kind<correction_kind, P> ||
+    is_of_kind<pinning_kind, P> || is_of_kind<scope_kind, P> || is_of_kind<correction_kind, P> ||
     is_of_kind<residency_kind, P> || is_of_kind<plan_kind, P> || is_of_kind<route_kind, P> ||
     is_of_kind<codec_kind, P> || is_of_kind<backend_kind, P>;
 
@@ -163,7 +163,7 @@ struct make_policy_pack {
   static_assert(count_of_kind<page_size_kind, P...> <= 1 && count_of_kind<unit_kind, P...> <= 1 &&
                     count_of_kind<layout_kind, P...> <= 1 && count_of_kind<summary_kind, P...> <= 1 &&
                     count_of_kind<pooling_kind, P...> <= 1 && count_of_kind<selection_kind, P...> <= 1 &&
-                    count_of_kind<pinning_kind, P...> <= 1 && count_of_kind<rows_kind, P...> <= 1 &&
+                    count_of_kind<pinning_kind, P...> <= 1 && count_of_kind<scope_kind, P...> <= 1 &&
                     count_of_kind<correction_kind, P...> <= 1 && count_of_kind<residency_kind, P...> <= 1 &&
                     count_of_kind<plan_kind, P...> <= 1 && count_of_kind<route_kind, P...> <= 1 &&
                     count_of_kind<codec_kind, P...> <= 1 && count_of_kind<backend_kind, P...> <= 1,
@@ -172,7 +172,7 @@ struct make_policy_pack {
       policy_of_kind<page_size_kind, page_size<32>, P...>, policy_of_kind<unit_kind, unit<>, P...>,
       policy_of_kind<layout_kind, layout_pair<>, P...>, policy_of_kind<summary_kind, min_max, P...>,
       policy_of_kind<pooling_kind, mean_softmax, P...>, policy_of_kind<selection_kind, top_k, P...>,
-      policy_of_kind<pinning_kind, no_pins, P...>, policy_of_kind<rows_kind, per_kv_head, P...>,
+      policy_of_kind<pinning_kind, no_pins, P...>, policy_of_kind<scope_kind, per_kv_head, P...>,
       policy_of_kind<correction_kind, cosine_drift, P...>,
       policy_of_kind<residency_kind, first_unselected<>, P...>,
       policy_of_kind<plan_kind, complete_first<1>, P...>, policy_of_kind<route_kind, resident, P...>,

@@ -28,7 +28,7 @@ struct step_report {
   std::span<const std::int32_t> promoted;  ///< (kv_heads): slices copied from the window ring
   std::span<const std::int32_t>
       attended;  ///< (kv_heads, K): units attended as selected, ascending, pages unless they are less; K is
-  ///< selected_pages, or what all query heads of a group select together at most, where each selects
+  ///< selected_units, or what all query heads of a group select together at most, where each selects
   ///< its own, and those pinned
   std::span<const std::int32_t> attended_count;  ///< (kv_heads): how many of them
   /// (kv_heads, K, head_mask_words(group)): the mask of the query heads of the group that selected the unit and attend
@@ -88,27 +88,27 @@ class basic_retrieval_pipeline {
     const memory_plan plan(checked, backend, nullptr, nullptr, nullptr, {});
     const state& s = plan.layers.at(size(layer));
     if (!s.keeps_slots) return 0;
-    return std::int64_t{checked.max_resident} * s.slots.fixed() + plan.frame_pools.at(size(layer)).capacity();
+    return std::int64_t{checked.max_resident} * s.slots.fixed() + plan.block_pools.at(size(layer)).capacity();
   }
 
   /// Takes all its memory from `memory` at once, and room for the store's file where there is one. `backend` must
-  /// outlive the pipeline. With `frames`, one for each layer, slots are blocks of an engine's own tensor, and none of
+  /// outlive the pipeline. With `blocks`, one for each layer, slots are blocks of an engine's own tensor, and none of
   /// `memory` is taken for them. Throws settings_error, or store_error if the file cannot be had.
   basic_retrieval_pipeline(const settings& given, backend_type& backend, const memory_resources& memory = {},
-                           std::span<const engine_frames<element>> frames = {})
+                           std::span<const engine_blocks<element>> blocks = {})
       : settings_(checked_settings<head_dim>(given)),
         backend_(&backend),
         recalled_(static_cast<std::size_t>(settings_.layers)),
         progress_(static_cast<std::size_t>(settings_.layers)) {
-    if (!frames.empty() && frames.size() != size(settings_.layers))
-      throw settings_error("frames of " + std::to_string(frames.size()) + " layers for " +
+    if (!blocks.empty() && blocks.size() != size(settings_.layers))
+      throw settings_error("blocks of " + std::to_string(blocks.size()) + " layers for " +
                            std::to_string(settings_.layers) + "; give those of each layer, or none");
-    const memory_plan counted(settings_, backend, nullptr, nullptr, nullptr, frames);
+    const memory_plan counted(settings_, backend, nullptr, nullptr, nullptr, blocks);
     if (settings_.store_file) file_.emplace(*settings_.store_file, counted.bytes.file);
     slow_memory_ = memory_block(*memory.slow, counted.slow_bytes);
     fast_memory_ = memory_block(*memory.fast, counted.fast_bytes);
     parts_.emplace(settings_, backend, slow_memory_.data(), fast_memory_.data(), file_ ? &*file_ : nullptr,
-                   frames);
+                   blocks);
     sequences_.emplace(sequence_limits{.page_tokens = settings_.page.tokens,
                                        .max_tokens = settings_.max_tokens,
                                        .max_sequences = settings_.max_sequences,
@@ -142,7 +142,7 @@ class basic_retrieval_pipeline {
       text += policy + ", ";
     if (s.pinned_units() > 0) text += printed(s.pinning) + ", ";
     if (const std::string codec = printed(s.codec); codec != identity::name) text += codec + ", ";
-    if (const std::string rows = printed(s.rows); rows != per_kv_head::name) text += rows + ", ";
+    if (const std::string scope = printed(s.scope); scope != per_kv_head::name) text += scope + ", ";
     const auto layouts = resolve(s.layouts, []<class Layouts>(const Layouts&) {
       return std::string(Layouts::fast::name) + "/" + std::string(Layouts::slow::name);
     });
@@ -183,10 +183,10 @@ class basic_retrieval_pipeline {
     outside_step("fork");
     sequences_->check_fork(parent);
     synchronize();
-    const auto of_parent = [&](std::size_t layer) { return frames_in_use(layer, parent); };
+    const auto of_parent = [&](std::size_t layer) { return blocks_in_use(layer, parent); };
     make_room("a fork", of_parent, [](sequence_id) { return false; });
     const sequence_id id = sequences_->fork(parent);
-    hold_frames(id, of_parent);
+    hold_blocks(id, of_parent);
     for (const state& layer : parts_->layers)
       parts_->stages.fork(layer, static_cast<int>(parent), static_cast<int>(id));
     return id;
@@ -224,17 +224,17 @@ class basic_retrieval_pipeline {
     outside_step("preempt");
     sequences_->check_preemption(id);
     synchronize();
-    hold_frames(id, [](std::size_t) { return 0; });
+    hold_blocks(id, [](std::size_t) { return 0; });
     sequences_->preempt(id);
   }
   void restore(sequence_id id) {
     outside_step("restore");
     sequences_->check_restoration(id);
     synchronize();
-    const auto of_selection = [&](std::size_t layer) { return frames_in_use(layer, id); };
+    const auto of_selection = [&](std::size_t layer) { return blocks_in_use(layer, id); };
     make_room("a restored sequence", of_selection, [](sequence_id) { return false; });
     sequences_->restore(id);
-    hold_frames(id, of_selection);
+    hold_blocks(id, of_selection);
     for (const state& layer : parts_->layers)
       parts_->stages.restore(layer, static_cast<int>(id), sequences_->known(id).tokens);
   }
@@ -253,26 +253,26 @@ class basic_retrieval_pipeline {
 
   /// Starts a step to which the listed sequences bring rows: prompt rows in chunks of any size, or at most
   /// max_decode_rows decode rows, which attend causally among themselves and select as one group. Reserves
-  /// every page and frame that the step needs, or throws pool_exhausted, and no sequence has changed;
-  /// usage_error for sequences that are unknown, preempted or listed twice. Where others have to give up frames
+  /// every page and block that the step needs, or throws pool_exhausted, and no sequence has changed;
+  /// usage_error for sequences that are unknown, preempted or listed twice. Where others have to give up blocks
   /// that hold nothing, it waits for what is queued; of a device also while that is `device::step_ring::depth`
   /// steps behind.
-  void begin_step(std::span<const sequence_rows> rows) {
+  void begin_step(std::span<const step_input> rows) {
     outside_step("begin_step");
     sequences_->check_step(rows);
-    reserve_frames(rows);
+    reserve_blocks(rows);
     sequences_->begin_step(rows, entries_);
     rows_ = entries_.empty() ? 0 : entries_.back().first_row + entries_.back().tokens;
     longest_ = longest_prompt_ = 0;
     for (const step_entry& entry : entries_) {
       longest_ = std::max(longest_, entry.after());
-      if (entry.kind == row_kind::prompt) longest_prompt_ = std::max(longest_prompt_, entry.after());
+      if (entry.phase == step_phase::prefill) longest_prompt_ = std::max(longest_prompt_, entry.after());
     }
     upload_step(false);
     std::fill(progress_.begin(), progress_.end(), layer_progress::waiting);
     in_step_ = true;
   }
-  void begin_step(std::initializer_list<sequence_rows> rows) {
+  void begin_step(std::initializer_list<step_input> rows) {
     begin_step(std::span(rows.begin(), rows.size()));
   }
 
@@ -281,7 +281,7 @@ class basic_retrieval_pipeline {
   /// to be rounded: `append<float>(layer, {.keys = k, .values = v, .queries = q})`. Throws usage_error, or
   /// store_error where the file fails this or an earlier recall; then the call may be repeated.
   template <class In = element>
-  void append(int layer, const new_rows<In>& rows) {
+  void append(int layer, const kv_rows<In>& rows) {
     static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
                   "append takes keys and values of the stored element type, or float");
     const state& s = layer_in(layer, "append", layer_progress::waiting);
@@ -291,7 +291,7 @@ class basic_retrieval_pipeline {
       expect_numbers("append: queries", rows.queries.size(), s.heads.query * head_dim);
 
     backend_->compute().wait(recalled_[static_cast<std::size_t>(layer)]);
-    each_part([&](const auto& part) { parts_->stages.settle(s, part); });
+    each_part([&](const auto& part) { parts_->stages.retry_reads(s, part); });
     each_part([&](const auto& part) { parts_->stages.append(s, part, rows); });
     each_part([&](const auto& part) { parts_->stages.detect(s, part, rows); });
     queries_ = rows.queries;
@@ -316,7 +316,7 @@ class basic_retrieval_pipeline {
     check_tables(rows);
     if (s.encoded) {
       recalled_[static_cast<std::size_t>(layer)].wait();
-      for (const step_entry& entry : entries_) parts_->stages.settle(s, entry);
+      for (const step_entry& entry : entries_) parts_->stages.retry_reads(s, entry);
     }
     for (std::size_t i = 0; i < rows.size(); ++i)
       for (int page = entries_[i].before / s.page.tokens; page < s.pages_of(entries_[i].after()); ++page) {
@@ -347,7 +347,7 @@ class basic_retrieval_pipeline {
     const auto to = output("attend", s, out, lse);
     correct(layer);
     each_part([&](const auto& part) { parts_->stages.attend(s, part, queries_.data(), to); });
-    attended(layer);
+    finish_layer(layer);
   }
 
   /// Units, or pages, that a query head attends to at most with a row of this step: what `log_masses` needs room for.
@@ -376,12 +376,12 @@ class basic_retrieval_pipeline {
     const int entries = most_attended(layer);
     expect_numbers("log-masses", masses.size(), std::int64_t{s.heads.query} * entries);
     correct(layer);
-    const mass_output to{masses.data(), entries, unit_of(settings_.lse_base)};
+    const mass_output to{masses.data(), entries, nat_in(settings_.lse_base)};
     each_part([&](const auto& part) { parts_->stages.masses(s, part, queries_.data(), to); });
   }
 
   /// What `attend` does before it attends, for an engine that attends with a kernel of its own: corrects the
-  /// flagged heads. Then come `table` and the kernel for each sequence with decode rows, then `attended`.
+  /// flagged heads. Then come `table` and the kernel for each sequence with decode rows, then `finish_layer`.
   /// Throws usage_error, or store_error: then flagged heads have selected anew, and the same call, or `attend`,
   /// recalls what they still miss.
   void correct(int layer) {
@@ -392,12 +392,12 @@ class basic_retrieval_pipeline {
         parts_->stages.correct(s, part);
     });
     progress = layer_progress::corrected;
-    each_part([&](const auto& part) { parts_->stages.settle_correction(s, part); });
+    each_part([&](const auto& part) { parts_->stages.retry_correction_reads(s, part); });
   }
 
   /// The pages that KV head `head` of a sequence attends to with the last of its decode rows, to `blocks`
   /// (slots_per_sequence): sink, selected, window, the open page last; earlier rows see all but the tokens behind
-  /// themselves. Between `correct` and `attended`, of a layer that keeps slots. Throws usage_error.
+  /// themselves. Between `correct` and `finish_layer`, of a layer that keeps slots. Throws usage_error.
   resident_table table(int layer, sequence_id id, int head, std::span<std::int32_t> blocks) const {
     const step_entry& entry = entry_for_table(layer, id, blocks.size());
     const state& s = readable(layer_of(layer, "table"));
@@ -415,7 +415,7 @@ class basic_retrieval_pipeline {
     const int sequence = entry.sequence;
     const auto slots = [&](int head) {
       return std::span(s.slot_of + s.selection(sequence, head),
-                       size(s.selected_count[s.row(sequence, head)]));
+                       size(s.selected_count[s.head_index(sequence, head)]));
     };
     for (int head = 1; head < s.heads.kv; ++head)
       if (s.kind_of(head) != s.kind_of(0) ||
@@ -426,8 +426,8 @@ class basic_retrieval_pipeline {
   }
 
   /// After an engine's own kernel has attended: queues selection and recall for the next step.
-  void attended(int layer) {
-    const state& s = layer_in(layer, "attended", layer_progress::corrected);
+  void finish_layer(int layer) {
+    const state& s = layer_in(layer, "finish_layer", layer_progress::corrected);
     progress_[static_cast<std::size_t>(layer)] = layer_progress::attended;
     if (s.kind != layer_kind::retrieval) return;
     backend_->recall().wait(backend_->compute().record());
@@ -539,7 +539,8 @@ class basic_retrieval_pipeline {
 
   static step_report report_in(const state& s, sequence_id id) {
     const auto heads = static_cast<std::size_t>(s.heads.kv);
-    const std::size_t row = s.row(static_cast<int>(id), 0), first = s.selection(static_cast<int>(id), 0);
+    const std::size_t row = s.head_index(static_cast<int>(id), 0),
+                      first = s.selection(static_cast<int>(id), 0);
     return {{s.corrected + row, heads},
             {s.recalled + row, heads},
             {s.recalled_before_attention + row, heads},
@@ -569,9 +570,9 @@ class basic_retrieval_pipeline {
   }
   static bool decodes(const auto& part) {
     if constexpr (on_device<stages>)
-      return part.most.decodes;
+      return part.bounds.decodes;
     else
-      return part.kind == row_kind::decode;
+      return part.phase == step_phase::decode;
   }
   void upload_step(bool has_begun) {
     if constexpr (on_device<stages>) step_ = parts_->stages.begin_step(entries_, has_begun);
@@ -587,25 +588,25 @@ class basic_retrieval_pipeline {
   void end(sequence_id id) {
     sequences_->known(id);
     synchronize();
-    if (sequences_->is_resident(id)) hold_frames(id, [](std::size_t) { return 0; });
+    if (sequences_->is_resident(id)) hold_blocks(id, [](std::size_t) { return 0; });
     sequences_->release(id);
     for (const state& layer : parts_->layers) parts_->stages.forget(layer, static_cast<int>(id));
   }
-  /// Frames of selected slots in which a sequence has anything.
-  int frames_in_use(std::size_t layer, sequence_id id) const {
+  /// Blocks of selected slots in which a sequence has anything.
+  int blocks_in_use(std::size_t layer, sequence_id id) const {
     const state& s = parts_->layers[layer];
-    return s.keeps_slots ? parts_->stages.selected_frames_in_use(s, static_cast<int>(id)) : 0;
+    return s.keeps_slots ? parts_->stages.selected_blocks_in_use(s, static_cast<int>(id)) : 0;
   }
-  template <class Frames>
-  void hold_frames(sequence_id id, const Frames& of_layer) {
-    for (std::size_t layer = 0; layer < parts_->frame_pools.size(); ++layer)
-      parts_->frame_pools[layer].hold(sequences_->slot_set_of(id), of_layer(layer));
+  template <class Blocks>
+  void hold_blocks(sequence_id id, const Blocks& of_layer) {
+    for (std::size_t layer = 0; layer < parts_->block_pools.size(); ++layer)
+      parts_->block_pools[layer].hold(sequences_->slot_set_of(id), of_layer(layer));
   }
-  /// Sees to it that each layer has `more(layer)` frames of selected slots for `who`: if it must, resident sequences that
+  /// Sees to it that each layer has `more(layer)` blocks of selected slots for `who`: if it must, resident sequences that
   /// are not `spared` give up those that hold nothing, after what is queued has happened. Throws pool_exhausted.
   template <class More, class Spared>
   void make_room(const char* who, const More& more, const Spared& spared) {
-    auto& pools = parts_->frame_pools;
+    auto& pools = parts_->block_pools;
     const auto lacking = [&] {
       std::size_t layer = 0;
       while (layer < pools.size() && more(layer) <= pools[layer].available()) ++layer;
@@ -618,39 +619,39 @@ class basic_retrieval_pipeline {
       if (sequences_->slot_set_of(id) < 0 || spared(id)) continue;
       for (const state& s : parts_->layers)
         if (s.keeps_slots) parts_->stages.compact_slots(s, i);
-      hold_frames(id, [&](std::size_t layer) {
-        return std::min(frames_in_use(layer, id), pools[layer].held(sequences_->slot_set_of(id)));
+      hold_blocks(id, [&](std::size_t layer) {
+        return std::min(blocks_in_use(layer, id), pools[layer].held(sequences_->slot_set_of(id)));
       });
     }
     if (const std::size_t layer = lacking(); layer < pools.size())
       throw pool_exhausted(
-          "frames of selected slots in layer " + std::to_string(layer), pools[layer].capacity(),
+          "blocks of selected slots in layer " + std::to_string(layer), pools[layer].capacity(),
           pools[layer].capacity() - pools[layer].available(), who, more(layer),
           "let fewer sequences step together, preempt or release one, or raise selected_tokens");
   }
-  /// Frames for all that decode rows may select.
-  void reserve_frames(std::span<const sequence_rows> rows) {
-    const auto decodes = [](const sequence_rows& r) { return r.kind == row_kind::decode && r.tokens > 0; };
+  /// Blocks for all that decode rows may select.
+  void reserve_blocks(std::span<const step_input> rows) {
+    const auto decodes = [](const step_input& r) { return r.phase == step_phase::decode && r.tokens > 0; };
     make_room(
         "the step",
         [&](std::size_t layer) {
-          const frame_pool& pool = parts_->frame_pools[layer];
+          const block_pool& pool = parts_->block_pools[layer];
           std::int64_t more = 0;
-          for (const sequence_rows& r : rows)
+          for (const step_input& r : rows)
             if (decodes(r)) more += pool.most() - pool.held(sequences_->slot_set_of(r.sequence));
           return more;
         },
         [&](sequence_id id) {
           return std::any_of(rows.begin(), rows.end(),
-                             [&](const sequence_rows& r) { return decodes(r) && r.sequence == id; });
+                             [&](const step_input& r) { return decodes(r) && r.sequence == id; });
         });
-    for (const sequence_rows& r : rows)
+    for (const step_input& r : rows)
       if (decodes(r))
-        hold_frames(r.sequence, [&](std::size_t layer) { return parts_->frame_pools[layer].most(); });
+        hold_blocks(r.sequence, [&](std::size_t layer) { return parts_->block_pools[layer].most(); });
   }
   bool any_decode() const {
     return std::any_of(entries_.begin(), entries_.end(),
-                       [](const auto& e) { return e.kind == row_kind::decode; });
+                       [](const auto& e) { return e.phase == step_phase::decode; });
   }
   void outside_step(const char* call) const {
     if (in_step_)
@@ -693,7 +694,7 @@ class basic_retrieval_pipeline {
       throw usage_error(where + " has " + std::to_string(s.slots.total()) +
                         " slots a sequence, and there is room for " + std::to_string(room));
     for (const step_entry& entry : entries_)
-      if (sequence_id{entry.sequence} == id && entry.kind == row_kind::decode && entry.tokens > 0)
+      if (sequence_id{entry.sequence} == id && entry.phase == step_phase::decode && entry.tokens > 0)
         return entry;
     throw usage_error("table: " + sequence_table::name_of(id) + " has no decode rows in this step");
   }
@@ -702,13 +703,13 @@ class basic_retrieval_pipeline {
     if (s.kind_of(head) == layer_kind::complete)
       throw usage_error("table: KV head " + std::to_string(head) + " of layer " + std::to_string(s.layer) +
                         " keeps everything, in the store; attend here");
-    const page_list pages = s.pages_attended(entry, entry.tokens - 1, head);
+    const attention_list pages = s.pages_attended(entry, entry.tokens - 1, head);
     int tokens = 0;
     for (int i = 0; i < pages.size(); ++i) {
       const int slot = pages.is_selected(i)
                            ? s.slots.selected_slot(s.selected_slot_of(entry.sequence, head, pages, i))
                            : s.slot_of_page(pages, i);
-      blocks[size(i)] = static_cast<std::int32_t>(s.frames.block(s.frame(entry.sequence, slot)));
+      blocks[size(i)] = static_cast<std::int32_t>(s.blocks.id(s.block(entry.sequence, slot)));
       tokens += pages.part(i).tokens;
     }
     return {pages.size(), tokens};
@@ -722,7 +723,7 @@ class basic_retrieval_pipeline {
     for (std::size_t i = 0; i < rows.size(); ++i) {
       const step_entry& entry = entries_[i];
       const std::string who = "append_from: " + sequence_table::name_of(sequence_id{entry.sequence});
-      if (entry.kind != row_kind::prompt)
+      if (entry.phase != step_phase::prefill)
         throw usage_error(who + " brings decode rows; append them with their queries");
       if (rows[i].block_tokens < 1)
         throw usage_error(who + " has blocks of " + text(rows[i].block_tokens) + " tokens");
@@ -749,7 +750,7 @@ class basic_retrieval_pipeline {
     check_queries(call, s);
     expect_numbers("attention output", out.size(), s.heads.query * head_dim);
     if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), s.heads.query);
-    return {out.data(), lse.empty() ? nullptr : lse.data(), unit_of(settings_.lse_base)};
+    return {out.data(), lse.empty() ? nullptr : lse.data(), nat_in(settings_.lse_base)};
   }
 
   settings settings_;

@@ -17,10 +17,10 @@ namespace freekv {
 
 /// The rows one sequence brings to a step. Keys, values, queries and outputs of a step's sequences lie one behind the
 /// other, in the order in which they are listed.
-struct sequence_rows {
+struct step_input {
   sequence_id sequence{};
   int tokens = 1;  ///< 0: it sits the step out; of decode rows at most max_decode_rows
-  row_kind kind = row_kind::decode;
+  step_phase phase = step_phase::decode;
 };
 
 /// What bounds sequences; of the pipeline's settings.
@@ -183,9 +183,9 @@ class sequence_table {
   }
 
   /// Throws usage_error or pool_exhausted unless there is all that the rows need.
-  void check_step(std::span<const sequence_rows> rows) const {
+  void check_step(std::span<const step_input> rows) const {
     std::int64_t needed = 0;
-    const sequence_rows* first_without = nullptr;
+    const step_input* first_without = nullptr;
     for (std::size_t i = 0; i < rows.size(); ++i) {
       check_rows(rows, i);
       needed += pages_needed(rows, i);
@@ -197,10 +197,10 @@ class sequence_table {
   }
   /// Reserves it and makes the step's entries of the rows, in their order, those without tokens left out. They have been
   /// checked.
-  void begin_step(std::span<const sequence_rows> rows, std::vector<step_entry>& entries) {
+  void begin_step(std::span<const step_input> rows, std::vector<step_entry>& entries) {
     entries.clear();
     int row = 0;
-    for (const sequence_rows& r : rows) {
+    for (const step_input& r : rows) {
       if (r.tokens == 0) continue;
       entries.push_back(entry_of(r, row));
       row += r.tokens;
@@ -245,13 +245,13 @@ class sequence_table {
     for (int last = known(id).pages; page < last; ++page) pool_.give_back(*page_entry(id, page));
   }
 
-  void check_rows(std::span<const sequence_rows> rows, std::size_t i) const {
-    const sequence_rows& r = rows[i];
+  void check_rows(std::span<const step_input> rows, std::size_t i) const {
+    const step_input& r = rows[i];
     const record& sequence = known(r.sequence);
-    const auto same = [&](const sequence_rows& other) { return other.sequence == r.sequence; };
+    const auto same = [&](const step_input& other) { return other.sequence == r.sequence; };
     if (std::any_of(rows.begin(), rows.begin() + static_cast<std::ptrdiff_t>(i), same))
       throw usage_error(name_of(r.sequence) + " is listed twice in one step");
-    const bool decodes = r.kind == row_kind::decode;
+    const bool decodes = r.phase == step_phase::decode;
     if (r.tokens < 0)
       throw usage_error(name_of(r.sequence) + " brings " + std::to_string(r.tokens) +
                         (decodes ? " decode rows" : " prompt rows"));
@@ -270,12 +270,12 @@ class sequence_table {
     return sequence.tokens % limits_.page_tokens == 0 ? -1 : *page_entry(id, sequence.pages - 1);
   }
   /// A page that others have too is copied before it is written to. Of all that have it the last one writes to it.
-  std::int64_t pages_needed(std::span<const sequence_rows> rows, std::size_t i) const {
-    const sequence_rows& r = rows[i];
+  std::int64_t pages_needed(std::span<const step_input> rows, std::size_t i) const {
+    const step_input& r = rows[i];
     if (r.tokens == 0) return 0;
     const record& sequence = known(r.sequence);
     const std::int32_t open = open_page(r.sequence);
-    const auto leaves_it = [&](const sequence_rows& other) {
+    const auto leaves_it = [&](const step_input& other) {
       return other.tokens > 0 && open_page(other.sequence) == open;
     };
     const bool copies =
@@ -285,13 +285,13 @@ class sequence_table {
             1;
     return pages_for(sequence.tokens + r.tokens) - sequence.pages + copies;
   }
-  step_entry entry_of(const sequence_rows& r, int first_row) {
+  step_entry entry_of(const step_input& r, int first_row) {
     record& sequence = record_of(r.sequence);
     step_entry entry{.sequence = static_cast<int>(r.sequence),
                      .before = sequence.tokens,
                      .tokens = r.tokens,
                      .first_row = first_row,
-                     .kind = r.kind};
+                     .phase = r.phase};
     if (const std::int32_t open = open_page(r.sequence); open >= 0 && pool_.uses(open) > 1) {
       entry.shared_page = open;
       *page_entry(r.sequence, sequence.pages - 1) = pool_.take();
@@ -302,8 +302,8 @@ class sequence_table {
       *page_entry(r.sequence, sequence.pages) = pool_.take();
 
     sequence.unencoded_from =
-        (r.kind == row_kind::decode ? entry.before : entry.after()) / limits_.page_tokens;
-    if (r.kind == row_kind::decode) {
+        (r.phase == step_phase::decode ? entry.before : entry.after()) / limits_.page_tokens;
+    if (r.phase == step_phase::decode) {
       entry.candidates_at = sequence.candidates_at;
       entry.kept_row = sequence.kept_row;
       entry.decode_step = sequence.decode_steps++;

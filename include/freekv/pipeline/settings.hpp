@@ -19,7 +19,7 @@ enum class log_base : std::uint8_t {
   e,
   two,  ///< as FlashInfer has it
 };
-constexpr float unit_of(log_base base) { return base == log_base::two ? 1.44269504088896341f : 1.0f; }
+constexpr float nat_in(log_base base) { return base == log_base::two ? 1.44269504088896341f : 1.0f; }
 
 /// Settings of a pipeline with the policies of `Pack`. Policies that hold values (tau, a basis, a run-time
 /// page size) are set here.
@@ -54,7 +54,7 @@ struct pipeline_settings {
   typename Pack::pooling pooling{};
   typename Pack::selection selection{};
   typename Pack::pinning pinning{};
-  typename Pack::rows rows{};
+  typename Pack::scope scope{};
   typename Pack::correction correction{};
   typename Pack::residency residency{};
   typename Pack::plan plan{};
@@ -79,24 +79,24 @@ struct pipeline_settings {
       any = any || head_kind(plan, layer, head) == layer_kind::complete;
     return any;
   }
-  selection_row row() const {
-    return resolve(rows, []<class Rows>(const Rows&) { return Rows::row; });
+  selection_scope selects_by() const {
+    return resolve(scope, []<class Scope>(const Scope&) { return Scope::scope; });
   }
   /// Units of a KV head that are selected whatever their scores.
   int pinned_units() const {
     return std::min(max_units(), resolve(pinning, [](const auto& chosen) -> int { return chosen.units; }));
   }
   /// Units that one KV head has selected at most.
-  int list_units(int layer) const {
-    const int selecting = row() == selection_row::query_head ? query_heads / kv_heads : 1;
-    const std::int64_t all = std::int64_t{budget_at(layer).selected_pages} * selecting + pinned_units();
+  int max_selected(int layer) const {
+    const int selecting = selects_by() == selection_scope::query_head ? query_heads / kv_heads : 1;
+    const std::int64_t all = std::int64_t{budget_at(layer).selected_units} * selecting + pinned_units();
     return static_cast<int>(std::min(std::int64_t{max_units()}, all));
   }
   /// Entries that the list of a head has at most which attends to what it keeps.
   int entries_within(int layer) const {
     const slot_roles slots = slots_for(budget_at(layer), page.tokens, 0, max_decode_rows);
     const int sliding = plan.kind(layer) == layer_kind::sliding ? pages_for(sliding_window) + 1 : 0;
-    return std::min(std::max(slots.sink + slots.ring, sliding), max_pages()) + list_units(layer);
+    return std::min(std::max(slots.sink + slots.ring, sliding), max_pages()) + max_selected(layer);
   }
   int spare_slots() const {
     return resolve(residency, [](const auto& chosen) -> int { return chosen.spare; });
@@ -107,7 +107,7 @@ struct pipeline_settings {
            !resolve(codec, []<class Codec>(const Codec&) { return std::is_same_v<Codec, identity>; });
   }
   /// Pages of a sequence that are kept as they are, where others are encoded: all that decode rows of a step touch.
-  int open_frames() const { return 1 + (max_decode_rows - 1 + page.tokens - 1) / page.tokens; }
+  int open_pages() const { return 1 + (max_decode_rows - 1 + page.tokens - 1) / page.tokens; }
   int store_pages() const { return pages_for(store_tokens); }
 };
 
@@ -140,11 +140,11 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
       fail("sink of " + text(b.sink) + " tokens is not a multiple of the page size " + text(p));
     if (b.window < p || b.window % p != 0)
       fail("window of " + text(b.window) + " tokens is not a positive multiple of the page size " + text(p));
-    if (b.selected_pages < 1) fail("selected_pages is " + text(b.selected_pages) + "; select at least 1");
+    if (b.selected_units < 1) fail("selected_units is " + text(b.selected_units) + "; select at least 1");
     // A budget beyond what a sequence can hold needs no more slots than that.
     b.sink = std::min(b.sink, s.max_pages() * p);
     b.window = std::min(b.window, s.max_pages() * p);
-    b.selected_pages = std::min(b.selected_pages, s.max_units());
+    b.selected_units = std::min(b.selected_units, s.max_units());
   };
   check_budget(s.budget);
   if (!s.budget_of_layer.empty() && s.budget_of_layer.size() != static_cast<std::size_t>(s.layers))
@@ -183,11 +183,11 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
   resolve(s.pinning, [&](const auto& pinning) {
     if constexpr (requires { pinning.validate(); }) pinning.validate();
   });
-  if (s.row() == selection_row::layer && s.pinned_units() > 0)
+  if (s.selects_by() == selection_scope::layer && s.pinned_units() > 0)
     fail(
         "per_layer gives all KV heads one list, and each pins units of its own; choose no_pins, or "
         "per_kv_head or per_query_head");
-  if (s.row() == selection_row::query_head &&
+  if (s.selects_by() == selection_scope::query_head &&
       resolve(s.correction, []<class C>(const C&) { return correction_by_mass<C>; }))
     fail(
         "per_query_head has no selection of a KV head's own for mass_deficit to judge; choose cosine_drift, "
@@ -205,7 +205,7 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
   if (s.selected_tokens < 0) fail("selected_tokens is " + text(s.selected_tokens) + "; give 0 or more");
   for (int layer = 0; layer < s.layers && s.selected_tokens > 0; ++layer)
     if (const int slots = s.route.keeps_slots() && s.plan.kind(layer) == layer_kind::retrieval
-                              ? s.list_units(layer) + s.spare_slots()
+                              ? s.max_selected(layer) + s.spare_slots()
                               : 0;
         s.selected_tokens < std::int64_t{slots} * s.unit_tokens())
       fail("selected_tokens is " + text(s.selected_tokens) + ", and a sequence has " + text(slots) +

@@ -22,7 +22,7 @@ FREEKV_HD void prepare_for_box(T team, const group_query& query, float* prepared
 
 /// The largest scaled product of a query with a point of the box `low` (head_dim), `high` (head_dim).
 template <team T>
-FREEKV_HD float box_score(T team, const page_query& query, const float* low) {
+FREEKV_HD float box_score(T team, const unit_query& query, const float* low) {
   const int d = query.page.head_dim;
   typename T::pack bound(0.0f);
   for (int i = 0; i < d; i += T::width) {
@@ -36,7 +36,7 @@ FREEKV_HD float box_score(T team, const page_query& query, const float* low) {
 template <team T>
 struct key_range {
   typename T::pack low, high;
-  FREEKV_HD key_range(T team, const page_keys& keys, int i) : low(team.load(keys.row(0) + i)), high(low) {
+  FREEKV_HD key_range(T team, const unit_keys& keys, int i) : low(team.load(keys.row(0) + i)), high(low) {
     for (int t = 1; t < keys.page.tokens; ++t) {
       const auto key = team.load(keys.row(t) + i);
       low = team.minimum(low, key);
@@ -60,7 +60,7 @@ struct min_max {
   FREEKV_HD constexpr int query_width(int head_dim) const { return 2 * head_dim; }
 
   template <team T>
-  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+  FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const {
     for (int i = 0; i < keys.page.head_dim; i += T::width) {
       const detail::key_range<T> range(team, keys, i);
       team.store(numbers + i, range.low);
@@ -72,7 +72,7 @@ struct min_max {
     detail::prepare_for_box(team, query, prepared);
   }
   template <team T>
-  FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
+  FREEKV_HD float score(T team, const unit_query& query, const float* numbers) const {
     return detail::box_score(team, query, numbers);
   }
 };
@@ -88,7 +88,7 @@ struct centroid_box {
   FREEKV_HD constexpr int query_width(int head_dim) const { return 2 * head_dim; }
 
   template <team T>
-  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+  FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const {
     using pack = typename T::pack;
     const pack one_half(0.5f), share(1.0f / static_cast<float>(keys.page.tokens));
     for (int i = 0; i < keys.page.head_dim; i += T::width) {
@@ -109,7 +109,7 @@ struct centroid_box {
     detail::prepare_for_box(team, query, prepared);
   }
   template <team T>
-  FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
+  FREEKV_HD float score(T team, const unit_query& query, const float* numbers) const {
     return detail::box_score(team, query, numbers);
   }
 };

@@ -27,7 +27,7 @@ struct summary_pair {
   }
 
   template <team T>
-  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+  FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const {
     fine.summarise(team, keys, numbers);
     coarse.summarise(team, keys, numbers + fine.width(keys.page));
   }
@@ -39,7 +39,7 @@ struct summary_pair {
   /// Fine's score, of what it scores: its numbers, or its stored bytes.
   template <team T, class Number>
   requires(std::same_as<Number, std::byte> == scores_stored_bytes<Fine>) FREEKV_HD
-      float score(T team, const page_query& query, const Number* numbers) const {
+      float score(T team, const unit_query& query, const Number* numbers) const {
     return fine.score(team, query, numbers);
   }
 
@@ -94,9 +94,9 @@ struct coarse_to_fine : detail::summary_pair<Coarse, Fine> {
   static constexpr std::string_view name = "coarse_to_fine";
   count_of<Times> times{};
 
-  /// How many of so many candidates are kept where up to `selected_pages` are selected.
-  FREEKV_HD constexpr int kept(int candidates, int selected_pages) const {
-    const std::int64_t most = std::int64_t{int{times}} * selected_pages;
+  /// How many of so many candidates are kept where up to `selected_units` are selected.
+  FREEKV_HD constexpr int kept(int candidates, int selected_units) const {
+    const std::int64_t most = std::int64_t{int{times}} * selected_units;
     return most < candidates ? static_cast<int>(most) : candidates;
   }
   /// Both summaries for one head.

@@ -35,11 +35,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <freekv/algorithms/copy_slice.hpp>
 #include <freekv/core/element_rows.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
 #include <freekv/core/team.hpp>
-#include <freekv/functors/copy_slice.hpp>
 #include <freekv/storage/layout.hpp>
 #include <string_view>
 

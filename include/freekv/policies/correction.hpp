@@ -9,7 +9,7 @@
 #include <freekv/core/error.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/team.hpp>
-#include <freekv/policies/query_drift.hpp>
+#include <freekv/policies/detail/query_drift.hpp>
 #include <string>
 #include <string_view>
 #include <vector>

@@ -10,10 +10,10 @@
 #include <cmath>
 #include <concepts>
 #include <cstdint>
+#include <freekv/algorithms/ordered_key.hpp>
 #include <freekv/config.hpp>
 #include <freekv/core/error.hpp>
 #include <freekv/core/policy.hpp>
-#include <freekv/functors/ordered_key.hpp>
 #include <limits>
 #include <string>
 #include <string_view>

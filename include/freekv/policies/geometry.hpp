@@ -48,13 +48,13 @@ concept unit_policy = policy<U> && std::same_as<typename U::policy_kind, unit_ki
 
 static_assert(unit_policy<unit<>> && unit_policy<unit<dynamic>>);
 
-/// What one KV head attends to, in tokens: `sink + window + selected_pages * page_size`, plus the open page's
-/// remainder; where a unit is less than a page, `selected_pages` counts units. `sink >= 0` and `window >= page_size` are
-/// multiples of the page size; `selected_pages >= 1`.
+/// What one KV head attends to, in tokens: `sink + window + selected_units * page_size`, plus the open page's
+/// remainder; where a unit is less than a page, `selected_units` counts units. `sink >= 0` and `window >= page_size` are
+/// multiples of the page size; `selected_units >= 1`.
 struct budget {
   int sink = 64;
   int window = 128;
-  int selected_pages = 10;
+  int selected_units = 10;
 };
 
 /// The roles of a sequence's pages at one length, as ranges of logical pages:
@@ -80,22 +80,22 @@ FREEKV_HD constexpr page_roles roles_at(int tokens, const budget& b, int page) {
 
 /// Slots of a resident cache, equal for all heads of a layer: sink slots, then the window ring (page j in
 /// ring slot j mod ring), then the selected slots, the only ones whose heads may hold different pages. A slot holds a page,
-/// a selected one a unit, and as many of these as make a page share its frame.
+/// a selected one a unit, and as many of these as make a page share its block.
 struct slot_roles {
   int sink = 0;
   int ring = 0;
   int selected = 0;
   int units_per_page = 1;
-  /// Frames, of a page each.
-  FREEKV_HD constexpr int total() const { return fixed() + frames_for(selected); }
+  /// Blocks, of a page each.
+  FREEKV_HD constexpr int total() const { return fixed() + selected_blocks_for(selected); }
   /// Those of sink and ring, and those of so many selected slots.
   FREEKV_HD constexpr int fixed() const { return sink + ring; }
-  FREEKV_HD constexpr int frames_for(int slots) const {
+  FREEKV_HD constexpr int selected_blocks_for(int slots) const {
     return (slots + units_per_page - 1) / units_per_page;
   }
   FREEKV_HD constexpr int sink_slot(int page) const { return page; }
   FREEKV_HD constexpr int ring_slot(int page) const { return sink + page % ring; }
-  /// The frame of selected slot i.
+  /// The block of selected slot i.
   FREEKV_HD constexpr int selected_slot(int i) const { return sink + ring + i / units_per_page; }
   /// First non-sink page that is still whole in the ring at length `tokens`.
   FREEKV_HD constexpr int ring_begin(int tokens, int page_tokens) const {
@@ -108,7 +108,7 @@ struct slot_roles {
 /// appends; the ring has room for those that are taken back.
 FREEKV_HD constexpr slot_roles slots_for(const budget& b, int page, int spare = 0, int decode_rows = 1) {
   const int ring = b.window / page + 1 + (2 * (decode_rows - 1) + page - 1) / page;
-  return {b.sink / page, ring, b.selected_pages + spare};
+  return {b.sink / page, ring, b.selected_units + spare};
 }
 
 }  // namespace freekv

@@ -9,7 +9,7 @@
 
 #include <cstring>
 #include <freekv/policies/codec.hpp>
-#include <freekv/policies/group_codes.hpp>
+#include <freekv/policies/detail/group_codes.hpp>
 
 namespace freekv {
 

@@ -176,7 +176,7 @@ struct key_codes<Codes, MeanCodes>::head_policy {
   }
 
   template <team T>
-  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+  FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const {
     const int d = keys.page.head_dim, tokens = keys.page.tokens;
     float* of_token = numbers + mean.codes;  // (codes, tokens)
     float* decoded = of_token + token.codes * tokens;
@@ -224,7 +224,7 @@ struct key_codes<Codes, MeanCodes>::head_policy {
   }
 
   template <team T>
-  FREEKV_HD float score(T team, const page_query& query, const std::byte* stored) const {
+  FREEKV_HD float score(T team, const unit_query& query, const std::byte* stored) const {
     constexpr int rows = codebook::centroids_per_code;
     const auto* code = reinterpret_cast<const std::uint8_t*>(stored);
     const float* table = query.data;

@@ -1,8 +1,8 @@
 // The page's mean key and every token's difference from it, quantised. Ours.
 #pragma once
 
+#include <freekv/policies/detail/token_codes.hpp>
 #include <freekv/policies/mean_summaries.hpp>
-#include <freekv/policies/token_codes.hpp>
 
 namespace freekv {
 
@@ -32,7 +32,7 @@ struct key_sketch {
   }
 
   template <team T>
-  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+  FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const {
     const int d = keys.page.head_dim, tokens = keys.page.tokens;
     detail::mean_of_keys(team, keys, 0, tokens, numbers);
     team.sync();
@@ -42,7 +42,7 @@ struct key_sketch {
     for (int t = team.lane(); t < tokens; t += team.lanes()) residuals[d * tokens + t] = 1.0f;
   }
   template <team T>
-  FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
+  FREEKV_HD float score(T team, const unit_query& query, const float* numbers) const {
     const int d = query.page.head_dim;
     const float base = query.scale * detail::inner_product(team, query.data, numbers, d);
     return codes(query.page).log_mass(team, query.data, query.scale, base, numbers + d);

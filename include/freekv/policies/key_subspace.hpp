@@ -1,8 +1,8 @@
 // Token-level key estimates in a subspace, quantised. Ours.
 #pragma once
 
+#include <freekv/policies/detail/token_codes.hpp>
 #include <freekv/policies/mean_summaries.hpp>
-#include <freekv/policies/token_codes.hpp>
 
 namespace freekv {
 
@@ -99,7 +99,7 @@ struct key_subspace<Rank, Bits>::head_policy {
   }
 
   template <team T>
-  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+  FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const {
     const int d = keys.page.head_dim, tokens = keys.page.tokens;
     for (int t = 0; t < tokens; ++t) {
       for (int r = 0; r < policy.rank; ++r) {
@@ -114,7 +114,7 @@ struct key_subspace<Rank, Bits>::head_policy {
   }
 
   template <team T>
-  FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
+  FREEKV_HD float score(T team, const unit_query& query, const float* numbers) const {
     return policy.codes(query.page).log_mass(team, query.data, query.scale, 0.0f, numbers);
   }
   template <class Key, team T>

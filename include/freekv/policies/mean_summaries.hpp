@@ -11,7 +11,7 @@ namespace detail {
 
 /// Mean of `count` keys from `first` on, to `out` (head_dim).
 template <team T>
-FREEKV_HD void mean_of_keys(T team, const page_keys& keys, int first, int count, float* out) {
+FREEKV_HD void mean_of_keys(T team, const unit_keys& keys, int first, int count, float* out) {
   const typename T::pack share(1.0f / static_cast<float>(count));
   for (int i = 0; i < keys.page.head_dim; i += T::width) {
     auto sum = team.load(keys.row(first) + i);
@@ -38,11 +38,11 @@ struct mean {
   FREEKV_HD constexpr int width(page_geometry page) const { return page.head_dim; }
 
   template <team T>
-  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+  FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const {
     detail::mean_of_keys(team, keys, 0, keys.page.tokens, numbers);
   }
   template <team T>
-  FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
+  FREEKV_HD float score(T team, const unit_query& query, const float* numbers) const {
     return query.scale * detail::inner_product(team, query.data, numbers, query.page.head_dim);
   }
 };
@@ -57,7 +57,7 @@ struct ball {
   FREEKV_HD constexpr int query_width(int head_dim) const { return head_dim + 1; }
 
   template <team T>
-  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+  FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const {
     const int d = keys.page.head_dim;
     detail::mean_of_keys(team, keys, 0, keys.page.tokens, numbers);
     team.sync();
@@ -79,7 +79,7 @@ struct ball {
     prepared[query.head_dim] = ::sqrtf(detail::inner_product(team, query.data, query.data, query.head_dim));
   }
   template <team T>
-  FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
+  FREEKV_HD float score(T team, const unit_query& query, const float* numbers) const {
     const int d = query.page.head_dim;
     return query.scale * (detail::inner_product(team, query.data, numbers, d) + query.data[d] * numbers[d]);
   }
@@ -107,12 +107,12 @@ struct chunk_means {
   }
 
   template <team T>
-  FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const {
+  FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const {
     for (int chunk = 0; chunk < keys.page.tokens / tokens; ++chunk)
       detail::mean_of_keys(team, keys, chunk * tokens, tokens, numbers + chunk * keys.page.head_dim);
   }
   template <team T>
-  FREEKV_HD float score(T team, const page_query& query, const float* numbers) const {
+  FREEKV_HD float score(T team, const unit_query& query, const float* numbers) const {
     const int d = query.page.head_dim;
     log_sum_exp mass;
     for (int chunk = 0; chunk < query.page.tokens / tokens; ++chunk)

@@ -36,7 +36,7 @@ struct pin_outliers {
 
   /// `mean` (head_dim) is scratch.
   template <team T>
-  FREEKV_HD float worth(T team, const page_keys& keys, float* mean) const {
+  FREEKV_HD float worth(T team, const unit_keys& keys, float* mean) const {
     const int d = keys.page.head_dim;
     detail::mean_of_keys(team, keys, 0, keys.page.tokens, mean);
     team.sync();
@@ -60,7 +60,7 @@ concept pinning_policy = policy<P> && std::same_as<typename P::policy_kind, pinn
     requires(const P p) {
   { P::name } -> std::convertible_to<std::string_view>;
   { p.units } -> std::convertible_to<int>;
-} &&(std::same_as<P, no_pins> || requires(const P p, page_keys keys, float* scratch) {
+} &&(std::same_as<P, no_pins> || requires(const P p, unit_keys keys, float* scratch) {
   { p.worth(scalar_team{}, keys, scratch) } -> std::same_as<float>;
 });
 

@@ -9,9 +9,9 @@
 //     static constexpr std::string_view name = "my_summary";
 //     FREEKV_HD constexpr int width(page_geometry page) const;                      // numbers a page
 //     template <team T>
-//     FREEKV_HD void summarise(T team, const page_keys& keys, float* numbers) const;
+//     FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const;
 //     template <team T>
-//     FREEKV_HD float score(T team, const page_query& query, const float* numbers) const;
+//     FREEKV_HD float score(T team, const unit_query& query, const float* numbers) const;
 //   };
 //
 // Optional: `stored<Key>`, the element type kept (default float), or for a format of its own `bytes<Key>(page)`,
@@ -50,9 +50,7 @@ struct summary_setting {
   bool of_unit = false;  ///< `page` is a unit of less than a page
 
   /// "page of 32", or "unit of 8".
-  std::string text() const {
-    return (of_unit ? "unit of " : "page of ") + std::to_string(page.tokens);
-  }
+  std::string text() const { return (of_unit ? "unit of " : "page of ") + std::to_string(page.tokens); }
 };
 
 namespace detail {
@@ -84,7 +82,7 @@ FREEKV_HD constexpr auto summary_at(const S& summary, int layer, int head) {
 
 /// Whether a summary scores what is stored as it is, `score(team, query, stored)`, instead of decoded numbers.
 template <class S>
-concept scores_stored_bytes = requires(const S s, page_query query, const std::byte* stored) {
+concept scores_stored_bytes = requires(const S s, unit_query query, const std::byte* stored) {
   { s.score(scalar_team{}, query, stored) } -> std::same_as<float>;
 };
 
@@ -92,11 +90,11 @@ concept scores_stored_bytes = requires(const S s, page_query query, const std::b
 /// with the one-lane team).
 template <class S>
 concept summary_policy = policy<S> && std::same_as<typename S::policy_kind, summary_kind> &&
-    requires(const S s, page_keys keys, float* numbers) {
+    requires(const S s, unit_keys keys, float* numbers) {
   { S::name } -> std::convertible_to<std::string_view>;
   { s.width(keys.page) } -> std::convertible_to<int>;
   summary_at(s, 0, 0).summarise(scalar_team{}, keys, numbers);
-} &&(requires(const S s, page_query query, const float* numbers) {
+} &&(requires(const S s, unit_query query, const float* numbers) {
   { summary_at(s, 0, 0).score(scalar_team{}, query, numbers) } -> std::same_as<float>;
 } || scores_stored_bytes<decltype(summary_at(std::declval<const S&>(), 0, 0))>);
 

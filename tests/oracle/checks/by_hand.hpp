@@ -37,6 +37,6 @@ floats random_floats(std::mt19937& generator, int count) {
 Approx near(double value) { return Approx(value).epsilon(0.0).margin(1e-6); }
 
 /// One head of dimension 1, pages and window of 2, no sink, one selected page.
-oracle::settings tiny() { return {.page = 2, .window = 2, .selected_pages = 1, .scale = 1.0, .tau = 0.5}; }
+oracle::settings tiny() { return {.page = 2, .window = 2, .selected_units = 1, .scale = 1.0, .tau = 0.5}; }
 
 }  // namespace

@@ -6,11 +6,11 @@
 namespace {
 
 /// min_max, then key_sketch in 4 bits, which has these keys exactly.
-oracle::settings two_stages(int selected_pages, int times) {
+oracle::settings two_stages(int selected_units, int times) {
   oracle::settings s = tiny();
   s.summary = oracle::summary_kind::coarse_to_fine;
   s.bits = 4;
-  s.selected_pages = selected_pages;
+  s.selected_units = selected_units;
   s.times = times;
   return s;
 }

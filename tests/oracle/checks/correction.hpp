@@ -174,7 +174,7 @@ TEST_CASE("a deficit corrects the head whose selection misses mass, not the one 
 TEST_CASE("a partial correction in a step recalls less before attention") {
   oracle::settings s = tiny();
   s.head_dim = 2;
-  s.selected_pages = 2;
+  s.selected_units = 2;
   s.summary = oracle::summary_kind::mean;
   s.correction = oracle::correction_kind::mass_deficit;
   // The first query likes pages 2 and 3, the second scores pages 0 to 3 with ln 8, ln 4, ln 3 and 0.
@@ -243,7 +243,7 @@ TEST_CASE("a deficit that hangs on a doubtful selection or number of pages is no
   }
 
   s.selection = oracle::selection_kind::top_p;
-  s.selected_pages = 2;
+  s.selected_units = 2;
   for (double p : {0.7, std::exp(1.0) / (1.0 + std::exp(1.0))}) {
     s.top_p = p;
     oracle::decoder decoder(s);

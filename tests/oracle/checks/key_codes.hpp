@@ -45,13 +45,13 @@ TEST_CASE("key_codes codes a page's mean, then what its keys add to the decoded 
   CHECK(page.values == doubles{1, 0, 0});
   CHECK(page.others.empty());
   CHECK(page.doubt.empty());
-  CHECK(oracle::score_page(s, 0, floats{2}, page) == near(0.5 * 2 * (10 - 1) + std::log(2.0)));
+  CHECK(oracle::score_unit(s, 0, floats{2}, page) == near(0.5 * 2 * (10 - 1) + std::log(2.0)));
   // Mean 4, decoded 0: residuals 3 and 5.
   CHECK(codes_of(s, {3, 5}).values == doubles{0, 2, 2});
   // Mean 10, residuals -1 and 1.25.
   const auto mixed = codes_of(s, {8.9F, 11.25F});
   CHECK(mixed.values == doubles{1, 0, 1});
-  CHECK(oracle::score_page(s, 0, floats{-2}, mixed) == near(std::log(std::exp(-9.0) + std::exp(-11.0))));
+  CHECK(oracle::score_unit(s, 0, floats{-2}, mixed) == near(std::log(std::exp(-9.0) + std::exp(-11.0))));
   CHECK(oracle::score_doubt(s, 0, floats{-2}, mixed) == 0.0);
 }
 
@@ -69,7 +69,7 @@ TEST_CASE("key_codes projects, and leaves the offsets out of scores") {
   CHECK(page.values == doubles{1, 2, 1, 2});
   CHECK(page.others.empty());
   // q = (1, 2, 1): mean.rows q = (2, -1), so A = 6 - 4; token.rows q = 2: B = -10 and 0.
-  CHECK(oracle::score_page(s, 0, floats{1, 2, 1}, page) == near(std::log(std::exp(-4.0) + std::exp(1.0))));
+  CHECK(oracle::score_unit(s, 0, floats{1, 2, 1}, page) == near(std::log(std::exp(-4.0) + std::exp(1.0))));
   const auto mean = oracle::decoded(s.key_codebooks[0].mean, doubles{1, 2});
   CHECK(mean.values == doubles{-2, 4, 0});
   CHECK(mean.sizes == doubles{6, 4, 0});
@@ -87,7 +87,7 @@ TEST_CASE("key_codes takes the nearest centroid in all dimensions of a group") {
   const auto page = codes_of(s, {3, 2, -1, 8});
   CHECK(page.values == doubles{2, 0, 2});
   // A = 10, B = 0 and 10.
-  CHECK(oracle::score_page(s, 0, floats{7, 2}, page) == near(std::log(std::exp(5.0) + std::exp(10.0))));
+  CHECK(oracle::score_unit(s, 0, floats{7, 2}, page) == near(std::log(std::exp(5.0) + std::exp(10.0))));
 }
 
 TEST_CASE("key_codes gives a tie to the smaller code, and reports it") {
@@ -97,7 +97,7 @@ TEST_CASE("key_codes gives a tie to the smaller code, and reports it") {
   CHECK(tied.values == doubles{0, 0, 1});
   CHECK(tied.others == std::vector<oracle::other_code>{{1, 0, 1}, {2, 0, 2}});
   // Exponents scale * q * (-1, 1) = -1 and 1, which may move by 2 and 3.
-  CHECK(oracle::score_page(s, 0, floats{2}, tied) == near(std::log(std::exp(-1.0) + std::exp(1.0))));
+  CHECK(oracle::score_unit(s, 0, floats{2}, tied) == near(std::log(std::exp(-1.0) + std::exp(1.0))));
   const double most = std::log(std::exp(1.0) + std::exp(4.0)),
                least = std::log(std::exp(-3.0) + std::exp(-2.0));
   const double score = std::log(std::exp(-1.0) + std::exp(1.0));
@@ -154,7 +154,7 @@ TEST_CASE("key_codes reserves a code for pages with a NaN or infinite key") {
     for (const floats& keys : {floats{bad, 1}, floats{1, bad}}) {
       const auto lost = codes_of(s, keys);
       CHECK(lost.values == doubles{255, 0, 0});
-      CHECK(std::isnan(oracle::score_page(s, 0, floats{0}, lost)));
+      CHECK(std::isnan(oracle::score_unit(s, 0, floats{0}, lost)));
       CHECK(oracle::score_doubt(s, 0, floats{1}, lost) == 0.0);
     }
   // Only in the mean's first group, where no mean is given code 255, nor one from used_in_first on.
@@ -169,7 +169,7 @@ TEST_CASE("key_codes reserves a code for pages with a NaN or infinite key") {
   s.key_codebooks = {{b, book({0, 0}, {1, 0, 0, 1}, {last(0, 1), last(0, 1)})}};
   CHECK(codes_of(s, {8, 8, 8, 8}).values == doubles{254, 255, 255, 254, 255, 254});
   CHECK(codes_of(s, {8, 8, 8, 8}).others.empty());
-  CHECK(oracle::score_page(s, 0, floats{1, 1}, codes_of(s, {8, 8, 8, 8})) == near(8.0 + std::log(2.0)));
+  CHECK(oracle::score_unit(s, 0, floats{1, 1}, codes_of(s, {8, 8, 8, 8})) == near(8.0 + std::log(2.0)));
 
   s.key_codebooks[0].mean.used_in_first = 254;
   s.key_codebooks[0].token.used_in_first = 255;

@@ -24,7 +24,7 @@ void check_slots(oracle::slot_cache& cache, const oracle::settings& s, const std
 
 oracle::settings with_spare(int spare, oracle::residency_kind residency) {
   oracle::settings s = tiny();
-  s.selected_pages = 2;
+  s.selected_units = 2;
   s.spare = spare;
   s.residency = residency;
   return s;

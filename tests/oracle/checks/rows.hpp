@@ -20,7 +20,7 @@ oracle::decoder with_two_candidates(const oracle::settings& s, const std::vector
   return decoder;
 }
 
-oracle::settings for_two(oracle::rows_kind rows) {
+oracle::settings for_two(oracle::scope_kind rows) {
   oracle::settings s = tiny();
   s.query_heads = 2;
   s.rows = rows;
@@ -31,7 +31,7 @@ oracle::settings for_two(oracle::rows_kind rows) {
 }  // namespace
 
 TEST_CASE("query heads that select each for itself attend to nothing of each other's") {
-  oracle::settings s = for_two(oracle::rows_kind::query_head);
+  oracle::settings s = for_two(oracle::scope_kind::query_head);
   s.head_dim = 2;
   oracle::decoder decoder = with_two_candidates(s, {{1, 0}, {0, 3}});
   auto step = decoder.step(floats{1, 0, 0, 1}, floats(2), floats(2));
@@ -52,18 +52,18 @@ TEST_CASE("query heads that select each for itself attend to nothing of each oth
   CHECK(step.rows[0].slots == ints{0, -1});
 
   // A group would have selected page 1 for both.
-  s.rows = oracle::rows_kind::kv_head;
+  s.rows = oracle::scope_kind::kv_head;
   s.pooling = oracle::pooling_kind::max_score;
   decoder = with_two_candidates(s, {{1, 0}, {0, 3}});
   CHECK(decoder.select(floats{1, 0, 0, 1}, 0, 7) == ints{1});
 
-  s.rows = oracle::rows_kind::query_head;
+  s.rows = oracle::scope_kind::query_head;
   s.correction = oracle::correction_kind::mass_deficit;
   CHECK_THROWS_AS(oracle::decoder(s), std::invalid_argument);
 }
 
 TEST_CASE("a query head that selects for itself pools its own rows of a step") {
-  oracle::settings s = for_two(oracle::rows_kind::query_head);
+  oracle::settings s = for_two(oracle::scope_kind::query_head);
   s.pooling = oracle::pooling_kind::mean_score;
   s.max_rows = 2;
   const oracle::decoder decoder = with_two_candidates(s, {{1}, {2}});
@@ -74,13 +74,13 @@ TEST_CASE("a query head that selects for itself pools its own rows of a step") {
 }
 
 TEST_CASE("a NaN of one query head does not reach another that selects for itself") {
-  const oracle::settings s = for_two(oracle::rows_kind::query_head);
+  const oracle::settings s = for_two(oracle::scope_kind::query_head);
   const oracle::decoder decoder = with_two_candidates(s, {{1}, {2}});
   CHECK(decoder.select(floats{float_nan, 1}, 0, 7) == ints{0, 1});
 }
 
 TEST_CASE("a layer's KV heads select together, each with the same share") {
-  oracle::settings s = for_two(oracle::rows_kind::layer);
+  oracle::settings s = for_two(oracle::scope_kind::layer);
   s.kv_heads = 2;
   s.pooling = oracle::pooling_kind::mean_score;
   const std::vector<floats> keys{{1, 0}, {0, 3}};  // head 0 is for page 0, head 1 for page 1

@@ -24,7 +24,7 @@ bool same_attention(const oracle::step_result& a, const oracle::step_result& b) 
 /// Two KV heads of two query heads each, sink 2, window 4, pages of 2.
 oracle::settings with_rows(int max_rows) {
   oracle::settings s{.query_heads = 4, .kv_heads = 2, .head_dim = 4, .page = 2, .sink = 2, .window = 4};
-  s.selected_pages = 2;
+  s.selected_units = 2;
   s.scale = 0.5;
   s.tau = 0.2;
   s.max_rows = max_rows;
@@ -176,7 +176,7 @@ TEST_CASE("rows under a budget that covers everything are full attention") {
   std::mt19937 generator(32);
   for (int pages : {40, 2}) {
     oracle::settings s = with_rows(7);
-    s.selected_pages = pages;
+    s.selected_units = pages;
     oracle::decoder decoder(s);
     append_prompt(decoder, random_rows(generator, 20));
     double difference = 0.0;

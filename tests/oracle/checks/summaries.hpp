@@ -21,7 +21,7 @@ TEST_CASE("mean summary and score") {
   const floats keys{1, 3, 3, -1};
   const auto summary = oracle::summarise(s, 0, rows_of(keys, 2));
   CHECK(summary.values == doubles{2.0, 1.0});
-  CHECK(oracle::score_page(s, 0, floats{2, -1}, summary) == 1.5);
+  CHECK(oracle::score_unit(s, 0, floats{2, -1}, summary) == 1.5);
   CHECK(oracle::mean_key(rows_of(keys, 2)).sizes == doubles{2.0, 2.0});
 }
 
@@ -31,8 +31,8 @@ TEST_CASE("centroid_box summary and score") {
   const floats keys{0, -1, 1, -1, 1, -1, 4, -1};
   const auto summary = oracle::summarise(s, 0, rows_of(keys, 2));
   CHECK(summary.values == doubles{0.5, -1.0, 3.5, -1.0});
-  CHECK(oracle::score_page(s, 0, floats{2, 3}, summary) == 2.0);
-  CHECK(oracle::score_page(s, 0, floats{-2, 3}, summary) == -2.0);
+  CHECK(oracle::score_unit(s, 0, floats{2, 3}, summary) == 2.0);
+  CHECK(oracle::score_unit(s, 0, floats{-2, 3}, summary) == -2.0);
 }
 
 TEST_CASE("ball summary and score") {
@@ -40,8 +40,8 @@ TEST_CASE("ball summary and score") {
   // Distances from (2, 0) are 2, 4, 2.
   const auto summary = oracle::summarise(s, 0, rows_of({0, 0, 6, 0, 0, 0}, 2));
   CHECK(summary.values == doubles{2.0, 0.0, 4.0});
-  CHECK(oracle::score_page(s, 0, floats{3, 4}, summary) == 13.0);   // (6 + 5 * 4) / 2
-  CHECK(oracle::score_page(s, 0, floats{-3, -4}, summary) == 7.0);  // (-6 + 5 * 4) / 2
+  CHECK(oracle::score_unit(s, 0, floats{3, 4}, summary) == 13.0);   // (6 + 5 * 4) / 2
+  CHECK(oracle::score_unit(s, 0, floats{-3, -4}, summary) == 7.0);  // (-6 + 5 * 4) / 2
   CHECK(oracle::summarise(s, 0, rows_of({0, 0, 6, 8}, 2)).values == doubles{3.0, 4.0, 5.0});
 }
 
@@ -53,17 +53,17 @@ TEST_CASE("key_sketch keeps the mean and residuals in its bits") {
   const auto of_one = oracle::summarise(one, 0, rows_of(keys, 2));
   CHECK(of_one.values == doubles{1.0, 2.0, 2.0, 2.0, -2.0, -2.0});  // mean |r| is 2
   CHECK(of_one.doubt == doubles(6, 0.0));
-  CHECK(oracle::score_page(one, 0, q, of_one) == near(std::log(std::exp(3.5) + std::exp(-0.5))));
+  CHECK(oracle::score_unit(one, 0, q, of_one) == near(std::log(std::exp(3.5) + std::exp(-0.5))));
   const auto two = of_summary(oracle::summary_kind::key_sketch, 2, 2);
   const auto of_two = oracle::summarise(two, 0, rows_of(keys, 2));
   CHECK(of_two.values == doubles{1.0, 2.0, 3.0, 0.0, -3.0, 0.0});  // 1 is a third of the step
-  CHECK(oracle::score_page(two, 0, q, of_two) == near(std::log(std::exp(3.0) + 1.0)));
+  CHECK(oracle::score_unit(two, 0, q, of_two) == near(std::log(std::exp(3.0) + 1.0)));
   const auto four = of_summary(oracle::summary_kind::key_sketch, 2, 4);
   const auto of_four = oracle::summarise(four, 0, rows_of(keys, 2));
   CHECK(of_four.values[2] == near(3.0));
   CHECK(of_four.values[3] == near(6.0 / 7.0));  // 7/3 steps of 3/7 are 2
   const double move = 0.5 * (3.0 + 6.0 / 7.0);
-  CHECK(oracle::score_page(four, 0, q, of_four) == near(1.5 + std::log(std::exp(move) + std::exp(-move))));
+  CHECK(oracle::score_unit(four, 0, q, of_four) == near(1.5 + std::log(std::exp(move) + std::exp(-move))));
 }
 
 TEST_CASE("key_sketch reports codes at an edge and signs near 0") {
@@ -92,7 +92,7 @@ TEST_CASE("a NaN key makes every summary's score NaN") {
     for (int bits : {1, 2, 4})
       for (const floats& keys : {floats{float_nan, 1, 2, 1}, floats{1, 2, 1, float_nan}}) {
         const auto s = of_summary(kind, 2, bits);
-        CHECK(std::isnan(oracle::score_page(s, 0, floats{1, 1}, oracle::summarise(s, 0, rows_of(keys, 2)))));
+        CHECK(std::isnan(oracle::score_unit(s, 0, floats{1, 1}, oracle::summarise(s, 0, rows_of(keys, 2)))));
       }
 }
 

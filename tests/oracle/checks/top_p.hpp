@@ -80,7 +80,7 @@ TEST_CASE("doubt widens the masses and what they decide") {
 
 TEST_CASE("a layer that selects by mass selects fewer pages where one has it all") {
   oracle::settings s = tiny();
-  s.selected_pages = 2;
+  s.selected_units = 2;
   s.selection = oracle::selection_kind::top_p;
   const auto chosen = [&](double p, float second) {
     s.top_p = p;

@@ -173,7 +173,7 @@ TEST_CASE("under a budget that covers everything rows are full attention after a
         oracle::settings s = with_rows(6);
         s.page = s.window = page;
         s.sink = random_up_to(1) * page;
-        s.selected_pages = pages;
+        s.selected_units = pages;
         s.spare = 2;
         s.correction = correction;
         oracle::decoder decoder(s);

@@ -14,7 +14,7 @@ int main() {
   pipeline_type pipeline({.layers = 2,
                           .query_heads = query_heads,
                           .kv_heads = kv_heads,
-                          .budget = {.sink = 16, .window = 32, .selected_pages = 8},
+                          .budget = {.sink = 16, .window = 32, .selected_units = 8},
                           .max_tokens = 160},
                          backend);
   const freekv::sequence_id sequence = pipeline.open();
@@ -27,7 +27,8 @@ int main() {
   int different = 0;
   for (int step = 0; step < 6; ++step) {
     const int rows = step == 0 ? prompt : 1;
-    pipeline.begin_step({{sequence, rows, step == 0 ? freekv::row_kind::prompt : freekv::row_kind::decode}});
+    pipeline.begin_step(
+        {{sequence, rows, step == 0 ? freekv::step_phase::prefill : freekv::step_phase::decode}});
     for (int layer = 0; layer < 2; ++layer) {
       const std::vector<float> keys = numbers(rows * kv_heads * d), values = numbers(rows * kv_heads * d);
       const std::vector<float> queries = numbers(rows * query_heads * d);

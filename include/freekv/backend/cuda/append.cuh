@@ -3,12 +3,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <freekv/algorithms/summarise_unit.hpp>
 #include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
-#include <freekv/backend/cuda/step.cuh>
+#include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/core/unroll.hpp>
-#include <freekv/functors/summarise_page.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/box_summaries.hpp>
 #include <freekv/policies/correction.hpp>
@@ -29,7 +29,7 @@ struct append_tuning {
 inline constexpr append_tuning append_default{};
 static_assert(append_default.valid());
 
-/// The team on which a summary's functors run: whole rows where their numbers are head_dim apart, else the narrowest that
+/// The team on which a summary's algorithms run: whole rows where their numbers are head_dim apart, else the narrowest that
 /// every count of numbers is a multiple of.
 template <class Summary, int HeadDim>
 struct summary_team {
@@ -50,7 +50,7 @@ struct summary_team<mean, HeadDim> {
 template <class Summary, int HeadDim>
 using summary_team_t = typename summary_team<Summary, HeadDim>::type;
 
-/// The rows of a step in device memory, as `new_rows` has them.
+/// The rows of a step in device memory, as `kv_rows` has them.
 template <class In>
 struct device_rows {
   const In* keys = nullptr;
@@ -101,7 +101,7 @@ __device__ auto unencoded_rows(Team team, const State& s, const step_entry& entr
   constexpr int d = State::head_dim;
   const auto open = s.open_slice(entry.sequence, page, head);
   const int page_begin = page * s.page.tokens;
-  if (entry.kind == row_kind::decode || entry.after() < page_begin + s.page.tokens) return open;
+  if (entry.phase == step_phase::decode || entry.after() < page_begin + s.page.tokens) return open;
   for (int t = 0; t < entry.before - page_begin; ++t) {
     put_row(team, d, open.key + t * open.stride, staged.key + t * staged.stride);
     put_row(team, d, open.value + t * open.stride, staged.value + t * staged.stride);
@@ -129,7 +129,7 @@ __device__ void append_page(Team team, const State& s, const Summary& summary, c
   const int fixed_slot = s.fixed_slot(page, entry.after());
   const bool in_slots = fixed_slot >= 0;
   head_slice<element> slot;
-  if (in_slots) slot = s.frame_slice(entry.sequence, fixed_slot, head);
+  if (in_slots) slot = s.block_slice(entry.sequence, fixed_slot, head);
   for (int token = first; token < last; ++token) {
     const std::int64_t row = (std::int64_t{entry.first_row + token - entry.before} * s.heads.kv + head) * d;
     const int t = token - page_begin;
@@ -142,13 +142,13 @@ __device__ void append_page(Team team, const State& s, const Summary& summary, c
   if (last < page_end || s.kind_of(head) != layer_kind::retrieval) return;
   team.sync();
   for (int nth = 0; nth < s.units_per_page; ++nth) {
-    summarise_page<element>(team, summary_at(summary, s.layer, head),
-                            as_const(rows_behind(in_slots ? slot : kept, s.row_of(nth))), s.unit, scratch,
-                            s.summary_of(store_page, head, nth));
+    summarise_unit<element>(team, summary_at(summary, s.layer, head),
+                            as_const(rows_behind(in_slots ? slot : kept, s.first_token_of(nth))), s.unit,
+                            scratch, s.summary_of(store_page, head, nth));
     team.sync();  // the numbers are free again
     if constexpr (!std::is_same_v<Pinning, no_pins>) {
       if (s.pins == 0) continue;
-      const float worth = pinning.worth(team, page_keys{scratch.keys, s.unit}, scratch.numbers);
+      const float worth = pinning.worth(team, unit_keys{scratch.keys, s.unit}, scratch.numbers);
       if (team.lane() == 0) s.pin_worth_of(store_page, head, nth) = worth == worth ? worth : -infinity;
       team.sync();  // and the keys
     }
@@ -160,16 +160,16 @@ template <class Team, class State>
 __device__ void drop_selection(Team team, const State& s, int sequence, int head) {
   const slot_contents slots = s.slots_of(sequence, head);
   for (int i = team.lane(); i < slots.count; i += team.lanes()) {
-    slots.page[i] = -1;
+    slots.unit[i] = -1;
     slots.last_selected[i] = 0;
   }
   if (team.lane() != 0) return;
-  const std::size_t row = s.row(sequence, head);
+  const std::size_t row = s.head_index(sequence, head);
   s.selected_count[row] = 0;
   s.pinned_count[row] = 0;
-  s.upcoming_count[row] = -1;
+  s.next_selected_count[row] = -1;
   s.selections[row] = 0;
-  s.unrecalled[row] = 0;
+  s.recall_failed[row] = 0;
 }
 
 /// Flags one head of a decode entry that has no selection, or that the correction does not accept a row's queries from;
@@ -178,7 +178,7 @@ template <class Team, class State, class Correction>
 __device__ void detect_drift(Team team, const State& s, const Correction& correction, const step_entry& entry,
                              int head, const float* queries) {
   constexpr int d = State::head_dim;
-  if (entry.kind == row_kind::prompt) return drop_selection(team, s, entry.sequence, head);
+  if (entry.phase == step_phase::prefill) return drop_selection(team, s, entry.sequence, head);
   const int group = s.heads.group();
   const auto query = [&](int row) {
     return queries + (std::int64_t{entry.first_row + row} * s.heads.query + head * group) * d;
@@ -191,7 +191,7 @@ __device__ void detect_drift(Team team, const State& s, const Correction& correc
                                               {s.kept_query(entry.sequence, head, entry.kept_row), group, d},
                                               entry.decode_step});
   if (team.lane() == 0) {
-    const std::size_t at = s.row(entry.sequence, head);
+    const std::size_t at = s.head_index(entry.sequence, head);
     const bool corrects = flagged && s.kind_of(head) == layer_kind::retrieval;
     s.corrected[at] = corrects;
     if (corrects) atomicAdd(s.flagged_count, 1);
@@ -230,7 +230,7 @@ __global__ void append_and_detect(State s, Summary summary, Pinning pinning, Cor
                                   encoding_scratch<typename State::element> encoding) {
   using team_type = summary_team_t<Summary, State::head_dim>;
   const team_type team;
-  const int heads = s.heads.kv, entries = step.size(), pages = step.most.pages;
+  const int heads = s.heads.kv, entries = step.size(), pages = step.bounds.pages;
   const int nth = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
   const int teams = static_cast<int>(gridDim.x * blockDim.x) / team.lanes();
   float* const mine = scratch.data + nth * scratch.each();
@@ -262,7 +262,7 @@ __global__ void append_and_detect(State s, Summary summary, Pinning pinning, Cor
 
 template <class State>
 void launch_copy_shared_rows(const State& s, const step_view& step, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(s.heads.kv), static_cast<unsigned>(step.most.entries));
+  const dim3 grid(static_cast<unsigned>(s.heads.kv), static_cast<unsigned>(step.bounds.entries));
   launch("copy of shared rows", {grid, append_default.threads, stream}, copy_shared_rows<State>, s, step);
 }
 
@@ -282,7 +282,7 @@ void launch_append(const State& s, const Summary& summary, const Pinning& pinnin
                    cudaStream_t stream) {
   constexpr append_tuning tuning = append_default;
   constexpr int lanes = summary_team_t<Summary, State::head_dim>::lane_count;
-  const std::int64_t units = (std::int64_t{pages.count} + step.most.entries) * s.heads.kv;
+  const std::int64_t units = (std::int64_t{pages.count} + step.bounds.entries) * s.heads.kv;
   const int most_blocks = tuning.most_teams * lanes / tuning.threads;
   launch("append", {std::min(most_blocks, blocks_for(units * lanes, tuning.threads)), tuning.threads, stream},
          append_and_detect<State, Summary, Pinning, Correction, In>, s, summary, pinning, correction, step,

@@ -4,15 +4,15 @@
 #include <algorithm>
 #include <cstdint>
 #include <cuda/std/type_traits>
+#include <freekv/algorithms/attend_slice.hpp>
+#include <freekv/algorithms/attend_tokens.hpp>
 #include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/lane_attention.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/merge_parts.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
-#include <freekv/backend/cuda/step.cuh>
+#include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/backend/cuda/tensor_attention.cuh>
-#include <freekv/functors/attend_slice.hpp>
-#include <freekv/functors/attend_tokens.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/storage/memory.hpp>
 
@@ -109,21 +109,21 @@ struct attended_rows {
 
   __device__ bool has(const step_view& step, const step_entry* entry) const {
     const int nth = static_cast<int>(entry - step.entries) - first_entry;
-    const auto of = entry->kind == row_kind::prompt ? rows_attending::prompts : rows_attending::decodes;
+    const auto of = entry->phase == step_phase::prefill ? rows_attending::prompts : rows_attending::decodes;
     return (kind == rows_attending::all || kind == of) && nth >= 0 && nth < entries;
   }
 };
 
 /// Whether a row attends to everything that its model does, in the store, rather than to what the head keeps.
 FREEKV_HD inline bool attends_to_all(const step_entry& entry, const attended_rows& rows) {
-  return rows.everything || entry.kind == row_kind::prompt;
+  return rows.everything || entry.phase == step_phase::prefill;
 }
 /// What a KV head attends to with one row.
 struct attended_list {
   const step_entry& step;
   int head = 0;
   bool everything = false;  // whatever the head's kind
-  page_list entries;
+  attention_list entries;
 
   template <class State>
   FREEKV_HD static attended_list of(const State& s, const step_entry& step, int row, int head,
@@ -179,16 +179,16 @@ struct attend_block<tensor_attention<HeadDim, Element>, HeadDim, Element, Codec>
 /// Where the rows of entry i of a list are: in its slot, in the store if that keeps them as they are, or in an open page.
 template <class Codec, class State>
 FREEKV_HD auto attended_slice(const State& s, const attended_list& list, int i) {
-  const page_list& entries = list.entries;
+  const attention_list& entries = list.entries;
   const int sequence = list.step.sequence, head = list.head;
-  const page_part part = entries.part(i);
+  const page_range part = entries.part(i);
   if (list.in_store(s))
     return rows_behind(encodes_pages<Codec> ? s.open_slice(sequence, part.page, head)
                                             : s.store_slice(sequence, part.page, head),
                        part.first);
   if (entries.is_selected(i))
     return s.selected_slice(sequence, s.selected_slot_of(sequence, head, entries, i), head);
-  return rows_behind(s.frame_slice(sequence, s.slot_of_page(entries, i), head), part.first);
+  return rows_behind(s.block_slice(sequence, s.slot_of_page(entries, i), head), part.first);
 }
 
 /// Which query heads of a tile attend to entry i of their KV head's list, as bits.
@@ -212,8 +212,8 @@ __device__ bool is_encoded(const State& s, const attended_list& list, int i) {
 /// Attends to a part of a page that is encoded, some rows after others through the team's shared memory.
 template <class Block, class Team, class Attention, class State, class Codec>
 __device__ void attend_encoded(Team team, Attention& attention, const State& s, const Codec& codec,
-                               const head_of& at, const page_part& part, typename Block::storage& shared,
-                               unsigned attending) {
+                               const sequence_head& at, const page_range& part,
+                               typename Block::storage& shared, unsigned attending) {
   constexpr int d = State::head_dim, most = Block::size.rows;
   using element = typename State::element;
   element* const key = shared.rows();
@@ -306,8 +306,8 @@ void launch_attend(const State& s, const Codec& codec, const step_view& step, co
   constexpr int lanes = block_type::lanes, threads = block_type::size.threads;
   const int tiles = head_tile<attention_type::heads>::tiles_of(s.heads.group());
   const int at_once = rows_at_once(scratch, parts, s.heads.query);
-  for (int first = 0; first < step.most.rows; first += at_once) {
-    const attended_rows rows{first, std::min(at_once, step.most.rows - first), parts, everything, kind};
+  for (int first = 0; first < step.bounds.rows; first += at_once) {
+    const attended_rows rows{first, std::min(at_once, step.bounds.rows - first), parts, everything, kind};
     const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{parts} * lanes, threads)),
                     static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
     launch("attend", {grid, threads, stream}, attend_parts<by, State, Codec>, s, codec, step, queries, rows,

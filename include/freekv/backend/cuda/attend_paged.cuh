@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <freekv/algorithms/attend_tokens.hpp>
 #include <freekv/backend/cuda/attend.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
@@ -10,8 +11,7 @@
 #include <freekv/core/element.hpp>
 #include <freekv/core/error.hpp>
 #include <freekv/core/shape.hpp>
-#include <freekv/functors/attend_tokens.hpp>
-#include <freekv/storage/engine_frames.hpp>
+#include <freekv/storage/engine_blocks.hpp>
 #include <freekv/storage/memory.hpp>
 #include <limits>
 #include <string>
@@ -50,7 +50,7 @@ struct paged_cache {
   const std::int32_t* seq_lens = nullptr;     ///< (sequences): tokens, those of the decode rows included
 
   FREEKV_HD head_slice<const Element> slice(int sequence, int nth, int head) const {
-    const slot_frames<const Element> blocks{keys,         values,
+    const slot_blocks<const Element> blocks{keys,         values,
                                             block_stride, token_stride,
                                             head_stride,  block_table + std::int64_t{sequence} * max_blocks};
     return blocks.slice(nth, head);

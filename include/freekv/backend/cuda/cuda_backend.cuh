@@ -3,7 +3,7 @@
 
 #include <cstdint>
 #include <freekv/backend/cuda/runtime.cuh>
-#include <freekv/backend/cuda/step.cuh>
+#include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/backend/cuda/tensor_attention.cuh>
 #include <freekv/core/policy.hpp>
 #include <optional>

@@ -1,8 +1,8 @@
-// Which selected units are in slots already, and where the others go, by a warp: what `diff_pages` does by one thread.
+// Which selected units are in slots already, and where the others go, by a warp: what `match_slots` does by one thread.
 #pragma once
 
 #include <cstdint>
-#include <freekv/functors/diff_pages.hpp>
+#include <freekv/algorithms/match_slots.hpp>
 #include <freekv/policies/residency.hpp>
 
 namespace freekv::device {
@@ -17,7 +17,7 @@ struct diff_storage {
   __device__ static bool has_room(int count, int slots) { return count <= most && slots <= most; }
 };
 
-/// Matches a new selection, the head's `nth`, with its slots, which are brought up to date, as `diff_pages` does; a lane
+/// Matches a new selection, the head's `nth`, with its slots, which are brought up to date, as `match_slots` does; a lane
 /// has a slot, or a unit. `found(i, slot, miss)` is called, on one of the lanes, for each wanted unit i with its slot and which of
 /// the misses it is, -1 if it is held, behind `counted(misses)` on all lanes. By a whole warp.
 template <residency_policy Residency, class Counted, class Found>
@@ -40,7 +40,7 @@ __device__ void diff_by_warp(const Residency& residency, const std::int32_t* wan
   };
   for (int first = 0; first < slots.count; first += 32) {
     const int slot = first + lane;
-    const std::int32_t page = slot < slots.count ? slots.page[slot] : -1;
+    const std::int32_t page = slot < slots.count ? slots.unit[slot] : -1;
     bool held = false;
     if (page >= 0) {
       int at = 0, last = count;
@@ -63,11 +63,11 @@ __device__ void diff_by_warp(const Residency& residency, const std::int32_t* wan
   __syncwarp();
   if (const int surplus = unselected - residency.spare; residency.spare > 0) {
     const auto unselected_at = [&](int slot) {
-      return slots.page[slot] >= 0 && slots.last_selected[slot] != nth;
+      return slots.unit[slot] >= 0 && slots.last_selected[slot] != nth;
     };
     for (int first = 0; first < slots.count; first += 32) {
       const int slot = first + lane;
-      bool is_free = slot < slots.count && slots.page[slot] < 0;
+      bool is_free = slot < slots.count && slots.unit[slot] < 0;
       if (surplus > 0 && slot < slots.count && unselected_at(slot)) {
         const unselected_slot mine{slot, slots.last_selected[slot]};
         int sooner = 0;  // others that are freed before it; of those alike the lower
@@ -89,7 +89,7 @@ __device__ void diff_by_warp(const Residency& residency, const std::int32_t* wan
     misses += __popc(__ballot_sync(all, i < count && shared.slot[i] < 0));
   }
   counted(misses);
-  for (int i = misses + lane; i < free; i += 32) slots.page[shared.free[i]] = -1;
+  for (int i = misses + lane; i < free; i += 32) slots.unit[shared.free[i]] = -1;
   int filled = 0;
   for (int first = 0; first < count; first += 32) {
     const int i = first + lane;
@@ -99,7 +99,7 @@ __device__ void diff_by_warp(const Residency& residency, const std::int32_t* wan
     if (missed) {
       miss = filled + before_me(lanes);
       slot = shared.free[miss];
-      slots.page[slot] = shared.wanted[i];
+      slots.unit[slot] = shared.wanted[i];
       slots.last_selected[slot] = nth;
     }
     filled += __popc(lanes);

@@ -7,7 +7,7 @@
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/page_staging.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
-#include <freekv/backend/cuda/step.cuh>
+#include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/codec.hpp>
 #include <freekv/storage/memory.hpp>
@@ -73,7 +73,7 @@ struct encoding_scratch {
 
 /// The codec of one head's slice of a sequence's page. `floats`: to encode what the page's slices share.
 template <class State, class Codec>
-__device__ auto codec_of(const State& s, const Codec& codec, const head_of& at, int page,
+__device__ auto codec_of(const State& s, const Codec& codec, const sequence_head& at, int page,
                          float* floats = nullptr) {
   std::byte* const shared = s.shared_of(s.store_page(at.sequence, page));
   return codec_at(codec, {s.layer, at.head, s.heads.kv, page * s.page.tokens, shared, floats});
@@ -82,8 +82,8 @@ __device__ auto codec_of(const State& s, const Codec& codec, const head_of& at, 
 /// Some rows of a complete page as they come back, to the first rows of `to`. By `Lanes` neighbouring threads, whose teams
 /// share the rows out.
 template <int Lanes, class State, class Codec>
-__device__ void decode_by_lanes(const State& s, const Codec& codec, const head_of& at, const page_part& part,
-                                const head_slice<typename State::element>& to) {
+__device__ void decode_by_lanes(const State& s, const Codec& codec, const sequence_head& at,
+                                const page_range& part, const head_slice<typename State::element>& to) {
   constexpr row_team<State::head_dim> team;
   constexpr int teams = Lanes / team.lane_count;
   const int each = (part.tokens + teams - 1) / teams;
@@ -106,24 +106,24 @@ __global__ void encode_pages(State s, Codec codec, step_view step, page_run page
   const int together = scratch.together, of_page = s.heads.kv / together, p = s.page.tokens;
   const int mine = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
   const int teams = static_cast<int>(gridDim.x * blockDim.x) / team.lanes();
-  const int units = min(pages.count, step.size() * step.most.pages - pages.first) * of_page;
+  const int units = min(pages.count, step.size() * step.bounds.pages - pages.first) * of_page;
   for (int unit = mine; unit < units; unit += teams) {
     const int nth = unit / of_page, nth_of_step = pages.first + nth;
-    const step_entry& entry = step.entries[nth_of_step / step.most.pages];
-    const int page = entry.before / p + nth_of_step % step.most.pages;
+    const step_entry& entry = step.entries[nth_of_step / step.bounds.pages];
+    const int page = entry.before / p + nth_of_step % step.bounds.pages;
     if ((page + 1) * p > entry.after()) continue;
     const int first = unit % of_page * together;
     for (int i = 0; i < together; ++i) {
-      const head_of at{entry.sequence, first + i};
-      const auto rows = entry.kind == row_kind::prompt ? scratch.staged.slice(s, nth, at.head)
-                                                       : s.open_slice(at.sequence, page, at.head);
+      const sequence_head at{entry.sequence, first + i};
+      const auto rows = entry.phase == step_phase::prefill ? scratch.staged.slice(s, nth, at.head)
+                                                           : s.open_slice(at.sequence, page, at.head);
       codec_of(s, codec, at, page, scratch.shared_of(mine))
           .template encode<d>(team, as_const(rows), p, scratch.encoded_of(mine, i));
     }
     team.sync();
     const int slot = s.fixed_slot(page, entry.after());
     for (int i = 0; i < together; ++i) {
-      const head_of at{entry.sequence, first + i};
+      const sequence_head at{entry.sequence, first + i};
       const std::byte* const encoded = scratch.encoded_of(mine, i);
       const auto* const words = reinterpret_cast<const std::uint32_t*>(encoded);
       auto* const kept =
@@ -132,7 +132,7 @@ __global__ void encode_pages(State s, Codec codec, step_view step, page_run page
         kept[word] = words[word];
       if (slot >= 0)
         codec_of(s, codec, at, page)
-            .template decode<d>(team, encoded, p, row_range{0, p}, s.frame_slice(at.sequence, slot, at.head));
+            .template decode<d>(team, encoded, p, row_range{0, p}, s.block_slice(at.sequence, slot, at.head));
     }
     team.sync();  // the scratch is free again
   }

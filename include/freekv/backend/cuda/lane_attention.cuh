@@ -2,11 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <freekv/algorithms/attend_tokens.hpp>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/tensor_attention.cuh>
 #include <freekv/core/element.hpp>
 #include <freekv/core/unroll.hpp>
-#include <freekv/functors/attend_tokens.hpp>
 #include <freekv/storage/layout.hpp>
 
 namespace freekv::device {

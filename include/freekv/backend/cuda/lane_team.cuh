@@ -1,4 +1,4 @@
-// Lanes of a warp as a team: what the shared functors run on where a device has more than one thread for them.
+// Lanes of a warp as a team: what the shared algorithms run on where a device has more than one thread for them.
 #pragma once
 
 #include <cstddef>

@@ -9,7 +9,7 @@
 #include <freekv/backend/cuda/page_staging.cuh>
 #include <freekv/backend/cuda/recall.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
-#include <freekv/backend/cuda/step.cuh>
+#include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/pipeline/layer_state.hpp>
 
 namespace freekv::device {
@@ -70,7 +70,7 @@ __global__ void stage_pages(State s, Codec codec, step_view step, staged_parts w
   if (warp >= which.parts * which.pages || nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
   const int p = s.page.tokens, page = which.first_part * which.pages + warp;
-  if (entry.kind != row_kind::prompt || page < first_page_attended(s, entry) || page * p >= entry.after())
+  if (entry.phase != step_phase::prefill || page < first_page_attended(s, entry) || page * p >= entry.after())
     return;
   const int tokens = min(p, entry.after() - page * p);
   const auto to = staging.slice(s, which.nth(nth, page), head);
@@ -108,7 +108,7 @@ __global__ void attend_staged(State s, step_view step, const float* queries, att
     begin_tile<d>(team, attention, tile, queries + std::int64_t{rows.first + nth} * s.heads.query * d,
                   s.scale);
     const auto pages = [&](int page) {
-      const page_part of_page = list.part(page - first_page);
+      const page_range of_page = list.part(page - first_page);
       const auto slice =
           staging.slice(s, which.nth(static_cast<int>(entry - step.entries), page), tile.kv_head);
       return entry_rows<element>{as_const(rows_behind(slice, of_page.first)), of_page.tokens, ~0u};
@@ -142,16 +142,16 @@ void launch_prefill(const State& s, const Codec& codec, const step_view& step, c
   constexpr int lanes = block_type::lanes, threads = block_type::size.threads;
   const auto count = [](int n) { return static_cast<unsigned>(n); };
   const int pages = pages_of_part(s.page.tokens, s.max_pages);
-  const int parts = blocks_for(s.pages_of(step.most.tokens), pages);
+  const int parts = blocks_for(s.pages_of(step.bounds.tokens), pages);
   const int room = staging.pages / pages;
   const int tiles = head_tile<attention_type::heads>::tiles_of(s.heads.group());
   const int rows_at_once = freekv::device::rows_at_once(scratch, of_row, s.heads.query);
-  staged_parts which{.entries = std::min(step.most.entries, room), .pages = pages};
+  staged_parts which{.entries = std::min(step.bounds.entries, room), .pages = pages};
   which.parts = std::min(parts, room / which.entries);
-  for (; which.first_entry < step.most.entries; which.first_entry += which.entries)
-    for (int first = 0; first < step.most.rows; first += rows_at_once) {
+  for (; which.first_entry < step.bounds.entries; which.first_entry += which.entries)
+    for (int first = 0; first < step.bounds.rows; first += rows_at_once) {
       const attended_rows rows{.first = first,
-                               .count = std::min(rows_at_once, step.most.rows - first),
+                               .count = std::min(rows_at_once, step.bounds.rows - first),
                                .parts = of_row,
                                .kind = rows_attending::prompts,
                                .first_entry = which.first_entry,

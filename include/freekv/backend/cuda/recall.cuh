@@ -10,7 +10,7 @@
 #include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
-#include <freekv/backend/cuda/step.cuh>
+#include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/core/unroll.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 
@@ -110,9 +110,9 @@ struct recalled_slices {
     const recall_item item = items[nth];
     if (encoded(item)) return {{}, 0};
     const int page = s.page_of(item.unit);
-    const auto slice = item.from_ring != 0 ? s.frame_slice(item.sequence, s.slots.ring_slot(page), item.head)
+    const auto slice = item.from_ring != 0 ? s.block_slice(item.sequence, s.slots.ring_slot(page), item.head)
                                            : s.store_slice(item.sequence, page, item.head);
-    return {rows_behind(slice, s.row_of(item.unit)), s.unit.tokens};
+    return {rows_behind(slice, s.first_token_of(item.unit)), s.unit.tokens};
   }
   /// Where it is copied to: no pieces where it is encoded, as it is there then.
   __device__ pieces to(int nth) const {
@@ -120,7 +120,7 @@ struct recalled_slices {
     const auto slice = s.selected_slice(item.sequence, item.slot, item.head);
     if (!encoded(item)) return {slice, s.unit.tokens};
     decode_by_lanes<32>(s, codec, {item.sequence, item.head},
-                        {s.page_of(item.unit), s.row_of(item.unit), s.unit.tokens}, slice);
+                        {s.page_of(item.unit), s.first_token_of(item.unit), s.unit.tokens}, slice);
     return {{}, 0};
   }
 };
@@ -310,7 +310,7 @@ void launch_recall(const State& s, const Codec& codec, const step_view& step,
                    const selection_scratch& scratch, cudaStream_t stream) {
   constexpr recall_tuning tuning = Tuned::tuning;
   static_assert(tuning.valid());
-  const std::int64_t most = std::int64_t{step.most.entries} * s.heads.kv * s.list_units;
+  const std::int64_t most = std::int64_t{step.bounds.entries} * s.heads.kv * s.max_selected;
   const int blocks = std::min(tuning.blocks, blocks_for(most, tuning.threads / 32));
   launch("recall", {blocks, tuning.threads, stream}, recall_items<Tuned, State, Codec>, s, codec, scratch);
 }

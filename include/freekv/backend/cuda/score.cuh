@@ -4,15 +4,15 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <freekv/algorithms/ordered_key.hpp>
+#include <freekv/algorithms/score_unit.hpp>
 #include <freekv/backend/cuda/append.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/score_rows.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
-#include <freekv/backend/cuda/step.cuh>
+#include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/core/error.hpp>
-#include <freekv/functors/ordered_key.hpp>
-#include <freekv/functors/score_page.hpp>
 #include <freekv/policies/pooling.hpp>
 #include <string>
 #include <type_traits>
@@ -90,7 +90,7 @@ __global__ void prepare_queries(State s, Summary summaries, Pooling pooling, ste
   const step_entry& entry = step.entries[nth];
   const int head = scratch.head_of(row);
   const row_candidates candidates = candidates_of(s, entry, head, job);
-  if (candidates.unpinned(candidates.most()) <= job.taken_up_to) return;
+  if (candidates.unpinned(candidates.most()) <= job.select_all_up_to) return;
   const int me = static_cast<int>(threadIdx.x) / team.lanes();
   group_query query = scratch.selecting_query(s, entry, row);
   if constexpr (query_pooling<Pooling>) {
@@ -127,16 +127,16 @@ __global__ void score_chunks(State s, Summary summaries, step_view step, selecti
   if (nothing_to_select(s, job)) return;
   const team_type team;
   const int chunk = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y);
-  const bool for_next = job.apart && blockIdx.z % 2 != 0;
-  const int nth = static_cast<int>(job.apart ? blockIdx.z / 2 : blockIdx.z);
+  const bool for_next = job.separate_next_scores && blockIdx.z % 2 != 0;
+  const int nth = static_cast<int>(job.separate_next_scores ? blockIdx.z / 2 : blockIdx.z);
   const int thread = static_cast<int>(threadIdx.x);
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
   const int head = scratch.head_of(row);
   const row_candidates candidates = candidates_of(s, entry, head, job);
-  const int count = job.apart ? candidates.count(for_next) : candidates.most();
+  const int count = job.separate_next_scores ? candidates.count(for_next) : candidates.most();
   const int first = chunk * chunk_units, last = min(first + chunk_units, count);
-  if (first >= last || candidates.unpinned(count) <= job.taken_up_to) return;
+  if (first >= last || candidates.unpinned(count) <= job.select_all_up_to) return;
 
   const auto summary = summary_at(summaries, s.layer, head);
   const int me = thread / team.lanes(), width = summary_query_width(summary, d);
@@ -176,11 +176,11 @@ __global__ void score_chunks(State s, Summary summaries, step_view step, selecti
       const std::byte* const stored =
           s.summary_of(s.store_page(entry.sequence, page), head, unit - page * s.units_per_page);
       if constexpr (By == scoring::alone)
-        score_page<element>(team, summary, s.unit, stored, queries, numbers, column, staging);
+        score_unit<element>(team, summary, s.unit, stored, queries, numbers, column, staging);
       else if constexpr (By == scoring::coarse)
-        score_page_coarsely<element>(team, summary, s.unit, stored, queries, numbers, column, staging);
+        score_unit_coarsely<element>(team, summary, s.unit, stored, queries, numbers, column, staging);
       else
-        score_page_finely<element>(team, summary, s.unit, stored, queries, numbers, column, staging);
+        score_unit_finely<element>(team, summary, s.unit, stored, queries, numbers, column, staging);
       team.sync();  // the numbers are free again
     }
   if (s.pins > 0) {  // they have no part in what is pooled
@@ -229,8 +229,8 @@ __global__ void pool_chunks(State s, Pooling pooling, step_view step, selection_
   const step_entry& entry = step.entries[nth];
   const row_candidates candidates = candidates_of(s, entry, scratch.head_of(row), job);
   const int count = candidates.count(for_next), j = chunk * chunk_units + thread;
-  if (chunk * chunk_units >= count || candidates.unpinned(count) <= job.taken_up_to) return;
-  const bool apart = for_next && job.apart;
+  if (chunk * chunk_units >= count || candidates.unpinned(count) <= job.select_all_up_to) return;
+  const bool apart = for_next && job.separate_next_scores;
   const float* const scores = scratch.scores_of(apart, nth, row);
   const int at = pooled_row(s, job, row);
   float* const pooled = scratch.pooled_of(for_next, nth, at);
@@ -250,7 +250,7 @@ __global__ void pool_chunks(State s, Pooling pooling, step_view step, selection_
       pooled[j] =
           clamp_score(pooling.pool(scalar_team{}, row_scores{scores, scratch.stride, log_sums, group}, j));
   }
-  if (!job.together) return;
+  if (!job.one_selection_per_layer) return;
   __syncthreads();
   if (thread >= 32) return;
   const int first = chunk * chunk_units;
@@ -262,8 +262,8 @@ __global__ void pool_chunks(State s, Pooling pooling, step_view step, selection_
 template <class State>
 __global__ void flag_layer(State s, step_view step) {
   const int nth = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
-  if (nth >= step.size() || step.entries[nth].kind != row_kind::decode) return;
-  std::uint8_t* const corrected = s.corrected + s.row(step.entries[nth].sequence, 0);
+  if (nth >= step.size() || step.entries[nth].phase != step_phase::decode) return;
+  std::uint8_t* const corrected = s.corrected + s.head_index(step.entries[nth].sequence, 0);
   int flagged = 0;
   for (int head = thread; head < s.heads.kv; head += 32) flagged |= corrected[head];
   if (!__any_sync(0xffffffffu, flagged)) return;
@@ -287,7 +287,7 @@ __global__ void pool_heads(State s, Pooling pooling, step_view step, selection_s
   while (s.kind_of(head) != layer_kind::retrieval) ++head;
   const row_candidates candidates = candidates_of(s, step.entries[nth], head, job);
   const int count = candidates.count(for_next), j = chunk * chunk_units + thread;
-  if (chunk * chunk_units >= count || count <= job.taken_up_to) return;
+  if (chunk * chunk_units >= count || count <= job.select_all_up_to) return;
   const float* const rows = scratch.pooled_of(for_next, nth, 0);
   if constexpr (softmax_pooling<Pooling>) {
     for (int g = thread / 32; g < heads; g += static_cast<int>(blockDim.x) / 32) {
@@ -298,7 +298,7 @@ __global__ void pool_heads(State s, Pooling pooling, step_view step, selection_s
     __syncthreads();
   }
   if (j < count)
-    scratch.together_of(for_next, nth)[j] =
+    scratch.layer_scores_of(for_next, nth)[j] =
         clamp_score(pooling.pool(scalar_team{}, row_scores{rows, scratch.stride, log_sums, heads}, j));
 }
 
@@ -306,7 +306,7 @@ __global__ void pool_heads(State s, Pooling pooling, step_view step, selection_s
 template <class State, class Summary, class Pooling>
 void launch_prepare(const State& s, const Summary& summary, const Pooling& pooling, const step_view& step,
                     const selection_scratch& scratch, const selection_job& job, cudaStream_t stream) {
-  const dim3 rows(static_cast<unsigned>(scratch.rows()), static_cast<unsigned>(step.most.entries));
+  const dim3 rows(static_cast<unsigned>(scratch.rows()), static_cast<unsigned>(step.bounds.entries));
   launch("preparing queries", {rows, score_default.threads, stream}, prepare_queries<State, Summary, Pooling>,
          s, summary, pooling, step, scratch, job);
 }
@@ -316,18 +316,18 @@ template <scoring By, class State, class Summary, class Pooling>
 void launch_score(const State& s, const Summary& summary, const Pooling& pooling, const step_view& step,
                   const selection_scratch& scratch, const selection_job& job, cudaStream_t stream) {
   const auto count = [](int n) { return static_cast<unsigned>(n); };
-  const dim3 rows(count(scratch.chunks), count(scratch.rows()), count(step.most.entries));
+  const dim3 rows(count(scratch.chunks), count(scratch.rows()), count(step.bounds.entries));
   using element = typename State::element;
   const int teams = scoring_teams<State::head_dim, element>(summary, s.unit);
   const int floats = std::max(teams * scoring_room_of<element>(summary, s.unit).all(),
                               row_scoring_t<Summary, State::head_dim, element>::floats);
   const auto numbers = static_cast<std::size_t>(floats) * sizeof(float);
-  const dim3 scored_rows(rows.x, rows.y, job.apart ? 2 * rows.z : rows.z);
+  const dim3 scored_rows(rows.x, rows.y, job.separate_next_scores ? 2 * rows.z : rows.z);
   launch("score", {scored_rows, score_default.threads, stream, numbers}, score_chunks<By, State, Summary>, s,
          summary, step, scratch, job, teams, query_pooling<Pooling>, softmax_pooling<Pooling>);
   const dim3 pooled_rows(rows.x, rows.y, 2 * rows.z);
   launch("pool",
-         {pooled_rows, chunk_units, stream, static_cast<std::size_t>(scratch.most.queries) * sizeof(float)},
+         {pooled_rows, chunk_units, stream, static_cast<std::size_t>(scratch.sizes.queries) * sizeof(float)},
          pool_chunks<State, Pooling>, s, pooling, step, scratch, job);
 }
 
@@ -336,14 +336,14 @@ void launch_score(const State& s, const Summary& summary, const Pooling& pooling
 /// Before they are scored to correct.
 template <class State>
 void launch_flag_layer(const State& s, const step_view& step, cudaStream_t stream) {
-  launch("flagging a layer", {step.most.entries, 32, stream}, flag_layer<State>, s, step);
+  launch("flagging a layer", {step.bounds.entries, 32, stream}, flag_layer<State>, s, step);
 }
 /// Behind their scores, which are pooled by `Pooling`.
 template <class Pooling, class State>
 void launch_pool_heads(const State& s, const step_view& step, const selection_scratch& scratch,
                        const selection_job& job, cudaStream_t stream) {
   using pooling_of_heads = std::conditional_t<softmax_pooling<Pooling>, mean_softmax, mean_score>;
-  const dim3 chunks(static_cast<unsigned>(scratch.chunks), static_cast<unsigned>(step.most.entries), 2);
+  const dim3 chunks(static_cast<unsigned>(scratch.chunks), static_cast<unsigned>(step.bounds.entries), 2);
   launch("pool of heads", {chunks, chunk_units, stream, static_cast<std::size_t>(s.heads.kv) * sizeof(float)},
          pool_heads<State, pooling_of_heads>, s, pooling_of_heads{}, step, scratch, job);
 }

@@ -1,5 +1,5 @@
 // Scores of linear summaries whose numbers are stored as elements: rows times the group's queries. What comes out is what
-// `score_page` gives, to rounding; it decides where a product is not finite.
+// `score_unit` gives, to rounding; it decides where a product is not finite.
 #pragma once
 
 #include <concepts>
@@ -88,8 +88,8 @@ __device__ void widen_piece(const uint4& piece, float (&numbers)[16 / sizeof(Ele
 /// Returns whether a score of this thread's is not finite. `shared`: `Scoring::floats`.
 template <class Scoring, int OfWarp, class RowOf>
 __device__ bool score_summary_rows(const std::byte* rows, const RowOf& row_of, int first, int last,
-                           const prepared_queries& queries, float* scores, std::int64_t stride,
-                           float* shared) {
+                                   const prepared_queries& queries, float* scores, std::int64_t stride,
+                                   float* shared) {
   using element = typename Scoring::element;
   constexpr int heads = Scoring::heads, each = Scoring::each, of_lane = Scoring::of_lane,
                 fours = Scoring::fours;

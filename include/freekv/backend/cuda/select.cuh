@@ -2,16 +2,16 @@
 #pragma once
 
 #include <cstdint>
+#include <freekv/algorithms/match_slots.hpp>
+#include <freekv/algorithms/merge_selections.hpp>
+#include <freekv/algorithms/ordered_key.hpp>
 #include <freekv/backend/cuda/diff_by_warp.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/radix_select.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/score.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
-#include <freekv/backend/cuda/step.cuh>
-#include <freekv/functors/diff_pages.hpp>
-#include <freekv/functors/ordered_key.hpp>
-#include <freekv/functors/unite_pages.hpp>
+#include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/selection.hpp>
@@ -115,10 +115,10 @@ __device__ int select_unpinned(const Selection& selection, const float* pooled,
 /// all threads.
 template <class Selection, class Storage>
 __device__ int select_best(const Selection& selection, const float* pooled, const row_candidates& candidates,
-                           int count, int k, int taken_up_to, std::int32_t* units, Storage& shared) {
+                           int count, int k, int select_all_up_to, std::int32_t* units, Storage& shared) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const unit_list& pinned = candidates.pinned;
-  if (candidates.unpinned(count) <= taken_up_to) {
+  if (candidates.unpinned(count) <= select_all_up_to) {
     for (int i = thread; i < count; i += threads) units[i] = candidates.first + i;
     __syncthreads();
     return count;
@@ -132,7 +132,7 @@ __device__ int select_best(const Selection& selection, const float* pooled, cons
 }
 
 /// In the place of a correction that judges by queries, which `append` has asked.
-struct judged_by_queries {};
+struct already_flagged {};
 
 /// What a head of a step has selected, and what it would now.
 struct selected_and_best {
@@ -209,7 +209,7 @@ template <class State, class Residency, class Storage>
 __device__ void list_missing(const State& s, const Residency& residency, const step_entry& entry, int head,
                              bool before_attention, const selection_scratch& scratch, Storage& shared) {
   constexpr unsigned all_lanes = 0xffffffffu;
-  const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
+  const std::size_t row = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
   const std::int32_t* const units = s.selected + first;
   std::int32_t* const slot_of = s.slot_of + first;
   const int count = s.selected_count[row], ring_begin = s.slots.ring_begin(entry.after(), s.page.tokens);
@@ -247,7 +247,7 @@ __device__ void list_missing(const State& s, const Residency& residency, const s
       if (thread == 0) count_recalled(missing, promoted);
     }
   } else if (thread == 0) {
-    const int missing = diff_pages(residency, units, count, slots, nth, slot_of);
+    const int missing = match_slots(residency, units, count, slots, nth, slot_of);
     int at = missing > 0 ? atomicAdd(scratch.item_count, missing) : 0, promoted = 0;
     for (int i = 0; i < count; ++i) {
       if (slot_of[i] >= 0) continue;
@@ -271,14 +271,14 @@ __global__ void keep_best(State s, Summary summary, step_view step, selection_sc
   if (nth >= step.size()) return;
   const row_candidates candidates = candidates_of(s, step.entries[nth], scratch.head_of(row), job);
   const int count = candidates.count(for_next), unpinned = candidates.unpinned(count);
-  const bool all = unpinned <= job.taken_up_to;
+  const bool all = unpinned <= job.select_all_up_to;
   if (threadIdx.x == 0) least = all ? 0 : ~0ull;
   __syncthreads();
   if (!all) {
     const float* const pooled = scratch.pooled_of(for_next, nth, pooled_row(s, job, row));
     const radix_select<select_default.threads> select(shared);
     select.largest([&](int i) { return candidate_key(candidates, i, pooled[i]); }, count,
-                   summary.kept(unpinned, s.budget.selected_pages),
+                   summary.kept(unpinned, s.budget.selected_units),
                    [&](int, int i) { atomicMin(&least, ordered_key(pooled[i], candidates.first + i)); });
     __syncthreads();
   }
@@ -287,7 +287,7 @@ __global__ void keep_best(State s, Summary summary, step_view step, selection_sc
 template <class State, class Summary>
 void launch_keep(const State& s, const Summary& summary, const step_view& step,
                  const selection_scratch& scratch, const selection_job& job, cudaStream_t stream) {
-  const dim3 rows(static_cast<unsigned>(scratch.rows()), static_cast<unsigned>(step.most.entries), 2);
+  const dim3 rows(static_cast<unsigned>(scratch.rows()), static_cast<unsigned>(step.bounds.entries), 2);
   launch("choice of what is kept", {rows, select_default.threads, stream}, keep_best<State, Summary>, s,
          summary, step, scratch, job);
 }
@@ -301,7 +301,7 @@ __global__ void pin_units(State s, step_view step, selection_job job) {
   const step_entry& entry = step.entries[nth];
   const row_candidates candidates = candidates_of(s, entry, head, job);
   if (!candidates.selects) return;
-  const std::size_t row = s.row(entry.sequence, head);
+  const std::size_t row = s.head_index(entry.sequence, head);
   const int count = min(s.pins, candidates.now);
   const auto worth = [&](int i) {
     const int unit = candidates.first + i, page = s.page_of(unit);
@@ -318,12 +318,12 @@ __global__ void pin_units(State s, step_view step, selection_job job) {
 }
 template <class State>
 void launch_pin_units(const State& s, const step_view& step, const selection_job& job, cudaStream_t stream) {
-  const dim3 heads(static_cast<unsigned>(s.heads.kv), static_cast<unsigned>(step.most.entries));
+  const dim3 heads(static_cast<unsigned>(s.heads.kv), static_cast<unsigned>(step.bounds.entries));
   launch("pinning", {heads, select_default.threads, stream}, pin_units<State>, s, step, job);
 }
 
 /// In the place of a selection: query heads have selected each for itself, and their KV head has what any of them has.
-struct of_query_heads {};
+struct union_of_query_heads {};
 
 /// One query head of a step selects for itself: to correct for this step and for the next, to speculate for the next.
 template <class State, class Selection>
@@ -336,9 +336,9 @@ __global__ void select_by_query_head(State s, Selection selection, step_view ste
   if (!candidates.selects) return;
   for (int time = job.time == selection_time::correct ? 0 : 1; time < 2; ++time) {
     const bool for_next = time == 1;
-    const int count =
-        select_best(selection, scratch.pooled_of(for_next, nth, row), candidates, candidates.count(for_next),
-                    s.budget.selected_pages, job.taken_up_to, scratch.list_of(for_next, nth, row), shared);
+    const int count = select_best(selection, scratch.pooled_of(for_next, nth, row), candidates,
+                                  candidates.count(for_next), s.budget.selected_units, job.select_all_up_to,
+                                  scratch.list_of(for_next, nth, row), shared);
     if (threadIdx.x == 0) scratch.list_count_of(for_next, nth, row) = count;
     __syncthreads();  // the shared memory is free again
   }
@@ -346,14 +346,14 @@ __global__ void select_by_query_head(State s, Selection selection, step_view ste
 
 /// Unites what the query heads of a KV head have selected; returns how many units that is, on all threads of the block.
 template <class Storage>
-__device__ int unite_query_heads(const selection_scratch& scratch, bool for_next, int nth, int head,
-                                 const page_union& all, Storage& shared) {
+__device__ int merge_query_heads(const selection_scratch& scratch, bool for_next, int nth, int head,
+                                 const unit_union& all, Storage& shared) {
   if (threadIdx.x == 0) {
     int count = 0;
-    for (int g = 0; g < scratch.most.selecting; ++g) {
-      const int row = head * scratch.most.selecting + g;
-      count = unite_pages(all, count, scratch.list_of(for_next, nth, row),
-                          scratch.list_count_of(for_next, nth, row), g);
+    for (int g = 0; g < scratch.sizes.selecting; ++g) {
+      const int row = head * scratch.sizes.selecting + g;
+      count = merge_selections(all, count, scratch.list_of(for_next, nth, row),
+                               scratch.list_count_of(for_next, nth, row), g);
     }
     shared.items = count;
   }
@@ -364,40 +364,41 @@ __device__ int unite_query_heads(const selection_scratch& scratch, bool for_next
 }
 
 /// Copies the first `count` units of a list, and who has selected them. By a block.
-__device__ inline void copy_units(const page_union& from, int count, const page_union& to) {
+__device__ inline void copy_units(const unit_union& from, int count, const unit_union& to) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  for (int i = thread; i < count; i += threads) to.pages[i] = from.pages[i];
+  for (int i = thread; i < count; i += threads) to.units[i] = from.units[i];
   for (int i = thread; i < count * from.words; i += threads) to.masks[i] = from.masks[i];
 }
 
 /// One KV head of a step selects. To correct: for this step and, by the same scores, for the next; then, corrected or not,
 /// what it has selected is what it attends to. To speculate: for the next step, unless a correction has done so. With
-/// `of_query_heads` for a selection its query heads have selected.
+/// `union_of_query_heads` for a selection its query heads have selected.
 template <class State, class Selection, class Residency, class Correction>
 __global__ void select_units(State s, Selection selection, Residency residency, Correction correction,
                              step_view step, selection_scratch scratch, selection_job job) {
-  constexpr bool judges = !std::is_same_v<Correction, judged_by_queries>;
-  constexpr bool unites = std::is_same_v<Selection, of_query_heads>;
+  constexpr bool judges = !std::is_same_v<Correction, already_flagged>;
+  constexpr bool unites = std::is_same_v<Selection, union_of_query_heads>;
   __shared__ select_storage<selection_by_mass<Selection> || judges> shared;
   const int head = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
   const int thread = static_cast<int>(threadIdx.x);
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
-  if (entry.kind != row_kind::decode) return;
+  if (entry.phase != step_phase::decode) return;
   row_candidates candidates;
   if (!nothing_to_select(s, job)) candidates = candidates_of(s, entry, head, job);
-  const std::size_t row = s.row(entry.sequence, head);
-  const page_union selected = s.selected_union(entry.sequence, head);
-  const page_union upcoming = s.upcoming_union(entry.sequence, head);
+  const std::size_t row = s.head_index(entry.sequence, head);
+  const unit_union selected = s.selected_union(entry.sequence, head);
+  const unit_union next_selected = s.next_selected_union(entry.sequence, head);
   const auto pooled = [&](bool for_next) {
-    return job.together ? scratch.together_of(for_next, nth) : scratch.pooled_of(for_next, nth, head);
+    return job.one_selection_per_layer ? scratch.layer_scores_of(for_next, nth)
+                                       : scratch.pooled_of(for_next, nth, head);
   };
-  const auto select = [&](bool for_next, const page_union& to) {
+  const auto select = [&](bool for_next, const unit_union& to) {
     if constexpr (unites)
-      return unite_query_heads(scratch, for_next, nth, head, to, shared);
+      return merge_query_heads(scratch, for_next, nth, head, to, shared);
     else
       return select_best(selection, pooled(for_next), candidates, candidates.count(for_next),
-                         s.budget.selected_pages, job.taken_up_to, to.pages, shared);
+                         s.budget.selected_units, job.select_all_up_to, to.units, shared);
   };
   if (job.time == selection_time::correct) {
     if (candidates.selects) {
@@ -407,11 +408,11 @@ __global__ void select_units(State s, Selection selection, Residency residency, 
         std::int32_t* const best = scratch.best_of(nth, head);
         const int count = s.selected_count[row], best_count = select(false, {best});
         now = correct_by_mass(correction, pooled(false), candidates.first, candidates.now,
-                              {selected.pages, best, count, best_count}, corrected, shared);
+                              {selected.units, best, count, best_count}, corrected, shared);
       } else {
         now = select(false, selected);
       }
-      const int next = select(true, upcoming);
+      const int next = select(true, next_selected);
       if (thread == 0) {
         if constexpr (judges)
           if (corrected && s.corrected[row] == 0) {
@@ -419,7 +420,7 @@ __global__ void select_units(State s, Selection selection, Residency residency, 
             atomicAdd(s.flagged_count, 1);
           }
         s.selected_count[row] = now;
-        s.upcoming_count[row] = next;
+        s.next_selected_count[row] = next;
       }
       __syncthreads();
       if (corrected && s.keeps_slots) list_missing(s, residency, entry, head, true, scratch, shared);
@@ -432,33 +433,33 @@ __global__ void select_units(State s, Selection selection, Residency residency, 
     return;
   }
   if (s.kind_of(head) != layer_kind::retrieval) return;
-  const int known = s.upcoming_count[row];
-  copy_units(upcoming, known, selected);
+  const int known = s.next_selected_count[row];
+  copy_units(next_selected, known, selected);
   const int count = candidates.selects ? select(true, selected) : known;
   __syncthreads();
   if (thread == 0) {
     s.selected_count[row] = count;
-    s.upcoming_count[row] = -1;
+    s.next_selected_count[row] = -1;
   }
   __syncthreads();
   if (s.keeps_slots) list_missing(s, residency, entry, head, false, scratch, shared);
 }
 
-/// Before `launch_select` of `of_query_heads`.
+/// Before `launch_select` of `union_of_query_heads`.
 template <class State, class Selection>
 void launch_select_by_query_head(const State& s, const Selection& selection, const step_view& step,
                                  const selection_scratch& scratch, const selection_job& job,
                                  cudaStream_t stream) {
-  const dim3 rows(static_cast<unsigned>(scratch.rows()), static_cast<unsigned>(step.most.entries));
+  const dim3 rows(static_cast<unsigned>(scratch.rows()), static_cast<unsigned>(step.bounds.entries));
   launch("selection of query heads", {rows, select_default.threads, stream},
          select_by_query_head<State, Selection>, s, selection, step, scratch, job);
 }
-/// `correction` judges by masses, or is `judged_by_queries`.
+/// `correction` judges by masses, or is `already_flagged`.
 template <class State, class Selection, class Residency, class Correction>
 void launch_select(const State& s, const Selection& selection, const Residency& residency,
                    const Correction& correction, const step_view& step, const selection_scratch& scratch,
                    const selection_job& job, cudaStream_t stream) {
-  const dim3 rows(static_cast<unsigned>(s.heads.kv), static_cast<unsigned>(step.most.entries));
+  const dim3 rows(static_cast<unsigned>(s.heads.kv), static_cast<unsigned>(step.bounds.entries));
   launch("select", {rows, select_default.threads, stream},
          select_units<State, Selection, Residency, Correction>, s, selection, residency, correction, step,
          scratch, job);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <freekv/backend/cuda/step.cuh>
+#include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/shape.hpp>
 #include <freekv/pipeline/layer_state.hpp>
@@ -32,10 +32,10 @@ struct selection_sizes {
   int queries = 0;             ///< of such a row
   int max_units = 0;           ///< of a sequence
   int row_units = 0;           ///< that such a row selects at most
-  int list_units = 0;          ///< that a KV head has selected at most
+  int max_selected = 0;        ///< that a KV head has selected at most
   int head_dim = 0, query_width = 0;
-  bool together = false;    ///< the heads of a layer select as one
-  bool two_stages = false;  ///< a coarse summary says what a fine one scores
+  bool one_selection_per_layer = false;  ///< the heads of a layer select as one
+  bool two_stages = false;               ///< a coarse summary says what a fine one scores
 };
 
 /// The scratch of one stream. A row is what selects for itself: a KV head of an entry, or each query head of its group. It
@@ -50,83 +50,83 @@ struct selection_scratch {
   std::int32_t* item_count = nullptr;
   std::int32_t* best = nullptr;  // (entry, kv head, K): of a correction by mass
   // Where the heads of a layer select together:
-  float* together = nullptr;           // (2, entry, stride): as `pooled`, of all of them
+  float* layer_scores = nullptr;       // (2, entry, stride): as `pooled`, of all of them
   log_sum_exp* pooled_mass = nullptr;  // (2, entry, row, chunks): of `pooled`
   // Where query heads select each for itself:
   std::int32_t* lists = nullptr;        // (2, entry, row, units of a row): what each has selected, ascending
   std::int32_t* list_counts = nullptr;  // (2, entry, row)
   // In two stages:
   unsigned long long* least = nullptr;  // (2, entry, row): the least key of those that are kept; 0: all are
-  selection_sizes most;
+  selection_sizes sizes;
   int chunks = 0;
   std::int64_t stride = 0;
 
-  static selection_scratch carve(carver& memory, const selection_sizes& most) {
+  static selection_scratch carve(carver& memory, const selection_sizes& sizes) {
     const auto n = [](std::int64_t x) { return static_cast<std::size_t>(x); };
     selection_scratch s;
-    s.most = most;
-    s.chunks = (most.max_units + chunk_units - 1) / chunk_units;
+    s.sizes = sizes;
+    s.chunks = (sizes.max_units + chunk_units - 1) / chunk_units;
     s.stride = std::int64_t{s.chunks} * chunk_units;
-    const std::int64_t heads = std::int64_t{most.entries} * most.kv_heads, rows = heads * most.selecting;
-    const std::int64_t score_rows = (most.two_stages ? 2 : 1) * rows * most.queries;
+    const std::int64_t heads = std::int64_t{sizes.entries} * sizes.kv_heads, rows = heads * sizes.selecting;
+    const std::int64_t score_rows = (sizes.two_stages ? 2 : 1) * rows * sizes.queries;
     s.scores = memory.take<float>(n(score_rows * s.stride));
     s.chunk_mass = memory.take<log_sum_exp>(n(score_rows * s.chunks));
     s.pooled = memory.take<float>(n(2 * rows * s.stride));
-    s.queries = memory.take<float>(n(rows * most.head_dim));
-    s.prepared = memory.take<float>(n(rows * most.queries * most.query_width));
-    s.items = memory.take<recall_item>(n(heads * most.list_units));
+    s.queries = memory.take<float>(n(rows * sizes.head_dim));
+    s.prepared = memory.take<float>(n(rows * sizes.queries * sizes.query_width));
+    s.items = memory.take<recall_item>(n(heads * sizes.max_selected));
     s.item_count = memory.take<std::int32_t>(1);
-    s.best = memory.take<std::int32_t>(n(heads * most.list_units));
-    if (most.together) {
-      s.together = memory.take<float>(n(2 * std::int64_t{most.entries} * s.stride));
+    s.best = memory.take<std::int32_t>(n(heads * sizes.max_selected));
+    if (sizes.one_selection_per_layer) {
+      s.layer_scores = memory.take<float>(n(2 * std::int64_t{sizes.entries} * s.stride));
       s.pooled_mass = memory.take<log_sum_exp>(n(2 * rows * s.chunks));
     }
-    if (most.by_query_head) {
-      s.lists = memory.take<std::int32_t>(n(2 * rows * most.row_units));
+    if (sizes.by_query_head) {
+      s.lists = memory.take<std::int32_t>(n(2 * rows * sizes.row_units));
       s.list_counts = memory.take<std::int32_t>(n(2 * rows));
     }
-    if (most.two_stages) s.least = memory.take<unsigned long long>(n(2 * rows));
+    if (sizes.two_stages) s.least = memory.take<unsigned long long>(n(2 * rows));
     return s;
   }
 
-  FREEKV_HD int rows() const { return most.kv_heads * most.selecting; }
-  FREEKV_HD int head_of(int row) const { return row / most.selecting; }
+  FREEKV_HD int rows() const { return sizes.kv_heads * sizes.selecting; }
+  FREEKV_HD int head_of(int row) const { return row / sizes.selecting; }
   /// The queries that row `row` of an entry selects with.
   template <class State>
   FREEKV_HD group_query selecting_query(const State& s, const step_entry& entry, int row) const {
-    return most.by_query_head ? s.query_of(entry, head_of(row), row % most.selecting)
-                              : s.query_of(entry, head_of(row));
+    return sizes.by_query_head ? s.query_of(entry, head_of(row), row % sizes.selecting)
+                               : s.query_of(entry, head_of(row));
   }
 
   FREEKV_HD std::int64_t at(int entry, int row) const { return std::int64_t{entry} * rows() + row; }
   FREEKV_HD std::int64_t at(bool next, int entry, int row) const {
-    return at(next ? most.entries + entry : entry, row);
+    return at(next ? sizes.entries + entry : entry, row);
   }
   /// `next`: those of the next step's candidates, where they are apart.
   FREEKV_HD float* scores_of(bool next, int entry, int row) const {
-    return scores + at(next, entry, row) * most.queries * stride;
+    return scores + at(next, entry, row) * sizes.queries * stride;
   }
-  FREEKV_HD float* query_of(int entry, int row) const { return queries + at(entry, row) * most.head_dim; }
+  FREEKV_HD float* query_of(int entry, int row) const { return queries + at(entry, row) * sizes.head_dim; }
   FREEKV_HD float* prepared_of(int entry, int row) const {
-    return prepared + at(entry, row) * most.queries * most.query_width;
+    return prepared + at(entry, row) * sizes.queries * sizes.query_width;
   }
   FREEKV_HD log_sum_exp* masses_of(bool next, int entry, int row) const {
-    return chunk_mass + at(next, entry, row) * most.queries * chunks;
+    return chunk_mass + at(next, entry, row) * sizes.queries * chunks;
   }
   FREEKV_HD float* pooled_of(bool next, int entry, int row) const {
     return pooled + at(next, entry, row) * stride;
   }
-  FREEKV_HD float* together_of(bool next, int entry) const {
-    return together + (next ? most.entries + entry : entry) * stride;
+  FREEKV_HD float* layer_scores_of(bool next, int entry) const {
+    return layer_scores + (next ? sizes.entries + entry : entry) * stride;
   }
   FREEKV_HD log_sum_exp* pooled_masses_of(bool next, int entry, int row) const {
     return pooled_mass + at(next, entry, row) * chunks;
   }
   FREEKV_HD std::int32_t* best_of(int entry, int head) const {
-    return best + (std::int64_t{entry} * most.kv_heads + head) * most.list_units;
+    return best + (std::int64_t{entry} * sizes.kv_heads + head) * sizes.max_selected;
   }
   FREEKV_HD std::int32_t* list_of(bool next, int entry, int row) const {
-    return lists + at(next, entry, row) * most.row_units;
+    return lists + at(next, entry, row) * sizes.row_units;
   }
   FREEKV_HD unsigned long long& least_of(bool next, int entry, int row) const {
     return least[at(next, entry, row)];
@@ -144,9 +144,10 @@ enum class selection_time : std::uint8_t { correct, speculate };
 struct selection_job {
   selection_time time = selection_time::correct;
   bool every_head = false;  ///< corrects whether flagged or not, as masses tell which are
-  int taken_up_to = 0;    ///< so many candidates that are not pinned are all selected, whatever their scores
-  bool together = false;  ///< the heads of a layer select as one
-  bool apart = false;     ///< scores of this step's and of the next step's candidates are apart
+  int select_all_up_to =
+      0;  ///< so many candidates that are not pinned are all selected, whatever their scores
+  bool one_selection_per_layer = false;  ///< the heads of a layer select as one
+  bool separate_next_scores = false;  ///< scores of this step's and of the next step's candidates are apart
 };
 
 /// How many heads of a layer before `head` retrieve: where its pooled scores are, if they select together.
@@ -176,14 +177,14 @@ struct unit_list {
 
 template <class State>
 FREEKV_HD unit_list pinned_units(const State& s, int sequence, int head) {
-  const std::size_t row = s.row(sequence, head);
+  const std::size_t row = s.head_index(sequence, head);
   return {s.pinned + row * static_cast<std::size_t>(s.pins), s.pinned_count[row]};
 }
 
 /// Which row of pooled scores is that of row `row` of an entry.
 template <class State>
 FREEKV_HD int pooled_row(const State& s, const selection_job& job, int row) {
-  return job.together ? retrieving_before(s, row) : row;
+  return job.one_selection_per_layer ? retrieving_before(s, row) : row;
 }
 
 /// The candidates of one head: how many of the units from `first` on in this step (of a head that is corrected), and in
@@ -202,10 +203,10 @@ template <class State>
 FREEKV_HD row_candidates candidates_of(const State& s, const step_entry& entry, int head,
                                        const selection_job& job) {
   row_candidates c;
-  if (entry.kind != row_kind::decode || s.kind_of(head) != layer_kind::retrieval) return c;
-  const std::size_t row = s.row(entry.sequence, head);
+  if (entry.phase != step_phase::decode || s.kind_of(head) != layer_kind::retrieval) return c;
+  const std::size_t row = s.head_index(entry.sequence, head);
   const bool correct = job.time == selection_time::correct;
-  if (correct ? s.corrected[row] == 0 && !job.every_head : s.upcoming_count[row] >= 0) return c;
+  if (correct ? s.corrected[row] == 0 && !job.every_head : s.next_selected_count[row] >= 0) return c;
   const unit_range next = s.candidates_at(entry.after() + 1);
   const int now = s.window_begin(entry) * s.units_per_page - next.first;
   return {next.first, correct && now > 0 ? now : 0, next.count, pinned_units(s, entry.sequence, head), true};
@@ -219,7 +220,7 @@ __device__ bool nothing_to_select(const State& s, const selection_job& job) {
 
 /// Of a selection among so many candidates with a budget of k. What looks at masses needs the scores in any case.
 template <class Selection>
-int all_taken_up_to(const Selection& selection, int k) {
+int all_selected_up_to(const Selection& selection, int k) {
   int taken = 0;
   if constexpr (!selection_by_mass<Selection>)
     while (taken < k && selection.count(taken + 1, k) == taken + 1) ++taken;

@@ -25,7 +25,7 @@ __global__ void forget_selection(State s, int sequence, bool report_too) {
   const int head = static_cast<int>(blockIdx.x);
   drop_selection(warp, s, sequence, head);
   if (!report_too || warp.lane() != 0) return;
-  const std::size_t row = s.row(sequence, head);
+  const std::size_t row = s.head_index(sequence, head);
   s.corrected[row] = 0;
   s.attended_count[row] = s.recalled[row] = s.recalled_before_attention[row] = s.promoted[row] = 0;
 }
@@ -46,8 +46,8 @@ struct filled_slots {
 
 /// Fills a slot with some rows of a page of a sequence of `tokens` tokens.
 template <class State, class Codec>
-__device__ void fill_slot(const State& s, const Codec& codec, const head_of& at, int tokens,
-                          const page_part& part, const head_slice<typename State::element>& to) {
+__device__ void fill_slot(const State& s, const Codec& codec, const sequence_head& at, int tokens,
+                          const page_range& part, const head_slice<typename State::element>& to) {
   using pieces = slice_pieces<State::head_dim, typename State::element>;
   if (encodes_pages<Codec> && part.page < tokens / s.page.tokens)
     return decode_by_lanes<32>(s, codec, at, part, to);
@@ -71,12 +71,13 @@ __global__ void fill_slots(State s, Codec codec, filled_slots fill) {
     const int rows = min(p, fill.tokens - page * p);
     if (rows > 0)
       fill_slot(s, codec, {fill.sequence, head}, fill.tokens, {page, 0, rows},
-                s.frame_slice(fill.sequence, slot, head));
+                s.block_slice(fill.sequence, slot, head));
   } else if (const int i = slot - fixed; fill.selected && i < s.slots.selected) {
-    const std::int32_t held = s.slots_of(fill.sequence, head).page[i];
+    const std::int32_t held = s.slots_of(fill.sequence, head).unit[i];
     if (held >= 0)
       fill_slot(s, codec, {fill.sequence, head}, fill.tokens,
-                {s.page_of(held), s.row_of(held), s.unit.tokens}, s.selected_slice(fill.sequence, i, head));
+                {s.page_of(held), s.first_token_of(held), s.unit.tokens},
+                s.selected_slice(fill.sequence, i, head));
   }
 }
 template <class State, class Codec>
@@ -107,14 +108,14 @@ __global__ void copy_slots(State s, int from, int to, int slots) {
   const int slot = unit / s.heads.kv, head = unit % s.heads.kv;
   const auto slice = [&](int sequence) {
     return pieces{
-        slot < slots ? s.frame_slice(sequence, slot, head) : s.open_slice(sequence, slot - slots, head),
+        slot < slots ? s.block_slice(sequence, slot, head) : s.open_slice(sequence, slot - slots, head),
         s.page.tokens};
   };
-  if (slot < slots + (s.encoded ? s.open_frames : 0)) copy_slice_by_warp(slice(from), slice(to));
+  if (slot < slots + (s.encoded ? s.open_pages : 0)) copy_slice_by_warp(slice(from), slice(to));
 }
 template <class State>
 void launch_copy_slots(const State& s, int from, int to, int slots, cudaStream_t stream) {
-  const std::int64_t slices = std::int64_t{slots + (s.encoded ? s.open_frames : 0)} * s.heads.kv;
+  const std::int64_t slices = std::int64_t{slots + (s.encoded ? s.open_pages : 0)} * s.heads.kv;
   if (slices == 0) return;
   launch("copying slots", {blocks_for(slices * 32, slots_default.threads), slots_default.threads, stream},
          copy_slots<State>, s, from, to, slots);
@@ -129,16 +130,16 @@ __global__ void compact_slots(State s, int sequence) {
   const auto slice = [&](int slot) { return pieces{s.selected_slice(sequence, slot, head), s.unit.tokens}; };
   std::int32_t* const slot_of = s.slot_of + s.selection(sequence, head);
   for (int to = 0, from = held.count - 1;;) {
-    while (from > 0 && held.page[from] < 0) --from;
-    while (to < from && held.page[to] >= 0) ++to;
+    while (from > 0 && held.unit[from] < 0) --from;
+    while (to < from && held.unit[to] >= 0) ++to;
     if (to >= from) return;
     copy_slice_by_warp(slice(from), slice(to));
     __syncwarp();
     if (threadIdx.x == 0) {
-      held.page[to] = held.page[from];
+      held.unit[to] = held.unit[from];
       held.last_selected[to] = held.last_selected[from];
-      held.page[from] = -1;
-      for (int i = 0; i < s.selected_count[s.row(sequence, head)]; ++i)
+      held.unit[from] = -1;
+      for (int i = 0; i < s.selected_count[s.head_index(sequence, head)]; ++i)
         if (slot_of[i] == from) slot_of[i] = to;
     }
     __syncwarp();

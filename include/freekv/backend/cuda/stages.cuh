@@ -16,17 +16,17 @@
 #include <freekv/backend/cuda/select.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/sequence_slots.cuh>
-#include <freekv/backend/cuda/step.cuh>
+#include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/backend/cuda/unit_masses.cuh>
 #include <freekv/backend/host/sequence_slots.hpp>
 #include <freekv/core/error.hpp>
 #include <freekv/core/policy.hpp>
-#include <freekv/pipeline/mirror.hpp>
+#include <freekv/pipeline/host_copies.hpp>
 #include <freekv/policies/any_of.hpp>
 #include <freekv/policies/coarse_to_fine.hpp>
 #include <freekv/policies/pinning.hpp>
 #include <freekv/policies/plan.hpp>
-#include <freekv/policies/rows.hpp>
+#include <freekv/policies/scope.hpp>
 #include <span>
 #include <string>
 #include <variant>
@@ -50,18 +50,18 @@ class stages {
       Attention != multiplies::tensor_cores || tensor_cores_multiply<d, element>,
       "tensor cores attend to F16 and BF16 of a head_dim that is a multiple of 16; take cuda_backend");
 
-  /// Takes scratch and the mirrors' room for uploads. Throws settings_error for what this backend does not have.
+  /// Takes scratch and room for the host's copies and uploads. Throws settings_error for what this backend does not have.
   stages(backend& of, const Settings& s, carver& pinned, carver& fast)
       : backend_(&of), settings_(&s), ring_(s.max_resident, most_patches(s), fast, pinned) {
     check(s);
     if (s.encodes() && of.transfers() != nullptr)
       throw settings_error("copy engines recall pages as they are; take recall_by::kernel for a codec");
     const int group = s.query_heads / s.kv_heads;
-    int row_units = 0, list_units = 0, staged = 0;
+    int row_units = 0, max_selected = 0, staged = 0;
     std::int64_t parts = 0;
     for (int layer = 0; layer < s.layers; ++layer) {
-      row_units = std::max(row_units, s.budget_at(layer).selected_pages + s.pinned_units());
-      list_units = std::max(list_units, s.list_units(layer));
+      row_units = std::max(row_units, s.budget_at(layer).selected_units + s.pinned_units());
+      max_selected = std::max(max_selected, s.max_selected(layer));
       const auto rows = std::int64_t{s.max_resident} * s.max_decode_rows;
       parts = std::max({parts, rows * parts_within(s, layer),
                         std::min<std::int64_t>(rows, attend_default.rows_of_all) * parts_of_all(s)});
@@ -89,7 +89,7 @@ class stages {
                                             .shared_floats = resolve(s.codec, [&](const auto& codec) {
                                               return shared_floats(codec, {s.page.tokens, d});
                                             })});
-    const bool by_query_head = s.row() == selection_row::query_head;
+    const bool by_query_head = s.selects_by() == selection_scope::query_head;
     const selection_sizes sizes{
         .entries = s.max_resident,
         .kv_heads = s.kv_heads,
@@ -98,17 +98,17 @@ class stages {
         .queries = (by_query_head ? 1 : group) * s.max_decode_rows,
         .max_units = s.max_units(),
         .row_units = row_units,
-        .list_units = list_units,
+        .max_selected = max_selected,
         .head_dim = d,
         .query_width =
             resolve(s.summary, [](const auto& summary) { return summary_query_width(summary, d); }),
-        .together = s.row() == selection_row::layer,
+        .one_selection_per_layer = s.selects_by() == selection_scope::layer,
         .two_stages = resolve(s.summary, []<class S>(const S&) { return two_stage_summary<S>; })};
     for (selection_scratch* scratch : {&correct_, &speculate_})
       *scratch = selection_scratch::carve(fast, sizes);
     attention_ = attention_scratch_memory::carve(fast, parts * s.query_heads, d);
     if (of.transfers() != nullptr && s.route.keeps_slots())
-      copies_ = copied_recall<State, Copies>(std::int64_t{s.max_resident} * s.kv_heads * list_units,
+      copies_ = copied_recall<State, Copies>(std::int64_t{s.max_resident} * s.kv_heads * max_selected,
                                              s.unit_tokens(), pinned, fast);
   }
 
@@ -116,18 +116,19 @@ class stages {
   std::size_t staging_bytes() const { return staging_bytes_; }
 
   /// The layers before any sequence, and their tables.
-  void begin(const device_mirror<State>& mirror, std::span<State> layers) {
-    mirror_ = &mirror;
+  void begin(const freekv::host_copies<State>& host_copies, std::span<State> layers) {
+    host_copies_ = &host_copies;
     for (std::size_t i = 0; i < layers.size(); ++i) {
       flagged_counts_.push_back(layers[i].flagged_count);
-      copy(mirror.head_kinds[i].device, mirror.head_kinds[i].host, mirror.head_kinds[i].size);
-      if (!mirror.sink_logits.empty())
+      copy(host_copies.head_kinds[i].device, host_copies.head_kinds[i].host, host_copies.head_kinds[i].size);
+      if (!host_copies.sink_logits.empty())
         device::check(
-            cudaMemcpyAsync(const_cast<float*>(mirror.sink_logits[i].device), mirror.sink_logits[i].host,
-                            mirror.sink_logits[i].size * sizeof(float), cudaMemcpyHostToDevice, compute()),
+            cudaMemcpyAsync(const_cast<float*>(host_copies.sink_logits[i].device),
+                            host_copies.sink_logits[i].host, host_copies.sink_logits[i].size * sizeof(float),
+                            cudaMemcpyHostToDevice, compute()),
             "cudaMemcpyAsync");
-      frames_there_.emplace_back(mirror.selected_frames[i].size, -1);
-      std::fill_n(mirror.selected_frames[i].host, mirror.selected_frames[i].size, -1);
+      blocks_there_.emplace_back(host_copies.selected_blocks[i].size, -1);
+      std::fill_n(host_copies.selected_blocks[i].host, host_copies.selected_blocks[i].size, -1);
     }
     backend_->compute().synchronize();
   }
@@ -136,11 +137,11 @@ class stages {
 
   /// A layer's state before any sequence.
   void clear(const State& s, int sequences) {
-    State books = s;
+    State arrays = s;
     device::check(cudaMemsetAsync(s.flagged_count, 0, sizeof *s.flagged_count, compute()), "cudaMemsetAsync");
-    for_each_book(books, [&]<class T>(T* book, std::size_t of_sequence) {
+    for_each_array(arrays, [&]<class T>(T* array, std::size_t of_sequence) {
       const std::size_t bytes = static_cast<std::size_t>(sequences) * of_sequence * sizeof(T);
-      if (bytes > 0) device::check(cudaMemsetAsync(book, 0, bytes, compute()), "cudaMemsetAsync");
+      if (bytes > 0) device::check(cudaMemsetAsync(array, 0, bytes, compute()), "cudaMemsetAsync");
     });
     for (int sequence = 0; sequence < sequences; ++sequence) launch_forget(s, sequence, true, compute());
     backend_->compute().synchronize();
@@ -151,13 +152,13 @@ class stages {
   }
   /// With spare slots their order is the residency's, and what they hold stays.
   void compact_slots(const State& s, int sequence) {
-    if (s.slots.selected > s.list_units) return;
+    if (s.slots.selected > s.max_selected) return;
     upload_sequence(sequence);
     launch_compact_slots(s, sequence, compute());
     backend_->compute().synchronize();
   }
-  int selected_frames_in_use(const State& s, int sequence) const {
-    return host::selected_frames_in_use(read_back(s), sequence);
+  int selected_blocks_in_use(const State& s, int sequence) const {
+    return host::selected_blocks_in_use(read_back(s), sequence);
   }
   bool selects_within(const State& s, int sequence, int pages) const {
     return host::selects_within(read_back(s), sequence, pages);
@@ -187,18 +188,18 @@ class stages {
   void fork(const State& s, int from, int to) {
     upload_sequence(from);
     upload_sequence(to);
-    State books = s;
-    const auto copy_of_sequence = [&]<class T>(T* book, std::size_t of_sequence) {
+    State arrays = s;
+    const auto copy_of_sequence = [&]<class T>(T* array, std::size_t of_sequence) {
       const auto bytes = of_sequence * sizeof(T);
       if (bytes > 0)
-        device::check(cudaMemcpyAsync(book + static_cast<std::size_t>(to) * of_sequence,
-                                      book + static_cast<std::size_t>(from) * of_sequence, bytes,
+        device::check(cudaMemcpyAsync(array + static_cast<std::size_t>(to) * of_sequence,
+                                      array + static_cast<std::size_t>(from) * of_sequence, bytes,
                                       cudaMemcpyDeviceToDevice, compute()),
                       "cudaMemcpyAsync");
     };
-    for_each_book(books, copy_of_sequence);
-    copy_of_sequence(s.previous_query, s.row(1, 0) * size(s.decode_rows * s.heads.group() * d));
-    launch_copy_slots(s, from, to, s.keeps_slots ? s.slots.fixed() + selected_frames_in_use(s, from) : 0,
+    for_each_array(arrays, copy_of_sequence);
+    copy_of_sequence(s.previous_query, s.head_index(1, 0) * size(s.decode_rows * s.heads.group() * d));
+    launch_copy_slots(s, from, to, s.keeps_slots ? s.slots.fixed() + selected_blocks_in_use(s, from) : 0,
                       compute());
     backend_->compute().synchronize();
   }
@@ -228,7 +229,7 @@ class stages {
     for (device::stream* on : {&backend_->compute(), &backend_->recall()}) on->wait(read);
   }
   /// A layer as the host has last read it.
-  const State& as_read(const State& s) const { return mirror_->layers[size(s.layer)]; }
+  const State& as_read(const State& s) const { return host_copies_->layers[size(s.layer)]; }
 
   // In a step:
 
@@ -239,8 +240,8 @@ class stages {
     table_patch* const patches = ring_.begin();
     std::int32_t count = 0;
     step_bounds most{.entries = static_cast<int>(entries.size())};
-    const auto& tables = mirror_->page_tables;
-    const auto patch = [&](const mirrored<std::int32_t>& table, std::size_t i) {
+    const auto& tables = host_copies_->page_tables;
+    const auto patch = [&](const host_and_device<std::int32_t>& table, std::size_t i) {
       patches[count++] = {table.device + i, table.host[i]};
     };
     const int p = settings_->page.tokens;
@@ -248,32 +249,32 @@ class stages {
       most.rows = std::max(most.rows, entry.first_row + entry.tokens);
       const int first = entry.before / p, last = settings_->pages_for(entry.after());
       most.pages = std::max(most.pages, last - first);
-      (entry.kind == row_kind::decode ? most.decodes : most.prompts) = true;
-      if (entry.kind == row_kind::prompt) most.tokens = std::max(most.tokens, entry.after());
+      (entry.phase == step_phase::decode ? most.decodes : most.prompts) = true;
+      if (entry.phase == step_phase::prefill) most.tokens = std::max(most.tokens, entry.after());
       most.copies = most.copies || entry.shared_page >= 0;
       for (int page = first; page < last; ++page)
         patch(tables, size(entry.sequence) * size(settings_->max_pages()) + size(page));
-      patch(mirror_->slot_sets, size(entry.sequence));
-      for (std::size_t layer = 0; layer < frames_there_.size(); ++layer)
-        patch_frames(layer, mirror_->slot_sets.host[entry.sequence], patch);
+      patch(host_copies_->slot_sets, size(entry.sequence));
+      for (std::size_t layer = 0; layer < blocks_there_.size(); ++layer)
+        patch_blocks(layer, host_copies_->slot_sets.host[entry.sequence], patch);
     }
     if (!has_begun)
       for (std::int32_t* const flagged : flagged_counts_) patches[count++] = {flagged, 0};
-    return ring_.upload(entries, count, most.united(backend_->launch_bounds()), backend_->compute());
+    return ring_.upload(entries, count, most.max_with(backend_->launch_bounds()), backend_->compute());
   }
 
   /// There is no file whose reads could fail.
-  void settle(const State&, const step_view&) {}
-  void settle_correction(const State&, const step_view&) {}
+  void retry_reads(const State&, const step_view&) {}
+  void retry_correction_reads(const State&, const step_view&) {}
 
   /// Appends rows, summarises the pages they complete, encodes them if the layer keeps them so and, in retrieval layers,
   /// finds the heads that have drifted.
   template <class In>
-  void append(const State& s, const step_view& step, const new_rows<In>& rows) {
+  void append(const State& s, const step_view& step, const kv_rows<In>& rows) {
     const device_rows<In> of{rows.keys.data(), rows.values.data(), rows.queries.data()};
-    if (step.most.copies && !s.encoded) launch_copy_shared_rows(s, step, compute());
-    const int pages = step.most.entries * step.most.pages;
-    const int at_once = s.encoded && step.most.prompts ? append_.encoding.staged.pages : pages;
+    if (step.bounds.copies && !s.encoded) launch_copy_shared_rows(s, step, compute());
+    const int pages = step.bounds.entries * step.bounds.pages;
+    const int at_once = s.encoded && step.bounds.prompts ? append_.encoding.staged.pages : pages;
     for (page_run run{0, 0}; run.first < pages; run.first += run.count) {
       run.count = std::min(at_once, pages - run.first);
       resolve(settings_->summary, [&](const auto& summary) {
@@ -291,7 +292,7 @@ class stages {
   }
   /// Done by `append`.
   template <class In>
-  void detect(const State&, const step_view&, const new_rows<In>&) {}
+  void detect(const State&, const step_view&, const kv_rows<In>&) {}
 
   /// The flagged heads select with the current query and recall what they miss; then every head's selection is what this
   /// step attends to. On a step without a flagged head each launch ends at once.
@@ -301,12 +302,12 @@ class stages {
         select(s, step, correct_, {selection_time::correct, true, 0}, correction.at(s.layer),
                backend_->compute());
       else
-        select(s, step, correct_, {selection_time::correct}, judged_by_queries{}, backend_->compute());
+        select(s, step, correct_, {selection_time::correct}, already_flagged{}, backend_->compute());
     });
   }
   /// Every head selects with the current query for the next step and recalls what it misses, on the recall stream.
   void speculate(const State& s, const step_view& step) {
-    select(s, step, speculate_, {selection_time::speculate}, judged_by_queries{}, backend_->recall());
+    select(s, step, speculate_, {selection_time::speculate}, already_flagged{}, backend_->recall());
   }
 
   /// Attends decode rows within the budget, prompt rows, and all rows of complete layers, to everything up to themselves.
@@ -326,9 +327,9 @@ class stages {
   cudaStream_t compute() const { return backend_->compute().get(); }
 
   void copy_books(const State& s, cudaStream_t on) const {
-    const auto& book = mirror_->books[size(s.layer)];
-    if (book.size > 0)
-      device::check(cudaMemcpyAsync(book.host, book.device, book.size, cudaMemcpyDeviceToHost, on),
+    const auto& array = host_copies_->arrays[size(s.layer)];
+    if (array.size > 0)
+      device::check(cudaMemcpyAsync(array.host, array.device, array.size, cudaMemcpyDeviceToHost, on),
                     "cudaMemcpyAsync");
   }
   static void check(const Settings& s) {
@@ -342,8 +343,8 @@ class stages {
                            "; a device pools at most " + std::to_string(most_heads));
     resolve(s.selection, [&]<class Selection>(const Selection&) {
       for (int layer = 0; selection_by_mass<Selection> && layer < s.layers; ++layer)
-        if (const int k = s.budget_at(layer).selected_pages; k > select_default.most_by_mass)
-          throw settings_error("selected_pages is " + std::to_string(k) +
+        if (const int k = s.budget_at(layer).selected_units; k > select_default.most_by_mass)
+          throw settings_error("selected_units is " + std::to_string(k) +
                                "; a selection by mass on a device chooses among at most " +
                                std::to_string(select_default.most_by_mass));
     });
@@ -360,9 +361,9 @@ class stages {
     return pinning != nullptr ? *pinning : Pinning{};
   }
   static std::int64_t most_patches(const Settings& s) {
-    std::int64_t frames = 0;
-    for (int layer = 0; layer < s.layers; ++layer) frames += s.list_units(layer) + s.spare_slots();
-    return std::int64_t{s.store_pages()} + std::int64_t{s.max_resident} * (3 + frames) + s.layers;
+    std::int64_t blocks = 0;
+    for (int layer = 0; layer < s.layers; ++layer) blocks += s.max_selected(layer) + s.spare_slots();
+    return std::int64_t{s.store_pages()} + std::int64_t{s.max_resident} * (3 + blocks) + s.layers;
   }
 
   /// Parts of attention that a row has at most: of what heads keep, and of everything.
@@ -388,11 +389,11 @@ class stages {
               const attention_output& to) {
     const bool stages_prompts = s.kind != layer_kind::complete;
     with_codec(s, [&](const auto& codec) {
-      if (!stages_prompts || step.most.decodes)
+      if (!stages_prompts || step.bounds.decodes)
         launch_attend<Attention>(s, codec, step, queries,
                                  stages_prompts ? rows_attending::decodes : rows_attending::all, everything,
                                  parts(s.layer, everything), to, attention_, compute());
-      if (stages_prompts && step.most.prompts)
+      if (stages_prompts && step.bounds.prompts)
         launch_prefill<Attention>(s, codec, step, queries, to, staging_, attention_, compute());
     });
   }
@@ -408,7 +409,7 @@ class stages {
   template <class Correction>
   void select(const State& s, const step_view& step, const selection_scratch& scratch, selection_job job,
               const Correction& correction, device::stream& on) {
-    if (s.kind != layer_kind::retrieval || !step.most.decodes) return;
+    if (s.kind != layer_kind::retrieval || !step.bounds.decodes) return;
     device::stream* const transfers = s.keeps_slots ? backend_->transfers() : nullptr;
     if (transfers != nullptr) expect_no_capture(on);
     const cudaStream_t stream = on.get();
@@ -418,10 +419,10 @@ class stages {
     });
     resolve(settings_->selection, [&](const auto& selection) {
       // Masses are of scores, whatever is selected.
-      if (!job.every_head) job.taken_up_to = all_taken_up_to(selection, s.budget.selected_pages);
-      resolve(settings_->rows, [&]<class Rows>(const Rows&) {
-        constexpr bool together = Rows::row == selection_row::layer;
-        job.together = together;
+      if (!job.every_head) job.select_all_up_to = all_selected_up_to(selection, s.budget.selected_units);
+      resolve(settings_->scope, [&]<class Scope>(const Scope&) {
+        constexpr bool together = Scope::scope == selection_scope::layer;
+        job.one_selection_per_layer = together;
         if constexpr (together)
           if (job.time == selection_time::correct) launch_flag_layer(s, step, stream);
         resolve(settings_->summary, [&](const auto& summary) {
@@ -437,11 +438,11 @@ class stages {
           launch_select(s, from, residency, correction, step, scratch, job, stream);
         });
       };
-      resolve(settings_->rows, [&]<class Rows>(const Rows&) {
-        if constexpr (Rows::row == selection_row::query_head) {
-          if constexpr (std::is_same_v<Correction, judged_by_queries>) {  // as settings have it
+      resolve(settings_->scope, [&]<class Scope>(const Scope&) {
+        if constexpr (Scope::scope == selection_scope::query_head) {
+          if constexpr (std::is_same_v<Correction, already_flagged>) {  // as settings have it
             launch_select_by_query_head(s, selection, step, scratch, job, stream);
-            select_units(of_query_heads{});
+            select_units(union_of_query_heads{});
           }
         } else {
           select_units(selection);
@@ -450,7 +451,7 @@ class stages {
     });
     if (!s.keeps_slots) return;
     if (transfers != nullptr)
-      copies_.recall(s, mirror_->layers[size(s.layer)], scratch, on, *transfers);
+      copies_.recall(s, host_copies_->layers[size(s.layer)], scratch, on, *transfers);
     else
       resolve(settings_->codec,
               [&](const auto& codec) { launch_recall<Recall>(s, codec, step, scratch, stream); });
@@ -462,9 +463,9 @@ class stages {
                     const selection_scratch& scratch, const selection_job& job, cudaStream_t stream) {
     if constexpr (two_stage_summary<Summary>) {
       selection_job coarse = job, fine = job;
-      coarse.taken_up_to =
-          std::max(job.taken_up_to, summary.kept(s.max_pages * s.units_per_page, s.budget.selected_pages));
-      fine.apart = true;
+      coarse.select_all_up_to = std::max(
+          job.select_all_up_to, summary.kept(s.max_pages * s.units_per_page, s.budget.selected_units));
+      fine.separate_next_scores = true;
       launch_score<scoring::coarse>(s, summary, pooling, step, scratch, coarse, stream);
       launch_keep(s, summary, step, scratch, coarse, stream);
       launch_score<scoring::fine>(s, summary, pooling, step, scratch, fine, stream);
@@ -473,13 +474,13 @@ class stages {
     }
   }
 
-  /// Patches what the device does not know of the frames of a slot set.
+  /// Patches what the device does not know of the blocks of a slot set.
   template <class Patch>
-  void patch_frames(std::size_t layer, std::int32_t set, const Patch& patch) {
-    const auto& table = mirror_->selected_frames[layer];
+  void patch_blocks(std::size_t layer, std::int32_t set, const Patch& patch) {
+    const auto& table = host_copies_->selected_blocks[layer];
     const std::size_t most = table.size / size(settings_->max_resident);
     for (std::size_t i = size(set) * most; i < (size(set) + 1) * most; ++i)
-      if (std::int32_t& there = frames_there_[layer][i]; there != table.host[i]) {
+      if (std::int32_t& there = blocks_there_[layer][i]; there != table.host[i]) {
         patch(table, i);
         there = table.host[i];
       }
@@ -492,25 +493,25 @@ class stages {
   }
   /// All that the tables say of a sequence.
   void upload_sequence(int sequence) {
-    const auto part = [&](const mirrored<std::int32_t>& table, std::size_t first, std::size_t count) {
+    const auto part = [&](const host_and_device<std::int32_t>& table, std::size_t first, std::size_t count) {
       copy(table.device + first, table.host + first, count);
     };
     const std::size_t pages = size(settings_->max_pages());
-    part(mirror_->page_tables, size(sequence) * pages, pages);
-    part(mirror_->slot_sets, size(sequence), 1);
-    for (std::size_t layer = 0; layer < frames_there_.size(); ++layer) {
-      const auto& table = mirror_->selected_frames[layer];
+    part(host_copies_->page_tables, size(sequence) * pages, pages);
+    part(host_copies_->slot_sets, size(sequence), 1);
+    for (std::size_t layer = 0; layer < blocks_there_.size(); ++layer) {
+      const auto& table = host_copies_->selected_blocks[layer];
       const std::size_t most = table.size / size(settings_->max_resident);
-      const std::size_t first = size(mirror_->slot_sets.host[sequence]) * most;
+      const std::size_t first = size(host_copies_->slot_sets.host[sequence]) * most;
       part(table, first, most);
       std::copy_n(table.host + first, most,
-                  frames_there_[layer].begin() + static_cast<std::ptrdiff_t>(first));
+                  blocks_there_[layer].begin() + static_cast<std::ptrdiff_t>(first));
     }
   }
 
   backend* backend_;
   const Settings* settings_;
-  const device_mirror<State>* mirror_ = nullptr;
+  const freekv::host_copies<State>* host_copies_ = nullptr;
   step_ring ring_;
   append_memory<element> append_;
   page_staging<element> staging_;  // of the compute stream
@@ -518,7 +519,7 @@ class stages {
   selection_scratch correct_, speculate_;                // of the compute and of the recall stream
   attention_scratch_memory attention_;                   // of the compute stream
   copied_recall<State, Copies> copies_;                  // where copy engines recall
-  std::vector<std::vector<std::int32_t>> frames_there_;  // by layer, as the device has them
+  std::vector<std::vector<std::int32_t>> blocks_there_;  // by layer, as the device has them
   std::vector<std::int32_t*> flagged_counts_;            // by layer
 };
 

@@ -7,11 +7,11 @@
 #include <cstdint>
 #include <cuda/std/bit>
 #include <cuda/std/type_traits>
+#include <freekv/algorithms/attend_slice.hpp>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/core/element.hpp>
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/unroll.hpp>
-#include <freekv/functors/attend_slice.hpp>
 #include <freekv/storage/layout.hpp>
 
 namespace freekv::device {

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <freekv/algorithms/ordered_key.hpp>
 #include <freekv/backend/cuda/radix_select.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
-#include <freekv/functors/ordered_key.hpp>
 #include <freekv/storage/memory.hpp>
 
 namespace freekv::device {

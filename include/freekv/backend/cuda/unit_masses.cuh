@@ -3,12 +3,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <freekv/algorithms/attend_tokens.hpp>
 #include <freekv/backend/cuda/attend.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
-#include <freekv/backend/cuda/step.cuh>
+#include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/core/unroll.hpp>
-#include <freekv/functors/attend_tokens.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 
 namespace freekv::device {
@@ -65,8 +65,8 @@ void launch_unit_masses(const State& s, const Codec& codec, const step_view& ste
                    State::head_dim, typename State::element, Codec>;
   constexpr int threads = block_type::size.threads, most_in_z = 65535;
   const int tiles = head_tile<attend_default.heads>::tiles_of(s.heads.group());
-  for (int first = 0; first < step.most.rows; first += most_in_z) {
-    const attended_rows rows{first, std::min(most_in_z, step.most.rows - first)};
+  for (int first = 0; first < step.bounds.rows; first += most_in_z) {
+    const attended_rows rows{first, std::min(most_in_z, step.bounds.rows - first)};
     const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{to.entries} * block_type::lanes, threads)),
                     static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
     launch("masses of units", {grid, threads, stream}, unit_masses<State, Codec>, s, codec, step, queries,

@@ -3,11 +3,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <freekv/algorithms/copy_slice.hpp>
+#include <freekv/algorithms/summarise_unit.hpp>
 #include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/backend/host/workspace.hpp>
-#include <freekv/functors/copy_slice.hpp>
-#include <freekv/functors/summarise_page.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/pinning.hpp>
@@ -36,8 +36,8 @@ void summarise_slice(isa set, const State& s, const Summaries& summaries,
   with_team(set, [&](auto team) {
     resolve(summaries, [&](const auto& summary) {
       for (int nth = 0; nth < s.units_per_page; ++nth)
-        summarise_page<typename State::element>(team, summary_at(summary, s.layer, head),
-                                                rows_behind(slice, s.row_of(nth)), s.unit,
+        summarise_unit<typename State::element>(team, summary_at(summary, s.layer, head),
+                                                rows_behind(slice, s.first_token_of(nth)), s.unit,
                                                 {w.block, w.numbers}, s.summary_of(store_page, head, nth));
     });
   });
@@ -54,8 +54,8 @@ void value_slice(isa set, const State& s, const Pinning& pinning,
       with_team(set, [&](auto team) {
         for (int nth = 0; nth < s.units_per_page; ++nth) {
           for (int t = 0; t < s.unit.tokens; ++t)
-            team.widen(slice.key + (s.row_of(nth) + t) * slice.stride, w.block + t * d, d);
-          const float worth = policy.worth(team, page_keys{w.block, s.unit}, w.pooled_query);
+            team.widen(slice.key + (s.first_token_of(nth) + t) * slice.stride, w.block + t * d, d);
+          const float worth = policy.worth(team, unit_keys{w.block, s.unit}, w.pooled_query);
           s.pin_worth_of(store_page, head, nth) = worth == worth ? worth : -infinity;
         }
       });
@@ -90,7 +90,7 @@ void append_page(isa set, const State& s, const Policies& policies, const step_e
       entry.shared_page >= 0 && page_index == entry.before / s.page.tokens ? entry.before % s.page.tokens : 0;
   for (int head = 0; head < s.heads.kv; ++head) {
     const auto kept = !s.encoded ? slice_of(s.store, store_page, head)
-                      : entry.kind == row_kind::prompt && first == page_begin && complete
+                      : entry.phase == step_phase::prefill && first == page_begin && complete
                           ? pages.staged(0)
                           : s.open_slice(entry.sequence, page_index, head);
     if (shared_rows > 0 && !s.encoded)
@@ -108,11 +108,11 @@ void append_page(isa set, const State& s, const Policies& policies, const step_e
       pages.encode({entry.sequence, head}, page_index, as_const(kept));
     else if (in_slots)
       copy_slice<d>(as_const(rows_behind(kept, first - page_begin)),
-                    rows_behind(s.frame_slice(entry.sequence, slot, head), first - page_begin), last - first);
+                    rows_behind(s.block_slice(entry.sequence, slot, head), first - page_begin), last - first);
   }
   if (!encodes) return;
   for (int head = 0; in_slots && head < s.heads.kv; ++head)
-    pages.decode({entry.sequence, head}, page_index, s.frame_slice(entry.sequence, slot, head));
+    pages.decode({entry.sequence, head}, page_index, s.block_slice(entry.sequence, slot, head));
   pages.write(entry.sequence, page_index);
 }
 
@@ -121,13 +121,13 @@ template <class State>
 void drop_selection(const State& s, int sequence) {
   for (int head = 0; head < s.heads.kv; ++head) {
     const slot_contents slots = s.slots_of(sequence, head);
-    std::fill_n(slots.page, slots.count, -1);
+    std::fill_n(slots.unit, slots.count, -1);
     std::fill_n(slots.last_selected, slots.count, 0);
-    s.selected_count[s.row(sequence, head)] = 0;
-    s.pinned_count[s.row(sequence, head)] = 0;
-    s.upcoming_count[s.row(sequence, head)] = -1;
-    s.selections[s.row(sequence, head)] = 0;
-    s.unrecalled[s.row(sequence, head)] = 0;
+    s.selected_count[s.head_index(sequence, head)] = 0;
+    s.pinned_count[s.head_index(sequence, head)] = 0;
+    s.next_selected_count[s.head_index(sequence, head)] = -1;
+    s.selections[s.head_index(sequence, head)] = 0;
+    s.recall_failed[s.head_index(sequence, head)] = 0;
   }
 }
 
@@ -151,7 +151,7 @@ void detect_drift(isa set, const State& s, const Correction& correction, const s
               team, {{query(r, head), group, d},
                      {s.kept_query(entry.sequence, head, entry.kept_row), group, d},
                      entry.decode_step});
-      const std::size_t row = s.row(entry.sequence, head);
+      const std::size_t row = s.head_index(entry.sequence, head);
       s.corrected[row] = flagged && s.kind_of(head) == layer_kind::retrieval;
       s.recalled[row] = s.recalled_before_attention[row] = s.promoted[row] = 0;
     }

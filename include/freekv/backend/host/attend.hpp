@@ -3,16 +3,16 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <freekv/algorithms/attend_slice.hpp>
+#include <freekv/algorithms/merge_selections.hpp>
 #include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/backend/host/workspace.hpp>
-#include <freekv/functors/attend_slice.hpp>
-#include <freekv/functors/unite_pages.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 
 namespace freekv::host {
 
-// Attention's functors on the team of an instruction set: compiled once for a head_dim and an element, whatever the
+// Attention's algorithms on the team of an instruction set: compiled once for a head_dim and an element, whatever the
 // pipeline.
 
 /// Scales the queries (group, head_dim) to `scaled` and empties `part`.
@@ -62,11 +62,11 @@ struct attention_job {
 
   static constexpr int d = State::head_dim;
 
-  page_list list(int row, int head) const { return s.pages_attended(entry, row, head, complete); }
+  attention_list list(int row, int head) const { return s.pages_attended(entry, row, head, complete); }
   int parts(int row) const {
     int parts = 1;
     for (int head = 0; head < s.heads.kv; ++head) {
-      const page_list entries = list(row, head);
+      const attention_list entries = list(row, head);
       parts = std::max(parts, (entries.size() - 1) / entries_per_part(entries) + 1);
     }
     return parts;
@@ -75,7 +75,7 @@ struct attention_job {
   std::size_t bytes(int row) const {
     std::size_t tokens = 0;
     for (int head = 0; head < s.heads.kv; ++head) {
-      const page_list entries = list(row, head);
+      const attention_list entries = list(row, head);
       const int units = entries.complete ? 0 : entries.selected_count;
       tokens += static_cast<std::size_t>(units * s.unit.tokens + (entries.size() - units) * s.page.tokens);
     }
@@ -87,7 +87,7 @@ struct attention_job {
                    const workspace& w) const {
     begin_attention<d>(set, queries + first_query_head(row, head) * d, s.scale, s.heads.group(), w.query,
                        part);
-    const page_list entries = list(row, head);
+    const attention_list entries = list(row, head);
     const int begin = nth * entries_per_part(entries);
     const int end = std::min(begin + entries_per_part(entries), entries.size());
     for_entries(entries, head, {begin, end - begin}, w,
@@ -100,7 +100,7 @@ struct attention_job {
     const int group = s.heads.group();
     const attention_part part{w.mass, nullptr};
     begin_attention<d>(set, queries + first_query_head(row, head) * d, s.scale, group, w.query, part);
-    const page_list entries = list(row, head);
+    const attention_list entries = list(row, head);
     float* const masses = of.masses + first_query_head(row, head) * of.entries;
     std::fill_n(masses, std::ptrdiff_t{group} * of.entries, -infinity);
     for_entries(entries, head, {0, entries.size()}, w,
@@ -121,12 +121,12 @@ struct attention_job {
   }
 
  private:
-  int entries_per_part(const page_list& entries) const {
+  int entries_per_part(const attention_list& entries) const {
     return freekv::entries_per_part(entries.complete ? s.page.tokens : s.unit.tokens);
   }
   /// Runs body(i, rows, keys that come next or null) for some entries of a head's list.
   template <class Body>
-  void for_entries(const page_list& entries, int head, const unit_range& some, const workspace& w,
+  void for_entries(const attention_list& entries, int head, const unit_range& some, const workspace& w,
                    const Body& body) const {
     const int begin = some.first, end = some.first + some.count;
     if (!s.encoded || in_slots(entries)) {
@@ -144,11 +144,11 @@ struct attention_job {
             {entry.sequence, head}, end - open - begin, [&](int i) { return entries.part(begin + i); },
             [&](int i, const auto& rows) { body(begin + i, rows, nullptr); });
     if (!open) return;
-    const page_part last = entries.part(end - 1);
+    const page_range last = entries.part(end - 1);
     body(end - 1, rows_behind(s.open_slice(entry.sequence, last.page, head), last.first), nullptr);
   }
   /// Adds the rows of entry i for the query heads that attend to it.
-  void attend_entry(isa set, const page_list& entries, int head, int i, const head_slice<element>& rows,
+  void attend_entry(isa set, const attention_list& entries, int head, int i, const head_slice<element>& rows,
                     const attention_part& part, const workspace& w, const element* ahead) const {
     const int group = s.heads.group(), tokens = entries.part(i).tokens;
     const std::uint32_t* const mask = selected_by(entries, i, head);
@@ -158,16 +158,18 @@ struct attention_job {
                       {part.mass + run.first, weighted}, w.block, s.soft_cap, ahead);
     }
   }
-  bool in_slots(const page_list& entries) const { return s.keeps_slots && !complete && !entries.complete; }
+  bool in_slots(const attention_list& entries) const {
+    return s.keeps_slots && !complete && !entries.complete;
+  }
   /// Where the rows of entry i of a head's list, `part`, are: in the store, or in its slot.
-  auto rows_of(const page_list& entries, int i, const page_part& part, int head) const {
+  auto rows_of(const attention_list& entries, int i, const page_range& part, int head) const {
     if (!in_slots(entries)) return rows_behind(s.store_slice(entry.sequence, part.page, head), part.first);
     if (entries.is_selected(i))
       return s.selected_slice(entry.sequence, s.selected_slot_of(entry.sequence, head, entries, i), head);
-    return rows_behind(s.frame_slice(entry.sequence, s.slot_of_page(entries, i), head), part.first);
+    return rows_behind(s.block_slice(entry.sequence, s.slot_of_page(entries, i), head), part.first);
   }
   /// The mask of the query heads that attend to entry i of a head's list; null: all of the group.
-  const std::uint32_t* selected_by(const page_list& entries, int i, int head) const {
+  const std::uint32_t* selected_by(const attention_list& entries, int i, int head) const {
     if (s.mask_words == 0 || !entries.is_selected(i)) return nullptr;
     return s.selected_by + s.masks(entry.sequence, head) +
            std::ptrdiff_t{entries.nth_selected(i)} * s.mask_words;

@@ -29,14 +29,15 @@ class encoded_pages {
 
   /// Encodes one head's slice of a sequence's page that is to be written; those of its other heads before and behind it,
   /// in order.
-  [[gnu::noinline]] void encode(const head_of& at, int page, const head_slice<const element>& slice) const {
+  [[gnu::noinline]] void encode(const sequence_head& at, int page,
+                                const head_slice<const element>& slice) const {
     resolve(policies_->codec, [&](const auto& codec) {
       codec_at(codec, place_of(at.head, page, s_->store_page(at.sequence, page)))
           .template encode<d>(scalar_team{}, slice, s_->page.tokens, encoded(at.head));
     });
   }
   /// What comes back of a slice of a page whose heads were all encoded.
-  void decode(const head_of& at, int page, const head_slice<element>& to) const {
+  void decode(const sequence_head& at, int page, const head_slice<element>& to) const {
     decode(encoded(at.head), at.head, {page, 0, s_->page.tokens}, s_->store_page(at.sequence, page), to);
   }
   /// Writes the encoded slices of all heads of a sequence's page. Throws store_error.
@@ -47,14 +48,14 @@ class encoded_pages {
   /// Reads `count` parts of one KV head's slices of complete pages of a sequence: `part(i)`, those of a page side by side,
   /// to the first rows of the head_slice `to(i)`. Throws store_error.
   template <class Part, class To>
-  void read(const head_of& at, int count, const Part& part, const To& to) const {
+  void read(const sequence_head& at, int count, const Part& part, const To& to) const {
     read_stored(
         at, count, part, [&](int page) { return s_->store_page(at.sequence, page); }, to);
   }
   /// The same where page `page` is the store's page `store_page(page)`. Of files the slices are read whole, once each, and
   /// as many at a time as there is scratch for.
   template <class Part, class StorePage, class To>
-  void read_stored(const head_of& at, int count, const Part& part, const StorePage& store_page,
+  void read_stored(const sequence_head& at, int count, const Part& part, const StorePage& store_page,
                    const To& to) const {
     const slice_store& slices = s_->slices;
     const auto decode_part = [&](int i, const std::byte* from) {
@@ -84,7 +85,7 @@ class encoded_pages {
 
   /// Reads such parts as many at a time as there is scratch for, and calls `use(i, slice)` for each.
   template <class Part, class Use>
-  void read_each(const head_of& at, int count, const Part& part, const Use& use) const {
+  void read_each(const sequence_head& at, int count, const Part& part, const Use& use) const {
     for (int first = 0; first < count; first += most_staged) {
       const int some = std::min(count - first, most_staged);
       read(
@@ -112,7 +113,7 @@ class encoded_pages {
   std::byte* encoded(int nth) const {
     return w_->encoded + static_cast<std::size_t>(nth) * s_->slices.slice_bytes;
   }
-  [[gnu::noinline]] void decode(const std::byte* from, int head, const page_part& part,
+  [[gnu::noinline]] void decode(const std::byte* from, int head, const page_range& part,
                                 std::int32_t store_page, const head_slice<element>& to) const {
     resolve(policies_->codec, [&](const auto& codec) {
       codec_at(codec, place_of(head, part.page, store_page))

@@ -4,12 +4,12 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <freekv/algorithms/attend_slice.hpp>
+#include <freekv/algorithms/attended_shares.hpp>
+#include <freekv/algorithms/copy_slice.hpp>
 #include <freekv/backend/host/attend.hpp>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/backend/host/thread_pool.hpp>
-#include <freekv/functors/attend_slice.hpp>
-#include <freekv/functors/attended_shares.hpp>
-#include <freekv/functors/copy_slice.hpp>
 #include <freekv/pipeline/eviction_state.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <limits>
@@ -48,7 +48,7 @@ class eviction_stages {
   /// Puts rows where they belong; before a sequence's first decode row its prompt is cut to the budget. Observed prompt
   /// rows need their queries.
   template <class In>
-  void append(const state& s, const eviction_entry& entry, const new_rows<In>& rows) {
+  void append(const state& s, const eviction_entry& entry, const kv_rows<In>& rows) {
     const auto bytes =
         static_cast<std::size_t>(entry.decodes && entry.ends_prompt ? entry.before : entry.tokens) * 4 * d *
         sizeof(element);
@@ -138,7 +138,7 @@ class eviction_stages {
   }
 
   template <class In>
-  static void put(const head_slice<element>& to, int at, const new_rows<In>& rows, std::ptrdiff_t from) {
+  static void put(const head_slice<element>& to, int at, const kv_rows<In>& rows, std::ptrdiff_t from) {
     const auto copy = [&](element* row, const In* source) {
       if constexpr (std::is_same_v<In, element>)
         std::memcpy(row, source, d * sizeof(element));
@@ -150,7 +150,7 @@ class eviction_stages {
   }
 
   template <class In>
-  void append_prompt(const state& s, const eviction_entry& entry, int head, const new_rows<In>& rows) const {
+  void append_prompt(const state& s, const eviction_entry& entry, int head, const kv_rows<In>& rows) const {
     const auto to = s.complete ? s.slice(entry.sequence, head) : s.prompt_slice(entry, head);
     for (int row = 0; row < entry.tokens; ++row)
       put(to, entry.before + row, rows, (std::ptrdiff_t{entry.first_row} + row) * s.heads.kv + head);
@@ -160,7 +160,7 @@ class eviction_stages {
 
   template <class Eviction, class In>
   void append_decoded(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
-                      const new_rows<In>& rows) const {
+                      const kv_rows<In>& rows) const {
     std::int32_t& tokens = s.tokens[s.head_index(entry.sequence, head)];
     put(s.slice(entry.sequence, head), tokens, rows, std::ptrdiff_t{entry.first_row} * s.heads.kv + head);
     if (!s.complete) {

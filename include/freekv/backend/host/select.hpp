@@ -4,13 +4,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <freekv/algorithms/copy_slice.hpp>
+#include <freekv/algorithms/match_slots.hpp>
+#include <freekv/algorithms/ordered_key.hpp>
+#include <freekv/algorithms/score_unit.hpp>
 #include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/backend/host/workspace.hpp>
-#include <freekv/functors/copy_slice.hpp>
-#include <freekv/functors/diff_pages.hpp>
-#include <freekv/functors/ordered_key.hpp>
-#include <freekv/functors/score_page.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/coarse_to_fine.hpp>
 #include <freekv/policies/correction.hpp>
@@ -73,7 +73,7 @@ inline void order_candidates(std::int32_t first_unit, int candidates, std::span<
   const auto keep_best = [&] {
     std::nth_element(w.keys, w.keys + count - 1, end, std::greater<>());
     end = w.keys + count;
-    least = w.pooled[page_of_key(w.keys[count - 1]) - first_unit];
+    least = w.pooled[unit_of_key(w.keys[count - 1]) - first_unit];
     full = true;
   };
   const auto add = [&](int from, int to) {
@@ -102,7 +102,7 @@ inline void order_candidates(std::int32_t first_unit, int candidates, std::span<
 
 /// Pins the units of `candidates` that are worth most to one KV head of a sequence.
 template <class State>
-void pin_units(const State& s, const head_of& at, const unit_range& candidates, const workspace& w) {
+void pin_units(const State& s, const sequence_head& at, const unit_range& candidates, const workspace& w) {
   const int count = std::min(s.pins, candidates.count);
   for (int j = 0; j < candidates.count; ++j) {
     const int unit = candidates.first + j, page = s.page_of(unit);
@@ -110,10 +110,11 @@ void pin_units(const State& s, const head_of& at, const unit_range& candidates, 
         s.pin_worth_of(s.store_page(at.sequence, page), at.head, unit - page * s.units_per_page), unit);
   }
   std::nth_element(w.keys, w.keys + count, w.keys + candidates.count, std::greater<>());
-  std::int32_t* const pinned = s.pinned + s.row(at.sequence, at.head) * static_cast<std::size_t>(s.pins);
-  for (int i = 0; i < count; ++i) pinned[i] = page_of_key(w.keys[i]);
+  std::int32_t* const pinned =
+      s.pinned + s.head_index(at.sequence, at.head) * static_cast<std::size_t>(s.pins);
+  for (int i = 0; i < count; ++i) pinned[i] = unit_of_key(w.keys[i]);
   std::sort(pinned, pinned + count);
-  s.pinned_count[s.row(at.sequence, at.head)] = count;
+  s.pinned_count[s.head_index(at.sequence, at.head)] = count;
 }
 
 /// Selection for one KV head with the queries of a decode entry, or with those of one query head of its group alone.
@@ -146,7 +147,7 @@ class head_selection {
     const int count = resolve(policies_.selection, [&](const auto& selection) {
       return choose(selection, candidates, most_of(candidates));
     });
-    for (int i = 0; i < count; ++i) units[i] = page_of_key(w_.keys[i]);
+    for (int i = 0; i < count; ++i) units[i] = unit_of_key(w_.keys[i]);
     std::int32_t* const end = std::copy(pinned_.begin(), pinned_.end(), units + count);
     std::sort(units, end);
     return static_cast<int>(end - units);
@@ -258,7 +259,7 @@ class head_selection {
   int unpinned(int candidates) const { return candidates - static_cast<int>(pinned_.size()); }
   int most_of(int candidates) const {
     return resolve(policies_.selection, [&](const auto& selection) {
-      return selection.count(unpinned(candidates), s_.budget.selected_pages);
+      return selection.count(unpinned(candidates), s_.budget.selected_units);
     });
   }
   /// Scores and pools the first `candidates` candidates, unless that is what stands there already.
@@ -300,7 +301,7 @@ class head_selection {
         int end = first + 1;
         while (end < last && stored(end) == from + static_cast<std::size_t>(end - first) * s_.summary_bytes)
           ++end;
-        score_pages<element, among_many>(team, policy, s_.unit, from, s_.summary_bytes, end - first,
+        score_units<element, among_many>(team, policy, s_.unit, from, s_.summary_bytes, end - first,
                                          prepared_, numbers, column(first));
         first = end;
       }
@@ -315,13 +316,13 @@ class head_selection {
   /// all candidates, so they are scored anew with every number of them.
   template <class Summary>
   void score_in_two_stages(const Summary& summary, int candidates) {
-    const int kept = summary.kept(unpinned(candidates), s_.budget.selected_pages);
+    const int kept = summary.kept(unpinned(candidates), s_.budget.selected_units);
     std::uint64_t least = 0;  // of the keys of those kept; 0: all are
     if (kept < unpinned(candidates)) {
       with_team(set_, [&](auto team) {
         const auto both = summary_at(summary, s_.layer, at_.head);
         for (int j = 0; j < candidates; ++j)
-          score_page_coarsely<element>(team, both, s_.unit, stored(j), prepared_, w_.numbers, column(j));
+          score_unit_coarsely<element>(team, both, s_.unit, stored(j), prepared_, w_.numbers, column(j));
       });
       for (const std::int32_t unit : pinned_) empty_column(unit - first_unit_);
       pool(candidates);
@@ -334,7 +335,7 @@ class head_selection {
         if (least != 0 && ordered_key(w_.pooled[j], first_unit_ + j) < least)
           empty_column(j);
         else
-          score_page_finely<element>(team, both, s_.unit, stored(j), prepared_, w_.numbers, column(j));
+          score_unit_finely<element>(team, both, s_.unit, stored(j), prepared_, w_.numbers, column(j));
     });
   }
 
@@ -353,7 +354,7 @@ class head_selection {
       std::sort(w_.keys, w_.keys + most, std::greater<>());
       float taken = 0.0f;
       for (int i = 0; i < most; ++i) {
-        taken += mass(page_of_key(w_.keys[i]));
+        taken += mass(unit_of_key(w_.keys[i]));
         if (selection.enough(taken)) return i + 1;
       }
     }
@@ -377,34 +378,34 @@ class head_selection {
   isa set_;
   const State& s_;
   const Policies& policies_;
-  head_of at_;
+  sequence_head at_;
   const workspace& w_;
   std::span<const std::int32_t> pinned_;
   int first_unit_, candidates_;
   std::int64_t stride_;
   group_query query_;
   prepared_queries prepared_{};
-  int scored_ = 0, pooled_ = 0;  // candidates that have been
+  int scored_ = 0, pooled_ = 0;             // candidates that have been
   std::optional<log_sum_exp> mass_of_all_;  // none: not computed yet
 };
 
 /// Brings units of one KV head from the store to its selected slots: for i of `count` the unit `unit(i)`, ascending, to
 /// slot `slot(i)`. Throws store_error.
 template <class State, class Policies, class Unit, class Slot>
-void bring_units(const encoded_pages<State, Policies>& stored, const State& s, const head_of& at, int count,
-                 const Unit& unit, const Slot& slot) {
+void bring_units(const encoded_pages<State, Policies>& stored, const State& s, const sequence_head& at,
+                 int count, const Unit& unit, const Slot& slot) {
   const auto to = [&](int i) { return s.selected_slice(at.sequence, slot(i), at.head); };
   const auto page = [&](int i) { return s.page_of(unit(i)); };
   if (s.encoded)
     return stored.read(
         at, count,
         [&](int i) {
-          return page_part{page(i), s.row_of(unit(i)), s.unit.tokens};
+          return page_range{page(i), s.first_token_of(unit(i)), s.unit.tokens};
         },
         to);
   for (int i = 0; i < count; ++i)
     copy_slice<State::head_dim>(
-        as_const(rows_behind(s.store_slice(at.sequence, page(i), at.head), s.row_of(unit(i)))), to(i),
+        as_const(rows_behind(s.store_slice(at.sequence, page(i), at.head), s.first_token_of(unit(i)))), to(i),
         s.unit.tokens);
 }
 
@@ -412,15 +413,15 @@ void bring_units(const encoded_pages<State, Policies>& stored, const State& s, c
 /// the ring (promotion) where it is still there at length `tokens`, else from the store (recall). Throws store_error;
 /// what is missing is still missing then.
 template <class State, class Policies>
-void recall_units(const State& s, const Policies& policies, const head_of& at, int tokens,
+void recall_units(const State& s, const Policies& policies, const sequence_head& at, int tokens,
                   const workspace& w) {
-  const std::size_t row = s.row(at.sequence, at.head), first = s.selection(at.sequence, at.head);
+  const std::size_t row = s.head_index(at.sequence, at.head), first = s.selection(at.sequence, at.head);
   const std::int32_t* units = s.selected + first;
   const int count = s.selected_count[row];
   std::int32_t* slot_of = s.slot_of + first;
   const slot_contents slots = s.slots_of(at.sequence, at.head);
   resolve(policies.residency, [&](const auto& residency) {
-    diff_pages(residency, units, count, slots, ++s.selections[row], slot_of);
+    match_slots(residency, units, count, slots, ++s.selections[row], slot_of);
   });
   const int ring_begin = s.slots.ring_begin(tokens, s.page.tokens);
   int missing = 0;  // those to bring from the store, in w.units
@@ -434,8 +435,8 @@ void recall_units(const State& s, const Policies& policies, const head_of& at, i
       w.units[missing++] = i;
       continue;
     }
-    const auto from = s.frame_slice(at.sequence, s.slots.ring_slot(page), at.head);
-    copy_slice<State::head_dim>(as_const(rows_behind(from, s.row_of(units[i]))),
+    const auto from = s.block_slice(at.sequence, s.slots.ring_slot(page), at.head);
+    copy_slice<State::head_dim>(as_const(rows_behind(from, s.first_token_of(units[i]))),
                                 s.selected_slice(at.sequence, slot_of[i], at.head), s.unit.tokens);
   }
   try {
@@ -443,7 +444,7 @@ void recall_units(const State& s, const Policies& policies, const head_of& at, i
         encoded_pages(s, policies, w), s, at, missing, [&](int i) { return units[w.units[i]]; },
         [&](int i) { return slot_of[w.units[i]]; });
   } catch (const store_error&) {
-    for (int i = 0; i < missing; ++i) slots.page[slot_of[w.units[i]]] = -1;
+    for (int i = 0; i < missing; ++i) slots.unit[slot_of[w.units[i]]] = -1;
     s.recalled[row] -= missing;
     throw;
   }

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 #include <array>
+#include <freekv/algorithms/copy_slice.hpp>
 #include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/backend/host/select.hpp>
-#include <freekv/functors/copy_slice.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 
 namespace freekv::host {
@@ -15,7 +15,7 @@ template <class State>
 bool selects_within(const State& s, int sequence, int pages) {
   for (int head = 0; head < s.heads.kv; ++head) {
     const std::int32_t* selected = s.selected + s.selection(sequence, head);
-    const int count = s.selected_count[s.row(sequence, head)];
+    const int count = s.selected_count[s.head_index(sequence, head)];
     if (count > 0 && s.page_of(selected[count - 1]) >= pages) return false;
   }
   return true;
@@ -25,44 +25,44 @@ bool selects_within(const State& s, int sequence, int pages) {
 /// they stay; so do those of a head for which a recall is to be made up.
 template <class State>
 void compact_slots(const State& s, int sequence) {
-  if (s.slots.selected > s.list_units) return;
+  if (s.slots.selected > s.max_selected) return;
   for (int head = 0; head < s.heads.kv; ++head) {
-    if (s.unrecalled[s.row(sequence, head)] != 0) continue;
+    if (s.recall_failed[s.head_index(sequence, head)] != 0) continue;
     const slot_contents held = s.slots_of(sequence, head);
     std::int32_t* const slot_of = s.slot_of + s.selection(sequence, head);
-    for (int to = 0, from = held.count - 1;; held.page[from] = -1) {
-      while (from > 0 && held.page[from] < 0) --from;
-      while (to < from && held.page[to] >= 0) ++to;
+    for (int to = 0, from = held.count - 1;; held.unit[from] = -1) {
+      while (from > 0 && held.unit[from] < 0) --from;
+      while (to < from && held.unit[to] >= 0) ++to;
       if (to >= from) break;
       copy_slice<State::head_dim>(as_const(s.selected_slice(sequence, from, head)),
                                   s.selected_slice(sequence, to, head), s.unit.tokens);
-      held.page[to] = held.page[from];
+      held.unit[to] = held.unit[from];
       held.last_selected[to] = held.last_selected[from];
-      std::replace(slot_of, slot_of + s.selected_count[s.row(sequence, head)], from, to);
+      std::replace(slot_of, slot_of + s.selected_count[s.head_index(sequence, head)], from, to);
     }
   }
 }
 
-/// Frames in which a sequence's selected slots hold anything, or will where a recall is to be made up for.
+/// Blocks in which a sequence's selected slots hold anything, or will where a recall is to be made up for.
 template <class State>
-int selected_frames_in_use(const State& s, int sequence) {
+int selected_blocks_in_use(const State& s, int sequence) {
   int slots = 0;
   for (int head = 0; head < s.heads.kv; ++head) {
     const slot_contents held = s.slots_of(sequence, head);
     int used = held.count;
-    if (s.unrecalled[s.row(sequence, head)] == 0)
-      while (used > slots && held.page[used - 1] < 0) --used;
+    if (s.recall_failed[s.head_index(sequence, head)] == 0)
+      while (used > slots && held.unit[used - 1] < 0) --used;
     slots = std::max(slots, used);
   }
-  return s.slots.frames_for(slots);
+  return s.slots.selected_blocks_for(slots);
 }
 
 /// Copies pages of a sequence to slots of one KV head, at length `tokens`: for i of `count` the page `page(i)` to slot
 /// `slot(i)`, the open one last if it is among them. Throws store_error.
 template <class State, class Policies, class Page, class Slot>
-void fill_slots(const encoded_pages<State, Policies>& stored, const State& s, const head_of& at, int tokens,
-                int count, const Page& page, const Slot& slot) {
-  const auto to = [&](int i) { return s.frame_slice(at.sequence, slot(i), at.head); };
+void fill_slots(const encoded_pages<State, Policies>& stored, const State& s, const sequence_head& at,
+                int tokens, int count, const Page& page, const Slot& slot) {
+  const auto to = [&](int i) { return s.block_slice(at.sequence, slot(i), at.head); };
   const auto copy = [&](const auto& from, int i) {
     copy_slice<State::head_dim>(as_const(from), to(i), s.page.tokens);
   };
@@ -71,7 +71,7 @@ void fill_slots(const encoded_pages<State, Policies>& stored, const State& s, co
     return;
   }
   const bool open = count > 0 && page(count - 1) == tokens / s.page.tokens;
-  const auto whole = [&](int i) { return page_part{page(i), 0, s.page.tokens}; };
+  const auto whole = [&](int i) { return page_range{page(i), 0, s.page.tokens}; };
   stored.read(at, count - open, whole, to);
   if (open) copy(s.open_slice(at.sequence, page(count - 1), at.head), count - 1);
 }
@@ -83,7 +83,7 @@ void fill_window(const encoded_pages<State, Policies>& stored, const State& s, i
   const int pages = s.pages_of(tokens), sink = std::min(s.slots.sink, pages);
   const int ring = s.slots.ring_begin(tokens, s.page.tokens);
   for (int head = 0; head < s.heads.kv; ++head) {
-    const head_of at{sequence, head};
+    const sequence_head at{sequence, head};
     fill_slots(
         stored, s, at, tokens, std::max(0, sink - first_sink), [&](int i) { return first_sink + i; },
         [&](int i) { return s.slots.sink_slot(first_sink + i); });
@@ -99,9 +99,9 @@ void fill_selected(const encoded_pages<State, Policies>& stored, const State& s,
   for (int head = 0; head < s.heads.kv; ++head) {
     const slot_contents slots = s.slots_of(sequence, head);
     for (int i = 0; i < slots.count; ++i)
-      if (slots.page[i] >= 0)
+      if (slots.unit[i] >= 0)
         bring_units(
-            stored, s, {sequence, head}, 1, [&](int) { return slots.page[i]; }, [&](int) { return i; });
+            stored, s, {sequence, head}, 1, [&](int) { return slots.unit[i]; }, [&](int) { return i; });
   }
 }
 
@@ -114,7 +114,7 @@ void read_open_page(const encoded_pages<State, Policies>& stored, const State& s
     stored.read_stored(
         {sequence, head}, 1,
         [&](int) {
-          return page_part{page, 0, s.page.tokens};
+          return page_range{page, 0, s.page.tokens};
         },
         [&](int) { return store_page; }, [&](int) { return s.open_slice(sequence, page, head); });
 }
@@ -122,19 +122,19 @@ void read_open_page(const encoded_pages<State, Policies>& stored, const State& s
 /// Gives sequence `to` the unencoded pages of `from`.
 template <class State>
 void copy_open_pages(const State& s, int from, int to) {
-  for (int frame = 0; frame < s.open_frames; ++frame)
+  for (int block = 0; block < s.open_pages; ++block)
     for (int head = 0; head < s.heads.kv; ++head)
-      copy_slice<State::head_dim>(as_const(s.open_slice(from, frame, head)), s.open_slice(to, frame, head),
+      copy_slice<State::head_dim>(as_const(s.open_slice(from, block, head)), s.open_slice(to, block, head),
                                   s.page.tokens);
 }
 
 /// Gives sequence `to` the slots' contents of `from`.
 template <class State>
 void copy_slots(const State& s, int from, int to) {
-  const int used = s.slots.fixed() + selected_frames_in_use(s, from);
+  const int used = s.slots.fixed() + selected_blocks_in_use(s, from);
   for (int slot = 0; slot < used; ++slot)
     for (int head = 0; head < s.heads.kv; ++head)
-      copy_slice<State::head_dim>(as_const(s.frame_slice(from, slot, head)), s.frame_slice(to, slot, head),
+      copy_slice<State::head_dim>(as_const(s.block_slice(from, slot, head)), s.block_slice(to, slot, head),
                                   s.page.tokens);
 }
 
@@ -148,16 +148,17 @@ void copy_selection(const State& s, int from, int to) {
   const auto n = [](int count) { return static_cast<std::size_t>(count); };
   copy(s.previous_query, n(s.decode_rows * s.heads.group() * State::head_dim));
   copy(s.corrected, 1);
-  copy(s.unrecalled, 1);
-  for (std::int32_t* counts : std::array{s.selected_count, s.upcoming_count, s.attended_count, s.pinned_count,
-                                         s.selections, s.recalled, s.recalled_before_attention, s.promoted})
+  copy(s.recall_failed, 1);
+  for (std::int32_t* counts :
+       std::array{s.selected_count, s.next_selected_count, s.attended_count, s.pinned_count, s.selections,
+                  s.recalled, s.recalled_before_attention, s.promoted})
     copy(counts, 1);
   copy(s.pinned, n(s.pins));
-  for (std::int32_t* lists : std::array{s.selected, s.upcoming, s.attended, s.slot_of})
-    copy(lists, n(s.list_units));
-  for (std::uint32_t* masks : std::array{s.selected_by, s.upcoming_by, s.attended_by})
-    copy(masks, n(s.list_units * s.mask_words));
-  for (std::int32_t* lists : std::array{s.slot_page, s.slot_stamp}) copy(lists, n(s.slots.selected));
+  for (std::int32_t* lists : std::array{s.selected, s.next_selected, s.attended, s.slot_of})
+    copy(lists, n(s.max_selected));
+  for (std::uint32_t* masks : std::array{s.selected_by, s.next_selected_by, s.attended_by})
+    copy(masks, n(s.max_selected * s.mask_words));
+  for (std::int32_t* lists : std::array{s.slot_unit, s.slot_stamp}) copy(lists, n(s.slots.selected));
 }
 
 }  // namespace freekv::host

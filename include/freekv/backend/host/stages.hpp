@@ -6,10 +6,10 @@
 #include <freekv/backend/host/attend.hpp>
 #include <freekv/backend/host/host_backend.hpp>
 #include <freekv/backend/host/select.hpp>
-#include <freekv/backend/host/select_rows.hpp>
+#include <freekv/backend/host/select_by_scope.hpp>
 #include <freekv/backend/host/sequence_slots.hpp>
 #include <freekv/core/policy.hpp>
-#include <freekv/policies/rows.hpp>
+#include <freekv/policies/scope.hpp>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -45,9 +45,9 @@ class stages {
   /// A layer's state before any sequence.
   void clear(const State& s, int sequences) {
     const std::size_t selections = s.selection(sequences, 0);
-    for (std::int32_t* pages : std::array{s.selected, s.upcoming, s.attended, s.slot_of})
+    for (std::int32_t* pages : std::array{s.selected, s.next_selected, s.attended, s.slot_of})
       std::fill_n(pages, selections, -1);
-    for (std::uint32_t* masks : std::array{s.selected_by, s.upcoming_by, s.attended_by})
+    for (std::uint32_t* masks : std::array{s.selected_by, s.next_selected_by, s.attended_by})
       std::fill_n(masks, s.masks(sequences, 0), 0u);
     for (int sequence = 0; sequence < sequences; ++sequence) forget(s, sequence);
   }
@@ -56,12 +56,12 @@ class stages {
   /// A sequence's selection and report are forgotten, and what could not be read for it.
   void forget(const State& s, int sequence) {
     drop_selection(s, sequence);
-    s.unfilled[sequence] = 0;
-    clear_report(s, s.row(sequence, 0), s.row(1, 0));
+    s.lacking[sequence] = 0;
+    clear_report(s, s.head_index(sequence, 0), s.head_index(1, 0));
   }
   void compact_slots(const State& s, int sequence) { host::compact_slots(s, sequence); }
-  int selected_frames_in_use(const State& s, int sequence) const {
-    return host::selected_frames_in_use(s, sequence);
+  int selected_blocks_in_use(const State& s, int sequence) const {
+    return host::selected_blocks_in_use(s, sequence);
   }
   bool selects_within(const State& s, int sequence, int pages) const {
     return host::selects_within(s, sequence, pages);
@@ -77,21 +77,21 @@ class stages {
     if (!to.keeps_selection) drop_selection(s, sequence);
     const int p = s.page.tokens, open = to.tokens / p;
     const bool opens = s.encoded && to.tokens % p != 0 && to.before >= (open + 1) * p;
-    if (opens && !to.has_rows) s.unfilled[sequence] |= lacks_open_page;
+    if (opens && !to.has_rows) s.lacking[sequence] |= lacks_open_page;
     if (s.keeps_slots && (opens || s.slots.ring_begin(to.before, p) > s.slots.ring_begin(to.tokens, p)))
-      s.unfilled[sequence] |= lacks_window;
+      s.lacking[sequence] |= lacks_window;
     fill_or_leave(s, sequence, to.tokens);
   }
   /// `to` becomes what `from` is.
   void fork(const State& s, int from, int to) {
     copy_selection(s, from, to);
-    s.unfilled[to] = s.unfilled[from];
+    s.lacking[to] = s.lacking[from];
     if (s.encoded) copy_open_pages(s, from, to);
     if (s.keeps_slots) copy_slots(s, from, to);
   }
   /// Fills the slots of a sequence from the store.
   void restore(const State& s, int sequence, int tokens) {
-    if (s.keeps_slots) s.unfilled[sequence] |= lacks_slots;
+    if (s.keeps_slots) s.lacking[sequence] |= lacks_slots;
     fill_or_leave(s, sequence, tokens);
   }
 
@@ -99,14 +99,14 @@ class stages {
 
   /// Reads for a sequence that is about to append what could not be read when it should have been: what a truncation
   /// or restoration needs, and what is selected. Throws store_error.
-  void settle(const State& s, const step_entry& entry) {
-    if (s.unfilled[entry.sequence] != 0) fill(s, entry.sequence, entry.before, entry.shared_page);
+  void retry_reads(const State& s, const step_entry& entry) {
+    if (s.lacking[entry.sequence] != 0) fill(s, entry.sequence, entry.before, entry.shared_page);
     recall_missing(s, entry.sequence, entry.before);
   }
 
   /// Appends rows and summarises the pages they complete. Throws store_error.
   template <class In>
-  void append(const State& s, const step_entry& entry, const new_rows<In>& rows) {
+  void append(const State& s, const step_entry& entry, const kv_rows<In>& rows) {
     const std::ptrdiff_t kv = std::ptrdiff_t{entry.first_row} * s.heads.kv * d;
     const rows_from<In> source{rows.keys.data() + kv, rows.values.data() + kv, entry.before, s.heads.kv, d};
     int first_page = entry.before / s.page.tokens, last_page = s.pages_of(entry.after());
@@ -126,15 +126,15 @@ class stages {
 
   /// In retrieval layers finds the heads that have drifted (decode) or forgets the selection (prompt).
   template <class In>
-  void detect(const State& s, const step_entry& entry, const new_rows<In>& rows) {
+  void detect(const State& s, const step_entry& entry, const kv_rows<In>& rows) {
     if (s.kind != layer_kind::retrieval) return;
-    if (entry.kind == row_kind::prompt) return drop_selection(s, entry.sequence);
+    if (entry.phase == step_phase::prefill) return drop_selection(s, entry.sequence);
     resolve(policies_->correction, [&](const auto& correction) {
       detect_drift(instructions(), s, correction, entry,
                    rows.queries.data() + std::ptrdiff_t{entry.first_row} * s.heads.query * d);
     });
-    resolve(policies_->rows, [&]<class Rows>(const Rows&) {
-      if constexpr (Rows::row == selection_row::layer)
+    resolve(policies_->scope, [&]<class Scope>(const Scope&) {
+      if constexpr (Scope::scope == selection_scope::layer)
         if (any_flagged(s, entry.sequence)) flag_all(s, entry.sequence);
     });
   }
@@ -156,19 +156,19 @@ class stages {
   void correct(const State& s, const step_entry& entry) {
     const bool by_mass =
         resolve(policies_->correction, []<class C>(const C&) { return correction_by_mass<C>; });
-    resolve(policies_->rows, [&]<class Rows>(const Rows&) {
-      if constexpr (Rows::row == selection_row::layer) {
+    resolve(policies_->scope, [&]<class Scope>(const Scope&) {
+      if constexpr (Scope::scope == selection_scope::layer) {
         if (by_mass || any_flagged(s, entry.sequence)) correct_layer(s, entry, by_mass);
       } else {
         const step_candidates c = candidates_at(s, entry);
         const auto wanted = [&](int head) {
-          return by_mass || s.corrected[s.row(entry.sequence, head)] != 0;
+          return by_mass || s.corrected[s.head_index(entry.sequence, head)] != 0;
         };
         if (s.pins > 0 && entry.kept_row < 0)
           for_heads(s, entry, wanted, [&](int head, const workspace& w) {
             pin_units(s, {entry.sequence, head}, {c.range.first, c.now}, w);
           });
-        if constexpr (Rows::row == selection_row::query_head)
+        if constexpr (Scope::scope == selection_scope::query_head)
           for_heads(s, entry, wanted, [&](int head, const workspace& w) {
             select_by_query_head(instructions(), s, *policies_, entry, head, true, w);
             recall_corrected(s, entry, head, w);
@@ -179,7 +179,7 @@ class stages {
           });
       }
     });
-    const std::size_t first = s.selection(entry.sequence, 0), row = s.row(entry.sequence, 0);
+    const std::size_t first = s.selection(entry.sequence, 0), row = s.head_index(entry.sequence, 0);
     std::copy_n(s.selected + first, s.selection(0, s.heads.kv), s.attended + first);
     std::copy_n(s.selected_by + s.masks(entry.sequence, 0), s.masks(0, s.heads.kv),
                 s.attended_by + s.masks(entry.sequence, 0));
@@ -189,22 +189,24 @@ class stages {
   /// Every head selects with the current query among the next step's candidates and recalls what it misses. On the
   /// recall stream's thread if it has one.
   void speculate(const State& s, const step_entry& entry) {
-    resolve(policies_->rows, [&]<class Rows>(const Rows&) {
-      const auto unknown = [&](int head) { return s.upcoming_count[s.row(entry.sequence, head)] < 0; };
-      if constexpr (Rows::row == selection_row::layer)
+    resolve(policies_->scope, [&]<class Scope>(const Scope&) {
+      const auto unknown = [&](int head) {
+        return s.next_selected_count[s.head_index(entry.sequence, head)] < 0;
+      };
+      if constexpr (Scope::scope == selection_scope::layer)
         foresee_layer(s, entry);
-      else if constexpr (Rows::row == selection_row::query_head)
+      else if constexpr (Scope::scope == selection_scope::query_head)
         for_heads_next(s, entry, unknown, [&](int head, const workspace& w) {
           select_by_query_head(instructions(), s, *policies_, entry, head, false, w);
         });
       else
         for_selections_next(s, entry, unknown, [&](int head, selection_type& of, const workspace&) {
-          s.upcoming_count[s.row(entry.sequence, head)] = of.best(
-              s.candidates_at(entry.after() + 1).count, s.upcoming + s.selection(entry.sequence, head));
+          s.next_selected_count[s.head_index(entry.sequence, head)] = of.best(
+              s.candidates_at(entry.after() + 1).count, s.next_selected + s.selection(entry.sequence, head));
         });
     });
     for (int head = 0; head < s.heads.kv; ++head)
-      if (s.kind_of(head) == layer_kind::retrieval) take_upcoming(s, entry, head);
+      if (s.kind_of(head) == layer_kind::retrieval) take_next_selected(s, entry, head);
     if (s.keeps_slots)
       for_heads_next(s, entry, every, [&](int head, const workspace& w) {
         recall(s, {entry.sequence, head}, entry.after(), w);
@@ -212,14 +214,14 @@ class stages {
   }
 
   /// Recalls what `correct` could not. Throws store_error.
-  void settle_correction(const State& s, const step_entry& entry) {
+  void retry_correction_reads(const State& s, const step_entry& entry) {
     recall_missing(s, entry.sequence, entry.after());
   }
 
   /// Attends decode rows within the budget: to sink, selected and window pages; prompt rows, and all rows of
   /// complete layers, to everything before them and themselves.
   void attend(const State& s, const step_entry& entry, const float* queries, const attention_output& to) {
-    attend_rows({s, *policies_, entry, queries, to, entry.kind == row_kind::prompt});
+    attend_rows({s, *policies_, entry, queries, to, entry.phase == step_phase::prefill});
   }
 
   /// Attends each row to everything before it and itself, straight from the store.
@@ -231,7 +233,7 @@ class stages {
   /// The log-mass of each unit that each row attends to.
   void masses(const State& s, const step_entry& entry, const float* queries, const mass_output& to) {
     const attention_job<State, Policies> job{s,       *policies_, entry,
-                                             queries, {},         entry.kind == row_kind::prompt};
+                                             queries, {},         entry.phase == step_phase::prefill};
     const int heads = s.heads.kv;
     backend_->parallel(entry.tokens * heads,
                        job.bytes(entry.tokens - 1) * static_cast<std::size_t>(entry.tokens),
@@ -252,23 +254,23 @@ class stages {
   const workspace& workspace_of(int worker) const { return workspaces_[static_cast<std::size_t>(worker)]; }
 
   enum lacks : std::uint8_t { lacks_open_page = 1, lacks_window = 2, lacks_slots = 4 };
-  /// Reads what `unfilled` says, for a sequence of `tokens` tokens. `open_page`: the store's page of its open page, if
+  /// Reads what `lacking` says, for a sequence of `tokens` tokens. `open_page`: the store's page of its open page, if
   /// that is no longer the one in the table.
   void fill(const State& s, int sequence, int tokens, std::int32_t open_page = -1) {
     const encoded_pages stored(s, *policies_, workspace_of(0));
     const int page = tokens / s.page.tokens;
-    if ((s.unfilled[sequence] & lacks_open_page) != 0 && tokens % s.page.tokens != 0)
+    if ((s.lacking[sequence] & lacks_open_page) != 0 && tokens % s.page.tokens != 0)
       read_open_page(stored, s, sequence, page, open_page >= 0 ? open_page : s.store_page(sequence, page));
-    const bool all = (s.unfilled[sequence] & lacks_slots) != 0;
-    if (all || (s.unfilled[sequence] & lacks_window) != 0)
+    const bool all = (s.lacking[sequence] & lacks_slots) != 0;
+    if (all || (s.lacking[sequence] & lacks_window) != 0)
       fill_window(stored, s, sequence, tokens, all ? 0 : page);
     if (all) fill_selected(stored, s, sequence);
-    s.unfilled[sequence] = 0;
+    s.lacking[sequence] = 0;
   }
   /// The same, or nothing: the next append tries again and says what is wrong.
   void fill_or_leave(const State& s, int sequence, int tokens) {
     try {
-      if (s.unfilled[sequence] != 0) fill(s, sequence, tokens);
+      if (s.lacking[sequence] != 0) fill(s, sequence, tokens);
     } catch (const store_error&) {
     }
   }
@@ -353,7 +355,7 @@ class stages {
 
   void correct_head(const State& s, const step_entry& entry, int head, const step_candidates& c,
                     selection_type& selection, const workspace& w) {
-    const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
+    const std::size_t row = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
     std::int32_t* selected = s.selected + first;
     const int count = selection.best(c.now, w.units);
     const bool anew = s.corrected[row] != 0;
@@ -368,10 +370,10 @@ class stages {
       });
     }
     recall_corrected(s, entry, head, w);
-    s.upcoming_count[row] = selection.best(c.next, s.upcoming + first);
+    s.next_selected_count[row] = selection.best(c.next, s.next_selected + first);
   }
   void recall_corrected(const State& s, const step_entry& entry, int head, const workspace& w) {
-    const std::size_t row = s.row(entry.sequence, head);
+    const std::size_t row = s.head_index(entry.sequence, head);
     if (s.corrected[row] == 0 || !s.keeps_slots) return;
     recall(s, {entry.sequence, head}, entry.after(), w);
     s.recalled_before_attention[row] = s.recalled[row];
@@ -387,7 +389,7 @@ class stages {
     });
     const workspace& w = workspace_of(0);
     const int head = first_retrieving(s), heads = retrieving_before(s, s.heads.kv);
-    const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
+    const std::size_t row = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
     head_selection selection(instructions(), s, *policies_, entry, head, c.range, w);
     if (by_mass || !selection.takes_all(c.now))
       selection.pool_heads(c.now, pooled_now_, layer_stride_, heads);
@@ -403,8 +405,8 @@ class stages {
       });
     }
     if (!selection.takes_all(c.next)) selection.pool_heads(c.next, pooled_next_, layer_stride_, heads);
-    s.upcoming_count[row] = selection.best(c.next, s.upcoming + first);
-    share_list(s, entry.sequence, s.upcoming, s.upcoming_count);
+    s.next_selected_count[row] = selection.best(c.next, s.next_selected + first);
+    share_list(s, entry.sequence, s.next_selected, s.next_selected_count);
     if (s.corrected[row] == 0) return;
     flag_all(s, entry.sequence);
     share_list(s, entry.sequence, s.selected, s.selected_count);
@@ -414,8 +416,8 @@ class stages {
   /// The layer's heads select as one for the next step, unless a correction has done so.
   void foresee_layer(const State& s, const step_entry& entry) {
     const int head = first_retrieving(s), heads = retrieving_before(s, s.heads.kv);
-    const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
-    if (s.upcoming_count[row] >= 0) return;
+    const std::size_t row = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
+    if (s.next_selected_count[row] >= 0) return;
     const unit_range next = s.candidates_at(entry.after() + 1);
     const int count = next.count;
     for_selections_next(s, entry, every, [&](int each, selection_type& selection, const workspace&) {
@@ -425,8 +427,8 @@ class stages {
     const int worker = backend_->options().overlap ? backend_->recall_workspace() : 0;
     selection_type selection(instructions(), s, *policies_, entry, head, next, workspace_of(worker));
     if (!selection.takes_all(count)) selection.pool_heads(count, pooled_behind_, layer_stride_, heads);
-    s.upcoming_count[row] = selection.best(count, s.upcoming + first);
-    share_list(s, entry.sequence, s.upcoming, s.upcoming_count);
+    s.next_selected_count[row] = selection.best(count, s.next_selected + first);
+    share_list(s, entry.sequence, s.next_selected, s.next_selected_count);
   }
 
   struct selected_and_best {
@@ -450,26 +452,26 @@ class stages {
   }
 
   /// What was found for the next step is what it attends to.
-  void take_upcoming(const State& s, const step_entry& entry, int head) {
-    const std::size_t row = s.row(entry.sequence, head), first = s.selection(entry.sequence, head);
-    const std::int32_t count = s.selected_count[row] = std::exchange(s.upcoming_count[row], -1);
-    std::copy_n(s.upcoming + first, count, s.selected + first);
-    std::copy_n(s.upcoming_by + s.masks(entry.sequence, head), count * s.mask_words,
+  void take_next_selected(const State& s, const step_entry& entry, int head) {
+    const std::size_t row = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
+    const std::int32_t count = s.selected_count[row] = std::exchange(s.next_selected_count[row], -1);
+    std::copy_n(s.next_selected + first, count, s.selected + first);
+    std::copy_n(s.next_selected_by + s.masks(entry.sequence, head), count * s.mask_words,
                 s.selected_by + s.masks(entry.sequence, head));
   }
 
   /// What cannot be read is left to `recall_missing`.
-  void recall(const State& s, const head_of& at, int tokens, const workspace& w) {
+  void recall(const State& s, const sequence_head& at, int tokens, const workspace& w) {
     try {
       recall_units(s, *policies_, at, tokens, w);
     } catch (const store_error&) {
-      s.unrecalled[s.row(at.sequence, at.head)] = 1;
+      s.recall_failed[s.head_index(at.sequence, at.head)] = 1;
     }
   }
   void recall_missing(const State& s, int sequence, int tokens) {
     if (!s.encoded || s.kind != layer_kind::retrieval) return;
     for (int head = 0; head < s.heads.kv; ++head) {
-      std::uint8_t& missing = s.unrecalled[s.row(sequence, head)];
+      std::uint8_t& missing = s.recall_failed[s.head_index(sequence, head)];
       if (missing != 0) recall_units(s, *policies_, {sequence, head}, tokens, workspace_of(0));
       missing = 0;
     }

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# All methods on all tasks, cell by cell: bash examples/eval/evaluate.sh [--out FOLDER] [options of evaluate.py,
+# which --help lists]. Installs what it needs and builds; says first how long it will take; what is done is kept, and a
+# second run goes on from there. Results: FOLDER/table.md and FOLDER/results.jsonl, FOLDER being build/evaluation.
+source "$(dirname "${BASH_SOURCE[0]}")/../../cmake/bootstrap.sh"
+
+evaluate=$root/examples/eval/evaluate.py
+own_model=
+for word in "$@"; do
+  case $word in
+    --help | -h) bootstrap_packages python3 && exec python3 "$evaluate" --help ;;
+    --model | --model=*) own_model=yes ;;
+  esac
+done
+bootstrap_packages g++ cmake ninja-build libcli11-dev nlohmann-json3-dev libeigen3-dev python3
+bootstrap_cuda
+bootstrap_llama_cpp
+[[ $own_model ]] || bootstrap_model
+
+say "Building FreeKV's examples"
+cmake -S "$root" --preset host -DFREEKV_TESTS=OFF -DFREEKV_LLAMA_CPP="$LLAMA_CPP" -DFREEKV_LLAMA_CPP_BUILD="$LLAMA_CPP_BUILD" \
+  >"$root/build/configure.log" || { cat "$root/build/configure.log" >&2; die "The examples could not be configured."; }
+cmake --build "$root/build/host" --target freekv-compare -j "$jobs" >&2
+commit=$(git -C "$root" describe --always --dirty 2>/dev/null || echo unknown)
+exec python3 "$evaluate" --commit "$commit" --program "$root/build/host/examples/eval/freekv-compare" --out "$root/build/evaluation" \
+  ${MODEL:+--model "$MODEL"} "$@"

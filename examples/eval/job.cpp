@@ -1,0 +1,289 @@
+#include "job.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <set>
+#include <utility>
+
+#include "fatal_signals.hpp"
+#include "frontier.hpp"
+#include "head_list.hpp"
+#include "self_check.hpp"
+
+namespace freekv::examples {
+
+namespace {
+
+/// The list of heads of a variant; empty if none is given for it.
+std::vector<layer_kind> head_kinds_of(std::string_view variant, const arguments& a,
+                                      const model_shape& shape) {
+  for (const std::string& given : a.head_lists) {
+    const std::size_t equals = given.find('=');
+    const bool is_named =
+        equals != std::string::npos && std::any_of(variants().begin(), variants().end(), [&](const auto& v) {
+          return v.name == std::string_view(given).substr(0, equals);
+        });
+    if (!is_named || given.substr(0, equals) == variant)
+      return read_head_list(is_named ? given.substr(equals + 1) : given, shape.layers, shape.kv_heads);
+  }
+  return {};
+}
+
+/// All rows there are. What is learnt from another text is shown for the first variant of each kind that needs it and is
+/// not deep.
+std::vector<contender> all_contenders(const arguments& a, const model_shape& shape) {
+  std::vector<contender> all;
+  bool lent_basis = false, lent_codebooks = false;
+  for (const auto& variant : variants()) {
+    contender c{std::string(variant.name), variant.method};
+    c.method.tau = a.tau;
+    c.page = variant.page;
+    c.budget_share = variant.budget_share;
+    c.deep = variant.deep;
+    if (c.method.plan == "by_head") c.head_kinds = head_kinds_of(variant.name, a, shape);
+    if (c.learns()) c.basis = basis_source::prompt;
+    all.push_back(c);
+    if (c.deep) continue;
+    c.basis = basis_source::other_text;
+    if (c.method.needs_basis() && !std::exchange(lent_basis, true)) {
+      c.name += ", other text's basis";
+      all.push_back(c);
+    } else if (c.method.needs_codebooks() && !std::exchange(lent_codebooks, true)) {
+      c.name += ", other text's codebooks";
+      all.push_back(c);
+    }
+  }
+  return all;
+}
+
+/// Full attention first, then those asked for.
+std::vector<contender> contenders_of(const arguments& a, const model_shape& shape) {
+  std::vector<contender> all = all_contenders(a, shape);
+  const std::set<std::string> only(a.only.begin(), a.only.end());
+  for (const auto& name : only)
+    if (std::none_of(all.begin(), all.end(), [&](const contender& c) { return c.name == name; })) {
+      std::string names;
+      for (const auto& c : all) names += (names.empty() ? "" : "; ") + c.name;
+      throw choice_error("--variant " + name + " is unknown; choose among: " + names);
+    }
+  const auto coded =
+      std::find_if(all.begin(), all.end(), [](const contender& c) { return c.name == "freekv_key_codes"; });
+  const contender stored = *coded;
+  for (const auto& codec : a.codecs) {
+    if (codec == low_rank_keys<>::name && !shape.rotary)
+      throw choice_error(
+          "--codec low_rank_keys needs the model's rotary embedding, which the file does not say in full; "
+          "take another model");
+    all.push_back(stored);
+    all.back().name += ", " + codec + " store";
+    all.back().method.codec = codec;
+  }
+  std::erase_if(all, [&](contender& c) {
+    const bool is_named = only.count(c.name) > 0;
+    if (c.name == "full" || c.name.ends_with(" store")) return false;
+    if (only.empty() ? c.deep && !a.full : !is_named) return true;
+    if (is_named) c.deep = false;
+    std::string lacks;
+    if (c.method.plan == "by_head" && c.head_kinds.empty())
+      lacks = "needs a list of heads; give --head-list FILE";
+    else if (c.method.needs_factors() && !shape.rotary)
+      lacks = "needs the model's rotary embedding, which the file does not say in full; take another model";
+    else if (!fits(c, a.common))
+      lacks = "has no page to select in its share of a budget of " + std::to_string(a.common.budget) +
+              " tokens, or pages that sink and window are no multiples of; give a larger --budget";
+    if (lacks.empty()) return false;
+    if (is_named) throw choice_error("--variant " + c.name + " " + lacks);
+    std::cerr << "note: " << c.name << " is left out: it " << lacks << "\n";
+    return true;
+  });
+  return all;
+}
+
+/// How much of --text the sections need.
+int text_tokens(const arguments& a) {
+  int needed = 1;
+  for (const char* name :
+       {"quality", "budgets", "taus", "speed", "continuation", "generate", "draft", "frontier"})
+    if (a.does(name)) needed = std::max(needed, a.prompt + std::max(a.steps, a.deep_steps) + 1);
+  if (a.does("batch")) needed = std::max(needed, a.prompt + a.steps + a.batch);  // different parts
+  if (a.does("lengths"))
+    for (const int length : a.lengths) needed = std::max(needed, length + 1);
+  return needed;
+}
+
+nlohmann::ordered_json run_of(const arguments& a, const model_shape& shape) {
+  return {{"model", shape.name},
+          {"text", std::filesystem::path(a.text).filename().string()},
+          {"prompt", a.prompt},
+          {"steps", a.steps},
+          {"page", a.common.page},
+          {"sink", a.common.sink},
+          {"window", a.common.window},
+          {"budget", a.common.budget},
+          {"tau", a.tau},
+          {"complete_layers", a.common.complete_layers},
+          {"basis_tokens", a.basis_tokens},
+          {"calibration", std::filesystem::path(a.calibration).filename().string()},
+          {"overlap", a.common.overlap},
+          {"threads", a.common.threads},
+          {"machine", processor_name()},
+          {"instructions", host::name_of(host::best_isa())},
+          {"compiler", __VERSION__},
+          {"commit", a.commit}};
+}
+
+std::string results_in(const std::string& folder) {
+  std::filesystem::create_directories(folder);
+  return folder + "/results.jsonl";
+}
+
+examples::model checked_model(const std::string& path, std::uint64_t key, int threads) {
+  note_stage("loading the model");
+  note_remark(processor_and_build() + "; " + rebuild_remedy());
+  examples::model loaded(path);
+  note_stage("checking the model");
+  check_model(loaded, find_known(key), threads);
+  note_stage("preparing");
+  note_remark("");
+  return loaded;
+}
+
+constexpr std::array all_sections{section{"needles", compare_needles, 0.53},
+                                  section{"quality", compare_quality, 0.37},
+                                  section{"budgets", compare_budgets},
+                                  section{"taus", compare_taus},
+                                  section{"speed", compare_speed, 0.1},
+                                  section{"lengths", compare_lengths},
+                                  section{"continuation", compare_continuation},
+                                  section{"generate", compare_generated},
+                                  section{"batch", compare_batch},
+                                  section{"draft", compare_drafts},
+                                  section{"tasks", compare_tasks},
+                                  section{"frontier", compare_frontier}};
+
+}  // namespace
+
+std::span<const section> sections() { return all_sections; }
+
+const section* find_section(const std::string& name) {
+  const auto found = std::find_if(all_sections.begin(), all_sections.end(),
+                                  [&](const section& s) { return name == s.name; });
+  return found == all_sections.end() ? nullptr : &*found;
+}
+
+std::string section_names() {
+  std::string names;
+  for (const section& s : all_sections) names += (names.empty() ? "" : ", ") + std::string(s.name);
+  return names;
+}
+
+job::job(const arguments& wanted)
+    : options_(wanted),
+      place_{wanted.cache, key_of_file(wanted.model), wanted.common.threads},
+      model_(checked_model(wanted.model, place_.model_key, wanted.common.threads)),
+      text_(first_tokens(model_, wanted.text, text_tokens(wanted))),
+      contenders_(contenders_of(wanted, model_.shape())),
+      lines_(results_in(wanted.out), run_of(wanted, model_.shape())),
+      table_(wanted.out + "/table.txt.part") {
+  if (!table_)
+    throw file_error("'" + wanted.out +
+                     "/table.txt.part' cannot be written; choose another folder with --out");
+  note_remark("what was measured by then is in '" + wanted.out + "/results.jsonl.part'");
+  std::copy_if(contenders_.begin(), contenders_.end(), std::back_inserter(principal_),
+               [](const contender& c) { return !c.deep; });
+  place_.queries = std::any_of(contenders_.begin(), contenders_.end(),
+                               [](const contender& c) { return c.method.evicts(); });
+  const auto& shape = model_.shape();
+  const int longest = std::max(
+      {static_cast<int>(text_.size()), wanted.does("generate") ? wanted.prompt + wanted.generate + 1 : 0,
+       wanted.does("continuation") ? wanted.prompt + wanted.own_continuation + 1 : 0});
+  if (longest > shape.trained_context)
+    std::cerr << "note: " << longest << " tokens are more than the " << shape.trained_context
+              << " the model was trained for\n";
+  say(shape.name + ": " + std::to_string(shape.layers) + " layers, " + std::to_string(shape.query_heads) +
+      "/" + std::to_string(shape.kv_heads) + " heads of " + std::to_string(shape.head_dim) + "; text " +
+      std::filesystem::path(wanted.text).filename().string() + "\n");
+}
+
+const prepared_prompt& job::prompt() {
+  if (!prompt_)
+    prompt_.emplace(prepare(text().first(static_cast<std::size_t>(options_.prompt)), options_.needle_text,
+                            options_.does("speed")));
+  return *prompt_;
+}
+
+std::span<const llama_token> job::after_prompt(std::span<const llama_token> text) const {
+  return text.subspan(static_cast<std::size_t>(options_.prompt),
+                      static_cast<std::size_t>(options_.steps) + 1);
+}
+
+prepared_prompt job::prepare(std::span<const llama_token> tokens, const std::string& other_text, bool timed) {
+  prompt_cache::place at = place_;
+  at.state = timed;
+  prompt_cache kv(model_, tokens, at, progress());
+  learnt_keys own = learn(kv, basis_source::prompt);
+  return {std::move(kv), std::move(own), learnt_from_text(other_text)};
+}
+
+bool job::asks_for(basis_source source) const {
+  return std::any_of(contenders_.begin(), contenders_.end(),
+                     [&](const auto& c) { return c.basis == source; });
+}
+
+learnt_keys job::learn(const prompt_cache& keys, basis_source source) {
+  learnt_keys learnt;
+  int rank = 0, key_rank = 0;
+  for (const contender& c : contenders_) {
+    if (c.basis != source) continue;
+    if (c.method.needs_factors())
+      key_rank = std::max(key_rank, c.method.key_rank_of(model_.shape().kv_heads * model_.shape().head_dim));
+    if (c.method.needs_basis()) rank = std::max(rank, c.method.rank);
+    if (c.method.needs_codebooks() && !learnt.codebooks.contains(c.method.codes))
+      learnt.codebooks.emplace(
+          c.method.codes,
+          keys.learn_codebooks(codebook_sizes::of_codes(c.method.codes, options_.common.page), progress()));
+  }
+  if (rank > 0) learnt.basis = keys.learn_basis(rank);
+  if (key_rank > 0) learnt.factors = keys.learn_factors(key_rank);
+  return learnt;
+}
+
+const learnt_keys& job::learnt_from_text(const std::string& path) {
+  const auto known = learnt_.find(path);
+  if (known != learnt_.end()) return known->second;
+  if (!asks_for(basis_source::other_text)) return learnt_.emplace(path, learnt_keys{}).first->second;
+  const std::size_t most = std::min(static_cast<std::size_t>(options_.basis_tokens),
+                                    static_cast<std::size_t>(model_.shape().trained_context));
+  auto tokens = model_.tokenize(read_text(path));
+  const bool calibrates = !options_.calibration.empty();
+  tokens.resize(std::min(tokens.size(), calibrates ? most / 2 : most));
+  if (calibrates) {
+    const auto more = model_.tokenize(read_text(options_.calibration));
+    const auto end = more.begin() + static_cast<std::ptrdiff_t>(std::min(more.size(), most - tokens.size()));
+    tokens.insert(tokens.end(), more.begin(), end);
+  }
+  prompt_cache::place place = place_;
+  place.queries = false;
+  const prompt_cache keys(model_, tokens, place, progress());
+  return learnt_.emplace(path, learn(keys, basis_source::other_text)).first->second;
+}
+
+void job::say(const std::string& text) {
+  std::cout << text << std::flush;
+  table_ << text << std::flush;
+}
+
+void job::finish() {
+  lines_.finish();
+  const std::string table = options_.out + "/table.txt";
+  table_.close();
+  if (!table_ || std::rename((table + ".part").c_str(), table.c_str()) != 0)
+    throw file_error("'" + table + "' cannot be written; what it would say is in '" + table + ".part'");
+}
+
+}  // namespace freekv::examples

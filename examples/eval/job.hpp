@@ -1,0 +1,104 @@
+// The main job: what its sections share, and the sections themselves. Each measures, prints a table and writes
+// JSON lines.
+#pragma once
+
+#include <fstream>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "arguments.hpp"
+#include "report.hpp"
+
+namespace freekv::examples {
+
+class job {
+ public:
+  /// Loads the model and checks that llama.cpp computes it rightly here. Throws engine_error, choice_error, file_error.
+  explicit job(const arguments& wanted);
+
+  const arguments& options() const { return options_; }
+  const examples::model& model() const { return model_; }
+  const prompt_cache::place& place() const { return place_; }
+  /// The rows of the tables; the first is full attention.
+  std::span<const contender> contenders() const { return contenders_; }
+  /// Those that --full sweeps.
+  std::span<const contender> principal() const { return principal_; }
+
+  /// The first tokens of --text: all that the sections chosen need.
+  std::span<const llama_token> text() const { return text_; }
+  /// --prompt tokens of them, prepared at the first call.
+  const prepared_prompt& prompt();
+  /// What follows these: --steps tokens, and one more to predict.
+  std::span<const llama_token> after_prompt() const { return after_prompt(text()); }
+  /// The same of another text.
+  std::span<const llama_token> after_prompt(std::span<const llama_token> text) const;
+
+  /// `other_text`: the file whose keys lend what is learnt, with those of --calibration; --needle-text, unless the
+  /// tokens are from there.
+  /// `timed`: llama.cpp itself will go on from these tokens.
+  prepared_prompt prepare(std::span<const llama_token> tokens, const std::string& other_text,
+                          bool timed = false);
+
+  json_lines& lines() { return lines_; }
+  progress_function progress() { return std::ref(progress_); }
+  /// Prints, and writes to table.txt.part.
+  void say(const std::string& text);
+  /// Moves results.jsonl and table.txt to their places.
+  void finish();
+
+ private:
+  /// What the contenders whose source this is need.
+  bool asks_for(basis_source source) const;
+  learnt_keys learn(const prompt_cache& keys, basis_source source);
+  const learnt_keys& learnt_from_text(const std::string& path);
+
+  arguments options_;
+  prompt_cache::place place_;
+  examples::model model_;
+  std::vector<llama_token> text_;
+  std::vector<contender> contenders_, principal_;
+  json_lines lines_;
+  std::ofstream table_;
+  progress_line progress_;
+  std::map<std::string, learnt_keys> learnt_;  // by the text's path
+  std::optional<prepared_prompt> prompt_;
+};
+
+/// Facts hidden in a text and asked for at its end. Also by depth and length with --full.
+void compare_needles(job& j);
+/// Teacher-forced decoding: perplexity, attention mass kept, what is moved. By layer and head with --full.
+void compare_quality(job& j);
+/// Perplexity and mass against the budget.
+void compare_budgets(job& j);
+/// Corrections and pages changed against the correction threshold, by layer.
+void compare_taus(job& j);
+/// Decoding speed, in turns with llama.cpp itself.
+void compare_speed(job& j);
+/// The same against the context's length.
+void compare_lengths(job& j);
+/// Loss of what full attention goes on with on its own, by position.
+void compare_continuation(job& j);
+/// Texts that every contender writes on its own.
+void compare_generated(job& j);
+/// Texts decoded together and one at a time.
+void compare_batch(job& j);
+/// Several tokens a step, of which some are taken back, beside one a step.
+void compare_drafts(job& j);
+/// Questions from a file.
+void compare_tasks(job& j);
+
+struct section {
+  const char* name;
+  void (*run)(job&);
+  double usual_share = 0;  ///< of the time of the job without options; 0: not in it
+};
+/// In the order in which they run.
+std::span<const section> sections();
+/// nullptr for none.
+const section* find_section(const std::string& name);
+std::string section_names();
+
+}  // namespace freekv::examples

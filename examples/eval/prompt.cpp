@@ -1,0 +1,261 @@
+#include "prompt.hpp"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <future>
+#include <system_error>
+
+#include "cited.hpp"
+#include "text_file.hpp"
+
+namespace freekv::examples {
+
+namespace {
+
+constexpr const char* flash_state = ".flash.state";
+constexpr std::uint64_t fnv_start = 14695981039346656037u;
+
+std::uint64_t fnv(std::span<const std::byte> bytes, std::uint64_t hash) {
+  for (const std::byte b : bytes) hash = (hash ^ static_cast<std::uint64_t>(b)) * 1099511628211u;
+  return hash;
+}
+
+std::string hexadecimal(std::uint64_t key) {
+  std::array<char, 17> text{};
+  std::snprintf(text.data(), text.size(), "%016llx", static_cast<unsigned long long>(key));
+  return text.data();
+}
+
+std::filesystem::path file_for(const prompt_cache::place& place, std::span<const llama_token> tokens,
+                               const std::string& what) {
+  if (place.folder.empty()) return {};
+  std::filesystem::create_directories(place.folder);
+  const std::uint64_t key = fnv(std::as_bytes(tokens), place.model_key);
+  return place.folder / (hexadecimal(key) + "-" + std::to_string(tokens.size()) + what);
+}
+
+/// The file of that name and ending; none for an empty name.
+std::filesystem::path beside(std::filesystem::path name, const std::string& ending) {
+  if (!name.empty()) name += ending;
+  return name;
+}
+
+/// Collects what passes by during a prefill.
+class collector : public observer {
+ public:
+  collector(const model_shape& shape, int tokens, std::vector<std::uint16_t>& keys,
+            std::vector<std::uint16_t>& values, std::vector<std::uint16_t>* queries)
+      : row_(static_cast<std::size_t>(shape.kv_heads * shape.head_dim)),
+        tokens_(static_cast<std::size_t>(tokens)),
+        query_row_(static_cast<std::size_t>(shape.query_heads * shape.head_dim)),
+        keys_(keys),
+        values_(values),
+        queries_(queries) {
+    keys.resize(static_cast<std::size_t>(shape.layers) * tokens_ * row_);
+    values.resize(keys.size());
+    if (queries != nullptr) queries->resize(static_cast<std::size_t>(shape.layers) * tokens_ * query_row_);
+  }
+  void observe(const layer_rows& rows) override {
+    const std::size_t at =
+        (static_cast<std::size_t>(rows.layer) * tokens_ + static_cast<std::size_t>(rows.position)) * row_;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(rows.rows) * row_; ++i) {
+      keys_[at + i] = float_to_half(rows.key[i]);  // exact: they come from a half-precision cache
+      values_[at + i] = float_to_half(rows.value[i]);
+    }
+    for (std::size_t i = 0; queries_ != nullptr && i < static_cast<std::size_t>(rows.rows) * query_row_; ++i)
+      (*queries_)[at / row_ * query_row_ + i] = float_to_half(rows.query[i]);
+  }
+
+ private:
+  std::size_t row_, tokens_, query_row_;
+  std::vector<std::uint16_t>&keys_, &values_;
+  std::vector<std::uint16_t>* queries_;  // null: not wanted
+};
+
+engine::prefill_options reporting(observer* seen_by, std::span<const llama_token> tokens,
+                                  const progress_function& progress, const std::string& what) {
+  return {seen_by, [&progress, what, total = tokens.size()](int done) {
+            progress(what, static_cast<double>(done) / static_cast<double>(total));
+          }};
+}
+
+}  // namespace
+
+std::string read_text(const std::filesystem::path& path) { return read_text_file(path, "give a text file"); }
+
+std::vector<llama_token> first_tokens(const model& model, const std::filesystem::path& path, int count) {
+  auto tokens = model.tokenize(read_text(path));
+  if (static_cast<int>(tokens.size()) < count)
+    throw choice_error(cited_path(path) + " has " + std::to_string(tokens.size()) + " tokens, but " +
+                       std::to_string(count) + " are needed; give a longer text or ask for fewer tokens");
+  tokens.resize(static_cast<std::size_t>(count));
+  return tokens;
+}
+
+std::uint64_t key_of_file(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw file_error(cited_path(path) + " cannot be read; give the path of a file that can");
+  std::vector<char> block(1 << 20);
+  std::uint64_t hash = fnv_start;
+  while (file.read(block.data(), static_cast<std::streamsize>(block.size())), file.gcount() > 0)
+    hash = fnv(std::as_bytes(std::span(block)).first(static_cast<std::size_t>(file.gcount())), hash);
+  return hash;
+}
+
+prompt_cache::prompt_cache(const model& model, std::span<const llama_token> tokens, const place& at,
+                           const progress_function& progress)
+    : shape_(model.shape()),
+      tokens_(static_cast<int>(tokens.size())),
+      threads_(at.threads),
+      name_(file_for(at, tokens, "")) {
+  const auto path = beside(name_, ".kv.safetensors"), query_path = beside(name_, ".q.safetensors");
+  const std::vector<std::int64_t> expected_queries{shape_.layers, tokens_, shape_.query_heads,
+                                                   shape_.head_dim};
+  const std::vector<std::int64_t> expected{shape_.layers, tokens_, shape_.kv_heads, shape_.head_dim};
+  if (!path.empty() && std::filesystem::exists(path)) {
+    const safetensors_file file(path);
+    if (file.at("k").shape == expected && file.at("v").shape == expected) {
+      keys_ = file.copy<std::uint16_t>("k");
+      values_ = file.copy<std::uint16_t>("v");
+      if (!at.queries) return;
+      if (std::filesystem::exists(query_path)) {
+        const safetensors_file with_queries(query_path);
+        if (with_queries.at("q").shape == expected_queries) {
+          queries_ = with_queries.copy<std::uint16_t>("q");
+          return;
+        }
+      }
+    }
+  }
+  collector collected(shape_, tokens_, keys_, values_, at.queries ? &queries_ : nullptr);
+  engine prefilling(model, {.threads = at.threads, .context = tokens_});
+  prefilling.prefill(
+      tokens, 0,
+      reporting(&collected, tokens, progress, "prefill of " + std::to_string(tokens_) + " tokens"));
+  if (path.empty()) return;
+  if (at.state) prefilling.save_state(file_for(at, tokens, flash_state).string());
+  write_safetensors(path, {.tensors = {{"k", data_type::f16, expected, std::as_bytes(std::span(keys_))},
+                                       {"v", data_type::f16, expected, std::as_bytes(std::span(values_))}},
+                           .metadata = {{"model", shape_.name}}});
+  if (at.queries)
+    write_safetensors(
+        query_path, {.tensors = {{"q", data_type::f16, expected_queries, std::as_bytes(std::span(queries_))}},
+                     .metadata = {{"model", shape_.name}}});
+}
+
+std::vector<float> prompt_cache::float_keys(int layer) const {
+  const auto bytes = keys(layer);
+  std::vector<float> result(bytes.size() / 2);
+  for (std::size_t i = 0; i < result.size(); ++i) {
+    std::uint16_t bits;
+    std::memcpy(&bits, bytes.data() + 2 * i, 2);
+    result[i] = half_to_float(bits);
+  }
+  return result;
+}
+
+void prompt_cache::restore(pipeline& pipeline) const {
+  pipeline.restart();
+  pipeline.begin_step(tokens_, step_phase::prefill);
+  append_to(pipeline);
+}
+
+sequence_id prompt_cache::open(pipeline& pipeline) const {
+  const step_input rows{pipeline.open(), tokens_, step_phase::prefill};
+  pipeline.begin_step({&rows, 1});
+  append_to(pipeline);
+  return rows.sequence;
+}
+
+void prompt_cache::append_to(pipeline& pipeline) const {
+  std::vector<float> queries;
+  for (int layer = 0; layer < shape_.layers; ++layer) {
+    if (pipeline.observes_prompts()) {
+      const std::size_t size = queries_.size() / static_cast<std::size_t>(shape_.layers);
+      queries.resize(size);
+      std::transform(
+          queries_.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(layer) * size),
+          queries_.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(layer + 1) * size),
+          queries.begin(), half_to_float);
+    }
+    pipeline.append_stored(layer, keys(layer), values(layer), queries);
+  }
+  pipeline.end_step();
+}
+
+key_basis prompt_cache::learn_basis(int rank) const {
+  key_basis basis(shape_.layers, shape_.kv_heads, rank, shape_.head_dim);
+  for (int layer = 0; layer < shape_.layers; ++layer) basis.learn(layer, float_keys(layer));
+  return basis;
+}
+
+key_basis prompt_cache::learn_factors(int rank) const {
+  key_basis factors(shape_.layers, shape_.kv_heads, std::min(rank, shape_.kv_heads * shape_.head_dim),
+                    shape_.head_dim);
+  for (int layer = 0; layer < shape_.layers; ++layer)
+    factors.factorise(
+        layer, rotated(float_keys(layer), shape_.kv_heads, shape_.head_dim, shape_.rotary.value(), -1.0f));
+  return factors;
+}
+
+codebook_set prompt_cache::learn_codebooks(const codebook_sizes& sizes,
+                                           const progress_function& progress) const {
+  constexpr int recipe = 1;  // counts up when the same keys would give other codebooks
+  codebook_set set(shape_.layers, shape_.kv_heads, shape_.head_dim, sizes);
+  const key_codebooks wanted = set.view();
+  const auto text = [](int n) { return std::to_string(n); };
+  const auto path = beside(name_, ".codebooks-" + text(wanted.codes) + "x" + text(wanted.dims) + "-" +
+                                      text(wanted.mean_codes) + "x" + text(wanted.mean_dims) + "-page-" +
+                                      text(sizes.page) + "-" + text(recipe) + ".safetensors");
+  if (!path.empty() && std::filesystem::exists(path)) {
+    codebook_set kept = codebook_set::load(path);
+    const key_codebooks found = kept.view();
+    if (found.layers == wanted.layers && found.kv_heads == wanted.kv_heads &&
+        found.head_dim == wanted.head_dim && found.mean_codes == wanted.mean_codes &&
+        found.mean_dims == wanted.mean_dims && found.codes == wanted.codes && found.dims == wanted.dims)
+      return kept;
+  }
+  std::atomic<int> next = 0;
+  const auto learn = [&](bool tells) {
+    for (int layer; (layer = next++) < shape_.layers;) {
+      if (tells)
+        progress("codebooks of " + text(tokens_) + " tokens", static_cast<double>(layer) / shape_.layers);
+      set.learn(layer, float_keys(layer));
+    }
+  };
+  std::vector<std::future<void>> others;
+  try {
+    for (int thread = 1; thread < threads_; ++thread)
+      others.push_back(std::async(std::launch::async, learn, false));
+  } catch (const std::system_error&) {  // those that there are learn all of it
+  }
+  learn(true);
+  for (auto& other : others) other.get();
+  if (!path.empty()) set.save(path);
+  return set;
+}
+
+void restore_stock(engine& stock, std::span<const llama_token> tokens, bool flash_attention,
+                   const prompt_cache::place& place, const progress_function& progress, int sequence) {
+  const auto path = file_for(place, tokens, flash_attention ? flash_state : ".plain.state");
+  if (!path.empty() && std::filesystem::exists(path)) {
+    try {
+      return stock.load_state(path.string(), sequence);
+    } catch (const engine_error&) {
+      std::filesystem::remove(path);  // of another llama.cpp, or cut short
+    }
+  }
+  stock.truncate(0, sequence);
+  const std::string what =
+      std::string("prefill by llama.cpp ") + (flash_attention ? "with" : "without") + " flash attention";
+  auto how = reporting(nullptr, tokens, progress, what);
+  how.sequence = sequence;
+  stock.prefill(tokens, 0, how);
+  if (!path.empty()) stock.save_state(path.string(), sequence);
+}
+
+}  // namespace freekv::examples

@@ -1,0 +1,215 @@
+#include "quality.hpp"
+
+#include <cmath>
+#include <filesystem>
+#include <numeric>
+#include <optional>
+
+#include "job.hpp"
+#include "logits.hpp"
+#include "statistics.hpp"
+
+namespace freekv::examples {
+
+quality measure_quality(const contender& c, const common_settings& s, const model& model,
+                        const decoded_text& decoded, const progress_function& progress, full_logits* full,
+                        bool compares_attention) {
+  host_backend backend({.threads = s.threads, .overlap = s.overlap});
+  const auto steps = static_cast<int>(decoded.text.size()) - 1;
+  const auto p = make_contender(c, s, model.shape(), decoded.prompt, steps, !compares_attention, backend);
+  decoded.prompt.kv.restore(*p);
+  engine decoding(model, {.threads = s.threads, .context = 1, .rows = 1});
+  retrieval_attention attention(*p, model.shape(), c.keeps_everything() ? 0 : s.complete_layers);
+  attention.compare_with_full(compares_attention);
+  const bool is_full = full != nullptr && full->rows.empty() && c.keeps_everything();
+  quality q;
+  for (int step = 0; step < steps; ++step) {
+    const auto logits = decoding.decode(decoded.text[static_cast<std::size_t>(step)],
+                                        decoded.prompt.kv.tokens() + step, attention);
+    q.losses.push_back(loss_of(logits, decoded.text[static_cast<std::size_t>(step) + 1]));
+    q.choices.push_back(most_likely(logits));
+    if (is_full) full->rows.insert(full->rows.end(), logits.begin(), logits.end());
+    if (full != nullptr)
+      q.divergences.push_back(is_full ? 0 : divergence(full->row(step, logits.size()), logits));
+    progress(decoded.what + " of " + c.name, static_cast<double>(step + 1) / steps);
+  }
+  q.by_head = attention.by_head();
+  for (const auto& head : q.by_head) q.attention += head;
+  q.fast_tier_bytes = p->bytes().fast_tier() + learnt_bytes_of(c, decoded.prompt);
+  q.slice_bytes = p->slice_bytes();
+  q.summary_bytes = summary_bytes_of(c, *p);
+  return q;
+}
+
+double quality::mean_loss() const {
+  return std::accumulate(losses.begin(), losses.end(), 0.0) / static_cast<double>(losses.size());
+}
+double quality::perplexity() const { return std::exp(mean_loss()); }
+
+namespace {
+
+/// The mean mass of every layer and KV head, a line a layer.
+void add_mass_by_head(job& j, const contender& c, const std::vector<attention_statistics>& by_head) {
+  const auto kv_heads = static_cast<std::size_t>(j.model().shape().kv_heads);
+  for (std::size_t first = 0; first < by_head.size(); first += kv_heads) {
+    attention_statistics layer;
+    std::vector<double> heads;
+    for (const auto& head : std::span(by_head).subspan(first, kv_heads)) {
+      layer += head;
+      heads.push_back(head.mean_mass());
+    }
+    if (layer.heads > 0)
+      j.lines().add("layer", c.name, "mass_kept", layer.mean_mass(), "",
+                    {{"layer", first / kv_heads}, {"by_head", heads}, {"route", "resident"}});
+  }
+}
+
+/// One contender on all texts.
+struct quality_of_texts {
+  std::vector<std::vector<double>> losses, divergences;  ///< by text and step
+  std::vector<attention_statistics> by_head;
+  long agreeing = 0, steps = 0;
+  quality last;  ///< what is the same for all texts
+
+  void add(const quality& q, const quality& full) {
+    losses.push_back(q.losses);
+    divergences.push_back(q.divergences);
+    for (std::size_t i = 0; i < q.choices.size(); ++i) agreeing += q.choices[i] == full.choices[i];
+    steps += static_cast<long>(q.choices.size());
+    by_head.resize(q.by_head.size());
+    for (std::size_t i = 0; i < by_head.size(); ++i) by_head[i] += q.by_head[i];
+    last = q;
+  }
+  double perplexity() const { return std::exp(mean_of(losses)); }
+  double top1() const { return static_cast<double>(agreeing) / static_cast<double>(steps); }
+  double highest_divergences() const {
+    std::vector<double> all;
+    for (const auto& of_text : divergences) all.insert(all.end(), of_text.begin(), of_text.end());
+    return percentile(std::move(all), 0.99);
+  }
+  /// A sum over all layers and heads, per step.
+  double per_step(long long sum) const { return static_cast<double>(sum) / static_cast<double>(steps); }
+
+ private:
+  double mean_of(const std::vector<std::vector<double>>& of) const {
+    double sum = 0;
+    for (const auto& of_text : of) sum = std::accumulate(of_text.begin(), of_text.end(), sum);
+    return sum / static_cast<double>(steps);
+  }
+};
+
+std::vector<std::vector<double>> differences(const std::vector<std::vector<double>>& a,
+                                             const std::vector<std::vector<double>>& b) {
+  auto all = a;
+  for (std::size_t i = 0; i < a.size(); ++i)
+    for (std::size_t k = 0; k < a[i].size(); ++k) all[i][k] -= b[i][k];
+  return all;
+}
+
+/// Every contender on --text, and on --more-texts.
+std::vector<quality_of_texts> quality_of_all(job& j) {
+  const arguments& a = j.options();
+  std::vector<quality_of_texts> all(j.contenders().size());
+  const auto measure = [&](const prepared_prompt& prompt, std::span<const llama_token> text,
+                           const std::string& what) {
+    full_logits logits;
+    std::optional<quality> full;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      const quality q = measure_quality(j.contenders()[i], a.common, j.model(), {prompt, text, what},
+                                        j.progress(), &logits);
+      if (!full) full = q;
+      all[i].add(q, *full);
+    }
+  };
+  measure(j.prompt(), j.after_prompt(), "quality");
+  for (const std::string& path : a.more_texts) {
+    const auto tokens = first_tokens(j.model(), path, a.prompt + a.steps + 1);
+    const bool is_lender = std::filesystem::path(path) == std::filesystem::path(a.needle_text);
+    measure(j.prepare(std::span(tokens).first(static_cast<std::size_t>(a.prompt)),
+                      is_lender ? a.text : a.needle_text),
+            j.after_prompt(tokens), "quality on " + std::filesystem::path(path).filename().string());
+  }
+  return all;
+}
+
+}  // namespace
+
+void compare_quality(job& j) {
+  const arguments& a = j.options();
+  const auto all = quality_of_all(j);
+  const quality_of_texts& full = all.front();
+  const std::string texts =
+      std::to_string(full.losses.size()) + (full.losses.size() == 1 ? " text" : " texts");
+  nlohmann::ordered_json at{{"route", "resident"}, {"n", full.steps}, {"texts", full.losses.size()}};
+  std::vector<std::vector<std::string>> rows{
+      {"prompt " + std::to_string(a.prompt) + ", budget " + std::to_string(a.common.budget), "perplexity",
+       "over full (95 %)", "KL, 1/1000 nat (95 %)", "its 99 %", "top-1", "error", "mass", "corrected",
+       "slices/step", "critical", "KB/step", "fast MB", "bytes/page/head"}};
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const contender& c = j.contenders()[i];
+    const quality_of_texts& q = all[i];
+    attention_statistics s;
+    for (const auto& head : q.by_head) s += head;
+    const estimate more = block_bootstrap(differences(q.losses, full.losses));
+    const estimate kl = block_bootstrap(q.divergences);
+    const double of_full = full.perplexity(), difference = q.perplexity() - of_full;
+    const double low = of_full * std::expm1(more.low), high = of_full * std::expm1(more.high);
+    const double slices = q.per_step(s.recalled), bytes = slices * static_cast<double>(q.last.slice_bytes);
+    const auto if_it_selects = [&](const std::string& cell) { return c.selects() ? cell : ""; };
+    const auto unless_full = [&](const std::string& cell) { return i == 0 ? "" : cell; };
+    const auto thousandths = [](double nats) { return fixed(1000 * nats, nats < 0.01 ? 2 : 1); };
+    rows.push_back(
+        {c.name, fixed(q.perplexity(), 2),
+         unless_full(fixed(difference, 2) + " (" + fixed(low, 2) + " .. " + fixed(high, 2) + ")"),
+         unless_full(thousandths(kl.value) + " (" + thousandths(kl.low) + " .. " + thousandths(kl.high) +
+                     ")"),
+         unless_full(thousandths(q.highest_divergences())), fixed(100 * q.top1(), 1) + " %",
+         fixed(s.mean_error(), 3), fixed(100 * s.mean_mass(), 1) + " %",
+         if_it_selects(fixed(100 * s.corrected_share(), 0) + " %"), if_it_selects(fixed(slices, 0)),
+         if_it_selects(fixed(q.per_step(s.recalled_before_attention), 0)),
+         if_it_selects(fixed(bytes / 1024, 0)), fixed(static_cast<double>(q.last.fast_tier_bytes) / 1e6, 1),
+         if_it_selects(std::to_string(q.last.summary_bytes))});
+    const auto add = [&](const char* metric, double value, const char* unit) {
+      j.lines().add("quality", c.name, metric, value, unit, at);
+    };
+    add("perplexity", q.perplexity(), "");
+    add("perplexity_difference", difference, "");
+    add("perplexity_difference_low", low, "");
+    add("perplexity_difference_high", high, "");
+    add("divergence", kl.value, "nats per token");
+    add("divergence_low", kl.low, "nats per token");
+    add("divergence_high", kl.high, "nats per token");
+    add("divergence_99", q.highest_divergences(), "nats, 99th percentile of tokens");
+    add("top1_agreement", q.top1(), "");
+    add("attention_error", s.mean_error(), "relative L2");
+    add("mass_kept", s.mean_mass(), "");
+    add("corrected", s.corrected_share(), "of heads");
+    add("slices_recalled", slices, "per step");
+    add("slices_critical", q.per_step(s.recalled_before_attention), "per step");
+    add("bytes_recalled", bytes, "per step");
+    add("slices_promoted", q.per_step(s.promoted), "per step");
+    add("pages_changed", s.pages_changed(), "per KV head and step");
+    add("fast_tier_bytes", static_cast<double>(q.last.fast_tier_bytes), "bytes");
+    add("summary_bytes", static_cast<double>(q.last.summary_bytes), "per page and KV head");
+    if (a.full) add_mass_by_head(j, c, q.by_head);
+  }
+  j.say("\n" + table(rows) + "n = " + std::to_string(full.steps) + " tokens of " + texts +
+        "; 95 %: block bootstrap of steps, blocks of at most 64, full's loss as given; KL: of the next "
+        "token's\n"
+        "distribution from full attention's, mean and 99th percentile over tokens; top-1: same most likely "
+        "token as "
+        "full; error:\nrelative L2 of a head's attention output; mass: share of full attention's softmax "
+        "mass on what "
+        "is attended; corrected:\nKV heads that select anew before they attend; slices: recalled keys and "
+        "values of a "
+        "page and KV head, all layers;\ncritical: those of them that attention waits for; fast MB: slots, "
+        "summaries "
+        "and their basis or codebooks, complete\nlayers. Layers that keep everything (the first " +
+        std::to_string(a.common.complete_layers) +
+        ") count in none of error, mass and corrected. Error and mass are\nagainst full attention of the "
+        "keys and "
+        "values that a method keeps: what rebuilding keys loses is in perplexity and KL\nalone. Route "
+        "resident.\n");
+}
+
+}  // namespace freekv::examples

@@ -1,0 +1,85 @@
+// FreeKV as a model's attention: what an engine does with a pipeline, layer by layer.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "engine.hpp"
+#include "pipeline.hpp"
+
+namespace freekv::examples {
+
+/// What retrieval lost against full attention, and what it moved: sums over steps, and over the layers and heads
+/// that they are of. Complete layers are left out.
+struct attention_statistics {
+  double error = 0;     ///< relative L2 distance of a query head's output from full attention's
+  double mass = 0;      ///< share of full attention's softmax mass on the attended set
+  long long heads = 0;  ///< query heads that these are sums over
+  long long rows = 0;   ///< KV heads that these are sums over:
+  long long corrected = 0;
+  long long recalled = 0;                   ///< slices
+  long long recalled_before_attention = 0;  ///< those of them that attention waited for
+  long long promoted = 0;                   ///< slices
+  long long changed = 0;                    ///< pages attended as selected that were not in the step before
+  long long followed = 0;                   ///< KV heads that had a step before
+
+  attention_statistics& operator+=(const attention_statistics& more);
+  double mean_error() const { return heads > 0 ? error / static_cast<double>(heads) : 0; }
+  double mean_mass() const { return heads > 0 ? mass / static_cast<double>(heads) : 0; }
+  double corrected_share() const { return share(corrected, rows); }
+  /// Per KV head and step.
+  double pages_changed() const { return share(changed, followed); }
+
+ private:
+  static double share(long long part, long long whole) {
+    return whole > 0 ? static_cast<double>(part) / static_cast<double>(whole) : 0;
+  }
+};
+
+/// Attends with `pipeline`, whose layers are the model's: decode rows.
+class retrieval_attention : public attention {
+ public:
+  /// Of the pipeline's only sequence.
+  retrieval_attention(pipeline& pipeline, const model_shape& shape, int complete_layers)
+      : retrieval_attention(pipeline, {}, shape, complete_layers) {}
+  /// `sequences`: the pipeline's, in the order of the engine's.
+  retrieval_attention(pipeline& pipeline, std::vector<sequence_id> sequences, const model_shape& shape,
+                      int complete_layers)
+      : pipeline_(pipeline),
+        sequences_(std::move(sequences)),
+        shape_(shape),
+        complete_layers_(complete_layers) {
+    reset();
+  }
+
+  void attend(const layer_rows& rows, float* output) override;
+
+  /// From now on every layer also computes full attention and compares, which costs as much as full
+  /// attention.
+  void compare_with_full(bool compare) { compare_ = compare; }
+
+  /// By layer and KV head, (layers, kv_heads).
+  const std::vector<attention_statistics>& by_head() const { return by_head_; }
+  /// Spent in append and attend since the last reset.
+  double seconds() const { return seconds_; }
+  void reset();
+
+ private:
+  void begin_step(const layer_rows& rows);
+  void gather(const layer_rows& rows, const float* output);
+  void gather(const step_report& report, int layer, std::size_t sequence);
+
+  pipeline& pipeline_;
+  std::vector<sequence_id> sequences_;  // none: the pipeline's only one
+  model_shape shape_;
+  int complete_layers_;
+  bool compare_ = false;
+  std::vector<float> lse_, full_, full_lse_;
+  std::vector<attention_statistics> by_head_;
+  std::vector<step_input> step_;
+  std::vector<std::vector<std::int32_t>>
+      attended_;  // by sequence, layer and KV head, ascending, in its last step
+  double seconds_ = 0;
+};
+
+}  // namespace freekv::examples

@@ -1,0 +1,411 @@
+// Questions from a file, put to every contender.
+
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+#include <filesystem>
+#include <iostream>
+#include <map>
+#include <numeric>
+#include <optional>
+
+#include "job.hpp"
+#include "logits.hpp"
+#include "retrieval_attention.hpp"
+#include "statistics.hpp"
+
+namespace freekv::examples {
+
+namespace {
+
+/// A task as the model reads it. What a question puts behind the prompt, or else the prompt's last token, is decoded by
+/// the contender.
+struct tokenized_task {
+  struct tokenized_question {
+    std::vector<llama_token> lead;  ///< decoded before the answer; one or more
+    std::vector<std::vector<llama_token>> choices;
+    std::vector<llama_token> continuation;
+  };
+  task asked;
+  std::vector<llama_token> prompt;  ///< what is prefilled
+  std::vector<tokenized_question> questions;
+
+  int room() const {
+    std::size_t longest = 0;
+    for (std::size_t i = 0; i < questions.size(); ++i) {
+      const auto& q = questions[i];
+      std::size_t answer =
+          std::max(q.continuation.size(), asked.questions[i].answers.empty()
+                                              ? std::size_t{0}
+                                              : static_cast<std::size_t>(asked.questions[i].max_tokens));
+      for (const auto& choice : q.choices) answer = std::max(answer, choice.size());
+      longest = std::max(longest, q.lead.size() + answer);
+    }
+    return static_cast<int>(longest) + 2;
+  }
+};
+
+/// All of them before any is scored, so that what cannot be asked is known at once.
+std::vector<tokenized_task> tokenize_tasks(const model& model, const arguments& a) {
+  std::vector<tokenized_task> tasks;
+  int too_long = 0;
+  for (const task& t : a.questions) {
+    tokenized_task tokens{t, model.tokenize(t.prompt), {}};
+    const auto where = "'" + a.tasks + "' line " + std::to_string(t.line);
+    if (tokens.prompt.size() < 2)
+      throw file_error(where + " has a prompt of " + std::to_string(tokens.prompt.size()) +
+                       " tokens; give 2 or more");
+    std::size_t longest = 0;
+    for (const question& q : t.questions) {
+      auto& made = tokens.questions.emplace_back();
+      made.lead = q.text.empty() ? std::vector{tokens.prompt.back()} : model.tokenize(q.text, false);
+      for (const auto& choice : q.choices) made.choices.push_back(model.tokenize(choice, false));
+      if (!q.continuation.empty()) made.continuation = model.tokenize(q.continuation, false);
+      for (const std::string& answer : q.answers)
+        if (const auto size = model.tokenize(answer, false).size();
+            size > static_cast<std::size_t>(q.max_tokens))
+          throw file_error(where + " has an answer of " + std::to_string(size) + " tokens, but at most " +
+                           std::to_string(q.max_tokens) +
+                           " are decoded; ask for a shorter one, or give \"max_tokens\"");
+      longest = std::max(longest, made.lead.size() + made.continuation.size());
+    }
+    if (t.questions.front().text.empty()) tokens.prompt.pop_back();
+    too_long += static_cast<int>(tokens.prompt.size() + longest) > model.shape().trained_context;
+    tasks.push_back(std::move(tokens));
+  }
+  if (too_long > 0)
+    std::cerr << "note: " << too_long << " of " << tasks.size() << " prompts have more than the "
+              << model.shape().trained_context << " tokens the model was trained for\n";
+  return tasks;
+}
+
+/// Without white space around it, and what comes before a first line that is not empty.
+std::string first_line(const std::string& text) {
+  const std::string visible = trimmed(text);
+  return trimmed(visible.substr(0, visible.find('\n')));
+}
+
+bool in_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0; }
+
+/// Does `answer` stand in the text at `from`? "12" stands in "12." but not in "123".
+bool stands_at(const std::string& text, std::size_t from, const std::string& answer) {
+  const std::size_t end = from + answer.size();
+  return text.compare(from, answer.size(), answer) == 0 &&
+         (from == 0 || !in_word(answer.front()) || !in_word(text[from - 1])) &&
+         (end == text.size() || !in_word(answer.back()) || !in_word(text[end]));
+}
+
+bool stands_in(const std::string& text, const std::string& answer) {
+  for (std::size_t at = text.find(answer); at != std::string::npos; at = text.find(answer, at + 1))
+    if (stands_at(text, at, answer)) return true;
+  return false;
+}
+
+/// A text after a prompt, token by token.
+struct forced_text {
+  double loss = 0;    ///< -ln p per token
+  double likely = 0;  ///< share of the tokens that were the most likely
+};
+
+/// One contender at the end of one task's prompt.
+class candidate {
+ public:
+  candidate(const contender& c, const common_settings& s, const model& model, const prepared_prompt& prompt,
+            const tokenized_task& asked, engine& decoding)
+      : model_(model),
+        prompt_(prompt),
+        decoding_(decoding),
+        backend_({.threads = s.threads, .overlap = s.overlap}),
+        pipeline_(make_contender(c, s, model.shape(), prompt, asked.room(), true, backend_)),
+        attention_(*pipeline_, model.shape(), s.complete_layers) {}
+
+  forced_text force(std::span<const llama_token> lead, std::span<const llama_token> text) {
+    auto logits = after(lead);
+    forced_text result;
+    for (std::size_t i = 0; i < text.size(); ++i) {
+      if (i > 0) logits = next(text[i - 1]);
+      result.loss += loss_of(logits, text[i]);
+      result.likely += most_likely(logits) == text[i];
+    }
+    result.loss /= static_cast<double>(text.size());
+    result.likely /= static_cast<double>(text.size());
+    return result;
+  }
+
+  /// The most likely tokens: until there is a little more text than the answer has, at most a line, or for what may
+  /// stand anywhere as many as the question says.
+  std::string answer(std::span<const llama_token> lead, const question& q) {
+    std::string text;
+    auto logits = after(lead);
+    for (int i = 0; i <= q.max_tokens; ++i) {
+      const llama_token token = most_likely(logits);
+      if (model_.ends(token) || (q.anywhere && i == q.max_tokens)) break;
+      text += model_.to_text(token);
+      if (!q.anywhere) {
+        const std::string line = first_line(text);
+        const bool ended = line.size() < trimmed(text).size() || (!line.empty() && text.back() == '\n');
+        if (ended || line.size() > q.answers.front().size()) return line;
+      }
+      logits = next(token);
+    }
+    return q.anywhere ? text : first_line(text);
+  }
+
+ private:
+  std::span<const float> after(std::span<const llama_token> lead) {
+    prompt_.kv.restore(*pipeline_);
+    position_ = prompt_.kv.tokens();
+    std::span<const float> logits;
+    for (const llama_token token : lead) logits = next(token);
+    return logits;
+  }
+  std::span<const float> next(llama_token token) { return decoding_.decode(token, position_++, attention_); }
+
+  const model& model_;
+  const prepared_prompt& prompt_;
+  engine& decoding_;
+  host_backend backend_;
+  std::unique_ptr<pipeline> pipeline_;
+  retrieval_attention attention_;
+  int position_ = 0;
+};
+
+/// What a contender made of one question.
+struct outcome {
+  bool chooses = false;
+  bool right = false;
+  double share = 0;  ///< of the answers found, or of the continuation's tokens that were most likely
+  std::optional<double> loss{};  ///< of the right choice, or of the continuation, per token
+};
+
+/// All of one contender's, in the order of the questions.
+struct outcomes {
+  std::vector<outcome> all;
+
+  int count(bool chooses) const {
+    return static_cast<int>(
+        std::count_if(all.begin(), all.end(), [&](const outcome& o) { return o.chooses == chooses; }));
+  }
+  int right(bool chooses) const {
+    return static_cast<int>(std::count_if(all.begin(), all.end(),
+                                          [&](const outcome& o) { return o.chooses == chooses && o.right; }));
+  }
+};
+
+/// Puts one question to one contender, and writes a line of its own.
+outcome ask(job& j, const contender& c, candidate& who, const tokenized_task& t, std::size_t nth) {
+  const question& q = t.asked.questions[nth];
+  const auto& tokens = t.questions[nth];
+  nlohmann::ordered_json at{{"task", t.asked.line},
+                            {"question", nth},
+                            {"prompt_tokens", t.prompt.size() + (q.text.empty() ? 1 : 0)},
+                            {"route", "in_place"}};
+  if (!q.group.empty()) at["group"] = q.group;
+  if (q.depth >= 0) at["depth"] = q.depth;
+  outcome result;
+  if (!q.choices.empty()) {
+    std::vector<double> losses;
+    for (const auto& choice : tokens.choices) losses.push_back(who.force(tokens.lead, choice).loss);
+    const auto best = std::min_element(losses.begin(), losses.end()) - losses.begin();
+    result = {true, best == q.correct, best == q.correct ? 1.0 : 0.0,
+              losses[static_cast<std::size_t>(q.correct)]};
+    at["chosen"] = best;
+    at["losses"] = losses;
+  } else if (!q.answers.empty()) {
+    const std::string text = who.answer(tokens.lead, q);
+    const auto found = std::count_if(q.answers.begin(), q.answers.end(), [&](const std::string& answer) {
+      return q.anywhere ? stands_in(text, answer) : stands_at(text, 0, answer);
+    });
+    result.share = static_cast<double>(found) / static_cast<double>(q.answers.size());
+    result.right = found == static_cast<std::ptrdiff_t>(q.answers.size());
+    at["answered"] = text;
+  }
+  if (!tokens.continuation.empty()) {
+    const forced_text forced = who.force(tokens.lead, tokens.continuation);
+    result.loss = forced.loss;
+    if (q.answers.empty()) result.right = forced.likely == 1, result.share = forced.likely;
+  }
+  at["share"] = result.share;
+  if (result.loss) at["loss"] = *result.loss;
+  j.lines().add("task", c.name, "right", result.right, "", at);
+  return result;
+}
+
+/// The questions of one group: for each of its prompts their places in `outcomes::all`.
+using group_of_questions = std::vector<std::vector<std::size_t>>;
+
+/// Of each prompt's questions with a loss what `of` makes of one; prompts without any are left out.
+template <class Of>
+std::vector<std::vector<double>> by_prompt(const group_of_questions& group, const outcomes& has_loss,
+                                           const Of& of) {
+  std::vector<std::vector<double>> all;
+  for (const auto& prompt : group) {
+    std::vector<double> some;
+    for (const std::size_t q : prompt)
+      if (has_loss.all[q].loss) some.push_back(of(q));
+    if (!some.empty()) all.push_back(std::move(some));
+  }
+  return all;
+}
+
+/// How a contender's answers differ from another's, question by question.
+struct pairing {
+  int only_it = 0, only_other = 0;
+  double p = 1;
+};
+pairing paired(const group_of_questions& group, const outcomes& it, const outcomes& other) {
+  pairing result;
+  for (const auto& prompt : group)
+    for (const std::size_t q : prompt) {
+      result.only_it += it.all[q].right && !other.all[q].right;
+      result.only_other += other.all[q].right && !it.all[q].right;
+    }
+  result.p = mcnemar(result.only_it, result.only_other);
+  return result;
+}
+
+/// The table of one group, and its lines.
+void show_group(job& j, const std::string& name, const group_of_questions& group,
+                const std::vector<outcomes>& scores) {
+  constexpr double answerable = 0.6;  // of full attention's; of fewer right answers little can be said
+  const auto contenders = j.contenders();
+  const auto quest = std::find_if(contenders.begin(), contenders.end(),
+                                  [](const contender& c) { return c.name == "quest"; });
+  int count = 0;
+  for (const auto& prompt : group) count += static_cast<int>(prompt.size());
+  const auto right_of = [&](const outcomes& of) {
+    int right = 0;
+    for (const auto& prompt : group)
+      for (const std::size_t q : prompt) right += of.all[q].right;
+    return right;
+  };
+  const bool by_loss_only = right_of(scores.front()) < answerable * count;
+  std::vector<std::vector<std::string>> rows{{name + ": " + std::to_string(count) + " questions on " +
+                                              std::to_string(group.size()) +
+                                              (group.size() == 1 ? " prompt" : " prompts")}};
+  auto& head = rows.front();
+  if (!by_loss_only) head.insert(head.end(), {"right (95 %)", "in part", "p, full"});
+  if (!by_loss_only && quest != contenders.end()) head.push_back("p, quest");
+  head.insert(head.end(), {"loss", "over full (95 %)"});
+  for (std::size_t who = 0; who < contenders.size(); ++who) {
+    const outcomes& of = scores[who];
+    nlohmann::ordered_json at{
+        {"group", name}, {"n", count}, {"prompts", group.size()}, {"route", "in_place"}};
+    const auto add = [&](const char* metric, double value, const std::string& unit,
+                         const nlohmann::ordered_json& more = nlohmann::ordered_json::object()) {
+      auto all = at;
+      all.update(more);
+      j.lines().add("task_group", contenders[who].name, metric, value, unit, all);
+    };
+    std::vector<std::string> row{contenders[who].name};
+    const int right = right_of(of);
+    const estimate share = share_of(right, count);
+    add("right", share.value, "of questions", {{"low", share.low}, {"high", share.high}});
+    double in_part = 0;
+    for (const auto& prompt : group)
+      for (const std::size_t q : prompt) in_part += of.all[q].share / count;
+    add("in_part", in_part, "of answers");
+    const auto compare = [&](std::size_t other, const char* metric) -> std::string {
+      if (who == other) return "";
+      const pairing with = paired(group, of, scores[other]);
+      add(metric, with.p, "McNemar's, two-sided",
+          {{"only_it", with.only_it}, {"only_other", with.only_other}});
+      return fixed(with.p, 3);
+    };
+    const std::string against_full = compare(0, "p_full");
+    const std::string against_quest =
+        quest == contenders.end() ? ""
+                                  : compare(static_cast<std::size_t>(quest - contenders.begin()), "p_quest");
+    if (!by_loss_only) {
+      row.insert(row.end(), {std::to_string(right) + "/" + std::to_string(count) + " (" +
+                                 fixed(100 * share.low, 0) + " .. " + fixed(100 * share.high, 0) + " %)",
+                             fixed(100 * in_part, 0) + " %", against_full});
+      if (quest != contenders.end()) row.push_back(against_quest);
+    }
+    const auto losses = by_prompt(group, of, [&](std::size_t q) { return *of.all[q].loss; });
+    if (losses.empty()) {
+      row.insert(row.end(), {"", ""});
+    } else {
+      const estimate over = group_bootstrap(
+          by_prompt(group, of, [&](std::size_t q) { return *of.all[q].loss - *scores.front().all[q].loss; }));
+      const double loss = group_bootstrap(losses).value;
+      add("loss", loss, "nats per token");
+      add("loss_difference", over.value, "nats per token", {{"low", over.low}, {"high", over.high}});
+      row.push_back(fixed(loss, 3));
+      row.push_back(who == 0 ? ""
+                             : fixed(over.value, 3) + " (" + fixed(over.low, 3) + " .. " +
+                                   fixed(over.high, 3) + ")");
+    }
+    rows.push_back(std::move(row));
+  }
+  j.say("\n" + table(rows) +
+        (by_loss_only ? "full attention has fewer than 60 % of these right: they are compared by loss alone\n"
+                      : ""));
+}
+
+/// What was written of a whole file before there were groups.
+void add_totals(job& j, const std::string& name, std::size_t prompts, const std::vector<outcomes>& scores) {
+  for (std::size_t who = 0; who < scores.size(); ++who) {
+    const outcomes& s = scores[who];
+    const nlohmann::ordered_json at{
+        {"tasks", name}, {"count", prompts}, {"n", s.all.size()}, {"route", "in_place"}};
+    const auto add = [&](const char* metric, double value, const std::string& unit) {
+      j.lines().add("tasks", j.contenders()[who].name, metric, value, unit, at);
+    };
+    add("right", static_cast<double>(s.right(true) + s.right(false)) / static_cast<double>(s.all.size()),
+        "of questions");
+    if (const int choices = s.count(true); choices > 0) {
+      double loss = 0;
+      for (const outcome& o : s.all) loss += o.chooses ? *o.loss : 0;
+      add("choices_right", s.right(true), "of " + std::to_string(choices));
+      add("choice_loss", loss / choices, "nats per token");
+    }
+    if (const int answers = s.count(false); answers > 0)
+      add("answers_right", s.right(false), "of " + std::to_string(answers));
+  }
+}
+
+}  // namespace
+
+void compare_tasks(job& j) {
+  const arguments& a = j.options();
+  const auto tasks = tokenize_tasks(j.model(), a);
+  const std::string name = std::filesystem::path(a.tasks).filename().string();
+  const auto contenders = j.contenders();
+  std::vector<outcomes> scores(contenders.size());
+  std::vector<std::string> order;  // of the groups, by their first question
+  std::map<std::string, group_of_questions> groups;
+  engine decoding(j.model(), {.threads = a.common.threads, .context = 1, .rows = 1});
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    const tokenized_task& t = tasks[i];
+    const prepared_prompt prompt = j.prepare(t.prompt, a.needle_text);
+    std::map<std::string, std::vector<std::size_t>> here;
+    for (std::size_t nth = 0; nth < t.questions.size(); ++nth) {
+      const std::string& group = t.asked.questions[nth].group;
+      here[group.empty() ? name : group].push_back(scores.front().all.size() + nth);
+      if (std::find(order.begin(), order.end(), group.empty() ? name : group) == order.end())
+        order.push_back(group.empty() ? name : group);
+    }
+    for (auto& [group, questions] : here) groups[group].push_back(std::move(questions));
+    for (std::size_t who = 0; who < contenders.size(); ++who) {
+      candidate asked(contenders[who], a.common, j.model(), prompt, t, decoding);
+      for (std::size_t nth = 0; nth < t.questions.size(); ++nth)
+        scores[who].all.push_back(ask(j, contenders[who], asked, t, nth));
+      j.progress()("task " + std::to_string(i + 1) + " of " + std::to_string(tasks.size()),
+                   static_cast<double>(who + 1) / static_cast<double>(contenders.size()));
+    }
+  }
+  for (const std::string& group : order) show_group(j, group, groups.at(group), scores);
+  add_totals(j, name, tasks.size(), scores);
+  j.say(
+      "right: the likeliest choice per token is the right one, the most likely tokens begin with the answer, "
+      "have all answers\nanywhere, or are the continuation; 95 %: Wilson's; in part: answers found, or "
+      "tokens of "
+      "the continuation that are\nmost likely; p: McNemar's exact test of the questions that one of two "
+      "methods "
+      "alone has right; loss: mean -ln p per\ntoken of the right choice or continuation, over full's by a "
+      "bootstrap of prompts; budget " +
+      std::to_string(a.common.budget) + ", route in_place\n");
+}
+
+}  // namespace freekv::examples

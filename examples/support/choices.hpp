@@ -1,0 +1,340 @@
+// What programs choose at run time: the policies by name, and the variants built from them. A new policy joins the list
+// of its kind; a new variant joins `variants`.
+#pragma once
+
+#include <algorithm>
+#include <freekv/freekv.hpp>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "cited.hpp"
+
+namespace freekv::examples {
+
+/// A wish that cannot be met: a name that is no policy, a head_dim that is not compiled.
+struct choice_error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// What a pipeline does, by names; the defaults are FreeKV as published.
+struct method_spec {
+  std::string summary = "min_max";
+  std::string format = "standard";  ///< of the summary's numbers
+  int chunk = 8;                    ///< of chunk_means, tokens
+  int rank = 24;                    ///< of key_subspace
+  int bits = 3;                     ///< of key_subspace and key_sketch
+  int codes = 6;                    ///< of key_codes, bytes a token
+  int times = 4;                    ///< of coarse_to_fine: pages kept, in selected pages
+  int key_rank = 0;  ///< of low_rank_keys; at most as many as a token's keys have numbers; 0: a share
+  int unit = 0;      ///< tokens that are selected together; 0: a page's
+  std::string pooling = "mean_softmax";
+  std::string selection = "top_k";
+  float top_p = 0.95f;
+  std::string pinning = "no_pins";
+  int pinned = 48;                   ///< of pin_outliers, units
+  std::string rows = "per_kv_head";  ///< who shares one selection
+  std::string correction = "cosine_drift";
+  float tau = 0.9f;  ///< of cosine_drift
+  std::string drift_pool = "mean";
+  float delta = 0.2f;  ///< of mass_deficit
+  bool partial = false;
+  int every = 8;  ///< of every_n_steps
+  std::string residency = "first_unselected";
+  int spare = 0;
+  std::string codec = "identity";  ///< of complete pages in the store
+  std::string plan = "retrieval";  ///< or "complete", "window", "sliding", "by_head", "eviction"
+  std::string eviction = "h2o";    ///< of plan "eviction"
+  bool keeps_prompt = false;       ///< of raas
+
+  bool retrieves() const { return plan == "retrieval" || plan == "by_head"; }
+  bool evicts() const { return plan == "eviction"; }
+  bool needs_basis() const { return retrieves() && summary == "key_subspace"; }
+  bool needs_codebooks() const { return retrieves() && summary == "key_codes"; }
+  bool needs_factors() const { return plan != "complete" && !evicts() && codec == "low_rank_keys"; }
+  int unit_tokens(int page) const { return unit == 0 ? page : unit; }
+  /// Coefficients that a token's keys, of so many numbers, are rebuilt from: without a number of them ShadowKV's share,
+  /// 160 of 1024.
+  int key_rank_of(int numbers) const {
+    return std::min(key_rank == 0 ? std::max(1, (160 * numbers + 512) / 1024) : key_rank, numbers);
+  }
+};
+
+/// What a method's policies take besides it.
+struct method_data {
+  subspace_basis basis{};                ///< of key_subspace; the caller keeps its memory
+  key_codebooks codebooks{};             ///< of key_codes; the caller keeps their memory
+  subspace_basis factors{};              ///< of low_rank_keys; the caller keeps its memory
+  rotary_embedding rotary{};             ///< of low_rank_keys; the caller keeps its memory
+  std::vector<layer_kind> head_kinds{};  ///< of plan "by_head": (layers, kv_heads)
+  int kv_heads = 1;
+  int page = 32, sink = 64, window = 128;  ///< tokens; of raas
+};
+
+/// An alternative: a name, and how it is made.
+template <class Policy>
+struct choice {
+  std::string_view name;
+  Policy (*make)(const method_spec&, const method_data&);
+};
+
+/// The alternative of that name. Throws choice_error, which names them all.
+template <class Choices>
+const auto& find_by_name(const std::string& kind, const Choices& choices, std::string_view name);
+
+// How a policy that takes values gets them; others are just made.
+template <class Policy>
+struct policy_maker {
+  static Policy from(const method_spec&, const method_data&) { return {}; }
+};
+template <>
+struct policy_maker<chunk_means<dynamic>> {
+  static chunk_means<dynamic> from(const method_spec& m, const method_data&) { return {{m.chunk}}; }
+};
+template <>
+struct policy_maker<key_sketch<dynamic>> {
+  static key_sketch<dynamic> from(const method_spec& m, const method_data&) { return {{m.bits}}; }
+};
+template <>
+struct policy_maker<key_subspace<dynamic, dynamic>> {
+  static key_subspace<dynamic, dynamic> from(const method_spec& m, const method_data& data) {
+    return {{m.rank}, {m.bits}, data.basis};
+  }
+};
+template <>
+struct policy_maker<key_codes<dynamic, dynamic>> {
+  static key_codes<dynamic, dynamic> from(const method_spec& m, const method_data& data) {
+    return {{m.codes}, {data.codebooks.mean_codes}, data.codebooks};
+  }
+};
+template <>
+struct policy_maker<low_rank_keys<dynamic>> {
+  static low_rank_keys<dynamic> from(const method_spec&, const method_data& data) {
+    return {{data.factors.rank}, data.factors, data.rotary};
+  }
+};
+template <>
+struct policy_maker<pin_outliers<dynamic>> {
+  static pin_outliers<dynamic> from(const method_spec& m, const method_data&) { return {{m.pinned}}; }
+};
+template <class Coarse, class Fine>
+struct policy_maker<coarse_to_fine<Coarse, Fine, dynamic>> {
+  static coarse_to_fine<Coarse, Fine, dynamic> from(const method_spec& m, const method_data& data) {
+    return {{policy_maker<Coarse>::from(m, data), policy_maker<Fine>::from(m, data)}, {m.times}};
+  }
+};
+template <>
+struct policy_maker<top_p> {
+  static top_p from(const method_spec& m, const method_data&) { return {m.top_p}; }
+};
+template <>
+struct policy_maker<cosine_drift> {
+  static cosine_drift from(const method_spec& m, const method_data& data);
+};
+template <>
+struct policy_maker<mass_deficit> {
+  static mass_deficit from(const method_spec& m, const method_data&) { return {m.delta, m.partial}; }
+};
+template <>
+struct policy_maker<every_n_steps<dynamic>> {
+  static every_n_steps<dynamic> from(const method_spec& m, const method_data&) { return {{m.every}}; }
+};
+template <>
+struct policy_maker<raas> {
+  static raas from(const method_spec& m, const method_data& data) {
+    return {.page = data.page,
+            .room = data.window,
+            .keeps_prompt = m.keeps_prompt,
+            .sink = data.sink,
+            .window = data.window};
+  }
+};
+template <template <int> class Residency>
+struct policy_maker<Residency<dynamic>> {
+  static Residency<dynamic> from(const method_spec& m, const method_data&) { return {{{m.spare}}}; }
+};
+/// A summary in the format that a method names.
+template <class Summary>
+using in_any_format = stored_as<Summary, number_format::any>;
+template <class Summary>
+struct policy_maker<in_any_format<Summary>> {
+  static in_any_format<Summary> from(const method_spec& m, const method_data& data);
+};
+
+/// The policies of one kind that programs offer.
+template <class... Policies>
+struct policy_list {
+  using any = any_of<Policies...>;
+  static constexpr choice<any> choices[] = {
+      {Policies::name, [](const method_spec& m, const method_data& data) {
+         return any(policy_maker<Policies>::from(m, data));
+       }}...};
+};
+
+// The lists.
+using summary_list =
+    policy_list<in_any_format<min_max>, in_any_format<mean>, in_any_format<centroid_box>, in_any_format<ball>,
+                in_any_format<chunk_means<dynamic>>, key_sketch<dynamic>, key_subspace<dynamic, dynamic>,
+                key_codes<dynamic, dynamic>, coarse_to_fine<min_max, key_sketch<4>, dynamic>>;
+using pooling_list = policy_list<mean_softmax, max_softmax, mean_score, max_score, mean_query, max_query>;
+using selection_list = policy_list<top_k, top_p>;
+using pinning_list = policy_list<no_pins, pin_outliers<dynamic>>;
+using scope_list = policy_list<per_kv_head, per_query_head, per_layer>;
+using correction_list = policy_list<cosine_drift, mass_deficit, always, never, every_n_steps<dynamic>>;
+using residency_list = policy_list<first_unselected<dynamic>, least_recently_used<dynamic>>;
+using codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4m3>, int8_token, int4_token,
+                               int8_channel, int4_channel, low_rank_keys<dynamic>>;
+using eviction_list = policy_list<h2o, tova, snapkv, raas>;
+
+inline constexpr auto& summaries = summary_list::choices;
+inline constexpr auto& poolings = pooling_list::choices;
+inline constexpr auto& selections = selection_list::choices;
+inline constexpr auto& pinnings = pinning_list::choices;
+inline constexpr auto& selection_scopes = scope_list::choices;
+inline constexpr auto& corrections = correction_list::choices;
+inline constexpr auto& residencies = residency_list::choices;
+inline constexpr auto& codecs = codec_list::choices;
+inline constexpr auto& evictions = eviction_list::choices;
+
+using any_layouts = any_of<layout_pair<nhd, hnd>, layout_pair<hnd, hnd>>;
+inline constexpr choice<any_layouts> layouts[] = {
+    {"nhd", [](const method_spec&, const method_data&) { return any_layouts(layout_pair<nhd, hnd>{}); }},
+    {"hnd", [](const method_spec&, const method_data&) { return any_layouts(layout_pair<hnd, hnd>{}); }},
+};
+using any_plan =
+    any_of<complete_first<dynamic>, complete_first<dynamic, layer_kind::window>,
+           complete_first<dynamic, layer_kind::sliding>, every_layer<layer_kind::complete>, by_head>;
+using any_route = any_of<resident, in_place>;
+
+template <class Value>
+struct named_value {
+  std::string_view name;
+  Value value;
+};
+inline constexpr named_value<number_format> formats[] = {{"standard", number_format::standard},
+                                                         {"key", number_format::key},
+                                                         {"float32", number_format::float32},
+                                                         {"int8", number_format::int8}};
+inline constexpr named_value<drift_pool> drift_pools[] = {
+    {"mean", drift_pool::mean}, {"min", drift_pool::min}, {"max", drift_pool::max}};
+
+template <class Choices>
+const auto& find_by_name(const std::string& kind, const Choices& choices, std::string_view name) {
+  std::string names;
+  for (const auto& one : choices) {
+    if (one.name == name) return one;
+    names += (names.empty() ? "" : ", ") + std::string(one.name);
+  }
+  throw choice_error(kind + " " + cited(name) + " is unknown; choose one of " + names);
+}
+
+/// The names of a list, for help: "min_max, mean, ...".
+template <class Choices>
+std::string names_of(const Choices& choices) {
+  std::string names;
+  for (const auto& one : choices) names += (names.empty() ? "" : ", ") + std::string(one.name);
+  return names;
+}
+
+inline cosine_drift policy_maker<cosine_drift>::from(const method_spec& m, const method_data&) {
+  return {.tau = m.tau, .pool = find_by_name("drift pooling", drift_pools, m.drift_pool).value};
+}
+template <class Summary>
+in_any_format<Summary> policy_maker<in_any_format<Summary>>::from(const method_spec& m,
+                                                                  const method_data& data) {
+  return in_any_format<Summary>(policy_maker<Summary>::from(m, data),
+                                find_by_name("summary format", formats, m.format).value);
+}
+
+/// The plan of a method whose first `complete_layers` layers keep everything. Throws choice_error.
+inline any_plan plan_of(const method_spec& m, const method_data& data, int complete_layers) {
+  if (m.plan == "retrieval") return complete_first<dynamic>{{complete_layers}};
+  if (m.plan == "window") return complete_first<dynamic, layer_kind::window>{{complete_layers}};
+  if (m.plan == "sliding") return complete_first<dynamic, layer_kind::sliding>{{complete_layers}};
+  if (m.plan == "complete") return every_layer<layer_kind::complete>{};
+  if (m.plan != "by_head")
+    throw choice_error("plan " + m.plan +
+                       " is unknown; choose one of retrieval, window, sliding, complete, by_head");
+  by_head plan{data.head_kinds, data.kv_heads};
+  const auto first = static_cast<std::size_t>(complete_layers) * static_cast<std::size_t>(data.kv_heads);
+  for (std::size_t i = 0; i < first && i < plan.kinds.size(); ++i) plan.kinds[i] = layer_kind::complete;
+  return plan;
+}
+
+/// A published method, or one of ours, by its name.
+struct named_variant {
+  std::string_view name;
+  method_spec method{};
+  int page = 0;             ///< tokens; 0: whatever page size is asked for
+  double budget_share = 1;  ///< of the budget that is asked for
+  bool deep = false;        ///< of interest beside its siblings alone
+};
+
+inline const std::vector<named_variant>& variants() {
+  static const method_spec deficit{.correction = "mass_deficit", .delta = 0.2f, .partial = true};
+  static const auto of = [](method_spec m, const std::string& summary) {
+    m.summary = summary;
+    return m;
+  };
+  static const std::vector<named_variant> all{
+      {.name = "full", .method = {.plan = "complete"}},
+      {.name = "streaming_llm", .method = {.plan = "window"}},
+      {.name = "quest", .method = {.pooling = "max_score", .correction = "always"}},
+      {.name = "quest_mean_softmax", .method = {.correction = "always"}, .deep = true},
+      {.name = "quest_per_query_head",
+       .method = {.rows = "per_query_head", .correction = "always"},
+       .deep = true},
+      {.name = "arkvale",
+       .method = {.summary = "centroid_box", .pooling = "mean_score", .correction = "always"},
+       .deep = true},
+      {.name = "twilight",
+       .method = {.summary = "coarse_to_fine", .selection = "top_p", .top_p = 0.85f, .correction = "always"},
+       .deep = true},
+      {.name = "infinigen",
+       .method = {.summary = "key_subspace", .bits = 32, .unit = 1, .correction = "always"},
+       .deep = true},
+      {.name = "shadowkv",
+       .method = {.summary = "mean",
+                  .unit = 8,
+                  .pooling = "max_softmax",
+                  .pinning = "pin_outliers",
+                  .correction = "always",
+                  .codec = "low_rank_keys"},
+       .deep = true},
+      {.name = "razor_attention", .method = {.plan = "by_head"}, .deep = true},
+      {.name = "duo_attention", .method = {.plan = "by_head"}, .deep = true},
+      {.name = "freekv"},
+      {.name = "freekv_never", .method = {.correction = "never"}, .deep = true},
+      {.name = "freekv_page_16", .page = 16, .deep = true},
+      {.name = "freekv_half_budget", .budget_share = 0.5, .deep = true},
+      {.name = "freekv_top_p", .method = {.selection = "top_p", .top_p = 0.95f}, .deep = true},
+      {.name = "freekv_per_layer", .method = {.rows = "per_layer"}, .deep = true},
+      {.name = "freekv_chunk_means", .method = {.summary = "chunk_means"}},
+      {.name = "freekv_chunk_means_never",
+       .method = {.summary = "chunk_means", .correction = "never"},
+       .deep = true},
+      {.name = "freekv_key_subspace", .method = {.summary = "key_subspace"}},
+      {.name = "freekv_key_subspace_never",
+       .method = {.summary = "key_subspace", .correction = "never"},
+       .deep = true},
+      {.name = "freekv_key_subspace_deficit", .method = of(deficit, "key_subspace"), .deep = true},
+      {.name = "freekv_key_subspace_half_budget",
+       .method = {.summary = "key_subspace"},
+       .budget_share = 0.5,
+       .deep = true},
+      {.name = "freekv_key_codes", .method = {.summary = "key_codes"}},
+      {.name = "freekv_key_codes_never",
+       .method = {.summary = "key_codes", .correction = "never"},
+       .deep = true},
+      {.name = "freekv_key_codes_deficit", .method = of(deficit, "key_codes")},
+      {.name = "h2o", .method = {.plan = "eviction", .eviction = "h2o"}, .deep = true},
+      {.name = "tova", .method = {.plan = "eviction", .eviction = "tova"}, .deep = true},
+      {.name = "snapkv", .method = {.plan = "eviction", .eviction = "snapkv"}, .deep = true},
+      {.name = "raas", .method = {.plan = "eviction", .eviction = "raas"}, .deep = true},
+  };
+  return all;
+}
+
+}  // namespace freekv::examples

@@ -1,0 +1,118 @@
+// A retrieval pipeline whose element type, head_dim and policies are chosen at run time: what the programs
+// use. Engines name their pipeline's type instead.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "choices.hpp"
+#include "safetensors.hpp"
+
+namespace freekv::examples {
+
+struct pipeline_options {
+  data_type element = data_type::f16;  ///< f32, f16 or bf16
+  int head_dim = 0;
+  int layers = 1;
+  int query_heads = 0;
+  int kv_heads = 0;
+  int page = 32;
+  freekv::budget budget{};
+  int max_tokens = 0;  ///< of one sequence
+  int max_prompt = 0;  ///< of an evicting method; 0: max_tokens
+  int max_sequences = 1;
+  int max_resident = 0;              ///< 0: all sequences
+  std::int64_t store_tokens = 0;     ///< of all sequences together; 0: max_tokens for each
+  std::int64_t selected_tokens = 0;  ///< of all resident sequences together; 0: what all may select
+  int max_decode_rows = 1;
+  float scale = 0.0f;
+  int sliding_window = 0;            ///< of plan "sliding", tokens
+  float soft_cap = 0.0f;             ///< of attention's scores; 0: none
+  std::vector<float> sink_logits{};  ///< (layers, query_heads); empty: none
+  int complete_layers = 0;           ///< leading layers that keep everything, whatever the plan
+  bool in_place = false;
+  bool copy_engines = false;   ///< recall on a device, else by a kernel
+  std::string store_file{};    ///< a file, or a folder for one without a name; empty: the store is in memory
+  bool direct_io = false;      ///< past the page cache
+  std::string layout = "nhd";  ///< of the slots, where the route keeps any
+  method_spec method{};
+  subspace_basis basis{};                ///< of key_subspace; the caller keeps its memory
+  key_codebooks codebooks{};             ///< of key_codes; the caller keeps their memory
+  subspace_basis factors{};              ///< of low_rank_keys; the caller keeps its memory
+  rotary_embedding rotary{};             ///< of low_rank_keys; the caller keeps its memory
+  std::vector<layer_kind> head_kinds{};  ///< of plan "by_head": (layers, kv_heads)
+};
+
+/// A pipeline of any shape. The calls are retrieval_pipeline's.
+class pipeline {
+ public:
+  virtual ~pipeline() = default;
+
+  virtual sequence_id open() = 0;
+  virtual sequence_id fork(sequence_id parent) = 0;
+  virtual void truncate(sequence_id id, int tokens) = 0;
+  virtual void preempt(sequence_id id) = 0;
+  virtual void restore(sequence_id id) = 0;
+  virtual void release(sequence_id id) = 0;
+  virtual int tokens(sequence_id id) const = 0;
+  virtual std::int32_t free_pages() const = 0;
+  /// Whether prompt rows need their queries, though they do not attend.
+  virtual bool observes_prompts() const { return false; }
+
+  virtual void begin_step(std::span<const step_input> rows) = 0;
+  virtual void append(int layer, std::span<const float> keys, std::span<const float> values,
+                      std::span<const float> queries) = 0;
+  /// Keys and values as the bytes of the element type.
+  virtual void append_stored(int layer, std::span<const std::byte> keys, std::span<const std::byte> values,
+                             std::span<const float> queries) = 0;
+  virtual void attend(int layer, std::span<float> out, std::span<float> lse) = 0;
+  virtual void attend_full(int layer, std::span<float> out, std::span<float> lse) = 0;
+  virtual void end_step() = 0;
+  virtual bool abandon_step() = 0;
+  virtual void synchronize() = 0;
+
+  virtual step_report report(int layer, sequence_id id) const = 0;
+  virtual const memory_bytes& bytes() const = 0;
+  virtual std::size_t slice_bytes() const = 0;
+  virtual std::size_t summary_bytes() const = 0;
+
+  // For programs that have one sequence alone:
+  void begin_step(int tokens, step_phase kind) {
+    if (!only_) only_ = open();
+    const step_input rows{*only_, tokens, kind};
+    begin_step({&rows, 1});
+  }
+  /// Forgets the sequence, in the middle of a step too; the next step starts an empty one.
+  void restart() {
+    if (!abandon_step() && only_) release(*only_);
+    only_.reset();
+  }
+  step_report report(int layer) const { return report(layer, only_.value()); }
+
+ private:
+  std::optional<sequence_id> only_;
+};
+
+/// Throws choice_error for a shape that is not among those compiled in.
+void check_compiled(data_type element, int head_dim);
+
+/// What was compiled: lists as CMake has them, and the build folder.
+struct compiled_lists {
+  std::string head_dims, elements, build_folder;
+};
+/// The sentence for a shape that is not among those: it names them, and the command that adds it.
+std::string sentence_of_missing(data_type element, int head_dim, const compiled_lists& lists);
+
+/// Throws choice_error or freekv::error. `backend` outlives the pipeline.
+std::unique_ptr<pipeline> make_pipeline(const pipeline_options& options, host_backend& backend);
+
+/// The pipeline of one compiled shape; explicitly instantiated, one translation unit each.
+template <class Shape>
+std::unique_ptr<pipeline> make_pipeline_of(const pipeline_options& options, host_backend& backend);
+
+}  // namespace freekv::examples

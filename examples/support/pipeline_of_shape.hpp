@@ -1,0 +1,105 @@
+// Defines make_pipeline_of; included by the generated source of each shape alone.
+#pragma once
+
+#include "evicting_pipeline_of_shape.hpp"
+#include "pipeline.hpp"
+
+namespace freekv::examples {
+
+template <class Shape>
+class pipeline_of_shape final : public pipeline {
+  using implementation =
+      retrieval_pipeline<Shape, page_size<dynamic>, unit<dynamic>, any_layouts, summary_list::any,
+                         pooling_list::any, selection_list::any, pinning_list::any, scope_list::any,
+                         correction_list::any, residency_list::any, any_plan, any_route, codec_list::any>;
+  using element = typename implementation::element;
+
+ public:
+  pipeline_of_shape(const pipeline_options& options, host_backend& backend)
+      : pipeline_(settings(options), backend) {}
+
+  sequence_id open() override { return pipeline_.open(); }
+  sequence_id fork(sequence_id parent) override { return pipeline_.fork(parent); }
+  void truncate(sequence_id id, int tokens) override { pipeline_.truncate(id, tokens); }
+  void preempt(sequence_id id) override { pipeline_.preempt(id); }
+  void restore(sequence_id id) override { pipeline_.restore(id); }
+  void release(sequence_id id) override { pipeline_.release(id); }
+  int tokens(sequence_id id) const override { return pipeline_.tokens(id); }
+  std::int32_t free_pages() const override { return pipeline_.free_pages(); }
+
+  void begin_step(std::span<const step_input> rows) override { pipeline_.begin_step(rows); }
+  void append(int layer, std::span<const float> keys, std::span<const float> values,
+              std::span<const float> queries) override {
+    pipeline_.template append<float>(layer, {keys, values, queries});
+  }
+  void append_stored(int layer, std::span<const std::byte> keys, std::span<const std::byte> values,
+                     std::span<const float> queries) override {
+    const auto elements = [](std::span<const std::byte> bytes) {
+      return std::span(reinterpret_cast<const element*>(bytes.data()), bytes.size() / sizeof(element));
+    };
+    pipeline_.append(layer, {elements(keys), elements(values), queries});
+  }
+  void attend(int layer, std::span<float> out, std::span<float> lse) override {
+    pipeline_.attend(layer, out, lse);
+  }
+  void attend_full(int layer, std::span<float> out, std::span<float> lse) override {
+    pipeline_.attend_full(layer, out, lse);
+  }
+  void end_step() override { pipeline_.end_step(); }
+  bool abandon_step() override { return pipeline_.abandon_step(); }
+  void synchronize() override { pipeline_.synchronize(); }
+  step_report report(int layer, sequence_id id) const override { return pipeline_.report(layer, id); }
+  const memory_bytes& bytes() const override { return pipeline_.bytes(); }
+  std::size_t slice_bytes() const override { return pipeline_.slice_bytes(); }
+  std::size_t summary_bytes() const override {
+    return pipeline_.summary_bytes() * static_cast<std::size_t>(pipeline_.configuration().units_per_page());
+  }
+
+ private:
+  static typename implementation::settings settings(const pipeline_options& o) {
+    typename implementation::settings s;
+    s.layers = o.layers;
+    s.query_heads = o.query_heads;
+    s.kv_heads = o.kv_heads;
+    s.budget = o.budget;
+    s.max_tokens = o.max_tokens;
+    s.max_sequences = o.max_sequences;
+    s.max_resident = o.max_resident;
+    s.store_tokens = o.store_tokens;
+    s.selected_tokens = o.selected_tokens;
+    s.max_decode_rows = o.max_decode_rows;
+    s.scale = o.scale;
+    s.sliding_window = o.sliding_window;
+    s.soft_cap = o.soft_cap;
+    s.sink_logits = o.sink_logits;
+    s.page = {o.page};
+    s.unit = {{o.method.unit}};
+    const method_data data{o.basis, o.codebooks, o.factors, o.rotary, o.head_kinds, o.kv_heads};
+    s.layouts = find_by_name("layout", layouts, o.layout).make(o.method, data);
+    s.summary = find_by_name("summary", summaries, o.method.summary).make(o.method, data);
+    s.pooling = find_by_name("pooling", poolings, o.method.pooling).make(o.method, data);
+    s.selection = find_by_name("selection", selections, o.method.selection).make(o.method, data);
+    s.pinning = find_by_name("pinning", pinnings, o.method.pinning).make(o.method, data);
+    s.scope = find_by_name("rows", selection_scopes, o.method.rows).make(o.method, data);
+    s.correction = find_by_name("correction", corrections, o.method.correction).make(o.method, data);
+    s.residency = find_by_name("residency", residencies, o.method.residency).make(o.method, data);
+    s.codec = find_by_name("codec", codecs, o.method.codec).make(o.method, data);
+    if (!o.store_file.empty()) s.store_file = {.path = o.store_file, .direct = o.direct_io};
+    s.plan = plan_of(o.method, data, o.complete_layers);
+    if (o.in_place)
+      s.route = in_place{};
+    else
+      s.route = resident{};
+    return s;
+  }
+
+  implementation pipeline_;
+};
+
+template <class Shape>
+std::unique_ptr<pipeline> make_pipeline_of(const pipeline_options& options, host_backend& backend) {
+  if (options.method.evicts()) return std::make_unique<evicting_pipeline_of_shape<Shape>>(options, backend);
+  return std::make_unique<pipeline_of_shape<Shape>>(options, backend);
+}
+
+}  // namespace freekv::examples

@@ -1,0 +1,199 @@
+// freekv-heads: which KV heads must keep everything, from recorded layers: the list for RazorAttention's and
+// DuoAttention's kind of plan.
+
+#include <algorithm>
+#include <cmath>
+#include <iostream>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <span>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cited.hpp"
+#include "command_line.hpp"
+#include "fatal_signals.hpp"
+#include "new_file.hpp"
+#include "program.hpp"
+#include "progress.hpp"
+#include "trace.hpp"
+#include "traces.hpp"
+
+namespace freekv::examples {
+namespace {
+
+struct head_options {
+  std::string traces, out, by = "mass";
+  std::optional<double> share;
+  int page = 32, sink = 64, window = 128, complete_layers = 1;
+
+  /// RazorAttention's 14 % of induction heads and 1 % of echo heads, for `by` echo.
+  double share_of_heads() const { return share.value_or(by == "echo" ? 0.15 : 0.25); }
+};
+
+struct measured_head {
+  int layer = 0, head = 0;
+  double missed = 0;  // by mass: share of the attention that lies outside sink and window
+  double echo = 0,
+         induction = 0;  // by echo: share of it on earlier copies of the token, and on what followed them
+  double reach = 0;      // what heads are ranked by
+};
+
+/// Replays a trace with sink and window alone beside full attention.
+std::vector<measured_head> measure(const trace& t, const head_options& o, host_backend& backend) {
+  const auto n = [](int x) { return static_cast<std::size_t>(x); };
+  const auto p = make_pipeline({.element = t.element,
+                                .head_dim = t.head_dim,
+                                .query_heads = t.query_heads,
+                                .kv_heads = t.kv_heads,
+                                .page = o.page,
+                                .budget = {o.sink, o.window, 1},
+                                .max_tokens = t.tokens,
+                                .in_place = true,
+                                .method = {.plan = "window"}},
+                               backend);
+  p->begin_step(t.prompt_len, step_phase::prefill);
+  p->append_stored(0, t.rows_of(t.keys, 0, t.prompt_len), t.rows_of(t.values, 0, t.prompt_len), {});
+  p->end_step();
+  std::vector<measured_head> heads(n(t.kv_heads));
+  std::vector<float> out(n(t.query_heads * t.head_dim)), lse(n(t.query_heads)), full(out), full_lse(lse);
+  const int group = t.query_heads / t.kv_heads;
+  for (int token = t.prompt_len; token < t.tokens; ++token) {
+    p->begin_step(1, step_phase::decode);
+    p->append_stored(0, t.rows_of(t.keys, token, 1), t.rows_of(t.values, token, 1), t.queries_of(token, 1));
+    p->attend(0, out, lse);
+    p->attend_full(0, full, full_lse);
+    p->end_step();
+    for (int q = 0; q < t.query_heads; ++q)
+      if (const double kept = std::exp(double{lse[n(q)]} - double{full_lse[n(q)]}); std::isfinite(kept))
+        heads[n(q / group)].missed += (1 - kept) / (group * t.steps());
+  }
+  for (measured_head& head : heads) head.reach = head.missed;
+  return heads;
+}
+
+/// The scores of RazorAttention (section 3.3), of a text that repeats itself: each decode token's attention to the same
+/// token in all earlier repetitions, and to the one behind it. A KV head's are its group's means. Its reach is the
+/// larger: the paper takes the best by each of the two, many by induction and few by echo.
+std::vector<measured_head> measure_echo(const trace& t) {
+  const auto n = [](int x) { return static_cast<std::size_t>(x); };
+  const int group = t.query_heads / t.kv_heads, d = t.head_dim, period = t.period.value();
+  const std::vector<float> keys = t.float_keys();
+  const double scale = 1 / std::sqrt(static_cast<double>(d));
+  std::vector<measured_head> heads(n(t.kv_heads));
+  std::vector<double> weights(n(t.tokens));
+  for (int token = t.prompt_len; token < t.tokens; ++token)
+    for (int q = 0; q < t.query_heads; ++q) {
+      const auto query = t.queries_of(token, 1).subspan(n(q * d), n(d));
+      double largest = -std::numeric_limits<double>::infinity(), sum = 0;
+      for (int i = 0; i <= token; ++i) {
+        const float* const key = keys.data() + (n(i) * n(t.kv_heads) + n(q / group)) * n(d);
+        weights[n(i)] =
+            scale * static_cast<double>(std::inner_product(query.begin(), query.end(), key, 0.0f));
+        largest = std::max(largest, weights[n(i)]);
+      }
+      for (int i = 0; i <= token; ++i) sum += weights[n(i)] = std::exp(weights[n(i)] - largest);
+      measured_head& head = heads[n(q / group)];
+      for (int before = token - period; before >= 0; before -= period) {
+        head.echo += weights[n(before)] / sum / (group * t.steps());
+        head.induction += weights[n(before + 1)] / sum / (group * t.steps());
+      }
+    }
+  for (measured_head& head : heads) head.reach = std::max(head.echo, head.induction);
+  return heads;
+}
+
+void run(int argc, char** argv) {
+  head_options o;
+  CLI::App app("Finds the KV heads that look beyond sink and window, from recorded layers.", "freekv-heads");
+  app.add_option("traces", o.traces, "Folder of traces, one for each layer of a model (freekv-record)")
+      ->required();
+  app.add_option("--out", o.out, "List to write: lines \"layer head kind\"")->required();
+  app.add_option(
+         "--by", o.by,
+         "What tells them: mass, the attention that lies outside sink and window; or echo, RazorAttention's "
+         "attention to earlier copies of the token and to what followed them, on traces of freekv-record "
+         "--repeated")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"mass", "echo"}));
+  app.add_option(
+         "--share", o.share,
+         "Share of the heads that keep everything, those with most of it; by mass 0.25, by echo 0.15 as "
+         "published")
+      ->check(CLI::Range(0.0, 1.0));
+  app.add_option("--complete-layers", o.complete_layers,
+                 "Leading layers that keep everything anyway: their heads are not listed")
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--page", o.page, "Tokens in a page")->capture_default_str();
+  app.add_option("--sink", o.sink, "Sink tokens")->capture_default_str();
+  app.add_option("--window", o.window, "Window tokens")->capture_default_str();
+  if (!parsed(app, argc, argv)) return;
+  check_writable(o.out);
+
+  replay_options all_traces;
+  all_traces.trace = o.traces;
+  const replay_jobs jobs = jobs_of(all_traces);
+  host_backend backend;
+  progress_line progress("freekv-heads");
+  note_stage("measuring heads");
+  std::vector<measured_head> heads;
+  for (const replay_job& job : jobs.layers) {
+    progress.show("layer", static_cast<int>(&job - jobs.layers.data()), static_cast<int>(jobs.layers.size()));
+    const trace t = read_trace(job.trace, std::nullopt);
+    check_compiled(t.element, t.head_dim);
+    if (!t.layer)
+      throw choice_error(cited_path(job.trace) +
+                         " does not say which layer it is; record it with freekv-record");
+    if (t.steps() < 1) throw choice_error(cited_path(job.trace) + " has no decode step to measure");
+    if (*t.layer < o.complete_layers) continue;
+    if (o.by == "echo" && !t.period)
+      throw choice_error(
+          cited_path(job.trace) +
+          " does not say after how many tokens it repeats itself; record it with freekv-record "
+          "--repeated");
+    auto of_layer = o.by == "echo" ? measure_echo(t) : measure(t, o, backend);
+    for (int head = 0; head < t.kv_heads; ++head) {
+      of_layer[static_cast<std::size_t>(head)].layer = *t.layer;
+      of_layer[static_cast<std::size_t>(head)].head = head;
+    }
+    heads.insert(heads.end(), of_layer.begin(), of_layer.end());
+  }
+  std::stable_sort(heads.begin(), heads.end(),
+                   [](const auto& a, const auto& b) { return a.reach > b.reach; });
+  if (heads.empty())
+    throw choice_error("all layers of \"" + o.traces + "\" are among the " +
+                       std::to_string(o.complete_layers) +
+                       " that keep everything; record others, or give --complete-layers 0");
+  const auto complete =
+      static_cast<std::size_t>(std::lround(o.share_of_heads() * static_cast<double>(heads.size())));
+  std::ostringstream out;
+  if (o.by == "echo")
+    out << "# layer head kind; share of attention on earlier copies of the token, and on what followed "
+           "them\n";
+  else
+    out << "# layer head kind; share of attention mass outside sink " << o.sink << " and window " << o.window
+        << "\n";
+  for (std::size_t i = 0; i < heads.size(); ++i) {
+    out << heads[i].layer << " " << heads[i].head << " " << (i < complete ? "complete" : "window") << "  # ";
+    if (o.by == "echo")
+      out << heads[i].echo << " " << heads[i].induction << "\n";
+    else
+      out << heads[i].missed << "\n";
+  }
+  const std::string list = std::move(out).str();
+  new_file file(o.out);
+  file.write(std::as_bytes(std::span(list)));
+  file.finish();
+  file.take_place();
+}
+
+}  // namespace
+}  // namespace freekv::examples
+
+int main(int argc, char** argv) {
+  return freekv::examples::exit_code_of("freekv-heads", [&] { freekv::examples::run(argc, argv); });
+}

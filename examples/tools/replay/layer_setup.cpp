@@ -1,0 +1,175 @@
+#include "layer_setup.hpp"
+
+#include <algorithm>
+#include <filesystem>
+#include <new>
+#include <span>
+#include <stdexcept>
+#include <string>
+
+#include "cited.hpp"
+#include "device_pipeline.hpp"
+#include "head_list.hpp"
+#include "selected_rows.hpp"
+
+namespace freekv::examples {
+namespace {
+
+[[noreturn]] void refuse(const std::string& sentence) { throw choice_error(sentence); }
+
+/// What each KV head of the trace's layer keeps, where --heads says it.
+std::vector<layer_kind> head_kinds_of(const replay_options& o, const trace_form& t) {
+  if (!o.heads) return {};
+  constexpr int most_layers = 1024;  // a list has all of a model's, and a trace does not say how many
+  if (!t.layer || *t.layer >= most_layers)
+    refuse("the trace names " + (t.layer ? "layer " + std::to_string(*t.layer) : "no layer") +
+           ", so --heads cannot say what its heads keep; write its number, below " +
+           std::to_string(most_layers) + ", as layer into its metadata");
+  const auto all = read_head_list(std::filesystem::path(*o.heads), most_layers, t.kv_heads);
+  const auto first = all.begin() + std::ptrdiff_t{*t.layer} * t.kv_heads;
+  return {first, first + t.kv_heads};
+}
+
+void in_head_dim(const std::string& flag, int value, const trace_form& t) {
+  if (value < 1 || value > t.head_dim)
+    refuse(flag + " " + std::to_string(value) + " is not between 1 and head_dim " +
+           std::to_string(t.head_dim));
+}
+
+int layer_of(const replay_options& o, const trace_form& t, int layers) {
+  if (!o.basis_layer && !t.layer && layers != 1)
+    refuse(cited_path(o.basis) + " has " + std::to_string(layers) +
+           " layers and the trace names none; give --basis-layer");
+  const int layer = o.basis_layer.value_or(layers == 1 ? 0 : t.layer.value_or(0));
+  if (layer < 0 || layer >= layers)
+    refuse(cited_path(o.basis) + " has " + std::to_string(layers) + " layers, so none numbered " +
+           std::to_string(layer) + "; give --basis-layer from 0 to " + std::to_string(layers - 1));
+  return layer;
+}
+
+}  // namespace
+
+basis_file basis_file_of(const replay_options& o) {
+  basis_file file;
+  if (o.basis == "prompt") return file;
+  if (o.method.needs_basis()) file.basis = key_basis::load(o.basis);
+  if (o.method.needs_codebooks()) file.codebooks = codebook_set::load(o.basis);
+  return file;
+}
+
+std::unique_ptr<pipeline> replayed_pipeline(const replay_options& o, const pipeline_options& of_layer,
+                                            host_backend& backend) {
+  const auto refuse_for_memory = [&] {
+    const method_spec& m = o.method;
+    std::string flags = "--k " + std::to_string(o.k);
+    if (columns_of(m, o.k) != o.k) flags += ", --pinned " + std::to_string(m.pinned);
+    if (m.spare != 0) flags += ", --spare " + std::to_string(m.spare);
+    refuse("not enough memory for " + std::to_string(of_layer.max_tokens) + " tokens with --sink " +
+           std::to_string(o.sink) + ", --window " + std::to_string(o.window) + ", " + flags +
+           "; lower the largest of these, or name a --store-file");
+  };
+  try {
+    return o.backend == "cuda" ? make_device_pipeline(of_layer) : make_pipeline(of_layer, backend);
+  } catch (const std::bad_alloc&) {
+    refuse_for_memory();
+  } catch (const std::length_error&) {
+    refuse_for_memory();
+  }
+  return nullptr;
+}
+
+layer_setup::layer_setup(const replay_options& o, const trace_form& t, const basis_file& file)
+    : options_{.element = t.element,
+               .head_dim = t.head_dim,
+               .query_heads = t.query_heads,
+               .kv_heads = t.kv_heads,
+               .page = o.page,
+               .budget = {o.sink, o.window, o.k},
+               .scale = static_cast<float>(o.scale),
+               .sliding_window = o.sliding_window.value_or(0),
+               .soft_cap = static_cast<float>(o.soft_cap),
+               .sink_logits = t.sink_logits,
+               .in_place = o.route == "in_place",
+               .store_file = o.store_file.value_or(""),
+               .layout = o.layout,
+               .method = o.method,
+               .head_kinds = head_kinds_of(o, t)} {
+  if (o.method.evicts() && (o.soft_cap != 0 || !t.sink_logits.empty()))
+    refuse("--variant " + o.variant + " forgets by attention without " +
+           (o.soft_cap != 0 ? "--soft-cap" : "the trace's sink_logits") +
+           "; choose a variant that retrieves");
+  if (o.method.needs_basis()) take_basis(o, t, file);
+  if (o.method.needs_codebooks()) take_codebooks(o, t, file);
+  if (o.method.needs_factors()) take_factors(o, t);
+}
+
+void layer_setup::learn(const trace& t) {
+  if (basis_) basis_->learn(0, t.prompt_keys());
+  if (codebooks_) codebooks_->learn(0, t.prompt_keys());
+  if (!factors_) return;
+  const auto row = static_cast<std::size_t>(t.kv_heads * t.head_dim);
+  factors_->factorise(
+      0, t.has_keys_before_rotation
+             ? std::span(t.keys_before_rotation).first(static_cast<std::size_t>(t.prompt_len) * row)
+             : std::span<const float>(rotated(t.prompt_keys(), t.kv_heads, t.head_dim, rotation_, -1.0f)));
+}
+
+void layer_setup::take_rotation(const trace& t) {
+  if (!factors_ || !t.has_keys_before_rotation) return;
+  const std::vector<float> keys = t.float_keys();
+  if (!rotation_.frequencies.empty()) {
+    if (!turns_into(t.keys_before_rotation, keys, t.kv_heads, t.head_dim, rotation_))
+      refuse(
+          "the trace's k_pre, rotated as --rope-base and --rope-pairs or its metadata say, is not its k; "
+          "leave them "
+          "out, and the rotation is found");
+    return;
+  }
+  const auto found = rotation_between(t.keys_before_rotation, keys, t.kv_heads, t.head_dim);
+  if (!found)
+    refuse(
+        "no rotation of whole keys from position 0 on turns the trace's k_pre into its k; low_rank_keys "
+        "takes keys "
+        "after QK-norm and before rotation, and here no other rotation");
+  rotation_ = *found;
+  options_.rotary = rotation_.view();
+}
+
+void layer_setup::take_factors(const replay_options& o, const trace_form& t) {
+  const std::optional<double> base = o.rope_base ? o.rope_base : t.rope_base;
+  if (!base && !t.has_keys_before_rotation)
+    refuse(
+        "low_rank_keys rebuilds keys from what they were before rotation, and the trace has neither k_pre "
+        "nor "
+        "rope_base; give --rope-base, and --rope-pairs neighbours if the model was a GGUF file");
+  const auto of = find_by_name("--rope-pairs", rope_pairs, o.rope_pairs.value_or(t.rope_pairs)).value;
+  if (base) rotation_ = rotation_of_base(*base, t.head_dim / 2, of);
+  if (o.method.key_rank < 0)
+    refuse("--key-rank " + std::to_string(o.method.key_rank) +
+           " is below 0; give 0 for a share of the numbers");
+  factors_.emplace(1, t.kv_heads, o.method.key_rank_of(t.kv_heads * t.head_dim), t.head_dim);
+  options_.factors = factors_->layer(0);
+  options_.rotary = rotation_.view();
+}
+
+void layer_setup::take_basis(const replay_options& o, const trace_form& t, const basis_file& file) {
+  if (file.basis) {
+    options_.basis = file.basis->layer(layer_of(o, t, file.basis->view().layers));
+    return;
+  }
+  in_head_dim("--rank", o.method.rank, t);
+  basis_.emplace(1, t.kv_heads, o.method.rank, t.head_dim);
+  options_.basis = basis_->layer(0);
+}
+
+void layer_setup::take_codebooks(const replay_options& o, const trace_form& t, const basis_file& file) {
+  if (file.codebooks) {
+    options_.codebooks = file.codebooks->layer(layer_of(o, t, file.codebooks->view().layers));
+    return;
+  }
+  in_head_dim("--codes", o.method.codes, t);
+  codebooks_.emplace(1, t.kv_heads, t.head_dim,
+                     codebook_sizes::of_codes(o.method.codes, o.method.unit_tokens(o.page)));
+  options_.codebooks = codebooks_->layer(0);
+}
+}  // namespace freekv::examples

@@ -1,0 +1,221 @@
+// Attention of one query group over pages, one slice after the other, by online softmax; and the merge of
+// parts.
+#pragma once
+
+#include <cstdint>
+#include <freekv/algorithms/row_products.hpp>
+#include <freekv/core/log_sum_exp.hpp>
+#include <freekv/core/shape.hpp>
+#include <freekv/core/unroll.hpp>
+#include <freekv/storage/layout.hpp>
+
+namespace freekv {
+
+/// What has been attended so far by the `group` query heads of a KV head: for each a running log-sum-exp and
+/// the weighted sum of values, relative to the maximum.
+struct attention_part {
+  log_sum_exp* mass = nullptr;  // (group)
+  float* weighted = nullptr;    // (group, head_dim); null: masses alone are wanted
+  float* scores = nullptr;      // (group, score_stride): where wanted, the slice's scores as they are
+  std::int64_t score_stride = 0;
+
+  template <team T>
+  FREEKV_HD void clear(T team, int group, int head_dim) const {
+    for (int g = 0; g < group; ++g) mass[g] = {};
+    for (int i = 0; weighted != nullptr && i < group * head_dim; i += T::width)
+      team.store(weighted + i, typename T::pack(0.0f));
+  }
+};
+
+/// Tokens that are attended together, so that keys and values of a block stay in the nearest cache.
+template <int HeadDim>
+inline constexpr int attention_block = HeadDim <= 128 ? 32 : 16;
+
+/// Floats of scratch for `attend_slice`: weights, and the sums of one team's lanes.
+template <int HeadDim>
+inline constexpr int attention_scratch = heads_at_once* attention_block<HeadDim> + row_products_scratch;
+
+namespace detail {
+
+/// Adds `count` values to the weighted sums of `Heads` query heads. Asks for `count` rows of `ahead` meanwhile, unless it
+/// is null.
+template <int HeadDim, int Heads, class T, class Element>
+FREEKV_HD void weigh_values(T team, const head_slice<const Element>& rows, int count, const float* weights,
+                            float* weighted, const Element* ahead) {
+  using pack = typename T::pack;
+  constexpr int width = T::width, packs = HeadDim / width;
+  constexpr int most_sums = width > 8 ? width : 8;
+  constexpr int at_once = packs < most_sums / Heads ? packs : most_sums / Heads;
+  const auto weigh = [&]<int Count>(int d,
+                                    cuda::std::integral_constant<int, Count>) {  // packs from element d
+    pack sums[Heads][Count];
+    unroll<Heads * Count>([&](auto i) {
+      sums[i / Count][i % Count] = team.load(weighted + i / Count * HeadDim + d + i % Count * width);
+    });
+    for (int t = 0; t < count; ++t) {
+      if (d == 0 && ahead != nullptr) prefetch_row(team, ahead + t * rows.stride, HeadDim);
+      pack value[Count];
+      unroll<Count>([&](auto i) { value[i] = team.load(rows.value + t * rows.stride + d + i * width); });
+      unroll<Heads>([&](auto g) {
+        const pack weight(weights[g * attention_block<HeadDim> + t]);
+        unroll<Count>([&](auto i) { sums[g][i] = sums[g][i] + weight * value[i]; });
+      });
+    }
+    unroll<Heads * Count>([&](auto i) {
+      team.store(weighted + i / Count * HeadDim + d + i % Count * width, sums[i / Count][i % Count]);
+    });
+  };
+  for (int i = 0; i < packs / at_once; ++i)
+    weigh(i * at_once * width, cuda::std::integral_constant<int, at_once>{});
+  if constexpr (packs % at_once != 0)
+    weigh(packs / at_once * at_once * width, cuda::std::integral_constant<int, packs % at_once>{});
+}
+
+/// `attend_slice` of at most `heads_at_once` query heads and a block of rows, token `first` of its slice the first.
+template <int HeadDim, team T, class Element>
+FREEKV_HD void attend_block(T team, const group_query& query, int first_head, int heads,
+                            const head_slice<const Element>& rows, int first, int count,
+                            const attention_part& part, float* scratch, float soft_cap,
+                            const Element* ahead) {
+  using pack = typename T::pack;
+  constexpr int width = T::width, block = attention_block<HeadDim>;
+  const int padded = (count + width - 1) / width * width;
+  const bool wants_values = part.weighted != nullptr;
+  using wide = typename wide_team<T>::type;
+  using multiplier = cuda::std::conditional_t<HeadDim % wide::width == 0, wide, T>;
+  const multiplier multiplying{};
+  const row_block<Element> keys{rows.key, rows.stride, HeadDim, count, wants_values ? rows.value : nullptr,
+                                HeadDim};
+  for_heads_at_once(heads, [&]<int Heads>(int, cuda::std::integral_constant<int, Heads>) {
+    row_products<Heads>(multiplying, query_rows{query.head(first_head), query.step * HeadDim}, keys, 1.0f,
+                        scratch, block, scratch + heads_at_once * block);
+  });
+  unsigned attending = 0;  // heads with more than -infinity so far
+  for (int g = 0; g < heads; ++g) {
+    float* const weights = scratch + g * block;
+    team.sync();
+    if (soft_cap > 0.0f) {
+      const pack cap(soft_cap), inverse(1.0f / soft_cap);
+      for (int t = 0; t < padded; t += width)
+        team.store(weights + t, cap * team.tanh(team.load(weights + t) * inverse));
+      team.sync();
+    }
+    for (int t = count; t < padded; ++t) weights[t] = -infinity;
+    team.sync();
+    if (part.scores != nullptr)
+      for (int t = team.lane(); t < count; t += team.lanes())
+        part.scores[(first_head + g) * part.score_stride + first + t] = weights[t];
+
+    log_sum_exp& mass = part.mass[first_head + g];
+    pack largest = team.load(weights);
+    for (int t = width; t < padded; t += width) largest = team.maximum(largest, team.load(weights + t));
+    const float m = team.max(largest);
+    if (!(m <= mass.max)) {
+      const pack factor(mass.raise(m));
+      for (int d = 0; wants_values && d < HeadDim; d += width) {
+        float* const weighted = part.weighted + (first_head + g) * HeadDim + d;
+        team.store(weighted, team.load(weighted) * factor);
+      }
+    }
+    if (mass.max == -infinity) continue;
+    attending |= 1u << g;
+    const pack base(mass.max);
+    pack total(0.0f);
+    for (int t = 0; t < padded; t += width) {
+      const pack weight = team.exp(team.load(weights + t) - base);
+      team.store(weights + t, weight);
+      total = total + weight;
+    }
+    mass.sum += team.sum(total);
+  }
+  team.sync();
+  if (!wants_values) return;
+  float* const weighted = part.weighted + first_head * HeadDim;
+  const int at_once = attending == (1u << heads) - 1 ? heads : 1;
+  if (at_once == 4)
+    weigh_values<HeadDim, 4>(multiplying, rows, count, scratch, weighted, ahead);
+  else if (at_once == 3)
+    weigh_values<HeadDim, 3>(multiplying, rows, count, scratch, weighted, ahead);
+  else if (at_once == 2)
+    weigh_values<HeadDim, 2>(multiplying, rows, count, scratch, weighted, ahead);
+  else
+    for (int g = 0; g < heads; ++g)
+      if ((attending >> g & 1u) != 0)
+        weigh_values<HeadDim, 1>(multiplying, rows, count, scratch + g * block, weighted + g * HeadDim,
+                                 ahead);
+  team.sync();
+}
+
+}  // namespace detail
+
+/// Adds the first `tokens` rows of a slice to `part`. The query is multiplied by the scale already. Scores become
+/// soft_cap * tanh(score / soft_cap), unless it is 0. A score of -infinity has weight 0; NaN propagates. `ahead`: keys
+/// that are attended next, laid out as the slice's, or null.
+template <int HeadDim, team T, class Element>
+FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<const Element>& slice,
+                            int tokens, const attention_part& part, float* scratch, float soft_cap = 0.0f,
+                            const Element* ahead = nullptr) {
+  constexpr int block = attention_block<HeadDim>;
+  for (int first = 0; first < tokens; first += block) {
+    const int count = tokens - first < block ? tokens - first : block;
+    const head_slice<const Element> rows = rows_behind(slice, first);
+    const Element* const next = first + block < tokens ? rows.key + block * rows.stride : ahead;
+    for (int g = 0; g < query.group; g += heads_at_once) {
+      const int heads = query.group - g < heads_at_once ? query.group - g : heads_at_once;
+      detail::attend_block<HeadDim>(team, query, g, heads, rows, first, count, part, scratch, soft_cap,
+                                    g + heads == query.group ? next : nullptr);
+    }
+  }
+}
+
+/// Adds a token without a value for each query head, whose score is its logit: it takes its share of the weights and
+/// counts in the log-sum-exp. (gpt-oss)
+template <int HeadDim, team T>
+FREEKV_HD void add_logits(T team, const float* logits, int group, const attention_part& part) {
+  for (int g = 0; g < group; ++g) {
+    log_sum_exp& mass = part.mass[g];
+    const float before = mass.max;
+    mass.add(logits[g]);
+    if (mass.max == before) continue;
+    const typename T::pack factor(before > -infinity ? ::expf(before - mass.max) : 0.0f);
+    for (int d = 0; d < HeadDim; d += T::width) {
+      float* w = part.weighted + g * HeadDim + d;
+      team.store(w, team.load(w) * factor);
+    }
+  }
+}
+
+/// Adds `from` to `into`, which holds earlier pages: parts are always merged in page order.
+template <int HeadDim, team T>
+FREEKV_HD void merge_parts(T team, const attention_part& from, const attention_part& into, int group) {
+  using pack = typename T::pack;
+  for (int g = 0; g < group; ++g) {
+    const log_sum_exp& a = from.mass[g];
+    log_sum_exp& b = into.mass[g];
+    if (a.max == -infinity) continue;
+    const float keep = a.max <= b.max ? 1.0f : b.raise(a.max);
+    const float factor = ::expf(a.max - b.max);
+    b.sum += a.sum * factor;
+    for (int d = 0; d < HeadDim; d += T::width) {
+      float* w = into.weighted + g * HeadDim + d;
+      team.store(w, team.load(w) * pack(keep) + team.load(from.weighted + g * HeadDim + d) * pack(factor));
+    }
+  }
+}
+
+/// Writes the attention output (group, head_dim) and its natural log-sum-exp (group); of an empty set, or one
+/// whose scores are all -infinity, 0 and -infinity. `lse` may be null.
+template <int HeadDim, team T>
+FREEKV_HD void finish_attention(T team, const attention_part& part, int group, float* out, float* lse) {
+  using pack = typename T::pack;
+  for (int g = 0; g < group; ++g) {
+    const log_sum_exp& mass = part.mass[g];
+    const bool empty = mass.max == -infinity;
+    const pack factor(empty ? 0.0f : 1.0f / mass.sum);
+    for (int d = 0; d < HeadDim; d += T::width)
+      team.store(out + g * HeadDim + d, team.load(part.weighted + g * HeadDim + d) * factor);
+    if (lse != nullptr) lse[g] = empty ? -infinity : mass.max + ::logf(mass.sum);
+  }
+}
+
+}  // namespace freekv

@@ -1,0 +1,67 @@
+// Which wanted pages are already in slots, and where the others go.
+#pragma once
+
+#include <cstdint>
+#include <freekv/policies/residency.hpp>
+
+namespace freekv {
+
+/// The selected slots of one KV head: (count) each.
+struct slot_contents {
+  std::int32_t* unit = nullptr;           ///< the page a slot holds, -1 for none
+  std::int32_t* last_selected = nullptr;  ///< number of the last selection that had the page
+  int count = 0;
+};
+
+/// Matches a new selection, the head's `nth`, with its slots, which are brought up to date.
+///
+/// `wanted`: `count` page ids, ascending. `slot_of[i]` becomes the slot of wanted[i] where it is held, or the complement
+/// `~slot` of the free slot, lowest first, that it is to be copied to. Of the pages no longer wanted as many stay as
+/// there are spare slots, those that `residency` frees last. Returns the number of misses.
+template <residency_policy Residency>
+FREEKV_HD int match_slots(const Residency& residency, const std::int32_t* wanted, int count,
+                          const slot_contents& slots, std::int32_t nth, std::int32_t* slot_of) {
+  for (int i = 0; i < count; ++i) slot_of[i] = -1;
+  const int spare = residency.spare;
+  int unselected = 0;
+  for (int slot = 0; slot < slots.count; ++slot) {
+    if (slots.unit[slot] < 0) continue;
+    int first = 0, last = count;
+    while (first < last) {
+      const int middle = (first + last) / 2;
+      if (wanted[middle] < slots.unit[slot])
+        first = middle + 1;
+      else
+        last = middle;
+    }
+    if (first < count && wanted[first] == slots.unit[slot]) {
+      slot_of[first] = slot;
+      slots.last_selected[slot] = nth;
+    } else if (spare == 0) {
+      slots.unit[slot] = -1;
+    } else {
+      ++unselected;
+    }
+  }
+  for (; unselected > spare; --unselected) {
+    unselected_slot freed{-1};
+    for (int slot = 0; slot < slots.count; ++slot) {
+      const unselected_slot other{slot, slots.last_selected[slot]};
+      if (slots.unit[slot] < 0 || other.last_selected == nth) continue;
+      if (freed.slot < 0 || residency.frees_before(other, freed)) freed = other;
+    }
+    slots.unit[freed.slot] = -1;
+  }
+  int misses = 0, free = 0;
+  for (int i = 0; i < count; ++i) {
+    if (slot_of[i] >= 0) continue;
+    while (slots.unit[free] >= 0) ++free;
+    slots.unit[free] = wanted[i];
+    slots.last_selected[free] = nth;
+    slot_of[i] = ~free;
+    ++misses;
+  }
+  return misses;
+}
+
+}  // namespace freekv

@@ -1,0 +1,27 @@
+// Page scores as integers that sort like them, unique by page.
+#pragma once
+
+#include <cstdint>
+#include <cuda/std/bit>
+#include <freekv/config.hpp>
+
+namespace freekv {
+
+/// 32 bits that order like the float: a < b exactly if order_bits(a) < order_bits(b), and -0 equals +0. Not
+/// for NaN.
+FREEKV_HD inline std::uint32_t order_bits(float score) {
+  const auto bits = cuda::std::bit_cast<std::uint32_t>(score + 0.0f);  // -0 + 0 is +0
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+/// A key that is larger for the better page: by score, and among equal scores the smaller page. Unique, so
+/// that any selection of the largest keys is deterministic.
+FREEKV_HD inline std::uint64_t ordered_key(float score, std::int32_t unit) {
+  return std::uint64_t{order_bits(score)} << 32 | (0xffffffffu - static_cast<std::uint32_t>(unit));
+}
+
+FREEKV_HD inline std::int32_t unit_of_key(std::uint64_t key) {
+  return static_cast<std::int32_t>(0xffffffffu - static_cast<std::uint32_t>(key));
+}
+
+}  // namespace freekv

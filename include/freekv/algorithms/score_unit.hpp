@@ -1,0 +1,123 @@
+// One page's scores for all query heads of a group, its summary read once.
+#pragma once
+
+#include <cuda/std/limits>
+#include <freekv/algorithms/row_products.hpp>
+#include <freekv/core/log_sum_exp.hpp>
+#include <freekv/policies/summary.hpp>
+
+namespace freekv {
+
+/// Scores and pooled scores as they count: +infinity is the largest finite float.
+FREEKV_HD inline float clamp_score(float score) {
+  constexpr float largest = cuda::std::numeric_limits<float>::max();
+  return score > largest ? largest : score;
+}
+
+/// Bytes of a stored summary that a team with `stage` stages: of one that is scored as it is stored, by each head of the
+/// group, or that has a format of less than 2 bytes a number. Of two summaries each is staged for itself.
+template <class Key, class S>
+FREEKV_HD constexpr int staged_bytes(const S& summary, page_geometry page) {
+  if constexpr (requires { summary.coarse; }) {
+    return 0;
+  } else if constexpr (requires { summary.template bytes<Key>(page); }) {
+    const auto bytes = static_cast<int>(summary_bytes<Key>(summary, page));
+    return scores_stored_bytes<S> || bytes < 2 * summary.width(page) ? bytes : 0;
+  } else {
+    return 0;
+  }
+}
+
+/// Scores a page by its stored summary. One that scores NaN for one head of the group scores -infinity for all of
+/// them. `numbers` (the summary's width) is the team's scratch, and so is `staging`, if it is not null, for what is staged.
+template <class Key, team T, class S>
+FREEKV_HD void score_unit(T team, const S& summary, page_geometry page, const std::byte* stored,
+                          const prepared_queries& queries, float* numbers, const score_column& out,
+                          std::byte* staging = nullptr) {
+  if constexpr (requires { team.stage(stored, 0, staging); })
+    if (const int bytes = staged_bytes<Key>(summary, page); staging != nullptr && bytes > 0) {
+      stored = team.stage(stored, bytes, staging);
+      team.sync();
+    }
+  if constexpr (!scores_stored_bytes<S>) {
+    decode_summary<Key>(team, summary, page, stored, numbers);
+    team.sync();
+  }
+  bool nan = false;
+  for (int g = 0; g < queries.group; ++g) {
+    const unit_query query{queries.data + g * queries.width, page, queries.scale};
+    float score;
+    if constexpr (scores_stored_bytes<S>)
+      score = summary.score(team, query, stored);
+    else
+      score = summary.score(team, query, numbers);
+    nan = nan || score != score;
+    out.first[g * out.stride] = clamp_score(score);
+  }
+  for (int g = 0; nan && g < queries.group; ++g) out.first[g * out.stride] = -infinity;
+}
+
+/// The same of `pages` pages whose summaries lie `bytes` apart: those of page j go to
+/// `out.first[j + g * out.stride]`. `numbers` holds a whole pack at least. `Shares`: rows are multiplied in functions
+/// that other summaries share, where the team has such: less to compile where there are many, and a few per cent slower.
+template <class Key, bool Shares = false, team T, class S>
+FREEKV_HD void score_units(T team, const S& summary, page_geometry page, const std::byte* stored,
+                           std::size_t bytes, int pages, const prepared_queries& queries, float* numbers,
+                           const score_column& out) {
+  constexpr int at_once = 32;
+  for (int first = 0; first < pages; first += at_once) {
+    const int count = pages - first < at_once ? pages - first : at_once;
+    const std::byte* const from = stored + static_cast<std::size_t>(first) * bytes;
+    const score_column to{out.first + first, out.stride};
+    bool multiplied = false;
+    using wide = typename wide_team<T>::type;
+    if constexpr (linear_summary<S>)
+      multiplied =
+          queries.width % wide::width == 0 &&
+          with_elements<Key>(summary, from, [&]<class Element>(const Element* elements) {
+            const auto stride = static_cast<std::int64_t>(bytes / sizeof(Element));
+            const Element* const ahead = first + at_once < pages ? elements + at_once * stride : nullptr;
+            const row_block<Element> rows{elements, stride, queries.width, count, ahead, queries.width};
+            for_heads_at_once(queries.group, [&]<int Heads>(int g, cuda::std::integral_constant<int, Heads>) {
+              const query_rows of_heads{queries.data + g * queries.width, queries.width};
+              float* const scores = to.first + g * to.stride;
+              using call = row_products_call<Heads, wide, Element>;
+              if constexpr (Shares && requires(const call& c) { wide{}.apart(c); })
+                wide{}.apart(call{of_heads, rows, queries.scale, scores, to.stride, numbers});
+              else
+                row_products<Heads>(wide{}, of_heads, rows, queries.scale, scores, to.stride, numbers);
+            });
+          });
+    for (int j = 0; j < count; ++j) {
+      bool finite = multiplied;
+      for (int g = 0; multiplied && g < queries.group; ++g)
+        finite = finite && to.first[g * to.stride + j] * 0.0f == 0.0f;
+      if (!finite)
+        score_unit<Key>(static_cast<typename narrow_team<T>::type>(team), summary, page,
+                        from + static_cast<std::size_t>(j) * bytes, queries, numbers,
+                        {to.first + j, to.stride});
+    }
+  }
+}
+
+/// The same by the coarse one of two summaries stored side by side (coarse_to_fine's `at`): `stored` and `queries` are
+/// those of both.
+template <class Key, team T, class Pair>
+FREEKV_HD void score_unit_coarsely(T team, const Pair& summaries, page_geometry page, const std::byte* stored,
+                                   const prepared_queries& queries, float* numbers, const score_column& out,
+                                   std::byte* staging = nullptr) {
+  prepared_queries of_coarse = queries;
+  of_coarse.data += summary_query_width(summaries.fine, page.head_dim);
+  score_unit<Key>(team, summaries.coarse, page, stored + summary_bytes<Key>(summaries.fine, page), of_coarse,
+                  numbers, out, staging);
+}
+
+/// And by the fine one.
+template <class Key, team T, class Pair>
+FREEKV_HD void score_unit_finely(T team, const Pair& summaries, page_geometry page, const std::byte* stored,
+                                 const prepared_queries& queries, float* numbers, const score_column& out,
+                                 std::byte* staging = nullptr) {
+  score_unit<Key>(team, summaries.fine, page, stored, queries, numbers, out, staging);
+}
+
+}  // namespace freekv

@@ -1,0 +1,27 @@
+// A completed page to its stored summary.
+#pragma once
+
+#include <freekv/policies/summary.hpp>
+#include <freekv/storage/layout.hpp>
+
+namespace freekv {
+
+/// The team's scratch: a page's keys (tokens, head_dim) as floats, and a summary's numbers.
+struct summary_scratch {
+  float* keys = nullptr;
+  float* numbers = nullptr;
+};
+
+/// Summarises one KV head's keys of a complete page into `stored`.
+template <class Key, team T, class S>
+FREEKV_HD void summarise_unit(T team, const S& summary, const head_slice<const Key>& slice,
+                              page_geometry page, const summary_scratch& scratch, std::byte* stored) {
+  for (int t = 0; t < page.tokens; ++t)
+    team.widen(slice.key + t * slice.stride, scratch.keys + t * page.head_dim, page.head_dim);
+  team.sync();
+  summary.summarise(team, unit_keys{scratch.keys, page}, scratch.numbers);
+  team.sync();
+  encode_summary<Key>(team, summary, page, scratch.numbers, stored);
+}
+
+}  // namespace freekv

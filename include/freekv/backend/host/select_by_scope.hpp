@@ -1,0 +1,78 @@
+// Selection where a KV head does not select for itself: its query heads do, each for itself, or all KV heads of a layer
+// together.
+#pragma once
+
+#include <algorithm>
+#include <freekv/algorithms/merge_selections.hpp>
+#include <freekv/backend/host/select.hpp>
+#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/policies/plan.hpp>
+
+namespace freekv::host {
+
+/// How many of the units of `range` are candidates of a decode entry, and how many of the next step.
+struct step_candidates {
+  int now = 0, next = 0;
+  unit_range range;
+};
+template <class State>
+step_candidates candidates_at(const State& s, const step_entry& entry) {
+  const unit_range next = s.candidates_at(entry.after() + 1);
+  const int now = std::max(0, s.window_begin(entry) * s.units_per_page - next.first);
+  return {now, next.count, {next.first, std::max(now, next.count)}};
+}
+
+/// Each query head of a KV head selects for itself what comes next, and `now_too` what the entry attends to.
+template <class State, class Policies>
+void select_by_query_head(isa set, const State& s, const Policies& policies, const step_entry& entry,
+                          int head, bool now_too, const workspace& w) {
+  const step_candidates c = candidates_at(s, entry);
+  const std::size_t row = s.head_index(entry.sequence, head);
+  std::int32_t &selected = s.selected_count[row], &next_selected = s.next_selected_count[row];
+  if (now_too) selected = 0;
+  next_selected = 0;
+  for (int g = 0; g < s.heads.group(); ++g) {
+    head_selection selection(set, s, policies, entry, head, c.range, w, g);
+    if (now_too)
+      selected = merge_selections(s.selected_union(entry.sequence, head), selected, w.units,
+                                  selection.best(c.now, w.units), g);
+    next_selected = merge_selections(s.next_selected_union(entry.sequence, head), next_selected, w.units,
+                                     selection.best(c.next, w.units), g);
+  }
+}
+
+// Of the KV heads of a layer that select together:
+
+template <class State>
+int first_retrieving(const State& s) {
+  int head = 0;
+  while (s.kind_of(head) != layer_kind::retrieval) ++head;
+  return head;
+}
+/// How many heads before `head` select with it.
+template <class State>
+int retrieving_before(const State& s, int head) {
+  return static_cast<int>(std::count(s.head_kinds, s.head_kinds + head, layer_kind::retrieval));
+}
+template <class State>
+bool any_flagged(const State& s, int sequence) {
+  const std::uint8_t* const corrected = s.corrected + s.head_index(sequence, 0);
+  return std::any_of(corrected, corrected + s.heads.kv, [](std::uint8_t flag) { return flag != 0; });
+}
+template <class State>
+void flag_all(const State& s, int sequence) {
+  for (int head = 0; head < s.heads.kv; ++head)
+    s.corrected[s.head_index(sequence, head)] = s.kind_of(head) == layer_kind::retrieval;
+}
+/// Gives the first head's list to all.
+template <class State>
+void share_list(const State& s, int sequence, std::int32_t* pages, std::int32_t* counts) {
+  const int from = first_retrieving(s);
+  for (int head = from + 1; head < s.heads.kv; ++head) {
+    if (s.kind_of(head) != layer_kind::retrieval) continue;
+    const std::int32_t count = counts[s.head_index(sequence, head)] = counts[s.head_index(sequence, from)];
+    std::copy_n(pages + s.selection(sequence, from), count, pages + s.selection(sequence, head));
+  }
+}
+
+}  // namespace freekv::host

@@ -1,0 +1,149 @@
+// The published methods and ours as policy packs: `methods::quest::pipeline<kv_shape<half, 128>>`. Values that a
+// method gives at run time are its variant's too, under the setting's name: `s.selection = methods::twilight::selection`.
+#pragma once
+
+#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <string_view>
+
+namespace freekv {
+
+/// A named list of policies.
+template <policy... Policies>
+struct named_policies {
+  /// The pipeline for a shape; `More` are added (page size, route), one of each kind at most.
+  template <class Shape, policy... More>
+  using pipeline = retrieval_pipeline<Shape, Policies..., More...>;
+};
+
+namespace methods {
+
+/// Full attention: everything is kept and attended to.
+struct full : named_policies<every_layer<layer_kind::complete>> {
+  static constexpr std::string_view name = "full";
+};
+/// StreamingLLM (arXiv 2309.17453): sink and window alone.
+struct streaming_llm : named_policies<every_layer<layer_kind::window>> {
+  static constexpr std::string_view name = "streaming_llm";
+};
+/// Quest (arXiv 2406.10774), selecting for whole groups as FreeKV's comparison has it: min-max summaries, a page's
+/// score the largest of the group's, selected anew before every attention.
+struct quest : named_policies<min_max, max_score, always> {
+  static constexpr std::string_view name = "quest";
+};
+/// Quest's summaries and moments with FreeKV's pooling, which is FreeKV corrected in every step: beside quest it shows
+/// what the pooling does, beside freekv what the correction does. Results from before quest pooled by max_score have it
+/// under that name.
+struct quest_mean_softmax : named_policies<min_max, always> {
+  static constexpr std::string_view name = "quest_mean_softmax";
+};
+/// Quest as published, without groups: each query head selects its own pages.
+struct quest_per_query_head : named_policies<min_max, per_query_head, always> {
+  static constexpr std::string_view name = "quest_per_query_head";
+};
+/// ArkVale (NeurIPS 2024): boxes as wide as the keys' mean distance from their centre, scores averaged over the group,
+/// selected anew before every attention.
+struct arkvale : named_policies<centroid_box, mean_score, always> {
+  static constexpr std::string_view name = "arkvale";
+};
+/// Twilight (arXiv 2502.02770, section 4), Quest as the algorithm that it prunes: min-max summaries keep 4 k of the
+/// candidates, keys in 4 bits estimate these pages' masses, and of the k best the fewest are selected that have 0.85 of
+/// the kept pages' mass, with its `selection`; selected anew before every attention. Unlike the paper's, the
+/// masses are of pages and groups, not of tokens, selected pages are attended to whole, k bounds them, sink and window
+/// are always there, and the 4 bits are of a key's difference from its page's mean.
+struct twilight : named_policies<coarse_to_fine<min_max, key_sketch<4>>, top_p, always> {
+  static constexpr std::string_view name = "twilight";
+  static constexpr top_p selection{.p = 0.85f};
+};
+/// InfiniGen (arXiv 2406.19707, section 4), as far as keys and queries alone allow: single tokens are selected by partial
+/// keys, here the unquantised coefficients of a key in the 24 dimensions where the prompt's keys vary most; selected anew
+/// before every attention. Unlike the paper's, these dimensions come from keys, not from skewed weights, the query is the
+/// layer's own, not one foreseen from the layer before, k bounds the tokens instead of a distance from the best score,
+/// query heads of a group select together, and sink and window are always there.
+struct infinigen : named_policies<unit<1>, key_subspace<24, 32>, always> {
+  static constexpr std::string_view name = "infinigen";
+};
+/// ShadowKV (arXiv 2410.21465, section 4): chunks of 8 tokens by their mean keys, the most of the group's softmaxes
+/// counting, 48 outlier chunks always selected beside 256 others; values are recalled, and keys rebuilt from 160
+/// coefficients of what all heads' were before rotation (of 1024 numbers in the paper; take as large a share of fewer),
+/// in a basis and with the model's rotation given in `codec`; selected anew before every attention. Unlike the paper's,
+/// whatever the sequence's prompt or another text: the basis is given, tokens decoded later have coefficients too, keys
+/// of sink, window and outliers are rebuilt like others once their page is complete, and outliers are among the prompt's
+/// chunks beyond sink and window.
+struct shadowkv : named_policies<unit<8>, mean, max_softmax, pin_outliers<48>, always, low_rank_keys<160>> {
+  static constexpr std::string_view name = "shadowkv";
+};
+/// RazorAttention (arXiv 2407.15891): some heads keep everything, the others sink and window; without its compensation
+/// token. Which heads is the plan's `kinds`.
+struct razor_attention : named_policies<by_head> {
+  static constexpr std::string_view name = "razor_attention";
+};
+/// DuoAttention (arXiv 2410.10819): as razor_attention, with the heads that its training finds.
+struct duo_attention : named_policies<by_head> {
+  static constexpr std::string_view name = "duo_attention";
+};
+/// FreeKV as published: min-max summaries, speculative retrieval, correction by query drift.
+struct freekv_paper : named_policies<min_max, cosine_drift> {
+  static constexpr std::string_view name = "freekv";
+};
+/// FreeKV without correction: the selection of the step before, whatever the query.
+struct freekv_never : named_policies<min_max, never> {
+  static constexpr std::string_view name = "freekv_never";
+};
+/// FreeKV that selects the fewest of the k best pages that have 0.95 of the mass, with its `selection`.
+struct freekv_top_p : named_policies<min_max, top_p, cosine_drift> {
+  static constexpr std::string_view name = "freekv_top_p";
+  static constexpr top_p selection{.p = 0.95f};
+};
+/// FreeKV with one selection for all heads of a layer.
+struct freekv_per_layer : named_policies<min_max, per_layer, cosine_drift> {
+  static constexpr std::string_view name = "freekv_per_layer";
+};
+/// FreeKV with the mean keys of chunks of 8 tokens.
+struct freekv_chunk_means : named_policies<chunk_means<8>, cosine_drift> {
+  static constexpr std::string_view name = "freekv_chunk_means";
+};
+/// The same without correction.
+struct freekv_chunk_means_never : named_policies<chunk_means<8>, never> {
+  static constexpr std::string_view name = "freekv_chunk_means_never";
+};
+/// FreeKV with token estimates in a 24-dimensional subspace at 3 bits.
+struct freekv_key_subspace : named_policies<key_subspace<24, 3>, cosine_drift> {
+  static constexpr std::string_view name = "freekv_key_subspace";
+};
+/// The same without correction.
+struct freekv_key_subspace_never : named_policies<key_subspace<24, 3>, never> {
+  static constexpr std::string_view name = "freekv_key_subspace_never";
+};
+/// The same, corrected where the selected pages miss a fifth of the mass that the best would have; with its `correction`
+/// page by page, at about a fifth of the recalls before attention that cosine_drift with tau 0.9 has (docs/frontiers.md;
+/// of key_codes a seventh, docs/results.md).
+struct freekv_key_subspace_deficit : named_policies<key_subspace<24, 3>, mass_deficit> {
+  static constexpr std::string_view name = "freekv_key_subspace_deficit";
+  static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
+};
+/// FreeKV with tokens by product quantisation, 6 bytes each.
+struct freekv_key_codes : named_policies<key_codes<6>, cosine_drift> {
+  static constexpr std::string_view name = "freekv_key_codes";
+};
+/// The same without correction.
+struct freekv_key_codes_never : named_policies<key_codes<6>, never> {
+  static constexpr std::string_view name = "freekv_key_codes_never";
+};
+/// The same, corrected as freekv_key_subspace_deficit is, with its `correction`.
+struct freekv_key_codes_deficit : named_policies<key_codes<6>, mass_deficit> {
+  static constexpr std::string_view name = "freekv_key_codes_deficit";
+  static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
+};
+
+/// A list of variants.
+template <class... Variants>
+struct method_list {};
+/// All of the above.
+using all = method_list<full, streaming_llm, quest, quest_per_query_head, arkvale, twilight, infinigen,
+                        shadowkv, razor_attention, duo_attention, freekv_paper, freekv_never, freekv_top_p,
+                        freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace,
+                        freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
+                        freekv_key_codes_never, freekv_key_codes_deficit>;
+
+}  // namespace methods
+}  // namespace freekv

@@ -1,0 +1,83 @@
+// Slots inside an engine's own paged KV tensor, and the tables with which the engine's own kernel attends to them.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <freekv/core/error.hpp>
+#include <freekv/storage/layout.hpp>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace freekv {
+
+/// One layer of an engine's paged KV tensor, some of whose blocks are a pipeline's slots. Row t of KV head h of block b
+/// is head_dim elements at `keys + b * block_stride + t * token_stride + h * head_stride`, and so are its values.
+/// Strides in elements; a block holds a page. The engine keeps tensor and list as long as the pipeline lives, and does
+/// not write to these blocks.
+template <class Element>
+struct engine_blocks {
+  Element* keys = nullptr;
+  Element* values = nullptr;
+  std::int64_t block_stride = 0;
+  std::int64_t token_stride = 0;
+  std::int64_t head_stride = 0;
+  std::span<const std::int32_t> ids{};  ///< ids, all different: the pipeline's `slots_needed`
+};
+
+/// What a decode row attends to, as a paged-attention kernel is told it: so many pages, listed by block id (or by slot,
+/// where the slots are the pipeline's own), and so many tokens in them. All pages are full but the last.
+struct resident_table {
+  int pages = 0;
+  int tokens = 0;
+};
+
+/// Where a layer's slots are: block i at `ids[i]`, or i where there is no list.
+template <class Element>
+struct slot_blocks {
+  Element* keys = nullptr;
+  Element* values = nullptr;
+  std::int64_t block_stride = 0, token_stride = 0, head_stride = 0;
+  const std::int32_t* ids = nullptr;
+
+  FREEKV_HD std::int64_t id(std::int64_t block) const { return ids == nullptr ? block : ids[block]; }
+  FREEKV_HD head_slice<Element> slice(std::int64_t block, int head) const {
+    const std::int64_t offset = id(block) * block_stride + head * head_stride;
+    return {keys + offset, values + offset, token_stride};
+  }
+};
+
+/// Slots in pages of the pipeline's own.
+template <class Element, class PageSpan>
+slot_blocks<Element> blocks_of(const PageSpan& pages) {
+  const auto& map = pages.mapping();
+  const auto stride = [&](page_axis axis) {
+    return std::int64_t{map.stride(static_cast<std::size_t>(axis))};
+  };
+  Element* const data = pages.data_handle();
+  if (data == nullptr) return {};
+  return {data, data + stride(page_axis::plane), stride(page_axis::page), stride(page_axis::token),
+          stride(page_axis::head)};
+}
+
+/// Slots in an engine's blocks, `slots` of them. Throws settings_error.
+template <class Element>
+slot_blocks<Element> blocks_of(const engine_blocks<Element>& blocks, int layer, std::int64_t slots) {
+  const auto refuse = [&](const std::string& what) {
+    throw settings_error("blocks of layer " + std::to_string(layer) + ": " + what);
+  };
+  if (blocks.ids.size() != static_cast<std::size_t>(slots))
+    refuse(std::to_string(blocks.ids.size()) + " blocks; needed are " + std::to_string(slots) +
+           ", as slots_needed says");
+  if (blocks.keys == nullptr || blocks.values == nullptr) refuse("keys or values are null");
+  std::vector<std::int32_t> ids(blocks.ids.begin(), blocks.ids.end());
+  std::sort(ids.begin(), ids.end());
+  if (!ids.empty() && ids.front() < 0) refuse("block " + std::to_string(ids.front()) + " is below 0");
+  if (const auto twice = std::adjacent_find(ids.begin(), ids.end()); twice != ids.end())
+    refuse("block " + std::to_string(*twice) + " is listed twice");
+  return {blocks.keys,         blocks.values,      blocks.block_stride,
+          blocks.token_stride, blocks.head_stride, blocks.ids.data()};
+}
+
+}  // namespace freekv

@@ -1,0 +1,304 @@
+// Slots inside an engine's own paged tensor give the same bits as the pipeline's own, and an engine's own attention over
+// the exported tables what the pipeline's attention gives.
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+
+#include "../catch.hpp"
+#include "../mentions.hpp"
+#include "steps.hpp"
+
+namespace {
+
+using namespace tests;
+using freekv::bfloat16;
+constexpr int d = 24, page = 8, layers = 3, kv_heads = 2, query_heads = 6, max_tokens = 150;
+using pipeline_type =
+    freekv::retrieval_pipeline<freekv::kv_shape<bfloat16, d>, freekv::page_size<page>,
+                               freekv::unit<freekv::dynamic>, freekv::first_unselected<freekv::dynamic>,
+                               freekv::any_of<freekv::by_layer, freekv::by_head>>;
+using settings = pipeline_type::settings;
+
+settings common_settings() {
+  settings s;
+  s.layers = layers;
+  s.query_heads = query_heads;
+  s.kv_heads = kv_heads;
+  s.budget = {.sink = 8, .window = 16, .selected_units = 3};
+  s.max_tokens = max_tokens;
+  s.max_sequences = 3;
+  s.max_resident = 2;
+  s.max_decode_rows = 3;
+  using enum freekv::layer_kind;
+  s.plan = freekv::by_layer{{complete, retrieval, retrieval}};
+  return s;
+}
+
+/// An engine's tensor for all layers: (layers, 2, blocks, page, kv_heads, d) as vLLM has it, or
+/// (layers, blocks, 2, kv_heads, page, d); what it holds before is NaN.
+struct engine_tensor {
+  static constexpr int blocks = 40, numbers = page * kv_heads * d;
+  bool by_head;
+  std::vector<bfloat16> data =
+      std::vector<bfloat16>(count(layers * 2 * blocks * numbers), freekv::from_float<bfloat16>(quiet_nan));
+  std::vector<std::vector<std::int32_t>> lists;  // of each layer
+  std::vector<freekv::engine_blocks<bfloat16>> blocks_of_layer;
+
+  engine_tensor(const settings& s, freekv::host_backend& backend, bool hnd, unsigned seed) : by_head(hnd) {
+    std::mt19937 random(seed);
+    for (int layer = 0; layer < layers; ++layer) {
+      std::vector<std::int32_t> ids(blocks);
+      std::iota(ids.begin(), ids.end(), 0);
+      std::shuffle(ids.begin(), ids.end(), random);
+      ids.resize(count(pipeline_type::slots_needed(s, backend, layer)));
+      lists.push_back(ids);
+    }
+    for (int layer = 0; layer < layers; ++layer) {
+      bfloat16* const first = data.data() + layer * 2 * blocks * numbers;
+      if (by_head)
+        blocks_of_layer.push_back({first, first + numbers, 2 * numbers, d, page * d, lists[count(layer)]});
+      else
+        blocks_of_layer.push_back(
+            {first, first + blocks * numbers, numbers, kv_heads * d, d, lists[count(layer)]});
+    }
+  }
+  /// Row t of a head in a block.
+  std::vector<float> row(int layer, int block, int t, int head, bool value) const {
+    const auto& f = blocks_of_layer[count(layer)];
+    const bfloat16* from =
+        (value ? f.values : f.keys) + block * f.block_stride + t * f.token_stride + head * f.head_stride;
+    std::vector<float> numbers_of_row;
+    for (int i = 0; i < d; ++i) numbers_of_row.push_back(freekv::to_float(from[i]));
+    return numbers_of_row;
+  }
+  /// Blocks that are not listed hold what they held.
+  bool others_are_untouched() const {
+    for (int layer = 0; layer < layers; ++layer)
+      for (int block = 0; block < blocks; ++block) {
+        if (std::find(lists[count(layer)].begin(), lists[count(layer)].end(), block) !=
+            lists[count(layer)].end())
+          continue;
+        for (int t = 0; t < page; ++t)
+          for (int head = 0; head < kv_heads; ++head)
+            for (const bool value : {false, true})
+              for (const float x : row(layer, block, t, head, value))
+                if (!std::isnan(x)) return false;
+      }
+    return true;
+  }
+};
+
+/// Attention of decode row `row` of `rows` by an engine's kernel: over the pages of a table, without the tokens behind
+/// the row.
+oracle::attention attend_table(const engine_tensor& tensor, int layer, int head,
+                               std::span<const std::int32_t> table, const freekv::resident_table& size,
+                               std::span<const float> query, int row, int rows) {
+  std::vector<std::vector<float>> data;
+  for (const bool value : {false, true})
+    for (int token = 0; token < size.tokens - (rows - 1 - row); ++token)
+      data.push_back(tensor.row(layer, table[count(token / page)], token % page, head, value));
+  const std::size_t tokens = data.size() / 2;
+  const std::vector<std::span<const float>> keys(data.begin(), data.begin() + static_cast<long>(tokens)),
+      values(data.begin() + static_cast<long>(tokens), data.end());
+  return oracle::attend(query, keys, values, oracle::default_scale(d));
+}
+
+/// A decode step whose attention is the engine's, where a layer has slots: compared with `expected`, the same step's of
+/// another pipeline. Returns how often no table served all heads.
+int step_by_tables(pipeline_type& pipeline, const engine_tensor& tensor,
+                   const std::vector<sequence_part>& parts, const std::vector<sequence_result>& expected) {
+  std::vector<freekv::step_input> listed;
+  std::vector<int> first;
+  for (const auto& part : parts) {
+    listed.push_back({part.id, part.tokens, part.phase});
+    first.push_back(pipeline.tokens(part.id));
+  }
+  pipeline.begin_step(listed);
+  int differing = 0;
+  double largest_error = 0.0;
+  std::vector<std::size_t> at(parts.size());  // in expected[i].out, rows of d
+  for (int layer = 0; layer < layers; ++layer) {
+    std::vector<float> queries, keys, values;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      const auto rows = parts[i].source->at(layer, first[i], parts[i].tokens);
+      queries.insert(queries.end(), rows.queries.begin(), rows.queries.end());
+      keys.insert(keys.end(), rows.keys.begin(), rows.keys.end());
+      values.insert(values.end(), rows.values.begin(), rows.values.end());
+    }
+    pipeline.append<float>(layer, {.keys = keys, .values = values, .queries = queries});
+    if (layer == 0) {  // everything is kept, in the store
+      std::vector<float> out(queries.size());
+      pipeline.attend(layer, out);
+      for (std::size_t i = 0; i < parts.size(); ++i) at[i] = count(parts[i].tokens * query_heads);
+      continue;
+    }
+    pipeline.correct(layer);
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      std::vector<std::int32_t> table(64);
+      freekv::resident_table for_all;
+      try {
+        for_all = pipeline.table(layer, parts[i].id, table);
+      } catch (const freekv::usage_error& e) {
+        check_mentions(e.what(), {"different slots", "each head"});
+        ++differing;
+      }
+      const auto rows = parts[i].source->at(layer, first[i], parts[i].tokens);
+      for (int row = 0; row < parts[i].tokens; ++row)
+        for (int head = 0; head < kv_heads; ++head) {
+          freekv::resident_table used = for_all;
+          std::vector<std::int32_t> blocks = table;
+          if (for_all.pages == 0) used = pipeline.table(layer, parts[i].id, head, blocks);
+          for (int g = 0; g < query_heads / kv_heads; ++g, ++at[i]) {
+            const auto query =
+                oracle::row_of(rows.queries, row * query_heads + head * (query_heads / kv_heads) + g, d);
+            const auto got = attend_table(tensor, layer, head, blocks, used, query, row, parts[i].tokens);
+            for (std::size_t n = 0; n < d; ++n)
+              largest_error = std::max(
+                  largest_error, std::fabs(got.out[n] - static_cast<double>(expected[i].out[at[i] * d + n])));
+          }
+        }
+    }
+    pipeline.finish_layer(layer);
+  }
+  pipeline.end_step();
+  CHECK(largest_error < 2e-5);
+  return differing;
+}
+
+/// Two sequences and a third that takes turns with the second: prompts, steps of 1 to 3 rows, drafts taken back.
+/// `step(parts)` runs one step on a pipeline.
+template <class Step>
+void live(pipeline_type& pipeline, const text& first, const text& second, const Step& step) {
+  const auto a = pipeline.open(), b = pipeline.open();
+  prompt_only(pipeline, a, first, 100);
+  prompt_only(pipeline, b, second, 37);
+  for (int i = 0; i < 24; ++i) {
+    const int rows = 1 + i % 3;
+    step(std::vector<sequence_part>{{a, &first, rows}, {b, &second, 1}});
+    if (rows == 3) pipeline.truncate(a, pipeline.tokens(a) - 2);
+    if (i == 10) {
+      pipeline.preempt(b);
+      const auto c = pipeline.open();
+      prompt_only(pipeline, c, first, 60);
+      step(std::vector<sequence_part>{{c, &first, 1}});
+      pipeline.release(c);
+      pipeline.restore(b);
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE(
+    "slots in an engine's tensor are as good as the pipeline's own, and its blocks are attended by tables",
+    "[blocks]") {
+  for (const auto& [spare, unit] : {std::pair{0, 0}, {2, 0}, {0, 2}, {3, 4}})
+    for (const bool hnd : {false, true}) {
+      settings s = common_settings();
+      s.residency.spare = {spare};
+      s.unit = {{unit}};
+      if (unit != 0) s.budget.selected_units = 5;
+      INFO(spare << " spare slots, unit " << unit << ", " << (hnd ? "HND" : "NHD") << " blocks");
+      const text first(s, d, max_tokens, 1), second(s, d, max_tokens, 2);
+      freekv::host_backend backend({.threads = 2});
+      std::vector<std::vector<sequence_result>> expected;
+      pipeline_type own(s, backend);
+      live(own, first, second, [&](const auto& parts) { expected.push_back(run_step(own, parts)); });
+
+      const engine_tensor tensor(s, backend, hnd, 7);
+      pipeline_type theirs(s, backend, {}, tensor.blocks_of_layer);
+      CHECK(theirs.bytes().slots == 0);
+      CHECK(own.bytes().slots > 0);
+      std::size_t nth = 0;
+      live(theirs, first, second,
+           [&](const auto& parts) { CHECK(run_step(theirs, parts) == expected[nth++]); });
+      CHECK(tensor.others_are_untouched());
+      if (unit != 0) continue;  // which no table can express
+
+      const engine_tensor attended(s, backend, hnd, 8);
+      pipeline_type kernel(s, backend, {}, attended.blocks_of_layer);
+      nth = 0;
+      int differing = 0;
+      live(kernel, first, second,
+           [&](const auto& parts) { differing += step_by_tables(kernel, attended, parts, expected[nth++]); });
+      CHECK((differing > 0) == (spare > 0));
+    }
+}
+
+TEST_CASE("blocks and tables that cannot be are refused", "[blocks]") {
+  freekv::host_backend backend;
+  const settings s = common_settings();
+  const auto refused = [&](const auto& change, const std::vector<std::string>& words) {
+    engine_tensor tensor(s, backend, false, 1);
+    change(tensor);
+    try {
+      const pipeline_type pipeline(s, backend, {}, tensor.blocks_of_layer);
+      FAIL("not refused");
+    } catch (const freekv::settings_error& e) {
+      check_mentions(e.what(), words);
+    }
+  };
+  refused([](engine_tensor& t) { t.blocks_of_layer.pop_back(); }, {"2 layers for 3"});
+  refused([](engine_tensor& t) { t.blocks_of_layer[1].ids = t.blocks_of_layer[1].ids.first(5); },
+          {"layer 1", "5 blocks", "slots_needed"});
+  refused([](engine_tensor& t) { t.blocks_of_layer[2].values = nullptr; }, {"layer 2", "null"});
+  refused([](engine_tensor& t) { t.lists[1][3] = -4; }, {"layer 1", "block -4"});
+  refused([](engine_tensor& t) { t.lists[2][3] = t.lists[2][0]; }, {"layer 2", "twice"});
+
+  settings of_units = s;
+  of_units.unit = {{4}};
+  of_units.budget.selected_units = 5;
+  // A sink slot, 2 + 1 of the window and 1 for two drafts taken back; 5 units of half a page.
+  CHECK(pipeline_type::slots_per_sequence(of_units, backend, 1) == 1 + 4 + 3);
+
+  settings mixed = s;
+  using enum freekv::layer_kind;
+  mixed.plan = freekv::by_head{{retrieval, retrieval, complete, retrieval, retrieval, window}, kv_heads};
+  pipeline_type pipeline(mixed, backend);
+  const text source(mixed, d, max_tokens, 1);
+  const auto id = pipeline.open();
+  prompt_only(pipeline, id, source, 60);
+  const auto rows = source.at(0, 60, 1);
+  std::vector<std::int32_t> table(64);
+  const auto misused = [&](const auto& call, const std::vector<std::string>& words) {
+    try {
+      call();
+      FAIL("not refused");
+    } catch (const freekv::usage_error& e) {
+      check_mentions(e.what(), words);
+    }
+  };
+  pipeline.begin_step({{id, 1}});
+  for (int layer = 0; layer < layers; ++layer) {
+    pipeline.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+    misused([&] { pipeline.table(layer, id, table); }, {"table", "not corrected yet"});
+    misused([&] { pipeline.finish_layer(layer); }, {"finish_layer"});
+    pipeline.correct(layer);
+    if (layer == 0) {
+      CHECK(pipeline.table(0, id, table).pages > 0);
+      misused([&] { pipeline.table(0, id, 2, table); }, {"KV head 2"});
+      misused([&] { pipeline.table(0, id, std::span(table).first(3)); }, {"room for 3"});
+      misused([&] { pipeline.table(0, freekv::sequence_id{1}, table); }, {"sequence 1"});
+    } else {
+      misused([&] { pipeline.table(layer, id, table); }, {"each head"});
+      if (layer == 1) misused([&] { pipeline.table(1, id, 0, table); }, {"keeps everything"});
+      CHECK(pipeline.table(layer, id, 1, table).pages > 0);
+    }
+    pipeline.finish_layer(layer);
+  }
+  pipeline.end_step();
+
+  pipeline_type units(of_units, backend);
+  const auto other = units.open();
+  prompt_only(units, other, source, 60);
+  units.begin_step({{other, 1}});
+  units.append<float>(0, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+  units.correct(0);
+  misused([&] { units.table(0, other, table); }, {"keeps no slots"});
+  units.finish_layer(0);
+  units.append<float>(1, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+  units.correct(1);
+  misused([&] { units.table(1, other, table); }, {"units of 4 tokens", "attend here"});
+  units.abandon_step();
+}
