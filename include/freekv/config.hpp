@@ -1,4 +1,4 @@
-// What every FreeKV header needs first: the version, the supported compilers, and FREEKV_HD.
+// Version, supported compilers and FREEKV_HD, which every FreeKV header needs first.
 #pragma once
 
 #define FREEKV_VERSION_MAJOR 0

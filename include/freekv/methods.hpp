@@ -1,5 +1,6 @@
-// The published methods and ours as policy packs: `methods::quest::pipeline<kv_shape<half, 128>>`. Values that a
-// method gives at run time are its variant's too, under the setting's name: `s.selection = methods::twilight::selection`.
+// The published methods and ours as policy packs: `methods::quest::pipeline<kv_shape<half, 128>>`. Values that
+// a method gives at run time are its variant's too, under the setting's name: `s.selection =
+// methods::twilight::selection`.
 #pragma once
 
 #include <freekv/pipeline/retrieval_pipeline.hpp>
@@ -30,9 +31,9 @@ struct streaming_llm : named_policies<every_layer<layer_kind::window>> {
 struct quest : named_policies<min_max, max_score, always> {
   static constexpr std::string_view name = "quest";
 };
-/// Quest's summaries and moments with FreeKV's pooling, which is FreeKV corrected in every step: beside quest it shows
-/// what the pooling does, beside freekv what the correction does. Results from before quest pooled by max_score have it
-/// under that name.
+/// Quest's summaries and moments with FreeKV's pooling, which is FreeKV corrected in every step: beside quest
+/// it shows what the pooling does, beside freekv what the correction does. Results from before quest pooled by
+/// max_score have it under that name.
 struct quest_mean_softmax : named_policies<min_max, always> {
   static constexpr std::string_view name = "quest_mean_softmax";
 };
@@ -40,40 +41,41 @@ struct quest_mean_softmax : named_policies<min_max, always> {
 struct quest_per_query_head : named_policies<min_max, per_query_head, always> {
   static constexpr std::string_view name = "quest_per_query_head";
 };
-/// ArkVale (NeurIPS 2024): boxes as wide as the keys' mean distance from their centre, scores averaged over the group,
-/// selected anew before every attention.
+/// ArkVale (NeurIPS 2024): boxes as wide as the keys' mean distance from their centre, scores averaged over the
+/// group, selected anew before every attention.
 struct arkvale : named_policies<centroid_box, mean_score, always> {
   static constexpr std::string_view name = "arkvale";
 };
-/// Twilight (arXiv 2502.02770, section 4), Quest as the algorithm that it prunes: min-max summaries keep 4 k of the
-/// candidates, keys in 4 bits estimate these pages' masses, and of the k best the fewest are selected that have 0.85 of
-/// the kept pages' mass, with its `selection`; selected anew before every attention. Unlike the paper's, the
-/// masses are of pages and groups, not of tokens, selected pages are attended to whole, k bounds them, sink and window
-/// are always there, and the 4 bits are of a key's difference from its page's mean.
+/// Twilight (arXiv 2502.02770, section 4), Quest as the algorithm that it prunes: min-max summaries keep 4 k of
+/// the candidates, keys in 4 bits estimate these pages' masses, and of the k best the fewest are selected that
+/// have 0.85 of the kept pages' mass, with its `selection`; selected anew before every attention. Unlike the
+/// paper's, the masses are of pages and groups, not of tokens, selected pages are attended to whole, k bounds
+/// them, sink and window are always there, and the 4 bits are of a key's difference from its page's mean.
 struct twilight : named_policies<coarse_to_fine<min_max, key_sketch<4>>, top_p, always> {
   static constexpr std::string_view name = "twilight";
   static constexpr top_p selection{.p = 0.85f};
 };
-/// InfiniGen (arXiv 2406.19707, section 4), as far as keys and queries alone allow: single tokens are selected by partial
-/// keys, here the unquantised coefficients of a key in the 24 dimensions where the prompt's keys vary most; selected anew
-/// before every attention. Unlike the paper's, these dimensions come from keys, not from skewed weights, the query is the
-/// layer's own, not one foreseen from the layer before, k bounds the tokens instead of a distance from the best score,
-/// query heads of a group select together, and sink and window are always there.
+/// InfiniGen (arXiv 2406.19707, section 4), as far as keys and queries alone allow: single tokens are selected
+/// by partial keys, here the unquantised coefficients of a key in the 24 dimensions where the prompt's keys
+/// vary most; selected anew before every attention. Unlike the paper's, these dimensions come from keys, not
+/// from skewed weights, the query is the layer's own, not one foreseen from the layer before, k bounds the
+/// tokens instead of a distance from the best score, query heads of a group select together, and sink and
+/// window are always there.
 struct infinigen : named_policies<unit<1>, key_subspace<24, 32>, always> {
   static constexpr std::string_view name = "infinigen";
 };
-/// ShadowKV (arXiv 2410.21465, section 4): chunks of 8 tokens by their mean keys, the most of the group's softmaxes
-/// counting, 48 outlier chunks always selected beside 256 others; values are recalled, and keys rebuilt from 160
-/// coefficients of what all heads' were before rotation (of 1024 numbers in the paper; take as large a share of fewer),
-/// in a basis and with the model's rotation given in `codec`; selected anew before every attention. Unlike the paper's,
-/// whatever the sequence's prompt or another text: the basis is given, tokens decoded later have coefficients too, keys
-/// of sink, window and outliers are rebuilt like others once their page is complete, and outliers are among the prompt's
-/// chunks beyond sink and window.
+/// ShadowKV (arXiv 2410.21465, section 4): chunks of 8 tokens by their mean keys, the most of the group's
+/// softmaxes counting, 48 outlier chunks always selected beside 256 others; values are recalled, and keys
+/// rebuilt from 160 coefficients of what all heads' were before rotation (of 1024 numbers in the paper; take as
+/// large a share of fewer), in a basis and with the model's rotation given in `codec`; selected anew before
+/// every attention. Unlike the paper's, whatever the sequence's prompt or another text: the basis is given,
+/// tokens decoded later have coefficients too, keys of sink, window and outliers are rebuilt like others once
+/// their page is complete, and outliers are among the prompt's chunks beyond sink and window.
 struct shadowkv : named_policies<unit<8>, mean, max_softmax, pin_outliers<48>, always, low_rank_keys<160>> {
   static constexpr std::string_view name = "shadowkv";
 };
-/// RazorAttention (arXiv 2407.15891): some heads keep everything, the others sink and window; without its compensation
-/// token. Which heads is the plan's `kinds`.
+/// RazorAttention (arXiv 2407.15891): some heads keep everything, the others sink and window; without its
+/// compensation token. Which heads is the plan's `kinds`.
 struct razor_attention : named_policies<by_head> {
   static constexpr std::string_view name = "razor_attention";
 };
@@ -114,9 +116,9 @@ struct freekv_key_subspace : named_policies<key_subspace<24, 3>, cosine_drift> {
 struct freekv_key_subspace_never : named_policies<key_subspace<24, 3>, never> {
   static constexpr std::string_view name = "freekv_key_subspace_never";
 };
-/// The same, corrected where the selected pages miss a fifth of the mass that the best would have; with its `correction`
-/// page by page, at about a fifth of the recalls before attention that cosine_drift with tau 0.9 has (docs/frontiers.md;
-/// of key_codes a seventh, docs/results.md).
+/// The same, corrected where the selected pages miss a fifth of the mass that the best would have; with its
+/// `correction` page by page, at about a fifth of the recalls before attention that cosine_drift with tau 0.9
+/// has (docs/frontiers.md; of key_codes a seventh, docs/results.md).
 struct freekv_key_subspace_deficit : named_policies<key_subspace<24, 3>, mass_deficit> {
   static constexpr std::string_view name = "freekv_key_subspace_deficit";
   static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};

@@ -11,8 +11,8 @@
 
 namespace freekv {
 
-/// What has been attended so far by the `group` query heads of a KV head: for each a running log-sum-exp and
-/// the weighted sum of values, relative to the maximum.
+/// Attention so far of the `group` query heads of a KV head: for each a running log-sum-exp and the weighted
+/// sum of values, relative to the maximum.
 struct attention_part {
   log_sum_exp* mass = nullptr;  // (group)
   float* weighted = nullptr;    // (group, head_dim); null: masses alone are wanted
@@ -37,8 +37,8 @@ inline constexpr int attention_scratch = heads_at_once* attention_block<HeadDim>
 
 namespace detail {
 
-/// Adds `count` values to the weighted sums of `Heads` query heads. Asks for `count` rows of `ahead` meanwhile, unless it
-/// is null.
+/// Adds `count` values to the weighted sums of `Heads` query heads. Asks for `count` rows of `ahead` meanwhile,
+/// unless it is null.
 template <int HeadDim, int Heads, class T, class Element>
 FREEKV_HD void weigh_values(T team, const head_slice<const Element>& rows, int count, const float* weights,
                             float* weighted, const Element* ahead) {
@@ -148,9 +148,9 @@ FREEKV_HD void attend_block(T team, const group_query& query, int first_head, in
 
 }  // namespace detail
 
-/// Adds the first `tokens` rows of a slice to `part`. The query is multiplied by the scale already. Scores become
-/// soft_cap * tanh(score / soft_cap), unless it is 0. A score of -infinity has weight 0; NaN propagates. `ahead`: keys
-/// that are attended next, laid out as the slice's, or null.
+/// Adds the first `tokens` rows of a slice to `part`. The query is multiplied by the scale already. Scores
+/// become soft_cap * tanh(score / soft_cap), unless it is 0. A score of -infinity has weight 0; NaN propagates.
+/// `ahead`: keys that are attended next, laid out as the slice's, or null.
 template <int HeadDim, team T, class Element>
 FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<const Element>& slice,
                             int tokens, const attention_part& part, float* scratch, float soft_cap = 0.0f,

@@ -1,5 +1,5 @@
-// Attention of a few query heads over tokens, with all that is summed up in the lanes' registers: for teams whose lanes are
-// device threads. What comes out is what `attend_slice` gives, to rounding.
+// Attention of a few query heads over tokens, with all that is summed up in the lanes' registers: for teams
+// whose lanes are device threads. What comes out is what `attend_slice` gives, to rounding.
 #pragma once
 
 #include <freekv/algorithms/attend_slice.hpp>
@@ -78,7 +78,7 @@ struct register_masses {
   }
 };
 
-/// The same, and for each head the sum of values, weighted relative to the maximum.
+/// The masses of `register_masses`, and for each head the sum of values, weighted relative to the maximum.
 template <int HeadDim, int Heads, team T>
 struct register_attention : register_masses<HeadDim, Heads, T> {
   using masses = register_masses<HeadDim, Heads, T>;
@@ -89,7 +89,7 @@ struct register_attention : register_masses<HeadDim, Heads, T> {
 
   pack weighted[Heads][packs];
 
-  /// As `register_masses` begins and attends.
+  /// Begins and attends as `register_masses` does.
   template <class Queries>
   FREEKV_HD void begin(T team, const Queries& queries, float scale) {
     masses::begin(team, queries, scale);
@@ -122,7 +122,7 @@ struct register_attention : register_masses<HeadDim, Heads, T> {
     }
   }
 
-  /// Leaves what each head h has attended to at `places(h)`, if that is anywhere.
+  /// Stores the attention of each head h at `places(h)`, an attention_part; skips heads whose `mass` is null.
   template <class Places>
   FREEKV_HD void store(T team, const Places& places) const {
     unroll<Heads>([&](auto h) {

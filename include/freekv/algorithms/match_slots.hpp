@@ -1,4 +1,4 @@
-// Which wanted pages are already in slots, and where the others go.
+// Selected units that are in slots already, and the slots that the others go to.
 #pragma once
 
 #include <cstdint>
@@ -8,15 +8,15 @@ namespace freekv {
 
 /// The selected slots of one KV head: (count) each.
 struct slot_contents {
-  std::int32_t* unit = nullptr;           ///< the page a slot holds, -1 for none
-  std::int32_t* last_selected = nullptr;  ///< number of the last selection that had the page
+  std::int32_t* unit = nullptr;           ///< the unit a slot holds, -1 for none
+  std::int32_t* last_selected = nullptr;  ///< number of the last selection that had the unit
   int count = 0;
 };
 
 /// Matches a new selection, the head's `nth`, with its slots, which are brought up to date.
 ///
-/// `wanted`: `count` page ids, ascending. `slot_of[i]` becomes the slot of wanted[i] where it is held, or the complement
-/// `~slot` of the free slot, lowest first, that it is to be copied to. Of the pages no longer wanted as many stay as
+/// `wanted`: `count` units, ascending. `slot_of[i]` becomes the slot of wanted[i] where it is held, or the complement
+/// `~slot` of the free slot, lowest first, that it is to be copied to. Of the units no longer wanted as many stay as
 /// there are spare slots, those that `residency` frees last. Returns the number of misses.
 template <residency_policy Residency>
 FREEKV_HD int match_slots(const Residency& residency, const std::int32_t* wanted, int count,

@@ -9,14 +9,14 @@ namespace freekv {
 /// Words of a mask of `group` query heads: bit g % 32 of word g / 32 is query head g of the group.
 FREEKV_HD constexpr int head_mask_words(int group) { return (group + 31) / 32; }
 
-/// Pages that query heads of a group have selected, ascending, and for each the mask of those heads.
+/// Units that query heads of a group have selected, ascending, and for each the mask of those heads.
 struct unit_union {
   std::int32_t* units = nullptr;   ///< (capacity)
   std::uint32_t* masks = nullptr;  ///< (capacity, words)
   int words = 1;
 };
 
-/// Adds to the `size` pages of a union the `count` pages, ascending, that query head g has selected; returns how many
+/// Adds to the `size` units of a union the `count` units, ascending, that query head g has selected; returns how many
 /// it then has. O(size + count).
 FREEKV_HD inline int merge_selections(const unit_union& all, int size, const std::int32_t* units, int count,
                                       int g) {

@@ -1,4 +1,4 @@
-// Page scores as integers that sort like them, unique by page.
+// Scores of units as integers that sort like them, unique by unit.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ FREEKV_HD inline std::uint32_t order_bits(float score) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-/// A key that is larger for the better page: by score, and among equal scores the smaller page. Unique, so
+/// A key that is larger for the better unit: by score, and among equal scores the smaller unit. Unique, so
 /// that any selection of the largest keys is deterministic.
 FREEKV_HD inline std::uint64_t ordered_key(float score, std::int32_t unit) {
   return std::uint64_t{order_bits(score)} << 32 | (0xffffffffu - static_cast<std::uint32_t>(unit));

@@ -8,7 +8,7 @@
 
 namespace freekv {
 
-/// Query heads that go over rows together: what a row holds is widened once for all of them.
+/// Query heads in one pass over the rows; each row is converted to float once for all of them.
 inline constexpr int heads_at_once = 4;
 
 /// Floats of scratch for `row_products`.
@@ -39,7 +39,7 @@ FREEKV_HD void prefetch_row(T team, const Element* row, int count) {
   for (int i = 0; i < count; i += line) team.prefetch(row + i);
 }
 
-/// Calls `body(first, integral_constant)` for the heads of a group, so many from `first` on.
+/// Calls `body(first, integral_constant<int, Heads>)` for the heads of a group, `Heads` of them from `first` on.
 template <class Body>
 FREEKV_HD void for_heads_at_once(int group, const Body& body) {
   using cuda::std::integral_constant;
@@ -57,9 +57,9 @@ FREEKV_HD void for_heads_at_once(int group, const Body& body) {
   }
 }
 
-/// The products of `Heads` queries with each row, times `scale`: of query g and row t to `out[g * out_stride + t]`.
-/// The rows' width is a multiple of the team's, which may be a `wide` one. A tile of as many products as the team is wide
-/// is summed at a time.
+/// The products of `Heads` queries with each row, times `scale`: of query g and row t to `out[g * out_stride +
+/// t]`. The rows' width is a multiple of the team's, which may be a `wide` one. A tile of as many products as
+/// the team is wide is summed at a time.
 template <int Heads, class T, class Element>
 FREEKV_HD void row_products(T team, const query_rows& queries, const row_block<Element>& rows, float scale,
                             float* out, std::int64_t out_stride, float* scratch) {

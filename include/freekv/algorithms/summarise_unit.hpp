@@ -1,4 +1,4 @@
-// A completed page to its stored summary.
+// A unit of a completed page to its stored summary.
 #pragma once
 
 #include <freekv/policies/summary.hpp>
@@ -6,13 +6,13 @@
 
 namespace freekv {
 
-/// The team's scratch: a page's keys (tokens, head_dim) as floats, and a summary's numbers.
+/// The team's scratch: a unit's keys (tokens, head_dim) as floats, and a summary's numbers.
 struct summary_scratch {
   float* keys = nullptr;
   float* numbers = nullptr;
 };
 
-/// Summarises one KV head's keys of a complete page into `stored`.
+/// Summarises one KV head's keys of a unit of a complete page into `stored`.
 template <class Key, team T, class S>
 FREEKV_HD void summarise_unit(T team, const S& summary, const head_slice<const Key>& slice,
                               page_geometry page, const summary_scratch& scratch, std::byte* stored) {

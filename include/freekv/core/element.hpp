@@ -21,11 +21,11 @@ struct fp8_e4m3 {
   std::uint8_t bits = 0;
 };
 
-/// What keys and values may be in the fast tier.
+/// Types of keys and values in the fast tier.
 template <class T>
 concept element = std::same_as<T, float> || std::same_as<T, half> || std::same_as<T, bfloat16>;
 
-/// What a number may be stored as.
+/// Types that a number may be stored as.
 template <class T>
 concept storage_element = element<T> || std::same_as<T, fp8_e4m3>;
 
@@ -68,7 +68,8 @@ FREEKV_HD inline fp8_e4m3 fp8_from_float(float x) {
 FREEKV_HD inline float to_float(fp8_e4m3 x) {
   using namespace detail;
   const std::uint32_t magnitude = (x.bits & 0x7fu) << 20;
-  // The exponents differ by 120. A subnormal number is made with an exponent of one more and its leading 1 taken away.
+  // The exponents differ by 120. A subnormal number is made with an exponent of one more and its leading 1
+  // taken away.
   const std::uint32_t subnormal = bits_of(float_of(magnitude + (121u << 23)) - 0x1p-6f);
   const std::uint32_t number = select_bits(magnitude < (1u << 23), subnormal, magnitude + (120u << 23));
   const std::uint32_t bits = select_bits(magnitude == (0x7fu << 20), 0x7fc00000u, number);

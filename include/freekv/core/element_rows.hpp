@@ -10,7 +10,8 @@ namespace detail {
 
 FREEKV_HD inline float float_of_f16(std::uint16_t x) {
   const std::uint32_t magnitude = (x & 0x7fffu) << 13;
-  // The exponents differ by 112. A subnormal number is made with an exponent of one more and its leading 1 taken away.
+  // The exponents differ by 112. A subnormal number is made with an exponent of one more and its leading 1
+  // taken away.
   const std::uint32_t subnormal = bits_of(float_of(magnitude + (113u << 23)) - 0x1p-14f);
   const std::uint32_t number = select_bits(magnitude < (1u << 23), subnormal, magnitude + (112u << 23));
   const std::uint32_t bits = select_bits(magnitude >= (0x7c00u << 13), magnitude | 0x7f800000u, number);
@@ -49,7 +50,7 @@ FREEKV_HD void widen_row(const E* __restrict in, float* __restrict out) {
   }
 }
 
-/// And back, rounded as from_float rounds.
+/// Floats to elements, rounded as from_float rounds.
 template <int N, storage_element E>
 FREEKV_HD void narrow_row(const float* __restrict in, E* __restrict out) {
   if constexpr (std::same_as<E, half>) {

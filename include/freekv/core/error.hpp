@@ -26,8 +26,8 @@ struct usage_error : error {
   using error::error;
 };
 
-/// A pool of fixed capacity (pages, sequences, slots, a sequence's tokens) cannot give what a call needs; thrown before
-/// anything is queued.
+/// A pool of fixed capacity (pages, sequences, slots, a sequence's tokens) cannot give what a call needs;
+/// thrown before anything is queued.
 struct pool_exhausted : error {
   pool_exhausted(const std::string& pool, long pool_capacity, long in_use, const std::string& who, long more,
                  const std::string& remedy = "release a sequence or raise the capacity in the settings")
@@ -53,10 +53,10 @@ struct thread_error : error {
   int wanted, started;
 };
 
-/// What a store file was asked for.
+/// Operation of a store file.
 enum class store_operation : std::uint8_t { create, reserve, read, write };
 
-/// What went wrong with a store file.
+/// Fault of a store file: what it was asked for, and what went wrong.
 struct store_fault {
   std::string file;
   store_operation operation = store_operation::read;
@@ -67,9 +67,9 @@ struct store_fault {
   std::string sequence;  ///< whose tokens it was about, where that is known
 };
 
-/// A store file that cannot be created, reserved, read or written. What a read left in the caller's memory, or a write
-/// in the file, is unspecified within the ranges that were asked for; everything else is as before, and the same call
-/// may be made again.
+/// A store file that cannot be created, reserved, read or written. What a read left in the caller's memory, or
+/// a write in the file, is unspecified within the ranges that were asked for; everything else is as before, and
+/// the same call may be made again.
 struct store_error : error, store_fault {
   explicit store_error(store_fault fault) : error(sentence(fault)), store_fault(std::move(fault)) {}
 

@@ -49,7 +49,7 @@ struct first_of_kind<Kind, Default, First, Rest...> {
 
 }  // namespace detail
 
-/// How many of `Policies` are of kind `Kind`.
+/// Number of `Policies` that are of kind `Kind`.
 template <class Kind, policy... Policies>
 inline constexpr std::size_t count_of_kind = (std::size_t{0} + ... +
                                               (detail::is_of_kind<Kind, Policies> ? 1 : 0));

@@ -41,7 +41,7 @@ struct head_counts {
 /// Names one live sequence of a pipeline; given out by `open()`.
 enum class sequence_id : std::int32_t {};
 
-/// How many tokens a page holds and how long each key is.
+/// Tokens of a page or unit, and numbers of a key.
 struct page_geometry {
   int tokens = 0;
   int head_dim = 0;
@@ -54,7 +54,7 @@ struct unit_keys {
   FREEKV_HD constexpr const float* row(int token) const { return data + token * page.head_dim; }
 };
 
-/// What a page is scored with: one query head's query, as prepared for the summary.
+/// Query that a unit is scored with: one query head's, as prepared for the summary.
 struct unit_query {
   const float* data = nullptr;
   page_geometry page;
@@ -69,7 +69,7 @@ struct prepared_queries {
   float scale = 1.0f;
 };
 
-/// Where a page's scores go: that of query head g to `first[g * stride]`.
+/// Places of a unit's scores: query head g's is `first[g * stride]`.
 struct score_column {
   float* first = nullptr;
   std::int64_t stride = 0;

@@ -33,11 +33,11 @@ inline constexpr bool is_eviction<any_of<E...>> = (eviction_policy<E> && ...);
 ///     pipeline.end_step();
 ///     pipeline.begin_step({{sequence}});  // one decode row, as before, with attend
 ///
-/// A prompt is exact: its rows attend to all of it up to themselves. It waits in a staging area for as many prompts as
-/// `max_prefills` says, which all sequences use in turn, and leaves it in the first decode row's `append`, cut to the
-/// budget; raas needs none where it keeps all of it. A policy that observes prompt rows takes their queries with the
-/// keys, and computes their attention in `append`, whether or not it is asked for. A sequence brings one decode row to
-/// a step, and no prompt rows after it.
+/// A prompt is exact: its rows attend to all of it up to themselves. It waits in a staging area for as many
+/// prompts as `max_prefills` says, which all sequences use in turn, and leaves it in the first decode row's
+/// `append`, cut to the budget; raas needs none where it keeps all of it. A policy that observes prompt rows
+/// takes their queries with the keys, and computes their attention in `append`, whether or not it is asked for.
+/// A sequence brings one decode row to a step, and no prompt rows after it.
 ///
 /// What is forgotten cannot come back: there is no truncate, fork, preempt or prefix. Everything has happened when a
 /// call returns, steps allocate nothing, and calls out of order throw usage_error and change nothing.
@@ -63,8 +63,8 @@ class evicting_pipeline {
     return memory_plan(checked, backend, nullptr, nullptr).bytes;
   }
 
-  /// Takes all its memory from `memory` at once: from `slow` complete layers alone. `backend` must outlive the pipeline.
-  /// Throws settings_error.
+  /// Takes all its memory from `memory` at once: from `slow` complete layers alone. `backend` must outlive the
+  /// pipeline. Throws settings_error.
   evicting_pipeline(const settings& given, Backend& backend, const memory_resources& memory = {})
       : settings_(checked_settings<head_dim>(given)),
         records_(size(settings_.max_sequences)),
@@ -116,10 +116,10 @@ class evicting_pipeline {
   /// Length of a sequence, the rows of a step in progress included, whatever is kept of it.
   int tokens(sequence_id id) const { return known(id).tokens; }
 
-  /// Starts a step to which the listed sequences bring rows: prompt rows in chunks of any size, or one decode row each.
-  /// Throws pool_exhausted where a sequence would be longer than the settings say, or no staging is free for its prompt;
-  /// usage_error for sequences that are unknown or listed twice, more than one decode row, and prompt rows after decode
-  /// rows.
+  /// Starts a step to which the listed sequences bring rows: prompt rows in chunks of any size, or one decode
+  /// row each. Throws pool_exhausted where a sequence would be longer than the settings say, or no staging is
+  /// free for its prompt; usage_error for sequences that are unknown or listed twice, more than one decode row,
+  /// and prompt rows after decode rows.
   void begin_step(std::span<const step_input> rows) {
     outside_step("begin_step");
     long stagings = 0;
@@ -143,9 +143,9 @@ class evicting_pipeline {
     begin_step(std::span(rows.begin(), rows.size()));
   }
 
-  /// Appends the step's rows to a layer: keys and values (rows, kv_heads, head_dim) of the stored element type, or float
-  /// to be rounded; queries (rows, query_heads, head_dim), which may be missing where all rows are prompt, none attends
-  /// and the policy observes none. Throws usage_error.
+  /// Appends the step's rows to a layer: keys and values (rows, kv_heads, head_dim) of the stored element type,
+  /// or float to be rounded; queries (rows, query_heads, head_dim), which may be missing where all rows are
+  /// prompt, none attends and the policy observes none. Throws usage_error.
   template <class In = element>
   void append(int layer, const kv_rows<In>& rows) {
     static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
@@ -166,9 +166,9 @@ class evicting_pipeline {
     progress_[size(layer)] = layer_progress::appended;
   }
 
-  /// Attention of the step's rows: `out` (rows, query_heads, head_dim); `lse` (rows, query_heads), in the settings' base,
-  /// or empty. A decode row attends to what its heads have kept and to itself; then the policy counts what each unit had
-  /// and units leave. Throws usage_error.
+  /// Attention of the step's rows: `out` (rows, query_heads, head_dim); `lse` (rows, query_heads), in the
+  /// settings' base, or empty. A decode row attends to what its heads have kept and to itself; then the policy
+  /// counts what each unit had and units leave. Throws usage_error.
   void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
     const state& s = layer_in(layer, "attend", layer_progress::appended);
     if (layer != appended_layer_)
@@ -201,8 +201,8 @@ class evicting_pipeline {
         free_stagings_.push_back(std::exchange(records_[size(entry.sequence)].staging, -1));
   }
 
-  /// Ends a step that the engine cannot finish, and releases the sequences that brought rows to it. False, and nothing
-  /// happens, if no step was begun.
+  /// Ends a step that the engine cannot finish, and releases the sequences that brought rows to it. False, and
+  /// nothing happens, if no step was begun.
   bool abandon_step() noexcept {
     if (!in_step_) return false;
     in_step_ = false;
@@ -213,9 +213,10 @@ class evicting_pipeline {
   /// Nothing is ever queued.
   void synchronize() {}
 
-  /// What a layer's last decode row attended to: `attended` (kv_heads, units of a head) has in each head's first
-  /// `attended_count` places the numbers of tokens, or of pages of unit_tokens() tokens, ascending; of a complete layer
-  /// nothing. What there is besides in other reports is 0. Sorts on every call. Valid until the layer's next attend, or the sequence's release.
+  /// What a layer's last decode row attended to: `attended` (kv_heads, units of a head) has in each head's
+  /// first `attended_count` places the numbers of tokens, or of pages of unit_tokens() tokens, ascending; of a
+  /// complete layer nothing. What there is besides in other reports is 0. Sorts on every call. Valid until the
+  /// layer's next attend, or the sequence's release.
   step_report report(int layer, sequence_id id) const {
     known(id);
     const state& s = layer_of(layer, "report");

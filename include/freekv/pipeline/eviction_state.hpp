@@ -1,4 +1,4 @@
-// What an evicting pipeline is told, and the arrays of each of its layers.
+// Settings of an evicting pipeline, and the arrays of each of its layers.
 #pragma once
 
 #include <algorithm>
@@ -77,8 +77,8 @@ struct eviction_entry {
   bool ends_prompt = false;  // its first decode row
 };
 
-/// One layer's memory and sizes; trivially copyable. A KV head's rows lie one behind the other: its units in any order,
-/// all full but the last. Of a complete layer a row is a token, and there are no units.
+/// One layer's memory and sizes; trivially copyable. A KV head's rows lie one behind the other: its units in
+/// any order, all full but the last. Of a complete layer a row is a token, and there are no units.
 template <class Shape>
 struct eviction_state {
   using element = typename Shape::element_type;
@@ -115,7 +115,7 @@ struct eviction_state {
   head_slice<element> slice(int sequence, int head) const {
     return slice_at(kv, rows, head_index(sequence, head));
   }
-  /// Where a prompt's rows are until it ends.
+  /// The rows of a prompt of KV head `head`, which are kept until the prompt ends.
   head_slice<element> prompt_slice(const eviction_entry& entry, int head) const {
     return staged_rows == 0 ? slice(entry.sequence, head)
                             : slice_at(staged, staged_rows, head_index(entry.staging, head));
@@ -143,8 +143,8 @@ struct eviction_state {
   }
 };
 
-/// All arrays of an evicting pipeline, carved from a block of slow memory, which complete layers alone take, and one of
-/// fast memory; with null blocks they are only counted, by the same code.
+/// All arrays of an evicting pipeline, carved from a block of slow memory, which complete layers alone take,
+/// and one of fast memory; with null blocks they are only counted, by the same code.
 template <class Shape, class Eviction, class Stages>
 class eviction_memory {
  public:

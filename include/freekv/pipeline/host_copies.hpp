@@ -1,4 +1,4 @@
-// Backends whose fast memory is a device's: which they are, and what the host keeps of it.
+// Host copies of the tables of a device backend.
 #pragma once
 
 #include <array>
@@ -25,7 +25,8 @@ struct host_and_device {
   std::size_t size = 0;
 };
 
-/// What a device's stages have to know of a pipeline's memory.
+/// Tables of a pipeline in the host's memory and in the device's: the host writes the first five, and reads back
+/// `arrays`.
 template <class State>
 struct host_copies {
   host_and_device<std::int32_t> page_tables{};  // (sequence, max_pages)
@@ -39,8 +40,8 @@ struct host_copies {
   std::vector<State> layers{};  // as the host sees them: its tables, and the copies of these arrays
 };
 
-/// Calls `use(pointer, numbers of one sequence)` for each array of a layer that selection keeps by sequence, but for previous
-/// queries.
+/// Calls `use(pointer, numbers of one sequence)` for each array of a layer that selection keeps by sequence,
+/// but for previous queries.
 template <class State, class Use>
 void for_each_array(State& s, const Use& use) {
   const std::size_t heads = s.head_index(1, 0), units = s.selection(1, 0), masks = s.masks(1, 0);

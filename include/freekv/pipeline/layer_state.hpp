@@ -1,4 +1,4 @@
-// What the stages read and write of one layer.
+// One layer as the stages read and write it: its memory, its sizes, and the entries of a step.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace freekv {
 
-/// What the rows that one sequence brings to a step are.
+/// Phase of one sequence in a step: what its rows are.
 enum class step_phase : std::uint8_t {
   decode,   ///< attended within the budget
   prefill,  ///< exact and causal; drops the selection and the previous query
@@ -29,7 +29,7 @@ struct step_entry {
   int first_row = 0;
   step_phase phase = step_phase::decode;
   std::int32_t shared_page = -1;  // store page whose rows are copied first, as other sequences have it too
-  // Of decode rows:
+  // Decode rows alone:
   int candidates_at = 0;  // the length whose candidates they select from, as the step before has fixed it
   int kept_row = -1;  // row of the step before whose queries are the previous ones; -1: there is no selection
   int decode_step = 0;  // since the last prompt
@@ -45,14 +45,14 @@ struct kv_rows {
       queries{};  ///< (rows, query_heads, head_dim); may be empty if all rows are prompt and none attends
 };
 
-/// Where attention goes: (rows, query_heads, head_dim) and (rows, query_heads); `lse` may be null.
+/// Outputs of attention: `out` (rows, query_heads, head_dim), `lse` (rows, query_heads), which may be null.
 struct attention_output {
   float* out = nullptr;
   float* lse = nullptr;
   float lse_unit = 1.0f;  // what a nat of lse is written as
 };
 
-/// Where the masses of a step's rows go: (rows, query_heads, entries).
+/// Output of the log-masses of a step's rows: (rows, query_heads, entries).
 struct mass_output {
   float* masses = nullptr;
   int entries = 0;    // of a row's list, or more
@@ -93,8 +93,8 @@ struct page_range {
   int tokens = 0;
 };
 
-/// The pages one KV head attends to, in ascending order: all pages, or sink, selected units and window; and of the first
-/// page, where a window slides, not all tokens.
+/// The pages one KV head attends to, in ascending order: all pages, or sink, selected units and window; and of
+/// the first page, where a window slides, not all tokens.
 struct attention_list {
   page_roles roles;
   const std::int32_t* selected = nullptr;
@@ -127,7 +127,7 @@ struct attention_list {
   FREEKV_HD constexpr int page(int i) const { return part(i).page; }
 };
 
-/// The units of a sequence from `first` on, so many.
+/// `count` units of a sequence, from `first` on.
 struct unit_range {
   int first = 0;
   int count = 0;
@@ -222,8 +222,8 @@ struct layer_state {
     const std::size_t first = head_index(sequence, head) * static_cast<std::size_t>(slots.selected);
     return {slot_unit + first, slot_stamp + first, slots.selected};
   }
-  /// Where the window of a decode entry begins: behind its candidates, as far as they are (after a truncation, still)
-  /// complete.
+  /// First page of a decode entry's window: behind its candidates, as far as these are complete, which after a
+  /// truncation not all of them need be.
   FREEKV_HD int window_begin(const step_entry& entry) const {
     const int begin = roles_at(entry.candidates_at, budget, page.tokens).window_begin;
     return begin < entry.before / page.tokens ? begin : entry.before / page.tokens;
@@ -244,7 +244,7 @@ struct layer_state {
   FREEKV_HD group_query query_of(const step_entry& entry, int head) const {
     return {kept_query(entry.sequence, head), entry.tokens * heads.group(), head_dim};
   }
-  /// Those of query head g of the group alone.
+  /// The queries of all rows of a decode step of query head g of the group alone.
   FREEKV_HD group_query query_of(const step_entry& entry, int head, int g) const {
     return {kept_query(entry.sequence, head) + g * head_dim, entry.tokens, head_dim, heads.group()};
   }
@@ -252,7 +252,8 @@ struct layer_state {
     return page_table[static_cast<std::size_t>(sequence) * static_cast<std::size_t>(max_pages) +
                       static_cast<std::size_t>(page_index)];
   }
-  /// Of the `nth` unit of a page: a KV head's lie side by side, in the order of the store's pages.
+  /// Summary of the `nth` unit of a page (summary_bytes). A KV head's lie side by side, in the order of the
+  /// store's pages.
   FREEKV_HD std::byte* summary_of(std::int32_t store_page, int head, int nth = 0) const {
     return summaries + summary_index(store_page, head, nth) * summary_bytes;
   }
@@ -279,7 +280,7 @@ struct layer_state {
   FREEKV_HD head_slice<element> store_slice(int sequence, int page_index, int head) const {
     return slice_of(store, store_page(sequence, page_index), head);
   }
-  /// Where the rows of a page that is not complete are, and for a while those of one that is.
+  /// Rows of a page that is not complete, and for a while of one that is, where complete pages are encoded.
   FREEKV_HD head_slice<element> open_slice(int sequence, int page_index, int head) const {
     return slice_of(open, std::int64_t{sequence} * open_pages + page_index % open_pages, head);
   }
@@ -302,8 +303,8 @@ struct layer_state {
     return rows_behind(block_slice(sequence, slots.selected_slot(i), head), first_token_of(i));
   }
 
-  /// The pages that one head attends to with row `row` of an entry. `everything`: all that the model attends to, in the
-  /// store; else what the head keeps.
+  /// The pages that one head attends to with row `row` of an entry. `everything`: all that the model attends
+  /// to, in the store; else what the head keeps.
   FREEKV_HD attention_list pages_attended(const step_entry& entry, int row, int head,
                                           bool everything = false) const {
     const int tokens = entry.before + row + 1;
@@ -341,8 +342,8 @@ struct layer_state {
   }
 };
 
-/// Entries of so many tokens that one part of attention covers; parts are cut and merged at multiples of it, so that
-/// results depend neither on threads nor on the batch.
+/// List entries of `entry_tokens` tokens in one part of attention. Parts begin at multiples of it and are merged
+/// in order, so that results depend neither on threads nor on the batch.
 FREEKV_HD constexpr int entries_per_part(int entry_tokens) {
   constexpr int part_tokens = 512;
   return entry_tokens < part_tokens ? part_tokens / entry_tokens : 1;

@@ -23,8 +23,8 @@ class pipeline_memory {
  public:
   using element = typename State::element;
 
-  /// `file` is where encoded pages are kept if the settings name a file; `blocks`, of each layer, where slots are if they
-  /// are not the pipeline's own.
+  /// `file` is where encoded pages are kept if the settings name a file; `blocks`, of each layer, where slots
+  /// are if they are not the pipeline's own.
   template <class Backend>
   pipeline_memory(const Settings& s, Backend& backend, std::byte* slow_block, std::byte* fast_block,
                   file_store* file, std::span<const engine_blocks<element>> blocks)
@@ -132,7 +132,8 @@ class pipeline_memory {
     };
     const std::size_t store_before = slow.used(), rows_before = fast.used();
     const std::size_t file_before = bytes.file;
-    // A device reads all of a complete layer in every step, and what it has not encoded when it does: from its own memory.
+    // A device reads all of a complete layer in every step, and what it has not encoded when it does: from its
+    // own memory.
     const bool in_fast = on_device<Stages> && (l.encoded || l.kind == layer_kind::complete);
     auto* const row_data = (in_fast ? fast : slow).template take<element>(elements(row_pages));
     const std::size_t blocks_before = fast.used(), rows_in_fast = blocks_before - rows_before;

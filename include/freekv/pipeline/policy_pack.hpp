@@ -182,8 +182,8 @@ struct make_policy_pack {
 }  // namespace detail
 
 /// The pack of a list of policies in any order. Kinds left out: page_size<32>, unit<>, layout_pair<nhd, hnd>,
-/// min_max, mean_softmax, top_k, no_pins, per_kv_head, cosine_drift, first_unselected<>, complete_first<1>, resident, identity,
-/// host_backend: FreeKV as published.
+/// min_max, mean_softmax, top_k, no_pins, per_kv_head, cosine_drift, first_unselected<>, complete_first<1>,
+/// resident, identity, host_backend: FreeKV as published.
 template <policy... Policies>
 using policy_pack_of = typename detail::make_policy_pack<Policies...>::type;
 

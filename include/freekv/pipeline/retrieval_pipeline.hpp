@@ -18,7 +18,7 @@
 
 namespace freekv {
 
-/// What a layer's last step did for one sequence.
+/// Report of a layer's last step for one sequence.
 struct step_report {
   std::span<const std::uint8_t> corrected;  ///< (kv_heads): selected anew before it attended
   std::span<const std::int32_t>
@@ -31,8 +31,8 @@ struct step_report {
   ///< selected_units, or what all query heads of a group select together at most, where each selects
   ///< its own, and those pinned
   std::span<const std::int32_t> attended_count;  ///< (kv_heads): how many of them
-  /// (kv_heads, K, head_mask_words(group)): the mask of the query heads of the group that selected the unit and attend
-  /// to it; empty where all of them do
+  /// (kv_heads, K, head_mask_words(group)): the mask of the query heads of the group that selected the unit and
+  /// attend to it; empty where all of them do
   std::span<const std::uint32_t> attended_by{};
 };
 
@@ -49,12 +49,11 @@ struct step_report {
 ///     }
 ///     pipeline.end_step();
 ///
-/// append and attend have happened when they return, or of a device are queued on its compute stream: then rows and
-/// outputs are in memory that the device reads and writes, and stay there until it has. Selection and recall for the next
-/// step go on behind them on the backend's recall stream, after the layer's attention and before its next append. One
-/// thread calls.
-/// Steps allocate nothing. Calls out of order throw usage_error and change nothing. A step that the engine
-/// cannot finish is ended by `abandon_step`.
+/// append and attend have happened when they return, or of a device are queued on its compute stream: then rows
+/// and outputs are in memory that the device reads and writes, and stay there until it has. Selection and
+/// recall for the next step go on behind them on the backend's recall stream, after the layer's attention and
+/// before its next append. One thread calls. Steps allocate nothing. Calls out of order throw usage_error and
+/// change nothing. A step that the engine cannot finish is ended by `abandon_step`.
 template <class Shape, class Pack>
 class basic_retrieval_pipeline {
  public:
@@ -74,8 +73,8 @@ class basic_retrieval_pipeline {
     return memory_plan(checked_settings<head_dim>(given), backend, nullptr, nullptr, nullptr, {}).bytes;
   }
 
-  /// Slots that a sequence has in a layer at most, and so the room that its `table` needs; 0 where it has none. Throws
-  /// settings_error.
+  /// Slots that a sequence has in a layer at most, and so the room that its `table` needs; 0 where it has none.
+  /// Throws settings_error.
   static int slots_per_sequence(const settings& given, backend_type& backend, int layer) {
     const memory_plan plan(checked_settings<head_dim>(given), backend, nullptr, nullptr, nullptr, {});
     const state& s = plan.layers.at(size(layer));
@@ -129,9 +128,9 @@ class basic_retrieval_pipeline {
   }
 
   const settings& configuration() const { return settings_; }
-  /// The method in words: "key_subspace(24, 3), mean_softmax, top_k, cosine_drift(0.9), first_unselected(0), complete_first(1), resident,
-  /// page 32, nhd/hnd, bf16"; a codec after the route, unless it is `identity`, rows, unless `per_kv_head`, and a unit,
-  /// unless it is a page.
+  /// The method in words: "key_subspace(24, 3), mean_softmax, top_k, cosine_drift(0.9), first_unselected(0),
+  /// complete_first(1), resident, page 32, nhd/hnd, bf16"; a codec after the route, unless it is `identity`,
+  /// rows, unless `per_kv_head`, and a unit, unless it is a page.
   std::string name() const {
     const settings& s = settings_;
     using detail::printed;
@@ -151,8 +150,8 @@ class basic_retrieval_pipeline {
            std::string(element_name<element>);
   }
   const memory_bytes& bytes() const { return parts_->bytes; }
-  /// Bytes of one recalled slice: one KV head's keys and values of a unit, as they are stored; from a file, of the page
-  /// that is read for it.
+  /// Bytes of one recalled slice: one KV head's keys and values of a unit, as they are stored; from a file, of
+  /// the page that is read for it.
   std::size_t slice_bytes() const {
     const int tokens = settings_.store_file ? int{settings_.page.tokens} : settings_.unit_tokens();
     return resolve(settings_.codec, [&](const auto& codec) {
@@ -176,9 +175,9 @@ class basic_retrieval_pipeline {
     return id;
   }
 
-  /// A new sequence that goes on as `parent` would, bit for bit. All pages are shared, until one of the two writes to
-  /// the open one; both are resident. Waits for what is queued. Throws pool_exhausted, or usage_error in a step or for a
-  /// sequence that is preempted.
+  /// A new sequence that goes on as `parent` would, bit for bit. All pages are shared, until one of the two
+  /// writes to the open one; both are resident. Waits for what is queued. Throws pool_exhausted, or usage_error
+  /// in a step or for a sequence that is preempted.
   sequence_id fork(sequence_id parent) {
     outside_step("fork");
     sequences_->check_fork(parent);
@@ -192,17 +191,18 @@ class basic_retrieval_pipeline {
     return id;
   }
 
-  /// The complete pages among the first `tokens` tokens of a sequence, for other sequences to start with, even when
-  /// this one has ended. They stay in use until the prefix goes, which is before the pipeline does. Throws usage_error.
+  /// The complete pages among the first `tokens` tokens of a sequence, for other sequences to start with, even
+  /// when this one has ended. They stay in use until the prefix goes, which is before the pipeline does. Throws
+  /// usage_error.
   prefix keep_prefix(sequence_id id, int tokens) {
     outside_step("keep_prefix");
     return sequences_->keep(id, tokens);
   }
 
-  /// The sequence keeps its first `tokens` tokens. Inside the rows of its last decode step the selection stays and the
-  /// last kept row's query becomes the previous one, unless a page that any head of any layer has selected is no longer
-  /// complete; else the selection is dropped, and all heads select anew in the next step. Waits for what is queued.
-  /// Throws usage_error.
+  /// The sequence keeps its first `tokens` tokens. Inside the rows of its last decode step the selection stays
+  /// and the last kept row's query becomes the previous one, unless a page that any head of any layer has
+  /// selected is no longer complete; else the selection is dropped, and all heads select anew in the next step.
+  /// Waits for what is queued. Throws usage_error.
   void truncate(sequence_id id, int tokens) {
     outside_step("truncate");
     sequences_->check_truncation(id, tokens);
@@ -218,8 +218,8 @@ class basic_retrieval_pipeline {
       parts_->stages.truncate(layer, sequence, {before, tokens, keeps, has_rows});
   }
 
-  /// The sequence's slots go to others; it takes no steps until it is restored, and then goes on as if nothing had been.
-  /// Both wait for what is queued. Throw usage_error; `restore` pool_exhausted.
+  /// The sequence's slots go to others; it takes no steps until it is restored, and then goes on as if nothing
+  /// had been. Both wait for what is queued. Throw usage_error; `restore` pool_exhausted.
   void preempt(sequence_id id) {
     outside_step("preempt");
     sequences_->check_preemption(id);
@@ -361,15 +361,15 @@ class basic_retrieval_pipeline {
     return std::max(settings_.entries_within(layer), settings_.pages_for(tokens));
   }
 
-  /// What the units that the step's rows attend to have of their attention: of each the log-sum-exp of its
-  /// tokens' scores, in the settings' base, to whose power log-mass - lse is its share. Before `attend`, which
-  /// gives the same with it or without. Corrects the flagged heads, as `correct` does, and reads the keys, or
-  /// what a codec has made of the rows, once for itself.
+  /// Log-masses of the units that the step's rows attend to: the log-sum-exp of each unit's scores, in the
+  /// settings' base; a unit's share of the attention is that base to the power of log-mass - lse. To be called
+  /// before `attend`, whose results do not depend on it. Corrects the flagged heads, as `correct` does, and reads
+  /// the keys, or what a codec has made of the rows, once more.
   ///
-  /// `masses`: (rows, query_heads, most_attended(layer)). Those of a head's list come first, in its order: the
-  /// sink's pages, the units selected, ascending (`step_report::attended`), the window's pages; or all pages.
-  /// What lies behind the list, and units that only other query heads have selected, is -infinity. Throws
-  /// usage_error, or store_error, as `attend`.
+  /// `masses`: (rows, query_heads, most_attended(layer)), in the order of a head's list: the sink's pages, the
+  /// selected units, ascending (`step_report::attended`), the window's pages; or all pages. Places behind the
+  /// list, and units that only other query heads have selected, are -infinity. Throws usage_error, or
+  /// store_error, as `attend`.
   void log_masses(int layer, std::span<float> masses) {
     const state& s = layer_in(layer, "log_masses", layer_progress::appended, layer_progress::corrected);
     check_queries("log_masses", s);
@@ -380,8 +380,8 @@ class basic_retrieval_pipeline {
     each_part([&](const auto& part) { parts_->stages.masses(s, part, queries_.data(), to); });
   }
 
-  /// What `attend` does before it attends, for an engine that attends with a kernel of its own: corrects the
-  /// flagged heads. Then come `table` and the kernel for each sequence with decode rows, then `finish_layer`.
+  /// Corrects the flagged heads, as `attend` does first; for an engine that attends with a kernel of its own.
+  /// Then come `table` and the kernel for each sequence with decode rows, then `finish_layer`.
   /// Throws usage_error, or store_error: then flagged heads have selected anew, and the same call, or `attend`,
   /// recalls what they still miss.
   void correct(int layer) {
@@ -407,8 +407,8 @@ class basic_retrieval_pipeline {
     return write_table(s, entry, head, blocks);
   }
 
-  /// The same for all KV heads at once, whose pages differ and whose slots do not: as with top_k, no spare slots, and
-  /// heads that all retrieve. Throws usage_error where the heads' slots differ.
+  /// One table for all KV heads of a sequence, whose pages differ and whose slots do not: as with top_k, no spare
+  /// slots, and heads that all retrieve. Throws usage_error where the heads' slots differ.
   resident_table table(int layer, sequence_id id, std::span<std::int32_t> blocks) const {
     const step_entry& entry = entry_for_table(layer, id, blocks.size());
     const state& s = readable(layer_of(layer, "table"));
@@ -439,8 +439,8 @@ class basic_retrieval_pipeline {
     recalled_[static_cast<std::size_t>(layer)] = backend_->recall().record();
   }
 
-  /// What full attention gives for the same rows, for measuring what retrieval loses. Between `append` and the
-  /// end of the step; changes nothing. Throws usage_error, or store_error where the file cannot be read.
+  /// Full attention of the step's rows, to measure what retrieval loses. Between `append` and the end of the
+  /// step; changes nothing. Throws usage_error, or store_error where the file cannot be read.
   void attend_full(int layer, std::span<float> out, std::span<float> lse = {}) {
     const state& s = layer_in(layer, "attend_full", layer_progress::appended, layer_progress::corrected,
                               layer_progress::attended);
@@ -495,8 +495,8 @@ class basic_retrieval_pipeline {
     backend_->recall().synchronize();
   }
 
-  /// What the last decode step of a layer did for a sequence; waits for the layer's recall. Valid until the
-  /// layer's next append, or the sequence's release.
+  /// Report of a layer's last decode step for a sequence; waits for the layer's recall. Valid until the layer's
+  /// next append, or the sequence's release.
   step_report report(int layer, sequence_id id) const {
     sequences_->known(id);
     const state& of_layer = layer_of(layer, "report");
@@ -504,24 +504,24 @@ class basic_retrieval_pipeline {
     return report_in(readable(of_layer), id);
   }
 
-  /// Queues on `side`, a `device::stream` of the caller's, that the host is given what all of a layer's reports say: as of
-  /// what is queued for the layer by now. Nothing waits but the device, where what it queues from now on lies behind the
-  /// copy; so a captured step may have it. When `side` has come so far, `queued_report` reads it.
+  /// Queues on `side`, a `device::stream` of the caller's, that the host is given what all of a layer's reports
+  /// say: as of what is queued for the layer by now. Nothing waits but the device, where what it queues from
+  /// now on lies behind the copy; so a captured step may have it. When `side` has come so far, `queued_report`
+  /// reads it.
   template <class Stream>
   requires on_device<backend_type>
   void queue_report(int layer, Stream& side) {
     parts_->stages.queue_read_back(layer_of(layer, "queue_report"), side);
   }
-  /// What the last `queue_report` of the layer has brought for a sequence; waits for nothing. Valid until the next call
-  /// for the layer of `report` or `queue_report`, or one between steps.
+  /// Report for a sequence that the layer's last `queue_report` has brought; waits for nothing. Valid until the
+  /// layer's next `report` or `queue_report`, or the next call between steps.
   step_report queued_report(int layer, sequence_id id) const requires on_device<backend_type> {
     sequences_->known(id);
     return report_in(parts_->stages.as_read(layer_of(layer, "queued_report")), id);
   }
 
-  /// How many heads of a layer are flagged in the step begun last, of all its sequences together, one of them abandoned
-  /// since or not: what a device's `layer_state::flagged_count` is. Waits for what is queued. `queued_flagged_heads`: as the
-  /// last `queue_report` of the layer has brought it.
+  /// Heads of a layer that are flagged for correction in the step begun last, over all its sequences, abandoned ones
+  /// included. Waits for what is queued; `queued_flagged_heads` is as the layer's last `queue_report` has brought it.
   int flagged_heads(int layer) const requires on_device<backend_type> {
     return *parts_->stages.read_back(layer_of(layer, "flagged_heads")).flagged_count;
   }
@@ -602,8 +602,9 @@ class basic_retrieval_pipeline {
     for (std::size_t layer = 0; layer < parts_->block_pools.size(); ++layer)
       parts_->block_pools[layer].hold(sequences_->slot_set_of(id), of_layer(layer));
   }
-  /// Sees to it that each layer has `more(layer)` blocks of selected slots for `who`: if it must, resident sequences that
-  /// are not `spared` give up those that hold nothing, after what is queued has happened. Throws pool_exhausted.
+  /// Sees to it that each layer has `more(layer)` blocks of selected slots for `who`: if it must, resident
+  /// sequences that are not `spared` give up those that hold nothing, after what is queued has happened. Throws
+  /// pool_exhausted.
   template <class More, class Spared>
   void make_room(const char* who, const More& more, const Spared& spared) {
     auto& pools = parts_->block_pools;

@@ -1,5 +1,5 @@
-// The sequences of a pipeline: their lengths, their pages, which of them have slots, and what a step takes up from the
-// step before.
+// The sequences of a pipeline: their lengths, their pages, which of them have slots, and what a step takes up
+// from the step before.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ struct step_input {
   step_phase phase = step_phase::decode;
 };
 
-/// What bounds sequences; of the pipeline's settings.
+/// Limits of sequences, from the pipeline's settings.
 struct sequence_limits {
   int page_tokens = 32;
   int max_tokens = 0;
@@ -55,7 +55,7 @@ class prefix {
   std::vector<std::int32_t> pages_;  // of the store
 };
 
-/// The books of all sequences. A call that throws has changed nothing; what a `check_` says is checked before the call.
+/// State of all sequences. A call that throws changes nothing; its `check_` is called before it.
 class sequence_table {
  public:
   /// `page_tables` (max_sequences, max pages) and `slot_sets` (max_sequences), which stages read.
@@ -195,8 +195,8 @@ class sequence_table {
       throw pool_exhausted("page pool", pool_.capacity(), pool_.capacity() - pool_.available(),
                            "the step, from " + name_of(first_without->sequence) + " on,", needed);
   }
-  /// Reserves it and makes the step's entries of the rows, in their order, those without tokens left out. They have been
-  /// checked.
+  /// Reserves it and makes the step's entries of the rows, in their order, those without tokens left out. They
+  /// have been checked.
   void begin_step(std::span<const step_input> rows, std::vector<step_entry>& entries) {
     entries.clear();
     int row = 0;

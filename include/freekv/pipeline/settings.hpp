@@ -1,4 +1,4 @@
-// What a pipeline is told when it is built, checked before anything is allocated.
+// Settings of a pipeline, checked before anything is allocated.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace freekv {
 
-/// Of the log-sum-exp that attention returns.
+/// Base of the log-sum-exp that attention returns.
 enum class log_base : std::uint8_t {
   e,
   two,  ///< as FlashInfer has it

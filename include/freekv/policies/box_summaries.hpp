@@ -8,8 +8,8 @@ namespace freekv {
 
 namespace detail {
 
-/// The query's negative part, then its positive part, head_dim each: multiplied with the box `low`, `high` they give the
-/// largest product of the query with a point of it, where it is finite.
+/// The query's negative part, then its positive part, head_dim each: multiplied with the box `low`, `high` they
+/// give the largest product of the query with a point of it, where it is finite.
 template <team T>
 FREEKV_HD void prepare_for_box(T team, const group_query& query, float* prepared) {
   const typename T::pack zero(0.0f);

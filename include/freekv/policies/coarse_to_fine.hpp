@@ -73,11 +73,11 @@ concept two_stage_summary = requires(const S s) {
   { s.kept(1, 1) } -> std::same_as<int>;
 };
 
-/// Scores pages in two stages. `Coarse` scores all candidates; the best `Times` times as many as are to be selected,
-/// by its pooled scores, are kept, and `Fine` scores these. Selection and masses see Fine's scores alone, pooled over
-/// the kept candidates. What is not kept scores -infinity, as a page of NaN keys does: it has no mass, and is selected
-/// only where kept pages score -infinity too, which are never fewer than the pages to select. Ties go to the smaller
-/// page in both stages. Where all candidates can be kept, Coarse scores none.
+/// Scores pages in two stages. `Coarse` scores all candidates; the best `Times` times as many as are to be
+/// selected, by its pooled scores, are kept, and `Fine` scores these. Selection and masses see Fine's scores
+/// alone, pooled over the kept candidates. What is not kept scores -infinity, as a page of NaN keys does: it
+/// has no mass, and is selected only where kept pages score -infinity too, which are never fewer than the pages
+/// to select. Ties go to the smaller page in both stages. Where all candidates can be kept, Coarse scores none.
 ///
 ///     coarse_to_fine<min_max, key_sketch<4>>            // 4 times
 ///     coarse_to_fine<mean, key_sketch<2>, dynamic>{{}, {8}}  // 8 times, chosen at run time
@@ -94,7 +94,7 @@ struct coarse_to_fine : detail::summary_pair<Coarse, Fine> {
   static constexpr std::string_view name = "coarse_to_fine";
   count_of<Times> times{};
 
-  /// How many of so many candidates are kept where up to `selected_units` are selected.
+  /// Candidates that the coarse summary keeps of `candidates`, where up to `selected_units` are selected.
   FREEKV_HD constexpr int kept(int candidates, int selected_units) const {
     const std::int64_t most = std::int64_t{int{times}} * selected_units;
     return most < candidates ? static_cast<int>(most) : candidates;

@@ -15,20 +15,20 @@
 //                           const head_slice<Element>& to) const;
 //   };
 //
-// `bytes`: of one KV head's keys and values of a page, a multiple of 4. Stored bytes are contiguous, keys before
-// values, and aligned as floats are. `tokens` is at most the page's, and `decode` is given what `encode` was; it writes
-// those `rows` of the page, the first to row 0 of `to`. Rows of the element side lie at any stride. A token's row, or
-// where a codec says so a channel's numbers of the page, come back the same whatever the others are: NaN and infinity are
-// data, but they stay there.
+// `bytes`: of one KV head's keys and values of a page, a multiple of 4. Stored bytes are contiguous, keys
+// before values, and aligned as floats are. `tokens` is at most the page's, and `decode` is given what `encode`
+// was; it writes those `rows` of the page, the first to row 0 of `to`. Rows of the element side lie at any
+// stride. A token's row, or where a codec says so a channel's numbers of the page, come back the same whatever
+// the others are: NaN and infinity are data, but they stay there.
 //
-// `team`: `lane_count` lanes that share each row, `row_share` of its numbers each; on the host one. What one lane writes
-// no other reads before the caller has the team `sync()`.
+// `team`: `lane_count` lanes that share each row, `row_share` of its numbers each; on the host one. What one
+// lane writes no other reads before the caller has the team `sync()`.
 //
 // Optional: `at(slice_place)`, the codec for one slice, where it depends on the layer, head or position;
-// `shared_bytes(page, element_bytes)`, a multiple of 4, what all heads of a page share and keep in fast memory, and
-// `shared_floats(page)`, scratch while it is made; `values()`, what it was given, for names; `validate(codec_setting)`,
-// which throws settings_error. Slices of a page are encoded one head after the other from head 0 on, and decoded when
-// all have been.
+// `shared_bytes(page, element_bytes)`, a multiple of 4, what all heads of a page share and keep in fast memory,
+// and `shared_floats(page)`, scratch while it is made; `values()`, what it was given, for names;
+// `validate(codec_setting)`, which throws settings_error. Slices of a page are encoded one head after the other
+// from head 0 on, and decoded when all have been.
 #pragma once
 
 #include <concepts>
@@ -45,7 +45,7 @@
 
 namespace freekv {
 
-/// What a codec is used for, for `validate`.
+/// Model that a codec is used for, for `validate`.
 struct codec_setting {
   int layers = 0, kv_heads = 0, head_dim = 0;
 };
@@ -71,7 +71,7 @@ FREEKV_HD constexpr auto codec_at(const C& codec, const slice_place& place) {
   else
     return codec;
 }
-/// What a page's heads share, in bytes, and the floats needed to make it.
+/// Bytes that a page's heads share, and floats of scratch that they are made with.
 template <class C>
 FREEKV_HD constexpr std::size_t shared_bytes(const C& codec, page_geometry page, std::size_t element_bytes) {
   if constexpr (requires { codec.shared_bytes(page, element_bytes); })
@@ -204,8 +204,8 @@ struct cast {
   }
 };
 
-/// A policy of kind `codec_kind` that, or whose `at(slice_place)`, has the three functions above (tried with rows of 64
-/// floats).
+/// A policy of kind `codec_kind` that, or whose `at(slice_place)`, has the three functions above (tried with
+/// rows of 64 floats).
 template <class C>
 concept codec_policy = policy<C> && std::same_as<typename C::policy_kind, codec_kind> &&
     requires(const C c, page_geometry page, head_slice<const float> from, head_slice<float> to,

@@ -1,7 +1,7 @@
-// Correction: which KV heads select anew with the current query before they attend. A policy judges either by how the
-// queries have changed, which costs next to nothing, or by the masses of the selected pages under the current query,
-// for which every head's pages are scored before it attends. A head without a selection is always flagged; the pipeline
-// sees to that.
+// Correction: which KV heads select anew with the current query before they attend. A policy judges either by
+// how the queries have changed, which costs next to nothing, or by the masses of the selected pages under the
+// current query, for which every head's pages are scored before it attends. A head without a selection is
+// always flagged; the pipeline sees to that.
 #pragma once
 
 #include <algorithm>
@@ -30,8 +30,8 @@ struct selection_masses {
   float best = 0.0f;
 };
 
-/// Flags a head whose queries' pooled cosine with the previous ones is below tau, or undefined. One tau for all layers,
-/// or one for each. (FreeKV section 3.3)
+/// Flags a head whose queries' pooled cosine with the previous ones is below tau, or undefined. One tau for all
+/// layers, or one for each. (FreeKV section 3.3)
 struct cosine_drift {
   using policy_kind = correction_kind;
   static constexpr std::string_view name = "cosine_drift";
@@ -39,7 +39,7 @@ struct cosine_drift {
   std::vector<float> tau_of_layer{};
   drift_pool pool = drift_pool::mean;
 
-  /// What the device needs for one layer.
+  /// The policy of one layer, trivially copyable, as a device takes it.
   struct layer_policy {
     float tau;
     drift_pool pool;

@@ -21,7 +21,7 @@
 
 namespace freekv {
 
-/// What a pipeline is made for, in tokens: what a KV head keeps, and the most that a sequence brings.
+/// Limits of an evicting pipeline, in tokens: what a KV head keeps, and the most that a sequence brings.
 struct eviction_limits {
   int budget = 0;
   int max_prompt = 0;
@@ -36,7 +36,7 @@ struct eviction_moment {
   bool prompt_ends = false;
 };
 
-/// Of each prompt token the shares that it has of the observed prompt rows' attention, summed: (tokens).
+/// Votes for prompt tokens: the shares that each has of the observed prompt rows' attention, summed (tokens).
 struct prompt_votes {
   const float* shares = nullptr;
   int tokens = 0;
@@ -46,9 +46,9 @@ struct prompt_votes {
 inline constexpr int every_prompt_row = std::numeric_limits<int>::max();
 inline constexpr int every_token = std::numeric_limits<int>::max();
 
-/// H2O (arXiv 2306.14048, section 4 and algorithm 1): the tokens that have had most attention of all rows so far, and
-/// the latest. Half of the budget is recent, as published. At a prompt's end all of it is cut to the budget at once, by
-/// the attention of all its rows, as the published code does.
+/// H2O (arXiv 2306.14048, section 4 and algorithm 1): the tokens that have had most attention of all rows so
+/// far, and the latest. Half of the budget is recent, as published. At a prompt's end all of it is cut to the
+/// budget at once, by the attention of all its rows, as the published code does.
 struct h2o {
   using policy_kind = eviction_kind;
   static constexpr std::string_view name = "h2o";
@@ -80,8 +80,8 @@ struct h2o {
   }
 };
 
-/// TOVA (arXiv 2401.06104, section 3.2): the token that the current row attends to least leaves, the row's own too if it
-/// is that; nothing else is remembered. At a prompt's end its last row decides.
+/// TOVA (arXiv 2401.06104, section 3.2): the token that the current row attends to least leaves, the row's own
+/// too if it is that; nothing else is remembered. At a prompt's end its last row decides.
 struct tova {
   using policy_kind = eviction_kind;
   static constexpr std::string_view name = "tova";
@@ -103,9 +103,10 @@ struct tova {
   FREEKV_HD std::uint32_t worth(const unit_state& unit) const { return order_bits(unit.share); }
 };
 
-/// SnapKV (arXiv 2404.14469, section 4, listing 1): at a prompt's end its last `window` rows vote for the tokens before
-/// them, a vote spreads to the neighbours (maximum over `kernel` tokens), and the best stay, with the window, within the
-/// budget. Tokens that are decoded are all kept, as published, so slots are made for budget and max_generated tokens.
+/// SnapKV (arXiv 2404.14469, section 4, listing 1): at a prompt's end its last `window` rows vote for the
+/// tokens before them, a vote spreads to the neighbours (maximum over `kernel` tokens), and the best stay, with
+/// the window, within the budget. Tokens that are decoded are all kept, as published, so slots are made for
+/// budget and max_generated tokens.
 struct snapkv {
   using policy_kind = eviction_kind;
   static constexpr std::string_view name = "snapkv";

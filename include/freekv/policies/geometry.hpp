@@ -29,9 +29,9 @@ concept page_size_policy = policy<P> && std::same_as<typename P::policy_kind, pa
 
 static_assert(page_size_policy<page_size<>> && page_size_policy<page_size<dynamic>>);
 
-/// What is summarised, selected and recalled: whole pages, or with `unit<8>` so many tokens of a page, a divisor of the
-/// page size, set at run time as `unit<dynamic>{8}`, 0 for whole pages. Storage, sink and window stay in pages. (InfiniGen
-/// selects single tokens, ShadowKV chunks of 8)
+/// Unit of what is summarised, selected and recalled: a page, or with `unit<8>` that many tokens of one, a divisor
+/// of the page size, set at run time as `unit<dynamic>{8}`, 0 for whole pages. Storage, sink and window stay in
+/// pages. (InfiniGen selects single tokens, ShadowKV chunks of 8)
 template <int Tokens = 0>
 struct unit {
   static_assert(Tokens == dynamic || (Tokens >= 0 && Tokens <= 256),
@@ -48,9 +48,9 @@ concept unit_policy = policy<U> && std::same_as<typename U::policy_kind, unit_ki
 
 static_assert(unit_policy<unit<>> && unit_policy<unit<dynamic>>);
 
-/// What one KV head attends to, in tokens: `sink + window + selected_units * page_size`, plus the open page's
-/// remainder; where a unit is less than a page, `selected_units` counts units. `sink >= 0` and `window >= page_size` are
-/// multiples of the page size; `selected_units >= 1`.
+/// Budget of one KV head, in tokens that it attends to: `sink + window + selected_units * page_size`, plus the
+/// open page's remainder; where a unit is less than a page, `selected_units` counts units. `sink >= 0` and `window
+/// >= page_size` are multiples of the page size; `selected_units >= 1`.
 struct budget {
   int sink = 64;
   int window = 128;
@@ -78,9 +78,9 @@ FREEKV_HD constexpr page_roles roles_at(int tokens, const budget& b, int page) {
   return {sink_end, first_window_page > sink_end ? first_window_page : sink_end, page_end};
 }
 
-/// Slots of a resident cache, equal for all heads of a layer: sink slots, then the window ring (page j in
-/// ring slot j mod ring), then the selected slots, the only ones whose heads may hold different pages. A slot holds a page,
-/// a selected one a unit, and as many of these as make a page share its block.
+/// Slots of a resident cache, equal for all heads of a layer: sink slots, then the window ring (page j in ring
+/// slot j mod ring), then the selected slots, the only ones whose heads may hold different pages. A slot holds
+/// a page, a selected one a unit, and as many of these as make a page share its block.
 struct slot_roles {
   int sink = 0;
   int ring = 0;
@@ -88,7 +88,7 @@ struct slot_roles {
   int units_per_page = 1;
   /// Blocks, of a page each.
   FREEKV_HD constexpr int total() const { return fixed() + selected_blocks_for(selected); }
-  /// Those of sink and ring, and those of so many selected slots.
+  /// Blocks of sink and ring; and of `slots` selected slots.
   FREEKV_HD constexpr int fixed() const { return sink + ring; }
   FREEKV_HD constexpr int selected_blocks_for(int slots) const {
     return (slots + units_per_page - 1) / units_per_page;

@@ -49,7 +49,7 @@ FREEKV_HD constexpr std::size_t code_bytes(page_geometry page) {
   return static_cast<std::size_t>(page.tokens * page.head_dim) * Codes::bits / 8;
 }
 
-/// Where a row's codes from number `first` on are.
+/// Offset of a row's codes from number `first` on.
 template <class Codes, int HeadDim>
 FREEKV_HD constexpr std::size_t code_offset(int row, int first) {
   return (static_cast<std::size_t>(row) * HeadDim + static_cast<std::size_t>(first)) * Codes::bits / 8;
@@ -173,16 +173,18 @@ struct int4_token
   static constexpr std::string_view name = "int4_token";
 };
 
-/// 8 bits; keys with a float32 scale for each channel over the page, since a few channels of keys are much larger than
-/// the others, values for each token: `p * (2 * d + 4) + 4 * d` bytes. (Which axis: KIVI, arXiv 2402.02750)
+/// 8 bits; keys with a float32 scale for each channel over the page, since a few channels of keys are much
+/// larger than the others, values for each token: `p * (2 * d + 4) + 4 * d` bytes. (Which axis: KIVI, arXiv
+/// 2402.02750)
 struct int8_channel
     : detail::coded_planes<detail::by_channel<detail::symmetric<8>>, detail::by_token<detail::symmetric<8>>> {
   static constexpr std::string_view name = "int8_channel";
 };
 
-/// 4 bits, asymmetric: 15 steps from the lowest to the highest number of a channel of the page's keys and of a token's
-/// values, these two kept as elements of e bytes: `p * (d + 2 * e) + 2 * d * e` bytes. (KIVI, arXiv 2402.02750, with
-/// its groups: of keys the page, of values the whole row; and two ends in place of its zero point and scale.)
+/// 4 bits, asymmetric: 15 steps from the lowest to the highest number of a channel of the page's keys and of a
+/// token's values, these two kept as elements of e bytes: `p * (d + 2 * e) + 2 * d * e` bytes. (KIVI, arXiv
+/// 2402.02750, with its groups: of keys the page, of values the whole row; and two ends in place of its zero
+/// point and scale.)
 struct int4_channel
     : detail::coded_planes<detail::by_channel<detail::ranged<4>>, detail::by_token<detail::ranged<4>>> {
   static constexpr std::string_view name = "int4_channel";

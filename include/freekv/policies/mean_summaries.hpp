@@ -85,9 +85,9 @@ struct ball {
   }
 };
 
-/// Mean keys of the page's chunks of `Tokens` tokens; the score is `ln sum_b exp(scale * <q, mean_b>)`, an estimate of
-/// the page's log-mass up to `ln Tokens`. `Tokens` divides the page size; `chunk_means<dynamic>{8}` takes it at run
-/// time. Kept in float32. Ours.
+/// Mean keys of the page's chunks of `Tokens` tokens; the score is `ln sum_b exp(scale * <q, mean_b>)`, an
+/// estimate of the page's log-mass up to `ln Tokens`. `Tokens` divides the page size; `chunk_means<dynamic>{8}`
+/// takes it at run time. Kept in float32. Ours.
 template <int Tokens = 8>
 struct chunk_means {
   using policy_kind = summary_kind;

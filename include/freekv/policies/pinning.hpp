@@ -19,9 +19,9 @@ struct no_pins {
   count_of<0> units{};
 };
 
-/// The `Units` units whose keys are least alike: a unit has the least cosine of one of its keys with their mean, and those
-/// with the smallest are pinned. `pin_outliers<dynamic>{48}` takes the number at run time. (ShadowKV, arXiv 2410.21465,
-/// section 4.1: outlier chunks)
+/// The `Units` units whose keys are least alike: a unit has the least cosine of one of its keys with their
+/// mean, and those with the smallest are pinned. `pin_outliers<dynamic>{48}` takes the number at run time.
+/// (ShadowKV, arXiv 2410.21465, section 4.1: outlier chunks)
 template <int Units = 48>
 struct pin_outliers {
   using policy_kind = pinning_kind;
@@ -51,10 +51,11 @@ struct pin_outliers {
   }
 };
 
-/// Says how many units of a KV head are pinned, and what a unit's keys (tokens, head_dim) are worth: those worth most are,
-/// ties to the smaller unit, and NaN is worth least. They are pinned in a step that selects anew after a prompt, or after
-/// a truncation that dropped the selection, among that step's candidates. From then on they are no candidates, have no
-/// part in pooling, and are selected besides the k best of the others, until the selection is dropped.
+/// Says how many units of a KV head are pinned, and what a unit's keys (tokens, head_dim) are worth: those
+/// worth most are, ties to the smaller unit, and NaN is worth least. They are pinned in a step that selects
+/// anew after a prompt, or after a truncation that dropped the selection, among that step's candidates. From
+/// then on they are no candidates, have no part in pooling, and are selected besides the k best of the others,
+/// until the selection is dropped.
 template <class P>
 concept pinning_policy = policy<P> && std::same_as<typename P::policy_kind, pinning_kind> &&
     requires(const P p) {

@@ -1,5 +1,5 @@
-// Plans: which layers, and which of their KV heads, retrieve, which keep everything, which see the sink and the window
-// alone, and which layers the model itself restricts to a sliding window.
+// Plans: which layers, and which of their KV heads, retrieve, which keep everything, which see the sink and the
+// window alone, and which layers the model itself restricts to a sliding window.
 #pragma once
 
 #include <algorithm>
@@ -59,8 +59,8 @@ struct by_layer {
   }
 };
 
-/// A kind for each KV head of each layer: (layers, kv_heads). RazorAttention and DuoAttention keep everything for some
-/// heads and give the others sink and window.
+/// A kind for each KV head of each layer: (layers, kv_heads). RazorAttention and DuoAttention keep everything
+/// for some heads and give the others sink and window.
 struct by_head {
   using policy_kind = plan_kind;
   static constexpr std::string_view name = "by_head";
@@ -71,7 +71,8 @@ struct by_head {
     return kinds[static_cast<std::size_t>(layer) * static_cast<std::size_t>(kv_heads) +
                  static_cast<std::size_t>(head)];
   }
-  /// That of all its heads if they are alike; else retrieval if any of them retrieves, and window if none does.
+  /// Kind of all heads of a layer if they are alike; else retrieval if any of them retrieves, and window if
+  /// none does.
   layer_kind kind(int layer) const {
     const auto first = kinds.begin() + static_cast<std::ptrdiff_t>(layer) * kv_heads, last = first + kv_heads;
     if (std::all_of(first, last, [&](layer_kind k) { return k == *first; })) return *first;
@@ -88,7 +89,7 @@ struct by_head {
   }
 };
 
-/// What `plan` has a KV head keep.
+/// Kind of a KV head: what `plan` has it keep.
 template <class Plan>
 layer_kind head_kind(const Plan& plan, int layer, int head) {
   if constexpr (requires { plan.kind(layer, head); })

@@ -32,8 +32,8 @@ struct row_scores {
   }
 };
 
-/// The mean over the group of each head's softmax over the candidates, kept as its logarithm, since float32 underflows
-/// otherwise: `ln sum_g exp(s_g(j) - L_g) - ln G`. (FreeKV section 3.2, group-consistent selection)
+/// The mean over the group of each head's softmax over the candidates, kept as its logarithm, since float32
+/// underflows otherwise: `ln sum_g exp(s_g(j) - L_g) - ln G`. (FreeKV section 3.2, group-consistent selection)
 struct mean_softmax {
   using policy_kind = pooling_kind;
   static constexpr std::string_view name = "mean_softmax";

@@ -1,4 +1,4 @@
-// Rows: who shares one selection.
+// Scope of a selection: who shares it.
 #pragma once
 
 #include <concepts>
@@ -25,16 +25,16 @@ struct per_query_head {
   static constexpr selection_scope scope = selection_scope::query_head;
 };
 
-/// All retrieving KV heads of a layer select together: their pooled scores are pooled once more, each head's as one
-/// row, by mean_softmax where the pooling is of softmaxes and by mean_score otherwise. A layer is corrected as a whole
-/// as soon as one of its heads is flagged.
+/// All retrieving KV heads of a layer select together: their pooled scores are pooled once more, each head's as
+/// one row, by mean_softmax where the pooling is of softmaxes and by mean_score otherwise. A layer is corrected
+/// as a whole as soon as one of its heads is flagged.
 struct per_layer {
   using policy_kind = scope_kind;
   static constexpr std::string_view name = "per_layer";
   static constexpr selection_scope scope = selection_scope::layer;
 };
 
-/// Says who shares one selection.
+/// A scope: says who shares one selection.
 template <class R>
 concept scope_policy = policy<R> && std::same_as<typename R::policy_kind, scope_kind> && requires {
   { R::name } -> std::convertible_to<std::string_view>;

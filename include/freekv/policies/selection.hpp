@@ -17,8 +17,8 @@ struct top_k {
   FREEKV_HD constexpr int count(int candidates, int k) const { return candidates < k ? candidates : k; }
 };
 
-/// Of the k best the fewest, best first, whose masses sum to `p` or more; at least one. A candidate's mass is its share
-/// of the softmax of the pooled scores, so with softmax poolings of the pooled softmax itself.
+/// The fewest of the k best, best first, whose masses sum to `p` or more; at least one. A candidate's mass is
+/// its share of the softmax of the pooled scores, so with softmax poolings of the pooled softmax itself.
 struct top_p {
   using policy_kind = selection_kind;
   static constexpr std::string_view name = "top_p";

@@ -7,7 +7,7 @@
 
 namespace freekv {
 
-/// What a summary's numbers are kept as.
+/// Format in which a summary's numbers are kept.
 enum class number_format : std::int8_t {
   any = dynamic,  ///< one of the others, chosen at run time
   standard,       ///< what the summary keeps by itself

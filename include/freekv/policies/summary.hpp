@@ -1,8 +1,8 @@
 // Page summaries: what stands for a page's keys when pages are scored.
 //
 // A summary policy turns the keys of one page and one KV head into `width` numbers and scores a query against
-// them; where a unit is less than a page, its `page_geometry` is the unit's. The library stores the numbers (by default
-// as float32) and hands them back as floats, so a policy is three functions:
+// them; where a unit is less than a page, its `page_geometry` is the unit's. The library stores the numbers (by
+// default as float32) and hands them back as floats, so a policy is three functions:
 //
 //   struct my_summary {
 //     using policy_kind = summary_kind;
@@ -14,14 +14,15 @@
 //     FREEKV_HD float score(T team, const unit_query& query, const float* numbers) const;
 //   };
 //
-// Optional: `stored<Key>`, the element type kept (default float), or for a format of its own `bytes<Key>(page)`,
-// `encode<Key>(team, page, numbers, out)` and `decode<Key>(team, page, in, numbers)`, or instead of `decode` a `score`
-// of `const std::byte*`; `query_width(d)` and
-// `prepare(team, query, prepared)`, done once a step for each query; `at(layer, head)`, the policy for one head,
-// where it depends on calibration data; `values()`, what it was given, for names.
+// Optional: `stored<Key>`, the element type kept (default float), or for a format of its own
+// `bytes<Key>(page)`, `encode<Key>(team, page, numbers, out)` and `decode<Key>(team, page, in, numbers)`, or
+// instead of `decode` a `score` of `const std::byte*`; `query_width(d)` and `prepare(team, query, prepared)`,
+// done once a step for each query; `at(layer, head)`, the policy for one head, where it depends on calibration
+// data; `values()`, what it was given, for names.
 //
-// `linear`, true: the score is `scale` times the product of the prepared query with the numbers, `width` a multiple of 8,
-// wherever that is finite; pages are then scored many at a time, and `score` decides where it is not.
+// `linear`, true: the score is `scale` times the product of the prepared query with the numbers, `width` a
+// multiple of 8, wherever that is finite; pages are then scored many at a time, and `score` decides where it is
+// not.
 //
 // `validate(setting)` throws settings_error where the setting does not suit the policy.
 //
@@ -42,7 +43,7 @@
 
 namespace freekv {
 
-/// What a summary policy is used for, for `validate`: a page, or a unit of one.
+/// Model and unit that a summary policy is used for, for `validate`.
 struct summary_setting {
   page_geometry page;
   int layers = 0;
@@ -118,7 +119,7 @@ FREEKV_HD constexpr int summary_query_width(const S& summary, int head_dim) {
     return head_dim;
 }
 
-/// What is computed once a step for each query head: a query (1, head_dim) to `prepared` (query_width).
+/// Prepares a query (1, head_dim) for scoring, once a step and query head: to `prepared` (query_width).
 template <team T, class S>
 FREEKV_HD void prepare_query(T team, const S& summary, const group_query& query, float* prepared) {
   if constexpr (requires { summary.prepare(team, query, prepared); })

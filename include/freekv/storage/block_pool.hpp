@@ -20,7 +20,7 @@ class block_pool {
 
   std::int64_t capacity() const { return capacity_; }
   std::int64_t available() const { return static_cast<std::int64_t>(free_.size()); }
-  /// Of one set.
+  /// Blocks that one slot set holds at most.
   int most() const { return most_; }
   int held(int set) const { return held_[static_cast<std::size_t>(set)]; }
 

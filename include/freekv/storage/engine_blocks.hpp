@@ -12,10 +12,10 @@
 
 namespace freekv {
 
-/// One layer of an engine's paged KV tensor, some of whose blocks are a pipeline's slots. Row t of KV head h of block b
-/// is head_dim elements at `keys + b * block_stride + t * token_stride + h * head_stride`, and so are its values.
-/// Strides in elements; a block holds a page. The engine keeps tensor and list as long as the pipeline lives, and does
-/// not write to these blocks.
+/// One layer of an engine's paged KV tensor, some of whose blocks are a pipeline's slots. Row t of KV head h of
+/// block b is head_dim elements at `keys + b * block_stride + t * token_stride + h * head_stride`, and so are
+/// its values. Strides in elements; a block holds a page. The engine keeps tensor and list as long as the
+/// pipeline lives, and does not write to these blocks.
 template <class Element>
 struct engine_blocks {
   Element* keys = nullptr;
@@ -26,14 +26,14 @@ struct engine_blocks {
   std::span<const std::int32_t> ids{};  ///< ids, all different: the pipeline's `slots_needed`
 };
 
-/// What a decode row attends to, as a paged-attention kernel is told it: so many pages, listed by block id (or by slot,
-/// where the slots are the pipeline's own), and so many tokens in them. All pages are full but the last.
+/// Size of the block table of a decode row, for a paged-attention kernel: `pages` pages, listed by block id (or by
+/// slot, where the slots are the pipeline's own), with `tokens` tokens in them. All pages are full but the last.
 struct resident_table {
   int pages = 0;
   int tokens = 0;
 };
 
-/// Where a layer's slots are: block i at `ids[i]`, or i where there is no list.
+/// Blocks of a layer's slots: block i has the id `ids[i]` in its tensor, or i where there is no list.
 template <class Element>
 struct slot_blocks {
   Element* keys = nullptr;

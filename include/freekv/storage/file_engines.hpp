@@ -22,7 +22,7 @@
 
 namespace freekv::host {
 
-/// How far a read or write has come.
+/// Progress of a read or write.
 struct transfer_progress {
   static constexpr int most_tries =
       100;  ///< in a row without a byte, where the system says "try again": 0.1 s
@@ -49,7 +49,7 @@ struct transfer_progress {
     system_error = static_cast<int>(-result);
     return state::failed;
   }
-  /// What is left of `request`.
+  /// The rest of `request`, which is to be read or written still.
   template <class Request>
   Request rest(const Request& request) const {
     return {request.offset + done, request.data + done, request.bytes - done};

@@ -37,14 +37,15 @@ struct file_store_options {
   }
 };
 
-/// A file of fixed size that keeps what memory has no room for. Its space is taken when it is built, its content is
-/// unspecified until written. Nothing is mapped: damage done to the file from outside is an exception, never a signal.
-/// Any threads may read and write at the same time; where ranges overlap a write, order is the callers' matter.
+/// A file of fixed size that keeps what memory has no room for. Its space is taken when it is built, its
+/// content is unspecified until written. Nothing is mapped: damage done to the file from outside is an
+/// exception, never a signal. Any threads may read and write at the same time; where ranges overlap a write,
+/// order is the callers' matter.
 template <class System = host::posix_system>
 class basic_file_store {
  public:
-  /// Creates the file with room for `bytes`. Throws settings_error for options without a meaning, and store_error where
-  /// the file cannot be created or the disk is too full; nothing is left behind then.
+  /// Creates the file with room for `bytes`. Throws settings_error for options without a meaning, and
+  /// store_error where the file cannot be created or the disk is too full; nothing is left behind then.
   basic_file_store(const file_store_options& options, std::uint64_t bytes, System system = {})
       : options_(checked(options)), system_(std::move(system)), file_(system_, options_, bytes) {
     if (options_.uring) {
@@ -56,14 +57,14 @@ class basic_file_store {
   basic_file_store(const basic_file_store&) = delete;
   basic_file_store& operator=(const basic_file_store&) = delete;
 
-  /// Returns when all of it is there. Nothing is allocated, unless it throws: usage_error, before anything is read, for
-  /// what lies outside the file or is not aligned; store_error for what the system could not read.
+  /// Returns when all of it is there. Nothing is allocated, unless it throws: usage_error, before anything is
+  /// read, for what lies outside the file or is not aligned; store_error for what the system could not read.
   [[gnu::noinline]] void read(std::span<const file_read> reads) const {
     check(reads, "read");
     raise(run(reads), reads, store_operation::read);
   }
-  /// Returns when all of it is with the system: later reads see it. (A crash of the machine may lose it; so it does the
-  /// process.) Throws as `read` does.
+  /// Returns when all of it is with the system: later reads see it. (A crash of the machine may lose it; so it
+  /// does the process.) Throws as `read` does.
   [[gnu::noinline]] void write(std::span<const file_write> writes) {
     check(writes, "write");
     const std::uint64_t longest = system_.longest_file();
@@ -76,7 +77,7 @@ class basic_file_store {
   const file_store_options& options() const { return options_; }
   /// The file's path, or its folder's with "(unnamed)".
   const std::string& path() const { return file_.path; }
-  /// Of the file: what was asked for, rounded up to the alignment.
+  /// Bytes of the file: as asked for, rounded up to the alignment.
   std::uint64_t size() const { return file_.bytes; }
   std::size_t alignment() const { return options_.alignment(); }
   std::uint64_t aligned(std::uint64_t bytes) const { return options_.aligned(bytes); }

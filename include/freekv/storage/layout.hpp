@@ -103,7 +103,7 @@ struct layout_pair {
   using slow = Slow;
 };
 
-/// How `Layout` maps a run of pages.
+/// Mapping of a run of pages by `Layout`.
 template <class Layout, int HeadDim>
 using page_mapping = typename Layout::template mapping<page_extents<HeadDim>>;
 

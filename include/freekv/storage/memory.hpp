@@ -8,14 +8,14 @@
 
 namespace freekv {
 
-/// Where a pipeline takes its memory from, once, when it is built: any std::pmr::memory_resource.
+/// Resources that a pipeline takes its memory from, once, when it is built: any std::pmr::memory_resource.
 struct memory_resources {
   std::pmr::memory_resource* slow = std::pmr::new_delete_resource();  ///< the store
   std::pmr::memory_resource* fast = std::pmr::new_delete_resource();  ///< slots, summaries, state
 };
 
-/// Bytes of each part of a pipeline's memory. From the `slow` resource come `store` and `host_copies`, from `fast` all the
-/// rest: `device_store + slots + summaries + codec + state + staging`.
+/// Bytes of each part of a pipeline's memory. From the `slow` resource come `store` and `host_copies`, from
+/// `fast` all the rest: `device_store + slots + summaries + codec + state + staging`.
 struct memory_bytes {
   std::size_t store = 0;  ///< KV of all tokens of all layers, but for what is in a file or a device's
   std::size_t file = 0;   ///< KV of complete pages in the store's file

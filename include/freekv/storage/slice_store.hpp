@@ -10,8 +10,8 @@
 
 namespace freekv {
 
-/// One layer's encoded pages. A slice is one KV head's keys and values of a page; those of a page lie side by side, so
-/// that a page is written in one piece. Trivially copyable.
+/// One layer's encoded pages. A slice is one KV head's keys and values of a page; those of a page lie side by
+/// side, so that a page is written in one piece. Trivially copyable.
 struct slice_store {
   std::byte* data = nullptr;   // in memory: (store page, kv head, slice_bytes)
   file_store* file = nullptr;  // or the same in a file, from `first` on

@@ -30,8 +30,8 @@ static_assert(encode_default.valid());
 template <class Codec>
 inline constexpr bool encodes_pages = !std::is_same_v<Codec, identity>;
 
-/// Pages of a step that one launch works on. Each entry has as many as any writes to; of these pages of all entries, one
-/// entry's behind another's, so many from the first.
+/// Range of a step's (entry, page) pairs that one launch works on, numbered entry by entry. Every entry has as
+/// many pairs as the one that writes to most pages; those that it does not write to are skipped.
 struct page_run {
   int first = 0, count = 0;
 };

@@ -131,7 +131,7 @@ __device__ int select_best(const Selection& selection, const float* pooled, cons
   return chosen + pinned.count;
 }
 
-/// In the place of a correction that judges by queries, which `append` has asked.
+/// Stands in for corrections that judge by queries: `append` has set the flags.
 struct already_flagged {};
 
 /// What a head of a step has selected, and what it would now.
@@ -322,7 +322,7 @@ void launch_pin_units(const State& s, const step_view& step, const selection_job
   launch("pinning", {heads, select_default.threads, stream}, pin_units<State>, s, step, job);
 }
 
-/// In the place of a selection: query heads have selected each for itself, and their KV head has what any of them has.
+/// Stands in for the selection where each query head has selected for itself: the KV head takes the union.
 struct union_of_query_heads {};
 
 /// One query head of a step selects for itself: to correct for this step and for the next, to speculate for the next.

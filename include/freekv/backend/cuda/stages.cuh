@@ -112,7 +112,7 @@ class stages {
                                              s.unit_tokens(), pinned, fast);
   }
 
-  /// Of the memory taken, what pages of prompts wait in.
+  /// Bytes of the memory in which pages of prompts wait.
   std::size_t staging_bytes() const { return staging_bytes_; }
 
   /// The layers before any sequence, and their tables.
@@ -349,8 +349,8 @@ class stages {
                                std::to_string(select_default.most_by_mass));
     });
   }
-  /// What an append compiles for pins. Where a program has the choice of pinning nothing that is no kernel of its own, as
-  /// each looks at `State::pins`.
+  /// Removes `no_pins` from a run-time choice: kernels skip pinning where `State::pins` is 0, so it needs none of
+  /// its own.
   template <class Pinning>
   static const Pinning& that_pins(const Pinning& pinning) {
     return pinning;

@@ -262,7 +262,7 @@ class tensor_attention {
     }
   }
 
-  /// Leaves what each head h has attended to at `places(h)`, if that is anywhere.
+  /// Stores the attention of each head h at `places(h)`, an attention_part; skips heads whose `mass` is null.
   template <class Places>
   __device__ void store(team_type team, const Places& places) const {
     const int nth = team.lane() / 4, quarter = team.lane() % 4;

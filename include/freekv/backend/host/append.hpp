@@ -66,8 +66,8 @@ void value_slice(isa set, const State& s, const Pinning& pinning,
 /// slots and the page stays in the fast tier, to its sink or ring slot; a page that becomes complete is
 /// summarised, and encoded if the layer keeps it so: then slots, too, hold what the codec gives back.
 ///
-/// `rows` has key(token, head) and value(token, head), of the stored element type or float. Throws store_error, and may
-/// be called again then.
+/// `rows` has key(token, head) and value(token, head), of the stored element type or float. Throws store_error,
+/// and may be called again then.
 template <class State, class Policies, class Rows>
 void append_page(isa set, const State& s, const Policies& policies, const step_entry& entry, int page_index,
                  const Rows& rows, const workspace& w) {

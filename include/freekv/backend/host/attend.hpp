@@ -161,7 +161,7 @@ struct attention_job {
   bool in_slots(const attention_list& entries) const {
     return s.keeps_slots && !complete && !entries.complete;
   }
-  /// Where the rows of entry i of a head's list, `part`, are: in the store, or in its slot.
+  /// Rows of entry i of a head's list, `part`: in the store, or in its slot.
   auto rows_of(const attention_list& entries, int i, const page_range& part, int head) const {
     if (!in_slots(entries)) return rows_behind(s.store_slice(entry.sequence, part.page, head), part.first);
     if (entries.is_selected(i))

@@ -27,8 +27,8 @@ class encoded_pages {
     return {key, key + std::ptrdiff_t{s_->page.tokens} * d, d};
   }
 
-  /// Encodes one head's slice of a sequence's page that is to be written; those of its other heads before and behind it,
-  /// in order.
+  /// Encodes one head's slice of a sequence's page that is to be written; those of its other heads before and
+  /// behind it, in order.
   [[gnu::noinline]] void encode(const sequence_head& at, int page,
                                 const head_slice<const element>& slice) const {
     resolve(policies_->codec, [&](const auto& codec) {
@@ -36,7 +36,7 @@ class encoded_pages {
           .template encode<d>(scalar_team{}, slice, s_->page.tokens, encoded(at.head));
     });
   }
-  /// What comes back of a slice of a page whose heads were all encoded.
+  /// Decodes a slice of a page whose heads were all encoded.
   void decode(const sequence_head& at, int page, const head_slice<element>& to) const {
     decode(encoded(at.head), at.head, {page, 0, s_->page.tokens}, s_->store_page(at.sequence, page), to);
   }
@@ -45,15 +45,15 @@ class encoded_pages {
     naming(sequence, [&] { s_->slices.write_page(s_->store_page(sequence, page), w_->encoded); });
   }
 
-  /// Reads `count` parts of one KV head's slices of complete pages of a sequence: `part(i)`, those of a page side by side,
-  /// to the first rows of the head_slice `to(i)`. Throws store_error.
+  /// Reads `count` parts of one KV head's slices of complete pages of a sequence: `part(i)`, those of a page
+  /// side by side, to the first rows of the head_slice `to(i)`. Throws store_error.
   template <class Part, class To>
   void read(const sequence_head& at, int count, const Part& part, const To& to) const {
     read_stored(
         at, count, part, [&](int page) { return s_->store_page(at.sequence, page); }, to);
   }
-  /// The same where page `page` is the store's page `store_page(page)`. Of files the slices are read whole, once each, and
-  /// as many at a time as there is scratch for.
+  /// The same where page `page` is the store's page `store_page(page)`. Of files the slices are read whole,
+  /// once each, and as many at a time as there is scratch for.
   template <class Part, class StorePage, class To>
   void read_stored(const sequence_head& at, int count, const Part& part, const StorePage& store_page,
                    const To& to) const {

@@ -17,9 +17,9 @@
 
 namespace freekv::host {
 
-/// The stages of one evicting pipeline on one entry of a step. Every call returns when its work is done. KV heads and
-/// prompt rows are shared out over the backend's threads; one head of one row is one thread's, so results depend neither
-/// on threads nor on the batch.
+/// The stages of one evicting pipeline on one entry of a step. Every call returns when its work is done. KV
+/// heads and prompt rows are shared out over the backend's threads; one head of one row is one thread's, so
+/// results depend neither on threads nor on the batch.
 template <class Backend, class Shape, class Settings>
 class eviction_stages {
  public:
@@ -45,8 +45,8 @@ class eviction_stages {
                           .keys = memory.take<std::uint64_t>(n(most))});
   }
 
-  /// Puts rows where they belong; before a sequence's first decode row its prompt is cut to the budget. Observed prompt
-  /// rows need their queries.
+  /// Puts rows where they belong; before a sequence's first decode row its prompt is cut to the budget.
+  /// Observed prompt rows need their queries.
   template <class In>
   void append(const state& s, const eviction_entry& entry, const kv_rows<In>& rows) {
     const auto bytes =
@@ -204,7 +204,7 @@ class eviction_stages {
     for (int t = 0; t < tokens; ++t) votes[t] += w.shares[t];
   }
 
-  /// Of the rows of a prompt chunk either all vote at once, or the last ones' queries are kept.
+  /// Observes a prompt chunk: all its rows vote at once, or the last ones' queries are kept.
   template <class Eviction>
   void observe(const Eviction& eviction, const state& s, const eviction_entry& entry, const float* queries) {
     const int group = s.heads.group(), end = entry.before + entry.tokens;
@@ -309,8 +309,8 @@ class eviction_stages {
     while ((tokens + u - 1) / u > eviction.kept(at) / u) evict(eviction, s, entry, head, at);
   }
 
-  /// The unit of least rank leaves, but never one that is being filled. Its place is the last full one's, and that one's
-  /// is the open one's: full units stay in front.
+  /// The unit of least rank leaves, but never one that is being filled. Its place is the last full one's, and
+  /// that one's is the open one's: full units stay in front.
   template <class Eviction>
   void evict(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
              const eviction_moment& at) const {

@@ -34,7 +34,7 @@ class host_backend {
  public:
   using policy_kind = backend_kind;
   static constexpr std::string_view name = "host";
-  // What a pipeline takes from its backend.
+  // Members that a pipeline takes from its backend.
   using event = host::event;
   template <class State, class Policies>
   using stages = host::stages<State, Policies>;

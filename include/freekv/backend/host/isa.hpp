@@ -1,6 +1,6 @@
 // Instruction sets of the host: chosen once at run time, without -march flags and without second copies of
-// code. What is compiled for AVX2 throughout, as with -march=native, has no lower choice, and half the code; AVX-512 is for
-// what multiplies rows alone.
+// code. What is compiled for AVX2 throughout, as with -march=native, has no lower choice, and half the code;
+// AVX-512 is for what multiplies rows alone.
 //
 // A stage's body is compiled once per instruction set by inlining it into a function that carries the target
 // attribute (`flatten`). GCC inlines all of it; Clang only what it would inline anyway, so its avx2 is partly
@@ -18,7 +18,7 @@
 
 namespace freekv::host {
 
-/// What the machine can execute, lowest first.
+/// Instruction sets that a machine may execute, lowest first.
 enum class isa : std::uint8_t { baseline, avx2, avx512 };
 
 /// Name of an instruction set for tables and JSON.
@@ -33,7 +33,7 @@ inline std::string_view name_of(isa set) {
   }
 }
 
-/// What all code is compiled for: what is lower is that too.
+/// Instruction set that all code is compiled for; lower ones count as it.
 #if defined(__AVX512F__) && defined(__AVX512VL__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
 inline constexpr isa compiled_for = isa::avx512;
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -42,10 +42,10 @@ inline constexpr isa compiled_for = isa::avx2;
 inline constexpr isa compiled_for = isa::baseline;
 #endif
 
-/// What an x86-64 processor and its operating system say about vectors: two words of `cpuid`, and the register XCR0,
-/// whose bits are the states that the system saves when it changes threads. An instruction whose state it does not
-/// save is refused by the processor, though `cpuid` knows it: so under a kernel started with `noxsave`, or in a
-/// virtual machine that keeps its guests from AVX-512.
+/// What an x86-64 processor and its operating system say about vectors: two words of `cpuid`, and the register
+/// XCR0, whose bits are the states that the system saves when it changes threads. An instruction whose state it
+/// does not save is refused by the processor, though `cpuid` knows it: so under a kernel started with
+/// `noxsave`, or in a virtual machine that keeps its guests from AVX-512.
 struct x86_features {
   std::uint32_t leaf_1_ecx = 0;  ///< 0 where there is no such leaf
   std::uint32_t leaf_7_ebx = 0;  ///< of subleaf 0
@@ -129,7 +129,7 @@ inline void with_team([[maybe_unused]] isa set, const Body& body) {
   if constexpr (compiled_for == isa::baseline) detail::run_baseline(body);
 }
 
-/// The same for a body that multiplies rows, which AVX-512 has a team of its own for.
+/// Calls a body that multiplies rows with a team, as `with_team` does; AVX-512 has one of its own for it.
 template <class Body>
 inline void with_wide_team(isa set, const Body& body) {
 #if defined(__x86_64__)

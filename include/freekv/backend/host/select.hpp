@@ -38,8 +38,8 @@ log_sum_exp mass_of(Team team, const float* scores, std::int64_t padded) {
   return mass;
 }
 
-/// Pools `w.scores`, query head g's score of candidate j at `g * stride + j`, into `w.pooled`. Candidates are `padded` to
-/// whole packs by scores of -infinity, and so are the pooled scores.
+/// Pools `w.scores`, query head g's score of candidate j at `g * stride + j`, into `w.pooled`. Candidates are
+/// `padded` to whole packs by scores of -infinity, and so are the pooled scores.
 template <class Pooling>
 void pool_candidates(isa set, const Pooling& pooling, int group, std::int64_t stride, std::int64_t padded,
                      const workspace& w) {
@@ -60,9 +60,9 @@ void pool_candidates(isa set, const Pooling& pooling, int group, std::int64_t st
   }
 }
 
-/// Puts the keys of the `count` best of the candidates, units from `first_unit` on, by `w.pooled` first in `w.keys`, the
-/// least of them last; `pinned`, ascending, are left out. Of equal scores the smaller unit is better, so that after the
-/// first `count` only a greater score than the least of the best so far is looked at.
+/// Puts the keys of the `count` best of the candidates, units from `first_unit` on, by `w.pooled` first in
+/// `w.keys`, the least of them last; `pinned`, ascending, are left out. Of equal scores the smaller unit is
+/// better, so that after the first `count` only a greater score than the least of the best so far is looked at.
 inline void order_candidates(std::int32_t first_unit, int candidates, std::span<const std::int32_t> pinned,
                              int count, const workspace& w) {
   constexpr int block = 16;
@@ -161,7 +161,8 @@ class head_selection {
 
   int head() const { return at_.head; }
 
-  /// Threads may score a head's candidates together: one begins, each scores some, and one goes on when all are scored.
+  /// Threads may score a head's candidates together: one begins, each scores some, and one goes on when all are
+  /// scored.
   bool worth_sharing() const {
     const bool two_stages =
         resolve(policies_.summary, []<class S>(const S&) { return two_stage_summary<S>; });
@@ -200,8 +201,8 @@ class head_selection {
     score(candidates);
     std::copy_n(w_.pooled, workspace_sizes::padded(candidates), pooled);
   }
-  /// Takes for the pooled scores of the first `candidates` candidates those of `heads` KV heads pooled once more: head
-  /// h's are at `pooled + h * stride`, padded.
+  /// Takes for the pooled scores of the first `candidates` candidates those of `heads` KV heads pooled once
+  /// more: head h's are at `pooled + h * stride`, padded.
   void pool_heads(int candidates, float* pooled, std::int64_t stride, int heads) {
     workspace rows = w_;
     rows.scores = pooled;
@@ -255,7 +256,7 @@ class head_selection {
   // The summary is one of many, chosen at run time.
   static constexpr bool among_many = requires(const Policies& p) { p.summary.chosen; };
 
-  /// Of the first `candidates` candidates those that are chosen among; the pinned ones are the first's.
+  /// Candidates among the first `candidates` that are not pinned; the pinned ones are all among them.
   int unpinned(int candidates) const { return candidates - static_cast<int>(pinned_.size()); }
   int most_of(int candidates) const {
     return resolve(policies_.selection, [&](const auto& selection) {
@@ -290,8 +291,8 @@ class head_selection {
     for (int g = 0; g < query_.group; ++g) w_.scores[g * stride_ + j] = -infinity;
   }
 
-  /// Query head g's score of candidate j to `w.scores[g * stride + j]`, of candidates whose summaries lie side by side
-  /// together.
+  /// Query head g's score of candidate j to `w.scores[g * stride + j]`, of candidates whose summaries lie side
+  /// by side together.
   template <class Summary>
   void score_candidates(const Summary& summary, int first, int last, float* numbers) {
     const auto policy = summary_at(summary, s_.layer, at_.head);
@@ -312,8 +313,8 @@ class head_selection {
       with_team(set_, score);
   }
 
-  /// The same for the candidates that a coarse summary keeps; the others' columns are empty. Which these are depends on
-  /// all candidates, so they are scored anew with every number of them.
+  /// The same for the candidates that a coarse summary keeps; the others' columns are empty. Which these are
+  /// depends on all candidates, so they are scored anew with every number of them.
   template <class Summary>
   void score_in_two_stages(const Summary& summary, int candidates) {
     const int kept = summary.kept(unpinned(candidates), s_.budget.selected_units);
@@ -346,7 +347,7 @@ class head_selection {
   }
   score_column column(int j) const { return {w_.scores + j, stride_}; }
 
-  /// Puts the keys of the selected pages first in `w.keys`.
+  /// Puts the keys of the selected units first in `w.keys`.
   template <class Selection>
   int choose(const Selection& selection, int candidates, int most) {
     order_candidates(first_unit_, candidates, pinned_, most, w_);
@@ -389,8 +390,8 @@ class head_selection {
   std::optional<log_sum_exp> mass_of_all_;  // none: not computed yet
 };
 
-/// Brings units of one KV head from the store to its selected slots: for i of `count` the unit `unit(i)`, ascending, to
-/// slot `slot(i)`. Throws store_error.
+/// Brings units of one KV head from the store to its selected slots: for i of `count` the unit `unit(i)`,
+/// ascending, to slot `slot(i)`. Throws store_error.
 template <class State, class Policies, class Unit, class Slot>
 void bring_units(const encoded_pages<State, Policies>& stored, const State& s, const sequence_head& at,
                  int count, const Unit& unit, const Slot& slot) {
@@ -409,9 +410,9 @@ void bring_units(const encoded_pages<State, Policies>& stored, const State& s, c
         s.unit.tokens);
 }
 
-/// Brings the selected units of one KV head into its selected slots: what is held stays, what is missing is copied from
-/// the ring (promotion) where it is still there at length `tokens`, else from the store (recall). Throws store_error;
-/// what is missing is still missing then.
+/// Brings the selected units of one KV head into its selected slots: what is held stays, what is missing is
+/// copied from the ring (promotion) where it is still there at length `tokens`, else from the store (recall).
+/// Throws store_error; what is missing is still missing then.
 template <class State, class Policies>
 void recall_units(const State& s, const Policies& policies, const sequence_head& at, int tokens,
                   const workspace& w) {

@@ -1,5 +1,5 @@
-// Selection where a KV head does not select for itself: its query heads do, each for itself, or all KV heads of a layer
-// together.
+// Selection where a KV head does not select for itself: its query heads do, each for itself, or all KV heads of
+// a layer together.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace freekv::host {
 
-/// How many of the units of `range` are candidates of a decode entry, and how many of the next step.
+/// Candidates among the units of `range`: the first `now` of a decode entry, the first `next` of the next step.
 struct step_candidates {
   int now = 0, next = 0;
   unit_range range;
@@ -41,7 +41,7 @@ void select_by_query_head(isa set, const State& s, const Policies& policies, con
   }
 }
 
-// Of the KV heads of a layer that select together:
+// KV heads of a layer that select together:
 
 template <class State>
 int first_retrieving(const State& s) {
@@ -49,7 +49,7 @@ int first_retrieving(const State& s) {
   while (s.kind_of(head) != layer_kind::retrieval) ++head;
   return head;
 }
-/// How many heads before `head` select with it.
+/// Number of heads before `head` that select with it.
 template <class State>
 int retrieving_before(const State& s, int head) {
   return static_cast<int>(std::count(s.head_kinds, s.head_kinds + head, layer_kind::retrieval));

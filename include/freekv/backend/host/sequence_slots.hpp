@@ -1,4 +1,4 @@
-// What happens to a sequence's selection and slots between steps: truncation, fork, restoring.
+// A sequence's selection and slots between steps: truncation, fork, restoring.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,8 @@ bool selects_within(const State& s, int sequence, int pages) {
   return true;
 }
 
-/// Moves what a sequence's selected slots hold to the lowest ones. With spare slots their order is the residency's, and
-/// they stay; so do those of a head for which a recall is to be made up.
+/// Moves what a sequence's selected slots hold to the lowest ones. With spare slots their order is the
+/// residency's, and they stay; so do those of a head for which a recall is to be made up.
 template <class State>
 void compact_slots(const State& s, int sequence) {
   if (s.slots.selected > s.max_selected) return;
@@ -57,8 +57,8 @@ int selected_blocks_in_use(const State& s, int sequence) {
   return s.slots.selected_blocks_for(slots);
 }
 
-/// Copies pages of a sequence to slots of one KV head, at length `tokens`: for i of `count` the page `page(i)` to slot
-/// `slot(i)`, the open one last if it is among them. Throws store_error.
+/// Copies pages of a sequence to slots of one KV head, at length `tokens`: for i of `count` the page `page(i)`
+/// to slot `slot(i)`, the open one last if it is among them. Throws store_error.
 template <class State, class Policies, class Page, class Slot>
 void fill_slots(const encoded_pages<State, Policies>& stored, const State& s, const sequence_head& at,
                 int tokens, int count, const Page& page, const Slot& slot) {

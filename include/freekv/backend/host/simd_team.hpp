@@ -1,5 +1,5 @@
-// The host's team: eight float lanes on the compiler's vector types, lowered to whatever the target has. Where the target
-// has AVX-512, sixteen multiply rows.
+// The host's team: eight float lanes on the compiler's vector types, lowered to whatever the target has. Where
+// the target has AVX-512, sixteen multiply rows.
 #pragma once
 
 #include <bit>
@@ -33,9 +33,8 @@ struct alignas(32) pack8 {
   [[gnu::always_inline]] friend pack8 operator*(const pack8& a, const pack8& b) { return pack8(a.v * b.v); }
 };
 
-// What compilers do not find the instructions for, in arithmetic that any target vectorises or by these instructions:
-// eight 16-bit elements to floats; and what compares or mixes lanes, in halves, since GCC goes lane by lane where a vector
-// is wider than a register. And `apart`, compiled for them.
+// Eight 16-bit elements to floats, for which compilers do not find the instructions. In arithmetic
+// that any target vectorises, or by these instructions.
 struct portable {
   template <class Body>
   [[gnu::noinline, gnu::flatten]] static void apart(const Body& body) {
@@ -245,8 +244,8 @@ struct simd_team {
     return Instructions::where_greater(zero + __builtin_inff(), x.v, result, x.v);
   }
 
-  /// tanh |x| = 1 - 2 / (e^2|x| + 1), and below 0.625, where that would cancel, |x| + |x|^3 * P(x^2) with P of degree 4
-  /// fitted for the smallest relative error (0.07 ulp); with the sign of x.
+  /// tanh |x| = 1 - 2 / (e^2|x| + 1), and below 0.625, where that would cancel, |x| + |x|^3 * P(x^2) with P of
+  /// degree 4 fitted for the smallest relative error (0.07 ulp); with the sign of x.
   [[gnu::always_inline]] pack tanh(const pack& x) const {
     uint8x32 bits;
     std::memcpy(&bits, &x.v, sizeof bits);
@@ -348,8 +347,8 @@ struct alignas(64) pack16 {
   }
 };
 
-/// What multiplies rows on AVX-512 (core/team.hpp, `wide`). AVX-512 BF16 would multiply by queries rounded to bfloat16; by
-/// queries in two parts it takes as many instructions as this.
+/// Team that multiplies rows on AVX-512 (core/team.hpp, `wide`). AVX-512 BF16 would multiply by queries rounded to
+/// bfloat16; by queries in two parts it takes as many instructions as this.
 struct avx512_rows {
   static constexpr int width = 16;
   using pack = pack16;

@@ -139,8 +139,9 @@ class stages {
     });
   }
 
-  /// Appends the rows of a prompt entry that fall into one page, from an engine's own cache. The last page forgets the
-  /// selection. `behind`: on the recall stream's thread, if it has one; else on the calling one. Throws store_error.
+  /// Appends the rows of a prompt entry that fall into one page, from an engine's own cache. The last page
+  /// forgets the selection. `behind`: on the recall stream's thread, if it has one; else on the calling one.
+  /// Throws store_error.
   template <class In>
   void append_from(const State& s, const step_entry& entry, const paged_rows<In>& rows, int page,
                    bool behind) {
@@ -267,7 +268,7 @@ class stages {
     if (all) fill_selected(stored, s, sequence);
     s.lacking[sequence] = 0;
   }
-  /// The same, or nothing: the next append tries again and says what is wrong.
+  /// Fills slots as `fill` does, or leaves them: the next append tries again and says what is wrong.
   void fill_or_leave(const State& s, int sequence, int tokens) {
     try {
       if (s.lacking[sequence] != 0) fill(s, sequence, tokens);
@@ -296,7 +297,7 @@ class stages {
     return static_cast<std::size_t>(heads) * static_cast<std::size_t>(candidates) * s.summary_bytes;
   }
 
-  /// The same for the next step: on the recall stream's thread if it has one.
+  /// `for_heads` for the next step: on the recall stream's thread if it has one.
   template <class Wanted, class Body>
   void for_heads_next(const State& s, const step_entry& entry, const Wanted& wanted, const Body& body) {
     if (!backend_->options().overlap) return for_heads(s, entry, wanted, body);
@@ -307,8 +308,8 @@ class stages {
 
   static constexpr int score_block = 16;  // candidates that one thread scores at least
   using selection_type = head_selection<State, Policies>;
-  /// Runs `body(head, selection among candidates, workspace)` for the retrieval heads that are `wanted`. Where they do
-  /// not occupy all threads alike, the threads score one head's candidates together.
+  /// Runs `body(head, selection among candidates, workspace)` for the retrieval heads that are `wanted`. Where
+  /// they do not occupy all threads alike, the threads score one head's candidates together.
   template <class Wanted, class Body>
   void for_selections(const State& s, const step_entry& entry, const unit_range& candidates,
                       const Wanted& wanted, const Body& body) {
@@ -451,7 +452,7 @@ class stages {
     }
   }
 
-  /// What was found for the next step is what it attends to.
+  /// Takes the next step's selection, found before, for the step's.
   void take_next_selected(const State& s, const step_entry& entry, int head) {
     const std::size_t row = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
     const std::int32_t count = s.selected_count[row] = std::exchange(s.next_selected_count[row], -1);
@@ -460,7 +461,7 @@ class stages {
                 s.selected_by + s.masks(entry.sequence, head));
   }
 
-  /// What cannot be read is left to `recall_missing`.
+  /// Recalls what a head's slots lack; what cannot be read is left to `recall_missing`.
   void recall(const State& s, const sequence_head& at, int tokens, const workspace& w) {
     try {
       recall_units(s, *policies_, at, tokens, w);
@@ -477,7 +478,7 @@ class stages {
     }
   }
 
-  /// Where heads alone occupy the threads, each head is one thread's; else a row's parts are shared out.
+  /// Attends rows: a head is one thread's where heads alone occupy the threads, else its parts are shared out.
   /// Parts are cut and merged alike either way.
   void attend_rows(const attention_job<State, Policies>& job) {
     const int heads = job.s.heads.kv, last = job.entry.tokens - 1;
@@ -518,7 +519,7 @@ class stages {
   log_sum_exp* part_mass_ = nullptr;                   // (kv head, max_parts, group)
   float* part_weighted_ = nullptr;                     // (kv head, max_parts, group, head_dim)
   std::int64_t layer_stride_ = 0;                      // padded candidates
-  // Where KV heads select together, their pooled scores: (kv head, layer_stride). On the compute stream for this step
+  // Pooled scores of KV heads that select together: (kv head, layer_stride). On the compute stream for this step
   // and the next, and on the recall stream.
   float *pooled_now_ = nullptr, *pooled_next_ = nullptr, *pooled_behind_ = nullptr;
 };

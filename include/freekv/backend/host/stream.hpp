@@ -72,7 +72,7 @@ class stream {
 
   event record() const { return {this, queued_.load(std::memory_order_relaxed)}; }
 
-  /// What is queued from now on runs after `e`.
+  /// Makes all that is queued from now on run after `e`.
   void wait(const event& e) {
     if (e.complete()) return;
     enqueue([e] { e.wait(); });

@@ -8,7 +8,7 @@
 
 namespace freekv::host {
 
-/// What scratch depends on.
+/// Sizes that scratch depends on.
 struct workspace_sizes {
   int kv_heads = 0, group = 0, decode_rows = 1, head_dim = 0, page_tokens = 0, unit_tokens = 0;
   int summary_width = 0, query_width = 0;            // numbers of a decoded summary, of a prepared query
@@ -22,7 +22,7 @@ struct workspace_sizes {
 
   /// Entries that a KV head attends to at most.
   int most_entries() const { return unit_tokens == page_tokens ? max_pages : max_pages + selected_units; }
-  /// Scores of so many candidates, rounded up to whole packs of any team.
+  /// Scores of `candidates` candidates, rounded up to whole packs of any team.
   static constexpr std::int64_t padded(int candidates) { return (std::int64_t{candidates} + 15) / 16 * 16; }
 };
 

@@ -8,8 +8,8 @@
 
 namespace freekv::detail {
 
-/// Floats as integers in the same order, NaN outermost, and back: it is its own inverse. An integer maximum over a row
-/// vectorises and loses no NaN.
+/// Floats as integers in the same order, NaN outermost, and back: it is its own inverse. An integer maximum
+/// over a row vectorises and loses no NaN.
 FREEKV_HD constexpr std::int32_t in_order(std::int32_t x) { return x ^ (x >> 31 & 0x7fffffff); }
 
 /// Lowest and highest number of `N` channels, or with N = 1 of a whole row.
@@ -72,9 +72,9 @@ FREEKV_HD inline int nearest_code(float x, int low, int high) {
   return (bits & 0x7fffffffu) > 0x7f800000u ? 0 : code - zero;
 }
 
-/// Codes -L .. L in units of a float32 scale `max|x| / L`, L = 2^(Bits-1) - 1, stored with L added. A number comes back
-/// within half a scale and its element's rounding. A subnormal scale, of max|x| below 2e-36, is itself rounded to a
-/// multiple of the smallest float, and may be 0.
+/// Codes -L .. L in units of a float32 scale `max|x| / L`, L = 2^(Bits-1) - 1, stored with L added. A number
+/// comes back within half a scale and its element's rounding. A subnormal scale, of max|x| below 2e-36, is
+/// itself rounded to a multiple of the smallest float, and may be 0.
 template <int Bits>
 struct symmetric {
   static constexpr int bits = Bits;

@@ -1,4 +1,4 @@
-// How far a KV head's queries have turned since the queries that made its selection.
+// Drift of a KV head's queries: how far they have turned since the queries that made its selection.
 #pragma once
 
 #include <cmath>
@@ -9,17 +9,18 @@
 
 namespace freekv {
 
-/// How the cosines of a group's query heads with their previous queries become one.
+/// Pooling of the cosines of a group's query heads with their previous queries.
 enum class drift_pool : std::uint8_t { mean, min, max };
 
-/// The pooled cosine of a group. `defined` is false where a norm or a product of two is zero or not finite in float32:
-/// then nothing can be said and the head counts as drifted.
+/// The pooled cosine of a group. `defined` is false where a norm or a product of two is zero or not finite in
+/// float32: then nothing can be said and the head counts as drifted.
 struct query_drift {
   float cosine = 0.0f;
   bool defined = true;
 };
 
-/// How the queries of one group have turned from `before` to `now`. (FreeKV section 3.3, query-based identification)
+/// Drift of the queries of one group from `before` to `now`, as a pooled cosine. (FreeKV section 3.3,
+/// query-based identification)
 template <team T>
 FREEKV_HD query_drift drift_of(T team, const group_query& now, const group_query& before,
                                drift_pool pool = drift_pool::mean) {

@@ -8,8 +8,8 @@
 
 namespace freekv {
 
-/// `rows` coefficients of each of `tokens` tokens, symmetric in `bits` bits (1, 2, 3, 4 or 8) with one float32 scale a
-/// token, or unquantised (32).
+/// `rows` coefficients of each of `tokens` tokens, symmetric in `bits` bits (1, 2, 3, 4 or 8) with one float32
+/// scale a token, or unquantised (32).
 ///
 /// Numbers: (rows, tokens) coefficients in units of their token's scale, tokens innermost, then the scales. Stored:
 /// for each row the codes of 8 tokens at a time, `bits` bytes each, then the scales. A token with a NaN or infinite
@@ -19,7 +19,7 @@ struct token_codes {
   int bits = 32;
   int tokens = 0;
 
-  /// What a summary of that name says of units that it cannot have in so many bits.
+  /// Throws settings_error for a summary called `name` whose units do not fill whole bytes of codes.
   void validate(std::string_view name) const {
     if (bits != 32 && tokens % 8 != 0)
       throw settings_error(std::string(name) + ": codes are kept for 8 tokens at a time, and a unit has " +
