@@ -52,7 +52,7 @@ int main() {
     const fk::step_input rows{sequence, step == 0 ? 1000 : 1,
                               step == 0 ? fk::step_phase::prefill : fk::step_phase::decode};
     retrieval.begin_step({rows});
-    peer.begin_step({{peers, rows.tokens, rows.kind}});
+    peer.begin_step({{peers, rows.tokens, rows.phase}});
     for (int layer = 0; layer < layers; ++layer) {
       k.resize(rows.tokens * kv_heads * d), v.resize(k.size()), q.resize(rows.tokens * query_heads * d);
       for (auto* numbers : {&k, &v, &q})
@@ -66,7 +66,7 @@ int main() {
         retrieval.correct(layer);
         const fk::resident_table held = retrieval.table(layer, sequence, tables[layer]);
         attend_paged(paged[layer], tables[layer], held.tokens, q, out);
-        retrieval.attended(layer);  // selection and recall for the next step go on behind it
+        retrieval.finish_layer(layer);  // selection and recall for the next step go on behind it
       }
       peer.attend(layer, expected);
       for (std::size_t i = 0; i < out.size(); ++i)
