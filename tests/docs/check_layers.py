@@ -31,7 +31,8 @@ def includes_of(headers):
 
 
 def folder_of(path):
-    return path.rpartition("/")[0]
+    """A folder's `detail` is part of it."""
+    return path.rpartition("/")[0].removesuffix("/detail")
 
 
 def main(root):
