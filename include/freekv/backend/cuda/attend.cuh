@@ -20,7 +20,7 @@ namespace freekv::device {
 
 struct attend_tuning {
   int threads = 128;             ///< of a block
-  int registers = 176;           ///< of a thread at most
+  int registers = 184;           ///< of a thread at most
   int tensor_registers = 255;    ///< the same by tensor cores, where most are taken by pages that are decoded
   int heads = 4;                 ///< query heads that a team attends with by FMA; larger groups take several
   int part_tokens = 64;          ///< of a budgeted row that one team attends to
@@ -274,9 +274,8 @@ __global__ void attend_parts(State s, Codec codec, step_view step, const float* 
 
 /// A block merges the parts of one query head of a row, and writes its output. Those of prompts are one by now.
 template <class State>
-__global__ void __launch_bounds__(attend_default.merge_threads)
-    merge_attention(State s, step_view step, attended_rows rows, attention_scratch_memory scratch,
-                    attention_output to) {
+__global__ void merge_attention(State s, step_view step, attended_rows rows, attention_scratch_memory scratch,
+                                attention_output to) {
   constexpr int d = State::head_dim;
   using merging = merge_block<attend_default.merge_threads, d>;
   __shared__ typename merging::storage shared;

@@ -155,9 +155,8 @@ __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention a
 
 /// A block merges the parts of one query head of a row, and writes its output.
 template <int HeadDim>
-__global__ void __launch_bounds__(attend_default.merge_threads)
-    merge_paged_parts(paged_attention attention, const std::int32_t* seq_lens, int block_tokens,
-                      int max_blocks, attended_rows rows, attention_scratch_memory scratch) {
+__global__ void merge_paged_parts(paged_attention attention, const std::int32_t* seq_lens, int block_tokens,
+                                  int max_blocks, attended_rows rows, attention_scratch_memory scratch) {
   using merging = merge_block<attend_default.merge_threads, HeadDim>;
   __shared__ typename merging::storage shared;
   const int query_heads = attention.heads.query;
