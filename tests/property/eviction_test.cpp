@@ -5,6 +5,7 @@
 
 #include "../catch.hpp"
 #include "../instruction_sets.hpp"
+#include "compiled_shapes.hpp"
 #include "eviction_case.hpp"
 #include "seeds.hpp"
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../oracle/oracle.hpp"
+#include "compiled_shapes.hpp"
 #include "pipeline.hpp"
 #include "read_back.hpp"
 

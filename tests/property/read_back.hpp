@@ -2,12 +2,14 @@
 #pragma once
 
 #include <cstddef>
+#include <freekv/core/unroll.hpp>
 #include <functional>
+#include <iterator>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "compiled_shapes.hpp"
 #include "pipeline.hpp"
 
 namespace tests {
@@ -59,17 +61,20 @@ inline std::function<void(int, rows_of_heads&, rows_of_heads&)> read_back(
     const freekv::examples::pipeline_options& o) {
   if (o.method.codec == freekv::identity::name) return nullptr;
   return [o](int page, rows_of_heads& keys, rows_of_heads& values) {
-    const auto with = [&]<int... D>(std::integer_sequence<int, D...>) {
-      using freekv::examples::data_type;
-      const auto as = [&]<class Element>(Element) {
-        if (!((D == o.head_dim && (read_back_as<Element, D>(o, page, keys, values), true)) || ...))
-          throw std::logic_error("no codecs are compiled for head_dim " + std::to_string(o.head_dim));
-      };
-      if (o.element == data_type::f32) as(float{});
-      if (o.element == data_type::f16) as(freekv::half{});
-      if (o.element == data_type::bf16) as(freekv::bfloat16{});
+    using freekv::examples::data_type;
+    const auto as = [&]<class Element>(Element) {
+      bool found = false;
+      freekv::unroll<std::size(freekv::examples::head_dims)>([&](auto which) {
+        constexpr int head_dim = freekv::examples::head_dims[which];
+        if (head_dim != o.head_dim) return;
+        read_back_as<Element, head_dim>(o, page, keys, values);
+        found = true;
+      });
+      if (!found) throw std::logic_error("no codecs are compiled for head_dim " + std::to_string(o.head_dim));
     };
-    with(std::integer_sequence<int, FREEKV_HEAD_DIMS>{});
+    if (o.element == data_type::f32) as(float{});
+    if (o.element == data_type::f16) as(freekv::half{});
+    if (o.element == data_type::bf16) as(freekv::bfloat16{});
   };
 }
 
