@@ -201,7 +201,7 @@ class Maker:
         prompt = "\n".join(f"{i + 1}. {word}" for i, word in enumerate(listed))
         return {"prompt": "A list of words, some of which are repeated often:\n\n" + prompt, "questions": [
             {"question": "\n\nThe five words that are repeated most often in the list above are:", "answers": often,
-             "max_tokens": 60}]}
+             "continuation": " " + ", ".join(often), "max_tokens": 60}]}
 
     def copy(self):
         """Random words at a depth: every step of repeating them needs the place behind the last one."""

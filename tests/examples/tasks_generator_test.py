@@ -136,6 +136,7 @@ class Generator(unittest.TestCase):
             listed = re.findall(r"^\d+\. (\w+)$", line["prompt"], re.M)
             by_count = sorted(set(listed), key=listed.count)
             self.assertEqual(set(by_count[-5:]), set(q["answers"]))
+            self.assertEqual(q["continuation"].strip().split(", "), q["answers"])
             self.assertGreater(listed.count(by_count[-5]), 3 * listed.count(by_count[-6]))
 
     def test_copies_stand_in_the_prompt(self):
