@@ -195,7 +195,7 @@ struct raas {
     if (keeps_prompt) return;
     float share = 0.0f;
     for (int t = token; t < votes.tokens && t < token + page; ++t) share += votes.shares[t];
-    constexpr std::int32_t oldest = std::numeric_limits<std::int32_t>::min();
+    constexpr std::int32_t oldest = INT32_MIN;
     unit.stamp = oldest + static_cast<std::int32_t>(order_bits(share) & 0x7fffffffu);  // no share is below 0
   }
   FREEKV_HD constexpr void on_attended(unit_state& unit, float share, int row) const {
