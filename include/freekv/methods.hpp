@@ -141,11 +141,12 @@ struct freekv_key_codes_deficit : named_policies<key_codes<6>, mass_deficit> {
 template <class... Variants>
 struct method_list {};
 /// All of the above.
-using all = method_list<full, streaming_llm, quest, quest_per_query_head, arkvale, twilight, infinigen,
-                        shadowkv, razor_attention, duo_attention, freekv_paper, freekv_never, freekv_top_p,
-                        freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace,
-                        freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
-                        freekv_key_codes_never, freekv_key_codes_deficit>;
+using all =
+    method_list<full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight,
+                infinigen, shadowkv, razor_attention, duo_attention, freekv_paper, freekv_never, freekv_top_p,
+                freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace,
+                freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
+                freekv_key_codes_never, freekv_key_codes_deficit>;
 
 }  // namespace methods
 }  // namespace freekv

@@ -116,7 +116,7 @@ TEST_CASE("echo and induction heads are found on a text that repeats itself", "[
   const auto end = run_program({FREEKV_HEADS, folder.path(), "--out", folder / "list", "--by", "echo"});
   INFO(end);
   CHECK(end.exit_code == 2);
-  CHECK(end.err.find("layer-4.safetensors does not say after how many tokens it repeats itself") !=
+  CHECK(end.err.find("layer-4.safetensors\" does not say after how many tokens it repeats itself") !=
         std::string::npos);
 }
 

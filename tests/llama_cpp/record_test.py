@@ -32,7 +32,7 @@ for layer in (3, 12):
 
 # A codec that rebuilds keys needs the rotation, which the trace has.
 replayed = [replay, str(Path(folder) / "layer-12.safetensors"), "--variant", "shadowkv", "--page", "8", "--sink", "8",
-            "--window", "16"]
+            "--window", "16", "--key-rank", "160"]
 end = subprocess.run(replayed, capture_output=True, text=True)
 assert end.returncode == 0, end.stderr
 error = json.loads(end.stdout)["error_of_codec"]["relative_l2_mean"]

@@ -65,7 +65,7 @@ policies of_strings(const examples_method& m) {
   // key_codes and low_rank_keys have these numbers from their data.
   method_data data;
   data.codebooks.mean_codes = freekv::key_codes<6>{}.mean_codes;
-  data.factors.rank = m.key_rank;
+  data.factors.rank = m.key_rank_of(1024);  // numbers of a token's keys in the paper
   return {printed_summary(find_by_name("summary", summaries, m.summary).make(m, data)),
           printed(find_by_name("pooling", poolings, m.pooling).make(m, data)),
           printed(find_by_name("selection", selections, m.selection).make(m, data)),
