@@ -104,7 +104,7 @@ struct freekv_per_layer : named_policies<min_max, per_layer, cosine_drift> {
 struct freekv_chunk_means : named_policies<chunk_means<8>, cosine_drift> {
   static constexpr std::string_view name = "freekv_chunk_means";
 };
-/// The same without correction.
+/// freekv_chunk_means without correction.
 struct freekv_chunk_means_never : named_policies<chunk_means<8>, never> {
   static constexpr std::string_view name = "freekv_chunk_means_never";
 };
@@ -112,7 +112,7 @@ struct freekv_chunk_means_never : named_policies<chunk_means<8>, never> {
 struct freekv_key_subspace : named_policies<key_subspace<24, 3>, cosine_drift> {
   static constexpr std::string_view name = "freekv_key_subspace";
 };
-/// The same without correction.
+/// freekv_key_subspace without correction.
 struct freekv_key_subspace_never : named_policies<key_subspace<24, 3>, never> {
   static constexpr std::string_view name = "freekv_key_subspace_never";
 };
@@ -127,7 +127,7 @@ struct freekv_key_subspace_deficit : named_policies<key_subspace<24, 3>, mass_de
 struct freekv_key_codes : named_policies<key_codes<6>, cosine_drift> {
   static constexpr std::string_view name = "freekv_key_codes";
 };
-/// The same without correction.
+/// freekv_key_codes without correction.
 struct freekv_key_codes_never : named_policies<key_codes<6>, never> {
   static constexpr std::string_view name = "freekv_key_codes_never";
 };

@@ -35,7 +35,7 @@ struct attend_tuning {
 inline constexpr attend_tuning attend_default{};
 static_assert(attend_default.valid());
 
-/// What attends with the query heads of a tile.
+/// The attention of a tile's query heads: by tensor cores or by lanes.
 template <multiplies By, int HeadDim, class Element>
 using tile_attention =
     cuda::std::conditional_t<By == multiplies::tensor_cores, tensor_attention<HeadDim, Element>,
@@ -139,8 +139,8 @@ struct attended_list {
   }
 };
 
-/// How attention to pages of `Codec` is launched, what each team of a block has in shared memory, and how many rows of
-/// such pages it decodes at a time: fewer where there is no room for more.
+/// A block of attention to pages of `Codec`: its launch, each team's shared memory, and the rows of encoded pages that a
+/// team decodes at a time, which are fewer where there is no room for more.
 template <class Attention, int HeadDim, class Element, class Codec>
 struct attend_block {
   static constexpr int lanes = Attention::team_type::lane_count;

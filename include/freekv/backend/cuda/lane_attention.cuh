@@ -39,7 +39,7 @@ class lane_attention : public register_attention<HeadDim, Heads, row_team<HeadDi
     }
   }
 
-  /// As `register_attention` attends, to the bit.
+  /// Attends to a slice's rows, four of them on their way together; equal bits to `register_attention`.
   __device__ void attend(team_type team, const head_slice<const Element>& slice, int tokens, float soft_cap,
                          unsigned attending = ~0u) {
     const auto bits = reinterpret_cast<std::uintptr_t>(slice.key) |

@@ -35,8 +35,8 @@ struct parts_of_row {
   }
 };
 
-/// How a block of `Threads` merges the parts of a query head of a row: teams of threads, each with four numbers, merge
-/// runs of neighbouring parts, and one of them the runs. Which parts are a run follows from how many there are.
+/// A block of `Threads` that merges the parts of one query head of a row: teams of threads, four numbers a thread, merge
+/// runs of neighbouring parts, then one team merges the runs. The number of parts alone decides which parts are a run.
 template <int Threads, int HeadDim>
 struct merge_block {
   static_assert(HeadDim % 4 == 0 && HeadDim / 4 <= Threads);

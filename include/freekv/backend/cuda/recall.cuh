@@ -89,7 +89,7 @@ __device__ void copy_slice_by_warp(const slice_pieces<HeadDim, Element>& from,
   for (int begin = 0; begin < from.size(); begin += 32 * Depth) copy_pieces_by_warp<Depth>(from, to, begin);
 }
 
-/// Those of a list that a warp recalls, or parts of them: `first`, `first + step` and so on, before `end`.
+/// The list items, or parts of them, that one warp recalls: `first`, `first + step` and so on, before `end`.
 template <class State, class Codec>
 struct recalled_slices {
   const State& s;

@@ -16,9 +16,8 @@
 
 namespace freekv::device {
 
-/// How a warp scores rows of `Width` elements: teams of lanes take rows, 16 bytes a lane at a time, which lie side by side;
-/// each lane has what its numbers are multiplied by in registers, of `heads` queries; and all `at_once` rows of a team
-/// are on their way before the first is multiplied.
+/// A warp's work on rows of `Width` elements: teams of lanes take a row each, 16 bytes a lane at a time, side by side. A
+/// lane keeps its numbers of `heads` queries in registers, and has `at_once` rows on their way before it multiplies.
 template <int Width, class Element>
 struct row_scoring {
   using element = Element;
@@ -42,7 +41,7 @@ struct no_row_scoring {
   static constexpr int floats = 0;
 };
 
-/// How a summary of keys of type `Key` is scored so, if it is.
+/// The device form of a summary's scoring by rows, for keys of type `Key`; `no_row_scoring` where it has none.
 template <class Summary, int HeadDim, class Key>
 struct row_scoring_of {
   using type = no_row_scoring;

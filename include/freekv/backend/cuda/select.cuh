@@ -46,7 +46,7 @@ struct select_storage<true> : select_storage<false> {
   int kept;
 };
 
-/// What the exponentials of `count` pooled scores sum to, the same on all threads of the block.
+/// The log-sum-exp of `count` pooled scores, the same on all threads of the block.
 template <class Storage>
 __device__ log_sum_exp mass_of_all(const float* pooled, int count, Storage& shared) {
   constexpr int warps = select_default.threads / 32;

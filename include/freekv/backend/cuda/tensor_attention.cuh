@@ -16,7 +16,7 @@
 
 namespace freekv::device {
 
-/// What multiplies queries by keys, and weights by values. Which is faster has not been timed on a GPU.
+/// The units that multiply queries by keys and weights by values. Not timed on a GPU.
 enum class multiplies : std::uint8_t {
   fma,           ///< `attend_default.heads` query heads at a time, of any element and head_dim
   tensor_cores,  ///< eight at a time; F16 and BF16, head_dim a multiple of 16, best with pages that are, too
@@ -27,7 +27,7 @@ enum class multiplies : std::uint8_t {
 template <int HeadDim, class Element>
 inline constexpr bool tensor_cores_multiply = sizeof(Element) == 2 && HeadDim % 16 == 0;
 
-/// What `wanted` is for such rows.
+/// `Wanted`, with `by_element` decided for rows of `Element` and `HeadDim`.
 template <multiplies Wanted, int HeadDim, class Element>
 inline constexpr multiplies multiplies_for =
     Wanted != multiplies::by_element          ? Wanted
@@ -41,7 +41,7 @@ struct entry_rows {
   int tokens = 0;
   unsigned attending = 0;
 
-  /// Those of another lane of the warp.
+  /// The rows that another lane of the warp has found.
   __device__ entry_rows of_lane(int lane) const {
     const auto number = [&](auto x) { return __shfl_sync(~0u, x, lane); };
     const auto place = [&](const Element* p) {
@@ -58,7 +58,7 @@ template <int Words>
 struct alignas(4 * Words) element_pairs {
   std::uint32_t pair[Words];
 
-  /// Those at `row`, aligned to their size; zeros where there is no row, of which some other is read then.
+  /// The pairs at `row`, which is aligned to their size; zeros if not `there`, where `row` may be any readable row.
   template <class Element>
   __device__ static element_pairs load(const Element* row, bool there) {
     element_pairs loaded = *reinterpret_cast<const element_pairs*>(row);
@@ -78,7 +78,7 @@ struct alignas(4 * Words) element_pairs {
                    "r"(there ? bytes : 0)
                    : "memory");
   }
-  /// The same of a row of any alignment, at once.
+  /// Copies the pairs at `row`, of any alignment, with plain loads; zeros if not `there`.
   template <class Element>
   __device__ static void copy_elements(element_pairs* here, const Element* row, bool there) {
     const auto* const bits = reinterpret_cast<const std::uint16_t*>(row);

@@ -42,7 +42,7 @@ inline constexpr isa compiled_for = isa::avx2;
 inline constexpr isa compiled_for = isa::baseline;
 #endif
 
-/// What an x86-64 processor and its operating system say about vectors: two words of `cpuid`, and the register
+/// Vector features of an x86-64 processor and its operating system: two words of `cpuid`, and the register
 /// XCR0, whose bits are the states that the system saves when it changes threads. An instruction whose state it
 /// does not save is refused by the processor, though `cpuid` knows it: so under a kernel started with
 /// `noxsave`, or in a virtual machine that keeps its guests from AVX-512.
@@ -66,7 +66,7 @@ constexpr isa isa_of(const x86_features& x) {
 }
 
 #if defined(__x86_64__)
-/// Those of the machine this runs on.
+/// The features of the machine this runs on.
 inline x86_features machine_features() {
   x86_features x;
   unsigned a = 0, b = 0, c = 0, d = 0;
