@@ -20,7 +20,7 @@ namespace freekv::device {
 
 struct attend_tuning {
   int threads = 128;             ///< of a block
-  int registers = 184;           ///< of a thread at most
+  int registers = 208;           ///< of a thread at most; two blocks a multiprocessor, as 184 are too
   int tensor_registers = 255;    ///< the same by tensor cores, where most are taken by pages that are decoded
   int heads = 4;                 ///< query heads that a team attends with by FMA; larger groups take several
   int part_tokens = 64;          ///< of a budgeted row that one team attends to

@@ -20,7 +20,7 @@ namespace freekv::device {
 
 struct attend_paged_tuning {
   int threads = attend_default.threads;  ///< of a block
-  int registers = 192;                   ///< of a thread at most
+  int registers = 224;                   ///< of a thread at most
   multiplies by = multiplies::fma;
   constexpr bool valid() const { return valid_block(threads, registers); }
 };

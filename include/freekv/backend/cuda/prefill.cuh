@@ -16,7 +16,7 @@ namespace freekv::device {
 
 struct prefill_tuning {
   int threads = 256;           ///< of a block that stages; each warp copies a slice
-  int registers = 192;         ///< of a thread at most
+  int registers = 200;         ///< of a thread at most
   int tensor_registers = 255;  ///< the same by tensor cores
   int staged_tokens = 2048;    ///< of all sequences at a time: whole parts
   int rows = 256;              ///< that attend to what is staged; for more it is staged again

@@ -21,7 +21,7 @@ namespace freekv::device {
 
 struct select_tuning {
   int threads = 256;   ///< of a block
-  int registers = 64;  ///< of a thread at most
+  int registers = 72;  ///< of a thread at most
   int most_by_mass =
       1024;  ///< units that a selection by mass has the choice of: their order is kept in a block's memory
   constexpr bool valid() const {
