@@ -246,7 +246,9 @@ def quality(results, folder):
     high = results.select("quality", "perplexity_difference_high")
     mass, memory = results.select("quality", "mass_kept"), results.select("quality", "fast_tier_bytes")
     cases = [case for case in perplexity if case != "full"]
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 0.55 * len(cases) + 1.6), sharey=True)
+    divergence = results.select("quality", "divergence")  # results from before it was measured have none
+    panels = 4 if divergence else 3
+    figure, (*first, left, middle, right) = plt.subplots(1, panels, figsize=(2.6 * panels + 3.2, 0.55 * len(cases) + 1.6), sharey=True)
     rows = range(len(cases))
     for y, case in zip(rows, cases):
         left.plot([low[case], high[case]], [y, y], color=colour(case), linewidth=2)
@@ -255,6 +257,13 @@ def quality(results, folder):
         middle.annotate(f"{100 * mass[case]:.1f} %", (100 * mass[case], y), va="center", ha="right", fontsize=8, color="white")
         right.barh(y, memory[case] / 1e6, color=colour(case), height=0.6)
         right.annotate(f" {memory[case] / 1e6:.1f}", (memory[case] / 1e6, y), va="center", fontsize=8)
+    for panel in first:
+        least, most = results.select("quality", "divergence_low"), results.select("quality", "divergence_high")
+        for y, case in zip(rows, cases):
+            panel.plot([1000 * least[case], 1000 * most[case]], [y, y], color=colour(case), linewidth=2)
+            panel.plot(1000 * divergence[case], y, "o", color=colour(case))
+        panel.set_xlim(left=0)
+        panel.set_title("KL from full, 1/1000 nat", fontsize=10)
     left.axvline(0, color=INK, linewidth=0.8, linestyle=":")
     left.set_yticks(rows, [line_of(case) for case in cases])
     left.invert_yaxis()
@@ -262,7 +271,7 @@ def quality(results, folder):
     left.set_title(f"Perplexity over full's {perplexity['full']:.1f}", fontsize=10)
     middle.set_title("Attention mass kept", fontsize=10)
     right.set_title(f"Fast-tier MB (full: {memory['full'] / 1e6:.0f})", fontsize=10)
-    for panel in (left, middle, right):
+    for panel in (*first, left, middle, right):
         panel.grid(axis="x", color=GRID)
         panel.set_axisbelow(True)
     footnote(figure, run, f"prompt of {run['prompt']} tokens, then {run['steps']} teacher-forced, budget {run['budget']}")
