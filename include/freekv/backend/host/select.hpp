@@ -19,7 +19,6 @@
 #include <functional>
 #include <limits>
 #include <numeric>
-#include <optional>
 #include <span>
 
 namespace freekv::host {
@@ -215,7 +214,7 @@ class head_selection {
         by(mean_score{});
     });
     scored_ = pooled_ = candidates;
-    mass_of_all_.reset();
+    knows_mass_of_all_ = false;
   }
 
   /// The masses of `selected` and of `best`, pages of the first `candidates` candidates.
@@ -278,7 +277,7 @@ class head_selection {
     for (const std::int32_t unit : pinned_) empty_column(unit - first_unit_);
     pool(candidates);
     pooled_ = candidates;
-    mass_of_all_.reset();
+    knows_mass_of_all_ = false;
   }
 
   void pool(int candidates) {
@@ -364,11 +363,12 @@ class head_selection {
 
   /// A page's share of the softmax of the pooled scores; 0 where no page has any.
   float mass(std::int32_t page) {
-    if (!mass_of_all_)
+    if (!knows_mass_of_all_)
       with_team(set_, [&](auto team) {
         mass_of_all_ = host::mass_of(team, w_.pooled, workspace_sizes::padded(pooled_));
       });
-    return mass_of_all_->share(w_.pooled[page - first_unit_]);
+    knows_mass_of_all_ = true;
+    return mass_of_all_.share(w_.pooled[page - first_unit_]);
   }
   float mass_of(std::span<const std::int32_t> pages) {
     float sum = 0.0f;
@@ -387,7 +387,8 @@ class head_selection {
   group_query query_;
   prepared_queries prepared_{};
   int scored_ = 0, pooled_ = 0;             // candidates that have been
-  std::optional<log_sum_exp> mass_of_all_;  // none: not computed yet
+  log_sum_exp mass_of_all_;  // of the pooled scores, once it is known
+  bool knows_mass_of_all_ = false;
 };
 
 /// Brings units of one KV head from the store to its selected slots: for i of `count` the unit `unit(i)`,
