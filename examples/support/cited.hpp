@@ -35,9 +35,8 @@ inline std::string cited(std::string_view text) {
   return safe;
 }
 
-/// A text of at most about 300 bytes, or both of its ends, as names of files differ in the last.
-inline std::string shortened(std::string_view text) {
-  constexpr std::size_t first = 100, last = 200;
+/// A text, or its `first` and `last` bytes where there are more: names of files differ in the last.
+inline std::string shortened(std::string_view text, std::size_t first = 100, std::size_t last = 200) {
   if (text.size() <= first + last) return std::string(text);
   return std::string(beginning(text, first)) + "[...]" + std::string(text.substr(text.size() - last));
 }

@@ -19,9 +19,7 @@ int exit_code_of(const std::string& program, const Body& body) {
   report_fatal_signals(program);
   remove_temporary_files_on_signals();
   const auto failed = [&](std::string sentence) {
-    constexpr std::size_t first = 700, last = 250;  // what somebody else's sentence cites may be of any length
-    if (sentence.size() > first + last)
-      sentence = std::string(beginning(sentence, first)) + "[...]" + sentence.substr(sentence.size() - last);
+    sentence = shortened(sentence, 700, 250);  // what somebody else's sentence cites may be of any length
     for (char& c : sentence)  // names from files and arguments may hold line breaks and escape codes
       if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = ' ';
     std::cerr << program << ": " << sentence << std::endl;

@@ -40,7 +40,7 @@
 
 namespace freekv {
 
-/// What the algorithms and policies here ask of a team.
+/// Requirements that the algorithms and policies here have of a team.
 template <class T>
 concept team = std::semiregular<typename T::pack> && std::constructible_from<typename T::pack, float> &&
     requires(const T t, typename T::pack x, const typename T::pack (&packs)[T::width], const float* in,

@@ -312,7 +312,7 @@ class head_selection {
       with_team(set_, score);
   }
 
-  /// The same for the candidates that a coarse summary keeps; the others' columns are empty. Which these are
+  /// Scores the candidates that a coarse summary keeps; the others' columns are empty. Which these are
   /// depends on all candidates, so they are scored anew with every number of them.
   template <class Summary>
   void score_in_two_stages(const Summary& summary, int candidates) {
