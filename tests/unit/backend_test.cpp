@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include <malloc.h>
 #include <pthread.h>
 #include <sys/resource.h>
 
@@ -51,11 +52,13 @@ struct tally {
   }
 };
 
-/// While it lives threads' stacks have 64 MB, and the process's memory has room for `most` of them.
+/// While it lives threads' stacks have 1 GB, and the process's memory has room for `most` of them: what malloc reserves
+/// for a thread that frees (64 MB, when it likes) does not count beside them.
 class few_threads {
  public:
   explicit few_threads(std::size_t most) {
-    constexpr std::size_t stack = 64 << 20, page = 4096;
+    constexpr std::size_t stack = std::size_t{1} << 30, page = 4096;
+    ::mallopt(M_ARENA_MAX, 1);
     ::pthread_attr_init(&before_);
     ::pthread_getattr_default_np(&before_);
     pthread_attr_t large;
