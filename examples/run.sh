@@ -2,7 +2,8 @@
 # The main job: full attention, a sliding window and FreeKV's retrieval side by side, inside llama.cpp, for a real model
 # on a real text. Installs what it needs, builds, runs, and shows a table and pictures. Options go to the program
 # freekv-compare (`bash examples/run.sh --help` lists them); --model FILE.gguf, --text FILE and --out FOLDER are the ones
-# most wanted. Results: FOLDER/{table.txt,results.jsonl,*.png}, FOLDER being build/results.
+# most wanted. --model gemma3 fetches Gemma-3-270M, of which 3 layers of 18 retrieve, and a longer text: 8K and 32K
+# tokens. Results: FOLDER/{table.txt,results.jsonl,*.png}, FOLDER being build/results.
 # Built is what the model needs: one head_dim with keys and values of half precision, as llama.cpp's cache has them.
 # Another model's head_dim joins when it is first asked for. FREEKV_LLAMA_CPP_OPTIONS is handed to llama.cpp's CMake, as
 # in FREEKV_LLAMA_CPP_OPTIONS=-DGGML_NATIVE=OFF, which does without most of this processor's instructions.
@@ -63,7 +64,25 @@ say "It is $(date +%H:%M:%S). To come: set-up, llama.cpp's build, FreeKV's progr
 bootstrap_packages g++ cmake ninja-build libcli11-dev nlohmann-json3-dev libeigen3-dev
 bootstrap_cuda
 bootstrap_llama_cpp_source
-[[ $own_model ]] || bootstrap_model
+texts=$root/examples/eval/texts
+model=$own_model needle_text=$texts/genesis.txt given=("$@") lengths=()
+case $own_model in
+  "") bootstrap_model && model=$MODEL ;;
+  gemma3)
+    bootstrap_gemma && model=$MODEL
+    bootstrap_haystack && needle_text=$HAYSTACK
+    given=()
+    for argument; do
+      case $argument in
+        gemma3) given+=("$model") ;;
+        --model=gemma3) given+=("--model=$model") ;;
+        *) given+=("$argument") ;;
+      esac
+    done
+    [[ " $* " == *" --prompt"* ]] || lengths+=(--prompt 8192)
+    [[ " $* " == *" --needle-tokens"* ]] || lengths+=(--needle-tokens 8192 --needle-tokens 32768)
+    ;;
+esac
 lap "set-up"
 bootstrap_llama_cpp
 lap "llama.cpp's build"
@@ -80,7 +99,7 @@ known=$(cached FREEKV_HEAD_DIMS) elements=$(cached FREEKV_ELEMENTS)
 [[ $elements ]] || known=  # a folder from before there was a choice has all, and all would be compiled again
 configure "-DFREEKV_HEAD_DIMS=${known:-64}" "-DFREEKV_ELEMENTS=${elements:-half}"
 cmake --build "$build" --target freekv-model-shape -j "$jobs" >&2
-shape=$("$programs/freekv-model-shape" "${own_model:-$MODEL}")
+shape=$("$programs/freekv-model-shape" "$model")
 read -r head_dim element <<<"$shape"
 if [[ ";${known:-64};" != *";$head_dim;"* || ";${elements:-half};" != *";$element;"* ]]; then
   [[ ! $known ]] || say "This model needs pipelines of head_dim $head_dim of type $element, which the programs have not yet:" \
@@ -92,10 +111,12 @@ cmake --build "$build" --target freekv-compare -j "$jobs" >&2
 lap "FreeKV's programs"
 announce job pictures
 
-texts=$root/examples/eval/texts
 commit=$(git -C "$root" describe --always --dirty 2>/dev/null || echo unknown)
-"$programs/freekv-compare" ${MODEL:+--model "$MODEL"} --text "$texts/hacker-folklore.txt" --needle-text "$texts/genesis.txt" \
-  --calibration "$texts/technical.txt" ${MODEL:+--head-list "razor_attention=$root/examples/eval/smollm2-135m-heads.txt"} --cache "$root/build/cache" --out "$out" --commit "$commit" "$@"
+heads=()
+[[ $own_model ]] || heads=(--head-list "razor_attention=$root/examples/eval/smollm2-135m-heads.txt")
+"$programs/freekv-compare" --model "$model" --text "$texts/hacker-folklore.txt" --needle-text "$needle_text" \
+  --calibration "$texts/technical.txt" "${heads[@]}" --cache "$root/build/cache" --out "$out" --commit "$commit" \
+  "${lengths[@]}" "${given[@]}"
 lap "the job"
 
 bootstrap_python

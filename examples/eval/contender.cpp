@@ -66,6 +66,8 @@ pipeline_options options_of(const contender& c, const common_settings& s, const 
   o.max_prompt = prompt.kv.tokens();
   o.scale = shape.scale;
   o.complete_layers = s.complete_layers;
+  o.sliding_window = shape.sliding_window;
+  o.sliding_layers = shape.sliding;
   o.in_place = in_place;
   o.method = c.method;
   o.method.pinned = pinned;

@@ -57,7 +57,7 @@ std::optional<rotation> rotation_of(const llama_model* weights, const std::strin
   const std::unique_ptr<gguf_context, decltype(&gguf_free)> file(
       gguf_init_from_file(path.c_str(), {true, nullptr}), gguf_free);
   if (!file || gguf_find_tensor(file.get(), "rope_freqs.weight") >= 0) return std::nullopt;
-  for (const char* key : {"scaling.factor", "scale_linear", "freq_base_swa"})
+  for (const char* key : {"scaling.factor", "scale_linear"})
     if (scaling != "none" && gguf_find_key(file.get(), (rope + key).c_str()) >= 0) return std::nullopt;
   const std::int64_t base = gguf_find_key(file.get(), (rope + "freq_base").c_str());
   return rotation_of_base(base >= 0 ? static_cast<double>(gguf_get_val_f32(file.get(), base)) : 10000.0,
@@ -66,10 +66,14 @@ std::optional<rotation> rotation_of(const llama_model* weights, const std::strin
 }
 
 [[noreturn]] void refuse(const model_shape& shape, const std::string& property) {
-  throw engine_error(
-      "model '" + shape.name + "' " + property +
-      ": take a model whose layers all attend to the whole sequence by plain softmax attention");
+  throw engine_error("model '" + shape.name + "' " + property +
+                     ": take a model whose layers attend to the whole sequence, or to a sliding window of "
+                     "it, by plain softmax "
+                     "attention");
 }
+
+/// Tokens beside a window and an evaluation's rows: llama.cpp rounds a cache up to 256.
+constexpr int window_slack = 1024;
 
 bool in_host_memory(const ggml_tensor* tensor) {
   return tensor->buffer != nullptr && ggml_backend_buffer_is_host(tensor->buffer);
@@ -112,15 +116,21 @@ model::model(const std::string& path) {
   if (llama_model_is_recurrent(weights)) refuse(shape_, "is recurrent");
   if (llama_model_is_hybrid(weights)) refuse(shape_, "has recurrent layers");
   if (llama_model_is_diffusion(weights)) refuse(shape_, "is a diffusion model");
-  if (const auto window = llama_model_n_swa(weights); window > 0) {
-    refuse(shape_, "has layers with a sliding window of " + std::to_string(window) + " tokens");
-  }
+  if (architecture == "llama4") refuse(shape_, "has layers that attend to chunks");
+  shape_.sliding_window = static_cast<int>(llama_model_n_swa(weights));
 
-  engine probe(*this, {.threads = 1, .context = 1, .rows = 1});
+  // Layers that slide have caches of their window, which is less than this context.
+  engine probe(*this, {.threads = 1,
+                       .context = shape_.sliding_window > 0 ? shape_.sliding_window + window_slack : 1,
+                       .rows = 1});
   const llama_token token = 0;
   const sequence_tokens step{0, 0, {&token, 1}};
   probe.evaluate({&step, 1}, 1, [](const layer_rows&, float*) {});
   shape_ = probe.model_.shape_;
+  if (std::count(shape_.sliding.begin(), shape_.sliding.end(), true) == 0) {
+    shape_.sliding.clear();
+    shape_.sliding_window = 0;
+  }
   shape_.rotary = rotation_of(weights, path, shape_.head_dim);
   context_sets_rotation_ = metadata(weights, architecture + ".rope.scaling.type") == "longrope";
 }
@@ -194,6 +204,8 @@ engine::engine(model shared, options wanted) : model_(std::move(shared)), option
   parameters.flash_attn_type =
       options_.flash_attention ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
   parameters.type_k = parameters.type_v = GGML_TYPE_F16;
+  parameters.swa_full =
+      false;  // layers that slide keep their window and an evaluation's rows, as in llama.cpp's programs
   parameters.offload_kqv = false;
   if (options_.flash_attention) {
     parameters.cb_eval = on_node;
@@ -435,6 +447,7 @@ void engine::note_cache_write(const ggml_tensor* node) {
 
 void engine::hand_over(ggml_tensor* attention_node) {
   check_shape(attention_node);
+  if (shape().layers == 0 && shape().sliding_window > 0) note_window(attention_node->src[1]->view_src);
   const auto* q = attention_node->src[0];
   const auto heads = q->ne[2];
   const auto rows = static_cast<int>(q->ne[1]);
@@ -475,6 +488,11 @@ const float* engine::read_cache(const ggml_tensor* view, int rows, std::vector<f
     }
   }
   return into.data();
+}
+
+// Of the model's probe: a cache, (numbers of a cell, cells, streams), that has fewer cells than the context is a window's.
+void engine::note_window(const ggml_tensor* cache) {
+  model_.shape_.sliding.push_back(cache != nullptr && cache->ne[1] < llama_n_ctx(context_.get()));
 }
 
 void engine::check_shape(const ggml_tensor* attention_node) {

@@ -31,7 +31,8 @@ class engine_error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// A model as its attention sees it; all its layers have the same shape, others are refused.
+/// A model as its attention sees it; all its layers have the same shape, others are refused. Layers that slide attend to
+/// the last `sliding_window` tokens alone, a row's own included (Gemma 2 and 3).
 struct model_shape {
   int layers = 0;  ///< that attend, in graph order
   int query_heads = 0;
@@ -40,8 +41,12 @@ struct model_shape {
   int vocabulary = 0;
   int trained_context = 0;
   float scale = 0;                   ///< of the logits, as the graph has it
-  std::optional<rotation> rotary{};  ///< of keys, where the file says it in full
+  std::optional<rotation> rotary{};  ///< of keys in layers that do not slide, where the file says it in full
+  int sliding_window = 0;            ///< tokens; 0: no layer slides
+  std::vector<bool> sliding{};       ///< (layers), as llama.cpp's caches have it; empty: no layer slides
   std::string name;
+
+  bool slides(int layer) const { return !sliding.empty() && sliding[static_cast<std::size_t>(layer)]; }
 };
 
 /// Consecutive tokens of one sequence.
@@ -86,7 +91,7 @@ class model {
  public:
   /// Loads the file, and evaluates one token to learn the shape from the graph itself. llama.cpp's log, which
   /// is global, is silenced. Throws `engine_error` if the file cannot be loaded, or if the model's attention
-  /// has what layer_rows cannot express (sliding window, soft cap, sinks, ALiBi, ...).
+  /// has what layer_rows cannot express (chunks, soft cap, sinks, ALiBi, ...).
   explicit model(const std::string& path);
 
   const model_shape& shape() const noexcept { return shape_; }
@@ -199,6 +204,7 @@ class engine {
   void note_cache_write(const ggml_tensor* node);
   void hand_over(ggml_tensor* attention_node);
   void check_shape(const ggml_tensor* attention_node);
+  void note_window(const ggml_tensor* cache);
   const float* read_cache(const ggml_tensor* view, int rows, std::vector<float>& into) const;
   std::span<const float> evaluate(std::span<const sequence_tokens> step, int first_logits,
                                   row_handler handler);

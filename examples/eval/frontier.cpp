@@ -214,7 +214,7 @@ class judged_retrieval : public attention {
   void attend(const layer_rows& rows, float* output) override {
     retrieval_.attend(rows, output);
     setting_.cache.put(rows);
-    if (rows.layer < setting_.complete_layers) return;
+    if (rows.layer < setting_.complete_layers || setting_.shape.slides(rows.layer)) return;
     const step_report report = pipeline_.report(rows.layer);
     const std::size_t most = report.attended.size() / report.attended_count.size();
     for (int head = 0; head < setting_.shape.kv_heads; ++head) {
@@ -241,11 +241,13 @@ class true_mass_attention : public attention {
   void attend(const layer_rows& rows, float* output) override {
     setting_.cache.put(rows);
     const int group = setting_.shape.query_heads / setting_.shape.kv_heads, d = setting_.shape.head_dim;
-    const bool complete = rows.layer < setting_.complete_layers;
+    const bool slides = setting_.shape.slides(rows.layer);
+    const bool complete = slides || rows.layer < setting_.complete_layers;
+    const int first = slides ? std::max(0, rows.position + 1 - setting_.shape.sliding_window) : 0;
     for (int head = 0; head < setting_.shape.kv_heads; ++head) {
       const true_selection truth = select_truly(setting_.cache, setting_.shape, rows, head, setting_.rule);
       if (!complete) statistics_.add(truth, truth.pages, setting_.rule);
-      const auto runs = complete ? std::vector<std::pair<int, int>>{{0, rows.position + 1}}
+      const auto runs = complete ? std::vector<std::pair<int, int>>{{first, rows.position + 1}}
                                  : attended_tokens(truth.pages, setting_.rule, rows.position + 1);
       for (int i = 0; i < group; ++i)
         blend(rows.layer, head, truth.masses[static_cast<std::size_t>(i)], runs,

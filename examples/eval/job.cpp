@@ -89,7 +89,10 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
     if (only.empty() ? c.deep && !a.full : !is_named) return true;
     if (is_named) c.deep = false;
     std::string lacks;
-    if (c.method.plan == "by_head" && c.head_kinds.empty())
+    if (shape.sliding_window > 0 && (c.method.evicts() || c.method.plan == "by_head"))
+      lacks =
+          "is for models whose layers all attend to the whole sequence, and this one's slide; leave it out";
+    else if (c.method.plan == "by_head" && c.head_kinds.empty())
       lacks = "needs a list of heads; give --head-list FILE";
     else if (c.method.needs_factors() && !shape.rotary)
       lacks = "needs the model's rotary embedding, which the file does not say in full; take another model";
@@ -118,6 +121,7 @@ int text_tokens(const arguments& a) {
 
 nlohmann::ordered_json run_of(const arguments& a, const model_shape& shape) {
   return {{"model", shape.name},
+          {"sliding_layers", std::count(shape.sliding.begin(), shape.sliding.end(), true)},
           {"text", std::filesystem::path(a.text).filename().string()},
           {"prompt", a.prompt},
           {"steps", a.steps},
@@ -135,6 +139,13 @@ nlohmann::ordered_json run_of(const arguments& a, const model_shape& shape) {
           {"instructions", host::name_of(host::best_isa())},
           {"compiler", __VERSION__},
           {"commit", a.commit}};
+}
+
+std::string sliding_text(const model_shape& shape) {
+  if (shape.sliding_window == 0) return {};
+  const auto slide = std::count(shape.sliding.begin(), shape.sliding.end(), true);
+  return "; " + std::to_string(slide) + " layers slide over " + std::to_string(shape.sliding_window) +
+         " tokens, and " + std::to_string(shape.layers - slide) + " retrieve";
 }
 
 std::string results_in(const std::string& folder) {
@@ -206,8 +217,8 @@ job::job(const arguments& wanted)
     std::cerr << "note: " << longest << " tokens are more than the " << shape.trained_context
               << " the model was trained for\n";
   say(shape.name + ": " + std::to_string(shape.layers) + " layers, " + std::to_string(shape.query_heads) +
-      "/" + std::to_string(shape.kv_heads) + " heads of " + std::to_string(shape.head_dim) + "; text " +
-      std::filesystem::path(wanted.text).filename().string() + "\n");
+      "/" + std::to_string(shape.kv_heads) + " heads of " + std::to_string(shape.head_dim) +
+      sliding_text(shape) + "; text " + std::filesystem::path(wanted.text).filename().string() + "\n");
 }
 
 const prepared_prompt& job::prompt() {

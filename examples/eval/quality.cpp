@@ -206,6 +206,7 @@ void compare_quality(job& j) {
         "summaries "
         "and their basis or codebooks, complete\nlayers. Layers that keep everything (the first " +
         std::to_string(a.common.complete_layers) +
+        (j.model().shape().sliding_window > 0 ? ", and those that slide" : "") +
         ") count in none of error, mass and corrected. Error and mass are\nagainst full attention of the "
         "keys and "
         "values that a method keeps: what rebuilding keys loses is in perplexity and KL\nalone. Route "

@@ -37,7 +37,7 @@ void retrieval_attention::begin_step(const layer_rows& rows) {
 }
 
 void retrieval_attention::gather(const layer_rows& rows, const float* output) {
-  if (rows.layer < complete_layers_) return;
+  if (rows.layer < complete_layers_ || shape_.slides(rows.layer)) return;
   const auto d = static_cast<std::size_t>(shape_.head_dim);
   full_.resize(lse_.size() * d);
   full_lse_.resize(lse_.size());

@@ -71,6 +71,7 @@ struct method_data {
   std::vector<layer_kind> head_kinds{};  ///< of plan "by_head": (layers, kv_heads)
   int kv_heads = 1;
   int page = 32, sink = 64, window = 128;  ///< tokens; of raas
+  std::vector<bool> sliding_layers{};      ///< (layers), or none
 };
 
 /// An alternative: a name, and how it is made.
@@ -203,9 +204,9 @@ inline constexpr choice<any_layouts> layouts[] = {
     {"nhd", [](const method_spec&, const method_data&) { return any_layouts(layout_pair<nhd, hnd>{}); }},
     {"hnd", [](const method_spec&, const method_data&) { return any_layouts(layout_pair<hnd, hnd>{}); }},
 };
-using any_plan =
-    any_of<complete_first<dynamic>, complete_first<dynamic, layer_kind::window>,
-           complete_first<dynamic, layer_kind::sliding>, every_layer<layer_kind::complete>, by_head>;
+using any_plan = any_of<complete_first<dynamic>, complete_first<dynamic, layer_kind::window>,
+                        complete_first<dynamic, layer_kind::sliding>, every_layer<layer_kind::complete>,
+                        by_layer, by_head>;
 using any_route = any_of<resident, in_place>;
 
 template <class Value>
@@ -248,8 +249,27 @@ in_any_format<Summary> policy_maker<in_any_format<Summary>>::from(const method_s
                                 find_by_name("summary format", formats, m.format).value);
 }
 
-/// The plan of a method whose first `complete_layers` layers keep everything. Throws choice_error.
+/// The plan of a method for a model of which some layers slide.
+inline by_layer plan_beside_sliding(const method_spec& m, const method_data& data, int complete_layers) {
+  if (m.plan != "retrieval" && m.plan != "window" && m.plan != "complete")
+    throw choice_error(
+        "plan " + m.plan +
+        " is of models whose layers all attend to the whole sequence; choose one of retrieval, "
+        "window, complete");
+  by_layer plan;
+  for (const bool slides : data.sliding_layers)
+    plan.kinds.push_back(slides ? layer_kind::sliding
+                         : m.plan == "complete" || std::ssize(plan.kinds) < complete_layers
+                             ? layer_kind::complete
+                         : m.plan == "window" ? layer_kind::window
+                                              : layer_kind::retrieval);
+  return plan;
+}
+
+/// The plan of a method whose first `complete_layers` layers keep everything, but for those that slide. Throws
+/// choice_error.
 inline any_plan plan_of(const method_spec& m, const method_data& data, int complete_layers) {
+  if (!data.sliding_layers.empty()) return plan_beside_sliding(m, data, complete_layers);
   if (m.plan == "retrieval") return complete_first<dynamic>{{complete_layers}};
   if (m.plan == "window") return complete_first<dynamic, layer_kind::window>{{complete_layers}};
   if (m.plan == "sliding") return complete_first<dynamic, layer_kind::sliding>{{complete_layers}};

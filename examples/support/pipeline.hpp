@@ -31,8 +31,10 @@ struct pipeline_options {
   std::int64_t selected_tokens = 0;  ///< of all resident sequences together; 0: what all may select
   int max_decode_rows = 1;
   float scale = 0.0f;
-  int sliding_window = 0;            ///< of plan "sliding", tokens
-  float soft_cap = 0.0f;             ///< of attention's scores; 0: none
+  int sliding_window = 0;  ///< tokens, of plan "sliding" and of `sliding_layers`
+  std::vector<bool>
+      sliding_layers{};   ///< (layers): the model itself restricts these, whatever the plan; empty: none
+  float soft_cap = 0.0f;  ///< of attention's scores; 0: none
   std::vector<float> sink_logits{};  ///< (layers, query_heads); empty: none
   int complete_layers = 0;           ///< leading layers that keep everything, whatever the plan
   bool in_place = false;

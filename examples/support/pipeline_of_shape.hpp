@@ -74,7 +74,8 @@ class pipeline_of_shape final : public pipeline {
     s.sink_logits = o.sink_logits;
     s.page = {o.page};
     s.unit = {{o.method.unit}};
-    const method_data data{o.basis, o.codebooks, o.factors, o.rotary, o.head_kinds, o.kv_heads};
+    method_data data{o.basis, o.codebooks, o.factors, o.rotary, o.head_kinds, o.kv_heads};
+    data.sliding_layers = o.sliding_layers;
     s.layouts = find_by_name("layout", layouts, o.layout).make(o.method, data);
     s.summary = find_by_name("summary", summaries, o.method.summary).make(o.method, data);
     s.pooling = find_by_name("pooling", poolings, o.method.pooling).make(o.method, data);

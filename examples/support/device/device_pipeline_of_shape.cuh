@@ -190,7 +190,8 @@ Settings device_settings(const pipeline_options& o) {
   if (!o.store_file.empty()) s.store_file = {.path = o.store_file};
   s.page = {o.page};
   s.unit = {{o.method.unit}};
-  const method_data data{.head_kinds = o.head_kinds, .kv_heads = o.kv_heads};
+  method_data data{.head_kinds = o.head_kinds, .kv_heads = o.kv_heads};
+  data.sliding_layers = o.sliding_layers;
   s.layouts = find_by_name("layout", layouts, o.layout).make(o.method, data);
   s.plan = plan_of(o.method, data, o.complete_layers);
   if (o.in_place)
