@@ -64,8 +64,17 @@ void add_options(CLI::App& app, arguments& a) {
       "--own-continuation", a.own_continuation,
       "Tokens that full attention generates after the prompt, greedily, and all methods are then given "
       "one by one: their loss by position, where texts that differ cannot be compared; 0: none");
-  app.add_option("--temperature", a.temperature, "Of sampling them; 0: the most likely token always");
-  app.add_option("--seed", a.seed,
+  app.add_option("--temperature", a.sampled.temperature,
+                 "Of sampling them, and --samples; 0: the most likely token always");
+  app.add_option(
+      "--top-p", a.sampled.top_p,
+      "Sampling is among the fewest and most likely tokens that have this share of the probability");
+  app.add_option("--samples", a.samples,
+                 "Answers that every method samples to a question of --tasks: avg@N and pass@N say how many "
+                 "are right; 0: "
+                 "one, of the most likely tokens");
+  app.add_flag("--chat", a.chats, "Prompts of --tasks are messages in the model's chat template");
+  app.add_option("--seed", a.sampled.seed,
                  "Of sampling them, and of --draft's wrong guesses, the same for every method");
   app.add_option("--batch", a.batch,
                  "Texts, parts of --text, that every method decodes together and one at a time; 0: none");
@@ -164,7 +173,14 @@ arguments parse_arguments(int argc, char** argv) {
               " texts, which are the most that llama.cpp takes");
   require(a.draft == 0 || (a.draft >= 2 && a.draft <= a.steps),
           "--draft is 0, or at least 2 tokens and no more than --steps");
-  require(a.temperature >= 0 && std::isfinite(a.temperature), "--temperature is 0 or a positive number");
+  const double temperature = a.sampled.temperature, top_p = a.sampled.top_p;
+  require(temperature >= 0 && std::isfinite(temperature), "--temperature is 0 or a positive number");
+  require(top_p > 0 && top_p <= 1, "--top-p is a share of the probability, above 0 and at most 1");
+  require(top_p == 1 || temperature > 0, "--top-p is of sampling; give --temperature above 0 with it");
+  require(a.samples >= 0 && a.samples <= 1024, "--samples is from 0 to 1024");
+  require(a.samples == 0 || temperature > 0,
+          "--samples of " + std::to_string(a.samples) +
+              " at temperature 0 would be alike; give --temperature above 0 with it");
   if (a.needle_tokens == std::vector<int>{0}) a.needle_tokens.clear();
   std::vector<int> lengths = a.needle_tokens;
   lengths.insert(lengths.end(), a.lengths.begin(), a.lengths.end());

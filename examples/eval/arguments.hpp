@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "contender.hpp"
+#include "generation.hpp"
 #include "tasks.hpp"
 
 namespace freekv::examples {
@@ -13,8 +14,9 @@ struct arguments {
   std::string model, text, needle_text, calibration, cache, out, tasks, commit = "unknown";
   int prompt = 4096, steps = 128, basis_tokens = 7168, rounds = 5, timed_steps = 16;
   int generate = 0, batch = 0, draft = 0, own_continuation = 0;
-  double temperature = 0;
-  std::uint64_t seed = 1;
+  sampling sampled{.seed = 1};
+  int samples = 0;     ///< answers to a question; 0: one, of the most likely tokens
+  bool chats = false;  ///< prompts of tasks are messages in the model's chat template
   std::vector<int> needle_tokens{1024, 4096}, needle_budgets{512, 1024};
   bool full = false;
   std::vector<int> lengths{1024, 2048, 4096, 7168}, budgets{256, 384, 512, 768, 1024};

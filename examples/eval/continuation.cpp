@@ -26,7 +26,7 @@ std::vector<llama_token> own_continuation(job& j, const contender& full) {
   j.prompt().kv.restore(*p);
   engine decoding(j.model(), {.threads = a.common.threads, .context = 1, .rows = 1});
   retrieval_attention attention(*p, j.model().shape(), 0);
-  sampler choice(0, 1, j.model().ends());
+  sampler choice({}, j.model().ends());
   std::vector<llama_token> tokens{j.after_prompt().front()};
   for (int step = 0; step < a.own_continuation; ++step) {
     tokens.push_back(choice.choose(decoding.decode(tokens.back(), j.prompt().kv.tokens() + step, attention)));

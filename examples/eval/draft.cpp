@@ -99,7 +99,7 @@ void add_lines(job& j, const std::string& name, const draft_result& r, int rows)
   const auto add = [&](const char* metric, double value, const char* unit, const char* route = "resident") {
     j.lines().add(
         "draft", name, metric, value, unit,
-        {{"draft", rows}, {"one_wrong_of", one_wrong_of}, {"seed", j.options().seed}, {"route", route}});
+        {{"draft", rows}, {"one_wrong_of", one_wrong_of}, {"seed", j.options().sampled.seed}, {"route", route}});
   };
   add("perplexity", r.text.perplexity(), "");
   add("kept", r.text.kept_per_step(), "tokens per step");
@@ -117,7 +117,7 @@ void compare_drafts(job& j) {
   const arguments& a = j.options();
   const auto length = static_cast<std::size_t>(a.prompt) + static_cast<std::size_t>(a.steps) + 1;
   const prompted_text text{j.prompt().kv, j.text().first(length)};
-  const auto guesses = guesses_of(text.after_prompt(), a.seed);
+  const auto guesses = guesses_of(text.after_prompt(), a.sampled.seed);
   std::vector<std::vector<std::string>> rows{{"drafts of " + std::to_string(a.draft) + ", " +
                                                   std::to_string(a.steps) + " tokens after " +
                                                   std::to_string(a.prompt),

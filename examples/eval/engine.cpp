@@ -135,16 +135,43 @@ model::model(const std::string& path) {
   context_sets_rotation_ = metadata(weights, architecture + ".rope.scaling.type") == "longrope";
 }
 
-std::vector<llama_token> model::tokenize(std::string_view text, bool special) const {
+std::vector<llama_token> model::tokenize(std::string_view text, bool adds, bool reads_control) const {
   const auto* vocabulary = llama_model_get_vocab(weights_.get());
   std::vector<llama_token> tokens(text.size() + 2);  // at most one a byte, begin and end
   const auto count = llama_tokenize(vocabulary, text.data(), static_cast<int>(text.size()), tokens.data(),
-                                    static_cast<int>(tokens.size()), special, special);
+                                    static_cast<int>(tokens.size()), adds, reads_control);
   if (count < 0)
     throw engine_error("llama.cpp cannot tokenize a text of " + std::to_string(text.size()) +
                        " bytes: split it");
   tokens.resize(static_cast<std::size_t>(count));
   return tokens;
+}
+
+std::vector<llama_token> model::tokenize(std::string_view text, bool special) const {
+  return tokenize(text, special, special);
+}
+
+std::vector<llama_token> model::tokenize_part_of_chat(std::string_view text) const {
+  return tokenize(text, false, true);
+}
+
+std::pair<std::string, std::string> model::around_message() const {
+  const char* const chat_template = llama_model_chat_template(weights_.get(), nullptr);
+  const std::string content = "CONTENT";
+  const llama_chat_message message{"user", content.c_str()};
+  std::string whole(4096, '\0');
+  const auto size = chat_template == nullptr
+                        ? -1
+                        : llama_chat_apply_template(chat_template, &message, 1, true, whole.data(),
+                                                    static_cast<int>(whole.size()));
+  const std::size_t at = size < 0 ? std::string::npos : whole.find(content);
+  if (at == std::string::npos)
+    throw engine_error(
+        "model '" + shape_.name + "' has " +
+        (chat_template == nullptr ? "no chat template" : "a chat template that llama.cpp does not know") +
+        ": ask it without --chat, or take one that is made to chat");
+  whole.resize(std::min(whole.size(), static_cast<std::size_t>(size)));
+  return {whole.substr(0, at), whole.substr(at + content.size())};
 }
 
 std::string model::to_text(llama_token token) const {

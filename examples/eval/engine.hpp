@@ -19,6 +19,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "rotation.hpp"
@@ -97,6 +98,11 @@ class model {
   const model_shape& shape() const noexcept { return shape_; }
   /// `special`: add the tokens that the model wants around a text, and read control tokens in it as such.
   std::vector<llama_token> tokenize(std::string_view text, bool special = true) const;
+  /// The tokens of a text behind another, control tokens in it read as such: what stands around a message in a chat.
+  std::vector<llama_token> tokenize_part_of_chat(std::string_view text) const;
+  /// What stands before and behind a user's message, up to where the model answers, by its own chat template. Throws
+  /// engine_error where the file has none that llama.cpp knows.
+  std::pair<std::string, std::string> around_message() const;
   std::string to_text(llama_token token) const;
   std::size_t weight_bytes() const;
   /// Does the token end a text? And all those that do.
@@ -105,6 +111,8 @@ class model {
 
  private:
   friend class engine;
+  std::vector<llama_token> tokenize(std::string_view text, bool adds, bool reads_control) const;
+
   std::shared_ptr<llama_model> weights_;
   model_shape shape_;
   bool context_sets_rotation_ = false;  // LongRoPE

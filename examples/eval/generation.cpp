@@ -17,25 +17,44 @@
 
 namespace freekv::examples {
 
-sampler::sampler(double temperature, std::uint64_t seed, std::vector<llama_token> never)
-    : temperature_(temperature), never_(std::move(never)), random_(seed) {}
+sampler::sampler(const sampling& how, std::vector<llama_token> never)
+    : how_(how), never_(std::move(never)), random_(how.seed) {}
 
 llama_token sampler::choose(std::span<const float> logits) {
   logits_.assign(logits.begin(), logits.end());
   for (const llama_token token : never_)
     logits_[static_cast<std::size_t>(token)] = -std::numeric_limits<float>::infinity();
   const llama_token best = most_likely(logits_);
-  if (temperature_ == 0) return best;
+  if (how_.temperature == 0) return best;
   const double largest = logits_[static_cast<std::size_t>(best)];
   weights_.resize(logits_.size());
   for (std::size_t i = 0; i < logits_.size(); ++i)
-    weights_[i] = std::exp((logits_[i] - largest) / temperature_);
+    weights_[i] = std::exp((logits_[i] - largest) / how_.temperature);
+  double sum = std::accumulate(weights_.begin(), weights_.end(), 0.0);
+  if (how_.top_p < 1) sum = keep_likeliest(how_.top_p * sum);
   // Not std::uniform_real_distribution, which differs between standard libraries.
   const double uniform = static_cast<double>(random_() >> 11) * 0x1p-53;
-  double left = uniform * std::accumulate(weights_.begin(), weights_.end(), 0.0);
+  double left = uniform * sum;
   for (std::size_t i = 0; i < weights_.size(); ++i)
     if ((left -= weights_[i]) < 0) return static_cast<llama_token>(i);
   return best;  // rounding
+}
+
+/// Sets the weights to zero but for the fewest and largest that sum to `mass`, of equal ones those of earlier tokens.
+/// Returns their sum.
+double sampler::keep_likeliest(double mass) {
+  const auto weight = [&](llama_token token) { return weights_[static_cast<std::size_t>(token)]; };
+  by_weight_.resize(weights_.size());
+  std::iota(by_weight_.begin(), by_weight_.end(), 0);
+  std::stable_sort(by_weight_.begin(), by_weight_.end(),
+                   [&](llama_token a, llama_token b) { return weight(a) > weight(b); });
+  double sum = 0;
+  for (const llama_token token : by_weight_)
+    if (sum < mass)
+      sum += weight(token);
+    else
+      weights_[static_cast<std::size_t>(token)] = 0;
+  return sum;
 }
 
 int first_difference(std::span<const llama_token> a, std::span<const llama_token> b) {
@@ -75,7 +94,7 @@ generated generate(const contender& c, const arguments& a, const model& model, c
   prompt.kv.restore(*p);
   engine decoding(model, {.threads = s.threads, .context = 1, .rows = 1});
   retrieval_attention attention(*p, model.shape(), s.complete_layers);
-  sampler choice(a.temperature, a.seed, model.ends());
+  sampler choice(a.sampled, model.ends());
   generated result;
   const auto start = std::chrono::steady_clock::now();
   for (int step = 0; step < a.generate; ++step) {
@@ -102,14 +121,18 @@ std::string file_name(const std::string& name) {
 
 void compare_generated(job& j) {
   const arguments& a = j.options();
-  const bool greedy = a.temperature == 0;
+  const bool greedy = a.sampled.temperature == 0;
   std::vector<std::vector<std::string>> rows{
       {std::to_string(a.generate) + " tokens after " + std::to_string(a.prompt + 1) +
            (greedy ? ", greedy"
-                   : ", temperature " + fixed(a.temperature, 2) + ", seed " + std::to_string(a.seed)),
+                   : ", temperature " + fixed(a.sampled.temperature, 2) + ", top-p " +
+                         fixed(a.sampled.top_p, 2) + ", seed " + std::to_string(a.sampled.seed)),
        "leaves full at", "same tokens", "repetition", "tokens/s"}};
-  const nlohmann::ordered_json at{
-      {"generate", a.generate}, {"temperature", a.temperature}, {"seed", a.seed}, {"route", "in_place"}};
+  const nlohmann::ordered_json at{{"generate", a.generate},
+                                  {"temperature", a.sampled.temperature},
+                                  {"top_p", a.sampled.top_p},
+                                  {"seed", a.sampled.seed},
+                                  {"route", "in_place"}};
   std::optional<generated> full;
   for (const contender& c : j.contenders()) {
     const generated g = generate(c, a, j.model(), j.prompt(), j.after_prompt().front(), j.progress());

@@ -10,20 +10,31 @@
 
 namespace freekv::examples {
 
-/// Chooses tokens from logits: the most likely at temperature 0, else by softmax(logits / temperature). Two
-/// samplers with one seed choose alike from equal logits, on every machine.
+/// How tokens are chosen.
+struct sampling {
+  double temperature = 0;  ///< 0: the most likely token always
+  double top_p =
+      1;  ///< of the softmax's mass, which the fewest and most likely tokens share; above 0, at most 1
+  std::uint64_t seed = 0;
+};
+
+/// Chooses tokens from logits: the most likely at temperature 0, else by softmax(logits / temperature), of which top_p
+/// is kept. Two samplers with one seed choose alike from equal logits, on every machine.
 class sampler {
  public:
   /// `never`: tokens that are not chosen, for instance those that end a text.
-  sampler(double temperature, std::uint64_t seed, std::vector<llama_token> never);
+  explicit sampler(const sampling& how, std::vector<llama_token> never = {});
   llama_token choose(std::span<const float> logits);
 
  private:
-  double temperature_;
+  double keep_likeliest(double mass);
+
+  sampling how_;
   std::vector<llama_token> never_;
   std::mt19937_64 random_;
   std::vector<float> logits_;
   std::vector<double> weights_;
+  std::vector<llama_token> by_weight_;
 };
 
 /// The first position where `a` differs from `b`, or their length if they are equal.

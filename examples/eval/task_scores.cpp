@@ -9,6 +9,7 @@
 #include <numeric>
 #include <optional>
 
+#include "generation.hpp"
 #include "job.hpp"
 #include "logits.hpp"
 #include "retrieval_attention.hpp"
@@ -49,8 +50,9 @@ struct tokenized_task {
 std::vector<tokenized_task> tokenize_tasks(const model& model, const arguments& a) {
   std::vector<tokenized_task> tasks;
   int too_long = 0;
+  const auto [before, behind] = a.chats ? model.around_message() : std::pair<std::string, std::string>{};
   for (const task& t : a.questions) {
-    tokenized_task tokens{t, model.tokenize(t.prompt), {}};
+    tokenized_task tokens{t, model.tokenize(before + t.prompt), {}};
     const auto where = "'" + a.tasks + "' line " + std::to_string(t.line);
     if (tokens.prompt.size() < 2)
       throw file_error(where + " has a prompt of " + std::to_string(tokens.prompt.size()) +
@@ -58,7 +60,10 @@ std::vector<tokenized_task> tokenize_tasks(const model& model, const arguments& 
     std::size_t longest = 0;
     for (const question& q : t.questions) {
       auto& made = tokens.questions.emplace_back();
-      made.lead = q.text.empty() ? std::vector{tokens.prompt.back()} : model.tokenize(q.text, false);
+      if (!q.text.empty()) made.lead = model.tokenize(q.text, false);
+      const auto end = model.tokenize_part_of_chat(behind);
+      made.lead.insert(made.lead.end(), end.begin(), end.end());
+      if (made.lead.empty()) made.lead = {tokens.prompt.back()};
       for (const auto& choice : q.choices) made.choices.push_back(model.tokenize(choice, false));
       if (!q.continuation.empty()) made.continuation = model.tokenize(q.continuation, false);
       for (const std::string& answer : q.answers)
@@ -69,7 +74,7 @@ std::vector<tokenized_task> tokenize_tasks(const model& model, const arguments& 
                            " are decoded; ask for a shorter one, or give \"max_tokens\"");
       longest = std::max(longest, made.lead.size() + made.continuation.size());
     }
-    if (t.questions.front().text.empty()) tokens.prompt.pop_back();
+    if (t.questions.front().text.empty() && behind.empty()) tokens.prompt.pop_back();
     too_long += static_cast<int>(tokens.prompt.size() + longest) > model.shape().trained_context;
     tasks.push_back(std::move(tokens));
   }
@@ -99,6 +104,13 @@ bool stands_in(const std::string& text, const std::string& answer) {
   for (std::size_t at = text.find(answer); at != std::string::npos; at = text.find(answer, at + 1))
     if (stands_at(text, at, answer)) return true;
   return false;
+}
+
+/// Where the first of the words begins that stands in the text; npos for none.
+std::size_t first_of(const std::string& text, std::span<const std::string> words) {
+  std::size_t first = std::string::npos;
+  for (const std::string& word : words) first = std::min(first, text.find(word));
+  return first;
 }
 
 /// A text after a prompt, token by token.
@@ -132,20 +144,23 @@ class candidate {
     return result;
   }
 
-  /// The most likely tokens: until there is a little more text than the answer has, at most a line, or for what may
-  /// stand anywhere as many as the question says.
-  std::string answer(std::span<const llama_token> lead, const question& q) {
+  /// Tokens that are chosen one by one: until a stop, or until there is a little more text than the answer has, at most
+  /// a line, or for what may stand anywhere as many as the question says.
+  std::string answer(std::span<const llama_token> lead, const question& q, sampler& choice) {
     std::string text;
     auto logits = after(lead);
     for (int i = 0; i <= q.max_tokens; ++i) {
-      const llama_token token = most_likely(logits);
+      const llama_token token = choice.choose(logits);
       if (model_.ends(token) || (q.anywhere && i == q.max_tokens)) break;
       text += model_.to_text(token);
+      const std::size_t stop = first_of(text, q.stops);
+      text.resize(std::min(text.size(), stop));
       if (!q.anywhere) {
         const std::string line = first_line(text);
         const bool ended = line.size() < trimmed(text).size() || (!line.empty() && text.back() == '\n');
         if (ended || line.size() > q.answers.front().size()) return line;
       }
+      if (stop != std::string::npos) break;
       logits = next(token);
     }
     return q.anywhere ? text : first_line(text);
@@ -173,8 +188,9 @@ class candidate {
 /// What a contender made of one question.
 struct outcome {
   bool chooses = false;
-  bool right = false;
-  double share = 0;  ///< of the answers found, or of the continuation's tokens that were most likely
+  bool right = false;  ///< of several samples the first
+  double share = 0;    ///< of the answers found, or of the continuation's tokens that were most likely
+  int right_samples = 0;
   std::optional<double> loss{};  ///< of the right choice, or of the continuation, per token
 };
 
@@ -196,10 +212,11 @@ struct outcomes {
 outcome ask(job& j, const contender& c, candidate& who, const tokenized_task& t, std::size_t nth) {
   const question& q = t.asked.questions[nth];
   const auto& tokens = t.questions[nth];
-  nlohmann::ordered_json at{{"task", t.asked.line},
-                            {"question", nth},
-                            {"prompt_tokens", t.prompt.size() + (q.text.empty() ? 1 : 0)},
-                            {"route", "in_place"}};
+  nlohmann::ordered_json at{
+      {"task", t.asked.line},
+      {"question", nth},
+      {"prompt_tokens", t.prompt.size() + (q.text.empty() && !j.options().chats ? 1 : 0)},
+      {"route", "in_place"}};
   if (!q.group.empty()) at["group"] = q.group;
   if (q.depth >= 0) at["depth"] = q.depth;
   outcome result;
@@ -207,24 +224,39 @@ outcome ask(job& j, const contender& c, candidate& who, const tokenized_task& t,
     std::vector<double> losses;
     for (const auto& choice : tokens.choices) losses.push_back(who.force(tokens.lead, choice).loss);
     const auto best = std::min_element(losses.begin(), losses.end()) - losses.begin();
-    result = {true, best == q.correct, best == q.correct ? 1.0 : 0.0,
-              losses[static_cast<std::size_t>(q.correct)]};
+    const bool right = best == q.correct;
+    result = {.chooses = true,
+              .right = right,
+              .share = right ? 1.0 : 0.0,
+              .loss = losses[static_cast<std::size_t>(q.correct)]};
     at["chosen"] = best;
     at["losses"] = losses;
   } else if (!q.answers.empty()) {
-    const std::string text = who.answer(tokens.lead, q);
-    const auto found = std::count_if(q.answers.begin(), q.answers.end(), [&](const std::string& answer) {
-      return q.anywhere ? stands_in(text, answer) : stands_at(text, 0, answer);
-    });
-    result.share = static_cast<double>(found) / static_cast<double>(q.answers.size());
-    result.right = found == static_cast<std::ptrdiff_t>(q.answers.size());
-    at["answered"] = text;
+    std::vector<std::string> texts;
+    for (int sample = 0; sample < std::max(1, j.options().samples); ++sample) {
+      sampling how = j.options().samples > 0 ? j.options().sampled : sampling{};
+      how.seed += static_cast<std::uint64_t>(sample);
+      sampler choice(how);
+      texts.push_back(who.answer(tokens.lead, q, choice));
+      const auto found = std::count_if(q.answers.begin(), q.answers.end(), [&](const std::string& answer) {
+        return q.anywhere ? stands_in(texts.back(), answer) : stands_at(texts.back(), 0, answer);
+      });
+      const bool right = found == static_cast<std::ptrdiff_t>(q.answers.size());
+      result.right_samples += right;
+      if (sample > 0) continue;
+      result.right = right;
+      result.share = static_cast<double>(found) / static_cast<double>(q.answers.size());
+    }
+    at["answered"] = texts.front();
+    if (texts.size() > 1) at["samples"] = texts, at["right_samples"] = result.right_samples;
   }
   if (!tokens.continuation.empty()) {
     const forced_text forced = who.force(tokens.lead, tokens.continuation);
     result.loss = forced.loss;
     if (q.answers.empty()) result.right = forced.likely == 1, result.share = forced.likely;
   }
+  // What is not sampled is right in every sample or in none.
+  if (q.answers.empty()) result.right_samples = result.right ? j.options().samples : 0;
   at["share"] = result.share;
   if (result.loss) at["loss"] = *result.loss;
   j.lines().add("task", c.name, "right", result.right, "", at);
@@ -246,6 +278,13 @@ std::vector<std::vector<double>> by_prompt(const group_of_questions& group, cons
     if (!some.empty()) all.push_back(std::move(some));
   }
   return all;
+}
+
+/// The chance that one or more of `k` samples are right, drawn from `n` of which `right` are: pass@k without bias.
+double pass_at(int k, int n, int right) {
+  double none = 1;
+  for (int i = 0; i < k; ++i) none *= std::max(0.0, static_cast<double>(n - right - i)) / (n - i);
+  return 1 - none;
 }
 
 /// How a contender's answers differ from another's, question by question.
@@ -286,6 +325,10 @@ void show_group(job& j, const std::string& name, const group_of_questions& group
   auto& head = rows.front();
   if (!by_loss_only) head.insert(head.end(), {"right (95 %)", "in part", "p, full"});
   if (!by_loss_only && quest != contenders.end()) head.push_back("p, quest");
+  const int samples = j.options().samples;
+  if (samples > 1)
+    head.insert(head.end(),
+                {"avg@" + std::to_string(samples) + " (95 %)", "pass@" + std::to_string(samples)});
   head.insert(head.end(), {"loss", "over full (95 %)"});
   for (std::size_t who = 0; who < contenders.size(); ++who) {
     const outcomes& of = scores[who];
@@ -322,6 +365,27 @@ void show_group(job& j, const std::string& name, const group_of_questions& group
                              fixed(100 * in_part, 0) + " %", against_full});
       if (quest != contenders.end()) row.push_back(against_quest);
     }
+    if (samples > 1) {
+      std::vector<std::vector<double>> shares;
+      for (const auto& prompt : group) {
+        shares.emplace_back();
+        for (const std::size_t q : prompt)
+          shares.back().push_back(static_cast<double>(of.all[q].right_samples) / samples);
+      }
+      const estimate average = group_bootstrap(shares);
+      add("average", average.value, "of samples",
+          {{"samples", samples}, {"low", average.low}, {"high", average.high}});
+      double pass = 0;
+      for (int k = 1; k <= samples; k = k < samples ? std::min(2 * k, samples) : k + 1) {
+        pass = 0;
+        for (const auto& prompt : group)
+          for (const std::size_t q : prompt) pass += pass_at(k, samples, of.all[q].right_samples) / count;
+        add("pass", pass, "of questions", {{"samples", samples}, {"k", k}});
+      }
+      row.insert(row.end(), {fixed(100 * average.value, 0) + " % (" + fixed(100 * average.low, 0) + " .. " +
+                                 fixed(100 * average.high, 0) + " %)",
+                             fixed(100 * pass, 0) + " %"});
+    }
     const auto losses = by_prompt(group, of, [&](std::size_t q) { return *of.all[q].loss; });
     if (losses.empty()) {
       row.insert(row.end(), {"", ""});
@@ -338,9 +402,15 @@ void show_group(job& j, const std::string& name, const group_of_questions& group
     }
     rows.push_back(std::move(row));
   }
-  j.say("\n" + table(rows) +
-        (by_loss_only ? "full attention has fewer than 60 % of these right: they are compared by loss alone\n"
-                      : ""));
+  j.say(
+      "\n" + table(rows) +
+      std::string(
+          samples > 1
+              ? "right, in part, p: of the first sample; avg: samples that are right, 95 % by a bootstrap of "
+                "prompts; pass:\nquestions with a right one\n"
+              : "") +
+      (by_loss_only ? "full attention has fewer than 60 % of these right: they are compared by loss alone\n"
+                    : ""));
 }
 
 /// What was written of a whole file before there were groups.

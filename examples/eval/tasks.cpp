@@ -22,7 +22,8 @@ constexpr const char* white_space = " \t\r\n\v\f";
 /// One line of the file, whose faults name it.
 class reader {
  public:
-  reader(const std::string& name, int line) : where_("'" + shortened(name) + "' line " + std::to_string(line) + " ") {}
+  reader(const std::string& name, int line)
+      : where_("'" + shortened(name) + "' line " + std::to_string(line) + " ") {}
 
   task read(const std::string& text) const {
     if (nests_too_deep(text))
@@ -98,6 +99,10 @@ class reader {
       if (!most.is_number_integer() || most.get<std::int64_t>() < 1 || most.get<std::int64_t>() > 4096)
         fail("has a \"max_tokens\" that is no whole number from 1 to 4096");
       q.max_tokens = most.get<int>();
+    }
+    if (object.contains("stop")) {
+      const json& stop = object.at("stop");
+      q.stops = stop.is_string() ? std::vector{string_at(object, "stop")} : strings_of(stop, "stop", 1);
     }
   }
 
@@ -182,7 +187,8 @@ std::vector<task> parse_tasks(std::istream& lines, const std::string& name) {
     tasks.push_back(reader(name, number).read(line));
     tasks.back().line = number;
   }
-  if (lines.bad()) throw file_error("'" + shortened(name) + "' cannot be read after line " + std::to_string(number));
+  if (lines.bad())
+    throw file_error("'" + shortened(name) + "' cannot be read after line " + std::to_string(number));
   if (tasks.empty()) throw file_error("'" + shortened(name) + "' has no task; give a JSON object a line");
   return tasks;
 }

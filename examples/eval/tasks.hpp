@@ -21,15 +21,16 @@ struct question {
   std::vector<std::string> answers;  ///< without white space around them
   bool anywhere = false;
   int max_tokens = 64;
-  std::string continuation;  ///< with the space that belongs at its beginning
-  std::string group;         ///< whose table it counts in; empty: that of the file
-  double depth = -1;         ///< of what is asked for, 0 to 1; below 0: not said
+  std::vector<std::string> stops;  ///< an answer ends before the first of them
+  std::string continuation;        ///< with the space that belongs at its beginning
+  std::string group;               ///< whose table it counts in; empty: that of the file
+  double depth = -1;               ///< of what is asked for, 0 to 1; below 0: not said
 };
 
 /// A line of the file: {"prompt": "...", "choices": ["...", "..."], "correct": 0}, {"prompt": "...", "answer": "..."},
 /// {"prompt": "...", "answers": ["...", "..."], "max_tokens": 32} or {"prompt": "...", "continuation": "..."}; or, for
 /// several questions on one prompt, {"prompt": "...", "questions": [{"question": "...", "answer": "..."}, ...]}.
-/// "group", "depth" and "max_tokens" may be the line's or a question's. Other members are left alone.
+/// "group", "depth", "max_tokens" and "stop" (a string, or several) may be the line's or a question's. Other members are left alone.
 struct task {
   int line = 0;  ///< from 1
   std::string prompt;

@@ -14,7 +14,7 @@ using namespace freekv::examples;
 using tokens = std::vector<llama_token>;
 
 std::vector<double> frequencies(double temperature, const std::vector<float>& logits, const tokens& never) {
-  sampler s(temperature, 5, never);
+  sampler s({.temperature = temperature, .seed = 5}, never);
   std::vector<double> counts(logits.size());
   for (int i = 0; i < 20000; ++i) counts[static_cast<std::size_t>(s.choose(logits))] += 1.0 / 20000;
   return counts;
@@ -24,8 +24,8 @@ std::vector<double> frequencies(double temperature, const std::vector<float>& lo
 
 TEST_CASE("at temperature 0 the most likely token is chosen that may be") {
   const std::vector<float> logits{1, 4, 3, -2};
-  CHECK(sampler(0, 1, {}).choose(logits) == 1);
-  CHECK(sampler(0, 1, {1}).choose(logits) == 2);
+  CHECK(sampler({}).choose(logits) == 1);
+  CHECK(sampler({}, {1}).choose(logits) == 2);
 }
 
 TEST_CASE("sampling follows the softmax of the logits over the temperature") {
@@ -41,7 +41,8 @@ TEST_CASE("sampling follows the softmax of the logits over the temperature") {
 
 TEST_CASE("samplers of one seed choose alike, of two seeds do not") {
   const std::vector<float> logits(50, 0.0f);
-  sampler a(1, 7, {}), b(1, 7, {}), other(1, 8, {});
+  sampler a({.temperature = 1, .seed = 7}), b({.temperature = 1, .seed = 7}),
+      other({.temperature = 1, .seed = 8});
   int alike = 0, unlike = 0;
   for (int i = 0; i < 100; ++i) {
     const auto token = a.choose(logits);
@@ -50,6 +51,24 @@ TEST_CASE("samplers of one seed choose alike, of two seeds do not") {
   }
   CHECK(alike == 100);
   CHECK(unlike > 80);
+}
+
+TEST_CASE("top-p keeps the fewest and most likely tokens that have the share") {
+  const std::vector<float> logits{std::log(0.1f), std::log(0.4f), std::log(0.2f), std::log(0.3f)};
+  const auto seen = [&](double top_p) {
+    sampler s({.temperature = 1, .top_p = top_p, .seed = 9});
+    std::vector<double> counts(4);
+    for (int i = 0; i < 20000; ++i) counts[static_cast<std::size_t>(s.choose(logits))] += 1.0 / 20000;
+    return counts;
+  };
+  const auto margin = Approx(0).margin(0.015);
+  const auto most = seen(0.3), two = seen(0.65), three = seen(0.75), all = seen(1);
+  CHECK(most[1] == 1);
+  CHECK(two[0] + two[2] == 0);
+  CHECK(two[1] - 4.0 / 7 == margin);
+  CHECK(three[0] == 0);
+  CHECK(three[2] - 2.0 / 9 == margin);
+  CHECK(all[0] - 0.1 == margin);
 }
 
 TEST_CASE("where two texts part, and how much they agree") {

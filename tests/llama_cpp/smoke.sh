@@ -13,6 +13,10 @@ common=(--model "$model" --text "$texts/hacker-folklore.txt" --threads 1)  # of 
 python3 -B "$texts/../tasks.py" "$folder/made.jsonl" --lengths 300 --prompts 1 --tasks needles multivalue variables
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/made" \
   --section tasks --tasks "$folder/made.jsonl" --variant streaming_llm --variant quest --budget 256 --commit smoke
+sed 's/^{/{"stop": "\\n", /' "$texts/tasks.jsonl" >"$folder/stops.jsonl"
+"$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/chat" \
+  --section tasks --tasks "$folder/stops.jsonl" --variant streaming_llm --budget 256 --chat --samples 3 --temperature 0.8 \
+  --top-p 0.9 --commit smoke
 for layer in $(seq 0 29); do echo "$layer 0 complete"; done >"$folder/heads.txt"
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/full" \
   --full --section quality --section budgets --section taus --section lengths --variant freekv --variant razor_attention \
@@ -33,7 +37,8 @@ done
 
 # A file that is no model, a text too short, and options that cannot be get one sentence and exit code 2.
 for wrong in "--model $0" "--text $0 --prompt 50000" "--variant nonsense" "--budget 100" "--variant razor_attention" \
-  "--section nonsense" "--section generate" "--section continuation" "--own-continuation 3" "--tasks $0 --section tasks" "--temperature -1" "--section batch" "--batch 1" \
+  "--section nonsense" "--section generate" "--section continuation" "--own-continuation 3" "--tasks $0 --section tasks" "--temperature -1" "--top-p 0.5" "--top-p 0 --temperature 1" \
+  "--samples 2" "--section batch" "--batch 1" \
   "--batch 100000" "--batch 4 --prompt 16000" "--section draft" "--draft 1" "--draft 13 --steps 12"; do
   status=0
   # shellcheck disable=SC2086
@@ -130,6 +135,15 @@ for (group, case, metric), line in made.items():
 assert ("needles, 300", "streaming_llm", "p_quest") in made and ("needles, 300", "quest", "p_quest") not in made
 asked = [l for l in results("made") if l["bench"] == "task" and l["case"] == "full"]
 assert [l["question"] for l in asked] == [*range(8), 0, 0, 1] and all(l["loss"] > 0 for l in asked)
+chat = results("chat")
+sampled = [l for l in chat if l["bench"] == "task" and "samples" in l]
+assert len(sampled) == 4 and all(len(l["samples"]) == 3 and 0 <= l["right_samples"] <= 3 for l in sampled)
+assert not any("\n" in text.strip() for l in sampled for text in l["samples"])
+assert len({text for l in sampled for text in l["samples"]}) > len(sampled)
+passes = {(l["case"], l["k"]): l["value"] for l in chat if l["metric"] == "pass"}
+average = {l["case"]: l["value"] for l in chat if l["metric"] == "average"}
+for case in ("full", "streaming_llm"):
+    assert abs(passes[case, 1] - average[case]) < 1e-9 and passes[case, 1] <= passes[case, 2] <= passes[case, 3]
 assert value["quality", "quest", "corrected"] == 1
 assert 0 < value["quality", "freekv", "corrected"] < 1
 assert 0 < value["quality", "freekv", "slices_critical"] <= value["quality", "freekv", "slices_recalled"]

@@ -106,6 +106,18 @@ TEST_CASE("one prompt has several questions, which share what its line says", "[
   CHECK(q[2].max_tokens == 3);
 }
 
+TEST_CASE("an answer's stops are a string or several, of a line or of a question", "[tasks]") {
+  const auto tasks =
+      parse(R"({"prompt": "p", "answer": "x", "stop": "\n\n"})"
+            "\n"
+            R"({"prompt": "p", "stop": ["a", "b"], "questions": [)"
+            R"({"question": "q", "answer": "x"}, {"question": "r", "answer": "x", "stop": ["c"]}]})");
+  REQUIRE(tasks.size() == 2);
+  CHECK(tasks[0].questions.at(0).stops == std::vector<std::string>{"\n\n"});
+  CHECK(tasks[1].questions.at(0).stops == std::vector<std::string>{"a", "b"});
+  CHECK(tasks[1].questions.at(1).stops == std::vector<std::string>{"c"});
+}
+
 TEST_CASE("a last line without a line break counts, and escapes are text") {
   const auto tasks = parse(R"({"prompt": "a\nb \u00e9", "answer": "x"})");
   REQUIRE(tasks.size() == 1);
@@ -150,6 +162,9 @@ TEST_CASE("every fault is a sentence with the file and the line") {
       {R"({"prompt": "p", "answer": "a", "depth": "deep"})", {"\"depth\"", "0 to 1"}},
       {R"({"prompt": "p", "answer": "a", "max_tokens": 0})", {"\"max_tokens\"", "1 to 4096"}},
       {R"({"prompt": "p", "answer": "a", "max_tokens": 1e9})", {"\"max_tokens\""}},
+      {R"({"prompt": "p", "answer": "a", "stop": 3})", {"\"stops\"", "number", "array"}},
+      {R"({"prompt": "p", "answer": "a", "stop": ""})", {"empty \"stop\""}},
+      {R"({"prompt": "p", "answer": "a", "stop": ["b", 4]})", {"stop 1", "number"}},
       {R"({"prompt": "p", "questions": []})", {"\"questions\"", "one or more"}},
       {R"({"prompt": "p", "questions": {"question": "q", "answer": "a"}})", {"\"questions\"", "array"}},
       {R"({"prompt": "p", "questions": [7]})", {"question 0 is a JSON number"}},
@@ -206,7 +221,8 @@ TEST_CASE("objects and arrays nest no deeper than a task needs") {
   for (const int levels : {100, 100000}) {
     const auto count = static_cast<std::size_t>(levels);
     const std::string deep = std::string(count, '[') + std::string(count, ']');
-    for (const std::string& line : {deep, R"({"prompt": )" + deep + "}", R"({"prompt": "p", "choices": )" + deep + "}"})
+    for (const std::string& line :
+         {deep, R"({"prompt": )" + deep + "}", R"({"prompt": "p", "choices": )" + deep + "}"})
       tests::check_mentions(fault_of(good + "\n" + line), {"some.jsonl", "line 2", "deeper than 32"});
   }
   CHECK(parse(R"({"prompt": "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[", "answer": "\"[[["})").size() == 1);
