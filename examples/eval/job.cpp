@@ -110,8 +110,8 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
 /// How much of --text the sections need.
 int text_tokens(const arguments& a) {
   int needed = 1;
-  for (const char* name :
-       {"quality", "budgets", "taus", "speed", "continuation", "generate", "draft", "frontier"})
+  for (const char* name : {"quality", "budgets", "taus", "poolings", "queries", "speed", "continuation",
+                           "generate", "draft", "frontier"})
     if (a.does(name)) needed = std::max(needed, a.prompt + std::max(a.steps, a.deep_steps) + 1);
   if (a.does("batch")) needed = std::max(needed, a.prompt + a.steps + a.batch);  // different parts
   if (a.does("lengths"))
@@ -168,6 +168,8 @@ constexpr std::array all_sections{section{"needles", compare_needles, 0.53},
                                   section{"quality", compare_quality, 0.37},
                                   section{"budgets", compare_budgets},
                                   section{"taus", compare_taus},
+                                  section{"poolings", compare_poolings},
+                                  section{"queries", compare_queries},
                                   section{"speed", compare_speed, 0.1},
                                   section{"lengths", compare_lengths},
                                   section{"continuation", compare_continuation},

@@ -75,6 +75,10 @@ void compare_quality(job& j);
 void compare_budgets(job& j);
 /// Corrections and pages changed against the correction threshold, by layer.
 void compare_taus(job& j);
+/// Perplexity, divergence and mass of pooling rules and summaries.
+void compare_poolings(job& j);
+/// Cosines of successive steps' queries, by layer and head.
+void compare_queries(job& j);
 /// Decoding speed, in turns with llama.cpp itself.
 void compare_speed(job& j);
 /// The same against the context's length.

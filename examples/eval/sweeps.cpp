@@ -5,6 +5,7 @@
 
 #include "job.hpp"
 #include "quality.hpp"
+#include "statistics.hpp"
 
 namespace freekv::examples {
 
@@ -83,6 +84,48 @@ void compare_taus(job& j) {
         "not in "
         "the\nstep before, a KV head and step. Budget " +
         std::to_string(a.common.budget) + ", route resident.\n");
+}
+
+void compare_poolings(job& j) {
+  const arguments& a = j.options();
+  const std::vector<std::string> compared{"min_max", "mean"};
+  std::vector<std::vector<std::string>> rows{
+      {"KL, 1/1000 nat (95 %), " + std::to_string(a.steps) + " tokens after " + std::to_string(a.prompt)}};
+  for (const auto& summary : compared) rows[0].insert(rows[0].end(), {summary, "mass"});
+  full_logits logits;
+  const auto measure = [&](const contender& c) {
+    return measure_quality(c, a.common, j.model(), {j.prompt(), j.after_prompt(), "pooling"}, j.progress(),
+                           &logits);
+  };
+  measure(j.contenders().front());
+  for (const auto& pooling : poolings) {
+    std::vector<std::string> row{std::string(pooling.name)};
+    for (const auto& summary : compared) {
+      contender c{.name = summary + ", " + row.front(), .method = {}};
+      c.method.summary = summary;
+      c.method.pooling = row.front();
+      c.method.correction = "always";  // so that what is selected is this step's
+      const quality q = measure(c);
+      const estimate kl = block_bootstrap(std::span(&q.divergences, 1));
+      row.push_back(fixed(1e3 * kl.value, 1) + " (" + fixed(1e3 * kl.low, 1) + " .. " +
+                    fixed(1e3 * kl.high, 1) + ")");
+      row.push_back(fixed(100 * q.attention.mean_mass(), 1) + " %");
+      const nlohmann::ordered_json at{
+          {"summary", summary}, {"pooling", pooling.name}, {"steps", a.steps}, {"route", "resident"}};
+      j.lines().add("pooling", c.name, "kl", kl.value, "nats", [&] {
+        auto all = at;
+        all.update({{"low", kl.low}, {"high", kl.high}});
+        return all;
+      }());
+      j.lines().add("pooling", c.name, "mass_kept", q.attention.mean_mass(), "", at);
+    }
+    rows.push_back(std::move(row));
+  }
+  j.say("\n" + table(rows) +
+        "KL: of the next token's distribution from full attention's, 95 % by a block bootstrap of steps; "
+        "mass: share "
+        "of full\nattention's softmax mass on what is attended; every head selects anew each step; budget " +
+        std::to_string(a.common.budget) + ", route resident\n");
 }
 
 }  // namespace freekv::examples

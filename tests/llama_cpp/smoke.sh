@@ -19,7 +19,7 @@ sed 's/^{/{"stop": "\\n", /' "$texts/tasks.jsonl" >"$folder/stops.jsonl"
   --top-p 0.9 --commit smoke
 for layer in $(seq 0 29); do echo "$layer 0 complete"; done >"$folder/heads.txt"
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/full" \
-  --full --section quality --section budgets --section taus --section lengths --variant freekv --variant razor_attention \
+  --full --section quality --section budgets --section taus --section poolings --section queries --section lengths --variant freekv --variant razor_attention \
   --head-list "$folder/heads.txt" --prompt 500 --steps 4 --deep-steps 4 --budget 256 --budgets 256 320 --taus 0.5 1 \
   --lengths 400 500 --rounds 1 --timed-steps 2 --commit smoke
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/together" \
