@@ -174,6 +174,32 @@ def heads(results, folder):
     figure.savefig(folder / "heads.png")
 
 
+def queries(results, folder):
+    """Cosines of successive steps' queries: by layer and query head, and by how far apart the steps are."""
+    adjacent = [line for line in results.lines if line["bench"] == "query_cosine"]
+    if not adjacent:
+        return
+    figure, (cells, apart) = plt.subplots(1, 2, figsize=(8.4, 4.6), width_ratios=(1, 1.3), constrained_layout=True)
+    figure.get_layout_engine().set(rect=(0, 0.09, 1, 0.91))
+    image = cells.imshow([line["by_head"] for line in adjacent], cmap="viridis", vmin=0.5, vmax=1, aspect="auto")
+    cells.set_xlabel("query head")
+    cells.set_ylabel("layer")
+    figure.colorbar(image, ax=cells).set_label("cosine of adjacent steps' queries", fontsize=8)
+    for layer in sorted({line["layer"] for line in adjacent}):
+        points = sorted((line["apart"], line["value"]) for line in results.lines
+                        if line["bench"] == "query_cosine_apart" and line["layer"] == layer)
+        apart.plot(*zip(*points), color=plt.get_cmap("plasma")(layer / len(adjacent)), linewidth=1)
+    apart.set_xscale("log", base=2)
+    apart.axhline(0.84, color=QUIET, linestyle=":", linewidth=1)
+    distances = sorted({line["apart"] for line in results.lines if line["bench"] == "query_cosine_apart"})
+    apart.set_xticks(distances, [str(distance) for distance in distances])
+    apart.set_xlabel("steps apart (dark: first layers; dotted: 0.84)")
+    apart.set_ylabel("cosine, mean over heads and steps")
+    run = results.run("query_cosine")
+    footnote(figure, dict(run, tau=math.nan, route="full attention"), f"rotated queries; mean over {run['steps']} steps after {run['prompt']} tokens")
+    figure.savefig(folder / "queries.png")
+
+
 def lines_picture(results, folder, name, bench, key, panels, note, skip=()):
     """`panels`: (metric, factor, title), each over `key`, a line a case."""
     cases = [case for case in results.cases(bench) if case not in skip]
@@ -405,7 +431,7 @@ def main():
         sys.exit("usage: python plot.py RESULTS.jsonl FOLDER")
     results, folder = Results(sys.argv[1]), Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = (needles, quality, speed, depths, budgets, heads, corrections, lengths, summary_frontier, correction_frontier)
+    pictures = (needles, quality, speed, depths, budgets, heads, queries, corrections, lengths, summary_frontier, correction_frontier)
     for picture in pictures:
         picture(results, folder)
     files = [folder / f"{picture.__name__}.png" for picture in pictures]
