@@ -520,6 +520,54 @@ class basic_retrieval_pipeline {
     return write_table(s, entry, 0, blocks);
   }
 
+  /// Queues on the compute stream that tables of what the step's decode rows attend to in a layer are written to memory of
+  /// the device: a `device::block_tables`, for an engine's own kernel to attend to `paged_kv(layer)` by. Between `correct`
+  /// and `finish_layer`; a captured step may have it. Tables of the slots of a layer, or where it keeps none of the store,
+  /// as layers that keep everything do; `all_heads` is of the store alone. Throws usage_error.
+  template <class Tables>
+  requires on_device<backend_type>
+  void queue_tables(int layer, const Tables& to) {
+    const state& s = layer_in(layer, "queue_tables", layer_progress::corrected);
+    const std::string where = "queue_tables: layer " + std::to_string(layer);
+    expect_whole_pages(s, where);
+    if (!s.keeps_slots && s.encoded)
+      throw usage_error(where + " keeps its pages encoded; attend here, or keep slots");
+    if (s.keeps_slots && settings_.any_complete(layer))
+      throw usage_error(where + " has heads that keep everything, in the store, beside slots; attend here");
+    if (const auto kv = paged_kv(layer);
+        to.rows == decltype(to.rows)::folded && kv.block_stride != s.heads.kv * kv.head_stride)
+      throw usage_error(where +
+                        " has blocks whose heads are not pages of their own; take layout hnd for them");
+    if (to.rows == decltype(to.rows)::all_heads && (to.indptr != nullptr || to.indices != nullptr))
+      throw usage_error(where + ": a table of all heads has rows of max_blocks, and no ragged form");
+    const int sequences = in_capture_ ? step_.bounds.entries : static_cast<int>(entries_.size());
+    if (to.sequences < sequences)
+      throw usage_error(where + ": tables are for " + std::to_string(to.sequences) +
+                        " sequences, and there are " + std::to_string(sequences));
+    if (const int most = most_blocks(layer, to.rows); to.max_blocks < most)
+      throw usage_error(where + ": a row has " + std::to_string(most) +
+                        " blocks at most, and there is room for " + std::to_string(to.max_blocks));
+    parts_->stages.write_tables(s, step_, to);
+  }
+  /// Blocks of a row of such a table at most. Throws usage_error for rows that the layer has no table of.
+  template <class Rows>
+  requires on_device<backend_type>
+  int most_blocks(int layer, Rows rows) const {
+    const state& s = layer_of(layer, "most_blocks");
+    if (rows == Rows::all_heads && s.keeps_slots)
+      throw usage_error(
+          "most_blocks: layer " + std::to_string(layer) +
+          " has a slot for pages that differ by head, and no table is for all of them; take one by head");
+    if (settings_.any_complete(layer)) return s.max_pages;
+    const int most = settings_.entries_within(layer);
+    return rows == Rows::all_heads ? std::min(s.max_pages, most + (s.heads.kv - 1) * s.max_selected) : most;
+  }
+  /// Where tables' blocks are: keys, values and strides in elements. The engine does not write there.
+  slot_blocks<element> paged_kv(int layer) const requires on_device<backend_type> {
+    const state& s = layer_of(layer, "paged_kv");
+    return s.keeps_slots ? s.blocks : blocks_of<element>(s.store);
+  }
+
   /// After an engine's own kernel has attended: queues selection and recall for the next step.
   void finish_layer(int layer) {
     const state& s = layer_in(layer, "finish_layer", layer_progress::corrected);
@@ -795,10 +843,8 @@ class basic_retrieval_pipeline {
                         " in this step");
     return s;
   }
-  const step_entry& entry_for_table(int layer, sequence_id id, std::size_t room) const {
-    const state& s = layer_in(layer, "table", layer_progress::corrected);
-    const std::string where = "table: layer " + std::to_string(layer);
-    if (!s.keeps_slots) throw usage_error(where + " keeps no slots; attend from the store");
+  /// Whether what a layer's heads attend to are whole pages, each the same for all query heads of a KV head.
+  static void expect_whole_pages(const state& s, const std::string& where) {
     if (s.mask_words > 0)
       throw usage_error(
           where + " selects for each query head, and a table is for all that share a KV head; attend here");
@@ -807,6 +853,12 @@ class basic_retrieval_pipeline {
     if (s.units_per_page > 1)
       throw usage_error(where + " selects units of " + std::to_string(s.unit.tokens) +
                         " tokens, and a table has whole pages; attend here");
+  }
+  const step_entry& entry_for_table(int layer, sequence_id id, std::size_t room) const {
+    const state& s = layer_in(layer, "table", layer_progress::corrected);
+    const std::string where = "table: layer " + std::to_string(layer);
+    if (!s.keeps_slots) throw usage_error(where + " keeps no slots; attend from the store");
+    expect_whole_pages(s, where);
     if (room < size(s.slots.total()))
       throw usage_error(where + " has " + std::to_string(s.slots.total()) +
                         " slots a sequence, and there is room for " + std::to_string(room));
@@ -823,10 +875,7 @@ class basic_retrieval_pipeline {
     const attention_list pages = s.pages_attended(entry, entry.tokens - 1, head);
     int tokens = 0;
     for (int i = 0; i < pages.size(); ++i) {
-      const int slot = pages.is_selected(i)
-                           ? s.slots.selected_slot(s.selected_slot_of(entry.sequence, head, pages, i))
-                           : s.slot_of_page(pages, i);
-      blocks[size(i)] = static_cast<std::int32_t>(s.blocks.id(s.block(entry.sequence, slot)));
+      blocks[size(i)] = static_cast<std::int32_t>(s.block_attended(entry.sequence, head, pages, i));
       tokens += pages.part(i).tokens;
     }
     return {pages.size(), tokens};

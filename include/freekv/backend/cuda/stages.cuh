@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <freekv/backend/cuda/append.cuh>
 #include <freekv/backend/cuda/attend.cuh>
+#include <freekv/backend/cuda/block_tables.cuh>
 #include <freekv/backend/cuda/cuda_backend.cuh>
 #include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/page_staging.cuh>
@@ -336,6 +337,10 @@ class stages {
   /// The log-mass of each unit that each row attends to.
   void masses(const State& s, const step_view& step, const float* queries, const mass_output& to) {
     with_codec(s, [&](const auto& codec) { launch_unit_masses(s, codec, step, queries, to, compute()); });
+  }
+  /// Tables of what decode rows attend to.
+  void write_tables(const State& s, const step_view& step, const block_tables& to) {
+    launch_tables(s, step, to, compute());
   }
 
  private:
