@@ -65,7 +65,7 @@ class basic_retrieval_pipeline {
   template <class Stages>
   struct step_of {
     using type = no_step;
-    using bounds = no_step::bounds;
+    using bounds = typename no_step::bounds;
   };
   template <class Stages>
   requires on_device<Stages>
