@@ -567,8 +567,40 @@ bool refuses_what_it_lacks() {
          refuses(make_device_codecs, with_codec, "copy engines");
 }
 
+/// Runs a world whose decode steps are replays of a step that is captured when the first of them comes, three of four; counts
+/// the replays.
+void replay_events(world& w, const random_case& c, long& replays) {
+  auto& controls = dynamic_cast<device_controls&>(w.of());
+  const step_runner begun = step_by_step(w.of());
+  // Padded: what is captured is for more than there ever is.
+  const int sequences = (c.options.max_resident == 0 ? c.options.max_sequences : c.options.max_resident) + 1;
+  auto captures = [&, captured = false]() mutable {
+    if (!captured) controls.capture_step(sequences, sequences * c.options.max_decode_rows);
+    captured = true;
+  };
+  dice d(c.seed + 3);
+  bool replayed = false;
+  w.run_steps_by({[&, captures](auto rows) mutable {
+                    replayed = d.below(4) != 0 &&
+                               std::all_of(rows.begin(), rows.end(), [](const freekv::step_input& r) {
+                                 return r.phase == freekv::step_phase::decode;
+                               });
+                    if (!replayed) return begun.begin(rows);
+                    captures();
+                    controls.plan_step(rows);
+                    ++replays;
+                  },
+                  [&](const auto& keys, const auto& values, const auto& queries, auto out, auto lse) {
+                    if (replayed)
+                      controls.replay_step(keys, values, queries, out, lse);
+                    else
+                      begun.run(keys, values, queries, out, lse);
+                  }});
+  w.run();
+}
+
 /// Whether enough was compared for so many cases and worlds; what is too little is printed.
-bool compared_enough(const coverage& seen, const event_counts& counts, std::uint64_t cases,
+bool compared_enough(const coverage& seen, const event_counts& counts, long replays, std::uint64_t cases,
                      std::uint64_t worlds) {
   bool enough = true;
   const auto expect = [&](const char* what, long number, long least) {
@@ -587,6 +619,7 @@ bool compared_enough(const coverage& seen, const event_counts& counts, std::uint
     expect("forks", counts.forks, 1);
     expect("truncations", counts.truncations, 8);
     expect("preemptions", counts.preemptions, 4);
+    expect("replays of captured steps", replays, 20);
   }
   return enough;
 }
@@ -603,6 +636,7 @@ int main() {
   const std::uint64_t worlds = number_from("FREEKV_WORLDS", count / 8);
   coverage seen;
   event_counts counts;
+  long replays = 0;
   int failed = 0;
   const auto run = [&](const random_case& c, const auto& compare) {
     try {
@@ -636,6 +670,12 @@ int main() {
     const made_of what = kind_of(seed);
     const random_case c = make_device_events(seed, what);
     run(c, [&] { world(c, make(what, c), seen, counts).run(); });
+    random_case captured = c;
+    captured.options.copy_engines = false;  // which wait for the host
+    run(captured, [&] {
+      world w(captured, make(what, captured), seen, counts);
+      replay_events(w, captured, replays);
+    });
   }
   for (std::uint64_t seed = first; seed < first + worlds; ++seed)
     failed += !same_bits_in_any_batch(seed, seed % 3 == 0   ? made_of::codecs
@@ -653,9 +693,9 @@ int main() {
       "%d of %d cases and %d worlds failed; compared %ld steps, %ld firm selections, %ld head outputs; "
       "corrected %ld, "
       "recalled %ld, promoted %ld; %ld prompts, %ld forks, %ld truncations, %ld preemptions, %ld pages "
-      "copied, %ld refusals for want of blocks\n",
+      "copied, %ld refusals for want of blocks, %ld steps replayed\n",
       failed, static_cast<int>(count), static_cast<int>(worlds), seen.steps, seen.firm_selections,
       seen.compared_outputs, seen.corrected, seen.recalled, seen.promoted, counts.prompts, counts.forks,
-      counts.truncations, counts.preemptions, counts.pages_copied, counts.refused_blocks);
-  return failed == 0 && compared_enough(seen, counts, count, worlds) ? 0 : 1;
+      counts.truncations, counts.preemptions, counts.pages_copied, counts.refused_blocks, replays);
+  return failed == 0 && compared_enough(seen, counts, replays, count, worlds) ? 0 : 1;
 }

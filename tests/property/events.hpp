@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <utility>
 
@@ -63,6 +64,22 @@ inline random_case make_events(std::uint64_t seed) {
   return c;
 }
 
+/// How a world runs a step: `begin` refuses what does not fit, `run` does all of it.
+struct step_runner {
+  std::function<void(std::span<const freekv::step_input>)> begin;
+  std::function<void(const std::vector<float>& keys, const std::vector<float>& values,
+                     const std::vector<float>& queries, std::span<float> out, std::span<float> lse)>
+      run;
+};
+inline step_runner step_by_step(freekv::examples::pipeline& p) {
+  return {[&p](auto rows) { p.begin_step(rows); },
+          [&p](const auto& keys, const auto& values, const auto& queries, auto out, auto lse) {
+            p.append(0, keys, values, queries);
+            p.attend(0, out, lse);
+            p.end_step();
+          }};
+}
+
 /// Draws events and compares what they give. `c` outlives it.
 class world {
  public:
@@ -71,9 +88,13 @@ class world {
       : c_(c),
         dice_(c.seed ^ 0x5555ull),
         pipeline_(std::move(pipeline)),
+        runner_(step_by_step(*pipeline_)),
         free_at_first_(pipeline_->free_pages()),
         seen_(seen),
         counts_(counts) {}
+
+  void run_steps_by(step_runner runner) { runner_ = std::move(runner); }
+  freekv::examples::pipeline& of() { return *pipeline_; }
 
   void run() {
     for (event_ = 0; event_ < events; ++event_) {
@@ -249,7 +270,7 @@ class world {
       fits = fits && p.l->expected.length() + p.tokens <= c_.options.max_tokens;
     }
     fits = fits && needed <= free_at_first_ - pages_in_use();
-    if (!accepted(fits, "step", [&] { pipeline_->begin_step(rows); })) return;
+    if (!accepted(fits, "step", [&] { runner_.begin(rows); })) return;
 
     std::vector<float> queries, keys, values;
     for (part& p : parts) {
@@ -269,9 +290,7 @@ class world {
     }
     const auto query_row = n(c_.options.query_heads * c_.options.head_dim);
     std::vector<float> out(queries.size()), lse(queries.size() / query_row * n(c_.options.query_heads));
-    pipeline_->append(0, keys, values, queries);
-    pipeline_->attend(0, out, lse);
-    pipeline_->end_step();
+    runner_.run(keys, values, queries, out, lse);
 
     std::size_t row = 0;
     for (const part& p : parts) {
@@ -327,6 +346,7 @@ class world {
   const random_case& c_;
   dice dice_;
   std::unique_ptr<freekv::examples::pipeline> pipeline_;
+  step_runner runner_;
   int free_at_first_;
   coverage& seen_;
   event_counts& counts_;

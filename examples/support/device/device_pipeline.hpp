@@ -44,6 +44,13 @@ class device_controls {
   /// Launches are sized for at least so many sequences, rows of all and pages of one, for decode rows, prompts of as many
   /// tokens as these pages have, and pages that are shared, whatever a step brings.
   virtual void size_launches_for(int sequences, int rows, int pages) = 0;
+  /// Captures a step of so many sequences and rows of all, for `replay_step`.
+  virtual void capture_step(int sequences, int rows) = 0;
+  /// A captured step in place of begin_step, the layers' calls and end_step: rows and outputs lie in memory as theirs, layer
+  /// after layer. `plan_step` waits where it must; then comes one `replay_step`, which waits for its outputs.
+  virtual void plan_step(std::span<const step_input> rows) = 0;
+  virtual void replay_step(std::span<const float> keys, std::span<const float> values,
+                           std::span<const float> queries, std::span<float> out, std::span<float> lse) = 0;
   /// Heads that are flagged in the last step, of all its sequences.
   virtual int flagged_heads(int layer) const = 0;
 };

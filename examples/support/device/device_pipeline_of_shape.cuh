@@ -31,6 +31,7 @@ class device_array {
     }
     return {data_, count};
   }
+  std::span<T> all() { return {data_, size_}; }
   std::span<const T> of(std::span<const T> host, cudaStream_t stream) {
     const std::span<T> there = sized(host.size());
     if (!host.empty())
@@ -77,6 +78,10 @@ class device_pipeline_of_shape : public pipeline, public device_controls {
     const memory_bytes& bytes = pipeline_.bytes();
     if (slow_.taken() != bytes.store + bytes.host_copies || slow_.taken() + fast_.taken() != bytes.total())
       throw std::logic_error("the pipeline has taken other memory than it says");
+  }
+
+  ~device_pipeline_of_shape() override {
+    if (captured_ != nullptr) cudaGraphExecDestroy(captured_);
   }
 
   sequence_id open() override { return pipeline_.open(); }
@@ -140,6 +145,57 @@ class device_pipeline_of_shape : public pipeline, public device_controls {
                                 .prompts = true,
                                 .copies = true});
   }
+  void capture_step(int sequences, int rows) override {
+    const auto& s = pipeline_.configuration();
+    const auto n = [](std::int64_t x) { return static_cast<std::size_t>(x); };
+    const std::size_t keys = n(rows) * n(s.kv_heads * Implementation::head_dim),
+                      lse = n(rows) * n(s.query_heads), queries = lse * n(Implementation::head_dim);
+    for (auto& [array, width] : {std::pair{&captured_keys_, keys},
+                                 {&captured_values_, keys},
+                                 {&captured_queries_, queries},
+                                 {&captured_out_, queries},
+                                 {&captured_lse_, lse}})
+      array->sized(width * n(s.layers));
+    device::check(cudaStreamBeginCapture(compute_.get(), cudaStreamCaptureModeThreadLocal),
+                  "cudaStreamBeginCapture");
+    pipeline_.begin_captured_step({.entries = sequences, .rows = rows});
+    for (int layer = 0; layer < s.layers; ++layer) {
+      const auto part = [&](device_array<float>& all, std::size_t width) {
+        return all.sized(width * n(s.layers)).subspan(n(layer) * width, width);
+      };
+      pipeline_.template append<float>(layer, {part(captured_keys_, keys), part(captured_values_, keys),
+                                               part(captured_queries_, queries)});
+      pipeline_.attend(layer, part(captured_out_, queries), part(captured_lse_, lse));
+    }
+    pipeline_.end_step();
+    cudaGraph_t graph = nullptr;
+    device::check(cudaStreamEndCapture(compute_.get(), &graph), "cudaStreamEndCapture");
+    device::check(cudaGraphInstantiate(&captured_, graph, 0), "cudaGraphInstantiate");
+    device::check(cudaGraphDestroy(graph), "cudaGraphDestroy");
+  }
+  void plan_step(std::span<const step_input> rows) override {
+    pipeline_.reserve(rows);
+    while (!pipeline_.plan(rows)) pipeline_.wait();
+  }
+  void replay_step(std::span<const float> keys, std::span<const float> values, std::span<const float> queries,
+                   std::span<float> out, std::span<float> lse) override {
+    const auto layers = static_cast<std::size_t>(pipeline_.configuration().layers);
+    const auto copy = [&]<class To, class From>(std::span<To> to, std::span<From> from, cudaMemcpyKind kind) {
+      const std::size_t to_each = to.size() / layers, from_each = from.size() / layers,
+                        each = std::min(to_each, from_each);
+      for (std::size_t layer = 0; layer < layers && each > 0; ++layer)
+        device::check(cudaMemcpyAsync(to.data() + layer * to_each, from.data() + layer * from_each,
+                                      each * sizeof(float), kind, compute_.get()),
+                      "cudaMemcpyAsync");
+    };
+    copy(captured_keys_.all(), keys, cudaMemcpyHostToDevice);
+    copy(captured_values_.all(), values, cudaMemcpyHostToDevice);
+    copy(captured_queries_.all(), queries, cudaMemcpyHostToDevice);
+    device::check(cudaGraphLaunch(captured_, compute_.get()), "cudaGraphLaunch");
+    copy(out, captured_out_.all(), cudaMemcpyDeviceToHost);
+    copy(lse, captured_lse_.all(), cudaMemcpyDeviceToHost);
+    device::check(cudaStreamSynchronize(compute_.get()), "cudaStreamSynchronize");
+  }
   int flagged_heads(int layer) const override { return pipeline_.flagged_heads(layer); }
 
  private:
@@ -160,6 +216,8 @@ class device_pipeline_of_shape : public pipeline, public device_controls {
   typename Implementation::backend_type backend_;
   device_array<element> keys_, values_;
   device_array<float> float_keys_, float_values_, queries_, out_, lse_, masses_;
+  device_array<float> captured_keys_, captured_values_, captured_queries_, captured_out_, captured_lse_;
+  cudaGraphExec_t captured_ = nullptr;
   Implementation pipeline_;
 };
 

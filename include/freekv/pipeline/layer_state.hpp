@@ -340,6 +340,14 @@ struct layer_state {
     const int page_index = pages.page(i);
     return pages.nth_selected(i) < 0 ? slots.sink_slot(page_index) : slots.ring_slot(page_index);
   }
+  /// The block that entry i of such a list is in, for a table of whole pages: of the layer's slots, or of the store where
+  /// there are none.
+  FREEKV_HD std::int64_t block_attended(int sequence, int head, const attention_list& pages, int i) const {
+    if (!keeps_slots) return store_page(sequence, pages.page(i));
+    const int slot = pages.is_selected(i) ? slots.selected_slot(selected_slot_of(sequence, head, pages, i))
+                                          : slot_of_page(pages, i);
+    return blocks.id(block(sequence, slot));
+  }
 };
 
 /// List entries of `entry_tokens` tokens in one part of attention. Parts begin at multiples of it and are merged

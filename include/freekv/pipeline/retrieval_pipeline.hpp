@@ -56,12 +56,31 @@ struct step_report {
 /// change nothing. A step that the engine cannot finish is ended by `abandon_step`.
 template <class Shape, class Pack>
 class basic_retrieval_pipeline {
+  using state = layer_state<Shape>;
+  using stages = typename Pack::backend::template stages<state, pipeline_settings<Pack>>;
+  // What stages of a device take a step as; those of the host take its entries.
+  struct no_step {
+    struct bounds {};
+  };
+  template <class Stages>
+  struct step_of {
+    using type = no_step;
+    using bounds = typename no_step::bounds;
+  };
+  template <class Stages>
+  requires on_device<Stages>
+  struct step_of<Stages> {
+    using type = typename Stages::step;
+    using bounds = typename Stages::bounds;
+  };
+
  public:
   using shape_type = Shape;
   using pack_type = Pack;
   using element = typename Shape::element_type;
   using backend_type = typename Pack::backend;
   using settings = pipeline_settings<Pack>;
+  using step_bounds = typename step_of<stages>::bounds;  ///< of captured steps
   static constexpr int head_dim = Shape::head_dim;
 
   /// The pipeline with the policy of `Policy`'s kind exchanged for it.
@@ -168,8 +187,8 @@ class basic_retrieval_pipeline {
   /// Waits for what is queued. Throws pool_exhausted, or usage_error in a step or for another pipeline's prefix.
   sequence_id open(const prefix& start) {
     outside_step("open");
+    settle("open");
     const sequence_id id = sequences_->open(start);
-    synchronize();
     for (const state& layer : parts_->layers)
       parts_->stages.restore(layer, static_cast<int>(id), sequences_->known(id).tokens);
     return id;
@@ -181,7 +200,7 @@ class basic_retrieval_pipeline {
   sequence_id fork(sequence_id parent) {
     outside_step("fork");
     sequences_->check_fork(parent);
-    synchronize();
+    settle("fork");
     const auto of_parent = [&](std::size_t layer) { return blocks_in_use(layer, parent); };
     make_room("a fork", of_parent, [](sequence_id) { return false; });
     const sequence_id id = sequences_->fork(parent);
@@ -208,7 +227,7 @@ class basic_retrieval_pipeline {
     sequences_->check_truncation(id, tokens);
     const int before = sequences_->known(id).tokens, sequence = static_cast<int>(id);
     if (tokens == before) return;
-    synchronize();
+    settle("truncate");
     const bool has_rows = sequences_->has_rows(id, tokens);
     bool keeps = sequences_->inside_last_append(id, tokens);
     for (const state& layer : parts_->layers)
@@ -223,14 +242,14 @@ class basic_retrieval_pipeline {
   void preempt(sequence_id id) {
     outside_step("preempt");
     sequences_->check_preemption(id);
-    synchronize();
+    settle("preempt");
     hold_blocks(id, [](std::size_t) { return 0; });
     sequences_->preempt(id);
   }
   void restore(sequence_id id) {
     outside_step("restore");
     sequences_->check_restoration(id);
-    synchronize();
+    settle("restore");
     const auto of_selection = [&](std::size_t layer) { return blocks_in_use(layer, id); };
     make_room("a restored sequence", of_selection, [](sequence_id) { return false; });
     sequences_->restore(id);
@@ -259,8 +278,13 @@ class basic_retrieval_pipeline {
   /// steps behind.
   void begin_step(std::span<const step_input> rows) {
     outside_step("begin_step");
+    if constexpr (on_device<stages>) {
+      check_order("begin_step");
+      if (backend_->compute().is_capturing())
+        throw usage_error("begin_step: the compute stream is captured; call begin_captured_step");
+    }
     sequences_->check_step(rows);
-    reserve_blocks(rows);
+    reserve_blocks(rows, true);
     sequences_->begin_step(rows, entries_);
     rows_ = entries_.empty() ? 0 : entries_.back().first_row + entries_.back().tokens;
     longest_ = longest_prompt_ = 0;
@@ -274,6 +298,76 @@ class basic_retrieval_pipeline {
   }
   void begin_step(std::initializer_list<step_input> rows) {
     begin_step(std::span(rows.begin(), rows.size()));
+  }
+
+  /// Begins the capture of a step in a graph that is launched for steps to come, whatever sequences these have: those
+  /// that `plan` has listed. The compute stream of the backend is captured, all layers follow as in any step, then what
+  /// the engine does with the last one's output, and `end_step`, which joins the recall stream:
+  ///
+  ///     cudaStreamBeginCapture(compute, cudaStreamCaptureModeThreadLocal);
+  ///     pipeline.begin_captured_step({.entries = 64});
+  ///     for (int layer = 0; layer < layers; ++layer) { /* append and attend, as above */ }
+  ///     pipeline.end_step();
+  ///     cudaStreamEndCapture(compute, &graph);
+  ///
+  /// `most`: sequences, `entries`, and rows of all; 0 rows: max_decode_rows of each. Prompts are taken where it says
+  /// so. Rows, queries and outputs have room for so many rows; a replay reads and writes those of its step alone.
+  /// Nothing happens to any sequence. Throws usage_error.
+  void begin_captured_step(const step_bounds& most) requires on_device<backend_type> {
+    outside_step("begin_captured_step");
+    if (!backend_->compute().is_capturing())
+      throw usage_error("begin_captured_step: the compute stream is not captured");
+    entries_.clear();
+    const auto bounds = parts_->stages.captured_bounds(most);
+    rows_ = bounds.rows;
+    longest_ = longest_prompt_ = settings_.max_tokens;
+    step_ = parts_->stages.capture_step(bounds);
+    std::fill(progress_.begin(), progress_.end(), layer_progress::waiting);
+    in_step_ = in_capture_ = true;
+    recalls_in_capture_ = false;
+  }
+
+  /// Plans the step of the next replay: does for the sequences what `begin_step` and `end_step` do, and fills a packet
+  /// that the replay takes. Then the engine launches a captured step that is large enough, on the backend's compute
+  /// stream, once, before it begins another step or calls anything that changes a sequence; several may be planned and
+  /// launched one behind the other. False, and nothing has happened, while as many are under way as the ring takes:
+  /// `wait` waits for one. Waits for nothing. Throws as `begin_step`; pool_exhausted too where others would have to
+  /// give up blocks that hold nothing, which `reserve` sees to; usage_error for rows that no captured step takes.
+  [[nodiscard]] bool plan(std::span<const step_input> rows) requires on_device<backend_type> {
+    outside_step("plan");
+    check_order("plan");
+    sequences_->check_step(rows, "plan");
+    step_bounds brings;
+    for (int first = 0; const step_input& r : rows) {
+      if (r.tokens > 0)
+        brings = brings.with(
+            {.before = tokens(r.sequence), .tokens = r.tokens, .first_row = first, .phase = r.phase},
+            settings_.page.tokens);
+      first += r.tokens;
+    }
+    if (!parts_->stages.is_captured(brings))
+      throw usage_error("plan: no captured step takes " + std::to_string(brings.rows) + " rows of " +
+                        std::to_string(brings.entries) +
+                        " sequences; capture a larger one, or begin a step that is not captured");
+    if (!parts_->stages.can_plan()) return false;
+    reserve_blocks(rows, false);
+    join_recall();
+    sequences_->begin_step(rows, entries_);
+    parts_->stages.plan_step(entries_);
+    entries_.clear();
+    return true;
+  }
+  [[nodiscard]] bool plan(std::initializer_list<step_input> rows) requires on_device<backend_type> {
+    return plan(std::span(rows.begin(), rows.size()));
+  }
+  /// Waits until a step can be planned. Throws usage_error where no replay is queued that would make room.
+  void wait() requires on_device<backend_type> { parts_->stages.wait_to_plan(); }
+  /// Sees to it that decode rows of these sequences find blocks for what they select, as `begin_step` does; if others
+  /// have to give up some, it waits for what is queued. Throws pool_exhausted, or usage_error.
+  void reserve(std::span<const step_input> rows) {
+    outside_step("reserve");
+    sequences_->check_step(rows, "reserve");
+    reserve_blocks(rows, true);
   }
 
   /// Appends the step's rows to a layer, summarises pages they complete, and finds the heads that have drifted.
@@ -290,7 +384,8 @@ class basic_retrieval_pipeline {
     if (any_decode() || !rows.queries.empty())
       expect_numbers("append: queries", rows.queries.size(), s.heads.query * head_dim);
 
-    backend_->compute().wait(recalled_[static_cast<std::size_t>(layer)]);
+    // A captured step has joined its recalls when the next is replayed; those of a step before it `plan` has joined.
+    if (!in_capture_) backend_->compute().wait(recalled_[static_cast<std::size_t>(layer)]);
     each_part([&](const auto& part) { parts_->stages.retry_reads(s, part); });
     each_part([&](const auto& part) { parts_->stages.append(s, part, rows); });
     each_part([&](const auto& part) { parts_->stages.detect(s, part, rows); });
@@ -425,6 +520,54 @@ class basic_retrieval_pipeline {
     return write_table(s, entry, 0, blocks);
   }
 
+  /// Queues on the compute stream that tables of what the step's decode rows attend to in a layer are written to memory of
+  /// the device: a `device::block_tables`, for an engine's own kernel to attend to `paged_kv(layer)` by. Between `correct`
+  /// and `finish_layer`; a captured step may have it. Tables of the slots of a layer, or where it keeps none of the store,
+  /// as layers that keep everything do; `all_heads` is of the store alone. Throws usage_error.
+  template <class Tables>
+  requires on_device<backend_type>
+  void queue_tables(int layer, const Tables& to) {
+    const state& s = layer_in(layer, "queue_tables", layer_progress::corrected);
+    const std::string where = "queue_tables: layer " + std::to_string(layer);
+    expect_whole_pages(s, where);
+    if (!s.keeps_slots && s.encoded)
+      throw usage_error(where + " keeps its pages encoded; attend here, or keep slots");
+    if (s.keeps_slots && settings_.any_complete(layer))
+      throw usage_error(where + " has heads that keep everything, in the store, beside slots; attend here");
+    if (const auto kv = paged_kv(layer);
+        to.rows == decltype(to.rows)::folded && kv.block_stride != s.heads.kv * kv.head_stride)
+      throw usage_error(where +
+                        " has blocks whose heads are not pages of their own; take layout hnd for them");
+    if (to.rows == decltype(to.rows)::all_heads && (to.indptr != nullptr || to.indices != nullptr))
+      throw usage_error(where + ": a table of all heads has rows of max_blocks, and no ragged form");
+    const int sequences = in_capture_ ? step_.bounds.entries : static_cast<int>(entries_.size());
+    if (to.sequences < sequences)
+      throw usage_error(where + ": tables are for " + std::to_string(to.sequences) +
+                        " sequences, and there are " + std::to_string(sequences));
+    if (const int most = most_blocks(layer, to.rows); to.max_blocks < most)
+      throw usage_error(where + ": a row has " + std::to_string(most) +
+                        " blocks at most, and there is room for " + std::to_string(to.max_blocks));
+    parts_->stages.write_tables(s, step_, to);
+  }
+  /// Blocks of a row of such a table at most. Throws usage_error for rows that the layer has no table of.
+  template <class Rows>
+  requires on_device<backend_type>
+  int most_blocks(int layer, Rows rows) const {
+    const state& s = layer_of(layer, "most_blocks");
+    if (rows == Rows::all_heads && s.keeps_slots)
+      throw usage_error(
+          "most_blocks: layer " + std::to_string(layer) +
+          " has a slot for pages that differ by head, and no table is for all of them; take one by head");
+    if (settings_.any_complete(layer)) return s.max_pages;
+    const int most = settings_.entries_within(layer);
+    return rows == Rows::all_heads ? std::min(s.max_pages, most + (s.heads.kv - 1) * s.max_selected) : most;
+  }
+  /// Where tables' blocks are: keys, values and strides in elements. The engine does not write there.
+  slot_blocks<element> paged_kv(int layer) const requires on_device<backend_type> {
+    const state& s = layer_of(layer, "paged_kv");
+    return s.keeps_slots ? s.blocks : blocks_of<element>(s.store);
+  }
+
   /// After an engine's own kernel has attended: queues selection and recall for the next step.
   void finish_layer(int layer) {
     const state& s = layer_in(layer, "finish_layer", layer_progress::corrected);
@@ -436,7 +579,10 @@ class basic_retrieval_pipeline {
         backend_->recall().enqueue(
             [stages = &parts_->stages, layer_state = &s, part] { stages->speculate(*layer_state, part); });
     });
-    recalled_[static_cast<std::size_t>(layer)] = backend_->recall().record();
+    if (in_capture_)
+      recalls_in_capture_ = true;
+    else
+      recalled_[static_cast<std::size_t>(layer)] = backend_->recall().record();
   }
 
   /// Full attention of the step's rows, to measure what retrieval loses. Between `append` and the end of the
@@ -448,7 +594,8 @@ class basic_retrieval_pipeline {
     each_part([&](const auto& part) { parts_->stages.attend_full(s, part, queries_.data(), to); });
   }
 
-  /// Ends the step. Every layer must have been appended to.
+  /// Ends the step. Every layer must have been appended to. In a capture the compute stream waits here for all recall:
+  /// what the engine captures before overlaps the last layers'.
   void end_step() {
     if (!in_step_) throw usage_error("end_step: no step was begun");
     const bool decodes = any_decode();
@@ -460,15 +607,18 @@ class basic_retrieval_pipeline {
                         std::to_string(settings_.layers) +
                         (*missed == layer_progress::waiting ? " was not appended to"
                                                             : " has not attended its decode rows"));
-    in_step_ = false;
+    if constexpr (on_device<stages>)
+      if (in_capture_ && recalls_in_capture_) backend_->compute().wait(backend_->recall().record());
+    in_step_ = in_capture_ = false;
   }
 
   /// Ends a step that the engine cannot finish, wherever it stands: waits for queued work, then releases the
   /// sequences that brought rows to it, since some layers have those rows and others do not. All other sequences
-  /// stay as they are. False, and nothing happens, if no step was begun.
+  /// stay as they are. A captured step has none; its capture is then of no use. False, and nothing happens, if no step
+  /// was begun.
   bool abandon_step() noexcept {
     if (!in_step_) return false;
-    in_step_ = false;
+    in_step_ = in_capture_ = false;
     try {
       for (const step_entry& entry : entries_) end(sequence_id{entry.sequence});
     } catch (const error&) {  // of a device, for which every later call fails too
@@ -500,6 +650,7 @@ class basic_retrieval_pipeline {
   step_report report(int layer, sequence_id id) const {
     sequences_->known(id);
     const state& of_layer = layer_of(layer, "report");
+    check_order("report");
     recalled_[static_cast<std::size_t>(layer)].wait();
     return report_in(readable(of_layer), id);
   }
@@ -523,6 +674,7 @@ class basic_retrieval_pipeline {
   /// Heads of a layer that are flagged for correction in the step begun last, over all its sequences, abandoned ones
   /// included. Waits for what is queued; `queued_flagged_heads` is as the layer's last `queue_report` has brought it.
   int flagged_heads(int layer) const requires on_device<backend_type> {
+    check_order("flagged_heads");
     return *parts_->stages.read_back(layer_of(layer, "flagged_heads")).flagged_count;
   }
   int queued_flagged_heads(int layer) const requires on_device<backend_type> {
@@ -530,8 +682,6 @@ class basic_retrieval_pipeline {
   }
 
  private:
-  using state = layer_state<Shape>;
-  using stages = typename backend_type::template stages<state, settings>;
   using memory_plan = pipeline_memory<state, settings, stages>;
   enum class layer_progress : std::uint8_t { waiting, appended, corrected, attended };
 
@@ -551,16 +701,6 @@ class basic_retrieval_pipeline {
   }
 
   // A stage is asked for its part in a step entry by entry; of a device for all of them at once.
-  struct no_step {};
-  template <class Stages>
-  struct step_of {
-    using type = no_step;
-  };
-  template <class Stages>
-  requires on_device<Stages>
-  struct step_of<Stages> {
-    using type = typename Stages::step;
-  };
   template <class Call>
   void each_part(const Call& call) const {
     if constexpr (on_device<stages>)
@@ -587,7 +727,7 @@ class basic_retrieval_pipeline {
 
   void end(sequence_id id) {
     sequences_->known(id);
-    synchronize();
+    settle("release");
     if (sequences_->is_resident(id)) hold_blocks(id, [](std::size_t) { return 0; });
     sequences_->release(id);
     for (const state& layer : parts_->layers) parts_->stages.forget(layer, static_cast<int>(id));
@@ -602,11 +742,33 @@ class basic_retrieval_pipeline {
     for (std::size_t layer = 0; layer < parts_->block_pools.size(); ++layer)
       parts_->block_pools[layer].hold(sequences_->slot_set_of(id), of_layer(layer));
   }
-  /// Sees to it that each layer has `more(layer)` blocks of selected slots for `who`: if it must, resident
-  /// sequences that are not `spared` give up those that hold nothing, after what is queued has happened. Throws
-  /// pool_exhausted.
+  /// Waits until everything queued has happened, and all steps that were planned are among it.
+  void settle(const char* call) {
+    synchronize();
+    check_order(call);
+    if constexpr (on_device<stages>)
+      if (const auto ahead = parts_->stages.steps_ahead(); ahead > 0)
+        throw usage_error(std::string(call) + ": steps are planned whose replay is not queued, " +
+                          std::to_string(ahead) + " of them; launch the captured step first");
+  }
+  /// Nothing can be read while a step is captured, or where replays were in the wrong order.
+  void check_order(const char* call) const {
+    if (in_capture_)
+      throw usage_error(std::string(call) + ": a step is being captured, and the host reads nothing of it");
+    if constexpr (on_device<stages>) parts_->stages.steps_ahead();
+  }
+  /// The compute stream waits for the recall of steps before, once.
+  void join_recall() {
+    for (auto& recalled : recalled_) {
+      backend_->compute().wait(recalled);
+      recalled = {};
+    }
+  }
+  /// Sees to it that each layer has `more(layer)` blocks of selected slots for `who`: if it must, and `waits`,
+  /// resident sequences that are not `spared` give up those that hold nothing, after what is queued has happened.
+  /// Throws pool_exhausted.
   template <class More, class Spared>
-  void make_room(const char* who, const More& more, const Spared& spared) {
+  void make_room(const char* who, const More& more, const Spared& spared, bool waits = true) {
     auto& pools = parts_->block_pools;
     const auto lacking = [&] {
       std::size_t layer = 0;
@@ -614,8 +776,8 @@ class basic_retrieval_pipeline {
       return layer;
     };
     if (lacking() == pools.size()) return;
-    synchronize();
-    for (int i = 0; i < settings_.max_sequences; ++i) {
+    if (waits) settle(who);
+    for (int i = 0; waits && i < settings_.max_sequences; ++i) {
       const sequence_id id{i};
       if (sequences_->slot_set_of(id) < 0 || spared(id)) continue;
       for (const state& s : parts_->layers)
@@ -628,10 +790,11 @@ class basic_retrieval_pipeline {
       throw pool_exhausted(
           "blocks of selected slots in layer " + std::to_string(layer), pools[layer].capacity(),
           pools[layer].capacity() - pools[layer].available(), who, more(layer),
-          "let fewer sequences step together, preempt or release one, or raise selected_tokens");
+          std::string(waits ? "" : "call reserve, which has others give up what holds nothing, ") +
+              "let fewer sequences step together, preempt or release one, or raise selected_tokens");
   }
   /// Blocks for all that decode rows may select.
-  void reserve_blocks(std::span<const step_input> rows) {
+  void reserve_blocks(std::span<const step_input> rows, bool waits) {
     const auto decodes = [](const step_input& r) { return r.phase == step_phase::decode && r.tokens > 0; };
     make_room(
         "the step",
@@ -645,14 +808,15 @@ class basic_retrieval_pipeline {
         [&](sequence_id id) {
           return std::any_of(rows.begin(), rows.end(),
                              [&](const step_input& r) { return decodes(r) && r.sequence == id; });
-        });
+        },
+        waits);
     for (const step_input& r : rows)
       if (decodes(r))
         hold_blocks(r.sequence, [&](std::size_t layer) { return parts_->block_pools[layer].most(); });
   }
   bool any_decode() const {
-    return std::any_of(entries_.begin(), entries_.end(),
-                       [](const auto& e) { return e.phase == step_phase::decode; });
+    return in_capture_ || std::any_of(entries_.begin(), entries_.end(),
+                                      [](const auto& e) { return e.phase == step_phase::decode; });
   }
   void outside_step(const char* call) const {
     if (in_step_)
@@ -679,10 +843,8 @@ class basic_retrieval_pipeline {
                         " in this step");
     return s;
   }
-  const step_entry& entry_for_table(int layer, sequence_id id, std::size_t room) const {
-    const state& s = layer_in(layer, "table", layer_progress::corrected);
-    const std::string where = "table: layer " + std::to_string(layer);
-    if (!s.keeps_slots) throw usage_error(where + " keeps no slots; attend from the store");
+  /// Whether what a layer's heads attend to are whole pages, each the same for all query heads of a KV head.
+  static void expect_whole_pages(const state& s, const std::string& where) {
     if (s.mask_words > 0)
       throw usage_error(
           where + " selects for each query head, and a table is for all that share a KV head; attend here");
@@ -691,6 +853,12 @@ class basic_retrieval_pipeline {
     if (s.units_per_page > 1)
       throw usage_error(where + " selects units of " + std::to_string(s.unit.tokens) +
                         " tokens, and a table has whole pages; attend here");
+  }
+  const step_entry& entry_for_table(int layer, sequence_id id, std::size_t room) const {
+    const state& s = layer_in(layer, "table", layer_progress::corrected);
+    const std::string where = "table: layer " + std::to_string(layer);
+    if (!s.keeps_slots) throw usage_error(where + " keeps no slots; attend from the store");
+    expect_whole_pages(s, where);
     if (room < size(s.slots.total()))
       throw usage_error(where + " has " + std::to_string(s.slots.total()) +
                         " slots a sequence, and there is room for " + std::to_string(room));
@@ -707,10 +875,7 @@ class basic_retrieval_pipeline {
     const attention_list pages = s.pages_attended(entry, entry.tokens - 1, head);
     int tokens = 0;
     for (int i = 0; i < pages.size(); ++i) {
-      const int slot = pages.is_selected(i)
-                           ? s.slots.selected_slot(s.selected_slot_of(entry.sequence, head, pages, i))
-                           : s.slot_of_page(pages, i);
-      blocks[size(i)] = static_cast<std::int32_t>(s.blocks.id(s.block(entry.sequence, slot)));
+      blocks[size(i)] = static_cast<std::int32_t>(s.block_attended(entry.sequence, head, pages, i));
       tokens += pages.part(i).tokens;
     }
     return {pages.size(), tokens};
@@ -735,7 +900,8 @@ class basic_retrieval_pipeline {
     }
   }
   void expect_numbers(const char* what, std::size_t given, std::int64_t row) const {
-    if (given != size(rows_) * size(row))
+    const std::size_t needed = size(rows_) * size(row);
+    if (in_capture_ ? given < needed : given != needed)
       throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +
                         std::to_string(rows_) + " rows of " + std::to_string(row));
   }
@@ -770,6 +936,8 @@ class basic_retrieval_pipeline {
   int longest_ = 0,
       longest_prompt_ = 0;  // tokens of sequences in the step, or of those that bring prompt rows
   bool in_step_ = false;
+  bool in_capture_ = false;          // the step is captured
+  bool recalls_in_capture_ = false;  // it has used the recall stream
 };
 
 /// A pipeline for `Shape` with the policies named, in any order, and FreeKV's published choice for the

@@ -183,11 +183,11 @@ class sequence_table {
   }
 
   /// Throws usage_error or pool_exhausted unless there is all that the rows need.
-  void check_step(std::span<const step_input> rows) const {
+  void check_step(std::span<const step_input> rows, const char* call = "begin_step") const {
     std::int64_t needed = 0;
     const step_input* first_without = nullptr;
     for (std::size_t i = 0; i < rows.size(); ++i) {
-      check_rows(rows, i);
+      check_rows(call, rows, i);
       needed += pages_needed(rows, i);
       if (first_without == nullptr && needed > pool_.available()) first_without = &rows[i];
     }
@@ -245,7 +245,7 @@ class sequence_table {
     for (int last = known(id).pages; page < last; ++page) pool_.give_back(*page_entry(id, page));
   }
 
-  void check_rows(std::span<const step_input> rows, std::size_t i) const {
+  void check_rows(const char* call, std::span<const step_input> rows, std::size_t i) const {
     const step_input& r = rows[i];
     const record& sequence = known(r.sequence);
     const auto same = [&](const step_input& other) { return other.sequence == r.sequence; };
@@ -259,7 +259,7 @@ class sequence_table {
       throw usage_error(name_of(r.sequence) + " brings " + std::to_string(r.tokens) +
                         " decode rows; max_decode_rows in the settings is " +
                         std::to_string(limits_.max_decode_rows));
-    expect_resident("begin_step", r.sequence);
+    expect_resident(call, r.sequence);
     if (r.tokens > limits_.max_tokens - sequence.tokens)
       throw pool_exhausted("tokens of " + name_of(r.sequence), limits_.max_tokens, sequence.tokens,
                            "the step", r.tokens);

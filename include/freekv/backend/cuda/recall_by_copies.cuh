@@ -40,9 +40,7 @@ struct copies_default {
 
 /// Throws usage_error where the stream is captured.
 inline void expect_no_capture(const stream& on) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(on.get(), &status), "cudaStreamIsCapturing");
-  if (status != cudaStreamCaptureStatusNone)
+  if (on.is_capturing())
     throw usage_error(
         "recall by copy engines reads its list on the host and cannot be captured; "
         "give the backend recall_by::kernel");

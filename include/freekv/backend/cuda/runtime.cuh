@@ -21,6 +21,11 @@ struct device_error : error {
   cudaError_t status;
 };
 
+/// Captured steps that were replayed in an order that has no meaning: the device has found it, and has done nothing since.
+struct replay_error : error {
+  using error::error;
+};
+
 namespace device {
 
 inline void check(cudaError_t status, const char* call) {
@@ -106,22 +111,35 @@ class stream {
   static constexpr std::size_t events = 1024;
 
   explicit stream(cudaStream_t of) : of_(of), ring_(events) {
-    for (cudaEvent_t& e : ring_)
-      check(cudaEventCreateWithFlags(&e, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+    for (cudaEvent_t& e : ring_) create(e);
+    create(captured_);
   }
   stream(const stream&) = delete;
   stream& operator=(const stream&) = delete;
   ~stream() {
     for (cudaEvent_t e : ring_) cudaEventDestroy(e);
+    cudaEventDestroy(captured_);
   }
 
   cudaStream_t get() const { return of_; }
+  bool is_capturing() const {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(of_, &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+  }
+  /// Whether all that is queued has happened.
+  bool idle() const {
+    const cudaError_t status = cudaStreamQuery(of_);
+    if (status != cudaErrorNotReady) check(status, "cudaStreamQuery");
+    return status == cudaSuccess;
+  }
   template <class Task>
   void enqueue(const Task& task) {
     task();
   }
+  /// In a capture it is to be waited for before the next point is recorded.
   event record() {
-    const cudaEvent_t next = ring_[next_++ % events];
+    const cudaEvent_t next = is_capturing() ? captured_ : ring_[next_++ % events];
     check(cudaEventRecord(next, of_), "cudaEventRecord");
     return event(next);
   }
@@ -132,8 +150,13 @@ class stream {
   void synchronize() const { check(cudaStreamSynchronize(of_), "cudaStreamSynchronize"); }
 
  private:
+  static void create(cudaEvent_t& e) {
+    check(cudaEventCreateWithFlags(&e, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  }
+
   cudaStream_t of_;
   std::vector<cudaEvent_t> ring_;
+  cudaEvent_t captured_ = nullptr;  // of all points in captures
   std::size_t next_ = 0;
 };
 

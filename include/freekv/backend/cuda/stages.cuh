@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <freekv/backend/cuda/append.cuh>
 #include <freekv/backend/cuda/attend.cuh>
+#include <freekv/backend/cuda/block_tables.cuh>
 #include <freekv/backend/cuda/cuda_backend.cuh>
 #include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/page_staging.cuh>
@@ -44,6 +45,7 @@ class stages {
   static constexpr bool on_device = true;
   using element = typename State::element;
   using step = step_view;
+  using bounds = step_bounds;
   using backend = basic_cuda_backend<Attention, Recall, Copies>;
   static constexpr int d = State::head_dim;
   static_assert(
@@ -130,6 +132,7 @@ class stages {
       blocks_there_.emplace_back(host_copies.selected_blocks[i].size, -1);
       std::fill_n(host_copies.selected_blocks[i].host, host_copies.selected_blocks[i].size, -1);
     }
+    ring_.clear(backend_->compute());
     backend_->compute().synchronize();
   }
 
@@ -236,31 +239,45 @@ class stages {
   /// Uploads the step and what has changed in the tables, and no head of any layer is counted as flagged yet; or, where it
   /// has begun already, what is left of it. Waits where the device is `step_ring::depth` steps behind.
   step_view begin_step(std::span<const step_entry> entries, bool has_begun = false) {
-    if (entries.empty()) return {};  // nothing is queued, and so nothing would order the ring's reuse
-    table_patch* const patches = ring_.begin();
-    std::int32_t count = 0;
-    step_bounds most{.entries = static_cast<int>(entries.size())};
-    const auto& tables = host_copies_->page_tables;
-    const auto patch = [&](const host_and_device<std::int32_t>& table, std::size_t i) {
-      patches[count++] = {table.device + i, table.host[i]};
-    };
-    const int p = settings_->page.tokens;
-    for (const step_entry& entry : entries) {
-      most.rows = std::max(most.rows, entry.first_row + entry.tokens);
-      const int first = entry.before / p, last = settings_->pages_for(entry.after());
-      most.pages = std::max(most.pages, last - first);
-      (entry.phase == step_phase::decode ? most.decodes : most.prompts) = true;
-      if (entry.phase == step_phase::prefill) most.tokens = std::max(most.tokens, entry.after());
-      most.copies = most.copies || entry.shared_page >= 0;
-      for (int page = first; page < last; ++page)
-        patch(tables, size(entry.sequence) * size(settings_->max_pages()) + size(page));
-      patch(host_copies_->slot_sets, size(entry.sequence));
-      for (std::size_t layer = 0; layer < blocks_there_.size(); ++layer)
-        patch_blocks(layer, host_copies_->slot_sets.host[entry.sequence], patch);
-    }
-    if (!has_begun)
-      for (std::int32_t* const flagged : flagged_counts_) patches[count++] = {flagged, 0};
-    return ring_.upload(entries, count, most.max_with(backend_->launch_bounds()), backend_->compute());
+    if (entries.empty()) return {};  // nothing is queued
+    ring_.wait(backend_->compute());
+    step_bounds most;
+    const std::int32_t patches = fill_packet(entries, has_begun, most);
+    return ring_.upload(patches, most.max_with(backend_->launch_bounds()), backend_->compute());
+  }
+
+  // Captured steps:
+
+  /// Captures the upload of the step that each replay takes, `most` it at most.
+  step_view capture_step(const step_bounds& most) {
+    captured_.push_back(most);
+    return ring_.capture(most, backend_->compute());
+  }
+  /// All that a decode step brings which is given by its sequences and, or what they have at most, their rows.
+  step_bounds captured_bounds(step_bounds most) const {
+    const int rows = settings_->max_decode_rows, p = settings_->page.tokens;
+    if (most.rows == 0) most.rows = most.entries * rows;
+    most.pages = std::max(most.pages, (p - 1 + std::min(rows, most.rows) + p - 1) / p);
+    most.decodes = most.copies = true;
+    return most;
+  }
+  /// Whether a step was captured that is large enough.
+  bool is_captured(step_bounds brings) const {
+    return std::any_of(captured_.begin(), captured_.end(),
+                       [&](const step_bounds& most) { return brings.fits(most); });
+  }
+  /// Whether a step can be planned at once; a stream that is asked hands on what its driver has not yet.
+  bool can_plan() const { return !ring_.full() || (backend_->compute().idle(), !ring_.full()); }
+  void wait_to_plan() const { ring_.wait(backend_->compute()); }
+  /// The step for the next replay.
+  void plan_step(std::span<const step_entry> entries) {
+    step_bounds most;
+    fill_packet(entries, false, most);
+  }
+  /// Steps that are planned and that the device has not taken; throws replay_error if the order of replays was wrong.
+  std::int64_t steps_ahead() const {
+    ring_.check_order();
+    return ring_.ahead();
   }
 
   /// There is no file whose reads could fail.
@@ -320,6 +337,10 @@ class stages {
   /// The log-mass of each unit that each row attends to.
   void masses(const State& s, const step_view& step, const float* queries, const mass_output& to) {
     with_codec(s, [&](const auto& codec) { launch_unit_masses(s, codec, step, queries, to, compute()); });
+  }
+  /// Tables of what decode rows attend to.
+  void write_tables(const State& s, const step_view& step, const block_tables& to) {
+    launch_tables(s, step, to, compute());
   }
 
  private:
@@ -474,6 +495,28 @@ class stages {
     }
   }
 
+  /// Fills the ring's next packet; returns its patches. `most`: what it brings.
+  std::int32_t fill_packet(std::span<const step_entry> entries, bool has_begun, step_bounds& most) {
+    table_patch* const patches = ring_.patches();
+    std::int32_t count = 0;
+    const auto& tables = host_copies_->page_tables;
+    const auto patch = [&](const host_and_device<std::int32_t>& table, std::size_t i) {
+      patches[count++] = {table.device + i, table.host[i]};
+    };
+    const int p = settings_->page.tokens;
+    for (const step_entry& entry : entries) {
+      most = most.with(entry, p);
+      for (int page = entry.before / p; page < settings_->pages_for(entry.after()); ++page)
+        patch(tables, size(entry.sequence) * size(settings_->max_pages()) + size(page));
+      patch(host_copies_->slot_sets, size(entry.sequence));
+      for (std::size_t layer = 0; layer < blocks_there_.size(); ++layer)
+        patch_blocks(layer, host_copies_->slot_sets.host[entry.sequence], patch);
+    }
+    if (!has_begun)
+      for (std::int32_t* const flagged : flagged_counts_) patches[count++] = {flagged, 0};
+    ring_.plan(entries, count, most);
+    return count;
+  }
   /// Patches what the device does not know of the blocks of a slot set.
   template <class Patch>
   void patch_blocks(std::size_t layer, std::int32_t set, const Patch& patch) {
@@ -521,6 +564,7 @@ class stages {
   copied_recall<State, Copies> copies_;                  // where copy engines recall
   std::vector<std::vector<std::int32_t>> blocks_there_;  // by layer, as the device has them
   std::vector<std::int32_t*> flagged_counts_;            // by layer
+  std::vector<step_bounds> captured_;                    // of steps
 };
 
 }  // namespace freekv::device

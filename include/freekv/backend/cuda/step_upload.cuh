@@ -1,15 +1,18 @@
-// A step on the device: what the host knows of it, uploaded through a ring of page-locked memory.
+// A step on the device: what the host knows of it, uploaded through a ring of page-locked memory, at once or by a replay of a
+// captured step.
 #pragma once
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/core/error.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/storage/memory.hpp>
 #include <span>
-#include <vector>
+#include <string>
+#include <thread>
 
 namespace freekv::device {
 
@@ -30,6 +33,23 @@ struct step_bounds {
             .decodes = decodes || other.decodes,
             .prompts = prompts || other.prompts,
             .copies = copies || other.copies};
+  }
+  /// Whether launches that are sized by `launched` do all of it.
+  FREEKV_HD constexpr bool fits(const step_bounds& launched) const {
+    return entries <= launched.entries && rows <= launched.rows && pages <= launched.pages &&
+           tokens <= launched.tokens && decodes <= launched.decodes && prompts <= launched.prompts &&
+           copies <= launched.copies;
+  }
+  /// With an entry that has a row or more; `page` tokens are a page.
+  constexpr step_bounds with(const step_entry& entry, int page) const {
+    const bool decode = entry.phase == step_phase::decode;
+    return max_with({.entries = entries + 1,
+                     .rows = entry.first_row + entry.tokens,
+                     .pages = (entry.after() + page - 1) / page - entry.before / page,
+                     .tokens = decode ? 0 : entry.after(),
+                     .decodes = decode,
+                     .prompts = !decode,
+                     .copies = entry.shared_page >= 0});
   }
 };
 
@@ -67,76 +87,188 @@ struct table_patch {
   std::int32_t value = 0;
 };
 
-struct step_packet {
-  std::int32_t* counts = nullptr;  // (2): entries, patches; page-locked
-  step_entry* entries = nullptr;   // (most entries)
-  table_patch* patches = nullptr;  // (most patches)
+/// What a packet says of itself.
+struct packet_header {
+  std::int64_t number = 0;  // of the step, from 1; written last
+  std::int32_t patches = 0;
+  step_bounds brings;  // entries, and what launches are to be sized for
+};
+
+/// What has gone wrong with the order of steps that are planned and replayed.
+enum class replay_fault : std::int32_t { none, nothing_planned, too_large, out_of_turn };
+
+/// Uploads as the device counts them.
+struct upload_state {
+  std::int64_t taken = 0;  // steps
+  unsigned blocks_done = 0;
+  replay_fault fault = replay_fault::none;
+};
+/// The same as the host sees it, in page-locked memory.
+struct upload_status {
+  std::int64_t taken = 0;
+  replay_fault fault = replay_fault::none;
+};
+
+/// Packets of a ring, page-locked, and what the device keeps of it.
+struct step_packets {
+  static constexpr int depth = 4;
+
+  packet_header* headers = nullptr;  // (depth)
+  step_entry* entries = nullptr;     // (depth, most_entries)
+  table_patch* patches = nullptr;    // (depth, most_patches)
+  std::int64_t most_entries = 0, most_patches = 0;
+  upload_state* state = nullptr;  // of the device
+  upload_status* status = nullptr;
+
+  FREEKV_HD step_entry* entries_of(std::int64_t step) const { return entries + step % depth * most_entries; }
+  FREEKV_HD table_patch* patches_of(std::int64_t step) const { return patches + step % depth * most_patches; }
+};
+
+/// A step where the device has it.
+struct device_step {
+  step_entry* entries = nullptr;
+  std::int32_t* count = nullptr;
 };
 
 struct upload_tuning {
-  int threads = 256;   ///< of a block
-  int registers = 32;  ///< of a thread at most
-  constexpr bool valid() const { return valid_block(threads, registers); }
+  int threads = 256;        ///< of a block
+  int registers = 40;       ///< of a thread at most
+  int replayed_blocks = 4;  ///< of a captured upload, which brings any number of patches
+  constexpr bool valid() const { return valid_block(threads, registers) && replayed_blocks > 0; }
 };
 inline constexpr upload_tuning upload_default{};
 static_assert(upload_default.valid());
 
-template <class Packet>  // a template, as a header's kernels are: each program has one of it
-__global__ void upload_step(Packet from, step_entry* entries, std::int32_t* count) {
+/// Takes the next packet of the ring, whose number the device has counted: so a captured upload takes another one at each
+/// replay. `expected`: the step that it has to be; 0: any. A step that is not there, is not that one, or needs more than
+/// launches are sized for is none: it and all that come after it have no entries, and the host is told why.
+template <class Packets>  // a template, as a header's kernels are: each program has one of it
+__global__ void upload_step(Packets from, step_bounds launched, std::int64_t expected, device_step to) {
+  __shared__ packet_header packet;
+  __shared__ std::int64_t before;
+  __shared__ replay_fault fault;
+  if (threadIdx.x == 0) {
+    before = from.state->taken;
+    packet = from.headers[before % Packets::depth];
+    fault = from.state->fault;
+    if (fault == replay_fault::none)
+      fault = packet.number != before + 1                      ? replay_fault::nothing_planned
+              : expected != 0 && expected != packet.number     ? replay_fault::out_of_turn
+              : expected == 0 && !packet.brings.fits(launched) ? replay_fault::too_large
+                                                               : replay_fault::none;
+  }
+  __syncthreads();
+  const bool taken = fault == replay_fault::none;
   const int first = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   const int all = static_cast<int>(gridDim.x * blockDim.x);
-  for (int i = first; i < from.counts[0]; i += all) entries[i] = from.entries[i];
-  for (int i = first; i < from.counts[1]; i += all) *from.patches[i].at = from.patches[i].value;
-  if (first == 0) *count = from.counts[0];
+  const int entries = taken ? packet.brings.entries : 0, patches = taken ? packet.patches : 0;
+  const table_patch* const changed = from.patches_of(before);
+  for (int i = first; i < entries; i += all) to.entries[i] = from.entries_of(before)[i];
+  for (int i = first; i < patches; i += all) *changed[i].at = changed[i].value;
+  if (first == 0) *to.count = entries;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  if (atomicAdd(&from.state->blocks_done, 1u) + 1 < gridDim.x) return;
+  // The last block: all have read the packet.
+  from.state->blocks_done = 0;
+  from.state->fault = fault;
+  from.state->taken = before + taken;
+  from.status->fault = fault;
+  __threadfence_system();
+  *static_cast<volatile std::int64_t*>(&from.status->taken) = before + taken;
 }
 
-/// The steps on their way to the device: `depth` of them in page-locked memory. The device's own copy of a step is
+/// Steps that are planned and not yet taken by the device, `depth` of them at most. Each is uploaded by a launch behind the
+/// plan, or by the next replay of a captured upload, in the order in which they were planned.
+///
+/// The device has `depth` copies of steps that are begun, one after the other, and one of replayed ones. The first are
 /// overwritten `depth` steps later, when each layer's append has waited for the layer's recall of the step before, and so
-/// for all that reads it.
+/// for all that reads it; the last by the next replay, behind all of the replay before.
 class step_ring {
  public:
-  static constexpr std::size_t depth = 4;
+  static constexpr int depth = step_packets::depth;
 
   /// Takes room for steps of `most_entries` and as many patches as pages may be written to, `most_patches`.
   step_ring(int most_entries, std::int64_t most_patches, carver& fast, carver& pinned) {
-    for (slot& s : slots_) {
-      s.packet = {pinned.take<std::int32_t>(2),
-                  pinned.take<step_entry>(static_cast<std::size_t>(most_entries)),
-                  pinned.take<table_patch>(static_cast<std::size_t>(most_patches))};
-      s.entries = fast.take<step_entry>(static_cast<std::size_t>(most_entries));
-      s.count = fast.take<std::int32_t>(1);
+    const auto entries = static_cast<std::size_t>(most_entries);
+    packets_ = {.headers = pinned.take<packet_header>(depth),
+                .entries = pinned.take<step_entry>(depth * entries),
+                .patches = pinned.take<table_patch>(depth * static_cast<std::size_t>(most_patches)),
+                .most_entries = most_entries,
+                .most_patches = most_patches,
+                .state = fast.take<upload_state>(1),
+                .status = pinned.take<upload_status>(1)};
+    for (device_step& step : steps_) step = {fast.take<step_entry>(entries), fast.take<std::int32_t>(1)};
+  }
+  /// Before the first step.
+  void clear(stream& compute) {
+    std::fill_n(packets_.headers, depth, packet_header{});
+    *packets_.status = {};
+    check(cudaMemsetAsync(packets_.state, 0, sizeof *packets_.state, compute.get()), "cudaMemsetAsync");
+  }
+
+  /// Steps that the device has not taken yet, as the host knows.
+  std::int64_t ahead() const { return planned_ - std::atomic_ref(packets_.status->taken).load(); }
+  bool full() const { return ahead() >= depth; }
+  /// Throws replay_error if the order of steps and replays was wrong.
+  void check_order() const {
+    const replay_fault fault = std::atomic_ref(packets_.status->fault).load();
+    if (fault == replay_fault::none) return;
+    const std::string step = "step " + std::to_string(packets_.status->taken + 1) + " of the pipeline ";
+    throw replay_error(
+        (fault == replay_fault::nothing_planned
+             ? step + "was replayed before it was planned; call plan before each launch of a captured step"
+         : fault == replay_fault::too_large
+             ? step + "was replayed by a graph that was captured for less than it brings; launch one that is "
+                      "large enough"
+             : step + "was planned, and another was begun before its replay was queued; launch the captured "
+                      "step first") +
+        ". Neither that step nor any after it has happened: the pipeline has to go");
+  }
+  /// Waits until there is room to plan a step. Throws usage_error where replays are missing that would make some.
+  void wait(const stream& compute) const {
+    while (full()) {
+      const bool idle = compute.idle();
+      check_order();
+      if (!full()) return;
+      if (idle)
+        throw usage_error(std::to_string(depth) +
+                          " steps are planned, and no replay of them is queued; launch the captured step");
+      std::this_thread::yield();
     }
   }
 
-  /// The patches of the next step, from the first. Waits until the device has read the step `depth` before.
-  table_patch* begin() {
-    slot& s = slots_[next_ % depth];
-    s.read.wait();
-    return s.packet.patches;
+  /// The patches of the next step, from the first; there is room for it.
+  table_patch* patches() { return packets_.patches_of(planned_); }
+  void plan(std::span<const step_entry> entries, std::int32_t patches, const step_bounds& brings) {
+    packet_header& header = packets_.headers[planned_ % depth];
+    std::copy(entries.begin(), entries.end(), packets_.entries_of(planned_));
+    header.patches = patches;
+    header.brings = brings;
+    std::atomic_ref(header.number).store(++planned_);
   }
-  /// Queues the upload of the step; what is queued behind it finds it in the view.
-  step_view upload(std::span<const step_entry> entries, std::int32_t patches, const step_bounds& most,
-                   stream& compute) {
-    slot& s = slots_[next_++ % depth];
-    s.packet.counts[0] = static_cast<std::int32_t>(entries.size());
-    s.packet.counts[1] = patches;
-    std::copy(entries.begin(), entries.end(), s.packet.entries);
-    launch("upload of a step",
-           {1 + blocks_for(patches, 16 * upload_default.threads), upload_default.threads, compute.get()},
-           upload_step<step_packet>, s.packet, s.entries, s.count);
-    s.read = compute.record();
-    return {s.entries, s.count, most};
+  /// Queues the upload of the step planned last, `patches` of them; what is queued behind it finds it in the view.
+  step_view upload(std::int32_t patches, const step_bounds& most, stream& compute) {
+    return launch_upload(1 + blocks_for(patches, 16 * upload_default.threads), planned_,
+                         steps_[planned_ % depth], most, compute);
+  }
+  /// Captures an upload of whichever step is next.
+  step_view capture(const step_bounds& most, stream& compute) {
+    return launch_upload(upload_default.replayed_blocks, 0, steps_[depth], most, compute);
   }
 
  private:
-  struct slot {
-    step_packet packet;
-    step_entry* entries = nullptr;
-    std::int32_t* count = nullptr;
-    event read;
-  };
-  std::array<slot, depth> slots_;
-  std::size_t next_ = 0;
+  step_view launch_upload(int blocks, std::int64_t expected, const device_step& to, const step_bounds& most,
+                          stream& compute) {
+    launch("upload of a step", {blocks, upload_default.threads, compute.get()}, upload_step<step_packets>,
+           packets_, most, expected, to);
+    return {to.entries, to.count, most};
+  }
+
+  step_packets packets_;
+  std::array<device_step, depth + 1> steps_;  // the last: of replays
+  std::int64_t planned_ = 0;
 };
 
 }  // namespace freekv::device

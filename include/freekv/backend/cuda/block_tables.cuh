@@ -1,0 +1,137 @@
+// Block tables of what a step's decode rows attend to, written on the device for an engine's own kernel.
+#pragma once
+
+#include <cstdint>
+#include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/pipeline/layer_state.hpp>
+
+namespace freekv::device {
+
+/// Whose a table's rows are, of a batch of `sequences`: the step's, in their order, and empty rows behind them.
+enum class table_rows : std::uint8_t {
+  by_head,  ///< (kv_heads, sequences): what a KV head attends to
+  folded,  ///< (sequences, kv_heads): the same; id: block * kv_heads + head, of a tensor whose blocks are (kv_heads, tokens)
+  all_heads,  ///< (sequences): every page that some KV head of the sequence attends to
+};
+
+/// Tables in memory of the device, of fixed capacity and written in place; what is null is not asked for. Blocks are in the
+/// order of their tokens, all of them full but the last, which has the last row of the step; earlier rows of the step see
+/// as many tokens less as lie behind them. Sequences that bring no decode rows have empty rows.
+struct block_tables {
+  table_rows rows = table_rows::by_head;
+  int sequences = 0;                      ///< of the batch
+  int max_blocks = 0;                     ///< of a row
+  std::int32_t* blocks = nullptr;         ///< (rows, max_blocks); -1 behind a row's
+  std::int32_t* seq_lens = nullptr;       ///< (rows): tokens in a row's blocks
+  std::int32_t* block_counts = nullptr;   ///< (rows)
+  std::int32_t* indptr = nullptr;         ///< (rows + 1): where a row's blocks begin in `indices`
+  std::int32_t* indices = nullptr;        ///< (rows * max_blocks)
+  std::int32_t* last_page_len = nullptr;  ///< (rows): tokens in a row's last block; 0 where it has none
+
+  FREEKV_HD constexpr int size(int kv_heads) const {
+    return rows == table_rows::all_heads ? sequences : sequences * kv_heads;
+  }
+};
+
+struct tables_tuning {
+  int threads = 128;   ///< of a block, which writes a row
+  int registers = 64;  ///< of a thread at most
+  constexpr bool valid() const { return valid_block(threads, registers); }
+};
+inline constexpr tables_tuning tables_default{};
+static_assert(tables_default.valid());
+
+/// What one KV head of the `nth` sequence of a step attends to with the last row.
+template <class State>
+__device__ attention_list last_row_attends(const State& s, const step_view& step, int nth, int head) {
+  const attention_list nothing{.complete = true};
+  if (nth >= step.size()) return nothing;
+  const step_entry& entry = step.entries[nth];
+  return entry.phase == step_phase::decode ? s.pages_attended(entry, entry.tokens - 1, head) : nothing;
+}
+
+/// Pages of a row of `all_heads`, as bits: (words) for a sequence's pages. By a block.
+template <class State>
+__device__ void unite_pages(const State& s, const step_view& step, int nth, int words, unsigned* pages) {
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  for (int i = thread; i < words; i += threads) pages[i] = 0;
+  __syncthreads();
+  for (int head = 0; head < s.heads.kv; ++head) {
+    const attention_list list = last_row_attends(s, step, nth, head);
+    for (int i = thread; i < list.size(); i += threads) {
+      const int page = list.page(i);
+      atomicOr(pages + page / 32, 1u << page % 32);
+    }
+  }
+  __syncthreads();
+}
+
+/// One row of a table. With `all_heads`, dynamic shared memory of a bit for each page of a sequence.
+template <class State>
+__global__ void write_table(State s, step_view step, block_tables to) {
+  extern __shared__ unsigned united[];
+  __shared__ int before, count;
+  const int row = static_cast<int>(blockIdx.x);
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int heads = s.heads.kv;
+  const bool unites = to.rows == table_rows::all_heads, folds = to.rows == table_rows::folded;
+  const auto sequence_of = [&](int r) { return unites ? r : folds ? r / heads : r % to.sequences; };
+  const auto head_of = [&](int r) { return unites ? 0 : folds ? r % heads : r / to.sequences; };
+  const auto list_of = [&](int r) { return last_row_attends(s, step, sequence_of(r), head_of(r)); };
+  const int head = head_of(row);
+  const attention_list list = list_of(row);
+  std::int32_t* const blocks = to.blocks == nullptr ? nullptr : to.blocks + std::int64_t{row} * to.max_blocks;
+  if (thread == 0) {
+    before = 0;
+    count = list.size();
+  }
+  __syncthreads();
+  if (to.indptr != nullptr)
+    for (int r = thread; r < row; r += threads) atomicAdd(&before, list_of(r).size());
+  if (unites) {
+    const int words = (s.max_pages + 31) / 32;
+    unite_pages(s, step, row, words, united);
+    if (thread == 0) count = 0;
+    __syncthreads();
+    // A page's place is the number of those before it.
+    for (int word = thread; word < words; word += threads) {
+      int place = 0;
+      for (int i = 0; i < word; ++i) place += __popc(united[i]);
+      for (unsigned rest = united[word]; rest != 0; rest &= rest - 1, ++place)
+        if (blocks != nullptr)
+          blocks[place] =
+              s.store_page(step.entries[row].sequence, word * 32 + __ffs(static_cast<int>(rest)) - 1);
+      atomicAdd(&count, __popc(united[word]));
+    }
+  }
+  __syncthreads();
+  if (!unites)
+    for (int i = thread; i < count; i += threads) {
+      const std::int64_t block = s.block_attended(step.entries[sequence_of(row)].sequence, head, list, i);
+      const auto id = static_cast<std::int32_t>(folds ? block * heads + head : block);
+      if (blocks != nullptr) blocks[i] = id;
+      if (to.indices != nullptr) to.indices[before + i] = id;
+    }
+  if (blocks != nullptr)
+    for (int i = count + thread; i < to.max_blocks; i += threads) blocks[i] = -1;
+  if (thread != 0) return;
+  const int last = count == 0 ? 0 : list.part(list.size() - 1).tokens;
+  if (to.seq_lens != nullptr) to.seq_lens[row] = count == 0 ? 0 : (count - 1) * s.page.tokens + last;
+  if (to.block_counts != nullptr) to.block_counts[row] = count;
+  if (to.last_page_len != nullptr) to.last_page_len[row] = last;
+  if (to.indptr == nullptr) return;
+  to.indptr[row] = before;
+  if (row + 1 == static_cast<int>(gridDim.x)) to.indptr[row + 1] = before + count;
+}
+template <class State>
+void launch_tables(const State& s, const step_view& step, const block_tables& to, cudaStream_t stream) {
+  const std::size_t words =
+      to.rows == table_rows::all_heads ? static_cast<std::size_t>(s.max_pages + 31) / 32 : 0;
+  launch(
+      "block tables",
+      {static_cast<unsigned>(to.size(s.heads.kv)), tables_default.threads, stream, words * sizeof(unsigned)},
+      write_table<State>, s, step, to);
+}
+
+}  // namespace freekv::device

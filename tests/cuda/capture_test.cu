@@ -1,0 +1,681 @@
+// A decode step of all layers, captured once and replayed for sequences that come, go, branch and are cut back: the same bits
+// as steps that are begun one by one, whatever is queued ahead.
+//
+// With FREEKV_CARELESS=1, 2 or 3: that other bits come where one of the orders that a captured step is made of is left out.
+// With FREEKV_COUNTED set: nothing but replays, between cudaProfilerStart and cudaProfilerStop.
+//
+// Exit status: 0 all right, 1 not, 77 no device.
+#include <cuda_profiler_api.h>
+
+#include <deque>
+#include <freekv/freekv.cuh>
+#include <functional>
+#include <optional>
+
+#include "both_sides.cuh"
+
+namespace capture_test {
+
+using namespace freekv;
+
+/// A CUDA backend; where `waits` is false its compute stream waits for no recall of steps that are not captured.
+struct test_backend {
+  using policy_kind = backend_kind;
+  static constexpr bool on_device = true;
+  using event = device::event;
+  template <class State, class Settings>
+  using stages = device::stages<State, Settings>;
+  struct compute_stream {
+    device::stream& stream;
+    bool waits;
+    void wait(const event& e) {
+      if (waits || stream.is_capturing()) stream.wait(e);
+    }
+    event record() { return stream.record(); }
+    void synchronize() const { stream.synchronize(); }
+    bool is_capturing() const { return stream.is_capturing(); }
+  };
+
+  test_backend(cudaStream_t compute, cudaStream_t recall, bool waits_for_recall)
+      : backend(compute, recall), waits(waits_for_recall) {}
+  compute_stream compute() { return {backend.compute(), waits}; }
+  device::stream& recall() { return backend.recall(); }
+  operator cuda_backend&() { return backend; }
+  cuda_backend backend;
+  bool waits;
+};
+
+}  // namespace capture_test
+
+namespace {
+
+using namespace both_sides;
+using namespace freekv;
+using capture_test::test_backend;
+
+constexpr int head_dim = 64, query_heads = 4, kv_heads = 2, layers = 3, page = 8, max_tokens = 160;
+constexpr std::size_t key_row = kv_heads * head_dim, query_row = query_heads * head_dim;
+constexpr int most_rows = 8, most_prompt_rows = 160;  // of a captured step
+
+// The first layer keeps everything. Heads are corrected seldom, so that what recall has brought is what they attend to.
+using pipeline = retrieval_pipeline<kv_shape<half, head_dim>, test_backend, page_size<page>, mean,
+                                    cosine_drift, complete_first<1>, any_of<resident, in_place>>;
+
+std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+/// What a layer has of a step, in memory that both sides reach.
+struct layer_rows {
+  pinned<half> keys, values;
+  pinned<float> queries, out;
+
+  explicit layer_rows(int rows)
+      : keys(size(rows) * key_row),
+        values(keys.size()),
+        queries(size(rows) * query_row),
+        out(queries.size()) {}
+};
+using step_rows = std::vector<layer_rows>;
+
+/// Rows by number.
+class texts {
+ public:
+  explicit texts(random_numbers random)
+      : keys_(random.normals<half>(rows * key_row)),
+        values_(random.normals<half>(rows * key_row)),
+        queries_(random.normals<float>(rows * query_row)) {}
+
+  /// Queries turn slowly, so that what they select is not always new.
+  void put(int sequence, int step, int layer, layer_rows& to, int row) const {
+    const auto row_of = [&](int nth) { return size((sequence * 131 + nth * 7 + layer * 29) % rows); };
+    const auto copy = [&](const auto& all, auto& into, std::size_t width) {
+      std::copy_n(all.begin() + static_cast<std::ptrdiff_t>(row_of(step) * width), width,
+                  into.begin() + static_cast<std::ptrdiff_t>(size(row) * width));
+    };
+    copy(keys_, to.keys, key_row);
+    copy(values_, to.values, key_row);
+    for (std::size_t i = 0; i < query_row; ++i)
+      to.queries[size(row) * query_row + i] =
+          0.2f * queries_[row_of(step) * query_row + i] + queries_[row_of(step / 4) * query_row + i];
+  }
+
+ private:
+  static constexpr int rows = 499;
+  pinned<half> keys_, values_;
+  pinned<float> queries_;
+};
+
+/// Something that happens to sequences, which are named by the order in which they came.
+struct happening {
+  enum what { open, fork, release, truncate, preempt, restore, step } is = step;
+  int sequence = 0;
+  int number = 0;  // tokens that stay
+  struct part {
+    int sequence = 0, tokens = 1;
+    step_phase phase = step_phase::decode;
+  };
+  std::vector<part> parts{};
+};
+
+/// Random happenings: every kind of them, pages that fill, several rows of one sequence.
+std::vector<happening> random_trace(unsigned seed, int steps) {
+  random_numbers random(seed);
+  struct known {
+    int tokens = 0;
+    bool open = true, resident = true;
+  };
+  std::vector<known> all;
+  std::vector<happening> trace;
+  const auto live = [&](bool resident) {
+    std::vector<int> found;
+    for (int i = 0; i < static_cast<int>(all.size()); ++i)
+      if (all[size(i)].open && (all[size(i)].resident || !resident)) found.push_back(i);
+    return found;
+  };
+  const auto prompt = [&](int sequence, int tokens) {
+    trace.push_back({.parts = {{sequence, tokens, step_phase::prefill}}});
+    all[size(sequence)].tokens += tokens;
+  };
+  const auto open = [&] {
+    trace.push_back({.is = happening::open});
+    all.emplace_back();
+    prompt(static_cast<int>(all.size()) - 1, random.between(50, 100));
+  };
+  open();
+  open();
+  for (int step = 0; step < steps; ++step) {
+    const std::vector<int> resident = live(true), open_ones = live(false);
+    const int one = open_ones[size(random.below(static_cast<int>(open_ones.size())))];
+    known& k = all[size(one)];
+    switch (random.below(9)) {
+      case 0:
+        if (open_ones.size() < 5 && resident.size() < 4) open();
+        break;
+      case 1:
+        if (k.resident && open_ones.size() < 5 && resident.size() < 4) {
+          trace.push_back({.is = happening::fork, .sequence = one});
+          all.push_back(all[size(one)]);
+        }
+        break;
+      case 2:
+        if (k.resident) {
+          k.tokens = std::max(1, k.tokens - (random.below(3) > 0 ? random.below(4) : random.below(30)));
+          trace.push_back({.is = happening::truncate, .sequence = one, .number = k.tokens});
+        }
+        break;
+      case 3:
+        if (!k.resident && resident.size() < 4) {
+          k.resident = true;
+          trace.push_back({.is = happening::restore, .sequence = one});
+        } else if (k.resident && resident.size() > 1) {
+          k.resident = false;
+          trace.push_back({.is = happening::preempt, .sequence = one});
+        }
+        break;
+      case 4:
+        if (k.resident && resident.size() > 2) {
+          k.open = false;
+          trace.push_back({.is = happening::release, .sequence = one});
+        }
+        break;
+      default:
+        break;
+    }
+    happening h;
+    for (const int i : live(true))
+      if (const int tokens = random.below(5) == 0   ? 2
+                             : random.below(8) == 0 ? 0
+                                                    : 1;
+          all[size(i)].tokens + tokens <= max_tokens) {
+        h.parts.push_back({i, tokens});
+        all[size(i)].tokens += tokens;
+      }
+    if (random.below(2) == 0) std::reverse(h.parts.begin(), h.parts.end());
+    trace.push_back(h);
+  }
+  return trace;
+}
+
+/// What runs a trace's decode steps.
+enum class runs { begun, replayed, in_turn };
+
+struct run_kind {
+  runs steps = runs::begun;
+  bool in_place_route = false;
+  bool waits_for_recall = true;  // of a step that is begun, in the next
+  bool synchronizes = false;     // behind each step
+  bool prompts_too = false;      // are replayed
+  std::int64_t store_tokens = 0;
+  int without_edge = -1;  // of those from the compute to the recall stream, in the order of the recall stream
+};
+
+/// The edges of a captured step from its compute stream to its recall stream. They are from what attends last in a layer,
+/// which has two successors: selection for the next step, and later what the compute stream goes on with.
+std::vector<std::pair<cudaGraphNode_t, cudaGraphNode_t>> edges_to_recall(cudaGraph_t graph) {
+  std::size_t count = 0;
+  require(cudaGraphGetEdges(graph, nullptr, nullptr, nullptr, &count), "cudaGraphGetEdges");
+  std::vector<cudaGraphNode_t> from(count), to(count);
+  require(cudaGraphGetEdges(graph, from.data(), to.data(), nullptr, &count), "cudaGraphGetEdges");
+  std::vector<std::pair<cudaGraphNode_t, cudaGraphNode_t>> found;
+  std::size_t nodes = 0;
+  require(cudaGraphGetNodes(graph, nullptr, &nodes), "cudaGraphGetNodes");
+  std::vector<cudaGraphNode_t> captured(nodes);
+  require(cudaGraphGetNodes(graph, captured.data(), &nodes), "cudaGraphGetNodes");
+  for (const cudaGraphNode_t next : captured)
+    for (std::size_t i = 0; i < count; ++i) {
+      const auto known = [&](const auto& edge) { return edge.first == from[i]; };
+      if (to[i] == next && std::count(from.begin(), from.end(), from[i]) == 2 &&
+          std::none_of(found.begin(), found.end(), known))
+        found.emplace_back(from[i], next);
+    }
+  return found;
+}
+
+std::size_t nodes_of(cudaGraph_t graph, cudaGraphNodeType type) {
+  std::size_t count = 0;
+  require(cudaGraphGetNodes(graph, nullptr, &count), "cudaGraphGetNodes");
+  std::vector<cudaGraphNode_t> nodes(count);
+  require(cudaGraphGetNodes(graph, nodes.data(), &count), "cudaGraphGetNodes");
+  return size(std::count_if(nodes.begin(), nodes.end(), [&](cudaGraphNode_t node) {
+    cudaGraphNodeType is{};
+    require(cudaGraphNodeGetType(node, &is), "cudaGraphNodeGetType");
+    return is == type;
+  }));
+}
+
+/// A pipeline on streams and memory of its own, and a captured step of it.
+class engine {
+ public:
+  explicit engine(const texts& of, const run_kind& kind = {})
+      : texts_(of),
+        kind_(kind),
+        backend_(compute_.get(), recall_.get(), kind.waits_for_recall),
+        pipeline_(settings(kind), backend_, {&slow_, &fast_}) {
+    for (int layer = 0; layer < layers; ++layer)
+      captured_.emplace_back(kind.prompts_too ? most_prompt_rows : most_rows);
+  }
+  ~engine() {
+    cudaStreamSynchronize(compute_.get());
+    if (launched_ != nullptr) cudaGraphExecDestroy(launched_);
+    if (graph_ != nullptr) cudaGraphDestroy(graph_);
+  }
+
+  pipeline& of() { return pipeline_; }
+  cudaGraph_t graph() const { return graph_; }
+  cudaStream_t compute() const { return compute_.get(); }
+  void replay() { device::check(cudaGraphLaunch(launched_, compute_.get()), "cudaGraphLaunch"); }
+
+  void capture(int sequences = 6, int rows = most_rows) {
+    capture_only(sequences, rows, graph_);
+    if (kind_.without_edge >= 0) {
+      const auto edges = edges_to_recall(graph_);
+      const auto& [from, to] = edges[size(kind_.without_edge)];
+      device::check(cudaGraphRemoveDependencies(graph_, &from, &to, nullptr, 1),
+                    "cudaGraphRemoveDependencies");
+    }
+    device::check(cudaGraphInstantiate(&launched_, graph_, 0), "cudaGraphInstantiate");
+  }
+  void capture_only(int sequences, int rows, cudaGraph_t& graph) {
+    device::check(cudaStreamBeginCapture(compute_.get(), cudaStreamCaptureModeThreadLocal),
+                  "cudaStreamBeginCapture");
+    if (kind_.prompts_too)
+      pipeline_.begin_captured_step({.entries = sequences,
+                                     .rows = most_prompt_rows,
+                                     .pages = max_tokens / page,
+                                     .tokens = max_tokens,
+                                     .prompts = true});
+    else
+      pipeline_.begin_captured_step({.entries = sequences, .rows = rows});
+    run_layers(captured_);
+    // What the engine does with the last layer's output, beside its recall.
+    device::check(cudaMemcpyAsync(tail_.data(), captured_.back().out.data(), tail_.size() * sizeof(float),
+                                  cudaMemcpyDefault, compute_.get()),
+                  "cudaMemcpyAsync");
+    pipeline_.end_step();
+    device::check(cudaStreamEndCapture(compute_.get(), &graph), "cudaStreamEndCapture");
+  }
+
+  /// The outputs of all its steps, one behind the other.
+  pinned<float> run(const std::vector<happening>& trace) {
+    bool replays = false;
+    for (const happening& h : trace) {
+      switch (h.is) {
+        case happening::open:
+          names_.push_back(pipeline_.open());
+          break;
+        case happening::fork:
+          names_.push_back(pipeline_.fork(id(h.sequence)));
+          break;
+        case happening::release:
+          pipeline_.release(id(h.sequence));
+          break;
+        case happening::truncate:
+          pipeline_.truncate(id(h.sequence), h.number);
+          break;
+        case happening::preempt:
+          pipeline_.preempt(id(h.sequence));
+          break;
+        case happening::restore:
+          pipeline_.restore(id(h.sequence));
+          break;
+        case happening::step: {
+          const bool decodes =
+              kind_.prompts_too || std::all_of(h.parts.begin(), h.parts.end(),
+                                               [](const auto& p) { return p.phase == step_phase::decode; });
+          replays = decodes && (kind_.steps == runs::replayed || (kind_.steps == runs::in_turn && !replays));
+          step(h, replays);
+          if (kind_.synchronizes) pipeline_.synchronize();
+        }
+      }
+    }
+    pipeline_.synchronize();
+    pinned<float> all;
+    for (const step_rows& rows : steps_)
+      for (const layer_rows& of_layer : rows) all.insert(all.end(), of_layer.out.begin(), of_layer.out.end());
+    return all;
+  }
+
+  /// One step, begun or replayed; its rows stay until the engine goes.
+  void step(const happening& h, bool replays) {
+    const std::vector<step_input> inputs = inputs_of(h);
+    step_rows& rows = rows_of(h);
+    if (replays) {
+      if (launched_ == nullptr) capture();
+      while (!pipeline_.plan(inputs)) pipeline_.wait();
+      launch(rows);
+    } else {
+      pipeline_.begin_step(inputs);
+      run_layers(rows);
+      pipeline_.end_step();
+    }
+  }
+  std::vector<step_input> inputs_of(const happening& h) const {
+    std::vector<step_input> inputs;
+    for (const auto& part : h.parts) inputs.push_back({id(part.sequence), part.tokens, part.phase});
+    return inputs;
+  }
+  /// Rows of a step that is planned next.
+  step_rows& rows_of(const happening& h) {
+    int count = 0;
+    for (const auto& part : h.parts) count += part.tokens;
+    step_rows& rows = steps_.emplace_back();
+    for (int layer = 0; layer < layers; ++layer) {
+      rows.emplace_back(count);
+      int row = 0;
+      for (const auto& part : h.parts)
+        for (int t = 0; t < part.tokens; ++t, ++row)
+          texts_.put(part.sequence, static_cast<int>(steps_.size()) + 3 * t, layer, rows.back(), row);
+    }
+    return rows;
+  }
+  /// The rows go to where the captured step reads them, and its outputs to the rows, in the order of the compute stream.
+  void launch(step_rows& rows) {
+    const auto copy = [&]<class T>(pinned<T>& to, const pinned<T>& from, std::size_t count) {
+      if (count > 0)
+        device::check(
+            cudaMemcpyAsync(to.data(), from.data(), count * sizeof(T), cudaMemcpyDefault, compute_.get()),
+            "cudaMemcpyAsync");
+    };
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      copy(captured_[i].keys, rows[i].keys, rows[i].keys.size());
+      copy(captured_[i].values, rows[i].values, rows[i].values.size());
+      copy(captured_[i].queries, rows[i].queries, rows[i].queries.size());
+    }
+    replay();
+    for (std::size_t i = 0; i < rows.size(); ++i) copy(rows[i].out, captured_[i].out, rows[i].out.size());
+  }
+  sequence_id id(int name) const { return names_[size(name)]; }
+
+ private:
+  static pipeline::settings settings(const run_kind& kind) {
+    pipeline::settings s;
+    s.layers = layers;
+    s.query_heads = query_heads;
+    s.kv_heads = kv_heads;
+    s.budget = {.sink = page, .window = 2 * page, .selected_units = 3};
+    s.max_tokens = max_tokens;
+    s.max_sequences = 5;
+    s.max_resident = 4;
+    s.max_decode_rows = 2;
+    s.correction.tau = 0.3f;
+    s.store_tokens = kind.store_tokens;
+    if (kind.in_place_route)
+      s.route = in_place{};
+    else
+      s.route = resident{};
+    return s;
+  }
+  void run_layers(step_rows& rows) {
+    for (int layer = 0; layer < layers; ++layer) {
+      layer_rows& r = rows[size(layer)];
+      pipeline_.append(layer, {.keys = r.keys, .values = r.values, .queries = r.queries});
+      pipeline_.attend(layer, r.out);
+    }
+  }
+
+  const texts& texts_;
+  run_kind kind_;
+  device::owned_stream compute_, recall_;
+  test_backend backend_;
+  device::device_memory fast_;
+  device::pinned_memory slow_;
+  pipeline pipeline_;
+  std::vector<sequence_id> names_;
+  std::deque<step_rows> steps_;
+  step_rows captured_;
+  pinned<float> tail_ = pinned<float>(most_rows * query_row);
+  cudaGraph_t graph_ = nullptr;
+  cudaGraphExec_t launched_ = nullptr;
+};
+
+/// Whether `call` throws an `Error` whose sentence has `words`; what it does else is printed.
+template <class Error>
+bool refused(const char* what, const char* words, const std::function<void()>& call) {
+  std::string got = "nothing";
+  try {
+    call();
+  } catch (const Error& e) {
+    got = e.what();
+    if (got.find(words) != std::string::npos) {
+      std::printf("ok     %s: %s\n", what, got.c_str());
+      return true;
+    }
+  } catch (const error& e) {
+    got = std::string("another error, ") + e.what();
+  }
+  std::printf("FAILED %s: %s\n", what, got.c_str());
+  return false;
+}
+
+const happening two_open[] = {{.is = happening::open},
+                              {.is = happening::open},
+                              {.parts = {{0, 90, step_phase::prefill}, {1, 61, step_phase::prefill}}}};
+std::vector<happening> decode_steps(int count) {
+  std::vector<happening> trace(std::begin(two_open), std::end(two_open));
+  for (int step = 0; step < count; ++step) trace.push_back({.parts = {{0, 1}, {1, 1 + step % 2}}});
+  return trace;
+}
+
+/// The outputs of steps of which as many are planned as the ring takes before the first of them is launched.
+pinned<float> planned_ahead(const texts& source, int steps, report& checks) {
+  engine run(source);
+  const std::vector<happening> trace = decode_steps(steps);
+  run.run({trace.begin(), trace.begin() + 3});
+  run.capture();
+  constexpr int depth = device::step_ring::depth;
+  results<std::int32_t> tokens(pinned<std::int32_t>{});
+  results<std::uint8_t> planned(pinned<std::uint8_t>{});
+  for (int first = 0; first < steps; first += depth) {
+    std::vector<step_rows*> rows;
+    for (int step = first; step < first + depth; ++step) {
+      rows.push_back(&run.rows_of(trace[size(3 + step)]));
+      planned.host.push_back(true);
+      planned.device.push_back(run.of().plan(run.inputs_of(trace[size(3 + step)])));
+    }
+    // There is no room, and nothing has happened.
+    tokens.host.push_back(run.of().tokens(run.id(0)));
+    planned.host.push_back(false);
+    planned.device.push_back(run.of().plan(run.inputs_of(trace[3])));
+    tokens.device.push_back(run.of().tokens(run.id(0)));
+    for (step_rows* of_step : rows) run.launch(*of_step);
+    run.of().wait();  // for one of them, or more
+    run.of().synchronize();
+  }
+  checks.equal("plans of a ring that is full", planned);
+  checks.equal("tokens behind a plan that was refused", tokens);
+  return run.run({});
+}
+
+bool refuses_what_has_no_order(const texts& source) {
+  bool all = true;
+  const auto expect = [&](bool refusal) { all = all && refusal; };
+  const std::vector<happening> trace = decode_steps(4);
+  const auto prepared = [&](engine& run, int rows = most_rows) {
+    run.run({trace.begin(), trace.begin() + 4});
+    run.capture(2, rows);
+  };
+  const auto plan = [](engine& run, const happening& h) { return run.of().plan(run.inputs_of(h)); };
+  {
+    engine run(source);
+    prepared(run);
+    run.replay();
+    run.of().synchronize();
+    expect(refused<replay_error>("a replay without a plan", "before it was planned",
+                                 [&] { (void)plan(run, trace[4]); }));
+    expect(refused<replay_error>("a step behind it", "has to go", [&] { run.step(trace[4], false); }));
+  }
+  {
+    engine run(source);
+    prepared(run, 2);
+    expect(refused<usage_error>("more rows than any captured step takes", "no captured step takes 3 rows",
+                                [&] { (void)plan(run, trace[4]); }));
+    expect(plan(run, trace[3]));
+    expect(refused<usage_error>("a release behind a plan without a replay", "replay is not queued",
+                                [&] { run.of().release(run.id(0)); }));
+    run.replay();
+    run.of().release(run.id(0));
+  }
+  {
+    engine run(source);
+    prepared(run);
+    expect(plan(run, trace[3]));
+    run.step(trace[3], false);
+    run.of().synchronize();
+    expect(refused<replay_error>("a step begun before the replay of one planned",
+                                 "before its replay was queued", [&] { run.of().report(1, run.id(0)); }));
+  }
+  {
+    engine run(source, {.store_tokens = 160});
+    prepared(run);
+    const int before = run.of().tokens(run.id(0));
+    expect(plan(run, {.parts = {{0, 2}}}) && plan(run, {.parts = {{0, 2}}}));
+    expect(refused<pool_exhausted>("a plan that the store has no page for", "page pool exhausted", [&] {
+      (void)plan(run, {.parts = {{1, 1}, {0, 2}}});
+    }));
+    for (int i = 0; i < 2; ++i) run.replay();
+    run.of().synchronize();
+    expect(run.of().tokens(run.id(0)) == before + 4);
+    run.of().report(1, run.id(0));  // both have happened, and no more
+  }
+  {
+    engine run(source);
+    prepared(run);
+    for (int i = 0; i < device::step_ring::depth; ++i) expect(plan(run, trace[3]));
+    expect(refused<usage_error>("a wait for replays that are not queued", "no replay of them is queued",
+                                [&] { run.of().wait(); }));
+    for (int i = 0; i < device::step_ring::depth; ++i) run.replay();
+  }
+  {
+    engine run(source);
+    prepared(run);
+    require(cudaStreamBeginCapture(run.compute(), cudaStreamCaptureModeThreadLocal),
+            "cudaStreamBeginCapture");
+    expect(refused<usage_error>("a step that is begun in a capture", "begin_captured_step",
+                                [&] { run.of().begin_step({{run.id(0)}}); }));
+    run.of().begin_captured_step({.entries = 2});
+    expect(refused<usage_error>("a report in a capture", "is being captured",
+                                [&] { run.of().report(1, run.id(0)); }));
+    expect(refused<usage_error>("a plan in a capture", "has not ended", [&] { (void)plan(run, trace[3]); }));
+    run.of().abandon_step();
+    cudaGraph_t graph = nullptr;
+    require(cudaStreamEndCapture(run.compute(), &graph), "cudaStreamEndCapture");
+    cudaGraphDestroy(graph);
+    run.step(trace[3], true);  // as if nothing had been
+  }
+  return all;
+}
+
+/// A graph that was captured for less than the step brings, where another is large enough.
+bool refuses_a_small_graph(const texts& source) {
+  engine run(source);
+  const std::vector<happening> trace = decode_steps(4);
+  run.run({trace.begin(), trace.begin() + 4});
+  run.capture(2, 2);
+  // One that would be large enough is captured, and not launched.
+  cudaGraph_t graph = nullptr;
+  run.capture_only(2, 4, graph);
+  cudaGraphDestroy(graph);
+  if (!run.of().plan(run.inputs_of(trace[4]))) return false;
+  run.replay();
+  run.of().synchronize();
+  return refused<replay_error>("a replay of too small a graph", "captured for less",
+                               [&] { (void)run.of().plan(run.inputs_of(trace[3])); });
+}
+
+/// Whether some run without one of the orders gives other outputs than one with them, or fails; under an interpreter that
+/// draws orders. The first two are the recall stream's waits for the attention of a layer.
+bool careless(const texts& source, int order) {
+  const pinned<float> expected = engine(source).run(decode_steps(12));
+  if (engine(source, {.steps = runs::in_turn}).run(decode_steps(12)) != expected) {
+    std::printf("FAILED: other outputs with all orders\n");
+    return false;
+  }
+  const bool waits = order < layers;
+  const run_kind kind{.steps = waits ? runs::replayed : runs::in_turn,
+                      .waits_for_recall = waits,
+                      .without_edge = waits ? order - 1 : -1};
+  const std::string what = waits ? "the recall stream's wait for layer " + std::to_string(order)
+                                 : "a replay's wait for the recall of steps that were begun";
+  std::string seen;
+  for (int run = 1; run <= 40 && seen.empty(); ++run) try {
+      if (engine(source, kind).run(decode_steps(12)) != expected)
+        seen = "other outputs in run " + std::to_string(run);
+    } catch (const device_error& e) {
+      seen = e.what();
+    }
+  std::printf("%s without %s: %s\n", seen.empty() ? "FAILED" : "ok    ", what.c_str(),
+              seen.empty() ? "the same outputs in 40 runs" : seen.c_str());
+  return !seen.empty();
+}
+
+/// Nothing but replays between the profiler's marks.
+int replay_alone(const texts& source) {
+  engine run(source);
+  const std::vector<happening> trace = decode_steps(12);
+  run.run({trace.begin(), trace.begin() + 5});
+  run.capture();
+  run.step(trace[5], true);  // which waits for the recall of those that were begun
+  run.of().synchronize();    // so that the ring has room for four
+  require(cudaProfilerStart(), "cudaProfilerStart");
+  for (int step = 6; step < 10; ++step) run.step(trace[size(step)], true);
+  require(cudaProfilerStop(), "cudaProfilerStop");
+  run.of().synchronize();
+  return 0;
+}
+
+/// Kernels of a captured step and what else it has, held to what it had when this was written.
+bool has_few_nodes(const texts& source) {
+  engine run(source);
+  run.run(decode_steps(1));
+  run.capture();
+  const std::size_t kernels = nodes_of(run.graph(), cudaGraphNodeTypeKernel);
+  const std::size_t copies = nodes_of(run.graph(), cudaGraphNodeTypeMemcpy);
+  const std::size_t others = nodes_of(run.graph(), cudaGraphNodeTypeEventRecord) +
+                             nodes_of(run.graph(), cudaGraphNodeTypeWaitEvent) +
+                             nodes_of(run.graph(), cudaGraphNodeTypeHost) +
+                             nodes_of(run.graph(), cudaGraphNodeTypeMemset);
+  const std::size_t edges = edges_to_recall(run.graph()).size();
+  // Of a layer that keeps everything: copies of shared rows, append, attention and its merge; of another besides five of
+  // correction and five of speculation.
+  constexpr std::size_t most = 1 + 4 * layers + 10 * (layers - 1);
+  const bool few = kernels <= most && copies == 1 && others == 0 && edges == layers - 1;
+  std::printf(
+      "%s a captured step of %d layers has %zu kernels, %zu of them at most, %zu copies, the test's one, "
+      "%zu other nodes, %zu orders of streams\n",
+      few ? "ok    " : "FAILED", layers, kernels, most, copies, others, edges);
+  return few;
+}
+
+}  // namespace
+
+int main() {
+  skip_without_device();
+  const texts source(random_numbers(1));
+  if (const char* const order = std::getenv("FREEKV_CARELESS"))
+    return careless(source, std::atoi(order)) ? 0 : 1;
+  if (std::getenv("FREEKV_COUNTED") != nullptr) return replay_alone(source);
+  report checks;
+  const char* const text = std::getenv("FREEKV_SEED");
+  const unsigned seed = text == nullptr ? 1 : static_cast<unsigned>(std::atoi(text));
+  for (const bool in_place_route : {false, true}) {
+    const auto trace = random_trace(seed * 2 + in_place_route, 16);
+    const std::string route = in_place_route ? "in place" : "with slots";
+    const auto run = [&](run_kind kind) {
+      kind.in_place_route = in_place_route;
+      return engine(source, kind).run(trace);
+    };
+    results<float> out(run({.synchronizes = true}));
+    out.device = run({.steps = runs::replayed});
+    checks.equal("replayed steps " + route, out);
+    out.device = run({.steps = runs::in_turn});
+    checks.equal("replayed and begun steps in turn " + route, out);
+    if (in_place_route) continue;
+    out.device = run({.steps = runs::replayed, .prompts_too = true});
+    checks.equal("replayed steps and prompts " + route, out);
+  }
+  results<float> ahead(engine(source, {.synchronizes = true}).run(decode_steps(12)));
+  ahead.device = planned_ahead(source, 12, checks);
+  checks.equal("steps that are planned ahead", ahead);
+  const bool right =
+      refuses_what_has_no_order(source) & refuses_a_small_graph(source) & has_few_nodes(source);
+  return checks.finish() == 0 && right ? 0 : 1;
+}

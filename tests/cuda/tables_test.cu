@@ -1,0 +1,466 @@
+// Block tables of what decode rows attend to, written on the device: each form is attended through by a kernel of the test's
+// own, or by attention to a paged cache, in steps that are begun and in captured ones.
+//
+// Exit status: 0 all right, 1 not, 77 no device.
+#include <freekv/freekv.cuh>
+
+#include "both_sides.cuh"
+
+namespace {
+
+using namespace both_sides;
+using namespace freekv;
+using device::table_rows;
+
+constexpr int head_dim = 64, query_heads = 6, kv_heads = 2, group = query_heads / kv_heads, layers = 3,
+              page = 8;
+constexpr int batch = 4, max_tokens = 120, prompt_rows = 80, sink = 8, window = 16, selected = 3;
+constexpr std::size_t key_row = kv_heads * head_dim, query_row = query_heads * head_dim;
+
+// The first layer keeps everything.
+using pipeline =
+    retrieval_pipeline<kv_shape<half, head_dim>, cuda_backend, page_size<page>, layout_pair<hnd, hnd>, mean,
+                       cosine_drift, complete_first<1>, any_of<resident, in_place>>;
+
+std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+enum class form { dense, until_minus_one, ragged, united };
+
+/// Row of a table by what a paged-attention kernel of each form reads of it.
+struct row_of_table {
+  const std::int32_t* blocks;
+  int count, tokens;
+};
+__device__ row_of_table read_row(const device::block_tables& t, form f, int row) {
+  if (f == form::ragged) {
+    const int first = t.indptr[row], count = t.indptr[row + 1] - first;
+    return {t.indices + first, count, count == 0 ? 0 : (count - 1) * page + t.last_page_len[row]};
+  }
+  const std::int32_t* const blocks = t.blocks + row * t.max_blocks;
+  if (f != form::until_minus_one) return {blocks, (t.seq_lens[row] + page - 1) / page, t.seq_lens[row]};
+  int count = 0;
+  while (count < t.max_blocks && blocks[count] >= 0) ++count;
+  return {blocks, count, t.block_counts[row] == count ? t.seq_lens[row] : -1};
+}
+
+/// Attention by a thread for each sequence and query head, in double precision.
+__global__ void attend_by_table(slot_blocks<half> kv, device::block_tables tables, form f,
+                                const float* queries, float scale, float* out) {
+  const int nth = static_cast<int>(blockIdx.x), query_head = static_cast<int>(threadIdx.x),
+            head = query_head / group;
+  const row_of_table row = read_row(tables, f, f == form::united ? nth : head * tables.sequences + nth);
+  const float* const q = queries + (nth * query_heads + query_head) * head_dim;
+  const auto offset = [&](int t) {
+    return row.blocks[t / page] * kv.block_stride + t % page * kv.token_stride + head * kv.head_stride;
+  };
+  double sum = 0.0, sums[head_dim] = {};
+  for (int t = 0; t < row.tokens && row.count == (row.tokens + page - 1) / page; ++t) {
+    double score = 0.0;
+    for (int i = 0; i < head_dim; ++i) score += double{q[i]} * double{to_float(kv.keys[offset(t) + i])};
+    const double weight = exp(score * double{scale});
+    sum += weight;
+    for (int i = 0; i < head_dim; ++i) sums[i] += weight * double{to_float(kv.values[offset(t) + i])};
+  }
+  for (int i = 0; i < head_dim; ++i)
+    out[(nth * query_heads + query_head) * head_dim + i] =
+        sum > 0.0 ? static_cast<float>(sums[i] / sum) : 0.0f;
+}
+
+/// A table and its memory, which both sides reach; spoiled before each step.
+struct table_memory {
+  table_memory(table_rows rows, int max_blocks)
+      : rows_of(rows),
+        most(max_blocks),
+        blocks(size(rows_count()) * size(most)),
+        seq_lens(size(rows_count())),
+        block_counts(seq_lens.size()),
+        indptr(seq_lens.size() + 1),
+        indices(blocks.size()),
+        last_page_len(seq_lens.size()) {}
+  int rows_count() const { return rows_of == table_rows::all_heads ? batch : batch * kv_heads; }
+  device::block_tables view() {
+    const bool ragged = rows_of != table_rows::all_heads;
+    return {.rows = rows_of,
+            .sequences = batch,
+            .max_blocks = most,
+            .blocks = blocks.data(),
+            .seq_lens = seq_lens.data(),
+            .block_counts = block_counts.data(),
+            .indptr = ragged ? indptr.data() : nullptr,
+            .indices = ragged ? indices.data() : nullptr,
+            .last_page_len = last_page_len.data()};
+  }
+  void spoil() {
+    for (auto* numbers : {&blocks, &seq_lens, &block_counts, &indptr, &indices, &last_page_len})
+      std::fill(numbers->begin(), numbers->end(), 7777777);
+  }
+
+  table_rows rows_of;
+  int most;
+  pinned<std::int32_t> blocks, seq_lens, block_counts, indptr, indices, last_page_len;
+};
+
+/// What a layer has of a step.
+struct layer_step {
+  explicit layer_step(int rows)
+      : keys(size(rows) * key_row),
+        values(keys.size()),
+        queries(size(rows) * query_row),
+        out(queries.size()) {
+    for (auto& by : by_table) by.resize(out.size());
+  }
+  pinned<half> keys, values;
+  pinned<float> queries, out;
+  pinned<float> by_table[5];  // dense, until -1, ragged, united, folded
+};
+
+/// All rows that a sequence has appended, by layer.
+struct history {
+  sequence_id id{};
+  std::vector<half> keys[layers], values[layers];
+  int tokens() const { return static_cast<int>(keys[0].size() / key_row); }
+};
+
+class engine {
+ public:
+  engine(bool in_place_route, report& checks)
+      : in_place_(in_place_route),
+        checks_(checks),
+        backend_(compute_.get(), recall_.get()),
+        pipeline_(settings(in_place_route), backend_, {&memory_, &memory_}) {
+    for (int layer = 0; layer < layers; ++layer) {
+      const bool united = layer == 0 || in_place_route;
+      tables_.push_back({{table_rows::by_head, pipeline_.most_blocks(layer, table_rows::by_head)},
+                         {table_rows::folded, pipeline_.most_blocks(layer, table_rows::folded)}});
+      if (united)
+        tables_.back().emplace_back(table_rows::all_heads,
+                                    pipeline_.most_blocks(layer, table_rows::all_heads));
+    }
+    const auto carved = [&](std::byte* data) {
+      carver memory(data);
+      scratch_ = device::paged_scratch(memory, folded(max_tokens, nullptr, nullptr), page, head_dim);
+      return memory.used();
+    };
+    scratch_memory_.resize(carved(nullptr) + 256);
+    carved(scratch_memory_.data());
+  }
+  ~engine() {
+    cudaStreamSynchronize(compute_.get());
+    if (captured_ != nullptr) cudaGraphExecDestroy(captured_);
+  }
+
+  void open(int tokens) {
+    history& h = sequences_.emplace_back();
+    h.id = pipeline_.open();
+    std::vector<layer_step> rows = rows_of({static_cast<int>(sequences_.size()) - 1}, tokens, tokens);
+    pipeline_.begin_step({{h.id, tokens, step_phase::prefill}});
+    for (int layer = 0; layer < layers; ++layer)
+      pipeline_.append(layer, {rows[size(layer)].keys, rows[size(layer)].values, rows[size(layer)].queries});
+    pipeline_.end_step();
+    pipeline_.synchronize();
+  }
+  void capture() {
+    for (int layer = 0; layer < layers; ++layer) static_rows_.emplace_back(batch);
+    device::check(cudaStreamBeginCapture(compute_.get(), cudaStreamCaptureModeThreadLocal),
+                  "cudaStreamBeginCapture");
+    pipeline_.begin_captured_step({.entries = batch});
+    run_layers(static_rows_);
+    pipeline_.end_step();
+    cudaGraph_t graph = nullptr;
+    device::check(cudaStreamEndCapture(compute_.get(), &graph), "cudaStreamEndCapture");
+    device::check(cudaGraphInstantiate(&captured_, graph, 0), "cudaGraphInstantiate");
+    device::check(cudaGraphDestroy(graph), "cudaGraphDestroy");
+  }
+  /// A decode row of each of these sequences; all forms are compared.
+  void step(const std::vector<int>& of, const std::string& name) {
+    live_ = of.size();
+    std::vector<step_input> inputs;
+    for (const int i : of) inputs.push_back({sequences_[size(i)].id});
+    std::vector<layer_step> rows = rows_of(of, 1, batch);
+    for (auto& of_layer : tables_)
+      for (table_memory& t : of_layer) t.spoil();
+    if (captured_ != nullptr) {
+      if (!pipeline_.plan(inputs)) throw usage_error("the ring is full");
+      for (int layer = 0; layer < layers; ++layer) {
+        static_rows_[size(layer)].keys = rows[size(layer)].keys;
+        static_rows_[size(layer)].values = rows[size(layer)].values;
+        static_rows_[size(layer)].queries = rows[size(layer)].queries;
+      }
+      device::check(cudaGraphLaunch(captured_, compute_.get()), "cudaGraphLaunch");
+      pipeline_.synchronize();
+      for (int layer = 0; layer < layers; ++layer) {
+        rows[size(layer)].out = static_rows_[size(layer)].out;
+        for (int i = 0; i < 5; ++i) rows[size(layer)].by_table[i] = static_rows_[size(layer)].by_table[i];
+      }
+    } else {
+      pipeline_.begin_step(inputs);
+      run_layers(rows);
+      pipeline_.end_step();
+      pipeline_.synchronize();
+    }
+    for (int layer = 0; layer < layers; ++layer)
+      compare(layer, of, rows[size(layer)],
+              name + (in_place_ ? ", in place, layer " : ", with slots, layer ") + std::to_string(layer));
+  }
+  bool refuses() {
+    int refused = 0;
+    const auto expect = [&](const char* words, const auto& call) {
+      try {
+        call();
+      } catch (const usage_error& e) {
+        refused += std::string(e.what()).find(words) != std::string::npos;
+      }
+    };
+    std::vector<layer_step> rows = rows_of({0}, 1, 1);
+    pipeline_.begin_step({{sequences_[0].id}});
+    pipeline_.append(0, {rows[0].keys, rows[0].values, rows[0].queries});
+    expect("not corrected yet", [&] { pipeline_.queue_tables(0, tables_[0][0].view()); });
+    pipeline_.correct(0);
+    auto few = tables_[0][0].view();
+    few.max_blocks = 1;
+    expect("room for 1", [&] { pipeline_.queue_tables(0, few); });
+    few.sequences = 0;
+    expect("for 0 sequences", [&] { pipeline_.queue_tables(0, few); });
+    auto ragged = tables_[0][2].view();
+    ragged.indptr = tables_[0][2].indptr.data();
+    expect("no ragged form", [&] { pipeline_.queue_tables(0, ragged); });
+    int expected = 4;
+    if (!in_place_) {
+      ++expected;
+      expect("pages that differ by head", [&] { pipeline_.most_blocks(1, table_rows::all_heads); });
+    }
+    pipeline_.abandon_step();
+    if (refused != expected) std::printf("FAILED %d refusals of %d\n", refused, expected);
+    return refused == expected;
+  }
+
+ private:
+  static pipeline::settings settings(bool in_place_route) {
+    pipeline::settings s;
+    s.layers = layers;
+    s.query_heads = query_heads;
+    s.kv_heads = kv_heads;
+    s.budget = {.sink = sink, .window = window, .selected_units = selected};
+    s.max_tokens = max_tokens;
+    s.max_sequences = batch;
+    s.correction.tau = 0.3f;
+    if (in_place_route)
+      s.route = in_place{};
+    else
+      s.route = resident{};
+    return s;
+  }
+  /// Random rows, `tokens` of each sequence, with room for `most`.
+  std::vector<layer_step> rows_of(const std::vector<int>& of, int tokens, int most) {
+    std::vector<layer_step> rows;
+    for (int layer = 0; layer < layers; ++layer) {
+      layer_step& r = rows.emplace_back(most);
+      std::size_t at = 0;
+      for (const int i : of) {
+        history& h = sequences_[size(i)];
+        for (std::size_t n = 0; n < size(tokens) * key_row; ++n, ++at) {
+          h.keys[layer].push_back(r.keys[at] = from_float<half>(random_.normal()));
+          h.values[layer].push_back(r.values[at] = from_float<half>(random_.normal()));
+        }
+      }
+      for (float& x : r.queries) x = random_.normal();
+    }
+    return rows;
+  }
+  device::paged_attention folded(int blocks, const float* queries, float* out) const {
+    return {.heads = {group, 1},
+            .queries = queries,
+            .max_sequences = batch * kv_heads,
+            .max_tokens = std::min(max_tokens, blocks * page),
+            .scale = pipeline_.configuration().scale,
+            .to = {.out = out}};
+  }
+  void run_layers(std::vector<layer_step>& rows) {
+    for (int layer = 0; layer < layers; ++layer) {
+      layer_step& r = rows[size(layer)];
+      const auto live = [&](auto& all, std::size_t width) {
+        const std::size_t count = captured_ == nullptr && !capturing() ? live_ : size(batch);
+        return std::span(all).first(count * width);
+      };
+      pipeline_.append(layer, {live(r.keys, key_row), live(r.values, key_row), live(r.queries, query_row)});
+      pipeline_.correct(layer);
+      for (table_memory& t : tables_[size(layer)]) pipeline_.queue_tables(layer, t.view());
+      const slot_blocks<half> kv = pipeline_.paged_kv(layer);
+      const auto attend = [&](table_memory& t, form f) {
+        attend_by_table<<<batch, query_heads, 0, compute_.get()>>>(kv, t.view(), f, r.queries.data(),
+                                                                   pipeline_.configuration().scale,
+                                                                   r.by_table[static_cast<int>(f)].data());
+        device::check(cudaGetLastError(), "attention by a table");
+      };
+      for (const form f : {form::dense, form::until_minus_one, form::ragged})
+        attend(tables_[size(layer)][0], f);
+      if (tables_[size(layer)].size() > 2) attend(tables_[size(layer)][2], form::united);
+      const device::block_tables by_request = tables_[size(layer)][1].view();
+      const device::paged_cache<half> cache{kv.keys,
+                                            kv.values,
+                                            kv.head_stride,
+                                            kv.token_stride,
+                                            0,
+                                            page,
+                                            by_request.max_blocks,
+                                            by_request.blocks,
+                                            by_request.seq_lens};
+      device::attend_paged<head_dim>(cache,
+                                     folded(by_request.max_blocks, r.queries.data(), r.by_table[4].data()),
+                                     scratch_, compute_.get());
+      pipeline_.attend(layer, live(r.out, query_row));
+    }
+  }
+  bool capturing() const {
+    cudaStreamCaptureStatus status{};
+    device::check(cudaStreamIsCapturing(compute_.get(), &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+  }
+
+  void compare(int layer, const std::vector<int>& of, layer_step& r, const std::string& name) {
+    constexpr const char* names[] = {"dense", "until -1", "ragged", "united", "folded"};
+    for (const int i : {0, 1, 2, 4}) {
+      results<float> out(
+          pinned<float>(r.out.begin(), r.out.begin() + static_cast<long>(of.size() * query_row)));
+      std::copy_n(r.by_table[i].begin(), out.device.size(), out.device.begin());
+      checks_.close(std::string(names[i]) + ", " + name, out, 40);
+    }
+    // Rows of no sequence are empty, and rows end with -1.
+    results<std::int32_t> ends(pinned<std::int32_t>{});
+    for (table_memory& t : tables_[size(layer)])
+      for (int row = 0; row < t.rows_count(); ++row) {
+        const int nth = t.rows_of == table_rows::all_heads ? row
+                        : t.rows_of == table_rows::folded  ? row / kv_heads
+                                                           : row % batch;
+        const bool there = nth < static_cast<int>(of.size());
+        const int n = there ? sequences_[size(of[size(nth)])].tokens() : 0;
+        ends.host.push_back(there ? (n - 1) % page + 1 : 0);
+        ends.device.push_back(t.last_page_len[size(row)]);
+        ends.host.push_back(there);
+        ends.device.push_back(t.block_counts[size(row)] > 0);
+        for (int i = t.block_counts[size(row)]; i < t.most; ++i) {
+          ends.host.push_back(-1);
+          ends.device.push_back(t.blocks[size(row) * size(t.most) + size(i)]);
+        }
+      }
+    checks_.equal("ends of rows, " + name, ends);
+    compare_pages(layer, of, name);
+    if (tables_[size(layer)].size() > 2) compare_united(layer, of, r, name);
+  }
+  /// Pages by head, in ascending order, are those that the report names; of slots, what is in them comes later.
+  void compare_pages(int layer, const std::vector<int>& of, const std::string& name) {
+    if (layer > 0 && !in_place_) return;
+    const slot_blocks<half> kv = pipeline_.paged_kv(layer);
+    results<std::int32_t> pages(pinned<std::int32_t>{});
+    table_memory& t = tables_[size(layer)][0];
+    for (int head = 0; head < kv_heads; ++head)
+      for (std::size_t nth = 0; nth < of.size(); ++nth) {
+        const history& h = sequences_[size(of[nth])];
+        const auto expected = pages_of(layer, h, head);
+        const int row = head * batch + static_cast<int>(nth);
+        pages.host.insert(pages.host.end(), expected.begin(), expected.end());
+        for (int i = 0; i < t.block_counts[size(row)]; ++i)
+          pages.device.push_back(page_in(kv, t.blocks[size(row * t.most + i)], head, h.keys[layer]));
+        pages.device.resize(pages.host.size(), -1);
+      }
+    checks_.equal("pages by head, " + name, pages);
+  }
+  /// The page of a sequence whose first key is that of a block; -1: none.
+  static int page_in(const slot_blocks<half>& kv, int block, int head, const std::vector<half>& keys) {
+    const half* const first = kv.keys + block * kv.block_stride + head * kv.head_stride;
+    for (int p = 0; size(p * page) * key_row < keys.size(); ++p)
+      if (std::memcmp(first, keys.data() + size(p * page) * key_row + head * head_dim,
+                      head_dim * sizeof(half)) == 0)
+        return p;
+    return -1;
+  }
+  std::vector<std::int32_t> pages_of(int layer, const history& h, int head) const {
+    const int n = h.tokens(), all = (n + page - 1) / page;
+    std::vector<std::int32_t> pages;
+    if (layer == 0) {
+      for (int p = 0; p < all; ++p) pages.push_back(p);
+      return pages;
+    }
+    for (int p = 0; p < sink / page; ++p) pages.push_back(p);
+    const step_report report = pipeline_.report(layer, h.id);
+    const auto of_head = report.attended.subspan(report.attended.size() / kv_heads * size(head));
+    for (int i = 0; i < report.attended_count[size(head)]; ++i) pages.push_back(of_head[size(i)]);
+    for (int p = std::max(sink / page, std::max(0, n - window) / page); p < all; ++p) pages.push_back(p);
+    return pages;
+  }
+  /// Attention to every page that some head attends to.
+  void compare_united(int layer, const std::vector<int>& of, const layer_step& r, const std::string& name) {
+    results<float> out(of.size() * query_row);
+    for (std::size_t nth = 0; nth < of.size(); ++nth) {
+      const history& h = sequences_[size(of[nth])];
+      std::vector<std::int32_t> pages;
+      for (int head = 0; head < kv_heads; ++head) {
+        const auto more = pages_of(layer, h, head);
+        pages.insert(pages.end(), more.begin(), more.end());
+      }
+      std::sort(pages.begin(), pages.end());
+      pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
+      for (int query_head = 0; query_head < query_heads; ++query_head) {
+        const std::size_t at = nth * query_row + size(query_head * head_dim);
+        double sum = 0.0;
+        std::vector<double> sums(head_dim);
+        for (const int p : pages)
+          for (int t = p * page; t < std::min((p + 1) * page, h.tokens()); ++t) {
+            const std::size_t row = size(t) * key_row + size(query_head / group * head_dim);
+            double score = 0.0;
+            for (std::size_t i = 0; i < head_dim; ++i)
+              score += double{r.queries[at + i]} * double{to_float(h.keys[layer][row + i])};
+            const double weight = std::exp(score * double{pipeline_.configuration().scale});
+            sum += weight;
+            for (std::size_t i = 0; i < head_dim; ++i)
+              sums[i] += weight * double{to_float(h.values[layer][row + i])};
+          }
+        for (std::size_t i = 0; i < head_dim; ++i) {
+          out.host[at + i] = static_cast<float>(sums[i] / sum);
+          out.device[at + i] = r.by_table[3][at + i];
+        }
+      }
+    }
+    checks_.close("united, " + name, out, 40);
+  }
+
+  bool in_place_;
+  report& checks_;
+  random_numbers random_{5};
+  device::owned_stream compute_, recall_;
+  cuda_backend backend_;
+  device::pinned_memory memory_;  // of both tiers, so that the test reads what is in slots
+  pipeline pipeline_;
+  std::vector<std::vector<table_memory>> tables_;  // by layer
+  std::vector<history> sequences_;
+  std::vector<layer_step> static_rows_;
+  pinned<std::byte> scratch_memory_;
+  device::attention_scratch_memory scratch_;
+  cudaGraphExec_t captured_ = nullptr;
+  std::size_t live_ = 0;  // rows of the step
+};
+
+}  // namespace
+
+int main() {
+  skip_without_device();
+  report checks;
+  bool refused = true;
+  for (const bool in_place_route : {false, true}) {
+    engine run(in_place_route, checks);
+    run.open(70);
+    run.open(41);
+    const auto steps = [&](const std::string& name) {
+      for (const std::vector<int>& of : {std::vector{0, 1}, {1}, {1, 0}, {0, 2, 1}}) {
+        run.step(of, name);
+      }
+    };
+    run.open(prompt_rows);
+    steps("begun");
+    run.capture();
+    steps("replayed");
+    steps("replayed");
+    refused = run.refuses() && refused;
+  }
+  return checks.finish() == 0 && refused ? 0 : 1;
+}
