@@ -77,6 +77,11 @@ void check_compiled(data_type element, int head_dim) {
     throw choice_error(sentence_of_missing(element, head_dim, {head_dims_list, elements_list, build_folder}));
 }
 
+std::optional<file_store_options> store_file_of(const pipeline_options& o) {
+  if (o.store_file.empty()) return {};
+  return file_store_options{.path = o.store_file, .direct = o.direct_io};
+}
+
 std::unique_ptr<pipeline> make_pipeline(const pipeline_options& options, host_backend& backend) {
   check_compiled(options.element, options.head_dim);
   return find_compiled(options.element, options.head_dim)->make(options, backend);

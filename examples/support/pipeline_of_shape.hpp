@@ -85,7 +85,7 @@ class pipeline_of_shape final : public pipeline {
     s.correction = find_by_name("correction", corrections, o.method.correction).make(o.method, data);
     s.residency = find_by_name("residency", residencies, o.method.residency).make(o.method, data);
     s.codec = find_by_name("codec", codecs, o.method.codec).make(o.method, data);
-    if (!o.store_file.empty()) s.store_file = {.path = o.store_file, .direct = o.direct_io};
+    s.store_file = store_file_of(o);
     s.plan = plan_of(o.method, data, o.complete_layers);
     if (o.in_place)
       s.route = in_place{};

@@ -86,9 +86,9 @@ FREEKV_HD void attend_block(T team, const group_query& query, int first_head, in
   const multiplier multiplying{};
   const row_block<Element> keys{rows.key, rows.stride, HeadDim, count, wants_values ? rows.value : nullptr,
                                 HeadDim};
-  for_heads_at_once(heads, [&]<int Heads>(int, cuda::std::integral_constant<int, Heads>) {
-    row_products<Heads>(multiplying, query_rows{query.head(first_head), query.step * HeadDim}, keys, 1.0f,
-                        scratch, block, scratch + heads_at_once * block);
+  for_heads_at_once<multiplier>(heads, [&]<int Heads>(int g, cuda::std::integral_constant<int, Heads>) {
+    row_products<Heads>(multiplying, query_rows{query.head(first_head + g), query.step * HeadDim}, keys, 1.0f,
+                        scratch + g * block, block, scratch + heads_at_once * block);
   });
   unsigned attending = 0;  // heads with more than -infinity so far
   for (int g = 0; g < heads; ++g) {
@@ -132,17 +132,14 @@ FREEKV_HD void attend_block(T team, const group_query& query, int first_head, in
   if (!wants_values) return;
   float* const weighted = part.weighted + first_head * HeadDim;
   const int at_once = attending == (1u << heads) - 1 ? heads : 1;
-  if (at_once == 4)
-    weigh_values<HeadDim, 4>(multiplying, rows, count, scratch, weighted, ahead);
-  else if (at_once == 3)
-    weigh_values<HeadDim, 3>(multiplying, rows, count, scratch, weighted, ahead);
-  else if (at_once == 2)
-    weigh_values<HeadDim, 2>(multiplying, rows, count, scratch, weighted, ahead);
-  else
-    for (int g = 0; g < heads; ++g)
-      if ((attending >> g & 1u) != 0)
-        weigh_values<HeadDim, 1>(multiplying, rows, count, scratch + g * block, weighted + g * HeadDim,
-                                 ahead);
+  for (int first_of = 0; first_of < heads; first_of += at_once) {
+    if ((attending >> first_of & 1u) == 0) continue;
+    for_heads_at_once<multiplier>(at_once, [&]<int Heads>(int nth, cuda::std::integral_constant<int, Heads>) {
+      const int g = first_of + nth;
+      weigh_values<HeadDim, Heads>(multiplying, rows, count, scratch + g * block, weighted + g * HeadDim,
+                                   ahead);
+    });
+  }
   team.sync();
 }
 

@@ -39,21 +39,31 @@ FREEKV_HD void prefetch_row(T team, const Element* row, int count) {
   for (int i = 0; i < count; i += line) team.prefetch(row + i);
 }
 
-/// Calls `body(first, integral_constant<int, Heads>)` for the heads of a group, `Heads` of them from `first` on.
-template <class Body>
+/// Calls `body(first, integral_constant<int, Heads>)` for the heads of a group, `Heads` of them from `first` on: one,
+/// where the team has `one_head_at_once`.
+template <class T, class Body>
 FREEKV_HD void for_heads_at_once(int group, const Body& body) {
   using cuda::std::integral_constant;
   static_assert(heads_at_once == 4);
-  for (int first = 0; first < group; first += heads_at_once) {
+  constexpr int most = requires { T::one_head_at_once; }
+  ? 1 : heads_at_once;
+  for (int first = 0; first < group; first += most) {
     const int heads = group - first;
-    if (heads >= 4)
-      body(first, integral_constant<int, 4>{});
-    else if (heads == 3)
-      body(first, integral_constant<int, 3>{});
-    else if (heads == 2)
-      body(first, integral_constant<int, 2>{});
-    else
-      body(first, integral_constant<int, 1>{});
+    if constexpr (most > 1) {
+      if (heads >= 4) {
+        body(first, integral_constant<int, 4>{});
+        continue;
+      }
+      if (heads == 3) {
+        body(first, integral_constant<int, 3>{});
+        continue;
+      }
+      if (heads == 2) {
+        body(first, integral_constant<int, 2>{});
+        continue;
+      }
+    }
+    body(first, integral_constant<int, 1>{});
   }
 }
 

@@ -78,15 +78,16 @@ FREEKV_HD void score_units(T team, const S& summary, page_geometry page, const s
             const auto stride = static_cast<std::int64_t>(bytes / sizeof(Element));
             const Element* const ahead = first + at_once < pages ? elements + at_once * stride : nullptr;
             const row_block<Element> rows{elements, stride, queries.width, count, ahead, queries.width};
-            for_heads_at_once(queries.group, [&]<int Heads>(int g, cuda::std::integral_constant<int, Heads>) {
-              const query_rows of_heads{queries.data + g * queries.width, queries.width};
-              float* const scores = to.first + g * to.stride;
-              using call = row_products_call<Heads, wide, Element>;
-              if constexpr (Shares && requires(const call& c) { wide{}.apart(c); })
-                wide{}.apart(call{of_heads, rows, queries.scale, scores, to.stride, numbers});
-              else
-                row_products<Heads>(wide{}, of_heads, rows, queries.scale, scores, to.stride, numbers);
-            });
+            for_heads_at_once<wide>(
+                queries.group, [&]<int Heads>(int g, cuda::std::integral_constant<int, Heads>) {
+                  const query_rows of_heads{queries.data + g * queries.width, queries.width};
+                  float* const scores = to.first + g * to.stride;
+                  using call = row_products_call<Heads, wide, Element>;
+                  if constexpr (Shares && requires(const call& c) { wide{}.apart(c); })
+                    wide{}.apart(call{of_heads, rows, queries.scale, scores, to.stride, numbers});
+                  else
+                    row_products<Heads>(wide{}, of_heads, rows, queries.scale, scores, to.stride, numbers);
+                });
           });
     for (int j = 0; j < count; ++j) {
       bool finite = multiplied;

@@ -29,8 +29,9 @@ struct usage_error : error {
 /// A pool of fixed capacity (pages, sequences, slots, a sequence's tokens) cannot give what a call needs;
 /// thrown before anything is queued.
 struct pool_exhausted : error {
-  pool_exhausted(const std::string& pool, long pool_capacity, long in_use, const std::string& who, long more,
-                 const std::string& remedy = "release a sequence or raise the capacity in the settings")
+  [[gnu::cold]] pool_exhausted(
+      const std::string& pool, long pool_capacity, long in_use, const std::string& who, long more,
+      const std::string& remedy = "release a sequence or raise the capacity in the settings")
       : error(pool + " exhausted: " + std::to_string(in_use) + " of " + std::to_string(pool_capacity) +
               " in use, " + who + " needs " + std::to_string(more) + " more; " + remedy),
         capacity(pool_capacity),
@@ -42,12 +43,13 @@ struct pool_exhausted : error {
 /// Threads that the system does not give; those that it gave have ended again.
 struct thread_error : error {
   /// `of`: whose threads they are, `wanted` and `started` both with the calling thread where that is one of them.
-  thread_error(const std::string& of, int threads_wanted, int threads_started, const std::error_code& cause,
-               const std::string& remedy)
-      : error(of + " wants " + std::to_string(threads_wanted) + (threads_wanted == 1 ? " thread" : " threads") +
-              ", and the system gives " + std::to_string(threads_started) + " (" + cause.message() + "); " +
-              remedy +
-              ", or raise the limit on processes (ulimit -u, a container's pids limit) or memory (ulimit -v)"),
+  [[gnu::cold]] thread_error(const std::string& of, int threads_wanted, int threads_started,
+                             const std::error_code& cause, const std::string& remedy)
+      : error(
+            of + " wants " + std::to_string(threads_wanted) + (threads_wanted == 1 ? " thread" : " threads") +
+            ", and the system gives " + std::to_string(threads_started) + " (" + cause.message() + "); " +
+            remedy +
+            ", or raise the limit on processes (ulimit -u, a container's pids limit) or memory (ulimit -v)"),
         wanted(threads_wanted),
         started(threads_started) {}
   int wanted, started;
@@ -74,14 +76,14 @@ struct store_error : error, store_fault {
   explicit store_error(store_fault fault) : error(sentence(fault)), store_fault(std::move(fault)) {}
 
   /// The same error, told of a sequence.
-  store_error with_sequence(std::string name) const {
+  [[gnu::cold]] store_error with_sequence(std::string name) const {
     store_fault fault = *this;
     fault.sequence = std::move(name);
     return store_error(std::move(fault));
   }
 
  private:
-  static std::string sentence(const store_fault& fault) {
+  [[gnu::cold]] static std::string sentence(const store_fault& fault) {
     std::string text = fault.sequence.empty() ? "" : fault.sequence + ": ";
     text += "store file " + fault.file + ": ";
     const std::string bytes = std::to_string(fault.bytes) + " bytes";

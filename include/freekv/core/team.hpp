@@ -30,6 +30,7 @@
 //                               the same type
 //   wide                        if it has it: a type with more lanes for products of rows whose length its width divides.
 //                               It offers load, store, + and *, sum_each, prefetch, lane, lanes and sync
+//   one_head_at_once            if it has it: rows are multiplied by one query head at a time, which is less to compile
 //   narrow                      if it has `wide`: the base that has not, so that what multiplies no rows is instantiated once
 #pragma once
 

@@ -27,7 +27,7 @@ class pipeline_memory {
   /// are if they are not the pipeline's own.
   template <class Backend>
   pipeline_memory(const Settings& s, Backend& backend, std::byte* slow_block, std::byte* fast_block,
-                  file_store* file, std::span<const engine_blocks<element>> blocks)
+                  slice_file* file, std::span<const engine_blocks<element>> blocks)
       : pipeline_memory(s, backend, carver(slow_block), carver(fast_block), file, blocks) {}
 
   std::vector<State> layers;
@@ -44,7 +44,7 @@ class pipeline_memory {
   static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
   template <class Backend>
-  pipeline_memory(const Settings& s, Backend& backend, carver&& slow, carver&& fast, file_store* file,
+  pipeline_memory(const Settings& s, Backend& backend, carver&& slow, carver&& fast, slice_file* file,
                   std::span<const engine_blocks<element>> blocks)
       : host_copies{.page_tables =
                         table<std::int32_t>(size(s.max_sequences) * size(s.max_pages()), slow, fast),
@@ -80,8 +80,8 @@ class pipeline_memory {
       return Stages(backend, s, scratch_sizes(s), fast);
   }
 
-  State layer_part(const Settings& s, int layer, carver& slow, carver& fast, file_store* file,
-                   std::span<const engine_blocks<element>> blocks) {
+  [[gnu::cold]] State layer_part(const Settings& s, int layer, carver& slow, carver& fast, slice_file* file,
+                                 std::span<const engine_blocks<element>> blocks) {
     State l;
     l.layer = layer;
     l.kind = s.plan.kind(layer);
@@ -219,7 +219,7 @@ class pipeline_memory {
   }
 
   /// Room for a layer's complete pages.
-  slice_store slices_of(const Settings& s, carver& slow, file_store* file) {
+  slice_store slices_of(const Settings& s, carver& slow, slice_file* file) {
     slice_store slices{.first = bytes.file, .slice_bytes = slice_bytes(s), .kv_heads = s.kv_heads};
     const std::size_t all = slices.slice_bytes * size(s.store_pages()) * size(s.kv_heads);
     if (s.store_file) {

@@ -10,6 +10,7 @@
 #include <freekv/pipeline/sequences.hpp>
 #include <freekv/pipeline/settings.hpp>
 #include <initializer_list>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -88,20 +89,20 @@ class basic_retrieval_pipeline {
   using with = basic_retrieval_pipeline<Shape, typename Pack::template with<Policy>>;
 
   /// Exact bytes that a pipeline with these settings takes. Allocates none of them. Throws settings_error.
-  static memory_bytes bytes_needed(const settings& given, backend_type& backend) {
+  [[gnu::cold]] static memory_bytes bytes_needed(const settings& given, backend_type& backend) {
     return memory_plan(checked_settings<head_dim>(given), backend, nullptr, nullptr, nullptr, {}).bytes;
   }
 
   /// Slots that a sequence has in a layer at most, and so the room that its `table` needs; 0 where it has none.
   /// Throws settings_error.
-  static int slots_per_sequence(const settings& given, backend_type& backend, int layer) {
+  [[gnu::cold]] static int slots_per_sequence(const settings& given, backend_type& backend, int layer) {
     const memory_plan plan(checked_settings<head_dim>(given), backend, nullptr, nullptr, nullptr, {});
     const state& s = plan.layers.at(size(layer));
     return s.keeps_slots ? s.slots.total() : 0;
   }
   /// Slots of all resident sequences in a layer, and so blocks of an engine's own tensor: `slots_per_sequence` times
   /// max_resident, or fewer with `selected_tokens`. Throws settings_error.
-  static std::int64_t slots_needed(const settings& given, backend_type& backend, int layer) {
+  [[gnu::cold]] static std::int64_t slots_needed(const settings& given, backend_type& backend, int layer) {
     const auto checked = checked_settings<head_dim>(given);
     const memory_plan plan(checked, backend, nullptr, nullptr, nullptr, {});
     const state& s = plan.layers.at(size(layer));
@@ -112,8 +113,9 @@ class basic_retrieval_pipeline {
   /// Takes all its memory from `memory` at once, and room for the store's file where there is one. `backend` must
   /// outlive the pipeline. With `blocks`, one for each layer, slots are blocks of an engine's own tensor, and none of
   /// `memory` is taken for them. Throws settings_error, or store_error if the file cannot be had.
-  basic_retrieval_pipeline(const settings& given, backend_type& backend, const memory_resources& memory = {},
-                           std::span<const engine_blocks<element>> blocks = {})
+  [[gnu::cold]] basic_retrieval_pipeline(const settings& given, backend_type& backend,
+                                         const memory_resources& memory = {},
+                                         std::span<const engine_blocks<element>> blocks = {})
       : settings_(checked_settings<head_dim>(given)),
         backend_(&backend),
         recalled_(static_cast<std::size_t>(settings_.layers)),
@@ -122,11 +124,10 @@ class basic_retrieval_pipeline {
       throw settings_error("blocks of " + std::to_string(blocks.size()) + " layers for " +
                            std::to_string(settings_.layers) + "; give those of each layer, or none");
     const memory_plan counted(settings_, backend, nullptr, nullptr, nullptr, blocks);
-    if (settings_.store_file) file_.emplace(*settings_.store_file, counted.bytes.file);
+    if (settings_.store_file) file_ = settings_.store_file->open(*settings_.store_file, counted.bytes.file);
     slow_memory_ = memory_block(*memory.slow, counted.slow_bytes);
     fast_memory_ = memory_block(*memory.fast, counted.fast_bytes);
-    parts_.emplace(settings_, backend, slow_memory_.data(), fast_memory_.data(), file_ ? &*file_ : nullptr,
-                   blocks);
+    parts_.emplace(settings_, backend, slow_memory_.data(), fast_memory_.data(), file_.get(), blocks);
     sequences_.emplace(sequence_limits{.page_tokens = settings_.page.tokens,
                                        .max_tokens = settings_.max_tokens,
                                        .max_sequences = settings_.max_sequences,
@@ -150,7 +151,7 @@ class basic_retrieval_pipeline {
   /// The method in words: "key_subspace(24, 3), mean_softmax, top_k, cosine_drift(0.9), first_unselected(0),
   /// complete_first(1), resident, page 32, nhd/hnd, bf16"; a codec after the route, unless it is `identity`,
   /// rows, unless `per_kv_head`, and a unit, unless it is a page.
-  std::string name() const {
+  [[gnu::cold]] std::string name() const {
     const settings& s = settings_;
     using detail::printed;
     std::string text;
@@ -185,7 +186,7 @@ class basic_retrieval_pipeline {
 
   /// A new sequence that begins with the tokens of `start`, as if they had been its prompt; their pages are shared.
   /// Waits for what is queued. Throws pool_exhausted, or usage_error in a step or for another pipeline's prefix.
-  sequence_id open(const prefix& start) {
+  [[gnu::cold]] sequence_id open(const prefix& start) {
     outside_step("open");
     settle("open");
     const sequence_id id = sequences_->open(start);
@@ -197,7 +198,7 @@ class basic_retrieval_pipeline {
   /// A new sequence that goes on as `parent` would, bit for bit. All pages are shared, until one of the two
   /// writes to the open one; both are resident. Waits for what is queued. Throws pool_exhausted, or usage_error
   /// in a step or for a sequence that is preempted.
-  sequence_id fork(sequence_id parent) {
+  [[gnu::cold]] sequence_id fork(sequence_id parent) {
     outside_step("fork");
     sequences_->check_fork(parent);
     settle("fork");
@@ -222,7 +223,7 @@ class basic_retrieval_pipeline {
   /// and the last kept row's query becomes the previous one, unless a page that any head of any layer has
   /// selected is no longer complete; else the selection is dropped, and all heads select anew in the next step.
   /// Waits for what is queued. Throws usage_error.
-  void truncate(sequence_id id, int tokens) {
+  [[gnu::cold]] void truncate(sequence_id id, int tokens) {
     outside_step("truncate");
     sequences_->check_truncation(id, tokens);
     const int before = sequences_->known(id).tokens, sequence = static_cast<int>(id);
@@ -239,14 +240,14 @@ class basic_retrieval_pipeline {
 
   /// The sequence's slots go to others; it takes no steps until it is restored, and then goes on as if nothing
   /// had been. Both wait for what is queued. Throw usage_error; `restore` pool_exhausted.
-  void preempt(sequence_id id) {
+  [[gnu::cold]] void preempt(sequence_id id) {
     outside_step("preempt");
     sequences_->check_preemption(id);
     settle("preempt");
     hold_blocks(id, [](std::size_t) { return 0; });
     sequences_->preempt(id);
   }
-  void restore(sequence_id id) {
+  [[gnu::cold]] void restore(sequence_id id) {
     outside_step("restore");
     sequences_->check_restoration(id);
     settle("restore");
@@ -725,7 +726,7 @@ class basic_retrieval_pipeline {
       return s;
   }
 
-  void end(sequence_id id) {
+  [[gnu::cold]] void end(sequence_id id) {
     sequences_->known(id);
     settle("release");
     if (sequences_->is_resident(id)) hold_blocks(id, [](std::size_t) { return 0; });
@@ -844,7 +845,7 @@ class basic_retrieval_pipeline {
     return s;
   }
   /// Whether what a layer's heads attend to are whole pages, each the same for all query heads of a KV head.
-  static void expect_whole_pages(const state& s, const std::string& where) {
+  [[gnu::cold]] static void expect_whole_pages(const state& s, const std::string& where) {
     if (s.mask_words > 0)
       throw usage_error(
           where + " selects for each query head, and a table is for all that share a KV head; attend here");
@@ -854,7 +855,7 @@ class basic_retrieval_pipeline {
       throw usage_error(where + " selects units of " + std::to_string(s.unit.tokens) +
                         " tokens, and a table has whole pages; attend here");
   }
-  const step_entry& entry_for_table(int layer, sequence_id id, std::size_t room) const {
+  [[gnu::cold]] const step_entry& entry_for_table(int layer, sequence_id id, std::size_t room) const {
     const state& s = layer_in(layer, "table", layer_progress::corrected);
     const std::string where = "table: layer " + std::to_string(layer);
     if (!s.keeps_slots) throw usage_error(where + " keeps no slots; attend from the store");
@@ -924,7 +925,7 @@ class basic_retrieval_pipeline {
   backend_type* backend_;
   std::vector<typename backend_type::event> recalled_;  // by layer: recall of its last step
   std::vector<layer_progress> progress_;
-  std::optional<file_store> file_;
+  std::unique_ptr<slice_file> file_;
   memory_block slow_memory_, fast_memory_;
   std::optional<memory_plan> parts_;
   std::optional<sequence_table> sequences_;

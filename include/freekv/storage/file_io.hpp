@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <limits>
+#include <span>
 #include <string>
 #if defined(FREEKV_WITH_LIBURING) && \
     __has_include(<liburing.h>)  // said by CMake, which links the library too
@@ -33,6 +34,13 @@ struct file_write {
   std::uint64_t offset = 0;
   const std::byte* data = nullptr;
   std::size_t bytes = 0;
+};
+
+/// A file of slices, as pipelines use it; `basic_file_store` says more.
+struct slice_file {
+  virtual ~slice_file() = default;
+  virtual void read(std::span<const file_read> reads) const = 0;
+  virtual void write(std::span<const file_write> writes) = 0;
 };
 
 namespace host {

@@ -17,16 +17,29 @@
 
 namespace freekv {
 
-struct file_store_options {
+template <class System>
+class basic_file_store;
+
+/// Options of a file store on `System`. A template, so that how files are opened is compiled only where options are made,
+/// and not with every pipeline.
+template <class System>
+struct basic_file_store_options {
   /// A file to create, which goes with its store; or a folder, for a file without a name in it, which goes with its
   /// process whatever happens to that.
   std::string path;
   /// Past the page cache (O_DIRECT): offsets, sizes and memory are multiples of `alignment()`.
   bool direct = false;
   /// Reads or writes under way at a time, 1 to 1024; without io_uring on as many threads, the caller's among them.
-  int in_flight = 32;
+  int in_flight = usual_in_flight;
+  static constexpr int usual_in_flight = 32;
   /// Through io_uring where it was compiled in and the kernel allows it, else with threads.
   bool uring = true;
+
+  /// Makes the store's file, with room for `bytes`.
+  std::unique_ptr<slice_file> (*open)(const basic_file_store_options&, std::uint64_t bytes) =
+      [](const basic_file_store_options& options, std::uint64_t bytes) -> std::unique_ptr<slice_file> {
+    return std::make_unique<basic_file_store<System>>(options, bytes);
+  };
 
   static constexpr std::size_t direct_alignment = 4096;
   /// Bytes of which offsets and sizes of reads and writes, and their memory's addresses, are multiples.
@@ -37,12 +50,14 @@ struct file_store_options {
   }
 };
 
+using file_store_options = basic_file_store_options<host::posix_system>;
+
 /// A file of fixed size that keeps what memory has no room for. Its space is taken when it is built, its
 /// content is unspecified until written. Nothing is mapped: damage done to the file from outside is an
 /// exception, never a signal. Any threads may read and write at the same time; where ranges overlap a write,
 /// order is the callers' matter.
-template <class System = host::posix_system>
-class basic_file_store {
+template <class System>
+class basic_file_store final : public slice_file {
  public:
   /// Creates the file with room for `bytes`. Throws settings_error for options without a meaning, and
   /// store_error where the file cannot be created or the disk is too full; nothing is left behind then.
@@ -59,13 +74,13 @@ class basic_file_store {
 
   /// Returns when all of it is there. Nothing is allocated, unless it throws: usage_error, before anything is
   /// read, for what lies outside the file or is not aligned; store_error for what the system could not read.
-  [[gnu::noinline]] void read(std::span<const file_read> reads) const {
+  void read(std::span<const file_read> reads) const override {
     check(reads, "read");
     raise(run(reads), reads, store_operation::read);
   }
   /// Returns when all of it is with the system: later reads see it. (A crash of the machine may lose it; so it
   /// does the process.) Throws as `read` does.
-  [[gnu::noinline]] void write(std::span<const file_write> writes) {
+  void write(std::span<const file_write> writes) override {
     check(writes, "write");
     const std::uint64_t longest = system_.longest_file();
     for (std::size_t i = 0; i < writes.size(); ++i)
@@ -187,7 +202,7 @@ class basic_file_store {
     if (options.in_flight < 1 || options.in_flight > 1024)
       throw settings_error("file store: " + std::to_string(options.in_flight) +
                            " reads in flight; choose from 1 to 1024, such as " +
-                           std::to_string(file_store_options{}.in_flight));
+                           std::to_string(file_store_options::usual_in_flight));
     return options;
   }
 
@@ -241,6 +256,6 @@ class basic_file_store {
   mutable std::optional<host::thread_engine<System>> threads_;
 };
 
-using file_store = basic_file_store<>;
+using file_store = basic_file_store<host::posix_system>;
 
 }  // namespace freekv

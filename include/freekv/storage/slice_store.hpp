@@ -14,7 +14,7 @@ namespace freekv {
 /// side, so that a page is written in one piece. Trivially copyable.
 struct slice_store {
   std::byte* data = nullptr;   // in memory: (store page, kv head, slice_bytes)
-  file_store* file = nullptr;  // or the same in a file, from `first` on
+  slice_file* file = nullptr;  // or the same in a file, from `first` on
   std::uint64_t first = 0;
   std::size_t slice_bytes = 0;  // with what alignment adds
   int kv_heads = 0;

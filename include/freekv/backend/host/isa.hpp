@@ -104,7 +104,11 @@ namespace detail {
 
 template <class Body>
 [[gnu::flatten]] inline void run_baseline(const Body& body) {
+#if defined(__x86_64__)
+  body(sse2_team{});
+#else
   body(simd_team<portable>{});
+#endif
 }
 #if defined(__x86_64__)
 template <class Body>

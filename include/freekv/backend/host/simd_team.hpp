@@ -333,6 +333,12 @@ struct simd_team {
 static_assert(team<simd_team<portable>>);
 
 #if defined(__x86_64__)
+/// Team of an x86-64 without AVX2: these are old, and code for them is to compile fast rather than to run fast.
+struct sse2_team : simd_team<portable> {
+  using narrow = simd_team<portable>;
+  static constexpr bool one_head_at_once = true;
+};
+
 /// Sixteen floats, as pack8.
 struct alignas(64) pack16 {
   float16 v;

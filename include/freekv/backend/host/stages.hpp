@@ -26,7 +26,8 @@ class stages {
   static constexpr int d = State::head_dim;
 
   /// Takes scratch for all threads of `backend` from `memory`.
-  stages(host_backend& backend, const Policies& policies, const workspace_sizes& scratch, carver& memory)
+  [[gnu::cold]] stages(host_backend& backend, const Policies& policies, const workspace_sizes& scratch,
+                       carver& memory)
       : backend_(&backend),
         policies_(&policies),
         max_parts_((scratch.most_entries() - 1) / entries_per_part(scratch.page_tokens) + 1) {
@@ -73,7 +74,7 @@ class stages {
   };
   /// A sequence loses its last tokens: the ring's pages that they have overwritten come back. Selected slots need
   /// nothing, since a page that is no longer complete can only be of the last selection, which is dropped then.
-  void truncate(const State& s, int sequence, const truncation& to) {
+  [[gnu::cold]] void truncate(const State& s, int sequence, const truncation& to) {
     if (!to.keeps_selection) drop_selection(s, sequence);
     const int p = s.page.tokens, open = to.tokens / p;
     const bool opens = s.encoded && to.tokens % p != 0 && to.before >= (open + 1) * p;
@@ -83,14 +84,14 @@ class stages {
     fill_or_leave(s, sequence, to.tokens);
   }
   /// `to` becomes what `from` is.
-  void fork(const State& s, int from, int to) {
+  [[gnu::cold]] void fork(const State& s, int from, int to) {
     copy_selection(s, from, to);
     s.lacking[to] = s.lacking[from];
     if (s.encoded) copy_open_pages(s, from, to);
     if (s.keeps_slots) copy_slots(s, from, to);
   }
   /// Fills the slots of a sequence from the store.
-  void restore(const State& s, int sequence, int tokens) {
+  [[gnu::cold]] void restore(const State& s, int sequence, int tokens) {
     if (s.keeps_slots) s.lacking[sequence] |= lacks_slots;
     fill_or_leave(s, sequence, tokens);
   }
