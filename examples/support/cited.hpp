@@ -38,7 +38,9 @@ inline std::string cited(std::string_view text) {
 /// A text, or its `first` and `last` bytes where there are more: names of files differ in the last.
 inline std::string shortened(std::string_view text, std::size_t first = 100, std::size_t last = 200) {
   if (text.size() <= first + last) return std::string(text);
-  return std::string(beginning(text, first)) + "[...]" + std::string(text.substr(text.size() - last));
+  std::string shorter(beginning(text, first));
+  shorter += "[...]";
+  return shorter += text.substr(text.size() - last);
 }
 
 /// In quotes.
