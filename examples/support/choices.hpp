@@ -1,5 +1,5 @@
 // What programs choose at run time: the policies by name, and the variants built from them. A new policy joins the list
-// of its kind; a new variant joins `variants`.
+// of its kind; methods are those of freekv/methods.hpp.
 #pragma once
 
 #include <algorithm>
@@ -292,69 +292,7 @@ struct named_variant {
   bool deep = false;        ///< of interest beside its siblings alone
 };
 
-inline const std::vector<named_variant>& variants() {
-  static const method_spec deficit{.correction = "mass_deficit", .delta = 0.2f, .partial = true};
-  static const auto of = [](method_spec m, const std::string& summary) {
-    m.summary = summary;
-    return m;
-  };
-  static const std::vector<named_variant> all{
-      {.name = "full", .method = {.plan = "complete"}},
-      {.name = "streaming_llm", .method = {.plan = "window"}},
-      {.name = "quest", .method = {.pooling = "max_score", .correction = "always"}},
-      {.name = "quest_mean_softmax", .method = {.correction = "always"}, .deep = true},
-      {.name = "quest_per_query_head",
-       .method = {.rows = "per_query_head", .correction = "always"},
-       .deep = true},
-      {.name = "arkvale",
-       .method = {.summary = "centroid_box", .pooling = "mean_score", .correction = "always"},
-       .deep = true},
-      {.name = "twilight",
-       .method = {.summary = "coarse_to_fine", .selection = "top_p", .top_p = 0.85f, .correction = "always"},
-       .deep = true},
-      {.name = "infinigen",
-       .method = {.summary = "key_subspace", .bits = 32, .unit = 1, .correction = "always"},
-       .deep = true},
-      {.name = "shadowkv",
-       .method = {.summary = "mean",
-                  .unit = 8,
-                  .pooling = "max_softmax",
-                  .pinning = "pin_outliers",
-                  .correction = "always",
-                  .codec = "low_rank_keys"},
-       .deep = true},
-      {.name = "razor_attention", .method = {.plan = "by_head"}, .deep = true},
-      {.name = "duo_attention", .method = {.plan = "by_head"}, .deep = true},
-      {.name = "freekv"},
-      {.name = "freekv_never", .method = {.correction = "never"}, .deep = true},
-      {.name = "freekv_page_16", .page = 16, .deep = true},
-      {.name = "freekv_half_budget", .budget_share = 0.5, .deep = true},
-      {.name = "freekv_top_p", .method = {.selection = "top_p", .top_p = 0.95f}, .deep = true},
-      {.name = "freekv_per_layer", .method = {.rows = "per_layer"}, .deep = true},
-      {.name = "freekv_chunk_means", .method = {.summary = "chunk_means"}},
-      {.name = "freekv_chunk_means_never",
-       .method = {.summary = "chunk_means", .correction = "never"},
-       .deep = true},
-      {.name = "freekv_key_subspace", .method = {.summary = "key_subspace"}},
-      {.name = "freekv_key_subspace_never",
-       .method = {.summary = "key_subspace", .correction = "never"},
-       .deep = true},
-      {.name = "freekv_key_subspace_deficit", .method = of(deficit, "key_subspace"), .deep = true},
-      {.name = "freekv_key_subspace_half_budget",
-       .method = {.summary = "key_subspace"},
-       .budget_share = 0.5,
-       .deep = true},
-      {.name = "freekv_key_codes", .method = {.summary = "key_codes"}},
-      {.name = "freekv_key_codes_never",
-       .method = {.summary = "key_codes", .correction = "never"},
-       .deep = true},
-      {.name = "freekv_key_codes_deficit", .method = of(deficit, "key_codes")},
-      {.name = "h2o", .method = {.plan = "eviction", .eviction = "h2o"}, .deep = true},
-      {.name = "tova", .method = {.plan = "eviction", .eviction = "tova"}, .deep = true},
-      {.name = "snapkv", .method = {.plan = "eviction", .eviction = "snapkv"}, .deep = true},
-      {.name = "raas", .method = {.plan = "eviction", .eviction = "raas"}, .deep = true},
-  };
-  return all;
-}
+/// Methods of freekv/methods.hpp, and some of them with another page size or budget.
+const std::vector<named_variant>& variants();
 
 }  // namespace freekv::examples

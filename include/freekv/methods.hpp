@@ -1,8 +1,9 @@
-// The published methods and ours as policy packs: `methods::quest::pipeline<kv_shape<half, 128>>`. Values that
-// a method gives at run time are its variant's too, under the setting's name: `s.selection =
-// methods::twilight::selection`.
+// The table of methods, published ones and ours: `methods::quest::pipeline<kv_shape<half, 128>>`. Programs' names,
+// `--variant` and the table of docs/policies.md are made from it. Values that a method gives at run time are
+// members under the setting's name: `s.selection = methods::twilight::selection`.
 #pragma once
 
+#include <freekv/pipeline/evicting_pipeline.hpp>
 #include <freekv/pipeline/retrieval_pipeline.hpp>
 #include <string_view>
 
@@ -11,40 +12,64 @@ namespace freekv {
 /// A named list of policies.
 template <policy... Policies>
 struct named_policies {
+  using pack = policy_pack_of<Policies...>;
   /// The pipeline for a shape; `More` are added (page size, route), one of each kind at most.
   template <class Shape, policy... More>
   using pipeline = retrieval_pipeline<Shape, Policies..., More...>;
 };
 
+/// A named policy that forgets.
+template <policy Eviction>
+struct named_eviction {
+  using eviction = Eviction;
+  /// The pipeline for a shape; `Backend` is the host's unless named.
+  template <class Shape, class... Backend>
+  using pipeline = evicting_pipeline<Shape, Eviction, Backend...>;
+};
+
+/// Methods: each has its name, what it does in a sentence, and where it was published, nothing for ours.
 namespace methods {
 
 /// Full attention: everything is kept and attended to.
 struct full : named_policies<every_layer<layer_kind::complete>> {
   static constexpr std::string_view name = "full";
+  static constexpr std::string_view about = "everything is kept and attended to";
+  static constexpr std::string_view published = "";
 };
 /// StreamingLLM (arXiv 2309.17453): sink and window alone.
 struct streaming_llm : named_policies<every_layer<layer_kind::window>> {
   static constexpr std::string_view name = "streaming_llm";
+  static constexpr std::string_view about = "sink and window alone";
+  static constexpr std::string_view published = "arXiv 2309.17453";
 };
 /// Quest (arXiv 2406.10774), selecting for whole groups as FreeKV's comparison has it: min-max summaries, a page's
 /// score the largest of the group's, selected anew before every attention.
 struct quest : named_policies<min_max, max_score, always> {
   static constexpr std::string_view name = "quest";
+  static constexpr std::string_view about =
+      "min-max summaries, a group's pages by the largest score, anew before every attention";
+  static constexpr std::string_view published = "arXiv 2406.10774";
 };
 /// Quest's summaries and moments with FreeKV's pooling, which is FreeKV corrected in every step: beside quest
 /// it shows what the pooling does, beside freekv what the correction does. Results from before quest pooled by
 /// max_score have it under that name.
 struct quest_mean_softmax : named_policies<min_max, always> {
   static constexpr std::string_view name = "quest_mean_softmax";
+  static constexpr std::string_view about = "quest with FreeKV's pooling";
+  static constexpr std::string_view published = "";
 };
 /// Quest as published, without groups: each query head selects its own pages.
 struct quest_per_query_head : named_policies<min_max, per_query_head, always> {
   static constexpr std::string_view name = "quest_per_query_head";
+  static constexpr std::string_view about = "each query head selects its own pages";
+  static constexpr std::string_view published = "arXiv 2406.10774";
 };
 /// ArkVale (NeurIPS 2024): boxes as wide as the keys' mean distance from their centre, scores averaged over the
 /// group, selected anew before every attention.
 struct arkvale : named_policies<centroid_box, mean_score, always> {
   static constexpr std::string_view name = "arkvale";
+  static constexpr std::string_view about = "boxes as wide as the keys' mean distance from their centre";
+  static constexpr std::string_view published = "NeurIPS 2024";
 };
 /// Twilight (arXiv 2502.02770, section 4), Quest as the algorithm that it prunes: min-max summaries keep 4 k of
 /// the candidates, keys in 4 bits estimate these pages' masses, and of the k best the fewest are selected that
@@ -53,6 +78,9 @@ struct arkvale : named_policies<centroid_box, mean_score, always> {
 /// them, sink and window are always there, and the 4 bits are of a key's difference from its page's mean.
 struct twilight : named_policies<coarse_to_fine<min_max, key_sketch<4>>, top_p, always> {
   static constexpr std::string_view name = "twilight";
+  static constexpr std::string_view about =
+      "a second, finer summary of the best pages, and the fewest of them that have 0.85 of the mass";
+  static constexpr std::string_view published = "arXiv 2502.02770";
   static constexpr top_p selection{.p = 0.85f};
 };
 /// InfiniGen (arXiv 2406.19707, section 4), as far as keys and queries alone allow: single tokens are selected
@@ -63,6 +91,8 @@ struct twilight : named_policies<coarse_to_fine<min_max, key_sketch<4>>, top_p, 
 /// window are always there.
 struct infinigen : named_policies<unit<1>, key_subspace<24, 32>, always> {
   static constexpr std::string_view name = "infinigen";
+  static constexpr std::string_view about = "single tokens by partial keys";
+  static constexpr std::string_view published = "arXiv 2406.19707";
 };
 /// ShadowKV (arXiv 2410.21465, section 4): chunks of 8 tokens by their mean keys, the most of the group's
 /// softmaxes counting, 48 outlier chunks always selected beside 256 others; values are recalled, and keys
@@ -73,72 +103,130 @@ struct infinigen : named_policies<unit<1>, key_subspace<24, 32>, always> {
 /// their page is complete, and outliers are among the prompt's chunks beyond sink and window.
 struct shadowkv : named_policies<unit<8>, mean, max_softmax, pin_outliers<48>, always, low_rank_keys<160>> {
   static constexpr std::string_view name = "shadowkv";
+  static constexpr std::string_view about =
+      "chunks of 8 by their mean keys, outliers pinned; keys rebuilt from coefficients";
+  static constexpr std::string_view published = "arXiv 2410.21465";
 };
 /// RazorAttention (arXiv 2407.15891): some heads keep everything, the others sink and window; without its
 /// compensation token. Which heads is the plan's `kinds`.
 struct razor_attention : named_policies<by_head> {
   static constexpr std::string_view name = "razor_attention";
+  static constexpr std::string_view about = "some heads keep everything, the others sink and window";
+  static constexpr std::string_view published = "arXiv 2407.15891";
 };
 /// DuoAttention (arXiv 2410.10819): as razor_attention, with the heads that its training finds.
 struct duo_attention : named_policies<by_head> {
   static constexpr std::string_view name = "duo_attention";
+  static constexpr std::string_view about = "as razor_attention, with heads that a training finds";
+  static constexpr std::string_view published = "arXiv 2410.10819";
 };
 /// FreeKV as published: min-max summaries, speculative retrieval, correction by query drift.
 struct freekv_paper : named_policies<min_max, cosine_drift> {
   static constexpr std::string_view name = "freekv";
+  static constexpr std::string_view about =
+      "min-max summaries, speculative retrieval, correction by query drift";
+  static constexpr std::string_view published = "arXiv 2505.13109";
 };
 /// FreeKV without correction: the selection of the step before, whatever the query.
 struct freekv_never : named_policies<min_max, never> {
   static constexpr std::string_view name = "freekv_never";
+  static constexpr std::string_view about = "without correction";
+  static constexpr std::string_view published = "";
 };
 /// FreeKV that selects the fewest of the k best pages that have 0.95 of the mass, with its `selection`.
 struct freekv_top_p : named_policies<min_max, top_p, cosine_drift> {
   static constexpr std::string_view name = "freekv_top_p";
+  static constexpr std::string_view about = "the fewest of the k best pages that have 0.95 of the mass";
+  static constexpr std::string_view published = "";
   static constexpr top_p selection{.p = 0.95f};
 };
 /// FreeKV with one selection for all heads of a layer.
 struct freekv_per_layer : named_policies<min_max, per_layer, cosine_drift> {
   static constexpr std::string_view name = "freekv_per_layer";
+  static constexpr std::string_view about = "one selection for all heads of a layer";
+  static constexpr std::string_view published = "";
 };
 /// FreeKV with the mean keys of chunks of 8 tokens.
 struct freekv_chunk_means : named_policies<chunk_means<8>, cosine_drift> {
   static constexpr std::string_view name = "freekv_chunk_means";
+  static constexpr std::string_view about = "mean keys of chunks of 8 tokens";
+  static constexpr std::string_view published = "";
 };
 /// freekv_chunk_means without correction.
 struct freekv_chunk_means_never : named_policies<chunk_means<8>, never> {
   static constexpr std::string_view name = "freekv_chunk_means_never";
+  static constexpr std::string_view about = "the same without correction";
+  static constexpr std::string_view published = "";
 };
 /// FreeKV with token estimates in a 24-dimensional subspace at 3 bits.
 struct freekv_key_subspace : named_policies<key_subspace<24, 3>, cosine_drift> {
   static constexpr std::string_view name = "freekv_key_subspace";
+  static constexpr std::string_view about = "token estimates in a 24-dimensional subspace at 3 bits";
+  static constexpr std::string_view published = "";
 };
 /// freekv_key_subspace without correction.
 struct freekv_key_subspace_never : named_policies<key_subspace<24, 3>, never> {
   static constexpr std::string_view name = "freekv_key_subspace_never";
+  static constexpr std::string_view about = "the same without correction";
+  static constexpr std::string_view published = "";
 };
 /// The same, corrected where the selected pages miss a fifth of the mass that the best would have; with its
 /// `correction` page by page, at about a fifth of the recalls before attention that cosine_drift with tau 0.9
 /// has (docs/frontiers.md; of key_codes a seventh, docs/results.md).
 struct freekv_key_subspace_deficit : named_policies<key_subspace<24, 3>, mass_deficit> {
   static constexpr std::string_view name = "freekv_key_subspace_deficit";
+  static constexpr std::string_view about =
+      "the same, corrected page by page where selected pages miss a fifth of the best mass";
+  static constexpr std::string_view published = "";
   static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
 };
 /// FreeKV with tokens by product quantisation, 6 bytes each.
 struct freekv_key_codes : named_policies<key_codes<6>, cosine_drift> {
   static constexpr std::string_view name = "freekv_key_codes";
+  static constexpr std::string_view about = "tokens by product quantisation, 6 bytes each";
+  static constexpr std::string_view published = "";
 };
 /// freekv_key_codes without correction.
 struct freekv_key_codes_never : named_policies<key_codes<6>, never> {
   static constexpr std::string_view name = "freekv_key_codes_never";
+  static constexpr std::string_view about = "the same without correction";
+  static constexpr std::string_view published = "";
 };
 /// The same, corrected as freekv_key_subspace_deficit is, with its `correction`.
 struct freekv_key_codes_deficit : named_policies<key_codes<6>, mass_deficit> {
   static constexpr std::string_view name = "freekv_key_codes_deficit";
+  static constexpr std::string_view about = "the same, corrected as freekv_key_subspace_deficit";
+  static constexpr std::string_view published = "";
   static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
 };
 
-/// A list of variants.
-template <class... Variants>
+/// H2O: `freekv::h2o`.
+struct h2o : named_eviction<freekv::h2o> {
+  static constexpr std::string_view name = "h2o";
+  static constexpr std::string_view about = "the tokens that have had most attention, and the latest";
+  static constexpr std::string_view published = "arXiv 2306.14048";
+};
+/// TOVA: `freekv::tova`.
+struct tova : named_eviction<freekv::tova> {
+  static constexpr std::string_view name = "tova";
+  static constexpr std::string_view about = "the token that the current row attends to least leaves";
+  static constexpr std::string_view published = "arXiv 2401.06104";
+};
+/// SnapKV: `freekv::snapkv`.
+struct snapkv : named_eviction<freekv::snapkv> {
+  static constexpr std::string_view name = "snapkv";
+  static constexpr std::string_view about = "a prompt's last rows vote for what stays of it";
+  static constexpr std::string_view published = "arXiv 2404.14469";
+};
+/// RaaS: `freekv::raas`.
+struct raas : named_eviction<freekv::raas> {
+  static constexpr std::string_view name = "raas";
+  static constexpr std::string_view about = "the page that no row has attended to for longest leaves";
+  static constexpr std::string_view published = "arXiv 2502.11147";
+};
+
+/// A list of methods.
+template <class... Methods>
 struct method_list {};
 /// All of the above.
 using all =
@@ -146,7 +234,7 @@ using all =
                 infinigen, shadowkv, razor_attention, duo_attention, freekv_paper, freekv_never, freekv_top_p,
                 freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace,
                 freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
-                freekv_key_codes_never, freekv_key_codes_deficit>;
+                freekv_key_codes_never, freekv_key_codes_deficit, h2o, tova, snapkv, raas>;
 
 }  // namespace methods
 }  // namespace freekv

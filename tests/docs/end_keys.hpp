@@ -8,6 +8,7 @@ namespace freekv {
 /// The page's first and last key; the score is the larger scaled product with one of them. Kept in the key's type.
 struct end_keys {
   using policy_kind = summary_kind;
+  using hooks = hook_list<hook::stored>;
   static constexpr std::string_view name = "end_keys";
   template <class Key>
   using stored = Key;

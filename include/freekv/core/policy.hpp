@@ -9,22 +9,23 @@
 
 namespace freekv {
 
-// The kinds. A policy names its own: `using policy_kind = summary_kind;`.
-struct page_size_kind {};
-struct unit_kind {};
-struct layout_kind {};
-struct summary_kind {};
-struct pooling_kind {};
-struct selection_kind {};
-struct scope_kind {};
-struct correction_kind {};
-struct residency_kind {};
-struct plan_kind {};
-struct route_kind {};
-struct codec_kind {};
-struct pinning_kind {};
-struct eviction_kind {};  // of an evicting_pipeline
-struct backend_kind {};
+// The kinds. A policy names its own: `using policy_kind = summary_kind;`. Its header defines it: default, check,
+// optional members.
+struct page_size_kind;
+struct unit_kind;
+struct layout_kind;
+struct summary_kind;
+struct pooling_kind;
+struct selection_kind;
+struct scope_kind;
+struct correction_kind;
+struct residency_kind;
+struct plan_kind;
+struct route_kind;
+struct codec_kind;
+struct pinning_kind;
+struct eviction_kind;  // of an evicting_pipeline
+struct backend_kind;
 
 /// A type that may stand in a pipeline's pack: it names its kind.
 template <class P>

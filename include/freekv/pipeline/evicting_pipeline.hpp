@@ -18,13 +18,6 @@
 
 namespace freekv {
 
-namespace detail {
-template <class E>
-inline constexpr bool is_eviction = eviction_policy<E>;
-template <class... E>
-inline constexpr bool is_eviction<any_of<E...>> = (eviction_policy<E> && ...);
-}  // namespace detail
-
 /// KV-cache eviction for all layers of a model: `evicting_pipeline<kv_shape<bfloat16, 128>, h2o>`. Calls are those of
 /// retrieval_pipeline, with which it can change places in an engine:
 ///
@@ -43,12 +36,7 @@ inline constexpr bool is_eviction<any_of<E...>> = (eviction_policy<E> && ...);
 /// call returns, steps allocate nothing, and calls out of order throw usage_error and change nothing.
 template <class Shape, class Eviction, class Backend = host_backend>
 class evicting_pipeline {
-  static_assert(
-      detail::is_eviction<Eviction>,
-      "an eviction policy has a name, a trivially copyable unit_state, unit_tokens(), stages_prompt(), "
-      "observed_rows(), capacity(limits), kept(moment), protects(token, moment), worth(unit) -> uint32, and "
-      "the "
-      "hooks on_append(unit, row), on_prompt(unit, votes, token) and on_attended(unit, share, row)");
+  static_assert(sizeof(detail::checked_policy<Eviction>) > 0);
 
  public:
   using shape_type = Shape;

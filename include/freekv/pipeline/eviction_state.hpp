@@ -55,8 +55,8 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
     fail("max_prefills is " + text(s.max_prefills) + "; choose from 1 to max_sequences, which is " +
          text(s.max_sequences));
   if (s.budget < 1) fail("budget is " + text(s.budget) + " tokens; keep at least 1");
-  resolve(s.eviction, [&](const auto& eviction) {
-    if constexpr (requires { eviction.validate(s.limits()); }) eviction.validate(s.limits());
+  resolve(s.eviction, [&]<class E>(const E& eviction) {
+    if constexpr (hooks_of<E>::has(hook::validate)) eviction_kind::validate(eviction, s.limits());
   });
   if (s.plan.layers < 0) fail("complete_first has " + text(int{s.plan.layers}) + " layers; 0 or more");
   if (s.scale == 0.0f) s.scale = 1.0f / std::sqrt(static_cast<float>(HeadDim));

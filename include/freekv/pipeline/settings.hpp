@@ -166,23 +166,13 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
   if (std::any_of(s.sink_logits.begin(), s.sink_logits.end(),
                   [](float logit) { return !(logit < HUGE_VALF); }))
     fail("a sink logit is NaN or infinity; -infinity is a token of no weight");
-  resolve(s.summary, [&](const auto& summary) {
-    if constexpr (requires { summary.validate(summary_setting{}); })
-      summary.validate({{s.unit_tokens(), HeadDim}, s.layers, s.kv_heads, s.unit_tokens() < p});
-  });
-  resolve(s.selection, [&](const auto& selection) {
-    if constexpr (requires { selection.validate(); }) selection.validate();
-  });
-  resolve(s.correction, [&](const auto& correction) {
-    if constexpr (requires { correction.validate(s.layers); }) correction.validate(s.layers);
-  });
-  resolve(s.codec, [&](const auto& codec) {
-    if constexpr (requires { codec.validate(codec_setting{}); })
-      codec.validate({s.layers, s.kv_heads, HeadDim});
-  });
-  resolve(s.pinning, [&](const auto& pinning) {
-    if constexpr (requires { pinning.validate(); }) pinning.validate();
-  });
+  const policy_setting setting{s.layers, s.kv_heads, HeadDim, p, s.unit_tokens()};
+  const auto validate = [&]<class P>(const P& policy) {
+    if constexpr (hooks_of<P>::has(hook::validate)) P::policy_kind::validate(policy, setting);
+  };
+  resolve(s.summary, validate), resolve(s.selection, validate), resolve(s.pinning, validate);
+  resolve(s.correction, validate), resolve(s.residency, validate), resolve(s.plan, validate);
+  resolve(s.codec, validate);
   if (s.selects_by() == selection_scope::layer && s.pinned_units() > 0)
     fail(
         "per_layer gives all KV heads one list, and each pins units of its own; choose no_pins, or "
@@ -192,12 +182,6 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
     fail(
         "per_query_head has no selection of a KV head's own for mass_deficit to judge; choose cosine_drift, "
         "or per_kv_head or per_layer");
-  resolve(s.residency, [&](const auto& residency) {
-    if constexpr (requires { residency.validate(); }) residency.validate();
-  });
-  resolve(s.plan, [&](const auto& plan) {
-    if constexpr (requires { plan.validate(s.layers, s.kv_heads); }) plan.validate(s.layers, s.kv_heads);
-  });
   for (int layer = 0; layer < s.layers && s.sliding_window < 1; ++layer)
     if (s.plan.kind(layer) == layer_kind::sliding)
       fail("layer " + text(layer) + " has a sliding window and sliding_window is " + text(s.sliding_window) +

@@ -51,6 +51,7 @@ struct key_range {
 /// query with a key of the page. Kept in the key's type, which is exact. (Quest; FreeKV section 3.2)
 struct min_max {
   using policy_kind = summary_kind;
+  using hooks = hook_list<hook::linear, hook::prepare, hook::query_width, hook::stored>;
   static constexpr std::string_view name = "min_max";
   static constexpr bool linear = true;
   template <class Key>
@@ -81,6 +82,7 @@ struct min_max {
 /// centre|`; scored like `min_max`. Kept in float32. (ArkVale)
 struct centroid_box {
   using policy_kind = summary_kind;
+  using hooks = hook_list<hook::linear, hook::prepare, hook::query_width>;
   static constexpr std::string_view name = "centroid_box";
   static constexpr bool linear = true;
 

@@ -89,8 +89,11 @@ struct coarse_to_fine : detail::summary_pair<Coarse, Fine> {
   static_assert(summary_policy<Coarse> && summary_policy<Fine>, "coarse_to_fine takes two summary policies");
   static_assert(!two_stage_summary<Coarse> && !two_stage_summary<Fine>,
                 "coarse_to_fine takes summaries of one stage");
+  static_assert(sizeof(detail::checked_hooks<Coarse>) + sizeof(detail::checked_hooks<Fine>) > 0);
   static_assert(Times == dynamic || Times >= 1, "coarse_to_fine keeps the selected pages 1 or more times");
   using policy_kind = summary_kind;
+  using hooks = hook_list<hook::at, hook::bytes, hook::decode, hook::encode, hook::kept, hook::prepare,
+                          hook::query_width, hook::validate, hook::values>;
   static constexpr std::string_view name = "coarse_to_fine";
   count_of<Times> times{};
 

@@ -24,7 +24,7 @@
 // `team`: `lane_count` lanes that share each row, `row_share` of its numbers each; on the host one. What one
 // lane writes no other reads before the caller has the team `sync()`.
 //
-// Optional: `at(slice_place)`, the codec for one slice, where it depends on the layer, head or position;
+// Optional, and then listed in `hooks`: `at(slice_place)`, the codec for one slice, where it depends on the layer, head or position;
 // `shared_bytes(page, element_bytes)`, a multiple of 4, what all heads of a page share and keep in fast memory,
 // and `shared_floats(page)`, scratch while it is made; `values()`, what it was given, for names;
 // `validate(codec_setting)`, which throws settings_error. Slices of a page are encoded one head after the other
@@ -37,6 +37,7 @@
 #include <cstring>
 #include <freekv/algorithms/copy_slice.hpp>
 #include <freekv/core/element_rows.hpp>
+#include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
 #include <freekv/core/team.hpp>
@@ -217,6 +218,39 @@ concept codec_policy = policy<C> && std::same_as<typename C::policy_kind, codec_
 };
 
 static_assert(codec_policy<identity> && codec_policy<cast<bfloat16>> && codec_policy<cast<fp8_e4m3>>);
+
+struct codec_kind : kind_defaults {
+  using default_policy = identity;
+  template <class P>
+  struct check {
+    static_assert(codec_policy<P>,
+                  "a codec has a name, bytes(page, element_bytes) -> std::size_t, encode<head_dim>(team, "
+                  "slice, tokens, bytes) and decode<head_dim>(team, bytes, tokens, rows, slice)");
+  };
+  template <class P>
+  static constexpr bool offers(hook h) {
+    switch (h) {
+      case hook::at:
+        return requires(const P p) { p.at(slice_place{}); };
+      case hook::shared_bytes:
+        return requires(const P p) {
+          { p.shared_bytes(page_geometry{}, sizeof(float)) } -> std::same_as<std::size_t>;
+        };
+      case hook::shared_floats:
+        return requires(const P p) {
+          { p.shared_floats(page_geometry{}) } -> std::same_as<int>;
+        };
+      case hook::validate:
+        return requires(const P p) { p.validate(codec_setting{}); };
+      default:
+        return kind_defaults::offers<P>(h);
+    }
+  }
+  template <class P>
+  [[gnu::always_inline]] static void validate(const P& policy, const policy_setting& setting) {
+    policy.validate(codec_setting{setting.layers, setting.kv_heads, setting.head_dim});
+  }
+};
 
 /// Whether what `Codec` stores of `Element`s is these elements, (2, tokens, head_dim), bit for bit: then they may be
 /// read where they are stored.

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <freekv/core/error.hpp>
+#include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/team.hpp>
 #include <freekv/policies/detail/query_drift.hpp>
@@ -34,6 +35,7 @@ struct selection_masses {
 /// layers, or one for each. (FreeKV section 3.3)
 struct cosine_drift {
   using policy_kind = correction_kind;
+  using hooks = hook_list<hook::validate, hook::values>;
   static constexpr std::string_view name = "cosine_drift";
   float tau = 0.9f;
   std::vector<float> tau_of_layer{};
@@ -71,6 +73,7 @@ struct cosine_drift {
 /// pages that it misses, each for the selected page of least mass that is not among the best. Ours.
 struct mass_deficit {
   using policy_kind = correction_kind;
+  using hooks = hook_list<hook::validate, hook::values>;
   static constexpr std::string_view name = "mass_deficit";
   float delta = 0.2f;
   bool partial = false;
@@ -116,6 +119,7 @@ template <int Steps = 8>
 struct every_n_steps {
   static_assert(Steps == dynamic || Steps >= 1, "every_n_steps takes 1 or more steps, or dynamic");
   using policy_kind = correction_kind;
+  using hooks = hook_list<hook::validate, hook::values>;
   static constexpr std::string_view name = "every_n_steps";
   count_of<Steps> steps{};
   every_n_steps at(int) const { return *this; }
@@ -151,5 +155,29 @@ concept correction_policy = policy<C> && std::same_as<typename C::policy_kind, c
 
 static_assert(correction_policy<cosine_drift> && correction_policy<mass_deficit> &&
               correction_policy<always> && correction_policy<never> && correction_policy<every_n_steps<>>);
+
+/// Optional: `validate(layers)`, `values()`.
+struct correction_kind : kind_defaults {
+  using default_policy = cosine_drift;
+  template <class P>
+  struct check {
+    static_assert(correction_policy<P>,
+                  "a correction policy has a name and either at(layer).flags(team, query_change) -> bool, or "
+                  "at(layer).flags(selection_masses) -> bool and at(layer).exchanges_pages() -> bool");
+  };
+  template <class P>
+  static constexpr bool offers(hook h) {
+    switch (h) {
+      case hook::validate:
+        return requires(const P p) { p.validate(1); };
+      default:
+        return kind_defaults::offers<P>(h);
+    }
+  }
+  template <class P>
+  [[gnu::always_inline]] static void validate(const P& policy, const policy_setting& setting) {
+    policy.validate(setting.layers);
+  }
+};
 
 }  // namespace freekv

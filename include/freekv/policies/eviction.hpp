@@ -13,6 +13,7 @@
 #include <freekv/algorithms/ordered_key.hpp>
 #include <freekv/config.hpp>
 #include <freekv/core/error.hpp>
+#include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
 #include <limits>
 #include <string>
@@ -51,6 +52,7 @@ inline constexpr int every_token = std::numeric_limits<int>::max();
 /// budget at once, by the attention of all its rows, as the published code does.
 struct h2o {
   using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::validate, hook::values>;
   static constexpr std::string_view name = "h2o";
   float recent = 0.5f;  ///< share of the budget for the latest tokens
 
@@ -109,6 +111,7 @@ struct tova {
 /// budget and max_generated tokens.
 struct snapkv {
   using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::validate, hook::values>;
   static constexpr std::string_view name = "snapkv";
   int window = 32;
   int kernel = 7;
@@ -163,6 +166,7 @@ struct snapkv {
 /// open: memory then grows with the prompt.
 struct raas {
   using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::validate, hook::values>;
   static constexpr std::string_view name = "raas";
   int page = 16;  ///< tokens
   float threshold = 1e-4f;
@@ -252,5 +256,30 @@ concept eviction_policy = policy<E> && std::same_as<typename E::policy_kind, evi
 
 static_assert(eviction_policy<h2o> && eviction_policy<tova> && eviction_policy<snapkv> &&
               eviction_policy<raas>);
+
+/// Optional: `validate(limits)`, `values()`.
+struct eviction_kind : kind_defaults {
+  template <class P>
+  struct check {
+    static_assert(eviction_policy<P>,
+                  "an eviction policy has a name, a trivially copyable unit_state, unit_tokens(), "
+                  "stages_prompt(), observed_rows(), capacity(limits), kept(moment), protects(token, "
+                  "moment), worth(unit) -> uint32, and the hooks on_append(unit, row), on_prompt(unit, "
+                  "votes, token) and on_attended(unit, share, row)");
+  };
+  template <class P>
+  static constexpr bool offers(hook h) {
+    switch (h) {
+      case hook::validate:
+        return requires(const P p) { p.validate(eviction_limits{}); };
+      default:
+        return kind_defaults::offers<P>(h);
+    }
+  }
+  template <class P>
+  [[gnu::always_inline]] static void validate(const P& policy, const eviction_limits& limits) {
+    policy.validate(limits);
+  }
+};
 
 }  // namespace freekv

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <concepts>
 #include <freekv/config.hpp>
+#include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
 #include <string>
@@ -29,6 +30,15 @@ concept page_size_policy = policy<P> && std::same_as<typename P::policy_kind, pa
 
 static_assert(page_size_policy<page_size<>> && page_size_policy<page_size<dynamic>>);
 
+struct page_size_kind : kind_defaults {
+  using default_policy = page_size<>;
+  template <class P>
+  struct check {
+    static_assert(page_size_policy<P>,
+                  "a page size has tokens -> int; for a choice at run time take page_size<dynamic>");
+  };
+};
+
 /// Unit of what is summarised, selected and recalled: a page, or with `unit<8>` that many tokens of one, a divisor
 /// of the page size, set at run time as `unit<dynamic>{8}`, 0 for whole pages. Storage, sink and window stay in
 /// pages. (InfiniGen selects single tokens, ShadowKV chunks of 8)
@@ -47,6 +57,14 @@ concept unit_policy = policy<U> && std::same_as<typename U::policy_kind, unit_ki
 };
 
 static_assert(unit_policy<unit<>> && unit_policy<unit<dynamic>>);
+
+struct unit_kind : kind_defaults {
+  using default_policy = unit<>;
+  template <class P>
+  struct check {
+    static_assert(unit_policy<P>, "a unit has tokens -> int; for a choice at run time take unit<dynamic>");
+  };
+};
 
 /// Budget of one KV head, in tokens that it attends to: `sink + window + selected_units * page_size`, plus the
 /// open page's remainder; where a unit is less than a page, `selected_units` counts units. `sink >= 0` and `window

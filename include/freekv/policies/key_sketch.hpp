@@ -15,6 +15,7 @@ template <int Bits = 2>
 struct key_sketch {
   static_assert(Bits == dynamic || Bits == 1 || Bits == 2 || Bits == 4, "key_sketch takes 1, 2 or 4 bits");
   using policy_kind = summary_kind;
+  using hooks = hook_list<hook::bytes, hook::decode, hook::encode, hook::validate, hook::values>;
   static constexpr std::string_view name = "key_sketch";
   count_of<Bits> bits{};
 

@@ -36,6 +36,8 @@ struct key_subspace {
   static_assert(Bits == dynamic || Bits == 2 || Bits == 3 || Bits == 4 || Bits == 8 || Bits == 32,
                 "key_subspace takes 2, 3, 4 or 8 bits, or 32 for unquantised coefficients");
   using policy_kind = summary_kind;
+  using hooks = hook_list<hook::at, hook::bytes, hook::decode, hook::encode, hook::prepare, hook::query_width,
+                          hook::validate, hook::values>;
   static constexpr std::string_view name = "key_subspace";
   count_of<Rank> rank{};
   count_of<Bits> bits{};

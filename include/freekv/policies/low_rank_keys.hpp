@@ -24,6 +24,7 @@ namespace freekv {
 template <int Rank = 160>
 struct low_rank_keys {
   using policy_kind = codec_kind;
+  using hooks = hook_list<hook::at, hook::shared_bytes, hook::shared_floats, hook::validate, hook::values>;
   static constexpr std::string_view name = "low_rank_keys";
   count_of<Rank> rank{};
   subspace_basis basis{};

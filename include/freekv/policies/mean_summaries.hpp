@@ -32,6 +32,7 @@ FREEKV_HD float inner_product(T team, const float* a, const float* b, int count)
 /// The page's mean key; the score is its scaled product with the query. Kept in float32. (ShadowKV)
 struct mean {
   using policy_kind = summary_kind;
+  using hooks = hook_list<hook::linear>;
   static constexpr std::string_view name = "mean";
   static constexpr bool linear = true;
 
@@ -51,6 +52,7 @@ struct mean {
 /// bound of the largest scaled product of the query with a key of the page. Kept in float32. (docs/contract.md, 5.2)
 struct ball {
   using policy_kind = summary_kind;
+  using hooks = hook_list<hook::prepare, hook::query_width>;
   static constexpr std::string_view name = "ball";
 
   FREEKV_HD constexpr int width(page_geometry page) const { return page.head_dim + 1; }
@@ -91,6 +93,7 @@ struct ball {
 template <int Tokens = 8>
 struct chunk_means {
   using policy_kind = summary_kind;
+  using hooks = hook_list<hook::validate, hook::values>;
   static constexpr std::string_view name = "chunk_means";
   count_of<Tokens> tokens{};
 

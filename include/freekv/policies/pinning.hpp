@@ -4,6 +4,7 @@
 #include <cmath>
 #include <concepts>
 #include <freekv/core/error.hpp>
+#include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
 #include <freekv/policies/mean_summaries.hpp>
@@ -25,6 +26,7 @@ struct no_pins {
 template <int Units = 48>
 struct pin_outliers {
   using policy_kind = pinning_kind;
+  using hooks = hook_list<hook::validate, hook::values>;
   static constexpr std::string_view name = "pin_outliers";
   count_of<Units> units{};
 
@@ -66,5 +68,28 @@ concept pinning_policy = policy<P> && std::same_as<typename P::policy_kind, pinn
 });
 
 static_assert(pinning_policy<no_pins> && pinning_policy<pin_outliers<>>);
+
+/// Optional: `validate()`, `values()`.
+struct pinning_kind : kind_defaults {
+  using default_policy = no_pins;
+  template <class P>
+  struct check {
+    static_assert(pinning_policy<P>,
+                  "a pinning policy has a name, units -> int and worth(team, keys, scratch) -> float");
+  };
+  template <class P>
+  static constexpr bool offers(hook h) {
+    switch (h) {
+      case hook::validate:
+        return requires(const P p) { p.validate(); };
+      default:
+        return kind_defaults::offers<P>(h);
+    }
+  }
+  template <class P>
+  [[gnu::always_inline]] static void validate(const P& policy, const policy_setting&) {
+    policy.validate();
+  }
+};
 
 }  // namespace freekv

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <freekv/config.hpp>
 #include <freekv/core/error.hpp>
+#include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
 #include <string>
@@ -26,6 +27,7 @@ enum class layer_kind : std::uint8_t {
 template <int Layers = 1, layer_kind Rest = layer_kind::retrieval>
 struct complete_first {
   using policy_kind = plan_kind;
+  using hooks = hook_list<hook::values>;
   static constexpr std::string_view name = Rest == layer_kind::window    ? "complete_first_then_window"
                                            : Rest == layer_kind::sliding ? "complete_first_then_sliding"
                                                                          : "complete_first";
@@ -48,6 +50,7 @@ struct every_layer {
 /// A kind for each layer, as a model's configuration lists them.
 struct by_layer {
   using policy_kind = plan_kind;
+  using hooks = hook_list<hook::validate>;
   static constexpr std::string_view name = "by_layer";
   std::vector<layer_kind> kinds{};  ///< (layers)
 
@@ -63,6 +66,7 @@ struct by_layer {
 /// for some heads and give the others sink and window.
 struct by_head {
   using policy_kind = plan_kind;
+  using hooks = hook_list<hook::kind_of_head, hook::validate>;
   static constexpr std::string_view name = "by_head";
   std::vector<layer_kind> kinds{};
   int kv_heads = 1;
@@ -107,5 +111,31 @@ concept plan_policy = policy<P> && std::same_as<typename P::policy_kind, plan_ki
 
 static_assert(plan_policy<complete_first<>> && plan_policy<every_layer<layer_kind::window>> &&
               plan_policy<by_layer> && plan_policy<by_head>);
+
+/// Optional: `kind(layer, head)`, `validate(layers, kv_heads)`, `values()`.
+struct plan_kind : kind_defaults {
+  using default_policy = complete_first<>;
+  template <class P>
+  struct check {
+    static_assert(plan_policy<P>, "a layer plan has a name and kind(layer) -> layer_kind");
+  };
+  template <class P>
+  static constexpr bool offers(hook h) {
+    switch (h) {
+      case hook::kind_of_head:
+        return requires(const P p) {
+          { p.kind(0, 0) } -> std::same_as<layer_kind>;
+        };
+      case hook::validate:
+        return requires(const P p) { p.validate(1, 1); };
+      default:
+        return kind_defaults::offers<P>(h);
+    }
+  }
+  template <class P>
+  [[gnu::always_inline]] static void validate(const P& policy, const policy_setting& setting) {
+    policy.validate(setting.layers, setting.kv_heads);
+  }
+};
 
 }  // namespace freekv

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <freekv/core/hooks.hpp>
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
@@ -152,5 +153,15 @@ concept pooling_policy = policy<P> && std::same_as<typename P::policy_kind, pool
 
 static_assert(pooling_policy<mean_softmax> && pooling_policy<max_softmax> && pooling_policy<mean_score> &&
               pooling_policy<max_score> && pooling_policy<mean_query> && pooling_policy<max_query>);
+
+struct pooling_kind : kind_defaults {
+  using default_policy = mean_softmax;
+  template <class P>
+  struct check {
+    static_assert(pooling_policy<P>,
+                  "a pooling policy has a name and either uses_log_sums and pool(team, row, j) -> pack of "
+                  "pooled scores, or pool_query(team, query, pooled) for a group_query");
+  };
+};
 
 }  // namespace freekv

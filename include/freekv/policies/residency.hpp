@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <freekv/config.hpp>
 #include <freekv/core/error.hpp>
+#include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
 #include <string>
@@ -26,6 +27,7 @@ template <int Spare>
 struct spare_slots {
   static_assert(Spare == dynamic || Spare >= 0, "spare slots are 0 or more, or dynamic");
   using policy_kind = residency_kind;
+  using hooks = hook_list<hook::validate, hook::values>;
   /// Slots of a KV head beyond the selected pages; without any, nothing stays and all residencies are alike.
   count_of<Spare> spare{};
   std::string values() const { return std::to_string(int{spare}); }
@@ -65,5 +67,29 @@ concept residency_policy = policy<R> && std::same_as<typename R::policy_kind, re
 };
 
 static_assert(residency_policy<first_unselected<>> && residency_policy<least_recently_used<4>>);
+
+/// Optional: `validate()`, `values()`.
+struct residency_kind : kind_defaults {
+  using default_policy = first_unselected<>;
+  template <class P>
+  struct check {
+    static_assert(residency_policy<P>,
+                  "a residency policy has a name, spare -> int and frees_before(unselected_slot, "
+                  "unselected_slot) -> bool");
+  };
+  template <class P>
+  static constexpr bool offers(hook h) {
+    switch (h) {
+      case hook::validate:
+        return requires(const P p) { p.validate(); };
+      default:
+        return kind_defaults::offers<P>(h);
+    }
+  }
+  template <class P>
+  [[gnu::always_inline]] static void validate(const P& policy, const policy_setting&) {
+    policy.validate();
+  }
+};
 
 }  // namespace freekv

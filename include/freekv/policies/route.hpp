@@ -2,6 +2,7 @@
 #pragma once
 
 #include <concepts>
+#include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
 #include <string_view>
 
@@ -30,5 +31,13 @@ concept route_policy = policy<R> && std::same_as<typename R::policy_kind, route_
 };
 
 static_assert(route_policy<resident> && route_policy<in_place>);
+
+struct route_kind : kind_defaults {
+  using default_policy = resident;
+  template <class P>
+  struct check {
+    static_assert(route_policy<P>, "a route has a name and keeps_slots() -> bool");
+  };
+};
 
 }  // namespace freekv

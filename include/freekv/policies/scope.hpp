@@ -3,6 +3,7 @@
 
 #include <concepts>
 #include <cstdint>
+#include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
 #include <string_view>
 
@@ -42,5 +43,13 @@ concept scope_policy = policy<R> && std::same_as<typename R::policy_kind, scope_
 };
 
 static_assert(scope_policy<per_kv_head> && scope_policy<per_query_head> && scope_policy<per_layer>);
+
+struct scope_kind : kind_defaults {
+  using default_policy = per_kv_head;
+  template <class P>
+  struct check {
+    static_assert(scope_policy<P>, "a selection scope has a name and scope -> selection_scope");
+  };
+};
 
 }  // namespace freekv

@@ -4,6 +4,7 @@
 #include <concepts>
 #include <freekv/config.hpp>
 #include <freekv/core/error.hpp>
+#include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
 #include <string>
 #include <string_view>
@@ -21,6 +22,7 @@ struct top_k {
 /// its share of the softmax of the pooled scores, so with softmax poolings of the pooled softmax itself.
 struct top_p {
   using policy_kind = selection_kind;
+  using hooks = hook_list<hook::enough, hook::validate, hook::values>;
   static constexpr std::string_view name = "top_p";
   float p = 0.95f;
 
@@ -51,5 +53,33 @@ concept selection_by_mass = selection_policy<S> && requires(const S s) {
 };
 
 static_assert(selection_policy<top_k> && selection_by_mass<top_p>);
+
+/// Optional: `enough(mass) -> bool`, `validate()`, `values()`.
+struct selection_kind : kind_defaults {
+  using default_policy = top_k;
+  template <class P>
+  struct check {
+    static_assert(
+        selection_policy<P>,
+        "a selection policy has a name and count(candidates, k) -> int, how many of the best are selected");
+  };
+  template <class P>
+  static constexpr bool offers(hook h) {
+    switch (h) {
+      case hook::enough:
+        return requires(const P p) {
+          { p.enough(0.5f) } -> std::same_as<bool>;
+        };
+      case hook::validate:
+        return requires(const P p) { p.validate(); };
+      default:
+        return kind_defaults::offers<P>(h);
+    }
+  }
+  template <class P>
+  [[gnu::always_inline]] static void validate(const P& policy, const policy_setting&) {
+    policy.validate();
+  }
+};
 
 }  // namespace freekv

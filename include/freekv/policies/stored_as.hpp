@@ -25,6 +25,8 @@ struct stored_as : Summary {
       summary_policy<Summary> &&
           !requires(const Summary s, page_geometry page) { s.template bytes<float>(page); },
       "stored_as takes a summary without a format of its own");
+  using hooks = typename hooks_of<Summary>::template with<hook::bytes, hook::decode, hook::encode,
+                                                          hook::values, hook::with_elements>;
   count_of<static_cast<int>(Format)> format{};
 
   constexpr stored_as() = default;

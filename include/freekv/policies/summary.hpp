@@ -14,11 +14,12 @@
 //     FREEKV_HD float score(T team, const unit_query& query, const float* numbers) const;
 //   };
 //
-// Optional: `stored<Key>`, the element type kept (default float), or for a format of its own
-// `bytes<Key>(page)`, `encode<Key>(team, page, numbers, out)` and `decode<Key>(team, page, in, numbers)`, or
-// instead of `decode` a `score` of `const std::byte*`; `query_width(d)` and `prepare(team, query, prepared)`,
-// done once a step for each query; `at(layer, head)`, the policy for one head, where it depends on calibration
-// data; `values()`, what it was given, for names.
+// Optional, and then listed, as in `using hooks = hook_list<hook::stored>;`: `stored<Key>`, the element type kept
+// (default float), or for a format of its own `bytes<Key>(page)`, `encode<Key>(team, page, numbers, out)` and
+// `decode<Key>(team, page, in, numbers)`, or instead of `decode` a `score` of `const std::byte*`; `query_width(d)`
+// and `prepare(team, query, prepared)`, done once a step for each query; `at(layer, head)`, the policy for one head,
+// where it depends on calibration data, which may have these as well; `values()`, what it was given, for names;
+// `with_elements<Key>(stored, body)`, and of two stages `kept(candidates, selected)`.
 //
 // `linear`, true: the score is `scale` times the product of the prepared query with the numbers, `width` a
 // multiple of 8, wherever that is finite; pages are then scored many at a time, and `score` decides where it is
@@ -33,6 +34,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <freekv/core/error.hpp>
+#include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
 #include <freekv/core/team.hpp>
@@ -182,5 +184,84 @@ FREEKV_HD void decode_summary(T team, const S& summary, page_geometry page, cons
   else
     widen_numbers<summary_element<S, Key>>(team, in, summary.width(page), numbers);
 }
+
+namespace detail {
+
+struct takes_elements {
+  template <class Element>
+  void operator()(const Element*) const;
+};
+
+/// Whether `P`, the policy for one head, has that optional member.
+template <class P>
+constexpr bool head_summary_offers(hook h) {
+  switch (h) {
+    case hook::bytes:
+      return requires(const P p) {
+        { p.template bytes<float>(page_geometry{}) } -> std::same_as<std::size_t>;
+      };
+    case hook::encode:
+      return requires(const P p, const float* numbers, std::byte* out) {
+        p.template encode<float>(scalar_team{}, page_geometry{}, numbers, out);
+      };
+    case hook::decode:
+      return requires(const P p, const std::byte* in, float* numbers) {
+        p.template decode<float>(scalar_team{}, page_geometry{}, in, numbers);
+      };
+    case hook::query_width:
+      return requires(const P p) {
+        { p.query_width(64) } -> std::same_as<int>;
+      };
+    case hook::prepare:
+      return requires(const P p, float* prepared) { p.prepare(scalar_team{}, group_query{}, prepared); };
+    case hook::stored:
+      return requires { typename P::template stored<float>; };
+    case hook::linear:
+      return requires {
+        { P::linear } -> std::same_as<const bool&>;
+      };
+    case hook::with_elements:
+      return requires(const P p, const std::byte* stored) {
+        { p.template with_elements<float>(stored, takes_elements{}) } -> std::same_as<bool>;
+      };
+    default:
+      return false;
+  }
+}
+
+}  // namespace detail
+
+struct min_max;
+
+struct summary_kind : kind_defaults {
+  using default_policy = min_max;
+  template <class P>
+  struct check {
+    static_assert(summary_policy<P>,
+                  "a summary policy has a name, width(page), summarise(team, keys, numbers) and score(team, "
+                  "query, numbers) -> float, itself or what its at(layer, head) returns");
+  };
+  template <class P>
+  static constexpr bool offers(hook h) {
+    using of_head = std::remove_const_t<decltype(summary_at(std::declval<const P&>(), 0, 0))>;
+    switch (h) {
+      case hook::at:
+        return requires(const P p) { p.at(0, 0); };
+      case hook::kept:
+        return requires(const P p) {
+          { p.kept(1, 1) } -> std::same_as<int>;
+        };
+      case hook::validate:
+        return requires(const P p) { p.validate(summary_setting{}); };
+      default:
+        return kind_defaults::offers<P>(h) || detail::head_summary_offers<P>(h) ||
+               detail::head_summary_offers<of_head>(h);
+    }
+  }
+  template <class P>
+  [[gnu::always_inline]] static void validate(const P& policy, const policy_setting& s) {
+    policy.validate({{s.unit_tokens, s.head_dim}, s.layers, s.kv_heads, s.unit_tokens < s.page_tokens});
+  }
+};
 
 }  // namespace freekv

@@ -9,6 +9,7 @@
 #include <cuda/std/array>
 #include <cuda/std/mdspan>
 #include <freekv/config.hpp>
+#include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
 #include <string_view>
@@ -122,6 +123,16 @@ concept layout_policy = policy<P> && std::same_as<typename P::policy_kind, layou
     page_layout<typename P::fast> && page_layout<typename P::slow>;
 
 static_assert(layout_policy<layout_pair<nhd, hnd>> && layout_policy<layout_pair<hnd, nhd>>);
+
+struct layout_kind : kind_defaults {
+  using default_policy = layout_pair<>;
+  template <class P>
+  struct check {
+    static_assert(layout_policy<P>,
+                  "a layout pair has types fast and slow, each an mdspan layout of (page, plane, token, "
+                  "head, dim) with a name, without gaps and with dim innermost");
+  };
+};
 
 /// The run-time extents of one page.
 struct page_shape {

@@ -1,0 +1,109 @@
+// Optional members of policies. A policy lists those that it has, so one that is misspelt or has another signature
+// does not compile.
+#pragma once
+
+#include <concepts>
+#include <cstdint>
+#include <freekv/core/policy.hpp>
+#include <string>
+
+namespace freekv {
+
+/// An optional member of a policy; which of them a kind has, and as what, its header says.
+enum class hook : std::uint8_t {
+  at,
+  bytes,
+  decode,
+  encode,
+  enough,
+  kept,
+  kind_of_head,  ///< a plan's `kind(layer, head)`
+  linear,
+  prepare,
+  query_width,
+  shared_bytes,
+  shared_floats,
+  stored,
+  validate,
+  values,
+  with_elements,
+};
+
+/// Optional members that a policy has: `using hooks = hook_list<hook::prepare, hook::query_width>;`.
+template <hook... Listed>
+struct hook_list {
+  static constexpr bool has(hook h) { return ((h == Listed) || ...); }
+  template <hook... More>
+  using with = hook_list<Listed..., More...>;
+};
+
+namespace detail {
+
+template <class P>
+struct listed_hooks {
+  using type = hook_list<>;
+};
+template <class P>
+requires requires { typename P::hooks; }
+struct listed_hooks<P> {
+  using type = typename P::hooks;
+};
+
+}  // namespace detail
+
+/// What `P` lists; nothing where it lists none.
+template <class P>
+using hooks_of = typename detail::listed_hooks<P>::type;
+
+/// Model and pages that a pipeline's policies are used with.
+struct policy_setting {
+  int layers = 0, kv_heads = 0, head_dim = 0;
+  int page_tokens = 0, unit_tokens = 0;
+};
+
+/// Base of a kind of policies, which has in its header:
+/// - `default_policy`, the one of a pipeline that names none;
+/// - `check<P>`, with a static assertion whose sentence says what a policy of this kind has;
+/// - `offers<P>(hook)`, whether `P` has that optional member;
+/// - `validate(policy, setting)`, if it offers `validate`: calls it with what it takes of the
+///   setting (inlined: no function of its own for each policy).
+struct kind_defaults {
+  template <class P>
+  static constexpr bool offers(hook h) {
+    return h == hook::values && requires(const P p) {
+      { p.values() } -> std::convertible_to<std::string>;
+    };
+  }
+};
+
+namespace detail {
+
+template <class P, hook Hook>
+struct checked_hook {
+  static constexpr bool listed = hooks_of<P>::has(Hook);
+  static constexpr bool there = P::policy_kind::template offers<P>(Hook);
+  static_assert(
+      there || !listed,
+      "a policy's `hooks` lists a hook that it does not have as its kind's header gives it: is it spelt "
+      "so, with these arguments?");
+  static_assert(listed || !there, "a policy has a hook that its `hooks` does not list");
+};
+
+using every_hook =
+    hook_list<hook::at, hook::bytes, hook::decode, hook::encode, hook::enough, hook::kept, hook::kind_of_head,
+              hook::linear, hook::prepare, hook::query_width, hook::shared_bytes, hook::shared_floats,
+              hook::stored, hook::validate, hook::values, hook::with_elements>;
+
+/// Compiles if the optional members of `P` are those that it lists.
+template <class P, class Hooks = every_hook>
+struct checked_hooks;
+template <class P, hook... Hooks>
+struct checked_hooks<P, hook_list<Hooks...>> : checked_hook<P, Hooks>... {};
+
+/// Compiles if `P` is a policy of its kind.
+template <class P>
+struct checked_policy : P::policy_kind::template check<P>, checked_hooks<P> {};
+
+}  // namespace detail
+
+}  // namespace freekv
