@@ -31,22 +31,18 @@ set(freekv_machine_code)
 foreach(capability ${FREEKV_CUDA_MACHINE_CODE})
   list(APPEND freekv_machine_code -gencode=arch=compute_${capability},code=sm_${capability})
 endforeach()
-# Products and sums become fused multiply-adds where nvcc likes, as for who compiles the headers without further options.
 set(freekv_nvcc_compile ${FREEKV_NVCC} -std=c++20 -ccbin ${CMAKE_CXX_COMPILER} -I${PROJECT_SOURCE_DIR}/include
-                        -Werror all-warnings -Xcompiler=-Wall,-Wextra)
-# `OBJECT other` names an object that is not called like its source. BITS: nothing is fused, for what is compared bit by bit:
-# host and device then add and multiply alike, and kernels that do the same for one row and for several.
+                        -Werror all-warnings -Xcompiler=-Wall,-Wextra,-ffp-contract=off)
+# Host code fuses nothing, as device code fuses what says so alone: the two are compared bit by bit.
+# `OBJECT other` names an object that is not called like its source.
 function(freekv_compile_cuda name)
-  cmake_parse_arguments(PARSE_ARGV 1 compile BITS OBJECT "")
+  cmake_parse_arguments(PARSE_ARGV 1 compile "" OBJECT "")
   if(NOT compile_OBJECT)
     set(compile_OBJECT ${name})
   endif()
   if(freekv_machine_code)
     list(FILTER compile_UNPARSED_ARGUMENTS EXCLUDE REGEX "^-gencode")
     list(APPEND compile_UNPARSED_ARGUMENTS ${freekv_machine_code})
-  endif()
-  if(compile_BITS)
-    list(APPEND compile_UNPARSED_ARGUMENTS -fmad=false -Xcompiler=-ffp-contract=off)
   endif()
   set(object ${CMAKE_CURRENT_BINARY_DIR}/${compile_OBJECT}.o)
   add_custom_command(OUTPUT ${object}

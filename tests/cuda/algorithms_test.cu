@@ -1,7 +1,6 @@
 // Policies and algorithms give on the device what they give on the host, in their one-lane form.
 //
-// Compiled without contraction to fused multiply-add, so sums, products, quotients, square roots and conversions
-// are equal bit by bit. Exponentials and logarithms are not: the device's expf and logf and the host's are each
+// Shared bodies fuse no product with a sum, so sums, products, quotients, square roots and conversions are equal bit by bit. Exponentials and logarithms are not: the device's expf and logf and the host's are each
 // right to about 1 ulp and round differently, so what uses them agrees to a few ulp; where their results are
 // summed and rescaled, as in attention, to a few more.
 //

@@ -25,7 +25,6 @@ void select_by_other_rows(const state& s, const device::step_view& step,
 // Scores by a summary of codes, a correction by mass, and what units are worth to be pinned.
 void judge_by_codes(const state& s, const device::step_view& step, const device::selection_scratch& scratch) {
   const key_codes<dynamic, dynamic> summary{};
-  device::launch_prepare(s, summary, mean_softmax{}, step, scratch, {}, nullptr);
   device::launch_score<device::scoring::alone>(s, summary, mean_softmax{}, step, scratch, {}, nullptr);
   device::launch_select(s, top_p{}, first_unselected<0>{}, mass_deficit{}, step, scratch, {}, nullptr);
   device::launch_append(s, min_max{}, pin_outliers<>{}, cosine_drift{}.at(0), step,
@@ -36,7 +35,6 @@ void judge_by_codes(const state& s, const device::step_view& step, const device:
 void select_in_two_stages(const state& s, const device::step_view& step,
                           const device::selection_scratch& scratch) {
   const coarse_to_fine<min_max, key_sketch<4>> summary{};
-  device::launch_prepare(s, summary, mean_softmax{}, step, scratch, {}, nullptr);
   device::launch_score<device::scoring::coarse>(s, summary, mean_softmax{}, step, scratch, {}, nullptr);
   device::launch_keep(s, summary, step, scratch, {}, nullptr);
   device::launch_score<device::scoring::fine>(s, summary, mean_softmax{}, step, scratch, {}, nullptr);

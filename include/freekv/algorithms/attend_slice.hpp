@@ -126,7 +126,7 @@ FREEKV_HD void attend_block(T team, const group_query& query, int first_head, in
       team.store(weights + t, weight);
       total = total + weight;
     }
-    mass.sum += team.sum(total);
+    mass.sum = rounded_sum(mass.sum, team.sum(total));
   }
   team.sync();
   if (!wants_values) return;
@@ -192,7 +192,7 @@ FREEKV_HD void merge_parts(T team, const attention_part& from, const attention_p
     if (a.max == -infinity) continue;
     const float keep = a.max <= b.max ? 1.0f : b.raise(a.max);
     const float factor = ::expf(a.max - b.max);
-    b.sum += a.sum * factor;
+    b.sum = rounded_sum(b.sum, a.sum * factor);
     for (int d = 0; d < HeadDim; d += T::width) {
       float* w = into.weighted + g * HeadDim + d;
       team.store(w, team.load(w) * pack(keep) + team.load(from.weighted + g * HeadDim + d) * pack(factor));

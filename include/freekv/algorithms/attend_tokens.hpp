@@ -56,7 +56,7 @@ struct register_masses {
       unroll<Heads>([&](auto h) { products[h] = pack(0.0f); });
       unroll<packs>([&](auto i) {
         const pack numbers = team.load(key + i * T::width);
-        unroll<Heads>([&](auto h) { products[h] = products[h] + query[h][i] * numbers; });
+        unroll<Heads>([&](auto h) { products[h] = fused(query[h][i], numbers, products[h]); });
       });
       unroll<Heads>([&](auto h) {
         const float score = team.sum(products[h]);
@@ -74,7 +74,7 @@ struct register_masses {
     if (!(most <= mass[h].max)) on_raised(mass[h].raise(most));
     const bool nothing = mass[h].max == -infinity;  // but -infinity so far
     unroll<tokens_at_once>([&](auto t) { of[t][h] = nothing ? 0.0f : ::expf(of[t][h] - mass[h].max); });
-    unroll<tokens_at_once>([&](auto t) { mass[h].sum += of[t][h]; });
+    unroll<tokens_at_once>([&](auto t) { mass[h].sum = rounded_sum(mass[h].sum, of[t][h]); });
   }
 };
 
@@ -115,7 +115,7 @@ struct register_attention : register_masses<HeadDim, Heads, T> {
           unroll<Heads>([&](auto h) {
             // Nothing is attended where all scores are -infinity, or by other heads, whatever the values.
             if (mass[h].max == -infinity || (attending >> h & 1u) == 0) return;
-            weighted[h][i] = weighted[h][i] + pack(weights[t][h]) * numbers;
+            weighted[h][i] = fused(pack(weights[t][h]), numbers, weighted[h][i]);
           });
         });
       });

@@ -18,10 +18,10 @@ struct log_sum_exp {
 
   FREEKV_HD void add(float x) {
     if (x <= max) {
-      if (max < infinity && x > -infinity) sum += ::expf(x - max);
+      if (max < infinity && x > -infinity) sum = rounded_sum(sum, ::expf(x - max));
     } else {  // larger, or NaN
       raise(x);
-      sum += 1.0f;
+      sum = rounded_sum(sum, 1.0f);
     }
   }
 
@@ -36,14 +36,14 @@ struct log_sum_exp {
     const typename T::pack base(max);
     auto total = team.exp(x[0] - base);
     for (int i = 1; i < count; ++i) total = total + team.exp(x[i] - base);
-    sum += team.sum(total);
+    sum = rounded_sum(sum, team.sum(total));
   }
 
   /// Adds what another has added, of parts that lie behind: parts are always merged in page order.
   FREEKV_HD void add(const log_sum_exp& behind) {
     if (behind.max == -infinity) return;
     if (!(behind.max <= max)) raise(behind.max);
-    sum += behind.sum * ::expf(behind.max - max);
+    sum = rounded_sum(sum, behind.sum * ::expf(behind.max - max));
   }
 
   /// Makes the larger (or NaN) `m` the maximum; returns what sums relative to the old one are multiplied by.
@@ -59,7 +59,9 @@ struct log_sum_exp {
   /// logarithm of the sum.
   FREEKV_HD float share(float x) const { return x > -infinity ? ::expf(x - max) / sum : 0.0f; }
 
-  FREEKV_HD float value() const { return max > -infinity && max < infinity ? max + ::logf(sum) : max; }
+  FREEKV_HD float value() const {
+    return max > -infinity && max < infinity ? rounded_sum(max, ::logf(sum)) : max;
+  }
 };
 
 }  // namespace freekv

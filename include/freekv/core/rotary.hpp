@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <freekv/config.hpp>
+#include <freekv/core/rounded_sum.hpp>
 
 namespace freekv {
 
@@ -32,8 +33,8 @@ FREEKV_HD inline void rotate_pair(const rotary_embedding& rotary, int pair, int 
                                   float& a, float& b) {
   const double angle = static_cast<double>(position) * static_cast<double>(rotary.frequencies[pair]);
   const float c = static_cast<float>(::cos(angle)), s = sign * static_cast<float>(::sin(angle));
-  const float turned = a * c - b * s;
-  b = a * s + b * c;
+  const float turned = rounded_sum(a * c, -(b * s));
+  b = rounded_sum(a * s, b * c);
   a = turned;
 }
 

@@ -38,6 +38,7 @@
 #include <concepts>
 #include <cstdint>
 #include <freekv/core/element.hpp>
+#include <freekv/core/rounded_sum.hpp>
 
 namespace freekv {
 
@@ -100,37 +101,58 @@ struct wide_team<T> {
   using type = typename T::wide;
 };
 
+/// A pack of one number.
+struct scalar_pack {
+  float x;
+
+  scalar_pack() = default;
+  FREEKV_HD explicit constexpr scalar_pack(float number) : x(number) {}
+  FREEKV_HD constexpr operator float() const { return x; }
+  FREEKV_HD friend scalar_pack operator+(scalar_pack a, scalar_pack b) {
+    return scalar_pack(rounded_sum(a.x, b.x));
+  }
+  FREEKV_HD friend scalar_pack operator-(scalar_pack a, scalar_pack b) {
+    return scalar_pack(rounded_sum(a.x, -b.x));
+  }
+  FREEKV_HD friend scalar_pack operator*(scalar_pack a, scalar_pack b) { return scalar_pack(a.x * b.x); }
+  FREEKV_HD friend scalar_pack fused(scalar_pack a, scalar_pack b, scalar_pack c) {
+    return scalar_pack(::fmaf(a.x, b.x, c.x));
+  }
+};
+
 /// One lane: the plainest team, for a single device thread and for checking the others against.
 struct scalar_team {
   static constexpr int width = 1;
   static constexpr int lane_count = 1;
-  using pack = float;
+  using pack = scalar_pack;
 
   template <element E>
-  FREEKV_HD float load(const E* p) const {
-    return to_float(*p);
+  FREEKV_HD pack load(const E* p) const {
+    return pack(to_float(*p));
   }
-  FREEKV_HD void store(float* p, float x) const { *p = x; }
+  FREEKV_HD void store(float* p, pack x) const { *p = x.x; }
   FREEKV_HD float maximum(float a, float b) const { return a > b || a != a ? a : b; }
   FREEKV_HD float minimum(float a, float b) const { return a < b || a != a ? a : b; }
-  FREEKV_HD float exp(float x) const { return ::expf(x); }
-  FREEKV_HD float log(float x) const { return ::logf(x); }
-  FREEKV_HD float tanh(float x) const { return ::tanhf(x); }
-  FREEKV_HD float select_greater(float a, float b, float x, float y) const { return a > b ? x : y; }
-  FREEKV_HD float sum(float x) const { return x; }
-  FREEKV_HD float max(float x) const { return x; }
+  FREEKV_HD pack maximum(pack a, pack b) const { return pack(maximum(a.x, b.x)); }
+  FREEKV_HD pack minimum(pack a, pack b) const { return pack(minimum(a.x, b.x)); }
+  FREEKV_HD pack exp(pack x) const { return pack(::expf(x.x)); }
+  FREEKV_HD pack log(pack x) const { return pack(::logf(x.x)); }
+  FREEKV_HD pack tanh(pack x) const { return pack(::tanhf(x.x)); }
+  FREEKV_HD pack select_greater(pack a, pack b, pack x, pack y) const { return a.x > b.x ? x : y; }
+  FREEKV_HD float sum(pack x) const { return x.x; }
+  FREEKV_HD float max(pack x) const { return x.x; }
   FREEKV_HD std::int32_t max_of_lanes(std::int32_t x) const { return x; }
-  FREEKV_HD float sum_each(const float (&x)[1]) const { return x[0]; }
+  FREEKV_HD pack sum_each(const pack (&x)[1]) const { return x[0]; }
 
   template <int Bits>
-  FREEKV_HD float load_codes(const std::uint8_t* codes, int first) const {
+  FREEKV_HD pack load_codes(const std::uint8_t* codes, int first) const {
     const int bit = (first % 8) * Bits;
     const std::uint8_t* block = codes + first / 8 * Bits + bit / 8;
     unsigned window = block[0];
     if (bit % 8 + Bits > 8) window |= unsigned{block[1]} << 8;
-    return static_cast<float>((window >> bit % 8) & ((1u << Bits) - 1));
+    return pack(static_cast<float>((window >> bit % 8) & ((1u << Bits) - 1)));
   }
-  FREEKV_HD float lookup(const float* table, const std::uint8_t* codes) const { return table[*codes]; }
+  FREEKV_HD pack lookup(const float* table, const std::uint8_t* codes) const { return pack(table[*codes]); }
   template <element E>
   FREEKV_HD void widen(const E* in, float* out, int n) const {
     for (int i = 0; i < n; ++i) out[i] = to_float(in[i]);

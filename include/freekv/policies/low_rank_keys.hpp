@@ -138,7 +138,7 @@ struct low_rank_keys<Rank>::slice_codec {
       for (int r = 0; r < directions; ++r) {
         const float coefficient = to_float(coefficients[r]);
         const float* const direction = row(r, HeadDim);
-        for (int i = 0; i < mine.count; ++i) key[i] += coefficient * direction[mine(i)];
+        for (int i = 0; i < mine.count; ++i) key[i] = rounded_sum(key[i], coefficient * direction[mine(i)]);
       }
       mine.rotate(place.first_token + t, 1.0f, key);
       if ((lost[t / 32] >> t % 32 & 1u) != 0)
@@ -205,7 +205,7 @@ struct low_rank_keys<Rank>::slice_codec {
   FREEKV_HD static float product(const float* a, const float* b) {
     float sums[8] = {};
     for (int i = 0; i < HeadDim; i += 8)
-      for (int lane = 0; lane < 8; ++lane) sums[lane] += a[i + lane] * b[i + lane];
+      for (int lane = 0; lane < 8; ++lane) sums[lane] = rounded_sum(sums[lane], a[i + lane] * b[i + lane]);
     return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
   }
 };

@@ -83,7 +83,8 @@ struct ball {
   template <team T>
   FREEKV_HD float score(T team, const unit_query& query, const float* numbers) const {
     const int d = query.page.head_dim;
-    return query.scale * (detail::inner_product(team, query.data, numbers, d) + query.data[d] * numbers[d]);
+    return query.scale *
+           rounded_sum(detail::inner_product(team, query.data, numbers, d), query.data[d] * numbers[d]);
   }
 };
 

@@ -138,7 +138,7 @@ concept query_pooling = requires(const P p, group_query query, float* pooled) {
 template <class P>
 concept score_pooling = requires(const P p, row_scores row) {
   { P::uses_log_sums } -> std::convertible_to<bool>;
-  { p.pool(scalar_team{}, row, 0) } -> std::same_as<float>;
+  { p.pool(scalar_team{}, row, 0) } -> std::same_as<scalar_team::pack>;
 };
 
 /// Turns softmaxes of scores into one.

@@ -196,6 +196,7 @@ __device__ void detect_drift(Team team, const State& s, const Correction& correc
     s.corrected[at] = corrects;
     if (corrects) atomicAdd(s.flagged_count, 1);
     s.recalled[at] = s.recalled_before_attention[at] = s.promoted[at] = 0;
+    s.next_selected_count[at] = -1;  // until a correction selects for the next step, too
   }
   team.sync();  // all lanes have read the previous queries
   for (int row = 0; row < entry.tokens; ++row) {

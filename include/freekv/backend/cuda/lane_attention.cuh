@@ -56,7 +56,7 @@ class lane_attention : public register_attention<HeadDim, Heads, row_team<HeadDi
         unroll<Heads>([&](auto h) { products[h] = pack(0.0f); });
         unroll<packs>([&](auto i) {
           const pack numbers = widened(keys.of[t][i]);
-          unroll<Heads>([&](auto h) { products[h] = products[h] + query[h][i] * numbers; });
+          unroll<Heads>([&](auto h) { products[h] = fused(query[h][i], numbers, products[h]); });
         });
         unroll<Heads>([&](auto h) {
           const float score = team.sum(products[h]);
@@ -77,7 +77,7 @@ class lane_attention : public register_attention<HeadDim, Heads, row_team<HeadDi
           const pack numbers = widened(values.of[t][i]);
           unroll<Heads>([&](auto h) {
             const bool counts = first + t < tokens && mass[h].max != -infinity && (attending >> h & 1u) != 0;
-            const pack sum = weighted[h][i] + pack(weights[t][h]) * numbers;
+            const pack sum = fused(pack(weights[t][h]), numbers, weighted[h][i]);
             weighted[h][i] = pack::of([&](auto x) { return counts ? sum.x[x] : weighted[h][i].x[x]; });
           });
         });

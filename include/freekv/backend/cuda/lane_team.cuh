@@ -18,13 +18,17 @@ struct lane_pack {
     unroll<Share>([&](auto i) { x[i] = all; });
   }
   FREEKV_HD friend lane_pack operator+(const lane_pack& a, const lane_pack& b) {
-    return of([&](auto i) { return a.x[i] + b.x[i]; });
+    return of([&](auto i) { return rounded_sum(a.x[i], b.x[i]); });
   }
   FREEKV_HD friend lane_pack operator-(const lane_pack& a, const lane_pack& b) {
-    return of([&](auto i) { return a.x[i] - b.x[i]; });
+    return of([&](auto i) { return rounded_sum(a.x[i], -b.x[i]); });
   }
   FREEKV_HD friend lane_pack operator*(const lane_pack& a, const lane_pack& b) {
     return of([&](auto i) { return a.x[i] * b.x[i]; });
+  }
+  /// a * b + c, rounded once.
+  FREEKV_HD friend lane_pack fused(const lane_pack& a, const lane_pack& b, const lane_pack& c) {
+    return of([&](auto i) { return ::fmaf(a.x[i], b.x[i], c.x[i]); });
   }
   /// number(i) for each i, a compile-time constant.
   template <class Number>
@@ -102,8 +106,8 @@ struct lane_team {
   }
 
   __device__ float sum(const pack& x) const {
-    return across(in_share(x, [](float a, float b) { return a + b; }),
-                  [](float a, float b) { return a + b; });
+    const auto add = [](float a, float b) { return rounded_sum(a, b); };
+    return across(in_share(x, add), add);
   }
   __device__ float max(const pack& x) const {
     const auto larger = [](float a, float b) { return scalar_team{}.maximum(a, b); };
@@ -115,7 +119,8 @@ struct lane_team {
   /// Adds as `sum` does. Each exchange halves what a lane still has to add up: Share * (Lanes - 1) in all.
   __device__ pack sum_each(const pack (&x)[width]) const {
     float rest[width];
-    unroll<width>([&](auto i) { rest[i] = in_share(x[i], [](float a, float b) { return a + b; }); });
+    unroll<width>(
+        [&](auto i) { rest[i] = in_share(x[i], [](float a, float b) { return rounded_sum(a, b); }); });
     halve<Lanes / 2>(rest);
     return pack::of([&](auto i) { return rest[i]; });
   }
@@ -210,7 +215,7 @@ struct lane_team {
       unroll<Distance * Share>([&](auto i) {
         const float low = rest[i], high = rest[i + Distance * Share];
         const float theirs = __shfl_xor_sync(mask(), upper ? low : high, Distance, Lanes);
-        rest[i] = (upper ? high : low) + theirs;
+        rest[i] = rounded_sum(upper ? high : low, theirs);
       });
       halve<Distance / 2>(rest);
     }

@@ -63,9 +63,10 @@ struct merge_block {
     __device__ void add(const log_sum_exp& of, const float4& numbers) {
       if (of.max == -infinity) return;  // nothing, whatever the numbers
       const float factor = ::expf(of.max - mass.max);
-      mass.sum += of.sum * factor;
-      weighted = {weighted.x + numbers.x * factor, weighted.y + numbers.y * factor,
-                  weighted.z + numbers.z * factor, weighted.w + numbers.w * factor};
+      mass.sum = rounded_sum(mass.sum, of.sum * factor);
+      // As `merge_parts` adds, which prompts are merged by.
+      weighted = {rounded_sum(weighted.x, numbers.x * factor), rounded_sum(weighted.y, numbers.y * factor),
+                  rounded_sum(weighted.z, numbers.z * factor), rounded_sum(weighted.w, numbers.w * factor)};
     }
   };
 

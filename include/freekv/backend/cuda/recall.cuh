@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cuda/ptx>
 #include <freekv/backend/cuda/encoded_pages.cuh>
+#include <freekv/backend/cuda/last_block.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
@@ -37,7 +38,7 @@ struct recall_tuning {
   }
   constexpr bool valid() const {
     return blocks >= 1 && valid_block(threads, registers) && depth >= 1 && buffer_bytes >= 16 &&
-           buffer_bytes % 16 == 0 && shared_bytes() <= 48 * 1024;
+           buffer_bytes % 16 == 0 && shared_bytes() <= 48 * 1024 - 16;  // and a counter
   }
 };
 /// As kernels are told it: nvcc 13.0 does not take values of a class as a kernel's template arguments.
@@ -302,7 +303,29 @@ __global__ void recall_items(State s, Codec codec, selection_scratch scratch) {
   const int warps = static_cast<int>(gridDim.x * blockDim.x / 32);
   copier(shared).copy(
       recalled_slices<State, Codec>{s, codec, scratch.items, warp, warps, *scratch.item_count});
+  __shared__ std::uint32_t recalled_before;
+  if (is_last_block(scratch.blocks_recalling, static_cast<int>(gridDim.x), recalled_before) &&
+      threadIdx.x == 0)
+    *scratch.item_count = 0;  // which all have read
 }
+
+/// A block that has listed what a head misses recalls it itself, by loads.
+template <class Codec>
+struct recall_now {
+  Codec codec;
+  template <class State>
+  __device__ recall_item* room(const State& s, const selection_scratch& scratch, int entry, int head,
+                               int) const {
+    return scratch.items + (std::int64_t{entry} * s.heads.kv + head) * scratch.sizes.max_selected;
+  }
+  template <class State>
+  __device__ void operator()(const State& s, const listed_items& listed) const {
+    using copier = slice_copier<recall_default, recall_read::loads>;
+    typename copier::storage none;
+    const int warp = static_cast<int>(threadIdx.x) / 32, warps = static_cast<int>(blockDim.x) / 32;
+    copier(none).copy(recalled_slices<State, Codec>{s, codec, listed.items, warp, warps, listed.count});
+  }
+};
 
 /// Copies what the selection before it in the stream has listed.
 template <class Tuned = recall_default, class State, class Codec>

@@ -97,6 +97,7 @@ class copied_recall {
               stream& transfers) {
     check(cudaMemcpyAsync(count_, scratch.item_count, sizeof *count_, cudaMemcpyDeviceToHost, on.get()),
           "cudaMemcpyAsync");
+    check(cudaMemsetAsync(scratch.item_count, 0, sizeof *count_, on.get()), "cudaMemsetAsync");
     on.synchronize();
     const int count = *count_;
     if (count == 0) return;

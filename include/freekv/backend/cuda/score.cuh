@@ -8,6 +8,7 @@
 #include <freekv/algorithms/score_unit.hpp>
 #include <freekv/backend/cuda/append.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
+#include <freekv/backend/cuda/last_block.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/score_rows.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
@@ -23,6 +24,7 @@ struct score_tuning {
   int threads = 256;    ///< of a block, which scores a chunk
   int registers = 168;  ///< of a thread at most: rows on their way, and the queries that multiply them
   int shared_bytes = 48 * 1024;  ///< of a block: a decoded summary for each team
+  int query_floats = 4096;       ///< of a row that each block of it prepares itself
   constexpr bool valid() const { return valid_block(threads, registers) && shared_bytes <= 48 * 1024; }
 };
 inline constexpr score_tuning score_default{};
@@ -49,18 +51,33 @@ FREEKV_HD scoring_room scoring_room_of(const Summary& summary, page_geometry uni
   return room;
 }
 
-/// Teams of a block that score at a time. Throws settings_error where there is no room for one.
-template <int HeadDim, class Key, class Summary>
-int scoring_teams(const Summary& summary, page_geometry unit) {
-  constexpr score_tuning tuning = score_default;
-  constexpr int lanes = summary_team_t<Summary, HeadDim>::lane_count;
-  const int bytes = scoring_room_of<Key>(summary, unit).all() * static_cast<int>(sizeof(float));
-  if (bytes > tuning.shared_bytes)
-    throw settings_error("a decoded summary by " + std::string(Summary::name) + " takes " +
-                         std::to_string(bytes) + " bytes of a block's memory, and there are " +
-                         std::to_string(tuning.shared_bytes) + "; choose a smaller page or unit");
-  return std::min(tuning.threads / lanes, tuning.shared_bytes / std::max(1, bytes));
-}
+/// A block's shared memory while it scores: the row's queries, if it prepares them itself, and a room for each of its teams.
+struct scoring_memory {
+  int queries = 0;  // floats; 0: another kernel has prepared them
+  int teams = 0;    // that score at a time
+  int floats = 0;   // of all
+
+  /// Throws settings_error where there is no room for one team.
+  template <int HeadDim, class Key, class Summary>
+  static scoring_memory of(const Summary& summary, page_geometry unit, int queries, bool pools_queries) {
+    constexpr score_tuning tuning = score_default;
+    constexpr int lanes = summary_team_t<Summary, HeadDim>::lane_count, most = tuning.shared_bytes / 4;
+    const int room = scoring_room_of<Key>(summary, unit).all();
+    if (room > most)
+      throw settings_error("a decoded summary by " + std::string(Summary::name) + " takes " +
+                           std::to_string(4 * room) + " bytes of a block's memory, and there are " +
+                           std::to_string(tuning.shared_bytes) + "; choose a smaller page or unit");
+    scoring_memory m;
+    const std::int64_t prepared =
+        std::int64_t{queries} * summary_query_width(summary, HeadDim) + (pools_queries ? HeadDim : 0);
+    const int rows = row_scoring_t<Summary, HeadDim, Key>::floats;
+    if (prepared <= tuning.query_floats && (prepared + 3) / 4 * 4 + std::max(room, rows) <= most)
+      m.queries = static_cast<int>(prepared + 3) / 4 * 4;
+    m.teams = std::min(tuning.threads / lanes, (most - m.queries) / std::max(1, room));
+    m.floats = m.queries + std::max({m.teams * room, rows, queries});
+    return m;
+  }
+};
 
 /// The mass of up to `chunk_units` scores, on all lanes of a warp.
 __device__ inline log_sum_exp mass_of_chunk(const float* scores, int count) {
@@ -77,34 +94,37 @@ __device__ inline log_sum_exp mass_of_chunk(const float* scores, int count) {
   return mass;
 }
 
-/// Prepares the queries of each row that selects; before that pools them, where one query scores for all.
+/// Prepares a row's queries for scoring, by all teams of a block: to `prepared`; before that pools them to `pooled`, where
+/// one query scores for all. Returns how many there are.
+template <class Team, class Summary, class Pooling>
+__device__ int prepare_row(Team team, const Summary& summary, const Pooling& pooling, group_query query,
+                           float* pooled, float* prepared) {
+  const int me = static_cast<int>(threadIdx.x) / team.lanes(),
+            width = summary_query_width(summary, query.head_dim);
+  if constexpr (query_pooling<Pooling>) {
+    if (me == 0) pooling.pool_query(team, query, pooled);
+    __syncthreads();
+    query = {pooled, 1, query.head_dim};
+  }
+  for (int g = me; g < query.group; g += static_cast<int>(blockDim.x) / team.lanes())
+    prepare_query(team, summary, group_query{query.head(g), 1, query.head_dim}, prepared + g * width);
+  __syncthreads();
+  return query.group;
+}
+
+/// Prepares the queries of each row that selects, where blocks that score do not.
 template <class State, class Summary, class Pooling>
 __global__ void prepare_queries(State s, Summary summaries, Pooling pooling, step_view step,
                                 selection_scratch scratch, selection_job job) {
-  using team_type = summary_team_t<Summary, State::head_dim>;
-  const team_type team;
+  const summary_team_t<Summary, State::head_dim> team;
   const int row = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
-  if (row + nth + static_cast<int>(threadIdx.x) == 0) *scratch.item_count = 0;  // of the recall behind this
-  if (nothing_to_select(s, job)) return;
-  if (nth >= step.size()) return;
+  if (nothing_to_select(s, job) || nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
   const int head = scratch.head_of(row);
   const row_candidates candidates = candidates_of(s, entry, head, job);
   if (candidates.unpinned(candidates.most()) <= job.select_all_up_to) return;
-  const int me = static_cast<int>(threadIdx.x) / team.lanes();
-  group_query query = scratch.selecting_query(s, entry, row);
-  if constexpr (query_pooling<Pooling>) {
-    if (me > 0) return;
-    float* const pooled = scratch.query_of(nth, row);
-    pooling.pool_query(team, query, pooled);
-    team.sync();
-    query = {pooled, 1, State::head_dim};
-  }
-  const auto summary = summary_at(summaries, s.layer, head);
-  const int width = summary_query_width(summary, State::head_dim);
-  for (int g = me; g < query.group; g += static_cast<int>(blockDim.x) / team.lanes())
-    prepare_query(team, summary, group_query{query.head(g), 1, State::head_dim},
-                  scratch.prepared_of(nth, row) + g * width);
+  prepare_row(team, summary_at(summaries, s.layer, head), pooling, scratch.selecting_query(s, entry, row),
+              scratch.query_of(nth, row), scratch.prepared_of(nth, row));
 }
 
 /// By which summary candidates are scored: their one, or of two the coarse one, or the fine one those that are kept.
@@ -115,37 +135,20 @@ FREEKV_HD inline bool is_kept(unsigned long long least, float pooled, int unit) 
   return least == 0 || ordered_key(pooled, unit) >= least;
 }
 
-/// Scores one chunk of one row's candidates, by one query alone where queries are pooled. For softmaxes it is summed up
-/// as well.
+/// Scores candidates `first` .. `last` of a row by a block. `shared`: `scoring_memory` behind the queries.
 template <scoring By, class State, class Summary>
-__global__ void score_chunks(State s, Summary summaries, step_view step, selection_scratch scratch,
-                             selection_job job, int teams, bool one_query, bool softmax) {
+__device__ void score_chunk(const State& s, const Summary& summaries, const step_entry& entry, int head,
+                            const row_candidates& candidates, int first, int last,
+                            const prepared_queries& queries, float* scores, const selection_scratch& scratch,
+                            unsigned long long least, const float* pooled, int teams, float* shared) {
   using element = typename State::element;
-  using team_type = summary_team_t<Summary, State::head_dim>;
   constexpr int d = State::head_dim;
-  alignas(16) extern __shared__ float shared[];
-  if (nothing_to_select(s, job)) return;
-  const team_type team;
-  const int chunk = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y);
-  const bool for_next = job.separate_next_scores && blockIdx.z % 2 != 0;
-  const int nth = static_cast<int>(job.separate_next_scores ? blockIdx.z / 2 : blockIdx.z);
-  const int thread = static_cast<int>(threadIdx.x);
-  if (nth >= step.size()) return;
-  const step_entry& entry = step.entries[nth];
-  const int head = scratch.head_of(row);
-  const row_candidates candidates = candidates_of(s, entry, head, job);
-  const int count = job.separate_next_scores ? candidates.count(for_next) : candidates.most();
-  const int first = chunk * chunk_units, last = min(first + chunk_units, count);
-  if (first >= last || candidates.unpinned(count) <= job.select_all_up_to) return;
-
+  const summary_team_t<Summary, d> team;
   const auto summary = summary_at(summaries, s.layer, head);
-  const int me = thread / team.lanes(), width = summary_query_width(summary, d);
-  const int group = one_query ? 1 : scratch.selecting_query(s, entry, row).group;
-  const prepared_queries queries{scratch.prepared_of(nth, row), width, group, s.scale};
+  const int me = static_cast<int>(threadIdx.x) / team.lanes();
   const scoring_room room = scoring_room_of<element>(summaries, s.unit);
   float* const numbers = shared + me * room.all();
   auto* const staging = room.staged > 0 ? reinterpret_cast<std::byte*>(numbers + room.numbers) : nullptr;
-  float* const scores = scratch.scores_of(for_next, nth, row);
   // Rows are multiplied as they are, if they can be, and those whose products are not finite are looked at again.
   using rows_scored = row_scoring_t<Summary, d, element>;
   bool again = true;
@@ -157,45 +160,32 @@ __global__ void score_chunks(State s, Summary summaries, step_view step, selecti
     again = __syncthreads_or(score_summary_rows<rows_scored, rows_of_warp>(
                 s.summary_of(0, head), row_of, first, last, queries, scores, scratch.stride, shared)) != 0;
   }
-  if (again && me < teams)
-    for (int j = first + me; j < last; j += teams) {
-      const score_column column{scores + j, scratch.stride};
-      if constexpr (By == scoring::alone && rows_scored::there) {
-        bool finite = true;
-        for (int g = 0; g < group; ++g) finite = finite && column.first[g * column.stride] * 0.0f == 0.0f;
-        if (finite) continue;
-        team.sync();  // all lanes have looked
+  if (!again || me >= teams) return;
+  for (int j = first + me; j < last; j += teams) {
+    const score_column column{scores + j, scratch.stride};
+    if constexpr (By == scoring::alone && rows_scored::there) {
+      bool finite = true;
+      for (int g = 0; g < queries.group; ++g)
+        finite = finite && column.first[g * column.stride] * 0.0f == 0.0f;
+      if (finite) continue;
+      team.sync();  // all lanes have looked
+    }
+    if constexpr (By == scoring::fine)
+      if (!is_kept(least, pooled[j], candidates.first + j)) {
+        for (int g = team.lane(); g < queries.group; g += team.lanes())
+          column.first[g * column.stride] = -infinity;
+        continue;
       }
-      if constexpr (By == scoring::fine)
-        if (!is_kept(scratch.least_of(for_next, nth, row),
-                     scratch.pooled_of(for_next, nth, pooled_row(s, job, row))[j], candidates.first + j)) {
-          for (int g = team.lane(); g < group; g += team.lanes()) column.first[g * column.stride] = -infinity;
-          continue;
-        }
-      const int unit = candidates.first + j, page = s.page_of(unit);
-      const std::byte* const stored =
-          s.summary_of(s.store_page(entry.sequence, page), head, unit - page * s.units_per_page);
-      if constexpr (By == scoring::alone)
-        score_unit<element>(team, summary, s.unit, stored, queries, numbers, column, staging);
-      else if constexpr (By == scoring::coarse)
-        score_unit_coarsely<element>(team, summary, s.unit, stored, queries, numbers, column, staging);
-      else
-        score_unit_finely<element>(team, summary, s.unit, stored, queries, numbers, column, staging);
-      team.sync();  // the numbers are free again
-    }
-  if (s.pins > 0) {  // they have no part in what is pooled
-    __syncthreads();
-    const unit_list pinned = pinned_units(s, entry.sequence, head);
-    for (int i = thread; i < pinned.count * group; i += static_cast<int>(blockDim.x)) {
-      const int j = pinned.units[i / group] - candidates.first;
-      if (j >= first && j < last) scores[i % group * scratch.stride + j] = -infinity;
-    }
-  }
-  if (!softmax) return;
-  __syncthreads();
-  for (int g = thread / 32; g < group; g += static_cast<int>(blockDim.x) / 32) {
-    const log_sum_exp mass = mass_of_chunk(scores + g * scratch.stride + first, last - first);
-    if (thread % 32 == 0) scratch.masses_of(for_next, nth, row)[g * scratch.chunks + chunk] = mass;
+    const int unit = candidates.first + j, page = s.page_of(unit);
+    const std::byte* const stored =
+        s.summary_of(s.store_page(entry.sequence, page), head, unit - page * s.units_per_page);
+    if constexpr (By == scoring::alone)
+      score_unit<element>(team, summary, s.unit, stored, queries, numbers, column, staging);
+    else if constexpr (By == scoring::coarse)
+      score_unit_coarsely<element>(team, summary, s.unit, stored, queries, numbers, column, staging);
+    else
+      score_unit_finely<element>(team, summary, s.unit, stored, queries, numbers, column, staging);
+    team.sync();  // the numbers are free again
   }
 }
 
@@ -216,46 +206,122 @@ __device__ inline float log_sum_of(const log_sum_exp* chunk_mass, const float* s
   return mass.value();
 }
 
-/// Pools one chunk of one row's scores among this step's candidates, or the next step's.
+/// Pools a row's scores among this step's candidates, or the next step's, by a block; four candidates a thread at a time.
+/// `log_sums` is shared memory for as many as `group`, which is how many heads' scores there are.
 template <class State, class Pooling>
-__global__ void pool_chunks(State s, Pooling pooling, step_view step, selection_scratch scratch,
-                            selection_job job) {
-  extern __shared__ float log_sums[];  // (queries)
-  if (nothing_to_select(s, job)) return;
-  const int chunk = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y);
-  const bool for_next = blockIdx.z % 2 != 0;
-  const int nth = static_cast<int>(blockIdx.z / 2), thread = static_cast<int>(threadIdx.x);
-  if (nth >= step.size()) return;
-  const step_entry& entry = step.entries[nth];
-  const row_candidates candidates = candidates_of(s, entry, scratch.head_of(row), job);
-  const int count = candidates.count(for_next), j = chunk * chunk_units + thread;
-  if (chunk * chunk_units >= count || candidates.unpinned(count) <= job.select_all_up_to) return;
+__device__ void pool_row(const State& s, const Pooling& pooling, const selection_scratch& scratch,
+                         const selection_job& job, int nth, int row, int group, int count, bool for_next,
+                         float* log_sums) {
+  constexpr lane_team<1, 4> team{};
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const bool apart = for_next && job.separate_next_scores;
   const float* const scores = scratch.scores_of(apart, nth, row);
   const int at = pooled_row(s, job, row);
   float* const pooled = scratch.pooled_of(for_next, nth, at);
-  if constexpr (query_pooling<Pooling>) {
-    if (j < count) pooled[j] = clamp_score(scores[j]);
-  } else {
-    const int group = scratch.selecting_query(s, entry, row).group;
-    if constexpr (softmax_pooling<Pooling>) {
-      for (int g = thread / 32; g < group; g += static_cast<int>(blockDim.x) / 32) {
-        const float sum = log_sum_of(scratch.masses_of(apart, nth, row) + g * scratch.chunks,
-                                     scores + g * scratch.stride, count);
-        if (thread % 32 == 0) log_sums[g] = sum;
-      }
-      __syncthreads();
+  __syncthreads();  // the memory is free, and scores are there
+  if constexpr (softmax_pooling<Pooling>) {
+    for (int g = thread / 32; g < group; g += threads / 32) {
+      const float sum = log_sum_of(scratch.masses_of(apart, nth, row) + g * scratch.chunks,
+                                   scores + g * scratch.stride, count);
+      if (thread % 32 == 0) log_sums[g] = sum;
     }
-    if (j < count)
-      pooled[j] =
-          clamp_score(pooling.pool(scalar_team{}, row_scores{scores, scratch.stride, log_sums, group}, j));
+    __syncthreads();
   }
-  if (!job.one_selection_per_layer) return;
+  for (int j = 4 * thread; j < count;
+       j += 4 * threads) {  // rows are whole chunks: behind the last there is room
+    lane_pack<4> of_candidates;
+    if constexpr (query_pooling<Pooling>)
+      of_candidates = team.load(scores + j);
+    else
+      of_candidates = pooling.pool(team, row_scores{scores, scratch.stride, log_sums, group}, j);
+    team.store(pooled + j, lane_pack<4>::of([&](auto i) { return clamp_score(of_candidates.x[i]); }));
+  }
   __syncthreads();
-  if (thread >= 32) return;
-  const int first = chunk * chunk_units;
-  const log_sum_exp mass = mass_of_chunk(pooled + first, min(chunk_units, count - first));
-  if (thread == 0) scratch.pooled_masses_of(for_next, nth, at)[chunk] = mass;
+  if (!job.one_selection_per_layer) return;
+  for (int chunk = thread / 32; chunk * chunk_units < count; chunk += threads / 32) {
+    const int first = chunk * chunk_units;
+    const log_sum_exp mass = mass_of_chunk(pooled + first, min(chunk_units, count - first));
+    if (thread % 32 == 0) scratch.pooled_masses_of(for_next, nth, at)[chunk] = mass;
+  }
+}
+
+/// What follows a row's pooled scores in the same launch: nothing.
+struct then_nothing {
+  static constexpr int shared_bytes = 0;
+};
+
+/// Scores one chunk of one row's candidates, by one query alone where queries are pooled. For softmaxes it is summed up
+/// as well. The last block of a row pools its scores and goes on with `then`, which it does without scores where all
+/// candidates are selected, or none: blocks of a row may see what `then` has left by another, so that it leaves alone what
+/// says whether a row selects. `memory.queries`: of the row, which the block prepares.
+template <scoring By, class State, class Summary, class Pooling, class Then>
+__global__ void score_chunks(State s, Summary summaries, Pooling pooling, Then then, step_view step,
+                             selection_scratch scratch, selection_job job, scoring_memory memory) {
+  constexpr int d = State::head_dim;
+  alignas(16) extern __shared__ float shared[];
+  const bool nothing = nothing_to_select(s, job);
+  const int chunk = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y);
+  constexpr bool goes_on = !std::is_same_v<Then, then_nothing>;
+  if (nothing && (!goes_on || chunk > 0)) return;
+  const bool for_next = job.separate_next_scores && blockIdx.z % 2 != 0;
+  const int nth = static_cast<int>(job.separate_next_scores ? blockIdx.z / 2 : blockIdx.z);
+  if (nth >= step.size()) return;
+  const step_entry& entry = step.entries[nth];
+  const int head = scratch.head_of(row);
+  row_candidates candidates;
+  if (!nothing) candidates = candidates_of(s, entry, head, job);
+  const int count = job.separate_next_scores ? candidates.count(for_next) : candidates.most();
+  const bool chooses = candidates.unpinned(count) > job.select_all_up_to;
+  const int chunks = chooses ? (count + chunk_units - 1) / chunk_units : goes_on ? 1 : 0;
+  if (chunk >= chunks) return;
+  if (chooses) {
+    const int first = chunk * chunk_units, last = min(first + chunk_units, count);
+    const group_query query = scratch.selecting_query(s, entry, row);
+    const int width = summary_query_width(summaries, d);
+    prepared_queries queries{scratch.prepared_of(nth, row), width, query_pooling<Pooling> ? 1 : query.group,
+                             s.scale};
+    if (memory.queries > 0) {
+      queries.data = shared;
+      prepare_row(summary_team_t<Summary, d>{}, summary_at(summaries, s.layer, head), pooling, query,
+                  shared + queries.group * width, shared);
+    }
+    float* const scores = scratch.scores_of(for_next, nth, row);
+    const bool kept = By == scoring::fine;
+    score_chunk<By>(s, summaries, entry, head, candidates, first, last, queries, scores, scratch,
+                    kept ? scratch.least_of(for_next, nth, row) : 0,
+                    kept ? scratch.pooled_of(for_next, nth, pooled_row(s, job, row)) : nullptr, memory.teams,
+                    shared + memory.queries);
+    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+    if (s.pins > 0) {  // pinned ones have no part in what is pooled
+      __syncthreads();
+      const unit_list pinned = pinned_units(s, entry.sequence, head);
+      for (int i = thread; i < pinned.count * queries.group; i += threads) {
+        const int j = pinned.units[i / queries.group] - candidates.first;
+        if (j >= first && j < last) scores[i % queries.group * scratch.stride + j] = -infinity;
+      }
+    }
+    if constexpr (softmax_pooling<Pooling>) {
+      __syncthreads();
+      for (int g = thread / 32; g < queries.group; g += threads / 32) {
+        const log_sum_exp mass = mass_of_chunk(scores + g * scratch.stride + first, last - first);
+        if (thread % 32 == 0) scratch.masses_of(for_next, nth, row)[g * scratch.chunks + chunk] = mass;
+      }
+    }
+    if (!is_last_block(scratch.blocks_scoring_of(for_next, nth, row), chunks,
+                       *reinterpret_cast<std::uint32_t*>(shared)))
+      return;
+    for (int time = 0; time < 2; ++time) {
+      const bool next = time != 0;
+      const int of = candidates.count(next);
+      if ((next == for_next || !job.separate_next_scores) && of > 0 &&
+          candidates.unpinned(of) > job.select_all_up_to)
+        pool_row(s, pooling, scratch, job, nth, row, queries.group, of, next, shared);
+    }
+  }
+  if constexpr (goes_on) {
+    __syncthreads();  // the shared memory is free again
+    then(s, entry, nth, head, candidates, scratch, job, *reinterpret_cast<typename Then::storage*>(shared));
+  }
 }
 
 /// Flags all retrieving heads of an entry if one of them is, as they select together.
@@ -302,33 +368,24 @@ __global__ void pool_heads(State s, Pooling pooling, step_view step, selection_s
         clamp_score(pooling.pool(scalar_team{}, row_scores{rows, scratch.stride, log_sums, heads}, j));
 }
 
-/// Prepares the queries of the rows of a step that select.
-template <class State, class Summary, class Pooling>
-void launch_prepare(const State& s, const Summary& summary, const Pooling& pooling, const step_view& step,
-                    const selection_scratch& scratch, const selection_job& job, cudaStream_t stream) {
-  const dim3 rows(static_cast<unsigned>(scratch.rows()), static_cast<unsigned>(step.bounds.entries));
-  launch("preparing queries", {rows, score_default.threads, stream}, prepare_queries<State, Summary, Pooling>,
-         s, summary, pooling, step, scratch, job);
-}
-
-/// Behind it scores and pools their candidates.
-template <scoring By, class State, class Summary, class Pooling>
+/// Scores and pools the candidates of the rows of a step that select, then does what `then` does with each.
+template <scoring By, class State, class Summary, class Pooling, class Then = then_nothing>
 void launch_score(const State& s, const Summary& summary, const Pooling& pooling, const step_view& step,
-                  const selection_scratch& scratch, const selection_job& job, cudaStream_t stream) {
+                  const selection_scratch& scratch, const selection_job& job, cudaStream_t stream,
+                  const Then& then = {}) {
   const auto count = [](int n) { return static_cast<unsigned>(n); };
-  const dim3 rows(count(scratch.chunks), count(scratch.rows()), count(step.bounds.entries));
-  using element = typename State::element;
-  const int teams = scoring_teams<State::head_dim, element>(summary, s.unit);
-  const int floats = std::max(teams * scoring_room_of<element>(summary, s.unit).all(),
-                              row_scoring_t<Summary, State::head_dim, element>::floats);
-  const auto numbers = static_cast<std::size_t>(floats) * sizeof(float);
-  const dim3 scored_rows(rows.x, rows.y, job.separate_next_scores ? 2 * rows.z : rows.z);
-  launch("score", {scored_rows, score_default.threads, stream, numbers}, score_chunks<By, State, Summary>, s,
-         summary, step, scratch, job, teams, query_pooling<Pooling>, softmax_pooling<Pooling>);
-  const dim3 pooled_rows(rows.x, rows.y, 2 * rows.z);
-  launch("pool",
-         {pooled_rows, chunk_units, stream, static_cast<std::size_t>(scratch.sizes.queries) * sizeof(float)},
-         pool_chunks<State, Pooling>, s, pooling, step, scratch, job);
+  const dim3 rows(count(scratch.rows()), count(step.bounds.entries));
+  const auto memory = scoring_memory::of<State::head_dim, typename State::element>(
+      summary, s.unit, scratch.sizes.queries, query_pooling<Pooling>);
+  if (memory.queries == 0)
+    launch("preparing queries", {rows, score_default.threads, stream},
+           prepare_queries<State, Summary, Pooling>, s, summary, pooling, step, scratch, job);
+  const dim3 chunks(count(scratch.chunks), rows.x, job.separate_next_scores ? 2 * rows.y : rows.y);
+  const auto bytes =
+      std::max(static_cast<std::size_t>(memory.floats) * sizeof(float), std::size_t{Then::shared_bytes});
+  launch("score", {chunks, score_default.threads, stream, bytes},
+         score_chunks<By, State, Summary, Pooling, Then>, s, summary, pooling, then, step, scratch, job,
+         memory);
 }
 
 // Where the heads of a layer select together:

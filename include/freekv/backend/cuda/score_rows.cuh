@@ -137,7 +137,7 @@ __device__ bool score_summary_rows(const std::byte* rows, const RowOf& row_of, i
           unroll<heads>([&](auto h) {
             unroll<each>([&](auto i) {
               const float q = query[h][piece * each + i];
-              sums[h] = piece + i == 0 ? q * numbers[i] : sums[h] + q * numbers[i];
+              sums[h] = piece + i == 0 ? q * numbers[i] : ::fmaf(q, numbers[i], sums[h]);
             });
           });
         });

@@ -21,7 +21,7 @@ namespace freekv::device {
 
 struct select_tuning {
   int threads = 256;   ///< of a block
-  int registers = 72;  ///< of a thread at most
+  int registers = 96;  ///< of a thread at most
   int most_by_mass =
       1024;  ///< units that a selection by mass has the choice of: their order is kept in a block's memory
   constexpr bool valid() const {
@@ -36,6 +36,7 @@ template <bool Masses>
 struct select_storage {
   typename radix_select<select_default.threads>::storage radix;
   diff_storage diff;
+  listed_items listed;
   int items;
 };
 template <>
@@ -203,11 +204,12 @@ __device__ int correct_by_mass(const Correction& correction, const float* pooled
   return count;
 }
 
-/// Brings the slots of a head up to date with what it has selected, and lists what is to be copied there. By one block: its
-/// first warp, or one thread where that has no room for so many units.
-template <class State, class Residency, class Storage>
-__device__ void list_missing(const State& s, const Residency& residency, const step_entry& entry, int head,
-                             bool before_attention, const selection_scratch& scratch, Storage& shared) {
+/// Brings the slots of a head up to date with what it has selected, and lists what is to be copied there: where `room(missing)`
+/// says that so many items go, which one thread asks. By one block: its first warp, or one thread where that has no room for
+/// so many units. Returns the items on all threads.
+template <class State, class Residency, class Room, class Storage>
+__device__ listed_items list_missing(const State& s, const Residency& residency, const step_entry& entry,
+                                     int head, bool before_attention, const Room& room, Storage& shared) {
   constexpr unsigned all_lanes = 0xffffffffu;
   const std::size_t row = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
   const std::int32_t* const units = s.selected + first;
@@ -218,7 +220,7 @@ __device__ void list_missing(const State& s, const Residency& residency, const s
   // Where each item goes among the row's does not matter: each has a slot of its own.
   const auto list = [&](int at, std::int32_t unit, int slot) {
     const bool in_ring = s.page_of(unit) >= ring_begin;
-    scratch.items[at] = {entry.sequence, head, unit, slot, in_ring};
+    shared.listed.items[at] = {entry.sequence, head, unit, slot, in_ring};
     return in_ring ? 1 : 0;
   };
   const auto count_recalled = [&](int missing, int promoted) {
@@ -231,24 +233,25 @@ __device__ void list_missing(const State& s, const Residency& residency, const s
   if (thread == 0) s.selections[row] = nth;
   if (diff_storage::has_room(count, slots.count)) {
     if (thread < 32) {
-      int missing = 0, items = 0, promoted = 0;
+      int missing = 0, promoted = 0;
       diff_by_warp(
           residency, units, count, slots, nth, shared.diff,
           [&](int misses) {
             missing = misses;
-            if (thread == 0 && missing > 0) items = atomicAdd(scratch.item_count, missing);
-            items = __shfl_sync(all_lanes, items, 0);
+            if (thread == 0) shared.listed = {missing > 0 ? room(missing) : nullptr, missing};
+            __syncwarp();
           },
           [&](int i, int slot, int miss) {
             slot_of[i] = slot;
-            if (miss >= 0) promoted += list(items + miss, units[i], slot);
+            if (miss >= 0) promoted += list(miss, units[i], slot);
           });
       promoted = __reduce_add_sync(all_lanes, promoted);
       if (thread == 0) count_recalled(missing, promoted);
     }
   } else if (thread == 0) {
     const int missing = match_slots(residency, units, count, slots, nth, slot_of);
-    int at = missing > 0 ? atomicAdd(scratch.item_count, missing) : 0, promoted = 0;
+    shared.listed = {missing > 0 ? room(missing) : nullptr, missing};
+    int at = 0, promoted = 0;
     for (int i = 0; i < count; ++i) {
       if (slot_of[i] >= 0) continue;
       slot_of[i] = ~slot_of[i];
@@ -257,6 +260,7 @@ __device__ void list_missing(const State& s, const Residency& residency, const s
     count_recalled(missing, promoted);
   }
   __syncthreads();
+  return shared.listed;
 }
 
 /// Finds the least candidate of a row that a coarse summary keeps, by what is pooled of its scores. As many candidates as
@@ -370,79 +374,116 @@ __device__ inline void copy_units(const unit_union& from, int count, const unit_
   for (int i = thread; i < count * from.words; i += threads) to.masks[i] = from.masks[i];
 }
 
+/// Leaves what a block has listed to a kernel behind it.
+struct recall_later {
+  template <class State>
+  __device__ recall_item* room(const State&, const selection_scratch& scratch, int, int, int missing) const {
+    return scratch.items + atomicAdd(scratch.item_count, missing);
+  }
+  template <class State>
+  __device__ void operator()(const State&, const listed_items&) const {}
+};
+
+/// Shared memory of a block that selects by `Selection` and corrects by `Correction`.
+template <class Selection, class Correction>
+using select_storage_for =
+    select_storage<selection_by_mass<Selection> || !std::is_same_v<Correction, already_flagged>>;
+
 /// One KV head of a step selects. To correct: for this step and, by the same scores, for the next; then, corrected or not,
 /// what it has selected is what it attends to. To speculate: for the next step, unless a correction has done so. With
 /// `union_of_query_heads` for a selection its query heads have selected.
-template <class State, class Selection, class Residency, class Correction>
-__global__ void select_units(State s, Selection selection, Residency residency, Correction correction,
-                             step_view step, selection_scratch scratch, selection_job job) {
-  constexpr bool judges = !std::is_same_v<Correction, already_flagged>;
-  constexpr bool unites = std::is_same_v<Selection, union_of_query_heads>;
-  __shared__ select_storage<selection_by_mass<Selection> || judges> shared;
+template <class Selection, class Residency, class Correction, class Recall>
+struct head_selection {
+  Selection selection;
+  Residency residency;
+  Correction correction;
+  Recall recall;
+  using storage = select_storage_for<Selection, Correction>;
+  static constexpr int shared_bytes = static_cast<int>(sizeof(storage));
+  static constexpr bool judges = !std::is_same_v<Correction, already_flagged>;
+  static constexpr bool unites = std::is_same_v<Selection, union_of_query_heads>;
+
+  /// By a block, with its shared memory; `nth` is the entry's number. The candidates' scores are pooled.
+  template <class State>
+  __device__ void operator()(const State& s, const step_entry& entry, int nth, int head,
+                             const row_candidates& candidates, const selection_scratch& scratch,
+                             const selection_job& job, storage& shared) const {
+    if (entry.phase != step_phase::decode) return;
+    const int thread = static_cast<int>(threadIdx.x);
+    const std::size_t row = s.head_index(entry.sequence, head);
+    const unit_union selected = s.selected_union(entry.sequence, head);
+    const unit_union next_selected = s.next_selected_union(entry.sequence, head);
+    const auto pooled = [&](bool for_next) {
+      return job.one_selection_per_layer ? scratch.layer_scores_of(for_next, nth)
+                                         : scratch.pooled_of(for_next, nth, head);
+    };
+    const auto select = [&](bool for_next, const unit_union& to) {
+      if constexpr (unites)
+        return merge_query_heads(scratch, for_next, nth, head, to, shared);
+      else
+        return select_best(selection, pooled(for_next), candidates, candidates.count(for_next),
+                           s.budget.selected_units, job.select_all_up_to, to.units, shared);
+    };
+    const auto recall_missing = [&](bool before_attention) {
+      if (!s.keeps_slots) return;
+      recall(s, list_missing(
+                    s, residency, entry, head, before_attention,
+                    [&](int missing) { return recall.room(s, scratch, nth, head, missing); }, shared));
+    };
+    if (job.time == selection_time::correct) {
+      if (candidates.selects) {
+        int now;
+        bool corrected = s.corrected[row] != 0;
+        if constexpr (judges) {
+          std::int32_t* const best = scratch.best_of(nth, head);
+          const int count = s.selected_count[row], best_count = select(false, {best});
+          now = correct_by_mass(correction, pooled(false), candidates.first, candidates.now,
+                                {selected.units, best, count, best_count}, corrected, shared);
+        } else {
+          now = select(false, selected);
+        }
+        const int next = select(true, next_selected);
+        if (thread == 0) {
+          if constexpr (judges)
+            if (corrected && s.corrected[row] == 0) {
+              s.corrected[row] = 1;
+              atomicAdd(s.flagged_count, 1);
+            }
+          s.selected_count[row] = now;
+          s.next_selected_count[row] = next;
+        }
+        __syncthreads();
+        if (corrected) recall_missing(true);
+      }
+      const int count = s.selected_count[row];
+      copy_units(selected, count,
+                 {s.attended + s.selection(entry.sequence, head),
+                  s.attended_by + s.masks(entry.sequence, head), s.mask_words});
+      if (thread == 0) s.attended_count[row] = count;
+      return;
+    }
+    if (s.kind_of(head) != layer_kind::retrieval) return;
+    const int known = s.next_selected_count[row];
+    copy_units(next_selected, known, selected);
+    const int count = candidates.selects ? select(true, selected) : known;
+    __syncthreads();
+    if (thread == 0) s.selected_count[row] = count;
+    __syncthreads();
+    recall_missing(false);
+  }
+};
+
+/// The same in a launch of its own, behind that which has scored and pooled.
+template <class State, class Select>
+__global__ void select_units(State s, Select select, step_view step, selection_scratch scratch,
+                             selection_job job) {
+  __shared__ typename Select::storage shared;
   const int head = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
-  const int thread = static_cast<int>(threadIdx.x);
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
-  if (entry.phase != step_phase::decode) return;
   row_candidates candidates;
   if (!nothing_to_select(s, job)) candidates = candidates_of(s, entry, head, job);
-  const std::size_t row = s.head_index(entry.sequence, head);
-  const unit_union selected = s.selected_union(entry.sequence, head);
-  const unit_union next_selected = s.next_selected_union(entry.sequence, head);
-  const auto pooled = [&](bool for_next) {
-    return job.one_selection_per_layer ? scratch.layer_scores_of(for_next, nth)
-                                       : scratch.pooled_of(for_next, nth, head);
-  };
-  const auto select = [&](bool for_next, const unit_union& to) {
-    if constexpr (unites)
-      return merge_query_heads(scratch, for_next, nth, head, to, shared);
-    else
-      return select_best(selection, pooled(for_next), candidates, candidates.count(for_next),
-                         s.budget.selected_units, job.select_all_up_to, to.units, shared);
-  };
-  if (job.time == selection_time::correct) {
-    if (candidates.selects) {
-      int now;
-      bool corrected = s.corrected[row] != 0;
-      if constexpr (judges) {
-        std::int32_t* const best = scratch.best_of(nth, head);
-        const int count = s.selected_count[row], best_count = select(false, {best});
-        now = correct_by_mass(correction, pooled(false), candidates.first, candidates.now,
-                              {selected.units, best, count, best_count}, corrected, shared);
-      } else {
-        now = select(false, selected);
-      }
-      const int next = select(true, next_selected);
-      if (thread == 0) {
-        if constexpr (judges)
-          if (corrected && s.corrected[row] == 0) {
-            s.corrected[row] = 1;
-            atomicAdd(s.flagged_count, 1);
-          }
-        s.selected_count[row] = now;
-        s.next_selected_count[row] = next;
-      }
-      __syncthreads();
-      if (corrected && s.keeps_slots) list_missing(s, residency, entry, head, true, scratch, shared);
-    }
-    const int count = s.selected_count[row];
-    copy_units(selected, count,
-               {s.attended + s.selection(entry.sequence, head), s.attended_by + s.masks(entry.sequence, head),
-                s.mask_words});
-    if (thread == 0) s.attended_count[row] = count;
-    return;
-  }
-  if (s.kind_of(head) != layer_kind::retrieval) return;
-  const int known = s.next_selected_count[row];
-  copy_units(next_selected, known, selected);
-  const int count = candidates.selects ? select(true, selected) : known;
-  __syncthreads();
-  if (thread == 0) {
-    s.selected_count[row] = count;
-    s.next_selected_count[row] = -1;
-  }
-  __syncthreads();
-  if (s.keeps_slots) list_missing(s, residency, entry, head, false, scratch, shared);
+  select(s, entry, nth, head, candidates, scratch, job, shared);
 }
 
 /// Before `launch_select` of `union_of_query_heads`.
@@ -460,9 +501,9 @@ void launch_select(const State& s, const Selection& selection, const Residency& 
                    const Correction& correction, const step_view& step, const selection_scratch& scratch,
                    const selection_job& job, cudaStream_t stream) {
   const dim3 rows(static_cast<unsigned>(s.heads.kv), static_cast<unsigned>(step.bounds.entries));
-  launch("select", {rows, select_default.threads, stream},
-         select_units<State, Selection, Residency, Correction>, s, selection, residency, correction, step,
-         scratch, job);
+  using select = head_selection<Selection, Residency, Correction, recall_later>;
+  launch("select", {rows, select_default.threads, stream}, select_units<State, select>, s,
+         select{selection, residency, correction, {}}, step, scratch, job);
 }
 
 }  // namespace freekv::device

@@ -19,6 +19,12 @@ struct recall_item {
   std::int32_t from_ring = 0;  // else from the store
 };
 
+/// Items that are listed, and how many.
+struct listed_items {
+  recall_item* items = nullptr;
+  int count = 0;
+};
+
 /// Units that a block scores and pools at a time. Softmaxes are summed chunk by chunk, in order: what comes out depends on
 /// the units alone.
 inline constexpr int chunk_units = 128;
@@ -47,8 +53,10 @@ struct selection_scratch {
   float* queries = nullptr;      // (entry, row, head_dim): pooled ones
   float* prepared = nullptr;     // (entry, row, queries, query_width)
   recall_item* items = nullptr;  // (entries * kv heads * K)
-  std::int32_t* item_count = nullptr;
-  std::int32_t* best = nullptr;  // (entry, kv head, K): of a correction by mass
+  std::int32_t* item_count = nullptr;         // 0 where nothing is listed that has not been recalled
+  std::uint32_t* blocks_recalling = nullptr;  // that have recalled
+  std::uint32_t* blocks_scoring = nullptr;    // (2, entry, row): that have scored
+  std::int32_t* best = nullptr;               // (entry, kv head, K): of a correction by mass
   // Where the heads of a layer select together:
   float* layer_scores = nullptr;       // (2, entry, stride): as `pooled`, of all of them
   log_sum_exp* pooled_mass = nullptr;  // (2, entry, row, chunks): of `pooled`
@@ -76,6 +84,8 @@ struct selection_scratch {
     s.prepared = memory.take<float>(n(rows * sizes.queries * sizes.query_width));
     s.items = memory.take<recall_item>(n(heads * sizes.max_selected));
     s.item_count = memory.take<std::int32_t>(1);
+    s.blocks_recalling = memory.take<std::uint32_t>(1);
+    s.blocks_scoring = memory.take<std::uint32_t>(n(2 * rows));
     s.best = memory.take<std::int32_t>(n(heads * sizes.max_selected));
     if (sizes.one_selection_per_layer) {
       s.layer_scores = memory.take<float>(n(2 * std::int64_t{sizes.entries} * s.stride));
@@ -87,6 +97,16 @@ struct selection_scratch {
     }
     if (sizes.two_stages) s.least = memory.take<unsigned long long>(n(2 * rows));
     return s;
+  }
+
+  /// Before it is used: what counts, counts from 0, and kernels leave it so.
+  void clear(cudaStream_t stream) const {
+    const auto zero = [&](auto* counters, std::size_t count) {
+      check(cudaMemsetAsync(counters, 0, count * sizeof *counters, stream), "cudaMemsetAsync");
+    };
+    zero(item_count, 1);
+    zero(blocks_recalling, 1);
+    zero(blocks_scoring, static_cast<std::size_t>(2 * sizes.entries * rows()));
   }
 
   FREEKV_HD int rows() const { return sizes.kv_heads * sizes.selecting; }
@@ -121,6 +141,9 @@ struct selection_scratch {
   }
   FREEKV_HD log_sum_exp* pooled_masses_of(bool next, int entry, int row) const {
     return pooled_mass + at(next, entry, row) * chunks;
+  }
+  FREEKV_HD std::uint32_t* blocks_scoring_of(bool next, int entry, int row) const {
+    return blocks_scoring + at(next, entry, row);
   }
   FREEKV_HD std::int32_t* best_of(int entry, int head) const {
     return best + (std::int64_t{entry} * sizes.kv_heads + head) * sizes.max_selected;

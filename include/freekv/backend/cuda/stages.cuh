@@ -35,6 +35,12 @@
 
 namespace freekv::device {
 
+/// Whether a policy is chosen at run time.
+template <class Policy>
+inline constexpr bool is_chosen = false;
+template <class... Policies>
+inline constexpr bool is_chosen<any_of<Policies...>> = true;
+
 /// The stages of one pipeline, each for all entries of a step at once. `State` is its layer_state, `Settings` its settings,
 /// which hold the policies. What is called in a step is queued and neither allocates nor waits; what is called between
 /// steps, with nothing queued, waits. The policies' data (a basis) is in memory that the device reads.
@@ -76,7 +82,7 @@ class stages {
     staging_ = page_staging<element>::carve(fast, staged, s.kv_heads, s.page.tokens, d);
     staging_bytes_ = fast.used() - before;
     append_.of_teams = resolve(s.summary, [&](const auto& summary) {
-      scoring_teams<d, element>(summary, {s.unit_tokens(), d});  // throws if it must
+      scoring_memory::of<d, element>(summary, {s.unit_tokens(), d}, 0, false);  // throws if it must
       const int width = summary.width({s.unit_tokens(), d});
       append_scratch scratch{nullptr, std::int64_t{s.unit_tokens()} * d,
                              ((s.pinned_units() > 0 ? std::max(width, d) : width) + 3) / 4 * 4};
@@ -133,6 +139,7 @@ class stages {
       std::fill_n(host_copies.selected_blocks[i].host, host_copies.selected_blocks[i].size, -1);
     }
     ring_.clear(backend_->compute());
+    for (const selection_scratch& scratch : {correct_, speculate_}) scratch.clear(compute());
     backend_->compute().synchronize();
   }
 
@@ -344,6 +351,15 @@ class stages {
   }
 
  private:
+  using summary_type = decltype(Settings::summary);
+  using residency_type = decltype(Settings::residency);
+  using codec_type = decltype(Settings::codec);
+  static constexpr bool selects_in_one_launch =
+      !is_chosen<summary_type> && !is_chosen<residency_type> && !is_chosen<codec_type> &&
+      !is_chosen<decltype(Settings::pooling)> && !is_chosen<decltype(Settings::selection)> &&
+      !is_chosen<decltype(Settings::correction)> && !two_stage_summary<summary_type> &&
+      std::is_same_v<decltype(Settings::scope), per_kv_head>;
+
   static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
   cudaStream_t compute() const { return backend_->compute().get(); }
 
@@ -438,6 +454,8 @@ class stages {
       if constexpr (!std::is_same_v<Pinning, no_pins>)
         if (s.pins > 0 && job.time == selection_time::correct) launch_pin_units(s, step, job, stream);
     });
+    if constexpr (selects_in_one_launch)
+      return select_at_once(s, step, scratch, job, correction, on, transfers);
     resolve(settings_->selection, [&](const auto& selection) {
       // Masses are of scores, whatever is selected.
       if (!job.every_head) job.select_all_up_to = all_selected_up_to(selection, s.budget.selected_units);
@@ -448,7 +466,6 @@ class stages {
           if (job.time == selection_time::correct) launch_flag_layer(s, step, stream);
         resolve(settings_->summary, [&](const auto& summary) {
           resolve(settings_->pooling, [&]<class Pooling>(const Pooling& pooling) {
-            launch_prepare(s, summary, pooling, step, scratch, job, stream);
             score(s, summary, pooling, step, scratch, job, stream);
             if constexpr (together) launch_pool_heads<Pooling>(s, step, scratch, job, stream);
           });
@@ -470,12 +487,35 @@ class stages {
         }
       });
     });
+    recall(s, step, scratch, on, transfers);
+  }
+  /// Recalls what has been listed, by copy engines where these transfer.
+  void recall(const State& s, const step_view& step, const selection_scratch& scratch, device::stream& on,
+              device::stream* transfers) {
     if (!s.keeps_slots) return;
     if (transfers != nullptr)
       copies_.recall(s, host_copies_->layers[size(s.layer)], scratch, on, *transfers);
     else
       resolve(settings_->codec,
-              [&](const auto& codec) { launch_recall<Recall>(s, codec, step, scratch, stream); });
+              [&](const auto& codec) { launch_recall<Recall>(s, codec, step, scratch, on.get()); });
+  }
+  /// Where nothing is chosen at run time, the block that pools a head's scores selects, and to correct recalls what it misses.
+  template <class Correction>
+  void select_at_once(const State& s, const step_view& step, const selection_scratch& scratch,
+                      selection_job job, const Correction& correction, device::stream& on,
+                      device::stream* transfers) {
+    const auto& selection = settings_->selection;
+    if (!job.every_head) job.select_all_up_to = all_selected_up_to(selection, s.budget.selected_units);
+    const auto launch = [&]<class By>(const By& recall) {
+      using then = head_selection<std::remove_cvref_t<decltype(selection)>, residency_type, Correction, By>;
+      launch_score<scoring::alone>(s, settings_->summary, settings_->pooling, step, scratch, job, on.get(),
+                                   then{selection, settings_->residency, correction, recall});
+    };
+    if (job.time == selection_time::correct && transfers == nullptr &&
+        Recall::tuning.read == recall_read::loads)
+      return launch(recall_now<codec_type>{settings_->codec});
+    launch(recall_later{});
+    recall(s, step, scratch, on, transfers);
   }
 
   /// In one stage; or in two, of which the second scores what the first has kept.

@@ -383,8 +383,8 @@ class tensor_attention {
     unroll<parts>([&](auto part) {
       const Element of_a = from_float<Element>(a), of_b = from_float<Element>(b);
       into[part] = pair_of(of_a, of_b);
-      a -= to_float(of_a);
-      b -= to_float(of_b);
+      a = rounded_sum(a, -to_float(of_a));
+      b = rounded_sum(b, -to_float(of_b));
     });
   }
 
@@ -404,7 +404,7 @@ class tensor_attention {
         });
       });
     });
-    unroll<4>([&](auto i) { scores[i] += rest[i]; });
+    unroll<4>([&](auto i) { scores[i] = rounded_sum(scores[i], rest[i]); });
   }
 
   /// Scores to weights, relative to a maximum that may rise with them.
@@ -425,7 +425,8 @@ class tensor_attention {
       unroll<tiles * 2>([&](auto i) { weighted_[i / 2][i % 2 * 2 + j] *= factor; });
       const bool nothing = mass.max == -infinity;  // but -infinity so far
       unroll<2>([&](auto t) { scores[2 * t + j] = nothing ? 0.0f : ::expf(scores[2 * t + j] - mass.max); });
-      mass.sum += across_tokens(scores[j] + scores[2 + j], [](float a, float b) { return a + b; });
+      mass.sum = rounded_sum(mass.sum, across_tokens(rounded_sum(scores[j], scores[2 + j]),
+                                                     [](float a, float b) { return rounded_sum(a, b); }));
     });
   }
   template <class Combine>

@@ -43,19 +43,17 @@ using row_select = radix_select<top_k_default.threads>;
 
 /// What is selected is found among the scores.
 struct by_scores {
-  template <class KeyOf>
-  __device__ row_select::least_key least(const row_select& select, const KeyOf& key_of, int size, int,
-                                         int count) const {
-    return select.least_of_largest(key_of, size, count);
+  template <class Keys>
+  __device__ row_select::least_key least(const row_select& select, Keys& keys, int, int count) const {
+    return select.least_of_largest(keys, count);
   }
 };
 /// Another kernel has found the best scores, but not which of equal ones are selected.
 struct by_best_scores {
   const float* best = nullptr;  // (row, stride), in any order
   std::int64_t stride = 0;
-  template <class KeyOf>
-  __device__ row_select::least_key least(const row_select& select, const KeyOf&, int, int row,
-                                         int count) const {
+  template <class Keys>
+  __device__ row_select::least_key least(const row_select& select, Keys&, int row, int count) const {
     return select.least_of([&](int i) { return order_bits(best[row * stride + i]); }, count);
   }
 };
@@ -70,8 +68,8 @@ __global__ void select_from_rows(score_rows rows, By by) {
   std::int32_t* const selected = rows.selected + std::int64_t{row} * rows.most.selected;
   const row_select select(shared);
   const auto key_of = [&](int i) { return order_bits(scores[i]); };
-  select.write_from(by.least(select, key_of, size, row, count), key_of, size,
-                    [&](int nth, int i) { selected[nth] = i; });
+  row_select::row<decltype(key_of)> keys(key_of, size);
+  select.write_from(by.least(select, keys, row, count), keys, [&](int nth, int i) { selected[nth] = i; });
 }
 template <class By>
 void launch_select_from_rows(const score_rows& rows, const By& by, cudaStream_t stream) {

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <freekv/core/element_rows.hpp>
+#include <freekv/core/rounded_sum.hpp>
 
 namespace freekv::detail {
 
@@ -138,7 +139,7 @@ struct ranged {
       const bool lower = code <= most / 2;
       const int steps = lower ? code : code - most;
       const float end = float_of(select_bits(lower, bits_of(low[i]), bits_of(high[i])));
-      return end + static_cast<float>(steps) * (half_step[i] * 2.0f);
+      return rounded_sum(end, static_cast<float>(steps) * (half_step[i] * 2.0f));
     }
     /// As groups `first` to `first + N` of `All`.
     template <int All = N>

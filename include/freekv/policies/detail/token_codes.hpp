@@ -84,7 +84,7 @@ struct token_codes {
     constexpr int most = 4;  // packs of tokens at a time, so that sums over lanes are few
     log_sum_exp mass;
     if (tokens % T::width != 0) {
-      for (int t = 0; t < tokens; ++t) mass.add(base + estimate_of(t, query, scale, numbers));
+      for (int t = 0; t < tokens; ++t) mass.add(rounded_sum(base, estimate_of(t, query, scale, numbers)));
       return mass.value();
     }
     const estimator<T> estimates{
@@ -124,7 +124,7 @@ struct token_codes {
 
   FREEKV_HD float estimate_of(int token, const float* query, float scale, const float* numbers) const {
     float sum = 0.0f;
-    for (int r = 0; r < rows; ++r) sum += query[r] * numbers[r * tokens + token];
+    for (int r = 0; r < rows; ++r) sum = rounded_sum(sum, query[r] * numbers[r * tokens + token]);
     return sum * (scale * numbers[rows * tokens + token]);
   }
   FREEKV_HD constexpr float largest_code() const { return static_cast<float>((1 << (bits - 1)) - 1); }

@@ -1,0 +1,25 @@
+// The last block of several that work on one thing, which goes on with what the others have left.
+#pragma once
+
+#include <cstdint>
+
+namespace freekv::device {
+
+/// Whether the block is the last of `blocks` that ask with this counter, on all its threads; it sees what the others have
+/// written before they asked, and the counter is 0 again. None waits for another, so blocks may run one after the other.
+/// `shared` is any of the block's shared memory that is free.
+__device__ inline bool is_last_block(std::uint32_t* counter, int blocks, std::uint32_t& shared) {
+  if (blocks == 1) {
+    __syncthreads();
+    return true;
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) shared = atomicInc(counter, static_cast<unsigned>(blocks - 1));
+  __syncthreads();
+  const bool last = shared == static_cast<unsigned>(blocks - 1);
+  if (last) __threadfence();
+  return last;
+}
+
+}  // namespace freekv::device
