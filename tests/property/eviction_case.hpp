@@ -11,6 +11,12 @@
 
 namespace tests {
 
+inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
+    {"h2o", oracle::eviction_kind::h2o},
+    {"tova", oracle::eviction_kind::tova},
+    {"snapkv", oracle::eviction_kind::snapkv},
+    {"raas", oracle::eviction_kind::raas}};
+
 inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pipeline_options& o) {
   oracle::eviction_settings s;
   s.query_heads = o.query_heads;
@@ -18,9 +24,7 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
   s.head_dim = o.head_dim;
   s.budget = o.budget.sink + o.budget.window + o.budget.selected_units * o.page;
   s.scale = o.scale == 0 ? oracle::default_scale(o.head_dim) : static_cast<double>(o.scale);
-  s.kind = value_at(freekv::examples::evictions, o.method.eviction,
-                    {oracle::eviction_kind::h2o, oracle::eviction_kind::tova, oracle::eviction_kind::snapkv,
-                     oracle::eviction_kind::raas});
+  s.kind = freekv::examples::find_by_name("eviction", oracle_evictions, o.method.eviction).value;
   if (o.method.eviction == "raas") s.page = o.page;
   s.room = o.budget.window;
   s.sink = o.budget.sink;

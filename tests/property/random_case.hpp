@@ -68,6 +68,51 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
              << ", prompt " << c.prompt << ", steps " << c.steps;
 }
 
+/// The oracle's word for a policy of the programs' lists. What it does not know is not drawn.
+template <class Value>
+struct oracle_word {
+  std::string_view name;
+  Value value;
+};
+inline constexpr oracle_word<oracle::summary_kind> oracle_summaries[] = {
+    {"min_max", oracle::summary_kind::min_max},
+    {"mean", oracle::summary_kind::mean},
+    {"centroid_box", oracle::summary_kind::centroid_box},
+    {"ball", oracle::summary_kind::ball},
+    {"chunk_means", oracle::summary_kind::chunk_means},
+    {"key_sketch", oracle::summary_kind::key_sketch},
+    {"key_subspace", oracle::summary_kind::key_subspace},
+    {"key_codes", oracle::summary_kind::key_codes},
+    {"coarse_to_fine", oracle::summary_kind::coarse_to_fine}};
+inline constexpr oracle_word<oracle::stored_format> oracle_formats[] = {
+    {"standard", oracle::stored_format::standard},
+    {"key", oracle::stored_format::key},
+    {"float32", oracle::stored_format::float32},
+    {"int8", oracle::stored_format::int8}};
+inline constexpr oracle_word<oracle::pooling_kind> oracle_poolings[] = {
+    {"mean_softmax", oracle::pooling_kind::mean_softmax}, {"max_softmax", oracle::pooling_kind::max_softmax},
+    {"mean_score", oracle::pooling_kind::mean_score},     {"max_score", oracle::pooling_kind::max_score},
+    {"mean_query", oracle::pooling_kind::mean_query},     {"max_query", oracle::pooling_kind::max_query}};
+inline constexpr oracle_word<oracle::selection_kind> oracle_selections[] = {
+    {"top_k", oracle::selection_kind::top_k}, {"top_p", oracle::selection_kind::top_p}};
+inline constexpr oracle_word<oracle::scope_kind> oracle_scopes[] = {
+    {"per_kv_head", oracle::scope_kind::kv_head},
+    {"per_query_head", oracle::scope_kind::query_head},
+    {"per_layer", oracle::scope_kind::layer}};
+inline constexpr oracle_word<oracle::correction_kind> oracle_corrections[] = {
+    {"cosine_drift", oracle::correction_kind::cosine_drift},
+    {"mass_deficit", oracle::correction_kind::mass_deficit},
+    {"always", oracle::correction_kind::always},
+    {"never", oracle::correction_kind::never},
+    {"every_n_steps", oracle::correction_kind::every_n_steps}};
+inline constexpr oracle_word<oracle::drift_pool_kind> oracle_drift_pools[] = {
+    {"mean", oracle::drift_pool_kind::mean},
+    {"min", oracle::drift_pool_kind::min},
+    {"max", oracle::drift_pool_kind::max}};
+inline constexpr oracle_word<oracle::residency_kind> oracle_residencies[] = {
+    {"first_unselected", oracle::residency_kind::first_unselected},
+    {"least_recently_used", oracle::residency_kind::least_recently_used}};
+
 class dice {
  public:
   explicit dice(std::uint64_t seed) : engine_(seed) {}
@@ -174,23 +219,23 @@ inline random_case make_case(std::uint64_t seed) {
   o.budget.selected_units = d.one_of({1, 2, 3, 4, 7, 40});
   using namespace freekv::examples;
   o.layout = d.name_of(layouts);
-  o.method.summary = d.name_of(summaries);
-  o.method.format = d.name_of(formats);
+  o.method.summary = d.name_of(oracle_summaries);
+  o.method.format = d.name_of(oracle_formats);
   o.method.chunk = d.one_of({1, 2, 4, 8});
   o.method.rank = d.between(8, 32);
   o.method.bits = o.method.summary == "key_sketch" ? d.one_of({1, 2, 4}) : d.one_of({2, 3, 4, 8, 32});
   o.method.times = d.one_of({1, 1, 2, 3});
   // The default, half of the time.
-  if (d.below(2) == 0) o.method.pooling = d.name_of(poolings);
-  if (d.below(4) == 0) o.method.selection = d.name_of(selections);
+  if (d.below(2) == 0) o.method.pooling = d.name_of(oracle_poolings);
+  if (d.below(4) == 0) o.method.selection = d.name_of(oracle_selections);
   o.method.top_p = d.one_of({0.3f, 0.6f, 0.9f, 1.0f});
-  if (d.below(3) != 0) o.method.correction = d.name_of(corrections);
+  if (d.below(3) != 0) o.method.correction = d.name_of(oracle_corrections);
   o.method.tau = d.one_of({0.5f, 0.8f, 0.9f, 0.95f});
-  o.method.drift_pool = d.name_of(drift_pools);
+  o.method.drift_pool = d.name_of(oracle_drift_pools);
   o.method.delta = d.one_of({0.0f, 0.05f, 0.2f, 0.5f});
   o.method.partial = d.below(2) == 0;
   o.method.every = d.between(1, 6);
-  o.method.residency = d.name_of(residencies);
+  o.method.residency = d.name_of(oracle_residencies);
   o.method.spare = d.one_of({0, 0, 1, 3, 9});
   o.method.plan = d.one_of<std::string>({"retrieval", "retrieval", "retrieval", "retrieval", "retrieval",
                                          "complete", "window", "sliding", "by_head"});
@@ -220,7 +265,7 @@ inline random_case make_case(std::uint64_t seed) {
   if (d.below(5) == 0) o.soft_cap = d.one_of({0.5f, 3.0f, 30.0f});
   if (d.below(5) == 0)
     for (int head = 0; head < o.query_heads; ++head) o.sink_logits.push_back(3.0f * d.normal());
-  if (d.below(3) == 0) o.method.rows = d.name_of(selection_scopes);
+  if (d.below(3) == 0) o.method.rows = d.name_of(oracle_scopes);
   if (judged_by_mass(o.method)) o.method.rows = "per_layer";
   if (d.below(4) == 0 && o.method.rows != "per_layer") o.method.pinning = "pin_outliers";
   o.method.pinned = d.one_of({0, 1, 2, 5, 48});
@@ -306,19 +351,6 @@ class token_source {
   std::vector<float> query_, centre_;
 };
 
-/// The oracle's word for a name: its values stand in the order of the programs' list, all of them.
-template <class Choices, class Value>
-Value value_at(const Choices& choices, const std::string& name, std::initializer_list<Value> values) {
-  if (values.size() != std::size(choices))
-    throw std::logic_error("the oracle knows other policies than the list");
-  const auto* value = values.begin();
-  for (const auto& one : choices) {
-    if (one.name == name) return *value;
-    ++value;
-  }
-  throw std::logic_error("the oracle does not know " + name);
-}
-
 /// The oracle's settings for the same layer, or for each of several, which are alike.
 inline oracle::settings oracle_settings(const random_case& c) {
   const auto& o = c.options;
@@ -333,45 +365,26 @@ inline oracle::settings oracle_settings(const random_case& c) {
   s.window = o.budget.window;
   s.selected_units = o.budget.selected_units;
   s.scale = o.scale == 0.0f ? oracle::default_scale(o.head_dim) : static_cast<double>(o.scale);
-  s.summary =
-      value_at(freekv::examples::summaries, o.method.summary,
-               {oracle::summary_kind::min_max, oracle::summary_kind::mean, oracle::summary_kind::centroid_box,
-                oracle::summary_kind::ball, oracle::summary_kind::chunk_means,
-                oracle::summary_kind::key_sketch, oracle::summary_kind::key_subspace,
-                oracle::summary_kind::key_codes, oracle::summary_kind::coarse_to_fine});
+  s.summary = freekv::examples::find_by_name("summaries", oracle_summaries, o.method.summary).value;
   s.element = o.element == data_type::f32   ? oracle::element_kind::f32
               : o.element == data_type::f16 ? oracle::element_kind::f16
                                             : oracle::element_kind::bf16;
-  s.format = value_at(freekv::examples::formats, o.method.format,
-                      {oracle::stored_format::standard, oracle::stored_format::key,
-                       oracle::stored_format::float32, oracle::stored_format::int8});
+  s.format = freekv::examples::find_by_name("formats", oracle_formats, o.method.format).value;
   s.chunk = o.method.chunk;
   s.bits =
       o.method.summary == "coarse_to_fine" ? 4 : o.method.bits;  // of the list's: min_max, then key_sketch<4>
   s.times = o.method.times;
-  s.pooling = value_at(freekv::examples::poolings, o.method.pooling,
-                       {oracle::pooling_kind::mean_softmax, oracle::pooling_kind::max_softmax,
-                        oracle::pooling_kind::mean_score, oracle::pooling_kind::max_score,
-                        oracle::pooling_kind::mean_query, oracle::pooling_kind::max_query});
-  s.selection = value_at(freekv::examples::selections, o.method.selection,
-                         {oracle::selection_kind::top_k, oracle::selection_kind::top_p});
+  s.pooling = freekv::examples::find_by_name("poolings", oracle_poolings, o.method.pooling).value;
+  s.selection = freekv::examples::find_by_name("selections", oracle_selections, o.method.selection).value;
   s.top_p = static_cast<double>(o.method.top_p);
-  s.rows = value_at(freekv::examples::selection_scopes, o.method.rows,
-                    {oracle::scope_kind::kv_head, oracle::scope_kind::query_head, oracle::scope_kind::layer});
-  s.correction = value_at(freekv::examples::corrections, o.method.correction,
-                          {oracle::correction_kind::cosine_drift, oracle::correction_kind::mass_deficit,
-                           oracle::correction_kind::always, oracle::correction_kind::never,
-                           oracle::correction_kind::every_n_steps});
+  s.rows = freekv::examples::find_by_name("selection_scopes", oracle_scopes, o.method.rows).value;
+  s.correction = freekv::examples::find_by_name("corrections", oracle_corrections, o.method.correction).value;
   s.tau = static_cast<double>(o.method.tau);
-  s.drift_pool =
-      value_at(freekv::examples::drift_pools, o.method.drift_pool,
-               {oracle::drift_pool_kind::mean, oracle::drift_pool_kind::min, oracle::drift_pool_kind::max});
+  s.drift_pool = freekv::examples::find_by_name("drift_pools", oracle_drift_pools, o.method.drift_pool).value;
   s.delta = static_cast<double>(o.method.delta);
   s.partial = o.method.partial;
   s.every = o.method.every;
-  s.residency =
-      value_at(freekv::examples::residencies, o.method.residency,
-               {oracle::residency_kind::first_unselected, oracle::residency_kind::least_recently_used});
+  s.residency = freekv::examples::find_by_name("residencies", oracle_residencies, o.method.residency).value;
   s.spare = o.method.spare;
   s.sliding_window = o.sliding_window;
   s.soft_cap = static_cast<double>(o.soft_cap);

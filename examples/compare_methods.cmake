@@ -1,0 +1,15 @@
+# Compiles compare_methods.cpp for one method after the other, runs it and prints its row with the seconds that compiling took:
+#   cmake -DCOMPILE="g++;-std=c++20;-O2;-I..." -DSOURCE=compare_methods.cpp -DPROGRAM=/tmp/one -P compare_methods.cmake
+set(rows "method                  error  KB recalled  compile s\n")
+foreach(method full streaming_llm quest arkvale freekv_paper freekv_chunk_means)
+  string(TIMESTAMP before "%s%f")
+  execute_process(COMMAND ${COMPILE} -DMETHODS=${method} ${SOURCE} -o ${PROGRAM} COMMAND_ERROR_IS_FATAL ANY)
+  string(TIMESTAMP after "%s%f")
+  execute_process(COMMAND ${PROGRAM} OUTPUT_VARIABLE output COMMAND_ERROR_IS_FATAL ANY)
+  math(EXPR tenths "(${after} - ${before}) / 100000")
+  math(EXPR seconds "${tenths} / 10")
+  math(EXPR tenth "${tenths} % 10")
+  string(REGEX REPLACE "^[^\n]*\n([^\n]*)\n$" "\\1" row "${output}")
+  string(APPEND rows "${row}  ${seconds}.${tenth}\n")
+endforeach()
+message("${rows}")

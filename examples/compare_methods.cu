@@ -1,0 +1,2 @@
+// compare_methods.cpp on a device.
+#include "compare_methods.cpp"
