@@ -9,7 +9,8 @@ using pipeline = fk::retrieval_pipeline<fk::kv_shape<fk::half, 64>, fk::page_siz
 int main() {
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) return 77;  // skipped
-  fk::device::owned_stream compute, recall;                                    // an engine has its own
+  // An engine has streams of its own.
+  fk::device::owned_stream compute, recall;
   fk::device::pinned_memory slow;
   fk::device::device_memory fast;
   fk::cuda_backend backend(compute.get(), recall.get());
