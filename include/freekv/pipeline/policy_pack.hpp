@@ -40,6 +40,12 @@ namespace detail {
 template <class... P>
 struct checked_policy<any_of<P...>> : checked_policy<P>... {};
 
+/// Whether a policy, or an alternative of an any_of, has `validate`: where none has, nothing is compiled to call it.
+template <class P>
+inline constexpr bool validates = hooks_of<P>::has(hook::validate);
+template <class... P>
+inline constexpr bool validates<any_of<P...>> = (validates<P> || ...);
+
 }  // namespace detail
 
 /// One policy of each kind, in the order of `pipeline_kinds`. `policy_pack_of` makes it from any list.

@@ -167,12 +167,16 @@ pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
                   [](float logit) { return !(logit < HUGE_VALF); }))
     fail("a sink logit is NaN or infinity; -infinity is a token of no weight");
   const policy_setting setting{s.layers, s.kv_heads, HeadDim, p, s.unit_tokens()};
-  const auto validate = [&]<class P>(const P& policy) {
+  [[maybe_unused]] const auto validate = [&]<class P>(const P& policy) {
     if constexpr (hooks_of<P>::has(hook::validate)) P::policy_kind::validate(policy, setting);
   };
-  resolve(s.summary, validate), resolve(s.selection, validate), resolve(s.pinning, validate);
-  resolve(s.correction, validate), resolve(s.residency, validate), resolve(s.plan, validate);
-  resolve(s.codec, validate);
+  if constexpr (detail::validates<typename Pack::summary>) resolve(s.summary, validate);
+  if constexpr (detail::validates<typename Pack::selection>) resolve(s.selection, validate);
+  if constexpr (detail::validates<typename Pack::pinning>) resolve(s.pinning, validate);
+  if constexpr (detail::validates<typename Pack::correction>) resolve(s.correction, validate);
+  if constexpr (detail::validates<typename Pack::residency>) resolve(s.residency, validate);
+  if constexpr (detail::validates<typename Pack::plan>) resolve(s.plan, validate);
+  if constexpr (detail::validates<typename Pack::codec>) resolve(s.codec, validate);
   if (s.selects_by() == selection_scope::layer && s.pinned_units() > 0)
     fail(
         "per_layer gives all KV heads one list, and each pins units of its own; choose no_pins, or "
