@@ -24,7 +24,7 @@ namespace freekv::device {
 
 struct score_tuning {
   int threads = 256;    ///< of a block, which scores a chunk
-  int registers = 168;  ///< of a thread at most: rows on their way, and the queries that multiply them
+  int registers = 216;  ///< of a thread at most: rows on their way, and the queries that multiply them
   int shared_bytes = 48 * 1024;  ///< of a block: a decoded summary for each team
   int query_floats = 4096;       ///< of a row that each block of it prepares itself
   constexpr bool valid() const { return valid_block(threads, registers) && shared_bytes <= 48 * 1024; }
