@@ -1,7 +1,9 @@
 // A decode step of one layer of Llama-3.1-8B's shape on a device: BF16, head_dim 128, 32 query heads of 8 KV heads, pages of
-// 32 tokens, 512 sink and 512 window tokens and 32 selected pages, min_max.
+// 32 tokens, 512 sink and 512 window tokens and 32 selected pages.
 //
-//   step CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1]
+//   step CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1] [SUMMARY min_max]
+//
+// SUMMARY: min_max, key_subspace or key_codes; the data of the last two are random. The last step fills a page.
 //
 // SIMILARITY is the cosine of a head's query with that of the step before: above 0.9 no head is flagged, below all are. On a
 // GPU it prints what a step takes, from its begin to its end; an interpreter's times mean nothing. What lies before the
@@ -26,8 +28,9 @@ using namespace freekv;
 
 constexpr int head_dim = 128, query_heads = 32, kv_heads = 8, page_tokens = 32, chunk = 1024, warm_up = 2;
 constexpr std::size_t kv_row = kv_heads * head_dim, query_row = query_heads * head_dim;
-using pipeline_type = retrieval_pipeline<kv_shape<bfloat16, head_dim>, cuda_backend, page_size<page_tokens>,
-                                         min_max, cosine_drift, every_layer<layer_kind::retrieval>>;
+template <class Summary>
+using pipeline_of = retrieval_pipeline<kv_shape<bfloat16, head_dim>, cuda_backend, page_size<page_tokens>,
+                                       Summary, cosine_drift, every_layer<layer_kind::retrieval>>;
 
 /// Memory of the device, or page-locked.
 template <class T, class Resource>
@@ -49,9 +52,45 @@ void upload(void* to, const void* from, std::size_t bytes, cudaStream_t stream) 
   device::check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
 }
 
-void run(int context, int steps, float similarity, int batch) {
+/// A summary, and random numbers for it in the device's memory.
+template <class Summary>
+struct summary_with_data {
+  std::vector<float> numbers;
+  in_device<float> data;
+  explicit summary_with_data(std::size_t n) : data(std::max<std::size_t>(n, 1)) {
+    std::mt19937 engine(7);
+    std::normal_distribution<float> normal(0.0f, 0.1f);
+    for (std::size_t i = 0; i < n; ++i) numbers.push_back(normal(engine));
+    upload(data.data, numbers.data(), n * sizeof(float), nullptr);
+    device::check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
+  }
+  Summary get() const;
+};
+using subspace = key_subspace<24, 3>;
+using codes = key_codes<6, 8>;
+constexpr key_codebooks books{nullptr, 1, kv_heads, head_dim, 8, 4, 6, 5};
+template <>
+min_max summary_with_data<min_max>::get() const {
+  return {};
+}
+template <>
+subspace summary_with_data<subspace>::get() const {
+  return {.basis = {data.data, 1, kv_heads, 24, head_dim}};
+}
+template <>
+codes summary_with_data<codes>::get() const {
+  key_codebooks mine = books;
+  mine.data = data.data;
+  return {.books = mine};
+}
+
+template <class Summary>
+void run(int context, int steps, float similarity, int batch, std::size_t floats) {
+  using pipeline_type = pipeline_of<Summary>;
+  const summary_with_data<Summary> summary(floats);
   const auto size = [](int n) { return static_cast<std::size_t>(n); };
   typename pipeline_type::settings s;
+  s.summary = summary.get();
   s.layers = 1;
   s.query_heads = query_heads;
   s.kv_heads = kv_heads;
@@ -80,9 +119,10 @@ void run(int context, int steps, float similarity, int batch) {
 
   std::vector<sequence_id> ids;
   for (int i = 0; i < batch; ++i) ids.push_back(pipeline.open());
+  const int prompt = context - (context + warm_up + steps) % page_tokens;
   for (const sequence_id id : ids)
-    for (int done = 0; done < context; done += chunk) {
-      const int count = std::min(chunk, context - done);
+    for (int done = 0; done < prompt; done += chunk) {
+      const int count = std::min(chunk, prompt - done);
       pipeline.begin_step({{id, count, step_phase::prefill}});
       pipeline.append(0, new_keys(count));
       pipeline.end_step();
@@ -131,13 +171,20 @@ int main(int argc, char** argv) {
   const float similarity = argc > 3 ? static_cast<float>(std::atof(argv[3])) : 0.95f;
   const int batch = argc > 4 ? std::atoi(argv[4]) : 1;
   if (context < 2 * chunk || steps < 1 || batch < 1 || !(similarity >= 0.0f && similarity <= 1.0f)) {
-    std::fprintf(stderr, "usage: %s CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1], CONTEXT at least %d\n",
+    std::fprintf(stderr,
+                 "usage: %s CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1] [SUMMARY], CONTEXT at least %d\n",
                  argv[0], 2 * chunk);
     return 2;
   }
+  const std::string summary = argc > 5 ? argv[5] : "min_max";
   if (int devices = 0; cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) return 77;
   try {
-    run(context, steps, similarity, batch);
+    if (summary == "key_subspace")
+      run<subspace>(context, steps, similarity, batch, kv_heads * 25 * head_dim);
+    else if (summary == "key_codes")
+      run<codes>(context, steps, similarity, batch, kv_heads * books.floats_per_head());
+    else
+      run<min_max>(context, steps, similarity, batch, 0);
   } catch (const freekv::error& e) {
     std::fprintf(stderr, "%s\n", e.what());
     return 1;

@@ -6,15 +6,16 @@ step=$1 profile=$2 out=$3
 mkdir -p "$out"
 failed=0
 
-# bounds CONTEXT SIMILARITY RULE..: of two steps; below a similarity of 0.9 every head is flagged.
+# bounds CONTEXT SIMILARITY BATCH SUMMARY RULE..: of two steps, the last of which fills a page; below a similarity of 0.9 every
+# head is flagged.
 bounds() {
-  local context=$1 similarity=$2 rules=()
-  shift 2
+  local context=$1 similarity=$2 batch=$3 summary=$4 rules=()
+  local counts=$out/$context.$similarity.$batch.$summary
+  shift 4
   for rule in "$@"; do rules+=(--check "$rule"); done
-  local counts=$out/$context.$similarity.prof
-  PTXCPU_PROFILE_RANGE=1 PTXCPU_PROFILE=$counts "$step" "$context" 2 "$similarity"
-  python3 "$profile" "${rules[@]}" "$counts" > "$out/$context.$similarity.txt" || {
-    tail -n 20 "$out/$context.$similarity.txt"
+  PTXCPU_PROFILE_RANGE=1 PTXCPU_PROFILE=$counts.prof "$step" "$context" 2 "$similarity" "$batch" "$summary"
+  python3 "$profile" "${rules[@]}" "$counts.prof" > "$counts.txt" || {
+    tail -n 20 "$counts.txt"
     failed=1
   }
 }
@@ -30,15 +31,21 @@ everywhere=(
 # is flagged what would correct ends; where all heads are, what would speculate.
 unflagged=(
   'score_chunks.*recall_now: longest_warp<=200, load_rounds.first<=1, load_rounds.recent<=3'
-  'score_chunks.*recall_later: sector_efficiency>=0.85, conflicts<=1.7, longest_warp<=6000, load_rounds.first<=15'
   'recall_items: sector_efficiency>=0.9, line_efficiency>=0.99, load_rounds.host<=4'
 )
 flagged=(
   'score_chunks.*recall_now: sector_efficiency>=0.9, line_efficiency>=0.99, conflicts<=1.7, longest_warp<=11000'
   'score_chunks.*recall_later: longest_warp<=1500'
-  'recall_items: longest_warp<=100'
+  'recall_items: longest_warp<=600'
 )
-bounds 4096 0.95 "${everywhere[@]}" "${unflagged[@]}"
-bounds 16384 0.95 "${everywhere[@]}" "${unflagged[@]}"
-bounds 4096 0.5 "${everywhere[@]}" "${flagged[@]}"
+scores='score_chunks.*recall_later: sector_efficiency>=0.85'
+bounds 4096 0.95 1 min_max "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=1.7, longest_warp<=6000, load_rounds.first<=15"
+bounds 16384 0.95 1 min_max "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=1.7, longest_warp<=6000, load_rounds.first<=15"
+bounds 4096 0.95 4 min_max "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=1.7, longest_warp<=6000, load_rounds.first<=15"
+bounds 4096 0.5 1 min_max "${everywhere[@]}" "${flagged[@]}"
+# Units summarised by a block each. A query is multiplied with the rows of a basis one after the other; look-ups conflict.
+bounds 4096 0.95 1 key_subspace "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=1.1, longest_warp<=14500, load_rounds.first<=33" \
+  'summarise_units: sector_efficiency>=0.75, longest_warp<=5000'
+bounds 4096 0.95 1 key_codes "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=2.1, longest_warp<=9500, load_rounds.first<=15" \
+  'summarise_units: sector_efficiency>=0.75, longest_warp<=17000' 'prepare_queries: longest_warp<=2500'
 exit $failed

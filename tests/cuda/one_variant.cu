@@ -31,6 +31,16 @@ void judge_by_codes(const state& s, const device::step_view& step, const device:
                         device::device_rows<float>{}, {}, {}, nullptr);
 }
 
+// Summaries that blocks make.
+void summarise_by_blocks(const state& s, const device::step_view& step,
+                         const device::append_memory<bfloat16>& memory,
+                         const device::selection_scratch& scratch) {
+  device::launch_summarise(s, key_codes<dynamic, dynamic>{}, step, {}, memory, nullptr);
+  device::launch_summarise(s, key_subspace<24, 3>{}, step, {}, memory, nullptr);
+  device::launch_score<device::scoring::alone>(s, key_subspace<24, 3>{}, mean_softmax{}, step, scratch, {},
+                                               nullptr);
+}
+
 // A coarse summary and a fine one.
 void select_in_two_stages(const state& s, const device::step_view& step,
                           const device::selection_scratch& scratch) {

@@ -2,8 +2,12 @@
 // precision.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
+#include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <freekv/algorithms/score_unit.hpp>
 #include <freekv/backend/cuda/score_rows.cuh>
+#include <freekv/backend/cuda/score_tokens.cuh>
 #include <limits>
 
 #include "both_sides.cuh"
@@ -77,6 +81,89 @@ void scored_in_all_ways(report& checks, random_numbers& random) {
   scored<Scoring>(checks, random, 5, 64, 65);
 }
 
+/// Units scored token by token: by the shared body on one team, and by a block.
+template <class Summary>
+__global__ void score_units_by_body(Summary summary, page_geometry unit, const std::byte* rows, int bytes,
+                                    const std::int32_t* row_of, int first, int last, prepared_queries queries,
+                                    float* scores, std::int64_t stride, float* numbers) {
+  const auto of_head = summary_at(summary, 0, 0);
+  for (int j = first; j < last; ++j) {
+    score_unit<half>(device::lane_team<8, 1>{}, of_head, unit, rows + row_of[j] * bytes, queries, numbers,
+                     {scores + j, stride});
+    __syncwarp(0xffu);
+  }
+}
+template <class Summary>
+__global__ void score_units_by_block(Summary summary, page_geometry unit, const std::byte* rows, int bytes,
+                                     const std::int32_t* row_of, int first, int last,
+                                     prepared_queries queries, float* scores, std::int64_t stride,
+                                     std::int32_t* not_finite) {
+  extern __shared__ __align__(16) float shared[];
+  const bool bad = device::score_units_by_tokens<32>(
+      summary, unit, rows, bytes, [&](int j) { return row_of[j]; }, first, last, queries, scores, stride,
+      shared);
+  if (bad) atomicOr(not_finite, 1);
+}
+/// Units `first` .. `last` of random bytes, but for scales: of codes in which each stands for something.
+template <class Summary, class Scales>
+void scored_by_tokens(report& checks, random_numbers& random, const std::string& name, const Summary& summary,
+                      page_geometry unit, const Scales& scales_of) {
+  const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
+  const int rows = 40, bytes = static_cast<int>(summary_bytes<half>(summary, unit));
+  const int width = summary.query_width(unit.head_dim);
+  for (const int group : {1, 2, 3, 4, 7, 16}) {
+    const int first = random.between(0, 50), last = first + random.between(1, most_units), stride = last;
+    pinned<std::byte> stored(size(rows * bytes));
+    for (std::byte& byte : stored) byte = static_cast<std::byte>(random.below(255));
+    for (int row = 0; row < rows; ++row) scales_of(stored.data() + row * bytes);
+    pinned<std::int32_t> row_of(size(last), 0);
+    for (std::int32_t& row : row_of) row = random.below(rows);
+    const pinned<float> queries = random.normals<float>(size(group * width));
+    pinned<float> numbers(size(summary.width(unit)));
+    results<float> scores(size(group * stride), -9.0f);
+    results<std::int32_t> not_finite(1, 0);
+    const prepared_queries prepared{queries.data(), width, group, 0.25f};
+    score_units_by_body<<<1, 8>>>(summary, unit, stored.data(), bytes, row_of.data(), first, last, prepared,
+                                  scores.host.data(), stride, numbers.data());
+    const int shared = 4 * device::floats_by_tokens(summary, unit, size(bytes), threads);
+    score_units_by_block<<<1, threads, shared>>>(summary, unit, stored.data(), bytes, row_of.data(), first,
+                                                 last, prepared, scores.device.data(), stride,
+                                                 not_finite.device.data());
+    require(cudaGetLastError(), "kernel launch");
+    require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    const std::string what = name + ", group " + text(group) + ", units " + text(first) + " to " + text(last);
+    checks.close(what, scores, 16);
+    checks.equal(what + ": no score that is not finite", not_finite);
+  }
+  // A token that is not finite is told.
+  pinned<std::byte> stored(size(bytes), std::byte{255});
+  pinned<std::int32_t> row_of(1, 0);
+  pinned<float> queries(size(width), 1.0f);
+  queries[size(std::min(width - 1, 255))] = std::numeric_limits<float>::quiet_NaN();
+  results<std::int32_t> not_finite(1, 0);
+  pinned<float> scores(1);
+  not_finite.host[0] = 1;
+  score_units_by_block<<<1, threads, 4 * device::floats_by_tokens(summary, unit, size(bytes), threads)>>>(
+      summary, unit, stored.data(), bytes, row_of.data(), 0, 1, {queries.data(), width, 1, 0.25f},
+      scores.data(), 1, not_finite.device.data());
+  require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  checks.equal(name + ": a score that is not finite", not_finite);
+}
+template <int Bits>
+void scored_by_coefficients(report& checks, random_numbers& random, int rank, int tokens) {
+  const key_subspace<dynamic, Bits> summary{.rank = {rank}};
+  const int codes = rank * (tokens / 8) * Bits;
+  scored_by_tokens(
+      checks, random,
+      "key_subspace of " + text(rank) + " in " + text(Bits) + " bits, " + text(tokens) + " tokens", summary,
+      {tokens, 64}, [&](std::byte* unit) {
+        for (int t = 0; t < tokens; ++t) {
+          const float scale = std::fabs(random.normal()) / 4;
+          std::memcpy(unit + (codes + 3) / 4 * 4 + 4 * t, &scale, sizeof scale);
+        }
+      });
+}
+
 }  // namespace
 
 int main() {
@@ -91,5 +178,15 @@ int main() {
   scored_in_all_ways<device::row_scoring<128, float>>(checks, random);
   scored_in_all_ways<device::row_scoring<192, float>>(checks, random);
   scored_in_all_ways<device::row_scoring<512, float>>(checks, random);
+  scored_by_coefficients<3>(checks, random, 24, 32);
+  scored_by_coefficients<2>(checks, random, 17, 24);
+  scored_by_coefficients<4>(checks, random, 8, 8);
+  scored_by_coefficients<8>(checks, random, 9, 16);
+  const pinned<float> books(1);
+  const auto as_they_are = [](std::byte*) {};
+  scored_by_tokens(checks, random, "key_codes<6, 8>, 32 tokens",
+                   key_codes<6, 8>{.books = {books.data(), 1, 1, 16, 8, 1, 6, 1}}, {32, 16}, as_they_are);
+  scored_by_tokens(checks, random, "key_codes<5, 16>, 8 tokens",
+                   key_codes<5, 16>{.books = {books.data(), 1, 1, 16, 16, 1, 5, 1}}, {8, 16}, as_they_are);
   return checks.finish();
 }

@@ -676,6 +676,62 @@ void recall_everywhere(report& checks, random_numbers& random, const std::string
   }
 }
 
+// ---- what blocks summarise and prepare ----
+
+/// By one team of eight lanes, as the policies' bodies have it.
+template <class Summary>
+__global__ void summarise_by_team(Summary summary, unit_keys keys, const float* query, float* numbers,
+                                  float* prepared, std::byte* stored) {
+  const lane_team<8, 1> team;
+  const auto of_head = summary_at(summary, 0, 0);
+  of_head.summarise(team, keys, numbers);
+  team.sync();
+  encode_summary<half>(team, of_head, keys.page, numbers, stored);
+  prepare_query(team, of_head, group_query{query, 1, keys.page.head_dim}, prepared);
+}
+/// The same by a block.
+template <class Summary>
+__global__ void summarise_by_all(Summary summary, unit_keys keys, const float* query, float* numbers,
+                                 float* prepared, std::byte* stored, float* coefficients) {
+  const auto of_head = summary_at(summary, 0, 0);
+  device::summarise_by_block<64>(of_head, keys, numbers, coefficients);
+  __syncthreads();
+  encode_summary<half>(device::block_team{}, of_head, keys.page, numbers, stored);
+  if constexpr (device::block_summary<Summary>::prepares) {
+    __shared__ float of_query[256];
+    device::block_summary<Summary>::template prepare<64>(of_head, query, of_query, prepared);
+  }
+}
+template <class Summary>
+void summarised(report& checks, random_numbers& random, const std::string& name, const Summary& summary,
+                int head_dim, int numbers_stored) {
+  for (const int tokens : {8, 24, 32, 96})
+    for (const bool infinite : {false, true}) {
+      const page_geometry unit{tokens, head_dim};
+      pinned<float> keys = random.normals<float>(size(tokens * head_dim));
+      const pinned<float> query = random.normals<float>(size(head_dim));
+      if (infinite) keys[size(random.below(tokens * head_dim))] = std::numeric_limits<float>::infinity();
+      results<float> numbers(size(summary.width(unit)), 0.0f),
+          prepared(size(summary.query_width(head_dim)), 0.0f);
+      results<std::byte> stored(summary_bytes<half>(summary, unit));
+      pinned<float> coefficients(keys.size());
+      summarise_by_team<<<1, 8>>>(summary, {keys.data(), unit}, query.data(), numbers.host.data(),
+                                  prepared.host.data(), stored.host.data());
+      const int threads = random.below(2) == 0 ? 64 : device::summarise_default.threads;
+      summarise_by_all<<<1, threads>>>(summary, {keys.data(), unit}, query.data(), numbers.device.data(),
+                                       prepared.device.data(), stored.device.data(), coefficients.data());
+      require(cudaGetLastError(), "kernel launch");
+      require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+      const std::string what = name + " by " + text(threads) + " threads, units of " + text(tokens) +
+                               (infinite ? ", an infinite key" : "");
+      checks.equal(what + ": numbers", numbers, [&](std::size_t i) {
+        return i < size(numbers_stored < 0 ? summary.width(unit) : numbers_stored * tokens);
+      });
+      if (!infinite) checks.equal(what + ": stored bytes", stored);  // a NaN has many encodings
+      if constexpr (device::block_summary<Summary>::prepares) checks.equal(what + ": tables", prepared);
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -699,6 +755,15 @@ int main() {
   const pinned<float> books(1);
   codes_scored(checks, random, "key_codes<3, 2>",
                key_codes<3, 2>{.books = {books.data(), 1, 1, 16, 2, 1, 3, 1}});
+  const pinned<float> basis = random.normals<float>(25 * 64);
+  summarised(checks, random, "key_subspace<24, 3>",
+             key_subspace<24, 3>{.basis = {basis.data(), 1, 1, 24, 64}}, 64, -1);
+  summarised(checks, random, "key_subspace<24, 32>",
+             key_subspace<24, 32>{.basis = {basis.data(), 1, 1, 24, 64}}, 64, -1);
+  key_codebooks of_keys{nullptr, 1, 1, 64, 5, 7, 6, 10};
+  const pinned<float> codebooks = random.normals<float>(of_keys.floats_per_head(), 0.2f);
+  of_keys.data = codebooks.data();
+  summarised(checks, random, "key_codes<6, 5>", key_codes<6, 5>{.books = of_keys}, 64, 6);
   long_row(checks, random, 65536, 1024);
   long_row(checks, random, 4225, 9);
   mass_corrections(checks, random);

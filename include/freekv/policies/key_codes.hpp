@@ -169,6 +169,7 @@ template <int Codes, int MeanCodes>
 struct key_codes<Codes, MeanCodes>::head_policy {
   key_codes policy;
   codebook mean, token;
+  static constexpr float not_finite = 255.0f;  ///< as the first code of a mean
 
   FREEKV_HD constexpr int width(page_geometry page) const { return policy.width(page); }
   FREEKV_HD constexpr int query_width(int head_dim) const { return policy.query_width(head_dim); }
@@ -254,8 +255,6 @@ struct key_codes<Codes, MeanCodes>::head_policy {
   }
 
  private:
-  static constexpr float not_finite = 255.0f;  // as the first code of a mean
-
   /// offset + rows^T * centroids.
   template <team T>
   FREEKV_HD void decode_mean(T team, const float* coded, float* decoded) const {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <freekv/algorithms/summarise_unit.hpp>
+#include <freekv/backend/cuda/block_summary.cuh>
 #include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
@@ -109,6 +110,18 @@ __device__ auto unencoded_rows(Team team, const State& s, const step_entry& entr
   return staged;
 }
 
+/// Whether a step completes page `page` of an entry, of those that it writes to.
+template <class State>
+__device__ bool completes(const State& s, const step_entry& entry, int page) {
+  return entry.after() >= (page + 1) * s.page.tokens;
+}
+/// Whether such a page's rows stay where they are until a block has summarised it: an open page's room is the next one's.
+template <class State>
+__device__ bool leaves_to_block(const State& s, const step_entry& entry, int page) {
+  return s.pins == 0 &&
+         (!s.encoded || entry.phase == step_phase::prefill || s.fixed_slot(page, entry.after()) >= 0);
+}
+
 /// Appends the rows of an entry that fall into one page to one head's slice of it in the store, or to where they are before
 /// they are encoded, and, where the page stays in the fast tier, in its slot; summarises it if it becomes complete, and
 /// finds what it is worth to be pinned.
@@ -140,6 +153,8 @@ __device__ void append_page(Team team, const State& s, const Summary& summary, c
     put_row(team, d, rows.values + row, slot.value + t * slot.stride);
   }
   if (last < page_end || s.kind_of(head) != layer_kind::retrieval) return;
+  if constexpr (block_summary<Summary>::there)
+    if (leaves_to_block(s, entry, page)) return;
   team.sync();
   for (int nth = 0; nth < s.units_per_page; ++nth) {
     summarise_unit<element>(team, summary_at(summary, s.layer, head),

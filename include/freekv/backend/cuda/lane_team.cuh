@@ -118,11 +118,11 @@ struct lane_team {
   }
   /// Adds as `sum` does. Each exchange halves what a lane still has to add up: Share * (Lanes - 1) in all.
   __device__ pack sum_each(const pack (&x)[width]) const {
-    float rest[width];
-    unroll<width>(
-        [&](auto i) { rest[i] = in_share(x[i], [](float a, float b) { return rounded_sum(a, b); }); });
-    halve<Lanes / 2>(rest);
-    return pack::of([&](auto i) { return rest[i]; });
+    return each_of(x, [](float a, float b) { return rounded_sum(a, b); });
+  }
+  /// The largest of each, but for NaN.
+  __device__ pack max_each(const pack (&x)[width]) const {
+    return each_of(x, [](float a, float b) { return ::fmaxf(a, b); });
   }
 
   template <int Bits>
@@ -207,17 +207,24 @@ struct lane_team {
       x = combine(x, __shfl_xor_sync(mask(), x, distance, Lanes));
     return x;
   }
-  /// Of `2 * Distance * Share` sums, laid out by the lane that is to have them, keeps those of this lane's half.
-  template <int Distance>
-  __device__ void halve(float (&rest)[width]) const {
+  template <class Combine>
+  __device__ pack each_of(const pack (&x)[width], const Combine& combine) const {
+    float rest[width];
+    unroll<width>([&](auto i) { rest[i] = in_share(x[i], combine); });
+    halve<Lanes / 2>(rest, combine);
+    return pack::of([&](auto i) { return rest[i]; });
+  }
+  /// Of `2 * Distance * Share` results, laid out by the lane that is to have them, keeps those of this lane's half.
+  template <int Distance, class Combine>
+  __device__ void halve(float (&rest)[width], const Combine& combine) const {
     if constexpr (Distance > 0) {
       const bool upper = (lane() & Distance) != 0;
       unroll<Distance * Share>([&](auto i) {
         const float low = rest[i], high = rest[i + Distance * Share];
         const float theirs = __shfl_xor_sync(mask(), upper ? low : high, Distance, Lanes);
-        rest[i] = rounded_sum(upper ? high : low, theirs);
+        rest[i] = combine(upper ? high : low, theirs);
       });
-      halve<Distance / 2>(rest);
+      halve<Distance / 2>(rest, combine);
     }
   }
 };

@@ -7,10 +7,12 @@
 #include <freekv/algorithms/ordered_key.hpp>
 #include <freekv/algorithms/score_unit.hpp>
 #include <freekv/backend/cuda/append.cuh>
+#include <freekv/backend/cuda/block_summary.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/last_block.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/score_rows.cuh>
+#include <freekv/backend/cuda/score_tokens.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/core/error.hpp>
@@ -22,13 +24,15 @@ namespace freekv::device {
 
 struct score_tuning {
   int threads = 256;    ///< of a block, which scores a chunk
-  int registers = 168;  ///< of a thread at most: rows on their way, and the queries that multiply them
+  int registers = 216;  ///< of a thread at most: rows on their way, and the queries that multiply them
   int shared_bytes = 48 * 1024;  ///< of a block: a decoded summary for each team
   int query_floats = 4096;       ///< of a row that each block of it prepares itself
   constexpr bool valid() const { return valid_block(threads, registers) && shared_bytes <= 48 * 1024; }
 };
 inline constexpr score_tuning score_default{};
 static_assert(score_default.valid());
+/// Threads of a block that prepares a query by itself.
+inline constexpr int prepare_threads = 512;
 /// Rows that a warp scores.
 inline constexpr int rows_of_warp = chunk_units * 32 / score_default.threads;
 
@@ -70,7 +74,9 @@ struct scoring_memory {
     scoring_memory m;
     const std::int64_t prepared =
         std::int64_t{queries} * summary_query_width(summary, HeadDim) + (pools_queries ? HeadDim : 0);
-    const int rows = row_scoring_t<Summary, HeadDim, Key>::floats;
+    const int rows =
+        std::max(row_scoring_t<Summary, HeadDim, Key>::floats,
+                 floats_by_tokens(summary, unit, summary_bytes<Key>(summary, unit), tuning.threads));
     if (prepared <= tuning.query_floats && (prepared + 3) / 4 * 4 + std::max(room, rows) <= most)
       m.queries = static_cast<int>(prepared + 3) / 4 * 4;
     m.teams = std::min(tuning.threads / lanes, (most - m.queries) / std::max(1, room));
@@ -112,19 +118,36 @@ __device__ int prepare_row(Team team, const Summary& summary, const Pooling& poo
   return query.group;
 }
 
-/// Prepares the queries of each row that selects, where blocks that score do not.
+/// Prepares the queries of each row that selects, where blocks that score do not; by a block each, where that helps.
 template <class State, class Summary, class Pooling>
-__global__ void prepare_queries(State s, Summary summaries, Pooling pooling, step_view step,
-                                selection_scratch scratch, selection_job job) {
-  const summary_team_t<Summary, State::head_dim> team;
+__launch_bounds__(block_summary<Summary>::prepares ? prepare_threads : score_default.threads) __global__
+    void prepare_queries(State s, Summary summaries, Pooling pooling, step_view step,
+                         selection_scratch scratch, selection_job job) {
+  constexpr int d = State::head_dim;
+  const summary_team_t<Summary, d> team;
   const int row = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
   if (nothing_to_select(s, job) || nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
   const int head = scratch.head_of(row);
   const row_candidates candidates = candidates_of(s, entry, head, job);
   if (candidates.unpinned(candidates.most()) <= job.select_all_up_to) return;
-  prepare_row(team, summary_at(summaries, s.layer, head), pooling, scratch.selecting_query(s, entry, row),
-              scratch.query_of(nth, row), scratch.prepared_of(nth, row));
+  const auto summary = summary_at(summaries, s.layer, head);
+  group_query query = scratch.selecting_query(s, entry, row);
+  if constexpr (block_summary<Summary>::prepares) {
+    __shared__ float coefficients[d];
+    const int g = static_cast<int>(blockIdx.z);
+    if (g >= (query_pooling<Pooling> ? 1 : query.group)) return;
+    const float* one = query.head(g);
+    if constexpr (query_pooling<Pooling>) {
+      if (threadIdx.x < team.lanes()) pooling.pool_query(team, query, scratch.query_of(nth, row));
+      __syncthreads();
+      one = scratch.query_of(nth, row);
+    }
+    block_summary<Summary>::template prepare<d>(
+        summary, one, coefficients, scratch.prepared_of(nth, row) + g * summary_query_width(summary, d));
+  } else {
+    prepare_row(team, summary, pooling, query, scratch.query_of(nth, row), scratch.prepared_of(nth, row));
+  }
 }
 
 /// By which summary candidates are scored: their one, or of two the coarse one, or the fine one those that are kept.
@@ -151,19 +174,26 @@ __device__ void score_chunk(const State& s, const Summary& summaries, const step
   auto* const staging = room.staged > 0 ? reinterpret_cast<std::byte*>(numbers + room.numbers) : nullptr;
   // Rows are multiplied as they are, if they can be, and those whose products are not finite are looked at again.
   using rows_scored = row_scoring_t<Summary, d, element>;
-  bool again = true;
+  const auto row_of = [&](int j) {
+    const int unit = candidates.first + j, page = s.page_of(unit);
+    return s.store_page(entry.sequence, page) * s.units_per_page + unit - page * s.units_per_page;
+  };
+  bool scored = false, again = true;
   if constexpr (By == scoring::alone && rows_scored::there) {
-    const auto row_of = [&](int j) {
-      const int unit = candidates.first + j, page = s.page_of(unit);
-      return s.store_page(entry.sequence, page) * s.units_per_page + unit - page * s.units_per_page;
-    };
+    scored = true;
     again = __syncthreads_or(score_summary_rows<rows_scored, rows_of_warp>(
                 s.summary_of(0, head), row_of, first, last, queries, scores, scratch.stride, shared)) != 0;
+  } else if constexpr (By == scoring::alone && token_estimates<Summary>::there) {
+    scored = scores_by_tokens(summaries, s.unit, s.summary_bytes);
+    if (scored)
+      again = __syncthreads_or(score_units_by_tokens<rows_of_warp>(
+                  summaries, s.unit, s.summary_of(0, head), static_cast<int>(s.summary_bytes), row_of, first,
+                  last, queries, scores, scratch.stride, shared)) != 0;
   }
   if (!again || me >= teams) return;
   for (int j = first + me; j < last; j += teams) {
     const score_column column{scores + j, scratch.stride};
-    if constexpr (By == scoring::alone && rows_scored::there) {
+    if (scored) {
       bool finite = true;
       for (int g = 0; g < queries.group; ++g)
         finite = finite && column.first[g * column.stride] * 0.0f == 0.0f;
@@ -377,9 +407,12 @@ void launch_score(const State& s, const Summary& summary, const Pooling& pooling
   const dim3 rows(count(scratch.rows()), count(step.bounds.entries));
   const auto memory = scoring_memory::of<State::head_dim, typename State::element>(
       summary, s.unit, scratch.sizes.queries, query_pooling<Pooling>);
-  if (memory.queries == 0)
-    launch("preparing queries", {rows, score_default.threads, stream},
+  if (memory.queries == 0) {
+    constexpr bool by_block = block_summary<Summary>::prepares;
+    const dim3 queries(rows.x, rows.y, by_block ? count(scratch.sizes.queries) : 1);
+    launch("preparing queries", {queries, by_block ? prepare_threads : score_default.threads, stream},
            prepare_queries<State, Summary, Pooling>, s, summary, pooling, step, scratch, job);
+  }
   const dim3 chunks(count(scratch.chunks), rows.x, job.separate_next_scores ? 2 * rows.y : rows.y);
   const auto bytes =
       std::max(static_cast<std::size_t>(memory.floats) * sizeof(float), std::size_t{Then::shared_bytes});

@@ -20,8 +20,8 @@
 namespace freekv::device {
 
 struct select_tuning {
-  int threads = 256;   ///< of a block
-  int registers = 96;  ///< of a thread at most
+  int threads = 256;    ///< of a block
+  int registers = 128;  ///< of a thread at most
   int most_by_mass =
       1024;  ///< units that a selection by mass has the choice of: their order is kept in a block's memory
   constexpr bool valid() const {

@@ -18,6 +18,7 @@
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/sequence_slots.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/backend/cuda/summarise.cuh>
 #include <freekv/backend/cuda/unit_masses.cuh>
 #include <freekv/backend/host/sequence_slots.hpp>
 #include <freekv/core/error.hpp>
@@ -301,12 +302,15 @@ class stages {
     const int at_once = s.encoded && step.bounds.prompts ? append_.encoding.staged.pages : pages;
     for (page_run run{0, 0}; run.first < pages; run.first += run.count) {
       run.count = std::min(at_once, pages - run.first);
-      resolve(settings_->summary, [&](const auto& summary) {
+      resolve(settings_->summary, [&]<class Summary>(const Summary& summary) {
         resolve(that_pins(settings_->pinning), [&](const auto& pinning) {
           resolve(settings_->correction, [&](const auto& correction) {
             launch_append(s, summary, pinning, correction.at(s.layer), step, of, run, append_, compute());
           });
         });
+        if constexpr (block_summary<Summary>::there)
+          if (s.kind == layer_kind::retrieval && (step.bounds.completes || backend_->compute().is_capturing()))
+            launch_summarise(s, summary, step, run, append_, compute());
       });
       if (s.encoded)
         resolve(settings_->codec, [&]<class Codec>(const Codec& codec) {

@@ -23,6 +23,7 @@ struct step_bounds {
   int pages = 0;   // that one entry writes to
   int tokens = 0;  // of a sequence that has prompt rows, with them
   bool decodes = false, prompts = false, copies = false;
+  bool completes = false;  // a page
 
   /// What is large enough for both.
   constexpr step_bounds max_with(const step_bounds& other) const {
@@ -32,7 +33,8 @@ struct step_bounds {
             .tokens = std::max(tokens, other.tokens),
             .decodes = decodes || other.decodes,
             .prompts = prompts || other.prompts,
-            .copies = copies || other.copies};
+            .copies = copies || other.copies,
+            .completes = completes || other.completes};
   }
   /// Whether launches that are sized by `launched` do all of it.
   FREEKV_HD constexpr bool fits(const step_bounds& launched) const {

@@ -18,7 +18,7 @@ enum class select_by : std::uint8_t {
 
 struct top_k_tuning {
   int threads = 256;   ///< of a block
-  int registers = 40;  ///< of a thread at most
+  int registers = 64;  ///< of a thread at most
   constexpr bool valid() const { return valid_block(threads, registers) && threads >= 256; }
 };
 inline constexpr top_k_tuning top_k_default{};
