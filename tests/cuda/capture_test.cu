@@ -1,8 +1,9 @@
 // A decode step of all layers, captured once and replayed for sequences that come, go, branch and are cut back: the same bits
 // as steps that are begun one by one, whatever is queued ahead.
 //
-// With FREEKV_CARELESS=1, 2 or 3: that other bits come where one of the orders that a captured step is made of is left out.
-// With FREEKV_COUNTED set: nothing but replays, between cudaProfilerStart and cudaProfilerStop.
+// With FREEKV_CARELESS=1, 2, 3 or 4: that other bits come where one of the orders that a captured step is made of is left out.
+// With FREEKV_COUNTED=replays, fork, draft, truncate, preempt or release: nothing but that, between cudaProfilerStart and
+// cudaProfilerStop.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <cuda_profiler_api.h>
@@ -202,6 +203,7 @@ struct run_kind {
   runs steps = runs::begun;
   bool in_place_route = false;
   bool waits_for_recall = true;  // of a step that is begun, in the next
+  bool changes_wait = true;      // of a sequence, for the recall of steps before
   bool synchronizes = false;     // behind each step
   bool prompts_too = false;      // are replayed
   std::int64_t store_tokens = 0;
@@ -298,6 +300,7 @@ class engine {
   pinned<float> run(const std::vector<happening>& trace) {
     bool replays = false;
     for (const happening& h : trace) {
+      backend_.waits = h.is == happening::step ? kind_.waits_for_recall : kind_.changes_wait;
       switch (h.is) {
         case happening::open:
           names_.push_back(pipeline_.open());
@@ -509,10 +512,19 @@ bool refuses_what_has_no_order(const texts& source) {
     expect(refused<usage_error>("more rows than any captured step takes", "no captured step takes 3 rows",
                                 [&] { (void)plan(run, trace[4]); }));
     expect(plan(run, trace[3]));
-    expect(refused<usage_error>("a release behind a plan without a replay", "replay is not queued",
-                                [&] { run.of().release(run.id(0)); }));
     run.replay();
     run.of().release(run.id(0));
+    run.of().synchronize();
+    run.of().report(1, run.id(1));  // all is in order
+  }
+  {
+    engine run(source);
+    prepared(run);
+    expect(plan(run, trace[3]));
+    run.of().release(run.id(0));
+    run.of().synchronize();
+    expect(refused<replay_error>("a release before the replay of a step planned", "a sequence changed",
+                                 [&] { run.of().report(1, run.id(1)); }));
   }
   {
     engine run(source);
@@ -521,7 +533,8 @@ bool refuses_what_has_no_order(const texts& source) {
     run.step(trace[3], false);
     run.of().synchronize();
     expect(refused<replay_error>("a step begun before the replay of one planned",
-                                 "before its replay was queued", [&] { run.of().report(1, run.id(0)); }));
+                                 "begun, or a sequence changed, before its replay",
+                                 [&] { run.of().report(1, run.id(0)); }));
   }
   {
     engine run(source, {.store_tokens = 160});
@@ -581,42 +594,69 @@ bool refuses_a_small_graph(const texts& source) {
                                [&] { (void)run.of().plan(run.inputs_of(trace[3])); });
 }
 
+/// Steps, and between them truncations that drop a selection.
+std::vector<happening> cut_steps() {
+  std::vector<happening> trace(std::begin(two_open), std::end(two_open));
+  for (int step = 0; step < 8; ++step) {
+    trace.push_back({.parts = {{0, 1}, {1, 1}}});
+    trace.push_back({.is = happening::truncate, .sequence = step % 2, .number = 60 - step});
+  }
+  return trace;
+}
+
 /// Whether some run without one of the orders gives other outputs than one with them, or fails; under an interpreter that
 /// draws orders. The first two are the recall stream's waits for the attention of a layer.
 bool careless(const texts& source, int order) {
-  const pinned<float> expected = engine(source).run(decode_steps(12));
-  if (engine(source, {.steps = runs::in_turn}).run(decode_steps(12)) != expected) {
+  const bool cuts = order > layers;
+  const auto trace = cuts ? cut_steps() : decode_steps(12);
+  const run_kind kinds[] = {{.steps = runs::replayed, .without_edge = 0},
+                            {.steps = runs::replayed, .without_edge = 1},
+                            {.steps = runs::in_turn, .waits_for_recall = false},
+                            {.changes_wait = false}};
+  static_assert(std::size(kinds) == layers + 1);
+  constexpr const char* names[] = {
+      "the recall stream's wait for layer 1", "the recall stream's wait for layer 2",
+      "a replay's wait for the recall of steps that were begun", "a truncation's wait for recall"};
+  const pinned<float> expected = engine(source, {.synchronizes = true}).run(trace);
+  if (engine(source, {.steps = runs::in_turn}).run(trace) != expected) {
     std::printf("FAILED: other outputs with all orders\n");
     return false;
   }
-  const bool waits = order < layers;
-  const run_kind kind{.steps = waits ? runs::replayed : runs::in_turn,
-                      .waits_for_recall = waits,
-                      .without_edge = waits ? order - 1 : -1};
-  const std::string what = waits ? "the recall stream's wait for layer " + std::to_string(order)
-                                 : "a replay's wait for the recall of steps that were begun";
   std::string seen;
   for (int run = 1; run <= 40 && seen.empty(); ++run) try {
-      if (engine(source, kind).run(decode_steps(12)) != expected)
+      if (engine(source, kinds[order - 1]).run(trace) != expected)
         seen = "other outputs in run " + std::to_string(run);
     } catch (const device_error& e) {
       seen = e.what();
     }
-  std::printf("%s without %s: %s\n", seen.empty() ? "FAILED" : "ok    ", what.c_str(),
+  std::printf("%s without %s: %s\n", seen.empty() ? "FAILED" : "ok    ", names[order - 1],
               seen.empty() ? "the same outputs in 40 runs" : seen.c_str());
   return !seen.empty();
 }
 
-/// Nothing but replays between the profiler's marks.
-int replay_alone(const texts& source) {
+/// Nothing between the profiler's marks but replays, or calls that change sequences while steps are under way.
+int count_alone(const texts& source, const std::string& what) {
   engine run(source);
   const std::vector<happening> trace = decode_steps(12);
-  run.run({trace.begin(), trace.begin() + 5});
+  run.run({trace.begin(), trace.begin() + 6});
   run.capture();
-  run.step(trace[5], true);  // which waits for the recall of those that were begun
+  run.step(trace[6], true);  // of two rows of the second; it waits for the recall of those that were begun
   run.of().synchronize();    // so that the ring has room for four
   require(cudaProfilerStart(), "cudaProfilerStart");
-  for (int step = 6; step < 10; ++step) run.step(trace[size(step)], true);
+  if (what == "replays") {
+    for (int step = 7; step < 11; ++step) run.step(trace[size(step)], true);
+  } else if (what == "fork") {
+    (void)run.of().fork(run.id(0));
+  } else if (what == "draft") {
+    run.of().truncate(run.id(1), run.of().tokens(run.id(1)) - 1);
+  } else if (what == "truncate") {
+    run.of().truncate(run.id(0), 40);
+  } else if (what == "preempt") {
+    run.of().preempt(run.id(0));
+    run.of().restore(run.id(0));
+  } else if (what == "release") {
+    run.of().release(run.id(0));
+  }
   require(cudaProfilerStop(), "cudaProfilerStop");
   run.of().synchronize();
   return 0;
@@ -652,7 +692,7 @@ int main() {
   const texts source(random_numbers(1));
   if (const char* const order = std::getenv("FREEKV_CARELESS"))
     return careless(source, std::atoi(order)) ? 0 : 1;
-  if (std::getenv("FREEKV_COUNTED") != nullptr) return replay_alone(source);
+  if (const char* const what = std::getenv("FREEKV_COUNTED")) return count_alone(source, what);
   report checks;
   const char* const text = std::getenv("FREEKV_SEED");
   const unsigned seed = text == nullptr ? 1 : static_cast<unsigned>(std::atoi(text));

@@ -83,6 +83,11 @@ void attend_by_both(const state& s, const device::step_view& step,
                             attended, nullptr);
 }
 
+// Tables for an engine's own kernel.
+void list_attended(const state& s, const device::step_view& step) {
+  device::launch_tables(s, step, {}, nullptr);
+}
+
 // What a store that is encoded takes beside it.
 void keep_encoded(const state& s, const device::step_view& step,
                   const device::append_memory<bfloat16>& memory, const device::selection_scratch& selected,
@@ -94,6 +99,6 @@ void keep_encoded(const state& s, const device::step_view& step,
                         nullptr);
   device::launch_unit_masses(s, codec, step, nullptr, {}, nullptr);
   device::launch_prefill(s, codec, step, nullptr, {}, {}, attended, nullptr);
-  device::launch_fill(s, codec, {}, nullptr);
-  device::launch_reopen(s, codec, 0, 0, nullptr);
+  device::launch_fill(device::all_layers<state>{}, codec, {}, nullptr);
+  device::launch_reopen(device::all_layers<state>{}, codec, 0, 0, nullptr);
 }

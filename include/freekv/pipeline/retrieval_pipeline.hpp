@@ -55,6 +55,9 @@ struct step_report {
 /// recall for the next step go on behind them on the backend's recall stream, after the layer's attention and
 /// before its next append. One thread calls. Steps allocate nothing. Calls out of order throw usage_error and
 /// change nothing. A step that the engine cannot finish is ended by `abandon_step`.
+///
+/// Calls that change a sequence between steps come behind what is queued: they wait for it, or of a device are queued
+/// behind it themselves, and wait only for room in the ring of uploads, and where others have to give up blocks.
 template <class Shape, class Pack>
 class basic_retrieval_pipeline {
   using state = layer_state<Shape>;
@@ -185,29 +188,36 @@ class basic_retrieval_pipeline {
   sequence_id open() { return sequences_->open(); }
 
   /// A new sequence that begins with the tokens of `start`, as if they had been its prompt; their pages are shared.
-  /// Waits for what is queued. Throws pool_exhausted, or usage_error in a step or for another pipeline's prefix.
+  /// Comes behind what is queued. Throws pool_exhausted, or usage_error in a step or for another pipeline's prefix.
   [[gnu::cold]] sequence_id open(const prefix& start) {
     outside_step("open");
-    settle("open");
+    before_change("open");
     const sequence_id id = sequences_->open(start);
-    for (const state& layer : parts_->layers)
-      parts_->stages.restore(layer, static_cast<int>(id), sequences_->known(id).tokens);
+    in_all_layers([&](const auto&... layer) {
+      parts_->stages.restore(layer..., static_cast<int>(id), sequences_->known(id).tokens);
+    });
     return id;
   }
 
   /// A new sequence that goes on as `parent` would, bit for bit. All pages are shared, until one of the two
-  /// writes to the open one; both are resident. Waits for what is queued. Throws pool_exhausted, or usage_error
+  /// writes to the open one; both are resident. Comes behind what is queued. Throws pool_exhausted, or usage_error
   /// in a step or for a sequence that is preempted.
   [[gnu::cold]] sequence_id fork(sequence_id parent) {
     outside_step("fork");
     sequences_->check_fork(parent);
-    settle("fork");
-    const auto of_parent = [&](std::size_t layer) { return blocks_in_use(layer, parent); };
+    before_change("fork");
+    const auto of_parent = [&](std::size_t layer) {
+      return on_device<stages> ? parts_->block_pools[layer].held(sequences_->slot_set_of(parent))
+                               : blocks_in_use(layer, parent);
+    };
     make_room("a fork", of_parent, [](sequence_id) { return false; });
     const sequence_id id = sequences_->fork(parent);
     hold_blocks(id, of_parent);
-    for (const state& layer : parts_->layers)
-      parts_->stages.fork(layer, static_cast<int>(parent), static_cast<int>(id));
+    if constexpr (on_device<stages>)
+      parts_->stages.fork(static_cast<int>(parent), static_cast<int>(id), tokens(id));
+    else
+      for (const state& layer : parts_->layers)
+        parts_->stages.fork(layer, static_cast<int>(parent), static_cast<int>(id));
     return id;
   }
 
@@ -222,46 +232,58 @@ class basic_retrieval_pipeline {
   /// The sequence keeps its first `tokens` tokens. Inside the rows of its last decode step the selection stays
   /// and the last kept row's query becomes the previous one, unless a page that any head of any layer has
   /// selected is no longer complete; else the selection is dropped, and all heads select anew in the next step.
-  /// Waits for what is queued. Throws usage_error.
+  /// Comes behind what is queued. Throws usage_error.
   [[gnu::cold]] void truncate(sequence_id id, int tokens) {
     outside_step("truncate");
     sequences_->check_truncation(id, tokens);
     const int before = sequences_->known(id).tokens, sequence = static_cast<int>(id);
     if (tokens == before) return;
-    settle("truncate");
+    before_change("truncate");
     const bool has_rows = sequences_->has_rows(id, tokens);
     bool keeps = sequences_->inside_last_append(id, tokens);
-    for (const state& layer : parts_->layers)
-      keeps = keeps && parts_->stages.selects_within(layer, sequence, tokens / settings_.page.tokens);
+    if (keeps && !candidates_within(id, tokens)) {
+      settle("truncate");
+      for (const state& layer : parts_->layers)
+        keeps = keeps && parts_->stages.selects_within(layer, sequence, tokens / settings_.page.tokens);
+    }
     sequences_->truncate(id, tokens, keeps);
-    for (const state& layer : parts_->layers)
-      parts_->stages.truncate(layer, sequence, {before, tokens, keeps, has_rows});
+    in_all_layers([&](const auto&... layer) {
+      parts_->stages.truncate(layer..., sequence, {before, tokens, keeps, has_rows});
+    });
   }
 
   /// The sequence's slots go to others; it takes no steps until it is restored, and then goes on as if nothing
-  /// had been. Both wait for what is queued. Throw usage_error; `restore` pool_exhausted.
+  /// had been. Both come behind what is queued. Throw usage_error; `restore` pool_exhausted.
   [[gnu::cold]] void preempt(sequence_id id) {
     outside_step("preempt");
     sequences_->check_preemption(id);
-    settle("preempt");
+    before_change("preempt", false);
     hold_blocks(id, [](std::size_t) { return 0; });
     sequences_->preempt(id);
   }
   [[gnu::cold]] void restore(sequence_id id) {
     outside_step("restore");
     sequences_->check_restoration(id);
-    settle("restore");
-    const auto of_selection = [&](std::size_t layer) { return blocks_in_use(layer, id); };
+    before_change("restore");
+    // All that it may hold, where there is so much; else what it has selected, which a device is asked for.
+    const auto& pools = parts_->block_pools;
+    const bool counts = !on_device<stages> || std::any_of(pools.begin(), pools.end(), [](const auto& p) {
+      return p.available() < p.most();
+    });
+    if (counts) settle("restore");
+    const auto of_selection = [&](std::size_t layer) {
+      return counts ? blocks_in_use(layer, id) : pools[layer].most();
+    };
     make_room("a restored sequence", of_selection, [](sequence_id) { return false; });
     sequences_->restore(id);
     hold_blocks(id, of_selection);
-    for (const state& layer : parts_->layers)
-      parts_->stages.restore(layer, static_cast<int>(id), sequences_->known(id).tokens);
+    in_all_layers([&](const auto&... layer) {
+      parts_->stages.restore(layer..., static_cast<int>(id), sequences_->known(id).tokens);
+    });
   }
   bool is_preempted(sequence_id id) const { return sequences_->known(id), !sequences_->is_resident(id); }
 
-  /// Ends a sequence; its pages go back to the pool after the last recall that can touch them, which is
-  /// waited for.
+  /// Ends a sequence; its pages go back to the pool behind the last recall that can touch them. Throws usage_error.
   void release(sequence_id id) {
     outside_step("release");
     end(id);
@@ -621,6 +643,7 @@ class basic_retrieval_pipeline {
     if (!in_step_) return false;
     in_step_ = in_capture_ = false;
     try {
+      if (!entries_.empty()) settle("abandon_step");
       for (const step_entry& entry : entries_) end(sequence_id{entry.sequence});
     } catch (const error&) {  // of a device, for which every later call fails too
     }
@@ -635,6 +658,7 @@ class basic_retrieval_pipeline {
                                     [&](const auto& e) { return sequence_id{e.sequence} == id; });
     if (!in_step_ || entry == entries_.end())
       throw usage_error("abandon: " + sequence_table::name_of(id) + " has no rows in a step in progress");
+    settle("abandon");
     entries_.erase(entry);
     end(id);
     upload_step(true);
@@ -728,10 +752,39 @@ class basic_retrieval_pipeline {
 
   [[gnu::cold]] void end(sequence_id id) {
     sequences_->known(id);
-    settle("release");
+    before_change("release");
     if (sequences_->is_resident(id)) hold_blocks(id, [](std::size_t) { return 0; });
     sequences_->release(id);
-    for (const state& layer : parts_->layers) parts_->stages.forget(layer, static_cast<int>(id));
+    in_all_layers([&](const auto&... layer) { parts_->stages.forget(layer..., static_cast<int>(id)); });
+  }
+  /// Changes a sequence layer by layer, or of a device in all of them at once.
+  template <class Call>
+  void in_all_layers(const Call& call) {
+    if constexpr (on_device<stages>)
+      call();
+    else
+      for (const state& layer : parts_->layers) call(layer);
+  }
+  /// Before a sequence changes: what is queued has happened, or of a device comes before what the compute stream is
+  /// given from now on, so that pages, slots and blocks that are given back can be taken at once; and there is room in
+  /// the ring, where the change `uploads`.
+  void before_change(const char* call, bool uploads = true) {
+    if constexpr (on_device<stages>) {
+      check_order(call);
+      if (uploads) parts_->stages.wait_to_plan();
+      join_recall();
+    } else {
+      synchronize();
+    }
+  }
+  /// Whether all that a sequence may have selected is complete pages among its first `tokens` tokens, as far as is known
+  /// without looking; then no truncation to that length makes it drop its selection.
+  bool candidates_within(sequence_id id, int tokens) const {
+    if (!on_device<stages> || settings_.pinned_units() > 0) return false;
+    const int page = settings_.page.tokens, at = sequences_->known(id).candidates_at;
+    return std::all_of(parts_->layers.begin(), parts_->layers.end(), [&](const state& s) {
+      return roles_at(at, s.budget, page).window_begin <= tokens / page;
+    });
   }
   /// Blocks of selected slots in which a sequence has anything.
   int blocks_in_use(std::size_t layer, sequence_id id) const {

@@ -2,12 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace freekv {
 
 /// Blocks from `first` on, given to slot sets as they need them: at most `most` to one, whose selected slots begin in
-/// `table[set * most]` and lie in that block and the next ones listed.
+/// `table[set * most]` and lie in that block and the next ones listed, -1 behind them.
 class block_pool {
  public:
   block_pool() = default;
@@ -32,7 +33,7 @@ class block_pool {
       listed[held] = free_.back();
       free_.pop_back();
     }
-    while (held > blocks) free_.push_back(listed[--held]);
+    while (held > blocks) free_.push_back(std::exchange(listed[--held], -1));
   }
 
  private:

@@ -44,7 +44,7 @@ struct memory_bytes {
 /// that size it hands out the arrays, so that what is announced and what is used cannot differ.
 class carver {
  public:
-  static constexpr std::size_t alignment = 64;
+  static constexpr std::size_t alignment = 128;
 
   explicit carver(std::byte* base = nullptr) : base_(base) {}
 

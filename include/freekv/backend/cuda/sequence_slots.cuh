@@ -1,12 +1,16 @@
 // What happens to a sequence's selection and slots between steps, on the device: forgetting, restoring, truncation, fork.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <freekv/backend/cuda/append.cuh>
 #include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/recall.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/pipeline/host_copies.hpp>
 #include <freekv/pipeline/layer_state.hpp>
+#include <span>
 
 namespace freekv::device {
 
@@ -18,11 +22,29 @@ struct slots_tuning {
 inline constexpr slots_tuning slots_default{};
 static_assert(slots_default.valid());
 
-/// Forgets the selection of a sequence, and its report.
+/// All layers of a pipeline; the device reads its own copy of them.
 template <class State>
-__global__ void forget_selection(State s, int sequence, bool report_too) {
+struct all_layers {
+  std::span<const State> host;
+  State* device = nullptr;
+
+  unsigned count() const { return static_cast<unsigned>(host.size()); }
+  unsigned heads() const { return static_cast<unsigned>(host.front().heads.kv); }
+  /// Blocks of `slots_default` for a warp for each of a layer's `units(layer)`, the most there are.
+  template <class Units>
+  dim3 warps(const Units& units) const {
+    std::int64_t most = 1;
+    for (const State& s : host) most = std::max(most, std::int64_t{units(s)});
+    return {static_cast<unsigned>(blocks_for(most * 32, slots_default.threads)), count()};
+  }
+};
+
+/// Forgets the selection of a sequence in all layers, and its report.
+template <class State>
+__global__ void forget_selection(const State* layers, int sequence, bool report_too) {
   constexpr lane_team<32, 1> warp{};
   const int head = static_cast<int>(blockIdx.x);
+  const State& s = layers[blockIdx.y];
   drop_selection(warp, s, sequence, head);
   if (!report_too || warp.lane() != 0) return;
   const std::size_t row = s.head_index(sequence, head);
@@ -30,18 +52,31 @@ __global__ void forget_selection(State s, int sequence, bool report_too) {
   s.attended_count[row] = s.recalled[row] = s.recalled_before_attention[row] = s.promoted[row] = 0;
 }
 template <class State>
-void launch_forget(const State& s, int sequence, bool report_too, cudaStream_t stream) {
-  launch("forgetting a selection", {s.heads.kv, 32, stream}, forget_selection<State>, s, sequence,
-         report_too);
+void launch_forget(const all_layers<State>& layers, int sequence, bool report_too, cudaStream_t stream) {
+  launch("forgetting a selection", {dim3(layers.heads(), layers.count()), 32, stream},
+         forget_selection<State>, layers.device, sequence, report_too);
 }
 
-/// The slots of a sequence that are filled from the store: sink pages from `first_sink` on, the window ring, and what the
-/// selected slots are to hold.
+/// The slots of a sequence that are filled from the store, in all layers: sink pages from `first_sink` on, the window ring,
+/// and what the selected slots are to hold.
 struct filled_slots {
   int sequence = 0;
   int tokens = 0;  // of the sequence
   int first_sink = 0;
   bool selected = false;
+  int before = -1;     // tokens that it had, where the ring is filled if it has lost pages
+  bool opens = false;  // a page that was complete is open again
+
+  template <class State>
+  FREEKV_HD bool fills(const State& s) const {
+    if (!s.keeps_slots) return false;
+    return before < 0 || (opens && s.encoded) ||
+           s.slots.ring_begin(before, s.page.tokens) > s.slots.ring_begin(tokens, s.page.tokens);
+  }
+  template <class State>
+  bool fills_any(const all_layers<State>& layers) const {
+    return std::any_of(layers.host.begin(), layers.host.end(), [&](const State& s) { return fills(s); });
+  }
 };
 
 /// Fills a slot with some rows of a page of a sequence of `tokens` tokens.
@@ -57,7 +92,9 @@ __device__ void fill_slot(const State& s, const Codec& codec, const sequence_hea
 }
 
 template <class State, class Codec>
-__global__ void fill_slots(State s, Codec codec, filled_slots fill) {
+__global__ void fill_slots(const State* layers, Codec codec, filled_slots fill) {
+  const State& s = layers[blockIdx.y];
+  if (!fill.fills(s)) return;
   const int unit = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
   const int slot = unit / s.heads.kv, head = unit % s.heads.kv, fixed = s.slots.fixed(), p = s.page.tokens;
   if (slot < fixed) {
@@ -81,44 +118,81 @@ __global__ void fill_slots(State s, Codec codec, filled_slots fill) {
   }
 }
 template <class State, class Codec>
-void launch_fill(const State& s, const Codec& codec, const filled_slots& fill, cudaStream_t stream) {
-  const std::int64_t slots = s.slots.fixed() + (fill.selected ? s.slots.selected : 0);
-  launch("filling slots",
-         {blocks_for(slots * s.heads.kv * 32, slots_default.threads), slots_default.threads, stream},
-         fill_slots<State, Codec>, s, codec, fill);
+void launch_fill(const all_layers<State>& layers, const Codec& codec, const filled_slots& fill,
+                 cudaStream_t stream) {
+  if (!fill.fills_any(layers)) return;
+  const dim3 grid = layers.warps([&](const State& s) {
+    return (s.slots.fixed() + (fill.selected ? s.slots.selected : 0)) * s.heads.kv;
+  });
+  launch("filling slots", {grid, slots_default.threads, stream}, fill_slots<State, Codec>, layers.device,
+         codec, fill);
 }
 
-/// Reads a complete page of a sequence to where its rows are while it is open, as it is to be again.
+/// Reads a complete page of a sequence to where its rows are while it is open, as it is to be again, in layers that encode.
 template <class State, class Codec>
-__global__ void reopen_page(State s, Codec codec, int sequence, int page) {
+__global__ void reopen_page(const State* layers, Codec codec, int sequence, int page) {
   const int head = static_cast<int>(blockIdx.x);
+  const State& s = layers[blockIdx.y];
+  if (!s.encoded) return;
   decode_by_lanes<32>(s, codec, {sequence, head}, {page, 0, s.page.tokens},
                       s.open_slice(sequence, page, head));
 }
 template <class State, class Codec>
-void launch_reopen(const State& s, const Codec& codec, int sequence, int page, cudaStream_t stream) {
-  launch("reopening a page", {s.heads.kv, 32, stream}, reopen_page<State, Codec>, s, codec, sequence, page);
+void launch_reopen(const all_layers<State>& layers, const Codec& codec, int sequence, int page,
+                   cudaStream_t stream) {
+  launch("reopening a page", {dim3(layers.heads(), layers.count()), 32, stream}, reopen_page<State, Codec>,
+         layers.device, codec, sequence, page);
 }
 
-/// Gives sequence `to` what the first `slots` slots of `from` hold, and its open pages where others are encoded.
+/// What a layer keeps in an array by sequence.
+struct sequence_array {
+  std::byte* data = nullptr;
+  std::size_t of_sequence = 0;  // bytes
+};
+/// Calls `use(array)` for all that a layer's selection keeps by sequence, previous queries too.
+template <class State, class Use>
+void for_each_sequence_array(State s, const Use& use) {
+  const auto give = [&]<class T>(T* array, std::size_t of_sequence) {
+    use(sequence_array{reinterpret_cast<std::byte*>(array), of_sequence * sizeof(T)});
+  };
+  for_each_array(s, give);
+  give(s.previous_query,
+       s.head_index(1, 0) * static_cast<std::size_t>(s.decode_rows * s.heads.group() * State::head_dim));
+}
+
+/// Gives sequence `to` what `from` has in these arrays.
+template <class Array>  // a template, as a header's kernels are: each program has one of it
+__global__ void copy_arrays(const Array* arrays, int from, int to) {
+  const Array array = arrays[blockIdx.x];
+  const std::byte* const source = array.data + static_cast<std::size_t>(from) * array.of_sequence;
+  std::byte* const copied = array.data + static_cast<std::size_t>(to) * array.of_sequence;
+  for (std::size_t i = threadIdx.x; i < array.of_sequence; i += blockDim.x) copied[i] = source[i];
+}
+/// Gives sequence `to` what the slots of `from` hold, where both have them, and the open pages where others are encoded.
 template <class State>
-__global__ void copy_slots(State s, int from, int to, int slots) {
+__global__ void copy_slots(const State* layers, int from, int to) {
   using pieces = slice_pieces<State::head_dim, typename State::element>;
+  const State& s = layers[blockIdx.y];
   const int unit = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
-  const int slot = unit / s.heads.kv, head = unit % s.heads.kv;
+  const int head = unit % s.heads.kv, slots = s.keeps_slots ? s.slots.total() : 0, slot = unit / s.heads.kv;
+  if (slot >= slots + (s.encoded ? s.open_pages : 0)) return;
+  if (slot < slots && (s.block(from, slot) < 0 || s.block(to, slot) < 0)) return;
   const auto slice = [&](int sequence) {
     return pieces{
         slot < slots ? s.block_slice(sequence, slot, head) : s.open_slice(sequence, slot - slots, head),
         s.page.tokens};
   };
-  if (slot < slots + (s.encoded ? s.open_pages : 0)) copy_slice_by_warp(slice(from), slice(to));
+  copy_slice_by_warp(slice(from), slice(to));
 }
 template <class State>
-void launch_copy_slots(const State& s, int from, int to, int slots, cudaStream_t stream) {
-  const std::int64_t slices = std::int64_t{slots + (s.encoded ? s.open_pages : 0)} * s.heads.kv;
-  if (slices == 0) return;
-  launch("copying slots", {blocks_for(slices * 32, slots_default.threads), slots_default.threads, stream},
-         copy_slots<State>, s, from, to, slots);
+void launch_fork(const all_layers<State>& layers, std::span<const sequence_array> arrays, int from, int to,
+                 cudaStream_t stream) {
+  launch("copying a selection", {static_cast<unsigned>(arrays.size()), slots_default.threads, stream},
+         copy_arrays<sequence_array>, arrays.data(), from, to);
+  const dim3 grid = layers.warps([](const State& s) {
+    return ((s.keeps_slots ? s.slots.total() : 0) + (s.encoded ? s.open_pages : 0)) * s.heads.kv;
+  });
+  launch("copying slots", {grid, slots_default.threads, stream}, copy_slots<State>, layers.device, from, to);
 }
 
 /// Moves what a sequence's selected slots hold to the lowest ones, as host::compact_slots. By one warp a KV head.

@@ -79,6 +79,12 @@ class stages {
                                                          prefill_default.rows));
       staged = staged_pages(s.page.tokens, s.max_pages(), s.max_resident);
     }
+    layers_.device = fast.take<State>(size(s.layers));
+    State one;
+    one.heads = {1, 1};
+    std::size_t arrays = 0;
+    for_each_sequence_array(one, [&](const sequence_array&) { ++arrays; });
+    arrays_ = {fast.take<sequence_array>(arrays * size(s.layers)), arrays * size(s.layers)};
     const std::size_t before = fast.used();
     staging_ = page_staging<element>::carve(fast, staged, s.kv_heads, s.page.tokens, d);
     staging_bytes_ = fast.used() - before;
@@ -138,7 +144,17 @@ class stages {
             "cudaMemcpyAsync");
       blocks_there_.emplace_back(host_copies.selected_blocks[i].size, -1);
       std::fill_n(host_copies.selected_blocks[i].host, host_copies.selected_blocks[i].size, -1);
+      if (host_copies.selected_blocks[i].size > 0)
+        device::check(cudaMemsetAsync(host_copies.selected_blocks[i].device, 0xff,
+                                      host_copies.selected_blocks[i].size * sizeof(std::int32_t), compute()),
+                      "cudaMemsetAsync");
     }
+    layers_.host = layers;
+    copy(layers_.device, layers.data(), layers.size());
+    std::vector<sequence_array> arrays;
+    for (const State& s : layers)
+      for_each_sequence_array(s, [&](const sequence_array& array) { arrays.push_back(array); });
+    copy(arrays_.data(), arrays.data(), arrays.size());
     ring_.clear(backend_->compute());
     for (const selection_scratch& scratch : {correct_, speculate_}) scratch.clear(compute());
     backend_->compute().synchronize();
@@ -154,17 +170,14 @@ class stages {
       const std::size_t bytes = static_cast<std::size_t>(sequences) * of_sequence * sizeof(T);
       if (bytes > 0) device::check(cudaMemsetAsync(array, 0, bytes, compute()), "cudaMemsetAsync");
     });
-    for (int sequence = 0; sequence < sequences; ++sequence) launch_forget(s, sequence, true, compute());
-    backend_->compute().synchronize();
-  }
-  void forget(const State& s, int sequence) {
-    launch_forget(s, sequence, true, compute());
+    for (int sequence = 0; s.layer + 1 == settings_->layers && sequence < sequences; ++sequence)
+      launch_forget(layers_, sequence, true, compute());
     backend_->compute().synchronize();
   }
   /// With spare slots their order is the residency's, and what they hold stays.
   void compact_slots(const State& s, int sequence) {
     if (s.slots.selected > s.max_selected) return;
-    upload_sequence(sequence);
+    upload_sequences({sequence});
     launch_compact_slots(s, sequence, compute());
     backend_->compute().synchronize();
   }
@@ -174,54 +187,44 @@ class stages {
   bool selects_within(const State& s, int sequence, int pages) const {
     return host::selects_within(read_back(s), sequence, pages);
   }
+
+  // Between steps, in all layers, queued on the compute stream, which has waited for recall; each waits where the ring is full:
+
+  void forget(int sequence) {
+    upload_sequences({});
+    launch_forget(layers_, sequence, true, compute());
+  }
   struct truncation {
     int before = 0, tokens = 0;  // what it had and what it keeps
     bool keeps_selection = false;
     bool has_rows = false;  // of encoded pages
   };
-  /// A sequence loses its last tokens: the ring's pages that they have overwritten come back.
-  void truncate(const State& s, int sequence, const truncation& to) {
-    if (!to.keeps_selection) launch_forget(s, sequence, false, compute());
-    const int p = s.page.tokens;
-    const int open = to.tokens / p;
-    const bool opens = s.encoded && to.tokens % p != 0 && to.before >= (open + 1) * p;
-    const bool refills =
-        s.keeps_slots && (opens || s.slots.ring_begin(to.before, p) > s.slots.ring_begin(to.tokens, p));
-    if (opens || refills) upload_sequence(sequence);
+  /// A sequence loses its last tokens: the ring's pages that they have overwritten come back. The device knows its tables
+  /// from the step that has appended them, or from the fork.
+  void truncate(int sequence, const truncation& to) {
+    const int p = settings_->page.tokens, open = to.tokens / p;
+    const bool opens = to.tokens % p != 0 && to.before >= (open + 1) * p;
+    const filled_slots fill{sequence, to.tokens, open, false, to.before, opens};
+    if (to.keeps_selection && !opens && !fill.fills_any(layers_)) return;
+    upload_sequences({});
+    if (!to.keeps_selection) launch_forget(layers_, sequence, false, compute());
     resolve(settings_->codec, [&]<class Codec>(const Codec& codec) {
       if constexpr (encodes_pages<Codec>)
-        if (opens && !to.has_rows) launch_reopen(s, codec, sequence, open, compute());
-      if (refills) launch_fill(s, codec, {sequence, to.tokens, open, false}, compute());
+        if (opens && !to.has_rows) launch_reopen(layers_, codec, sequence, open, compute());
+      launch_fill(layers_, codec, fill, compute());
     });
-    backend_->compute().synchronize();
   }
   /// `to` becomes what `from` is.
-  void fork(const State& s, int from, int to) {
-    upload_sequence(from);
-    upload_sequence(to);
-    State arrays = s;
-    const auto copy_of_sequence = [&]<class T>(T* array, std::size_t of_sequence) {
-      const auto bytes = of_sequence * sizeof(T);
-      if (bytes > 0)
-        device::check(cudaMemcpyAsync(array + static_cast<std::size_t>(to) * of_sequence,
-                                      array + static_cast<std::size_t>(from) * of_sequence, bytes,
-                                      cudaMemcpyDeviceToDevice, compute()),
-                      "cudaMemcpyAsync");
-    };
-    for_each_array(arrays, copy_of_sequence);
-    copy_of_sequence(s.previous_query, s.head_index(1, 0) * size(s.decode_rows * s.heads.group() * d));
-    launch_copy_slots(s, from, to, s.keeps_slots ? s.slots.fixed() + selected_blocks_in_use(s, from) : 0,
-                      compute());
-    backend_->compute().synchronize();
+  void fork(int from, int to, int tokens) {
+    upload_sequences({from, to}, settings_->pages_for(tokens));
+    launch_fork(layers_, std::span<const sequence_array>(arrays_), from, to, compute());
   }
   /// Fills the slots of a sequence from the store.
-  void restore(const State& s, int sequence, int tokens) {
-    upload_sequence(sequence);
-    if (s.keeps_slots)
-      resolve(settings_->codec, [&](const auto& codec) {
-        launch_fill(s, codec, {sequence, tokens, 0, true}, compute());
-      });
-    backend_->compute().synchronize();
+  void restore(int sequence, int tokens) {
+    upload_sequences({sequence}, settings_->pages_for(tokens));
+    resolve(settings_->codec, [&](const auto& codec) {
+      launch_fill(layers_, codec, {sequence, tokens, 0, true}, compute());
+    });
   }
 
   /// A layer as the host sees it, with what the device has of its selection and report: waits for it. Valid until the next
@@ -578,22 +581,24 @@ class stages {
       device::check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyHostToDevice, compute()),
                     "cudaMemcpyAsync");
   }
-  /// All that the tables say of a sequence.
-  void upload_sequence(int sequence) {
-    const auto part = [&](const host_and_device<std::int32_t>& table, std::size_t first, std::size_t count) {
-      copy(table.device + first, table.host + first, count);
+  /// Queues an upload of what the tables say of resident sequences: of the last one `pages` pages, too.
+  void upload_sequences(std::initializer_list<int> sequences, int pages = 0) {
+    ring_.wait(backend_->compute());
+    table_patch* const patches = ring_.patches();
+    std::int32_t count = 0;
+    const auto patch = [&](const host_and_device<std::int32_t>& table, std::size_t i) {
+      patches[count++] = {table.device + i, table.host[i]};
     };
-    const std::size_t pages = size(settings_->max_pages());
-    part(host_copies_->page_tables, size(sequence) * pages, pages);
-    part(host_copies_->slot_sets, size(sequence), 1);
-    for (std::size_t layer = 0; layer < blocks_there_.size(); ++layer) {
-      const auto& table = host_copies_->selected_blocks[layer];
-      const std::size_t most = table.size / size(settings_->max_resident);
-      const std::size_t first = size(host_copies_->slot_sets.host[sequence]) * most;
-      part(table, first, most);
-      std::copy_n(table.host + first, most,
-                  blocks_there_[layer].begin() + static_cast<std::ptrdiff_t>(first));
+    for (int page = 0; page < pages; ++page)
+      patch(host_copies_->page_tables,
+            size(*(sequences.end() - 1)) * size(settings_->max_pages()) + size(page));
+    for (const int sequence : sequences) {
+      patch(host_copies_->slot_sets, size(sequence));
+      for (std::size_t layer = 0; layer < blocks_there_.size(); ++layer)
+        patch_blocks(layer, host_copies_->slot_sets.host[sequence], patch);
     }
+    ring_.plan({}, count, {});
+    ring_.upload(count, {}, backend_->compute());
   }
 
   backend* backend_;
@@ -603,8 +608,10 @@ class stages {
   append_memory<element> append_;
   page_staging<element> staging_;  // of the compute stream
   std::size_t staging_bytes_ = 0;
-  selection_scratch correct_, speculate_;                // of the compute and of the recall stream
-  attention_scratch_memory attention_;                   // of the compute stream
+  selection_scratch correct_, speculate_;  // of the compute and of the recall stream
+  attention_scratch_memory attention_;     // of the compute stream
+  all_layers<State> layers_;
+  std::span<sequence_array> arrays_;                     // of all layers, on the device
   copied_recall<State, Copies> copies_;                  // where copy engines recall
   std::vector<std::vector<std::int32_t>> blocks_there_;  // by layer, as the device has them
   std::vector<std::int32_t*> flagged_counts_;            // by layer

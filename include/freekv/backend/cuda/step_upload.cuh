@@ -225,8 +225,8 @@ class step_ring {
          : fault == replay_fault::too_large
              ? step + "was replayed by a graph that was captured for less than it brings; launch one that is "
                       "large enough"
-             : step + "was planned, and another was begun before its replay was queued; launch the captured "
-                      "step first") +
+             : step + "was planned, and another was begun, or a sequence changed, before its replay was "
+                      "queued; launch the captured step first") +
         ". Neither that step nor any after it has happened: the pipeline has to go");
   }
   /// Waits until there is room to plan a step. Throws usage_error where replays are missing that would make some.
