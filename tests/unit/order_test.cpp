@@ -25,6 +25,7 @@ struct {
 
 /// Page means whose scoring loiters on the recall thread.
 struct slow_mean : freekv::chunk_means<8> {
+  using hooks = freekv::hook_list<freekv::hook::prepare, freekv::hook::validate, freekv::hook::values>;
   static constexpr std::string_view name = "slow_mean";
   template <freekv::team T>
   void prepare(T team, const freekv::group_query& query, float* prepared) const {
