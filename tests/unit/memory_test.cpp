@@ -105,8 +105,8 @@ TEST_CASE("bytes_needed is exactly what is taken, in one block of each resource"
         CHECK(sum(slow.taken) == needed.store);
         CHECK(sum(fast.taken) == needed.slots + needed.summaries + needed.state);
         CHECK(sum(slow.taken) + sum(fast.taken) == needed.total());
-        CHECK(slow.alignment == 64);
-        CHECK(fast.alignment == 64);
+        CHECK(slow.alignment == 128);
+        CHECK(fast.alignment == 128);
         const auto& bytes = pipeline.bytes();
         CHECK(bytes.store == needed.store);
         CHECK(bytes.complete == needed.complete);
@@ -247,20 +247,20 @@ TEST_CASE("blocks know their resource and move", "[memory]") {
 }
 
 TEST_CASE("a carver counts without memory what it hands out with it", "[memory]") {
-  alignas(64) std::byte block[1024];
+  alignas(128) std::byte block[1024];
   freekv::carver counting, handing(block);
   const auto carve = [](freekv::carver& c) {
-    std::vector<void*> arrays{c.take<float>(3), c.take<std::uint8_t>(0), c.take<double>(8),
-                              c.take<std::byte>(65)};
+    std::vector<void*> arrays{c.take<float>(3), c.take<std::uint8_t>(0), c.take<double>(16),
+                              c.take<std::byte>(129)};
     return arrays;
   };
   const auto none = carve(counting), some = carve(handing);
   CHECK(std::all_of(none.begin(), none.end(), [](void* p) { return p == nullptr; }));
   CHECK(counting.used() == handing.used());
-  CHECK(handing.used() == 64 + 0 + 64 + 128);
+  CHECK(handing.used() == 128 + 0 + 128 + 256);
   CHECK(some[0] == block);
-  CHECK(some[2] == block + 64);
-  CHECK(some[3] == block + 128);
+  CHECK(some[2] == block + 128);
+  CHECK(some[3] == block + 256);
 }
 
 TEST_CASE("a pool hands out each page once until it comes back", "[memory]") {
