@@ -16,7 +16,7 @@ namespace freekv::device {
 
 struct slots_tuning {
   int threads = 128;   ///< of a block, of which each warp copies one head's slice of a slot
-  int registers = 96;  ///< of a thread at most
+  int registers = 112;  ///< of a thread at most
   constexpr bool valid() const { return valid_block(threads, registers); }
 };
 inline constexpr slots_tuning slots_default{};
