@@ -1,5 +1,5 @@
 # Compiles compare_methods.cpp for one method after the other, runs it and prints its row with the seconds that compiling took:
-#   cmake -DCOMPILE="g++;-std=c++20;-O2;-I..." -DSOURCE=compare_methods.cpp -DPROGRAM=/tmp/one -P compare_methods.cmake
+#   cmake -DCOMPILE="g++;-std=c++20;-O2;-I..." -DSOURCE=compare_methods.cpp -DPROGRAM=$PWD/one -P compare_methods.cmake
 set(rows "method                  error  KB recalled  compile s\n")
 foreach(method full streaming_llm quest arkvale freekv_paper freekv_chunk_means)
   string(TIMESTAMP before "%s%f")

@@ -108,9 +108,9 @@ void compare_queries(job& j) {
     j.lines().add("query_cosine", full.name, "adjacent", mean(means), "",
                   {{"layer", layer}, {"by_head", means}});
     for (const int apart : distances) {
-      std::vector<double> farther;
-      for (int head = 0; head < shape.query_heads; ++head)
-        farther.push_back(mean(similarities(layer, head, apart)));
+      std::vector<double> farther = means;  // of adjacent steps
+      for (int head = 0; apart > 1 && head < shape.query_heads; ++head)
+        farther[static_cast<std::size_t>(head)] = mean(similarities(layer, head, apart));
       if (apart > 1) rows.back().push_back(fixed(mean(farther), 3));
       j.lines().add("query_cosine_apart", full.name, "mean", mean(farther), "",
                     {{"layer", layer}, {"apart", apart}});

@@ -112,11 +112,9 @@ void compare_poolings(job& j) {
       row.push_back(fixed(100 * q.attention.mean_mass(), 1) + " %");
       const nlohmann::ordered_json at{
           {"summary", summary}, {"pooling", pooling.name}, {"steps", a.steps}, {"route", "resident"}};
-      j.lines().add("pooling", c.name, "kl", kl.value, "nats", [&] {
-        auto all = at;
-        all.update({{"low", kl.low}, {"high", kl.high}});
-        return all;
-      }());
+      auto with_bounds = at;
+      with_bounds.update({{"low", kl.low}, {"high", kl.high}});
+      j.lines().add("pooling", c.name, "kl", kl.value, "nats", with_bounds);
       j.lines().add("pooling", c.name, "mass_kept", q.attention.mean_mass(), "", at);
     }
     rows.push_back(std::move(row));

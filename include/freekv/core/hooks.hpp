@@ -76,6 +76,18 @@ struct kind_defaults {
   }
 };
 
+/// Base of a kind whose policies may have `validate()`, which needs nothing of the setting.
+struct kind_of_self_contained : kind_defaults {
+  template <class P>
+  static constexpr bool offers(hook h) {
+    return h == hook::validate ? requires(const P p) { p.validate(); } : kind_defaults::offers<P>(h);
+  }
+  template <class P>
+  [[gnu::always_inline]] static void validate(const P& policy, const policy_setting&) {
+    policy.validate();
+  }
+};
+
 namespace detail {
 
 template <class P, hook Hook>

@@ -70,26 +70,13 @@ concept pinning_policy = policy<P> && std::same_as<typename P::policy_kind, pinn
 static_assert(pinning_policy<no_pins> && pinning_policy<pin_outliers<>>);
 
 /// Optional: `validate()`, `values()`.
-struct pinning_kind : kind_defaults {
+struct pinning_kind : kind_of_self_contained {
   using default_policy = no_pins;
   template <class P>
   struct check {
     static_assert(pinning_policy<P>,
                   "a pinning policy has a name, units -> int and worth(team, keys, scratch) -> float");
   };
-  template <class P>
-  static constexpr bool offers(hook h) {
-    switch (h) {
-      case hook::validate:
-        return requires(const P p) { p.validate(); };
-      default:
-        return kind_defaults::offers<P>(h);
-    }
-  }
-  template <class P>
-  [[gnu::always_inline]] static void validate(const P& policy, const policy_setting&) {
-    policy.validate();
-  }
 };
 
 }  // namespace freekv

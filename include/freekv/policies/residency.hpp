@@ -69,7 +69,7 @@ concept residency_policy = policy<R> && std::same_as<typename R::policy_kind, re
 static_assert(residency_policy<first_unselected<>> && residency_policy<least_recently_used<4>>);
 
 /// Optional: `validate()`, `values()`.
-struct residency_kind : kind_defaults {
+struct residency_kind : kind_of_self_contained {
   using default_policy = first_unselected<>;
   template <class P>
   struct check {
@@ -77,19 +77,6 @@ struct residency_kind : kind_defaults {
                   "a residency policy has a name, spare -> int and frees_before(unselected_slot, "
                   "unselected_slot) -> bool");
   };
-  template <class P>
-  static constexpr bool offers(hook h) {
-    switch (h) {
-      case hook::validate:
-        return requires(const P p) { p.validate(); };
-      default:
-        return kind_defaults::offers<P>(h);
-    }
-  }
-  template <class P>
-  [[gnu::always_inline]] static void validate(const P& policy, const policy_setting&) {
-    policy.validate();
-  }
 };
 
 }  // namespace freekv

@@ -55,7 +55,7 @@ concept selection_by_mass = selection_policy<S> && requires(const S s) {
 static_assert(selection_policy<top_k> && selection_by_mass<top_p>);
 
 /// Optional: `enough(mass) -> bool`, `validate()`, `values()`.
-struct selection_kind : kind_defaults {
+struct selection_kind : kind_of_self_contained {
   using default_policy = top_k;
   template <class P>
   struct check {
@@ -65,20 +65,10 @@ struct selection_kind : kind_defaults {
   };
   template <class P>
   static constexpr bool offers(hook h) {
-    switch (h) {
-      case hook::enough:
-        return requires(const P p) {
-          { p.enough(0.5f) } -> std::same_as<bool>;
-        };
-      case hook::validate:
-        return requires(const P p) { p.validate(); };
-      default:
-        return kind_defaults::offers<P>(h);
-    }
-  }
-  template <class P>
-  [[gnu::always_inline]] static void validate(const P& policy, const policy_setting&) {
-    policy.validate();
+    if (h != hook::enough) return kind_of_self_contained::offers<P>(h);
+    return requires(const P p) {
+      { p.enough(0.5f) } -> std::same_as<bool>;
+    };
   }
 };
 
