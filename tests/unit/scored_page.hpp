@@ -67,7 +67,7 @@ scored score_by(executor on, const Policy& whole, const page_case& c, int stride
   for (int t = 0; t < c.p; ++t) std::copy_n(keys.begin() + t * c.d, c.d, rows.begin() + t * stride);
   const int width = policy.width(page), query_width = freekv::summary_query_width(policy, c.d);
   std::vector<float> key_scratch(c.keys.size()), numbers(count(width)),
-      prepared(count(c.group * query_width));
+      prepared(count(freekv::prepared_queries::floats(c.group, query_width)));
   const std::size_t bytes = freekv::summary_bytes<E>(policy, page);
   constexpr std::byte guard{0xab};
   scored result{std::vector<std::byte>(bytes + 64, guard), std::vector<float>(count(width), -1.0f),
@@ -76,11 +76,9 @@ scored score_by(executor on, const Policy& whole, const page_case& c, int stride
   run_on(on, [&](auto team) {
     freekv::summarise_unit<E>(team, policy, freekv::head_slice<const E>{rows.data(), nullptr, stride}, page,
                               {key_scratch.data(), numbers.data()}, result.stored.data());
-    for (int g = 0; g < c.group; ++g)
-      freekv::prepare_query(team, policy, freekv::group_query{c.queries.data() + g * c.d, 1, c.d},
-                            prepared.data() + g * query_width);
-    freekv::score_unit<E>(team, policy, page, result.stored.data(),
-                          {prepared.data(), query_width, c.group, c.scale}, result.numbers.data(),
+    const auto queries =
+        freekv::prepare_queries(team, policy, {c.queries.data(), c.group, c.d}, c.scale, prepared.data());
+    freekv::score_unit<E>(team, policy, page, result.stored.data(), queries, result.numbers.data(),
                           {spread.data() + 1, 3});
     if constexpr (!freekv::scores_stored_bytes<std::remove_const_t<decltype(policy)>>)
       freekv::decode_summary<E>(team, policy, page, result.stored.data(), result.numbers.data());

@@ -262,6 +262,37 @@ TEST_CASE("a token whose coefficients are subnormal leaves its neighbours' codes
     }
 }
 
+TEMPLATE_TEST_CASE("key_codes scores four query heads at once as it scores each", "[summary]", float,
+                   freekv::half) {
+  dice d(37);
+  int finite = 0, not_numbers = 0, infinite = 0;
+  for (int trial = 0; trial < 40; ++trial) {
+    auto c = make_page<TestType>(d);
+    freekv::key_codebooks form{nullptr, 1, 1, c.d, 2, 2, 3, 2};
+    auto data = random_codebooks(d, form);
+    form.data = data.data();
+    const freekv::key_codes<3, 2> codes{{}, {}, form};
+    if (trial % 4 == 1) c.keys[count(d.below(static_cast<int>(c.keys.size())))] = quiet_nan;
+    if (trial % 4 == 2) c.queries[count(d.below(static_cast<int>(c.queries.size())))] = 3e38f;
+    const auto want = score_by<TestType>(one_lane, codes, c, c.d);
+    for (const executor on : executors()) {
+      const auto got = score_by<TestType>(on, codes, c, c.d);
+      if (got.stored != want.stored) continue;  // two centroids were as near
+      INFO(c << " on " << on);
+      for (int g = 0; g < c.group; ++g) {
+        const float x = got.scores[count(g)], y = want.scores[count(g)];
+        finite += std::fabs(x) < 1e30f;
+        not_numbers += x == -inf;
+        infinite += x == largest;
+        CHECK(is_near(x, static_cast<double>(y), 1e-5 * std::max(1.0, std::fabs(static_cast<double>(y)))));
+      }
+    }
+  }
+  CHECK(finite > 50);
+  CHECK(not_numbers > 5);
+  CHECK(infinite > 0);
+}
+
 /// Pages of one KV head scored together and one by one.
 template <class E, class Policy>
 void compare_together(const Policy& policy, dice& d) {

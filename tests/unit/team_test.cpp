@@ -230,6 +230,53 @@ TEST_CASE("exp is within 2 ulp over the whole range", "[team]") {
   }
 }
 
+TEST_CASE("bounded_exp has the bits of exp up to 88, and NaN", "[team]") {
+  std::vector<float> x{quiet_nan, -inf, -0.0f, 0.0f, -largest, 88.0f, -87.336544f, -87.33655f};
+  const auto last = std::bit_cast<std::uint32_t>(120.0f);
+  for (std::uint32_t bits = 0; bits < last; bits += 2999)
+    for (const float sign : {1.0f, -1.0f})
+      if (const float number = sign * std::bit_cast<float>(bits); number <= 88.0f) x.push_back(number);
+  while (x.size() % 8 != 0) x.push_back(0.0f);
+  for (const executor on : executors()) {
+    INFO(on);
+    const auto exact =
+        elementwise(on, x, x, [](auto team, const auto& p, const auto&) { return team.exp(p); });
+    const auto got =
+        elementwise(on, x, x, [](auto team, const auto& p, const auto&) { return team.bounded_exp(p); });
+    int wrong = 0;
+    for (std::size_t i = 0; i < x.size(); ++i) wrong += !same_number(got[i], exact[i]);
+    CHECK(wrong == 0);
+  }
+}
+
+TEST_CASE("halves of four lanes are loaded, exchanged, and stored side by side", "[team]") {
+  std::array<float, 32> numbers;
+  for (std::size_t i = 0; i < numbers.size(); ++i) numbers[i] = static_cast<float>(i);
+  int teams = 0;
+  for (const executor on : executors()) {
+    INFO(on);
+    run_on(on, [&](auto team) {
+      if constexpr (freekv::team_of_halves<decltype(team)>) {
+        std::array<float, 8> got;
+        const auto x = team.load_halves(&numbers[3], &numbers[20]);
+        team.store(got.data(), x);
+        CHECK(got == std::array{3.0f, 4.0f, 5.0f, 6.0f, 20.0f, 21.0f, 22.0f, 23.0f});
+        team.store(got.data(), team.swap_halves(x));
+        CHECK(got == std::array{20.0f, 21.0f, 22.0f, 23.0f, 3.0f, 4.0f, 5.0f, 6.0f});
+        const typename decltype(team)::pack four[4] = {team.load(&numbers[0]), team.load(&numbers[8]),
+                                                       team.load(&numbers[16]), team.load(&numbers[24])};
+        std::array<float, 32> by_four, want;
+        team.store_by_four(by_four.data(), four);
+        for (std::size_t i = 0; i < 8; ++i)
+          for (std::size_t g = 0; g < 4; ++g) want[4 * i + g] = numbers[8 * g + i];
+        CHECK(by_four == want);
+        ++teams;
+      }
+    });
+  }
+  CHECK(teams == static_cast<int>(executors().size()) - 1);
+}
+
 TEST_CASE("exp of what is not finite, and of zero, in every lane", "[team]") {
   for (const executor on : executors()) {
     INFO(on);

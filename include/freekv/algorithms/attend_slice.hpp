@@ -122,7 +122,7 @@ FREEKV_HD void attend_block(T team, const group_query& query, int first_head, in
     const pack base(mass.max);
     pack total(0.0f);
     for (int t = 0; t < padded; t += width) {
-      const pack weight = team.exp(team.load(weights + t) - base);
+      const pack weight = team.bounded_exp(team.load(weights + t) - base);
       team.store(weights + t, weight);
       total = total + weight;
     }

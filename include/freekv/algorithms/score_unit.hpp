@@ -44,16 +44,24 @@ FREEKV_HD void score_unit(T team, const S& summary, page_geometry page, const st
     team.sync();
   }
   bool nan = false;
-  for (int g = 0; g < queries.group; ++g) {
-    const unit_query query{queries.data + g * queries.width, page, queries.scale};
-    float score;
-    if constexpr (scores_stored_bytes<S>)
-      score = summary.score(team, query, stored);
-    else
-      score = summary.score(team, query, numbers);
+  const auto query = [&](int g) { return unit_query{queries.data + g * queries.width, page, queries.scale}; };
+  const auto put = [&](int g, float score) {
     nan = nan || score != score;
     out.first[g * out.stride] = clamp_score(score);
-  }
+  };
+  bool scored = false;
+  if constexpr (scores_four_heads<S, T>)
+    for (int first = 0; queries.by_four && first < queries.group; first += 4) {
+      float scores[T::width];
+      team.store(scores, summary.score_four(team, query(first), stored));
+      for (int g = first; g < first + 4 && g < queries.group; ++g) put(g, scores[g - first]);
+      scored = true;
+    }
+  for (int g = 0; !scored && g < queries.group; ++g)
+    if constexpr (scores_stored_bytes<S>)
+      put(g, summary.score(team, query(g), stored));
+    else
+      put(g, summary.score(team, query(g), numbers));
   for (int g = 0; nan && g < queries.group; ++g) out.first[g * out.stride] = -infinity;
 }
 

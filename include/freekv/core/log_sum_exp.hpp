@@ -34,8 +34,8 @@ struct log_sum_exp {
     if (!(m <= max)) raise(m);
     if (!(max > -infinity && max < infinity)) return;
     const typename T::pack base(max);
-    auto total = team.exp(x[0] - base);
-    for (int i = 1; i < count; ++i) total = total + team.exp(x[i] - base);
+    auto total = team.bounded_exp(x[0] - base);
+    for (int i = 1; i < count; ++i) total = total + team.bounded_exp(x[i] - base);
     sum = rounded_sum(sum, team.sum(total));
   }
 

@@ -61,12 +61,16 @@ struct unit_query {
   float scale = 1.0f;
 };
 
-/// The prepared queries of one group: (group, width).
+/// The prepared queries of one group: (group, width), or `by_four`: (group / 4 rounded up, width, 4 query heads).
 struct prepared_queries {
   const float* data = nullptr;
   int width = 0;
   int group = 1;
   float scale = 1.0f;
+  bool by_four = false;
+
+  /// Floats that they take at most.
+  FREEKV_HD static constexpr int floats(int heads, int width) { return (heads + 3) / 4 * 4 * width; }
 };
 
 /// Places of a unit's scores: query head g's is `first[g * stride]`.

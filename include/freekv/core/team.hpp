@@ -13,6 +13,7 @@
 //   maximum(a, b), minimum      elementwise; NaN if either is NaN
 //   select_greater(a, b, x, y)  elementwise a > b ? x : y; y where either is NaN
 //   exp(x), log(x), tanh(x)     elementwise, to about 2 ulp; exp may be 0 below -87.3; log of x >= 0 or NaN
+//   bounded_exp(x)              exp(x) of x that is at most 88, or NaN: the same bits by fewer instructions
 //   sum(x), max(x)              over the lanes, to a float that all lanes see; max is NaN if any lane is
 //   sum_each(x)                 of an array of `width` packs: lane i is sum(x[i])
 //   load_codes<bits>(p, i)      codes i .. i + width, i a multiple of width, as floats, of a stream of unsigned
@@ -26,6 +27,9 @@
 //   sync()                      what one lane wrote is visible to the others after it
 //   stage(p, n, to)             if it has it: copies n bytes, a multiple of 4 of that alignment, to memory that is faster
 //                               to read again, n + 16 bytes of an alignment of 16, and returns where they are
+//   load_halves(p, q)           if it has it, of 8 lanes: p[0 .. 4), then q[0 .. 4)
+//   swap_halves(x)              and then: the second four lanes, then the first
+//   store_by_four(p, x)         and then: of an array of 4 packs p[4 * i + g] is lane i of x[g]
 //   apart(body)                 if it has it: body() as a function of its own, which all share who call it with a body of
 //                               the same type
 //   wide                        if it has it: a type with more lanes for products of rows whose length its width divides.
@@ -59,6 +63,7 @@ concept team = std::semiregular<typename T::pack> && std::constructible_from<typ
   { t.minimum(x, x) } -> std::same_as<typename T::pack>;
   { t.select_greater(x, x, x, x) } -> std::same_as<typename T::pack>;
   { t.exp(x) } -> std::same_as<typename T::pack>;
+  { t.bounded_exp(x) } -> std::same_as<typename T::pack>;
   { t.log(x) } -> std::same_as<typename T::pack>;
   { t.tanh(x) } -> std::same_as<typename T::pack>;
   { t.sum(x) } -> std::same_as<float>;
@@ -77,6 +82,13 @@ concept team = std::semiregular<typename T::pack> && std::constructible_from<typ
   { t.lane() } -> std::same_as<int>;
   { t.lanes() } -> std::same_as<int>;
   t.sync();
+};
+
+/// A team with lanes for four query heads at a time, twice.
+template <class T>
+concept team_of_halves = team<T> && T::width == 8 &&
+                         requires(const T t, typename T::pack x, const float* in) {
+  { t.load_halves(in, in) } -> std::same_as<typename T::pack>;
 };
 
 /// A team for all that multiplies no rows: its `narrow`, a base that differs from it by `wide` alone, or itself.
@@ -136,6 +148,7 @@ struct scalar_team {
   FREEKV_HD pack maximum(pack a, pack b) const { return pack(maximum(a.x, b.x)); }
   FREEKV_HD pack minimum(pack a, pack b) const { return pack(minimum(a.x, b.x)); }
   FREEKV_HD pack exp(pack x) const { return pack(::expf(x.x)); }
+  FREEKV_HD pack bounded_exp(pack x) const { return exp(x); }
   FREEKV_HD pack log(pack x) const { return pack(::logf(x.x)); }
   FREEKV_HD pack tanh(pack x) const { return pack(::tanhf(x.x)); }
   FREEKV_HD pack select_greater(pack a, pack b, pack x, pack y) const { return a.x > b.x ? x : y; }

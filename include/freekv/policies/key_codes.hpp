@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <freekv/core/unroll.hpp>
 #include <freekv/policies/mean_summaries.hpp>
 
 namespace freekv {
@@ -10,6 +11,7 @@ namespace freekv {
 /// `dims` of its coefficients.
 struct codebook {
   static constexpr int centroids_per_code = 256;
+  static constexpr int most_dims = 256;
 
   const float* offset = nullptr;     ///< (head_dim), taken off first
   const float* rows = nullptr;       ///< (codes * dims, head_dim), orthonormal
@@ -81,6 +83,34 @@ struct codebook {
           team.store(row + c, d == 0 ? product : team.load(row + c) + product);
         }
       }
+  }
+
+  /// The same for up to four query heads: (codes, 256, 4).
+  template <team_of_halves T>
+  void tabulate_four(T team, const group_query& queries, float* table) const {
+    using pack = typename T::pack;
+    for (int nth = 0; nth < codes; ++nth) {
+      float of_query[most_dims][4];
+      for (int d = 0; d < dims; ++d)
+        for (int g = 0; g < 4; ++g)
+          of_query[d][g] = g >= queries.group
+                               ? 0.0f
+                               : detail::inner_product(team, rows + (nth * dims + d) * head_dim,
+                                                       queries.head(g), head_dim);
+      const float* const of_code = centroids + nth * dims * centroids_per_code;
+      for (int c = 0; c < centroids_per_code; c += T::width) {
+        pack a(0.0f), b(0.0f), e(0.0f), f(0.0f);
+        for (int d = 0; d < dims; ++d) {
+          const pack of_dim = team.load(of_code + d * centroids_per_code + c);
+          a = a + pack(of_query[d][0]) * of_dim;
+          b = b + pack(of_query[d][1]) * of_dim;
+          e = e + pack(of_query[d][2]) * of_dim;
+          f = f + pack(of_query[d][3]) * of_dim;
+        }
+        const pack products[4] = {a, b, e, f};
+        team.store_by_four(table + (nth * centroids_per_code + c) * 4, products);
+      }
+    }
   }
 };
 
@@ -170,6 +200,7 @@ struct key_codes<Codes, MeanCodes>::head_policy {
   key_codes policy;
   codebook mean, token;
   static constexpr float not_finite = 255.0f;  ///< as the first code of a mean
+  static constexpr int row_of_four = codebook::centroids_per_code * 4;
 
   FREEKV_HD constexpr int width(page_geometry page) const { return policy.width(page); }
   FREEKV_HD constexpr int query_width(int head_dim) const { return policy.query_width(head_dim); }
@@ -245,6 +276,55 @@ struct key_codes<Codes, MeanCodes>::head_policy {
       mass.add(team, &sum, 1);
     }
     return mass.value();
+  }
+
+  /// Four query heads' products lie side by side, so that a token's code is looked up once for all of them: products of
+  /// means (mean codes, 256, 4), then of tokens (codes, 256, 4).
+  template <team_of_halves T>
+  void prepare_four(T team, const group_query& queries, float* prepared) const {
+    mean.tabulate_four(team, queries, prepared);
+    token.tabulate_four(team, queries, prepared + mean.codes * row_of_four);
+    for (int g = 0; g < 4; ++g) prepared[static_cast<int>(not_finite) * 4 + g] = NAN;
+  }
+  /// Lanes are two tokens of four heads each.
+  template <team_of_halves T>
+  typename T::pack score_four(T team, const unit_query& query, const std::byte* stored) const {
+    using pack = typename T::pack;
+    constexpr int at_once = 8;  // tokens
+    const auto* code = reinterpret_cast<const std::uint8_t*>(stored);
+    const float* table = query.data;
+    pack of_mean(0.0f);
+    for (int nth = 0; nth < mean.codes; ++nth, table += row_of_four) {
+      const float* const entry = table + code[nth] * 4;
+      of_mean = of_mean + team.load_halves(entry, entry);
+    }
+    code += mean.codes;
+    const pack scale(query.scale), base = scale * of_mean, largest_float(std::numeric_limits<float>::max());
+    const int tokens = query.page.tokens;
+    const auto larger = [&](const pack& a, const pack& b) { return team.select_greater(a, b, a, b); };
+    // As log_sum_exp, of finite numbers; what is not, or NaN, is put right in the end.
+    pack most = pack(0.0f) - largest_float, sum(0.0f);
+    for (int t = 0; t < tokens; t += at_once) {
+      pack x[at_once / 2];
+      unroll<at_once / 2>([&](auto i) {
+        const auto entries = [&](int nth) {
+          const float* const row = table + nth * row_of_four;
+          const std::uint8_t* const two = code + nth * tokens + t + 2 * i;
+          return team.load_halves(row + two[0] * 4, row + two[1] * 4);
+        };
+        pack of_token = entries(0);
+        for (int nth = 1; nth < token.codes; ++nth) of_token = of_token + entries(nth);
+        x[i] = base + scale * of_token;
+      });
+      pack largest = x[0];
+      unroll<at_once / 2>([&](auto i) { largest = larger(x[i], largest); });
+      largest = larger(larger(largest, team.swap_halves(largest)), most);
+      sum = sum * team.bounded_exp(most - largest);
+      unroll<at_once / 2>([&](auto i) { sum = sum + team.bounded_exp(x[i] - largest); });
+      most = largest;
+    }
+    sum = sum + team.swap_halves(sum);
+    return team.select_greater(most, largest_float, most, most + team.log(sum));
   }
 
   template <class Key, team T>

@@ -48,7 +48,7 @@ struct mean_softmax {
     for (int g = 1; g < row.group; ++g) largest = team.maximum(largest, row.log_share(team, g, j));
     largest = team.select_greater(largest, pack(-infinity), largest, pack(0.0f));
     pack sum(0.0f);
-    for (int g = 0; g < row.group; ++g) sum = sum + team.exp(row.log_share(team, g, j) - largest);
+    for (int g = 0; g < row.group; ++g) sum = sum + team.bounded_exp(row.log_share(team, g, j) - largest);
     return largest + team.log(sum) - pack(::logf(static_cast<float>(row.group)));
   }
 };

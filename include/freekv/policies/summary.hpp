@@ -130,6 +130,36 @@ FREEKV_HD void prepare_query(T team, const S& summary, const group_query& query,
     for (int i = 0; i < query.head_dim; i += T::width) team.store(prepared + i, team.load(query.data + i));
 }
 
+/// Whether a summary, on that team, scores four query heads at once: `prepare_four(team, query, prepared)` has up to four
+/// heads to (query_width, 4), `score_four(team, query, stored)` returns their scores in the first four lanes.
+template <class S, class T>
+concept scores_four_heads = team_of_halves<T> &&
+    requires(const S s, T team, group_query queries, unit_query query, float* prepared,
+             const std::byte* stored) {
+  s.prepare_four(team, queries, prepared);
+  { s.score_four(team, query, stored) } -> std::same_as<typename T::pack>;
+};
+
+/// Prepares the queries of a group for scoring by that team: to `prepared` (prepared_queries::floats).
+template <team T, class S>
+FREEKV_HD prepared_queries prepare_queries(T team, const S& summary, const group_query& query, float scale,
+                                           float* prepared) {
+  prepared_queries all{prepared, summary_query_width(summary, query.head_dim), query.group, scale};
+  const auto heads = [&](int first, int count) {
+    return group_query{query.head(first), count, query.head_dim, query.step};
+  };
+  if constexpr (scores_four_heads<S, T>)
+    if (query.group > 1) {
+      all.by_four = true;
+      for (int g = 0; g < query.group; g += 4)
+        summary.prepare_four(team, heads(g, query.group - g < 4 ? query.group - g : 4),
+                             prepared + g * all.width);
+      return all;
+    }
+  for (int g = 0; g < query.group; ++g) prepare_query(team, summary, heads(g, 1), prepared + g * all.width);
+  return all;
+}
+
 /// `count` numbers as consecutive elements.
 template <element Stored, team T>
 FREEKV_HD void narrow_numbers(T team, const float* numbers, int count, std::byte* out) {

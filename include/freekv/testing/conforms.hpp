@@ -98,14 +98,14 @@ scored_unit<Element> score_by(T team, const Policy& policy, const std::vector<El
   const int width = policy.width(page), query_width = summary_query_width(policy, d);
   scored_unit<Element> unit{std::vector<float>(size(width)), std::vector<float>(size(width)),
                             std::vector<float>(size(group))};
-  std::vector<float> key_scratch(keys.size()), prepared(size(group * query_width));
+  std::vector<float> key_scratch(keys.size()), prepared(size(prepared_queries::floats(group, query_width)));
   std::vector<std::byte> bytes(summary_bytes<Element>(policy, page));
   summarise_unit<Element>(team, policy, head_slice<const Element>{keys.data(), nullptr, d}, page,
                           {key_scratch.data(), unit.numbers.data()}, bytes.data());
-  for (int g = 0; g < group; ++g)
-    prepare_query(team, policy, group_query{queries.data() + g * d, 1, d}, prepared.data() + g * query_width);
-  score_unit<Element>(team, policy, page, bytes.data(), {prepared.data(), query_width, group, scale},
-                      unit.stored.data(), {unit.scores.data(), 1});
+  const auto of_group =
+      prepare_queries(team, policy, group_query{queries.data(), group, d}, scale, prepared.data());
+  score_unit<Element>(team, policy, page, bytes.data(), of_group, unit.stored.data(),
+                      {unit.scores.data(), 1});
   return unit;
 }
 

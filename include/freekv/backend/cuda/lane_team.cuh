@@ -98,6 +98,7 @@ struct lane_team {
   __device__ pack exp(const pack& x) const {
     return pack::of([&](auto i) { return ::expf(x.x[i]); });
   }
+  __device__ pack bounded_exp(const pack& x) const { return exp(x); }
   __device__ pack log(const pack& x) const {
     return pack::of([&](auto i) { return ::logf(x.x[i]); });
   }

@@ -180,10 +180,7 @@ class head_selection {
     resolve(policies_.summary, [&](const auto& summary) {
       with_team(set_, [&](auto team) {
         const auto policy = summary_at(summary, s_.layer, at_.head);
-        prepared_ = {w_.query, summary_query_width(policy, State::head_dim), query_.group, s_.scale};
-        for (int g = 0; g < query_.group; ++g)
-          prepare_query(team, policy, group_query{query_.head(g), 1, State::head_dim},
-                        w_.query + g * prepared_.width);
+        prepared_ = prepare_queries(team, policy, query_, s_.scale, w_.query);
       });
     });
   }
@@ -386,8 +383,8 @@ class head_selection {
   std::int64_t stride_;
   group_query query_;
   prepared_queries prepared_{};
-  int scored_ = 0, pooled_ = 0;             // candidates that have been
-  log_sum_exp mass_of_all_;  // of the pooled scores, once it is known
+  int scored_ = 0, pooled_ = 0;  // candidates that have been
+  log_sum_exp mass_of_all_;      // of the pooled scores, once it is known
   bool knows_mass_of_all_ = false;
 };
 

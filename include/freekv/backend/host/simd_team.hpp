@@ -27,7 +27,11 @@ struct alignas(32) pack8 {
   float8 v;
   pack8() = default;
   [[gnu::always_inline]] explicit pack8(const float8& x) : v(x) {}
-  [[gnu::always_inline]] pack8(float x) : v(float8{x, x, x, x, x, x, x, x}) {}
+  // By halves: of eight equal lanes GCC makes eight insertions, and of these one broadcast.
+  [[gnu::always_inline]] pack8(float x) {
+    const float4 half{x, x, x, x};
+    v = __builtin_shufflevector(half, half, 0, 1, 2, 3, 4, 5, 6, 7);
+  }
   [[gnu::always_inline]] friend pack8 operator+(const pack8& a, const pack8& b) { return pack8(a.v + b.v); }
   [[gnu::always_inline]] friend pack8 operator-(const pack8& a, const pack8& b) { return pack8(a.v - b.v); }
   [[gnu::always_inline]] friend pack8 operator*(const pack8& a, const pack8& b) { return pack8(a.v * b.v); }
@@ -194,28 +198,17 @@ struct simd_team {
   /// e^x = 2^n * e^r with n = round(x / ln 2), |r| <= ln(2)/2, e^r by its Taylor polynomial of degree 7; 0
   /// below -87.3 (no subnormal results), infinity above 88.7.
   [[gnu::always_inline]] pack exp(const pack& x) const {
-    const float8 zero{};
-    const float8 low = zero - 87.336544f, high = zero + 88.722839f;
-    float8 clamped = Instructions::where_greater(low, x.v, low, x.v).v;
-    clamped = Instructions::where_greater(clamped, high, high, clamped).v;
-    const float8 round = zero + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const float8 n = (clamped * 1.44269504f + round) - round;
-    const float8 r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
-    float8 e = zero + 1.9841270e-4f;
-    e = e * r + 1.3888889e-3f;
-    e = e * r + 8.3333333e-3f;
-    e = e * r + 4.1666667e-2f;
-    e = e * r + 1.6666667e-1f;
-    e = e * r + 0.5f;
-    e = e * r + 1.0f;
-    e = e * r + 1.0f;
-    // Two factors, since 2^128 alone is no float.
-    const int8x32 whole = __builtin_convertvector(n, int8x32);
-    const int8x32 first = whole >> 1;
-    e = e * power_of_two(first).v * power_of_two(whole - first).v;
-    e = Instructions::where_greater(low, x.v, zero, e).v;
-    e = Instructions::where_greater(x.v, high, zero + __builtin_inff(), e).v;
+    const float8 high = float8{} + 88.722839f;
+    const pack power =
+        power_of_e(Instructions::where_greater(x.v, high, high, x.v), [](const int8x32& whole, float8& e) {
+          const int8x32 first = whole >> 1;  // two factors, since 2^128 alone is no float
+          e = e * power_of_two(first).v * power_of_two(whole - first).v;
+        });
+    const float8 e = Instructions::where_greater(x.v, high, float8{} + __builtin_inff(), power.v).v;
     return Instructions::where_equal(x.v, x.v, e, x.v);
+  }
+  [[gnu::always_inline]] pack bounded_exp(const pack& x) const {
+    return power_of_e(x, [](const int8x32& whole, float8& e) { e = e * power_of_two(whole).v; });
   }
 
   /// ln x = k * ln 2 + ln m with m in [sqrt(1/2), sqrt(2)), ln m = 2 * atanh((m - 1) / (m + 1)) by its
@@ -305,6 +298,33 @@ struct simd_team {
                        table[codes[5]], table[codes[6]], table[codes[7]]});
   }
 
+  [[gnu::always_inline]] pack load_halves(const float* p, const float* q) const {
+    float4 low, high;
+    std::memcpy(&low, p, sizeof low);
+    std::memcpy(&high, q, sizeof high);
+    return pack(__builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7));
+  }
+  [[gnu::always_inline]] pack swap_halves(const pack& x) const {
+    return pack(__builtin_shufflevector(x.v, x.v, 4, 5, 6, 7, 0, 1, 2, 3));
+  }
+  [[gnu::always_inline]] void store_by_four(float* p, const pack (&x)[4]) const {
+    const float8 a = __builtin_shufflevector(x[0].v, x[1].v, 0, 8, 1, 9, 4, 12, 5, 13),
+                 b = __builtin_shufflevector(x[0].v, x[1].v, 2, 10, 3, 11, 6, 14, 7, 15),
+                 c = __builtin_shufflevector(x[2].v, x[3].v, 0, 8, 1, 9, 4, 12, 5, 13),
+                 d = __builtin_shufflevector(x[2].v, x[3].v, 2, 10, 3, 11, 6, 14, 7, 15);
+    // Lanes 0 and 4, 1 and 5, 2 and 6, 3 and 7 of all four.
+    const float8 all[4] = {__builtin_shufflevector(a, c, 0, 1, 8, 9, 4, 5, 12, 13),
+                           __builtin_shufflevector(a, c, 2, 3, 10, 11, 6, 7, 14, 15),
+                           __builtin_shufflevector(b, d, 0, 1, 8, 9, 4, 5, 12, 13),
+                           __builtin_shufflevector(b, d, 2, 3, 10, 11, 6, 7, 14, 15)};
+    for (int i = 0; i < 4; ++i) {
+      const float4 low = __builtin_shufflevector(all[i], all[i], 0, 1, 2, 3),
+                   high = __builtin_shufflevector(all[i], all[i], 4, 5, 6, 7);
+      std::memcpy(p + 4 * i, &low, sizeof low);
+      std::memcpy(p + 4 * (i + 4), &high, sizeof high);
+    }
+  }
+
   [[gnu::always_inline]] void widen(const float* in, float* out, int n) const {
     std::memcpy(out, in, static_cast<std::size_t>(n) * sizeof(float));
   }
@@ -322,6 +342,25 @@ struct simd_team {
   void sync() const {}
 
  private:
+  /// e^x of x that is at most 88.7, or NaN; `scale(n, e)` multiplies e by 2^n.
+  template <class Scale>
+  [[gnu::always_inline]] static pack power_of_e(const pack& x, const Scale& scale) {
+    const float8 zero{}, low = zero - 87.336544f;
+    const float8 clamped = Instructions::where_greater(low, x.v, low, x.v).v;
+    const float8 round = zero + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const float8 n = (clamped * 1.44269504f + round) - round;
+    const float8 r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+    float8 e = zero + 1.9841270e-4f;
+    e = e * r + 1.3888889e-3f;
+    e = e * r + 8.3333333e-3f;
+    e = e * r + 4.1666667e-2f;
+    e = e * r + 1.6666667e-1f;
+    e = e * r + 0.5f;
+    e = e * r + 1.0f;
+    e = e * r + 1.0f;
+    scale(__builtin_convertvector(n, int8x32), e);
+    return Instructions::where_greater(low, x.v, zero, e);
+  }
   [[gnu::always_inline]] static pack power_of_two(const int8x32& exponent) {
     const int8x32 bits = (exponent + 127) << 23;
     float8 power;
@@ -330,7 +369,7 @@ struct simd_team {
   }
 };
 
-static_assert(team<simd_team<portable>>);
+static_assert(team<simd_team<portable>> && team_of_halves<simd_team<portable>>);
 
 #if defined(__x86_64__)
 /// Team of an x86-64 without AVX2: these are old, and code for them is to compile fast rather than to run fast.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <freekv/core/log_sum_exp.hpp>
+#include <freekv/core/shape.hpp>
 #include <freekv/storage/memory.hpp>
 
 namespace freekv::host {
@@ -33,7 +34,7 @@ inline constexpr int most_staged = 16;
 struct workspace {
   float* block = nullptr;         // keys and values being attended, or a page's keys being summarised
   float* numbers = nullptr;       // a decoded summary
-  float* query = nullptr;         // (group, head_dim) scaled, or (scoring heads, query_width) prepared
+  float* query = nullptr;         // (group, head_dim) scaled, or prepared queries of the scoring heads
   float* pooled_query = nullptr;  // (head_dim)
   log_sum_exp* mass = nullptr;    // (2, group): two attention parts
   float* weighted = nullptr;      // (2, group, head_dim)
@@ -52,7 +53,8 @@ struct workspace {
     workspace w;
     w.block = memory.take<float>(n(std::max(s.attention_floats, s.page_tokens * s.head_dim)));
     w.numbers = memory.take<float>(n(s.summary_width));
-    w.query = memory.take<float>(n(std::max(s.group * s.head_dim, scoring_heads * s.query_width)));
+    w.query = memory.take<float>(
+        n(std::max(s.group * s.head_dim, prepared_queries::floats(scoring_heads, s.query_width))));
     w.pooled_query = memory.take<float>(n(s.head_dim));
     w.mass = memory.take<log_sum_exp>(n(2 * s.group));
     w.weighted = memory.take<float>(n(2 * s.group * s.head_dim));
