@@ -161,6 +161,7 @@ struct scratch_memory {
     bytes.assign(counted.used(), std::byte{0xff});  // NaN
     carver memory(bytes.data());
     view = device::paged_scratch(memory, attention, block_tokens, head_dim);
+    view.clear(nullptr);
   }
 };
 

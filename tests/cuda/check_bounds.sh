@@ -24,8 +24,7 @@ bounds() {
 # rows does: it weighs more in a short context. An upload reads page-locked memory in fours and eights.
 everywhere=(
   '.*: local_bytes==0'
-  'attend_parts: sector_efficiency>=0.85, conflicts<=1.0, longest_warp<=5000, load_rounds.first<=5, load_rounds.block<=7'
-  'merge_attention: sector_efficiency>=0.75, conflicts<=1.0, longest_warp<=1300, load_rounds.block<=6'
+  'attend_parts: sector_efficiency>=0.85, conflicts<=1.0, longest_warp<=6400, load_rounds.first<=5, load_rounds.block<=7'
 )
 # What selects behind scores, in the last block of a head's, has a chain of its own, and its histograms conflict. Where nothing
 # is flagged what would correct ends; where all heads are, what would speculate.

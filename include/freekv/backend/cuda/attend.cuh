@@ -9,6 +9,7 @@
 #include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/lane_attention.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
+#include <freekv/backend/cuda/last_block.cuh>
 #include <freekv/backend/cuda/merge_parts.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
@@ -26,7 +27,7 @@ struct attend_tuning {
   int part_tokens = 64;          ///< of a budgeted row that one team attends to
   int part_tokens_of_all = 512;  ///< of a row that attends to everything
   int rows_of_all = 16;          ///< that attend to everything in one launch; more take turns
-  int merge_threads = 256;       ///< of a block that merges a query head of a row
+  int merge_threads = 256;       ///< of a block that merges a query head of a row by itself
   constexpr bool valid() const {
     return valid_block(threads, registers) && valid_block(threads, tensor_registers) && heads >= 1 &&
            heads <= 8 && part_tokens >= 8 && part_tokens_of_all >= part_tokens && rows_of_all >= 1;
@@ -228,69 +229,92 @@ __device__ void attend_encoded(Team team, Attention& attention, const State& s, 
   team.sync();  // as above
 }
 
-/// A team attends with a tile's query heads to one part of a row.
+/// Merges the parts of a query head of a row, and writes its output.
+template <class Merging, class State>
+__device__ void merge_head(const State& s, const attention_scratch_memory& scratch, const parts_of_row& of,
+                           int parts, int row, int query_head, const attention_output& to,
+                           typename Merging::storage& shared) {
+  Merging::merge(scratch, of.at(query_head, 0), parts,
+                 s.sink_logits == nullptr ? -infinity : s.sink_logits[query_head], to,
+                 std::int64_t{row} * s.heads.query + query_head, shared);
+}
+
+/// A team attends with a tile's query heads to one part of a row; the last block of the row and tile merges its parts.
 template <multiplies By, class State, class Codec>
 __global__ void attend_parts(State s, Codec codec, step_view step, const float* queries, attended_rows rows,
-                             attention_scratch_memory scratch) {
+                             attention_scratch_memory scratch, attention_output out) {
   constexpr int d = State::head_dim;
   using element = typename State::element;
   using attention_type = tile_attention<By, d, element>;
   using block_type = attend_block<attention_type, d, element, Codec>;
-  __shared__ typename block_type::storage shared[block_type::teams];
+  using storage = typename block_type::storage;
+  using merging = merge_block<block_type::size.threads, d>;
+  constexpr std::size_t of_teams = sizeof(storage) * block_type::teams;
+  constexpr std::size_t bytes =
+      of_teams > sizeof(typename merging::storage) ? of_teams : sizeof(typename merging::storage);
+  __shared__ alignas(16) std::byte shared[bytes];  // attention's, then merging's
+  __shared__ std::uint32_t before;
   const typename attention_type::team_type team;
   const auto tile = head_tile<attention_type::heads>::nth(static_cast<int>(blockIdx.y), s.heads.group());
-  const int part = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
   const int row = rows.first + static_cast<int>(blockIdx.z);
   const step_entry* const entry = step.entry_of(row);
-  if (entry == nullptr || !rows.has(step, entry) || part >= rows.parts) return;
+  if (entry == nullptr || !rows.has(step, entry)) return;
   const auto list = attended_list::of(s, *entry, row, tile.kv_head, rows);
   const int each = entries_of_part(list.entries.complete, s.page.tokens, s.unit.tokens);
-  const int begin = part * each, end = begin + each < list.size() ? begin + each : list.size();
-  if (begin >= end) return;
+  const int parts = (list.size() + each - 1) / each,
+            blocks = (parts + block_type::teams - 1) / block_type::teams;
+  if (static_cast<int>(blockIdx.x) >= blocks) return;
 
-  auto& mine = shared[static_cast<int>(threadIdx.x) / team.lanes()];
-  attention_type attention(mine);
-  begin_tile<d>(team, attention, tile, queries + std::int64_t{row} * s.heads.query * d, s.scale);
-  const auto entries = [&](int i) {
-    const unsigned attending = attending_heads(s, list, i, tile);
-    if (attending == 0) return entry_rows<element>{};
-    return entry_rows<element>{as_const(attended_slice<Codec>(s, list, i)), list.entries.part(i).tokens,
-                               attending};
-  };
-  if constexpr (encodes_pages<Codec>)
-    for (int i = begin; i < end; ++i) {
-      const unsigned attending = attending_heads(s, list, i, tile);
-      if (attending != 0 && is_encoded<Codec>(s, list, i))
-        attend_encoded<block_type>(team, attention, s, codec, {list.step.sequence, list.head},
-                                   list.entries.part(i), mine, attending);
-      else
-        attention.attend_entries(team, i, i + 1, entries, s.soft_cap);
-    }
-  else
-    attention.attend_entries(team, begin, end, entries, s.soft_cap);
+  const int nth = static_cast<int>(threadIdx.x) / team.lanes();
+  const int part = static_cast<int>(blockIdx.x) * block_type::teams + nth;
+  const int begin = part * each, end = begin + each < list.size() ? begin + each : list.size();
   const parts_of_row to{std::int64_t{blockIdx.z} * s.heads.query, rows.parts};
-  store_tile<d>(team, attention, tile, scratch, to, part);
+  if (begin < end) {
+    storage& mine = reinterpret_cast<storage*>(shared)[nth];
+    attention_type attention(mine);
+    begin_tile<d>(team, attention, tile, queries + std::int64_t{row} * s.heads.query * d, s.scale);
+    const auto entries = [&](int i) {
+      const unsigned attending = attending_heads(s, list, i, tile);
+      if (attending == 0) return entry_rows<element>{};
+      return entry_rows<element>{as_const(attended_slice<Codec>(s, list, i)), list.entries.part(i).tokens,
+                                 attending};
+    };
+    if constexpr (encodes_pages<Codec>)
+      for (int i = begin; i < end; ++i) {
+        const unsigned attending = attending_heads(s, list, i, tile);
+        if (attending != 0 && is_encoded<Codec>(s, list, i))
+          attend_encoded<block_type>(team, attention, s, codec, {list.step.sequence, list.head},
+                                     list.entries.part(i), mine, attending);
+        else
+          attention.attend_entries(team, i, i + 1, entries, s.soft_cap);
+      }
+    else
+      attention.attend_entries(team, begin, end, entries, s.soft_cap);
+    store_tile<d>(team, attention, tile, scratch, to, part);
+  }
+  const std::int64_t counter = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
+  if (!is_last_block(scratch.blocks_attending + counter, blocks, before)) return;
+  for (int h = 0; h < attention_type::heads && tile.has(h); ++h) {
+    merge_head<merging>(s, scratch, to, parts, row, tile.query_head(h), out,
+                        *reinterpret_cast<typename merging::storage*>(shared));
+    __syncthreads();
+  }
 }
 
-/// A block merges the parts of one query head of a row, and writes its output. Those of prompts are one by now.
+inline constexpr int finish_threads = 32;
+/// A block writes the output of one query head of a prompt's row, whose parts are one by now.
 template <class State>
-__global__ void merge_attention(State s, step_view step, attended_rows rows, attention_scratch_memory scratch,
-                                attention_output to) {
-  constexpr int d = State::head_dim;
-  using merging = merge_block<attend_default.merge_threads, d>;
+__global__ void finish_prompts(State s, step_view step, attended_rows rows, attention_scratch_memory scratch,
+                               attention_output to) {
+  using merging = merge_block<finish_threads, State::head_dim>;
   __shared__ typename merging::storage shared;
   const int nth = static_cast<int>(blockIdx.x) / s.heads.query,
-            query_head = static_cast<int>(blockIdx.x) % s.heads.query, head = query_head / s.heads.group();
+            query_head = static_cast<int>(blockIdx.x) % s.heads.query;
   const int row = rows.first + nth;
   const step_entry* const entry = step.entry_of(row);
   if (entry == nullptr || !rows.has(step, entry)) return;
-  const auto list = attended_list::of(s, *entry, row, head, rows);
-  const int each = entries_of_part(list.entries.complete, s.page.tokens, s.unit.tokens);
-  const int parts = rows.kind == rows_attending::prompts ? 1 : (list.size() + each - 1) / each;
-  const parts_of_row of{std::int64_t{nth} * s.heads.query, rows.parts};
-  merging::merge(scratch, of.at(query_head, 0), parts,
-                 s.sink_logits == nullptr ? -infinity : s.sink_logits[query_head], to,
-                 std::int64_t{row} * s.heads.query + query_head, shared);
+  merge_head<merging>(s, scratch, {std::int64_t{nth} * s.heads.query, rows.parts}, 1, row, query_head, to,
+                      shared);
 }
 
 /// Attends rows of a step, of which each has at most `parts` parts. `codec`: of the layer's complete pages.
@@ -310,10 +334,7 @@ void launch_attend(const State& s, const Codec& codec, const step_view& step, co
     const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{parts} * lanes, threads)),
                     static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
     launch("attend", {grid, threads, stream}, attend_parts<by, State, Codec>, s, codec, step, queries, rows,
-           scratch);
-    launch("merge of attention",
-           {dim3(static_cast<unsigned>(rows.count * s.heads.query)), attend_default.merge_threads, stream},
-           merge_attention<State>, s, step, rows, scratch, to);
+           scratch, to);
   }
 }
 

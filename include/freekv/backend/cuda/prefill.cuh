@@ -167,9 +167,8 @@ void launch_prefill(const State& s, const Codec& codec, const step_view& step, c
         launch("attention of prompts", {grid, threads, stream}, attend_staged<by, State>, s, step, queries,
                rows, which, staging, scratch);
       }
-      launch("merge of attention",
-             {dim3(count(rows.count * s.heads.query)), attend_default.merge_threads, stream},
-             merge_attention<State>, s, step, rows, scratch, to);
+      launch("output of prompts", {dim3(count(rows.count * s.heads.query)), finish_threads, stream},
+             finish_prompts<State>, s, step, rows, scratch, to);
     }
 }
 

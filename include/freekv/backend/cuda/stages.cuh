@@ -157,6 +157,7 @@ class stages {
     copy(arrays_.data(), arrays.data(), arrays.size());
     ring_.clear(backend_->compute());
     for (const selection_scratch& scratch : {correct_, speculate_}) scratch.clear(compute());
+    attention_.clear(compute());
     backend_->compute().synchronize();
   }
 
