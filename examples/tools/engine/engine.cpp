@@ -23,6 +23,7 @@ chosen_options options_of(int argc, char** argv, bool& helped) {
   chosen_options o;
   o.steps = 256, o.report_every = 16, o.similarity = 0.95f;
   o.prompt = o.output = o.chunk = 0;  // the model's defaults
+  o.attends_to = {0, 0, 0};
   CLI::App app("Decodes with a model of random weights and FreeKV in every layer, a captured graph a step.",
                "freekv-engine");
   const auto option = [&](const char* name, auto& value, const char* text) {
