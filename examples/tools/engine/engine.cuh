@@ -163,6 +163,7 @@ class engine {
     ++counts.replays;
     ++counts.replays_of_graph[at(static_cast<int>(graph - graphs_.begin()))];
     counts.stepped += static_cast<std::int64_t>(running_.size());
+    counts.full += static_cast<int>(running_.size()) == options_.batch;
     counts.padded += graph->first > static_cast<int>(running_.size());
     if (observer_ != nullptr) observer_->stepped(inputs_, packet, true);
     if (options_.report_every > 0 && counts.replays % options_.report_every == 0) read_reports();

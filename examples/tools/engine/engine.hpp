@@ -68,9 +68,10 @@ Settings settings_for(const engine_options& o) {
 
 /// What happened while the engine served requests.
 struct engine_counts {
-  std::int64_t replays = 0, padded = 0;  // of them fewer sequences stepped than the graph takes
-  std::int64_t stepped = 0;              // sequences, in all replays
-  std::int64_t tokens = 0;               // decoded, guesses that were taken back left out
+  std::int64_t replays = 0;
+  std::int64_t full = 0, padded = 0;  // batches; in a padded one fewer sequences step than the graph takes
+  std::int64_t stepped = 0;           // sequences, in all replays
+  std::int64_t tokens = 0;            // decoded, guesses that were taken back left out
   std::int64_t prefill_steps = 0;
   std::int64_t joined = 0, left = 0, forked = 0, truncated = 0;
   std::int64_t waited = 0;  // requests that found no pages yet

@@ -23,15 +23,16 @@ struct request {
   int takes_back = 0;          // tokens that its user takes back, halfway
 };
 
-/// An endless list of requests. They keep a batch busy about nine tenths of the time; some come together, and behind
-/// others there is a lull.
+/// An endless list of requests: a batch's worth of them, some at once, and now and then a lull in which it empties.
 class arrivals {
  public:
   arrivals(unsigned seed, const engine_options& o) : random_(seed), options_(o) { draw(); }
   const request& next() const { return next_; }
   void draw() {
-    const int gap = options_.output * 5 / 8 / options_.batch * 11 / 10 + 1;  // of a mean output
+    const int gap =
+        options_.output * 5 / 8 / options_.batch + 1;  // in which a batch of mean requests ends one
     next_.arrives += random_.below(3) == 0 ? 0 : random_.below(3 * gap);
+    if (random_.below(20) == 0) next_.arrives += 2 * options_.output;
     next_.prompt = random_.between(options_.prompt / 4 + 1, options_.prompt);
     next_.output = random_.between(options_.output / 4 + 1, options_.output);
     next_.forks = random_.below(6) == 0;
