@@ -208,7 +208,8 @@ bool serves(const char* name, const engine_options& o, const Happened& what_happ
 int main() {
   if (!has_device()) return 77;
   const char* const given = std::getenv("FREEKV_STEPS");
-  engine_options o{.attends_to = {.sink = 8, .window = 16, .selected_units = 3}, .similarity = 0.88f};
+  engine_options o{
+      .attends_to = {.sink = 8, .window = 16, .selected_units = 3}, .similarity = 0.5f, .tau = 0.5f};
   o.steps = given == nullptr ? 2000 : std::atoi(given);
   o.output = 112;
   o.store_tokens = 512;

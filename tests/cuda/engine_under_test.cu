@@ -21,6 +21,7 @@ class recorder : public engine_observer {
 
   void watch(const tested_engine& e) {
     engine_ = &e;
+    device::check(cudaStreamSynchronize(e.compute()), "cudaStreamSynchronize");  // which makes the weights
     const model& m = e.model();
     model_weights weights{host_copy(m.embedding()), host_copy(m.head()), {}};
     for (int layer = 0; layer < m.shape().layers; ++layer) {

@@ -57,6 +57,8 @@ chosen_options options_of(int argc, char** argv, bool& helped) {
   option("--similarity", o.similarity,
          "Cosine of a head's queries of tokens next to each other; 0: what the random weights give")
       ->check(CLI::Range(0.0, 1.0));
+  option("--tau", o.tau, "Cosine below which a head is corrected, where the variant corrects by it")
+      ->check(CLI::Range(-1.0, 1.0));
   option("--store-tokens", o.store_tokens, "Room of the store, for all sequences; 0: enough")
       ->check(CLI::NonNegativeNumber);
   option("--report-every", o.report_every,
@@ -103,6 +105,7 @@ nlohmann::ordered_json printed(const chosen_options& o, const engine_result& r) 
                               {"draft", o.draft},
                               {"seed", o.seed},
                               {"similarity", o.similarity},
+                              {"tau", o.tau},
                               {"budget",
                                {{"sink", o.attends_to.sink},
                                 {"window", o.attends_to.window},

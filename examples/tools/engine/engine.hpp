@@ -32,6 +32,7 @@ struct engine_options {
   model_shape model = model_shapes.back();
   budget attends_to{};      // sink and window in tokens, and selected pages
   float similarity = 0.0f;  // cosine of a head's queries of tokens next to each other; 0: the model's own
+  float tau = 0.9f;         // below which cosine a head of cosine_drift is corrected
   int batch = 8;            // sequences that step together at most
   int context = 0;          // tokens of random keys and values that each has from the start; 0: prompts
   int prompt = 24;          // tokens of a prompt at most, where there are prompts
@@ -63,6 +64,7 @@ Settings settings_for(const engine_options& o) {
   s.store_tokens = o.store_tokens;
   s.selected_tokens = o.selected_tokens;
   if constexpr (requires { Method::selection; }) s.selection = Method::selection;
+  if constexpr (requires { s.correction.tau; }) s.correction.tau = o.tau;
   return s;
 }
 
