@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cmath>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -83,6 +84,11 @@ chosen_options options_of(int argc, char** argv, bool& helped) {
   default_of(o.prompt, 24, 1024);
   default_of(o.output, 160, 256);
   default_of(o.chunk, 16, 256);
+  const int longest = o.max_tokens();
+  if (o.store_tokens > 0 && o.store_tokens < longest + page_tokens_for(o.model.head_dim))
+    throw choice_error("--store-tokens " + std::to_string(o.store_tokens) +
+                       " leaves no room for a sequence, which may have " + std::to_string(longest) +
+                       " tokens and begins a page more");
   return o;
 }
 
@@ -96,6 +102,9 @@ double milliseconds(const engine_result& r) {
   return 1e3 * r.seconds / static_cast<double>(r.counts.replays);
 }
 
+/// As it was given: 0.95 of 0.95f.
+double decimal(float x) { return std::round(1e6 * static_cast<double>(x)) / 1e6; }
+
 nlohmann::ordered_json printed(const chosen_options& o, const engine_result& r) {
   const engine_counts& c = r.counts;
   nlohmann::ordered_json json{{"model", o.model_name},
@@ -104,8 +113,8 @@ nlohmann::ordered_json printed(const chosen_options& o, const engine_result& r) 
                               {"context", o.context},
                               {"draft", o.draft},
                               {"seed", o.seed},
-                              {"similarity", o.similarity},
-                              {"tau", o.tau},
+                              {"similarity", decimal(o.similarity)},
+                              {"tau", decimal(o.tau)},
                               {"budget",
                                {{"sink", o.attends_to.sink},
                                 {"window", o.attends_to.window},

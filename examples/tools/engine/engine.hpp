@@ -26,7 +26,7 @@ inline constexpr std::array model_shapes{
     model_shape{"llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 128256, 500000.0f, false},
     model_shape{"qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936, 1000000.0f, true},
     model_shape{"qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, 152064, 1000000.0f, false},
-    model_shape{"tiny", 2, 64, 4, 2, 64, 64, 128, 10000.0f, false}};
+    model_shape{"tiny", 2, 32, 4, 2, 64, 32, 64, 10000.0f, false}};
 
 struct engine_options {
   model_shape model = model_shapes.back();
@@ -44,6 +44,8 @@ struct engine_options {
   int report_every = 0;              // replays; reports of each such one are read, which waits; 0: none is
   std::int64_t store_tokens = 0;     // of all sequences together; 0: enough for all
   std::int64_t selected_tokens = 0;  // as the setting of that name
+
+  int max_tokens() const { return context > 0 ? context + steps * draft : prompt + output + draft; }
 };
 
 /// Tokens of a page, for models of a head_dim.
@@ -57,7 +59,7 @@ Settings settings_for(const engine_options& o) {
   s.query_heads = o.model.query_heads;
   s.kv_heads = o.model.kv_heads;
   s.budget = o.attends_to;
-  s.max_tokens = o.context > 0 ? o.context + o.steps * o.draft : o.prompt + o.output + o.draft;
+  s.max_tokens = o.max_tokens();
   s.max_sequences = 2 * o.batch;  // others are preempted
   s.max_resident = o.batch;
   s.max_decode_rows = o.draft;
