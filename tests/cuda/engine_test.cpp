@@ -96,6 +96,9 @@ class host_peer : public peer {
       retrieval_.append(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
       retrieval_.attend(layer, out);
       for (std::size_t i = 0; i < out.size(); ++i) attention_.take(rows.out[i], out[i]);
+      if (!attends_to_all()) continue;
+      retrieval_.attend_full(layer, out);
+      for (std::size_t i = 0; i < out.size(); ++i) full_.take(rows.out[i], out[i]);
     }
     retrieval_.end_step();
     if (!s.replayed) return;
@@ -109,10 +112,11 @@ class host_peer : public peer {
     std::printf("%lld heads corrected, %lld slices recalled, by the host\n",
                 static_cast<long long>(corrected_), static_cast<long long>(recalled_));
     return queries_.right() & keys_.right() & values_.right() & tokens_.right() & choices_.right() &
-           attention_.right() & (corrected_ > 0) & (recalled_ > 0);
+           attention_.right() & (attends_to_all() ? full_.right() : corrected_ > 0 && recalled_ > 0);
   }
 
  private:
+  bool attends_to_all() const { return options_.attends_to.window >= options_.max_tokens(); }
   /// What the model makes of a step's tokens and of what its layers have attended to.
   void check_model(const step& s) {
     const model_shape& m = options_.model;
@@ -178,7 +182,8 @@ class host_peer : public peer {
   // Floats of a few sums of 64 products; what is stored is rounded to 8 bits.
   difference tokens_{"tokens that steps read", 0.0}, queries_{"queries", 2e-5},
       keys_{"keys", 1.0 / 256 + 1e-5}, values_{"values", 1.0 / 256 + 1e-5},
-      choices_{"logits below the largest", 2e-5}, attention_{"attention beside the host's", 2e-5};
+      choices_{"logits below the largest", 2e-5}, attention_{"attention beside the host's", 2e-5},
+      full_{"attention beside full attention", 2e-5};
 };
 
 bool happened(const char* what, std::int64_t times) {
@@ -199,7 +204,6 @@ bool serves(const char* name, const engine_options& o, const Happened& what_happ
   right &= happened("a request joins", c.joined) & happened("a request leaves", c.left);
   right &= happened("a fork", c.forked) & happened("a truncation", c.truncated);
   right &= happened("a padded batch", c.padded);
-  right &= happened("a pool is full", c.pools_full) & happened("a preemption", c.preempted);
   return right & what_happened(r);
 }
 
@@ -217,6 +221,7 @@ int main() {
     const engine_counts& c = r.counts;
     bool all = happened("a full batch", c.full);
     for (const std::int64_t replays : c.replays_of_graph) all &= happened("a graph of another size", replays);
+    all &= happened("a pool is full", c.pools_full) & happened("a preemption", c.preempted);
     all &= happened("a store page is given out anew", c.pages_filled - r.store_pages);
     return all & happened("a request waits for pages", c.waited) &
            happened("a request starts over", c.restarted);
@@ -228,8 +233,14 @@ int main() {
   o.store_tokens = 0;
   o.selected_tokens = 5 * o.attends_to.selected_units * page_tokens_for(head_dim);
   right &= serves("three rows a sequence, with blocks that are too few", o, [](const engine_result& r) {
-    return happened("rows of a draft are taken back", r.counts.truncated - r.counts.joined) &
-           happened("a restoration", r.counts.restored);
+    const engine_counts& c = r.counts;
+    return happened("rows of a draft are taken back", c.truncated - c.joined) &
+           happened("a pool is full", c.pools_full) & happened("a preemption", c.preempted) &
+           happened("a restoration", c.restored);
   });
+  o.steps /= 2;
+  o.selected_tokens = 0;
+  o.attends_to.window = 144;  // of 139 tokens at most
+  right &= serves("a budget for everything", o, [](const engine_result&) { return true; });
   return right ? 0 : 1;
 }
