@@ -2,7 +2,7 @@
 // as steps that are begun one by one, whatever is queued ahead.
 //
 // With FREEKV_CARELESS=1, 2, 3 or 4: that other bits come where one of the orders that a captured step is made of is left out.
-// With FREEKV_COUNTED=replays, fork, draft, truncate, preempt or release: nothing but that, between cudaProfilerStart and
+// With FREEKV_COUNTED=replays, fork, draft, short_draft, truncate, preempt or release: nothing but that, between cudaProfilerStart and
 // cudaProfilerStop.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
@@ -640,8 +640,10 @@ int count_alone(const texts& source, const std::string& what) {
   const std::vector<happening> trace = decode_steps(12);
   run.run({trace.begin(), trace.begin() + 6});
   run.capture();
-  run.step(trace[6], true);  // of two rows of the second; it waits for the recall of those that were begun
-  run.of().synchronize();    // so that the ring has room for four
+  run.step(trace[6], true);   // of two rows of the second; it waits for the recall of those that were begun
+  if (what == "short_draft")  // of a sequence of less than a page
+    run.run({{.is = happening::open}, {.parts = {{2, 5, step_phase::prefill}}}, {.parts = {{2, 2}}}});
+  run.of().synchronize();  // so that the ring has room for four
   require(cudaProfilerStart(), "cudaProfilerStart");
   if (what == "replays") {
     for (int step = 7; step < 11; ++step) run.step(trace[size(step)], true);
@@ -649,6 +651,8 @@ int count_alone(const texts& source, const std::string& what) {
     (void)run.of().fork(run.id(0));
   } else if (what == "draft") {
     run.of().truncate(run.id(1), run.of().tokens(run.id(1)) - 1);
+  } else if (what == "short_draft") {
+    run.of().truncate(run.id(2), 6);
   } else if (what == "truncate") {
     run.of().truncate(run.id(0), 40);
   } else if (what == "preempt") {

@@ -33,6 +33,7 @@ at_most() {
 }
 at_most fork 3
 at_most draft 0
+at_most short_draft 0
 at_most truncate 3
 at_most preempt 2
 at_most release 2

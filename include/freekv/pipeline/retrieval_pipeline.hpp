@@ -783,7 +783,8 @@ class basic_retrieval_pipeline {
     if (!on_device<stages> || settings_.pinned_units() > 0) return false;
     const int page = settings_.page.tokens, at = sequences_->known(id).candidates_at;
     return std::all_of(parts_->layers.begin(), parts_->layers.end(), [&](const state& s) {
-      return roles_at(at, s.budget, page).window_begin <= tokens / page;
+      const page_roles roles = roles_at(at, s.budget, page);
+      return roles.candidates() == 0 || roles.window_begin <= tokens / page;
     });
   }
   /// Blocks of selected slots in which a sequence has anything.

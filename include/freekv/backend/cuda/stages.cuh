@@ -19,6 +19,7 @@
 #include <freekv/backend/cuda/sequence_slots.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/backend/cuda/summarise.cuh>
+#include <freekv/backend/cuda/trace_range.cuh>
 #include <freekv/backend/cuda/unit_masses.cuh>
 #include <freekv/backend/host/sequence_slots.hpp>
 #include <freekv/core/error.hpp>
@@ -192,6 +193,7 @@ class stages {
   // Between steps, in all layers, queued on the compute stream, which has waited for recall; each waits where the ring is full:
 
   void forget(int sequence) {
+    const trace_range range("freekv forget", sequence);
     upload_sequences({});
     launch_forget(layers_, sequence, true, compute());
   }
@@ -203,6 +205,7 @@ class stages {
   /// A sequence loses its last tokens: the ring's pages that they have overwritten come back. The device knows its tables
   /// from the step that has appended them, or from the fork.
   void truncate(int sequence, const truncation& to) {
+    const trace_range range("freekv truncate", sequence);
     const int p = settings_->page.tokens, open = to.tokens / p;
     const bool opens = to.tokens % p != 0 && to.before >= (open + 1) * p;
     const filled_slots fill{sequence, to.tokens, open, false, to.before, opens};
@@ -217,11 +220,13 @@ class stages {
   }
   /// `to` becomes what `from` is.
   void fork(int from, int to, int tokens) {
+    const trace_range range("freekv fork", from);
     upload_sequences({from, to}, settings_->pages_for(tokens));
     launch_fork(layers_, std::span<const sequence_array>(arrays_), from, to, compute());
   }
   /// Fills the slots of a sequence from the store.
   void restore(int sequence, int tokens) {
+    const trace_range range("freekv restore", sequence);
     upload_sequences({sequence}, settings_->pages_for(tokens));
     resolve(settings_->codec, [&](const auto& codec) {
       launch_fill(layers_, codec, {sequence, tokens, 0, true}, compute());
@@ -231,6 +236,7 @@ class stages {
   /// A layer as the host sees it, with what the device has of its selection and report: waits for it. Valid until the next
   /// call for the layer.
   const State& read_back(const State& s) const {
+    const trace_range range("freekv read back", s.layer);
     backend_->recall().synchronize();
     copy_books(s, compute());
     backend_->compute().synchronize();
@@ -251,6 +257,7 @@ class stages {
   /// Uploads the step and what has changed in the tables, and no head of any layer is counted as flagged yet; or, where it
   /// has begun already, what is left of it. Waits where the device is `step_ring::depth` steps behind.
   step_view begin_step(std::span<const step_entry> entries, bool has_begun = false) {
+    const trace_range range("freekv begin step");
     if (entries.empty()) return {};  // nothing is queued
     ring_.wait(backend_->compute());
     step_bounds most;
@@ -283,6 +290,7 @@ class stages {
   void wait_to_plan() const { ring_.wait(backend_->compute()); }
   /// The step for the next replay.
   void plan_step(std::span<const step_entry> entries) {
+    const trace_range range("freekv plan step");
     step_bounds most;
     fill_packet(entries, false, most);
   }
@@ -300,6 +308,7 @@ class stages {
   /// finds the heads that have drifted.
   template <class In>
   void append(const State& s, const step_view& step, const kv_rows<In>& rows) {
+    const trace_range range("freekv append", s.layer);
     const device_rows<In> of{rows.keys.data(), rows.values.data(), rows.queries.data()};
     if (step.bounds.copies && !s.encoded) launch_copy_shared_rows(s, step, compute());
     const int pages = step.bounds.entries * step.bounds.pages;
@@ -329,6 +338,7 @@ class stages {
   /// The flagged heads select with the current query and recall what they miss; then every head's selection is what this
   /// step attends to. On a step without a flagged head each launch ends at once.
   void correct(const State& s, const step_view& step) {
+    const trace_range range("freekv correct", s.layer);
     resolve(settings_->correction, [&]<class Correction>(const Correction& correction) {
       if constexpr (correction_by_mass<Correction>)
         select(s, step, correct_, {selection_time::correct, true, 0}, correction.at(s.layer),
@@ -339,22 +349,27 @@ class stages {
   }
   /// Every head selects with the current query for the next step and recalls what it misses, on the recall stream.
   void speculate(const State& s, const step_view& step) {
+    const trace_range range("freekv speculate", s.layer);
     select(s, step, speculate_, {selection_time::speculate}, already_flagged{}, backend_->recall());
   }
 
   /// Attends decode rows within the budget, prompt rows, and all rows of complete layers, to everything up to themselves.
   void attend(const State& s, const step_view& step, const float* queries, const attention_output& to) {
+    const trace_range range("freekv attend", s.layer);
     attend(s, step, queries, false, to);
   }
   void attend_full(const State& s, const step_view& step, const float* queries, const attention_output& to) {
+    const trace_range range("freekv attend full", s.layer);
     attend(s, step, queries, true, to);
   }
   /// The log-mass of each unit that each row attends to.
   void masses(const State& s, const step_view& step, const float* queries, const mass_output& to) {
+    const trace_range range("freekv log-masses", s.layer);
     with_codec(s, [&](const auto& codec) { launch_unit_masses(s, codec, step, queries, to, compute()); });
   }
   /// Tables of what decode rows attend to.
   void write_tables(const State& s, const step_view& step, const block_tables& to) {
+    const trace_range range("freekv write tables", s.layer);
     launch_tables(s, step, to, compute());
   }
 

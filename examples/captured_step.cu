@@ -1,0 +1,61 @@
+// A decode step captured in a graph, and replayed for sequences that come and go.
+#include <cstdio>
+#include <freekv/freekv.cuh>
+#include <vector>
+
+namespace fk = freekv;
+using pipeline = fk::retrieval_pipeline<fk::kv_shape<fk::half, 64>, fk::page_size<16>, fk::cuda_backend>;
+constexpr int layers = 2, query_heads = 4, kv_heads = 2, batch = 4;
+
+int main() {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) return 77;  // skipped
+  fk::device::owned_stream compute, recall;
+  fk::device::pinned_memory slow;
+  fk::device::device_memory fast;
+  fk::cuda_backend backend(compute.get(), recall.get());
+  pipeline retrieval({.layers = layers,
+                      .query_heads = query_heads,
+                      .kv_heads = kv_heads,
+                      .budget = {.sink = 16, .window = 32, .selected_units = 2},
+                      .max_tokens = 256,
+                      .max_sequences = batch},
+                     backend, {&slow, &fast});
+  // Rows of a step, as many as the graph takes, or a prompt's.
+  std::pmr::vector<float> k(100 * kv_heads * 64, 0.1f, &slow), v(k, &slow);
+  std::pmr::vector<float> q(batch * query_heads * 64, 0.1f, &slow), out(q.size(), 0.0f, &slow);
+
+  // Once: the graph of a step.
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t step = nullptr;
+  cudaStreamBeginCapture(compute.get(), cudaStreamCaptureModeThreadLocal);
+  retrieval.begin_captured_step({.entries = batch});  // sequences at most
+  for (int layer = 0; layer < layers; ++layer) {
+    // here the model's kernels make the layer's k, v and q
+    retrieval.append<float>(layer, {.keys = k, .values = v, .queries = q});
+    retrieval.attend(layer, out);
+  }
+  retrieval.end_step();
+  cudaStreamEndCapture(compute.get(), &graph);
+  fk::device::check(cudaGraphInstantiate(&step, graph, 0), "cudaGraphInstantiate");
+
+  std::vector<fk::step_input> running;  // a row each
+  for (int token = 0; token < 24; ++token) {
+    if (token % 4 == 0) {  // a sequence joins, with a prompt
+      if (running.size() == batch)
+        retrieval.release(running.front().sequence), running.erase(running.begin());
+      running.push_back({retrieval.open()});
+      retrieval.begin_step({{running.back().sequence, 100, fk::step_phase::prefill}});
+      for (int layer = 0; layer < layers; ++layer) retrieval.append<float>(layer, {.keys = k, .values = v});
+      retrieval.end_step();
+    }
+    // Each step: its sequences, which may be fewer than the graph takes, and a launch.
+    while (!retrieval.plan(running)) retrieval.wait();
+    fk::device::check(cudaGraphLaunch(step, compute.get()), "cudaGraphLaunch");
+  }
+  retrieval.synchronize();
+  std::printf("%s: %g\n", retrieval.name().c_str(), out.back());
+  cudaGraphExecDestroy(step);
+  cudaGraphDestroy(graph);
+  return out.back() > 0.0999f && out.back() < 0.1001f ? 0 : 1;  // all values are 0.1
+}
