@@ -48,32 +48,31 @@ int main() {
   const fk::sequence_id sequence = retrieval.open(), peers = peer.open();
   std::mt19937 random(1);
   std::vector<float> k, v, q, out(query_heads * d), expected(out);
-  for (int step = 0; step < 50; ++step) {  // the first brings a prompt
-    const fk::step_input rows{sequence, step == 0 ? 1000 : 1,
-                              step == 0 ? fk::step_phase::prefill : fk::step_phase::decode};
-    retrieval.begin_step({rows});
-    peer.begin_step({{peers, rows.tokens, rows.phase}});
+  for (int row = 0; row < 50; ++row) {  // the first brings a prompt
+    const fk::step_input rows{sequence, row == 0 ? 1000 : 1,
+                              row == 0 ? fk::step_phase::prefill : fk::step_phase::decode};
+    auto step = retrieval.begin_step({rows}), same = peer.begin_step({{peers, rows.tokens, rows.phase}});
     for (int layer = 0; layer < layers; ++layer) {
       k.resize(rows.tokens * kv_heads * d), v.resize(k.size()), q.resize(rows.tokens * query_heads * d);
       for (auto* numbers : {&k, &v, &q})
         for (float& x : *numbers) x = static_cast<float>(random() % 4001) / 1000.0f - 2.0f;
-      peer.append<float>(layer, {.keys = k, .values = v, .queries = q});
-      retrieval.append<float>(layer, {.keys = k, .values = v, .queries = q});
+      same.append<float>(layer, {.keys = k, .values = v, .queries = q});
+      step.append<float>(layer, {.keys = k, .values = v, .queries = q});
       if (rows.phase == fk::step_phase::prefill) continue;
       if (tables[layer].empty()) {  // it keeps everything, as the first layer does by default
-        retrieval.attend(layer, out);
+        step.attend(layer, out);
       } else {
-        retrieval.correct(layer);
-        const fk::resident_table held = retrieval.table(layer, sequence, tables[layer]);
+        step.correct(layer);
+        const fk::resident_table held = step.table(layer, sequence, tables[layer]);
         attend_paged(paged[layer], tables[layer], held.tokens, q, out);
-        retrieval.finish_layer(layer);  // selection and recall for the next step go on behind it
+        step.finish_layer(layer);  // selection and recall for the next step go on behind it
       }
-      peer.attend(layer, expected);
+      same.attend(layer, expected);
       for (std::size_t i = 0; i < out.size(); ++i)
         if (!(std::abs(out[i] - expected[i]) < 1e-5f)) return 1;
     }
-    retrieval.end_step();
-    peer.end_step();
+    step.end();
+    same.end();
   }
   return 0;
 }

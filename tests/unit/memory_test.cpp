@@ -368,13 +368,13 @@ TEST_CASE("what happens to sequences between steps allocates nothing either", "[
   for (int round = 0; round < 3; ++round) {
     const auto a = pipeline.open(), b = pipeline.open();
     for (int step = 0; step < 40; ++step) {
-      pipeline.begin_step({{a}, {b}});
+      auto now = pipeline.begin_step({{a}, {b}});
       for (int layer = 0; layer < 3; ++layer) {
-        pipeline.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
-        pipeline.attend(layer, out);
+        now.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+        now.attend(layer, out);
         pipeline.report(layer, a);
       }
-      pipeline.end_step();
+      now.end();
       if (step % 10 != 9) continue;
       const auto c = pipeline.fork(a);
       pipeline.truncate(a, pipeline.tokens(a) - 3);
@@ -409,13 +409,14 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
       const auto id = pipeline.open();
       for (int step = 0; step < 61; ++step) {
         const auto& now = step == 0 ? rows : one;
-        pipeline.begin_step({{id, step == 0 ? 60 : 1, step == 0 ? step_phase::prefill : step_phase::decode}});
+        auto begun = pipeline.begin_step(
+            {{id, step == 0 ? 60 : 1, step == 0 ? step_phase::prefill : step_phase::decode}});
         for (int layer = 0; layer < 2; ++layer) {
-          pipeline.append<float>(layer, {.keys = now.keys, .values = now.values, .queries = now.queries});
-          pipeline.attend(layer, std::span(out).first(now.queries.size()));
+          begun.append<float>(layer, {.keys = now.keys, .values = now.values, .queries = now.queries});
+          begun.attend(layer, std::span(out).first(now.queries.size()));
           pipeline.report(layer, id);
         }
-        pipeline.end_step();
+        begun.end();
       }
       pipeline.release(id);
     }

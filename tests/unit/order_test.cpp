@@ -84,17 +84,16 @@ struct run {
 template <class Pipeline>
 void quiet_step(Pipeline& pipeline, freekv::sequence_id id, const text& source, sequence_result& result) {
   const int at = pipeline.tokens(id);
-  pipeline.begin_step({{id}});
+  auto step = pipeline.begin_step({{id}});
   for (int layer = 0; layer < 2; ++layer) {
     const auto rows = source.at(layer, at, 1);
     std::vector<float> out(2 * 24), lse(2);
-    pipeline.template append<float>(layer,
-                                    {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
-    pipeline.attend(layer, out, lse);
+    step.template append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+    step.attend(layer, out, lse);
     result.out.insert(result.out.end(), out.begin(), out.end());
     result.lse.insert(result.lse.end(), lse.begin(), lse.end());
   }
-  pipeline.end_step();
+  step.end();
 }
 
 sequence_result quiet_steps(run& r, const text& source, int steps) {

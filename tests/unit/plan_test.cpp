@@ -37,19 +37,19 @@ std::vector<sequence_result> run(const settings& s, const text& source, int firs
   for (int tokens = 90; pipeline.tokens(id) < max_tokens; tokens = 1) {
     const auto kind = tokens > 1 ? freekv::step_phase::prefill : freekv::step_phase::decode;
     const int before = pipeline.tokens(id);
-    pipeline.begin_step({{id, tokens, kind}});
+    auto step = pipeline.begin_step({{id, tokens, kind}});
     for (int layer = 0; layer < s.layers; ++layer) {
       const auto rows = source.at(first + layer, before, tokens);
       std::vector<float> out(rows.queries.size()), lse(count(tokens * query_heads));
-      pipeline.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
-      const auto expected = added_masses(pipeline, layer, count(tokens));
-      pipeline.attend(layer, out, lse);
+      step.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+      const auto expected = added_masses(step, s, layer, count(tokens));
+      step.attend(layer, out, lse);
       for (std::size_t i = 0; i < lse.size(); ++i) REQUIRE(is_near(expected[i], lse[i], 1e-4));
       sequence_result& result = results[count(layer)];
       result.out.insert(result.out.end(), out.begin(), out.end());
       result.lse.insert(result.lse.end(), lse.begin(), lse.end());
     }
-    pipeline.end_step();
+    step.end();
     for (int layer = 0; layer < s.layers; ++layer) add_report(pipeline, layer, id, results[count(layer)]);
   }
   return results;

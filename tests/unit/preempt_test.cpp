@@ -91,11 +91,11 @@ TEST_CASE("preemption is refused in sentences, and frees what it says", "[preemp
       Catch::Contains("resident sequences exhausted: 2 of 2 in use, a restored sequence needs"));
   pipeline.release(c);
   pipeline.restore(a);
-  pipeline.begin_step({{a}});
+  auto step = pipeline.begin_step({{a}});
   for (const bool restores : {false, true})
     CHECK_THROWS_WITH(restores ? pipeline.restore(b) : pipeline.preempt(b),
                       Catch::Contains("the step in progress"));
-  pipeline.abandon_step();
+  step.abandon();
 
   // Slots are for those resident alone.
   auto all = s;
