@@ -186,7 +186,7 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
         if (route == "in_place") pipeline.synchronize();
         step += now() - start;
         pipeline.synchronize();
-        for (const std::int32_t slices : pipeline.report(layer, id).recalled) recalled += slices;
+        for (const std::int32_t slices : pipeline.report(layer)[id].recalled) recalled += slices;
       }
       decoding.end();
     }

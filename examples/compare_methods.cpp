@@ -61,7 +61,7 @@ bool compare(machine& on) {
       if (row > 0) step.attend(layer, out), step.attend_full(layer, exact);
     }
     step.end();
-    for (const int slices : retrieval.report(1, sequence).recalled) recalled += slices;  // waits
+    for (const int slices : retrieval.report(1)[sequence].recalled) recalled += slices;  // waits
     for (std::size_t i = 0; i < out.size(); ++i)
       error += std::pow(out[i] - exact[i], 2), size += std::pow(exact[i], 2);
   }

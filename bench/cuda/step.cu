@@ -152,9 +152,10 @@ void run(int context, int steps, float similarity, int batch, std::size_t floats
     if (step < warm_up) continue;
     seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
     device::check(cudaProfilerStop(), "cudaProfilerStop");
-    flagged += pipeline.flagged_heads(0);
+    const auto reports = pipeline.report(0);
+    flagged += reports.flagged_heads();
     for (const sequence_id id : ids)
-      for (const int n : pipeline.report(0, id).recalled) recalled += n;
+      for (const int n : reports[id].recalled) recalled += n;
   }
   std::printf(
       "context %d, batch %d, similarity %.2f: %.1f us a step and layer, %.1f of %d heads flagged, %.1f "

@@ -69,7 +69,7 @@ class evicting_pipeline_of_shape final : public pipeline {
   }
   bool abandon_step() override { return full_->abandon_step(), step_.abandon(); }
   void synchronize() override {}
-  step_report report(int layer, sequence_id id) const override { return pipeline_.report(layer, id); }
+  step_report report(int layer, sequence_id id) const override { return pipeline_.report(layer)[id]; }
   const memory_bytes& bytes() const override { return pipeline_.bytes(); }
   std::size_t slice_bytes() const override { return pipeline_.slice_bytes(); }
   std::size_t summary_bytes() const override { return 0; }

@@ -48,7 +48,7 @@ class pipeline_of_shape final : public pipeline {
   void end_step() override { step_.end(); }
   bool abandon_step() override { return step_.abandon(); }
   void synchronize() override { pipeline_.synchronize(); }
-  step_report report(int layer, sequence_id id) const override { return pipeline_.report(layer, id); }
+  step_report report(int layer, sequence_id id) const override { return pipeline_.report(layer)[id]; }
   const memory_bytes& bytes() const override { return pipeline_.bytes(); }
   std::size_t slice_bytes() const override { return pipeline_.slice_bytes(); }
   std::size_t summary_bytes() const override {

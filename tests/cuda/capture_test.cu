@@ -514,7 +514,7 @@ bool refuses_what_has_no_order(const texts& source) {
     run.replay();
     run.of().release(run.id(0));
     run.of().synchronize();
-    run.of().report(1, run.id(1));  // all is in order
+    run.of().report(1);  // all is in order
   }
   {
     engine run(source);
@@ -523,7 +523,7 @@ bool refuses_what_has_no_order(const texts& source) {
     run.of().release(run.id(0));
     run.of().synchronize();
     expect(refused<replay_error>("a release before the replay of a step planned", "a sequence changed",
-                                 [&] { run.of().report(1, run.id(1)); }));
+                                 [&] { run.of().report(1); }));
   }
   {
     engine run(source);
@@ -533,7 +533,7 @@ bool refuses_what_has_no_order(const texts& source) {
     run.of().synchronize();
     expect(refused<replay_error>("a step begun before the replay of one planned",
                                  "begun, or a sequence changed, before its replay",
-                                 [&] { run.of().report(1, run.id(0)); }));
+                                 [&] { run.of().report(1); }));
   }
   {
     engine run(source, {.store_tokens = 160});
@@ -546,7 +546,7 @@ bool refuses_what_has_no_order(const texts& source) {
     for (int i = 0; i < 2; ++i) run.replay();
     run.of().synchronize();
     expect(run.of().tokens(run.id(0)) == before + 4);
-    run.of().report(1, run.id(0));  // both have happened, and no more
+    run.of().report(1);  // both have happened, and no more
   }
   {
     engine run(source);
@@ -564,8 +564,7 @@ bool refuses_what_has_no_order(const texts& source) {
     expect(refused<usage_error>("a step that is begun in a capture", "begin_captured_step",
                                 [&] { (void)run.of().begin_step({{run.id(0)}}); }));
     auto step = run.of().begin_captured_step({.entries = 2});
-    expect(refused<usage_error>("a report in a capture", "is being captured",
-                                [&] { run.of().report(1, run.id(0)); }));
+    expect(refused<usage_error>("a report in a capture", "is being captured", [&] { run.of().report(1); }));
     expect(refused<usage_error>("a plan in a capture", "has not ended", [&] { (void)plan(run, trace[3]); }));
     step.abandon();
     cudaGraph_t graph = nullptr;

@@ -156,8 +156,9 @@ pinned<std::int32_t> reports_of(const text& source, bool waits) {
   device::owned_stream own;
   device::stream side(own.get());
   pinned<std::int32_t> all;
-  const auto add = [&](const step_report& report, int flagged) {
-    all.push_back(flagged);
+  const auto add = [&](const auto& reports) {
+    all.push_back(reports.flagged_heads());
+    const step_report report = reports[run.id];
     for (const auto& numbers : {report.recalled, report.promoted, report.attended_count, report.attended})
       all.insert(all.end(), numbers.begin(), numbers.end());
   };
@@ -165,13 +166,13 @@ pinned<std::int32_t> reports_of(const text& source, bool waits) {
   for (int step = 0; step < steps; ++step) {
     run.attend(step, out);
     if (waits)
-      add(run.pipeline.report(0, run.id), run.pipeline.flagged_heads(0));
+      add(run.pipeline.report(0));
     else
       run.pipeline.queue_report(0, side);
     if (step + 1 < steps) run.append(step + 1);
     if (waits) continue;
     side.synchronize();
-    add(run.pipeline.queued_report(0, run.id), run.pipeline.queued_flagged_heads(0));
+    add(run.pipeline.queued_report(0));
   }
   run.pipeline.synchronize();
   return all;
@@ -190,7 +191,7 @@ results<float> masses_of(const text& source, pinned<float>& out) {
     pinned<float> masses(static_cast<std::size_t>(query_heads * entries), 0.0f);
     run.step.log_masses(0, masses);
     run.attend(step, out);
-    const step_report report = run.pipeline.report(0, run.id);  // waits
+    const step_report report = run.pipeline.report(0)[run.id];  // waits
     given.insert(given.end(), masses.begin(), masses.end());
     for (int head = 0; head < query_heads; ++head) {
       const std::size_t before = expected.size();
@@ -230,7 +231,7 @@ int flagged_beside_an_abandoned(const text& source) {
   auto step = run.pipeline.begin_step({{run.id}, {other}});
   step.append(0, source.rows(prompt, 2));
   step.abandon(other);
-  return run.pipeline.flagged_heads(0);
+  return run.pipeline.report(0).flagged_heads();
 }
 
 /// Whether copy engines refuse to recall into a graph, with nothing of the selection queued there.

@@ -370,7 +370,7 @@ class engine {
       return pages;
     }
     for (int p = 0; p < sink / page; ++p) pages.push_back(p);
-    const step_report report = pipeline_.report(layer, h.id);
+    const step_report report = pipeline_.report(layer)[h.id];
     const auto of_head = report.attended.subspan(report.attended.size() / kv_heads * size(head));
     for (int i = 0; i < report.attended_count[size(head)]; ++i) pages.push_back(of_head[size(i)]);
     for (int p = std::max(sink / page, std::max(0, n - window) / page); p < all; ++p) pages.push_back(p);

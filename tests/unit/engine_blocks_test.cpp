@@ -47,11 +47,12 @@ struct engine_tensor {
 
   engine_tensor(const settings& s, freekv::host_backend& backend, bool hnd, unsigned seed) : by_head(hnd) {
     std::mt19937 random(seed);
+    const pipeline_type::footprint needs(s, backend);
     for (int layer = 0; layer < layers; ++layer) {
       std::vector<std::int32_t> ids(blocks);
       std::iota(ids.begin(), ids.end(), 0);
       std::shuffle(ids.begin(), ids.end(), random);
-      ids.resize(count(pipeline_type::slots_needed(s, backend, layer)));
+      ids.resize(count(needs.slots(layer)));
       lists.push_back(ids);
     }
     for (int layer = 0; layer < layers; ++layer) {
@@ -241,7 +242,7 @@ TEST_CASE("blocks and tables that cannot be are refused", "[blocks]") {
   };
   refused([](engine_tensor& t) { t.blocks_of_layer.pop_back(); }, {"2 layers for 3"});
   refused([](engine_tensor& t) { t.blocks_of_layer[1].ids = t.blocks_of_layer[1].ids.first(5); },
-          {"layer 1", "5 blocks", "slots_needed"});
+          {"layer 1", "5 blocks", "footprint::slots"});
   refused([](engine_tensor& t) { t.blocks_of_layer[2].values = nullptr; }, {"layer 2", "null"});
   refused([](engine_tensor& t) { t.lists[1][3] = -4; }, {"layer 1", "block -4"});
   refused([](engine_tensor& t) { t.lists[2][3] = t.lists[2][0]; }, {"layer 2", "twice"});
@@ -250,7 +251,7 @@ TEST_CASE("blocks and tables that cannot be are refused", "[blocks]") {
   of_units.unit = {{4}};
   of_units.budget.selected_units = 5;
   // A sink slot, 2 + 1 of the window and 1 for two drafts taken back; 5 units of half a page.
-  CHECK(pipeline_type::slots_per_sequence(of_units, backend, 1) == 1 + 4 + 3);
+  CHECK(pipeline_type::footprint(of_units, backend).slots_per_sequence(1) == 1 + 4 + 3);
 
   settings mixed = s;
   using enum freekv::layer_kind;

@@ -240,11 +240,11 @@ TEST_CASE("questions about what does not exist are refused", "[errors]") {
   refuses_at<usage_error>(moment::between_steps, {"sequence 7 is not open"},
                           [](auto& p, auto, auto) { p.tokens(unknown); });
   refuses_at<usage_error>(moment::between_steps, {"sequence 7 is not open"},
-                          [](auto& p, auto, auto) { p.report(0, unknown); });
+                          [](auto& p, auto, auto) { p.report(0)[unknown]; });
   for (const int layer : {-1, 3})
     refuses_at<usage_error>(moment::between_steps,
                             {"report: layer " + std::to_string(layer) + " is not one of 3"},
-                            [=](auto& p, auto a, auto) { p.report(layer, a); });
+                            [=](auto& p, auto a, auto) { p.report(layer)[a]; });
 }
 
 TEST_CASE("append comes once a layer, in a step, with as many numbers as there are rows", "[errors]") {
@@ -626,7 +626,7 @@ TEST_CASE("settings that contradict each other are refused with their numbers, b
         if (build)
           tiny_pipeline(s, backend, {&memory, &memory});
         else
-          tiny_pipeline::bytes_needed(s, backend);
+          tiny_pipeline::footprint(s, backend);
         FAIL_CHECK("nothing was thrown for: " << words[0]);
       } catch (const settings_error& e) {
         for (const auto& word : words) CHECK_THAT(e.what(), Contains(word));
@@ -669,7 +669,7 @@ TEST_CASE("settings that contradict each other are refused with their numbers, b
   {
     using own = freekv::retrieval_pipeline<freekv::kv_shape<freekv::half, 24>, freekv::per_query_head,
                                            freekv::mass_deficit>;
-    CHECK_THROWS_WITH(own::bytes_needed({.query_heads = 4, .kv_heads = 2, .max_tokens = 64}, backend),
+    CHECK_THROWS_WITH(own::footprint({.query_heads = 4, .kv_heads = 2, .max_tokens = 64}, backend),
                       Contains("per_query_head") && Contains("choose cosine_drift"));
   }
   refuses({"key_subspace needs its basis as data"},
@@ -688,7 +688,7 @@ TEST_CASE("settings that contradict each other are refused with their numbers, b
   // And what they ask for is enough.
   auto s = tiny_settings();
   basis(3, 2, 8, 24)(s);
-  CHECK_NOTHROW(tiny_pipeline::bytes_needed(s, backend));
+  CHECK_NOTHROW(tiny_pipeline::footprint(s, backend));
 }
 
 TEST_CASE("policies refuse sizes at run time that they refuse at compile time", "[errors]") {

@@ -66,7 +66,7 @@ std::vector<sequence_result> prompt_and_decode(forgetful& p, const text& source,
 
 /// The units that a layer's last step attended to.
 std::vector<int> attended(const forgetful& p, int layer, freekv::sequence_id id, int head) {
-  const auto report = p.report(layer, id);
+  const auto report = p.report(layer)[id];
   const auto units = report.attended.subspan(count(head) * report.attended.size() / report.corrected.size(),
                                              count(report.attended_count[count(head)]));
   return {units.begin(), units.end()};
@@ -207,7 +207,7 @@ TEST_CASE("bytes are those of the budget, and there is no store", "[eviction][me
   const auto bytes_of = [&](const any_eviction& eviction, const auto& change) {
     auto s = settings_of(eviction);
     change(s);
-    return forgetful::bytes_needed(s, backend);
+    return forgetful::footprint(s, backend).bytes();
   };
   const auto as_is = [](auto&) {};
   const std::size_t token = 2 * 2 * 2 * row_bytes;  // 2 layers that forget, 2 sequences, 2 KV heads
@@ -256,7 +256,10 @@ TEST_CASE("bytes are those of the budget, and there is no store", "[eviction][me
       }
       bool do_is_equal(const memory_resource& other) const noexcept override { return this == &other; }
     } slow, fast;
-    const forgetful p(settings_of(eviction), backend, {&slow, &fast});
+    const forgetful::footprint needs(settings_of(eviction), backend);
+    const forgetful p(needs, backend, {&slow, &fast});
+    CHECK(slow.bytes == needs.slow_bytes());
+    CHECK(fast.bytes == needs.fast_bytes());
     CHECK(slow.bytes == needed.store);
     CHECK(fast.bytes == needed.slots + needed.state + needed.staging);
     CHECK(p.bytes().total() == needed.total());
@@ -396,7 +399,7 @@ TEST_CASE("settings that contradict each other are refused", "[eviction][errors]
     auto s = settings_of(freekv::h2o{});
     change(s);
     try {
-      forgetful::bytes_needed(s, backend);
+      forgetful::footprint(s, backend);
       FAIL_CHECK("nothing was thrown: " << words);
     } catch (const settings_error& e) {
       CHECK_THAT(e.what(), Contains(words));

@@ -75,7 +75,7 @@ sequence_result step_with_masses(tiny_pipeline& pipeline, freekv::sequence_id id
   const int group = s.query_heads / s.kv_heads;
   for (int layer = 0; layer < s.layers; ++layer) {
     const asked& now = of_layer[count(layer)];
-    const auto report = pipeline.report(layer, id);
+    const auto report = pipeline.report(layer)[id];
     const bool everything = layer == 0 || kind == freekv::step_phase::prefill;
     for (int row = 0; row < tokens; ++row)
       for (int head = 0; head < s.query_heads; ++head) {

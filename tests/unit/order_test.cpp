@@ -120,7 +120,7 @@ TEST_CASE("recall goes on behind the caller, and the layer's next append waits f
   quiet_step(behind.pipeline, behind.id, source, result);
   const bool ended_early = std::chrono::steady_clock::now() - before < std::chrono::milliseconds(200);
   CHECK((recall.ended < 4 || !ended_early));  // 2 query heads in each of 2 layers
-  behind.pipeline.report(1, behind.id);
+  behind.pipeline.report(1);
   CHECK(recall.ended == 4);
   recall.milliseconds = 0;
 }

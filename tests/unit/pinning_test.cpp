@@ -70,7 +70,7 @@ TEST_CASE("the unit whose keys point apart is selected whatever the queries, bes
     step.append<float>(0, {.keys = key, .values = value, .queries = query});
     step.attend(0, out, lse);
     step.end();
-    const auto report = pipeline.report(0, id);
+    const auto report = pipeline.report(0)[id];
     REQUIRE(report.attended.size() == 5);
     return std::vector<int>(report.attended.begin(), report.attended.begin() + report.attended_count[0]);
   };

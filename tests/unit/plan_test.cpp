@@ -79,7 +79,7 @@ TEST_CASE("a sliding layer has the slots of its window and no others", "[plan]")
   const auto slots = [&](int layers) {
     settings s = settings_of(std::vector(count(layers), sliding));
     s.max_tokens = 100000;
-    return pipeline_type::bytes_needed(s, backend).slots;
+    return pipeline_type::footprint(s, backend).bytes().slots;
   };
   // Three pages hold 21 tokens, and one more is being filled: keys and values of 2 heads.
   CHECK(slots(2) - slots(1) == 4 * 8 * 2 * 2 * 24 * sizeof(freekv::bfloat16));
@@ -91,7 +91,7 @@ TEST_CASE("plans and extras of attention that cannot be are refused", "[plan]") 
     settings s = settings_of(kinds);
     change(s);
     try {
-      pipeline_type::bytes_needed(s, backend);
+      pipeline_type::footprint(s, backend);
       FAIL("not refused");
     } catch (const freekv::settings_error& e) {
       check_mentions(e.what(), words);

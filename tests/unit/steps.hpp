@@ -117,7 +117,7 @@ struct sequence_result {
 
 template <class Pipeline>
 void add_report(const Pipeline& pipeline, int layer, freekv::sequence_id id, sequence_result& result) {
-  const auto report = pipeline.report(layer, id);
+  const auto report = pipeline.report(layer)[id];
   const auto add = [&](const auto& numbers) {
     std::copy(numbers.begin(), numbers.end(), std::back_inserter(result.report));
   };

@@ -296,9 +296,9 @@ TEST_CASE("pages in a file are counted there", "[store_in_file]") {
   const folder where;
   auto s = tiny_settings();
   freekv::host_backend backend;
-  const auto memory = tiny_pipeline::bytes_needed(s, backend);
+  const auto memory = tiny_pipeline::footprint(s, backend).bytes();
   s = in_file(s, where);
-  const auto bytes = tiny_pipeline::bytes_needed(s, backend);
+  const auto bytes = tiny_pipeline::footprint(s, backend).bytes();
   CHECK_FALSE(std::filesystem::exists(where.file()));
   // 25 pages of 8 tokens, 2 heads, keys and values of 24 halves; one of three layers is complete.
   constexpr std::size_t page = 8 * 2 * 2 * 24 * 2;

@@ -132,7 +132,7 @@ TEST_CASE("the last kept row's query is the previous one", "[truncate]") {
         step.attend(layer, out);
       }
       step.end();
-      const auto corrected = f.pipeline.report(0, f.id).corrected;
+      const auto corrected = f.pipeline.report(0)[f.id].corrected;
       INFO("kept " << kept << ", again row " << again);
       CHECK((corrected[0] == 0 && corrected[1] == 0) == (again == kept - 1));
     }

@@ -128,7 +128,7 @@ class device_pipeline_of_shape : public pipeline, public device_controls {
   void end_step() override { step_.end(); }
   bool abandon_step() override { return step_.abandon(); }
   void synchronize() override { pipeline_.synchronize(); }
-  step_report report(int layer, sequence_id id) const override { return pipeline_.report(layer, id); }
+  step_report report(int layer, sequence_id id) const override { return pipeline_.report(layer)[id]; }
   const memory_bytes& bytes() const override { return pipeline_.bytes(); }
   std::size_t slice_bytes() const override { return pipeline_.slice_bytes(); }
   std::size_t summary_bytes() const override {
@@ -195,7 +195,7 @@ class device_pipeline_of_shape : public pipeline, public device_controls {
     copy(lse, captured_lse_.all(), cudaMemcpyDeviceToHost);
     device::check(cudaStreamSynchronize(compute_.get()), "cudaStreamSynchronize");
   }
-  int flagged_heads(int layer) const override { return pipeline_.flagged_heads(layer); }
+  int flagged_heads(int layer) const override { return pipeline_.report(layer).flagged_heads(); }
 
  private:
   std::pair<std::span<float>, std::span<float>> outputs(std::span<float> out, std::span<float> lse) {

@@ -49,27 +49,44 @@ class evicting_pipeline {
   using settings = eviction_settings<Eviction>;
   static constexpr int head_dim = Shape::head_dim;
 
-  /// Exact bytes that a pipeline with these settings takes. Allocates none of them. Throws settings_error.
-  static memory_bytes bytes_needed(const settings& given, Backend& backend) {
-    const settings checked = checked_settings<head_dim>(given);
-    return memory_plan(checked, backend, nullptr, nullptr).bytes;
-  }
+  /// Footprint of a pipeline with some settings: retrieval_pipeline's has the same bytes, and slots.
+  class footprint {
+   public:
+    /// Allocates none of what it counts. Throws settings_error.
+    footprint(const settings& given, Backend& backend) : settings_(checked_settings<head_dim>(given)) {
+      const memory_plan counted(settings_, backend, nullptr, nullptr);
+      bytes_ = counted.bytes;
+      slow_bytes_ = counted.slow_bytes;
+      fast_bytes_ = counted.fast_bytes;
+    }
+    const evicting_pipeline::settings& settings() const { return settings_; }
+    const memory_bytes& bytes() const { return bytes_; }
+    std::size_t slow_bytes() const { return slow_bytes_; }
+    std::size_t fast_bytes() const { return fast_bytes_; }
+
+   private:
+    evicting_pipeline::settings settings_;
+    memory_bytes bytes_;
+    std::size_t slow_bytes_ = 0, fast_bytes_ = 0;
+  };
 
   /// Takes all its memory from `memory` at once: from `slow` complete layers alone. `backend` must outlive the
-  /// pipeline. Throws settings_error.
-  evicting_pipeline(const settings& given, Backend& backend, const memory_resources& memory = {})
-      : settings_(checked_settings<head_dim>(given)),
+  /// pipeline, and is the footprint's.
+  evicting_pipeline(const footprint& needs, Backend& backend, const memory_resources& memory = {})
+      : settings_(needs.settings()),
         records_(size(settings_.max_sequences)),
-        order_(settings_.layers) {
-    const memory_plan counted(settings_, backend, nullptr, nullptr);
-    slow_memory_ = memory_block(*memory.slow, counted.slow_bytes);
-    fast_memory_ = memory_block(*memory.fast, counted.fast_bytes);
+        order_(settings_.layers),
+        slow_memory_(*memory.slow, needs.slow_bytes()),
+        fast_memory_(*memory.fast, needs.fast_bytes()) {
     parts_.emplace(settings_, backend, slow_memory_.data(), fast_memory_.data());
     std::fill_n(parts_->no_flags, settings_.kv_heads, std::uint8_t{0});
     std::fill_n(parts_->no_counts, settings_.kv_heads, 0);
     entries_.reserve(size(settings_.max_sequences));
     for (int staging = settings_.max_prefills; staging-- > 0;) free_stagings_.push_back(staging);
   }
+  /// The same, from settings whose footprint nobody has asked for. Throws settings_error.
+  evicting_pipeline(const settings& given, Backend& backend, const memory_resources& memory = {})
+      : evicting_pipeline(footprint(given, backend), backend, memory) {}
   evicting_pipeline(const evicting_pipeline&) = delete;
   evicting_pipeline& operator=(const evicting_pipeline&) = delete;
 
@@ -196,27 +213,41 @@ class evicting_pipeline {
   /// Nothing is ever queued.
   void synchronize() {}
 
-  /// What a layer's last decode row attended to: `attended` (kv_heads, units of a head) has in each head's
-  /// first `attended_count` places the numbers of tokens, or of pages of unit_tokens() tokens, ascending; of a
-  /// complete layer nothing. What there is besides in other reports is 0. Sorts on every call. Valid until the
-  /// layer's next attend, or the sequence's release.
-  step_report report(int layer, sequence_id id) const {
-    known(id);
-    order_.expect_layer(layer, "report");
-    const state& s = parts_->layers[size(layer)];
-    const auto sequence = static_cast<int>(id);
-    const std::size_t heads = size(s.heads.kv), first = s.head_index(sequence, 0);
-    for (int head = 0; !s.complete && head < s.heads.kv; ++head) {
-      std::int32_t* const units = s.attended + s.unit_index(sequence, head);
-      std::sort(units, units + s.attended_count[first + size(head)]);
+  /// Reports of a layer's last decode row, by sequence.
+  class reports {
+   public:
+    reports(const evicting_pipeline& of, const state& layer) : of_(&of), layer_(&layer) {}
+    /// What a sequence's row attended to: `attended` (kv_heads, units of a head) has in each head's first
+    /// `attended_count` places the numbers of tokens, or of pages of unit_tokens() tokens, ascending; of a complete
+    /// layer nothing. What there is besides in other reports is 0. Sorts on every call. Valid until the layer's next
+    /// attend, or the sequence's release. Throws usage_error.
+    step_report operator[](sequence_id id) const {
+      of_->known(id);
+      const state& s = *layer_;
+      const auto sequence = static_cast<int>(id);
+      const std::size_t heads = size(s.heads.kv), first = s.head_index(sequence, 0);
+      for (int head = 0; !s.complete && head < s.heads.kv; ++head) {
+        std::int32_t* const units = s.attended + s.unit_index(sequence, head);
+        std::sort(units, units + s.attended_count[first + size(head)]);
+      }
+      const std::span<const std::int32_t> none(of_->parts_->no_counts, heads);
+      return {.corrected = {of_->parts_->no_flags, heads},
+              .recalled = none,
+              .recalled_before_attention = none,
+              .promoted = none,
+              .attended = {s.complete ? nullptr : s.attended + s.unit_index(sequence, 0),
+                           s.complete ? 0 : size(s.units) * heads},
+              .attended_count = {s.attended_count + first, heads}};
     }
-    return {{parts_->no_flags, heads},
-            {parts_->no_counts, heads},
-            {parts_->no_counts, heads},
-            {parts_->no_counts, heads},
-            {s.complete ? nullptr : s.attended + s.unit_index(sequence, 0),
-             s.complete ? 0 : size(s.units) * heads},
-            {s.attended_count + first, heads}};
+
+   private:
+    const evicting_pipeline* of_;
+    const state* layer_;
+  };
+  /// Reports of a layer's last step: `report(layer)[sequence]`. Throws usage_error.
+  reports report(int layer) const {
+    order_.expect_layer(layer, "report");
+    return {*this, parts_->layers[size(layer)]};
   }
 
  private:

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <freekv/backend/host/stages.hpp>
 #include <freekv/pipeline/call_order.hpp>
+#include <freekv/pipeline/footprint.hpp>
 #include <freekv/pipeline/pipeline_memory.hpp>
 #include <freekv/pipeline/sequences.hpp>
 #include <freekv/pipeline/settings.hpp>
@@ -21,10 +22,11 @@ namespace freekv {
 template <class Shape, class Pack>
 struct pipeline_core {
   using state = layer_state<Shape>;
+  using footprint_type = pipeline_footprint<Shape, Pack>;
   using settings_type = pipeline_settings<Pack>;
   using backend_type = typename Pack::backend;
-  using stages_type = typename Pack::backend::template stages<state, settings_type>;
-  using memory_type = pipeline_memory<state, settings_type, stages_type>;
+  using stages_type = typename footprint_type::stages_type;
+  using memory_type = typename footprint_type::memory_type;
   static constexpr int head_dim = Shape::head_dim;
 
   // What stages of a device take a step as; those of the host take its entries.
@@ -45,20 +47,25 @@ struct pipeline_core {
   using step_view = typename step_of<stages_type>::type;
   using step_bounds = typename step_of<stages_type>::bounds;
 
-  [[gnu::cold]] pipeline_core(const settings_type& given, backend_type& processor,
+  [[gnu::cold]] pipeline_core(const footprint_type& needs, backend_type& processor,
                               const memory_resources& from,
                               std::span<const engine_blocks<typename Shape::element_type>> blocks)
-      : settings(checked_settings<head_dim>(given)),
+      : settings(needs.settings()),
         backend(processor),
         recalled(static_cast<std::size_t>(settings.layers)),
         order(settings.layers) {
     if (!blocks.empty() && blocks.size() != static_cast<std::size_t>(settings.layers))
       throw settings_error("blocks of " + std::to_string(blocks.size()) + " layers for " +
                            std::to_string(settings.layers) + "; give those of each layer, or none");
-    const memory_type counted(settings, backend, nullptr, nullptr, nullptr, blocks);
-    if (settings.store_file) file = settings.store_file->open(*settings.store_file, counted.bytes.file);
-    slow_block = memory_block(*from.slow, counted.slow_bytes);
-    fast_block = memory_block(*from.fast, counted.fast_bytes);
+    std::size_t slow_bytes = needs.slow_bytes(), fast_bytes = needs.fast_bytes();
+    if (!blocks.empty()) {  // which hold the slots, and are checked
+      const memory_type counted(settings, backend, nullptr, nullptr, nullptr, blocks);
+      slow_bytes = counted.slow_bytes;
+      fast_bytes = counted.fast_bytes;
+    }
+    if (settings.store_file) file = settings.store_file->open(*settings.store_file, needs.bytes().file);
+    slow_block = memory_block(*from.slow, slow_bytes);
+    fast_block = memory_block(*from.fast, fast_bytes);
     memory.emplace(settings, backend, slow_block.data(), fast_block.data(), file.get(), blocks);
     sequences.emplace(sequence_limits{.page_tokens = settings.page.tokens,
                                       .max_tokens = settings.max_tokens,

@@ -39,7 +39,6 @@ class basic_retrieval_pipeline {
   using core = pipeline_core<Shape, Pack>;
   using state = typename core::state;
   using stages = typename core::stages_type;
-  using memory_type = typename core::memory_type;
 
  public:
   using shape_type = Shape;
@@ -47,6 +46,8 @@ class basic_retrieval_pipeline {
   using element = typename Shape::element_type;
   using backend_type = typename Pack::backend;
   using settings = pipeline_settings<Pack>;
+  using footprint = pipeline_footprint<Shape, Pack>;       ///< what it takes: bytes, and slots by layer
+  using reports = layer_report<state, on_device<stages>>;  ///< of a layer's last step
   using step = retrieval_step<Shape, Pack>;
   using step_bounds = typename core::step_bounds;  ///< of captured steps
   static constexpr int head_dim = Shape::head_dim;
@@ -55,35 +56,18 @@ class basic_retrieval_pipeline {
   template <policy Policy>
   using with = basic_retrieval_pipeline<Shape, typename Pack::template with<Policy>>;
 
-  /// Exact bytes that a pipeline with these settings takes. Allocates none of them. Throws settings_error.
-  [[gnu::cold]] static memory_bytes bytes_needed(const settings& given, backend_type& backend) {
-    return memory_type(checked_settings<head_dim>(given), backend, nullptr, nullptr, nullptr, {}).bytes;
-  }
-
-  /// Slots that a sequence has in a layer at most, and so the room that its `table` needs; 0 where it has none.
-  /// Throws settings_error.
-  [[gnu::cold]] static int slots_per_sequence(const settings& given, backend_type& backend, int layer) {
-    const memory_type plan(checked_settings<head_dim>(given), backend, nullptr, nullptr, nullptr, {});
-    const state& s = plan.layers.at(size(layer));
-    return s.keeps_slots ? s.slots.total() : 0;
-  }
-  /// Slots of all resident sequences in a layer, and so blocks of an engine's own tensor: `slots_per_sequence` times
-  /// max_resident, or fewer with `selected_tokens`. Throws settings_error.
-  [[gnu::cold]] static std::int64_t slots_needed(const settings& given, backend_type& backend, int layer) {
-    const auto checked = checked_settings<head_dim>(given);
-    const memory_type plan(checked, backend, nullptr, nullptr, nullptr, {});
-    const state& s = plan.layers.at(size(layer));
-    if (!s.keeps_slots) return 0;
-    return std::int64_t{checked.max_resident} * s.slots.fixed() + plan.block_pools.at(size(layer)).capacity();
-  }
-
   /// Takes all its memory from `memory` at once, and room for the store's file where there is one. `backend` must
-  /// outlive the pipeline. With `blocks`, one for each layer, slots are blocks of an engine's own tensor, and none of
-  /// `memory` is taken for them. Throws settings_error, or store_error if the file cannot be had.
+  /// outlive the pipeline, and is the footprint's. With `blocks`, one for each layer, slots are blocks of an engine's own
+  /// tensor, and none of `memory` is taken for them. Throws settings_error, or store_error if the file cannot be had.
+  [[gnu::cold]] basic_retrieval_pipeline(const footprint& needs, backend_type& backend,
+                                         const memory_resources& memory = {},
+                                         std::span<const engine_blocks<element>> blocks = {})
+      : core_(needs, backend, memory, blocks) {}
+  /// The same, from settings whose footprint nobody has asked for.
   [[gnu::cold]] basic_retrieval_pipeline(const settings& given, backend_type& backend,
                                          const memory_resources& memory = {},
                                          std::span<const engine_blocks<element>> blocks = {})
-      : core_(given, backend, memory, blocks) {}
+      : basic_retrieval_pipeline(footprint(given, backend), backend, memory, blocks) {}
   basic_retrieval_pipeline(const basic_retrieval_pipeline&) = delete;
   basic_retrieval_pipeline& operator=(const basic_retrieval_pipeline&) = delete;
   ~basic_retrieval_pipeline() {
@@ -358,14 +342,14 @@ class basic_retrieval_pipeline {
   /// Waits until everything queued has happened.
   void synchronize() { core_.synchronize(); }
 
-  /// Report of a layer's last decode step for a sequence; waits for the layer's recall. Valid until the layer's
-  /// next append, or the sequence's release.
-  step_report report(int layer, sequence_id id) const {
-    core_.sequences->known(id);
+  /// Reports of a layer's last step: `report(layer)[sequence].recalled`. Waits for the layer's recall, of a device for both
+  /// streams, from which it reads back. Valid until the layer's next append, `report` or `queue_report`, or the sequence's
+  /// release. Throws usage_error.
+  reports report(int layer) const {
     const state& of_layer = core_.layer_of(layer, "report");
     core_.check_order("report");
-    core_.recalled[size(layer)].wait();
-    return report_in(core_.readable(of_layer), id);
+    core_.recalled[static_cast<std::size_t>(layer)].wait();
+    return {core_.readable(of_layer), *core_.sequences};
   }
 
   /// Queues on `side`, a `device::stream` of the caller's, that the host is given what all of a layer's reports
@@ -377,38 +361,14 @@ class basic_retrieval_pipeline {
   void queue_report(int layer, Stream& side) {
     core_.stages().queue_read_back(core_.layer_of(layer, "queue_report"), side);
   }
-  /// Report for a sequence that the layer's last `queue_report` has brought; waits for nothing. Valid until the
-  /// layer's next `report` or `queue_report`, or the next call between steps.
-  step_report queued_report(int layer, sequence_id id) const requires on_device<backend_type> {
-    core_.sequences->known(id);
-    return report_in(core_.stages().as_read(core_.layer_of(layer, "queued_report")), id);
-  }
-
-  /// Heads of a layer that are flagged for correction in the step begun last, over all its sequences, abandoned ones
-  /// included. Waits for what is queued; `queued_flagged_heads` is as the layer's last `queue_report` has brought it.
-  int flagged_heads(int layer) const requires on_device<backend_type> {
-    core_.check_order("flagged_heads");
-    return *core_.stages().read_back(core_.layer_of(layer, "flagged_heads")).flagged_count;
-  }
-  int queued_flagged_heads(int layer) const requires on_device<backend_type> {
-    return *core_.stages().as_read(core_.layer_of(layer, "queued_flagged_heads")).flagged_count;
+  /// Reports that the layer's last `queue_report` has brought; waits for nothing. Valid until the layer's next `report` or
+  /// `queue_report`, or the next call between steps.
+  reports queued_report(int layer) const requires on_device<backend_type> {
+    return {core_.stages().as_read(core_.layer_of(layer, "queued_report")), *core_.sequences};
   }
 
  private:
   static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
-
-  static step_report report_in(const state& s, sequence_id id) {
-    const auto heads = static_cast<std::size_t>(s.heads.kv);
-    const std::size_t row = s.head_index(static_cast<int>(id), 0),
-                      first = s.selection(static_cast<int>(id), 0);
-    return {{s.corrected + row, heads},
-            {s.recalled + row, heads},
-            {s.recalled_before_attention + row, heads},
-            {s.promoted + row, heads},
-            {s.attended + first, s.selection(0, 1) * heads},
-            {s.attended_count + row, heads},
-            {s.attended_by + s.masks(static_cast<int>(id), 0), s.masks(0, 1) * heads}};
-  }
 
   /// Whether all that a sequence may have selected is complete pages among its first `tokens` tokens, as far as is known
   /// without looking; then no truncation to that length makes it drop its selection.

@@ -162,7 +162,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   }
 
   /// The pages that KV head `head` of a sequence attends to with the last of its decode rows, to `blocks`
-  /// (slots_per_sequence): sink, selected, window, the open page last; earlier rows see all but the tokens behind
+  /// (`slots_per_sequence` of the footprint): sink, selected, window, the open page last; earlier rows see all but the tokens behind
   /// themselves. Between `correct` and `finish_layer`, of a layer that keeps slots. Throws usage_error.
   resident_table table(int layer, sequence_id id, int head, std::span<std::int32_t> blocks) const {
     core_type& core = this->of("table");

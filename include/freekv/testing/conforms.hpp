@@ -298,15 +298,14 @@ void compare_pipelines(const Policy& policy, const summary_definition& definitio
       for (int step = 0; step < steps; ++step) {
         std::vector<float> out(size(query_heads * d));
         auto decode = retrieval.begin_step({{sequence}});
-        decode.append(0,
-                         {.keys = rows(keys, prompt + step, 1),
+        decode.append(0, {.keys = rows(keys, prompt + step, 1),
                           .values = rows(values, prompt + step, 1),
                           .queries = std::span(queries).subspan(size(step * query_heads * d), out.size())});
         decode.attend(0, out);
         decode.end();
         if (expected.size() <= size(step)) {
           expected.push_back(out);
-          const step_report report = retrieval.report(0, sequence);
+          const step_report report = retrieval.report(0)[sequence];
           const auto stride = static_cast<std::ptrdiff_t>(report.attended.size()) / kv_heads;
           for (int head = 0; head < kv_heads; ++head) {
             const auto first = report.attended.begin() + head * stride;
