@@ -2,6 +2,7 @@
 
 #include <memory_resource>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "../agreement.hpp"
@@ -391,6 +392,35 @@ TEST_CASE("calls that an evicting pipeline cannot follow are refused and change 
       Contains("decoded tokens of sequence 0 exhausted: 80 of 80 in use, the step needs 1 more"));
   p.open();
   CHECK_THROWS_WITH(p.open(), Contains("sequences exhausted: 2 of 2 in use"));
+}
+
+TEST_CASE("rows and outputs of an evicting step may have room for more rows", "[eviction]") {
+  const auto s = settings_of(freekv::h2o{});
+  const text source(s, 24, 230, 8);
+  freekv::host_backend backend;
+  forgetful p(s, backend), same(s, backend);
+  const auto id = p.open(), other = same.open();
+  for (int t = 0; t < 100; t += t == 0 ? 60 : 1) {
+    const int tokens = t == 0 ? 60 : 1;
+    const auto phase = t == 0 ? step_phase::prefill : step_phase::decode;
+    auto step = p.begin_step({{id, tokens, phase}});
+    sequence_result got;
+    for (int layer = 0; layer < 3; ++layer) {
+      const auto rows = source.at(layer, t, tokens + 2);
+      std::vector<float> out(rows.queries.size(), quiet_nan), lse(count((tokens + 2) * 6), quiet_nan);
+      step.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+      step.attend(layer, out, lse);
+      for (const auto& [numbers, row, into] : {std::tuple{&out, 144, &got.out}, {&lse, 6, &got.lse}}) {
+        const auto end = numbers->begin() + tokens * row;
+        CHECK(std::all_of(end, numbers->end(), [](float x) { return std::isnan(x); }));
+        into->insert(into->end(), numbers->begin(), end);
+      }
+    }
+    step.end();
+    const auto want = run_step(same, other, source, tokens, phase);
+    CHECK(same_bits(got.out, want.out));
+    CHECK(same_bits(got.lse, want.lse));
+  }
 }
 
 TEST_CASE("settings that contradict each other are refused", "[eviction][errors]") {

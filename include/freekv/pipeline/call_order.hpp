@@ -1,4 +1,5 @@
-// The order of the calls of a step: which layer is how far in it, and the sentence for a call that comes too early or late.
+// The order of the calls of a step: which layer is how far in it, and the sentence for a call that comes too
+// early or late.
 #pragma once
 
 #include <array>
@@ -13,7 +14,8 @@ namespace freekv {
 /// Progress of a layer in a step. Pipelines that correct nothing go from `appended` to `attended`.
 enum class layer_progress : std::uint8_t { waiting, appended, corrected, attended };
 
-/// Order of the calls of a pipeline and of its steps. What `expect` it says throws usage_error, and nothing has changed.
+/// Order of the calls of a pipeline and of its steps. What `expect` it says throws usage_error, and nothing
+/// has changed.
 class call_order {
  public:
   explicit call_order(int layers) : progress_(static_cast<std::size_t>(layers)) {}
@@ -76,8 +78,8 @@ class call_order {
   bool in_step_ = false;
 };
 
-/// Room for `rows` rows of `row` numbers: of a padded batch more are given, and those behind are neither read nor
-/// written. Throws usage_error.
+/// Room for `rows` rows of `row` numbers: of a padded batch more are given, and those behind are neither read
+/// nor written. Throws usage_error.
 inline void expect_numbers(const char* what, std::size_t given, int rows, std::int64_t row) {
   if (given < static_cast<std::size_t>(rows) * static_cast<std::size_t>(row))
     throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +

@@ -11,8 +11,8 @@
 
 namespace freekv {
 
-/// Footprint of a retrieval pipeline with some settings, counted once: an engine asks for what it has to have, and
-/// constructs the pipeline from it.
+/// Footprint of a retrieval pipeline with some settings, counted once: an engine asks for what it has to
+/// have, and constructs the pipeline from it.
 template <class Shape, class Pack>
 class pipeline_footprint {
  public:
@@ -41,13 +41,15 @@ class pipeline_footprint {
   const settings_type& settings() const { return settings_; }
   /// Exact bytes of each part, and of all.
   const memory_bytes& bytes() const { return bytes_; }
-  /// Bytes of the one block that is taken from each of `memory_resources`; of fast memory, less with an engine's blocks.
+  /// Bytes of the one block that is taken from each of `memory_resources`; of fast memory, less with an
+  /// engine's blocks.
   std::size_t slow_bytes() const { return slow_bytes_; }
   std::size_t fast_bytes() const { return fast_bytes_; }
-  /// Slots that a sequence has in a layer at most, and so the room that its `table` needs; 0 where it has none.
+  /// Slots that a sequence has in a layer at most, and so the room that its `table` needs; 0 where it has
+  /// none.
   int slots_per_sequence(int layer) const { return slots_per_sequence_.at(static_cast<std::size_t>(layer)); }
-  /// Slots of all resident sequences in a layer, and so blocks of an engine's own tensor: `slots_per_sequence` times
-  /// max_resident, or fewer with `selected_tokens`.
+  /// Slots of all resident sequences in a layer, and so blocks of an engine's own tensor:
+  /// `slots_per_sequence` times max_resident, or fewer with `selected_tokens`.
   std::int64_t slots(int layer) const { return slots_.at(static_cast<std::size_t>(layer)); }
 
  private:

@@ -160,9 +160,9 @@ struct pipeline_core {
       of_layer = {};
     }
   }
-  /// Before a sequence changes: what is queued has happened, or of a device comes before what the compute stream is
-  /// given from now on, so that pages, slots and blocks that are given back can be taken at once; and there is room in
-  /// the ring, where the change `uploads`.
+  /// Before a sequence changes: what is queued has happened, or of a device comes before what the compute
+  /// stream is given from now on, so that pages, slots and blocks that are given back can be taken at once;
+  /// and there is room in the ring, where the change `uploads`.
   void before_change(const char* call, bool uploads = true) {
     if constexpr (on_device<stages_type>) {
       check_order(call);

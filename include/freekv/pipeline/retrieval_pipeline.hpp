@@ -16,8 +16,8 @@ namespace freekv {
 /// KV-cache retrieval for all layers of a model. `Shape` is a kv_shape, `Pack` a policy_pack;
 /// `retrieval_pipeline` below takes policies in any order.
 ///
-/// Sequences take a step together: `begin_step` lists those that bring rows, and returns the step, a retrieval_step, on
-/// which the calls are that are legal in it:
+/// Sequences take a step together: `begin_step` lists those that bring rows, and returns the step, a
+/// retrieval_step, on which the calls are that are legal in it:
 ///
 ///     auto step = pipeline.begin_step({{sequence}});                          // one decode row
 ///     for (int layer = 0; layer < layers; ++layer) {
@@ -26,14 +26,15 @@ namespace freekv {
 ///     }
 ///     step.end();
 ///
-/// append and attend have happened when they return, or of a device are queued on its compute stream: then rows
-/// and outputs are in memory that the device reads and writes, and stay there until it has. Selection and
-/// recall for the next step go on behind them on the backend's recall stream, after the layer's attention and
-/// before its next append. (FreeKV sections 3.2 and 3.3) One thread calls. Steps allocate nothing. Calls out of order
-/// throw usage_error and change nothing. A step that is left without `end` is abandoned.
+/// append and attend have happened when they return, or of a device are queued on its compute stream: then
+/// rows and outputs are in memory that the device reads and writes, and stay there until it has. Selection
+/// and recall for the next step go on behind them on the backend's recall stream, after the layer's attention
+/// and before its next append. (FreeKV sections 3.2 and 3.3) One thread calls. Steps allocate nothing. Calls
+/// out of order throw usage_error and change nothing. A step that is left without `end` is abandoned.
 ///
-/// Calls that change a sequence between steps come behind what is queued: they wait for it, or of a device are queued
-/// behind it themselves, and wait only for room in the ring of uploads, and where others have to give up blocks.
+/// Calls that change a sequence between steps come behind what is queued: they wait for it, or of a device
+/// are queued behind it themselves, and wait only for room in the ring of uploads, and where others have to
+/// give up blocks.
 template <class Shape, class Pack>
 class basic_retrieval_pipeline {
   using core = pipeline_core<Shape, Pack>;
@@ -56,9 +57,10 @@ class basic_retrieval_pipeline {
   template <policy Policy>
   using with = basic_retrieval_pipeline<Shape, typename Pack::template with<Policy>>;
 
-  /// Takes all its memory from `memory` at once, and room for the store's file where there is one. `backend` must
-  /// outlive the pipeline, and is the footprint's. With `blocks`, one for each layer, slots are blocks of an engine's own
-  /// tensor, and none of `memory` is taken for them. Throws settings_error, or store_error if the file cannot be had.
+  /// Takes all its memory from `memory` at once, and room for the store's file where there is one. `backend`
+  /// must outlive the pipeline, and is the footprint's. With `blocks`, one for each layer, slots are blocks
+  /// of an engine's own tensor, and none of `memory` is taken for them. Throws settings_error, or store_error
+  /// if the file cannot be had.
   [[gnu::cold]] basic_retrieval_pipeline(const footprint& needs, backend_type& backend,
                                          const memory_resources& memory = {},
                                          std::span<const engine_blocks<element>> blocks = {})
@@ -100,8 +102,8 @@ class basic_retrieval_pipeline {
            std::string(element_name<element>);
   }
   const memory_bytes& bytes() const { return core_.memory->bytes; }
-  /// Bytes of one recalled slice: one KV head's keys and values of a unit, as they are stored; from a file, of
-  /// the page that is read for it.
+  /// Bytes of one recalled slice: one KV head's keys and values of a unit, as they are stored; from a file,
+  /// of the page that is read for it.
   std::size_t slice_bytes() const {
     const int tokens =
         core_.settings.store_file ? int{core_.settings.page.tokens} : core_.settings.unit_tokens();
@@ -115,8 +117,9 @@ class basic_retrieval_pipeline {
   /// A new, empty sequence. Throws pool_exhausted.
   sequence_id open() { return core_.sequences->open(); }
 
-  /// A new sequence that begins with the tokens of `start`, as if they had been its prompt; their pages are shared.
-  /// Comes behind what is queued. Throws pool_exhausted, or usage_error in a step or for another pipeline's prefix.
+  /// A new sequence that begins with the tokens of `start`, as if they had been its prompt; their pages are
+  /// shared. Comes behind what is queued. Throws pool_exhausted, or usage_error in a step or for another
+  /// pipeline's prefix.
   [[gnu::cold]] sequence_id open(const prefix& start) {
     core_.order.expect_outside_step("open");
     core_.before_change("open");
@@ -128,8 +131,8 @@ class basic_retrieval_pipeline {
   }
 
   /// A new sequence that goes on as `parent` would, bit for bit. All pages are shared, until one of the two
-  /// writes to the open one; both are resident. Comes behind what is queued. Throws pool_exhausted, or usage_error
-  /// in a step or for a sequence that is preempted.
+  /// writes to the open one; both are resident. Comes behind what is queued. Throws pool_exhausted, or
+  /// usage_error in a step or for a sequence that is preempted.
   [[gnu::cold]] sequence_id fork(sequence_id parent) {
     core_.order.expect_outside_step("fork");
     core_.sequences->check_fork(parent);
@@ -149,18 +152,18 @@ class basic_retrieval_pipeline {
     return id;
   }
 
-  /// The complete pages among the first `tokens` tokens of a sequence, for other sequences to start with, even
-  /// when this one has ended. They stay in use until the prefix goes, which is before the pipeline does. Throws
-  /// usage_error.
+  /// The complete pages among the first `tokens` tokens of a sequence, for other sequences to start with,
+  /// even when this one has ended. They stay in use until the prefix goes, which is before the pipeline does.
+  /// Throws usage_error.
   prefix keep_prefix(sequence_id id, int tokens) {
     core_.order.expect_outside_step("keep_prefix");
     return core_.sequences->keep(id, tokens);
   }
 
-  /// The sequence keeps its first `tokens` tokens. Inside the rows of its last decode step the selection stays
-  /// and the last kept row's query becomes the previous one, unless a page that any head of any layer has
-  /// selected is no longer complete; else the selection is dropped, and all heads select anew in the next step.
-  /// Comes behind what is queued. Throws usage_error.
+  /// The sequence keeps its first `tokens` tokens. Inside the rows of its last decode step the selection
+  /// stays and the last kept row's query becomes the previous one, unless a page that any head of any layer
+  /// has selected is no longer complete; else the selection is dropped, and all heads select anew in the next
+  /// step. Comes behind what is queued. Throws usage_error.
   [[gnu::cold]] void truncate(sequence_id id, int tokens) {
     core_.order.expect_outside_step("truncate");
     core_.sequences->check_truncation(id, tokens);
@@ -180,8 +183,8 @@ class basic_retrieval_pipeline {
     });
   }
 
-  /// The sequence's slots go to others; it takes no steps until it is restored, and then goes on as if nothing
-  /// had been. Both come behind what is queued. Throw usage_error; `restore` pool_exhausted.
+  /// The sequence's slots go to others; it takes no steps until it is restored, and then goes on as if
+  /// nothing had been. Both come behind what is queued. Throw usage_error; `restore` pool_exhausted.
   [[gnu::cold]] void preempt(sequence_id id) {
     core_.order.expect_outside_step("preempt");
     core_.sequences->check_preemption(id);
@@ -212,7 +215,8 @@ class basic_retrieval_pipeline {
     return !core_.sequences->is_resident(id);
   }
 
-  /// Ends a sequence; its pages go back to the pool behind the last recall that can touch them. Throws usage_error.
+  /// Ends a sequence; its pages go back to the pool behind the last recall that can touch them. Throws
+  /// usage_error.
   void release(sequence_id id) {
     core_.order.expect_outside_step("release");
     core_.release(id);
@@ -225,9 +229,9 @@ class basic_retrieval_pipeline {
   /// Starts a step to which the listed sequences bring rows: prompt rows in chunks of any size, or at most
   /// max_decode_rows decode rows, which attend causally among themselves and select as one group. Reserves
   /// every page and block that the step needs, or throws pool_exhausted, and no sequence has changed;
-  /// usage_error for sequences that are unknown, preempted or listed twice. Where others have to give up blocks
-  /// that hold nothing, it waits for what is queued; of a device also while that is `device::step_ring::depth`
-  /// steps behind.
+  /// usage_error for sequences that are unknown, preempted or listed twice. Where others have to give up
+  /// blocks that hold nothing, it waits for what is queued; of a device also while that is
+  /// `device::step_ring::depth` steps behind.
   [[nodiscard("a step that is not kept is abandoned at once")]] step begin_step(
       std::span<const step_input> rows) {
     core_.order.expect_outside_step("begin_step");
@@ -255,9 +259,10 @@ class basic_retrieval_pipeline {
     return begin_step(std::span(rows.begin(), rows.size()));
   }
 
-  /// Begins the capture of a step in a graph that is launched for steps to come, whatever sequences these have: those
-  /// that `plan` has listed. The compute stream of the backend is captured, all layers follow as in any step, then what
-  /// the engine does with the last one's output, and `end`, which joins the recall stream:
+  /// Begins the capture of a step in a graph that is launched for steps to come, whatever sequences these
+  /// have: those that `plan` has listed. The compute stream of the backend is captured, all layers follow as
+  /// in any step, then what the engine does with the last one's output, and `end`, which joins the recall
+  /// stream:
   ///
   ///     cudaStreamBeginCapture(compute, cudaStreamCaptureModeThreadLocal);
   ///     auto step = pipeline.begin_captured_step({.entries = 64});
@@ -265,9 +270,9 @@ class basic_retrieval_pipeline {
   ///     step.end();
   ///     cudaStreamEndCapture(compute, &graph);
   ///
-  /// `most`: sequences, `entries`, and rows of all; 0 rows: max_decode_rows of each. Prompts are taken where it says
-  /// so. Rows, queries and outputs have room for so many rows; a replay reads and writes those of its step alone.
-  /// Nothing happens to any sequence. Throws usage_error.
+  /// `most`: sequences, `entries`, and rows of all; 0 rows: max_decode_rows of each. Prompts are taken where
+  /// it says so. Rows, queries and outputs have room for so many rows; a replay reads and writes those of its
+  /// step alone. Nothing happens to any sequence. Throws usage_error.
   [[nodiscard("a step that is not kept is abandoned at once")]] step begin_captured_step(
       const step_bounds& most) requires on_device<backend_type> {
     core_.order.expect_outside_step("begin_captured_step");
@@ -284,12 +289,13 @@ class basic_retrieval_pipeline {
     return step(core_);
   }
 
-  /// Plans the step of the next replay: does for the sequences what a step does from `begin_step` to `end`, and fills a packet
-  /// that the replay takes. Then the engine launches a captured step that is large enough, on the backend's compute
-  /// stream, once, before it begins another step or calls anything that changes a sequence; several may be planned and
-  /// launched one behind the other. False, and nothing has happened, while as many are under way as the ring takes:
-  /// `wait` waits for one. Waits for nothing. Throws as `begin_step`; pool_exhausted too where others would have to
-  /// give up blocks that hold nothing, which `reserve` sees to; usage_error for rows that no captured step takes.
+  /// Plans the step of the next replay: does for the sequences what a step does from `begin_step` to `end`,
+  /// and fills a packet that the replay takes. Then the engine launches a captured step that is large enough,
+  /// on the backend's compute stream, once, before it begins another step or calls anything that changes a
+  /// sequence; several may be planned and launched one behind the other. False, and nothing has happened,
+  /// while as many are under way as the ring takes: `wait` waits for one. Waits for nothing. Throws as
+  /// `begin_step`; pool_exhausted too where others would have to give up blocks that hold nothing, which
+  /// `reserve` sees to; usage_error for rows that no captured step takes.
   [[nodiscard]] bool plan(std::span<const step_input> rows) requires on_device<backend_type> {
     core_.order.expect_outside_step("plan");
     core_.check_order("plan");
@@ -319,16 +325,16 @@ class basic_retrieval_pipeline {
   }
   /// Waits until a step can be planned. Throws usage_error where no replay is queued that would make room.
   void wait() requires on_device<backend_type> { core_.stages().wait_to_plan(); }
-  /// Sees to it that decode rows of these sequences find blocks for what they select, as `begin_step` does; if others
-  /// have to give up some, it waits for what is queued. Throws pool_exhausted, or usage_error.
+  /// Sees to it that decode rows of these sequences find blocks for what they select, as `begin_step` does;
+  /// if others have to give up some, it waits for what is queued. Throws pool_exhausted, or usage_error.
   void reserve(std::span<const step_input> rows) {
     core_.order.expect_outside_step("reserve");
     core_.sequences->check_step(rows, "reserve");
     slot_budget(core_).reserve(rows);
   }
 
-  /// Blocks of a row of the tables that `queue_tables` writes at most. Throws usage_error for rows that the layer has no
-  /// table of.
+  /// Blocks of a row of the tables that `queue_tables` writes at most. Throws usage_error for rows that the
+  /// layer has no table of.
   template <class Rows>
   requires on_device<backend_type>
   int most_blocks(int layer, Rows rows) const {
@@ -342,9 +348,9 @@ class basic_retrieval_pipeline {
   /// Waits until everything queued has happened.
   void synchronize() { core_.synchronize(); }
 
-  /// Reports of a layer's last step: `report(layer)[sequence].recalled`. Waits for the layer's recall, of a device for both
-  /// streams, from which it reads back. Valid until the layer's next append, `report` or `queue_report`, or the sequence's
-  /// release. Throws usage_error.
+  /// Reports of a layer's last step: `report(layer)[sequence].recalled`. Waits for the layer's recall, of a
+  /// device for both streams, from which it reads back. Valid until the layer's next append, `report` or
+  /// `queue_report`, or the sequence's release. Throws usage_error.
   reports report(int layer) const {
     const state& of_layer = core_.layer_of(layer, "report");
     core_.check_order("report");
@@ -352,17 +358,17 @@ class basic_retrieval_pipeline {
     return {core_.readable(of_layer), *core_.sequences};
   }
 
-  /// Queues on `side`, a `device::stream` of the caller's, that the host is given what all of a layer's reports
-  /// say: as of what is queued for the layer by now. Nothing waits but the device, where what it queues from
-  /// now on lies behind the copy; so a captured step may have it. When `side` has come so far, `queued_report`
-  /// reads it.
+  /// Queues on `side`, a `device::stream` of the caller's, that the host is given what all of a layer's
+  /// reports say: as of what is queued for the layer by now. Nothing waits but the device, where what it
+  /// queues from now on lies behind the copy; so a captured step may have it. When `side` has come so far,
+  /// `queued_report` reads it.
   template <class Stream>
   requires on_device<backend_type>
   void queue_report(int layer, Stream& side) {
     core_.stages().queue_read_back(core_.layer_of(layer, "queue_report"), side);
   }
-  /// Reports that the layer's last `queue_report` has brought; waits for nothing. Valid until the layer's next `report` or
-  /// `queue_report`, or the next call between steps.
+  /// Reports that the layer's last `queue_report` has brought; waits for nothing. Valid until the layer's
+  /// next `report` or `queue_report`, or the next call between steps.
   reports queued_report(int layer) const requires on_device<backend_type> {
     return {core_.stages().as_read(core_.layer_of(layer, "queued_report")), *core_.sequences};
   }
@@ -370,8 +376,8 @@ class basic_retrieval_pipeline {
  private:
   static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
-  /// Whether all that a sequence may have selected is complete pages among its first `tokens` tokens, as far as is known
-  /// without looking; then no truncation to that length makes it drop its selection.
+  /// Whether all that a sequence may have selected is complete pages among its first `tokens` tokens, as far
+  /// as is known without looking; then no truncation to that length makes it drop its selection.
   bool candidates_within(sequence_id id, int tokens) const {
     if (!on_device<stages> || core_.settings.pinned_units() > 0) return false;
     const int page = core_.settings.page.tokens, at = core_.sequences->known(id).candidates_at;

@@ -12,8 +12,8 @@
 
 namespace freekv {
 
-/// A step in progress of a retrieval pipeline, from `begin_step` or `begin_captured_step`; for each layer come `append`
-/// and, for rows whose attention is wanted, `attend`, then `end`:
+/// A step in progress of a retrieval pipeline, from `begin_step` or `begin_captured_step`; for each layer
+/// come `append` and, for rows whose attention is wanted, `attend`, then `end`:
 ///
 ///     auto step = pipeline.begin_step({{sequence}});  // one decode row
 ///     for (int layer = 0; layer < layers; ++layer) {
@@ -22,9 +22,9 @@ namespace freekv {
 ///     }
 ///     step.end();
 ///
-/// Rows and outputs may have room for more rows than the step has, as those of a padded batch: what lies behind is
-/// neither read nor written. Calls out of order throw usage_error and change nothing. A step that is left without `end`,
-/// by an exception too, is abandoned.
+/// Rows and outputs may have room for more rows than the step has, as those of a padded batch: what lies
+/// behind is neither read nor written. Calls out of order throw usage_error and change nothing. A step that
+/// is left without `end`, by an exception too, is abandoned.
 template <class Shape, class Pack>
 class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   using core_type = pipeline_core<Shape, Pack>;
@@ -38,10 +38,11 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   retrieval_step() = default;
   explicit retrieval_step(core_type& core) : step_handle<core_type>(core) {}
 
-  /// Appends the step's rows to a layer, summarises pages they complete, and finds the heads that have drifted.
-  /// Waits for the layer's recall of the step before. Keys and values are of the stored element type, or float
-  /// to be rounded: `append<float>(layer, {.keys = k, .values = v, .queries = q})`. Throws usage_error, or
-  /// store_error where the file fails this or an earlier recall; then the call may be repeated.
+  /// Appends the step's rows to a layer, summarises pages they complete, and finds the heads that have
+  /// drifted. Waits for the layer's recall of the step before. Keys and values are of the stored element
+  /// type, or float to be rounded: `append<float>(layer, {.keys = k, .values = v, .queries = q})`. Throws
+  /// usage_error, or store_error where the file fails this or an earlier recall; then the call may be
+  /// repeated.
   template <class In = element>
   void append(int layer, const kv_rows<In>& rows) {
     static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
@@ -53,7 +54,8 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     if (core.any_decode() || !rows.queries.empty())
       expect_numbers("append: queries", rows.queries.size(), core.rows, s.heads.query * head_dim);
 
-    // A captured step has joined its recalls when the next is replayed; those of a step before it `plan` has joined.
+    // A captured step has joined its recalls when the next is replayed; those of a step before it `plan` has
+    // joined.
     if (!core.in_capture) core.backend.compute().wait(core.recalled[static_cast<std::size_t>(layer)]);
     core.each_part([&](const auto& part) { core.stages().retry_reads(s, part); });
     core.each_part([&](const auto& part) { core.stages().append(s, part, rows); });
@@ -62,13 +64,13 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     core.order.reached(layer_progress::appended, layer);
   }
 
-  /// Appends the step's rows, all of them of prompts, from an engine's own paged cache, whose prefill needs no
-  /// attention from here: `rows` has a table for each sequence of the step that brings rows, in their order.
-  /// Copying is queued on the backend's recall stream; until `synchronize`, or the layer's next append, the
-  /// engine's blocks and the tables stay as they are. At most as many pages are in flight as the stream queues;
-  /// more wait. Keys and values are of the stored element type, or float: `append_from<float>(layer, tables)`.
-  /// With a codec or a file it waits for the layer's recall of the step before, and with a file it copies at
-  /// once. Throws usage_error, or store_error, as `append`.
+  /// Appends the step's rows, all of them of prompts, from an engine's own paged cache, whose prefill needs
+  /// no attention from here: `rows` has a table for each sequence of the step that brings rows, in their
+  /// order. Copying is queued on the backend's recall stream; until `synchronize`, or the layer's next
+  /// append, the engine's blocks and the tables stay as they are. At most as many pages are in flight as the
+  /// stream queues; more wait. Keys and values are of the stored element type, or float:
+  /// `append_from<float>(layer, tables)`. With a codec or a file it waits for the layer's recall of the step
+  /// before, and with a file it copies at once. Throws usage_error, or store_error, as `append`.
   template <class In = element>
   void append_from(int layer, std::span<const paged_rows<In>> rows) {
     static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
@@ -102,10 +104,10 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   /// Corrects the flagged heads, attends, and queues selection and recall for the next step behind the
   /// attention.
   ///
-  /// Decode rows attend to sink, selected and window pages, prompt rows to everything up to themselves. `out`:
-  /// (rows, query_heads, head_dim). `lse`: (rows, query_heads), in the settings' base, or empty. Throws
-  /// usage_error, or store_error where the file fails a correction or what is attended to; then the call may be
-  /// repeated.
+  /// Decode rows attend to sink, selected and window pages, prompt rows to everything up to themselves.
+  /// `out`: (rows, query_heads, head_dim). `lse`: (rows, query_heads), in the settings' base, or empty.
+  /// Throws usage_error, or store_error where the file fails a correction or what is attended to; then the
+  /// call may be repeated.
   void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
     core_type& core = this->of("attend");
     const state& s = layer_in(core, layer, "attend", layer_progress::appended, layer_progress::corrected);
@@ -115,8 +117,8 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     finish_layer(layer);
   }
 
-  /// Units, or pages, that a query head attends to at most with a row of this step: what `log_masses` needs room for.
-  /// Throws usage_error.
+  /// Units, or pages, that a query head attends to at most with a row of this step: what `log_masses` needs
+  /// room for. Throws usage_error.
   int most_attended(int layer) const {
     const core_type& core = this->of("most_attended");
     const state& s = core.layer_of(layer, "most_attended");
@@ -127,13 +129,13 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   }
 
   /// Log-masses of the units that the step's rows attend to: the log-sum-exp of each unit's scores, in the
-  /// settings' base; a unit's share of the attention is that base to the power of log-mass - lse. To be called
-  /// before `attend`, whose results do not depend on it. Corrects the flagged heads, as `correct` does, and reads
-  /// the keys, or what a codec has made of the rows, once more.
+  /// settings' base; a unit's share of the attention is that base to the power of log-mass - lse. To be
+  /// called before `attend`, whose results do not depend on it. Corrects the flagged heads, as `correct`
+  /// does, and reads the keys, or what a codec has made of the rows, once more.
   ///
-  /// `masses`: (rows, query_heads, most_attended(layer)), in the order of a head's list: the sink's pages, the
-  /// selected units, ascending (`step_report::attended`), the window's pages; or all pages. Places behind the
-  /// list, and units that only other query heads have selected, are -infinity. Throws usage_error, or
+  /// `masses`: (rows, query_heads, most_attended(layer)), in the order of a head's list: the sink's pages,
+  /// the selected units, ascending (`step_report::attended`), the window's pages; or all pages. Places behind
+  /// the list, and units that only other query heads have selected, are -infinity. Throws usage_error, or
   /// store_error, as `attend`.
   void log_masses(int layer, std::span<float> masses) {
     core_type& core = this->of("log_masses");
@@ -147,8 +149,8 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   }
 
   /// Corrects the flagged heads, as `attend` does first; for an engine that attends with a kernel of its own.
-  /// Then come `table` and the kernel for each sequence with decode rows, then `finish_layer`.
-  /// Throws usage_error, or store_error: then flagged heads have selected anew, and the same call, or `attend`,
+  /// Then come `table` and the kernel for each sequence with decode rows, then `finish_layer`. Throws
+  /// usage_error, or store_error: then flagged heads have selected anew, and the same call, or `attend`,
   /// recalls what they still miss.
   void correct(int layer) {
     core_type& core = this->of("correct");
@@ -162,8 +164,9 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   }
 
   /// The pages that KV head `head` of a sequence attends to with the last of its decode rows, to `blocks`
-  /// (`slots_per_sequence` of the footprint): sink, selected, window, the open page last; earlier rows see all but the tokens behind
-  /// themselves. Between `correct` and `finish_layer`, of a layer that keeps slots. Throws usage_error.
+  /// (`slots_per_sequence` of the footprint): sink, selected, window, the open page last; earlier rows see
+  /// all but the tokens behind themselves. Between `correct` and `finish_layer`, of a layer that keeps slots.
+  /// Throws usage_error.
   resident_table table(int layer, sequence_id id, int head, std::span<std::int32_t> blocks) const {
     core_type& core = this->of("table");
     const state& of_layer =
@@ -176,8 +179,8 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     return detail::write_table(s, entry, head, blocks);
   }
 
-  /// One table for all KV heads of a sequence, whose pages differ and whose slots do not: as with top_k, no spare
-  /// slots, and heads that all retrieve. Throws usage_error where the heads' slots differ.
+  /// One table for all KV heads of a sequence, whose pages differ and whose slots do not: as with top_k, no
+  /// spare slots, and heads that all retrieve. Throws usage_error where the heads' slots differ.
   resident_table table(int layer, sequence_id id, std::span<std::int32_t> blocks) const {
     core_type& core = this->of("table");
     const state& s = layer_in(core, layer, "table", layer_progress::corrected, layer_progress::corrected);
@@ -185,10 +188,11 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     return detail::write_table(core.readable(s), entry, blocks);
   }
 
-  /// Queues on the compute stream that tables of what the step's decode rows attend to in a layer are written to memory of
-  /// the device: a `device::block_tables`, for an engine's own kernel to attend by to the pipeline's `paged_kv(layer)`.
-  /// Between `correct` and `finish_layer`; a captured step may have it. Tables of the slots of a layer, or where it keeps none of the store,
-  /// as layers that keep everything do; `all_heads` is of the store alone. Throws usage_error.
+  /// Queues on the compute stream that tables of what the step's decode rows attend to in a layer are written
+  /// to memory of the device: a `device::block_tables`, for an engine's own kernel to attend by to the
+  /// pipeline's `paged_kv(layer)`. Between `correct` and `finish_layer`; a captured step may have it. Tables
+  /// of the slots of a layer, or where it keeps none of the store, as layers that keep everything do;
+  /// `all_heads` is of the store alone. Throws usage_error.
   template <class Tables>
   requires on_device<backend_type>
   void queue_tables(int layer, const Tables& to) {
@@ -229,9 +233,9 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     core.each_part([&](const auto& part) { core.stages().attend_full(s, part, core.queries.data(), to); });
   }
 
-  /// Ends the step. Every layer must have been appended to, and have attended its decode rows. In a capture the compute
-  /// stream waits here for all recall: what the engine captures before overlaps the last layers'. Throws usage_error, and
-  /// the step goes on.
+  /// Ends the step. Every layer must have been appended to, and have attended its decode rows. In a capture
+  /// the compute stream waits here for all recall: what the engine captures before overlaps the last layers'.
+  /// Throws usage_error, and the step goes on.
   void end() {
     core_type& core = this->of("end");
     if (core.rows > 0) core.order.expect_all("end", core.any_decode());
@@ -244,9 +248,9 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   }
 
   using step_handle<core_type>::abandon;
-  /// Takes one sequence out of the step and releases it, as when its part of the store's file cannot be read; the step
-  /// goes on for the others. All rows stay where they are; outputs of those that are gone are not written. Waits for
-  /// what is queued. Throws usage_error.
+  /// Takes one sequence out of the step and releases it, as when its part of the store's file cannot be read;
+  /// the step goes on for the others. All rows stay where they are; outputs of those that are gone are not
+  /// written. Waits for what is queued. Throws usage_error.
   void abandon(sequence_id id) {
     core_type& core = this->of("abandon");
     auto entry = core.entries.begin();

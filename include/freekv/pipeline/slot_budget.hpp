@@ -1,4 +1,5 @@
-// The blocks that sequences' selected slots share: who holds how many, and who gives up those that hold nothing.
+// The blocks that sequences' selected slots share: who holds how many, and who gives up those that hold
+// nothing.
 #pragma once
 
 #include <algorithm>

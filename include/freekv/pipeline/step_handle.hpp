@@ -6,9 +6,9 @@
 
 namespace freekv {
 
-/// Handle of the step in progress of `Owner`, which it must not outlive; a pointer, that allocates nothing. It has none
-/// once the step has ended or moved to another handle, and if it is made without one: then calls of a step throw
-/// usage_error.
+/// Handle of the step in progress of `Owner`, which it must not outlive; a pointer, that allocates nothing.
+/// It has none once the step has ended or moved to another handle, and if it is made without one: then calls
+/// of a step throw usage_error.
 template <class Owner>
 class step_handle {
  public:
@@ -28,10 +28,11 @@ class step_handle {
   /// Whether it has a step in progress.
   explicit operator bool() const noexcept { return owner_ != nullptr; }
 
-  /// Ends a step that the engine cannot finish, wherever it stands: waits for queued work, then releases the sequences
-  /// that brought rows to it, since some layers have those rows and others do not. All other sequences stay as they
-  /// are. A captured step has none; its capture is then of no use. Never throws: errors of a device, for which every
-  /// later call fails too, are left to that call. False, and nothing happens, where there is no step.
+  /// Ends a step that the engine cannot finish, wherever it stands: waits for queued work, then releases the
+  /// sequences that brought rows to it, since some layers have those rows and others do not. All other
+  /// sequences stay as they are. A captured step has none; its capture is then of no use. Never throws:
+  /// errors of a device, for which every later call fails too, are left to that call. False, and nothing
+  /// happens, where there is no step.
   bool abandon() noexcept {
     Owner* const owner = owner_;
     owner_ = nullptr;

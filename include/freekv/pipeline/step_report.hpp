@@ -21,8 +21,8 @@ struct step_report {
   ///< selected_units, or what all query heads of a group select together at most, where each selects
   ///< its own, and those pinned
   std::span<const std::int32_t> attended_count;  ///< (kv_heads): how many of them
-  /// (kv_heads, K, head_mask_words(group)): the mask of the query heads of the group that selected the unit and
-  /// attend to it; empty where all of them do
+  /// (kv_heads, K, head_mask_words(group)): the mask of the query heads of the group that selected the unit
+  /// and attend to it; empty where all of them do
   std::span<const std::uint32_t> attended_by{};
 };
 
@@ -47,8 +47,8 @@ class layer_report {
             .attended_count = {s.attended_count + row, heads},
             .attended_by = {s.attended_by + s.masks(sequence, 0), s.masks(0, 1) * heads}};
   }
-  /// Heads flagged for correction in the step begun last, over all its sequences, abandoned ones included. A device alone
-  /// counts them.
+  /// Heads flagged for correction in the step begun last, over all its sequences, abandoned ones included. A
+  /// device alone counts them.
   int flagged_heads() const requires counts_flags { return *seen_->flagged_count; }
 
  private:
