@@ -67,7 +67,7 @@ class retrieval : public examples::attention {
     std::vector<float> keys;
     for (int first = 0; first < tokens; first += rows_at_once) {
       const int rows = std::min(rows_at_once, tokens - first);
-      pipeline_.begin_step({{sequence_, rows, step_phase::prefill}});
+      auto prefill = pipeline_.begin_step({{sequence_, rows, step_phase::prefill}});
       for (int layer = 0; layer < shape_.layers; ++layer) {
         const auto part = [&](const std::vector<float>& of) {
           return std::span(of).subspan(n(first) * row, n(rows) * row);
@@ -75,24 +75,25 @@ class retrieval : public examples::attention {
         keys.assign(part(prompt.keys[n(layer)]).begin(), part(prompt.keys[n(layer)]).end());
         for (std::size_t at = 0; position > 0 && at < keys.size(); at += head_dim)
           rotate(shape_.rotary->view(), position, 1.0f, &keys[at]);
-        pipeline_.append<float>(layer, {.keys = keys, .values = part(prompt.values[n(layer)])});
+        prefill.append<float>(layer, {.keys = keys, .values = part(prompt.values[n(layer)])});
       }
-      pipeline_.end_step();
+      prefill.end();
     }
   }
   void truncate(int tokens) { pipeline_.truncate(sequence_, tokens); }
 
   void attend(const layer_rows& rows, float* output) override {
-    if (rows.layer == 0) pipeline_.begin_step({{sequence_}});
+    if (rows.layer == 0) step_ = pipeline_.begin_step({{sequence_}});
     const std::size_t kv = n(shape_.kv_heads * head_dim), heads = n(shape_.query_heads * head_dim);
-    pipeline_.append<float>(
-        rows.layer, {.keys = {rows.key, kv}, .values = {rows.value, kv}, .queries = {rows.query, heads}});
-    pipeline_.attend(rows.layer, {output, heads});
-    if (rows.layer + 1 == shape_.layers) pipeline_.end_step();
+    step_.append<float>(rows.layer,
+                        {.keys = {rows.key, kv}, .values = {rows.value, kv}, .queries = {rows.query, heads}});
+    step_.attend(rows.layer, {output, heads});
+    if (rows.layer + 1 == shape_.layers) step_.end();
   }
 
  private:
   pipeline_type& pipeline_;
+  pipeline_type::step step_;
   sequence_id sequence_;
   const model_shape& shape_;
 };

@@ -138,13 +138,13 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
   };
   for (int done = 0; done < tokens;) {
     const int chunk = std::min(4096, tokens - done);
-    pipeline.begin_step({{id, chunk, step_phase::prefill}});
+    auto prompt = pipeline.begin_step({{id, chunk, step_phase::prefill}});
     for (int layer = 0; layer < layers; ++layer) {
       fill(keys, n(chunk) * kv_row);
       fill(values, n(chunk) * kv_row);
-      pipeline.append(layer, {.keys = keys, .values = values, .queries = {}});
+      prompt.append(layer, {.keys = keys, .values = values, .queries = {}});
     }
-    pipeline.end_step();
+    prompt.end();
     done += chunk;
   }
   // Queries turn a little each step: cosine 0.95 between one and the next.
@@ -168,27 +168,27 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
     long recalled = 0;
     // Full attention has a step of its own, so that none of the two finds a layer's rows in the cache.
     for (const bool fully : {false, true}) {
-      pipeline.begin_step({{id}});
+      auto decoding = pipeline.begin_step({{id}});
       for (int layer = 0; layer < layers; ++layer) {
         fill(keys, kv_row);
         fill(values, kv_row);
         const std::span<const float> query = std::span(queries).subspan(n(layer) * query_row, query_row);
         double start = now();
-        pipeline.append(layer, {.keys = keys, .values = values, .queries = query});
+        decoding.append(layer, {.keys = keys, .values = values, .queries = query});
         if (fully) {
           start = now();
-          pipeline.attend_full(layer, out);
+          decoding.attend_full(layer, out);
           full += now() - start;
-          pipeline.attend(layer, out);
+          decoding.attend(layer, out);
           continue;
         }
-        pipeline.attend(layer, out);
+        decoding.attend(layer, out);
         if (route == "in_place") pipeline.synchronize();
         step += now() - start;
         pipeline.synchronize();
-        for (const std::int32_t slices : pipeline.report(layer, id).recalled) recalled += slices;
+        for (const std::int32_t slices : pipeline.report(layer)[id].recalled) recalled += slices;
       }
-      pipeline.end_step();
+      decoding.end();
     }
     double start = now();
     read_all(memory, c.threads);

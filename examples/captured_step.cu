@@ -27,17 +27,17 @@ int main() {
 
   // Once: the graph of a step.
   cudaGraph_t graph = nullptr;
-  cudaGraphExec_t step = nullptr;
+  cudaGraphExec_t replay = nullptr;
   cudaStreamBeginCapture(compute.get(), cudaStreamCaptureModeThreadLocal);
-  retrieval.begin_captured_step({.entries = batch});  // sequences at most
+  auto captured = retrieval.begin_captured_step({.entries = batch});  // sequences at most
   for (int layer = 0; layer < layers; ++layer) {
     // here the model's kernels make the layer's k, v and q
-    retrieval.append<float>(layer, {.keys = k, .values = v, .queries = q});
-    retrieval.attend(layer, out);
+    captured.append<float>(layer, {.keys = k, .values = v, .queries = q});
+    captured.attend(layer, out);
   }
-  retrieval.end_step();
+  captured.end();
   cudaStreamEndCapture(compute.get(), &graph);
-  fk::device::check(cudaGraphInstantiate(&step, graph, 0), "cudaGraphInstantiate");
+  fk::device::check(cudaGraphInstantiate(&replay, graph, 0), "cudaGraphInstantiate");
 
   std::vector<fk::step_input> running;  // a row each
   for (int token = 0; token < 24; ++token) {
@@ -45,17 +45,17 @@ int main() {
       if (running.size() == batch)
         retrieval.release(running.front().sequence), running.erase(running.begin());
       running.push_back({retrieval.open()});
-      retrieval.begin_step({{running.back().sequence, 100, fk::step_phase::prefill}});
-      for (int layer = 0; layer < layers; ++layer) retrieval.append<float>(layer, {.keys = k, .values = v});
-      retrieval.end_step();
+      auto prompt = retrieval.begin_step({{running.back().sequence, 100, fk::step_phase::prefill}});
+      for (int layer = 0; layer < layers; ++layer) prompt.append<float>(layer, {.keys = k, .values = v});
+      prompt.end();
     }
     // Each step: its sequences, which may be fewer than the graph takes, and a launch.
     while (!retrieval.plan(running)) retrieval.wait();
-    fk::device::check(cudaGraphLaunch(step, compute.get()), "cudaGraphLaunch");
+    fk::device::check(cudaGraphLaunch(replay, compute.get()), "cudaGraphLaunch");
   }
   retrieval.synchronize();
   std::printf("%s: %g\n", retrieval.name().c_str(), out.back());
-  cudaGraphExecDestroy(step);
+  cudaGraphExecDestroy(replay);
   cudaGraphDestroy(graph);
   return out.back() > 0.0999f && out.back() < 0.1001f ? 0 : 1;  // all values are 0.1
 }

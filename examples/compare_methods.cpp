@@ -54,13 +54,14 @@ bool compare(machine& on) {
   double error = 0.0, size = 0.0, recalled = 0.0;
   for (int row = 0, count = prompt; row < tokens; row += count, count = 1) {
     const auto part = [&](auto& of, int w) { return std::span(of).subspan(row * w, count * w); };
-    retrieval.begin_step({{sequence, count, row == 0 ? fk::step_phase::prefill : fk::step_phase::decode}});
+    auto step = retrieval.begin_step(
+        {{sequence, count, row == 0 ? fk::step_phase::prefill : fk::step_phase::decode}});
     for (int layer = 0; layer < 2; ++layer) {
-      retrieval.template append<float>(layer, {part(k, width), part(v, width), part(q, 2 * width)});
-      if (row > 0) retrieval.attend(layer, out), retrieval.attend_full(layer, exact);
+      step.template append<float>(layer, {part(k, width), part(v, width), part(q, 2 * width)});
+      if (row > 0) step.attend(layer, out), step.attend_full(layer, exact);
     }
-    retrieval.end_step();
-    for (const int slices : retrieval.report(1, sequence).recalled) recalled += slices;  // waits
+    step.end();
+    for (const int slices : retrieval.report(1)[sequence].recalled) recalled += slices;  // waits
     for (std::size_t i = 0; i < out.size(); ++i)
       error += std::pow(out[i] - exact[i], 2), size += std::pow(exact[i], 2);
   }

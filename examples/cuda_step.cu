@@ -23,19 +23,19 @@ int main() {
   const fk::sequence_id sequence = retrieval.open();
 
   std::pmr::vector<float> k(200 * 2 * 64, 0.1f, &slow), v(k, &slow), q(4 * 64, 0.1f, &slow), out(q, &slow);
-  retrieval.begin_step({{sequence, 200, fk::step_phase::prefill}});
-  for (int layer = 0; layer < 2; ++layer) retrieval.append<float>(layer, {.keys = k, .values = v});
-  retrieval.end_step();
+  auto prompt = retrieval.begin_step({{sequence, 200, fk::step_phase::prefill}});
+  for (int layer = 0; layer < 2; ++layer) prompt.append<float>(layer, {.keys = k, .values = v});
+  prompt.end();
   retrieval.synchronize();
 
   k.resize(2 * 64), v.resize(2 * 64);
   for (int token = 0; token < 4; ++token) {
-    retrieval.begin_step({{sequence}});
+    auto step = retrieval.begin_step({{sequence}});
     for (int layer = 0; layer < 2; ++layer) {
-      retrieval.append<float>(layer, {.keys = k, .values = v, .queries = q});  // queued on compute
-      retrieval.attend(layer, out);  // the next selection and its recall go on behind it, on recall
+      step.append<float>(layer, {.keys = k, .values = v, .queries = q});  // queued on compute
+      step.attend(layer, out);  // the next selection and its recall go on behind it, on recall
     }
-    retrieval.end_step();
+    step.end();
   }
   retrieval.synchronize();
   std::printf("%s: %g\n", retrieval.name().c_str(), out[0]);

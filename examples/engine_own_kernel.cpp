@@ -34,46 +34,46 @@ int main() {
   settings.max_tokens = 2048;
   settings.budget = {.sink = 64, .window = 128, .selected_units = 10};
   fk::host_backend backend, peers_backend;  // each serves one pipeline
+  const pipeline::footprint needs(settings, backend);
   std::vector<tensor> paged(layers, tensor(64 * 2 * plane));
   std::vector<std::vector<std::int32_t>> lent(layers), tables(layers);
   std::vector<fk::engine_blocks<fk::bfloat16>> frames(layers);
   for (int layer = 0; layer < layers; ++layer) {
-    for (int i = 0; i < pipeline::slots_needed(settings, backend, layer); ++i)
+    for (int i = 0; i < needs.slots(layer); ++i)
       lent[layer].push_back(63 - 2 * i);  // blocks that the engine does not use itself, in any order
     fk::bfloat16* const keys = paged[layer].data();
     frames[layer] = {keys, keys + plane, 2 * plane, kv_heads * d, d, lent[layer]};  // strides in elements
-    tables[layer].resize(pipeline::slots_per_sequence(settings, backend, layer));
+    tables[layer].resize(needs.slots_per_sequence(layer));
   }
-  pipeline retrieval(settings, backend, {}, frames), peer(settings, peers_backend);
+  pipeline retrieval(needs, backend, {}, frames), peer(settings, peers_backend);
   const fk::sequence_id sequence = retrieval.open(), peers = peer.open();
   std::mt19937 random(1);
   std::vector<float> k, v, q, out(query_heads * d), expected(out);
-  for (int step = 0; step < 50; ++step) {  // the first brings a prompt
-    const fk::step_input rows{sequence, step == 0 ? 1000 : 1,
-                              step == 0 ? fk::step_phase::prefill : fk::step_phase::decode};
-    retrieval.begin_step({rows});
-    peer.begin_step({{peers, rows.tokens, rows.phase}});
+  for (int row = 0; row < 50; ++row) {  // the first brings a prompt
+    const fk::step_input rows{sequence, row == 0 ? 1000 : 1,
+                              row == 0 ? fk::step_phase::prefill : fk::step_phase::decode};
+    auto step = retrieval.begin_step({rows}), same = peer.begin_step({{peers, rows.tokens, rows.phase}});
     for (int layer = 0; layer < layers; ++layer) {
       k.resize(rows.tokens * kv_heads * d), v.resize(k.size()), q.resize(rows.tokens * query_heads * d);
       for (auto* numbers : {&k, &v, &q})
         for (float& x : *numbers) x = static_cast<float>(random() % 4001) / 1000.0f - 2.0f;
-      peer.append<float>(layer, {.keys = k, .values = v, .queries = q});
-      retrieval.append<float>(layer, {.keys = k, .values = v, .queries = q});
+      same.append<float>(layer, {.keys = k, .values = v, .queries = q});
+      step.append<float>(layer, {.keys = k, .values = v, .queries = q});
       if (rows.phase == fk::step_phase::prefill) continue;
       if (tables[layer].empty()) {  // it keeps everything, as the first layer does by default
-        retrieval.attend(layer, out);
+        step.attend(layer, out);
       } else {
-        retrieval.correct(layer);
-        const fk::resident_table held = retrieval.table(layer, sequence, tables[layer]);
+        step.correct(layer);
+        const fk::resident_table held = step.table(layer, sequence, tables[layer]);
         attend_paged(paged[layer], tables[layer], held.tokens, q, out);
-        retrieval.finish_layer(layer);  // selection and recall for the next step go on behind it
+        step.finish_layer(layer);  // selection and recall for the next step go on behind it
       }
-      peer.attend(layer, expected);
+      same.attend(layer, expected);
       for (std::size_t i = 0; i < out.size(); ++i)
         if (!(std::abs(out[i] - expected[i]) < 1e-5f)) return 1;
     }
-    retrieval.end_step();
-    peer.end_step();
+    step.end();
+    same.end();
   }
   return 0;
 }

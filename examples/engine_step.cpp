@@ -15,18 +15,18 @@ int main() {
 
   // The engine's own prefill leaves 1000 rows of keys and values, (rows, kv_heads, head_dim).
   std::vector<float> k(1000 * 2 * 128, 0.1f), v(k), q(8 * 128, 0.1f), out(q.size());
-  retrieval.begin_step({{sequence, 1000, fk::step_phase::prefill}});
-  for (int layer = 0; layer < 2; ++layer) retrieval.append<float>(layer, {.keys = k, .values = v});
-  retrieval.end_step();
+  auto prompt = retrieval.begin_step({{sequence, 1000, fk::step_phase::prefill}});
+  for (int layer = 0; layer < 2; ++layer) prompt.append<float>(layer, {.keys = k, .values = v});
+  prompt.end();
 
   k.resize(2 * 128), v.resize(2 * 128);
   for (int token = 0; token < 100; ++token) {
-    retrieval.begin_step({{sequence}});  // one decode row
+    auto step = retrieval.begin_step({{sequence}});  // one decode row
     for (int layer = 0; layer < 2; ++layer) {
-      retrieval.append<float>(layer, {.keys = k, .values = v, .queries = q});  // after RoPE
-      retrieval.attend(layer, out);  // (query_heads, head_dim); the next selection goes on behind it
+      step.append<float>(layer, {.keys = k, .values = v, .queries = q});  // after RoPE
+      step.attend(layer, out);  // (query_heads, head_dim); the next selection goes on behind it
     }
-    retrieval.end_step();
+    step.end();
   }
   return retrieval.tokens(sequence) == 1100 ? 0 : 1;
 }

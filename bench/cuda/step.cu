@@ -123,9 +123,9 @@ void run(int context, int steps, float similarity, int batch, std::size_t floats
   for (const sequence_id id : ids)
     for (int done = 0; done < prompt; done += chunk) {
       const int count = std::min(chunk, prompt - done);
-      pipeline.begin_step({{id, count, step_phase::prefill}});
-      pipeline.append(0, new_keys(count));
-      pipeline.end_step();
+      auto prefill = pipeline.begin_step({{id, count, step_phase::prefill}});
+      prefill.append(0, new_keys(count));
+      prefill.end();
       pipeline.synchronize();
     }
   for (std::size_t i = 0; i < size(batch) * query_row; ++i) queries.data[i] = normal(engine);
@@ -144,17 +144,18 @@ void run(int context, int steps, float similarity, int batch, std::size_t floats
     const auto begun = std::chrono::steady_clock::now();
     std::vector<step_input> stepping;
     for (const sequence_id id : ids) stepping.push_back({id});
-    pipeline.begin_step(stepping);
-    pipeline.append(0, now);
-    pipeline.attend(0, {out.data, size(batch) * query_row});
-    pipeline.end_step();
+    auto decoding = pipeline.begin_step(stepping);
+    decoding.append(0, now);
+    decoding.attend(0, {out.data, size(batch) * query_row});
+    decoding.end();
     pipeline.synchronize();
     if (step < warm_up) continue;
     seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
     device::check(cudaProfilerStop(), "cudaProfilerStop");
-    flagged += pipeline.flagged_heads(0);
+    const auto reports = pipeline.report(0);
+    flagged += reports.flagged_heads();
     for (const sequence_id id : ids)
-      for (const int n : pipeline.report(0, id).recalled) recalled += n;
+      for (const int n : reports[id].recalled) recalled += n;
   }
   std::printf(
       "context %d, batch %d, similarity %.2f: %.1f us a step and layer, %.1f of %d heads flagged, %.1f "

@@ -39,14 +39,14 @@ class evicting_pipeline_of_shape final : public pipeline {
   }
 
   void begin_step(std::span<const step_input> rows) override {
-    pipeline_.begin_step(rows);
+    step_ = pipeline_.begin_step(rows);
     all_prompt_.assign(rows.begin(), rows.end());
     for (step_input& r : all_prompt_) r.phase = step_phase::prefill;  // so that none of them has to attend
     full_->begin_step(all_prompt_);
   }
   void append(int layer, std::span<const float> keys, std::span<const float> values,
               std::span<const float> queries) override {
-    pipeline_.template append<float>(layer, {keys, values, queries});
+    step_.template append<float>(layer, {keys, values, queries});
     full_->append(layer, keys, values, queries);
   }
   void append_stored(int layer, std::span<const std::byte> keys, std::span<const std::byte> values,
@@ -54,22 +54,22 @@ class evicting_pipeline_of_shape final : public pipeline {
     const auto elements = [](std::span<const std::byte> bytes) {
       return std::span(reinterpret_cast<const element*>(bytes.data()), bytes.size() / sizeof(element));
     };
-    pipeline_.append(layer, {elements(keys), elements(values), queries});
+    step_.append(layer, {elements(keys), elements(values), queries});
     full_->append_stored(layer, keys, values, queries);
   }
   void attend(int layer, std::span<float> out, std::span<float> lse) override {
-    pipeline_.attend(layer, out, lse);
+    step_.attend(layer, out, lse);
   }
   void attend_full(int layer, std::span<float> out, std::span<float> lse) override {
     full_->attend_full(layer, out, lse);
   }
   void end_step() override {
-    pipeline_.end_step();
+    step_.end();
     full_->end_step();
   }
-  bool abandon_step() override { return full_->abandon_step(), pipeline_.abandon_step(); }
+  bool abandon_step() override { return full_->abandon_step(), step_.abandon(); }
   void synchronize() override {}
-  step_report report(int layer, sequence_id id) const override { return pipeline_.report(layer, id); }
+  step_report report(int layer, sequence_id id) const override { return pipeline_.report(layer)[id]; }
   const memory_bytes& bytes() const override { return pipeline_.bytes(); }
   std::size_t slice_bytes() const override { return pipeline_.slice_bytes(); }
   std::size_t summary_bytes() const override { return 0; }
@@ -110,6 +110,7 @@ class evicting_pipeline_of_shape final : public pipeline {
   }
 
   implementation pipeline_;
+  typename implementation::step step_;
   std::unique_ptr<pipeline> full_;
   std::vector<step_input> all_prompt_;
 };

@@ -50,7 +50,7 @@ struct pipeline_options {
   std::vector<layer_kind> head_kinds{};  ///< of plan "by_head": (layers, kv_heads)
 };
 
-/// A pipeline of any shape. The calls are retrieval_pipeline's.
+/// A pipeline of any shape, with its step. The calls are retrieval_pipeline's, and those of its step.
 class pipeline {
  public:
   virtual ~pipeline() = default;

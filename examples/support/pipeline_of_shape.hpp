@@ -27,28 +27,28 @@ class pipeline_of_shape final : public pipeline {
   int tokens(sequence_id id) const override { return pipeline_.tokens(id); }
   std::int32_t free_pages() const override { return pipeline_.free_pages(); }
 
-  void begin_step(std::span<const step_input> rows) override { pipeline_.begin_step(rows); }
+  void begin_step(std::span<const step_input> rows) override { step_ = pipeline_.begin_step(rows); }
   void append(int layer, std::span<const float> keys, std::span<const float> values,
               std::span<const float> queries) override {
-    pipeline_.template append<float>(layer, {keys, values, queries});
+    step_.template append<float>(layer, {keys, values, queries});
   }
   void append_stored(int layer, std::span<const std::byte> keys, std::span<const std::byte> values,
                      std::span<const float> queries) override {
     const auto elements = [](std::span<const std::byte> bytes) {
       return std::span(reinterpret_cast<const element*>(bytes.data()), bytes.size() / sizeof(element));
     };
-    pipeline_.append(layer, {elements(keys), elements(values), queries});
+    step_.append(layer, {elements(keys), elements(values), queries});
   }
   void attend(int layer, std::span<float> out, std::span<float> lse) override {
-    pipeline_.attend(layer, out, lse);
+    step_.attend(layer, out, lse);
   }
   void attend_full(int layer, std::span<float> out, std::span<float> lse) override {
-    pipeline_.attend_full(layer, out, lse);
+    step_.attend_full(layer, out, lse);
   }
-  void end_step() override { pipeline_.end_step(); }
-  bool abandon_step() override { return pipeline_.abandon_step(); }
+  void end_step() override { step_.end(); }
+  bool abandon_step() override { return step_.abandon(); }
   void synchronize() override { pipeline_.synchronize(); }
-  step_report report(int layer, sequence_id id) const override { return pipeline_.report(layer, id); }
+  step_report report(int layer, sequence_id id) const override { return pipeline_.report(layer)[id]; }
   const memory_bytes& bytes() const override { return pipeline_.bytes(); }
   std::size_t slice_bytes() const override { return pipeline_.slice_bytes(); }
   std::size_t summary_bytes() const override {
@@ -95,6 +95,7 @@ class pipeline_of_shape final : public pipeline {
   }
 
   implementation pipeline_;
+  typename implementation::step step_;
 };
 
 template <class Shape>

@@ -279,20 +279,19 @@ class engine {
   void capture_only(int sequences, int rows, cudaGraph_t& graph) {
     device::check(cudaStreamBeginCapture(compute_.get(), cudaStreamCaptureModeThreadLocal),
                   "cudaStreamBeginCapture");
-    if (kind_.prompts_too)
-      pipeline_.begin_captured_step({.entries = sequences,
-                                     .rows = most_prompt_rows,
-                                     .pages = max_tokens / page,
-                                     .tokens = max_tokens,
-                                     .prompts = true});
-    else
-      pipeline_.begin_captured_step({.entries = sequences, .rows = rows});
-    run_layers(captured_);
+    pipeline::step step = kind_.prompts_too
+                              ? pipeline_.begin_captured_step({.entries = sequences,
+                                                               .rows = most_prompt_rows,
+                                                               .pages = max_tokens / page,
+                                                               .tokens = max_tokens,
+                                                               .prompts = true})
+                              : pipeline_.begin_captured_step({.entries = sequences, .rows = rows});
+    run_layers(step, captured_);
     // What the engine does with the last layer's output, beside its recall.
     device::check(cudaMemcpyAsync(tail_.data(), captured_.back().out.data(), tail_.size() * sizeof(float),
                                   cudaMemcpyDefault, compute_.get()),
                   "cudaMemcpyAsync");
-    pipeline_.end_step();
+    step.end();
     device::check(cudaStreamEndCapture(compute_.get(), &graph), "cudaStreamEndCapture");
   }
 
@@ -346,9 +345,9 @@ class engine {
       while (!pipeline_.plan(inputs)) pipeline_.wait();
       launch(rows);
     } else {
-      pipeline_.begin_step(inputs);
-      run_layers(rows);
-      pipeline_.end_step();
+      pipeline::step begun = pipeline_.begin_step(inputs);
+      run_layers(begun, rows);
+      begun.end();
     }
   }
   std::vector<step_input> inputs_of(const happening& h) const {
@@ -407,11 +406,11 @@ class engine {
       s.route = resident{};
     return s;
   }
-  void run_layers(step_rows& rows) {
+  void run_layers(pipeline::step& step, step_rows& rows) {
     for (int layer = 0; layer < layers; ++layer) {
       layer_rows& r = rows[size(layer)];
-      pipeline_.append(layer, {.keys = r.keys, .values = r.values, .queries = r.queries});
-      pipeline_.attend(layer, r.out);
+      step.append(layer, {.keys = r.keys, .values = r.values, .queries = r.queries});
+      step.attend(layer, r.out);
     }
   }
 
@@ -515,7 +514,7 @@ bool refuses_what_has_no_order(const texts& source) {
     run.replay();
     run.of().release(run.id(0));
     run.of().synchronize();
-    run.of().report(1, run.id(1));  // all is in order
+    run.of().report(1);  // all is in order
   }
   {
     engine run(source);
@@ -524,7 +523,7 @@ bool refuses_what_has_no_order(const texts& source) {
     run.of().release(run.id(0));
     run.of().synchronize();
     expect(refused<replay_error>("a release before the replay of a step planned", "a sequence changed",
-                                 [&] { run.of().report(1, run.id(1)); }));
+                                 [&] { run.of().report(1); }));
   }
   {
     engine run(source);
@@ -534,7 +533,7 @@ bool refuses_what_has_no_order(const texts& source) {
     run.of().synchronize();
     expect(refused<replay_error>("a step begun before the replay of one planned",
                                  "begun, or a sequence changed, before its replay",
-                                 [&] { run.of().report(1, run.id(0)); }));
+                                 [&] { run.of().report(1); }));
   }
   {
     engine run(source, {.store_tokens = 160});
@@ -547,7 +546,7 @@ bool refuses_what_has_no_order(const texts& source) {
     for (int i = 0; i < 2; ++i) run.replay();
     run.of().synchronize();
     expect(run.of().tokens(run.id(0)) == before + 4);
-    run.of().report(1, run.id(0));  // both have happened, and no more
+    run.of().report(1);  // both have happened, and no more
   }
   {
     engine run(source);
@@ -563,12 +562,11 @@ bool refuses_what_has_no_order(const texts& source) {
     require(cudaStreamBeginCapture(run.compute(), cudaStreamCaptureModeThreadLocal),
             "cudaStreamBeginCapture");
     expect(refused<usage_error>("a step that is begun in a capture", "begin_captured_step",
-                                [&] { run.of().begin_step({{run.id(0)}}); }));
-    run.of().begin_captured_step({.entries = 2});
-    expect(refused<usage_error>("a report in a capture", "is being captured",
-                                [&] { run.of().report(1, run.id(0)); }));
+                                [&] { (void)run.of().begin_step({{run.id(0)}}); }));
+    auto step = run.of().begin_captured_step({.entries = 2});
+    expect(refused<usage_error>("a report in a capture", "is being captured", [&] { run.of().report(1); }));
     expect(refused<usage_error>("a plan in a capture", "has not ended", [&] { (void)plan(run, trace[3]); }));
-    run.of().abandon_step();
+    step.abandon();
     cudaGraph_t graph = nullptr;
     require(cudaStreamEndCapture(run.compute(), &graph), "cudaStreamEndCapture");
     cudaGraphDestroy(graph);

@@ -89,21 +89,21 @@ class host_peer : public peer {
     chosen_.assign(s.chosen.begin(), s.chosen.end());
     std::vector<step_input> inputs(s.sequences);
     for (step_input& input : inputs) input.sequence = names_.at(input.sequence);
-    retrieval_.begin_step(inputs);
+    auto step = retrieval_.begin_step(inputs);
     for (int layer = 0; layer < options_.model.layers; ++layer) {
       const step::layer_rows& rows = s.layers[size(layer)];
       std::vector<float> out(rows.out.size());
-      retrieval_.append(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
-      retrieval_.attend(layer, out);
+      step.append(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+      step.attend(layer, out);
       for (std::size_t i = 0; i < out.size(); ++i) attention_.take(rows.out[i], out[i]);
       if (!attends_to_all()) continue;
-      retrieval_.attend_full(layer, out);
+      step.attend_full(layer, out);
       for (std::size_t i = 0; i < out.size(); ++i) full_.take(rows.out[i], out[i]);
     }
-    retrieval_.end_step();
+    step.end();
     if (!s.replayed) return;
     for (const step_input& input : inputs) {
-      const step_report report = retrieval_.report(options_.model.layers - 1, input.sequence);
+      const step_report report = retrieval_.report(options_.model.layers - 1)[input.sequence];
       for (const int flag : report.corrected) corrected_ += flag;
       for (const int slices : report.recalled) recalled_ += slices;
     }

@@ -8,8 +8,9 @@ using namespace freekv;
 using pipeline = methods::freekv_paper::pipeline<kv_shape<bfloat16, HEAD_DIM>>::with<cuda_backend>;
 using state = layer_state<pipeline::shape_type>;
 template class freekv::basic_retrieval_pipeline<pipeline::shape_type, pipeline::pack_type>;
+template class freekv::retrieval_step<pipeline::shape_type, pipeline::pack_type>;
 
-void append(pipeline& p, const kv_rows<float>& rows) { p.append<float>(0, rows); }
+void append(pipeline::step& step, const kv_rows<float>& rows) { step.append<float>(0, rows); }
 
 // Layers that select as one, query heads that select each for itself, and pins.
 void select_by_other_rows(const state& s, const device::step_view& step,

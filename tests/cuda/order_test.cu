@@ -102,17 +102,20 @@ struct prompted {
         backend(compute.get(), recall.get(), options...),
         pipeline(settings_with<pipeline_with<Backend>>(in_place_route), backend, {&slow, &fast}),
         id(pipeline.open()) {
-    pipeline.begin_step({{id, prompt, step_phase::prefill}});
-    pipeline.append(0, source.rows(0, prompt));
-    pipeline.end_step();
+    add_prompt(id);
   }
-  void append(int step) {
-    pipeline.begin_step({{id}});
-    pipeline.append(0, source.rows(prompt + step, 1));
+  void add_prompt(sequence_id to) {
+    step = pipeline.begin_step({{to, prompt, step_phase::prefill}});
+    step.append(0, source.rows(0, prompt));
+    step.end();
   }
-  void attend(int step, pinned<float>& out) {
-    pipeline.attend(0, std::span(out).subspan(static_cast<std::size_t>(step) * query_row, query_row));
-    pipeline.end_step();
+  void append(int nth) {
+    step = pipeline.begin_step({{id}});
+    step.append(0, source.rows(prompt + nth, 1));
+  }
+  void attend(int nth, pinned<float>& out) {
+    step.attend(0, std::span(out).subspan(static_cast<std::size_t>(nth) * query_row, query_row));
+    step.end();
   }
 
   const text& source;
@@ -122,6 +125,7 @@ struct prompted {
   device::pinned_memory slow;
   pipeline_with<Backend> pipeline;
   sequence_id id;
+  typename pipeline_with<Backend>::step step;
 };
 
 /// The outputs of all steps; the host waits behind each of them, or behind the last alone. Where it waits, nothing behind a
@@ -152,8 +156,9 @@ pinned<std::int32_t> reports_of(const text& source, bool waits) {
   device::owned_stream own;
   device::stream side(own.get());
   pinned<std::int32_t> all;
-  const auto add = [&](const step_report& report, int flagged) {
-    all.push_back(flagged);
+  const auto add = [&](const auto& reports) {
+    all.push_back(reports.flagged_heads());
+    const step_report report = reports[run.id];
     for (const auto& numbers : {report.recalled, report.promoted, report.attended_count, report.attended})
       all.insert(all.end(), numbers.begin(), numbers.end());
   };
@@ -161,13 +166,13 @@ pinned<std::int32_t> reports_of(const text& source, bool waits) {
   for (int step = 0; step < steps; ++step) {
     run.attend(step, out);
     if (waits)
-      add(run.pipeline.report(0, run.id), run.pipeline.flagged_heads(0));
+      add(run.pipeline.report(0));
     else
       run.pipeline.queue_report(0, side);
     if (step + 1 < steps) run.append(step + 1);
     if (waits) continue;
     side.synchronize();
-    add(run.pipeline.queued_report(0, run.id), run.pipeline.queued_flagged_heads(0));
+    add(run.pipeline.queued_report(0));
   }
   run.pipeline.synchronize();
   return all;
@@ -182,11 +187,11 @@ results<float> masses_of(const text& source, pinned<float>& out) {
   const int page = s.page.tokens, group = query_heads / kv_heads;
   for (int step = 0; step < steps; ++step) {
     run.append(step);
-    const int entries = run.pipeline.most_attended(0), now = prompt + step;
+    const int entries = run.step.most_attended(0), now = prompt + step;
     pinned<float> masses(static_cast<std::size_t>(query_heads * entries), 0.0f);
-    run.pipeline.log_masses(0, masses);
+    run.step.log_masses(0, masses);
     run.attend(step, out);
-    const step_report report = run.pipeline.report(0, run.id);  // waits
+    const step_report report = run.pipeline.report(0)[run.id];  // waits
     given.insert(given.end(), masses.begin(), masses.end());
     for (int head = 0; head < query_heads; ++head) {
       const std::size_t before = expected.size();
@@ -222,15 +227,11 @@ results<float> masses_of(const text& source, pinned<float>& out) {
 int flagged_beside_an_abandoned(const text& source) {
   prompted<cuda_backend> run(source, false);
   const sequence_id other = run.pipeline.open();
-  run.pipeline.begin_step({{other, prompt, step_phase::prefill}});
-  run.pipeline.append(0, source.rows(0, prompt));
-  run.pipeline.end_step();
-  run.pipeline.begin_step({{run.id}, {other}});
-  run.pipeline.append(0, source.rows(prompt, 2));
-  run.pipeline.abandon(other);
-  const int flagged = run.pipeline.flagged_heads(0);
-  run.pipeline.abandon_step();
-  return flagged;
+  run.add_prompt(other);
+  auto step = run.pipeline.begin_step({{run.id}, {other}});
+  step.append(0, source.rows(prompt, 2));
+  step.abandon(other);
+  return run.pipeline.report(0).flagged_heads();
 }
 
 /// Whether copy engines refuse to recall into a graph, with nothing of the selection queued there.
@@ -252,7 +253,6 @@ bool copies_refuse_capture(const text& source) {
   std::size_t queued = 0;
   require(cudaGraphGetNodes(graph, nullptr, &queued), "cudaGraphGetNodes");
   cudaGraphDestroy(graph);
-  run.pipeline.abandon_step();
   return refused && queued == 0;
 }
 

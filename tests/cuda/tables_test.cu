@@ -153,19 +153,19 @@ class engine {
     history& h = sequences_.emplace_back();
     h.id = pipeline_.open();
     std::vector<layer_step> rows = rows_of({static_cast<int>(sequences_.size()) - 1}, tokens, tokens);
-    pipeline_.begin_step({{h.id, tokens, step_phase::prefill}});
+    auto step = pipeline_.begin_step({{h.id, tokens, step_phase::prefill}});
     for (int layer = 0; layer < layers; ++layer)
-      pipeline_.append(layer, {rows[size(layer)].keys, rows[size(layer)].values, rows[size(layer)].queries});
-    pipeline_.end_step();
+      step.append(layer, {rows[size(layer)].keys, rows[size(layer)].values, rows[size(layer)].queries});
+    step.end();
     pipeline_.synchronize();
   }
   void capture() {
     for (int layer = 0; layer < layers; ++layer) static_rows_.emplace_back(batch);
     device::check(cudaStreamBeginCapture(compute_.get(), cudaStreamCaptureModeThreadLocal),
                   "cudaStreamBeginCapture");
-    pipeline_.begin_captured_step({.entries = batch});
-    run_layers(static_rows_);
-    pipeline_.end_step();
+    auto step = pipeline_.begin_captured_step({.entries = batch});
+    run_layers(step, static_rows_);
+    step.end();
     cudaGraph_t graph = nullptr;
     device::check(cudaStreamEndCapture(compute_.get(), &graph), "cudaStreamEndCapture");
     device::check(cudaGraphInstantiate(&captured_, graph, 0), "cudaGraphInstantiate");
@@ -173,7 +173,6 @@ class engine {
   }
   /// A decode row of each of these sequences; all forms are compared.
   void step(const std::vector<int>& of, const std::string& name) {
-    live_ = of.size();
     std::vector<step_input> inputs;
     for (const int i : of) inputs.push_back({sequences_[size(i)].id});
     std::vector<layer_step> rows = rows_of(of, 1, batch);
@@ -193,9 +192,9 @@ class engine {
         for (int i = 0; i < 5; ++i) rows[size(layer)].by_table[i] = static_rows_[size(layer)].by_table[i];
       }
     } else {
-      pipeline_.begin_step(inputs);
-      run_layers(rows);
-      pipeline_.end_step();
+      auto step = pipeline_.begin_step(inputs);
+      run_layers(step, rows);
+      step.end();
       pipeline_.synchronize();
     }
     for (int layer = 0; layer < layers; ++layer)
@@ -212,24 +211,23 @@ class engine {
       }
     };
     std::vector<layer_step> rows = rows_of({0}, 1, 1);
-    pipeline_.begin_step({{sequences_[0].id}});
-    pipeline_.append(0, {rows[0].keys, rows[0].values, rows[0].queries});
-    expect("not corrected yet", [&] { pipeline_.queue_tables(0, tables_[0][0].view()); });
-    pipeline_.correct(0);
+    auto step = pipeline_.begin_step({{sequences_[0].id}});
+    step.append(0, {rows[0].keys, rows[0].values, rows[0].queries});
+    expect("not corrected yet", [&] { step.queue_tables(0, tables_[0][0].view()); });
+    step.correct(0);
     auto few = tables_[0][0].view();
     few.max_blocks = 1;
-    expect("room for 1", [&] { pipeline_.queue_tables(0, few); });
+    expect("room for 1", [&] { step.queue_tables(0, few); });
     few.sequences = 0;
-    expect("for 0 sequences", [&] { pipeline_.queue_tables(0, few); });
+    expect("for 0 sequences", [&] { step.queue_tables(0, few); });
     auto ragged = tables_[0][2].view();
     ragged.indptr = tables_[0][2].indptr.data();
-    expect("no ragged form", [&] { pipeline_.queue_tables(0, ragged); });
+    expect("no ragged form", [&] { step.queue_tables(0, ragged); });
     int expected = 4;
     if (!in_place_) {
       ++expected;
       expect("pages that differ by head", [&] { pipeline_.most_blocks(1, table_rows::all_heads); });
     }
-    pipeline_.abandon_step();
     if (refused != expected) std::printf("FAILED %d refusals of %d\n", refused, expected);
     return refused == expected;
   }
@@ -275,16 +273,12 @@ class engine {
             .scale = pipeline_.configuration().scale,
             .to = {.out = out}};
   }
-  void run_layers(std::vector<layer_step>& rows) {
+  void run_layers(pipeline::step& step, std::vector<layer_step>& rows) {
     for (int layer = 0; layer < layers; ++layer) {
       layer_step& r = rows[size(layer)];
-      const auto live = [&](auto& all, std::size_t width) {
-        const std::size_t count = captured_ == nullptr && !capturing() ? live_ : size(batch);
-        return std::span(all).first(count * width);
-      };
-      pipeline_.append(layer, {live(r.keys, key_row), live(r.values, key_row), live(r.queries, query_row)});
-      pipeline_.correct(layer);
-      for (table_memory& t : tables_[size(layer)]) pipeline_.queue_tables(layer, t.view());
+      step.append(layer, {r.keys, r.values, r.queries});  // of `batch` rows, of which the step may have fewer
+      step.correct(layer);
+      for (table_memory& t : tables_[size(layer)]) step.queue_tables(layer, t.view());
       const slot_blocks<half> kv = pipeline_.paged_kv(layer);
       const auto attend = [&](table_memory& t, form f) {
         attend_by_table<<<batch, query_heads, 0, compute_.get()>>>(kv, t.view(), f, r.queries.data(),
@@ -308,15 +302,9 @@ class engine {
       device::attend_paged<head_dim>(cache,
                                      folded(by_request.max_blocks, r.queries.data(), r.by_table[4].data()),
                                      scratch_, compute_.get());
-      pipeline_.attend(layer, live(r.out, query_row));
+      step.attend(layer, r.out);
     }
   }
-  bool capturing() const {
-    cudaStreamCaptureStatus status{};
-    device::check(cudaStreamIsCapturing(compute_.get(), &status), "cudaStreamIsCapturing");
-    return status != cudaStreamCaptureStatusNone;
-  }
-
   void compare(int layer, const std::vector<int>& of, layer_step& r, const std::string& name) {
     constexpr const char* names[] = {"dense", "until -1", "ragged", "united", "folded"};
     for (const int i : {0, 1, 2, 4}) {
@@ -382,7 +370,7 @@ class engine {
       return pages;
     }
     for (int p = 0; p < sink / page; ++p) pages.push_back(p);
-    const step_report report = pipeline_.report(layer, h.id);
+    const step_report report = pipeline_.report(layer)[h.id];
     const auto of_head = report.attended.subspan(report.attended.size() / kv_heads * size(head));
     for (int i = 0; i < report.attended_count[size(head)]; ++i) pages.push_back(of_head[size(i)]);
     for (int p = std::max(sink / page, std::max(0, n - window) / page); p < all; ++p) pages.push_back(p);
@@ -437,7 +425,6 @@ class engine {
   pinned<std::byte> scratch_memory_;
   device::attention_scratch_memory scratch_;
   cudaGraphExec_t captured_ = nullptr;
-  std::size_t live_ = 0;  // rows of the step
 };
 
 }  // namespace

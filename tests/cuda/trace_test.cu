@@ -49,24 +49,23 @@ int main() {
                    .max_tokens = 256},
                   backend, {&slow, &fast});
   std::pmr::vector<float> k(100 * 2 * 64, 0.1f, &slow), v(k, &slow), q(4 * 64, 0.1f, &slow), out(q, &slow);
-  const auto run_layers = [&] {
+  const auto run_layers = [&](pipeline::step of) {
     for (int layer = 0; layer < layers; ++layer) {
-      tested.append<float>(layer, {.keys = k, .values = v, .queries = q});
-      tested.attend(layer, out);
+      of.append<float>(layer, {.keys = k, .values = v, .queries = q});
+      of.attend(layer, out);
     }
-    tested.end_step();
+    of.end();
   };
   const sequence_id sequence = tested.open();
-  tested.begin_step({{sequence, 100, step_phase::prefill}});
-  for (int layer = 0; layer < layers; ++layer) tested.append<float>(layer, {.keys = k, .values = v});
-  tested.end_step();
+  auto prompt = tested.begin_step({{sequence, 100, step_phase::prefill}});
+  for (int layer = 0; layer < layers; ++layer) prompt.append<float>(layer, {.keys = k, .values = v});
+  prompt.end();
 
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t step = nullptr;
   device::check(cudaStreamBeginCapture(compute.get(), cudaStreamCaptureModeThreadLocal),
                 "cudaStreamBeginCapture");
-  tested.begin_captured_step({.entries = 1});
-  run_layers();
+  run_layers(tested.begin_captured_step({.entries = 1}));
   device::check(cudaStreamEndCapture(compute.get(), &graph), "cudaStreamEndCapture");
   device::check(cudaGraphInstantiate(&step, graph, 0), "cudaGraphInstantiate");
   for (int token = 0; token < 3; ++token) {

@@ -8,6 +8,6 @@ using given = freekv::half;
 #endif
 using pipeline = freekv::retrieval_pipeline<freekv::kv_shape<freekv::bfloat16, 64>>;
 
-void use(pipeline& p, std::span<const given> keys, std::span<const given> values) {
-  p.append<given>(0, {.keys = keys, .values = values});
+void use(pipeline::step& step, std::span<const given> keys, std::span<const given> values) {
+  step.append<given>(0, {.keys = keys, .values = values});
 }

@@ -75,7 +75,8 @@ TEST_CASE("a prompt out of an engine's blocks is the prompt appended, bit for bi
     const freekv::sequence_id ids[] = {pipeline.open(), pipeline.open()};
     for (std::size_t chunk = 0; chunk < chunks.size(); ++chunk) {
       const int n = chunks[chunk];
-      pipeline.begin_step({{ids[0], n, step_phase::prefill}, {ids[1], n - 1, step_phase::prefill}});
+      auto now =
+          pipeline.begin_step({{ids[0], n, step_phase::prefill}, {ids[1], n - 1, step_phase::prefill}});
       for (int layer = 0; layer < s.layers; ++layer) {
         std::vector<freekv::paged_rows<float>> tables;
         for (const int second : {0, 1}) {
@@ -85,9 +86,9 @@ TEST_CASE("a prompt out of an engine's blocks is the prompt appended, bit for bi
           cache->fill(sources[second], layer, pipeline.tokens(ids[second]), d);
           tables.push_back(cache++->view());
         }
-        pipeline.append_from<float>(layer, tables);
+        now.append_from<float>(layer, tables);
       }
-      pipeline.end_step();
+      now.end();
       INFO("seed " << seed << ", chunk " << chunk << " of " << n << " tokens");
       if (chunk == 0) {  // a branch and a prefix begin at once
         const auto kept = pipeline.keep_prefix(ids[0], n);
@@ -128,20 +129,20 @@ TEST_CASE("a prompt copied into a file leaves alone what is selected behind anot
     prompt_only(pipeline, a, source, tokens);
     std::vector<float> results, out(6 * head_dim);
     for (int step = 0; step < steps; ++step) {
-      pipeline.begin_step({{a}});
+      auto now = pipeline.begin_step({{a}});
       for (int layer = 0; layer < layers; ++layer) {
         const auto rows = source.at(layer, tokens + step, 1);
-        pipeline.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
-        pipeline.attend(layer, out);
+        now.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+        now.attend(layer, out);
         results.insert(results.end(), out.begin(), out.end());
       }
-      pipeline.end_step();  // and nobody waits for what is selected behind it
+      now.end();  // and nobody waits for what is selected behind it
       if (!copies) continue;
-      pipeline.begin_step({{b, more, step_phase::prefill}});
+      auto copied = pipeline.begin_step({{b, more, step_phase::prefill}});
       for (int layer = 0; layer < layers; ++layer) {
-        pipeline.append_from<float>(layer, std::vector{caches[count(layer)].view()});
+        copied.append_from<float>(layer, std::vector{caches[count(layer)].view()});
       }
-      pipeline.end_step();
+      copied.end();
     }
     return results;
   };
@@ -156,27 +157,28 @@ TEST_CASE("what an engine's blocks do not hold is refused in sentences", "[appen
   engine_cache cache;  // outlives the pipeline, whose copying it serves
   fresh f(s);
   cache.fill(source, 0, 40, d);
+  tiny_pipeline::step step;
   const auto refused = [&](freekv::paged_rows<float> rows, const char* sentence) {
-    CHECK_THROWS_WITH(f.pipeline.append_from<float>(0, std::vector{rows}), sentence);
+    CHECK_THROWS_WITH(step.append_from<float>(0, std::vector{rows}), sentence);
   };
-  f.pipeline.begin_step({{f.id, 49, step_phase::prefill}});
+  step = f.pipeline.begin_step({{f.id, 49, step_phase::prefill}});
   refused(cache.view(), "append_from: sequence 0 has blocks for 48 tokens of 49");
   auto none = cache.view();
   none.block_tokens = 0;
   refused(none, "append_from: sequence 0 has blocks of 0 tokens");
-  CHECK_THROWS_WITH(f.pipeline.append_from<float>(0, std::vector<freekv::paged_rows<float>>{}),
+  CHECK_THROWS_WITH(step.append_from<float>(0, std::vector<freekv::paged_rows<float>>{}),
                     "append_from: 0 block tables for 1 sequences with rows");
-  CHECK(f.pipeline.abandon_step());
+  step.abandon();
   f.id = f.pipeline.open();
   prompt_only(f.pipeline, f.id, source, 20);
-  f.pipeline.begin_step({{f.id}});
+  step = f.pipeline.begin_step({{f.id}});
   refused(cache.view(), "append_from: sequence 0 brings decode rows; append them with their queries");
-  f.pipeline.abandon_step();
+  step.abandon();
   f.id = f.pipeline.open();
-  f.pipeline.begin_step({{f.id, 40, step_phase::prefill}});
-  f.pipeline.append_from<float>(0, std::vector{cache.view()});
+  step = f.pipeline.begin_step({{f.id, 40, step_phase::prefill}});
+  step.append_from<float>(0, std::vector{cache.view()});
   std::vector<float> out(40 * 6 * head_dim);
-  CHECK_THROWS_WITH(f.pipeline.attend(0, out), Catch::Contains("append was given no queries"));
+  CHECK_THROWS_WITH(step.attend(0, out), Catch::Contains("append was given no queries"));
 }
 
 TEST_CASE("lse comes in the base that is asked for", "[append_from]") {

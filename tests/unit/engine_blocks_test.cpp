@@ -47,11 +47,12 @@ struct engine_tensor {
 
   engine_tensor(const settings& s, freekv::host_backend& backend, bool hnd, unsigned seed) : by_head(hnd) {
     std::mt19937 random(seed);
+    const pipeline_type::footprint needs(s, backend);
     for (int layer = 0; layer < layers; ++layer) {
       std::vector<std::int32_t> ids(blocks);
       std::iota(ids.begin(), ids.end(), 0);
       std::shuffle(ids.begin(), ids.end(), random);
-      ids.resize(count(pipeline_type::slots_needed(s, backend, layer)));
+      ids.resize(count(needs.slots(layer)));
       lists.push_back(ids);
     }
     for (int layer = 0; layer < layers; ++layer) {
@@ -114,7 +115,7 @@ int step_by_tables(pipeline_type& pipeline, const engine_tensor& tensor,
     listed.push_back({part.id, part.tokens, part.phase});
     first.push_back(pipeline.tokens(part.id));
   }
-  pipeline.begin_step(listed);
+  auto step = pipeline.begin_step(listed);
   int differing = 0;
   double largest_error = 0.0;
   std::vector<std::size_t> at(parts.size());  // in expected[i].out, rows of d
@@ -126,19 +127,19 @@ int step_by_tables(pipeline_type& pipeline, const engine_tensor& tensor,
       keys.insert(keys.end(), rows.keys.begin(), rows.keys.end());
       values.insert(values.end(), rows.values.begin(), rows.values.end());
     }
-    pipeline.append<float>(layer, {.keys = keys, .values = values, .queries = queries});
+    step.append<float>(layer, {.keys = keys, .values = values, .queries = queries});
     if (layer == 0) {  // everything is kept, in the store
       std::vector<float> out(queries.size());
-      pipeline.attend(layer, out);
+      step.attend(layer, out);
       for (std::size_t i = 0; i < parts.size(); ++i) at[i] = count(parts[i].tokens * query_heads);
       continue;
     }
-    pipeline.correct(layer);
+    step.correct(layer);
     for (std::size_t i = 0; i < parts.size(); ++i) {
       std::vector<std::int32_t> table(64);
       freekv::resident_table for_all;
       try {
-        for_all = pipeline.table(layer, parts[i].id, table);
+        for_all = step.table(layer, parts[i].id, table);
       } catch (const freekv::usage_error& e) {
         check_mentions(e.what(), {"different slots", "each head"});
         ++differing;
@@ -148,7 +149,7 @@ int step_by_tables(pipeline_type& pipeline, const engine_tensor& tensor,
         for (int head = 0; head < kv_heads; ++head) {
           freekv::resident_table used = for_all;
           std::vector<std::int32_t> blocks = table;
-          if (for_all.pages == 0) used = pipeline.table(layer, parts[i].id, head, blocks);
+          if (for_all.pages == 0) used = step.table(layer, parts[i].id, head, blocks);
           for (int g = 0; g < query_heads / kv_heads; ++g, ++at[i]) {
             const auto query =
                 oracle::row_of(rows.queries, row * query_heads + head * (query_heads / kv_heads) + g, d);
@@ -159,9 +160,9 @@ int step_by_tables(pipeline_type& pipeline, const engine_tensor& tensor,
           }
         }
     }
-    pipeline.finish_layer(layer);
+    step.finish_layer(layer);
   }
-  pipeline.end_step();
+  step.end();
   CHECK(largest_error < 2e-5);
   return differing;
 }
@@ -241,7 +242,7 @@ TEST_CASE("blocks and tables that cannot be are refused", "[blocks]") {
   };
   refused([](engine_tensor& t) { t.blocks_of_layer.pop_back(); }, {"2 layers for 3"});
   refused([](engine_tensor& t) { t.blocks_of_layer[1].ids = t.blocks_of_layer[1].ids.first(5); },
-          {"layer 1", "5 blocks", "slots_needed"});
+          {"layer 1", "5 blocks", "footprint::slots"});
   refused([](engine_tensor& t) { t.blocks_of_layer[2].values = nullptr; }, {"layer 2", "null"});
   refused([](engine_tensor& t) { t.lists[1][3] = -4; }, {"layer 1", "block -4"});
   refused([](engine_tensor& t) { t.lists[2][3] = t.lists[2][0]; }, {"layer 2", "twice"});
@@ -250,7 +251,7 @@ TEST_CASE("blocks and tables that cannot be are refused", "[blocks]") {
   of_units.unit = {{4}};
   of_units.budget.selected_units = 5;
   // A sink slot, 2 + 1 of the window and 1 for two drafts taken back; 5 units of half a page.
-  CHECK(pipeline_type::slots_per_sequence(of_units, backend, 1) == 1 + 4 + 3);
+  CHECK(pipeline_type::footprint(of_units, backend).slots_per_sequence(1) == 1 + 4 + 3);
 
   settings mixed = s;
   using enum freekv::layer_kind;
@@ -269,36 +270,36 @@ TEST_CASE("blocks and tables that cannot be are refused", "[blocks]") {
       check_mentions(e.what(), words);
     }
   };
-  pipeline.begin_step({{id, 1}});
+  auto step = pipeline.begin_step({{id, 1}});
   for (int layer = 0; layer < layers; ++layer) {
-    pipeline.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
-    misused([&] { pipeline.table(layer, id, table); }, {"table", "not corrected yet"});
-    misused([&] { pipeline.finish_layer(layer); }, {"finish_layer"});
-    pipeline.correct(layer);
+    step.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+    misused([&] { step.table(layer, id, table); }, {"table", "not corrected yet"});
+    misused([&] { step.finish_layer(layer); }, {"finish_layer"});
+    step.correct(layer);
     if (layer == 0) {
-      CHECK(pipeline.table(0, id, table).pages > 0);
-      misused([&] { pipeline.table(0, id, 2, table); }, {"KV head 2"});
-      misused([&] { pipeline.table(0, id, std::span(table).first(3)); }, {"room for 3"});
-      misused([&] { pipeline.table(0, freekv::sequence_id{1}, table); }, {"sequence 1"});
+      CHECK(step.table(0, id, table).pages > 0);
+      misused([&] { step.table(0, id, 2, table); }, {"KV head 2"});
+      misused([&] { step.table(0, id, std::span(table).first(3)); }, {"room for 3"});
+      misused([&] { step.table(0, freekv::sequence_id{1}, table); }, {"sequence 1"});
     } else {
-      misused([&] { pipeline.table(layer, id, table); }, {"each head"});
-      if (layer == 1) misused([&] { pipeline.table(1, id, 0, table); }, {"keeps everything"});
-      CHECK(pipeline.table(layer, id, 1, table).pages > 0);
+      misused([&] { step.table(layer, id, table); }, {"each head"});
+      if (layer == 1) misused([&] { step.table(1, id, 0, table); }, {"keeps everything"});
+      CHECK(step.table(layer, id, 1, table).pages > 0);
     }
-    pipeline.finish_layer(layer);
+    step.finish_layer(layer);
   }
-  pipeline.end_step();
+  step.end();
 
   pipeline_type units(of_units, backend);
   const auto other = units.open();
   prompt_only(units, other, source, 60);
-  units.begin_step({{other, 1}});
-  units.append<float>(0, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
-  units.correct(0);
-  misused([&] { units.table(0, other, table); }, {"keeps no slots"});
-  units.finish_layer(0);
-  units.append<float>(1, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
-  units.correct(1);
-  misused([&] { units.table(1, other, table); }, {"units of 4 tokens", "attend here"});
-  units.abandon_step();
+  auto in_units = units.begin_step({{other, 1}});
+  in_units.append<float>(0, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+  in_units.correct(0);
+  misused([&] { in_units.table(0, other, table); }, {"keeps no slots"});
+  in_units.finish_layer(0);
+  in_units.append<float>(1, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+  in_units.correct(1);
+  misused([&] { in_units.table(1, other, table); }, {"units of 4 tokens", "attend here"});
+  in_units.abandon();
 }

@@ -41,10 +41,11 @@ enum class moment {
   between_steps,
 };
 
-/// Two sequences, a prompt and decode steps in both; `disturb(moment, pipeline, ids)` is called at each moment of
-/// the third decode step. Everything that comes out is returned.
+/// Two sequences, a prompt and decode steps in both; `disturb(moment, pipeline, step, ids)` is called at each moment
+/// of the third decode step. Everything that comes out is returned.
 struct scenario {
-  using disturbance = std::function<void(moment, tiny_pipeline&, sequence_id, sequence_id)>;
+  using disturbance =
+      std::function<void(moment, tiny_pipeline&, tiny_pipeline::step&, sequence_id, sequence_id)>;
 
   static std::vector<sequence_result> run(const disturbance& disturb) {
     const auto s = two_sequences();
@@ -55,15 +56,16 @@ struct scenario {
     prompt_only(pipeline, a, first, 90);
     prompt_only(pipeline, b, second, 61);
     std::vector<sequence_result> results;
-    for (int step = 0; step < 12; ++step) {
-      if (step != 2) {
+    for (int nth = 0; nth < 12; ++nth) {
+      if (nth != 2) {
         for (auto& r : run_step(pipeline, {{a, &first}, {b, &second}})) results.push_back(std::move(r));
         continue;
       }
-      disturb(moment::before_steps, pipeline, a, b);
+      tiny_pipeline::step step;
+      disturb(moment::before_steps, pipeline, step, a, b);
       const int at_a = pipeline.tokens(a), at_b = pipeline.tokens(b);
-      pipeline.begin_step({{a}, {b}});
-      disturb(moment::begun, pipeline, a, b);
+      step = pipeline.begin_step({{a}, {b}});
+      disturb(moment::begun, pipeline, step, a, b);
       sequence_result both;
       for (int layer = 0; layer < 3; ++layer) {
         const auto rows_a = first.at(layer, at_a, 1), rows_b = second.at(layer, at_b, 1);
@@ -74,18 +76,18 @@ struct scenario {
         };
         const auto queries = joined(rows_a.queries, rows_b.queries), keys = joined(rows_a.keys, rows_b.keys),
                    values = joined(rows_a.values, rows_b.values);
-        pipeline.append<float>(layer, {.keys = keys, .values = values, .queries = queries});
-        if (layer == 0) disturb(moment::first_layer_appended, pipeline, a, b);
-        if (layer == 2) disturb(moment::last_layer_appended, pipeline, a, b);
+        step.append<float>(layer, {.keys = keys, .values = values, .queries = queries});
+        if (layer == 0) disturb(moment::first_layer_appended, pipeline, step, a, b);
+        if (layer == 2) disturb(moment::last_layer_appended, pipeline, step, a, b);
         std::vector<float> out(queries.size()), lse(12);
-        pipeline.attend(layer, out, lse);
+        step.attend(layer, out, lse);
         both.out.insert(both.out.end(), out.begin(), out.end());
         both.lse.insert(both.lse.end(), lse.begin(), lse.end());
-        if (layer == 0) disturb(moment::first_layer_attended, pipeline, a, b);
+        if (layer == 0) disturb(moment::first_layer_attended, pipeline, step, a, b);
       }
-      disturb(moment::all_attended, pipeline, a, b);
-      pipeline.end_step();
-      disturb(moment::between_steps, pipeline, a, b);
+      disturb(moment::all_attended, pipeline, step, a, b);
+      step.end();
+      disturb(moment::between_steps, pipeline, step, a, b);
       for (int layer = 0; layer < 3; ++layer) {
         add_report(pipeline, layer, a, both);
         add_report(pipeline, layer, b, both);
@@ -102,17 +104,16 @@ struct scenario {
   }
 };
 
-/// A call that must throw `Error`, with these words in its message.
+/// A call of the step, or of none, that must throw `Error`, with these words in its message.
 template <class Error>
-void refuses_at(moment when, const std::vector<std::string>& words,
-                const std::function<void(tiny_pipeline&, sequence_id, sequence_id)>& call) {
+void refuses_of_step(moment when, const std::vector<std::string>& words, const scenario::disturbance& call) {
   int calls = 0;
-  const auto results = scenario::run([&](moment now, tiny_pipeline& pipeline, sequence_id a, sequence_id b) {
+  const auto results = scenario::run([&](moment now, auto& pipeline, auto& step, auto a, auto b) {
     if (now != when) return;
     ++calls;
     const int tokens_a = pipeline.tokens(a), tokens_b = pipeline.tokens(b), free = pipeline.free_pages();
     try {
-      call(pipeline, a, b);
+      call(now, pipeline, step, a, b);
       FAIL_CHECK("nothing was thrown");
     } catch (const Error& e) {
       for (const auto& word : words) CHECK_THAT(e.what(), Contains(word));
@@ -124,6 +125,13 @@ void refuses_at(moment when, const std::vector<std::string>& words,
   CHECK(calls == 1);
   CHECK(results == scenario::undisturbed());
 }
+/// The same for a call of the pipeline.
+template <class Error>
+void refuses_at(moment when, const std::vector<std::string>& words,
+                const std::function<void(tiny_pipeline&, sequence_id, sequence_id)>& call) {
+  refuses_of_step<Error>(when, words,
+                         [&](moment, auto& pipeline, auto&, auto a, auto b) { call(pipeline, a, b); });
+}
 
 const sequence_id unknown{7};
 
@@ -131,32 +139,31 @@ const sequence_id unknown{7};
 
 TEST_CASE("a step is begun with known sequences, each once, outside a step", "[errors]") {
   refuses_at<usage_error>(moment::before_steps, {"sequence 7 is not open"},
-                          [](auto& p, auto, auto) { p.begin_step({{unknown}}); });
+                          [](auto& p, auto, auto) { return p.begin_step({{unknown}}); });
   refuses_at<usage_error>(moment::before_steps, {"sequence -1 is not open"},
-                          [](auto& p, auto, auto) { p.begin_step({{sequence_id{-1}}}); });
+                          [](auto& p, auto, auto) { return p.begin_step({{sequence_id{-1}}}); });
   refuses_at<usage_error>(moment::between_steps, {"sequence 7 is not open"}, [](auto& p, auto a, auto) {
-    p.begin_step({{a}, {unknown}});
+    return p.begin_step({{a}, {unknown}});
   });
   refuses_at<usage_error>(moment::before_steps, {"sequence 1 is listed twice"}, [](auto& p, auto a, auto b) {
-    p.begin_step({{b}, {a}, {b}});
+    return p.begin_step({{b}, {a}, {b}});
   });
   refuses_at<usage_error>(moment::before_steps,
                           {"sequence 0 brings 2 decode rows", "max_decode_rows", "is 1"},
                           [](auto& p, auto a, auto) {
-                            p.begin_step({{a, 2}});
+                            return p.begin_step({{a, 2}});
                           });
   refuses_at<usage_error>(moment::before_steps, {"sequence 0 brings -1 decode rows"},
                           [](auto& p, auto a, auto) {
-                            p.begin_step({{a, -1}});
+                            return p.begin_step({{a, -1}});
                           });
   refuses_at<usage_error>(moment::before_steps, {"sequence 1 brings -5 prompt rows"},
                           [](auto& p, auto a, auto b) {
-                            p.begin_step({{a}, {b, -5, step_phase::prefill}});
+                            return p.begin_step({{a}, {b, -5, step_phase::prefill}});
                           });
   for (const moment when : {moment::begun, moment::first_layer_appended, moment::all_attended})
-    refuses_at<usage_error>(when,
-                            {"begin_step: the step in progress has not ended", "end_step", "abandon_step"},
-                            [](auto& p, auto a, auto) { p.begin_step({{a}}); });
+    refuses_at<usage_error>(when, {"begin_step: the step in progress has not ended; end or abandon it first"},
+                            [](auto& p, auto a, auto) { return p.begin_step({{a}}); });
 }
 
 TEST_CASE("a step that does not fit reserves nothing", "[errors]") {
@@ -164,22 +171,22 @@ TEST_CASE("a step that does not fit reserves nothing", "[errors]") {
   refuses_at<freekv::pool_exhausted>(moment::before_steps,
                                      {"tokens of sequence 0 exhausted", "92 of 200 in use", "needs 109 more"},
                                      [](auto& p, auto a, auto b) {
-                                       p.begin_step({{b}, {a, 109, step_phase::prefill}});
+                                       return p.begin_step({{b}, {a, 109, step_phase::prefill}});
                                      });
   refuses_at<freekv::pool_exhausted>(moment::before_steps,
                                      {"page pool exhausted", "20 of 32 in use",
                                       "the step, from sequence 0 on, needs 13 more", "release a sequence"},
                                      [](auto& p, auto a, auto) {
-                                       p.begin_step({{a, 12 * 8 - 92 + 13 * 8, step_phase::prefill}});
+                                       return p.begin_step({{a, 12 * 8 - 92 + 13 * 8, step_phase::prefill}});
                                      });
   refuses_at<freekv::pool_exhausted>(
       moment::before_steps, {"page pool exhausted", "20 of 32", "needs 14 more"},
       [](auto& p, auto a, auto b) {
-        p.begin_step({{a, 60, step_phase::prefill}, {b, 50, step_phase::prefill}});
+        return p.begin_step({{a, 60, step_phase::prefill}, {b, 50, step_phase::prefill}});
       });
   refuses_at<freekv::pool_exhausted>(
       moment::before_steps, {"tokens of sequence 1"}, [](auto& p, auto, auto b) {
-        p.begin_step({{b, std::numeric_limits<int>::max(), step_phase::prefill}});
+        return p.begin_step({{b, std::numeric_limits<int>::max(), step_phase::prefill}});
       });
 }
 
@@ -188,7 +195,7 @@ TEST_CASE("exactly what fits is taken", "[errors]") {
   freekv::host_backend backend;
   tiny_pipeline pipeline(s, backend);
   const auto a = pipeline.open(), b = pipeline.open();
-  pipeline.begin_step({{a, 200, step_phase::prefill}, {b, 56, step_phase::prefill}});
+  const auto step = pipeline.begin_step({{a, 200, step_phase::prefill}, {b, 56, step_phase::prefill}});
   CHECK(pipeline.free_pages() == 0);
   CHECK(pipeline.tokens(a) == 200);
 }
@@ -233,94 +240,98 @@ TEST_CASE("questions about what does not exist are refused", "[errors]") {
   refuses_at<usage_error>(moment::between_steps, {"sequence 7 is not open"},
                           [](auto& p, auto, auto) { p.tokens(unknown); });
   refuses_at<usage_error>(moment::between_steps, {"sequence 7 is not open"},
-                          [](auto& p, auto, auto) { p.report(0, unknown); });
+                          [](auto& p, auto, auto) { p.report(0)[unknown]; });
   for (const int layer : {-1, 3})
     refuses_at<usage_error>(moment::between_steps,
                             {"report: layer " + std::to_string(layer) + " is not one of 3"},
-                            [=](auto& p, auto a, auto) { p.report(layer, a); });
+                            [=](auto& p, auto a, auto) { p.report(layer)[a]; });
 }
 
 TEST_CASE("append comes once a layer, in a step, with as many numbers as there are rows", "[errors]") {
   const std::vector<float> keys(2 * 2 * 24, 9.0f), queries(2 * 6 * 24, 9.0f);
   const auto append = [=](int layer, std::size_t k, std::size_t v, std::size_t q) {
-    return [=](tiny_pipeline& p, auto, auto) {
-      p.append<float>(layer, {.keys = std::span(keys).first(k),
-                              .values = std::span(keys).first(v),
-                              .queries = std::span(queries).first(q)});
+    return [=](moment, auto&, auto& step, auto, auto) {
+      step.template append<float>(layer, {.keys = std::span(keys).first(k),
+                                          .values = std::span(keys).first(v),
+                                          .queries = std::span(queries).first(q)});
     };
   };
   const std::size_t all = keys.size(), all_queries = queries.size();
   for (const moment when : {moment::before_steps, moment::between_steps})
-    refuses_at<usage_error>(when, {"append: no step was begun"}, append(0, all, all, all_queries));
+    refuses_of_step<usage_error>(when, {"append: no step is in progress here"},
+                                 append(0, all, all, all_queries));
   for (const int layer : {-1, 3})
-    refuses_at<usage_error>(moment::begun, {"append: layer " + std::to_string(layer) + " is not one of 3"},
-                            append(layer, all, all, all_queries));
-  refuses_at<usage_error>(moment::first_layer_appended, {"append: layer 0 is appended to already"},
-                          append(0, all, all, all_queries));
-  refuses_at<usage_error>(moment::first_layer_attended, {"append: layer 0 is attended already"},
-                          append(0, all, all, all_queries));
-  refuses_at<usage_error>(moment::begun, {"append: keys: 95 numbers for 2 rows of 48"},
-                          append(0, all - 1, all, all_queries));
-  refuses_at<usage_error>(moment::begun, {"append: values: 48 numbers for 2 rows of 48"},
-                          append(0, all, all / 2, all_queries));
-  refuses_at<usage_error>(moment::begun, {"append: queries: 287 numbers for 2 rows of 144"},
-                          append(0, all, all, all_queries - 1));
-  refuses_at<usage_error>(moment::begun, {"append: queries: 0 numbers for 2 rows of 144"},
-                          append(0, all, all, 0));
+    refuses_of_step<usage_error>(moment::begun,
+                                 {"append: layer " + std::to_string(layer) + " is not one of 3"},
+                                 append(layer, all, all, all_queries));
+  refuses_of_step<usage_error>(moment::first_layer_appended, {"append: layer 0 is appended to already"},
+                               append(0, all, all, all_queries));
+  refuses_of_step<usage_error>(moment::first_layer_attended, {"append: layer 0 is attended already"},
+                               append(0, all, all, all_queries));
+  refuses_of_step<usage_error>(moment::begun, {"append: keys: 95 numbers for 2 rows of 48"},
+                               append(0, all - 1, all, all_queries));
+  refuses_of_step<usage_error>(moment::begun, {"append: values: 48 numbers for 2 rows of 48"},
+                               append(0, all, all / 2, all_queries));
+  refuses_of_step<usage_error>(moment::begun, {"append: queries: 287 numbers for 2 rows of 144"},
+                               append(0, all, all, all_queries - 1));
+  refuses_of_step<usage_error>(moment::begun, {"append: queries: 0 numbers for 2 rows of 144"},
+                               append(0, all, all, 0));
 }
 
 TEST_CASE("attend comes once behind append, with room for its output", "[errors]") {
   std::vector<float> out(2 * 6 * 24), lse(12);
   const auto attend = [&](int layer, std::size_t o, std::size_t l) {
-    return [&, layer, o, l](tiny_pipeline& p, auto, auto) {
-      p.attend(layer, std::span(out).first(o), std::span(lse).first(l));
+    return [&, layer, o, l](moment, auto&, auto& step, auto, auto) {
+      step.attend(layer, std::span(out).first(o), std::span(lse).first(l));
     };
   };
   for (const moment when : {moment::before_steps, moment::between_steps})
-    refuses_at<usage_error>(when, {"attend: no step was begun"}, attend(0, out.size(), 12));
+    refuses_of_step<usage_error>(when, {"attend: no step is in progress here"}, attend(0, out.size(), 12));
   for (const int layer : {-1, 3})
-    refuses_at<usage_error>(moment::last_layer_appended,
-                            {"attend: layer " + std::to_string(layer) + " is not one of 3"},
-                            attend(layer, out.size(), 12));
-  refuses_at<usage_error>(moment::begun, {"attend: layer 0 is not appended to yet"},
-                          attend(0, out.size(), 12));
-  refuses_at<usage_error>(moment::first_layer_attended, {"attend: layer 0 is attended already"},
-                          attend(0, out.size(), 12));
-  refuses_at<usage_error>(moment::first_layer_attended, {"attend: layer 1 is not appended to yet"},
-                          attend(1, out.size(), 12));
+    refuses_of_step<usage_error>(moment::last_layer_appended,
+                                 {"attend: layer " + std::to_string(layer) + " is not one of 3"},
+                                 attend(layer, out.size(), 12));
+  refuses_of_step<usage_error>(moment::begun, {"attend: layer 0 is not appended to yet"},
+                               attend(0, out.size(), 12));
+  refuses_of_step<usage_error>(moment::first_layer_attended, {"attend: layer 0 is attended already"},
+                               attend(0, out.size(), 12));
+  refuses_of_step<usage_error>(moment::first_layer_attended, {"attend: layer 1 is not appended to yet"},
+                               attend(1, out.size(), 12));
   for (const moment when : {moment::first_layer_appended, moment::last_layer_appended}) {
     const int layer = when == moment::first_layer_appended ? 0 : 2;
-    refuses_at<usage_error>(when, {"attention output: 287 numbers for 2 rows of 144"},
-                            attend(layer, out.size() - 1, 12));
-    refuses_at<usage_error>(when, {"log-sum-exp: 11 numbers for 2 rows of 6"}, attend(layer, out.size(), 11));
+    refuses_of_step<usage_error>(when, {"attention output: 287 numbers for 2 rows of 144"},
+                                 attend(layer, out.size() - 1, 12));
+    refuses_of_step<usage_error>(when, {"log-sum-exp: 11 numbers for 2 rows of 6"},
+                                 attend(layer, out.size(), 11));
   }
 }
 
 TEST_CASE("full attention is measured in a step, behind append", "[errors]") {
   std::vector<float> out(2 * 6 * 24);
-  const auto measure = [&](tiny_pipeline& p, auto, auto) { p.attend_full(0, out); };
-  refuses_at<usage_error>(moment::between_steps, {"attend_full: no step was begun"}, measure);
-  refuses_at<usage_error>(moment::begun, {"attend_full: layer 0 is not appended to yet"}, measure);
-  refuses_at<usage_error>(moment::first_layer_appended, {"attention output: 0 numbers for 2 rows of 144"},
-                          [](tiny_pipeline& p, auto, auto) { p.attend_full(0, {}); });
+  const auto measure = [&](moment, auto&, auto& step, auto, auto) { step.attend_full(0, out); };
+  refuses_of_step<usage_error>(moment::between_steps, {"attend_full: no step is in progress here"}, measure);
+  refuses_of_step<usage_error>(moment::begun, {"attend_full: layer 0 is not appended to yet"}, measure);
+  refuses_of_step<usage_error>(moment::first_layer_appended,
+                               {"attention output: 0 numbers for 2 rows of 144"},
+                               [](moment, auto&, auto& step, auto, auto) { step.attend_full(0, {}); });
 }
 
 TEST_CASE("a step ends when every layer has what it was begun for", "[errors]") {
-  const auto end = [](tiny_pipeline& p, auto, auto) { p.end_step(); };
+  const auto end = [](moment, auto&, auto& step, auto, auto) { step.end(); };
   for (const moment when : {moment::before_steps, moment::between_steps})
-    refuses_at<usage_error>(when, {"end_step: no step was begun"}, end);
-  refuses_at<usage_error>(moment::begun, {"end_step: layer 0 of 3 was not appended to"}, end);
-  refuses_at<usage_error>(moment::first_layer_appended,
-                          {"end_step: layer 0 of 3 has not attended its decode rows"}, end);
-  refuses_at<usage_error>(moment::first_layer_attended, {"end_step: layer 1 of 3 was not appended to"}, end);
-  refuses_at<usage_error>(moment::last_layer_appended,
-                          {"end_step: layer 2 of 3 has not attended its decode rows"}, end);
+    refuses_of_step<usage_error>(when, {"end: no step is in progress here"}, end);
+  refuses_of_step<usage_error>(moment::begun, {"end: layer 0 of 3 was not appended to"}, end);
+  refuses_of_step<usage_error>(moment::first_layer_appended,
+                               {"end: layer 0 of 3 has not attended its decode rows"}, end);
+  refuses_of_step<usage_error>(moment::first_layer_attended, {"end: layer 1 of 3 was not appended to"}, end);
+  refuses_of_step<usage_error>(moment::last_layer_appended,
+                               {"end: layer 2 of 3 has not attended its decode rows"}, end);
 }
 
-TEST_CASE("abandoning does nothing where no step was begun", "[errors]") {
+TEST_CASE("abandoning does nothing where there is no step", "[errors]") {
   for (const moment where : {moment::before_steps, moment::between_steps}) {
-    const auto results = scenario::run([=](moment now, tiny_pipeline& pipeline, auto, auto) {
-      if (now == where) CHECK_FALSE(pipeline.abandon_step());
+    const auto results = scenario::run([=](moment now, auto&, auto& step, auto, auto) {
+      if (now == where) CHECK_FALSE(step.abandon());
     });
     CHECK(results == scenario::undisturbed());
   }
@@ -328,8 +339,11 @@ TEST_CASE("abandoning does nothing where no step was begun", "[errors]") {
 
 namespace {
 
-/// A step of the sequences that goes as far as `stop` in layer 0, and is abandoned there.
-void abandon_at(moment stop, tiny_pipeline& pipeline, const std::vector<sequence_part>& parts) {
+/// How a step is left.
+enum class leaving { abandon, scope, exception };
+
+/// A step of the sequences that goes as far as `stop` in layer 0, and is left there.
+void leave_at(moment stop, leaving by, tiny_pipeline& pipeline, const std::vector<sequence_part>& parts) {
   std::vector<freekv::step_input> listed;
   std::vector<float> keys, values, queries;
   for (const auto& part : parts) {
@@ -339,11 +353,18 @@ void abandon_at(moment stop, tiny_pipeline& pipeline, const std::vector<sequence
     values.insert(values.end(), rows.values.begin(), rows.values.end());
     queries.insert(queries.end(), rows.queries.begin(), rows.queries.end());
   }
-  pipeline.begin_step(listed);
-  if (stop != moment::begun) pipeline.append<float>(0, {.keys = keys, .values = values, .queries = queries});
-  std::vector<float> out(queries.size());
-  if (stop == moment::first_layer_attended) pipeline.attend(0, out);
-  CHECK(pipeline.abandon_step());
+  const auto going = [&](auto step) {
+    if (stop != moment::begun)
+      step.template append<float>(0, {.keys = keys, .values = values, .queries = queries});
+    std::vector<float> out(queries.size());
+    if (stop == moment::first_layer_attended) step.attend(0, out);
+    if (by == leaving::abandon) CHECK(step.abandon());
+    if (by == leaving::exception) throw std::runtime_error("the engine fails");
+  };
+  if (by == leaving::exception)
+    CHECK_THROWS_WITH(going(pipeline.begin_step(listed)), "the engine fails");
+  else
+    going(pipeline.begin_step(listed));
 }
 
 }  // namespace
@@ -366,7 +387,12 @@ TEST_CASE("a step abandoned anywhere ends its own sequences, and no other notice
   const auto of_first = prompted_and_decoded(untouched), of_second = decoded(untouched, untouched.open());
 
   for (const step_phase kind : {step_phase::decode, step_phase::prefill})
-    for (const moment stop : {moment::begun, moment::first_layer_appended, moment::first_layer_attended}) {
+    for (const auto& [stop, by] : {std::pair{moment::begun, leaving::abandon},
+                                   {moment::begun, leaving::exception},
+                                   {moment::first_layer_appended, leaving::scope},
+                                   {moment::first_layer_appended, leaving::abandon},
+                                   {moment::first_layer_attended, leaving::exception},
+                                   {moment::first_layer_attended, leaving::scope}}) {
       tiny_pipeline pipeline(s, backend);
       const auto a = pipeline.open(), b = pipeline.open();
       prompt_only(pipeline, a, first, 60);
@@ -375,11 +401,10 @@ TEST_CASE("a step abandoned anywhere ends its own sequences, and no other notice
       prompt_only(pipeline, b, second, 61);
       decode(pipeline, b, second, 3);
 
-      abandon_at(stop, pipeline, {{b, &second, kind == step_phase::decode ? 1 : 20, kind}});
+      leave_at(stop, by, pipeline, {{b, &second, kind == step_phase::decode ? 1 : 20, kind}});
       CHECK(pipeline.free_pages() == free);
       CHECK(pipeline.tokens(a) == 65);
       CHECK_THROWS_WITH(pipeline.tokens(b), Contains("sequence 1 is not open"));
-      CHECK_THROWS_WITH(pipeline.end_step(), Contains("no step was begun"));
 
       REQUIRE(pipeline.open() == b);
       CHECK(pipeline.tokens(b) == 0);
@@ -392,13 +417,13 @@ TEST_CASE("a step abandoned anywhere ends its own sequences, and no other notice
 TEST_CASE("abandoning waits for queued work", "[errors]") {
   freekv::host_backend backend;
   tiny_pipeline pipeline(tiny_settings(), backend);
-  pipeline.begin_step({{pipeline.open()}});
+  auto step = pipeline.begin_step({{pipeline.open()}});
   std::atomic<bool> done = false;
   backend.recall().enqueue([&done] {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     done = true;
   });
-  CHECK(pipeline.abandon_step());
+  step.abandon();
   CHECK(done);
 }
 
@@ -410,7 +435,7 @@ TEST_CASE("a step of all sequences is abandoned whole; the pages and the ids are
     tiny_pipeline pipeline(s, backend);
     const auto a = pipeline.open(), b = pipeline.open();
     prompt_only(pipeline, a, first, 90);
-    abandon_at(stop, pipeline, {{b, &second, 61, step_phase::prefill}, {a, &first}});
+    leave_at(stop, leaving::scope, pipeline, {{b, &second, 61, step_phase::prefill}, {a, &first}});
     CHECK(pipeline.free_pages() == 32);
     CHECK(pipeline.open() == a);
     CHECK(pipeline.open() == b);
@@ -425,8 +450,7 @@ TEST_CASE("a sequence that was listed with no rows is not in the step that is ab
   tiny_pipeline pipeline(s, backend);
   const auto a = pipeline.open(), b = pipeline.open();
   prompt_only(pipeline, a, source, 30);
-  pipeline.begin_step({{a, 0}, {b}});
-  CHECK(pipeline.abandon_step());
+  pipeline.begin_step({{a, 0}, {b}}).abandon();
   CHECK(pipeline.tokens(a) == 30);
   CHECK_THROWS_AS(pipeline.tokens(b), usage_error);
 }
@@ -438,15 +462,15 @@ TEST_CASE("prompt rows without queries cannot attend", "[errors]") {
   tiny_pipeline pipeline(s, backend);
   const auto id = pipeline.open();
   const auto rows = source.at(0, 0, 20);
-  pipeline.begin_step({{id, 20, step_phase::prefill}});
+  auto step = pipeline.begin_step({{id, 20, step_phase::prefill}});
   CHECK_THROWS_WITH(
-      pipeline.append<float>(0, {.keys = rows.keys, .values = rows.values, .queries = rows.queries.first(5)}),
+      step.append<float>(0, {.keys = rows.keys, .values = rows.values, .queries = rows.queries.first(5)}),
       Contains("queries: 5 numbers for 20 rows of 144"));
-  pipeline.append<float>(0, {.keys = rows.keys, .values = rows.values});
+  step.append<float>(0, {.keys = rows.keys, .values = rows.values});
   std::vector<float> out(20 * 6 * 24);
-  CHECK_THROWS_AS(pipeline.attend(0, out), usage_error);
-  CHECK_THROWS_WITH(pipeline.attend(0, out), Contains("attend: append was given no queries"));
-  CHECK_THROWS_WITH(pipeline.attend_full(0, out), Contains("attend_full: append was given no queries"));
+  CHECK_THROWS_AS(step.attend(0, out), usage_error);
+  CHECK_THROWS_WITH(step.attend(0, out), Contains("attend: append was given no queries"));
+  CHECK_THROWS_WITH(step.attend_full(0, out), Contains("attend_full: append was given no queries"));
 }
 
 TEST_CASE("a layer that attends after another was appended to uses its own queries, or is refused",
@@ -460,19 +484,19 @@ TEST_CASE("a layer that attends after another was appended to uses its own queri
     tiny_pipeline pipeline(s, backend);
     const auto id = pipeline.open();
     prompt_only(pipeline, id, source, 80);
-    pipeline.begin_step({{id}});
+    auto step = pipeline.begin_step({{id}});
     std::vector<float> out(6 * 24);
     const auto append = [&](int layer) {
       const auto rows = source.at(layer, 80, 1);
-      pipeline.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+      step.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
     };
     append(0);
     if (in_order) {
-      pipeline.attend(0, out);
+      step.attend(0, out);
     } else {
       append(1);
       try {
-        pipeline.attend(0, out);
+        step.attend(0, out);
       } catch (const usage_error&) {
         return;
       }
@@ -480,6 +504,103 @@ TEST_CASE("a layer that attends after another was appended to uses its own queri
     outs.push_back(out);
   }
   CHECK(same_bits(outs[0], outs[1]));
+}
+
+TEST_CASE("a step moves; the handle that it has left, or has ended in, refuses its calls", "[errors]") {
+  const auto s = two_sequences();
+  const text source(s, head_dim, 120, 1);
+  freekv::host_backend backend;
+  tiny_pipeline pipeline(s, backend);
+  const auto a = pipeline.open(), b = pipeline.open();
+  tiny_pipeline::step first = pipeline.begin_step({{a, 20, step_phase::prefill}});
+  tiny_pipeline::step moved = std::move(first);
+  CHECK_FALSE(first);
+  REQUIRE(moved);
+  const auto refused = [](auto& step) {
+    std::vector<float> out(20 * 6 * 24);
+    std::vector<std::int32_t> blocks(64);
+    const auto sentence = [](const char* call) {
+      return std::string(call) + ": no step is in progress here; it has ended or moved, or never began";
+    };
+    CHECK_THROWS_WITH(step.template append<float>(0, {}), sentence("append"));
+    CHECK_THROWS_WITH(step.template append_from<float>(0, {}), sentence("append_from"));
+    CHECK_THROWS_WITH(step.attend(0, out), sentence("attend"));
+    CHECK_THROWS_WITH(step.attend_full(0, out), sentence("attend_full"));
+    CHECK_THROWS_WITH(step.most_attended(0), sentence("most_attended"));
+    CHECK_THROWS_WITH(step.log_masses(0, out), sentence("log_masses"));
+    CHECK_THROWS_WITH(step.correct(0), sentence("correct"));
+    CHECK_THROWS_WITH(step.table(0, sequence_id{0}, blocks), sentence("table"));
+    CHECK_THROWS_WITH(step.table(0, sequence_id{0}, 0, blocks), sentence("table"));
+    CHECK_THROWS_WITH(step.finish_layer(0), sentence("finish_layer"));
+    CHECK_THROWS_WITH(step.abandon(sequence_id{0}), sentence("abandon"));
+    CHECK_THROWS_WITH(step.end(), sentence("end"));
+    CHECK_FALSE(step.abandon());
+  };
+  refused(first);
+  for (int layer = 0; layer < 3; ++layer) {
+    const auto rows = source.at(layer, 0, 20);
+    moved.append<float>(layer, {.keys = rows.keys, .values = rows.values});
+  }
+  moved.end();
+  refused(moved);
+  CHECK(pipeline.tokens(a) == 20);
+
+  // What is moved to a handle takes the place of its step, which is abandoned.
+  moved = pipeline.begin_step({{b, 20, step_phase::prefill}});
+  moved = tiny_pipeline::step();
+  CHECK_THROWS_AS(pipeline.tokens(b), usage_error);
+  freekv::host_backend other;
+  tiny_pipeline alone(s, other);
+  const auto same = alone.open();
+  prompt_only(alone, same, source, 20);
+  CHECK(decode(pipeline, a, source, 30) == decode(alone, same, source, 30));
+}
+
+TEST_CASE("rows and outputs of a step may have room for more rows, which it neither reads nor writes",
+          "[errors]") {
+  const auto s = two_sequences();
+  const text source(s, head_dim, 120, 1);
+  freekv::host_backend backend, other;
+  tiny_pipeline pipeline(s, backend), alone(s, other);
+  const auto id = pipeline.open(), same = alone.open();
+  const auto padded = [](std::span<const float> rows, int more) {
+    std::vector<float> all(rows.begin(), rows.end());
+    all.resize(all.size() + count(more), quiet_nan);
+    return all;
+  };
+  for (int nth = 0; nth < 30; ++nth) {
+    const int tokens = nth == 0 ? 50 : 1, before = pipeline.tokens(id), more = nth % 3;
+    const auto phase = nth == 0 ? step_phase::prefill : step_phase::decode;
+    auto step = pipeline.begin_step({{id, tokens, phase}});
+    sequence_result got;
+    for (int layer = 0; layer < 3; ++layer) {
+      const auto rows = source.at(layer, before, tokens);
+      const auto keys = padded(rows.keys, more * 48), values = padded(rows.values, more * 48),
+                 queries = padded(rows.queries, more * 144);
+      std::vector<float> out(queries.size(), quiet_nan), lse(count((tokens + more) * 6), quiet_nan),
+          full(out);
+      step.append<float>(layer, {.keys = keys, .values = values, .queries = queries});
+      if (nth % 5 == 1) {
+        std::vector<float> masses(count((tokens + more) * 6 * step.most_attended(layer)), quiet_nan);
+        step.log_masses(layer, masses);
+        CHECK(std::all_of(masses.end() - more * 6 * step.most_attended(layer), masses.end(),
+                          [](float x) { return std::isnan(x); }));
+      }
+      step.attend(layer, out, lse);
+      step.attend_full(layer, full);
+      for (const auto& [numbers, row] : {std::pair{&out, 144}, {&full, 144}, {&lse, 6}}) {
+        const auto end = numbers->begin() + tokens * row;
+        CHECK(std::none_of(numbers->begin(), end, [](float x) { return std::isnan(x); }));
+        CHECK(std::all_of(end, numbers->end(), [](float x) { return std::isnan(x); }));
+      }
+      got.out.insert(got.out.end(), out.begin(), out.begin() + tokens * 144);
+      got.lse.insert(got.lse.end(), lse.begin(), lse.begin() + tokens * 6);
+    }
+    step.end();
+    const auto want = run_step(alone, same, source, tokens, phase);
+    CHECK(same_bits(got.out, want.out));
+    CHECK(same_bits(got.lse, want.lse));
+  }
 }
 
 TEST_CASE("settings that contradict each other are refused with their numbers, before anything is taken",
@@ -505,7 +626,7 @@ TEST_CASE("settings that contradict each other are refused with their numbers, b
         if (build)
           tiny_pipeline(s, backend, {&memory, &memory});
         else
-          tiny_pipeline::bytes_needed(s, backend);
+          tiny_pipeline::footprint(s, backend);
         FAIL_CHECK("nothing was thrown for: " << words[0]);
       } catch (const settings_error& e) {
         for (const auto& word : words) CHECK_THAT(e.what(), Contains(word));
@@ -548,7 +669,7 @@ TEST_CASE("settings that contradict each other are refused with their numbers, b
   {
     using own = freekv::retrieval_pipeline<freekv::kv_shape<freekv::half, 24>, freekv::per_query_head,
                                            freekv::mass_deficit>;
-    CHECK_THROWS_WITH(own::bytes_needed({.query_heads = 4, .kv_heads = 2, .max_tokens = 64}, backend),
+    CHECK_THROWS_WITH(own::footprint({.query_heads = 4, .kv_heads = 2, .max_tokens = 64}, backend),
                       Contains("per_query_head") && Contains("choose cosine_drift"));
   }
   refuses({"key_subspace needs its basis as data"},
@@ -567,7 +688,7 @@ TEST_CASE("settings that contradict each other are refused with their numbers, b
   // And what they ask for is enough.
   auto s = tiny_settings();
   basis(3, 2, 8, 24)(s);
-  CHECK_NOTHROW(tiny_pipeline::bytes_needed(s, backend));
+  CHECK_NOTHROW(tiny_pipeline::footprint(s, backend));
 }
 
 TEST_CASE("policies refuse sizes at run time that they refuse at compile time", "[errors]") {

@@ -2,6 +2,7 @@
 
 #include <memory_resource>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "../agreement.hpp"
@@ -66,7 +67,7 @@ std::vector<sequence_result> prompt_and_decode(forgetful& p, const text& source,
 
 /// The units that a layer's last step attended to.
 std::vector<int> attended(const forgetful& p, int layer, freekv::sequence_id id, int head) {
-  const auto report = p.report(layer, id);
+  const auto report = p.report(layer)[id];
   const auto units = report.attended.subspan(count(head) * report.attended.size() / report.corrected.size(),
                                              count(report.attended_count[count(head)]));
   return {units.begin(), units.end()};
@@ -144,16 +145,16 @@ TEST_CASE("of units that are worth the same the first leaves", "[eviction]") {
       return std::span(of).first(count(tokens) * of.size() / 150);
     };
     if (prompt > 0) {
-      p.begin_step({{id, prompt, step_phase::prefill}});
-      p.append<float>(0, {part(rows, prompt), part(rows, prompt), part(queries, prompt)});
-      p.end_step();
+      auto begun = p.begin_step({{id, prompt, step_phase::prefill}});
+      begun.append<float>(0, {part(rows, prompt), part(rows, prompt), part(queries, prompt)});
+      begun.end();
     }
     for (int step = 0; step < steps; ++step) {
-      p.begin_step({{id}});
-      p.append<float>(
+      auto begun = p.begin_step({{id}});
+      begun.append<float>(
           0, {part(rows, 1), part(rows, 1), step == nan_step ? std::span(nothing) : part(queries, 1)});
-      p.attend(0, out);
-      p.end_step();
+      begun.attend(0, out);
+      begun.end();
     }
     return attended(p, 0, id, head);
   };
@@ -207,7 +208,7 @@ TEST_CASE("bytes are those of the budget, and there is no store", "[eviction][me
   const auto bytes_of = [&](const any_eviction& eviction, const auto& change) {
     auto s = settings_of(eviction);
     change(s);
-    return forgetful::bytes_needed(s, backend);
+    return forgetful::footprint(s, backend).bytes();
   };
   const auto as_is = [](auto&) {};
   const std::size_t token = 2 * 2 * 2 * row_bytes;  // 2 layers that forget, 2 sequences, 2 KV heads
@@ -256,7 +257,10 @@ TEST_CASE("bytes are those of the budget, and there is no store", "[eviction][me
       }
       bool do_is_equal(const memory_resource& other) const noexcept override { return this == &other; }
     } slow, fast;
-    const forgetful p(settings_of(eviction), backend, {&slow, &fast});
+    const forgetful::footprint needs(settings_of(eviction), backend);
+    const forgetful p(needs, backend, {&slow, &fast});
+    CHECK(slow.bytes == needs.slow_bytes());
+    CHECK(fast.bytes == needs.fast_bytes());
     CHECK(slow.bytes == needed.store);
     CHECK(fast.bytes == needed.slots + needed.state + needed.staging);
     CHECK(p.bytes().total() == needed.total());
@@ -278,7 +282,7 @@ TEST_CASE("prompts take turns in the staging", "[eviction][errors]") {
     run_step(p, a, first, 60, step_phase::prefill);
     if (resolve(eviction, [](const auto& e) { return e.stages_prompt(); })) {
       try {
-        p.begin_step({{a, 1, step_phase::prefill}, {b, 120, step_phase::prefill}});
+        const auto step = p.begin_step({{a, 1, step_phase::prefill}, {b, 120, step_phase::prefill}});
         FAIL_CHECK("nothing was thrown");
       } catch (const pool_exhausted& e) {
         CHECK_THAT(e.what(), Contains("prompt stagings exhausted: 1 of 1 in use, the step needs 1 more"));
@@ -296,9 +300,7 @@ TEST_CASE("prompts take turns in the staging", "[eviction][errors]") {
     run_step(p, c, first, 10, step_phase::prefill);
     p.release(c);
     const auto d = p.open();
-    p.begin_step({{d, 10, step_phase::prefill}});
-    CHECK(p.abandon_step());
-    CHECK_FALSE(p.abandon_step());
+    { const auto left = p.begin_step({{d, 10, step_phase::prefill}}); }
     CHECK_THROWS_AS(p.tokens(d), usage_error);
     p.release(b);
     CHECK(prompt_and_decode(p, second, {120}, 50) == expected);
@@ -325,17 +327,18 @@ TEST_CASE("calls that an evicting pipeline cannot follow are refused and change 
   };
   const usage_error* const usage = nullptr;
   const pool_exhausted* const exhausted = nullptr;
-  const auto begin = [&](int tokens, step_phase kind) { p.begin_step({{id, tokens, kind}}); };
+  forgetful::step step;
+  const auto begin = [&](int tokens, step_phase kind) { step = p.begin_step({{id, tokens, kind}}); };
   refuses(exhausted, "prompt tokens of sequence 0 exhausted: 0 of 150 in use, the step needs 151 more",
           [&] { begin(151, step_phase::prefill); });
   refuses(usage, "sequence 0 brings -1 prompt rows", [&] { begin(-1, step_phase::prefill); });
   refuses(usage, "sequence 0 brings 2 decode rows; where tokens are forgotten a step takes one",
           [&] { begin(2, step_phase::decode); });
-  refuses(usage, "sequence 1 is not open", [&] { p.begin_step({{id}, {freekv::sequence_id{1}}}); });
+  refuses(usage, "sequence 1 is not open", [&] { step = p.begin_step({{id}, {freekv::sequence_id{1}}}); });
   refuses(usage, "sequence -1 is not open", [&] { p.release(freekv::sequence_id{-1}); });
-  refuses(usage, "sequence 0 is listed twice", [&] { p.begin_step({{id}, {id}}); });
-  refuses(usage, "end_step: no step was begun", [&] { p.end_step(); });
-  refuses(usage, "append: no step was begun", [&] { p.append<float>(0, {}); });
+  refuses(usage, "sequence 0 is listed twice", [&] { step = p.begin_step({{id}, {id}}); });
+  refuses(usage, "end: no step is in progress here", [&] { step.end(); });
+  refuses(usage, "append: no step is in progress here", [&] { step.append<float>(0, {}); });
 
   begin(100, step_phase::prefill);
   const auto rows = source.at(0, 0, 100);
@@ -343,33 +346,33 @@ TEST_CASE("calls that an evicting pipeline cannot follow are refused and change 
   std::vector<float> out(100 * 6 * 24);
   refuses(usage, "open: the step in progress has not ended", [&] { p.open(); });
   refuses(usage, "begin_step: the step in progress", [&] { begin(1, step_phase::decode); });
-  refuses(usage, "layer 3 is not one of 3", [&] { p.append<float>(3, {}); });
-  refuses(usage, "attend: layer 0 is not appended to yet", [&] { p.attend(0, out); });
+  refuses(usage, "layer 3 is not one of 3", [&] { step.append<float>(3, {}); });
+  refuses(usage, "attend: layer 0 is not appended to yet", [&] { step.attend(0, out); });
   refuses(usage, "append: keys: 0 numbers for 100 rows of 48", [&] {
-    p.append<float>(0, {none, rows.values, none});
+    step.append<float>(0, {none, rows.values, none});
   });
-  refuses(usage, "append: values: 0 numbers", [&] { p.append<float>(0, {rows.keys, none, none}); });
+  refuses(usage, "append: values: 0 numbers", [&] { step.append<float>(0, {rows.keys, none, none}); });
   refuses(usage, "append: queries: 1 numbers for 100 rows of 144", [&] {
-    p.append<float>(0, {rows.keys, rows.values, rows.queries.first(1)});
+    step.append<float>(0, {rows.keys, rows.values, rows.queries.first(1)});
   });
-  p.append<float>(0, {rows.keys, rows.values, none});  // a complete layer observes nothing
-  refuses(usage, "append was given no queries", [&] { p.attend(0, out); });
+  step.append<float>(0, {rows.keys, rows.values, none});  // a complete layer observes nothing
+  refuses(usage, "append was given no queries", [&] { step.attend(0, out); });
   refuses(usage, "layer 0 is appended to already", [&] {
-    p.append<float>(0, {rows.keys, rows.values, none});
+    step.append<float>(0, {rows.keys, rows.values, none});
   });
   refuses(usage, "append: tova observes prompt rows; give their queries", [&] {
-    p.append<float>(1, {rows.keys, rows.values, none});
+    step.append<float>(1, {rows.keys, rows.values, none});
   });
-  refuses(usage, "end_step: layer 1 of 3 was not appended to", [&] { p.end_step(); });
+  refuses(usage, "end: layer 1 of 3 was not appended to", [&] { step.end(); });
   for (const int layer : {1, 2}) {
     const auto of = source.at(layer, 0, 100);
-    p.append<float>(layer, {of.keys, of.values, of.queries});
+    step.append<float>(layer, {of.keys, of.values, of.queries});
   }
   refuses(usage, "layer 1 attends before the next is appended to, which was layer 2",
-          [&] { p.attend(1, out); });
-  refuses(usage, "attention output: 1 numbers", [&] { p.attend(2, std::span(out).first(1)); });
-  refuses(usage, "log-sum-exp: 1 numbers", [&] { p.attend(2, out, std::span(out).first(1)); });
-  p.end_step();
+          [&] { step.attend(1, out); });
+  refuses(usage, "attention output: 1 numbers", [&] { step.attend(2, std::span(out).first(1)); });
+  refuses(usage, "log-sum-exp: 1 numbers", [&] { step.attend(2, out, std::span(out).first(1)); });
+  step.end();
 
   CHECK(run_step(p, {{id, &source}})[0] == expected[0]);
   refuses(usage,
@@ -377,9 +380,9 @@ TEST_CASE("calls that an evicting pipeline cannot follow are refused and change 
           [&] { begin(1, step_phase::prefill); });
   begin(1, step_phase::decode);
   const auto next = source.at(0, 101, 1);
-  for (const int layer : {0, 1, 2}) p.append<float>(layer, {next.keys, next.values, next.queries});
-  refuses(usage, "end_step: layer 0 of 3 has not attended its decode rows", [&] { p.end_step(); });
-  CHECK(p.abandon_step());
+  for (const int layer : {0, 1, 2}) step.append<float>(layer, {next.keys, next.values, next.queries});
+  refuses(usage, "end: layer 0 of 3 has not attended its decode rows", [&] { step.end(); });
+  step.abandon();
   CHECK(prompt_and_decode(p, source, {100}, 20) == expected);
 
   const auto longest = p.open();
@@ -391,13 +394,42 @@ TEST_CASE("calls that an evicting pipeline cannot follow are refused and change 
   CHECK_THROWS_WITH(p.open(), Contains("sequences exhausted: 2 of 2 in use"));
 }
 
+TEST_CASE("rows and outputs of an evicting step may have room for more rows", "[eviction]") {
+  const auto s = settings_of(freekv::h2o{});
+  const text source(s, 24, 230, 8);
+  freekv::host_backend backend;
+  forgetful p(s, backend), same(s, backend);
+  const auto id = p.open(), other = same.open();
+  for (int t = 0; t < 100; t += t == 0 ? 60 : 1) {
+    const int tokens = t == 0 ? 60 : 1;
+    const auto phase = t == 0 ? step_phase::prefill : step_phase::decode;
+    auto step = p.begin_step({{id, tokens, phase}});
+    sequence_result got;
+    for (int layer = 0; layer < 3; ++layer) {
+      const auto rows = source.at(layer, t, tokens + 2);
+      std::vector<float> out(rows.queries.size(), quiet_nan), lse(count((tokens + 2) * 6), quiet_nan);
+      step.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+      step.attend(layer, out, lse);
+      for (const auto& [numbers, row, into] : {std::tuple{&out, 144, &got.out}, {&lse, 6, &got.lse}}) {
+        const auto end = numbers->begin() + tokens * row;
+        CHECK(std::all_of(end, numbers->end(), [](float x) { return std::isnan(x); }));
+        into->insert(into->end(), numbers->begin(), end);
+      }
+    }
+    step.end();
+    const auto want = run_step(same, other, source, tokens, phase);
+    CHECK(same_bits(got.out, want.out));
+    CHECK(same_bits(got.lse, want.lse));
+  }
+}
+
 TEST_CASE("settings that contradict each other are refused", "[eviction][errors]") {
   freekv::host_backend backend;
   const auto refuses = [&](const char* words, const auto& change) {
     auto s = settings_of(freekv::h2o{});
     change(s);
     try {
-      forgetful::bytes_needed(s, backend);
+      forgetful::footprint(s, backend);
       FAIL_CHECK("nothing was thrown: " << words);
     } catch (const settings_error& e) {
       CHECK_THAT(e.what(), Contains(words));
@@ -452,11 +484,11 @@ TEST_CASE("a NaN in one KV head's key does not reach another's", "[eviction]") {
       std::vector<float> keys(rows.keys.begin(), rows.keys.end());
       if (t == 0) keys[40 * 48 + 24] = quiet_nan;  // of KV head 1
       for (auto* p : {&clean, &poisoned}) {
-        p->begin_step({{a, tokens, t == 0 ? step_phase::prefill : step_phase::decode}});
-        p->append<float>(0,
-                         {p == &clean ? rows.keys : std::span<const float>(keys), rows.values, rows.queries});
-        p->attend(0, std::span(p == &clean ? same : out).first(count(tokens) * 6 * 24));
-        p->end_step();
+        auto step = p->begin_step({{a, tokens, t == 0 ? step_phase::prefill : step_phase::decode}});
+        step.append<float>(
+            0, {p == &clean ? rows.keys : std::span<const float>(keys), rows.values, rows.queries});
+        step.attend(0, std::span(p == &clean ? same : out).first(count(tokens) * 6 * 24));
+        step.end();
       }
       CHECK(same_bits(std::vector<float>(out.begin(), out.begin() + 3 * 24),
                       std::vector<float>(same.begin(), same.begin() + 3 * 24)));

@@ -55,27 +55,27 @@ sequence_result step_with_masses(tiny_pipeline& pipeline, freekv::sequence_id id
                                  int tokens, freekv::step_phase kind) {
   const auto& s = pipeline.configuration();
   const int before = pipeline.tokens(id);
-  pipeline.begin_step({{id, tokens, kind}});
+  auto step = pipeline.begin_step({{id, tokens, kind}});
   sequence_result result;
   std::vector<asked> of_layer(count(s.layers));
   for (int layer = 0; layer < s.layers; ++layer) {
     const auto rows = source.at(layer, before, tokens);
-    pipeline.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+    step.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
     asked& now = of_layer[count(layer)];
-    now.entries = pipeline.most_attended(layer);
+    now.entries = step.most_attended(layer);
     now.masses.assign(count(tokens * s.query_heads * now.entries), quiet_nan);
-    pipeline.log_masses(layer, now.masses);
+    step.log_masses(layer, now.masses);
     std::vector<float> out(rows.queries.size());
     now.lse.resize(count(tokens * s.query_heads));
-    pipeline.attend(layer, out, now.lse);
+    step.attend(layer, out, now.lse);
     result.out.insert(result.out.end(), out.begin(), out.end());
     result.lse.insert(result.lse.end(), now.lse.begin(), now.lse.end());
   }
-  pipeline.end_step();
+  step.end();
   const int group = s.query_heads / s.kv_heads;
   for (int layer = 0; layer < s.layers; ++layer) {
     const asked& now = of_layer[count(layer)];
-    const auto report = pipeline.report(layer, id);
+    const auto report = pipeline.report(layer)[id];
     const bool everything = layer == 0 || kind == freekv::step_phase::prefill;
     for (int row = 0; row < tokens; ++row)
       for (int head = 0; head < s.query_heads; ++head) {
@@ -134,12 +134,12 @@ TEST_CASE("log_masses says in sentences what it is not given", "[masses]") {
   tiny_pipeline pipeline(s, backend);
   const auto id = pipeline.open();
   prompt_only(pipeline, id, source, 30);
-  pipeline.begin_step({{id}});
-  std::vector<float> masses(count(s.query_heads * pipeline.most_attended(1))),
+  auto step = pipeline.begin_step({{id}});
+  std::vector<float> masses(count(s.query_heads * step.most_attended(1))),
       out(count(s.query_heads * masses_dim));
   const auto refuses = [&](std::span<float> to, const char* word) {
     try {
-      pipeline.log_masses(1, to);
+      step.log_masses(1, to);
       FAIL("nothing was thrown where " << word << " was expected");
     } catch (const freekv::usage_error& e) {
       check_mentions(e.what(), {word});
@@ -147,10 +147,10 @@ TEST_CASE("log_masses says in sentences what it is not given", "[masses]") {
   };
   refuses(masses, "not appended to");
   const auto rows = source.at(1, 30, 1);
-  pipeline.append<float>(1, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+  step.append<float>(1, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
   refuses(std::span(masses).first(5), "log-masses: 5 numbers");
-  pipeline.log_masses(1, masses);
-  pipeline.attend(1, out);
+  step.log_masses(1, masses);
+  step.attend(1, out);
   refuses(masses, "attended already");
-  pipeline.abandon_step();
+  step.abandon();
 }

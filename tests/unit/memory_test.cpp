@@ -92,14 +92,18 @@ std::vector<tiny_pipeline::settings> settings_of_all_kinds() {
 
 }  // namespace
 
-TEST_CASE("bytes_needed is exactly what is taken, in one block of each resource", "[memory]") {
+TEST_CASE("a footprint is exactly what is taken, in one block of each resource", "[memory]") {
   for (const auto& s : settings_of_all_kinds())
     for (const int threads : {1, 4}) {
       freekv::host_backend backend({.threads = threads});
-      const auto needed = tiny_pipeline::bytes_needed(s, backend);
+      const tiny_pipeline::footprint needs(s, backend);
+      const auto& needed = needs.bytes();
       counting_resource slow, fast;
       {
-        const tiny_pipeline pipeline(s, backend, {&slow, &fast});
+        const tiny_pipeline pipeline = threads == 1 ? tiny_pipeline(s, backend, {&slow, &fast})
+                                                    : tiny_pipeline(needs, backend, {&slow, &fast});
+        CHECK(sum(slow.taken) == needs.slow_bytes());
+        CHECK(sum(fast.taken) == needs.fast_bytes());
         CHECK(slow.taken.size() == 1);
         CHECK(fast.taken.size() == 1);
         CHECK(sum(slow.taken) == needed.store);
@@ -120,14 +124,14 @@ TEST_CASE("bytes_needed is exactly what is taken, in one block of each resource"
     }
 }
 
-TEST_CASE("bytes_needed takes nothing from any resource", "[memory]") {
+TEST_CASE("a footprint takes nothing from any resource", "[memory]") {
   counting_resource standard;
   auto* before = std::pmr::set_default_resource(&standard);
   auto s = tiny_settings();
   s.max_tokens = 100'000'000;  // far more than this machine has
   s.store_tokens = 10'000'000'000;
   freekv::host_backend backend;
-  const auto needed = tiny_pipeline::bytes_needed(s, backend);
+  const auto needed = tiny_pipeline::footprint(s, backend).bytes();
   std::pmr::set_default_resource(before);
   CHECK(standard.taken.empty());
   // Three layers of keys and values, 2 heads, 24 elements of 2 bytes.
@@ -139,9 +143,9 @@ TEST_CASE("the longest sequence that an int can count is counted right, or refus
   s.max_tokens = std::numeric_limits<int>::max();
   freekv::host_backend backend;
   try {
-    const auto needed = tiny_pipeline::bytes_needed(s, backend);
+    const auto needed = tiny_pipeline::footprint(s, backend).bytes();
     CHECK(needed.store == (std::size_t{1} << 31) * 3 * 2 * 2 * 24 * 2);
-    CHECK(needed.slots == tiny_pipeline::bytes_needed(tiny_settings(), backend).slots);
+    CHECK(needed.slots == tiny_pipeline::footprint(tiny_settings(), backend).bytes().slots);
   } catch (const freekv::settings_error& e) {
     CHECK_THAT(e.what(), Catch::Contains("2147483647"));
   }
@@ -152,7 +156,7 @@ TEST_CASE("each part of the memory has the size that its shape says", "[memory]"
   s.max_sequences = 3;
   freekv::host_backend backend;
   const std::size_t page = 2 * 8 * 2 * 24 * sizeof(freekv::half);  // K and V, 8 tokens, 2 heads
-  auto bytes = tiny_pipeline::bytes_needed(s, backend);
+  auto bytes = tiny_pipeline::footprint(s, backend).bytes();
   CHECK(bytes.store == 3 * 75 * page);  // 3 layers, 3 sequences of 25 pages
   CHECK(bytes.complete == 75 * page);
   CHECK(bytes.slots == 2 * 3 * (1 + 3 + 2) * page);  // 2 layers, 3 sequences; sink, ring and selected
@@ -161,15 +165,15 @@ TEST_CASE("each part of the memory has the size that its shape says", "[memory]"
   CHECK(bytes.fast_tier() == bytes.slots + bytes.summaries + bytes.complete);
   CHECK(bytes.total() == bytes.store + bytes.slots + bytes.summaries + bytes.state);
   s.route = freekv::in_place{};
-  CHECK(tiny_pipeline::bytes_needed(s, backend).slots == 0);
+  CHECK(tiny_pipeline::footprint(s, backend).bytes().slots == 0);
   s.route = freekv::resident{};
   s.plan = freekv::complete_first<freekv::dynamic, freekv::layer_kind::window>{1};
-  bytes = tiny_pipeline::bytes_needed(s, backend);
+  bytes = tiny_pipeline::footprint(s, backend).bytes();
   CHECK(bytes.slots == 2 * 3 * (1 + 3) * page);  // nothing is selected
   CHECK(bytes.summaries == 0);
   s = tiny_settings();
   s.store_tokens = 9;  // two pages
-  CHECK(tiny_pipeline::bytes_needed(s, backend).store == 3 * 2 * page);
+  CHECK(tiny_pipeline::footprint(s, backend).bytes().store == 3 * 2 * page);
   const tiny_pipeline pipeline(s, backend);
   CHECK(pipeline.slice_bytes() == 2 * 8 * 24 * sizeof(freekv::half));
   CHECK(pipeline.summary_bytes() == 2 * 24 * sizeof(freekv::half));
@@ -182,12 +186,13 @@ TEST_CASE("where query heads select each for itself, a KV head has slots for all
   freekv::host_backend backend;
   const auto slots_of = [&](auto pipeline_type, int max_tokens) {
     using pipeline = typename decltype(pipeline_type)::type;
-    return pipeline::bytes_needed({.layers = 3,
-                                   .query_heads = 8,
-                                   .kv_heads = 2,
-                                   .budget = {.sink = 8, .window = 16, .selected_units = 2},
-                                   .max_tokens = max_tokens},
-                                  backend)
+    return typename pipeline::footprint({.layers = 3,
+                                         .query_heads = 8,
+                                         .kv_heads = 2,
+                                         .budget = {.sink = 8, .window = 16, .selected_units = 2},
+                                         .max_tokens = max_tokens},
+                                        backend)
+        .bytes()
         .slots;
   };
   const std::size_t page = 2 * 8 * 2 * 24 * sizeof(freekv::half);  // K and V, 8 tokens, 2 heads
@@ -205,7 +210,7 @@ TEST_CASE("slots do not depend on the length of a sequence", "[memory]") {
   auto s = tiny_settings();
   const auto bytes_at = [&](int tokens) {
     s.max_tokens = tokens;
-    return tiny_pipeline::bytes_needed(s, backend);
+    return tiny_pipeline::footprint(s, backend).bytes();
   };
   const auto small = bytes_at(1000), large = bytes_at(1'000'000);
   CHECK(small.slots == large.slots);
@@ -368,13 +373,13 @@ TEST_CASE("what happens to sequences between steps allocates nothing either", "[
   for (int round = 0; round < 3; ++round) {
     const auto a = pipeline.open(), b = pipeline.open();
     for (int step = 0; step < 40; ++step) {
-      pipeline.begin_step({{a}, {b}});
+      auto now = pipeline.begin_step({{a}, {b}});
       for (int layer = 0; layer < 3; ++layer) {
-        pipeline.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
-        pipeline.attend(layer, out);
-        pipeline.report(layer, a);
+        now.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+        now.attend(layer, out);
+        pipeline.report(layer)[a];
       }
-      pipeline.end_step();
+      now.end();
       if (step % 10 != 9) continue;
       const auto c = pipeline.fork(a);
       pipeline.truncate(a, pipeline.tokens(a) - 3);
@@ -409,13 +414,14 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
       const auto id = pipeline.open();
       for (int step = 0; step < 61; ++step) {
         const auto& now = step == 0 ? rows : one;
-        pipeline.begin_step({{id, step == 0 ? 60 : 1, step == 0 ? step_phase::prefill : step_phase::decode}});
+        auto begun = pipeline.begin_step(
+            {{id, step == 0 ? 60 : 1, step == 0 ? step_phase::prefill : step_phase::decode}});
         for (int layer = 0; layer < 2; ++layer) {
-          pipeline.append<float>(layer, {.keys = now.keys, .values = now.values, .queries = now.queries});
-          pipeline.attend(layer, std::span(out).first(now.queries.size()));
-          pipeline.report(layer, id);
+          begun.append<float>(layer, {.keys = now.keys, .values = now.values, .queries = now.queries});
+          begun.attend(layer, std::span(out).first(now.queries.size()));
+          pipeline.report(layer)[id];
         }
-        pipeline.end_step();
+        begun.end();
       }
       pipeline.release(id);
     }

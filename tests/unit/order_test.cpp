@@ -84,17 +84,16 @@ struct run {
 template <class Pipeline>
 void quiet_step(Pipeline& pipeline, freekv::sequence_id id, const text& source, sequence_result& result) {
   const int at = pipeline.tokens(id);
-  pipeline.begin_step({{id}});
+  auto step = pipeline.begin_step({{id}});
   for (int layer = 0; layer < 2; ++layer) {
     const auto rows = source.at(layer, at, 1);
     std::vector<float> out(2 * 24), lse(2);
-    pipeline.template append<float>(layer,
-                                    {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
-    pipeline.attend(layer, out, lse);
+    step.template append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+    step.attend(layer, out, lse);
     result.out.insert(result.out.end(), out.begin(), out.end());
     result.lse.insert(result.lse.end(), lse.begin(), lse.end());
   }
-  pipeline.end_step();
+  step.end();
 }
 
 sequence_result quiet_steps(run& r, const text& source, int steps) {
@@ -121,7 +120,7 @@ TEST_CASE("recall goes on behind the caller, and the layer's next append waits f
   quiet_step(behind.pipeline, behind.id, source, result);
   const bool ended_early = std::chrono::steady_clock::now() - before < std::chrono::milliseconds(200);
   CHECK((recall.ended < 4 || !ended_early));  // 2 query heads in each of 2 layers
-  behind.pipeline.report(1, behind.id);
+  behind.pipeline.report(1);
   CHECK(recall.ended == 4);
   recall.milliseconds = 0;
 }

@@ -52,26 +52,25 @@ TEST_CASE("the unit whose keys point apart is selected whatever the queries, bes
     for (int i = 0; i < 64; ++i)
       keys[count(token * 64 + i)] = (i == 0 ? (apart && token % 2 != 0 ? -5.0f : 5.0f) : 0.1f * d.normal());
   }
-  const auto begin = [&](int tokens, freekv::step_phase kind) { pipeline.begin_step({{id, tokens, kind}}); };
   const auto append_prompt = [&](int tokens) {
-    begin(tokens, freekv::step_phase::prefill);
+    auto step = pipeline.begin_step({{id, tokens, freekv::step_phase::prefill}});
     const auto first = [&](const std::vector<float>& rows) {
       return std::span(rows).first(count(tokens * 64));
     };
-    pipeline.append<float>(0, {.keys = first(keys), .values = first(values), .queries = {}});
-    pipeline.end_step();
+    step.append<float>(0, {.keys = first(keys), .values = first(values), .queries = {}});
+    step.end();
   };
   append_prompt(100);
   std::vector<float> out(64), lse(1);
   const auto attended = [&] {
-    begin(1, freekv::step_phase::decode);
+    auto step = pipeline.begin_step({{id}});
     const auto query = normals(d, 64, 5.0f), value = normals(d, 64);
     auto key = normals(d, 64, 0.1f);
     key[0] = 5.0f;
-    pipeline.append<float>(0, {.keys = key, .values = value, .queries = query});
-    pipeline.attend(0, out, lse);
-    pipeline.end_step();
-    const auto report = pipeline.report(0, id);
+    step.append<float>(0, {.keys = key, .values = value, .queries = query});
+    step.attend(0, out, lse);
+    step.end();
+    const auto report = pipeline.report(0)[id];
     REQUIRE(report.attended.size() == 5);
     return std::vector<int>(report.attended.begin(), report.attended.begin() + report.attended_count[0]);
   };

@@ -37,19 +37,19 @@ std::vector<sequence_result> run(const settings& s, const text& source, int firs
   for (int tokens = 90; pipeline.tokens(id) < max_tokens; tokens = 1) {
     const auto kind = tokens > 1 ? freekv::step_phase::prefill : freekv::step_phase::decode;
     const int before = pipeline.tokens(id);
-    pipeline.begin_step({{id, tokens, kind}});
+    auto step = pipeline.begin_step({{id, tokens, kind}});
     for (int layer = 0; layer < s.layers; ++layer) {
       const auto rows = source.at(first + layer, before, tokens);
       std::vector<float> out(rows.queries.size()), lse(count(tokens * query_heads));
-      pipeline.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
-      const auto expected = added_masses(pipeline, layer, count(tokens));
-      pipeline.attend(layer, out, lse);
+      step.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+      const auto expected = added_masses(step, s, layer, count(tokens));
+      step.attend(layer, out, lse);
       for (std::size_t i = 0; i < lse.size(); ++i) REQUIRE(is_near(expected[i], lse[i], 1e-4));
       sequence_result& result = results[count(layer)];
       result.out.insert(result.out.end(), out.begin(), out.end());
       result.lse.insert(result.lse.end(), lse.begin(), lse.end());
     }
-    pipeline.end_step();
+    step.end();
     for (int layer = 0; layer < s.layers; ++layer) add_report(pipeline, layer, id, results[count(layer)]);
   }
   return results;
@@ -79,7 +79,7 @@ TEST_CASE("a sliding layer has the slots of its window and no others", "[plan]")
   const auto slots = [&](int layers) {
     settings s = settings_of(std::vector(count(layers), sliding));
     s.max_tokens = 100000;
-    return pipeline_type::bytes_needed(s, backend).slots;
+    return pipeline_type::footprint(s, backend).bytes().slots;
   };
   // Three pages hold 21 tokens, and one more is being filled: keys and values of 2 heads.
   CHECK(slots(2) - slots(1) == 4 * 8 * 2 * 2 * 24 * sizeof(freekv::bfloat16));
@@ -91,7 +91,7 @@ TEST_CASE("plans and extras of attention that cannot be are refused", "[plan]") 
     settings s = settings_of(kinds);
     change(s);
     try {
-      pipeline_type::bytes_needed(s, backend);
+      pipeline_type::footprint(s, backend);
       FAIL("not refused");
     } catch (const freekv::settings_error& e) {
       check_mentions(e.what(), words);

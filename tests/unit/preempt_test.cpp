@@ -91,17 +91,17 @@ TEST_CASE("preemption is refused in sentences, and frees what it says", "[preemp
       Catch::Contains("resident sequences exhausted: 2 of 2 in use, a restored sequence needs"));
   pipeline.release(c);
   pipeline.restore(a);
-  pipeline.begin_step({{a}});
+  auto step = pipeline.begin_step({{a}});
   for (const bool restores : {false, true})
     CHECK_THROWS_WITH(restores ? pipeline.restore(b) : pipeline.preempt(b),
                       Catch::Contains("the step in progress"));
-  pipeline.abandon_step();
+  step.abandon();
 
   // Slots are for those resident alone.
   auto all = s;
   all.max_resident = 0;
-  const auto few = tiny_pipeline::bytes_needed(s, backend).slots,
-             many = tiny_pipeline::bytes_needed(all, backend).slots;
+  const auto few = tiny_pipeline::footprint(s, backend).bytes().slots,
+             many = tiny_pipeline::footprint(all, backend).bytes().slots;
   CHECK(few * 3 == many * 2);
   s.max_resident = 4;
   CHECK_THROWS_WITH(fresh(s), "max_resident is 4; choose from 1 to max_sequences, which is 3");

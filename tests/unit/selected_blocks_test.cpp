@@ -64,9 +64,7 @@ TEST_CASE("sequences that select few pages take turns in room for one that selec
   CHECK(wrong == 0);
   // Two in one step may select 2 k.
   CHECK_THROWS_AS(pipeline.begin_step({{ids[0]}, {ids[1]}}), pool_exhausted);
-  CHECK_NOTHROW(pipeline.begin_step({{ids[0]}}));
-  pipeline.abandon_step();
-  CHECK_NOTHROW(pipeline.begin_step({{ids[1]}}));
+  for (const std::size_t i : {0, 1}) CHECK_NOTHROW(pipeline.begin_step({{ids[i]}}));  // and it is abandoned
 }
 
 TEST_CASE("a sequence that waits holds no more blocks than it has selected pages", "[blocks]") {
@@ -84,7 +82,7 @@ TEST_CASE("a sequence that waits holds no more blocks than it has selected pages
   const auto most_attended = [&] {
     int most = 0;
     for (int layer = 1; layer < s.layers; ++layer)
-      for (const std::int32_t attended : pipeline.report(layer, a).attended_count)
+      for (const std::int32_t attended : pipeline.report(layer)[a].attended_count)
         most = std::max(most, attended);
     return most;
   };
@@ -131,7 +129,7 @@ TEST_CASE("blocks that are full stay, and what lacks them is refused with nothin
   CHECK(run_step(pipeline, a, source, 1, step_phase::decode) == expected[0]);
   const std::int32_t free = pipeline.free_pages();
   try {
-    pipeline.begin_step({{b}});
+    const auto step = pipeline.begin_step({{b}});
     FAIL("b has no room");
   } catch (const pool_exhausted& e) {
     INFO(e.what());
@@ -164,7 +162,7 @@ TEST_CASE("blocks that are full stay, and what lacks them is refused with nothin
 TEST_CASE("shared blocks take the bytes that are announced", "[blocks]") {
   freekv::host_backend backend;
   const auto slots = [&](int selected_units) {
-    return tiny_pipeline::bytes_needed(settings_of<tiny_pipeline>(4, selected_units), backend).slots;
+    return tiny_pipeline::footprint(settings_of<tiny_pipeline>(4, selected_units), backend).bytes().slots;
   };
   constexpr std::size_t block = 2 * page * 2 * head_dim * sizeof(freekv::half);
   const auto of_layer = [](int selected) { return count(4 * (1 + 3) + selected) * block; };
@@ -172,11 +170,12 @@ TEST_CASE("shared blocks take the bytes that are announced", "[blocks]") {
   CHECK(slots(4 * k) == 2 * of_layer(4 * k));
   CHECK(slots(100 * k) == 2 * of_layer(4 * k));
   CHECK(slots(k + 3) == 2 * of_layer(k + 3));
-  CHECK(tiny_pipeline::slots_needed(settings_of<tiny_pipeline>(4, k + 3), backend, 1) == 4 * (1 + 3) + k + 3);
-  CHECK(tiny_pipeline::slots_needed(settings_of<tiny_pipeline>(4, k + 3), backend, 0) == 0);
+  CHECK(tiny_pipeline::footprint(settings_of<tiny_pipeline>(4, k + 3), backend).slots(1) ==
+        4 * (1 + 3) + k + 3);
+  CHECK(tiny_pipeline::footprint(settings_of<tiny_pipeline>(4, k + 3), backend).slots(0) == 0);
   CHECK_THROWS_WITH(slots(k - 1),
                     Catch::Contains("selected_tokens is 40") && Catch::Contains("give 48 or more"));
   auto negative = settings_of<tiny_pipeline>(1, 0);
   negative.selected_tokens = -1;
-  CHECK_THROWS_AS(tiny_pipeline::bytes_needed(negative, backend), freekv::settings_error);
+  CHECK_THROWS_AS(tiny_pipeline::footprint(negative, backend), freekv::settings_error);
 }

@@ -246,14 +246,14 @@ TEST_CASE("keys and values come as stored elements or as floats to be rounded", 
   fresh a(s), b(s);
   prompt_only(a.pipeline, a.id, source, 80);
   const auto expected = decode(a.pipeline, a.id, source, 20);
-  b.pipeline.begin_step({{b.id, 80, step_phase::prefill}});
+  auto step = b.pipeline.begin_step({{b.id, 80, step_phase::prefill}});
   for (int layer = 0; layer < 3; ++layer) {
     const auto rows = source.at(layer, 0, 80);
     const auto keys = stored_as<freekv::half>({rows.keys.begin(), rows.keys.end()});
     const auto values = stored_as<freekv::half>({rows.values.begin(), rows.values.end()});
-    b.pipeline.append(layer, {.keys = keys, .values = values});
+    step.append(layer, {.keys = keys, .values = values});
   }
-  b.pipeline.end_step();
+  step.end();
   CHECK(decode(b.pipeline, b.id, source, 20) == expected);
 }
 
@@ -266,15 +266,15 @@ TEST_CASE("full attention may be asked for before and after attend, and changes 
   for (int t = 80; t < 100; ++t) {
     const auto expected = run_step(plain.pipeline, plain.id, source, 1, step_phase::decode);
     auto& p = measured.pipeline;
-    p.begin_step({{measured.id}});
+    auto step = p.begin_step({{measured.id}});
     sequence_result got;
     for (int layer = 0; layer < 3; ++layer) {
       const auto rows = source.at(layer, t, 1);
-      p.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+      step.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
       std::vector<float> out(6 * head_dim), lse(6), full(6 * head_dim), full_lse(6), again(6 * head_dim);
-      p.attend_full(layer, full, full_lse);
-      p.attend(layer, out, lse);
-      p.attend_full(layer, again);
+      step.attend_full(layer, full, full_lse);
+      step.attend(layer, out, lse);
+      step.attend_full(layer, again);
       CHECK(same_bits(full, again));
       got.out.insert(got.out.end(), out.begin(), out.end());
       got.lse.insert(got.lse.end(), lse.begin(), lse.end());
@@ -294,7 +294,7 @@ TEST_CASE("full attention may be asked for before and after attend, and changes 
           wrong += !is_near(full[count(head * head_dim + i)], exact.out[count(i)], 2e-5);
       }
     }
-    p.end_step();
+    step.end();
     for (int layer = 0; layer < 3; ++layer) add_report(p, layer, measured.id, got);
     CHECK(got == expected);
   }
@@ -307,15 +307,15 @@ TEST_CASE("lse need not be asked for", "[sequences]") {
   const text source(s, head_dim, 90, 7);
   fresh f(s);
   prompt_only(f.pipeline, f.id, source, 80);
-  f.pipeline.begin_step({{f.id}});
+  auto step = f.pipeline.begin_step({{f.id}});
   for (int layer = 0; layer < 3; ++layer) {
     const auto rows = source.at(layer, 80, 1);
-    f.pipeline.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+    step.append<float>(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
     std::vector<float> out(6 * head_dim, quiet_nan);
-    f.pipeline.attend(layer, out);
+    step.attend(layer, out);
     CHECK(std::none_of(out.begin(), out.end(), [](float x) { return std::isnan(x); }));
   }
-  f.pipeline.end_step();
+  step.end();
 }
 
 TEST_CASE("sequences that bring no rows, and steps without any, are no matter", "[sequences]") {
@@ -328,8 +328,8 @@ TEST_CASE("sequences that bring no rows, and steps without any, are no matter", 
   for (int t = 80; t < 100; ++t) {
     const auto expected = run_step(plain.pipeline, plain.id, source, 1, step_phase::decode);
     run_step(idle.pipeline, {});
-    idle.pipeline.begin_step({{idle.id, 0, step_phase::decode}});
-    idle.pipeline.end_step();  // no rows: no layer need be appended to
+    auto step = idle.pipeline.begin_step({{idle.id, 0, step_phase::decode}});
+    step.end();  // no rows: no layer need be appended to
     const auto got = run_step(idle.pipeline, {{other, &source, 0, step_phase::prefill}, {idle.id, &source}});
     CHECK(got[1] == expected);
     CHECK(got[0].out.empty());

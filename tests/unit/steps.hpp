@@ -117,7 +117,7 @@ struct sequence_result {
 
 template <class Pipeline>
 void add_report(const Pipeline& pipeline, int layer, freekv::sequence_id id, sequence_result& result) {
-  const auto report = pipeline.report(layer, id);
+  const auto report = pipeline.report(layer)[id];
   const auto add = [&](const auto& numbers) {
     std::copy(numbers.begin(), numbers.end(), std::back_inserter(result.report));
   };
@@ -132,12 +132,11 @@ void add_report(const Pipeline& pipeline, int layer, freekv::sequence_id id, seq
 
 /// Asks for the masses of a layer that attends next. What they add up to, for each row and query head, is expected to be what
 /// attention then gives as log-sum-exp.
-template <class Pipeline>
-std::vector<float> added_masses(Pipeline& pipeline, int layer, std::size_t rows) {
-  const auto& s = pipeline.configuration();
-  const std::size_t entries = count(pipeline.most_attended(layer)), heads = rows * count(s.query_heads);
+template <class Step, class Settings>
+std::vector<float> added_masses(Step& step, const Settings& s, int layer, std::size_t rows) {
+  const std::size_t entries = count(step.most_attended(layer)), heads = rows * count(s.query_heads);
   std::vector<float> masses(heads * entries, quiet_nan), sums;
-  pipeline.log_masses(layer, masses);
+  step.log_masses(layer, masses);
   const double unit = double{nat_in(s.lse_base)};
   for (std::size_t head = 0; head < heads; ++head) {
     double sum = 0.0;
@@ -160,7 +159,7 @@ std::vector<sequence_result> run_step(Pipeline& pipeline, const std::vector<sequ
     listed.push_back({part.id, part.tokens, part.phase});
     first.push_back(pipeline.tokens(part.id));
   }
-  pipeline.begin_step(listed);
+  auto step = pipeline.begin_step(listed);
   std::vector<sequence_result> results(parts.size());
   for (int layer = 0; layer < s.layers; ++layer) {
     std::vector<float> queries, keys, values;
@@ -171,12 +170,12 @@ std::vector<sequence_result> run_step(Pipeline& pipeline, const std::vector<sequ
       values.insert(values.end(), rows.values.begin(), rows.values.end());
     }
     std::vector<float> out(queries.size(), quiet_nan), lse(queries.size() / query_row * heads, quiet_nan);
-    pipeline.template append<float>(layer, {.keys = keys, .values = values, .queries = queries});
+    step.template append<float>(layer, {.keys = keys, .values = values, .queries = queries});
     std::vector<float> expected;
-    if constexpr (requires { pipeline.most_attended(layer); })
+    if constexpr (requires { step.most_attended(layer); })
       if (!queries.empty() && first[0] % 4 == 0)
-        expected = added_masses(pipeline, layer, queries.size() / query_row);
-    pipeline.attend(layer, out, lse);
+        expected = added_masses(step, s, layer, queries.size() / query_row);
+    step.attend(layer, out, lse);
     for (std::size_t i = 0; i < expected.size(); ++i)
       if (!is_near(expected[i], lse[i], 1e-4))
         FAIL("masses add up to " << expected[i] << ", and lse is " << lse[i]);
@@ -192,7 +191,7 @@ std::vector<sequence_result> run_step(Pipeline& pipeline, const std::vector<sequ
       row = end;
     }
   }
-  pipeline.end_step();
+  step.end();
   for (std::size_t i = 0; i < parts.size(); ++i)
     if (parts[i].phase == freekv::step_phase::decode)
       for (int layer = 0; layer < s.layers; ++layer) add_report(pipeline, layer, parts[i].id, results[i]);
@@ -219,12 +218,12 @@ std::vector<sequence_result> decode(Pipeline& pipeline, freekv::sequence_id id, 
 template <class Pipeline>
 void prompt_only(Pipeline& pipeline, freekv::sequence_id id, const text& source, int tokens) {
   const int first = pipeline.tokens(id);
-  pipeline.begin_step({{id, tokens, freekv::step_phase::prefill}});
+  auto step = pipeline.begin_step({{id, tokens, freekv::step_phase::prefill}});
   for (int layer = 0; layer < pipeline.configuration().layers; ++layer) {
     const auto rows = source.at(layer, first, tokens);
-    pipeline.template append<float>(layer, {.keys = rows.keys, .values = rows.values});
+    step.template append<float>(layer, {.keys = rows.keys, .values = rows.values});
   }
-  pipeline.end_step();
+  step.end();
 }
 
 }  // namespace tests

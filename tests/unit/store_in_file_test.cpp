@@ -109,7 +109,7 @@ std::vector<float> stubborn_step(tiny_pipeline& pipeline, const folder& where,
     }
     call();
   };
-  pipeline.begin_step(listed);
+  auto step = pipeline.begin_step(listed);
   std::vector<float> all;
   for (int layer = 0; layer < s.layers; ++layer) {
     std::vector<float> queries, keys, values;
@@ -121,11 +121,11 @@ std::vector<float> stubborn_step(tiny_pipeline& pipeline, const folder& where,
     }
     std::vector<float> out(queries.size(), quiet_nan);
     insist(layer, "append",
-           [&] { pipeline.append<float>(layer, {.keys = keys, .values = values, .queries = queries}); });
-    insist(layer, "attend", [&] { pipeline.attend(layer, out); });
+           [&] { step.append<float>(layer, {.keys = keys, .values = values, .queries = queries}); });
+    insist(layer, "attend", [&] { step.attend(layer, out); });
     all.insert(all.end(), out.begin(), out.end());
   }
-  pipeline.end_step();
+  step.end();
   return all;
 }
 
@@ -215,10 +215,10 @@ TEST_CASE("a sequence that is abandoned leaves the others of its step as they wo
   prompt_only(pipeline, a, one, 60);
   prompt_only(pipeline, b, two, 70);
   prompt_only(pipeline, c, three, 50);
-  CHECK_THROWS_AS(pipeline.abandon(a), freekv::usage_error);
   const int free_before = pipeline.free_pages();
 
-  pipeline.begin_step({{a}, {b}, {c}});
+  auto step = pipeline.begin_step({{a}, {b}, {c}});
+  CHECK_THROWS_WITH(step.abandon(freekv::sequence_id{3}), "abandon: sequence 3 has no rows in this step");
   std::vector<float> last, expected = run_step(alone.pipeline, alone.id, three, 1, step_phase::decode).out;
   for (int layer = 0; layer < s.layers; ++layer) {
     std::vector<float> queries, keys, values;
@@ -227,15 +227,15 @@ TEST_CASE("a sequence that is abandoned leaves the others of its step as they wo
       keys.insert(keys.end(), rows.keys.begin(), rows.keys.end());
       values.insert(values.end(), rows.values.begin(), rows.values.end());
     }
-    pipeline.append<float>(layer, {.keys = keys, .values = values, .queries = queries});
-    if (layer == 1) pipeline.abandon(b);
+    step.append<float>(layer, {.keys = keys, .values = values, .queries = queries});
+    if (layer == 1) step.abandon(b);
     std::vector<float> out(queries.size(), quiet_nan);
-    pipeline.attend(layer, out);
+    step.attend(layer, out);
     const auto third = out.end() - static_cast<long>(queries.size() / 3);
     last.insert(last.end(), third, out.end());
     CHECK(std::isnan(out[queries.size() / 3]) == (layer >= 1));
   }
-  pipeline.end_step();
+  step.end();
   CHECK(same_bits(last, expected));
   CHECK_THROWS_AS(pipeline.tokens(b), freekv::usage_error);
   CHECK(pipeline.free_pages() == free_before + 9);  // of 70 tokens
@@ -250,12 +250,12 @@ TEST_CASE("pages that cannot be written fail the append, which can be repeated",
   fresh expected(s), filed(in_file(s, where));
   for (auto* f : {&expected, &filed}) prompt_only(f->pipeline, f->id, source, 47);
   const auto rows = source.at(1, 47, 1), first = source.at(0, 47, 1);
-  filed.pipeline.begin_step({{filed.id}});
+  auto step = filed.pipeline.begin_step({{filed.id}});
   std::vector<float> out(rows.queries.size());
-  filed.pipeline.append<float>(0, {.keys = first.keys, .values = first.values, .queries = first.queries});
-  filed.pipeline.attend(0, out);
+  step.append<float>(0, {.keys = first.keys, .values = first.values, .queries = first.queries});
+  step.attend(0, out);
   const auto append = [&] {
-    filed.pipeline.append<float>(1, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+    step.append<float>(1, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
   };
   {
     const short_files limit(0);
@@ -269,11 +269,11 @@ TEST_CASE("pages that cannot be written fail the append, which can be repeated",
       }
   }
   append();
-  filed.pipeline.attend(1, out);
+  step.attend(1, out);
   const auto last = source.at(2, 47, 1);
-  filed.pipeline.append<float>(2, {.keys = last.keys, .values = last.values, .queries = last.queries});
-  filed.pipeline.attend(2, out);
-  filed.pipeline.end_step();
+  step.append<float>(2, {.keys = last.keys, .values = last.values, .queries = last.queries});
+  step.attend(2, out);
+  step.end();
   const auto of_expected = run_step(expected.pipeline, expected.id, source, 1, step_phase::decode);
   CHECK(std::equal(out.begin(), out.end(), of_expected.out.end() - static_cast<long>(out.size())));
   CHECK(decode(expected.pipeline, expected.id, source, 40) == decode(filed.pipeline, filed.id, source, 40));
@@ -296,9 +296,9 @@ TEST_CASE("pages in a file are counted there", "[store_in_file]") {
   const folder where;
   auto s = tiny_settings();
   freekv::host_backend backend;
-  const auto memory = tiny_pipeline::bytes_needed(s, backend);
+  const auto memory = tiny_pipeline::footprint(s, backend).bytes();
   s = in_file(s, where);
-  const auto bytes = tiny_pipeline::bytes_needed(s, backend);
+  const auto bytes = tiny_pipeline::footprint(s, backend).bytes();
   CHECK_FALSE(std::filesystem::exists(where.file()));
   // 25 pages of 8 tokens, 2 heads, keys and values of 24 halves; one of three layers is complete.
   constexpr std::size_t page = 8 * 2 * 2 * 24 * 2;
@@ -330,19 +330,19 @@ TEST_CASE("a context larger than the memory that a process may have decodes from
       for (auto* rows : {&keys, &values})
         for (std::size_t i = 0; i < rows->size(); ++i)
           (*rows)[i] = freekv::from_float<freekv::half>(static_cast<float>(d.below(2001) - 1000) * 1e-3f);
-      p->begin_step({{id, chunk, step_phase::prefill}});
-      p->append(0, {.keys = keys, .values = values});
-      p->end_step();
+      auto prompt = p->begin_step({{id, chunk, step_phase::prefill}});
+      prompt.append(0, {.keys = keys, .values = values});
+      prompt.end();
     }
     std::vector<float> all;
     for (int step = 0; step < steps; ++step) {
       const auto q = normals(d, row);
       std::vector<float> out(row);
-      p->begin_step({{id}});
-      p->append(0,
-                {.keys = std::span(keys).first(row), .values = std::span(values).first(row), .queries = q});
-      p->attend(0, out);
-      p->end_step();
+      auto decode = p->begin_step({{id}});
+      decode.append(
+          0, {.keys = std::span(keys).first(row), .values = std::span(values).first(row), .queries = q});
+      decode.attend(0, out);
+      decode.end();
       all.insert(all.end(), out.begin(), out.end());
     }
     return all;

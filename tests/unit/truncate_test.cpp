@@ -124,15 +124,15 @@ TEST_CASE("the last kept row's query is the previous one", "[truncate]") {
       prompt_only(f.pipeline, f.id, source, 60);
       decode_rows(f, source, 4);
       f.pipeline.truncate(f.id, 60 + kept);
-      f.pipeline.begin_step({{f.id}});
+      auto step = f.pipeline.begin_step({{f.id}});
       for (int layer = 0; layer < 3; ++layer) {
         const auto row = source.at(layer, 60 + again, 1);
         std::vector<float> out(row.queries.size());
-        f.pipeline.append<float>(layer, {.keys = row.keys, .values = row.values, .queries = row.queries});
-        f.pipeline.attend(layer, out);
+        step.append<float>(layer, {.keys = row.keys, .values = row.values, .queries = row.queries});
+        step.attend(layer, out);
       }
-      f.pipeline.end_step();
-      const auto corrected = f.pipeline.report(0, f.id).corrected;
+      step.end();
+      const auto corrected = f.pipeline.report(0)[f.id].corrected;
       INFO("kept " << kept << ", again row " << again);
       CHECK((corrected[0] == 0 && corrected[1] == 0) == (again == kept - 1));
     }
@@ -148,7 +148,7 @@ TEST_CASE("truncations are refused in sentences", "[truncate]") {
   CHECK_THROWS_WITH(f.pipeline.truncate(f.id, -1), Catch::Contains("cannot keep -1"));
   CHECK_THROWS_WITH(f.pipeline.begin_step({{f.id, 4}}),
                     "sequence 0 brings 4 decode rows; max_decode_rows in the settings is 3");
-  f.pipeline.begin_step({{f.id, 3}});
+  const auto step = f.pipeline.begin_step({{f.id, 3}});
   CHECK_THROWS_WITH(f.pipeline.truncate(f.id, 50),
                     Catch::Contains("truncate: the step in progress has not ended"));
   s.max_decode_rows = 0;

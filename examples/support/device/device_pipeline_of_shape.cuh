@@ -93,10 +93,10 @@ class device_pipeline_of_shape : public pipeline, public device_controls {
   int tokens(sequence_id id) const override { return pipeline_.tokens(id); }
   std::int32_t free_pages() const override { return pipeline_.free_pages(); }
 
-  void begin_step(std::span<const step_input> rows) override { pipeline_.begin_step(rows); }
+  void begin_step(std::span<const step_input> rows) override { step_ = pipeline_.begin_step(rows); }
   void append(int layer, std::span<const float> keys, std::span<const float> values,
               std::span<const float> queries) override {
-    pipeline_.template append<float>(
+    step_.template append<float>(
         layer, {float_keys_.of(keys, compute_.get()), float_values_.of(values, compute_.get()),
                 queries_.of(queries, compute_.get())});
   }
@@ -105,31 +105,30 @@ class device_pipeline_of_shape : public pipeline, public device_controls {
     const auto elements = [](std::span<const std::byte> bytes) {
       return std::span(reinterpret_cast<const element*>(bytes.data()), bytes.size() / sizeof(element));
     };
-    pipeline_.append(layer,
-                     {keys_.of(elements(keys), compute_.get()), values_.of(elements(values), compute_.get()),
-                      queries_.of(queries, compute_.get())});
+    step_.append(layer, {keys_.of(elements(keys), compute_.get()),
+                         values_.of(elements(values), compute_.get()), queries_.of(queries, compute_.get())});
   }
   void attend(int layer, std::span<float> out, std::span<float> lse) override {
     const auto [device_out, device_lse] = outputs(out, lse);
-    pipeline_.attend(layer, device_out, device_lse);
+    step_.attend(layer, device_out, device_lse);
     bring(out, out_);
     bring(lse, lse_);
   }
   void attend_full(int layer, std::span<float> out, std::span<float> lse) override {
     const auto [device_out, device_lse] = outputs(out, lse);
-    pipeline_.attend_full(layer, device_out, device_lse);
+    step_.attend_full(layer, device_out, device_lse);
     bring(out, out_);
     bring(lse, lse_);
   }
-  int most_attended(int layer) const { return pipeline_.most_attended(layer); }
+  int most_attended(int layer) const { return step_.most_attended(layer); }
   void log_masses(int layer, std::span<float> masses) {
-    pipeline_.log_masses(layer, masses_.sized(masses.size()));
+    step_.log_masses(layer, masses_.sized(masses.size()));
     bring(masses, masses_);
   }
-  void end_step() override { pipeline_.end_step(); }
-  bool abandon_step() override { return pipeline_.abandon_step(); }
+  void end_step() override { step_.end(); }
+  bool abandon_step() override { return step_.abandon(); }
   void synchronize() override { pipeline_.synchronize(); }
-  step_report report(int layer, sequence_id id) const override { return pipeline_.report(layer, id); }
+  step_report report(int layer, sequence_id id) const override { return pipeline_.report(layer)[id]; }
   const memory_bytes& bytes() const override { return pipeline_.bytes(); }
   std::size_t slice_bytes() const override { return pipeline_.slice_bytes(); }
   std::size_t summary_bytes() const override {
@@ -158,16 +157,16 @@ class device_pipeline_of_shape : public pipeline, public device_controls {
       array->sized(width * n(s.layers));
     device::check(cudaStreamBeginCapture(compute_.get(), cudaStreamCaptureModeThreadLocal),
                   "cudaStreamBeginCapture");
-    pipeline_.begin_captured_step({.entries = sequences, .rows = rows});
+    auto step = pipeline_.begin_captured_step({.entries = sequences, .rows = rows});
     for (int layer = 0; layer < s.layers; ++layer) {
       const auto part = [&](device_array<float>& all, std::size_t width) {
         return all.sized(width * n(s.layers)).subspan(n(layer) * width, width);
       };
-      pipeline_.template append<float>(layer, {part(captured_keys_, keys), part(captured_values_, keys),
-                                               part(captured_queries_, queries)});
-      pipeline_.attend(layer, part(captured_out_, queries), part(captured_lse_, lse));
+      step.template append<float>(layer, {part(captured_keys_, keys), part(captured_values_, keys),
+                                          part(captured_queries_, queries)});
+      step.attend(layer, part(captured_out_, queries), part(captured_lse_, lse));
     }
-    pipeline_.end_step();
+    step.end();
     cudaGraph_t graph = nullptr;
     device::check(cudaStreamEndCapture(compute_.get(), &graph), "cudaStreamEndCapture");
     device::check(cudaGraphInstantiate(&captured_, graph, 0), "cudaGraphInstantiate");
@@ -196,7 +195,7 @@ class device_pipeline_of_shape : public pipeline, public device_controls {
     copy(lse, captured_lse_.all(), cudaMemcpyDeviceToHost);
     device::check(cudaStreamSynchronize(compute_.get()), "cudaStreamSynchronize");
   }
-  int flagged_heads(int layer) const override { return pipeline_.flagged_heads(layer); }
+  int flagged_heads(int layer) const override { return pipeline_.report(layer).flagged_heads(); }
 
  private:
   std::pair<std::span<float>, std::span<float>> outputs(std::span<float> out, std::span<float> lse) {
@@ -219,6 +218,7 @@ class device_pipeline_of_shape : public pipeline, public device_controls {
   device_array<float> captured_keys_, captured_values_, captured_queries_, captured_out_, captured_lse_;
   cudaGraphExec_t captured_ = nullptr;
   Implementation pipeline_;
+  typename Implementation::step step_;
 };
 
 /// What every pipeline here chooses at run time, as it costs no kernels.

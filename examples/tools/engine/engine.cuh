@@ -126,26 +126,25 @@ class engine {
 
   // Steps.
 
-  /// All layers of a step that was begun, and the tokens that come next of rows from `first` on.
-  void run_layers(int rows, int first) {
+  /// All layers of a step, whose end it is, and the tokens that come next of rows from `first` on.
+  void run(typename pipeline_type::step step, int rows, int first) {
     model_.embed(rows);
     for (int layer = 0; layer < options_.model.layers; ++layer) {
       model_.before_attention(layer, rows, options_.similarity);
       const auto [in, out] = model_.rows_of(layer);
       const auto kv = at(rows * options_.model.kv_width()), q = at(rows * options_.model.query_width());
-      pipeline_.append(layer, {.keys = {in.keys, kv}, .values = {in.values, kv}, .queries = {in.queries, q}});
-      pipeline_.attend(layer, {out, q});
+      step.append(layer, {.keys = {in.keys, kv}, .values = {in.values, kv}, .queries = {in.queries, q}});
+      step.attend(layer, {out, q});
       model_.after_attention(layer, rows);
     }
     model_.choose(first, rows);
+    step.end();
   }
   void capture(int sequences) {
     const int rows = sequences * options_.draft;
     device::check(cudaStreamBeginCapture(compute_.get(), cudaStreamCaptureModeThreadLocal),
                   "cudaStreamBeginCapture");
-    pipeline_.begin_captured_step({.entries = sequences, .rows = rows});
-    run_layers(rows, 0);
-    pipeline_.end_step();
+    run(pipeline_.begin_captured_step({.entries = sequences, .rows = rows}), rows, 0);
     cudaGraph_t graph = nullptr;
     device::check(cudaStreamEndCapture(compute_.get(), &graph), "cudaStreamEndCapture");
     graphs_.push_back({sequences, std::make_unique<captured_step>(graph)});
@@ -245,12 +244,11 @@ class engine {
     for (int before = 0, rows = 0; before < r.prompt; before += rows) {
       rows = std::min(options_.chunk, r.prompt - before);
       inputs_ = {{s.id, rows, step_phase::prefill}};
-      pipeline_.begin_step(inputs_);
+      auto prompt = pipeline_.begin_step(inputs_);
       const std::span<row_input> packet = model_.next_packet();
       for (int row = 0; row < rows; ++row) packet[at(row)] = {any_token(), before + row};
       if (before + rows == r.prompt) packet[at(rows - 1)].to = choice(s.id, 0);
-      run_layers(rows, rows - 1);
-      pipeline_.end_step();
+      run(std::move(prompt), rows, rows - 1);
       ++result_.counts.prefill_steps;
       if (observer_ != nullptr) observer_->stepped(inputs_, packet, false);
     }
@@ -276,13 +274,13 @@ class engine {
     for (int before = 0, count = 0; before < options_.context; before += count) {
       count = std::min(most_rows, options_.context - before);
       const std::size_t n = at(count) * kv_width;
-      pipeline_.begin_step({{s.id, count, step_phase::prefill}});
+      auto prompt = pipeline_.begin_step({{s.id, count, step_phase::prefill}});
       for (int layer = 0; layer < options_.model.layers; ++layer) {
         model_.fill_with_normals(rows.data(), 2 * n, 1.0f,
                                  static_cast<std::uint64_t>(random_.below(1 << 30)));
-        pipeline_.append(layer, {.keys = {rows.data(), n}, .values = {rows.data() + n, n}, .queries = {}});
+        prompt.append(layer, {.keys = {rows.data(), n}, .values = {rows.data() + n, n}, .queries = {}});
       }
-      pipeline_.end_step();
+      prompt.end();
     }
     pipeline_.synchronize();
   }
@@ -330,7 +328,7 @@ class engine {
     result_.reported_tokens += static_cast<std::int64_t>(inputs_.size());
     for (int layer = 0; layer < options_.model.layers; ++layer)
       for (const step_input& input : inputs_) {
-        const step_report report = pipeline_.report(layer, input.sequence);
+        const step_report report = pipeline_.report(layer)[input.sequence];
         for (std::size_t head = 0; head < report.corrected.size(); ++head) {
           ++result_.heads;
           result_.corrected += report.corrected[head];

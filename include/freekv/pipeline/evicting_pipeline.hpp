@@ -2,13 +2,16 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <freekv/backend/host/evict.hpp>
 #include <freekv/backend/host/host_backend.hpp>
+#include <freekv/pipeline/call_order.hpp>
 #include <freekv/pipeline/eviction_state.hpp>
+#include <freekv/pipeline/layer_state.hpp>
 #include <freekv/pipeline/policy_pack.hpp>
-#include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/pipeline/sequences.hpp>
+#include <freekv/pipeline/step_handle.hpp>
+#include <freekv/pipeline/step_report.hpp>
 #include <initializer_list>
 #include <optional>
 #include <span>
@@ -21,10 +24,10 @@ namespace freekv {
 /// KV-cache eviction for all layers of a model: `evicting_pipeline<kv_shape<bfloat16, 128>, h2o>`. Calls are those of
 /// retrieval_pipeline, with which it can change places in an engine:
 ///
-///     pipeline.begin_step({{sequence, 1000, step_phase::prefill}});  // chunks of any size
-///     pipeline.append<float>(layer, {.keys = keys, .values = values, .queries = queries});  // of every layer
-///     pipeline.end_step();
-///     pipeline.begin_step({{sequence}});  // one decode row, as before, with attend
+///     auto prompt = pipeline.begin_step({{sequence, 1000, step_phase::prefill}});  // chunks of any size
+///     prompt.append<float>(layer, {.keys = keys, .values = values, .queries = queries});  // of every layer
+///     prompt.end();
+///     auto step = pipeline.begin_step({{sequence}});  // one decode row, as before, with attend
 ///
 /// A prompt is exact: its rows attend to all of it up to themselves. It waits in a staging area for as many
 /// prompts as `max_prefills` says, which all sequences use in turn, and leaves it in the first decode row's
@@ -37,6 +40,7 @@ namespace freekv {
 template <class Shape, class Eviction, class Backend = host_backend>
 class evicting_pipeline {
   static_assert(sizeof(detail::checked_policy<Eviction>) > 0);
+  using state = eviction_state<Shape>;
 
  public:
   using shape_type = Shape;
@@ -45,27 +49,44 @@ class evicting_pipeline {
   using settings = eviction_settings<Eviction>;
   static constexpr int head_dim = Shape::head_dim;
 
-  /// Exact bytes that a pipeline with these settings takes. Allocates none of them. Throws settings_error.
-  static memory_bytes bytes_needed(const settings& given, Backend& backend) {
-    const settings checked = checked_settings<head_dim>(given);
-    return memory_plan(checked, backend, nullptr, nullptr).bytes;
-  }
+  /// Footprint of a pipeline with some settings: retrieval_pipeline's has the same bytes, and slots.
+  class footprint {
+   public:
+    /// Allocates none of what it counts. Throws settings_error.
+    footprint(const settings& given, Backend& backend) : settings_(checked_settings<head_dim>(given)) {
+      const memory_plan counted(settings_, backend, nullptr, nullptr);
+      bytes_ = counted.bytes;
+      slow_bytes_ = counted.slow_bytes;
+      fast_bytes_ = counted.fast_bytes;
+    }
+    const evicting_pipeline::settings& settings() const { return settings_; }
+    const memory_bytes& bytes() const { return bytes_; }
+    std::size_t slow_bytes() const { return slow_bytes_; }
+    std::size_t fast_bytes() const { return fast_bytes_; }
+
+   private:
+    evicting_pipeline::settings settings_;
+    memory_bytes bytes_;
+    std::size_t slow_bytes_ = 0, fast_bytes_ = 0;
+  };
 
   /// Takes all its memory from `memory` at once: from `slow` complete layers alone. `backend` must outlive the
-  /// pipeline. Throws settings_error.
-  evicting_pipeline(const settings& given, Backend& backend, const memory_resources& memory = {})
-      : settings_(checked_settings<head_dim>(given)),
+  /// pipeline, and is the footprint's.
+  evicting_pipeline(const footprint& needs, Backend& backend, const memory_resources& memory = {})
+      : settings_(needs.settings()),
         records_(size(settings_.max_sequences)),
-        progress_(size(settings_.layers)) {
-    const memory_plan counted(settings_, backend, nullptr, nullptr);
-    slow_memory_ = memory_block(*memory.slow, counted.slow_bytes);
-    fast_memory_ = memory_block(*memory.fast, counted.fast_bytes);
+        order_(settings_.layers),
+        slow_memory_(*memory.slow, needs.slow_bytes()),
+        fast_memory_(*memory.fast, needs.fast_bytes()) {
     parts_.emplace(settings_, backend, slow_memory_.data(), fast_memory_.data());
     std::fill_n(parts_->no_flags, settings_.kv_heads, std::uint8_t{0});
     std::fill_n(parts_->no_counts, settings_.kv_heads, 0);
     entries_.reserve(size(settings_.max_sequences));
     for (int staging = settings_.max_prefills; staging-- > 0;) free_stagings_.push_back(staging);
   }
+  /// The same, from settings whose footprint nobody has asked for. Throws settings_error.
+  evicting_pipeline(const settings& given, Backend& backend, const memory_resources& memory = {})
+      : evicting_pipeline(footprint(given, backend), backend, memory) {}
   evicting_pipeline(const evicting_pipeline&) = delete;
   evicting_pipeline& operator=(const evicting_pipeline&) = delete;
 
@@ -83,7 +104,7 @@ class evicting_pipeline {
 
   /// A new, empty sequence. Throws pool_exhausted, or usage_error in a step.
   sequence_id open() {
-    outside_step("open");
+    order_.expect_outside_step("open");
     const auto free = std::find_if(records_.begin(), records_.end(), [](const auto& r) { return !r.open; });
     if (free == records_.end())
       throw pool_exhausted("sequences", settings_.max_sequences, settings_.max_sequences, "a new sequence",
@@ -95,7 +116,7 @@ class evicting_pipeline {
   }
   /// Ends a sequence. Throws usage_error.
   void release(sequence_id id) {
-    outside_step("release");
+    order_.expect_outside_step("release");
     known(id);
     record& r = records_[size(static_cast<int>(id))];
     if (r.staging >= 0) free_stagings_.push_back(r.staging);
@@ -104,12 +125,69 @@ class evicting_pipeline {
   /// Length of a sequence, the rows of a step in progress included, whatever is kept of it.
   int tokens(sequence_id id) const { return known(id).tokens; }
 
+  /// Step of this pipeline: retrieval_step has the same calls.
+  class step : public step_handle<evicting_pipeline> {
+   public:
+    step() = default;
+
+    /// Appends the step's rows to a layer: keys and values (rows, kv_heads, head_dim) of the stored element type,
+    /// or float to be rounded; queries (rows, query_heads, head_dim), which may be missing where all rows are
+    /// prompt, none attends and the policy observes none. There may be room for more rows. Throws usage_error.
+    template <class In = element>
+    void append(int layer, const kv_rows<In>& rows) {
+      static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
+                    "append takes keys and values of the stored element type, or float");
+      evicting_pipeline& p = this->of("append");
+      p.order_.expect(layer, "append", layer_progress::waiting, layer_progress::waiting);
+      const state& s = p.parts_->layers[size(layer)];
+      expect_numbers("append: keys", rows.keys.size(), p.rows_, s.heads.kv * head_dim);
+      expect_numbers("append: values", rows.values.size(), p.rows_, s.heads.kv * head_dim);
+      if (rows.queries.empty() && p.rows_ > 0 && !s.complete && p.observes_prompts() && !p.any_decode())
+        throw usage_error("append: " + detail::printed(p.settings_.eviction) +
+                          " observes prompt rows; give their queries with the keys");
+      if (p.any_decode() || !rows.queries.empty())
+        expect_numbers("append: queries", rows.queries.size(), p.rows_, s.heads.query * head_dim);
+      for (const eviction_entry& entry : p.entries_) p.parts_->stages.append(s, entry, rows);
+      p.queries_ = rows.queries;
+      p.order_.reached(layer_progress::appended, layer);
+    }
+    /// Attention of the step's rows: `out` (rows, query_heads, head_dim); `lse` (rows, query_heads), in the
+    /// settings' base, or empty. A decode row attends to what its heads have kept and to itself; then the policy
+    /// counts what each unit had and units leave. Throws usage_error.
+    void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
+      evicting_pipeline& p = this->of("attend");
+      p.order_.expect(layer, "attend", layer_progress::appended, layer_progress::appended);
+      const state& s = p.parts_->layers[size(layer)];
+      p.order_.expect_latest(layer, "attend", !p.queries_.empty() || p.rows_ == 0);
+      expect_numbers("attention output", out.size(), p.rows_, s.heads.query * head_dim);
+      if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), p.rows_, s.heads.query);
+      const attention_output to{out.data(), lse.empty() ? nullptr : lse.data(), nat_in(p.settings_.lse_base)};
+      for (const eviction_entry& entry : p.entries_) p.parts_->stages.attend(s, entry, p.queries_.data(), to);
+      p.order_.reached(layer_progress::attended, layer);
+    }
+    /// Ends the step. Every layer must have been appended to, and have attended its decode rows. Throws usage_error.
+    void end() {
+      evicting_pipeline& p = this->of("end");
+      if (p.rows_ > 0) p.order_.expect_all("end", p.any_decode());
+      p.order_.leave_step();
+      for (const eviction_entry& entry : p.entries_)
+        if (entry.ends_prompt && entry.staging >= 0)
+          p.free_stagings_.push_back(std::exchange(p.records_[size(entry.sequence)].staging, -1));
+      this->owner_ = nullptr;
+    }
+
+   private:
+    friend evicting_pipeline;
+    explicit step(evicting_pipeline& pipeline) : step_handle<evicting_pipeline>(pipeline) {}
+  };
+
   /// Starts a step to which the listed sequences bring rows: prompt rows in chunks of any size, or one decode
   /// row each. Throws pool_exhausted where a sequence would be longer than the settings say, or no staging is
   /// free for its prompt; usage_error for sequences that are unknown or listed twice, more than one decode row,
   /// and prompt rows after decode rows.
-  void begin_step(std::span<const step_input> rows) {
-    outside_step("begin_step");
+  [[nodiscard("a step that is not kept is abandoned at once")]] step begin_step(
+      std::span<const step_input> rows) {
+    order_.expect_outside_step("begin_step");
     long stagings = 0;
     for (std::size_t i = 0; i < rows.size(); ++i) {
       check_rows(rows, i);
@@ -124,110 +202,58 @@ class evicting_pipeline {
     rows_ = 0;
     for (const step_input& r : rows)
       if (r.tokens > 0) entries_.push_back(entry_of(r));
-    std::fill(progress_.begin(), progress_.end(), layer_progress::waiting);
-    in_step_ = true;
+    order_.begin_step();
+    return step(*this);
   }
-  void begin_step(std::initializer_list<step_input> rows) {
-    begin_step(std::span(rows.begin(), rows.size()));
-  }
-
-  /// Appends the step's rows to a layer: keys and values (rows, kv_heads, head_dim) of the stored element type,
-  /// or float to be rounded; queries (rows, query_heads, head_dim), which may be missing where all rows are
-  /// prompt, none attends and the policy observes none. Throws usage_error.
-  template <class In = element>
-  void append(int layer, const kv_rows<In>& rows) {
-    static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
-                  "append takes keys and values of the stored element type, or float");
-    const state& s = layer_in(layer, "append", layer_progress::waiting);
-    expect_numbers("append: keys", rows.keys.size(), s.heads.kv * head_dim);
-    expect_numbers("append: values", rows.values.size(), s.heads.kv * head_dim);
-    const bool observes =
-        !s.complete && resolve(settings_.eviction, [](const auto& e) { return e.observed_rows() > 0; });
-    if (rows.queries.empty() && rows_ > 0 && observes && !any_decode())
-      throw usage_error("append: " + detail::printed(settings_.eviction) +
-                        " observes prompt rows; give their queries with the keys");
-    if (any_decode() || !rows.queries.empty())
-      expect_numbers("append: queries", rows.queries.size(), s.heads.query * head_dim);
-    for (const eviction_entry& entry : entries_) parts_->stages.append(s, entry, rows);
-    queries_ = rows.queries;
-    appended_layer_ = layer;
-    progress_[size(layer)] = layer_progress::appended;
-  }
-
-  /// Attention of the step's rows: `out` (rows, query_heads, head_dim); `lse` (rows, query_heads), in the
-  /// settings' base, or empty. A decode row attends to what its heads have kept and to itself; then the policy
-  /// counts what each unit had and units leave. Throws usage_error.
-  void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
-    const state& s = layer_in(layer, "attend", layer_progress::appended);
-    if (layer != appended_layer_)
-      throw usage_error("attend: layer " + std::to_string(layer) +
-                        " attends before the next is appended to, which was layer " +
-                        std::to_string(appended_layer_));
-    if (queries_.empty() && rows_ > 0) throw usage_error("attend: append was given no queries");
-    expect_numbers("attention output", out.size(), s.heads.query * head_dim);
-    if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), s.heads.query);
-    const attention_output to{out.data(), lse.empty() ? nullptr : lse.data(), nat_in(settings_.lse_base)};
-    for (const eviction_entry& entry : entries_) parts_->stages.attend(s, entry, queries_.data(), to);
-    progress_[size(layer)] = layer_progress::attended;
-  }
-
-  /// Ends the step. Every layer must have been appended to, and have attended its decode rows. Throws usage_error.
-  void end_step() {
-    if (!in_step_) throw usage_error("end_step: no step was begun");
-    const bool decodes = any_decode();
-    const auto missed = std::find_if(progress_.begin(), progress_.end(), [&](layer_progress p) {
-      return p == layer_progress::waiting || (decodes && p == layer_progress::appended);
-    });
-    if (missed != progress_.end() && rows_ > 0)
-      throw usage_error("end_step: layer " + std::to_string(missed - progress_.begin()) + " of " +
-                        std::to_string(settings_.layers) +
-                        (*missed == layer_progress::waiting ? " was not appended to"
-                                                            : " has not attended its decode rows"));
-    in_step_ = false;
-    for (const eviction_entry& entry : entries_)
-      if (entry.ends_prompt && entry.staging >= 0)
-        free_stagings_.push_back(std::exchange(records_[size(entry.sequence)].staging, -1));
-  }
-
-  /// Ends a step that the engine cannot finish, and releases the sequences that brought rows to it. False, and
-  /// nothing happens, if no step was begun.
-  bool abandon_step() noexcept {
-    if (!in_step_) return false;
-    in_step_ = false;
-    for (const eviction_entry& entry : entries_) release(sequence_id{entry.sequence});
-    return true;
+  [[nodiscard("a step that is not kept is abandoned at once")]] step begin_step(
+      std::initializer_list<step_input> rows) {
+    return begin_step(std::span(rows.begin(), rows.size()));
   }
 
   /// Nothing is ever queued.
   void synchronize() {}
 
-  /// What a layer's last decode row attended to: `attended` (kv_heads, units of a head) has in each head's
-  /// first `attended_count` places the numbers of tokens, or of pages of unit_tokens() tokens, ascending; of a
-  /// complete layer nothing. What there is besides in other reports is 0. Sorts on every call. Valid until the
-  /// layer's next attend, or the sequence's release.
-  step_report report(int layer, sequence_id id) const {
-    known(id);
-    const state& s = layer_of(layer, "report");
-    const auto sequence = static_cast<int>(id);
-    const std::size_t heads = size(s.heads.kv), first = s.head_index(sequence, 0);
-    for (int head = 0; !s.complete && head < s.heads.kv; ++head) {
-      std::int32_t* const units = s.attended + s.unit_index(sequence, head);
-      std::sort(units, units + s.attended_count[first + size(head)]);
+  /// Reports of a layer's last decode row, by sequence.
+  class reports {
+   public:
+    reports(const evicting_pipeline& of, const state& layer) : of_(&of), layer_(&layer) {}
+    /// What a sequence's row attended to: `attended` (kv_heads, units of a head) has in each head's first
+    /// `attended_count` places the numbers of tokens, or of pages of unit_tokens() tokens, ascending; of a complete
+    /// layer nothing. What there is besides in other reports is 0. Sorts on every call. Valid until the layer's next
+    /// attend, or the sequence's release. Throws usage_error.
+    step_report operator[](sequence_id id) const {
+      of_->known(id);
+      const state& s = *layer_;
+      const auto sequence = static_cast<int>(id);
+      const std::size_t heads = size(s.heads.kv), first = s.head_index(sequence, 0);
+      for (int head = 0; !s.complete && head < s.heads.kv; ++head) {
+        std::int32_t* const units = s.attended + s.unit_index(sequence, head);
+        std::sort(units, units + s.attended_count[first + size(head)]);
+      }
+      const std::span<const std::int32_t> none(of_->parts_->no_counts, heads);
+      return {.corrected = {of_->parts_->no_flags, heads},
+              .recalled = none,
+              .recalled_before_attention = none,
+              .promoted = none,
+              .attended = {s.complete ? nullptr : s.attended + s.unit_index(sequence, 0),
+                           s.complete ? 0 : size(s.units) * heads},
+              .attended_count = {s.attended_count + first, heads}};
     }
-    return {{parts_->no_flags, heads},
-            {parts_->no_counts, heads},
-            {parts_->no_counts, heads},
-            {parts_->no_counts, heads},
-            {s.complete ? nullptr : s.attended + s.unit_index(sequence, 0),
-             s.complete ? 0 : size(s.units) * heads},
-            {s.attended_count + first, heads}};
+
+   private:
+    const evicting_pipeline* of_;
+    const state* layer_;
+  };
+  /// Reports of a layer's last step: `report(layer)[sequence]`. Throws usage_error.
+  reports report(int layer) const {
+    order_.expect_layer(layer, "report");
+    return {*this, parts_->layers[size(layer)]};
   }
 
  private:
-  using state = eviction_state<Shape>;
   using stages = typename Backend::template eviction_stages<Shape, settings>;
   using memory_plan = eviction_memory<Shape, Eviction, stages>;
-  enum class layer_progress : std::uint8_t { waiting, appended, attended };
+  friend class step_handle<evicting_pipeline>;
   struct record {
     bool open = false;
     bool decodes = false;
@@ -246,31 +272,8 @@ class evicting_pipeline {
   bool any_decode() const {
     return std::any_of(entries_.begin(), entries_.end(), [](const auto& e) { return e.decodes; });
   }
-  void outside_step(const char* call) const {
-    if (in_step_)
-      throw usage_error(std::string(call) +
-                        ": the step in progress has not ended; call end_step, or abandon_step, first");
-  }
-  const state& layer_of(int layer, const char* call) const {
-    if (layer < 0 || layer >= settings_.layers)
-      throw usage_error(std::string(call) + ": layer " + std::to_string(layer) + " is not one of " +
-                        std::to_string(settings_.layers));
-    return parts_->layers[size(layer)];
-  }
-  const state& layer_in(int layer, const char* call, layer_progress allowed) const {
-    const state& s = layer_of(layer, call);
-    if (!in_step_) throw usage_error(std::string(call) + ": no step was begun");
-    if (const layer_progress now = progress_[size(layer)]; now != allowed)
-      throw usage_error(std::string(call) + ": layer " + std::to_string(layer) + " is " +
-                        std::array{"not appended to yet", "appended to already",
-                                   "attended already"}[size(static_cast<int>(now))] +
-                        " in this step");
-    return s;
-  }
-  void expect_numbers(const char* what, std::size_t given, int row) const {
-    if (given != size(rows_) * size(row))
-      throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +
-                        std::to_string(rows_) + " rows of " + std::to_string(row));
+  bool observes_prompts() const {
+    return resolve(settings_.eviction, [](const auto& e) { return e.observed_rows() > 0; });
   }
   bool needs_staging(const step_input& r) const {
     const record& sequence = known(r.sequence);
@@ -319,17 +322,20 @@ class evicting_pipeline {
     return entry;
   }
 
+  void abandon_step() noexcept {
+    order_.leave_step();
+    for (const eviction_entry& entry : entries_) release(sequence_id{entry.sequence});
+  }
+
   settings settings_;
   std::vector<record> records_;
   std::vector<int> free_stagings_;
-  std::vector<layer_progress> progress_;
+  call_order order_;
   memory_block slow_memory_, fast_memory_;
   std::optional<memory_plan> parts_;
   std::vector<eviction_entry> entries_;
   std::span<const float> queries_;  // of the layer appended to last
-  int appended_layer_ = -1;
   int rows_ = 0;
-  bool in_step_ = false;
 };
 
 }  // namespace freekv

@@ -23,7 +23,7 @@ struct engine_blocks {
   std::int64_t block_stride = 0;
   std::int64_t token_stride = 0;
   std::int64_t head_stride = 0;
-  std::span<const std::int32_t> ids{};  ///< ids, all different: the pipeline's `slots_needed`
+  std::span<const std::int32_t> ids{};  ///< ids, all different: the footprint's `slots`
 };
 
 /// Size of the block table of a decode row, for a paged-attention kernel: `pages` pages, listed by block id (or by
@@ -69,7 +69,7 @@ slot_blocks<Element> blocks_of(const engine_blocks<Element>& blocks, int layer, 
   };
   if (blocks.ids.size() != static_cast<std::size_t>(slots))
     refuse(std::to_string(blocks.ids.size()) + " blocks; needed are " + std::to_string(slots) +
-           ", as slots_needed says");
+           ", as footprint::slots says");
   if (blocks.keys == nullptr || blocks.values == nullptr) refuse("keys or values are null");
   std::vector<std::int32_t> ids(blocks.ids.begin(), blocks.ids.end());
   std::sort(ids.begin(), ids.end());

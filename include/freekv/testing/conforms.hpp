@@ -292,21 +292,20 @@ void compare_pipelines(const Policy& policy, const summary_definition& definitio
       const auto rows = [&](const std::vector<Element>& of, int first, int count) {
         return std::span(of).subspan(size(first * kv_heads * d), size(count * kv_heads * d));
       };
-      retrieval.begin_step({{sequence, prompt, step_phase::prefill}});
-      retrieval.append(0, {.keys = rows(keys, 0, prompt), .values = rows(values, 0, prompt)});
-      retrieval.end_step();
+      auto prefill = retrieval.begin_step({{sequence, prompt, step_phase::prefill}});
+      prefill.append(0, {.keys = rows(keys, 0, prompt), .values = rows(values, 0, prompt)});
+      prefill.end();
       for (int step = 0; step < steps; ++step) {
         std::vector<float> out(size(query_heads * d));
-        retrieval.begin_step({{sequence}});
-        retrieval.append(0,
-                         {.keys = rows(keys, prompt + step, 1),
+        auto decode = retrieval.begin_step({{sequence}});
+        decode.append(0, {.keys = rows(keys, prompt + step, 1),
                           .values = rows(values, prompt + step, 1),
                           .queries = std::span(queries).subspan(size(step * query_heads * d), out.size())});
-        retrieval.attend(0, out);
-        retrieval.end_step();
+        decode.attend(0, out);
+        decode.end();
         if (expected.size() <= size(step)) {
           expected.push_back(out);
-          const step_report report = retrieval.report(0, sequence);
+          const step_report report = retrieval.report(0)[sequence];
           const auto stride = static_cast<std::ptrdiff_t>(report.attended.size()) / kv_heads;
           for (int head = 0; head < kv_heads; ++head) {
             const auto first = report.attended.begin() + head * stride;

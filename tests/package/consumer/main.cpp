@@ -27,19 +27,19 @@ int main() {
   int different = 0;
   for (int step = 0; step < 6; ++step) {
     const int rows = step == 0 ? prompt : 1;
-    pipeline.begin_step(
+    auto now = pipeline.begin_step(
         {{sequence, rows, step == 0 ? freekv::step_phase::prefill : freekv::step_phase::decode}});
     for (int layer = 0; layer < 2; ++layer) {
       const std::vector<float> keys = numbers(rows * kv_heads * d), values = numbers(rows * kv_heads * d);
       const std::vector<float> queries = numbers(rows * query_heads * d);
       std::vector<float> out(queries.size()), full(queries.size());
-      pipeline.append<float>(layer, {.keys = keys, .values = values, .queries = queries});
-      pipeline.attend(layer, out);
-      pipeline.attend_full(layer, full);
+      now.append<float>(layer, {.keys = keys, .values = values, .queries = queries});
+      now.attend(layer, out);
+      now.attend_full(layer, full);
       for (std::size_t i = 0; i < out.size(); ++i)
         if (!(std::fabs(out[i] - full[i]) <= 1e-5f)) ++different;  // NaN too
     }
-    pipeline.end_step();
+    now.end();
   }
   std::printf("FreeKV %d.%d.%d: %d tokens, %d outputs differ from full attention\n", FREEKV_VERSION_MAJOR,
               FREEKV_VERSION_MINOR, FREEKV_VERSION_PATCH, pipeline.tokens(sequence), different);

@@ -1,0 +1,138 @@
+// Block tables, as an engine's own kernel attends by them and as its own paged cache is read by.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <freekv/core/error.hpp>
+#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/sequences.hpp>
+#include <freekv/storage/engine_blocks.hpp>
+#include <span>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace freekv::detail {
+
+/// Whether what a layer's heads attend to are whole pages, each the same for all query heads of a KV head.
+/// Throws usage_error.
+template <class State>
+[[gnu::cold]] void expect_whole_pages(const State& s, const std::string& where) {
+  if (s.mask_words > 0)
+    throw usage_error(
+        where + " selects for each query head, and a table is for all that share a KV head; attend here");
+  if (s.sliding_window > 0)
+    throw usage_error(where + " has a sliding window, which begins inside a page; attend here");
+  if (s.units_per_page > 1)
+    throw usage_error(where + " selects units of " + std::to_string(s.unit.tokens) +
+                      " tokens, and a table has whole pages; attend here");
+}
+
+/// The entry of a sequence whose table is asked for, with `room` for its blocks. Throws usage_error.
+template <class State>
+[[gnu::cold]] const step_entry& entry_for_table(const State& s, const std::vector<step_entry>& entries,
+                                                sequence_id id, std::size_t room) {
+  const std::string where = "table: layer " + std::to_string(s.layer);
+  if (!s.keeps_slots) throw usage_error(where + " keeps no slots; attend from the store");
+  expect_whole_pages(s, where);
+  if (room < static_cast<std::size_t>(s.slots.total()))
+    throw usage_error(where + " has " + std::to_string(s.slots.total()) +
+                      " slots a sequence, and there is room for " + std::to_string(room));
+  for (const step_entry& entry : entries)
+    if (sequence_id{entry.sequence} == id && entry.phase == step_phase::decode && entry.tokens > 0)
+      return entry;
+  throw usage_error("table: " + sequence_table::name_of(id) + " has no decode rows in this step");
+}
+
+/// The table of what one KV head attends to with an entry's last row. Throws usage_error.
+template <class State>
+resident_table write_table(const State& s, const step_entry& entry, int head,
+                           std::span<std::int32_t> blocks) {
+  if (s.kind_of(head) == layer_kind::complete)
+    throw usage_error("table: KV head " + std::to_string(head) + " of layer " + std::to_string(s.layer) +
+                      " keeps everything, in the store; attend here");
+  const attention_list pages = s.pages_attended(entry, entry.tokens - 1, head);
+  int tokens = 0;
+  for (int i = 0; i < pages.size(); ++i) {
+    blocks[static_cast<std::size_t>(i)] =
+        static_cast<std::int32_t>(s.block_attended(entry.sequence, head, pages, i));
+    tokens += pages.part(i).tokens;
+  }
+  return {pages.size(), tokens};
+}
+/// The same for all KV heads, whose slots are the same. Throws usage_error where they are not.
+template <class State>
+resident_table write_table(const State& s, const step_entry& entry, std::span<std::int32_t> blocks) {
+  const auto slots = [&](int head) {
+    return std::span(s.slot_of + s.selection(entry.sequence, head),
+                     static_cast<std::size_t>(s.selected_count[s.head_index(entry.sequence, head)]));
+  };
+  for (int head = 1; head < s.heads.kv; ++head)
+    if (s.kind_of(head) != s.kind_of(0) ||
+        !std::is_permutation(slots(0).begin(), slots(0).end(), slots(head).begin(), slots(head).end()))
+      throw usage_error("table: KV heads 0 and " + std::to_string(head) + " of layer " +
+                        std::to_string(s.layer) + " attend to different slots; take a table for each head");
+  return write_table(s, entry, 0, blocks);
+}
+
+/// An engine's tables of the prompt rows of all entries. Throws usage_error.
+template <class In>
+void expect_prompt_tables(std::span<const paged_rows<In>> rows, const std::vector<step_entry>& entries) {
+  const auto text = [](auto n) { return std::to_string(n); };
+  if (rows.size() != entries.size())
+    throw usage_error("append_from: " + text(rows.size()) + " block tables for " + text(entries.size()) +
+                      " sequences with rows");
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const step_entry& entry = entries[i];
+    const std::string who = "append_from: " + sequence_table::name_of(sequence_id{entry.sequence});
+    if (entry.phase != step_phase::prefill)
+      throw usage_error(who + " brings decode rows; append them with their queries");
+    if (rows[i].block_tokens < 1)
+      throw usage_error(who + " has blocks of " + text(rows[i].block_tokens) + " tokens");
+    const std::int64_t covered = static_cast<std::int64_t>(rows[i].block_table.size()) * rows[i].block_tokens;
+    if (covered < entry.after())
+      throw usage_error(who + " has blocks for " + text(covered) + " tokens of " + text(entry.after()));
+  }
+}
+
+/// Blocks of a row of a device's table at most. Throws usage_error for rows that the layer has no table of.
+template <class State, class Settings, class Rows>
+int most_blocks(const State& s, const Settings& settings, Rows rows) {
+  if (rows == Rows::all_heads && s.keeps_slots)
+    throw usage_error(
+        "most_blocks: layer " + std::to_string(s.layer) +
+        " has a slot for pages that differ by head, and no table is for all of them; take one by head");
+  if (settings.any_complete(s.layer)) return s.max_pages;
+  const int most = settings.entries_within(s.layer);
+  return rows == Rows::all_heads ? std::min(s.max_pages, most + (s.heads.kv - 1) * s.max_selected) : most;
+}
+/// Where the blocks of a device's tables are.
+template <class State>
+slot_blocks<typename State::element> paged_kv(const State& s) {
+  return s.keeps_slots ? s.blocks : blocks_of<typename State::element>(s.store);
+}
+
+/// A device's tables `to`, as wide and as many as `entries` sequences need. Throws usage_error.
+template <class State, class Settings, class Tables>
+[[gnu::cold]] void expect_tables(const State& s, const Settings& settings, int entries, const Tables& to) {
+  using rows = std::remove_cvref_t<decltype(to.rows)>;
+  const std::string where = "queue_tables: layer " + std::to_string(s.layer);
+  expect_whole_pages(s, where);
+  if (!s.keeps_slots && s.encoded)
+    throw usage_error(where + " keeps its pages encoded; attend here, or keep slots");
+  if (s.keeps_slots && settings.any_complete(s.layer))
+    throw usage_error(where + " has heads that keep everything, in the store, beside slots; attend here");
+  if (const auto kv = paged_kv(s); to.rows == rows::folded && kv.block_stride != s.heads.kv * kv.head_stride)
+    throw usage_error(where + " has blocks whose heads are not pages of their own; take layout hnd for them");
+  if (to.rows == rows::all_heads && (to.indptr != nullptr || to.indices != nullptr))
+    throw usage_error(where + ": a table of all heads has rows of max_blocks, and no ragged form");
+  if (to.sequences < entries)
+    throw usage_error(where + ": tables are for " + std::to_string(to.sequences) +
+                      " sequences, and there are " + std::to_string(entries));
+  if (const int most = most_blocks(s, settings, to.rows); to.max_blocks < most)
+    throw usage_error(where + ": a row has " + std::to_string(most) +
+                      " blocks at most, and there is room for " + std::to_string(to.max_blocks));
+}
+
+}  // namespace freekv::detail

@@ -1,0 +1,281 @@
+// A step of a retrieval pipeline: the calls that are legal in one.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <freekv/pipeline/block_tables.hpp>
+#include <freekv/pipeline/pipeline_core.hpp>
+#include <freekv/pipeline/step_handle.hpp>
+#include <span>
+#include <type_traits>
+
+namespace freekv {
+
+/// A step in progress of a retrieval pipeline, from `begin_step` or `begin_captured_step`; for each layer
+/// come `append` and, for rows whose attention is wanted, `attend`, then `end`:
+///
+///     auto step = pipeline.begin_step({{sequence}});  // one decode row
+///     for (int layer = 0; layer < layers; ++layer) {
+///       step.append<float>(layer, {.keys = keys, .values = values, .queries = queries});
+///       step.attend(layer, out, lse);
+///     }
+///     step.end();
+///
+/// Rows and outputs may have room for more rows than the step has, as those of a padded batch: what lies
+/// behind is neither read nor written. Calls out of order throw usage_error and change nothing. A step that
+/// is left without `end`, by an exception too, is abandoned.
+template <class Shape, class Pack>
+class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
+  using core_type = pipeline_core<Shape, Pack>;
+  using state = typename core_type::state;
+  using element = typename Shape::element_type;
+  static constexpr int head_dim = Shape::head_dim;
+  using backend_type = typename core_type::backend_type;
+
+ public:
+  /// A handle without a step.
+  retrieval_step() = default;
+  explicit retrieval_step(core_type& core) : step_handle<core_type>(core) {}
+
+  /// Appends the step's rows to a layer, summarises pages they complete, and finds the heads that have
+  /// drifted. Waits for the layer's recall of the step before. Keys and values are of the stored element
+  /// type, or float to be rounded: `append<float>(layer, {.keys = k, .values = v, .queries = q})`. Throws
+  /// usage_error, or store_error where the file fails this or an earlier recall; then the call may be
+  /// repeated.
+  template <class In = element>
+  void append(int layer, const kv_rows<In>& rows) {
+    static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
+                  "append takes keys and values of the stored element type, or float");
+    core_type& core = this->of("append");
+    const state& s = layer_in(core, layer, "append", layer_progress::waiting, layer_progress::waiting);
+    expect_numbers("append: keys", rows.keys.size(), core.rows, s.heads.kv * head_dim);
+    expect_numbers("append: values", rows.values.size(), core.rows, s.heads.kv * head_dim);
+    if (core.any_decode() || !rows.queries.empty())
+      expect_numbers("append: queries", rows.queries.size(), core.rows, s.heads.query * head_dim);
+
+    // A captured step has joined its recalls when the next is replayed; those of a step before it `plan` has
+    // joined.
+    if (!core.in_capture) core.backend.compute().wait(core.recalled[static_cast<std::size_t>(layer)]);
+    core.each_part([&](const auto& part) { core.stages().retry_reads(s, part); });
+    core.each_part([&](const auto& part) { core.stages().append(s, part, rows); });
+    core.each_part([&](const auto& part) { core.stages().detect(s, part, rows); });
+    core.queries = rows.queries;
+    core.order.reached(layer_progress::appended, layer);
+  }
+
+  /// Appends the step's rows, all of them of prompts, from an engine's own paged cache, whose prefill needs
+  /// no attention from here: `rows` has a table for each sequence of the step that brings rows, in their
+  /// order. Copying is queued on the backend's recall stream; until `synchronize`, or the layer's next
+  /// append, the engine's blocks and the tables stay as they are. At most as many pages are in flight as the
+  /// stream queues; more wait. Keys and values are of the stored element type, or float:
+  /// `append_from<float>(layer, tables)`. With a codec or a file it waits for the layer's recall of the step
+  /// before, and with a file it copies at once. Throws usage_error, or store_error, as `append`.
+  template <class In = element>
+  void append_from(int layer, std::span<const paged_rows<In>> rows) {
+    static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
+                  "append_from takes keys and values of the stored element type, or float");
+    static_assert(!on_device<backend_type>,
+                  "append_from is the host backend's; the CUDA backend does not have it yet");
+    core_type& core = this->of("append_from");
+    const state& s = layer_in(core, layer, "append_from", layer_progress::waiting, layer_progress::waiting);
+    detail::expect_prompt_tables(rows, core.entries);
+    if (s.encoded) {
+      core.recalled[static_cast<std::size_t>(layer)].wait();
+      for (const step_entry& entry : core.entries) core.stages().retry_reads(s, entry);
+    }
+    for (std::size_t i = 0; i < rows.size(); ++i)
+      for (int page = core.entries[i].before / s.page.tokens; page < s.pages_of(core.entries[i].after());
+           ++page) {
+        const auto append_one = [stages = &core.stages(), layer_state = &s, entry = core.entries[i],
+                                 table = rows[i], page](bool behind) {
+          stages->append_from(*layer_state, entry, table, page, behind);
+        };
+        if (s.slices.file != nullptr)
+          append_one(false);
+        else
+          core.backend.recall().enqueue([append_one] { append_one(true); });
+      }
+    core.recalled[static_cast<std::size_t>(layer)] = core.backend.recall().record();
+    core.queries = {};
+    core.order.reached(layer_progress::appended, layer);
+  }
+
+  /// Corrects the flagged heads, attends, and queues selection and recall for the next step behind the
+  /// attention.
+  ///
+  /// Decode rows attend to sink, selected and window pages, prompt rows to everything up to themselves.
+  /// `out`: (rows, query_heads, head_dim). `lse`: (rows, query_heads), in the settings' base, or empty.
+  /// Throws usage_error, or store_error where the file fails a correction or what is attended to; then the
+  /// call may be repeated.
+  void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
+    core_type& core = this->of("attend");
+    const state& s = layer_in(core, layer, "attend", layer_progress::appended, layer_progress::corrected);
+    const auto to = output(core, "attend", s, out, lse);
+    correct(layer);
+    core.each_part([&](const auto& part) { core.stages().attend(s, part, core.queries.data(), to); });
+    finish_layer(layer);
+  }
+
+  /// Units, or pages, that a query head attends to at most with a row of this step: what `log_masses` needs
+  /// room for. Throws usage_error.
+  int most_attended(int layer) const {
+    const core_type& core = this->of("most_attended");
+    const state& s = core.layer_of(layer, "most_attended");
+    const int tokens = s.kind == layer_kind::sliding       ? 0
+                       : core.settings.any_complete(layer) ? core.longest
+                                                           : core.longest_prompt;
+    return std::max(core.settings.entries_within(layer), core.settings.pages_for(tokens));
+  }
+
+  /// Log-masses of the units that the step's rows attend to: the log-sum-exp of each unit's scores, in the
+  /// settings' base; a unit's share of the attention is that base to the power of log-mass - lse. To be
+  /// called before `attend`, whose results do not depend on it. Corrects the flagged heads, as `correct`
+  /// does, and reads the keys, or what a codec has made of the rows, once more.
+  ///
+  /// `masses`: (rows, query_heads, most_attended(layer)), in the order of a head's list: the sink's pages,
+  /// the selected units, ascending (`step_report::attended`), the window's pages; or all pages. Places behind
+  /// the list, and units that only other query heads have selected, are -infinity. Throws usage_error, or
+  /// store_error, as `attend`.
+  void log_masses(int layer, std::span<float> masses) {
+    core_type& core = this->of("log_masses");
+    const state& s = layer_in(core, layer, "log_masses", layer_progress::appended, layer_progress::corrected);
+    core.order.expect_latest(layer, "log_masses", !core.queries.empty() || core.rows == 0);
+    const int entries = most_attended(layer);
+    expect_numbers("log-masses", masses.size(), core.rows, std::int64_t{s.heads.query} * entries);
+    correct(layer);
+    const mass_output to{masses.data(), entries, nat_in(core.settings.lse_base)};
+    core.each_part([&](const auto& part) { core.stages().masses(s, part, core.queries.data(), to); });
+  }
+
+  /// Corrects the flagged heads, as `attend` does first; for an engine that attends with a kernel of its own.
+  /// Then come `table` and the kernel for each sequence with decode rows, then `finish_layer`. Throws
+  /// usage_error, or store_error: then flagged heads have selected anew, and the same call, or `attend`,
+  /// recalls what they still miss.
+  void correct(int layer) {
+    core_type& core = this->of("correct");
+    const state& s = layer_in(core, layer, "correct", layer_progress::appended, layer_progress::corrected);
+    if (core.order.of(layer) == layer_progress::appended && s.kind == layer_kind::retrieval)
+      core.each_part([&](const auto& part) {
+        if (core.decodes(part)) core.stages().correct(s, part);
+      });
+    core.order.reached(layer_progress::corrected, layer);
+    core.each_part([&](const auto& part) { core.stages().retry_correction_reads(s, part); });
+  }
+
+  /// The pages that KV head `head` of a sequence attends to with the last of its decode rows, to `blocks`
+  /// (`slots_per_sequence` of the footprint): sink, selected, window, the open page last; earlier rows see
+  /// all but the tokens behind themselves. Between `correct` and `finish_layer`, of a layer that keeps slots.
+  /// Throws usage_error.
+  resident_table table(int layer, sequence_id id, int head, std::span<std::int32_t> blocks) const {
+    core_type& core = this->of("table");
+    const state& of_layer =
+        layer_in(core, layer, "table", layer_progress::corrected, layer_progress::corrected);
+    const step_entry& entry = detail::entry_for_table(of_layer, core.entries, id, blocks.size());
+    const state& s = core.readable(of_layer);
+    if (head < 0 || head >= s.heads.kv)
+      throw usage_error("table: KV head " + std::to_string(head) + " is not one of " +
+                        std::to_string(s.heads.kv));
+    return detail::write_table(s, entry, head, blocks);
+  }
+
+  /// One table for all KV heads of a sequence, whose pages differ and whose slots do not: as with top_k, no
+  /// spare slots, and heads that all retrieve. Throws usage_error where the heads' slots differ.
+  resident_table table(int layer, sequence_id id, std::span<std::int32_t> blocks) const {
+    core_type& core = this->of("table");
+    const state& s = layer_in(core, layer, "table", layer_progress::corrected, layer_progress::corrected);
+    const step_entry& entry = detail::entry_for_table(s, core.entries, id, blocks.size());
+    return detail::write_table(core.readable(s), entry, blocks);
+  }
+
+  /// Queues on the compute stream that tables of what the step's decode rows attend to in a layer are written
+  /// to memory of the device: a `device::block_tables`, for an engine's own kernel to attend by to the
+  /// pipeline's `paged_kv(layer)`. Between `correct` and `finish_layer`; a captured step may have it. Tables
+  /// of the slots of a layer, or where it keeps none of the store, as layers that keep everything do;
+  /// `all_heads` is of the store alone. Throws usage_error.
+  template <class Tables>
+  requires on_device<backend_type>
+  void queue_tables(int layer, const Tables& to) {
+    core_type& core = this->of("queue_tables");
+    const state& s =
+        layer_in(core, layer, "queue_tables", layer_progress::corrected, layer_progress::corrected);
+    detail::expect_tables(s, core.settings,
+                          core.in_capture ? core.step.bounds.entries : static_cast<int>(core.entries.size()),
+                          to);
+    core.stages().write_tables(s, core.step, to);
+  }
+
+  /// After an engine's own kernel has attended: queues selection and recall for the next step.
+  void finish_layer(int layer) {
+    core_type& core = this->of("finish_layer");
+    const state& s =
+        layer_in(core, layer, "finish_layer", layer_progress::corrected, layer_progress::corrected);
+    core.order.reached(layer_progress::attended, layer);
+    if (s.kind != layer_kind::retrieval) return;
+    core.backend.recall().wait(core.backend.compute().record());
+    core.each_part([&](const auto& part) {
+      if (core.decodes(part))
+        core.backend.recall().enqueue(
+            [stages = &core.stages(), layer_state = &s, part] { stages->speculate(*layer_state, part); });
+    });
+    if (core.in_capture)
+      core.recalls_in_capture = true;
+    else
+      core.recalled[static_cast<std::size_t>(layer)] = core.backend.recall().record();
+  }
+
+  /// Full attention of the step's rows, to measure what retrieval loses. Between `append` and the end of the
+  /// step; changes nothing. Throws usage_error, or store_error where the file cannot be read.
+  void attend_full(int layer, std::span<float> out, std::span<float> lse = {}) {
+    core_type& core = this->of("attend_full");
+    const state& s = layer_in(core, layer, "attend_full", layer_progress::appended, layer_progress::attended);
+    const auto to = output(core, "attend_full", s, out, lse);
+    core.each_part([&](const auto& part) { core.stages().attend_full(s, part, core.queries.data(), to); });
+  }
+
+  /// Ends the step. Every layer must have been appended to, and have attended its decode rows. In a capture
+  /// the compute stream waits here for all recall: what the engine captures before overlaps the last layers'.
+  /// Throws usage_error, and the step goes on.
+  void end() {
+    core_type& core = this->of("end");
+    if (core.rows > 0) core.order.expect_all("end", core.any_decode());
+    if constexpr (on_device<backend_type>)
+      if (core.in_capture && core.recalls_in_capture)
+        core.backend.compute().wait(core.backend.recall().record());
+    core.order.leave_step();
+    core.in_capture = false;
+    this->owner_ = nullptr;
+  }
+
+  using step_handle<core_type>::abandon;
+  /// Takes one sequence out of the step and releases it, as when its part of the store's file cannot be read;
+  /// the step goes on for the others. All rows stay where they are; outputs of those that are gone are not
+  /// written. Waits for what is queued. Throws usage_error.
+  void abandon(sequence_id id) {
+    core_type& core = this->of("abandon");
+    auto entry = core.entries.begin();
+    while (entry != core.entries.end() && sequence_id{entry->sequence} != id) ++entry;
+    if (entry == core.entries.end())
+      throw usage_error("abandon: " + sequence_table::name_of(id) + " has no rows in this step");
+    core.settle("abandon");
+    core.entries.erase(entry);
+    core.release(id);
+    core.upload_step(true);
+  }
+
+ private:
+  static const state& layer_in(core_type& core, int layer, const char* call, layer_progress first,
+                               layer_progress last) {
+    core.order.expect(layer, call, first, last);
+    return core.memory->layers[static_cast<std::size_t>(layer)];
+  }
+  static attention_output output(const core_type& core, const char* call, const state& s,
+                                 std::span<float> out, std::span<float> lse) {
+    core.order.expect_latest(s.layer, call, !core.queries.empty() || core.rows == 0);
+    expect_numbers("attention output", out.size(), core.rows, s.heads.query * head_dim);
+    if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), core.rows, s.heads.query);
+    return {out.data(), lse.empty() ? nullptr : lse.data(), nat_in(core.settings.lse_base)};
+  }
+};
+
+}  // namespace freekv

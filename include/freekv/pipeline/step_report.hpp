@@ -1,0 +1,59 @@
+// The reports of a layer's last step.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <freekv/pipeline/sequences.hpp>
+#include <span>
+
+namespace freekv {
+
+/// Report of a layer's last step for one sequence.
+struct step_report {
+  std::span<const std::uint8_t> corrected;  ///< (kv_heads): selected anew before it attended
+  std::span<const std::int32_t>
+      recalled;  ///< (kv_heads): slices copied from the store, for this step or the next
+  std::span<const std::int32_t>
+      recalled_before_attention;  ///< (kv_heads): those of them that attention waited for, by correction
+  std::span<const std::int32_t> promoted;  ///< (kv_heads): slices copied from the window ring
+  std::span<const std::int32_t>
+      attended;  ///< (kv_heads, K): units attended as selected, ascending, pages unless they are less; K is
+  ///< selected_units, or what all query heads of a group select together at most, where each selects
+  ///< its own, and those pinned
+  std::span<const std::int32_t> attended_count;  ///< (kv_heads): how many of them
+  /// (kv_heads, K, head_mask_words(group)): the mask of the query heads of the group that selected the unit
+  /// and attend to it; empty where all of them do
+  std::span<const std::uint32_t> attended_by{};
+};
+
+/// Reports of a layer's last step, by sequence; a view. `State` is a layer_state that the host can read.
+template <class State, bool counts_flags>
+class layer_report {
+ public:
+  layer_report(const State& seen, const sequence_table& sequences) : seen_(&seen), sequences_(&sequences) {}
+
+  /// Report of a sequence's last step in the layer. Throws usage_error.
+  step_report operator[](sequence_id id) const {
+    sequences_->known(id);
+    const State& s = *seen_;
+    const auto sequence = static_cast<int>(id);
+    const auto heads = static_cast<std::size_t>(s.heads.kv);
+    const std::size_t row = s.head_index(sequence, 0), first = s.selection(sequence, 0);
+    return {.corrected = {s.corrected + row, heads},
+            .recalled = {s.recalled + row, heads},
+            .recalled_before_attention = {s.recalled_before_attention + row, heads},
+            .promoted = {s.promoted + row, heads},
+            .attended = {s.attended + first, s.selection(0, 1) * heads},
+            .attended_count = {s.attended_count + row, heads},
+            .attended_by = {s.attended_by + s.masks(sequence, 0), s.masks(0, 1) * heads}};
+  }
+  /// Heads flagged for correction in the step begun last, over all its sequences, abandoned ones included. A
+  /// device alone counts them.
+  int flagged_heads() const requires counts_flags { return *seen_->flagged_count; }
+
+ private:
+  const State* seen_;
+  const sequence_table* sequences_;
+};
+
+}  // namespace freekv
