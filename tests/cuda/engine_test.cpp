@@ -229,7 +229,7 @@ int main() {
   // Blocks of selected slots for fewer sequences than a batch may have.
   o.model.norms_heads = true;
   o.draft = 3;
-  o.steps /= 8;
+  o.steps /= 16;
   o.store_tokens = 0;
   o.selected_tokens = 5 * o.attends_to.selected_units * page_tokens_for(head_dim);
   right &= serves("three rows a sequence, with blocks that are too few", o, [](const engine_result& r) {
