@@ -37,15 +37,16 @@ int main() {
   const pipeline::footprint needs(settings, backend);
   std::vector<tensor> paged(layers, tensor(64 * 2 * plane));
   std::vector<std::vector<std::int32_t>> lent(layers), tables(layers);
-  std::vector<fk::engine_blocks<fk::bfloat16>> frames(layers);
+  std::vector<fk::engine_blocks<fk::bfloat16>> lent_blocks(layers);
   for (int layer = 0; layer < layers; ++layer) {
     for (int i = 0; i < needs.slots(layer); ++i)
       lent[layer].push_back(63 - 2 * i);  // blocks that the engine does not use itself, in any order
     fk::bfloat16* const keys = paged[layer].data();
-    frames[layer] = {keys, keys + plane, 2 * plane, kv_heads * d, d, lent[layer]};  // strides in elements
+    lent_blocks[layer] = {keys, keys + plane, 2 * plane, kv_heads * d,
+                          d,    lent[layer]};  // strides in elements
     tables[layer].resize(needs.slots_per_sequence(layer));
   }
-  pipeline retrieval(needs, backend, {}, frames), peer(settings, peers_backend);
+  pipeline retrieval(needs, backend, {}, lent_blocks), peer(settings, peers_backend);
   const fk::sequence_id sequence = retrieval.open(), peers = peer.open();
   std::mt19937 random(1);
   std::vector<float> k, v, q, out(query_heads * d), expected(out);

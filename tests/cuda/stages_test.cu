@@ -306,7 +306,7 @@ void long_row(report& checks, random_numbers& random, int next, int k) {
   s.summaries = reinterpret_cast<std::byte*>(boxes.data());
   s.summary_bytes = summary_bytes<half>(min_max{}, s.unit);
   s.head_kinds = kinds.data();
-  s.previous_query = query.data();
+  s.kept_queries = query.data();
   s.corrected = corrected.data();
   s.flagged_count = flagged.data();
   s.selected = selected.device.data();

@@ -77,7 +77,7 @@ scored score_by(executor on, const Policy& whole, const page_case& c, int stride
     freekv::summarise_unit<E>(team, policy, freekv::head_slice<const E>{rows.data(), nullptr, stride}, page,
                               {key_scratch.data(), numbers.data()}, result.stored.data());
     const auto queries =
-        freekv::prepare_queries(team, policy, {c.queries.data(), c.group, c.d}, c.scale, prepared.data());
+        freekv::prepare_group(team, policy, {c.queries.data(), c.group, c.d}, c.scale, prepared.data());
     freekv::score_unit<E>(team, policy, page, result.stored.data(), queries, result.numbers.data(),
                           {spread.data() + 1, 3});
     if constexpr (!freekv::scores_stored_bytes<std::remove_const_t<decltype(policy)>>)

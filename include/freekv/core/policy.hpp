@@ -1,4 +1,4 @@
-// Policy packs: order-free lists of types, one per kind, all defaulted.
+// Kinds of policies, and how one of a kind is chosen, asked and printed.
 #pragma once
 
 #include <cstddef>

@@ -173,9 +173,11 @@ struct layer_state {
   float* pin_worth = nullptr;   // (kv head, store page, unit of the page), where units are pinned
   std::byte* shared = nullptr;  // (store page, shared_bytes): what a codec keeps of a page, if encoded
   std::size_t shared_bytes = 0;
-  layer_kind* head_kinds = nullptr;   // (kv head)
-  int decode_rows = 1;                // of one sequence in a step, at most
-  float* previous_query = nullptr;    // (sequence, kv head, decode row, group, head_dim)
+  layer_kind* head_kinds = nullptr;  // (kv head)
+  int decode_rows = 1;               // of one sequence in a step, at most
+  /// (sequence, kv head, decode row, group, head_dim): the last decode step's queries, until `append` has judged drift; then
+  /// this one's.
+  float* kept_queries = nullptr;
   std::uint8_t* corrected = nullptr;  // (sequence, kv head): flagged in the last step
   std::int32_t* flagged_count =
       nullptr;  // of a device, (1): heads flagged in the step begun last, of all its entries
@@ -238,7 +240,7 @@ struct layer_state {
   FREEKV_HD float* kept_query(int sequence, int head, int decode_row = 0) const {
     const std::size_t nth = head_index(sequence, head) * static_cast<std::size_t>(decode_rows) +
                             static_cast<std::size_t>(decode_row);
-    return previous_query + nth * static_cast<std::size_t>(heads.group() * head_dim);
+    return kept_queries + nth * static_cast<std::size_t>(heads.group() * head_dim);
   }
   /// The queries of all rows of a decode step as one group.
   FREEKV_HD group_query query_of(const step_entry& entry, int head) const {

@@ -184,7 +184,7 @@ class pipeline_memory {
     for (int head = 0; kinds.host != nullptr && head < s.kv_heads; ++head)
       kinds.host[head] = head_kind(s.plan, layer, head);
     const std::size_t rows = l.head_index(s.max_sequences, 0);
-    l.previous_query = fast.take<float>(rows * size(l.decode_rows * l.heads.group() * head_dim));
+    l.kept_queries = fast.take<float>(rows * size(l.decode_rows * l.heads.group() * head_dim));
     const auto take_arrays = [&](State& arrays, carver& memory) {
       if constexpr (on_device<Stages>) arrays.flagged_count = memory.take<std::int32_t>(1);
       for_each_array(arrays, [&]<class T>(T*& array, std::size_t of_sequence) {

@@ -82,7 +82,7 @@ class basic_retrieval_pipeline {
   const settings& configuration() const { return core_.settings; }
   /// The method in words: "key_subspace(24, 3), mean_softmax, top_k, cosine_drift(0.9), first_unselected(0),
   /// complete_first(1), resident, page 32, nhd/hnd, bf16"; a codec after the route, unless it is `identity`,
-  /// rows, unless `per_kv_head`, and a unit, unless it is a page.
+  /// a scope, unless `per_kv_head`, and a unit, unless it is a page.
   [[gnu::cold]] std::string name() const {
     const settings& s = core_.settings;
     using detail::printed;

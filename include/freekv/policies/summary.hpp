@@ -142,8 +142,8 @@ concept scores_four_heads = team_of_halves<T> &&
 
 /// Prepares the queries of a group for scoring by that team: to `prepared` (prepared_queries::floats).
 template <team T, class S>
-FREEKV_HD prepared_queries prepare_queries(T team, const S& summary, const group_query& query, float scale,
-                                           float* prepared) {
+FREEKV_HD prepared_queries prepare_group(T team, const S& summary, const group_query& query, float scale,
+                                         float* prepared) {
   prepared_queries all{prepared, summary_query_width(summary, query.head_dim), query.group, scale};
   const auto heads = [&](int first, int count) {
     return group_query{query.head(first), count, query.head_dim, query.step};

@@ -26,8 +26,8 @@ struct engine_blocks {
   std::span<const std::int32_t> ids{};  ///< ids, all different: the footprint's `slots`
 };
 
-/// Size of the block table of a decode row, for a paged-attention kernel: `pages` pages, listed by block id (or by
-/// slot, where the slots are the pipeline's own), with `tokens` tokens in them. All pages are full but the last.
+/// Size of the block table of a decode row, for a paged-attention kernel: `pages` pages, listed by block id (the
+/// pipeline's own number of a block, where it has its own), with `tokens` tokens in them. All pages are full but the last.
 struct resident_table {
   int pages = 0;
   int tokens = 0;

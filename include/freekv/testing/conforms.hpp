@@ -103,7 +103,7 @@ scored_unit<Element> score_by(T team, const Policy& policy, const std::vector<El
   summarise_unit<Element>(team, policy, head_slice<const Element>{keys.data(), nullptr, d}, page,
                           {key_scratch.data(), unit.numbers.data()}, bytes.data());
   const auto of_group =
-      prepare_queries(team, policy, group_query{queries.data(), group, d}, scale, prepared.data());
+      prepare_group(team, policy, group_query{queries.data(), group, d}, scale, prepared.data());
   score_unit<Element>(team, policy, page, bytes.data(), of_group, unit.stored.data(),
                       {unit.scores.data(), 1});
   return unit;

@@ -1,4 +1,5 @@
-// Append, summarise, offload and drift on the device, in one launch.
+// Append, summarise, offload and drift on the device, in one launch; summaries by a block each are of summarise.cuh, pages
+// that a codec encodes of encoded_pages.cuh.
 #pragma once
 
 #include <algorithm>

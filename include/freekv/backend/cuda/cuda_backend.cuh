@@ -55,9 +55,9 @@ class basic_cuda_backend {
   /// The stream of copy engines, where they recall; else null.
   device::stream* transfers() { return transfers_ ? &transfers_->ordered : nullptr; }
 
-  /// The launches of steps that begin from now on are sized for `at_least` so much, whatever they bring: what a captured
-  /// step needs that more sequences, rows or pages will use. What a step brings is read on the device; what is not there
-  /// costs blocks that return, and changes no result.
+  /// Launches of steps that begin from now on are sized for `at_least` so much, whatever they bring: for tests and
+  /// measurements, as captured steps have bounds of their own. What a step brings is read on the device; what is not
+  /// there costs blocks that return, and changes no result.
   void size_launches_for(const device::step_bounds& at_least) { launch_bounds_ = at_least; }
   const device::step_bounds& launch_bounds() const { return launch_bounds_; }
 

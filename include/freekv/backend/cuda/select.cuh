@@ -1,4 +1,5 @@
-// Selection on the device, and as its epilogue what the selected slots lack: one block a KV head of a sequence.
+// Selection on the device, and as its epilogue what the selected slots lack: one block a KV head of a sequence,
+// in a launch of its own or as the last block that scores.
 #pragma once
 
 #include <cstdint>

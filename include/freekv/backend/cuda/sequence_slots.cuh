@@ -15,7 +15,7 @@
 namespace freekv::device {
 
 struct slots_tuning {
-  int threads = 128;   ///< of a block, of which each warp copies one head's slice of a slot
+  int threads = 128;    ///< of a block, of which each warp copies one head's slice of a slot
   int registers = 112;  ///< of a thread at most
   constexpr bool valid() const { return valid_block(threads, registers); }
 };
@@ -156,7 +156,7 @@ void for_each_sequence_array(State s, const Use& use) {
     use(sequence_array{reinterpret_cast<std::byte*>(array), of_sequence * sizeof(T)});
   };
   for_each_array(s, give);
-  give(s.previous_query,
+  give(s.kept_queries,
        s.head_index(1, 0) * static_cast<std::size_t>(s.decode_rows * s.heads.group() * State::head_dim));
 }
 

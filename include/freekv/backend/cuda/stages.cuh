@@ -44,8 +44,8 @@ template <class... Policies>
 inline constexpr bool is_chosen<any_of<Policies...>> = true;
 
 /// The stages of one pipeline, each for all entries of a step at once. `State` is its layer_state, `Settings` its settings,
-/// which hold the policies. What is called in a step is queued and neither allocates nor waits; what is called between
-/// steps, with nothing queued, waits. The policies' data (a basis) is in memory that the device reads.
+/// which hold the policies. What is called in a step is queued and neither allocates nor waits; so is what changes
+/// a sequence between steps, which waits for room in the ring alone; clearing, compacting and reading back wait. The policies' data (a basis) is in memory that the device reads.
 template <class State, class Settings, multiplies Attention = multiplies::by_element,
           class Recall = recall_default, class Copies = copies_default>
 class stages {
@@ -238,14 +238,14 @@ class stages {
   const State& read_back(const State& s) const {
     const trace_range range("freekv read back", s.layer);
     backend_->recall().synchronize();
-    copy_books(s, compute());
+    copy_reports(s, compute());
     backend_->compute().synchronize();
     return as_read(s);
   }
   /// The same on stream `side`, between what is queued for the layer and what will be.
   void queue_read_back(const State& s, device::stream& side) {
     for (device::stream* on : {&backend_->compute(), &backend_->recall()}) side.wait(on->record());
-    copy_books(s, side.get());
+    copy_reports(s, side.get());
     const event read = side.record();
     for (device::stream* on : {&backend_->compute(), &backend_->recall()}) on->wait(read);
   }
@@ -272,7 +272,7 @@ class stages {
     captured_.push_back(most);
     return ring_.capture(most, backend_->compute());
   }
-  /// All that a decode step brings which is given by its sequences and, or what they have at most, their rows.
+  /// Fills in what `most` leaves out: rows and pages, from its sequences.
   step_bounds captured_bounds(step_bounds most) const {
     const int rows = settings_->max_decode_rows, p = settings_->page.tokens;
     if (most.rows == 0) most.rows = most.entries * rows;
@@ -322,7 +322,8 @@ class stages {
           });
         });
         if constexpr (block_summary<Summary>::there)
-          if (s.kind == layer_kind::retrieval && (step.bounds.completes || backend_->compute().is_capturing()))
+          if (s.kind == layer_kind::retrieval &&
+              (step.bounds.completes || backend_->compute().is_capturing()))
             launch_summarise(s, summary, step, run, append_, compute());
       });
       if (s.encoded)
@@ -386,7 +387,7 @@ class stages {
   static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
   cudaStream_t compute() const { return backend_->compute().get(); }
 
-  void copy_books(const State& s, cudaStream_t on) const {
+  void copy_reports(const State& s, cudaStream_t on) const {
     const auto& array = host_copies_->arrays[size(s.layer)];
     if (array.size > 0)
       device::check(cudaMemcpyAsync(array.host, array.device, array.size, cudaMemcpyDeviceToHost, on),

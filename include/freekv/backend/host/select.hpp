@@ -1,4 +1,4 @@
-// Score, pool, select, diff and recall on the host: one KV head of one sequence at a time.
+// Score, pool, select, match slots and recall on the host: one KV head of one sequence at a time.
 #pragma once
 
 #include <algorithm>
@@ -180,7 +180,7 @@ class head_selection {
     resolve(policies_.summary, [&](const auto& summary) {
       with_team(set_, [&](auto team) {
         const auto policy = summary_at(summary, s_.layer, at_.head);
-        prepared_ = prepare_queries(team, policy, query_, s_.scale, w_.query);
+        prepared_ = prepare_group(team, policy, query_, s_.scale, w_.query);
       });
     });
   }

@@ -146,7 +146,7 @@ void copy_selection(const State& s, int from, int to) {
     std::copy_n(data + all * static_cast<std::size_t>(from), all, data + all * static_cast<std::size_t>(to));
   };
   const auto n = [](int count) { return static_cast<std::size_t>(count); };
-  copy(s.previous_query, n(s.decode_rows * s.heads.group() * State::head_dim));
+  copy(s.kept_queries, n(s.decode_rows * s.heads.group() * State::head_dim));
   copy(s.corrected, 1);
   copy(s.recall_failed, 1);
   for (std::int32_t* counts :

@@ -154,7 +154,7 @@ class stages {
 
   /// The flagged heads of a decode entry select with the current query among this step's candidates and recall what
   /// they miss; then every head's selection is what this step attends to. A correction by mass scores all heads to
-  /// find the flagged ones. What is scored serves the next step's selection too. Who selects is the rows policy's.
+  /// find the flagged ones. What is scored serves the next step's selection too. Who selects is the scope's.
   void correct(const State& s, const step_entry& entry) {
     const bool by_mass =
         resolve(policies_->correction, []<class C>(const C&) { return correction_by_mass<C>; });
