@@ -271,6 +271,14 @@ struct r_kv : named_eviction<freekv::r_kv> {
   static constexpr std::string_view published = "arXiv 2505.24133";
 };
 
+/// ARKV without its tier in fp8: `freekv::arkv_origin`.
+struct arkv_origin : named_eviction<freekv::arkv_origin> {
+  static constexpr std::string_view name = "arkv_origin";
+  static constexpr std::string_view about =
+      "a quarter leaves at a time, by mean and variance of shares; ARKV's baseline without fp8";
+  static constexpr std::string_view published = "2026";
+};
+
 /// A list of methods.
 template <class... Methods>
 struct method_list {};
@@ -281,7 +289,7 @@ using all =
                 freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace,
                 freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
                 freekv_key_codes_never, freekv_key_codes_deficit, h2o, tova, snapkv, pyramid_kv, raas,
-                lazy_eviction, hard_kv, defensive_kv, cake, r_kv>;
+                lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin>;
 
 }  // namespace methods
 }  // namespace freekv

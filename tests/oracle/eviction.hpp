@@ -25,7 +25,8 @@ enum class eviction_kind {
   hard_kv,
   defensive_kv,
   cake,
-  r_kv
+  r_kv,
+  arkv_origin
 };
 
 struct eviction_settings {
@@ -47,6 +48,7 @@ struct eviction_settings {
   int beta = 20;                               // of pyramid_kv
   double p = 0.9;                              // of hard_kv
   int interval = 128;                          // of hard_kv, decode rows
+  double alpha = 0.75;                         // of arkv_origin
   double lambda = 0.1, similar = 0.5;          // of r_kv
   double gamma = 200, tau1 = 1.6, tau2 = 0.6;  // of cake
   int prompt_budget = -1;                      // of cake, what the layer has been given; -1: as all
@@ -92,7 +94,7 @@ class forgetful_decoder {
     return all;
   }
 
-  /// CAKE, equations 3 to 6: what a layer's attention is like, by which it gets its budget.
+  /// CAKE: what a layer's attention is like, by which it gets its budget.
   double preference() const {
     double entropy = 0, variance = 0;
     for (int head = 0; head < s_.kv_heads; ++head)
@@ -161,6 +163,10 @@ class forgetful_decoder {
       result.units.push_back({h.units.begin(), h.units.end()});
       if (s_.kind == eviction_kind::hard_kv) {
         if ((length_ - prompt_) % s_.interval == 0) select_by_mass(h, head);
+        continue;
+      }
+      if (s_.kind == eviction_kind::arkv_origin) {
+        judge_heavy_hitters(h, head);
         continue;
       }
       if (s_.kind == eviction_kind::r_kv) {
@@ -394,8 +400,7 @@ class forgetful_decoder {
     const auto shares = window_shares(head);
     const auto before = static_cast<std::size_t>(std::max(0, prompt_ - s_.window));
     std::vector<double> worths(before);
-    if (s_.kind ==
-        eviction_kind::cake) {  // equations 8 and 9: mean + gamma variance, then neighbours and the group
+    if (s_.kind == eviction_kind::cake) {  // mean + gamma variance, then neighbours and the group
       for (const auto& rows : shares)
         for (std::size_t t = 0; t < before; ++t) {
           const auto of = column(rows, t);
@@ -424,7 +429,40 @@ class forgetful_decoder {
     }
   }
 
-  /// R-KV, equations 2 to 6.
+  /// ARKV, equations 9 and 10: by mean and variance over query heads and rows.
+  void judge_heavy_hitters(head_state& h, int head) {
+    h.just_left.clear();
+    if (std::ssize(h.units) < s_.budget) return;
+    const std::vector<int> tokens(h.units.begin(), h.units.end());
+    const int group = s_.query_heads / s_.kv_heads;
+    std::vector<std::vector<double>> rows;  // of each query head, shares of what is before the window
+    const std::size_t voted = tokens.size() - static_cast<std::size_t>(s_.window);
+    for (int row = length_ - s_.window; row < length_; ++row)
+      for (int g = 0; g < group; ++g) {
+        std::vector<double> shares;
+        double sum = 0;
+        for (const int token : tokens)
+          if (token <= row)
+            sum += shares.emplace_back(
+                std::exp(s_.scale * dot(row_of(query_row(row), head * group + g, s_.head_dim),
+                                        row_of(keys_, token * s_.kv_heads + head, s_.head_dim))));
+        for (double& share : shares) share /= sum;
+        shares.resize(voted);
+        rows.push_back(shares);
+      }
+    std::vector<double> scores(voted);
+    for (std::size_t t = 0; t < voted; ++t) {
+      const auto of = column(rows, t);
+      const auto samples = static_cast<double>(of.size());
+      for (const double share : of) scores[t] += share / samples;
+      scores[t] += s_.gamma * variance_of(of) * (samples - 1) / samples;
+    }
+    scores = averaged(scores);
+    for (std::size_t t = 0; t < voted; ++t) h.worths[static_cast<std::size_t>(tokens[t])] = about(scores[t]);
+    leave(h, true, s_.window + static_cast<int>(s_.alpha * (s_.budget - s_.window)));
+  }
+
+  /// R-KV: importance less redundancy.
   void judge_redundancy(head_state& h, int head) {
     h.just_left.clear();
     if (std::ssize(h.units) <= s_.budget) return;
@@ -551,6 +589,7 @@ class forgetful_decoder {
         case eviction_kind::defensive_kv:
         case eviction_kind::cake:
         case eviction_kind::r_kv:
+        case eviction_kind::arkv_origin:
           break;
         case eviction_kind::raas:
           if (about(share).high >= s_.threshold) w.high = row;
@@ -573,6 +612,7 @@ class forgetful_decoder {
         return unit >= prompt_ - s_.window;
       case eviction_kind::lazy_eviction:
       case eviction_kind::r_kv:
+      case eviction_kind::arkv_origin:
         return unit >= length_ - s_.window;
       default:
         if ((unit + 1) * s_.page > length_) return true;  // it is being filled
@@ -631,6 +671,11 @@ class forgetful_decoder {
       if (s_.kind == eviction_kind::hard_kv) {
         for (int token = 0; token < prompt_; ++token) h.units.insert(token);
         select_by_mass(h, head);
+        continue;
+      }
+      if (s_.kind == eviction_kind::arkv_origin) {
+        for (int token = 0; token < prompt_; ++token) h.units.insert(token);
+        judge_heavy_hitters(h, head);
         continue;
       }
       if (s_.kind == eviction_kind::r_kv) {

@@ -12,11 +12,17 @@
 namespace tests {
 
 inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
-    {"h2o", oracle::eviction_kind::h2o},         {"tova", oracle::eviction_kind::tova},
-    {"snapkv", oracle::eviction_kind::snapkv},   {"pyramid_kv", oracle::eviction_kind::pyramid_kv},
-    {"raas", oracle::eviction_kind::raas},       {"lazy_eviction", oracle::eviction_kind::lazy_eviction},
-    {"hard_kv", oracle::eviction_kind::hard_kv}, {"defensive_kv", oracle::eviction_kind::defensive_kv},
-    {"cake", oracle::eviction_kind::cake},       {"r_kv", oracle::eviction_kind::r_kv}};
+    {"h2o", oracle::eviction_kind::h2o},
+    {"tova", oracle::eviction_kind::tova},
+    {"snapkv", oracle::eviction_kind::snapkv},
+    {"pyramid_kv", oracle::eviction_kind::pyramid_kv},
+    {"raas", oracle::eviction_kind::raas},
+    {"lazy_eviction", oracle::eviction_kind::lazy_eviction},
+    {"hard_kv", oracle::eviction_kind::hard_kv},
+    {"defensive_kv", oracle::eviction_kind::defensive_kv},
+    {"cake", oracle::eviction_kind::cake},
+    {"r_kv", oracle::eviction_kind::r_kv},
+    {"arkv_origin", oracle::eviction_kind::arkv_origin}};
 
 /// Of one of the layers that forget.
 inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pipeline_options& o,
@@ -38,6 +44,7 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
   s.sink = o.budget.sink;
   s.recent_tokens = o.budget.window;
   if (s.kind == oracle::eviction_kind::r_kv) s.window = 8;
+  if (s.kind == oracle::eviction_kind::arkv_origin) s.kernel = 5, s.gamma = 263.81;
   if (s.kind == oracle::eviction_kind::hard_kv) s.sink = 1;
   if (s.kind == oracle::eviction_kind::defensive_kv || s.kind == oracle::eviction_kind::cake) s.kernel = 5;
   if (o.method.interval > 0) s.interval = o.method.interval;

@@ -27,14 +27,15 @@ random_case eviction_case(std::uint64_t seed) {
   o.kv_heads = d.between(1, 3);
   o.query_heads = o.kv_heads * d.between(1, 16);
   o.method.plan = "eviction";
-  o.method.eviction = d.name_of(freekv::examples::evictions);
-  o.method.keeps_prompt = d.below(2) == 0;
-  o.page = d.one_of({8, 16, 24});
-  o.budget.sink = d.one_of({0, 1, 3, o.page, 2 * o.page + 1});
-  o.budget.window = o.method.eviction == "raas" ? d.between(o.page, 3 * o.page) : d.between(1, 40);
+  o.method.eviction = freekv::examples::evictions[seed % std::size(freekv::examples::evictions)].name;
   const std::string& method = o.method.eviction;
   const bool has_window = method == "snapkv" || method == "pyramid_kv" || method == "hard_kv" ||
-                          method == "defensive_kv" || method == "cake" || method == "r_kv";
+                          method == "defensive_kv" || method == "cake" || method == "r_kv" ||
+                          method == "arkv_origin";
+  o.method.keeps_prompt = d.below(2) == 0;
+  o.page = has_window ? 8 : d.one_of({8, 16, 24});
+  o.budget.sink = d.one_of({0, 1, 3, o.page, 2 * o.page + 1});
+  o.budget.window = o.method.eviction == "raas" ? d.between(o.page, 3 * o.page) : d.between(1, 40);
   o.budget.selected_units = has_window ? 5 : d.between(1, 6);
   o.method.interval =
       d.between(1, std::min(40, o.budget.sink + o.budget.window + o.budget.selected_units * o.page - 1));
@@ -42,7 +43,7 @@ random_case eviction_case(std::uint64_t seed) {
     o.layers = d.between(1, 5);
     o.complete_layers = d.below(o.layers + 1) / 2;
   }
-  o.scale = d.one_of({0.0f, method == "hard_kv" ? 0.5f : 0.05f, 0.3f});
+  o.scale = d.one_of({0.0f, method == "hard_kv" ? 0.3f : 0.05f, 0.3f});
   c.turn = d.one_of({0.05f, 0.3f, 1.0f});
   c.outliers = d.one_of({0.0f, 0.05f});
   o.max_sequences = d.between(1, 3);
@@ -170,11 +171,11 @@ class run_of_case {
     if (pipeline_->tokens(l.id) != l.done) throw disagreement{"the sequence has another length"};
   }
 
-  /// Queries are larger from layer to layer, so that attention differs.
+  /// Queries are smaller from layer to layer, so that attention differs.
   std::vector<float> of_layer(std::span<const float> queries, int layer) const {
-    std::vector<float> larger(queries.begin(), queries.end());
-    for (float& x : larger) x *= 1.0f + 0.2f * static_cast<float>(layer);
-    return larger;
+    std::vector<float> smaller(queries.begin(), queries.end());
+    for (float& x : smaller) x *= 1.0f - 0.15f * static_cast<float>(layer);
+    return smaller;
   }
   std::vector<float> of_tested_layer(std::span<const float> queries) const {
     return of_layer(queries, tested_layer());

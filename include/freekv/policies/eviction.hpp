@@ -201,7 +201,7 @@ struct snapkv {
   }
 };
 
-/// PyramidKV (arXiv 2406.02069, section 4.2): snapkv whose budget falls from layer to layer, as much above the mean in
+/// PyramidKV (arXiv 2406.02069): snapkv whose budget falls from layer to layer, as much above the mean in
 /// the first as below it in the last, which has a `beta`th of it beside the window. Where that would be more than the
 /// prompt has, the first layer keeps the prompt and the slope is less. Layers are those that forget; of one alone it is
 /// snapkv with another window.
@@ -234,7 +234,7 @@ struct pyramid_kv : snapkv {
   }
 };
 
-/// LazyEviction (arXiv 2506.15969, section 4): a token that has at least `threshold` of a row's attention is active then,
+/// LazyEviction (arXiv 2506.15969): a token that has at least `threshold` of a row's attention is active then,
 /// and the longest that it has been between two such rows is its interval. Every `window` decode rows, where there are
 /// more than the budget, those leave that have been inactive for longest in their own intervals, but never the latest
 /// `window`. The first of the paper's two scores alone ranks tokens, H1, which falls with inactivity / interval; the

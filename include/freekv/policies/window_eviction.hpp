@@ -59,7 +59,7 @@ struct descending_masses {
   }
 };
 
-/// HARD-KV's calibration (arXiv 2606.28831, section 3.2 and appendix D): the temperature at which the `wanted(row)` best of
+/// HARD-KV's calibration (arXiv 2606.28831, section 3 and appendix D): the temperature at which the `wanted(row)` best of
 /// each row of transformed scores have a share of `p`, on average over the rows, by bisection from 1e-3 to 10: that share
 /// falls as the temperature rises. Where more than are wanted share the largest score it is the lowest. `row(r)` is a row's scores, descending, and `count(r)` how many there are.
 template <class Row, class Count, class Wanted>
@@ -81,7 +81,7 @@ double calibrated_temperature(int rows, double p, const Row& row, const Count& c
 /// HARD-KV (arXiv 2606.28831): a head keeps as many tokens as its attention needs. Of each of the last `window` rows the
 /// fewest tokens stay that have `p` of its softmax, over the largest score of the group; as methods rank tokens by other
 /// numbers than scores, here by the largest of `kernel` neighbours as SnapKV, these are brought to a temperature first at
-/// which as many tokens of a row have `p` as of its scores (section 3.2). What any row selects stays, with the first `sink`
+/// which as many tokens of a row have `p` as of its scores (section 3). What any row selects stays, with the first `sink`
 /// tokens and the window, within the budget; of more those with the largest share. It is done when a prompt ends and then
 /// every `interval` decode rows, where there are more tokens than the budget.
 ///
@@ -184,7 +184,7 @@ struct hard_kv {
 };
 static_assert(eviction_policy<hard_kv>);
 
-/// DefensiveKV (arXiv 2510.13334, section 4): snapkv for the worst case. Of each query head's shares, averaged over
+/// DefensiveKV (arXiv 2510.13334): snapkv for the worst case. Of each query head's shares, averaged over
 /// `kernel` neighbours with the row's sum as it was, a token has the largest that any of the prompt's last `window` rows
 /// gives it, and at least the mean of all tokens' largest; of those alike the latest stay. Unlike the paper's, the worth
 /// is not multiplied by the norms of values behind the output projection, which takes the model's weights, and heads of a
@@ -233,7 +233,7 @@ struct defensive_kv {
 };
 static_assert(eviction_policy<defensive_kv>);
 
-/// CAKE (arXiv 2503.12491, section 4): layers have budgets by how far their attention is spread over tokens and how much
+/// CAKE (arXiv 2503.12491): layers have budgets by how far their attention is spread over tokens and how much
 /// it shifts from row to row, and tokens stay by the mean and `gamma` times the variance of the shares that the prompt's
 /// last `window` rows give them, averaged over `kernel` neighbours and the group. A layer's preference is H^(1/tau1)
 /// V^(1/tau2), of the entropies H of these rows' shares of what is before the window and the variances V of each token's,
@@ -358,7 +358,7 @@ struct cake {
 };
 static_assert(eviction_policy<cake>);
 
-/// R-KV (arXiv 2505.24133, section 3): tokens that are attended to and not said already. Importance is a token's share of
+/// R-KV (arXiv 2505.24133): tokens that are attended to and not said already. Importance is a token's share of
 /// the largest scores of the group, its softmax over what is before the window, averaged over the last `window` rows, the
 /// largest of `kernel` neighbours; redundancy the softmax over all tokens of the mean cosine of a token's key with the
 /// others', where each of these counts all but the last key that is more like it than `similar`. Those with the most
@@ -452,5 +452,62 @@ struct r_kv {
   }
 };
 static_assert(eviction_policy<r_kv>);
+
+/// ARKV's heavy hitters (Lei and Ilager 2026, equations 9 and 10 and algorithm 1): tokens by the mean and `gamma` times the
+/// variance of the shares that the query heads of the last `window` rows give them, averaged over `kernel` neighbours. When
+/// a head holds as much as the budget, `alpha` of it beside the window stays, so that a cut makes room for many rows. This
+/// is the paper's baseline Origin: of what stays ARKV keeps in each layer a part in fp8, by a ratio of the layer's
+/// statistics, and slots here are of one type. A layer whose ratio is alpha or more has no such part in the paper either.
+struct arkv_origin {
+  using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::observe, hook::validate, hook::values>;
+  static constexpr std::string_view name = "arkv_origin";
+  int window = 32;
+  int kernel = 5;
+  float gamma = 263.81f, alpha = 0.75f;
+
+  constexpr int unit_tokens() const { return 1; }
+  constexpr bool stages_prompt() const { return true; }
+  constexpr int observed_rows() const { return window; }
+  constexpr int capacity(const eviction_limits& most) const { return most.budget; }
+  constexpr int kept(const eviction_moment& at) const {
+    return at.held < at.budget ? every_token
+                               : window + static_cast<int>(alpha * static_cast<float>(at.budget - window));
+  }
+  constexpr bool protects(int token, const eviction_moment& at) const { return token >= at.tokens - window; }
+
+  constexpr group_rule group() const { return group_rule::each; }
+  constexpr bool observes_decoding() const { return true; }
+  int observe(const observed_units& held, const eviction_moment&, float* worths) const {
+    const int n = held.units, voted = std::max(0, n - window);
+    float* const scores = held.scratch_row(0);
+    std::fill_n(worths, n, 0.0f);
+    for (int i = 0; i < voted; ++i) {
+      double mean = 0.0, variance = 0.0;
+      for (int r = 0; r < held.rows; ++r) mean += static_cast<double>(held.row(r)[i]);
+      mean /= held.rows;
+      for (int r = 0; r < held.rows; ++r) {
+        const double apart = static_cast<double>(held.row(r)[i]) - mean;
+        variance += apart * apart;
+      }
+      scores[i] = static_cast<float>(mean + static_cast<double>(gamma) * variance / held.rows);
+    }
+    average_near(scores, voted, kernel, worths);
+    return n;
+  }
+
+  std::string values() const {
+    return std::to_string(window) + ", " + std::to_string(kernel) + ", gamma " + detail::decimal(gamma) +
+           ", alpha " + detail::decimal(alpha);
+  }
+  void validate(const eviction_limits& most) const {
+    detail::check_window(name, window, 32, kernel, 5, most);
+    if (!(gamma >= 0.0f) || !(alpha >= 0.0f && alpha < 1.0f))
+      throw settings_error("arkv_origin: a gamma of " + detail::decimal(gamma) + " and an alpha of " +
+                           detail::decimal(alpha) +
+                           "; gamma is 0 or more, alpha a share below 1; 0.75 as published");
+  }
+};
+static_assert(eviction_policy<arkv_origin>);
 
 }  // namespace freekv
