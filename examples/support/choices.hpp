@@ -48,6 +48,7 @@ struct method_spec {
   std::string plan = "retrieval";  ///< or "complete", "window", "sliding", "by_head", "eviction"
   std::string eviction = "h2o";    ///< of plan "eviction"
   bool keeps_prompt = false;       ///< of raas
+  int interval = 0;  ///< of methods that forget at times: decode rows between; 0: the method's own
 
   bool retrieves() const { return plan == "retrieval" || plan == "by_head"; }
   bool evicts() const { return plan == "eviction"; }
@@ -152,6 +153,30 @@ struct policy_maker<raas> {
             .window = data.window};
   }
 };
+template <>
+struct policy_maker<lazy_eviction> {
+  static lazy_eviction from(const method_spec& m, const method_data&) {
+    lazy_eviction policy;
+    if (m.interval > 0) policy.window = m.interval;
+    return policy;
+  }
+};
+template <>
+struct policy_maker<r_kv> {
+  static r_kv from(const method_spec& m, const method_data&) {
+    r_kv policy;
+    if (m.interval > 0) policy.interval = m.interval;
+    return policy;
+  }
+};
+template <>
+struct policy_maker<hard_kv> {
+  static hard_kv from(const method_spec& m, const method_data&) {
+    hard_kv policy;
+    if (m.interval > 0) policy.interval = m.interval;
+    return policy;
+  }
+};
 template <template <int> class Residency>
 struct policy_maker<Residency<dynamic>> {
   static Residency<dynamic> from(const method_spec& m, const method_data&) { return {{{m.spare}}}; }
@@ -187,7 +212,8 @@ using correction_list = policy_list<cosine_drift, mass_deficit, always, never, e
 using residency_list = policy_list<first_unselected<dynamic>, least_recently_used<dynamic>>;
 using codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4m3>, int8_token, int4_token,
                                int8_channel, int4_channel, low_rank_keys<dynamic>>;
-using eviction_list = policy_list<h2o, tova, snapkv, raas>;
+using eviction_list = policy_list<h2o, tova, snapkv, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv,
+                                  cake, r_kv, arkv_origin>;
 
 inline constexpr auto& summaries = summary_list::choices;
 inline constexpr auto& poolings = pooling_list::choices;

@@ -5,6 +5,7 @@
 
 #include <freekv/pipeline/evicting_pipeline.hpp>
 #include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/policies/window_eviction.hpp>
 #include <string_view>
 
 namespace freekv {
@@ -218,11 +219,64 @@ struct snapkv : named_eviction<freekv::snapkv> {
   static constexpr std::string_view about = "a prompt's last rows vote for what stays of it";
   static constexpr std::string_view published = "arXiv 2404.14469";
 };
+/// PyramidKV: `freekv::pyramid_kv`.
+struct pyramid_kv : named_eviction<freekv::pyramid_kv> {
+  static constexpr std::string_view name = "pyramid_kv";
+  static constexpr std::string_view about = "snapkv with a budget that falls from layer to layer";
+  static constexpr std::string_view published = "arXiv 2406.02069";
+};
 /// RaaS: `freekv::raas`.
 struct raas : named_eviction<freekv::raas> {
   static constexpr std::string_view name = "raas";
   static constexpr std::string_view about = "the page that no row has attended to for longest leaves";
   static constexpr std::string_view published = "arXiv 2502.11147";
+};
+
+/// LazyEviction: `freekv::lazy_eviction`.
+struct lazy_eviction : named_eviction<freekv::lazy_eviction> {
+  static constexpr std::string_view name = "lazy_eviction";
+  static constexpr std::string_view about =
+      "at times those leave that have been unattended for longest in their own intervals";
+  static constexpr std::string_view published = "arXiv 2506.15969";
+};
+
+/// HARD-KV: `freekv::hard_kv`.
+struct hard_kv : named_eviction<freekv::hard_kv> {
+  static constexpr std::string_view name = "hard_kv";
+  static constexpr std::string_view about =
+      "of each head the fewest tokens that have 0.9 of a row's mass, by calibrated temperatures";
+  static constexpr std::string_view published = "arXiv 2606.28831";
+};
+
+/// DefensiveKV: `freekv::defensive_kv`.
+struct defensive_kv : named_eviction<freekv::defensive_kv> {
+  static constexpr std::string_view name = "defensive_kv";
+  static constexpr std::string_view about =
+      "snapkv by the most that any row gives a token, and at least the mean";
+  static constexpr std::string_view published = "arXiv 2510.13334";
+};
+/// CAKE: `freekv::cake`.
+struct cake : named_eviction<freekv::cake> {
+  static constexpr std::string_view name = "cake";
+  static constexpr std::string_view about =
+      "layers' budgets by the spread and shift of their attention, tokens by mean and variance";
+  static constexpr std::string_view published = "arXiv 2503.12491";
+};
+
+/// R-KV: `freekv::r_kv`.
+struct r_kv : named_eviction<freekv::r_kv> {
+  static constexpr std::string_view name = "r_kv";
+  static constexpr std::string_view about =
+      "tokens that are attended to and whose keys are unlike the others'";
+  static constexpr std::string_view published = "arXiv 2505.24133";
+};
+
+/// ARKV without its tier in fp8: `freekv::arkv_origin`.
+struct arkv_origin : named_eviction<freekv::arkv_origin> {
+  static constexpr std::string_view name = "arkv_origin";
+  static constexpr std::string_view about =
+      "a quarter leaves at a time, by mean and variance of shares; ARKV's baseline without fp8";
+  static constexpr std::string_view published = "2026";
 };
 
 /// A list of methods.
@@ -234,7 +288,8 @@ using all =
                 infinigen, shadowkv, razor_attention, duo_attention, freekv_paper, freekv_never, freekv_top_p,
                 freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace,
                 freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
-                freekv_key_codes_never, freekv_key_codes_deficit, h2o, tova, snapkv, raas>;
+                freekv_key_codes_never, freekv_key_codes_deficit, h2o, tova, snapkv, pyramid_kv, raas,
+                lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin>;
 
 }  // namespace methods
 }  // namespace freekv

@@ -9,7 +9,9 @@ using namespace tests;
 
 namespace {
 
-const std::vector<std::string> forgetful_variants{"h2o", "tova", "snapkv", "raas"};
+const std::vector<std::string> forgetful_variants{"h2o",  "tova",          "snapkv",     "pyramid_kv",
+                                                  "raas", "lazy_eviction", "hard_kv",    "defensive_kv",
+                                                  "cake", "r_kv",          "arkv_origin"};
 
 std::vector<float> floats_of(const tensor_text& tensor) {
   std::vector<float> floats;
@@ -86,12 +88,18 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
       const int columns = static_cast<int>(written.at("selected").shape[2]);
       CHECK(written.at("selected").shape == std::vector<std::int64_t>{steps, trace.kv_heads, columns});
       // Slots: what the budget says, and no more.
-      const int slots = variant == "raas" ? budget + 16
-                        : variant == "snapkv"
-                            ? std::min(budget + std::max(steps, prompt == 0 ? trace.tokens : 0), trace.tokens)
-                            : budget + 1;
+      const int slots =
+          variant == "raas"                           ? budget + 16
+          : variant == "arkv_origin"                  ? budget
+          : variant == "lazy_eviction"                ? std::min(budget + 64, trace.tokens)
+          : variant == "hard_kv" || variant == "r_kv" ? std::min(budget + 128, trace.tokens)
+          : variant == "snapkv" || variant == "pyramid_kv" || variant == "defensive_kv" || variant == "cake"
+              ? std::min(budget + std::max(steps, prompt == 0 ? trace.tokens : 0), trace.tokens)
+              : budget + 1;
       const int most = variant == "raas" ? std::min(slots, (trace.tokens + 15) / 16 * 16) : slots;
-      if (prompt > 0) CHECK(columns == (variant == "raas" ? most / 16 : most));
+      const bool pooled = variant == "cake";  // a head may have any part of what all have
+      const int pool = prompt == 0 ? budget + trace.tokens : slots;  // where a prompt could have come too
+      if (prompt > 0) CHECK(columns == (variant == "raas" ? most / 16 : pooled ? trace.tokens : most));
 
       expected_summary numbers;
       std::vector<int> all;
@@ -140,10 +148,11 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
       CHECK(summary.at("pages_recalled") == 0);
       CHECK(summary.at("summary_bytes_per_page") == 0);
       const int unit = variant == "raas" ? 16 : 1;
-      CHECK(summary.at("fast_tier_bytes") == columns * unit * trace.kv_heads * 2 * trace.head_dim * 2);
+      CHECK(summary.at("fast_tier_bytes") ==
+            (pooled ? pool : columns * unit) * trace.kv_heads * 2 * trace.head_dim * 2);
       CHECK(summary.at("staging_bytes") > 0);
     }
-  CHECK(seen.steps == 4 * (sanitized ? 24 : 24 + 424 + 364));
+  CHECK(seen.steps == std::ssize(forgetful_variants) * (sanitized ? 24 : 24 + 424 + 364));
   CHECK(seen.doubtful * 50 < seen.sets);
 }
 

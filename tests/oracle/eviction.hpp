@@ -1,8 +1,10 @@
-// One layer of one sequence that forgets: H2O, TOVA, SnapKV and RaaS, from their definitions.
+// One layer of one sequence that forgets, by each method from its definition.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
+#include <limits>
 #include <set>
 #include <span>
 #include <vector>
@@ -13,7 +15,19 @@
 
 namespace oracle {
 
-enum class eviction_kind { h2o, tova, snapkv, raas };
+enum class eviction_kind {
+  h2o,
+  tova,
+  snapkv,
+  pyramid_kv,
+  raas,
+  lazy_eviction,
+  hard_kv,
+  defensive_kv,
+  cake,
+  r_kv,
+  arkv_origin
+};
 
 struct eviction_settings {
   int query_heads = 1;
@@ -22,14 +36,23 @@ struct eviction_settings {
   int budget = 1;  // tokens
   double scale = 1.0;
   eviction_kind kind = eviction_kind::h2o;
-  double recent = 0.5;              // of h2o
-  int window = 32;                  // of snapkv, rows
-  int kernel = 7;                   // of snapkv, tokens
-  int page = 1;                     // of raas, tokens; 1 for the others
-  double threshold = 1e-4;          // of raas
-  int room = 1;                     // of raas, tokens, where it keeps the prompt
-  bool keeps_prompt = false;        // of raas
-  int sink = 0, recent_tokens = 0;  // of raas, where it does not keep the prompt
+  double recent = 0.5;                         // of h2o
+  int window = 32;                             // of snapkv, rows
+  int kernel = 7;                              // of snapkv, tokens
+  int page = 1;                                // of raas, tokens; 1 for the others
+  double threshold = 1e-4;                     // of raas
+  int room = 1;                                // of raas, tokens, where it keeps the prompt
+  bool keeps_prompt = false;                   // of raas
+  int sink = 0, recent_tokens = 0;             // of raas, where it does not keep the prompt
+  int layer = 0, layers = 1;                   // of those that forget
+  int beta = 20;                               // of pyramid_kv
+  double p = 0.9;                              // of hard_kv
+  int interval = 128;                          // of hard_kv, decode rows
+  double alpha = 0.75;                         // of arkv_origin
+  double lambda = 0.1, similar = 0.5;          // of r_kv
+  double gamma = 200, tau1 = 1.6, tau2 = 0.6;  // of cake
+  int prompt_budget = -1;                      // of cake, what the layer has been given; -1: as all
+  bool budget_is_doubtful = false;             // to rounding
 };
 
 /// What a unit is worth, as far as float32 can tell: two implementations agree on an order where these are apart, or are
@@ -71,6 +94,24 @@ class forgetful_decoder {
     return all;
   }
 
+  /// CAKE: what a layer's attention is like, by which it gets its budget.
+  double preference() const {
+    double entropy = 0, variance = 0;
+    for (int head = 0; head < s_.kv_heads; ++head)
+      for (const auto& rows : window_shares(head)) {
+        for (const auto& row : rows)
+          for (const double share : row) entropy -= share > 0 ? share * std::log(share) : 0;
+        for (std::size_t t = 0; !rows.empty() && t < rows[0].size(); ++t)
+          variance += variance_of(column(rows, t));
+      }
+    return std::pow(entropy, 1 / s_.tau1) * std::pow(variance, 1 / s_.tau2);
+  }
+  /// The layer's budget, before its prompt is cut.
+  void take_budget(const eviction_settings& given) {
+    s_.prompt_budget = given.prompt_budget;
+    s_.budget_is_doubtful = given.budget_is_doubtful;
+  }
+
   /// What a KV head has not forgotten before the next step; a prompt has been cut.
   std::vector<int> kept(int head) {
     end_prompt();
@@ -83,6 +124,12 @@ class forgetful_decoder {
   bool accepts(int head, const std::vector<int>& units) {
     head_state& h = heads_[static_cast<std::size_t>(head)];
     const std::set<int> theirs(units.begin(), units.end());
+    if (s_.kind == eviction_kind::hard_kv) return accepts_selection(h, theirs);
+    if (s_.budget_is_doubtful && std::abs(std::ssize(theirs) - std::ssize(h.units)) <= 2 &&
+        !h.just_left.empty()) {
+      h.units.insert(h.just_left.begin(), h.just_left.end());
+      leave(h, true, static_cast<int>(theirs.size()));
+    }
     if (theirs.size() != h.units.size()) return false;
     for (const int only_theirs : theirs) {
       if (h.units.count(only_theirs) != 0) continue;
@@ -99,6 +146,7 @@ class forgetful_decoder {
   eviction_step step(std::span<const float> q, std::span<const float> key, std::span<const float> value) {
     end_prompt();
     decodes_ = true;
+    queries_.insert(queries_.end(), q.begin(), q.end());
     append(key, value);
     eviction_step result;
     for (int head = 0; head < s_.kv_heads; ++head) {
@@ -113,6 +161,18 @@ class forgetful_decoder {
         for (int t = unit * s_.page; t < std::min((unit + 1) * s_.page, length_); ++t) tokens.push_back(t);
       const std::vector<double> shares = attend_group(q, head, tokens, result.attended);
       result.units.push_back({h.units.begin(), h.units.end()});
+      if (s_.kind == eviction_kind::hard_kv) {
+        if ((length_ - prompt_) % s_.interval == 0) select_by_mass(h, head);
+        continue;
+      }
+      if (s_.kind == eviction_kind::arkv_origin) {
+        judge_heavy_hitters(h, head);
+        continue;
+      }
+      if (s_.kind == eviction_kind::r_kv) {
+        if ((length_ - prompt_) % s_.interval == 0) judge_redundancy(h, head);
+        continue;
+      }
       count(h, tokens, shares, row);
       leave(h, false);
     }
@@ -120,17 +180,343 @@ class forgetful_decoder {
   }
 
  private:
+  /// Of lazy_eviction: a token's last active row, and the longest between two of them.
+  struct recurrence {
+    int active = -1, interval = 0;
+    bool doubtful = false;  // rounding may have decided whether it was active
+  };
   struct head_state {
     std::set<int> units;
     std::vector<worth> worths;  // by unit
+    std::vector<recurrence> recurrences;
     std::set<int> just_left, was_protected;
+    std::set<int> surely_kept, possibly_kept;  // of hard_kv, when the last ones left
   };
+
+  /// Scores of a row on tokens, the largest of the KV head's query heads; -infinity behind the row.
+  std::vector<double> largest_scores(int row, int head, const std::vector<int>& tokens) const {
+    const int group = s_.query_heads / s_.kv_heads;
+    std::vector<double> scores(tokens.size(), -std::numeric_limits<double>::infinity());
+    for (std::size_t i = 0; i < tokens.size(); ++i)
+      for (int g = 0; g < group && tokens[i] <= row; ++g) {
+        const double score = s_.scale * dot(row_of(query_row(row), head * group + g, s_.head_dim),
+                                            row_of(keys_, tokens[i] * s_.kv_heads + head, s_.head_dim));
+        scores[i] = std::max(scores[i], score);
+      }
+    return scores;
+  }
+  /// A row of HARD-KV: scores that tokens are ranked by, and how many of the best have a share of p of its own scores, to
+  /// rounding at least and at most.
+  struct mass_row {
+    std::vector<double> ranked;
+    int fewest = 0, fewest_low = 0, fewest_high = 0;
+
+    std::vector<double> weights(double temperature) const {
+      const double most = *std::max_element(ranked.begin(), ranked.end());
+      double sum = 0;
+      std::vector<double> all;
+      for (const double score : ranked) sum += all.emplace_back(std::exp((score - most) / temperature));
+      for (double& weight : all) weight /= sum;
+      return all;
+    }
+    double mass_of_best(int n, double temperature) const {
+      std::vector<double> all = weights(temperature);
+      std::sort(all.rbegin(), all.rend());
+      double mass = 0;
+      for (int i = 0; i < n; ++i) mass += all[static_cast<std::size_t>(i)];
+      return mass;
+    }
+  };
+  static constexpr double mass_doubt = 3e-6;
+  mass_row mass_row_of(const std::vector<double>& scores) const {
+    mass_row row{scores};
+    const auto fewest = [&](double p) {
+      for (int n = 1; n < std::ssize(scores); ++n)
+        if (row.mass_of_best(n, 1.0) >= p) return n;
+      return static_cast<int>(
+          std::count_if(scores.begin(), scores.end(), [](double s) { return std::isfinite(s); }));
+    };
+    row.fewest = fewest(s_.p), row.fewest_low = fewest(s_.p - mass_doubt),
+    row.fewest_high = fewest(s_.p + mass_doubt);
+    for (int i = 0; i < std::ssize(scores); ++i) {
+      if (!std::isfinite(scores[static_cast<std::size_t>(i)])) continue;
+      for (int near = std::max(0, i - s_.kernel / 2); near <= i + s_.kernel / 2 && near < std::ssize(scores);
+           ++near)
+        row.ranked[static_cast<std::size_t>(i)] =
+            std::max(row.ranked[static_cast<std::size_t>(i)], scores[static_cast<std::size_t>(near)]);
+    }
+    return row;
+  }
+  /// The temperature at which the wanted best of the rows have p on average.
+  double temperature_of(const std::vector<mass_row>& rows, int mass_row::*wanted) const {
+    if (s_.kernel == 1) return 1.0;
+    double low = std::log(1e-3), high = std::log(10.0);
+    while (high - low > 1e-9) {
+      const double middle = (low + high) / 2;
+      double share = 0;
+      for (const mass_row& row : rows) share += row.mass_of_best(row.*wanted, std::exp(middle));
+      (share >= s_.p * static_cast<double>(rows.size()) ? low : high) = middle;
+    }
+    return std::exp(low);
+  }
+  /// HARD-KV, section 3: the union of what each of the last rows selects, sink and window; within the budget those with
+  /// the largest share.
+  void select_by_mass(head_state& h, int head) {
+    h.just_left.clear();
+    if (std::ssize(h.units) <= s_.budget) return;
+    const std::vector<int> tokens(h.units.begin(), h.units.end());
+    std::vector<mass_row> rows;
+    for (int row = std::max(0, length_ - s_.window); row < length_; ++row)
+      rows.push_back(mass_row_of(largest_scores(row, head, tokens)));
+    const double middle = temperature_of(rows, &mass_row::fewest),
+                 low = temperature_of(rows, &mass_row::fewest_low) * (1 - 1e-5),
+                 high = temperature_of(rows, &mass_row::fewest_high) * (1 + 1e-5);
+    std::vector<bool> selected(tokens.size());
+    for (const int token : tokens) h.worths[static_cast<std::size_t>(token)] = {-1, -1, -1};
+    for (const mass_row& row : rows) {
+      const auto at_middle = row.weights(middle), at_low = row.weights(low), at_high = row.weights(high);
+      for (std::size_t i = 0; i < tokens.size(); ++i) {
+        const double score = row.ranked[i], near = 2e-6 * (1 + std::abs(score));
+        if (!std::isfinite(score)) continue;
+        double better = 0, better_at_most = 0, better_at_least = 0;  // masses of what is ranked before it
+        for (std::size_t j = 0; j < tokens.size(); ++j) {
+          const bool first = row.ranked[j] > score || (row.ranked[j] == score && j < i);
+          const bool alike = row.ranked[j] != score && std::abs(row.ranked[j] - score) <= near;
+          if (first) better += at_middle[j];
+          if (first || alike) better_at_most += at_low[j];
+          if (first && !alike) better_at_least += at_high[j];
+        }
+        worth& of = h.worths[static_cast<std::size_t>(tokens[i])];
+        if (better < s_.p) selected[i] = true;
+        const double shares[] = {at_low[i], at_middle[i], at_high[i]};
+        const auto [least, most] = std::minmax_element(std::begin(shares), std::end(shares));
+        if (better_at_most < s_.p - mass_doubt) of.low = std::max(of.low, *least * (1 - 1e-4));
+        if (better_at_least < s_.p + mass_doubt) of.high = std::max(of.high, *most * (1 + 1e-4));
+      }
+    }
+    h.units.clear(), h.surely_kept.clear(), h.possibly_kept.clear(), h.was_protected.clear();
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      const int token = tokens[i];
+      const bool stays = token < s_.sink || token >= length_ - s_.window;
+      const worth& of = worth_of(h, token);
+      if (stays) h.was_protected.insert(token);
+      if (stays || of.low >= 0) h.surely_kept.insert(token);
+      if (stays || of.high >= 0) h.possibly_kept.insert(token);
+      (stays || selected[i] ? h.units : h.just_left).insert(token);
+    }
+    while (std::ssize(h.units) > s_.budget) {
+      int least = -1;
+      for (const int token : h.units)
+        if (h.was_protected.count(token) == 0 &&
+            (least < 0 || worth_of(h, token).low + worth_of(h, token).high <
+                              worth_of(h, least).low + worth_of(h, least).high))
+          least = token;
+      h.units.erase(least);
+      h.just_left.insert(least);
+    }
+  }
+  bool accepts_selection(head_state& h, const std::set<int>& theirs) const {
+    const auto within = [](const std::set<int>& part, const std::set<int>& of) {
+      return std::includes(of.begin(), of.end(), part.begin(), part.end());
+    };
+    if (h.just_left.empty() || !within(theirs, h.possibly_kept) || std::ssize(theirs) > s_.budget)
+      return false;
+    const bool cut = std::ssize(theirs) == s_.budget;  // not all that is selected need be there
+    if (!(cut ? within(h.was_protected, theirs) : within(h.surely_kept, theirs))) return false;
+    for (const int only_theirs : theirs)
+      for (const int only_ours : h.units)
+        if (cut && h.units.count(only_theirs) == 0 && theirs.count(only_ours) == 0 &&
+            worth_of(h, only_theirs).apart_from(worth_of(h, only_ours)))
+          return false;
+    h.units = theirs;
+    return true;
+  }
 
   const worth& worth_of(const head_state& h, int unit) const {
     return h.worths[static_cast<std::size_t>(unit)];
   }
   void grow(head_state& h) const {
     h.worths.resize(static_cast<std::size_t>((length_ + s_.page - 1) / s_.page));
+    while (std::ssize(h.recurrences) < length_)
+      h.recurrences.push_back({static_cast<int>(std::ssize(h.recurrences))});
+  }
+  bool votes_by_window() const {
+    return s_.kind == eviction_kind::snapkv || s_.kind == eviction_kind::pyramid_kv || judges_rows();
+  }
+  bool judges_rows() const {
+    return s_.kind == eviction_kind::defensive_kv || s_.kind == eviction_kind::cake;
+  }
+  /// What PyramidKV gives this layer: the budgets beside the window fall evenly from layer to layer, and their mean is
+  /// that of SnapKV; the last has a `beta`th of it, or the first all of the prompt.
+  int prompt_budget() const {
+    if (s_.prompt_budget >= 0) return s_.prompt_budget;
+    if (s_.kind != eviction_kind::pyramid_kv || s_.layers < 2 || prompt_ <= s_.budget) return s_.budget;
+    const int mean = s_.budget - s_.window, last = mean / s_.beta;
+    const int first = std::min(2 * mean - last, prompt_ - s_.window);
+    const double above = static_cast<double>(first - mean) * (s_.layers - 1 - 2 * s_.layer) / (s_.layers - 1);
+    return s_.budget + static_cast<int>(std::trunc(above));
+  }
+
+  /// What the window's rows give a KV head's tokens before the window: by query head, row and token.
+  std::vector<std::vector<std::vector<double>>> window_shares(int head) const {
+    const int group = s_.query_heads / s_.kv_heads, before = std::max(0, prompt_ - s_.window);
+    std::vector<std::vector<std::vector<double>>> shares(static_cast<std::size_t>(group));
+    for (int g = 0; g < group; ++g)
+      for (int row = std::max(0, prompt_ - s_.window); row < prompt_; ++row) {
+        const auto query = row_of(query_row(row), head * group + g, s_.head_dim);
+        std::vector<double> scores, of_row;
+        for (int t = 0; t <= row; ++t)
+          scores.push_back(s_.scale * dot(query, row_of(keys_, t * s_.kv_heads + head, s_.head_dim)));
+        const double most = *std::max_element(scores.begin(), scores.end());
+        double sum = 0;
+        for (const double score : scores) sum += std::exp(score - most);
+        for (int t = 0; t < before; ++t)
+          of_row.push_back(std::exp(scores[static_cast<std::size_t>(t)] - most) / sum);
+        shares[static_cast<std::size_t>(g)].push_back(of_row);
+      }
+    return shares;
+  }
+  std::vector<double> averaged(const std::vector<double>& numbers) const {
+    std::vector<double> means(numbers.size());
+    for (int i = 0; i < std::ssize(numbers); ++i)
+      for (int j = i - s_.kernel / 2; j <= i + s_.kernel / 2; ++j)
+        if (j >= 0 && j < std::ssize(numbers))
+          means[static_cast<std::size_t>(i)] += numbers[static_cast<std::size_t>(j)] / s_.kernel;
+    return means;
+  }
+  static double variance_of(const std::vector<double>& of) {
+    double mean = 0, sum = 0;
+    for (const double x : of) mean += x / static_cast<double>(of.size());
+    for (const double x : of) sum += (x - mean) * (x - mean);
+    return of.size() > 1 ? sum / static_cast<double>(of.size() - 1) : 0;
+  }
+  /// A token's shares from each of a query head's rows.
+  static std::vector<double> column(const std::vector<std::vector<double>>& rows, std::size_t token) {
+    std::vector<double> of;
+    for (const auto& row : rows) of.push_back(row[token]);
+    return of;
+  }
+  void judge_rows(head_state& h, int head) const {
+    const auto shares = window_shares(head);
+    const auto before = static_cast<std::size_t>(std::max(0, prompt_ - s_.window));
+    std::vector<double> worths(before);
+    if (s_.kind == eviction_kind::cake) {  // mean + gamma variance, then neighbours and the group
+      for (const auto& rows : shares)
+        for (std::size_t t = 0; t < before; ++t) {
+          const auto of = column(rows, t);
+          double mean = 0;
+          for (const double share : of) mean += share / static_cast<double>(of.size());
+          worths[t] += mean + s_.gamma * variance_of(of);
+        }
+      worths = averaged(worths);
+    } else {  // the worst case, and the prior
+      for (const auto& rows : shares)
+        for (const auto& row : rows) {
+          const auto near = averaged(row);
+          double sum = 0, near_sum = 0;
+          for (std::size_t t = 0; t < before; ++t) sum += row[t], near_sum += near[t];
+          for (std::size_t t = 0; t < before; ++t)
+            worths[t] = std::max(worths[t], near_sum > 0 ? near[t] * sum / near_sum : 0);
+        }
+    }
+    double mean = 0;
+    for (const double of : worths) mean += of / static_cast<double>(before);
+    for (std::size_t t = 0; t < before; ++t) {
+      h.worths[t] = about(worths[t]);
+      if (s_.kind != eviction_kind::defensive_kv || h.worths[t].low > about(mean).high) continue;
+      const bool below = h.worths[t].high < about(mean).low;
+      h.worths[t] = {about(mean).low, std::max(about(mean).high, h.worths[t].high), below ? prompt_ : -1};
+    }
+  }
+
+  /// ARKV, equations 9 and 10: by mean and variance over query heads and rows.
+  void judge_heavy_hitters(head_state& h, int head) {
+    h.just_left.clear();
+    if (std::ssize(h.units) < s_.budget) return;
+    const std::vector<int> tokens(h.units.begin(), h.units.end());
+    const int group = s_.query_heads / s_.kv_heads;
+    std::vector<std::vector<double>> rows;  // of each query head, shares of what is before the window
+    const std::size_t voted = tokens.size() - static_cast<std::size_t>(s_.window);
+    for (int row = length_ - s_.window; row < length_; ++row)
+      for (int g = 0; g < group; ++g) {
+        std::vector<double> shares;
+        double sum = 0;
+        for (const int token : tokens)
+          if (token <= row)
+            sum += shares.emplace_back(
+                std::exp(s_.scale * dot(row_of(query_row(row), head * group + g, s_.head_dim),
+                                        row_of(keys_, token * s_.kv_heads + head, s_.head_dim))));
+        for (double& share : shares) share /= sum;
+        shares.resize(voted);
+        rows.push_back(shares);
+      }
+    std::vector<double> scores(voted);
+    for (std::size_t t = 0; t < voted; ++t) {
+      const auto of = column(rows, t);
+      const auto samples = static_cast<double>(of.size());
+      for (const double share : of) scores[t] += share / samples;
+      scores[t] += s_.gamma * variance_of(of) * (samples - 1) / samples;
+    }
+    scores = averaged(scores);
+    for (std::size_t t = 0; t < voted; ++t) h.worths[static_cast<std::size_t>(tokens[t])] = about(scores[t]);
+    leave(h, true, s_.window + static_cast<int>(s_.alpha * (s_.budget - s_.window)));
+  }
+
+  /// R-KV: importance less redundancy.
+  void judge_redundancy(head_state& h, int head) {
+    h.just_left.clear();
+    if (std::ssize(h.units) <= s_.budget) return;
+    const std::vector<int> tokens(h.units.begin(), h.units.end());
+    const std::size_t n = tokens.size(), voted = n - static_cast<std::size_t>(s_.window);
+    std::vector<double> importance(voted), likeness(n), redundancy(n);
+    for (int row = length_ - s_.window; row < length_; ++row) {
+      const auto scores = largest_scores(row, head, tokens);
+      double sum = 0;
+      for (std::size_t i = 0; i < voted; ++i) sum += std::exp(scores[i]);
+      for (std::size_t i = 0; i < voted; ++i) importance[i] += std::exp(scores[i]) / sum / s_.window;
+    }
+    const auto key = [&](std::size_t i) {
+      return row_of(keys_, tokens[i] * s_.kv_heads + head, s_.head_dim);
+    };
+    for (std::size_t i = 0; i < n; ++i) {
+      std::vector<double> cosines(n);
+      for (std::size_t j = 0; j < n; ++j)
+        if (j != i) cosines[j] = dot(key(i), key(j)) / std::sqrt(dot(key(i), key(i)) * dot(key(j), key(j)));
+      for (std::size_t j = n; j-- > 0;)
+        if (cosines[j] > s_.similar) {
+          cosines[j] = 0;
+          break;
+        }
+      for (std::size_t j = 0; j < n; ++j) likeness[j] += cosines[j] / static_cast<double>(n);
+    }
+    double sum = 0;
+    for (std::size_t j = 0; j < n; ++j) sum += redundancy[j] = std::exp(likeness[j]);
+    for (std::size_t j = 0; j < voted; ++j) {
+      double most = 0;
+      for (int near = static_cast<int>(j) - s_.kernel / 2; near <= static_cast<int>(j) + s_.kernel / 2;
+           ++near)
+        if (near >= 0 && near < static_cast<int>(voted))
+          most = std::max(most, importance[static_cast<std::size_t>(near)]);
+      const double gain = s_.lambda * most, loss = (1 - s_.lambda) * redundancy[j] / sum;
+      const double doubt = 1e-5 * (gain + loss);
+      h.worths[static_cast<std::size_t>(tokens[j])] = {gain - loss - doubt, gain - loss + doubt, -1};
+    }
+    leave(h, true);
+  }
+
+  /// A row of `share` on a token of lazy_eviction, and what the token is worth behind it.
+  worth recur(recurrence& token, double share, int row) const {
+    token.doubtful = token.doubtful || (about(share).high >= s_.threshold && about(share).low < s_.threshold);
+    if (share >= s_.threshold) {
+      token.interval = std::max(token.interval, row - token.active);
+      token.active = row;
+    }
+    if (token.doubtful) return {-1e9, 1e9, -1};
+    const int inactive = row - token.active;
+    const double by_interval = inactive == 0         ? 0
+                               : token.interval == 0 ? -1e9
+                                                     : -double(inactive) / token.interval;
+    return {by_interval, by_interval, -1};
   }
   std::span<const float> query_row(int row) const {
     return row_of(queries_, row, s_.query_heads * s_.head_dim);
@@ -194,6 +580,16 @@ class forgetful_decoder {
           w = about(share);
           break;
         case eviction_kind::snapkv:
+        case eviction_kind::pyramid_kv:
+          break;
+        case eviction_kind::lazy_eviction:
+          w = recur(h.recurrences[static_cast<std::size_t>(unit)], share, row);
+          break;
+        case eviction_kind::hard_kv:
+        case eviction_kind::defensive_kv:
+        case eviction_kind::cake:
+        case eviction_kind::r_kv:
+        case eviction_kind::arkv_origin:
           break;
         case eviction_kind::raas:
           if (about(share).high >= s_.threshold) w.high = row;
@@ -210,7 +606,14 @@ class forgetful_decoder {
       case eviction_kind::tova:
         return false;
       case eviction_kind::snapkv:
+      case eviction_kind::pyramid_kv:
+      case eviction_kind::defensive_kv:
+      case eviction_kind::cake:
         return unit >= prompt_ - s_.window;
+      case eviction_kind::lazy_eviction:
+      case eviction_kind::r_kv:
+      case eviction_kind::arkv_origin:
+        return unit >= length_ - s_.window;
       default:
         if ((unit + 1) * s_.page > length_) return true;  // it is being filled
         if (!s_.keeps_prompt)
@@ -220,13 +623,14 @@ class forgetful_decoder {
   }
 
   /// One after the other the least leaves, of those alike the first.
-  void leave(head_state& h, bool prompt_ends) {
+  void leave(head_state& h, bool prompt_ends, int other_budget = 0) {
     h.just_left.clear();
     h.was_protected.clear();
     for (const int unit : h.units)
       if (is_protected(unit, prompt_ends)) h.was_protected.insert(unit);
-    if (s_.kind == eviction_kind::snapkv && !prompt_ends) return;
-    int most = s_.budget / s_.page;
+    if (votes_by_window() && !prompt_ends) return;
+    if (s_.kind == eviction_kind::lazy_eviction && (length_ - prompt_) % s_.window != 0) return;
+    int most = (other_budget > 0 ? other_budget : prompt_budget()) / s_.page;
     if (s_.keeps_prompt)
       most = std::max(s_.budget, (prompt_ + s_.page - 1) / s_.page * s_.page + s_.room) / s_.page;
     while (static_cast<int>(h.units.size()) > most) {
@@ -264,11 +668,33 @@ class forgetful_decoder {
     for (int head = 0; head < s_.kv_heads; ++head) {
       head_state& h = heads_[static_cast<std::size_t>(head)];
       grow(h);
+      if (s_.kind == eviction_kind::hard_kv) {
+        for (int token = 0; token < prompt_; ++token) h.units.insert(token);
+        select_by_mass(h, head);
+        continue;
+      }
+      if (s_.kind == eviction_kind::arkv_origin) {
+        for (int token = 0; token < prompt_; ++token) h.units.insert(token);
+        judge_heavy_hitters(h, head);
+        continue;
+      }
+      if (s_.kind == eviction_kind::r_kv) {
+        for (int token = 0; token < prompt_; ++token) h.units.insert(token);
+        judge_redundancy(h, head);
+        continue;
+      }
+      if (judges_rows()) {
+        for (int token = 0; token < prompt_; ++token) h.units.insert(token);
+        if (prompt_ > s_.budget) judge_rows(h, head);
+        leave(h, true);
+        continue;
+      }
       std::vector<double> votes(static_cast<std::size_t>(prompt_), 0.0);
-      const int observed = s_.kind == eviction_kind::h2o    ? prompt_
-                           : s_.kind == eviction_kind::tova ? 1
-                           : s_.kind == eviction_kind::raas ? !s_.keeps_prompt
-                                                            : s_.window;
+      const int observed = s_.kind == eviction_kind::h2o             ? prompt_
+                           : s_.kind == eviction_kind::tova          ? 1
+                           : s_.kind == eviction_kind::lazy_eviction ? 1
+                           : s_.kind == eviction_kind::raas          ? !s_.keeps_prompt
+                                                                     : s_.window;
       attention unused;
       for (int row = std::max(0, prompt_ - observed); row < prompt_; ++row) {
         const auto shares = attend_group(query_row(row), head, tokens_up_to(row + 1), unused);
@@ -276,8 +702,15 @@ class forgetful_decoder {
       }
       for (int unit = 0; unit < static_cast<int>(h.worths.size()); ++unit) {
         h.units.insert(unit);
-        if (s_.kind == eviction_kind::snapkv) {
+        if (votes_by_window()) {
           h.worths[static_cast<std::size_t>(unit)] = best_near(unit, votes);
+          continue;
+        }
+        if (s_.kind == eviction_kind::lazy_eviction) {
+          const bool cut = prompt_ > s_.budget;  // else the last row is not counted
+          h.worths[static_cast<std::size_t>(unit)] =
+              recur(h.recurrences[static_cast<std::size_t>(unit)],
+                    cut ? votes[static_cast<std::size_t>(unit)] : 0.0, prompt_ - 1);
           continue;
         }
         double share = 0;
@@ -294,8 +727,39 @@ class forgetful_decoder {
   eviction_settings s_;
   int length_ = 0, prompt_ = 0;
   bool decodes_ = false, ended_ = false;
-  std::vector<float> queries_, keys_, values_;  // of the prompt; of all tokens
+  std::vector<float> queries_, keys_, values_;
   std::vector<head_state> heads_;
 };
+
+/// CAKE's budget of one layer among others: its part of what all have beside the window, at most the prompt's; what a
+/// layer cannot have goes evenly to those that can, and so does what is left of rounding, the first of them first.
+inline void give_cake_budget(eviction_settings& s, const std::vector<double>& preferences, int prompt) {
+  if (prompt <= s.budget) return;
+  const int room = prompt - s.window, layers = static_cast<int>(preferences.size());
+  double sum = 0;
+  for (const double of : preferences) sum += of;
+  std::vector<int> budgets;
+  int left = layers * (s.budget - s.window);
+  const double total = left;
+  for (const double of : preferences) {
+    const double part = of / sum * total;
+    s.budget_is_doubtful = s.budget_is_doubtful || std::abs(part - std::round(part)) < 1e-3 * (1 + part);
+    left -= budgets.emplace_back(std::min(room, static_cast<int>(part)));
+  }
+  while (left > 0) {
+    std::vector<int*> open;
+    for (int& of : budgets)
+      if (of < room) open.push_back(&of);
+    if (open.empty()) break;
+    const int before = left, count = static_cast<int>(open.size());
+    for (int i = 0; i < count; ++i) {
+      const int more =
+          std::min(room - *open[static_cast<std::size_t>(i)], before / count + (i < before % count));
+      *open[static_cast<std::size_t>(i)] += more;
+      left -= more;
+    }
+  }
+  s.prompt_budget = budgets[static_cast<std::size_t>(s.layer)] + s.window;
+}
 
 }  // namespace oracle

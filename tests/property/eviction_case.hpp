@@ -15,9 +15,18 @@ inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
     {"h2o", oracle::eviction_kind::h2o},
     {"tova", oracle::eviction_kind::tova},
     {"snapkv", oracle::eviction_kind::snapkv},
-    {"raas", oracle::eviction_kind::raas}};
+    {"pyramid_kv", oracle::eviction_kind::pyramid_kv},
+    {"raas", oracle::eviction_kind::raas},
+    {"lazy_eviction", oracle::eviction_kind::lazy_eviction},
+    {"hard_kv", oracle::eviction_kind::hard_kv},
+    {"defensive_kv", oracle::eviction_kind::defensive_kv},
+    {"cake", oracle::eviction_kind::cake},
+    {"r_kv", oracle::eviction_kind::r_kv},
+    {"arkv_origin", oracle::eviction_kind::arkv_origin}};
 
-inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pipeline_options& o) {
+/// Of one of the layers that forget.
+inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pipeline_options& o,
+                                                      int layer = 0) {
   oracle::eviction_settings s;
   s.query_heads = o.query_heads;
   s.kv_heads = o.kv_heads;
@@ -25,10 +34,20 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
   s.budget = o.budget.sink + o.budget.window + o.budget.selected_units * o.page;
   s.scale = o.scale == 0 ? oracle::default_scale(o.head_dim) : static_cast<double>(o.scale);
   s.kind = freekv::examples::find_by_name("eviction", oracle_evictions, o.method.eviction).value;
+  s.layer = layer;
+  s.layers = o.layers - o.complete_layers;
+  if (s.kind == oracle::eviction_kind::pyramid_kv) s.window = 8;
+  if (s.kind == oracle::eviction_kind::lazy_eviction)
+    s.window = o.method.interval > 0 ? o.method.interval : 64;
   if (o.method.eviction == "raas") s.page = o.page;
   s.room = o.budget.window;
   s.sink = o.budget.sink;
   s.recent_tokens = o.budget.window;
+  if (s.kind == oracle::eviction_kind::r_kv) s.window = 8;
+  if (s.kind == oracle::eviction_kind::arkv_origin) s.kernel = 5, s.gamma = 263.81;
+  if (s.kind == oracle::eviction_kind::hard_kv) s.sink = 1;
+  if (s.kind == oracle::eviction_kind::defensive_kv || s.kind == oracle::eviction_kind::cake) s.kernel = 5;
+  if (o.method.interval > 0) s.interval = o.method.interval;
   s.keeps_prompt = o.method.eviction == "raas" && o.method.keeps_prompt;
   return s;
 }
@@ -57,6 +76,8 @@ struct eviction_text {
 /// What was compared, so that a test can require that it was.
 struct eviction_coverage {
   long steps = 0, sets = 0, doubtful = 0, evicted = 0, prompt_rows = 0;
+  long other_budgets = 0;  // of prompts, than all have together
+  long below_budget = 0;   // sets of fewer tokens, though there were more
 };
 
 /// Compares one row's output; throws disagreement.

@@ -27,17 +27,27 @@ random_case eviction_case(std::uint64_t seed) {
   o.kv_heads = d.between(1, 3);
   o.query_heads = o.kv_heads * d.between(1, 16);
   o.method.plan = "eviction";
-  o.method.eviction = d.name_of(freekv::examples::evictions);
+  o.method.eviction = freekv::examples::evictions[seed % std::size(freekv::examples::evictions)].name;
+  const std::string& method = o.method.eviction;
+  const bool has_window = method == "snapkv" || method == "pyramid_kv" || method == "hard_kv" ||
+                          method == "defensive_kv" || method == "cake" || method == "r_kv" ||
+                          method == "arkv_origin";
   o.method.keeps_prompt = d.below(2) == 0;
-  o.page = d.one_of({8, 16, 24});
+  o.page = has_window ? 8 : d.one_of({8, 16, 24});
   o.budget.sink = d.one_of({0, 1, 3, o.page, 2 * o.page + 1});
   o.budget.window = o.method.eviction == "raas" ? d.between(o.page, 3 * o.page) : d.between(1, 40);
-  o.budget.selected_units = o.method.eviction == "snapkv" ? 5 : d.between(1, 6);
-  o.scale = d.one_of({0.0f, 0.05f, 0.3f});
+  o.budget.selected_units = has_window ? 5 : d.between(1, 6);
+  o.method.interval =
+      d.between(1, std::min(40, o.budget.sink + o.budget.window + o.budget.selected_units * o.page - 1));
+  if (method == "pyramid_kv" || method == "cake") {
+    o.layers = d.between(1, 5);
+    o.complete_layers = d.below(o.layers + 1) / 2;
+  }
+  o.scale = d.one_of({0.0f, method == "hard_kv" ? 0.3f : 0.05f, 0.3f});
   c.turn = d.one_of({0.05f, 0.3f, 1.0f});
   c.outliers = d.one_of({0.0f, 0.05f});
   o.max_sequences = d.between(1, 3);
-  o.max_prompt = d.one_of({1, 40, 100, 220});
+  o.max_prompt = method == "cake" ? 220 : d.one_of({1, 40, 100, 220});
   c.steps = d.between(1, 120);
   o.max_tokens = o.max_prompt + c.steps;
   return c;
@@ -57,7 +67,8 @@ class run_of_case {
       : c_(c),
         seen_(seen),
         dice_(c.seed + 99),
-        pipeline_(freekv::examples::make_pipeline(c.options, backend)) {}
+        pipeline_(freekv::examples::make_pipeline(c.options, backend)),
+        tested_(dice_.below(c.options.layers - c.options.complete_layers)) {}
 
   void run() {
     const int all = c_.options.max_sequences + 2;
@@ -82,7 +93,7 @@ class run_of_case {
     const int steps = dice_.between(prompt == 0 ? 1 : 0, c_.steps);
     live_.push_back({pipeline_->open(),
                      {own, prompt, prompt + steps},
-                     oracle::forgetful_decoder(eviction_settings_of(c_.options))});
+                     oracle::forgetful_decoder(eviction_settings_of(c_.options, tested_))});
   }
 
   void step() {
@@ -101,8 +112,13 @@ class run_of_case {
     }
     std::vector<float> out(queries.size()), lse(queries.size() / n(c_.options.head_dim));
     pipeline_->begin_step(rows);
-    pipeline_->append(0, keys, values, queries);
-    pipeline_->attend(0, out, lse);
+    std::vector<float> other_out(out.size()), other_lse(lse.size());
+    for (int layer = 0; layer < c_.options.layers; ++layer) {
+      const std::vector<float> of_this_layer = of_layer(queries, layer);
+      pipeline_->append(layer, keys, values, of_this_layer);
+      const bool tested = layer == tested_layer();
+      pipeline_->attend(layer, tested ? out : other_out, tested ? lse : other_lse);
+    }
     pipeline_->end_step();
     int row = 0;
     for (const auto& r : rows) {
@@ -123,36 +139,68 @@ class run_of_case {
     };
     const auto part = [&](const std::vector<float>& of) { return l.text.rows(of, l.done, r.tokens); };
     if (r.phase == step_phase::prefill) {
-      l.expected.prompt(part(l.text.queries), part(l.text.keys), part(l.text.values));
+      l.expected.prompt(of_tested_layer(part(l.text.queries)), part(l.text.keys), part(l.text.values));
       for (const int at : {0, dice_.below(r.tokens), r.tokens - 1}) {
         compare_at(first_row + at, l.expected.prompt_row(l.done + at), sentence("prompt row ", l.done + at));
         ++seen_.prompt_rows;
       }
     } else {
+      if (c_.options.method.eviction == "cake" && l.done == l.text.prompt && l.done > 0) give_budget(l);
       const std::string where = sentence("token ", l.done, " after a prompt of ", l.text.prompt);
-      const auto report = pipeline_->report(0, l.id);
+      const auto report = pipeline_->report(tested_layer(), l.id);
       const auto stride = report.attended.size() / report.attended_count.size();
       const int page = eviction_settings_of(c_.options).page;
       for (int head = 0; head < c_.options.kv_heads; ++head) {
         const auto units = report.attended.subspan(n(head) * stride, n(report.attended_count[n(head)]));
         compare_units(where, l.expected, head, {units.begin(), units.end()}, l.done / page, seen_);
         seen_.evicted += l.done / page + 1 - static_cast<int>(units.size());
+        const int budget = eviction_settings_of(c_.options).budget;
+        seen_.below_budget +=
+            static_cast<int>(units.size()) * page <= budget && l.done / page * page > budget;
         if (report.corrected[n(head)] != 0 || report.recalled[n(head)] != 0 || report.promoted[n(head)] != 0)
           throw disagreement{where + ": something was corrected or moved"};
       }
-      compare_at(first_row,
-                 l.expected.step(part(l.text.queries), part(l.text.keys), part(l.text.values)).attended,
-                 where);
+      compare_at(
+          first_row,
+          l.expected.step(of_tested_layer(part(l.text.queries)), part(l.text.keys), part(l.text.values))
+              .attended,
+          where);
       ++seen_.steps;
     }
     l.done += r.tokens;
     if (pipeline_->tokens(l.id) != l.done) throw disagreement{"the sequence has another length"};
   }
 
+  /// Queries are smaller from layer to layer, so that attention differs.
+  std::vector<float> of_layer(std::span<const float> queries, int layer) const {
+    std::vector<float> smaller(queries.begin(), queries.end());
+    for (float& x : smaller) x *= 1.0f - 0.15f * static_cast<float>(layer);
+    return smaller;
+  }
+  std::vector<float> of_tested_layer(std::span<const float> queries) const {
+    return of_layer(queries, tested_layer());
+  }
+  /// The budget of the tested layer's prompt among all layers'.
+  void give_budget(live_sequence& l) {
+    const auto part = [&](const std::vector<float>& of) { return l.text.rows(of, 0, l.text.prompt); };
+    oracle::eviction_settings s = eviction_settings_of(c_.options, tested_);
+    std::vector<double> preferences;
+    for (int layer = c_.options.complete_layers; layer < c_.options.layers; ++layer) {
+      oracle::forgetful_decoder other(s);
+      other.prompt(of_layer(part(l.text.queries), layer), part(l.text.keys), part(l.text.values));
+      preferences.push_back(other.preference());
+    }
+    oracle::give_cake_budget(s, preferences, l.text.prompt);
+    l.expected.take_budget(s);
+    seen_.other_budgets += s.prompt_budget >= 0 && s.prompt_budget != s.budget;
+  }
+  int tested_layer() const { return c_.options.complete_layers + tested_; }
+
   const random_case& c_;
   eviction_coverage& seen_;
   dice dice_;
   std::unique_ptr<freekv::examples::pipeline> pipeline_;
+  int tested_;  // of the layers that forget
   std::vector<live_sequence> live_;
   int opened_ = 0;
 };
@@ -160,7 +208,8 @@ class run_of_case {
 }  // namespace
 
 TEST_CASE("random sequences that forget agree with the float64 oracle", "[property][eviction]") {
-  const std::uint64_t first = number_from("FREEKV_SEED", 1), count = number_from("FREEKV_CASES", 120);
+  const std::uint64_t first = number_from("FREEKV_SEED", 1),
+                      count = number_from("FREEKV_CASES", 15 * std::ssize(freekv::examples::evictions));
   std::map<int, freekv::host_backend> backends;
   for (const auto isa : instruction_sets())
     for (const int threads : {1, 3})
@@ -186,9 +235,12 @@ TEST_CASE("random sequences that forget agree with the float64 oracle", "[proper
       CHECK(of.steps > 500);
       CHECK(of.evicted > 500);
       CHECK(of.doubtful * 50 < of.sets);
+      if (method == "hard_kv") CHECK(of.below_budget > 100);
+      if (method == "cake") CHECK(of.other_budgets > 10);
     }
   }
   for (const auto& [method, of] : seen)
     WARN(method << ": steps " << of.steps << ", sets " << of.sets << ", doubtful " << of.doubtful
-                << ", evicted " << of.evicted << ", prompt rows " << of.prompt_rows);
+                << ", evicted " << of.evicted << ", prompt rows " << of.prompt_rows << ", below the budget "
+                << of.below_budget);
 }

@@ -18,7 +18,9 @@ using freekv::settings_error;
 using freekv::step_phase;
 using freekv::usage_error;
 
-using any_eviction = freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::raas>;
+using any_eviction = freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::pyramid_kv,
+                                    freekv::raas, freekv::lazy_eviction, freekv::hard_kv,
+                                    freekv::defensive_kv, freekv::cake, freekv::r_kv, freekv::arkv_origin>;
 using forgetful = freekv::evicting_pipeline<freekv::kv_shape<freekv::half, 24>, any_eviction>;
 constexpr std::size_t row_bytes = 2 * 24 * sizeof(freekv::half);  // a KV head's keys and values of a token
 
@@ -38,7 +40,18 @@ forgetful::settings settings_of(any_eviction eviction) {
 const freekv::raas small_raas{.page = 8, .room = 16, .keeps_prompt = true};
 const freekv::raas cut_raas{.page = 8, .sink = 8, .window = 8};
 std::vector<any_eviction> all_evictions() {
-  return {freekv::h2o{}, freekv::tova{}, freekv::snapkv{}, small_raas, cut_raas};
+  return {freekv::h2o{},
+          freekv::tova{},
+          freekv::snapkv{},
+          freekv::pyramid_kv{},
+          freekv::lazy_eviction{.window = 16},
+          freekv::hard_kv{.interval = 16},
+          freekv::defensive_kv{},
+          freekv::cake{},
+          freekv::r_kv{.interval = 16},
+          freekv::arkv_origin{.window = 8},
+          small_raas,
+          cut_raas};
 }
 std::string name_of(const any_eviction& eviction) {
   return resolve(eviction, [](const auto& e) { return std::string(e.name); });

@@ -11,6 +11,7 @@ namespace freekv {
 
 /// An optional member of a policy; which of them a kind has, and as what, its header says.
 enum class hook : std::uint8_t {
+  allocate,
   at,
   bytes,
   decode,
@@ -19,8 +20,10 @@ enum class hook : std::uint8_t {
   kept,
   kind_of_head,  ///< a plan's `kind(layer, head)`
   linear,
+  observe,
   prepare,
   query_width,
+  sees_keys,
   shared_bytes,
   shared_floats,
   stored,
@@ -101,10 +104,10 @@ struct checked_hook {
   static_assert(listed || !there, "a policy has a hook that its `hooks` does not list");
 };
 
-using every_hook =
-    hook_list<hook::at, hook::bytes, hook::decode, hook::encode, hook::enough, hook::kept, hook::kind_of_head,
-              hook::linear, hook::prepare, hook::query_width, hook::shared_bytes, hook::shared_floats,
-              hook::stored, hook::validate, hook::values, hook::with_elements>;
+using every_hook = hook_list<hook::allocate, hook::at, hook::bytes, hook::decode, hook::encode, hook::enough,
+                             hook::kept, hook::kind_of_head, hook::linear, hook::observe, hook::prepare,
+                             hook::query_width, hook::sees_keys, hook::shared_bytes, hook::shared_floats,
+                             hook::stored, hook::validate, hook::values, hook::with_elements>;
 
 /// Compiles if the optional members of `P` are those that it lists.
 template <class P, class Hooks = every_hook>

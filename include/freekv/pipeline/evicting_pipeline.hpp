@@ -202,6 +202,8 @@ class evicting_pipeline {
     rows_ = 0;
     for (const step_input& r : rows)
       if (r.tokens > 0) entries_.push_back(entry_of(r));
+    for (const eviction_entry& entry : entries_)
+      if (entry.ends_prompt) parts_->stages.allocate(parts_->layers, entry);
     order_.begin_step();
     return step(*this);
   }

@@ -33,7 +33,12 @@ struct eviction_settings {
   Eviction eviction{};
 
   int max_tokens() const { return max_prompt + max_generated; }
-  eviction_limits limits() const { return {budget, max_prompt, max_generated}; }
+  /// Leading layers that forget nothing.
+  int complete_layers() const { return std::min(int{plan.layers}, layers); }
+  /// What a layer's policy is told; `layer` is the model's number.
+  eviction_limits limits(int layer) const {
+    return {budget, max_prompt, max_generated, layer - complete_layers(), layers - complete_layers()};
+  }
 };
 
 /// The settings with defaults filled in. Throws settings_error.
@@ -55,10 +60,17 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
     fail("max_prefills is " + text(s.max_prefills) + "; choose from 1 to max_sequences, which is " +
          text(s.max_sequences));
   if (s.budget < 1) fail("budget is " + text(s.budget) + " tokens; keep at least 1");
-  resolve(s.eviction, [&]<class E>(const E& eviction) {
-    if constexpr (hooks_of<E>::has(hook::validate)) eviction_kind::validate(eviction, s.limits());
-  });
   if (s.plan.layers < 0) fail("complete_first has " + text(int{s.plan.layers}) + " layers; 0 or more");
+  resolve(s.eviction, [&]<class E>(const E& eviction) {
+    if constexpr (observes<E>)
+      if (eviction.unit_tokens() != 1 || eviction.observed_rows() < 1 ||
+          eviction.observed_rows() == every_prompt_row)
+        fail(std::string(E::name) + " observes " + text(eviction.observed_rows()) +
+             " rows' attention to units of " + text(eviction.unit_tokens()) +
+             " tokens; observe some of the rows, and units of 1");
+    if constexpr (hooks_of<E>::has(hook::validate))
+      eviction_kind::validate(eviction, s.limits(s.complete_layers()));
+  });
   if (s.scale == 0.0f) s.scale = 1.0f / std::sqrt(static_cast<float>(HeadDim));
   if (!std::isfinite(s.scale)) fail("scale is not finite");
   return s;
@@ -77,6 +89,12 @@ struct eviction_entry {
   bool ends_prompt = false;  // its first decode row
 };
 
+/// Rows of the pool that a KV head has, where a policy gives heads budgets, and its budget in tokens.
+struct head_budget {
+  std::int64_t first = 0;
+  std::int32_t rows = 0, budget = 0;
+};
+
 /// One layer's memory and sizes; trivially copyable. A KV head's rows lie one behind the other: its units in
 /// any order, all full but the last. Of a complete layer a row is a token, and there are no units.
 template <class Shape>
@@ -86,19 +104,23 @@ struct eviction_state {
 
   int layer = 0;
   bool complete = false;
+  int place = 0, places = 1;  // of those that forget
   head_counts heads;
   float scale = 1.0f;
   int rows = 0;  // that a KV head has room for
   int unit_tokens = 1;
-  int units = 0;                // that a KV head has room for; 0 in a complete layer
-  element* kv = nullptr;        // (sequence, kv head, 2, rows, head_dim)
-  int staged_rows = 0;          // 0: prompts are in `kv` at once
-  element* staged = nullptr;    // (staging, kv head, 2, staged_rows, head_dim)
-  float* votes = nullptr;       // (staging, kv head, staged_rows): of all rows, where all are observed
-  int kept_queries = 0;         // the last prompt rows', where not all are observed
-  float* queries = nullptr;     // (staging, kept_queries, query heads, head_dim)
-  std::size_t state_bytes = 0;  // of a unit
-  std::byte* states = nullptr;  // (sequence, kv head, unit, state_bytes)
+  int units = 0;  // that a KV head has room for; 0 in a complete layer
+  element* kv =
+      nullptr;  // (sequence, kv head, 2, rows, head_dim), or the pool's (rows of all layers, 2, head_dim)
+  head_budget* budgets = nullptr;  // (sequence, kv head): where the pool has what; null: no pool
+  int staged_rows = 0;             // 0: prompts are in `kv` at once
+  element* staged = nullptr;       // (staging, kv head, 2, staged_rows, head_dim)
+  float* votes = nullptr;          // (staging, kv head, staged_rows): of all rows, where all are observed
+  int kept_queries = 0;            // the last rows', where not all are observed
+  bool keeps_decoded = false;      // decode rows' too: `queries` are a sequence's then, not a staging's
+  float* queries = nullptr;        // (staging, kept_queries, query heads, head_dim)
+  std::size_t state_bytes = 0;     // of a unit
+  std::byte* states = nullptr;     // (sequence, kv head, unit, state_bytes)
   std::int32_t* first_token = nullptr;  // (sequence, kv head, unit)
   std::int32_t* tokens = nullptr;       // (sequence, kv head): in `kv`
   std::int32_t* attended =
@@ -113,7 +135,14 @@ struct eviction_state {
     return head_index(sequence, head) * static_cast<std::size_t>(units);
   }
   head_slice<element> slice(int sequence, int head) const {
-    return slice_at(kv, rows, head_index(sequence, head));
+    if (budgets == nullptr) return slice_at(kv, rows, head_index(sequence, head));
+    const head_budget& of = budgets[head_index(sequence, head)];
+    return slice_at(kv + of.first * 2 * head_dim, of.rows, 0);
+  }
+  /// The first tokens of a KV head's units.
+  std::int32_t* first_tokens(int sequence, int head) const {
+    return first_token + (budgets == nullptr ? static_cast<std::ptrdiff_t>(unit_index(sequence, head))
+                                             : budgets[head_index(sequence, head)].first);
   }
   /// The rows of a prompt of KV head `head`, which are kept until the prompt ends.
   head_slice<element> prompt_slice(const eviction_entry& entry, int head) const {
@@ -124,7 +153,7 @@ struct eviction_state {
     return votes + head_index(entry.staging, head) * static_cast<std::size_t>(staged_rows);
   }
   float* kept_query(const eviction_entry& entry, int token, int head) const {
-    const int row = entry.staging * kept_queries + token % kept_queries;
+    const int row = (keeps_decoded ? entry.sequence : entry.staging) * kept_queries + token % kept_queries;
     return queries + (static_cast<std::size_t>(row) * static_cast<std::size_t>(heads.kv) +
                       static_cast<std::size_t>(head)) *
                          static_cast<std::size_t>(heads.group() * head_dim);
@@ -178,7 +207,31 @@ class eviction_memory {
   std::vector<state> layers_of(const eviction_settings<Eviction>& s, carver& slow, carver& fast) {
     std::vector<state> made;
     for (int layer = 0; layer < s.layers; ++layer) made.push_back(layer_of(s, layer, slow, fast));
+    resolve(s.eviction, [&]<class E>(const E& eviction) {
+      if constexpr (allocates<E>) share_pool(s, eviction, made, fast);
+    });
     return made;
+  }
+
+  /// Rows of all heads and layers that forget, one pool for each sequence.
+  template <class E>
+  void share_pool(const eviction_settings<Eviction>& s, const E& eviction, std::vector<state>& made,
+                  carver& fast) {
+    std::int64_t rows = 0;
+    for (const state& l : made)
+      if (!l.complete)
+        rows += std::int64_t{s.kv_heads} * std::min(eviction.capacity(s.limits(l.layer)), s.max_tokens());
+    const std::size_t before = fast.used();
+    auto* const kv =
+        fast.take<typename state::element>(size(s.max_sequences) * size(rows) * 2 * state::head_dim);
+    bytes.slots += fast.used() - before;
+    auto* const first_token = fast.take<std::int32_t>(size(s.max_sequences) * size(rows));
+    for (state& l : made) {
+      if (l.complete) continue;
+      l.kv = kv;
+      l.first_token = first_token;
+      l.budgets = fast.take<head_budget>(l.head_index(s.max_sequences, 0));
+    }
   }
 
   state layer_of(const eviction_settings<Eviction>& s, int layer, carver& slow, carver& fast) {
@@ -200,12 +253,20 @@ class eviction_memory {
       l.kv = slow.take<element>(numbers(heads, l.rows));
       return l;
     }
+    bool pooled = false;
     resolve(s.eviction, [&]<class E>(const E& eviction) {
+      pooled = allocates<E>;
       l.unit_tokens = eviction.unit_tokens();
-      l.units = (std::min(eviction.capacity(s.limits()), s.max_tokens()) + l.unit_tokens - 1) / l.unit_tokens;
-      l.state_bytes = sizeof(typename E::unit_state);
+      const eviction_limits most = s.limits(layer);
+      l.place = most.layer;
+      l.places = most.layers;
+      const int room =
+          pooled ? s.max_tokens() : eviction.capacity(most);  // of a pool a head may have any part
+      l.units = (std::min(room, s.max_tokens()) + l.unit_tokens - 1) / l.unit_tokens;
+      if constexpr (!observes<E>) l.state_bytes = sizeof(typename E::unit_state);
       l.staged_rows = eviction.stages_prompt() ? s.max_prompt : 0;
       if (eviction.observed_rows() < every_prompt_row) l.kept_queries = eviction.observed_rows();
+      if constexpr (observes<E>) l.keeps_decoded = eviction.observes_decoding();
     });
     l.rows = l.units * l.unit_tokens;
     const auto counted = [&](std::size_t& of, auto take) {
@@ -213,15 +274,18 @@ class eviction_memory {
       take();
       of += fast.used() - before;
     };
-    counted(bytes.slots, [&] { l.kv = fast.take<element>(numbers(heads, l.rows)); });
+    const auto take_queries = [&](int of) {
+      l.queries = fast.take<float>(size(of) * size(l.kept_queries) * size(s.query_heads) * state::head_dim);
+    };
+    if (!pooled) counted(bytes.slots, [&] { l.kv = fast.take<element>(numbers(heads, l.rows)); });
     counted(bytes.staging, [&] {
       l.staged = fast.take<element>(numbers(staged_heads, l.staged_rows));
       if (l.kept_queries == 0) l.votes = fast.take<float>(staged_heads * size(l.staged_rows));
-      l.queries = fast.take<float>(size(s.max_prefills) * size(l.kept_queries) * size(s.query_heads) *
-                                   state::head_dim);
+      if (!l.keeps_decoded) take_queries(s.max_prefills);
     });
+    if (l.keeps_decoded) take_queries(s.max_sequences);
     l.states = fast.take<std::byte>(l.unit_index(s.max_sequences, 0) * l.state_bytes);
-    l.first_token = fast.take<std::int32_t>(l.unit_index(s.max_sequences, 0));
+    if (!pooled) l.first_token = fast.take<std::int32_t>(l.unit_index(s.max_sequences, 0));
     l.attended = fast.take<std::int32_t>(l.unit_index(s.max_sequences, 0));
     return l;
   }

@@ -22,11 +22,14 @@
 
 namespace freekv {
 
-/// Limits of an evicting pipeline, in tokens: what a KV head keeps, and the most that a sequence brings.
+/// Limits of an evicting pipeline, in tokens: what a KV head keeps, and the most that a sequence brings. Layers are
+/// those that forget, counted among themselves.
 struct eviction_limits {
   int budget = 0;
   int max_prompt = 0;
   int max_generated = 0;
+  int layer = 0;  ///< the one asked for
+  int layers = 1;
 };
 
 /// When units leave: after a decode row has attended, or before the first one, which is when a prompt ends.
@@ -35,6 +38,9 @@ struct eviction_moment {
   int prompt = 0;  ///< tokens of the prompt
   int tokens = 0;  ///< of the sequence so far
   bool prompt_ends = false;
+  int held = 0;               ///< tokens that the head has now
+  int layer = 0, layers = 1;  ///< of those that forget
+  int head = 0;               ///< KV head of the layer
 };
 
 /// Votes for prompt tokens: the shares that each has of the observed prompt rows' attention, summed (tokens).
@@ -43,9 +49,56 @@ struct prompt_votes {
   int tokens = 0;
 };
 
+/// What the query heads of a group are to a policy that observes rows.
+enum class group_rule : std::uint8_t {
+  each,           ///< a row each: its shares of the softmax over what the head holds
+  largest_score,  ///< one row: the largest of their scores; -infinity for what the row does not attend to
+};
+
+/// What a KV head holds when units are to leave, tokens in the order of the text, and what the last observed rows have of
+/// it: `observed_rows()` of the sequence's last, fewer where it has no more, those of a query head apart with
+/// `group_rule::each`. All of it but `tokens` is the policy's to write over.
+struct observed_units {
+  int units = 0;
+  const std::int32_t* tokens = nullptr;  ///< (units): numbers in the sequence, ascending
+  int rows = 0;              ///< row r is of query head r % heads of the row r / heads, of the last the last
+  int heads = 1;             ///< of the group, that have rows of their own
+  float* numbers = nullptr;  ///< (rows, stride)
+  float* scratch = nullptr;  ///< (rows, stride)
+  std::int32_t* counts = nullptr;  ///< (rows, 2)
+  float* keys = nullptr;           ///< (units, head_dim), of a policy that `sees_keys()`
+  int head_dim = 0;
+  std::ptrdiff_t stride = 0;
+
+  float* row(int r) const { return numbers + r * stride; }
+  float* scratch_row(int r) const { return scratch + r * stride; }
+};
+
+/// Heads that budgets are given to, and how many tokens each had if all had the same.
+struct eviction_heads {
+  int layers = 0, kv_heads = 0;
+  int budget = 0, prompt = 0;  ///< tokens
+};
+
 /// All rows of a prompt are observed; all tokens are kept.
 inline constexpr int every_prompt_row = std::numeric_limits<int>::max();
 inline constexpr int every_token = std::numeric_limits<int>::max();
+
+namespace detail {
+
+/// Throws settings_error for a window of rows, or a kernel, that a method cannot have; `p_` are the published ones.
+inline void check_window(std::string_view name, int window, int p_window, int kernel, int p_kernel,
+                         const eviction_limits& most) {
+  if (window < 1 || window >= most.budget)
+    throw settings_error(std::string(name) + ": a window of " + std::to_string(window) +
+                         " rows is not from 1 to below the budget of " + std::to_string(most.budget) +
+                         " tokens; " + std::to_string(p_window) + " as published");
+  if (kernel < 1 || kernel % 2 == 0)
+    throw settings_error(std::string(name) + ": a kernel of " + std::to_string(kernel) +
+                         " tokens is not odd; " + std::to_string(p_kernel) + " as published");
+}
+
+}  // namespace detail
 
 /// H2O (arXiv 2306.14048, section 4 and algorithm 1): the tokens that have had most attention of all rows so
 /// far, and the latest. Half of the budget is recent, as published. At a prompt's end all of it is cut to the
@@ -144,13 +197,95 @@ struct snapkv {
 
   std::string values() const { return std::to_string(window) + ", " + std::to_string(kernel); }
   void validate(const eviction_limits& most) const {
+    detail::check_window("snapkv", window, 32, kernel, 7, most);
+  }
+};
+
+/// PyramidKV (arXiv 2406.02069): snapkv whose budget falls from layer to layer, as much above the mean in
+/// the first as below it in the last, which has a `beta`th of it beside the window. Where that would be more than the
+/// prompt has, the first layer keeps the prompt and the slope is less. Layers are those that forget; of one alone it is
+/// snapkv with another window.
+struct pyramid_kv : snapkv {
+  static constexpr std::string_view name = "pyramid_kv";
+  constexpr pyramid_kv() : snapkv{8, 7} {}
+  int beta = 20;
+
+  FREEKV_HD constexpr int capacity(const eviction_limits& most) const {
+    const int largest = budget_of(most.budget, most.max_prompt, most.layer, most.layers);
+    return (largest > most.budget ? largest : most.budget) + most.max_generated;
+  }
+  FREEKV_HD constexpr int kept(const eviction_moment& at) const {
+    return at.prompt_ends ? budget_of(at.budget, at.prompt, at.layer, at.layers) : every_token;
+  }
+
+  std::string values() const { return snapkv::values() + ", beta " + std::to_string(beta); }
+  void validate(const eviction_limits& most) const {
+    detail::check_window("pyramid_kv", window, 8, kernel, 7, most);
+    if (beta < 1)
+      throw settings_error("pyramid_kv: a beta of " + std::to_string(beta) + " is below 1; 20 as published");
+  }
+
+ private:
+  FREEKV_HD constexpr int budget_of(int mean, int prompt, int layer, int layers) const {
+    const int steepest = (mean - window) - (mean - window) / beta, room = prompt - mean;
+    const std::int64_t slope = steepest < room ? steepest : room;
+    if (layers < 2 || slope <= 0) return mean;
+    return mean + static_cast<int>(slope * (layers - 1 - 2 * layer) / (layers - 1));
+  }
+};
+
+/// LazyEviction (arXiv 2506.15969): a token that has at least `threshold` of a row's attention is active then,
+/// and the longest that it has been between two such rows is its interval. Every `window` decode rows, where there are
+/// more than the budget, those leave that have been inactive for longest in their own intervals, but never the latest
+/// `window`. The first of the paper's two scores alone ranks tokens, H1, which falls with inactivity / interval; the
+/// second weighs in its ablation (table 4) 0.4 to 1.2 points of accuracy to the first one's 4 to 5.6. A prompt is cut to
+/// the budget when it ends, its last row counting like a decode row: the paper cuts it in the first window's end.
+struct lazy_eviction {
+  using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::validate, hook::values>;
+  static constexpr std::string_view name = "lazy_eviction";
+  int window = 64;  ///< decode rows; the paper takes the 80th percentile of intervals, below 175 on MATH-500
+  float threshold = 1e-4f;
+
+  struct unit_state {
+    std::int32_t active, interval,
+        row;  // the last active row, the longest interval, the last row that attended
+  };
+  FREEKV_HD constexpr int unit_tokens() const { return 1; }
+  FREEKV_HD constexpr bool stages_prompt() const { return true; }
+  FREEKV_HD constexpr int observed_rows() const { return 1; }
+  FREEKV_HD constexpr int capacity(const eviction_limits& most) const { return most.budget + window; }
+  FREEKV_HD constexpr int kept(const eviction_moment& at) const {
+    return (at.tokens - at.prompt) % window == 0 ? at.budget : every_token;
+  }
+  FREEKV_HD constexpr bool protects(int token, const eviction_moment& at) const {
+    return token >= at.tokens - window;
+  }
+  FREEKV_HD constexpr void on_append(unit_state& unit, int row) const { unit = {row, 0, row}; }
+  FREEKV_HD constexpr void on_prompt(unit_state& unit, const prompt_votes& votes, int token) const {
+    on_attended(unit, votes.shares[token], votes.tokens - 1);
+  }
+  FREEKV_HD constexpr void on_attended(unit_state& unit, float share, int row) const {
+    unit.row = row;
+    if (!(share >= threshold)) return;
+    if (row - unit.active > unit.interval) unit.interval = row - unit.active;
+    unit.active = row;
+  }
+  /// One that has no interval yet is older than all that have one, unless it is active now.
+  FREEKV_HD std::uint32_t worth(const unit_state& unit) const {
+    const float inactive = static_cast<float>(unit.row - unit.active);
+    return inactive == 0.0f     ? order_bits(0.0f)
+           : unit.interval == 0 ? 0
+                                : order_bits(-inactive / static_cast<float>(unit.interval));
+  }
+
+  std::string values() const { return std::to_string(window) + ", " + detail::decimal(threshold); }
+  void validate(const eviction_limits& most) const {
     if (window < 1 || window >= most.budget)
-      throw settings_error("snapkv: a window of " + std::to_string(window) +
+      throw settings_error("lazy_eviction: a window of " + std::to_string(window) +
                            " rows is not from 1 to below the budget of " + std::to_string(most.budget) +
-                           " tokens; 32 as published");
-    if (kernel < 1 || kernel % 2 == 0)
-      throw settings_error("snapkv: a kernel of " + std::to_string(kernel) +
-                           " tokens is not odd; 7 as published");
+                           " tokens");
+    if (std::isnan(threshold)) throw settings_error("lazy_eviction: threshold is NaN; 1e-4 as published");
   }
 };
 
@@ -228,19 +363,37 @@ struct raas {
   }
 };
 
+/// Whether a policy lists `hook::observe`.
+template <class E>
+inline constexpr bool observes = hooks_of<E>::has(hook::observe);
+
+/// Whether it lists `hook::allocate`.
+template <class E>
+inline constexpr bool allocates = hooks_of<E>::has(hook::allocate);
+
+/// A policy that remembers something of each unit. `unit_state` is trivially copyable. The hooks: `on_append(unit, row)`
+/// for every token, with its number in the sequence; `on_prompt(unit, votes, first_token)` when a prompt ends, with the
+/// votes of its last `observed_rows()` rows; `on_attended(unit, share, row)` for all units that a decode row has attended
+/// to, with the row's share on each.
+template <class E>
+concept counts_units = std::is_trivially_copyable_v<typename E::unit_state> &&
+    requires(const E e, typename E::unit_state& unit, const prompt_votes& votes) {
+  e.on_append(unit, 0);
+  e.on_prompt(unit, votes, 0);
+  e.on_attended(unit, 0.5f, 0);
+  { e.worth(unit) } -> std::same_as<std::uint32_t>;
+};
+
 /// Which units of a KV head leave when there are more than `kept(moment)` tokens' worth: of those that it does not
 /// protect the one of least `worth`, of those alike the one that was there first.
 ///
-/// `unit_state` is trivially copyable. The hooks: `on_append(unit, row)` for every token, with its number in the
-/// sequence; `on_prompt(unit, votes, first_token)` when a prompt ends, with the votes of its last `observed_rows()`
-/// rows; `on_attended(unit, share, row)` for all units that a decode row has attended to, with the row's share on
-/// each. `stages_prompt()`: a prompt is kept apart until it is cut to the budget, else it is in the slots at once.
-/// `capacity(limits)`: tokens that a head ever holds. `protects(first_token, moment)`.
+/// It counts units, or observes the rows of a window. `stages_prompt()`: a prompt is kept apart until it is cut to the
+/// budget, else it is in the slots at once. `capacity(limits)`: tokens that a head ever holds.
+/// `protects(first_token, moment)`.
 template <class E>
 concept eviction_policy = policy<E> && std::same_as<typename E::policy_kind, eviction_kind> &&
-    std::is_trivially_copyable_v<typename E::unit_state> &&
-    requires(const E e, typename E::unit_state& unit, const eviction_moment& at, const eviction_limits& most,
-             const prompt_votes& votes) {
+    (observes<E> || counts_units<E>)&&requires(const E e, const eviction_moment& at,
+                                               const eviction_limits& most) {
   { E::name } -> std::convertible_to<std::string_view>;
   { e.unit_tokens() } -> std::same_as<int>;
   { e.stages_prompt() } -> std::same_as<bool>;
@@ -248,16 +401,33 @@ concept eviction_policy = policy<E> && std::same_as<typename E::policy_kind, evi
   { e.capacity(most) } -> std::same_as<int>;
   { e.kept(at) } -> std::same_as<int>;
   { e.protects(0, at) } -> std::same_as<bool>;
-  e.on_append(unit, 0);
-  e.on_prompt(unit, votes, 0);
-  e.on_attended(unit, 0.5f, 0);
-  { e.worth(unit) } -> std::same_as<std::uint32_t>;
 };
 
 static_assert(eviction_policy<h2o> && eviction_policy<tova> && eviction_policy<snapkv> &&
-              eviction_policy<raas>);
+              eviction_policy<pyramid_kv> && eviction_policy<lazy_eviction> && eviction_policy<raas>);
 
-/// Optional: `validate(limits)`, `values()`.
+/// Whether it has what `hook::allocate` is.
+template <class P>
+concept gives_budgets = requires {
+  typename P::statistic;
+}
+&&std::is_trivially_copyable_v<typename P::statistic>&& requires(const P p, const observed_units& units,
+                                                                 const eviction_moment& at,
+                                                                 const typename P::statistic* of,
+                                                                 const eviction_heads& over, int* budgets) {
+  { p.measure(units, at) } -> std::same_as<typename P::statistic>;
+  p.allocate(of, over, budgets);
+};
+
+/// Optional: `validate(limits)`, `values()`, and
+/// - `observe(units, moment, worths) -> int`, with `group()` and `observes_decoding()`: before units, which are tokens then,
+///   leave, it gives each a worth, and says how many of them stay at most, the protected ones among them. `group()` is
+///   what it sees of query heads, `observes_decoding()` whether decode rows are among its rows, whose queries are kept for
+///   each sequence then; else units leave when a prompt ends alone;
+/// - `sees_keys() -> bool`, whether it is given the units' keys with them;
+/// - `allocate(statistics, over, budgets)`, with a trivially copyable `statistic` and `measure(units, moment) -> statistic`:
+///   when a prompt that is longer than the budget ends, it sees what was measured of each head of all layers that forget
+///   (layers, kv_heads) and gives them budgets, whose sum is at most that of equal ones.
 struct eviction_kind : kind_defaults {
   template <class P>
   struct check {
@@ -265,11 +435,26 @@ struct eviction_kind : kind_defaults {
                   "an eviction policy has a name, a trivially copyable unit_state, unit_tokens(), "
                   "stages_prompt(), observed_rows(), capacity(limits), kept(moment), protects(token, "
                   "moment), worth(unit) -> uint32, and the hooks on_append(unit, row), on_prompt(unit, "
-                  "votes, token) and on_attended(unit, share, row)");
+                  "votes, token) and on_attended(unit, share, row); one that lists hook::observe has no "
+                  "unit_state, worth and hooks of units");
+    static_assert(!allocates<P> || observes<P>,
+                  "an eviction policy that lists hook::allocate lists hook::observe");
   };
   template <class P>
   static constexpr bool offers(hook h) {
     switch (h) {
+      case hook::allocate:
+        return gives_budgets<P>;
+      case hook::observe:
+        return requires(const P p, const observed_units& units, const eviction_moment& at, float* worths) {
+          { p.observe(units, at, worths) } -> std::same_as<int>;
+          { p.group() } -> std::same_as<group_rule>;
+          { p.observes_decoding() } -> std::same_as<bool>;
+        };
+      case hook::sees_keys:
+        return requires(const P p) {
+          { p.sees_keys() } -> std::same_as<bool>;
+        };
       case hook::validate:
         return requires(const P p) { p.validate(eviction_limits{}); };
       default:

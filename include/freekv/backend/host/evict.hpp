@@ -13,6 +13,8 @@
 #include <freekv/pipeline/eviction_state.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <limits>
+#include <numeric>
+#include <utility>
 #include <vector>
 
 namespace freekv::host {
@@ -33,6 +35,7 @@ class eviction_stages {
     score_stride_ = (most + 15) / 16 * 16;
     const auto n = [](std::int64_t x) { return static_cast<std::size_t>(x); };
     const int group = s.query_heads / s.kv_heads;
+    const auto [observed, units] = most_observed(s, most);
     for (int i = 0; i < backend.threads(); ++i)
       scratch_.push_back({.block = memory.take<float>(n(attention_scratch<d>)),
                           .query = memory.take<float>(n(group * d)),
@@ -42,7 +45,28 @@ class eviction_stages {
                           .scores = memory.take<float>(n(group * score_stride_)),
                           .shares = memory.take<float>(n(score_stride_)),
                           .votes = memory.take<float>(n(score_stride_)),
-                          .keys = memory.take<std::uint64_t>(n(most))});
+                          .keys = memory.take<std::uint64_t>(n(most)),
+                          .numbers = memory.take<float>(n(observed * score_stride_)),
+                          .transformed = memory.take<float>(n(observed * score_stride_)),
+                          .counts = memory.take<std::int32_t>(n(2 * observed)),
+                          .unit_keys = memory.take<float>(n(sees_keys(s) ? units * d : 0)),
+                          .worths = memory.take<float>(n(units)),
+                          .order = memory.take<std::int32_t>(n(units)),
+                          .tokens = memory.take<std::int32_t>(n(units))});
+    resolve(s.eviction, [&]<class E>(const E&) {
+      if constexpr (allocates<E>) {
+        const std::int64_t heads = std::int64_t{s.layers - s.complete_layers()} * s.kv_heads;
+        statistics_ = memory.take<std::byte>(n(heads) * sizeof(typename E::statistic));
+        head_budgets_ = memory.take<int>(n(heads));
+      }
+    });
+  }
+
+  /// When a prompt ends, before any layer is cut: what each head is to have.
+  void allocate(const std::vector<state>& layers, const eviction_entry& entry) {
+    resolve(settings_->eviction, [&]<class E>(const E& eviction) {
+      if constexpr (allocates<E>) give_budgets(eviction, layers, entry);
+    });
   }
 
   /// Puts rows where they belong; before a sequence's first decode row its prompt is cut to the budget.
@@ -114,6 +138,14 @@ class eviction_stages {
     float* shares = nullptr;        // (score_stride)
     float* votes = nullptr;         // (score_stride)
     std::uint64_t* keys = nullptr;  // (units of a prompt)
+    // Of policies that observe:
+    float* numbers = nullptr;        // (rows, score_stride)
+    float* transformed = nullptr;    // (rows, score_stride)
+    std::int32_t* counts = nullptr;  // (rows, 2)
+    float* unit_keys = nullptr;      // (units, head_dim), of one that sees keys
+    float* worths = nullptr;         // (units): in the order of the text
+    std::int32_t* order = nullptr;   // (units): places, in the order of the text
+    std::int32_t* tokens = nullptr;  // (units): numbers in the sequence, ascending
   };
   /// One KV head of one row of a step, and what it attends to.
   struct row_of_head {
@@ -127,14 +159,47 @@ class eviction_stages {
   static constexpr std::size_t index(int n) { return static_cast<std::size_t>(n); }
   /// The most tokens that shares are wanted of, and units that a prompt has.
   static int longest(const Settings& s) {
-    return resolve(s.eviction, [&](const auto& eviction) {
-      return std::max(std::min(eviction.capacity(s.limits()), s.max_tokens()), s.max_prompt) +
-             eviction.unit_tokens();
+    return resolve(s.eviction, [&]<class E>(const E& eviction) {
+      int most = allocates<E> ? s.max_tokens() : s.max_prompt;
+      for (int layer = s.complete_layers(); layer < s.layers; ++layer)
+        most = std::max(most, std::min(eviction.capacity(s.limits(layer)), s.max_tokens()));
+      return most + eviction.unit_tokens();
     });
   }
+  /// Rows that a policy observes at a time, and units that it sees then.
+  static std::pair<std::int64_t, std::int64_t> most_observed(const Settings& s, int most) {
+    return resolve(s.eviction, [&]<class E>(const E& eviction) -> std::pair<std::int64_t, std::int64_t> {
+      if constexpr (observes<E>)
+        return {std::int64_t{std::min(eviction.observed_rows(), s.max_tokens())} *
+                    rows_of(eviction, s.query_heads / s.kv_heads),
+                most};
+      else
+        return {0, 0};
+    });
+  }
+  static bool sees_keys(const Settings& s) {
+    return resolve(s.eviction, [&]<class E>(const E& eviction) {
+      if constexpr (hooks_of<E>::has(hook::sees_keys)) return eviction.sees_keys();
+      return false;
+    });
+  }
+  /// Rows of numbers that a row's group of query heads has.
+  template <class Eviction>
+  static int rows_of(const Eviction& eviction, int group) {
+    return eviction.group() == group_rule::each ? group : 1;
+  }
   isa instructions() const { return backend_->options().instructions; }
-  eviction_moment moment(const eviction_entry& entry, int tokens, bool prompt_ends) const {
-    return {settings_->budget, entry.prompt, tokens, prompt_ends};
+  /// When `held` tokens of a sequence of `tokens` are there.
+  eviction_moment moment(const state& s, const eviction_entry& entry, int head, int tokens, int held) const {
+    const int budget =
+        s.budgets == nullptr ? settings_->budget : s.budgets[s.head_index(entry.sequence, head)].budget;
+    return {budget, entry.prompt, tokens, false, held, s.place, s.places, head};
+  }
+
+  eviction_moment end_of_prompt(const state& s, const eviction_entry& entry, int head) const {
+    eviction_moment at = moment(s, entry, head, entry.prompt, entry.prompt);
+    at.prompt_ends = true;
+    return at;
   }
 
   template <class In>
@@ -161,13 +226,19 @@ class eviction_stages {
   template <class Eviction, class In>
   void append_decoded(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
                       const kv_rows<In>& rows) const {
+    if (s.keeps_decoded) {
+      const int group = s.heads.group() * d;
+      std::memcpy(s.kept_query(entry, entry.before, head),
+                  rows.queries.data() + (std::ptrdiff_t{entry.first_row} * s.heads.kv + head) * group,
+                  index(group) * sizeof(float));
+    }
     std::int32_t& tokens = s.tokens[s.head_index(entry.sequence, head)];
     put(s.slice(entry.sequence, head), tokens, rows, std::ptrdiff_t{entry.first_row} * s.heads.kv + head);
     if (!s.complete) {
       const int unit = tokens / s.unit_tokens;
-      if (tokens % s.unit_tokens == 0)
-        s.first_token[s.unit_index(entry.sequence, head) + index(unit)] = entry.before;
-      eviction.on_append(s.template states_of<Eviction>(entry.sequence, head)[unit], entry.before);
+      if (tokens % s.unit_tokens == 0) s.first_tokens(entry.sequence, head)[unit] = entry.before;
+      if constexpr (!observes<Eviction>)
+        eviction.on_append(s.template states_of<Eviction>(entry.sequence, head)[unit], entry.before);
     }
     ++tokens;
   }
@@ -228,12 +299,100 @@ class eviction_stages {
 
   /// Larger for what stays longer; all that is protected is above.
   template <class Eviction>
-  static std::uint64_t rank(const Eviction& eviction, const typename Eviction::unit_state& unit,
-                            int first_token, const eviction_moment& at) {
+  static std::uint64_t rank(const Eviction& eviction, std::uint32_t worth, int first_token,
+                            const eviction_moment& at) {
     if (eviction.protects(first_token, at))
       return ~std::uint64_t{0} << 32 | static_cast<std::uint32_t>(first_token);
-    const std::uint32_t worth = std::min(eviction.worth(unit), ~std::uint32_t{0} - 1);
+    worth = std::min(worth, ~std::uint32_t{0} - 1);
     return std::uint64_t{worth} << 32 | static_cast<std::uint32_t>(first_token);
+  }
+
+  /// What `scores` of a row of token `row`, by place, are to the units in the order of the text.
+  static void put_in_order(const scratch& w, const float* scores, int units, int row, float* to) {
+    for (int i = 0; i < units; ++i) to[i] = w.tokens[i] <= row ? scores[w.order[i]] : -infinity;
+  }
+  /// Makes scores their shares; all 0 where any is NaN.
+  void make_shares(float* scores, int units) const {
+    log_sum_exp mass;
+    for (int i = 0; i < units; ++i) mass.add(scores[i]);
+    const float lse = mass.value();
+    with_team(instructions(), [&](auto team) {
+      mean_shares(team, {scores, score_stride_, &lse, 1}, units, scores);
+    });
+  }
+
+  /// What the last rows have of the units of `slice`, whose places `order` and numbers `tokens` has.
+  template <class Eviction>
+  observed_units see(const Eviction& eviction, const state& s, const eviction_entry& entry,
+                     const head_slice<element>& slice, int units, const eviction_moment& at,
+                     const scratch& w) const {
+    const int group = s.heads.group(), heads = rows_of(eviction, group);
+    const int first = std::max(0, at.tokens - s.kept_queries), rows = (at.tokens - first) * heads;
+    const observed_units seen{units,         w.tokens, rows,        heads, w.numbers,
+                              w.transformed, w.counts, w.unit_keys, d,     score_stride_};
+    if (sees_keys(*settings_))
+      for (int i = 0; i < units; ++i)
+        for (int x = 0; x < d; ++x)
+          w.unit_keys[i * d + x] = to_float(slice.key[w.order[i] * slice.stride + x]);
+    for (int row = first; row < at.tokens; ++row) {
+      attend_rows(s, s.kept_query(entry, row, at.head), as_const(slice), units,
+                  {w.mass, nullptr, w.scores, score_stride_}, w);
+      float* const to = seen.row((row - first) * heads);
+      if (eviction.group() == group_rule::largest_score) {
+        std::fill_n(to, units, -infinity);
+        for (int g = 0; g < group; ++g) {
+          put_in_order(w, w.scores + g * score_stride_, units, row, w.shares);
+          for (int i = 0; i < units; ++i) to[i] = std::max(to[i], w.shares[i]);  // no NaN
+        }
+        continue;
+      }
+      for (int g = 0; g < group; ++g) {
+        put_in_order(w, w.scores + g * score_stride_, units, row, to + g * score_stride_);
+        make_shares(to + g * score_stride_, units);
+      }
+    }
+    return seen;
+  }
+  /// The same of a prompt that ends.
+  template <class Eviction>
+  observed_units see_prompt(const Eviction& eviction, const state& s, const eviction_entry& entry,
+                            const eviction_moment& at, const scratch& w) const {
+    for (int token = 0; token < entry.prompt; ++token) w.order[token] = w.tokens[token] = token;
+    return see(eviction, s, entry, s.prompt_slice(entry, at.head), entry.prompt, at, w);
+  }
+
+  template <class Eviction>
+  void give_budgets(const Eviction& eviction, const std::vector<state>& layers, const eviction_entry& entry) {
+    const int kv_heads = settings_->kv_heads, first = settings_->complete_layers(),
+              heads = (settings_->layers - first) * kv_heads;
+    auto* const statistics = reinterpret_cast<typename Eviction::statistic*>(statistics_);
+    std::fill_n(head_budgets_, heads, settings_->budget);
+    if (entry.prompt > settings_->budget) {
+      const std::size_t bytes =
+          index(heads * d) * index(entry.prompt) * index(eviction.observed_rows()) * sizeof(element);
+      backend_->parallel(heads, bytes, [&](int unit, int worker) {
+        const state& s = layers[index(first + unit / kv_heads)];
+        const eviction_moment at = end_of_prompt(s, entry, unit % kv_heads);
+        statistics[unit] = eviction.measure(see_prompt(eviction, s, entry, at, scratch_[index(worker)]), at);
+      });
+      eviction.allocate(statistics, {heads / kv_heads, kv_heads, settings_->budget, entry.prompt},
+                        head_budgets_);
+    }
+    std::int64_t left = std::int64_t{heads} * settings_->budget, rows_of_all = 0;
+    for (int unit = 0; unit < heads; ++unit)
+      rows_of_all +=
+          std::min(eviction.capacity(settings_->limits(first + unit / kv_heads)), settings_->max_tokens());
+    std::int64_t row = rows_of_all * entry.sequence;
+    for (int unit = 0; unit < heads; ++unit) {
+      const state& s = layers[index(first + unit / kv_heads)];
+      const int budget = static_cast<int>(std::clamp<std::int64_t>(head_budgets_[unit], 0, left));
+      const int behind =
+          eviction.capacity(settings_->limits(s.layer)) - settings_->budget;  // of decoded tokens
+      const int rows = std::min(budget + behind, settings_->max_tokens());
+      s.budgets[s.head_index(entry.sequence, unit % kv_heads)] = {row, rows, budget};
+      left -= budget;
+      row += rows;
+    }
   }
 
   /// Cuts a prompt to what the head keeps of it, in the order of the text.
@@ -242,10 +401,16 @@ class eviction_stages {
                   const scratch& w) const {
     if (s.complete || entry.prompt == 0) return;
     const int u = s.unit_tokens, all = (entry.prompt + u - 1) / u;
-    const eviction_moment at = moment(entry, entry.prompt, true);
-    const int kept = std::min(all, eviction.kept(at) / u);
+    const eviction_moment at = end_of_prompt(s, entry, head);
+    int kept = std::min(all, eviction.kept(at) / u);
     prompt_votes votes{w.votes, entry.prompt};
-    if (eviction.observed_rows() == every_prompt_row) {
+    if constexpr (observes<Eviction>) {
+      if (kept < all) {
+        kept = std::min(kept, eviction.observe(see_prompt(eviction, s, entry, at, w), at, w.worths));
+      } else {
+        std::fill_n(w.worths, all, 0.0f);
+      }
+    } else if (eviction.observed_rows() == every_prompt_row) {
       votes.shares = s.votes_of(entry, head);
     } else if (eviction.observed_rows() > 0 && kept < all) {
       std::fill_n(w.votes, entry.prompt, 0.0f);
@@ -254,13 +419,22 @@ class eviction_stages {
     } else {
       std::fill_n(w.votes, entry.prompt, 0.0f);
     }
-    const auto unit_at = [&](int unit) {
-      typename Eviction::unit_state made{};
-      eviction.on_append(made, std::min((unit + 1) * u, entry.prompt) - 1);
-      eviction.on_prompt(made, votes, unit * u);
-      return made;
+    const auto make = [&]([[maybe_unused]] auto& made, [[maybe_unused]] int unit) {
+      if constexpr (!observes<Eviction>) {
+        eviction.on_append(made, std::min((unit + 1) * u, entry.prompt) - 1);
+        eviction.on_prompt(made, votes, unit * u);
+      }
     };
-    for (int unit = 0; unit < all; ++unit) w.keys[unit] = rank(eviction, unit_at(unit), unit * u, at);
+    const auto worth_of = [&](int unit) {
+      if constexpr (observes<Eviction>) {
+        return order_bits(w.worths[unit]);
+      } else {
+        typename Eviction::unit_state made{};
+        make(made, unit);
+        return eviction.worth(made);
+      }
+    };
+    for (int unit = 0; unit < all; ++unit) w.keys[unit] = rank(eviction, worth_of(unit), unit * u, at);
     std::nth_element(w.keys, w.keys + (all - kept), w.keys + all);
     std::uint64_t* const best = w.keys + (all - kept);
     const auto number = [](std::uint64_t key) { return static_cast<std::int32_t>(key & 0xffffffffu); };
@@ -268,14 +442,14 @@ class eviction_stages {
 
     const auto from = as_const(s.prompt_slice(entry, head));
     const auto to = s.slice(entry.sequence, head);
-    auto* const states = s.template states_of<Eviction>(entry.sequence, head);
     std::int32_t& tokens = s.tokens[s.head_index(entry.sequence, head)];
     tokens = 0;
     for (int i = 0; i < kept; ++i) {
       const int first = number(best[i]), length = std::min(u, entry.prompt - first);
       if (s.staged_rows > 0) copy_slice<d>(at_row(from, first), at_row(to, i * u), length);
-      s.first_token[s.unit_index(entry.sequence, head) + index(i)] = first;
-      states[i] = unit_at(first / u);
+      s.first_tokens(entry.sequence, head)[i] = first;
+      if constexpr (!observes<Eviction>)
+        make(s.template states_of<Eviction>(entry.sequence, head)[i] = {}, first / u);
       tokens += length;
     }
   }
@@ -294,19 +468,53 @@ class eviction_stages {
                       at_head = s.head_index(entry.sequence, head);
     std::int32_t& tokens = s.tokens[at_head];
     const int units = (tokens + u - 1) / u;
-    with_team(instructions(), [&](auto team) {
-      mean_shares(team, {w.scores, score_stride_, w.lse, s.heads.group()}, tokens, w.shares);
-    });
-    auto* const states = s.template states_of<Eviction>(entry.sequence, head);
-    for (int unit = 0; unit < units; ++unit) {
-      float share = 0.0f;
-      for (int t = unit * u; t < std::min((unit + 1) * u, tokens); ++t) share += w.shares[t];
-      eviction.on_attended(states[unit], share, row);
-      s.attended[first + index(unit)] = s.first_token[first + index(unit)] / u;
-    }
+    for (int unit = 0; unit < units; ++unit)
+      s.attended[first + index(unit)] = s.first_tokens(entry.sequence, head)[unit] / u;
     s.attended_count[at_head] = units;
-    const eviction_moment at = moment(entry, row + 1, false);
-    while ((tokens + u - 1) / u > eviction.kept(at) / u) evict(eviction, s, entry, head, at);
+    const eviction_moment at = moment(s, entry, head, row + 1, tokens);
+    if constexpr (observes<Eviction>) {
+      if (s.keeps_decoded && tokens > eviction.kept(at)) compact(eviction, s, entry, head, at, w);
+    } else {
+      with_team(instructions(), [&](auto team) {
+        mean_shares(team, {w.scores, score_stride_, w.lse, s.heads.group()}, tokens, w.shares);
+      });
+      auto* const states = s.template states_of<Eviction>(entry.sequence, head);
+      for (int unit = 0; unit < units; ++unit) {
+        float share = 0.0f;
+        for (int t = unit * u; t < std::min((unit + 1) * u, tokens); ++t) share += w.shares[t];
+        eviction.on_attended(states[unit], share, row);
+      }
+      while ((tokens + u - 1) / u > eviction.kept(at) / u) evict(eviction, s, entry, head, at);
+    }
+  }
+
+  /// All at once those leave that an observing policy does not keep; the others move up, in the order of their places.
+  template <class Eviction>
+  void compact(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
+               const eviction_moment& at, const scratch& w) const {
+    std::int32_t& tokens = s.tokens[s.head_index(entry.sequence, head)];
+    std::int32_t* const first_token = s.first_tokens(entry.sequence, head);
+    const auto slice = s.slice(entry.sequence, head);
+    std::iota(w.order, w.order + tokens, 0);
+    std::sort(w.order, w.order + tokens, [&](int a, int b) { return first_token[a] < first_token[b]; });
+    for (int i = 0; i < tokens; ++i) w.tokens[i] = first_token[w.order[i]];
+    const int kept =
+        std::min({tokens, eviction.kept(at),
+                  eviction.observe(see(eviction, s, entry, slice, tokens, at, w), at, w.worths)});
+    const auto rank_at = [&](int i) { return rank(eviction, order_bits(w.worths[i]), w.tokens[i], at); };
+    for (int i = 0; i < tokens; ++i) w.keys[i] = rank_at(i);
+    std::nth_element(w.keys, w.keys + (tokens - kept), w.keys + tokens);
+    int to = 0;
+    for (int i = 0; i < tokens; ++i)
+      if (kept > 0 && rank_at(i) >= w.keys[tokens - kept]) w.tokens[to++] = w.order[i];  // never behind i
+    std::sort(w.tokens, w.tokens + to);
+    for (int i = 0; i < to; ++i) {
+      const int from = w.tokens[i];
+      if (from == i) continue;
+      copy_slice<d>(at_row(as_const(slice), from), at_row(slice, i), 1);
+      first_token[i] = first_token[from];
+    }
+    tokens = to;
   }
 
   /// The unit of least rank leaves, but never one that is being filled. Its place is the last full one's, and
@@ -317,12 +525,13 @@ class eviction_stages {
     const int u = s.unit_tokens;
     std::int32_t& tokens = s.tokens[s.head_index(entry.sequence, head)];
     const int units = (tokens + u - 1) / u, open = tokens % u, full = open > 0 ? units - 1 : units;
-    std::int32_t* const first_token = s.first_token + s.unit_index(entry.sequence, head);
+    std::int32_t* const first_token = s.first_tokens(entry.sequence, head);
     auto* const states = s.template states_of<Eviction>(entry.sequence, head);
     int leaves = 0;
     std::uint64_t least = ~std::uint64_t{0};
     for (int unit = 0; unit < full; ++unit)
-      if (const std::uint64_t key = rank(eviction, states[unit], first_token[unit], at); key < least)
+      if (const std::uint64_t key = rank(eviction, eviction.worth(states[unit]), first_token[unit], at);
+          key < least)
         least = key, leaves = unit;
     const auto slice = s.slice(entry.sequence, head);
     const auto move = [&](int from, int to, int length) {
@@ -340,6 +549,8 @@ class eviction_stages {
   const Settings* settings_;
   std::int64_t score_stride_ = 0;
   std::vector<scratch> scratch_;
+  std::byte* statistics_ = nullptr;  // (layers that forget, kv heads), of policies that allocate
+  int* head_budgets_ = nullptr;      // the same
 };
 
 }  // namespace freekv::host

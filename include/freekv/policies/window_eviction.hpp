@@ -1,0 +1,513 @@
+// Eviction by a window of rows: what the last rows attend to decides at once who leaves, and how many of a head stay.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <freekv/core/log_sum_exp.hpp>
+#include <freekv/policies/eviction.hpp>
+#include <functional>
+#include <string>
+#include <string_view>
+
+namespace freekv {
+
+/// The largest of each `kernel` neighbours, the number in the middle one of them; -infinity stays where it is. `pooled`
+/// is other memory.
+inline void pool_largest(const float* numbers, int count, int kernel, float* pooled) {
+  for (int i = 0; i < count; ++i) {
+    const int first = std::max(0, i - kernel / 2), end = std::min(count, i + kernel / 2 + 1);
+    pooled[i] = numbers[i] == -infinity ? -infinity : *std::max_element(numbers + first, numbers + end);
+  }
+}
+
+/// The mean of each `kernel` neighbours, the number in the middle one of them, with nothing beyond the ends. `means` is
+/// other memory.
+inline void average_near(const float* numbers, int count, int kernel, float* means) {
+  for (int i = 0; i < count; ++i) {
+    double sum = 0.0;
+    for (int j = std::max(0, i - kernel / 2); j < std::min(count, i + kernel / 2 + 1); ++j)
+      sum += static_cast<double>(numbers[j]);
+    means[i] = static_cast<float>(sum / kernel);
+  }
+}
+
+/// Softmax masses of scores that descend, at a temperature.
+struct descending_masses {
+  const float* scores = nullptr;
+  int count = 0;
+  double temperature = 1.0, sum = 0.0;
+
+  descending_masses(const float* descending, int n, double t) : scores(descending), count(n), temperature(t) {
+    for (int i = 0; i < count; ++i) sum += weight(i);
+  }
+  double weight(int i) const {
+    return std::exp((static_cast<double>(scores[i]) - static_cast<double>(scores[0])) / temperature);
+  }
+  /// What the first `n` have together.
+  double of_first(int n) const {
+    double mass = 0.0;
+    for (int i = 0; i < n; ++i) mass += weight(i);
+    return mass / sum;
+  }
+  /// The fewest that have `p` together.
+  int fewest(double p) const {
+    double mass = 0.0;
+    for (int i = 0; i < count; ++i)
+      if ((mass += weight(i)) >= p * sum) return i + 1;
+    return count;
+  }
+};
+
+/// HARD-KV's calibration (arXiv 2606.28831, section 3 and appendix D): the temperature at which the `wanted(row)` best of
+/// each row of transformed scores have a share of `p`, on average over the rows, by bisection from 1e-3 to 10: that share
+/// falls as the temperature rises. Where more than are wanted share the largest score it is the lowest. `row(r)` is a row's scores, descending, and `count(r)` how many there are.
+template <class Row, class Count, class Wanted>
+double calibrated_temperature(int rows, double p, const Row& row, const Count& count, const Wanted& wanted) {
+  const auto share = [&](double temperature) {
+    double sum = 0.0;
+    for (int r = 0; r < rows; ++r)
+      sum += descending_masses(row(r), count(r), temperature).of_first(wanted(r));
+    return sum / rows;
+  };
+  double low = std::log(1e-3), high = std::log(10.0);
+  for (int halvings = 0; halvings < 40; ++halvings) {
+    const double middle = 0.5 * (low + high);
+    (share(std::exp(middle)) >= p ? low : high) = middle;
+  }
+  return std::exp(low);
+}
+
+/// HARD-KV (arXiv 2606.28831): a head keeps as many tokens as its attention needs. Of each of the last `window` rows the
+/// fewest tokens stay that have `p` of its softmax, over the largest score of the group; as methods rank tokens by other
+/// numbers than scores, here by the largest of `kernel` neighbours as SnapKV, these are brought to a temperature first at
+/// which as many tokens of a row have `p` as of its scores (section 3). What any row selects stays, with the first `sink`
+/// tokens and the window, within the budget; of more those with the largest share. It is done when a prompt ends and then
+/// every `interval` decode rows, where there are more tokens than the budget.
+///
+/// With a kernel of 1, which needs no temperature, and a budget that holds all that is selected, no row of the window loses
+/// more than -ln p of its log-sum-exp. Unlike the paper's, the temperature is found anew each time, for a head's rows
+/// together (it is solved once there and kept; figure 17: it is stable), tokens between two cuts and those of the cut lie
+/// in the same slots (its cascade's tiers are those of an engine's page tables), and nothing is merged (appendix E).
+struct hard_kv {
+  using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::observe, hook::validate, hook::values>;
+  static constexpr std::string_view name = "hard_kv";
+  float p = 0.9f;
+  int window = 32;
+  int interval = 128;
+  int kernel = 7;  ///< 1: scores as they are
+  int sink = 1;
+
+  constexpr int unit_tokens() const { return 1; }
+  constexpr bool stages_prompt() const { return true; }
+  constexpr int observed_rows() const { return window; }
+  constexpr int capacity(const eviction_limits& most) const { return most.budget + interval; }
+  constexpr int kept(const eviction_moment& at) const {
+    return (at.tokens - at.prompt) % interval == 0 ? at.budget : every_token;
+  }
+  constexpr bool protects(int token, const eviction_moment& at) const {
+    return token < sink || token >= at.tokens - window;
+  }
+  constexpr group_rule group() const { return group_rule::largest_score; }
+  constexpr bool observes_decoding() const { return true; }
+  int observe(const observed_units& held, const eviction_moment& at, float* worths) const {
+    const int n = held.units;
+    const auto descending = [&](int r, const float* numbers) {
+      float* const end =
+          std::copy_if(numbers, numbers + n, held.scratch_row(r), [](float z) { return z > -infinity; });
+      std::sort(held.scratch_row(r), end, std::greater<float>());
+      return static_cast<int>(end - held.scratch_row(r));
+    };
+    // Of each row: numbers become transformed scores, the scratch the same descending, and behind it how many there are
+    // and how many are wanted.
+    std::int32_t* const counts = held.counts;
+    for (int r = 0; r < held.rows; ++r) {
+      float* const row = held.row(r);
+      const int of_scores = descending(r, row);
+      counts[2 * r] = of_scores;
+      counts[2 * r + 1] =
+          of_scores == 0 ? 0 : descending_masses(held.scratch_row(r), of_scores, 1.0).fewest(p);
+      if (kernel > 1) {
+        pool_largest(row, n, kernel, held.scratch_row(r));
+        std::copy_n(held.scratch_row(r), n, row);
+        descending(r, row);
+      }
+    }
+    const auto count = [&](int r) { return counts[2 * r]; };
+    const double temperature = kernel == 1 ? 1.0
+                                           : calibrated_temperature(
+                                                 held.rows, p, [&](int r) { return held.scratch_row(r); },
+                                                 count, [&](int r) { return counts[2 * r + 1]; });
+    std::fill_n(worths, n, -1.0f);
+    for (int r = 0; r < held.rows; ++r)
+      if (count(r) > 0)
+        select(held, r, descending_masses(held.scratch_row(r), count(r), temperature), worths);
+    int stay = 0;
+    for (int i = 0; i < n; ++i) stay += worths[i] >= 0.0f || protects(held.tokens[i], at);
+    return stay;
+  }
+
+  std::string values() const {
+    return detail::decimal(p) + ", window " + std::to_string(window) + ", every " + std::to_string(interval) +
+           (kernel == 1 ? "" : ", kernel " + std::to_string(kernel));
+  }
+  void validate(const eviction_limits& most) const {
+    detail::check_window(name, window, 32, kernel, 7, most);
+    if (!(p > 0.0f && p <= 1.0f))
+      throw settings_error("hard_kv: p of " + detail::decimal(p) +
+                           " is not a share above 0, at most 1; 0.9 as published");
+    if (interval < 1 || sink < 0 || sink > most.budget - window)
+      throw settings_error(
+          "hard_kv: an interval of " + std::to_string(interval) + " decode rows and a sink of " +
+          std::to_string(sink) + " tokens beside a window of " + std::to_string(window) +
+          "; give at least one row, and a sink within the budget of " + std::to_string(most.budget));
+  }
+
+ private:
+  /// The fewest of a row's best that have `p`, of those alike the first.
+  void select(const observed_units& held, int r, const descending_masses& best, float* worths) const {
+    const int selected = best.fewest(p);
+    const float least = best.scores[selected - 1];
+    int alike = selected - static_cast<int>(std::lower_bound(best.scores, best.scores + best.count, least,
+                                                             std::greater<float>()) -
+                                            best.scores);
+    for (int i = 0; i < held.units; ++i) {
+      const float score = held.row(r)[i];
+      if (!(score > least || (score == least && alike-- > 0))) continue;
+      const double share =
+          std::exp((static_cast<double>(score) - static_cast<double>(best.scores[0])) / best.temperature) /
+          best.sum;
+      worths[i] = std::max(worths[i], static_cast<float>(share));
+    }
+  }
+};
+static_assert(eviction_policy<hard_kv>);
+
+/// DefensiveKV (arXiv 2510.13334): snapkv for the worst case. Of each query head's shares, averaged over
+/// `kernel` neighbours with the row's sum as it was, a token has the largest that any of the prompt's last `window` rows
+/// gives it, and at least the mean of all tokens' largest; of those alike the latest stay. Unlike the paper's, the worth
+/// is not multiplied by the norms of values behind the output projection, which takes the model's weights, and heads of a
+/// layer have the same budget.
+struct defensive_kv {
+  using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::observe, hook::validate, hook::values>;
+  static constexpr std::string_view name = "defensive_kv";
+  int window = 32;
+  int kernel = 5;
+
+  constexpr int unit_tokens() const { return 1; }
+  constexpr bool stages_prompt() const { return true; }
+  constexpr int observed_rows() const { return window; }
+  constexpr int capacity(const eviction_limits& most) const { return most.budget + most.max_generated; }
+  constexpr int kept(const eviction_moment& at) const { return at.prompt_ends ? at.budget : every_token; }
+  constexpr bool protects(int token, const eviction_moment& at) const { return token >= at.prompt - window; }
+
+  constexpr group_rule group() const { return group_rule::each; }
+  constexpr bool observes_decoding() const { return false; }
+  int observe(const observed_units& held, const eviction_moment&, float* worths) const {
+    const int voted = std::max(0, held.units - window);
+    std::fill_n(worths, held.units, 0.0f);
+    for (int r = 0; r < held.rows; ++r) {
+      float* const near = held.scratch_row(r);
+      average_near(held.row(r), voted, kernel, near);
+      double before = 0.0, now = 0.0;
+      for (int i = 0; i < voted; ++i) {
+        before += static_cast<double>(held.row(r)[i]);
+        now += static_cast<double>(near[i]);
+      }
+      const auto factor = static_cast<float>(now > 0.0 ? before / now : 0.0);
+      for (int i = 0; i < voted; ++i) worths[i] = std::max(worths[i], near[i] * factor);
+    }
+    double sum = 0.0;
+    for (int i = 0; i < voted; ++i) sum += static_cast<double>(worths[i]);
+    const auto mean = static_cast<float>(voted > 0 ? sum / voted : 0.0);
+    for (int i = 0; i < voted; ++i) worths[i] = std::max(worths[i], mean);
+    return held.units;
+  }
+
+  std::string values() const { return std::to_string(window) + ", " + std::to_string(kernel); }
+  void validate(const eviction_limits& most) const {
+    detail::check_window(name, window, 32, kernel, 5, most);
+  }
+};
+static_assert(eviction_policy<defensive_kv>);
+
+/// CAKE (arXiv 2503.12491): layers have budgets by how far their attention is spread over tokens and how much
+/// it shifts from row to row, and tokens stay by the mean and `gamma` times the variance of the shares that the prompt's
+/// last `window` rows give them, averaged over `kernel` neighbours and the group. A layer's preference is H^(1/tau1)
+/// V^(1/tau2), of the entropies H of these rows' shares of what is before the window and the variances V of each token's,
+/// summed over the layer's query heads. What a layer cannot use goes evenly to the others. tau1, tau2 and gamma are chosen
+/// for each model in the paper; these are those of one. Layers are given their budgets when the prompt has ended and not
+/// in a cascade while it is read, which comes to the same tokens, and all that is decoded stays.
+struct cake {
+  using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::allocate, hook::observe, hook::validate, hook::values>;
+  static constexpr std::string_view name = "cake";
+  int window = 32;
+  int kernel = 5;
+  float gamma = 200.0f, tau1 = 1.6f, tau2 = 0.6f;
+
+  constexpr int unit_tokens() const { return 1; }
+  constexpr bool stages_prompt() const { return true; }
+  constexpr int observed_rows() const { return window; }
+  constexpr int capacity(const eviction_limits& most) const { return most.budget + most.max_generated; }
+  constexpr int kept(const eviction_moment& at) const { return at.prompt_ends ? at.budget : every_token; }
+  constexpr bool protects(int token, const eviction_moment& at) const { return token >= at.prompt - window; }
+
+  constexpr group_rule group() const { return group_rule::each; }
+  constexpr bool observes_decoding() const { return false; }
+  int observe(const observed_units& held, const eviction_moment&, float* worths) const {
+    const int voted = std::max(0, held.units - window);
+    float* const sums = held.scratch_row(0);
+    std::fill_n(worths, held.units, 0.0f);
+    std::fill_n(sums, held.units, 0.0f);
+    for (int g = 0; g < held.heads; ++g)
+      for (int i = 0; i < voted; ++i) {
+        const moments of = moments_of(held, g, i);
+        sums[i] += static_cast<float>(of.mean + static_cast<double>(gamma) * of.variance);
+      }
+    average_near(sums, voted, kernel, worths);
+    return held.units;
+  }
+
+  struct statistic {
+    double entropy = 0.0, variance = 0.0;  // of a KV head's query heads together
+  };
+  statistic measure(const observed_units& held, const eviction_moment&) const {
+    statistic of;
+    const int voted = std::max(0, held.units - window);
+    for (int r = 0; r < held.rows; ++r)
+      for (int i = 0; i < voted; ++i)
+        if (const auto share = static_cast<double>(held.row(r)[i]); share > 0.0)
+          of.entropy -= share * std::log(share);
+    for (int g = 0; g < held.heads; ++g)
+      for (int i = 0; i < voted; ++i) of.variance += moments_of(held, g, i).variance;
+    return of;
+  }
+  void allocate(const statistic* of, const eviction_heads& over, int* budgets) const {
+    const auto preference = [&](int layer) {
+      statistic all;
+      for (int head = 0; head < over.kv_heads; ++head) {
+        all.entropy += of[layer * over.kv_heads + head].entropy;
+        all.variance += of[layer * over.kv_heads + head].variance;
+      }
+      return std::pow(all.entropy, 1.0 / static_cast<double>(tau1)) *
+             std::pow(all.variance, 1.0 / static_cast<double>(tau2));
+    };
+    double sum = 0.0;
+    for (int layer = 0; layer < over.layers; ++layer) sum += preference(layer);
+    if (!(sum > 0.0)) return;
+    // A layer's budget beside the window, which all heads of it have; the first head's holds it meanwhile.
+    const int room = over.prompt - window;
+    std::int64_t left = std::int64_t{over.layers} * (over.budget - window);
+    const auto budget = [&](int layer) -> int& { return budgets[layer * over.kv_heads]; };
+    const double total = static_cast<double>(left);
+    for (int layer = 0; layer < over.layers; ++layer) {
+      budget(layer) = static_cast<int>(std::min(static_cast<double>(room), preference(layer) / sum * total));
+      left -= budget(layer);
+    }
+    while (left > 0) {
+      std::int64_t open = 0;
+      for (int layer = 0; layer < over.layers; ++layer) open += budget(layer) < room;
+      if (open == 0) break;
+      const std::int64_t each = left / open, first = left % open;  // that have one more
+      std::int64_t nth = 0;
+      for (int layer = 0; layer < over.layers; ++layer) {
+        if (budget(layer) >= room) continue;
+        const int more =
+            static_cast<int>(std::min<std::int64_t>(each + (nth++ < first), room - budget(layer)));
+        budget(layer) += more;
+        left -= more;
+      }
+    }
+    for (int layer = 0; layer < over.layers; ++layer)
+      for (int head = over.kv_heads; head-- > 0;)
+        budgets[layer * over.kv_heads + head] = budget(layer) + window;
+  }
+
+  std::string values() const {
+    return std::to_string(window) + ", " + std::to_string(kernel) + ", gamma " + detail::decimal(gamma) +
+           ", tau " + detail::decimal(tau1) + " " + detail::decimal(tau2);
+  }
+  void validate(const eviction_limits& most) const {
+    detail::check_window(name, window, 32, kernel, 5, most);
+    if (!(gamma >= 0.0f) || !(tau1 > 0.0f) || !(tau2 > 0.0f))
+      throw settings_error("cake: a gamma of " + detail::decimal(gamma) + " and taus of " +
+                           detail::decimal(tau1) + " and " + detail::decimal(tau2) +
+                           "; gamma is 0 or more, taus are above 0");
+  }
+
+ private:
+  struct moments {
+    double mean = 0.0, variance = 0.0;  // the latter of a sample
+  };
+  /// Of the shares that a query head's rows give a unit.
+  static moments moments_of(const observed_units& held, int g, int unit) {
+    moments of;
+    const int rows = held.rows / held.heads;
+    for (int r = 0; r < rows; ++r) of.mean += static_cast<double>(held.row(r * held.heads + g)[unit]);
+    of.mean /= rows;
+    for (int r = 0; r < rows; ++r) {
+      const double apart = static_cast<double>(held.row(r * held.heads + g)[unit]) - of.mean;
+      of.variance += apart * apart;
+    }
+    of.variance = rows > 1 ? of.variance / (rows - 1) : 0.0;
+    return of;
+  }
+};
+static_assert(eviction_policy<cake>);
+
+/// R-KV (arXiv 2505.24133): tokens that are attended to and not said already. Importance is a token's share of
+/// the largest scores of the group, its softmax over what is before the window, averaged over the last `window` rows, the
+/// largest of `kernel` neighbours; redundancy the softmax over all tokens of the mean cosine of a token's key with the
+/// others', where each of these counts all but the last key that is more like it than `similar`. Those with the most
+/// lambda importance - (1 - lambda) redundancy stay, and the window. It is done when a prompt ends and then every
+/// `interval` decode rows, where there are more tokens than the budget.
+struct r_kv {
+  using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::observe, hook::sees_keys, hook::validate, hook::values>;
+  static constexpr std::string_view name = "r_kv";
+  float lambda = 0.1f;
+  int window = 8;
+  int interval = 128;
+  int kernel = 7;
+  float similar = 0.5f;
+
+  constexpr int unit_tokens() const { return 1; }
+  constexpr bool stages_prompt() const { return true; }
+  constexpr int observed_rows() const { return window; }
+  constexpr int capacity(const eviction_limits& most) const { return most.budget + interval; }
+  constexpr int kept(const eviction_moment& at) const {
+    return (at.tokens - at.prompt) % interval == 0 ? at.budget : every_token;
+  }
+  constexpr bool protects(int token, const eviction_moment& at) const { return token >= at.tokens - window; }
+
+  constexpr group_rule group() const { return group_rule::largest_score; }
+  constexpr bool observes_decoding() const { return true; }
+  constexpr bool sees_keys() const { return true; }
+  int observe(const observed_units& held, const eviction_moment&, float* worths) const {
+    const int n = held.units, voted = std::max(0, n - window);
+    float* const shares = held.scratch_row(0);
+    std::fill_n(shares, n, 0.0f);
+    for (int r = 0; r < held.rows; ++r) {
+      const float* const row = held.row(r);
+      log_sum_exp mass;
+      for (int i = 0; i < voted; ++i) mass.add(row[i]);
+      for (int i = 0; i < voted; ++i) shares[i] += mass.share(row[i]) / static_cast<float>(held.rows);
+    }
+    pool_largest(shares, voted, kernel, worths);
+
+    normalise(held);
+    float* const likeness = held.row(0);
+    std::fill_n(likeness, n, 0.0f);
+    for (int i = 0; i < n; ++i) add_likeness(held, i, likeness);
+    log_sum_exp mass;
+    for (int i = 0; i < n; ++i) mass.add(likeness[i] /= static_cast<float>(n));
+    for (int i = 0; i < n; ++i)
+      worths[i] = lambda * (i < voted ? worths[i] : 0.0f) - (1.0f - lambda) * mass.share(likeness[i]);
+    return n;
+  }
+
+  std::string values() const {
+    return "lambda " + detail::decimal(lambda) + ", window " + std::to_string(window) + ", every " +
+           std::to_string(interval) + ", kernel " + std::to_string(kernel);
+  }
+  void validate(const eviction_limits& most) const {
+    detail::check_window(name, window, 8, kernel, 7, most);
+    if (interval < 1 || !(lambda >= 0.0f && lambda <= 1.0f) || !(similar >= -1.0f && similar <= 1.0f))
+      throw settings_error("r_kv: an interval of " + std::to_string(interval) + " decode rows, lambda of " +
+                           detail::decimal(lambda) + " and similar of " + detail::decimal(similar) +
+                           "; give at least one row, a share, and a cosine; 128, 0.1 and 0.5 as published");
+  }
+
+ private:
+  /// Makes keys of length 1, those of length 0 or NaN zero.
+  static void normalise(const observed_units& held) {
+    for (int i = 0; i < held.units; ++i) {
+      float* const key = held.keys + std::ptrdiff_t{i} * held.head_dim;
+      double squares = 0.0;
+      for (int x = 0; x < held.head_dim; ++x)
+        squares += static_cast<double>(key[x]) * static_cast<double>(key[x]);
+      const double factor = squares > 0.0 ? 1.0 / std::sqrt(squares) : 0.0;
+      for (int x = 0; x < held.head_dim; ++x)
+        key[x] = factor > 0.0 ? static_cast<float>(static_cast<double>(key[x]) * factor) : 0.0f;
+    }
+  }
+  /// Adds the cosines of a unit's key to those of the others, but for the last that it is similar to.
+  void add_likeness(const observed_units& held, int unit, float* likeness) const {
+    const float* const key = held.keys + std::ptrdiff_t{unit} * held.head_dim;
+    int last = -1;
+    float of_last = 0.0f;
+    for (int other = 0; other < held.units; ++other) {
+      if (other == unit) continue;
+      const float* const with = held.keys + std::ptrdiff_t{other} * held.head_dim;
+      double cosine = 0.0;
+      for (int x = 0; x < held.head_dim; ++x)
+        cosine += static_cast<double>(key[x]) * static_cast<double>(with[x]);
+      likeness[other] += static_cast<float>(cosine);
+      if (cosine > static_cast<double>(similar)) last = other, of_last = static_cast<float>(cosine);
+    }
+    if (last >= 0) likeness[last] -= of_last;
+  }
+};
+static_assert(eviction_policy<r_kv>);
+
+/// ARKV's heavy hitters (Lei and Ilager 2026, equations 9 and 10 and algorithm 1): tokens by the mean and `gamma` times the
+/// variance of the shares that the query heads of the last `window` rows give them, averaged over `kernel` neighbours. When
+/// a head holds as much as the budget, `alpha` of it beside the window stays, so that a cut makes room for many rows. This
+/// is the paper's baseline Origin: of what stays ARKV keeps in each layer a part in fp8, by a ratio of the layer's
+/// statistics, and slots here are of one type. A layer whose ratio is alpha or more has no such part in the paper either.
+struct arkv_origin {
+  using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::observe, hook::validate, hook::values>;
+  static constexpr std::string_view name = "arkv_origin";
+  int window = 32;
+  int kernel = 5;
+  float gamma = 263.81f, alpha = 0.75f;
+
+  constexpr int unit_tokens() const { return 1; }
+  constexpr bool stages_prompt() const { return true; }
+  constexpr int observed_rows() const { return window; }
+  constexpr int capacity(const eviction_limits& most) const { return most.budget; }
+  constexpr int kept(const eviction_moment& at) const {
+    return at.held < at.budget ? every_token
+                               : window + static_cast<int>(alpha * static_cast<float>(at.budget - window));
+  }
+  constexpr bool protects(int token, const eviction_moment& at) const { return token >= at.tokens - window; }
+
+  constexpr group_rule group() const { return group_rule::each; }
+  constexpr bool observes_decoding() const { return true; }
+  int observe(const observed_units& held, const eviction_moment&, float* worths) const {
+    const int n = held.units, voted = std::max(0, n - window);
+    float* const scores = held.scratch_row(0);
+    std::fill_n(worths, n, 0.0f);
+    for (int i = 0; i < voted; ++i) {
+      double mean = 0.0, variance = 0.0;
+      for (int r = 0; r < held.rows; ++r) mean += static_cast<double>(held.row(r)[i]);
+      mean /= held.rows;
+      for (int r = 0; r < held.rows; ++r) {
+        const double apart = static_cast<double>(held.row(r)[i]) - mean;
+        variance += apart * apart;
+      }
+      scores[i] = static_cast<float>(mean + static_cast<double>(gamma) * variance / held.rows);
+    }
+    average_near(scores, voted, kernel, worths);
+    return n;
+  }
+
+  std::string values() const {
+    return std::to_string(window) + ", " + std::to_string(kernel) + ", gamma " + detail::decimal(gamma) +
+           ", alpha " + detail::decimal(alpha);
+  }
+  void validate(const eviction_limits& most) const {
+    detail::check_window(name, window, 32, kernel, 5, most);
+    if (!(gamma >= 0.0f) || !(alpha >= 0.0f && alpha < 1.0f))
+      throw settings_error("arkv_origin: a gamma of " + detail::decimal(gamma) + " and an alpha of " +
+                           detail::decimal(alpha) +
+                           "; gamma is 0 or more, alpha a share below 1; 0.75 as published");
+  }
+};
+static_assert(eviction_policy<arkv_origin>);
+
+}  // namespace freekv
