@@ -16,7 +16,9 @@ COLOURS = {"full": "#1f2430", "streaming_llm": "#9ca3af", "quest": "#c08a3e", "q
            "shadowkv": "#4f46e5", "razor_attention": "#7c6f9f",
            "duo_attention": "#9f6f8f", "freekv": "#d97706", "freekv_chunk_means": "#5b8db8", "freekv_key_subspace": "#0f766e",
            "freekv_key_subspace_deficit": "#65a30d", "freekv_key_codes": "#be185d", "freekv_key_codes_deficit": "#7c3aed",
-           "h2o": "#b45309", "tova": "#4d7c0f", "snapkv": "#0369a1", "raas": "#86198f"}
+           "h2o": "#b45309", "tova": "#4d7c0f", "snapkv": "#0369a1", "raas": "#86198f",
+           "pyramid_kv": "#9a3412", "lazy_eviction": "#3f6212", "hard_kv": "#1e3a8a", "defensive_kv": "#831843",
+           "cake": "#713f12", "r_kv": "#134e4a", "arkv_origin": "#4c1d95"}
 LABELS = {"full": "full attention", "streaming_llm": "window alone\n(StreamingLLM)", "quest": "Quest\nmin-max", "quest_mean_softmax": "FreeKV's pooling\nalways corrected",
           "arkvale": "ArkVale\ncentroid and box", "twilight": "Twilight\nmin-max, then 4 bits",
           "infinigen": "InfiniGen\nsingle tokens", "shadowkv": "ShadowKV\nrebuilt keys",
@@ -27,7 +29,9 @@ LABELS = {"full": "full attention", "streaming_llm": "window alone\n(StreamingLL
           "freekv_key_subspace_deficit": "FreeKV\nkey subspace,\nmass deficit", "freekv_key_codes": "FreeKV\nkey codes",
           "freekv_key_codes, other text's codebooks": "FreeKV\nkey codes,\nother codebooks",
           "freekv_key_codes_deficit": "FreeKV\nkey codes,\nmass deficit", "h2o": "H2O\nevicts", "tova": "TOVA\nevicts",
-          "snapkv": "SnapKV\nevicts", "raas": "RaaS\nevicts"}
+          "snapkv": "SnapKV\nevicts", "raas": "RaaS\nevicts", "pyramid_kv": "PyramidKV\nevicts", "lazy_eviction": "LazyEviction\nevicts",
+          "hard_kv": "HARD-KV\nevicts", "defensive_kv": "DefensiveKV\nevicts", "cake": "CAKE\nevicts",
+          "r_kv": "R-KV\nevicts", "arkv_origin": "ARKV's baseline\nevicts"}
 
 plt.rcParams.update({"font.size": 10, "axes.edgecolor": QUIET, "axes.labelcolor": INK, "text.color": INK,
                      "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
