@@ -27,7 +27,6 @@ struct attend_tuning {
   int part_tokens = 64;          ///< of a budgeted row that one team attends to
   int part_tokens_of_all = 512;  ///< of a row that attends to everything
   int rows_of_all = 16;          ///< that attend to everything in one launch; more take turns
-  int merge_threads = 256;       ///< of a block that merges a query head of a row by itself
   constexpr bool valid() const {
     return valid_block(threads, registers) && valid_block(threads, tensor_registers) && heads >= 1 &&
            heads <= 8 && part_tokens >= 8 && part_tokens_of_all >= part_tokens && rows_of_all >= 1;
@@ -229,14 +228,13 @@ __device__ void attend_encoded(Team team, Attention& attention, const State& s, 
   team.sync();  // as above
 }
 
-/// Merges the parts of a query head of a row, and writes its output.
-template <class Merging, class State>
+/// Merges the parts of a query head of a row, and writes its output: by a warp.
+template <class State>
 __device__ void merge_head(const State& s, const attention_scratch_memory& scratch, const parts_of_row& of,
-                           int parts, int row, int query_head, const attention_output& to,
-                           typename Merging::storage& shared) {
-  Merging::merge(scratch, of.at(query_head, 0), parts,
-                 s.sink_logits == nullptr ? -infinity : s.sink_logits[query_head], to,
-                 std::int64_t{row} * s.heads.query + query_head, shared);
+                           int parts, int row, int query_head, const attention_output& to) {
+  warp_merge<State::head_dim>::merge(scratch, of.at(query_head, 0), parts,
+                                     s.sink_logits == nullptr ? -infinity : s.sink_logits[query_head], to,
+                                     std::int64_t{row} * s.heads.query + query_head);
 }
 
 /// A team attends with a tile's query heads to one part of a row; the last block of the row and tile merges its parts.
@@ -248,12 +246,8 @@ __global__ void attend_parts(State s, Codec codec, step_view step, const float* 
   using attention_type = tile_attention<By, d, element>;
   using block_type = attend_block<attention_type, d, element, Codec>;
   using storage = typename block_type::storage;
-  using merging = merge_block<block_type::size.threads, d>;
-  constexpr std::size_t of_teams = sizeof(storage) * block_type::teams;
-  constexpr std::size_t bytes =
-      of_teams > sizeof(typename merging::storage) ? of_teams : sizeof(typename merging::storage);
-  __shared__ alignas(16) std::byte shared[bytes];  // attention's, then merging's
-  __shared__ std::uint32_t before;
+  constexpr std::size_t of_teams = sizeof(storage) * block_type::teams, of_counter = sizeof(std::uint32_t);
+  __shared__ alignas(16) std::byte memory[of_teams > of_counter ? of_teams : of_counter];
   const typename attention_type::team_type team;
   const auto tile = head_tile<attention_type::heads>::nth(static_cast<int>(blockIdx.y), s.heads.group());
   const int row = rows.first + static_cast<int>(blockIdx.z);
@@ -270,7 +264,7 @@ __global__ void attend_parts(State s, Codec codec, step_view step, const float* 
   const int begin = part * each, end = begin + each < list.size() ? begin + each : list.size();
   const parts_of_row to{std::int64_t{blockIdx.z} * s.heads.query, rows.parts};
   if (begin < end) {
-    storage& mine = reinterpret_cast<storage*>(shared)[nth];
+    storage& mine = reinterpret_cast<storage*>(memory)[nth];
     attention_type attention(mine);
     begin_tile<d>(team, attention, tile, queries + std::int64_t{row} * s.heads.query * d, s.scale);
     const auto entries = [&](int i) {
@@ -292,29 +286,25 @@ __global__ void attend_parts(State s, Codec codec, step_view step, const float* 
       attention.attend_entries(team, begin, end, entries, s.soft_cap);
     store_tile<d>(team, attention, tile, scratch, to, part);
   }
+  // Attention has no use for its memory any more.
+  auto& blocks_before = *reinterpret_cast<std::uint32_t*>(memory);
   const std::int64_t counter = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
-  if (!is_last_block(scratch.blocks_attending + counter, blocks, before)) return;
-  for (int h = 0; h < attention_type::heads && tile.has(h); ++h) {
-    merge_head<merging>(s, scratch, to, parts, row, tile.query_head(h), out,
-                        *reinterpret_cast<typename merging::storage*>(shared));
-    __syncthreads();
-  }
+  if (!is_last_block(scratch.blocks_attending + counter, blocks, blocks_before)) return;
+  for (int h = static_cast<int>(threadIdx.x) / 32; h < attention_type::heads && tile.has(h);
+       h += block_type::size.threads / 32)
+    merge_head(s, scratch, to, parts, row, tile.query_head(h), out);
 }
 
-inline constexpr int finish_threads = 32;
-/// A block writes the output of one query head of a prompt's row, whose parts are one by now.
+/// A warp writes the output of one query head of a prompt's row, whose parts are one by now.
 template <class State>
 __global__ void finish_prompts(State s, step_view step, attended_rows rows, attention_scratch_memory scratch,
                                attention_output to) {
-  using merging = merge_block<finish_threads, State::head_dim>;
-  __shared__ typename merging::storage shared;
   const int nth = static_cast<int>(blockIdx.x) / s.heads.query,
             query_head = static_cast<int>(blockIdx.x) % s.heads.query;
   const int row = rows.first + nth;
   const step_entry* const entry = step.entry_of(row);
   if (entry == nullptr || !rows.has(step, entry)) return;
-  merge_head<merging>(s, scratch, {std::int64_t{nth} * s.heads.query, rows.parts}, 1, row, query_head, to,
-                      shared);
+  merge_head(s, scratch, {std::int64_t{nth} * s.heads.query, rows.parts}, 1, row, query_head, to);
 }
 
 /// Attends rows of a step, of which each has at most `parts` parts. `codec`: of the layer's complete pages.

@@ -153,12 +153,10 @@ __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention a
   store_tile<HeadDim>(team, attended, tile, scratch, to, part);
 }
 
-/// A block merges the parts of one query head of a row, and writes its output.
+/// A warp merges the parts of one query head of a row, and writes its output.
 template <int HeadDim>
 __global__ void merge_paged_parts(paged_attention attention, const std::int32_t* seq_lens, int block_tokens,
                                   int max_blocks, attended_rows rows, attention_scratch_memory scratch) {
-  using merging = merge_block<attend_default.merge_threads, HeadDim>;
-  __shared__ typename merging::storage shared;
   const int query_heads = attention.heads.query;
   const int nth = static_cast<int>(blockIdx.x) / query_heads,
             head = static_cast<int>(blockIdx.x) % query_heads;
@@ -169,8 +167,8 @@ __global__ void merge_paged_parts(paged_attention attention, const std::int32_t*
   const std::int64_t out = std::int64_t{rows.first + nth} * query_heads + head;
   const parts_of_row of{std::int64_t{nth} * query_heads, rows.parts};
   const float logit = attention.sink_logits == nullptr ? -infinity : attention.sink_logits[head];
-  merging::merge(scratch, of.at(head, 0), parts, row.tokens > attention.max_tokens ? not_attended : logit,
-                 attention.to, out, shared);
+  warp_merge<HeadDim>::merge(scratch, of.at(head, 0), parts,
+                             row.tokens > attention.max_tokens ? not_attended : logit, attention.to, out);
   if (attention.block_lse == nullptr || row.tokens == 0) return;
   for (int part = static_cast<int>(threadIdx.x); part < parts; part += static_cast<int>(blockDim.x))
     attention.block_lse[out * max_blocks + part] =
@@ -229,9 +227,8 @@ void attend_paged(const paged_cache<Element>& cache, const paged_attention& atte
     launch("attention to a paged cache", {grid, threads, stream}, attend_paged_parts<Tuned, HeadDim, Element>,
            cache, attention, rows, scratch);
     launch("merge of attention to a paged cache",
-           {dim3(static_cast<unsigned>(rows.count * query_heads)), attend_default.merge_threads, stream},
-           merge_paged_parts<HeadDim>, attention, cache.seq_lens, cache.block_tokens, cache.max_blocks, rows,
-           scratch);
+           {dim3(static_cast<unsigned>(rows.count * query_heads)), 32, stream}, merge_paged_parts<HeadDim>,
+           attention, cache.seq_lens, cache.block_tokens, cache.max_blocks, rows, scratch);
   }
 }
 

@@ -45,120 +45,99 @@ struct parts_of_row {
   }
 };
 
-/// A block of `Threads` that merges the parts of one query head of a row: a warp a run of neighbouring parts, a lane four
-/// numbers or eight, then the first warp the runs. The number of parts alone decides which parts are a run.
-template <int Threads, int HeadDim>
-struct merge_block {
-  static_assert(Threads % 32 == 0 && HeadDim % 4 == 0);
-  static constexpr int warps = Threads / 32, pieces = HeadDim / 4, share = (pieces + 31) / 32;
+/// A warp that merges the parts of one query head of a row, one behind the other as `merge_parts` does, so that a row has the
+/// same bits whether it is of a prompt or not; a lane has four numbers or eight.
+template <int HeadDim>
+class warp_merge {
+  static_assert(HeadDim % 4 == 0);
+  static constexpr int pieces = HeadDim / 4, share = (pieces + 31) / 32;
   static constexpr int at_once = 8 / share;  // parts whose numbers are in flight
-  struct storage {
-    float4 weighted[warps][pieces];
-    log_sum_exp mass[warps];
-  };
+  static constexpr unsigned all = ~0u;
 
+ public:
   /// Merges `count` parts from `first` on, at least 1, adds a sink logit (-infinity: none), and writes row and head
-  /// number `out` of the output. By all threads of the block, which have left `shared`.
+  /// number `out` of the output. By all threads of a warp.
   __device__ static void merge(const attention_scratch_memory& scratch, std::int64_t first, int count,
-                               float sink_logit, const attention_output& to, std::int64_t out,
-                               storage& shared) {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int each = (count + warps - 1) / warps, begin = warp * each, end = min(begin + each, count);
-    merged all;
-    for (int part = begin; part < end; part += 32) all.add(scratch, first + part, min(32, end - part));
-    if (warp > 0) {
-      all.for_pieces([&](int piece, float4& numbers) { shared.weighted[warp][piece] = numbers; });
-      if (threadIdx.x % 32 == 0) shared.mass[warp] = all.mass;
-    }
-    if (warps > 1) __syncthreads();
-    if (warp > 0) return;
-    for (int run = 1; run < warps && run * each < count; ++run) {
-      const log_sum_exp mass = shared.mass[run];
-      if (mass.max == -infinity) continue;
-      const float factor = all.reach(mass.max);
-      all.mass.sum = ::fmaf(mass.sum, factor, all.mass.sum);
-      all.for_pieces(
-          [&](int piece, float4& numbers) { numbers = fused(shared.weighted[run][piece], factor, numbers); });
-    }
+                               float sink_logit, const attention_output& to, std::int64_t out) {
+    warp_merge merged;
+    for (int part = 0; part < count; part += 32) merged.add(scratch, first + part, min(32, count - part));
     if (sink_logit != -infinity) {  // NaN counts
-      const float factor = all.reach(sink_logit);
-      all.mass.sum += factor;
+      if (!(sink_logit <= merged.mass_.max)) merged.scale(merged.mass_.raise(sink_logit));
+      merged.mass_.sum = rounded_sum(merged.mass_.sum, ::expf(sink_logit - merged.mass_.max));
     }
-    const bool empty = all.mass.max == -infinity;
-    const float scale = empty ? 0.0f : 1.0f / all.mass.sum;
+    const bool empty = merged.mass_.max == -infinity;
+    merged.scale(empty ? 0.0f : 1.0f / merged.mass_.sum);
     float* const row = to.out + out * HeadDim;
     const bool aligned = reinterpret_cast<std::uintptr_t>(row) % 16 == 0;
-    all.for_pieces([&](int piece, const float4& x) {
-      const float4 numbers{x.x * scale, x.y * scale, x.z * scale, x.w * scale};
+    merged.for_pieces([&](int piece, const float4& x) {
       float* const at = row + 4 * piece;
       if (aligned)
-        *reinterpret_cast<float4*>(at) = numbers;
+        *reinterpret_cast<float4*>(at) = x;
       else
-        at[0] = numbers.x, at[1] = numbers.y, at[2] = numbers.z, at[3] = numbers.w;
+        at[0] = x.x, at[1] = x.y, at[2] = x.z, at[3] = x.w;
     });
-    if (to.lse != nullptr && threadIdx.x == 0)
-      to.lse[out] = (empty ? -infinity : all.mass.max + ::logf(all.mass.sum)) * to.lse_unit;
+    if (to.lse != nullptr && lane() == 0)
+      to.lse[out] = (empty ? -infinity : merged.mass_.max + ::logf(merged.mass_.sum)) * to.lse_unit;
   }
 
  private:
-  __device__ static float4 fused(const float4& x, float by, const float4& onto) {
-    return {::fmaf(x.x, by, onto.x), ::fmaf(x.y, by, onto.y), ::fmaf(x.z, by, onto.z),
-            ::fmaf(x.w, by, onto.w)};
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  template <class Body>
+  __device__ void for_pieces(const Body& body) {
+    unroll<share>([&](auto i) {
+      if (const int piece = lane() + 32 * i; piece < pieces) body(piece, weighted_[i]);
+    });
   }
-
-  /// A mass, which all lanes of a warp know, and each lane's share of the weighted sum of values, relative to its maximum.
-  struct merged {
-    log_sum_exp mass;
-    float4 weighted[share]{};
-
-    template <class Body>
-    __device__ void for_pieces(const Body& body) {
-      unroll<share>([&](auto i) {
-        if (const int piece = static_cast<int>(threadIdx.x) % 32 + 32 * i; piece < pieces)
-          body(piece, weighted[i]);
+  __device__ void scale(float by) {
+    unroll<share>([&](auto i) {
+      float4& x = weighted_[i];
+      x = {x.x * by, x.y * by, x.z * by, x.w * by};
+    });
+  }
+  /// Adds `count` parts from `first` on, at most 32. A lane knows of one part what is multiplied by when it is added: what was
+  /// there before (`keep`), and the part.
+  __device__ void add(const attention_scratch_memory& scratch, std::int64_t first, int count) {
+    log_sum_exp of_part;
+    if (lane() < count) of_part = scratch.mass[first + lane()];
+    float after = of_part.max;  // the maximum, with this part and all before it
+    for (int step = 1; step < 32; step *= 2) {
+      const float before = __shfl_up_sync(all, after, step);
+      if (lane() >= step) after = scalar_team{}.maximum(before, after);
+    }
+    after = scalar_team{}.maximum(mass_.max, after);
+    float before = __shfl_up_sync(all, after, 1);
+    if (lane() == 0) before = mass_.max;
+    const float raised = before != before ? before : before > -infinity ? ::expf(before - after) : 0.0f;
+    const float keep = of_part.max <= before ? 1.0f : raised;
+    const float factor = ::expf(of_part.max - after), sum = of_part.sum * factor;
+    // Nothing is added of parts without a mass, whatever their numbers are.
+    const unsigned present = __ballot_sync(all, of_part.max != -infinity);
+    for (int part = 0; part < count; part += at_once) {
+      float4 numbers[at_once][share];
+      unroll<at_once>([&](auto n) {
+        const std::int64_t at = (first + min(part + n, count - 1)) * HeadDim;
+        unroll<share>([&](auto i) {
+          if (const int piece = lane() + 32 * i; piece < pieces)
+            numbers[n][i] = reinterpret_cast<const float4*>(scratch.weighted + at)[piece];
+        });
+      });
+      unroll<at_once>([&](auto n) {
+        const float kept = __shfl_sync(all, keep, part + n), by = __shfl_sync(all, factor, part + n),
+                    of_sum = __shfl_sync(all, sum, part + n);
+        if (part + n >= count || (present >> (part + n) & 1u) == 0) return;
+        mass_.sum = rounded_sum(mass_.sum * kept, of_sum);
+        unroll<share>([&](auto i) {
+          const float4 &w = weighted_[i], &x = numbers[n][i];
+          weighted_[i] = {rounded_sum(w.x * kept, x.x * by), rounded_sum(w.y * kept, x.y * by),
+                          rounded_sum(w.z * kept, x.z * by), rounded_sum(w.w * kept, x.w * by)};
+        });
       });
     }
-    /// Makes `most` the maximum, if it is larger or NaN; returns what is multiplied that is relative to `most`.
-    __device__ float reach(float most) {
-      if (!(most <= mass.max)) {
-        const float by = mass.raise(most);
-        unroll<share>([&](auto i) { weighted[i] = fused(weighted[i], by, {}); });
-      }
-      return ::expf(most - mass.max);
-    }
-    /// Adds `count` parts from `first` on, at most 32: a lane knows one's mass.
-    __device__ void add(const attention_scratch_memory& scratch, std::int64_t first, int count) {
-      constexpr unsigned all = ~0u;
-      const int lane = static_cast<int>(threadIdx.x) % 32;
-      log_sum_exp of_part;
-      if (lane < count) of_part = scratch.mass[first + lane];
-      float most = of_part.max;
-      for (int step = 16; step > 0; step /= 2)
-        most = scalar_team{}.maximum(most, __shfl_xor_sync(all, most, step));
-      if (most == -infinity) return;
-      reach(most);
-      // Nothing is added of parts without a mass, whatever their numbers are.
-      const float factor = of_part.max == -infinity ? -1.0f : ::expf(of_part.max - mass.max);
-      float sum = factor < 0.0f ? 0.0f : of_part.sum * factor;
-      for (int step = 16; step > 0; step /= 2) sum = rounded_sum(sum, __shfl_xor_sync(all, sum, step));
-      mass.sum = rounded_sum(mass.sum, sum);
-      for (int part = 0; part < count; part += at_once) {
-        float4 numbers[at_once][share];
-        unroll<at_once>([&](auto n) {
-          const std::int64_t at = (first + min(part + n, count - 1)) * HeadDim;
-          unroll<share>([&](auto i) {
-            if (const int piece = lane + 32 * i; piece < pieces)
-              numbers[n][i] = reinterpret_cast<const float4*>(scratch.weighted + at)[piece];
-          });
-        });
-        unroll<at_once>([&](auto n) {
-          const float by = __shfl_sync(all, factor, part + n);
-          if (part + n < count && !(by < 0.0f))
-            unroll<share>([&](auto i) { weighted[i] = fused(numbers[n][i], by, weighted[i]); });
-        });
-      }
-    }
-  };
+    mass_.max = __shfl_sync(all, after, count - 1);
+  }
+
+  log_sum_exp mass_;  // which all lanes know
+  float4 weighted_[share]{};
 };
 
 }  // namespace freekv::device
