@@ -95,6 +95,8 @@ TEST_CASE("a limit on file sizes is a sentence wherever a file is written", "[fa
 TEST_CASE("a signal leaves neither the unfinished output nor the store's file", "[faults]") {
   const scratch_folder folder;
   store(folder / "trace", long_trace());
+  REQUIRE(run_program({FREEKV_REPLAY, folder / "trace", "--out", folder / "whole"}).exit_code == 0);
+  const auto whole = load(folder / "whole");
   store(folder / "out", "an older file");
   const auto names = [&](const std::string& beginning) {
     const auto all = folder.listing();
@@ -121,7 +123,8 @@ TEST_CASE("a signal leaves neither the unfinished output nor the store's file", 
       ended += end.signal == signal;
       CHECK((end.signal == signal || end.exit_code == 0));
       CHECK_FALSE(names(".freekv-"));
-      if (end.signal != 0) CHECK(load(folder / "out") == "an older file");
+      const auto out = load(folder / "out");  // a signal may come when the output has its name already
+      CHECK(((end.signal != 0 && out == "an older file") || out == whole));
       store(folder / "out", "an older file");
     }
     const program_end end = run_program(
