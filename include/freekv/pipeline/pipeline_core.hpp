@@ -49,7 +49,7 @@ struct pipeline_core {
 
   [[gnu::cold]] pipeline_core(const footprint_type& needs, backend_type& processor,
                               const memory_resources& from,
-                              std::span<const engine_blocks<typename Shape::element_type>> blocks)
+                              std::span<const engine_blocks<typename state::element>> blocks)
       : settings(needs.settings()),
         backend(processor),
         recalled(static_cast<std::size_t>(settings.layers)),
