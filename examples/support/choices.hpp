@@ -153,30 +153,21 @@ struct policy_maker<raas> {
             .window = data.window};
   }
 };
-template <>
-struct policy_maker<lazy_eviction> {
-  static lazy_eviction from(const method_spec& m, const method_data&) {
-    lazy_eviction policy;
-    if (m.interval > 0) policy.window = m.interval;
+/// Policies whose cuts are `Interval` rows apart.
+template <class Policy, int Policy::*Interval>
+struct maker_by_interval {
+  static Policy from(const method_spec& m, const method_data&) {
+    Policy policy;
+    if (m.interval > 0) policy.*Interval = m.interval;
     return policy;
   }
 };
 template <>
-struct policy_maker<r_kv> {
-  static r_kv from(const method_spec& m, const method_data&) {
-    r_kv policy;
-    if (m.interval > 0) policy.interval = m.interval;
-    return policy;
-  }
-};
+struct policy_maker<lazy_eviction> : maker_by_interval<lazy_eviction, &lazy_eviction::window> {};
 template <>
-struct policy_maker<hard_kv> {
-  static hard_kv from(const method_spec& m, const method_data&) {
-    hard_kv policy;
-    if (m.interval > 0) policy.interval = m.interval;
-    return policy;
-  }
-};
+struct policy_maker<r_kv> : maker_by_interval<r_kv, &r_kv::interval> {};
+template <>
+struct policy_maker<hard_kv> : maker_by_interval<hard_kv, &hard_kv::interval> {};
 template <template <int> class Residency>
 struct policy_maker<Residency<dynamic>> {
   static Residency<dynamic> from(const method_spec& m, const method_data&) { return {{{m.spare}}}; }

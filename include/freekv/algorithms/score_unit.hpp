@@ -49,20 +49,19 @@ FREEKV_HD void score_unit(T team, const S& summary, page_geometry page, const st
     nan = nan || score != score;
     out.first[g * out.stride] = clamp_score(score);
   };
-  bool scored = false;
+  int g = 0;
   if constexpr (scores_four_heads<S, T>)
-    for (int first = 0; queries.by_four && first < queries.group; first += 4) {
+    for (; queries.by_four && g < queries.group; g += 4) {
       float scores[T::width];
-      team.store(scores, summary.score_four(team, query(first), stored));
-      for (int g = first; g < first + 4 && g < queries.group; ++g) put(g, scores[g - first]);
-      scored = true;
+      team.store(scores, summary.score_four(team, query(g), stored));
+      for (int i = 0; i < 4 && g + i < queries.group; ++i) put(g + i, scores[i]);
     }
-  for (int g = 0; !scored && g < queries.group; ++g)
+  for (; g < queries.group; ++g)
     if constexpr (scores_stored_bytes<S>)
       put(g, summary.score(team, query(g), stored));
     else
       put(g, summary.score(team, query(g), numbers));
-  for (int g = 0; nan && g < queries.group; ++g) out.first[g * out.stride] = -infinity;
+  for (g = 0; nan && g < queries.group; ++g) out.first[g * out.stride] = -infinity;
 }
 
 /// The same of `pages` pages whose summaries lie `bytes` apart: those of page j go to

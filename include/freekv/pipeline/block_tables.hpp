@@ -61,7 +61,7 @@ resident_table write_table(const State& s, const step_entry& entry, int head,
   }
   return {pages.size(), tokens};
 }
-/// The same for all KV heads, whose slots are the same. Throws usage_error where they are not.
+/// Table of all KV heads, whose slots are the same. Throws usage_error where they are not.
 template <class State>
 resident_table write_table(const State& s, const step_entry& entry, std::span<std::int32_t> blocks) {
   const auto slots = [&](int head) {
@@ -107,7 +107,7 @@ int most_blocks(const State& s, const Settings& settings, Rows rows) {
   const int most = settings.entries_within(s.layer);
   return rows == Rows::all_heads ? std::min(s.max_pages, most + (s.heads.kv - 1) * s.max_selected) : most;
 }
-/// Where the blocks of a device's tables are.
+/// Tensors whose blocks a device's tables list.
 template <class State>
 slot_blocks<typename State::element> paged_kv(const State& s) {
   return s.keeps_slots ? s.blocks : blocks_of<typename State::element>(s.store);

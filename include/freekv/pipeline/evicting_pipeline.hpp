@@ -84,7 +84,7 @@ class evicting_pipeline {
     entries_.reserve(size(settings_.max_sequences));
     for (int staging = settings_.max_prefills; staging-- > 0;) free_stagings_.push_back(staging);
   }
-  /// The same, from settings whose footprint nobody has asked for. Throws settings_error.
+  /// A pipeline from settings whose footprint nobody has asked for. Throws settings_error.
   evicting_pipeline(const settings& given, Backend& backend, const memory_resources& memory = {})
       : evicting_pipeline(footprint(given, backend), backend, memory) {}
   evicting_pipeline(const evicting_pipeline&) = delete;
@@ -219,7 +219,7 @@ class evicting_pipeline {
   class reports {
    public:
     reports(const evicting_pipeline& of, const state& layer) : of_(&of), layer_(&layer) {}
-    /// What a sequence's row attended to: `attended` (kv_heads, units of a head) has in each head's first
+    /// Report of what a sequence's row attended to: `attended` (kv_heads, units of a head) has in each head's first
     /// `attended_count` places the numbers of tokens, or of pages of unit_tokens() tokens, ascending; of a complete
     /// layer nothing. What there is besides in other reports is 0. Sorts on every call. Valid until the layer's next
     /// attend, or the sequence's release. Throws usage_error.

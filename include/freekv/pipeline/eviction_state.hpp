@@ -35,7 +35,7 @@ struct eviction_settings {
   int max_tokens() const { return max_prompt + max_generated; }
   /// Leading layers that forget nothing.
   int complete_layers() const { return std::min(int{plan.layers}, layers); }
-  /// What a layer's policy is told; `layer` is the model's number.
+  /// Limits that a layer's policy is told; `layer` is the model's number.
   eviction_limits limits(int layer) const {
     return {budget, max_prompt, max_generated, layer - complete_layers(), layers - complete_layers()};
   }

@@ -1,4 +1,4 @@
-// What a pipeline takes, known before anything is allocated: bytes, and slots by layer.
+// Footprint of a pipeline, known before anything is allocated: bytes, and slots by layer.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// What a retrieval pipeline and its step share: memory, sequences, the step's entries, and what is queued.
+// Parts that a retrieval pipeline and its step share: memory, sequences, the step's entries, and what is queued.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,7 @@ struct pipeline_core {
   using memory_type = typename footprint_type::memory_type;
   static constexpr int head_dim = Shape::head_dim;
 
-  // What stages of a device take a step as; those of the host take its entries.
+  // A step as a device's stages take it; those of the host take its entries.
   struct no_step {
     struct bounds {};
   };
@@ -88,7 +88,7 @@ struct pipeline_core {
   memory_block slow_block, fast_block;
   std::optional<memory_type> memory;
   std::optional<sequence_table> sequences;
-  // Of the step in progress:
+  // The step in progress has these.
   std::vector<step_entry> entries;
   step_view step;                  // the same on a device
   std::span<const float> queries;  // of the layer appended to last
@@ -138,7 +138,7 @@ struct pipeline_core {
     if constexpr (on_device<stages_type>) backend.compute().synchronize();
     backend.recall().synchronize();
   }
-  /// The same, and all steps that were planned are among it.
+  /// Waits as `synchronize`, and throws usage_error where steps are planned whose replay is not queued.
   void settle(const char* call) {
     synchronize();
     check_order(call);

@@ -65,7 +65,7 @@ class basic_retrieval_pipeline {
                                          const memory_resources& memory = {},
                                          std::span<const engine_blocks<element>> blocks = {})
       : core_(needs, backend, memory, blocks) {}
-  /// The same, from settings whose footprint nobody has asked for.
+  /// A pipeline from settings whose footprint nobody has asked for. Throws the same.
   [[gnu::cold]] basic_retrieval_pipeline(const settings& given, backend_type& backend,
                                          const memory_resources& memory = {},
                                          std::span<const engine_blocks<element>> blocks = {})

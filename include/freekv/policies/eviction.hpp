@@ -49,13 +49,13 @@ struct prompt_votes {
   int tokens = 0;
 };
 
-/// What the query heads of a group are to a policy that observes rows.
+/// Rows that a group's query heads make for a policy that observes.
 enum class group_rule : std::uint8_t {
   each,           ///< a row each: its shares of the softmax over what the head holds
   largest_score,  ///< one row: the largest of their scores; -infinity for what the row does not attend to
 };
 
-/// What a KV head holds when units are to leave, tokens in the order of the text, and what the last observed rows have of
+/// Units that a KV head holds when some are to leave, tokens in the order of the text, and what the last observed rows have of
 /// it: `observed_rows()` of the sequence's last, fewer where it has no more, those of a query head apart with
 /// `group_rule::each`. All of it but `tokens` is the policy's to write over.
 struct observed_units {

@@ -85,7 +85,7 @@ struct codebook {
       }
   }
 
-  /// The same for up to four query heads: (codes, 256, 4).
+  /// Products of up to four query heads side by side: (codes, 256, 4).
   template <team_of_halves T>
   void tabulate_four(T team, const group_query& queries, float* table) const {
     using pack = typename T::pack;
@@ -302,7 +302,7 @@ struct key_codes<Codes, MeanCodes>::head_policy {
     const pack scale(query.scale), base = scale * of_mean, largest_float(std::numeric_limits<float>::max());
     const int tokens = query.page.tokens;
     const auto larger = [&](const pack& a, const pack& b) { return team.select_greater(a, b, a, b); };
-    // As log_sum_exp, of finite numbers; what is not, or NaN, is put right in the end.
+    // A log_sum_exp of finite numbers; what is not, or NaN, is put right in the end.
     pack most = pack(0.0f) - largest_float, sum(0.0f);
     for (int t = 0; t < tokens; t += at_once) {
       pack x[at_once / 2];

@@ -41,10 +41,11 @@ struct descending_masses {
   descending_masses(const float* descending, int n, double t) : scores(descending), count(n), temperature(t) {
     for (int i = 0; i < count; ++i) sum += weight(i);
   }
-  double weight(int i) const {
-    return std::exp((static_cast<double>(scores[i]) - static_cast<double>(scores[0])) / temperature);
+  double weight(int i) const { return weight_of(scores[i]); }
+  double weight_of(float score) const {
+    return std::exp((static_cast<double>(score) - static_cast<double>(scores[0])) / temperature);
   }
-  /// What the first `n` have together.
+  /// Share that the first `n` have together.
   double of_first(int n) const {
     double mass = 0.0;
     for (int i = 0; i < n; ++i) mass += weight(i);
@@ -119,7 +120,7 @@ struct hard_kv {
       std::sort(held.scratch_row(r), end, std::greater<float>());
       return static_cast<int>(end - held.scratch_row(r));
     };
-    // Of each row: numbers become transformed scores, the scratch the same descending, and behind it how many there are
+    // Each row's numbers become transformed scores, its scratch the same descending, and behind it how many there are
     // and how many are wanted.
     std::int32_t* const counts = held.counts;
     for (int r = 0; r < held.rows; ++r) {
@@ -175,10 +176,7 @@ struct hard_kv {
     for (int i = 0; i < held.units; ++i) {
       const float score = held.row(r)[i];
       if (!(score > least || (score == least && alike-- > 0))) continue;
-      const double share =
-          std::exp((static_cast<double>(score) - static_cast<double>(best.scores[0])) / best.temperature) /
-          best.sum;
-      worths[i] = std::max(worths[i], static_cast<float>(share));
+      worths[i] = std::max(worths[i], static_cast<float>(best.weight_of(score) / best.sum));
     }
   }
 };
@@ -342,7 +340,7 @@ struct cake {
   struct moments {
     double mean = 0.0, variance = 0.0;  // the latter of a sample
   };
-  /// Of the shares that a query head's rows give a unit.
+  /// Moments of the shares that a query head's rows give a unit.
   static moments moments_of(const observed_units& held, int g, int unit) {
     moments of;
     const int rows = held.rows / held.heads;

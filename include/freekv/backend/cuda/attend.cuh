@@ -290,8 +290,9 @@ __global__ void attend_parts(State s, Codec codec, step_view step, const float* 
   auto& blocks_before = *reinterpret_cast<std::uint32_t*>(memory);
   const std::int64_t counter = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
   if (!is_last_block(scratch.blocks_attending + counter, blocks, blocks_before)) return;
-  for (int h = static_cast<int>(threadIdx.x) / 32; h < attention_type::heads && tile.has(h);
-       h += block_type::size.threads / 32)
+  constexpr int merging = warp_merge<d>::threads;
+  for (int h = static_cast<int>(threadIdx.x) / merging; h < attention_type::heads && tile.has(h);
+       h += block_type::size.threads / merging)
     merge_head(s, scratch, to, parts, row, tile.query_head(h), out);
 }
 

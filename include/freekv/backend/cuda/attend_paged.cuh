@@ -227,8 +227,9 @@ void attend_paged(const paged_cache<Element>& cache, const paged_attention& atte
     launch("attention to a paged cache", {grid, threads, stream}, attend_paged_parts<Tuned, HeadDim, Element>,
            cache, attention, rows, scratch);
     launch("merge of attention to a paged cache",
-           {dim3(static_cast<unsigned>(rows.count * query_heads)), 32, stream}, merge_paged_parts<HeadDim>,
-           attention, cache.seq_lens, cache.block_tokens, cache.max_blocks, rows, scratch);
+           {dim3(static_cast<unsigned>(rows.count * query_heads)), warp_merge<HeadDim>::threads, stream},
+           merge_paged_parts<HeadDim>, attention, cache.seq_lens, cache.block_tokens, cache.max_blocks, rows,
+           scratch);
   }
 }
 

@@ -55,6 +55,8 @@ class warp_merge {
   static constexpr unsigned all = ~0u;
 
  public:
+  static constexpr int threads = 32;
+
   /// Merges `count` parts from `first` on, at least 1, adds a sink logit (-infinity: none), and writes row and head
   /// number `out` of the output. By all threads of a warp.
   __device__ static void merge(const attention_scratch_memory& scratch, std::int64_t first, int count,

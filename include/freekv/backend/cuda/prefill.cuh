@@ -167,7 +167,7 @@ void launch_prefill(const State& s, const Codec& codec, const step_view& step, c
         launch("attention of prompts", {grid, threads, stream}, attend_staged<by, State>, s, step, queries,
                rows, which, staging, scratch);
       }
-      launch("output of prompts", {dim3(count(rows.count * s.heads.query)), 32, stream},
+      launch("output of prompts", {dim3(count(rows.count * s.heads.query)), warp_merge<d>::threads, stream},
              finish_prompts<State>, s, step, rows, scratch, to);
     }
 }

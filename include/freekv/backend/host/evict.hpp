@@ -138,7 +138,7 @@ class eviction_stages {
     float* shares = nullptr;        // (score_stride)
     float* votes = nullptr;         // (score_stride)
     std::uint64_t* keys = nullptr;  // (units of a prompt)
-    // Of policies that observe:
+    // Observing policies have these as well.
     float* numbers = nullptr;        // (rows, score_stride)
     float* transformed = nullptr;    // (rows, score_stride)
     std::int32_t* counts = nullptr;  // (rows, 2)
@@ -307,7 +307,7 @@ class eviction_stages {
     return std::uint64_t{worth} << 32 | static_cast<std::uint32_t>(first_token);
   }
 
-  /// What `scores` of a row of token `row`, by place, are to the units in the order of the text.
+  /// Scores of a row of token `row`, by place, in the order of the text; -infinity behind the row.
   static void put_in_order(const scratch& w, const float* scores, int units, int row, float* to) {
     for (int i = 0; i < units; ++i) to[i] = w.tokens[i] <= row ? scores[w.order[i]] : -infinity;
   }
@@ -321,7 +321,7 @@ class eviction_stages {
     });
   }
 
-  /// What the last rows have of the units of `slice`, whose places `order` and numbers `tokens` has.
+  /// Numbers that the last rows have of the units of `slice`; `w.order` has their places, `w.tokens` their tokens.
   template <class Eviction>
   observed_units see(const Eviction& eviction, const state& s, const eviction_entry& entry,
                      const head_slice<element>& slice, int units, const eviction_moment& at,
@@ -353,7 +353,7 @@ class eviction_stages {
     }
     return seen;
   }
-  /// The same of a prompt that ends.
+  /// Numbers that the last rows of a prompt that ends have of its tokens.
   template <class Eviction>
   observed_units see_prompt(const Eviction& eviction, const state& s, const eviction_entry& entry,
                             const eviction_moment& at, const scratch& w) const {
