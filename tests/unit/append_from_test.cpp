@@ -10,19 +10,23 @@ namespace {
 using namespace tests;
 using freekv::step_phase;
 
-/// An engine's cache of one layer: blocks of keys and values, a block table for each sequence.
+/// An engine's cache of one layer: blocks of keys and values, and a block table. Blocks are (token, head, head_dim),
+/// or with `heads_first` (head, token, head_dim); `packed`, keys and values are side by side in rows of 2 * head_dim.
 struct engine_cache {
   int block_tokens = 16;
-  bool heads_first = false;  // (block, head, token, head_dim), else (block, token, head, head_dim)
-  std::vector<float> keys{}, values{};
+  bool heads_first = false, packed = false;
+  std::vector<float> data{};
   std::vector<std::int32_t> table{};
 
   static constexpr int heads = 2;
-  std::int64_t block_stride() const { return std::int64_t{block_tokens} * heads * head_dim; }
-  std::int64_t token_stride() const { return heads_first ? head_dim : heads * head_dim; }
-  std::int64_t head_stride() const { return heads_first ? std::int64_t{block_tokens} * head_dim : head_dim; }
+  int width() const { return packed ? 2 * head_dim : head_dim; }
+  std::int64_t token_stride() const { return heads_first ? width() : heads * width(); }
+  std::int64_t head_stride() const { return heads_first ? std::int64_t{block_tokens} * width() : width(); }
+  std::int64_t block_stride() const { return std::int64_t{2} * block_tokens * heads * head_dim; }
+  std::int64_t values() const { return packed ? head_dim : block_stride() / 2; }
   freekv::paged_rows<float> view() const {
-    return {keys.data(), values.data(), block_stride(), token_stride(), head_stride(), block_tokens, table};
+    return {data.data(),   data.data() + values(), block_stride(), token_stride(),
+            head_stride(), block_tokens,           table};
   }
 
   /// The first `tokens` tokens of a text in blocks in random order, other numbers in between.
@@ -32,17 +36,16 @@ struct engine_cache {
     for (int b = 0; b < blocks + 2; ++b) order.push_back(b);
     for (int i = blocks + 1; i > 0; --i) std::swap(order[count(i)], order[count(d.below(i + 1))]);
     table.assign(order.begin(), order.begin() + blocks);
-    keys.assign(count(blocks + 2) * count(block_stride()), quiet_nan);
-    values = keys;
+    data.assign(count(blocks + 2) * count(block_stride()), quiet_nan);
     const auto rows = source.at(layer, 0, tokens);
     for (int t = 0; t < tokens; ++t)
       for (int h = 0; h < heads; ++h)
         for (int i = 0; i < head_dim; ++i) {
-          const auto to = count(table[count(t / block_tokens)] * block_stride() +
-                                t % block_tokens * token_stride() + h * head_stride() + i);
+          const auto to = table[count(t / block_tokens)] * block_stride() +
+                          t % block_tokens * token_stride() + h * head_stride() + i;
           const auto from = count((t * heads + h) * head_dim + i);
-          keys[to] = rows.keys[from];
-          values[to] = rows.values[from];
+          data[count(to)] = rows.keys[from];
+          data[count(to + values())] = rows.values[from];
         }
   }
 };
@@ -83,6 +86,7 @@ TEST_CASE("a prompt out of an engine's blocks is the prompt appended, bit for bi
           if (n == second) continue;
           cache->block_tokens = d.one_of({1, 5, 16, 64});
           cache->heads_first = d.below(2) == 0;
+          cache->packed = d.below(2) == 0;
           cache->fill(sources[second], layer, pipeline.tokens(ids[second]), d);
           tables.push_back(cache++->view());
         }

@@ -35,17 +35,20 @@ settings common_settings() {
   return s;
 }
 
-/// An engine's tensor for all layers: (layers, 2, blocks, page, kv_heads, d) as vLLM has it, or
-/// (layers, blocks, 2, kv_heads, page, d); what it holds before is NaN.
+/// Layout of an engine's tensor for all layers: (layers, 2, blocks, page, kv_heads, d), (layers, blocks, 2,
+/// kv_heads, page, d), or with keys and values side by side (layers, blocks, page, kv_heads, 2 * d) and (layers,
+/// blocks, kv_heads, page, 2 * d), as vLLM has had it.
+enum class layout { nhd, hnd, packed_nhd, packed_hnd };
+
+/// An engine's tensor for all layers; what it holds before is NaN.
 struct engine_tensor {
   static constexpr int blocks = 40, numbers = page * kv_heads * d;
-  bool by_head;
   std::vector<bfloat16> data =
       std::vector<bfloat16>(count(layers * 2 * blocks * numbers), freekv::from_float<bfloat16>(quiet_nan));
   std::vector<std::vector<std::int32_t>> lists;  // of each layer
   std::vector<freekv::engine_blocks<bfloat16>> blocks_of_layer;
 
-  engine_tensor(const settings& s, freekv::host_backend& backend, bool hnd, unsigned seed) : by_head(hnd) {
+  engine_tensor(const settings& s, freekv::host_backend& backend, layout of, unsigned seed) {
     std::mt19937 random(seed);
     const pipeline_type::footprint needs(s, backend);
     for (int layer = 0; layer < layers; ++layer) {
@@ -57,11 +60,15 @@ struct engine_tensor {
     }
     for (int layer = 0; layer < layers; ++layer) {
       bfloat16* const first = data.data() + layer * 2 * blocks * numbers;
-      if (by_head)
-        blocks_of_layer.push_back({first, first + numbers, 2 * numbers, d, page * d, lists[count(layer)]});
+      const auto& ids = lists[count(layer)];
+      if (of == layout::nhd)
+        blocks_of_layer.push_back({first, first + blocks * numbers, numbers, kv_heads * d, d, ids});
+      else if (of == layout::hnd)
+        blocks_of_layer.push_back({first, first + numbers, 2 * numbers, d, page * d, ids});
+      else if (of == layout::packed_nhd)
+        blocks_of_layer.push_back({first, first + d, 2 * numbers, 2 * kv_heads * d, 2 * d, ids});
       else
-        blocks_of_layer.push_back(
-            {first, first + blocks * numbers, numbers, kv_heads * d, d, lists[count(layer)]});
+        blocks_of_layer.push_back({first, first + d, 2 * numbers, 2 * d, 2 * page * d, ids});
     }
   }
   /// Row t of a head in a block.
@@ -195,19 +202,19 @@ TEST_CASE(
     "slots in an engine's tensor are as good as the pipeline's own, and its blocks are attended by tables",
     "[blocks]") {
   for (const auto& [spare, unit] : {std::pair{0, 0}, {2, 0}, {0, 2}, {3, 4}})
-    for (const bool hnd : {false, true}) {
+    for (const layout of : {layout::nhd, layout::hnd, layout::packed_nhd, layout::packed_hnd}) {
       settings s = common_settings();
       s.residency.spare = {spare};
       s.unit = {{unit}};
       if (unit != 0) s.budget.selected_units = 5;
-      INFO(spare << " spare slots, unit " << unit << ", " << (hnd ? "HND" : "NHD") << " blocks");
+      INFO(spare << " spare slots, unit " << unit << ", layout " << static_cast<int>(of));
       const text first(s, d, max_tokens, 1), second(s, d, max_tokens, 2);
       freekv::host_backend backend({.threads = 2});
       std::vector<std::vector<sequence_result>> expected;
       pipeline_type own(s, backend);
       live(own, first, second, [&](const auto& parts) { expected.push_back(run_step(own, parts)); });
 
-      const engine_tensor tensor(s, backend, hnd, 7);
+      const engine_tensor tensor(s, backend, of, 7);
       pipeline_type theirs(s, backend, {}, tensor.blocks_of_layer);
       CHECK(theirs.bytes().slots == 0);
       CHECK(own.bytes().slots > 0);
@@ -217,7 +224,7 @@ TEST_CASE(
       CHECK(tensor.others_are_untouched());
       if (unit != 0) continue;  // which no table can express
 
-      const engine_tensor attended(s, backend, hnd, 8);
+      const engine_tensor attended(s, backend, of, 8);
       pipeline_type kernel(s, backend, {}, attended.blocks_of_layer);
       nth = 0;
       int differing = 0;
@@ -231,7 +238,7 @@ TEST_CASE("blocks and tables that cannot be are refused", "[blocks]") {
   freekv::host_backend backend;
   const settings s = common_settings();
   const auto refused = [&](const auto& change, const std::vector<std::string>& words) {
-    engine_tensor tensor(s, backend, false, 1);
+    engine_tensor tensor(s, backend, layout::nhd, 1);
     change(tensor);
     try {
       const pipeline_type pipeline(s, backend, {}, tensor.blocks_of_layer);

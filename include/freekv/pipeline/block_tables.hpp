@@ -107,10 +107,12 @@ int most_blocks(const State& s, const Settings& settings, Rows rows) {
   const int most = settings.entries_within(s.layer);
   return rows == Rows::all_heads ? std::min(s.max_pages, most + (s.heads.kv - 1) * s.max_selected) : most;
 }
-/// Tensors whose blocks a device's tables list.
+/// Tensors whose blocks a device's tables list, by their ids.
 template <class State>
 slot_blocks<typename State::element> paged_kv(const State& s) {
-  return s.keeps_slots ? s.blocks : blocks_of<typename State::element>(s.store);
+  auto kv = s.keeps_slots ? s.blocks : blocks_of<typename State::element>(s.store);
+  kv.ids = nullptr;
+  return kv;
 }
 
 /// A device's tables `to`, as wide and as many as `entries` sequences need. Throws usage_error.

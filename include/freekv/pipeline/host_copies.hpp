@@ -25,7 +25,7 @@ struct host_and_device {
   std::size_t size = 0;
 };
 
-/// Tables of a pipeline in the host's memory and in the device's: the host writes the first five, and reads back
+/// Tables of a pipeline in the host's memory and in the device's: the host writes the first six, and reads back
 /// `arrays`.
 template <class State>
 struct host_copies {
@@ -33,6 +33,7 @@ struct host_copies {
   host_and_device<std::int32_t> slot_sets{};    // (sequence)
   std::vector<host_and_device<std::int32_t>>
       selected_blocks{};  // by layer: (slot set, blocks of the selected slots)
+  std::vector<host_and_device<std::int32_t>> block_ids{};   // by layer: of slots in an engine's tensor
   std::vector<host_and_device<layer_kind>> head_kinds{};    // by layer
   std::vector<host_and_device<const float>> sink_logits{};  // by layer
   std::vector<host_and_device<std::byte>>

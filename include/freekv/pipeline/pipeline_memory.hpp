@@ -153,11 +153,16 @@ class pipeline_memory {
     const auto listed = table<std::int32_t>(size(s.max_resident) * size(most), slow, fast);
     l.selected_blocks = listed.device;
     block_pools.emplace_back(fixed, shared, most, s.max_resident, listed.host);
-    if (on_device<Stages> && !blocks.empty())
-      throw settings_error(
-          "the CUDA backend does not take blocks of an engine yet; leave them out, and the pipeline has its "
-          "own");
-    if (!blocks.empty() && slots > 0) l.blocks = blocks_of(blocks[size(layer)], layer, slots);
+    host_and_device<std::int32_t> ids;  // of an engine's blocks, which a device reads from its own memory
+    if (!blocks.empty() && slots > 0) {
+      constexpr std::uintptr_t alignment = on_device<Stages> ? 16 : 1;
+      l.blocks = blocks_of(blocks[size(layer)], layer, slots, alignment);
+      if constexpr (on_device<Stages>) {
+        ids = table<std::int32_t>(size(slots), slow, fast);
+        if (ids.host != nullptr) std::copy_n(l.blocks.ids, slots, ids.host);
+        l.blocks.ids = ids.device;
+      }
+    }
     int complete_heads = 0;
     for (int head = 0; head < s.kv_heads; ++head)
       complete_heads += head_kind(s.plan, layer, head) == layer_kind::complete;
@@ -198,6 +203,7 @@ class pipeline_memory {
       seen.page_table = page_tables;
       seen.slot_sets = slot_sets;
       seen.selected_blocks = listed.host;
+      seen.blocks.ids = ids.host;
       seen.head_kinds = kinds.host;
       const std::size_t host_copies_before = slow.used();
       take_arrays(seen, slow);
@@ -205,6 +211,7 @@ class pipeline_memory {
       std::byte* const device = fast.base() == nullptr ? nullptr : fast.base() + arrays_before;
       host_copies.arrays.push_back({host, device, fast.used() - arrays_before});
       host_copies.selected_blocks.push_back(listed);
+      host_copies.block_ids.push_back(ids);
       host_copies.head_kinds.push_back(kinds);
       host_copies.layers.push_back(seen);
     }

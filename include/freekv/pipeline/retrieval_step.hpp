@@ -66,37 +66,47 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
 
   /// Appends the step's rows, all of them of prompts, from an engine's own paged cache, whose prefill needs
   /// no attention from here: `rows` has a table for each sequence of the step that brings rows, in their
-  /// order. Copying is queued on the backend's recall stream; until `synchronize`, or the layer's next
-  /// append, the engine's blocks and the tables stay as they are. At most as many pages are in flight as the
-  /// stream queues; more wait. Keys and values are of the stored element type, or float:
-  /// `append_from<float>(layer, tables)`. With a codec or a file it waits for the layer's recall of the step
-  /// before, and with a file it copies at once. Throws usage_error, or store_error, as `append`.
+  /// order; of a device, cache and tables are in its memory. Copying is queued on the backend's recall stream,
+  /// of a device behind what the compute stream has been given; until `synchronize`, or the layer's next
+  /// append, of a device as its compute stream has it, the engine's blocks and the tables stay as they are. On
+  /// the host at most as many pages are in flight as the stream queues; more wait. Keys and values are of the
+  /// stored element type, or float: `append_from<float>(layer, tables)`. With a codec or a file it waits for
+  /// the layer's recall of the step before, and with a file it copies at once; of a device it is the compute
+  /// stream that waits, and copies where there is a codec. Throws usage_error, or store_error, as `append`.
   template <class In = element>
   void append_from(int layer, std::span<const paged_rows<In>> rows) {
     static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
                   "append_from takes keys and values of the stored element type, or float");
-    static_assert(!on_device<backend_type>,
-                  "append_from is the host backend's; the CUDA backend does not have it yet");
     core_type& core = this->of("append_from");
     const state& s = layer_in(core, layer, "append_from", layer_progress::waiting, layer_progress::waiting);
+    if (core.in_capture)
+      throw usage_error("append_from: a captured step has no tables of the sequences to come; begin a step");
     detail::expect_prompt_tables(rows, core.entries);
-    if (s.encoded) {
-      core.recalled[static_cast<std::size_t>(layer)].wait();
-      for (const step_entry& entry : core.entries) core.stages().retry_reads(s, entry);
-    }
-    for (std::size_t i = 0; i < rows.size(); ++i)
-      for (int page = core.entries[i].before / s.page.tokens; page < s.pages_of(core.entries[i].after());
-           ++page) {
-        const auto append_one = [stages = &core.stages(), layer_state = &s, entry = core.entries[i],
-                                 table = rows[i], page](bool behind) {
-          stages->append_from(*layer_state, entry, table, page, behind);
-        };
-        if (s.slices.file != nullptr)
-          append_one(false);
-        else
-          core.backend.recall().enqueue([append_one] { append_one(true); });
+    auto& recalled = core.recalled[static_cast<std::size_t>(layer)];
+    if constexpr (on_device<backend_type>) {
+      // So the compute stream is at most a step ahead of what reads that step.
+      core.backend.compute().wait(recalled);
+      core.backend.recall().wait(core.backend.compute().record());
+      core.stages().append_from(s, core.step, rows);
+    } else {
+      if (s.encoded) {
+        recalled.wait();
+        for (const step_entry& entry : core.entries) core.stages().retry_reads(s, entry);
       }
-    core.recalled[static_cast<std::size_t>(layer)] = core.backend.recall().record();
+      for (std::size_t i = 0; i < rows.size(); ++i)
+        for (int page = core.entries[i].before / s.page.tokens; page < s.pages_of(core.entries[i].after());
+             ++page) {
+          const auto append_one = [stages = &core.stages(), layer_state = &s, entry = core.entries[i],
+                                   table = rows[i], page](bool behind) {
+            stages->append_from(*layer_state, entry, table, page, behind);
+          };
+          if (s.slices.file != nullptr)
+            append_one(false);
+          else
+            core.backend.recall().enqueue([append_one] { append_one(true); });
+        }
+    }
+    recalled = core.backend.recall().record();
     core.queries = {};
     core.order.reached(layer_progress::appended, layer);
   }

@@ -8,14 +8,17 @@
 #include <freekv/storage/layout.hpp>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace freekv {
 
 /// One layer of an engine's paged KV tensor, some of whose blocks are a pipeline's slots. Row t of KV head h of
 /// block b is head_dim elements at `keys + b * block_stride + t * token_stride + h * head_stride`, and so are
-/// its values. Strides in elements; a block holds a page. The engine keeps tensor and list as long as the
-/// pipeline lives, and does not write to these blocks.
+/// its values. Strides in elements: keys and values may be planes of a block or of the tensor, or side by side
+/// in each row of 2 * head_dim (`values = keys + head_dim`). A block holds a page. The engine keeps tensor and
+/// list as long as the pipeline lives, and does not write to these blocks. Of a device the tensor is in its
+/// memory, rows at multiples of 16 bytes, and the list in the host's.
 template <class Element>
 struct engine_blocks {
   Element* keys = nullptr;
@@ -61,9 +64,11 @@ slot_blocks<Element> blocks_of(const PageSpan& pages) {
           stride(page_axis::head)};
 }
 
-/// Slots in an engine's blocks, `slots` of them. Throws settings_error.
+/// Slots in an engine's blocks, `slots` of them, whose rows begin at multiples of `alignment` bytes. Throws
+/// settings_error.
 template <class Element>
-slot_blocks<Element> blocks_of(const engine_blocks<Element>& blocks, int layer, std::int64_t slots) {
+slot_blocks<Element> blocks_of(const engine_blocks<Element>& blocks, int layer, std::int64_t slots,
+                               std::uintptr_t alignment) {
   const auto refuse = [&](const std::string& what) {
     throw settings_error("blocks of layer " + std::to_string(layer) + ": " + what);
   };
@@ -71,6 +76,19 @@ slot_blocks<Element> blocks_of(const engine_blocks<Element>& blocks, int layer, 
     refuse(std::to_string(blocks.ids.size()) + " blocks; needed are " + std::to_string(slots) +
            ", as footprint::slots says");
   if (blocks.keys == nullptr || blocks.values == nullptr) refuse("keys or values are null");
+  const auto bytes = [](std::int64_t elements) {
+    return static_cast<std::uintptr_t>(elements) * sizeof(Element);
+  };
+  for (const auto& [what, at] : {std::pair{"keys begin", reinterpret_cast<std::uintptr_t>(blocks.keys)},
+                                 {"values begin", reinterpret_cast<std::uintptr_t>(blocks.values)},
+                                 {"block_stride is", bytes(blocks.block_stride)},
+                                 {"token_stride is", bytes(blocks.token_stride)},
+                                 {"head_stride is", bytes(blocks.head_stride)}})
+    if (at % alignment != 0)
+      refuse(std::string(what) + " " + std::to_string(at % alignment) + " bytes behind a multiple of " +
+             std::to_string(alignment) +
+             ", by which a device reads and writes rows; pad the tensor's rows to " +
+             std::to_string(alignment / sizeof(Element)) + " elements, and begin it at such an address");
   std::vector<std::int32_t> ids(blocks.ids.begin(), blocks.ids.end());
   std::sort(ids.begin(), ids.end());
   if (!ids.empty() && ids.front() < 0) refuse("block " + std::to_string(ids.front()) + " is below 0");

@@ -24,8 +24,10 @@ struct append_tuning {
   int registers = 128;  ///< of a thread at most, where units are pinned
   int most_teams =
       512;  ///< that run at a time, each with scratch of a page of float keys; more units take turns
+  int teams_behind = 128;  ///< the same beside the engine's kernels, which keep the machine
   constexpr bool valid() const {
-    return valid_block(threads, registers) && most_teams % threads == 0 && most_teams > 0;
+    return valid_block(threads, registers) && most_teams % threads == 0 && most_teams > 0 &&
+           teams_behind % threads == 0 && teams_behind > 0;
   }
 };
 inline constexpr append_tuning append_default{};
@@ -52,18 +54,36 @@ struct summary_team<mean, HeadDim> {
 template <class Summary, int HeadDim>
 using summary_team_t = typename summary_team<Summary, HeadDim>::type;
 
-/// The rows of a step in device memory, as `kv_rows` has them.
+/// Keys and values in device memory: of a step's rows, or of a prompt in an engine's paged tensor, if `blocks` has ids,
+/// which are the prompt's block table.
 template <class In>
 struct device_rows {
-  const In* keys = nullptr;
-  const In* values = nullptr;
+  slot_blocks<const In> blocks;
+  int block_tokens = 1;
   const float* queries = nullptr;
+
+  /// As `kv_rows` has them, dense.
+  static device_rows of(const kv_rows<In>& rows, int kv_heads, int head_dim) {
+    const std::int64_t row = std::int64_t{kv_heads} * head_dim;
+    return {{rows.keys.data(), rows.values.data(), row, row, head_dim}, 1, rows.queries.data()};
+  }
+  static device_rows of(const paged_rows<In>& rows) {
+    return {{rows.keys, rows.values, rows.block_stride, rows.token_stride, rows.head_stride,
+             rows.block_table.data()},
+            rows.block_tokens};
+  }
+  /// Key and value of one token of an entry.
+  __device__ head_slice<const In> row(const step_entry& entry, int token, int head) const {
+    if (blocks.ids == nullptr) return blocks.slice(entry.first_row + token - entry.before, head);
+    return rows_behind(blocks.slice(token / block_tokens, head), token % block_tokens);
+  }
 };
 
-/// Floats of scratch of one team: a page's keys, and a summary's numbers, or where units are pinned a key.
+/// Floats of scratch of one of `teams` teams: a page's keys, and a summary's numbers, or where units are pinned a key.
 struct append_scratch {
   float* data = nullptr;
   std::int64_t keys = 0, numbers = 0;
+  int teams = 0;
   FREEKV_HD std::int64_t each() const { return keys + numbers; }
 };
 
@@ -145,13 +165,13 @@ __device__ void append_page(Team team, const State& s, const Summary& summary, c
   head_slice<element> slot;
   if (in_slots) slot = s.block_slice(entry.sequence, fixed_slot, head);
   for (int token = first; token < last; ++token) {
-    const std::int64_t row = (std::int64_t{entry.first_row + token - entry.before} * s.heads.kv + head) * d;
+    const head_slice<const In> row = rows.row(entry, token, head);
     const int t = token - page_begin;
-    put_row(team, d, rows.keys + row, kept.key + t * kept.stride);
-    put_row(team, d, rows.values + row, kept.value + t * kept.stride);
+    put_row(team, d, row.key, kept.key + t * kept.stride);
+    put_row(team, d, row.value, kept.value + t * kept.stride);
     if (!in_slots) continue;
-    put_row(team, d, rows.keys + row, slot.key + t * slot.stride);
-    put_row(team, d, rows.values + row, slot.value + t * slot.stride);
+    put_row(team, d, row.key, slot.key + t * slot.stride);
+    put_row(team, d, row.value, slot.value + t * slot.stride);
   }
   if (last < page_end || s.kind_of(head) != layer_kind::retrieval) return;
   if constexpr (block_summary<Summary>::there)
@@ -283,7 +303,7 @@ void launch_copy_shared_rows(const State& s, const step_view& step, cudaStream_t
   launch("copy of shared rows", {grid, append_default.threads, stream}, copy_shared_rows<State>, s, step);
 }
 
-/// What appending needs of a pipeline's memory, used on the compute stream alone; of `append_default.most_teams` teams.
+/// What appending on one stream needs of a pipeline's memory.
 template <class Element>
 struct append_memory {
   append_scratch of_teams;
@@ -300,7 +320,7 @@ void launch_append(const State& s, const Summary& summary, const Pinning& pinnin
   constexpr append_tuning tuning = append_default;
   constexpr int lanes = summary_team_t<Summary, State::head_dim>::lane_count;
   const std::int64_t units = (std::int64_t{pages.count} + step.bounds.entries) * s.heads.kv;
-  const int most_blocks = tuning.most_teams * lanes / tuning.threads;
+  const int most_blocks = memory.of_teams.teams * lanes / tuning.threads;
   launch("append", {std::min(most_blocks, blocks_for(units * lanes, tuning.threads)), tuning.threads, stream},
          append_and_detect<State, Summary, Pinning, Correction, In>, s, summary, pinning, correction, step,
          rows, pages, memory.of_teams, memory.encoding);

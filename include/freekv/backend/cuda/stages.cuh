@@ -89,13 +89,17 @@ class stages {
     const std::size_t before = fast.used();
     staging_ = page_staging<element>::carve(fast, staged, s.kv_heads, s.page.tokens, d);
     staging_bytes_ = fast.used() - before;
-    append_.of_teams = resolve(s.summary, [&](const auto& summary) {
+    resolve(s.summary, [&](const auto& summary) {
       scoring_memory::of<d, element>(summary, {s.unit_tokens(), d}, 0, false);  // throws if it must
       const int width = summary.width({s.unit_tokens(), d});
-      append_scratch scratch{nullptr, std::int64_t{s.unit_tokens()} * d,
-                             ((s.pinned_units() > 0 ? std::max(width, d) : width) + 3) / 4 * 4};
-      scratch.data = fast.take<float>(size(append_default.most_teams * scratch.each()));
-      return scratch;
+      const auto scratch_of = [&](int teams) {
+        append_scratch scratch{nullptr, std::int64_t{s.unit_tokens()} * d,
+                               ((s.pinned_units() > 0 ? std::max(width, d) : width) + 3) / 4 * 4, teams};
+        scratch.data = fast.take<float>(size(teams * scratch.each()));
+        return scratch;
+      };
+      append_.of_teams = scratch_of(append_default.most_teams);
+      append_behind_.of_teams = scratch_of(append_default.teams_behind);
     });
     if (s.encodes())
       append_.encoding =
@@ -137,6 +141,7 @@ class stages {
     for (std::size_t i = 0; i < layers.size(); ++i) {
       flagged_counts_.push_back(layers[i].flagged_count);
       copy(host_copies.head_kinds[i].device, host_copies.head_kinds[i].host, host_copies.head_kinds[i].size);
+      copy(host_copies.block_ids[i].device, host_copies.block_ids[i].host, host_copies.block_ids[i].size);
       if (!host_copies.sink_logits.empty())
         device::check(
             cudaMemcpyAsync(const_cast<float*>(host_copies.sink_logits[i].device),
@@ -309,28 +314,21 @@ class stages {
   template <class In>
   void append(const State& s, const step_view& step, const kv_rows<In>& rows) {
     const trace_range range("freekv append", s.layer);
-    const device_rows<In> of{rows.keys.data(), rows.values.data(), rows.queries.data()};
     if (step.bounds.copies && !s.encoded) launch_copy_shared_rows(s, step, compute());
-    const int pages = step.bounds.entries * step.bounds.pages;
-    const int at_once = s.encoded && step.bounds.prompts ? append_.encoding.staged.pages : pages;
-    for (page_run run{0, 0}; run.first < pages; run.first += run.count) {
-      run.count = std::min(at_once, pages - run.first);
-      resolve(settings_->summary, [&]<class Summary>(const Summary& summary) {
-        resolve(that_pins(settings_->pinning), [&](const auto& pinning) {
-          resolve(settings_->correction, [&](const auto& correction) {
-            launch_append(s, summary, pinning, correction.at(s.layer), step, of, run, append_, compute());
-          });
-        });
-        if constexpr (block_summary<Summary>::there)
-          if (s.kind == layer_kind::retrieval &&
-              (step.bounds.completes || backend_->compute().is_capturing()))
-            launch_summarise(s, summary, step, run, append_, compute());
-      });
-      if (s.encoded)
-        resolve(settings_->codec, [&]<class Codec>(const Codec& codec) {
-          if constexpr (encodes_pages<Codec>) launch_encode(s, codec, step, run, append_.encoding, compute());
-        });
-    }
+    append_pages(s, step, device_rows<In>::of(rows, s.heads.kv, d),
+                 {0, step.bounds.entries * step.bounds.pages}, append_, compute());
+  }
+  /// The same of prompts whose rows are in an engine's paged tensor, sequence by sequence: on the recall stream, or where
+  /// pages are encoded, which takes the compute stream's memory, there.
+  template <class In>
+  void append_from(const State& s, const step_view& step, std::span<const paged_rows<In>> rows) {
+    const trace_range range("freekv append from", s.layer);
+    const auto& memory = s.encoded ? append_ : append_behind_;
+    const cudaStream_t on = s.encoded ? compute() : backend_->recall().get();
+    if (step.bounds.copies && !s.encoded) launch_copy_shared_rows(s, step, on);
+    for (std::size_t i = 0; i < rows.size(); ++i)
+      append_pages(s, step, device_rows<In>::of(rows[i]),
+                   {static_cast<int>(i) * step.bounds.pages, step.bounds.pages}, memory, on);
   }
   /// Done by `append`.
   template <class In>
@@ -386,6 +384,32 @@ class stages {
 
   static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
   cudaStream_t compute() const { return backend_->compute().get(); }
+
+  /// Appends to the pages of `all`, as many at a time as there is room to encode.
+  template <class In>
+  void append_pages(const State& s, const step_view& step, const device_rows<In>& rows, const page_run& all,
+                    const append_memory<element>& memory, cudaStream_t on) {
+    const int end = all.first + all.count;
+    const int at_once = s.encoded && step.bounds.prompts ? memory.encoding.staged.pages : all.count;
+    for (page_run run{all.first, 0}; run.first < end; run.first += run.count) {
+      run.count = std::min(at_once, end - run.first);
+      resolve(settings_->summary, [&]<class Summary>(const Summary& summary) {
+        resolve(that_pins(settings_->pinning), [&](const auto& pinning) {
+          resolve(settings_->correction, [&](const auto& correction) {
+            launch_append(s, summary, pinning, correction.at(s.layer), step, rows, run, memory, on);
+          });
+        });
+        if constexpr (block_summary<Summary>::there)
+          if (s.kind == layer_kind::retrieval &&
+              (step.bounds.completes || backend_->compute().is_capturing()))
+            launch_summarise(s, summary, step, run, memory, on);
+      });
+      if (s.encoded)
+        resolve(settings_->codec, [&]<class Codec>(const Codec& codec) {
+          if constexpr (encodes_pages<Codec>) launch_encode(s, codec, step, run, memory.encoding, on);
+        });
+    }
+  }
 
   void copy_reports(const State& s, cudaStream_t on) const {
     const auto& array = host_copies_->arrays[size(s.layer)];
@@ -622,8 +646,9 @@ class stages {
   const Settings* settings_;
   const freekv::host_copies<State>* host_copies_ = nullptr;
   step_ring ring_;
-  append_memory<element> append_;
-  page_staging<element> staging_;  // of the compute stream
+  append_memory<element> append_;         // of the compute stream
+  append_memory<element> append_behind_;  // of the recall stream, which encodes nothing
+  page_staging<element> staging_;         // of the compute stream
   std::size_t staging_bytes_ = 0;
   selection_scratch correct_, speculate_;  // of the compute and of the recall stream
   attention_scratch_memory attention_;     // of the compute stream

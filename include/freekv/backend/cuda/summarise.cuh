@@ -64,7 +64,7 @@ template <class State, class Summary>
 void launch_summarise(const State& s, const Summary& summary, const step_view& step, const page_run& run,
                       const append_memory<typename State::element>& memory, cudaStream_t stream) {
   const std::int64_t units = std::int64_t{run.count} * s.heads.kv * s.units_per_page;
-  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(units, append_default.most_teams / 2));
+  const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(units, memory.of_teams.teams / 2));
   launch("summaries", {blocks, summarise_default.threads, stream}, summarise_units<State, Summary>, s,
          summary, step, run, memory.of_teams, memory.encoding.staged);
 }
