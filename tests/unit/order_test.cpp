@@ -178,7 +178,8 @@ TEST_CASE("what happens to a sequence between steps waits for its recall", "[ord
        {change([](auto&p, auto id) { p.fork(id); }),
         change([](auto&p, auto id) { p.truncate(id, p.tokens(id) - 1); }),
         change([](auto&p, auto id) { p.preempt(id); }),
-        change([](auto&p, auto id) { p.open(p.keep_prefix(id, p.tokens(id))); }), change([](auto&p, auto id) {
+        change([](auto&p, auto id) { p.open(p.keep_prefix(id, p.tokens(id))); }),
+        change([](auto&p, auto id) {
           p.save_prefix(
               p.keep_prefix(id, 8), [](std::span<const std::byte>) {}, 0);
         }),

@@ -209,7 +209,7 @@ class saved_prefix {
       const std::size_t row = sizeof(typename state::element) * static_cast<std::size_t>(state::head_dim);
       for (int head = 0; head < s.heads.kv; ++head) {
         const auto slice = slice_of(s.store, page, head);
-        for (auto* const plane : {slice.key, slice.value}) {
+        for (auto* const plane : std::array{slice.key, slice.value}) {
           const bool dense = slice.stride == state::head_dim;
           const int rows = dense ? 1 : s.page.tokens;
           const std::size_t bytes = dense ? row * static_cast<std::size_t>(s.page.tokens) : row;
@@ -243,15 +243,21 @@ class saved_prefix {
   /// What a saved prefix fits, a line each.
   std::string text_of(std::uint64_t model) {
     const auto& s = core_.settings;
-    std::string text =
-        "model " + hexadecimal(model) + "\nelement " + std::string(element_name<typename state::element>);
-    for (const auto& [name, number] :
-         {std::pair("head_dim", int{state::head_dim}), std::pair("page", int{s.page.tokens}),
-          std::pair("unit", s.unit_tokens()), std::pair("kv_heads", s.kv_heads),
-          std::pair("layers", s.layers)})
-      text += "\n" + std::string(name) + " " + std::to_string(number);
-    text += "\nplan " + plan_of(s) + "\ncodec " + name_of(s.codec) + "\nsummary " + name_of(s.summary) +
-            "\npinning " + (s.pinned_units() > 0 ? name_of(s.pinning) : "none") + "\n";
+    std::string text;
+    const auto line = [&text](const char* name, const std::string& value) {
+      text.append(name).append(" ").append(value).append("\n");
+    };
+    line("model", hexadecimal(model));
+    line("element", std::string(element_name<typename state::element>));
+    line("head_dim", std::to_string(int{state::head_dim}));
+    line("page", std::to_string(int{s.page.tokens}));
+    line("unit", std::to_string(s.unit_tokens()));
+    line("kv_heads", std::to_string(s.kv_heads));
+    line("layers", std::to_string(s.layers));
+    line("plan", plan_of(s));
+    line("codec", name_of(s.codec));
+    line("summary", name_of(s.summary));
+    line("pinning", s.pinned_units() > 0 ? name_of(s.pinning) : "none");
     if (text.size() > prefix_preamble::most_text)
       throw usage_error("save_prefix: what the prefix fits takes " + std::to_string(text.size()) +
                         " bytes to say; a plan by head has to be shorter");
