@@ -178,7 +178,16 @@ TEST_CASE("what happens to a sequence between steps waits for its recall", "[ord
        {change([](auto&p, auto id) { p.fork(id); }),
         change([](auto&p, auto id) { p.truncate(id, p.tokens(id) - 1); }),
         change([](auto&p, auto id) { p.preempt(id); }),
-        change([](auto&p, auto id) { p.open(p.keep_prefix(id, p.tokens(id))); })}) {
+        change([](auto&p, auto id) { p.open(p.keep_prefix(id, p.tokens(id))); }),
+        change([](auto&p, auto id) {
+          p.save_prefix(
+              p.keep_prefix(id, 8), [](std::span<const std::byte>) {}, 0);
+        }),
+        change([](auto&p, auto) {
+          CHECK_THROWS_AS(
+              p.load_prefix([](std::span<std::byte> to) { std::fill(to.begin(), to.end(), std::byte{}); }, 0),
+              freekv::prefix_error);
+        })}) {
     freekv::host_backend backend({.overlap = true});
     slow_pipeline pipeline(s, backend);
     const auto id = pipeline.open();

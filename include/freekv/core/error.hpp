@@ -40,6 +40,12 @@ struct pool_exhausted : error {
   long capacity, used, needed;
 };
 
+/// A saved prefix that is damaged, or that other settings, another model or another version of its format have
+/// made. Nothing has changed.
+struct prefix_error : error {
+  using error::error;
+};
+
 /// Threads that the system does not give; those that it gave have ended again.
 struct thread_error : error {
   /// `of`: whose threads they are, `wanted` and `started` both with the calling thread where that is one of them.
@@ -55,21 +61,22 @@ struct thread_error : error {
   int wanted, started;
 };
 
-/// Operation of a store file.
-enum class store_operation : std::uint8_t { create, reserve, read, write };
+/// Operation of a file.
+enum class store_operation : std::uint8_t { create, reserve, read, write, open };
 
-/// Fault of a store file: what it was asked for, and what went wrong.
+/// Fault of a file, a store's or one that a prefix is saved in: what it was asked for, and what went wrong.
 struct store_fault {
   std::string file;
   store_operation operation = store_operation::read;
-  std::uint64_t offset = 0, bytes = 0;  ///< of the file; both 0 for `create`
+  std::uint64_t offset = 0, bytes = 0;  ///< of the file; both 0 for `create` and `open`
   int system_error = 0;                 ///< errno; 0 where the file ended early
   std::string detail;                   ///< beside the system's own words, or instead of them
   std::string remedy;
   std::string sequence;  ///< whose tokens it was about, where that is known
+  const char* kind = "store file";
 };
 
-/// A store file that cannot be created, reserved, read or written. What a read left in the caller's memory, or
+/// A file that cannot be created, reserved, opened, read or written. What a read left in the caller's memory, or
 /// a write in the file, is unspecified within the ranges that were asked for; everything else is as before, and
 /// the same call may be made again.
 struct store_error : error, store_fault {
@@ -85,12 +92,15 @@ struct store_error : error, store_fault {
  private:
   [[gnu::cold]] static std::string sentence(const store_fault& fault) {
     std::string text = fault.sequence.empty() ? "" : fault.sequence + ": ";
-    text += "store file " + fault.file + ": ";
+    text += std::string(fault.kind) + " " + fault.file + ": ";
     const std::string bytes = std::to_string(fault.bytes) + " bytes";
     const std::string place = " at offset " + std::to_string(fault.offset);
     switch (fault.operation) {
       case store_operation::create:
         text += "creating it";
+        break;
+      case store_operation::open:
+        text += "opening it";
         break;
       case store_operation::reserve:
         text += "reserving " + bytes;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <freekv/core/policy.hpp>
 #include <string>
@@ -14,6 +15,7 @@ enum class hook : std::uint8_t {
   allocate,
   at,
   bytes,
+  data,  ///< arrays that a policy was given, each to `visit(pointer, bytes)`
   decode,
   encode,
   enough,
@@ -41,6 +43,10 @@ struct hook_list {
 };
 
 namespace detail {
+
+struct takes_array {
+  void operator()(const void* array, std::size_t bytes) const;
+};
 
 template <class P>
 struct listed_hooks {
@@ -73,6 +79,9 @@ struct policy_setting {
 struct kind_defaults {
   template <class P>
   static constexpr bool offers(hook h) {
+    if (h == hook::data) return requires(const P p) {
+        p.data(detail::takes_array{});
+      };
     return h == hook::values && requires(const P p) {
       { p.values() } -> std::convertible_to<std::string>;
     };
@@ -91,6 +100,17 @@ struct kind_of_self_contained : kind_defaults {
   }
 };
 
+/// Calls `visit(array, bytes)` for each array that a policy was given and that what it stores of a page depends on.
+template <class P, class Visit>
+void visit_data(const P& policy, const Visit& visit) {
+  using hooks = hooks_of<P>;
+  static_assert(
+      !hooks::has(hook::at) || hooks::has(hook::data),
+      "a policy with at(...) says by data(visit) which arrays it was given, and lists hook::data: what "
+      "is saved of its pages fits these alone");
+  if constexpr (hooks::has(hook::data)) policy.data(visit);
+}
+
 namespace detail {
 
 template <class P, hook Hook>
@@ -104,10 +124,11 @@ struct checked_hook {
   static_assert(listed || !there, "a policy has a hook that its `hooks` does not list");
 };
 
-using every_hook = hook_list<hook::allocate, hook::at, hook::bytes, hook::decode, hook::encode, hook::enough,
-                             hook::kept, hook::kind_of_head, hook::linear, hook::observe, hook::prepare,
-                             hook::query_width, hook::sees_keys, hook::shared_bytes, hook::shared_floats,
-                             hook::stored, hook::validate, hook::values, hook::with_elements>;
+using every_hook =
+    hook_list<hook::allocate, hook::at, hook::bytes, hook::data, hook::decode, hook::encode, hook::enough,
+              hook::kept, hook::kind_of_head, hook::linear, hook::observe, hook::prepare, hook::query_width,
+              hook::sees_keys, hook::shared_bytes, hook::shared_floats, hook::stored, hook::validate,
+              hook::values, hook::with_elements>;
 
 /// Compiles if the optional members of `P` are those that it lists.
 template <class P, class Hooks = every_hook>

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <freekv/pipeline/pipeline_core.hpp>
 #include <freekv/pipeline/retrieval_step.hpp>
+#include <freekv/pipeline/saved_prefix.hpp>
 #include <freekv/pipeline/step_report.hpp>
 #include <initializer_list>
 #include <span>
@@ -158,6 +159,31 @@ class basic_retrieval_pipeline {
   prefix keep_prefix(sequence_id id, int tokens) {
     core_.order.expect_outside_step("keep_prefix");
     return core_.sequences->keep(id, tokens);
+  }
+
+  /// Writes a prefix to a file, or by a function of `std::span<const std::byte>` to anything else, for this
+  /// pipeline or one of another process to load: its pages as the store keeps them, and their summaries. The
+  /// file is readable by its owner alone, and takes its name's place when it is whole; a crash of the machine
+  /// may leave it damaged. `model`: a number of the engine's own for what pages depend on and the pipeline
+  /// does not see: weights, tokenizer, the tokens themselves. Waits for everything queued; allocates a buffer.
+  /// Throws usage_error, store_error, or what the function throws.
+  template <class To>
+  [[gnu::cold]] void save_prefix(const prefix& kept, const To& to, std::uint64_t model) {
+    core_.order.expect_outside_step("save_prefix");
+    core_.settle("save_prefix");
+    detail::save_prefix(core_, kept, to, model);
+  }
+
+  /// A prefix that was saved, by its path or by a function of `std::span<std::byte>` that fills the span: then
+  /// as of keep_prefix. Element, head_dim, page, unit, heads, layers and their kinds, codec, summary, pinning
+  /// and `model` are those that it was saved with; budgets, route, layout and the store's place need not be.
+  /// Waits for everything queued; allocates a buffer. Throws prefix_error for one that does not fit or is
+  /// damaged, pool_exhausted, usage_error, store_error, or what the function throws, and nothing has changed.
+  template <class From>
+  [[gnu::cold]] [[nodiscard]] prefix load_prefix(const From& from, std::uint64_t model) {
+    core_.order.expect_outside_step("load_prefix");
+    core_.settle("load_prefix");
+    return detail::load_prefix(core_, from, model);
   }
 
   /// The sequence keeps its first `tokens` tokens. Inside the rows of its last decode step the selection

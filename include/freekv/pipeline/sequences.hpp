@@ -102,7 +102,7 @@ class sequence_table {
   }
   /// Begins with the pages of `start`.
   sequence_id open(const prefix& start) {
-    if (start.pool_ != &pool_) throw usage_error("open: the prefix is of another pipeline");
+    const std::span<const std::int32_t> of_start = pages_of(start, "open");
     const int pages = start.pages();
     const sequence_id id = open();
     record& r = record_of(id);
@@ -110,7 +110,7 @@ class sequence_table {
     r.pages = pages;
     r.candidates_at = r.tokens + 1;
     r.unencoded_from = pages;
-    for (int page = 0; page < pages; ++page) share(id, page, start.pages_[static_cast<std::size_t>(page)]);
+    for (int page = 0; page < pages; ++page) share(id, page, of_start[static_cast<std::size_t>(page)]);
     return id;
   }
   void check_fork(sequence_id parent) const {
@@ -137,6 +137,24 @@ class sequence_table {
       pool_.share(kept.pages_.back());
     }
     return kept;
+  }
+  /// `pages` pages without content. Throws pool_exhausted.
+  prefix take(int pages) {
+    if (pages > limits_.max_tokens / limits_.page_tokens)
+      throw pool_exhausted("tokens of a sequence", limits_.max_tokens, 0, "the prefix",
+                           long{pages} * limits_.page_tokens);
+    if (pages > pool_.available())
+      throw pool_exhausted("page pool", pool_.capacity(), pool_.capacity() - pool_.available(), "the prefix",
+                           pages);
+    prefix taken(pool_);
+    taken.pages_.reserve(static_cast<std::size_t>(pages));
+    while (taken.pages() < pages) taken.pages_.push_back(pool_.take());
+    return taken;
+  }
+  /// Pages of the store that a prefix has. Throws usage_error where it is another pipeline's.
+  std::span<const std::int32_t> pages_of(const prefix& kept, const char* call) const {
+    if (kept.pool_ != &pool_) throw usage_error(std::string(call) + ": the prefix is of another pipeline");
+    return kept.pages_;
   }
   void release(sequence_id id) {
     record& r = record_of(id);

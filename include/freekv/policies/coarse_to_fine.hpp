@@ -92,8 +92,8 @@ struct coarse_to_fine : detail::summary_pair<Coarse, Fine> {
   static_assert(sizeof(detail::checked_hooks<Coarse>) + sizeof(detail::checked_hooks<Fine>) > 0);
   static_assert(Times == dynamic || Times >= 1, "coarse_to_fine keeps the selected pages 1 or more times");
   using policy_kind = summary_kind;
-  using hooks = hook_list<hook::at, hook::bytes, hook::decode, hook::encode, hook::kept, hook::prepare,
-                          hook::query_width, hook::validate, hook::values>;
+  using hooks = hook_list<hook::at, hook::bytes, hook::data, hook::decode, hook::encode, hook::kept,
+                          hook::prepare, hook::query_width, hook::validate, hook::values>;
   static constexpr std::string_view name = "coarse_to_fine";
   count_of<Times> times{};
 
@@ -110,6 +110,11 @@ struct coarse_to_fine : detail::summary_pair<Coarse, Fine> {
                                 std::remove_const_t<decltype(fine_of_head)>>{coarse_of_head, fine_of_head};
   }
 
+  template <class Visit>
+  void data(const Visit& visit) const {
+    visit_data(this->coarse, visit);
+    visit_data(this->fine, visit);
+  }
   std::string values() const {
     return detail::printed(this->coarse) + ", " + detail::printed(this->fine) + ", " +
            std::to_string(int{times});

@@ -25,6 +25,7 @@
 // lane writes no other reads before the caller has the team `sync()`.
 //
 // Optional, and then listed in `hooks`: `at(slice_place)`, the codec for one slice, where it depends on the layer, head or position;
+// `data(visit)` then, which calls `visit(array, bytes)` for each array that it was given;
 // `shared_bytes(page, element_bytes)`, a multiple of 4, what all heads of a page share and keep in fast memory,
 // and `shared_floats(page)`, scratch while it is made; `values()`, what it was given, for names;
 // `validate(codec_setting)`, which throws settings_error. Slices of a page are encoded one head after the other

@@ -129,6 +129,9 @@ struct key_codebooks {
   FREEKV_HD constexpr std::size_t floats_per_head() const {
     return codebook::floats(mean_codes, mean_dims, head_dim) + codebook::floats(codes, dims, head_dim);
   }
+  constexpr std::size_t bytes() const {
+    return static_cast<std::size_t>(layers * kv_heads) * floats_per_head() * sizeof(float);
+  }
   FREEKV_HD constexpr codebook mean(int layer, int head) const {
     return codebook::at(data + static_cast<std::size_t>(layer * kv_heads + head) * floats_per_head(),
                         mean_codes, mean_dims, head_dim);
@@ -146,7 +149,7 @@ struct key_codebooks {
 template <int Codes = 6, int MeanCodes = 8>
 struct key_codes {
   using policy_kind = summary_kind;
-  using hooks = hook_list<hook::at, hook::bytes, hook::encode, hook::prepare, hook::query_width,
+  using hooks = hook_list<hook::at, hook::bytes, hook::data, hook::encode, hook::prepare, hook::query_width,
                           hook::validate, hook::values>;
   static constexpr std::string_view name = "key_codes";
   count_of<Codes> codes{};
@@ -165,6 +168,10 @@ struct key_codes {
     return static_cast<std::size_t>(mean_codes + codes * page.tokens);
   }
 
+  template <class Visit>
+  void data(const Visit& visit) const {
+    visit(books.data, books.bytes());
+  }
   std::string values() const { return std::to_string(int{codes}) + ", " + std::to_string(int{mean_codes}); }
   void validate(const summary_setting& s) const {
     const auto text = [](int n) { return std::to_string(n); };

@@ -20,6 +20,9 @@ struct subspace_basis {
   FREEKV_HD constexpr std::size_t floats_per_head() const {
     return static_cast<std::size_t>(rank + 1) * static_cast<std::size_t>(head_dim);
   }
+  constexpr std::size_t bytes() const {
+    return static_cast<std::size_t>(layers * kv_heads) * floats_per_head() * sizeof(float);
+  }
   FREEKV_HD constexpr const float* mean(int layer, int head) const {
     return data + static_cast<std::size_t>(layer * kv_heads + head) * floats_per_head();
   }
@@ -36,8 +39,8 @@ struct key_subspace {
   static_assert(Bits == dynamic || Bits == 2 || Bits == 3 || Bits == 4 || Bits == 8 || Bits == 32,
                 "key_subspace takes 2, 3, 4 or 8 bits, or 32 for unquantised coefficients");
   using policy_kind = summary_kind;
-  using hooks = hook_list<hook::at, hook::bytes, hook::decode, hook::encode, hook::prepare, hook::query_width,
-                          hook::validate, hook::values>;
+  using hooks = hook_list<hook::at, hook::bytes, hook::data, hook::decode, hook::encode, hook::prepare,
+                          hook::query_width, hook::validate, hook::values>;
   static constexpr std::string_view name = "key_subspace";
   count_of<Rank> rank{};
   count_of<Bits> bits{};
@@ -51,6 +54,10 @@ struct key_subspace {
   }
   FREEKV_HD constexpr token_codes codes(page_geometry page) const { return {rank, bits, page.tokens}; }
 
+  template <class Visit>
+  void data(const Visit& visit) const {
+    visit(basis.data, basis.bytes());
+  }
   std::string values() const { return std::to_string(int{rank}) + ", " + std::to_string(int{bits}); }
   void validate(const summary_setting& s) const {
     const auto text = [](int n) { return std::to_string(n); };

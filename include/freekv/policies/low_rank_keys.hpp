@@ -24,12 +24,19 @@ namespace freekv {
 template <int Rank = 160>
 struct low_rank_keys {
   using policy_kind = codec_kind;
-  using hooks = hook_list<hook::at, hook::shared_bytes, hook::shared_floats, hook::validate, hook::values>;
+  using hooks =
+      hook_list<hook::at, hook::data, hook::shared_bytes, hook::shared_floats, hook::validate, hook::values>;
   static constexpr std::string_view name = "low_rank_keys";
   count_of<Rank> rank{};
   subspace_basis basis{};
   rotary_embedding rotary{};
 
+  template <class Visit>
+  void data(const Visit& visit) const {
+    visit(basis.data, basis.bytes());
+    visit(rotary.frequencies, static_cast<std::size_t>(rotary.pairs) * sizeof(float));
+    visit(&rotary.of, sizeof rotary.of);
+  }
   std::string values() const { return std::to_string(int{rank}); }
   void validate(const codec_setting& s) const {
     const auto text = [](int n) { return std::to_string(n); };

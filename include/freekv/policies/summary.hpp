@@ -18,7 +18,8 @@
 // (default float), or for a format of its own `bytes<Key>(page)`, `encode<Key>(team, page, numbers, out)` and
 // `decode<Key>(team, page, in, numbers)`, or instead of `decode` a `score` of `const std::byte*`; `query_width(d)`
 // and `prepare(team, query, prepared)`, done once a step for each query; `at(layer, head)`, the policy for one head,
-// where it depends on calibration data, which may have these as well; `values()`, what it was given, for names;
+// where it depends on calibration data, which may have these as well; `data(visit)` then, which calls
+// `visit(array, bytes)` for each array of them; `values()`, what it was given, for names;
 // `with_elements<Key>(stored, body)`, and of two stages `kept(candidates, selected)`.
 //
 // `linear`, true: the score is `scale` times the product of the prepared query with the numbers, `width` a

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <span>
@@ -150,6 +151,16 @@ struct posix_system {
   }
   /// A new file whose name ends in six characters in place of the X of `path`.
   int create_temporary(std::string& path) { return result(::mkostemp(path.data(), O_CLOEXEC)); }
+  int open_to_read(const std::string& path) { return result(::open(path.c_str(), O_RDONLY | O_CLOEXEC)); }
+  /// A file's new name; one that had it is gone.
+  int rename(const std::string& from, const std::string& to) {
+    return result(::rename(from.c_str(), to.c_str()));
+  }
+  /// Bytes of an open file.
+  std::int64_t size(int file) {
+    struct stat about {};
+    return ::fstat(file, &about) == 0 ? std::int64_t{about.st_size} : -errno;
+  }
   int unlink(const std::string& path) { return result(::unlink(path.c_str())); }
   /// Whether `path` still leads to the open file.
   bool leads_to(const std::string& path, int file) {

@@ -372,6 +372,11 @@ class stages {
     launch_tables(s, step, to, compute());
   }
 
+  /// Queues a copy on the compute stream between memory of the device and any other.
+  void queue_copy(std::byte* to, const std::byte* from, std::size_t bytes) const {
+    device::check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, compute()), "cudaMemcpyAsync");
+  }
+
  private:
   using summary_type = decltype(Settings::summary);
   using residency_type = decltype(Settings::residency);
