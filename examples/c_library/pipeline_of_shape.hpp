@@ -194,9 +194,9 @@ inline by_layer plan_of(std::span<const std::int32_t> kinds) {
 
 // ---- Methods that retrieve ----
 
-template <class Shape>
+template <class Shape, class Methods>
 class retrieving final : public pipeline {
-  using implementation = pipeline_of_methods<Shape, compiled_methods>;
+  using implementation = pipeline_of_methods<Shape, Methods>;
   using settings = typename implementation::settings;
   using element = typename implementation::element;
 
@@ -270,16 +270,16 @@ class retrieving final : public pipeline {
     s.page = {{or_else(given.page_tokens, 32)}};
     if (given.route == FREEKV_IN_PLACE) s.route = in_place{};
     if (given.layer_kinds != nullptr) s.plan = plan_of({given.layer_kinds, size(given.layers)});
-    choose_by_name(compiled_methods{}, s, request);
+    choose_by_name(Methods{}, s, request);
     return s;
   }
-  template <class... Methods>
-  static void choose_by_name(methods::method_list<Methods...>, settings& s, const pipeline_request& request) {
-    const auto try_one = [&]<class Method>(std::type_identity<Method>) {
-      if constexpr (!forgets<Method>)
-        if (request.settings.method == Method::name) choose<Method>(s, request);
+  template <class... Method>
+  static void choose_by_name(methods::method_list<Method...>, settings& s, const pipeline_request& request) {
+    const auto try_one = [&]<class One>(std::type_identity<One>) {
+      if constexpr (!forgets<One>)
+        if (request.settings.method == One::name) choose<One>(s, request);
     };
-    (try_one(std::type_identity<Methods>{}), ...);
+    (try_one(std::type_identity<Method>{}), ...);
   }
   static std::vector<engine_blocks<element>> blocks_of(const freekv_settings& given) {
     std::vector<engine_blocks<element>> blocks;
@@ -297,9 +297,9 @@ class retrieving final : public pipeline {
 
 // ---- Methods that forget ----
 
-template <class Shape>
+template <class Shape, class Methods>
 class evicting final : public pipeline {
-  using implementation = evicting_pipeline_of_methods<Shape, compiled_methods>;
+  using implementation = evicting_pipeline_of_methods<Shape, Methods>;
   using settings = typename implementation::settings;
 
  public:
@@ -346,7 +346,7 @@ class evicting final : public pipeline {
                                                     {given.codebooks != nullptr, "codebooks"},
                                                     {given.basis != nullptr, "basis"},
                                                     {given.store_file != nullptr, "store_file"},
-        {given.store_direct != 0, "store_direct"},
+                                                    {given.store_direct != 0, "store_direct"},
                                                     {given.blocks != nullptr, "blocks"}};
     for (const auto& [is_useless, member] : members)
       if (is_useless) throw useless(member, given.method);
@@ -363,17 +363,17 @@ class evicting final : public pipeline {
     s.max_sequences = s.max_prefills = or_else(given.max_sequences, 1);
     s.scale = given.scale;
     s.lse_base = given.log_base == FREEKV_LOG_2 ? log_base::two : log_base::e;
-    choose_by_name(compiled_methods{}, s, given, b, page);
+    choose_by_name(Methods{}, s, given, b, page);
     return s;
   }
-  template <class... Methods>
-  static void choose_by_name(methods::method_list<Methods...>, settings& s, const freekv_settings& given,
+  template <class... Method>
+  static void choose_by_name(methods::method_list<Method...>, settings& s, const freekv_settings& given,
                              const budget& b, int page) {
-    const auto try_one = [&]<class Method>(std::type_identity<Method>) {
-      if constexpr (forgets<Method>)
-        if (given.method == Method::name) {
-          typename Method::eviction eviction;
-          if constexpr (std::is_same_v<typename Method::eviction, raas>) {
+    const auto try_one = [&]<class One>(std::type_identity<One>) {
+      if constexpr (forgets<One>)
+        if (given.method == One::name) {
+          typename One::eviction eviction;
+          if constexpr (std::is_same_v<typename One::eviction, raas>) {
             eviction.page = page;
             eviction.sink = b.sink;
             eviction.window = b.window;
@@ -381,7 +381,7 @@ class evicting final : public pipeline {
           s.eviction = eviction;
         }
     };
-    (try_one(std::type_identity<Methods>{}), ...);
+    (try_one(std::type_identity<Method>{}), ...);
   }
 
   implementation pipeline_;
@@ -396,17 +396,17 @@ bool forgets_by_name(methods::method_list<Methods...>, std::string_view name) {
 }
 
 /// Calls `use` with the class of the request's method.
-template <class Shape, class Use>
+template <class Shape, class Methods, class Use>
 auto with_class_of(const pipeline_request& request, const Use& use) {
-  using kinds = kinds_of_methods<compiled_methods>;
+  using kinds = kinds_of_methods<Methods>;
   if constexpr (!kinds::any_retrieves)
-    return use(std::type_identity<evicting<Shape>>{});
+    return use(std::type_identity<evicting<Shape, Methods>>{});
   else if constexpr (!kinds::any_forgets)
-    return use(std::type_identity<retrieving<Shape>>{});
+    return use(std::type_identity<retrieving<Shape, Methods>>{});
   else
-    return forgets_by_name(compiled_methods{}, request.settings.method)
-               ? use(std::type_identity<evicting<Shape>>{})
-               : use(std::type_identity<retrieving<Shape>>{});
+    return forgets_by_name(Methods{}, request.settings.method)
+               ? use(std::type_identity<evicting<Shape, Methods>>{})
+               : use(std::type_identity<retrieving<Shape, Methods>>{});
 }
 
 template <class Shape>
@@ -415,13 +415,13 @@ compiled_shape compiled() {
           .head_dim = Shape::head_dim,
           .measure =
               [](const pipeline_request& request, host_backend& backend) {
-                return with_class_of<Shape>(request, [&]<class Class>(std::type_identity<Class>) {
-                  return Class::measure(request, backend);
-                });
+                return with_class_of<Shape, compiled_methods>(
+                    request,
+                    [&]<class Class>(std::type_identity<Class>) { return Class::measure(request, backend); });
               },
           .create =
               [](const pipeline_request& request, host_backend& backend, const memory_resources& memory) {
-                return with_class_of<Shape>(
+                return with_class_of<Shape, compiled_methods>(
                     request, [&]<class Class>(std::type_identity<Class>) -> std::unique_ptr<pipeline> {
                       return std::make_unique<Class>(request, backend, memory);
                     });
