@@ -1,0 +1,431 @@
+// Defines `compiled`; included by the generated source of each shape alone.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "compiled.hpp"
+#include "method_list.hpp"
+#include "pipeline.hpp"
+
+namespace freekv::c_library {
+
+template <class Element>
+inline constexpr freekv_element element_of = FREEKV_F32;
+template <>
+inline constexpr freekv_element element_of<half> = FREEKV_F16;
+template <>
+inline constexpr freekv_element element_of<bfloat16> = FREEKV_BF16;
+
+inline std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+/// Memory of `rows` rows of `numbers`, or none.
+template <class T>
+std::span<T> rows_at(T* memory, std::int32_t rows, int numbers) {
+  return {memory, memory == nullptr ? 0 : size(rows) * size(numbers)};
+}
+
+// ---- Steps, which both pipelines have ----
+
+template <class Pipeline>
+void append_rows(typename Pipeline::step& step, const Pipeline& pipeline, int layer, const freekv_rows& r) {
+  using element = typename Pipeline::element;
+  const auto& s = pipeline.configuration();
+  const auto given_as = [&]<class In>(const In*) {
+    step.append(
+        layer, kv_rows<In>{rows_at(static_cast<const In*>(r.keys), r.rows, s.kv_heads * Pipeline::head_dim),
+                           rows_at(static_cast<const In*>(r.values), r.rows, s.kv_heads * Pipeline::head_dim),
+                           rows_at(r.queries, r.rows, s.query_heads * Pipeline::head_dim)});
+  };
+  if (r.element == element_of<element>)
+    given_as(static_cast<const element*>(nullptr));
+  else if (r.element == FREEKV_F32)
+    given_as(static_cast<const float*>(nullptr));
+  else
+    throw usage_error("append: element is " + std::to_string(r.element) +
+                      "; give FREEKV_F32 or the stored one, " + std::to_string(element_of<element>));
+}
+
+template <class Pipeline>
+void attend_rows(typename Pipeline::step& step, const Pipeline& pipeline, int layer,
+                 const freekv_attention& to) {
+  const auto& s = pipeline.configuration();
+  step.attend(layer, rows_at(to.out, to.rows, s.query_heads * Pipeline::head_dim),
+              rows_at(to.lse, to.rows, s.query_heads));
+}
+
+inline std::int32_t total(std::span<const std::int32_t> counts) {
+  return std::accumulate(counts.begin(), counts.end(), std::int32_t{0});
+}
+inline freekv_step_report counts_of(const step_report& r, std::size_t slice_bytes) {
+  return {.size = sizeof(freekv_step_report),
+          .corrected_heads = static_cast<std::int32_t>(
+              std::count_if(r.corrected.begin(), r.corrected.end(), [](auto c) { return c != 0; })),
+          .attended = total(r.attended_count),
+          .recalled = total(r.recalled),
+          .recalled_before_attention = total(r.recalled_before_attention),
+          .promoted = total(r.promoted),
+          .slice_bytes = slice_bytes};
+}
+
+template <class Needs>
+freekv_footprint bytes_of(const Needs& needs) {
+  const memory_bytes& b = needs.bytes();
+  return {.size = sizeof(freekv_footprint),
+          .slow = needs.slow_bytes(),
+          .fast = needs.fast_bytes(),
+          .store = b.store,
+          .file = b.file,
+          .complete = b.complete,
+          .slots = b.slots,
+          .summaries = b.summaries,
+          .codec = b.codec,
+          .state = b.state,
+          .staging = b.staging};
+}
+
+// ---- Settings ----
+
+inline budget budget_of(const freekv_settings& s) {
+  if (s.sink == 0 && s.window == 0 && s.selected_units == 0) return {};
+  return {.sink = s.sink, .window = s.window, .selected_units = s.selected_units};
+}
+inline int or_else(int given, int otherwise) { return given == 0 ? otherwise : given; }
+
+/// Members that a method has no use for are 0.
+[[gnu::cold]] inline settings_error useless(const char* member, std::string_view method) {
+  return settings_error(std::string(member) + " is set, and " + std::string(method) +
+                        " has no use for it; leave it 0, or choose another method");
+}
+
+/// Values and data of the policies that take any.
+template <class Method>
+struct given_values {
+  const pipeline_request& request;
+  bool tau = false, delta = false, top_p = false, codebooks = false, basis = false;
+
+  template <class Policy>
+  Policy operator()(Policy policy) {
+    [[maybe_unused]] const freekv_settings& s = request.settings;
+    if constexpr (std::is_same_v<Policy, cosine_drift>) {
+      tau = true;
+      if (s.tau != 0.0f) policy.tau = s.tau;
+    } else if constexpr (std::is_same_v<Policy, mass_deficit>) {
+      delta = true;
+      if (s.delta != 0.0f) policy.delta = s.delta;
+    } else if constexpr (std::is_same_v<Policy, freekv::top_p>) {
+      top_p = true;
+      if (s.top_p != 0.0f) policy.p = s.top_p;
+    } else if constexpr (requires { policy.books; }) {
+      codebooks = true;
+      const freekv_key_codebooks& b = request.codebooks;
+      policy.books = {.data = b.data,
+                      .layers = b.layers,
+                      .kv_heads = b.kv_heads,
+                      .head_dim = b.head_dim,
+                      .mean_codes = b.mean_codes,
+                      .mean_dims = b.mean_dims,
+                      .codes = b.codes,
+                      .dims = b.dims};
+    } else if constexpr (requires { policy.basis; }) {
+      basis = true;
+      const freekv_subspace_basis& b = request.basis;
+      policy.basis = {b.data, b.layers, b.kv_heads, b.rank, b.head_dim};
+    }
+    return policy;
+  }
+  /// Throws settings_error for what no policy has taken.
+  void expect_all_taken() const {
+    const freekv_settings& s = request.settings;
+    const std::pair<bool, const char*> members[] = {{s.tau != 0.0f && !tau, "tau"},
+                                                    {s.delta != 0.0f && !delta, "delta"},
+                                                    {s.top_p != 0.0f && !top_p, "top_p"},
+                                                    {s.codebooks != nullptr && !codebooks, "codebooks"},
+                                                    {s.basis != nullptr && !basis, "basis"}};
+    for (const auto& [is_useless, member] : members)
+      if (is_useless) throw useless(member, Method::name);
+  }
+};
+
+/// The policies of a method that retrieves.
+template <class Method, class Settings>
+void choose(Settings& s, const pipeline_request& request) {
+  using pack = typename Method::pack;
+  static_assert(
+      !std::is_same_v<typename pack::plan, by_head>,
+      "the C library has no methods whose heads differ in kind: freekv_settings has no list of these");
+  static_assert(
+      std::is_same_v<typename pack::codec, identity>,
+      "the C library has no methods with a codec that takes data: freekv_settings has no member for it");
+  given_values<Method> with{request};
+  s.unit = {{int{typename pack::unit{}.tokens}}};
+  s.summary = with(typename pack::summary{});
+  s.pooling = typename pack::pooling{};
+  s.pinning = typename pack::pinning{};
+  s.scope = typename pack::scope{};
+  s.residency = typename pack::residency{};
+  s.codec = typename pack::codec{};
+  if constexpr (requires { Method::selection; })
+    s.selection = with(Method::selection);
+  else
+    s.selection = with(typename pack::selection{});
+  if constexpr (requires { Method::correction; })
+    s.correction = with(Method::correction);
+  else
+    s.correction = with(typename pack::correction{});
+  if (request.settings.layer_kinds == nullptr) s.plan = typename pack::plan{};
+  with.expect_all_taken();
+}
+
+inline by_layer plan_of(std::span<const std::int32_t> kinds) {
+  by_layer plan;
+  for (const std::int32_t kind : kinds) {
+    if (kind < FREEKV_LAYER_RETRIEVAL || kind > FREEKV_LAYER_SLIDING)
+      throw settings_error("layer_kinds has " + std::to_string(kind) + "; kinds are 0 to 3");
+    constexpr layer_kind known[] = {layer_kind::retrieval, layer_kind::complete, layer_kind::window,
+                                    layer_kind::sliding};
+    plan.kinds.push_back(known[kind]);
+  }
+  return plan;
+}
+
+// ---- Methods that retrieve ----
+
+template <class Shape, class Methods>
+class retrieving final : public pipeline {
+  using implementation = pipeline_of_methods<Shape, Methods>;
+  using settings = typename implementation::settings;
+  using element = typename implementation::element;
+
+ public:
+  retrieving(const pipeline_request& request, host_backend& backend, const memory_resources& memory)
+      : pipeline_(settings_of(request), backend, memory, blocks_of(request.settings)) {}
+
+  static pipeline_needs measure(const pipeline_request& request, host_backend& backend) {
+    const typename implementation::footprint needs(settings_of(request), backend);
+    pipeline_needs all;
+    all.footprint = bytes_of(needs);
+    for (int layer = 0; layer < needs.settings().layers; ++layer) {
+      all.slots.push_back(needs.slots(layer));
+      all.slots_per_sequence.push_back(needs.slots_per_sequence(layer));
+    }
+    return all;
+  }
+
+  std::string name() const override { return pipeline_.name(); }
+  void synchronize() override { pipeline_.synchronize(); }
+  sequence_id open() override { return pipeline_.open(); }
+  void release(sequence_id id) override { pipeline_.release(id); }
+  int tokens(sequence_id id) const override { return pipeline_.tokens(id); }
+  std::int32_t free_pages() const override { return pipeline_.free_pages(); }
+  sequence_id fork(sequence_id parent) override { return pipeline_.fork(parent); }
+  void truncate(sequence_id id, int tokens) override { pipeline_.truncate(id, tokens); }
+  void preempt(sequence_id id) override { pipeline_.preempt(id); }
+  void restore(sequence_id id) override { pipeline_.restore(id); }
+  prefix keep_prefix(sequence_id id, int tokens) override { return pipeline_.keep_prefix(id, tokens); }
+  sequence_id open(const prefix& start) override { return pipeline_.open(start); }
+
+  void begin_step(std::span<const step_input> rows) override { step_ = pipeline_.begin_step(rows); }
+  void append(int layer, const freekv_rows& rows) override { append_rows(step_, pipeline_, layer, rows); }
+  void attend(int layer, const freekv_attention& to) override { attend_rows(step_, pipeline_, layer, to); }
+  void correct(int layer) override { step_.correct(layer); }
+  resident_table table(int layer, sequence_id id, int head, std::span<std::int32_t> blocks) override {
+    return head == -1 ? step_.table(layer, id, blocks) : step_.table(layer, id, head, blocks);
+  }
+  void finish_layer(int layer) override { step_.finish_layer(layer); }
+  void end_step() override { step_.end(); }
+  void abandon_step() noexcept override { step_.abandon(); }
+  void abandon(sequence_id id) override { step_.abandon(id); }
+
+  freekv_step_report report(int layer, sequence_id id) const override {
+    return counts_of(pipeline_.report(layer)[id], pipeline_.slice_bytes());
+  }
+
+ private:
+  static settings settings_of(const pipeline_request& request) {
+    const freekv_settings& given = request.settings;
+    if (given.max_prompt != 0) throw useless("max_prompt", given.method);
+    settings s;
+    s.layers = given.layers;
+    s.query_heads = given.query_heads;
+    s.kv_heads = given.kv_heads;
+    s.budget = budget_of(given);
+    s.max_tokens = given.max_tokens;
+    s.max_sequences = or_else(given.max_sequences, 1);
+    s.max_resident = given.max_resident;
+    s.max_decode_rows = or_else(given.max_decode_rows, 1);
+    s.store_tokens = given.store_tokens;
+    s.selected_tokens = given.selected_tokens;
+    s.store_file = request.store_file;
+    s.scale = given.scale;
+    s.sliding_window = given.sliding_window;
+    s.soft_cap = given.soft_cap;
+    if (given.sink_logits != nullptr)
+      s.sink_logits.assign(given.sink_logits,
+                           given.sink_logits + size(given.layers) * size(given.query_heads));
+    s.lse_base = given.log_base == FREEKV_LOG_2 ? log_base::two : log_base::e;
+    s.page = {{or_else(given.page_tokens, 32)}};
+    if (given.route == FREEKV_IN_PLACE) s.route = in_place{};
+    if (given.layer_kinds != nullptr) s.plan = plan_of({given.layer_kinds, size(given.layers)});
+    choose_by_name(Methods{}, s, request);
+    return s;
+  }
+  template <class... Method>
+  static void choose_by_name(methods::method_list<Method...>, settings& s, const pipeline_request& request) {
+    const auto try_one = [&]<class One>(std::type_identity<One>) {
+      if constexpr (!forgets<One>)
+        if (request.settings.method == One::name) choose<One>(s, request);
+    };
+    (try_one(std::type_identity<Method>{}), ...);
+  }
+  static std::vector<engine_blocks<element>> blocks_of(const freekv_settings& given) {
+    std::vector<engine_blocks<element>> blocks;
+    for (std::int32_t layer = 0; given.blocks != nullptr && layer < given.layers; ++layer) {
+      const freekv_engine_blocks& b = given.blocks[layer];
+      blocks.push_back({static_cast<element*>(b.keys), static_cast<element*>(b.values), b.block_stride,
+                        b.token_stride, b.head_stride, std::span(b.ids, b.count)});
+    }
+    return blocks;
+  }
+
+  implementation pipeline_;
+  typename implementation::step step_;
+};
+
+// ---- Methods that forget ----
+
+template <class Shape, class Methods>
+class evicting final : public pipeline {
+  using implementation = evicting_pipeline_of_methods<Shape, Methods>;
+  using settings = typename implementation::settings;
+
+ public:
+  evicting(const pipeline_request& request, host_backend& backend, const memory_resources& memory)
+      : pipeline_(settings_of(request), backend, memory) {}
+
+  static pipeline_needs measure(const pipeline_request& request, host_backend& backend) {
+    const typename implementation::footprint needs(settings_of(request), backend);
+    const std::size_t layers = size(needs.settings().layers);
+    return {.footprint = bytes_of(needs),
+            .slots = std::vector<std::int64_t>(layers),
+            .slots_per_sequence = std::vector<std::int32_t>(layers)};
+  }
+
+  std::string name() const override { return pipeline_.name(); }
+  void synchronize() override { pipeline_.synchronize(); }
+  sequence_id open() override { return pipeline_.open(); }
+  void release(sequence_id id) override { pipeline_.release(id); }
+  int tokens(sequence_id id) const override { return pipeline_.tokens(id); }
+  void begin_step(std::span<const step_input> rows) override { step_ = pipeline_.begin_step(rows); }
+  void append(int layer, const freekv_rows& rows) override { append_rows(step_, pipeline_, layer, rows); }
+  void attend(int layer, const freekv_attention& to) override { attend_rows(step_, pipeline_, layer, to); }
+  void end_step() override { step_.end(); }
+  void abandon_step() noexcept override { step_.abandon(); }
+  freekv_step_report report(int layer, sequence_id id) const override {
+    return counts_of(pipeline_.report(layer)[id], pipeline_.slice_bytes());
+  }
+
+ private:
+  static settings settings_of(const pipeline_request& request) {
+    const freekv_settings& given = request.settings;
+    const std::pair<bool, const char*> members[] = {{given.max_resident != 0, "max_resident"},
+                                                    {given.max_decode_rows != 0, "max_decode_rows"},
+                                                    {given.store_tokens != 0, "store_tokens"},
+                                                    {given.selected_tokens != 0, "selected_tokens"},
+                                                    {given.route != FREEKV_RESIDENT, "route"},
+                                                    {given.sliding_window != 0, "sliding_window"},
+                                                    {given.layer_kinds != nullptr, "layer_kinds"},
+                                                    {given.sink_logits != nullptr, "sink_logits"},
+                                                    {given.soft_cap != 0.0f, "soft_cap"},
+                                                    {given.tau != 0.0f, "tau"},
+                                                    {given.delta != 0.0f, "delta"},
+                                                    {given.top_p != 0.0f, "top_p"},
+                                                    {given.codebooks != nullptr, "codebooks"},
+                                                    {given.basis != nullptr, "basis"},
+                                                    {given.store_file != nullptr, "store_file"},
+                                                    {given.store_direct != 0, "store_direct"},
+                                                    {given.blocks != nullptr, "blocks"}};
+    for (const auto& [is_useless, member] : members)
+      if (is_useless) throw useless(member, given.method);
+    const budget b = budget_of(given);
+    const int page = or_else(given.page_tokens, 32);
+    const std::int64_t kept = std::int64_t{b.sink} + b.window + std::int64_t{b.selected_units} * page;
+    settings s;
+    s.layers = given.layers;
+    s.query_heads = given.query_heads;
+    s.kv_heads = given.kv_heads;
+    s.budget = static_cast<int>(std::min(kept, 2 * std::int64_t{given.max_tokens} + 1024));
+    s.max_prompt = or_else(given.max_prompt, given.max_tokens);
+    s.max_generated = given.max_tokens - given.max_prompt;
+    s.max_sequences = s.max_prefills = or_else(given.max_sequences, 1);
+    s.scale = given.scale;
+    s.lse_base = given.log_base == FREEKV_LOG_2 ? log_base::two : log_base::e;
+    choose_by_name(Methods{}, s, given, b, page);
+    return s;
+  }
+  template <class... Method>
+  static void choose_by_name(methods::method_list<Method...>, settings& s, const freekv_settings& given,
+                             const budget& b, int page) {
+    const auto try_one = [&]<class One>(std::type_identity<One>) {
+      if constexpr (forgets<One>)
+        if (given.method == One::name) {
+          typename One::eviction eviction;
+          if constexpr (std::is_same_v<typename One::eviction, raas>) {
+            eviction.page = page;
+            eviction.sink = b.sink;
+            eviction.window = b.window;
+          }
+          s.eviction = eviction;
+        }
+    };
+    (try_one(std::type_identity<Method>{}), ...);
+  }
+
+  implementation pipeline_;
+  typename implementation::step step_;
+};
+
+// ---- The shape ----
+
+template <class... Methods>
+bool forgets_by_name(methods::method_list<Methods...>, std::string_view name) {
+  return ((name == Methods::name && forgets<Methods>) || ...);
+}
+
+/// Calls `use` with the class of the request's method.
+template <class Shape, class Methods, class Use>
+auto with_class_of(const pipeline_request& request, const Use& use) {
+  using kinds = kinds_of_methods<Methods>;
+  if constexpr (!kinds::any_retrieves)
+    return use(std::type_identity<evicting<Shape, Methods>>{});
+  else if constexpr (!kinds::any_forgets)
+    return use(std::type_identity<retrieving<Shape, Methods>>{});
+  else
+    return forgets_by_name(Methods{}, request.settings.method)
+               ? use(std::type_identity<evicting<Shape, Methods>>{})
+               : use(std::type_identity<retrieving<Shape, Methods>>{});
+}
+
+template <class Shape>
+compiled_shape compiled() {
+  return {.element = element_of<typename Shape::element_type>,
+          .head_dim = Shape::head_dim,
+          .measure =
+              [](const pipeline_request& request, host_backend& backend) {
+                return with_class_of<Shape, compiled_methods>(
+                    request,
+                    [&]<class Class>(std::type_identity<Class>) { return Class::measure(request, backend); });
+              },
+          .create =
+              [](const pipeline_request& request, host_backend& backend, const memory_resources& memory) {
+                return with_class_of<Shape, compiled_methods>(
+                    request, [&]<class Class>(std::type_identity<Class>) -> std::unique_ptr<pipeline> {
+                      return std::make_unique<Class>(request, backend, memory);
+                    });
+              }};
+}
+
+}  // namespace freekv::c_library

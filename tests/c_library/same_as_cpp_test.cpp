@@ -1,0 +1,292 @@
+// Outputs of the C library beside those of the C++ pipelines that it stands for, bit for bit; and its border.
+#include <freekv/c_api.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <freekv/freekv.hpp>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "border.hpp"
+#include "tests/catch.hpp"
+
+namespace {
+
+constexpr int layers = 3, query_heads = 8, kv_heads = 2, page = 32;
+
+template <class Struct>
+Struct sized() {
+  Struct s{};
+  s.size = sizeof s;
+  return s;
+}
+
+struct destroys {
+  void operator()(freekv_backend* b) const { CHECK(freekv_backend_destroy(b) == FREEKV_OK); }
+  void operator()(freekv_pipeline* p) const { CHECK(freekv_pipeline_destroy(p) == FREEKV_OK); }
+};
+
+/// What sequences bring to a step.
+struct brought {
+  std::vector<freekv_step_input> inputs;
+  int rows() const {
+    int all = 0;
+    for (const freekv_step_input& input : inputs) all += input.tokens;
+    return all;
+  }
+  bool decodes() const { return inputs.front().phase == FREEKV_DECODE; }
+};
+
+/// Steps of two sequences: prompts in chunks, together and alone, then decode rows. Neighbouring queries are alike.
+std::vector<brought> steps() {
+  std::vector<brought> all;
+  all.push_back({{{0, 300, FREEKV_PREFILL}}});
+  all.push_back({{{0, 201, FREEKV_PREFILL}, {1, 444, FREEKV_PREFILL}}});
+  for (int i = 0; i < 40; ++i) {
+    all.push_back({{{0, 1, FREEKV_DECODE}, {1, 1, FREEKV_DECODE}}});
+    if (i % 10 == 0) all.push_back({{{1, 1, FREEKV_DECODE}}});
+  }
+  return all;
+}
+
+struct layer_rows {
+  std::vector<float> k, v, q;
+};
+/// Rows of the trace, the same whenever it is made.
+class trace {
+ public:
+  explicit trace(int head_dim)
+      : head_dim_(head_dim), query_(static_cast<std::size_t>(query_heads * head_dim)) {}
+  layer_rows next(int rows) {
+    const auto drawn = [&](int heads) {
+      std::vector<float> x(static_cast<std::size_t>(rows * heads * head_dim_));
+      for (float& value : x) value = normal_(engine_);
+      return x;
+    };
+    layer_rows r{drawn(kv_heads), drawn(kv_heads), {}};
+    for (int row = 0; row < rows; ++row) {
+      for (float& value : query_) value = 0.984f * value + 0.178f * normal_(engine_);
+      r.q.insert(r.q.end(), query_.begin(), query_.end());
+    }
+    return r;
+  }
+
+ private:
+  int head_dim_;
+  std::mt19937 engine_{1};
+  std::normal_distribution<float> normal_;
+  std::vector<float> query_;
+};
+
+struct results {
+  std::vector<float> out, lse;
+  std::vector<int> counts;  // of reports
+  bool operator==(const results&) const = default;
+};
+
+results by_c(const freekv_settings& settings) {
+  const auto options = sized<freekv_host_options>();
+  freekv_backend* made_backend = nullptr;
+  freekv_pipeline* made = nullptr;
+  REQUIRE(freekv_backend_create_host(&options, &made_backend) == FREEKV_OK);
+  const std::unique_ptr<freekv_backend, destroys> backend(made_backend);
+  const freekv_status status = freekv_pipeline_create(backend.get(), &settings, &made);
+  INFO(freekv_last_message());
+  REQUIRE(status == FREEKV_OK);
+  const std::unique_ptr<freekv_pipeline, destroys> p(made);
+  freekv_sequence sequence = 0;
+  for (int i = 0; i < 2; ++i) REQUIRE(freekv_open(p.get(), &sequence) == FREEKV_OK);
+
+  results all;
+  trace t(settings.head_dim);
+  int failed = 0;
+  for (const brought& b : steps()) {
+    const int rows = b.rows();
+    freekv_step* step = nullptr;
+    failed += freekv_begin_step(p.get(), b.inputs.data(), b.inputs.size(), &step) != FREEKV_OK;
+    for (int layer = 0; layer < layers; ++layer) {
+      const layer_rows r = t.next(rows);
+      std::vector<float> out(r.q.size()), lse(static_cast<std::size_t>(rows * query_heads));
+      auto given = sized<freekv_rows>();
+      given.element = FREEKV_F32;
+      given.rows = rows;
+      given.keys = r.k.data();
+      given.values = r.v.data();
+      given.queries = r.q.data();
+      auto to = sized<freekv_attention>();
+      to.rows = rows;
+      to.out = out.data();
+      to.lse = lse.data();
+      failed += freekv_append(step, layer, &given) != FREEKV_OK;
+      if (!b.decodes()) continue;
+      failed += freekv_attend(step, layer, &to) != FREEKV_OK;
+      all.out.insert(all.out.end(), out.begin(), out.end());
+      all.lse.insert(all.lse.end(), lse.begin(), lse.end());
+      auto report = sized<freekv_step_report>();
+      failed += freekv_report(p.get(), layer, 1, &report) != FREEKV_OK;
+      all.counts.insert(all.counts.end(), {report.corrected_heads, report.attended, report.recalled,
+                                           report.recalled_before_attention, report.promoted,
+                                           static_cast<int>(report.slice_bytes)});
+    }
+    failed += freekv_end_step(step) != FREEKV_OK;
+  }
+  CHECK(failed == 0);
+  return all;
+}
+
+template <class Pipeline>
+results by_cpp(const typename Pipeline::settings& settings) {
+  freekv::host_backend backend;
+  Pipeline p(settings, backend);
+  for (int i = 0; i < 2; ++i) p.open();
+  results all;
+  trace t(Pipeline::head_dim);
+  const auto total = [](auto counts) {
+    int sum = 0;
+    for (const auto count : counts) sum += static_cast<int>(count);
+    return sum;
+  };
+  for (const brought& b : steps()) {
+    std::vector<freekv::step_input> inputs;
+    for (const freekv_step_input& i : b.inputs)
+      inputs.push_back({freekv::sequence_id{i.sequence}, i.tokens,
+                        i.phase == FREEKV_DECODE ? freekv::step_phase::decode : freekv::step_phase::prefill});
+    auto step = p.begin_step(inputs);
+    for (int layer = 0; layer < layers; ++layer) {
+      const layer_rows r = t.next(b.rows());
+      std::vector<float> out(r.q.size()), lse(static_cast<std::size_t>(b.rows() * query_heads));
+      step.template append<float>(layer, {.keys = r.k, .values = r.v, .queries = r.q});
+      if (!b.decodes()) continue;
+      step.attend(layer, out, lse);
+      all.out.insert(all.out.end(), out.begin(), out.end());
+      all.lse.insert(all.lse.end(), lse.begin(), lse.end());
+      const auto reports = p.report(layer);
+      const freekv::step_report report = reports[freekv::sequence_id{1}];
+      all.counts.insert(all.counts.end(), {total(report.corrected), total(report.attended_count),
+                                           total(report.recalled), total(report.recalled_before_attention),
+                                           total(report.promoted), static_cast<int>(p.slice_bytes())});
+    }
+    step.end();
+  }
+  return all;
+}
+
+freekv_settings settings_of(const char* method, freekv_element element, int head_dim) {
+  auto s = sized<freekv_settings>();
+  s.method = method;
+  s.element = element;
+  s.head_dim = head_dim;
+  s.layers = layers;
+  s.query_heads = query_heads;
+  s.kv_heads = kv_heads;
+  s.sink = page;
+  s.window = 2 * page;
+  s.selected_units = 4;
+  s.max_tokens = 600;
+  s.max_sequences = 2;
+  return s;
+}
+
+void check_same(const results& c, const results& cpp) {
+  CHECK(c.lse.size() == 84 * layers * query_heads);
+  CHECK(c.out == cpp.out);  // no NaN
+  CHECK(c.lse == cpp.lse);
+  CHECK(c.counts == cpp.counts);
+}
+
+template <class Pipeline>
+typename Pipeline::settings retrieving() {
+  return {.layers = layers,
+          .query_heads = query_heads,
+          .kv_heads = kv_heads,
+          .budget = {.sink = page, .window = 2 * page, .selected_units = 4},
+          .max_tokens = 600,
+          .max_sequences = 2};
+}
+
+}  // namespace
+
+TEST_CASE("freekv of the C library is the C++ pipeline's, bit for bit", "[c_library]") {
+  using pipeline = freekv::methods::freekv_paper::pipeline<freekv::kv_shape<freekv::bfloat16, 128>>;
+  const results c = by_c(settings_of("freekv", FREEKV_BF16, 128));
+  const results cpp = by_cpp<pipeline>(retrieving<pipeline>());
+  check_same(c, cpp);
+  int corrected = 0;
+  for (std::size_t i = 0; i < c.counts.size(); i += 6) corrected += c.counts[i];
+  CHECK(corrected > 10);
+  CHECK(corrected < 150);  // of 44 rows, 2 layers and 2 heads: some, not all
+  CHECK(by_c(settings_of("quest", FREEKV_BF16, 128)).out != c.out);
+  CHECK(by_c(settings_of("streaming_llm", FREEKV_BF16, 128)).out != c.out);
+}
+
+TEST_CASE("methods that learn take their data, and values of their own", "[c_library]") {
+  using method = freekv::methods::freekv_key_codes_deficit;
+  using pipeline = method::pipeline<freekv::kv_shape<float, 64>>;
+  freekv::key_codebooks books{nullptr, layers, kv_heads, 64, 8, 4, 6, 4};
+  std::vector<float> data(books.floats_per_head() * layers * kv_heads);
+  std::mt19937 engine{2};
+  std::normal_distribution<float> normal;
+  for (float& value : data) value = normal(engine);
+  books.data = data.data();
+  auto cpp_settings = retrieving<pipeline>();
+  cpp_settings.summary.books = books;
+  cpp_settings.correction = method::correction;
+  cpp_settings.correction.delta = 0.4f;
+
+  auto c_books = sized<freekv_key_codebooks>();
+  c_books.layers = layers;
+  c_books.kv_heads = kv_heads;
+  c_books.head_dim = 64;
+  c_books.mean_codes = 8;
+  c_books.mean_dims = 4;
+  c_books.codes = 6;
+  c_books.dims = 4;
+  c_books.data = data.data();
+  auto c_settings = settings_of("freekv_key_codes_deficit", FREEKV_F32, 64);
+  c_settings.codebooks = &c_books;
+  c_settings.delta = 0.4f;
+  const results c = by_c(c_settings);
+  check_same(c, by_cpp<pipeline>(cpp_settings));
+  c_settings.delta = 0.05f;
+  CHECK(by_c(c_settings).out != c.out);
+}
+
+TEST_CASE("methods that forget keep the budget together", "[c_library]") {
+  using pipeline = freekv::methods::h2o::pipeline<freekv::kv_shape<float, 64>>;
+  auto c_settings = settings_of("h2o", FREEKV_F32, 64);
+  c_settings.max_prompt = 550;
+  check_same(by_c(c_settings), by_cpp<pipeline>({.layers = layers,
+                                                 .query_heads = query_heads,
+                                                 .kv_heads = kv_heads,
+                                                 .budget = 7 * page,
+                                                 .max_prompt = 550,
+                                                 .max_generated = 50,
+                                                 .max_sequences = 2,
+                                                 .max_prefills = 2}));
+}
+
+TEST_CASE("no exception passes the border, and each has its status", "[c_library]") {
+  using freekv::c_library::guarded;
+  const auto thrown = [](const auto& error) { return guarded([&] { throw error; }); };
+  // Its own copy of the border's message, which the library does not export.
+  const auto said = [] { return std::string(freekv::c_library::last_message()); };
+  CHECK(guarded([] {}) == FREEKV_OK);
+  CHECK(thrown(freekv::settings_error("a")) == FREEKV_SETTINGS_ERROR);
+  CHECK(said() == "a");
+  CHECK(thrown(freekv::usage_error("b")) == FREEKV_USAGE_ERROR);
+  CHECK(thrown(freekv::pool_exhausted("pages", 4, 4, "it", 1)) == FREEKV_POOL_EXHAUSTED);
+  CHECK(said().find("4 of 4 in use") != std::string::npos);
+  CHECK(thrown(freekv::store_error(freekv::store_fault())) == FREEKV_STORE_ERROR);
+  CHECK(thrown(freekv::thread_error("t", 2, 1, {}, "fewer")) == FREEKV_THREAD_ERROR);
+  CHECK(thrown(std::bad_alloc()) == FREEKV_OUT_OF_MEMORY);
+  CHECK(thrown(std::length_error("too long")) == FREEKV_UNEXPECTED_ERROR);
+  CHECK(said() == "too long");
+  CHECK(thrown(7) == FREEKV_UNEXPECTED_ERROR);
+  CHECK(said() == "an exception that is no std::exception");
+  CHECK(thrown(freekv::usage_error(std::string(5000, 'x'))) == FREEKV_USAGE_ERROR);
+  CHECK(said() == std::string(1023, 'x'));
+}
