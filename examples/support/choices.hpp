@@ -33,6 +33,7 @@ struct method_spec {
   std::string pooling = "mean_softmax";
   std::string selection = "top_k";
   float top_p = 0.95f;
+  float bonus = sticky_top_k{}.bonus;
   std::string pinning = "no_pins";
   int pinned = 48;                   ///< of pin_outliers, units
   std::string rows = "per_kv_head";  ///< who shares one selection
@@ -132,6 +133,10 @@ struct policy_maker<top_p> {
   static top_p from(const method_spec& m, const method_data&) { return {m.top_p}; }
 };
 template <>
+struct policy_maker<sticky_top_k> {
+  static sticky_top_k from(const method_spec& m, const method_data&) { return {m.bonus}; }
+};
+template <>
 struct policy_maker<cosine_drift> {
   static cosine_drift from(const method_spec& m, const method_data& data);
 };
@@ -196,7 +201,7 @@ using summary_list =
                 in_any_format<chunk_means<dynamic>>, key_sketch<dynamic>, key_subspace<dynamic, dynamic>,
                 key_codes<dynamic, dynamic>, coarse_to_fine<min_max, key_sketch<4>, dynamic>>;
 using pooling_list = policy_list<mean_softmax, max_softmax, mean_score, max_score, mean_query, max_query>;
-using selection_list = policy_list<top_k, top_p>;
+using selection_list = policy_list<top_k, top_p, sticky_top_k>;
 using pinning_list = policy_list<no_pins, pin_outliers<dynamic>>;
 using scope_list = policy_list<per_kv_head, per_query_head, per_layer>;
 using correction_list = policy_list<cosine_drift, mass_deficit, always, never, every_n_steps<dynamic>>;

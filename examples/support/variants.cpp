@@ -40,6 +40,7 @@ void give(method_spec& m, const every_n_steps<Steps>& p) {
   m.every = p.steps;
 }
 void give(method_spec& m, const top_p& p) { m.top_p = p.p; }
+void give(method_spec& m, const sticky_top_k& p) { m.bonus = p.bonus; }
 void give(method_spec& m, const mass_deficit& p) {
   m.delta = p.delta;
   m.partial = p.partial;

@@ -200,6 +200,15 @@ struct freekv_key_codes_deficit : named_policies<key_codes<6>, mass_deficit> {
   static constexpr std::string_view published = "";
   static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
 };
+/// freekv_key_codes_deficit, and a page that is held stays until another has twice its mass, with its `selection`: half
+/// the recalls (docs/frontiers.md).
+struct freekv_key_codes_sticky : named_policies<key_codes<6>, sticky_top_k, mass_deficit> {
+  static constexpr std::string_view name = "freekv_key_codes_sticky";
+  static constexpr std::string_view about = "the same, and held pages stay until another has twice their mass";
+  static constexpr std::string_view published = "";
+  static constexpr sticky_top_k selection{};
+  static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
+};
 
 /// H2O: `freekv::h2o`.
 struct h2o : named_eviction<freekv::h2o> {
@@ -288,8 +297,8 @@ using all =
                 infinigen, shadowkv, razor_attention, duo_attention, freekv_paper, freekv_never, freekv_top_p,
                 freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace,
                 freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
-                freekv_key_codes_never, freekv_key_codes_deficit, h2o, tova, snapkv, pyramid_kv, raas,
-                lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin>;
+                freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky, h2o, tova, snapkv,
+                pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin>;
 
 }  // namespace methods
 }  // namespace freekv

@@ -17,7 +17,7 @@ void select_by_other_rows(const state& s, const device::step_view& step,
                           const device::selection_scratch& scratch) {
   device::launch_flag_layer(s, step, nullptr);
   device::launch_pool_heads<mean_softmax>(s, step, scratch, {}, nullptr);
-  device::launch_select_by_query_head(s, top_k{}, step, scratch, {}, nullptr);
+  device::launch_select_by_query_head(s, sticky_top_k{}, step, scratch, {}, nullptr);
   device::launch_select(s, device::union_of_query_heads{}, first_unselected<0>{}, device::already_flagged{},
                         step, scratch, {}, nullptr);
   device::launch_pin_units(s, step, {}, nullptr);

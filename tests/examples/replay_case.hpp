@@ -57,7 +57,9 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
       {"freekv_key_codes", {"retrieval", "key_codes", "cosine_drift"}},
       {"freekv_key_codes_never", {"retrieval", "key_codes", "never"}},
       {"freekv_key_codes_deficit",
-       {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "top_k", true}}};
+       {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "top_k", true}},
+      {"freekv_key_codes_sticky",
+       {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "sticky_top_k", true}}};
   return all;
 }
 
@@ -70,7 +72,7 @@ struct replay_case {
   std::optional<std::string> pinning, codec;                                 // the same
   std::string query_dtype = "F32", dtype = "F32";  // in the file, of q, and of k and v
   std::string dtype_flag = "stored";
-  std::string tau = "0.9", top_p = "0.95", delta = "0.2", scale;  // as text; no scale: the default
+  std::string tau = "0.9", top_p = "0.95", bonus = "0.7", delta = "0.2", scale;  // as text; no scale: the default
   int threads = 1;
   int basis_layers = 0, basis_layer = 0;  // 0 layers: the basis is learnt from the prompt
   int spare_rank = 0;                     // rows in the basis file beyond --rank
@@ -176,6 +178,7 @@ inline void fill_trace(replay_case& c) {
   o.method.partial = o.method.partial || (policies.partial && !c.correction);
   o.method.tau = std::stof(c.tau);
   o.method.top_p = std::stof(c.top_p);
+  o.method.bonus = std::stof(c.bonus);
   o.method.delta = std::stof(c.delta);
   if (o.method.summary == "key_sketch" && o.method.bits != 1 && o.method.bits != 4) o.method.bits = 2;
   if (o.method.summary == "key_subspace" && o.method.bits == 1) o.method.bits = 3;
@@ -242,6 +245,7 @@ inline replay_case random_replay(std::uint64_t seed) {
   const std::string correction = o.method.correction, rows = o.method.rows;
   if (d.below(2) == 0) c.correction = correction;
   c.top_p = d.one_of<std::string>({"0.3", "0.7", "0.95", "1"});
+  c.bonus = d.one_of<std::string>({"0", "0.1", "0.7", "3"});
   c.delta = d.one_of<std::string>({"0", "0.05", "0.2", "0.5"});
   o.page = d.one_of({8, 8, 16, 16, 24, 32});
   o.kv_heads = d.one_of({1, 1, 2, 3});
@@ -385,6 +389,7 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   const freekv::examples::method_spec usual;
   if (o.method.format != usual.format) flag("summary-dtype", o.method.format);
   if (o.method.selection == "top_p") flag("top-p", c.top_p);
+  if (o.method.selection == "sticky_top_k") flag("bonus", c.bonus);
   if (o.method.drift_pool != usual.drift_pool) flag("drift-pool", o.method.drift_pool);
   if (o.method.correction == "mass_deficit") {
     flag("delta", c.delta);

@@ -121,6 +121,8 @@ TEST_CASE("options that cannot be are refused with the number and what to choose
   for (const char* scale : {"1e39", "1e-60"}) r.refuse({"--scale", scale}, {scale, "float32"});
   for (const char* share : {"0", "-0.1", "1.1", "1e300"})
     r.refuse({"--selection", "top_p", "--top-p", share}, {"top_p", "share above 0, at most 1"});
+  for (const char* bonus : {"-0.1", "1e7", "-1e300"})
+    r.refuse({"--selection", "sticky_top_k", "--bonus", bonus}, {"bonus", "from 0 to 1000000"});
   for (const char* share : {"-0.1", "1.1", "-1e300"})
     r.refuse({"--correction", "mass_deficit", "--delta", share}, {"delta", "share from 0 to 1"});
   for (const char* steps : {"0", "-2"})
@@ -153,7 +155,7 @@ TEST_CASE("unknown names are refused with the known ones", "[replay]") {
   r.refuse({"--variant", "full", "--summary", "median"}, {"--summary \"median\""});
   r.refuse({"--summary-dtype", "int4"}, {"--summary-dtype \"int4\"", "standard", "key", "float32", "int8"});
   r.refuse({"--pooling", "sum"}, {"--pooling \"sum\"", "mean_softmax", "max_query"});
-  r.refuse({"--selection", "top_q"}, {"--selection \"top_q\"", "top_k", "top_p"});
+  r.refuse({"--selection", "top_q"}, {"--selection \"top_q\"", "top_k", "top_p", "sticky_top_k"});
   r.refuse({"--rows", "per_token"}, {"--rows \"per_token\"", "per_kv_head", "per_query_head", "per_layer"});
   r.refuse({"--rows", "per_query_head", "--correction", "mass_deficit"},
            {"per_query_head", "mass_deficit", "cosine_drift"});

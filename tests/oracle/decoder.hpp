@@ -305,29 +305,43 @@ class decoder {
     return all_firm || none_lost;
   }
 
+  /// `chosen`, or what sticky_top_k makes of it where a step attends to `held`.
+  selection favouring(const selection& chosen, const std::vector<int>& held) const {
+    if (s_.selection != selection_kind::sticky_top_k || held.empty()) return chosen;
+    return sticky_top_k(chosen, held, s_.selected_units, s_.bonus);
+  }
+
   /// `queries` is (m * G, d) here and below: the group's heads in every row of the step.
-  selection choose_among(const std::vector<int>& units, std::span<const float> queries, int kv_head) const {
+  selection choose_among(const std::vector<int>& units, std::span<const float> queries, int kv_head,
+                         const std::vector<int>& held = {}) const {
     const head_state& head = heads_[static_cast<std::size_t>(kv_head)];
     const std::vector<int> others = without(units, head.pinned.units);
     selection chosen = select_pages(s_, kv_head, queries, others, head.summaries);
     measure_scores(chosen, s_, kv_head, queries, token_rows(keys_, kv_head, tokens_of_units(s_, others)));
-    return with_pinned(chosen, head.pinned);
+    return with_pinned(favouring(chosen, held), head.pinned);
   }
 
-  /// What a KV head selects with `q` (rows, n_qo, d), with whom it shares its selection or who of it has one.
-  row_choice choose_row(const std::vector<int>& units, std::span<const float> q, int kv_head) const {
+  /// What a KV head selects with `q` (rows, n_qo, d), with whom it shares its selection or who of it has one; `after` is
+  /// the head when it selects for the step behind that.
+  row_choice choose_row(const std::vector<int>& units, std::span<const float> q, int kv_head,
+                        const head_state* after = nullptr) const {
     std::vector<selection> each;
+    const std::vector<int> held = after == nullptr ? std::vector<int>{} : after->selected;
+    const auto held_by = [&](int g) {
+      return after == nullptr ? std::vector<int>{} : after->selected_by_head[static_cast<std::size_t>(g)];
+    };
     switch (s_.rows) {
       case scope_kind::query_head:
         for (int g = 0; g < group_size(s_); ++g)
-          each.push_back(choose_among(units, queries_of_head(s_, group_of(q, kv_head), g), kv_head));
+          each.push_back(
+              choose_among(units, queries_of_head(s_, group_of(q, kv_head), g), kv_head, held_by(g)));
         return max_with(each);
       case scope_kind::layer:
         for (int other = 0; other < s_.kv_heads; ++other)
           if (retrieves(s_, other)) each.push_back(choose_among(units, group_of(q, other), other));
-        return {select_together(s_, each)};
+        return {favouring(select_together(s_, each), held)};
       default:
-        return {choose_among(units, group_of(q, kv_head), kv_head)};
+        return {choose_among(units, group_of(q, kv_head), kv_head, held)};
     }
   }
 
@@ -369,11 +383,16 @@ class decoder {
   /// Skipping this for a corrected head whose candidates stay the same would change nothing: the same query
   /// over the same pages selects the same, and all of it is held. (Unless the correction was partial.)
   void speculate(row_result& row, std::span<const float> q, int kv_head, head_state& head) const {
-    const row_choice choice = choose_row(units_of(s_, candidate_pages(s_, length_ + 1)), q, kv_head);
+    const row_choice choice = choose_row(units_of(s_, candidate_pages(s_, length_ + 1)), q, kv_head, &head);
     const selection& chosen = choice.all;
     row.by_speculate = hold(head, chosen.pages);
     row.speculate_margin = chosen.margin;
     row.speculate_firm = is_firm(chosen);
+    if (s_.selection == selection_kind::sticky_top_k) {  // what is favoured must agree
+      const bool anew = row.corrected && !(s_.partial && corrects_by_mass());
+      row.speculate_firm = row.speculate_firm && flag_is_firm(row, s_.tau) && row.correct_firm &&
+                           (anew || head.carried_firm);
+    }
     row.score_size = std::max(row.score_size, chosen.score_size);
     head.selected = chosen.pages;
     head.selected_by_head = choice.own;

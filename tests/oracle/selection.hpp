@@ -1,4 +1,4 @@
-// top_k and top_p, and how firmly a selection stands.
+// top_k, top_p and sticky_top_k, and how firmly a selection stands.
 #pragma once
 
 #include <algorithm>
@@ -86,6 +86,24 @@ inline selection take(const std::vector<int>& pages, const std::vector<double>& 
 /// The `k` pages of highest score, ties to the smaller page. `pages` ascending, no score NaN.
 inline selection top_k(const std::vector<int>& pages, const std::vector<double>& scores, int k) {
   return take(pages, scores, ranked(pages, scores), std::min(pages.size(), static_cast<std::size_t>(k)));
+}
+
+/// top_k of `all`, a selection of the same candidates, with `bonus` on the scores of those that are `held`.
+inline selection sticky_top_k(const selection& all, const std::vector<int>& held, int k, double bonus) {
+  const auto favoured = [&](std::vector<double> scores) {
+    for (std::size_t j = 0; j < scores.size(); ++j)
+      if (std::find(held.begin(), held.end(), all.candidates[j]) != held.end()) scores[j] += bonus;
+    return scores;
+  };
+  const selection best = top_k(all.candidates, favoured(all.pooled), k);
+  selection chosen = all;
+  chosen.pages = best.pages;
+  chosen.pooled = best.pooled;
+  chosen.margin = best.margin;
+  chosen.low = favoured(all.low);
+  chosen.high = favoured(all.high);
+  if (all.slack != infinity) chosen.slack = slack_of(chosen, chosen.low, chosen.high);
+  return chosen;
 }
 
 /// Each candidate's part of the mass of all, and the least and the most that it may be.

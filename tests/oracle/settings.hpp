@@ -31,7 +31,7 @@ enum class layer_kind {
 enum class route_kind { resident, in_place };  // in_place: attention reads the store, nothing is recalled
 enum class element_kind { f32, f16, bf16 };
 enum class pooling_kind { mean_softmax, max_softmax, mean_score, max_score, mean_query, max_query };
-enum class selection_kind { top_k, top_p };
+enum class selection_kind { top_k, top_p, sticky_top_k };
 enum class scope_kind { kv_head, query_head, layer };  // who shares one selection
 enum class drift_pool_kind { mean, min, max };
 enum class residency_kind { first_unselected, least_recently_used };  // who is evicted first
@@ -90,6 +90,7 @@ struct settings {
   pooling_kind pooling = pooling_kind::mean_softmax;
   selection_kind selection = selection_kind::top_k;
   double top_p = 0.9;                                  // P, of top_p
+  double bonus = 0.0;                                  // of sticky_top_k
   drift_pool_kind drift_pool = drift_pool_kind::mean;  // of cosine_drift
   int every = 1;                                       // n of every_n_steps, decode steps
   double delta = 0.1;                                  // of mass_deficit
@@ -206,6 +207,7 @@ inline void check(const settings& s) {
   require(s.spare >= 0, "spare slots are not negative");
   if (s.selection == selection_kind::top_p)
     require(s.top_p >= 0.0 && s.top_p <= 1.0, "top_p is a share of the mass, from 0 to 1");
+  require(s.bonus >= 0.0, "a bonus is not negative");
   if (s.correction == correction_kind::every_n_steps) require(s.every >= 1, "every is at least one step");
   require(s.pinned >= 0, "pinned units are not negative");
   require(s.pinned == 0 || s.rows != scope_kind::layer, "KV heads pin each their own units");

@@ -54,7 +54,8 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
              << o.budget.sink << ", window " << o.budget.window << ", k " << o.budget.selected_units << ", "
              << o.method.summary << " " << o.method.format << " (chunk " << o.method.chunk << ", rank "
              << o.method.rank << ", bits " << o.method.bits << ", times " << o.method.times << "), "
-             << o.method.pooling << ", " << o.method.selection << " " << o.method.top_p << ", "
+             << o.method.pooling << ", " << o.method.selection << " " << o.method.top_p << " bonus "
+             << o.method.bonus << ", "
              << o.method.correction << " tau " << o.method.tau << " " << o.method.drift_pool << " delta "
              << o.method.delta << (o.method.partial ? " partial" : "") << " every " << o.method.every << ", "
              << o.method.residency << " spare " << o.method.spare << ", " << o.method.rows << ", unit "
@@ -94,7 +95,9 @@ inline constexpr oracle_word<oracle::pooling_kind> oracle_poolings[] = {
     {"mean_score", oracle::pooling_kind::mean_score},     {"max_score", oracle::pooling_kind::max_score},
     {"mean_query", oracle::pooling_kind::mean_query},     {"max_query", oracle::pooling_kind::max_query}};
 inline constexpr oracle_word<oracle::selection_kind> oracle_selections[] = {
-    {"top_k", oracle::selection_kind::top_k}, {"top_p", oracle::selection_kind::top_p}};
+    {"top_k", oracle::selection_kind::top_k},
+    {"top_p", oracle::selection_kind::top_p},
+    {"sticky_top_k", oracle::selection_kind::sticky_top_k}};
 inline constexpr oracle_word<oracle::scope_kind> oracle_scopes[] = {
     {"per_kv_head", oracle::scope_kind::kv_head},
     {"per_query_head", oracle::scope_kind::query_head},
@@ -227,8 +230,9 @@ inline random_case make_case(std::uint64_t seed) {
   o.method.times = d.one_of({1, 1, 2, 3});
   // The default, half of the time.
   if (d.below(2) == 0) o.method.pooling = d.name_of(oracle_poolings);
-  if (d.below(4) == 0) o.method.selection = d.name_of(oracle_selections);
+  if (d.below(3) == 0) o.method.selection = d.name_of(oracle_selections);
   o.method.top_p = d.one_of({0.3f, 0.6f, 0.9f, 1.0f});
+  o.method.bonus = d.one_of({0.0f, 0.1f, 0.7f, 3.0f});
   if (d.below(3) != 0) o.method.correction = d.name_of(oracle_corrections);
   o.method.tau = d.one_of({0.5f, 0.8f, 0.9f, 0.95f});
   o.method.drift_pool = d.name_of(oracle_drift_pools);
@@ -377,6 +381,7 @@ inline oracle::settings oracle_settings(const random_case& c) {
   s.pooling = freekv::examples::find_by_name("poolings", oracle_poolings, o.method.pooling).value;
   s.selection = freekv::examples::find_by_name("selections", oracle_selections, o.method.selection).value;
   s.top_p = static_cast<double>(o.method.top_p);
+  s.bonus = static_cast<double>(o.method.bonus);
   s.rows = freekv::examples::find_by_name("selection_scopes", oracle_scopes, o.method.rows).value;
   s.correction = freekv::examples::find_by_name("corrections", oracle_corrections, o.method.correction).value;
   s.tau = static_cast<double>(o.method.tau);

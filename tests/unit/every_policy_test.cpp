@@ -158,3 +158,26 @@ TEMPLATE_TEST_CASE("every summary scores alike on every team, whole pages of NaN
       });
     }
 }
+
+TEST_CASE("sticky_top_k recalls the less the larger its bonus, and without one is top_k", "[every_policy]") {
+  freekv::host_backend backend;
+  for (const char* rows : {"per_kv_head", "per_query_head", "per_layer"}) {
+    const auto run = [&](const char* selection, float bonus, std::uint64_t seed) {
+      auto c = case_of({.selection = selection, .bonus = bonus, .rows = rows, .correction = "never"}, seed);
+      c.options.budget.selected_units = 4;
+      return run_case(c, backend);
+    };
+    const auto recalled = [&](float bonus) {
+      std::int64_t units = 0;
+      for (std::uint64_t seed = 20; seed < 26; ++seed)
+        for (const traced_step& step : run("sticky_top_k", bonus, seed).steps)
+          for (const auto count : step.recalled) units += count;
+      return units;
+    };
+    CHECK(same_steps(run("sticky_top_k", 0.0f, 19), run("top_k", 0.0f, 19), true));
+    const std::int64_t all = recalled(0.0f), fewer = recalled(0.7f), few = recalled(3.0f);
+    INFO(rows << ": " << all << ", " << fewer << ", " << few << " units");
+    CHECK(fewer < all);
+    CHECK(few < fewer);
+  }
+}

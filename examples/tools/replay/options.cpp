@@ -184,7 +184,7 @@ std::string footer() {
 struct policy_flags {
   std::optional<std::string> summary, pooling, selection, pinning, rows, correction, codec;
   std::optional<int> bits, unit;
-  std::optional<double> top_p;
+  std::optional<double> top_p, bonus;
 };
 
 /// The variant's method; `numbers` has what the flags say for every variant.
@@ -226,6 +226,7 @@ method_spec chosen_method(const replay_options& o, const policy_flags& flags, me
   m.bits = flags.bits.value_or(m.summary == "key_sketch" ? 2 : variant.bits);
   m.tau = nearest_float(o.tau);  // flags as its largest or lowest number does: always, or never
   m.top_p = flags.top_p ? nearest_float(*flags.top_p) : variant.top_p;
+  m.bonus = flags.bonus ? nearest_float(*flags.bonus) : variant.bonus;
   m.delta = nearest_float(o.delta);
   if ((m.plan == "complete" || m.evicts()) && (m.codec != method_spec{}.codec || o.store_file))
     refuse("--codec and --store-file are for what is recalled, and --variant " + o.variant +
@@ -321,6 +322,11 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
          "top_p: share of the mass that is selected")
       ->type_name("FLOAT")
       ->default_str("0.95, of twilight 0.85");
+  add.parsed(
+         "--bonus", [&](const std::string& text) { flags.bonus = finite("--bonus", text); },
+         "sticky_top_k: what units that are held have more when the next step's are selected, in nats")
+      ->type_name("FLOAT")
+      ->default_str("0.693, twice the mass");
   add.optional_text("--correction", flags.correction, "the variant's",
                     "Correction: " + names_of(corrections));
   add.text("--drift-pool", numbers.drift_pool,
@@ -407,6 +413,7 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   if (o.k < 1) refuse("--k " + std::to_string(o.k) + " is below 1; select at least one page");
   o.method = chosen_method(o, flags, numbers);
   o.top_p = flags.top_p.value_or(decimal(o.method.top_p));
+  o.bonus = flags.bonus.value_or(decimal(o.method.bonus));
   return o;
 }
 

@@ -26,7 +26,7 @@ struct replay_options {
   std::optional<std::string> heads;       ///< file of what each KV head keeps
   int page = 32, sink = 64, window = 64;  ///< tokens
   int k = 8;                              ///< pages
-  double tau = 0.9, top_p = 0.95, delta = 0.2;
+  double tau = 0.9, top_p = 0.95, bonus = 0.693147, delta = 0.2;
   double scale = 0.0;                     ///< 0: 1 / sqrt(head_dim)
   double soft_cap = 0.0;                  ///< of attention's scores; 0: none
   std::optional<int> sliding_window;      ///< tokens that the model's layer attends to; none: all

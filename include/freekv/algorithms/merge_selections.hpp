@@ -56,4 +56,12 @@ FREEKV_HD inline head_run next_run(const std::uint32_t* mask, int from, int grou
   return run;
 }
 
+/// Puts those of the `size` units of a union that query head g has selected into `units`, ascending; returns how many.
+FREEKV_HD inline int selection_of(const unit_union& all, int size, int g, std::int32_t* units) {
+  int count = 0;
+  for (int i = 0; i < size; ++i)
+    if (all.masks[std::int64_t{i} * all.words + g / 32] >> g % 32 & 1u) units[count++] = all.units[i];
+  return count;
+}
+
 }  // namespace freekv

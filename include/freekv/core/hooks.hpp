@@ -19,6 +19,7 @@ enum class hook : std::uint8_t {
   decode,
   encode,
   enough,
+  favour,
   kept,
   kind_of_head,  ///< a plan's `kind(layer, head)`
   linear,
@@ -126,7 +127,7 @@ struct checked_hook {
 
 using every_hook =
     hook_list<hook::allocate, hook::at, hook::bytes, hook::data, hook::decode, hook::encode, hook::enough,
-              hook::kept, hook::kind_of_head, hook::linear, hook::observe, hook::prepare, hook::query_width,
+              hook::favour, hook::kept, hook::kind_of_head, hook::linear, hook::observe, hook::prepare, hook::query_width,
               hook::sees_keys, hook::shared_bytes, hook::shared_floats, hook::stored, hook::validate,
               hook::values, hook::with_elements>;
 

@@ -110,3 +110,16 @@ TEST_CASE("a layer that selects by mass selects fewer pages where one has it all
     CHECK((one_page.high[1] > one_page.pooled[1]) == (second == 5.5F));
   }
 }
+
+TEST_CASE("sticky_top_k keeps a held page until another is better by the bonus") {
+  const auto all = oracle::top_k({3, 5, 6, 9}, {1.0, 2.0, 0.5, 1.4}, 2);
+  CHECK(all.pages == ints{5, 9});
+  CHECK(oracle::sticky_top_k(all, {}, 2, 1.0).pages == ints{5, 9});
+  CHECK(oracle::sticky_top_k(all, {3}, 2, 0.3).pages == ints{5, 9});
+  const auto kept = oracle::sticky_top_k(all, {3, 4}, 2, 0.5);  // 4 is no candidate
+  CHECK(kept.pages == ints{3, 5});
+  CHECK(kept.margin == near((1.5 - 1.4) / 1.5));
+  CHECK(oracle::sticky_top_k(all, {3, 6}, 2, 0.95).pages == ints{3, 5});
+  CHECK(oracle::sticky_top_k(all, {3, 6}, 2, 9.0).pages == ints{3, 6});
+  CHECK(oracle::sticky_top_k(all, {3, 9}, 2, 0.4).pages == ints{5, 9});  // 1.4 and 1.8 behind 2
+}

@@ -7,6 +7,7 @@
 #include <freekv/algorithms/merge_selections.hpp>
 #include <freekv/algorithms/ordered_key.hpp>
 #include <freekv/backend/cuda/diff_by_warp.cuh>
+#include <freekv/backend/cuda/favour_held.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/radix_select.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
@@ -47,6 +48,14 @@ struct select_storage<true> : select_storage<false> {
   std::int16_t place[select_default.most_by_mass];  // of each unit of the list, ascending
   int kept;
 };
+/// With what a selection that favours held units has besides.
+template <bool Masses>
+struct favouring_storage : select_storage<Masses> {
+  favour_storage favour;
+};
+template <class Selection, bool Masses>
+using select_storage_of = std::conditional_t<favours_held<Selection>, favouring_storage<Masses>,
+                                             select_storage<Masses || selection_by_mass<Selection>>>;
 
 /// The log-sum-exp of `count` pooled scores, the same on all threads of the block.
 template <class Storage>
@@ -114,10 +123,11 @@ __device__ int select_unpinned(const Selection& selection, const float* pooled,
 }
 
 /// Selects among the first `count` candidates, and the pinned ones besides, to `units`, ascending; returns how many, on
-/// all threads.
+/// all threads. `held`: units elsewhere that a selection may favour.
 template <class Selection, class Storage>
 __device__ int select_best(const Selection& selection, const float* pooled, const row_candidates& candidates,
-                           int count, int k, int select_all_up_to, std::int32_t* units, Storage& shared) {
+                           int count, int k, int select_all_up_to, const held_units& held,
+                           std::int32_t* units, Storage& shared) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const unit_list& pinned = candidates.pinned;
   if (candidates.unpinned(count) <= select_all_up_to) {
@@ -126,6 +136,8 @@ __device__ int select_best(const Selection& selection, const float* pooled, cons
     return count;
   }
   const int chosen = select_unpinned(selection, pooled, candidates, count, k, units, shared);
+  if constexpr (favours_held<Selection>)
+    favour_held(selection.favour(), held, pooled, candidates, count, units, chosen, shared.favour);
   if (thread == 0)  // from behind, so that nothing is overwritten before it has moved
     for (int at = chosen + pinned.count - 1, i = chosen - 1, j = pinned.count - 1; j >= 0; --at)
       units[at] = i >= 0 && units[i] > pinned.units[j] ? units[i--] : pinned.units[j--];
@@ -334,16 +346,21 @@ struct union_of_query_heads {};
 template <class State, class Selection>
 __global__ void select_by_query_head(State s, Selection selection, step_view step, selection_scratch scratch,
                                      selection_job job) {
-  __shared__ select_storage<selection_by_mass<Selection>> shared;
+  __shared__ select_storage_of<Selection, false> shared;
   const int row = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
   if (nth >= step.size()) return;
   const row_candidates candidates = candidates_of(s, step.entries[nth], scratch.head_of(row), job);
   if (!candidates.selects) return;
+  const int head = scratch.head_of(row);
+  const std::size_t of_head = s.head_index(step.entries[nth].sequence, head);
+  const unit_union before = s.selected_union(step.entries[nth].sequence, head);
+  held_units held{{before.units, s.selected_count[of_head]}, before.masks, before.words, row % scratch.sizes.selecting};
   for (int time = job.time == selection_time::correct ? 0 : 1; time < 2; ++time) {
     const bool for_next = time == 1;
     const int count = select_best(selection, scratch.pooled_of(for_next, nth, row), candidates,
                                   candidates.count(for_next), s.budget.selected_units, job.select_all_up_to,
-                                  scratch.list_of(for_next, nth, row), shared);
+                                  for_next ? held : held_units{}, scratch.list_of(for_next, nth, row), shared);
+    if (!for_next) held = {{scratch.list_of(false, nth, row), count}};
     if (threadIdx.x == 0) scratch.list_count_of(for_next, nth, row) = count;
     __syncthreads();  // the shared memory is free again
   }
@@ -387,8 +404,7 @@ struct recall_later {
 
 /// Shared memory of a block that selects by `Selection` and corrects by `Correction`.
 template <class Selection, class Correction>
-using select_storage_for =
-    select_storage<selection_by_mass<Selection> || !std::is_same_v<Correction, already_flagged>>;
+using select_storage_for = select_storage_of<Selection, !std::is_same_v<Correction, already_flagged>>;
 
 /// One KV head of a step selects. To correct: for this step and, by the same scores, for the next; then, corrected or not,
 /// what it has selected is what it attends to. To speculate: for the next step, unless a correction has done so. With
@@ -418,12 +434,14 @@ struct head_selection {
       return job.one_selection_per_layer ? scratch.layer_scores_of(for_next, nth)
                                          : scratch.pooled_of(for_next, nth, head);
     };
-    const auto select = [&](bool for_next, const unit_union& to) {
+    // `to` is not where the `held` units are, of which there are none for this step.
+    const auto select = [&](bool for_next, int held, const unit_union& to) {
       if constexpr (unites)
         return merge_query_heads(scratch, for_next, nth, head, to, shared);
       else
         return select_best(selection, pooled(for_next), candidates, candidates.count(for_next),
-                           s.budget.selected_units, job.select_all_up_to, to.units, shared);
+                           s.budget.selected_units, job.select_all_up_to, {{selected.units, held}}, to.units,
+                           shared);
     };
     const auto recall_missing = [&](bool before_attention) {
       if (!s.keeps_slots) return;
@@ -437,13 +455,13 @@ struct head_selection {
         bool corrected = s.corrected[row] != 0;
         if constexpr (judges) {
           std::int32_t* const best = scratch.best_of(nth, head);
-          const int count = s.selected_count[row], best_count = select(false, {best});
+          const int count = s.selected_count[row], best_count = select(false, 0, {best});
           now = correct_by_mass(correction, pooled(false), candidates.first, candidates.now,
                                 {selected.units, best, count, best_count}, corrected, shared);
         } else {
-          now = select(false, selected);
+          now = select(false, 0, selected);
         }
-        const int next = select(true, next_selected);
+        const int next = select(true, now, next_selected);
         if (thread == 0) {
           if constexpr (judges)
             if (corrected && s.corrected[row] == 0) {
@@ -464,9 +482,9 @@ struct head_selection {
       return;
     }
     if (s.kind_of(head) != layer_kind::retrieval) return;
-    const int known = s.next_selected_count[row];
-    copy_units(next_selected, known, selected);
-    const int count = candidates.selects ? select(true, selected) : known;
+    const int count = candidates.selects ? select(true, s.selected_count[row], next_selected)
+                                         : s.next_selected_count[row];
+    copy_units(next_selected, count, selected);
     __syncthreads();
     if (thread == 0) s.selected_count[row] = count;
     __syncthreads();

@@ -185,7 +185,8 @@ FREEKV_HD int retrieving_before(const State& s, int head) {
 struct unit_list {
   const std::int32_t* units = nullptr;
   int count = 0;
-  FREEKV_HD bool has(std::int32_t unit) const {
+  /// The place of a unit; `count` where it is not.
+  FREEKV_HD int find(std::int32_t unit) const {
     int first = 0, last = count;
     while (first < last) {
       const int middle = (first + last) / 2;
@@ -194,8 +195,9 @@ struct unit_list {
       else
         last = middle;
     }
-    return first < count && units[first] == unit;
+    return first < count && units[first] == unit ? first : count;
   }
+  FREEKV_HD bool has(std::int32_t unit) const { return find(unit) < count; }
 };
 
 template <class State>

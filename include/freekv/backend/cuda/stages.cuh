@@ -432,11 +432,13 @@ class stages {
       throw settings_error("query heads of a group times max_decode_rows are " + std::to_string(heads) +
                            "; a device pools at most " + std::to_string(most_heads));
     resolve(s.selection, [&]<class Selection>(const Selection&) {
-      for (int layer = 0; selection_by_mass<Selection> && layer < s.layers; ++layer)
-        if (const int k = s.budget_at(layer).selected_units; k > select_default.most_by_mass)
-          throw settings_error("selected_units is " + std::to_string(k) +
-                               "; a selection by mass on a device chooses among at most " +
-                               std::to_string(select_default.most_by_mass));
+      constexpr bool by_mass = selection_by_mass<Selection>;
+      constexpr int most = by_mass ? select_default.most_by_mass : most_favoured;
+      for (int layer = 0; (by_mass || favours_held<Selection>)&&layer < s.layers; ++layer)
+        if (const int k = s.budget_at(layer).selected_units; k > most)
+          throw settings_error("selected_units is " + std::to_string(k) + "; a selection " +
+                               (by_mass ? "by mass" : "that favours held units") +
+                               " on a device chooses at most " + std::to_string(most));
     });
   }
   /// Removes `no_pins` from a run-time choice: kernels skip pinning where `State::pins` is 0, so it needs none of

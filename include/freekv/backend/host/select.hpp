@@ -136,15 +136,18 @@ class head_selection {
   static constexpr int whole_group = -1;
 
   /// The selection among the first `candidates` candidates, as ascending unit ids in `units` (k); returns how many.
-  /// Units that have been scored are not scored again, unless in two stages.
-  int best(int candidates, std::int32_t* units) {
+  /// Units that have been scored are not scored again, unless in two stages. `held`: those that a selection may favour,
+  /// also in `units`.
+  int best(int candidates, std::int32_t* units, std::span<const std::int32_t> held = {}) {
     if (takes_all(candidates)) {
       std::iota(units, units + candidates, first_unit_);
       return candidates;
     }
     score(candidates);
-    const int count = resolve(policies_.selection, [&](const auto& selection) {
-      return choose(selection, candidates, most_of(candidates));
+    const int count = resolve(policies_.selection, [&]<class Selection>(const Selection& selection) {
+      const int chosen = choose(selection, candidates, most_of(candidates));
+      if constexpr (favours_held<Selection>) favour(selection.favour(), held, candidates, chosen);
+      return chosen;
     });
     for (int i = 0; i < count; ++i) units[i] = unit_of_key(w_.keys[i]);
     std::int32_t* const end = std::copy(pinned_.begin(), pinned_.end(), units + count);
@@ -356,6 +359,20 @@ class head_selection {
       }
     }
     return most;
+  }
+
+  /// Puts the keys of the `count` best first in `w.keys`, where those without a bonus stand, when `held` units' pooled
+  /// scores are `bonus` more. A unit without it is among these only if it was among those.
+  void favour(float bonus, std::span<const std::int32_t> held, int candidates, int count) {
+    std::uint64_t* const chosen = w_.keys + count;
+    std::uint64_t* end = chosen;
+    for (const std::int32_t unit : held) {
+      const int j = unit - first_unit_;
+      if (j < 0 || j >= candidates || std::binary_search(pinned_.begin(), pinned_.end(), unit)) continue;
+      std::uint64_t* const at = std::find(w_.keys, chosen, ordered_key(w_.pooled[j], unit));
+      *(at < chosen ? at : end++) = ordered_key(w_.pooled[j] + bonus, unit);
+    }
+    std::nth_element(w_.keys, chosen, end, std::greater<>());
   }
 
   /// A page's share of the softmax of the pooled scores; 0 where no page has any.

@@ -31,13 +31,17 @@ void select_by_query_head(isa set, const State& s, const Policies& policies, con
   std::int32_t &selected = s.selected_count[row], &next_selected = s.next_selected_count[row];
   if (now_too) selected = 0;
   next_selected = 0;
+  const unit_union all = s.selected_union(entry.sequence, head);
   for (int g = 0; g < s.heads.group(); ++g) {
     head_selection selection(set, s, policies, entry, head, c.range, w, g);
+    int held = 0;
     if (now_too)
-      selected = merge_selections(s.selected_union(entry.sequence, head), selected, w.units,
-                                  selection.best(c.now, w.units), g);
-    next_selected = merge_selections(s.next_selected_union(entry.sequence, head), next_selected, w.units,
-                                     selection.best(c.next, w.units), g);
+      selected = merge_selections(all, selected, w.units, held = selection.best(c.now, w.units), g);
+    else
+      held = selection_of(all, selected, g, w.units);
+    next_selected =
+        merge_selections(s.next_selected_union(entry.sequence, head), next_selected, w.units,
+                         selection.best(c.next, w.units, {w.units, static_cast<std::size_t>(held)}), g);
   }
 }
 

@@ -203,8 +203,7 @@ class stages {
         });
       else
         for_selections_next(s, entry, unknown, [&](int head, selection_type& of, const workspace&) {
-          s.next_selected_count[s.head_index(entry.sequence, head)] = of.best(
-              s.candidates_at(entry.after() + 1).count, s.next_selected + s.selection(entry.sequence, head));
+          select_next(s, entry, head, s.candidates_at(entry.after() + 1).count, of);
         });
     });
     for (int head = 0; head < s.heads.kv; ++head)
@@ -372,7 +371,15 @@ class stages {
       });
     }
     recall_corrected(s, entry, head, w);
-    s.next_selected_count[row] = selection.best(c.next, s.next_selected + first);
+    select_next(s, entry, head, c.next, selection);
+  }
+  /// Selects for the step behind `entry`, among so many candidates.
+  static void select_next(const State& s, const step_entry& entry, int head, int candidates,
+                          selection_type& selection) {
+    const std::size_t row = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
+    s.next_selected_count[row] =
+        selection.best(candidates, s.next_selected + first,
+                       {s.selected + first, static_cast<std::size_t>(s.selected_count[row])});
   }
   void recall_corrected(const State& s, const step_entry& entry, int head, const workspace& w) {
     const std::size_t row = s.head_index(entry.sequence, head);
@@ -407,7 +414,7 @@ class stages {
       });
     }
     if (!selection.takes_all(c.next)) selection.pool_heads(c.next, pooled_next_, layer_stride_, heads);
-    s.next_selected_count[row] = selection.best(c.next, s.next_selected + first);
+    select_next(s, entry, head, c.next, selection);
     share_list(s, entry.sequence, s.next_selected, s.next_selected_count);
     if (s.corrected[row] == 0) return;
     flag_all(s, entry.sequence);
@@ -418,8 +425,7 @@ class stages {
   /// The layer's heads select as one for the next step, unless a correction has done so.
   void foresee_layer(const State& s, const step_entry& entry) {
     const int head = first_retrieving(s), heads = retrieving_before(s, s.heads.kv);
-    const std::size_t row = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
-    if (s.next_selected_count[row] >= 0) return;
+    if (s.next_selected_count[s.head_index(entry.sequence, head)] >= 0) return;
     const unit_range next = s.candidates_at(entry.after() + 1);
     const int count = next.count;
     for_selections_next(s, entry, every, [&](int each, selection_type& selection, const workspace&) {
@@ -429,7 +435,7 @@ class stages {
     const int worker = backend_->options().overlap ? backend_->recall_workspace() : 0;
     selection_type selection(instructions(), s, *policies_, entry, head, next, workspace_of(worker));
     if (!selection.takes_all(count)) selection.pool_heads(count, pooled_behind_, layer_stride_, heads);
-    s.next_selected_count[row] = selection.best(count, s.next_selected + first);
+    select_next(s, entry, head, count, selection);
     share_list(s, entry.sequence, s.next_selected, s.next_selected_count);
   }
 
