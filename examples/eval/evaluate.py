@@ -23,7 +23,7 @@ QUALITY = "quality"
 METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "arkvale", "twilight", "infinigen",
            "shadowkv", "h2o", "tova", "snapkv", "raas", "pyramid_kv", "lazy_eviction", "hard_kv",
            "defensive_kv", "cake", "r_kv", "arkv_origin", "freekv", "freekv_key_subspace", "freekv_key_codes",
-           "freekv_key_codes_deficit"]
+           "freekv_key_codes_deficit", "freekv_key_codes_sticky"]
 # For the estimate alone, on two cores with a model of 135M: tokens a second that llama.cpp prefills, and that a
 # method decodes.
 PREFILLED, DECODED = 140, 60

@@ -364,6 +364,12 @@ std::vector<frontier_case> correction_cases(const method_spec& base) {
       method.partial = partial, method.delta = delta;
       add(partial ? "mass_deficit, partial" : "mass_deficit", "delta " + short_of(delta), method);
     }
+  method.delta = 0.2f;
+  method.selection = "sticky_top_k";
+  for (const float bonus : {0.35f, 0.69f, 1.4f, 2.8f}) {
+    method.bonus = bonus;
+    add("sticky_top_k, mass_deficit, partial", "delta 0.2, bonus " + short_of(bonus), method);
+  }
   return cases;
 }
 

@@ -15,7 +15,7 @@ INK, QUIET, GRID = "#1f2430", "#6b7280", "#e5e7eb"
 COLOURS = {"full": "#1f2430", "streaming_llm": "#9ca3af", "quest": "#c08a3e", "quest_mean_softmax": "#92400e", "arkvale": "#a16207", "twilight": "#57534e", "infinigen": "#0891b2",
            "shadowkv": "#4f46e5", "razor_attention": "#7c6f9f",
            "duo_attention": "#9f6f8f", "freekv": "#d97706", "freekv_chunk_means": "#5b8db8", "freekv_key_subspace": "#0f766e",
-           "freekv_key_subspace_deficit": "#65a30d", "freekv_key_codes": "#be185d", "freekv_key_codes_deficit": "#7c3aed",
+           "freekv_key_subspace_deficit": "#65a30d", "freekv_key_codes": "#be185d", "freekv_key_codes_deficit": "#7c3aed", "freekv_key_codes_sticky": "#db2777",
            "h2o": "#b45309", "tova": "#4d7c0f", "snapkv": "#0369a1", "raas": "#86198f",
            "pyramid_kv": "#9a3412", "lazy_eviction": "#3f6212", "hard_kv": "#1e3a8a", "defensive_kv": "#831843",
            "cake": "#713f12", "r_kv": "#134e4a", "arkv_origin": "#4c1d95"}
@@ -28,7 +28,8 @@ LABELS = {"full": "full attention", "streaming_llm": "window alone\n(StreamingLL
           "freekv_key_subspace, other text's basis": "FreeKV\nkey subspace,\nother text's basis",
           "freekv_key_subspace_deficit": "FreeKV\nkey subspace,\nmass deficit", "freekv_key_codes": "FreeKV\nkey codes",
           "freekv_key_codes, other text's codebooks": "FreeKV\nkey codes,\nother codebooks",
-          "freekv_key_codes_deficit": "FreeKV\nkey codes,\nmass deficit", "h2o": "H2O\nevicts", "tova": "TOVA\nevicts",
+          "freekv_key_codes_deficit": "FreeKV\nkey codes,\nmass deficit",
+          "freekv_key_codes_sticky": "FreeKV\nkey codes,\nmass deficit, sticky", "h2o": "H2O\nevicts", "tova": "TOVA\nevicts",
           "snapkv": "SnapKV\nevicts", "raas": "RaaS\nevicts", "pyramid_kv": "PyramidKV\nevicts", "lazy_eviction": "LazyEviction\nevicts",
           "hard_kv": "HARD-KV\nevicts", "defensive_kv": "DefensiveKV\nevicts", "cake": "CAKE\nevicts",
           "r_kv": "R-KV\nevicts", "arkv_origin": "ARKV's baseline\nevicts"}
@@ -333,7 +334,7 @@ FAMILIES = {"min_max": ("#d97706", "o"), "mean": ("#9ca3af", "s"), "centroid_box
             "chunk_means": ("#5b8db8", "^"), "key_sketch": ("#65a30d", "v"), "key_subspace": ("#0f766e", "o"), "key_codes": ("#be185d", "*"),
             "coarse_to_fine": ("#57534e", "X"), "always": (INK, "s"), "never": ("#9ca3af", "s"), "cosine_drift, mean": ("#d97706", "o"), "cosine_drift, min": ("#a16207", "v"),
             "cosine_drift, max": ("#9f6f8f", "^"), "every_n_steps": ("#5b8db8", "D"), "mass_deficit": ("#65a30d", "o"),
-            "mass_deficit, partial": ("#0f766e", "*")}
+            "mass_deficit, partial": ("#0f766e", "*"), "sticky_top_k, mass_deficit, partial": ("#db2777", "X")}
 
 
 def points_of(results, bench, x, y, **where):

@@ -99,7 +99,7 @@ constexpr std::string_view shown_by_default[] = {"full",
                                                  "freekv_chunk_means",
                                                  "freekv_key_subspace",
                                                  "freekv_key_codes",
-                                                 "freekv_key_codes_deficit"};
+                                                 "freekv_key_codes_sticky"};
 
 template <class... Methods>
 std::vector<named_variant> variants_of(methods::method_list<Methods...>) {

@@ -100,7 +100,7 @@ lines = results("results")
 value = {(l["bench"], l["case"], l["metric"]): l["value"] for l in lines}
 cases = ["full", "streaming_llm", "quest", "freekv", "freekv_chunk_means", "freekv_key_subspace",
          "freekv_key_subspace, other text's basis", "freekv_key_codes",
-         "freekv_key_codes, other text's codebooks", "freekv_key_codes_deficit"]
+         "freekv_key_codes, other text's codebooks", "freekv_key_codes_sticky"]
 for case in cases:
     assert 1 < value["quality", case, "perplexity"] < 1e4, case
     assert 0 < value["quality", case, "mass_kept"] <= 1.0001, case
