@@ -204,7 +204,8 @@ struct freekv_key_codes_deficit : named_policies<key_codes<6>, mass_deficit> {
 /// the recalls (docs/frontiers.md).
 struct freekv_key_codes_sticky : named_policies<key_codes<6>, sticky_top_k, mass_deficit> {
   static constexpr std::string_view name = "freekv_key_codes_sticky";
-  static constexpr std::string_view about = "the same, and held pages stay until another has twice their mass";
+  static constexpr std::string_view about =
+      "the same, and held pages stay until another has twice their mass";
   static constexpr std::string_view published = "";
   static constexpr sticky_top_k selection{};
   static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};

@@ -354,12 +354,14 @@ __global__ void select_by_query_head(State s, Selection selection, step_view ste
   const int head = scratch.head_of(row);
   const std::size_t of_head = s.head_index(step.entries[nth].sequence, head);
   const unit_union before = s.selected_union(step.entries[nth].sequence, head);
-  held_units held{{before.units, s.selected_count[of_head]}, before.masks, before.words, row % scratch.sizes.selecting};
+  held_units held{
+      {before.units, s.selected_count[of_head]}, before.masks, before.words, row % scratch.sizes.selecting};
   for (int time = job.time == selection_time::correct ? 0 : 1; time < 2; ++time) {
     const bool for_next = time == 1;
-    const int count = select_best(selection, scratch.pooled_of(for_next, nth, row), candidates,
-                                  candidates.count(for_next), s.budget.selected_units, job.select_all_up_to,
-                                  for_next ? held : held_units{}, scratch.list_of(for_next, nth, row), shared);
+    const int count =
+        select_best(selection, scratch.pooled_of(for_next, nth, row), candidates, candidates.count(for_next),
+                    s.budget.selected_units, job.select_all_up_to, for_next ? held : held_units{},
+                    scratch.list_of(for_next, nth, row), shared);
     if (!for_next) held = {{scratch.list_of(false, nth, row), count}};
     if (threadIdx.x == 0) scratch.list_count_of(for_next, nth, row) = count;
     __syncthreads();  // the shared memory is free again
@@ -482,8 +484,8 @@ struct head_selection {
       return;
     }
     if (s.kind_of(head) != layer_kind::retrieval) return;
-    const int count = candidates.selects ? select(true, s.selected_count[row], next_selected)
-                                         : s.next_selected_count[row];
+    const int count =
+        candidates.selects ? select(true, s.selected_count[row], next_selected) : s.next_selected_count[row];
     copy_units(next_selected, count, selected);
     __syncthreads();
     if (thread == 0) s.selected_count[row] = count;
