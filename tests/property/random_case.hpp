@@ -230,7 +230,7 @@ inline random_case make_case(std::uint64_t seed) {
   o.method.times = d.one_of({1, 1, 2, 3});
   // The default, half of the time.
   if (d.below(2) == 0) o.method.pooling = d.name_of(oracle_poolings);
-  if (d.below(3) == 0) o.method.selection = d.name_of(oracle_selections);
+  if (d.below(4) == 0) o.method.selection = d.name_of(oracle_selections);
   o.method.top_p = d.one_of({0.3f, 0.6f, 0.9f, 1.0f});
   o.method.bonus = d.one_of({0.0f, 0.1f, 0.7f, 3.0f});
   if (d.below(3) != 0) o.method.correction = d.name_of(oracle_corrections);
