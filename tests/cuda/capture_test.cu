@@ -59,9 +59,8 @@ constexpr std::size_t key_row = kv_heads * head_dim, query_row = query_heads * h
 constexpr int most_rows = 8, most_prompt_rows = 160;  // of a captured step
 
 // The first layer keeps everything. Heads are corrected seldom, so that what recall has brought is what they attend to.
-using pipeline =
-    retrieval_pipeline<kv_shape<half, head_dim>, test_backend, page_size<page>, mean, sticky_top_k,
-                       cosine_drift, complete_first<1>, any_of<resident, in_place>>;
+using pipeline = retrieval_pipeline<kv_shape<half, head_dim>, test_backend, page_size<page>, mean,
+                                    cosine_drift, complete_first<1>, any_of<resident, in_place>>;
 
 std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 

@@ -232,7 +232,7 @@ inline random_case make_case(std::uint64_t seed) {
   if (d.below(2) == 0) o.method.pooling = d.name_of(oracle_poolings);
   if (d.below(4) == 0) o.method.selection = d.name_of(oracle_selections);
   o.method.top_p = d.one_of({0.3f, 0.6f, 0.9f, 1.0f});
-  o.method.bonus = d.one_of({0.0f, 0.1f, 0.7f, 3.0f});
+  o.method.bonus = dice(seed + 5).one_of({0.0f, 0.1f, 0.7f, 3.0f});
   if (d.below(3) != 0) o.method.correction = d.name_of(oracle_corrections);
   o.method.tau = d.one_of({0.5f, 0.8f, 0.9f, 0.95f});
   o.method.drift_pool = d.name_of(oracle_drift_pools);

@@ -30,7 +30,7 @@ struct held_units {
 struct favour_storage {
   std::uint64_t keys[2 * most_favoured];  // of those that may leave, and of those that may come
   std::int32_t units[most_favoured];      // those that are selected
-  int compared, leaving, taken;
+  int compared, taken;
 };
 
 /// Makes of `units`, the `count` best of the first `candidates` candidates that are not pinned, ascending, the best of them
@@ -51,7 +51,8 @@ __device__ inline void favour_held(float bonus, const held_units& held, const fl
       shared.keys[atomicAdd(&shared.compared, 1)] = ordered_key(pooled[unit - of.first], unit);
   }
   __syncthreads();
-  if (thread == 0) shared.leaving = shared.compared;  // as many as have to be left
+  const int leaving = shared.compared;  // as many as have to be left
+  __syncthreads();                      // before that grows
   for (int i = thread; i < held.all.count; i += threads) {
     const std::int32_t unit = held.all.units[i];
     const int j = unit - of.first;
@@ -63,7 +64,7 @@ __device__ inline void favour_held(float bonus, const held_units& held, const fl
     const std::uint64_t key = shared.keys[i];
     int better = 0;
     for (int other = 0; other < shared.compared; ++other) better += shared.keys[other] > key;
-    if (better < shared.leaving) shared.units[atomicAdd(&shared.taken, 1)] = unit_of_key(key);
+    if (better < leaving) shared.units[atomicAdd(&shared.taken, 1)] = unit_of_key(key);
   }
   __syncthreads();
   for (int i = thread; i < count; i += threads) {
