@@ -1,13 +1,6 @@
 # Builds and runs CONSUMER, a C program, against the C library, taken as WAY says: install_tree or build_tree. Nothing of
 # FreeKV's C++ headers and of a CUDA toolkit is looked for.
-function(run)
-  list(JOIN ARGN " " command)
-  execute_process(COMMAND ${ARGN} RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
-  if(NOT status EQUAL 0)
-    message(FATAL_ERROR "${command}\n${output}")
-  endif()
-  set(output "${output}" PARENT_SCOPE)
-endfunction()
+include(${CMAKE_CURRENT_LIST_DIR}/../package/run.cmake)
 
 file(REMOVE_RECURSE ${WORK})
 set(configure ${CMAKE_COMMAND} -S ${CONSUMER} -B ${WORK}/build -G ${GENERATOR} -DCMAKE_C_COMPILER=${CC}

@@ -11,17 +11,11 @@
 #include <vector>
 
 #include "c_test.h"
+#include "sized.hpp"
 
 static_assert(__cplusplus == 201703L);
 
 namespace {
-
-template <class Struct>
-Struct sized() {
-  Struct s{};
-  s.size = sizeof s;
-  return s;
-}
 
 struct destroys {
   void operator()(freekv_backend* b) const { OK(freekv_backend_destroy(b)); }

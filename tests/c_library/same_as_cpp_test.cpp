@@ -12,18 +12,12 @@
 #include <vector>
 
 #include "border.hpp"
+#include "sized.hpp"
 #include "tests/catch.hpp"
 
 namespace {
 
 constexpr int layers = 3, query_heads = 8, kv_heads = 2, page = 32;
-
-template <class Struct>
-Struct sized() {
-  Struct s{};
-  s.size = sizeof s;
-  return s;
-}
 
 struct destroys {
   void operator()(freekv_backend* b) const { CHECK(freekv_backend_destroy(b) == FREEKV_OK); }

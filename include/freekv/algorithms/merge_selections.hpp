@@ -16,6 +16,11 @@ struct unit_union {
   int words = 1;
 };
 
+/// Whether a mask has query head g.
+FREEKV_HD inline bool has_head(const std::uint32_t* mask, int g) {
+  return (mask[g / 32] >> g % 32 & 1u) != 0;
+}
+
 /// Adds to the `size` units of a union the `count` units, ascending, that query head g has selected; returns how many
 /// it then has. O(size + count).
 FREEKV_HD inline int merge_selections(const unit_union& all, int size, const std::int32_t* units, int count,
@@ -49,10 +54,9 @@ struct head_run {
 /// The next heads of a mask, from head `from` on; of a null mask all. None: count is 0.
 FREEKV_HD inline head_run next_run(const std::uint32_t* mask, int from, int group) {
   if (mask == nullptr) return {from, group - from};
-  const auto has = [&](int g) { return (mask[g / 32] >> g % 32 & 1u) != 0; };
   head_run run{from, 0};
-  while (run.first < group && !has(run.first)) ++run.first;
-  while (run.end() < group && has(run.end())) ++run.count;
+  while (run.first < group && !has_head(mask, run.first)) ++run.first;
+  while (run.end() < group && has_head(mask, run.end())) ++run.count;
   return run;
 }
 
@@ -60,7 +64,7 @@ FREEKV_HD inline head_run next_run(const std::uint32_t* mask, int from, int grou
 FREEKV_HD inline int selection_of(const unit_union& all, int size, int g, std::int32_t* units) {
   int count = 0;
   for (int i = 0; i < size; ++i)
-    if (all.masks[std::int64_t{i} * all.words + g / 32] >> g % 32 & 1u) units[count++] = all.units[i];
+    if (has_head(all.masks + std::int64_t{i} * all.words, g)) units[count++] = all.units[i];
   return count;
 }
 

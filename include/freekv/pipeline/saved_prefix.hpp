@@ -112,8 +112,7 @@ class saved_prefix {
     const auto damaged = [&](const std::string& how) {
       throw prefix_error(name + " is damaged: " + how + "; remove it, and save the prefix again");
     };
-    const auto text_of = [](auto n) { return std::to_string(n); };
-    if (size && *size < least) damaged("it has " + text_of(*size) + " bytes");
+    if (size && *size < least) damaged("it has " + std::to_string(*size) + " bytes");
     prefix_preamble preamble;
     read(std::as_writable_bytes(std::span(&preamble, 1)));
     constexpr prefix_preamble ours;
@@ -123,8 +122,8 @@ class saved_prefix {
       throw prefix_error(
           name + " is of a machine with the other byte order; save the prefix again on one like this");
     if (preamble.version != ours.version)
-      throw prefix_error(name + " has version " + text_of(preamble.version) +
-                         " of the format, and this library knows " + text_of(ours.version) +
+      throw prefix_error(name + " has version " + std::to_string(preamble.version) +
+                         " of the format, and this library knows " + std::to_string(ours.version) +
                          "; save the prefix again with this library");
     if (preamble.text_bytes > prefix_preamble::most_text || preamble.pages < 0 ||
         (size && *size < least + preamble.text_bytes))
@@ -139,7 +138,7 @@ class saved_prefix {
 
     const std::uint64_t bytes = static_cast<std::uint64_t>(preamble.pages) * bytes_of_page();
     if (const std::uint64_t all = least + text.size() + checked_blocks::stored(bytes); size && *size != all)
-      damaged("it has " + text_of(*size) + " bytes, and " + text_of(all) + " were written");
+      damaged("it has " + std::to_string(*size) + " bytes, and " + std::to_string(all) + " were written");
     prefix loaded = core_.sequences->take(preamble.pages);
     checked_reader blocks(read, memory_, block_, sum, bytes, name);
     each_part(way::in, core_.sequences->pages_of(loaded, "load_prefix"),
@@ -240,7 +239,7 @@ class saved_prefix {
     return all;
   }
 
-  /// What a saved prefix fits, a line each.
+  /// Settings and model that a saved prefix fits, a line each.
   std::string text_of(std::uint64_t model) {
     const auto& s = core_.settings;
     std::string text;

@@ -62,7 +62,7 @@ struct device_rows {
   int block_tokens = 1;
   const float* queries = nullptr;
 
-  /// As `kv_rows` has them, dense.
+  /// Rows of a step, dense.
   static device_rows of(const kv_rows<In>& rows, int kv_heads, int head_dim) {
     const std::int64_t row = std::int64_t{kv_heads} * head_dim;
     return {{rows.keys.data(), rows.values.data(), row, row, head_dim}, 1, rows.queries.data()};
@@ -303,7 +303,7 @@ void launch_copy_shared_rows(const State& s, const step_view& step, cudaStream_t
   launch("copy of shared rows", {grid, append_default.threads, stream}, copy_shared_rows<State>, s, step);
 }
 
-/// What appending on one stream needs of a pipeline's memory.
+/// Memory of a pipeline that appending on one stream needs.
 template <class Element>
 struct append_memory {
   append_scratch of_teams;

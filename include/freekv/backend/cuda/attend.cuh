@@ -6,6 +6,7 @@
 #include <cuda/std/type_traits>
 #include <freekv/algorithms/attend_slice.hpp>
 #include <freekv/algorithms/attend_tokens.hpp>
+#include <freekv/algorithms/merge_selections.hpp>
 #include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/lane_attention.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
@@ -199,7 +200,7 @@ FREEKV_HD unsigned attending_heads(const State& s, const attended_list& list, in
                                            std::int64_t{list.entries.nth_selected(i)} * s.mask_words;
   unsigned heads = 0;
   for (int h = 0; h < Tile::heads && tile.has(h); ++h)
-    heads |= (selected_by[(tile.first + h) / 32] >> (tile.first + h) % 32 & 1u) << h;
+    heads |= (has_head(selected_by, tile.first + h) ? 1u : 0u) << h;
   return heads;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <freekv/algorithms/merge_selections.hpp>
 #include <freekv/algorithms/ordered_key.hpp>
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/config.hpp>
@@ -18,7 +19,7 @@ struct held_units {
   int words = 1, by = 0;
 
   FREEKV_HD bool selected(int i) const {
-    return masks == nullptr || (masks[std::int64_t{i} * words + by / 32] >> by % 32 & 1u) != 0;
+    return masks == nullptr || has_head(masks + std::int64_t{i} * words, by);
   }
   FREEKV_HD bool has(std::int32_t unit) const {
     const int i = all.find(unit);
@@ -26,7 +27,7 @@ struct held_units {
   }
 };
 
-/// What a block that favours held units has in shared memory.
+/// Shared memory of a block that favours held units.
 struct favour_storage {
   std::uint64_t keys[2 * most_favoured];  // of those that may leave, and of those that may come
   std::int32_t units[most_favoured];      // those that are selected

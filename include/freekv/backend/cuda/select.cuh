@@ -48,7 +48,7 @@ struct select_storage<true> : select_storage<false> {
   std::int16_t place[select_default.most_by_mass];  // of each unit of the list, ascending
   int kept;
 };
-/// With what a selection that favours held units has besides.
+/// Shared memory of a block that selects and favours held units.
 template <bool Masses>
 struct favouring_storage : select_storage<Masses> {
   favour_storage favour;

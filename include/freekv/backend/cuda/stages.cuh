@@ -318,7 +318,7 @@ class stages {
     append_pages(s, step, device_rows<In>::of(rows, s.heads.kv, d),
                  {0, step.bounds.entries * step.bounds.pages}, append_, compute());
   }
-  /// The same of prompts whose rows are in an engine's paged tensor, sequence by sequence: on the recall stream, or where
+  /// Appends prompts whose rows are in an engine's paged tensor, sequence by sequence: on the recall stream, or where
   /// pages are encoded, which takes the compute stream's memory, there.
   template <class In>
   void append_from(const State& s, const step_view& step, std::span<const paged_rows<In>> rows) {
