@@ -81,7 +81,7 @@ bootstrap_cuda() {
   bootstrap_python
   local seen='~=13.0,<13.6'  # 13.5 is the newest that these tests have passed with
   local wheels=("nvidia-cuda-runtime$seen" "nvidia-cuda-crt$seen" "nvidia-cuda-cccl$seen")
-  [[ ${1:-} != nvcc ]] || wheels+=("nvidia-cuda-nvcc$seen" "nvidia-nvvm$seen")
+  [[ ${1:-} != nvcc ]] || wheels+=("nvidia-cuda-nvcc$seen" "nvidia-nvvm$seen" "nvidia-cuda-profiler-api$seen")
   python_packages "${wheels[@]}"
   CUDA_HOME=$(echo "$VIRTUAL_ENV"/lib/python3*/site-packages/nvidia/cu13)
   export CUDA_HOME
