@@ -457,9 +457,9 @@ struct avx512_rows {
   void sync() const {}
 
  private:
-  static constexpr std::uint16_t all = 0xffff;  // lanes of a mask
   [[gnu::target("avx512f")]] static void widen_f16(const half* in, float16& out) {
     constexpr int current_rounding = 4;
+    std::uint16_t all = 0xffff;  // lanes; as a constant, of another sign for nvcc than for GCC
     int16x16 bits;
     std::memcpy(&bits, in, sizeof bits);
     out = __builtin_ia32_vcvtph2ps512_mask(bits, float16{}, all, current_rounding);
@@ -470,6 +470,7 @@ struct avx512_rows {
 #if defined(__clang__)
     const auto wide = __builtin_convertvector(bits, int16x32);
 #else
+    std::uint16_t all = 0xffff;  // as above
     const auto wide = __builtin_ia32_pmovzxwd512_mask(bits, int16x32{}, all);
 #endif
     out = reinterpret_cast<float16>(wide << 16);
