@@ -18,9 +18,7 @@ class row_numbers {
       return static_cast<const float*>(queries.data);
     float* const copy = room(queries_, entry, width);
     for (int row = entry.first_row; row < entry.first_row + entry.tokens; ++row)
-      visit_numbers(queries.row(row, 0), [&](const auto* from) {
-        for (int i = 0; i < width; ++i) copy[std::ptrdiff_t{row} * width + i] = to_float(from[i]);
-      });
+      widen(queries.row(row, 0), width, copy + std::ptrdiff_t{row} * width);
     return copy;
   }
   /// Where the rows of `entry` are attended to, before `write`.
@@ -38,6 +36,20 @@ class row_numbers {
   }
 
  private:
+  static void widen(const typed_numbers& from, int width, float* to) {
+    switch (from.type) {
+      case element_type::f16:
+        return widen(static_cast<const half*>(from.data), width, to);
+      case element_type::bf16:
+        return widen(static_cast<const bfloat16*>(from.data), width, to);
+      default:
+        return widen(static_cast<const float*>(from.data), width, to);
+    }
+  }
+  template <class From>
+  static void widen(const From* from, int width, float* to) {
+    for (int i = 0; i < width; ++i) to[i] = to_float(from[i]);
+  }
   static bool is_floats(const attention_output& to, int width) {
     return to.type == element_type::f32 && (to.stride == 0 || to.stride == width);
   }
