@@ -22,7 +22,9 @@ inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
     {"defensive_kv", oracle::eviction_kind::defensive_kv},
     {"cake", oracle::eviction_kind::cake},
     {"r_kv", oracle::eviction_kind::r_kv},
-    {"arkv_origin", oracle::eviction_kind::arkv_origin}};
+    {"arkv_origin", oracle::eviction_kind::arkv_origin},
+    {"d2o", oracle::eviction_kind::d2o},
+    {"exact_merge", oracle::eviction_kind::exact_merge}};
 
 /// Of one of the layers that forget.
 inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pipeline_options& o,
@@ -40,6 +42,10 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
   if (s.kind == oracle::eviction_kind::lazy_eviction)
     s.window = o.method.interval > 0 ? o.method.interval : 64;
   if (o.method.eviction == "raas") s.page = o.page;
+  if (s.kind == oracle::eviction_kind::d2o) s.recent = 0.25;
+  s.element = o.element == data_type::f16    ? oracle::element_kind::f16
+              : o.element == data_type::bf16 ? oracle::element_kind::bf16
+                                             : oracle::element_kind::f32;
   s.room = o.budget.window;
   s.sink = o.budget.sink;
   s.recent_tokens = o.budget.window;

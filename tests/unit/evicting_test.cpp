@@ -20,7 +20,8 @@ using freekv::usage_error;
 
 using any_eviction = freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::pyramid_kv,
                                     freekv::raas, freekv::lazy_eviction, freekv::hard_kv,
-                                    freekv::defensive_kv, freekv::cake, freekv::r_kv, freekv::arkv_origin>;
+                                    freekv::defensive_kv, freekv::cake, freekv::r_kv, freekv::arkv_origin, freekv::d2o,
+                                    freekv::exact_merge>;
 using forgetful = freekv::evicting_pipeline<freekv::kv_shape<freekv::half, 24>, any_eviction>;
 constexpr std::size_t row_bytes = 2 * 24 * sizeof(freekv::half);  // a KV head's keys and values of a token
 
@@ -50,6 +51,8 @@ std::vector<any_eviction> all_evictions() {
           freekv::cake{},
           freekv::r_kv{.interval = 16},
           freekv::arkv_origin{.window = 8},
+          freekv::d2o{},
+          freekv::exact_merge{},
           small_raas,
           cut_raas};
 }
