@@ -305,6 +305,14 @@ struct exact_merge : named_eviction<freekv::exact_merge> {
   static constexpr std::string_view published = "";
 };
 
+/// HARD-KV with merging: `freekv::hard_kv_merge`.
+struct hard_kv_merge : named_eviction<freekv::hard_kv_merge> {
+  static constexpr std::string_view name = "hard_kv_merge";
+  static constexpr std::string_view about =
+      "hard_kv whose evicted tokens merge into the most similar, so that the last row's attention stays";
+  static constexpr std::string_view published = "arXiv 2606.28831";
+};
+
 /// A list of methods.
 template <class... Methods>
 struct method_list {};
@@ -316,7 +324,7 @@ using all =
                 freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
                 freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky, h2o, tova, snapkv,
                 pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin,
-                d2o, exact_merge>;
+                d2o, exact_merge, hard_kv_merge>;
 
 }  // namespace methods
 }  // namespace freekv

@@ -30,7 +30,8 @@ enum class eviction_kind {
   r_kv,
   arkv_origin,
   d2o,
-  exact_merge
+  exact_merge,
+  hard_kv_merge
 };
 
 struct eviction_settings {
@@ -118,6 +119,10 @@ class forgetful_decoder {
     s_.budget_is_doubtful = given.budget_is_doubtful;
   }
 
+  /// Tokens that have merged into others, and those that could have and are lost.
+  long merged() const { return merged_; }
+  long lost() const { return lost_; }
+
   /// What a KV head has not forgotten before the next step; a prompt has been cut.
   std::vector<int> kept(int head) {
     end_prompt();
@@ -130,7 +135,7 @@ class forgetful_decoder {
   bool accepts(int head, const std::vector<int>& units) {
     head_state& h = heads_[static_cast<std::size_t>(head)];
     const std::set<int> theirs(units.begin(), units.end());
-    if (s_.kind == eviction_kind::hard_kv) return accepts_selection(h, theirs);
+    if (selects_by_mass()) return accepts_selection(h, theirs);
     if (s_.budget_is_doubtful && std::abs(std::ssize(theirs) - std::ssize(h.units)) <= 2 &&
         !h.just_left.empty()) {
       h.units.insert(h.just_left.begin(), h.just_left.end());
@@ -145,14 +150,7 @@ class forgetful_decoder {
                                              worth_of(h, only_theirs).apart_from(worth_of(h, only_ours))))
           return false;
     }
-    if (merges()) {
-      std::set<int> leaving = h.units;
-      leaving.insert(h.just_left.begin(), h.just_left.end());
-      for (const int token : theirs) leaving.erase(token);
-      forget_merging(h);
-      merge(h, theirs, leaving);
-    }
-    h.units = theirs;
+    keep_instead(h, theirs);
     return true;
   }
 
@@ -174,7 +172,7 @@ class forgetful_decoder {
         for (int t = unit * s_.page; t < std::min((unit + 1) * s_.page, length_); ++t) tokens.push_back(t);
       const std::vector<double> shares = attend_group(q, head, tokens, result.attended);
       result.units.push_back({h.units.begin(), h.units.end()});
-      if (s_.kind == eviction_kind::hard_kv) {
+      if (selects_by_mass()) {
         if ((length_ - prompt_) % s_.interval == 0) select_by_mass(h, head);
         continue;
       }
@@ -224,8 +222,10 @@ class forgetful_decoder {
     std::vector<double> scores(tokens.size(), -std::numeric_limits<double>::infinity());
     for (std::size_t i = 0; i < tokens.size(); ++i)
       for (int g = 0; g < group && tokens[i] <= row; ++g) {
+        const int place = tokens[i] * s_.kv_heads + head;
         const double score = s_.scale * dot(row_of(query_row(row), head * group + g, s_.head_dim),
-                                            row_of(keys_, tokens[i] * s_.kv_heads + head, s_.head_dim));
+                                            row_of(keys_, place, s_.head_dim)) +
+                             static_cast<double>(log_weights_[static_cast<std::size_t>(place)]);
         scores[i] = std::max(scores[i], score);
       }
     return scores;
@@ -339,8 +339,9 @@ class forgetful_decoder {
       h.units.erase(least);
       h.just_left.insert(least);
     }
+    if (merges()) merge(h, h.units, h.just_left);
   }
-  bool accepts_selection(head_state& h, const std::set<int>& theirs) const {
+  bool accepts_selection(head_state& h, const std::set<int>& theirs) {
     const auto within = [](const std::set<int>& part, const std::set<int>& of) {
       return std::includes(of.begin(), of.end(), part.begin(), part.end());
     };
@@ -353,7 +354,7 @@ class forgetful_decoder {
         if (cut && h.units.count(only_theirs) == 0 && theirs.count(only_ours) == 0 &&
             worth_of(h, only_theirs).apart_from(worth_of(h, only_ours)))
           return false;
-    h.units = theirs;
+    keep_instead(h, theirs);
     return true;
   }
 
@@ -558,7 +559,24 @@ class forgetful_decoder {
     log_weights_.resize(static_cast<std::size_t>(length_ * s_.kv_heads));
   }
 
-  bool merges() const { return s_.kind == eviction_kind::d2o || s_.kind == eviction_kind::exact_merge; }
+  bool selects_by_mass() const {
+    return s_.kind == eviction_kind::hard_kv || s_.kind == eviction_kind::hard_kv_merge;
+  }
+  bool merges() const {
+    return s_.kind == eviction_kind::d2o || s_.kind == eviction_kind::exact_merge ||
+           s_.kind == eviction_kind::hard_kv_merge;
+  }
+  /// Of what was there when the last ones left `theirs` stay, and not the units.
+  void keep_instead(head_state& h, const std::set<int>& theirs) {
+    if (merges()) {
+      std::set<int> leaving = h.units;
+      leaving.insert(h.just_left.begin(), h.just_left.end());
+      for (const int token : theirs) leaving.erase(token);
+      forget_merging(h);
+      merge(h, theirs, leaving);
+    }
+    h.units = theirs;
+  }
   token_numbers numbers_of(int head, int token) const {
     const int row = token * s_.kv_heads + head;
     const auto key = row_of(keys_, row, s_.head_dim), value = row_of(values_, row, s_.head_dim);
@@ -602,8 +620,12 @@ class forgetful_decoder {
     if (s_.kind == eviction_kind::d2o)
       h.merged = {h.merged.begun ? s_.ema * mean + (1 - s_.ema) * h.merged.threshold : mean, true};
     for (const int token : leaving) {
-      if (s_.kind == eviction_kind::d2o && similarity.at(token) < h.merged.threshold) continue;
+      if (s_.kind == eviction_kind::d2o && similarity.at(token) < h.merged.threshold) {
+        ++lost_;
+        continue;
+      }
       sets[nearest.at(token)].push_back(token);
+      ++merged_;
     }
     for (auto& [token, others] : sets) {
       others.insert(others.begin(), token);
@@ -630,7 +652,7 @@ class forgetful_decoder {
         merged.value[x] = mean_of(&token_numbers::value, x);
       }
       const int group = s_.query_heads / s_.kv_heads;
-      for (int g = 0; s_.kind == eviction_kind::exact_merge && g < group; ++g)
+      for (int g = 0; s_.kind != eviction_kind::d2o && g < group; ++g)
         log_weight -= last_row_score(head * group + g, merged.key) / group;
       merged.log_weight = static_cast<float>(log_weight);
       put_numbers(head, token, merged);
@@ -721,6 +743,7 @@ class forgetful_decoder {
           w = recur(h.recurrences[static_cast<std::size_t>(unit)], share, row);
           break;
         case eviction_kind::hard_kv:
+        case eviction_kind::hard_kv_merge:
         case eviction_kind::defensive_kv:
         case eviction_kind::cake:
         case eviction_kind::r_kv:
@@ -806,7 +829,7 @@ class forgetful_decoder {
     for (int head = 0; head < s_.kv_heads; ++head) {
       head_state& h = heads_[static_cast<std::size_t>(head)];
       grow(h);
-      if (s_.kind == eviction_kind::hard_kv) {
+      if (selects_by_mass()) {
         for (int token = 0; token < prompt_; ++token) h.units.insert(token);
         select_by_mass(h, head);
         continue;
@@ -867,6 +890,7 @@ class forgetful_decoder {
   eviction_settings s_;
   int length_ = 0, prompt_ = 0;
   bool decodes_ = false, ended_ = false;
+  long merged_ = 0, lost_ = 0;
   std::vector<float> queries_, keys_, values_;  // keys and values of a head's token as it is now
   std::vector<float> log_weights_;               // (tokens, kv heads)
   std::vector<head_state> heads_;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <freekv/policies/eviction.hpp>
+#include <freekv/policies/window_eviction.hpp>
 #include <numbers>
 #include <string>
 #include <string_view>
@@ -70,5 +71,22 @@ struct exact_merge : tova {
   }
 };
 static_assert(eviction_policy<exact_merge>);
+
+/// HARD-KV (`hard_kv`) that keeps log-sum-exps as its appendix E means to: tokens that leave merge as in exact_merge. The
+/// paper merges the i-th best token with the i-th worst, or the best with the mean of the worst, by their scores: the mean
+/// of keys has no more than the geometric mean of their masses, and one token is where two were, so that the sum falls all
+/// the same.
+struct hard_kv_merge : hard_kv {
+  using hooks = hook_list<hook::merge, hook::observe, hook::validate, hook::values>;
+  static constexpr std::string_view name = "hard_kv_merge";
+
+  using head_memory = exact_merge::head_memory;
+  constexpr merge_rule merge_by() const { return merge_rule::as_last_row; }
+  void merge(const merging_tokens& of, const eviction_moment& at, head_memory& memory,
+             merge_fate* fates) const {
+    exact_merge{}.merge(of, at, memory, fates);
+  }
+};
+static_assert(eviction_policy<hard_kv_merge>);
 
 }  // namespace freekv
