@@ -323,8 +323,8 @@ using all =
                 freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace,
                 freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
                 freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky, h2o, tova, snapkv,
-                pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin,
-                d2o, exact_merge, hard_kv_merge>;
+                pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin, d2o,
+                exact_merge, hard_kv_merge>;
 
 }  // namespace methods
 }  // namespace freekv

@@ -21,8 +21,8 @@ struct attention {
 
 /// What a model's attention adds to the plain one's.
 struct attention_extras {
-  double soft_cap = 0.0;          // scores become soft_cap * tanh(score / soft_cap); 0: none
-  double sink_logit = -infinity;  // the score of a further token, whose value is 0
+  double soft_cap = 0.0;                    // scores become soft_cap * tanh(score / soft_cap); 0: none
+  double sink_logit = -infinity;            // the score of a further token, whose value is 0
   std::span<const float> log_weights = {};  // of tokens, added to their scores after the cap; none: all 0
 };
 

@@ -580,7 +580,8 @@ class forgetful_decoder {
   token_numbers numbers_of(int head, int token) const {
     const int row = token * s_.kv_heads + head;
     const auto key = row_of(keys_, row, s_.head_dim), value = row_of(values_, row, s_.head_dim);
-    return {{key.begin(), key.end()}, {value.begin(), value.end()}, log_weights_[static_cast<std::size_t>(row)]};
+    return {
+        {key.begin(), key.end()}, {value.begin(), value.end()}, log_weights_[static_cast<std::size_t>(row)]};
   }
   void put_numbers(int head, int token, const token_numbers& of) {
     const int row = token * s_.kv_heads + head;
@@ -612,8 +613,7 @@ class forgetful_decoder {
     double mean = 0;
     for (const int token : leaving) {
       for (const int other : staying)
-        if (const double of = cosine(token, other);
-            similarity.count(token) == 0 || of > similarity.at(token))
+        if (const double of = cosine(token, other); similarity.count(token) == 0 || of > similarity.at(token))
           similarity[token] = of, nearest[token] = other;
       mean += similarity.at(token) / static_cast<double>(leaving.size());
     }
@@ -677,8 +677,7 @@ class forgetful_decoder {
       const double most = *std::max_element(scores.begin(), scores.end());
       double sum = 0;
       for (const double score : scores) sum += std::exp(score - most);
-      for (std::size_t i = 0; i < tokens.size(); ++i)
-        weights[i] += std::exp(scores[i] - most) / sum / group;
+      for (std::size_t i = 0; i < tokens.size(); ++i) weights[i] += std::exp(scores[i] - most) / sum / group;
       log_mass += (most + std::log(sum)) / group;
     }
     return weights;
@@ -702,8 +701,8 @@ class forgetful_decoder {
       to.out.insert(to.out.end(), one.out.begin(), one.out.end());
       to.lse.push_back(one.lse[0]);
       for (std::size_t i = 0; i < tokens.size(); ++i) {
-        const double weight = std::exp(s_.scale * dot(query, keys[i]) +
-                                       static_cast<double>(log_weights[i]) - one.lse[0]);
+        const double weight =
+            std::exp(s_.scale * dot(query, keys[i]) + static_cast<double>(log_weights[i]) - one.lse[0]);
         if (!std::isnan(weight)) shares[i] += weight / group;
       }
     }
@@ -892,7 +891,7 @@ class forgetful_decoder {
   bool decodes_ = false, ended_ = false;
   long merged_ = 0, lost_ = 0;
   std::vector<float> queries_, keys_, values_;  // keys and values of a head's token as it is now
-  std::vector<float> log_weights_;               // (tokens, kv heads)
+  std::vector<float> log_weights_;              // (tokens, kv heads)
   std::vector<head_state> heads_;
 };
 

@@ -238,7 +238,7 @@ TEST_CASE("random sequences that forget agree with the float64 oracle", "[proper
       CHECK(of.evicted > 500);
       CHECK(of.doubtful * 50 < of.sets);
       if (method.starts_with("hard_kv")) CHECK(of.below_budget > 100);
-      if (method.find("merge") != std::string::npos || method == "d2o") CHECK(of.merged > 1000);
+      if (method.find("merge") != std::string::npos || method == "d2o") CHECK(of.merged > 500);
       if (method == "d2o") CHECK(of.lost > 300);
       if (method == "cake") CHECK(of.other_budgets > 10);
     }

@@ -135,8 +135,7 @@ void check(const attended& got, const attention_case<Shape>& c) {
   int wrong = 0;
   for (int g = 0; g < c.group; ++g) {
     const double logit = c.sink_logits.empty() ? -inf : c.sink_logits[count(g)];
-    const auto expected =
-        oracle::attend(oracle::row_of(c.query, g, Shape::d), keys, values, 1.0,
+    const auto expected = oracle::attend(oracle::row_of(c.query, g, Shape::d), keys, values, 1.0,
                                          {c.soft_cap, logit, c.log_weights});
     if (!is_near(got.lse[count(g)], expected.lse[0], 1e-5 * std::max(1.0, std::fabs(expected.lse[0]))))
       ++wrong;

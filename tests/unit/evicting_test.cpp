@@ -18,10 +18,10 @@ using freekv::settings_error;
 using freekv::step_phase;
 using freekv::usage_error;
 
-using any_eviction = freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::pyramid_kv,
-                                    freekv::raas, freekv::lazy_eviction, freekv::hard_kv,
-                                    freekv::defensive_kv, freekv::cake, freekv::r_kv, freekv::arkv_origin, freekv::d2o,
-                                    freekv::exact_merge, freekv::hard_kv_merge>;
+using any_eviction =
+    freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::pyramid_kv, freekv::raas,
+                   freekv::lazy_eviction, freekv::hard_kv, freekv::defensive_kv, freekv::cake, freekv::r_kv,
+                   freekv::arkv_origin, freekv::d2o, freekv::exact_merge, freekv::hard_kv_merge>;
 using forgetful = freekv::evicting_pipeline<freekv::kv_shape<freekv::half, 24>, any_eviction>;
 constexpr std::size_t row_bytes = 2 * 24 * sizeof(freekv::half);  // a KV head's keys and values of a token
 

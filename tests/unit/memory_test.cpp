@@ -395,11 +395,10 @@ TEST_CASE("what happens to sequences between steps allocates nothing either", "[
 }
 
 TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][eviction]") {
-  using forgetful =
-      freekv::evicting_pipeline<freekv::kv_shape<freekv::half, 24>,
-                                freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::raas,
-                                               freekv::hard_kv, freekv::cake, freekv::r_kv, freekv::d2o,
-                                               freekv::exact_merge, freekv::hard_kv_merge>>;
+  using forgetful = freekv::evicting_pipeline<
+      freekv::kv_shape<freekv::half, 24>,
+      freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::raas, freekv::hard_kv, freekv::cake,
+                     freekv::r_kv, freekv::d2o, freekv::exact_merge, freekv::hard_kv_merge>>;
   forgetful::settings s{
       .layers = 2, .query_heads = 6, .kv_heads = 2, .budget = 40, .max_prompt = 60, .max_generated = 60};
   const text source(s, 24, 60, 1);

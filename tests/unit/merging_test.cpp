@@ -54,7 +54,8 @@ void compare_with_everything(const Eviction& eviction, int budget, int query_hea
                                                       .plan = {{0}},
                                                       .eviction = eviction},
                                                      backend);
-  everything full({.layers = 1, .query_heads = query_heads, .kv_heads = kv_heads, .max_tokens = tokens}, backend);
+  everything full({.layers = 1, .query_heads = query_heads, .kv_heads = kv_heads, .max_tokens = tokens},
+                  backend);
   const auto id = merging.open(), same = full.open();
   double worst_out = 0, worst_lse = 0;
   for (int done = 0; done < tokens;) {
@@ -111,7 +112,8 @@ TEST_CASE("copies of tokens that merge weigh as many as they are", "[eviction][m
   }
 }
 
-TEST_CASE("for the query that it is made for exact_merge keeps output and log-sum-exp", "[eviction][merging]") {
+TEST_CASE("for the query that it is made for exact_merge keeps output and log-sum-exp",
+          "[eviction][merging]") {
   dice random(2);
   for (int trial = 0; trial < some_of(12); ++trial) {
     const int tokens = random.between(40, 150), kv_heads = random.between(1, 2),
@@ -134,8 +136,10 @@ TEST_CASE("for the query that it is made for exact_merge keeps output and log-su
 TEST_CASE("d2o merges by e and exponentials of cosines what is as similar as its threshold",
           "[eviction][merging]") {
   // Two axes and tokens near them; four stay.
-  const std::vector<std::vector<float>> keys = {{1, 0, 0, 0, 0, 0, 0, 0},     {0, 2, 0, 0, 0, 0, 0, 0},
-                                                {0.6f, 0.8f, 0, 0, 0, 0, 0, 0}, {0, 0, 3, 0, 0, 0, 0, 0},
+  const std::vector<std::vector<float>> keys = {{1, 0, 0, 0, 0, 0, 0, 0},
+                                                {0, 2, 0, 0, 0, 0, 0, 0},
+                                                {0.6f, 0.8f, 0, 0, 0, 0, 0, 0},
+                                                {0, 0, 3, 0, 0, 0, 0, 0},
                                                 {0, 0, 0, 0, 0, 0, 0, 0}};
   std::vector<float> rows;
   std::vector<double> lengths;
@@ -200,17 +204,18 @@ TEST_CASE("what is not a number does not merge, and the others do", "[eviction][
 TEST_CASE("log-weights take memory only where tokens have some", "[eviction][merging][memory]") {
   freekv::host_backend backend;
   const auto state_bytes = [&](auto eviction, int sequences) {
-    return typename freekv::evicting_pipeline<shape, decltype(eviction)>::footprint({.layers = 3,
-                                                                            .query_heads = 4,
-                                                                            .kv_heads = 4,
-                                                                            .budget = 127,
-                                                                            .max_prompt = 300,
-                                                                            .max_generated = 40,
-                                                                            .max_sequences = sequences,
-                                                                            .eviction = eviction},
-                                                                           backend)
-        .bytes()
-        .state;
+    return
+        typename freekv::evicting_pipeline<shape, decltype(eviction)>::footprint({.layers = 3,
+                                                                                  .query_heads = 4,
+                                                                                  .kv_heads = 4,
+                                                                                  .budget = 127,
+                                                                                  .max_prompt = 300,
+                                                                                  .max_generated = 40,
+                                                                                  .max_sequences = sequences,
+                                                                                  .eviction = eviction},
+                                                                                 backend)
+            .bytes()
+            .state;
   };
   // Of 32 more sequences, 2 layers that forget and 4 KV heads.
   const auto grows = [&](auto eviction) { return state_bytes(eviction, 33) - state_bytes(eviction, 1); };

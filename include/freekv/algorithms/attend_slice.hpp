@@ -75,8 +75,8 @@ FREEKV_HD void weigh_values(T team, const head_slice<const Element>& rows, int c
 template <int HeadDim, team T, class Element>
 FREEKV_HD void attend_block(T team, const group_query& query, int first_head, int heads,
                             const head_slice<const Element>& rows, int first, int count,
-                            const attention_part& part, float* scratch, float soft_cap,
-                            const Element* ahead, const float* log_weights) {
+                            const attention_part& part, float* scratch, float soft_cap, const Element* ahead,
+                            const float* log_weights) {
   using pack = typename T::pack;
   constexpr int width = T::width, block = attention_block<HeadDim>;
   const int padded = (count + width - 1) / width * width;

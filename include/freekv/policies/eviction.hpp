@@ -476,9 +476,10 @@ template <class P>
 concept merges_tokens = requires {
   typename P::head_memory;
 }
-&&std::is_trivially_copyable_v<typename P::head_memory>&& requires(
-    const P p, const merging_tokens& tokens, const eviction_moment& at, typename P::head_memory& memory,
-    merge_fate* fates) {
+&&std::is_trivially_copyable_v<typename P::head_memory>&& requires(const P p, const merging_tokens& tokens,
+                                                                   const eviction_moment& at,
+                                                                   typename P::head_memory& memory,
+                                                                   merge_fate* fates) {
   { p.merge_by() } -> std::same_as<merge_rule>;
   p.merge(tokens, at, memory, fates);
 };

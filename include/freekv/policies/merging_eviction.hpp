@@ -15,7 +15,7 @@ namespace freekv {
 /// merges into the token that stays whose key is most like its own, where their cosine is at least a threshold; else it is
 /// lost. The threshold is the mean of these cosines when tokens leave first, and then `beta` of the mean and the rest of
 /// what it was. In the mean of keys and values a token weighs exp(cosine), that which stays e. Unlike the paper's, all
-/// layers have the same budget (it is larger there where attention is dense), and each KV head has its own threshold. The
+/// layers have the same budget (there by how dense their attention is), and each KV head has its own threshold. The
 /// published code adds keys multiplied by their cosines and divides by how many there are, which makes keys shorter; here
 /// the weights are the paper's.
 struct d2o : h2o {
@@ -73,9 +73,8 @@ struct exact_merge : tova {
 static_assert(eviction_policy<exact_merge>);
 
 /// HARD-KV (`hard_kv`) that keeps log-sum-exps as its appendix E means to: tokens that leave merge as in exact_merge. The
-/// paper merges the i-th best token with the i-th worst, or the best with the mean of the worst, by their scores: the mean
-/// of keys has no more than the geometric mean of their masses, and one token is where two were, so that the sum falls all
-/// the same.
+/// paper merges the i-th best token with the i-th worst, or the best with the mean of the worst, by their scores. A mean
+/// of keys has the geometric mean of their masses, and one token is where two were: the sum falls all the same.
 struct hard_kv_merge : hard_kv {
   using hooks = hook_list<hook::merge, hook::observe, hook::validate, hook::values>;
   static constexpr std::string_view name = "hard_kv_merge";

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <freekv/algorithms/attend_slice.hpp>
 #include <freekv/algorithms/attended_shares.hpp>
@@ -120,16 +121,16 @@ class eviction_stages {
       return;
     }
     resolve(settings_->eviction, [&](const auto& eviction) {
-      backend_->parallel(
-          s.heads.kv, row_bytes(std::min(s.rows, entry.before + 1)), [&](int head, int worker) {
-            const scratch& w = scratch_[index(worker)];
-            const int tokens = s.tokens[s.head_index(entry.sequence, head)];
-            attend_head(s,
-                        {s.slice(entry.sequence, head), tokens, entry.first_row, head, !s.complete,
-                         s.log_weights(entry.sequence, head)},
-                        queries, to, w);
-            if (!s.complete) count(eviction, s, entry, head, queries, w);
-          });
+      backend_->parallel(s.heads.kv, row_bytes(std::min(s.rows, entry.before + 1)),
+                         [&](int head, int worker) {
+                           const scratch& w = scratch_[index(worker)];
+                           const int tokens = s.tokens[s.head_index(entry.sequence, head)];
+                           attend_head(s,
+                                       {s.slice(entry.sequence, head), tokens, entry.first_row, head,
+                                        !s.complete, s.log_weights(entry.sequence, head)},
+                                       queries, to, w);
+                           if (!s.complete) count(eviction, s, entry, head, queries, w);
+                         });
     });
   }
 
@@ -597,8 +598,8 @@ class eviction_stages {
     const int all = tokens, kept = eviction.kept(at);
     order_by_text(first_token, all, w);
     part_places(
-        all, kept,
-        [&](int i) { return rank(eviction, eviction.worth(states[w.order[i]]), w.tokens[i], at); }, w);
+        all, kept, [&](int i) { return rank(eviction, eviction.worth(states[w.order[i]]), w.tokens[i], at); },
+        w);
     merge(eviction, s, entry, slice, first_token, log_weights, kept, all - kept, at, query, w);
     std::sort(w.places + kept, w.places + all, std::greater<std::int32_t>());
     for (int i = kept; i < all; ++i) {

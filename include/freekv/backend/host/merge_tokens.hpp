@@ -14,11 +14,12 @@ namespace freekv::host {
 
 /// Scratch of one thread for so many tokens as a head ever has.
 struct merge_scratch {
-  double* lengths = nullptr;     // (tokens): of keys
-  merge_fate* fates = nullptr;   // (tokens)
-  std::int32_t* next = nullptr;  // (tokens): of one that stays the first that merges into it, of that the next; -1: none
-  double* logits = nullptr;      // (tokens)
-  double* sums = nullptr;        // (2, head_dim)
+  double* lengths = nullptr;    // (tokens): of keys
+  merge_fate* fates = nullptr;  // (tokens)
+  std::int32_t* next =
+      nullptr;  // (tokens): of one that stays the first that merges into it, of that the next; -1: none
+  double* logits = nullptr;  // (tokens)
+  double* sums = nullptr;    // (2, head_dim)
 };
 
 /// Rewrites the tokens of a slice that others merge into. Sums are in double, in the order of the text, so that what is
