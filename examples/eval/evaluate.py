@@ -25,7 +25,8 @@ HERE = Path(__file__).resolve().parent
 QUALITY = "quality"
 METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "arkvale", "twilight", "infinigen",
            "shadowkv", "h2o", "tova", "snapkv", "raas", "pyramid_kv", "lazy_eviction", "hard_kv",
-           "defensive_kv", "cake", "r_kv", "arkv_origin", "freekv", "freekv_key_subspace", "freekv_key_codes",
+           "defensive_kv", "cake", "r_kv", "arkv_origin", "d2o", "exact_merge", "hard_kv_merge",
+           "freekv", "freekv_key_subspace", "freekv_key_codes",
            "freekv_key_codes_deficit", "freekv_key_codes_sticky"]
 # For the estimate alone, on one core with a model of 135M: tokens a second that llama.cpp prefills, and that a method
 # decodes.

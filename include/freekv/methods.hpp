@@ -5,6 +5,7 @@
 
 #include <freekv/pipeline/evicting_pipeline.hpp>
 #include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/policies/merging_eviction.hpp>
 #include <freekv/policies/window_eviction.hpp>
 #include <string_view>
 
@@ -289,6 +290,29 @@ struct arkv_origin : named_eviction<freekv::arkv_origin> {
   static constexpr std::string_view published = "2026";
 };
 
+/// D2O without its budgets of layers: `freekv::d2o`.
+struct d2o : named_eviction<freekv::d2o> {
+  static constexpr std::string_view name = "d2o";
+  static constexpr std::string_view about =
+      "h2o whose evicted tokens merge into the most similar, where they are similar enough";
+  static constexpr std::string_view published = "arXiv 2406.13035";
+};
+/// Merging that is exact in the row that decides: `freekv::exact_merge`.
+struct exact_merge : named_eviction<freekv::exact_merge> {
+  static constexpr std::string_view name = "exact_merge";
+  static constexpr std::string_view about =
+      "tova whose evicted tokens merge into the most similar, so that the row's attention stays";
+  static constexpr std::string_view published = "";
+};
+
+/// HARD-KV with merging: `freekv::hard_kv_merge`.
+struct hard_kv_merge : named_eviction<freekv::hard_kv_merge> {
+  static constexpr std::string_view name = "hard_kv_merge";
+  static constexpr std::string_view about =
+      "hard_kv whose evicted tokens merge into the most similar, so that the last row's attention stays";
+  static constexpr std::string_view published = "arXiv 2606.28831";
+};
+
 /// A list of methods.
 template <class... Methods>
 struct method_list {};
@@ -299,7 +323,8 @@ using all =
                 freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace,
                 freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
                 freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky, h2o, tova, snapkv,
-                pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin>;
+                pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin, d2o,
+                exact_merge, hard_kv_merge>;
 
 }  // namespace methods
 }  // namespace freekv

@@ -9,9 +9,9 @@ using namespace tests;
 
 namespace {
 
-const std::vector<std::string> forgetful_variants{"h2o",  "tova",          "snapkv",     "pyramid_kv",
-                                                  "raas", "lazy_eviction", "hard_kv",    "defensive_kv",
-                                                  "cake", "r_kv",          "arkv_origin"};
+const std::vector<std::string> forgetful_variants{
+    "h2o",          "tova", "snapkv", "pyramid_kv",  "raas", "lazy_eviction", "hard_kv",
+    "defensive_kv", "cake", "r_kv",   "arkv_origin", "d2o",  "exact_merge",   "hard_kv_merge"};
 
 std::vector<float> floats_of(const tensor_text& tensor) {
   std::vector<float> floats;
@@ -89,10 +89,10 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
       CHECK(written.at("selected").shape == std::vector<std::int64_t>{steps, trace.kv_heads, columns});
       // Slots: what the budget says, and no more.
       const int slots =
-          variant == "raas"                           ? budget + 16
-          : variant == "arkv_origin"                  ? budget
-          : variant == "lazy_eviction"                ? std::min(budget + 64, trace.tokens)
-          : variant == "hard_kv" || variant == "r_kv" ? std::min(budget + 128, trace.tokens)
+          variant == "raas"                                     ? budget + 16
+          : variant == "arkv_origin"                            ? budget
+          : variant == "lazy_eviction"                          ? std::min(budget + 64, trace.tokens)
+          : variant.starts_with("hard_kv") || variant == "r_kv" ? std::min(budget + 128, trace.tokens)
           : variant == "snapkv" || variant == "pyramid_kv" || variant == "defensive_kv" || variant == "cake"
               ? std::min(budget + std::max(steps, prompt == 0 ? trace.tokens : 0), trace.tokens)
               : budget + 1;

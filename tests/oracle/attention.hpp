@@ -21,8 +21,9 @@ struct attention {
 
 /// What a model's attention adds to the plain one's.
 struct attention_extras {
-  double soft_cap = 0.0;          // scores become soft_cap * tanh(score / soft_cap); 0: none
-  double sink_logit = -infinity;  // the score of a further token, whose value is 0
+  double soft_cap = 0.0;                    // scores become soft_cap * tanh(score / soft_cap); 0: none
+  double sink_logit = -infinity;            // the score of a further token, whose value is 0
+  std::span<const float> log_weights = {};  // of tokens, added to their scores after the cap; none: all 0
 };
 
 /// `keys` and `values` hold one row of d elements per attended token. A NaN or +inf score makes output and
@@ -40,6 +41,8 @@ inline attention attend(std::span<const float> q, const std::vector<std::span<co
       size += std::fabs(static_cast<double>(q[i]) * static_cast<double>(key[i]));
     terms.push_back(scale * size);
     scores.push_back(extras.soft_cap > 0.0 ? extras.soft_cap * std::tanh(score / extras.soft_cap) : score);
+    if (!extras.log_weights.empty())
+      scores.back() += static_cast<double>(extras.log_weights[scores.size() - 1]);
     top = max_or_nan(top, scores.back());
   }
   if (top == -infinity) return result;

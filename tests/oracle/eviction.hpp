@@ -5,11 +5,13 @@
 #include <cmath>
 #include <iterator>
 #include <limits>
+#include <map>
 #include <set>
 #include <span>
 #include <vector>
 
 #include "attention.hpp"
+#include "formats.hpp"
 #include "numbers.hpp"
 #include "settings.hpp"
 
@@ -26,7 +28,10 @@ enum class eviction_kind {
   defensive_kv,
   cake,
   r_kv,
-  arkv_origin
+  arkv_origin,
+  d2o,
+  exact_merge,
+  hard_kv_merge
 };
 
 struct eviction_settings {
@@ -51,6 +56,8 @@ struct eviction_settings {
   double alpha = 0.75;                         // of arkv_origin
   double lambda = 0.1, similar = 0.5;          // of r_kv
   double gamma = 200, tau1 = 1.6, tau2 = 0.6;  // of cake
+  double ema = 0.7;                            // of d2o
+  element_kind element = element_kind::f32;    // what merged keys and values are stored as
   int prompt_budget = -1;                      // of cake, what the layer has been given; -1: as all
   bool budget_is_doubtful = false;             // to rounding
 };
@@ -112,6 +119,10 @@ class forgetful_decoder {
     s_.budget_is_doubtful = given.budget_is_doubtful;
   }
 
+  /// Tokens that have merged into others, and those that could have and are lost.
+  long merged() const { return merged_; }
+  long lost() const { return lost_; }
+
   /// What a KV head has not forgotten before the next step; a prompt has been cut.
   std::vector<int> kept(int head) {
     end_prompt();
@@ -124,7 +135,7 @@ class forgetful_decoder {
   bool accepts(int head, const std::vector<int>& units) {
     head_state& h = heads_[static_cast<std::size_t>(head)];
     const std::set<int> theirs(units.begin(), units.end());
-    if (s_.kind == eviction_kind::hard_kv) return accepts_selection(h, theirs);
+    if (selects_by_mass()) return accepts_selection(h, theirs);
     if (s_.budget_is_doubtful && std::abs(std::ssize(theirs) - std::ssize(h.units)) <= 2 &&
         !h.just_left.empty()) {
       h.units.insert(h.just_left.begin(), h.just_left.end());
@@ -139,7 +150,7 @@ class forgetful_decoder {
                                              worth_of(h, only_theirs).apart_from(worth_of(h, only_ours))))
           return false;
     }
-    h.units = theirs;
+    keep_instead(h, theirs);
     return true;
   }
 
@@ -161,7 +172,7 @@ class forgetful_decoder {
         for (int t = unit * s_.page; t < std::min((unit + 1) * s_.page, length_); ++t) tokens.push_back(t);
       const std::vector<double> shares = attend_group(q, head, tokens, result.attended);
       result.units.push_back({h.units.begin(), h.units.end()});
-      if (s_.kind == eviction_kind::hard_kv) {
+      if (selects_by_mass()) {
         if ((length_ - prompt_) % s_.interval == 0) select_by_mass(h, head);
         continue;
       }
@@ -185,12 +196,24 @@ class forgetful_decoder {
     int active = -1, interval = 0;
     bool doubtful = false;  // rounding may have decided whether it was active
   };
+  /// A head's token.
+  struct token_numbers {
+    std::vector<float> key, value;
+    float log_weight = 0;
+  };
+  /// Of d2o: the threshold, once there is one.
+  struct merged_state {
+    double threshold = 0;
+    bool begun = false;
+  };
   struct head_state {
     std::set<int> units;
     std::vector<worth> worths;  // by unit
     std::vector<recurrence> recurrences;
     std::set<int> just_left, was_protected;
     std::set<int> surely_kept, possibly_kept;  // of hard_kv, when the last ones left
+    merged_state merged, before_merging;       // now, and before the last ones left
+    std::map<int, token_numbers> unmerged;     // tokens as they were then
   };
 
   /// Scores of a row on tokens, the largest of the KV head's query heads; -infinity behind the row.
@@ -199,8 +222,10 @@ class forgetful_decoder {
     std::vector<double> scores(tokens.size(), -std::numeric_limits<double>::infinity());
     for (std::size_t i = 0; i < tokens.size(); ++i)
       for (int g = 0; g < group && tokens[i] <= row; ++g) {
+        const int place = tokens[i] * s_.kv_heads + head;
         const double score = s_.scale * dot(row_of(query_row(row), head * group + g, s_.head_dim),
-                                            row_of(keys_, tokens[i] * s_.kv_heads + head, s_.head_dim));
+                                            row_of(keys_, place, s_.head_dim)) +
+                             static_cast<double>(log_weights_[static_cast<std::size_t>(place)]);
         scores[i] = std::max(scores[i], score);
       }
     return scores;
@@ -314,8 +339,9 @@ class forgetful_decoder {
       h.units.erase(least);
       h.just_left.insert(least);
     }
+    if (merges()) merge(h, h.units, h.just_left);
   }
-  bool accepts_selection(head_state& h, const std::set<int>& theirs) const {
+  bool accepts_selection(head_state& h, const std::set<int>& theirs) {
     const auto within = [](const std::set<int>& part, const std::set<int>& of) {
       return std::includes(of.begin(), of.end(), part.begin(), part.end());
     };
@@ -328,7 +354,7 @@ class forgetful_decoder {
         if (cut && h.units.count(only_theirs) == 0 && theirs.count(only_ours) == 0 &&
             worth_of(h, only_theirs).apart_from(worth_of(h, only_ours)))
           return false;
-    h.units = theirs;
+    keep_instead(h, theirs);
     return true;
   }
 
@@ -530,6 +556,131 @@ class forgetful_decoder {
     keys_.insert(keys_.end(), keys.begin(), keys.end());
     values_.insert(values_.end(), values.begin(), values.end());
     length_ = static_cast<int>(keys_.size()) / (s_.kv_heads * s_.head_dim);
+    log_weights_.resize(static_cast<std::size_t>(length_ * s_.kv_heads));
+  }
+
+  bool selects_by_mass() const {
+    return s_.kind == eviction_kind::hard_kv || s_.kind == eviction_kind::hard_kv_merge;
+  }
+  bool merges() const {
+    return s_.kind == eviction_kind::d2o || s_.kind == eviction_kind::exact_merge ||
+           s_.kind == eviction_kind::hard_kv_merge;
+  }
+  /// Of what was there when the last ones left `theirs` stay, and not the units.
+  void keep_instead(head_state& h, const std::set<int>& theirs) {
+    if (merges()) {
+      std::set<int> leaving = h.units;
+      leaving.insert(h.just_left.begin(), h.just_left.end());
+      for (const int token : theirs) leaving.erase(token);
+      forget_merging(h);
+      merge(h, theirs, leaving);
+    }
+    h.units = theirs;
+  }
+  token_numbers numbers_of(int head, int token) const {
+    const int row = token * s_.kv_heads + head;
+    const auto key = row_of(keys_, row, s_.head_dim), value = row_of(values_, row, s_.head_dim);
+    return {
+        {key.begin(), key.end()}, {value.begin(), value.end()}, log_weights_[static_cast<std::size_t>(row)]};
+  }
+  void put_numbers(int head, int token, const token_numbers& of) {
+    const int row = token * s_.kv_heads + head;
+    std::copy(of.key.begin(), of.key.end(), keys_.begin() + row * s_.head_dim);
+    std::copy(of.value.begin(), of.value.end(), values_.begin() + row * s_.head_dim);
+    log_weights_[static_cast<std::size_t>(row)] = of.log_weight;
+  }
+  void forget_merging(head_state& h) {
+    const auto head = static_cast<int>(&h - heads_.data());
+    for (const auto& [token, numbers] : h.unmerged) put_numbers(head, token, numbers);
+    h.merged = h.before_merging;
+  }
+
+  /// Tokens that leave go into those that stay, each into the one of most similar key.
+  void merge(head_state& h, const std::set<int>& staying, const std::set<int>& leaving) {
+    const auto head = static_cast<int>(&h - heads_.data());
+    h.unmerged.clear();
+    for (const int token : staying) h.unmerged[token] = numbers_of(head, token);
+    h.before_merging = h.merged;
+    if (staying.empty() || leaving.empty()) return;
+    const auto cosine = [&](int a, int b) {
+      const token_numbers of_a = numbers_of(head, a), of_b = numbers_of(head, b);
+      const double lengths = std::sqrt(dot(of_a.key, of_a.key)) * std::sqrt(dot(of_b.key, of_b.key));
+      return lengths > 0 ? dot(of_a.key, of_b.key) / lengths : 0.0;
+    };
+    std::map<int, std::vector<int>> sets;  // by the token that stays, which is the first
+    std::map<int, double> similarity;      // of those that leave
+    std::map<int, int> nearest;
+    double mean = 0;
+    for (const int token : leaving) {
+      for (const int other : staying)
+        if (const double of = cosine(token, other); similarity.count(token) == 0 || of > similarity.at(token))
+          similarity[token] = of, nearest[token] = other;
+      mean += similarity.at(token) / static_cast<double>(leaving.size());
+    }
+    if (s_.kind == eviction_kind::d2o)
+      h.merged = {h.merged.begun ? s_.ema * mean + (1 - s_.ema) * h.merged.threshold : mean, true};
+    for (const int token : leaving) {
+      if (s_.kind == eviction_kind::d2o && similarity.at(token) < h.merged.threshold) {
+        ++lost_;
+        continue;
+      }
+      sets[nearest.at(token)].push_back(token);
+      ++merged_;
+    }
+    for (auto& [token, others] : sets) {
+      others.insert(others.begin(), token);
+      std::vector<double> weights;
+      double log_weight = 0;
+      if (s_.kind == eviction_kind::d2o) {
+        double sum = std::exp(1.0);
+        for (std::size_t i = 1; i < others.size(); ++i) sum += std::exp(similarity.at(others[i]));
+        for (const int other : others)
+          weights.push_back(std::exp(other == token ? 1.0 : similarity.at(other)) / sum);
+      } else {
+        weights = last_row_weights(head, others, log_weight);
+      }
+      token_numbers merged{std::vector<float>(static_cast<std::size_t>(s_.head_dim)),
+                           std::vector<float>(static_cast<std::size_t>(s_.head_dim))};
+      const auto mean_of = [&](std::vector<float> token_numbers::*part, std::size_t x) {
+        double sum = 0;
+        for (std::size_t i = 0; i < others.size(); ++i)
+          sum += weights[i] * static_cast<double>((numbers_of(head, others[i]).*part)[x]);
+        return static_cast<float>(rounded_to(rounded_to(sum, element_kind::f32), s_.element));
+      };
+      for (std::size_t x = 0; x < merged.key.size(); ++x) {
+        merged.key[x] = mean_of(&token_numbers::key, x);
+        merged.value[x] = mean_of(&token_numbers::value, x);
+      }
+      const int group = s_.query_heads / s_.kv_heads;
+      for (int g = 0; s_.kind != eviction_kind::d2o && g < group; ++g)
+        log_weight -= last_row_score(head * group + g, merged.key) / group;
+      merged.log_weight = static_cast<float>(log_weight);
+      put_numbers(head, token, merged);
+    }
+  }
+  /// A query head's score of the last row on a key; the scale is a float32.
+  double last_row_score(int query_head, std::span<const float> key) const {
+    return static_cast<double>(static_cast<float>(s_.scale)) *
+           dot(row_of(query_row(length_ - 1), query_head, s_.head_dim), key);
+  }
+  /// What tokens have of the last row among themselves, and the logarithm of what they have together; means over the
+  /// query heads.
+  std::vector<double> last_row_weights(int head, const std::vector<int>& tokens, double& log_mass) const {
+    const int group = s_.query_heads / s_.kv_heads;
+    std::vector<double> weights(tokens.size());
+    for (int g = 0; g < group; ++g) {
+      std::vector<double> scores;
+      for (const int token : tokens) {
+        const token_numbers of = numbers_of(head, token);
+        scores.push_back(last_row_score(head * group + g, of.key) + static_cast<double>(of.log_weight));
+      }
+      const double most = *std::max_element(scores.begin(), scores.end());
+      double sum = 0;
+      for (const double score : scores) sum += std::exp(score - most);
+      for (std::size_t i = 0; i < tokens.size(); ++i) weights[i] += std::exp(scores[i] - most) / sum / group;
+      log_mass += (most + std::log(sum)) / group;
+    }
+    return weights;
   }
 
   /// Adds the group's output and lse to `to`; each token's softmax weight, averaged over the group. NaN counts as 0.
@@ -537,18 +688,21 @@ class forgetful_decoder {
                                    attention& to) const {
     const int group = s_.query_heads / s_.kv_heads;
     std::vector<std::span<const float>> keys, values;
+    std::vector<float> log_weights;
     for (const int t : tokens) {
+      log_weights.push_back(log_weights_[static_cast<std::size_t>(t * s_.kv_heads + head)]);
       keys.push_back(row_of(keys_, t * s_.kv_heads + head, s_.head_dim));
       values.push_back(row_of(values_, t * s_.kv_heads + head, s_.head_dim));
     }
     std::vector<double> shares(tokens.size(), 0.0);
     for (int g = 0; g < group; ++g) {
       const auto query = row_of(q, head * group + g, s_.head_dim);
-      const attention one = oracle::attend(query, keys, values, s_.scale);
+      const attention one = oracle::attend(query, keys, values, s_.scale, {.log_weights = log_weights});
       to.out.insert(to.out.end(), one.out.begin(), one.out.end());
       to.lse.push_back(one.lse[0]);
       for (std::size_t i = 0; i < tokens.size(); ++i) {
-        const double weight = std::exp(s_.scale * dot(query, keys[i]) - one.lse[0]);
+        const double weight =
+            std::exp(s_.scale * dot(query, keys[i]) + static_cast<double>(log_weights[i]) - one.lse[0]);
         if (!std::isnan(weight)) shares[i] += weight / group;
       }
     }
@@ -574,9 +728,11 @@ class forgetful_decoder {
       const double share = of_unit[static_cast<std::size_t>(unit)];
       switch (s_.kind) {
         case eviction_kind::h2o:
+        case eviction_kind::d2o:
           w = {w.low + about(share).low, w.high + about(share).high, -1};
           break;
         case eviction_kind::tova:
+        case eviction_kind::exact_merge:
           w = about(share);
           break;
         case eviction_kind::snapkv:
@@ -586,6 +742,7 @@ class forgetful_decoder {
           w = recur(h.recurrences[static_cast<std::size_t>(unit)], share, row);
           break;
         case eviction_kind::hard_kv:
+        case eviction_kind::hard_kv_merge:
         case eviction_kind::defensive_kv:
         case eviction_kind::cake:
         case eviction_kind::r_kv:
@@ -602,8 +759,10 @@ class forgetful_decoder {
   bool is_protected(int unit, bool prompt_ends) const {
     switch (s_.kind) {
       case eviction_kind::h2o:
+      case eviction_kind::d2o:
         return unit >= length_ - static_cast<int>(s_.recent * s_.budget);
       case eviction_kind::tova:
+      case eviction_kind::exact_merge:
         return false;
       case eviction_kind::snapkv:
       case eviction_kind::pyramid_kv:
@@ -645,6 +804,7 @@ class forgetful_decoder {
       h.units.erase(least);
       h.just_left.insert(least);
     }
+    if (merges()) merge(h, h.units, h.just_left);
   }
 
   /// The largest vote within the kernel, of those of tokens before the window.
@@ -668,7 +828,7 @@ class forgetful_decoder {
     for (int head = 0; head < s_.kv_heads; ++head) {
       head_state& h = heads_[static_cast<std::size_t>(head)];
       grow(h);
-      if (s_.kind == eviction_kind::hard_kv) {
+      if (selects_by_mass()) {
         for (int token = 0; token < prompt_; ++token) h.units.insert(token);
         select_by_mass(h, head);
         continue;
@@ -691,7 +851,9 @@ class forgetful_decoder {
       }
       std::vector<double> votes(static_cast<std::size_t>(prompt_), 0.0);
       const int observed = s_.kind == eviction_kind::h2o             ? prompt_
+                           : s_.kind == eviction_kind::d2o           ? prompt_
                            : s_.kind == eviction_kind::tova          ? 1
+                           : s_.kind == eviction_kind::exact_merge   ? 1
                            : s_.kind == eviction_kind::lazy_eviction ? 1
                            : s_.kind == eviction_kind::raas          ? !s_.keeps_prompt
                                                                      : s_.window;
@@ -727,7 +889,9 @@ class forgetful_decoder {
   eviction_settings s_;
   int length_ = 0, prompt_ = 0;
   bool decodes_ = false, ended_ = false;
-  std::vector<float> queries_, keys_, values_;
+  long merged_ = 0, lost_ = 0;
+  std::vector<float> queries_, keys_, values_;  // keys and values of a head's token as it is now
+  std::vector<float> log_weights_;              // (tokens, kv heads)
   std::vector<head_state> heads_;
 };
 

@@ -22,7 +22,10 @@ inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
     {"defensive_kv", oracle::eviction_kind::defensive_kv},
     {"cake", oracle::eviction_kind::cake},
     {"r_kv", oracle::eviction_kind::r_kv},
-    {"arkv_origin", oracle::eviction_kind::arkv_origin}};
+    {"arkv_origin", oracle::eviction_kind::arkv_origin},
+    {"d2o", oracle::eviction_kind::d2o},
+    {"exact_merge", oracle::eviction_kind::exact_merge},
+    {"hard_kv_merge", oracle::eviction_kind::hard_kv_merge}};
 
 /// Of one of the layers that forget.
 inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pipeline_options& o,
@@ -40,12 +43,16 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
   if (s.kind == oracle::eviction_kind::lazy_eviction)
     s.window = o.method.interval > 0 ? o.method.interval : 64;
   if (o.method.eviction == "raas") s.page = o.page;
+  if (s.kind == oracle::eviction_kind::d2o) s.recent = 0.25;
+  s.element = o.element == data_type::f16    ? oracle::element_kind::f16
+              : o.element == data_type::bf16 ? oracle::element_kind::bf16
+                                             : oracle::element_kind::f32;
   s.room = o.budget.window;
   s.sink = o.budget.sink;
   s.recent_tokens = o.budget.window;
   if (s.kind == oracle::eviction_kind::r_kv) s.window = 8;
   if (s.kind == oracle::eviction_kind::arkv_origin) s.kernel = 5, s.gamma = 263.81;
-  if (s.kind == oracle::eviction_kind::hard_kv) s.sink = 1;
+  if (s.kind == oracle::eviction_kind::hard_kv || s.kind == oracle::eviction_kind::hard_kv_merge) s.sink = 1;
   if (s.kind == oracle::eviction_kind::defensive_kv || s.kind == oracle::eviction_kind::cake) s.kernel = 5;
   if (o.method.interval > 0) s.interval = o.method.interval;
   s.keeps_prompt = o.method.eviction == "raas" && o.method.keeps_prompt;
@@ -78,6 +85,7 @@ struct eviction_coverage {
   long steps = 0, sets = 0, doubtful = 0, evicted = 0, prompt_rows = 0;
   long other_budgets = 0;  // of prompts, than all have together
   long below_budget = 0;   // sets of fewer tokens, though there were more
+  long merged = 0, lost = 0;
 };
 
 /// Compares one row's output; throws disagreement.

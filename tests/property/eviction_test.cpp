@@ -31,7 +31,7 @@ random_case eviction_case(std::uint64_t seed) {
   const std::string& method = o.method.eviction;
   const bool has_window = method == "snapkv" || method == "pyramid_kv" || method == "hard_kv" ||
                           method == "defensive_kv" || method == "cake" || method == "r_kv" ||
-                          method == "arkv_origin";
+                          method == "arkv_origin" || method == "hard_kv_merge";
   o.method.keeps_prompt = d.below(2) == 0;
   o.page = has_window ? 8 : d.one_of({8, 16, 24});
   o.budget.sink = d.one_of({0, 1, 3, o.page, 2 * o.page + 1});
@@ -43,7 +43,7 @@ random_case eviction_case(std::uint64_t seed) {
     o.layers = d.between(1, 5);
     o.complete_layers = d.below(o.layers + 1) / 2;
   }
-  o.scale = d.one_of({0.0f, method == "hard_kv" ? 0.3f : 0.05f, 0.3f});
+  o.scale = d.one_of({0.0f, method.starts_with("hard_kv") ? 0.3f : 0.05f, 0.3f});
   c.turn = d.one_of({0.05f, 0.3f, 1.0f});
   c.outliers = d.one_of({0.0f, 0.05f});
   o.max_sequences = d.between(1, 3);
@@ -79,6 +79,8 @@ class run_of_case {
       step();
       for (std::size_t i = live_.size(); i-- > 0;) {
         if (live_[i].done < live_[i].text.tokens) continue;
+        seen_.merged += live_[i].expected.merged();
+        seen_.lost += live_[i].expected.lost();
         pipeline_->release(live_[i].id);
         live_.erase(live_.begin() + static_cast<std::ptrdiff_t>(i));
       }
@@ -235,12 +237,14 @@ TEST_CASE("random sequences that forget agree with the float64 oracle", "[proper
       CHECK(of.steps > 500);
       CHECK(of.evicted > 500);
       CHECK(of.doubtful * 50 < of.sets);
-      if (method == "hard_kv") CHECK(of.below_budget > 100);
+      if (method.starts_with("hard_kv")) CHECK(of.below_budget > 100);
+      if (method.find("merge") != std::string::npos || method == "d2o") CHECK(of.merged > 500);
+      if (method == "d2o") CHECK(of.lost > 300);
       if (method == "cake") CHECK(of.other_budgets > 10);
     }
   }
   for (const auto& [method, of] : seen)
     WARN(method << ": steps " << of.steps << ", sets " << of.sets << ", doubtful " << of.doubtful
                 << ", evicted " << of.evicted << ", prompt rows " << of.prompt_rows << ", below the budget "
-                << of.below_budget);
+                << of.below_budget << ", merged " << of.merged << ", lost " << of.lost);
 }

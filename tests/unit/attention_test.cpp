@@ -41,6 +41,7 @@ struct attention_case {
   bool by_head = false;  // HND, else NHD
   float soft_cap = 0.0f;
   std::vector<float> sink_logits;  // (group), or none
+  std::vector<float> log_weights;  // (all tokens), or none
 
   int total() const { return std::accumulate(tokens.begin(), tokens.end(), 0); }
 };
@@ -105,11 +106,15 @@ attended attend_by(executor on, const attention_case<Shape>& c, const std::vecto
   run_on(on, [&](auto team) {
     all.clear(team, c.group, d);
     std::size_t slice = 0;
+    const float* log_weights = c.log_weights.empty() ? nullptr : c.log_weights.data();
     for (std::size_t nth = 0; nth < parts.size(); ++nth) {
       part.clear(team, c.group, d);
-      for (int i = 0; i < parts[nth]; ++i, ++slice)
-        freekv::attend_slice<d>(team, {c.query.data(), c.group, d}, slices[slice], c.tokens[slice], part,
-                                scratch.data(), c.soft_cap);
+      for (int i = 0; i < parts[nth]; ++i, ++slice) {
+        freekv::attend_slice<d, decltype(team), element>(team, {c.query.data(), c.group, d}, slices[slice],
+                                                         c.tokens[slice], part, scratch.data(), c.soft_cap,
+                                                         nullptr, log_weights);
+        if (log_weights != nullptr) log_weights += c.tokens[slice];
+      }
       freekv::merge_parts<d>(team, part, all, c.group);
     }
     if (!c.sink_logits.empty()) freekv::add_logits<d>(team, c.sink_logits.data(), c.group, all);
@@ -130,8 +135,8 @@ void check(const attended& got, const attention_case<Shape>& c) {
   int wrong = 0;
   for (int g = 0; g < c.group; ++g) {
     const double logit = c.sink_logits.empty() ? -inf : c.sink_logits[count(g)];
-    const auto expected =
-        oracle::attend(oracle::row_of(c.query, g, Shape::d), keys, values, 1.0, {c.soft_cap, logit});
+    const auto expected = oracle::attend(oracle::row_of(c.query, g, Shape::d), keys, values, 1.0,
+                                         {c.soft_cap, logit, c.log_weights});
     if (!is_near(got.lse[count(g)], expected.lse[0], 1e-5 * std::max(1.0, std::fabs(expected.lse[0]))))
       ++wrong;
     for (int i = 0; i < Shape::d; ++i)
@@ -289,6 +294,64 @@ TEMPLATE_LIST_TEST_CASE("scores are capped softly, and a logit without a value t
     for (const executor on : executors()) {
       check(attend_whole(on, c), c);
       check(attend_by(on, c, random_parts(d, c)), c);
+    }
+  }
+}
+
+TEMPLATE_LIST_TEST_CASE("a log-weight is added to its token's score behind the cap", "[attention]", shapes) {
+  dice d(11);
+  for (int trial = 0; trial < some_of(20); ++trial) {
+    auto c = make_attention<TestType>(d);
+    if (trial % 3 == 0) c.soft_cap = d.one_of({0.2f, 2.0f});
+    for (int t = 0; t < c.total(); ++t)
+      c.log_weights.push_back(d.one_of({0.0f, d.normal(), 3.0f * d.normal(), d.below(4) == 0 ? -inf : 0.0f}));
+    for (const executor on : executors()) {
+      check(attend_whole(on, c), c);
+      check(attend_by(on, c, random_parts(d, c)), c);
+    }
+  }
+}
+
+TEMPLATE_LIST_TEST_CASE("log-weights of zero change not a bit", "[attention]", shapes) {
+  dice d(12);
+  for (int trial = 0; trial < some_of(10); ++trial) {
+    auto c = make_attention<TestType>(d);
+    auto weighed = c;
+    weighed.log_weights.assign(count(c.total()), 0.0f);
+    for (const executor on : executors()) {
+      const auto with = attend_whole(on, weighed), without = attend_whole(on, c);
+      CHECK(same_bits(with.out, without.out));
+      CHECK(same_bits(with.lse, without.lse));
+    }
+  }
+}
+
+TEMPLATE_LIST_TEST_CASE("a token of log-weight ln n weighs as n that are alike", "[attention]", shapes) {
+  dice d(13);
+  for (int trial = 0; trial < some_of(15); ++trial) {
+    const auto c = make_attention<TestType>(d);
+    auto weighed = c, repeated = c;
+    repeated.tokens.clear(), repeated.keys.clear(), repeated.values.clear();
+    std::vector<int> times;
+    for (int t = 0; t < c.total(); ++t) {
+      times.push_back(d.between(1, 7));
+      weighed.log_weights.push_back(std::log(static_cast<float>(times.back())));
+      for (int n = 0; n < times.back(); ++n) {
+        const auto add = [&](std::vector<float>& to, const std::vector<float>& from) {
+          to.insert(to.end(), from.begin() + t * TestType::d, from.begin() + (t + 1) * TestType::d);
+        };
+        add(repeated.keys, c.keys), add(repeated.values, c.values);
+      }
+    }
+    for (int left = std::accumulate(times.begin(), times.end(), 0); left > 0; left -= c.page)
+      repeated.tokens.push_back(std::min(left, c.page));
+    for (const executor on : executors()) {
+      check(attend_whole(on, repeated), repeated);
+      const auto got = attend_whole(on, weighed), want = attend_whole(on, repeated);
+      int wrong = 0;
+      for (std::size_t i = 0; i < got.out.size(); ++i) wrong += !is_near(got.out[i], want.out[i], 2e-5);
+      for (std::size_t g = 0; g < got.lse.size(); ++g) wrong += !is_near(got.lse[g], want.lse[g], 2e-5);
+      CHECK(wrong == 0);
     }
   }
 }

@@ -18,9 +18,10 @@ using freekv::settings_error;
 using freekv::step_phase;
 using freekv::usage_error;
 
-using any_eviction = freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::pyramid_kv,
-                                    freekv::raas, freekv::lazy_eviction, freekv::hard_kv,
-                                    freekv::defensive_kv, freekv::cake, freekv::r_kv, freekv::arkv_origin>;
+using any_eviction =
+    freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::pyramid_kv, freekv::raas,
+                   freekv::lazy_eviction, freekv::hard_kv, freekv::defensive_kv, freekv::cake, freekv::r_kv,
+                   freekv::arkv_origin, freekv::d2o, freekv::exact_merge, freekv::hard_kv_merge>;
 using forgetful = freekv::evicting_pipeline<freekv::kv_shape<freekv::half, 24>, any_eviction>;
 constexpr std::size_t row_bytes = 2 * 24 * sizeof(freekv::half);  // a KV head's keys and values of a token
 
@@ -39,6 +40,11 @@ forgetful::settings settings_of(any_eviction eviction) {
 }
 const freekv::raas small_raas{.page = 8, .room = 16, .keeps_prompt = true};
 const freekv::raas cut_raas{.page = 8, .sink = 8, .window = 8};
+freekv::hard_kv_merge hard_kv_merge_of_16() {
+  freekv::hard_kv_merge policy;
+  policy.interval = 16;
+  return policy;
+}
 std::vector<any_eviction> all_evictions() {
   return {freekv::h2o{},
           freekv::tova{},
@@ -50,6 +56,9 @@ std::vector<any_eviction> all_evictions() {
           freekv::cake{},
           freekv::r_kv{.interval = 16},
           freekv::arkv_origin{.window = 8},
+          freekv::d2o{},
+          freekv::exact_merge{},
+          hard_kv_merge_of_16(),
           small_raas,
           cut_raas};
 }

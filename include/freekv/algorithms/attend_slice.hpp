@@ -75,8 +75,8 @@ FREEKV_HD void weigh_values(T team, const head_slice<const Element>& rows, int c
 template <int HeadDim, team T, class Element>
 FREEKV_HD void attend_block(T team, const group_query& query, int first_head, int heads,
                             const head_slice<const Element>& rows, int first, int count,
-                            const attention_part& part, float* scratch, float soft_cap,
-                            const Element* ahead) {
+                            const attention_part& part, float* scratch, float soft_cap, const Element* ahead,
+                            const float* log_weights) {
   using pack = typename T::pack;
   constexpr int width = T::width, block = attention_block<HeadDim>;
   const int padded = (count + width - 1) / width * width;
@@ -98,6 +98,10 @@ FREEKV_HD void attend_block(T team, const group_query& query, int first_head, in
       const pack cap(soft_cap), inverse(1.0f / soft_cap);
       for (int t = 0; t < padded; t += width)
         team.store(weights + t, cap * team.tanh(team.load(weights + t) * inverse));
+      team.sync();
+    }
+    if (log_weights != nullptr) {
+      for (int t = team.lane(); t < count; t += team.lanes()) weights[t] += log_weights[t];
       team.sync();
     }
     for (int t = count; t < padded; ++t) weights[t] = -infinity;
@@ -147,11 +151,12 @@ FREEKV_HD void attend_block(T team, const group_query& query, int first_head, in
 
 /// Adds the first `tokens` rows of a slice to `part`. The query is multiplied by the scale already. Scores
 /// become soft_cap * tanh(score / soft_cap), unless it is 0. A score of -infinity has weight 0; NaN propagates.
-/// `ahead`: keys that are attended next, laid out as the slice's, or null.
+/// `ahead`: keys that are attended next, laid out as the slice's, or null. `log_weights` (tokens), or null: each is added
+/// to its token's score behind the soft cap, so that one of ln n makes a token weigh as n that are alike.
 template <int HeadDim, team T, class Element>
 FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<const Element>& slice,
                             int tokens, const attention_part& part, float* scratch, float soft_cap = 0.0f,
-                            const Element* ahead = nullptr) {
+                            const Element* ahead = nullptr, const float* log_weights = nullptr) {
   constexpr int block = attention_block<HeadDim>;
   for (int first = 0; first < tokens; first += block) {
     const int count = tokens - first < block ? tokens - first : block;
@@ -160,7 +165,8 @@ FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<c
     for (int g = 0; g < query.group; g += heads_at_once) {
       const int heads = query.group - g < heads_at_once ? query.group - g : heads_at_once;
       detail::attend_block<HeadDim>(team, query, g, heads, rows, first, count, part, scratch, soft_cap,
-                                    g + heads == query.group ? next : nullptr);
+                                    g + heads == query.group ? next : nullptr,
+                                    log_weights == nullptr ? nullptr : log_weights + first);
     }
   }
 }

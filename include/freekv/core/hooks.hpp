@@ -23,6 +23,7 @@ enum class hook : std::uint8_t {
   kept,
   kind_of_head,  ///< a plan's `kind(layer, head)`
   linear,
+  merge,
   observe,
   prepare,
   query_width,
@@ -127,9 +128,9 @@ struct checked_hook {
 
 using every_hook =
     hook_list<hook::allocate, hook::at, hook::bytes, hook::data, hook::decode, hook::encode, hook::enough,
-              hook::favour, hook::kept, hook::kind_of_head, hook::linear, hook::observe, hook::prepare,
-              hook::query_width, hook::sees_keys, hook::shared_bytes, hook::shared_floats, hook::stored,
-              hook::validate, hook::values, hook::with_elements>;
+              hook::favour, hook::kept, hook::kind_of_head, hook::linear, hook::merge, hook::observe,
+              hook::prepare, hook::query_width, hook::sees_keys, hook::shared_bytes, hook::shared_floats,
+              hook::stored, hook::validate, hook::values, hook::with_elements>;
 
 /// Compiles if the optional members of `P` are those that it lists.
 template <class P, class Hooks = every_hook>

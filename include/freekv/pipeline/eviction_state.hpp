@@ -68,6 +68,16 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
         fail(std::string(E::name) + " observes " + text(eviction.observed_rows()) +
              " rows' attention to units of " + text(eviction.unit_tokens()) +
              " tokens; observe some of the rows, and units of 1");
+    if constexpr (merges<E>) {
+      if (eviction.unit_tokens() != 1)
+        fail(std::string(E::name) + " merges units of " + text(eviction.unit_tokens()) +
+             " tokens; merge units of 1");
+      const bool keeps_last = eviction.observed_rows() > 0 && eviction.observed_rows() != every_prompt_row;
+      if (eviction.merge_by() == merge_rule::as_last_row && !keeps_last)
+        fail(std::string(E::name) +
+             " merges by the last row's attention and observes no row or all of a prompt; observe some of "
+             "the rows, whose queries are then kept");
+    }
     if constexpr (hooks_of<E>::has(hook::validate))
       eviction_kind::validate(eviction, s.limits(s.complete_layers()));
   });
@@ -122,6 +132,9 @@ struct eviction_state {
   std::size_t state_bytes = 0;     // of a unit
   std::byte* states = nullptr;     // (sequence, kv head, unit, state_bytes)
   std::int32_t* first_token = nullptr;  // (sequence, kv head, unit)
+  float* log_weight = nullptr;          // (sequence, kv head, unit): added to scores; null: no token has one
+  std::size_t memory_bytes = 0;         // of a head's memory, where a policy merges
+  std::byte* memories = nullptr;        // (sequence, kv head, memory_bytes)
   std::int32_t* tokens = nullptr;       // (sequence, kv head): in `kv`
   std::int32_t* attended =
       nullptr;  // (sequence, kv head, unit): numbers of the units that the last step attended to
@@ -143,6 +156,16 @@ struct eviction_state {
   std::int32_t* first_tokens(int sequence, int head) const {
     return first_token + (budgets == nullptr ? static_cast<std::ptrdiff_t>(unit_index(sequence, head))
                                              : budgets[head_index(sequence, head)].first);
+  }
+  /// The log-weights of a KV head's units, or null.
+  float* log_weights(int sequence, int head) const {
+    return log_weight == nullptr ? nullptr : log_weight + unit_index(sequence, head);
+  }
+  /// What a policy that merges remembers of a KV head.
+  template <class Eviction>
+  typename Eviction::head_memory& memory_of(int sequence, int head) const {
+    return *reinterpret_cast<typename Eviction::head_memory*>(memories +
+                                                              head_index(sequence, head) * memory_bytes);
   }
   /// The rows of a prompt of KV head `head`, which are kept until the prompt ends.
   head_slice<element> prompt_slice(const eviction_entry& entry, int head) const {
@@ -253,7 +276,7 @@ class eviction_memory {
       l.kv = slow.take<element>(numbers(heads, l.rows));
       return l;
     }
-    bool pooled = false;
+    bool pooled = false, weighs = false;
     resolve(s.eviction, [&]<class E>(const E& eviction) {
       pooled = allocates<E>;
       l.unit_tokens = eviction.unit_tokens();
@@ -267,6 +290,10 @@ class eviction_memory {
       l.staged_rows = eviction.stages_prompt() ? s.max_prompt : 0;
       if (eviction.observed_rows() < every_prompt_row) l.kept_queries = eviction.observed_rows();
       if constexpr (observes<E>) l.keeps_decoded = eviction.observes_decoding();
+      if constexpr (merges<E>) {
+        weighs = eviction.merge_by() != merge_rule::by_weights;
+        l.memory_bytes = sizeof(typename E::head_memory);
+      }
     });
     l.rows = l.units * l.unit_tokens;
     const auto counted = [&](std::size_t& of, auto take) {
@@ -287,6 +314,8 @@ class eviction_memory {
     l.states = fast.take<std::byte>(l.unit_index(s.max_sequences, 0) * l.state_bytes);
     if (!pooled) l.first_token = fast.take<std::int32_t>(l.unit_index(s.max_sequences, 0));
     l.attended = fast.take<std::int32_t>(l.unit_index(s.max_sequences, 0));
+    if (weighs) l.log_weight = fast.take<float>(l.unit_index(s.max_sequences, 0));
+    l.memories = fast.take<std::byte>(heads * l.memory_bytes);
     return l;
   }
 };

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <freekv/algorithms/ordered_key.hpp>
 #include <freekv/config.hpp>
@@ -72,6 +73,53 @@ struct observed_units {
 
   float* row(int r) const { return numbers + r * stride; }
   float* scratch_row(int r) const { return scratch + r * stride; }
+};
+
+/// What a token that stays becomes when others merge into it.
+enum class merge_rule : std::uint8_t {
+  by_weights,  ///< the mean of their keys and values by the policy's weights; it weighs in attention as before
+  as_many,     ///< the same mean; it weighs as much as all of them
+  as_last_row  ///< the mean by what each had of the last row; it weighs so that the row's attention stays as it was
+};
+
+/// The product of two rows, a multiple of 8 numbers each, in double: the same for the same numbers.
+inline double exact_product(const float* a, const float* b, int count) {
+  double sums[8] = {};
+  for (int i = 0; i < count; i += 8)
+    for (int j = 0; j < 8; ++j) sums[j] += static_cast<double>(a[i + j]) * static_cast<double>(b[i + j]);
+  return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
+/// Tokens of a KV head of which some leave: first those that stay, then those that leave, both in the order of the text.
+struct merging_tokens {
+  int staying = 0, leaving = 0;
+  const std::int32_t* tokens = nullptr;  ///< (staying + leaving): numbers in the sequence
+  const float* keys = nullptr;           ///< (staying + leaving, head_dim)
+  const double* lengths = nullptr;       ///< of the keys
+  int head_dim = 0;
+
+  int end() const { return staying + leaving; }
+  const float* key(int token) const { return keys + std::ptrdiff_t{token} * head_dim; }
+  /// The cosine of two keys; 0 where one has no direction.
+  double cosine(int a, int b) const {
+    const double of = exact_product(key(a), key(b), head_dim) / (lengths[a] * lengths[b]);
+    return std::isfinite(of) ? of : 0.0;
+  }
+  /// Of the tokens that stay the one whose key is most like a token's, of those alike the first; -1: none stays.
+  int nearest(int token) const {
+    int best = -1;
+    double most = 0.0;
+    for (int i = 0; i < staying; ++i)
+      if (const double of = cosine(token, i); best < 0 || of > most) best = i, most = of;
+    return best;
+  }
+};
+
+/// Where a token goes: of one that leaves, `into` which of those that stay it merges, or -1 where it is lost, and its weight
+/// in what that becomes; of one that stays its own weight alone.
+struct merge_fate {
+  int into = -1;
+  double weight = 1.0;
 };
 
 /// Heads that budgets are given to, and how many tokens each had if all had the same.
@@ -371,6 +419,10 @@ inline constexpr bool observes = hooks_of<E>::has(hook::observe);
 template <class E>
 inline constexpr bool allocates = hooks_of<E>::has(hook::allocate);
 
+/// Whether it lists `hook::merge`.
+template <class E>
+inline constexpr bool merges = hooks_of<E>::has(hook::merge);
+
 /// A policy that remembers something of each unit. `unit_state` is trivially copyable. The hooks: `on_append(unit, row)`
 /// for every token, with its number in the sequence; `on_prompt(unit, votes, first_token)` when a prompt ends, with the
 /// votes of its last `observed_rows()` rows; `on_attended(unit, share, row)` for all units that a decode row has attended
@@ -419,6 +471,19 @@ concept gives_budgets = requires {
   p.allocate(of, over, budgets);
 };
 
+/// Whether it has what `hook::merge` is.
+template <class P>
+concept merges_tokens = requires {
+  typename P::head_memory;
+}
+&&std::is_trivially_copyable_v<typename P::head_memory>&& requires(const P p, const merging_tokens& tokens,
+                                                                   const eviction_moment& at,
+                                                                   typename P::head_memory& memory,
+                                                                   merge_fate* fates) {
+  { p.merge_by() } -> std::same_as<merge_rule>;
+  p.merge(tokens, at, memory, fates);
+};
+
 /// Optional: `validate(limits)`, `values()`, and
 /// - `observe(units, moment, worths) -> int`, with `group()` and `observes_decoding()`: before units, which are tokens then,
 ///   leave, it gives each a worth, and says how many of them stay at most, the protected ones among them. `group()` is
@@ -427,7 +492,11 @@ concept gives_budgets = requires {
 /// - `sees_keys() -> bool`, whether it is given the units' keys with them;
 /// - `allocate(statistics, over, budgets)`, with a trivially copyable `statistic` and `measure(units, moment) -> statistic`:
 ///   when a prompt that is longer than the budget ends, it sees what was measured of each head of all layers that forget
-///   (layers, kv_heads) and gives them budgets, whose sum is at most that of equal ones.
+///   (layers, kv_heads) and gives them budgets, whose sum is at most that of equal ones;
+/// - `merge(tokens, moment, memory, fates)`, with a trivially copyable `head_memory`, one for each head of a sequence, and
+///   `merge_by() -> merge_rule`: when tokens leave, it says which of those that stay each merges into, and with what
+///   weight. Units are tokens then. By `merge_rule::as_last_row` weights are the row's, whose queries `observed_rows()`
+///   keeps.
 struct eviction_kind : kind_defaults {
   template <class P>
   struct check {
@@ -439,12 +508,16 @@ struct eviction_kind : kind_defaults {
                   "unit_state, worth and hooks of units");
     static_assert(!allocates<P> || observes<P>,
                   "an eviction policy that lists hook::allocate lists hook::observe");
+    static_assert(!allocates<P> || !merges<P>,
+                  "an eviction policy that lists hook::merge does not list hook::allocate");
   };
   template <class P>
   static constexpr bool offers(hook h) {
     switch (h) {
       case hook::allocate:
         return gives_budgets<P>;
+      case hook::merge:
+        return merges_tokens<P>;
       case hook::observe:
         return requires(const P p, const observed_units& units, const eviction_moment& at, float* worths) {
           { p.observe(units, at, worths) } -> std::same_as<int>;

@@ -89,7 +89,8 @@ double calibrated_temperature(int rows, double p, const Row& row, const Count& c
 /// With a kernel of 1, which needs no temperature, and a budget that holds all that is selected, no row of the window loses
 /// more than -ln p of its log-sum-exp. Unlike the paper's, the temperature is found anew each time, for a head's rows
 /// together (it is solved once there and kept; figure 17: it is stable), tokens between two cuts and those of the cut lie
-/// in the same slots (its cascade's tiers are those of an engine's page tables), and nothing is merged (appendix E).
+/// in the same slots (its cascade's tiers are those of an engine's page tables), and nothing is merged (appendix E;
+/// `hard_kv_merge` does).
 struct hard_kv {
   using policy_kind = eviction_kind;
   using hooks = hook_list<hook::observe, hook::validate, hook::values>;

@@ -29,9 +29,9 @@ void begin_attention(isa set, const float* queries, float scale, int group, floa
 template <int HeadDim, class Element>
 void attend_slice(isa set, const group_query& query, const head_slice<const Element>& slice, int tokens,
                   const attention_part& part, float* block, float soft_cap = 0.0f,
-                  const Element* ahead = nullptr) {
+                  const Element* ahead = nullptr, const float* log_weights = nullptr) {
   with_wide_team(set, [&](auto team) {
-    freekv::attend_slice<HeadDim>(team, query, slice, tokens, part, block, soft_cap, ahead);
+    freekv::attend_slice<HeadDim>(team, query, slice, tokens, part, block, soft_cap, ahead, log_weights);
   });
 }
 template <int HeadDim>

@@ -3,15 +3,18 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <freekv/algorithms/attend_slice.hpp>
 #include <freekv/algorithms/attended_shares.hpp>
 #include <freekv/algorithms/copy_slice.hpp>
 #include <freekv/backend/host/attend.hpp>
 #include <freekv/backend/host/isa.hpp>
+#include <freekv/backend/host/merge_tokens.hpp>
 #include <freekv/backend/host/thread_pool.hpp>
 #include <freekv/pipeline/eviction_state.hpp>
 #include <freekv/pipeline/layer_state.hpp>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <utility>
@@ -36,6 +39,7 @@ class eviction_stages {
     const auto n = [](std::int64_t x) { return static_cast<std::size_t>(x); };
     const int group = s.query_heads / s.kv_heads;
     const auto [observed, units] = most_observed(s, most);
+    const std::int64_t merged = merges_tokens_of(s) ? units : 0;
     for (int i = 0; i < backend.threads(); ++i)
       scratch_.push_back({.block = memory.take<float>(n(attention_scratch<d>)),
                           .query = memory.take<float>(n(group * d)),
@@ -49,10 +53,17 @@ class eviction_stages {
                           .numbers = memory.take<float>(n(observed * score_stride_)),
                           .transformed = memory.take<float>(n(observed * score_stride_)),
                           .counts = memory.take<std::int32_t>(n(2 * observed)),
-                          .unit_keys = memory.take<float>(n(sees_keys(s) ? units * d : 0)),
+                          .unit_keys = memory.take<float>(n(sees_keys(s) || merged > 0 ? units * d : 0)),
                           .worths = memory.take<float>(n(units)),
                           .order = memory.take<std::int32_t>(n(units)),
-                          .tokens = memory.take<std::int32_t>(n(units))});
+                          .tokens = memory.take<std::int32_t>(n(units)),
+                          .places = memory.take<std::int32_t>(n(units)),
+                          .log_weights = memory.take<float>(n(merged)),
+                          .merge = {.lengths = memory.take<double>(n(merged)),
+                                    .fates = memory.take<merge_fate>(n(merged)),
+                                    .next = memory.take<std::int32_t>(n(merged)),
+                                    .logits = memory.take<double>(n(merged)),
+                                    .sums = memory.take<double>(n(merged > 0 ? 2 * d : 0))}});
     resolve(s.eviction, [&]<class E>(const E&) {
       if constexpr (allocates<E>) {
         const std::int64_t heads = std::int64_t{s.layers - s.complete_layers()} * s.kv_heads;
@@ -110,14 +121,16 @@ class eviction_stages {
       return;
     }
     resolve(settings_->eviction, [&](const auto& eviction) {
-      backend_->parallel(
-          s.heads.kv, row_bytes(std::min(s.rows, entry.before + 1)), [&](int head, int worker) {
-            const scratch& w = scratch_[index(worker)];
-            const int tokens = s.tokens[s.head_index(entry.sequence, head)];
-            attend_head(s, {s.slice(entry.sequence, head), tokens, entry.first_row, head, !s.complete},
-                        queries, to, w);
-            if (!s.complete) count(eviction, s, entry, head, w);
-          });
+      backend_->parallel(s.heads.kv, row_bytes(std::min(s.rows, entry.before + 1)),
+                         [&](int head, int worker) {
+                           const scratch& w = scratch_[index(worker)];
+                           const int tokens = s.tokens[s.head_index(entry.sequence, head)];
+                           attend_head(s,
+                                       {s.slice(entry.sequence, head), tokens, entry.first_row, head,
+                                        !s.complete, s.log_weights(entry.sequence, head)},
+                                       queries, to, w);
+                           if (!s.complete) count(eviction, s, entry, head, queries, w);
+                         });
     });
   }
 
@@ -125,6 +138,11 @@ class eviction_stages {
   void forget(const state& s, int sequence) {
     std::fill_n(s.tokens + s.head_index(sequence, 0), s.heads.kv, 0);
     std::fill_n(s.attended_count + s.head_index(sequence, 0), s.heads.kv, 0);
+    if (s.complete) return;
+    resolve(settings_->eviction, [&]<class E>(const E&) {
+      if constexpr (merges<E>)
+        for (int head = 0; head < s.heads.kv; ++head) s.template memory_of<E>(sequence, head) = {};
+    });
   }
 
  private:
@@ -138,7 +156,7 @@ class eviction_stages {
     float* shares = nullptr;        // (score_stride)
     float* votes = nullptr;         // (score_stride)
     std::uint64_t* keys = nullptr;  // (units of a prompt)
-    // Observing policies have these as well.
+    // Policies that observe or merge have these as well.
     float* numbers = nullptr;        // (rows, score_stride)
     float* transformed = nullptr;    // (rows, score_stride)
     std::int32_t* counts = nullptr;  // (rows, 2)
@@ -146,6 +164,9 @@ class eviction_stages {
     float* worths = nullptr;         // (units): in the order of the text
     std::int32_t* order = nullptr;   // (units): places, in the order of the text
     std::int32_t* tokens = nullptr;  // (units): numbers in the sequence, ascending
+    std::int32_t* places = nullptr;  // (units): of those that stay, then of those that leave
+    float* log_weights = nullptr;    // (units): of a prompt's tokens
+    merge_scratch merge;
   };
   /// One KV head of one row of a step, and what it attends to.
   struct row_of_head {
@@ -153,7 +174,8 @@ class eviction_stages {
     int tokens = 0;
     int row = 0;
     int head = 0;
-    bool counts = false;  // its scores are wanted
+    bool counts = false;                 // its scores are wanted
+    const float* log_weights = nullptr;  // (tokens), or null
   };
 
   static constexpr std::size_t index(int n) { return static_cast<std::size_t>(n); }
@@ -174,8 +196,11 @@ class eviction_stages {
                     rows_of(eviction, s.query_heads / s.kv_heads),
                 most};
       else
-        return {0, 0};
+        return {0, merges<E> ? most : 0};
     });
+  }
+  static bool merges_tokens_of(const Settings& s) {
+    return resolve(s.eviction, []<class E>(const E&) { return merges<E>; });
   }
   static bool sees_keys(const Settings& s) {
     return resolve(s.eviction, [&]<class E>(const E& eviction) {
@@ -237,6 +262,7 @@ class eviction_stages {
     if (!s.complete) {
       const int unit = tokens / s.unit_tokens;
       if (tokens % s.unit_tokens == 0) s.first_tokens(entry.sequence, head)[unit] = entry.before;
+      if (float* const weights = s.log_weights(entry.sequence, head)) weights[unit] = 0.0f;
       if constexpr (!observes<Eviction>)
         eviction.on_append(s.template states_of<Eviction>(entry.sequence, head)[unit], entry.before);
     }
@@ -245,10 +271,11 @@ class eviction_stages {
 
   /// A KV head's group attends to the first `tokens` rows of a slice.
   void attend_rows(const state& s, const float* queries, const head_slice<const element>& slice, int tokens,
-                   const attention_part& part, const scratch& w) const {
+                   const attention_part& part, const scratch& w, const float* log_weights = nullptr) const {
     const int group = s.heads.group();
     begin_attention<d>(instructions(), queries, s.scale, group, w.query, part);
-    attend_slice<d>(instructions(), {w.query, group, d}, slice, tokens, part, w.block);
+    attend_slice<d, element>(instructions(), {w.query, group, d}, slice, tokens, part, w.block, 0.0f, nullptr,
+                             log_weights);
   }
 
   /// Leaves the scores, where they are wanted, and the natural log-sum-exp in the scratch.
@@ -257,7 +284,7 @@ class eviction_stages {
     const int group = s.heads.group();
     const std::ptrdiff_t first = (std::ptrdiff_t{at.row} * s.heads.kv + at.head) * group;
     const attention_part part{w.mass, w.weighted, at.counts ? w.scores : nullptr, score_stride_};
-    attend_rows(s, queries + first * d, as_const(at.slice), at.tokens, part, w);
+    attend_rows(s, queries + first * d, as_const(at.slice), at.tokens, part, w, at.log_weights);
     finish_attention<d>(instructions(), nullptr, part, group, to.floats() + first * d, w.lse);
     for (int g = 0; to.lse != nullptr && g < group; ++g) to.lse[first + g] = w.lse[g] * to.lse_unit;
   }
@@ -321,22 +348,28 @@ class eviction_stages {
     });
   }
 
+  /// Keys of the rows at `places`, one behind the other.
+  void load_keys(const head_slice<element>& slice, const std::int32_t* places, int count, float* keys) const {
+    with_team(instructions(), [&](auto team) {
+      for (int i = 0; i < count; ++i)
+        for (int x = 0; x < d; x += decltype(team)::width)
+          team.store(keys + i * d + x, team.load(slice.key + places[i] * slice.stride + x));
+    });
+  }
+
   /// Numbers that the last rows have of the units of `slice`; `w.order` has their places, `w.tokens` their tokens.
   template <class Eviction>
   observed_units see(const Eviction& eviction, const state& s, const eviction_entry& entry,
-                     const head_slice<element>& slice, int units, const eviction_moment& at,
-                     const scratch& w) const {
+                     const head_slice<element>& slice, const float* log_weights, int units,
+                     const eviction_moment& at, const scratch& w) const {
     const int group = s.heads.group(), heads = rows_of(eviction, group);
     const int first = std::max(0, at.tokens - s.kept_queries), rows = (at.tokens - first) * heads;
     const observed_units seen{units,         w.tokens, rows,        heads, w.numbers,
                               w.transformed, w.counts, w.unit_keys, d,     score_stride_};
-    if (sees_keys(*settings_))
-      for (int i = 0; i < units; ++i)
-        for (int x = 0; x < d; ++x)
-          w.unit_keys[i * d + x] = to_float(slice.key[w.order[i] * slice.stride + x]);
+    if (sees_keys(*settings_)) load_keys(slice, w.order, units, w.unit_keys);
     for (int row = first; row < at.tokens; ++row) {
       attend_rows(s, s.kept_query(entry, row, at.head), as_const(slice), units,
-                  {w.mass, nullptr, w.scores, score_stride_}, w);
+                  {w.mass, nullptr, w.scores, score_stride_}, w, log_weights);
       float* const to = seen.row((row - first) * heads);
       if (eviction.group() == group_rule::largest_score) {
         std::fill_n(to, units, -infinity);
@@ -358,7 +391,7 @@ class eviction_stages {
   observed_units see_prompt(const Eviction& eviction, const state& s, const eviction_entry& entry,
                             const eviction_moment& at, const scratch& w) const {
     for (int token = 0; token < entry.prompt; ++token) w.order[token] = w.tokens[token] = token;
-    return see(eviction, s, entry, s.prompt_slice(entry, at.head), entry.prompt, at, w);
+    return see(eviction, s, entry, s.prompt_slice(entry, at.head), nullptr, entry.prompt, at, w);
   }
 
   template <class Eviction>
@@ -440,6 +473,18 @@ class eviction_stages {
     const auto number = [](std::uint64_t key) { return static_cast<std::int32_t>(key & 0xffffffffu); };
     std::sort(best, best + kept, [&](std::uint64_t a, std::uint64_t b) { return number(a) < number(b); });
 
+    float* const log_weights = s.log_weights(entry.sequence, head);
+    if constexpr (merges<Eviction>) {
+      std::transform(best, best + kept, w.places, number);
+      std::transform(w.keys, best, w.places + kept, number);
+      std::sort(w.places + kept, w.places + all);
+      std::fill_n(w.log_weights, all, 0.0f);
+      const bool by_row = eviction.merge_by() == merge_rule::as_last_row;
+      if (kept < all)
+        merge(eviction, s, entry, s.prompt_slice(entry, head), nullptr,
+              log_weights == nullptr ? nullptr : w.log_weights, kept, all - kept, at,
+              by_row ? s.kept_query(entry, entry.prompt - 1, head) : nullptr, w);
+    }
     const auto from = as_const(s.prompt_slice(entry, head));
     const auto to = s.slice(entry.sequence, head);
     std::int32_t& tokens = s.tokens[s.head_index(entry.sequence, head)];
@@ -448,6 +493,7 @@ class eviction_stages {
       const int first = number(best[i]), length = std::min(u, entry.prompt - first);
       if (s.staged_rows > 0) copy_slice<d>(at_row(from, first), at_row(to, i * u), length);
       s.first_tokens(entry.sequence, head)[i] = first;
+      if (log_weights != nullptr) log_weights[i] = w.log_weights[first];
       if constexpr (!observes<Eviction>)
         make(s.template states_of<Eviction>(entry.sequence, head)[i] = {}, first / u);
       tokens += length;
@@ -462,7 +508,7 @@ class eviction_stages {
   /// After a decode row has attended: its shares on the units, and who leaves.
   template <class Eviction>
   void count(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
-             const scratch& w) const {
+             const float* queries, const scratch& w) const {
     const int u = s.unit_tokens, row = entry.before;
     const std::size_t first = s.unit_index(entry.sequence, head),
                       at_head = s.head_index(entry.sequence, head);
@@ -472,8 +518,10 @@ class eviction_stages {
       s.attended[first + index(unit)] = s.first_tokens(entry.sequence, head)[unit] / u;
     s.attended_count[at_head] = units;
     const eviction_moment at = moment(s, entry, head, row + 1, tokens);
+    const float* const query =
+        queries + (std::ptrdiff_t{entry.first_row} * s.heads.kv + head) * s.heads.group() * d;
     if constexpr (observes<Eviction>) {
-      if (s.keeps_decoded && tokens > eviction.kept(at)) compact(eviction, s, entry, head, at, w);
+      if (s.keeps_decoded && tokens > eviction.kept(at)) compact(eviction, s, entry, head, at, query, w);
     } else {
       with_team(instructions(), [&](auto team) {
         mean_shares(team, {w.scores, score_stride_, w.lse, s.heads.group()}, tokens, w.shares);
@@ -484,37 +532,111 @@ class eviction_stages {
         for (int t = unit * u; t < std::min((unit + 1) * u, tokens); ++t) share += w.shares[t];
         eviction.on_attended(states[unit], share, row);
       }
-      while ((tokens + u - 1) / u > eviction.kept(at) / u) evict(eviction, s, entry, head, at);
+      if constexpr (merges<Eviction>) {
+        if (tokens > eviction.kept(at)) forget(eviction, s, entry, head, at, query, w);
+      } else {
+        while ((tokens + u - 1) / u > eviction.kept(at) / u) evict(eviction, s, entry, head, at);
+      }
+    }
+  }
+
+  /// Places of a KV head's units and their tokens, in the order of the text.
+  void order_by_text(const std::int32_t* first_token, int units, const scratch& w) const {
+    std::iota(w.order, w.order + units, 0);
+    std::sort(w.order, w.order + units, [&](int a, int b) { return first_token[a] < first_token[b]; });
+    for (int i = 0; i < units; ++i) w.tokens[i] = first_token[w.order[i]];
+  }
+  /// Parts places in the order of the text: the `kept` of most `rank_at(i)` first.
+  template <class Rank>
+  static void part_places(int units, int kept, const Rank& rank_at, const scratch& w) {
+    for (int i = 0; i < units; ++i) w.keys[i] = rank_at(i);
+    std::nth_element(w.keys, w.keys + (units - kept), w.keys + units);
+    int placed = 0;
+    for (const bool stays : {true, false})
+      for (int i = 0; i < units; ++i)
+        if ((kept > 0 && rank_at(i) >= w.keys[units - kept]) == stays) w.places[placed++] = w.order[i];
+  }
+
+  /// Tokens of `slice` that leave merge into those that stay, by `w.places`. `first_token` is by place, null where places
+  /// are tokens; `log_weights` by place, or null.
+  template <class Eviction>
+  void merge(const Eviction& eviction, const state& s, const eviction_entry& entry,
+             const head_slice<element>& slice, const std::int32_t* first_token, float* log_weights,
+             int staying, int leaving, const eviction_moment& at, const float* query,
+             const scratch& w) const {
+    const int all = staying + leaving;
+    load_keys(slice, w.places, all, w.unit_keys);
+    for (int i = 0; i < all; ++i) {
+      const float* const key = w.unit_keys + i * d;
+      w.tokens[i] = first_token == nullptr ? w.places[i] : first_token[w.places[i]];
+      w.merge.lengths[i] = std::sqrt(exact_product(key, key, d));
+      w.merge.fates[i] = {};
+    }
+    const merging_tokens of{staying, leaving, w.tokens, w.unit_keys, w.merge.lengths, d};
+    eviction.merge(of, at, s.template memory_of<Eviction>(entry.sequence, at.head), w.merge.fates);
+    token_merger<d, element>{of,
+                             slice,
+                             w.places,
+                             log_weights,
+                             eviction.merge_by(),
+                             query,
+                             s.heads.group(),
+                             static_cast<double>(s.scale),
+                             w.merge}
+        .merge_all();
+  }
+
+  /// All at once the units leave that are not kept, and merge into the others; the last ones take their places.
+  template <class Eviction>
+  void forget(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
+              const eviction_moment& at, const float* query, const scratch& w) const {
+    std::int32_t& tokens = s.tokens[s.head_index(entry.sequence, head)];
+    std::int32_t* const first_token = s.first_tokens(entry.sequence, head);
+    float* const log_weights = s.log_weights(entry.sequence, head);
+    auto* const states = s.template states_of<Eviction>(entry.sequence, head);
+    const auto slice = s.slice(entry.sequence, head);
+    const int all = tokens, kept = eviction.kept(at);
+    order_by_text(first_token, all, w);
+    part_places(
+        all, kept, [&](int i) { return rank(eviction, eviction.worth(states[w.order[i]]), w.tokens[i], at); },
+        w);
+    merge(eviction, s, entry, slice, first_token, log_weights, kept, all - kept, at, query, w);
+    std::sort(w.places + kept, w.places + all, std::greater<std::int32_t>());
+    for (int i = kept; i < all; ++i) {
+      const int to = w.places[i], from = --tokens;
+      if (from == to) continue;
+      copy_slice<d>(at_row(as_const(slice), from), at_row(slice, to), 1);
+      first_token[to] = first_token[from];
+      states[to] = states[from];
+      if (log_weights != nullptr) log_weights[to] = log_weights[from];
     }
   }
 
   /// All at once those leave that an observing policy does not keep; the others move up, in the order of their places.
   template <class Eviction>
   void compact(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
-               const eviction_moment& at, const scratch& w) const {
+               const eviction_moment& at, const float* query, const scratch& w) const {
     std::int32_t& tokens = s.tokens[s.head_index(entry.sequence, head)];
     std::int32_t* const first_token = s.first_tokens(entry.sequence, head);
+    float* const log_weights = s.log_weights(entry.sequence, head);
     const auto slice = s.slice(entry.sequence, head);
-    std::iota(w.order, w.order + tokens, 0);
-    std::sort(w.order, w.order + tokens, [&](int a, int b) { return first_token[a] < first_token[b]; });
-    for (int i = 0; i < tokens; ++i) w.tokens[i] = first_token[w.order[i]];
-    const int kept =
-        std::min({tokens, eviction.kept(at),
-                  eviction.observe(see(eviction, s, entry, slice, tokens, at, w), at, w.worths)});
-    const auto rank_at = [&](int i) { return rank(eviction, order_bits(w.worths[i]), w.tokens[i], at); };
-    for (int i = 0; i < tokens; ++i) w.keys[i] = rank_at(i);
-    std::nth_element(w.keys, w.keys + (tokens - kept), w.keys + tokens);
-    int to = 0;
-    for (int i = 0; i < tokens; ++i)
-      if (kept > 0 && rank_at(i) >= w.keys[tokens - kept]) w.tokens[to++] = w.order[i];  // never behind i
-    std::sort(w.tokens, w.tokens + to);
-    for (int i = 0; i < to; ++i) {
-      const int from = w.tokens[i];
+    order_by_text(first_token, tokens, w);
+    const int kept = std::min(
+        {tokens, eviction.kept(at),
+         eviction.observe(see(eviction, s, entry, slice, log_weights, tokens, at, w), at, w.worths)});
+    part_places(
+        tokens, kept, [&](int i) { return rank(eviction, order_bits(w.worths[i]), w.tokens[i], at); }, w);
+    if constexpr (merges<Eviction>)
+      merge(eviction, s, entry, slice, first_token, log_weights, kept, tokens - kept, at, query, w);
+    std::sort(w.places, w.places + kept);
+    for (int i = 0; i < kept; ++i) {
+      const int from = w.places[i];
       if (from == i) continue;
       copy_slice<d>(at_row(as_const(slice), from), at_row(slice, i), 1);
       first_token[i] = first_token[from];
+      if (log_weights != nullptr) log_weights[i] = log_weights[from];
     }
-    tokens = to;
+    tokens = kept;
   }
 
   /// The unit of least rank leaves, but never one that is being filled. Its place is the last full one's, and

@@ -1,0 +1,91 @@
+// Eviction that merges: a token that leaves goes into one that stays.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <freekv/policies/eviction.hpp>
+#include <freekv/policies/window_eviction.hpp>
+#include <numbers>
+#include <string>
+#include <string_view>
+
+namespace freekv {
+
+/// D2O (arXiv 2406.13035, token level): h2o, a quarter of whose budget is recent, and a token that leaves
+/// merges into the token that stays whose key is most like its own, where their cosine is at least a threshold; else it is
+/// lost. The threshold is the mean of these cosines when tokens leave first, and then `beta` of the mean and the rest of
+/// what it was. In the mean of keys and values a token weighs exp(cosine), that which stays e. Unlike the paper's, all
+/// layers have the same budget (there by how dense their attention is), and each KV head has its own threshold. The
+/// published code adds keys multiplied by their cosines and divides by how many there are, which makes keys shorter; here
+/// the weights are the paper's.
+struct d2o : h2o {
+  using hooks = hook_list<hook::merge, hook::validate, hook::values>;
+  static constexpr std::string_view name = "d2o";
+  constexpr d2o() : h2o{0.25f} {}
+  float beta = 0.7f;
+
+  struct head_memory {
+    double threshold = 0.0;
+    bool begun = false;
+  };
+  constexpr merge_rule merge_by() const { return merge_rule::by_weights; }
+  void merge(const merging_tokens& of, const eviction_moment&, head_memory& memory, merge_fate* fates) const {
+    if (of.staying == 0) return;
+    double sum = 0.0;
+    for (int i = of.staying; i < of.end(); ++i) {
+      fates[i].into = of.nearest(i);
+      sum += fates[i].weight = of.cosine(i, fates[i].into);
+    }
+    const double mean = sum / of.leaving, part = static_cast<double>(beta);
+    memory = {memory.begun ? part * mean + (1.0 - part) * memory.threshold : mean, true};
+    for (int i = 0; i < of.staying; ++i) fates[i].weight = std::numbers::e;
+    for (int i = of.staying; i < of.end(); ++i) {
+      if (!(fates[i].weight >= memory.threshold)) fates[i].into = -1;
+      fates[i].weight = std::exp(fates[i].weight);
+    }
+  }
+
+  std::string values() const { return h2o::values() + ", beta " + detail::decimal(beta); }
+  void validate(const eviction_limits&) const {
+    if (!(recent >= 0.0f && recent < 1.0f) || !(beta >= 0.0f && beta <= 1.0f))
+      throw settings_error("d2o: recent of " + detail::decimal(recent) + " and a beta of " +
+                           detail::decimal(beta) +
+                           "; give a share below 1 and one from 0 to 1; 0.25 and 0.7 as published");
+  }
+};
+static_assert(eviction_policy<d2o>);
+
+/// TOVA without loss in the row that decides: the token that leaves merges into the one that stays whose key is most like
+/// its own. Keys and values are weighed by what they have of that row, and a log-weight makes up for what the row's score
+/// on the new key lacks, so that its output and log-sum-exp stay as they were. Where a KV head has several query heads the
+/// weights are the mean of theirs, and so is the log-weight: exact is one query head. KeepKV (arXiv 2504.09936) has the same
+/// aim and scales the new key instead, by a quotient of logarithms that may be 0.
+struct exact_merge : tova {
+  using hooks = hook_list<hook::merge>;
+  static constexpr std::string_view name = "exact_merge";
+
+  struct head_memory {};
+  constexpr merge_rule merge_by() const { return merge_rule::as_last_row; }
+  void merge(const merging_tokens& of, const eviction_moment&, head_memory&, merge_fate* fates) const {
+    for (int i = of.staying; i < of.end(); ++i) fates[i].into = of.nearest(i);
+  }
+};
+static_assert(eviction_policy<exact_merge>);
+
+/// HARD-KV (`hard_kv`) that keeps log-sum-exps as its appendix E means to: tokens that leave merge as in exact_merge. The
+/// paper merges the i-th best token with the i-th worst, or the best with the mean of the worst, by their scores. A mean
+/// of keys has the geometric mean of their masses, and one token is where two were: the sum falls all the same.
+struct hard_kv_merge : hard_kv {
+  using hooks = hook_list<hook::merge, hook::observe, hook::validate, hook::values>;
+  static constexpr std::string_view name = "hard_kv_merge";
+
+  using head_memory = exact_merge::head_memory;
+  constexpr merge_rule merge_by() const { return merge_rule::as_last_row; }
+  void merge(const merging_tokens& of, const eviction_moment& at, head_memory& memory,
+             merge_fate* fates) const {
+    exact_merge{}.merge(of, at, memory, fates);
+  }
+};
+static_assert(eviction_policy<hard_kv_merge>);
+
+}  // namespace freekv

@@ -1,0 +1,257 @@
+// Merging: what a policy's fates make of keys, values and log-weights, and what attention then is.
+
+#include <cmath>
+#include <tuple>
+#include <vector>
+
+#include "../agreement.hpp"
+#include "../catch.hpp"
+#include "../sanitized.hpp"
+#include "steps.hpp"
+
+namespace {
+
+using namespace tests;
+using Catch::Contains;
+using freekv::settings_error;
+using freekv::step_phase;
+
+constexpr int d = 24;
+using shape = freekv::kv_shape<float, d>;
+using everything = freekv::retrieval_pipeline<shape, freekv::every_layer<freekv::layer_kind::complete>>;
+
+/// Tokens whose number is below `kinds` stay; others, which are copies of them, merge into the most similar.
+struct merge_copies : freekv::tova {
+  using hooks = freekv::hook_list<freekv::hook::merge>;
+  static constexpr std::string_view name = "merge_copies";
+  int kinds = 1;
+
+  constexpr bool protects(int token, const freekv::eviction_moment&) const { return token < kinds; }
+  struct head_memory {};
+  constexpr freekv::merge_rule merge_by() const { return freekv::merge_rule::as_many; }
+  void merge(const freekv::merging_tokens& of, const freekv::eviction_moment&, head_memory&,
+             freekv::merge_fate* fates) const {
+    for (int i = of.staying; i < of.end(); ++i) fates[i].into = of.nearest(i);
+  }
+};
+
+/// Rows of one layer, and the same for a pipeline that keeps everything.
+struct rows_of_text {
+  std::vector<float> queries, keys, values;
+};
+
+/// Runs `prompt` tokens and then decode rows through both, and compares each decode row's output and log-sum-exp.
+template <class Eviction>
+void compare_with_everything(const Eviction& eviction, int budget, int query_heads, int kv_heads,
+                             const rows_of_text& text, int prompt, int tokens, double tolerance) {
+  freekv::host_backend backend({.threads = 2, .bytes_per_thread = 64});
+  freekv::evicting_pipeline<shape, Eviction> merging({.layers = 1,
+                                                      .query_heads = query_heads,
+                                                      .kv_heads = kv_heads,
+                                                      .budget = budget,
+                                                      .max_prompt = std::max(1, prompt),
+                                                      .max_generated = tokens,
+                                                      .plan = {{0}},
+                                                      .eviction = eviction},
+                                                     backend);
+  everything full({.layers = 1, .query_heads = query_heads, .kv_heads = kv_heads, .max_tokens = tokens},
+                  backend);
+  const auto id = merging.open(), same = full.open();
+  double worst_out = 0, worst_lse = 0;
+  for (int done = 0; done < tokens;) {
+    const int now = done < prompt ? prompt : 1;
+    const auto phase = done < prompt ? step_phase::prefill : step_phase::decode;
+    const auto part = [&](const std::vector<float>& of, int heads) {
+      return std::span(of).subspan(count(done * heads * d), count(now * heads * d));
+    };
+    const auto run = [&](auto& pipeline, auto sequence) {
+      std::vector<float> out(count(now * query_heads * d)), lse(count(now * query_heads));
+      auto step = pipeline.begin_step({{sequence, now, phase}});
+      step.template append<float>(
+          0, {part(text.keys, kv_heads), part(text.values, kv_heads), part(text.queries, query_heads)});
+      step.attend(0, out, lse);
+      step.end();
+      out.insert(out.end(), lse.begin(), lse.end());
+      return out;
+    };
+    const auto got = run(merging, id), want = run(full, same);
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      double& worst = i < count(now * query_heads * d) ? worst_out : worst_lse;
+      worst = std::max(worst, std::fabs(static_cast<double>(got[i]) - static_cast<double>(want[i])));
+    }
+    done += now;
+  }
+  CHECK(worst_out < tolerance);
+  CHECK(worst_lse < tolerance);
+}
+
+rows_of_text random_rows(dice& dice, int tokens, int query_heads, int kv_heads) {
+  return {normals(dice, count(tokens * query_heads * d)), normals(dice, count(tokens * kv_heads * d)),
+          normals(dice, count(tokens * kv_heads * d))};
+}
+
+}  // namespace
+
+TEST_CASE("copies of tokens that merge weigh as many as they are", "[eviction][merging]") {
+  dice random(1);
+  for (int trial = 0; trial < some_of(12); ++trial) {
+    const int kinds = random.between(1, 30), tokens = kinds + random.between(1, 90),
+              kv_heads = random.between(1, 2), query_heads = kv_heads * random.between(1, 4);
+    rows_of_text text = random_rows(random, tokens, query_heads, kv_heads);
+    const int row = kv_heads * d;
+    for (int t = kinds; t < tokens; ++t) {
+      const int of = random.below(kinds);
+      std::copy_n(text.keys.begin() + of * row, row, text.keys.begin() + t * row);
+      std::copy_n(text.values.begin() + of * row, row, text.values.begin() + t * row);
+    }
+    merge_copies policy;
+    policy.kinds = kinds;
+    const int prompt = random.between(kinds, tokens);
+    INFO(kinds << " kinds of " << tokens << " tokens, a prompt of " << prompt);
+    compare_with_everything(policy, kinds, query_heads, kv_heads, text, prompt, tokens, 1e-5);
+  }
+}
+
+TEST_CASE("for the query that it is made for exact_merge keeps output and log-sum-exp",
+          "[eviction][merging]") {
+  dice random(2);
+  for (int trial = 0; trial < some_of(12); ++trial) {
+    const int tokens = random.between(40, 150), kv_heads = random.between(1, 2),
+              group = random.one_of({1, 1, 3}), query_heads = kv_heads * group;
+    rows_of_text text = random_rows(random, tokens, query_heads, kv_heads);
+    // All rows' queries are alike, and those of a KV head's query heads.
+    for (int row = 0; row < tokens; ++row)
+      for (int head = 0; head < query_heads; ++head)
+        std::copy_n(text.queries.begin() + head / group * group * d, d,
+                    text.queries.begin() + (row * query_heads + head) * d);
+    const int prompt = random.between(0, tokens - 10), budget = random.between(1, 30);
+    INFO(tokens << " tokens, a prompt of " << prompt << ", budget " << budget << ", group " << group);
+    compare_with_everything(freekv::exact_merge{}, budget, query_heads, kv_heads, text, prompt, tokens, 2e-5);
+    freekv::hard_kv_merge hard;
+    hard.window = 2, hard.interval = 3, hard.p = 0.5f;
+    compare_with_everything(hard, budget + 3, query_heads, kv_heads, text, prompt, tokens, 2e-5);
+  }
+}
+
+TEST_CASE("d2o merges by e and exponentials of cosines what is as similar as its threshold",
+          "[eviction][merging]") {
+  // Two axes and tokens near them; four stay.
+  const std::vector<std::vector<float>> keys = {{1, 0, 0, 0, 0, 0, 0, 0},
+                                                {0, 2, 0, 0, 0, 0, 0, 0},
+                                                {0.6f, 0.8f, 0, 0, 0, 0, 0, 0},
+                                                {0, 0, 3, 0, 0, 0, 0, 0},
+                                                {0, 0, 0, 0, 0, 0, 0, 0}};
+  std::vector<float> rows;
+  std::vector<double> lengths;
+  std::vector<std::int32_t> tokens;
+  for (const auto& key : keys) {
+    rows.insert(rows.end(), key.begin(), key.end());
+    lengths.push_back(std::sqrt(freekv::exact_product(key.data(), key.data(), 8)));
+    tokens.push_back(static_cast<std::int32_t>(tokens.size()));
+  }
+  const freekv::merging_tokens of{2, 3, tokens.data(), rows.data(), lengths.data(), 8};
+  const freekv::d2o policy;
+  freekv::d2o::head_memory memory;
+  std::vector<freekv::merge_fate> fates(5);
+  policy.merge(of, {}, memory, fates.data());
+  // Cosines 0.8, 0 and, of no direction, 0.
+  CHECK(is_near(memory.threshold, 0.8 / 3, 1e-7));
+  CHECK(fates[2].into == 1);
+  CHECK(is_near(fates[2].weight, std::exp(0.8), 1e-6));
+  CHECK(fates[3].into == -1);
+  CHECK(fates[4].into == -1);
+  CHECK(fates[0].weight == std::exp(1.0));
+  policy.merge({2, 1, tokens.data(), rows.data(), lengths.data(), 8}, {}, memory, fates.data());
+  CHECK(is_near(memory.threshold, 0.7 * 0.8 + 0.3 * 0.8 / 3, 1e-6));
+}
+
+TEST_CASE("what is not a number does not merge, and the others do", "[eviction][merging]") {
+  // The last row's query is NaN: the policy has no weights, so what leaves is lost; all rows after are as TOVA's.
+  dice random(3);
+  rows_of_text text = random_rows(random, 60, 2, 2);
+  std::fill_n(text.queries.begin() + 39 * 2 * d, 2 * d, quiet_nan);
+  freekv::host_backend backend;
+  const auto outputs = [&](auto eviction) {
+    freekv::evicting_pipeline<shape, decltype(eviction)> p({.layers = 1,
+                                                            .query_heads = 2,
+                                                            .kv_heads = 2,
+                                                            .budget = 10,
+                                                            .max_prompt = 40,
+                                                            .max_generated = 1,
+                                                            .plan = {{0}},
+                                                            .eviction = eviction},
+                                                           backend);
+    const auto id = p.open();
+    std::vector<float> out(40 * 2 * d);
+    for (const auto& [first, tokens, phase] :
+         {std::tuple(0, 40, step_phase::prefill), std::tuple(40, 1, step_phase::decode)}) {
+      const auto part = [&](const std::vector<float>& of) {
+        return std::span(of).subspan(count(first * 2 * d), count(tokens * 2 * d));
+      };
+      auto step = p.begin_step({{id, tokens, phase}});
+      step.template append<float>(0, {part(text.keys), part(text.values), part(text.queries)});
+      step.attend(0, std::span(out).first(count(tokens * 2 * d)));
+      step.end();
+    }
+    out.resize(2 * d);
+    return out;
+  };
+  const auto merged = outputs(freekv::exact_merge{});
+  CHECK(std::all_of(merged.begin(), merged.end(), [](float x) { return std::isfinite(x); }));
+  CHECK(same_bits(merged, outputs(freekv::tova{})));
+}
+
+TEST_CASE("log-weights take memory only where tokens have some", "[eviction][merging][memory]") {
+  freekv::host_backend backend;
+  const auto state_bytes = [&](auto eviction, int sequences) {
+    return
+        typename freekv::evicting_pipeline<shape, decltype(eviction)>::footprint({.layers = 3,
+                                                                                  .query_heads = 4,
+                                                                                  .kv_heads = 4,
+                                                                                  .budget = 127,
+                                                                                  .max_prompt = 300,
+                                                                                  .max_generated = 40,
+                                                                                  .max_sequences = sequences,
+                                                                                  .eviction = eviction},
+                                                                                 backend)
+            .bytes()
+            .state;
+  };
+  // Of 32 more sequences, 2 layers that forget and 4 KV heads.
+  const auto grows = [&](auto eviction) { return state_bytes(eviction, 33) - state_bytes(eviction, 1); };
+  const std::size_t heads = 2 * 32 * 4;
+  const auto about = [](std::size_t bytes) {
+    return Approx(static_cast<double>(bytes)).epsilon(0).margin(512);  // arrays begin at multiples
+  };
+  CHECK(static_cast<double>(grows(freekv::d2o{}) - grows(freekv::h2o{})) ==
+        about(heads * sizeof(freekv::d2o::head_memory)));
+  CHECK(static_cast<double>(grows(freekv::exact_merge{}) - grows(freekv::tova{})) ==
+        about(heads * (128 * sizeof(float) + 1)));
+}
+
+TEST_CASE("policies that cannot merge as they say are refused", "[eviction][merging][errors]") {
+  struct by_every_row : freekv::exact_merge {
+    constexpr int observed_rows() const { return freekv::every_prompt_row; }
+  };
+  struct of_pages : freekv::exact_merge {
+    constexpr int unit_tokens() const { return 8; }
+  };
+  freekv::host_backend backend;
+  const auto make = [&](auto eviction) {
+    freekv::evicting_pipeline<shape, decltype(eviction)>(
+        {.layers = 2, .query_heads = 2, .kv_heads = 2, .max_generated = 9, .eviction = eviction}, backend);
+  };
+  const auto refuses = [&](auto eviction, const char* words) {
+    try {
+      make(eviction);
+      FAIL_CHECK("nothing was thrown: " << words);
+    } catch (const settings_error& e) {
+      CHECK_THAT(e.what(), Contains(words));
+    }
+  };
+  refuses(by_every_row{}, "exact_merge merges by the last row's attention and observes no row or all");
+  refuses(of_pages{}, "exact_merge merges units of 8 tokens; merge units of 1");
+  freekv::d2o d2o;
+  d2o.beta = 1.5f;
+  refuses(d2o, "d2o: recent of 0.25 and a beta of 1.5");
+}
