@@ -192,26 +192,32 @@ class seeding {
   void measure(T team, const float* chosen) {
     using pack = typename T::pack;
     constexpr int packs = static_cast<int>(strips) / T::width;
+    // Copies, since a store may be to any member.
+    const std::size_t row = of_.row;
+    const int of_dims = of_.dims;
+    const float* const samples = of_.at(0, 0);
+    float *const distances = distances_.data(), *const block_sums = sums_.data();
     pack totals[packs];
     unroll<packs>([&](auto p) { totals[p] = pack(0.0f); });
-    for (std::size_t first = 0; first < of_.row; first += block) {
+    for (std::size_t first = 0; first < row; first += block) {
       pack sums[packs];
       unroll<packs>([&](auto p) { sums[p] = pack(0.0f); });
-      for (std::size_t n = first; n < first + block; n += strips)
+      unroll<static_cast<int>(block / strips)>([&](auto nth) {
         unroll<packs>([&](auto p) {
-          const std::size_t at = n + size(p * T::width);
+          const std::size_t at = first + nth * strips + size(p * T::width);
           pack distance(0.0f);
-          for_dims<Dims>(of_.dims, [&](auto d) {
-            const pack difference = team.load(of_.at(d, at)) + pack(chosen[d]);
+          for_dims<Dims>(of_dims, [&](auto d) {
+            const pack difference = team.load(samples + size(d) * row + at) + pack(chosen[d]);
             distance = distance + difference * difference;
           });
-          const pack before = team.load(distances_.data() + at);
+          const pack before = team.load(distances + at);
           distance = team.select_greater(before, distance, distance, before);
-          team.store(distances_.data() + at, distance);
+          team.store(distances + at, distance);
           sums[p] = sums[p] + distance;
         });
+      });
       unroll<packs>([&](auto p) {
-        team.store(sums_.data() + first / block * strips + p * T::width, sums[p]);
+        team.store(block_sums + first / block * strips + p * T::width, sums[p]);
         totals[p] = totals[p] + sums[p];
       });
     }
@@ -364,8 +370,9 @@ struct centred {
     if (!(most > 0)) return;
     const int exponent = std::clamp(std::ilogb(most), -100, 100);
     unit = std::ldexp(1.0f, exponent);
+    const pack scale(std::ldexp(1.0f, -exponent));
     for (std::size_t at = 0; at < count * d; at += T::width)
-      team.store(vectors.data() + at, team.load(vectors.data() + at) * pack(std::ldexp(1.0f, -exponent)));
+      team.store(vectors.data() + at, team.load(vectors.data() + at) * scale);
   }
 };
 
