@@ -54,7 +54,7 @@ class prompt_cache {
   key_basis learn_basis(int rank) const;
   /// The factorisation of rank `rank`, at most, of this prompt's keys before rotation, which the model's shape knows.
   key_basis learn_factors(int rank) const;
-  /// The codebooks of this prompt's keys, kept beside the prompt: learning them takes seconds.
+  /// The codebooks of this prompt's keys, kept beside the prompt.
   codebook_set learn_codebooks(const codebook_sizes& sizes, const progress_function& progress) const;
 
  private:

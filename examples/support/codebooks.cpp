@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <freekv/backend/host/isa.hpp>
+#include <freekv/core/unroll.hpp>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "cited.hpp"
@@ -16,76 +18,147 @@ namespace freekv::examples {
 namespace {
 
 constexpr int all_centroids = codebook::centroids_per_code;
-constexpr int lloyd_rounds = 7;
+constexpr int lloyd_rounds = 6;
+constexpr std::size_t strips = 16;  // every 16th sample; a multiple of any team's lanes
+constexpr std::size_t block = 64;   // neighbouring samples, of all strips
 
 std::size_t size(int n) { return static_cast<std::size_t>(n); }
+std::size_t whole_blocks(std::size_t count) { return (count + block - 1) / block * block; }
 
-/// What Lloyd's algorithm works on; `assign` fills in the last two.
-struct clustering {
-  std::span<const float> samples;  // (count, dims)
-  int dims;
-  std::vector<float> centroids = std::vector<float>(size(dims * all_centroids));  // (dims, 256)
-  std::vector<float> half_norms = std::vector<float>(all_centroids);              // infinity: unused
-  std::vector<int> nearest = std::vector<int>(count());
-  std::vector<float> half_distances = std::vector<float>(count());  // squared, halved
-
-  std::size_t count() const { return samples.size() / size(dims); }
+#if defined(__x86_64__)
+/// Lanes of AVX-512, to compare as well.
+struct avx512_lanes : host::avx512_rows {
+  [[gnu::always_inline]] pack select_greater(const pack& a, const pack& b, const pack& x,
+                                             const pack& y) const {
+    return pack(a.v > b.v ? x.v : y.v);
+  }
 };
+#endif
 
-/// The nearest centroid of every sample: the least |c|^2 / 2 - <x, c>. `Dims` 0: any.
-template <int Dims, team T>
-void assign(T team, clustering& to) {
-  using pack = typename T::pack;
-  constexpr int chains = 2;  // of comparisons that do not wait for each other
-  const int dims = Dims > 0 ? Dims : to.dims;
-  const float *centroids = to.centroids.data(), *half_norms = to.half_norms.data();
-  float lanes[chains * T::width];
-  for (int i = 0; i < chains * T::width; ++i) lanes[i] = static_cast<float>(i);
-  for (std::size_t n = 0; n < to.count(); ++n) {
-    const float* x = to.samples.data() + n * size(dims);
-    pack least[chains], place[chains], index[chains];
-    for (int k = 0; k < chains; ++k) {
-      least[k] = place[k] = pack(infinity);
-      index[k] = team.load(lanes + k * T::width);
-    }
-    for (int c = 0; c < all_centroids; c += chains * T::width)
-      for (int k = 0; k < chains; ++k) {
-        const int at = c + k * T::width;
-        pack distance = team.load(half_norms + at);
-        for (int d = 0; d < dims; ++d)
-          distance = distance - pack(x[d]) * team.load(centroids + d * all_centroids + at);
-        place[k] = team.select_greater(least[k], distance, index[k], place[k]);
-        least[k] = team.select_greater(least[k], distance, distance, least[k]);
-        index[k] = index[k] + pack(static_cast<float>(chains * T::width));
-      }
-    float distances[chains * T::width], places[chains * T::width];
-    for (int k = 0; k < chains; ++k) {
-      team.store(distances + k * T::width, least[k]);
-      team.store(places + k * T::width, place[k]);
-    }
-    int best = 0;
-    for (int i = 1; i < chains * T::width; ++i)
-      if (distances[i] < distances[best] || (distances[i] == distances[best] && places[i] < places[best]))
-        best = i;
-    float half_norm = 0;
-    for (int d = 0; d < dims; ++d) half_norm += 0.5f * x[d] * x[d];
-    to.nearest[n] = places[best] < all_centroids ? static_cast<int>(places[best]) : 0;  // overflows have none
-    to.half_distances[n] = half_norm + distances[best];
+/// Calls `body(team)` with a team of the most lanes that load, store, add, multiply and compare.
+template <class Body>
+void with_lanes(const Body& body) {
+  host::with_wide_team(host::best_isa(), [&](auto team) {
+#if defined(__x86_64__)
+    if constexpr (requires { typename decltype(team)::wide; }) return body(avx512_lanes{});
+#endif
+    body(team);
+  });
+}
+
+/// Packs of samples whose coordinates stay in registers, by how many of these a team has.
+template <class T>
+inline constexpr int packs_at_once = T::width == 16                                          ? 4
+                                     : std::is_base_of_v<host::simd_team<host::portable>, T> ? 1
+                                                                                             : 2;
+
+/// Calls `body(d)` for all dimensions, unrolled where their number `Dims` is known; 0: it is `dims`.
+template <int Dims, class Body>
+void for_dims(int dims, const Body& body) {
+  if constexpr (Dims > 0)
+    unroll<Dims>(body);
+  else
+    for (int d = 0; d < dims; ++d) body(d);
+}
+
+/// Calls `body(number)` with the compile-time number of dimensions of the usual codes, or 0.
+template <class Body>
+void with_dims(int dims, const Body& body) {
+  switch (dims) {
+    case 4:
+      return body(std::integral_constant<int, 4>{});
+    case 5:
+      return body(std::integral_constant<int, 5>{});
+    case 8:
+      return body(std::integral_constant<int, 8>{});
+    default:
+      return body(std::integral_constant<int, 0>{});
   }
 }
 
-void assign(clustering& to) {
-  host::with_team(host::best_isa(), [&](auto team) {
-    switch (to.dims) {
-      case 4:
-        return assign<4>(team, to);
-      case 5:
-        return assign<5>(team, to);
-      case 8:
-        return assign<8>(team, to);
-      default:
-        return assign<0>(team, to);
+/// What Lloyd's algorithm works on; `assign` fills in the last two.
+struct clustering {
+  clustering(int dimensions, std::size_t samples_in_all)
+      : dims(dimensions),
+        count(samples_in_all),
+        row(whole_blocks(count)),
+        samples(size(dims) * row),
+        centroids(size(dims * all_centroids)),
+        nearest(row),
+        half_distances(row) {}
+  const float* at(int dim, std::size_t sample) const { return samples.data() + size(dim) * row + sample; }
+  float* at(int dim, std::size_t sample) { return samples.data() + size(dim) * row + sample; }
+  float& centroid(int dim, int nth) { return centroids[size(dim * all_centroids + nth)]; }
+
+  int dims;
+  std::size_t count, row;
+  std::vector<float> samples;         // (dims, row), zeros behind the last
+  std::vector<float> centroids;       // (dims, 256)
+  std::vector<int> nearest;           // (row)
+  std::vector<float> half_distances;  // (row), squared, halved
+};
+
+/// The nearest centroid of every sample: the least |c|^2 / 2 - <x, c>, of equal ones the first. Of each centroid `given`
+/// has the coordinates, negative, and half the squared norm.
+template <int Dims, class T>
+void assign(T team, clustering& to, std::span<const float> given) {
+  using pack = typename T::pack;
+  constexpr int packs = packs_at_once<T>;
+  const float* const end = given.data() + given.size();
+  for (std::size_t first = 0; first < to.row; first += packs * T::width) {
+    pack held[packs][Dims > 0 ? Dims : 1], least[packs], place[packs];
+    const auto sample = [&](int p, int d) {
+      if constexpr (Dims > 0)
+        return held[p][d];
+      else
+        return team.load(to.at(d, first + size(p * T::width)));
+    };
+    unroll<packs>([&](auto p) {
+      least[p] = pack(infinity);
+      place[p] = pack(0.0f);  // of overflows
+      if constexpr (Dims > 0)
+        unroll<Dims>([&](auto d) { held[p][d] = team.load(to.at(d, first + size(p * T::width))); });
+    });
+    pack index(0.0f);
+    for (const float* c = given.data(); c != end; c += to.dims + 1, index = index + pack(1.0f)) {
+      pack distance[packs];
+      unroll<packs>([&](auto p) { distance[p] = pack(c[to.dims]); });
+      for_dims<Dims>(to.dims, [&](auto d) {
+        const pack of_centroid(c[d]);
+        unroll<packs>([&](auto p) { distance[p] = distance[p] + sample(p, d) * of_centroid; });
+      });
+      unroll<packs>([&](auto p) {
+        place[p] = team.select_greater(least[p], distance[p], index, place[p]);
+        least[p] = team.select_greater(least[p], distance[p], distance[p], least[p]);
+      });
     }
+    unroll<packs>([&](auto p) {
+      const std::size_t n = first + size(p * T::width);
+      pack half_norm(0.0f);
+      for_dims<Dims>(to.dims, [&](auto d) {
+        const pack x = sample(p, d);
+        half_norm = half_norm + pack(0.5f) * x * x;
+      });
+      float places[T::width];
+      team.store(places, place[p]);
+      for (int i = 0; i < T::width; ++i) to.nearest[n + size(i)] = static_cast<int>(places[i]);
+      team.store(to.half_distances.data() + n, half_norm + least[p]);
+    });
+  }
+}
+
+void assign(clustering& to, int used) {
+  std::vector<float> given(size(used * (to.dims + 1)));
+  for (int c = 0; c < used; ++c) {
+    float* const of_centroid = given.data() + c * (to.dims + 1);
+    for (int d = 0; d < to.dims; ++d) {
+      const float x = to.centroid(d, c);
+      of_centroid[d] = -x;
+      of_centroid[to.dims] += 0.5f * x * x;
+    }
+  }
+  with_dims(to.dims, [&](auto dims) {
+    with_lanes([&](auto team) { assign<decltype(dims)::value>(team, to, given); });
   });
 }
 
@@ -93,154 +166,291 @@ void assign(clustering& to) {
 /// are chosen already (k-means++).
 class seeding {
  public:
-  seeding(clustering& of, std::uint64_t seed) : of_(of), random_(seed) {
-    const std::size_t padded = (of.count() + block - 1) / block * block;
-    by_dim_.resize(size(of.dims) * padded);
-    for (std::size_t n = 0; n < of.count(); ++n)
-      for (std::size_t d = 0; d < size(of.dims); ++d)
-        by_dim_[d * padded + n] = of.samples[n * size(of.dims) + d];
-    distances_.resize(padded);  // 0 behind the last sample
-    std::fill_n(distances_.begin(), of.count(), infinity);
-    sums_.resize(padded / block);
+  seeding(clustering& of, std::uint64_t seed)
+      : of_(of), random_(seed), distances_(of.row), sums_(of.row / block * strips) {
+    std::fill_n(distances_.begin(), of.count, infinity);
   }
 
   void choose(int used) {
-    std::size_t sample = random_() % of_.count();
+    std::vector<float> chosen(size(of_.dims));
+    std::size_t sample = random_() % of_.count;
     for (int c = 0; c < used; ++c) {
-      for (std::size_t d = 0; d < size(of_.dims); ++d)
-        of_.centroids[d * all_centroids + size(c)] = of_.samples[sample * size(of_.dims) + d];
-      host::with_team(host::best_isa(), [&](auto team) { measure(team, sample); });
+      for (int d = 0; d < of_.dims; ++d) {
+        of_.centroid(d, c) = *of_.at(d, sample);
+        chosen[size(d)] = -*of_.at(d, sample);
+      }
+      with_dims(of_.dims, [&](auto dims) {
+        with_lanes([&](auto team) { measure<decltype(dims)::value>(team, chosen.data()); });
+      });
       sample = next();
     }
   }
 
  private:
-  static constexpr std::size_t block = 64;
-
-  template <team T>
-  void measure(T team, std::size_t sample) {
+  /// Distances from the one that was chosen last, given negative; their sums are the same with any number of lanes.
+  template <int Dims, class T>
+  void measure(T team, const float* chosen) {
     using pack = typename T::pack;
-    const float* x = of_.samples.data() + sample * size(of_.dims);
-    for (std::size_t b = 0; b < sums_.size(); ++b) {
-      pack sum(0.0f);
-      for (std::size_t n = b * block; n < (b + 1) * block; n += T::width) {
-        pack distance(0.0f);
-        for (std::size_t d = 0; d < size(of_.dims); ++d) {
-          const pack difference = team.load(by_dim_.data() + d * distances_.size() + n) - pack(x[d]);
-          distance = distance + difference * difference;
-        }
-        const pack before = team.load(distances_.data() + n);
-        distance = team.select_greater(before, distance, distance, before);
-        team.store(distances_.data() + n, distance);
-        sum = sum + distance;
-      }
-      sums_[b] = team.sum(sum);
+    constexpr int packs = static_cast<int>(strips) / T::width;
+    // Copies, since a store may be to any member.
+    const std::size_t row = of_.row;
+    const int of_dims = of_.dims;
+    const float* const samples = of_.at(0, 0);
+    float *const distances = distances_.data(), *const block_sums = sums_.data();
+    pack totals[packs];
+    unroll<packs>([&](auto p) { totals[p] = pack(0.0f); });
+    for (std::size_t first = 0; first < row; first += block) {
+      pack sums[packs];
+      unroll<packs>([&](auto p) { sums[p] = pack(0.0f); });
+      unroll<static_cast<int>(block / strips)>([&](auto nth) {
+        unroll<packs>([&](auto p) {
+          const std::size_t at = first + nth * strips + size(p * T::width);
+          pack distance(0.0f);
+          for_dims<Dims>(of_dims, [&](auto d) {
+            const pack difference = team.load(samples + size(d) * row + at) + pack(chosen[d]);
+            distance = distance + difference * difference;
+          });
+          const pack before = team.load(distances + at);
+          distance = team.select_greater(before, distance, distance, before);
+          team.store(distances + at, distance);
+          sums[p] = sums[p] + distance;
+        });
+      });
+      unroll<packs>([&](auto p) {
+        team.store(block_sums + first / block * strips + p * T::width, sums[p]);
+        totals[p] = totals[p] + sums[p];
+      });
     }
+    unroll<packs>([&](auto p) { team.store(totals_ + p * T::width, totals[p]); });
   }
 
+  /// A sample by its strip, its block and its place in both.
   std::size_t next() {
     double total = 0;
-    for (const float sum : sums_) total += static_cast<double>(sum);
-    if (!(total > 0) || !std::isfinite(total)) return random_() % of_.count();
+    for (const float of_strip : totals_) total += static_cast<double>(of_strip);
+    if (!(total > 0) || !std::isfinite(total)) return random_() % of_.count;
     double left = static_cast<double>(random_() >> 11) * 0x1p-53 * total;
-    std::size_t b = 0;
-    while (b + 1 < sums_.size() && left >= static_cast<double>(sums_[b]))
-      left -= static_cast<double>(sums_[b++]);
-    std::size_t n = b * block, last = n;
-    for (; n < std::min((b + 1) * block, of_.count()); ++n) {
-      if (distances_[n] > 0) last = n;
-      left -= static_cast<double>(distances_[n]);
-      if (left < 0) break;
+    const std::size_t strip = pick(left, strips, [&](std::size_t s) { return totals_[s]; });
+    const std::size_t first =
+        block * pick(left, of_.row / block, [&](std::size_t b) { return sums_[b * strips + strip]; }) + strip;
+    return first +
+           strips * pick(left, block / strips, [&](std::size_t n) { return distances_[first + n * strips]; });
+  }
+  /// The one of `count` weights with which their sum passes `left`, which loses those before it; or the last above 0.
+  template <class Weight>
+  static std::size_t pick(double& left, std::size_t count, const Weight& weight_of) {
+    std::size_t picked = 0;
+    double of_picked = left;
+    for (std::size_t n = 0; n < count; ++n) {
+      const auto weight = static_cast<double>(weight_of(n));
+      if (!(weight > 0)) continue;
+      picked = n;
+      of_picked = left;
+      if (left < weight) break;
+      left -= weight;
     }
-    return last;
+    left = of_picked;
+    return picked;
   }
 
   clustering& of_;
   std::mt19937_64 random_;
-  std::vector<float> by_dim_;     // (dims, padded count)
-  std::vector<float> distances_;  // (padded count), squared
-  std::vector<float> sums_;       // of blocks of these
+  std::vector<float> distances_;  // (row), squared; 0 behind the last sample
+  std::vector<float> sums_;       // of these: (blocks, strips)
+  float totals_[strips] = {};
 };
 
 /// Moves the used centroids to the means of their samples.
 void move_centroids(clustering& of, int used) {
-  const std::size_t dims = size(of.dims);
-  std::vector<double> sums(size(used) * dims);
-  std::vector<double> counts(size(used));
-  for (std::size_t n = 0; n < of.count(); ++n) {
-    const std::size_t c = size(of.nearest[n]);
-    ++counts[c];
-    for (std::size_t d = 0; d < dims; ++d)
-      sums[c * dims + d] += static_cast<double>(of.samples[n * dims + d]);
+  std::vector<double> counts(size(used)), sums(size(used));
+  for (std::size_t n = 0; n < of.count; ++n) ++counts[size(of.nearest[n])];
+  for (int d = 0; d < of.dims; ++d) {
+    std::fill(sums.begin(), sums.end(), 0.0);
+    for (std::size_t n = 0; n < of.count; ++n) sums[size(of.nearest[n])] += static_cast<double>(*of.at(d, n));
+    for (int c = 0; c < used; ++c)
+      if (counts[size(c)] > 0) of.centroid(d, c) = static_cast<float>(sums[size(c)] / counts[size(c)]);
   }
-  for (std::size_t c = 0; c < size(used); ++c) {
-    if (counts[c] == 0) {  // it takes the sample that is represented worst
-      const auto worst = std::max_element(of.half_distances.begin(), of.half_distances.end());
-      *worst = -infinity;
-      const auto n = static_cast<std::size_t>(worst - of.half_distances.begin());
-      for (std::size_t d = 0; d < dims; ++d) of.centroids[d * all_centroids + c] = of.samples[n * dims + d];
-      continue;
+  for (int c = 0; c < used; ++c) {
+    if (counts[size(c)] > 0) continue;  // it takes the sample that is represented worst
+    const auto end = of.half_distances.begin() + static_cast<std::ptrdiff_t>(of.count);
+    const auto worst = std::max_element(of.half_distances.begin(), end);
+    *worst = -infinity;
+    const auto n = static_cast<std::size_t>(worst - of.half_distances.begin());
+    for (int d = 0; d < of.dims; ++d) of.centroid(d, c) = *of.at(d, n);
+  }
+}
+
+void find_centroids(clustering& of, int used, std::uint64_t seed) {
+  if (of.count == 0) return;
+  seeding(of, seed).choose(used);
+  for (int round = 0; round < lloyd_rounds; ++round) {
+    assign(of, used);
+    move_centroids(of, used);
+  }
+}
+
+/// Adds `weight` times each row (d) of `rows` to `sum` (d).
+template <team T>
+void add_rows(T team, std::span<const float> rows, float weight, std::span<float> sum) {
+  for (std::size_t i = 0; i < sum.size(); i += T::width) {
+    auto total = team.load(sum.data() + i);
+    for (std::size_t at = i; at < rows.size(); at += sum.size())
+      total = total + typename T::pack(weight) * team.load(rows.data() + at);
+    team.store(sum.data() + i, total);
+  }
+}
+
+/// Adds `rows`^T `rows` to `products` (d, d), on and right of the diagonal.
+template <team T>
+void add_products(T team, std::span<const float> rows, std::size_t d, std::vector<double>& products) {
+  using pack = typename T::pack;
+  for (std::size_t i = 0; i < d; i += T::width)
+    for (std::size_t j = i; j < d; j += T::width) {
+      pack sums[T::width];
+      unroll<T::width>([&](auto k) { sums[k] = pack(0.0f); });
+      for (const float* row = rows.data(); row != rows.data() + rows.size(); row += d) {
+        const pack right = team.load(row + j);
+        unroll<T::width>([&](auto k) { sums[k] = sums[k] + pack(row[i + k]) * right; });
+      }
+      for (std::size_t k = 0; k < T::width; ++k) {
+        float lanes[T::width];
+        team.store(lanes, sums[k]);
+        for (std::size_t l = 0; l < T::width; ++l)
+          products[(i + k) * d + j + l] += static_cast<double>(lanes[l]);
+      }
     }
-    for (std::size_t d = 0; d < dims; ++d)
-      of.centroids[d * all_centroids + c] = static_cast<float>(sums[c * dims + d] / counts[c]);
+}
+
+/// Vectors (count, d) about their mean, divided by the power of two that makes the largest number 1 to 2, so that no
+/// square overflows; zeros behind the last.
+struct centred {
+  std::vector<float> vectors;
+  std::size_t d, count;
+  std::vector<float> mean;       // (d)
+  std::vector<double> products;  // (d, d), on and right of the diagonal: the covariance
+  float unit = 1;
+
+  centred(std::vector<float> given, int head_dim)
+      : vectors(std::move(given)), d(size(head_dim)), count(vectors.size() / d), mean(d), products(d * d) {
+    vectors.resize(whole_blocks(count) * d);
+    host::with_team(host::best_isa(), [&](auto team) {
+      subtract_mean(team);
+      for_blocks([&](std::span<float> rows) { add_products(team, rows, d, products); });
+    });
+    for (double& product : products) product /= std::max(static_cast<double>(count), 1.0);
   }
+
+ private:
+  template <class Body>
+  void for_blocks(const Body& body) {
+    for (std::size_t n = 0; n < count; n += block)
+      body(std::span(vectors).subspan(n * d, std::min(block, count - n) * d));
+  }
+  template <team T>
+  void subtract_mean(T team) {
+    using pack = typename T::pack;
+    std::vector<double> sums(d);
+    std::vector<float> of_block(d);
+    for_blocks([&](std::span<float> rows) {
+      std::fill(of_block.begin(), of_block.end(), 0.0f);
+      add_rows(team, rows, 1.0f / static_cast<float>(count), of_block);
+      for (std::size_t i = 0; i < d; ++i) sums[i] += static_cast<double>(of_block[i]);
+    });
+    for (std::size_t i = 0; i < d; ++i) mean[i] = static_cast<float>(sums[i]);
+    pack largest(0.0f);
+    for_blocks([&](std::span<float> rows) {
+      for (std::size_t at = 0; at < rows.size(); at += d)
+        for (std::size_t i = 0; i < d; i += T::width) {
+          const pack x = team.load(rows.data() + at + i) - team.load(mean.data() + i);
+          team.store(rows.data() + at + i, x);
+          largest = team.maximum(largest, team.maximum(x, pack(0.0f) - x));
+        }
+    });
+    const float most = team.max(largest);
+    if (!(most > 0)) return;
+    const int exponent = std::clamp(std::ilogb(most), -100, 100);
+    unit = std::ldexp(1.0f, exponent);
+    const pack scale(std::ldexp(1.0f, -exponent));
+    for (std::size_t at = 0; at < count * d; at += T::width)
+      team.store(vectors.data() + at, team.load(vectors.data() + at) * scale);
+  }
+};
+
+/// The products of all vectors with `rows` (codes * dims, d), as samples of each code.
+std::vector<clustering> projected(const centred& from, const float* rows, int codes, int dims) {
+  std::vector<clustering> of_codes(size(codes), clustering(dims, from.count));
+  host::with_team(host::best_isa(), [&](auto team) {
+    using pack = typename decltype(team)::pack;
+    constexpr int width = decltype(team)::width;
+    for (std::size_t n = 0; n < whole_blocks(from.count); n += width)
+      for (int r = 0; r < codes * dims; ++r) {
+        pack sums[width];
+        unroll<width>([&](auto k) { sums[k] = pack(0.0f); });
+        for (std::size_t i = 0; i < from.d; i += width) {
+          const pack row = team.load(rows + size(r) * from.d + i);
+          const float* const vectors = from.vectors.data() + n * from.d + i;
+          unroll<width>([&](auto k) { sums[k] = sums[k] + row * team.load(vectors + size(k) * from.d); });
+        }
+        team.store(of_codes[size(r / dims)].at(r % dims, n), team.sum_each(sums));
+      }
+  });
+  return of_codes;
 }
 
 /// The codebook of vectors (count, head_dim), all finite; the first code has `used` centroids.
-void learn_codebook(std::span<const float> vectors, int codes, int dims, int head_dim, int used,
+void learn_codebook(std::vector<float> vectors, int codes, int dims, int head_dim, int used,
                     std::uint64_t seed, float* to) {
-  const principal_axes axes = principal_axes_of(vectors, 0, head_dim, head_dim, codes * dims);
-  float* rows = std::copy(axes.mean.begin(), axes.mean.end(), to);
-  float* centroids = rows + codes * dims * head_dim;
+  const centred of(std::move(vectors), head_dim);
+  const principal_axes axes = axes_of_covariance(of.products, head_dim, codes * dims);
+  float* const rows = std::copy(of.mean.begin(), of.mean.end(), to);
+  float* next = rows;
   for (const int axis : balanced_groups(axes.variances, codes))
-    rows = std::copy_n(axes.rows.data() + axis * head_dim, head_dim, rows);
+    next = std::copy_n(axes.rows.data() + axis * head_dim, head_dim, next);
 
-  const codebook book = codebook::at(to, codes, dims, head_dim);
-  const std::size_t count = vectors.size() / size(head_dim);
-  std::vector<float> coefficients(count * size(codes * dims));
-  host::with_team(host::best_isa(), [&](auto team) {
-    for (std::size_t n = 0; n < count; ++n)
-      book.project(team, vectors.data() + n * size(head_dim), coefficients.data() + n * size(codes * dims));
-  });
-  std::vector<float> samples(count * size(dims));
-  for (int nth = 0; nth < codes; ++nth) {
-    for (std::size_t n = 0; n < count; ++n)
-      std::copy_n(coefficients.data() + n * size(codes * dims) + nth * dims, dims,
-                  samples.data() + n * size(dims));
-    const auto of_code = k_means(samples, dims, nth == 0 ? used : all_centroids, seed + size(nth));
-    centroids = std::copy(of_code.begin(), of_code.end(), centroids);
+  for (int nth = 0; auto& samples : projected(of, rows, codes, dims)) {
+    find_centroids(samples, nth == 0 ? used : all_centroids, seed + size(nth));
+    for (const float x : samples.centroids) *next++ = x * of.unit;
+    ++nth;
   }
 }
 
-/// One head's keys, those that are not finite marked.
+/// One head's keys, zeros in place of those that are not finite.
 class head_keys {
  public:
-  head_keys(std::span<const float> keys, int head, int kv_heads, int head_dim) : d_(size(head_dim)) {
-    const std::size_t row = size(kv_heads) * d_;
-    for (std::size_t at = size(head) * d_; at < keys.size(); at += row) {
-      const auto key = keys.subspan(at, d_);
-      finite_.push_back(std::all_of(key.begin(), key.end(), [](float x) { return std::isfinite(x); }));
-      keys_.insert(keys_.end(), key.begin(), key.end());
+  head_keys(std::span<const float> keys, int head, int kv_heads, int head_dim)
+      : d_(size(head_dim)), keys_(keys.size() / size(kv_heads)), finite_(keys_.size() / d_) {
+    for (std::size_t t = 0; t < count(); ++t) {
+      const auto key = keys.subspan((t * size(kv_heads) + size(head)) * d_, d_);
+      finite_[t] = std::all_of(key.begin(), key.end(), [](float x) { return std::isfinite(x); });
+      if (is_finite(t))
+        std::copy(key.begin(), key.end(), keys_.begin() + static_cast<std::ptrdiff_t>(t * d_));
     }
   }
   std::size_t count() const { return finite_.size(); }
   bool is_finite(std::size_t token) const { return finite_[token] != 0; }
-  std::span<const float> operator[](std::size_t token) const {
-    return std::span(keys_).subspan(token * d_, d_);
-  }
 
   /// Appends the mean of the finite ones among `tokens` keys from `first`; nothing if there are none.
   bool append_mean(std::size_t first, std::size_t tokens, std::vector<float>& to) const {
-    std::vector<double> sum(d_);
-    double count = 0;
-    for (std::size_t t = first; t < std::min(first + tokens, this->count()); ++t) {
-      if (!is_finite(t)) continue;
-      ++count;
-      for (std::size_t i = 0; i < d_; ++i) sum[i] += static_cast<double>(keys_[t * d_ + i]);
-    }
-    if (count == 0) return false;
-    for (const double s : sum) to.push_back(static_cast<float>(s / count));
+    tokens = std::min(tokens, count() - first);
+    int finite = 0;
+    for (std::size_t t = first; t < first + tokens; ++t) finite += is_finite(t);
+    if (finite == 0) return false;
+    to.resize(to.size() + d_);
+    host::with_team(host::best_isa(), [&](auto team) {
+      add_rows(team, std::span(keys_).subspan(first * d_, tokens * d_), 1.0f / static_cast<float>(finite),
+               std::span(to).last(d_));
+    });
     return true;
+  }
+
+  /// Appends the differences of a key from a mean.
+  void append_difference(std::size_t token, std::span<const float> mean, std::vector<float>& to) const {
+    to.resize(to.size() + d_);
+    float* const difference = to.data() + to.size() - d_;
+    host::with_team(host::best_isa(), [&](auto team) {
+      for (std::size_t i = 0; i < d_; i += decltype(team)::width)
+        team.store(difference + i, team.load(keys_.data() + token * d_ + i) - team.load(mean.data() + i));
+    });
   }
 
  private:
@@ -253,14 +463,19 @@ class head_keys {
 void through_codes(const codebook& book, int used, std::span<float> vector) {
   std::vector<float> coefficients(size(book.codes * book.dims));
   host::with_team(host::best_isa(), [&](auto team) {
+    using pack = typename decltype(team)::pack;
     book.project(team, vector.data(), coefficients.data());
-    std::copy_n(book.offset, vector.size(), vector.begin());
     for (int nth = 0; nth < book.codes; ++nth) {
-      const int c =
-          book.nearest(team, nth, coefficients.data() + nth * book.dims, nth == 0 ? used : all_centroids);
-      for (int r = nth * book.dims; r < (nth + 1) * book.dims; ++r)
-        for (std::size_t i = 0; i < vector.size(); ++i)
-          vector[i] += book.rows[size(r) * vector.size() + i] * book.centroids[r * all_centroids + c];
+      float* const of_code = coefficients.data() + nth * book.dims;
+      const int c = book.nearest(team, nth, of_code, nth == 0 ? used : all_centroids);
+      for (int d = 0; d < book.dims; ++d)
+        of_code[d] = book.centroids[(nth * book.dims + d) * all_centroids + c];
+    }
+    for (std::size_t i = 0; i < vector.size(); i += decltype(team)::width) {
+      pack sum = team.load(book.offset + i);
+      for (std::size_t r = 0; r < coefficients.size(); ++r)
+        sum = sum + pack(coefficients[r]) * team.load(book.rows + r * vector.size() + i);
+      team.store(vector.data() + i, sum);
     }
   });
 }
@@ -268,20 +483,10 @@ void through_codes(const codebook& book, int used, std::span<float> vector) {
 }  // namespace
 
 std::vector<float> k_means(std::span<const float> samples, int dims, int used, std::uint64_t seed) {
-  clustering of{samples, dims};
-  if (samples.empty()) return of.centroids;
-  seeding(of, seed).choose(used);
-  for (int round = 0; round < lloyd_rounds; ++round) {
-    for (int c = 0; c < all_centroids; ++c) {
-      float& half_norm = of.half_norms[size(c)] = c < used ? 0.0f : infinity;
-      for (int d = 0; d < dims && c < used; ++d) {
-        const float x = of.centroids[size(d * all_centroids + c)];
-        half_norm += 0.5f * x * x;
-      }
-    }
-    assign(of);
-    move_centroids(of, used);
-  }
+  clustering of(dims, samples.size() / size(dims));
+  for (std::size_t n = 0; n < of.count; ++n)
+    for (int d = 0; d < dims; ++d) *of.at(d, n) = samples[n * size(dims) + size(d)];
+  find_centroids(of, used, seed);
   return of.centroids;
 }
 
@@ -289,13 +494,15 @@ std::vector<int> balanced_groups(std::span<const double> variances, int groups) 
   const std::size_t room = variances.size() / size(groups);
   std::vector<std::vector<int>> members(size(groups));
   std::vector<double> sums(size(groups));
+  const double least =
+      variances.empty() ? 1.0 : std::max({variances.back(), variances.front() * 1e-6, 1e-300});
   for (std::size_t dim = 0; dim < room * size(groups); ++dim) {
     std::size_t to = 0;
     while (members[to].size() == room) ++to;
     for (std::size_t g = to + 1; g < size(groups); ++g)
       if (members[g].size() < room && sums[g] < sums[to]) to = g;
     members[to].push_back(static_cast<int>(dim));
-    sums[to] += std::log(std::max(variances[dim], 1e-12));
+    sums[to] += std::log(std::max(variances[dim] / least, 1.0));
   }
   std::vector<int> all;
   for (const auto& group : members) all.insert(all.end(), group.begin(), group.end());
@@ -323,6 +530,7 @@ key_codebooks codebook_set::layer(int layer) const {
 
 void codebook_set::learn(int layer, std::span<const float> keys) {
   constexpr int used = all_centroids - 1;  // of a mean's first code
+  constexpr std::size_t mean_offsets = 8;  // in a page
   const std::size_t d = size(head_dim_), page = size(sizes_.page);
   for (int head = 0; head < kv_heads_; ++head) {
     float* to = data_.data() + size(layer * kv_heads_ + head) * view().floats_per_head();
@@ -330,20 +538,22 @@ void codebook_set::learn(int layer, std::span<const float> keys) {
     const head_keys of_head(keys, head, kv_heads_, head_dim_);
 
     std::vector<float> means;
-    for (std::size_t first = 0; first == 0 || first + page <= of_head.count(); first += 2)
+    const std::size_t step = std::max(page / mean_offsets, std::size_t{1});
+    for (std::size_t first = 0; first < of_head.count() && (first == 0 || first + page <= of_head.count());
+         first += step)
       of_head.append_mean(first, page, means);
-    learn_codebook(means, sizes_.mean_codes, sizes_.mean_dims, head_dim_, used, seed, to);
+    learn_codebook(std::move(means), sizes_.mean_codes, sizes_.mean_dims, head_dim_, used, seed, to);
 
     std::vector<float> differences;
+    differences.reserve(of_head.count() * d);
     for (std::size_t first = 0; first < of_head.count(); first += page) {
       std::vector<float> mean;
       if (!of_head.append_mean(first, page, mean)) continue;
       through_codes(view().mean(layer, head), used, mean);
       for (std::size_t t = first; t < std::min(first + page, of_head.count()); ++t)
-        for (std::size_t i = 0; i < d && of_head.is_finite(t); ++i)
-          differences.push_back(of_head[t][i] - mean[i]);
+        if (of_head.is_finite(t)) of_head.append_difference(t, mean, differences);
     }
-    learn_codebook(differences, sizes_.codes, sizes_.dims, head_dim_, all_centroids,
+    learn_codebook(std::move(differences), sizes_.codes, sizes_.dims, head_dim_, all_centroids,
                    seed + size(sizes_.mean_codes),
                    to + codebook::floats(sizes_.mean_codes, sizes_.mean_dims, head_dim_));
   }

@@ -7,6 +7,20 @@ namespace freekv::examples {
 
 namespace {
 
+/// Rows and variances, by the lower triangle of a covariance.
+principal_axes leading_axes(const Eigen::MatrixXd& covariance, int count) {
+  const auto dim = static_cast<int>(covariance.rows());
+  const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(covariance);  // eigenvalues ascend
+  principal_axes axes;
+  axes.rows.resize(static_cast<std::size_t>(count * dim));
+  for (int r = 0; r < count; ++r) {
+    Eigen::Map<Eigen::VectorXf>(axes.rows.data() + r * dim, dim) =
+        solver.eigenvectors().col(dim - 1 - r).cast<float>();
+    axes.variances.push_back(solver.eigenvalues()[dim - 1 - r]);
+  }
+  return axes;
+}
+
 principal_axes axes_of(std::span<const float> floats, int first, int stride, int dim, int count,
                        bool about_mean) {
   Eigen::VectorXd mean = Eigen::VectorXd::Zero(dim);
@@ -24,17 +38,9 @@ principal_axes axes_of(std::span<const float> floats, int first, int stride, int
   products /= std::max(vectors, 1.0);
   if (!about_mean) mean.setZero();
   products.selfadjointView<Eigen::Lower>().rankUpdate(mean, -1.0);
-  const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(products);  // eigenvalues ascend
-
-  principal_axes axes;
+  principal_axes axes = leading_axes(products, count);
   axes.mean.resize(static_cast<std::size_t>(dim));
-  axes.rows.resize(static_cast<std::size_t>(count * dim));
   Eigen::Map<Eigen::VectorXf>(axes.mean.data(), dim) = mean.cast<float>();
-  for (int r = 0; r < count; ++r) {
-    Eigen::Map<Eigen::VectorXf>(axes.rows.data() + r * dim, dim) =
-        solver.eigenvectors().col(dim - 1 - r).cast<float>();
-    axes.variances.push_back(solver.eigenvalues()[dim - 1 - r]);
-  }
   return axes;
 }
 
@@ -46,6 +52,11 @@ principal_axes principal_axes_of(std::span<const float> floats, int first, int s
 
 principal_axes singular_axes_of(std::span<const float> floats, int dim, int count) {
   return axes_of(floats, 0, dim, dim, count, false);
+}
+
+principal_axes axes_of_covariance(std::span<const double> covariance, int dim, int count) {
+  return leading_axes(Eigen::Map<const Eigen::MatrixXd>(covariance.data(), dim, dim),
+                      count);  // its transpose
 }
 
 }  // namespace freekv::examples

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <freekv/backend/host/isa.hpp>
+#include <future>
 #include <limits>
 #include <random>
 #include <set>
@@ -105,6 +106,90 @@ std::vector<float> floats_of(const key_codebooks& books) {
           books.data + static_cast<std::size_t>(books.layers * books.kv_heads) * books.floats_per_head()};
 }
 
+/// The mean squared distance of samples from the nearest of centroids (dims, 256), of which `used` count.
+template <class Number>
+double distortion(const std::vector<float>& samples, int dims, const std::vector<Number>& centroids,
+                  int used) {
+  const std::size_t count = samples.size() / static_cast<std::size_t>(dims);
+  double sum = 0;
+  for (std::size_t n = 0; n < count; ++n) {
+    double least = std::numeric_limits<double>::infinity();
+    for (int c = 0; c < used; ++c) {
+      double distance = 0;
+      for (int k = 0; k < dims; ++k)
+        distance +=
+            std::pow(static_cast<double>(centroids[static_cast<std::size_t>(k * 256 + c)]) -
+                         static_cast<double>(
+                             samples[n * static_cast<std::size_t>(dims) + static_cast<std::size_t>(k)]),
+                     2);
+      least = std::min(least, distance);
+    }
+    sum += least;
+  }
+  return sum / static_cast<double>(count);
+}
+
+/// k-means in float64 by its definition: a k-means++ start, then 6 rounds of Lloyd's algorithm. (dims, 256).
+std::vector<double> reference_k_means(const std::vector<float>& samples, int dims, int used,
+                                      std::uint64_t seed) {
+  const auto at = [](int n) { return static_cast<std::size_t>(n); };
+  const int count = static_cast<int>(samples.size()) / dims;
+  std::mt19937_64 random(seed);
+  std::vector<std::vector<double>> centroids;
+  const auto sample = [&](int n) {
+    return std::vector<double>(samples.begin() + n * dims, samples.begin() + (n + 1) * dims);
+  };
+  const auto distance = [&](int n, const std::vector<double>& from) {
+    double sum = 0;
+    for (int k = 0; k < dims; ++k)
+      sum += std::pow(static_cast<double>(samples[at(n * dims + k)]) - from[at(k)], 2);
+    return sum;
+  };
+  const auto nearest = [&](int n) {
+    std::size_t best = 0;
+    for (std::size_t c = 1; c < centroids.size(); ++c)
+      if (distance(n, centroids[c]) < distance(n, centroids[best])) best = c;
+    return best;
+  };
+  centroids.push_back(sample(std::uniform_int_distribution<int>(0, count - 1)(random)));
+  std::vector<double> distances(at(count), std::numeric_limits<double>::infinity());
+  while (static_cast<int>(centroids.size()) < used) {
+    for (int n = 0; n < count; ++n)
+      distances[at(n)] = std::min(distances[at(n)], distance(n, centroids.back()));
+    centroids.push_back(sample(std::discrete_distribution<int>(distances.begin(), distances.end())(random)));
+  }
+  for (int round = 0; round < 6; ++round) {
+    std::vector<double> counts(centroids.size());
+    std::vector<std::vector<double>> sums(centroids.size(), std::vector<double>(at(dims)));
+    for (int n = 0; n < count; ++n) {
+      const std::size_t c = nearest(n);
+      ++counts[c];
+      for (int k = 0; k < dims; ++k) sums[c][at(k)] += static_cast<double>(samples[at(n * dims + k)]);
+    }
+    for (std::size_t c = 0; c < centroids.size(); ++c)
+      for (int k = 0; k < dims && counts[c] > 0; ++k) centroids[c][at(k)] = sums[c][at(k)] / counts[c];
+  }
+  std::vector<double> result(at(dims * 256));
+  for (int c = 0; c < used; ++c)
+    for (int k = 0; k < dims; ++k) result[at(k * 256 + c)] = centroids[at(c)][at(k)];
+  return result;
+}
+
+/// Samples about a few wandering centres, some of them far away.
+std::vector<float> uneven_samples(int count, int dims, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> samples, centre(static_cast<std::size_t>(dims));
+  for (int n = 0; n < count; ++n) {
+    const float spread = n % 50 == 0 ? 3.0f : 1.0f;
+    for (float& x : centre) {
+      x = 0.9f * x + 0.5f * normal(random);
+      samples.push_back(x + spread * normal(random));
+    }
+  }
+  return samples;
+}
+
 }  // namespace
 
 TEST_CASE("k-means finds separated clusters", "[codebooks]") {
@@ -142,12 +227,56 @@ TEST_CASE("fewer samples than centroids are repeated", "[codebooks]") {
   CHECK(k_means({}, 2, 256, 3) == std::vector<float>(512));
 }
 
+TEST_CASE("k-means is as good as in float64, for samples it saw and others", "[codebooks]") {
+  for (const int dims : {1, 2, 3, 4, 5, 6, 8, 11}) {
+    constexpr int count = 600, used = 32, seeds = 16;
+    const auto seen = uneven_samples(count, dims, 31), others = uneven_samples(count, dims, 32);
+    for (const auto& samples : {seen, others}) {
+      double sum = 0, squares = 0;  // of the ratio to the reference, by seed
+      for (std::uint64_t seed = 0; seed < seeds; ++seed) {
+        const double ours = distortion(samples, dims, k_means(seen, dims, used, seed), used),
+                     reference = distortion(samples, dims, reference_k_means(seen, dims, used, seed), used);
+        sum += ours / reference;
+        squares += std::pow(ours / reference, 2);
+      }
+      const double mean = sum / seeds, deviation = std::sqrt((squares / seeds - mean * mean) / seeds);
+      CAPTURE(dims, mean, deviation);
+      CHECK(mean < 1.01 + 2 * deviation);
+      CHECK(deviation < 0.03);
+    }
+  }
+}
+
+TEST_CASE("samples that are all equal have one centroid, often", "[codebooks]") {
+  for (const int dims : {1, 4, 5, 7})
+    for (const int count : {1, 100, 1000}) {
+      CAPTURE(dims, count);
+      const auto centroids =
+          k_means(std::vector<float>(static_cast<std::size_t>(count * dims), 0.1f), dims, 256, 5);
+      CHECK(centroids == std::vector<float>(static_cast<std::size_t>(dims * 256), 0.1f));
+    }
+  const std::vector<float> same(static_cast<std::size_t>(100 * d), 3.0f);
+  const auto books = learnt(same, 1, {});
+  for (const float x : floats_of(books.view())) REQUIRE(std::isfinite(x));
+  const key_codebooks view = books.view();
+  CHECK(squared_error(same, 0, 1, 32, &view) < 1e-10);
+}
+
+TEST_CASE("samples of which no distance is a float still have finite centroids", "[codebooks]") {
+  auto samples = uneven_samples(400, 4, 33);
+  for (float& x : samples) x *= 1e30f;
+  for (const float x : k_means(samples, 4, 256, 6)) REQUIRE(std::isfinite(x));
+}
+
 TEST_CASE("groups are of equal size and about equal product of variances", "[codebooks]") {
   const std::vector<double> variances{60, 32, 16, 8, 4, 2, 2, 2};
   // Binary logarithms: 5.9 to the first, 5 and 4 to the second, 3 and 2 to the first, 1 and 1 to the second, which is full.
   CHECK(balanced_groups(variances, 2) == std::vector<int>{0, 3, 4, 7, 1, 2, 5, 6});
   CHECK(balanced_groups(variances, 1) == std::vector<int>{0, 1, 2, 3, 4, 5, 6, 7});
   CHECK(balanced_groups(variances, 8) == std::vector<int>{0, 1, 2, 3, 4, 5, 6, 7});
+  auto small = variances;
+  for (double& variance : small) variance *= 1e-9;
+  CHECK(balanced_groups(small, 2) == balanced_groups(variances, 2));
   const std::vector<double> vanishing{4, 0, 0, -1e-20};
   auto all = balanced_groups(vanishing, 2);
   std::sort(all.begin(), all.end());
@@ -204,6 +333,44 @@ TEST_CASE("the same keys give the same codebooks, each layer and head its own", 
   const auto offset = [](const codebook& book) { return std::vector<float>(book.offset, book.offset + d); };
   CHECK(offset(layers.view().mean(2, 1)) == offset(one.view().mean(0, 1)));
   CHECK(offset(one.view().mean(0, 0)) != offset(one.view().mean(0, 1)));
+}
+
+TEST_CASE("threads that learn different layers change nothing", "[codebooks]") {
+  constexpr int layers = 6, heads = 2;
+  const auto learn = [&](int threads) {
+    codebook_set set(layers, heads, d, {.codes = 3, .dims = 5});
+    std::vector<std::future<void>> all;
+    for (int thread = 0; thread < threads; ++thread)
+      all.push_back(std::async(std::launch::async, [&, thread] {
+        for (int layer = thread; layer < layers; layer += threads)
+          set.learn(layer, structured_keys(500, heads, 40 + static_cast<std::uint64_t>(layer)));
+      }));
+    for (auto& one : all) one.get();
+    return floats_of(set.view());
+  };
+  const auto alone = learn(1);
+  CHECK(learn(2) == alone);
+  CHECK(learn(5) == alone);
+}
+
+TEST_CASE("keys in another unit, a power of two, have the same codebooks in that unit", "[codebooks]") {
+  const auto keys = structured_keys(600, 1, 10);
+  const codebook_sizes sizes{.codes = 3, .dims = 5, .mean_codes = 4, .mean_dims = 4};
+  const auto usual = learnt(keys, 1, sizes);
+  for (const float unit : {0x1p-20f, 0x1p+40f}) {
+    auto scaled = keys;
+    for (float& x : scaled) x *= unit;
+    const auto set = learnt(scaled, 1, sizes);
+    const auto same = [&](const codebook& a, const codebook& b) {
+      const int rows = a.codes * a.dims * d;
+      CHECK(std::equal(a.rows, a.rows + rows, b.rows));
+      CHECK(std::equal(a.offset, a.offset + d, b.offset, [&](float x, float y) { return x * unit == y; }));
+      CHECK(std::equal(a.centroids, a.centroids + a.codes * a.dims * 256, b.centroids,
+                       [&](float x, float y) { return x * unit == y; }));
+    };
+    same(usual.view().mean(0, 0), set.view().mean(0, 0));
+    same(usual.view().token(0, 0), set.view().token(0, 0));
+  }
 }
 
 TEST_CASE("keys that are not finite are left out, and no keys are no fault", "[codebooks]") {
