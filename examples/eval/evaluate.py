@@ -3,13 +3,16 @@
     python3 evaluate.py --program freekv-compare --model FILE.gguf --out FOLDER
 
 A cell is a kind of task (tasks.py) at a length, or the quality on three texts after a prompt of that length. What a
-cell gave stays in FOLDER/cells/, and a second run goes on where the first was stopped. FOLDER/table.md has a table for
-each length, with n and intervals; FOLDER/results.jsonl all lines. Needs nothing but Python; evaluate.sh builds the
-program.
+cell gave stays in FOLDER/cells/, and a second run goes on where the first was stopped, and adds methods that are new.
+Several cells run at a time, each on one core: llama.cpp's kernels gain little from a second. FOLDER/table.md has a table
+for each length, with n and intervals; FOLDER/cells/*/questions.jsonl what became of each question. Needs nothing but
+Python; evaluate.sh builds the program.
 """
 
 import argparse
+import concurrent.futures
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -25,9 +28,9 @@ METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "a
            "defensive_kv", "cake", "r_kv", "arkv_origin", "d2o", "exact_merge", "hard_kv_merge",
            "freekv", "freekv_key_subspace", "freekv_key_codes",
            "freekv_key_codes_deficit", "freekv_key_codes_sticky"]
-# For the estimate alone, on two cores with a model of 135M: tokens a second that llama.cpp prefills, and that a
-# method decodes.
-PREFILLED, DECODED = 140, 60
+# For the estimate alone, on one core with a model of 135M: tokens a second that llama.cpp prefills, and that a method
+# decodes.
+PREFILLED, DECODED = 130, 130
 
 
 def cells_of(wanted):
@@ -36,33 +39,35 @@ def cells_of(wanted):
 
 def settings_of(wanted):
     """What must be the same for a cell to be taken from an earlier run; the commit need not, and the table says it."""
-    return {"model": Path(wanted.model).name, "methods": wanted.methods, "head_list": wanted.head_list.name,
-            "budget": wanted.budget, "steps": wanted.steps, "prompts": wanted.prompts, "seed": wanted.seed,
-            "characters": wanted.characters, "more": wanted.more}
+    return {"model": Path(wanted.model).name, "head_list": wanted.head_list.name, "budget": wanted.budget,
+            "steps": wanted.steps, "prompts": wanted.prompts, "seed": wanted.seed, "characters": wanted.characters,
+            "more": wanted.more}
 
 
 def seconds_of(kind, length, wanted):
-    """A guess."""
-    methods = 1 + len(wanted.methods)
+    """A guess, of one core."""
+    methods = 1 + len(missing_of(kind, length, wanted))
+    if methods == 1:
+        return 0
     if kind == QUALITY:
         return 3 * (length / PREFILLED + 2 * methods * wanted.steps / DECODED)
     lines = list(tasks.make([kind], [length], wanted.seed, wanted.characters, wanted.prompts))
     decoded = 0
     for question in (q for line in lines for q in line["questions"]):
         answers = question.get("choices", []) + [question[k] for k in ("continuation",) if k in question]
-        decoded += sum(len(question["question"] + answer) for answer in answers) / wanted.characters
+        decoded += sum(len(text) for text in [question["question"], *answers]) / wanted.characters
         decoded += question.get("max_tokens", 0)
     return len(lines) * length / PREFILLED + methods * decoded / DECODED
 
 
-def command_of(kind, length, wanted, folder):
+def command_of(kind, length, methods, wanted, folder):
     texts = tasks.TEXTS
     command = [wanted.program, "--model", wanted.model, "--text", texts / "hacker-folklore.txt", "--needle-text",
                texts / "genesis.txt", "--calibration", texts / "technical.txt", "--cache", wanted.cache,
-               "--out", folder, "--budget", wanted.budget, "--threads", wanted.threads, "--commit", wanted.commit]
-    for method in wanted.methods:
+               "--out", folder, "--budget", wanted.budget, "--threads", 1, "--commit", wanted.commit]
+    for method in methods:
         command += ["--variant", method]
-    if "razor_attention" in wanted.methods:
+    if "razor_attention" in methods:
         command += ["--head-list", "razor_attention=" + str(wanted.head_list)]
     if kind == QUALITY:
         command += ["--section", "quality", "--prompt", length, "--steps", wanted.steps, "--more-texts",
@@ -75,22 +80,53 @@ def command_of(kind, length, wanted, folder):
     return [str(word) for word in command + wanted.more]
 
 
+def folder_of(kind, length, wanted):
+    return Path(wanted.out) / "cells" / f"{kind}-{length}"
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def asked_of(kind, length, wanted):
+    """The methods that a cell has been run with already."""
+    kept = folder_of(kind, length, wanted) / "settings.json"
+    found = json.loads(kept.read_text()) if kept.exists() else {}
+    return found["methods"] if found.get("settings") == settings_of(wanted) else []
+
+
+def missing_of(kind, length, wanted):
+    asked = asked_of(kind, length, wanted)
+    return [method for method in wanted.methods if method not in asked]
+
+
 def run_cell(kind, length, wanted):
-    """The cell's lines: those of an earlier run, or of one now."""
-    folder = Path(wanted.out) / "cells" / f"{kind}-{length}"
-    results, kept = folder / "results.jsonl", folder / "settings.json"
-    settings = settings_of(wanted)
-    if results.exists() and kept.exists() and json.loads(kept.read_text()) == settings:
-        return [json.loads(line) for line in results.read_text().splitlines()], True
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    with open(folder / "log.txt", "w") as log:
-        end = subprocess.run(command_of(kind, length, wanted, folder), stdout=log, stderr=subprocess.STDOUT)
+    """Runs a cell with the methods that it has not been run with, beside full; returns the seconds, or None where it had
+    all."""
+    folder, missing = folder_of(kind, length, wanted), missing_of(kind, length, wanted)
+    if not missing:
+        return None
+    asked, start = asked_of(kind, length, wanted), time.monotonic()
+    now = folder / "now"
+    if now.exists() or not asked:
+        shutil.rmtree(now if asked else folder, ignore_errors=True)
+    now.mkdir(parents=True)
+    with open(folder / "log.txt", "a") as log:
+        end = subprocess.run(command_of(kind, length, missing, wanted, now), stdout=log, stderr=subprocess.STDOUT)
     if end.returncode != 0:
-        sys.exit(f"evaluate.py: {kind} at {length} tokens ended with {end.returncode}; see {folder / 'log.txt'}")
-    kept.write_text(json.dumps(settings))
-    return [json.loads(line) for line in results.read_text().splitlines()], False
+        raise RuntimeError(f"{kind} at {length} tokens ended with {end.returncode}; see {folder / 'log.txt'}")
+    new = [line for line in read_lines(now / "results.jsonl") if not asked or line.get("case") != "full"]
+    for name, wants in (("results.jsonl", lambda line: line["bench"] in ("task_group", QUALITY)),
+                        ("questions.jsonl", lambda line: line["bench"] == "task")):
+        write_lines(folder / name, read_lines(folder / name) + [line for line in new if wants(line)])
+    (folder / "settings.json").write_text(
+        json.dumps({"settings": settings_of(wanted), "methods": asked + missing}, indent=1) + "\n")
+    shutil.rmtree(now)
+    return time.monotonic() - start
 
 
 def signed(value, low, high, digits, unit=1):
@@ -166,31 +202,43 @@ def main(arguments):
     parser.add_argument("--prompts", type=int, help="of each task and length, instead of tasks.py's")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--characters", type=float, default=4.0, help="of a token, about")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cells at a time (default: the cores)")
     parser.add_argument("--commit", default="unknown", help="noted in the results and the table")
     parser.add_argument("more", nargs="*", help="behind --: more for the program")
     wanted = parser.parse_args(arguments)
     wanted.cache = wanted.cache or str(Path(wanted.out) / "cache")
 
     cells = cells_of(wanted)
-    guess = sum(seconds_of(kind, length, wanted) for kind, length in cells)
+    guess = sum(seconds_of(kind, length, wanted) for kind, length in cells) / wanted.jobs
     print(f"{len(cells)} cells of {1 + len(wanted.methods)} methods: about {guess / 60:.0f} minutes for a model of 135M "
-          "on two cores; what is done is kept", flush=True)
-    columns, lines, kept_cells = {length: [] for length in wanted.lengths}, [], 0
-    for kind, length in cells:
-        start = time.monotonic()
-        found, kept = run_cell(kind, length, wanted)
-        kept_cells += kept
-        took = "kept from before" if kept else f"{time.monotonic() - start:.0f} s"
-        print(f"{kind} at {length}: {took}", flush=True)
-        lines += found
-        columns[length].append(column_of(kind, found))
-        # After every cell, so that a run that is stopped leaves what there is.
-        done = [table_of(l, c) for l, c in columns.items() if c]
-        commits = ", ".join(dict.fromkeys(str(line.get("commit", "unknown")) for line in lines))
+          f"on {wanted.jobs} cores; what is done is kept", flush=True)
+
+    def write_table():
+        """After every cell, so that a run that is stopped leaves what there is."""
+        columns, commits = {length: [] for length in wanted.lengths}, {}
+        for kind, length in cells:
+            if asked_of(kind, length, wanted):
+                lines = read_lines(folder_of(kind, length, wanted) / "results.jsonl")
+                columns[length].append(column_of(kind, lines))
+                commits.update(dict.fromkeys(str(line.get("commit", "unknown")) for line in lines))
+        done = [table_of(length, found) for length, found in columns.items() if found]
+        Path(wanted.out).mkdir(parents=True, exist_ok=True)
         Path(wanted.out, "table.md").write_text(f"{Path(wanted.model).name}, budget {wanted.budget} tokens, commit "
-                                                f"{commits}.\n\n" + "\n".join(done) + NOTE)
-        Path(wanted.out, "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+                                                f"{', '.join(commits)}.\n\n" + "\n".join(done) + NOTE)
+
+    failed = []
+    with concurrent.futures.ThreadPoolExecutor(wanted.jobs) as pool:
+        running = {pool.submit(run_cell, kind, length, wanted): (kind, length) for kind, length in cells}
+        for cell in concurrent.futures.as_completed(running):
+            kind, length = running[cell]
+            if cell.exception():
+                failed.append(str(cell.exception()))
+            else:
+                took = "kept from before" if cell.result() is None else f"{cell.result():.0f} s"
+                print(f"{kind} at {length}: {took}", flush=True)
+            write_table()
+    if failed:
+        sys.exit("evaluate.py: " + "; ".join(failed))
     print(Path(wanted.out, "table.md").read_text())
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All methods on all tasks, cell by cell: bash examples/eval/evaluate.sh [--out FOLDER] [options of evaluate.py,
 # which --help lists]. Installs what it needs and builds; says first how long it will take; what is done is kept, and a
-# second run goes on from there. Results: FOLDER/table.md and FOLDER/results.jsonl, FOLDER being build/evaluation.
+# second run goes on from there. Results: FOLDER/table.md and FOLDER/cells/, FOLDER being build/evaluation; with
+# --out docs/evaluation it goes on with the cells that the repository has.
 source "$(dirname "${BASH_SOURCE[0]}")/../../cmake/bootstrap.sh"
 
 evaluate=$root/examples/eval/evaluate.py
@@ -23,4 +24,5 @@ cmake -S "$root" --preset host -DFREEKV_TESTS=OFF -DFREEKV_LLAMA_CPP="$LLAMA_CPP
 cmake --build "$root/build/host" --target freekv-compare -j "$jobs" >&2
 commit=$(git -C "$root" describe --always --dirty 2>/dev/null || echo unknown)
 exec python3 "$evaluate" --commit "$commit" --program "$root/build/host/examples/eval/freekv-compare" --out "$root/build/evaluation" \
+  --cache "$root/build/evaluation-cache" \
   ${MODEL:+--model "$MODEL"} "$@"

@@ -53,6 +53,8 @@ class retrieval_attention : public attention {
   }
 
   void attend(const layer_rows& rows, float* output) override;
+  /// Another step's sequences, in the order of the engine's. Nothing is compared over such steps.
+  void serve(std::vector<sequence_id> sequences) { sequences_ = std::move(sequences); }
 
   /// From now on every layer also computes full attention and compares, which costs as much as full
   /// attention.

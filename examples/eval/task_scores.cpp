@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cctype>
 #include <cmath>
+#include <deque>
 #include <filesystem>
 #include <iostream>
 #include <map>
@@ -113,76 +114,176 @@ std::size_t first_of(const std::string& text, std::span<const std::string> words
   return first;
 }
 
-/// A text after a prompt, token by token.
-struct forced_text {
-  double loss = 0;    ///< -ln p per token
-  double likely = 0;  ///< share of the tokens that were the most likely
+/// What comes behind a prompt and the beginning of a question, a token at a time.
+class continuation {
+ public:
+  virtual ~continuation() = default;
+  /// Told what the model makes of all before it; the token to decode next, or none where it has ended.
+  virtual std::optional<llama_token> next(std::span<const float> logits) = 0;
 };
+
+/// A text that is given.
+class given_text final : public continuation {
+ public:
+  explicit given_text(std::span<const llama_token> text) : text_(text) {}
+
+  std::optional<llama_token> next(std::span<const float> logits) override {
+    loss_ += loss_of(logits, text_[at_]);
+    likely_ += most_likely(logits) == text_[at_];
+    return ++at_ < text_.size() ? std::optional(text_[at_ - 1]) : std::nullopt;
+  }
+  /// -ln p per token.
+  double loss() const { return loss_ / static_cast<double>(text_.size()); }
+  /// Share of the tokens that were the most likely.
+  double likely() const { return likely_ / static_cast<double>(text_.size()); }
+
+ private:
+  std::span<const llama_token> text_;
+  std::size_t at_ = 0;
+  double loss_ = 0, likely_ = 0;
+};
+
+/// Tokens that are chosen one by one: until a stop, or until there is a little more text than the answer has, at most a
+/// line, or for what may stand anywhere as many as the question says.
+class chosen_text final : public continuation {
+ public:
+  chosen_text(const model& model, const question& asked, const sampling& how)
+      : model_(model), asked_(asked), choice_(how) {}
+
+  std::optional<llama_token> next(std::span<const float> logits) override {
+    const llama_token token = choice_.choose(logits);
+    if (model_.ends(token) || (asked_.anywhere && tokens_ == asked_.max_tokens)) return end();
+    text_ += model_.to_text(token);
+    const std::size_t stop = first_of(text_, asked_.stops);
+    text_.resize(std::min(text_.size(), stop));
+    if (!asked_.anywhere) {
+      const std::string line = first_line(text_);
+      const bool ended = line.size() < trimmed(text_).size() || (!line.empty() && text_.back() == '\n');
+      if (ended || line.size() > asked_.answers.front().size()) return end();
+    }
+    if (stop != std::string::npos || ++tokens_ > asked_.max_tokens) return end();
+    return token;
+  }
+  const std::string& text() const { return text_; }
+
+ private:
+  std::nullopt_t end() {
+    if (!asked_.anywhere) text_ = first_line(text_);
+    return std::nullopt;
+  }
+
+  const model& model_;
+  const question& asked_;
+  sampler choice_;
+  std::string text_;
+  int tokens_ = 0;
+};
+
+/// Continuations of one beginning.
+struct fan {
+  std::span<const llama_token> lead;  ///< one or more
+  std::vector<continuation*> behind;
+};
+
+/// Decoded together at most: llama.cpp reads its weights once for all of them.
+constexpr std::size_t most_rows = 8;
 
 /// One contender at the end of one task's prompt.
 class candidate {
  public:
   candidate(const contender& c, const common_settings& s, const model& model, const prepared_prompt& prompt,
             const tokenized_task& asked, engine& decoding)
-      : model_(model),
-        prompt_(prompt),
+      : prompt_(prompt),
         decoding_(decoding),
+        forks_(!c.method.evicts()),
         backend_({.threads = s.threads, .overlap = s.overlap}),
-        pipeline_(make_contender(c, s, model.shape(), prompt, asked.room(), true, backend_)),
-        attention_(*pipeline_, model.shape(), s.complete_layers) {}
-
-  forced_text force(std::span<const llama_token> lead, std::span<const llama_token> text) {
-    auto logits = after(lead);
-    forced_text result;
-    for (std::size_t i = 0; i < text.size(); ++i) {
-      if (i > 0) logits = next(text[i - 1]);
-      result.loss += loss_of(logits, text[i]);
-      result.likely += most_likely(logits) == text[i];
-    }
-    result.loss /= static_cast<double>(text.size());
-    result.likely /= static_cast<double>(text.size());
-    return result;
+        pipeline_(make_pipeline(options(c, s, model, prompt, asked, forks_), backend_)),
+        attention_(*pipeline_, std::vector<sequence_id>(1), model.shape(), s.complete_layers) {
+    if (forks_) prompted_ = prompt_.kv.open(*pipeline_);
   }
 
-  /// Tokens that are chosen one by one: until a stop, or until there is a little more text than the answer has, at most
-  /// a line, or for what may stand anywhere as many as the question says.
-  std::string answer(std::span<const llama_token> lead, const question& q, sampler& choice) {
-    std::string text;
-    auto logits = after(lead);
-    for (int i = 0; i <= q.max_tokens; ++i) {
-      const llama_token token = choice.choose(logits);
-      if (model_.ends(token) || (q.anywhere && i == q.max_tokens)) break;
-      text += model_.to_text(token);
-      const std::size_t stop = first_of(text, q.stops);
-      text.resize(std::min(text.size(), stop));
-      if (!q.anywhere) {
-        const std::string line = first_line(text);
-        const bool ended = line.size() < trimmed(text).size() || (!line.empty() && text.back() == '\n');
-        if (ended || line.size() > q.answers.front().size()) return line;
+  /// Decodes all continuations to their ends, several at a time. A beginning is decoded once where the contender's
+  /// sequences can be forked, else once for each continuation.
+  void decode(std::vector<fan> fans) {
+    if (!forks_) fans = one_by_one(fans);
+    std::vector<row> rows;
+    for (std::size_t begun = 0; begun < fans.size() || !rows.empty();) {
+      std::size_t taken = 0;
+      for (const row& r : rows) taken += r.of.behind.size();
+      for (; begun < fans.size() && taken + fans[begun].behind.size() <= most_rows; ++begun) {
+        taken += fans[begun].behind.size();
+        rows.push_back({forks_ ? pipeline_->fork(*prompted_) : prompt_.kv.open(*pipeline_),
+                        prompt_.kv.tokens(), fans[begun].lead.front(), fans[begun]});
       }
-      if (stop != std::string::npos) break;
-      logits = next(token);
+      rows = after_step(rows);
     }
-    return q.anywhere ? text : first_line(text);
   }
 
  private:
-  std::span<const float> after(std::span<const llama_token> lead) {
-    prompt_.kv.restore(*pipeline_);
-    position_ = prompt_.kv.tokens();
-    std::span<const float> logits;
-    for (const llama_token token : lead) logits = next(token);
-    return logits;
-  }
-  std::span<const float> next(llama_token token) { return decoding_.decode(token, position_++, attention_); }
+  struct row {
+    sequence_id sequence;
+    int position;
+    llama_token token;  // the lead's first, or the one continuation's
+    fan of;
+  };
 
-  const model& model_;
+  static pipeline_options options(const contender& c, const common_settings& s, const model& model,
+                                  const prepared_prompt& prompt, const tokenized_task& asked, bool forks) {
+    const int more = asked.room(), rows = static_cast<int>(most_rows);
+    pipeline_options o = options_of(c, s, model.shape(), prompt, more, true);
+    o.max_sequences = rows + forks;
+    if (forks) o.store_tokens = prompt.kv.tokens() + o.page + std::int64_t{rows} * (more + 2 * o.page);
+    return o;
+  }
+  static std::vector<fan> one_by_one(const std::vector<fan>& fans) {
+    std::vector<fan> alone;
+    for (const fan& f : fans)
+      for (continuation* c : f.behind) alone.push_back({f.lead, {c}});
+    return alone;
+  }
+
+  /// One token of each row; what then goes on.
+  std::vector<row> after_step(std::vector<row>& rows) {
+    std::vector<sequence_tokens> step;
+    std::vector<sequence_id> sequences;
+    for (const row& r : rows) {
+      step.push_back({static_cast<int>(step.size()), r.position, {&r.token, 1}});
+      sequences.push_back(r.sequence);
+    }
+    attention_.serve(std::move(sequences));
+    const auto logits = decoding_.decode(step, attention_);
+    const std::size_t vocabulary = logits.size() / rows.size();
+    std::vector<row> on;
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      row& r = rows[i];
+      ++r.position;
+      if (r.of.lead.size() > 1) {
+        r.of.lead = r.of.lead.subspan(1);
+        r.token = r.of.lead.front();
+        on.push_back(r);
+      } else {
+        branch(r, logits.subspan(i * vocabulary, vocabulary), on);
+      }
+    }
+    return on;
+  }
+  /// A lead has ended, or one token of what is behind it: those that go on, one of them as the row's own sequence.
+  void branch(const row& r, std::span<const float> logits, std::vector<row>& on) {
+    const std::size_t before = on.size();
+    for (continuation* c : r.of.behind)
+      if (const auto token = c->next(logits))
+        on.push_back(
+            {on.size() == before ? r.sequence : pipeline_->fork(r.sequence), r.position, *token, {{}, {c}}});
+    if (on.size() == before) pipeline_->release(r.sequence);
+  }
+
   const prepared_prompt& prompt_;
   engine& decoding_;
+  bool forks_;
   host_backend backend_;
   std::unique_ptr<pipeline> pipeline_;
+  std::optional<sequence_id> prompted_{};
   retrieval_attention attention_;
-  int position_ = 0;
 };
 
 /// What a contender made of one question.
@@ -208,59 +309,104 @@ struct outcomes {
   }
 };
 
-/// Puts one question to one contender, and writes a line of its own.
-outcome ask(job& j, const contender& c, candidate& who, const tokenized_task& t, std::size_t nth) {
-  const question& q = t.asked.questions[nth];
-  const auto& tokens = t.questions[nth];
-  nlohmann::ordered_json at{
-      {"task", t.asked.line},
-      {"question", nth},
-      {"prompt_tokens", t.prompt.size() + (q.text.empty() && !j.options().chats ? 1 : 0)},
-      {"route", "in_place"}};
-  if (!q.group.empty()) at["group"] = q.group;
-  if (q.depth >= 0) at["depth"] = q.depth;
-  outcome result;
-  if (!q.choices.empty()) {
-    std::vector<double> losses;
-    for (const auto& choice : tokens.choices) losses.push_back(who.force(tokens.lead, choice).loss);
-    const auto best = std::min_element(losses.begin(), losses.end()) - losses.begin();
-    const bool right = best == q.correct;
-    result = {.chooses = true,
-              .right = right,
-              .share = right ? 1.0 : 0.0,
-              .loss = losses[static_cast<std::size_t>(q.correct)]};
-    at["chosen"] = best;
-    at["losses"] = losses;
-  } else if (!q.answers.empty()) {
-    std::vector<std::string> texts;
-    for (int sample = 0; sample < std::max(1, j.options().samples); ++sample) {
-      sampling how = j.options().samples > 0 ? j.options().sampled : sampling{};
-      how.seed += static_cast<std::uint64_t>(sample);
-      sampler choice(how);
-      texts.push_back(who.answer(tokens.lead, q, choice));
-      const auto found = std::count_if(q.answers.begin(), q.answers.end(), [&](const std::string& answer) {
-        return q.anywhere ? stands_in(texts.back(), answer) : stands_at(texts.back(), 0, answer);
-      });
-      const bool right = found == static_cast<std::ptrdiff_t>(q.answers.size());
-      result.right_samples += right;
-      if (sample > 0) continue;
-      result.right = right;
-      result.share = static_cast<double>(found) / static_cast<double>(q.answers.size());
+/// One question that is put to one contender.
+class asking {
+ public:
+  asking(const job& j, const tokenized_task& t, std::size_t nth)
+      : task_(t), nth_(nth), asked_(t.asked.questions[nth]), tokens_(t.questions[nth]) {
+    if (!asked_.choices.empty()) {
+      for (const auto& choice : tokens_.choices) choices_.emplace_back(choice);
+    } else if (!asked_.answers.empty()) {
+      for (int sample = 0; sample < std::max(1, j.options().samples); ++sample) {
+        sampling how = j.options().samples > 0 ? j.options().sampled : sampling{};
+        how.seed += static_cast<std::uint64_t>(sample);
+        answers_.emplace_back(j.model(), asked_, how);
+      }
     }
-    at["answered"] = texts.front();
-    if (texts.size() > 1) at["samples"] = texts, at["right_samples"] = result.right_samples;
+    if (!tokens_.continuation.empty()) forced_.emplace(tokens_.continuation);
   }
-  if (!tokens.continuation.empty()) {
-    const forced_text forced = who.force(tokens.lead, tokens.continuation);
-    result.loss = forced.loss;
-    if (q.answers.empty()) result.right = forced.likely == 1, result.share = forced.likely;
+
+  /// What is to be decoded; `asking` stays where it is meanwhile. At most `most_rows` behind one lead.
+  void add_to(std::vector<fan>& fans) {
+    std::vector<continuation*> all;
+    for (given_text& choice : choices_) all.push_back(&choice);
+    for (chosen_text& answer : answers_) all.push_back(&answer);
+    if (forced_) all.push_back(&*forced_);
+    for (std::size_t i = 0; i < all.size(); i += most_rows) {
+      const auto from = all.begin() + static_cast<std::ptrdiff_t>(i);
+      const auto count = static_cast<std::ptrdiff_t>(std::min(most_rows, all.size() - i));
+      fans.push_back({tokens_.lead, {from, from + count}});
+    }
   }
-  // What is not sampled is right in every sample or in none.
-  if (q.answers.empty()) result.right_samples = result.right ? j.options().samples : 0;
-  at["share"] = result.share;
-  if (result.loss) at["loss"] = *result.loss;
-  j.lines().add("task", c.name, "right", result.right, "", at);
-  return result;
+
+  /// What became of it, when all is decoded; writes a line of its own.
+  outcome made_of(job& j, const contender& c) const {
+    nlohmann::ordered_json at{
+        {"task", task_.asked.line},
+        {"question", nth_},
+        {"prompt_tokens", task_.prompt.size() + (asked_.text.empty() && !j.options().chats ? 1 : 0)},
+        {"route", "in_place"}};
+    if (!asked_.group.empty()) at["group"] = asked_.group;
+    if (asked_.depth >= 0) at["depth"] = asked_.depth;
+    outcome result;
+    if (!choices_.empty()) {
+      std::vector<double> losses;
+      for (const given_text& choice : choices_) losses.push_back(choice.loss());
+      const auto best = std::min_element(losses.begin(), losses.end()) - losses.begin();
+      const bool right = best == asked_.correct;
+      result = {.chooses = true,
+                .right = right,
+                .share = right ? 1.0 : 0.0,
+                .loss = losses[static_cast<std::size_t>(asked_.correct)]};
+      at["chosen"] = best;
+      at["losses"] = losses;
+    } else if (!answers_.empty()) {
+      std::vector<std::string> texts;
+      for (const chosen_text& answer : answers_) {
+        texts.push_back(answer.text());
+        const auto found =
+            std::count_if(asked_.answers.begin(), asked_.answers.end(), [&](const std::string& wanted) {
+              return asked_.anywhere ? stands_in(texts.back(), wanted) : stands_at(texts.back(), 0, wanted);
+            });
+        const bool right = found == static_cast<std::ptrdiff_t>(asked_.answers.size());
+        result.right_samples += right;
+        if (texts.size() > 1) continue;
+        result.right = right;
+        result.share = static_cast<double>(found) / static_cast<double>(asked_.answers.size());
+      }
+      at["answered"] = texts.front();
+      if (texts.size() > 1) at["samples"] = texts, at["right_samples"] = result.right_samples;
+    }
+    if (forced_) {
+      result.loss = forced_->loss();
+      if (asked_.answers.empty()) result.right = forced_->likely() == 1, result.share = forced_->likely();
+    }
+    // What is not sampled is right in every sample or in none.
+    if (asked_.answers.empty()) result.right_samples = result.right ? j.options().samples : 0;
+    at["share"] = result.share;
+    if (result.loss) at["loss"] = *result.loss;
+    j.lines().add("task", c.name, "right", result.right, "", at);
+    return result;
+  }
+
+ private:
+  const tokenized_task& task_;
+  std::size_t nth_;
+  const question& asked_;
+  const tokenized_task::tokenized_question& tokens_;
+  std::vector<given_text> choices_{};
+  std::deque<chosen_text> answers_{};  // whose samplers do not move
+  std::optional<given_text> forced_{};
+};
+
+/// Puts all of a task's questions to one contender.
+void ask(job& j, const contender& c, const tokenized_task& t, const prepared_prompt& prompt, engine& decoding,
+         outcomes& all) {
+  std::deque<asking> questions;
+  std::vector<fan> fans;
+  for (std::size_t nth = 0; nth < t.questions.size(); ++nth) questions.emplace_back(j, t, nth).add_to(fans);
+  candidate(c, j.options().common, j.model(), prompt, t, decoding).decode(std::move(fans));
+  for (const asking& question : questions) all.all.push_back(question.made_of(j, c));
 }
 
 /// The questions of one group: for each of its prompts their places in `outcomes::all`.
@@ -445,7 +591,8 @@ void compare_tasks(job& j) {
   std::vector<outcomes> scores(contenders.size());
   std::vector<std::string> order;  // of the groups, by their first question
   std::map<std::string, group_of_questions> groups;
-  engine decoding(j.model(), {.threads = a.common.threads, .context = 1, .rows = 1});
+  constexpr int rows = static_cast<int>(most_rows);
+  engine decoding(j.model(), {.threads = a.common.threads, .context = rows, .rows = rows, .sequences = rows});
   for (std::size_t i = 0; i < tasks.size(); ++i) {
     const tokenized_task& t = tasks[i];
     const prepared_prompt prompt = j.prepare(t.prompt, a.needle_text);
@@ -458,9 +605,7 @@ void compare_tasks(job& j) {
     }
     for (auto& [group, questions] : here) groups[group].push_back(std::move(questions));
     for (std::size_t who = 0; who < contenders.size(); ++who) {
-      candidate asked(contenders[who], a.common, j.model(), prompt, t, decoding);
-      for (std::size_t nth = 0; nth < t.questions.size(); ++nth)
-        scores[who].all.push_back(ask(j, contenders[who], asked, t, nth));
+      ask(j, contenders[who], t, prompt, decoding, scores[who]);
       j.progress()("task " + std::to_string(i + 1) + " of " + std::to_string(tasks.size()),
                    static_cast<double>(who + 1) / static_cast<double>(contenders.size()));
     }

@@ -220,7 +220,7 @@ void attend_as_layer(const paged_case& c, case_memory<Element, HeadDim>& m, atte
   const scratch_memory scratch(m.attention, c.block_tokens, HeadDim);
   const int parts = device::paged_parts(m.attention, c.block_tokens);
   device::launch_attend(s, identity{}, {entries.data(), count.data(), {.rows = m.attention.max_rows()}},
-                        m.queries.data(), device::rows_attending::all, true, parts,
+                        {m.queries.data(), std::int64_t{c.query_heads()} * HeadDim}, device::rows_attending::all, true, parts,
                         {to.out.host.data(), to.lse.host.data()}, scratch.view, nullptr);
   require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }

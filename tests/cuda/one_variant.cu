@@ -78,9 +78,9 @@ void attend_to_engine(const device::paged_cache<bfloat16>& cache,
 void attend_by_both(const state& s, const device::step_view& step,
                     const device::attention_scratch_memory& attended) {
   constexpr auto by = device::multiplies::tensor_cores;
-  device::launch_attend<device::multiplies::fma>(s, identity{}, step, nullptr, device::rows_attending::all,
+  device::launch_attend<device::multiplies::fma>(s, identity{}, step, {}, device::rows_attending::all,
                                                  false, 1, {}, attended, nullptr);
-  device::launch_attend<by>(s, int4_channel{}, step, nullptr, device::rows_attending::all, false, 1, {},
+  device::launch_attend<by>(s, int4_channel{}, step, {}, device::rows_attending::all, false, 1, {},
                             attended, nullptr);
 }
 
@@ -96,10 +96,10 @@ void keep_encoded(const state& s, const device::step_view& step,
   const int4_channel codec;  // which takes more registers than the others
   device::launch_encode(s, codec, step, {}, memory.encoding, nullptr);
   device::launch_recall(s, codec, step, selected, nullptr);
-  device::launch_attend(s, codec, step, nullptr, device::rows_attending::all, false, 1, {}, attended,
+  device::launch_attend(s, codec, step, {}, device::rows_attending::all, false, 1, {}, attended,
                         nullptr);
-  device::launch_unit_masses(s, codec, step, nullptr, {}, nullptr);
-  device::launch_prefill(s, codec, step, nullptr, {}, {}, attended, nullptr);
+  device::launch_unit_masses(s, codec, step, {}, {}, nullptr);
+  device::launch_prefill(s, codec, step, {}, {}, {}, attended, nullptr);
   device::launch_fill(device::all_layers<state>{}, codec, {}, nullptr);
   device::launch_reopen(device::all_layers<state>{}, codec, 0, 0, nullptr);
 }

@@ -29,18 +29,20 @@ with open(here / "calls", "a") as calls:
 if (here / "broken").exists():
     print("it is broken")
     sys.exit(2)
+method = arguments[arguments.index("--variant") + 1]
 lines = []
 def add(bench, case, metric, value, **more):
     lines.append({"bench": bench, "case": case, "metric": metric, "value": value, **more})
 if "quality" in arguments:
-    for case, kl in (("full", 0), ("quest", 0.0123)):
+    for case, kl in (("full", 0), (method, 0.0123)):
         add("quality", case, "divergence", kl, n=30)
         add("quality", case, "divergence_low", kl / 2, n=30)
         add("quality", case, "divergence_high", kl * 2, n=30)
 else:
     tasks = [json.loads(line) for line in Path(arguments[arguments.index("--tasks") + 1]).read_text().splitlines()]
     copies = tasks[0]["group"].startswith("copy")
-    for case, right, over in (("full", 0.9, 0.0), ("quest", 0.4, 0.25)):
+    for case, right, over in (("full", 0.9, 0.0), (method, 0.4, 0.25)):
+        add("task", case, "right", right)
         add("task_group", case, "right", 0.0 if copies else right, n=10, prompts=len(tasks))
         if case != "full":
             add("task_group", case, "p_full", 0.0625, n=10, prompts=len(tasks))
@@ -84,15 +86,23 @@ class Evaluate(unittest.TestCase):
         self.assertTrue(table.startswith("some.gguf, budget 512 tokens, commit unknown."))
         self.assertEqual(rows["`full`"], ["0", "9", "1.500"])
         self.assertEqual(rows["`quest`"], ["12.30 (6.15 .. 24.60)", "4, p 0.062", "+0.250 (+0.150 .. +0.350) *"])
-        self.assertEqual(len((self.folder / "out" / "results.jsonl").read_text().splitlines()), 6 + 7 + 7)
+        results = self.folder / "out" / "cells" / "needles-512" / "results.jsonl"
+        self.assertEqual(len(results.read_text().splitlines()), 7)
+        self.assertEqual(len((results.parent / "questions.jsonl").read_text().splitlines()), 2)
 
-        # A second run has everything; with another task it runs that alone; with another budget all.
+        # A second run has everything; with another task it runs that alone, with another method that; with another
+        # budget all.
         self.assertIn("needles at 512: kept from before", self.run_it("--tasks", "quality", "needles", "copy").stdout)
         self.assertEqual(len(self.calls()), 3)
         self.run_it("--tasks", "needles", "passkey")
         self.assertEqual(len(self.calls()), 4)
-        self.run_it("--tasks", "needles", "passkey", "--budget", "256")
+        self.run_it("--tasks", "needles", "passkey", "--methods", "quest", "h2o")
         self.assertEqual(len(self.calls()), 6)
+        self.assertNotIn("--variant quest", self.calls()[-1])
+        self.assertEqual(len(results.read_text().splitlines()), 7 + 4)
+        self.assertIn("| `h2o` | 4, p 0.062 |", (self.folder / "out" / "table.md").read_text())
+        self.run_it("--tasks", "needles", "passkey", "--budget", "256")
+        self.assertEqual(len(self.calls()), 8)
 
     def test_a_run_that_fails_goes_on_from_there(self):
         self.run_it("--tasks", "needles")

@@ -23,12 +23,14 @@ struct register_masses {
   pack query[Heads][packs];  ///< multiplied by the scale
   log_sum_exp mass[Heads];
 
-  /// Takes the query of head h from `queries(h)` (head_dim).
+  /// Takes the query of head h from `queries(h)`: head_dim floats, or typed_numbers.
   template <class Queries>
   FREEKV_HD void begin(T team, const Queries& queries, float scale) {
     unroll<Heads>([&](auto h) {
       mass[h] = {};
-      unroll<packs>([&](auto i) { query[h][i] = team.load(queries(h) + i * T::width) * pack(scale); });
+      visit_numbers(queries(h), [&](const auto* numbers) {
+        unroll<packs>([&](auto i) { query[h][i] = team.load(numbers + i * T::width) * pack(scale); });
+      });
     });
   }
 

@@ -29,6 +29,13 @@ concept element = std::same_as<T, float> || std::same_as<T, half> || std::same_a
 template <class T>
 concept storage_element = element<T> || std::same_as<T, fp8_e4m3>;
 
+/// An element that is known at run time alone.
+enum class element_type : std::uint8_t { f32, f16, bf16 };
+template <element T>
+inline constexpr element_type type_of_element = std::same_as<T, half>       ? element_type::f16
+                                                : std::same_as<T, bfloat16> ? element_type::bf16
+                                                                            : element_type::f32;
+
 template <storage_element T>
 inline constexpr std::string_view element_name = "f32";
 template <>
@@ -89,5 +96,44 @@ FREEKV_HD inline T from_float(float x) {
   else
     return x;
 }
+
+/// Numbers in the caller's memory.
+struct typed_numbers {
+  const void* data = nullptr;
+  element_type type = element_type::f32;
+};
+
+/// Calls `body(numbers)` with a pointer to elements of their type.
+template <class Body>
+FREEKV_HD inline void visit_numbers(const typed_numbers& numbers, const Body& body) {
+  switch (numbers.type) {
+    case element_type::f16:
+      return body(static_cast<const half*>(numbers.data));
+    case element_type::bf16:
+      return body(static_cast<const bfloat16*>(numbers.data));
+    default:
+      return body(static_cast<const float*>(numbers.data));
+  }
+}
+template <class Body>
+FREEKV_HD inline void visit_numbers(const float* numbers, const Body& body) {
+  body(numbers);
+}
+
+/// Writes float number i to elements of a type.
+FREEKV_HD inline void put_number(void* to, element_type type, std::int64_t i, float x) {
+  switch (type) {
+    case element_type::f16:
+      static_cast<half*>(to)[i] = from_float<half>(x);
+      break;
+    case element_type::bf16:
+      static_cast<bfloat16*>(to)[i] = from_float<bfloat16>(x);
+      break;
+    default:
+      static_cast<float*>(to)[i] = x;
+  }
+}
+
+constexpr FREEKV_HD int bytes_of(element_type type) { return type == element_type::f32 ? 4 : 2; }
 
 }  // namespace freekv

@@ -86,4 +86,18 @@ inline void expect_numbers(const char* what, std::size_t given, int rows, std::i
                       std::to_string(rows) + " rows of " + std::to_string(row));
 }
 
+/// The same of rows that begin `stride` numbers apart, or with 0 one behind the other.
+inline void expect_rows(const char* what, std::size_t given, int rows, std::int64_t row,
+                        std::int64_t stride) {
+  if (stride == 0) return expect_numbers(what, given, rows, row);
+  if (stride < row)
+    throw usage_error(std::string(what) + ": a stride of " + std::to_string(stride) + " for rows of " +
+                      std::to_string(row) +
+                      " numbers; give as many or more, or 0 where they lie one behind the other");
+  if (rows > 0 && given < static_cast<std::size_t>((rows - 1) * stride + row))
+    throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +
+                      std::to_string(rows) + " rows of " + std::to_string(row) + ", " +
+                      std::to_string(stride) + " apart");
+}
+
 }  // namespace freekv

@@ -140,6 +140,9 @@ class evicting_pipeline {
       evicting_pipeline& p = this->of("append");
       p.order_.expect(layer, "append", layer_progress::waiting, layer_progress::waiting);
       const state& s = p.parts_->layers[size(layer)];
+      if (rows.strides.keys != 0 || rows.strides.values != 0 || rows.strides.queries != 0)
+        throw usage_error(
+            "append: methods that evict take rows one behind the other; leave the strides at 0");
       expect_numbers("append: keys", rows.keys.size(), p.rows_, s.heads.kv * head_dim);
       expect_numbers("append: values", rows.values.size(), p.rows_, s.heads.kv * head_dim);
       if (rows.queries.empty() && p.rows_ > 0 && !s.complete && p.observes_prompts() && !p.any_decode())

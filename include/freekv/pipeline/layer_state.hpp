@@ -36,20 +36,54 @@ struct step_entry {
   FREEKV_HD constexpr int after() const { return before + tokens; }
 };
 
+/// Elements from a row to the next one, where a row is part of another, as of a fused projection of queries, keys and
+/// values; 0: rows lie one behind the other.
+struct row_strides {
+  std::int64_t keys = 0, values = 0, queries = 0;
+};
+
 /// The rows of a step as the caller hands them to a layer; they are read until the layer has attended.
-template <class In>
+template <class In, class Query = float>
 struct kv_rows {
   std::span<const In> keys{};    ///< (rows, kv_heads, head_dim)
   std::span<const In> values{};  ///< (rows, kv_heads, head_dim)
-  std::span<const float>
+  std::span<const Query>
       queries{};  ///< (rows, query_heads, head_dim); may be empty if all rows are prompt and none attends
+  row_strides strides{};
 };
 
-/// Outputs of attention: `out` (rows, query_heads, head_dim), `lse` (rows, query_heads), which may be null.
+/// Queries of a step's rows, `stride` elements apart: (rows, query_heads, head_dim).
+struct step_queries {
+  const void* data = nullptr;
+  std::int64_t stride = 0;
+  element_type type = element_type::f32;
+
+  FREEKV_HD bool empty() const { return data == nullptr; }
+  /// The numbers of a row from element `first` on.
+  FREEKV_HD typed_numbers row(std::int64_t nth, std::int64_t first) const {
+    return {static_cast<const char*>(data) + (nth * stride + first) * bytes_of(type), type};
+  }
+};
+
+/// The same rows as stages see them.
+template <class In>
+struct step_rows {
+  const In* keys = nullptr;
+  const In* values = nullptr;
+  std::int64_t key_stride = 0, value_stride = 0;
+  step_queries queries{};
+};
+
+/// Outputs of attention: `out` (rows, query_heads, head_dim) of a type, `lse` (rows, query_heads), which may be null.
 struct attention_output {
-  float* out = nullptr;
+  void* out = nullptr;
   float* lse = nullptr;
-  float lse_unit = 1.0f;  // what a nat of lse is written as
+  float lse_unit = 1.0f;    // what a nat of lse is written as
+  std::int64_t stride = 0;  // elements from a row of `out` to the next; 0: one behind the other
+  element_type type = element_type::f32;
+
+  /// Where they are floats, one row behind the other.
+  float* floats() const { return static_cast<float*>(out); }
 };
 
 /// Output of the log-masses of a step's rows: (rows, query_heads, entries).

@@ -90,8 +90,8 @@ struct pipeline_core {
   std::optional<sequence_table> sequences;
   // The step in progress has these.
   std::vector<step_entry> entries;
-  step_view step;                  // the same on a device
-  std::span<const float> queries;  // of the layer appended to last
+  step_view step;        // the same on a device
+  step_queries queries;  // of the layer appended to last
   int rows = 0;
   int longest = 0, longest_prompt = 0;  // tokens of its sequences, or of those that bring prompt rows
   bool in_capture = false;              // it is captured

@@ -40,27 +40,32 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
 
   /// Appends the step's rows to a layer, summarises pages they complete, and finds the heads that have
   /// drifted. Waits for the layer's recall of the step before. Keys and values are of the stored element
-  /// type, or float to be rounded: `append<float>(layer, {.keys = k, .values = v, .queries = q})`. Throws
+  /// type, or float to be rounded: `append<float>(layer, {.keys = k, .values = v, .queries = q})`. Queries
+  /// are float, half or bfloat16, `append<half, half>`; rows may be parts of others, by `strides`. Throws
   /// usage_error, or store_error where the file fails this or an earlier recall; then the call may be
   /// repeated.
-  template <class In = element>
-  void append(int layer, const kv_rows<In>& rows) {
+  template <class In = element, class Query = float>
+  void append(int layer, const kv_rows<In, Query>& rows) {
     static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
                   "append takes keys and values of the stored element type, or float");
+    static_assert(freekv::element<Query>, "append takes queries of float, half or bfloat16");
     core_type& core = this->of("append");
     const state& s = layer_in(core, layer, "append", layer_progress::waiting, layer_progress::waiting);
-    expect_numbers("append: keys", rows.keys.size(), core.rows, s.heads.kv * head_dim);
-    expect_numbers("append: values", rows.values.size(), core.rows, s.heads.kv * head_dim);
+    step_rows<In> given{rows.keys.data(), rows.values.data()};
+    given.key_stride = stride_of("append: keys", rows.keys, core, s.heads.kv, rows.strides.keys);
+    given.value_stride = stride_of("append: values", rows.values, core, s.heads.kv, rows.strides.values);
     if (core.any_decode() || !rows.queries.empty())
-      expect_numbers("append: queries", rows.queries.size(), core.rows, s.heads.query * head_dim);
+      given.queries = {rows.queries.data(),
+                       stride_of("append: queries", rows.queries, core, s.heads.query, rows.strides.queries),
+                       type_of_element<Query>};
 
     // A captured step has joined its recalls when the next is replayed; those of a step before it `plan` has
     // joined.
     if (!core.in_capture) core.backend.compute().wait(core.recalled[static_cast<std::size_t>(layer)]);
     core.each_part([&](const auto& part) { core.stages().retry_reads(s, part); });
-    core.each_part([&](const auto& part) { core.stages().append(s, part, rows); });
-    core.each_part([&](const auto& part) { core.stages().detect(s, part, rows); });
-    core.queries = rows.queries;
+    core.each_part([&](const auto& part) { core.stages().append(s, part, given); });
+    core.each_part([&](const auto& part) { core.stages().detect(s, part, given.queries); });
+    core.queries = given.queries;
     core.order.reached(layer_progress::appended, layer);
   }
 
@@ -115,15 +120,18 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   /// attention.
   ///
   /// Decode rows attend to sink, selected and window pages, prompt rows to everything up to themselves.
-  /// `out`: (rows, query_heads, head_dim). `lse`: (rows, query_heads), in the settings' base, or empty.
-  /// Throws usage_error, or store_error where the file fails a correction or what is attended to; then the
-  /// call may be repeated.
-  void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
+  /// `out`: (rows, query_heads, head_dim), of float, or by `attend<half>` of half, or bfloat16; rows are
+  /// `out_stride` elements apart, or with 0 one behind the other. `lse`: (rows, query_heads), in the settings'
+  /// base, or empty. Throws usage_error, or store_error where the file fails a correction or what is attended
+  /// to; then the call may be repeated.
+  template <class Out = float>
+  void attend(int layer, std::type_identity_t<std::span<Out>> out, std::span<float> lse = {},
+              std::int64_t out_stride = 0) {
     core_type& core = this->of("attend");
     const state& s = layer_in(core, layer, "attend", layer_progress::appended, layer_progress::corrected);
-    const auto to = output(core, "attend", s, out, lse);
+    const auto to = output(core, "attend", s, out, lse, out_stride);
     correct(layer);
-    core.each_part([&](const auto& part) { core.stages().attend(s, part, core.queries.data(), to); });
+    core.each_part([&](const auto& part) { core.stages().attend(s, part, core.queries, to); });
     finish_layer(layer);
   }
 
@@ -155,7 +163,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     expect_numbers("log-masses", masses.size(), core.rows, std::int64_t{s.heads.query} * entries);
     correct(layer);
     const mass_output to{masses.data(), entries, nat_in(core.settings.lse_base)};
-    core.each_part([&](const auto& part) { core.stages().masses(s, part, core.queries.data(), to); });
+    core.each_part([&](const auto& part) { core.stages().masses(s, part, core.queries, to); });
   }
 
   /// Corrects the flagged heads, as `attend` does first; for an engine that attends with a kernel of its own.
@@ -236,11 +244,13 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
 
   /// Full attention of the step's rows, to measure what retrieval loses. Between `append` and the end of the
   /// step; changes nothing. Throws usage_error, or store_error where the file cannot be read.
-  void attend_full(int layer, std::span<float> out, std::span<float> lse = {}) {
+  template <class Out = float>
+  void attend_full(int layer, std::type_identity_t<std::span<Out>> out, std::span<float> lse = {},
+                   std::int64_t out_stride = 0) {
     core_type& core = this->of("attend_full");
     const state& s = layer_in(core, layer, "attend_full", layer_progress::appended, layer_progress::attended);
-    const auto to = output(core, "attend_full", s, out, lse);
-    core.each_part([&](const auto& part) { core.stages().attend_full(s, part, core.queries.data(), to); });
+    const auto to = output(core, "attend_full", s, out, lse, out_stride);
+    core.each_part([&](const auto& part) { core.stages().attend_full(s, part, core.queries, to); });
   }
 
   /// Ends the step. Every layer must have been appended to, and have attended its decode rows. In a capture
@@ -279,12 +289,21 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     core.order.expect(layer, call, first, last);
     return core.memory->layers[static_cast<std::size_t>(layer)];
   }
-  static attention_output output(const core_type& core, const char* call, const state& s,
-                                 std::span<float> out, std::span<float> lse) {
+  /// The stride of rows of `heads` heads, of which there are as many as the step has.
+  template <class Numbers>
+  static std::int64_t stride_of(const char* what, const Numbers& numbers, const core_type& core, int heads,
+                                std::int64_t stride) {
+    expect_rows(what, numbers.size(), core.rows, std::int64_t{heads} * head_dim, stride);
+    return stride == 0 ? std::int64_t{heads} * head_dim : stride;
+  }
+  template <class Out>
+  static attention_output output(const core_type& core, const char* call, const state& s, std::span<Out> out,
+                                 std::span<float> lse, std::int64_t stride) {
+    static_assert(freekv::element<Out>, "outputs are float, half or bfloat16");
     core.order.expect_latest(s.layer, call, !core.queries.empty() || core.rows == 0);
-    expect_numbers("attention output", out.size(), core.rows, s.heads.query * head_dim);
     if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), core.rows, s.heads.query);
-    return {out.data(), lse.empty() ? nullptr : lse.data(), nat_in(core.settings.lse_base)};
+    return {out.data(), lse.empty() ? nullptr : lse.data(), nat_in(core.settings.lse_base),
+            stride_of("attention output", out, core, s.heads.query, stride), type_of_element<Out>};
   }
 };
 

@@ -113,7 +113,7 @@ struct pipeline_settings {
 
 /// The settings with defaults filled in. Throws settings_error.
 template <int HeadDim, class Pack>
-pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
+[[gnu::cold]] pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
   const auto fail = [](const std::string& sentence) { throw settings_error(sentence); };
   const auto text = [](auto n) { return std::to_string(n); };
   const int p = s.page.tokens;

@@ -67,8 +67,8 @@ slot_blocks<Element> blocks_of(const PageSpan& pages) {
 /// Slots in an engine's blocks, `slots` of them, whose rows begin at multiples of `alignment` bytes. Throws
 /// settings_error.
 template <class Element>
-slot_blocks<Element> blocks_of(const engine_blocks<Element>& blocks, int layer, std::int64_t slots,
-                               std::uintptr_t alignment) {
+[[gnu::cold]] slot_blocks<Element> blocks_of(const engine_blocks<Element>& blocks, int layer,
+                                             std::int64_t slots, std::uintptr_t alignment) {
   const auto refuse = [&](const std::string& what) {
     throw settings_error("blocks of layer " + std::to_string(layer) + ": " + what);
   };

@@ -3,12 +3,12 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -43,7 +43,7 @@ struct transfer_progress {
     if (result == -EINTR) return state::more;
     const bool at_end = result == 0 && std::is_same_v<Request, file_read>;
     if ((result == 0 || result == -EAGAIN) && !at_end && ++tries < most_tries) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      ::usleep(1000);
       return state::more;
     }
     system_error = static_cast<int>(-result);
@@ -292,7 +292,7 @@ class ring_engine {
       if (++refusals >= most_refusals)
         abandon(l, requests);
       else
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        ::usleep(1000);
     }
     // Without a ring the rest is done here.
     for (slot& s : l.slots)
@@ -312,7 +312,7 @@ class ring_engine {
     while (under_way > 0) {
       ring_completion end;
       if (!l.ring.next(end)) {
-        if (l.ring.wait() < 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        if (l.ring.wait() < 0) ::usleep(1000);
         continue;
       }
       --under_way;

@@ -60,12 +60,15 @@ template <class In>
 struct device_rows {
   slot_blocks<const In> blocks;
   int block_tokens = 1;
-  const float* queries = nullptr;
+  std::int64_t value_stride = 0;  // of a step's rows, whose keys' is the block's
+  step_queries queries{};
 
-  /// Rows of a step, dense.
-  static device_rows of(const kv_rows<In>& rows, int kv_heads, int head_dim) {
-    const std::int64_t row = std::int64_t{kv_heads} * head_dim;
-    return {{rows.keys.data(), rows.values.data(), row, row, head_dim}, 1, rows.queries.data()};
+  /// Rows of a step.
+  static device_rows of(const step_rows<In>& rows, int head_dim) {
+    return {{rows.keys, rows.values, rows.key_stride, rows.key_stride, head_dim},
+            1,
+            rows.value_stride,
+            rows.queries};
   }
   static device_rows of(const paged_rows<In>& rows) {
     return {{rows.keys, rows.values, rows.block_stride, rows.token_stride, rows.head_stride,
@@ -74,12 +77,15 @@ struct device_rows {
   }
   /// Key and value of one token of an entry.
   __device__ head_slice<const In> row(const step_entry& entry, int token, int head) const {
-    if (blocks.ids == nullptr) return blocks.slice(entry.first_row + token - entry.before, head);
+    if (const std::int64_t nth = entry.first_row + token - entry.before; blocks.ids == nullptr)
+      return {blocks.keys + nth * blocks.block_stride + head * blocks.head_stride,
+              blocks.values + nth * value_stride + head * blocks.head_stride, 0};
     return rows_behind(blocks.slice(token / block_tokens, head), token % block_tokens);
   }
 };
 
-/// Floats of scratch of one of `teams` teams: a page's keys, and a summary's numbers, or where units are pinned a key.
+/// Floats of scratch of one of `teams` teams: a page's keys, or a group's queries; and a summary's numbers, or where units
+/// are pinned a key.
 struct append_scratch {
   float* data = nullptr;
   std::int64_t keys = 0, numbers = 0;
@@ -212,12 +218,19 @@ __device__ void drop_selection(Team team, const State& s, int sequence, int head
 /// counts the flag, and keeps the entry's queries, which make the next selection. A prompt's head forgets its selection.
 template <class Team, class State, class Correction>
 __device__ void detect_drift(Team team, const State& s, const Correction& correction, const step_entry& entry,
-                             int head, const float* queries) {
+                             int head, const step_queries& queries, float* scratch) {
   constexpr int d = State::head_dim;
   if (entry.phase == step_phase::prefill) return drop_selection(team, s, entry.sequence, head);
   const int group = s.heads.group();
-  const auto query = [&](int row) {
-    return queries + (std::int64_t{entry.first_row + row} * s.heads.query + head * group) * d;
+  const auto query = [&](int row) -> const float* {
+    const typed_numbers numbers = queries.row(entry.first_row + row, std::int64_t{head} * group * d);
+    if (numbers.type == element_type::f32) return static_cast<const float*>(numbers.data);
+    team.sync();  // the scratch is free again
+    visit_numbers(numbers, [&](const auto* from) {
+      for (int i = team.lane(); i < group * d; i += team.lanes()) scratch[i] = to_float(from[i]);
+    });
+    team.sync();
+    return scratch;
   };
   bool flagged = entry.kept_row < 0;
   if constexpr (requires { correction.flags(team, query_change{}); })
@@ -237,7 +250,8 @@ __device__ void detect_drift(Team team, const State& s, const Correction& correc
   team.sync();  // all lanes have read the previous queries
   for (int row = 0; row < entry.tokens; ++row) {
     float* const kept = s.kept_query(entry.sequence, head, row);
-    for (int i = team.lane(); i < group * d; i += team.lanes()) kept[i] = query(row)[i];
+    const float* const now = query(row);
+    for (int i = team.lane(); i < group * d; i += team.lanes()) kept[i] = now[i];
   }
 }
 
@@ -292,7 +306,7 @@ __global__ void append_and_detect(State s, Summary summary, Pinning pinning, Cor
       }
     } else {
       const int at = static_cast<int>(unit - appended);
-      detect_drift(team, s, correction, step.entries[at / heads], at % heads, rows.queries);
+      detect_drift(team, s, correction, step.entries[at / heads], at % heads, rows.queries, mine);
     }
   }
 }

@@ -71,12 +71,12 @@ struct head_tile {
   }
 };
 
-/// Takes a tile's queries of a row's (query_heads, head_dim).
+/// Takes a tile's queries of a row, (query_heads, head_dim).
 template <int HeadDim, class Team, class Attention, class Tile>
-__device__ void begin_tile(Team team, Attention& attention, const Tile& tile, const float* queries,
-                           float scale) {
+__device__ void begin_tile(Team team, Attention& attention, const Tile& tile, const step_queries& queries,
+                           std::int64_t row, float scale) {
   attention.begin(
-      team, [&](int h) { return queries + std::int64_t{tile.query_head(h)} * HeadDim; }, scale);
+      team, [&](int h) { return queries.row(row, std::int64_t{tile.query_head(h)} * HeadDim); }, scale);
 }
 
 /// Leaves what a tile has attended to as part `part` of its row.
@@ -235,12 +235,12 @@ __device__ void merge_head(const State& s, const attention_scratch_memory& scrat
                            int parts, int row, int query_head, const attention_output& to) {
   warp_merge<State::head_dim>::merge(scratch, of.at(query_head, 0), parts,
                                      s.sink_logits == nullptr ? -infinity : s.sink_logits[query_head], to,
-                                     std::int64_t{row} * s.heads.query + query_head);
+                                     {row, query_head, s.heads.query});
 }
 
 /// A team attends with a tile's query heads to one part of a row; the last block of the row and tile merges its parts.
 template <multiplies By, class State, class Codec>
-__global__ void attend_parts(State s, Codec codec, step_view step, const float* queries, attended_rows rows,
+__global__ void attend_parts(State s, Codec codec, step_view step, step_queries queries, attended_rows rows,
                              attention_scratch_memory scratch, attention_output out) {
   constexpr int d = State::head_dim;
   using element = typename State::element;
@@ -267,7 +267,7 @@ __global__ void attend_parts(State s, Codec codec, step_view step, const float* 
   if (begin < end) {
     storage& mine = reinterpret_cast<storage*>(memory)[nth];
     attention_type attention(mine);
-    begin_tile<d>(team, attention, tile, queries + std::int64_t{row} * s.heads.query * d, s.scale);
+    begin_tile<d>(team, attention, tile, queries, row, s.scale);
     const auto entries = [&](int i) {
       const unsigned attending = attending_heads(s, list, i, tile);
       if (attending == 0) return entry_rows<element>{};
@@ -311,7 +311,7 @@ __global__ void finish_prompts(State s, step_view step, attended_rows rows, atte
 
 /// Attends rows of a step, of which each has at most `parts` parts. `codec`: of the layer's complete pages.
 template <multiplies Wanted = multiplies::fma, class State, class Codec>
-void launch_attend(const State& s, const Codec& codec, const step_view& step, const float* queries,
+void launch_attend(const State& s, const Codec& codec, const step_view& step, const step_queries& queries,
                    rows_attending kind, bool everything, int parts, const attention_output& to,
                    const attention_scratch_memory& scratch, cudaStream_t stream) {
   constexpr int d = State::head_dim;

@@ -141,7 +141,7 @@ __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention a
 
   attention_type attended(shared[static_cast<int>(threadIdx.x) / team.lanes()]);
   begin_tile<HeadDim>(team, attended, tile,
-                      attention.queries + std::int64_t{nth} * attention.heads.query * HeadDim,
+                      step_queries{attention.queries, std::int64_t{attention.heads.query} * HeadDim}, nth,
                       attention.scale);
   const auto blocks = [&](int nth_block) {
     const int first = nth_block * block;
@@ -168,7 +168,8 @@ __global__ void merge_paged_parts(paged_attention attention, const std::int32_t*
   const parts_of_row of{std::int64_t{nth} * query_heads, rows.parts};
   const float logit = attention.sink_logits == nullptr ? -infinity : attention.sink_logits[head];
   warp_merge<HeadDim>::merge(scratch, of.at(head, 0), parts,
-                             row.tokens > attention.max_tokens ? not_attended : logit, attention.to, out);
+                             row.tokens > attention.max_tokens ? not_attended : logit, attention.to,
+                             {rows.first + nth, head, query_heads});
   if (attention.block_lse == nullptr || row.tokens == 0) return;
   for (int part = static_cast<int>(threadIdx.x); part < parts; part += static_cast<int>(blockDim.x))
     attention.block_lse[out * max_blocks + part] =

@@ -3,7 +3,9 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cuda/std/type_traits>
 #include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/core/element.hpp>
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/team.hpp>
 #include <freekv/core/unroll.hpp>
@@ -45,6 +47,12 @@ struct parts_of_row {
   }
 };
 
+/// A query head of a row of the output, of which a row has so many.
+struct head_of_row {
+  std::int64_t row;
+  int head, heads;
+};
+
 /// A warp that merges the parts of one query head of a row, one behind the other as `merge_parts` does, so that a row has the
 /// same bits whether it is of a prompt or not; a lane has four numbers or eight.
 template <int HeadDim>
@@ -57,10 +65,10 @@ class warp_merge {
  public:
   static constexpr int threads = 32;
 
-  /// Merges `count` parts from `first` on, at least 1, adds a sink logit (-infinity: none), and writes row and head
-  /// number `out` of the output. By all threads of a warp.
+  /// Merges `count` parts from `first` on, at least 1, adds a sink logit (-infinity: none), and writes the output of
+  /// `out`. By all threads of a warp.
   __device__ static void merge(const attention_scratch_memory& scratch, std::int64_t first, int count,
-                               float sink_logit, const attention_output& to, std::int64_t out) {
+                               float sink_logit, const attention_output& to, const head_of_row& out) {
     warp_merge merged;
     for (int part = 0; part < count; part += 32) merged.add(scratch, first + part, min(32, count - part));
     if (sink_logit != -infinity) {  // NaN counts
@@ -69,25 +77,34 @@ class warp_merge {
     }
     const bool empty = merged.mass_.max == -infinity;
     merged.scale(empty ? 0.0f : 1.0f / merged.mass_.sum);
-    float* const row = to.out + out * HeadDim;
-    const bool aligned = reinterpret_cast<std::uintptr_t>(row) % 16 == 0;
-    merged.for_pieces([&](int piece, const float4& x) {
-      float* const at = row + 4 * piece;
-      if (aligned)
-        *reinterpret_cast<float4*>(at) = x;
-      else
-        at[0] = x.x, at[1] = x.y, at[2] = x.z, at[3] = x.w;
+    const std::int64_t stride = to.stride == 0 ? std::int64_t{out.heads} * HeadDim : to.stride;
+    visit_numbers(typed_numbers{to.out, to.type}, [&](const auto* numbers) {
+      using number = cuda::std::remove_cvref_t<decltype(*numbers)>;
+      merged.write(const_cast<number*>(numbers) + out.row * stride + std::int64_t{out.head} * HeadDim);
     });
     if (to.lse != nullptr && lane() == 0)
-      to.lse[out] = (empty ? -infinity : merged.mass_.max + ::logf(merged.mass_.sum)) * to.lse_unit;
+      to.lse[out.row * out.heads + out.head] =
+          (empty ? -infinity : merged.mass_.max + ::logf(merged.mass_.sum)) * to.lse_unit;
   }
 
  private:
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
-  template <class Body>
-  __device__ void for_pieces(const Body& body) {
+  template <class Number>
+  __device__ void write(Number* to) const {
+    struct alignas(4 * sizeof(Number)) four {
+      Number x[4];
+    };
+    const bool aligned = reinterpret_cast<std::uintptr_t>(to) % sizeof(four) == 0;
     unroll<share>([&](auto i) {
-      if (const int piece = lane() + 32 * i; piece < pieces) body(piece, weighted_[i]);
+      const int piece = lane() + 32 * i;
+      if (piece >= pieces) return;
+      const float4& w = weighted_[i];
+      const four x{{from_float<Number>(w.x), from_float<Number>(w.y), from_float<Number>(w.z),
+                    from_float<Number>(w.w)}};
+      if (aligned)
+        reinterpret_cast<four*>(to)[piece] = x;
+      else
+        unroll<4>([&](auto n) { to[4 * piece + n] = x.x[n]; });
     });
   }
   __device__ void scale(float by) {

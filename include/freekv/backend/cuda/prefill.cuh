@@ -84,7 +84,7 @@ __global__ void stage_pages(State s, Codec codec, step_view step, staged_parts w
 
 /// A team attends with a tile's query heads of one row to what is staged, part by part, each merged to what came before.
 template <multiplies By, class State>
-__global__ void attend_staged(State s, step_view step, const float* queries, attended_rows rows,
+__global__ void attend_staged(State s, step_view step, step_queries queries, attended_rows rows,
                               staged_parts which, page_staging<typename State::element> staging,
                               attention_scratch_memory scratch) {
   constexpr int d = State::head_dim;
@@ -105,8 +105,7 @@ __global__ void attend_staged(State s, step_view step, const float* queries, att
     const int begin = max(part * which.pages, first_page), end = min((part + 1) * which.pages, end_page);
     if (begin >= end) continue;
     attention_type attention(shared[static_cast<int>(threadIdx.x) / team.lanes()]);
-    begin_tile<d>(team, attention, tile, queries + std::int64_t{rows.first + nth} * s.heads.query * d,
-                  s.scale);
+    begin_tile<d>(team, attention, tile, queries, rows.first + nth, s.scale);
     const auto pages = [&](int page) {
       const page_range of_page = list.part(page - first_page);
       const auto slice =
@@ -132,7 +131,7 @@ __global__ void attend_staged(State s, step_view step, const float* queries, att
 
 /// Attends the prompt rows of a step, whose sequences are at most `step.most.tokens` long, to all of their past.
 template <multiplies Wanted = multiplies::fma, class State, class Codec>
-void launch_prefill(const State& s, const Codec& codec, const step_view& step, const float* queries,
+void launch_prefill(const State& s, const Codec& codec, const step_view& step, const step_queries& queries,
                     const attention_output& to, const page_staging<typename State::element>& staging,
                     const attention_scratch_memory& scratch, cudaStream_t stream) {
   constexpr int d = State::head_dim, of_row = 2;  // parts: what came before, and the next

@@ -93,7 +93,8 @@ class stages {
       scoring_memory::of<d, element>(summary, {s.unit_tokens(), d}, 0, false);  // throws if it must
       const int width = summary.width({s.unit_tokens(), d});
       const auto scratch_of = [&](int teams) {
-        append_scratch scratch{nullptr, std::int64_t{s.unit_tokens()} * d,
+        append_scratch scratch{nullptr,
+                               std::int64_t{std::max(s.unit_tokens(), s.query_heads / s.kv_heads)} * d,
                                ((s.pinned_units() > 0 ? std::max(width, d) : width) + 3) / 4 * 4, teams};
         scratch.data = fast.take<float>(size(teams * scratch.each()));
         return scratch;
@@ -312,11 +313,11 @@ class stages {
   /// Appends rows, summarises the pages they complete, encodes them if the layer keeps them so and, in retrieval layers,
   /// finds the heads that have drifted.
   template <class In>
-  void append(const State& s, const step_view& step, const kv_rows<In>& rows) {
+  void append(const State& s, const step_view& step, const step_rows<In>& rows) {
     const trace_range range("freekv append", s.layer);
     if (step.bounds.copies && !s.encoded) launch_copy_shared_rows(s, step, compute());
-    append_pages(s, step, device_rows<In>::of(rows, s.heads.kv, d),
-                 {0, step.bounds.entries * step.bounds.pages}, append_, compute());
+    append_pages(s, step, device_rows<In>::of(rows, d), {0, step.bounds.entries * step.bounds.pages}, append_,
+                 compute());
   }
   /// Appends prompts whose rows are in an engine's paged tensor, sequence by sequence: on the recall stream, or where
   /// pages are encoded, which takes the compute stream's memory, there.
@@ -331,8 +332,7 @@ class stages {
                    {static_cast<int>(i) * step.bounds.pages, step.bounds.pages}, memory, on);
   }
   /// Done by `append`.
-  template <class In>
-  void detect(const State&, const step_view&, const kv_rows<In>&) {}
+  void detect(const State&, const step_view&, const step_queries&) {}
 
   /// The flagged heads select with the current query and recall what they miss; then every head's selection is what this
   /// step attends to. On a step without a flagged head each launch ends at once.
@@ -353,16 +353,18 @@ class stages {
   }
 
   /// Attends decode rows within the budget, prompt rows, and all rows of complete layers, to everything up to themselves.
-  void attend(const State& s, const step_view& step, const float* queries, const attention_output& to) {
+  void attend(const State& s, const step_view& step, const step_queries& queries,
+              const attention_output& to) {
     const trace_range range("freekv attend", s.layer);
     attend(s, step, queries, false, to);
   }
-  void attend_full(const State& s, const step_view& step, const float* queries, const attention_output& to) {
+  void attend_full(const State& s, const step_view& step, const step_queries& queries,
+                   const attention_output& to) {
     const trace_range range("freekv attend full", s.layer);
     attend(s, step, queries, true, to);
   }
   /// The log-mass of each unit that each row attends to.
-  void masses(const State& s, const step_view& step, const float* queries, const mass_output& to) {
+  void masses(const State& s, const step_view& step, const step_queries& queries, const mass_output& to) {
     const trace_range range("freekv log-masses", s.layer);
     with_codec(s, [&](const auto& codec) { launch_unit_masses(s, codec, step, queries, to, compute()); });
   }
@@ -477,7 +479,7 @@ class stages {
   }
 
   /// Of a complete layer all rows read the device's own memory; else prompts stage what they attend to.
-  void attend(const State& s, const step_view& step, const float* queries, bool everything,
+  void attend(const State& s, const step_view& step, const step_queries& queries, bool everything,
               const attention_output& to) {
     const bool stages_prompts = s.kind != layer_kind::complete;
     with_codec(s, [&](const auto& codec) {

@@ -24,7 +24,7 @@ static_assert(summarise_default.valid());
 
 /// Summarises the units of the pages of a run that become complete, where appending leaves it to a block.
 template <class State, class Summary>
-__launch_bounds__(summarise_default.threads) __global__
+__launch_bounds__(summarise_default.threads, 1) __global__
     void summarise_units(State s, Summary summaries, step_view step, page_run run, append_scratch scratch,
                          page_staging<typename State::element> staged) {
   using element = typename State::element;

@@ -179,23 +179,28 @@ class tensor_attention {
 
   __device__ explicit tensor_attention(storage& shared) : shared_(shared) {}
 
-  /// Takes the query of head h from `queries(h)` (head_dim).
+  /// Takes the query of head h from `queries(h)`: typed_numbers, head_dim of them.
   template <class Queries>
   __device__ void begin(team_type team, const Queries& queries, float scale) {
     const int nth = team.lane() / 4, quarter = team.lane() % 4;
-    const float* const query = queries(nth) + quarter * key_run;
     float numbers[key_runs][key_run], largest = 0.0f;
-    if (reinterpret_cast<std::uintptr_t>(query) % 16 == 0)
-      unroll<key_runs * key_run / 4>([&](auto i) {
-        constexpr int run = i * 4 / key_run, at = i * 4 % key_run;
-        const float4 four = *reinterpret_cast<const float4*>(query + run * 4 * key_run + at);
-        float* const to = numbers[run] + at;
-        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-      });
-    else
-      unroll<key_runs * key_run>([&](auto i) {
-        numbers[i / key_run][i % key_run] = query[i / key_run * 4 * key_run + i % key_run];
-      });
+    visit_numbers(queries(nth), [&](const auto* head) {
+      using number = cuda::std::remove_cvref_t<decltype(*head)>;
+      struct alignas(4 * sizeof(number)) four {
+        number x[4];
+      };
+      const number* const query = head + quarter * key_run;
+      if (reinterpret_cast<std::uintptr_t>(query) % sizeof(four) == 0)
+        unroll<key_runs * key_run / 4>([&](auto i) {
+          constexpr int run = i * 4 / key_run, at = i * 4 % key_run;
+          const four read = *reinterpret_cast<const four*>(query + run * 4 * key_run + at);
+          unroll<4>([&](auto n) { numbers[run][at + n] = to_float(read.x[n]); });
+        });
+      else
+        unroll<key_runs * key_run>([&](auto i) {
+          numbers[i / key_run][i % key_run] = to_float(query[i / key_run * 4 * key_run + i % key_run]);
+        });
+    });
     unroll<key_runs * key_run>([&](auto i) {
       float& number = numbers[i / key_run][i % key_run];
       number *= scale;

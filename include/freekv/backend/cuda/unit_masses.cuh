@@ -23,7 +23,7 @@ static_assert(unit_masses_default.valid());
 
 /// A team adds up the scores of one entry of a row's list for a tile's query heads.
 template <class State, class Codec>
-__global__ void unit_masses(State s, Codec codec, step_view step, const float* queries, attended_rows rows,
+__global__ void unit_masses(State s, Codec codec, step_view step, step_queries queries, attended_rows rows,
                             mass_output to) {
   constexpr int d = State::head_dim;
   using element = typename State::element;
@@ -40,7 +40,7 @@ __global__ void unit_masses(State s, Codec codec, step_view step, const float* q
 
   attention_type attention;
   if (const unsigned attending = i < list.size() ? attending_heads(s, list, i, tile) : 0u; attending != 0) {
-    begin_tile<d>(team, attention, tile, queries + std::int64_t{row} * s.heads.query * d, s.scale);
+    begin_tile<d>(team, attention, tile, queries, row, s.scale);
     if (is_encoded<Codec>(s, list, i))
       attend_encoded<block_type>(team, attention, s, codec, {list.step.sequence, list.head},
                                  list.entries.part(i), shared[static_cast<int>(threadIdx.x) / team.lanes()],
@@ -58,8 +58,8 @@ __global__ void unit_masses(State s, Codec codec, step_view step, const float* q
 
 /// Writes the masses of a step's rows, whose lists have at most `to.entries` entries.
 template <class State, class Codec>
-void launch_unit_masses(const State& s, const Codec& codec, const step_view& step, const float* queries,
-                        const mass_output& to, cudaStream_t stream) {
+void launch_unit_masses(const State& s, const Codec& codec, const step_view& step,
+                        const step_queries& queries, const mass_output& to, cudaStream_t stream) {
   using block_type =
       attend_block<register_masses<State::head_dim, attend_default.heads, row_team<State::head_dim>>,
                    State::head_dim, typename State::element, Codec>;

@@ -14,18 +14,18 @@
 
 namespace freekv::host {
 
-/// An entry's keys and values as a step brings them: (rows, kv_heads, head_dim) from token `first` on.
+/// An entry's keys and values as a step brings them, (kv_heads, head_dim) a row: token t of it is row `t - first`.
 template <class In>
 struct rows_from {
-  const In* keys = nullptr;
-  const In* values = nullptr;
-  int first = 0, kv_heads = 1, head_dim = 1;
+  step_rows<In> rows;
+  int first = 0, head_dim = 1;
 
-  std::int64_t offset(int token, int head) const {
-    return (std::int64_t{token - first} * kv_heads + head) * head_dim;
+  const In* key(int token, int head) const {
+    return rows.keys + (token - first) * rows.key_stride + std::int64_t{head} * head_dim;
   }
-  const In* key(int token, int head) const { return keys + offset(token, head); }
-  const In* value(int token, int head) const { return values + offset(token, head); }
+  const In* value(int token, int head) const {
+    return rows.values + (token - first) * rows.value_stride + std::int64_t{head} * head_dim;
+  }
 };
 
 /// Writes the summaries of one head's slice of a complete page, one for each unit.

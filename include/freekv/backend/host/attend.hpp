@@ -116,7 +116,7 @@ struct attention_job {
     const std::ptrdiff_t first = first_query_head(row, head);
     float* const lse = to.lse == nullptr ? nullptr : to.lse + first;
     finish_attention<d>(set, s.sink_logits == nullptr ? nullptr : s.sink_logits + head * group, part, group,
-                        to.out + first * d, lse);
+                        to.floats() + first * d, lse);
     for (int g = 0; lse != nullptr && to.lse_unit != 1.0f && g < group; ++g) lse[g] *= to.lse_unit;
   }
 

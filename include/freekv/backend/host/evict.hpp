@@ -285,7 +285,7 @@ class eviction_stages {
     const std::ptrdiff_t first = (std::ptrdiff_t{at.row} * s.heads.kv + at.head) * group;
     const attention_part part{w.mass, w.weighted, at.counts ? w.scores : nullptr, score_stride_};
     attend_rows(s, queries + first * d, as_const(at.slice), at.tokens, part, w, at.log_weights);
-    finish_attention<d>(instructions(), nullptr, part, group, to.out + first * d, w.lse);
+    finish_attention<d>(instructions(), nullptr, part, group, to.floats() + first * d, w.lse);
     for (int g = 0; to.lse != nullptr && g < group; ++g) to.lse[first + g] = w.lse[g] * to.lse_unit;
   }
 

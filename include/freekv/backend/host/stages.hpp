@@ -5,6 +5,7 @@
 #include <freekv/backend/host/append.hpp>
 #include <freekv/backend/host/attend.hpp>
 #include <freekv/backend/host/host_backend.hpp>
+#include <freekv/backend/host/row_numbers.hpp>
 #include <freekv/backend/host/select.hpp>
 #include <freekv/backend/host/select_by_scope.hpp>
 #include <freekv/backend/host/sequence_slots.hpp>
@@ -107,9 +108,8 @@ class stages {
 
   /// Appends rows and summarises the pages they complete. Throws store_error.
   template <class In>
-  void append(const State& s, const step_entry& entry, const kv_rows<In>& rows) {
-    const std::ptrdiff_t kv = std::ptrdiff_t{entry.first_row} * s.heads.kv * d;
-    const rows_from<In> source{rows.keys.data() + kv, rows.values.data() + kv, entry.before, s.heads.kv, d};
+  void append(const State& s, const step_entry& entry, const step_rows<In>& rows) {
+    const rows_from<In> source{rows, entry.before - entry.first_row, d};
     int first_page = entry.before / s.page.tokens, last_page = s.pages_of(entry.after());
     const auto bytes = static_cast<std::size_t>(entry.tokens) * static_cast<std::size_t>(4 * s.heads.kv * d) *
                        sizeof(element);
@@ -126,13 +126,13 @@ class stages {
   }
 
   /// In retrieval layers finds the heads that have drifted (decode) or forgets the selection (prompt).
-  template <class In>
-  void detect(const State& s, const step_entry& entry, const kv_rows<In>& rows) {
+  void detect(const State& s, const step_entry& entry, const step_queries& queries) {
     if (s.kind != layer_kind::retrieval) return;
     if (entry.phase == step_phase::prefill) return drop_selection(s, entry.sequence);
     resolve(policies_->correction, [&](const auto& correction) {
       detect_drift(instructions(), s, correction, entry,
-                   rows.queries.data() + std::ptrdiff_t{entry.first_row} * s.heads.query * d);
+                   numbers_.of(queries, entry, s.heads.query * d) +
+                       std::ptrdiff_t{entry.first_row} * s.heads.query * d);
     });
     resolve(policies_->scope, [&]<class Scope>(const Scope&) {
       if constexpr (Scope::scope == selection_scope::layer)
@@ -221,20 +221,22 @@ class stages {
 
   /// Attends decode rows within the budget: to sink, selected and window pages; prompt rows, and all rows of
   /// complete layers, to everything before them and themselves.
-  void attend(const State& s, const step_entry& entry, const float* queries, const attention_output& to) {
-    attend_rows({s, *policies_, entry, queries, to, entry.phase == step_phase::prefill});
+  void attend(const State& s, const step_entry& entry, const step_queries& queries,
+              const attention_output& to) {
+    attend(s, entry, queries, to, entry.phase == step_phase::prefill);
   }
 
   /// Attends each row to everything before it and itself, straight from the store.
-  void attend_full(const State& s, const step_entry& entry, const float* queries,
+  void attend_full(const State& s, const step_entry& entry, const step_queries& queries,
                    const attention_output& to) {
-    attend_rows({s, *policies_, entry, queries, to, true});
+    attend(s, entry, queries, to, true);
   }
 
   /// The log-mass of each unit that each row attends to.
-  void masses(const State& s, const step_entry& entry, const float* queries, const mass_output& to) {
+  void masses(const State& s, const step_entry& entry, const step_queries& queries, const mass_output& to) {
+    const float* const numbers = numbers_.of(queries, entry, s.heads.query * d);
     const attention_job<State, Policies> job{s,       *policies_, entry,
-                                             queries, {},         entry.phase == step_phase::prefill};
+                                             numbers, {},         entry.phase == step_phase::prefill};
     const int heads = s.heads.kv;
     backend_->parallel(entry.tokens * heads,
                        job.bytes(entry.tokens - 1) * static_cast<std::size_t>(entry.tokens),
@@ -485,6 +487,13 @@ class stages {
     }
   }
 
+  void attend(const State& s, const step_entry& entry, const step_queries& queries,
+              const attention_output& to, bool complete) {
+    const int width = s.heads.query * d;
+    attend_rows({s, *policies_, entry, numbers_.of(queries, entry, width),
+                 numbers_.room_for(to, entry, width), complete});
+    numbers_.write(to, entry, width);
+  }
   /// Attends rows: a head is one thread's where heads alone occupy the threads, else its parts are shared out.
   /// Parts are cut and merged alike either way.
   void attend_rows(const attention_job<State, Policies>& job) {
@@ -523,9 +532,10 @@ class stages {
   std::vector<workspace> workspaces_;
   std::vector<workspace> workspaces_of_heads_;         // where threads score one head's candidates together,
   std::vector<std::optional<selection_type>> shared_;  // for as many heads as they do so at a time
-  log_sum_exp* part_mass_ = nullptr;                   // (kv head, max_parts, group)
-  float* part_weighted_ = nullptr;                     // (kv head, max_parts, group, head_dim)
-  std::int64_t layer_stride_ = 0;                      // padded candidates
+  row_numbers numbers_;
+  log_sum_exp* part_mass_ = nullptr;  // (kv head, max_parts, group)
+  float* part_weighted_ = nullptr;    // (kv head, max_parts, group, head_dim)
+  std::int64_t layer_stride_ = 0;     // padded candidates
   // Pooled scores of KV heads that select together: (kv head, layer_stride). On the compute stream for this step
   // and the next, and on the recall stream.
   float *pooled_now_ = nullptr, *pooled_next_ = nullptr, *pooled_behind_ = nullptr;

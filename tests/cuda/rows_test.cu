@@ -1,0 +1,163 @@
+// Rows of an engine's own tensors on a device: queries and outputs of 16 bits, and rows that are parts of longer ones, give
+// what the same numbers give as floats that are one behind the other.
+//
+// Exit status: 0 all right, 1 not, 77 no device.
+#include <freekv/freekv.cuh>
+#include <string>
+#include <vector>
+
+#include "both_sides.cuh"
+
+namespace {
+
+using namespace both_sides;
+using namespace freekv;
+
+constexpr std::size_t count(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+constexpr int head_dim = 64, layers = 2, query_heads = 6, kv_heads = 2, max_tokens = 160;
+constexpr int query_row = query_heads * head_dim, key_row = kv_heads * head_dim;
+
+template <class Correction>
+using pipeline_with = retrieval_pipeline<kv_shape<bfloat16, head_dim>, page_size<8>, Correction,
+                                         any_of<resident, in_place>, complete_first<1>, cuda_backend>;
+
+template <class Pipeline>
+struct device_side {
+  device::owned_stream compute, recall;
+  device::pinned_memory slow;
+  device::device_memory fast;
+  cuda_backend backend{compute.get(), recall.get()};
+  Pipeline pipeline;
+
+  explicit device_side(bool slots) : pipeline(settings(slots), backend, {&slow, &fast}) {}
+  static typename Pipeline::settings settings(bool slots) {
+    typename Pipeline::settings s;
+    s.layers = layers;
+    s.query_heads = query_heads;
+    s.kv_heads = kv_heads;
+    s.budget = {.sink = 8, .window = 16, .selected_units = 3};
+    s.max_tokens = max_tokens;
+    s.max_sequences = 2;
+    s.max_decode_rows = 2;
+    if (!slots) s.route = in_place{};
+    return s;
+  }
+};
+
+/// A step's rows: as floats, and in tensors of `Number` with other numbers around.
+template <class Number>
+struct rows_of_step {
+  pinned<float> queries, keys, values;
+  pinned<Number> fused, apart;  // queries, keys, values, padding; values with padding
+  std::int64_t stride, value_stride;
+
+  rows_of_step(random_numbers& random, int rows)
+      : stride(query_row + 2 * key_row + random.below(9)), value_stride(key_row + random.below(9)) {
+    const auto rounded = [&](std::size_t n) {
+      pinned<float> all = random.normals<float>(n);
+      for (float& x : all) x = to_float(from_float<bfloat16>(x));
+      return all;
+    };
+    queries = rounded(count(rows * query_row));
+    keys = rounded(count(rows * key_row));
+    values = rounded(count(rows * key_row));
+    fused.assign(count(rows * stride), from_float<Number>(NAN));
+    apart.assign(count(rows * value_stride), from_float<Number>(NAN));
+    const auto put = [&](const pinned<float>& from, int width, int row, auto to) {
+      for (int i = 0; i < width; ++i) to[i] = from_float<Number>(from[count(row * width + i)]);
+    };
+    for (int row = 0; row < rows; ++row) {
+      put(queries, query_row, row, fused.begin() + row * stride);
+      put(keys, key_row, row, fused.begin() + row * stride + query_row);
+      put(values, key_row, row, apart.begin() + row * value_stride);
+    }
+  }
+};
+
+template <class Pipeline, class Number, class Out>
+void compare(report& checks, const std::string& name, bool slots) {
+  random_numbers random(static_cast<unsigned>(name.size()));
+  device_side<Pipeline> plain(slots), given(slots);
+  const sequence_id ids[] = {plain.pipeline.open(), plain.pipeline.open()};
+  given.pipeline.open();
+  given.pipeline.open();
+  results<float> out(0), lse(0);
+  results<std::int32_t> reports(0);
+  for (int step = 0; step < 7; ++step) {
+    std::vector<step_input> of_step;
+    int rows = 0;
+    for (const sequence_id id : ids) {
+      const bool prompt = step == 0 || (step == 4 && id == ids[1]);
+      of_step.push_back({id, prompt ? random.between(30, 50) : random.between(1, 2),
+                         prompt ? step_phase::prefill : step_phase::decode});
+      rows += of_step.back().tokens;
+    }
+    auto a = plain.pipeline.begin_step(of_step);
+    auto b = given.pipeline.begin_step(of_step);
+    for (int layer = 0; layer < layers; ++layer) {
+      const rows_of_step<Number> r(random, rows);
+      const std::int64_t out_stride = step % 2 == 0 ? 0 : query_row + step;
+      const std::int64_t apart = out_stride == 0 ? query_row : out_stride;
+      pinned<float> expected(count(rows * query_row), NAN), lse_a(count(rows * query_heads), NAN), lse_b(lse_a);
+      pinned<Out> found(count(rows * apart), from_float<Out>(NAN));
+      a.template append<float>(layer, {.keys = r.keys, .values = r.values, .queries = r.queries});
+      b.template append<Number, Number>(layer, {.keys = std::span(r.fused).subspan(query_row),
+                                                .values = r.apart,
+                                                .queries = r.fused,
+                                                .strides = {r.stride, r.value_stride, r.stride}});
+      if (layer == step % 2) {
+        a.attend_full(layer, expected, lse_a);
+        b.template attend_full<Out>(layer, found, lse_b, out_stride);
+      } else {
+        a.attend(layer, expected, lse_a);
+        b.template attend<Out>(layer, found, lse_b, out_stride);
+      }
+      plain.pipeline.synchronize();
+      given.pipeline.synchronize();
+      for (int row = 0; row < rows; ++row)
+        for (int i = 0; i < apart; ++i) {
+          out.host.push_back(i < query_row ? to_float(from_float<Out>(expected[count(row * query_row + i)]))
+                                           : NAN);
+          out.device.push_back(to_float(found[count(row * apart + i)]));
+        }
+      lse.host.insert(lse.host.end(), lse_a.begin(), lse_a.end());
+      lse.device.insert(lse.device.end(), lse_b.begin(), lse_b.end());
+      if (layer == step % 2) {
+        a.attend(layer, expected, lse_a);
+        b.template attend<Out>(layer, found, lse_b, out_stride);
+      }
+      plain.pipeline.synchronize();  // before the rows go
+      given.pipeline.synchronize();
+    }
+    a.end();
+    b.end();
+    const auto add = [&](auto& side, pinned<std::int32_t>& to) {
+      for (const sequence_id id : ids) {
+        const auto report = side.pipeline.report(1)[id];
+        for (const auto x : report.corrected) to.push_back(x);
+        for (const auto x : report.recalled) to.push_back(x);
+        for (const auto x : report.attended_count) to.push_back(x);
+      }
+    };
+    add(plain, reports.host);
+    add(given, reports.device);
+  }
+  checks.equal(name + ": outputs", out);
+  checks.equal(name + ": log-sum-exp", lse);
+  checks.equal(name + ": reports", reports);
+}
+
+}  // namespace
+
+int main() {
+  skip_without_device();
+  report checks;
+  for (const bool slots : {true, false}) {
+    const std::string where = slots ? ", from slots" : ", in place";
+    compare<pipeline_with<cosine_drift>, bfloat16, bfloat16>(checks, "bfloat16" + where, slots);
+    compare<pipeline_with<cosine_drift>, bfloat16, half>(checks, "bfloat16, outputs of half" + where, slots);
+    compare<pipeline_with<mass_deficit>, float, float>(checks, "floats" + where, slots);
+  }
+  return checks.finish();
+}
