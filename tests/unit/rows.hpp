@@ -62,7 +62,8 @@ inline bool is_near(double a, double b, double tolerance) {
 /// Equal bit for bit, NaN and the sign of zero included.
 template <class A, class B>
 bool same_bits(const A& a, const B& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(*a.data())) == 0;
+  return a.size() == b.size() &&
+         (a.size() == 0 || std::memcmp(a.data(), b.data(), a.size() * sizeof(*a.data())) == 0);
 }
 
 inline std::vector<float> normals(dice& d, std::size_t n, float size = 1.0f) {
