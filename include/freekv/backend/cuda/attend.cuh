@@ -74,7 +74,8 @@ struct head_tile {
 /// Takes a tile's queries of a row, (query_heads, head_dim).
 template <int HeadDim, class Team, class Attention, class Tile>
 __device__ void begin_tile(Team team, Attention& attention, const Tile& tile, const step_queries& queries,
-                           std::int64_t row, float scale) {
+                           int row, float scale) {
+  asm volatile("" : "+r"(row));  // in a loop over parts, addresses of a row are computed anew and not kept
   attention.begin(
       team, [&](int h) { return queries.row(row, std::int64_t{tile.query_head(h)} * HeadDim); }, scale);
 }
