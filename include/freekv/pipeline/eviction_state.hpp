@@ -161,7 +161,7 @@ struct eviction_state {
   float* log_weights(int sequence, int head) const {
     return log_weight == nullptr ? nullptr : log_weight + unit_index(sequence, head);
   }
-  /// What a policy that merges remembers of a KV head.
+  /// The memory that a policy which merges has of a KV head.
   template <class Eviction>
   typename Eviction::head_memory& memory_of(int sequence, int head) const {
     return *reinterpret_cast<typename Eviction::head_memory*>(memories +

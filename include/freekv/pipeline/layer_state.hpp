@@ -82,7 +82,7 @@ struct attention_output {
   std::int64_t stride = 0;  // elements from a row of `out` to the next; 0: one behind the other
   element_type type = element_type::f32;
 
-  /// Where they are floats, one row behind the other.
+  /// The outputs as floats, where they are that, one row behind the other.
   float* floats() const { return static_cast<float*>(out); }
 };
 

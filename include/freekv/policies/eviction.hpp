@@ -75,7 +75,7 @@ struct observed_units {
   float* scratch_row(int r) const { return scratch + r * stride; }
 };
 
-/// What a token that stays becomes when others merge into it.
+/// Rule of what a token that stays becomes when others merge into it.
 enum class merge_rule : std::uint8_t {
   by_weights,  ///< the mean of their keys and values by the policy's weights; it weighs in attention as before
   as_many,     ///< the same mean; it weighs as much as all of them
@@ -105,7 +105,7 @@ struct merging_tokens {
     const double of = exact_product(key(a), key(b), head_dim) / (lengths[a] * lengths[b]);
     return std::isfinite(of) ? of : 0.0;
   }
-  /// Of the tokens that stay the one whose key is most like a token's, of those alike the first; -1: none stays.
+  /// The token that stays whose key is most like a token's, the first of those alike; -1: none stays.
   int nearest(int token) const {
     int best = -1;
     double most = 0.0;
@@ -115,8 +115,8 @@ struct merging_tokens {
   }
 };
 
-/// Where a token goes: of one that leaves, `into` which of those that stay it merges, or -1 where it is lost, and its weight
-/// in what that becomes; of one that stays its own weight alone.
+/// Fate of a token: of one that leaves, `into` which of those that stay it merges, or -1 where it is lost, and its weight in
+/// what that becomes; of one that stays its own weight alone.
 struct merge_fate {
   int into = -1;
   double weight = 1.0;

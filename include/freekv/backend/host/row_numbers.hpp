@@ -21,7 +21,7 @@ class row_numbers {
       widen(queries.row(row, 0), width, copy + std::ptrdiff_t{row} * width);
     return copy;
   }
-  /// Where the rows of `entry` are attended to, before `write`.
+  /// Outputs that the rows of `entry` are attended to, before `write`.
   attention_output room_for(const attention_output& to, const step_entry& entry, int width) {
     if (is_floats(to, width)) return to;
     return {room(outputs_, entry, width), to.lse, to.lse_unit};
