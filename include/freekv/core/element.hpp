@@ -120,20 +120,6 @@ FREEKV_HD inline void visit_numbers(const float* numbers, const Body& body) {
   body(numbers);
 }
 
-/// Writes float number i to elements of a type.
-FREEKV_HD inline void put_number(void* to, element_type type, std::int64_t i, float x) {
-  switch (type) {
-    case element_type::f16:
-      static_cast<half*>(to)[i] = from_float<half>(x);
-      break;
-    case element_type::bf16:
-      static_cast<bfloat16*>(to)[i] = from_float<bfloat16>(x);
-      break;
-    default:
-      static_cast<float*>(to)[i] = x;
-  }
-}
-
 constexpr FREEKV_HD int bytes_of(element_type type) { return type == element_type::f32 ? 4 : 2; }
 
 }  // namespace freekv

@@ -18,7 +18,7 @@ class row_numbers {
       return static_cast<const float*>(queries.data);
     float* const copy = room(queries_, entry, width);
     for (int row = entry.first_row; row < entry.first_row + entry.tokens; ++row)
-      widen(queries.row(row, 0), width, copy + std::ptrdiff_t{row} * width);
+      visit_numbers(queries.row(row, 0), widening{copy + std::ptrdiff_t{row} * width, width});
     return copy;
   }
   /// Outputs that the rows of `entry` are attended to, before `write`.
@@ -28,28 +28,29 @@ class row_numbers {
   }
   void write(const attention_output& to, const step_entry& entry, int width) const {
     if (is_floats(to, width)) return;
-    for (int row = entry.first_row; row < entry.first_row + entry.tokens; ++row) {
-      const std::int64_t first = row * (to.stride == 0 ? width : to.stride);
-      for (int i = 0; i < width; ++i)
-        put_number(to.out, to.type, first + i, outputs_[static_cast<std::size_t>(row * width + i)]);
-    }
+    const step_queries rows{to.out, to.stride == 0 ? width : to.stride, to.type};
+    for (int row = entry.first_row; row < entry.first_row + entry.tokens; ++row)
+      visit_numbers(rows.row(row, 0), rounding{outputs_.data() + std::ptrdiff_t{row} * width, width});
   }
 
  private:
-  static void widen(const typed_numbers& from, int width, float* to) {
-    switch (from.type) {
-      case element_type::f16:
-        return widen(static_cast<const half*>(from.data), width, to);
-      case element_type::bf16:
-        return widen(static_cast<const bfloat16*>(from.data), width, to);
-      default:
-        return widen(static_cast<const float*>(from.data), width, to);
+  // Not lambdas, which a visit for host and device may not call.
+  struct widening {
+    float* to;
+    int width;
+    template <class From>
+    FREEKV_HD void operator()(const From* from) const {
+      for (int i = 0; i < width; ++i) to[i] = to_float(from[i]);
     }
-  }
-  template <class From>
-  static void widen(const From* from, int width, float* to) {
-    for (int i = 0; i < width; ++i) to[i] = to_float(from[i]);
-  }
+  };
+  struct rounding {
+    const float* from;
+    int width;
+    template <class To>
+    FREEKV_HD void operator()(const To* to) const {
+      for (int i = 0; i < width; ++i) const_cast<To*>(to)[i] = from_float<To>(from[i]);
+    }
+  };
   static bool is_floats(const attention_output& to, int width) {
     return to.type == element_type::f32 && (to.stride == 0 || to.stride == width);
   }
