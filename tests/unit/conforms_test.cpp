@@ -1,4 +1,4 @@
-// The judge of summaries that users have: it passes a summary that is its definition, and tells of each flaw.
+// The judge of policies that users have: it passes a policy that is its definition, and tells of each flaw.
 
 #include <freekv/freekv.hpp>
 #include <freekv/testing/conforms.hpp>
@@ -6,13 +6,32 @@
 #include <vector>
 
 #include "../catch.hpp"
+#include "../property/eviction_case.hpp"
 #include "../property/random_case.hpp"
 
 namespace {
 
 using freekv::testing::doubles;
+using sentences = std::vector<std::string>;
+constexpr freekv::testing::conformance_options few{.units = 30, .runs = 4};
 
-enum class flaw { none, score, numbers, width, drops_nan, of_wide_teams };
+bool mentions(const sentences& told, const std::string& words) {
+  for (const std::string& one : told)
+    if (one.find(words) != std::string::npos) return true;
+  return false;
+}
+
+enum class flaw {
+  none,
+  score,
+  numbers,
+  width,
+  drops_nan,
+  of_wide_teams,
+  of_some,
+  late,
+  of_zeros,
+};
 
 /// The page's mean key, or nearly.
 struct flawed_mean {
@@ -38,7 +57,7 @@ struct flawed_mean {
   }
 };
 
-std::vector<std::string> told(flaw has) {
+sentences told_of_mean(flaw has) {
   const freekv::testing::summary_definition mean{
       .numbers =
           [](const doubles& keys, freekv::page_geometry page) {
@@ -55,40 +74,273 @@ std::vector<std::string> told(flaw has) {
           }};
   flawed_mean policy;
   policy.has = has;
-  return freekv::testing::conforms(mean, policy, {.units = 30, .runs = 3});
+  return freekv::testing::conforms(mean, policy, few);
 }
 
-bool mentions(const std::vector<std::string>& sentences, const std::string& words) {
-  for (const std::string& one : sentences)
-    if (one.find(words) != std::string::npos) return true;
-  return false;
+/// The largest of the heads' scores, or nearly.
+struct flawed_max {
+  using policy_kind = freekv::pooling_kind;
+  static constexpr std::string_view name = "flawed_max";
+  static constexpr bool uses_log_sums = false;
+  flaw has = flaw::none;
+
+  template <freekv::team T>
+  auto pool(T team, const freekv::row_scores& row, int j) const {
+    auto largest = row.load(team, 0, j);
+    for (int g = 1; g < row.group - (has == flaw::of_some); ++g)
+      largest = team.maximum(largest, row.load(team, g, j));
+    if (has == flaw::of_wide_teams && T::width > 1) largest = largest + typename T::pack(1.0f);
+    return has == flaw::drops_nan
+               ? team.maximum(largest, typename T::pack(std::numeric_limits<float>::lowest()))
+               : largest;
+  }
+};
+
+sentences told_of_max(flaw has) {
+  const freekv::testing::pooling_definition max{.scores = [](const std::vector<doubles>& scores) {
+    doubles pooled = scores[0];
+    for (const doubles& of_head : scores)
+      for (std::size_t j = 0; j < pooled.size(); ++j) pooled[j] = std::max(pooled[j], of_head[j]);
+    return pooled;
+  }};
+  flawed_max policy;
+  policy.has = has;
+  return freekv::testing::conforms(max, policy, few);
+}
+
+/// The first head's query, or another.
+struct flawed_first_query {
+  using policy_kind = freekv::pooling_kind;
+  static constexpr std::string_view name = "flawed_first_query";
+  flaw has = flaw::none;
+
+  template <freekv::team T>
+  void pool_query(T team, const freekv::group_query& query, float* pooled) const {
+    for (int i = 0; i < query.head_dim; i += T::width)
+      team.store(pooled + i, team.load(query.head(has == flaw::of_some ? query.group - 1 : 0) + i));
+  }
+};
+
+sentences told_of_first_query(flaw has) {
+  const freekv::testing::pooling_definition first{
+      .query = [](const std::vector<doubles>& queries) { return queries[0]; }};
+  flawed_first_query policy;
+  policy.has = has;
+  return freekv::testing::conforms(first, policy, few);
+}
+
+/// The k best of the candidates, those favoured that are held, or nearly.
+struct flawed_selection {
+  using policy_kind = freekv::selection_kind;
+  using hooks = freekv::hook_list<freekv::hook::favour>;
+  static constexpr std::string_view name = "flawed_selection";
+  flaw has = flaw::none;
+
+  constexpr int count(int candidates, int k) const {
+    return std::min(candidates, has == flaw::of_some ? std::max(1, k - 1) : k);
+  }
+  constexpr float favour() const { return has == flaw::score ? 0.0f : 0.5f; }
+};
+
+sentences told_of_selection(flaw has) {
+  const freekv::testing::selection_definition favouring{
+      .selected = [](doubles scores, const std::vector<bool>& held, int k) {
+        for (std::size_t j = 0; j < scores.size(); ++j) scores[j] += held[j] ? 0.5 : 0.0;
+        return freekv::testing::detail::step_definitions{}.selection.selected(scores, held, k);
+      }};
+  flawed_selection policy;
+  policy.has = has;
+  return freekv::testing::conforms(favouring, policy, few);
+}
+
+/// Heads whose first query has turned by more than a right angle's third, or nearly.
+struct flawed_turn {
+  using policy_kind = freekv::correction_kind;
+  static constexpr std::string_view name = "flawed_turn";
+  flaw has = flaw::none;
+
+  flawed_turn at(int) const { return *this; }
+  template <freekv::team T>
+  bool flags(T team, const freekv::query_change& change) const {
+    double product = 0.0, of_now = 0.0, of_before = 0.0;
+    for (int i = 0; i < change.now.head_dim; ++i) {
+      const double a = static_cast<double>(change.now.head(0)[i]),
+                   b = static_cast<double>(change.before.head(0)[i]);
+      product += a * b, of_now += a * a, of_before += b * b;
+    }
+    if (has == flaw::late && change.decode_step > 10) return false;
+    if (has == flaw::of_zeros && of_now == 0.0) return false;
+    if (has == flaw::of_wide_teams && T::width > 1) return false;
+    static_cast<void>(team);
+    return !(product >= (has == flaw::score ? 0.7 : 0.86) * std::sqrt(of_now * of_before)) || of_now == 0.0;
+  }
+};
+
+sentences told_of_turn(flaw has) {
+  const freekv::testing::correction_definition turn{
+      .by_queries = [](const freekv::testing::changed_queries& queries) {
+        using freekv::testing::detail::inner_product;
+        const doubles &now = queries.now[0], &before = queries.before[0];
+        const double sizes = std::sqrt(inner_product(now, now) * inner_product(before, before));
+        return sizes == 0.0 || inner_product(now, before) / sizes < 0.86;
+      }};
+  flawed_turn policy;
+  policy.has = has;
+  return freekv::testing::conforms(turn, policy, few);
+}
+
+/// Heads whose selected pages have less than half of the mass, or nearly.
+struct flawed_half {
+  using policy_kind = freekv::correction_kind;
+  static constexpr std::string_view name = "flawed_half";
+  flaw has = flaw::none;
+
+  flawed_half at(int) const { return *this; }
+  bool flags(const freekv::selection_masses& masses) const {
+    return masses.selected < (has == flaw::score ? 0.6f : 0.8f) * masses.best;
+  }
+  bool exchanges_pages() const { return false; }
+};
+
+sentences told_of_half(flaw has) {
+  const freekv::testing::correction_definition half{
+      .by_masses = [](double selected, double best) { return selected < 0.8 * best; }};
+  flawed_half policy;
+  policy.has = has;
+  return freekv::testing::conforms(half, policy, few);
+}
+
+/// Tokens with the largest share of any row, or nearly; the latest four stay.
+struct flawed_peak {
+  using policy_kind = freekv::eviction_kind;
+  static constexpr std::string_view name = "flawed_peak";
+  flaw has = flaw::none;
+  struct unit_state {
+    float largest;
+  };
+  constexpr int unit_tokens() const { return 1; }
+  constexpr bool stages_prompt() const { return true; }
+  constexpr int observed_rows() const { return 8; }
+  constexpr int capacity(const freekv::eviction_limits& most) const { return most.budget + 1; }
+  constexpr int kept(const freekv::eviction_moment& at) const { return at.budget; }
+  constexpr bool protects(int token, const freekv::eviction_moment& at) const {
+    return token + 4 >= at.tokens;
+  }
+  constexpr void on_append(unit_state& unit, int) const { unit.largest = 0.0f; }
+  constexpr void on_prompt(unit_state& unit, const freekv::prompt_votes& votes, int token) const {
+    if (has != flaw::late) unit.largest = votes.shares[token];
+  }
+  constexpr void on_attended(unit_state& unit, float share, int) const {
+    unit.largest = has == flaw::score ? share : std::max(unit.largest, share);
+  }
+  std::uint32_t worth(const unit_state& unit) const {
+    const std::uint32_t bits = freekv::order_bits(unit.largest);
+    return has == flaw::numbers ? ~bits : bits;
+  }
+};
+
+sentences told_of_peak(flaw has) {
+  const freekv::testing::eviction_definition peak{
+      .worth = [](const freekv::testing::attended_rows& seen, int token) {
+        double of_prompt = 0.0, largest = 0.0;
+        for (std::size_t row = 0; row < seen.shares.size(); ++row) {
+          const doubles& shares = seen.shares[row];
+          const auto at = static_cast<std::size_t>(token);
+          const double share = at < shares.size() ? shares[at] : 0.0;
+          if (static_cast<int>(row) < seen.prompt)
+            of_prompt += share;  // votes of the observed rows, summed
+          else
+            largest = std::max(largest, share);
+        }
+        return std::max(of_prompt, largest);
+      }};
+  flawed_peak policy;
+  policy.has = has;
+  return freekv::testing::conforms(peak, policy);
 }
 
 }  // namespace
 
-TEST_CASE("a summary that is its definition conforms to it", "[conforms]") {
-  CHECK(told(flaw::none) == std::vector<std::string>{});
+TEST_CASE("a policy that is its definition conforms to it", "[conforms]") {
+  CHECK(told_of_mean(flaw::none) == sentences{});
+  CHECK(told_of_max(flaw::none) == sentences{});
+  CHECK(told_of_first_query(flaw::none) == sentences{});
+  CHECK(told_of_selection(flaw::none) == sentences{});
+  CHECK(told_of_turn(flaw::none) == sentences{});
+  CHECK(told_of_half(flaw::none) == sentences{});
+  CHECK(told_of_peak(flaw::none) == sentences{});
 }
 
-TEST_CASE("the oracle knows every summary that programs offer, or a file in tests/policies does",
+TEST_CASE("the oracle knows every policy that programs offer, or a file in tests/policies does",
           "[conforms]") {
   const std::string conforming = "," FREEKV_CONFORMING ",";
-  for (const auto& one : freekv::examples::summaries) {
-    INFO(one.name);
-    const auto same = [&](const auto& word) { return word.name == one.name; };
-    const bool by_oracle =
-        std::any_of(std::begin(tests::oracle_summaries), std::end(tests::oracle_summaries), same);
-    CHECK((by_oracle || conforming.find("," + std::string(one.name) + ",") != std::string::npos));
-  }
+  const auto compare = [&](const auto& offered, const auto& by_oracle) {
+    for (const auto& one : offered) {
+      INFO(one.name);
+      const auto same = [&](const auto& word) { return word.name == one.name; };
+      CHECK((std::any_of(std::begin(by_oracle), std::end(by_oracle), same) ||
+             conforming.find("," + std::string(one.name) + ",") != std::string::npos));
+    }
+  };
+  compare(freekv::examples::summaries, tests::oracle_summaries);
+  compare(freekv::examples::poolings, tests::oracle_poolings);
+  compare(freekv::examples::selections, tests::oracle_selections);
+  compare(freekv::examples::corrections, tests::oracle_corrections);
+  compare(freekv::examples::evictions, tests::oracle_evictions);
 }
 
 TEST_CASE("what differs from a summary's definition is told", "[conforms]") {
-  CHECK(mentions(told(flaw::score), "one lane, unit of"));
-  CHECK(mentions(told(flaw::score), "of the definition"));
-  CHECK(mentions(told(flaw::numbers), ": number 0 is "));
-  CHECK(mentions(told(flaw::width), ", of the definition "));
-  CHECK(mentions(told(flaw::drops_nan), "a unit of NaN keys scores 0, not NaN"));
-  CHECK(mentions(told(flaw::of_wide_teams), "baseline, unit of"));
-  CHECK_FALSE(mentions(told(flaw::of_wide_teams), "one lane"));
-  CHECK(told(flaw::score).size() == 10);
+  CHECK(mentions(told_of_mean(flaw::score), "one lane, unit of"));
+  CHECK(mentions(told_of_mean(flaw::score), "of the definition"));
+  CHECK(mentions(told_of_mean(flaw::numbers), ": number 0 is "));
+  CHECK(mentions(told_of_mean(flaw::width), ", of the definition "));
+  CHECK(mentions(told_of_mean(flaw::drops_nan), "a unit of NaN keys scores 0, not NaN"));
+  CHECK(mentions(told_of_mean(flaw::of_wide_teams), "baseline, unit of"));
+  CHECK_FALSE(mentions(told_of_mean(flaw::of_wide_teams), "one lane"));
+  CHECK(told_of_mean(flaw::score).size() == 10);
+}
+
+TEST_CASE("what differs from a pooling's definition is told", "[conforms]") {
+  CHECK(mentions(told_of_max(flaw::of_some), ": number "));
+  CHECK(mentions(told_of_max(flaw::of_some), "one lane, group of "));
+  CHECK(mentions(told_of_max(flaw::drops_nan), "of the definition -inf"));
+  CHECK(mentions(told_of_max(flaw::of_wide_teams), "baseline, group of"));
+  CHECK_FALSE(mentions(told_of_max(flaw::of_wide_teams), "one lane"));
+  CHECK(mentions(told_of_first_query(flaw::of_some), " numbers: number 0 is "));
+  const freekv::testing::pooling_definition of_queries{
+      .query = [](const std::vector<doubles>& queries) { return queries[0]; }};
+  CHECK(freekv::testing::conforms<freekv::max_score>(of_queries) ==
+        sentences{"a pooling of scores is defined by `scores` alone"});
+}
+
+TEST_CASE("what differs from a selection's definition is told", "[conforms]") {
+  CHECK(mentions(told_of_selection(flaw::of_some), " attends to units {"));
+  CHECK(mentions(told_of_selection(flaw::of_some), ", by the definition {"));
+  CHECK(mentions(told_of_selection(flaw::score), " attends to units {"));  // what was selected a step ahead
+}
+
+TEST_CASE("what differs from a correction's definition is told", "[conforms]") {
+  CHECK(mentions(told_of_turn(flaw::score), "one lane, group of "));
+  CHECK(mentions(told_of_turn(flaw::score), "the head is not flagged, by the definition it is flagged"));
+  CHECK(mentions(told_of_turn(flaw::late), "decode step "));
+  CHECK(mentions(told_of_turn(flaw::of_zeros), "the head is not flagged"));
+  CHECK(mentions(told_of_turn(flaw::of_wide_teams), "baseline, group of"));
+  CHECK_FALSE(mentions(told_of_turn(flaw::of_wide_teams), "one lane"));
+  CHECK(mentions(told_of_half(flaw::score), "a head of mass "));
+  const freekv::testing::correction_definition of_queries{
+      .by_queries = [](const freekv::testing::changed_queries&) { return true; }};
+  CHECK(freekv::testing::conforms<freekv::mass_deficit>(of_queries) ==
+        sentences{"a correction by masses is defined by `by_masses` alone"});
+  // One that its flags alone do not tell from its definition: the pipeline's steps do.
+  freekv::testing::conformance_options no_units = few;
+  no_units.units = 0;
+  CHECK(mentions(freekv::testing::conforms<freekv::always>(of_queries, {}, no_units), "") == false);
+  CHECK(mentions(freekv::testing::conforms<freekv::never>(of_queries, {}, no_units),
+                 " is not corrected, by the definition it is "));
+}
+
+TEST_CASE("what differs from an eviction's definition is told", "[conforms]") {
+  CHECK(mentions(told_of_peak(flaw::score), " has lost unit "));
+  CHECK(mentions(told_of_peak(flaw::numbers), " has lost unit "));
+  CHECK(mentions(told_of_peak(flaw::late), "step 0, head 0 has lost unit "));
 }

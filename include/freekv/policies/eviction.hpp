@@ -425,7 +425,7 @@ inline constexpr bool merges = hooks_of<E>::has(hook::merge);
 
 /// A policy that remembers something of each unit. `unit_state` is trivially copyable. The hooks: `on_append(unit, row)`
 /// for every token, with its number in the sequence; `on_prompt(unit, votes, first_token)` when a prompt ends, with the
-/// votes of its last `observed_rows()` rows; `on_attended(unit, share, row)` for all units that a decode row has attended
+/// votes of its last `observed_rows()` rows, 0 where the prompt is kept as it is and not every row is observed; `on_attended(unit, share, row)` for all units that a decode row has attended
 /// to, with the row's share on each.
 template <class E>
 concept counts_units = std::is_trivially_copyable_v<typename E::unit_state> &&

@@ -1,0 +1,74 @@
+// Definitions of policies in float64, which `conforms` compares them with: written from a paper, not from the code.
+#pragma once
+
+#include <cstdint>
+#include <freekv/core/shape.hpp>
+#include <functional>
+#include <vector>
+
+namespace freekv::testing {
+
+using doubles = std::vector<double>;
+
+/// A summary in float64.
+struct summary_definition {
+  /// Numbers of a unit's keys (tokens, head_dim), as `summarise` leaves them: `width(page)`.
+  std::function<doubles(const doubles& keys, page_geometry page)> numbers;
+  /// Score of a query (head_dim) with them, times `scale`.
+  std::function<double(const doubles& query, const doubles& numbers, page_geometry page, double scale)> score;
+  double tolerance = 2e-5;  ///< of a number or score, relative to the size of what it is a sum of
+};
+
+/// A pooling in float64, by one of the two.
+struct pooling_definition {
+  /// Pooled scores (candidates) of the query heads' scores, a head's (candidates) each.
+  std::function<doubles(const std::vector<doubles>& scores)> scores{};
+  /// The query (head_dim) that scores for all, of the heads' queries.
+  std::function<doubles(const std::vector<doubles>& queries)> query{};
+  double tolerance = 2e-5;  ///< of a pooled score or a number of the query
+};
+
+/// A selection in float64.
+struct selection_definition {
+  /// Candidates that are selected, ascending numbers, by the pooled scores of all, in the order of the text. `held`: those
+  /// that the step attends to, while the next step's are selected; none where a correction selects.
+  std::function<std::vector<int>(const doubles& scores, const std::vector<bool>& held, int k)> selected;
+};
+
+/// The queries of a KV head's group, (head_dim) each, now and when its selection was made.
+struct changed_queries {
+  std::vector<doubles> now, before;
+  int decode_step = 0;  ///< since the last prompt, which is followed by step 0
+};
+
+/// A correction in float64, by one of the two: whether a head that has a selection is flagged.
+struct correction_definition {
+  std::function<bool(const changed_queries& queries)> by_queries{};
+  /// By the mass of what is selected and of what would be selected now.
+  std::function<bool(double selected, double best)> by_masses{};
+};
+
+/// What rows have attended to so far, of one KV head.
+struct attended_rows {
+  /// Row r's share on token t, (rows, tokens), mean over the group's query heads; 0 for what the row did not attend to. Of a
+  /// prompt's rows that are not observed nothing, their vector being empty: so of all where the prompt is kept as it is,
+  /// unless the policy observes every row.
+  std::vector<doubles> shares;
+  int prompt = 0;  ///< tokens, the first of the rows
+};
+
+/// An eviction in float64, of a policy that counts for each unit.
+struct eviction_definition {
+  /// Worth of the unit that begins with a token: of those that are not protected the least leaves, and of those alike the
+  /// one that was there first.
+  std::function<double(const attended_rows& seen, int first_token)> worth;
+};
+
+struct conformance_options {
+  std::uint64_t seed = 1;
+  int units =
+      120;       ///< random units, rows or groups that are judged alone; of a summary, of each element type
+  int runs = 6;  ///< random pipelines; of a summary, of each element type
+};
+
+}  // namespace freekv::testing

@@ -1,0 +1,211 @@
+// Random sequences of an evicting pipeline: who has left, beside an eviction's definition, and what attention to the
+// others gives.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <freekv/backend/host/host_backend.hpp>
+#include <freekv/pipeline/evicting_pipeline.hpp>
+#include <freekv/testing/detail/random_cases.hpp>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace freekv::testing::detail {
+
+/// One KV head's part of a random sequence, as the definition has it.
+template <class Element, class Policy>
+struct eviction_judge {
+  const random_text<Element>* text;
+  const eviction_definition* by;
+  const eviction_settings<Policy>* settings;
+  int head = 0;
+  attended_rows seen{};
+  std::set<int> held{};  // first tokens of units, before some of them leave
+  int tokens = 0;        // of the sequence
+
+  int unit() const { return settings->eviction.unit_tokens(); }
+
+  std::vector<int> tokens_of(const std::set<int>& units) const {
+    std::vector<int> all;
+    for (const int first : units)
+      for (int t = first; t < std::min(first + unit(), tokens); ++t) all.push_back(t);
+    return all;
+  }
+  /// A row has attended to tokens.
+  void observe(int row, const std::vector<int>& to) {
+    doubles shares(size(row + 1));
+    for (int g = 0; g < text->group; ++g) {
+      const doubles of_head = text->attend(row, head * text->group + g, to).shares;
+      for (std::size_t i = 0; i < to.size(); ++i) shares[size(to[i])] += of_head[i] / text->group;
+    }
+    seen.shares.push_back(std::move(shares));
+  }
+  void prompt(int count) {
+    seen.prompt = tokens = count;
+    for (int first = 0; first < count; first += unit()) held.insert(first);
+    const Policy& policy = settings->eviction;
+    const bool fits = static_cast<int>(held.size()) <= policy.kept(moment()) / unit();
+    const int observed = fits && policy.observed_rows() != every_prompt_row ? 0 : policy.observed_rows();
+    for (int row = 0; row < count; ++row) {
+      std::vector<int> to;
+      for (int t = 0; t <= row; ++t) to.push_back(t);
+      if (observed == every_prompt_row || row >= count - observed)
+        observe(row, to);
+      else
+        seen.shares.emplace_back();
+    }
+  }
+  /// When units leave that are held now.
+  eviction_moment moment() const {
+    return {settings->budget,
+            seen.prompt,
+            tokens,
+            tokens == seen.prompt,
+            static_cast<int>(tokens_of(held).size()),
+            0,
+            1,
+            head};
+  }
+
+  /// What has been seen, and what rounding may have made of it.
+  std::vector<attended_rows> seen_to_rounding() const {
+    std::vector<attended_rows> all(3, seen);
+    for (const auto& [moved, part] : {std::pair{1, 1.0 - 2e-5}, std::pair{2, 1.0 + 2e-5}})
+      for (doubles& row : all[size(moved)].shares)
+        for (double& share : row) share *= part;
+    return all;
+  }
+
+  /// Those that are still there when the next row comes.
+  void judge(const std::string& where, const std::set<int>& now, differences& wrong) {
+    const Policy& policy = settings->eviction;
+    const eviction_moment at = moment();
+    const int kept = std::min(static_cast<int>(held.size()), policy.kept(at) / unit());
+    if (static_cast<int>(now.size()) != kept)
+      wrong.add(where, " has kept ", now.size(), " units, by the policy it keeps ", kept);
+    const auto open = [&](int first) { return !at.prompt_ends && first + unit() > tokens; };
+    std::vector<int> left;
+    for (const int first : held)
+      if (now.count(first) == 0) left.push_back(first);
+    for (const int first : now)
+      if (held.count(first) == 0)
+        return wrong.add(where, " has unit ", first, " back, which it has forgotten");
+    if (left.empty()) return;
+    const std::vector<attended_rows> of = seen_to_rounding();
+    const auto worth = [&](int first_token) {  // the least and the most that it may be
+      const auto [low, high] = std::minmax(
+          {by->worth(of[0], first_token), by->worth(of[1], first_token), by->worth(of[2], first_token)});
+      return std::pair(low, high);
+    };
+    for (const int one : left) {
+      if (open(one)) return wrong.add(where, " has lost the unit that it fills");
+      const auto [low, high] = worth(one);
+      for (const int other : now) {
+        if (open(other) || policy.protects(other, at)) continue;
+        if (policy.protects(one, at))
+          return wrong.add(where, " has lost unit ", one, ", which is protected, and kept ", other);
+        const auto [other_low, other_high] = worth(other);
+        const bool alike = low == high && other_low == other_high && low == other_low;
+        if (alike ? one > other : low > other_high)
+          return wrong.add(where, " has lost unit ", one, ", worth ", low, ", and kept ", other, ", worth ",
+                           other_high);
+      }
+    }
+  }
+
+  /// A decode row, for which `units` were there, and what it got.
+  void step(const std::string& where, int row, const std::vector<int>& units, const std::vector<float>& out,
+            differences& wrong) {
+    std::set<int> now;
+    for (const int u : units) now.insert(u * unit());
+    const int newest = row / unit() * unit();
+    if (now.count(newest) == 0) return wrong.add(where, " does not attend to its own token");
+    std::set<int> stayed = now;
+    if (held.count(newest) == 0) stayed.erase(newest);
+    judge(where, stayed, wrong);
+    held = now;
+    tokens = row + 1;
+    const std::vector<int> to = tokens_of(held);
+    for (int g = 0; g < text->group; ++g) text->compare(where, row, head * text->group + g, to, out, wrong);
+    observe(row, to);
+  }
+};
+
+/// Every step of random sequences: those have left that the definition gives the least worth, what attention gives is that
+/// of the others in float64, and the same bits with three threads as with one.
+template <class Element, class Policy>
+void judge_evictions(const Policy& policy, const eviction_definition& definition,
+                     const conformance_options& options, differences& wrong) {
+  using pipeline = evicting_pipeline<kv_shape<Element, random_text<Element>::d>, Policy>;
+  constexpr int d = random_text<Element>::d, steps = 30;
+  random_numbers random(options.seed);
+  int judged = 0;
+  for (int run = 0; run < options.runs; ++run) {
+    const int kv_heads = random.one_of({1, 2}), group = random.one_of({1, 2, 3, 5});
+    const int budget = random.one_of({16, 24, 48, 80});
+    const int prompt = random.one_of({1, budget / 2, budget, budget + 7, 2 * budget + 3, 4 * budget});
+    const random_text<Element> text(random, prompt + steps, kv_heads, group);
+    typename pipeline::settings settings;
+    settings.query_heads = kv_heads * group;
+    settings.kv_heads = kv_heads;
+    settings.budget = budget;
+    settings.max_prompt = prompt;
+    settings.max_generated = steps;
+    settings.plan = {{0}};
+    settings.eviction = policy;
+    try {
+      settings = checked_settings<d>(settings);
+    } catch (const settings_error&) {
+      continue;  // a budget that does not suit the policy
+    }
+    ++judged;
+    const std::string where = "a budget of " + std::to_string(budget) + " tokens, a prompt of " +
+                              std::to_string(prompt) + ", " + std::to_string(kv_heads * group) + "/" +
+                              std::to_string(kv_heads) + " heads: ";
+    std::vector<eviction_judge<Element, Policy>> judges;
+    for (int head = 0; head < kv_heads; ++head) judges.push_back({&text, &definition, &settings, head});
+    for (auto& judge : judges) judge.prompt(prompt);
+
+    std::vector<std::vector<float>> expected;
+    const auto run_on = [&](const host_options& host, const char* on) {
+      host_backend backend(host);
+      pipeline evicting(settings, backend);
+      const sequence_id sequence = evicting.open();
+      auto prefill = evicting.begin_step({{sequence, prompt, step_phase::prefill}});
+      prefill.append(0, {.keys = text.rows(text.keys, 0, prompt),
+                         .values = text.rows(text.values, 0, prompt),
+                         .queries = text.query_rows(0, prompt)});
+      prefill.end();
+      for (int step = 0; step < steps; ++step) {
+        const int row = prompt + step;
+        std::vector<float> out(size(kv_heads * group * d));
+        auto decode = evicting.begin_step({{sequence}});
+        decode.append(0, {.keys = text.rows(text.keys, row, 1),
+                          .values = text.rows(text.values, row, 1),
+                          .queries = text.query_rows(row, 1)});
+        decode.attend(0, out);
+        decode.end();
+        const std::string at = where + "step " + std::to_string(step);
+        if (expected.size() <= size(step)) {
+          expected.push_back(out);
+          const step_report report = evicting.report(0)[sequence];
+          const auto stride = static_cast<std::ptrdiff_t>(report.attended.size()) / kv_heads;
+          for (int head = 0; head < kv_heads; ++head) {
+            const auto first = report.attended.begin() + head * stride;
+            judges[size(head)].step(at + ", head " + std::to_string(head), row,
+                                    {first, first + report.attended_count[size(head)]}, out, wrong);
+          }
+        } else if (expected[size(step)] != out) {
+          wrong.add(at, " with ", on, " differs from one thread's");
+        }
+      }
+    };
+    run_on({.threads = 1, .overlap = false}, "one thread");
+    run_on({.threads = 3, .bytes_per_thread = 512}, "three threads");
+  }
+  if (judged == 0) wrong.add("no budget from 16 to 80 tokens suits the policy");
+}
+
+}  // namespace freekv::testing::detail

@@ -1,0 +1,194 @@
+// Random numbers and texts for judges of policies, and attention to them in float64.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <freekv/backend/host/isa.hpp>
+#include <freekv/core/element.hpp>
+#include <freekv/core/team.hpp>
+#include <freekv/testing/definitions.hpp>
+#include <initializer_list>
+#include <limits>
+#include <random>
+#include <span>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace freekv::testing::detail {
+
+constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+class random_numbers {
+ public:
+  explicit random_numbers(std::uint64_t seed) : engine_(seed) {}
+  int one_of(std::initializer_list<int> choices) { return choices.begin()[engine_() % choices.size()]; }
+  template <class Element>
+  std::vector<Element> normals(int count, float size = 1.0f) {
+    std::vector<Element> numbers;
+    for (int i = 0; i < count; ++i) numbers.push_back(from_float<Element>(size * normal_(engine_)));
+    return numbers;
+  }
+  float normal() { return normal_(engine_); }
+  /// A number from -1 to 1.
+  double either_way() { return std::uniform_real_distribution<double>(-1.0, 1.0)(engine_); }
+
+ private:
+  std::mt19937_64 engine_;
+  std::normal_distribution<float> normal_;
+};
+
+template <class Element>
+doubles wide(const Element* elements, std::size_t count) {
+  doubles numbers;
+  for (std::size_t i = 0; i < count; ++i) numbers.push_back(static_cast<double>(to_float(elements[i])));
+  return numbers;
+}
+template <class Element>
+doubles wide(const std::vector<Element>& elements) {
+  return wide(elements.data(), elements.size());
+}
+
+inline std::vector<float> narrow(const std::vector<doubles>& rows) {
+  std::vector<float> numbers;
+  for (const doubles& row : rows)
+    for (const double x : row) numbers.push_back(static_cast<float>(x));
+  return numbers;
+}
+
+inline double largest(const doubles& numbers) {
+  double most = 0.0;
+  for (const double x : numbers) most = std::max(most, std::fabs(x));
+  return most;
+}
+
+inline double sum_of_sizes(const doubles& numbers) {
+  double sum = 0.0;
+  for (const double x : numbers) sum += std::fabs(x);
+  return sum;
+}
+
+inline double inner_product(const doubles& a, const doubles& b) {
+  double sum = 0.0;
+  for (std::size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+/// Calls `body(team, name)` for one lane and every instruction set of this machine.
+template <class Body>
+void on_every_team(const Body& body) {
+  body(scalar_team{}, "one lane");
+  for (const host::isa set : {host::isa::baseline, host::isa::avx2, host::isa::avx512})
+    if (set <= host::best_isa())
+      host::with_wide_team(set, [&](auto team) { body(team, std::string(host::name_of(set)).c_str()); });
+}
+
+/// Differences, of which the first few are told.
+class differences {
+ public:
+  template <class... T>
+  void add(const T&... parts) {
+    if (sentences_.size() == 10) return;
+    std::ostringstream text;
+    text.precision(9);
+    (text << ... << parts);
+    sentences_.push_back(text.str());
+  }
+  std::vector<std::string> take() { return std::move(sentences_); }
+
+ private:
+  std::vector<std::string> sentences_;
+};
+
+/// Whether `accepts(moved)` holds of numbers as they are, or of numbers that rounding may have made of them: each moved by
+/// up to `tolerance` of its size and of `unit`. Policies decide in float32, so what is nearly alike may be decided either
+/// way.
+template <class Accepts>
+bool accepts_to_rounding(const doubles& numbers, double tolerance, double unit, const Accepts& accepts) {
+  if (accepts(numbers)) return true;
+  random_numbers random(1);
+  for (int nth = 0; nth < 32; ++nth) {
+    doubles moved = numbers;
+    for (double& x : moved)
+      if (std::isfinite(x)) x += tolerance * (unit + std::fabs(x)) * random.either_way();
+    if (accepts(moved)) return true;
+  }
+  return false;
+}
+
+/// Rows of a sequence: keys that are alike within stretches of 16 tokens, and queries that turn from step to step, now
+/// little and now much.
+template <class Element>
+struct random_text {
+  static constexpr int d = 64;
+  int kv_heads, group;
+  std::vector<Element> keys, values;  // (tokens, kv_heads, head_dim)
+  std::vector<float> queries;         // (tokens, kv_heads * group, head_dim)
+
+  random_text(random_numbers& random, int tokens, int heads, int group_size)
+      : kv_heads(heads), group(group_size) {
+    std::vector<float> base, query;
+    for (int t = 0; t < tokens; ++t) {
+      if (t % 16 == 0) base = random.normals<float>(kv_heads * d);
+      const float turns = 0.1f * static_cast<float>(random.one_of({1, 3, 5, 8}));
+      for (int i = 0; i < kv_heads * d; ++i)
+        keys.push_back(from_float<Element>(0.7f * base[size(i)] + 0.7f * random.normal()));
+      const auto more = random.normals<Element>(kv_heads * d);
+      values.insert(values.end(), more.begin(), more.end());
+      query.resize(size(kv_heads * group * d));
+      for (float& x : query) x = std::sqrt(1.0f - turns * turns) * x + turns * 2.0f * random.normal();
+      queries.insert(queries.end(), query.begin(), query.end());
+    }
+  }
+  std::span<const Element> rows(const std::vector<Element>& of, int first, int count) const {
+    return std::span(of).subspan(size(first * kv_heads * d), size(count * kv_heads * d));
+  }
+  std::span<const float> query_rows(int first, int count) const {
+    return std::span(queries).subspan(size(first * kv_heads * group * d), size(count * kv_heads * group * d));
+  }
+  doubles key(int token, int head) const { return wide(keys.data() + (token * kv_heads + head) * d, d); }
+  doubles value(int token, int head) const { return wide(values.data() + (token * kv_heads + head) * d, d); }
+  doubles query(int token, int query_head) const {
+    return wide(queries.data() + (token * kv_heads * group + query_head) * d, d);
+  }
+  std::vector<doubles> group_of(int token, int head) const {
+    std::vector<doubles> of_group;
+    for (int g = 0; g < group; ++g) of_group.push_back(query(token, head * group + g));
+    return of_group;
+  }
+
+  struct attention {
+    doubles shares, out;  // (tokens), (head_dim)
+  };
+  /// A query head's attention to `tokens`, in float64.
+  attention attend(int row, int query_head, const std::vector<int>& tokens) const {
+    const doubles q = query(row, query_head);
+    attention of{{}, doubles(size(d))};
+    double most = -std::numeric_limits<double>::infinity(), mass = 0.0;
+    for (const int t : tokens) {
+      of.shares.push_back(inner_product(q, key(t, query_head / group)) / std::sqrt(double{d}));
+      most = std::max(most, of.shares.back());
+    }
+    for (double& share : of.shares) mass += share = std::exp(share - most);
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      const doubles v = value(tokens[i], query_head / group);
+      of.shares[i] /= mass;
+      for (std::size_t x = 0; x < v.size(); ++x) of.out[x] += of.shares[i] * v[x];
+    }
+    return of;
+  }
+  /// Adds where what a query head got is not its attention to `tokens`.
+  void compare(const std::string& where, int row, int query_head, const std::vector<int>& tokens,
+               const std::vector<float>& out, differences& wrong) const {
+    const doubles want = attend(row, query_head, tokens).out;
+    for (std::size_t i = 0; i < want.size(); ++i)
+      if (const double got = static_cast<double>(out[size(query_head * d) + i]);
+          !(std::fabs(got - want[i]) <= 1e-4))
+        return wrong.add(where, ", query head ", query_head, " gives ", got, ", in float64 ", want[i]);
+  }
+};
+
+}  // namespace freekv::testing::detail

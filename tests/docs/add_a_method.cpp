@@ -1,0 +1,159 @@
+// The code that docs/add-a-method.md shows: a named method, and methods that forget, which run here.
+#include <algorithm>
+#include <freekv/freekv.hpp>
+#include <freekv/testing/conforms.hpp>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "../catch.hpp"
+
+namespace {
+
+using namespace freekv;
+
+struct my_quest : named_policies<min_max, mean_score, always> {
+  static constexpr std::string_view name = "my_quest";
+  static constexpr std::string_view about = "quest whose group's pages have their mean score";
+  static constexpr std::string_view published = "";
+};
+
+/// The tokens with the largest share that any row has given them.
+struct peak {
+  using policy_kind = eviction_kind;
+  static constexpr std::string_view name = "peak";
+  struct unit_state {
+    float largest;
+  };  // trivially copyable
+
+  FREEKV_HD constexpr int unit_tokens() const { return 1; }
+  FREEKV_HD constexpr bool stages_prompt() const { return true; }  // and is cut when the prompt ends
+  FREEKV_HD constexpr int observed_rows() const { return 32; }     // of the prompt: the last 32 vote
+  FREEKV_HD constexpr int capacity(const eviction_limits& most) const { return most.budget + 1; }
+  FREEKV_HD constexpr int kept(const eviction_moment& at) const { return at.budget; }
+  FREEKV_HD constexpr bool protects(int token, const eviction_moment& at) const {
+    return token + 8 >= at.tokens;
+  }
+
+  FREEKV_HD constexpr void on_append(unit_state& unit, int) const { unit.largest = 0.0f; }
+  FREEKV_HD constexpr void on_prompt(unit_state& unit, const prompt_votes& votes, int token) const {
+    unit.largest = votes.shares[token];
+  }
+  FREEKV_HD constexpr void on_attended(unit_state& unit, float share, int) const {
+    if (share > unit.largest) unit.largest = share;
+  }
+  FREEKV_HD std::uint32_t worth(const unit_state& unit) const { return order_bits(unit.largest); }
+};
+static_assert(eviction_policy<peak>);
+
+/// Tokens that some query head of the last 16 rows gives a share of a hundredth or more, as many as there are.
+struct noticed : tova {
+  using hooks = hook_list<hook::observe>;
+  static constexpr std::string_view name = "noticed";
+  constexpr int observed_rows() const { return 16; }
+  constexpr group_rule group() const { return group_rule::each; }  // a row of shares for each query head
+  constexpr bool observes_decoding() const { return true; }        // whose queries the pipeline then keeps
+  int observe(const observed_units& held, const eviction_moment&, float* worths) const {
+    int stay = 0;
+    for (int i = 0; i < held.units; ++i) {  // in the order of the text
+      worths[i] = 0.0f;
+      for (int r = 0; r < held.rows; ++r) worths[i] = std::max(worths[i], held.row(r)[i]);
+      stay += worths[i] >= 0.01f;
+    }
+    return stay;
+  }
+};
+static_assert(eviction_policy<noticed>);
+
+/// noticed, whose layers' budgets are as their first heads' attention is spread.
+struct spread : noticed {
+  using hooks = hook_list<hook::allocate, hook::observe>;
+  static constexpr std::string_view name = "spread";
+  struct statistic {
+    float largest;
+  };  // trivially copyable
+  statistic measure(const observed_units& held, const eviction_moment&) const {
+    return {*std::max_element(held.row(0), held.row(0) + held.units)};
+  }
+  void allocate(const statistic* of, const eviction_heads& over, int* budgets) const {  // (layers, kv_heads)
+    float sum = 0.0f;
+    for (int layer = 0; layer < over.layers; ++layer) sum += 1.0f - of[layer * over.kv_heads].largest;
+    for (int i = 0; i < over.layers * over.kv_heads; ++i) {
+      const float part = (1.0f - of[i / over.kv_heads * over.kv_heads].largest) / sum;
+      budgets[i] = static_cast<int>(part * static_cast<float>(over.layers * over.budget));
+    }
+  }
+};
+static_assert(eviction_policy<spread>);
+
+/// tova whose tokens merge into the one before them, which then weighs as many as it is.
+struct runs : tova {
+  using hooks = hook_list<hook::merge>;
+  static constexpr std::string_view name = "runs";
+  struct head_memory {};  // of a head of a sequence; trivially copyable
+  constexpr merge_rule merge_by() const { return merge_rule::as_many; }
+  void merge(const merging_tokens& of, const eviction_moment&, head_memory&, merge_fate* fates) const {
+    for (int i = of.staying; i < of.end(); ++i)  // behind those that stay, by the text
+      for (int into = 0; into < of.staying && of.tokens[into] < of.tokens[i]; ++into) fates[i].into = into;
+  }
+};
+static_assert(eviction_policy<runs>);
+
+/// Decodes with a policy beyond its budget; the most tokens that a head of a layer attended to in a step.
+template <class Policy>
+int most_attended() {
+  host_backend backend({.threads = 1});
+  evicting_pipeline<kv_shape<float, 64>, Policy> pipeline({.layers = 2,
+                                                           .query_heads = 4,
+                                                           .kv_heads = 2,
+                                                           .budget = 24,
+                                                           .max_prompt = 40,
+                                                           .max_generated = 20,
+                                                           .plan = {{0}}},
+                                                          backend);
+  const sequence_id sequence = pipeline.open();
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  int most = 0;
+  const auto step = [&](const step_input& input, int rows) {
+    std::vector<float> keys(static_cast<std::size_t>(rows * 2 * 64)), values(keys), queries(2 * keys.size()),
+        out(queries);
+    auto entered = pipeline.begin_step({input});
+    for (int layer = 0; layer < 2; ++layer) {
+      for (auto* of : {&keys, &values, &queries})
+        for (float& x : *of) x = normal(random);
+      entered.template append<float>(layer, {.keys = keys, .values = values, .queries = queries});
+      entered.attend(layer, out);
+    }
+    entered.end();
+    for (int layer = 0; input.phase == step_phase::decode && layer < 2; ++layer)
+      for (const int count : pipeline.report(layer)[sequence].attended_count) most = std::max(most, count);
+  };
+  step({sequence, 40, step_phase::prefill}, 40);
+  for (int i = 0; i < 20; ++i) step({sequence}, 1);
+  return most;
+}
+
+}  // namespace
+
+TEST_CASE("the methods that docs/add-a-method.md shows run", "[conforms]") {
+  CHECK(std::string_view(my_quest::name) == "my_quest");
+  const freekv::testing::eviction_definition definition{
+      .worth = [](const freekv::testing::attended_rows& seen, int token) {
+        double votes = 0.0, largest = 0.0;  // of the prompt's rows together, and of a row since
+        for (int row = token; row < std::ssize(seen.shares); ++row) {
+          const freekv::testing::doubles& shares = seen.shares[static_cast<std::size_t>(row)];
+          const double share = shares.empty() ? 0.0 : shares[static_cast<std::size_t>(token)];
+          if (row < seen.prompt)
+            votes += share;
+          else
+            largest = std::max(largest, share);
+        }
+        return std::max(votes, largest);
+      }};
+  const std::vector<std::string> wrong = freekv::testing::conforms<peak>(definition);
+  CHECK(wrong == std::vector<std::string>{});
+  CHECK(most_attended<noticed>() <= 25);
+  CHECK(most_attended<spread>() <= 49);
+  CHECK(most_attended<runs>() == 25);
+}
