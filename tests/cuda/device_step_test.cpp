@@ -112,7 +112,7 @@ random_case make_device_case(std::uint64_t seed, made_of what) {
   if (seed % 5 == 0) give_unit(c, 1 << seed / 5 % 5);
   if (what == made_of::policies && seed % 2 == 0) {
     // Few policies are all of them drawn often: here each correction is, where much is selected and moved.
-    o.method.correction = d.name_of(corrections);
+    o.method.correction = d.name_of(oracle_corrections);
     o.method.rows = d.name_of(selection_scopes);
     if (judged_by_mass(o.method)) o.method.rows = "per_layer";
     if (o.method.rows == "per_layer" && d.below(2) == 0) o.method.correction = "cosine_drift";  // by head

@@ -27,7 +27,7 @@ random_case eviction_case(std::uint64_t seed) {
   o.kv_heads = d.between(1, 3);
   o.query_heads = o.kv_heads * d.between(1, 16);
   o.method.plan = "eviction";
-  o.method.eviction = freekv::examples::evictions[seed % std::size(freekv::examples::evictions)].name;
+  o.method.eviction = oracle_evictions[seed % std::size(oracle_evictions)].name;
   const std::string& method = o.method.eviction;
   const bool has_window = method == "snapkv" || method == "pyramid_kv" || method == "hard_kv" ||
                           method == "defensive_kv" || method == "cake" || method == "r_kv" ||
@@ -211,7 +211,7 @@ class run_of_case {
 
 TEST_CASE("random sequences that forget agree with the float64 oracle", "[property][eviction]") {
   const std::uint64_t first = number_from("FREEKV_SEED", 1),
-                      count = number_from("FREEKV_CASES", 15 * std::ssize(freekv::examples::evictions));
+                      count = number_from("FREEKV_CASES", 15 * std::ssize(oracle_evictions));
   std::map<int, freekv::host_backend> backends;
   for (const auto isa : instruction_sets())
     for (const int threads : {1, 3})

@@ -57,7 +57,17 @@ struct flawed_mean {
   }
 };
 
-sentences told_of_mean(flaw has) {
+/// The mean key of long units alone.
+struct mean_of_64 : freekv::mean {
+  using hooks = freekv::hook_list<freekv::hook::validate>;
+  static constexpr std::string_view name = "mean_of_64";
+  void validate(const freekv::summary_setting& setting) const {
+    if (setting.unit != 64) throw freekv::settings_error("units of 64 tokens");
+  }
+};
+
+template <class Policy>
+sentences told_of_mean(const Policy& policy) {
   const freekv::testing::summary_definition mean{
       .numbers =
           [](const doubles& keys, freekv::page_geometry page) {
@@ -72,9 +82,12 @@ sentences told_of_mean(flaw has) {
             for (std::size_t i = 0; i < query.size(); ++i) product += query[i] * numbers[i];
             return scale * product;
           }};
+  return freekv::testing::conforms(mean, policy, few);
+}
+sentences told_of_mean(flaw has) {
   flawed_mean policy;
   policy.has = has;
-  return freekv::testing::conforms(mean, policy, few);
+  return told_of_mean(policy);
 }
 
 /// The largest of the heads' scores, or nearly.
@@ -298,6 +311,7 @@ TEST_CASE("what differs from a summary's definition is told", "[conforms]") {
   CHECK(mentions(told_of_mean(flaw::of_wide_teams), "baseline, unit of"));
   CHECK_FALSE(mentions(told_of_mean(flaw::of_wide_teams), "one lane"));
   CHECK(told_of_mean(flaw::score).size() == 10);
+  CHECK(mentions(told_of_mean(mean_of_64{}), "no sequence was decoded"));
 }
 
 TEST_CASE("what differs from a pooling's definition is told", "[conforms]") {

@@ -1,8 +1,8 @@
 // Eviction: which tokens leave a KV head for good, where methods keep no complete store. A policy has a few bytes of
 // state for each unit that a head keeps, which is a token or a page, and hooks that bring it up to date.
 //
-// All of them decide for each KV head alone and see a group's attention as the mean over its query heads. Where the
-// papers decide for a query head (H2O, SnapKV), for a layer (TOVA) or by the group's maximum (RaaS in FreeKV's
+// All of this header decide for each KV head alone and see a group's attention as the mean over its query heads. Where
+// the papers decide for a query head (H2O, SnapKV), for a layer (TOVA) or by the group's maximum (RaaS in FreeKV's
 // comparison), that is what differs here.
 #pragma once
 
@@ -287,7 +287,7 @@ struct pyramid_kv : snapkv {
 /// more than the budget, those leave that have been inactive for longest in their own intervals, but never the latest
 /// `window`. The first of the paper's two scores alone ranks tokens, H1, which falls with inactivity / interval; the
 /// second weighs in its ablation (table 4) 0.4 to 1.2 points of accuracy to the first one's 4 to 5.6. A prompt is cut to
-/// the budget when it ends, its last row counting like a decode row: the paper cuts it in the first window's end.
+/// the budget when it ends, its last row then counting like a decode row: the paper cuts it in the first window's end.
 struct lazy_eviction {
   using policy_kind = eviction_kind;
   using hooks = hook_list<hook::validate, hook::values>;

@@ -17,7 +17,8 @@ namespace freekv {
 /// what it was. In the mean of keys and values a token weighs exp(cosine), that which stays e. Unlike the paper's, all
 /// layers have the same budget (there by how dense their attention is), and each KV head has its own threshold. The
 /// published code adds keys multiplied by their cosines and divides by how many there are, which makes keys shorter; here
-/// the weights are the paper's.
+/// the weights are the paper's. It also keeps the first four tokens whatever they are worth, and the mean of all heads'
+/// cosines decides for all of them.
 struct d2o : h2o {
   using hooks = hook_list<hook::merge, hook::validate, hook::values>;
   static constexpr std::string_view name = "d2o";

@@ -133,7 +133,7 @@ void drop_selection(const State& s, int sequence) {
 
 /// Flags the KV heads of a decode entry that have no selection, or that the correction does not accept the queries of
 /// one of its rows from; then keeps `queries` (rows, query_heads, head_dim), which make the next selection. A
-/// correction by mass judges later, in `correct_head`.
+/// correction by mass judges later, when it has scores.
 template <class State, class Correction>
 void detect_drift(isa set, const State& s, const Correction& correction, const step_entry& entry,
                   const float* queries) {

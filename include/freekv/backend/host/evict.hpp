@@ -533,7 +533,7 @@ class eviction_stages {
         eviction.on_attended(states[unit], share, row);
       }
       if constexpr (merges<Eviction>) {
-        if (tokens > eviction.kept(at)) forget(eviction, s, entry, head, at, query, w);
+        if (tokens > eviction.kept(at)) merge_away(eviction, s, entry, head, at, query, w);
       } else {
         while ((tokens + u - 1) / u > eviction.kept(at) / u) evict(eviction, s, entry, head, at);
       }
@@ -588,8 +588,8 @@ class eviction_stages {
 
   /// All at once the units leave that are not kept, and merge into the others; the last ones take their places.
   template <class Eviction>
-  void forget(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
-              const eviction_moment& at, const float* query, const scratch& w) const {
+  void merge_away(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
+                  const eviction_moment& at, const float* query, const scratch& w) const {
     std::int32_t& tokens = s.tokens[s.head_index(entry.sequence, head)];
     std::int32_t* const first_token = s.first_tokens(entry.sequence, head);
     float* const log_weights = s.log_weights(entry.sequence, head);

@@ -8,7 +8,7 @@
 
 namespace freekv::testing::detail {
 
-/// `now` (group) as it is, or turned from `before` by a random angle; now and then a query of zeros.
+/// A group's queries, turned from those before by a random angle, or by none; now and then one of zeros.
 inline changed_queries random_change(random_numbers& random, int nth) {
   const int group = random.one_of({1, 2, 3, 4, 5, 7, 8, 16}), d = random.one_of({8, 64, 80, 96, 128, 256});
   const float turns = 0.1f * static_cast<float>(random.one_of({0, 1, 3, 4, 5, 6, 8, 10}));

@@ -193,6 +193,7 @@ void judge_steps(const Policy& policy, const step_definitions& by, const conform
   using pipeline = judging_pipeline<Element, Policy>;
   constexpr int d = random_text<Element>::d, steps = 20;
   random_numbers random(options.seed + 1);
+  int decoded = 0;
   for (int run = 0; run < options.runs; ++run) {
     const int page = random.one_of({8, 16, 32}), kv_heads = random.one_of({1, 2, 3});
     const int group = random.one_of({1, 2, 3, 5});
@@ -205,6 +206,7 @@ void judge_steps(const Policy& policy, const step_definitions& by, const conform
     settings.page = {page};
     give(settings, policy);
     if (!suits(settings.summary, {page, d})) continue;
+    ++decoded;
     const random_text<Element> text(random, prompt + steps, kv_heads, group);
     const std::string where = std::string(element_name<Element>) + ", a pipeline of pages of " +
                               std::to_string(page) + ", " + std::to_string(kv_heads * group) + "/" +
@@ -249,6 +251,9 @@ void judge_steps(const Policy& policy, const step_definitions& by, const conform
     run_on({.threads = 1, .overlap = false}, "one thread");
     run_on({.threads = 3, .bytes_per_thread = 512}, "three threads");
   }
+  if (decoded == 0 && options.runs > 0)
+    wrong.add(element_name<Element>,
+              ": no page of 8, 16 or 32 tokens suits the summary, and no sequence was decoded");
 }
 
 }  // namespace freekv::testing::detail
