@@ -30,8 +30,8 @@ FREEKV_ENDS_WITH(freekv_key_codebooks, data);
 FREEKV_ENDS_WITH(freekv_subspace_basis, data);
 FREEKV_ENDS_WITH(freekv_settings, blocks);
 FREEKV_ENDS_WITH(freekv_footprint, staging);
-FREEKV_ENDS_WITH(freekv_rows, queries);
-FREEKV_ENDS_WITH(freekv_attention, lse);
+FREEKV_ENDS_WITH(freekv_rows, query_stride);
+FREEKV_ENDS_WITH(freekv_attention, out_stride);
 FREEKV_ENDS_WITH(freekv_resident_table, tokens);
 FREEKV_ENDS_WITH(freekv_step_report, slice_bytes);
 #undef FREEKV_ENDS_WITH

@@ -22,23 +22,65 @@ inline constexpr freekv_element element_of<bfloat16> = FREEKV_BF16;
 
 inline std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
-/// Memory of `rows` rows of `numbers`, or none.
+/// Memory of `rows` rows of `numbers`, as many apart or, where it is not 0, `stride`; or none.
 template <class T>
-std::span<T> rows_at(T* memory, std::int32_t rows, int numbers) {
-  return {memory, memory == nullptr ? 0 : size(rows) * size(numbers)};
+std::span<T> rows_at(T* memory, std::int32_t rows, int numbers, std::int64_t stride = 0) {
+  if (memory == nullptr) return {};
+  return {memory, stride > numbers && rows > 0 ? size(rows - 1) * size(stride) + size(numbers)
+                                               : size(rows) * size(numbers)};
+}
+
+/// Calls `use` with a null pointer to the type. Throws usage_error; `what` has it: "append: query_element".
+template <class Use>
+void with_type(std::int32_t element, const char* what, const Use& use) {
+  switch (element) {
+    case 0:
+    case FREEKV_F32:
+      return use(static_cast<float*>(nullptr));
+    case FREEKV_F16:
+      return use(static_cast<half*>(nullptr));
+    case FREEKV_BF16:
+      return use(static_cast<bfloat16*>(nullptr));
+    default:
+      throw usage_error(std::string(what) + " is " + std::to_string(element) +
+                        "; give FREEKV_F32, FREEKV_F16 or FREEKV_BF16");
+  }
 }
 
 // ---- Steps, which both pipelines have ----
+
+/// Of methods that forget, which take queries and give outputs of float, one row behind the other.
+template <class Pipeline>
+inline constexpr bool has_floats_alone = requires(const typename Pipeline::settings& s) {
+  s.eviction;
+};
+
+template <class Pipeline>
+[[gnu::cold]] usage_error floats_alone(const Pipeline& pipeline, const char* call, const char* what) {
+  return usage_error(std::string(call) + ": " + pipeline.name() + " has " + what +
+                     " of FREEKV_F32, one row behind the other; leave the type and the stride 0");
+}
 
 template <class Pipeline>
 void append_rows(typename Pipeline::step& step, const Pipeline& pipeline, int layer, const freekv_rows& r) {
   using element = typename Pipeline::element;
   const auto& s = pipeline.configuration();
-  const auto given_as = [&]<class In>(const In*) {
-    step.append(
-        layer, kv_rows<In>{rows_at(static_cast<const In*>(r.keys), r.rows, s.kv_heads * Pipeline::head_dim),
-                           rows_at(static_cast<const In*>(r.values), r.rows, s.kv_heads * Pipeline::head_dim),
-                           rows_at(r.queries, r.rows, s.query_heads * Pipeline::head_dim)});
+  const int kv = s.kv_heads * Pipeline::head_dim, query = s.query_heads * Pipeline::head_dim;
+  const auto append = [&]<class In, class Query>(const In*, const Query*) {
+    step.append(layer, kv_rows<In, Query>{
+                           rows_at(static_cast<const In*>(r.keys), r.rows, kv, r.key_stride),
+                           rows_at(static_cast<const In*>(r.values), r.rows, kv, r.value_stride),
+                           rows_at(static_cast<const Query*>(r.queries), r.rows, query, r.query_stride),
+                           {.keys = r.key_stride, .values = r.value_stride, .queries = r.query_stride}});
+  };
+  const auto given_as = [&]<class In>(const In* in) {
+    if constexpr (has_floats_alone<Pipeline>) {
+      if (r.query_element != 0 && r.query_element != FREEKV_F32)
+        throw floats_alone(pipeline, "append", "queries");
+      append(in, static_cast<const float*>(nullptr));
+    } else {
+      with_type(r.query_element, "append: query_element", [&](const auto* type) { append(in, type); });
+    }
   };
   if (r.element == element_of<element>)
     given_as(static_cast<const element*>(nullptr));
@@ -53,8 +95,18 @@ template <class Pipeline>
 void attend_rows(typename Pipeline::step& step, const Pipeline& pipeline, int layer,
                  const freekv_attention& to) {
   const auto& s = pipeline.configuration();
-  step.attend(layer, rows_at(to.out, to.rows, s.query_heads * Pipeline::head_dim),
-              rows_at(to.lse, to.rows, s.query_heads));
+  const int numbers = s.query_heads * Pipeline::head_dim;
+  const std::span<float> lse = rows_at(to.lse, to.rows, s.query_heads);
+  if constexpr (has_floats_alone<Pipeline>) {
+    if ((to.out_element != 0 && to.out_element != FREEKV_F32) || to.out_stride != 0)
+      throw floats_alone(pipeline, "attend", "outputs");
+    step.attend(layer, rows_at(static_cast<float*>(to.out), to.rows, numbers), lse);
+  } else {
+    with_type(to.out_element, "attend: out_element", [&]<class Out>(Out*) {
+      step.template attend<Out>(layer, rows_at(static_cast<Out*>(to.out), to.rows, numbers, to.out_stride),
+                                lse, to.out_stride);
+    });
+  }
 }
 
 inline std::int32_t total(std::span<const std::int32_t> counts) {

@@ -50,7 +50,7 @@ typedef enum freekv_status {
   FREEKV_UNEXPECTED_ERROR = 9 /* something else: an error of the library's own, worth a report */
 } freekv_status;
 
-/* Types of keys and values. */
+/* Types of keys and values, and of the queries and outputs of methods that retrieve. */
 typedef enum freekv_element { FREEKV_F32 = 1, FREEKV_F16 = 2, FREEKV_BF16 = 3 } freekv_element;
 
 /* Rows of a step: attended within the budget; or exact and causal. */
@@ -263,22 +263,27 @@ typedef struct freekv_step_input {
 } freekv_step_input;
 
 /* Keys, values and queries of a step's rows in a layer, after RoPE; sequences one behind the other, as begin_step
- * lists them. They stay where they are until the layer has attended. */
+ * lists them. They stay where they are until the layer has attended. Rows of methods that retrieve may be parts of longer
+ * ones, as of a fused projection: a stride is elements from a row to the next, 0 where one lies behind the other. */
 typedef struct freekv_rows {
   size_t size;
-  int32_t element;      /* of keys and values: the stored one, or FREEKV_F32, which is rounded */
-  int32_t rows;         /* that there is room for, at least the step's; those behind them are not read */
-  const void* keys;     /* (rows, kv_heads, head_dim) */
-  const void* values;   /* (rows, kv_heads, head_dim) */
-  const float* queries; /* (rows, query_heads, head_dim); NULL: prompt rows that do not attend */
+  int32_t element;       /* of keys and values: the stored one, or FREEKV_F32, which is rounded */
+  int32_t rows;          /* that there is room for, at least the step's; those behind them are not read */
+  const void* keys;      /* (rows, kv_heads, head_dim) */
+  const void* values;    /* (rows, kv_heads, head_dim) */
+  const void* queries;   /* (rows, query_heads, head_dim); NULL: prompt rows that do not attend */
+  int32_t query_element; /* any freekv_element; 0: FREEKV_F32, which methods that forget take alone */
+  int64_t key_stride, value_stride, query_stride;
 } freekv_rows;
 
 /* Outputs of a step's rows in a layer. */
 typedef struct freekv_attention {
   size_t size;
-  int32_t rows; /* that there is room for, at least the step's; those behind them are not written */
-  float* out;   /* (rows, query_heads, head_dim) */
-  float* lse;   /* (rows, query_heads): log-sum-exp in the settings' base; NULL: not asked for */
+  int32_t rows;        /* that there is room for, at least the step's; those behind them are not written */
+  void* out;           /* (rows, query_heads, head_dim) */
+  float* lse;          /* (rows, query_heads): log-sum-exp in the settings' base; NULL: not asked for */
+  int32_t out_element; /* any freekv_element; 0: FREEKV_F32, which methods that forget give alone */
+  int64_t out_stride;  /* elements from a row to the next; 0: one lies behind the other */
 } freekv_attention;
 
 /* Block table of a sequence's last decode row: all pages are full but the last. */

@@ -50,6 +50,45 @@ std::vector<brought> steps() {
 struct layer_rows {
   std::vector<float> k, v, q;
 };
+
+/// What a fused projection leaves: rows of queries, keys and values in bfloat16, as `rows` has them, and some more.
+struct fused_rows {
+  static constexpr int more = 8;
+  int query, kv;
+  std::vector<freekv::bfloat16> numbers, out;
+  int row() const { return query + 2 * kv + more; }
+  int out_row() const { return query + more; }
+
+  fused_rows(const layer_rows& r, int rows, int head_dim)
+      : query(query_heads * head_dim), kv(kv_heads * head_dim) {
+    const auto put = [&](const std::vector<float>& from, int first, int count) {
+      for (int i = first; i < first + count; ++i)
+        numbers.push_back(freekv::from_float<freekv::bfloat16>(from[static_cast<std::size_t>(i)]));
+    };
+    for (int i = 0; i < rows; ++i) {
+      put(r.q, i * query, query), put(r.k, i * kv, kv), put(r.v, i * kv, kv);
+      numbers.resize(numbers.size() + more, freekv::from_float<freekv::bfloat16>(1e30f));
+    }
+    out.resize(static_cast<std::size_t>(rows * out_row()), freekv::from_float<freekv::bfloat16>(7.0f));
+  }
+  /// The outputs, one row behind the other; what lies between them is as it was.
+  std::vector<float> outputs() const {
+    std::vector<float> dense;
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      const bool between = static_cast<int>(i) % out_row() >= query;
+      if (between)
+        CHECK(freekv::to_float(out[i]) == 7.0f);
+      else
+        dense.push_back(freekv::to_float(out[i]));
+    }
+    return dense;
+  }
+};
+
+/// Floats that bfloat16 has.
+void round_to_bfloat16(std::vector<float>& numbers) {
+  for (float& x : numbers) x = freekv::to_float(freekv::from_float<freekv::bfloat16>(x));
+}
 /// Rows of the trace, the same whenever it is made.
 class trace {
  public:
@@ -82,7 +121,7 @@ struct results {
   bool operator==(const results&) const = default;
 };
 
-results by_c(const freekv_settings& settings) {
+results by_c(const freekv_settings& settings, bool fused = false) {
   const auto options = sized<freekv_host_options>();
   freekv_backend* made_backend = nullptr;
   freekv_pipeline* made = nullptr;
@@ -115,9 +154,22 @@ results by_c(const freekv_settings& settings) {
       to.rows = rows;
       to.out = out.data();
       to.lse = lse.data();
+      fused_rows projection(r, fused ? rows : 0, settings.head_dim);
+      if (fused) {
+        given.element = FREEKV_BF16;
+        given.query_element = FREEKV_BF16;
+        given.queries = projection.numbers.data();
+        given.keys = projection.numbers.data() + projection.query;
+        given.values = projection.numbers.data() + projection.query + projection.kv;
+        given.key_stride = given.value_stride = given.query_stride = projection.row();
+        to.out = projection.out.data();
+        to.out_element = FREEKV_BF16;
+        to.out_stride = projection.out_row();
+      }
       failed += freekv_append(step, layer, &given) != FREEKV_OK;
       if (!b.decodes()) continue;
       failed += freekv_attend(step, layer, &to) != FREEKV_OK;
+      if (fused) out = projection.outputs();
       all.out.insert(all.out.end(), out.begin(), out.end());
       all.lse.insert(all.lse.end(), lse.begin(), lse.end());
       auto report = sized<freekv_step_report>();
@@ -133,7 +185,7 @@ results by_c(const freekv_settings& settings) {
 }
 
 template <class Pipeline>
-results by_cpp(const typename Pipeline::settings& settings) {
+results by_cpp(const typename Pipeline::settings& settings, bool rounded = false) {
   freekv::host_backend backend;
   Pipeline p(settings, backend);
   for (int i = 0; i < 2; ++i) p.open();
@@ -151,11 +203,14 @@ results by_cpp(const typename Pipeline::settings& settings) {
                         i.phase == FREEKV_DECODE ? freekv::step_phase::decode : freekv::step_phase::prefill});
     auto step = p.begin_step(inputs);
     for (int layer = 0; layer < layers; ++layer) {
-      const layer_rows r = t.next(b.rows());
+      layer_rows r = t.next(b.rows());
+      if (rounded)
+        for (auto* of : {&r.k, &r.v, &r.q}) round_to_bfloat16(*of);
       std::vector<float> out(r.q.size()), lse(static_cast<std::size_t>(b.rows() * query_heads));
       step.template append<float>(layer, {.keys = r.k, .values = r.v, .queries = r.q});
       if (!b.decodes()) continue;
       step.attend(layer, out, lse);
+      if (rounded) round_to_bfloat16(out);
       all.out.insert(all.out.end(), out.begin(), out.end());
       all.lse.insert(all.lse.end(), lse.begin(), lse.end());
       const auto reports = p.report(layer);
@@ -217,6 +272,12 @@ TEST_CASE("freekv of the C library is the C++ pipeline's, bit for bit", "[c_libr
   CHECK(by_c(settings_of("streaming_llm", FREEKV_BF16, 128)).out != c.out);
 }
 
+TEST_CASE("rows of a fused projection in bfloat16 give what the same floats give, rounded", "[c_library]") {
+  using pipeline = freekv::methods::freekv_paper::pipeline<freekv::kv_shape<freekv::bfloat16, 128>>;
+  check_same(by_c(settings_of("freekv", FREEKV_BF16, 128), true),
+             by_cpp<pipeline>(retrieving<pipeline>(), true));
+}
+
 TEST_CASE("methods that learn take their data, and values of their own", "[c_library]") {
   using method = freekv::methods::freekv_key_codes_deficit;
   using pipeline = method::pipeline<freekv::kv_shape<float, 64>>;
@@ -261,6 +322,51 @@ TEST_CASE("methods that forget keep the budget together", "[c_library]") {
                                                  .max_generated = 50,
                                                  .max_sequences = 2,
                                                  .max_prefills = 2}));
+}
+
+TEST_CASE("methods that forget refuse queries and outputs of other types, and strides", "[c_library]") {
+  auto settings = settings_of("h2o", FREEKV_F32, 64);
+  settings.max_prompt = 550;
+  const auto options = sized<freekv_host_options>();
+  freekv_backend* made_backend = nullptr;
+  freekv_pipeline* made = nullptr;
+  REQUIRE(freekv_backend_create_host(&options, &made_backend) == FREEKV_OK);
+  const std::unique_ptr<freekv_backend, destroys> backend(made_backend);
+  REQUIRE(freekv_pipeline_create(backend.get(), &settings, &made) == FREEKV_OK);
+  const std::unique_ptr<freekv_pipeline, destroys> p(made);
+  freekv_sequence sequence = 0;
+  REQUIRE(freekv_open(p.get(), &sequence) == FREEKV_OK);
+  freekv_step* step = nullptr;
+  const freekv_step_input input{sequence, 1, FREEKV_DECODE};
+  REQUIRE(freekv_begin_step(p.get(), &input, 1, &step) == FREEKV_OK);
+  std::vector<float> numbers(static_cast<std::size_t>(query_heads * 64));
+  auto rows = sized<freekv_rows>();
+  rows.element = FREEKV_F32;
+  rows.rows = 1;
+  rows.keys = rows.values = rows.queries = numbers.data();
+  const auto refused = [](freekv_status status, const std::string& words) {
+    CHECK(status == FREEKV_USAGE_ERROR);
+    INFO(freekv_last_message());
+    CHECK(std::string(freekv_last_message()).find(words) != std::string::npos);
+  };
+  auto wrong = rows;
+  wrong.query_element = FREEKV_F16;
+  refused(freekv_append(step, 0, &wrong), "has queries of FREEKV_F32");
+  wrong = rows;
+  wrong.key_stride = 1000;
+  refused(freekv_append(step, 0, &wrong), "leave the strides at 0");
+  REQUIRE(freekv_append(step, 0, &rows) == FREEKV_OK);
+  auto to = sized<freekv_attention>();
+  to.rows = 1;
+  to.out = numbers.data();
+  to.out_element = FREEKV_BF16;
+  refused(freekv_attend(step, 0, &to), "has outputs of FREEKV_F32");
+  to.out_element = FREEKV_F32;
+  to.out_stride = 1000;
+  refused(freekv_attend(step, 0, &to), "one row behind the other");
+  to.out_stride = 0;
+  CHECK(freekv_attend(step, 0, &to) == FREEKV_OK);
+  CHECK(freekv_abandon_step(step) == FREEKV_OK);
 }
 
 TEST_CASE("no exception passes the border, and each has its status", "[c_library]") {

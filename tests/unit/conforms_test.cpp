@@ -36,6 +36,7 @@ enum class flaw {
 /// The page's mean key, or nearly.
 struct flawed_mean {
   using policy_kind = freekv::summary_kind;
+  using hooks = freekv::hook_list<freekv::hook::validate>;
   static constexpr std::string_view name = "flawed_mean";
   flaw has = flaw::none;
 
@@ -55,19 +56,12 @@ struct flawed_mean {
     if (has == flaw::of_wide_teams && T::width > 1) return score + 1.0f;
     return has == flaw::score ? -score : score;
   }
-};
-
-/// The mean key of long units alone.
-struct mean_of_64 : freekv::mean {
-  using hooks = freekv::hook_list<freekv::hook::validate>;
-  static constexpr std::string_view name = "mean_of_64";
   void validate(const freekv::summary_setting& setting) const {
-    if (setting.unit != 64) throw freekv::settings_error("units of 64 tokens");
+    if (has == flaw::of_some && setting.page.tokens != 64) throw freekv::settings_error("not of 64 tokens");
   }
 };
 
-template <class Policy>
-sentences told_of_mean(const Policy& policy) {
+sentences told_of_mean(flaw has) {
   const freekv::testing::summary_definition mean{
       .numbers =
           [](const doubles& keys, freekv::page_geometry page) {
@@ -82,12 +76,9 @@ sentences told_of_mean(const Policy& policy) {
             for (std::size_t i = 0; i < query.size(); ++i) product += query[i] * numbers[i];
             return scale * product;
           }};
-  return freekv::testing::conforms(mean, policy, few);
-}
-sentences told_of_mean(flaw has) {
   flawed_mean policy;
   policy.has = has;
-  return told_of_mean(policy);
+  return freekv::testing::conforms(mean, policy, few);
 }
 
 /// The largest of the heads' scores, or nearly.
@@ -311,7 +302,7 @@ TEST_CASE("what differs from a summary's definition is told", "[conforms]") {
   CHECK(mentions(told_of_mean(flaw::of_wide_teams), "baseline, unit of"));
   CHECK_FALSE(mentions(told_of_mean(flaw::of_wide_teams), "one lane"));
   CHECK(told_of_mean(flaw::score).size() == 10);
-  CHECK(mentions(told_of_mean(mean_of_64{}), "no sequence was decoded"));
+  CHECK(mentions(told_of_mean(flaw::of_some), "no sequence was decoded"));
 }
 
 TEST_CASE("what differs from a pooling's definition is told", "[conforms]") {
