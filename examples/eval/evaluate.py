@@ -154,8 +154,9 @@ def column_of(kind, lines):
         cells = {}
         for case in cases:
             right = round(at[case, "right"]["value"] * full["n"])
-            p = at.get((case, "p_full"), {"value": 1})["value"]
-            cells[case] = f"{right}" + ("" if case == "full" else f", p {p:.3f}" + (" *" if p < 0.05 else ""))
+            p, to_quest = (at.get((case, metric), {"value": 1})["value"] for metric in ("p_full", "p_quest"))
+            cells[case] = f"{right}" + ("" if case == "full" else f", p {p:.3f}" + (" *" if p < 0.05 else "") +
+                                        (" +" if to_quest < 0.05 else ""))
         return title + ": right", cells
     if ("full", "loss") not in at:
         return title + f": full has {round(full['value'] * full['n'])} right", {case: "" for case in cases}
@@ -181,7 +182,8 @@ NOTE = """
 right: questions answered, p by McNemar's exact test against full, question by question. loss: nats per token over
 full attention's, 95 % by a bootstrap of prompts, where full attention has fewer than 60 % right. KL: of the next
 token's distribution from full attention's, teacher-forced on three texts, 95 % by a block bootstrap. `*`: outside the
-interval, or p below 0.05; of so many cells one in twenty is so by chance.
+interval, or p below 0.05; `+`: p below 0.05 against `quest`, where both ran together. Of so many cells one in twenty is
+so by chance.
 """
 
 

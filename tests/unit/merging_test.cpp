@@ -133,6 +133,20 @@ TEST_CASE("for the query that it is made for exact_merge keeps output and log-su
   }
 }
 
+TEST_CASE("products of rows in double are the same number by every instruction set", "[eviction][merging]") {
+  dice random(5);
+  for (const int count : {8, 64, 80, 96, 128, 192, 256})
+    for (int nth = 0; nth < 50; ++nth) {
+      std::vector<float> a, b;
+      for (int i = 0; i < count; ++i)
+        a.push_back(random.normal() * 1e3f), b.push_back(random.normal() * (nth % 2 == 0 ? 1e-3f : 1e20f));
+      const double product = freekv::exact_product(a.data(), b.data(), count);
+      for (const auto set : {freekv::host::isa::baseline, freekv::host::isa::avx2, freekv::host::isa::avx512})
+        if (set <= freekv::host::best_isa())
+          CHECK(freekv::host::exact_product_of(set)(a.data(), b.data(), count) == product);
+    }
+}
+
 TEST_CASE("d2o merges by e and exponentials of cosines what is as similar as its threshold",
           "[eviction][merging]") {
   // Two axes and tokens near them; four stay.

@@ -97,12 +97,13 @@ struct merging_tokens {
   const float* keys = nullptr;           ///< (staying + leaving, head_dim)
   const double* lengths = nullptr;       ///< of the keys
   int head_dim = 0;
+  double (*product)(const float*, const float*, int) = exact_product;  ///< or another that gives the same
 
   int end() const { return staying + leaving; }
   const float* key(int token) const { return keys + std::ptrdiff_t{token} * head_dim; }
   /// The cosine of two keys; 0 where one has no direction.
   double cosine(int a, int b) const {
-    const double of = exact_product(key(a), key(b), head_dim) / (lengths[a] * lengths[b]);
+    const double of = product(key(a), key(b), head_dim) / (lengths[a] * lengths[b]);
     return std::isfinite(of) ? of : 0.0;
   }
   /// The token that stays whose key is most like a token's, the first of those alike; -1: none stays.

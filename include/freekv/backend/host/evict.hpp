@@ -565,14 +565,15 @@ class eviction_stages {
              int staying, int leaving, const eviction_moment& at, const float* query,
              const scratch& w) const {
     const int all = staying + leaving;
+    const auto product = exact_product_of(instructions());
     load_keys(slice, w.places, all, w.unit_keys);
     for (int i = 0; i < all; ++i) {
       const float* const key = w.unit_keys + i * d;
       w.tokens[i] = first_token == nullptr ? w.places[i] : first_token[w.places[i]];
-      w.merge.lengths[i] = std::sqrt(exact_product(key, key, d));
+      w.merge.lengths[i] = std::sqrt(product(key, key, d));
       w.merge.fates[i] = {};
     }
-    const merging_tokens of{staying, leaving, w.tokens, w.unit_keys, w.merge.lengths, d};
+    const merging_tokens of{staying, leaving, w.tokens, w.unit_keys, w.merge.lengths, d, product};
     eviction.merge(of, at, s.template memory_of<Eviction>(entry.sequence, at.head), w.merge.fates);
     token_merger<d, element>{of,
                              slice,

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <freekv/backend/host/isa.hpp>
 #include <freekv/core/element.hpp>
 #include <freekv/policies/eviction.hpp>
 #include <freekv/storage/layout.hpp>
@@ -11,6 +12,22 @@
 #include <utility>
 
 namespace freekv::host {
+
+#if defined(__x86_64__)
+/// exact_product by AVX2: the same number, since a product of floats is exact in double and so fused or not.
+[[gnu::flatten, gnu::target("avx2,fma")]] inline double exact_product_avx2(const float* a, const float* b,
+                                                                           int count) {
+  return exact_product(a, b, count);
+}
+#endif
+
+/// exact_product by the instructions of a set.
+inline auto exact_product_of([[maybe_unused]] isa set) {
+#if defined(__x86_64__)
+  if (set >= isa::avx2) return exact_product_avx2;
+#endif
+  return exact_product;
+}
 
 /// Scratch of one thread for so many tokens as a head ever has.
 struct merge_scratch {
@@ -55,7 +72,7 @@ struct token_merger {
     return log_weights == nullptr ? 0.0 : static_cast<double>(log_weights[places[i]]);
   }
   double score(int g, const float* key) const {
-    return scale * exact_product(query + std::ptrdiff_t{g} * HeadDim, key, HeadDim);
+    return scale * of.product(query + std::ptrdiff_t{g} * HeadDim, key, HeadDim);
   }
 
   /// Makes weights what the tokens have of the last row among themselves, the mean over the query heads; returns the mean
