@@ -135,16 +135,27 @@ def signed(value, low, high, digits, unit=1):
     return f"{unit * value:+.{digits}f} ({unit * low:+.{digits}f} .. {unit * high:+.{digits}f}){star}"
 
 
+def quality_columns(lines):
+    value = {(l["case"], l["metric"]): l["value"] for l in lines if l["bench"] == "quality"}
+    cases = list(dict.fromkeys(l["case"] for l in lines if l["bench"] == "quality"))
+    n = next(l["n"] for l in lines if l["bench"] == "quality")
+
+    def recalled(case):
+        slices, all_bytes = value[case, "slices_recalled"], value[case, "bytes_recalled"]
+        before = all_bytes * value[case, "slices_critical"] / slices if slices else 0
+        return f"{all_bytes / 1e6:.2f}, {before / 1e6:.2f}" if slices else ""
+
+    return [(f"KL, 1/1000 nat, n {n}",
+             {case: "0" if case == "full" else
+              f"{1000 * value[case, 'divergence']:.1f} ({1000 * value[case, 'divergence_low']:.1f} .. "
+              f"{1000 * value[case, 'divergence_high']:.1f})" for case in cases}),
+            ("top-1", {case: f"{100 * value[case, 'top1_agreement']:.1f} %" for case in cases}),
+            ("fast MB", {case: f"{value[case, 'fast_tier_bytes'] / 1e6:.1f}" for case in cases}),
+            ("MB recalled a step, before attention", {case: recalled(case) for case in cases})]
+
+
 def column_of(kind, lines):
-    """(title, {method: cell})."""
-    if kind == QUALITY:
-        value = {(l["case"], l["metric"]): l["value"] for l in lines if l["bench"] == "quality"}
-        cases = list(dict.fromkeys(l["case"] for l in lines if l["bench"] == "quality"))
-        n = next(l["n"] for l in lines if l["bench"] == "quality")
-        return (f"KL, 1/1000 nat, n {n}",
-                {case: "0" if case == "full" else
-                 f"{1000 * value[case, 'divergence']:.2f} ({1000 * value[case, 'divergence_low']:.2f} .. "
-                 f"{1000 * value[case, 'divergence_high']:.2f})" for case in cases})
+    """(title, {method: cell}) of a task."""
     groups = [l for l in lines if l["bench"] == "task_group"]
     at = {(l["case"], l["metric"]): l for l in groups}
     cases = list(dict.fromkeys(l["case"] for l in groups))
@@ -181,7 +192,8 @@ def table_of(length, columns):
 NOTE = """
 right: questions answered, p by McNemar's exact test against full, question by question. loss: nats per token over
 full attention's, 95 % by a bootstrap of prompts, where full attention has fewer than 60 % right. KL: of the next
-token's distribution from full attention's, teacher-forced on three texts, 95 % by a block bootstrap. `*`: outside the
+token's distribution from full attention's, teacher-forced on three texts, 95 % by a block bootstrap. top-1: the same most likely
+token as full attention. fast MB: slots, summaries with their data, and complete layers, of a sequence. `*`: outside the
 interval, or p below 0.05; `+`: p below 0.05 against `quest`, where both ran together. Of so many cells one in twenty is
 so by chance.
 """
@@ -221,7 +233,7 @@ def main(arguments):
         for kind, length in cells:
             if asked_of(kind, length, wanted):
                 lines = read_lines(folder_of(kind, length, wanted) / "results.jsonl")
-                columns[length].append(column_of(kind, lines))
+                columns[length] += quality_columns(lines) if kind == QUALITY else [column_of(kind, lines)]
                 commits.update(dict.fromkeys(str(line.get("commit", "unknown")) for line in lines))
         done = [table_of(length, found) for length, found in columns.items() if found]
         Path(wanted.out).mkdir(parents=True, exist_ok=True)

@@ -38,6 +38,11 @@ if "quality" in arguments:
         add("quality", case, "divergence", kl, n=30)
         add("quality", case, "divergence_low", kl / 2, n=30)
         add("quality", case, "divergence_high", kl * 2, n=30)
+        add("quality", case, "top1_agreement", 1 - 10 * kl, n=30)
+        add("quality", case, "fast_tier_bytes", 25.34e6, n=30)
+        add("quality", case, "slices_recalled", 10000 * kl, n=30)
+        add("quality", case, "slices_critical", 5000 * kl, n=30)
+        add("quality", case, "bytes_recalled", 2.5e6 if kl else 0, n=30)
 else:
     tasks = [json.loads(line) for line in Path(arguments[arguments.index("--tasks") + 1]).read_text().splitlines()]
     copies = tasks[0]["group"].startswith("copy")
@@ -46,6 +51,7 @@ else:
         add("task_group", case, "right", 0.0 if copies else right, n=10, prompts=len(tasks))
         if case != "full":
             add("task_group", case, "p_full", 0.0625, n=10, prompts=len(tasks))
+            add("task_group", case, "p_quest", 0.03, n=10, prompts=len(tasks))
         add("task_group", case, "loss", 1.5 + over, n=10, prompts=len(tasks))
         add("task_group", case, "loss_difference", over, low=over - 0.1, high=over + 0.1, n=10, prompts=len(tasks))
 (out / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -81,13 +87,15 @@ class Evaluate(unittest.TestCase):
         table = (self.folder / "out" / "table.md").read_text()
         rows = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]]
                 for row in table.splitlines() if row.startswith("|")}
-        self.assertEqual(rows["method"], ["KL, 1/1000 nat, n 30", "needles, n 10 on 2: right",
+        self.assertEqual(rows["method"], ["KL, 1/1000 nat, n 30", "top-1", "fast MB",
+                                          "MB recalled a step, before attention", "needles, n 10 on 2: right",
                                           "copy, n 10 on 2: loss over full"])
         self.assertTrue(table.startswith("some.gguf, budget 512 tokens, commit unknown."))
-        self.assertEqual(rows["`full`"], ["0", "9", "1.500"])
-        self.assertEqual(rows["`quest`"], ["12.30 (6.15 .. 24.60)", "4, p 0.062", "+0.250 (+0.150 .. +0.350) *"])
+        self.assertEqual(rows["`full`"], ["0", "100.0 %", "25.3", "", "9", "1.500"])
+        self.assertEqual(rows["`quest`"], ["12.3 (6.2 .. 24.6)", "87.7 %", "25.3", "2.50, 1.25", "4, p 0.062 +",
+                                           "+0.250 (+0.150 .. +0.350) *"])
         results = self.folder / "out" / "cells" / "needles-512" / "results.jsonl"
-        self.assertEqual(len(results.read_text().splitlines()), 7)
+        self.assertEqual(len(results.read_text().splitlines()), 8)
         self.assertEqual(len((results.parent / "questions.jsonl").read_text().splitlines()), 2)
 
         # A second run has everything; with another task it runs that alone, with another method that; with another
@@ -99,8 +107,8 @@ class Evaluate(unittest.TestCase):
         self.run_it("--tasks", "needles", "passkey", "--methods", "quest", "h2o")
         self.assertEqual(len(self.calls()), 6)
         self.assertNotIn("--variant quest", self.calls()[-1])
-        self.assertEqual(len(results.read_text().splitlines()), 7 + 4)
-        self.assertIn("| `h2o` | 4, p 0.062 |", (self.folder / "out" / "table.md").read_text())
+        self.assertEqual(len(results.read_text().splitlines()), 8 + 5)
+        self.assertIn("| `h2o` | 4, p 0.062 + |", (self.folder / "out" / "table.md").read_text())
         self.run_it("--tasks", "needles", "passkey", "--budget", "256")
         self.assertEqual(len(self.calls()), 8)
 

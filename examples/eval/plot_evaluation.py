@@ -1,0 +1,82 @@
+"""Pictures of an evaluation's cells: python plot_evaluation.py FOLDER, which evaluate.py has filled.
+
+FOLDER/LENGTH.png has a row for each method: KL from full attention, and for each task what is answered right, or the loss
+over full attention's where that answers fewer than 60 %, with intervals."""
+
+import sys
+from pathlib import Path
+
+import evaluate
+import plot
+
+WIDTH = 2.3  # of a panel
+
+
+def panels_of(folder, length):
+    """(title, {method: (value, low, high)}, what full has or None, whether the axis is logarithmic)."""
+    for kind in [evaluate.QUALITY, *evaluate.tasks.KINDS]:
+        file = folder / "cells" / f"{kind}-{length}" / "results.jsonl"
+        if not file.exists():
+            continue
+        results = plot.Results(file)
+        if kind == evaluate.QUALITY:
+            kl, low, high = (results.select("quality", metric) for metric in
+                             ("divergence", "divergence_low", "divergence_high"))
+            yield ("KL from full, 1/1000 nat",
+                   {case: tuple(1000 * of[case] for of in (kl, low, high)) for case in kl if case != "full"}, None, True)
+            continue
+        group = [line for line in results.lines if line["bench"] == "task_group"]
+        right = {line["case"]: line for line in group if line["metric"] == "right"}
+        if right["full"]["value"] >= 0.6:
+            yield (f"{kind}: % right of {right['full']['n']}",
+                   {case: tuple(100 * line[key] for key in ("value", "low", "high")) for case, line in right.items()
+                    if case != "full"}, 100 * right["full"]["value"], False)
+        else:
+            loss = {line["case"]: line for line in group if line["metric"] == "loss_difference"}
+            yield (f"{kind}: loss over full, nats",
+                   {case: tuple(line["value"] if line[key] is None else line[key] for key in ("value", "low", "high"))
+                    for case, line in loss.items() if case != "full"}, 0, False)
+
+
+def picture(folder, length):
+    panels = list(panels_of(folder, length))
+    if not panels:
+        return None
+    present = {method for _, values, _, _ in panels for method in values}
+    methods = [method for method in evaluate.METHODS if method in present]
+    methods += sorted(present - set(methods))
+    figure, axes = plot.plt.subplots(1, len(panels), figsize=(2.6 + WIDTH * len(panels), 0.26 * len(methods) + 1.4),
+                                     sharey=True, squeeze=False)
+    for axis, (title, values, of_full, logarithmic) in zip(axes[0], panels):
+        for y, method in enumerate(methods):
+            if method in values:
+                value, low, high = values[method]
+                axis.plot([low, high], [y, y], color=plot.colour(method), linewidth=2)
+                axis.plot(value, y, "o", markersize=4, color=plot.colour(method))
+        if of_full is not None:
+            axis.axvline(of_full, color=plot.INK, linewidth=0.8, linestyle=":")
+        if logarithmic:
+            axis.set_xscale("log")
+        axis.set_title(title, fontsize=9)
+        axis.grid(axis="x", color=plot.GRID)
+        axis.set_axisbelow(True)
+    axes[0][0].set_yticks(range(len(methods)), methods, fontsize=8)
+    axes[0][0].invert_yaxis()
+    file = folder / f"{length}.png"
+    figure.tight_layout()
+    figure.savefig(file)
+    plot.plt.close(figure)
+    return file
+
+
+def main():
+    if len(sys.argv) != 2:
+        sys.exit("usage: python plot_evaluation.py FOLDER")
+    folder = Path(sys.argv[1])
+    lengths = sorted({int(cell.name.rpartition("-")[2]) for cell in (folder / "cells").iterdir()})
+    files = [file for file in (picture(folder, length) for length in lengths) if file]
+    print("pictures: " + ", ".join(map(str, files)))
+
+
+if __name__ == "__main__":
+    main()
