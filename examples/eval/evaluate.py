@@ -27,7 +27,7 @@ METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "a
            "shadowkv", "h2o", "tova", "snapkv", "raas", "pyramid_kv", "lazy_eviction", "hard_kv",
            "defensive_kv", "cake", "r_kv", "arkv_origin", "d2o", "exact_merge", "hard_kv_merge",
            "freekv", "freekv_key_subspace", "freekv_key_codes",
-           "freekv_key_codes_deficit", "freekv_key_codes_sticky"]
+           "freekv_key_codes_deficit", "freekv_key_codes_sticky", "freekv_key_codes_units"]
 # For the estimate alone, on one core with a model of 135M: tokens a second that llama.cpp prefills, and that a method
 # decodes.
 PREFILLED, DECODED = 130, 130

@@ -487,8 +487,9 @@ prepared_prompt frontier::prepare(std::span<const llama_token> tokens) {
     if (c.method.needs_basis()) rank = std::max(rank, c.method.rank);
     if (c.method.needs_codebooks())
       learnt.codebooks.emplace(
-          c.method.codes,
-          kv.learn_codebooks(codebook_sizes::of_codes(c.method.codes, settings_.page), j_.progress()));
+          std::pair(c.method.codes, c.method.unit),
+          kv.learn_codebooks(codebook_sizes::of_codes(c.method.codes, c.method.unit_tokens(settings_.page)),
+                             j_.progress()));
   }
   if (rank > 0) learnt.basis = kv.learn_basis(rank);
   return {std::move(kv), std::move(learnt), of_other_text_};

@@ -256,10 +256,12 @@ learnt_keys job::learn(const prompt_cache& keys, basis_source source) {
     if (c.method.needs_factors())
       key_rank = std::max(key_rank, c.method.key_rank_of(model_.shape().kv_heads * model_.shape().head_dim));
     if (c.method.needs_basis()) rank = std::max(rank, c.method.rank);
-    if (c.method.needs_codebooks() && !learnt.codebooks.contains(c.method.codes))
+    const std::pair of{c.method.codes, c.method.unit};
+    if (c.method.needs_codebooks() && !learnt.codebooks.contains(of))
       learnt.codebooks.emplace(
-          c.method.codes,
-          keys.learn_codebooks(codebook_sizes::of_codes(c.method.codes, options_.common.page), progress()));
+          of, keys.learn_codebooks(
+                  codebook_sizes::of_codes(c.method.codes, c.method.unit_tokens(options_.common.page)),
+                  progress()));
   }
   if (rank > 0) learnt.basis = keys.learn_basis(rank);
   if (key_rank > 0) learnt.factors = keys.learn_factors(key_rank);

@@ -59,7 +59,9 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
       {"freekv_key_codes_deficit",
        {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "top_k", true}},
       {"freekv_key_codes_sticky",
-       {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "sticky_top_k", true}}};
+       {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "sticky_top_k", true}},
+      {"freekv_key_codes_units",
+       {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "sticky_top_k", true, "per_kv_head", 8}}};
   return all;
 }
 
