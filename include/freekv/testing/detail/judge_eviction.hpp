@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <freekv/backend/host/host_backend.hpp>
 #include <freekv/pipeline/evicting_pipeline.hpp>
 #include <freekv/testing/detail/random_cases.hpp>
 #include <set>
@@ -168,42 +167,11 @@ void judge_evictions(const Policy& policy, const eviction_definition& definition
     for (int head = 0; head < kv_heads; ++head) judges.push_back({&text, &definition, &settings, head});
     for (auto& judge : judges) judge.prompt(prompt);
 
-    std::vector<std::vector<float>> expected;
-    const auto run_on = [&](const host_options& host, const char* on) {
-      host_backend backend(host);
-      pipeline evicting(settings, backend);
-      const sequence_id sequence = evicting.open();
-      auto prefill = evicting.begin_step({{sequence, prompt, step_phase::prefill}});
-      prefill.append(0, {.keys = text.rows(text.keys, 0, prompt),
-                         .values = text.rows(text.values, 0, prompt),
-                         .queries = text.query_rows(0, prompt)});
-      prefill.end();
-      for (int step = 0; step < steps; ++step) {
-        const int row = prompt + step;
-        std::vector<float> out(size(kv_heads * group * d));
-        auto decode = evicting.begin_step({{sequence}});
-        decode.append(0, {.keys = text.rows(text.keys, row, 1),
-                          .values = text.rows(text.values, row, 1),
-                          .queries = text.query_rows(row, 1)});
-        decode.attend(0, out);
-        decode.end();
-        const std::string at = where + "step " + std::to_string(step);
-        if (expected.size() <= size(step)) {
-          expected.push_back(out);
-          const step_report report = evicting.report(0)[sequence];
-          const auto stride = static_cast<std::ptrdiff_t>(report.attended.size()) / kv_heads;
-          for (int head = 0; head < kv_heads; ++head) {
-            const auto first = report.attended.begin() + head * stride;
-            judges[size(head)].step(at + ", head " + std::to_string(head), row,
-                                    {first, first + report.attended_count[size(head)]}, out, wrong);
-          }
-        } else if (expected[size(step)] != out) {
-          wrong.add(at, " with ", on, " differs from one thread's");
-        }
-      }
-    };
-    run_on({.threads = 1, .overlap = false}, "one thread");
-    run_on({.threads = 3, .bytes_per_thread = 512}, "three threads");
+    decode_twice<pipeline>(
+        where, settings, text, prompt, steps,
+        [&](const std::string& at, int step, int head, bool, const std::vector<int>& units,
+            const std::vector<float>& out) { judges[size(head)].step(at, prompt + step, units, out, wrong); },
+        wrong);
   }
   if (judged == 0) wrong.add("no budget from 16 to 80 tokens suits the policy");
 }

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <freekv/backend/host/host_backend.hpp>
 #include <freekv/pipeline/retrieval_pipeline.hpp>
 #include <freekv/testing/detail/judge_correction.hpp>
 #include <freekv/testing/detail/judge_summary.hpp>
@@ -214,42 +213,13 @@ void judge_steps(const Policy& policy, const step_definitions& by, const conform
     std::vector<head_judge<Element, pipeline>> judges;
     for (int head = 0; head < kv_heads; ++head) judges.push_back({&text, &by, &settings, head});
 
-    std::vector<std::vector<float>> expected;
-    const auto run_on = [&](const host_options& host, const char* on) {
-      host_backend backend(host);
-      pipeline retrieval(settings, backend);
-      const sequence_id sequence = retrieval.open();
-      auto prefill = retrieval.begin_step({{sequence, prompt, step_phase::prefill}});
-      prefill.append(0,
-                     {.keys = text.rows(text.keys, 0, prompt), .values = text.rows(text.values, 0, prompt)});
-      prefill.end();
-      for (int step = 0; step < steps; ++step) {
-        const int row = prompt + step;
-        std::vector<float> out(size(kv_heads * group * d));
-        auto decode = retrieval.begin_step({{sequence}});
-        decode.append(0, {.keys = text.rows(text.keys, row, 1),
-                          .values = text.rows(text.values, row, 1),
-                          .queries = text.query_rows(row, 1)});
-        decode.attend(0, out);
-        decode.end();
-        const std::string at = where + "step " + std::to_string(step);
-        if (expected.size() <= size(step)) {
-          expected.push_back(out);
-          const step_report report = retrieval.report(0)[sequence];
-          const auto stride = static_cast<std::ptrdiff_t>(report.attended.size()) / kv_heads;
-          for (int head = 0; head < kv_heads; ++head) {
-            const auto first = report.attended.begin() + head * stride;
-            judges[size(head)].judge(at + ", head " + std::to_string(head), step, row,
-                                     report.corrected[size(head)] != 0,
-                                     {first, first + report.attended_count[size(head)]}, out, wrong);
-          }
-        } else if (expected[size(step)] != out) {
-          wrong.add(at, " with ", on, " differs from one thread's");
-        }
-      }
-    };
-    run_on({.threads = 1, .overlap = false}, "one thread");
-    run_on({.threads = 3, .bytes_per_thread = 512}, "three threads");
+    decode_twice<pipeline>(
+        where, settings, text, prompt, steps,
+        [&](const std::string& at, int step, int head, bool corrected, const std::vector<int>& units,
+            const std::vector<float>& out) {
+          judges[size(head)].judge(at, step, prompt + step, corrected, units, out, wrong);
+        },
+        wrong);
   }
   if (decoded == 0 && options.runs > 0)
     wrong.add(element_name<Element>,

@@ -5,9 +5,11 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <freekv/backend/host/host_backend.hpp>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/core/element.hpp>
 #include <freekv/core/team.hpp>
+#include <freekv/pipeline/step_report.hpp>
 #include <freekv/testing/definitions.hpp>
 #include <initializer_list>
 #include <limits>
@@ -190,5 +192,49 @@ struct random_text {
         return wrong.add(where, ", query head ", query_head, " gives ", got, ", in float64 ", want[i]);
   }
 };
+
+/// Decodes `steps` rows behind a prompt of one layer, by one thread and by three. Of the first calls `judge(where, step,
+/// head, corrected, units, out)`: for a KV head whether it was corrected and what it attended to, and the whole row's output.
+/// Adds where the second's outputs are not the same bits.
+template <class Pipeline, class Element, class Judge>
+void decode_twice(const std::string& where, const typename Pipeline::settings& settings,
+                  const random_text<Element>& text, int prompt, int steps, const Judge& judge,
+                  differences& wrong) {
+  std::vector<std::vector<float>> expected;
+  for (const host_options& host :
+       {host_options{.threads = 1, .overlap = false}, host_options{.threads = 3, .bytes_per_thread = 512}}) {
+    host_backend backend(host);
+    Pipeline pipeline(settings, backend);
+    const sequence_id sequence = pipeline.open();
+    auto prefill = pipeline.begin_step({{sequence, prompt, step_phase::prefill}});
+    prefill.append(0, {.keys = text.rows(text.keys, 0, prompt),
+                       .values = text.rows(text.values, 0, prompt),
+                       .queries = text.query_rows(0, prompt)});
+    prefill.end();
+    for (int step = 0; step < steps; ++step) {
+      const int row = prompt + step;
+      const std::string at = where + "step " + std::to_string(step);
+      std::vector<float> out(text.query_rows(row, 1).size());
+      auto decode = pipeline.begin_step({{sequence}});
+      decode.append(0, {.keys = text.rows(text.keys, row, 1),
+                        .values = text.rows(text.values, row, 1),
+                        .queries = text.query_rows(row, 1)});
+      decode.attend(0, out);
+      decode.end();
+      if (expected.size() > size(step)) {
+        if (expected[size(step)] != out) wrong.add(at, " with three threads differs from one thread's");
+        continue;
+      }
+      expected.push_back(out);
+      const step_report report = pipeline.report(0)[sequence];
+      const auto stride = static_cast<std::ptrdiff_t>(report.attended.size()) / text.kv_heads;
+      for (int head = 0; head < text.kv_heads; ++head) {
+        const auto first = report.attended.begin() + head * stride;
+        judge(at + ", head " + std::to_string(head), step, head, report.corrected[size(head)] != 0,
+              std::vector<int>(first, first + report.attended_count[size(head)]), out);
+      }
+    }
+  }
+}
 
 }  // namespace freekv::testing::detail
