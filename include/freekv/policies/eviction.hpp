@@ -1,5 +1,5 @@
 // Eviction: which tokens leave a KV head for good, where methods keep no complete store. A policy has a few bytes of
-// state for each unit that a head keeps, which is a token or a page, and hooks that bring it up to date.
+// state for each unit that a head keeps, which is a token or a page, and functions that bring it up to date.
 //
 // All of this header decide for each KV head alone and see a group's attention as the mean over its query heads. Where
 // the papers decide for a query head (H2O, SnapKV), for a layer (TOVA) or by the group's maximum (RaaS in FreeKV's
@@ -424,10 +424,10 @@ inline constexpr bool allocates = hooks_of<E>::has(hook::allocate);
 template <class E>
 inline constexpr bool merges = hooks_of<E>::has(hook::merge);
 
-/// A policy that remembers something of each unit. `unit_state` is trivially copyable. The hooks: `on_append(unit, row)`
+/// A policy that remembers something of each unit. `unit_state` is trivially copyable. It is told: `on_append(unit, row)`
 /// for every token, with its number in the sequence; `on_prompt(unit, votes, first_token)` when a prompt ends, with the
-/// votes of its last `observed_rows()` rows, 0 where the prompt is kept as it is and not every row is observed; `on_attended(unit, share, row)` for all units that a decode row has attended
-/// to, with the row's share on each.
+/// votes of its last `observed_rows()` rows, 0 where the prompt is kept as it is and not every row is observed;
+/// `on_attended(unit, share, row)` for all units that a decode row has attended to, with the row's share on each.
 template <class E>
 concept counts_units = std::is_trivially_copyable_v<typename E::unit_state> &&
     requires(const E e, typename E::unit_state& unit, const prompt_votes& votes) {
