@@ -25,7 +25,7 @@ inline std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 /// Memory of `rows` rows of `numbers`, as many apart or, where it is not 0, `stride`; or none.
 template <class T>
 std::span<T> rows_at(T* memory, std::int32_t rows, int numbers, std::int64_t stride = 0) {
-  if (memory == nullptr) return {};
+  if (memory == nullptr || (rows > 0 && stride > (std::int64_t{1} << 56) / rows)) return {};
   return {memory, stride > numbers && rows > 0 ? size(rows - 1) * size(stride) + size(numbers)
                                                : size(rows) * size(numbers)};
 }

@@ -39,7 +39,7 @@ def cells_of(wanted):
 
 def settings_of(wanted):
     """What must be the same for a cell to be taken from an earlier run; the commit need not, and the table says it."""
-    return {"model": Path(wanted.model).name, "head_list": wanted.head_list.name, "budget": wanted.budget,
+    return {"model": Path(wanted.model).name, "head_list": wanted.head_list.name if wanted.head_list else "", "budget": wanted.budget,
             "steps": wanted.steps, "prompts": wanted.prompts, "seed": wanted.seed, "characters": wanted.characters,
             "more": wanted.more}
 
@@ -210,7 +210,8 @@ def main(arguments):
                         metavar="TASK", help="quality, and those of tasks.py: " + ", ".join(tasks.KINDS))
     parser.add_argument("--methods", nargs="+", default=METHODS,
                         help="besides full (default: " + ", ".join(METHODS) + ")")
-    parser.add_argument("--head-list", type=Path, default=HERE / "smollm2-135m-heads.txt", help="of razor_attention")
+    parser.add_argument("--head-list", type=Path,
+                        help="of razor_attention, which is left out of a model that has none (default: SmolLM2-135M's for it)")
     parser.add_argument("--budget", type=int, default=512, help="tokens a head attends to (default 512)")
     parser.add_argument("--steps", type=int, default=512, help="decoded of each text, for the quality (default 512)")
     parser.add_argument("--prompts", type=int, help="of each task and length, instead of tasks.py's")
@@ -220,6 +221,10 @@ def main(arguments):
     parser.add_argument("--commit", default="unknown", help="noted in the results and the table")
     parser.add_argument("more", nargs="*", help="behind --: more for the program")
     wanted = parser.parse_args(arguments)
+    if wanted.head_list is None and "smollm2-135m" in Path(wanted.model).name.lower():
+        wanted.head_list = HERE / "smollm2-135m-heads.txt"
+    if wanted.head_list is None:
+        wanted.methods = [method for method in wanted.methods if method != "razor_attention"]
     wanted.cache = wanted.cache or str(Path(wanted.out) / "cache")
 
     cells = cells_of(wanted)

@@ -26,11 +26,13 @@ commit=$(git -C "$root" describe --always --dirty 2>/dev/null || echo unknown)
 out=$root/build/evaluation
 for ((i = 1; i <= $#; ++i)); do
   case ${!i} in
+    --) break ;;
     --out) next=$((i + 1)) && out=${!next-} ;;
     --out=*) out=${!i#*=} ;;
   esac
 done
 python3 "$evaluate" --commit "$commit" --program "$root/build/host/examples/eval/freekv-compare" --out "$out" \
   --cache "$root/build/evaluation-cache" ${MODEL:+--model "$MODEL"} "$@"
+bootstrap_python
 python_packages matplotlib
 "$VIRTUAL_ENV/bin/python" "$root/examples/eval/plot_evaluation.py" "$out"

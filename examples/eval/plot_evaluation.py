@@ -1,8 +1,9 @@
 """Pictures of an evaluation's cells: python plot_evaluation.py FOLDER, which evaluate.py has filled.
 
-FOLDER/LENGTH.png has a row for each method: KL from full attention, and for each task what is answered right, or the loss
+Of cells with other settings, as of another budget, those are drawn that are as the newest. FOLDER/LENGTH.png has a row for each method: KL from full attention, and for each task what is answered right, or the loss
 over full attention's where that answers fewer than 60 %, with intervals."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -12,11 +13,17 @@ import plot
 WIDTH = 2.3  # of a panel
 
 
-def panels_of(folder, length):
+def settings_at(cell):
+    file = cell / "settings.json"
+    return json.loads(file.read_text())["settings"] if file.exists() else None
+
+
+def panels_of(folder, length, settings):
     """(title, {method: (value, low, high)}, what full has or None, whether the axis is logarithmic)."""
     for kind in [evaluate.QUALITY, *evaluate.tasks.KINDS]:
-        file = folder / "cells" / f"{kind}-{length}" / "results.jsonl"
-        if not file.exists():
+        cell = folder / "cells" / f"{kind}-{length}"
+        file = cell / "results.jsonl"
+        if settings_at(cell) != settings:
             continue
         results = plot.Results(file)
         if kind == evaluate.QUALITY:
@@ -38,8 +45,8 @@ def panels_of(folder, length):
                     for case, line in loss.items() if case != "full"}, 0, False)
 
 
-def picture(folder, length):
-    panels = list(panels_of(folder, length))
+def picture(folder, length, settings):
+    panels = list(panels_of(folder, length, settings))
     if not panels:
         return None
     present = {method for _, values, _, _ in panels for method in values}
@@ -73,8 +80,10 @@ def main():
     if len(sys.argv) != 2:
         sys.exit("usage: python plot_evaluation.py FOLDER")
     folder = Path(sys.argv[1])
-    lengths = sorted({int(cell.name.rpartition("-")[2]) for cell in (folder / "cells").iterdir()})
-    files = [file for file in (picture(folder, length) for length in lengths) if file]
+    cells = [cell for cell in (folder / "cells").iterdir() if settings_at(cell)]
+    lengths = sorted({int(cell.name.rpartition("-")[2]) for cell in cells})
+    newest = max(cells, key=lambda cell: (cell / "settings.json").stat().st_mtime, default=None)
+    files = [file for file in (picture(folder, length, settings_at(newest)) for length in lengths) if file]
     print("pictures: " + ", ".join(map(str, files)))
 
 

@@ -99,9 +99,15 @@ struct runs : tova {
 };
 static_assert(eviction_policy<runs>);
 
-/// Decodes with a policy beyond its budget; the most tokens that a head of a layer attended to in a step.
+/// What heads attended to in a decode row at most, and the last row's output.
+struct decoded {
+  int most = 0;
+  std::vector<float> out;
+};
+
+/// Decodes with a policy beyond its budget.
 template <class Policy>
-int most_attended() {
+decoded decode() {
   host_backend backend({.threads = 1});
   evicting_pipeline<kv_shape<float, 64>, Policy> pipeline({.layers = 2,
                                                            .query_heads = 4,
@@ -114,7 +120,7 @@ int most_attended() {
   const sequence_id sequence = pipeline.open();
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
-  int most = 0;
+  decoded seen;
   const auto step = [&](const step_input& input, int rows) {
     std::vector<float> keys(static_cast<std::size_t>(rows * 2 * 64)), values(keys), queries(2 * keys.size()),
         out(queries);
@@ -127,25 +133,29 @@ int most_attended() {
     }
     entered.end();
     for (int layer = 0; input.phase == step_phase::decode && layer < 2; ++layer)
-      for (const int count : pipeline.report(layer)[sequence].attended_count) most = std::max(most, count);
+      for (const int count : pipeline.report(layer)[sequence].attended_count)
+        seen.most = std::max(seen.most, count);
+    seen.out = out;
   };
   step({sequence, 40, step_phase::prefill}, 40);
   for (int i = 0; i < 20; ++i) step({sequence}, 1);
-  return most;
+  return seen;
 }
 
 }  // namespace
 
 TEST_CASE("the methods that docs/add-a-method.md shows run", "[conforms]") {
-  CHECK(std::string_view(my_quest::name) == "my_quest");
+  using quest = my_quest::pipeline<kv_shape<float, 64>>;
+  CHECK(std::is_same_v<quest::settings,
+                       retrieval_pipeline<kv_shape<float, 64>, min_max, mean_score, always>::settings>);
   const freekv::testing::eviction_definition definition{
       .worth = [](const freekv::testing::attended_rows& seen, int token) {
         double votes = 0.0, largest = 0.0;  // of the prompt's rows together, and of a row since
         for (int row = token; row < std::ssize(seen.shares); ++row) {
           const freekv::testing::doubles& shares = seen.shares[static_cast<std::size_t>(row)];
-          const double share = shares.empty() ? 0.0 : shares[static_cast<std::size_t>(token)];
+          const double share = shares[static_cast<std::size_t>(token)];
           if (row < seen.prompt)
-            votes += share;
+            votes += seen.prompt_is_cut && row >= seen.prompt - 32 ? share : 0.0;
           else
             largest = std::max(largest, share);
         }
@@ -153,7 +163,14 @@ TEST_CASE("the methods that docs/add-a-method.md shows run", "[conforms]") {
       }};
   const std::vector<std::string> wrong = freekv::testing::conforms<peak>(definition);
   CHECK(wrong == std::vector<std::string>{});
-  CHECK(most_attended<noticed>() <= 25);
-  CHECK(most_attended<spread>() <= 49);
-  CHECK(most_attended<runs>() == 25);
+  // Each does what its base does not.
+  const decoded plain = decode<tova>(), few = decode<noticed>(), uneven = decode<spread>(),
+                merged = decode<runs>();
+  CHECK(plain.most == 25);
+  CHECK(few.most <= 25);
+  CHECK(few.out != plain.out);
+  CHECK(uneven.most > 25);
+  CHECK(uneven.most <= 49);
+  CHECK(merged.most == 25);
+  CHECK(merged.out != plain.out);
 }

@@ -224,7 +224,7 @@ struct flawed_peak {
   };
   constexpr int unit_tokens() const { return 1; }
   constexpr bool stages_prompt() const { return true; }
-  constexpr int observed_rows() const { return 8; }
+  constexpr int observed_rows() const { return has == flaw::of_some ? 4 : 8; }
   constexpr int capacity(const freekv::eviction_limits& most) const { return most.budget + 1; }
   constexpr int kept(const freekv::eviction_moment& at) const { return at.budget; }
   constexpr bool protects(int token, const freekv::eviction_moment& at) const {
@@ -245,17 +245,19 @@ struct flawed_peak {
 
 sentences told_of_peak(flaw has) {
   const freekv::testing::eviction_definition peak{
-      .worth = [](const freekv::testing::attended_rows& seen, int token) {
+      .worth = [has](const freekv::testing::attended_rows& seen, int token) {
         double of_prompt = 0.0, largest = 0.0;
         for (std::size_t row = 0; row < seen.shares.size(); ++row) {
           const doubles& shares = seen.shares[row];
           const auto at = static_cast<std::size_t>(token);
           const double share = at < shares.size() ? shares[at] : 0.0;
-          if (static_cast<int>(row) < seen.prompt)
-            of_prompt += share;  // votes of the observed rows, summed
+          const int of_row = static_cast<int>(row);
+          if (of_row < seen.prompt)
+            of_prompt += seen.prompt_is_cut && of_row >= seen.prompt - 8 ? share : 0.0;  // votes
           else
             largest = std::max(largest, share);
         }
+        if (has == flaw::drops_nan) return std::numeric_limits<double>::quiet_NaN();
         return std::max(of_prompt, largest);
       }};
   flawed_peak policy;
@@ -348,4 +350,10 @@ TEST_CASE("what differs from an eviction's definition is told", "[conforms]") {
   CHECK(mentions(told_of_peak(flaw::score), " has lost unit "));
   CHECK(mentions(told_of_peak(flaw::numbers), " has lost unit "));
   CHECK(mentions(told_of_peak(flaw::late), "step 0, head 0 has lost unit "));
+  CHECK(mentions(told_of_peak(flaw::of_some), " has lost unit "));
+  CHECK(mentions(told_of_peak(flaw::drops_nan), "the definition's worth of unit "));
+  const freekv::testing::eviction_definition none{
+      .worth = [](const freekv::testing::attended_rows&, int) { return 0.0; }};
+  CHECK(freekv::testing::conforms<freekv::raas>(none) ==
+        sentences{"conforms takes an eviction whose units are tokens, and these have 16"});
 }

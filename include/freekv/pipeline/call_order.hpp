@@ -94,7 +94,9 @@ inline void expect_rows(const char* what, std::size_t given, int rows, std::int6
     throw usage_error(std::string(what) + ": a stride of " + std::to_string(stride) + " for rows of " +
                       std::to_string(row) +
                       " numbers; give as many or more, or 0 where they lie one behind the other");
-  if (rows > 0 && given < static_cast<std::size_t>((rows - 1) * stride + row))
+  // By division, as a stride that means nothing may be too large to multiply.
+  const auto behind = static_cast<std::int64_t>(given) - row;  // of the first row
+  if (rows > 0 && (behind < 0 || (rows > 1 && stride > behind / (rows - 1))))
     throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +
                       std::to_string(rows) + " rows of " + std::to_string(row) + ", " +
                       std::to_string(stride) + " apart");

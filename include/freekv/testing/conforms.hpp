@@ -81,7 +81,7 @@ std::vector<std::string> conforms(const correction_definition& definition, const
   return wrong.take();
 }
 
-/// The same of an eviction that counts for each unit, by random sequences. What the policy keeps and protects is its own
+/// The same of an eviction that counts for each token, by random sequences. What the policy keeps and protects is its own
 /// word; who leaves is the definition's.
 template <eviction_policy Policy>
 std::vector<std::string> conforms(const eviction_definition& definition, const Policy& policy = {},
@@ -90,6 +90,10 @@ std::vector<std::string> conforms(const eviction_definition& definition, const P
                 "conforms takes an eviction that counts for each unit, not one that observes");
   static_assert(!merges<Policy>, "conforms takes an eviction that leaves what it keeps as it is");
   detail::differences wrong;
+  if (policy.unit_tokens() != 1) {
+    wrong.add("conforms takes an eviction whose units are tokens, and these have ", policy.unit_tokens());
+    return wrong.take();
+  }
   detail::judge_evictions<half>(policy, definition, options, wrong);
   return wrong.take();
 }

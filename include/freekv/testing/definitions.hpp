@@ -50,18 +50,19 @@ struct correction_definition {
 
 /// What rows have attended to so far, of one KV head.
 struct attended_rows {
-  /// Row r's share on token t, (rows, tokens), mean over the group's query heads; 0 for what the row did not attend to. Of a
-  /// prompt's rows that are not observed nothing, their vector being empty: so of all where the prompt is kept as it is,
-  /// unless the policy observes every row.
+  /// Row r's share on token t, (rows, tokens up to the row), mean over the group's query heads; 0 for what the row did not
+  /// attend to. A prompt's rows attend to all of it up to themselves.
   std::vector<doubles> shares;
   int prompt = 0;  ///< tokens, the first of the rows
+  /// Whether some of the prompt left when it ended. Where none did, a policy that does not observe every row is not told of
+  /// what prompt rows attended to.
+  bool prompt_is_cut = false;
 };
 
-/// An eviction in float64, of a policy that counts for each unit.
+/// An eviction in float64, of a policy that counts for each token.
 struct eviction_definition {
-  /// Worth of the unit that begins with a token: of those that are not protected the least leaves, and of those alike the
-  /// one that was there first.
-  std::function<double(const attended_rows& seen, int first_token)> worth;
+  /// Worth of a token: of those that are not protected the least leaves, and of those alike the one that was there first.
+  std::function<double(const attended_rows& seen, int token)> worth;
 };
 
 struct conformance_options {

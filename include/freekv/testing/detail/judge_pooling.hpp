@@ -69,7 +69,10 @@ void judge_pools(const Policy& policy, const pooling_definition& definition,
       if (want.size() != got.size()) return wrong.add(where(on), ": the definition has ", want.size());
       for (std::size_t j = 0; j < want.size(); ++j) {
         const double pooled = static_cast<double>(got[j]);
-        const double off = std::fabs(pooled - want[j]), size = 1.0 + std::fabs(want[j]);
+        double size = 1.0 + std::fabs(want[j]);
+        for (const doubles& of_head : of_heads)
+          if (std::isfinite(of_head[j])) size = std::max(size, std::fabs(of_head[j]));
+        const double off = std::fabs(pooled - want[j]);
         if (!(pooled == want[j] || (std::isfinite(size) && off <= definition.tolerance * size)))
           wrong.add(where(on), ": number ", j, " is ", pooled, ", of the definition ", want[j]);
       }

@@ -87,6 +87,8 @@ void judge_units(const Policy& policy, const summary_definition& definition,
               definition.tolerance * (std::fabs(want[i]) + key_size + key_size * key_size)))
           wrong.add(where(on), ": number ", i, " is ", got, ", of the definition ", want[i]);
       const doubles stored = wide(unit.stored);
+      if (!hooks_of<Policy>::has(hook::encode) && unit.stored != unit.numbers)
+        wrong.add(where(on), ": what is stored are not its numbers");
       for (int g = 0; g < group; ++g) {
         const doubles query = wide(queries.data() + g * page.head_dim, size(page.head_dim));
         const double score = definition.score(query, stored, page, static_cast<double>(scale));
@@ -103,7 +105,7 @@ void judge_units(const Policy& policy, const summary_definition& definition,
         if (score != -infinity) wrong.add(where(on), ": a unit of NaN keys scores ", score, ", not NaN");
     });
   }
-  if (compared == 0) wrong.add(element_name<Element>, ": no unit suits the policy");
+  if (compared == 0 && options.units > 0) wrong.add(element_name<Element>, ": no unit suits the policy");
 }
 
 /// `mean`, by which pages are scored while a policy of another kind is judged.
