@@ -1,7 +1,7 @@
 // Eviction: which tokens leave a KV head for good, where methods keep no complete store. A policy has a few bytes of
 // state for each unit that a head keeps, which is a token or a page, and functions that bring it up to date.
 //
-// All of this header decide for each KV head alone and see a group's attention as the mean over its query heads. Where
+// Policies of this header decide for each KV head alone and see a group's attention as the mean over its query heads. Where
 // the papers decide for a query head (H2O, SnapKV), for a layer (TOVA) or by the group's maximum (RaaS in FreeKV's
 // comparison), that is what differs here.
 #pragma once

@@ -25,9 +25,7 @@ std::vector<std::string> conforms(const summary_definition& definition, const Po
   detail::differences wrong;
   const auto judge = [&]<class Element>(Element) {
     detail::judge_units<Element>(policy, definition, options, wrong);
-    detail::step_definitions by;
-    by.summary = definition;
-    detail::judge_steps<Element>(policy, by, options, wrong);
+    detail::judge_steps<Element>(policy, {.summary = definition}, options, wrong);
   };
   judge(float{}), judge(half{}), judge(bfloat16{});
   return wrong.take();
@@ -45,9 +43,7 @@ std::vector<std::string> conforms(const pooling_definition& definition, const Po
     return wrong.take();
   }
   detail::judge_pools(policy, definition, options, wrong);
-  detail::step_definitions by;
-  by.pooling = definition;
-  detail::judge_steps<half>(policy, by, options, wrong);
+  detail::judge_steps<half>(policy, {.pooling = definition}, options, wrong);
   return wrong.take();
 }
 
@@ -56,9 +52,7 @@ template <selection_policy Policy>
 std::vector<std::string> conforms(const selection_definition& definition, const Policy& policy = {},
                                   const conformance_options& options = {}) {
   detail::differences wrong;
-  detail::step_definitions by;
-  by.selection = definition;
-  detail::judge_steps<half>(policy, by, options, wrong);
+  detail::judge_steps<half>(policy, {.selection = definition}, options, wrong);
   return wrong.take();
 }
 
@@ -75,9 +69,7 @@ std::vector<std::string> conforms(const correction_definition& definition, const
     return wrong.take();
   }
   detail::judge_flags(policy, definition, options, wrong);
-  detail::step_definitions by;
-  by.correction = definition;
-  detail::judge_steps<half>(policy, by, options, wrong);
+  detail::judge_steps<half>(policy, {.correction = definition}, options, wrong);
   return wrong.take();
 }
 

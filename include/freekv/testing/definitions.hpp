@@ -48,7 +48,7 @@ struct correction_definition {
   std::function<bool(double selected, double best)> by_masses{};
 };
 
-/// What rows have attended to so far, of one KV head.
+/// Rows of one KV head so far, and what they have attended to.
 struct attended_rows {
   /// Row r's share on token t, (rows, tokens up to the row), mean over the group's query heads; 0 for what the row did not
   /// attend to. A prompt's rows attend to all of it up to themselves.

@@ -21,17 +21,9 @@ struct eviction_judge {
   const eviction_settings<Policy>* settings;
   int head = 0;
   attended_rows seen{};
-  std::set<int> held{};  // first tokens of units, before some of them leave
+  std::set<int> held{};  // tokens, before some of them leave
   int tokens = 0;        // of the sequence
 
-  int unit() const { return settings->eviction.unit_tokens(); }
-
-  std::vector<int> tokens_of(const std::set<int>& units) const {
-    std::vector<int> all;
-    for (const int first : units)
-      for (int t = first; t < std::min(first + unit(), tokens); ++t) all.push_back(t);
-    return all;
-  }
   /// A row has attended to tokens.
   void observe(int row, const std::vector<int>& to) {
     doubles shares(size(row + 1));
@@ -43,8 +35,8 @@ struct eviction_judge {
   }
   void prompt(int count) {
     seen.prompt = tokens = count;
-    for (int first = 0; first < count; first += unit()) held.insert(first);
-    seen.prompt_is_cut = static_cast<int>(held.size()) > settings->eviction.kept(moment()) / unit();
+    for (int token = 0; token < count; ++token) held.insert(token);
+    seen.prompt_is_cut = static_cast<int>(held.size()) > settings->eviction.kept(moment());
     for (int row = 0; row < count; ++row) {
       std::vector<int> to;
       for (int t = 0; t <= row; ++t) to.push_back(t);
@@ -57,13 +49,13 @@ struct eviction_judge {
             seen.prompt,
             tokens,
             tokens == seen.prompt,
-            static_cast<int>(tokens_of(held).size()),
+            static_cast<int>(held.size()),
             0,
             1,
             head};
   }
 
-  /// What has been seen, and what rounding may have made of it.
+  /// Rows that have been seen, and what rounding may have made of it.
   std::vector<attended_rows> seen_to_rounding() const {
     std::vector<attended_rows> all(5, seen);
     random_numbers random(1);
@@ -73,36 +65,34 @@ struct eviction_judge {
     return all;
   }
 
-  /// Those that are still there when the next row comes.
+  /// Judge of the tokens that are still there when the next row comes.
   void judge(const std::string& where, const std::set<int>& now, differences& wrong) {
     const Policy& policy = settings->eviction;
     const eviction_moment at = moment();
-    const int kept = std::min(static_cast<int>(held.size()), policy.kept(at) / unit());
+    const int kept = std::min(static_cast<int>(held.size()), policy.kept(at));
     if (static_cast<int>(now.size()) != kept)
       wrong.add(where, " has kept ", now.size(), " units, by the policy it keeps ", kept);
-    const auto open = [&](int first) { return !at.prompt_ends && first + unit() > tokens; };
     std::vector<int> left;
-    for (const int first : held)
-      if (now.count(first) == 0) left.push_back(first);
-    for (const int first : now)
-      if (held.count(first) == 0)
-        return wrong.add(where, " has unit ", first, " back, which it has forgotten");
+    for (const int token : held)
+      if (now.count(token) == 0) left.push_back(token);
+    for (const int token : now)
+      if (held.count(token) == 0)
+        return wrong.add(where, " has unit ", token, " back, which it has forgotten");
     if (left.empty()) return;
     const std::vector<attended_rows> of = seen_to_rounding();
-    const auto worth = [&](int first_token) {  // the least and the most that it may be
-      std::pair<double, double> range(by->worth(seen, first_token), by->worth(seen, first_token));
+    const auto worth = [&](int token) {  // the least and the most that it may be
+      std::pair<double, double> range(HUGE_VAL, -HUGE_VAL);
       for (const attended_rows& rows : of) {
-        const double one = by->worth(rows, first_token);
-        if (!(one == one)) wrong.add(where, ": the definition's worth of unit ", first_token, " is NaN");
+        const double one = by->worth(rows, token);
+        if (!(one == one)) wrong.add(where, ": the definition's worth of unit ", token, " is NaN");
         range = {std::min(range.first, one), std::max(range.second, one)};
       }
       return range;
     };
     for (const int one : left) {
-      if (open(one)) return wrong.add(where, " has lost the unit that it fills");
       const auto [low, high] = worth(one);
       for (const int other : now) {
-        if (open(other) || policy.protects(other, at)) continue;
+        if (policy.protects(other, at)) continue;
         if (policy.protects(one, at))
           return wrong.add(where, " has lost unit ", one, ", which is protected, and kept ", other);
         const auto [other_low, other_high] = worth(other);
@@ -117,22 +107,18 @@ struct eviction_judge {
   /// A decode row, for which `units` were there, and what it got.
   void step(const std::string& where, int row, const std::vector<int>& units, const std::vector<float>& out,
             differences& wrong) {
-    std::set<int> now;
-    for (const int u : units) now.insert(u * unit());
-    const int newest = row / unit() * unit();
-    if (now.count(newest) == 0) return wrong.add(where, " does not attend to its own token");
-    std::set<int> stayed = now;
-    if (held.count(newest) == 0) stayed.erase(newest);
+    std::set<int> stayed(units.begin(), units.end());
+    if (stayed.erase(row) == 0) return wrong.add(where, " does not attend to its own token");
     judge(where, stayed, wrong);
-    held = now;
+    held = {units.begin(), units.end()};
     tokens = row + 1;
-    const std::vector<int> to = tokens_of(held);
-    for (int g = 0; g < text->group; ++g) text->compare(where, row, head * text->group + g, to, out, wrong);
-    observe(row, to);
+    for (int g = 0; g < text->group; ++g)
+      text->compare(where, row, head * text->group + g, units, out, wrong);
+    observe(row, units);
   }
 };
 
-/// Every step of random sequences: those have left that the definition gives the least worth, what attention gives is that
+/// Judge of every step of random sequences: those have left that the definition gives the least worth, what attention gives is that
 /// of the others in float64, and the same bits with three threads as with one.
 template <class Element, class Policy>
 void judge_evictions(const Policy& policy, const eviction_definition& definition,

@@ -52,7 +52,6 @@ struct head_judge {
   const typename Pipeline::settings* settings;
   int head = 0;
   std::vector<doubles> stored{};  // numbers of each complete unit
-  std::vector<int> attended{};    // units, of the step before
   std::optional<doubles>
       carried{};  // pooled scores that the selection was made by, among this step's candidates
   std::vector<bool> carried_held{};
@@ -186,7 +185,7 @@ void give(Settings& settings, const Policy& policy) {
   if constexpr (std::is_same_v<kind, correction_kind>) settings.correction = policy;
 }
 
-/// Every step of random sequences: heads are corrected and units attended to as the definitions have it, what attention
+/// Judge of every step of random sequences: heads are corrected and units attended to as the definitions have it, what attention
 /// gives is that of these units in float64, and the same bits with three threads as with one.
 template <class Element, class Policy>
 void judge_steps(const Policy& policy, const step_definitions& by, const conformance_options& options,
