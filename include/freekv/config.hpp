@@ -25,7 +25,7 @@
 #endif
 
 // Marks what runs on the host and on the device alike: policies and algorithms, never memory management or
-// launches. The only macro FreeKV defines besides its version.
+// launches. The only macro FreeKV defines besides its version and FREEKV_UNROLL (core/unroll.hpp).
 #if defined(__CUDACC__)
 #define FREEKV_HD __host__ __device__
 #else

@@ -44,26 +44,29 @@ FREEKV_HD void weigh_values(T team, const head_slice<const Element>& rows, int c
                             float* weighted, const Element* ahead) {
   using pack = typename T::pack;
   constexpr int width = T::width, packs = HeadDim / width;
-  constexpr int most_sums = width > 8 ? width : 8;
-  constexpr int at_once = packs < most_sums / Heads ? packs : most_sums / Heads;
+  constexpr int most = (width > 8 ? width : 8) / Heads, rounds = (packs + most - 1) / most;
+  constexpr int at_once = (packs + rounds - 1) / rounds;  // alike in each round where that is possible
   const auto weigh = [&]<int Count>(int d,
                                     cuda::std::integral_constant<int, Count>) {  // packs from element d
     pack sums[Heads][Count];
-    unroll<Heads * Count>([&](auto i) {
+    FREEKV_UNROLL
+    for (int i = 0; i < Heads * Count; ++i)
       sums[i / Count][i % Count] = team.load(weighted + i / Count * HeadDim + d + i % Count * width);
-    });
     for (int t = 0; t < count; ++t) {
       if (d == 0 && ahead != nullptr) prefetch_row(team, ahead + t * rows.stride, HeadDim);
       pack value[Count];
-      unroll<Count>([&](auto i) { value[i] = team.load(rows.value + t * rows.stride + d + i * width); });
-      unroll<Heads>([&](auto g) {
+      FREEKV_UNROLL
+      for (int i = 0; i < Count; ++i) value[i] = team.load(rows.value + t * rows.stride + d + i * width);
+      FREEKV_UNROLL
+      for (int g = 0; g < Heads; ++g) {
         const pack weight(weights[g * attention_block<HeadDim> + t]);
-        unroll<Count>([&](auto i) { sums[g][i] = sums[g][i] + weight * value[i]; });
-      });
+        FREEKV_UNROLL
+        for (int i = 0; i < Count; ++i) sums[g][i] = sums[g][i] + weight * value[i];
+      }
     }
-    unroll<Heads * Count>([&](auto i) {
+    FREEKV_UNROLL
+    for (int i = 0; i < Heads * Count; ++i)
       team.store(weighted + i / Count * HeadDim + d + i % Count * width, sums[i / Count][i % Count]);
-    });
   };
   for (int i = 0; i < packs / at_once; ++i)
     weigh(i * at_once * width, cuda::std::integral_constant<int, at_once>{});

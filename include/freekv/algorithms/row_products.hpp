@@ -79,25 +79,31 @@ FREEKV_HD void row_products(T team, const query_rows& queries, const row_block<E
   static_assert(chunks * width <= row_products_scratch);
   for (int first = 0; first < rows.count; first += tile) {
     const Element* row[tile];
-    unroll<tile>([&](auto t) {
+    FREEKV_UNROLL
+    for (int t = 0; t < tile; ++t) {
       const int nth = first + t < rows.count ? first + t : rows.count - 1;
       row[t] = rows.first + nth * rows.stride;
       if (rows.ahead != nullptr) prefetch_row(team, rows.ahead + nth * rows.stride, rows.ahead_width);
-    });
+    }
     pack partial[chunks][width];
-    unroll<chunks * width>([&](auto i) { partial[i / width][i % width] = pack(0.0f); });
+    FREEKV_UNROLL
+    for (int i = 0; i < chunks * width; ++i) partial[i / width][i % width] = pack(0.0f);
     for (int d = 0; d < rows.width; d += width) {
       pack part[tile];
-      unroll<tile>([&](auto t) { part[t] = team.load(row[t] + d); });
-      unroll<Heads>([&](auto g) {
+      FREEKV_UNROLL
+      for (int t = 0; t < tile; ++t) part[t] = team.load(row[t] + d);
+      FREEKV_UNROLL
+      for (int g = 0; g < Heads; ++g) {
         const pack query = team.load(queries.first + g * queries.stride + d);
-        unroll<tile>([&](auto t) {
-          constexpr int i = g * tile + t;
+        FREEKV_UNROLL
+        for (int t = 0; t < tile; ++t) {
+          const int i = g * tile + t;
           partial[i / width][i % width] = partial[i / width][i % width] + query * part[t];
-        });
-      });
+        }
+      }
     }
-    unroll<chunks>([&](auto c) { team.store(scratch + c * width, team.sum_each(partial[c]) * pack(scale)); });
+    FREEKV_UNROLL
+    for (int c = 0; c < chunks; ++c) team.store(scratch + c * width, team.sum_each(partial[c]) * pack(scale));
     team.sync();
     for (int i = team.lane(); i < Heads * tile; i += team.lanes())
       if (first + i % tile < rows.count) out[i / tile * out_stride + first + i % tile] = scratch[i];
