@@ -31,7 +31,7 @@ LABELS = {"full": "full attention", "streaming_llm": "window alone\n(StreamingLL
           "freekv_key_codes, other text's codebooks": "FreeKV\nkey codes,\nother codebooks",
           "freekv_key_codes_deficit": "FreeKV\nkey codes,\nmass deficit",
           "freekv_key_codes_sticky": "FreeKV\nkey codes,\nmass deficit, sticky",
-          "freekv_key_codes_units": "FreeKV\nkey codes, sticky,\nunits of 8", "h2o": "H2O\nevicts", "tova": "TOVA\nevicts",
+          "freekv_key_codes_units": "FreeKV\nkey codes, sticky,\nunits of 4", "h2o": "H2O\nevicts", "tova": "TOVA\nevicts",
           "snapkv": "SnapKV\nevicts", "raas": "RaaS\nevicts", "pyramid_kv": "PyramidKV\nevicts", "lazy_eviction": "LazyEviction\nevicts",
           "hard_kv": "HARD-KV\nevicts", "defensive_kv": "DefensiveKV\nevicts", "cake": "CAKE\nevicts",
           "r_kv": "R-KV\nevicts", "arkv_origin": "ARKV's baseline\nevicts",

@@ -213,12 +213,12 @@ struct freekv_key_codes_sticky : named_policies<key_codes<6>, sticky_top_k, mass
 };
 /// freekv_key_codes_sticky that selects and recalls units of 8 tokens instead of pages, four times as many: 7 bytes a token
 /// where pages take 6.25. (KL from full attention: docs/results.md)
-struct freekv_key_codes_units : named_policies<unit<8>, key_codes<6>, sticky_top_k, mass_deficit> {
+struct freekv_key_codes_units : named_policies<unit<4>, key_codes<6>, sticky_top_k, mass_deficit> {
   static constexpr std::string_view name = "freekv_key_codes_units";
-  static constexpr std::string_view about = "the same, in units of 8 tokens instead of pages";
+  static constexpr std::string_view about = "the same, in units of 4 tokens instead of pages";
   static constexpr std::string_view published = "";
-  static constexpr sticky_top_k selection{};
-  static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
+  static constexpr sticky_top_k selection = freekv_key_codes_sticky::selection;
+  static constexpr mass_deficit correction = freekv_key_codes_sticky::correction;
 };
 
 /// H2O: `freekv::h2o`.

@@ -188,5 +188,7 @@ int main() {
                    key_codes<6, 8>{.books = {books.data(), 1, 1, 16, 8, 1, 6, 1}}, {32, 16}, as_they_are);
   scored_by_tokens(checks, random, "key_codes<5, 16>, 8 tokens",
                    key_codes<5, 16>{.books = {books.data(), 1, 1, 16, 16, 1, 5, 1}}, {8, 16}, as_they_are);
+  scored_by_tokens(checks, random, "key_codes<6, 8>, 4 tokens",
+                   key_codes<6, 8>{.books = {books.data(), 1, 1, 16, 8, 1, 6, 1}}, {4, 16}, as_they_are);
   return checks.finish();
 }

@@ -56,12 +56,11 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
        {"retrieval", "key_subspace", "mass_deficit", "mean_softmax", "top_k", true}},
       {"freekv_key_codes", {"retrieval", "key_codes", "cosine_drift"}},
       {"freekv_key_codes_never", {"retrieval", "key_codes", "never"}},
-      {"freekv_key_codes_deficit",
-       {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "top_k", true}},
+      {"freekv_key_codes_deficit", {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "top_k", true}},
       {"freekv_key_codes_sticky",
        {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "sticky_top_k", true}},
       {"freekv_key_codes_units",
-       {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "sticky_top_k", true, "per_kv_head", 8}}};
+       {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "sticky_top_k", true, "per_kv_head", 4}}};
   return all;
 }
 
@@ -74,7 +73,8 @@ struct replay_case {
   std::optional<std::string> pinning, codec;                                 // the same
   std::string query_dtype = "F32", dtype = "F32";  // in the file, of q, and of k and v
   std::string dtype_flag = "stored";
-  std::string tau = "0.9", top_p = "0.95", bonus = "0.7", delta = "0.2", scale;  // as text; no scale: the default
+  std::string tau = "0.9", top_p = "0.95", bonus = "0.7", delta = "0.2",
+              scale;  // as text; no scale: the default
   int threads = 1;
   int basis_layers = 0, basis_layer = 0;  // 0 layers: the basis is learnt from the prompt
   int spare_rank = 0;                     // rows in the basis file beyond --rank
@@ -172,7 +172,8 @@ inline void fill_trace(replay_case& c) {
   if (o.method.rows == "per_layer" && o.method.pinning == "pin_outliers") o.method.pinned = 0;
   if (o.method.unit_tokens(8) % 8 != 0) {  // what keeps 8 tokens at a time cannot be
     if (const auto& summary = o.method.summary;
-        summary == "key_sketch" || summary == "key_codes" || summary == "coarse_to_fine")
+        summary == "key_sketch" || (summary == "key_codes" && o.method.unit_tokens(8) % 2 != 0) ||
+        summary == "coarse_to_fine")
       c.summary = o.method.summary = "mean";
     if (o.method.summary == "key_subspace") o.method.bits = 32;
     if (o.method.summary == "chunk_means") o.method.chunk = 1;
@@ -273,7 +274,7 @@ inline replay_case random_replay(std::uint64_t seed) {
       c.heads.push_back(d.one_of({freekv::layer_kind::retrieval, freekv::layer_kind::retrieval,
                                   freekv::layer_kind::complete, freekv::layer_kind::window}));
   if (d.below(2) == 0) c.rows = rows;
-  if (d.below(5) == 0) c.unit = d.one_of({0, 1, 2, 8});
+  if (d.below(5) == 0) c.unit = d.one_of({0, 1, 2, 4, 8});
   if (d.below(3) == 0) c.pinning = o.method.pinning;
   if (o.method.codec != "identity") c.codec = o.method.codec;
   o.method.key_rank = d.between(1, 200);

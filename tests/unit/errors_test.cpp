@@ -719,8 +719,8 @@ TEST_CASE("policies refuse sizes at run time that they refuse at compile time", 
   }
   CHECK_NOTHROW(any_subspace{{8}, {32}, basis}.validate(of_units));
   CHECK_THROWS_WITH(freekv::key_sketch<2>{}.validate(of_units), Contains("8 tokens at a time"));
-  CHECK_THROWS_WITH((freekv::key_codes<6>{}.validate(of_units)),
-                    Contains("8 tokens are looked up at a time"));
+  CHECK_THROWS_WITH((freekv::key_codes<6>{}.validate({{3, 24}, 1, 1})),
+                    Contains("two tokens are looked up at a time, and a unit has 3"));
   for (const int bits : {2, 3, 4, 8, 32}) CHECK_NOTHROW(any_subspace{{24}, {bits}, basis}.validate(setting));
   for (const int chunk : {1, 2, 4, 8, 16}) CHECK_NOTHROW(any_chunk{{chunk}}.validate(setting));
 }

@@ -178,9 +178,9 @@ struct key_codes {
     if (codes < 1 || mean_codes < 1)
       throw settings_error("key_codes: " + text(codes) + " codes a token and " + text(mean_codes) +
                            " a mean; give 1 or more of each");
-    if (s.page.tokens % 8 != 0)
-      throw settings_error("key_codes: 8 tokens are looked up at a time, and a unit has " +
-                           text(s.page.tokens) + "; choose a multiple of 8");
+    if (s.page.tokens % 2 != 0)
+      throw settings_error("key_codes: two tokens are looked up at a time, and a unit has " +
+                           text(s.page.tokens) + "; choose an even number");
     if (books.data == nullptr)
       throw settings_error(
           "key_codes needs its codebooks as data: learn them from the prompt's keys or a text");
@@ -275,12 +275,19 @@ struct key_codes<Codes, MeanCodes>::head_policy {
     const typename T::pack scale(query.scale), base(query.scale * of_mean);
     const int tokens = query.page.tokens;
     log_sum_exp mass;
-    for (int t = 0; t < tokens; t += T::width) {
+    int t = 0;
+    for (; t + T::width <= tokens; t += T::width) {
       auto sum = team.lookup(table, code + t);
       for (int nth = 1; nth < token.codes; ++nth)
         sum = sum + team.lookup(table + nth * rows, code + nth * tokens + t);
       sum = base + scale * sum;
       mass.add(team, &sum, 1);
+    }
+    for (; t < tokens; ++t) {
+      float sum = table[code[t]];
+      for (int nth = 1; nth < token.codes; ++nth)
+        sum = rounded_sum(sum, table[nth * rows + code[nth * tokens + t]]);
+      mass.add(rounded_sum(query.scale * of_mean, query.scale * sum));
     }
     return mass.value();
   }
@@ -293,11 +300,25 @@ struct key_codes<Codes, MeanCodes>::head_policy {
     token.tabulate_four(team, queries, prepared + mean.codes * row_of_four);
     for (int g = 0; g < 4; ++g) prepared[static_cast<int>(not_finite) * 4 + g] = NAN;
   }
-  /// Lanes are two tokens of four heads each.
   template <team_of_halves T>
   typename T::pack score_four(T team, const unit_query& query, const std::byte* stored) const {
+    const int tokens = query.page.tokens;
+    if (tokens % 8 == 0) return score_four_of<8>(team, query, stored);
+    return tokens % 4 == 0 ? score_four_of<4>(team, query, stored) : score_four_of<2>(team, query, stored);
+  }
+
+  template <class Key, team T>
+  FREEKV_HD void encode(T team, page_geometry page, const float* numbers, std::byte* out) const {
+    auto* bytes_out = reinterpret_cast<std::uint8_t*>(out);
+    for (int i = team.lane(); i < mean.codes + token.codes * page.tokens; i += team.lanes())
+      bytes_out[i] = static_cast<std::uint8_t>(numbers[i]);
+  }
+
+ private:
+  /// `score_four` by `AtOnce` tokens at a time. Lanes are two tokens of four heads each.
+  template <int AtOnce, team_of_halves T>
+  typename T::pack score_four_of(T team, const unit_query& query, const std::byte* stored) const {
     using pack = typename T::pack;
-    constexpr int at_once = 8;  // tokens
     const auto* code = reinterpret_cast<const std::uint8_t*>(stored);
     const float* table = query.data;
     pack of_mean(0.0f);
@@ -311,9 +332,10 @@ struct key_codes<Codes, MeanCodes>::head_policy {
     const auto larger = [&](const pack& a, const pack& b) { return team.select_greater(a, b, a, b); };
     // A log_sum_exp of finite numbers; what is not, or NaN, is put right in the end.
     pack most = pack(0.0f) - largest_float, sum(0.0f);
-    for (int t = 0; t < tokens; t += at_once) {
-      pack x[at_once / 2];
-      unroll<at_once / 2>([&](auto i) {
+    for (int t = 0; t < tokens; t += AtOnce) {
+      pack x[AtOnce / 2];
+      FREEKV_UNROLL
+      for (int i = 0; i < AtOnce / 2; ++i) {
         const auto entries = [&](int nth) {
           const float* const row = table + nth * row_of_four;
           const std::uint8_t* const two = code + nth * tokens + t + 2 * i;
@@ -322,26 +344,20 @@ struct key_codes<Codes, MeanCodes>::head_policy {
         pack of_token = entries(0);
         for (int nth = 1; nth < token.codes; ++nth) of_token = of_token + entries(nth);
         x[i] = base + scale * of_token;
-      });
+      }
       pack largest = x[0];
-      unroll<at_once / 2>([&](auto i) { largest = larger(x[i], largest); });
+      FREEKV_UNROLL
+      for (int i = 0; i < AtOnce / 2; ++i) largest = larger(x[i], largest);
       largest = larger(larger(largest, team.swap_halves(largest)), most);
       sum = sum * team.bounded_exp(most - largest);
-      unroll<at_once / 2>([&](auto i) { sum = sum + team.bounded_exp(x[i] - largest); });
+      FREEKV_UNROLL
+      for (int i = 0; i < AtOnce / 2; ++i) sum = sum + team.bounded_exp(x[i] - largest);
       most = largest;
     }
     sum = sum + team.swap_halves(sum);
     return team.select_greater(most, largest_float, most, most + team.log(sum));
   }
 
-  template <class Key, team T>
-  FREEKV_HD void encode(T team, page_geometry page, const float* numbers, std::byte* out) const {
-    auto* bytes_out = reinterpret_cast<std::uint8_t*>(out);
-    for (int i = team.lane(); i < mean.codes + token.codes * page.tokens; i += team.lanes())
-      bytes_out[i] = static_cast<std::uint8_t>(numbers[i]);
-  }
-
- private:
   /// offset + rows^T * centroids.
   template <team T>
   FREEKV_HD void decode_mean(T team, const float* coded, float* decoded) const {
