@@ -233,10 +233,13 @@ def main(arguments):
           f"on {wanted.jobs} cores; what is done is kept", flush=True)
 
     def write_table():
-        """After every cell, so that a run that is stopped leaves what there is."""
-        columns, commits = {length: [] for length in wanted.lengths}, {}
-        for kind, length in cells:
-            if asked_of(kind, length, wanted):
+        """After every cell, so that a run that is stopped leaves what there is; of all cells that the folder has."""
+        lengths = {int(cell.name.rpartition("-")[2]) for cell in Path(wanted.out, "cells").glob("*-*")}
+        columns, commits = {length: [] for length in sorted(lengths)}, {}
+        for length in columns:
+            for kind in (QUALITY, *tasks.KINDS):
+                if not asked_of(kind, length, wanted):
+                    continue
                 lines = read_lines(folder_of(kind, length, wanted) / "results.jsonl")
                 columns[length] += quality_columns(lines) if kind == QUALITY else [column_of(kind, lines)]
                 commits.update(dict.fromkeys(str(line.get("commit", "unknown")) for line in lines))

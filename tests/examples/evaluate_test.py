@@ -104,11 +104,14 @@ class Evaluate(unittest.TestCase):
         self.assertEqual(len(self.calls()), 3)
         self.run_it("--tasks", "needles", "passkey")
         self.assertEqual(len(self.calls()), 4)
+        both = (self.folder / "out" / "table.md").read_text()  # of what is there, not of what was asked for last
+        for column in ("top-1", "needles, n 10 on 2: right", "passkey, n 10 on 2: right", "copy, n 10 on 2: loss over full"):
+            self.assertIn(column, both)
         self.run_it("--tasks", "needles", "passkey", "--methods", "quest", "h2o")
         self.assertEqual(len(self.calls()), 6)
         self.assertNotIn("--variant quest", self.calls()[-1])
         self.assertEqual(len(results.read_text().splitlines()), 8 + 5)
-        self.assertIn("| `h2o` | 4, p 0.062 + |", (self.folder / "out" / "table.md").read_text())
+        self.assertIn("| `h2o` |  |  |  |  | 4, p 0.062 + |", (self.folder / "out" / "table.md").read_text())
         self.run_it("--tasks", "needles", "passkey", "--budget", "256")
         self.assertEqual(len(self.calls()), 8)
 
