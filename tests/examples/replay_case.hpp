@@ -56,7 +56,8 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
        {"retrieval", "key_subspace", "mass_deficit", "mean_softmax", "top_k", true}},
       {"freekv_key_codes", {"retrieval", "key_codes", "cosine_drift"}},
       {"freekv_key_codes_never", {"retrieval", "key_codes", "never"}},
-      {"freekv_key_codes_deficit", {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "top_k", true}},
+      {"freekv_key_codes_deficit",
+       {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "top_k", true}},
       {"freekv_key_codes_sticky",
        {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "sticky_top_k", true}},
       {"freekv_key_codes_units",
@@ -73,8 +74,7 @@ struct replay_case {
   std::optional<std::string> pinning, codec;                                 // the same
   std::string query_dtype = "F32", dtype = "F32";  // in the file, of q, and of k and v
   std::string dtype_flag = "stored";
-  std::string tau = "0.9", top_p = "0.95", bonus = "0.7", delta = "0.2",
-              scale;  // as text; no scale: the default
+  std::string tau = "0.9", top_p = "0.95", bonus = "0.7", delta = "0.2", scale;  // as text; no scale: the default
   int threads = 1;
   int basis_layers = 0, basis_layer = 0;  // 0 layers: the basis is learnt from the prompt
   int spare_rank = 0;                     // rows in the basis file beyond --rank
@@ -171,10 +171,7 @@ inline void fill_trace(replay_case& c) {
   o.method.codec = c.codec.value_or(policies.codec);
   if (o.method.rows == "per_layer" && o.method.pinning == "pin_outliers") o.method.pinned = 0;
   if (o.method.unit_tokens(8) % 8 != 0) {  // what keeps 8 tokens at a time cannot be
-    if (const auto& summary = o.method.summary;
-        summary == "key_sketch" || (summary == "key_codes" && o.method.unit_tokens(8) % 2 != 0) ||
-        summary == "coarse_to_fine")
-      c.summary = o.method.summary = "mean";
+    if (!takes_unit(o.method.summary, o.method.unit_tokens(8))) c.summary = o.method.summary = "mean";
     if (o.method.summary == "key_subspace") o.method.bits = 32;
     if (o.method.summary == "chunk_means") o.method.chunk = 1;
   }

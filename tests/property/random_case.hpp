@@ -55,12 +55,13 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
              << o.method.summary << " " << o.method.format << " (chunk " << o.method.chunk << ", rank "
              << o.method.rank << ", bits " << o.method.bits << ", times " << o.method.times << "), "
              << o.method.pooling << ", " << o.method.selection << " " << o.method.top_p << " bonus "
-             << o.method.bonus << ", " << o.method.correction << " tau " << o.method.tau << " "
-             << o.method.drift_pool << " delta " << o.method.delta << (o.method.partial ? " partial" : "")
-             << " every " << o.method.every << ", " << o.method.residency << " spare " << o.method.spare
-             << ", " << o.method.rows << ", unit " << o.method.unit << ", plan " << o.method.plan << ", "
-             << o.layout << (o.in_place ? ", in place" : ", resident") << ", sliding " << o.sliding_window
-             << ", cap " << o.soft_cap << (o.sink_logits.empty() ? "" : ", sink logits") << ", pins "
+             << o.method.bonus << ", "
+             << o.method.correction << " tau " << o.method.tau << " " << o.method.drift_pool << " delta "
+             << o.method.delta << (o.method.partial ? " partial" : "") << " every " << o.method.every << ", "
+             << o.method.residency << " spare " << o.method.spare << ", " << o.method.rows << ", unit "
+             << o.method.unit << ", plan " << o.method.plan << ", " << o.layout
+             << (o.in_place ? ", in place" : ", resident") << ", sliding " << o.sliding_window << ", cap "
+             << o.soft_cap << (o.sink_logits.empty() ? "" : ", sink logits") << ", pins "
              << (o.method.pinning == "no_pins" ? 0 : o.method.pinned) << ", store " << o.method.codec
              << (o.store_file.empty() ? ""
                  : o.direct_io        ? " direct file"
@@ -276,6 +277,11 @@ inline random_case make_case(std::uint64_t seed) {
   return c;
 }
 
+/// Whether a summary takes units of so many tokens, no multiple of 8: not where codes are kept 8 tokens at a time.
+inline bool takes_unit(const std::string& summary, int tokens) {
+  return summary != "key_sketch" && summary != "coarse_to_fine" && (summary != "key_codes" || tokens % 2 == 0);
+}
+
 /// Selects so many tokens together, or single ones where these do not divide the page, with as many selected tokens as there were, and another
 /// summary where that one keeps 8 tokens, or two, at a time.
 inline void give_unit(random_case& c, int tokens) {
@@ -285,9 +291,7 @@ inline void give_unit(random_case& c, int tokens) {
   if (m.summary == "chunk_means") m.chunk = std::min(m.chunk, m.unit);
   if (m.unit % 8 == 0) return;
   if (m.summary == "key_subspace") m.bits = 32;
-  if (m.summary == "key_sketch" || (m.summary == "key_codes" && m.unit % 2 != 0) ||
-      m.summary == "coarse_to_fine")
-    m.summary = "mean";
+  if (!takes_unit(m.summary, m.unit)) m.summary = "mean";
 }
 
 /// The case with other heads, and with what it gives each of them: a basis, no sink logits, one kind of layer.
