@@ -80,6 +80,11 @@ def command_of(kind, length, methods, wanted, folder):
     return [str(word) for word in command + wanted.more]
 
 
+def lengths_of(cells):
+    """Of cells' folders."""
+    return sorted({int(cell.name.rpartition("-")[2]) for cell in cells})
+
+
 def folder_of(kind, length, wanted):
     return Path(wanted.out) / "cells" / f"{kind}-{length}"
 
@@ -88,8 +93,15 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def write_whole(path, text):
+    """In one go: the table is made of cells while others are written."""
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
 def write_lines(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def asked_of(kind, length, wanted):
@@ -123,8 +135,8 @@ def run_cell(kind, length, wanted):
     for name, wants in (("results.jsonl", lambda line: line["bench"] in ("task_group", QUALITY)),
                         ("questions.jsonl", lambda line: line["bench"] == "task")):
         write_lines(folder / name, read_lines(folder / name) + [line for line in new if wants(line)])
-    (folder / "settings.json").write_text(
-        json.dumps({"settings": settings_of(wanted), "methods": asked + missing}, indent=1) + "\n")
+    write_whole(folder / "settings.json",
+                json.dumps({"settings": settings_of(wanted), "methods": asked + missing}, indent=1) + "\n")
     shutil.rmtree(now)
     return time.monotonic() - start
 
@@ -234,8 +246,7 @@ def main(arguments):
 
     def write_table():
         """After every cell, so that a run that is stopped leaves what there is; of all cells that the folder has."""
-        lengths = {int(cell.name.rpartition("-")[2]) for cell in Path(wanted.out, "cells").glob("*-*")}
-        columns, commits = {length: [] for length in sorted(lengths)}, {}
+        columns, commits = {length: [] for length in lengths_of(Path(wanted.out, "cells").iterdir())}, {}
         for length in columns:
             for kind in (QUALITY, *tasks.KINDS):
                 if not asked_of(kind, length, wanted):

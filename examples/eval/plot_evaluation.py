@@ -81,9 +81,8 @@ def main():
         sys.exit("usage: python plot_evaluation.py FOLDER")
     folder = Path(sys.argv[1])
     cells = [cell for cell in (folder / "cells").iterdir() if settings_at(cell)]
-    lengths = sorted({int(cell.name.rpartition("-")[2]) for cell in cells})
     newest = max(cells, key=lambda cell: (cell / "settings.json").stat().st_mtime, default=None)
-    files = [file for file in (picture(folder, length, settings_at(newest)) for length in lengths) if file]
+    files = [file for file in (picture(folder, length, settings_at(newest)) for length in evaluate.lengths_of(cells)) if file]
     print("pictures: " + ", ".join(map(str, files)))
 
 
