@@ -43,7 +43,7 @@ void bench_scores(context& c, int pages) {
       [&](int call) {
         const auto* const layer = reinterpret_cast<const std::byte*>(layer_of(call));
         backend.parallel(heads, layer_bytes, [&](int head, int worker) {
-          host::with_team(backend.options().instructions, [&](auto team) {
+          host::with_wide_team(backend.options().instructions, [&](auto team) {
             score_units<Element>(team, summary, page, layer + n(head) * n(pages) * bytes, bytes, pages,
                                  prepared, numbers.data() + n(worker) * n(summary.width(page)),
                                  {scores.data() + n(head) * n(group) * n(stride), stride});
@@ -57,7 +57,7 @@ void bench_scores(context& c, int pages) {
       [&](int) {  // the same number of pages, but always the same few
         constexpr int few = 32;
         backend.parallel(heads, layer_bytes, [&](int head, int worker) {
-          host::with_team(backend.options().instructions, [&](auto team) {
+          host::with_wide_team(backend.options().instructions, [&](auto team) {
             for (int j = 0; j < pages; j += few)
               score_units<Element>(
                   team, summary, page,

@@ -106,17 +106,36 @@ class attention_in_cache {
   std::vector<log_sum_exp> mass_;
 };
 
-template <class Element, int HeadDim, class Route>
+/// A summary with the data it needs, random as keys and queries are: what a step costs does not depend on it.
+template <class Summary>
+Summary summary_with(std::vector<float>&, int, int, int, fast_normals&) {
+  return {};
+}
+template <>
+key_codes<> summary_with(std::vector<float>& data, int layers, int kv_heads, int head_dim,
+                         fast_normals& random) {
+  const key_codes<> codes;
+  const int mean_dims = head_dim / 2 / codes.mean_codes, dims = head_dim / 2 / codes.codes;
+  key_codebooks books{nullptr, layers, kv_heads, head_dim, codes.mean_codes, mean_dims, codes.codes, dims};
+  data.resize(books.bytes() / sizeof(float));
+  for (float& x : data) x = random.next() / 8.0f;
+  books.data = data.data();
+  return {{}, {}, books};
+}
+
+template <class Element, int HeadDim, class Route, class Summary = min_max>
 void bench_step(context& c, const model_form& form, int tokens, const std::string& route) {
-  using pipeline_type = retrieval_pipeline<kv_shape<Element, HeadDim>, page_size<page>, min_max, Route,
+  using pipeline_type = retrieval_pipeline<kv_shape<Element, HeadDim>, page_size<page>, Summary, Route,
                                            every_layer<layer_kind::retrieval>>;
+  constexpr bool boxes = std::is_same_v<Summary, min_max>;
   const auto n = [](auto x) { return static_cast<std::size_t>(x); };
   const std::size_t kv_row = n(form.kv_heads * HeadDim), query_row = n(form.query_heads * HeadDim);
   const std::size_t full_bytes = n(tokens) * kv_row * 2 * sizeof(Element);
   const bool long_context = tokens > 131072;  // without the peer and with fewer rounds
   const int layers = layers_beyond_cache(c, full_bytes), rounds = c.smoke ? 3 : long_context ? 5 : c.rounds;
   const std::string of_case = std::string(form.name) + ", " + std::string(element_name<Element>) + ", " +
-                              std::to_string(tokens / 1024) + "K, " + route + ", " +
+                              std::to_string(tokens / 1024) + "K, " +
+                              (boxes ? "" : std::string(Summary::name) + ", ") + route + ", " +
                               std::to_string(c.threads) + " threads";
   if (2 * n(layers) * full_bytes > c.on.memory || !c.begins("step", of_case)) return;
 
@@ -128,9 +147,11 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
   s.kv_heads = form.kv_heads;
   s.budget = published;
   s.max_tokens = tokens + 2 * (rounds + 1);
+  fast_normals random(n(tokens));
+  std::vector<float> data;
+  s.summary = summary_with<Summary>(data, layers, form.kv_heads, HeadDim, random);
   pipeline_type pipeline(s, backend);
   const sequence_id id = pipeline.open();
-  fast_normals random(n(tokens));
   std::vector<Element> keys, values;
   const auto fill = [&](std::vector<Element>& rows, std::size_t count) {
     rows.resize(count);
@@ -225,7 +246,7 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
   if (peer != nullptr) c.number("step", of_case, "llama_cpp_flash_attention", peered, "s");
   c.number("step", of_case, "recalled_per_head", median(recalls), "slices");
   const bool named = route == "in_place" && tokens >= 32768;
-  if (route == "in_place") {
+  if (boxes && route == "in_place") {
     c.ratio("attention", of_case, "read of its bytes / full attention", reading / full,
             tokens == 32768 ? 0.7 : 0);
     c.ratio("attention", of_case, "attention to what is in the cache / full attention",
@@ -237,26 +258,28 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
   // Of routes that are timed one after the other full attention, the same for both, is the measure.
   const std::string other_route = std::string(form.name) + element_name<Element>.data() +
                                   std::to_string(tokens) + "/" + std::to_string(c.threads);
-  if (route == "in_place") c.kept[other_route] = step / full;
+  if (boxes && route == "in_place") c.kept[other_route] = step / full;
+  if (const auto with_boxes = c.kept.find(other_route); !boxes && with_boxes != c.kept.end())
+    c.ratio("step", of_case, "step / step with boxes", step / full / with_boxes->second);
   if (const auto in_place_step = c.kept.find(other_route);
       route == "resident" && in_place_step != c.kept.end() && tokens >= 8192)
     c.ratio("step", of_case, "step for the caller / step in place", step / full / in_place_step->second, 1.15,
             true);
-  if (route == "in_place" && form.kv_heads == 8 && tokens >= 131072)
+  if (boxes && route == "in_place" && form.kv_heads == 8 && tokens >= 131072)
     c.ratio("step", of_case, "pool and select / step", median(select_seconds) / step,
             tokens == 131072 ? 0.15 : 0, true);
-  if (route == "in_place" && tokens == 131072) c.kept["128K/" + std::to_string(c.threads)] = step;
+  if (boxes && route == "in_place" && tokens == 131072) c.kept["128K/" + std::to_string(c.threads)] = step;
   if (const auto at_128k = c.kept.find("128K/" + std::to_string(c.threads));
-      tokens == 1048576 && at_128k != c.kept.end())
+      boxes && tokens == 1048576 && at_128k != c.kept.end())
     c.ratio("step", of_case, "step / step at 128K", step / at_128k->second, 2, true);
   c.ratio("step", of_case, "step / full attention", step / full,
           !named || form.kv_heads != 8 ? 0
-          : tokens == 32768            ? 0.13
-          : tokens == 131072           ? 0.065
+          : tokens == 32768            ? boxes ? 0.13 : 0.15
+          : boxes && tokens == 131072  ? 0.065
                                        : 0,
           true);
   c.ratio("step", of_case, "step / read of its bytes", step / limit,
-          named && form.kv_heads == 8 && !long_context ? 1.4 : 0, true);
+          boxes && named && form.kv_heads == 8 && !long_context ? 1.4 : 0, true);
 }
 
 }  // namespace
@@ -266,10 +289,12 @@ void bench_steps(context& c) {
       c.smoke ? std::vector{2048} : std::vector{1024, 4096, 8192, 32768, 131072, 524288, 1048576};
   for (const int tokens : lengths) {
     bench_step<bfloat16, 128, in_place>(c, llama_8b, tokens, "in_place");
+    if (tokens <= 131072) bench_step<bfloat16, 128, in_place, key_codes<>>(c, llama_8b, tokens, "in_place");
     if (tokens > 32768 || tokens == 4096) continue;
     bench_step<bfloat16, 128, resident>(c, llama_8b, tokens, "resident");
     bench_step<half, 128, in_place>(c, llama_8b, tokens, "in_place");
     bench_step<half, 64, in_place>(c, smollm2, tokens, "in_place");
+    bench_step<half, 64, in_place, key_codes<>>(c, smollm2, tokens, "in_place");
   }
 }
 

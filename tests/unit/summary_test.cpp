@@ -297,6 +297,48 @@ TEMPLATE_TEST_CASE("key_codes scores four query heads at once as it scores each"
   CHECK(infinite > 0);
 }
 
+TEST_CASE("units scored together by four query heads score what each scores alone", "[summary]") {
+  dice d(38);
+  int different = 0, finite = 0, not_numbers = 0;
+  for (int trial = 0; trial < 60; ++trial) {
+    const int dim = d.one_of({8, 24, 64, 128}), tokens = d.one_of({2, 4, 6, 8, 10, 12, 32, 64, 256}),
+              units = d.between(1, 70), group = d.one_of({2, 3, 4, 5, 7, 8}), stride = units + d.below(3);
+    freekv::key_codebooks form{nullptr, 1, 1, dim, 2, 2, 3, 2};
+    const auto data = random_codebooks(d, form);
+    form.data = data.data();
+    const freekv::key_codes<3, 2> codes{{}, {}, form};
+    const auto policy = codes.at(0, 0);
+    const freekv::page_geometry unit{tokens, dim};
+    const std::size_t bytes = freekv::summary_bytes<float>(codes, unit);
+    std::vector<std::byte> stored(count(units) * bytes);
+    for (std::byte& b : stored) b = static_cast<std::byte>(d.below(255));
+    for (int j = 0; j < units; ++j)
+      if (d.below(20) == 0) stored[count(j) * bytes] = std::byte{255};  // not finite
+    const auto queries = normals(d, count(group * dim), d.one_of({0.01f, 1.0f, 100.0f}));
+    std::vector<float> prepared(count(freekv::prepared_queries::floats(group, policy.query_width(dim)))),
+        together(count(group * stride), 7.0f), alone = together;
+    for (const executor on : executors()) {
+      run_on(on, [&](auto team) {
+        const auto by =
+            freekv::prepare_group(team, policy, {queries.data(), group, dim}, 0.125f, prepared.data());
+        freekv::score_units<float>(team, policy, unit, stored.data(), bytes, units, by, nullptr,
+                                   {together.data(), stride});
+        for (int j = 0; j < units; ++j)
+          freekv::score_unit<float>(team, policy, unit, stored.data() + count(j) * bytes, by, nullptr,
+                                    {alone.data() + j, stride});
+      });
+      different += !same_bits(together, alone);
+    }
+    for (const float score : together) {
+      finite += std::fabs(score) < 1e30f && score != 7.0f;
+      not_numbers += score == -inf;
+    }
+  }
+  CHECK(different == 0);
+  CHECK(finite > 5000);
+  CHECK(not_numbers > 100);
+}
+
 /// Pages of one KV head scored together and one by one.
 template <class E, class Policy>
 void compare_together(const Policy& policy, dice& d) {

@@ -277,6 +277,45 @@ TEST_CASE("halves of four lanes are loaded, exchanged, and stored side by side",
   CHECK(teams == static_cast<int>(executors().size()) - 1);
 }
 
+TEST_CASE("more lanes repeat, add up and raise e to what eight do", "[team]") {
+  std::vector<float> x(32);
+  for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i) * 3.7f - 100.0f;
+  x[5] = quiet_nan;
+  x[6] = -inf;
+  int teams = 0;
+  for (const executor on : executors()) {
+    INFO(on);
+    run_on(on, [&](auto team) {
+      if constexpr (freekv::team_of_halves<decltype(team)>) {
+        using wide = typename freekv::wide_team<decltype(team)>::type;
+        constexpr int width = wide::width, narrow = decltype(team)::width;
+        std::array<float, width> repeated, powers, differences;
+        std::array<float, narrow> eight, folded;
+        std::array<float, width> want_powers, want_differences;
+        const auto first = team.load(x.data() + 8);
+        wide{}.store(repeated.data(), wide{}.repeat(first));
+        wide{}.store(powers.data(), wide{}.bounded_exp(wide{}.load(x.data())));
+        wide{}.store(differences.data(), wide{}.load(x.data()) - wide{}.load(x.data() + 16));
+        team.store(folded.data(), wide{}.fold(wide{}.load(x.data() + 16)));
+        for (int i = 0; i < width; i += narrow) {
+          team.store(want_powers.data() + i, team.bounded_exp(team.load(x.data() + i)));
+          team.store(want_differences.data() + i, team.load(x.data() + i) - team.load(x.data() + 16 + i));
+        }
+        for (int i = 0; i < width; ++i) CHECK(repeated[count(i)] == x[count(8 + i % narrow)]);
+        for (int i = 0; i < narrow; ++i) {
+          eight[count(i)] = x[count(16 + i)];
+          for (int more = narrow; more < width; more += narrow) eight[count(i)] += x[count(16 + more + i)];
+        }
+        CHECK(same_bits(powers, want_powers));
+        CHECK(same_bits(differences, want_differences));
+        CHECK(same_bits(folded, eight));
+        ++teams;
+      }
+    });
+  }
+  CHECK(teams == static_cast<int>(executors().size()) - 1);
+}
+
 TEST_CASE("exp of what is not finite, and of zero, in every lane", "[team]") {
   for (const executor on : executors()) {
     INFO(on);

@@ -28,12 +28,11 @@ FREEKV_HD constexpr int staged_bytes(const S& summary, page_geometry page) {
   }
 }
 
-/// Scores a page by its stored summary. One that scores NaN for one head of the group scores -infinity for all of
-/// them. `numbers` (the summary's width) is the team's scratch, and so is `staging`, if it is not null, for what is staged.
+/// `score_unit`, each head by a product of its own.
 template <class Key, team T, class S>
-FREEKV_HD void score_unit(T team, const S& summary, page_geometry page, const std::byte* stored,
-                          const prepared_queries& queries, float* numbers, const score_column& out,
-                          std::byte* staging = nullptr) {
+FREEKV_HD void score_unit_by_head(T team, const S& summary, page_geometry page, const std::byte* stored,
+                                  const prepared_queries& queries, float* numbers, const score_column& out,
+                                  std::byte* staging = nullptr) {
   if constexpr (requires { team.stage(stored, 0, staging); })
     if (const int bytes = staged_bytes<Key>(summary, page); staging != nullptr && bytes > 0) {
       stored = team.stage(stored, bytes, staging);
@@ -44,24 +43,48 @@ FREEKV_HD void score_unit(T team, const S& summary, page_geometry page, const st
     team.sync();
   }
   bool nan = false;
-  const auto query = [&](int g) { return unit_query{queries.data + g * queries.width, page, queries.scale}; };
-  const auto put = [&](int g, float score) {
+  for (int g = 0; g < queries.group; ++g) {
+    const unit_query query{queries.data + g * queries.width, page, queries.scale};
+    float score;
+    if constexpr (scores_stored_bytes<S>)
+      score = summary.score(team, query, stored);
+    else
+      score = summary.score(team, query, numbers);
     nan = nan || score != score;
     out.first[g * out.stride] = clamp_score(score);
-  };
-  int g = 0;
+  }
+  for (int g = 0; nan && g < queries.group; ++g) out.first[g * out.stride] = -infinity;
+}
+
+/// `score_unit` of up to 32 units with queries prepared `by_four`: those of unit j go to `out.first[j + g * out.stride]`.
+template <team T, class S>
+void score_units_by_four(T team, const S& summary, page_geometry page, const stored_summaries& units,
+                         const prepared_queries& queries, const score_column& out) {
+  float scores[4 * (32 + 1)];
+  std::uint32_t nan = 0;
+  for (int first = 0; first < queries.group; first += 4) {
+    summary.score_four(team, {queries.data + first * queries.width, page, queries.scale}, units, scores);
+    const int heads = queries.group - first < 4 ? queries.group - first : 4;
+    for (int g = 0; g < heads; ++g)
+      for (int j = 0; j < units.count; ++j) {
+        const float score = scores[4 * j + g];
+        nan |= std::uint32_t{score != score} << j;
+        out.first[j + (first + g) * out.stride] = clamp_score(score);
+      }
+  }
+  for (int j = 0; nan >> j != 0; ++j)
+    for (int g = 0; (nan >> j & 1) != 0 && g < queries.group; ++g) out.first[j + g * out.stride] = -infinity;
+}
+
+/// Scores a page by its stored summary. One that scores NaN for one head of the group scores -infinity for all of
+/// them. `numbers` (the summary's width) is the team's scratch, and so is `staging`, if it is not null, for what is staged.
+template <class Key, team T, class S>
+FREEKV_HD void score_unit(T team, const S& summary, page_geometry page, const std::byte* stored,
+                          const prepared_queries& queries, float* numbers, const score_column& out,
+                          std::byte* staging = nullptr) {
   if constexpr (scores_four_heads<S, T>)
-    for (; queries.by_four && g < queries.group; g += 4) {
-      float scores[T::width];
-      team.store(scores, summary.score_four(team, query(g), stored));
-      for (int i = 0; i < 4 && g + i < queries.group; ++i) put(g + i, scores[i]);
-    }
-  for (; g < queries.group; ++g)
-    if constexpr (scores_stored_bytes<S>)
-      put(g, summary.score(team, query(g), stored));
-    else
-      put(g, summary.score(team, query(g), numbers));
-  for (g = 0; nan && g < queries.group; ++g) out.first[g * out.stride] = -infinity;
+    if (queries.by_four) return score_units_by_four(team, summary, page, {stored, 0, 1}, queries, out);
+  score_unit_by_head<Key>(team, summary, page, stored, queries, numbers, out, staging);
 }
 
 /// The same of `pages` pages whose summaries lie `bytes` apart: those of page j go to
@@ -76,6 +99,11 @@ FREEKV_HD void score_units(T team, const S& summary, page_geometry page, const s
     const int count = pages - first < at_once ? pages - first : at_once;
     const std::byte* const from = stored + static_cast<std::size_t>(first) * bytes;
     const score_column to{out.first + first, out.stride};
+    if constexpr (scores_four_heads<S, T>)
+      if (queries.by_four) {
+        score_units_by_four(team, summary, page, {from, bytes, count}, queries, to);
+        continue;
+      }
     bool multiplied = false;
     using wide = typename wide_team<T>::type;
     if constexpr (linear_summary<S>)
@@ -101,9 +129,9 @@ FREEKV_HD void score_units(T team, const S& summary, page_geometry page, const s
       for (int g = 0; multiplied && g < queries.group; ++g)
         finite = finite && to.first[g * to.stride + j] * 0.0f == 0.0f;
       if (!finite)
-        score_unit<Key>(static_cast<typename narrow_team<T>::type>(team), summary, page,
-                        from + static_cast<std::size_t>(j) * bytes, queries, numbers,
-                        {to.first + j, to.stride});
+        score_unit_by_head<Key>(static_cast<typename narrow_team<T>::type>(team), summary, page,
+                                from + static_cast<std::size_t>(j) * bytes, queries, numbers,
+                                {to.first + j, to.stride});
     }
   }
 }

@@ -30,10 +30,12 @@
 //   load_halves(p, q)           if it has it, of 8 lanes: p[0 .. 4), then q[0 .. 4)
 //   swap_halves(x)              and then: the second four lanes, then the first
 //   store_by_four(p, x)         and then: of an array of 4 packs p[4 * i + g] is lane i of x[g]
+//   repeat(x), fold(x)          and then, of it and its `wide`: a pack whose lanes are x's over and over; of such a pack the
+//                               sum of what would be in one lane of 8
 //   apart(body)                 if it has it: body() as a function of its own, which all share who call it with a body of
 //                               the same type
 //   wide                        if it has it: a type with more lanes for products of rows whose length its width divides.
-//                               It offers load, store, + and *, sum_each, prefetch, lane, lanes and sync
+//                               It offers load, store, + - *, sum_each, bounded_exp, prefetch, lane, lanes and sync
 //   one_head_at_once            if it has it: rows are multiplied by one query head at a time, which is less to compile
 //   narrow                      if it has `wide`: the base that has not, so that what multiplies no rows is instantiated once
 #pragma once

@@ -1,6 +1,7 @@
 // Keys by product quantisation, relative to their page's quantised mean. Ours.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <freekv/core/unroll.hpp>
 #include <freekv/policies/mean_summaries.hpp>
@@ -89,6 +90,7 @@ struct codebook {
   template <team_of_halves T>
   void tabulate_four(T team, const group_query& queries, float* table) const {
     using pack = typename T::pack;
+    constexpr int packs = 2;  // a broadcast coefficient is used as often
     for (int nth = 0; nth < codes; ++nth) {
       float of_query[most_dims][4];
       for (int d = 0; d < dims; ++d)
@@ -98,17 +100,23 @@ struct codebook {
                                : detail::inner_product(team, rows + (nth * dims + d) * head_dim,
                                                        queries.head(g), head_dim);
       const float* const of_code = centroids + nth * dims * centroids_per_code;
-      for (int c = 0; c < centroids_per_code; c += T::width) {
-        pack a(0.0f), b(0.0f), e(0.0f), f(0.0f);
+      for (int c = 0; c < centroids_per_code; c += packs * T::width) {
+        pack products[packs][4];
+        FREEKV_UNROLL
+        for (int i = 0; i < packs * 4; ++i) products[i / 4][i % 4] = pack(0.0f);
         for (int d = 0; d < dims; ++d) {
-          const pack of_dim = team.load(of_code + d * centroids_per_code + c);
-          a = a + pack(of_query[d][0]) * of_dim;
-          b = b + pack(of_query[d][1]) * of_dim;
-          e = e + pack(of_query[d][2]) * of_dim;
-          f = f + pack(of_query[d][3]) * of_dim;
+          const float* const of_dim = of_code + d * centroids_per_code + c;
+          team.prefetch(of_dim + dims * centroids_per_code);  // the next code's, or what lies behind all
+          FREEKV_UNROLL
+          for (int i = 0; i < packs; ++i) {
+            const pack of_pack = team.load(of_dim + i * T::width);
+            FREEKV_UNROLL
+            for (int g = 0; g < 4; ++g) products[i][g] = products[i][g] + pack(of_query[d][g]) * of_pack;
+          }
         }
-        const pack products[4] = {a, b, e, f};
-        team.store_by_four(table + (nth * centroids_per_code + c) * 4, products);
+        FREEKV_UNROLL
+        for (int i = 0; i < packs; ++i)
+          team.store_by_four(table + (nth * centroids_per_code + c + i * T::width) * 4, products[i]);
       }
     }
   }
@@ -300,11 +308,41 @@ struct key_codes<Codes, MeanCodes>::head_policy {
     token.tabulate_four(team, queries, prepared + mean.codes * row_of_four);
     for (int g = 0; g < 4; ++g) prepared[static_cast<int>(not_finite) * 4 + g] = NAN;
   }
+  /// First every token's product with four heads, then their exponentials, last the logarithms of sums, of several units
+  /// together so that none waits for another's. Lanes are two tokens or two units of four heads each. Log-masses of finite
+  /// numbers; what is not, or NaN, is put right in the end.
   template <team_of_halves T>
-  typename T::pack score_four(T team, const unit_query& query, const std::byte* stored) const {
-    const int tokens = query.page.tokens;
-    if (tokens % 8 == 0) return score_four_of<8>(team, query, stored);
-    return tokens % 4 == 0 ? score_four_of<4>(team, query, stored) : score_four_of<2>(team, query, stored);
+  void score_four(T team, const unit_query& query, const stored_summaries& units, float* scores) const {
+    using pack = typename T::pack;
+    using wide = typename wide_team<T>::type;
+    constexpr int room = 4 * 256, most_units = 32;
+    alignas(64) float products[room];
+    float most[4 * most_units + 4], sum[4 * most_units + 4];
+    const int used = 4 * query.page.tokens, padded = (used + wide::width - 1) / wide::width * wide::width;
+    const int at_once = std::min(room / padded, most_units);
+    const pack largest_float(std::numeric_limits<float>::max());
+    for (int first = 0; first < units.count; first += at_once) {
+      const int count = std::min(units.count - first, at_once);
+      for (int j = 0; j < count; ++j) {
+        float* const x = products + j * padded;
+        team.store(most + 4 * j, multiply_four(team, query, units.at(first + j), x));
+        for (int i = used; i < padded; i += T::width) team.store(x + i, pack(-infinity));
+      }
+      for (int j = 0; j < count; ++j) {
+        const float* const x = products + j * padded;
+        const auto base = wide{}.repeat(team.load_halves(most + 4 * j, most + 4 * j));
+        typename wide::pack total(0.0f);
+        for (int i = 0; i < padded; i += wide::width)
+          total = total + wide{}.bounded_exp(wide{}.load(x + i) - base);
+        const pack of_pairs = wide{}.fold(total);
+        team.store(sum + 4 * j, of_pairs + team.swap_halves(of_pairs));
+      }
+      for (int j = 0; j < count; j += 2) {
+        const pack m = team.load(most + 4 * j);
+        team.store(scores + 4 * (first + j),
+                   team.select_greater(m, largest_float, m, m + team.log(team.load(sum + 4 * j))));
+      }
+    }
   }
 
   template <class Key, team T>
@@ -315,47 +353,48 @@ struct key_codes<Codes, MeanCodes>::head_policy {
   }
 
  private:
-  /// `score_four` by `AtOnce` tokens at a time. Lanes are two tokens of four heads each.
-  template <int AtOnce, team_of_halves T>
-  typename T::pack score_four_of(T team, const unit_query& query, const std::byte* stored) const {
+  /// The products of a unit's tokens with four heads, to `x`; returns each head's largest finite one, twice.
+  template <team_of_halves T>
+  typename T::pack multiply_four(T team, const unit_query& query, const std::byte* stored, float* x) const {
     using pack = typename T::pack;
+    const auto entry = [](const float* row, std::uint8_t code) { return row + std::size_t{code} * 4; };
+    const auto larger = [&](const pack& a, const pack& b) { return team.select_greater(a, b, a, b); };
     const auto* code = reinterpret_cast<const std::uint8_t*>(stored);
     const float* table = query.data;
     pack of_mean(0.0f);
     for (int nth = 0; nth < mean.codes; ++nth, table += row_of_four) {
-      const float* const entry = table + code[nth] * 4;
-      of_mean = of_mean + team.load_halves(entry, entry);
+      const float* const of_all = entry(table, code[nth]);
+      of_mean = of_mean + team.load_halves(of_all, of_all);
     }
     code += mean.codes;
-    const pack scale(query.scale), base = scale * of_mean, largest_float(std::numeric_limits<float>::max());
     const int tokens = query.page.tokens;
-    const auto larger = [&](const pack& a, const pack& b) { return team.select_greater(a, b, a, b); };
-    // A log_sum_exp of finite numbers; what is not, or NaN, is put right in the end.
-    pack most = pack(0.0f) - largest_float, sum(0.0f);
-    for (int t = 0; t < tokens; t += AtOnce) {
-      pack x[AtOnce / 2];
+    const pack scale(query.scale), base = scale * of_mean;
+    pack largest(-std::numeric_limits<float>::max());
+    const auto multiply = [&]<int Pairs>(std::integral_constant<int, Pairs>, int t) {
+      const std::uint8_t* two = code + t;
+      const float* row = table;
+      pack of_pair[Pairs];
       FREEKV_UNROLL
-      for (int i = 0; i < AtOnce / 2; ++i) {
-        const auto entries = [&](int nth) {
-          const float* const row = table + nth * row_of_four;
-          const std::uint8_t* const two = code + nth * tokens + t + 2 * i;
-          return team.load_halves(row + two[0] * 4, row + two[1] * 4);
-        };
-        pack of_token = entries(0);
-        for (int nth = 1; nth < token.codes; ++nth) of_token = of_token + entries(nth);
-        x[i] = base + scale * of_token;
+      for (int i = 0; i < Pairs; ++i)
+        of_pair[i] = team.load_halves(entry(row, two[2 * i]), entry(row, two[2 * i + 1]));
+      for (int nth = 1; nth < token.codes; ++nth) {
+        row += row_of_four;
+        two += tokens;
+        FREEKV_UNROLL
+        for (int i = 0; i < Pairs; ++i)
+          of_pair[i] = of_pair[i] + team.load_halves(entry(row, two[2 * i]), entry(row, two[2 * i + 1]));
       }
-      pack largest = x[0];
       FREEKV_UNROLL
-      for (int i = 0; i < AtOnce / 2; ++i) largest = larger(x[i], largest);
-      largest = larger(larger(largest, team.swap_halves(largest)), most);
-      sum = sum * team.bounded_exp(most - largest);
-      FREEKV_UNROLL
-      for (int i = 0; i < AtOnce / 2; ++i) sum = sum + team.bounded_exp(x[i] - largest);
-      most = largest;
-    }
-    sum = sum + team.swap_halves(sum);
-    return team.select_greater(most, largest_float, most, most + team.log(sum));
+      for (int i = 0; i < Pairs; ++i) {
+        of_pair[i] = base + scale * of_pair[i];
+        largest = larger(of_pair[i], largest);
+        team.store(x + 4 * t + i * T::width, of_pair[i]);
+      }
+    };
+    int t = 0;
+    for (; t + 4 <= tokens; t += 4) multiply(std::integral_constant<int, 2>{}, t);
+    if (t < tokens) multiply(std::integral_constant<int, 1>{}, t);
+    return larger(largest, team.swap_halves(largest));
   }
 
   /// offset + rows^T * centroids.

@@ -131,14 +131,23 @@ FREEKV_HD void prepare_query(T team, const S& summary, const group_query& query,
     for (int i = 0; i < query.head_dim; i += T::width) team.store(prepared + i, team.load(query.data + i));
 }
 
+/// Stored summaries of several units, `bytes` apart.
+struct stored_summaries {
+  const std::byte* first = nullptr;
+  std::size_t bytes = 0;
+  int count = 0;
+
+  FREEKV_HD const std::byte* at(int nth) const { return first + static_cast<std::size_t>(nth) * bytes; }
+};
+
 /// Whether a summary, on that team, scores four query heads at once: `prepare_four(team, query, prepared)` has up to four
-/// heads to (query_width, 4), `score_four(team, query, stored)` returns their scores in the first four lanes.
+/// heads to (query_width, 4), `score_four(team, query, units, scores)` up to 32 units' scores to (units, 4), with room
+/// for one unit more.
 template <class S, class T>
 concept scores_four_heads = team_of_halves<T> &&
-    requires(const S s, T team, group_query queries, unit_query query, float* prepared,
-             const std::byte* stored) {
-  s.prepare_four(team, queries, prepared);
-  { s.score_four(team, query, stored) } -> std::same_as<typename T::pack>;
+    requires(const S s, T team, group_query queries, unit_query query, float* numbers) {
+  s.prepare_four(team, queries, numbers);
+  s.score_four(team, query, stored_summaries{}, numbers);
 };
 
 /// Prepares the queries of a group for scoring by that team: to `prepared` (prepared_queries::floats).

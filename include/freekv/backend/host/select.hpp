@@ -18,6 +18,7 @@
 #include <freekv/policies/selection.hpp>
 #include <functional>
 #include <limits>
+#include <mutex>
 #include <numeric>
 #include <span>
 
@@ -163,37 +164,22 @@ class head_selection {
 
   int head() const { return at_.head; }
 
-  /// Threads may score a head's candidates together: one begins, each scores some, and one goes on when all are
-  /// scored.
-  bool worth_sharing() const {
-    const bool two_stages =
-        resolve(policies_.summary, []<class S>(const S&) { return two_stage_summary<S>; });
-    return !two_stages && !takes_all(candidates_);
-  }
-  /// Prepares the queries that score.
-  void begin() {
-    with_team(set_, [&](auto team) {
-      resolve(policies_.pooling, [&]<class P>(const P& pooling) {
-        if constexpr (query_pooling<P>) {
-          pooling.pool_query(team, query_, w_.pooled_query);
-          query_ = {w_.pooled_query, 1, State::head_dim};
-        }
-      });
-    });
-    resolve(policies_.summary, [&](const auto& summary) {
-      with_team(set_, [&](auto team) {
-        const auto policy = summary_at(summary, s_.layer, at_.head);
-        prepared_ = prepare_group(team, policy, query_, s_.scale, w_.query);
-      });
-    });
+  /// Threads may score a head's candidates together: each some of them, behind what the first of them prepares. One
+  /// goes on when all are scored. Where a selection scores nothing, or twice, they leave it to that one.
+  void begin_once() {
+    if (worth_sharing()) std::call_once(begun_, [&] { begin(); });
   }
   /// Scores candidates from `first` to `last`; `numbers` is the calling thread's.
   void score_some(int first, int last, float* numbers) {
+    begin_once();
     resolve(policies_.summary, [&]<class Summary>(const Summary& summary) {
-      if constexpr (!two_stage_summary<Summary>) score_candidates(summary, first, last, numbers);
+      if constexpr (!two_stage_summary<Summary>)
+        if (worth_sharing()) score_candidates(summary, first, last, numbers);
     });
   }
-  void all_are_scored() { scored_ = candidates_; }
+  void all_are_scored() {
+    if (worth_sharing()) scored_ = candidates_;
+  }
 
   /// Copies the pooled scores of the first `candidates` candidates, padded, to `pooled`.
   void copy_pooled(int candidates, float* pooled) {
@@ -262,6 +248,29 @@ class head_selection {
       return selection.count(unpinned(candidates), s_.budget.selected_units);
     });
   }
+  bool worth_sharing() const {
+    const bool two_stages =
+        resolve(policies_.summary, []<class S>(const S&) { return two_stage_summary<S>; });
+    return !two_stages && !takes_all(candidates_);
+  }
+  /// Prepares the queries that score.
+  void begin() {
+    with_team(set_, [&](auto team) {
+      resolve(policies_.pooling, [&]<class P>(const P& pooling) {
+        if constexpr (query_pooling<P>) {
+          pooling.pool_query(team, query_, w_.pooled_query);
+          query_ = {w_.pooled_query, 1, State::head_dim};
+        }
+      });
+    });
+    resolve(policies_.summary, [&](const auto& summary) {
+      with_team(set_, [&](auto team) {
+        const auto policy = summary_at(summary, s_.layer, at_.head);
+        prepared_ = prepare_group(team, policy, query_, s_.scale, w_.query);
+      });
+    });
+  }
+
   /// Scores and pools the first `candidates` candidates, unless that is what stands there already.
   void score(int candidates) {
     if (candidates == pooled_) return;
@@ -306,7 +315,8 @@ class head_selection {
         first = end;
       }
     };
-    if constexpr (linear_summary<std::remove_cv_t<decltype(policy)>>)
+    using policy_type = std::remove_cv_t<decltype(policy)>;
+    if constexpr (linear_summary<policy_type> || scores_four_heads<policy_type, simd_team<portable>>)
       with_wide_team(set_, score);
     else
       with_team(set_, score);
@@ -400,6 +410,7 @@ class head_selection {
   std::int64_t stride_;
   group_query query_;
   prepared_queries prepared_{};
+  std::once_flag begun_;
   int scored_ = 0, pooled_ = 0;  // candidates that have been
   log_sum_exp mass_of_all_;      // of the pooled scores, once it is known
   bool knows_mass_of_all_ = false;

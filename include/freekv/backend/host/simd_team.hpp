@@ -37,6 +37,26 @@ struct alignas(32) pack8 {
   [[gnu::always_inline]] friend pack8 operator*(const pack8& a, const pack8& b) { return pack8(a.v * b.v); }
 };
 
+/// e^x of x that is at most 88.7, or NaN; `scale(n, e)` multiplies e by 2^n.
+template <class Instructions, class Vector, class Scale>
+[[gnu::always_inline]] inline auto power_of_e(const Vector& x, const Scale& scale) {
+  const Vector zero{}, low = zero - 87.336544f;
+  const Vector clamped = Instructions::where_greater(low, x, low, x).v;
+  const Vector round = zero + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Vector n = (clamped * 1.44269504f + round) - round;
+  const Vector r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+  Vector e = zero + 1.9841270e-4f;
+  e = e * r + 1.3888889e-3f;
+  e = e * r + 8.3333333e-3f;
+  e = e * r + 4.1666667e-2f;
+  e = e * r + 1.6666667e-1f;
+  e = e * r + 0.5f;
+  e = e * r + 1.0f;
+  e = e * r + 1.0f;
+  scale(n, e);
+  return Instructions::where_greater(low, x, zero, e);
+}
+
 // Eight 16-bit elements to floats, for which compilers do not find the instructions. In arithmetic that any target
 // vectorises, or by these instructions: as built-ins, since <immintrin.h> is a quarter of a second to compile.
 struct portable {
@@ -207,16 +227,17 @@ struct simd_team {
   /// below -87.3 (no subnormal results), infinity above 88.7.
   [[gnu::always_inline]] pack exp(const pack& x) const {
     const float8 high = float8{} + 88.722839f;
-    const pack power =
-        power_of_e(Instructions::where_greater(x.v, high, high, x.v), [](const int8x32& whole, float8& e) {
-          const int8x32 first = whole >> 1;  // two factors, since 2^128 alone is no float
-          e = e * power_of_two(first).v * power_of_two(whole - first).v;
+    const pack power = power_of_e<Instructions>(
+        Instructions::where_greater(x.v, high, high, x.v).v, [](const float8& n, float8& e) {
+          const int8x32 whole = __builtin_convertvector(n, int8x32), first = whole >> 1;
+          e = e * power_of_two(first).v * power_of_two(whole - first).v;  // since 2^128 alone is no float
         });
     const float8 e = Instructions::where_greater(x.v, high, float8{} + __builtin_inff(), power.v).v;
     return Instructions::where_equal(x.v, x.v, e, x.v);
   }
   [[gnu::always_inline]] pack bounded_exp(const pack& x) const {
-    return power_of_e(x, [](const int8x32& whole, float8& e) { e = e * power_of_two(whole).v; });
+    return power_of_e<Instructions>(
+        x.v, [](const float8& n, float8& e) { e = e * power_of_two(__builtin_convertvector(n, int8x32)).v; });
   }
 
   /// ln x = k * ln 2 + ln m with m in [sqrt(1/2), sqrt(2)), ln m = 2 * atanh((m - 1) / (m + 1)) by its
@@ -312,6 +333,8 @@ struct simd_team {
     std::memcpy(&high, q, sizeof high);
     return pack(__builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7));
   }
+  [[gnu::always_inline]] pack repeat(const pack8& x) const { return x; }
+  [[gnu::always_inline]] pack8 fold(const pack& x) const { return x; }
   [[gnu::always_inline]] pack swap_halves(const pack& x) const {
     return pack(__builtin_shufflevector(x.v, x.v, 4, 5, 6, 7, 0, 1, 2, 3));
   }
@@ -350,25 +373,6 @@ struct simd_team {
   void sync() const {}
 
  private:
-  /// e^x of x that is at most 88.7, or NaN; `scale(n, e)` multiplies e by 2^n.
-  template <class Scale>
-  [[gnu::always_inline]] static pack power_of_e(const pack& x, const Scale& scale) {
-    const float8 zero{}, low = zero - 87.336544f;
-    const float8 clamped = Instructions::where_greater(low, x.v, low, x.v).v;
-    const float8 round = zero + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const float8 n = (clamped * 1.44269504f + round) - round;
-    const float8 r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
-    float8 e = zero + 1.9841270e-4f;
-    e = e * r + 1.3888889e-3f;
-    e = e * r + 8.3333333e-3f;
-    e = e * r + 4.1666667e-2f;
-    e = e * r + 1.6666667e-1f;
-    e = e * r + 0.5f;
-    e = e * r + 1.0f;
-    e = e * r + 1.0f;
-    scale(__builtin_convertvector(n, int8x32), e);
-    return Instructions::where_greater(low, x.v, zero, e);
-  }
   [[gnu::always_inline]] static pack power_of_two(const int8x32& exponent) {
     const int8x32 bits = (exponent + 127) << 23;
     float8 power;
@@ -394,6 +398,9 @@ struct alignas(64) pack16 {
   [[gnu::always_inline]] pack16(float x) : v(float16{} + x) {}
   [[gnu::always_inline]] friend pack16 operator+(const pack16& a, const pack16& b) {
     return pack16(a.v + b.v);
+  }
+  [[gnu::always_inline]] friend pack16 operator-(const pack16& a, const pack16& b) {
+    return pack16(a.v - b.v);
   }
   [[gnu::always_inline]] friend pack16 operator*(const pack16& a, const pack16& b) {
     return pack16(a.v * b.v);
@@ -444,6 +451,26 @@ struct avx512_rows {
     const float16 &a = halves[0], &b = halves[1];
     return pack(__builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
                 __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+  }
+
+  [[gnu::always_inline]] pack bounded_exp(const pack& x) const {
+    return power_of_e<avx512_rows>(x.v, [](const float16& n, float16& e) {
+      const int16x32 bits = (__builtin_convertvector(n, int16x32) + 127) << 23;
+      float16 power;
+      std::memcpy(&power, &bits, sizeof power);
+      e = e * power;
+    });
+  }
+  [[gnu::always_inline]] static pack where_greater(const float16& a, const float16& b, const float16& x,
+                                                   const float16& y) {
+    return pack(a > b ? x : y);
+  }
+  [[gnu::always_inline]] pack repeat(const pack8& x) const {
+    return pack(__builtin_shufflevector(x.v, x.v, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  }
+  [[gnu::always_inline]] pack8 fold(const pack& x) const {
+    return pack8(__builtin_shufflevector(x.v, x.v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                 __builtin_shufflevector(x.v, x.v, 8, 9, 10, 11, 12, 13, 14, 15));
   }
 
   [[gnu::always_inline]] void prefetch(const void* p) const { __builtin_prefetch(p); }

@@ -31,11 +31,14 @@ class stages {
                        carver& memory)
       : backend_(&backend),
         policies_(&policies),
-        max_parts_((scratch.most_entries() - 1) / entries_per_part(scratch.page_tokens) + 1) {
+        max_parts_((scratch.most_entries() - 1) / entries_per_part(scratch.page_tokens) + 1),
+        shared_(static_cast<std::size_t>(std::min(scratch.kv_heads, backend.threads() - 1))) {
     for (int i = 0; i < backend.workspaces(); ++i) workspaces_.push_back(workspace::carve(memory, scratch));
-    const int sharing = backend.threads() > 1 ? scratch.kv_heads : 0;
-    for (int i = 0; i < sharing; ++i) workspaces_of_heads_.push_back(workspace::carve(memory, scratch));
-    shared_.resize(static_cast<std::size_t>(sharing));
+    for (std::size_t i = 0; i < shared_.size(); ++i)
+      workspaces_of_heads_.push_back(workspace::carve(memory, scratch));
+    heads_alone_.resize(static_cast<std::size_t>(scratch.kv_heads));
+    if (!resolve(policies.summary, []<class Summary>(const Summary&) { return linear_summary<Summary>; }))
+      decoded_bytes_ = static_cast<std::size_t>(scratch.summary_width) * sizeof(float);
     const auto heads = static_cast<std::size_t>(scratch.kv_heads * max_parts_ * scratch.group);
     part_mass_ = memory.take<log_sum_exp>(heads);
     part_weighted_ = memory.take<float>(heads * d);
@@ -295,8 +298,11 @@ class stages {
       heads += static_cast<int>(s.kind_of(head) == layer_kind::retrieval && wanted(head));
     return heads;
   }
-  static std::size_t bytes_scored(const State& s, int heads, int candidates) {
-    return static_cast<std::size_t>(heads) * static_cast<std::size_t>(candidates) * s.summary_bytes;
+  /// Bytes of memory traffic that scoring takes as long as: those of summaries that are multiplied as they are stored, of
+  /// others their numbers.
+  std::size_t bytes_scored(const State& s, int heads, int candidates) const {
+    return static_cast<std::size_t>(heads) * static_cast<std::size_t>(candidates) *
+           std::max(s.summary_bytes, decoded_bytes_);
   }
 
   /// `for_heads` for the next step: on the recall stream's thread if it has one.
@@ -310,39 +316,49 @@ class stages {
 
   static constexpr int score_block = 16;  // candidates that one thread scores at least
   using selection_type = head_selection<State, Policies>;
-  /// Runs `body(head, selection among candidates, workspace)` for the retrieval heads that are `wanted`. Where
-  /// they do not occupy all threads alike, the threads score one head's candidates together.
+  /// Runs `body(head, selection among candidates, workspace)` for the retrieval heads that are `wanted`. Each thread
+  /// scores whole heads, and all together those that are left, so that what is prepared for a head's queries is mostly
+  /// read where it was made.
   template <class Wanted, class Body>
   void for_selections(const State& s, const step_entry& entry, const unit_range& candidates,
                       const Wanted& wanted, const Body& body) {
-    const int sharing = retrieving(s, wanted);
-    const std::size_t bytes = bytes_scored(s, sharing, candidates.count);
+    const int heads = retrieving(s, wanted);
+    const std::size_t bytes = bytes_scored(s, heads, candidates.count);
     const int threads = backend_->threads_worth(bytes);
-    if (threads == 1 || sharing % threads == 0 || sharing >= 4 * threads)
-      return for_heads(s, entry, wanted, [&](int head, const workspace& w) {
-        selection_type of(instructions(), s, *policies_, entry, head, candidates, w);
-        body(head, of, w);
-      });
+    const auto alone = [&](int head, const workspace& w) {
+      selection_type of(instructions(), s, *policies_, entry, head, candidates, w);
+      body(head, of, w);
+    };
+    const int left = threads == 1 || heads >= 4 * threads ? 0 : heads % threads;
+    if (left == 0) return for_heads(s, entry, wanted, alone);
     const auto shared = [&](int nth) -> selection_type& { return *shared_[static_cast<std::size_t>(nth)]; };
-    for (int head = 0, nth = 0; nth < sharing; ++head) {
-      if (s.kind_of(head) != layer_kind::retrieval || !wanted(head)) continue;
-      const auto at = static_cast<std::size_t>(nth++);
-      shared_[at].emplace(instructions(), s, *policies_, entry, head, candidates, workspaces_of_heads_[at]);
-      if (shared_[at]->worth_sharing()) shared_[at]->begin();
-    }
+    int head = -1;
+    const auto next = [&] {
+      do ++head;
+      while (s.kind_of(head) != layer_kind::retrieval || !wanted(head));
+      return head;
+    };
+    for (std::size_t nth = 0; nth < static_cast<std::size_t>(left); ++nth)
+      shared_[nth].emplace(instructions(), s, *policies_, entry, next(), candidates,
+                           workspaces_of_heads_[nth]);
     const int blocks = (candidates.count + score_block - 1) / score_block,
-              parts = std::min(blocks, 4 * threads);
-    backend_->parallel(sharing * parts, bytes, [&](int unit, int worker) {
+              parts = std::min(blocks, 4 * threads), whole = heads - left;
+    for (int nth = 0; nth < whole; ++nth) heads_alone_[static_cast<std::size_t>(nth)] = next();
+    // First what others wait for.
+    backend_->parallel(left + whole + left * parts, bytes, [&](int unit, int worker) {
+      if (unit < left) return shared(unit).begin_once();
+      if (unit < left + whole)
+        return alone(heads_alone_[static_cast<std::size_t>(unit - left)], workspace_of(worker));
+      unit -= left + whole;
       const auto end_of = [&](int part) {
         return std::min(blocks * part / parts * score_block, candidates.count);
       };
       const int part = unit % parts;
-      if (selection_type& of = shared(unit / parts); of.worth_sharing())
-        of.score_some(end_of(part), end_of(part + 1), workspace_of(worker).numbers);
+      shared(unit / parts).score_some(end_of(part), end_of(part + 1), workspace_of(worker).numbers);
     });
-    backend_->parallel(sharing, bytes, [&](int unit, int) {
+    backend_->parallel(left, bytes, [&](int unit, int) {
       selection_type& of = shared(unit);
-      if (of.worth_sharing()) of.all_are_scored();
+      of.all_are_scored();
       body(of.head(), of, workspaces_of_heads_[static_cast<std::size_t>(unit)]);
     });
   }
@@ -532,6 +548,8 @@ class stages {
   std::vector<workspace> workspaces_;
   std::vector<workspace> workspaces_of_heads_;         // where threads score one head's candidates together,
   std::vector<std::optional<selection_type>> shared_;  // for as many heads as they do so at a time
+  std::vector<int> heads_alone_;                       // the others of a call, by who scores them alone
+  std::size_t decoded_bytes_ = 0;                      // of a summary that is not multiplied as it is stored
   row_numbers numbers_;
   log_sum_exp* part_mass_ = nullptr;  // (kv head, max_parts, group)
   float* part_weighted_ = nullptr;    // (kv head, max_parts, group, head_dim)
