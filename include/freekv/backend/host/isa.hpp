@@ -1,6 +1,6 @@
 // Instruction sets of the host: chosen once at run time, without -march flags and without second copies of
 // code. What is compiled for AVX2 throughout, as with -march=native, has no lower choice, and half the code;
-// AVX-512 is for what multiplies rows alone.
+// AVX-512 is for what multiplies rows and for scoring alone.
 //
 // A stage's body is compiled once per instruction set by inlining it into a function that carries the target
 // attribute (`flatten`). GCC inlines all of it; Clang only what it would inline anyway, so its avx2 is partly
@@ -133,7 +133,7 @@ inline void with_team([[maybe_unused]] isa set, const Body& body) {
   if constexpr (compiled_for == isa::baseline) detail::run_baseline(body);
 }
 
-/// Calls a body that multiplies rows with a team, as `with_team` does; AVX-512 has one of its own for it.
+/// Calls a body that uses a team's `wide` with one that may have it, as `with_team` does: that of AVX-512.
 template <class Body>
 inline void with_wide_team(isa set, const Body& body) {
 #if defined(__x86_64__)

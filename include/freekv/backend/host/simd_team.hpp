@@ -1,5 +1,5 @@
 // The host's team: eight float lanes on the compiler's vector types, lowered to whatever the target has. Where
-// the target has AVX-512, sixteen multiply rows.
+// the target has AVX-512, sixteen multiply rows and raise e to scores.
 #pragma once
 
 #include <bit>
@@ -407,7 +407,7 @@ struct alignas(64) pack16 {
   }
 };
 
-/// Team that multiplies rows on AVX-512 (core/team.hpp, `wide`). AVX-512 BF16 would multiply by queries rounded to
+/// The `wide` of AVX-512 (core/team.hpp). AVX-512 BF16 would multiply by queries rounded to
 /// bfloat16; by queries in two parts it takes as many instructions as this.
 struct avx512_rows {
   static constexpr int width = 16;
