@@ -72,7 +72,7 @@ void score_units_by_four(T team, const S& summary, page_geometry page, const sto
         out.first[j + (first + g) * out.stride] = clamp_score(score);
       }
   }
-  for (int j = 0; nan >> j != 0; ++j)
+  for (int j = 0; nan != 0 && j < units.count; ++j)
     for (int g = 0; (nan >> j & 1) != 0 && g < queries.group; ++g) out.first[j + g * out.stride] = -infinity;
 }
 
