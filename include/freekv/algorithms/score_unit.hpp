@@ -56,11 +56,12 @@ FREEKV_HD void score_unit_by_head(T team, const S& summary, page_geometry page, 
   for (int g = 0; nan && g < queries.group; ++g) out.first[g * out.stride] = -infinity;
 }
 
-/// `score_unit` of up to 32 units with queries prepared `by_four`: those of unit j go to `out.first[j + g * out.stride]`.
+/// `score_unit` of up to `units_at_once` units with queries prepared `by_four`: those of unit j go to `out.first[j + g * out.stride]`.
 template <team T, class S>
 void score_units_by_four(T team, const S& summary, page_geometry page, const stored_summaries& units,
                          const prepared_queries& queries, const score_column& out) {
-  float scores[4 * (32 + 1)];
+  static_assert(units_at_once <= 32);  // a bit of `nan` each
+  float scores[4 * (units_at_once + 1)];
   std::uint32_t nan = 0;
   for (int first = 0; first < queries.group; first += 4) {
     summary.score_four(team, {queries.data + first * queries.width, page, queries.scale}, units, scores);
@@ -94,7 +95,7 @@ template <class Key, bool Shares = false, team T, class S>
 FREEKV_HD void score_units(T team, const S& summary, page_geometry page, const std::byte* stored,
                            std::size_t bytes, int pages, const prepared_queries& queries, float* numbers,
                            const score_column& out) {
-  constexpr int at_once = 32;
+  constexpr int at_once = units_at_once;
   for (int first = 0; first < pages; first += at_once) {
     const int count = pages - first < at_once ? pages - first : at_once;
     const std::byte* const from = stored + static_cast<std::size_t>(first) * bytes;

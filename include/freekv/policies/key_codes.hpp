@@ -315,11 +315,11 @@ struct key_codes<Codes, MeanCodes>::head_policy {
   void score_four(T team, const unit_query& query, const stored_summaries& units, float* scores) const {
     using pack = typename T::pack;
     using wide = typename wide_team<T>::type;
-    constexpr int room = 4 * 256, most_units = 32;
+    constexpr int room = 4 * 256;  // products of the largest page
     alignas(64) float products[room];
-    float most[4 * most_units + 4], sum[4 * most_units + 4];
+    float most[4 * (units_at_once + 1)], sum[4 * (units_at_once + 1)];
     const int used = 4 * query.page.tokens, padded = (used + wide::width - 1) / wide::width * wide::width;
-    const int at_once = std::min(room / padded, most_units);
+    const int at_once = std::min(room / padded, units_at_once);
     const pack largest_float(std::numeric_limits<float>::max());
     for (int first = 0; first < units.count; first += at_once) {
       const int count = std::min(units.count - first, at_once);

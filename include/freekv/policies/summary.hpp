@@ -131,6 +131,9 @@ FREEKV_HD void prepare_query(T team, const S& summary, const group_query& query,
     for (int i = 0; i < query.head_dim; i += T::width) team.store(prepared + i, team.load(query.data + i));
 }
 
+/// Units that are scored together at most.
+inline constexpr int units_at_once = 32;
+
 /// Stored summaries of several units, `bytes` apart.
 struct stored_summaries {
   const std::byte* first = nullptr;
@@ -141,8 +144,8 @@ struct stored_summaries {
 };
 
 /// Whether a summary, on that team, scores four query heads at once: `prepare_four(team, query, prepared)` has up to four
-/// heads to (query_width, 4), `score_four(team, query, units, scores)` up to 32 units' scores to (units, 4), with room
-/// for one unit more.
+/// heads to (query_width, 4), `score_four(team, query, units, scores)` up to `units_at_once` units' scores to (units, 4),
+/// with room for one unit more.
 template <class S, class T>
 concept scores_four_heads = team_of_halves<T> &&
     requires(const S s, T team, group_query queries, unit_query query, float* numbers) {
