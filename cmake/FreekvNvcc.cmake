@@ -35,6 +35,13 @@ set(freekv_nvcc_compile ${FREEKV_NVCC} -std=c++20 -ccbin ${CMAKE_CXX_COMPILER} -
                         -Werror all-warnings -Xcompiler=-Wall,-Wextra,-ffp-contract=off)
 # Host code fuses nothing, as device code fuses what says so alone: the two are compared bit by bit.
 # `OBJECT other` names an object that is not called like its source.
+# What tests and the pipelines of programs are compiled for: paths differ between these two. tests/run.sh takes one of them,
+# the other with later commits.
+set(FREEKV_DEVICE_ARCHITECTURES "80;90" CACHE STRING "Architectures that device code is compiled for and interpreted as")
+set(freekv_device_code)
+foreach(architecture ${FREEKV_DEVICE_ARCHITECTURES})
+  list(APPEND freekv_device_code -gencode=arch=compute_${architecture},code=compute_${architecture})
+endforeach()
 function(freekv_compile_cuda name)
   cmake_parse_arguments(PARSE_ARGV 1 compile "" OBJECT "")
   if(NOT compile_OBJECT)

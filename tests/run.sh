@@ -43,10 +43,12 @@ build_and_test "with AddressSanitizer" asan --
 
 # These depend on neither, so that once is enough.
 elsewhere='sequences_test;errors_test;evicting_test;store_in_file_test;engine_blocks_test;plan_test;policy_pack_test;safetensors_test;fuzz_test'
-# Two orders of device code's four, others with the next commit; tests/soak.sh goes through many more.
+# Two orders of device code's four on one of two architectures, others with the next commits; tests/soak.sh goes through all
+# of these and many more.
 commits=$(git rev-list --count HEAD 2>/dev/null || echo 0)
 seeds="$((commits % 4 + 1));$(((commits + 2) % 4 + 1))"
-configure ci -DFREEKV_DEVICE_SEEDS="$seeds" -DFREEKV_TESTED_ELSEWHERE="$elsewhere" -DFREEKV_OTHER_CCCL="$OTHER_CCCL" -DFREEKV_LLAMA_CPP="$LLAMA_CPP" -DFREEKV_LLAMA_CPP_BUILD="$LLAMA_CPP_BUILD" -DFREEKV_MODEL="$MODEL" -DFREEKV_BENCH=ON
+architecture=$((commits / 2 % 2 ? 90 : 80))
+configure ci -DFREEKV_DEVICE_SEEDS="$seeds" -DFREEKV_DEVICE_ARCHITECTURES=$architecture -DFREEKV_TESTED_ELSEWHERE="$elsewhere" -DFREEKV_OTHER_CCCL="$OTHER_CCCL" -DFREEKV_LLAMA_CPP="$LLAMA_CPP" -DFREEKV_LLAMA_CPP_BUILD="$LLAMA_CPP_BUILD" -DFREEKV_MODEL="$MODEL" -DFREEKV_BENCH=ON
 device='^(cuda|headers\.nvcc)'
 say "Building the host's pipelines, which device code is compared with ($((SECONDS - started)) s so far)"
 cmake --build --preset ci -j "$jobs" --target freekv_examples >&2

@@ -27,10 +27,10 @@ series dependent_values(std::uint64_t seed, int texts, int steps, double kept) {
   return all;
 }
 
-/// Of 200 series of that kind, the share that have 0 in their interval; under a sanitizer of 67.
+/// Of 200 series of that kind, the share that have 0 in their interval; under a sanitizer of 10, which say little of it.
 template <class Interval>
 double covering(double kept, const Interval& interval) {
-  const std::uint64_t trials = tests::some_of(std::uint64_t{200});
+  const std::uint64_t trials = tests::sanitized ? 10 : 200;
   int covering = 0;
   for (std::uint64_t seed = 1; seed <= trials; ++seed)
     covering += interval(dependent_values(seed, 3, 1024, kept)).contains(0);
@@ -42,10 +42,11 @@ double covering(double kept, const Interval& interval) {
 TEST_CASE("blocks keep the dependence of neighbours, which single values lose", "[statistics]") {
   const auto blocks = [](const series& s) { return block_bootstrap(s); };
   const auto single = [](const series& s) { return block_bootstrap(s, 1); };
-  CHECK(covering(0, blocks) >= 0.9);
-  CHECK(covering(0, single) >= 0.9);
-  CHECK(covering(0.9, blocks) >= 0.85);  // a little short of 0.95, as blocks cut some of the dependence
-  CHECK(covering(0.9, single) < 0.55);
+  const double slack = tests::sanitized ? 0.3 : 0;
+  CHECK(covering(0, blocks) >= 0.9 - slack);
+  CHECK(covering(0, single) >= 0.9 - slack);
+  CHECK(covering(0.9, blocks) >= 0.85 - slack);  // a little short of 0.95, as blocks cut some of the dependence
+  CHECK(covering(0.9, single) < 0.55 + slack);
 }
 
 TEST_CASE("a mean's interval is that of the values, and repeats", "[statistics]") {
