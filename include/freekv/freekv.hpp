@@ -1,6 +1,9 @@
 // FreeKV for host compilers: everything but the CUDA backend.
 #pragma once
 
+#include <freekv/backend/host/evict.hpp>
+#include <freekv/backend/host/host_backend.hpp>
+#include <freekv/backend/host/stages.hpp>
 #include <freekv/config.hpp>
 #include <freekv/methods.hpp>
 #include <freekv/pipeline/evicting_pipeline.hpp>

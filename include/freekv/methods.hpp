@@ -3,6 +3,9 @@
 // members under the setting's name: `s.selection = methods::twilight::selection`.
 #pragma once
 
+#include <freekv/backend/host/evict.hpp>
+#include <freekv/backend/host/host_backend.hpp>
+#include <freekv/backend/host/stages.hpp>
 #include <freekv/pipeline/evicting_pipeline.hpp>
 #include <freekv/pipeline/retrieval_pipeline.hpp>
 #include <freekv/policies/merging_eviction.hpp>

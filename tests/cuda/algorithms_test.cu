@@ -135,7 +135,7 @@ struct find_roles {
                            roles.page_end,
                            roles.candidates(),
                            slots.total(),
-                           slots.ring_slot(tokens),
+                           number_of(slots.ring_slot(tokens)),
                            slots.ring_begin(tokens, page)};
     for (int i = 0; i < 7; ++i) found[tokens * 7 + i] = numbers[i];
   }

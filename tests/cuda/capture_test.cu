@@ -22,7 +22,6 @@ using namespace freekv;
 /// A CUDA backend; where `waits` is false its compute stream waits for no recall of steps that are not captured.
 struct test_backend {
   using policy_kind = backend_kind;
-  static constexpr bool on_device = true;
   using event = device::event;
   template <class State, class Settings>
   using stages = device::stages<State, Settings>;

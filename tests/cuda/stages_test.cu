@@ -528,7 +528,7 @@ void mass_corrections(report& checks, random_numbers& random) {
         std::copy(selected.begin(), selected.end(), list.device.begin());
         pinned<std::int32_t> counts{static_cast<std::int32_t>(selected.size()), k}, of(size(k));
         std::copy(best.begin(), best.end(), of.begin());
-        correct_head<<<1, device::select_default.threads>>>(
+        correct_head<<<1, device::block_selection_default.threads>>>(
             correction, {pooled.data(), list.device.data(), result.device.data(), of.data(), counts.data()},
             candidates);
         require(cudaGetLastError(), "kernel launch");

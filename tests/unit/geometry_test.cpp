@@ -75,9 +75,9 @@ TEST_CASE("the ring holds its pages in slots of their own, apart from sink and s
       const auto ring = oracle::ring_pages(s, n);
       wrong += range(std::min(slots.ring_begin(n, b.page), pages), pages) != ring;
       std::set<int> used;
-      for (const int page : oracle::sink_pages(s, n)) used.insert(slots.sink_slot(page));
-      for (const int page : ring) used.insert(slots.ring_slot(page));
-      for (int i = 0; i < 3; ++i) used.insert(slots.selected_slot(i));
+      for (const int page : oracle::sink_pages(s, n)) used.insert(number_of(slots.sink_slot(page)));
+      for (const int page : ring) used.insert(number_of(slots.ring_slot(page)));
+      for (int i = 0; i < 3; ++i) used.insert(number_of(slots.selected_slot(i)));
       wrong += used.size() != oracle::sink_pages(s, n).size() + ring.size() + 3;
       wrong += *used.rbegin() >= slots.total();
       // Whatever is attended without being selected is in the ring.

@@ -271,15 +271,15 @@ TEST_CASE("a carver counts without memory what it hands out with it", "[memory]"
 
 TEST_CASE("a pool hands out each page once until it comes back", "[memory]") {
   freekv::page_pool pool(50);
-  std::set<int> out;
+  std::set<freekv::store_page_id> out;
   dice d(1);
   for (int i = 0; i < 2000; ++i) {
     if (pool.available() > 0 && (out.empty() || d.below(2) == 0)) {
-      const int page = pool.take();
-      CHECK((page >= 0 && page < 50));
+      const freekv::store_page_id page = pool.take();
+      CHECK((number_of(page) >= 0 && number_of(page) < 50));
       CHECK(out.insert(page).second);
     } else {
-      const int page = *std::next(out.begin(), d.below(static_cast<int>(out.size())));
+      const freekv::store_page_id page = *std::next(out.begin(), d.below(static_cast<int>(out.size())));
       out.erase(page);
       pool.give_back(page);
     }

@@ -16,8 +16,13 @@ struct summary_scratch {
 template <class Key, team T, class S>
 FREEKV_HD void summarise_unit(T team, const S& summary, const head_slice<const Key>& slice,
                               page_geometry page, const summary_scratch& scratch, std::byte* stored) {
-  for (int t = 0; t < page.tokens; ++t)
-    team.widen(slice.key + t * slice.stride, scratch.keys + t * page.head_dim, page.head_dim);
+  if constexpr (requires {
+                  team.widen_rows(slice.key, slice.stride, page.tokens, scratch.keys, page.head_dim);
+                })
+    team.widen_rows(slice.key, slice.stride, page.tokens, scratch.keys, page.head_dim);
+  else
+    for (int t = 0; t < page.tokens; ++t)
+      team.widen(slice.key + t * slice.stride, scratch.keys + t * page.head_dim, page.head_dim);
   team.sync();
   summary.summarise(team, unit_keys{scratch.keys, page}, scratch.numbers);
   team.sync();

@@ -21,6 +21,7 @@
 //                               in the lowest bits. May read (and ignore) up to 3 bytes behind a block
 //   lookup(table, codes)        lane i is table[codes[i]]
 //   widen(in, out, n)           n elements of any stored type to float; n a multiple of 8
+//   widen_rows(in, s, r, out, n) if it has it: so r rows, s elements apart, to floats without gaps
 //   prefetch(p)                 what p points to will be loaded soon
 //   lane(), lanes()             this thread's number and how many share the team; scalar work is dealt out as
 //                               for (i = lane(); i < n; i += lanes())
@@ -102,6 +103,12 @@ template <class T>
 requires requires { typename T::narrow; }
 struct narrow_team<T> {
   using type = typename T::narrow;
+};
+
+/// Lanes of a thread that works alone, for what is dealt out to lanes and computes nothing.
+struct one_lane {
+  FREEKV_HD static constexpr int lane() { return 0; }
+  FREEKV_HD static constexpr int lanes() { return 1; }
 };
 
 /// What a team multiplies long rows with: its `wide`, or itself.

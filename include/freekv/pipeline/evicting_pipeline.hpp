@@ -3,8 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <freekv/backend/host/evict.hpp>
-#include <freekv/backend/host/host_backend.hpp>
+#include <freekv/pipeline/backend.hpp>
 #include <freekv/pipeline/call_order.hpp>
 #include <freekv/pipeline/eviction_state.hpp>
 #include <freekv/pipeline/layer_state.hpp>

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <freekv/algorithms/match_slots.hpp>
 #include <freekv/algorithms/merge_selections.hpp>
+#include <freekv/core/ids.hpp>
 #include <freekv/policies/geometry.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/storage/engine_blocks.hpp>
@@ -28,12 +29,20 @@ struct step_entry {
   int tokens = 0;
   int first_row = 0;
   step_phase phase = step_phase::decode;
-  std::int32_t shared_page = -1;  // store page whose rows are copied first, as other sequences have it too
+  store_page_id shared_page =
+      store_page_id::none;  // whose rows are copied first, as other sequences have it too
   // Decode rows alone:
   int candidates_at = 0;  // the length whose candidates they select from, as the step before has fixed it
   int kept_row = -1;  // row of the step before whose queries are the previous ones; -1: there is no selection
   int decode_step = 0;  // since the last prompt
   FREEKV_HD constexpr int after() const { return before + tokens; }
+};
+
+/// Candidates that a decode entry selects among: units from `first` on, the first `now` of them for its own step, the
+/// first `next` for the step behind it.
+struct step_candidates {
+  int first = 0, now = 0, next = 0;
+  FREEKV_HD constexpr int most() const { return now > next ? now : next; }
 };
 
 /// Elements from a row to the next one, where a row is part of another, as of a fused projection of queries, keys and
@@ -269,12 +278,22 @@ struct layer_state {
     const page_roles roles = roles_at(tokens, budget, page.tokens);
     return {roles.sink_end * units_per_page, roles.candidates() * units_per_page};
   }
+  /// The candidates of a decode entry, and of the step behind it.
+  FREEKV_HD step_candidates candidates_of(const step_entry& entry) const {
+    const unit_range next = candidates_at(entry.after() + 1);
+    const int now = window_begin(entry) * units_per_page - next.first;
+    return {next.first, now > 0 ? now : 0, next.count};
+  }
   FREEKV_HD int pages_of(int tokens) const { return (tokens + page.tokens - 1) / page.tokens; }
   FREEKV_HD layer_kind kind_of(int head) const { return head_kinds[head]; }
   FREEKV_HD float* kept_query(int sequence, int head, int decode_row = 0) const {
     const std::size_t nth = head_index(sequence, head) * static_cast<std::size_t>(decode_rows) +
                             static_cast<std::size_t>(decode_row);
     return kept_queries + nth * static_cast<std::size_t>(heads.group() * head_dim);
+  }
+  /// Numbers of the kept queries of one sequence.
+  FREEKV_HD constexpr std::size_t kept_query_numbers() const {
+    return head_index(1, 0) * static_cast<std::size_t>(decode_rows * heads.group() * head_dim);
   }
   /// The queries of all rows of a decode step as one group.
   FREEKV_HD group_query query_of(const step_entry& entry, int head) const {
@@ -284,24 +303,24 @@ struct layer_state {
   FREEKV_HD group_query query_of(const step_entry& entry, int head, int g) const {
     return {kept_query(entry.sequence, head) + g * head_dim, entry.tokens, head_dim, heads.group()};
   }
-  FREEKV_HD std::int32_t store_page(int sequence, int page_index) const {
-    return page_table[static_cast<std::size_t>(sequence) * static_cast<std::size_t>(max_pages) +
-                      static_cast<std::size_t>(page_index)];
+  FREEKV_HD store_page_id store_page(int sequence, int page_index) const {
+    return store_page_id{page_table[static_cast<std::size_t>(sequence) * static_cast<std::size_t>(max_pages) +
+                                    static_cast<std::size_t>(page_index)]};
   }
   /// Summary of the `nth` unit of a page (summary_bytes). A KV head's lie side by side, in the order of the
   /// store's pages.
-  FREEKV_HD std::byte* summary_of(std::int32_t store_page, int head, int nth = 0) const {
+  FREEKV_HD std::byte* summary_of(store_page_id store_page, int head, int nth = 0) const {
     return summaries + summary_index(store_page, head, nth) * summary_bytes;
   }
-  FREEKV_HD float& pin_worth_of(std::int32_t store_page, int head, int nth) const {
+  FREEKV_HD float& pin_worth_of(store_page_id store_page, int head, int nth) const {
     return pin_worth[summary_index(store_page, head, nth)];
   }
-  FREEKV_HD constexpr std::size_t summary_index(std::int32_t store_page, int head, int nth) const {
+  FREEKV_HD constexpr std::size_t summary_index(store_page_id store_page, int head, int nth) const {
     const std::size_t row = static_cast<std::size_t>(head) * static_cast<std::size_t>(store_pages) +
                             static_cast<std::size_t>(store_page);
     return row * static_cast<std::size_t>(units_per_page) + static_cast<std::size_t>(nth);
   }
-  FREEKV_HD std::byte* shared_of(std::int32_t store_page) const {
+  FREEKV_HD std::byte* shared_of(store_page_id store_page) const {
     return shared + static_cast<std::size_t>(store_page) * shared_bytes;
   }
   std::span<const std::int32_t> pinned_of(int sequence, int head) const {
@@ -320,19 +339,19 @@ struct layer_state {
   FREEKV_HD head_slice<element> open_slice(int sequence, int page_index, int head) const {
     return slice_of(open, std::int64_t{sequence} * open_pages + page_index % open_pages, head);
   }
-  FREEKV_HD std::int64_t block(int sequence, int slot) const {
-    const std::int64_t set = slot_sets[sequence], fixed = slots.fixed();
-    if (slot < fixed) return set * fixed + slot;
-    return selected_blocks[set * (slots.total() - fixed) + slot - fixed];
+  FREEKV_HD block_id block(int sequence, slot_id slot) const {
+    const std::int64_t set = slot_sets[sequence], fixed = slots.fixed(), nth = number_of(slot);
+    if (nth < fixed) return block_id{set * fixed + nth};
+    return block_id{selected_blocks[set * (slots.total() - fixed) + nth - fixed]};
   }
-  FREEKV_HD head_slice<element> block_slice(int sequence, int slot, int head) const {
+  FREEKV_HD head_slice<element> block_slice(int sequence, slot_id slot, int head) const {
     return blocks.slice(block(sequence, slot), head);
   }
-  /// The sink or ring slot that page `page_index` of a sequence of `tokens` tokens has; -1: none.
-  FREEKV_HD int fixed_slot(int page_index, int tokens) const {
-    if (!keeps_slots) return -1;
+  /// The sink or ring slot that page `page_index` of a sequence of `tokens` tokens has, if any.
+  FREEKV_HD slot_id fixed_slot(int page_index, int tokens) const {
+    if (!keeps_slots) return slot_id::none;
     if (page_index < slots.sink) return slots.sink_slot(page_index);
-    return page_index >= slots.ring_begin(tokens, page.tokens) ? slots.ring_slot(page_index) : -1;
+    return page_index >= slots.ring_begin(tokens, page.tokens) ? slots.ring_slot(page_index) : slot_id::none;
   }
   /// Selected slot i: a unit's rows.
   FREEKV_HD head_slice<element> selected_slice(int sequence, int i, int head) const {
@@ -372,19 +391,43 @@ struct layer_state {
     return slot_of[selection(sequence, head) + static_cast<std::size_t>(pages.nth_selected(i))];
   }
   /// The slot of entry i of such a list that is not selected.
-  FREEKV_HD int slot_of_page(const attention_list& pages, int i) const {
+  FREEKV_HD slot_id slot_of_page(const attention_list& pages, int i) const {
     const int page_index = pages.page(i);
     return pages.nth_selected(i) < 0 ? slots.sink_slot(page_index) : slots.ring_slot(page_index);
   }
   /// The block that entry i of such a list is in, for a table of whole pages: of the layer's slots, or of the store where
   /// there are none.
   FREEKV_HD std::int64_t block_attended(int sequence, int head, const attention_list& pages, int i) const {
-    if (!keeps_slots) return store_page(sequence, pages.page(i));
-    const int slot = pages.is_selected(i) ? slots.selected_slot(selected_slot_of(sequence, head, pages, i))
-                                          : slot_of_page(pages, i);
+    if (!keeps_slots) return number_of(store_page(sequence, pages.page(i)));
+    const slot_id slot = pages.is_selected(i)
+                             ? slots.selected_slot(selected_slot_of(sequence, head, pages, i))
+                             : slot_of_page(pages, i);
     return blocks.id(block(sequence, slot));
   }
 };
+
+/// Calls `use(pointer, numbers of one sequence)` for each array of a layer that selection keeps by sequence,
+/// but for previous queries.
+template <class State, class Use>
+void for_each_array(State& s, const Use& use) {
+  const std::size_t heads = s.head_index(1, 0), units = s.selection(1, 0), masks = s.masks(1, 0);
+  for (std::uint8_t** flags : {&s.corrected, &s.recall_failed}) use(*flags, heads);
+  use(s.lacking, std::size_t{1});
+  for (std::int32_t** counts : {&s.selected_count, &s.next_selected_count, &s.attended_count, &s.pinned_count,
+                                &s.selections, &s.recalled, &s.recalled_before_attention, &s.promoted})
+    use(*counts, heads);
+  for (std::int32_t** lists : {&s.selected, &s.next_selected, &s.attended, &s.slot_of}) use(*lists, units);
+  for (std::uint32_t** lists : {&s.selected_by, &s.next_selected_by, &s.attended_by}) use(*lists, masks);
+  use(s.pinned, heads * static_cast<std::size_t>(s.pins));
+  for (std::int32_t** lists : {&s.slot_unit, &s.slot_stamp})
+    use(*lists, heads * static_cast<std::size_t>(s.slots.selected));
+}
+/// The same for all of them: the previous queries last.
+template <class State, class Use>
+void for_each_array_and_queries(State& s, const Use& use) {
+  for_each_array(s, use);
+  use(s.kept_queries, s.kept_query_numbers());
+}
 
 /// List entries of `entry_tokens` tokens in one part of attention. Parts begin at multiples of it and are merged
 /// in order, so that results depend neither on threads nor on the batch.

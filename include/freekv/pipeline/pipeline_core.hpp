@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <freekv/backend/host/stages.hpp>
+#include <freekv/pipeline/backend.hpp>
 #include <freekv/pipeline/call_order.hpp>
 #include <freekv/pipeline/footprint.hpp>
 #include <freekv/pipeline/pipeline_memory.hpp>
@@ -27,25 +27,11 @@ struct pipeline_core {
   using backend_type = typename Pack::backend;
   using stages_type = typename footprint_type::stages_type;
   using memory_type = typename footprint_type::memory_type;
+  using step_view = typename stages_type::step;
+  using step_bounds = typename stages_type::bounds;
   static constexpr int head_dim = Shape::head_dim;
-
-  // A step as a device's stages take it; those of the host take its entries.
-  struct no_step {
-    struct bounds {};
-  };
-  template <class Stages>
-  struct step_of {
-    using type = no_step;
-    using bounds = typename no_step::bounds;
-  };
-  template <class Stages>
-  requires on_device<Stages>
-  struct step_of<Stages> {
-    using type = typename Stages::step;
-    using bounds = typename Stages::bounds;
-  };
-  using step_view = typename step_of<stages_type>::type;
-  using step_bounds = typename step_of<stages_type>::bounds;
+  static_assert(retrieval_backend<backend_type, state, settings_type>,
+                "a pipeline's backend has the streams and stages of freekv/pipeline/backend.hpp");
 
   [[gnu::cold]] pipeline_core(const footprint_type& needs, backend_type& processor,
                               const memory_resources& from,
@@ -67,15 +53,15 @@ struct pipeline_core {
     slow_block = memory_block(*from.slow, slow_bytes);
     fast_block = memory_block(*from.fast, fast_bytes);
     memory.emplace(settings, backend, slow_block.data(), fast_block.data(), file.get(), blocks);
+    memory->stages.begin(memory->tables, memory->layers);
     sequences.emplace(sequence_limits{.page_tokens = settings.page.tokens,
                                       .max_tokens = settings.max_tokens,
                                       .max_sequences = settings.max_sequences,
                                       .max_resident = settings.max_resident,
                                       .max_decode_rows = settings.max_decode_rows,
                                       .store_pages = settings.store_pages()},
-                      memory->page_tables, memory->slot_sets);
+                      memory->tables.page_tables.host, memory->tables.slot_sets.host);
     entries.reserve(static_cast<std::size_t>(settings.max_sequences));
-    for (const state& layer : memory->layers) memory->stages.clear(layer, settings.max_sequences);
   }
   pipeline_core(const pipeline_core&) = delete;
   pipeline_core& operator=(const pipeline_core&) = delete;
@@ -90,7 +76,7 @@ struct pipeline_core {
   std::optional<sequence_table> sequences;
   // The step in progress has these.
   std::vector<step_entry> entries;
-  step_view step;        // the same on a device
+  step_view step;        // the same, as stages take it
   step_queries queries;  // of the layer appended to last
   int rows = 0;
   int longest = 0, longest_prompt = 0;  // tokens of its sequences, or of those that bring prompt rows
@@ -103,55 +89,29 @@ struct pipeline_core {
     order.expect_layer(layer, call);
     return memory->layers[static_cast<std::size_t>(layer)];
   }
-  /// A layer whose selection and report the host can read.
-  const state& readable(const state& s) const {
-    if constexpr (on_device<stages_type>)
-      return stages().read_back(s);
-    else
-      return s;
-  }
-
-  /// A stage is asked for its part in a step entry by entry; of a device for all of them at once.
-  template <class Call>
-  void each_part(const Call& call) const {
-    if constexpr (on_device<stages_type>)
-      call(step);
-    else
-      for (const step_entry& entry : entries) call(entry);
-  }
-  static bool decodes(const auto& part) {
-    if constexpr (on_device<stages_type>)
-      return part.bounds.decodes;
-    else
-      return part.phase == step_phase::decode;
-  }
   bool any_decode() const {
     return in_capture || std::any_of(entries.begin(), entries.end(),
                                      [](const auto& e) { return e.phase == step_phase::decode; });
   }
-  void upload_step(bool has_begun) {
-    if constexpr (on_device<stages_type>) step = stages().begin_step(entries, has_begun);
-  }
 
   /// Waits until everything queued has happened.
   void synchronize() {
-    if constexpr (on_device<stages_type>) backend.compute().synchronize();
+    backend.compute().synchronize();
     backend.recall().synchronize();
   }
   /// Waits as `synchronize`, and throws usage_error where steps are planned whose replay is not queued.
   void settle(const char* call) {
     synchronize();
     check_order(call);
-    if constexpr (on_device<stages_type>)
-      if (const auto ahead = stages().steps_ahead(); ahead > 0)
-        throw usage_error(std::string(call) + ": steps are planned whose replay is not queued, " +
-                          std::to_string(ahead) + " of them; launch the captured step first");
+    if (const std::int64_t ahead = stages().steps_ahead(); ahead > 0)
+      throw usage_error(std::string(call) + ": steps are planned whose replay is not queued, " +
+                        std::to_string(ahead) + " of them; launch the captured step first");
   }
   /// Nothing can be read while a step is captured, or where replays were in the wrong order.
   void check_order(const char* call) const {
     if (in_capture)
       throw usage_error(std::string(call) + ": a step is being captured, and the host reads nothing of it");
-    if constexpr (on_device<stages_type>) stages().steps_ahead();
+    stages().steps_ahead();
   }
   /// The compute stream waits for the recall of steps before, once.
   void join_recall() {
@@ -160,32 +120,20 @@ struct pipeline_core {
       of_layer = {};
     }
   }
-  /// Before a sequence changes: what is queued has happened, or of a device comes before what the compute
-  /// stream is given from now on, so that pages, slots and blocks that are given back can be taken at once;
-  /// and there is room in the ring, where the change `uploads`.
+  /// Before a sequence changes: what is queued comes before what the compute stream is given from now on, so that
+  /// pages, slots and blocks that are given back can be taken at once; and there is room for the change, where it
+  /// `uploads`. On the host, whose compute stream is the caller, what is queued has happened.
   void before_change(const char* call, bool uploads = true) {
-    if constexpr (on_device<stages_type>) {
-      check_order(call);
-      if (uploads) stages().wait_to_plan();
-      join_recall();
-    } else {
-      synchronize();
-    }
-  }
-  /// Changes a sequence layer by layer, or of a device in all of them at once.
-  template <class Call>
-  void in_all_layers(const Call& call) {
-    if constexpr (on_device<stages_type>)
-      call();
-    else
-      for (const state& layer : memory->layers) call(layer);
+    check_order(call);
+    if (uploads) stages().wait_to_plan();
+    join_recall();
   }
   [[gnu::cold]] void release(sequence_id id) {
     sequences->known(id);
     before_change("release");
     if (sequences->is_resident(id)) slot_budget(*this).give_back(id);
     sequences->release(id);
-    in_all_layers([&](const auto&... layer) { stages().forget(layer..., static_cast<int>(id)); });
+    stages().forget(static_cast<int>(id));
   }
 
   void abandon_step() noexcept {

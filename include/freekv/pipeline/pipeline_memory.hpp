@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <freekv/algorithms/attend_slice.hpp>
-#include <freekv/pipeline/host_copies.hpp>
 #include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/settings.hpp>
+#include <freekv/pipeline/tables.hpp>
 #include <freekv/policies/codec.hpp>
 #include <freekv/policies/scope.hpp>
 #include <freekv/policies/summary.hpp>
@@ -31,53 +31,32 @@ class pipeline_memory {
       : pipeline_memory(s, backend, carver(slow_block), carver(fast_block), file, blocks) {}
 
   std::vector<State> layers;
-  std::vector<block_pool> block_pools;     // by layer
-  freekv::host_copies<State> host_copies;  // of a device's memory; else empty but for the next two
-  std::int32_t* page_tables = nullptr;     // (sequence, max_pages), as the host writes them
-  std::int32_t* slot_sets = nullptr;       // (sequence), the same
+  std::vector<block_pool> block_pools;  // by layer
+  typename Stages::tables tables;       // as the host writes them
   memory_bytes bytes;
   std::size_t slow_bytes = 0, fast_bytes = 0;  // of the blocks
   Stages stages;
 
  private:
+  using tables_type = typename Stages::tables;
   static constexpr int head_dim = State::head_dim;
   static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
   template <class Backend>
   pipeline_memory(const Settings& s, Backend& backend, carver&& slow, carver&& fast, slice_file* file,
                   std::span<const engine_blocks<element>> blocks)
-      : host_copies{.page_tables =
-                        table<std::int32_t>(size(s.max_sequences) * size(s.max_pages()), slow, fast),
-                    .slot_sets = table<std::int32_t>(size(s.max_sequences), slow, fast)},
-        page_tables(host_copies.page_tables.host),
-        slot_sets(host_copies.slot_sets.host),
-        stages(make_stages(s, backend, slow, fast)) {
+      : tables{.page_tables = tables_type::template take<std::int32_t>(
+                   size(s.max_sequences) * size(s.max_pages()), slow, fast),
+               .slot_sets = tables_type::template take<std::int32_t>(size(s.max_sequences), slow, fast)},
+        stages(backend, s, slow, fast) {
     for (int layer = 0; layer < s.layers; ++layer)
       layers.push_back(layer_part(s, layer, slow, fast, file, blocks));
-    if constexpr (on_device<Stages>) {
-      bytes.host_copies = slow.used() - bytes.store;
-      bytes.staging = stages.staging_bytes();
-      if (slow.base() != nullptr) stages.begin(host_copies, layers);
-    }
+    bytes.host_copies = slow.used() - bytes.store;
+    bytes.staging = stages.staging_bytes();
     slow_bytes = slow.used();
     fast_bytes = fast.used();
     bytes.state =
         fast_bytes - bytes.device_store - bytes.slots - bytes.summaries - bytes.codec - bytes.staging;
-  }
-
-  /// A table that the host writes: of a device, beside the device's own.
-  template <class T>
-  static host_and_device<T> table(std::size_t count, carver& slow, carver& fast) {
-    T* const device = fast.take<T>(count);
-    if constexpr (on_device<Stages>) return {slow.take<T>(count), device, count};
-    return {device, device, count};
-  }
-  template <class Backend>
-  static Stages make_stages(const Settings& s, Backend& backend, carver& slow, carver& fast) {
-    if constexpr (on_device<Stages>)
-      return Stages(backend, s, slow, fast);
-    else
-      return Stages(backend, s, scratch_sizes(s), fast);
   }
 
   [[gnu::cold]] State layer_part(const Settings& s, int layer, carver& slow, carver& fast, slice_file* file,
@@ -99,8 +78,7 @@ class pipeline_memory {
     l.soft_cap = s.soft_cap;
     if (!s.sink_logits.empty()) {
       const float* const logits = s.sink_logits.data() + size(layer) * size(s.query_heads);
-      l.sink_logits = on_device<Stages> ? fast.take<float>(size(s.query_heads)) : logits;
-      if (on_device<Stages>) host_copies.sink_logits.push_back({logits, l.sink_logits, size(s.query_heads)});
+      l.sink_logits = tables.take_sink_logits(logits, size(s.query_heads), fast);
     }
     l.encoded = s.encodes() && l.kind != layer_kind::complete;
     l.open_pages = s.open_pages();
@@ -115,8 +93,8 @@ class pipeline_memory {
     l.scale = s.scale;
     l.max_pages = s.max_pages();
     l.store_pages = s.store_pages();
-    l.page_table = host_copies.page_tables.device;
-    l.slot_sets = host_copies.slot_sets.device;
+    l.page_table = tables.page_tables.device;
+    l.slot_sets = tables.slot_sets.device;
     l.summary_bytes =
         resolve(s.summary, [&](const auto& summary) { return summary_bytes<element>(summary, l.unit); });
 
@@ -134,7 +112,7 @@ class pipeline_memory {
     const std::size_t file_before = bytes.file;
     // A device reads all of a complete layer in every step, and what it has not encoded when it does: from its
     // own memory.
-    const bool in_fast = on_device<Stages> && (l.encoded || l.kind == layer_kind::complete);
+    const bool in_fast = tables_type::of_device && (l.encoded || l.kind == layer_kind::complete);
     auto* const row_data = (in_fast ? fast : slow).template take<element>(elements(row_pages));
     const std::size_t blocks_before = fast.used(), rows_in_fast = blocks_before - rows_before;
     bytes.device_store += rows_in_fast;
@@ -150,19 +128,13 @@ class pipeline_memory {
       l.blocks =
           blocks_of<element>(make_page_span<typename Layouts::fast, head_dim>(own_data, own_blocks, shape));
     });
-    const auto listed = table<std::int32_t>(size(s.max_resident) * size(most), slow, fast);
+    const auto listed =
+        tables_type::template take<std::int32_t>(size(s.max_resident) * size(most), slow, fast);
     l.selected_blocks = listed.device;
     block_pools.emplace_back(fixed, shared, most, s.max_resident, listed.host);
-    host_and_device<std::int32_t> ids;  // of an engine's blocks, which a device reads from its own memory
-    if (!blocks.empty() && slots > 0) {
-      constexpr std::uintptr_t alignment = on_device<Stages> ? 16 : 1;
-      l.blocks = blocks_of(blocks[size(layer)], layer, slots, alignment);
-      if constexpr (on_device<Stages>) {
-        ids = table<std::int32_t>(size(slots), slow, fast);
-        if (ids.host != nullptr) std::copy_n(l.blocks.ids, slots, ids.host);
-        l.blocks.ids = ids.device;
-      }
-    }
+    const std::int64_t engines = blocks.empty() ? 0 : slots;  // blocks of an engine's tensor
+    if (engines > 0) l.blocks = blocks_of(blocks[size(layer)], layer, slots, tables_type::block_alignment);
+    l.blocks.ids = tables.take_block_ids(l.blocks.ids, size(engines), slow, fast);
     int complete_heads = 0;
     for (int head = 0; head < s.kv_heads; ++head)
       complete_heads += head_kind(s.plan, layer, head) == layer_kind::complete;
@@ -184,37 +156,12 @@ class pipeline_memory {
       bytes.codec += fast.used() - before;
     }
 
-    const auto kinds = table<layer_kind>(size(s.kv_heads), slow, fast);
+    const auto kinds = tables_type::template take<layer_kind>(size(s.kv_heads), slow, fast);
     l.head_kinds = kinds.device;
     for (int head = 0; kinds.host != nullptr && head < s.kv_heads; ++head)
       kinds.host[head] = head_kind(s.plan, layer, head);
-    const std::size_t rows = l.head_index(s.max_sequences, 0);
-    l.kept_queries = fast.take<float>(rows * size(l.decode_rows * l.heads.group() * head_dim));
-    const auto take_arrays = [&](State& arrays, carver& memory) {
-      if constexpr (on_device<Stages>) arrays.flagged_count = memory.take<std::int32_t>(1);
-      for_each_array(arrays, [&]<class T>(T*& array, std::size_t of_sequence) {
-        array = memory.take<T>(size(s.max_sequences) * of_sequence);
-      });
-    };
-    const std::size_t arrays_before = fast.used();
-    take_arrays(l, fast);
-    if constexpr (on_device<Stages>) {
-      State seen = l;
-      seen.page_table = page_tables;
-      seen.slot_sets = slot_sets;
-      seen.selected_blocks = listed.host;
-      seen.blocks.ids = ids.host;
-      seen.head_kinds = kinds.host;
-      const std::size_t host_copies_before = slow.used();
-      take_arrays(seen, slow);
-      std::byte* const host = slow.base() == nullptr ? nullptr : slow.base() + host_copies_before;
-      std::byte* const device = fast.base() == nullptr ? nullptr : fast.base() + arrays_before;
-      host_copies.arrays.push_back({host, device, fast.used() - arrays_before});
-      host_copies.selected_blocks.push_back(listed);
-      host_copies.block_ids.push_back(ids);
-      host_copies.head_kinds.push_back(kinds);
-      host_copies.layers.push_back(seen);
-    }
+    l.kept_queries = fast.take<float>(size(s.max_sequences) * l.kept_query_numbers());
+    tables.take_arrays(l, s.max_sequences, listed, kinds, slow, fast);
     return l;
   }
 
@@ -227,7 +174,8 @@ class pipeline_memory {
 
   /// Room for a layer's complete pages.
   slice_store slices_of(const Settings& s, carver& slow, slice_file* file) {
-    slice_store slices{.first = bytes.file, .slice_bytes = slice_bytes(s), .kv_heads = s.kv_heads};
+    slice_store slices{
+        .first = bytes.file, .slice_bytes = stored_slice_bytes<element, head_dim>(s), .kv_heads = s.kv_heads};
     const std::size_t all = slices.slice_bytes * size(s.store_pages()) * size(s.kv_heads);
     if (s.store_file) {
       slices.file = file;
@@ -236,40 +184,6 @@ class pipeline_memory {
       slices.data = slow.take<std::byte>(all);
     }
     return slices;
-  }
-  static std::size_t slice_bytes(const Settings& s) {
-    const std::size_t bytes = resolve(s.codec, [&](const auto& codec) {
-      return codec.bytes(page_geometry{s.page.tokens, head_dim}, sizeof(element));
-    });
-    return s.store_file ? s.store_file->aligned(bytes) : bytes;
-  }
-
-  static auto scratch_sizes(const Settings& s) {
-    typename Stages::sizes sizes{.kv_heads = s.kv_heads,
-                                 .group = s.query_heads / s.kv_heads,
-                                 .decode_rows = s.max_decode_rows,
-                                 .head_dim = head_dim,
-                                 .page_tokens = s.page.tokens,
-                                 .unit_tokens = s.unit_tokens(),
-                                 .attention_floats = attention_scratch<head_dim>,
-                                 .max_pages = s.max_pages(),
-                                 .max_units = s.max_units()};
-    if (s.encodes()) {
-      sizes.slice_bytes = slice_bytes(s);
-      if (s.store_file) sizes.slice_alignment = s.store_file->alignment();
-      sizes.decoded_bytes = size(2 * s.page.tokens * head_dim) * sizeof(element);
-      sizes.shared_floats = resolve(s.codec, [&](const auto& codec) {
-        return freekv::shared_floats(codec, {s.page.tokens, head_dim});
-      });
-    }
-    resolve(s.summary, [&](const auto& summary) {
-      sizes.summary_width = summary.width({s.unit_tokens(), head_dim});
-      sizes.query_width = summary_query_width(summary, head_dim);
-    });
-    for (int layer = 0; layer < s.layers; ++layer)
-      sizes.selected_units = std::max(sizes.selected_units, s.max_selected(layer));
-    if (s.selects_by() == selection_scope::layer) sizes.pooled_heads = s.kv_heads;
-    return sizes;
   }
 };
 

@@ -1,8 +1,8 @@
 // The policies of a pipeline: one of each kind, defaulted, named in any order.
 #pragma once
 
-#include <freekv/backend/host/host_backend.hpp>
 #include <freekv/core/policy.hpp>
+#include <freekv/pipeline/backend.hpp>
 #include <freekv/policies/any_of.hpp>
 #include <freekv/policies/box_summaries.hpp>
 #include <freekv/policies/coarse_to_fine.hpp>

@@ -7,6 +7,7 @@
 #include <freekv/pipeline/pipeline_core.hpp>
 #include <freekv/pipeline/retrieval_step.hpp>
 #include <freekv/pipeline/saved_prefix.hpp>
+#include <freekv/pipeline/selection_state.hpp>
 #include <freekv/pipeline/step_report.hpp>
 #include <initializer_list>
 #include <span>
@@ -49,7 +50,7 @@ class basic_retrieval_pipeline {
   using backend_type = typename Pack::backend;
   using settings = pipeline_settings<Pack>;
   using footprint = pipeline_footprint<Shape, Pack>;       ///< what it takes: bytes, and slots by layer
-  using reports = layer_report<state, on_device<stages>>;  ///< of a layer's last step
+  using reports = layer_report<state, stages::counts_flagged_heads>;  ///< of a layer's last step
   using step = retrieval_step<Shape, Pack>;
   using step_bounds = typename core::step_bounds;  ///< of captured steps
   static constexpr int head_dim = Shape::head_dim;
@@ -125,9 +126,7 @@ class basic_retrieval_pipeline {
     core_.order.expect_outside_step("open");
     core_.before_change("open");
     const sequence_id id = core_.sequences->open(start);
-    core_.in_all_layers([&](const auto&... layer) {
-      core_.stages().restore(layer..., static_cast<int>(id), core_.sequences->known(id).tokens);
-    });
+    core_.stages().restore(static_cast<int>(id), tokens(id));
     return id;
   }
 
@@ -140,16 +139,12 @@ class basic_retrieval_pipeline {
     core_.before_change("fork");
     const slot_budget slots(core_);
     const auto of_parent = [&](std::size_t layer) {
-      return on_device<stages> ? slots.held(layer, parent) : slots.in_use(layer, parent);
+      return stages::selections_at_hand ? slots.in_use(layer, parent) : slots.held(layer, parent);
     };
     slots.make_room("a fork", of_parent, [](sequence_id) { return false; });
     const sequence_id id = core_.sequences->fork(parent);
     slots.hold(id, of_parent);
-    if constexpr (on_device<stages>)
-      core_.stages().fork(static_cast<int>(parent), static_cast<int>(id), tokens(id));
-    else
-      for (const state& layer : core_.memory->layers)
-        core_.stages().fork(layer, static_cast<int>(parent), static_cast<int>(id));
+    core_.stages().fork(static_cast<int>(parent), static_cast<int>(id), tokens(id));
     return id;
   }
 
@@ -201,12 +196,11 @@ class basic_retrieval_pipeline {
     if (keeps && !candidates_within(id, tokens)) {
       core_.settle("truncate");
       for (const state& layer : core_.memory->layers)
-        keeps = keeps && core_.stages().selects_within(layer, sequence, tokens / core_.settings.page.tokens);
+        keeps = keeps && selects_within(core_.stages().read_back(layer), sequence,
+                                        tokens / core_.settings.page.tokens);
     }
     core_.sequences->truncate(id, tokens, keeps);
-    core_.in_all_layers([&](const auto&... layer) {
-      core_.stages().truncate(layer..., sequence, {before, tokens, keeps, has_rows});
-    });
+    core_.stages().truncate(sequence, {before, tokens, keeps, has_rows});
   }
 
   /// The sequence's slots go to others; it takes no steps until it is restored, and then goes on as if
@@ -224,7 +218,7 @@ class basic_retrieval_pipeline {
     core_.before_change("restore");
     // All that it may hold, where there is so much; else what it has selected, which a device is asked for.
     const slot_budget slots(core_);
-    const bool counts = !on_device<stages> || slots.is_short();
+    const bool counts = stages::selections_at_hand || slots.is_short();
     if (counts) core_.settle("restore");
     const auto of_selection = [&](std::size_t layer) {
       return counts ? slots.in_use(layer, id) : slots.most(layer);
@@ -232,9 +226,7 @@ class basic_retrieval_pipeline {
     slots.make_room("a restored sequence", of_selection, [](sequence_id) { return false; });
     core_.sequences->restore(id);
     slots.hold(id, of_selection);
-    core_.in_all_layers([&](const auto&... layer) {
-      core_.stages().restore(layer..., static_cast<int>(id), core_.sequences->known(id).tokens);
-    });
+    core_.stages().restore(static_cast<int>(id), tokens(id));
   }
   bool is_preempted(sequence_id id) const {
     core_.sequences->known(id);
@@ -261,11 +253,9 @@ class basic_retrieval_pipeline {
   [[nodiscard("a step that is not kept is abandoned at once")]] step begin_step(
       std::span<const step_input> rows) {
     core_.order.expect_outside_step("begin_step");
-    if constexpr (on_device<stages>) {
-      core_.check_order("begin_step");
-      if (core_.backend.compute().is_capturing())
-        throw usage_error("begin_step: the compute stream is captured; call begin_captured_step");
-    }
+    core_.check_order("begin_step");
+    if (core_.backend.compute().is_capturing())
+      throw usage_error("begin_step: the compute stream is captured; call begin_captured_step");
     core_.sequences->check_step(rows);
     slot_budget(core_).reserve(rows);
     core_.sequences->begin_step(rows, core_.entries);
@@ -276,7 +266,7 @@ class basic_retrieval_pipeline {
       if (entry.phase == step_phase::prefill)
         core_.longest_prompt = std::max(core_.longest_prompt, entry.after());
     }
-    core_.upload_step(false);
+    core_.step = core_.stages().begin_step(core_.entries);
     core_.order.begin_step();
     return step(core_);
   }
@@ -300,7 +290,7 @@ class basic_retrieval_pipeline {
   /// it says so. Rows, queries and outputs have room for so many rows; a replay reads and writes those of its
   /// step alone. Nothing happens to any sequence. Throws usage_error.
   [[nodiscard("a step that is not kept is abandoned at once")]] step begin_captured_step(
-      const step_bounds& most) requires on_device<backend_type> {
+      const step_bounds& most) requires device_stages<stages> {
     core_.order.expect_outside_step("begin_captured_step");
     if (!core_.backend.compute().is_capturing())
       throw usage_error("begin_captured_step: the compute stream is not captured");
@@ -322,7 +312,7 @@ class basic_retrieval_pipeline {
   /// while as many are under way as the ring takes: `wait` waits for one. Waits for nothing. Throws as
   /// `begin_step`; pool_exhausted too where others would have to give up blocks that hold nothing, which
   /// `reserve` sees to; usage_error for rows that no captured step takes.
-  [[nodiscard]] bool plan(std::span<const step_input> rows) requires on_device<backend_type> {
+  [[nodiscard]] bool plan(std::span<const step_input> rows) requires device_stages<stages> {
     core_.order.expect_outside_step("plan");
     core_.check_order("plan");
     core_.sequences->check_step(rows, "plan");
@@ -346,11 +336,11 @@ class basic_retrieval_pipeline {
     core_.entries.clear();
     return true;
   }
-  [[nodiscard]] bool plan(std::initializer_list<step_input> rows) requires on_device<backend_type> {
+  [[nodiscard]] bool plan(std::initializer_list<step_input> rows) requires device_stages<stages> {
     return plan(std::span(rows.begin(), rows.size()));
   }
   /// Waits until a step can be planned. Throws usage_error where no replay is queued that would make room.
-  void wait() requires on_device<backend_type> { core_.stages().wait_to_plan(); }
+  void wait() requires device_stages<stages> { core_.stages().wait_to_plan(); }
   /// Sees to it that decode rows of these sequences find blocks for what they select, as `begin_step` does;
   /// if others have to give up some, it waits for what is queued. Throws pool_exhausted, or usage_error.
   void reserve(std::span<const step_input> rows) {
@@ -362,12 +352,12 @@ class basic_retrieval_pipeline {
   /// Blocks of a row of the tables that `queue_tables` writes at most. Throws usage_error for rows that the
   /// layer has no table of.
   template <class Rows>
-  requires on_device<backend_type>
+  requires device_stages<stages>
   int most_blocks(int layer, Rows rows) const {
     return detail::most_blocks(core_.layer_of(layer, "most_blocks"), core_.settings, rows);
   }
   /// Where tables' blocks are: keys, values and strides in elements. The engine does not write there.
-  slot_blocks<element> paged_kv(int layer) const requires on_device<backend_type> {
+  slot_blocks<element> paged_kv(int layer) const requires device_stages<stages> {
     return detail::paged_kv(core_.layer_of(layer, "paged_kv"));
   }
 
@@ -381,7 +371,7 @@ class basic_retrieval_pipeline {
     const state& of_layer = core_.layer_of(layer, "report");
     core_.check_order("report");
     core_.recalled[static_cast<std::size_t>(layer)].wait();
-    return {core_.readable(of_layer), *core_.sequences};
+    return {core_.stages().read_back(of_layer), *core_.sequences};
   }
 
   /// Queues on `side`, a `device::stream` of the caller's, that the host is given what all of a layer's
@@ -389,13 +379,13 @@ class basic_retrieval_pipeline {
   /// queues from now on lies behind the copy; so a captured step may have it. When `side` has come so far,
   /// `queued_report` reads it.
   template <class Stream>
-  requires on_device<backend_type>
+  requires device_stages<stages>
   void queue_report(int layer, Stream& side) {
     core_.stages().queue_read_back(core_.layer_of(layer, "queue_report"), side);
   }
   /// Reports that the layer's last `queue_report` has brought; waits for nothing. Valid until the layer's
   /// next `report` or `queue_report`, or the next call between steps.
-  reports queued_report(int layer) const requires on_device<backend_type> {
+  reports queued_report(int layer) const requires device_stages<stages> {
     return {core_.stages().as_read(core_.layer_of(layer, "queued_report")), *core_.sequences};
   }
 
@@ -405,7 +395,7 @@ class basic_retrieval_pipeline {
   /// Whether all that a sequence may have selected is complete pages among its first `tokens` tokens, as far
   /// as is known without looking; then no truncation to that length makes it drop its selection.
   bool candidates_within(sequence_id id, int tokens) const {
-    if (!on_device<stages> || core_.settings.pinned_units() > 0) return false;
+    if (stages::selections_at_hand || core_.settings.pinned_units() > 0) return false;
     const int page = core_.settings.page.tokens, at = core_.sequences->known(id).candidates_at;
     return std::all_of(core_.memory->layers.begin(), core_.memory->layers.end(), [&](const state& s) {
       const page_roles roles = roles_at(at, s.budget, page);

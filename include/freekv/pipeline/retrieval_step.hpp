@@ -31,7 +31,6 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   using state = typename core_type::state;
   using element = typename Shape::element_type;
   static constexpr int head_dim = Shape::head_dim;
-  using backend_type = typename core_type::backend_type;
 
  public:
   /// A handle without a step.
@@ -62,9 +61,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     // A captured step has joined its recalls when the next is replayed; those of a step before it `plan` has
     // joined.
     if (!core.in_capture) core.backend.compute().wait(core.recalled[static_cast<std::size_t>(layer)]);
-    core.each_part([&](const auto& part) { core.stages().retry_reads(s, part); });
-    core.each_part([&](const auto& part) { core.stages().append(s, part, given); });
-    core.each_part([&](const auto& part) { core.stages().detect(s, part, given.queries); });
+    core.stages().append(s, core.step, given);
     core.queries = given.queries;
     core.order.reached(layer_progress::appended, layer);
   }
@@ -88,29 +85,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
       throw usage_error("append_from: a captured step has no tables of the sequences to come; begin a step");
     detail::expect_prompt_tables(rows, core.entries);
     auto& recalled = core.recalled[static_cast<std::size_t>(layer)];
-    if constexpr (on_device<backend_type>) {
-      // So the compute stream is at most a step ahead of what reads that step.
-      core.backend.compute().wait(recalled);
-      core.backend.recall().wait(core.backend.compute().record());
-      core.stages().append_from(s, core.step, rows);
-    } else {
-      if (s.encoded) {
-        recalled.wait();
-        for (const step_entry& entry : core.entries) core.stages().retry_reads(s, entry);
-      }
-      for (std::size_t i = 0; i < rows.size(); ++i)
-        for (int page = core.entries[i].before / s.page.tokens; page < s.pages_of(core.entries[i].after());
-             ++page) {
-          const auto append_one = [stages = &core.stages(), layer_state = &s, entry = core.entries[i],
-                                   table = rows[i], page](bool behind) {
-            stages->append_from(*layer_state, entry, table, page, behind);
-          };
-          if (s.slices.file != nullptr)
-            append_one(false);
-          else
-            core.backend.recall().enqueue([append_one] { append_one(true); });
-        }
-    }
+    core.stages().append_from(s, core.step, rows, recalled);
     recalled = core.backend.recall().record();
     core.queries = {};
     core.order.reached(layer_progress::appended, layer);
@@ -131,7 +106,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     const state& s = layer_in(core, layer, "attend", layer_progress::appended, layer_progress::corrected);
     const auto to = output(core, "attend", s, out, lse, out_stride);
     correct(layer);
-    core.each_part([&](const auto& part) { core.stages().attend(s, part, core.queries, to); });
+    core.stages().attend(s, core.step, core.queries, to);
     finish_layer(layer);
   }
 
@@ -163,7 +138,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     expect_numbers("log-masses", masses.size(), core.rows, std::int64_t{s.heads.query} * entries);
     correct(layer);
     const mass_output to{masses.data(), entries, nat_in(core.settings.lse_base)};
-    core.each_part([&](const auto& part) { core.stages().masses(s, part, core.queries, to); });
+    core.stages().masses(s, core.step, core.queries, to);
   }
 
   /// Corrects the flagged heads, as `attend` does first; for an engine that attends with a kernel of its own.
@@ -174,11 +149,9 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     core_type& core = this->of("correct");
     const state& s = layer_in(core, layer, "correct", layer_progress::appended, layer_progress::corrected);
     if (core.order.of(layer) == layer_progress::appended && s.kind == layer_kind::retrieval)
-      core.each_part([&](const auto& part) {
-        if (core.decodes(part)) core.stages().correct(s, part);
-      });
+      core.stages().correct(s, core.step);
     core.order.reached(layer_progress::corrected, layer);
-    core.each_part([&](const auto& part) { core.stages().retry_correction_reads(s, part); });
+    core.stages().retry_correction_reads(s, core.step);
   }
 
   /// The pages that KV head `head` of a sequence attends to with the last of its decode rows, to `blocks`
@@ -190,7 +163,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     const state& of_layer =
         layer_in(core, layer, "table", layer_progress::corrected, layer_progress::corrected);
     const step_entry& entry = detail::entry_for_table(of_layer, core.entries, id, blocks.size());
-    const state& s = core.readable(of_layer);
+    const state& s = core.stages().read_back(of_layer);
     if (head < 0 || head >= s.heads.kv)
       throw usage_error("table: KV head " + std::to_string(head) + " is not one of " +
                         std::to_string(s.heads.kv));
@@ -203,7 +176,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     core_type& core = this->of("table");
     const state& s = layer_in(core, layer, "table", layer_progress::corrected, layer_progress::corrected);
     const step_entry& entry = detail::entry_for_table(s, core.entries, id, blocks.size());
-    return detail::write_table(core.readable(s), entry, blocks);
+    return detail::write_table(core.stages().read_back(s), entry, blocks);
   }
 
   /// Queues on the compute stream that tables of what the step's decode rows attend to in a layer are written
@@ -212,7 +185,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   /// of the slots of a layer, or where it keeps none of the store, as layers that keep everything do;
   /// `all_heads` is of the store alone. Throws usage_error.
   template <class Tables>
-  requires on_device<backend_type>
+  requires device_stages<typename core_type::stages_type>
   void queue_tables(int layer, const Tables& to) {
     core_type& core = this->of("queue_tables");
     const state& s =
@@ -231,11 +204,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     core.order.reached(layer_progress::attended, layer);
     if (s.kind != layer_kind::retrieval) return;
     core.backend.recall().wait(core.backend.compute().record());
-    core.each_part([&](const auto& part) {
-      if (core.decodes(part))
-        core.backend.recall().enqueue(
-            [stages = &core.stages(), layer_state = &s, part] { stages->speculate(*layer_state, part); });
-    });
+    core.stages().speculate(s, core.step);
     if (core.in_capture)
       core.recalls_in_capture = true;
     else
@@ -250,7 +219,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     core_type& core = this->of("attend_full");
     const state& s = layer_in(core, layer, "attend_full", layer_progress::appended, layer_progress::attended);
     const auto to = output(core, "attend_full", s, out, lse, out_stride);
-    core.each_part([&](const auto& part) { core.stages().attend_full(s, part, core.queries, to); });
+    core.stages().attend_full(s, core.step, core.queries, to);
   }
 
   /// Ends the step. Every layer must have been appended to, and have attended its decode rows. In a capture
@@ -259,9 +228,8 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   void end() {
     core_type& core = this->of("end");
     if (core.rows > 0) core.order.expect_all("end", core.any_decode());
-    if constexpr (on_device<backend_type>)
-      if (core.in_capture && core.recalls_in_capture)
-        core.backend.compute().wait(core.backend.recall().record());
+    if (core.in_capture && core.recalls_in_capture)
+      core.backend.compute().wait(core.backend.recall().record());
     core.order.leave_step();
     core.in_capture = false;
     this->owner_ = nullptr;
@@ -280,7 +248,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     core.settle("abandon");
     core.entries.erase(entry);
     core.release(id);
-    core.upload_step(true);
+    core.step = core.stages().begin_step(core.entries, true);
   }
 
  private:

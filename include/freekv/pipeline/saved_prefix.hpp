@@ -19,7 +19,6 @@
 #include <freekv/core/error.hpp>
 #include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
-#include <freekv/pipeline/host_copies.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/pipeline/sequences.hpp>
 #include <freekv/policies/codec.hpp>
@@ -73,7 +72,6 @@ inline std::string hexadecimal(std::uint64_t number) {
 template <class Core>
 class saved_prefix {
   using state = typename Core::state;
-  static constexpr bool device = on_device<typename Core::stages_type>;
 
  public:
   /// `model`: what the pages depend on and the pipeline does not know.
@@ -154,14 +152,9 @@ class saved_prefix {
   struct memory_of {
     Core& core;
     void copy(std::byte* to, const std::byte* from, std::size_t bytes) {
-      if constexpr (device)
-        core.stages().queue_copy(to, from, bytes);
-      else
-        std::memcpy(to, from, bytes);
+      core.stages().queue_copy(to, from, bytes);
     }
-    void finish() {
-      if constexpr (device) core.synchronize();
-    }
+    void finish() { core.synchronize(); }
   };
 
   template <class T>
@@ -185,16 +178,16 @@ class saved_prefix {
 
   /// Calls `move(bytes, count)` for all that the store's pages `pages` have, in the stream's order, to be read or written.
   template <class Move>
-  void each_part(way direction, std::span<const std::int32_t> pages, const Move& move) {
+  void each_part(way direction, std::span<const store_page_id> pages, const Move& move) {
     for (const state& s : core_.memory->layers) {
-      for (const std::int32_t page : pages) each_slice(s, direction, page, move);
+      for (const store_page_id page : pages) each_slice(s, direction, page, move);
       if (s.encoded && s.shared_bytes > 0)
-        for (const std::int32_t page : pages) move(s.shared_of(page), s.shared_bytes);
+        for (const store_page_id page : pages) move(s.shared_of(page), s.shared_bytes);
       if (s.kind != layer_kind::retrieval) continue;
       const auto units = static_cast<std::size_t>(s.units_per_page);
       for (int head = 0; head < s.heads.kv; ++head) {
         if (head_kind(core_.settings.plan, s.layer, head) != layer_kind::retrieval) continue;
-        for (const std::int32_t page : pages) {
+        for (const store_page_id page : pages) {
           move(s.summary_of(page, head), units * s.summary_bytes);
           if (s.pins > 0)
             move(reinterpret_cast<std::byte*>(&s.pin_worth_of(page, head, 0)), units * sizeof(float));
@@ -203,7 +196,7 @@ class saved_prefix {
     }
   }
   template <class Move>
-  void each_slice(const state& s, way direction, std::int32_t page, const Move& move) {
+  void each_slice(const state& s, way direction, store_page_id page, const Move& move) {
     if (!s.encoded) {
       const std::size_t row = sizeof(typename state::element) * static_cast<std::size_t>(state::head_dim);
       for (int head = 0; head < s.heads.kv; ++head) {
@@ -234,7 +227,7 @@ class saved_prefix {
   }
   std::uint64_t bytes_of_page() {
     std::uint64_t all = 0;
-    each_part(way::none, std::array{std::int32_t{0}},
+    each_part(way::none, std::array{store_page_id{0}},
               [&](const std::byte*, std::size_t bytes) { all += bytes; });
     return all;
   }

@@ -44,7 +44,7 @@ class prefix {
     return *this;
   }
   ~prefix() {
-    for (const std::int32_t page : pages_) pool_->give_back(page);
+    for (const store_page_id page : pages_) pool_->give_back(page);
   }
   int pages() const { return static_cast<int>(pages_.size()); }
 
@@ -52,7 +52,7 @@ class prefix {
   friend class sequence_table;
   explicit prefix(page_pool& pool) : pool_(&pool) {}
   page_pool* pool_;
-  std::vector<std::int32_t> pages_;  // of the store
+  std::vector<store_page_id> pages_;
 };
 
 /// State of all sequences. A call that throws changes nothing; its `check_` is called before it.
@@ -102,7 +102,7 @@ class sequence_table {
   }
   /// Begins with the pages of `start`.
   sequence_id open(const prefix& start) {
-    const std::span<const std::int32_t> of_start = pages_of(start, "open");
+    const std::span<const store_page_id> of_start = pages_of(start, "open");
     const int pages = start.pages();
     const sequence_id id = open();
     record& r = record_of(id);
@@ -123,7 +123,7 @@ class sequence_table {
     const sequence_id id = next_free("a fork");
     record_of(id) = from;
     take_slot_set(id);
-    for (int page = 0; page < from.pages; ++page) share(id, page, *page_entry(parent, page));
+    for (int page = 0; page < from.pages; ++page) share(id, page, page_of(parent, page));
     return id;
   }
   /// The complete pages among the first `tokens` tokens.
@@ -133,7 +133,7 @@ class sequence_table {
                         std::to_string(has));
     prefix kept(pool_);
     for (int page = 0; page < tokens / limits_.page_tokens; ++page) {
-      kept.pages_.push_back(*page_entry(id, page));
+      kept.pages_.push_back(page_of(id, page));
       pool_.share(kept.pages_.back());
     }
     return kept;
@@ -152,7 +152,7 @@ class sequence_table {
     return taken;
   }
   /// Pages of the store that a prefix has. Throws usage_error where it is another pipeline's.
-  std::span<const std::int32_t> pages_of(const prefix& kept, const char* call) const {
+  std::span<const store_page_id> pages_of(const prefix& kept, const char* call) const {
     if (kept.pool_ != &pool_) throw usage_error(std::string(call) + ": the prefix is of another pipeline");
     return kept.pages_;
   }
@@ -232,6 +232,7 @@ class sequence_table {
   std::int32_t* page_entry(sequence_id id, int page) const {
     return page_tables_ + index(id) * static_cast<std::size_t>(pages_for(limits_.max_tokens)) + page;
   }
+  store_page_id page_of(sequence_id id, int page) const { return store_page_id{*page_entry(id, page)}; }
   std::int32_t& slot_set(sequence_id id) const { return slot_sets_[index(id)]; }
 
   sequence_id next_free(const char* who) const {
@@ -255,12 +256,12 @@ class sequence_table {
     free_slot_sets_.pop_back();
   }
   void give_back_slot_set(sequence_id id) { free_slot_sets_.push_back(std::exchange(slot_set(id), -1)); }
-  void share(sequence_id id, int page, std::int32_t store_page) {
-    *page_entry(id, page) = store_page;
+  void share(sequence_id id, int page, store_page_id store_page) {
+    *page_entry(id, page) = number_of(store_page);
     pool_.share(store_page);
   }
   void give_back_from(sequence_id id, int page) {
-    for (int last = known(id).pages; page < last; ++page) pool_.give_back(*page_entry(id, page));
+    for (int last = known(id).pages; page < last; ++page) pool_.give_back(page_of(id, page));
   }
 
   void check_rows(const char* call, std::span<const step_input> rows, std::size_t i) const {
@@ -282,22 +283,22 @@ class sequence_table {
       throw pool_exhausted("tokens of " + name_of(r.sequence), limits_.max_tokens, sequence.tokens,
                            "the step", r.tokens);
   }
-  /// The page that the next row goes to, where there is one that is not full; else -1.
-  std::int32_t open_page(sequence_id id) const {
+  /// The page that the next row goes to, where there is one that is not full.
+  store_page_id open_page(sequence_id id) const {
     const record& sequence = known(id);
-    return sequence.tokens % limits_.page_tokens == 0 ? -1 : *page_entry(id, sequence.pages - 1);
+    return sequence.tokens % limits_.page_tokens == 0 ? store_page_id::none : page_of(id, sequence.pages - 1);
   }
   /// A page that others have too is copied before it is written to. Of all that have it the last one writes to it.
   std::int64_t pages_needed(std::span<const step_input> rows, std::size_t i) const {
     const step_input& r = rows[i];
     if (r.tokens == 0) return 0;
     const record& sequence = known(r.sequence);
-    const std::int32_t open = open_page(r.sequence);
+    const store_page_id open = open_page(r.sequence);
     const auto leaves_it = [&](const step_input& other) {
       return other.tokens > 0 && open_page(other.sequence) == open;
     };
     const bool copies =
-        open >= 0 &&
+        open != store_page_id::none &&
         pool_.uses(open) -
                 std::count_if(rows.begin(), rows.begin() + static_cast<std::ptrdiff_t>(i), leaves_it) >
             1;
@@ -310,14 +311,15 @@ class sequence_table {
                      .tokens = r.tokens,
                      .first_row = first_row,
                      .phase = r.phase};
-    if (const std::int32_t open = open_page(r.sequence); open >= 0 && pool_.uses(open) > 1) {
+    if (const store_page_id open = open_page(r.sequence);
+        open != store_page_id::none && pool_.uses(open) > 1) {
       entry.shared_page = open;
-      *page_entry(r.sequence, sequence.pages - 1) = pool_.take();
+      *page_entry(r.sequence, sequence.pages - 1) = number_of(pool_.take());
       pool_.give_back(open);  // others have it; whoever writes to it does so after this step's copy
     }
     sequence.tokens += r.tokens;
     for (const int pages = pages_for(sequence.tokens); sequence.pages < pages; ++sequence.pages)
-      *page_entry(r.sequence, sequence.pages) = pool_.take();
+      *page_entry(r.sequence, sequence.pages) = number_of(pool_.take());
 
     sequence.unencoded_from =
         (r.phase == step_phase::decode ? entry.before : entry.after()) / limits_.page_tokens;

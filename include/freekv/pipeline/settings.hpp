@@ -202,4 +202,13 @@ template <int HeadDim, class Pack>
   return s;
 }
 
+/// Bytes in which a store keeps one KV head's keys and values of a page: as the codec leaves them, in a file aligned.
+template <class Element, int head_dim, class Settings>
+std::size_t stored_slice_bytes(const Settings& s) {
+  const std::size_t bytes = resolve(s.codec, [&](const auto& codec) {
+    return codec.bytes(page_geometry{s.page.tokens, head_dim}, sizeof(Element));
+  });
+  return s.store_file ? s.store_file->aligned(bytes) : bytes;
+}
+
 }  // namespace freekv

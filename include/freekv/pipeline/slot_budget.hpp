@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <freekv/core/error.hpp>
+#include <freekv/pipeline/selection_state.hpp>
 #include <freekv/pipeline/sequences.hpp>
 #include <freekv/storage/block_pool.hpp>
 #include <span>
@@ -22,7 +23,7 @@ class slot_budget {
   /// Blocks in which a sequence has anything.
   int in_use(std::size_t layer, sequence_id id) const {
     const auto& s = core_.memory->layers[layer];
-    return s.keeps_slots ? core_.stages().selected_blocks_in_use(s, static_cast<int>(id)) : 0;
+    return s.keeps_slots ? selected_blocks_in_use(core_.stages().read_back(s), static_cast<int>(id)) : 0;
   }
   int held(std::size_t layer, sequence_id id) const {
     return core_.memory->block_pools[layer].held(core_.sequences->slot_set_of(id));

@@ -5,6 +5,7 @@
 #include <concepts>
 #include <freekv/config.hpp>
 #include <freekv/core/hooks.hpp>
+#include <freekv/core/ids.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
 #include <string>
@@ -111,10 +112,10 @@ struct slot_roles {
   FREEKV_HD constexpr int selected_blocks_for(int slots) const {
     return (slots + units_per_page - 1) / units_per_page;
   }
-  FREEKV_HD constexpr int sink_slot(int page) const { return page; }
-  FREEKV_HD constexpr int ring_slot(int page) const { return sink + page % ring; }
-  /// The block of selected slot i.
-  FREEKV_HD constexpr int selected_slot(int i) const { return sink + ring + i / units_per_page; }
+  FREEKV_HD constexpr slot_id sink_slot(int page) const { return slot_id{page}; }
+  FREEKV_HD constexpr slot_id ring_slot(int page) const { return slot_id{sink + page % ring}; }
+  /// The slot that has the room of selected unit i.
+  FREEKV_HD constexpr slot_id selected_slot(int i) const { return slot_id{sink + ring + i / units_per_page}; }
   /// First non-sink page that is still whole in the ring at length `tokens`.
   FREEKV_HD constexpr int ring_begin(int tokens, int page_tokens) const {
     const int begin = (tokens + page_tokens - 1) / page_tokens - ring;

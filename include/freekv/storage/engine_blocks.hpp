@@ -44,8 +44,11 @@ struct slot_blocks {
   std::int64_t block_stride = 0, token_stride = 0, head_stride = 0;
   const std::int32_t* ids = nullptr;
 
-  FREEKV_HD std::int64_t id(std::int64_t block) const { return ids == nullptr ? block : ids[block]; }
-  FREEKV_HD head_slice<Element> slice(std::int64_t block, int head) const {
+  /// Its number in the tensor.
+  FREEKV_HD std::int64_t id(block_id block) const {
+    return ids == nullptr ? number_of(block) : ids[number_of(block)];
+  }
+  FREEKV_HD head_slice<Element> slice(block_id block, int head) const {
     const std::int64_t offset = id(block) * block_stride + head * head_stride;
     return {keys + offset, values + offset, token_stride};
   }

@@ -10,6 +10,7 @@
 #include <cuda/std/mdspan>
 #include <freekv/config.hpp>
 #include <freekv/core/hooks.hpp>
+#include <freekv/core/ids.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
 #include <string_view>
@@ -192,6 +193,12 @@ FREEKV_HD constexpr head_slice<typename PageSpan::element_type> slice_of(const P
   const auto& map = pages.mapping();
   return {pages.data_handle() + map(page, 0, 0, head, 0), pages.data_handle() + map(page, 1, 0, head, 0),
           map.stride(static_cast<std::size_t>(page_axis::token))};
+}
+/// The same of a page of the store.
+template <class PageSpan>
+FREEKV_HD constexpr head_slice<typename PageSpan::element_type> slice_of(const PageSpan& store,
+                                                                         store_page_id page, int head) {
+  return slice_of(store, std::int64_t{number_of(page)}, head);
 }
 
 }  // namespace freekv

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <freekv/core/ids.hpp>
 #include <vector>
 
 namespace freekv {
@@ -12,30 +13,32 @@ class page_pool {
  public:
   explicit page_pool(std::int32_t capacity) : uses_(static_cast<std::size_t>(capacity)) {
     free_.reserve(uses_.size());
-    for (std::int32_t page = capacity; page-- > 0;) free_.push_back(page);
+    for (std::int32_t page = capacity; page-- > 0;) free_.push_back(store_page_id{page});
   }
 
   std::int32_t capacity() const { return static_cast<std::int32_t>(uses_.size()); }
   std::int32_t available() const { return static_cast<std::int32_t>(free_.size()); }
 
   /// A page that is not in use. The caller has made sure that one is available.
-  std::int32_t take() {
-    const std::int32_t page = free_.back();
+  store_page_id take() {
+    const store_page_id page = free_.back();
     free_.pop_back();
-    uses_[static_cast<std::size_t>(page)] = 1;
+    uses_of(page) = 1;
     return page;
   }
   /// One more user of a page in use.
-  void share(std::int32_t page) { ++uses_[static_cast<std::size_t>(page)]; }
-  std::int32_t uses(std::int32_t page) const { return uses_[static_cast<std::size_t>(page)]; }
+  void share(store_page_id page) { ++uses_of(page); }
+  std::int32_t uses(store_page_id page) const { return uses_[static_cast<std::size_t>(page)]; }
   /// One user less; after the last the page is free.
-  void give_back(std::int32_t page) {
-    if (--uses_[static_cast<std::size_t>(page)] == 0) free_.push_back(page);
+  void give_back(store_page_id page) {
+    if (--uses_of(page) == 0) free_.push_back(page);
   }
 
  private:
+  std::int32_t& uses_of(store_page_id page) { return uses_[static_cast<std::size_t>(page)]; }
+
   std::vector<std::int32_t> uses_;  // by page
-  std::vector<std::int32_t> free_;
+  std::vector<store_page_id> free_;
 };
 
 }  // namespace freekv

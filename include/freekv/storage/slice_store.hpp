@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <freekv/config.hpp>
+#include <freekv/core/ids.hpp>
 #include <freekv/storage/file_store.hpp>
 #include <span>
 
@@ -19,14 +19,14 @@ struct slice_store {
   std::size_t slice_bytes = 0;  // with what alignment adds
   int kv_heads = 0;
 
-  FREEKV_HD constexpr std::uint64_t offset(std::int32_t store_page, int head) const {
-    return (static_cast<std::uint64_t>(store_page) * static_cast<std::uint64_t>(kv_heads) +
+  FREEKV_HD constexpr std::uint64_t offset(store_page_id store_page, int head) const {
+    return (static_cast<std::uint64_t>(number_of(store_page)) * static_cast<std::uint64_t>(kv_heads) +
             static_cast<std::uint64_t>(head)) *
            slice_bytes;
   }
 
   /// Writes the slices of all heads of a page. Throws store_error.
-  void write_page(std::int32_t store_page, const std::byte* slices) const {
+  void write_page(store_page_id store_page, const std::byte* slices) const {
     const std::size_t bytes = static_cast<std::size_t>(kv_heads) * slice_bytes;
     if (file == nullptr) {
       std::memcpy(data + offset(store_page, 0), slices, bytes);
@@ -37,11 +37,11 @@ struct slice_store {
   }
 
   /// Bytes of the slice of `head`, where they lie; of a store in memory.
-  FREEKV_HD std::byte* in_memory(std::int32_t store_page, int head) const {
+  FREEKV_HD std::byte* in_memory(store_page_id store_page, int head) const {
     return data + offset(store_page, head);
   }
   /// A read of the slice of `head` to `to`; of a store in a file.
-  file_read read_of(std::int32_t store_page, int head, std::byte* to) const {
+  file_read read_of(store_page_id store_page, int head, std::byte* to) const {
     return {first + offset(store_page, head), to, slice_bytes};
   }
 };

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <freekv/algorithms/keep_selection.hpp>
 #include <freekv/algorithms/summarise_unit.hpp>
 #include <freekv/backend/cuda/block_summary.cuh>
 #include <freekv/backend/cuda/encoded_pages.cuh>
@@ -80,7 +81,7 @@ struct device_rows {
     if (const std::int64_t nth = entry.first_row + token - entry.before; blocks.ids == nullptr)
       return {blocks.keys + nth * blocks.block_stride + head * blocks.head_stride,
               blocks.values + nth * value_stride + head * blocks.head_stride, 0};
-    return rows_behind(blocks.slice(token / block_tokens, head), token % block_tokens);
+    return rows_behind(blocks.slice(block_id{token / block_tokens}, head), token % block_tokens);
   }
 };
 
@@ -145,8 +146,8 @@ __device__ bool completes(const State& s, const step_entry& entry, int page) {
 /// Whether such a page's rows stay where they are until a block has summarised it: an open page's room is the next one's.
 template <class State>
 __device__ bool leaves_to_block(const State& s, const step_entry& entry, int page) {
-  return s.pins == 0 &&
-         (!s.encoded || entry.phase == step_phase::prefill || s.fixed_slot(page, entry.after()) >= 0);
+  return s.pins == 0 && (!s.encoded || entry.phase == step_phase::prefill ||
+                         s.fixed_slot(page, entry.after()) != slot_id::none);
 }
 
 /// Appends the rows of an entry that fall into one page to one head's slice of it in the store, or to where they are before
@@ -163,11 +164,11 @@ __device__ void append_page(Team team, const State& s, const Summary& summary, c
   const int first = entry.before > page_begin ? entry.before : page_begin;
   const int last = entry.after() < page_end ? entry.after() : page_end;
   if (first >= last) return;
-  const std::int32_t store_page = s.store_page(entry.sequence, page);
+  const store_page_id store_page = s.store_page(entry.sequence, page);
   const auto kept =
       s.encoded ? unencoded_rows(team, s, entry, page, head, staged) : slice_of(s.store, store_page, head);
-  const int fixed_slot = s.fixed_slot(page, entry.after());
-  const bool in_slots = fixed_slot >= 0;
+  const slot_id fixed_slot = s.fixed_slot(page, entry.after());
+  const bool in_slots = fixed_slot != slot_id::none;
   head_slice<element> slot;
   if (in_slots) slot = s.block_slice(entry.sequence, fixed_slot, head);
   for (int token = first; token < last; ++token) {
@@ -197,25 +198,8 @@ __device__ void append_page(Team team, const State& s, const Summary& summary, c
   }
 }
 
-/// Forgets what one head of a sequence has selected, and what its selected slots hold.
-template <class Team, class State>
-__device__ void drop_selection(Team team, const State& s, int sequence, int head) {
-  const slot_contents slots = s.slots_of(sequence, head);
-  for (int i = team.lane(); i < slots.count; i += team.lanes()) {
-    slots.unit[i] = -1;
-    slots.last_selected[i] = 0;
-  }
-  if (team.lane() != 0) return;
-  const std::size_t row = s.head_index(sequence, head);
-  s.selected_count[row] = 0;
-  s.pinned_count[row] = 0;
-  s.next_selected_count[row] = -1;
-  s.selections[row] = 0;
-  s.recall_failed[row] = 0;
-}
-
-/// Flags one head of a decode entry that has no selection, or that the correction does not accept a row's queries from;
-/// counts the flag, and keeps the entry's queries, which make the next selection. A prompt's head forgets its selection.
+/// Flags one head of a decode entry that is to select anew, counts the flag, and keeps the entry's queries, which make the
+/// next selection. A prompt's head forgets its selection.
 template <class Team, class State, class Correction>
 __device__ void detect_drift(Team team, const State& s, const Correction& correction, const step_entry& entry,
                              int head, const step_queries& queries, float* scratch) {
@@ -232,20 +216,11 @@ __device__ void detect_drift(Team team, const State& s, const Correction& correc
     team.sync();
     return scratch;
   };
-  bool flagged = entry.kept_row < 0;
-  if constexpr (requires { correction.flags(team, query_change{}); })
-    for (int row = 0; row < entry.tokens && !flagged; ++row)
-      flagged =
-          correction.flags(team, query_change{{query(row), group, d},
-                                              {s.kept_query(entry.sequence, head, entry.kept_row), group, d},
-                                              entry.decode_step});
+  const bool anew = selects_anew(team, s, correction, entry, head, query);
   if (team.lane() == 0) {
-    const std::size_t at = s.head_index(entry.sequence, head);
-    const bool corrects = flagged && s.kind_of(head) == layer_kind::retrieval;
-    s.corrected[at] = corrects;
-    if (corrects) atomicAdd(s.flagged_count, 1);
-    s.recalled[at] = s.recalled_before_attention[at] = s.promoted[at] = 0;
-    s.next_selected_count[at] = -1;  // until a correction selects for the next step, too
+    if (begin_report(s, entry.sequence, head, anew)) atomicAdd(s.flagged_count, 1);
+    s.next_selected_count[s.head_index(entry.sequence, head)] =
+        -1;  // until a correction selects for the next step, too
   }
   team.sync();  // all lanes have read the previous queries
   for (int row = 0; row < entry.tokens; ++row) {
@@ -263,7 +238,7 @@ __global__ void copy_shared_rows(State s, step_view step) {
   const int head = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
-  if (entry.shared_page < 0) return;
+  if (entry.shared_page == store_page_id::none) return;
   const auto from = slice_of(s.store, entry.shared_page, head);
   const auto to = slice_of(s.store, s.store_page(entry.sequence, entry.before / s.page.tokens), head);
   const int numbers = entry.before % s.page.tokens * d;

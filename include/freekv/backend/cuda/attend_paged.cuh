@@ -53,7 +53,7 @@ struct paged_cache {
     const slot_blocks<const Element> blocks{keys,         values,
                                             block_stride, token_stride,
                                             head_stride,  block_table + std::int64_t{sequence} * max_blocks};
-    return blocks.slice(nth, head);
+    return blocks.slice(block_id{nth}, head);
   }
 };
 

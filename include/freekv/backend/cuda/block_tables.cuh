@@ -100,8 +100,8 @@ __global__ void write_table(State s, step_view step, block_tables to) {
       for (int i = 0; i < word; ++i) place += __popc(united[i]);
       for (unsigned rest = united[word]; rest != 0; rest &= rest - 1, ++place)
         if (blocks != nullptr)
-          blocks[place] =
-              s.store_page(step.entries[row].sequence, word * 32 + __ffs(static_cast<int>(rest)) - 1);
+          blocks[place] = number_of(
+              s.store_page(step.entries[row].sequence, word * 32 + __ffs(static_cast<int>(rest)) - 1));
       atomicAdd(&count, __popc(united[word]));
     }
   }

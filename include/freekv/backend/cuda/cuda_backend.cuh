@@ -39,7 +39,6 @@ class basic_cuda_backend {
  public:
   using policy_kind = backend_kind;
   static constexpr std::string_view name = "cuda";
-  static constexpr bool on_device = true;
   // What a pipeline takes from its backend.
   using event = device::event;
   template <class State, class Settings>

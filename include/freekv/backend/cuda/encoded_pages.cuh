@@ -121,7 +121,7 @@ __global__ void encode_pages(State s, Codec codec, step_view step, page_run page
           .template encode<d>(team, as_const(rows), p, scratch.encoded_of(mine, i));
     }
     team.sync();
-    const int slot = s.fixed_slot(page, entry.after());
+    const slot_id slot = s.fixed_slot(page, entry.after());
     for (int i = 0; i < together; ++i) {
       const sequence_head at{entry.sequence, first + i};
       const std::byte* const encoded = scratch.encoded_of(mine, i);
@@ -130,7 +130,7 @@ __global__ void encode_pages(State s, Codec codec, step_view step, page_run page
           reinterpret_cast<std::uint32_t*>(s.slices.in_memory(s.store_page(at.sequence, page), at.head));
       for (int word = team.lane(); word < static_cast<int>(s.slices.slice_bytes / 4); word += team.lanes())
         kept[word] = words[word];
-      if (slot >= 0)
+      if (slot != slot_id::none)
         codec_of(s, codec, at, page)
             .template decode<d>(team, encoded, p, row_range{0, p}, s.block_slice(at.sequence, slot, at.head));
     }

@@ -148,6 +148,44 @@ struct lane_team {
       });
     });
   }
+  /// Rows of `n` elements, `stride` apart, to floats that lie one behind the other: a lane waits for two pieces, of
+  /// whatever rows, at a time: more take more registers than append has.
+  template <element E>
+  __device__ void widen_rows(const E* in, std::int64_t stride, int rows, float* out, int n) const {
+    constexpr int size = piece<E>::size, at_once = 2;
+    const auto bytes = static_cast<std::uintptr_t>(stride) * sizeof(E);
+    if (n % size != 0 ||
+        (reinterpret_cast<std::uintptr_t>(in) | reinterpret_cast<std::uintptr_t>(out) | bytes) % 16 != 0) {
+      for (int row = 0; row < rows; ++row) widen(in + row * stride, out + row * n, n);
+      return;
+    }
+    struct place {
+      int row, column;
+    };
+    const int in_row = n / size, step_rows = Lanes / in_row, step_columns = Lanes % in_row;
+    place next{lane() / in_row, lane() % in_row};
+    while (next.row < rows) {
+      piece<E> loaded[at_once];
+      place at[at_once];
+      unroll<at_once>([&](auto nth) {
+        at[nth] = next;
+        if (next.row < rows)
+          loaded[nth] = *reinterpret_cast<const piece<E>*>(in + next.row * stride + next.column * size);
+        next.row += step_rows;
+        next.column += step_columns;
+        if (next.column >= in_row) next = {next.row + 1, next.column - in_row};
+      });
+      unroll<at_once>([&](auto nth) {
+        if (at[nth].row >= rows) return;
+        auto* const to = reinterpret_cast<float4*>(out + at[nth].row * n + at[nth].column * size);
+        const auto& x = loaded[nth].x;
+        unroll<size / 4>([&](auto part) {
+          constexpr int i = part * 4;
+          to[part] = float4{to_float(x[i]), to_float(x[i + 1]), to_float(x[i + 2]), to_float(x[i + 3])};
+        });
+      });
+    }
+  }
   __device__ const std::byte* stage(const std::byte* from, int n, std::byte* to) const {
     using word = std::uint32_t;
     const int behind = static_cast<int>(reinterpret_cast<std::uintptr_t>(from) % 16 / sizeof(word));

@@ -104,8 +104,7 @@ class event {
   cudaEvent_t recorded_ = nullptr;
 };
 
-/// A stream of the caller's and events for it, all made at construction. What is enqueued runs at once, on the calling
-/// thread: it launches.
+/// A stream of the caller's and events for it, all made at construction.
 class stream {
  public:
   static constexpr std::size_t events = 1024;
@@ -132,10 +131,6 @@ class stream {
     const cudaError_t status = cudaStreamQuery(of_);
     if (status != cudaErrorNotReady) check(status, "cudaStreamQuery");
     return status == cudaSuccess;
-  }
-  template <class Task>
-  void enqueue(const Task& task) {
-    task();
   }
   /// In a capture it is to be waited for before the next point is recorded.
   event record() {

@@ -176,19 +176,20 @@ __device__ void score_chunk(const State& s, const Summary& summaries, const step
   using rows_scored = row_scoring_t<Summary, d, element>;
   const auto row_of = [&](int j) {
     const int unit = candidates.first + j, page = s.page_of(unit);
-    return s.store_page(entry.sequence, page) * s.units_per_page + unit - page * s.units_per_page;
+    return number_of(s.store_page(entry.sequence, page)) * s.units_per_page + unit - page * s.units_per_page;
   };
   bool scored = false, again = true;
   if constexpr (By == scoring::alone && rows_scored::there) {
     scored = true;
     again = __syncthreads_or(score_summary_rows<rows_scored, rows_of_warp>(
-                s.summary_of(0, head), row_of, first, last, queries, scores, scratch.stride, shared)) != 0;
+                s.summary_of(store_page_id{}, head), row_of, first, last, queries, scores, scratch.stride,
+                shared)) != 0;
   } else if constexpr (By == scoring::alone && token_estimates<Summary>::there) {
     scored = scores_by_tokens(summaries, s.unit, s.summary_bytes);
     if (scored)
       again = __syncthreads_or(score_units_by_tokens<rows_of_warp>(
-                  summaries, s.unit, s.summary_of(0, head), static_cast<int>(s.summary_bytes), row_of, first,
-                  last, queries, scores, scratch.stride, shared)) != 0;
+                  summaries, s.unit, s.summary_of(store_page_id{}, head), static_cast<int>(s.summary_bytes),
+                  row_of, first, last, queries, scores, scratch.stride, shared)) != 0;
   }
   if (!again || me >= teams) return;
   for (int j = first + me; j < last; j += teams) {

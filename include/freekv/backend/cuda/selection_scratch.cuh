@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <freekv/algorithms/keep_selection.hpp>
+#include <freekv/algorithms/unit_list.hpp>
 #include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/shape.hpp>
@@ -159,10 +161,6 @@ struct selection_scratch {
   }
 };
 
-/// When a selection is made: by the flagged heads before they attend, for this step and the next, or by the others behind
-/// it, for the next.
-enum class selection_time : std::uint8_t { correct, speculate };
-
 /// What is asked of the heads that select.
 struct selection_job {
   selection_time time = selection_time::correct;
@@ -181,25 +179,6 @@ FREEKV_HD int retrieving_before(const State& s, int head) {
   return count;
 }
 
-/// Ascending units.
-struct unit_list {
-  const std::int32_t* units = nullptr;
-  int count = 0;
-  /// The place of a unit; `count` where it is not.
-  FREEKV_HD int find(std::int32_t unit) const {
-    int first = 0, last = count;
-    while (first < last) {
-      const int middle = (first + last) / 2;
-      if (units[middle] < unit)
-        first = middle + 1;
-      else
-        last = middle;
-    }
-    return first < count && units[first] == unit ? first : count;
-  }
-  FREEKV_HD bool has(std::int32_t unit) const { return find(unit) < count; }
-};
-
 template <class State>
 FREEKV_HD unit_list pinned_units(const State& s, int sequence, int head) {
   const std::size_t row = s.head_index(sequence, head);
@@ -214,11 +193,9 @@ FREEKV_HD int pooled_row(const State& s, const selection_job& job, int row) {
 
 /// The candidates of one head: how many of the units from `first` on in this step (of a head that is corrected), and in
 /// the next, and which of them, in both, are pinned. None for a head that does not select now.
-struct row_candidates {
-  int first = 0, now = 0, next = 0;
+struct row_candidates : step_candidates {
   unit_list pinned;
   bool selects = false;
-  FREEKV_HD int most() const { return now > next ? now : next; }
   FREEKV_HD int count(bool for_next) const { return for_next ? next : now; }
   /// Of the first `count` candidates those that are chosen among.
   FREEKV_HD int unpinned(int count) const { return count - pinned.count; }
@@ -229,12 +206,10 @@ FREEKV_HD row_candidates candidates_of(const State& s, const step_entry& entry, 
                                        const selection_job& job) {
   row_candidates c;
   if (entry.phase != step_phase::decode || s.kind_of(head) != layer_kind::retrieval) return c;
-  const std::size_t row = s.head_index(entry.sequence, head);
-  const bool correct = job.time == selection_time::correct;
-  if (correct ? s.corrected[row] == 0 && !job.every_head : s.next_selected_count[row] >= 0) return c;
-  const unit_range next = s.candidates_at(entry.after() + 1);
-  const int now = s.window_begin(entry) * s.units_per_page - next.first;
-  return {next.first, correct && now > 0 ? now : 0, next.count, pinned_units(s, entry.sequence, head), true};
+  if (!is_to_select(s, entry.sequence, head, job.time, job.every_head)) return c;
+  row_candidates selecting{s.candidates_of(entry), pinned_units(s, entry.sequence, head), true};
+  if (job.time == selection_time::speculate) selecting.now = 0;
+  return selecting;
 }
 
 /// Whether nothing is selected in this launch: no head of the step is flagged. One load, which comes before all others.

@@ -4,11 +4,12 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <freekv/algorithms/keep_selection.hpp>
 #include <freekv/backend/cuda/append.cuh>
 #include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/recall.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
-#include <freekv/pipeline/host_copies.hpp>
+#include <freekv/pipeline/backend.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <span>
 
@@ -46,10 +47,7 @@ __global__ void forget_selection(const State* layers, int sequence, bool report_
   const int head = static_cast<int>(blockIdx.x);
   const State& s = layers[blockIdx.y];
   drop_selection(warp, s, sequence, head);
-  if (!report_too || warp.lane() != 0) return;
-  const std::size_t row = s.head_index(sequence, head);
-  s.corrected[row] = 0;
-  s.attended_count[row] = s.recalled[row] = s.recalled_before_attention[row] = s.promoted[row] = 0;
+  if (report_too && warp.lane() == 0) clear_report(s, sequence, head);
 }
 template <class State>
 void launch_forget(const all_layers<State>& layers, int sequence, bool report_too, cudaStream_t stream) {
@@ -64,14 +62,11 @@ struct filled_slots {
   int tokens = 0;  // of the sequence
   int first_sink = 0;
   bool selected = false;
-  int before = -1;     // tokens that it had, where the ring is filled if it has lost pages
-  bool opens = false;  // a page that was complete is open again
+  truncation lost{};  // what it has lost, where it has been truncated: `before` is 0 where it is restored
 
   template <class State>
   FREEKV_HD bool fills(const State& s) const {
-    if (!s.keeps_slots) return false;
-    return before < 0 || (opens && s.encoded) ||
-           s.slots.ring_begin(before, s.page.tokens) > s.slots.ring_begin(tokens, s.page.tokens);
+    return lost.before == 0 ? s.keeps_slots : lost.window_lacks_pages(s);
   }
   template <class State>
   bool fills_any(const all_layers<State>& layers) const {
@@ -101,14 +96,14 @@ __global__ void fill_slots(const State* layers, Codec codec, filled_slots fill) 
     int page = slot;
     if (slot >= s.slots.sink) {
       page = s.slots.ring_begin(fill.tokens, p);
-      while (s.slots.ring_slot(page) != slot) ++page;
+      while (s.slots.ring_slot(page) != slot_id{slot}) ++page;
     } else if (page < fill.first_sink) {
       return;
     }
     const int rows = min(p, fill.tokens - page * p);
     if (rows > 0)
       fill_slot(s, codec, {fill.sequence, head}, fill.tokens, {page, 0, rows},
-                s.block_slice(fill.sequence, slot, head));
+                s.block_slice(fill.sequence, slot_id{slot}, head));
   } else if (const int i = slot - fixed; fill.selected && i < s.slots.selected) {
     const std::int32_t held = s.slots_of(fill.sequence, head).unit[i];
     if (held >= 0)
@@ -152,12 +147,9 @@ struct sequence_array {
 /// Calls `use(array)` for all that a layer's selection keeps by sequence, previous queries too.
 template <class State, class Use>
 void for_each_sequence_array(State s, const Use& use) {
-  const auto give = [&]<class T>(T* array, std::size_t of_sequence) {
+  for_each_array_and_queries(s, [&]<class T>(T* array, std::size_t of_sequence) {
     use(sequence_array{reinterpret_cast<std::byte*>(array), of_sequence * sizeof(T)});
-  };
-  for_each_array(s, give);
-  give(s.kept_queries,
-       s.head_index(1, 0) * static_cast<std::size_t>(s.decode_rows * s.heads.group() * State::head_dim));
+  });
 }
 
 /// Gives sequence `to` what `from` has in these arrays.
@@ -176,11 +168,12 @@ __global__ void copy_slots(const State* layers, int from, int to) {
   const int unit = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
   const int head = unit % s.heads.kv, slots = s.keeps_slots ? s.slots.total() : 0, slot = unit / s.heads.kv;
   if (slot >= slots + (s.encoded ? s.open_pages : 0)) return;
-  if (slot < slots && (s.block(from, slot) < 0 || s.block(to, slot) < 0)) return;
+  const auto is_there = [&](int sequence) { return number_of(s.block(sequence, slot_id{slot})) >= 0; };
+  if (slot < slots && !(is_there(from) && is_there(to))) return;
   const auto slice = [&](int sequence) {
-    return pieces{
-        slot < slots ? s.block_slice(sequence, slot, head) : s.open_slice(sequence, slot - slots, head),
-        s.page.tokens};
+    return pieces{slot < slots ? s.block_slice(sequence, slot_id{slot}, head)
+                               : s.open_slice(sequence, slot - slots, head),
+                  s.page.tokens};
   };
   copy_slice_by_warp(slice(from), slice(to));
 }
@@ -195,29 +188,18 @@ void launch_fork(const all_layers<State>& layers, std::span<const sequence_array
   launch("copying slots", {grid, slots_default.threads, stream}, copy_slots<State>, layers.device, from, to);
 }
 
-/// Moves what a sequence's selected slots hold to the lowest ones, as host::compact_slots. By one warp a KV head.
+/// Moves what a sequence's selected slots hold to the lowest ones. By one warp a KV head.
 template <class State>
 __global__ void compact_slots(State s, int sequence) {
   using pieces = slice_pieces<State::head_dim, typename State::element>;
   const int head = static_cast<int>(blockIdx.x);
-  const slot_contents held = s.slots_of(sequence, head);
   const auto slice = [&](int slot) { return pieces{s.selected_slice(sequence, slot, head), s.unit.tokens}; };
-  std::int32_t* const slot_of = s.slot_of + s.selection(sequence, head);
-  for (int to = 0, from = held.count - 1;;) {
-    while (from > 0 && held.unit[from] < 0) --from;
-    while (to < from && held.unit[to] >= 0) ++to;
-    if (to >= from) return;
+  freekv::compact_slots(s.slots_of(sequence, head), [&](int from, int to) {
     copy_slice_by_warp(slice(from), slice(to));
     __syncwarp();
-    if (threadIdx.x == 0) {
-      held.unit[to] = held.unit[from];
-      held.last_selected[to] = held.last_selected[from];
-      held.unit[from] = -1;
-      for (int i = 0; i < s.selected_count[s.head_index(sequence, head)]; ++i)
-        if (slot_of[i] == from) slot_of[i] = to;
-    }
+    if (threadIdx.x == 0) note_move(s, sequence, head, from, to);
     __syncwarp();
-  }
+  });
 }
 template <class State>
 void launch_compact_slots(const State& s, int sequence, cudaStream_t stream) {

@@ -8,7 +8,9 @@
 #include <freekv/backend/cuda/block_tables.cuh>
 #include <freekv/backend/cuda/cuda_backend.cuh>
 #include <freekv/backend/cuda/encoded_pages.cuh>
+#include <freekv/backend/cuda/keep_best.cuh>
 #include <freekv/backend/cuda/page_staging.cuh>
+#include <freekv/backend/cuda/pin_units.cuh>
 #include <freekv/backend/cuda/prefill.cuh>
 #include <freekv/backend/cuda/recall.cuh>
 #include <freekv/backend/cuda/recall_by_copies.cuh>
@@ -19,12 +21,13 @@
 #include <freekv/backend/cuda/sequence_slots.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/backend/cuda/summarise.cuh>
+#include <freekv/backend/cuda/table_uploads.cuh>
 #include <freekv/backend/cuda/trace_range.cuh>
 #include <freekv/backend/cuda/unit_masses.cuh>
-#include <freekv/backend/host/sequence_slots.hpp>
 #include <freekv/core/error.hpp>
 #include <freekv/core/policy.hpp>
-#include <freekv/pipeline/host_copies.hpp>
+#include <freekv/pipeline/backend.hpp>
+#include <freekv/pipeline/tables.hpp>
 #include <freekv/policies/any_of.hpp>
 #include <freekv/policies/coarse_to_fine.hpp>
 #include <freekv/policies/pinning.hpp>
@@ -44,17 +47,22 @@ template <class... Policies>
 inline constexpr bool is_chosen<any_of<Policies...>> = true;
 
 /// The stages of one pipeline, each for all entries of a step at once. `State` is its layer_state, `Settings` its settings,
-/// which hold the policies. What is called in a step is queued and neither allocates nor waits; so is what changes
-/// a sequence between steps, which waits for room in the ring alone; clearing, compacting and reading back wait. The policies' data (a basis) is in memory that the device reads.
+/// which hold the policies. What is called in a step is queued and neither allocates nor waits; so is what changes a
+/// sequence between steps, which waits for room in the ring alone; beginning, compacting and reading back wait. The
+/// policies' data (a basis) is in memory that the device reads.
 template <class State, class Settings, multiplies Attention = multiplies::by_element,
           class Recall = recall_default, class Copies = copies_default>
-class stages {
+class stages : public table_uploads<State, Settings, basic_cuda_backend<Attention, Recall, Copies>> {
+  using uploads = table_uploads<State, Settings, basic_cuda_backend<Attention, Recall, Copies>>;
+
  public:
-  static constexpr bool on_device = true;
   using element = typename State::element;
+  using event = device::event;
   using step = step_view;
   using bounds = step_bounds;
   using backend = basic_cuda_backend<Attention, Recall, Copies>;
+  static constexpr bool selections_at_hand = false;
+  static constexpr bool counts_flagged_heads = true;
   static constexpr int d = State::head_dim;
   static_assert(
       Attention != multiplies::tensor_cores || tensor_cores_multiply<d, element>,
@@ -62,7 +70,7 @@ class stages {
 
   /// Takes scratch and room for the host's copies and uploads. Throws settings_error for what this backend does not have.
   stages(backend& of, const Settings& s, carver& pinned, carver& fast)
-      : backend_(&of), settings_(&s), ring_(s.max_resident, most_patches(s), fast, pinned) {
+      : uploads(of, s, pinned, fast), backend_(&of), settings_(&s) {
     check(s);
     if (s.encodes() && of.transfers() != nullptr)
       throw settings_error("copy engines recall pages as they are; take recall_by::kernel for a codec");
@@ -106,7 +114,7 @@ class stages {
       append_.encoding =
           encoding_scratch<element>::carve(fast, staging_,
                                            {.kv_heads = s.kv_heads,
-                                            .slice_bytes = slice_bytes(s),
+                                            .slice_bytes = stored_slice_bytes<element, d>(s),
                                             .shared_floats = resolve(s.codec, [&](const auto& codec) {
                                               return shared_floats(codec, {s.page.tokens, d});
                                             })});
@@ -137,32 +145,25 @@ class stages {
   std::size_t staging_bytes() const { return staging_bytes_; }
 
   /// The layers before any sequence, and their tables.
-  void begin(const freekv::host_copies<State>& host_copies, std::span<State> layers) {
-    host_copies_ = &host_copies;
-    for (std::size_t i = 0; i < layers.size(); ++i) {
-      flagged_counts_.push_back(layers[i].flagged_count);
-      copy(host_copies.head_kinds[i].device, host_copies.head_kinds[i].host, host_copies.head_kinds[i].size);
-      copy(host_copies.block_ids[i].device, host_copies.block_ids[i].host, host_copies.block_ids[i].size);
-      if (!host_copies.sink_logits.empty())
-        device::check(
-            cudaMemcpyAsync(const_cast<float*>(host_copies.sink_logits[i].device),
-                            host_copies.sink_logits[i].host, host_copies.sink_logits[i].size * sizeof(float),
-                            cudaMemcpyHostToDevice, compute()),
-            "cudaMemcpyAsync");
-      blocks_there_.emplace_back(host_copies.selected_blocks[i].size, -1);
-      std::fill_n(host_copies.selected_blocks[i].host, host_copies.selected_blocks[i].size, -1);
-      if (host_copies.selected_blocks[i].size > 0)
-        device::check(cudaMemsetAsync(host_copies.selected_blocks[i].device, 0xff,
-                                      host_copies.selected_blocks[i].size * sizeof(std::int32_t), compute()),
-                      "cudaMemsetAsync");
-    }
+  void begin(const device_tables<State>& tables, std::span<State> layers) {
+    uploads::begin(tables, layers);
     layers_.host = layers;
-    copy(layers_.device, layers.data(), layers.size());
+    this->copy(layers_.device, layers.data(), layers.size());
     std::vector<sequence_array> arrays;
-    for (const State& s : layers)
+    for (State& s : layers) {
+      const auto clear = [&]<class T>(T* array, std::size_t count) {
+        if (count > 0)
+          device::check(cudaMemsetAsync(array, 0, count * sizeof(T), compute()), "cudaMemsetAsync");
+      };
+      clear(s.flagged_count, 1);
+      for_each_array(s, [&](auto* array, std::size_t of_sequence) {
+        clear(array, size(settings_->max_sequences) * of_sequence);
+      });
       for_each_sequence_array(s, [&](const sequence_array& array) { arrays.push_back(array); });
-    copy(arrays_.data(), arrays.data(), arrays.size());
-    ring_.clear(backend_->compute());
+    }
+    this->copy(arrays_.data(), arrays.data(), arrays.size());
+    for (int sequence = 0; sequence < settings_->max_sequences; ++sequence)
+      launch_forget(layers_, sequence, true, compute());
     for (const selection_scratch& scratch : {correct_, speculate_}) scratch.clear(compute());
     attention_.clear(compute());
     backend_->compute().synchronize();
@@ -170,53 +171,31 @@ class stages {
 
   // Between steps, with nothing queued:
 
-  /// A layer's state before any sequence.
-  void clear(const State& s, int sequences) {
-    State arrays = s;
-    device::check(cudaMemsetAsync(s.flagged_count, 0, sizeof *s.flagged_count, compute()), "cudaMemsetAsync");
-    for_each_array(arrays, [&]<class T>(T* array, std::size_t of_sequence) {
-      const std::size_t bytes = static_cast<std::size_t>(sequences) * of_sequence * sizeof(T);
-      if (bytes > 0) device::check(cudaMemsetAsync(array, 0, bytes, compute()), "cudaMemsetAsync");
-    });
-    for (int sequence = 0; s.layer + 1 == settings_->layers && sequence < sequences; ++sequence)
-      launch_forget(layers_, sequence, true, compute());
-    backend_->compute().synchronize();
-  }
   /// With spare slots their order is the residency's, and what they hold stays.
   void compact_slots(const State& s, int sequence) {
     if (s.slots.selected > s.max_selected) return;
-    upload_sequences({sequence});
+    this->upload_sequences({sequence});
     launch_compact_slots(s, sequence, compute());
     backend_->compute().synchronize();
   }
-  int selected_blocks_in_use(const State& s, int sequence) const {
-    return host::selected_blocks_in_use(read_back(s), sequence);
-  }
-  bool selects_within(const State& s, int sequence, int pages) const {
-    return host::selects_within(read_back(s), sequence, pages);
-  }
 
-  // Between steps, in all layers, queued on the compute stream, which has waited for recall; each waits where the ring is full:
+  // Between steps, in all layers, queued on the compute stream, which has waited for recall; each waits where the ring
+  // is full:
 
   void forget(int sequence) {
     const trace_range range("freekv forget", sequence);
-    upload_sequences({});
+    this->upload_sequences({});
     launch_forget(layers_, sequence, true, compute());
   }
-  struct truncation {
-    int before = 0, tokens = 0;  // what it had and what it keeps
-    bool keeps_selection = false;
-    bool has_rows = false;  // of encoded pages
-  };
   /// A sequence loses its last tokens: the ring's pages that they have overwritten come back. The device knows its tables
   /// from the step that has appended them, or from the fork.
   void truncate(int sequence, const truncation& to) {
     const trace_range range("freekv truncate", sequence);
-    const int p = settings_->page.tokens, open = to.tokens / p;
-    const bool opens = to.tokens % p != 0 && to.before >= (open + 1) * p;
-    const filled_slots fill{sequence, to.tokens, open, false, to.before, opens};
+    const int open = to.tokens / settings_->page.tokens;
+    const bool opens = to.opens_page(settings_->page.tokens);
+    const filled_slots fill{sequence, to.tokens, open, false, to};
     if (to.keeps_selection && !opens && !fill.fills_any(layers_)) return;
-    upload_sequences({});
+    this->upload_sequences({});
     if (!to.keeps_selection) launch_forget(layers_, sequence, false, compute());
     resolve(settings_->codec, [&]<class Codec>(const Codec& codec) {
       if constexpr (encodes_pages<Codec>)
@@ -227,13 +206,13 @@ class stages {
   /// `to` becomes what `from` is.
   void fork(int from, int to, int tokens) {
     const trace_range range("freekv fork", from);
-    upload_sequences({from, to}, settings_->pages_for(tokens));
+    this->upload_sequences({from, to}, settings_->pages_for(tokens));
     launch_fork(layers_, std::span<const sequence_array>(arrays_), from, to, compute());
   }
   /// Fills the slots of a sequence from the store.
   void restore(int sequence, int tokens) {
     const trace_range range("freekv restore", sequence);
-    upload_sequences({sequence}, settings_->pages_for(tokens));
+    this->upload_sequences({sequence}, settings_->pages_for(tokens));
     resolve(settings_->codec, [&](const auto& codec) {
       launch_fill(layers_, codec, {sequence, tokens, 0, true}, compute());
     });
@@ -256,58 +235,11 @@ class stages {
     for (device::stream* on : {&backend_->compute(), &backend_->recall()}) on->wait(read);
   }
   /// A layer as the host has last read it.
-  const State& as_read(const State& s) const { return host_copies_->layers[size(s.layer)]; }
+  const State& as_read(const State& s) const { return this->on_host().layers[size(s.layer)]; }
 
   // In a step:
 
-  /// Uploads the step and what has changed in the tables, and no head of any layer is counted as flagged yet; or, where it
-  /// has begun already, what is left of it. Waits where the device is `step_ring::depth` steps behind.
-  step_view begin_step(std::span<const step_entry> entries, bool has_begun = false) {
-    const trace_range range("freekv begin step");
-    if (entries.empty()) return {};  // nothing is queued
-    ring_.wait(backend_->compute());
-    step_bounds most;
-    const std::int32_t patches = fill_packet(entries, has_begun, most);
-    return ring_.upload(patches, most.max_with(backend_->launch_bounds()), backend_->compute());
-  }
-
-  // Captured steps:
-
-  /// Captures the upload of the step that each replay takes, `most` it at most.
-  step_view capture_step(const step_bounds& most) {
-    captured_.push_back(most);
-    return ring_.capture(most, backend_->compute());
-  }
-  /// Fills in what `most` leaves out: rows and pages, from its sequences.
-  step_bounds captured_bounds(step_bounds most) const {
-    const int rows = settings_->max_decode_rows, p = settings_->page.tokens;
-    if (most.rows == 0) most.rows = most.entries * rows;
-    most.pages = std::max(most.pages, (p - 1 + std::min(rows, most.rows) + p - 1) / p);
-    most.decodes = most.copies = true;
-    return most;
-  }
-  /// Whether a step was captured that is large enough.
-  bool is_captured(step_bounds brings) const {
-    return std::any_of(captured_.begin(), captured_.end(),
-                       [&](const step_bounds& most) { return brings.fits(most); });
-  }
-  /// Whether a step can be planned at once; a stream that is asked hands on what its driver has not yet.
-  bool can_plan() const { return !ring_.full() || (backend_->compute().idle(), !ring_.full()); }
-  void wait_to_plan() const { ring_.wait(backend_->compute()); }
-  /// The step for the next replay.
-  void plan_step(std::span<const step_entry> entries) {
-    const trace_range range("freekv plan step");
-    step_bounds most;
-    fill_packet(entries, false, most);
-  }
-  /// Steps that are planned and that the device has not taken; throws replay_error if the order of replays was wrong.
-  std::int64_t steps_ahead() const {
-    ring_.check_order();
-    return ring_.ahead();
-  }
-
   /// There is no file whose reads could fail.
-  void retry_reads(const State&, const step_view&) {}
   void retry_correction_reads(const State&, const step_view&) {}
 
   /// Appends rows, summarises the pages they complete, encodes them if the layer keeps them so and, in retrieval layers,
@@ -322,8 +254,12 @@ class stages {
   /// Appends prompts whose rows are in an engine's paged tensor, sequence by sequence: on the recall stream, or where
   /// pages are encoded, which takes the compute stream's memory, there.
   template <class In>
-  void append_from(const State& s, const step_view& step, std::span<const paged_rows<In>> rows) {
+  void append_from(const State& s, const step_view& step, std::span<const paged_rows<In>> rows,
+                   const event& recalled) {
     const trace_range range("freekv append from", s.layer);
+    // So the compute stream is at most a step ahead of what reads that step.
+    backend_->compute().wait(recalled);
+    backend_->recall().wait(backend_->compute().record());
     const auto& memory = s.encoded ? append_ : append_behind_;
     const cudaStream_t on = s.encoded ? compute() : backend_->recall().get();
     if (step.bounds.copies && !s.encoded) launch_copy_shared_rows(s, step, on);
@@ -331,12 +267,11 @@ class stages {
       append_pages(s, step, device_rows<In>::of(rows[i]),
                    {static_cast<int>(i) * step.bounds.pages, step.bounds.pages}, memory, on);
   }
-  /// Done by `append`.
-  void detect(const State&, const step_view&, const step_queries&) {}
 
   /// The flagged heads select with the current query and recall what they miss; then every head's selection is what this
   /// step attends to. On a step without a flagged head each launch ends at once.
   void correct(const State& s, const step_view& step) {
+    if (!step.bounds.decodes) return;
     const trace_range range("freekv correct", s.layer);
     resolve(settings_->correction, [&]<class Correction>(const Correction& correction) {
       if constexpr (correction_by_mass<Correction>)
@@ -348,6 +283,7 @@ class stages {
   }
   /// Every head selects with the current query for the next step and recalls what it misses, on the recall stream.
   void speculate(const State& s, const step_view& step) {
+    if (!step.bounds.decodes) return;
     const trace_range range("freekv speculate", s.layer);
     select(s, step, speculate_, {selection_time::speculate}, already_flagged{}, backend_->recall());
   }
@@ -419,7 +355,7 @@ class stages {
   }
 
   void copy_reports(const State& s, cudaStream_t on) const {
-    const auto& array = host_copies_->arrays[size(s.layer)];
+    const auto& array = this->on_host().arrays[size(s.layer)];
     if (array.size > 0)
       device::check(cudaMemcpyAsync(array.host, array.device, array.size, cudaMemcpyDeviceToHost, on),
                     "cudaMemcpyAsync");
@@ -435,7 +371,7 @@ class stages {
                            "; a device pools at most " + std::to_string(most_heads));
     resolve(s.selection, [&]<class Selection>(const Selection&) {
       constexpr bool by_mass = selection_by_mass<Selection>;
-      constexpr int most = by_mass ? select_default.most_by_mass : most_favoured;
+      constexpr int most = by_mass ? block_selection_default.most_by_mass : most_favoured;
       for (int layer = 0; (by_mass || favours_held<Selection>)&&layer < s.layers; ++layer)
         if (const int k = s.budget_at(layer).selected_units; k > most)
           throw settings_error("selected_units is " + std::to_string(k) + "; a selection " +
@@ -454,12 +390,6 @@ class stages {
     const auto* const pinning = std::get_if<Pinning>(&chosen.chosen);
     return pinning != nullptr ? *pinning : Pinning{};
   }
-  static std::int64_t most_patches(const Settings& s) {
-    std::int64_t blocks = 0;
-    for (int layer = 0; layer < s.layers; ++layer) blocks += s.max_selected(layer) + s.spare_slots();
-    return std::int64_t{s.store_pages()} + std::int64_t{s.max_resident} * (3 + blocks) + s.layers;
-  }
-
   /// Parts of attention that a row has at most: of what heads keep, and of everything.
   static int parts_within(const Settings& s, int layer) {
     return blocks_for(s.entries_within(layer), entries_of_part(false, s.page.tokens, s.unit_tokens()));
@@ -470,12 +400,6 @@ class stages {
   int parts(int layer, bool everything) const {
     const int within = parts_within(*settings_, layer);
     return everything || settings_->any_complete(layer) ? std::max(within, parts_of_all(*settings_)) : within;
-  }
-
-  static std::size_t slice_bytes(const Settings& s) {
-    return resolve(s.codec, [&](const auto& codec) {
-      return codec.bytes({s.page.tokens, d}, sizeof(element));
-    });
   }
 
   /// Of a complete layer all rows read the device's own memory; else prompts stage what they attend to.
@@ -551,7 +475,7 @@ class stages {
               device::stream* transfers) {
     if (!s.keeps_slots) return;
     if (transfers != nullptr)
-      copies_.recall(s, host_copies_->layers[size(s.layer)], scratch, on, *transfers);
+      copies_.recall(s, this->on_host().layers[size(s.layer)], scratch, on, *transfers);
     else
       resolve(settings_->codec,
               [&](const auto& codec) { launch_recall<Recall>(s, codec, step, scratch, on.get()); });
@@ -564,7 +488,8 @@ class stages {
     const auto& selection = settings_->selection;
     if (!job.every_head) job.select_all_up_to = all_selected_up_to(selection, s.budget.selected_units);
     const auto launch = [&]<class By>(const By& recall) {
-      using then = head_selection<std::remove_cvref_t<decltype(selection)>, residency_type, Correction, By>;
+      using then =
+          select_and_recall<std::remove_cvref_t<decltype(selection)>, residency_type, Correction, By>;
       launch_score<scoring::alone>(s, settings_->summary, settings_->pooling, step, scratch, job, on.get(),
                                    then{selection, settings_->residency, correction, recall});
     };
@@ -592,69 +517,8 @@ class stages {
     }
   }
 
-  /// Fills the ring's next packet; returns its patches. `most`: what it brings.
-  std::int32_t fill_packet(std::span<const step_entry> entries, bool has_begun, step_bounds& most) {
-    table_patch* const patches = ring_.patches();
-    std::int32_t count = 0;
-    const auto& tables = host_copies_->page_tables;
-    const auto patch = [&](const host_and_device<std::int32_t>& table, std::size_t i) {
-      patches[count++] = {table.device + i, table.host[i]};
-    };
-    const int p = settings_->page.tokens;
-    for (const step_entry& entry : entries) {
-      most = most.with(entry, p);
-      for (int page = entry.before / p; page < settings_->pages_for(entry.after()); ++page)
-        patch(tables, size(entry.sequence) * size(settings_->max_pages()) + size(page));
-      patch(host_copies_->slot_sets, size(entry.sequence));
-      for (std::size_t layer = 0; layer < blocks_there_.size(); ++layer)
-        patch_blocks(layer, host_copies_->slot_sets.host[entry.sequence], patch);
-    }
-    if (!has_begun)
-      for (std::int32_t* const flagged : flagged_counts_) patches[count++] = {flagged, 0};
-    ring_.plan(entries, count, most);
-    return count;
-  }
-  /// Patches what the device does not know of the blocks of a slot set.
-  template <class Patch>
-  void patch_blocks(std::size_t layer, std::int32_t set, const Patch& patch) {
-    const auto& table = host_copies_->selected_blocks[layer];
-    const std::size_t most = table.size / size(settings_->max_resident);
-    for (std::size_t i = size(set) * most; i < (size(set) + 1) * most; ++i)
-      if (std::int32_t& there = blocks_there_[layer][i]; there != table.host[i]) {
-        patch(table, i);
-        there = table.host[i];
-      }
-  }
-  template <class T>
-  void copy(T* to, const T* from, std::size_t count) const {
-    if (count > 0)
-      device::check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyHostToDevice, compute()),
-                    "cudaMemcpyAsync");
-  }
-  /// Queues an upload of what the tables say of resident sequences: of the last one `pages` pages, too.
-  void upload_sequences(std::initializer_list<int> sequences, int pages = 0) {
-    ring_.wait(backend_->compute());
-    table_patch* const patches = ring_.patches();
-    std::int32_t count = 0;
-    const auto patch = [&](const host_and_device<std::int32_t>& table, std::size_t i) {
-      patches[count++] = {table.device + i, table.host[i]};
-    };
-    for (int page = 0; page < pages; ++page)
-      patch(host_copies_->page_tables,
-            size(*(sequences.end() - 1)) * size(settings_->max_pages()) + size(page));
-    for (const int sequence : sequences) {
-      patch(host_copies_->slot_sets, size(sequence));
-      for (std::size_t layer = 0; layer < blocks_there_.size(); ++layer)
-        patch_blocks(layer, host_copies_->slot_sets.host[sequence], patch);
-    }
-    ring_.plan({}, count, {});
-    ring_.upload(count, {}, backend_->compute());
-  }
-
   backend* backend_;
   const Settings* settings_;
-  const freekv::host_copies<State>* host_copies_ = nullptr;
-  step_ring ring_;
   append_memory<element> append_;         // of the compute stream
   append_memory<element> append_behind_;  // of the recall stream, which encodes nothing
   page_staging<element> staging_;         // of the compute stream
@@ -662,11 +526,8 @@ class stages {
   selection_scratch correct_, speculate_;  // of the compute and of the recall stream
   attention_scratch_memory attention_;     // of the compute stream
   all_layers<State> layers_;
-  std::span<sequence_array> arrays_;                     // of all layers, on the device
-  copied_recall<State, Copies> copies_;                  // where copy engines recall
-  std::vector<std::vector<std::int32_t>> blocks_there_;  // by layer, as the device has them
-  std::vector<std::int32_t*> flagged_counts_;            // by layer
-  std::vector<step_bounds> captured_;                    // of steps
+  std::span<sequence_array> arrays_;     // of all layers, on the device
+  copied_recall<State, Copies> copies_;  // where copy engines recall
 };
 
 }  // namespace freekv::device

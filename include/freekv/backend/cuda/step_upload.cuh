@@ -51,7 +51,7 @@ struct step_bounds {
                      .tokens = decode ? 0 : entry.after(),
                      .decodes = decode,
                      .prompts = !decode,
-                     .copies = entry.shared_page >= 0,
+                     .copies = entry.shared_page != store_page_id::none,
                      .completes = entry.after() / page > entry.before / page});
   }
 };

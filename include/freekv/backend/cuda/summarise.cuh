@@ -43,12 +43,13 @@ __launch_bounds__(summarise_default.threads, 1) __global__
     if (!completes(s, entry, page) || s.kind_of(head) != layer_kind::retrieval ||
         !leaves_to_block(s, entry, page))
       continue;
-    const int fixed_slot = s.fixed_slot(page, entry.after());
-    const std::int32_t store_page = s.store_page(entry.sequence, page);
-    const auto rows = rows_behind(as_const(fixed_slot >= 0 ? s.block_slice(entry.sequence, fixed_slot, head)
-                                           : s.encoded     ? staged.slice(s, nth_of_run, head)
-                                                           : slice_of(s.store, store_page, head)),
-                                  s.first_token_of(nth));
+    const slot_id fixed_slot = s.fixed_slot(page, entry.after());
+    const store_page_id store_page = s.store_page(entry.sequence, page);
+    const auto rows =
+        rows_behind(as_const(fixed_slot != slot_id::none ? s.block_slice(entry.sequence, fixed_slot, head)
+                             : s.encoded                 ? staged.slice(s, nth_of_run, head)
+                                                         : slice_of(s.store, store_page, head)),
+                    s.first_token_of(nth));
     __syncthreads();  // the scratch is free again
     for (int t = mine.nth; t < s.unit.tokens; t += mine.count)
       mine.team.widen(rows.key + t * rows.stride, keys + t * d, d);

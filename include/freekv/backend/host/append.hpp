@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <freekv/algorithms/copy_slice.hpp>
+#include <freekv/algorithms/keep_selection.hpp>
 #include <freekv/algorithms/summarise_unit.hpp>
 #include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/backend/host/isa.hpp>
@@ -31,7 +32,7 @@ struct rows_from {
 /// Writes the summaries of one head's slice of a complete page, one for each unit.
 template <class State, class Summaries>
 void summarise_slice(isa set, const State& s, const Summaries& summaries,
-                     const head_slice<const typename State::element>& slice, std::int32_t store_page,
+                     const head_slice<const typename State::element>& slice, store_page_id store_page,
                      int head, const workspace& w) {
   with_team(set, [&](auto team) {
     resolve(summaries, [&](const auto& summary) {
@@ -46,7 +47,7 @@ void summarise_slice(isa set, const State& s, const Summaries& summaries,
 /// Writes what each unit of it is worth to be pinned.
 template <class State, class Pinning>
 void value_slice(isa set, const State& s, const Pinning& pinning,
-                 const head_slice<const typename State::element>& slice, std::int32_t store_page, int head,
+                 const head_slice<const typename State::element>& slice, store_page_id store_page, int head,
                  const workspace& w) {
   constexpr int d = State::head_dim;
   resolve(pinning, [&]<class P>(const P& policy) {
@@ -76,9 +77,9 @@ void append_page(isa set, const State& s, const Policies& policies, const step_e
   const int page_begin = page_index * s.page.tokens, page_end = page_begin + s.page.tokens;
   const int first = std::max(entry.before, page_begin), last = std::min(entry.after(), page_end);
   const bool complete = last == page_end, encodes = s.encoded && complete;
-  const int slot = s.fixed_slot(page_index, entry.after());
-  const bool in_slots = slot >= 0;
-  const std::int32_t store_page = s.store_page(entry.sequence, page_index);
+  const slot_id slot = s.fixed_slot(page_index, entry.after());
+  const bool in_slots = slot != slot_id::none;
+  const store_page_id store_page = s.store_page(entry.sequence, page_index);
   const encoded_pages pages(s, policies, w);
   const auto put = []<class In>(element* to, const In* from) {
     if constexpr (std::is_same_v<In, element>)
@@ -87,7 +88,9 @@ void append_page(isa set, const State& s, const Policies& policies, const step_e
       for (int i = 0; i < d; ++i) to[i] = from_float<element>(from[i]);
   };
   const int shared_rows =
-      entry.shared_page >= 0 && page_index == entry.before / s.page.tokens ? entry.before % s.page.tokens : 0;
+      entry.shared_page != store_page_id::none && page_index == entry.before / s.page.tokens
+          ? entry.before % s.page.tokens
+          : 0;
   for (int head = 0; head < s.heads.kv; ++head) {
     const auto kept = !s.encoded ? slice_of(s.store, store_page, head)
                       : entry.phase == step_phase::prefill && first == page_begin && complete
@@ -119,21 +122,11 @@ void append_page(isa set, const State& s, const Policies& policies, const step_e
 /// Forgets the selection of a sequence, and what its selected slots hold.
 template <class State>
 void drop_selection(const State& s, int sequence) {
-  for (int head = 0; head < s.heads.kv; ++head) {
-    const slot_contents slots = s.slots_of(sequence, head);
-    std::fill_n(slots.unit, slots.count, -1);
-    std::fill_n(slots.last_selected, slots.count, 0);
-    s.selected_count[s.head_index(sequence, head)] = 0;
-    s.pinned_count[s.head_index(sequence, head)] = 0;
-    s.next_selected_count[s.head_index(sequence, head)] = -1;
-    s.selections[s.head_index(sequence, head)] = 0;
-    s.recall_failed[s.head_index(sequence, head)] = 0;
-  }
+  for (int head = 0; head < s.heads.kv; ++head) freekv::drop_selection(one_lane{}, s, sequence, head);
 }
 
-/// Flags the KV heads of a decode entry that have no selection, or that the correction does not accept the queries of
-/// one of its rows from; then keeps `queries` (rows, query_heads, head_dim), which make the next selection. A
-/// correction by mass judges later, when it has scores.
+/// Flags the KV heads of a decode entry that select anew; then keeps `queries` (rows, query_heads, head_dim), which make
+/// the next selection.
 template <class State, class Correction>
 void detect_drift(isa set, const State& s, const Correction& correction, const step_entry& entry,
                   const float* queries) {
@@ -144,16 +137,9 @@ void detect_drift(isa set, const State& s, const Correction& correction, const s
   };
   with_team(set, [&](auto team) {
     for (int head = 0; head < s.heads.kv; ++head) {
-      bool flagged = entry.kept_row < 0;
-      if constexpr (correction_by_query<Correction>)
-        for (int r = 0; r < entry.tokens && !flagged; ++r)
-          flagged = correction.at(s.layer).flags(
-              team, {{query(r, head), group, d},
-                     {s.kept_query(entry.sequence, head, entry.kept_row), group, d},
-                     entry.decode_step});
-      const std::size_t row = s.head_index(entry.sequence, head);
-      s.corrected[row] = flagged && s.kind_of(head) == layer_kind::retrieval;
-      s.recalled[row] = s.recalled_before_attention[row] = s.promoted[row] = 0;
+      const bool anew = selects_anew(team, s, correction.at(s.layer), entry, head,
+                                     [&](int row) { return query(row, head); });
+      begin_report(s, entry.sequence, head, anew);
     }
   });
   for (int head = 0; head < s.heads.kv; ++head)

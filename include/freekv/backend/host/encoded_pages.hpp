@@ -95,7 +95,7 @@ class encoded_pages {
   }
 
  private:
-  slice_place place_of(int head, int page, std::int32_t store_page) const {
+  slice_place place_of(int head, int page, store_page_id store_page) const {
     return {s_->layer, head, s_->heads.kv, page * s_->page.tokens, s_->shared_of(store_page), w_->shared};
   }
   /// Says in an error whose tokens it was about.
@@ -114,7 +114,7 @@ class encoded_pages {
     return w_->encoded + static_cast<std::size_t>(nth) * s_->slices.slice_bytes;
   }
   [[gnu::noinline]] void decode(const std::byte* from, int head, const page_range& part,
-                                std::int32_t store_page, const head_slice<element>& to) const {
+                                store_page_id store_page, const head_slice<element>& to) const {
     resolve(policies_->codec, [&](const auto& codec) {
       codec_at(codec, place_of(head, part.page, store_page))
           .template decode<d>(scalar_team{}, from, s_->page.tokens, row_range{part.first, part.tokens}, to);

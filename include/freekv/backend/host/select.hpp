@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <freekv/algorithms/copy_slice.hpp>
+#include <freekv/algorithms/correct_selection.hpp>
 #include <freekv/algorithms/match_slots.hpp>
 #include <freekv/algorithms/ordered_key.hpp>
 #include <freekv/algorithms/score_unit.hpp>
@@ -203,37 +204,19 @@ class head_selection {
     knows_mass_of_all_ = false;
   }
 
-  /// The masses of `selected` and of `best`, pages of the first `candidates` candidates.
-  selection_masses masses(int candidates, std::span<const std::int32_t> selected,
-                          std::span<const std::int32_t> best) {
-    score(candidates);
-    return {mass_of(selected), mass_of(best)};
-  }
-
-  /// Exchanges pages of `selected` for those of `best` that it misses until `correction` is content; returns how many
-  /// are selected then. Both are ascending; `selected` has room for all of `best`. (docs/contract.md, 8.3)
+  /// Corrects the head by the masses of units, all of the first `candidates` candidates; returns how many it has
+  /// selected then, and sets `corrected` where it is flagged.
   template <class Correction>
-  int exchange(const Correction& correction, std::int32_t* selected, int count,
-               std::span<const std::int32_t> best) {
-    const auto value = [&](std::int32_t page) { return ordered_key(w_.pooled[page - first_unit_], page); };
-    const auto lacks = [](auto first, auto last, std::int32_t page) {
-      return !std::binary_search(first, last, page);
+  int correct(const Correction& correction, int candidates, const selected_and_best& units, bool& corrected) {
+    const auto mass_of = [&](const std::int32_t* of, int count) {
+      score(candidates);
+      float sum = 0.0f;
+      for (int i = 0; i < count; ++i) sum += mass(of[i]);
+      return sum;
     };
-    const float of_best = mass_of(best);
-    while (correction.flags({mass_of({selected, static_cast<std::size_t>(count)}), of_best})) {
-      std::int32_t gain = -1;
-      for (const std::int32_t page : best)
-        if (lacks(selected, selected + count, page) && (gain < 0 || value(page) > value(gain))) gain = page;
-      if (gain < 0) break;
-      int loss = -1;
-      for (int i = 0; i < count; ++i)
-        if (lacks(best.begin(), best.end(), selected[i]) &&
-            (loss < 0 || value(selected[i]) < value(selected[loss])))
-          loss = i;
-      selected[loss < 0 ? count++ : loss] = gain;
-      std::sort(selected, selected + count);
-    }
-    return count;
+    return correct_selection(correction, units, corrected, mass_of, [&](std::int32_t unit) {
+      return ordered_key(w_.pooled[unit - first_unit_], unit);
+    });
   }
 
  private:
@@ -393,11 +376,6 @@ class head_selection {
       });
     knows_mass_of_all_ = true;
     return mass_of_all_.share(w_.pooled[page - first_unit_]);
-  }
-  float mass_of(std::span<const std::int32_t> pages) {
-    float sum = 0.0f;
-    for (const std::int32_t page : pages) sum += mass(page);
-    return sum;
   }
 
   isa set_;

@@ -10,30 +10,18 @@
 
 namespace freekv::host {
 
-/// Candidates among the units of `range`: the first `now` of a decode entry, the first `next` of the next step.
-struct step_candidates {
-  int now = 0, next = 0;
-  unit_range range;
-};
-template <class State>
-step_candidates candidates_at(const State& s, const step_entry& entry) {
-  const unit_range next = s.candidates_at(entry.after() + 1);
-  const int now = std::max(0, s.window_begin(entry) * s.units_per_page - next.first);
-  return {now, next.count, {next.first, std::max(now, next.count)}};
-}
-
 /// Each query head of a KV head selects for itself what comes next, and `now_too` what the entry attends to.
 template <class State, class Policies>
 void select_by_query_head(isa set, const State& s, const Policies& policies, const step_entry& entry,
                           int head, bool now_too, const workspace& w) {
-  const step_candidates c = candidates_at(s, entry);
+  const step_candidates c = s.candidates_of(entry);
   const std::size_t row = s.head_index(entry.sequence, head);
   std::int32_t &selected = s.selected_count[row], &next_selected = s.next_selected_count[row];
   if (now_too) selected = 0;
   next_selected = 0;
   const unit_union all = s.selected_union(entry.sequence, head);
   for (int g = 0; g < s.heads.group(); ++g) {
-    head_selection selection(set, s, policies, entry, head, c.range, w, g);
+    head_selection selection(set, s, policies, entry, head, {c.first, c.most()}, w, g);
     int held = 0;
     if (now_too)
       selected = merge_selections(all, selected, w.units, held = selection.best(c.now, w.units), g);

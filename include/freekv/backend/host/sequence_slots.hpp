@@ -2,24 +2,14 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <freekv/algorithms/copy_slice.hpp>
+#include <freekv/algorithms/keep_selection.hpp>
 #include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/backend/host/select.hpp>
 #include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/selection_state.hpp>
 
 namespace freekv::host {
-
-/// Whether all units selected by the heads of a sequence are in its first `pages` pages.
-template <class State>
-bool selects_within(const State& s, int sequence, int pages) {
-  for (int head = 0; head < s.heads.kv; ++head) {
-    const std::int32_t* selected = s.selected + s.selection(sequence, head);
-    const int count = s.selected_count[s.head_index(sequence, head)];
-    if (count > 0 && s.page_of(selected[count - 1]) >= pages) return false;
-  }
-  return true;
-}
 
 /// Moves what a sequence's selected slots hold to the lowest ones. With spare slots their order is the
 /// residency's, and they stay; so do those of a head for which a recall is to be made up.
@@ -28,33 +18,12 @@ void compact_slots(const State& s, int sequence) {
   if (s.slots.selected > s.max_selected) return;
   for (int head = 0; head < s.heads.kv; ++head) {
     if (s.recall_failed[s.head_index(sequence, head)] != 0) continue;
-    const slot_contents held = s.slots_of(sequence, head);
-    std::int32_t* const slot_of = s.slot_of + s.selection(sequence, head);
-    for (int to = 0, from = held.count - 1;; held.unit[from] = -1) {
-      while (from > 0 && held.unit[from] < 0) --from;
-      while (to < from && held.unit[to] >= 0) ++to;
-      if (to >= from) break;
+    freekv::compact_slots(s.slots_of(sequence, head), [&](int from, int to) {
       copy_slice<State::head_dim>(as_const(s.selected_slice(sequence, from, head)),
                                   s.selected_slice(sequence, to, head), s.unit.tokens);
-      held.unit[to] = held.unit[from];
-      held.last_selected[to] = held.last_selected[from];
-      std::replace(slot_of, slot_of + s.selected_count[s.head_index(sequence, head)], from, to);
-    }
+      note_move(s, sequence, head, from, to);
+    });
   }
-}
-
-/// Blocks in which a sequence's selected slots hold anything, or will where a recall is to be made up for.
-template <class State>
-int selected_blocks_in_use(const State& s, int sequence) {
-  int slots = 0;
-  for (int head = 0; head < s.heads.kv; ++head) {
-    const slot_contents held = s.slots_of(sequence, head);
-    int used = held.count;
-    if (s.recall_failed[s.head_index(sequence, head)] == 0)
-      while (used > slots && held.unit[used - 1] < 0) --used;
-    slots = std::max(slots, used);
-  }
-  return s.slots.selected_blocks_for(slots);
 }
 
 /// Copies pages of a sequence to slots of one KV head, at length `tokens`: for i of `count` the page `page(i)`
@@ -109,7 +78,7 @@ void fill_selected(const encoded_pages<State, Policies>& stored, const State& s,
 /// store_error.
 template <class State, class Policies>
 void read_open_page(const encoded_pages<State, Policies>& stored, const State& s, int sequence, int page,
-                    std::int32_t store_page) {
+                    store_page_id store_page) {
   for (int head = 0; head < s.heads.kv; ++head)
     stored.read_stored(
         {sequence, head}, 1,
@@ -134,31 +103,17 @@ void copy_slots(const State& s, int from, int to) {
   const int used = s.slots.fixed() + selected_blocks_in_use(s, from);
   for (int slot = 0; slot < used; ++slot)
     for (int head = 0; head < s.heads.kv; ++head)
-      copy_slice<State::head_dim>(as_const(s.block_slice(from, slot, head)), s.block_slice(to, slot, head),
-                                  s.page.tokens);
+      copy_slice<State::head_dim>(as_const(s.block_slice(from, slot_id{slot}, head)),
+                                  s.block_slice(to, slot_id{slot}, head), s.page.tokens);
 }
 
 /// Gives sequence `to` the previous queries, the selection and the report of `from`.
 template <class State>
-void copy_selection(const State& s, int from, int to) {
-  const auto copy = [&](auto* data, std::size_t row) {
-    const std::size_t all = row * static_cast<std::size_t>(s.heads.kv);
-    std::copy_n(data + all * static_cast<std::size_t>(from), all, data + all * static_cast<std::size_t>(to));
-  };
-  const auto n = [](int count) { return static_cast<std::size_t>(count); };
-  copy(s.kept_queries, n(s.decode_rows * s.heads.group() * State::head_dim));
-  copy(s.corrected, 1);
-  copy(s.recall_failed, 1);
-  for (std::int32_t* counts :
-       std::array{s.selected_count, s.next_selected_count, s.attended_count, s.pinned_count, s.selections,
-                  s.recalled, s.recalled_before_attention, s.promoted})
-    copy(counts, 1);
-  copy(s.pinned, n(s.pins));
-  for (std::int32_t* lists : std::array{s.selected, s.next_selected, s.attended, s.slot_of})
-    copy(lists, n(s.max_selected));
-  for (std::uint32_t* masks : std::array{s.selected_by, s.next_selected_by, s.attended_by})
-    copy(masks, n(s.max_selected * s.mask_words));
-  for (std::int32_t* lists : std::array{s.slot_unit, s.slot_stamp}) copy(lists, n(s.slots.selected));
+void copy_selection(State s, int from, int to) {
+  for_each_array_and_queries(s, [&](auto* array, std::size_t of_sequence) {
+    std::copy_n(array + of_sequence * static_cast<std::size_t>(from), of_sequence,
+                array + of_sequence * static_cast<std::size_t>(to));
+  });
 }
 
 }  // namespace freekv::host

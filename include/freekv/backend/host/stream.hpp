@@ -78,6 +78,9 @@ class stream {
     enqueue([e] { e.wait(); });
   }
 
+  /// Nothing of the host is captured.
+  static constexpr bool is_capturing() { return false; }
+
   /// Blocks the calling thread until everything queued has run.
   void synchronize() const { record().wait(); }
 

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <freekv/algorithms/attend_slice.hpp>
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/shape.hpp>
+#include <freekv/pipeline/settings.hpp>
 #include <freekv/storage/memory.hpp>
 
 namespace freekv::host {
@@ -26,6 +28,38 @@ struct workspace_sizes {
   /// Scores of `candidates` candidates, rounded up to whole packs of any team.
   static constexpr std::int64_t padded(int candidates) { return (std::int64_t{candidates} + 15) / 16 * 16; }
 };
+
+/// Sizes for a pipeline of layers like `State` with these settings.
+template <class State, class Settings>
+workspace_sizes workspace_sizes_of(const Settings& s) {
+  constexpr int head_dim = State::head_dim;
+  using element = typename State::element;
+  workspace_sizes sizes{.kv_heads = s.kv_heads,
+                        .group = s.query_heads / s.kv_heads,
+                        .decode_rows = s.max_decode_rows,
+                        .head_dim = head_dim,
+                        .page_tokens = s.page.tokens,
+                        .unit_tokens = s.unit_tokens(),
+                        .attention_floats = attention_scratch<head_dim>,
+                        .max_pages = s.max_pages(),
+                        .max_units = s.max_units()};
+  if (s.encodes()) {
+    sizes.slice_bytes = stored_slice_bytes<element, head_dim>(s);
+    if (s.store_file) sizes.slice_alignment = s.store_file->alignment();
+    sizes.decoded_bytes = static_cast<std::size_t>(2 * s.page.tokens * head_dim) * sizeof(element);
+    sizes.shared_floats = resolve(s.codec, [&](const auto& codec) {
+      return shared_floats(codec, page_geometry{s.page.tokens, head_dim});
+    });
+  }
+  resolve(s.summary, [&](const auto& summary) {
+    sizes.summary_width = summary.width({s.unit_tokens(), head_dim});
+    sizes.query_width = summary_query_width(summary, head_dim);
+  });
+  for (int layer = 0; layer < s.layers; ++layer)
+    sizes.selected_units = std::max(sizes.selected_units, s.max_selected(layer));
+  if (s.selects_by() == selection_scope::layer) sizes.pooled_heads = s.kv_heads;
+  return sizes;
+}
 
 /// Slices that are read at a time.
 inline constexpr int most_staged = 16;

@@ -1,0 +1,99 @@
+// What a sequence's head keeps from step to step: who selects anew and when, forgetting what is selected, and its slots
+// moved together.
+#pragma once
+
+#include <cstdint>
+#include <freekv/algorithms/match_slots.hpp>
+#include <freekv/config.hpp>
+#include <freekv/core/team.hpp>
+#include <freekv/policies/correction.hpp>
+#include <freekv/policies/plan.hpp>
+
+namespace freekv {
+
+/// Time of a selection: a correction, for the step itself and by the same scores for the next one, or ahead of the next.
+enum class selection_time : std::uint8_t { correct, speculate };
+
+/// Whether a head of a sequence selects at such a time. A correction has flagged it, or judges `every_head` by masses; ahead
+/// of a step, no correction has selected for it yet.
+template <class State>
+FREEKV_HD bool is_to_select(const State& s, int sequence, int head, selection_time time, bool every_head) {
+  const auto row = s.head_index(sequence, head);
+  return time == selection_time::correct ? every_head || s.corrected[row] != 0
+                                         : s.next_selected_count[row] < 0;
+}
+
+/// Whether one head of a decode entry is to select anew: it has no selection, or the correction does not accept the
+/// queries of one of the entry's rows. `query(row)`: its group's (group, head_dim). A correction by mass judges later,
+/// when it has scores. `State` is the layer_state; `correction` is of the layer.
+template <class Team, class State, class Entry, class Correction, class Query>
+FREEKV_HD bool selects_anew(Team team, const State& s, const Correction& correction, const Entry& entry,
+                            int head, const Query& query) {
+  constexpr int d = State::head_dim;
+  bool anew = entry.kept_row < 0;
+  if constexpr (requires { correction.flags(team, query_change{}); })
+    for (int row = 0; row < entry.tokens && !anew; ++row)
+      anew = correction.flags(
+          team, query_change{{query(row), s.heads.group(), d},
+                             {s.kept_query(entry.sequence, head, entry.kept_row), s.heads.group(), d},
+                             entry.decode_step});
+  return anew;
+}
+
+/// Forgets what one head of a sequence has selected, and what its selected slots hold. By a team's lanes.
+template <class Team, class State>
+FREEKV_HD void drop_selection(Team team, const State& s, int sequence, int head) {
+  const slot_contents slots = s.slots_of(sequence, head);
+  for (int i = team.lane(); i < slots.count; i += team.lanes()) {
+    slots.unit[i] = -1;
+    slots.last_selected[i] = 0;
+  }
+  if (team.lane() != 0) return;
+  const auto row = s.head_index(sequence, head);
+  s.selected_count[row] = 0;
+  s.pinned_count[row] = 0;
+  s.next_selected_count[row] = -1;
+  s.selections[row] = 0;
+  s.recall_failed[row] = 0;
+}
+
+/// Begins the report of one head of a decode entry; returns whether it is flagged.
+template <class State>
+FREEKV_HD bool begin_report(const State& s, int sequence, int head, bool anew) {
+  const auto row = s.head_index(sequence, head);
+  const bool flagged = anew && s.kind_of(head) == layer_kind::retrieval;
+  s.corrected[row] = flagged;
+  s.recalled[row] = s.recalled_before_attention[row] = s.promoted[row] = 0;
+  return flagged;
+}
+/// Clears the report of one head of a sequence.
+template <class State>
+FREEKV_HD void clear_report(const State& s, int sequence, int head) {
+  begin_report(s, sequence, head, false);
+  s.attended_count[s.head_index(sequence, head)] = 0;
+}
+
+/// Moves what a head's slots hold to the lowest ones: `move(from, to)` for each that moves, which copies it, notes where
+/// it is, and has happened for all lanes when it returns.
+template <class Move>
+FREEKV_HD void compact_slots(const slot_contents& held, const Move& move) {
+  for (int to = 0, from = held.count - 1;;) {
+    while (from > 0 && held.unit[from] < 0) --from;
+    while (to < from && held.unit[to] >= 0) ++to;
+    if (to >= from) return;
+    move(from, to);
+  }
+}
+/// Notes such a move of a head's slot.
+template <class State>
+FREEKV_HD void note_move(const State& s, int sequence, int head, int from, int to) {
+  const slot_contents held = s.slots_of(sequence, head);
+  held.unit[to] = held.unit[from];
+  held.last_selected[to] = held.last_selected[from];
+  held.unit[from] = -1;
+  std::int32_t* const slot_of = s.slot_of + s.selection(sequence, head);
+  for (int i = 0; i < s.selected_count[s.head_index(sequence, head)]; ++i)
+    if (slot_of[i] == from) slot_of[i] = to;
+}
+
+}  // namespace freekv

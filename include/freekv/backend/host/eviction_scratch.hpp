@@ -1,0 +1,102 @@
+// Scratch of one host thread of an evicting pipeline.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <freekv/algorithms/attend_slice.hpp>
+#include <freekv/backend/host/merge_tokens.hpp>
+#include <freekv/core/log_sum_exp.hpp>
+#include <freekv/policies/any_of.hpp>
+#include <freekv/policies/eviction.hpp>
+#include <freekv/storage/memory.hpp>
+
+namespace freekv::host {
+
+/// Rows of numbers that an observed row's group of query heads has.
+template <class Eviction>
+int numbers_of_row(const Eviction& eviction, int group) {
+  return eviction.group() == group_rule::each ? group : 1;
+}
+
+/// Sizes that scratch depends on.
+struct eviction_sizes {
+  int group = 1;
+  int most = 0;  // tokens that shares are wanted of, or units that a prompt has
+  std::int64_t observed = 0,
+               units = 0;  // rows of numbers that a policy observes at a time, and units that it sees then
+  bool sees_keys = false, merges = false;
+
+  std::int64_t score_stride() const { return (std::int64_t{most} + 15) / 16 * 16; }
+
+  template <class Settings>
+  static eviction_sizes of(const Settings& s) {
+    return resolve(s.eviction, [&]<class E>(const E& eviction) {
+      eviction_sizes sizes{.group = s.query_heads / s.kv_heads, .merges = freekv::merges<E>};
+      int most = allocates<E> ? s.max_tokens() : s.max_prompt;
+      for (int layer = s.complete_layers(); layer < s.layers; ++layer)
+        most = std::max(most, std::min(eviction.capacity(s.limits(layer)), s.max_tokens()));
+      sizes.most = most + eviction.unit_tokens();
+      if (observes<E> || sizes.merges) sizes.units = sizes.most;
+      if constexpr (observes<E>)
+        sizes.observed = std::int64_t{std::min(eviction.observed_rows(), s.max_tokens())} *
+                         numbers_of_row(eviction, sizes.group);
+      if constexpr (hooks_of<E>::has(hook::sees_keys)) sizes.sees_keys = eviction.sees_keys();
+      return sizes;
+    });
+  }
+};
+
+/// One thread's scratch.
+struct eviction_scratch {
+  float* block = nullptr;         // of attend_slice
+  float* query = nullptr;         // (group, head_dim), scaled
+  log_sum_exp* mass = nullptr;    // (group)
+  float* weighted = nullptr;      // (group, head_dim)
+  float* lse = nullptr;           // (group)
+  float* scores = nullptr;        // (group, score_stride)
+  float* shares = nullptr;        // (score_stride)
+  float* votes = nullptr;         // (score_stride)
+  std::uint64_t* keys = nullptr;  // (units of a prompt)
+  // Policies that observe or merge have these as well.
+  float* numbers = nullptr;        // (rows, score_stride)
+  float* transformed = nullptr;    // (rows, score_stride)
+  std::int32_t* counts = nullptr;  // (rows, 2)
+  float* unit_keys = nullptr;      // (units, head_dim), of one that sees keys
+  float* worths = nullptr;         // (units): in the order of the text
+  std::int32_t* order = nullptr;   // (units): places, in the order of the text
+  std::int32_t* tokens = nullptr;  // (units): numbers in the sequence, ascending
+  std::int32_t* places = nullptr;  // (units): of those that stay, then of those that leave
+  float* log_weights = nullptr;    // (units): of a prompt's tokens
+  merge_scratch merge;
+
+  template <int HeadDim>
+  static eviction_scratch carve(carver& memory, const eviction_sizes& s) {
+    const auto n = [](std::int64_t x) { return static_cast<std::size_t>(x); };
+    const std::int64_t merged = s.merges ? s.units : 0;
+    return {.block = memory.take<float>(n(attention_scratch<HeadDim>)),
+            .query = memory.take<float>(n(s.group * HeadDim)),
+            .mass = memory.take<log_sum_exp>(n(s.group)),
+            .weighted = memory.take<float>(n(s.group * HeadDim)),
+            .lse = memory.take<float>(n(s.group)),
+            .scores = memory.take<float>(n(s.group * s.score_stride())),
+            .shares = memory.take<float>(n(s.score_stride())),
+            .votes = memory.take<float>(n(s.score_stride())),
+            .keys = memory.take<std::uint64_t>(n(s.most)),
+            .numbers = memory.take<float>(n(s.observed * s.score_stride())),
+            .transformed = memory.take<float>(n(s.observed * s.score_stride())),
+            .counts = memory.take<std::int32_t>(n(2 * s.observed)),
+            .unit_keys = memory.take<float>(n(s.sees_keys || s.merges ? s.units * HeadDim : 0)),
+            .worths = memory.take<float>(n(s.units)),
+            .order = memory.take<std::int32_t>(n(s.units)),
+            .tokens = memory.take<std::int32_t>(n(s.units)),
+            .places = memory.take<std::int32_t>(n(s.units)),
+            .log_weights = memory.take<float>(n(merged)),
+            .merge = {.lengths = memory.take<double>(n(merged)),
+                      .fates = memory.take<merge_fate>(n(merged)),
+                      .next = memory.take<std::int32_t>(n(merged)),
+                      .logits = memory.take<double>(n(merged)),
+                      .sums = memory.take<double>(n(merged > 0 ? 2 * HeadDim : 0))}};
+  }
+};
+
+}  // namespace freekv::host

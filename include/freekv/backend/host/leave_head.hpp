@@ -1,0 +1,298 @@
+// One KV head of an evicting pipeline: who of its units leaves, at a prompt's end and in a decode step.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <freekv/algorithms/attended_shares.hpp>
+#include <freekv/algorithms/copy_slice.hpp>
+#include <freekv/backend/host/merge_tokens.hpp>
+#include <freekv/backend/host/observe_head.hpp>
+#include <functional>
+#include <numeric>
+
+namespace freekv::host {
+
+/// Units of one KV head that leave, and those that stay. By one thread, with its scratch.
+template <class Shape, class Settings>
+class head_eviction : public head_observer<Shape> {
+  using base = head_observer<Shape>;
+
+ public:
+  using base::d;
+  using typename base::element;
+  using typename base::scratch;
+  using typename base::state;
+
+  head_eviction(isa instructions, const eviction_sizes& sizes, const Settings& settings)
+      : base(instructions, sizes), settings_(&settings) {}
+
+  /// When `held` tokens of a sequence of `tokens` are there.
+  eviction_moment moment(const state& s, const eviction_entry& entry, int head, int tokens, int held) const {
+    const int budget =
+        s.budgets == nullptr ? settings_->budget : s.budgets[s.head_index(entry.sequence, head)].budget;
+    return {budget, entry.prompt, tokens, false, held, s.place, s.places, head};
+  }
+
+  eviction_moment end_of_prompt(const state& s, const eviction_entry& entry, int head) const {
+    eviction_moment at = moment(s, entry, head, entry.prompt, entry.prompt);
+    at.prompt_ends = true;
+    return at;
+  }
+
+  /// Cuts a prompt to what the head keeps of it, in the order of the text.
+  template <class Eviction>
+  void end_prompt(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
+                  const scratch& w) const {
+    if (s.complete || entry.prompt == 0) return;
+    const int u = s.unit_tokens, all = (entry.prompt + u - 1) / u;
+    const eviction_moment at = end_of_prompt(s, entry, head);
+    int kept = std::min(all, eviction.kept(at) / u);
+    prompt_votes votes{w.votes, entry.prompt};
+    if constexpr (observes<Eviction>) {
+      if (kept < all) {
+        kept = std::min(kept, eviction.observe(this->see_prompt(eviction, s, entry, at, w), at, w.worths));
+      } else {
+        std::fill_n(w.worths, all, 0.0f);
+      }
+    } else if (eviction.observed_rows() == every_prompt_row) {
+      votes.shares = s.votes_of(entry, head);
+    } else if (eviction.observed_rows() > 0 && kept < all) {
+      std::fill_n(w.votes, entry.prompt, 0.0f);
+      for (int token = std::max(0, entry.prompt - s.kept_queries); token < entry.prompt; ++token)
+        this->vote(s, entry, head, token, s.kept_query(entry, token, head), w.votes, w);
+    } else {
+      std::fill_n(w.votes, entry.prompt, 0.0f);
+    }
+    const auto make = [&]([[maybe_unused]] auto& made, [[maybe_unused]] int unit) {
+      if constexpr (!observes<Eviction>) {
+        eviction.on_append(made, std::min((unit + 1) * u, entry.prompt) - 1);
+        eviction.on_prompt(made, votes, unit * u);
+      }
+    };
+    const auto worth_of = [&](int unit) {
+      if constexpr (observes<Eviction>) {
+        return order_bits(w.worths[unit]);
+      } else {
+        typename Eviction::unit_state made{};
+        make(made, unit);
+        return eviction.worth(made);
+      }
+    };
+    for (int unit = 0; unit < all; ++unit) w.keys[unit] = rank(eviction, worth_of(unit), unit * u, at);
+    std::nth_element(w.keys, w.keys + (all - kept), w.keys + all);
+    std::uint64_t* const best = w.keys + (all - kept);
+    const auto number = [](std::uint64_t key) { return static_cast<std::int32_t>(key & 0xffffffffu); };
+    std::sort(best, best + kept, [&](std::uint64_t a, std::uint64_t b) { return number(a) < number(b); });
+
+    float* const log_weights = s.log_weights(entry.sequence, head);
+    if constexpr (merges<Eviction>) {
+      std::transform(best, best + kept, w.places, number);
+      std::transform(w.keys, best, w.places + kept, number);
+      std::sort(w.places + kept, w.places + all);
+      std::fill_n(w.log_weights, all, 0.0f);
+      const bool by_row = eviction.merge_by() == merge_rule::as_last_row;
+      if (kept < all)
+        merge(eviction, s, entry, s.prompt_slice(entry, head), nullptr,
+              log_weights == nullptr ? nullptr : w.log_weights, kept, all - kept, at,
+              by_row ? s.kept_query(entry, entry.prompt - 1, head) : nullptr, w);
+    }
+    const auto from = as_const(s.prompt_slice(entry, head));
+    const auto to = s.slice(entry.sequence, head);
+    std::int32_t& tokens = s.tokens[s.head_index(entry.sequence, head)];
+    tokens = 0;
+    for (int i = 0; i < kept; ++i) {
+      const int first = number(best[i]), length = std::min(u, entry.prompt - first);
+      if (s.staged_rows > 0) copy_slice<d>(at_row(from, first), at_row(to, i * u), length);
+      s.first_tokens(entry.sequence, head)[i] = first;
+      if (log_weights != nullptr) log_weights[i] = w.log_weights[first];
+      if constexpr (!observes<Eviction>)
+        make(s.template states_of<Eviction>(entry.sequence, head)[i] = {}, first / u);
+      tokens += length;
+    }
+  }
+
+  /// After a decode row has attended: its shares on the units, and who leaves.
+  template <class Eviction>
+  void count(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
+             const float* queries, const scratch& w) const {
+    const int u = s.unit_tokens, row = entry.before;
+    const std::size_t first = s.unit_index(entry.sequence, head),
+                      at_head = s.head_index(entry.sequence, head);
+    std::int32_t& tokens = s.tokens[at_head];
+    const int units = (tokens + u - 1) / u;
+    for (int unit = 0; unit < units; ++unit)
+      s.attended[first + index(unit)] = s.first_tokens(entry.sequence, head)[unit] / u;
+    s.attended_count[at_head] = units;
+    const eviction_moment at = moment(s, entry, head, row + 1, tokens);
+    const float* const query =
+        queries + (std::ptrdiff_t{entry.first_row} * s.heads.kv + head) * s.heads.group() * d;
+    if constexpr (observes<Eviction>) {
+      if (s.keeps_decoded && tokens > eviction.kept(at)) compact(eviction, s, entry, head, at, query, w);
+    } else {
+      with_team(this->instructions_, [&](auto team) {
+        mean_shares(team, {w.scores, this->score_stride_, w.lse, s.heads.group()}, tokens, w.shares);
+      });
+      auto* const states = s.template states_of<Eviction>(entry.sequence, head);
+      for (int unit = 0; unit < units; ++unit) {
+        float share = 0.0f;
+        for (int t = unit * u; t < std::min((unit + 1) * u, tokens); ++t) share += w.shares[t];
+        eviction.on_attended(states[unit], share, row);
+      }
+      if constexpr (merges<Eviction>) {
+        if (tokens > eviction.kept(at)) merge_away(eviction, s, entry, head, at, query, w);
+      } else {
+        while ((tokens + u - 1) / u > eviction.kept(at) / u) evict(eviction, s, entry, head, at);
+      }
+    }
+  }
+
+ private:
+  static constexpr std::size_t index(int n) { return static_cast<std::size_t>(n); }
+  template <class Element>
+  static head_slice<Element> at_row(const head_slice<Element>& slice, int row) {
+    return {slice.key + row * slice.stride, slice.value + row * slice.stride, slice.stride};
+  }
+
+  /// Larger for what stays longer; all that is protected is above.
+  template <class Eviction>
+  static std::uint64_t rank(const Eviction& eviction, std::uint32_t worth, int first_token,
+                            const eviction_moment& at) {
+    if (eviction.protects(first_token, at))
+      return ~std::uint64_t{0} << 32 | static_cast<std::uint32_t>(first_token);
+    worth = std::min(worth, ~std::uint32_t{0} - 1);
+    return std::uint64_t{worth} << 32 | static_cast<std::uint32_t>(first_token);
+  }
+
+  /// Places of a KV head's units and their tokens, in the order of the text.
+  void order_by_text(const std::int32_t* first_token, int units, const scratch& w) const {
+    std::iota(w.order, w.order + units, 0);
+    std::sort(w.order, w.order + units, [&](int a, int b) { return first_token[a] < first_token[b]; });
+    for (int i = 0; i < units; ++i) w.tokens[i] = first_token[w.order[i]];
+  }
+  /// Parts places in the order of the text: the `kept` of most `rank_at(i)` first.
+  template <class Rank>
+  static void part_places(int units, int kept, const Rank& rank_at, const scratch& w) {
+    for (int i = 0; i < units; ++i) w.keys[i] = rank_at(i);
+    std::nth_element(w.keys, w.keys + (units - kept), w.keys + units);
+    int placed = 0;
+    for (const bool stays : {true, false})
+      for (int i = 0; i < units; ++i)
+        if ((kept > 0 && rank_at(i) >= w.keys[units - kept]) == stays) w.places[placed++] = w.order[i];
+  }
+
+  /// Tokens of `slice` that leave merge into those that stay, by `w.places`. `first_token` is by place, null where places
+  /// are tokens; `log_weights` by place, or null.
+  template <class Eviction>
+  void merge(const Eviction& eviction, const state& s, const eviction_entry& entry,
+             const head_slice<element>& slice, const std::int32_t* first_token, float* log_weights,
+             int staying, int leaving, const eviction_moment& at, const float* query,
+             const scratch& w) const {
+    const int all = staying + leaving;
+    const auto product = exact_product_of(this->instructions_);
+    this->load_keys(slice, w.places, all, w.unit_keys);
+    for (int i = 0; i < all; ++i) {
+      const float* const key = w.unit_keys + i * d;
+      w.tokens[i] = first_token == nullptr ? w.places[i] : first_token[w.places[i]];
+      w.merge.lengths[i] = std::sqrt(product(key, key, d));
+      w.merge.fates[i] = {};
+    }
+    const merging_tokens of{staying, leaving, w.tokens, w.unit_keys, w.merge.lengths, d, product};
+    eviction.merge(of, at, s.template memory_of<Eviction>(entry.sequence, at.head), w.merge.fates);
+    token_merger<d, element>{of,
+                             slice,
+                             w.places,
+                             log_weights,
+                             eviction.merge_by(),
+                             query,
+                             s.heads.group(),
+                             static_cast<double>(s.scale),
+                             w.merge}
+        .merge_all();
+  }
+
+  /// All at once the units leave that are not kept, and merge into the others; the last ones take their places.
+  template <class Eviction>
+  void merge_away(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
+                  const eviction_moment& at, const float* query, const scratch& w) const {
+    std::int32_t& tokens = s.tokens[s.head_index(entry.sequence, head)];
+    std::int32_t* const first_token = s.first_tokens(entry.sequence, head);
+    float* const log_weights = s.log_weights(entry.sequence, head);
+    auto* const states = s.template states_of<Eviction>(entry.sequence, head);
+    const auto slice = s.slice(entry.sequence, head);
+    const int all = tokens, kept = eviction.kept(at);
+    order_by_text(first_token, all, w);
+    part_places(
+        all, kept, [&](int i) { return rank(eviction, eviction.worth(states[w.order[i]]), w.tokens[i], at); },
+        w);
+    merge(eviction, s, entry, slice, first_token, log_weights, kept, all - kept, at, query, w);
+    std::sort(w.places + kept, w.places + all, std::greater<std::int32_t>());
+    for (int i = kept; i < all; ++i) {
+      const int to = w.places[i], from = --tokens;
+      if (from == to) continue;
+      copy_slice<d>(at_row(as_const(slice), from), at_row(slice, to), 1);
+      first_token[to] = first_token[from];
+      states[to] = states[from];
+      if (log_weights != nullptr) log_weights[to] = log_weights[from];
+    }
+  }
+
+  /// All at once those leave that an observing policy does not keep; the others move up, in the order of their places.
+  template <class Eviction>
+  void compact(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
+               const eviction_moment& at, const float* query, const scratch& w) const {
+    std::int32_t& tokens = s.tokens[s.head_index(entry.sequence, head)];
+    std::int32_t* const first_token = s.first_tokens(entry.sequence, head);
+    float* const log_weights = s.log_weights(entry.sequence, head);
+    const auto slice = s.slice(entry.sequence, head);
+    order_by_text(first_token, tokens, w);
+    const int kept = std::min(
+        {tokens, eviction.kept(at),
+         eviction.observe(this->see(eviction, s, entry, slice, log_weights, tokens, at, w), at, w.worths)});
+    part_places(
+        tokens, kept, [&](int i) { return rank(eviction, order_bits(w.worths[i]), w.tokens[i], at); }, w);
+    if constexpr (merges<Eviction>)
+      merge(eviction, s, entry, slice, first_token, log_weights, kept, tokens - kept, at, query, w);
+    std::sort(w.places, w.places + kept);
+    for (int i = 0; i < kept; ++i) {
+      const int from = w.places[i];
+      if (from == i) continue;
+      copy_slice<d>(at_row(as_const(slice), from), at_row(slice, i), 1);
+      first_token[i] = first_token[from];
+      if (log_weights != nullptr) log_weights[i] = log_weights[from];
+    }
+    tokens = kept;
+  }
+
+  /// The unit of least rank leaves, but never one that is being filled. Its place is the last full one's, and
+  /// that one's is the open one's: full units stay in front.
+  template <class Eviction>
+  void evict(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
+             const eviction_moment& at) const {
+    const int u = s.unit_tokens;
+    std::int32_t& tokens = s.tokens[s.head_index(entry.sequence, head)];
+    const int units = (tokens + u - 1) / u, open = tokens % u, full = open > 0 ? units - 1 : units;
+    std::int32_t* const first_token = s.first_tokens(entry.sequence, head);
+    auto* const states = s.template states_of<Eviction>(entry.sequence, head);
+    int leaves = 0;
+    std::uint64_t least = ~std::uint64_t{0};
+    for (int unit = 0; unit < full; ++unit)
+      if (const std::uint64_t key = rank(eviction, eviction.worth(states[unit]), first_token[unit], at);
+          key < least)
+        least = key, leaves = unit;
+    const auto slice = s.slice(entry.sequence, head);
+    const auto move = [&](int from, int to, int length) {
+      if (from == to) return;
+      copy_slice<d>(at_row(as_const(slice), from * u), at_row(slice, to * u), length);
+      first_token[to] = first_token[from];
+      states[to] = states[from];
+    };
+    move(full - 1, leaves, u);
+    if (open > 0) move(full, full - 1, open);
+    tokens -= u;
+  }
+
+  const Settings* settings_;
+};
+
+}  // namespace freekv::host

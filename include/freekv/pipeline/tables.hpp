@@ -1,0 +1,110 @@
+// Tables of a pipeline, which the host writes and stages read: in one memory, or in the host's and a device's.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/storage/memory.hpp>
+#include <vector>
+
+namespace freekv {
+
+/// A table that the host writes, and a device's copy of it; or the same one twice.
+template <class T>
+struct host_and_device {
+  T* host = nullptr;
+  T* device = nullptr;
+  std::size_t size = 0;
+};
+
+/// Tables of a pipeline whose stages read the host's memory: there is one of each.
+template <class State>
+struct host_tables {
+  static constexpr bool of_device = false;
+  static constexpr std::uintptr_t block_alignment = 1;  ///< bytes, of an engine's tensor
+
+  host_and_device<std::int32_t> page_tables{};  // (sequence, max_pages)
+  host_and_device<std::int32_t> slot_sets{};    // (sequence)
+
+  template <class T>
+  static host_and_device<T> take(std::size_t count, carver&, carver& fast) {
+    T* const only = fast.take<T>(count);
+    return {only, only, count};
+  }
+  const float* take_sink_logits(const float* given, std::size_t, carver&) const { return given; }
+  const std::int32_t* take_block_ids(const std::int32_t* given, std::size_t, carver&, carver&) const {
+    return given;
+  }
+  /// Takes the arrays of a layer for so many sequences.
+  void take_arrays(State& layer, int sequences, const host_and_device<std::int32_t>&,
+                   const host_and_device<layer_kind>&, carver&, carver& fast) const {
+    for_each_array(layer, [&]<class T>(T*& array, std::size_t of_sequence) {
+      array = fast.take<T>(static_cast<std::size_t>(sequences) * of_sequence);
+    });
+  }
+};
+
+/// Tables of a pipeline whose stages work on a device, whose memory the host neither reads nor writes: the host writes
+/// the first six, and reads back `arrays`.
+template <class State>
+struct device_tables {
+  static constexpr bool of_device = true;
+  static constexpr std::uintptr_t block_alignment = 16;
+
+  host_and_device<std::int32_t> page_tables{};  // (sequence, max_pages)
+  host_and_device<std::int32_t> slot_sets{};    // (sequence)
+  std::vector<host_and_device<std::int32_t>>
+      selected_blocks{};  // by layer: (slot set, blocks of the selected slots)
+  std::vector<host_and_device<std::int32_t>> block_ids{};   // by layer: of slots in an engine's tensor
+  std::vector<host_and_device<layer_kind>> head_kinds{};    // by layer
+  std::vector<host_and_device<const float>> sink_logits{};  // by layer
+  std::vector<host_and_device<std::byte>>
+      arrays{};                 // by layer: `flagged_count`, and what `for_each_array` lists
+  std::vector<State> layers{};  // as the host sees them: its tables, and the copies of these arrays
+
+  template <class T>
+  static host_and_device<T> take(std::size_t count, carver& slow, carver& fast) {
+    T* const device = fast.take<T>(count);
+    return {slow.take<T>(count), device, count};
+  }
+  const float* take_sink_logits(const float* given, std::size_t count, carver& fast) {
+    sink_logits.push_back({given, fast.take<float>(count), count});
+    return sink_logits.back().device;
+  }
+  const std::int32_t* take_block_ids(const std::int32_t* given, std::size_t count, carver& slow,
+                                     carver& fast) {
+    block_ids.emplace_back();
+    if (count == 0) return given;
+    block_ids.back() = take<std::int32_t>(count, slow, fast);
+    if (block_ids.back().host != nullptr) std::copy_n(given, count, block_ids.back().host);
+    return block_ids.back().device;
+  }
+  /// The same arrays in both memories, and the layer as the host sees it.
+  void take_arrays(State& layer, int sequences, const host_and_device<std::int32_t>& blocks,
+                   const host_and_device<layer_kind>& kinds, carver& slow, carver& fast) {
+    const auto take_all = [&](State& of, carver& memory) {
+      const std::size_t before = memory.used();
+      of.flagged_count = memory.take<std::int32_t>(1);
+      for_each_array(of, [&]<class T>(T*& array, std::size_t of_sequence) {
+        array = memory.take<T>(static_cast<std::size_t>(sequences) * of_sequence);
+      });
+      return memory.base() == nullptr ? nullptr : memory.base() + before;
+    };
+    const std::size_t fast_before = fast.used();
+    std::byte* const there = take_all(layer, fast);
+    const std::size_t bytes = fast.used() - fast_before;
+    State seen = layer;
+    seen.page_table = page_tables.host;
+    seen.slot_sets = slot_sets.host;
+    seen.selected_blocks = blocks.host;
+    seen.blocks.ids = block_ids.back().host;
+    seen.head_kinds = kinds.host;
+    arrays.push_back({take_all(seen, slow), there, bytes});
+    selected_blocks.push_back(blocks);
+    head_kinds.push_back(kinds);
+    layers.push_back(seen);
+  }
+};
+
+}  // namespace freekv
