@@ -1,4 +1,4 @@
-// One page's scores for all query heads of a group, its summary read once.
+// One unit's scores for all query heads of a group, its summary read once.
 #pragma once
 
 #include <cuda/std/limits>
@@ -17,12 +17,12 @@ FREEKV_HD inline float clamp_score(float score) {
 /// Bytes of a stored summary that a team with `stage` stages: of one that is scored as it is stored, by each head of the
 /// group, or that has a format of less than 2 bytes a number. Of two summaries each is staged for itself.
 template <class Key, class S>
-FREEKV_HD constexpr int staged_bytes(const S& summary, page_geometry page) {
+FREEKV_HD constexpr int staged_bytes(const S& summary, page_geometry unit) {
   if constexpr (requires { summary.coarse; }) {
     return 0;
-  } else if constexpr (requires { summary.template bytes<Key>(page); }) {
-    const auto bytes = static_cast<int>(summary_bytes<Key>(summary, page));
-    return scores_stored_bytes<S> || bytes < 2 * summary.width(page) ? bytes : 0;
+  } else if constexpr (requires { summary.template bytes<Key>(unit); }) {
+    const auto bytes = static_cast<int>(summary_bytes<Key>(summary, unit));
+    return scores_stored_bytes<S> || bytes < 2 * summary.width(unit) ? bytes : 0;
   } else {
     return 0;
   }
@@ -30,21 +30,21 @@ FREEKV_HD constexpr int staged_bytes(const S& summary, page_geometry page) {
 
 /// `score_unit`, each head by a product of its own.
 template <class Key, team T, class S>
-FREEKV_HD void score_unit_by_head(T team, const S& summary, page_geometry page, const std::byte* stored,
+FREEKV_HD void score_unit_by_head(T team, const S& summary, page_geometry unit, const std::byte* stored,
                                   const prepared_queries& queries, float* numbers, const score_column& out,
                                   std::byte* staging = nullptr) {
   if constexpr (requires { team.stage(stored, 0, staging); })
-    if (const int bytes = staged_bytes<Key>(summary, page); staging != nullptr && bytes > 0) {
+    if (const int bytes = staged_bytes<Key>(summary, unit); staging != nullptr && bytes > 0) {
       stored = team.stage(stored, bytes, staging);
       team.sync();
     }
   if constexpr (!scores_stored_bytes<S>) {
-    decode_summary<Key>(team, summary, page, stored, numbers);
+    decode_summary<Key>(team, summary, unit, stored, numbers);
     team.sync();
   }
   bool nan = false;
   for (int g = 0; g < queries.group; ++g) {
-    const unit_query query{queries.data + g * queries.width, page, queries.scale};
+    const unit_query query{queries.data + g * queries.width, unit, queries.scale};
     float score;
     if constexpr (scores_stored_bytes<S>)
       score = summary.score(team, query, stored);
@@ -58,13 +58,13 @@ FREEKV_HD void score_unit_by_head(T team, const S& summary, page_geometry page, 
 
 /// `score_unit` of up to `units_at_once` units with queries prepared `by_four`: those of unit j go to `out.first[j + g * out.stride]`.
 template <team T, class S>
-void score_units_by_four(T team, const S& summary, page_geometry page, const stored_summaries& units,
+void score_units_by_four(T team, const S& summary, page_geometry unit, const stored_summaries& units,
                          const prepared_queries& queries, const score_column& out) {
   static_assert(units_at_once <= 32);  // a bit of `nan` each
   float scores[4 * (units_at_once + 1)];
   std::uint32_t nan = 0;
   for (int first = 0; first < queries.group; first += 4) {
-    summary.score_four(team, {queries.data + first * queries.width, page, queries.scale}, units, scores);
+    summary.score_four(team, {queries.data + first * queries.width, unit, queries.scale}, units, scores);
     const int heads = queries.group - first < 4 ? queries.group - first : 4;
     for (int g = 0; g < heads; ++g)
       for (int j = 0; j < units.count; ++j) {
@@ -77,32 +77,32 @@ void score_units_by_four(T team, const S& summary, page_geometry page, const sto
     for (int g = 0; (nan >> j & 1) != 0 && g < queries.group; ++g) out.first[j + g * out.stride] = -infinity;
 }
 
-/// Scores a page by its stored summary. One that scores NaN for one head of the group scores -infinity for all of
+/// Scores a unit by its stored summary. One that scores NaN for one head of the group scores -infinity for all of
 /// them. `numbers` (the summary's width) is the team's scratch, and so is `staging`, if it is not null, for what is staged.
 template <class Key, team T, class S>
-FREEKV_HD void score_unit(T team, const S& summary, page_geometry page, const std::byte* stored,
+FREEKV_HD void score_unit(T team, const S& summary, page_geometry unit, const std::byte* stored,
                           const prepared_queries& queries, float* numbers, const score_column& out,
                           std::byte* staging = nullptr) {
   if constexpr (scores_four_heads<S, T>)
-    if (queries.by_four) return score_units_by_four(team, summary, page, {stored, 0, 1}, queries, out);
-  score_unit_by_head<Key>(team, summary, page, stored, queries, numbers, out, staging);
+    if (queries.by_four) return score_units_by_four(team, summary, unit, {stored, 0, 1}, queries, out);
+  score_unit_by_head<Key>(team, summary, unit, stored, queries, numbers, out, staging);
 }
 
-/// The same of `pages` pages whose summaries lie `bytes` apart: those of page j go to
+/// The same of `units` units whose summaries lie `bytes` apart: those of unit j go to
 /// `out.first[j + g * out.stride]`. `numbers` holds a whole pack at least. `Shares`: rows are multiplied in functions
 /// that other summaries share, where the team has such: less to compile where there are many, and a few per cent slower.
 template <class Key, bool Shares = false, team T, class S>
-FREEKV_HD void score_units(T team, const S& summary, page_geometry page, const std::byte* stored,
-                           std::size_t bytes, int pages, const prepared_queries& queries, float* numbers,
+FREEKV_HD void score_units(T team, const S& summary, page_geometry unit, const std::byte* stored,
+                           std::size_t bytes, int units, const prepared_queries& queries, float* numbers,
                            const score_column& out) {
   constexpr int at_once = units_at_once;
-  for (int first = 0; first < pages; first += at_once) {
-    const int count = pages - first < at_once ? pages - first : at_once;
+  for (int first = 0; first < units; first += at_once) {
+    const int count = units - first < at_once ? units - first : at_once;
     const std::byte* const from = stored + static_cast<std::size_t>(first) * bytes;
     const score_column to{out.first + first, out.stride};
     if constexpr (scores_four_heads<S, T>)
       if (queries.by_four) {
-        score_units_by_four(team, summary, page, {from, bytes, count}, queries, to);
+        score_units_by_four(team, summary, unit, {from, bytes, count}, queries, to);
         continue;
       }
     bool multiplied = false;
@@ -112,7 +112,7 @@ FREEKV_HD void score_units(T team, const S& summary, page_geometry page, const s
           queries.width % wide::width == 0 &&
           with_elements<Key>(summary, from, [&]<class Element>(const Element* elements) {
             const auto stride = static_cast<std::int64_t>(bytes / sizeof(Element));
-            const Element* const ahead = first + at_once < pages ? elements + at_once * stride : nullptr;
+            const Element* const ahead = first + at_once < units ? elements + at_once * stride : nullptr;
             const row_block<Element> rows{elements, stride, queries.width, count, ahead, queries.width};
             for_heads_at_once<wide>(
                 queries.group, [&]<int Heads>(int g, cuda::std::integral_constant<int, Heads>) {
@@ -130,7 +130,7 @@ FREEKV_HD void score_units(T team, const S& summary, page_geometry page, const s
       for (int g = 0; multiplied && g < queries.group; ++g)
         finite = finite && to.first[g * to.stride + j] * 0.0f == 0.0f;
       if (!finite)
-        score_unit_by_head<Key>(static_cast<typename narrow_team<T>::type>(team), summary, page,
+        score_unit_by_head<Key>(static_cast<typename narrow_team<T>::type>(team), summary, unit,
                                 from + static_cast<std::size_t>(j) * bytes, queries, numbers,
                                 {to.first + j, to.stride});
     }
@@ -140,21 +140,21 @@ FREEKV_HD void score_units(T team, const S& summary, page_geometry page, const s
 /// The same by the coarse one of two summaries stored side by side (coarse_to_fine's `at`): `stored` and `queries` are
 /// those of both.
 template <class Key, team T, class Pair>
-FREEKV_HD void score_unit_coarsely(T team, const Pair& summaries, page_geometry page, const std::byte* stored,
+FREEKV_HD void score_unit_coarsely(T team, const Pair& summaries, page_geometry unit, const std::byte* stored,
                                    const prepared_queries& queries, float* numbers, const score_column& out,
                                    std::byte* staging = nullptr) {
   prepared_queries of_coarse = queries;
-  of_coarse.data += summary_query_width(summaries.fine, page.head_dim);
-  score_unit<Key>(team, summaries.coarse, page, stored + summary_bytes<Key>(summaries.fine, page), of_coarse,
+  of_coarse.data += summary_query_width(summaries.fine, unit.head_dim);
+  score_unit<Key>(team, summaries.coarse, unit, stored + summary_bytes<Key>(summaries.fine, unit), of_coarse,
                   numbers, out, staging);
 }
 
 /// And by the fine one.
 template <class Key, team T, class Pair>
-FREEKV_HD void score_unit_finely(T team, const Pair& summaries, page_geometry page, const std::byte* stored,
+FREEKV_HD void score_unit_finely(T team, const Pair& summaries, page_geometry unit, const std::byte* stored,
                                  const prepared_queries& queries, float* numbers, const score_column& out,
                                  std::byte* staging = nullptr) {
-  score_unit<Key>(team, summaries.fine, page, stored, queries, numbers, out, staging);
+  score_unit<Key>(team, summaries.fine, unit, stored, queries, numbers, out, staging);
 }
 
 }  // namespace freekv

@@ -67,6 +67,7 @@ concept retrieval_stages = requires(T& stages, const State& s, std::span<State> 
                                     const attention_output& out, const mass_output& masses,
                                     const truncation& to, const typename T::event& recalled,
                                     std::byte* bytes) {
+  requires pipeline_tables<typename T::tables, State>;
   typename T::bounds;  // of a captured step
   // Whether the host can look at what a layer has selected without waiting for a device, and whether `report` says
   // how many heads a step has flagged.
@@ -82,9 +83,8 @@ concept retrieval_stages = requires(T& stages, const State& s, std::span<State> 
   stages.queue_copy(bytes, bytes, std::size_t{});  // between the store and the caller's memory
   // In one:
   stages.compact_slots(s, 0);  // what its selected slots hold moves to the lowest ones
-  {
-    stages.read_back(s)
-    } -> std::convertible_to<const State&>;  // as the host can read it, until the next call
+  // As the host can read it, until the next call:
+  { stages.read_back(s) } -> std::convertible_to<const State&>;
   // Steps that are planned:
   { stages.steps_ahead() } -> std::convertible_to<std::int64_t>;  // of the device
   stages.wait_to_plan();                                          // until there is room for one more
@@ -102,11 +102,13 @@ concept retrieval_stages = requires(T& stages, const State& s, std::span<State> 
   { stages.staging_bytes() } -> std::convertible_to<std::size_t>;
 };
 
-/// A backend: streams, events, and the stages of any pipeline.
+/// A backend: streams, events of which one made by default has happened, and the stages of any pipeline, which take
+/// their scratch from its slow and its fast memory.
 template <class Backend, class State, class Settings>
 concept retrieval_backend = requires(Backend& backend) {
-  typename Backend::event;
-  typename Backend::template stages<State, Settings>;
+  requires std::default_initializable<typename Backend::event>;
+  requires std::constructible_from<typename Backend::template stages<State, Settings>, Backend&,
+                                   const Settings&, carver&, carver&>;
   { backend.compute() } -> backend_stream<typename Backend::event>;
   { backend.recall() } -> backend_stream<typename Backend::event>;
 }

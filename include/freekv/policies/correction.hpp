@@ -1,6 +1,6 @@
 // Correction: which KV heads select anew with the current query before they attend. A policy judges either by
-// how the queries have changed, which costs next to nothing, or by the masses of the selected pages under the
-// current query, for which every head's pages are scored before it attends. A head without a selection is
+// how the queries have changed, which costs next to nothing, or by the masses of the selected units under the
+// current query, for which every head's units are scored before it attends. A head without a selection is
 // always flagged; the pipeline sees to that.
 #pragma once
 
@@ -24,7 +24,7 @@ struct query_change {
   int decode_step = 0;
 };
 
-/// Mass (softmax of the pooled scores over the candidates) of the selected pages, and of those that would be selected
+/// Mass (softmax of the pooled scores over the candidates) of the selected units, and of those that would be selected
 /// now.
 struct selection_masses {
   float selected = 0.0f;
@@ -68,9 +68,9 @@ struct cosine_drift {
   }
 };
 
-/// Flags a head whose selected pages have less than `1 - delta` of the mass that a selection with the current query
+/// Flags a head whose selected units have less than `1 - delta` of the mass that a selection with the current query
 /// would have. `partial`: a flagged head does not select anew but takes, until the deficit is at most delta, the best
-/// pages that it misses, each for the selected page of least mass that is not among the best. Ours.
+/// units that it misses, each for the selected unit of least mass that is not among the best. Ours.
 struct mass_deficit {
   using policy_kind = correction_kind;
   using hooks = hook_list<hook::validate, hook::values>;
@@ -140,7 +140,7 @@ concept correction_by_query = requires(const C c, query_change change) {
   { c.at(0).flags(scalar_team{}, change) } -> std::same_as<bool>;
 };
 
-/// Decides from the masses of what is selected and of what would be, and whether pages are then exchanged one by one.
+/// Decides from the masses of what is selected and of what would be, and whether units are then exchanged one by one.
 template <class C>
 concept correction_by_mass = requires(const C c, selection_masses masses) {
   { c.at(0).flags(masses) } -> std::same_as<bool>;

@@ -11,7 +11,7 @@
 
 namespace freekv {
 
-/// The k best; ties go to the smaller page; all candidates if there are no more than k.
+/// The k best; ties go to the smaller unit; all candidates if there are no more than k.
 struct top_k {
   using policy_kind = selection_kind;
   static constexpr std::string_view name = "top_k";
@@ -27,7 +27,7 @@ struct top_p {
   float p = 0.95f;
 
   FREEKV_HD constexpr int count(int candidates, int k) const { return candidates < k ? candidates : k; }
-  /// Whether pages that together have `mass` are enough.
+  /// Whether units that together have `mass` are enough.
   FREEKV_HD constexpr bool enough(float mass) const { return mass >= p; }
 
   std::string values() const { return detail::decimal(p); }
@@ -67,7 +67,7 @@ concept selection_policy = policy<S> && std::same_as<typename S::policy_kind, se
   { s.count(1, 1) } -> std::same_as<int>;
 };
 
-/// Whether it looks at masses, so that pages are scored even where all candidates could be selected.
+/// Whether it looks at masses, so that units are scored even where all candidates could be selected.
 template <class S>
 concept selection_by_mass = selection_policy<S> && requires(const S s) {
   { s.enough(0.5f) } -> std::same_as<bool>;

@@ -281,10 +281,10 @@ struct then_nothing {
   static constexpr int shared_bytes = 0;
 };
 
-/// Scores one chunk of one row's candidates, by one query alone where queries are pooled. For softmaxes it is summed up
-/// as well. The last block of a row pools its scores and goes on with `then`, which it does without scores where all
-/// candidates are selected, or none: blocks of a row may see what `then` has left by another, so that it leaves alone what
-/// says whether a row selects. `memory.queries`: of the row, which the block prepares.
+/// Scores one chunk of one row's candidates, by one query alone where queries are pooled, and sums up what softmaxes need
+/// of it. The last block of a row to do so pools the row's scores and calls `then`; where all candidates are selected, or
+/// none, without scores. Other blocks of the row may still look at whether the row selects: `then` does not change that.
+/// `memory.queries`: of the row, which the block prepares.
 template <scoring By, class State, class Summary, class Pooling, class Then>
 __global__ void score_chunks(State s, Summary summaries, Pooling pooling, Then then, step_view step,
                              selection_scratch scratch, selection_job job, scoring_memory memory) {

@@ -32,10 +32,10 @@ struct eviction_sizes {
   static eviction_sizes of(const Settings& s) {
     return resolve(s.eviction, [&]<class E>(const E& eviction) {
       eviction_sizes sizes{.group = s.query_heads / s.kv_heads, .merges = freekv::merges<E>};
-      int most = allocates<E> ? s.max_tokens() : s.max_prompt;
+      int longest = allocates<E> ? s.max_tokens() : s.max_prompt;
       for (int layer = s.complete_layers(); layer < s.layers; ++layer)
-        most = std::max(most, std::min(eviction.capacity(s.limits(layer)), s.max_tokens()));
-      sizes.most = most + eviction.unit_tokens();
+        longest = std::max(longest, std::min(eviction.capacity(s.limits(layer)), s.max_tokens()));
+      sizes.most = longest + eviction.unit_tokens();
       if (observes<E> || sizes.merges) sizes.units = sizes.most;
       if constexpr (observes<E>)
         sizes.observed = std::int64_t{std::min(eviction.observed_rows(), s.max_tokens())} *

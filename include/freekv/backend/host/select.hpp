@@ -368,14 +368,14 @@ class head_selection {
     std::nth_element(w_.keys, chosen, end, std::greater<>());
   }
 
-  /// A page's share of the softmax of the pooled scores; 0 where no page has any.
-  float mass(std::int32_t page) {
+  /// A unit's share of the softmax of the pooled scores; 0 where no unit has any.
+  float mass(std::int32_t unit) {
     if (!knows_mass_of_all_)
       with_team(set_, [&](auto team) {
         mass_of_all_ = host::mass_of(team, w_.pooled, workspace_sizes::padded(pooled_));
       });
     knows_mass_of_all_ = true;
-    return mass_of_all_.share(w_.pooled[page - first_unit_]);
+    return mass_of_all_.share(w_.pooled[unit - first_unit_]);
   }
 
   isa set_;
