@@ -35,7 +35,7 @@ FREEKV_HD int exchange_units(const Correction& correction, const selected_and_be
       if (!unit_list{units.best, units.best_count}.has(units.selected[i]) &&
           (loss < 0 || value(units.selected[i]) < value(units.selected[loss])))
         loss = i;
-    // In its place among those that stay.
+    // The gain goes to its place among those that stay.
     int at = loss < 0 ? count++ : loss;
     for (; at > 0 && units.selected[at - 1] > gain; --at) units.selected[at] = units.selected[at - 1];
     for (; at + 1 < count && units.selected[at + 1] < gain; ++at) units.selected[at] = units.selected[at + 1];

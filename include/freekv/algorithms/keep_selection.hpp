@@ -1,5 +1,5 @@
-// What a sequence's head keeps from step to step: who selects anew and when, forgetting what is selected, and its slots
-// moved together.
+// Selection of one head from step to step: who selects anew and when, forgetting what is selected, and slots moved
+// together.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace freekv {
 /// Time of a selection: a correction, for the step itself and by the same scores for the next one, or ahead of the next.
 enum class selection_time : std::uint8_t { correct, speculate };
 
-/// Whether a head of a sequence selects at such a time. A correction has flagged it, or judges `every_head` by masses; ahead
-/// of a step, no correction has selected for it yet.
+/// Heads that select at such a time: those that a correction has flagged, or all where it judges `every_head` by masses;
+/// ahead of a step, those that no correction has selected for yet.
 template <class State>
 FREEKV_HD bool is_to_select(const State& s, int sequence, int head, selection_time time, bool every_head) {
   const auto row = s.head_index(sequence, head);
@@ -23,8 +23,8 @@ FREEKV_HD bool is_to_select(const State& s, int sequence, int head, selection_ti
                                          : s.next_selected_count[row] < 0;
 }
 
-/// Whether one head of a decode entry is to select anew: it has no selection, or the correction does not accept the
-/// queries of one of the entry's rows. `query(row)`: its group's (group, head_dim). A correction by mass judges later,
+/// Heads of a decode entry that select anew: they have no selection, or the correction does not accept the queries of
+/// one of the entry's rows. `query(row)`: its group's (group, head_dim). A correction by mass judges later,
 /// when it has scores. `State` is the layer_state; `correction` is of the layer.
 template <class Team, class State, class Entry, class Correction, class Query>
 FREEKV_HD bool selects_anew(Team team, const State& s, const Correction& correction, const Entry& entry,

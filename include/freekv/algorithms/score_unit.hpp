@@ -88,7 +88,7 @@ FREEKV_HD void score_unit(T team, const S& summary, page_geometry unit, const st
   score_unit_by_head<Key>(team, summary, unit, stored, queries, numbers, out, staging);
 }
 
-/// The same of `units` units whose summaries lie `bytes` apart: those of unit j go to
+/// Scores `units` units so, whose summaries lie `bytes` apart: those of unit j go to
 /// `out.first[j + g * out.stride]`. `numbers` holds a whole pack at least. `Shares`: rows are multiplied in functions
 /// that other summaries share, where the team has such: less to compile where there are many, and a few per cent slower.
 template <class Key, bool Shares = false, team T, class S>

@@ -12,18 +12,18 @@ namespace freekv {
 
 class host_backend;  // the one that a pipeline has unless it names another
 
-/// Numbers of a sequence that loses its last tokens.
+/// Truncation of a sequence: it loses its last tokens.
 struct truncation {
   int before = 0, tokens = 0;  ///< what it had and what it keeps
   bool keeps_selection = false;
   bool has_rows = false;  ///< those of the page that opens again are still there unencoded
 
-  /// Whether a page that was complete is open again, and so to be read, where complete pages are encoded.
+  /// True where a page that was complete is open again, and so to be read, if complete pages are encoded.
   FREEKV_HD constexpr bool opens_page(int page_tokens) const {
     return tokens % page_tokens != 0 && before >= (tokens / page_tokens + 1) * page_tokens;
   }
-  /// Whether the window's slots of a layer lack pages: those that the lost tokens have overwritten in the ring, and
-  /// an encoded one that is open again.
+  /// True where a layer's window slots lack pages: those that the lost tokens have overwritten in the ring, and an
+  /// encoded one that is open again.
   template <class State>
   FREEKV_HD bool window_lacks_pages(const State& s) const {
     return s.keeps_slots &&
@@ -69,8 +69,8 @@ concept retrieval_stages = requires(T& stages, const State& s, std::span<State> 
                                     std::byte* bytes) {
   requires pipeline_tables<typename T::tables, State>;
   typename T::bounds;  // of a captured step
-  // Whether the host can look at what a layer has selected without waiting for a device, and whether `report` says
-  // how many heads a step has flagged.
+  // The host looks at what a layer has selected without waiting for a device; `report` says how many heads a step
+  // has flagged.
   { T::selections_at_hand } -> std::convertible_to<bool>;
   { T::counts_flagged_heads } -> std::convertible_to<bool>;
   stages.begin(tables, layers);  // once, before any sequence
@@ -83,7 +83,7 @@ concept retrieval_stages = requires(T& stages, const State& s, std::span<State> 
   stages.queue_copy(bytes, bytes, std::size_t{});  // between the store and the caller's memory
   // In one:
   stages.compact_slots(s, 0);  // what its selected slots hold moves to the lowest ones
-  // As the host can read it, until the next call:
+  // The layer as the host can read it, until the next call:
   { stages.read_back(s) } -> std::convertible_to<const State&>;
   // Steps that are planned:
   { stages.steps_ahead() } -> std::convertible_to<std::int64_t>;  // of the device

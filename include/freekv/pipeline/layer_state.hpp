@@ -422,7 +422,7 @@ void for_each_array(State& s, const Use& use) {
   for (std::int32_t** lists : {&s.slot_unit, &s.slot_stamp})
     use(*lists, heads * static_cast<std::size_t>(s.slots.selected));
 }
-/// The same for all of them: the previous queries last.
+/// Calls it for all of them: the previous queries last.
 template <class State, class Use>
 void for_each_array_and_queries(State& s, const Use& use) {
   for_each_array(s, use);

@@ -7,7 +7,7 @@
 
 namespace freekv {
 
-/// Whether all units selected by the heads of a sequence are in its first `pages` pages.
+/// True where all units selected by the heads of a sequence are in its first `pages` pages.
 template <class State>
 bool selects_within(const State& s, int sequence, int pages) {
   for (int head = 0; head < s.heads.kv; ++head) {

@@ -18,6 +18,14 @@ struct host_and_device {
   std::size_t size = 0;
 };
 
+/// Takes the arrays of a layer, as `for_each_array` lists them, for so many sequences.
+template <class State>
+void take_arrays_of(State& layer, int sequences, carver& memory) {
+  for_each_array(layer, [&]<class T>(T*& array, std::size_t of_sequence) {
+    array = memory.take<T>(static_cast<std::size_t>(sequences) * of_sequence);
+  });
+}
+
 /// Tables of a pipeline whose stages read the host's memory: there is one of each.
 template <class State>
 struct host_tables {
@@ -39,9 +47,7 @@ struct host_tables {
   /// Takes the arrays of a layer for so many sequences.
   void take_arrays(State& layer, int sequences, const host_and_device<std::int32_t>&,
                    const host_and_device<layer_kind>&, carver&, carver& fast) const {
-    for_each_array(layer, [&]<class T>(T*& array, std::size_t of_sequence) {
-      array = fast.take<T>(static_cast<std::size_t>(sequences) * of_sequence);
-    });
+    take_arrays_of(layer, sequences, fast);
   }
 };
 
@@ -80,15 +86,13 @@ struct device_tables {
     if (block_ids.back().host != nullptr) std::copy_n(given, count, block_ids.back().host);
     return block_ids.back().device;
   }
-  /// The same arrays in both memories, and the layer as the host sees it.
+  /// Takes the arrays of a layer in both memories, and keeps the layer as the host sees it.
   void take_arrays(State& layer, int sequences, const host_and_device<std::int32_t>& blocks,
                    const host_and_device<layer_kind>& kinds, carver& slow, carver& fast) {
     const auto take_all = [&](State& of, carver& memory) {
       const std::size_t before = memory.used();
       of.flagged_count = memory.take<std::int32_t>(1);
-      for_each_array(of, [&]<class T>(T*& array, std::size_t of_sequence) {
-        array = memory.take<T>(static_cast<std::size_t>(sequences) * of_sequence);
-      });
+      take_arrays_of(of, sequences, memory);
       return memory.base() == nullptr ? nullptr : memory.base() + before;
     };
     const std::size_t fast_before = fast.used();

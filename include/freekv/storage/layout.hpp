@@ -194,7 +194,7 @@ FREEKV_HD constexpr head_slice<typename PageSpan::element_type> slice_of(const P
   return {pages.data_handle() + map(page, 0, 0, head, 0), pages.data_handle() + map(page, 1, 0, head, 0),
           map.stride(static_cast<std::size_t>(page_axis::token))};
 }
-/// The same of a page of the store.
+/// One KV head's part of a page of the store.
 template <class PageSpan>
 FREEKV_HD constexpr head_slice<typename PageSpan::element_type> slice_of(const PageSpan& store,
                                                                          store_page_id page, int head) {

@@ -24,7 +24,7 @@ struct block_selection_tuning {
 inline constexpr block_selection_tuning block_selection_default{};
 static_assert(block_selection_default.valid());
 
-/// What a block that selects has in shared memory.
+/// Shared memory of a block that selects.
 template <bool Masses>
 struct select_storage {
   typename radix_select<block_selection_default.threads>::storage radix;

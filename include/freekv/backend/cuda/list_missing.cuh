@@ -1,4 +1,4 @@
-// What the selected slots of a head lack, listed for recall: the end of a selection.
+// Units that the selected slots of a head lack, listed for recall: the end of a selection.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ __device__ listed_items list_missing(const State& s, const Residency& residency,
   const int count = s.selected_count[row], ring_begin = s.slots.ring_begin(entry.after(), s.page.tokens);
   const slot_contents slots = s.slots_of(entry.sequence, head);
   const std::int32_t nth = s.selections[row] + 1;
-  // Where each item goes among the row's does not matter: each has a slot of its own.
+  // The order of a row's items does not matter: each has a slot of its own.
   const auto list = [&](int at, std::int32_t unit, int slot) {
     const bool in_ring = s.page_of(unit) >= ring_begin;
     shared.listed.items[at] = {entry.sequence, head, unit, slot, in_ring};

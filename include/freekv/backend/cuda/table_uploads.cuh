@@ -47,12 +47,12 @@ class table_uploads {
     most.decodes = most.copies = true;
     return most;
   }
-  /// Whether a step was captured that is large enough.
+  /// True where a step was captured that is large enough.
   bool is_captured(step_bounds brings) const {
     return std::any_of(captured_.begin(), captured_.end(),
                        [&](const step_bounds& most) { return brings.fits(most); });
   }
-  /// Whether a step can be planned at once; a stream that is asked hands on what its driver has not yet.
+  /// True where a step can be planned at once; a stream that is asked hands on what its driver has not yet.
   bool can_plan() const { return !ring_.full() || (backend_->compute().idle(), !ring_.full()); }
   void wait_to_plan() const { ring_.wait(backend_->compute()); }
   /// The step for the next replay.

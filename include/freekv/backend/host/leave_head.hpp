@@ -211,6 +211,15 @@ class head_eviction : public head_observer<Shape> {
         .merge_all();
   }
 
+  /// Moves a token to another place, and what is known of it but a policy's state.
+  static void move_token(const head_slice<element>& slice, std::int32_t* first_token, float* log_weights,
+                         int from, int to) {
+    if (from == to) return;
+    copy_slice<d>(at_row(as_const(slice), from), at_row(slice, to), 1);
+    first_token[to] = first_token[from];
+    if (log_weights != nullptr) log_weights[to] = log_weights[from];
+  }
+
   /// All at once the units leave that are not kept, and merge into the others; the last ones take their places.
   template <class Eviction>
   void merge_away(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
@@ -229,11 +238,8 @@ class head_eviction : public head_observer<Shape> {
     std::sort(w.places + kept, w.places + all, std::greater<std::int32_t>());
     for (int i = kept; i < all; ++i) {
       const int to = w.places[i], from = --tokens;
-      if (from == to) continue;
-      copy_slice<d>(at_row(as_const(slice), from), at_row(slice, to), 1);
-      first_token[to] = first_token[from];
+      move_token(slice, first_token, log_weights, from, to);
       states[to] = states[from];
-      if (log_weights != nullptr) log_weights[to] = log_weights[from];
     }
   }
 
@@ -254,13 +260,7 @@ class head_eviction : public head_observer<Shape> {
     if constexpr (merges<Eviction>)
       merge(eviction, s, entry, slice, first_token, log_weights, kept, tokens - kept, at, query, w);
     std::sort(w.places, w.places + kept);
-    for (int i = 0; i < kept; ++i) {
-      const int from = w.places[i];
-      if (from == i) continue;
-      copy_slice<d>(at_row(as_const(slice), from), at_row(slice, i), 1);
-      first_token[i] = first_token[from];
-      if (log_weights != nullptr) log_weights[i] = log_weights[from];
-    }
+    for (int i = 0; i < kept; ++i) move_token(slice, first_token, log_weights, w.places[i], i);
     tokens = kept;
   }
 
