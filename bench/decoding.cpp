@@ -174,12 +174,10 @@ void bench_decoding(context& c, const std::string& model_path, std::span<const s
   engine ours(model, {.threads = c.threads, .context = 1, .rows = 1});
   host_backend backend({.threads = c.threads, .overlap = false, .instructions = c.instructions});
   pipeline_type::settings s;
-  s.layers = shape.layers;
-  s.query_heads = shape.query_heads;
-  s.kv_heads = shape.kv_heads;
-  s.scale = shape.scale;
+  s.model = {.layers = shape.layers, .query_heads = shape.query_heads, .kv_heads = shape.kv_heads};
+  s.attention.scale = shape.scale;
   s.budget = of_main_job;
-  s.max_tokens = copies * prompt_tokens + room;
+  s.capacity.max_tokens = copies * prompt_tokens + room;
   pipeline_type pipeline(s, backend);
   retrieval attention(pipeline, shape);
 

@@ -142,11 +142,9 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
   host_backend backend(
       {.threads = c.threads, .overlap = route != "in_place", .instructions = c.instructions});
   typename pipeline_type::settings s;
-  s.layers = layers;
-  s.query_heads = form.query_heads;
-  s.kv_heads = form.kv_heads;
+  s.model = {.layers = layers, .query_heads = form.query_heads, .kv_heads = form.kv_heads};
   s.budget = published;
-  s.max_tokens = tokens + 2 * (rounds + 1);
+  s.capacity.max_tokens = tokens + 2 * (rounds + 1);
   fast_normals random(n(tokens));
   std::vector<float> data;
   s.summary = summary_with<Summary>(data, layers, form.kv_heads, HeadDim, random);

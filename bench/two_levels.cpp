@@ -73,7 +73,7 @@ void ruled_out::add(std::span<const float> keys, std::span<const float> queries,
           double sum = 0;
           for (int g = 0; g < of.group; ++g) {
             const double x = score(b, g, i);
-            sum += softmax ? std::exp(x - masses[static_cast<std::size_t>(g)]) : x;
+            sum += softmax ? std::exp(x - masses[g]) : x;
           }
           return sum;
         });

@@ -55,7 +55,8 @@ int main() {
 
   using pipeline = fk::methods::freekv_paper::pipeline<fk::kv_shape<fk::half, 64>, fk::page_size<16>>;
   fk::host_backend backend;
-  pipeline::with<end_keys> retrieval({.query_heads = 8, .kv_heads = 2, .max_tokens = 4096}, backend);
+  pipeline::with<end_keys> retrieval(
+      {.model = {.query_heads = 8, .kv_heads = 2}, .capacity = {.max_tokens = 4096}}, backend);
   std::puts(retrieval.name().c_str());
   return wrong.empty() ? 0 : 1;
 }

@@ -14,12 +14,9 @@ int main() {
   fk::device::pinned_memory slow;
   fk::device::device_memory fast;
   fk::cuda_backend backend(compute.get(), recall.get());
-  pipeline retrieval({.layers = layers,
-                      .query_heads = query_heads,
-                      .kv_heads = kv_heads,
+  pipeline retrieval({.model = {.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads},
                       .budget = {.sink = 16, .window = 32, .selected_units = 2},
-                      .max_tokens = 256,
-                      .max_sequences = batch},
+                      .capacity = {.max_tokens = 256, .max_sequences = batch}},
                      backend, {&slow, &fast});
   // Rows of a step, as many as the graph takes, or a prompt's.
   std::pmr::vector<float> k(100 * kv_heads * 64, 0.1f, &slow), v(k, &slow);

@@ -44,8 +44,9 @@ std::pmr::vector<float> rows(machine& on, int count, int heads, int run, float n
 template <class Method>
 bool compare(machine& on) {
   using pipeline = typename Method::template pipeline<shape, fk::page_size<16>, decltype(on.processor)>;
-  typename pipeline::settings settings{.layers = 2, .query_heads = query_heads, .kv_heads = kv_heads};
-  settings.budget = {.sink = 16, .window = 32, .selected_units = 4}, settings.max_tokens = tokens;
+  typename pipeline::settings settings{
+      .model = {.layers = 2, .query_heads = query_heads, .kv_heads = kv_heads}};
+  settings.budget = {.sink = 16, .window = 32, .selected_units = 4}, settings.capacity.max_tokens = tokens;
   pipeline retrieval(settings, on.processor, on.memories);
   const fk::sequence_id sequence = retrieval.open();
   const auto k = rows(on, tokens, kv_heads, 20, 0.7f), v = rows(on, tokens, kv_heads, 3, 1.0f);

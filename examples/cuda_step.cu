@@ -14,11 +14,9 @@ int main() {
   fk::device::pinned_memory slow;
   fk::device::device_memory fast;
   fk::cuda_backend backend(compute.get(), recall.get());
-  pipeline retrieval({.layers = 2,
-                      .query_heads = 4,
-                      .kv_heads = 2,
+  pipeline retrieval({.model = {.layers = 2, .query_heads = 4, .kv_heads = 2},
                       .budget = {.sink = 16, .window = 32, .selected_units = 2},
-                      .max_tokens = 256},
+                      .capacity = {.max_tokens = 256}},
                      backend, {&slow, &fast});
   const fk::sequence_id sequence = retrieval.open();
 

@@ -30,8 +30,8 @@ void attend_paged(const tensor& paged, const std::vector<std::int32_t>& blocks, 
 }  // namespace
 
 int main() {
-  pipeline::settings settings{.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads};
-  settings.max_tokens = 2048;
+  pipeline::settings settings{.model = {.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads}};
+  settings.capacity.max_tokens = 2048;
   settings.budget = {.sink = 64, .window = 128, .selected_units = 10};
   fk::host_backend backend, peers_backend;  // each serves one pipeline
   const pipeline::footprint needs(settings, backend);

@@ -8,8 +8,9 @@ using pipeline = fk::retrieval_pipeline<shape, fk::in_place>;  // attends in the
 
 int main() {
   fk::host_backend backend({.threads = 2});
-  pipeline::settings settings{.layers = 2, .query_heads = 8, .kv_heads = 2, .max_tokens = 2048};
+  pipeline::settings settings{.model = {.layers = 2, .query_heads = 8, .kv_heads = 2}};
   settings.budget = {.sink = 64, .window = 128, .selected_units = 10};  // tokens, tokens, pages of 32
+  settings.capacity = {.max_tokens = 2048};                             // of a sequence
   pipeline retrieval(settings, backend);
   const fk::sequence_id sequence = retrieval.open();
 

@@ -22,7 +22,8 @@ struct channel {
 
 int main() {
   constexpr int rows = 1000, whole_pages = rows / 32 * 32;
-  pipeline::settings settings{.layers = 2, .query_heads = 8, .kv_heads = 2, .max_tokens = 2048};
+  pipeline::settings settings{.model = {.layers = 2, .query_heads = 8, .kv_heads = 2},
+                              .capacity = {.max_tokens = 2048}};
   settings.budget = {.sink = 64, .window = 128, .selected_units = 10};
   const std::uint64_t fingerprint = 0x5eed;  // the engine's own, of weights, adapters and the prompt's tokens
   const std::string path = (std::filesystem::temp_directory_path() / "freekv-saved-prefix").string();
@@ -44,7 +45,7 @@ int main() {
   }
 
   settings.budget.selected_units = 20;  // which may differ, as the route and the store's place
-  settings.max_sequences = 2;
+  settings.capacity.max_sequences = 2;
   fk::host_backend backend({.threads = 2});
   pipeline retrieval(settings, backend);
   fk::sequence_id first{}, second{};

@@ -91,12 +91,10 @@ void run(int context, int steps, float similarity, int batch, std::size_t floats
   const auto size = [](int n) { return static_cast<std::size_t>(n); };
   typename pipeline_type::settings s;
   s.summary = summary.get();
-  s.layers = 1;
-  s.query_heads = query_heads;
-  s.kv_heads = kv_heads;
+  s.model = {.layers = 1, .query_heads = query_heads, .kv_heads = kv_heads};
   s.budget = {.sink = 512, .window = 512, .selected_units = 1024 / page_tokens};
-  s.max_tokens = context + steps + warm_up;
-  s.max_sequences = batch;
+  s.capacity.max_tokens = context + steps + warm_up;
+  s.capacity.max_sequences = batch;
   device::owned_stream compute, recall;
   cuda_backend backend(compute.get(), recall.get());
   device::device_memory fast;

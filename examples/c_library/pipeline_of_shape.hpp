@@ -65,7 +65,7 @@ template <class Pipeline>
 void append_rows(typename Pipeline::step& step, const Pipeline& pipeline, int layer, const freekv_rows& r) {
   using element = typename Pipeline::element;
   const auto& s = pipeline.configuration();
-  const int kv = s.kv_heads * Pipeline::head_dim, query = s.query_heads * Pipeline::head_dim;
+  const int kv = s.model.kv_heads * Pipeline::head_dim, query = s.model.query_heads * Pipeline::head_dim;
   const auto append = [&]<class In, class Query>(const In*, const Query*) {
     step.append(layer, kv_rows<In, Query>{
                            rows_at(static_cast<const In*>(r.keys), r.rows, kv, r.key_stride),
@@ -95,8 +95,8 @@ template <class Pipeline>
 void attend_rows(typename Pipeline::step& step, const Pipeline& pipeline, int layer,
                  const freekv_attention& to) {
   const auto& s = pipeline.configuration();
-  const int numbers = s.query_heads * Pipeline::head_dim;
-  const std::span<float> lse = rows_at(to.lse, to.rows, s.query_heads);
+  const int numbers = s.model.query_heads * Pipeline::head_dim;
+  const std::span<float> lse = rows_at(to.lse, to.rows, s.model.query_heads);
   if constexpr (has_floats_alone<Pipeline>) {
     if ((to.out_element != 0 && to.out_element != FREEKV_F32) || to.out_stride != 0)
       throw floats_alone(pipeline, "attend", "outputs");
@@ -260,7 +260,7 @@ class retrieving final : public pipeline {
     const typename implementation::footprint needs(settings_of(request), backend);
     pipeline_needs all;
     all.footprint = bytes_of(needs);
-    for (int layer = 0; layer < needs.settings().layers; ++layer) {
+    for (int layer = 0; layer < needs.settings().model.layers; ++layer) {
       all.slots.push_back(needs.slots(layer));
       all.slots_per_sequence.push_back(needs.slots_per_sequence(layer));
     }
@@ -301,24 +301,24 @@ class retrieving final : public pipeline {
     const freekv_settings& given = request.settings;
     if (given.max_prompt != 0) throw useless("max_prompt", given.method);
     settings s;
-    s.layers = given.layers;
-    s.query_heads = given.query_heads;
-    s.kv_heads = given.kv_heads;
+    s.model.layers = given.layers;
+    s.model.query_heads = given.query_heads;
+    s.model.kv_heads = given.kv_heads;
     s.budget = budget_of(given);
-    s.max_tokens = given.max_tokens;
-    s.max_sequences = or_else(given.max_sequences, 1);
-    s.max_resident = given.max_resident;
-    s.max_decode_rows = or_else(given.max_decode_rows, 1);
-    s.store_tokens = given.store_tokens;
-    s.selected_tokens = given.selected_tokens;
-    s.store_file = request.store_file;
-    s.scale = given.scale;
-    s.sliding_window = given.sliding_window;
-    s.soft_cap = given.soft_cap;
+    s.capacity.max_tokens = given.max_tokens;
+    s.capacity.max_sequences = or_else(given.max_sequences, 1);
+    s.capacity.max_resident = given.max_resident;
+    s.capacity.max_decode_rows = or_else(given.max_decode_rows, 1);
+    s.capacity.store_tokens = given.store_tokens;
+    s.capacity.selected_tokens = given.selected_tokens;
+    s.capacity.store_file = request.store_file;
+    s.attention.scale = given.scale;
+    s.attention.sliding_window = given.sliding_window;
+    s.attention.soft_cap = given.soft_cap;
     if (given.sink_logits != nullptr)
-      s.sink_logits.assign(given.sink_logits,
-                           given.sink_logits + size(given.layers) * size(given.query_heads));
-    s.lse_base = given.log_base == FREEKV_LOG_2 ? log_base::two : log_base::e;
+      s.attention.sink_logits.assign(given.sink_logits,
+                                     given.sink_logits + size(given.layers) * size(given.query_heads));
+    s.attention.lse_base = given.log_base == FREEKV_LOG_2 ? log_base::two : log_base::e;
     s.page = {{or_else(given.page_tokens, 32)}};
     if (given.route == FREEKV_IN_PLACE) s.route = in_place{};
     if (given.layer_kinds != nullptr) s.plan = plan_of({given.layer_kinds, size(given.layers)});
@@ -360,7 +360,7 @@ class evicting final : public pipeline {
 
   static pipeline_needs measure(const pipeline_request& request, host_backend& backend) {
     const typename implementation::footprint needs(settings_of(request), backend);
-    const std::size_t layers = size(needs.settings().layers);
+    const std::size_t layers = size(needs.settings().model.layers);
     return {.footprint = bytes_of(needs),
             .slots = std::vector<std::int64_t>(layers),
             .slots_per_sequence = std::vector<std::int32_t>(layers)};
@@ -406,15 +406,15 @@ class evicting final : public pipeline {
     const int page = or_else(given.page_tokens, 32);
     const std::int64_t kept = std::int64_t{b.sink} + b.window + std::int64_t{b.selected_units} * page;
     settings s;
-    s.layers = given.layers;
-    s.query_heads = given.query_heads;
-    s.kv_heads = given.kv_heads;
+    s.model.layers = given.layers;
+    s.model.query_heads = given.query_heads;
+    s.model.kv_heads = given.kv_heads;
     s.budget = static_cast<int>(std::min(kept, 2 * std::int64_t{given.max_tokens} + 1024));
-    s.max_prompt = or_else(given.max_prompt, given.max_tokens);
-    s.max_generated = given.max_tokens - given.max_prompt;
-    s.max_sequences = s.max_prefills = or_else(given.max_sequences, 1);
-    s.scale = given.scale;
-    s.lse_base = given.log_base == FREEKV_LOG_2 ? log_base::two : log_base::e;
+    s.capacity.max_prompt = or_else(given.max_prompt, given.max_tokens);
+    s.capacity.max_generated = given.max_tokens - given.max_prompt;
+    s.capacity.max_sequences = s.capacity.max_prefills = or_else(given.max_sequences, 1);
+    s.attention.scale = given.scale;
+    s.attention.lse_base = given.log_base == FREEKV_LOG_2 ? log_base::two : log_base::e;
     choose_by_name(Methods{}, s, given, b, page);
     return s;
   }

@@ -59,7 +59,7 @@ void compare_continuation(job& j) {
     std::vector<std::string> row{c.name};
     for (const auto& [first, end] : parts) {
       double sum = 0;
-      for (int i = first; i < end; ++i) sum += q.losses[static_cast<std::size_t>(i)];
+      for (int i = first; i < end; ++i) sum += q.losses[i];
       row.push_back(end > first ? fixed(sum / (end - first), 3) : "");
       auto there = at;
       there["first"] = first, there["end"] = end;

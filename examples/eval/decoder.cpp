@@ -49,7 +49,7 @@ contender_decoder::contender_decoder(job& j, const contender& c, std::span<const
 
 void contender_decoder::truncate(int position, int sequence) {
   engine_.truncate(position, sequence);
-  pipeline_->truncate(sequences_[static_cast<std::size_t>(sequence)], position);
+  pipeline_->truncate(sequences_[sequence], position);
 }
 
 }  // namespace freekv::examples

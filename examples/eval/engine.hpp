@@ -47,7 +47,7 @@ struct model_shape {
   std::vector<bool> sliding{};       ///< (layers), as llama.cpp's caches have it; empty: no layer slides
   std::string name;
 
-  bool slides(int layer) const { return !sliding.empty() && sliding[static_cast<std::size_t>(layer)]; }
+  bool slides(int layer) const { return !sliding.empty() && sliding[layer]; }
 };
 
 /// Consecutive tokens of one sequence.

@@ -95,7 +95,7 @@ float inner_product(const float* a, const float* b, int count) {
   std::array<float, 8> sums{};
   int i = 0;
   for (; i + 8 <= count; i += 8)
-    for (int lane = 0; lane < 8; ++lane) sums[static_cast<std::size_t>(lane)] += a[i + lane] * b[i + lane];
+    for (int lane = 0; lane < 8; ++lane) sums[lane] += a[i + lane] * b[i + lane];
   for (; i < count; ++i) sums[0] += a[i] * b[i];
   return std::accumulate(sums.begin(), sums.end(), 0.0f);
 }
@@ -136,16 +136,14 @@ std::vector<std::int32_t> best_pages(const std::vector<std::vector<double>>& mas
   std::vector<double> pooled(static_cast<std::size_t>(end), 0.0);
   for (const auto& of_head : masses) {
     std::vector<double> by_page(pooled.size(), 0.0);
-    for (int page = first; page < end; ++page)
-      by_page[static_cast<std::size_t>(page)] = mass_of_page(of_head, page, rule);
+    for (int page = first; page < end; ++page) by_page[page] = mass_of_page(of_head, page, rule);
     const double all = std::accumulate(by_page.begin(), by_page.end(), 0.0);
     for (std::size_t i = 0; all > 0 && i < pooled.size(); ++i) pooled[i] += by_page[i] / all;
   }
   std::vector<std::int32_t> pages(static_cast<std::size_t>(end - first));
   std::iota(pages.begin(), pages.end(), first);
-  std::stable_sort(pages.begin(), pages.end(), [&](std::int32_t a, std::int32_t b) {
-    return pooled[static_cast<std::size_t>(a)] > pooled[static_cast<std::size_t>(b)];
-  });
+  std::stable_sort(pages.begin(), pages.end(),
+                   [&](std::int32_t a, std::int32_t b) { return pooled[a] > pooled[b]; });
   pages.resize(std::min(pages.size(), static_cast<std::size_t>(rule.selected)));
   std::sort(pages.begin(), pages.end());
   return pages;
@@ -250,8 +248,7 @@ class true_mass_attention : public attention {
       const auto runs = complete ? std::vector<std::pair<int, int>>{{first, rows.position + 1}}
                                  : attended_tokens(truth.pages, setting_.rule, rows.position + 1);
       for (int i = 0; i < group; ++i)
-        blend(rows.layer, head, truth.masses[static_cast<std::size_t>(i)], runs,
-              output + (head * group + i) * d);
+        blend(rows.layer, head, truth.masses[i], runs, output + (head * group + i) * d);
     }
   }
   const selection_statistics& statistics() const { return statistics_; }
@@ -264,7 +261,7 @@ class true_mass_attention : public attention {
     for (const auto& [first, end] : runs)
       for (int token = first; token < end; ++token) {
         const float* value = setting_.cache.value(layer, head, token);
-        for (std::size_t i = 0; i < d; ++i) sum[i] += masses[static_cast<std::size_t>(token)] * value[i];
+        for (std::size_t i = 0; i < d; ++i) sum[i] += masses[token] * value[i];
       }
     const double kept = mass_of(masses, runs);
     for (std::size_t i = 0; i < d; ++i) output[i] = static_cast<float>(kept > 0 ? sum[i] / kept : 0);

@@ -22,11 +22,10 @@ sampler::sampler(const sampling& how, std::vector<llama_token> never)
 
 llama_token sampler::choose(std::span<const float> logits) {
   logits_.assign(logits.begin(), logits.end());
-  for (const llama_token token : never_)
-    logits_[static_cast<std::size_t>(token)] = -std::numeric_limits<float>::infinity();
+  for (const llama_token token : never_) logits_[token] = -std::numeric_limits<float>::infinity();
   const llama_token best = most_likely(logits_);
   if (how_.temperature == 0) return best;
-  const double largest = logits_[static_cast<std::size_t>(best)];
+  const double largest = logits_[best];
   weights_.resize(logits_.size());
   for (std::size_t i = 0; i < logits_.size(); ++i)
     weights_[i] = std::exp((logits_[i] - largest) / how_.temperature);
@@ -43,7 +42,7 @@ llama_token sampler::choose(std::span<const float> logits) {
 /// Sets the weights to zero but for the fewest and largest that sum to `mass`, of equal ones those of earlier tokens.
 /// Returns their sum.
 double sampler::keep_likeliest(double mass) {
-  const auto weight = [&](llama_token token) { return weights_[static_cast<std::size_t>(token)]; };
+  const auto weight = [&](llama_token token) { return weights_[token]; };
   by_weight_.resize(weights_.size());
   std::iota(by_weight_.begin(), by_weight_.end(), 0);
   std::stable_sort(by_weight_.begin(), by_weight_.end(),
@@ -53,7 +52,7 @@ double sampler::keep_likeliest(double mass) {
     if (sum < mass)
       sum += weight(token);
     else
-      weights_[static_cast<std::size_t>(token)] = 0;
+      weights_[token] = 0;
   return sum;
 }
 

@@ -14,7 +14,7 @@ inline double loss_of(std::span<const float> logits, llama_token token) {
   const double largest = *std::max_element(logits.begin(), logits.end());
   double sum = 0;
   for (const float logit : logits) sum += std::exp(logit - largest);
-  return std::log(sum) + largest - logits[static_cast<std::size_t>(token)];
+  return std::log(sum) + largest - logits[token];
 }
 
 /// The Kullback-Leibler divergence of a method's next-token distribution from full attention's, in nats: the sum over

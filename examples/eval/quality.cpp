@@ -24,8 +24,7 @@ quality measure_quality(const contender& c, const common_settings& s, const mode
   const bool is_full = full != nullptr && full->rows.empty() && c.keeps_everything();
   quality q;
   for (int step = 0; step < steps; ++step) {
-    const auto logits = decoding.decode(decoded.text[static_cast<std::size_t>(step)],
-                                        decoded.prompt.kv.tokens() + step, attention);
+    const auto logits = decoding.decode(decoded.text[step], decoded.prompt.kv.tokens() + step, attention);
     q.losses.push_back(loss_of(logits, decoded.text[static_cast<std::size_t>(step) + 1]));
     q.choices.push_back(most_likely(logits));
     if (is_full) full->rows.insert(full->rows.end(), logits.begin(), logits.end());

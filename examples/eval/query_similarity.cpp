@@ -68,7 +68,7 @@ void compare_queries(job& j) {
   query_keeper kept(attention, shape);
   engine decoding(j.model(), {.threads = a.common.threads, .context = 1, .rows = 1});
   for (int step = 0; step < a.steps; ++step) {
-    decoding.decode(j.after_prompt()[static_cast<std::size_t>(step)], prompt.kv.tokens() + step, kept);
+    decoding.decode(j.after_prompt()[step], prompt.kv.tokens() + step, kept);
     j.progress()("queries of successive steps", static_cast<double>(step + 1) / a.steps);
   }
 
@@ -110,7 +110,7 @@ void compare_queries(job& j) {
     for (const int apart : distances) {
       std::vector<double> farther = means;  // of adjacent steps
       for (int head = 0; apart > 1 && head < shape.query_heads; ++head)
-        farther[static_cast<std::size_t>(head)] = mean(similarities(layer, head, apart));
+        farther[head] = mean(similarities(layer, head, apart));
       if (apart > 1) rows.back().push_back(fixed(mean(farther), 3));
       j.lines().add("query_cosine_apart", full.name, "mean", mean(farther), "",
                     {{"layer", layer}, {"apart", apart}});

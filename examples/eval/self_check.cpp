@@ -88,7 +88,7 @@ std::string fault_against(std::span<const float> logits, std::span<const known_l
   for (const auto& [token, value] : known) {
     if (token < 0 || static_cast<std::size_t>(token) >= logits.size())
       return "there is no logit of token " + std::to_string(token);
-    const float is = logits[static_cast<std::size_t>(token)];
+    const float is = logits[token];
     if (!(std::abs(is - value) <= known_tolerance))
       return "the logit of token " + std::to_string(token) + " is " + number(is) + " and not " +
              number(value) + ", to " + number(known_tolerance);

@@ -354,10 +354,7 @@ class asking {
       for (const given_text& choice : choices_) losses.push_back(choice.loss());
       const auto best = std::min_element(losses.begin(), losses.end()) - losses.begin();
       const bool right = best == asked_.correct;
-      result = {.chooses = true,
-                .right = right,
-                .share = right ? 1.0 : 0.0,
-                .loss = losses[static_cast<std::size_t>(asked_.correct)]};
+      result = {.chooses = true, .right = right, .share = right ? 1.0 : 0.0, .loss = losses[asked_.correct]};
       at["chosen"] = best;
       at["losses"] = losses;
     } else if (!answers_.empty()) {

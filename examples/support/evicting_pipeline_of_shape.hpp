@@ -80,14 +80,12 @@ class evicting_pipeline_of_shape final : public pipeline {
     const std::int64_t budget =
         std::int64_t{o.budget.sink} + o.budget.window + std::int64_t{o.budget.selected_units} * o.page;
     typename implementation::settings s;
-    s.layers = o.layers;
-    s.query_heads = o.query_heads;
-    s.kv_heads = o.kv_heads;
+    s.model = {.layers = o.layers, .query_heads = o.query_heads, .kv_heads = o.kv_heads};
     s.budget = static_cast<int>(std::clamp<std::int64_t>(budget, 0, 2 * std::int64_t{longest} + 1024));
-    s.max_prompt = o.max_prompt > 0 ? o.max_prompt : longest;
-    s.max_generated = o.max_prompt > 0 ? longest - o.max_prompt : longest;
-    s.max_sequences = s.max_prefills = o.max_sequences;
-    s.scale = o.scale;
+    s.capacity.max_prompt = o.max_prompt > 0 ? o.max_prompt : longest;
+    s.capacity.max_generated = o.max_prompt > 0 ? longest - o.max_prompt : longest;
+    s.capacity.max_sequences = s.capacity.max_prefills = o.max_sequences;
+    s.attention.scale = o.scale;
     s.plan = {{o.complete_layers}};
     method_data data;
     data.page = o.page;

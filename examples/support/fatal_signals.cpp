@@ -22,7 +22,7 @@ class noted_text {
   /// One writer at a time.
   void set(std::string_view text) noexcept {
     const int next = 1 - current_.load(std::memory_order_relaxed);
-    buffer& to = buffers_[static_cast<std::size_t>(next)];
+    buffer& to = buffers_[next];
     const std::size_t size = std::min(text.size(), to.size() - 1);
     for (std::size_t i = 0; i < size;
          ++i)  // names of files and variants may hold line breaks and escape codes
@@ -30,9 +30,7 @@ class noted_text {
     to[size] = '\0';
     current_.store(next, std::memory_order_release);
   }
-  const char* get() const noexcept {
-    return buffers_[static_cast<std::size_t>(current_.load(std::memory_order_acquire))].data();
-  }
+  const char* get() const noexcept { return buffers_[current_.load(std::memory_order_acquire)].data(); }
 
  private:
   using buffer = std::array<char, Most + 1>;  // the last byte is always 0

@@ -58,20 +58,18 @@ class pipeline_of_shape final : public pipeline {
  private:
   static typename implementation::settings settings(const pipeline_options& o) {
     typename implementation::settings s;
-    s.layers = o.layers;
-    s.query_heads = o.query_heads;
-    s.kv_heads = o.kv_heads;
+    s.model = {.layers = o.layers, .query_heads = o.query_heads, .kv_heads = o.kv_heads};
     s.budget = o.budget;
-    s.max_tokens = o.max_tokens;
-    s.max_sequences = o.max_sequences;
-    s.max_resident = o.max_resident;
-    s.store_tokens = o.store_tokens;
-    s.selected_tokens = o.selected_tokens;
-    s.max_decode_rows = o.max_decode_rows;
-    s.scale = o.scale;
-    s.sliding_window = o.sliding_window;
-    s.soft_cap = o.soft_cap;
-    s.sink_logits = o.sink_logits;
+    s.capacity.max_tokens = o.max_tokens;
+    s.capacity.max_sequences = o.max_sequences;
+    s.capacity.max_resident = o.max_resident;
+    s.capacity.store_tokens = o.store_tokens;
+    s.capacity.selected_tokens = o.selected_tokens;
+    s.capacity.max_decode_rows = o.max_decode_rows;
+    s.attention.scale = o.scale;
+    s.attention.sliding_window = o.sliding_window;
+    s.attention.soft_cap = o.soft_cap;
+    s.attention.sink_logits = o.sink_logits;
     s.page = {o.page};
     s.unit = {{o.method.unit}};
     method_data data{o.basis, o.codebooks, o.factors, o.rotary, o.head_kinds, o.kv_heads};
@@ -85,7 +83,7 @@ class pipeline_of_shape final : public pipeline {
     s.correction = find_by_name("correction", corrections, o.method.correction).make(o.method, data);
     s.residency = find_by_name("residency", residencies, o.method.residency).make(o.method, data);
     s.codec = find_by_name("codec", codecs, o.method.codec).make(o.method, data);
-    s.store_file = store_file_of(o);
+    s.capacity.store_file = store_file_of(o);
     s.plan = plan_of(o.method, data, o.complete_layers);
     if (o.in_place)
       s.route = in_place{};

@@ -91,7 +91,7 @@ temporary_name& temporary_name::operator=(temporary_name&& other) noexcept {
 }
 
 temporary_name::~temporary_name() {
-  if (place_ != none) std::free(names[static_cast<std::size_t>(place_)].exchange(nullptr));
+  if (place_ != none) std::free(names[place_].exchange(nullptr));
 }
 
 }  // namespace freekv::examples

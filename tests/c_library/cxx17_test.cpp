@@ -203,16 +203,15 @@ void attend_paged(const std::vector<float>& tensor, std::size_t plane, const std
     const int of = head / (query_heads / kv_heads);
     double sum = 0, weighted[d] = {};
     for (int t = 0; t < tokens; ++t) {
-      const std::size_t block = static_cast<std::size_t>(table[static_cast<std::size_t>(t / page)]);
+      const std::size_t block = static_cast<std::size_t>(table[t / page]);
       const float* const k = tensor.data() + block * 2 * plane + (t % page * kv_heads + of) * d;
       double score = 0;
-      for (int i = 0; i < d; ++i) score += double{q[static_cast<std::size_t>(head * d + i)]} * double{k[i]};
+      for (int i = 0; i < d; ++i) score += double{q[head * d + i]} * double{k[i]};
       sum += std::exp(score / 8);
       for (int i = 0; i < d; ++i)
         weighted[i] += std::exp(score / 8) * double{k[plane + static_cast<std::size_t>(i)]};
     }
-    for (int i = 0; i < d; ++i)
-      out[static_cast<std::size_t>(head * d + i)] = static_cast<float>(weighted[i] / sum);
+    for (int i = 0; i < d; ++i) out[head * d + i] = static_cast<float>(weighted[i] / sum);
   }
 }
 

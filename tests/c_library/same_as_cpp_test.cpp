@@ -63,7 +63,7 @@ struct fused_rows {
       : query(query_heads * head_dim), kv(kv_heads * head_dim) {
     const auto put = [&](const std::vector<float>& from, int first, int count) {
       for (int i = first; i < first + count; ++i)
-        numbers.push_back(freekv::from_float<freekv::bfloat16>(from[static_cast<std::size_t>(i)]));
+        numbers.push_back(freekv::from_float<freekv::bfloat16>(from[i]));
     };
     for (int i = 0; i < rows; ++i) {
       put(r.q, i * query, query), put(r.k, i * kv, kv), put(r.v, i * kv, kv);
@@ -249,12 +249,9 @@ void check_same(const results& c, const results& cpp) {
 
 template <class Pipeline>
 typename Pipeline::settings retrieving() {
-  return {.layers = layers,
-          .query_heads = query_heads,
-          .kv_heads = kv_heads,
+  return {.model = {.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads},
           .budget = {.sink = page, .window = 2 * page, .selected_units = 4},
-          .max_tokens = 600,
-          .max_sequences = 2};
+          .capacity = {.max_tokens = 600, .max_sequences = 2}};
 }
 
 }  // namespace
@@ -314,14 +311,12 @@ TEST_CASE("methods that forget keep the budget together", "[c_library]") {
   using pipeline = freekv::methods::h2o::pipeline<freekv::kv_shape<float, 64>>;
   auto c_settings = settings_of("h2o", FREEKV_F32, 64);
   c_settings.max_prompt = 550;
-  check_same(by_c(c_settings), by_cpp<pipeline>({.layers = layers,
-                                                 .query_heads = query_heads,
-                                                 .kv_heads = kv_heads,
-                                                 .budget = 7 * page,
-                                                 .max_prompt = 550,
-                                                 .max_generated = 50,
-                                                 .max_sequences = 2,
-                                                 .max_prefills = 2}));
+  check_same(
+      by_c(c_settings),
+      by_cpp<pipeline>(
+          {.model = {.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads},
+           .budget = 7 * page,
+           .capacity = {.max_prompt = 550, .max_generated = 50, .max_sequences = 2, .max_prefills = 2}}));
 }
 
 TEST_CASE("methods that forget refuse queries and outputs of other types, and strides", "[c_library]") {

@@ -389,16 +389,14 @@ class engine {
  private:
   static pipeline::settings settings(const run_kind& kind) {
     pipeline::settings s;
-    s.layers = layers;
-    s.query_heads = query_heads;
-    s.kv_heads = kv_heads;
+    s.model = {.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads};
     s.budget = {.sink = page, .window = 2 * page, .selected_units = 3};
-    s.max_tokens = max_tokens;
-    s.max_sequences = 5;
-    s.max_resident = 4;
-    s.max_decode_rows = 2;
+    s.capacity.max_tokens = max_tokens;
+    s.capacity.max_sequences = 5;
+    s.capacity.max_resident = 4;
+    s.capacity.max_decode_rows = 2;
     s.correction.tau = 0.3f;
-    s.store_tokens = kind.store_tokens;
+    s.capacity.store_tokens = kind.store_tokens;
     if (kind.in_place_route)
       s.route = in_place{};
     else

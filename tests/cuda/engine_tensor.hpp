@@ -40,14 +40,12 @@ enum class kept { as_is, encoded, by_subspace };
 template <class Settings>
 Settings settings(kept what, const pinned<float>& basis) {
   Settings s;
-  s.layers = layers;
-  s.query_heads = query_heads;
-  s.kv_heads = kv_heads;
+  s.model = {.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads};
   s.budget = {.sink = 8, .window = 16, .selected_units = 3};
-  s.max_tokens = max_tokens;
-  s.max_sequences = 4;
-  s.max_resident = 3;
-  s.max_decode_rows = 3;
+  s.capacity.max_tokens = max_tokens;
+  s.capacity.max_sequences = 4;
+  s.capacity.max_resident = 3;
+  s.capacity.max_decode_rows = 3;
   s.correction.tau = 0.8f;
   if (what == kept::encoded) s.codec = int8_token{};
   if (what == kept::by_subspace)

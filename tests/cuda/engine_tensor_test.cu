@@ -103,9 +103,9 @@ class device_engine final : public engine<cuda_backend> {
     step.correct(layer);
     step.queue_tables(layer, tables);
     results<float> attended(out.size());
-    attend_by_table<<<sequences, query_heads, 0, compute_>>>(pipeline().paged_kv(layer), tables,
-                                                             queries.data(), pipeline().configuration().scale,
-                                                             attended.device.data());
+    attend_by_table<<<sequences, query_heads, 0, compute_>>>(
+        pipeline().paged_kv(layer), tables, queries.data(), pipeline().configuration().attention.scale,
+        attended.device.data());
     device::check(cudaGetLastError(), "attention by a table");
     pipeline().synchronize();
     results<std::int32_t> listed(pinned<std::int32_t>{});

@@ -80,12 +80,10 @@ struct text {
 template <class Pipeline>
 typename Pipeline::settings settings_with(bool in_place_route) {
   typename Pipeline::settings s;
-  s.layers = 1;
-  s.query_heads = query_heads;
-  s.kv_heads = kv_heads;
+  s.model = {.layers = 1, .query_heads = query_heads, .kv_heads = kv_heads};
   s.budget = {.sink = 8, .window = 16, .selected_units = 200};
-  s.max_tokens = prompt + steps;
-  s.max_sequences = 2;
+  s.capacity.max_tokens = prompt + steps;
+  s.capacity.max_sequences = 2;
   if (in_place_route)
     s.route = in_place{};
   else
@@ -200,19 +198,16 @@ results<float> masses_of(const text& source, pinned<float>& out) {
         for (int t = first; t < end; ++t) {
           double score = 0.0;
           for (int i = 0; i < head_dim; ++i)
-            score +=
-                double{source.queries[static_cast<std::size_t>((now * query_heads + head) * head_dim + i)]} *
-                double{to_float(
-                    source.keys[static_cast<std::size_t>((t * kv_heads + head / group) * head_dim + i)])};
-          sum += std::exp(score * double{s.scale});
+            score += double{source.queries[(now * query_heads + head) * head_dim + i]} *
+                     double{to_float(source.keys[(t * kv_heads + head / group) * head_dim + i])};
+          sum += std::exp(score * double{s.attention.scale});
         }
         expected.push_back(static_cast<float>(std::log(sum)));
       };
       add(0, s.budget.sink);
       const auto selected =
           report.attended.subspan(report.attended.size() / kv_heads * static_cast<std::size_t>(head / group));
-      for (int i = 0; i < report.attended_count[static_cast<std::size_t>(head / group)]; ++i)
-        add(selected[static_cast<std::size_t>(i)], selected[static_cast<std::size_t>(i)] + 1);
+      for (int i = 0; i < report.attended_count[head / group]; ++i) add(selected[i], selected[i] + 1);
       for (int first = (now + 1 - s.budget.window) / page * page; first <= now; first += page)
         add(first, std::min(first + page, now + 1));
       expected.resize(before + static_cast<std::size_t>(entries), -infinity);

@@ -47,12 +47,10 @@ struct side {
 
   static typename pipeline_type::settings settings(const input& in) {
     typename pipeline_type::settings s;
-    s.layers = layers;
-    s.query_heads = query_heads;
-    s.kv_heads = kv_heads;
+    s.model = {.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads};
     s.budget = {.sink = page, .window = 2 * page, .selected_units = 5};
-    s.max_tokens = max_tokens;
-    s.max_sequences = 3;
+    s.capacity.max_tokens = max_tokens;
+    s.capacity.max_sequences = 3;
     s.summary.basis = {in.basis, layers, kv_heads, rank, head_dim};
     if (in.coefficients)
       s.codec = low_rank_keys<prefix_case::factors>{

@@ -33,13 +33,11 @@ struct device_side {
   explicit device_side(bool slots) : pipeline(settings(slots), backend, {&slow, &fast}) {}
   static typename Pipeline::settings settings(bool slots) {
     typename Pipeline::settings s;
-    s.layers = layers;
-    s.query_heads = query_heads;
-    s.kv_heads = kv_heads;
+    s.model = {.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads};
     s.budget = {.sink = 8, .window = 16, .selected_units = 3};
-    s.max_tokens = max_tokens;
-    s.max_sequences = 2;
-    s.max_decode_rows = 2;
+    s.capacity.max_tokens = max_tokens;
+    s.capacity.max_sequences = 2;
+    s.capacity.max_decode_rows = 2;
     if (!slots) s.route = in_place{};
     return s;
   }

@@ -388,8 +388,8 @@ struct matched_slots {
 template <class Residency>
 __global__ void match_slots(Residency residency, const std::int32_t* wanted, int count, int slots,
                             std::int32_t nth, matched_slots to) {
-  __shared__ device::diff_storage shared;
-  device::diff_by_warp(
+  __shared__ device::match_storage shared;
+  device::match_by_warp(
       residency, wanted, count, {to.page, to.last_selected, slots}, nth, shared,
       [&](int misses) {
         if (threadIdx.x == 0) *to.misses = misses;

@@ -235,12 +235,10 @@ class engine {
  private:
   static pipeline::settings settings(bool in_place_route) {
     pipeline::settings s;
-    s.layers = layers;
-    s.query_heads = query_heads;
-    s.kv_heads = kv_heads;
+    s.model = {.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads};
     s.budget = {.sink = sink, .window = window, .selected_units = selected};
-    s.max_tokens = max_tokens;
-    s.max_sequences = batch;
+    s.capacity.max_tokens = max_tokens;
+    s.capacity.max_sequences = batch;
     s.correction.tau = 0.3f;
     if (in_place_route)
       s.route = in_place{};
@@ -270,7 +268,7 @@ class engine {
             .queries = queries,
             .max_sequences = batch * kv_heads,
             .max_tokens = std::min(max_tokens, blocks * page),
-            .scale = pipeline_.configuration().scale,
+            .scale = pipeline_.configuration().attention.scale,
             .to = {.out = out}};
   }
   void run_layers(pipeline::step& step, std::vector<layer_step>& rows) {
@@ -282,7 +280,7 @@ class engine {
       const slot_blocks<half> kv = pipeline_.paged_kv(layer);
       const auto attend = [&](table_memory& t, form f) {
         attend_by_table<<<batch, query_heads, 0, compute_.get()>>>(kv, t.view(), f, r.queries.data(),
-                                                                   pipeline_.configuration().scale,
+                                                                   pipeline_.configuration().attention.scale,
                                                                    r.by_table[static_cast<int>(f)].data());
         device::check(cudaGetLastError(), "attention by a table");
       };
@@ -398,7 +396,7 @@ class engine {
             double score = 0.0;
             for (std::size_t i = 0; i < head_dim; ++i)
               score += double{r.queries[at + i]} * double{to_float(h.keys[layer][row + i])};
-            const double weight = std::exp(score * double{pipeline_.configuration().scale});
+            const double weight = std::exp(score * double{pipeline_.configuration().attention.scale});
             sum += weight;
             for (std::size_t i = 0; i < head_dim; ++i)
               sums[i] += weight * double{to_float(h.values[layer][row + i])};

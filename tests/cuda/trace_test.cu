@@ -42,11 +42,9 @@ int main() {
   device::pinned_memory slow;
   device::device_memory fast;
   cuda_backend backend(compute.get(), recall.get());
-  pipeline tested({.layers = layers,
-                   .query_heads = 4,
-                   .kv_heads = 2,
+  pipeline tested({.model = {.layers = layers, .query_heads = 4, .kv_heads = 2},
                    .budget = {.sink = 16, .window = 32, .selected_units = 2},
-                   .max_tokens = 256},
+                   .capacity = {.max_tokens = 256}},
                   backend, {&slow, &fast});
   std::pmr::vector<float> k(100 * 2 * 64, 0.1f, &slow), v(k, &slow), q(4 * 64, 0.1f, &slow), out(q, &slow);
   const auto run_layers = [&](pipeline::step of) {

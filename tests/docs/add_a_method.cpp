@@ -109,14 +109,12 @@ struct decoded {
 template <class Policy>
 decoded decode() {
   host_backend backend({.threads = 1});
-  evicting_pipeline<kv_shape<float, 64>, Policy> pipeline({.layers = 2,
-                                                           .query_heads = 4,
-                                                           .kv_heads = 2,
-                                                           .budget = 24,
-                                                           .max_prompt = 40,
-                                                           .max_generated = 20,
-                                                           .plan = {{0}}},
-                                                          backend);
+  evicting_pipeline<kv_shape<float, 64>, Policy> pipeline(
+      {.model = {.layers = 2, .query_heads = 4, .kv_heads = 2},
+       .budget = 24,
+       .capacity = {.max_prompt = 40, .max_generated = 20},
+       .plan = {{0}}},
+      backend);
   const sequence_id sequence = pipeline.open();
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
@@ -152,8 +150,8 @@ TEST_CASE("the methods that docs/add-a-method.md shows run", "[conforms]") {
       .worth = [](const freekv::testing::attended_rows& seen, int token) {
         double votes = 0.0, largest = 0.0;  // of the prompt's rows together, and of a row since
         for (int row = token; row < std::ssize(seen.shares); ++row) {
-          const freekv::testing::doubles& shares = seen.shares[static_cast<std::size_t>(row)];
-          const double share = shares[static_cast<std::size_t>(token)];
+          const freekv::testing::doubles& shares = seen.shares[row];
+          const double share = shares[token];
           if (row < seen.prompt)
             votes += seen.prompt_is_cut && row >= seen.prompt - 32 ? share : 0.0;
           else

@@ -43,9 +43,7 @@ std::vector<float> structured_keys(int tokens, int kv_heads, std::uint64_t seed)
 /// their mean.
 double squared_error(const std::vector<float>& keys, int head, int kv_heads, int page,
                      const key_codebooks* books) {
-  const auto key = [&](int t, int i) {
-    return static_cast<double>(keys[static_cast<std::size_t>((t * kv_heads + head) * d + i)]);
-  };
+  const auto key = [&](int t, int i) { return static_cast<double>(keys[(t * kv_heads + head) * d + i]); };
   const auto coded = [](const codebook& book, const std::vector<double>& vector, int used) {
     std::vector<double> result(book.offset, book.offset + d);
     for (int nth = 0; nth < book.codes; ++nth) {
@@ -53,8 +51,8 @@ double squared_error(const std::vector<float>& keys, int head, int kv_heads, int
       for (int r = nth * book.dims; r < (nth + 1) * book.dims; ++r) {
         double product = 0;
         for (int i = 0; i < d; ++i)
-          product += static_cast<double>(book.rows[r * d + i]) *
-                     (vector[static_cast<std::size_t>(i)] - static_cast<double>(book.offset[i]));
+          product +=
+              static_cast<double>(book.rows[r * d + i]) * (vector[i] - static_cast<double>(book.offset[i]));
         x.push_back(product);
       }
       const float* centroids = book.centroids + nth * book.dims * 256;
@@ -63,15 +61,13 @@ double squared_error(const std::vector<float>& keys, int head, int kv_heads, int
       for (int c = 0; c < (nth == 0 ? used : 256); ++c) {
         double distance = 0;
         for (int k = 0; k < book.dims; ++k)
-          distance +=
-              std::pow(static_cast<double>(centroids[k * 256 + c]) - x[static_cast<std::size_t>(k)], 2);
+          distance += std::pow(static_cast<double>(centroids[k * 256 + c]) - x[k], 2);
         if (distance < least) least = distance, best = c;
       }
       for (int k = 0; k < book.dims; ++k)
         for (int i = 0; i < d; ++i)
-          result[static_cast<std::size_t>(i)] +=
-              static_cast<double>(book.rows[(nth * book.dims + k) * d + i]) *
-              static_cast<double>(centroids[k * 256 + best]);
+          result[i] += static_cast<double>(book.rows[(nth * book.dims + k) * d + i]) *
+                       static_cast<double>(centroids[k * 256 + best]);
     }
     return result;
   };
@@ -82,12 +78,11 @@ double squared_error(const std::vector<float>& keys, int head, int kv_heads, int
     const int last = std::min(first + span, tokens);
     std::vector<double> mean(d);
     for (int t = first; t < last; ++t)
-      for (int i = 0; i < d; ++i) mean[static_cast<std::size_t>(i)] += key(t, i) / (last - first);
+      for (int i = 0; i < d; ++i) mean[i] += key(t, i) / (last - first);
     if (books != nullptr) mean = coded(books->mean(0, head), mean, 255);
     for (int t = first; t < last; ++t) {
       std::vector<double> difference(d), decoded(d);
-      for (int i = 0; i < d; ++i)
-        difference[static_cast<std::size_t>(i)] = key(t, i) - mean[static_cast<std::size_t>(i)];
+      for (int i = 0; i < d; ++i) difference[i] = key(t, i) - mean[i];
       if (books != nullptr) decoded = coded(books->token(0, head), difference, 256);
       for (std::size_t i = 0; i < d; ++i) error += std::pow(difference[i] - decoded[i], 2) / tokens;
     }
@@ -118,7 +113,7 @@ double distortion(const std::vector<float>& samples, int dims, const std::vector
       double distance = 0;
       for (int k = 0; k < dims; ++k)
         distance +=
-            std::pow(static_cast<double>(centroids[static_cast<std::size_t>(k * 256 + c)]) -
+            std::pow(static_cast<double>(centroids[k * 256 + c]) -
                          static_cast<double>(
                              samples[n * static_cast<std::size_t>(dims) + static_cast<std::size_t>(k)]),
                      2);
@@ -206,15 +201,14 @@ TEST_CASE("k-means finds separated clusters", "[codebooks]") {
     REQUIRE(centroids.size() == static_cast<std::size_t>(dims * 256));
     std::set<int> found;
     for (int c = 0; c < clusters; ++c) {
-      const int cluster = static_cast<int>(std::lround(centroids[static_cast<std::size_t>(c)]));
+      const int cluster = static_cast<int>(std::lround(centroids[c]));
       found.insert(cluster);
       for (int k = 0; k < dims; ++k)
-        CHECK(std::abs(centroids[static_cast<std::size_t>(k * 256 + c)] -
-                       static_cast<float>(cluster * (k + 1))) < 0.01f);
+        CHECK(std::abs(centroids[k * 256 + c] - static_cast<float>(cluster * (k + 1))) < 0.01f);
     }
     CHECK(found.size() == static_cast<std::size_t>(clusters));
     for (int k = 0; k < dims; ++k)
-      for (int c = clusters; c < 256; ++c) REQUIRE(centroids[static_cast<std::size_t>(k * 256 + c)] == 0.0f);
+      for (int c = clusters; c < 256; ++c) REQUIRE(centroids[k * 256 + c] == 0.0f);
   }
 }
 
@@ -376,8 +370,7 @@ TEST_CASE("keys in another unit, a power of two, have the same codebooks in that
 TEST_CASE("keys that are not finite are left out, and no keys are no fault", "[codebooks]") {
   auto keys = structured_keys(300, 1, 9);
   keys[7 * d + 3] = std::numeric_limits<float>::quiet_NaN();
-  for (int i = 0; i < 16 * d; ++i)
-    keys[static_cast<std::size_t>(64 * d + i)] = -std::numeric_limits<float>::infinity();
+  for (int i = 0; i < 16 * d; ++i) keys[64 * d + i] = -std::numeric_limits<float>::infinity();
   const auto set = learnt(keys, 1, {.page = 16});
   const auto floats = floats_of(set.view());
   CHECK(std::all_of(floats.begin(), floats.end(), [](float x) { return std::isfinite(x); }));

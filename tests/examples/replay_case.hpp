@@ -92,8 +92,7 @@ struct replay_case {
     return !slides && (plan == "retrieval" || plan == "by_head");
   }
   bool retrieves(int head) const {
-    return retrieves() &&
-           (heads.empty() || heads[static_cast<std::size_t>(head)] == freekv::layer_kind::retrieval);
+    return retrieves() && (heads.empty() || heads[head] == freekv::layer_kind::retrieval);
   }
   /// Rows of `selected` in a step.
   int selecting() const {

@@ -193,7 +193,7 @@ class drawn_events {
   }
   live* any() {
     if (live_.empty()) return nullptr;
-    live& l = *live_[static_cast<std::size_t>(dice_.below(static_cast<int>(live_.size())))];
+    live& l = *live_[dice_.below(static_cast<int>(live_.size()))];
     return l.waits ? nullptr : &l;
   }
   std::span<const float> rows(const std::vector<float>& data, const live& l, int count) const {

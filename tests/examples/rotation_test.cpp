@@ -63,9 +63,7 @@ TEST_CASE("the factorisation of keys that lie in few directions of all heads los
   for (int t = 0; t < tokens; ++t)
     for (int r = 0; r < rank; ++r) {
       const float part = d.normal();
-      for (int i = 0; i < width; ++i)
-        keys[static_cast<std::size_t>(t * width + i)] +=
-            part * directions[static_cast<std::size_t>(r * width + i)];
+      for (int i = 0; i < width; ++i) keys[t * width + i] += part * directions[r * width + i];
     }
   keys[3] = std::nanf("");  // its token is left out
   key_basis factors(2, heads, rank, dim);
@@ -79,9 +77,8 @@ TEST_CASE("the factorisation of keys that lie in few directions of all heads los
         const auto row = [&](int i) {
           return static_cast<double>(factors.view().rows(1, i / dim)[r * dim + i % dim]);
         };
-        for (int i = 0; i < width; ++i)
-          along += row(i) * static_cast<double>(keys[static_cast<std::size_t>(t * width + i)]);
-        for (int i = 0; i < width; ++i) rest[static_cast<std::size_t>(i)] -= along * row(i);
+        for (int i = 0; i < width; ++i) along += row(i) * static_cast<double>(keys[t * width + i]);
+        for (int i = 0; i < width; ++i) rest[i] -= along * row(i);
       }
       for (const double x : rest) sum += x * x;
     }

@@ -8,5 +8,6 @@ using summary = freekv::any_of<freekv::min_max, freekv::always>;
 #endif
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, summary> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, summary> pipeline({.model = {.layers = 2}},
+                                                                            backend);
 }

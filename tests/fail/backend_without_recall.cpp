@@ -15,5 +15,6 @@ struct one_stream {
 };
 
 void use(one_stream& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, one_stream> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, one_stream> pipeline({.model = {.layers = 2}},
+                                                                               backend);
 }

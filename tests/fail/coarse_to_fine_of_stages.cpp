@@ -9,5 +9,5 @@ using choice = freekv::coarse_to_fine<freekv::min_max, two_stages>;
 #endif
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, choice> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, choice> pipeline({.model = {.layers = 2}}, backend);
 }

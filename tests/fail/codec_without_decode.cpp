@@ -14,5 +14,6 @@ struct forgetful {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, forgetful> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, forgetful> pipeline({.model = {.layers = 2}},
+                                                                              backend);
 }

@@ -14,5 +14,6 @@ struct boundless {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, boundless> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, boundless> pipeline({.model = {.layers = 2}},
+                                                                              backend);
 }

@@ -17,5 +17,6 @@ struct every_other_layer {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, every_other_layer> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, every_other_layer> pipeline(
+      {.model = {.layers = 2}}, backend);
 }

@@ -8,5 +8,5 @@ struct coldest : freekv::tova {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::evicting_pipeline<freekv::kv_shape<float, 64>, coldest> pipeline({.layers = 2}, backend);
+  freekv::evicting_pipeline<freekv::kv_shape<float, 64>, coldest> pipeline({.model = {.layers = 2}}, backend);
 }

@@ -8,5 +8,5 @@ using shape = freekv::kv_shape<float, 12>;
 #endif
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<shape> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<shape> pipeline({.model = {.layers = 2}}, backend);
 }

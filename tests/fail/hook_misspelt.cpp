@@ -17,5 +17,6 @@ struct doubled : freekv::mean {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, doubled> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, doubled> pipeline({.model = {.layers = 2}},
+                                                                            backend);
 }

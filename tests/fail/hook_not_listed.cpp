@@ -10,5 +10,5 @@ struct half_of_mass : freekv::top_k {
 
 void use(freekv::host_backend& backend) {
   freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, freekv::any_of<freekv::top_k, half_of_mass>>
-      pipeline({.layers = 2}, backend);
+      pipeline({.model = {.layers = 2}}, backend);
 }

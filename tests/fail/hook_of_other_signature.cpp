@@ -11,5 +11,6 @@ struct half_of_k : freekv::top_k {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, half_of_k> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, half_of_k> pipeline({.model = {.layers = 2}},
+                                                                              backend);
 }

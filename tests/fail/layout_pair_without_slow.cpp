@@ -10,5 +10,6 @@ struct heads_together {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, heads_together> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, heads_together> pipeline({.model = {.layers = 2}},
+                                                                                   backend);
 }

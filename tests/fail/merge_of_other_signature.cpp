@@ -8,5 +8,6 @@ struct remembers_nothing : freekv::exact_merge {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::evicting_pipeline<freekv::kv_shape<float, 64>, remembers_nothing> pipeline({.layers = 2}, backend);
+  freekv::evicting_pipeline<freekv::kv_shape<float, 64>, remembers_nothing> pipeline({.model = {.layers = 2}},
+                                                                                     backend);
 }

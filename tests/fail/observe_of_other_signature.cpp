@@ -8,5 +8,6 @@ struct best_noticed : freekv::hard_kv {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::evicting_pipeline<freekv::kv_shape<float, 64>, best_noticed> pipeline({.layers = 2}, backend);
+  freekv::evicting_pipeline<freekv::kv_shape<float, 64>, best_noticed> pipeline({.model = {.layers = 2}},
+                                                                                backend);
 }

@@ -8,5 +8,5 @@ using page = freekv::page_size<12>;
 #endif
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, page> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, page> pipeline({.model = {.layers = 2}}, backend);
 }

@@ -9,5 +9,6 @@ struct pages_of_16 {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, pages_of_16> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, pages_of_16> pipeline({.model = {.layers = 2}},
+                                                                                backend);
 }

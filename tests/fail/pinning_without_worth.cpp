@@ -14,5 +14,6 @@ struct some_pins {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, some_pins> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, some_pins> pipeline({.model = {.layers = 2}},
+                                                                              backend);
 }

@@ -13,6 +13,6 @@ struct last_layer_complete {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, last_layer_complete> pipeline({.layers = 2},
-                                                                                        backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, last_layer_complete> pipeline(
+      {.model = {.layers = 2}}, backend);
 }

@@ -14,5 +14,6 @@ struct first_head {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, first_head> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, first_head> pipeline({.model = {.layers = 2}},
+                                                                               backend);
 }

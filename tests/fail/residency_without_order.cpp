@@ -13,5 +13,6 @@ struct last_slots {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, last_slots> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, last_slots> pipeline({.model = {.layers = 2}},
+                                                                               backend);
 }

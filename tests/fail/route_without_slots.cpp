@@ -10,5 +10,6 @@ struct straight {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, straight> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, straight> pipeline({.model = {.layers = 2}},
+                                                                             backend);
 }

@@ -10,5 +10,5 @@ struct alone {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, alone> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, alone> pipeline({.model = {.layers = 2}}, backend);
 }

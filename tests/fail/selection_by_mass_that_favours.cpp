@@ -15,5 +15,6 @@ struct most_of_the_mass {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, most_of_the_mass> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, most_of_the_mass> pipeline({.model = {.layers = 2}},
+                                                                                     backend);
 }

@@ -10,5 +10,6 @@ struct half_of_them {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, half_of_them> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, half_of_them> pipeline({.model = {.layers = 2}},
+                                                                                 backend);
 }

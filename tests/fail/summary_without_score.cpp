@@ -22,5 +22,6 @@ struct first_key {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, first_key> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, first_key> pipeline({.model = {.layers = 2}},
+                                                                              backend);
 }

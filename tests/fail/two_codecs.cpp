@@ -8,6 +8,6 @@ using other = freekv::int8_token;
 #endif
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, freekv::int8_channel, other> pipeline({.layers = 2},
-                                                                                                backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, freekv::int8_channel, other> pipeline(
+      {.model = {.layers = 2}}, backend);
 }

@@ -9,5 +9,6 @@ struct tokens_alone {
 };
 
 void use(freekv::host_backend& backend) {
-  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, tokens_alone> pipeline({.layers = 2}, backend);
+  freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, tokens_alone> pipeline({.model = {.layers = 2}},
+                                                                                 backend);
 }

@@ -16,7 +16,7 @@ using tokens = std::vector<llama_token>;
 std::vector<double> frequencies(double temperature, const std::vector<float>& logits, const tokens& never) {
   sampler s({.temperature = temperature, .seed = 5}, never);
   std::vector<double> counts(logits.size());
-  for (int i = 0; i < 20000; ++i) counts[static_cast<std::size_t>(s.choose(logits))] += 1.0 / 20000;
+  for (int i = 0; i < 20000; ++i) counts[s.choose(logits)] += 1.0 / 20000;
   return counts;
 }
 
@@ -34,8 +34,7 @@ TEST_CASE("sampling follows the softmax of the logits over the temperature") {
   const auto seen = frequencies(temperature, logits, {3});
   double total = 0;
   for (int i = 0; i < 3; ++i) total += std::exp(i / temperature);
-  for (int i = 0; i < 3; ++i)
-    CHECK(seen[static_cast<std::size_t>(i)] == Approx(std::exp(i / temperature) / total).margin(0.015));
+  for (int i = 0; i < 3; ++i) CHECK(seen[i] == Approx(std::exp(i / temperature) / total).margin(0.015));
   CHECK(seen[3] == 0);
 }
 
@@ -58,7 +57,7 @@ TEST_CASE("top-p keeps the fewest and most likely tokens that have the share") {
   const auto seen = [&](double top_p) {
     sampler s({.temperature = 1, .top_p = top_p, .seed = 9});
     std::vector<double> counts(4);
-    for (int i = 0; i < 20000; ++i) counts[static_cast<std::size_t>(s.choose(logits))] += 1.0 / 20000;
+    for (int i = 0; i < 20000; ++i) counts[s.choose(logits)] += 1.0 / 20000;
     return counts;
   };
   const auto margin = Approx(0).margin(0.015);

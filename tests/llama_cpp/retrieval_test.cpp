@@ -61,7 +61,7 @@ double loss_of(std::span<const float> logits, llama_token token) {
   const double largest = *std::max_element(logits.begin(), logits.end());
   double sum = 0;
   for (const float logit : logits) sum += std::exp(logit - largest);
-  return std::log(sum) + largest - logits[static_cast<std::size_t>(token)];
+  return std::log(sum) + largest - logits[token];
 }
 
 /// Attends prompt rows with FreeKV and compares with what llama.cpp computed for them.
@@ -174,14 +174,14 @@ class beside_alone : public attention {
     for (const sequence_tokens& of : rows.of) {
       const sequence_tokens own{0, of.position, of.tokens};
       std::vector<float> theirs(of.tokens.size() * query_row);
-      alone_[static_cast<std::size_t>(of.sequence)].attend({.layer = rows.layer,
-                                                            .rows = static_cast<int>(of.tokens.size()),
-                                                            .position = of.position,
-                                                            .of = {&own, 1},
-                                                            .query = rows.query + first * query_row,
-                                                            .key = rows.key + first * key_row,
-                                                            .value = rows.value + first * key_row},
-                                                           theirs.data());
+      alone_[of.sequence].attend({.layer = rows.layer,
+                                  .rows = static_cast<int>(of.tokens.size()),
+                                  .position = of.position,
+                                  .of = {&own, 1},
+                                  .query = rows.query + first * query_row,
+                                  .key = rows.key + first * key_row,
+                                  .value = rows.value + first * key_row},
+                                 theirs.data());
       differing += !std::equal(theirs.begin(), theirs.end(), output + first * query_row);
       first += of.tokens.size();
       ++compared;
@@ -222,7 +222,7 @@ TEST_CASE("decoding with full attention through FreeKV agrees with llama.cpp's o
     e.prefill(first, 0);
     decoded d;
     for (int i = prompt; i < prompt + steps; ++i) {
-      d.add(e.decode_stock(tokens[static_cast<std::size_t>(i)], i), tokens[static_cast<std::size_t>(i) + 1]);
+      d.add(e.decode_stock(tokens[i], i), tokens[static_cast<std::size_t>(i) + 1]);
     }
     return d;
   };
@@ -235,8 +235,7 @@ TEST_CASE("decoding with full attention through FreeKV agrees with llama.cpp's o
     engine e(m, {.threads = 1, .context = 1, .rows = 1});
     decoded d;
     for (int i = prompt; i < prompt + steps; ++i) {
-      d.add(e.decode(tokens[static_cast<std::size_t>(i)], i, attention),
-            tokens[static_cast<std::size_t>(i) + 1]);
+      d.add(e.decode(tokens[i], i, attention), tokens[static_cast<std::size_t>(i) + 1]);
     }
     return d;
   };

@@ -129,7 +129,7 @@ TEST_CASE("layers that slide are known by llama.cpp's caches, and decode as llam
     engine e(m, {.threads = 1, .context = prompt + steps});
     e.prefill(first, 0);
     for (int i = prompt; i < prompt + steps; ++i) {
-      const auto logits = e.decode_stock(tokens[static_cast<std::size_t>(i)], i);
+      const auto logits = e.decode_stock(tokens[i], i);
       stock.emplace_back(logits.begin(), logits.end());
     }
   }
@@ -147,10 +147,9 @@ TEST_CASE("layers that slide are known by llama.cpp's caches, and decode as llam
     engine e(m, {.threads = 1, .context = 1, .rows = 1});
     double largest = 0;
     for (int i = prompt; i < prompt + steps; ++i)
-      largest = std::max(largest, difference(stock[static_cast<std::size_t>(i - prompt)],
-                                             e.decode(tokens[static_cast<std::size_t>(i)], i, attention)));
+      largest = std::max(largest, difference(stock[i - prompt], e.decode(tokens[i], i, attention)));
     for (int layer = 0; layer < layers; ++layer)
-      CHECK((attention.by_head()[static_cast<std::size_t>(layer)].heads > 0) == !shape.slides(layer));
+      CHECK((attention.by_head()[layer].heads > 0) == !shape.slides(layer));
     return largest;
   };
   const common_settings all{.sink = 32, .window = 64, .budget = 1024, .complete_layers = 0},

@@ -209,8 +209,7 @@ TEST_CASE("the sample has choices and answers") {
   int answers = 0;
   for (const task& t : tasks) {
     const question& q = t.questions.at(0);
-    const std::string expected =
-        q.choices.empty() ? q.answers.at(0) : trimmed(q.choices[static_cast<std::size_t>(q.correct)]);
+    const std::string expected = q.choices.empty() ? q.answers.at(0) : trimmed(q.choices[q.correct]);
     CHECK(t.prompt.find(expected) != std::string::npos);  // it can be known from the prompt
     answers += q.choices.empty();
   }

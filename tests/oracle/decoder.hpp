@@ -66,14 +66,14 @@ class decoder {
     step_result result;
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
       row_result row;
-      row.selected_before = heads_[static_cast<std::size_t>(kv_head)].selected;
+      row.selected_before = heads_[kv_head].selected;
       if (retrieves(s_, kv_head)) flag(row, group_of(q, kv_head), kv_head);
       result.rows.push_back(row);
     }
     if (s_.rows == scope_kind::layer && !corrects_by_mass()) share_flags(retrieving(result.rows), s_.tau);
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
-      row_result& row = result.rows[static_cast<std::size_t>(kv_head)];
-      head_state& head = heads_[static_cast<std::size_t>(kv_head)];
+      row_result& row = result.rows[kv_head];
+      head_state& head = heads_[kv_head];
       if (retrieves(s_, kv_head)) correct(row, q, kv_head, fixed_candidates, head);
       row.selected = head.selected;
       row.selected_by_head = head.selected_by_head;
@@ -81,8 +81,8 @@ class decoder {
     for (int i = 0; i < rows; ++i)
       attend_row(row_of(q, i, query_size()), before + i + 1, fixed_candidates, result);
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
-      row_result& row = result.rows[static_cast<std::size_t>(kv_head)];
-      head_state& head = heads_[static_cast<std::size_t>(kv_head)];
+      row_result& row = result.rows[kv_head];
+      head_state& head = heads_[kv_head];
       if (retrieves(s_, kv_head)) speculate(row, q, kv_head, head);
       row.selected_next = head.selected;
       row.recalled = row.by_correct.recalled + row.by_speculate.recalled;
@@ -136,11 +136,11 @@ class decoder {
 
   /// What a KV head carries into the next step: its selection, and the selected slots' pages, -1 for an empty
   /// one; none in place.
-  std::vector<int> selected(int kv_head) const { return heads_[static_cast<std::size_t>(kv_head)].selected; }
+  std::vector<int> selected(int kv_head) const { return heads_[kv_head].selected; }
 
   std::vector<int> slots(int kv_head) const {
     if (s_.route == route_kind::in_place || !retrieves(s_, kv_head)) return {};
-    return heads_[static_cast<std::size_t>(kv_head)].slots.pages();
+    return heads_[kv_head].slots.pages();
   }
 
   /// Exact attention of `q` (n_qo, d) over everything appended so far.
@@ -206,12 +206,12 @@ class decoder {
     for (int page = first; is_complete(s_, page, length_); ++page) store(page);
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
       if (!retrieves(s_, kv_head)) continue;
-      std::vector<page_summary>& of_head = heads_[static_cast<std::size_t>(kv_head)].summaries;
+      std::vector<page_summary>& of_head = heads_[kv_head].summaries;
       while (is_complete(s_, page_of(s_, static_cast<int>(of_head.size())), length_)) {
         const int unit = static_cast<int>(of_head.size());
         const auto rows = token_rows(keys_, kv_head, tokens_of_units(s_, {unit}));
         of_head.push_back(summarise(s_, kv_head, rows));
-        if (s_.pinned > 0) heads_[static_cast<std::size_t>(kv_head)].unlikeness.push_back(unlikeness(rows));
+        if (s_.pinned > 0) heads_[kv_head].unlikeness.push_back(unlikeness(rows));
       }
     }
   }
@@ -314,7 +314,7 @@ class decoder {
   /// `queries` is (m * G, d) here and below: the group's heads in every row of the step.
   selection choose_among(const std::vector<int>& units, std::span<const float> queries, int kv_head,
                          const std::vector<int>& held = {}) const {
-    const head_state& head = heads_[static_cast<std::size_t>(kv_head)];
+    const head_state& head = heads_[kv_head];
     const std::vector<int> others = without(units, head.pinned.units);
     selection chosen = select_pages(s_, kv_head, queries, others, head.summaries);
     measure_scores(chosen, s_, kv_head, queries, token_rows(keys_, kv_head, tokens_of_units(s_, others)));
@@ -328,7 +328,7 @@ class decoder {
     std::vector<selection> each;
     const std::vector<int> held = after == nullptr ? std::vector<int>{} : after->selected;
     const auto held_by = [&](int g) {
-      return after == nullptr ? std::vector<int>{} : after->selected_by_head[static_cast<std::size_t>(g)];
+      return after == nullptr ? std::vector<int>{} : after->selected_by_head[g];
     };
     switch (s_.rows) {
       case scope_kind::query_head:
@@ -348,7 +348,7 @@ class decoder {
   std::vector<row_result*> retrieving(std::vector<row_result>& rows) const {
     std::vector<row_result*> those;
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head)
-      if (retrieves(s_, kv_head)) those.push_back(&rows[static_cast<std::size_t>(kv_head)]);
+      if (retrieves(s_, kv_head)) those.push_back(&rows[kv_head]);
     return those;
   }
 
@@ -455,13 +455,12 @@ class decoder {
       return;
     }
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
-      const head_state& head = heads_[static_cast<std::size_t>(kv_head)];
+      const head_state& head = heads_[kv_head];
       const std::vector<int> window =
           retrieves(s_, kv_head) ? window_pages(s_, length, fixed_candidates) : window_pages(s_, length);
       for (int g = 0; g < group_size(s_); ++g) {
-        const std::vector<int>& selected = head.selected_by_head.empty()
-                                               ? head.selected
-                                               : head.selected_by_head[static_cast<std::size_t>(g)];
+        const std::vector<int>& selected =
+            head.selected_by_head.empty() ? head.selected : head.selected_by_head[g];
         attend_head(q, kv_head, g, attended_tokens(s_, kind_of(s_, kv_head), length, selected, window),
                     result.out, result.lse, result.doubt);
       }

@@ -126,14 +126,14 @@ class forgetful_decoder {
   /// What a KV head has not forgotten before the next step; a prompt has been cut.
   std::vector<int> kept(int head) {
     end_prompt();
-    const auto& units = heads_[static_cast<std::size_t>(head)].units;
+    const auto& units = heads_[head].units;
     return {units.begin(), units.end()};
   }
 
   /// Whether another implementation may keep `units` instead: all that it swapped for one another has been worth the
   /// same, to rounding, when the last ones left. If so, this one keeps them too.
   bool accepts(int head, const std::vector<int>& units) {
-    head_state& h = heads_[static_cast<std::size_t>(head)];
+    head_state& h = heads_[head];
     const std::set<int> theirs(units.begin(), units.end());
     if (selects_by_mass()) return accepts_selection(h, theirs);
     if (s_.budget_is_doubtful && std::abs(std::ssize(theirs) - std::ssize(h.units)) <= 2 &&
@@ -161,12 +161,11 @@ class forgetful_decoder {
     append(key, value);
     eviction_step result;
     for (int head = 0; head < s_.kv_heads; ++head) {
-      head_state& h = heads_[static_cast<std::size_t>(head)];
+      head_state& h = heads_[head];
       const int row = length_ - 1;
       h.units.insert(row / s_.page);
       grow(h);
-      if (s_.kind == eviction_kind::raas)
-        h.worths[static_cast<std::size_t>(row / s_.page)] = {double(row), double(row), -1};
+      if (s_.kind == eviction_kind::raas) h.worths[row / s_.page] = {double(row), double(row), -1};
       std::vector<int> tokens;
       for (const int unit : h.units)
         for (int t = unit * s_.page; t < std::min((unit + 1) * s_.page, length_); ++t) tokens.push_back(t);
@@ -225,7 +224,7 @@ class forgetful_decoder {
         const int place = tokens[i] * s_.kv_heads + head;
         const double score = s_.scale * dot(row_of(query_row(row), head * group + g, s_.head_dim),
                                             row_of(keys_, place, s_.head_dim)) +
-                             static_cast<double>(log_weights_[static_cast<std::size_t>(place)]);
+                             static_cast<double>(log_weights_[place]);
         scores[i] = std::max(scores[i], score);
       }
     return scores;
@@ -248,7 +247,7 @@ class forgetful_decoder {
       std::vector<double> all = weights(temperature);
       std::sort(all.rbegin(), all.rend());
       double mass = 0;
-      for (int i = 0; i < n; ++i) mass += all[static_cast<std::size_t>(i)];
+      for (int i = 0; i < n; ++i) mass += all[i];
       return mass;
     }
   };
@@ -264,11 +263,10 @@ class forgetful_decoder {
     row.fewest = fewest(s_.p), row.fewest_low = fewest(s_.p - mass_doubt),
     row.fewest_high = fewest(s_.p + mass_doubt);
     for (int i = 0; i < std::ssize(scores); ++i) {
-      if (!std::isfinite(scores[static_cast<std::size_t>(i)])) continue;
+      if (!std::isfinite(scores[i])) continue;
       for (int near = std::max(0, i - s_.kernel / 2); near <= i + s_.kernel / 2 && near < std::ssize(scores);
            ++near)
-        row.ranked[static_cast<std::size_t>(i)] =
-            std::max(row.ranked[static_cast<std::size_t>(i)], scores[static_cast<std::size_t>(near)]);
+        row.ranked[i] = std::max(row.ranked[i], scores[near]);
     }
     return row;
   }
@@ -297,7 +295,7 @@ class forgetful_decoder {
                  low = temperature_of(rows, &mass_row::fewest_low) * (1 - 1e-5),
                  high = temperature_of(rows, &mass_row::fewest_high) * (1 + 1e-5);
     std::vector<bool> selected(tokens.size());
-    for (const int token : tokens) h.worths[static_cast<std::size_t>(token)] = {-1, -1, -1};
+    for (const int token : tokens) h.worths[token] = {-1, -1, -1};
     for (const mass_row& row : rows) {
       const auto at_middle = row.weights(middle), at_low = row.weights(low), at_high = row.weights(high);
       for (std::size_t i = 0; i < tokens.size(); ++i) {
@@ -311,7 +309,7 @@ class forgetful_decoder {
           if (first || alike) better_at_most += at_low[j];
           if (first && !alike) better_at_least += at_high[j];
         }
-        worth& of = h.worths[static_cast<std::size_t>(tokens[i])];
+        worth& of = h.worths[tokens[i]];
         if (better < s_.p) selected[i] = true;
         const double shares[] = {at_low[i], at_middle[i], at_high[i]};
         const auto [least, most] = std::minmax_element(std::begin(shares), std::end(shares));
@@ -358,9 +356,7 @@ class forgetful_decoder {
     return true;
   }
 
-  const worth& worth_of(const head_state& h, int unit) const {
-    return h.worths[static_cast<std::size_t>(unit)];
-  }
+  const worth& worth_of(const head_state& h, int unit) const { return h.worths[unit]; }
   void grow(head_state& h) const {
     h.worths.resize(static_cast<std::size_t>((length_ + s_.page - 1) / s_.page));
     while (std::ssize(h.recurrences) < length_)
@@ -396,9 +392,8 @@ class forgetful_decoder {
         const double most = *std::max_element(scores.begin(), scores.end());
         double sum = 0;
         for (const double score : scores) sum += std::exp(score - most);
-        for (int t = 0; t < before; ++t)
-          of_row.push_back(std::exp(scores[static_cast<std::size_t>(t)] - most) / sum);
-        shares[static_cast<std::size_t>(g)].push_back(of_row);
+        for (int t = 0; t < before; ++t) of_row.push_back(std::exp(scores[t] - most) / sum);
+        shares[g].push_back(of_row);
       }
     return shares;
   }
@@ -406,8 +401,7 @@ class forgetful_decoder {
     std::vector<double> means(numbers.size());
     for (int i = 0; i < std::ssize(numbers); ++i)
       for (int j = i - s_.kernel / 2; j <= i + s_.kernel / 2; ++j)
-        if (j >= 0 && j < std::ssize(numbers))
-          means[static_cast<std::size_t>(i)] += numbers[static_cast<std::size_t>(j)] / s_.kernel;
+        if (j >= 0 && j < std::ssize(numbers)) means[i] += numbers[j] / s_.kernel;
     return means;
   }
   static double variance_of(const std::vector<double>& of) {
@@ -484,7 +478,7 @@ class forgetful_decoder {
       scores[t] += s_.gamma * variance_of(of) * (samples - 1) / samples;
     }
     scores = averaged(scores);
-    for (std::size_t t = 0; t < voted; ++t) h.worths[static_cast<std::size_t>(tokens[t])] = about(scores[t]);
+    for (std::size_t t = 0; t < voted; ++t) h.worths[tokens[t]] = about(scores[t]);
     leave(h, true, s_.window + static_cast<int>(s_.alpha * (s_.budget - s_.window)));
   }
 
@@ -521,11 +515,10 @@ class forgetful_decoder {
       double most = 0;
       for (int near = static_cast<int>(j) - s_.kernel / 2; near <= static_cast<int>(j) + s_.kernel / 2;
            ++near)
-        if (near >= 0 && near < static_cast<int>(voted))
-          most = std::max(most, importance[static_cast<std::size_t>(near)]);
+        if (near >= 0 && near < static_cast<int>(voted)) most = std::max(most, importance[near]);
       const double gain = s_.lambda * most, loss = (1 - s_.lambda) * redundancy[j] / sum;
       const double doubt = 1e-5 * (gain + loss);
-      h.worths[static_cast<std::size_t>(tokens[j])] = {gain - loss - doubt, gain - loss + doubt, -1};
+      h.worths[tokens[j]] = {gain - loss - doubt, gain - loss + doubt, -1};
     }
     leave(h, true);
   }
@@ -580,14 +573,13 @@ class forgetful_decoder {
   token_numbers numbers_of(int head, int token) const {
     const int row = token * s_.kv_heads + head;
     const auto key = row_of(keys_, row, s_.head_dim), value = row_of(values_, row, s_.head_dim);
-    return {
-        {key.begin(), key.end()}, {value.begin(), value.end()}, log_weights_[static_cast<std::size_t>(row)]};
+    return {{key.begin(), key.end()}, {value.begin(), value.end()}, log_weights_[row]};
   }
   void put_numbers(int head, int token, const token_numbers& of) {
     const int row = token * s_.kv_heads + head;
     std::copy(of.key.begin(), of.key.end(), keys_.begin() + row * s_.head_dim);
     std::copy(of.value.begin(), of.value.end(), values_.begin() + row * s_.head_dim);
-    log_weights_[static_cast<std::size_t>(row)] = of.log_weight;
+    log_weights_[row] = of.log_weight;
   }
   void forget_merging(head_state& h) {
     const auto head = static_cast<int>(&h - heads_.data());
@@ -690,7 +682,7 @@ class forgetful_decoder {
     std::vector<std::span<const float>> keys, values;
     std::vector<float> log_weights;
     for (const int t : tokens) {
-      log_weights.push_back(log_weights_[static_cast<std::size_t>(t * s_.kv_heads + head)]);
+      log_weights.push_back(log_weights_[t * s_.kv_heads + head]);
       keys.push_back(row_of(keys_, t * s_.kv_heads + head, s_.head_dim));
       values.push_back(row_of(values_, t * s_.kv_heads + head, s_.head_dim));
     }
@@ -721,11 +713,10 @@ class forgetful_decoder {
 
   void count(head_state& h, const std::vector<int>& tokens, const std::vector<double>& shares, int row) {
     std::vector<double> of_unit(h.worths.size(), 0.0);
-    for (std::size_t i = 0; i < tokens.size(); ++i)
-      of_unit[static_cast<std::size_t>(tokens[i] / s_.page)] += shares[i];
+    for (std::size_t i = 0; i < tokens.size(); ++i) of_unit[tokens[i] / s_.page] += shares[i];
     for (const int unit : h.units) {
-      worth& w = h.worths[static_cast<std::size_t>(unit)];
-      const double share = of_unit[static_cast<std::size_t>(unit)];
+      worth& w = h.worths[unit];
+      const double share = of_unit[unit];
       switch (s_.kind) {
         case eviction_kind::h2o:
         case eviction_kind::d2o:
@@ -739,7 +730,7 @@ class forgetful_decoder {
         case eviction_kind::pyramid_kv:
           break;
         case eviction_kind::lazy_eviction:
-          w = recur(h.recurrences[static_cast<std::size_t>(unit)], share, row);
+          w = recur(h.recurrences[unit], share, row);
           break;
         case eviction_kind::hard_kv:
         case eviction_kind::hard_kv_merge:
@@ -812,7 +803,7 @@ class forgetful_decoder {
     worth best = about(0);
     for (int t = std::max(0, token - s_.kernel / 2); t <= token + s_.kernel / 2 && t < prompt_ - s_.window;
          ++t) {
-      worth vote = about(votes[static_cast<std::size_t>(t)]);
+      worth vote = about(votes[t]);
       vote.source = vote.apart_from(best) ? t : -1;
       if (vote.high > best.high)
         best = vote;
@@ -826,7 +817,7 @@ class forgetful_decoder {
     if (decodes_ || ended_ || prompt_ == 0) return;
     ended_ = true;
     for (int head = 0; head < s_.kv_heads; ++head) {
-      head_state& h = heads_[static_cast<std::size_t>(head)];
+      head_state& h = heads_[head];
       grow(h);
       if (selects_by_mass()) {
         for (int token = 0; token < prompt_; ++token) h.units.insert(token);
@@ -865,22 +856,18 @@ class forgetful_decoder {
       for (int unit = 0; unit < static_cast<int>(h.worths.size()); ++unit) {
         h.units.insert(unit);
         if (votes_by_window()) {
-          h.worths[static_cast<std::size_t>(unit)] = best_near(unit, votes);
+          h.worths[unit] = best_near(unit, votes);
           continue;
         }
         if (s_.kind == eviction_kind::lazy_eviction) {
           const bool cut = prompt_ > s_.budget;  // else the last row is not counted
-          h.worths[static_cast<std::size_t>(unit)] =
-              recur(h.recurrences[static_cast<std::size_t>(unit)],
-                    cut ? votes[static_cast<std::size_t>(unit)] : 0.0, prompt_ - 1);
+          h.worths[unit] = recur(h.recurrences[unit], cut ? votes[unit] : 0.0, prompt_ - 1);
           continue;
         }
         double share = 0;
-        for (int t = unit * s_.page; t < std::min((unit + 1) * s_.page, prompt_); ++t)
-          share += votes[static_cast<std::size_t>(t)];
-        h.worths[static_cast<std::size_t>(unit)] = about(share);
-        if (s_.kind == eviction_kind::raas)
-          h.worths[static_cast<std::size_t>(unit)] = stamp_below_rows(share);
+        for (int t = unit * s_.page; t < std::min((unit + 1) * s_.page, prompt_); ++t) share += votes[t];
+        h.worths[unit] = about(share);
+        if (s_.kind == eviction_kind::raas) h.worths[unit] = stamp_below_rows(share);
       }
       leave(h, true);
     }
@@ -917,13 +904,12 @@ inline void give_cake_budget(eviction_settings& s, const std::vector<double>& pr
     if (open.empty()) break;
     const int before = left, count = static_cast<int>(open.size());
     for (int i = 0; i < count; ++i) {
-      const int more =
-          std::min(room - *open[static_cast<std::size_t>(i)], before / count + (i < before % count));
-      *open[static_cast<std::size_t>(i)] += more;
+      const int more = std::min(room - *open[i], before / count + (i < before % count));
+      *open[i] += more;
       left -= more;
     }
   }
-  s.prompt_budget = budgets[static_cast<std::size_t>(s.layer)] + s.window;
+  s.prompt_budget = budgets[s.layer] + s.window;
 }
 
 }  // namespace oracle

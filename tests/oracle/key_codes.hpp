@@ -24,7 +24,7 @@ inline int rank_of(const codebook& b) { return b.groups * b.dims; }
 
 /// Coefficient `i` of a group's centroid.
 inline double centroid(const codebook& b, int group, int i, int code) {
-  return b.centroids[static_cast<std::size_t>((group * b.dims + i) * codes_per_group + code)];
+  return b.centroids[(group * b.dims + i) * codes_per_group + code];
 }
 
 /// How many centroids of group 0 the mean may choose from.
@@ -53,8 +53,7 @@ inline std::vector<double> squared_distances(const summary_numbers& x, const cod
   for (int code = 0; code < used; ++code) {
     double sum = 0.0;
     for (int i = 0; i < b.dims; ++i) {
-      const double difference =
-          x.values[static_cast<std::size_t>(group * b.dims + i)] - centroid(b, group, i, code);
+      const double difference = x.values[group * b.dims + i] - centroid(b, group, i, code);
       sum += difference * difference;
     }
     distances.push_back(sum);
@@ -93,7 +92,7 @@ inline void add_codes(page_summary& summary, int row, const summary_numbers& x, 
     summary.values.push_back(static_cast<double>(nearest));
     for (int code = 0; code < used; ++code) {
       const double doubt = distance_doubt(x, b, group, nearest, code);
-      const double farther = distances[static_cast<std::size_t>(code)] - *least;
+      const double farther = distances[code] - *least;
       if (doubt > 0.0 && farther <= 1e-5 * *least + doubt) summary.others.push_back({row, group, code});
     }
   }
@@ -106,7 +105,7 @@ inline summary_numbers decoded(const codebook& b, std::span<const double> codes)
     double sum = b.offset[e], size = std::fabs(b.offset[e]);
     for (int r = 0; r < rank_of(b); ++r) {
       const int group = r / b.dims;
-      const int code = static_cast<int>(codes[static_cast<std::size_t>(group)]);
+      const int code = static_cast<int>(codes[group]);
       const double term =
           b.rows[static_cast<std::size_t>(r) * b.offset.size() + e] * centroid(b, group, r % b.dims, code);
       sum += term;
@@ -155,8 +154,7 @@ inline std::vector<double> projected_query(std::span<const float> q, const codeb
 /// <(rows q)_g, centroid>.
 inline double code_product(const std::vector<double>& projection, const codebook& b, int group, int code) {
   double sum = 0.0;
-  for (int i = 0; i < b.dims; ++i)
-    sum += projection[static_cast<std::size_t>(group * b.dims + i)] * centroid(b, group, i, code);
+  for (int i = 0; i < b.dims; ++i) sum += projection[group * b.dims + i] * centroid(b, group, i, code);
   return sum;
 }
 
@@ -165,7 +163,7 @@ inline double code_estimate(const std::vector<double>& projection, const codeboo
                             std::span<const double> codes) {
   double sum = 0.0;
   for (int group = 0; group < b.groups; ++group)
-    sum += code_product(projection, b, group, static_cast<int>(codes[static_cast<std::size_t>(group)]));
+    sum += code_product(projection, b, group, static_cast<int>(codes[group]));
   return sum;
 }
 

@@ -38,13 +38,13 @@ struct pins {
 inline pins pin(const std::vector<int>& units, const std::vector<double>& unlikeness_of, int count) {
   std::vector<double> worth;
   for (int unit : units) {
-    const double of_unit = unlikeness_of[static_cast<std::size_t>(unit)];
+    const double of_unit = unlikeness_of[unit];
     worth.push_back(std::isnan(of_unit) ? -infinity : of_unit);
   }
   const selection chosen = top_k(units, worth, count);
   // Float32's squares of keys overflow and underflow long before float64's.
   bool in_range = true;
-  for (int unit : units) in_range = in_range && std::isfinite(unlikeness_of[static_cast<std::size_t>(unit)]);
+  for (int unit : units) in_range = in_range && std::isfinite(unlikeness_of[unit]);
   return {chosen.pages, chosen.margin > 1e-4 && (in_range || chosen.margin == infinity)};
 }
 

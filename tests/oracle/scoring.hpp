@@ -108,7 +108,7 @@ inline selection select_pages(const settings& s, int kv_head, std::span<const fl
                               const std::vector<int>& candidates,
                               const std::vector<page_summary>& summaries) {
   std::vector<page_summary> of_candidates;
-  for (int page : candidates) of_candidates.push_back(summaries[static_cast<std::size_t>(page)]);
+  for (int page : candidates) of_candidates.push_back(summaries[page]);
   if (s.summary == summary_kind::coarse_to_fine)
     return select_in_two_stages(s, kv_head, queries, candidates, of_candidates);
   return select_by(s, candidates, score_candidates(s, kv_head, queries, of_candidates));
@@ -128,8 +128,7 @@ inline void measure_scores(selection& chosen, const settings& s, int kv_head, st
   for (std::span<const float> key : keys)
     for (std::size_t i = 0; i < d; ++i) {
       double size = std::fabs(static_cast<double>(key[i]));
-      if (s.summary == summary_kind::key_subspace)
-        size += std::fabs(s.bases[static_cast<std::size_t>(kv_head)].mean[i]);
+      if (s.summary == summary_kind::key_subspace) size += std::fabs(s.bases[kv_head].mean[i]);
       if (std::isfinite(size)) largest[i] = std::max(largest[i], size);
     }
   // The difference of two keys: what these sum up before any query is involved.
@@ -142,8 +141,7 @@ inline void measure_scores(selection& chosen, const settings& s, int kv_head, st
   const bool has_norms = s.summary == summary_kind::ball;
   if (has_norms && radius * radius > largest_float) chosen.may_overflow = true;
   const bool of_codes = s.summary == summary_kind::key_codes;
-  if (of_codes &&
-      codes_square_size(largest, s.key_codebooks[static_cast<std::size_t>(kv_head)]) > largest_float)
+  if (of_codes && codes_square_size(largest, s.key_codebooks[kv_head]) > largest_float)
     chosen.may_overflow = true;
   // A code's step is that of its group's largest number, whichever element that is.
   const double most = d == 0 ? 0.0 : *std::max_element(largest.begin(), largest.end());
@@ -160,7 +158,7 @@ inline void measure_scores(selection& chosen, const settings& s, int kv_head, st
     }
     if (has_norms) terms += std::sqrt(squares) * radius;
     if (of_codes) {
-      const codebooks& books = s.key_codebooks[static_cast<std::size_t>(kv_head)];
+      const codebooks& books = s.key_codebooks[kv_head];
       terms = codes_score_size(query, books);
       if (codes_projection_size(query, books) > largest_float) chosen.may_overflow = true;
     }

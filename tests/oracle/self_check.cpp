@@ -532,7 +532,7 @@ TEST_CASE("always and never select as a from-scratch selection does") {
       const floats q = random_floats(generator, 4 * d);
       const auto step = decoder.step(q, random_floats(generator, 2 * d), random_floats(generator, 2 * d));
       for (int h = 0; h < 2; ++h) {
-        const oracle::row_result& row = step.rows[static_cast<std::size_t>(h)];
+        const oracle::row_result& row = step.rows[h];
         const int n = decoder.length();
         CHECK(row.corrected == (always || i == 0));
         CHECK(std::isnan(row.pooled_cosine));

@@ -130,7 +130,7 @@ inline int unit_tokens(const settings& s) { return s.unit == 0 ? s.page : s.unit
 inline int group_size(const settings& s) { return s.query_heads / s.kv_heads; }
 
 inline layer_kind kind_of(const settings& s, int kv_head) {
-  return s.head_kinds.empty() ? s.kind : s.head_kinds[static_cast<std::size_t>(kv_head)];
+  return s.head_kinds.empty() ? s.kind : s.head_kinds[kv_head];
 }
 
 inline bool retrieves(const settings& s, int kv_head) { return kind_of(s, kv_head) == layer_kind::retrieval; }

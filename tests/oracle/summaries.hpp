@@ -175,7 +175,7 @@ inline page_summary summarise(const settings& s, int kv_head,
     case summary_kind::key_sketch:
       return sketch_summary(keys, s.bits);
     case summary_kind::key_codes:
-      return codes_summary(keys, s.key_codebooks[static_cast<std::size_t>(kv_head)]);
+      return codes_summary(keys, s.key_codebooks[kv_head]);
     case summary_kind::coarse_to_fine: {
       page_summary both;
       both.stages.push_back(summarise(with_summary(s, s.coarse), kv_head, keys));
@@ -185,7 +185,7 @@ inline page_summary summarise(const settings& s, int kv_head,
     case summary_kind::key_subspace:
       break;
   }
-  const basis& b = s.bases[static_cast<std::size_t>(kv_head)];
+  const basis& b = s.bases[kv_head];
   return {subspace_summary(keys, b, s.bits), subspace_doubt(keys, b, s.bits)};
 }
 
@@ -204,13 +204,13 @@ inline double score_unit(const settings& s, int kv_head, std::span<const float> 
     case summary_kind::key_sketch:
       return sketch_score(q, summary.values, s.scale);
     case summary_kind::key_codes:
-      return codes_score(q, summary, s.key_codebooks[static_cast<std::size_t>(kv_head)], s.scale);
+      return codes_score(q, summary, s.key_codebooks[kv_head], s.scale);
     case summary_kind::coarse_to_fine:
       throw std::logic_error("oracle: coarse_to_fine is scored in two stages");
     case summary_kind::key_subspace:
       break;
   }
-  return subspace_score(q, summary.values, s.bases[static_cast<std::size_t>(kv_head)], s.scale);
+  return subspace_score(q, summary.values, s.bases[kv_head], s.scale);
 }
 
 /// How far `score_unit` may legitimately differ because numbers of the summary do; infinite where one of
@@ -219,7 +219,7 @@ inline double score_doubt(const settings& s, int kv_head, std::span<const float>
                           const page_summary& summary) {
   if (s.summary == summary_kind::ball) return ball_score_doubt(q, summary, s.scale);
   if (s.summary == summary_kind::key_codes)
-    return codes_score_doubt(q, summary, s.key_codebooks[static_cast<std::size_t>(kv_head)], s.scale);
+    return codes_score_doubt(q, summary, s.key_codebooks[kv_head], s.scale);
   if (summary.doubt.empty()) return 0.0;
   switch (s.summary) {
     case summary_kind::min_max:
@@ -228,8 +228,7 @@ inline double score_doubt(const settings& s, int kv_head, std::span<const float>
     case summary_kind::key_sketch:
       return sketch_score_doubt(q, summary, s.scale);
     case summary_kind::key_subspace:
-      return subspace_score_doubt(q, summary.values, summary.doubt,
-                                  s.bases[static_cast<std::size_t>(kv_head)], s.scale);
+      return subspace_score_doubt(q, summary.values, summary.doubt, s.bases[kv_head], s.scale);
     default:
       return chunk_means_score_doubt(q, summary, s.scale);
   }

@@ -11,7 +11,7 @@ TEST_CASE("h2o conforms to its definition", "[conforms]") {
       .worth = [](const freekv::testing::attended_rows& seen, int token) {
         double mass = 0.0;
         for (std::size_t row = static_cast<std::size_t>(token); row < seen.shares.size(); ++row)
-          mass += seen.shares[row][static_cast<std::size_t>(token)];
+          mass += seen.shares[row][token];
         return mass;
       }};
   CHECK(freekv::testing::conforms<freekv::h2o>(definition) == std::vector<std::string>{});

@@ -24,12 +24,12 @@ template <class Fast, class Slow>
 std::vector<sequence_result> run(const choice& c) {
   using pipeline_type = pipeline_of<Fast, Slow>;
   typename pipeline_type::settings s;
-  s.layers = 2;
-  s.kv_heads = c.kv_heads;
-  s.query_heads = 2 * c.kv_heads;
+  s.model.layers = 2;
+  s.model.kv_heads = c.kv_heads;
+  s.model.query_heads = 2 * c.kv_heads;
   s.budget = {.sink = 16 * c.sink_pages, .window = 32, .selected_units = 3};
-  s.max_tokens = 220;
-  s.max_sequences = 2;
+  s.capacity.max_tokens = 220;
+  s.capacity.max_sequences = 2;
   s.correction = {.tau = 0.8f};
   if (c.window)
     s.plan = freekv::complete_first<freekv::dynamic, freekv::layer_kind::window>{1};

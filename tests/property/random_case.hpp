@@ -148,8 +148,7 @@ inline std::vector<float> random_basis(dice& d, int kv_heads, int rank, int head
       for (int i = 0; i < head_dim; ++i) row.push_back(d.normal());
       for (const auto& other : rows) {
         const double along = oracle::dot(row, other);
-        for (int i = 0; i < head_dim; ++i)
-          row[static_cast<std::size_t>(i)] -= along * other[static_cast<std::size_t>(i)];
+        for (int i = 0; i < head_dim; ++i) row[i] -= along * other[i];
       }
       const double norm = std::sqrt(oracle::dot(row, row));
       for (double& x : row) x /= norm;
@@ -213,7 +212,7 @@ inline random_case make_case(std::uint64_t seed) {
   auto& o = c.options;
   o.element = d.one_of({data_type::f32, data_type::f16, data_type::bf16});
   constexpr auto& compiled = freekv::examples::head_dims;
-  o.head_dim = compiled[static_cast<std::size_t>(d.below(static_cast<int>(std::size(compiled))))];
+  o.head_dim = compiled[d.below(static_cast<int>(std::size(compiled)))];
   o.kv_heads = d.between(1, 3);
   o.query_heads = o.kv_heads * d.one_of({1, 2, 3, 4, 5, 7, 8, 16});
   o.page = d.one_of({8, 8, 16, 24, 32, 64, 128});

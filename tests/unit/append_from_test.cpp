@@ -70,9 +70,10 @@ TEST_CASE("a prompt out of an engine's blocks is the prompt appended, bit for bi
       }
     }
 
-    std::vector<engine_cache> caches(count(s.layers) * 2 * chunks.size());  // nothing waits for their copying
+    std::vector<engine_cache> caches(count(s.model.layers) * 2 *
+                                     chunks.size());  // nothing waits for their copying
     auto* cache = caches.data();
-    s.max_sequences = 4;
+    s.capacity.max_sequences = 4;
     freekv::host_backend backend({.overlap = seed % 2 == 0});
     tiny_pipeline pipeline(s, backend);
     const freekv::sequence_id ids[] = {pipeline.open(), pipeline.open()};
@@ -80,7 +81,7 @@ TEST_CASE("a prompt out of an engine's blocks is the prompt appended, bit for bi
       const int n = chunks[chunk];
       auto now =
           pipeline.begin_step({{ids[0], n, step_phase::prefill}, {ids[1], n - 1, step_phase::prefill}});
-      for (int layer = 0; layer < s.layers; ++layer) {
+      for (int layer = 0; layer < s.model.layers; ++layer) {
         std::vector<freekv::paged_rows<float>> tables;
         for (const int second : {0, 1}) {
           if (n == second) continue;
@@ -116,11 +117,11 @@ TEST_CASE("a prompt copied into a file leaves alone what is selected behind anot
           "[append_from]") {
   constexpr int layers = 6, tokens = 3000, steps = 12, more = 96;
   auto s = tiny_settings();
-  s.layers = layers;
+  s.model.layers = layers;
   s.budget = {.sink = 8, .window = 16, .selected_units = 24};
-  s.max_tokens = 4096;
-  s.max_sequences = 2;
-  s.store_file = {.path = "/tmp"};
+  s.capacity.max_tokens = 4096;
+  s.capacity.max_sequences = 2;
+  s.capacity.store_file = {.path = "/tmp"};
   s.correction = freekv::never{};
   const text source(s, head_dim, tokens + steps, 1), other(s, head_dim, more * steps, 2);
   dice d(3);
@@ -189,7 +190,7 @@ TEST_CASE("lse comes in the base that is asked for", "[append_from]") {
   auto s = tiny_settings();
   const text source(s, head_dim, 100, 1);
   fresh natural(s);
-  s.lse_base = freekv::log_base::two;
+  s.attention.lse_base = freekv::log_base::two;
   fresh binary(s);
   for (fresh* f : {&natural, &binary}) prompt_only(f->pipeline, f->id, source, 80);
   for (int step = 0; step < 5; ++step) {

@@ -128,7 +128,7 @@ TEST_CASE("a loop runs every unit exactly once, on workers within range", "[thre
           if (unit < 0 || unit >= units || worker < 0 || worker >= threads)
             ++seen.strays;
           else
-            ++seen.runs[static_cast<std::size_t>(unit)];
+            ++seen.runs[unit];
         });
         INFO(threads << " threads, " << units << " units, " << helpers << " helpers");
         CHECK(seen.each_once());
@@ -141,8 +141,8 @@ TEST_CASE("what a loop wrote is there when it returns, without atomics", "[threa
   std::vector<int> written(500);
   int wrong = 0;
   for (int loop = 0; loop < 300; ++loop) {
-    pool.run(500, 3, [&](int unit, int) { written[static_cast<std::size_t>(unit)] = loop + unit; });
-    for (int unit = 0; unit < 500; ++unit) wrong += written[static_cast<std::size_t>(unit)] != loop + unit;
+    pool.run(500, 3, [&](int unit, int) { written[unit] = loop + unit; });
+    for (int unit = 0; unit < 500; ++unit) wrong += written[unit] != loop + unit;
   }
   CHECK(wrong == 0);
 }
@@ -165,7 +165,7 @@ TEST_CASE("workers do help, each on a thread of its own", "[thread_pool]") {
   std::atomic<int> arrived{0};
   // Three units that only end together: three threads must have taken one each.
   pool.run(3, 2, [&](int, int worker) {
-    thread_of[static_cast<std::size_t>(worker)] = std::hash<std::thread::id>{}(std::this_thread::get_id());
+    thread_of[worker] = std::hash<std::thread::id>{}(std::this_thread::get_id());
     ++arrived;
     while (arrived < 3) std::this_thread::yield();
   });
@@ -190,11 +190,11 @@ TEST_CASE("loop after loop of changing length, no unit runs twice or late", "[th
       for (auto& n : runs) n.store(0, std::memory_order_relaxed);
       total.store(0, std::memory_order_relaxed);
       pool.run(units, threads - 1, [&](int unit, int) {
-        runs[static_cast<std::size_t>(unit)].fetch_add(1, std::memory_order_relaxed);
+        runs[unit].fetch_add(1, std::memory_order_relaxed);
         total.fetch_add(1, std::memory_order_relaxed);
       });
       if (total.load(std::memory_order_relaxed) != units) ++wrong;
-      for (int unit = 0; unit < units; ++unit) wrong += runs[static_cast<std::size_t>(unit)] != 1;
+      for (int unit = 0; unit < units; ++unit) wrong += runs[unit] != 1;
     }
     INFO(threads << " threads, " << loops << " loops");
     CHECK(wrong == 0);
@@ -233,7 +233,7 @@ TEST_CASE("a threaded stream runs its tasks in order on one thread of its own", 
     });
   s.synchronize();
   REQUIRE(order.size() == 3000);
-  for (int i = 0; i < 3000; ++i) REQUIRE(order[static_cast<std::size_t>(i)] == i);
+  for (int i = 0; i < 3000; ++i) REQUIRE(order[i] == i);
   CHECK(std::all_of(threads.begin(), threads.end(), [&](auto id) { return id == threads.front(); }));
   CHECK(threads.front() != std::this_thread::get_id());
 }

@@ -203,7 +203,7 @@ struct flawed_half {
   bool flags(const freekv::selection_masses& masses) const {
     return masses.selected < (has == flaw::score ? 0.6f : 0.8f) * masses.best;
   }
-  bool exchanges_pages() const { return false; }
+  bool exchanges_units() const { return false; }
 };
 
 sentences told_of_half(flaw has) {

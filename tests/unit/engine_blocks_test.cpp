@@ -22,14 +22,12 @@ using settings = pipeline_type::settings;
 
 settings common_settings() {
   settings s;
-  s.layers = layers;
-  s.query_heads = query_heads;
-  s.kv_heads = kv_heads;
+  s.model = {.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads};
   s.budget = {.sink = 8, .window = 16, .selected_units = 3};
-  s.max_tokens = max_tokens;
-  s.max_sequences = 3;
-  s.max_resident = 2;
-  s.max_decode_rows = 3;
+  s.capacity.max_tokens = max_tokens;
+  s.capacity.max_sequences = 3;
+  s.capacity.max_resident = 2;
+  s.capacity.max_decode_rows = 3;
   using enum freekv::layer_kind;
   s.plan = freekv::by_layer{{complete, retrieval, retrieval}};
   return s;

@@ -49,7 +49,7 @@ template <class Number, class Out>
 void compare_step(tiny_pipeline& plain, tiny_pipeline& fused, const std::vector<freekv::step_input>& rows,
                   const std::vector<const text*>& sources, dice& d) {
   const auto& s = plain.configuration();
-  const int width = s.query_heads * head_dim, kv = s.kv_heads * head_dim;
+  const int width = s.model.query_heads * head_dim, kv = s.model.kv_heads * head_dim;
   std::vector<int> first;
   int total = 0;
   for (const auto& r : rows) first.push_back(plain.tokens(r.sequence)), total += r.tokens;
@@ -57,7 +57,7 @@ void compare_step(tiny_pipeline& plain, tiny_pipeline& fused, const std::vector<
   auto b = fused.begin_step(rows);
   const std::int64_t out_stride = d.below(2) == 0 ? 0 : width + d.below(9);
   const std::int64_t apart = out_stride == 0 ? width : out_stride;
-  for (int layer = 0; layer < s.layers; ++layer) {
+  for (int layer = 0; layer < s.model.layers; ++layer) {
     fused_rows<Number> tensor{width, kv, d.below(20)}, other{width, kv, d.below(20)};
     std::vector<float> queries, keys, values;
     for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -77,7 +77,8 @@ void compare_step(tiny_pipeline& plain, tiny_pipeline& fused, const std::vector<
                                      .queries = tensor.from(0),
                                      .strides = {tensor.stride(), other.stride(), tensor.stride()}});
     const auto attended = [&](bool full) {
-      std::vector<float> expected(queries.size(), quiet_nan), lse(count(total * s.query_heads)), lse_b(lse);
+      std::vector<float> expected(queries.size(), quiet_nan), lse(count(total * s.model.query_heads)),
+          lse_b(lse);
       std::vector<Out> out(count(total * apart), freekv::from_float<Out>(quiet_nan));
       const auto out_before = out;
       if (full) {
@@ -100,7 +101,7 @@ void compare_step(tiny_pipeline& plain, tiny_pipeline& fused, const std::vector<
   a.end();
   b.end();
   for (const auto& r : rows)
-    for (int layer = 0; layer < s.layers && r.phase == step_phase::decode; ++layer) {
+    for (int layer = 0; layer < s.model.layers && r.phase == step_phase::decode; ++layer) {
       sequence_result of_a, of_b;
       add_report(plain, layer, r.sequence, of_a);
       add_report(fused, layer, r.sequence, of_b);
@@ -114,8 +115,8 @@ TEST_CASE("rows of 16 bits in a fused tensor give what the same numbers give as 
   for (std::uint64_t seed = 1; seed <= 24; ++seed) {
     dice d(seed);
     auto s = random_settings(d);
-    s.max_sequences = 2;
-    s.max_decode_rows = 2;
+    s.capacity.max_sequences = 2;
+    s.capacity.max_decode_rows = 2;
     INFO("seed " << seed);
     const text sources[] = {text(s, head_dim, 200, seed), text(s, head_dim, 200, seed + 1000)};
     freekv::host_backend backend({.threads = 1 + d.below(2)});
@@ -145,7 +146,7 @@ TEST_CASE("rows of 16 bits in a fused tensor give what the same numbers give as 
 TEST_CASE("strides that rows do not fit into are refused with what is needed", "[engine_rows]") {
   auto s = tiny_settings();
   fresh f(s);
-  const int width = s.query_heads * head_dim, kv = s.kv_heads * head_dim;
+  const int width = s.model.query_heads * head_dim, kv = s.model.kv_heads * head_dim;
   const std::vector<float> numbers(count(10 * width));
   auto step = f.pipeline.begin_step({{f.id, 3, step_phase::prefill}});
   const auto append = [&](freekv::row_strides strides, std::size_t keys) {

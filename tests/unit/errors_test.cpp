@@ -25,8 +25,8 @@ constexpr int head_dim = tiny_pipeline::head_dim;
 
 tiny_pipeline::settings two_sequences() {
   auto s = tiny_settings();
-  s.max_sequences = 2;
-  s.store_tokens = 250;  // 32 pages
+  s.capacity.max_sequences = 2;
+  s.capacity.store_tokens = 250;  // 32 pages
   return s;
 }
 
@@ -634,13 +634,13 @@ TEST_CASE("settings that contradict each other are refused with their numbers, b
     }
     CHECK(memory.calls == 0);
   };
-  refuses({"layers is 0", "at least 1"}, [](auto& s) { s.layers = 0; });
-  refuses({"layers is -2"}, [](auto& s) { s.layers = -2; });
-  refuses({"kv_heads is 0", "at least 1"}, [](auto& s) { s.kv_heads = 0; });
-  refuses({"query_heads 7 is not a multiple of kv_heads 2"}, [](auto& s) { s.query_heads = 7; });
-  refuses({"query_heads 0 is not a multiple of kv_heads 2"}, [](auto& s) { s.query_heads = 0; });
-  refuses({"query_heads 1 is not a multiple of kv_heads 2"}, [](auto& s) { s.query_heads = 1; });
-  refuses({"query_heads -4 is not a multiple"}, [](auto& s) { s.query_heads = -4; });
+  refuses({"layers is 0", "at least 1"}, [](auto& s) { s.model.layers = 0; });
+  refuses({"layers is -2"}, [](auto& s) { s.model.layers = -2; });
+  refuses({"kv_heads is 0", "at least 1"}, [](auto& s) { s.model.kv_heads = 0; });
+  refuses({"query_heads 7 is not a multiple of kv_heads 2"}, [](auto& s) { s.model.query_heads = 7; });
+  refuses({"query_heads 0 is not a multiple of kv_heads 2"}, [](auto& s) { s.model.query_heads = 0; });
+  refuses({"query_heads 1 is not a multiple of kv_heads 2"}, [](auto& s) { s.model.query_heads = 1; });
+  refuses({"query_heads -4 is not a multiple"}, [](auto& s) { s.model.query_heads = -4; });
   refuses({"a unit of 3 tokens does not divide a page of 8", "1 or 8"}, [](auto& s) { s.unit = {{3}}; });
   refuses({"a unit of 16 tokens does not divide"}, [](auto& s) { s.unit = {{16}}; });
   refuses({"a unit of -1 tokens"}, [](auto& s) { s.unit = {{-1}}; });
@@ -651,14 +651,14 @@ TEST_CASE("settings that contradict each other are refused with their numbers, b
   refuses({"window of 12 tokens"}, [](auto& s) { s.budget.window = 12; });
   refuses({"window of -16 tokens"}, [](auto& s) { s.budget.window = -16; });
   refuses({"selected_units is 0", "at least 1"}, [](auto& s) { s.budget.selected_units = 0; });
-  refuses({"max_tokens is 0"}, [](auto& s) { s.max_tokens = 0; });
-  refuses({"max_tokens is -1"}, [](auto& s) { s.max_tokens = -1; });
-  refuses({"max_sequences is 0", "at least 1"}, [](auto& s) { s.max_sequences = 0; });
-  refuses({"store_tokens is -5"}, [](auto& s) { s.store_tokens = -5; });
+  refuses({"max_tokens is 0"}, [](auto& s) { s.capacity.max_tokens = 0; });
+  refuses({"max_tokens is -1"}, [](auto& s) { s.capacity.max_tokens = -1; });
+  refuses({"max_sequences is 0", "at least 1"}, [](auto& s) { s.capacity.max_sequences = 0; });
+  refuses({"store_tokens is -5"}, [](auto& s) { s.capacity.store_tokens = -5; });
   refuses({"store_tokens of 17179869184", "2^31 pages of 8 tokens"},
-          [](auto& s) { s.store_tokens = std::int64_t{1} << 34; });
-  refuses({"scale is not finite"}, [](auto& s) { s.scale = inf; });
-  refuses({"scale is not finite"}, [](auto& s) { s.scale = quiet_nan; });
+          [](auto& s) { s.capacity.store_tokens = std::int64_t{1} << 34; });
+  refuses({"scale is not finite"}, [](auto& s) { s.attention.scale = inf; });
+  refuses({"scale is not finite"}, [](auto& s) { s.attention.scale = quiet_nan; });
   refuses({"tau is NaN"}, [](auto& s) { s.correction = freekv::cosine_drift{.tau = quiet_nan}; });
   refuses({"tau is NaN"}, [](auto& s) {
     s.correction = freekv::cosine_drift{.tau_of_layer = {0.9f, quiet_nan, 0.9f}};
@@ -669,8 +669,9 @@ TEST_CASE("settings that contradict each other are refused with their numbers, b
   {
     using own = freekv::retrieval_pipeline<freekv::kv_shape<freekv::half, 24>, freekv::per_query_head,
                                            freekv::mass_deficit>;
-    CHECK_THROWS_WITH(own::footprint({.query_heads = 4, .kv_heads = 2, .max_tokens = 64}, backend),
-                      Contains("per_query_head") && Contains("choose cosine_drift"));
+    CHECK_THROWS_WITH(
+        own::footprint({.model = {.query_heads = 4, .kv_heads = 2}, .capacity = {.max_tokens = 64}}, backend),
+        Contains("per_query_head") && Contains("for mass_deficit to judge; choose cosine_drift"));
   }
   refuses({"key_subspace needs its basis as data"},
           [](auto& s) { s.summary = freekv::key_subspace<8, 3>{}; });
@@ -728,8 +729,8 @@ TEST_CASE("policies refuse sizes at run time that they refuse at compile time", 
 TEST_CASE("page sizes at run time are multiples of 8 from 8 to 256", "[errors]") {
   using pack = freekv::policy_pack_of<freekv::page_size<freekv::dynamic>>;
   freekv::pipeline_settings<pack> s;
-  s.query_heads = s.kv_heads = 1;
-  s.max_tokens = 1000;
+  s.model.query_heads = s.model.kv_heads = 1;
+  s.capacity.max_tokens = 1000;
   for (const int page : {0, 4, 7, 12, 100, 264, -8}) {
     s.page = {page};
     CHECK_THROWS_AS(freekv::checked_settings<64>(s), settings_error);
@@ -746,18 +747,18 @@ TEST_CASE("page sizes at run time are multiples of 8 from 8 to 256", "[errors]")
 TEST_CASE("settings left out are filled in", "[errors]") {
   using pack = freekv::policy_pack_of<>;
   freekv::pipeline_settings<pack> given;
-  given.query_heads = given.kv_heads = 1;
-  given.max_tokens = 100;
-  given.max_sequences = 3;
+  given.model.query_heads = given.model.kv_heads = 1;
+  given.capacity.max_tokens = 100;
+  given.capacity.max_sequences = 3;
   const auto s = freekv::checked_settings<64>(given);
-  CHECK(s.scale == 0.125f);
-  CHECK(s.store_tokens == 3 * 128);
+  CHECK(s.attention.scale == 0.125f);
+  CHECK(s.capacity.store_tokens == 3 * 128);
   CHECK(s.max_pages() == 4);
   CHECK(s.store_pages() == 12);
   // The standard budget, as far as 100 tokens can use it.
   CHECK(s.budget.sink == 64);
   CHECK(s.budget.window == 128);
   CHECK(s.budget.selected_units == 4);
-  given.scale = 0.5f;
-  CHECK(freekv::checked_settings<64>(given).scale == 0.5f);
+  given.attention.scale = 0.5f;
+  CHECK(freekv::checked_settings<64>(given).attention.scale == 0.5f);
 }

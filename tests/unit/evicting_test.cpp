@@ -28,13 +28,11 @@ constexpr std::size_t row_bytes = 2 * 24 * sizeof(freekv::half);  // a KV head's
 /// Three layers, the first of them complete; 6 query heads on 2 KV heads.
 forgetful::settings settings_of(any_eviction eviction) {
   forgetful::settings s;
-  s.layers = 3;
-  s.query_heads = 6;
-  s.kv_heads = 2;
+  s.model = {.layers = 3, .query_heads = 6, .kv_heads = 2};
   s.budget = 40;
-  s.max_prompt = 150;
-  s.max_generated = 80;
-  s.max_sequences = s.max_prefills = 2;
+  s.capacity.max_prompt = 150;
+  s.capacity.max_generated = 80;
+  s.capacity.max_sequences = s.capacity.max_prefills = 2;
   s.eviction = eviction;
   return s;
 }
@@ -136,7 +134,8 @@ TEST_CASE("a budget that holds everything is full attention", "[eviction]") {
     const text source(s, 24, 230, 3);
     freekv::host_backend backend;
     forgetful p(s, backend);
-    everything full({.layers = 3, .query_heads = 6, .kv_heads = 2, .max_tokens = 230}, backend);
+    everything full(
+        {.model = {.layers = 3, .query_heads = 6, .kv_heads = 2}, .capacity = {.max_tokens = 230}}, backend);
     const auto id = p.open(), same = full.open();
     for (const int tokens : {150, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}) {
       const auto kind = tokens == 1 ? step_phase::decode : step_phase::prefill;
@@ -158,7 +157,7 @@ TEST_CASE("of units that are worth the same the first leaves", "[eviction]") {
   std::vector<float> out(6 * 24);
   const auto after = [&](const any_eviction& eviction, int prompt, int steps, int head, int nan_step = -1) {
     auto s = settings_of(eviction);
-    s.layers = 1;
+    s.model.layers = 1;
     s.plan = {{0}};
     freekv::host_backend backend;
     forgetful p(s, backend);
@@ -236,16 +235,21 @@ TEST_CASE("bytes are those of the budget, and there is no store", "[eviction][me
   const std::size_t token = 2 * 2 * 2 * row_bytes;  // 2 layers that forget, 2 sequences, 2 KV heads
   for (const any_eviction& eviction : {any_eviction{freekv::h2o{}}, any_eviction{freekv::tova{}}}) {
     CHECK(bytes_of(eviction, as_is).slots == 41 * token);
-    CHECK(bytes_of(eviction, [](auto& s) { s.max_prompt = s.max_generated = 1'000'000; }).slots ==
-          41 * token);
-    CHECK(bytes_of(eviction, [](auto& s) { s.max_prompt = 10, s.max_generated = 5; }).slots == 15 * token);
+    CHECK(bytes_of(eviction, [](auto& s) {
+            s.capacity.max_prompt = s.capacity.max_generated = 1'000'000;
+          }).slots == 41 * token);
+    CHECK(bytes_of(eviction, [](auto& s) {
+            s.capacity.max_prompt = 10, s.capacity.max_generated = 5;
+          }).slots == 15 * token);
   }
   CHECK(bytes_of(freekv::snapkv{}, as_is).slots == (40 + 80) * token);
-  CHECK(bytes_of(freekv::snapkv{}, [](auto& s) { s.max_prompt = 1'000'000; }).slots == (40 + 80) * token);
+  CHECK(bytes_of(freekv::snapkv{}, [](auto& s) { s.capacity.max_prompt = 1'000'000; }).slots ==
+        (40 + 80) * token);
   CHECK(bytes_of(small_raas, as_is).slots == (152 + 16 + 8) * token);
-  CHECK(bytes_of(small_raas, [](auto& s) { s.max_prompt = 10; }).slots == (40 + 8) * token);
-  CHECK(bytes_of(small_raas, [](auto& s) { s.max_prompt = 10, s.max_generated = 1'000'000; }).slots ==
-        (40 + 8) * token);
+  CHECK(bytes_of(small_raas, [](auto& s) { s.capacity.max_prompt = 10; }).slots == (40 + 8) * token);
+  CHECK(bytes_of(small_raas, [](auto& s) {
+          s.capacity.max_prompt = 10, s.capacity.max_generated = 1'000'000;
+        }).slots == (40 + 8) * token);
 
   // A prompt waits in the staging, for as many sequences as have one; H2O keeps votes beside it, the others queries.
   const auto rounded_up = [](std::size_t bytes) { return (bytes + 63) / 64 * 64; };
@@ -254,11 +258,11 @@ TEST_CASE("bytes are those of the budget, and there is no store", "[eviction][me
   CHECK(bytes_of(freekv::tova{}, as_is).staging == 2 * (staged + rounded_up(2 * 1 * 6 * 24 * sizeof(float))));
   CHECK(bytes_of(freekv::snapkv{}, as_is).staging ==
         2 * (staged + rounded_up(2 * 32 * 6 * 24 * sizeof(float))));
-  CHECK(bytes_of(freekv::tova{}, [](auto& s) { s.max_sequences = 7; }).staging ==
+  CHECK(bytes_of(freekv::tova{}, [](auto& s) { s.capacity.max_sequences = 7; }).staging ==
         bytes_of(freekv::tova{}, as_is).staging);
   CHECK(bytes_of(small_raas, as_is).staging == 0);
   CHECK(bytes_of(cut_raas, as_is).slots == (40 + 8) * token);
-  CHECK(bytes_of(cut_raas, [](auto& s) { s.max_prompt = 1'000'000; }).slots == (40 + 8) * token);
+  CHECK(bytes_of(cut_raas, [](auto& s) { s.capacity.max_prompt = 1'000'000; }).slots == (40 + 8) * token);
   CHECK(bytes_of(cut_raas, as_is).staging == bytes_of(freekv::tova{}, as_is).staging);
 
   for (const auto& eviction : all_evictions()) {
@@ -294,8 +298,8 @@ TEST_CASE("prompts take turns in the staging", "[eviction][errors]") {
   for (const auto& eviction : all_evictions()) {
     INFO(name_of(eviction));
     auto s = settings_of(eviction);
-    s.max_sequences = 3;
-    s.max_prefills = 1;
+    s.capacity.max_sequences = 3;
+    s.capacity.max_prefills = 1;
     const text first(s, 24, 230, 4), second(s, 24, 230, 5);
     freekv::host_backend backend;
     forgetful p(s, backend);
@@ -457,17 +461,21 @@ TEST_CASE("settings that contradict each other are refused", "[eviction][errors]
       CHECK_THAT(e.what(), Contains(words));
     }
   };
-  refuses("layers is 0", [](auto& s) { s.layers = 0; });
-  refuses("kv_heads is 0", [](auto& s) { s.kv_heads = 0; });
-  refuses("query_heads 5 is not a multiple of kv_heads 2", [](auto& s) { s.query_heads = 5; });
+  refuses("layers is 0", [](auto& s) { s.model.layers = 0; });
+  refuses("kv_heads is 0", [](auto& s) { s.model.kv_heads = 0; });
+  refuses("query_heads 5 is not a multiple of kv_heads 2", [](auto& s) { s.model.query_heads = 5; });
   refuses("budget is 0 tokens", [](auto& s) { s.budget = 0; });
-  refuses("max_prompt is -1", [](auto& s) { s.max_prompt = -1; });
-  refuses("max_prompt is 0 and max_generated 0", [](auto& s) { s.max_prompt = s.max_generated = 0; });
-  refuses("max_generated 2147483647", [](auto& s) { s.max_generated = 2147483647; });
-  refuses("max_sequences is 0", [](auto& s) { s.max_sequences = 0; });
+  refuses("max_prompt is -1", [](auto& s) { s.capacity.max_prompt = -1; });
+  refuses("max_prompt is 0 and max_generated 0",
+          [](auto& s) { s.capacity.max_prompt = s.capacity.max_generated = 0; });
+  refuses("max_generated 2147483647", [](auto& s) { s.capacity.max_generated = 2147483647; });
+  refuses("max_sequences is 0", [](auto& s) { s.capacity.max_sequences = 0; });
   refuses("max_prefills is 3; choose from 1 to max_sequences, which is 2",
-          [](auto& s) { s.max_prefills = 3; });
-  refuses("scale is not finite", [](auto& s) { s.scale = std::numeric_limits<float>::infinity(); });
+          [](auto& s) { s.capacity.max_prefills = 3; });
+  refuses("scale is not finite", [](auto& s) { s.attention.scale = std::numeric_limits<float>::infinity(); });
+  refuses("without a sliding window", [](auto& s) { s.attention.sliding_window = 16; });
+  refuses("a soft cap", [](auto& s) { s.attention.soft_cap = 30.0f; });
+  refuses("take a retrieval_pipeline", [](auto& s) { s.attention.sink_logits.assign(18, 0.0f); });
   refuses("complete_first has -1 layers", [](auto& s) { s.plan = {{-1}}; });
   refuses("h2o: recent of 1 is not a share", [](auto& s) { s.eviction = freekv::h2o{.recent = 1.0f}; });
   refuses("h2o: recent of nan", [](auto& s) { s.eviction = freekv::h2o{.recent = quiet_nan}; });
@@ -493,7 +501,7 @@ TEST_CASE("a NaN in one KV head's key does not reach another's", "[eviction]") {
   for (const auto& eviction : all_evictions()) {
     INFO(name_of(eviction));
     auto s = settings_of(eviction);
-    s.layers = 1;
+    s.model.layers = 1;
     s.plan = {{0}};
     const text source(s, 24, 130, 7);
     freekv::host_backend backend;

@@ -16,8 +16,8 @@ constexpr int longest = 160;
 
 tiny_pipeline::settings settings_for(dice& d, int sequences) {
   auto s = random_settings(d);
-  s.max_sequences = sequences;
-  s.max_decode_rows = d.one_of({1, 3, 11});
+  s.capacity.max_sequences = sequences;
+  s.capacity.max_decode_rows = d.one_of({1, 3, 11});
   return s;
 }
 
@@ -26,7 +26,7 @@ void begin(tiny_pipeline& pipeline, freekv::sequence_id id, const text& source, 
            dice& d) {
   prompt_only(pipeline, id, source, prompt);
   for (int i = 0; i < steps; ++i)
-    run_step(pipeline, id, source, d.between(1, pipeline.configuration().max_decode_rows),
+    run_step(pipeline, id, source, d.between(1, pipeline.configuration().capacity.max_decode_rows),
              step_phase::decode);
 }
 
@@ -90,11 +90,11 @@ TEST_CASE("a fork goes on as its parent would, bit for bit, whatever the others 
 TEST_CASE("a shared prompt is in the store once", "[fork]") {
   constexpr int shared = sanitized ? 10'000 : 100'000;
   auto s = tiny_settings();
-  s.layers = 1;
+  s.model.layers = 1;
   s.plan = freekv::complete_first<freekv::dynamic>{0};
-  s.max_tokens = shared + 100;
-  s.max_sequences = 65;
-  s.store_tokens = shared + 65 * 16;  // the prompt, and two pages of its own for each
+  s.capacity.max_tokens = shared + 100;
+  s.capacity.max_sequences = 65;
+  s.capacity.store_tokens = shared + 65 * 16;  // the prompt, and two pages of its own for each
   freekv::host_backend backend;
   tiny_pipeline pipeline(s, backend);
   const text source(s, head_dim, shared + 100, 1);
@@ -111,13 +111,13 @@ TEST_CASE("a shared prompt is in the store once", "[fork]") {
   // All but one have copied the open page, and each has begun another.
   CHECK(pipeline.free_pages() == 1);
   // Keys and values in float16, of 2 heads.
-  CHECK(pipeline.bytes().store == count(s.store_tokens) * 2 * 2 * head_dim * 2);
+  CHECK(pipeline.bytes().store == count(s.capacity.store_tokens) * 2 * 2 * head_dim * 2);
 }
 
 TEST_CASE("a fork without a page for its copy is told so, and goes on when there is one", "[fork]") {
   auto s = tiny_settings();
-  s.max_sequences = 2;
-  s.store_tokens = 32;
+  s.capacity.max_sequences = 2;
+  s.capacity.store_tokens = 32;
   const text source(s, head_dim, 60, 1);
   freekv::host_backend backend;
   tiny_pipeline pipeline(s, backend);
@@ -173,8 +173,8 @@ TEST_CASE("a prefix outlives its sequence; others begin with it as with a prompt
 
 TEST_CASE("forks and prefixes are refused in sentences", "[fork]") {
   auto s = tiny_settings();
-  s.max_sequences = 2;
-  s.max_tokens = 100;
+  s.capacity.max_sequences = 2;
+  s.capacity.max_tokens = 100;
   freekv::host_backend backend, other_backend;
   tiny_pipeline pipeline(s, backend);
   const text source(s, head_dim, 100, 1);
@@ -192,7 +192,7 @@ TEST_CASE("forks and prefixes are refused in sentences", "[fork]") {
     CHECK_THROWS_WITH(call(), Catch::Contains("the step in progress has not ended"));
   step.abandon();
 
-  s.max_tokens = 80;
+  s.capacity.max_tokens = 80;
   tiny_pipeline shorter(s, other_backend);
   CHECK_THROWS_WITH(shorter.open(kept), "open: the prefix is of another pipeline");
 }

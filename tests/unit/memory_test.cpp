@@ -80,11 +80,11 @@ std::vector<tiny_pipeline::settings> settings_of_all_kinds() {
   std::vector<tiny_pipeline::settings> all;
   for (int kind = 0; kind < 5; ++kind) {
     auto s = tiny_settings();
-    s.max_sequences = 1 + kind;
+    s.capacity.max_sequences = 1 + kind;
     if (kind == 1) s.route = freekv::in_place{};
     if (kind == 2) s.summary = freekv::chunk_means<4>{};
     if (kind == 3) s.plan = freekv::complete_first<freekv::dynamic, freekv::layer_kind::window>{2};
-    if (kind == 4) s.store_tokens = 123;
+    if (kind == 4) s.capacity.store_tokens = 123;
     all.push_back(s);
   }
   return all;
@@ -128,8 +128,8 @@ TEST_CASE("a footprint takes nothing from any resource", "[memory]") {
   counting_resource standard;
   auto* before = std::pmr::set_default_resource(&standard);
   auto s = tiny_settings();
-  s.max_tokens = 100'000'000;  // far more than this machine has
-  s.store_tokens = 10'000'000'000;
+  s.capacity.max_tokens = 100'000'000;  // far more than this machine has
+  s.capacity.store_tokens = 10'000'000'000;
   freekv::host_backend backend;
   const auto needed = tiny_pipeline::footprint(s, backend).bytes();
   std::pmr::set_default_resource(before);
@@ -140,7 +140,7 @@ TEST_CASE("a footprint takes nothing from any resource", "[memory]") {
 
 TEST_CASE("the longest sequence that an int can count is counted right, or refused", "[memory]") {
   auto s = tiny_settings();
-  s.max_tokens = std::numeric_limits<int>::max();
+  s.capacity.max_tokens = std::numeric_limits<int>::max();
   freekv::host_backend backend;
   try {
     const auto needed = tiny_pipeline::footprint(s, backend).bytes();
@@ -153,7 +153,7 @@ TEST_CASE("the longest sequence that an int can count is counted right, or refus
 
 TEST_CASE("each part of the memory has the size that its shape says", "[memory]") {
   auto s = tiny_settings();
-  s.max_sequences = 3;
+  s.capacity.max_sequences = 3;
   freekv::host_backend backend;
   const std::size_t page = 2 * 8 * 2 * 24 * sizeof(freekv::half);  // K and V, 8 tokens, 2 heads
   auto bytes = tiny_pipeline::footprint(s, backend).bytes();
@@ -172,7 +172,7 @@ TEST_CASE("each part of the memory has the size that its shape says", "[memory]"
   CHECK(bytes.slots == 2 * 3 * (1 + 3) * page);  // nothing is selected
   CHECK(bytes.summaries == 0);
   s = tiny_settings();
-  s.store_tokens = 9;  // two pages
+  s.capacity.store_tokens = 9;  // two pages
   CHECK(tiny_pipeline::footprint(s, backend).bytes().store == 3 * 2 * page);
   const tiny_pipeline pipeline(s, backend);
   CHECK(pipeline.slice_bytes() == 2 * 8 * 24 * sizeof(freekv::half));
@@ -186,11 +186,9 @@ TEST_CASE("where query heads select each for itself, a KV head has slots for all
   freekv::host_backend backend;
   const auto slots_of = [&](auto pipeline_type, int max_tokens) {
     using pipeline = typename decltype(pipeline_type)::type;
-    return typename pipeline::footprint({.layers = 3,
-                                         .query_heads = 8,
-                                         .kv_heads = 2,
+    return typename pipeline::footprint({.model = {.layers = 3, .query_heads = 8, .kv_heads = 2},
                                          .budget = {.sink = 8, .window = 16, .selected_units = 2},
-                                         .max_tokens = max_tokens},
+                                         .capacity = {.max_tokens = max_tokens}},
                                         backend)
         .bytes()
         .slots;
@@ -209,7 +207,7 @@ TEST_CASE("slots do not depend on the length of a sequence", "[memory]") {
   freekv::host_backend backend;
   auto s = tiny_settings();
   const auto bytes_at = [&](int tokens) {
-    s.max_tokens = tokens;
+    s.capacity.max_tokens = tokens;
     return tiny_pipeline::footprint(s, backend).bytes();
   };
   const auto small = bytes_at(1000), large = bytes_at(1'000'000);
@@ -363,7 +361,7 @@ TEST_CASE("steps allocate nothing, whatever the policies", "[memory]") {
 
 TEST_CASE("what happens to sequences between steps allocates nothing either", "[memory]") {
   auto s = tiny_settings();
-  s.max_sequences = 3;
+  s.capacity.max_sequences = 3;
   freekv::host_backend backend;
   tiny_pipeline pipeline(s, backend);
   const text source(s, 24, 100, 1);
@@ -399,8 +397,9 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
       freekv::kv_shape<freekv::half, 24>,
       freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::raas, freekv::hard_kv, freekv::cake,
                      freekv::r_kv, freekv::d2o, freekv::exact_merge, freekv::hard_kv_merge>>;
-  forgetful::settings s{
-      .layers = 2, .query_heads = 6, .kv_heads = 2, .budget = 40, .max_prompt = 60, .max_generated = 60};
+  forgetful::settings s{.model = {.layers = 2, .query_heads = 6, .kv_heads = 2},
+                        .budget = 40,
+                        .capacity = {.max_prompt = 60, .max_generated = 60}};
   const text source(s, 24, 60, 1);
   const auto rows = source.at(0, 0, 60), one = source.at(0, 0, 1);
   std::vector<float> out(60 * 6 * 24);

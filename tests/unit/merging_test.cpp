@@ -45,16 +45,15 @@ template <class Eviction>
 void compare_with_everything(const Eviction& eviction, int budget, int query_heads, int kv_heads,
                              const rows_of_text& text, int prompt, int tokens, double tolerance) {
   freekv::host_backend backend({.threads = 2, .bytes_per_thread = 64});
-  freekv::evicting_pipeline<shape, Eviction> merging({.layers = 1,
-                                                      .query_heads = query_heads,
-                                                      .kv_heads = kv_heads,
-                                                      .budget = budget,
-                                                      .max_prompt = std::max(1, prompt),
-                                                      .max_generated = tokens,
-                                                      .plan = {{0}},
-                                                      .eviction = eviction},
-                                                     backend);
-  everything full({.layers = 1, .query_heads = query_heads, .kv_heads = kv_heads, .max_tokens = tokens},
+  freekv::evicting_pipeline<shape, Eviction> merging(
+      {.model = {.layers = 1, .query_heads = query_heads, .kv_heads = kv_heads},
+       .budget = budget,
+       .capacity = {.max_prompt = std::max(1, prompt), .max_generated = tokens},
+       .plan = {{0}},
+       .eviction = eviction},
+      backend);
+  everything full({.model = {.layers = 1, .query_heads = query_heads, .kv_heads = kv_heads},
+                   .capacity = {.max_tokens = tokens}},
                   backend);
   const auto id = merging.open(), same = full.open();
   double worst_out = 0, worst_lse = 0;
@@ -186,15 +185,13 @@ TEST_CASE("what is not a number does not merge, and the others do", "[eviction][
   std::fill_n(text.queries.begin() + 39 * 2 * d, 2 * d, quiet_nan);
   freekv::host_backend backend;
   const auto outputs = [&](auto eviction) {
-    freekv::evicting_pipeline<shape, decltype(eviction)> p({.layers = 1,
-                                                            .query_heads = 2,
-                                                            .kv_heads = 2,
-                                                            .budget = 10,
-                                                            .max_prompt = 40,
-                                                            .max_generated = 1,
-                                                            .plan = {{0}},
-                                                            .eviction = eviction},
-                                                           backend);
+    freekv::evicting_pipeline<shape, decltype(eviction)> p(
+        {.model = {.layers = 1, .query_heads = 2, .kv_heads = 2},
+         .budget = 10,
+         .capacity = {.max_prompt = 40, .max_generated = 1},
+         .plan = {{0}},
+         .eviction = eviction},
+        backend);
     const auto id = p.open();
     std::vector<float> out(40 * 2 * d);
     for (const auto& [first, tokens, phase] :
@@ -218,18 +215,14 @@ TEST_CASE("what is not a number does not merge, and the others do", "[eviction][
 TEST_CASE("log-weights take memory only where tokens have some", "[eviction][merging][memory]") {
   freekv::host_backend backend;
   const auto state_bytes = [&](auto eviction, int sequences) {
-    return
-        typename freekv::evicting_pipeline<shape, decltype(eviction)>::footprint({.layers = 3,
-                                                                                  .query_heads = 4,
-                                                                                  .kv_heads = 4,
-                                                                                  .budget = 127,
-                                                                                  .max_prompt = 300,
-                                                                                  .max_generated = 40,
-                                                                                  .max_sequences = sequences,
-                                                                                  .eviction = eviction},
-                                                                                 backend)
-            .bytes()
-            .state;
+    return typename freekv::evicting_pipeline<shape, decltype(eviction)>::footprint(
+               {.model = {.layers = 3, .query_heads = 4, .kv_heads = 4},
+                .budget = 127,
+                .capacity = {.max_prompt = 300, .max_generated = 40, .max_sequences = sequences},
+                .eviction = eviction},
+               backend)
+        .bytes()
+        .state;
   };
   // Of 32 more sequences, 2 layers that forget and 4 KV heads.
   const auto grows = [&](auto eviction) { return state_bytes(eviction, 33) - state_bytes(eviction, 1); };
@@ -253,7 +246,10 @@ TEST_CASE("policies that cannot merge as they say are refused", "[eviction][merg
   freekv::host_backend backend;
   const auto make = [&](auto eviction) {
     freekv::evicting_pipeline<shape, decltype(eviction)>(
-        {.layers = 2, .query_heads = 2, .kv_heads = 2, .max_generated = 9, .eviction = eviction}, backend);
+        {.model = {.layers = 2, .query_heads = 2, .kv_heads = 2},
+         .capacity = {.max_generated = 9},
+         .eviction = eviction},
+        backend);
   };
   const auto refuses = [&](auto eviction, const char* words) {
     try {

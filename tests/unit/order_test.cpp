@@ -64,11 +64,9 @@ using careless_pipeline = slow_pipeline::with<forgetful_backend>::with<freekv::i
 
 slow_pipeline::settings settings() {
   slow_pipeline::settings s;
-  s.layers = 2;
-  s.query_heads = 2;
-  s.kv_heads = 1;
+  s.model = {.layers = 2, .query_heads = 2, .kv_heads = 1};
   s.budget = {.sink = 8, .window = 16, .selected_units = 2};
-  s.max_tokens = 150;
+  s.capacity.max_tokens = 150;
   s.correction = {
       .tau = -2.0f};  // flags no head after a prompt's first step: a flagged one scores before it attends
   return s;
@@ -173,7 +171,7 @@ TEST_CASE("a release waits for the recall that can still touch its sequence", "[
 
 TEST_CASE("what happens to a sequence between steps waits for its recall", "[order]") {
   auto s = settings();
-  s.max_sequences = 2;
+  s.capacity.max_sequences = 2;
   const text source(s, 24, 150, 8);
   using change = std::function<void(slow_pipeline&, freekv::sequence_id)>;
   for (const change& makes_wait :
@@ -228,11 +226,11 @@ TEST_CASE("without the wait for recall, attention reads what is still being sele
   run careful(true);
   forgetful_backend backend{freekv::host_backend({.overlap = true})};
   careless_pipeline::settings s;
-  s.layers = settings().layers;
-  s.query_heads = settings().query_heads;
-  s.kv_heads = settings().kv_heads;
+  s.model = {.layers = settings().model.layers,
+             .query_heads = settings().model.query_heads,
+             .kv_heads = settings().model.kv_heads};
   s.budget = settings().budget;
-  s.max_tokens = settings().max_tokens;
+  s.capacity.max_tokens = settings().capacity.max_tokens;
   s.correction = settings().correction;
   careless_pipeline careless(s, backend);
   const auto id = careless.open();

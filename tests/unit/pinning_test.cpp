@@ -37,10 +37,9 @@ TEST_CASE("the unit whose keys point apart is selected whatever the queries, bes
                                             freekv::pin_outliers<2>, freekv::always,
                                             freekv::every_layer<freekv::layer_kind::retrieval>>;
   freekv::host_backend backend;
-  pinned pipeline({.query_heads = 1,
-                   .kv_heads = 1,
+  pinned pipeline({.model = {.query_heads = 1, .kv_heads = 1},
                    .budget = {.sink = 8, .window = 8, .selected_units = 3},
-                   .max_tokens = 240},
+                   .capacity = {.max_tokens = 240}},
                   backend);
   CHECK_THAT(pipeline.name(), Catch::Contains("pin_outliers(2)"));
   const auto id = pipeline.open();
@@ -104,7 +103,8 @@ TEST_CASE("the unit whose keys point apart is selected whatever the queries, bes
 TEST_CASE("what cannot be pinned is refused", "[pinning]") {
   using freekv::dynamic;
   using pack = freekv::policy_pack_of<freekv::pin_outliers<dynamic>, freekv::per_layer>;
-  freekv::pipeline_settings<pack> s{.query_heads = 2, .kv_heads = 2, .max_tokens = 512};
+  freekv::pipeline_settings<pack> s{.model = {.query_heads = 2, .kv_heads = 2},
+                                    .capacity = {.max_tokens = 512}};
   s.pinning = {{-1}};
   CHECK_THROWS_AS(freekv::checked_settings<64>(s), freekv::settings_error);
   s.pinning = {{1}};

@@ -39,11 +39,9 @@ static_assert(freekv::summary_policy<page_mean>);
 template <class Pipeline>
 typename Pipeline::settings common_settings() {
   typename Pipeline::settings s;
-  s.layers = 2;
-  s.query_heads = 4;
-  s.kv_heads = 2;
+  s.model = {.layers = 2, .query_heads = 4, .kv_heads = 2};
   s.budget = {.sink = 8, .window = 16, .selected_units = 2};
-  s.max_tokens = 130;
+  s.capacity.max_tokens = 130;
   return s;
 }
 

@@ -276,7 +276,8 @@ TEST_CASE("a pipeline's name says what codec and rows it has, unless they are th
   host_backend backend({.threads = 1});
   const auto name = [&](auto pipeline_type) {
     using pipeline = typename decltype(pipeline_type)::type;
-    return pipeline({.query_heads = 2, .kv_heads = 1, .max_tokens = 64}, backend).name();
+    return pipeline({.model = {.query_heads = 2, .kv_heads = 1}, .capacity = {.max_tokens = 64}}, backend)
+        .name();
   };
   const std::string as_published = name(std::type_identity<retrieval_pipeline<shape>>{});
   CHECK(as_published.find("identity") == std::string::npos);
@@ -288,7 +289,10 @@ TEST_CASE("a pipeline's name says what codec and rows it has, unless they are th
   using choice = any_of<identity, cast<fp8_e4m3>>;
   using chosen = retrieval_pipeline<shape, choice>;
   CHECK(name(std::type_identity<chosen>{}) == as_published);
-  CHECK(chosen({.query_heads = 2, .kv_heads = 1, .max_tokens = 64, .codec = cast<fp8_e4m3>{}}, backend)
+  CHECK(chosen({.model = {.query_heads = 2, .kv_heads = 1},
+                .capacity = {.max_tokens = 64},
+                .codec = cast<fp8_e4m3>{}},
+               backend)
             .name()
             .find(", fp8, ") != std::string::npos);
 }

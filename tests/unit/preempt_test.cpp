@@ -18,7 +18,7 @@ TEST_CASE("preempted and restored, a sequence gives the same, bit for bit", "[pr
   for (std::uint64_t seed = 1; seed <= some_of(20u); ++seed) {
     dice d(seed);
     auto s = random_settings(d);
-    s.max_decode_rows = d.one_of({1, 4});
+    s.capacity.max_decode_rows = d.one_of({1, 4});
     constexpr int sequences = 5, steps = 25;
     std::vector<std::unique_ptr<text>> sources;
     std::vector<std::vector<sequence_result>> expected;
@@ -31,8 +31,8 @@ TEST_CASE("preempted and restored, a sequence gives the same, bit for bit", "[pr
       expected.push_back(decode(alone.pipeline, alone.id, *sources.back(), steps));
     }
 
-    s.max_sequences = sequences;
-    s.max_resident = 2;
+    s.capacity.max_sequences = sequences;
+    s.capacity.max_resident = 2;
     freekv::host_backend backend({.overlap = seed % 2 == 0});
     tiny_pipeline pipeline(s, backend);
     std::vector<freekv::sequence_id> ids, resident;
@@ -68,8 +68,8 @@ TEST_CASE("preempted and restored, a sequence gives the same, bit for bit", "[pr
 
 TEST_CASE("preemption is refused in sentences, and frees what it says", "[preempt]") {
   auto s = tiny_settings();
-  s.max_sequences = 3;
-  s.max_resident = 2;
+  s.capacity.max_sequences = 3;
+  s.capacity.max_resident = 2;
   const text source(s, head_dim, 100, 1);
   freekv::host_backend backend;
   tiny_pipeline pipeline(s, backend);
@@ -99,10 +99,10 @@ TEST_CASE("preemption is refused in sentences, and frees what it says", "[preemp
 
   // Slots are for those resident alone.
   auto all = s;
-  all.max_resident = 0;
+  all.capacity.max_resident = 0;
   const auto few = tiny_pipeline::footprint(s, backend).bytes().slots,
              many = tiny_pipeline::footprint(all, backend).bytes().slots;
   CHECK(few * 3 == many * 2);
-  s.max_resident = 4;
+  s.capacity.max_resident = 4;
   CHECK_THROWS_WITH(fresh(s), "max_resident is 4; choose from 1 to max_sequences, which is 3");
 }

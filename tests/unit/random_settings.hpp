@@ -54,7 +54,7 @@ inline tiny_pipeline::settings random_settings(dice& d) {
   if (d.below(3) == 0) s.scope = freekv::per_query_head{};
   if (d.below(2) == 0) s.route = freekv::in_place{};
   if (d.below(5) == 0) s.plan = freekv::complete_first<freekv::dynamic, freekv::layer_kind::window>{1};
-  if (d.below(3) == 0) s.store_file = {.path = "/tmp", .direct = d.below(2) == 0};
+  if (d.below(3) == 0) s.capacity.store_file = {.path = "/tmp", .direct = d.below(2) == 0};
   return s;
 }
 

@@ -79,13 +79,11 @@ const rich_data& data() {
 
 rich_pipeline::settings random_rich_settings(dice& d) {
   rich_pipeline::settings s;
-  s.layers = 3;
-  s.query_heads = 4;
-  s.kv_heads = 2;
+  s.model = {.layers = 3, .query_heads = 4, .kv_heads = 2};
   s.page = {{d.one_of({8, 16})}};
   s.budget = {.sink = 16, .window = 16, .selected_units = 3};
-  s.max_tokens = 200;
-  s.max_decode_rows = d.one_of({1, 3});
+  s.capacity.max_tokens = 200;
+  s.capacity.max_decode_rows = d.one_of({1, 3});
   switch (d.below(3)) {
     case 0:
       s.summary = data().codes();
@@ -121,16 +119,16 @@ rich_pipeline::settings random_rich_settings(dice& d) {
 void change_freely(rich_pipeline::settings& s, dice& d) {
   if (d.below(2) == 0) s.layouts = freekv::layout_pair<freekv::hnd, freekv::nhd>{};
   if (d.below(2) == 0) s.route = freekv::in_place{};
-  s.store_file.reset();
-  if (d.below(2) == 0) s.store_file = {.path = "/tmp", .direct = d.below(2) == 0};
+  s.capacity.store_file.reset();
+  if (d.below(2) == 0) s.capacity.store_file = {.path = "/tmp", .direct = d.below(2) == 0};
   s.budget.selected_units = d.between(2, 4);
-  s.max_sequences = 3;
+  s.capacity.max_sequences = 3;
 }
 void change_freely(tiny_pipeline::settings& s, dice& d) {
   if (d.below(2) == 0) s.route = freekv::in_place{};
-  s.store_file.reset();
-  if (d.below(2) == 0) s.store_file = {.path = "/tmp", .direct = d.below(2) == 0};
-  s.max_sequences = 3;
+  s.capacity.store_file.reset();
+  if (d.below(2) == 0) s.capacity.store_file = {.path = "/tmp", .direct = d.below(2) == 0};
+  s.capacity.max_sequences = 3;
 }
 
 /// A pipeline with one sequence.
@@ -253,7 +251,7 @@ TEST_CASE("and with codecs, codebooks, pinned units, layouts and kinds by head",
     auto s = random_rich_settings(d);
     codecs.insert(freekv::detail::printed(s.codec));
     summaries.insert(freekv::detail::printed(s.summary));
-    if (d.below(2) == 0) s.store_file = {.path = "/tmp", .direct = d.below(2) == 0};
+    if (d.below(2) == 0) s.capacity.store_file = {.path = "/tmp", .direct = d.below(2) == 0};
     expect_same<rich_pipeline>(s, seed, d);
   }
   CHECK(codecs.size() == 4);
@@ -264,12 +262,10 @@ TEST_CASE("a prefix has all pages of layers with a sliding window too", "[saved_
   using sliding_pipeline =
       freekv::retrieval_pipeline<freekv::kv_shape<float, 24>, freekv::page_size<8>, freekv::by_layer>;
   sliding_pipeline::settings s;
-  s.layers = 3;
-  s.query_heads = 2;
-  s.kv_heads = 1;
+  s.model = {.layers = 3, .query_heads = 2, .kv_heads = 1};
   s.budget = {.sink = 8, .window = 16, .selected_units = 2};
-  s.max_tokens = 160;
-  s.sliding_window = 21;
+  s.capacity.max_tokens = 160;
+  s.attention.sliding_window = 21;
   s.plan.kinds = {layer_kind::sliding, layer_kind::retrieval, layer_kind::window};
   const text source(s, 24, 160, 1);
   const scratch_folder folder;
@@ -277,7 +273,7 @@ TEST_CASE("a prefix has all pages of layers with a sliding window too", "[saved_
   one_sequence<sliding_pipeline> first(s), second(s);
   prompt_only(first.pipeline, first.id, source, 96);
   first.pipeline.save_prefix(first.pipeline.keep_prefix(first.id, 96), path, model);
-  s.max_sequences = 2;
+  s.capacity.max_sequences = 2;
   one_sequence<sliding_pipeline> loads(s);
   const auto id = loads.pipeline.open(loads.pipeline.load_prefix(path, model));
   prompt_only(second.pipeline, second.id, source, 96);
@@ -301,7 +297,7 @@ TEST_CASE("another process's prefix is loaded, and takes an older one's place", 
   REQUIRE(end.exit_code == 0);
   CHECK(folder.listing() == std::vector<std::string>{"prefix"});
   auto s = tiny_settings();
-  s.max_sequences = 2;
+  s.capacity.max_sequences = 2;
   const text source(s, head_dim, 120, 5);
   fresh alone(s), loads(s);
   prompt_only(alone.pipeline, alone.id, source, 88);
@@ -312,7 +308,7 @@ TEST_CASE("another process's prefix is loaded, and takes an older one's place", 
 TEST_CASE("a prefix goes through a stream to a pipeline of the same settings", "[saved_prefix]") {
   saved from;
   auto s = from.s;
-  s.max_sequences = 2;
+  s.capacity.max_sequences = 2;
   fresh alone(s), loads(s);
   prompt_only(alone.pipeline, alone.id, from.source, 24);
   const auto id = loads.pipeline.open(loads.pipeline.load_prefix(reader_of(from.bytes), model));
@@ -373,8 +369,8 @@ TEST_CASE("every byte that is damaged is found, and nothing has changed", "[save
 
 TEST_CASE("blocks of a large prefix that are damaged, moved or another's are found", "[saved_prefix]") {
   tiny_pipeline::settings s = tiny_settings();
-  s.max_tokens = 4000;
-  s.max_sequences = 2;
+  s.capacity.max_tokens = 4000;
+  s.capacity.max_sequences = 2;
   const auto save = [&](std::uint64_t seed) {
     fresh used(s);
     prompt_only(used.pipeline, used.id, text(s, head_dim, 3000, seed), 3000);
@@ -492,7 +488,7 @@ TEST_CASE("what a prefix does not fit is said, with both values", "[saved_prefix
   expect([](settings& o) { o.unit = {{8}}; }, "unit 16\"", "unit 8\"");
   expect(
       [](settings& o) {
-        o.layers = 2;
+        o.model.layers = 2;
         o.plan.kinds.resize(4);
       },
       "layers 3\"", "layers 2\"");
@@ -564,8 +560,8 @@ TEST_CASE("files of another format, byte order or version are refused in sentenc
 TEST_CASE("a prefix that finds no room is refused, and fits when there is some", "[saved_prefix]") {
   saved from;
   auto s = from.s;
-  s.max_sequences = 2;
-  s.store_tokens = 32;
+  s.capacity.max_sequences = 2;
+  s.capacity.store_tokens = 32;
   fresh loads(s);
   prompt_only(loads.pipeline, loads.id, from.source, 9);
   CHECK_THROWS_WITH(
@@ -578,8 +574,8 @@ TEST_CASE("a prefix that finds no room is refused, and fits when there is some",
   CHECK(loads.pipeline.free_pages() == 4);
 
   s = from.s;
-  s.max_tokens = 23;
-  s.store_tokens = 80;
+  s.capacity.max_tokens = 23;
+  s.capacity.store_tokens = 80;
   fresh shorter(s);
   CHECK_THROWS_WITH(shorter.pipeline.load_prefix(reader_of(from.bytes), model),
                     Contains("tokens of a sequence exhausted: 0 of 23 in use, the prefix needs 24 more"));
@@ -631,10 +627,10 @@ TEST_CASE("files that cannot be written or read are errors of the system, and an
 TEST_CASE("a store's file that cannot be read or written fails the call alone", "[saved_prefix]") {
   saved from;
   auto s = from.s;
-  s.max_sequences = 2;
+  s.capacity.max_sequences = 2;
   const scratch_folder folder;
   const std::string store_path = (folder / "store").string(), path = (folder / "prefix").string();
-  s.store_file = {.path = store_path};
+  s.capacity.store_file = {.path = store_path};
   fresh filed(s), alone(from.s);
   prompt_only(filed.pipeline, filed.id, from.source, 24);
   prompt_only(alone.pipeline, alone.id, from.source, 24);

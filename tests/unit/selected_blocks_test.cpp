@@ -17,13 +17,11 @@ constexpr int k = 6, page = 8;
 template <class Pipeline>
 typename Pipeline::settings settings_of(int sequences, int selected_units) {
   typename Pipeline::settings s;
-  s.layers = 3;
-  s.query_heads = 6;
-  s.kv_heads = 2;
+  s.model = {.layers = 3, .query_heads = 6, .kv_heads = 2};
   s.budget = {.sink = page, .window = 2 * page, .selected_units = k};
-  s.max_tokens = 400;
-  s.max_sequences = sequences;
-  s.selected_tokens = std::int64_t{selected_units} * page;
+  s.capacity.max_tokens = 400;
+  s.capacity.max_sequences = sequences;
+  s.capacity.selected_tokens = std::int64_t{selected_units} * page;
   s.plan = freekv::complete_first<freekv::dynamic>{1};
   return s;
 }
@@ -81,7 +79,7 @@ TEST_CASE("a sequence that waits holds no more blocks than it has selected pages
   // Without correction it attends next to what it has selected now.
   const auto most_attended = [&] {
     int most = 0;
-    for (int layer = 1; layer < s.layers; ++layer)
+    for (int layer = 1; layer < s.model.layers; ++layer)
       for (const std::int32_t attended : pipeline.report(layer)[a].attended_count)
         most = std::max(most, attended);
     return most;
@@ -176,6 +174,6 @@ TEST_CASE("shared blocks take the bytes that are announced", "[blocks]") {
   CHECK_THROWS_WITH(slots(k - 1),
                     Catch::Contains("selected_tokens is 40") && Catch::Contains("give 48 or more"));
   auto negative = settings_of<tiny_pipeline>(1, 0);
-  negative.selected_tokens = -1;
+  negative.capacity.selected_tokens = -1;
   CHECK_THROWS_AS(tiny_pipeline::footprint(negative, backend), freekv::settings_error);
 }

@@ -75,8 +75,8 @@ TEST_CASE("sequences mixed in one pipeline each give what they give alone, bit f
     }
 
     // Three places for seven sequences: pages and state are used again after a release.
-    s.max_sequences = 3;
-    s.store_tokens = 3 * 104;
+    s.capacity.max_sequences = 3;
+    s.capacity.store_tokens = 3 * 104;
     freekv::host_backend backend({.threads = 3, .overlap = seed % 2 == 0, .bytes_per_thread = 512});
     tiny_pipeline pipeline(s, backend);
     const int all_pages = pipeline.free_pages();
@@ -156,8 +156,8 @@ TEST_CASE("prompt rows attend exactly and causally, whatever the layer and the c
   dice d(5);
   for (const int threads : {1, 3}) {
     auto s = tiny_settings();
-    s.max_tokens = 700;  // more than one part of attention
-    s.layers = 2;
+    s.capacity.max_tokens = 700;  // more than one part of attention
+    s.model.layers = 2;
     s.plan = threads == 1
                  ? decltype(s.plan)(freekv::complete_first<freekv::dynamic>{1})
                  : decltype(s.plan)(freekv::complete_first<freekv::dynamic, freekv::layer_kind::window>{1});
@@ -320,7 +320,7 @@ TEST_CASE("lse need not be asked for", "[sequences]") {
 
 TEST_CASE("sequences that bring no rows, and steps without any, are no matter", "[sequences]") {
   auto s = tiny_settings();
-  s.max_sequences = 2;
+  s.capacity.max_sequences = 2;
   const text source(s, head_dim, 100, 8);
   fresh plain(s), idle(s);
   const auto other = idle.pipeline.open();
@@ -341,7 +341,7 @@ TEST_CASE("each layer may have a budget of its own", "[sequences]") {
   for (std::uint64_t seed = 1; seed <= 6; ++seed) {
     dice d(seed);
     auto s = random_settings(d);
-    s.max_decode_rows = 3;
+    s.capacity.max_decode_rows = 3;
     const std::vector<freekv::budget> budgets{{0, 8, 1}, {16, 24, 4}, {8, 40, 2}};
     s.budget_of_layer = budgets;
     const text source(s, head_dim, 150, seed);

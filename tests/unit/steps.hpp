@@ -24,11 +24,9 @@ using tiny_pipeline = freekv::retrieval_pipeline<
 /// Three layers, the first of them complete; 6 query heads on 2 KV heads; 1 sink, 2 window and 2 selected pages.
 inline tiny_pipeline::settings tiny_settings() {
   tiny_pipeline::settings s;
-  s.layers = 3;
-  s.query_heads = 6;
-  s.kv_heads = 2;
+  s.model = {.layers = 3, .query_heads = 6, .kv_heads = 2};
   s.budget = {.sink = 8, .window = 16, .selected_units = 2};
-  s.max_tokens = 200;
+  s.capacity.max_tokens = 200;
   s.plan = freekv::complete_first<freekv::dynamic>{1};
   return s;
 }
@@ -42,9 +40,9 @@ class text {
 
   template <class Settings>
   text(const Settings& s, int head_dim, int tokens, std::uint64_t seed)
-      : layers_(count(s.layers)),
-        query_row_(count(s.query_heads * head_dim)),
-        key_row_(count(s.kv_heads * head_dim)) {
+      : layers_(count(s.model.layers)),
+        query_row_(count(s.model.query_heads * head_dim)),
+        key_row_(count(s.model.kv_heads * head_dim)) {
     dice d(seed);
     for (layer_rows& l : layers_) {
       auto query = normals(d, query_row_), centre = normals(d, key_row_);
@@ -134,15 +132,16 @@ void add_report(const Pipeline& pipeline, int layer, freekv::sequence_id id, seq
 /// attention then gives as log-sum-exp.
 template <class Step, class Settings>
 std::vector<float> added_masses(Step& step, const Settings& s, int layer, std::size_t rows) {
-  const std::size_t entries = count(step.most_attended(layer)), heads = rows * count(s.query_heads);
+  const std::size_t entries = count(step.most_attended(layer)), heads = rows * count(s.model.query_heads);
   std::vector<float> masses(heads * entries, quiet_nan), sums;
   step.log_masses(layer, masses);
-  const double unit = double{nat_in(s.lse_base)};
+  const double unit = double{nat_in(s.attention.lse_base)};
   for (std::size_t head = 0; head < heads; ++head) {
     double sum = 0.0;
     for (std::size_t i = 0; i < entries; ++i) sum += std::exp(double{masses[head * entries + i]} / unit);
-    if (!s.sink_logits.empty())
-      sum += std::exp(double{s.sink_logits[count(layer * s.query_heads) + head % count(s.query_heads)]});
+    if (!s.attention.sink_logits.empty())
+      sum += std::exp(double{
+          s.attention.sink_logits[count(layer * s.model.query_heads) + head % count(s.model.query_heads)]});
     sums.push_back(static_cast<float>(std::log(sum) * unit));
   }
   return sums;
@@ -152,7 +151,8 @@ std::vector<float> added_masses(Step& step, const Settings& s, int layer, std::s
 template <class Pipeline>
 std::vector<sequence_result> run_step(Pipeline& pipeline, const std::vector<sequence_part>& parts) {
   const auto& s = pipeline.configuration();
-  const std::size_t query_row = count(s.query_heads * Pipeline::head_dim), heads = count(s.query_heads);
+  const std::size_t query_row = count(s.model.query_heads * Pipeline::head_dim),
+                    heads = count(s.model.query_heads);
   std::vector<freekv::step_input> listed;
   std::vector<int> first;
   for (const auto& part : parts) {
@@ -161,7 +161,7 @@ std::vector<sequence_result> run_step(Pipeline& pipeline, const std::vector<sequ
   }
   auto step = pipeline.begin_step(listed);
   std::vector<sequence_result> results(parts.size());
-  for (int layer = 0; layer < s.layers; ++layer) {
+  for (int layer = 0; layer < s.model.layers; ++layer) {
     std::vector<float> queries, keys, values;
     for (std::size_t i = 0; i < parts.size(); ++i) {
       const auto rows = parts[i].source->at(layer, first[i], parts[i].tokens);
@@ -194,7 +194,8 @@ std::vector<sequence_result> run_step(Pipeline& pipeline, const std::vector<sequ
   step.end();
   for (std::size_t i = 0; i < parts.size(); ++i)
     if (parts[i].phase == freekv::step_phase::decode)
-      for (int layer = 0; layer < s.layers; ++layer) add_report(pipeline, layer, parts[i].id, results[i]);
+      for (int layer = 0; layer < s.model.layers; ++layer)
+        add_report(pipeline, layer, parts[i].id, results[i]);
   return results;
 }
 
@@ -219,7 +220,7 @@ template <class Pipeline>
 void prompt_only(Pipeline& pipeline, freekv::sequence_id id, const text& source, int tokens) {
   const int first = pipeline.tokens(id);
   auto step = pipeline.begin_step({{id, tokens, freekv::step_phase::prefill}});
-  for (int layer = 0; layer < pipeline.configuration().layers; ++layer) {
+  for (int layer = 0; layer < pipeline.configuration().model.layers; ++layer) {
     const auto rows = source.at(layer, first, tokens);
     step.template append<float>(layer, {.keys = rows.keys, .values = rows.values});
   }

@@ -74,7 +74,7 @@ class broken_file {
 };
 
 tiny_pipeline::settings in_file(tiny_pipeline::settings s, const folder& where) {
-  s.store_file = {.path = where.file()};
+  s.capacity.store_file = {.path = where.file()};
   return s;
 }
 
@@ -111,7 +111,7 @@ std::vector<float> stubborn_step(tiny_pipeline& pipeline, const folder& where,
   };
   auto step = pipeline.begin_step(listed);
   std::vector<float> all;
-  for (int layer = 0; layer < s.layers; ++layer) {
+  for (int layer = 0; layer < s.model.layers; ++layer) {
     std::vector<float> queries, keys, values;
     for (std::size_t i = 0; i < parts.size(); ++i) {
       const auto of = parts[i].source->at(layer, first[i], parts[i].tokens);
@@ -137,9 +137,9 @@ TEST_CASE("a file that breaks fails calls, which can be repeated: not a bit is d
   for (std::uint64_t seed = 1; seed <= some_of(30u); ++seed) {
     dice d(seed);
     auto s = random_settings(d);
-    s.store_file.reset();
-    s.max_sequences = 2;
-    s.max_decode_rows = d.one_of({1, 3});
+    s.capacity.store_file.reset();
+    s.capacity.max_sequences = 2;
+    s.capacity.max_decode_rows = d.one_of({1, 3});
     const int prompt = d.between(20, 90);
     const text one(s, head_dim, 200, seed), two(s, head_dim, 200, seed + 1000);
     const folder where;
@@ -150,7 +150,7 @@ TEST_CASE("a file that breaks fails calls, which can be repeated: not a bit is d
     int wrong = 0;
     for (int step = 0; step < 40; ++step) {
       const std::vector<sequence_part> parts{
-          {freekv::sequence_id{0}, &one, d.between(1, s.max_decode_rows), step_phase::decode},
+          {freekv::sequence_id{0}, &one, d.between(1, s.capacity.max_decode_rows), step_phase::decode},
           {freekv::sequence_id{1}, &two, step % 9 == 8 ? 4 : 1,
            step % 9 == 8 ? step_phase::prefill : step_phase::decode}};
       const int layer = d.between(0, 2);
@@ -205,7 +205,7 @@ TEST_CASE("what speculation cannot read, the next append asks for", "[store_in_f
 
 TEST_CASE("a sequence that is abandoned leaves the others of its step as they would be", "[store_in_file]") {
   auto s = tiny_settings();
-  s.max_sequences = 3;
+  s.capacity.max_sequences = 3;
   const text one(s, head_dim, 200, 1), two(s, head_dim, 200, 2), three(s, head_dim, 200, 3);
   fresh alone(s);
   prompt_only(alone.pipeline, alone.id, three, 50);
@@ -220,7 +220,7 @@ TEST_CASE("a sequence that is abandoned leaves the others of its step as they wo
   auto step = pipeline.begin_step({{a}, {b}, {c}});
   CHECK_THROWS_WITH(step.abandon(freekv::sequence_id{3}), "abandon: sequence 3 has no rows in this step");
   std::vector<float> last, expected = run_step(alone.pipeline, alone.id, three, 1, step_phase::decode).out;
-  for (int layer = 0; layer < s.layers; ++layer) {
+  for (int layer = 0; layer < s.model.layers; ++layer) {
     std::vector<float> queries, keys, values;
     for (const auto& rows : {one.at(layer, 60, 1), two.at(layer, 70, 1), three.at(layer, 50, 1)}) {
       queries.insert(queries.end(), rows.queries.begin(), rows.queries.end());
@@ -282,13 +282,13 @@ TEST_CASE("pages that cannot be written fail the append, which can be repeated",
 TEST_CASE("a file that cannot be had is refused before anything is taken", "[store_in_file]") {
   auto s = tiny_settings();
   freekv::host_backend backend;
-  s.store_file = {.path = "/nowhere/at/all"};
+  s.capacity.store_file = {.path = "/nowhere/at/all"};
   CHECK_THROWS_AS(tiny_pipeline(s, backend), store_error);
   const folder where;
   const short_files limit(4096);
   CHECK_THROWS_WITH(tiny_pipeline(in_file(s, where), backend), Catch::Contains("reserving"));
   CHECK_FALSE(std::filesystem::exists(where.file()));
-  s.store_file = {.path = ""};
+  s.capacity.store_file = {.path = ""};
   CHECK_THROWS_AS(tiny_pipeline(s, backend), freekv::settings_error);
 }
 
@@ -315,8 +315,8 @@ TEST_CASE("a context larger than the memory that a process may have decodes from
   using pipeline_type =
       freekv::retrieval_pipeline<freekv::kv_shape<freekv::half, 64>, freekv::complete_first<0>>;
   pipeline_type::settings s;
-  s.query_heads = s.kv_heads = 4;
-  s.max_tokens = 128 << 10;  // 128 MiB of keys and values
+  s.model.query_heads = s.model.kv_heads = 4;
+  s.capacity.max_tokens = 128 << 10;  // 128 MiB of keys and values
   constexpr int chunk = 1024, steps = 8;
   constexpr std::size_t limit = 64 << 20;
   const auto run = [&](auto make) {
@@ -326,7 +326,7 @@ TEST_CASE("a context larger than the memory that a process may have decodes from
     dice d(1);
     const std::size_t row = 4 * 64;
     std::vector<freekv::half> keys(chunk * row), values(chunk * row);
-    for (int done = 0; done + 2 * chunk <= s.max_tokens; done += chunk) {
+    for (int done = 0; done + 2 * chunk <= s.capacity.max_tokens; done += chunk) {
       for (auto* rows : {&keys, &values})
         for (std::size_t i = 0; i < rows->size(); ++i)
           (*rows)[i] = freekv::from_float<freekv::half>(static_cast<float>(d.below(2001) - 1000) * 1e-3f);
@@ -352,7 +352,7 @@ TEST_CASE("a context larger than the memory that a process may have decodes from
   };
   const auto from_file = [&](freekv::host_backend& backend) {
     auto filed = s;
-    filed.store_file = {.path = std::filesystem::temp_directory_path().string(), .uring = false};
+    filed.capacity.store_file = {.path = std::filesystem::temp_directory_path().string(), .uring = false};
     return std::make_unique<pipeline_type>(filed, backend);
   };
   const std::vector<float> expected = run(in_memory);

@@ -30,7 +30,7 @@ TEST_CASE("rejected drafts leave no trace but the candidates that were fixed wit
     dice d(seed);
     auto s = random_settings(d);
     s.correction = freekv::always{};
-    s.max_decode_rows = d.one_of({2, 5, 9, 17});
+    s.capacity.max_decode_rows = d.one_of({2, 5, 9, 17});
     const int prompt = d.between(1, 90);
     const text source(s, head_dim, text_tokens, seed);
     fresh drafting(s), clean(s);
@@ -38,8 +38,8 @@ TEST_CASE("rejected drafts leave no trace but the candidates that were fixed wit
     prompt_only(clean.pipeline, clean.id, source, prompt);
     for (int round = 0; round < 8; ++round) {
       const int before = clean.pipeline.tokens(clean.id);
-      const int rows = d.between(2, s.max_decode_rows), kept = d.between(1, rows - 1);
-      if (before + rows + 1 > s.max_tokens) break;
+      const int rows = d.between(2, s.capacity.max_decode_rows), kept = d.between(1, rows - 1);
+      if (before + rows + 1 > s.capacity.max_tokens) break;
       const text drafts =
           text::spliced(source, before + kept, text(s, head_dim, text_tokens, seed * 100 + count(round)));
       decode_rows(drafting, drafts, rows);
@@ -70,13 +70,14 @@ TEST_CASE("what is taken back further is forgotten: as if the rest had been the 
   for (std::uint64_t seed = 1; seed <= some_of(60u); ++seed) {
     dice d(seed);
     auto s = random_settings(d);
-    s.max_decode_rows = d.one_of({1, 4});
+    s.capacity.max_decode_rows = d.one_of({1, 4});
     const int prompt = d.between(0, 100);
     const text source(s, head_dim, text_tokens, seed);
     fresh used(s);
     if (prompt > 0) prompt_only(used.pipeline, used.id, source, prompt);
-    for (int i = d.between(0, 40); i > 0; --i) decode_rows(used, source, d.between(1, s.max_decode_rows));
-    const int last = used.pipeline.tokens(used.id) - s.max_decode_rows;
+    for (int i = d.between(0, 40); i > 0; --i)
+      decode_rows(used, source, d.between(1, s.capacity.max_decode_rows));
+    const int last = used.pipeline.tokens(used.id) - s.capacity.max_decode_rows;
     const int kept = d.below(8) == 0 ? 0 : d.below(std::max(1, last));
     used.pipeline.truncate(used.id, kept);
     CHECK(used.pipeline.free_pages() == 25 - (kept + 7) / 8);
@@ -84,7 +85,7 @@ TEST_CASE("what is taken back further is forgotten: as if the rest had been the 
     const text other = text::spliced(source, kept, text(s, head_dim, text_tokens, seed + 1000));
     fresh clean(s);
     if (kept > 0) prompt_only(clean.pipeline, clean.id, other, kept);
-    INFO("seed " << seed << ", " << kept << " of " << last + s.max_decode_rows << " tokens kept");
+    INFO("seed " << seed << ", " << kept << " of " << last + s.capacity.max_decode_rows << " tokens kept");
     CHECK(decode(used.pipeline, used.id, other, 30) == decode(clean.pipeline, clean.id, other, 30));
   }
 }
@@ -93,7 +94,7 @@ TEST_CASE("a truncation inside the last append keeps the selection", "[truncate]
   auto s = tiny_settings();
   s.plan = freekv::complete_first<freekv::dynamic>{0};
   s.correction = freekv::never{};
-  s.max_decode_rows = 6;
+  s.capacity.max_decode_rows = 6;
   const text source(s, head_dim, text_tokens, 1);
   const auto corrected_after = [&](int rows, const std::vector<int>& lengths) {
     fresh f(s);
@@ -114,7 +115,7 @@ TEST_CASE("a truncation inside the last append keeps the selection", "[truncate]
 TEST_CASE("the last kept row's query is the previous one", "[truncate]") {
   auto s = tiny_settings();
   s.plan = freekv::complete_first<freekv::dynamic>{0};
-  s.max_decode_rows = 4;
+  s.capacity.max_decode_rows = 4;
   s.correction = freekv::cosine_drift{.tau = 0.999f};
   const text source(s, head_dim, text_tokens, 1);
   // The row after the truncation brings the query of row `kept` again: no drift if that one was kept last.
@@ -140,7 +141,7 @@ TEST_CASE("the last kept row's query is the previous one", "[truncate]") {
 
 TEST_CASE("truncations are refused in sentences", "[truncate]") {
   auto s = tiny_settings();
-  s.max_decode_rows = 3;
+  s.capacity.max_decode_rows = 3;
   const text source(s, head_dim, text_tokens, 1);
   fresh f(s);
   prompt_only(f.pipeline, f.id, source, 50);
@@ -151,6 +152,6 @@ TEST_CASE("truncations are refused in sentences", "[truncate]") {
   const auto step = f.pipeline.begin_step({{f.id, 3}});
   CHECK_THROWS_WITH(f.pipeline.truncate(f.id, 50),
                     Catch::Contains("truncate: the step in progress has not ended"));
-  s.max_decode_rows = 0;
+  s.capacity.max_decode_rows = 0;
   CHECK_THROWS_WITH(fresh(s), "max_decode_rows is 0; choose from 1 to 1024");
 }

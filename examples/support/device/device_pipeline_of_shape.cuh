@@ -147,20 +147,20 @@ class device_pipeline_of_shape : public pipeline, public device_controls {
   void capture_step(int sequences, int rows) override {
     const auto& s = pipeline_.configuration();
     const auto n = [](std::int64_t x) { return static_cast<std::size_t>(x); };
-    const std::size_t keys = n(rows) * n(s.kv_heads * Implementation::head_dim),
-                      lse = n(rows) * n(s.query_heads), queries = lse * n(Implementation::head_dim);
+    const std::size_t keys = n(rows) * n(s.model.kv_heads * Implementation::head_dim),
+                      lse = n(rows) * n(s.model.query_heads), queries = lse * n(Implementation::head_dim);
     for (auto& [array, width] : {std::pair{&captured_keys_, keys},
                                  {&captured_values_, keys},
                                  {&captured_queries_, queries},
                                  {&captured_out_, queries},
                                  {&captured_lse_, lse}})
-      array->sized(width * n(s.layers));
+      array->sized(width * n(s.model.layers));
     device::check(cudaStreamBeginCapture(compute_.get(), cudaStreamCaptureModeThreadLocal),
                   "cudaStreamBeginCapture");
     auto step = pipeline_.begin_captured_step({.entries = sequences, .rows = rows});
-    for (int layer = 0; layer < s.layers; ++layer) {
+    for (int layer = 0; layer < s.model.layers; ++layer) {
       const auto part = [&](device_array<float>& all, std::size_t width) {
-        return all.sized(width * n(s.layers)).subspan(n(layer) * width, width);
+        return all.sized(width * n(s.model.layers)).subspan(n(layer) * width, width);
       };
       step.template append<float>(layer, {part(captured_keys_, keys), part(captured_values_, keys),
                                           part(captured_queries_, queries)});
@@ -178,7 +178,7 @@ class device_pipeline_of_shape : public pipeline, public device_controls {
   }
   void replay_step(std::span<const float> keys, std::span<const float> values, std::span<const float> queries,
                    std::span<float> out, std::span<float> lse) override {
-    const auto layers = static_cast<std::size_t>(pipeline_.configuration().layers);
+    const auto layers = static_cast<std::size_t>(pipeline_.configuration().model.layers);
     const auto copy = [&]<class To, class From>(std::span<To> to, std::span<From> from, cudaMemcpyKind kind) {
       const std::size_t to_each = to.size() / layers, from_each = from.size() / layers,
                         each = std::min(to_each, from_each);
@@ -231,21 +231,19 @@ using device_pipeline_type =
 template <class Settings>
 Settings device_settings(const pipeline_options& o) {
   Settings s;
-  s.layers = o.layers;
-  s.query_heads = o.query_heads;
-  s.kv_heads = o.kv_heads;
+  s.model = {.layers = o.layers, .query_heads = o.query_heads, .kv_heads = o.kv_heads};
   s.budget = o.budget;
-  s.max_tokens = o.max_tokens;
-  s.max_sequences = o.max_sequences;
-  s.max_resident = o.max_resident;
-  s.store_tokens = o.store_tokens;
-  s.max_decode_rows = o.max_decode_rows;
-  s.scale = o.scale;
-  s.sliding_window = o.sliding_window;
-  s.soft_cap = o.soft_cap;
-  s.sink_logits = o.sink_logits;
-  s.selected_tokens = o.selected_tokens;
-  if (!o.store_file.empty()) s.store_file = {.path = o.store_file};
+  s.capacity.max_tokens = o.max_tokens;
+  s.capacity.max_sequences = o.max_sequences;
+  s.capacity.max_resident = o.max_resident;
+  s.capacity.store_tokens = o.store_tokens;
+  s.capacity.max_decode_rows = o.max_decode_rows;
+  s.attention.scale = o.scale;
+  s.attention.sliding_window = o.sliding_window;
+  s.attention.soft_cap = o.soft_cap;
+  s.attention.sink_logits = o.sink_logits;
+  s.capacity.selected_tokens = o.selected_tokens;
+  if (!o.store_file.empty()) s.capacity.store_file = {.path = o.store_file};
   s.page = {o.page};
   s.unit = {{o.method.unit}};
   method_data data{.head_kinds = o.head_kinds, .kv_heads = o.kv_heads};

@@ -55,16 +55,14 @@ constexpr int page_tokens_for(int head_dim) { return head_dim < 128 ? 8 : 32; }
 template <class Method, class Settings>
 Settings settings_for(const engine_options& o) {
   Settings s;
-  s.layers = o.model.layers;
-  s.query_heads = o.model.query_heads;
-  s.kv_heads = o.model.kv_heads;
+  s.model = {.layers = o.model.layers, .query_heads = o.model.query_heads, .kv_heads = o.model.kv_heads};
   s.budget = o.attends_to;
-  s.max_tokens = o.max_tokens();
-  s.max_sequences = 2 * o.batch;  // others are preempted
-  s.max_resident = o.batch;
-  s.max_decode_rows = o.draft;
-  s.store_tokens = o.store_tokens;
-  s.selected_tokens = o.selected_tokens;
+  s.capacity.max_tokens = o.max_tokens();
+  s.capacity.max_sequences = 2 * o.batch;  // others are preempted
+  s.capacity.max_resident = o.batch;
+  s.capacity.max_decode_rows = o.draft;
+  s.capacity.store_tokens = o.store_tokens;
+  s.capacity.selected_tokens = o.selected_tokens;
   if constexpr (requires { Method::selection; }) s.selection = Method::selection;
   if constexpr (requires { s.correction.tau; }) s.correction.tau = o.tau;
   return s;

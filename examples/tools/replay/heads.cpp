@@ -157,8 +157,8 @@ void run(int argc, char** argv) {
           "--repeated");
     auto of_layer = o.by == "echo" ? measure_echo(t) : measure(t, o, backend);
     for (int head = 0; head < t.kv_heads; ++head) {
-      of_layer[static_cast<std::size_t>(head)].layer = *t.layer;
-      of_layer[static_cast<std::size_t>(head)].head = head;
+      of_layer[head].layer = *t.layer;
+      of_layer[head].head = head;
     }
     heads.insert(heads.end(), of_layer.begin(), of_layer.end());
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstring>
+#include <freekv/core/size.hpp>
 #include <freekv/storage/layout.hpp>
 
 namespace freekv {
@@ -10,8 +11,8 @@ namespace freekv {
 /// keep a head's rows together (HND) keys and values are one copy each. (FreeKV section 4.2)
 template <int HeadDim, class Element>
 FREEKV_HD void copy_slice(const head_slice<const Element>& from, const head_slice<Element>& to, int tokens) {
-  const auto row = static_cast<std::size_t>(HeadDim) * sizeof(Element);
-  const auto run = static_cast<std::size_t>(tokens) * row;
+  const auto row = to_size(HeadDim) * sizeof(Element);
+  const auto run = to_size(tokens) * row;
   if (from.stride == HeadDim && to.stride == HeadDim) {
     std::memcpy(to.key, from.key, run);
     std::memcpy(to.value, from.value, run);

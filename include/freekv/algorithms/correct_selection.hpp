@@ -63,7 +63,7 @@ FREEKV_HD int correct_selection(const Correction& correction, const selected_and
     if (!correction.flags(selection_masses{mass_of(units.selected, units.count), of_best}))
       return units.count;
     corrected = true;
-    if (correction.exchanges_pages()) return exchange_units(correction, units, of_best, mass_of, value);
+    if (correction.exchanges_units()) return exchange_units(correction, units, of_best, mass_of, value);
   }
   return take_all_of_best(units);
 }

@@ -4,6 +4,7 @@
 #include <cuda/std/limits>
 #include <freekv/algorithms/row_products.hpp>
 #include <freekv/core/log_sum_exp.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/policies/summary.hpp>
 
 namespace freekv {
@@ -56,7 +57,8 @@ FREEKV_HD void score_unit_by_head(T team, const S& summary, page_geometry unit, 
   for (int g = 0; nan && g < queries.group; ++g) out.first[g * out.stride] = -infinity;
 }
 
-/// `score_unit` of up to `units_at_once` units with queries prepared `by_four`: those of unit j go to `out.first[j + g * out.stride]`.
+/// `score_unit` of up to `units_at_once` units with queries prepared `by_four`: those of unit j go to `out.first[j + g
+/// * out.stride]`.
 template <team T, class S>
 void score_units_by_four(T team, const S& summary, page_geometry unit, const stored_summaries& units,
                          const prepared_queries& queries, const score_column& out) {
@@ -98,7 +100,7 @@ FREEKV_HD void score_units(T team, const S& summary, page_geometry unit, const s
   constexpr int at_once = units_at_once;
   for (int first = 0; first < units; first += at_once) {
     const int count = units - first < at_once ? units - first : at_once;
-    const std::byte* const from = stored + static_cast<std::size_t>(first) * bytes;
+    const std::byte* const from = stored + to_size(first) * bytes;
     const score_column to{out.first + first, out.stride};
     if constexpr (scores_four_heads<S, T>)
       if (queries.by_four) {
@@ -131,8 +133,7 @@ FREEKV_HD void score_units(T team, const S& summary, page_geometry unit, const s
         finite = finite && to.first[g * to.stride + j] * 0.0f == 0.0f;
       if (!finite)
         score_unit_by_head<Key>(static_cast<typename narrow_team<T>::type>(team), summary, unit,
-                                from + static_cast<std::size_t>(j) * bytes, queries, numbers,
-                                {to.first + j, to.stride});
+                                from + to_size(j) * bytes, queries, numbers, {to.first + j, to.stride});
     }
   }
 }
@@ -149,7 +150,7 @@ FREEKV_HD void score_unit_coarsely(T team, const Pair& summaries, page_geometry 
                   numbers, out, staging);
 }
 
-/// And by the fine one.
+/// Scores a unit by the fine summary of a pair.
 template <class Key, team T, class Pair>
 FREEKV_HD void score_unit_finely(T team, const Pair& summaries, page_geometry unit, const std::byte* stored,
                                  const prepared_queries& queries, float* numbers, const score_column& out,

@@ -1,10 +1,13 @@
-// Ids of places, as types: a page of the store is no page of a sequence, and a slot no block.
+// Ids as types: of sequences, and of places, where a page of the store is no page of a sequence, and a slot no block.
 #pragma once
 
 #include <cstdint>
 #include <freekv/config.hpp>
 
 namespace freekv {
+
+/// Names one live sequence of a pipeline; given out by `open()`.
+enum class sequence_id : std::int32_t {};
 
 /// A page of the store, valid in every layer's; tables have its number.
 enum class store_page_id : std::int32_t { none = -1 };

@@ -38,9 +38,6 @@ struct head_counts {
   FREEKV_HD constexpr int group() const { return query / kv; }
 };
 
-/// Names one live sequence of a pipeline; given out by `open()`.
-enum class sequence_id : std::int32_t {};
-
 /// Tokens of a page or unit, and numbers of a key.
 struct page_geometry {
   int tokens = 0;

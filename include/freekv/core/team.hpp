@@ -35,7 +35,8 @@
 //                               sum of what would be in one lane of 8
 //   apart(body)                 if it has it: body() as a function of its own, which all share who call it with a body of
 //                               the same type
-//   wide                        if it has it: a type with more lanes, for exponentials and products of rows whose length it divides.
+//   wide                        if it has it: a type with more lanes, for exponentials and products of rows whose length
+//                               it divides.
 //                               It offers load, store, + - *, sum_each, bounded_exp, prefetch, lane, lanes and sync
 //   one_head_at_once            if it has it: rows are multiplied by one query head at a time, which is less to compile
 //   narrow                      if it has `wide`: the base that has not, so that what multiplies no rows is instantiated once

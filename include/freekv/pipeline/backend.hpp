@@ -64,7 +64,7 @@ concept retrieval_stages = requires(T& stages, const State& s, std::span<State> 
                                     std::span<const step_entry> entries, const typename T::step& step,
                                     const typename T::tables& tables, const step_rows<float>& rows,
                                     std::span<const paged_rows<float>> paged, const step_queries& queries,
-                                    const attention_output& out, const mass_output& masses,
+                                    const attention_output& out, const log_mass_output& masses,
                                     const truncation& to, const typename T::event& recalled,
                                     std::byte* bytes) {
   requires pipeline_tables<typename T::tables, State>;
@@ -81,7 +81,7 @@ concept retrieval_stages = requires(T& stages, const State& s, std::span<State> 
   stages.fork(0, 1, 100);                          // the second becomes what the first is, of so many tokens
   stages.restore(0, 100);                          // its slots are filled from the store
   stages.queue_copy(bytes, bytes, std::size_t{});  // between the store and the caller's memory
-  // In one:
+  // In a layer:
   stages.compact_slots(s, 0);  // what its selected slots hold moves to the lowest ones
   // The layer as the host can read it, until the next call:
   { stages.read_back(s) } -> std::convertible_to<const State&>;
@@ -95,7 +95,7 @@ concept retrieval_stages = requires(T& stages, const State& s, std::span<State> 
   stages.append_from(s, step, paged, recalled);  // prompts, from an engine's pages
   stages.correct(s, step);                       // flagged heads select, and recall what they miss
   stages.retry_correction_reads(s, step);        // what of that could not be read
-  stages.masses(s, step, queries, masses);       // log-masses of what is attended to
+  stages.log_masses(s, step, queries, masses);   // log-masses of what is attended to
   stages.attend(s, step, queries, out);
   stages.attend_full(s, step, queries, out);
   stages.speculate(s, step);  // all heads select for the next step, and recall

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <freekv/core/error.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/pipeline/sequences.hpp>
 #include <freekv/storage/engine_blocks.hpp>
@@ -36,7 +37,7 @@ template <class State>
   const std::string where = "table: layer " + std::to_string(s.layer);
   if (!s.keeps_slots) throw usage_error(where + " keeps no slots; attend from the store");
   expect_whole_pages(s, where);
-  if (room < static_cast<std::size_t>(s.slots.total()))
+  if (room < to_size(s.slots.total()))
     throw usage_error(where + " has " + std::to_string(s.slots.total()) +
                       " slots a sequence, and there is room for " + std::to_string(room));
   for (const step_entry& entry : entries)
@@ -55,8 +56,7 @@ resident_table write_table(const State& s, const step_entry& entry, int head,
   const attention_list pages = s.pages_attended(entry, entry.tokens - 1, head);
   int tokens = 0;
   for (int i = 0; i < pages.size(); ++i) {
-    blocks[static_cast<std::size_t>(i)] =
-        static_cast<std::int32_t>(s.block_attended(entry.sequence, head, pages, i));
+    blocks[to_size(i)] = static_cast<std::int32_t>(s.block_attended(entry.sequence, head, pages, i));
     tokens += pages.part(i).tokens;
   }
   return {pages.size(), tokens};
@@ -66,7 +66,7 @@ template <class State>
 resident_table write_table(const State& s, const step_entry& entry, std::span<std::int32_t> blocks) {
   const auto slots = [&](int head) {
     return std::span(s.slot_of + s.selection(entry.sequence, head),
-                     static_cast<std::size_t>(s.selected_count[s.head_index(entry.sequence, head)]));
+                     to_size(s.selected_count[s.head_index(entry.sequence, head)]));
   };
   for (int head = 1; head < s.heads.kv; ++head)
     if (s.kind_of(head) != s.kind_of(0) ||

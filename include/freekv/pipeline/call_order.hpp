@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <freekv/core/error.hpp>
+#include <freekv/core/size.hpp>
 #include <string>
 #include <vector>
 
@@ -18,7 +19,7 @@ enum class layer_progress : std::uint8_t { waiting, appended, corrected, attende
 /// has changed.
 class call_order {
  public:
-  explicit call_order(int layers) : progress_(static_cast<std::size_t>(layers)) {}
+  explicit call_order(int layers) : progress_(to_size(layers)) {}
 
   bool in_step() const { return in_step_; }
   void begin_step() {
@@ -27,9 +28,9 @@ class call_order {
     in_step_ = true;
   }
   void leave_step() { in_step_ = false; }
-  layer_progress of(int layer) const { return progress_[static_cast<std::size_t>(layer)]; }
+  layer_progress of(int layer) const { return progress_[to_size(layer)]; }
   void reached(layer_progress now, int layer) {
-    progress_[static_cast<std::size_t>(layer)] = now;
+    progress_[to_size(layer)] = now;
     if (now == layer_progress::appended) appended_layer_ = layer;
   }
 
@@ -38,7 +39,7 @@ class call_order {
       throw usage_error(std::string(call) + ": the step in progress has not ended; end or abandon it first");
   }
   void expect_layer(int layer, const char* call) const {
-    if (layer < 0 || static_cast<std::size_t>(layer) >= progress_.size())
+    if (layer < 0 || to_size(layer) >= progress_.size())
       throw usage_error(std::string(call) + ": layer " + std::to_string(layer) + " is not one of " +
                         std::to_string(progress_.size()));
   }
@@ -50,7 +51,7 @@ class call_order {
     const bool appends = first == layer_progress::waiting;
     throw usage_error(std::string(call) + ": layer " + std::to_string(layer) + " is " +
                       std::array{"not appended to yet", appends ? "appended to already" : "not corrected yet",
-                                 "not attended yet", "attended already"}[static_cast<std::size_t>(now)] +
+                                 "not attended yet", "attended already"}[to_size(now)] +
                       " in this step");
   }
   /// The layer that was appended to last, with its queries where the step `has_queries` of it or needs none.
@@ -81,7 +82,7 @@ class call_order {
 /// Room for `rows` rows of `row` numbers: of a padded batch more are given, and those behind are neither read
 /// nor written. Throws usage_error.
 inline void expect_numbers(const char* what, std::size_t given, int rows, std::int64_t row) {
-  if (given < static_cast<std::size_t>(rows) * static_cast<std::size_t>(row))
+  if (given < to_size(rows) * to_size(row))
     throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +
                       std::to_string(rows) + " rows of " + std::to_string(row));
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/backend.hpp>
 #include <freekv/pipeline/call_order.hpp>
 #include <freekv/pipeline/eviction_state.hpp>
@@ -73,15 +74,15 @@ class evicting_pipeline {
   /// pipeline, and is the footprint's.
   evicting_pipeline(const footprint& needs, Backend& backend, const memory_resources& memory = {})
       : settings_(needs.settings()),
-        records_(size(settings_.max_sequences)),
-        order_(settings_.layers),
+        records_(to_size(settings_.capacity.max_sequences)),
+        order_(settings_.model.layers),
         slow_memory_(*memory.slow, needs.slow_bytes()),
         fast_memory_(*memory.fast, needs.fast_bytes()) {
     parts_.emplace(settings_, backend, slow_memory_.data(), fast_memory_.data());
-    std::fill_n(parts_->no_flags, settings_.kv_heads, std::uint8_t{0});
-    std::fill_n(parts_->no_counts, settings_.kv_heads, 0);
-    entries_.reserve(size(settings_.max_sequences));
-    for (int staging = settings_.max_prefills; staging-- > 0;) free_stagings_.push_back(staging);
+    std::fill_n(parts_->no_flags, settings_.model.kv_heads, std::uint8_t{0});
+    std::fill_n(parts_->no_counts, settings_.model.kv_heads, 0);
+    entries_.reserve(to_size(settings_.capacity.max_sequences));
+    for (int staging = settings_.capacity.max_prefills; staging-- > 0;) free_stagings_.push_back(staging);
   }
   /// A pipeline from settings whose footprint nobody has asked for. Throws settings_error.
   evicting_pipeline(const settings& given, Backend& backend, const memory_resources& memory = {})
@@ -98,7 +99,7 @@ class evicting_pipeline {
   const memory_bytes& bytes() const { return parts_->bytes; }
   /// Bytes of the unit that leaves: one KV head's keys and values of a token, or of a page.
   std::size_t slice_bytes() const {
-    return std::size_t{2} * head_dim * sizeof(element) * size(parts_->layers.back().unit_tokens);
+    return std::size_t{2} * head_dim * sizeof(element) * to_size(parts_->layers.back().unit_tokens);
   }
 
   /// A new, empty sequence. Throws pool_exhausted, or usage_error in a step.
@@ -106,8 +107,8 @@ class evicting_pipeline {
     order_.expect_outside_step("open");
     const auto free = std::find_if(records_.begin(), records_.end(), [](const auto& r) { return !r.open; });
     if (free == records_.end())
-      throw pool_exhausted("sequences", settings_.max_sequences, settings_.max_sequences, "a new sequence",
-                           1);
+      throw pool_exhausted("sequences", settings_.capacity.max_sequences, settings_.capacity.max_sequences,
+                           "a new sequence", 1);
     *free = {.open = true};
     const auto sequence = static_cast<int>(free - records_.begin());
     for (const state& layer : parts_->layers) parts_->stages.forget(layer, sequence);
@@ -117,7 +118,7 @@ class evicting_pipeline {
   void release(sequence_id id) {
     order_.expect_outside_step("release");
     known(id);
-    record& r = records_[size(static_cast<int>(id))];
+    record& r = records_[to_size(id)];
     if (r.staging >= 0) free_stagings_.push_back(r.staging);
     r = {};
   }
@@ -138,7 +139,7 @@ class evicting_pipeline {
                     "append takes keys and values of the stored element type, or float");
       evicting_pipeline& p = this->of("append");
       p.order_.expect(layer, "append", layer_progress::waiting, layer_progress::waiting);
-      const state& s = p.parts_->layers[size(layer)];
+      const state& s = p.parts_->layers[to_size(layer)];
       if (rows.strides.keys != 0 || rows.strides.values != 0 || rows.strides.queries != 0)
         throw usage_error(
             "append: methods that evict take rows one behind the other; leave the strides at 0");
@@ -159,11 +160,12 @@ class evicting_pipeline {
     void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
       evicting_pipeline& p = this->of("attend");
       p.order_.expect(layer, "attend", layer_progress::appended, layer_progress::appended);
-      const state& s = p.parts_->layers[size(layer)];
+      const state& s = p.parts_->layers[to_size(layer)];
       p.order_.expect_latest(layer, "attend", !p.queries_.empty() || p.rows_ == 0);
       expect_numbers("attention output", out.size(), p.rows_, s.heads.query * head_dim);
       if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), p.rows_, s.heads.query);
-      const attention_output to{out.data(), lse.empty() ? nullptr : lse.data(), nat_in(p.settings_.lse_base)};
+      const attention_output to{out.data(), lse.empty() ? nullptr : lse.data(),
+                                nat_in(p.settings_.attention.lse_base)};
       for (const eviction_entry& entry : p.entries_) p.parts_->stages.attend(s, entry, p.queries_.data(), to);
       p.order_.reached(layer_progress::attended, layer);
     }
@@ -174,7 +176,7 @@ class evicting_pipeline {
       p.order_.leave_step();
       for (const eviction_entry& entry : p.entries_)
         if (entry.ends_prompt && entry.staging >= 0)
-          p.free_stagings_.push_back(std::exchange(p.records_[size(entry.sequence)].staging, -1));
+          p.free_stagings_.push_back(std::exchange(p.records_[to_size(entry.sequence)].staging, -1));
       this->owner_ = nullptr;
     }
 
@@ -197,8 +199,8 @@ class evicting_pipeline {
     }
     if (stagings > static_cast<long>(free_stagings_.size()))
       throw pool_exhausted(
-          "prompt stagings", settings_.max_prefills,
-          settings_.max_prefills - static_cast<long>(free_stagings_.size()), "the step", stagings,
+          "prompt stagings", settings_.capacity.max_prefills,
+          settings_.capacity.max_prefills - static_cast<long>(free_stagings_.size()), "the step", stagings,
           "let a prompted sequence decode, release one or raise max_prefills in the settings");
     entries_.clear();
     rows_ = 0;
@@ -229,10 +231,10 @@ class evicting_pipeline {
       of_->known(id);
       const state& s = *layer_;
       const auto sequence = static_cast<int>(id);
-      const std::size_t heads = size(s.heads.kv), first = s.head_index(sequence, 0);
+      const std::size_t heads = to_size(s.heads.kv), first = s.head_index(sequence, 0);
       for (int head = 0; !s.complete && head < s.heads.kv; ++head) {
         std::int32_t* const units = s.attended + s.unit_index(sequence, head);
-        std::sort(units, units + s.attended_count[first + size(head)]);
+        std::sort(units, units + s.attended_count[first + to_size(head)]);
       }
       const std::span<const std::int32_t> none(of_->parts_->no_counts, heads);
       return {.corrected = {of_->parts_->no_flags, heads},
@@ -240,7 +242,7 @@ class evicting_pipeline {
               .recalled_before_attention = none,
               .promoted = none,
               .attended = {s.complete ? nullptr : s.attended + s.unit_index(sequence, 0),
-                           s.complete ? 0 : size(s.units) * heads},
+                           s.complete ? 0 : to_size(s.units) * heads},
               .attended_count = {s.attended_count + first, heads}};
     }
 
@@ -251,7 +253,7 @@ class evicting_pipeline {
   /// Reports of a layer's last step: `report(layer)[sequence]`. Throws usage_error.
   reports report(int layer) const {
     order_.expect_layer(layer, "report");
-    return {*this, parts_->layers[size(layer)]};
+    return {*this, parts_->layers[to_size(layer)]};
   }
 
  private:
@@ -266,10 +268,9 @@ class evicting_pipeline {
     int staging = -1;
   };
 
-  static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
   static std::string name_of(sequence_id id) { return "sequence " + std::to_string(static_cast<int>(id)); }
   const record& known(sequence_id id) const {
-    const auto index = static_cast<std::size_t>(id);
+    const auto index = to_size(id);
     if (index >= records_.size() || !records_[index].open) throw usage_error(name_of(id) + " is not open");
     return records_[index];
   }
@@ -300,13 +301,13 @@ class evicting_pipeline {
           name_of(r.sequence) +
           " has decoded and forgotten tokens, which prompt rows would attend to; open another sequence");
     const int has = decodes ? sequence.tokens - sequence.prompt : sequence.prompt;
-    const int most = decodes ? settings_.max_generated : settings_.max_prompt;
+    const int most = decodes ? settings_.capacity.max_generated : settings_.capacity.max_prompt;
     if (r.tokens > most - has)
       throw pool_exhausted((decodes ? "decoded tokens of " : "prompt tokens of ") + name_of(r.sequence), most,
                            has, "the step", r.tokens);
   }
   eviction_entry entry_of(const step_input& r) {
-    record& sequence = records_[size(static_cast<int>(r.sequence))];
+    record& sequence = records_[to_size(static_cast<int>(r.sequence))];
     if (needs_staging(r)) {
       sequence.staging = free_stagings_.back();
       free_stagings_.pop_back();

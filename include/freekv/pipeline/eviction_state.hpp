@@ -1,4 +1,4 @@
-// Settings of an evicting pipeline, and the arrays of each of its layers.
+// The arrays of each layer of an evicting pipeline.
 #pragma once
 
 #include <algorithm>
@@ -6,7 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <freekv/core/error.hpp>
-#include <freekv/pipeline/settings.hpp>
+#include <freekv/core/size.hpp>
+#include <freekv/pipeline/eviction_settings.hpp>
 #include <freekv/policies/eviction.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/storage/layout.hpp>
@@ -15,76 +16,6 @@
 #include <vector>
 
 namespace freekv {
-
-/// Settings of an evicting_pipeline.
-template <class Eviction>
-struct eviction_settings {
-  int layers = 1;
-  int query_heads = 0;
-  int kv_heads = 0;
-  int budget = 512;       ///< tokens that a KV head keeps
-  int max_prompt = 0;     ///< tokens
-  int max_generated = 0;  ///< decode rows of a sequence
-  int max_sequences = 1;
-  int max_prefills = 1;  ///< sequences whose prompts are staged at a time
-  float scale = 0.0f;    ///< 0: 1 / sqrt(head_dim)
-  log_base lse_base = log_base::e;
-  complete_first<dynamic> plan{{1}};  ///< so many leading layers forget nothing
-  Eviction eviction{};
-
-  int max_tokens() const { return max_prompt + max_generated; }
-  /// Leading layers that forget nothing.
-  int complete_layers() const { return std::min(int{plan.layers}, layers); }
-  /// Limits that a layer's policy is told; `layer` is the model's number.
-  eviction_limits limits(int layer) const {
-    return {budget, max_prompt, max_generated, layer - complete_layers(), layers - complete_layers()};
-  }
-};
-
-/// The settings with defaults filled in. Throws settings_error.
-template <int HeadDim, class Eviction>
-eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
-  const auto fail = [](const std::string& sentence) { throw settings_error(sentence); };
-  const auto text = [](auto n) { return std::to_string(n); };
-  if (s.layers < 1) fail("layers is " + text(s.layers) + "; a pipeline has at least 1");
-  if (s.kv_heads < 1) fail("kv_heads is " + text(s.kv_heads) + "; a layer has at least 1");
-  if (s.query_heads < s.kv_heads || s.query_heads % s.kv_heads != 0)
-    fail("query_heads " + text(s.query_heads) + " is not a multiple of kv_heads " + text(s.kv_heads));
-  constexpr int most = 1 << 29;  // so that sums of two are counted right
-  if (s.max_prompt < 0 || s.max_generated < 0 || s.max_prompt > most || s.max_generated > most ||
-      s.max_tokens() < 1)
-    fail("max_prompt is " + text(s.max_prompt) + " and max_generated " + text(s.max_generated) +
-         "; say how long a sequence may become, at most " + text(most) + " tokens each");
-  if (s.max_sequences < 1) fail("max_sequences is " + text(s.max_sequences) + "; at least 1");
-  if (s.max_prefills < 1 || s.max_prefills > s.max_sequences)
-    fail("max_prefills is " + text(s.max_prefills) + "; choose from 1 to max_sequences, which is " +
-         text(s.max_sequences));
-  if (s.budget < 1) fail("budget is " + text(s.budget) + " tokens; keep at least 1");
-  if (s.plan.layers < 0) fail("complete_first has " + text(int{s.plan.layers}) + " layers; 0 or more");
-  resolve(s.eviction, [&]<class E>(const E& eviction) {
-    if constexpr (observes<E>)
-      if (eviction.unit_tokens() != 1 || eviction.observed_rows() < 1 ||
-          eviction.observed_rows() == every_prompt_row)
-        fail(std::string(E::name) + " observes " + text(eviction.observed_rows()) +
-             " rows' attention to units of " + text(eviction.unit_tokens()) +
-             " tokens; observe some of the rows, and units of 1");
-    if constexpr (merges<E>) {
-      if (eviction.unit_tokens() != 1)
-        fail(std::string(E::name) + " merges units of " + text(eviction.unit_tokens()) +
-             " tokens; merge units of 1");
-      const bool keeps_last = eviction.observed_rows() > 0 && eviction.observed_rows() != every_prompt_row;
-      if (eviction.merge_by() == merge_rule::as_last_row && !keeps_last)
-        fail(std::string(E::name) +
-             " merges by the last row's attention and observes no row or all of a prompt; observe some of "
-             "the rows, whose queries are then kept");
-    }
-    if constexpr (hooks_of<E>::has(hook::validate))
-      eviction_kind::validate(eviction, s.limits(s.complete_layers()));
-  });
-  if (s.scale == 0.0f) s.scale = 1.0f / std::sqrt(static_cast<float>(HeadDim));
-  if (!std::isfinite(s.scale)) fail("scale is not finite");
-  return s;
-}
 
 /// One sequence's part of a step of an evicting pipeline: `tokens` rows behind `before`, the first of them row
 /// `first_row` of the step.
@@ -141,11 +72,10 @@ struct eviction_state {
   std::int32_t* attended_count = nullptr;  // (sequence, kv head)
 
   constexpr std::size_t head_index(int sequence, int head) const {
-    return static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads.kv) +
-           static_cast<std::size_t>(head);
+    return to_size(sequence) * to_size(heads.kv) + to_size(head);
   }
   constexpr std::size_t unit_index(int sequence, int head) const {
-    return head_index(sequence, head) * static_cast<std::size_t>(units);
+    return head_index(sequence, head) * to_size(units);
   }
   head_slice<element> slice(int sequence, int head) const {
     if (budgets == nullptr) return slice_at(kv, rows, head_index(sequence, head));
@@ -173,13 +103,11 @@ struct eviction_state {
                             : slice_at(staged, staged_rows, head_index(entry.staging, head));
   }
   float* votes_of(const eviction_entry& entry, int head) const {
-    return votes + head_index(entry.staging, head) * static_cast<std::size_t>(staged_rows);
+    return votes + head_index(entry.staging, head) * to_size(staged_rows);
   }
   float* kept_query(const eviction_entry& entry, int token, int head) const {
     const int row = (keeps_decoded ? entry.sequence : entry.staging) * kept_queries + token % kept_queries;
-    return queries + (static_cast<std::size_t>(row) * static_cast<std::size_t>(heads.kv) +
-                      static_cast<std::size_t>(head)) *
-                         static_cast<std::size_t>(heads.group() * head_dim);
+    return queries + (to_size(row) * to_size(heads.kv) + to_size(head)) * to_size(heads.group() * head_dim);
   }
   /// The states of a KV head's units.
   template <class Eviction>
@@ -190,7 +118,7 @@ struct eviction_state {
 
  private:
   static head_slice<element> slice_at(element* base, int rows, std::size_t head) {
-    const std::size_t plane = static_cast<std::size_t>(rows) * head_dim;
+    const std::size_t plane = to_size(rows) * head_dim;
     return {base + head * 2 * plane, base + (head * 2 + 1) * plane, head_dim};
   }
 };
@@ -214,13 +142,11 @@ class eviction_memory {
   Stages stages;
 
  private:
-  static std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
-
   template <class Backend>
   eviction_memory(const eviction_settings<Eviction>& s, Backend& backend, carver slow, carver fast)
       : layers(layers_of(s, slow, fast)),
-        no_flags(fast.take<std::uint8_t>(size(s.kv_heads))),
-        no_counts(fast.take<std::int32_t>(size(s.kv_heads))),
+        no_flags(fast.take<std::uint8_t>(to_size(s.model.kv_heads))),
+        no_counts(fast.take<std::int32_t>(to_size(s.model.kv_heads))),
         stages(backend, s, fast) {
     bytes.store = bytes.complete = slow_bytes = slow.used();
     fast_bytes = fast.used();
@@ -229,7 +155,7 @@ class eviction_memory {
 
   std::vector<state> layers_of(const eviction_settings<Eviction>& s, carver& slow, carver& fast) {
     std::vector<state> made;
-    for (int layer = 0; layer < s.layers; ++layer) made.push_back(layer_of(s, layer, slow, fast));
+    for (int layer = 0; layer < s.model.layers; ++layer) made.push_back(layer_of(s, layer, slow, fast));
     resolve(s.eviction, [&]<class E>(const E& eviction) {
       if constexpr (allocates<E>) share_pool(s, eviction, made, fast);
     });
@@ -243,17 +169,18 @@ class eviction_memory {
     std::int64_t rows = 0;
     for (const state& l : made)
       if (!l.complete)
-        rows += std::int64_t{s.kv_heads} * std::min(eviction.capacity(s.limits(l.layer)), s.max_tokens());
+        rows +=
+            std::int64_t{s.model.kv_heads} * std::min(eviction.capacity(s.limits(l.layer)), s.max_tokens());
     const std::size_t before = fast.used();
-    auto* const kv =
-        fast.take<typename state::element>(size(s.max_sequences) * size(rows) * 2 * state::head_dim);
+    auto* const kv = fast.take<typename state::element>(to_size(s.capacity.max_sequences) * to_size(rows) *
+                                                        2 * state::head_dim);
     bytes.slots += fast.used() - before;
-    auto* const first_token = fast.take<std::int32_t>(size(s.max_sequences) * size(rows));
+    auto* const first_token = fast.take<std::int32_t>(to_size(s.capacity.max_sequences) * to_size(rows));
     for (state& l : made) {
       if (l.complete) continue;
       l.kv = kv;
       l.first_token = first_token;
-      l.budgets = fast.take<head_budget>(l.head_index(s.max_sequences, 0));
+      l.budgets = fast.take<head_budget>(l.head_index(s.capacity.max_sequences, 0));
     }
   }
 
@@ -262,12 +189,12 @@ class eviction_memory {
     state l;
     l.layer = layer;
     l.complete = s.plan.kind(layer) == layer_kind::complete;
-    l.heads = {s.query_heads, s.kv_heads};
-    l.scale = s.scale;
-    const std::size_t heads = l.head_index(s.max_sequences, 0),
-                      staged_heads = l.head_index(s.max_prefills, 0);
+    l.heads = {s.model.query_heads, s.model.kv_heads};
+    l.scale = s.attention.scale;
+    const std::size_t heads = l.head_index(s.capacity.max_sequences, 0),
+                      staged_heads = l.head_index(s.capacity.max_prefills, 0);
     const auto numbers = [&](std::size_t of_heads, int rows) {
-      return of_heads * 2 * size(rows) * state::head_dim;
+      return of_heads * 2 * to_size(rows) * state::head_dim;
     };
     l.tokens = fast.take<std::int32_t>(heads);
     l.attended_count = fast.take<std::int32_t>(heads);
@@ -287,7 +214,7 @@ class eviction_memory {
           pooled ? s.max_tokens() : eviction.capacity(most);  // of a pool a head may have any part
       l.units = (std::min(room, s.max_tokens()) + l.unit_tokens - 1) / l.unit_tokens;
       if constexpr (!observes<E>) l.state_bytes = sizeof(typename E::unit_state);
-      l.staged_rows = eviction.stages_prompt() ? s.max_prompt : 0;
+      l.staged_rows = eviction.stages_prompt() ? s.capacity.max_prompt : 0;
       if (eviction.observed_rows() < every_prompt_row) l.kept_queries = eviction.observed_rows();
       if constexpr (observes<E>) l.keeps_decoded = eviction.observes_decoding();
       if constexpr (merges<E>) {
@@ -302,19 +229,20 @@ class eviction_memory {
       of += fast.used() - before;
     };
     const auto take_queries = [&](int of) {
-      l.queries = fast.take<float>(size(of) * size(l.kept_queries) * size(s.query_heads) * state::head_dim);
+      l.queries = fast.take<float>(to_size(of) * to_size(l.kept_queries) * to_size(s.model.query_heads) *
+                                   state::head_dim);
     };
     if (!pooled) counted(bytes.slots, [&] { l.kv = fast.take<element>(numbers(heads, l.rows)); });
     counted(bytes.staging, [&] {
       l.staged = fast.take<element>(numbers(staged_heads, l.staged_rows));
-      if (l.kept_queries == 0) l.votes = fast.take<float>(staged_heads * size(l.staged_rows));
-      if (!l.keeps_decoded) take_queries(s.max_prefills);
+      if (l.kept_queries == 0) l.votes = fast.take<float>(staged_heads * to_size(l.staged_rows));
+      if (!l.keeps_decoded) take_queries(s.capacity.max_prefills);
     });
-    if (l.keeps_decoded) take_queries(s.max_sequences);
-    l.states = fast.take<std::byte>(l.unit_index(s.max_sequences, 0) * l.state_bytes);
-    if (!pooled) l.first_token = fast.take<std::int32_t>(l.unit_index(s.max_sequences, 0));
-    l.attended = fast.take<std::int32_t>(l.unit_index(s.max_sequences, 0));
-    if (weighs) l.log_weight = fast.take<float>(l.unit_index(s.max_sequences, 0));
+    if (l.keeps_decoded) take_queries(s.capacity.max_sequences);
+    l.states = fast.take<std::byte>(l.unit_index(s.capacity.max_sequences, 0) * l.state_bytes);
+    if (!pooled) l.first_token = fast.take<std::int32_t>(l.unit_index(s.capacity.max_sequences, 0));
+    l.attended = fast.take<std::int32_t>(l.unit_index(s.capacity.max_sequences, 0));
+    if (weighs) l.log_weight = fast.take<float>(l.unit_index(s.capacity.max_sequences, 0));
     l.memories = fast.take<std::byte>(heads * l.memory_bytes);
     return l;
   }

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/pipeline/pipeline_memory.hpp>
 #include <freekv/pipeline/settings.hpp>
@@ -31,7 +32,7 @@ class pipeline_footprint {
     for (std::size_t layer = 0; layer < counted.layers.size(); ++layer) {
       const layer_state<Shape>& s = counted.layers[layer];
       slots_per_sequence_.push_back(s.keeps_slots ? s.slots.total() : 0);
-      slots_.push_back(s.keeps_slots ? std::int64_t{settings_.max_resident} * s.slots.fixed() +
+      slots_.push_back(s.keeps_slots ? std::int64_t{settings_.capacity.max_resident} * s.slots.fixed() +
                                            counted.block_pools[layer].capacity()
                                      : 0);
     }
@@ -47,10 +48,10 @@ class pipeline_footprint {
   std::size_t fast_bytes() const { return fast_bytes_; }
   /// Slots that a sequence has in a layer at most, and so the room that its `table` needs; 0 where it has
   /// none.
-  int slots_per_sequence(int layer) const { return slots_per_sequence_.at(static_cast<std::size_t>(layer)); }
+  int slots_per_sequence(int layer) const { return slots_per_sequence_.at(to_size(layer)); }
   /// Slots of all resident sequences in a layer, and so blocks of an engine's own tensor:
   /// `slots_per_sequence` times max_resident, or fewer with `selected_tokens`.
-  std::int64_t slots(int layer) const { return slots_.at(static_cast<std::size_t>(layer)); }
+  std::int64_t slots(int layer) const { return slots_.at(to_size(layer)); }
 
  private:
   settings_type settings_;

@@ -6,6 +6,7 @@
 #include <freekv/algorithms/match_slots.hpp>
 #include <freekv/algorithms/merge_selections.hpp>
 #include <freekv/core/ids.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/policies/geometry.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/storage/engine_blocks.hpp>
@@ -74,7 +75,7 @@ struct step_queries {
   }
 };
 
-/// The same rows as stages see them.
+/// Rows of a step as stages see `kv_rows`.
 template <class In>
 struct step_rows {
   const In* keys = nullptr;
@@ -96,7 +97,7 @@ struct attention_output {
 };
 
 /// Output of the log-masses of a step's rows: (rows, query_heads, entries).
-struct mass_output {
+struct log_mass_output {
   float* masses = nullptr;
   int entries = 0;    // of a row's list, or more
   float unit = 1.0f;  // what a nat is written as
@@ -116,7 +117,7 @@ struct paged_rows {
   std::span<const std::int32_t> block_table{};
 
   std::int64_t offset(int token, int head) const {
-    const std::int64_t block = block_table[static_cast<std::size_t>(token / block_tokens)];
+    const std::int64_t block = block_table[to_size(token / block_tokens)];
     return block * block_stride + token % block_tokens * token_stride + head * head_stride;
   }
   const In* key(int token, int head) const { return keys + offset(token, head); }
@@ -248,14 +249,13 @@ struct layer_state {
   std::int32_t* promoted = nullptr;  // (sequence, kv head): slices from the ring, last step
 
   FREEKV_HD constexpr std::size_t head_index(int sequence, int head) const {
-    return static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads.kv) +
-           static_cast<std::size_t>(head);
+    return to_size(sequence) * to_size(heads.kv) + to_size(head);
   }
   FREEKV_HD constexpr std::size_t selection(int sequence, int head) const {
-    return head_index(sequence, head) * static_cast<std::size_t>(max_selected);
+    return head_index(sequence, head) * to_size(max_selected);
   }
   FREEKV_HD constexpr std::size_t masks(int sequence, int head) const {
-    return selection(sequence, head) * static_cast<std::size_t>(mask_words);
+    return selection(sequence, head) * to_size(mask_words);
   }
   FREEKV_HD unit_union selected_union(int sequence, int head) const {
     return {selected + selection(sequence, head), selected_by + masks(sequence, head), mask_words};
@@ -264,7 +264,7 @@ struct layer_state {
     return {next_selected + selection(sequence, head), next_selected_by + masks(sequence, head), mask_words};
   }
   FREEKV_HD slot_contents slots_of(int sequence, int head) const {
-    const std::size_t first = head_index(sequence, head) * static_cast<std::size_t>(slots.selected);
+    const std::size_t first = head_index(sequence, head) * to_size(slots.selected);
     return {slot_unit + first, slot_stamp + first, slots.selected};
   }
   /// First page of a decode entry's window: behind its candidates, as far as these are complete, which after a
@@ -287,13 +287,12 @@ struct layer_state {
   FREEKV_HD int pages_of(int tokens) const { return (tokens + page.tokens - 1) / page.tokens; }
   FREEKV_HD layer_kind kind_of(int head) const { return head_kinds[head]; }
   FREEKV_HD float* kept_query(int sequence, int head, int decode_row = 0) const {
-    const std::size_t nth = head_index(sequence, head) * static_cast<std::size_t>(decode_rows) +
-                            static_cast<std::size_t>(decode_row);
-    return kept_queries + nth * static_cast<std::size_t>(heads.group() * head_dim);
+    const std::size_t nth = head_index(sequence, head) * to_size(decode_rows) + to_size(decode_row);
+    return kept_queries + nth * to_size(heads.group() * head_dim);
   }
   /// Numbers of the kept queries of one sequence.
   FREEKV_HD constexpr std::size_t kept_query_numbers() const {
-    return head_index(1, 0) * static_cast<std::size_t>(decode_rows * heads.group() * head_dim);
+    return head_index(1, 0) * to_size(decode_rows * heads.group() * head_dim);
   }
   /// The queries of all rows of a decode step as one group.
   FREEKV_HD group_query query_of(const step_entry& entry, int head) const {
@@ -304,8 +303,7 @@ struct layer_state {
     return {kept_query(entry.sequence, head) + g * head_dim, entry.tokens, head_dim, heads.group()};
   }
   FREEKV_HD store_page_id store_page(int sequence, int page_index) const {
-    return store_page_id{page_table[static_cast<std::size_t>(sequence) * static_cast<std::size_t>(max_pages) +
-                                    static_cast<std::size_t>(page_index)]};
+    return store_page_id{page_table[to_size(sequence) * to_size(max_pages) + to_size(page_index)]};
   }
   /// Summary of the `nth` unit of a page (summary_bytes). A KV head's lie side by side, in the order of the
   /// store's pages.
@@ -316,16 +314,15 @@ struct layer_state {
     return pin_worth[summary_index(store_page, head, nth)];
   }
   FREEKV_HD constexpr std::size_t summary_index(store_page_id store_page, int head, int nth) const {
-    const std::size_t row = static_cast<std::size_t>(head) * static_cast<std::size_t>(store_pages) +
-                            static_cast<std::size_t>(store_page);
-    return row * static_cast<std::size_t>(units_per_page) + static_cast<std::size_t>(nth);
+    const std::size_t row = to_size(head) * to_size(store_pages) + to_size(store_page);
+    return row * to_size(units_per_page) + to_size(nth);
   }
   FREEKV_HD std::byte* shared_of(store_page_id store_page) const {
-    return shared + static_cast<std::size_t>(store_page) * shared_bytes;
+    return shared + to_size(store_page) * shared_bytes;
   }
   std::span<const std::int32_t> pinned_of(int sequence, int head) const {
-    return {pinned + head_index(sequence, head) * static_cast<std::size_t>(pins),
-            static_cast<std::size_t>(pinned_count[head_index(sequence, head)])};
+    return {pinned + head_index(sequence, head) * to_size(pins),
+            to_size(pinned_count[head_index(sequence, head)])};
   }
   /// The page that unit `index` of a sequence is part of, and its first row there.
   FREEKV_HD constexpr int page_of(int index) const {
@@ -388,7 +385,7 @@ struct layer_state {
   }
   /// The selected slot of entry i of such a list, which is selected, of a head that attends to slots.
   FREEKV_HD int selected_slot_of(int sequence, int head, const attention_list& pages, int i) const {
-    return slot_of[selection(sequence, head) + static_cast<std::size_t>(pages.nth_selected(i))];
+    return slot_of[selection(sequence, head) + to_size(pages.nth_selected(i))];
   }
   /// The slot of entry i of such a list that is not selected.
   FREEKV_HD slot_id slot_of_page(const attention_list& pages, int i) const {
@@ -418,9 +415,8 @@ void for_each_array(State& s, const Use& use) {
     use(*counts, heads);
   for (std::int32_t** lists : {&s.selected, &s.next_selected, &s.attended, &s.slot_of}) use(*lists, units);
   for (std::uint32_t** lists : {&s.selected_by, &s.next_selected_by, &s.attended_by}) use(*lists, masks);
-  use(s.pinned, heads * static_cast<std::size_t>(s.pins));
-  for (std::int32_t** lists : {&s.slot_unit, &s.slot_stamp})
-    use(*lists, heads * static_cast<std::size_t>(s.slots.selected));
+  use(s.pinned, heads * to_size(s.pins));
+  for (std::int32_t** lists : {&s.slot_unit, &s.slot_stamp}) use(*lists, heads * to_size(s.slots.selected));
 }
 /// Calls it for all of them: the previous queries last.
 template <class State, class Use>

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/backend.hpp>
 #include <freekv/pipeline/call_order.hpp>
 #include <freekv/pipeline/footprint.hpp>
@@ -38,30 +39,31 @@ struct pipeline_core {
                               std::span<const engine_blocks<typename state::element>> blocks)
       : settings(needs.settings()),
         backend(processor),
-        recalled(static_cast<std::size_t>(settings.layers)),
-        order(settings.layers) {
-    if (!blocks.empty() && blocks.size() != static_cast<std::size_t>(settings.layers))
+        recalled(to_size(settings.model.layers)),
+        order(settings.model.layers) {
+    if (!blocks.empty() && blocks.size() != to_size(settings.model.layers))
       throw settings_error("blocks of " + std::to_string(blocks.size()) + " layers for " +
-                           std::to_string(settings.layers) + "; give those of each layer, or none");
+                           std::to_string(settings.model.layers) + "; give those of each layer, or none");
     std::size_t slow_bytes = needs.slow_bytes(), fast_bytes = needs.fast_bytes();
     if (!blocks.empty()) {  // which hold the slots, and are checked
       const memory_type counted(settings, backend, nullptr, nullptr, nullptr, blocks);
       slow_bytes = counted.slow_bytes;
       fast_bytes = counted.fast_bytes;
     }
-    if (settings.store_file) file = settings.store_file->open(*settings.store_file, needs.bytes().file);
+    if (settings.capacity.store_file)
+      file = settings.capacity.store_file->open(*settings.capacity.store_file, needs.bytes().file);
     slow_block = memory_block(*from.slow, slow_bytes);
     fast_block = memory_block(*from.fast, fast_bytes);
     memory.emplace(settings, backend, slow_block.data(), fast_block.data(), file.get(), blocks);
     memory->stages.begin(memory->tables, memory->layers);
     sequences.emplace(sequence_limits{.page_tokens = settings.page.tokens,
-                                      .max_tokens = settings.max_tokens,
-                                      .max_sequences = settings.max_sequences,
-                                      .max_resident = settings.max_resident,
-                                      .max_decode_rows = settings.max_decode_rows,
+                                      .max_tokens = settings.capacity.max_tokens,
+                                      .max_sequences = settings.capacity.max_sequences,
+                                      .max_resident = settings.capacity.max_resident,
+                                      .max_decode_rows = settings.capacity.max_decode_rows,
                                       .store_pages = settings.store_pages()},
                       memory->tables.page_tables.host, memory->tables.slot_sets.host);
-    entries.reserve(static_cast<std::size_t>(settings.max_sequences));
+    entries.reserve(to_size(settings.capacity.max_sequences));
   }
   pipeline_core(const pipeline_core&) = delete;
   pipeline_core& operator=(const pipeline_core&) = delete;
@@ -87,7 +89,7 @@ struct pipeline_core {
   auto& stages() const { return memory->stages; }
   const state& layer_of(int layer, const char* call) const {
     order.expect_layer(layer, call);
-    return memory->layers[static_cast<std::size_t>(layer)];
+    return memory->layers[to_size(layer)];
   }
   bool any_decode() const {
     return in_capture || std::any_of(entries.begin(), entries.end(),

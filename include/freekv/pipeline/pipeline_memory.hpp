@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/pipeline/settings.hpp>
 #include <freekv/pipeline/tables.hpp>
@@ -40,16 +41,16 @@ class pipeline_memory {
  private:
   using tables_type = typename Stages::tables;
   static constexpr int head_dim = State::head_dim;
-  static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
   template <class Backend>
   pipeline_memory(const Settings& s, Backend& backend, carver&& slow, carver&& fast, slice_file* file,
                   std::span<const engine_blocks<element>> blocks)
       : tables{.page_tables = tables_type::template take<std::int32_t>(
-                   size(s.max_sequences) * size(s.max_pages()), slow, fast),
-               .slot_sets = tables_type::template take<std::int32_t>(size(s.max_sequences), slow, fast)},
+                   to_size(s.capacity.max_sequences) * to_size(s.max_pages()), slow, fast),
+               .slot_sets =
+                   tables_type::template take<std::int32_t>(to_size(s.capacity.max_sequences), slow, fast)},
         stages(backend, s, slow, fast) {
-    for (int layer = 0; layer < s.layers; ++layer)
+    for (int layer = 0; layer < s.model.layers; ++layer)
       layers.push_back(layer_part(s, layer, slow, fast, file, blocks));
     bytes.host_copies = slow.used() - bytes.store;
     bytes.staging = stages.staging_bytes();
@@ -65,32 +66,33 @@ class pipeline_memory {
     l.layer = layer;
     l.kind = s.plan.kind(layer);
     l.keeps_slots = s.route.keeps_slots() && l.kind != layer_kind::complete;
-    l.heads = {s.query_heads, s.kv_heads};
+    l.heads = {s.model.query_heads, s.model.kv_heads};
     l.page = {s.page.tokens, head_dim};
     l.unit = {s.unit_tokens(), head_dim};
     l.units_per_page = s.units_per_page();
     l.budget = s.budget_at(layer);
     if (l.kind == layer_kind::sliding) {
-      l.sliding_window = s.sliding_window;
-      const int pages = std::min(s.pages_for(s.sliding_window), s.max_pages());
+      l.sliding_window = s.attention.sliding_window;
+      const int pages = std::min(s.pages_for(s.attention.sliding_window), s.max_pages());
       l.budget = {.sink = 0, .window = pages * s.page.tokens, .selected_units = 1};
     }
-    l.soft_cap = s.soft_cap;
-    if (!s.sink_logits.empty()) {
-      const float* const logits = s.sink_logits.data() + size(layer) * size(s.query_heads);
-      l.sink_logits = tables.take_sink_logits(logits, size(s.query_heads), fast);
+    l.soft_cap = s.attention.soft_cap;
+    if (!s.attention.sink_logits.empty()) {
+      const float* const logits =
+          s.attention.sink_logits.data() + to_size(layer) * to_size(s.model.query_heads);
+      l.sink_logits = tables.take_sink_logits(logits, to_size(s.model.query_heads), fast);
     }
     l.encoded = s.encodes() && l.kind != layer_kind::complete;
     l.open_pages = s.open_pages();
     l.pins = s.pinned_units();
     l.max_selected = s.max_selected(layer);
     l.mask_words = s.selects_by() == selection_scope::query_head ? head_mask_words(l.heads.group()) : 0;
-    l.slots = slots_for(l.budget, l.page.tokens, s.spare_slots(), s.max_decode_rows);
+    l.slots = slots_for(l.budget, l.page.tokens, s.spare_slots(), s.capacity.max_decode_rows);
     l.slots.selected = l.max_selected + s.spare_slots();
     l.slots.units_per_page = l.units_per_page;
-    l.decode_rows = s.max_decode_rows;
+    l.decode_rows = s.capacity.max_decode_rows;
     if (l.kind == layer_kind::window || l.kind == layer_kind::sliding) l.slots.selected = 0;
-    l.scale = s.scale;
+    l.scale = s.attention.scale;
     l.max_pages = s.max_pages();
     l.store_pages = s.store_pages();
     l.page_table = tables.page_tables.device;
@@ -98,15 +100,15 @@ class pipeline_memory {
     l.summary_bytes =
         resolve(s.summary, [&](const auto& summary) { return summary_bytes<element>(summary, l.unit); });
 
-    const page_shape shape{l.page.tokens, s.kv_heads};
+    const page_shape shape{l.page.tokens, s.model.kv_heads};
     const std::int64_t row_pages =
-        l.encoded ? std::int64_t{s.max_sequences} * l.open_pages : std::int64_t{s.store_pages()};
+        l.encoded ? std::int64_t{s.capacity.max_sequences} * l.open_pages : std::int64_t{s.store_pages()};
     const int most = l.keeps_slots ? l.slots.total() - l.slots.fixed() : 0;
-    const std::int64_t fixed = l.keeps_slots ? std::int64_t{s.max_resident} * l.slots.fixed() : 0;
+    const std::int64_t fixed = l.keeps_slots ? std::int64_t{s.capacity.max_resident} * l.slots.fixed() : 0;
     const std::int64_t shared = selected_blocks(s, most), slots = fixed + shared;
     const std::int64_t own_blocks = blocks.empty() ? slots : 0;
     const auto elements = [&](std::int64_t pages) {
-      return size(pages) * size(2 * shape.tokens * head_dim) * size(shape.kv_heads);
+      return to_size(pages) * to_size(2 * shape.tokens * head_dim) * to_size(shape.kv_heads);
     };
     const std::size_t store_before = slow.used(), rows_before = fast.used();
     const std::size_t file_before = bytes.file;
@@ -128,56 +130,58 @@ class pipeline_memory {
       l.blocks =
           blocks_of<element>(make_page_span<typename Layouts::fast, head_dim>(own_data, own_blocks, shape));
     });
-    const auto listed =
-        tables_type::template take<std::int32_t>(size(s.max_resident) * size(most), slow, fast);
+    const auto listed = tables_type::template take<std::int32_t>(
+        to_size(s.capacity.max_resident) * to_size(most), slow, fast);
     l.selected_blocks = listed.device;
-    block_pools.emplace_back(fixed, shared, most, s.max_resident, listed.host);
+    block_pools.emplace_back(fixed, shared, most, s.capacity.max_resident, listed.host);
     const std::int64_t engines = blocks.empty() ? 0 : slots;  // blocks of an engine's tensor
-    if (engines > 0) l.blocks = blocks_of(blocks[size(layer)], layer, slots, tables_type::block_alignment);
-    l.blocks.ids = tables.take_block_ids(l.blocks.ids, size(engines), slow, fast);
+    if (engines > 0) l.blocks = blocks_of(blocks[to_size(layer)], layer, slots, tables_type::block_alignment);
+    l.blocks.ids = tables.take_block_ids(l.blocks.ids, to_size(engines), slow, fast);
     int complete_heads = 0;
-    for (int head = 0; head < s.kv_heads; ++head)
+    for (int head = 0; head < s.model.kv_heads; ++head)
       complete_heads += head_kind(s.plan, layer, head) == layer_kind::complete;
-    bytes.complete +=
-        (in_memory + rows_in_fast + bytes.file - file_before) / size(s.kv_heads) * size(complete_heads);
+    bytes.complete += (in_memory + rows_in_fast + bytes.file - file_before) / to_size(s.model.kv_heads) *
+                      to_size(complete_heads);
     if (l.kind == layer_kind::retrieval) {
       const std::size_t before = fast.used();
-      l.summaries = fast.take<std::byte>(l.summary_bytes * size(s.units_per_page()) * size(s.store_pages()) *
-                                         size(s.kv_heads));
+      l.summaries = fast.take<std::byte>(l.summary_bytes * to_size(s.units_per_page()) *
+                                         to_size(s.store_pages()) * to_size(s.model.kv_heads));
       if (l.pins > 0)
-        l.pin_worth = fast.take<float>(size(s.units_per_page()) * size(s.store_pages()) * size(s.kv_heads));
+        l.pin_worth = fast.take<float>(to_size(s.units_per_page()) * to_size(s.store_pages()) *
+                                       to_size(s.model.kv_heads));
       bytes.summaries += fast.used() - before;
     }
     if (l.encoded) {
       const std::size_t before = fast.used();
       l.shared_bytes =
           resolve(s.codec, [&](const auto& codec) { return shared_bytes(codec, l.page, sizeof(element)); });
-      l.shared = fast.take<std::byte>(l.shared_bytes * size(s.store_pages()));
+      l.shared = fast.take<std::byte>(l.shared_bytes * to_size(s.store_pages()));
       bytes.codec += fast.used() - before;
     }
 
-    const auto kinds = tables_type::template take<layer_kind>(size(s.kv_heads), slow, fast);
+    const auto kinds = tables_type::template take<layer_kind>(to_size(s.model.kv_heads), slow, fast);
     l.head_kinds = kinds.device;
-    for (int head = 0; kinds.host != nullptr && head < s.kv_heads; ++head)
+    for (int head = 0; kinds.host != nullptr && head < s.model.kv_heads; ++head)
       kinds.host[head] = head_kind(s.plan, layer, head);
-    l.kept_queries = fast.take<float>(size(s.max_sequences) * l.kept_query_numbers());
-    tables.take_arrays(l, s.max_sequences, listed, kinds, slow, fast);
+    l.kept_queries = fast.take<float>(to_size(s.capacity.max_sequences) * l.kept_query_numbers());
+    tables.take_arrays(l, s.capacity.max_sequences, listed, kinds, slow, fast);
     return l;
   }
 
   /// Blocks that a layer's selected slots share, where those of one sequence are in `most`.
   static std::int64_t selected_blocks(const Settings& s, int most) {
-    const std::int64_t all = std::int64_t{s.max_resident} * most;
-    if (s.selected_tokens == 0) return all;
-    return std::min(all, std::max(std::int64_t{most}, s.selected_tokens / s.page.tokens));
+    const std::int64_t all = std::int64_t{s.capacity.max_resident} * most;
+    if (s.capacity.selected_tokens == 0) return all;
+    return std::min(all, std::max(std::int64_t{most}, s.capacity.selected_tokens / s.page.tokens));
   }
 
   /// Room for a layer's complete pages.
   slice_store slices_of(const Settings& s, carver& slow, slice_file* file) {
-    slice_store slices{
-        .first = bytes.file, .slice_bytes = stored_slice_bytes<element, head_dim>(s), .kv_heads = s.kv_heads};
-    const std::size_t all = slices.slice_bytes * size(s.store_pages()) * size(s.kv_heads);
-    if (s.store_file) {
+    slice_store slices{.first = bytes.file,
+                       .slice_bytes = stored_slice_bytes<element, head_dim>(s),
+                       .kv_heads = s.model.kv_heads};
+    const std::size_t all = slices.slice_bytes * to_size(s.store_pages()) * to_size(s.model.kv_heads);
+    if (s.capacity.store_file) {
       slices.file = file;
       bytes.file += all;
     } else {

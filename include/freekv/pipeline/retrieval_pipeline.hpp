@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/pipeline_core.hpp>
 #include <freekv/pipeline/retrieval_step.hpp>
 #include <freekv/pipeline/saved_prefix.hpp>
@@ -108,7 +109,7 @@ class basic_retrieval_pipeline {
   /// of the page that is read for it.
   std::size_t slice_bytes() const {
     const int tokens =
-        core_.settings.store_file ? int{core_.settings.page.tokens} : core_.settings.unit_tokens();
+        core_.settings.capacity.store_file ? int{core_.settings.page.tokens} : core_.settings.unit_tokens();
     return resolve(core_.settings.codec, [&](const auto& codec) {
       return codec.bytes(page_geometry{tokens, head_dim}, sizeof(element));
     });
@@ -297,7 +298,7 @@ class basic_retrieval_pipeline {
     core_.entries.clear();
     const auto bounds = core_.stages().captured_bounds(most);
     core_.rows = bounds.rows;
-    core_.longest = core_.longest_prompt = core_.settings.max_tokens;
+    core_.longest = core_.longest_prompt = core_.settings.capacity.max_tokens;
     core_.step = core_.stages().capture_step(bounds);
     core_.order.begin_step();
     core_.in_capture = true;
@@ -370,7 +371,7 @@ class basic_retrieval_pipeline {
   reports report(int layer) const {
     const state& of_layer = core_.layer_of(layer, "report");
     core_.check_order("report");
-    core_.recalled[static_cast<std::size_t>(layer)].wait();
+    core_.recalled[to_size(layer)].wait();
     return {core_.stages().read_back(of_layer), *core_.sequences};
   }
 
@@ -390,8 +391,6 @@ class basic_retrieval_pipeline {
   }
 
  private:
-  static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
-
   /// Whether all that a sequence may have selected is complete pages among its first `tokens` tokens, as far
   /// as is known without looking; then no truncation to that length makes it drop its selection.
   bool candidates_within(sequence_id id, int tokens) const {

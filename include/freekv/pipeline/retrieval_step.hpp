@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/block_tables.hpp>
 #include <freekv/pipeline/pipeline_core.hpp>
 #include <freekv/pipeline/step_handle.hpp>
@@ -60,7 +61,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
 
     // A captured step has joined its recalls when the next is replayed; those of a step before it `plan` has
     // joined.
-    if (!core.in_capture) core.backend.compute().wait(core.recalled[static_cast<std::size_t>(layer)]);
+    if (!core.in_capture) core.backend.compute().wait(core.recalled[to_size(layer)]);
     core.stages().append(s, core.step, given);
     core.queries = given.queries;
     core.order.reached(layer_progress::appended, layer);
@@ -84,7 +85,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     if (core.in_capture)
       throw usage_error("append_from: a captured step has no tables of the sequences to come; begin a step");
     detail::expect_prompt_tables(rows, core.entries);
-    auto& recalled = core.recalled[static_cast<std::size_t>(layer)];
+    auto& recalled = core.recalled[to_size(layer)];
     core.stages().append_from(s, core.step, rows, recalled);
     recalled = core.backend.recall().record();
     core.queries = {};
@@ -137,8 +138,8 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     const int entries = most_attended(layer);
     expect_numbers("log-masses", masses.size(), core.rows, std::int64_t{s.heads.query} * entries);
     correct(layer);
-    const mass_output to{masses.data(), entries, nat_in(core.settings.lse_base)};
-    core.stages().masses(s, core.step, core.queries, to);
+    const log_mass_output to{masses.data(), entries, nat_in(core.settings.attention.lse_base)};
+    core.stages().log_masses(s, core.step, core.queries, to);
   }
 
   /// Corrects the flagged heads, as `attend` does first; for an engine that attends with a kernel of its own.
@@ -208,7 +209,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     if (core.in_capture)
       core.recalls_in_capture = true;
     else
-      core.recalled[static_cast<std::size_t>(layer)] = core.backend.recall().record();
+      core.recalled[to_size(layer)] = core.backend.recall().record();
   }
 
   /// Full attention of the step's rows, to measure what retrieval loses. Between `append` and the end of the
@@ -255,7 +256,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   static const state& layer_in(core_type& core, int layer, const char* call, layer_progress first,
                                layer_progress last) {
     core.order.expect(layer, call, first, last);
-    return core.memory->layers[static_cast<std::size_t>(layer)];
+    return core.memory->layers[to_size(layer)];
   }
   /// The stride of rows of `heads` heads, of which there are as many as the step has.
   template <class Numbers>
@@ -270,7 +271,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     static_assert(freekv::element<Out>, "outputs are float, half or bfloat16");
     core.order.expect_latest(s.layer, call, !core.queries.empty() || core.rows == 0);
     if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), core.rows, s.heads.query);
-    return {out.data(), lse.empty() ? nullptr : lse.data(), nat_in(core.settings.lse_base),
+    return {out.data(), lse.empty() ? nullptr : lse.data(), nat_in(core.settings.attention.lse_base),
             stride_of("attention output", out, core, s.heads.query, stride), type_of_element<Out>};
   }
 };

@@ -19,6 +19,7 @@
 #include <freekv/core/error.hpp>
 #include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/pipeline/sequences.hpp>
 #include <freekv/policies/codec.hpp>
@@ -167,11 +168,11 @@ class saved_prefix {
   std::size_t carve(std::byte* memory) {
     carver buffers(memory);
     block_ = buffers.take<std::byte>(checked_blocks::room);
-    if (core_.settings.store_file)
+    if (core_.settings.capacity.store_file)
       for (const state& s : core_.memory->layers)
-        page_bytes_ = std::max(page_bytes_, s.slices.slice_bytes * static_cast<std::size_t>(s.heads.kv));
-    page_ = core_.settings.store_file
-                ? buffers.take_aligned(page_bytes_, core_.settings.store_file->alignment())
+        page_bytes_ = std::max(page_bytes_, s.slices.slice_bytes * to_size(s.heads.kv));
+    page_ = core_.settings.capacity.store_file
+                ? buffers.take_aligned(page_bytes_, core_.settings.capacity.store_file->alignment())
                 : nullptr;
     return buffers.used();
   }
@@ -184,7 +185,7 @@ class saved_prefix {
       if (s.encoded && s.shared_bytes > 0)
         for (const store_page_id page : pages) move(s.shared_of(page), s.shared_bytes);
       if (s.kind != layer_kind::retrieval) continue;
-      const auto units = static_cast<std::size_t>(s.units_per_page);
+      const auto units = to_size(s.units_per_page);
       for (int head = 0; head < s.heads.kv; ++head) {
         if (head_kind(core_.settings.plan, s.layer, head) != layer_kind::retrieval) continue;
         for (const store_page_id page : pages) {
@@ -198,19 +199,19 @@ class saved_prefix {
   template <class Move>
   void each_slice(const state& s, way direction, store_page_id page, const Move& move) {
     if (!s.encoded) {
-      const std::size_t row = sizeof(typename state::element) * static_cast<std::size_t>(state::head_dim);
+      const std::size_t row = sizeof(typename state::element) * to_size(state::head_dim);
       for (int head = 0; head < s.heads.kv; ++head) {
         const auto slice = slice_of(s.store, page, head);
         for (auto* const plane : std::array{slice.key, slice.value}) {
           const bool dense = slice.stride == state::head_dim;
           const int rows = dense ? 1 : s.page.tokens;
-          const std::size_t bytes = dense ? row * static_cast<std::size_t>(s.page.tokens) : row;
+          const std::size_t bytes = dense ? row * to_size(s.page.tokens) : row;
           for (int r = 0; r < rows; ++r) move(reinterpret_cast<std::byte*>(plane + r * slice.stride), bytes);
         }
       }
       return;
     }
-    const auto heads = static_cast<std::size_t>(s.heads.kv);
+    const auto heads = to_size(s.heads.kv);
     const std::size_t bytes = resolve(core_.settings.codec, [&](const auto& codec) {
       return codec.bytes(s.page, sizeof(typename state::element));
     });
@@ -244,8 +245,8 @@ class saved_prefix {
     line("head_dim", std::to_string(int{state::head_dim}));
     line("page", std::to_string(int{s.page.tokens}));
     line("unit", std::to_string(s.unit_tokens()));
-    line("kv_heads", std::to_string(s.kv_heads));
-    line("layers", std::to_string(s.layers));
+    line("kv_heads", std::to_string(s.model.kv_heads));
+    line("layers", std::to_string(s.model.layers));
     line("plan", plan_of(s));
     line("codec", name_of(s.codec));
     line("summary", name_of(s.summary));
@@ -258,9 +259,9 @@ class saved_prefix {
   /// Kinds of layers, a letter each, or one for each of its KV heads where these are not alike.
   static std::string plan_of(const auto& s) {
     std::string all;
-    for (int layer = 0; layer < s.layers; ++layer) {
+    for (int layer = 0; layer < s.model.layers; ++layer) {
       std::string heads;
-      for (int head = 0; head < s.kv_heads; ++head)
+      for (int head = 0; head < s.model.kv_heads; ++head)
         heads += "rcws"[static_cast<int>(head_kind(s.plan, layer, head))];
       const bool alike = heads.find_first_not_of(heads[0]) == std::string::npos;
       all += alike ? heads.substr(0, 1) : "(" + heads + ")";

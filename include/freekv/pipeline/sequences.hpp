@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <freekv/core/error.hpp>
+#include <freekv/core/ids.hpp>
 #include <freekv/core/shape.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/storage/page_pool.hpp>
 #include <span>
@@ -64,7 +66,7 @@ class sequence_table {
         pool_(limits.store_pages),
         page_tables_(page_tables),
         slot_sets_(slot_sets),
-        records_(static_cast<std::size_t>(limits.max_sequences)) {
+        records_(to_size(limits.max_sequences)) {
     std::fill_n(slot_sets, limits.max_sequences, -1);
     for (int set = limits.max_resident; set-- > 0;) free_slot_sets_.push_back(set);
   }
@@ -84,7 +86,7 @@ class sequence_table {
   };
 
   const record& known(sequence_id id) const {
-    const auto index = static_cast<std::size_t>(id);
+    const auto index = to_size(id);
     if (index >= records_.size() || !records_[index].open) throw usage_error(name_of(id) + " is not open");
     return records_[index];
   }
@@ -110,7 +112,7 @@ class sequence_table {
     r.pages = pages;
     r.candidates_at = r.tokens + 1;
     r.unencoded_from = pages;
-    for (int page = 0; page < pages; ++page) share(id, page, of_start[static_cast<std::size_t>(page)]);
+    for (int page = 0; page < pages; ++page) share(id, page, of_start[to_size(page)]);
     return id;
   }
   void check_fork(sequence_id parent) const {
@@ -147,7 +149,7 @@ class sequence_table {
       throw pool_exhausted("page pool", pool_.capacity(), pool_.capacity() - pool_.available(), "the prefix",
                            pages);
     prefix taken(pool_);
-    taken.pages_.reserve(static_cast<std::size_t>(pages));
+    taken.pages_.reserve(to_size(pages));
     while (taken.pages() < pages) taken.pages_.push_back(pool_.take());
     return taken;
   }
@@ -226,14 +228,13 @@ class sequence_table {
   }
 
  private:
-  record& record_of(sequence_id id) { return records_[index(id)]; }
-  static std::size_t index(sequence_id id) { return static_cast<std::size_t>(id); }
+  record& record_of(sequence_id id) { return records_[to_size(id)]; }
   int pages_for(int tokens) const { return (tokens + limits_.page_tokens - 1) / limits_.page_tokens; }
   std::int32_t* page_entry(sequence_id id, int page) const {
-    return page_tables_ + index(id) * static_cast<std::size_t>(pages_for(limits_.max_tokens)) + page;
+    return page_tables_ + to_size(id) * to_size(pages_for(limits_.max_tokens)) + page;
   }
   store_page_id page_of(sequence_id id, int page) const { return store_page_id{*page_entry(id, page)}; }
-  std::int32_t& slot_set(sequence_id id) const { return slot_sets_[index(id)]; }
+  std::int32_t& slot_set(sequence_id id) const { return slot_sets_[to_size(id)]; }
 
   sequence_id next_free(const char* who) const {
     const auto free = std::find_if(records_.begin(), records_.end(), [](const auto& r) { return !r.open; });

@@ -59,7 +59,7 @@ class slot_budget {
     };
     if (lacking() == pools.size()) return;
     if (waits) core_.settle(who);
-    for (int i = 0; waits && i < core_.settings.max_sequences; ++i) {
+    for (int i = 0; waits && i < core_.settings.capacity.max_sequences; ++i) {
       const sequence_id id{i};
       if (core_.sequences->slot_set_of(id) < 0 || spared(id)) continue;
       for (const auto& s : core_.memory->layers)

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <freekv/core/ids.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/sequences.hpp>
 #include <span>
 
@@ -37,7 +39,7 @@ class layer_report {
     sequences_->known(id);
     const State& s = *seen_;
     const auto sequence = static_cast<int>(id);
-    const auto heads = static_cast<std::size_t>(s.heads.kv);
+    const auto heads = to_size(s.heads.kv);
     const std::size_t row = s.head_index(sequence, 0), first = s.selection(sequence, 0);
     return {.corrected = {s.corrected + row, heads},
             .recalled = {s.recalled + row, heads},

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/storage/memory.hpp>
 #include <vector>
@@ -22,7 +23,7 @@ struct host_and_device {
 template <class State>
 void take_arrays_of(State& layer, int sequences, carver& memory) {
   for_each_array(layer, [&]<class T>(T*& array, std::size_t of_sequence) {
-    array = memory.take<T>(static_cast<std::size_t>(sequences) * of_sequence);
+    array = memory.take<T>(to_size(sequences) * of_sequence);
   });
 }
 

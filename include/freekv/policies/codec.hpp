@@ -24,12 +24,12 @@
 // `team`: `lane_count` lanes that share each row, `row_share` of its numbers each; on the host one. What one
 // lane writes no other reads before the caller has the team `sync()`.
 //
-// Optional, and then listed in `hooks`: `at(slice_place)`, the codec for one slice, where it depends on the layer, head or position;
-// `data(visit)` then, which calls `visit(array, bytes)` for each array that it was given;
-// `shared_bytes(page, element_bytes)`, a multiple of 4, what all heads of a page share and keep in fast memory,
-// and `shared_floats(page)`, scratch while it is made; `values()`, what it was given, for names;
-// `validate(codec_setting)`, which throws settings_error. Slices of a page are encoded one head after the other
-// from head 0 on, and decoded when all have been.
+// Optional, and then listed in `hooks`: `at(slice_place)`, the codec for one slice, where it depends on the layer, head
+// or position; `data(visit)` then, which calls `visit(array, bytes)` for each array that it was given;
+// `shared_bytes(page, element_bytes)`, a multiple of 4, what all heads of a page share and keep in fast memory, and
+// `shared_floats(page)`, scratch while it is made; `values()`, what it was given, for names; `validate(codec_setting)`,
+// which throws settings_error. Slices of a page are encoded one head after the other from head 0 on, and decoded when
+// all have been.
 #pragma once
 
 #include <concepts>
@@ -41,6 +41,7 @@
 #include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/core/team.hpp>
 #include <freekv/storage/layout.hpp>
 #include <string_view>
@@ -144,7 +145,7 @@ FREEKV_HD void store_numbers(Team team, const head_slice<const Element>& from, i
     }
   }
 }
-/// And `rows` of them back.
+/// Loads `rows` of a slice whose numbers are stored as `Stored`.
 template <int HeadDim, class Stored, class Team, class Element>
 FREEKV_HD void load_numbers(Team team, const std::byte* from, int tokens, row_range rows,
                             const head_slice<Element>& to) {
@@ -171,7 +172,7 @@ struct identity {
   static constexpr std::string_view name = "identity";
 
   FREEKV_HD constexpr std::size_t bytes(page_geometry page, std::size_t element_bytes) const {
-    return std::size_t{2} * static_cast<std::size_t>(page.tokens * page.head_dim) * element_bytes;
+    return std::size_t{2} * to_size(page.tokens * page.head_dim) * element_bytes;
   }
   template <int HeadDim, class Team, class Element>
   FREEKV_HD void encode(Team team, const head_slice<const Element>& from, int tokens, std::byte* to) const {

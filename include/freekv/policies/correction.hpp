@@ -9,6 +9,7 @@
 #include <freekv/core/error.hpp>
 #include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/core/team.hpp>
 #include <freekv/policies/detail/query_drift.hpp>
 #include <string>
@@ -52,14 +53,14 @@ struct cosine_drift {
     }
   };
   layer_policy at(int layer) const {
-    return {tau_of_layer.empty() ? tau : tau_of_layer[static_cast<std::size_t>(layer)], pool};
+    return {tau_of_layer.empty() ? tau : tau_of_layer[to_size(layer)], pool};
   }
   std::string values() const {
     const char* pools[] = {"", ", min", ", max"};
     return (tau_of_layer.empty() ? detail::decimal(tau) : "by layer") + pools[static_cast<int>(pool)];
   }
   void validate(int layers) const {
-    if (!tau_of_layer.empty() && tau_of_layer.size() != static_cast<std::size_t>(layers))
+    if (!tau_of_layer.empty() && tau_of_layer.size() != to_size(layers))
       throw settings_error("cosine_drift has tau for " + std::to_string(tau_of_layer.size()) + " layers of " +
                            std::to_string(layers) + "; give one for each, or none");
     if (std::isnan(tau) ||
@@ -82,7 +83,7 @@ struct mass_deficit {
   FREEKV_HD bool flags(const selection_masses& masses) const {
     return masses.selected < (1.0f - delta) * masses.best;
   }
-  FREEKV_HD bool exchanges_pages() const { return partial; }
+  FREEKV_HD bool exchanges_units() const { return partial; }
 
   std::string values() const { return detail::decimal(delta) + (partial ? ", partial" : ""); }
   void validate(int) const {
@@ -144,7 +145,7 @@ concept correction_by_query = requires(const C c, query_change change) {
 template <class C>
 concept correction_by_mass = requires(const C c, selection_masses masses) {
   { c.at(0).flags(masses) } -> std::same_as<bool>;
-  { c.at(0).exchanges_pages() } -> std::same_as<bool>;
+  { c.at(0).exchanges_units() } -> std::same_as<bool>;
 };
 
 template <class C>
@@ -163,7 +164,7 @@ struct correction_kind : kind_defaults {
   struct check {
     static_assert(correction_policy<P>,
                   "a correction policy has a name and either at(layer).flags(team, query_change) -> bool, or "
-                  "at(layer).flags(selection_masses) -> bool and at(layer).exchanges_pages() -> bool");
+                  "at(layer).flags(selection_masses) -> bool and at(layer).exchanges_units() -> bool");
   };
   template <class P>
   static constexpr bool offers(hook h) {

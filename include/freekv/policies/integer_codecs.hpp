@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstring>
+#include <freekv/core/size.hpp>
 #include <freekv/policies/codec.hpp>
 #include <freekv/policies/detail/group_codes.hpp>
 
@@ -46,21 +47,20 @@ FREEKV_HD void decode_row(const typename Codes::template groups<Element, N>& gro
 
 template <class Codes>
 FREEKV_HD constexpr std::size_t code_bytes(page_geometry page) {
-  return static_cast<std::size_t>(page.tokens * page.head_dim) * Codes::bits / 8;
+  return to_size(page.tokens * page.head_dim) * Codes::bits / 8;
 }
 
 /// Offset of a row's codes from number `first` on.
 template <class Codes, int HeadDim>
 FREEKV_HD constexpr std::size_t code_offset(int row, int first) {
-  return (static_cast<std::size_t>(row) * HeadDim + static_cast<std::size_t>(first)) * Codes::bits / 8;
+  return (to_size(row) * HeadDim + to_size(first)) * Codes::bits / 8;
 }
 
 /// Keys or values with a group for each token.
 template <class Codes>
 struct by_token {
   FREEKV_HD static constexpr std::size_t bytes(page_geometry page, std::size_t element_bytes) {
-    return code_bytes<Codes>(page) +
-           static_cast<std::size_t>(page.tokens) * Codes::group_bytes(element_bytes);
+    return code_bytes<Codes>(page) + to_size(page.tokens) * Codes::group_bytes(element_bytes);
   }
   template <int HeadDim, class Team, class Element>
   FREEKV_HD static void encode(Team team, const Element* rows, std::int64_t stride, int tokens,
@@ -76,8 +76,7 @@ struct by_token {
       seen.unite(team);
       typename Codes::template groups<Element, 1> group;
       group.fit(seen);
-      if (team.lane() == 0)
-        group.save(shared + static_cast<std::size_t>(t) * Codes::group_bytes(sizeof(Element)));
+      if (team.lane() == 0) group.save(shared + to_size(t) * Codes::group_bytes(sizeof(Element)));
       encode_row<share, Codes, Element, 1>(group, row, to + code_offset<Codes, HeadDim>(t, mine));
     }
   }
@@ -90,7 +89,7 @@ struct by_token {
     for (int nth = 0; nth < wanted.count; ++nth) {
       const int t = wanted.first + nth;
       typename Codes::template groups<Element, 1> group;
-      group.load(shared + static_cast<std::size_t>(t) * Codes::group_bytes(sizeof(Element)));
+      group.load(shared + to_size(t) * Codes::group_bytes(sizeof(Element)));
       decode_row<share, Codes, Element, 1>(group, from + code_offset<Codes, HeadDim>(t, mine),
                                            rows + nth * stride + mine);
     }
@@ -101,8 +100,7 @@ struct by_token {
 template <class Codes>
 struct by_channel {
   FREEKV_HD static constexpr std::size_t bytes(page_geometry page, std::size_t element_bytes) {
-    return code_bytes<Codes>(page) +
-           static_cast<std::size_t>(page.head_dim) * Codes::group_bytes(element_bytes);
+    return code_bytes<Codes>(page) + to_size(page.head_dim) * Codes::group_bytes(element_bytes);
   }
   template <int HeadDim, class Team, class Element>
   FREEKV_HD static void encode(Team team, const Element* rows, std::int64_t stride, int tokens,

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <freekv/core/size.hpp>
 #include <freekv/core/unroll.hpp>
 #include <freekv/policies/mean_summaries.hpp>
 
@@ -22,8 +23,7 @@ struct codebook {
   int head_dim = 0;
 
   FREEKV_HD static constexpr std::size_t floats(int codes, int dims, int head_dim) {
-    return static_cast<std::size_t>(head_dim) * static_cast<std::size_t>(codes * dims + 1) +
-           static_cast<std::size_t>(codes * dims) * centroids_per_code;
+    return to_size(head_dim) * to_size(codes * dims + 1) + to_size(codes * dims) * centroids_per_code;
   }
   FREEKV_HD static constexpr codebook at(const float* data, int codes, int dims, int head_dim) {
     const float* rows = data + head_dim;
@@ -138,11 +138,11 @@ struct key_codebooks {
     return codebook::floats(mean_codes, mean_dims, head_dim) + codebook::floats(codes, dims, head_dim);
   }
   constexpr std::size_t bytes() const {
-    return static_cast<std::size_t>(layers * kv_heads) * floats_per_head() * sizeof(float);
+    return to_size(layers * kv_heads) * floats_per_head() * sizeof(float);
   }
   FREEKV_HD constexpr codebook mean(int layer, int head) const {
-    return codebook::at(data + static_cast<std::size_t>(layer * kv_heads + head) * floats_per_head(),
-                        mean_codes, mean_dims, head_dim);
+    return codebook::at(data + to_size(layer * kv_heads + head) * floats_per_head(), mean_codes, mean_dims,
+                        head_dim);
   }
   FREEKV_HD constexpr codebook token(int layer, int head) const {
     return codebook::at(mean(layer, head).offset + codebook::floats(mean_codes, mean_dims, head_dim), codes,
@@ -173,7 +173,7 @@ struct key_codes {
   }
   template <class Key>
   FREEKV_HD constexpr std::size_t bytes(page_geometry page) const {
-    return static_cast<std::size_t>(mean_codes + codes * page.tokens);
+    return to_size(mean_codes + codes * page.tokens);
   }
 
   template <class Visit>

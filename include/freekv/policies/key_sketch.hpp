@@ -1,6 +1,7 @@
 // The page's mean key and every token's difference from it, quantised. Ours.
 #pragma once
 
+#include <freekv/core/size.hpp>
 #include <freekv/policies/detail/token_codes.hpp>
 #include <freekv/policies/mean_summaries.hpp>
 
@@ -62,7 +63,7 @@ struct key_sketch {
 
  private:
   FREEKV_HD static constexpr std::size_t mean_bytes(page_geometry page) {
-    return static_cast<std::size_t>(page.head_dim) * sizeof(float);
+    return to_size(page.head_dim) * sizeof(float);
   }
   FREEKV_HD constexpr token_codes codes(page_geometry page) const {
     return {page.head_dim, bits, page.tokens};

@@ -1,6 +1,7 @@
 // Token-level key estimates in a subspace, quantised. Ours.
 #pragma once
 
+#include <freekv/core/size.hpp>
 #include <freekv/policies/detail/token_codes.hpp>
 #include <freekv/policies/mean_summaries.hpp>
 
@@ -17,14 +18,12 @@ struct subspace_basis {
   int rank = 0;
   int head_dim = 0;
 
-  FREEKV_HD constexpr std::size_t floats_per_head() const {
-    return static_cast<std::size_t>(rank + 1) * static_cast<std::size_t>(head_dim);
-  }
+  FREEKV_HD constexpr std::size_t floats_per_head() const { return to_size(rank + 1) * to_size(head_dim); }
   constexpr std::size_t bytes() const {
-    return static_cast<std::size_t>(layers * kv_heads) * floats_per_head() * sizeof(float);
+    return to_size(layers * kv_heads) * floats_per_head() * sizeof(float);
   }
   FREEKV_HD constexpr const float* mean(int layer, int head) const {
-    return data + static_cast<std::size_t>(layer * kv_heads + head) * floats_per_head();
+    return data + to_size(layer * kv_heads + head) * floats_per_head();
   }
   FREEKV_HD constexpr const float* rows(int layer, int head) const { return mean(layer, head) + head_dim; }
 };

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <freekv/core/rotary.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/policies/codec.hpp>
 #include <freekv/policies/key_subspace.hpp>
 #include <freekv/storage/layout.hpp>
@@ -34,7 +35,7 @@ struct low_rank_keys {
   template <class Visit>
   void data(const Visit& visit) const {
     visit(basis.data, basis.bytes());
-    visit(rotary.frequencies, static_cast<std::size_t>(rotary.pairs) * sizeof(float));
+    visit(rotary.frequencies, to_size(rotary.pairs) * sizeof(float));
     visit(&rotary.of, sizeof rotary.of);
   }
   std::string values() const { return std::to_string(int{rank}); }
@@ -60,10 +61,10 @@ struct low_rank_keys {
   }
 
   FREEKV_HD constexpr std::size_t bytes(page_geometry page, std::size_t element_bytes) const {
-    return values_bytes(page, element_bytes) + static_cast<std::size_t>((page.tokens + 31) / 32) * 4;
+    return values_bytes(page, element_bytes) + to_size((page.tokens + 31) / 32) * 4;
   }
   FREEKV_HD constexpr std::size_t shared_bytes(page_geometry page, std::size_t element_bytes) const {
-    return static_cast<std::size_t>(page.tokens * rank) * element_bytes;
+    return to_size(page.tokens * rank) * element_bytes;
   }
   FREEKV_HD constexpr int shared_floats(page_geometry page) const {
     return (page.tokens + 1) * rank + page.head_dim;
@@ -75,7 +76,7 @@ struct low_rank_keys {
 
  private:
   FREEKV_HD static constexpr std::size_t values_bytes(page_geometry page, std::size_t element_bytes) {
-    return static_cast<std::size_t>(page.tokens * page.head_dim) * element_bytes;
+    return to_size(page.tokens * page.head_dim) * element_bytes;
   }
 };
 

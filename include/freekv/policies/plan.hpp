@@ -10,6 +10,7 @@
 #include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
+#include <freekv/core/size.hpp>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -54,9 +55,9 @@ struct by_layer {
   static constexpr std::string_view name = "by_layer";
   std::vector<layer_kind> kinds{};  ///< (layers)
 
-  layer_kind kind(int layer) const { return kinds[static_cast<std::size_t>(layer)]; }
+  layer_kind kind(int layer) const { return kinds[to_size(layer)]; }
   void validate(int layers, int) const {
-    if (kinds.size() != static_cast<std::size_t>(layers))
+    if (kinds.size() != to_size(layers))
       throw settings_error("by_layer has kinds for " + std::to_string(kinds.size()) + " layers of " +
                            std::to_string(layers));
   }
@@ -72,8 +73,7 @@ struct by_head {
   int kv_heads = 1;
 
   layer_kind kind(int layer, int head) const {
-    return kinds[static_cast<std::size_t>(layer) * static_cast<std::size_t>(kv_heads) +
-                 static_cast<std::size_t>(head)];
+    return kinds[to_size(layer) * to_size(kv_heads) + to_size(head)];
   }
   /// Kind of all heads of a layer if they are alike; else retrieval if any of them retrieves, and window if
   /// none does.
@@ -83,8 +83,7 @@ struct by_head {
     return std::find(first, last, layer_kind::retrieval) != last ? layer_kind::retrieval : layer_kind::window;
   }
   void validate(int layers, int heads) const {
-    if (heads != kv_heads ||
-        kinds.size() != static_cast<std::size_t>(layers) * static_cast<std::size_t>(heads))
+    if (heads != kv_heads || kinds.size() != to_size(layers) * to_size(heads))
       throw settings_error("by_head has kinds for " + std::to_string(kinds.size()) + " heads, " +
                            std::to_string(kv_heads) + " a layer; needed are " + std::to_string(layers) +
                            " layers of " + std::to_string(heads));

@@ -1,4 +1,4 @@
-// Residency: which pages that are no longer selected stay in a KV head's slots, for the case that they are selected
+// Residency: which units that are no longer selected stay in a KV head's slots, for the case that they are selected
 // again.
 #pragma once
 
@@ -14,8 +14,8 @@
 
 namespace freekv {
 
-/// A slot whose page is no longer selected. Selections of a KV head are counted; `last_selected` is the number of the
-/// last one that had the page.
+/// A slot whose unit is no longer selected. Selections of a KV head are counted; `last_selected` is the number of the
+/// last one that had the unit.
 struct unselected_slot {
   int slot = 0;
   std::int32_t last_selected = 0;

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <freekv/core/log_sum_exp.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/policies/summary.hpp>
 
 namespace freekv {
@@ -46,9 +47,8 @@ struct stored_as : Summary {
 
   template <class Key>
   FREEKV_HD constexpr std::size_t bytes(page_geometry page) const {
-    const auto numbers = static_cast<std::size_t>(this->width(page));
-    if (is(number_format::int8))
-      return code_bytes(page) + static_cast<std::size_t>(scales(page)) * sizeof(float);
+    const auto numbers = to_size(this->width(page));
+    if (is(number_format::int8)) return code_bytes(page) + to_size(scales(page)) * sizeof(float);
     if (is(number_format::float32)) return numbers * sizeof(float);
     return numbers * (is(number_format::key) ? sizeof(Key) : sizeof(summary_element<Summary, Key>));
   }
@@ -97,7 +97,7 @@ struct stored_as : Summary {
 
   // Codes, each its number in units of its scale plus `largest`; then the scales.
   FREEKV_HD constexpr std::size_t code_bytes(page_geometry page) const {
-    return static_cast<std::size_t>((this->width(page) + 3) / 4 * 4);
+    return to_size((this->width(page) + 3) / 4 * 4);
   }
   FREEKV_HD constexpr int scales(page_geometry page) const {
     return (this->width(page) + page.head_dim - 1) / page.head_dim;

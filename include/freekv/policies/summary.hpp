@@ -38,6 +38,7 @@
 #include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/core/team.hpp>
 #include <string>
 #include <string_view>
@@ -109,7 +110,7 @@ FREEKV_HD constexpr std::size_t summary_bytes(const S& summary, page_geometry pa
   if constexpr (requires { summary.template bytes<Key>(page); })
     bytes = summary.template bytes<Key>(page);
   else
-    bytes = static_cast<std::size_t>(summary.width(page)) * sizeof(summary_element<S, Key>);
+    bytes = to_size(summary.width(page)) * sizeof(summary_element<S, Key>);
   return (bytes + 3) / 4 * 4;
 }
 
@@ -140,7 +141,7 @@ struct stored_summaries {
   std::size_t bytes = 0;
   int count = 0;
 
-  FREEKV_HD const std::byte* at(int nth) const { return first + static_cast<std::size_t>(nth) * bytes; }
+  FREEKV_HD const std::byte* at(int nth) const { return first + to_size(nth) * bytes; }
 };
 
 /// Whether a summary, on that team, scores four query heads at once: `prepare_four(team, query, prepared)` has up to four
@@ -180,7 +181,7 @@ FREEKV_HD void narrow_numbers(T team, const float* numbers, int count, std::byte
   for (int i = team.lane(); i < count; i += team.lanes()) elements[i] = from_float<Stored>(numbers[i]);
 }
 
-/// And back.
+/// Numbers stored as `Stored`, as floats again.
 template <element Stored, team T>
 FREEKV_HD void widen_numbers(T team, const std::byte* in, int count, float* numbers) {
   const auto* elements = reinterpret_cast<const Stored*>(in);

@@ -62,7 +62,8 @@ struct descending_masses {
 
 /// HARD-KV's calibration (arXiv 2606.28831, section 3 and appendix D): the temperature at which the `wanted(row)` best of
 /// each row of transformed scores have a share of `p`, on average over the rows, by bisection from 1e-3 to 10: that share
-/// falls as the temperature rises. Where more than are wanted share the largest score it is the lowest. `row(r)` is a row's scores, descending, and `count(r)` how many there are.
+/// falls as the temperature rises. Where more than are wanted share the largest score it is the lowest. `row(r)` is a
+/// row's scores, descending, and `count(r)` how many there are.
 template <class Row, class Count, class Wanted>
 double calibrated_temperature(int rows, double p, const Row& row, const Count& count, const Wanted& wanted) {
   const auto share = [&](double temperature) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <freekv/core/size.hpp>
 #include <utility>
 #include <vector>
 
@@ -13,8 +14,8 @@ class block_pool {
  public:
   block_pool() = default;
   block_pool(std::int64_t first, std::int64_t capacity, int most, int sets, std::int32_t* table)
-      : capacity_(capacity), most_(most), held_(static_cast<std::size_t>(sets)), table_(table) {
-    free_.reserve(static_cast<std::size_t>(capacity));
+      : capacity_(capacity), most_(most), held_(to_size(sets)), table_(table) {
+    free_.reserve(to_size(capacity));
     for (std::int64_t block = capacity; block-- > 0;)
       free_.push_back(static_cast<std::int32_t>(first + block));
   }
@@ -23,11 +24,11 @@ class block_pool {
   std::int64_t available() const { return static_cast<std::int64_t>(free_.size()); }
   /// Blocks that one slot set holds at most.
   int most() const { return most_; }
-  int held(int set) const { return held_[static_cast<std::size_t>(set)]; }
+  int held(int set) const { return held_[to_size(set)]; }
 
   /// Takes blocks, of which there are enough, or gives the last ones back.
   void hold(int set, int blocks) {
-    int& held = held_[static_cast<std::size_t>(set)];
+    int& held = held_[to_size(set)];
     std::int32_t* const listed = table_ + static_cast<std::ptrdiff_t>(set) * most_;
     for (; held < blocks; ++held) {
       listed[held] = free_.back();

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <freekv/core/error.hpp>
+#include <freekv/core/size.hpp>
 #include <span>
 #include <string>
 #include <utility>
@@ -102,7 +103,7 @@ class checked_reader {
  private:
   void next() {
     memory_.finish();
-    used_ = static_cast<std::size_t>(std::min<std::uint64_t>(left_, checked_blocks::bytes));
+    used_ = to_size(std::min<std::uint64_t>(left_, checked_blocks::bytes));
     at_ = 0;
     left_ -= used_;
     read_(std::span<std::byte>(block_, used_ + sizeof sum_));

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <freekv/core/error.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/storage/layout.hpp>
 #include <span>
 #include <string>
@@ -58,9 +59,7 @@ struct slot_blocks {
 template <class Element, class PageSpan>
 slot_blocks<Element> blocks_of(const PageSpan& pages) {
   const auto& map = pages.mapping();
-  const auto stride = [&](page_axis axis) {
-    return std::int64_t{map.stride(static_cast<std::size_t>(axis))};
-  };
+  const auto stride = [&](page_axis axis) { return std::int64_t{map.stride(to_size(axis))}; };
   Element* const data = pages.data_handle();
   if (data == nullptr) return {};
   return {data, data + stride(page_axis::plane), stride(page_axis::page), stride(page_axis::token),
@@ -75,7 +74,7 @@ template <class Element>
   const auto refuse = [&](const std::string& what) {
     throw settings_error("blocks of layer " + std::to_string(layer) + ": " + what);
   };
-  if (blocks.ids.size() != static_cast<std::size_t>(slots))
+  if (blocks.ids.size() != to_size(slots))
     refuse(std::to_string(blocks.ids.size()) + " blocks; needed are " + std::to_string(slots) +
            ", as footprint::slots says");
   if (blocks.keys == nullptr || blocks.values == nullptr) refuse("keys or values are null");

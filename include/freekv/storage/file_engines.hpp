@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <unistd.h>
+#include <freekv/core/size.hpp>
 
 #include <algorithm>
 #include <array>
@@ -36,7 +37,7 @@ struct transfer_progress {
   template <class Request>
   state after(long result, const Request& request) {
     if (result > 0) {
-      done += static_cast<std::size_t>(result);
+      done += to_size(result);
       tries = 0;
       return done >= request.bytes ? state::complete : state::more;
     }
@@ -83,7 +84,7 @@ class thread_engine {
     ::sigfillset(&all);
     ::pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
-      threads_.reserve(static_cast<std::size_t>(in_flight));
+      threads_.reserve(to_size(in_flight));
       for (int i = 1; i < in_flight; ++i) threads_.emplace_back([this] { serve(); });
     } catch (const std::exception&) {  // no thread, or no memory for its object: fewer in flight
     }
@@ -201,7 +202,7 @@ class ring_engine {
   ring_engine(System& system, int in_flight) : system_(system) {
     for (lane& l : lanes_) {
       l.usable = l.ring.start(system_, static_cast<unsigned>(in_flight));
-      l.slots.resize(static_cast<std::size_t>(in_flight));
+      l.slots.resize(to_size(in_flight));
       l.free.reserve(l.slots.size());
     }
   }

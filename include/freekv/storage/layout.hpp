@@ -13,6 +13,7 @@
 #include <freekv/core/ids.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
+#include <freekv/core/size.hpp>
 #include <string_view>
 
 namespace freekv {
@@ -23,7 +24,7 @@ enum class page_axis : std::uint8_t { page, plane, token, head, dim };
 /// Extents of a run of pages: (pages, 2, page_size, kv_heads, head_dim); head_dim is a compile-time extent.
 template <int HeadDim>
 using page_extents = cuda::std::extents<std::int64_t, cuda::std::dynamic_extent, 2, cuda::std::dynamic_extent,
-                                        cuda::std::dynamic_extent, static_cast<std::size_t>(HeadDim)>;
+                                        cuda::std::dynamic_extent, to_size(HeadDim)>;
 
 /// A dense layout whose axes lie in memory in the order `Axes`, outermost first. An mdspan layout policy:
 /// exhaustive, unique and strided for all extents.
@@ -192,7 +193,7 @@ FREEKV_HD constexpr head_slice<typename PageSpan::element_type> slice_of(const P
                                                                          std::int64_t page, int head) {
   const auto& map = pages.mapping();
   return {pages.data_handle() + map(page, 0, 0, head, 0), pages.data_handle() + map(page, 1, 0, head, 0),
-          map.stride(static_cast<std::size_t>(page_axis::token))};
+          map.stride(to_size(page_axis::token))};
 }
 /// One KV head's part of a page of the store.
 template <class PageSpan>

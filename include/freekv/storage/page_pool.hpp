@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <freekv/core/ids.hpp>
+#include <freekv/core/size.hpp>
 #include <vector>
 
 namespace freekv {
@@ -11,7 +12,7 @@ namespace freekv {
 /// store.
 class page_pool {
  public:
-  explicit page_pool(std::int32_t capacity) : uses_(static_cast<std::size_t>(capacity)) {
+  explicit page_pool(std::int32_t capacity) : uses_(to_size(capacity)) {
     free_.reserve(uses_.size());
     for (std::int32_t page = capacity; page-- > 0;) free_.push_back(store_page_id{page});
   }
@@ -28,14 +29,14 @@ class page_pool {
   }
   /// One more user of a page in use.
   void share(store_page_id page) { ++uses_of(page); }
-  std::int32_t uses(store_page_id page) const { return uses_[static_cast<std::size_t>(page)]; }
+  std::int32_t uses(store_page_id page) const { return uses_[to_size(page)]; }
   /// One user less; after the last the page is free.
   void give_back(store_page_id page) {
     if (--uses_of(page) == 0) free_.push_back(page);
   }
 
  private:
-  std::int32_t& uses_of(store_page_id page) { return uses_[static_cast<std::size_t>(page)]; }
+  std::int32_t& uses_of(store_page_id page) { return uses_[to_size(page)]; }
 
   std::vector<std::int32_t> uses_;  // by page
   std::vector<store_page_id> free_;

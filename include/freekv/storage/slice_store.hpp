@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <freekv/core/ids.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/storage/file_store.hpp>
 #include <span>
 
@@ -27,7 +28,7 @@ struct slice_store {
 
   /// Writes the slices of all heads of a page. Throws store_error.
   void write_page(store_page_id store_page, const std::byte* slices) const {
-    const std::size_t bytes = static_cast<std::size_t>(kv_heads) * slice_bytes;
+    const std::size_t bytes = to_size(kv_heads) * slice_bytes;
     if (file == nullptr) {
       std::memcpy(data + offset(store_page, 0), slices, bytes);
     } else {

@@ -13,9 +13,7 @@ oracle::decoder with_two_candidates(const oracle::settings& s, const std::vector
   oracle::decoder decoder(s);
   floats rows;
   for (int token = 0; token < 6; ++token)
-    for (int i = 0; i < s.kv_heads * s.head_dim; ++i)
-      rows.push_back(token < 4 ? keys[static_cast<std::size_t>(token / 2)][static_cast<std::size_t>(i)]
-                               : 0.0F);
+    for (int i = 0; i < s.kv_heads * s.head_dim; ++i) rows.push_back(token < 4 ? keys[token / 2][i] : 0.0F);
   decoder.prompt(rows, floats(rows.size()), 6);
   return decoder;
 }

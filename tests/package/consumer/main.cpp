@@ -11,11 +11,9 @@ int main() {
                                                    freekv::page_size<16>, freekv::chunk_means<8>>;
   constexpr int prompt = 100, kv_heads = 2, query_heads = 4, d = pipeline_type::head_dim;
   freekv::host_backend backend({.threads = 2});
-  pipeline_type pipeline({.layers = 2,
-                          .query_heads = query_heads,
-                          .kv_heads = kv_heads,
+  pipeline_type pipeline({.model = {.layers = 2, .query_heads = query_heads, .kv_heads = kv_heads},
                           .budget = {.sink = 16, .window = 32, .selected_units = 8},
-                          .max_tokens = 160},
+                          .capacity = {.max_tokens = 160}},
                          backend);
   const freekv::sequence_id sequence = pipeline.open();
   int drawn = 0;

@@ -7,11 +7,11 @@
 #include <freekv/algorithms/attend_slice.hpp>
 #include <freekv/algorithms/attend_tokens.hpp>
 #include <freekv/algorithms/merge_selections.hpp>
+#include <freekv/backend/cuda/attention_parts.cuh>
 #include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/lane_attention.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/last_block.cuh>
-#include <freekv/backend/cuda/merge_parts.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/backend/cuda/tensor_attention.cuh>

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 #include <freekv/algorithms/ordered_key.hpp>
-#include <freekv/backend/cuda/diff_by_warp.cuh>
 #include <freekv/backend/cuda/favour_held.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
+#include <freekv/backend/cuda/match_by_warp.cuh>
 #include <freekv/backend/cuda/radix_select.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/score.cuh>
@@ -28,7 +28,7 @@ static_assert(block_selection_default.valid());
 template <bool Masses>
 struct select_storage {
   typename radix_select<block_selection_default.threads>::storage radix;
-  diff_storage diff;
+  match_storage diff;
   listed_items listed;
   int items;
 };

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 
 namespace freekv::device {
@@ -126,8 +127,7 @@ __global__ void write_table(State s, step_view step, block_tables to) {
 }
 template <class State>
 void launch_tables(const State& s, const step_view& step, const block_tables& to, cudaStream_t stream) {
-  const std::size_t words =
-      to.rows == table_rows::all_heads ? static_cast<std::size_t>(s.max_pages + 31) / 32 : 0;
+  const std::size_t words = to.rows == table_rows::all_heads ? to_size(s.max_pages + 31) / 32 : 0;
   launch(
       "block tables",
       {static_cast<unsigned>(to.size(s.heads.kv)), tables_default.threads, stream, words * sizeof(unsigned)},

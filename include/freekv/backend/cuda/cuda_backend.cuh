@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <freekv/backend/cuda/multiplies.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
-#include <freekv/backend/cuda/tensor_attention.cuh>
 #include <freekv/core/policy.hpp>
 #include <optional>
 #include <string_view>

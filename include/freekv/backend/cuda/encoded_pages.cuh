@@ -8,6 +8,7 @@
 #include <freekv/backend/cuda/page_staging.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/codec.hpp>
 #include <freekv/storage/memory.hpp>
@@ -57,16 +58,13 @@ struct encoding_scratch {
     scratch.together = s.shared_floats > 0 ? s.kv_heads : 1;
     scratch.shared_floats = s.shared_floats;
     scratch.slice_stride = (s.slice_bytes + 15) / 16 * 16;
-    const auto teams = static_cast<std::size_t>(encode_default.most_teams);
-    scratch.encoded =
-        memory.take<std::byte>(teams * static_cast<std::size_t>(scratch.together) * scratch.slice_stride);
-    scratch.shared = memory.take<float>(teams * static_cast<std::size_t>(scratch.shared_floats));
+    const auto teams = to_size(encode_default.most_teams);
+    scratch.encoded = memory.take<std::byte>(teams * to_size(scratch.together) * scratch.slice_stride);
+    scratch.shared = memory.take<float>(teams * to_size(scratch.shared_floats));
     return scratch;
   }
   FREEKV_HD std::byte* encoded_of(int team, int nth) const {
-    return encoded + (static_cast<std::size_t>(team) * static_cast<std::size_t>(together) +
-                      static_cast<std::size_t>(nth)) *
-                         slice_stride;
+    return encoded + (to_size(team) * to_size(together) + to_size(nth)) * slice_stride;
   }
   FREEKV_HD float* shared_of(int team) const { return shared + std::int64_t{team} * shared_floats; }
 };

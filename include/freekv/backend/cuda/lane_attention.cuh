@@ -1,10 +1,10 @@
-// Attention of a few query heads by multiplying and adding in lanes, with what `tensor_attention` offers.
+// Attention of a few query heads by multiplying and adding in lanes; `tensor_attention` has the same members.
 #pragma once
 
 #include <cstdint>
 #include <freekv/algorithms/attend_tokens.hpp>
 #include <freekv/backend/cuda/lane_team.cuh>
-#include <freekv/backend/cuda/tensor_attention.cuh>
+#include <freekv/backend/cuda/multiplies.cuh>
 #include <freekv/core/element.hpp>
 #include <freekv/core/unroll.hpp>
 #include <freekv/storage/layout.hpp>

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 #include <freekv/algorithms/match_slots.hpp>
-#include <freekv/backend/cuda/diff_by_warp.cuh>
+#include <freekv/backend/cuda/match_by_warp.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/pipeline/layer_state.hpp>
 
@@ -36,10 +36,10 @@ __device__ listed_items list_missing(const State& s, const Residency& residency,
   __syncthreads();  // all have read how many selections there have been
   const int thread = static_cast<int>(threadIdx.x);
   if (thread == 0) s.selections[row] = nth;
-  if (diff_storage::has_room(count, slots.count)) {
+  if (match_storage::has_room(count, slots.count)) {
     if (thread < 32) {
       int missing = 0, promoted = 0;
-      diff_by_warp(
+      match_by_warp(
           residency, units, count, slots, nth, shared.diff,
           [&](int misses) {
             missing = misses;

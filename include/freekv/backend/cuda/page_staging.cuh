@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <freekv/core/shape.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/storage/layout.hpp>
 #include <freekv/storage/memory.hpp>
 
@@ -18,7 +19,7 @@ struct page_staging {
 
   static page_staging carve(carver& memory, int pages, int kv_heads, int page_tokens, int head_dim) {
     const auto numbers = std::int64_t{pages} * kv_heads * 2 * page_tokens * head_dim;
-    return {memory.take<Element>(static_cast<std::size_t>(numbers)), pages};
+    return {memory.take<Element>(to_size(numbers)), pages};
   }
   /// One head's slice of page `nth` of those that are here.
   template <class State>

@@ -8,6 +8,7 @@
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/core/size.hpp>
 
 namespace freekv::device {
 
@@ -36,10 +37,7 @@ __global__ void pin_units(State s, step_view step, selection_job job) {
   };
   const radix_select<pin_default.threads> select(shared);
   select.largest([&](int i) { return order_bits(worth(i)); }, candidates.now, count,
-                 [&](int i, int j) {
-                   s.pinned[row * static_cast<std::size_t>(s.pins) + static_cast<std::size_t>(i)] =
-                       candidates.first + j;
-                 });
+                 [&](int i, int j) { s.pinned[row * to_size(s.pins) + to_size(i)] = candidates.first + j; });
   __syncthreads();  // all have read how many there were
   if (threadIdx.x == 0) s.pinned_count[row] = count;
 }

@@ -12,6 +12,7 @@
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/core/error.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/storage/memory.hpp>
 #include <vector>
@@ -80,12 +81,10 @@ class copied_recall {
   copied_recall() = default;
   /// For at most `most_items` items of units of `tokens` tokens.
   copied_recall(std::int64_t most_items, int tokens, carver& pinned, carver& fast)
-      : count_(pinned.take<std::int32_t>(1)),
-        items_(pinned.take<recall_item>(static_cast<std::size_t>(most_items))) {
+      : count_(pinned.take<std::int32_t>(1)), items_(pinned.take<recall_item>(to_size(most_items))) {
     for (lane& l : lanes_)
-      l.buffer = fast.take<element>(static_cast<std::size_t>(tuning.slices) * 2 *
-                                    static_cast<std::size_t>(tokens * State::head_dim));
-    const auto most_rows = static_cast<std::size_t>(tuning.slices * 2 * tokens);
+      l.buffer = fast.take<element>(to_size(tuning.slices) * 2 * to_size(tokens * State::head_dim));
+    const auto most_rows = to_size(tuning.slices * 2 * tokens);
     to_.reserve(most_rows);
     from_.reserve(most_rows);
     bytes_.reserve(most_rows);
@@ -101,8 +100,8 @@ class copied_recall {
     on.synchronize();
     const int count = *count_;
     if (count == 0) return;
-    check(cudaMemcpyAsync(items_, scratch.items, static_cast<std::size_t>(count) * sizeof *items_,
-                          cudaMemcpyDeviceToHost, on.get()),
+    check(cudaMemcpyAsync(items_, scratch.items, to_size(count) * sizeof *items_, cudaMemcpyDeviceToHost,
+                          on.get()),
           "cudaMemcpyAsync");
     on.synchronize();
     for (int first = 0; first < count; first += tuning.slices) {
@@ -154,8 +153,8 @@ class copied_recall {
     constexpr int d = State::head_dim;
     if constexpr (tuning.call == copy_call::two_dimensional) {
       constexpr std::size_t row = d * sizeof(element);
-      check(cudaMemcpy2DAsync(to, row, from, static_cast<std::size_t>(stride) * sizeof(element), row,
-                              static_cast<std::size_t>(tokens), cudaMemcpyDefault, transfers.get()),
+      check(cudaMemcpy2DAsync(to, row, from, to_size(stride) * sizeof(element), row, to_size(tokens),
+                              cudaMemcpyDefault, transfers.get()),
             "cudaMemcpy2DAsync");
       return;
     }
@@ -163,7 +162,7 @@ class copied_recall {
     for (int t = 0; t < tokens; t += rows) {
       to_.push_back(to + t * d);
       from_.push_back(from + t * stride);
-      bytes_.push_back(static_cast<std::size_t>(rows * d) * sizeof(element));
+      bytes_.push_back(to_size(rows * d) * sizeof(element));
     }
   }
 

@@ -1,4 +1,4 @@
-// Scores of pages for a group's queries, and their pooling, on the device: split over units as well as over sequences and
+// Scores of units for a group's queries, and their pooling, on the device: split over units as well as over sequences and
 // heads, so that one sequence fills it.
 #pragma once
 
@@ -16,6 +16,7 @@
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/core/error.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/policies/pooling.hpp>
 #include <string>
 #include <type_traits>
@@ -355,50 +356,6 @@ __global__ void score_chunks(State s, Summary summaries, Pooling pooling, Then t
   }
 }
 
-/// Flags all retrieving heads of an entry if one of them is, as they select together.
-template <class State>
-__global__ void flag_layer(State s, step_view step) {
-  const int nth = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
-  if (nth >= step.size() || step.entries[nth].phase != step_phase::decode) return;
-  std::uint8_t* const corrected = s.corrected + s.head_index(step.entries[nth].sequence, 0);
-  int flagged = 0;
-  for (int head = thread; head < s.heads.kv; head += 32) flagged |= corrected[head];
-  if (!__any_sync(0xffffffffu, flagged)) return;
-  for (int head = thread; head < s.heads.kv; head += 32) {
-    if (s.kind_of(head) != layer_kind::retrieval || corrected[head] != 0) continue;
-    corrected[head] = 1;
-    atomicAdd(s.flagged_count, 1);
-  }
-}
-
-/// Pools one chunk of what the retrieving heads of a layer have pooled once more, each head's as one row.
-template <class State, class Pooling>
-__global__ void pool_heads(State s, Pooling pooling, step_view step, selection_scratch scratch,
-                           selection_job job) {
-  extern __shared__ float log_sums[];  // (kv heads)
-  const int chunk = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
-  const bool for_next = blockIdx.z != 0;
-  const int nth = static_cast<int>(blockIdx.y), heads = retrieving_before(s, s.heads.kv);
-  if (nth >= step.size()) return;
-  int head = 0;  // the first that retrieves
-  while (s.kind_of(head) != layer_kind::retrieval) ++head;
-  const row_candidates candidates = candidates_of(s, step.entries[nth], head, job);
-  const int count = candidates.count(for_next), j = chunk * chunk_units + thread;
-  if (chunk * chunk_units >= count || count <= job.select_all_up_to) return;
-  const float* const rows = scratch.pooled_of(for_next, nth, 0);
-  if constexpr (softmax_pooling<Pooling>) {
-    for (int g = thread / 32; g < heads; g += static_cast<int>(blockDim.x) / 32) {
-      const float sum =
-          log_sum_of(scratch.pooled_masses_of(for_next, nth, g), rows + g * scratch.stride, count);
-      if (thread % 32 == 0) log_sums[g] = sum;
-    }
-    __syncthreads();
-  }
-  if (j < count)
-    scratch.layer_scores_of(for_next, nth)[j] =
-        clamp_score(pooling.pool(scalar_team{}, row_scores{rows, scratch.stride, log_sums, heads}, j));
-}
-
 /// Scores and pools the candidates of the rows of a step that select, then does what `then` does with each.
 template <scoring By, class State, class Summary, class Pooling, class Then = then_nothing>
 void launch_score(const State& s, const Summary& summary, const Pooling& pooling, const step_view& step,
@@ -415,28 +372,10 @@ void launch_score(const State& s, const Summary& summary, const Pooling& pooling
            prepare_queries<State, Summary, Pooling>, s, summary, pooling, step, scratch, job);
   }
   const dim3 chunks(count(scratch.chunks), rows.x, job.separate_next_scores ? 2 * rows.y : rows.y);
-  const auto bytes =
-      std::max(static_cast<std::size_t>(memory.floats) * sizeof(float), std::size_t{Then::shared_bytes});
+  const auto bytes = std::max(to_size(memory.floats) * sizeof(float), std::size_t{Then::shared_bytes});
   launch("score", {chunks, score_default.threads, stream, bytes},
          score_chunks<By, State, Summary, Pooling, Then>, s, summary, pooling, then, step, scratch, job,
          memory);
-}
-
-// Where the heads of a layer select together:
-
-/// Before they are scored to correct.
-template <class State>
-void launch_flag_layer(const State& s, const step_view& step, cudaStream_t stream) {
-  launch("flagging a layer", {step.bounds.entries, 32, stream}, flag_layer<State>, s, step);
-}
-/// Behind their scores, which are pooled by `Pooling`.
-template <class Pooling, class State>
-void launch_pool_heads(const State& s, const step_view& step, const selection_scratch& scratch,
-                       const selection_job& job, cudaStream_t stream) {
-  using pooling_of_heads = std::conditional_t<softmax_pooling<Pooling>, mean_softmax, mean_score>;
-  const dim3 chunks(static_cast<unsigned>(scratch.chunks), static_cast<unsigned>(step.bounds.entries), 2);
-  launch("pool of heads", {chunks, chunk_units, stream, static_cast<std::size_t>(s.heads.kv) * sizeof(float)},
-         pool_heads<State, pooling_of_heads>, s, pooling_of_heads{}, step, scratch, job);
 }
 
 }  // namespace freekv::device

@@ -133,8 +133,8 @@ FREEKV_HD int floats_by_tokens(const Summary& summary, page_geometry unit, std::
 }
 
 /// Scores units `first` .. `last`, at most `OfWarp` for each warp of the block, by all its threads: that of unit j and query g to
-/// `scores[g * stride + j]`. Unit j's bytes are number `row_of(j)` from `rows` on. Returns whether a score of this thread's is not
-/// finite. `shared`: `floats_by_tokens`, aligned to 16 bytes.
+/// `scores[g * stride + j]`. Unit j's bytes are number `row_of(j)` from `rows` on. Returns whether a score of this
+/// thread's is not finite. `shared`: `floats_by_tokens`, aligned to 16 bytes.
 template <int OfWarp, class Summary, class RowOf>
 __device__ bool score_units_by_tokens(const Summary& summary, page_geometry unit, const std::byte* rows,
                                       int bytes, const RowOf& row_of, int first, int last,

@@ -33,15 +33,15 @@ struct already_flagged {};
 /// `corrected` whether it is, on all threads of the block. `pooled` are scores of `candidates` units from `first` on.
 template <class Correction, class Storage>
 __device__ int correct_by_mass(const Correction& correction, const float* pooled, int first, int candidates,
-                               const selected_and_best& pages, bool& corrected, Storage& shared) {
+                               const selected_and_best& units, bool& corrected, Storage& shared) {
   const log_sum_exp all = mass_of_all(pooled, candidates, shared);
   if (threadIdx.x == 0) {
-    const auto mass_of = [&](const std::int32_t* units, int count) {
+    const auto mass_of = [&](const std::int32_t* of, int count) {
       float sum = 0.0f;
-      for (int i = 0; i < count; ++i) sum += all.share(pooled[units[i] - first]);
+      for (int i = 0; i < count; ++i) sum += all.share(pooled[of[i] - first]);
       return sum;
     };
-    shared.kept = correct_selection(correction, pages, corrected, mass_of, [&](std::int32_t unit) {
+    shared.kept = correct_selection(correction, units, corrected, mass_of, [&](std::int32_t unit) {
       return ordered_key(pooled[unit - first], unit);
     });
     shared.items = corrected;

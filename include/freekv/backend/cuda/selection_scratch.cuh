@@ -7,6 +7,7 @@
 #include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/shape.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/selection.hpp>
 #include <freekv/storage/memory.hpp>
@@ -72,32 +73,31 @@ struct selection_scratch {
   std::int64_t stride = 0;
 
   static selection_scratch carve(carver& memory, const selection_sizes& sizes) {
-    const auto n = [](std::int64_t x) { return static_cast<std::size_t>(x); };
     selection_scratch s;
     s.sizes = sizes;
     s.chunks = (sizes.max_units + chunk_units - 1) / chunk_units;
     s.stride = std::int64_t{s.chunks} * chunk_units;
     const std::int64_t heads = std::int64_t{sizes.entries} * sizes.kv_heads, rows = heads * sizes.selecting;
     const std::int64_t score_rows = (sizes.two_stages ? 2 : 1) * rows * sizes.queries;
-    s.scores = memory.take<float>(n(score_rows * s.stride));
-    s.chunk_mass = memory.take<log_sum_exp>(n(score_rows * s.chunks));
-    s.pooled = memory.take<float>(n(2 * rows * s.stride));
-    s.queries = memory.take<float>(n(rows * sizes.head_dim));
-    s.prepared = memory.take<float>(n(rows * sizes.queries * sizes.query_width));
-    s.items = memory.take<recall_item>(n(heads * sizes.max_selected));
+    s.scores = memory.take<float>(to_size(score_rows * s.stride));
+    s.chunk_mass = memory.take<log_sum_exp>(to_size(score_rows * s.chunks));
+    s.pooled = memory.take<float>(to_size(2 * rows * s.stride));
+    s.queries = memory.take<float>(to_size(rows * sizes.head_dim));
+    s.prepared = memory.take<float>(to_size(rows * sizes.queries * sizes.query_width));
+    s.items = memory.take<recall_item>(to_size(heads * sizes.max_selected));
     s.item_count = memory.take<std::int32_t>(1);
     s.blocks_recalling = memory.take<std::uint32_t>(1);
-    s.blocks_scoring = memory.take<std::uint32_t>(n(2 * rows));
-    s.best = memory.take<std::int32_t>(n(heads * sizes.max_selected));
+    s.blocks_scoring = memory.take<std::uint32_t>(to_size(2 * rows));
+    s.best = memory.take<std::int32_t>(to_size(heads * sizes.max_selected));
     if (sizes.one_selection_per_layer) {
-      s.layer_scores = memory.take<float>(n(2 * std::int64_t{sizes.entries} * s.stride));
-      s.pooled_mass = memory.take<log_sum_exp>(n(2 * rows * s.chunks));
+      s.layer_scores = memory.take<float>(to_size(2 * std::int64_t{sizes.entries} * s.stride));
+      s.pooled_mass = memory.take<log_sum_exp>(to_size(2 * rows * s.chunks));
     }
     if (sizes.by_query_head) {
-      s.lists = memory.take<std::int32_t>(n(2 * rows * sizes.row_units));
-      s.list_counts = memory.take<std::int32_t>(n(2 * rows));
+      s.lists = memory.take<std::int32_t>(to_size(2 * rows * sizes.row_units));
+      s.list_counts = memory.take<std::int32_t>(to_size(2 * rows));
     }
-    if (sizes.two_stages) s.least = memory.take<unsigned long long>(n(2 * rows));
+    if (sizes.two_stages) s.least = memory.take<unsigned long long>(to_size(2 * rows));
     return s;
   }
 
@@ -108,7 +108,7 @@ struct selection_scratch {
     };
     zero(item_count, 1);
     zero(blocks_recalling, 1);
-    zero(blocks_scoring, static_cast<std::size_t>(2 * sizes.entries * rows()));
+    zero(blocks_scoring, to_size(2 * sizes.entries * rows()));
   }
 
   FREEKV_HD int rows() const { return sizes.kv_heads * sizes.selecting; }
@@ -182,7 +182,7 @@ FREEKV_HD int retrieving_before(const State& s, int head) {
 template <class State>
 FREEKV_HD unit_list pinned_units(const State& s, int sequence, int head) {
   const std::size_t row = s.head_index(sequence, head);
-  return {s.pinned + row * static_cast<std::size_t>(s.pins), s.pinned_count[row]};
+  return {s.pinned + row * to_size(s.pins), s.pinned_count[row]};
 }
 
 /// Which row of pooled scores is that of row `row` of an entry.

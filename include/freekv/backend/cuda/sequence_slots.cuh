@@ -9,6 +9,7 @@
 #include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/recall.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/backend.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <span>
@@ -156,8 +157,8 @@ void for_each_sequence_array(State s, const Use& use) {
 template <class Array>  // a template, as a header's kernels are: each program has one of it
 __global__ void copy_arrays(const Array* arrays, int from, int to) {
   const Array array = arrays[blockIdx.x];
-  const std::byte* const source = array.data + static_cast<std::size_t>(from) * array.of_sequence;
-  std::byte* const copied = array.data + static_cast<std::size_t>(to) * array.of_sequence;
+  const std::byte* const source = array.data + to_size(from) * array.of_sequence;
+  std::byte* const copied = array.data + to_size(to) * array.of_sequence;
   for (std::size_t i = threadIdx.x; i < array.of_sequence; i += blockDim.x) copied[i] = source[i];
 }
 /// Gives sequence `to` what the slots of `from` hold, where both have them, and the open pages where others are encoded.

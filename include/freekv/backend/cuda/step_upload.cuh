@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/core/error.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/storage/memory.hpp>
 #include <span>
@@ -194,10 +195,10 @@ class step_ring {
 
   /// Takes room for steps of `most_entries` and as many patches as pages may be written to, `most_patches`.
   step_ring(int most_entries, std::int64_t most_patches, carver& fast, carver& pinned) {
-    const auto entries = static_cast<std::size_t>(most_entries);
+    const auto entries = to_size(most_entries);
     packets_ = {.headers = pinned.take<packet_header>(depth),
                 .entries = pinned.take<step_entry>(depth * entries),
-                .patches = pinned.take<table_patch>(depth * static_cast<std::size_t>(most_patches)),
+                .patches = pinned.take<table_patch>(depth * to_size(most_patches)),
                 .most_entries = most_entries,
                 .most_patches = most_patches,
                 .state = fast.take<upload_state>(1),

@@ -7,6 +7,7 @@
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/backend/cuda/trace_range.cuh>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/pipeline/tables.hpp>
 #include <initializer_list>
@@ -41,7 +42,7 @@ class table_uploads {
   }
   /// Fills in what `most` leaves out: rows and pages, from its sequences.
   step_bounds captured_bounds(step_bounds most) const {
-    const int rows = settings_->max_decode_rows, p = settings_->page.tokens;
+    const int rows = settings_->capacity.max_decode_rows, p = settings_->page.tokens;
     if (most.rows == 0) most.rows = most.entries * rows;
     most.pages = std::max(most.pages, (p - 1 + std::min(rows, most.rows) + p - 1) / p);
     most.decodes = most.copies = true;
@@ -69,7 +70,7 @@ class table_uploads {
 
  protected:
   table_uploads(Backend& of, const Settings& s, carver& pinned, carver& fast)
-      : backend_(&of), settings_(&s), ring_(s.max_resident, most_patches(s), fast, pinned) {}
+      : backend_(&of), settings_(&s), ring_(s.capacity.max_resident, most_patches(s), fast, pinned) {}
 
   /// Before the first step: the tables that never change, of all layers, and what the ring keeps.
   void begin(const tables& of, std::span<const State> layers) {
@@ -98,61 +99,61 @@ class table_uploads {
   /// Queues an upload of what the tables say of resident sequences: of the last one `pages` pages, too.
   void upload_sequences(std::initializer_list<int> sequences, int pages = 0) {
     ring_.wait(backend_->compute());
-    table_patch* const patches = ring_.patches();
-    std::int32_t count = 0;
-    const auto patch = [&](const host_and_device<std::int32_t>& table, std::size_t i) {
-      patches[count++] = {table.device + i, table.host[i]};
-    };
-    for (int page = 0; page < pages; ++page)
-      patch(tables_->page_tables, size(*(sequences.end() - 1)) * size(settings_->max_pages()) + size(page));
-    for (const int sequence : sequences) {
-      patch(tables_->slot_sets, size(sequence));
-      for (std::size_t layer = 0; layer < blocks_there_.size(); ++layer)
-        patch_blocks(layer, tables_->slot_sets.host[sequence], patch);
-    }
-    ring_.plan({}, count, {});
-    ring_.upload(count, {}, backend_->compute());
+    patch_list patches{ring_.patches()};
+    for (const int& sequence : sequences)
+      patch_sequence(patches, sequence, 0, &sequence == sequences.end() - 1 ? pages : 0);
+    ring_.plan({}, patches.count, {});
+    ring_.upload(patches.count, {}, backend_->compute());
   }
 
   const tables& on_host() const { return *tables_; }
 
  private:
-  static constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
   cudaStream_t compute() const { return backend_->compute().get(); }
   static std::int64_t most_patches(const Settings& s) {
     std::int64_t blocks = 0;
-    for (int layer = 0; layer < s.layers; ++layer) blocks += s.max_selected(layer) + s.spare_slots();
-    return std::int64_t{s.store_pages()} + std::int64_t{s.max_resident} * (3 + blocks) + s.layers;
+    for (int layer = 0; layer < s.model.layers; ++layer) blocks += s.max_selected(layer) + s.spare_slots();
+    return std::int64_t{s.store_pages()} + std::int64_t{s.capacity.max_resident} * (3 + blocks) +
+           s.model.layers;
   }
   /// Fills the ring's next packet; returns its patches. `most`: what it brings.
   std::int32_t fill_packet(std::span<const step_entry> entries, bool has_begun, step_bounds& most) {
-    table_patch* const patches = ring_.patches();
-    std::int32_t count = 0;
-    const auto patch = [&](const host_and_device<std::int32_t>& table, std::size_t i) {
-      patches[count++] = {table.device + i, table.host[i]};
-    };
+    patch_list patches{ring_.patches()};
     const int p = settings_->page.tokens;
     for (const step_entry& entry : entries) {
       most = most.with(entry, p);
-      for (int page = entry.before / p; page < settings_->pages_for(entry.after()); ++page)
-        patch(tables_->page_tables, size(entry.sequence) * size(settings_->max_pages()) + size(page));
-      patch(tables_->slot_sets, size(entry.sequence));
-      for (std::size_t layer = 0; layer < blocks_there_.size(); ++layer)
-        patch_blocks(layer, tables_->slot_sets.host[entry.sequence], patch);
+      patch_sequence(patches, entry.sequence, entry.before / p, settings_->pages_for(entry.after()));
     }
     if (!has_begun)
-      for (std::int32_t* const flagged : flagged_counts_) patches[count++] = {flagged, 0};
-    ring_.plan(entries, count, most);
-    return count;
+      for (std::int32_t* const flagged : flagged_counts_) patches.add(flagged, 0);
+    ring_.plan(entries, patches.count, most);
+    return patches.count;
+  }
+  /// Patches of a packet, the first `count` of `data`.
+  struct patch_list {
+    table_patch* data;
+    std::int32_t count = 0;
+
+    void add(std::int32_t* place, std::int32_t value) { data[count++] = {place, value}; }
+    void add(const host_and_device<std::int32_t>& table, std::size_t i) {
+      add(table.device + i, table.host[i]);
+    }
+  };
+  /// Patches what the tables say of a resident sequence, its pages from `first` up to `end`.
+  void patch_sequence(patch_list& patches, int sequence, int first, int end) {
+    for (int page = first; page < end; ++page)
+      patches.add(tables_->page_tables, to_size(sequence) * to_size(settings_->max_pages()) + to_size(page));
+    patches.add(tables_->slot_sets, to_size(sequence));
+    for (std::size_t layer = 0; layer < blocks_there_.size(); ++layer)
+      patch_blocks(patches, layer, tables_->slot_sets.host[sequence]);
   }
   /// Patches what the device does not know of the blocks of a slot set.
-  template <class Patch>
-  void patch_blocks(std::size_t layer, std::int32_t set, const Patch& patch) {
+  void patch_blocks(patch_list& patches, std::size_t layer, std::int32_t set) {
     const auto& table = tables_->selected_blocks[layer];
-    const std::size_t most = table.size / size(settings_->max_resident);
-    for (std::size_t i = size(set) * most; i < (size(set) + 1) * most; ++i)
+    const std::size_t most = table.size / to_size(settings_->capacity.max_resident);
+    for (std::size_t i = to_size(set) * most; i < (to_size(set) + 1) * most; ++i)
       if (std::int32_t& there = blocks_there_[layer][i]; there != table.host[i]) {
-        patch(table, i);
+        patches.add(table, i);
         there = table.host[i];
       }
   }

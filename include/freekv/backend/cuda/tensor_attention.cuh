@@ -1,4 +1,4 @@
-// Attention of up to eight query heads by tensor cores, with what `register_attention` offers.
+// Attention of up to eight query heads by tensor cores; `register_attention` (lane_attention.cuh) has the same members.
 #pragma once
 
 #include <cuda_pipeline_primitives.h>
@@ -9,49 +9,13 @@
 #include <cuda/std/type_traits>
 #include <freekv/algorithms/attend_slice.hpp>
 #include <freekv/backend/cuda/lane_team.cuh>
+#include <freekv/backend/cuda/multiplies.cuh>
 #include <freekv/core/element.hpp>
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/unroll.hpp>
 #include <freekv/storage/layout.hpp>
 
 namespace freekv::device {
-
-/// The units that multiply queries by keys and weights by values. Not timed on a GPU.
-enum class multiplies : std::uint8_t {
-  fma,           ///< `attend_default.heads` query heads at a time, of any element and head_dim
-  tensor_cores,  ///< eight at a time; F16 and BF16, head_dim a multiple of 16, best with pages that are, too
-  by_element,    ///< tensor cores where they can, else FMA
-};
-
-/// Whether tensor cores multiply such rows.
-template <int HeadDim, class Element>
-inline constexpr bool tensor_cores_multiply = sizeof(Element) == 2 && HeadDim % 16 == 0;
-
-/// `Wanted`, with `by_element` decided for rows of `Element` and `HeadDim`.
-template <multiplies Wanted, int HeadDim, class Element>
-inline constexpr multiplies multiplies_for =
-    Wanted != multiplies::by_element          ? Wanted
-    : tensor_cores_multiply<HeadDim, Element> ? multiplies::tensor_cores
-                                              : multiplies::fma;
-
-/// Rows of an entry that is attended to, and by which query heads, as bits.
-template <class Element>
-struct entry_rows {
-  head_slice<const Element> rows;
-  int tokens = 0;
-  unsigned attending = 0;
-
-  /// The rows that another lane of the warp has found.
-  __device__ entry_rows of_lane(int lane) const {
-    const auto number = [&](auto x) { return __shfl_sync(~0u, x, lane); };
-    const auto place = [&](const Element* p) {
-      return reinterpret_cast<const Element*>(number(reinterpret_cast<unsigned long long>(p)));
-    };
-    return {{place(rows.key), place(rows.value), number(static_cast<long long>(rows.stride))},
-            number(tokens),
-            number(attending)};
-  }
-};
 
 /// `Words` pairs of neighbouring 2-byte elements.
 template <int Words>

@@ -4,6 +4,7 @@
 
 #include <thrust/iterator/counting_iterator.h>
 #include <thrust/iterator/transform_iterator.h>
+#include <freekv/core/size.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -51,7 +52,7 @@ struct top_k_scratch<select_by::segmented_sort> {
     score_rows rows;
     rows.most = most;
     scratch.sort(rows, nullptr, scratch.temporary_bytes, nullptr);
-    scratch.sorted = memory.take<float>(static_cast<std::size_t>(most.all_scores()));
+    scratch.sorted = memory.take<float>(to_size(most.all_scores()));
     scratch.temporary = memory.take<std::byte>(scratch.temporary_bytes);
     return scratch;
   }
@@ -138,8 +139,8 @@ struct top_k_scratch<select_by::batched_top_k> {
     const top_k_round first = first_round(score_rows{.most = most});
     select_tiles(first, nullptr, scratch.temporary_bytes, nullptr);
     const std::int64_t after_next = top_k_round::left_of(first.best_stride, most.selected);
-    scratch.best[0] = memory.take<float>(static_cast<std::size_t>(most.rows * first.best_stride));
-    scratch.best[1] = memory.take<float>(static_cast<std::size_t>(most.rows * after_next));
+    scratch.best[0] = memory.take<float>(to_size(most.rows * first.best_stride));
+    scratch.best[1] = memory.take<float>(to_size(most.rows * after_next));
     scratch.temporary = memory.take<std::byte>(scratch.temporary_bytes);
     return scratch;
   }

@@ -9,6 +9,7 @@
 #include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/backend/host/workspace.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/pinning.hpp>
@@ -44,7 +45,7 @@ void summarise_slice(isa set, const State& s, const Summaries& summaries,
   });
 }
 
-/// Writes what each unit of it is worth to be pinned.
+/// Writes what each unit of a slice is worth to be pinned.
 template <class State, class Pinning>
 void value_slice(isa set, const State& s, const Pinning& pinning,
                  const head_slice<const typename State::element>& slice, store_page_id store_page, int head,
@@ -144,8 +145,7 @@ void detect_drift(isa set, const State& s, const Correction& correction, const s
   });
   for (int head = 0; head < s.heads.kv; ++head)
     for (int r = 0; r < entry.tokens; ++r)
-      std::memcpy(s.kept_query(entry.sequence, head, r), query(r, head),
-                  static_cast<std::size_t>(group * d) * sizeof(float));
+      std::memcpy(s.kept_query(entry.sequence, head, r), query(r, head), to_size(group * d) * sizeof(float));
 }
 
 }  // namespace freekv::host

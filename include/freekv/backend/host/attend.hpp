@@ -8,6 +8,7 @@
 #include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/backend/host/workspace.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 
 namespace freekv::host {
@@ -77,7 +78,7 @@ struct attention_job {
     for (int head = 0; head < s.heads.kv; ++head) {
       const attention_list entries = list(row, head);
       const int units = entries.complete ? 0 : entries.selected_count;
-      tokens += static_cast<std::size_t>(units * s.unit.tokens + (entries.size() - units) * s.page.tokens);
+      tokens += to_size(units * s.unit.tokens + (entries.size() - units) * s.page.tokens);
     }
     return tokens * 2 * d * sizeof(typename State::element);
   }
@@ -96,7 +97,7 @@ struct attention_job {
                 });
   }
   /// The masses of one head's list, to (group, to.entries).
-  void masses(isa set, int row, int head, const mass_output& of, const workspace& w) const {
+  void masses(isa set, int row, int head, const log_mass_output& of, const workspace& w) const {
     const int group = s.heads.group();
     const attention_part part{w.mass, nullptr};
     begin_attention<d>(set, queries + first_query_head(row, head) * d, s.scale, group, w.query, part);

@@ -5,6 +5,7 @@
 #include <array>
 #include <freekv/backend/host/workspace.hpp>
 #include <freekv/core/policy.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/codec.hpp>
 #include <string>
@@ -110,9 +111,7 @@ class encoded_pages {
   [[noreturn, gnu::cold, gnu::noinline]] static void throw_naming(const store_error& error, int sequence) {
     throw error.with_sequence("sequence " + std::to_string(sequence));
   }
-  std::byte* encoded(int nth) const {
-    return w_->encoded + static_cast<std::size_t>(nth) * s_->slices.slice_bytes;
-  }
+  std::byte* encoded(int nth) const { return w_->encoded + to_size(nth) * s_->slices.slice_bytes; }
   [[gnu::noinline]] void decode(const std::byte* from, int head, const page_range& part,
                                 store_page_id store_page, const head_slice<element>& to) const {
     resolve(policies_->codec, [&](const auto& codec) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <freekv/backend/host/leave_head.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/eviction_state.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <type_traits>
@@ -38,12 +39,11 @@ class eviction_stages {
   template <class In>
   void append(const state& s, const eviction_entry& entry, const kv_rows<In>& rows) {
     const auto bytes =
-        static_cast<std::size_t>(entry.decodes && entry.ends_prompt ? entry.before : entry.tokens) * 4 * d *
-        sizeof(element);
+        to_size(entry.decodes && entry.ends_prompt ? entry.before : entry.tokens) * 4 * d * sizeof(element);
     resolve(settings_->eviction, [&](const auto& eviction) {
-      backend_->parallel(s.heads.kv, bytes * static_cast<std::size_t>(s.heads.kv), [&](int head, int worker) {
+      backend_->parallel(s.heads.kv, bytes * to_size(s.heads.kv), [&](int head, int worker) {
         if (entry.decodes && entry.ends_prompt)
-          heads_.end_prompt(eviction, s, entry, head, scratch_[index(worker)]);
+          heads_.end_prompt(eviction, s, entry, head, scratch_[to_size(worker)]);
         if (entry.decodes)
           append_decoded(eviction, s, entry, head, rows);
         else
@@ -57,27 +57,25 @@ class eviction_stages {
   /// A decode row to all that its heads have kept, then units leave; prompt rows to everything up to themselves.
   void attend(const state& s, const eviction_entry& entry, const float* queries, const attention_output& to) {
     const auto row_bytes = [&](int tokens) {
-      return static_cast<std::size_t>(s.heads.kv * 2 * d) * static_cast<std::size_t>(tokens) *
-             sizeof(element);
+      return to_size(s.heads.kv * 2 * d) * to_size(tokens) * sizeof(element);
     };
     if (!entry.decodes) {
       const int heads = s.heads.kv;
-      backend_->parallel(entry.tokens * heads,
-                         row_bytes(entry.before + entry.tokens) * static_cast<std::size_t>(entry.tokens),
+      backend_->parallel(entry.tokens * heads, row_bytes(entry.before + entry.tokens) * to_size(entry.tokens),
                          [&](int unit, int worker) {
                            const int row = unit / heads, head = unit % heads;
                            heads_.attend_head(
                                s,
                                {s.complete ? s.slice(entry.sequence, head) : s.prompt_slice(entry, head),
                                 entry.before + row + 1, entry.first_row + row, head},
-                               queries, to, scratch_[index(worker)]);
+                               queries, to, scratch_[to_size(worker)]);
                          });
       return;
     }
     resolve(settings_->eviction, [&](const auto& eviction) {
       backend_->parallel(s.heads.kv, row_bytes(std::min(s.rows, entry.before + 1)),
                          [&](int head, int worker) {
-                           const scratch& w = scratch_[index(worker)];
+                           const scratch& w = scratch_[to_size(worker)];
                            const int tokens = s.tokens[s.head_index(entry.sequence, head)];
                            heads_.attend_head(s,
                                               {s.slice(entry.sequence, head), tokens, entry.first_row, head,
@@ -107,13 +105,12 @@ class eviction_stages {
     for (int i = 0; i < backend.threads(); ++i) scratch_.push_back(scratch::template carve<d>(memory, sizes));
     resolve(s.eviction, [&]<class E>(const E&) {
       if constexpr (allocates<E>) {
-        const std::size_t heads = index((s.layers - s.complete_layers()) * s.kv_heads);
+        const std::size_t heads = to_size((s.model.layers - s.complete_layers()) * s.model.kv_heads);
         statistics_ = memory.take<std::byte>(heads * sizeof(typename E::statistic));
         head_budgets_ = memory.take<int>(heads);
       }
     });
   }
-  static constexpr std::size_t index(int n) { return static_cast<std::size_t>(n); }
   template <class In>
   static void put(const head_slice<element>& to, int at, const kv_rows<In>& rows, std::ptrdiff_t from) {
     const auto copy = [&](element* row, const In* source) {
@@ -142,7 +139,7 @@ class eviction_stages {
       const int group = s.heads.group() * d;
       std::memcpy(s.kept_query(entry, entry.before, head),
                   rows.queries.data() + (std::ptrdiff_t{entry.first_row} * s.heads.kv + head) * group,
-                  index(group) * sizeof(float));
+                  to_size(group) * sizeof(float));
     }
     std::int32_t& tokens = s.tokens[s.head_index(entry.sequence, head)];
     put(s.slice(entry.sequence, head), tokens, rows, std::ptrdiff_t{entry.first_row} * s.heads.kv + head);
@@ -166,32 +163,34 @@ class eviction_stages {
     if (eviction.observed_rows() != every_prompt_row) {
       for (int token = std::max(entry.before, end - s.kept_queries); token < end; ++token)
         for (int head = 0; head < s.heads.kv; ++head)
-          std::memcpy(s.kept_query(entry, token, head), query(token, head), index(group * d) * sizeof(float));
+          std::memcpy(s.kept_query(entry, token, head), query(token, head),
+                      to_size(group * d) * sizeof(float));
       return;
     }
-    const std::size_t bytes = index(s.heads.kv * d) * index(end) * index(entry.tokens) * sizeof(element);
+    const std::size_t bytes =
+        to_size(s.heads.kv * d) * to_size(end) * to_size(entry.tokens) * sizeof(element);
     backend_->parallel(s.heads.kv, bytes, [&](int head, int worker) {
       float* const votes = s.votes_of(entry, head);
       std::fill(votes + entry.before, votes + end, 0.0f);
       for (int token = entry.before; token < end; ++token)
-        heads_.vote(s, entry, head, token, query(token, head), votes, scratch_[index(worker)]);
+        heads_.vote(s, entry, head, token, query(token, head), votes, scratch_[to_size(worker)]);
     });
   }
 
   template <class Eviction>
   void give_budgets(const Eviction& eviction, const std::vector<state>& layers, const eviction_entry& entry) {
-    const int kv_heads = settings_->kv_heads, first = settings_->complete_layers(),
-              heads = (settings_->layers - first) * kv_heads;
+    const int kv_heads = settings_->model.kv_heads, first = settings_->complete_layers(),
+              heads = (settings_->model.layers - first) * kv_heads;
     auto* const statistics = reinterpret_cast<typename Eviction::statistic*>(statistics_);
     std::fill_n(head_budgets_, heads, settings_->budget);
     if (entry.prompt > settings_->budget) {
       const std::size_t bytes =
-          index(heads * d) * index(entry.prompt) * index(eviction.observed_rows()) * sizeof(element);
+          to_size(heads * d) * to_size(entry.prompt) * to_size(eviction.observed_rows()) * sizeof(element);
       backend_->parallel(heads, bytes, [&](int unit, int worker) {
-        const state& s = layers[index(first + unit / kv_heads)];
+        const state& s = layers[to_size(first + unit / kv_heads)];
         const eviction_moment at = heads_.end_of_prompt(s, entry, unit % kv_heads);
         statistics[unit] =
-            eviction.measure(heads_.see_prompt(eviction, s, entry, at, scratch_[index(worker)]), at);
+            eviction.measure(heads_.see_prompt(eviction, s, entry, at, scratch_[to_size(worker)]), at);
       });
       eviction.allocate(statistics, {heads / kv_heads, kv_heads, settings_->budget, entry.prompt},
                         head_budgets_);
@@ -202,7 +201,7 @@ class eviction_stages {
           std::min(eviction.capacity(settings_->limits(first + unit / kv_heads)), settings_->max_tokens());
     std::int64_t row = rows_of_all * entry.sequence;
     for (int unit = 0; unit < heads; ++unit) {
-      const state& s = layers[index(first + unit / kv_heads)];
+      const state& s = layers[to_size(first + unit / kv_heads)];
       const int budget = static_cast<int>(std::clamp<std::int64_t>(head_budgets_[unit], 0, left));
       const int behind =
           eviction.capacity(settings_->limits(s.layer)) - settings_->budget;  // of decoded tokens

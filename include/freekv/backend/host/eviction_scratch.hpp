@@ -6,6 +6,7 @@
 #include <freekv/algorithms/attend_slice.hpp>
 #include <freekv/backend/host/merge_tokens.hpp>
 #include <freekv/core/log_sum_exp.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/policies/any_of.hpp>
 #include <freekv/policies/eviction.hpp>
 #include <freekv/storage/memory.hpp>
@@ -31,9 +32,9 @@ struct eviction_sizes {
   template <class Settings>
   static eviction_sizes of(const Settings& s) {
     return resolve(s.eviction, [&]<class E>(const E& eviction) {
-      eviction_sizes sizes{.group = s.query_heads / s.kv_heads, .merges = freekv::merges<E>};
-      int longest = allocates<E> ? s.max_tokens() : s.max_prompt;
-      for (int layer = s.complete_layers(); layer < s.layers; ++layer)
+      eviction_sizes sizes{.group = s.model.group(), .merges = freekv::merges<E>};
+      int longest = allocates<E> ? s.max_tokens() : s.capacity.max_prompt;
+      for (int layer = s.complete_layers(); layer < s.model.layers; ++layer)
         longest = std::max(longest, std::min(eviction.capacity(s.limits(layer)), s.max_tokens()));
       sizes.most = longest + eviction.unit_tokens();
       if (observes<E> || sizes.merges) sizes.units = sizes.most;
@@ -71,31 +72,30 @@ struct eviction_scratch {
 
   template <int HeadDim>
   static eviction_scratch carve(carver& memory, const eviction_sizes& s) {
-    const auto n = [](std::int64_t x) { return static_cast<std::size_t>(x); };
     const std::int64_t merged = s.merges ? s.units : 0;
-    return {.block = memory.take<float>(n(attention_scratch<HeadDim>)),
-            .query = memory.take<float>(n(s.group * HeadDim)),
-            .mass = memory.take<log_sum_exp>(n(s.group)),
-            .weighted = memory.take<float>(n(s.group * HeadDim)),
-            .lse = memory.take<float>(n(s.group)),
-            .scores = memory.take<float>(n(s.group * s.score_stride())),
-            .shares = memory.take<float>(n(s.score_stride())),
-            .votes = memory.take<float>(n(s.score_stride())),
-            .keys = memory.take<std::uint64_t>(n(s.most)),
-            .numbers = memory.take<float>(n(s.observed * s.score_stride())),
-            .transformed = memory.take<float>(n(s.observed * s.score_stride())),
-            .counts = memory.take<std::int32_t>(n(2 * s.observed)),
-            .unit_keys = memory.take<float>(n(s.sees_keys || s.merges ? s.units * HeadDim : 0)),
-            .worths = memory.take<float>(n(s.units)),
-            .order = memory.take<std::int32_t>(n(s.units)),
-            .tokens = memory.take<std::int32_t>(n(s.units)),
-            .places = memory.take<std::int32_t>(n(s.units)),
-            .log_weights = memory.take<float>(n(merged)),
-            .merge = {.lengths = memory.take<double>(n(merged)),
-                      .fates = memory.take<merge_fate>(n(merged)),
-                      .next = memory.take<std::int32_t>(n(merged)),
-                      .logits = memory.take<double>(n(merged)),
-                      .sums = memory.take<double>(n(merged > 0 ? 2 * HeadDim : 0))}};
+    return {.block = memory.take<float>(to_size(attention_scratch<HeadDim>)),
+            .query = memory.take<float>(to_size(s.group * HeadDim)),
+            .mass = memory.take<log_sum_exp>(to_size(s.group)),
+            .weighted = memory.take<float>(to_size(s.group * HeadDim)),
+            .lse = memory.take<float>(to_size(s.group)),
+            .scores = memory.take<float>(to_size(s.group * s.score_stride())),
+            .shares = memory.take<float>(to_size(s.score_stride())),
+            .votes = memory.take<float>(to_size(s.score_stride())),
+            .keys = memory.take<std::uint64_t>(to_size(s.most)),
+            .numbers = memory.take<float>(to_size(s.observed * s.score_stride())),
+            .transformed = memory.take<float>(to_size(s.observed * s.score_stride())),
+            .counts = memory.take<std::int32_t>(to_size(2 * s.observed)),
+            .unit_keys = memory.take<float>(to_size(s.sees_keys || s.merges ? s.units * HeadDim : 0)),
+            .worths = memory.take<float>(to_size(s.units)),
+            .order = memory.take<std::int32_t>(to_size(s.units)),
+            .tokens = memory.take<std::int32_t>(to_size(s.units)),
+            .places = memory.take<std::int32_t>(to_size(s.units)),
+            .log_weights = memory.take<float>(to_size(merged)),
+            .merge = {.lengths = memory.take<double>(to_size(merged)),
+                      .fates = memory.take<merge_fate>(to_size(merged)),
+                      .next = memory.take<std::int32_t>(to_size(merged)),
+                      .logits = memory.take<double>(to_size(merged)),
+                      .sums = memory.take<double>(to_size(merged > 0 ? 2 * HeadDim : 0))}};
   }
 };
 

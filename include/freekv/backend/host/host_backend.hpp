@@ -8,6 +8,7 @@
 #include <freekv/backend/host/thread_pool.hpp>
 #include <freekv/core/error.hpp>
 #include <freekv/core/policy.hpp>
+#include <freekv/core/size.hpp>
 #include <string>
 #include <string_view>
 
@@ -58,7 +59,7 @@ class host_backend {
   /// Threads that `bytes` of memory traffic are worth.
   int threads_worth(std::size_t bytes) const {
     const std::size_t helpers = bytes / options_.bytes_per_thread;
-    return helpers < static_cast<std::size_t>(threads()) ? 1 + static_cast<int>(helpers) : threads();
+    return helpers < to_size(threads()) ? 1 + static_cast<int>(helpers) : threads();
   }
   /// Runs `body(unit, worker)` for all units on as many threads as `bytes` of memory traffic are worth. If it throws,
   /// units that have not begun are left out, and the first exception is thrown when the others are done.

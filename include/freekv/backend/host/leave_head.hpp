@@ -8,6 +8,7 @@
 #include <freekv/algorithms/copy_slice.hpp>
 #include <freekv/backend/host/merge_tokens.hpp>
 #include <freekv/backend/host/observe_head.hpp>
+#include <freekv/core/size.hpp>
 #include <functional>
 #include <numeric>
 
@@ -122,7 +123,7 @@ class head_eviction : public head_observer<Shape> {
     std::int32_t& tokens = s.tokens[at_head];
     const int units = (tokens + u - 1) / u;
     for (int unit = 0; unit < units; ++unit)
-      s.attended[first + index(unit)] = s.first_tokens(entry.sequence, head)[unit] / u;
+      s.attended[first + to_size(unit)] = s.first_tokens(entry.sequence, head)[unit] / u;
     s.attended_count[at_head] = units;
     const eviction_moment at = moment(s, entry, head, row + 1, tokens);
     const float* const query =
@@ -148,7 +149,6 @@ class head_eviction : public head_observer<Shape> {
   }
 
  private:
-  static constexpr std::size_t index(int n) { return static_cast<std::size_t>(n); }
   template <class Element>
   static head_slice<Element> at_row(const head_slice<Element>& slice, int row) {
     return {slice.key + row * slice.stride, slice.value + row * slice.stride, slice.stride};

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <freekv/core/element.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <vector>
 
@@ -55,8 +56,7 @@ class row_numbers {
     return to.type == element_type::f32 && (to.stride == 0 || to.stride == width);
   }
   static float* room(std::vector<float>& numbers, const step_entry& entry, int width) {
-    const std::size_t size =
-        static_cast<std::size_t>(entry.first_row + entry.tokens) * static_cast<std::size_t>(width);
+    const std::size_t size = to_size(entry.first_row + entry.tokens) * to_size(width);
     if (numbers.size() < size) numbers.resize(size);
     return numbers.data();
   }

@@ -12,6 +12,7 @@
 #include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/backend/host/workspace.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/coarse_to_fine.hpp>
 #include <freekv/policies/correction.hpp>
@@ -27,7 +28,7 @@ namespace freekv::host {
 
 /// The sum of exp over `padded` scores.
 template <class Team>
-log_sum_exp mass_of(Team team, const float* scores, std::int64_t padded) {
+log_sum_exp log_sum_of(Team team, const float* scores, std::int64_t padded) {
   constexpr int width = Team::width, at_once = 8;
   log_sum_exp mass;
   typename Team::pack packs[at_once];
@@ -50,7 +51,8 @@ void pool_candidates(isa set, const Pooling& pooling, int group, std::int64_t st
     with_team(set, [&](auto team) {
       const row_scores row{w.scores, stride, w.log_sums, group};
       if constexpr (Pooling::uses_log_sums)
-        for (int g = 0; g < group; ++g) w.log_sums[g] = mass_of(team, w.scores + g * stride, padded).value();
+        for (int g = 0; g < group; ++g)
+          w.log_sums[g] = log_sum_of(team, w.scores + g * stride, padded).value();
       using pack = typename decltype(team)::pack;
       const pack largest(std::numeric_limits<float>::max());
       for (std::int64_t j = 0; j < padded; j += decltype(team)::width) {
@@ -111,8 +113,7 @@ void pin_units(const State& s, const sequence_head& at, const unit_range& candid
         s.pin_worth_of(s.store_page(at.sequence, page), at.head, unit - page * s.units_per_page), unit);
   }
   std::nth_element(w.keys, w.keys + count, w.keys + candidates.count, std::greater<>());
-  std::int32_t* const pinned =
-      s.pinned + s.head_index(at.sequence, at.head) * static_cast<std::size_t>(s.pins);
+  std::int32_t* const pinned = s.pinned + s.head_index(at.sequence, at.head) * to_size(s.pins);
   for (int i = 0; i < count; ++i) pinned[i] = unit_of_key(w.keys[i]);
   std::sort(pinned, pinned + count);
   s.pinned_count[s.head_index(at.sequence, at.head)] = count;
@@ -201,7 +202,7 @@ class head_selection {
         by(mean_score{});
     });
     scored_ = pooled_ = candidates;
-    knows_mass_of_all_ = false;
+    knows_log_sum_ = false;
   }
 
   /// Corrects the head by the masses of units, all of the first `candidates` candidates; returns how many it has
@@ -269,7 +270,7 @@ class head_selection {
     for (const std::int32_t unit : pinned_) empty_column(unit - first_unit_);
     pool(candidates);
     pooled_ = candidates;
-    knows_mass_of_all_ = false;
+    knows_log_sum_ = false;
   }
 
   void pool(int candidates) {
@@ -291,8 +292,7 @@ class head_selection {
       while (first < last) {
         const std::byte* const from = stored(first);
         int end = first + 1;
-        while (end < last && stored(end) == from + static_cast<std::size_t>(end - first) * s_.summary_bytes)
-          ++end;
+        while (end < last && stored(end) == from + to_size(end - first) * s_.summary_bytes) ++end;
         score_units<element, among_many>(team, policy, s_.unit, from, s_.summary_bytes, end - first,
                                          prepared_, numbers, column(first));
         first = end;
@@ -370,12 +370,11 @@ class head_selection {
 
   /// A unit's share of the softmax of the pooled scores; 0 where no unit has any.
   float mass(std::int32_t unit) {
-    if (!knows_mass_of_all_)
-      with_team(set_, [&](auto team) {
-        mass_of_all_ = host::mass_of(team, w_.pooled, workspace_sizes::padded(pooled_));
-      });
-    knows_mass_of_all_ = true;
-    return mass_of_all_.share(w_.pooled[unit - first_unit_]);
+    if (!knows_log_sum_)
+      with_team(set_,
+                [&](auto team) { log_sum_ = log_sum_of(team, w_.pooled, workspace_sizes::padded(pooled_)); });
+    knows_log_sum_ = true;
+    return log_sum_.share(w_.pooled[unit - first_unit_]);
   }
 
   isa set_;
@@ -390,8 +389,8 @@ class head_selection {
   prepared_queries prepared_{};
   std::once_flag begun_;
   int scored_ = 0, pooled_ = 0;  // candidates that have been
-  log_sum_exp mass_of_all_;      // of the pooled scores, once it is known
-  bool knows_mass_of_all_ = false;
+  log_sum_exp log_sum_;          // of the pooled scores, once it is known
+  bool knows_log_sum_ = false;
 };
 
 /// Brings units of one KV head from the store to its selected slots: for i of `count` the unit `unit(i)`,

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <freekv/algorithms/merge_selections.hpp>
 #include <freekv/backend/host/select.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/plan.hpp>
 
@@ -27,9 +28,8 @@ void select_by_query_head(isa set, const State& s, const Policies& policies, con
       selected = merge_selections(all, selected, w.units, held = selection.best(c.now, w.units), g);
     else
       held = selection_of(all, selected, g, w.units);
-    next_selected =
-        merge_selections(s.next_selected_union(entry.sequence, head), next_selected, w.units,
-                         selection.best(c.next, w.units, {w.units, static_cast<std::size_t>(held)}), g);
+    next_selected = merge_selections(s.next_selected_union(entry.sequence, head), next_selected, w.units,
+                                     selection.best(c.next, w.units, {w.units, to_size(held)}), g);
   }
 }
 
@@ -58,12 +58,12 @@ void flag_all(const State& s, int sequence) {
 }
 /// Gives the first head's list to all.
 template <class State>
-void share_list(const State& s, int sequence, std::int32_t* pages, std::int32_t* counts) {
+void share_list(const State& s, int sequence, std::int32_t* units, std::int32_t* counts) {
   const int from = first_retrieving(s);
   for (int head = from + 1; head < s.heads.kv; ++head) {
     if (s.kind_of(head) != layer_kind::retrieval) continue;
     const std::int32_t count = counts[s.head_index(sequence, head)] = counts[s.head_index(sequence, from)];
-    std::copy_n(pages + s.selection(sequence, from), count, pages + s.selection(sequence, head));
+    std::copy_n(units + s.selection(sequence, from), count, units + s.selection(sequence, head));
   }
 }
 

@@ -9,6 +9,7 @@
 #include <freekv/backend/host/select.hpp>
 #include <freekv/backend/host/select_by_scope.hpp>
 #include <freekv/backend/host/workspace.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/scope.hpp>
@@ -28,20 +29,20 @@ class selection_stage {
                                 const workspace_sizes& scratch, carver& memory)
       : backend_(&backend),
         policies_(&policies),
-        shared_(static_cast<std::size_t>(std::min(scratch.kv_heads, backend.threads() - 1))) {
+        shared_(to_size(std::min(scratch.kv_heads, backend.threads() - 1))) {
     for (int i = 0; i < backend.workspaces(); ++i) workspaces_.push_back(workspace::carve(memory, scratch));
     for (std::size_t i = 0; i < shared_.size(); ++i)
       workspaces_of_heads_.push_back(workspace::carve(memory, scratch));
-    heads_alone_.resize(static_cast<std::size_t>(scratch.kv_heads));
+    heads_alone_.resize(to_size(scratch.kv_heads));
     if (!resolve(policies.summary, []<class Summary>(const Summary&) { return linear_summary<Summary>; }))
-      decoded_bytes_ = static_cast<std::size_t>(scratch.summary_width) * sizeof(float);
+      decoded_bytes_ = to_size(scratch.summary_width) * sizeof(float);
     layer_stride_ = workspace_sizes::padded(scratch.max_units);
     for (float** pooled : {&pooled_now_, &pooled_next_, &pooled_behind_})
-      *pooled = memory.take<float>(static_cast<std::size_t>(scratch.pooled_heads * layer_stride_));
+      *pooled = memory.take<float>(to_size(scratch.pooled_heads * layer_stride_));
   }
 
   /// The scratch of a thread, or behind all of them that of the recall stream.
-  const workspace& workspace_of(int worker) const { return workspaces_[static_cast<std::size_t>(worker)]; }
+  const workspace& workspace_of(int worker) const { return workspaces_[to_size(worker)]; }
 
   /// The flagged heads of a decode entry select with the current query among this step's candidates and recall what
   /// they miss; then every head's selection is what this step attends to. A correction by mass scores all heads to
@@ -88,7 +89,7 @@ class selection_stage {
         return is_to_select(s, entry.sequence, head, selection_time::speculate, false);
       };
       if constexpr (Scope::scope == selection_scope::layer)
-        foresee_layer(s, entry);
+        speculate_layer(s, entry);
       else if constexpr (Scope::scope == selection_scope::query_head)
         for_heads_next(s, entry, unknown, [&](int head, const workspace& w) {
           select_by_query_head(instructions(), s, *policies_, entry, head, false, w);
@@ -139,8 +140,7 @@ class selection_stage {
   /// Bytes of memory traffic that scoring takes as long as: those of summaries that are multiplied as they are stored, of
   /// others their numbers.
   std::size_t bytes_scored(const State& s, int heads, int candidates) const {
-    return static_cast<std::size_t>(heads) * static_cast<std::size_t>(candidates) *
-           std::max(s.summary_bytes, decoded_bytes_);
+    return to_size(heads) * to_size(candidates) * std::max(s.summary_bytes, decoded_bytes_);
   }
 
   /// `for_heads` for the next step: on the recall stream's thread if it has one.
@@ -169,24 +169,23 @@ class selection_stage {
     };
     const int left = threads == 1 || heads >= 4 * threads ? 0 : heads % threads;
     if (left == 0) return for_heads(s, entry, wanted, alone);
-    const auto shared = [&](int nth) -> selection_type& { return *shared_[static_cast<std::size_t>(nth)]; };
+    const auto shared = [&](int nth) -> selection_type& { return *shared_[to_size(nth)]; };
     int head = -1;
     const auto next = [&] {
       do ++head;
       while (s.kind_of(head) != layer_kind::retrieval || !wanted(head));
       return head;
     };
-    for (std::size_t nth = 0; nth < static_cast<std::size_t>(left); ++nth)
+    for (std::size_t nth = 0; nth < to_size(left); ++nth)
       shared_[nth].emplace(instructions(), s, *policies_, entry, next(), candidates,
                            workspaces_of_heads_[nth]);
     const int blocks = (candidates.count + score_block - 1) / score_block,
               parts = std::min(blocks, 4 * threads), whole = heads - left;
-    for (int nth = 0; nth < whole; ++nth) heads_alone_[static_cast<std::size_t>(nth)] = next();
+    for (int nth = 0; nth < whole; ++nth) heads_alone_[to_size(nth)] = next();
     // First what others wait for.
     backend_->parallel(left + whole + left * parts, bytes, [&](int unit, int worker) {
       if (unit < left) return shared(unit).begin_once();
-      if (unit < left + whole)
-        return alone(heads_alone_[static_cast<std::size_t>(unit - left)], workspace_of(worker));
+      if (unit < left + whole) return alone(heads_alone_[to_size(unit - left)], workspace_of(worker));
       unit -= left + whole;
       const auto end_of = [&](int part) {
         return std::min(blocks * part / parts * score_block, candidates.count);
@@ -197,7 +196,7 @@ class selection_stage {
     backend_->parallel(left, bytes, [&](int unit, int) {
       selection_type& of = shared(unit);
       of.all_are_scored();
-      body(of.head(), of, workspaces_of_heads_[static_cast<std::size_t>(unit)]);
+      body(of.head(), of, workspaces_of_heads_[to_size(unit)]);
     });
   }
   template <class Wanted, class Body>
@@ -213,7 +212,7 @@ class selection_stage {
   void correct_head(const State& s, const step_entry& entry, int head, const step_candidates& c,
                     selection_type& selection, const workspace& w) {
     take_best(s, s.head_index(entry.sequence, head), s.selected + s.selection(entry.sequence, head),
-              selection, c.now, {w.units, static_cast<std::size_t>(selection.best(c.now, w.units))});
+              selection, c.now, {w.units, to_size(selection.best(c.now, w.units))});
     recall_corrected(s, entry, head, w);
     select_next(s, entry, head, c.next, selection);
   }
@@ -235,9 +234,8 @@ class selection_stage {
   static void select_next(const State& s, const step_entry& entry, int head, int candidates,
                           selection_type& selection) {
     const std::size_t row = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
-    s.next_selected_count[row] =
-        selection.best(candidates, s.next_selected + first,
-                       {s.selected + first, static_cast<std::size_t>(s.selected_count[row])});
+    s.next_selected_count[row] = selection.best(candidates, s.next_selected + first,
+                                                {s.selected + first, to_size(s.selected_count[row])});
   }
   void recall_corrected(const State& s, const step_entry& entry, int head, const workspace& w) {
     const std::size_t row = s.head_index(entry.sequence, head);
@@ -262,7 +260,7 @@ class selection_stage {
     if (by_mass || !selection.takes_all(c.now))
       selection.pool_heads(c.now, pooled_now_, layer_stride_, heads);
     take_best(s, row, s.selected + first, selection, c.now,
-              {w.units, static_cast<std::size_t>(selection.best(c.now, w.units))});
+              {w.units, to_size(selection.best(c.now, w.units))});
     if (!selection.takes_all(c.next)) selection.pool_heads(c.next, pooled_next_, layer_stride_, heads);
     select_next(s, entry, head, c.next, selection);
     share_list(s, entry.sequence, s.next_selected, s.next_selected_count);
@@ -273,7 +271,7 @@ class selection_stage {
               [&](int other, const workspace& scratch) { recall_corrected(s, entry, other, scratch); });
   }
   /// The layer's heads select as one for the next step, unless a correction has done so.
-  void foresee_layer(const State& s, const step_entry& entry) {
+  void speculate_layer(const State& s, const step_entry& entry) {
     const int head = first_retrieving(s), heads = retrieving_before(s, s.heads.kv);
     if (!is_to_select(s, entry.sequence, head, selection_time::speculate, false)) return;
     const unit_range next = s.candidates_at(entry.after() + 1);

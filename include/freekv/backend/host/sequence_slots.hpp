@@ -6,6 +6,7 @@
 #include <freekv/algorithms/keep_selection.hpp>
 #include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/backend/host/select.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/pipeline/selection_state.hpp>
 
@@ -111,8 +112,7 @@ void copy_slots(const State& s, int from, int to) {
 template <class State>
 void copy_selection(State s, int from, int to) {
   for_each_array_and_queries(s, [&](auto* array, std::size_t of_sequence) {
-    std::copy_n(array + of_sequence * static_cast<std::size_t>(from), of_sequence,
-                array + of_sequence * static_cast<std::size_t>(to));
+    std::copy_n(array + of_sequence * to_size(from), of_sequence, array + of_sequence * to_size(to));
   });
 }
 

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <freekv/core/size.hpp>
 #include <freekv/core/team.hpp>
 
 namespace freekv::host {
@@ -357,7 +358,7 @@ struct simd_team {
   }
 
   [[gnu::always_inline]] void widen(const float* in, float* out, int n) const {
-    std::memcpy(out, in, static_cast<std::size_t>(n) * sizeof(float));
+    std::memcpy(out, in, to_size(n) * sizeof(float));
   }
   template <class Element>
   [[gnu::always_inline]] void widen(const Element* in, float* out, int n) const {

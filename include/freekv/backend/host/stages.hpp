@@ -11,6 +11,7 @@
 #include <freekv/backend/host/select_stage.hpp>
 #include <freekv/backend/host/sequence_slots.hpp>
 #include <freekv/core/policy.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/backend.hpp>
 #include <freekv/pipeline/tables.hpp>
 #include <freekv/policies/scope.hpp>
@@ -47,14 +48,14 @@ class stages {
   [[gnu::cold]] void begin(const tables&, std::span<const State> layers) {
     layers_ = layers;
     for (const State& s : layers) {
-      const int sequences = policies_->max_sequences;
+      const int sequences = policies_->capacity.max_sequences;
       const std::size_t selections = s.selection(sequences, 0);
-      for (std::int32_t* pages : std::array{s.selected, s.next_selected, s.attended, s.slot_of})
-        std::fill_n(pages, selections, -1);
+      for (std::int32_t* units : std::array{s.selected, s.next_selected, s.attended, s.slot_of})
+        std::fill_n(units, selections, -1);
       for (std::uint32_t* masks : std::array{s.selected_by, s.next_selected_by, s.attended_by})
         std::fill_n(masks, s.masks(sequences, 0), 0u);
     }
-    for (int sequence = 0; sequence < policies_->max_sequences; ++sequence) forget(sequence);
+    for (int sequence = 0; sequence < policies_->capacity.max_sequences; ++sequence) forget(sequence);
   }
 
   // Between steps, with nothing queued, in all layers:
@@ -96,7 +97,7 @@ class stages {
     std::memcpy(to, from, bytes);
   }
 
-  // In one:
+  // In a layer:
 
   void compact_slots(const State& s, int sequence) const { host::compact_slots(s, sequence); }
   const State& read_back(const State& s) const { return s; }
@@ -173,7 +174,7 @@ class stages {
     for (const step_entry& entry : of.entries) attend(s, entry, queries, to, true);
   }
   /// The log-mass of each unit that each row attends to.
-  void masses(const State& s, const step& of, const step_queries& queries, const mass_output& to) {
+  void log_masses(const State& s, const step& of, const step_queries& queries, const log_mass_output& to) {
     for (const step_entry& entry : of.entries) masses(s, entry, queries, to);
   }
 
@@ -184,7 +185,7 @@ class stages {
         policies_(&policies),
         select_(backend, policies, scratch, memory),
         max_parts_((scratch.most_entries() - 1) / entries_per_part(scratch.page_tokens) + 1) {
-    const auto heads = static_cast<std::size_t>(scratch.kv_heads * max_parts_ * scratch.group);
+    const auto heads = to_size(scratch.kv_heads * max_parts_ * scratch.group);
     part_mass_ = memory.take<log_sum_exp>(heads);
     part_weighted_ = memory.take<float>(heads * d);
   }
@@ -200,8 +201,7 @@ class stages {
   void append(const State& s, const step_entry& entry, const step_rows<In>& rows) {
     const rows_from<In> source{rows, entry.before - entry.first_row, d};
     int first_page = entry.before / s.page.tokens, last_page = s.pages_of(entry.after());
-    const auto bytes = static_cast<std::size_t>(entry.tokens) * static_cast<std::size_t>(4 * s.heads.kv * d) *
-                       sizeof(element);
+    const auto bytes = to_size(entry.tokens) * to_size(4 * s.heads.kv * d) * sizeof(element);
     const auto append_one = [&](int page, int worker) {
       append_page(instructions(), s, *policies_, entry, page, source, workspace_of(worker));
     };
@@ -228,13 +228,13 @@ class stages {
     });
   }
 
-  void masses(const State& s, const step_entry& entry, const step_queries& queries, const mass_output& to) {
+  void masses(const State& s, const step_entry& entry, const step_queries& queries,
+              const log_mass_output& to) {
     const float* const numbers = numbers_.of(queries, entry, s.heads.query * d);
     const attention_job<State, Settings> job{s,       *policies_, entry,
                                              numbers, {},         entry.phase == step_phase::prefill};
     const int heads = s.heads.kv;
-    backend_->parallel(entry.tokens * heads,
-                       job.bytes(entry.tokens - 1) * static_cast<std::size_t>(entry.tokens),
+    backend_->parallel(entry.tokens * heads, job.bytes(entry.tokens - 1) * to_size(entry.tokens),
                        [&](int unit, int worker) {
                          job.masses(instructions(), unit / heads, unit % heads, to, workspace_of(worker));
                        });
@@ -280,7 +280,7 @@ class stages {
     const std::size_t bytes = job.bytes(last);
     const int threads = backend_->threads_worth(bytes);
     if (threads == 1 || job.entry.tokens * heads >= 4 * threads) {
-      backend_->parallel(job.entry.tokens * heads, bytes * static_cast<std::size_t>(job.entry.tokens),
+      backend_->parallel(job.entry.tokens * heads, bytes * to_size(job.entry.tokens),
                          [&](int unit, int worker) {
                            attend_head(instructions(), job, unit / heads, unit % heads, workspace_of(worker));
                          });

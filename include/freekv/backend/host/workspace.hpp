@@ -6,6 +6,7 @@
 #include <freekv/algorithms/attend_slice.hpp>
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/shape.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/settings.hpp>
 #include <freekv/storage/memory.hpp>
 
@@ -34,9 +35,9 @@ template <class State, class Settings>
 workspace_sizes workspace_sizes_of(const Settings& s) {
   constexpr int head_dim = State::head_dim;
   using element = typename State::element;
-  workspace_sizes sizes{.kv_heads = s.kv_heads,
-                        .group = s.query_heads / s.kv_heads,
-                        .decode_rows = s.max_decode_rows,
+  workspace_sizes sizes{.kv_heads = s.model.kv_heads,
+                        .group = s.model.group(),
+                        .decode_rows = s.capacity.max_decode_rows,
                         .head_dim = head_dim,
                         .page_tokens = s.page.tokens,
                         .unit_tokens = s.unit_tokens(),
@@ -45,8 +46,8 @@ workspace_sizes workspace_sizes_of(const Settings& s) {
                         .max_units = s.max_units()};
   if (s.encodes()) {
     sizes.slice_bytes = stored_slice_bytes<element, head_dim>(s);
-    if (s.store_file) sizes.slice_alignment = s.store_file->alignment();
-    sizes.decoded_bytes = static_cast<std::size_t>(2 * s.page.tokens * head_dim) * sizeof(element);
+    if (s.capacity.store_file) sizes.slice_alignment = s.capacity.store_file->alignment();
+    sizes.decoded_bytes = to_size(2 * s.page.tokens * head_dim) * sizeof(element);
     sizes.shared_floats = resolve(s.codec, [&](const auto& codec) {
       return shared_floats(codec, page_geometry{s.page.tokens, head_dim});
     });
@@ -55,9 +56,9 @@ workspace_sizes workspace_sizes_of(const Settings& s) {
     sizes.summary_width = summary.width({s.unit_tokens(), head_dim});
     sizes.query_width = summary_query_width(summary, head_dim);
   });
-  for (int layer = 0; layer < s.layers; ++layer)
+  for (int layer = 0; layer < s.model.layers; ++layer)
     sizes.selected_units = std::max(sizes.selected_units, s.max_selected(layer));
-  if (s.selects_by() == selection_scope::layer) sizes.pooled_heads = s.kv_heads;
+  if (s.selects_by() == selection_scope::layer) sizes.pooled_heads = s.model.kv_heads;
   return sizes;
 }
 
@@ -82,24 +83,24 @@ struct workspace {
   float* shared = nullptr;        // (shared_floats)
 
   static workspace carve(carver& memory, const workspace_sizes& s) {
-    const auto n = [](auto x) { return static_cast<std::size_t>(x); };
     const int scoring_heads = s.group * s.decode_rows;
     workspace w;
-    w.block = memory.take<float>(n(std::max(s.attention_floats, s.page_tokens * s.head_dim)));
-    w.numbers = memory.take<float>(n(s.summary_width));
+    w.block = memory.take<float>(to_size(std::max(s.attention_floats, s.page_tokens * s.head_dim)));
+    w.numbers = memory.take<float>(to_size(s.summary_width));
     w.query = memory.take<float>(
-        n(std::max(s.group * s.head_dim, prepared_queries::floats(scoring_heads, s.query_width))));
-    w.pooled_query = memory.take<float>(n(s.head_dim));
-    w.mass = memory.take<log_sum_exp>(n(2 * s.group));
-    w.weighted = memory.take<float>(n(2 * s.group * s.head_dim));
-    w.scores = memory.take<float>(n(scoring_heads * s.padded(s.max_units)));
-    w.pooled = memory.take<float>(n(s.padded(s.max_units)));
-    w.log_sums = memory.take<float>(n(std::max(scoring_heads, s.pooled_heads)));
-    w.keys = memory.take<std::uint64_t>(n(s.max_units));
-    w.units = memory.take<std::int32_t>(n(s.selected_units));
-    w.encoded = memory.take_aligned(s.slice_bytes * n(std::max(most_staged, s.kv_heads)), s.slice_alignment);
-    w.decoded = memory.take<std::byte>(s.decoded_bytes * n(most_staged));
-    w.shared = memory.take<float>(n(s.shared_floats));
+        to_size(std::max(s.group * s.head_dim, prepared_queries::floats(scoring_heads, s.query_width))));
+    w.pooled_query = memory.take<float>(to_size(s.head_dim));
+    w.mass = memory.take<log_sum_exp>(to_size(2 * s.group));
+    w.weighted = memory.take<float>(to_size(2 * s.group * s.head_dim));
+    w.scores = memory.take<float>(to_size(scoring_heads * s.padded(s.max_units)));
+    w.pooled = memory.take<float>(to_size(s.padded(s.max_units)));
+    w.log_sums = memory.take<float>(to_size(std::max(scoring_heads, s.pooled_heads)));
+    w.keys = memory.take<std::uint64_t>(to_size(s.max_units));
+    w.units = memory.take<std::int32_t>(to_size(s.selected_units));
+    w.encoded =
+        memory.take_aligned(s.slice_bytes * to_size(std::max(most_staged, s.kv_heads)), s.slice_alignment);
+    w.decoded = memory.take<std::byte>(s.decoded_bytes * to_size(most_staged));
+    w.shared = memory.take<float>(to_size(s.shared_floats));
     return w;
   }
 };

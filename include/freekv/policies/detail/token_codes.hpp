@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <freekv/core/log_sum_exp.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/core/unroll.hpp>
 #include <freekv/policies/summary.hpp>
 
@@ -27,8 +28,8 @@ struct token_codes {
   }
   FREEKV_HD constexpr int width() const { return (rows + 1) * tokens; }
   FREEKV_HD constexpr std::size_t bytes() const {
-    if (bits == 32) return static_cast<std::size_t>(rows * tokens) * sizeof(float);
-    return code_bytes() + static_cast<std::size_t>(tokens) * sizeof(float);
+    if (bits == 32) return to_size(rows * tokens) * sizeof(float);
+    return code_bytes() + to_size(tokens) * sizeof(float);
   }
 
   template <team T>
@@ -129,7 +130,7 @@ struct token_codes {
   }
   FREEKV_HD constexpr float largest_code() const { return static_cast<float>((1 << (bits - 1)) - 1); }
   FREEKV_HD constexpr std::size_t code_bytes() const {
-    return static_cast<std::size_t>(rows * (tokens / 8) * bits + 3) / 4 * 4;
+    return to_size(rows * (tokens / 8) * bits + 3) / 4 * 4;
   }
   /// round(c / scale) + largest. A subnormal scale is rounded so coarsely that the quotient can exceed the largest
   /// code, which then stands for it.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/evicting_pipeline.hpp>
 #include <freekv/testing/detail/random_cases.hpp>
 #include <set>
@@ -26,10 +27,10 @@ struct eviction_judge {
 
   /// A row has attended to tokens.
   void observe(int row, const std::vector<int>& to) {
-    doubles shares(size(row + 1));
+    doubles shares(to_size(row + 1));
     for (int g = 0; g < text->group; ++g) {
       const doubles of_head = text->attend(row, head * text->group + g, to).shares;
-      for (std::size_t i = 0; i < to.size(); ++i) shares[size(to[i])] += of_head[i] / text->group;
+      for (std::size_t i = 0; i < to.size(); ++i) shares[to_size(to[i])] += of_head[i] / text->group;
     }
     seen.shares.push_back(std::move(shares));
   }
@@ -118,8 +119,8 @@ struct eviction_judge {
   }
 };
 
-/// Judge of every step of random sequences: those have left that the definition gives the least worth, what attention gives is that
-/// of the others in float64, and the same bits with three threads as with one.
+/// Judge of every step of random sequences: those have left that the definition gives the least worth, what attention
+/// gives is that of the others in float64, and the same bits with three threads as with one.
 template <class Element, class Policy>
 void judge_evictions(const Policy& policy, const eviction_definition& definition,
                      const conformance_options& options, differences& wrong) {
@@ -133,11 +134,11 @@ void judge_evictions(const Policy& policy, const eviction_definition& definition
     const int prompt = random.one_of({1, budget / 2, budget, budget + 7, 2 * budget + 3, 4 * budget});
     const random_text<Element> text(random, prompt + steps, kv_heads, group);
     typename pipeline::settings settings;
-    settings.query_heads = kv_heads * group;
-    settings.kv_heads = kv_heads;
+    settings.model.query_heads = kv_heads * group;
+    settings.model.kv_heads = kv_heads;
     settings.budget = budget;
-    settings.max_prompt = prompt;
-    settings.max_generated = steps;
+    settings.capacity.max_prompt = prompt;
+    settings.capacity.max_generated = steps;
     settings.plan = {{0}};
     settings.eviction = policy;
     try {
@@ -156,7 +157,9 @@ void judge_evictions(const Policy& policy, const eviction_definition& definition
     decode_twice<pipeline>(
         where, settings, text, prompt, steps,
         [&](const std::string& at, int step, int head, bool, const std::vector<int>& units,
-            const std::vector<float>& out) { judges[size(head)].step(at, prompt + step, units, out, wrong); },
+            const std::vector<float>& out) {
+          judges[to_size(head)].step(at, prompt + step, units, out, wrong);
+        },
         wrong);
   }
   if (judged == 0 && options.runs > 0) wrong.add("no budget from 16 to 80 tokens suits the policy");

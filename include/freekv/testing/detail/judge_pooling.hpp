@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <freekv/core/size.hpp>
 #include <freekv/policies/pooling.hpp>
 #include <freekv/testing/detail/random_cases.hpp>
 #include <limits>
@@ -15,18 +16,18 @@ template <team T, class Policy>
 std::vector<float> pool_by(T team, const Policy& policy, const std::vector<doubles>& scores) {
   const int candidates = static_cast<int>(scores[0].size()), group = static_cast<int>(scores.size());
   const int stride = (candidates + T::width - 1) / T::width * T::width;
-  std::vector<float> of_heads(size(group * stride)), log_sums, pooled(size(stride));
+  std::vector<float> of_heads(to_size(group * stride)), log_sums, pooled(to_size(stride));
   for (int g = 0; g < group; ++g) {
     double most = -std::numeric_limits<double>::infinity(), sum = 0.0;
-    for (const double score : scores[size(g)]) most = std::max(most, score);
-    for (const double score : scores[size(g)]) sum += std::isfinite(most) ? std::exp(score - most) : 0.0;
+    for (const double score : scores[to_size(g)]) most = std::max(most, score);
+    for (const double score : scores[to_size(g)]) sum += std::isfinite(most) ? std::exp(score - most) : 0.0;
     log_sums.push_back(sum > 0.0 ? static_cast<float>(most + std::log(sum)) : -infinity);
     for (int j = 0; j < candidates; ++j)
-      of_heads[size(g * stride + j)] = static_cast<float>(scores[size(g)][size(j)]);
+      of_heads[to_size(g * stride + j)] = static_cast<float>(scores[to_size(g)][to_size(j)]);
   }
   const row_scores row{of_heads.data(), stride, log_sums.data(), group};
   for (int j = 0; j < stride; j += T::width) team.store(pooled.data() + j, policy.pool(team, row, j));
-  pooled.resize(size(candidates));
+  pooled.resize(to_size(candidates));
   return pooled;
 }
 
@@ -54,7 +55,7 @@ void judge_pools(const Policy& policy, const pooling_definition& definition,
     if constexpr (!query_pooling<Policy>)  // pages that no head has, as those of NaN; now and then all
       for (int j = 0; j < width; ++j)
         if (nth % 10 == 0 || random.one_of({0, 0, 0, 0, 0, 0, 0, 1}) == 1)
-          for (doubles& scores : of_heads) scores[size(j)] = -std::numeric_limits<double>::infinity();
+          for (doubles& scores : of_heads) scores[to_size(j)] = -std::numeric_limits<double>::infinity();
     const doubles want = query_pooling<Policy> ? definition.query(of_heads) : definition.scores(of_heads);
     const auto where = [&](const char* on) {
       return std::string(on) + ", group of " + std::to_string(group) + ", " + std::to_string(width) +

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <freekv/core/size.hpp>
 #include <freekv/pipeline/retrieval_pipeline.hpp>
 #include <freekv/testing/detail/judge_correction.hpp>
 #include <freekv/testing/detail/judge_summary.hpp>
@@ -28,8 +29,8 @@ struct step_definitions {
     std::vector<int> best(scores.size());
     for (std::size_t j = 0; j < best.size(); ++j) best[j] = static_cast<int>(j);
     std::stable_sort(best.begin(), best.end(),
-                     [&](int a, int b) { return scores[size(a)] > scores[size(b)]; });
-    best.resize(std::min(best.size(), size(k)));
+                     [&](int a, int b) { return scores[to_size(a)] > scores[to_size(b)]; });
+    best.resize(std::min(best.size(), to_size(k)));
     std::sort(best.begin(), best.end());
     return best;
   }};
@@ -77,7 +78,7 @@ struct head_judge {
     const auto scores_of = [&](const doubles& query) {
       doubles scores;
       for (int unit = roles.sink_end; unit < roles.window_begin; ++unit)
-        scores.push_back(by->summary.score(query, stored[size(unit)], page(), scale));
+        scores.push_back(by->summary.score(query, stored[to_size(unit)], page(), scale));
       return scores;
     };
     const std::vector<doubles> queries = text->group_of(row, head);
@@ -95,7 +96,7 @@ struct head_judge {
     double most = -std::numeric_limits<double>::infinity(), all = 0.0, of_these = 0.0;
     for (const double score : scores) most = std::max(most, score);
     for (const double score : scores) all += std::exp(score - most);
-    for (const int j : candidates) of_these += std::exp(scores[size(j)] - most);
+    for (const int j : candidates) of_these += std::exp(scores[to_size(j)] - most);
     return of_these / all;
   }
 
@@ -119,7 +120,7 @@ struct head_judge {
     const auto& correction = settings->correction;
     bool exchanges = false;
     if constexpr (correction_by_mass<std::remove_cvref_t<decltype(correction)>>)
-      exchanges = correction.at(0).exchanges_pages();
+      exchanges = correction.at(0).exchanges_units();
     const auto deficient = [&](const doubles& scores, const std::vector<int>& selected) {
       const std::vector<int> best = select(scores, none);
       return !std::includes(selected.begin(), selected.end(), best.begin(), best.end()) &&
@@ -171,7 +172,8 @@ struct head_judge {
     carried = pooled(row, next);
     carried_held.assign(carried->size(), false);
     for (const int unit : units)
-      if (unit >= next.sink_end && unit < next.window_begin) carried_held[size(unit - next.sink_end)] = true;
+      if (unit >= next.sink_end && unit < next.window_begin)
+        carried_held[to_size(unit - next.sink_end)] = true;
   }
 };
 
@@ -199,10 +201,10 @@ void judge_steps(const Policy& policy, const step_definitions& by, const conform
     const int group = random.one_of({1, 2, 3, 5});
     const int prompt = page * random.one_of({3, 6, 9, 12}) + random.one_of({0, 3, page - 1});
     typename pipeline::settings settings;
-    settings.query_heads = kv_heads * group;
-    settings.kv_heads = kv_heads;
+    settings.model.query_heads = kv_heads * group;
+    settings.model.kv_heads = kv_heads;
     settings.budget = {page, page, random.one_of({1, 2, 4})};
-    settings.max_tokens = prompt + steps;
+    settings.capacity.max_tokens = prompt + steps;
     settings.page = {page};
     give(settings, policy);
     if (!suits(settings.summary, {page, d})) continue;
@@ -218,7 +220,7 @@ void judge_steps(const Policy& policy, const step_definitions& by, const conform
         where, settings, text, prompt, steps,
         [&](const std::string& at, int step, int head, bool corrected, const std::vector<int>& units,
             const std::vector<float>& out) {
-          judges[size(head)].judge(at, step, prompt + step, corrected, units, out, wrong);
+          judges[to_size(head)].judge(at, step, prompt + step, corrected, units, out, wrong);
         },
         wrong);
   }

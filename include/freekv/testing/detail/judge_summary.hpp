@@ -6,6 +6,7 @@
 #include <freekv/algorithms/score_unit.hpp>
 #include <freekv/algorithms/summarise_unit.hpp>
 #include <freekv/core/error.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/policies/mean_summaries.hpp>
 #include <freekv/policies/summary.hpp>
 #include <freekv/testing/detail/random_cases.hpp>
@@ -25,9 +26,10 @@ scored_unit score_by(T team, const Policy& policy, const std::vector<Element>& k
                      const std::vector<float>& queries, page_geometry page, float scale) {
   const int d = page.head_dim, group = static_cast<int>(queries.size()) / d;
   const int width = policy.width(page), query_width = summary_query_width(policy, d);
-  scored_unit unit{std::vector<float>(size(width)), std::vector<float>(size(width)),
-                   std::vector<float>(size(group))};
-  std::vector<float> key_scratch(keys.size()), prepared(size(prepared_queries::floats(group, query_width)));
+  scored_unit unit{std::vector<float>(to_size(width)), std::vector<float>(to_size(width)),
+                   std::vector<float>(to_size(group))};
+  std::vector<float> key_scratch(keys.size()),
+      prepared(to_size(prepared_queries::floats(group, query_width)));
   std::vector<std::byte> bytes(summary_bytes<Element>(policy, page));
   summarise_unit<Element>(team, policy, head_slice<const Element>{keys.data(), nullptr, d}, page,
                           {key_scratch.data(), unit.numbers.data()}, bytes.data());
@@ -41,7 +43,7 @@ scored_unit score_by(T team, const Policy& policy, const std::vector<Element>& k
 /// Numbers of a unit's keys, as a pipeline stores them.
 template <class Element, class Policy>
 doubles stored_numbers(const Policy& policy, const std::vector<Element>& keys, page_geometry page) {
-  const std::vector<float> no_query(size(page.head_dim));
+  const std::vector<float> no_query(to_size(page.head_dim));
   return wide(score_by<Element>(scalar_team{}, policy, keys, no_query, page, 1.0f).stored);
 }
 
@@ -90,9 +92,9 @@ void judge_units(const Policy& policy, const summary_definition& definition,
       if (!hooks_of<Policy>::has(hook::encode) && unit.stored != unit.numbers)
         wrong.add(where(on), ": what is stored are not its numbers");
       for (int g = 0; g < group; ++g) {
-        const doubles query = wide(queries.data() + g * page.head_dim, size(page.head_dim));
+        const doubles query = wide(queries.data() + g * page.head_dim, to_size(page.head_dim));
         const double score = definition.score(query, stored, page, static_cast<double>(scale));
-        const double got = static_cast<double>(unit.scores[size(g)]);
+        const double got = static_cast<double>(unit.scores[to_size(g)]);
         if (!(std::fabs(got - score) <=
               definition.tolerance * (1.0 + std::fabs(score) +
                                       static_cast<double>(scale) * sum_of_sizes(query) * largest(stored))))
@@ -112,7 +114,7 @@ void judge_units(const Policy& policy, const summary_definition& definition,
 inline summary_definition definition_of_mean() {
   return {.numbers =
               [](const doubles& keys, page_geometry page) {
-                doubles numbers(size(page.head_dim));
+                doubles numbers(to_size(page.head_dim));
                 for (std::size_t i = 0; i < keys.size(); ++i)
                   numbers[i % numbers.size()] += keys[i] / page.tokens;
                 return numbers;

@@ -8,6 +8,7 @@
 #include <freekv/backend/host/host_backend.hpp>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/core/element.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/core/team.hpp>
 #include <freekv/pipeline/step_report.hpp>
 #include <freekv/testing/definitions.hpp>
@@ -21,8 +22,6 @@
 #include <vector>
 
 namespace freekv::testing::detail {
-
-constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 class random_numbers {
  public:
@@ -137,19 +136,20 @@ struct random_text {
       if (t % 16 == 0) base = random.normals<float>(kv_heads * d);
       const float turns = 0.1f * static_cast<float>(random.one_of({1, 3, 5, 8}));
       for (int i = 0; i < kv_heads * d; ++i)
-        keys.push_back(from_float<Element>(0.7f * base[size(i)] + 0.7f * random.normal()));
+        keys.push_back(from_float<Element>(0.7f * base[to_size(i)] + 0.7f * random.normal()));
       const auto more = random.normals<Element>(kv_heads * d);
       values.insert(values.end(), more.begin(), more.end());
-      query.resize(size(kv_heads * group * d));
+      query.resize(to_size(kv_heads * group * d));
       for (float& x : query) x = std::sqrt(1.0f - turns * turns) * x + turns * 2.0f * random.normal();
       queries.insert(queries.end(), query.begin(), query.end());
     }
   }
   std::span<const Element> rows(const std::vector<Element>& of, int first, int count) const {
-    return std::span(of).subspan(size(first * kv_heads * d), size(count * kv_heads * d));
+    return std::span(of).subspan(to_size(first * kv_heads * d), to_size(count * kv_heads * d));
   }
   std::span<const float> query_rows(int first, int count) const {
-    return std::span(queries).subspan(size(first * kv_heads * group * d), size(count * kv_heads * group * d));
+    return std::span(queries).subspan(to_size(first * kv_heads * group * d),
+                                      to_size(count * kv_heads * group * d));
   }
   doubles key(int token, int head) const { return wide(keys.data() + (token * kv_heads + head) * d, d); }
   doubles value(int token, int head) const { return wide(values.data() + (token * kv_heads + head) * d, d); }
@@ -168,7 +168,7 @@ struct random_text {
   /// A query head's attention to `tokens`, in float64.
   attention attend(int row, int query_head, const std::vector<int>& tokens) const {
     const doubles q = query(row, query_head);
-    attention of{{}, doubles(size(d))};
+    attention of{{}, doubles(to_size(d))};
     double most = -std::numeric_limits<double>::infinity(), mass = 0.0;
     for (const int t : tokens) {
       of.shares.push_back(inner_product(q, key(t, query_head / group)) / std::sqrt(double{d}));
@@ -187,7 +187,7 @@ struct random_text {
                const std::vector<float>& out, differences& wrong) const {
     const doubles want = attend(row, query_head, tokens).out;
     for (std::size_t i = 0; i < want.size(); ++i)
-      if (const double got = static_cast<double>(out[size(query_head * d) + i]);
+      if (const double got = static_cast<double>(out[to_size(query_head * d) + i]);
           !(std::fabs(got - want[i]) <= 1e-4))
         return wrong.add(where, ", query head ", query_head, " gives ", got, ", in float64 ", want[i]);
   }
@@ -221,8 +221,8 @@ void decode_twice(const std::string& where, const typename Pipeline::settings& s
                         .queries = text.query_rows(row, 1)});
       decode.attend(0, out);
       decode.end();
-      if (expected.size() > size(step)) {
-        if (expected[size(step)] != out) wrong.add(at, " with three threads differs from one thread's");
+      if (expected.size() > to_size(step)) {
+        if (expected[to_size(step)] != out) wrong.add(at, " with three threads differs from one thread's");
         continue;
       }
       expected.push_back(out);
@@ -230,8 +230,8 @@ void decode_twice(const std::string& where, const typename Pipeline::settings& s
       const auto stride = static_cast<std::ptrdiff_t>(report.attended.size()) / text.kv_heads;
       for (int head = 0; head < text.kv_heads; ++head) {
         const auto first = report.attended.begin() + head * stride;
-        judge(at + ", head " + std::to_string(head), step, head, report.corrected[size(head)] != 0,
-              std::vector<int>(first, first + report.attended_count[size(head)]), out);
+        judge(at + ", head " + std::to_string(head), step, head, report.corrected[to_size(head)] != 0,
+              std::vector<int>(first, first + report.attended_count[to_size(head)]), out);
       }
     }
   }

@@ -13,18 +13,18 @@
 
 namespace freekv::device {
 
-struct unit_masses_tuning {
+struct unit_log_masses_tuning {
   int threads = attend_default.threads;  ///< of a block
   int registers = 128;                   ///< of a thread at most
   constexpr bool valid() const { return valid_block(threads, registers); }
 };
-inline constexpr unit_masses_tuning unit_masses_default{};
-static_assert(unit_masses_default.valid());
+inline constexpr unit_log_masses_tuning unit_log_masses_default{};
+static_assert(unit_log_masses_default.valid());
 
 /// A team adds up the scores of one entry of a row's list for a tile's query heads.
 template <class State, class Codec>
-__global__ void unit_masses(State s, Codec codec, step_view step, step_queries queries, attended_rows rows,
-                            mass_output to) {
+__global__ void unit_log_masses(State s, Codec codec, step_view step, step_queries queries,
+                                attended_rows rows, log_mass_output to) {
   constexpr int d = State::head_dim;
   using element = typename State::element;
   using attention_type = register_masses<d, attend_default.heads, row_team<d>>;
@@ -58,8 +58,8 @@ __global__ void unit_masses(State s, Codec codec, step_view step, step_queries q
 
 /// Writes the masses of a step's rows, whose lists have at most `to.entries` entries.
 template <class State, class Codec>
-void launch_unit_masses(const State& s, const Codec& codec, const step_view& step,
-                        const step_queries& queries, const mass_output& to, cudaStream_t stream) {
+void launch_unit_log_masses(const State& s, const Codec& codec, const step_view& step,
+                            const step_queries& queries, const log_mass_output& to, cudaStream_t stream) {
   using block_type =
       attend_block<register_masses<State::head_dim, attend_default.heads, row_team<State::head_dim>>,
                    State::head_dim, typename State::element, Codec>;
@@ -69,7 +69,7 @@ void launch_unit_masses(const State& s, const Codec& codec, const step_view& ste
     const attended_rows rows{first, std::min(most_in_z, step.bounds.rows - first)};
     const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{to.entries} * block_type::lanes, threads)),
                     static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
-    launch("masses of units", {grid, threads, stream}, unit_masses<State, Codec>, s, codec, step, queries,
+    launch("masses of units", {grid, threads, stream}, unit_log_masses<State, Codec>, s, codec, step, queries,
            rows, to);
   }
 }

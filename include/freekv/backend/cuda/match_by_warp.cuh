@@ -8,7 +8,7 @@
 namespace freekv::device {
 
 /// A warp's shared memory for it, and for how many units and slots that has room.
-struct diff_storage {
+struct match_storage {
   static constexpr int most = 1024;
   std::int32_t wanted[most];
   std::int16_t slot[most];  // of each wanted unit; -1: it is not held
@@ -18,12 +18,12 @@ struct diff_storage {
 };
 
 /// Matches a new selection, the head's `nth`, with its slots, which are brought up to date, as `match_slots` does; a lane
-/// has a slot, or a unit. `found(i, slot, miss)` is called, on one of the lanes, for each wanted unit i with its slot and which of
-/// the misses it is, -1 if it is held, behind `counted(misses)` on all lanes. By a whole warp.
+/// has a slot, or a unit. `found(i, slot, miss)` is called, on one of the lanes, for each wanted unit i with its slot
+/// and which of the misses it is, -1 if it is held, behind `counted(misses)` on all lanes. By a whole warp.
 template <residency_policy Residency, class Counted, class Found>
-__device__ void diff_by_warp(const Residency& residency, const std::int32_t* wanted, int count,
-                             const slot_contents& slots, std::int32_t nth, diff_storage& shared,
-                             const Counted& counted, const Found& found) {
+__device__ void match_by_warp(const Residency& residency, const std::int32_t* wanted, int count,
+                              const slot_contents& slots, std::int32_t nth, match_storage& shared,
+                              const Counted& counted, const Found& found) {
   constexpr unsigned all = 0xffffffffu;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const auto before_me = [&](unsigned lanes) { return __popc(lanes & ((1u << lane) - 1u)); };
@@ -40,24 +40,24 @@ __device__ void diff_by_warp(const Residency& residency, const std::int32_t* wan
   };
   for (int first = 0; first < slots.count; first += 32) {
     const int slot = first + lane;
-    const std::int32_t page = slot < slots.count ? slots.unit[slot] : -1;
+    const std::int32_t unit = slot < slots.count ? slots.unit[slot] : -1;
     bool held = false;
-    if (page >= 0) {
+    if (unit >= 0) {
       int at = 0, last = count;
       while (at < last) {
         const int middle = (at + last) / 2;
-        if (shared.wanted[middle] < page)
+        if (shared.wanted[middle] < unit)
           at = middle + 1;
         else
           last = middle;
       }
-      held = at < count && shared.wanted[at] == page;
+      held = at < count && shared.wanted[at] == unit;
       if (held) {
         shared.slot[at] = static_cast<std::int16_t>(slot);
         slots.last_selected[slot] = nth;
       }
     }
-    unselected += __popc(__ballot_sync(all, page >= 0 && !held));
+    unselected += __popc(__ballot_sync(all, unit >= 0 && !held));
     if (residency.spare == 0) add_free(slot, slot < slots.count && !held);
   }
   __syncwarp();

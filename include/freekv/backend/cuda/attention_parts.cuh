@@ -7,6 +7,7 @@
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/core/element.hpp>
 #include <freekv/core/log_sum_exp.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/core/team.hpp>
 #include <freekv/core/unroll.hpp>
 #include <freekv/pipeline/layer_state.hpp>
@@ -24,16 +25,15 @@ struct attention_scratch_memory {
   static attention_scratch_memory carve(carver& memory, std::int64_t parts, int head_dim) {
     attention_scratch_memory m;
     m.parts = parts;
-    m.mass = memory.take<log_sum_exp>(static_cast<std::size_t>(parts));
-    m.weighted = memory.take<float>(static_cast<std::size_t>(parts * head_dim));
-    m.blocks_attending = memory.take<std::uint32_t>(static_cast<std::size_t>(parts));
+    m.mass = memory.take<log_sum_exp>(to_size(parts));
+    m.weighted = memory.take<float>(to_size(parts * head_dim));
+    m.blocks_attending = memory.take<std::uint32_t>(to_size(parts));
     return m;
   }
 
   /// Before it is used: what counts, counts from 0, and kernels leave it so.
   void clear(cudaStream_t stream) const {
-    check(cudaMemsetAsync(blocks_attending, 0, static_cast<std::size_t>(parts) * sizeof *blocks_attending,
-                          stream),
+    check(cudaMemsetAsync(blocks_attending, 0, to_size(parts) * sizeof *blocks_attending, stream),
           "cudaMemsetAsync");
   }
 };

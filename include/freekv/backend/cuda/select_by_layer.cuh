@@ -1,0 +1,86 @@
+// The heads of a layer that select as one, on a device: flagged together, and pooled once more.
+#pragma once
+
+#include <cstdint>
+#include <freekv/algorithms/score_unit.hpp>
+#include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/backend/cuda/score.cuh>
+#include <freekv/backend/cuda/selection_scratch.cuh>
+#include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/core/size.hpp>
+#include <freekv/policies/plan.hpp>
+#include <freekv/policies/pooling.hpp>
+#include <type_traits>
+
+namespace freekv::device {
+
+struct select_by_layer_tuning {
+  int flag_threads = 32;  ///< of a block that flags a layer: a warp, which votes
+  int registers = 64;     ///< of a thread at most
+  constexpr bool valid() const { return flag_threads == 32 && valid_block(chunk_units, registers); }
+};
+inline constexpr select_by_layer_tuning select_by_layer_default{};
+static_assert(select_by_layer_default.valid());
+
+/// Flags all retrieving heads of an entry if one of them is, as they select together.
+template <class State>
+__global__ void flag_layer(State s, step_view step) {
+  const int nth = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+  if (nth >= step.size() || step.entries[nth].phase != step_phase::decode) return;
+  std::uint8_t* const corrected = s.corrected + s.head_index(step.entries[nth].sequence, 0);
+  int flagged = 0;
+  for (int head = thread; head < s.heads.kv; head += select_by_layer_default.flag_threads)
+    flagged |= corrected[head];
+  if (!__any_sync(0xffffffffu, flagged)) return;
+  for (int head = thread; head < s.heads.kv; head += select_by_layer_default.flag_threads) {
+    if (s.kind_of(head) != layer_kind::retrieval || corrected[head] != 0) continue;
+    corrected[head] = 1;
+    atomicAdd(s.flagged_count, 1);
+  }
+}
+
+/// Pools once more a chunk of what the retrieving heads of a layer have pooled, each head's as one row.
+template <class State, class Pooling>
+__global__ void pool_heads(State s, Pooling pooling, step_view step, selection_scratch scratch,
+                           selection_job job) {
+  extern __shared__ float head_log_sums[];  // (kv heads)
+  const int chunk = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+  const bool for_next = blockIdx.z != 0;
+  const int nth = static_cast<int>(blockIdx.y), heads = retrieving_before(s, s.heads.kv);
+  if (nth >= step.size()) return;
+  int head = 0;  // the first that retrieves
+  while (s.kind_of(head) != layer_kind::retrieval) ++head;
+  const row_candidates candidates = candidates_of(s, step.entries[nth], head, job);
+  const int count = candidates.count(for_next), j = chunk * chunk_units + thread;
+  if (chunk * chunk_units >= count || count <= job.select_all_up_to) return;
+  const float* const rows = scratch.pooled_of(for_next, nth, 0);
+  if constexpr (softmax_pooling<Pooling>) {
+    for (int g = thread / 32; g < heads; g += static_cast<int>(blockDim.x) / 32) {
+      const float sum =
+          log_sum_of(scratch.pooled_masses_of(for_next, nth, g), rows + g * scratch.stride, count);
+      if (thread % 32 == 0) head_log_sums[g] = sum;
+    }
+    __syncthreads();
+  }
+  if (j < count)
+    scratch.layer_scores_of(for_next, nth)[j] =
+        clamp_score(pooling.pool(scalar_team{}, row_scores{rows, scratch.stride, head_log_sums, heads}, j));
+}
+
+/// Flags the layer's heads before they are scored to correct.
+template <class State>
+void launch_flag_layer(const State& s, const step_view& step, cudaStream_t stream) {
+  launch("flagging a layer", {step.bounds.entries, select_by_layer_default.flag_threads, stream},
+         flag_layer<State>, s, step);
+}
+/// Pools what the layer's heads have pooled by `Pooling`.
+template <class Pooling, class State>
+void launch_pool_heads(const State& s, const step_view& step, const selection_scratch& scratch,
+                       const selection_job& job, cudaStream_t stream) {
+  using pooling_of_heads = std::conditional_t<softmax_pooling<Pooling>, mean_softmax, mean_score>;
+  const dim3 chunks(static_cast<unsigned>(scratch.chunks), static_cast<unsigned>(step.bounds.entries), 2);
+  launch("pool of heads", {chunks, chunk_units, stream, to_size(s.heads.kv) * sizeof(float)},
+         pool_heads<State, pooling_of_heads>, s, pooling_of_heads{}, step, scratch, job);
+}
+
+}  // namespace freekv::device

@@ -1,0 +1,97 @@
+// Settings of an evicting pipeline, checked before anything is allocated.
+#pragma once
+
+#include <algorithm>
+#include <freekv/core/error.hpp>
+#include <freekv/core/hooks.hpp>
+#include <freekv/core/policy.hpp>
+#include <freekv/pipeline/model.hpp>
+#include <freekv/policies/any_of.hpp>
+#include <freekv/policies/eviction.hpp>
+#include <freekv/policies/plan.hpp>
+#include <string>
+
+namespace freekv {
+
+/// What an evicting pipeline has room for.
+struct eviction_capacity_settings {
+  int max_prompt = 0;     ///< tokens
+  int max_generated = 0;  ///< decode rows of a sequence
+  int max_sequences = 1;
+  int max_prefills = 1;  ///< sequences whose prompts are staged at a time
+
+  /// Throws settings_error.
+  [[gnu::cold]] void validate() const {
+    const auto text = [](int n) { return std::to_string(n); };
+    constexpr int most = 1 << 29;  // so that sums of two are counted right
+    if (max_prompt < 0 || max_generated < 0 || max_prompt > most || max_generated > most ||
+        max_prompt + max_generated < 1)
+      throw settings_error("max_prompt is " + text(max_prompt) + " and max_generated " + text(max_generated) +
+                           "; say how long a sequence may become, at most " + text(most) + " tokens each");
+    if (max_sequences < 1) throw settings_error("max_sequences is " + text(max_sequences) + "; at least 1");
+    if (max_prefills < 1 || max_prefills > max_sequences)
+      throw settings_error("max_prefills is " + text(max_prefills) +
+                           "; choose from 1 to max_sequences, which is " + text(max_sequences));
+  }
+};
+
+/// Settings of an evicting_pipeline.
+template <class Eviction>
+struct eviction_settings {
+  model_settings model{};
+  int budget = 512;  ///< tokens that a KV head keeps
+  eviction_capacity_settings capacity{};
+  attention_settings attention{};     ///< of which `scale` and `lse_base` alone may be set
+  complete_first<dynamic> plan{{1}};  ///< so many leading layers forget nothing
+  Eviction eviction{};
+
+  int max_tokens() const { return capacity.max_prompt + capacity.max_generated; }
+  /// Leading layers that forget nothing.
+  int complete_layers() const { return std::min(int{plan.layers}, model.layers); }
+  /// Limits that a layer's policy is told; `layer` is the model's number.
+  eviction_limits limits(int layer) const {
+    return {budget, capacity.max_prompt, capacity.max_generated, layer - complete_layers(),
+            model.layers - complete_layers()};
+  }
+};
+
+/// The settings with defaults filled in. Throws settings_error.
+template <int HeadDim, class Eviction>
+eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
+  const auto fail = [](const std::string& sentence) { throw settings_error(sentence); };
+  const auto text = [](auto n) { return std::to_string(n); };
+  s.model.validate();
+  s.capacity.validate();
+  if (s.budget < 1) fail("budget is " + text(s.budget) + " tokens; keep at least 1");
+  if (s.plan.layers < 0) fail("complete_first has " + text(int{s.plan.layers}) + " layers; 0 or more");
+  resolve(s.eviction, [&]<class E>(const E& eviction) {
+    if constexpr (observes<E>)
+      if (eviction.unit_tokens() != 1 || eviction.observed_rows() < 1 ||
+          eviction.observed_rows() == every_prompt_row)
+        fail(std::string(E::name) + " observes " + text(eviction.observed_rows()) +
+             " rows' attention to units of " + text(eviction.unit_tokens()) +
+             " tokens; observe some of the rows, and units of 1");
+    if constexpr (merges<E>) {
+      if (eviction.unit_tokens() != 1)
+        fail(std::string(E::name) + " merges units of " + text(eviction.unit_tokens()) +
+             " tokens; merge units of 1");
+      const bool keeps_last = eviction.observed_rows() > 0 && eviction.observed_rows() != every_prompt_row;
+      if (eviction.merge_by() == merge_rule::as_last_row && !keeps_last)
+        fail(std::string(E::name) +
+             " merges by the last row's attention and observes no row or all of a prompt; observe some of "
+             "the rows, whose queries are then kept");
+    }
+    if constexpr (hooks_of<E>::has(hook::validate))
+      eviction_kind::validate(eviction, s.limits(s.complete_layers()));
+  });
+  const attention_settings& asked = s.attention;
+  if (asked.sliding_window != 0 || asked.soft_cap != 0.0f || !asked.sink_logits.empty())
+    fail(
+        "an evicting pipeline attends without a sliding window, a soft cap and sink logits; leave them out, "
+        "or "
+        "take a retrieval_pipeline");
+  s.attention.fill_in(s.model, HeadDim);
+  return s;
+}
+
+}  // namespace freekv

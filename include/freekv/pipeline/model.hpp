@@ -1,0 +1,66 @@
+// The model that a pipeline keeps a cache for: its layers and heads, and how its attention computes.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <freekv/core/error.hpp>
+#include <freekv/core/size.hpp>
+#include <string>
+#include <vector>
+
+namespace freekv {
+
+/// Layers and heads of a model; its head_dim is the pipeline's shape's.
+struct model_settings {
+  int layers = 1;
+  int query_heads = 0;
+  int kv_heads = 0;
+
+  /// Query heads that share a KV head.
+  int group() const { return query_heads / kv_heads; }
+  /// Throws settings_error.
+  [[gnu::cold]] void validate() const {
+    const auto text = [](int n) { return std::to_string(n); };
+    if (layers < 1) throw settings_error("layers is " + text(layers) + "; a pipeline has at least 1");
+    if (kv_heads < 1) throw settings_error("kv_heads is " + text(kv_heads) + "; a layer has at least 1");
+    if (query_heads < kv_heads || query_heads % kv_heads != 0)
+      throw settings_error("query_heads " + text(query_heads) + " is not a multiple of kv_heads " +
+                           text(kv_heads));
+  }
+};
+
+/// Base of the log-sum-exp that attention returns.
+enum class log_base : std::uint8_t {
+  e,
+  two,  ///< as FlashInfer has it
+};
+constexpr float nat_in(log_base base) { return base == log_base::two ? 1.44269504088896341f : 1.0f; }
+
+/// How attention computes, and the base of the log-sum-exp that it returns. (docs/contract.md, 1.2 to 1.4)
+struct attention_settings {
+  float scale = 0.0f;      ///< of scores; 0: 1 / sqrt(head_dim)
+  int sliding_window = 0;  ///< tokens, a row's own included, that it attends to in layers of kind `sliding`
+  float soft_cap = 0.0f;   ///< scores become soft_cap * tanh(score / soft_cap); 0: none
+  std::vector<float> sink_logits{};  ///< (layers, query_heads): of a further token without a value, whose
+                                     ///< weight the log-sum-exp counts; none: no such token
+  log_base lse_base = log_base::e;
+
+  /// Fills in what has its default. Throws settings_error.
+  [[gnu::cold]] void fill_in(const model_settings& model, int head_dim) {
+    if (scale == 0.0f) scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
+    if (!std::isfinite(scale)) throw settings_error("scale is not finite");
+    if (!(soft_cap >= 0.0f && std::isfinite(soft_cap)))
+      throw settings_error("soft_cap is " + std::to_string(soft_cap) +
+                           "; choose a positive number, or 0 for none");
+    const std::size_t heads = to_size(model.layers) * to_size(model.query_heads);
+    if (!sink_logits.empty() && sink_logits.size() != heads)
+      throw settings_error("sink_logits has " + std::to_string(sink_logits.size()) + " numbers; needed are " +
+                           std::to_string(heads) + ", one for each query head of each layer, or none");
+    if (std::any_of(sink_logits.begin(), sink_logits.end(), [](float logit) { return !(logit < HUGE_VALF); }))
+      throw settings_error("a sink logit is NaN or infinity; -infinity is a token of no weight");
+  }
+};
+
+}  // namespace freekv
