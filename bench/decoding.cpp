@@ -1,6 +1,7 @@
 // Tokens a second of a model in llama.cpp, with its own attention and with FreeKV's, beside what the bytes say that each
 // token reads; and what a second level of summaries would save on that model's keys.
 
+#include <freekv/core/size.hpp>
 #include <freekv/freekv.hpp>
 
 #include <algorithm>
@@ -26,7 +27,6 @@ constexpr int budget_tokens = 512;  // the main job's
 constexpr budget of_main_job{.sink = 64, .window = 128, .selected_units = (budget_tokens - 64 - 128) / page};
 using pipeline_type = retrieval_pipeline<kv_shape<half, head_dim>, page_size<page>, min_max, in_place>;
 
-std::size_t n(int x) { return static_cast<std::size_t>(x); }
 
 /// A prompt's rows as llama.cpp computes them, of every layer.
 class kept_rows : public examples::observer {
@@ -35,19 +35,19 @@ class kept_rows : public examples::observer {
   std::vector<std::vector<float>> queries;       // (tokens, query_heads, head_dim), of the last chunk
 
   explicit kept_rows(const model_shape& shape)
-      : keys(n(shape.layers)),
+      : keys(to_size(shape.layers)),
         values(keys.size()),
         queries(keys.size()),
-        kv_row_(n(shape.kv_heads * head_dim)),
-        query_row_(n(shape.query_heads * head_dim)) {}
+        kv_row_(to_size(shape.kv_heads * head_dim)),
+        query_row_(to_size(shape.query_heads * head_dim)) {}
   void observe(const layer_rows& rows) override {
     const auto add = [&](std::vector<float>& to, const float* from, std::size_t row) {
-      to.insert(to.end(), from, from + n(rows.rows) * row);
+      to.insert(to.end(), from, from + to_size(rows.rows) * row);
     };
-    add(keys[n(rows.layer)], rows.key, kv_row_);
-    add(values[n(rows.layer)], rows.value, kv_row_);
-    queries[n(rows.layer)].clear();
-    add(queries[n(rows.layer)], rows.query, query_row_);
+    add(keys[to_size(rows.layer)], rows.key, kv_row_);
+    add(values[to_size(rows.layer)], rows.value, kv_row_);
+    queries[to_size(rows.layer)].clear();
+    add(queries[to_size(rows.layer)], rows.query, query_row_);
   }
 
  private:
@@ -62,7 +62,7 @@ class retrieval : public examples::attention {
 
   /// What has been kept becomes the sequence's tokens from `position` on: keys turn on to there.
   void append(const kept_rows& prompt, int position) {
-    const std::size_t row = n(shape_.kv_heads * head_dim);
+    const std::size_t row = to_size(shape_.kv_heads * head_dim);
     const auto tokens = static_cast<int>(prompt.keys[0].size() / row);
     std::vector<float> keys;
     for (int first = 0; first < tokens; first += rows_at_once) {
@@ -70,12 +70,12 @@ class retrieval : public examples::attention {
       auto prefill = pipeline_.begin_step({{sequence_, rows, step_phase::prefill}});
       for (int layer = 0; layer < shape_.layers; ++layer) {
         const auto part = [&](const std::vector<float>& of) {
-          return std::span(of).subspan(n(first) * row, n(rows) * row);
+          return std::span(of).subspan(to_size(first) * row, to_size(rows) * row);
         };
-        keys.assign(part(prompt.keys[n(layer)]).begin(), part(prompt.keys[n(layer)]).end());
+        keys.assign(part(prompt.keys[to_size(layer)]).begin(), part(prompt.keys[to_size(layer)]).end());
         for (std::size_t at = 0; position > 0 && at < keys.size(); at += head_dim)
           rotate(shape_.rotary->view(), position, 1.0f, &keys[at]);
-        prefill.append<float>(layer, {.keys = keys, .values = part(prompt.values[n(layer)])});
+        prefill.append<float>(layer, {.keys = keys, .values = part(prompt.values[to_size(layer)])});
       }
       prefill.end();
     }
@@ -84,7 +84,7 @@ class retrieval : public examples::attention {
 
   void attend(const layer_rows& rows, float* output) override {
     if (rows.layer == 0) step_ = pipeline_.begin_step({{sequence_}});
-    const std::size_t kv = n(shape_.kv_heads * head_dim), heads = n(shape_.query_heads * head_dim);
+    const std::size_t kv = to_size(shape_.kv_heads * head_dim), heads = to_size(shape_.query_heads * head_dim);
     step_.append<float>(rows.layer,
                         {.keys = {rows.key, kv}, .values = {rows.value, kv}, .queries = {rows.query, heads}});
     step_.attend(rows.layer, {output, heads});
@@ -103,7 +103,7 @@ void bench_two_levels_of(context& c, const std::string& name, const kept_rows& p
                          const model_shape& shape) {
   constexpr int queries = 4, apart = 10;
   const int group = shape.query_heads / shape.kv_heads;
-  const std::size_t kv_row = n(shape.kv_heads * head_dim), query_row = n(shape.query_heads * head_dim);
+  const std::size_t kv_row = to_size(shape.kv_heads * head_dim), query_row = to_size(shape.query_heads * head_dim);
   const auto tokens = static_cast<int>(prompt.keys[0].size() / kv_row);
   for (const int pages_of_box : {4, 16})
     for (const int share : {4, 16, 64}) {
@@ -115,10 +115,10 @@ void bench_two_levels_of(context& c, const std::string& name, const kept_rows& p
           const auto add = [](std::vector<float>& to, const std::vector<float>& from, std::size_t first,
                               int count) { to.insert(to.end(), &from[first], &from[first] + count); };
           for (int token = 0; token < tokens; ++token)
-            add(keys, prompt.keys[n(layer)], n(token) * kv_row + n(head * head_dim), head_dim);
-          const std::vector<float>& from = prompt.queries[n(layer)];
+            add(keys, prompt.keys[to_size(layer)], to_size(token) * kv_row + to_size(head * head_dim), head_dim);
+          const std::vector<float>& from = prompt.queries[to_size(layer)];
           for (int i = 0; i < queries; ++i)
-            add(asking, from, from.size() - n(1 + i * apart) * query_row + n(head * group * head_dim),
+            add(asking, from, from.size() - to_size(1 + i * apart) * query_row + to_size(head * group * head_dim),
                 group * head_dim);
           all.add(keys, asking, {head_dim, group, pages_of_box, selected});
         }
@@ -140,7 +140,7 @@ std::vector<llama_token> tokens_of(const examples::model& model, std::span<const
   if (static_cast<int>(all.size()) < most)
     throw examples::choice_error("--text has " + std::to_string(all.size()) + " tokens, and " +
                                  std::to_string(most) + " are decoded: name more files");
-  all.resize(n(most));
+  all.resize(to_size(most));
   return all;
 }
 
@@ -187,7 +187,7 @@ void bench_decoding(context& c, const std::string& model_path, std::span<const s
     const auto steps_of = [&](const auto& decode) {
       return [&, decode](int round) {
         for (int step = round * steps; step < (round + 1) * steps; ++step)
-          decode(text[n(prompt_tokens + step)], length + step);
+          decode(text[to_size(prompt_tokens + step)], length + step);
       };
     };
     const std::vector<std::function<void(int)>> bodies{
@@ -229,7 +229,7 @@ void bench_decoding(context& c, const std::string& model_path, std::span<const s
   for (std::size_t peer = 0; peer < stock.size(); ++peer) {
     engine::prefill_options how{.progress = progress};
     if (peer == 0) how.seen_by = &prompt;
-    stock[peer]->prefill(std::span(text).first(n(prompt_tokens)), 0, how);
+    stock[peer]->prefill(std::span(text).first(to_size(prompt_tokens)), 0, how);
     stock[peer]->save_state(state_of(peer));
   }
   attention.append(prompt, 0);

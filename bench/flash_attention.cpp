@@ -1,5 +1,6 @@
 #include <ggml-cpu.h>
 #include <ggml.h>
+#include <freekv/core/size.hpp>
 
 #include <freekv/core/element.hpp>
 #include <stdexcept>
@@ -19,7 +20,7 @@ struct flash_attention::state {
 flash_attention::flash_attention(int query_heads, int kv_heads, int head_dim, int tokens, int threads,
                                  bool bf16, fast_normals& random)
     : state_(new state) {
-  const std::size_t kv = static_cast<std::size_t>(tokens) * static_cast<std::size_t>(kv_heads * head_dim);
+  const std::size_t kv = to_size(tokens) * to_size(kv_heads * head_dim);
   state_->tensors = ggml_init({4 * kv + (std::size_t{64} << 20), nullptr, false});
   ggml_context* const t = state_->tensors;
   const ggml_type type = bf16 ? GGML_TYPE_BF16 : GGML_TYPE_F16;

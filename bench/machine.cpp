@@ -1,4 +1,5 @@
 #include <unistd.h>
+#include <freekv/core/size.hpp>
 
 #include <algorithm>
 #include <atomic>
@@ -36,8 +37,7 @@ std::uint64_t sum_of(const std::byte* data, std::size_t bytes) {
 machine this_machine() {
   machine m;
   m.cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-  m.memory =
-      static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(sysconf(_SC_PAGE_SIZE));
+  m.memory = to_size(sysconf(_SC_PHYS_PAGES)) * to_size(sysconf(_SC_PAGE_SIZE));
   std::ifstream info("/proc/cpuinfo");
   for (std::string line; std::getline(info, line) && m.processor.empty();)
     if (line.starts_with("model name")) m.processor = line.substr(line.find(':') + 2);
@@ -73,10 +73,10 @@ std::vector<double> seconds_in_turns(int rounds, std::span<const std::function<v
 
 void read_all(std::span<const std::byte> bytes, int threads) {
   static std::atomic<std::uint64_t> kept;  // so that the sums are made
-  const std::size_t part = bytes.size() / static_cast<std::size_t>(threads) / 64 * 64;
+  const std::size_t part = bytes.size() / to_size(threads) / 64 * 64;
   std::vector<std::thread> helpers;
   for (int i = 1; i < threads; ++i)
-    helpers.emplace_back([=] { kept = sum_of(bytes.data() + static_cast<std::size_t>(i) * part, part); });
+    helpers.emplace_back([=] { kept = sum_of(bytes.data() + to_size(i) * part, part); });
   kept = sum_of(bytes.data(), part);
   for (std::thread& helper : helpers) helper.join();
 }

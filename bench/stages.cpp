@@ -1,5 +1,6 @@
 // Stages of a step by themselves, beside a read or a copy of the same bytes.
 
+#include <freekv/core/size.hpp>
 #include <freekv/freekv.hpp>
 
 #include <array>
@@ -12,8 +13,6 @@ namespace freekv::bench {
 
 namespace {
 
-constexpr std::size_t n(std::int64_t x) { return static_cast<std::size_t>(x); }
-
 /// min_max summaries of `pages` pages for 8 KV heads, scored for 4 query heads each as a step does, one layer after the
 /// other.
 template <class Element>
@@ -22,21 +21,22 @@ void bench_scores(context& c, int pages) {
   constexpr page_geometry page{32, d};
   const min_max summary;
   const std::size_t bytes = summary_bytes<Element>(summary, page);
-  const std::size_t layer_bytes = n(pages) * n(heads) * bytes;
+  const std::size_t layer_bytes = to_size(pages) * to_size(heads) * bytes;
   const int layers = c.smoke ? 2 : static_cast<int>(3 * c.on.last_level_cache / layer_bytes) + 2;
   const std::string of_case = std::string(element_name<Element>) + ", " + std::to_string(pages) + " pages, " +
                               std::to_string(c.threads) + " threads";
   if (!c.begins("score", of_case)) return;
   fast_normals random(1);
-  std::vector<Element> stored(n(layers) * layer_bytes / sizeof(Element));
+  std::vector<Element> stored(to_size(layers) * layer_bytes / sizeof(Element));
   for (Element& x : stored) x = from_float<Element>(random.next());
-  std::vector<float> queries(n(group * summary_query_width(summary, d)));
+  std::vector<float> queries(to_size(group * summary_query_width(summary, d)));
   for (float& x : queries) x = random.next();
   const auto stride = host::workspace_sizes::padded(pages);
-  std::vector<float> scores(n(heads) * n(group) * n(stride)), numbers(n(c.threads) * n(summary.width(page)));
+  std::vector<float> scores(to_size(heads) * to_size(group) * to_size(stride)),
+      numbers(to_size(c.threads) * to_size(summary.width(page)));
   host_backend backend({.threads = c.threads, .instructions = c.instructions});
   const auto layer_of = [&](int call) {
-    return stored.data() + n(call % layers) * layer_bytes / sizeof(Element);
+    return stored.data() + to_size(call % layers) * layer_bytes / sizeof(Element);
   };
   const prepared_queries prepared{queries.data(), summary_query_width(summary, d), group, 0.1f};
   const std::array<std::function<void(int)>, 3> bodies{
@@ -44,9 +44,10 @@ void bench_scores(context& c, int pages) {
         const auto* const layer = reinterpret_cast<const std::byte*>(layer_of(call));
         backend.parallel(heads, layer_bytes, [&](int head, int worker) {
           host::with_wide_team(backend.options().instructions, [&](auto team) {
-            score_units<Element>(team, summary, page, layer + n(head) * n(pages) * bytes, bytes, pages,
-                                 prepared, numbers.data() + n(worker) * n(summary.width(page)),
-                                 {scores.data() + n(head) * n(group) * n(stride), stride});
+            score_units<Element>(team, summary, page, layer + to_size(head) * to_size(pages) * bytes, bytes,
+                                 pages, prepared,
+                                 numbers.data() + to_size(worker) * to_size(summary.width(page)),
+                                 {scores.data() + to_size(head) * to_size(group) * to_size(stride), stride});
           });
         });
       },
@@ -61,9 +62,9 @@ void bench_scores(context& c, int pages) {
             for (int j = 0; j < pages; j += few)
               score_units<Element>(
                   team, summary, page,
-                  reinterpret_cast<const std::byte*>(stored.data()) + n(worker) * n(few) * bytes, bytes, few,
-                  prepared, numbers.data() + n(worker) * n(summary.width(page)),
-                  {scores.data() + n(head) * n(group) * n(stride), stride});
+                  reinterpret_cast<const std::byte*>(stored.data()) + to_size(worker) * to_size(few) * bytes,
+                  bytes, few, prepared, numbers.data() + to_size(worker) * to_size(summary.width(page)),
+                  {scores.data() + to_size(head) * to_size(group) * to_size(stride), stride});
           });
         });
       }};
@@ -77,16 +78,16 @@ void bench_scores(context& c, int pages) {
 template <class Element>
 void bench_recalls(context& c, int tokens) {
   constexpr int d = 128, heads = 8;
-  const std::size_t slice = n(2 * tokens * d), slice_bytes = slice * sizeof(Element);
+  const std::size_t slice = to_size(2 * tokens * d), slice_bytes = slice * sizeof(Element);
   const int slices =
       static_cast<int>((c.smoke ? std::size_t{16} << 20 : 16 * c.on.last_level_cache) / slice_bytes);
   constexpr int slots = 64;
   const std::string of_case = std::to_string(slice_bytes / 1024) + " KB slices";
   if (!c.begins("recall", of_case)) return;
   fast_normals random(2);
-  std::vector<Element> store(n(slices) * slice), frames(n(slots) * slice * n(heads));
+  std::vector<Element> store(to_size(slices) * slice), frames(to_size(slots) * slice * to_size(heads));
   for (Element& x : store) x = from_float<Element>(random.next());
-  std::vector<int> order(n(slices));
+  std::vector<int> order(to_size(slices));
   std::iota(order.begin(), order.end(), 0);
   std::uint64_t state = 88172645463325252ull;
   for (std::size_t i = order.size(); i-- > 1;) {
@@ -97,7 +98,7 @@ void bench_recalls(context& c, int tokens) {
   const page_shape shape{tokens, heads};
   const auto to = make_page_span<nhd, d>(frames.data(), slots, shape);
   const auto next = [&](int call, int i) {
-    return store.data() + n(order[n((std::int64_t{call} * each + i) % slices)]) * slice;
+    return store.data() + to_size(order[to_size((std::int64_t{call} * each + i) % slices)]) * slice;
   };
   const std::array<std::function<void(int)>, 2> bodies{
       [&](int call) {
@@ -109,7 +110,8 @@ void bench_recalls(context& c, int tokens) {
       },
       [&](int call) {
         for (int i = 0; i < each; ++i)
-          std::memcpy(frames.data() + n(i % (slots * heads)) * slice, next(2 * call + 1, i), slice_bytes);
+          std::memcpy(frames.data() + to_size(i % (slots * heads)) * slice, next(2 * call + 1, i),
+                      slice_bytes);
       }};
   const auto seconds = seconds_in_turns(c.smoke ? 3 : c.rounds, bodies);
   c.number("recall", of_case, "seconds", seconds[0] / each, "s");

@@ -1,6 +1,7 @@
 // A decode step of one layer after the other: FreeKV's beside full attention over the same store, llama.cpp's flash
 // attention on the same shape, and the time that a read of the same bytes takes.
 
+#include <freekv/core/size.hpp>
 #include <freekv/freekv.hpp>
 
 #include <algorithm>
@@ -40,16 +41,16 @@ class selection_of_scores {
         group_(group),
         candidates_(candidates),
         stride_(host::workspace_sizes::padded(candidates)) {
-    const auto n = [](auto x) { return static_cast<std::size_t>(x); };
-    scores_.assign(n(group) * n(stride_), -infinity);
+    scores_.assign(to_size(group) * to_size(stride_), -infinity);
     for (int g = 0; g < group; ++g)
-      for (int j = 0; j < candidates; ++j) scores_[n(g) * n(stride_) + n(j)] = 4.0f * random.next();
-    pooled_.resize(n(backend.threads()) * n(stride_));
-    keys_.resize(n(backend.threads()) * n(candidates));
-    log_sums_.resize(n(backend.threads() * group));
+      for (int j = 0; j < candidates; ++j)
+        scores_[to_size(g) * to_size(stride_) + to_size(j)] = 4.0f * random.next();
+    pooled_.resize(to_size(backend.threads()) * to_size(stride_));
+    keys_.resize(to_size(backend.threads()) * to_size(candidates));
+    log_sums_.resize(to_size(backend.threads() * group));
   }
   void run() {
-    const auto bytes = static_cast<std::size_t>(kv_heads_ * candidates_) * 512;  // as for_heads counts them
+    const auto bytes = to_size(kv_heads_ * candidates_) * 512;  // as for_heads counts them
     backend_.parallel(kv_heads_, bytes, [&](int, int worker) {
       host::workspace w;
       w.scores = scores_.data();
@@ -75,18 +76,17 @@ class attention_in_cache {
  public:
   attention_in_cache(host_backend& backend, int group, fast_normals& random)
       : backend_(backend), group_(group) {
-    const auto n = [](auto x) { return static_cast<std::size_t>(x); };
-    rows_.resize(n(backend.threads() * 2 * page * HeadDim));
+    rows_.resize(to_size(backend.threads() * 2 * page * HeadDim));
     for (Element& x : rows_) x = from_float<Element>(random.next());
-    queries_.resize(n(group * HeadDim));
+    queries_.resize(to_size(group * HeadDim));
     for (float& x : queries_) x = random.next() / 8.0f;
-    weighted_.resize(n(backend.threads() * group * HeadDim));
-    scratch_.resize(n(backend.threads() * attention_scratch<HeadDim>));
-    mass_.resize(n(backend.threads() * group));
+    weighted_.resize(to_size(backend.threads() * group * HeadDim));
+    scratch_.resize(to_size(backend.threads() * attention_scratch<HeadDim>));
+    mass_.resize(to_size(backend.threads() * group));
   }
   void run(int slices) {
     const int units = 8 * backend_.threads();
-    backend_.parallel(units, static_cast<std::size_t>(slices) << 14, [&](int, int worker) {
+    backend_.parallel(units, to_size(slices) << 14, [&](int, int worker) {
       const Element* const rows = rows_.data() + std::ptrdiff_t{worker} * 2 * page * HeadDim;
       const attention_part part{mass_.data() + worker * group_,
                                 weighted_.data() + std::ptrdiff_t{worker} * group_ * HeadDim};
@@ -128,16 +128,16 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
   using pipeline_type = retrieval_pipeline<kv_shape<Element, HeadDim>, page_size<page>, Summary, Route,
                                            every_layer<layer_kind::retrieval>>;
   constexpr bool boxes = std::is_same_v<Summary, min_max>;
-  const auto n = [](auto x) { return static_cast<std::size_t>(x); };
-  const std::size_t kv_row = n(form.kv_heads * HeadDim), query_row = n(form.query_heads * HeadDim);
-  const std::size_t full_bytes = n(tokens) * kv_row * 2 * sizeof(Element);
+  const std::size_t kv_row = to_size(form.kv_heads * HeadDim),
+                    query_row = to_size(form.query_heads * HeadDim);
+  const std::size_t full_bytes = to_size(tokens) * kv_row * 2 * sizeof(Element);
   const bool long_context = tokens > 131072;  // without the peer and with fewer rounds
   const int layers = layers_beyond_cache(c, full_bytes), rounds = c.smoke ? 3 : long_context ? 5 : c.rounds;
   const std::string of_case = std::string(form.name) + ", " + std::string(element_name<Element>) + ", " +
                               std::to_string(tokens / 1024) + "K, " +
                               (boxes ? "" : std::string(Summary::name) + ", ") + route + ", " +
                               std::to_string(c.threads) + " threads";
-  if (2 * n(layers) * full_bytes > c.on.memory || !c.begins("step", of_case)) return;
+  if (2 * to_size(layers) * full_bytes > c.on.memory || !c.begins("step", of_case)) return;
 
   host_backend backend(
       {.threads = c.threads, .overlap = route != "in_place", .instructions = c.instructions});
@@ -145,7 +145,7 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
   s.model = {.layers = layers, .query_heads = form.query_heads, .kv_heads = form.kv_heads};
   s.budget = published;
   s.capacity.max_tokens = tokens + 2 * (rounds + 1);
-  fast_normals random(n(tokens));
+  fast_normals random(to_size(tokens));
   std::vector<float> data;
   s.summary = summary_with<Summary>(data, layers, form.kv_heads, HeadDim, random);
   pipeline_type pipeline(s, backend);
@@ -159,17 +159,17 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
     const int chunk = std::min(4096, tokens - done);
     auto prompt = pipeline.begin_step({{id, chunk, step_phase::prefill}});
     for (int layer = 0; layer < layers; ++layer) {
-      fill(keys, n(chunk) * kv_row);
-      fill(values, n(chunk) * kv_row);
+      fill(keys, to_size(chunk) * kv_row);
+      fill(values, to_size(chunk) * kv_row);
       prompt.append(layer, {.keys = keys, .values = values, .queries = {}});
     }
     prompt.end();
     done += chunk;
   }
   // Queries turn a little each step: cosine 0.95 between one and the next.
-  std::vector<float> queries(n(layers) * query_row), out(query_row);
+  std::vector<float> queries(to_size(layers) * query_row), out(query_row);
   for (float& x : queries) x = random.next();
-  const std::size_t read = n(layers) * full_bytes;
+  const std::size_t read = to_size(layers) * full_bytes;
   std::vector<std::byte> memory(std::min(read, std::size_t{1} << 30), std::byte{1});
   std::unique_ptr<flash_attention> peer;
   if (!long_context)
@@ -191,7 +191,8 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
       for (int layer = 0; layer < layers; ++layer) {
         fill(keys, kv_row);
         fill(values, kv_row);
-        const std::span<const float> query = std::span(queries).subspan(n(layer) * query_row, query_row);
+        const std::span<const float> query =
+            std::span(queries).subspan(to_size(layer) * query_row, query_row);
         double start = now();
         decoding.append(layer, {.keys = keys, .values = values, .queries = query});
         if (fully) {
@@ -233,9 +234,9 @@ void bench_step(context& c, const model_form& form, int tokens, const std::strin
   }
   const double step = median(step_seconds), full = median(full_seconds), reading = median(read_seconds);
   const double peered = median(peer_seconds);
-  const std::size_t candidates = n(std::max(0, (tokens - 1024) / page));
-  const std::size_t step_bytes = candidates * n(form.kv_heads) * pipeline.summary_bytes() +
-                                 std::min(n(tokens), std::size_t{2048}) * kv_row * 2 * sizeof(Element);
+  const std::size_t candidates = to_size(std::max(0, (tokens - 1024) / page));
+  const std::size_t step_bytes = candidates * to_size(form.kv_heads) * pipeline.summary_bytes() +
+                                 std::min(to_size(tokens), std::size_t{2048}) * kv_row * 2 * sizeof(Element);
   const double limit = reading * static_cast<double>(step_bytes) / static_cast<double>(full_bytes);
   const double bandwidth = static_cast<double>(full_bytes) / reading;
   c.number("step", of_case, "read_bandwidth", bandwidth, "bytes/s");

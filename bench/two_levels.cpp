@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <freekv/core/size.hpp>
 #include <functional>
 #include <limits>
 
@@ -21,12 +22,12 @@ struct boxes {
   std::vector<float> low, high;
 
   boxes(std::span<const float> keys, int dimensions, int rows) : head_dim(dimensions) {
-    const auto d = static_cast<std::size_t>(dimensions);
-    const std::size_t count = keys.size() / d / static_cast<std::size_t>(rows);
+    const auto d = to_size(dimensions);
+    const std::size_t count = keys.size() / d / to_size(rows);
     low.assign(count * d, infinity);
     high.assign(count * d, -infinity);
-    for (std::size_t i = 0; i < count * d * static_cast<std::size_t>(rows); ++i) {
-      const std::size_t at = i / d / static_cast<std::size_t>(rows) * d + i % d;
+    for (std::size_t i = 0; i < count * d * to_size(rows); ++i) {
+      const std::size_t at = i / d / to_size(rows) * d + i % d;
       low[at] = std::min(low[at], keys[i]);
       high[at] = std::max(high[at], keys[i]);
     }
@@ -36,7 +37,7 @@ struct boxes {
   double bound(const float* query, int i) const {
     double sum = 0;
     for (int e = 0; e < head_dim; ++e) {
-      const auto at = static_cast<std::size_t>(i * head_dim + e);
+      const auto at = to_size(i * head_dim + e);
       sum += std::max(query[e] * low[at], query[e] * high[at]);
     }
     return sum / std::sqrt(head_dim);
@@ -46,7 +47,7 @@ struct boxes {
 }  // namespace
 
 void ruled_out::add(std::span<const float> keys, std::span<const float> queries, const sizes& of) {
-  const auto whole = static_cast<std::size_t>(of.pages_of_box * page * of.head_dim);
+  const auto whole = to_size(of.pages_of_box * page * of.head_dim);
   keys = keys.first(keys.size() / whole * whole);
   const boxes pages(keys, of.head_dim, page), large(keys, of.head_dim, of.pages_of_box * page);
   const auto each = [&](const boxes& b, auto&& pooled) {
@@ -54,7 +55,7 @@ void ruled_out::add(std::span<const float> keys, std::span<const float> queries,
     for (int i = 0; i < b.count(); ++i) all.push_back(pooled(i));
     return all;
   };
-  const auto per_query = static_cast<std::size_t>(of.group * of.head_dim);
+  const auto per_query = to_size(of.group * of.head_dim);
   for (std::size_t first = 0; first + per_query <= queries.size(); first += per_query) {
     const auto score = [&](const boxes& b, int g, int i) {
       return b.bound(&queries[first] + g * of.head_dim, i);
@@ -102,7 +103,7 @@ void bench_two_levels(context& c) {
   constexpr int tokens = 131072, head_dim = 128, group = 4;
   if (!c.begins("two levels", "normal keys")) return;
   fast_normals random(7);
-  std::vector<float> keys(static_cast<std::size_t>((c.smoke ? tokens / 64 : tokens) * head_dim)),
+  std::vector<float> keys(to_size((c.smoke ? tokens / 64 : tokens) * head_dim)),
       queries(2 * group * head_dim);
   for (auto* const rows : {&keys, &queries})
     for (float& x : *rows) x = random.next();

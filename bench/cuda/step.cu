@@ -17,6 +17,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <freekv/core/size.hpp>
 #include <freekv/freekv.cuh>
 #include <random>
 #include <string>
@@ -88,7 +89,6 @@ template <class Summary>
 void run(int context, int steps, float similarity, int batch, std::size_t floats) {
   using pipeline_type = pipeline_of<Summary>;
   const summary_with_data<Summary> summary(floats);
-  const auto size = [](int n) { return static_cast<std::size_t>(n); };
   typename pipeline_type::settings s;
   s.summary = summary.get();
   s.model = {.layers = 1, .query_heads = query_heads, .kv_heads = kv_heads};
@@ -103,13 +103,13 @@ void run(int context, int steps, float similarity, int batch, std::size_t floats
 
   std::mt19937 engine(42);
   std::normal_distribution<float> normal;
-  const std::size_t most = std::max<std::size_t>(chunk, size(batch));
+  const std::size_t most = std::max<std::size_t>(chunk, to_size(batch));
   pinned<bfloat16> rows(2 * most * kv_row);
   in_device<bfloat16> rows_there(2 * most * kv_row);
-  pinned<float> queries(size(batch) * query_row);
-  in_device<float> queries_there(size(batch) * query_row), out(size(batch) * query_row);
+  pinned<float> queries(to_size(batch) * query_row);
+  in_device<float> queries_there(to_size(batch) * query_row), out(to_size(batch) * query_row);
   const auto new_keys = [&](int count) {
-    const std::size_t n = size(count) * kv_row;
+    const std::size_t n = to_size(count) * kv_row;
     for (std::size_t i = 0; i < 2 * n; ++i) rows.data[i] = from_float<bfloat16>(normal(engine));
     upload(rows_there.data, rows.data, 2 * n * sizeof(bfloat16), compute.get());
     return kv_rows<bfloat16>{.keys = {rows_there.data, n}, .values = {rows_there.data + n, n}, .queries = {}};
@@ -126,17 +126,17 @@ void run(int context, int steps, float similarity, int batch, std::size_t floats
       prefill.end();
       pipeline.synchronize();
     }
-  for (std::size_t i = 0; i < size(batch) * query_row; ++i) queries.data[i] = normal(engine);
+  for (std::size_t i = 0; i < to_size(batch) * query_row; ++i) queries.data[i] = normal(engine);
 
   double seconds = 0.0;
   int flagged = 0, recalled = 0;
   for (int step = 0; step < warm_up + steps; ++step) {
     const float rest = std::sqrt(1.0f - similarity * similarity);
-    for (std::size_t i = 0; i < size(batch) * query_row; ++i)
+    for (std::size_t i = 0; i < to_size(batch) * query_row; ++i)
       queries.data[i] = similarity * queries.data[i] + rest * normal(engine);
     kv_rows<bfloat16> now = new_keys(batch);
     upload(queries_there.data, queries.data, queries.bytes, compute.get());
-    now.queries = {queries_there.data, size(batch) * query_row};
+    now.queries = {queries_there.data, to_size(batch) * query_row};
     pipeline.synchronize();
     if (step >= warm_up) device::check(cudaProfilerStart(), "cudaProfilerStart");
     const auto begun = std::chrono::steady_clock::now();
@@ -144,7 +144,7 @@ void run(int context, int steps, float similarity, int batch, std::size_t floats
     for (const sequence_id id : ids) stepping.push_back({id});
     auto decoding = pipeline.begin_step(stepping);
     decoding.append(0, now);
-    decoding.attend(0, {out.data, size(batch) * query_row});
+    decoding.attend(0, {out.data, to_size(batch) * query_row});
     decoding.end();
     pipeline.synchronize();
     if (step < warm_up) continue;

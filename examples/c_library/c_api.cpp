@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <freekv/core/size.hpp>
 #include <iterator>
 #include <memory>
 #include <memory_resource>
@@ -166,7 +167,7 @@ struct freekv_pipeline {
       memory.fast = &fast.emplace(request.settings.fast_memory, "fast_memory");
     pipeline = c::shape_of(request.settings).create(request, backend.threads, memory);
     name = pipeline->name();
-    rows.reserve(static_cast<std::size_t>(std::max(1, request.settings.max_sequences)));
+    rows.reserve(to_size(std::max(1, request.settings.max_sequences)));
     backend.has_pipeline = true;
   }
   freekv_pipeline(const freekv_pipeline&) = delete;

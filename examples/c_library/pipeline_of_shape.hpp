@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <freekv/core/size.hpp>
 #include <numeric>
 #include <string>
 #include <string_view>
@@ -20,7 +21,7 @@ inline constexpr freekv_element element_of<half> = FREEKV_F16;
 template <>
 inline constexpr freekv_element element_of<bfloat16> = FREEKV_BF16;
 
-inline std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+inline std::size_t size(std::int64_t n) { return to_size(n); }
 
 /// Memory of `rows` rows of `numbers`, as many apart or, where it is not 0, `stride`; or none.
 template <class T>

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <freekv/core/size.hpp>
 #include <functional>
 
 #include "decoder.hpp"
@@ -95,8 +96,7 @@ std::vector<std::span<const llama_token>> parts_of(std::span<const llama_token> 
   std::vector<std::span<const llama_token>> parts;
   const std::size_t last = text.size() - tokens;
   for (int i = 0; i < count; ++i)
-    parts.push_back(
-        text.subspan(last * static_cast<std::size_t>(i) / static_cast<std::size_t>(count - 1), tokens));
+    parts.push_back(text.subspan(last * to_size(i) / to_size(count - 1), tokens));
   return parts;
 }
 
@@ -105,12 +105,10 @@ std::vector<std::span<const llama_token>> parts_of(std::span<const llama_token> 
 void compare_batch(job& j) {
   const arguments& a = j.options();
   const auto whole_text = j.model().tokenize(read_text(a.text));
-  const auto parts = parts_of(whole_text, a.batch,
-                              static_cast<std::size_t>(a.prompt) + static_cast<std::size_t>(a.steps) + 1);
+  const auto parts = parts_of(whole_text, a.batch, to_size(a.prompt) + to_size(a.steps) + 1);
   std::vector<prompt_cache> other_prompts;
   for (const auto& part : std::span(parts).subspan(1))
-    other_prompts.emplace_back(j.model(), part.first(static_cast<std::size_t>(a.prompt)), j.place(),
-                               j.progress());
+    other_prompts.emplace_back(j.model(), part.first(to_size(a.prompt)), j.place(), j.progress());
   std::vector<prompted_text> texts{{j.prompt().kv, parts[0]}};
   for (std::size_t i = 1; i < parts.size(); ++i) texts.push_back({other_prompts[i - 1], parts[i]});
 

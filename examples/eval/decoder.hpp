@@ -1,6 +1,7 @@
 // Texts decoded beside each other after their prompts, by llama.cpp itself or by a contender.
 #pragma once
 
+#include <freekv/core/size.hpp>
 #include <memory>
 #include <span>
 
@@ -18,7 +19,7 @@ struct prompted_text {
   std::span<const llama_token> after_prompt() const { return tokens.subspan(size()); }
 
  private:
-  std::size_t size() const { return static_cast<std::size_t>(prompt.tokens()); }
+  std::size_t size() const { return to_size(prompt.tokens()); }
 };
 
 /// Has texts of equal lengths at the ends of their prompts: a sequence each, in their order.

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <freekv/core/size.hpp>
 #include <numeric>
 #include <random>
 
@@ -51,7 +52,7 @@ drafted decode_drafts(decoder& who, const prompted_text& text, std::span<const l
     draft.front() = truth[at];
     const auto wrong =
         std::mismatch(draft.begin(), draft.end(), truth.begin() + static_cast<std::ptrdiff_t>(at));
-    const auto kept = static_cast<std::size_t>(wrong.first - draft.begin());
+    const auto kept = to_size(wrong.first - draft.begin());
     const sequence_tokens step{0, position, draft};
     const auto start = std::chrono::steady_clock::now();
     const auto logits = who.decode({&step, 1});
@@ -77,14 +78,14 @@ struct draft_result {
 draft_result draft_with_stock(job& j, const prompted_text& text, std::span<const llama_token> guesses,
                               int rows) {
   stock_decoder who(j, {&text, 1});
-  return {decode_drafts(who, text, guesses, static_cast<std::size_t>(rows))};
+  return {decode_drafts(who, text, guesses, to_size(rows))};
 }
 
 /// Times decoding on route in_place, and takes all else from route resident, which computes the same.
 draft_result draft_with(const contender& c, job& j, const prompted_text& text,
                         std::span<const llama_token> guesses, int rows) {
   const auto decode = [&](contender_decoder& who) {
-    return decode_drafts(who, text, guesses, static_cast<std::size_t>(rows));
+    return decode_drafts(who, text, guesses, to_size(rows));
   };
   contender_decoder moving(j, c, {&text, 1}, {.rows = rows, .in_place = false});
   moving.attention().compare_with_full(true);
@@ -115,7 +116,7 @@ void add_lines(job& j, const std::string& name, const draft_result& r, int rows)
 
 void compare_drafts(job& j) {
   const arguments& a = j.options();
-  const auto length = static_cast<std::size_t>(a.prompt) + static_cast<std::size_t>(a.steps) + 1;
+  const auto length = to_size(a.prompt) + to_size(a.steps) + 1;
   const prompted_text text{j.prompt().kv, j.text().first(length)};
   const auto guesses = guesses_of(text.after_prompt(), a.sampled.seed);
   std::vector<std::vector<std::string>> rows{{"drafts of " + std::to_string(a.draft) + ", " +

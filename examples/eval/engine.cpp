@@ -2,6 +2,7 @@
 
 #include <ggml-cpu.h>
 #include <gguf.h>
+#include <freekv/core/size.hpp>
 
 #include <algorithm>
 #include <array>
@@ -143,7 +144,7 @@ std::vector<llama_token> model::tokenize(std::string_view text, bool adds, bool 
   if (count < 0)
     throw engine_error("llama.cpp cannot tokenize a text of " + std::to_string(text.size()) +
                        " bytes: split it");
-  tokens.resize(static_cast<std::size_t>(count));
+  tokens.resize(to_size(count));
   return tokens;
 }
 
@@ -170,7 +171,7 @@ std::pair<std::string, std::string> model::around_message() const {
         "model '" + shape_.name + "' has " +
         (chat_template == nullptr ? "no chat template" : "a chat template that llama.cpp does not know") +
         ": ask it without --chat, or take one that is made to chat");
-  whole.resize(std::min(whole.size(), static_cast<std::size_t>(size)));
+  whole.resize(std::min(whole.size(), to_size(size)));
   return {whole.substr(0, at), whole.substr(at + content.size())};
 }
 
@@ -180,7 +181,7 @@ std::string model::to_text(llama_token token) const {
   for (;;) {
     const auto count =
         llama_token_to_piece(vocabulary, token, text.data(), static_cast<int>(text.size()), 0, true);
-    text.resize(static_cast<std::size_t>(std::abs(count)));
+    text.resize(to_size(std::abs(count)));
     if (count >= 0) return text;
   }
 }
@@ -442,8 +443,8 @@ std::span<const float> engine::evaluate(std::span<const sequence_tokens> step, i
     throw;
   }
   if (first_logits >= rows) return {};
-  const auto vocabulary = static_cast<std::size_t>(shape().vocabulary);
-  return {llama_get_logits(context_.get()), static_cast<std::size_t>(rows - first_logits) * vocabulary};
+  const auto vocabulary = to_size(shape().vocabulary);
+  return {llama_get_logits(context_.get()), to_size(rows - first_logits) * vocabulary};
 }
 
 // llama.cpp asks about every node of the graph, in order, until we need one; then it computes all nodes up to
@@ -478,7 +479,7 @@ void engine::hand_over(ggml_tensor* attention_node) {
   const auto* q = attention_node->src[0];
   const auto heads = q->ne[2];
   const auto rows = static_cast<int>(q->ne[1]);
-  const auto head_dim = static_cast<std::size_t>(q->ne[0]);
+  const auto head_dim = to_size(q->ne[0]);
   query_.resize(rows * heads * head_dim);
   for (std::int64_t row = 0; row < rows; ++row) {
     for (std::int64_t head = 0; head < heads; ++head) {
@@ -507,7 +508,7 @@ const float* engine::read_cache(const ggml_tensor* view, int rows, std::vector<f
   }
   const auto heads = view->ne[2];
   const auto head_dim = view->ne[0];
-  into.resize(static_cast<std::size_t>(rows * heads * head_dim));
+  into.resize(to_size(rows * heads * head_dim));
   auto* row = into.data();
   for (const auto cell : write->cells) {
     for (std::int64_t head = 0; head < heads; ++head, row += head_dim) {

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <freekv/core/size.hpp>
 #include <iostream>
 #include <map>
 #include <numeric>
@@ -41,8 +42,8 @@ class exact_cache {
   /// `prompt` and room for `more` tokens.
   exact_cache(const model_shape& shape, const prompt_cache& prompt, int more)
       : shape_(shape), capacity_(prompt.tokens() + more) {
-    const auto heads = static_cast<std::size_t>(shape.layers * shape.kv_heads);
-    keys_.resize(heads * static_cast<std::size_t>(capacity_ * shape.head_dim));
+    const auto heads = to_size(shape.layers * shape.kv_heads);
+    keys_.resize(heads * to_size(capacity_ * shape.head_dim));
     values_.resize(keys_.size());
     for (int layer = 0; layer < shape.layers; ++layer) {
       widen(prompt.keys(layer), layer, keys_);
@@ -68,15 +69,12 @@ class exact_cache {
 
  private:
   std::size_t start(int layer, int head, int token) const {
-    const auto row =
-        static_cast<std::size_t>(layer * shape_.kv_heads + head) * static_cast<std::size_t>(capacity_) +
-        static_cast<std::size_t>(token);
-    return row * static_cast<std::size_t>(shape_.head_dim);
+    const auto row = to_size(layer * shape_.kv_heads + head) * to_size(capacity_) + to_size(token);
+    return row * to_size(shape_.head_dim);
   }
   /// `halves`: (tokens, kv_heads, head_dim).
   void widen(std::span<const std::byte> halves, int layer, std::vector<float>& to) const {
-    const auto d = static_cast<std::size_t>(shape_.head_dim),
-               kv_heads = static_cast<std::size_t>(shape_.kv_heads);
+    const auto d = to_size(shape_.head_dim), kv_heads = to_size(shape_.kv_heads);
     for (std::size_t i = 0; i < halves.size() / 2; ++i) {
       std::uint16_t bits;
       std::memcpy(&bits, halves.data() + 2 * i, 2);
@@ -105,7 +103,7 @@ std::vector<double> token_masses(const exact_cache& cache, const model_shape& sh
                                  int query_head) {
   const int kv_head = query_head / (shape.query_heads / shape.kv_heads);
   const float* query = rows.query + query_head * shape.head_dim;
-  std::vector<double> masses(static_cast<std::size_t>(rows.position) + 1);
+  std::vector<double> masses(to_size(rows.position) + 1);
   const float* key = cache.key(rows.layer, kv_head, 0);
   for (double& mass : masses) {
     mass = shape.scale * inner_product(query, key, shape.head_dim);
@@ -133,18 +131,18 @@ double mass_of_page(const std::vector<double>& masses, int page, const page_rule
 /// equals the smaller page.
 std::vector<std::int32_t> best_pages(const std::vector<std::vector<double>>& masses, const page_rule& rule) {
   const int first = rule.first_candidate(), end = rule.end_of_candidates(static_cast<int>(masses[0].size()));
-  std::vector<double> pooled(static_cast<std::size_t>(end), 0.0);
+  std::vector<double> pooled(to_size(end), 0.0);
   for (const auto& of_head : masses) {
     std::vector<double> by_page(pooled.size(), 0.0);
     for (int page = first; page < end; ++page) by_page[page] = mass_of_page(of_head, page, rule);
     const double all = std::accumulate(by_page.begin(), by_page.end(), 0.0);
     for (std::size_t i = 0; all > 0 && i < pooled.size(); ++i) pooled[i] += by_page[i] / all;
   }
-  std::vector<std::int32_t> pages(static_cast<std::size_t>(end - first));
+  std::vector<std::int32_t> pages(to_size(end - first));
   std::iota(pages.begin(), pages.end(), first);
   std::stable_sort(pages.begin(), pages.end(),
                    [&](std::int32_t a, std::int32_t b) { return pooled[a] > pooled[b]; });
-  pages.resize(std::min(pages.size(), static_cast<std::size_t>(rule.selected)));
+  pages.resize(std::min(pages.size(), to_size(rule.selected)));
   std::sort(pages.begin(), pages.end());
   return pages;
 }
@@ -216,10 +214,9 @@ class judged_retrieval : public attention {
     const step_report report = pipeline_.report(rows.layer);
     const std::size_t most = report.attended.size() / report.attended_count.size();
     for (int head = 0; head < setting_.shape.kv_heads; ++head) {
-      const auto h = static_cast<std::size_t>(head);
+      const auto h = to_size(head);
       statistics_.add(select_truly(setting_.cache, setting_.shape, rows, head, setting_.rule),
-                      report.attended.subspan(h * most, static_cast<std::size_t>(report.attended_count[h])),
-                      setting_.rule);
+                      report.attended.subspan(h * most, to_size(report.attended_count[h])), setting_.rule);
     }
   }
   const selection_statistics& statistics() const { return statistics_; }
@@ -256,7 +253,7 @@ class true_mass_attention : public attention {
  private:
   void blend(int layer, int head, const std::vector<double>& masses,
              const std::vector<std::pair<int, int>>& runs, float* output) const {
-    const auto d = static_cast<std::size_t>(setting_.shape.head_dim);
+    const auto d = to_size(setting_.shape.head_dim);
     std::vector<double> sum(d, 0.0);
     for (const auto& [first, end] : runs)
       for (int token = first; token < end; ++token) {
@@ -405,7 +402,7 @@ needle_score ask(const needle_setting& needles, engine& decoding, attention& our
     for (std::size_t i = 0; i + 1 < q.tokens.size(); ++i) {
       const auto logits =
           decoding.decode(q.tokens[i], needles.prompt.kv.tokens() + static_cast<int>(i), ours);
-      if (i + 1 < q.tokens.size() - static_cast<std::size_t>(q.digits)) continue;
+      if (i + 1 < q.tokens.size() - to_size(q.digits)) continue;
       loss += loss_of(logits, q.tokens[i + 1]);
       found = found && most_likely(logits) == q.tokens[i + 1];
     }
@@ -468,7 +465,7 @@ frontier::frontier(job& j)
       settings_(settings_of(j.options())),
       rule_{settings_.page, settings_.sink, settings_.window,
             (settings_.budget - settings_.sink - settings_.window) / settings_.page},
-      text_(prepare(j.text().first(static_cast<std::size_t>(j.options().prompt)))) {
+      text_(prepare(j.text().first(to_size(j.options().prompt)))) {
   const arguments& a = j.options();
   std::set<int> lengths{*std::max_element(a.needle_tokens.begin(), a.needle_tokens.end())};
   if (a.full) lengths.insert(*std::max_element(a.lengths.begin(), a.lengths.end()));
@@ -500,8 +497,7 @@ needle_setting frontier::hide(int tokens) {
 
 /// `steps` tokens after the prompt, and one more.
 std::span<const llama_token> frontier::running_text(int steps) const {
-  return j_.text().subspan(static_cast<std::size_t>(j_.options().prompt),
-                           static_cast<std::size_t>(steps) + 1);
+  return j_.text().subspan(to_size(j_.options().prompt), to_size(steps) + 1);
 }
 
 nlohmann::ordered_json frontier::at(const frontier_case& c, const char* route) const {

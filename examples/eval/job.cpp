@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdio>
 #include <filesystem>
+#include <freekv/core/size.hpp>
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -225,14 +226,13 @@ job::job(const arguments& wanted)
 
 const prepared_prompt& job::prompt() {
   if (!prompt_)
-    prompt_.emplace(prepare(text().first(static_cast<std::size_t>(options_.prompt)), options_.needle_text,
-                            options_.does("speed")));
+    prompt_.emplace(
+        prepare(text().first(to_size(options_.prompt)), options_.needle_text, options_.does("speed")));
   return *prompt_;
 }
 
 std::span<const llama_token> job::after_prompt(std::span<const llama_token> text) const {
-  return text.subspan(static_cast<std::size_t>(options_.prompt),
-                      static_cast<std::size_t>(options_.steps) + 1);
+  return text.subspan(to_size(options_.prompt), to_size(options_.steps) + 1);
 }
 
 prepared_prompt job::prepare(std::span<const llama_token> tokens, const std::string& other_text, bool timed) {
@@ -272,8 +272,7 @@ const learnt_keys& job::learnt_from_text(const std::string& path) {
   const auto known = learnt_.find(path);
   if (known != learnt_.end()) return known->second;
   if (!asks_for(basis_source::other_text)) return learnt_.emplace(path, learnt_keys{}).first->second;
-  const std::size_t most = std::min(static_cast<std::size_t>(options_.basis_tokens),
-                                    static_cast<std::size_t>(model_.shape().trained_context));
+  const std::size_t most = std::min(to_size(options_.basis_tokens), to_size(model_.shape().trained_context));
   auto tokens = model_.tokenize(read_text(path));
   const bool calibrates = !options_.calibration.empty();
   tokens.resize(std::min(tokens.size(), calibrates ? most / 2 : most));

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <freekv/core/size.hpp>
 #include <utility>
 
 namespace freekv::examples {
@@ -40,8 +41,7 @@ std::string with_facts(const std::string& text, std::size_t size) {
   std::string result;
   std::size_t done = 0;
   for (std::size_t i = 0; i < facts.size(); ++i) {
-    const std::size_t at =
-        std::max(done, sentence_end(static_cast<std::size_t>(depth_of(i) * static_cast<double>(size))));
+    const std::size_t at = std::max(done, sentence_end(to_size(depth_of(i) * static_cast<double>(size))));
     result += text.substr(done, at - done) + "\n\n" + sentence_of(facts[i]) + "\n\n";
     done = at;
   }

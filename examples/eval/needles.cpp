@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <array>
 #include <filesystem>
+#include <freekv/core/size.hpp>
 #include <optional>
 #include <set>
 #include <utility>
@@ -48,7 +49,7 @@ needle_result measure_needles(const contender& c, const common_settings& s, cons
     retrieval_attention attention(*p, {asked}, model.shape(), s.complete_layers);
     double loss = 0;
     bool found = true;
-    const std::size_t first_digit = question.tokens.size() - static_cast<std::size_t>(question.digits);
+    const std::size_t first_digit = question.tokens.size() - to_size(question.digits);
     for (std::size_t i = 0; i + 1 < question.tokens.size(); ++i) {
       const auto logits =
           decoding.decode(question.tokens[i], prompt.kv.tokens() + static_cast<int>(i), attention);

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <freekv/core/size.hpp>
 #include <fstream>
 #include <future>
 #include <system_error>
@@ -49,24 +50,23 @@ class collector : public observer {
  public:
   collector(const model_shape& shape, int tokens, std::vector<std::uint16_t>& keys,
             std::vector<std::uint16_t>& values, std::vector<std::uint16_t>* queries)
-      : row_(static_cast<std::size_t>(shape.kv_heads * shape.head_dim)),
-        tokens_(static_cast<std::size_t>(tokens)),
-        query_row_(static_cast<std::size_t>(shape.query_heads * shape.head_dim)),
+      : row_(to_size(shape.kv_heads * shape.head_dim)),
+        tokens_(to_size(tokens)),
+        query_row_(to_size(shape.query_heads * shape.head_dim)),
         keys_(keys),
         values_(values),
         queries_(queries) {
-    keys.resize(static_cast<std::size_t>(shape.layers) * tokens_ * row_);
+    keys.resize(to_size(shape.layers) * tokens_ * row_);
     values.resize(keys.size());
-    if (queries != nullptr) queries->resize(static_cast<std::size_t>(shape.layers) * tokens_ * query_row_);
+    if (queries != nullptr) queries->resize(to_size(shape.layers) * tokens_ * query_row_);
   }
   void observe(const layer_rows& rows) override {
-    const std::size_t at =
-        (static_cast<std::size_t>(rows.layer) * tokens_ + static_cast<std::size_t>(rows.position)) * row_;
-    for (std::size_t i = 0; i < static_cast<std::size_t>(rows.rows) * row_; ++i) {
+    const std::size_t at = (to_size(rows.layer) * tokens_ + to_size(rows.position)) * row_;
+    for (std::size_t i = 0; i < to_size(rows.rows) * row_; ++i) {
       keys_[at + i] = float_to_half(rows.key[i]);  // exact: they come from a half-precision cache
       values_[at + i] = float_to_half(rows.value[i]);
     }
-    for (std::size_t i = 0; queries_ != nullptr && i < static_cast<std::size_t>(rows.rows) * query_row_; ++i)
+    for (std::size_t i = 0; queries_ != nullptr && i < to_size(rows.rows) * query_row_; ++i)
       (*queries_)[at / row_ * query_row_ + i] = float_to_half(rows.query[i]);
   }
 
@@ -92,7 +92,7 @@ std::vector<llama_token> first_tokens(const model& model, const std::filesystem:
   if (static_cast<int>(tokens.size()) < count)
     throw choice_error(cited_path(path) + " has " + std::to_string(tokens.size()) + " tokens, but " +
                        std::to_string(count) + " are needed; give a longer text or ask for fewer tokens");
-  tokens.resize(static_cast<std::size_t>(count));
+  tokens.resize(to_size(count));
   return tokens;
 }
 
@@ -102,7 +102,7 @@ std::uint64_t key_of_file(const std::filesystem::path& path) {
   std::vector<char> block(1 << 20);
   std::uint64_t hash = fnv_start;
   while (file.read(block.data(), static_cast<std::streamsize>(block.size())), file.gcount() > 0)
-    hash = fnv(std::as_bytes(std::span(block)).first(static_cast<std::size_t>(file.gcount())), hash);
+    hash = fnv(std::as_bytes(std::span(block)).first(to_size(file.gcount())), hash);
   return hash;
 }
 
@@ -175,12 +175,11 @@ void prompt_cache::append_to(pipeline& pipeline) const {
   std::vector<float> queries;
   for (int layer = 0; layer < shape_.layers; ++layer) {
     if (pipeline.observes_prompts()) {
-      const std::size_t size = queries_.size() / static_cast<std::size_t>(shape_.layers);
+      const std::size_t size = queries_.size() / to_size(shape_.layers);
       queries.resize(size);
-      std::transform(
-          queries_.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(layer) * size),
-          queries_.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(layer + 1) * size),
-          queries.begin(), half_to_float);
+      std::transform(queries_.begin() + static_cast<std::ptrdiff_t>(to_size(layer) * size),
+                     queries_.begin() + static_cast<std::ptrdiff_t>(to_size(layer + 1) * size),
+                     queries.begin(), half_to_float);
     }
     pipeline.append_stored(layer, keys(layer), values(layer), queries);
   }

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <freekv/core/size.hpp>
 #include <functional>
 #include <optional>
 #include <span>
@@ -60,8 +61,8 @@ class prompt_cache {
  private:
   void append_to(pipeline& pipeline) const;
   std::span<const std::byte> part(const std::vector<std::uint16_t>& of, int layer) const {
-    const std::size_t size = of.size() / static_cast<std::size_t>(shape_.layers);
-    return std::as_bytes(std::span(of).subspan(static_cast<std::size_t>(layer) * size, size));
+    const std::size_t size = of.size() / to_size(shape_.layers);
+    return std::as_bytes(std::span(of).subspan(to_size(layer) * size, size));
   }
   model_shape shape_;
   int tokens_ = 0;

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <filesystem>
+#include <freekv/core/size.hpp>
 #include <numeric>
 #include <optional>
 
@@ -25,7 +26,7 @@ quality measure_quality(const contender& c, const common_settings& s, const mode
   quality q;
   for (int step = 0; step < steps; ++step) {
     const auto logits = decoding.decode(decoded.text[step], decoded.prompt.kv.tokens() + step, attention);
-    q.losses.push_back(loss_of(logits, decoded.text[static_cast<std::size_t>(step) + 1]));
+    q.losses.push_back(loss_of(logits, decoded.text[to_size(step) + 1]));
     q.choices.push_back(most_likely(logits));
     if (is_full) full->rows.insert(full->rows.end(), logits.begin(), logits.end());
     if (full != nullptr)
@@ -49,7 +50,7 @@ namespace {
 
 /// The mean mass of every layer and KV head, a line a layer.
 void add_mass_by_head(job& j, const contender& c, const std::vector<attention_statistics>& by_head) {
-  const auto kv_heads = static_cast<std::size_t>(j.model().shape().kv_heads);
+  const auto kv_heads = to_size(j.model().shape().kv_heads);
   for (std::size_t first = 0; first < by_head.size(); first += kv_heads) {
     attention_statistics layer;
     std::vector<double> heads;
@@ -124,8 +125,7 @@ std::vector<quality_of_texts> quality_of_all(job& j) {
   for (const std::string& path : a.more_texts) {
     const auto tokens = first_tokens(j.model(), path, a.prompt + a.steps + 1);
     const bool is_lender = std::filesystem::path(path) == std::filesystem::path(a.needle_text);
-    measure(j.prepare(std::span(tokens).first(static_cast<std::size_t>(a.prompt)),
-                      is_lender ? a.text : a.needle_text),
+    measure(j.prepare(std::span(tokens).first(to_size(a.prompt)), is_lender ? a.text : a.needle_text),
             j.after_prompt(tokens), "quality on " + std::filesystem::path(path).filename().string());
   }
   return all;

@@ -1,6 +1,7 @@
 // Teacher-forced decoding of a text after a prompt, compared with full attention.
 #pragma once
 
+#include <freekv/core/size.hpp>
 #include <span>
 #include <string>
 #include <vector>
@@ -14,7 +15,7 @@ namespace freekv::examples {
 struct full_logits {
   std::vector<float> rows;
   std::span<const float> row(int step, std::size_t vocabulary) const {
-    return std::span(rows).subspan(static_cast<std::size_t>(step) * vocabulary, vocabulary);
+    return std::span(rows).subspan(to_size(step) * vocabulary, vocabulary);
   }
 };
 

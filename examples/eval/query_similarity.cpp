@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <freekv/core/size.hpp>
 #include <vector>
 
 #include "job.hpp"
@@ -16,9 +17,7 @@ namespace {
 class query_keeper : public attention {
  public:
   query_keeper(attention& ours, const model_shape& shape)
-      : ours_(ours),
-        row_(static_cast<std::size_t>(shape.query_heads * shape.head_dim)),
-        layers_(shape.layers) {}
+      : ours_(ours), row_(to_size(shape.query_heads * shape.head_dim)), layers_(shape.layers) {}
 
   void attend(const layer_rows& rows, float* output) override {
     queries_.insert(queries_.end(), rows.query, rows.query + row_);
@@ -26,9 +25,7 @@ class query_keeper : public attention {
   }
   /// (query_heads, head_dim) of a step and layer.
   const float* query(int step, int layer) const {
-    return queries_.data() + (static_cast<std::size_t>(step) * static_cast<std::size_t>(layers_) +
-                              static_cast<std::size_t>(layer)) *
-                                 row_;
+    return queries_.data() + (to_size(step) * to_size(layers_) + to_size(layer)) * row_;
   }
 
  private:

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <freekv/core/size.hpp>
 #include <iostream>
 #include <iterator>
 #include <map>
@@ -85,16 +86,16 @@ arguments parse(int argc, char** argv) {
 
 /// `count` different tokens that end no text and are text of their own, four times in a row.
 std::vector<llama_token> repeated_tokens(const model& m, int count, std::uint64_t seed) {
-  std::vector<llama_token> tokens(static_cast<std::size_t>(m.shape().vocabulary));
+  std::vector<llama_token> tokens(to_size(m.shape().vocabulary));
   std::iota(tokens.begin(), tokens.end(), 0);
   std::erase_if(tokens, [&](llama_token token) { return m.ends(token) || m.to_text(token).empty(); });
-  if (static_cast<std::size_t>(count) > tokens.size())
+  if (to_size(count) > tokens.size())
     throw choice_error("--repeated " + std::to_string(count) + " is more than the " +
                        std::to_string(tokens.size()) + " tokens that the model's texts are made of");
   std::mt19937_64 random(seed);  // not std::shuffle, which differs between standard libraries
-  for (std::size_t i = 0; i < static_cast<std::size_t>(count); ++i)
+  for (std::size_t i = 0; i < to_size(count); ++i)
     std::swap(tokens[i], tokens[i + random() % (tokens.size() - i)]);
-  tokens.resize(static_cast<std::size_t>(count));
+  tokens.resize(to_size(count));
   std::vector<llama_token> text;
   for (int time = 0; time < 4; ++time) text.insert(text.end(), tokens.begin(), tokens.end());
   return text;

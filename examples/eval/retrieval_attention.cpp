@@ -3,11 +3,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <freekv/core/size.hpp>
 
 namespace freekv::examples {
 
 void retrieval_attention::attend(const layer_rows& rows, float* output) {
-  const auto n = [&](int heads, int width) { return static_cast<std::size_t>(rows.rows * heads * width); };
+  const auto n = [&](int heads, int width) { return to_size(rows.rows * heads * width); };
   const auto start = std::chrono::steady_clock::now();
   if (rows.layer == 0) begin_step(rows);
   pipeline_.append(rows.layer, {rows.key, n(shape_.kv_heads, shape_.head_dim)},
@@ -21,7 +22,7 @@ void retrieval_attention::attend(const layer_rows& rows, float* output) {
 }
 
 void retrieval_attention::reset() {
-  const auto heads = static_cast<std::size_t>(shape_.layers * shape_.kv_heads);
+  const auto heads = to_size(shape_.layers * shape_.kv_heads);
   by_head_.assign(heads, {});
   attended_.assign(heads * std::max<std::size_t>(sequences_.size(), 1), {});
   seconds_ = 0;
@@ -31,20 +32,20 @@ void retrieval_attention::begin_step(const layer_rows& rows) {
   if (sequences_.empty()) return pipeline_.begin_step(rows.rows, step_phase::decode);
   step_.clear();
   for (const sequence_tokens& of : rows.of)
-    step_.push_back({sequences_.at(static_cast<std::size_t>(of.sequence)), static_cast<int>(of.tokens.size()),
-                     step_phase::decode});
+    step_.push_back(
+        {sequences_.at(to_size(of.sequence)), static_cast<int>(of.tokens.size()), step_phase::decode});
   pipeline_.begin_step(step_);
 }
 
 void retrieval_attention::gather(const layer_rows& rows, const float* output) {
   if (rows.layer < complete_layers_ || shape_.slides(rows.layer)) return;
-  const auto d = static_cast<std::size_t>(shape_.head_dim);
+  const auto d = to_size(shape_.head_dim);
   full_.resize(lse_.size() * d);
   full_lse_.resize(lse_.size());
   pipeline_.attend_full(rows.layer, full_, full_lse_);
-  const auto heads = static_cast<std::size_t>(shape_.query_heads);
-  const auto kv_heads = static_cast<std::size_t>(shape_.kv_heads);
-  const std::size_t group = heads / kv_heads, first = static_cast<std::size_t>(rows.layer) * kv_heads;
+  const auto heads = to_size(shape_.query_heads);
+  const auto kv_heads = to_size(shape_.kv_heads);
+  const std::size_t group = heads / kv_heads, first = to_size(rows.layer) * kv_heads;
   for (std::size_t head = 0; head < lse_.size(); ++head) {  // of one row after the other
     double difference = 0, size = 0;
     for (std::size_t i = head * d; i < (head + 1) * d; ++i) {
@@ -58,23 +59,22 @@ void retrieval_attention::gather(const layer_rows& rows, const float* output) {
   }
   if (sequences_.empty()) return gather(pipeline_.report(rows.layer), rows.layer, 0);
   for (const sequence_tokens& of : rows.of) {
-    const auto sequence = static_cast<std::size_t>(of.sequence);
+    const auto sequence = to_size(of.sequence);
     gather(pipeline_.report(rows.layer, sequences_[sequence]), rows.layer, sequence);
   }
 }
 
 void retrieval_attention::gather(const step_report& report, int layer, std::size_t sequence) {
-  const auto kv_heads = static_cast<std::size_t>(shape_.kv_heads);
+  const auto kv_heads = to_size(shape_.kv_heads);
   const std::size_t most = report.attended.size() / kv_heads;
-  const std::size_t first = static_cast<std::size_t>(layer) * kv_heads;
+  const std::size_t first = to_size(layer) * kv_heads;
   for (std::size_t head = 0; head < report.corrected.size(); ++head) {
     attention_statistics& s = by_head_[first + head];
     s.corrected += report.corrected[head];
     s.recalled += report.recalled[head];
     s.recalled_before_attention += report.recalled_before_attention[head];
     s.promoted += report.promoted[head];
-    const auto pages =
-        report.attended.subspan(head * most, static_cast<std::size_t>(report.attended_count[head]));
+    const auto pages = report.attended.subspan(head * most, to_size(report.attended_count[head]));
     auto& before = attended_[sequence * by_head_.size() + first + head];
     if (s.rows > 0) {
       ++s.followed;

@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <cstdio>
+#include <freekv/core/size.hpp>
 #include <fstream>
 #include <sstream>
 #include <string_view>
@@ -86,7 +87,7 @@ std::string fault_of(std::span<const float> logits) {
 
 std::string fault_against(std::span<const float> logits, std::span<const known_logit> known) {
   for (const auto& [token, value] : known) {
-    if (token < 0 || static_cast<std::size_t>(token) >= logits.size())
+    if (token < 0 || to_size(token) >= logits.size())
       return "there is no logit of token " + std::to_string(token);
     const float is = logits[token];
     if (!(std::abs(is - value) <= known_tolerance))
@@ -119,7 +120,7 @@ void check_model(const model& model, const known_model* known, int threads) {
   engine checked(model, {.threads = threads,
                          .context = static_cast<int>(checked_tokens),
                          .rows = static_cast<int>(checked_tokens)});
-  const auto vocabulary = static_cast<std::size_t>(model.shape().vocabulary);
+  const auto vocabulary = to_size(model.shape().vocabulary);
   const sequence_tokens step{0, 0, tokens};
   const auto all = checked.decode_stock({&step, 1});
   const auto of_last = all.last(vocabulary);

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <chrono>
+#include <freekv/core/size.hpp>
 
 #include "fatal_signals.hpp"
 #include "job.hpp"
@@ -75,7 +76,7 @@ std::vector<speed> measure_speed(std::span<const contender> contenders, const co
     const auto start = std::chrono::steady_clock::now();
     for (int step = 0; step < how.steps; ++step) {
       const int at = round * how.steps + step;
-      const llama_token token = text[static_cast<std::size_t>(at) % text.size()];
+      const llama_token token = text[to_size(at) % text.size()];
       if (who < stock.size())
         stock[who]->decode_stock(token, prompt.kv.tokens() + at);
       else
@@ -132,7 +133,7 @@ std::string rounds_sentence(const common_settings& s, const speed_settings& how)
 void compare_speed(job& j) {
   const arguments& a = j.options();
   const speed_settings how{a.rounds, a.timed_steps};
-  const auto tokens = j.text().first(static_cast<std::size_t>(a.prompt));
+  const auto tokens = j.text().first(to_size(a.prompt));
   const auto speeds = measure_speed(j.contenders(), a.common, j.model(), j.prompt(), tokens, j.after_prompt(),
                                     j.place(), how, j.progress());
   const double stock = best_of_stock(speeds);
@@ -155,7 +156,7 @@ void compare_lengths(job& j) {
   std::vector<std::vector<std::string>> rows{
       {"tokens/s (attention ms/token), " + std::to_string(a.common.threads) + " threads"}};
   for (const int length : a.lengths) {
-    const auto tokens = j.text().first(static_cast<std::size_t>(length));
+    const auto tokens = j.text().first(to_size(length));
     const prepared_prompt prompt = j.prepare(tokens, a.needle_text, true);
     const auto speeds = measure_speed(j.principal(), a.common, j.model(), prompt, tokens, j.text(), j.place(),
                                       how, j.progress());

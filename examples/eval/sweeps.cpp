@@ -1,6 +1,7 @@
 // What --full adds to the quality at one setting: the same against the budget, and against the correction
 // threshold.
 
+#include <freekv/core/size.hpp>
 #include <optional>
 
 #include "job.hpp"
@@ -13,7 +14,7 @@ namespace {
 
 std::span<const llama_token> swept_text(const job& j) {
   const arguments& a = j.options();
-  return j.text().subspan(static_cast<std::size_t>(a.prompt), static_cast<std::size_t>(a.deep_steps) + 1);
+  return j.text().subspan(to_size(a.prompt), to_size(a.deep_steps) + 1);
 }
 
 }  // namespace
@@ -56,7 +57,7 @@ void compare_taus(job& j) {
                                               std::to_string(a.deep_steps) + " tokens after " +
                                               std::to_string(a.prompt)}};
   for (const double tau : a.taus) rows[0].push_back("tau " + fixed(tau, 2));
-  const auto kv_heads = static_cast<std::size_t>(j.model().shape().kv_heads);
+  const auto kv_heads = to_size(j.model().shape().kv_heads);
   for (contender c : j.principal()) {
     if (!c.selects() || c.method.correction != "cosine_drift") continue;
     std::vector<std::string> row{c.name};

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <deque>
 #include <filesystem>
+#include <freekv/core/size.hpp>
 #include <iostream>
 #include <map>
 #include <numeric>
@@ -36,10 +37,9 @@ struct tokenized_task {
     std::size_t longest = 0;
     for (std::size_t i = 0; i < questions.size(); ++i) {
       const auto& q = questions[i];
-      std::size_t answer =
-          std::max(q.continuation.size(), asked.questions[i].answers.empty()
-                                              ? std::size_t{0}
-                                              : static_cast<std::size_t>(asked.questions[i].max_tokens));
+      std::size_t answer = std::max(q.continuation.size(), asked.questions[i].answers.empty()
+                                                               ? std::size_t{0}
+                                                               : to_size(asked.questions[i].max_tokens));
       for (const auto& choice : q.choices) answer = std::max(answer, choice.size());
       longest = std::max(longest, q.lead.size() + answer);
     }
@@ -68,8 +68,7 @@ std::vector<tokenized_task> tokenize_tasks(const model& model, const arguments& 
       for (const auto& choice : q.choices) made.choices.push_back(model.tokenize(choice, false));
       if (!q.continuation.empty()) made.continuation = model.tokenize(q.continuation, false);
       for (const std::string& answer : q.answers)
-        if (const auto size = model.tokenize(answer, false).size();
-            size > static_cast<std::size_t>(q.max_tokens))
+        if (const auto size = model.tokenize(answer, false).size(); size > to_size(q.max_tokens))
           throw file_error(where + " has an answer of " + std::to_string(size) + " tokens, but at most " +
                            std::to_string(q.max_tokens) +
                            " are decoded; ask for a shorter one, or give \"max_tokens\"");
@@ -500,8 +499,7 @@ void show_group(job& j, const std::string& name, const group_of_questions& group
     };
     const std::string against_full = compare(0, "p_full");
     const std::string against_quest =
-        quest == contenders.end() ? ""
-                                  : compare(static_cast<std::size_t>(quest - contenders.begin()), "p_quest");
+        quest == contenders.end() ? "" : compare(to_size(quest - contenders.begin()), "p_quest");
     if (!by_loss_only) {
       row.insert(row.end(), {std::to_string(right) + "/" + std::to_string(count) + " (" +
                                  fixed(100 * share.low, 0) + " .. " + fixed(100 * share.high, 0) + " %)",

@@ -1,6 +1,7 @@
 #include "basis.hpp"
 
 #include <algorithm>
+#include <freekv/core/size.hpp>
 #include <string>
 
 #include "cited.hpp"
@@ -11,7 +12,7 @@ namespace freekv::examples {
 
 key_basis::key_basis(int layers, int kv_heads, int rank, int head_dim)
     : layers_(layers), kv_heads_(kv_heads), rank_(rank), head_dim_(head_dim) {
-  data_.resize(static_cast<std::size_t>(layers * kv_heads) * view().floats_per_head());
+  data_.resize(to_size(layers * kv_heads) * view().floats_per_head());
 }
 
 subspace_basis key_basis::layer(int layer) const {
@@ -22,7 +23,7 @@ void key_basis::learn(int layer, std::span<const float> keys) {
   for (int head = 0; head < kv_heads_; ++head) {
     const principal_axes axes =
         principal_axes_of(keys, head * head_dim_, kv_heads_ * head_dim_, head_dim_, rank_);
-    float* to = data_.data() + static_cast<std::size_t>(layer * kv_heads_ + head) * view().floats_per_head();
+    float* to = data_.data() + to_size(layer * kv_heads_ + head) * view().floats_per_head();
     to = std::copy(axes.mean.begin(), axes.mean.end(), to);
     std::copy(axes.rows.begin(), axes.rows.end(), to);
   }
@@ -32,7 +33,7 @@ void key_basis::factorise(int layer, std::span<const float> keys) {
   const principal_axes axes = singular_axes_of(keys, kv_heads_ * head_dim_, rank_);
   const auto d = static_cast<std::ptrdiff_t>(head_dim_);
   for (int head = 0; head < kv_heads_; ++head) {
-    float* to = data_.data() + static_cast<std::size_t>(layer * kv_heads_ + head) * view().floats_per_head();
+    float* to = data_.data() + to_size(layer * kv_heads_ + head) * view().floats_per_head();
     to = std::fill_n(to, d, 0.0f);
     for (int r = 0; r < rank_; ++r)
       to = std::copy_n(axes.rows.begin() + (std::ptrdiff_t{r} * kv_heads_ + head) * d, d, to);
@@ -69,7 +70,7 @@ key_basis key_basis::load(const std::filesystem::path& path) {
   const std::vector<float> means = file.copy_as_float("mean"), all_rows = file.copy_as_float("rows");
   key_basis basis(static_cast<int>(rows[0]), static_cast<int>(rows[1]), static_cast<int>(rows[2]),
                   static_cast<int>(rows[3]));
-  const auto d = static_cast<std::size_t>(basis.head_dim_), r = d * static_cast<std::size_t>(basis.rank_);
+  const auto d = to_size(basis.head_dim_), r = d * to_size(basis.rank_);
   auto* to = basis.data_.data();
   for (std::size_t head = 0; head * d < means.size(); ++head) {
     to = std::copy_n(means.data() + head * d, d, to);

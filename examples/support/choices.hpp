@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <freekv/core/size.hpp>
 #include <freekv/freekv.hpp>
 #include <stdexcept>
 #include <string>
@@ -302,7 +303,7 @@ inline any_plan plan_of(const method_spec& m, const method_data& data, int compl
     throw choice_error("plan " + m.plan +
                        " is unknown; choose one of retrieval, window, sliding, complete, by_head");
   by_head plan{data.head_kinds, data.kv_heads};
-  const auto first = static_cast<std::size_t>(complete_layers) * static_cast<std::size_t>(data.kv_heads);
+  const auto first = to_size(complete_layers) * to_size(data.kv_heads);
   for (std::size_t i = 0; i < first && i < plan.kinds.size(); ++i) plan.kinds[i] = layer_kind::complete;
   return plan;
 }

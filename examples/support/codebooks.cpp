@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <freekv/backend/host/isa.hpp>
+#include <freekv/core/size.hpp>
 #include <freekv/core/unroll.hpp>
 #include <random>
 #include <string>
@@ -22,7 +23,7 @@ constexpr int lloyd_rounds = 6;
 constexpr std::size_t strips = 16;  // every 16th sample; a multiple of any team's lanes
 constexpr std::size_t block = 64;   // neighbouring samples, of all strips
 
-std::size_t size(int n) { return static_cast<std::size_t>(n); }
+std::size_t size(int n) { return to_size(n); }
 std::size_t whole_blocks(std::size_t count) { return (count + block - 1) / block * block; }
 
 #if defined(__x86_64__)
@@ -275,7 +276,7 @@ void move_centroids(clustering& of, int used) {
     const auto end = of.half_distances.begin() + static_cast<std::ptrdiff_t>(of.count);
     const auto worst = std::max_element(of.half_distances.begin(), end);
     *worst = -infinity;
-    const auto n = static_cast<std::size_t>(worst - of.half_distances.begin());
+    const auto n = to_size(worst - of.half_distances.begin());
     for (int d = 0; d < of.dims; ++d) of.centroid(d, c) = *of.at(d, n);
   }
 }
@@ -567,7 +568,7 @@ struct named_part {
   std::vector<std::int64_t> shape;
   std::size_t floats() const {
     std::size_t product = 1;
-    for (const std::int64_t n : shape) product *= static_cast<std::size_t>(n);
+    for (const std::int64_t n : shape) product *= to_size(n);
     return product;
   }
 };

@@ -2,6 +2,7 @@
 
 #include <signal.h>
 #include <unistd.h>
+#include <freekv/core/size.hpp>
 
 #include <algorithm>
 #include <array>
@@ -67,7 +68,7 @@ class line {
     for (std::size_t done = 0; done < size_;) {
       const ssize_t now = ::write(file, text_.data() + done, size_ - done);
       if (now <= 0) return;
-      done += static_cast<std::size_t>(now);
+      done += to_size(now);
     }
   }
 

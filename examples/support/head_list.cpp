@@ -1,5 +1,6 @@
 #include "head_list.hpp"
 
+#include <freekv/core/size.hpp>
 #include <optional>
 #include <sstream>
 
@@ -20,8 +21,8 @@ std::optional<layer_kind> kind_named(const std::string& name) {
 }  // namespace
 
 std::vector<layer_kind> read_head_list(std::istream& in, const std::string& name, int layers, int kv_heads) {
-  const auto heads = static_cast<std::size_t>(kv_heads);
-  std::vector<layer_kind> kinds(static_cast<std::size_t>(layers) * heads, layer_kind::window);
+  const auto heads = to_size(kv_heads);
+  std::vector<layer_kind> kinds(to_size(layers) * heads, layer_kind::window);
   std::vector<bool> listed(kinds.size());
   std::string line;
   for (int number = 1; std::getline(in, line); ++number) {
@@ -42,7 +43,7 @@ std::vector<layer_kind> read_head_list(std::istream& in, const std::string& name
            std::to_string(layers) + " layers of " + std::to_string(kv_heads) + " KV heads");
     const auto known = kind_named(kind);
     if (!known) fail("kind " + cited(kind) + " is unknown; choose retrieval, complete or window");
-    const std::size_t at = static_cast<std::size_t>(layer) * heads + static_cast<std::size_t>(head);
+    const std::size_t at = to_size(layer) * heads + to_size(head);
     if (listed[at])
       fail("layer " + std::to_string(layer) + ", head " + std::to_string(head) + " is listed twice");
     listed[at] = true;

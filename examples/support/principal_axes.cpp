@@ -2,6 +2,7 @@
 
 #include <Eigen/Eigenvalues>
 #include <algorithm>
+#include <freekv/core/size.hpp>
 
 namespace freekv::examples {
 
@@ -12,7 +13,7 @@ principal_axes leading_axes(const Eigen::MatrixXd& covariance, int count) {
   const auto dim = static_cast<int>(covariance.rows());
   const Eigen::SelfAdjointEigenSolver<Eigen::MatrixXd> solver(covariance);  // eigenvalues ascend
   principal_axes axes;
-  axes.rows.resize(static_cast<std::size_t>(count * dim));
+  axes.rows.resize(to_size(count * dim));
   for (int r = 0; r < count; ++r) {
     Eigen::Map<Eigen::VectorXf>(axes.rows.data() + r * dim, dim) =
         solver.eigenvectors().col(dim - 1 - r).cast<float>();
@@ -26,8 +27,7 @@ principal_axes axes_of(std::span<const float> floats, int first, int stride, int
   Eigen::VectorXd mean = Eigen::VectorXd::Zero(dim);
   Eigen::MatrixXd products = Eigen::MatrixXd::Zero(dim, dim);
   double vectors = 0;
-  for (auto at = static_cast<std::size_t>(first); at < floats.size();
-       at += static_cast<std::size_t>(stride)) {
+  for (auto at = to_size(first); at < floats.size(); at += to_size(stride)) {
     const Eigen::VectorXd vector = Eigen::Map<const Eigen::VectorXf>(floats.data() + at, dim).cast<double>();
     if (!vector.allFinite()) continue;
     mean += vector;
@@ -39,7 +39,7 @@ principal_axes axes_of(std::span<const float> floats, int first, int stride, int
   if (!about_mean) mean.setZero();
   products.selfadjointView<Eigen::Lower>().rankUpdate(mean, -1.0);
   principal_axes axes = leading_axes(products, count);
-  axes.mean.resize(static_cast<std::size_t>(dim));
+  axes.mean.resize(to_size(dim));
   Eigen::Map<Eigen::VectorXf>(axes.mean.data(), dim) = mean.cast<float>();
   return axes;
 }

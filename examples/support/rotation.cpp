@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <freekv/core/size.hpp>
 
 namespace freekv::examples {
 
@@ -16,8 +17,7 @@ turn turn_at(std::span<const float> before, std::span<const float> after, int kv
              std::size_t token, std::size_t first, std::size_t second) {
   double along = 0, across = 0;
   for (int head = 0; head < kv_heads; ++head) {
-    const std::size_t at = (token * static_cast<std::size_t>(kv_heads) + static_cast<std::size_t>(head)) *
-                           static_cast<std::size_t>(head_dim);
+    const std::size_t at = (token * to_size(kv_heads) + to_size(head)) * to_size(head_dim);
     const double a = before[at + first], b = before[at + second], c = after[at + first],
                  d = after[at + second];
     if (!std::isfinite(a + b + c + d)) continue;
@@ -31,7 +31,7 @@ turn turn_at(std::span<const float> before, std::span<const float> after, int kv
 /// then, more and more exactly.
 double frequency_of(std::span<const float> before, std::span<const float> after, int kv_heads, int head_dim,
                     std::size_t first, std::size_t second) {
-  const std::size_t row = static_cast<std::size_t>(kv_heads) * static_cast<std::size_t>(head_dim);
+  const std::size_t row = to_size(kv_heads) * to_size(head_dim);
   const std::size_t tokens = before.size() / row;
   double frequency = 0;
   for (std::size_t begin = 1; begin < tokens; begin *= 2) {
@@ -79,7 +79,7 @@ rotation rotation_of_base(double base, int pairs, rotary_pairs of) {
 std::vector<float> rotated(std::span<const float> keys, int kv_heads, int head_dim, const rotation& by,
                            float sign) {
   std::vector<float> turned(keys.begin(), keys.end());
-  const auto d = static_cast<std::size_t>(head_dim), row = d * static_cast<std::size_t>(kv_heads);
+  const auto d = to_size(head_dim), row = d * to_size(kv_heads);
   for (std::size_t at = 0; at < turned.size(); at += d)
     rotate(by.view(), static_cast<int>(at / row), sign, turned.data() + at);
   return turned;
@@ -91,14 +91,14 @@ std::optional<rotation> rotation_between(std::span<const float> before, std::spa
   double least = most_error;
   for (const rotary_pairs of : {rotary_pairs::halves, rotary_pairs::neighbours}) {
     rotation found{.frequencies = {}, .of = of};
-    const auto pairs = static_cast<std::size_t>(head_dim / 2);
+    const auto pairs = to_size(head_dim / 2);
     for (std::size_t i = 0; i < pairs; ++i) {
       const bool halves = of == rotary_pairs::halves;
       found.frequencies.push_back(static_cast<float>(frequency_of(
           before, after, kv_heads, head_dim, halves ? i : 2 * i, halves ? i + pairs : 2 * i + 1)));
     }
     const double error = error_of(before, after, kv_heads, head_dim, found);
-    if (!(error <= least) || before.size() < 2 * static_cast<std::size_t>(kv_heads * head_dim)) continue;
+    if (!(error <= least) || before.size() < 2 * to_size(kv_heads * head_dim)) continue;
     least = error;
     best = found;
   }

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <freekv/core/size.hpp>
 
 #include <algorithm>
 #include <atomic>
@@ -64,14 +65,14 @@ constexpr std::array dtype_table{
 
 constexpr bool table_follows_enumerators() {
   for (std::size_t i = 0; i < dtype_table.size(); ++i) {
-    if (static_cast<std::size_t>(dtype_table[i].dtype) != i) return false;
+    if (to_size(dtype_table[i].dtype) != i) return false;
   }
   return true;
 }
 static_assert(table_follows_enumerators(), "dtype_table is indexed by the enumerators of data_type");
 
 const dtype_entry& entry_of(data_type dtype) {
-  const auto index = static_cast<std::size_t>(dtype);
+  const auto index = to_size(dtype);
   if (index >= dtype_table.size()) {
     throw std::invalid_argument("data_type " + std::to_string(index) + " is none of the " +
                                 std::to_string(dtype_table.size()) + " dtypes of the safetensors format");
@@ -204,7 +205,7 @@ void read_range(const std::filesystem::path& path, const file_descriptor& file, 
     const ssize_t count = ::pread(file.number(), range.target.data() + done, range.target.size() - done,
                                   static_cast<off_t>(range.offset + done));
     if (count > 0) {
-      done += static_cast<std::size_t>(count);
+      done += to_size(count);
     } else if (count == 0) {
       fail(path, "became shorter while it was read: it ends at byte " + std::to_string(range.offset + done) +
                      ", before the " + counted(range.target.size() - done, "byte") +
@@ -359,7 +360,7 @@ class header_reader final : public nlohmann::json_sax<nlohmann::json> {
                  : name == "shape"        ? field::shape
                  : name == "data_offsets" ? field::data_offsets
                                           : field::unknown;
-        if (field_ != field::unknown && std::exchange(seen_[static_cast<std::size_t>(field_)], true)) {
+        if (field_ != field::unknown && std::exchange(seen_[to_size(field_)], true)) {
           fail_tensor("with two fields " + quote(name) + ", and only one is allowed");
         }
         break;
@@ -379,7 +380,7 @@ class header_reader final : public nlohmann::json_sax<nlohmann::json> {
         break;
       case place::tensor:
         for (const field required : {field::dtype, field::shape, field::data_offsets}) {
-          if (!seen_[static_cast<std::size_t>(required)]) {
+          if (!seen_[to_size(required)]) {
             fail_tensor("without the field '" + std::string(field_name(required)) + "'");
           }
         }
@@ -438,7 +439,7 @@ class header_reader final : public nlohmann::json_sax<nlohmann::json> {
 
   static std::string_view field_name(field which) {
     constexpr std::array<std::string_view, 3> names{"dtype", "shape", "data_offsets"};
-    return names[static_cast<std::size_t>(which)];
+    return names[to_size(which)];
   }
 
   static std::string described(const scalar_value& value) {
@@ -643,7 +644,7 @@ void write_all(int descriptor, std::span<const std::byte> bytes, const std::file
   while (done < bytes.size()) {
     const ssize_t count = ::write(descriptor, bytes.data() + done, bytes.size() - done);
     if (count > 0) {
-      done += static_cast<std::size_t>(count);
+      done += to_size(count);
     } else if (count == 0 || errno != EINTR) {
       const int cause = count == 0 ? ENOSPC : errno;
       fail(path, "cannot be written: " + error_text(cause));
@@ -694,7 +695,7 @@ void check_tensors(const std::filesystem::path& path, const std::vector<tensor_v
     if (tensor.name == metadata_key) {
       fail(path, "cannot be written with a tensor named '__metadata__', which the format reserves");
     }
-    if (static_cast<std::size_t>(tensor.dtype) >= dtype_table.size()) {
+    if (to_size(tensor.dtype) >= dtype_table.size()) {
       fail(path, "cannot be written with a tensor " + quote(tensor.name) + " of data_type " +
                      std::to_string(static_cast<int>(tensor.dtype)) + ", which is not a dtype of the format");
     }

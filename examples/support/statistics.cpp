@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <freekv/core/size.hpp>
 #include <limits>
 #include <numeric>
 #include <random>
@@ -28,7 +29,7 @@ double mean_of_all(std::span<const std::vector<double>> series) {
 
 /// Below `count`. Not std::uniform_int_distribution, which differs between standard libraries.
 std::size_t below(std::mt19937_64& random, std::size_t count) {
-  return static_cast<std::size_t>(static_cast<double>(random() >> 11) * 0x1p-53 * static_cast<double>(count));
+  return to_size(static_cast<double>(random() >> 11) * 0x1p-53 * static_cast<double>(count));
 }
 
 /// Of the mean `value`, by the means that `resample` draws.
@@ -51,7 +52,7 @@ estimate block_bootstrap(std::span<const std::vector<double>> series, int block,
   std::size_t values = 0, shortest = std::numeric_limits<std::size_t>::max();
   for (const auto& one : series) values += one.size(), shortest = std::min(shortest, one.size());
   if (values < 2) return unknown(value);
-  const std::size_t length = std::clamp<std::size_t>(shortest / 8, 1, static_cast<std::size_t>(block));
+  const std::size_t length = std::clamp<std::size_t>(shortest / 8, 1, to_size(block));
   // A place is where a block may begin: the sum of the block from there, by differences of running sums.
   std::vector<double> sums;
   for (const auto& one : series) {
@@ -108,7 +109,7 @@ double mcnemar(int only_first, int only_second) {
 
 double percentile(std::vector<double> values, double share) {
   const auto n = static_cast<double>(values.size());
-  const auto at = static_cast<std::size_t>(std::clamp(std::ceil(share * n) - 1, 0.0, n - 1));
+  const auto at = to_size(std::clamp(std::ceil(share * n) - 1, 0.0, n - 1));
   std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(at), values.end());
   return values[at];
 }

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <freekv/core/size.hpp>
 
 #include <array>
 #include <cerrno>
@@ -38,7 +39,7 @@ std::string read_text_file(const std::filesystem::path& path, const std::string&
     const ssize_t count = ::read(file.number, block.data(), block.size());
     if (count == 0) break;
     if (count > 0)
-      text.append(block.data(), static_cast<std::size_t>(count));
+      text.append(block.data(), to_size(count));
     else if (errno != EINTR)
       fail("cannot be read: " + cause(errno));
   }

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstring>
+#include <freekv/core/size.hpp>
 #include <freekv/freekv.cuh>
 #include <memory_resource>
 #include <span>
@@ -132,7 +133,7 @@ class device_pipeline_of_shape : public pipeline, public device_controls {
   const memory_bytes& bytes() const override { return pipeline_.bytes(); }
   std::size_t slice_bytes() const override { return pipeline_.slice_bytes(); }
   std::size_t summary_bytes() const override {
-    return pipeline_.summary_bytes() * static_cast<std::size_t>(pipeline_.configuration().units_per_page());
+    return pipeline_.summary_bytes() * to_size(pipeline_.configuration().units_per_page());
   }
 
   void size_launches_for(int sequences, int rows, int pages) override {
@@ -146,21 +147,21 @@ class device_pipeline_of_shape : public pipeline, public device_controls {
   }
   void capture_step(int sequences, int rows) override {
     const auto& s = pipeline_.configuration();
-    const auto n = [](std::int64_t x) { return static_cast<std::size_t>(x); };
-    const std::size_t keys = n(rows) * n(s.model.kv_heads * Implementation::head_dim),
-                      lse = n(rows) * n(s.model.query_heads), queries = lse * n(Implementation::head_dim);
+    const std::size_t keys = to_size(rows) * to_size(s.model.kv_heads * Implementation::head_dim),
+                      lse = to_size(rows) * to_size(s.model.query_heads),
+                      queries = lse * to_size(Implementation::head_dim);
     for (auto& [array, width] : {std::pair{&captured_keys_, keys},
                                  {&captured_values_, keys},
                                  {&captured_queries_, queries},
                                  {&captured_out_, queries},
                                  {&captured_lse_, lse}})
-      array->sized(width * n(s.model.layers));
+      array->sized(width * to_size(s.model.layers));
     device::check(cudaStreamBeginCapture(compute_.get(), cudaStreamCaptureModeThreadLocal),
                   "cudaStreamBeginCapture");
     auto step = pipeline_.begin_captured_step({.entries = sequences, .rows = rows});
     for (int layer = 0; layer < s.model.layers; ++layer) {
       const auto part = [&](device_array<float>& all, std::size_t width) {
-        return all.sized(width * n(s.model.layers)).subspan(n(layer) * width, width);
+        return all.sized(width * to_size(s.model.layers)).subspan(to_size(layer) * width, width);
       };
       step.template append<float>(layer, {part(captured_keys_, keys), part(captured_values_, keys),
                                           part(captured_queries_, queries)});
@@ -178,7 +179,7 @@ class device_pipeline_of_shape : public pipeline, public device_controls {
   }
   void replay_step(std::span<const float> keys, std::span<const float> values, std::span<const float> queries,
                    std::span<float> out, std::span<float> lse) override {
-    const auto layers = static_cast<std::size_t>(pipeline_.configuration().model.layers);
+    const auto layers = to_size(pipeline_.configuration().model.layers);
     const auto copy = [&]<class To, class From>(std::span<To> to, std::span<From> from, cudaMemcpyKind kind) {
       const std::size_t to_each = to.size() / layers, from_each = from.size() / layers,
                         each = std::min(to_each, from_each);

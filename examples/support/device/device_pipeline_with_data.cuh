@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstring>
+#include <freekv/core/size.hpp>
 #include <memory>
 #include <span>
 #include <vector>
@@ -17,13 +18,13 @@ class device_data {
  public:
   explicit device_data(const pipeline_options& o) : options_(o) {
     const auto take_basis = [&](subspace_basis& basis) {
-      take(basis.data, static_cast<std::size_t>(basis.layers * basis.kv_heads) * basis.floats_per_head());
+      take(basis.data, to_size(basis.layers * basis.kv_heads) * basis.floats_per_head());
     };
     take_basis(options_.basis);
     take_basis(options_.factors);
     auto& books = options_.codebooks;
-    take(books.data, static_cast<std::size_t>(books.layers * books.kv_heads) * books.floats_per_head());
-    take(options_.rotary.frequencies, static_cast<std::size_t>(options_.rotary.pairs));
+    take(books.data, to_size(books.layers * books.kv_heads) * books.floats_per_head());
+    take(options_.rotary.frequencies, to_size(options_.rotary.pairs));
   }
   device_data(const device_data&) = delete;
   device_data& operator=(const device_data&) = delete;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <freekv/core/size.hpp>
 #include <freekv/freekv.cuh>
 #include <string>
 #include <vector>
@@ -338,7 +339,7 @@ class engine {
       }
   }
 
-  static std::size_t at(int n) { return static_cast<std::size_t>(n); }
+  static std::size_t at(int n) { return to_size(n); }
   static int pages(int tokens) { return (tokens + page_tokens - 1) / page_tokens; }
   int any_token() { return random_.below(options_.model.vocab); }
   /// Place of what the model says comes behind row `row` of a sequence's.

@@ -9,6 +9,7 @@
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/core/element.hpp>
+#include <freekv/core/size.hpp>
 #include <memory>
 #include <span>
 #include <vector>
@@ -71,14 +72,14 @@ static __global__ void embed(packet_ring ring, const std::int32_t* chosen, row_i
   if (input.token < 0) input.token = chosen[~input.token];
   if (threadIdx.x == 0) inputs[row] = input;
   for (int i = static_cast<int>(threadIdx.x); i < hidden; i += static_cast<int>(blockDim.x))
-    x[row * hidden + i] = to_float(embedding[static_cast<std::size_t>(input.token) * hidden + i]);
+    x[row * hidden + i] = to_float(embedding[to_size(input.token) * hidden + i]);
 }
 
 /// RMSNorm of each row, with a gain of 1.
 static __global__ void rms_norm(const float* x, int width, float* y) {
   __shared__ float of_warp[32];
-  x += static_cast<std::size_t>(blockIdx.x) * width;
-  y += static_cast<std::size_t>(blockIdx.x) * width;
+  x += to_size(blockIdx.x) * width;
+  y += to_size(blockIdx.x) * width;
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   float sum = 0.0f;
   for (int i = thread; i < width; i += threads) sum += x[i] * x[i];
@@ -122,18 +123,18 @@ __global__ void multiply(const bfloat16* matrix, int height, int width, const fl
   const int first = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32) * rows;
   if (first >= height) return;
   const int column = static_cast<int>(blockIdx.y) * most_columns, here = min(most_columns, columns - column);
-  matrix += static_cast<std::size_t>(first) * width;
-  x += static_cast<std::size_t>(column) * width;
+  matrix += to_size(first) * width;
+  x += to_size(column) * width;
   float sums[rows * most_columns] = {};
   for (int i = lane * 8; i < width; i += 256) {
     uint4 weights[rows];
 #pragma unroll
     for (int row = 0; row < rows; ++row)
-      weights[row] = *reinterpret_cast<const uint4*>(matrix + static_cast<std::size_t>(row) * width + i);
+      weights[row] = *reinterpret_cast<const uint4*>(matrix + to_size(row) * width + i);
 #pragma unroll
     for (int c = 0; c < most_columns; ++c) {
       if (c >= here) break;
-      const float4* const of_x = reinterpret_cast<const float4*>(x + static_cast<std::size_t>(c) * width + i);
+      const float4* const of_x = reinterpret_cast<const float4*>(x + to_size(c) * width + i);
       const float4 low = of_x[0], high = of_x[1];
 #pragma unroll
       for (int row = 0; row < rows; ++row) {
@@ -154,7 +155,7 @@ __global__ void multiply(const bfloat16* matrix, int height, int width, const fl
   const float next = __shfl_xor_sync(0xffffffffu, sum, most_columns);  // of the row beside
   const int row = first + lane / most_columns, c = lane % most_columns;
   if (c >= here) return;
-  const auto at = static_cast<std::size_t>(column + c);
+  const auto at = to_size(column + c);
   if constexpr (Product == product::stored) y[at * height + row] = sum;
   if constexpr (Product == product::added) y[at * height + row] += sum;
   if constexpr (Product == product::gated)
@@ -174,7 +175,7 @@ static __global__ void rotate(const float* qkv, const row_input* inputs, model_s
   const int warps = static_cast<int>(blockDim.x) / 32, d = model.head_dim;
   const int heads = model.query_heads + 2 * model.kv_heads, position = inputs[row].position;
   for (int head = static_cast<int>(threadIdx.x) / 32; head < heads; head += warps) {
-    const float* const from = qkv + (static_cast<std::size_t>(row) * heads + head) * d;
+    const float* const from = qkv + (to_size(row) * heads + head) * d;
     const bool is_query = head < model.query_heads, is_value = head >= model.query_heads + model.kv_heads;
     float squares = 0.0f;
     for (int i = lane; i < d; i += 32) squares += from[i] * from[i];
@@ -194,13 +195,12 @@ static __global__ void rotate(const float* qkv, const row_input* inputs, model_s
           a = same * common_query(layer, head, position, pair) + own * a;
           b = same * common_query(layer, head, position, pair + d / 2) + own * b;
         }
-        float* const q = to.queries + (static_cast<std::size_t>(row) * model.query_heads + head) * d;
+        float* const q = to.queries + (to_size(row) * model.query_heads + head) * d;
         q[pair] = a;
         q[pair + d / 2] = b;
       } else {
         const int kv_head = (head - model.query_heads) % model.kv_heads;
-        bfloat16* const kv =
-            (is_value ? to.values : to.keys) + (static_cast<std::size_t>(row) * model.kv_heads + kv_head) * d;
+        bfloat16* const kv = (is_value ? to.values : to.keys) + (to_size(row) * model.kv_heads + kv_head) * d;
         kv[pair] = from_float<bfloat16>(a);
         kv[pair + d / 2] = from_float<bfloat16>(b);
       }
@@ -215,7 +215,7 @@ static __global__ void choose(const float* logits, int vocab, const row_input* i
   if (blockIdx.x == 0 && threadIdx.x == 0) ++*taken;
   const int to = inputs[blockIdx.x].to, thread = static_cast<int>(threadIdx.x);
   if (to < 0) return;
-  logits += static_cast<std::size_t>(blockIdx.x) * vocab;
+  logits += to_size(blockIdx.x) * vocab;
   std::uint64_t best = 0;
   for (int i = thread; i < vocab; i += static_cast<int>(blockDim.x))
     best = max(best, ordered_key(logits[i], i));
@@ -233,8 +233,7 @@ static __global__ void choose(const float* logits, int vocab, const row_input* i
 struct matrix {
   int height, width;
   in_device<bfloat16> numbers;
-  matrix(int h, int w)
-      : height(h), width(w), numbers(static_cast<std::size_t>(h) * static_cast<std::size_t>(w)) {}
+  matrix(int h, int w) : height(h), width(w), numbers(to_size(h) * to_size(w)) {}
 };
 
 /// The weights of a decoder, and rows of a step on their way through it, all in the device's memory. What is called is
@@ -346,7 +345,7 @@ class model {
 
  private:
   static constexpr int ring_depth = device::step_ring::depth + 1;
-  static std::size_t size(int n) { return static_cast<std::size_t>(n); }
+  static std::size_t size(int n) { return to_size(n); }
   static std::size_t numbers(int rows, int width) { return size(rows) * size(width); }
   static int threads_for(int width) { return std::min(256, (width + 31) / 32 * 32); }
 

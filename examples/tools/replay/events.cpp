@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <freekv/core/size.hpp>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -80,7 +81,7 @@ class event_reader {
   std::size_t sequence_of(const json& object, const char* name) {
     const std::string text = std::to_string(number_of(object, name));
     const auto found = std::find(file_.names.begin(), file_.names.end(), text);
-    if (found != file_.names.end()) return static_cast<std::size_t>(found - file_.names.begin());
+    if (found != file_.names.end()) return to_size(found - file_.names.begin());
     file_.names.push_back(text);
     books_.emplace_back();
     return file_.names.size() - 1;
@@ -106,7 +107,7 @@ class event_reader {
     std::error_code not_there;
     if (path.is_relative() && !fs::exists(path, not_there)) path = path_.parent_path() / path;
     const auto found = std::find(file_.traces.begin(), file_.traces.end(), path);
-    if (found != file_.traces.end()) return static_cast<std::size_t>(found - file_.traces.begin());
+    if (found != file_.traces.end()) return to_size(found - file_.traces.begin());
     try {
       file_.forms.push_back(read_form(path, element_));
     } catch (const file_error& e) {

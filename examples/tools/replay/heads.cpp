@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <freekv/core/size.hpp>
 #include <iostream>
 #include <limits>
 #include <numeric>
@@ -44,7 +45,6 @@ struct measured_head {
 
 /// Replays a trace with sink and window alone beside full attention.
 std::vector<measured_head> measure(const trace& t, const head_options& o, host_backend& backend) {
-  const auto n = [](int x) { return static_cast<std::size_t>(x); };
   const auto p = make_pipeline({.element = t.element,
                                 .head_dim = t.head_dim,
                                 .query_heads = t.query_heads,
@@ -58,8 +58,9 @@ std::vector<measured_head> measure(const trace& t, const head_options& o, host_b
   p->begin_step(t.prompt_len, step_phase::prefill);
   p->append_stored(0, t.rows_of(t.keys, 0, t.prompt_len), t.rows_of(t.values, 0, t.prompt_len), {});
   p->end_step();
-  std::vector<measured_head> heads(n(t.kv_heads));
-  std::vector<float> out(n(t.query_heads * t.head_dim)), lse(n(t.query_heads)), full(out), full_lse(lse);
+  std::vector<measured_head> heads(to_size(t.kv_heads));
+  std::vector<float> out(to_size(t.query_heads * t.head_dim)), lse(to_size(t.query_heads)), full(out),
+      full_lse(lse);
   const int group = t.query_heads / t.kv_heads;
   for (int token = t.prompt_len; token < t.tokens; ++token) {
     p->begin_step(1, step_phase::decode);
@@ -68,8 +69,9 @@ std::vector<measured_head> measure(const trace& t, const head_options& o, host_b
     p->attend_full(0, full, full_lse);
     p->end_step();
     for (int q = 0; q < t.query_heads; ++q)
-      if (const double kept = std::exp(double{lse[n(q)]} - double{full_lse[n(q)]}); std::isfinite(kept))
-        heads[n(q / group)].missed += (1 - kept) / (group * t.steps());
+      if (const double kept = std::exp(double{lse[to_size(q)]} - double{full_lse[to_size(q)]});
+          std::isfinite(kept))
+        heads[to_size(q / group)].missed += (1 - kept) / (group * t.steps());
   }
   for (measured_head& head : heads) head.reach = head.missed;
   return heads;
@@ -79,27 +81,27 @@ std::vector<measured_head> measure(const trace& t, const head_options& o, host_b
 /// token in all earlier repetitions, and to the one behind it. A KV head's are its group's means. Its reach is the
 /// larger: the paper takes the best by each of the two, many by induction and few by echo.
 std::vector<measured_head> measure_echo(const trace& t) {
-  const auto n = [](int x) { return static_cast<std::size_t>(x); };
   const int group = t.query_heads / t.kv_heads, d = t.head_dim, period = t.period.value();
   const std::vector<float> keys = t.float_keys();
   const double scale = 1 / std::sqrt(static_cast<double>(d));
-  std::vector<measured_head> heads(n(t.kv_heads));
-  std::vector<double> weights(n(t.tokens));
+  std::vector<measured_head> heads(to_size(t.kv_heads));
+  std::vector<double> weights(to_size(t.tokens));
   for (int token = t.prompt_len; token < t.tokens; ++token)
     for (int q = 0; q < t.query_heads; ++q) {
-      const auto query = t.queries_of(token, 1).subspan(n(q * d), n(d));
+      const auto query = t.queries_of(token, 1).subspan(to_size(q * d), to_size(d));
       double largest = -std::numeric_limits<double>::infinity(), sum = 0;
       for (int i = 0; i <= token; ++i) {
-        const float* const key = keys.data() + (n(i) * n(t.kv_heads) + n(q / group)) * n(d);
-        weights[n(i)] =
+        const float* const key =
+            keys.data() + (to_size(i) * to_size(t.kv_heads) + to_size(q / group)) * to_size(d);
+        weights[to_size(i)] =
             scale * static_cast<double>(std::inner_product(query.begin(), query.end(), key, 0.0f));
-        largest = std::max(largest, weights[n(i)]);
+        largest = std::max(largest, weights[to_size(i)]);
       }
-      for (int i = 0; i <= token; ++i) sum += weights[n(i)] = std::exp(weights[n(i)] - largest);
-      measured_head& head = heads[n(q / group)];
+      for (int i = 0; i <= token; ++i) sum += weights[to_size(i)] = std::exp(weights[to_size(i)] - largest);
+      measured_head& head = heads[to_size(q / group)];
       for (int before = token - period; before >= 0; before -= period) {
-        head.echo += weights[n(before)] / sum / (group * t.steps());
-        head.induction += weights[n(before + 1)] / sum / (group * t.steps());
+        head.echo += weights[to_size(before)] / sum / (group * t.steps());
+        head.induction += weights[to_size(before + 1)] / sum / (group * t.steps());
       }
     }
   for (measured_head& head : heads) head.reach = std::max(head.echo, head.induction);
@@ -168,8 +170,7 @@ void run(int argc, char** argv) {
     throw choice_error("all layers of \"" + o.traces + "\" are among the " +
                        std::to_string(o.complete_layers) +
                        " that keep everything; record others, or give --complete-layers 0");
-  const auto complete =
-      static_cast<std::size_t>(std::lround(o.share_of_heads() * static_cast<double>(heads.size())));
+  const auto complete = to_size(std::lround(o.share_of_heads() * static_cast<double>(heads.size())));
   std::ostringstream out;
   if (o.by == "echo")
     out << "# layer head kind; share of attention on earlier copies of the token, and on what followed "

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <freekv/core/size.hpp>
 #include <new>
 #include <span>
 #include <stdexcept>
@@ -107,10 +108,10 @@ void layer_setup::learn(const trace& t) {
   if (basis_) basis_->learn(0, t.prompt_keys());
   if (codebooks_) codebooks_->learn(0, t.prompt_keys());
   if (!factors_) return;
-  const auto row = static_cast<std::size_t>(t.kv_heads * t.head_dim);
+  const auto row = to_size(t.kv_heads * t.head_dim);
   factors_->factorise(
       0, t.has_keys_before_rotation
-             ? std::span(t.keys_before_rotation).first(static_cast<std::size_t>(t.prompt_len) * row)
+             ? std::span(t.keys_before_rotation).first(to_size(t.prompt_len) * row)
              : std::span<const float>(rotated(t.prompt_keys(), t.kv_heads, t.head_dim, rotation_, -1.0f)));
 }
 

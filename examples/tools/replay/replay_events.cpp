@@ -1,6 +1,7 @@
 #include "replay_events.hpp"
 
 #include <algorithm>
+#include <freekv/core/size.hpp>
 #include <string>
 #include <vector>
 
@@ -12,8 +13,6 @@
 
 namespace freekv::examples {
 namespace {
-
-constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 /// What one sequence gave, over all that had its name.
 struct sequence_output {
@@ -123,7 +122,7 @@ class event_replay {
     o.max_resident = 1;
     const auto alone = replayed_pipeline(options_, o, backend);
     const std::size_t page_bits =
-        size(2 * o.page * o.head_dim * o.kv_heads) * size(bits_per_element(o.element));
+        to_size(2 * o.page * o.head_dim * o.kv_heads) * to_size(bits_per_element(o.element));
     const auto slots = static_cast<int>(alone->bytes().slots * 8 / page_bits);
     if (slots == 0)
       throw choice_error("--fast-pages counts slots, and this route and variant have none; leave it out");
@@ -199,7 +198,7 @@ class event_replay {
       append(values, t.rows_of(t.values, l.place, r.tokens));
       l.place += r.tokens;
     }
-    const std::size_t heads = size(form_.query_heads), row = heads * size(form_.head_dim);
+    const std::size_t heads = to_size(form_.query_heads), row = heads * to_size(form_.head_dim);
     std::vector<float> out(queries.size()), lse(queries.size() / row * heads);
     pipeline_->append_stored(0, keys, values, queries);
     pipeline_->attend(0, out, lse);
@@ -225,7 +224,7 @@ class event_replay {
 
   /// Prompt rows select nothing.
   void keep_report(const event_rows& r, sequence_output& o) {
-    const std::size_t heads = size(form_.kv_heads);
+    const std::size_t heads = to_size(form_.kv_heads);
     const bool decodes = r.phase == step_phase::decode;
     const step_report report = pipeline_->report(0, live_[r.sequence].id);
     for (std::size_t h = 0; decodes && h < heads; ++h) {
@@ -233,8 +232,8 @@ class event_replay {
       recalled_ += report.recalled[h];
     }
     if (!options_.out) return;
-    const std::size_t k = size(columns_of(options_.method, options_.k)), at = o.selected.size();
-    const std::size_t rows = selects_per_query_head(options_.method) ? size(form_.query_heads) : heads;
+    const std::size_t k = to_size(columns_of(options_.method, options_.k)), at = o.selected.size();
+    const std::size_t rows = selects_per_query_head(options_.method) ? to_size(form_.query_heads) : heads;
     o.rows += r.tokens;
     ++o.steps;
     o.selected.resize(at + rows * k, -1);
@@ -272,9 +271,9 @@ replayed_events replay_events(const replay_options& o, host_backend& backend) {
   check_compiled(file.forms.front().element, file.forms.front().head_dim);
   std::size_t numbers = 0;  // of selected
   const trace_form& form = file.forms.front();
-  const std::size_t rows = size(selects_per_query_head(o.method) ? form.query_heads : form.kv_heads);
+  const std::size_t rows = to_size(selects_per_query_head(o.method) ? form.query_heads : form.kv_heads);
   for (const event& e : file.events)
-    if (e.what == event::kind::step) numbers += e.rows.size() * rows * size(columns_of(o.method, o.k));
+    if (e.what == event::kind::step) numbers += e.rows.size() * rows * to_size(columns_of(o.method, o.k));
   if (constexpr std::size_t most = std::size_t{1} << 30; o.out && numbers > most)
     throw choice_error(columns_text(o.method, o.k) + " selected " + std::to_string(numbers) +
                        " numbers, more than " + std::to_string(most) + "; choose fewer pages");

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <filesystem>
+#include <freekv/core/size.hpp>
 #include <sstream>
 #include <string>
 
@@ -12,8 +13,6 @@
 
 namespace freekv::examples {
 namespace {
-
-constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 [[noreturn]] void refuse(const std::string& sentence) { throw choice_error(sentence); }
 
@@ -43,12 +42,12 @@ struct results {
   std::vector<std::uint8_t> corrected;
 
   results(const trace_form& t, std::int64_t columns, bool per_query_head)
-      : k(size(columns)), rows(size(per_query_head ? t.query_heads : t.kv_heads)) {
-    const std::size_t kv_heads = size(t.steps()) * size(t.kv_heads),
-                      heads = size(t.steps()) * size(t.query_heads);
-    out.resize(heads * size(t.head_dim));
+      : k(to_size(columns)), rows(to_size(per_query_head ? t.query_heads : t.kv_heads)) {
+    const std::size_t kv_heads = to_size(t.steps()) * to_size(t.kv_heads),
+                      heads = to_size(t.steps()) * to_size(t.query_heads);
+    out.resize(heads * to_size(t.head_dim));
     lse.resize(heads);
-    selected.assign(size(t.steps()) * rows * k, -1);
+    selected.assign(to_size(t.steps()) * rows * k, -1);
     corrected.resize(kv_heads);
     recalled.resize(kv_heads);
     before_attention.resize(kv_heads);
@@ -121,7 +120,7 @@ void keep_report(const step_report& report, std::size_t step, results* r, layer_
 /// `exact` keeps everything as it was recorded, which `p` does too unless its codec loses something. `r` may be null.
 void replay_steps(pipeline& p, pipeline& exact, const trace& t, progress_line& progress, results* r,
                   layer_result& s) {
-  const std::size_t heads = size(t.query_heads), out_row = heads * size(t.head_dim);
+  const std::size_t heads = to_size(t.query_heads), out_row = heads * to_size(t.head_dim);
   std::vector<float> out(out_row), lse(heads), full(out_row), full_lse(heads), coded(out_row),
       coded_lse(heads);
   for (int step = 0; step < t.steps(); ++step) {
@@ -153,10 +152,10 @@ void replay_steps(pipeline& p, pipeline& exact, const trace& t, progress_line& p
       exact.end_step();
     }
     p.end_step();
-    keep_report(p.report(0), size(step), r, s);
+    keep_report(p.report(0), to_size(step), r, s);
     if (r == nullptr) continue;
-    std::copy(out.begin(), out.end(), r->out.begin() + static_cast<std::ptrdiff_t>(size(step) * out_row));
-    std::copy(lse.begin(), lse.end(), r->lse.begin() + static_cast<std::ptrdiff_t>(size(step) * heads));
+    std::copy(out.begin(), out.end(), r->out.begin() + static_cast<std::ptrdiff_t>(to_size(step) * out_row));
+    std::copy(lse.begin(), lse.end(), r->lse.begin() + static_cast<std::ptrdiff_t>(to_size(step) * heads));
   }
 }
 

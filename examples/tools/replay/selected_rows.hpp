@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <freekv/core/size.hpp>
 #include <string>
 
 #include "choices.hpp"
@@ -36,8 +37,7 @@ inline void copy_selected(const step_report& report, std::size_t rows, std::size
   for (std::size_t row = 0; row < rows; ++row) {
     const std::size_t head = row / group, g = row % group;
     std::int32_t* next = to + row * k;
-    for (std::size_t i = head * most; i < head * most + static_cast<std::size_t>(report.attended_count[head]);
-         ++i)
+    for (std::size_t i = head * most; i < head * most + to_size(report.attended_count[head]); ++i)
       if (group == 1 || (report.attended_by[i * words + g / 32] >> g % 32 & 1u) != 0)
         *next++ = report.attended[i];
   }

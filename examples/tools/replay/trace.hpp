@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <filesystem>
+#include <freekv/core/size.hpp>
 #include <optional>
 #include <span>
 #include <string>
@@ -38,15 +39,13 @@ struct trace : trace_form {
   std::vector<float> keys_before_rotation;  ///< where the trace has them
 
   std::span<const float> queries_of(int first, int count) const {
-    const auto row = static_cast<std::size_t>(query_heads * head_dim);
-    return std::span(queries).subspan(static_cast<std::size_t>(first) * row,
-                                      static_cast<std::size_t>(count) * row);
+    const auto row = to_size(query_heads * head_dim);
+    return std::span(queries).subspan(to_size(first) * row, to_size(count) * row);
   }
   /// Rows of `keys` or `values`.
   std::span<const std::byte> rows_of(const std::vector<std::byte>& of, int first, int count) const {
-    const auto row = static_cast<std::size_t>(kv_heads * head_dim) * (element == data_type::f32 ? 4 : 2);
-    return std::span(of).subspan(static_cast<std::size_t>(first) * row,
-                                 static_cast<std::size_t>(count) * row);
+    const auto row = to_size(kv_heads * head_dim) * (element == data_type::f32 ? 4 : 2);
+    return std::span(of).subspan(to_size(first) * row, to_size(count) * row);
   }
   /// Keys as float: all, or those of the prompt.
   std::vector<float> float_keys() const { return float_keys(tokens); }
