@@ -27,7 +27,6 @@ constexpr int budget_tokens = 512;  // the main job's
 constexpr budget of_main_job{.sink = 64, .window = 128, .selected_units = (budget_tokens - 64 - 128) / page};
 using pipeline_type = retrieval_pipeline<kv_shape<half, head_dim>, page_size<page>, min_max, in_place>;
 
-
 /// A prompt's rows as llama.cpp computes them, of every layer.
 class kept_rows : public examples::observer {
  public:
@@ -84,7 +83,8 @@ class retrieval : public examples::attention {
 
   void attend(const layer_rows& rows, float* output) override {
     if (rows.layer == 0) step_ = pipeline_.begin_step({{sequence_}});
-    const std::size_t kv = to_size(shape_.kv_heads * head_dim), heads = to_size(shape_.query_heads * head_dim);
+    const std::size_t kv = to_size(shape_.kv_heads * head_dim),
+                      heads = to_size(shape_.query_heads * head_dim);
     step_.append<float>(rows.layer,
                         {.keys = {rows.key, kv}, .values = {rows.value, kv}, .queries = {rows.query, heads}});
     step_.attend(rows.layer, {output, heads});
@@ -103,7 +103,8 @@ void bench_two_levels_of(context& c, const std::string& name, const kept_rows& p
                          const model_shape& shape) {
   constexpr int queries = 4, apart = 10;
   const int group = shape.query_heads / shape.kv_heads;
-  const std::size_t kv_row = to_size(shape.kv_heads * head_dim), query_row = to_size(shape.query_heads * head_dim);
+  const std::size_t kv_row = to_size(shape.kv_heads * head_dim),
+                    query_row = to_size(shape.query_heads * head_dim);
   const auto tokens = static_cast<int>(prompt.keys[0].size() / kv_row);
   for (const int pages_of_box : {4, 16})
     for (const int share : {4, 16, 64}) {
@@ -115,10 +116,12 @@ void bench_two_levels_of(context& c, const std::string& name, const kept_rows& p
           const auto add = [](std::vector<float>& to, const std::vector<float>& from, std::size_t first,
                               int count) { to.insert(to.end(), &from[first], &from[first] + count); };
           for (int token = 0; token < tokens; ++token)
-            add(keys, prompt.keys[to_size(layer)], to_size(token) * kv_row + to_size(head * head_dim), head_dim);
+            add(keys, prompt.keys[to_size(layer)], to_size(token) * kv_row + to_size(head * head_dim),
+                head_dim);
           const std::vector<float>& from = prompt.queries[to_size(layer)];
           for (int i = 0; i < queries; ++i)
-            add(asking, from, from.size() - to_size(1 + i * apart) * query_row + to_size(head * group * head_dim),
+            add(asking, from,
+                from.size() - to_size(1 + i * apart) * query_row + to_size(head * group * head_dim),
                 group * head_dim);
           all.add(keys, asking, {head_dim, group, pages_of_box, selected});
         }
