@@ -167,7 +167,7 @@ struct freekv_pipeline {
       memory.fast = &fast.emplace(request.settings.fast_memory, "fast_memory");
     pipeline = c::shape_of(request.settings).create(request, backend.threads, memory);
     name = pipeline->name();
-    rows.reserve(to_size(std::max(1, request.settings.max_sequences)));
+    rows.reserve(freekv::to_size(std::max(1, request.settings.max_sequences)));
     backend.has_pipeline = true;
   }
   freekv_pipeline(const freekv_pipeline&) = delete;
