@@ -21,14 +21,12 @@ inline constexpr freekv_element element_of<half> = FREEKV_F16;
 template <>
 inline constexpr freekv_element element_of<bfloat16> = FREEKV_BF16;
 
-inline std::size_t size(std::int64_t n) { return to_size(n); }
-
 /// Memory of `rows` rows of `numbers`, as many apart or, where it is not 0, `stride`; or none.
 template <class T>
 std::span<T> rows_at(T* memory, std::int32_t rows, int numbers, std::int64_t stride = 0) {
   if (memory == nullptr || (rows > 0 && stride > (std::int64_t{1} << 56) / rows)) return {};
-  return {memory, stride > numbers && rows > 0 ? size(rows - 1) * size(stride) + size(numbers)
-                                               : size(rows) * size(numbers)};
+  return {memory, stride > numbers && rows > 0 ? to_size(rows - 1) * to_size(stride) + to_size(numbers)
+                                               : to_size(rows) * to_size(numbers)};
 }
 
 /// Calls `use` with a null pointer to the type. Throws usage_error; `what` has it: "append: query_element".
@@ -302,9 +300,7 @@ class retrieving final : public pipeline {
     const freekv_settings& given = request.settings;
     if (given.max_prompt != 0) throw useless("max_prompt", given.method);
     settings s;
-    s.model.layers = given.layers;
-    s.model.query_heads = given.query_heads;
-    s.model.kv_heads = given.kv_heads;
+    s.model = {.layers = given.layers, .query_heads = given.query_heads, .kv_heads = given.kv_heads};
     s.budget = budget_of(given);
     s.capacity.max_tokens = given.max_tokens;
     s.capacity.max_sequences = or_else(given.max_sequences, 1);
@@ -318,11 +314,11 @@ class retrieving final : public pipeline {
     s.attention.soft_cap = given.soft_cap;
     if (given.sink_logits != nullptr)
       s.attention.sink_logits.assign(given.sink_logits,
-                                     given.sink_logits + size(given.layers) * size(given.query_heads));
+                                     given.sink_logits + to_size(given.layers) * to_size(given.query_heads));
     s.attention.lse_base = given.log_base == FREEKV_LOG_2 ? log_base::two : log_base::e;
     s.page = {{or_else(given.page_tokens, 32)}};
     if (given.route == FREEKV_IN_PLACE) s.route = in_place{};
-    if (given.layer_kinds != nullptr) s.plan = plan_of({given.layer_kinds, size(given.layers)});
+    if (given.layer_kinds != nullptr) s.plan = plan_of({given.layer_kinds, to_size(given.layers)});
     choose_by_name(Methods{}, s, request);
     return s;
   }
@@ -361,7 +357,7 @@ class evicting final : public pipeline {
 
   static pipeline_needs measure(const pipeline_request& request, host_backend& backend) {
     const typename implementation::footprint needs(settings_of(request), backend);
-    const std::size_t layers = size(needs.settings().model.layers);
+    const std::size_t layers = to_size(needs.settings().model.layers);
     return {.footprint = bytes_of(needs),
             .slots = std::vector<std::int64_t>(layers),
             .slots_per_sequence = std::vector<std::int32_t>(layers)};
@@ -407,9 +403,7 @@ class evicting final : public pipeline {
     const int page = or_else(given.page_tokens, 32);
     const std::int64_t kept = std::int64_t{b.sink} + b.window + std::int64_t{b.selected_units} * page;
     settings s;
-    s.model.layers = given.layers;
-    s.model.query_heads = given.query_heads;
-    s.model.kv_heads = given.kv_heads;
+    s.model = {.layers = given.layers, .query_heads = given.query_heads, .kv_heads = given.kv_heads};
     s.budget = static_cast<int>(std::min(kept, 2 * std::int64_t{given.max_tokens} + 1024));
     s.capacity.max_prompt = or_else(given.max_prompt, given.max_tokens);
     s.capacity.max_generated = given.max_tokens - given.max_prompt;

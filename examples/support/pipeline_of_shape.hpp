@@ -3,6 +3,7 @@
 
 #include "evicting_pipeline_of_shape.hpp"
 #include "pipeline.hpp"
+#include "settings_of_options.hpp"
 
 namespace freekv::examples {
 
@@ -57,24 +58,9 @@ class pipeline_of_shape final : public pipeline {
 
  private:
   static typename implementation::settings settings(const pipeline_options& o) {
-    typename implementation::settings s;
-    s.model = {.layers = o.layers, .query_heads = o.query_heads, .kv_heads = o.kv_heads};
-    s.budget = o.budget;
-    s.capacity.max_tokens = o.max_tokens;
-    s.capacity.max_sequences = o.max_sequences;
-    s.capacity.max_resident = o.max_resident;
-    s.capacity.store_tokens = o.store_tokens;
-    s.capacity.selected_tokens = o.selected_tokens;
-    s.capacity.max_decode_rows = o.max_decode_rows;
-    s.attention.scale = o.scale;
-    s.attention.sliding_window = o.sliding_window;
-    s.attention.soft_cap = o.soft_cap;
-    s.attention.sink_logits = o.sink_logits;
-    s.page = {o.page};
-    s.unit = {{o.method.unit}};
     method_data data{o.basis, o.codebooks, o.factors, o.rotary, o.head_kinds, o.kv_heads};
     data.sliding_layers = o.sliding_layers;
-    s.layouts = find_by_name("layout", layouts, o.layout).make(o.method, data);
+    auto s = settings_of_options<typename implementation::settings>(o, data);
     s.summary = find_by_name("summary", summaries, o.method.summary).make(o.method, data);
     s.pooling = find_by_name("pooling", poolings, o.method.pooling).make(o.method, data);
     s.selection = find_by_name("selection", selections, o.method.selection).make(o.method, data);
@@ -84,11 +70,6 @@ class pipeline_of_shape final : public pipeline {
     s.residency = find_by_name("residency", residencies, o.method.residency).make(o.method, data);
     s.codec = find_by_name("codec", codecs, o.method.codec).make(o.method, data);
     s.capacity.store_file = store_file_of(o);
-    s.plan = plan_of(o.method, data, o.complete_layers);
-    if (o.in_place)
-      s.route = in_place{};
-    else
-      s.route = resident{};
     return s;
   }
 

@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "../settings_of_options.hpp"
 #include "device_pipeline.hpp"
 
 namespace freekv::examples {
@@ -231,30 +232,10 @@ using device_pipeline_type =
 /// What all pipelines are told, whatever their other policies.
 template <class Settings>
 Settings device_settings(const pipeline_options& o) {
-  Settings s;
-  s.model = {.layers = o.layers, .query_heads = o.query_heads, .kv_heads = o.kv_heads};
-  s.budget = o.budget;
-  s.capacity.max_tokens = o.max_tokens;
-  s.capacity.max_sequences = o.max_sequences;
-  s.capacity.max_resident = o.max_resident;
-  s.capacity.store_tokens = o.store_tokens;
-  s.capacity.max_decode_rows = o.max_decode_rows;
-  s.attention.scale = o.scale;
-  s.attention.sliding_window = o.sliding_window;
-  s.attention.soft_cap = o.soft_cap;
-  s.attention.sink_logits = o.sink_logits;
-  s.capacity.selected_tokens = o.selected_tokens;
-  if (!o.store_file.empty()) s.capacity.store_file = {.path = o.store_file};
-  s.page = {o.page};
-  s.unit = {{o.method.unit}};
   method_data data{.head_kinds = o.head_kinds, .kv_heads = o.kv_heads};
   data.sliding_layers = o.sliding_layers;
-  s.layouts = find_by_name("layout", layouts, o.layout).make(o.method, data);
-  s.plan = plan_of(o.method, data, o.complete_layers);
-  if (o.in_place)
-    s.route = in_place{};
-  else
-    s.route = resident{};
+  auto s = settings_of_options<Settings>(o, data);
+  if (!o.store_file.empty()) s.capacity.store_file = {.path = o.store_file};
   return s;
 }
 

@@ -14,6 +14,21 @@ namespace freekv {
 /// Time of a selection: a correction, for the step itself and by the same scores for the next one, or ahead of the next.
 enum class selection_time : std::uint8_t { correct, speculate };
 
+/// Number of heads of a layer before `head` that retrieve: where its pooled scores are, if they select together.
+template <class State>
+FREEKV_HD int retrieving_before(const State& s, int head) {
+  int count = 0;
+  for (int i = 0; i < head; ++i) count += s.kind_of(i) == layer_kind::retrieval;
+  return count;
+}
+/// The first head of a layer that retrieves, of which there is one.
+template <class State>
+FREEKV_HD int first_retrieving(const State& s) {
+  int head = 0;
+  while (s.kind_of(head) != layer_kind::retrieval) ++head;
+  return head;
+}
+
 /// Heads that select at such a time: those that a correction has flagged, or all where it judges `every_head` by masses;
 /// ahead of a step, those that no correction has selected for yet.
 template <class State>

@@ -57,8 +57,8 @@ FREEKV_HD void score_unit_by_head(T team, const S& summary, page_geometry unit, 
   for (int g = 0; nan && g < queries.group; ++g) out.first[g * out.stride] = -infinity;
 }
 
-/// `score_unit` of up to `units_at_once` units with queries prepared `by_four`: those of unit j go to `out.first[j + g
-/// * out.stride]`.
+/// `score_unit` of up to `units_at_once` units with queries prepared `by_four`: those of unit j go to
+/// `out.first[j + g * out.stride]`.
 template <team T, class S>
 void score_units_by_four(T team, const S& summary, page_geometry unit, const stored_summaries& units,
                          const prepared_queries& queries, const score_column& out) {

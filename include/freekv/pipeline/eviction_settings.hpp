@@ -13,7 +13,7 @@
 
 namespace freekv {
 
-/// What an evicting pipeline has room for.
+/// Room of an evicting pipeline.
 struct eviction_capacity_settings {
   int max_prompt = 0;     ///< tokens
   int max_generated = 0;  ///< decode rows of a sequence
@@ -88,8 +88,7 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
   if (asked.sliding_window != 0 || asked.soft_cap != 0.0f || !asked.sink_logits.empty())
     fail(
         "an evicting pipeline attends without a sliding window, a soft cap and sink logits; leave them out, "
-        "or "
-        "take a retrieval_pipeline");
+        "or take a retrieval_pipeline");
   s.attention.fill_in(s.model, HeadDim);
   return s;
 }

@@ -2,17 +2,14 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <freekv/core/error.hpp>
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/eviction_settings.hpp>
 #include <freekv/policies/eviction.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/storage/layout.hpp>
 #include <freekv/storage/memory.hpp>
-#include <string>
 #include <vector>
 
 namespace freekv {

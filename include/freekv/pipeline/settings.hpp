@@ -15,7 +15,7 @@
 
 namespace freekv {
 
-/// What a retrieval pipeline has room for, and where its complete pages are.
+/// Room of a retrieval pipeline, and where its complete pages are.
 struct capacity_settings {
   int max_tokens = 0;  ///< of one sequence
   int max_sequences = 1;

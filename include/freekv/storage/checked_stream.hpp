@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <cstring>
 #include <freekv/core/error.hpp>
-#include <freekv/core/size.hpp>
 #include <span>
 #include <string>
 #include <utility>
@@ -103,7 +102,7 @@ class checked_reader {
  private:
   void next() {
     memory_.finish();
-    used_ = to_size(std::min<std::uint64_t>(left_, checked_blocks::bytes));
+    used_ = std::min<std::size_t>(left_, checked_blocks::bytes);
     at_ = 0;
     left_ -= used_;
     read_(std::span<std::byte>(block_, used_ + sizeof sum_));

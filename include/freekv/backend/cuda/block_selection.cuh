@@ -28,7 +28,7 @@ static_assert(block_selection_default.valid());
 template <bool Masses>
 struct select_storage {
   typename radix_select<block_selection_default.threads>::storage radix;
-  match_storage diff;
+  match_storage matching;
   listed_items listed;
   int items;
 };

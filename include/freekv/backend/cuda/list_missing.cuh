@@ -40,7 +40,7 @@ __device__ listed_items list_missing(const State& s, const Residency& residency,
     if (thread < 32) {
       int missing = 0, promoted = 0;
       match_by_warp(
-          residency, units, count, slots, nth, shared.diff,
+          residency, units, count, slots, nth, shared.matching,
           [&](int misses) {
             missing = misses;
             if (thread == 0) shared.listed = {missing > 0 ? room(missing) : nullptr, missing};

@@ -1,4 +1,4 @@
-// What multiplies in attention on a device, and the rows that it is given.
+// Units of a device that multiply in attention, and the rows that they are given.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ enum class multiplies : std::uint8_t {
   by_element,    ///< tensor cores where they can, else FMA
 };
 
-/// Whether tensor cores multiply such rows.
+/// True of rows that tensor cores multiply.
 template <int HeadDim, class Element>
 inline constexpr bool tensor_cores_multiply = sizeof(Element) == 2 && HeadDim % 16 == 0;
 

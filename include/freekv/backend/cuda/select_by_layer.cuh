@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <freekv/algorithms/keep_selection.hpp>
 #include <freekv/algorithms/score_unit.hpp>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/score.cuh>
@@ -48,9 +49,7 @@ __global__ void pool_heads(State s, Pooling pooling, step_view step, selection_s
   const bool for_next = blockIdx.z != 0;
   const int nth = static_cast<int>(blockIdx.y), heads = retrieving_before(s, s.heads.kv);
   if (nth >= step.size()) return;
-  int head = 0;  // the first that retrieves
-  while (s.kind_of(head) != layer_kind::retrieval) ++head;
-  const row_candidates candidates = candidates_of(s, step.entries[nth], head, job);
+  const row_candidates candidates = candidates_of(s, step.entries[nth], first_retrieving(s), job);
   const int count = candidates.count(for_next), j = chunk * chunk_units + thread;
   if (chunk * chunk_units >= count || count <= job.select_all_up_to) return;
   const float* const rows = scratch.pooled_of(for_next, nth, 0);

@@ -28,7 +28,7 @@
 
 namespace freekv::device {
 
-/// Whether a policy is chosen at run time.
+/// True of a policy that is chosen at run time.
 template <class Policy>
 inline constexpr bool is_chosen = false;
 template <class... Policies>
@@ -180,7 +180,8 @@ class selection_stage {
       resolve(settings_->codec,
               [&](const auto& codec) { launch_recall<Recall>(s, codec, step, scratch, on.get()); });
   }
-  /// Where nothing is chosen at run time, the block that pools a head's scores selects, and to correct recalls what it misses.
+  /// Selects in scoring's launch, where nothing is chosen at run time: the block that pools a head's scores selects, and to
+  /// correct recalls what it misses.
   template <class Correction>
   void select_at_once(const State& s, const step_view& step, const selection_scratch& scratch,
                       const selection_job& job, const Correction& correction, device::stream& on,

@@ -171,14 +171,6 @@ struct selection_job {
   bool separate_next_scores = false;  ///< scores of this step's and of the next step's candidates are apart
 };
 
-/// How many heads of a layer before `head` retrieve: where its pooled scores are, if they select together.
-template <class State>
-FREEKV_HD int retrieving_before(const State& s, int head) {
-  int count = 0;
-  for (int i = 0; i < head; ++i) count += s.kind_of(i) == layer_kind::retrieval;
-  return count;
-}
-
 template <class State>
 FREEKV_HD unit_list pinned_units(const State& s, int sequence, int head) {
   const std::size_t row = s.head_index(sequence, head);

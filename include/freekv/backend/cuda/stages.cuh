@@ -47,9 +47,9 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   using step = step_view;
   using bounds = step_bounds;
   using backend = basic_cuda_backend<Attention, Recall, Copies>;
+  using selection_type = selection_stage<State, Settings, backend, Recall, Copies>;
   static constexpr bool selections_at_hand = false;
   static constexpr bool counts_flagged_heads = true;
-  using selection_type = selection_stage<State, Settings, backend, Recall, Copies>;
   static constexpr int d = State::head_dim;
   static_assert(
       Attention != multiplies::tensor_cores || tensor_cores_multiply<d, element>,

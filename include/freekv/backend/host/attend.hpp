@@ -97,7 +97,7 @@ struct attention_job {
                 });
   }
   /// The masses of one head's list, to (group, to.entries).
-  void masses(isa set, int row, int head, const log_mass_output& of, const workspace& w) const {
+  void log_masses(isa set, int row, int head, const log_mass_output& of, const workspace& w) const {
     const int group = s.heads.group();
     const attention_part part{w.mass, nullptr};
     begin_attention<d>(set, queries + first_query_head(row, head) * d, s.scale, group, w.query, part);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <freekv/algorithms/keep_selection.hpp>
 #include <freekv/algorithms/merge_selections.hpp>
 #include <freekv/backend/host/select.hpp>
 #include <freekv/core/size.hpp>
@@ -35,17 +36,6 @@ void select_by_query_head(isa set, const State& s, const Policies& policies, con
 
 // KV heads of a layer that select together:
 
-template <class State>
-int first_retrieving(const State& s) {
-  int head = 0;
-  while (s.kind_of(head) != layer_kind::retrieval) ++head;
-  return head;
-}
-/// Number of heads before `head` that select with it.
-template <class State>
-int retrieving_before(const State& s, int head) {
-  return static_cast<int>(std::count(s.head_kinds, s.head_kinds + head, layer_kind::retrieval));
-}
 template <class State>
 bool any_flagged(const State& s, int sequence) {
   const std::uint8_t* const corrected = s.corrected + s.head_index(sequence, 0);

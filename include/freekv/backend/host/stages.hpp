@@ -175,7 +175,7 @@ class stages {
   }
   /// The log-mass of each unit that each row attends to.
   void log_masses(const State& s, const step& of, const step_queries& queries, const log_mass_output& to) {
-    for (const step_entry& entry : of.entries) masses(s, entry, queries, to);
+    for (const step_entry& entry : of.entries) log_masses(s, entry, queries, to);
   }
 
  private:
@@ -228,15 +228,15 @@ class stages {
     });
   }
 
-  void masses(const State& s, const step_entry& entry, const step_queries& queries,
-              const log_mass_output& to) {
+  void log_masses(const State& s, const step_entry& entry, const step_queries& queries,
+                  const log_mass_output& to) {
     const float* const numbers = numbers_.of(queries, entry, s.heads.query * d);
     const attention_job<State, Settings> job{s,       *policies_, entry,
                                              numbers, {},         entry.phase == step_phase::prefill};
     const int heads = s.heads.kv;
     backend_->parallel(entry.tokens * heads, job.bytes(entry.tokens - 1) * to_size(entry.tokens),
                        [&](int unit, int worker) {
-                         job.masses(instructions(), unit / heads, unit % heads, to, workspace_of(worker));
+                         job.log_masses(instructions(), unit / heads, unit % heads, to, workspace_of(worker));
                        });
   }
 
