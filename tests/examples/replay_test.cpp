@@ -291,6 +291,7 @@ TEST_CASE("numbers at the limits of their types are replayed", "[replay]") {
   for (const auto& variant : spread_variants())
     for (const std::string& dtype : all_dtypes())
       for (const float share : {1.0f, 0.9f, 1e-4f}) {
+        if (sanitized && share != 0.9f) continue;
         replay_case c = plain_case(variant.first);
         c.dtype = c.query_dtype = dtype;
         fill_trace(c);
@@ -426,6 +427,7 @@ TEST_CASE("keys are rebuilt from what they were before rotation, which the trace
   CHECK(by_flags > 0.01);
   CHECK(std::fabs(error(pre) - by_flags) < 1e-3 * by_flags);
 
+  if (sanitized) return;  // the rest is long, and about numbers
   // Of a real layer's keys, pairs of which only these were turned together before.
   const auto real = [](const std::vector<std::string>& more) {
     std::vector<std::string> command{FREEKV_REPLAY, FREEKV_TRACE, "--variant",   "shadowkv",

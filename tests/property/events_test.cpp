@@ -31,7 +31,7 @@ std::size_t resident_bytes() {
 }  // namespace
 
 TEST_CASE("random events on several sequences agree with the float64 oracle", "[property]") {
-  const std::uint64_t first = number_from("FREEKV_SEED", 1), count = number_from("FREEKV_CASES", 150);
+  const std::uint64_t first = number_from("FREEKV_SEED", 1), count = number_from("FREEKV_CASES", 100);
   freekv::host_backend alone, several({.threads = 3, .overlap = true, .bytes_per_thread = 4096});
   coverage seen;
   event_counts counts;

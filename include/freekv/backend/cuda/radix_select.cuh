@@ -39,14 +39,13 @@ class radix_select {
   template <class KeyOf>
   class row {
    public:
-    __device__ row(const KeyOf& key_of, int size) : key_of_(key_of), size_(size) {
-      if (size <= tile) load(0);
-    }
+    __device__ row(const KeyOf& key_of, int size) : key_of_(key_of), size_(size) {}
     /// Calls `use()` for each tile.
     template <class Use>
     __device__ void for_tiles(const Use& use) {
+#pragma unroll 1
       for (int begin = 0; begin < size_; begin += tile) {
-        if (size_ > tile) load(begin);
+        if (begin != loaded_) load(begin);
         use();
       }
     }
@@ -61,6 +60,7 @@ class radix_select {
    private:
     __device__ void load(int begin) {
       const int thread = static_cast<int>(threadIdx.x);
+      loaded_ = begin;
       turns_ = (min(size_ - begin, tile) + Threads - 1) / Threads;
       first_ = begin + thread / 32 * 32 * turns_ + thread % 32;
       unroll<of_thread>([&](auto nth) {
@@ -69,7 +69,7 @@ class radix_select {
       });
     }
     const KeyOf& key_of_;
-    int size_, turns_ = 0, first_ = 0;
+    int size_, loaded_ = -1, turns_ = 0, first_ = 0;
     std::uint32_t keys_[of_thread];
   };
 
@@ -87,6 +87,7 @@ class radix_select {
   __device__ least_key least_of_largest(row<KeyOf>& keys, int count) const {
     std::uint32_t bits = 0, known = 0;
     int rest = count;
+#pragma unroll 1  // its body is long, and the same each time
     for (int shift = 24; shift >= 0; shift -= 8) {
       for (int i = thread_; i < digits; i += Threads) shared_.histogram[i] = 0;
       __syncthreads();

@@ -165,46 +165,51 @@ struct select_and_recall {
                     s, residency, entry, head, before_attention,
                     [&](int missing) { return recall.room(s, scratch, nth, head, missing); }, shared));
     };
-    if (job.time == selection_time::correct) {
-      if (candidates.selects) {
-        int now;
-        bool corrected = s.corrected[row] != 0;
-        if constexpr (judges) {
-          std::int32_t* const best = scratch.best_of(nth, head);
-          const int count = s.selected_count[row], best_count = select(false, 0, {best});
+    const bool corrects = job.time == selection_time::correct;
+    if (!corrects && s.kind_of(head) != layer_kind::retrieval) return;
+    bool corrected = s.corrected[row] != 0;
+    int now = s.selected_count[row], next = s.next_selected_count[row];
+    if (candidates.selects) {
+#pragma unroll 1  // a selection is long, and the same for this step and for the next
+      for (int time = corrects ? 0 : 1; time < 2; ++time) {
+        const bool for_next = time == 1;
+        unit_union to = for_next ? next_selected : selected;
+        if constexpr (judges)
+          if (!for_next) to = {scratch.best_of(nth, head)};
+        const int count = select(for_next, for_next ? now : 0, to);
+        if (for_next) {
+          next = count;
+        } else if constexpr (judges) {
           now = correct_by_mass(correction, pooled(false), candidates.first, candidates.now,
-                                {selected.units, best, count, best_count}, corrected, shared);
+                                {selected.units, to.units, now, count}, corrected, shared);
         } else {
-          now = select(false, 0, selected);
+          now = count;
         }
-        const int next = select(true, now, next_selected);
-        if (thread == 0) {
-          if constexpr (judges)
-            if (corrected && s.corrected[row] == 0) {
-              s.corrected[row] = 1;
-              atomicAdd(s.flagged_count, 1);
-            }
-          s.selected_count[row] = now;
-          s.next_selected_count[row] = next;
-        }
-        __syncthreads();
-        if (corrected) recall_missing(true);
       }
-      const int count = s.selected_count[row];
-      copy_units(selected, count,
-                 {s.attended + s.selection(entry.sequence, head),
-                  s.attended_by + s.masks(entry.sequence, head), s.mask_words});
-      if (thread == 0) s.attended_count[row] = count;
-      return;
     }
-    if (s.kind_of(head) != layer_kind::retrieval) return;
-    const int count =
-        candidates.selects ? select(true, s.selected_count[row], next_selected) : s.next_selected_count[row];
-    copy_units(next_selected, count, selected);
-    __syncthreads();
-    if (thread == 0) s.selected_count[row] = count;
-    __syncthreads();
-    recall_missing(false);
+    if (!corrects) {
+      copy_units(next_selected, next, selected);
+      now = next;
+    }
+    if (!corrects || candidates.selects) {
+      __syncthreads();
+      if (thread == 0) {
+        if constexpr (judges)
+          if (corrects && corrected && s.corrected[row] == 0) {
+            s.corrected[row] = 1;
+            atomicAdd(s.flagged_count, 1);
+          }
+        s.selected_count[row] = now;
+        if (corrects) s.next_selected_count[row] = next;
+      }
+      __syncthreads();
+      if (!corrects || corrected) recall_missing(corrects);
+    }
+    if (!corrects) return;
+    copy_units(selected, now,
+               {s.attended + s.selection(entry.sequence, head), s.attended_by + s.masks(entry.sequence, head),
+                s.mask_words});
+    if (thread == 0) s.attended_count[row] = now;
   }
 };
 
