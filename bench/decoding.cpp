@@ -1,5 +1,5 @@
-// Tokens a second of a model in llama.cpp, with its own attention and with FreeKV's, beside what the bytes say that each
-// token reads; and what a second level of summaries would save on that model's keys.
+// Tokens a second of a model in llama.cpp, with its own attention and with FreeKV's, beside what the bytes
+// say that each token reads; and what a second level of summaries would save on that model's keys.
 
 #include <freekv/core/size.hpp>
 #include <freekv/freekv.hpp>

@@ -40,7 +40,8 @@ flash_attention::flash_attention(int query_heads, int kv_heads, int head_dim, in
   state_->graph = ggml_new_graph(t);
   ggml_build_forward_expand(state_->graph, out);
   ggml_threadpool_params parameters = ggml_threadpool_params_default(threads);
-  parameters.poll = 0;  // its threads sleep between runs, as by default they spin on cores that others are measured on
+  // Its threads sleep between runs, as by default they spin on cores that others are measured on.
+  parameters.poll = 0;
   state_->pool = ggml_threadpool_new(&parameters);
   state_->plan = ggml_graph_plan(state_->graph, threads, state_->pool);
   state_->work.resize(state_->plan.work_size);

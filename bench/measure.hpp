@@ -26,8 +26,8 @@ machine this_machine();
 /// The median; of an even number the larger of the middle two.
 double median(std::vector<double> all);
 
-/// The seconds of each body: medians of `rounds`, in which all run in turns, forwards and backwards. A body is called with
-/// the number of its call.
+/// The seconds of each body: medians of `rounds`, in which all run in turns, forwards and backwards. A body
+/// is called with the number of its call.
 std::vector<double> seconds_in_turns(int rounds, std::span<const std::function<void(int)>> bodies);
 
 /// Reads all of `bytes` with `threads` threads: the limit of what only reads.
@@ -79,8 +79,8 @@ struct context {
 void bench_scoring(context& c);
 void bench_recall(context& c);
 void bench_steps(context& c);
-/// How many boxes around the keys of several pages have a bound below the score of the last page that is selected, as
-/// shares of all, summed over selections.
+/// How many boxes around the keys of several pages have a bound below the score of the last page that is
+/// selected, as shares of all, summed over selections.
 struct ruled_out {
   struct sizes {
     int head_dim = 0, group = 0, pages_of_box = 0, selected = 0;
@@ -92,8 +92,8 @@ struct ruled_out {
 };
 void report_ruled_out(context& c, const std::string& of_case, const ruled_out& all);
 void bench_two_levels(context& c);
-/// `model`: a GGUF file; `texts`: files whose tokens it is fed; `folder`: where a file of some hundred MB may lie for a
-/// while.
+/// `model`: a GGUF file; `texts`: files whose tokens it is fed; `folder`: where a file of some hundred MB may
+/// lie for a while.
 void bench_decoding(context& c, const std::string& model, std::span<const std::string> texts,
                     const std::string& folder);
 

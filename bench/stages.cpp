@@ -13,8 +13,8 @@ namespace freekv::bench {
 
 namespace {
 
-/// min_max summaries of `pages` pages for 8 KV heads, scored for 4 query heads each as a step does, one layer after the
-/// other.
+/// min_max summaries of `pages` pages for 8 KV heads, scored for 4 query heads each as a step does, one layer
+/// after the other.
 template <class Element>
 void bench_scores(context& c, int pages) {
   constexpr int d = 128, heads = 8, group = 4;

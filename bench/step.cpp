@@ -1,5 +1,5 @@
-// A decode step of one layer after the other: FreeKV's beside full attention over the same store, llama.cpp's flash
-// attention on the same shape, and the time that a read of the same bytes takes.
+// A decode step of one layer after the other: FreeKV's beside full attention over the same store, llama.cpp's
+// flash attention on the same shape, and the time that a read of the same bytes takes.
 
 #include <freekv/core/size.hpp>
 #include <freekv/freekv.hpp>

@@ -1,5 +1,5 @@
-// What a second level of summaries would save: boxes of several pages, whose bounds rule out that one of their pages is
-// selected, so that these need not be scored. The selection stays the same.
+// What a second level of summaries would save: boxes of several pages, whose bounds rule out that one of
+// their pages is selected, so that these need not be scored. The selection stays the same.
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,5 @@
-// A summary of one's own, end to end: the struct, its definition in float64, the proof, and a pipeline that has it.
+// A summary of one's own, end to end: the struct, its definition in float64, the proof, and a pipeline that
+// has it.
 #include <algorithm>
 #include <cstdio>
 #include <freekv/freekv.hpp>

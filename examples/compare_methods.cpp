@@ -1,4 +1,5 @@
-// Six methods on one trace, each compiled for itself: no choice at run time. nvcc compiles the same for a device.
+// Six methods on one trace, each compiled for itself: no choice at run time. nvcc compiles the same for a
+// device.
 #if defined(__CUDACC__)
 #include <freekv/freekv.cuh>
 #else

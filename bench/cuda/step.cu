@@ -1,13 +1,14 @@
-// A decode step of one layer of Llama-3.1-8B's shape on a device: BF16, head_dim 128, 32 query heads of 8 KV heads, pages of
-// 32 tokens, 512 sink and 512 window tokens and 32 selected pages.
+// A decode step of one layer of Llama-3.1-8B's shape on a device: BF16, head_dim 128, 32 query heads of 8 KV
+// heads, pages of 32 tokens, 512 sink and 512 window tokens and 32 selected pages.
 //
 //   step CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1] [SUMMARY min_max]
 //
-// SUMMARY: min_max, key_subspace or key_codes; the data of the last two are random. The last step fills a page.
+// SUMMARY: min_max, key_subspace or key_codes; the data of the last two are random. The last step fills a
+// page.
 //
-// SIMILARITY is the cosine of a head's query with that of the step before: above 0.9 no head is flagged, below all are. On a
-// GPU it prints what a step takes, from its begin to its end; an interpreter's times mean nothing. What lies before the
-// steps, the prompt and two steps, is outside of the profiler's range.
+// SIMILARITY is the cosine of a head's query with that of the step before: above 0.9 no head is flagged,
+// below all are. On a GPU it prints what a step takes, from its begin to its end; an interpreter's times mean
+// nothing. What lies before the steps, the prompt and two steps, is outside of the profiler's range.
 //
 // Exit status: 0 all right, 2 wrong arguments, 77 no device.
 #include <cuda_profiler_api.h>

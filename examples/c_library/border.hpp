@@ -76,8 +76,8 @@ std::size_t size_of(const Struct* given, const char* what) {
   return size;
 }
 
-/// The caller's struct, as large as this version's: what it lacks is 0. Throws usage_error where it has more that is
-/// not 0.
+/// The caller's struct, as large as this version's: what it lacks is 0. Throws usage_error where it has more
+/// that is not 0.
 template <class Struct>
 Struct taken(const Struct* given, const char* what) {
   const std::size_t size = size_of(given, what);

@@ -1,4 +1,5 @@
-// Policies of a list of methods, by kind: those that the methods have in common are compiled once, whatever their number.
+// Policies of a list of methods, by kind: those that the methods have in common are compiled once, whatever
+// their number.
 #pragma once
 
 #include <freekv/freekv.hpp>

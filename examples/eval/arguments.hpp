@@ -35,8 +35,8 @@ struct arguments {
   bool does(const std::string& section) const;
 };
 
-/// Reads the file of tasks as well, so that its faults are known at once. Exits after --help. Throws choice_error and
-/// file_error.
+/// Reads the file of tasks as well, so that its faults are known at once. Exits after --help. Throws
+/// choice_error and file_error.
 arguments parse_arguments(int argc, char** argv);
 
 }  // namespace freekv::examples

@@ -11,8 +11,8 @@
 namespace freekv::examples {
 namespace {
 
-/// Runs the sections asked for, and says before each how long those so far took and, where their usual shares are
-/// known, how long is to come.
+/// Runs the sections asked for, and says before each how long those so far took and, where their usual shares
+/// are known, how long is to come.
 void run(const arguments& wanted) {
   const auto began = std::chrono::steady_clock::now();
   job j(wanted);

@@ -35,7 +35,9 @@ subspace_basis factors_of(const contender& c, const prepared_prompt& prompt) {
 
 key_codebooks codebooks_of(const contender& c, const prepared_prompt& prompt) {
   if (!c.method.needs_codebooks()) return {};
-  return (c.basis == basis_source::prompt ? prompt.own : prompt.other).codebooks.at({c.method.codes, c.method.unit}).view();
+  return (c.basis == basis_source::prompt ? prompt.own : prompt.other)
+      .codebooks.at({c.method.codes, c.method.unit})
+      .view();
 }
 
 std::size_t learnt_bytes_of(const contender& c, const prepared_prompt& prompt) {

@@ -66,8 +66,8 @@ key_codebooks codebooks_of(const contender& c, const prepared_prompt& prompt);
 /// The bytes of all.
 std::size_t learnt_bytes_of(const contender& c, const prepared_prompt& prompt);
 
-/// Of a contender's pipeline, with room for `more` tokens after the prompt. At equal budget, a method that selects
-/// nothing has all but the sink as its window, and what is pinned is part of what is selected.
+/// Of a contender's pipeline, with room for `more` tokens after the prompt. At equal budget, a method that
+/// selects nothing has all but the sink as its window, and what is pinned is part of what is selected.
 pipeline_options options_of(const contender& c, const common_settings& s, const model_shape& shape,
                             const prepared_prompt& prompt, int more, bool in_place);
 /// The pipeline with these options.

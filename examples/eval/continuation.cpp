@@ -1,5 +1,5 @@
-// What full attention goes on with on its own, given to every contender: texts that each writes itself differ after a
-// few tokens, whatever the method, and say nothing about how far it is from full attention.
+// What full attention goes on with on its own, given to every contender: texts that each writes itself differ
+// after a few tokens, whatever the method, and say nothing about how far it is from full attention.
 
 #include <array>
 #include <optional>
@@ -16,8 +16,8 @@ namespace freekv::examples {
 
 namespace {
 
-/// The token that follows the prompt in its text, then --own-continuation tokens that full attention finds most likely,
-/// none of those that end a text.
+/// The token that follows the prompt in its text, then --own-continuation tokens that full attention finds
+/// most likely, none of those that end a text.
 std::vector<llama_token> own_continuation(job& j, const contender& full) {
   const arguments& a = j.options();
   host_backend backend({.threads = a.common.threads});

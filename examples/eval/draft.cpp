@@ -1,4 +1,5 @@
-// Steps of several tokens, of which those that were guessed wrongly are taken back, as speculative decoding does.
+// Steps of several tokens, of which those that were guessed wrongly are taken back, as speculative decoding
+// does.
 
 #include <chrono>
 #include <cmath>
@@ -36,8 +37,8 @@ struct drafted {
   double kept_per_step() const { return static_cast<double>(losses.size()) / steps; }
 };
 
-/// A step decodes the next token and `rows - 1` guesses of those behind it, and keeps those before the first that is
-/// not the text's.
+/// A step decodes the next token and `rows - 1` guesses of those behind it, and keeps those before the first
+/// that is not the text's.
 drafted decode_drafts(decoder& who, const prompted_text& text, std::span<const llama_token> guesses,
                       std::size_t rows) {
   const auto truth = text.after_prompt();
@@ -98,9 +99,11 @@ draft_result draft_with(const contender& c, job& j, const prompted_text& text,
 
 void add_lines(job& j, const std::string& name, const draft_result& r, int rows) {
   const auto add = [&](const char* metric, double value, const char* unit, const char* route = "resident") {
-    j.lines().add(
-        "draft", name, metric, value, unit,
-        {{"draft", rows}, {"one_wrong_of", one_wrong_of}, {"seed", j.options().sampled.seed}, {"route", route}});
+    j.lines().add("draft", name, metric, value, unit,
+                  {{"draft", rows},
+                   {"one_wrong_of", one_wrong_of},
+                   {"seed", j.options().sampled.seed},
+                   {"route", route}});
   };
   add("perplexity", r.text.perplexity(), "");
   add("kept", r.text.kept_per_step(), "tokens per step");

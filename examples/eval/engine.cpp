@@ -379,8 +379,8 @@ void engine::require_flash_attention() const {
       "make it with flash_attention = true");
 }
 
-// Evaluates the tokens as one graph, with logits of the rows from `first_logits` on; a handler gets all layers'
-// rows.
+// Evaluates the tokens as one graph, with logits of the rows from `first_logits` on; a handler gets all
+// layers' rows.
 std::span<const float> engine::evaluate(std::span<const sequence_tokens> step, int first_logits,
                                         row_handler handler) {
   std::vector<llama_token> token;
@@ -518,7 +518,8 @@ const float* engine::read_cache(const ggml_tensor* view, int rows, std::vector<f
   return into.data();
 }
 
-// Of the model's probe: a cache, (numbers of a cell, cells, streams), that has fewer cells than the context is a window's.
+// Of the model's probe: a cache, (numbers of a cell, cells, streams), that has fewer cells than the context
+// is a window's.
 void engine::note_window(const ggml_tensor* cache) {
   model_.shape_.sliding.push_back(cache != nullptr && cache->ne[1] < llama_n_ctx(context_.get()));
 }

@@ -32,8 +32,8 @@ class engine_error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// A model as its attention sees it; all its layers have the same shape, others are refused. Layers that slide attend to
-/// the last `sliding_window` tokens alone, a row's own included (Gemma 2 and 3).
+/// A model as its attention sees it; all its layers have the same shape, others are refused. Layers that
+/// slide attend to the last `sliding_window` tokens alone, a row's own included (Gemma 2 and 3).
 struct model_shape {
   int layers = 0;  ///< that attend, in graph order
   int query_heads = 0;
@@ -74,8 +74,8 @@ class attention {
  public:
   virtual ~attention() = default;
   /// Overwrites `output`, (rows, query_heads, head_dim): on entry it holds llama.cpp's own, over the same
-  /// rows only. A sequence's rows are causal among themselves. May throw: the step stops there and `engine::decode`
-  /// throws the same.
+  /// rows only. A sequence's rows are causal among themselves. May throw: the step stops there and
+  /// `engine::decode` throws the same.
   virtual void attend(const layer_rows& rows, float* output) = 0;
 };
 
@@ -98,10 +98,11 @@ class model {
   const model_shape& shape() const noexcept { return shape_; }
   /// `special`: add the tokens that the model wants around a text, and read control tokens in it as such.
   std::vector<llama_token> tokenize(std::string_view text, bool special = true) const;
-  /// The tokens of a text behind another, control tokens in it read as such: what stands around a message in a chat.
+  /// The tokens of a text behind another, control tokens in it read as such: what stands around a message in
+  /// a chat.
   std::vector<llama_token> tokenize_part_of_chat(std::string_view text) const;
-  /// What stands before and behind a user's message, up to where the model answers, by its own chat template. Throws
-  /// engine_error where the file has none that llama.cpp knows.
+  /// What stands before and behind a user's message, up to where the model answers, by its own chat template.
+  /// Throws engine_error where the file has none that llama.cpp knows.
   std::pair<std::string, std::string> around_message() const;
   std::string to_text(llama_token token) const;
   std::size_t weight_bytes() const;
@@ -118,8 +119,8 @@ class model {
   bool context_sets_rotation_ = false;  // LongRoPE
 };
 
-/// Sequences of a model, one unless more are asked for: a llama.cpp context with its own cache and threads. Used by one
-/// thread at a time.
+/// Sequences of a model, one unless more are asked for: a llama.cpp context with its own cache and threads.
+/// Used by one thread at a time.
 class engine {
  public:
   struct options {
@@ -129,8 +130,8 @@ class engine {
     int context = 0;
     int rows = 512;  ///< tokens evaluated at once, at most
     int sequences = 1;
-    /// All sequences share the context and one attention node has all their rows, as `decode` needs it; off: each
-    /// has its part of the context, and llama.cpp's own attention does not pass over the others' tokens.
+    /// All sequences share the context and one attention node has all their rows, as `decode` needs it; off:
+    /// each has its part of the context, and llama.cpp's own attention does not pass over the others' tokens.
     bool unified = true;
     bool flash_attention = true;  ///< needed to see the rows; off: for comparison only
   };
@@ -149,8 +150,9 @@ class engine {
   const model_shape& shape() const noexcept { return model_.shape_; }
 
   /// llama.cpp's own attention, which keeps the tokens in the engine's cache. `position` is that of the first
-  /// token and must be the sequence's `length`. Returns the last token's logits, valid until the next evaluation.
-  /// Throws `engine_error`, or what the observer threw; a chunk that failed leaves no tokens in the cache.
+  /// token and must be the sequence's `length`. Returns the last token's logits, valid until the next
+  /// evaluation. Throws `engine_error`, or what the observer threw; a chunk that failed leaves no tokens in
+  /// the cache.
   std::span<const float> prefill(std::span<const llama_token> tokens, int position,
                                  const prefill_options& how);
   std::span<const float> prefill(std::span<const llama_token> tokens, int position) {
@@ -158,9 +160,9 @@ class engine {
   }
 
   /// Our attention, which keeps what it needs of the tokens. The engine's own cache is emptied first, so any
-  /// position is possible, also beyond the engine's context. Returns the logits of every token, (tokens, vocabulary),
-  /// in the step's order, valid until the next evaluation.
-  /// Throws `engine_error`, or what the attention threw; either way the engine stays usable.
+  /// position is possible, also beyond the engine's context. Returns the logits of every token, (tokens,
+  /// vocabulary), in the step's order, valid until the next evaluation. Throws `engine_error`, or what the
+  /// attention threw; either way the engine stays usable.
   std::span<const float> decode(std::span<const sequence_tokens> step, attention& ours);
   std::span<const float> decode(std::span<const llama_token> tokens, int position, attention& ours) {
     const sequence_tokens step{0, position, tokens};
@@ -170,8 +172,8 @@ class engine {
     return decode({&token, 1}, position, ours);
   }
 
-  /// llama.cpp's own attention over its own cache, without a stop. Positions must be the sequences' `length`. Returns
-  /// the logits of every token, as `decode` does.
+  /// llama.cpp's own attention over its own cache, without a stop. Positions must be the sequences' `length`.
+  /// Returns the logits of every token, as `decode` does.
   std::span<const float> decode_stock(std::span<const sequence_tokens> step);
   std::span<const float> decode_stock(llama_token token, int position) {
     const sequence_tokens step{0, position, {&token, 1}};
@@ -182,14 +184,14 @@ class engine {
   int length(int sequence = 0) const;
   /// Forgets a sequence's tokens from `position` on.
   void truncate(int position, int sequence = 0);
-  /// Moves the tokens of one sequence behind those of another, to the positions that follow; keys are rotated on. The
-  /// cache is a unified one. Throws `engine_error`.
+  /// Moves the tokens of one sequence behind those of another, to the positions that follow; keys are rotated
+  /// on. The cache is a unified one. Throws `engine_error`.
   void join(int from, int to);
   /// Forgets all tokens of all sequences.
   void clear();
-  /// A sequence of the engine's own cache, to a file and back, so that a prompt need not be prefilled again. Both sides
-  /// need the same model and the same `flash_attention`: without it llama.cpp transposes the values. Throws
-  /// `engine_error`; a load that failed leaves the sequence empty.
+  /// A sequence of the engine's own cache, to a file and back, so that a prompt need not be prefilled again.
+  /// Both sides need the same model and the same `flash_attention`: without it llama.cpp transposes the
+  /// values. Throws `engine_error`; a load that failed leaves the sequence empty.
   void save_state(const std::string& path, int sequence = 0) const;
   void load_state(const std::string& path, int sequence = 0);
 

@@ -127,8 +127,8 @@ double mass_of_page(const std::vector<double>& masses, int page, const page_rule
   return std::accumulate(first, std::min(first + rule.page, masses.end()), 0.0);
 }
 
-/// The candidates with the most mass: each query head's share of its candidates' mass, mean over the group; of
-/// equals the smaller page.
+/// The candidates with the most mass: each query head's share of its candidates' mass, mean over the group;
+/// of equals the smaller page.
 std::vector<std::int32_t> best_pages(const std::vector<std::vector<double>>& masses, const page_rule& rule) {
   const int first = rule.first_candidate(), end = rule.end_of_candidates(static_cast<int>(masses[0].size()));
   std::vector<double> pooled(to_size(end), 0.0);

@@ -39,8 +39,8 @@ llama_token sampler::choose(std::span<const float> logits) {
   return best;  // rounding
 }
 
-/// Sets the weights to zero but for the fewest and largest that sum to `mass`, of equal ones those of earlier tokens.
-/// Returns their sum.
+/// Sets the weights to zero but for the fewest and largest that sum to `mass`, of equal ones those of earlier
+/// tokens. Returns their sum.
 double sampler::keep_likeliest(double mass) {
   const auto weight = [&](llama_token token) { return weights_[token]; };
   by_weight_.resize(weights_.size());

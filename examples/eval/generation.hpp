@@ -18,8 +18,8 @@ struct sampling {
   std::uint64_t seed = 0;
 };
 
-/// Chooses tokens from logits: the most likely at temperature 0, else by softmax(logits / temperature), of which top_p
-/// is kept. Two samplers with one seed choose alike from equal logits, on every machine.
+/// Chooses tokens from logits: the most likely at temperature 0, else by softmax(logits / temperature), of
+/// which top_p is kept. Two samplers with one seed choose alike from equal logits, on every machine.
 class sampler {
  public:
   /// `never`: tokens that are not chosen, for instance those that end a text.
@@ -41,7 +41,8 @@ class sampler {
 int first_difference(std::span<const llama_token> a, std::span<const llama_token> b);
 /// Share of positions where they are equal. Both have as many tokens.
 double agreement(std::span<const llama_token> a, std::span<const llama_token> b);
-/// Share of the last 256 runs of four tokens (or all, if there are fewer) that began earlier in the text as well.
+/// Share of the last 256 runs of four tokens (or all, if there are fewer) that began earlier in the text as
+/// well.
 double repetition(std::span<const llama_token> tokens);
 
 }  // namespace freekv::examples

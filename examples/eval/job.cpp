@@ -35,8 +35,8 @@ std::vector<layer_kind> head_kinds_of(std::string_view variant, const arguments&
   return {};
 }
 
-/// All rows there are. What is learnt from another text is shown for the first variant of each kind that needs it and is
-/// not deep.
+/// All rows there are. What is learnt from another text is shown for the first variant of each kind that
+/// needs it and is not deep.
 std::vector<contender> all_contenders(const arguments& a, const model_shape& shape) {
   std::vector<contender> all;
   bool lent_basis = false, lent_codebooks = false;

@@ -1,5 +1,5 @@
-// The main job: what its sections share, and the sections themselves. Each measures, prints a table and writes
-// JSON lines.
+// The main job: what its sections share, and the sections themselves. Each measures, prints a table and
+// writes JSON lines.
 #pragma once
 
 #include <fstream>
@@ -16,7 +16,8 @@ namespace freekv::examples {
 
 class job {
  public:
-  /// Loads the model and checks that llama.cpp computes it rightly here. Throws engine_error, choice_error, file_error.
+  /// Loads the model and checks that llama.cpp computes it rightly here. Throws engine_error, choice_error,
+  /// file_error.
   explicit job(const arguments& wanted);
 
   const arguments& options() const { return options_; }
@@ -36,9 +37,8 @@ class job {
   /// The same of another text.
   std::span<const llama_token> after_prompt(std::span<const llama_token> text) const;
 
-  /// `other_text`: the file whose keys lend what is learnt, with those of --calibration; --needle-text, unless the
-  /// tokens are from there.
-  /// `timed`: llama.cpp itself will go on from these tokens.
+  /// `other_text`: the file whose keys lend what is learnt, with those of --calibration; --needle-text,
+  /// unless the tokens are from there. `timed`: llama.cpp itself will go on from these tokens.
   prepared_prompt prepare(std::span<const llama_token> tokens, const std::string& other_text,
                           bool timed = false);
 

@@ -1,5 +1,5 @@
-// freekv-basis: the basis of key_subspace and the codebooks of key_codes for a model, learnt from texts once and kept as
-// files.
+// freekv-basis: the basis of key_subspace and the codebooks of key_codes for a model, learnt from texts once
+// and kept as files.
 
 #include <iostream>
 #include <string>

@@ -17,8 +17,8 @@ inline double loss_of(std::span<const float> logits, llama_token token) {
   return std::log(sum) + largest - logits[token];
 }
 
-/// The Kullback-Leibler divergence of a method's next-token distribution from full attention's, in nats: the sum over
-/// tokens of p ln(p / q), with p the softmax of `full` and q that of `method`.
+/// The Kullback-Leibler divergence of a method's next-token distribution from full attention's, in nats: the
+/// sum over tokens of p ln(p / q), with p the softmax of `full` and q that of `method`.
 inline double divergence(std::span<const float> full, std::span<const float> method) {
   const double most_full = *std::max_element(full.begin(), full.end());
   const double most_method = *std::max_element(method.begin(), method.end());

@@ -1,6 +1,6 @@
-// freekv-model-shape: the shape that a GGUF model's keys and values have here, "HEAD_DIM ELEMENT", as FREEKV_HEAD_DIMS
-// and FREEKV_ELEMENTS know them. Reads the file's header alone and is built in seconds: examples/run.sh asks it what
-// to compile.
+// freekv-model-shape: the shape that a GGUF model's keys and values have here, "HEAD_DIM ELEMENT", as
+// FREEKV_HEAD_DIMS and FREEKV_ELEMENTS know them. Reads the file's header alone and is built in seconds:
+// examples/run.sh asks it what to compile.
 
 #include <gguf.h>
 

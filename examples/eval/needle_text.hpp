@@ -19,8 +19,8 @@ struct needle_text {
   std::vector<question> questions;
 };
 
-/// As much of `text` as makes, with the facts, no more than `tokens` tokens. Throws engine_error for a model whose
-/// tokens do not keep digits apart.
+/// As much of `text` as makes, with the facts, no more than `tokens` tokens. Throws engine_error for a model
+/// whose tokens do not keep digits apart.
 needle_text hide_needles(const model& model, const std::string& text, int tokens);
 
 }  // namespace freekv::examples

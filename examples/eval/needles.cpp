@@ -39,7 +39,8 @@ needle_result measure_needles(const contender& c, const common_settings& s, cons
   options.max_sequences = c.method.evicts() ? 1 : 2;
   const auto p = make_pipeline(options, backend);
   engine decoding(model, {.threads = s.threads, .context = 1, .rows = 1});
-  // Every question goes on from the prompt: in a fork of it, or where a method forgets, from the prompt restored.
+  // Every question goes on from the prompt: in a fork of it, or where a method forgets, from the prompt
+  // restored.
   std::optional<sequence_id> parent;
   if (!c.method.evicts()) parent = prompt.kv.open(*p);
   needle_result result;

@@ -46,14 +46,15 @@ class prompt_cache {
   /// The keys of one layer as float.
   std::vector<float> float_keys(int layer) const;
 
-  /// Makes `pipeline` hold this prompt and nothing else. Throws usage_error if it observes prompts and no queries are
-  /// kept.
+  /// Makes `pipeline` hold this prompt and nothing else. Throws usage_error if it observes prompts and no
+  /// queries are kept.
   void restore(pipeline& pipeline) const;
   /// A new sequence of `pipeline`, which holds this prompt.
   sequence_id open(pipeline& pipeline) const;
   /// The subspaces of rank `rank` of this prompt's keys.
   key_basis learn_basis(int rank) const;
-  /// The factorisation of rank `rank`, at most, of this prompt's keys before rotation, which the model's shape knows.
+  /// The factorisation of rank `rank`, at most, of this prompt's keys before rotation, which the model's
+  /// shape knows.
   key_basis learn_factors(int rank) const;
   /// The codebooks of this prompt's keys, kept beside the prompt.
   codebook_set learn_codebooks(const codebook_sizes& sizes, const progress_function& progress) const;
@@ -72,8 +73,8 @@ class prompt_cache {
   std::vector<std::uint16_t> queries_;  // (layers, tokens, query_heads, head_dim), f16, where they are kept
 };
 
-/// Makes a sequence of `stock`, whose options have `flash_attention`, hold a prompt in the engine's own cache: loaded
-/// from disk, or prefilled and stored.
+/// Makes a sequence of `stock`, whose options have `flash_attention`, hold a prompt in the engine's own
+/// cache: loaded from disk, or prefilled and stored.
 void restore_stock(engine& stock, std::span<const llama_token> tokens, bool flash_attention,
                    const prompt_cache::place& place, const progress_function& progress, int sequence = 0);
 

@@ -42,9 +42,9 @@ struct decoded_text {
   std::string what;
 };
 
-/// On the resident route, each head's attention compared with full attention's; without that, on the route in place and
-/// without statistics of attention. `full`: written by a contender that keeps everything, if it is empty, and read by
-/// others for their divergences; null: there are none.
+/// On the resident route, each head's attention compared with full attention's; without that, on the route in
+/// place and without statistics of attention. `full`: written by a contender that keeps everything, if it is
+/// empty, and read by others for their divergences; null: there are none.
 quality measure_quality(const contender& c, const common_settings& s, const model& model,
                         const decoded_text& decoded, const progress_function& progress,
                         full_logits* full = nullptr, bool compares_attention = true);

@@ -1,4 +1,5 @@
-// How alike the queries of successive steps are: what speculative retrieval rests on. (FreeKV section 3.1, figure 3)
+// How alike the queries of successive steps are: what speculative retrieval rests on. (FreeKV section 3.1,
+// figure 3)
 
 #include <algorithm>
 #include <cmath>

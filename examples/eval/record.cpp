@@ -1,5 +1,5 @@
-// freekv-record: queries, keys and values of chosen layers of any GGUF model on a text, one trace a layer, for
-// freekv-replay.
+// freekv-record: queries, keys and values of chosen layers of any GGUF model on a text, one trace a layer,
+// for freekv-replay.
 
 #include <algorithm>
 #include <filesystem>

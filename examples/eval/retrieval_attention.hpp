@@ -9,8 +9,8 @@
 
 namespace freekv::examples {
 
-/// What retrieval lost against full attention, and what it moved: sums over steps, and over the layers and heads
-/// that they are of. Complete layers, and those that slide, are left out.
+/// What retrieval lost against full attention, and what it moved: sums over steps, and over the layers and
+/// heads that they are of. Complete layers, and those that slide, are left out.
 struct attention_statistics {
   double error = 0;     ///< relative L2 distance of a query head's output from full attention's
   double mass = 0;      ///< share of full attention's softmax mass on the attended set

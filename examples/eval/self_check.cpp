@@ -60,8 +60,8 @@ std::string compiled_features() {
 }  // namespace
 
 const known_model* find_known(std::uint64_t key) {
-  // The model that examples/run.sh fetches: half-way between what llama.cpp gave with AVX-512 and with AVX2, of which
-  // neither was further off than 0.2.
+  // The model that examples/run.sh fetches: half-way between what llama.cpp gave with AVX-512 and with AVX2,
+  // of which neither was further off than 0.2.
   static const std::array known{known_model{0x119cdcb571abd979,
                                             {{7462, 28.36f},
                                              {7522, 28.21f},

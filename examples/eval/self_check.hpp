@@ -1,5 +1,6 @@
-// Does llama.cpp compute this model rightly on this machine? Asked in a fraction of a second before the long work: a
-// kernel that a compiler got wrong for one kind of processor else spoils an hour's numbers, or ends it after minutes.
+// Does llama.cpp compute this model rightly on this machine? Asked in a fraction of a second before the long
+// work: a kernel that a compiler got wrong for one kind of processor else spoils an hour's numbers, or ends
+// it after minutes.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +26,9 @@ struct known_model {
 /// Nothing if the model is none of those that are known.
 const known_model* find_known(std::uint64_t key);
 
-// What is wrong, as the end of a sentence, or nothing. Tolerances are for what instruction sets differ by: the order of
-// sums, and activations that are rounded to 8 bits before they are multiplied with quantised weights.
+// What is wrong, as the end of a sentence, or nothing. Tolerances are for what instruction sets differ by:
+// the order of sums, and activations that are rounded to 8 bits before they are multiplied with quantised
+// weights.
 
 /// A logit that is no number, or logits that are all the same.
 std::string fault_of(std::span<const float> logits);
@@ -39,8 +41,8 @@ inline constexpr float known_tolerance =
     1.5f;  // instruction sets were seen to differ by 0.4, of a spread of 2.8
 inline constexpr double batch_tolerance = 0.3;  // by 0.08; a wrong kernel's logits are off by all of it
 
-/// Evaluates a dozen tokens in a batch, and the last one once more alone. `known`: what find_known found. Throws
-/// engine_error, which names the processor, its instruction sets, and how llama.cpp was built.
+/// Evaluates a dozen tokens in a batch, and the last one once more alone. `known`: what find_known found.
+/// Throws engine_error, which names the processor, its instruction sets, and how llama.cpp was built.
 void check_model(const model& model, const known_model* known, int threads);
 
 /// Half a sentence about the processor and how llama.cpp was built for it.

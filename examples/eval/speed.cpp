@@ -38,9 +38,9 @@ struct speed_settings {
   int rounds = 5, steps = 16;
 };
 
-/// llama.cpp with and without flash attention, then the contenders, one after the other for `steps` tokens each, all
-/// at the same position: once to warm up, then `rounds` times over; while a contender's rounds differ by more than
-/// 20 %, up to `rounds` more, of which the last `rounds` count.
+/// llama.cpp with and without flash attention, then the contenders, one after the other for `steps` tokens
+/// each, all at the same position: once to warm up, then `rounds` times over; while a contender's rounds
+/// differ by more than 20 %, up to `rounds` more, of which the last `rounds` count.
 std::vector<speed> measure_speed(std::span<const contender> contenders, const common_settings& s,
                                  const model& model, const prepared_prompt& prompt,
                                  std::span<const llama_token> prompt_tokens,

@@ -21,8 +21,8 @@ namespace freekv::examples {
 
 namespace {
 
-/// A task as the model reads it. What a question puts behind the prompt, or else the prompt's last token, is decoded by
-/// the contender.
+/// A task as the model reads it. What a question puts behind the prompt, or else the prompt's last token, is
+/// decoded by the contender.
 struct tokenized_task {
   struct tokenized_question {
     std::vector<llama_token> lead;  ///< decoded before the answer; one or more
@@ -142,8 +142,8 @@ class given_text final : public continuation {
   double loss_ = 0, likely_ = 0;
 };
 
-/// Tokens that are chosen one by one: until a stop, or until there is a little more text than the answer has, at most a
-/// line, or for what may stand anywhere as many as the question says.
+/// Tokens that are chosen one by one: until a stop, or until there is a little more text than the answer has,
+/// at most a line, or for what may stand anywhere as many as the question says.
 class chosen_text final : public continuation {
  public:
   chosen_text(const model& model, const question& asked, const sampling& how)
@@ -201,8 +201,8 @@ class candidate {
     if (forks_) prompted_ = prompt_.kv.open(*pipeline_);
   }
 
-  /// Decodes all continuations to their ends, several at a time. A beginning is decoded once where the contender's
-  /// sequences can be forked, else once for each continuation.
+  /// Decodes all continuations to their ends, several at a time. A beginning is decoded once where the
+  /// contender's sequences can be forked, else once for each continuation.
   void decode(std::vector<fan> fans) {
     if (!forks_) fans = one_by_one(fans);
     std::vector<row> rows;
@@ -266,7 +266,8 @@ class candidate {
     }
     return on;
   }
-  /// A lead has ended, or one token of what is behind it: those that go on, one of them as the row's own sequence.
+  /// A lead has ended, or one token of what is behind it: those that go on, one of them as the row's own
+  /// sequence.
   void branch(const row& r, std::span<const float> logits, std::vector<row>& on) {
     const std::size_t before = on.size();
     for (continuation* c : r.of.behind)
@@ -422,7 +423,8 @@ std::vector<std::vector<double>> by_prompt(const group_of_questions& group, cons
   return all;
 }
 
-/// The chance that one or more of `k` samples are right, drawn from `n` of which `right` are: pass@k without bias.
+/// The chance that one or more of `k` samples are right, drawn from `n` of which `right` are: pass@k without
+/// bias.
 double pass_at(int k, int n, int right) {
   double none = 1;
   for (int i = 0; i < k; ++i) none *= std::max(0.0, static_cast<double>(n - right - i)) / (n - i);

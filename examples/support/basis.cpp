@@ -63,10 +63,9 @@ key_basis key_basis::load(const std::filesystem::path& path) {
   const auto fits = [](std::int64_t n) { return n >= 1 && n <= 1 << 20; };
   if (mean.size() != 3 || rows.size() != 4 || mean[0] != rows[0] || mean[1] != rows[1] ||
       mean[2] != rows[3] || !std::all_of(rows.begin(), rows.end(), fits))
-    throw file_error(
-        cited_path(path) +
-        " is no key_subspace basis: mean must be (layers, kv_heads, head_dim) and rows (layers, "
-        "kv_heads, rank, head_dim); make one with freekv-basis");
+    throw file_error(cited_path(path) +
+                     " is no key_subspace basis: mean must be (layers, kv_heads, head_dim) and rows (layers, "
+                     "kv_heads, rank, head_dim); make one with freekv-basis");
   const std::vector<float> means = file.copy_as_float("mean"), all_rows = file.copy_as_float("rows");
   key_basis basis(static_cast<int>(rows[0]), static_cast<int>(rows[1]), static_cast<int>(rows[2]),
                   static_cast<int>(rows[3]));

@@ -19,8 +19,9 @@ class key_basis {
   /// at all the mean is 0 and the rows are unit vectors.
   void learn(int layer, std::span<const float> keys);
 
-  /// Sets one layer from its keys (tokens, kv_heads, head_dim) before rotation: the `rank` leading right singular
-  /// vectors of the keys of all heads side by side; means are 0. Tokens with a NaN or an infinity are left out.
+  /// Sets one layer from its keys (tokens, kv_heads, head_dim) before rotation: the `rank` leading right
+  /// singular vectors of the keys of all heads side by side; means are 0. Tokens with a NaN or an infinity
+  /// are left out.
   void factorise(int layer, std::span<const float> keys);
 
   /// What key_subspace and low_rank_keys take; valid while this object lives.

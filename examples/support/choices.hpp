@@ -1,5 +1,5 @@
-// What programs choose at run time: the policies by name, and the variants built from them. A new policy joins the list
-// of its kind; methods are those of freekv/methods.hpp.
+// What programs choose at run time: the policies by name, and the variants built from them. A new policy
+// joins the list of its kind; methods are those of freekv/methods.hpp.
 #pragma once
 
 #include <algorithm>
@@ -58,8 +58,8 @@ struct method_spec {
   bool needs_codebooks() const { return retrieves() && summary == "key_codes"; }
   bool needs_factors() const { return plan != "complete" && !evicts() && codec == "low_rank_keys"; }
   int unit_tokens(int page) const { return unit == 0 ? page : unit; }
-  /// Coefficients that a token's keys, of so many numbers, are rebuilt from: without a number of them ShadowKV's share,
-  /// 160 of 1024.
+  /// Coefficients that a token's keys, of so many numbers, are rebuilt from: without a number of them
+  /// ShadowKV's share, 160 of 1024.
   int key_rank_of(int numbers) const {
     return std::min(key_rank == 0 ? std::max(1, (160 * numbers + 512) / 1024) : key_rank, numbers);
   }
@@ -291,8 +291,8 @@ inline by_layer plan_beside_sliding(const method_spec& m, const method_data& dat
   return plan;
 }
 
-/// The plan of a method whose first `complete_layers` layers keep everything, but for those that slide. Throws
-/// choice_error.
+/// The plan of a method whose first `complete_layers` layers keep everything, but for those that slide.
+/// Throws choice_error.
 inline any_plan plan_of(const method_spec& m, const method_data& data, int complete_layers) {
   if (!data.sliding_layers.empty()) return plan_beside_sliding(m, data, complete_layers);
   if (m.plan == "retrieval") return complete_first<dynamic>{{complete_layers}};

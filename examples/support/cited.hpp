@@ -21,8 +21,8 @@ inline std::string_view beginning(std::string_view text, std::size_t most) {
   return text.substr(0, end);
 }
 
-/// In quotes: the first 40 bytes, of how many where there are more, and ? for what cannot be printed, such as a 0,
-/// which would end the sentence.
+/// In quotes: the first 40 bytes, of how many where there are more, and ? for what cannot be printed, such as
+/// a 0, which would end the sentence.
 inline std::string cited(std::string_view text) {
   constexpr std::size_t most = 40;
   std::string safe(beginning(text, most));
@@ -30,8 +30,7 @@ inline std::string cited(std::string_view text) {
   for (char& c : safe)
     if (std::iscntrl(static_cast<unsigned char>(c)) != 0) c = '?';
   safe = "\"" + safe + "\"";
-  if (text.size() > most)
-    safe += " (the first " + first + " of " + std::to_string(text.size()) + " bytes)";
+  if (text.size() > most) safe += " (the first " + first + " of " + std::to_string(text.size()) + " bytes)";
   return safe;
 }
 

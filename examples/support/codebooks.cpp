@@ -99,8 +99,8 @@ struct clustering {
   std::vector<float> half_distances;  // (row), squared, halved
 };
 
-/// The nearest centroid of every sample: the least |c|^2 / 2 - <x, c>, of equal ones the first. Of each centroid `given`
-/// has the coordinates, negative, and half the squared norm.
+/// The nearest centroid of every sample: the least |c|^2 / 2 - <x, c>, of equal ones the first. Of each
+/// centroid `given` has the coordinates, negative, and half the squared norm.
 template <int Dims, class T>
 void assign(T team, clustering& to, std::span<const float> given) {
   using pack = typename T::pack;
@@ -163,8 +163,8 @@ void assign(clustering& to, int used) {
   });
 }
 
-/// Chooses centroids among the samples, each with a probability proportional to its squared distance from those that
-/// are chosen already (k-means++).
+/// Chooses centroids among the samples, each with a probability proportional to its squared distance from
+/// those that are chosen already (k-means++).
 class seeding {
  public:
   seeding(clustering& of, std::uint64_t seed)
@@ -188,7 +188,8 @@ class seeding {
   }
 
  private:
-  /// Distances from the one that was chosen last, given negative; their sums are the same with any number of lanes.
+  /// Distances from the one that was chosen last, given negative; their sums are the same with any number of
+  /// lanes.
   template <int Dims, class T>
   void measure(T team, const float* chosen) {
     using pack = typename T::pack;
@@ -237,7 +238,8 @@ class seeding {
     return first +
            strips * pick(left, block / strips, [&](std::size_t n) { return distances_[first + n * strips]; });
   }
-  /// The one of `count` weights with which their sum passes `left`, which loses those before it; or the last above 0.
+  /// The one of `count` weights with which their sum passes `left`, which loses those before it; or the last
+  /// above 0.
   template <class Weight>
   static std::size_t pick(double& left, std::size_t count, const Weight& weight_of) {
     std::size_t picked = 0;
@@ -322,8 +324,8 @@ void add_products(T team, std::span<const float> rows, std::size_t d, std::vecto
     }
 }
 
-/// Vectors (count, d) about their mean, divided by the power of two that makes the largest number 1 to 2, so that no
-/// square overflows; zeros behind the last.
+/// Vectors (count, d) about their mean, divided by the power of two that makes the largest number 1 to 2, so
+/// that no square overflows; zeros behind the last.
 struct centred {
   std::vector<float> vectors;
   std::size_t d, count;

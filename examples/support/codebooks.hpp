@@ -29,12 +29,13 @@ class codebook_set {
   /// Room for `layers` of `kv_heads`; all zeros.
   codebook_set(int layers, int kv_heads, int head_dim, const codebook_sizes& sizes = {});
 
-  /// Sets one layer from its keys (tokens, kv_heads, head_dim), page by page from the first token. Per KV head: the
-  /// codebook of means from the means of `page` consecutive keys at eight offsets a page; that of tokens from each key's
-  /// difference from its page's mean as decoded. Each has the leading principal axes, in groups of equal size and about
-  /// equal product of variances, and each group its 256 centroids. Keys with a NaN or an infinity are left out; with no
-  /// key at all the offsets and centroids are 0 and the rows are unit vectors. The same keys give the same codebooks,
-  /// on processors with the same kind of multiply-add. Different layers may be learnt on different threads at once.
+  /// Sets one layer from its keys (tokens, kv_heads, head_dim), page by page from the first token. Per KV
+  /// head: the codebook of means from the means of `page` consecutive keys at eight offsets a page; that of
+  /// tokens from each key's difference from its page's mean as decoded. Each has the leading principal axes,
+  /// in groups of equal size and about equal product of variances, and each group its 256 centroids. Keys
+  /// with a NaN or an infinity are left out; with no key at all the offsets and centroids are 0 and the rows
+  /// are unit vectors. The same keys give the same codebooks, on processors with the same kind of
+  /// multiply-add. Different layers may be learnt on different threads at once.
   void learn(int layer, std::span<const float> keys);
 
   /// What key_codes takes; valid while this object lives.
@@ -42,9 +43,9 @@ class codebook_set {
   /// One layer alone, as the only one.
   key_codebooks layer(int layer) const;
 
-  /// Tensors, float32, each (layers, kv_heads, ...): `mean_offset` (head_dim), `mean_rows` (mean_codes * mean_dims,
-  /// head_dim), `mean_centroids` (mean_codes, mean_dims, 256), and of tokens `offset` (head_dim), `rows` (codes * dims,
-  /// head_dim), `centroids` (codes, dims, 256). Both throw file_error.
+  /// Tensors, float32, each (layers, kv_heads, ...): `mean_offset` (head_dim), `mean_rows` (mean_codes *
+  /// mean_dims, head_dim), `mean_centroids` (mean_codes, mean_dims, 256), and of tokens `offset` (head_dim),
+  /// `rows` (codes * dims, head_dim), `centroids` (codes, dims, 256). Both throw file_error.
   void save(const std::filesystem::path& path) const;
   static codebook_set load(const std::filesystem::path& path);
 
@@ -54,12 +55,13 @@ class codebook_set {
   std::vector<float> data_;  // as key_codebooks has it
 };
 
-/// `used` centroids (1 to 256) of `samples` (count, dims) by 6 rounds of Lloyd's algorithm after a k-means++ start, as
-/// (dims, 256), zeros behind the used ones. Fewer samples than centroids are repeated; without any all is 0.
+/// `used` centroids (1 to 256) of `samples` (count, dims) by 6 rounds of Lloyd's algorithm after a k-means++
+/// start, as (dims, 256), zeros behind the used ones. Fewer samples than centroids are repeated; without any
+/// all is 0.
 std::vector<float> k_means(std::span<const float> samples, int dims, int used, std::uint64_t seed);
 
-/// Divides dimensions, given by their variances in falling order, into `groups` of equal size: each goes to the group
-/// with room that has the least sum of ln(variance / the least). The dimensions group after group.
+/// Divides dimensions, given by their variances in falling order, into `groups` of equal size: each goes to
+/// the group with room that has the least sum of ln(variance / the least). The dimensions group after group.
 std::vector<int> balanced_groups(std::span<const double> variances, int groups);
 
 }  // namespace freekv::examples

@@ -8,9 +8,10 @@
 
 namespace freekv::examples {
 
-/// Beside it full attention of the same rows is kept, for `attend_full`: what the method itself has forgotten. Its bytes
-/// are not the method's; of the time of an `append` it takes a copy of the rows. The budget is sink, window and selected
-/// pages together; page, sink and window are raas' page, and its own sink and window, or its room where it keeps prompts.
+/// Beside it full attention of the same rows is kept, for `attend_full`: what the method itself has
+/// forgotten. Its bytes are not the method's; of the time of an `append` it takes a copy of the rows. The
+/// budget is sink, window and selected pages together; page, sink and window are raas' page, and its own sink
+/// and window, or its room where it keeps prompts.
 template <class Shape>
 class evicting_pipeline_of_shape final : public pipeline {
   using implementation = evicting_pipeline<Shape, eviction_list::any>;

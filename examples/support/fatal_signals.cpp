@@ -77,7 +77,8 @@ class line {
   std::size_t size_ = 0;
 };
 
-/// Runs in the thread that failed, on the other stack in main's; by then the signal's action is the default again.
+/// Runs in the thread that failed, on the other stack in main's; by then the signal's action is the default
+/// again.
 void on_fatal_signal(int number) {
   line l;
   l.add(on_terminal ? "\r\033[K" : "");  // over a line of progress

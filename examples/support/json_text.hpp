@@ -5,10 +5,12 @@
 
 namespace freekv::examples {
 
-/// Levels of objects and arrays that our files need are 3; what prints or destroys a value goes down as many calls.
+/// Levels of objects and arrays that our files need are 3; what prints or destroys a value goes down as many
+/// calls.
 inline constexpr int deepest_json = 32;
 
-/// Whether objects and arrays lie in each other deeper than that. Of what is no JSON it is asked up to the fault.
+/// Whether objects and arrays lie in each other deeper than that. Of what is no JSON it is asked up to the
+/// fault.
 inline bool nests_too_deep(std::string_view text) {
   int depth = 0;
   bool in_string = false;

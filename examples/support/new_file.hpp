@@ -10,9 +10,9 @@
 
 namespace freekv::examples {
 
-/// Written as ".freekv-PID-N.tmp" beside its target, whose place it takes when told to. Without that it goes again,
-/// and so it does if a signal ends the program that calls `remove_temporary_files_on_signals`. What may stand there already,
-/// and what is thrown, is as for `write_safetensors`.
+/// Written as ".freekv-PID-N.tmp" beside its target, whose place it takes when told to. Without that it goes
+/// again, and so it does if a signal ends the program that calls `remove_temporary_files_on_signals`. What
+/// may stand there already, and what is thrown, is as for `write_safetensors`.
 class new_file {
  public:
   explicit new_file(const std::filesystem::path& path);

@@ -110,7 +110,8 @@ struct compiled_lists {
 /// The sentence for a shape that is not among those: it names them, and the command that adds it.
 std::string sentence_of_missing(data_type element, int head_dim, const compiled_lists& lists);
 
-/// Options of the store's file, if there is to be one: made here, so that not every shape compiles the file store.
+/// Options of the store's file, if there is to be one: made here, so that not every shape compiles the file
+/// store.
 std::optional<file_store_options> store_file_of(const pipeline_options& options);
 
 /// Throws choice_error or freekv::error. `backend` outlives the pipeline.

@@ -26,7 +26,8 @@ int exit_code_of(const std::string& program, const Body& body) {
     return 2;
   };
   const char* no_memory =
-      "not enough memory for this many tokens and these settings; choose fewer tokens, selected pages or spare "
+      "not enough memory for this many tokens and these settings; choose fewer tokens, selected pages or "
+      "spare "
       "slots";
   try {
     body();

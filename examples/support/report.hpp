@@ -12,8 +12,8 @@
 namespace freekv::examples {
 
 /// One JSON object a line: bench, case, metric, value, unit, and what holds for the whole run. Lines are
-/// written as they come, to `PATH.part`, which takes PATH's place when it is complete. `more` is of this line alone, and
-/// goes before what holds for the run.
+/// written as they come, to `PATH.part`, which takes PATH's place when it is complete. `more` is of this line
+/// alone, and goes before what holds for the run.
 class json_lines {
  public:
   /// `run`: what holds for every line. Throws file_error.
@@ -29,8 +29,8 @@ class json_lines {
   std::ofstream file_;
 };
 
-/// On stderr: one line that is overwritten on a terminal, a line at the start of each piece elsewhere. Noted as well as
-/// what the program is at, for the line that a fatal signal leaves.
+/// On stderr: one line that is overwritten on a terminal, a line at the start of each piece elsewhere. Noted
+/// as well as what the program is at, for the line that a fatal signal leaves.
 class progress_line {
  public:
   void operator()(const std::string& what, double done);

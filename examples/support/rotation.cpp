@@ -27,8 +27,8 @@ turn turn_at(std::span<const float> before, std::span<const float> after, int kv
   return {std::atan2(across, along), std::hypot(along, across)};
 }
 
-/// One pair's radians a token. The first tokens say it roughly, later ones, whose angles are known up to whole turns
-/// then, more and more exactly.
+/// One pair's radians a token. The first tokens say it roughly, later ones, whose angles are known up to
+/// whole turns then, more and more exactly.
 double frequency_of(std::span<const float> before, std::span<const float> after, int kv_heads, int head_dim,
                     std::size_t first, std::size_t second) {
   const std::size_t row = to_size(kv_heads) * to_size(head_dim);

@@ -24,13 +24,13 @@ rotation rotation_of_base(double base, int pairs, rotary_pairs of);
 std::vector<float> rotated(std::span<const float> keys, int kv_heads, int head_dim, const rotation& by,
                            float sign);
 
-/// Whether rotation turns `before` into `after`, both (tokens, kv_heads, head_dim) from position 0 on, to 2 % of their
-/// size.
+/// Whether rotation turns `before` into `after`, both (tokens, kv_heads, head_dim) from position 0 on, to 2 %
+/// of their size.
 bool turns_into(std::span<const float> before, std::span<const float> after, int kv_heads, int head_dim,
                 const rotation& by);
-/// The rotation of all pairs of `head_dim` that turns `before` into `after`, both (tokens, kv_heads, head_dim) from
-/// position 0 on; nothing if none does so to 2 % of their size, or where there is but one token. Frequencies are from
-/// -pi to pi.
+/// The rotation of all pairs of `head_dim` that turns `before` into `after`, both (tokens, kv_heads,
+/// head_dim) from position 0 on; nothing if none does so to 2 % of their size, or where there is but one
+/// token. Frequencies are from -pi to pi.
 std::optional<rotation> rotation_between(std::span<const float> before, std::span<const float> after,
                                          int kv_heads, int head_dim);
 

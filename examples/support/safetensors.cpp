@@ -934,9 +934,7 @@ new_file::new_file(new_file&&) noexcept = default;
 new_file& new_file::operator=(new_file&&) noexcept = default;
 new_file::~new_file() = default;
 
-void new_file::write(std::span<const std::byte> bytes) {
-  write_all(state_->descriptor, bytes, state_->path);
-}
+void new_file::write(std::span<const std::byte> bytes) { write_all(state_->descriptor, bytes, state_->path); }
 
 // The close is where some file systems first report that there was no room.
 void new_file::finish() {

@@ -174,9 +174,9 @@ struct safetensors_content {
 };
 
 // Writes a file that appears under its name complete or not at all: the bytes go to ".freekv-PID-N.tmp" in
-// the same folder, which is renamed over `path` at the end and removed on any failure; SIGKILL alone leaves it
-// behind (see temporary_files.hpp). The file is not synced: it is safe from a crash of the program, not
-// of the host.
+// the same folder, which is renamed over `path` at the end and removed on any failure; SIGKILL alone leaves
+// it behind (see temporary_files.hpp). The file is not synced: it is safe from a crash of the program, not of
+// the host.
 //
 // An existing regular file is replaced, also through a symbolic link, and the new one has default
 // permissions. Anything else that exists is refused, /dev/null, /dev/full and FIFOs included: those cannot be

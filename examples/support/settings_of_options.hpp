@@ -6,8 +6,8 @@
 
 namespace freekv::examples {
 
-/// Settings of `o`, but for the store's file and for policies that not all pipelines choose at run time. `data`: what the
-/// layout and the plan are made with.
+/// Settings of `o`, but for the store's file and for policies that not all pipelines choose at run time.
+/// `data`: what the layout and the plan are made with.
 template <class Settings>
 Settings settings_of_options(const pipeline_options& o, const method_data& data) {
   Settings s;

@@ -49,7 +49,8 @@ void remove_temporary_files_on_signals() {
 
 void remove_temporary_files() noexcept {
   ending = true;
-  // Threads in the middle of a system call or two; about a second at most, as one may hang in it, or be this one.
+  // Threads in the middle of a system call or two; about a second at most, as one may hang in it, or be this
+  // one.
   for (int tries = 0; holders != 0 && tries < 100'000'000; ++tries) {
   }
   for (std::atomic<char*>& name : names)

@@ -7,16 +7,16 @@
 
 namespace freekv::examples {
 
-/// Signals that end a program from outside (SIGHUP, SIGINT, SIGQUIT, SIGPIPE, SIGTERM, SIGXCPU) end it as before, but
-/// remove the listed files first. A write beyond the limit on file sizes fails, where SIGXFSZ would have ended the
-/// program. For the start of main; signals that are ignored by then stay so.
+/// Signals that end a program from outside (SIGHUP, SIGINT, SIGQUIT, SIGPIPE, SIGTERM, SIGXCPU) end it as
+/// before, but remove the listed files first. A write beyond the limit on file sizes fails, where SIGXFSZ
+/// would have ended the program. For the start of main; signals that are ignored by then stay so.
 void remove_temporary_files_on_signals();
 
 /// Removes the listed files. Async-signal-safe; files created from then on wait for the program's end.
 void remove_temporary_files() noexcept;
 
-/// Holds up the removal while a file is created and listed, or put into its place and struck off: no signal's handler
-/// runs on this thread, and one on another waits.
+/// Holds up the removal while a file is created and listed, or put into its place and struck off: no signal's
+/// handler runs on this thread, and one on another waits.
 class removal_held {
  public:
   removal_held();
@@ -28,8 +28,8 @@ class removal_held {
   sigset_t before_;
 };
 
-/// A file's name on the list while this lives. With a thousand names on it the list is full, and further ones are left
-/// out.
+/// A file's name on the list while this lives. With a thousand names on it the list is full, and further ones
+/// are left out.
 class temporary_name {
  public:
   temporary_name() = default;

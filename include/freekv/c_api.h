@@ -1,21 +1,23 @@
-/* FreeKV for C11, C++ and foreign-function interfaces: what the library freekv::c (examples/c_library) exports.
- * docs/c.md has a program, and says how the library is built.
+/* FreeKV for C11, C++ and foreign-function interfaces: what the library freekv::c (examples/c_library)
+ * exports. docs/c.md has a program, and says how the library is built.
  *
- * Calls return a freekv_status and never throw. What a call does not change when it fails says docs/engine.md, "When
- * something fails". Calls have the names of the C++ interface, whose headers say more about each.
+ * Calls return a freekv_status and never throw. What a call does not change when it fails says
+ * docs/engine.md, "When something fails". Calls have the names of the C++ interface, whose headers say more
+ * about each.
  *
- * Structs. The first member of a struct is its `size`, as the caller's header has it: `{.size = sizeof settings}`.
- * Members that are 0 have their default. A smaller, older struct is taken as if what it lacks were 0; a larger, newer
- * one is refused, unless what it has more is 0. Of a struct that the library fills it writes `size` bytes, and 0 to
- * members that it does not know. freekv_step_input and freekv_engine_blocks come in arrays: they have no size and do
- * not grow.
+ * Structs. The first member of a struct is its `size`, as the caller's header has it: `{.size = sizeof
+ * settings}`. Members that are 0 have their default. A smaller, older struct is taken as if what it lacks
+ * were 0; a larger, newer one is refused, unless what it has more is 0. Of a struct that the library fills it
+ * writes `size` bytes, and 0 to members that it does not know. freekv_step_input and freekv_engine_blocks
+ * come in arrays: they have no size and do not grow.
  *
- * Threads. One thread at a time calls a backend, its pipeline, and that pipeline's step and prefixes; another may go
- * on where it has left off, as if it had passed a mutex on. Different backends are independent. Functions that take
- * none of these may be called by any thread at any time. freekv_last_message is the calling thread's.
+ * Threads. One thread at a time calls a backend, its pipeline, and that pipeline's step and prefixes; another
+ * may go on where it has left off, as if it had passed a mutex on. Different backends are independent.
+ * Functions that take none of these may be called by any thread at any time. freekv_last_message is the
+ * calling thread's.
  *
- * What waits says docs/engine.md, "What an engine keeps to". On the host there are no streams: what append, attend and
- * table give is there when they return. */
+ * What waits says docs/engine.md, "What an engine keeps to". On the host there are no streams: what append,
+ * attend and table give is there when they return. */
 #ifndef FREEKV_C_API_H
 #define FREEKV_C_API_H
 
@@ -32,8 +34,8 @@
 extern "C" {
 #endif
 
-/* Number of this interface. It is another where a program compiled against an older header cannot go on; functions and
- * members that are added leave it as it is. */
+/* Number of this interface. It is another where a program compiled against an older header cannot go on;
+ * functions and members that are added leave it as it is. */
 #define FREEKV_ABI 1
 
 /* Outcome of a call; the errors are those of the C++ interface. */
@@ -76,9 +78,11 @@ typedef struct freekv_step freekv_step;         /* a pipeline's step in progress
 typedef struct freekv_prefix freekv_prefix;     /* pages that outlive their sequence */
 typedef int32_t freekv_sequence;                /* number of a sequence, from freekv_open or freekv_fork */
 
-/* ---- What the library is ---------------------------------------------------------------------------------------- */
+/* ---- What the library is
+ * ---------------------------------------------------------------------------------------- */
 
-/* FREEKV_ABI of the library's own header. A program compares it with its own before it calls anything else. */
+/* FREEKV_ABI of the library's own header. A program compares it with its own before it calls anything else.
+ */
 FREEKV_API int32_t freekv_abi(void);
 /* Version of FreeKV: 1000000 * major + 1000 * minor + patch. */
 FREEKV_API int32_t freekv_version(void);
@@ -98,11 +102,12 @@ FREEKV_API const char* freekv_method_about(size_t index);
 FREEKV_API const char* freekv_element_name(int32_t element);
 FREEKV_API const char* freekv_status_name(int32_t status);
 
-/* What the calling thread's last failed call says, with numbers and a remedy; "" where none has failed. It stays until
- * the thread's next failure, and is cut behind 1023 bytes. */
+/* What the calling thread's last failed call says, with numbers and a remedy; "" where none has failed. It
+ * stays until the thread's next failure, and is cut behind 1023 bytes. */
 FREEKV_API const char* freekv_last_message(void);
 
-/* ---- Backend ---------------------------------------------------------------------------------------------------- */
+/* ---- Backend
+ * ---------------------------------------------------------------------------------------------------- */
 
 typedef struct freekv_host_options {
   size_t size;
@@ -116,10 +121,11 @@ FREEKV_API freekv_status freekv_backend_create_host(const freekv_host_options* o
 /* Ends the threads. Usage_error, and nothing happens, while a pipeline has them. NULL is taken. */
 FREEKV_API freekv_status freekv_backend_destroy(freekv_backend* backend);
 
-/* ---- Pipeline --------------------------------------------------------------------------------------------------- */
+/* ---- Pipeline
+ * --------------------------------------------------------------------------------------------------- */
 
-/* Memory resource. `allocate` returns memory at a multiple of `alignment`, a power of two, or NULL where there is not
- * enough. `deallocate` gets back what it returned. Neither throws nor calls this library. */
+/* Memory resource. `allocate` returns memory at a multiple of `alignment`, a power of two, or NULL where
+ * there is not enough. `deallocate` gets back what it returned. Neither throws nor calls this library. */
 typedef struct freekv_memory {
   size_t size;
   void* context;
@@ -127,9 +133,9 @@ typedef struct freekv_memory {
   void (*deallocate)(void* context, void* memory, size_t bytes, size_t alignment);
 } freekv_memory;
 
-/* Slots of a layer that are blocks of the engine's own paged KV tensor. Row t of KV head h of block b is head_dim
- * elements at `keys + b * block_stride + t * token_stride + h * head_stride`, and so are its values; strides in
- * elements. Layers without slots have no ids. */
+/* Slots of a layer that are blocks of the engine's own paged KV tensor. Row t of KV head h of block b is
+ * head_dim elements at `keys + b * block_stride + t * token_stride + h * head_stride`, and so are its values;
+ * strides in elements. Layers without slots have no ids. */
 typedef struct freekv_engine_blocks {
   void* keys;
   void* values;
@@ -138,8 +144,8 @@ typedef struct freekv_engine_blocks {
   size_t count;
 } freekv_engine_blocks;
 
-/* Data of methods that learn: float32 of all layers and KV heads, as key_codebooks and subspace_basis of the C++
- * interface have them. `data` stays as long as the pipeline. */
+/* Data of methods that learn: float32 of all layers and KV heads, as key_codebooks and subspace_basis of the
+ * C++ interface have them. `data` stays as long as the pipeline. */
 typedef struct freekv_key_codebooks {
   size_t size;
   int32_t layers, kv_heads, head_dim;
@@ -153,9 +159,9 @@ typedef struct freekv_subspace_basis {
   const float* data;
 } freekv_subspace_basis;
 
-/* Settings of a pipeline. What they point to may go when the call returns, but for the data of codebooks and basis,
- * blocks with their lists, and the contexts of memory. Of methods that forget, as "h2o", the budget is sink, window
- * and selected pages together, and members of the second half are 0. */
+/* Settings of a pipeline. What they point to may go when the call returns, but for the data of codebooks and
+ * basis, blocks with their lists, and the contexts of memory. Of methods that forget, as "h2o", the budget is
+ * sink, window and selected pages together, and members of the second half are 0. */
 typedef struct freekv_settings {
   size_t size;
   const char* method; /* a name; NULL: "freekv" */
@@ -204,17 +210,18 @@ typedef struct freekv_footprint {
 /* Bytes that a pipeline with these settings takes, known before anything is allocated. Settings_error. */
 FREEKV_API freekv_status freekv_measure(freekv_backend* backend, const freekv_settings* settings,
                                         freekv_footprint* footprint);
-/* Slots by layer: `slots` (layers) of all resident sequences, and so the ids of freekv_engine_blocks; `per_sequence`
- * (layers), the room that a table needs. Either may be NULL. 0 for layers without slots. Settings_error. */
+/* Slots by layer: `slots` (layers) of all resident sequences, and so the ids of freekv_engine_blocks;
+ * `per_sequence` (layers), the room that a table needs. Either may be NULL. 0 for layers without slots.
+ * Settings_error. */
 FREEKV_API freekv_status freekv_slots(freekv_backend* backend, const freekv_settings* settings,
                                       int64_t* slots, int32_t* per_sequence);
 
-/* Takes all its memory at once; steps allocate nothing. Settings_error, store_error, out_of_memory; usage_error where
- * the backend has a pipeline. */
+/* Takes all its memory at once; steps allocate nothing. Settings_error, store_error, out_of_memory;
+ * usage_error where the backend has a pipeline. */
 FREEKV_API freekv_status freekv_pipeline_create(freekv_backend* backend, const freekv_settings* settings,
                                                 freekv_pipeline** pipeline);
-/* Waits for what is queued. A step in progress is abandoned. Usage_error, and nothing happens, while it has a prefix.
- * NULL is taken. */
+/* Waits for what is queued. A step in progress is abandoned. Usage_error, and nothing happens, while it has a
+ * prefix. NULL is taken. */
 FREEKV_API freekv_status freekv_pipeline_destroy(freekv_pipeline* pipeline);
 
 /* The method in words, with its values, as long as the pipeline; NULL for NULL. */
@@ -222,7 +229,8 @@ FREEKV_API const char* freekv_pipeline_name(const freekv_pipeline* pipeline);
 /* Waits until everything queued has happened. */
 FREEKV_API freekv_status freekv_synchronize(freekv_pipeline* pipeline);
 
-/* ---- Sequences, between steps ----------------------------------------------------------------------------------- */
+/* ---- Sequences, between steps
+ * ----------------------------------------------------------------------------------- */
 
 /* A new, empty sequence. Pool_exhausted. */
 FREEKV_API freekv_status freekv_open(freekv_pipeline* pipeline, freekv_sequence* sequence);
@@ -240,11 +248,12 @@ FREEKV_API freekv_status freekv_fork(freekv_pipeline* pipeline, freekv_sequence 
                                      freekv_sequence* sequence);
 /* The sequence keeps its first `tokens` tokens, as after rejected rows of a draft. Usage_error. */
 FREEKV_API freekv_status freekv_truncate(freekv_pipeline* pipeline, freekv_sequence sequence, int32_t tokens);
-/* The sequence's slots go to others until it is restored; it takes no steps. Usage_error; restore pool_exhausted. */
+/* The sequence's slots go to others until it is restored; it takes no steps. Usage_error; restore
+ * pool_exhausted. */
 FREEKV_API freekv_status freekv_preempt(freekv_pipeline* pipeline, freekv_sequence sequence);
 FREEKV_API freekv_status freekv_restore(freekv_pipeline* pipeline, freekv_sequence sequence);
-/* The complete pages among a sequence's first `tokens` tokens, for others to begin with. They stay in use until the
- * prefix is destroyed, which is before the pipeline is. Usage_error. */
+/* The complete pages among a sequence's first `tokens` tokens, for others to begin with. They stay in use
+ * until the prefix is destroyed, which is before the pipeline is. Usage_error. */
 FREEKV_API freekv_status freekv_keep_prefix(freekv_pipeline* pipeline, freekv_sequence sequence,
                                             int32_t tokens, freekv_prefix** prefix);
 /* A new sequence that begins with a prefix of the same pipeline. Pool_exhausted, usage_error. */
@@ -253,7 +262,8 @@ FREEKV_API freekv_status freekv_open_with(freekv_pipeline* pipeline, const freek
 /* Gives the pages back. NULL is taken. */
 FREEKV_API freekv_status freekv_prefix_destroy(freekv_prefix* prefix);
 
-/* ---- Steps ------------------------------------------------------------------------------------------------------ */
+/* ---- Steps
+ * ------------------------------------------------------------------------------------------------------ */
 
 /* Rows that a sequence brings to a step. */
 typedef struct freekv_step_input {
@@ -262,9 +272,10 @@ typedef struct freekv_step_input {
   int32_t phase;  /* freekv_phase */
 } freekv_step_input;
 
-/* Keys, values and queries of a step's rows in a layer, after RoPE; sequences one behind the other, as begin_step
- * lists them. They stay where they are until the layer has attended. Rows of methods that retrieve may be parts of longer
- * ones, as of a fused projection: a stride is elements from a row to the next, 0 where one lies behind the other. */
+/* Keys, values and queries of a step's rows in a layer, after RoPE; sequences one behind the other, as
+ * begin_step lists them. They stay where they are until the layer has attended. Rows of methods that retrieve
+ * may be parts of longer ones, as of a fused projection: a stride is elements from a row to the next, 0 where
+ * one lies behind the other. */
 typedef struct freekv_rows {
   size_t size;
   int32_t element;       /* of keys and values: the stored one, or FREEKV_F32, which is rounded */
@@ -295,41 +306,44 @@ typedef struct freekv_resident_table {
   int32_t tokens; /* in these pages together */
 } freekv_resident_table;
 
-/* Starts a step to which the listed sequences bring rows: for each layer come append and attend, then end_step. All
- * that it needs is reserved here. `step` is the pipeline's one step, the same pointer each time, and is not destroyed.
- * Pool_exhausted, usage_error. */
+/* Starts a step to which the listed sequences bring rows: for each layer come append and attend, then
+ * end_step. All that it needs is reserved here. `step` is the pipeline's one step, the same pointer each
+ * time, and is not destroyed. Pool_exhausted, usage_error. */
 FREEKV_API freekv_status freekv_begin_step(freekv_pipeline* pipeline, const freekv_step_input* entries,
                                            size_t count, freekv_step** step);
 /* Appends the step's rows to a layer. Usage_error, store_error. */
 FREEKV_API freekv_status freekv_append(freekv_step* step, int32_t layer, const freekv_rows* rows);
-/* Corrects the heads that need it and attends; selection and recall for the next step go on behind it. Usage_error,
- * store_error. */
+/* Corrects the heads that need it and attends; selection and recall for the next step go on behind it.
+ * Usage_error, store_error. */
 FREEKV_API freekv_status freekv_attend(freekv_step* step, int32_t layer, const freekv_attention* attention);
 
-/* In place of attend, for an engine that attends with a kernel of its own to freekv_engine_blocks: correct, then a
- * table for each sequence with decode rows and the kernel, then finish_layer. Of methods that retrieve. Usage_error;
- * correct store_error. */
+/* In place of attend, for an engine that attends with a kernel of its own to freekv_engine_blocks: correct,
+ * then a table for each sequence with decode rows and the kernel, then finish_layer. Of methods that
+ * retrieve. Usage_error; correct store_error. */
 FREEKV_API freekv_status freekv_correct(freekv_step* step, int32_t layer);
-/* Writes to `blocks`, which has room for `capacity`, at least the layer's freekv_slots per sequence: ids of sink,
- * selected and window pages, the open page last. `head` is a KV head, or -1 for one table of all, where theirs are the
- * same. */
+/* Writes to `blocks`, which has room for `capacity`, at least the layer's freekv_slots per sequence: ids of
+ * sink, selected and window pages, the open page last. `head` is a KV head, or -1 for one table of all, where
+ * theirs are the same. */
 FREEKV_API freekv_status freekv_table(freekv_step* step, int32_t layer, freekv_sequence sequence,
                                       int32_t head, int32_t* blocks, size_t capacity,
                                       freekv_resident_table* table);
 FREEKV_API freekv_status freekv_finish_layer(freekv_step* step, int32_t layer);
 
-/* Ends the step. All layers have been appended to, and have attended decode rows. Usage_error, and it goes on. */
+/* Ends the step. All layers have been appended to, and have attended decode rows. Usage_error, and it goes
+ * on. */
 FREEKV_API freekv_status freekv_end_step(freekv_step* step);
-/* Ends a step that cannot be finished, and releases the sequences that brought rows to it. Nothing happens where none
- * is in progress. */
+/* Ends a step that cannot be finished, and releases the sequences that brought rows to it. Nothing happens
+ * where none is in progress. */
 FREEKV_API freekv_status freekv_abandon_step(freekv_step* step);
-/* Takes one sequence out of the step and releases it; the step goes on for the others. Of methods that retrieve.
- * Usage_error. */
+/* Takes one sequence out of the step and releases it; the step goes on for the others. Of methods that
+ * retrieve. Usage_error. */
 FREEKV_API freekv_status freekv_abandon_sequence(freekv_step* step, freekv_sequence sequence);
 
-/* ---- Reports ---------------------------------------------------------------------------------------------------- */
+/* ---- Reports
+ * ---------------------------------------------------------------------------------------------------- */
 
-/* What a layer's last step did for a sequence, over all its KV heads. A slice is one head's keys and values of a unit. */
+/* What a layer's last step did for a sequence, over all its KV heads. A slice is one head's keys and values
+ * of a unit. */
 typedef struct freekv_step_report {
   size_t size;
   int32_t corrected_heads;           /* heads that selected anew before they attended */

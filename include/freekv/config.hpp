@@ -6,8 +6,7 @@
 #define FREEKV_VERSION_PATCH 0
 
 #if __cplusplus < 202002L
-#error \
-    "FreeKV needs C++20: compile with -std=c++20 (CMake: target_link_libraries(... freekv::freekv) asks for it)."
+#error "FreeKV needs C++20: compile with -std=c++20 (in CMake the target freekv::freekv asks for it)."
 #endif
 #if defined(__clang__) && __clang_major__ < 14
 #error "FreeKV needs Clang 14 or newer: this Clang is older."

@@ -1,6 +1,6 @@
-// The table of methods, published ones and ours: `methods::quest::pipeline<kv_shape<half, 128>>`. Programs' names,
-// `--variant` and the table of docs/policies.md are made from it. Values that a method gives at run time are
-// members under the setting's name: `s.selection = methods::twilight::selection`.
+// The table of methods, published ones and ours: `methods::quest::pipeline<kv_shape<half, 128>>`. Programs'
+// names, `--variant` and the table of docs/policies.md are made from it. Values that a method gives at run
+// time are members under the setting's name: `s.selection = methods::twilight::selection`.
 #pragma once
 
 #include <freekv/backend/host/evict.hpp>
@@ -47,8 +47,8 @@ struct streaming_llm : named_policies<every_layer<layer_kind::window>> {
   static constexpr std::string_view about = "sink and window alone";
   static constexpr std::string_view published = "arXiv 2309.17453";
 };
-/// Quest (arXiv 2406.10774), selecting for whole groups as FreeKV's comparison has it: min-max summaries, a page's
-/// score the largest of the group's, selected anew before every attention.
+/// Quest (arXiv 2406.10774), selecting for whole groups as FreeKV's comparison has it: min-max summaries, a
+/// page's score the largest of the group's, selected anew before every attention.
 struct quest : named_policies<min_max, max_score, always> {
   static constexpr std::string_view name = "quest";
   static constexpr std::string_view about =
@@ -56,8 +56,8 @@ struct quest : named_policies<min_max, max_score, always> {
   static constexpr std::string_view published = "arXiv 2406.10774";
 };
 /// Quest's summaries and moments with FreeKV's pooling, which is FreeKV corrected in every step: beside quest
-/// it shows what the pooling does, beside freekv what the correction does. Results from before quest pooled by
-/// max_score have it under that name.
+/// it shows what the pooling does, beside freekv what the correction does. Results from before quest pooled
+/// by max_score have it under that name.
 struct quest_mean_softmax : named_policies<min_max, always> {
   static constexpr std::string_view name = "quest_mean_softmax";
   static constexpr std::string_view about = "quest with FreeKV's pooling";
@@ -69,18 +69,19 @@ struct quest_per_query_head : named_policies<min_max, per_query_head, always> {
   static constexpr std::string_view about = "each query head selects its own pages";
   static constexpr std::string_view published = "arXiv 2406.10774";
 };
-/// ArkVale (NeurIPS 2024): boxes as wide as the keys' mean distance from their centre, scores averaged over the
-/// group, selected anew before every attention.
+/// ArkVale (NeurIPS 2024): boxes as wide as the keys' mean distance from their centre, scores averaged over
+/// the group, selected anew before every attention.
 struct arkvale : named_policies<centroid_box, mean_score, always> {
   static constexpr std::string_view name = "arkvale";
   static constexpr std::string_view about = "boxes as wide as the keys' mean distance from their centre";
   static constexpr std::string_view published = "NeurIPS 2024";
 };
-/// Twilight (arXiv 2502.02770, section 4), Quest as the algorithm that it prunes: min-max summaries keep 4 k of
-/// the candidates, keys in 4 bits estimate these pages' masses, and of the k best the fewest are selected that
-/// have 0.85 of the kept pages' mass, with its `selection`; selected anew before every attention. Unlike the
-/// paper's, the masses are of pages and groups, not of tokens, selected pages are attended to whole, k bounds
-/// them, sink and window are always there, and the 4 bits are of a key's difference from its page's mean.
+/// Twilight (arXiv 2502.02770, section 4), Quest as the algorithm that it prunes: min-max summaries keep 4 k
+/// of the candidates, keys in 4 bits estimate these pages' masses, and of the k best the fewest are selected
+/// that have 0.85 of the kept pages' mass, with its `selection`; selected anew before every attention. Unlike
+/// the paper's, the masses are of pages and groups, not of tokens, selected pages are attended to whole, k
+/// bounds them, sink and window are always there, and the 4 bits are of a key's difference from its page's
+/// mean.
 struct twilight : named_policies<coarse_to_fine<min_max, key_sketch<4>>, top_p, always> {
   static constexpr std::string_view name = "twilight";
   static constexpr std::string_view about =
@@ -88,12 +89,12 @@ struct twilight : named_policies<coarse_to_fine<min_max, key_sketch<4>>, top_p, 
   static constexpr std::string_view published = "arXiv 2502.02770";
   static constexpr top_p selection{.p = 0.85f};
 };
-/// InfiniGen (arXiv 2406.19707, section 4), as far as keys and queries alone allow: single tokens are selected
-/// by partial keys, here the unquantised coefficients of a key in the 24 dimensions where the prompt's keys
-/// vary most; selected anew before every attention. Unlike the paper's, these dimensions come from keys, not
-/// from skewed weights, the query is the layer's own, not one foreseen from the layer before, k bounds the
-/// tokens instead of a distance from the best score, query heads of a group select together, and sink and
-/// window are always there.
+/// InfiniGen (arXiv 2406.19707, section 4), as far as keys and queries alone allow: single tokens are
+/// selected by partial keys, here the unquantised coefficients of a key in the 24 dimensions where the
+/// prompt's keys vary most; selected anew before every attention. Unlike the paper's, these dimensions come
+/// from keys, not from skewed weights, the query is the layer's own, not one foreseen from the layer before,
+/// k bounds the tokens instead of a distance from the best score, query heads of a group select together, and
+/// sink and window are always there.
 struct infinigen : named_policies<unit<1>, key_subspace<24, 32>, always> {
   static constexpr std::string_view name = "infinigen";
   static constexpr std::string_view about = "single tokens by partial keys";
@@ -101,11 +102,11 @@ struct infinigen : named_policies<unit<1>, key_subspace<24, 32>, always> {
 };
 /// ShadowKV (arXiv 2410.21465, section 4): chunks of 8 tokens by their mean keys, the most of the group's
 /// softmaxes counting, 48 outlier chunks always selected beside 256 others; values are recalled, and keys
-/// rebuilt from 160 coefficients of what all heads' were before rotation (of 1024 numbers in the paper; take as
-/// large a share of fewer), in a basis and with the model's rotation given in `codec`; selected anew before
-/// every attention. Unlike the paper's, whatever the sequence's prompt or another text: the basis is given,
-/// tokens decoded later have coefficients too, keys of sink, window and outliers are rebuilt like others once
-/// their page is complete, and outliers are among the prompt's chunks beyond sink and window.
+/// rebuilt from 160 coefficients of what all heads' were before rotation (of 1024 numbers in the paper; take
+/// as large a share of fewer), in a basis and with the model's rotation given in `codec`; selected anew
+/// before every attention. Unlike the paper's, whatever the sequence's prompt or another text: the basis is
+/// given, tokens decoded later have coefficients too, keys of sink, window and outliers are rebuilt like
+/// others once their page is complete, and outliers are among the prompt's chunks beyond sink and window.
 struct shadowkv : named_policies<unit<8>, mean, max_softmax, pin_outliers<48>, always, low_rank_keys<160>> {
   static constexpr std::string_view name = "shadowkv";
   static constexpr std::string_view about =
@@ -204,8 +205,8 @@ struct freekv_key_codes_deficit : named_policies<key_codes<6>, mass_deficit> {
   static constexpr std::string_view published = "";
   static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
 };
-/// freekv_key_codes_deficit, and a page that is held stays until another has twice its mass, with its `selection`: half
-/// the recalls (docs/frontiers.md).
+/// freekv_key_codes_deficit, and a page that is held stays until another has twice its mass, with its
+/// `selection`: half the recalls (docs/frontiers.md).
 struct freekv_key_codes_sticky : named_policies<key_codes<6>, sticky_top_k, mass_deficit> {
   static constexpr std::string_view name = "freekv_key_codes_sticky";
   static constexpr std::string_view about =
@@ -214,8 +215,8 @@ struct freekv_key_codes_sticky : named_policies<key_codes<6>, sticky_top_k, mass
   static constexpr sticky_top_k selection{};
   static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
 };
-/// freekv_key_codes_sticky that selects and recalls units of 8 tokens instead of pages, four times as many: 7 bytes a token
-/// where pages take 6.25. (KL from full attention: docs/results.md)
+/// freekv_key_codes_sticky that selects and recalls units of 8 tokens instead of pages, four times as many: 7
+/// bytes a token where pages take 6.25. (KL from full attention: docs/results.md)
 struct freekv_key_codes_units : named_policies<unit<4>, key_codes<6>, sticky_top_k, mass_deficit> {
   static constexpr std::string_view name = "freekv_key_codes_units";
   static constexpr std::string_view about = "the same, in units of 4 tokens instead of pages";

@@ -1,4 +1,5 @@
-/* The C interface from C11: what is attended to, against attention written here; and every error that a host has. */
+/* The C interface from C11: what is attended to, against attention written here; and every error that a host
+ * has. */
 #define _POSIX_C_SOURCE 200809L
 #include <freekv/c_api.h>
 #include <math.h>
@@ -211,7 +212,8 @@ static void decodes(freekv_settings settings) {
 static void decoding(void) {
   const char* methods[] = {"full", "quest", "freekv", "h2o"};
   for (int i = 0; i < 4; ++i) decodes(covering(methods[i]));
-  // What only a model has: sliding layers, a soft cap, sinks without a value, a scale; and what the engine wants.
+  // What only a model has: sliding layers, a soft cap, sinks without a value, a scale; and what the engine
+  // wants.
   const int32_t kinds[layers] = {FREEKV_LAYER_RETRIEVAL, FREEKV_LAYER_SLIDING};
   float sinks[layers * query_heads];
   for (int i = 0; i < layers * query_heads; ++i) sinks[i] = drawn();

@@ -1,4 +1,5 @@
-// The C interface from C++17: blocks of an engine's own tensor, rows of the stored type, a store in a file, and threads.
+// The C interface from C++17: blocks of an engine's own tensor, rows of the stored type, a store in a file,
+// and threads.
 #include <freekv/c_api.h>
 
 #include <algorithm>
@@ -95,7 +96,8 @@ step_rows rows_of(std::uint32_t& state, int rows, int head_dim) {
   return r;
 }
 
-/// A prompt, then decode steps. `layer_of(step, layer, rows, view)` appends, attends and leaves the outputs in `out`.
+/// A prompt, then decode steps. `layer_of(step, layer, rows, view)` appends, attends and leaves the outputs
+/// in `out`.
 template <class Layer>
 std::vector<float> run(freekv_pipeline* p, int head_dim, const Layer& layer_of) {
   std::vector<float> all;

@@ -35,7 +35,8 @@ struct brought {
   bool decodes() const { return inputs.front().phase == FREEKV_DECODE; }
 };
 
-/// Steps of two sequences: prompts in chunks, together and alone, then decode rows. Neighbouring queries are alike.
+/// Steps of two sequences: prompts in chunks, together and alone, then decode rows. Neighbouring queries are
+/// alike.
 std::vector<brought> steps() {
   std::vector<brought> all;
   all.push_back({{{0, 300, FREEKV_PREFILL}}});
@@ -51,7 +52,8 @@ struct layer_rows {
   std::vector<float> k, v, q;
 };
 
-/// What a fused projection leaves: rows of queries, keys and values in bfloat16, as `rows` has them, and some more.
+/// What a fused projection leaves: rows of queries, keys and values in bfloat16, as `rows` has them, and some
+/// more.
 struct fused_rows {
   static constexpr int more = 8;
   int query, kv;

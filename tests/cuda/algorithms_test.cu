@@ -1,6 +1,7 @@
 // Policies and algorithms give on the device what they give on the host, in their one-lane form.
 //
-// Shared bodies fuse no product with a sum, so sums, products, quotients, square roots and conversions are equal bit by bit. Exponentials and logarithms are not: the device's expf and logf and the host's are each
+// Shared bodies fuse no product with a sum, so sums, products, quotients, square roots and conversions are
+// equal bit by bit. Exponentials and logarithms are not: the device's expf and logf and the host's are each
 // right to about 1 ulp and round differently, so what uses them agrees to a few ulp; where their results are
 // summed and rescaled, as in attention, to a few more.
 //
@@ -669,8 +670,8 @@ void attention(report& checks, random_numbers& random) {
   for (auto& n : tokens) n = random.between(1, pages_each * page);
   tokens[0] = 0;
   tokens[1] = pages_each * page;
-  // Row 2: NaN in a key; row 3: an infinite value; row 4: a token, and row 5: all tokens of score -infinity (or
-  // +infinity, by the query's sign).
+  // Row 2: NaN in a key; row 3: an infinite value; row 4: a token, and row 5: all tokens of score -infinity
+  // (or +infinity, by the query's sign).
   const auto first = [&](int row) { return pages.begin() + row * pages_each * page_elements; };
   first(2)[0] = freekv::from_float<Element>(std::numeric_limits<float>::quiet_NaN());
   first(3)[page * d] = freekv::from_float<Element>(freekv::infinity);

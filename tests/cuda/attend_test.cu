@@ -1,5 +1,5 @@
-// Attention to an engine's own paged KV cache, with and without tensor cores, against one in double precision and
-// against a pipeline's.
+// Attention to an engine's own paged KV cache, with and without tensor cores, against one in double precision
+// and against a pipeline's.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <algorithm>
@@ -21,8 +21,8 @@ constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n);
 std::string text(int n) { return std::to_string(n); }
 constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
 
-/// Where a block's rows lie: tokens outermost, keys and values in planes of their own, next to each other in a
-/// block, or in turns; or heads outermost, which a cache that is no NHD cache at all has.
+/// Where a block's rows lie: tokens outermost, keys and values in planes of their own, next to each other in
+/// a block, or in turns; or heads outermost, which a cache that is no NHD cache at all has.
 enum class layout_of { two_planes, block_of_two, token_of_two, heads_first };
 
 struct paged_case {
@@ -45,8 +45,8 @@ struct paged_case {
   }
 };
 
-/// An engine's cache: random where a sequence has tokens, NaN in all other rows, and no block at all behind its
-/// last.
+/// An engine's cache: random where a sequence has tokens, NaN in all other rows, and no block at all behind
+/// its last.
 template <class Element, int HeadDim>
 struct engine_cache {
   pinned<Element> data;
@@ -220,13 +220,14 @@ void attend_as_layer(const paged_case& c, case_memory<Element, HeadDim>& m, atte
   const scratch_memory scratch(m.attention, c.block_tokens, HeadDim);
   const int parts = device::paged_parts(m.attention, c.block_tokens);
   device::launch_attend(s, identity{}, {entries.data(), count.data(), {.rows = m.attention.max_rows()}},
-                        {m.queries.data(), std::int64_t{c.query_heads()} * HeadDim}, device::rows_attending::all, true, parts,
-                        {to.out.host.data(), to.lse.host.data()}, scratch.view, nullptr);
+                        {m.queries.data(), std::int64_t{c.query_heads()} * HeadDim},
+                        device::rows_attending::all, true, parts, {to.out.host.data(), to.lse.host.data()},
+                        scratch.view, nullptr);
   require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
-/// One case as it is; with wider bounds, little scratch and fewer sequences than there is room for; and a sequence
-/// alone.
+/// One case as it is; with wider bounds, little scratch and fewer sequences than there is room for; and a
+/// sequence alone.
 template <class Tuned, class Element, int HeadDim>
 void attend_case(report& checks, random_numbers& random, const paged_case& c) {
   case_memory<Element, HeadDim> m(c, random);
@@ -392,8 +393,8 @@ void attend_slices_with(const pinned<float>& queries, const pinned<masked_slice<
                               &out[size(h * HeadDim)], &lse[size(h)]);
 }
 
-/// Tensor cores attend to what the heads' bits say: NaN is for those heads alone that attend to it, and one head
-/// attends to nothing. Behind the last slice memory ends.
+/// Tensor cores attend to what the heads' bits say: NaN is for those heads alone that attend to it, and one
+/// head attends to nothing. Behind the last slice memory ends.
 template <class Element, int HeadDim>
 void masked_heads_alone(report& checks, random_numbers& random) {
   const int stride = HeadDim + 8, each = 40, count = 12;

@@ -83,8 +83,8 @@ class report {
   }
 
   /// Within `ulp` units in the last place of the larger number, or of 1 where both are smaller: what was
-  /// computed with exponentials and logarithms, which two math libraries round differently. NaN equals NaN and
-  /// an infinity itself.
+  /// computed with exponentials and logarithms, which two math libraries round differently. NaN equals NaN
+  /// and an infinity itself.
   void close(const std::string& what, const results<float>& r, double ulp) {
     double most = 0.0;
     for (std::size_t i = 0; i < r.host.size(); ++i) {

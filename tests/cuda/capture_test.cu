@@ -1,9 +1,9 @@
-// A decode step of all layers, captured once and replayed for sequences that come, go, branch and are cut back: the same bits
-// as steps that are begun one by one, whatever is queued ahead.
+// A decode step of all layers, captured once and replayed for sequences that come, go, branch and are cut
+// back: the same bits as steps that are begun one by one, whatever is queued ahead.
 //
-// With FREEKV_CARELESS=1, 2, 3 or 4: that other bits come where one of the orders that a captured step is made of is left out.
-// With FREEKV_COUNTED=replays, fork, draft, short_draft, truncate, preempt or release: nothing but that, between cudaProfilerStart and
-// cudaProfilerStop.
+// With FREEKV_CARELESS=1, 2, 3 or 4: that other bits come where one of the orders that a captured step is
+// made of is left out. With FREEKV_COUNTED=replays, fork, draft, short_draft, truncate, preempt or release:
+// nothing but that, between cudaProfilerStart and cudaProfilerStop.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <cuda_profiler_api.h>
@@ -19,7 +19,8 @@ namespace capture_test {
 
 using namespace freekv;
 
-/// A CUDA backend; where `waits` is false its compute stream waits for no recall of steps that are not captured.
+/// A CUDA backend; where `waits` is false its compute stream waits for no recall of steps that are not
+/// captured.
 struct test_backend {
   using policy_kind = backend_kind;
   using event = device::event;
@@ -57,7 +58,8 @@ constexpr int head_dim = 64, query_heads = 4, kv_heads = 2, layers = 3, page = 8
 constexpr std::size_t key_row = kv_heads * head_dim, query_row = query_heads * head_dim;
 constexpr int most_rows = 8, most_prompt_rows = 160;  // of a captured step
 
-// The first layer keeps everything. Heads are corrected seldom, so that what recall has brought is what they attend to.
+// The first layer keeps everything. Heads are corrected seldom, so that what recall has brought is what they
+// attend to.
 using pipeline = retrieval_pipeline<kv_shape<half, head_dim>, test_backend, page_size<page>, mean,
                                     cosine_drift, complete_first<1>, any_of<resident, in_place>>;
 
@@ -209,8 +211,9 @@ struct run_kind {
   int without_edge = -1;  // of those from the compute to the recall stream, in the order of the recall stream
 };
 
-/// The edges of a captured step from its compute stream to its recall stream. They are from what attends last in a layer,
-/// which has two successors: selection for the next step, and later what the compute stream goes on with.
+/// The edges of a captured step from its compute stream to its recall stream. They are from what attends last
+/// in a layer, which has two successors: selection for the next step, and later what the compute stream goes
+/// on with.
 std::vector<std::pair<cudaGraphNode_t, cudaGraphNode_t>> edges_to_recall(cudaGraph_t graph) {
   std::size_t count = 0;
   require(cudaGraphGetEdges(graph, nullptr, nullptr, nullptr, &count), "cudaGraphGetEdges");
@@ -368,7 +371,8 @@ class engine {
     }
     return rows;
   }
-  /// The rows go to where the captured step reads them, and its outputs to the rows, in the order of the compute stream.
+  /// The rows go to where the captured step reads them, and its outputs to the rows, in the order of the
+  /// compute stream.
   void launch(step_rows& rows) {
     const auto copy = [&]<class T>(pinned<T>& to, const pinned<T>& from, std::size_t count) {
       if (count > 0)
@@ -599,8 +603,8 @@ std::vector<happening> cut_steps() {
   return trace;
 }
 
-/// Whether some run without one of the orders gives other outputs than one with them, or fails; under an interpreter that
-/// draws orders. The first two are the recall stream's waits for the attention of a layer.
+/// Whether some run without one of the orders gives other outputs than one with them, or fails; under an
+/// interpreter that draws orders. The first two are the recall stream's waits for the attention of a layer.
 bool careless(const texts& source, int order) {
   const bool cuts = order > layers;
   const auto trace = cuts ? cut_steps() : decode_steps(12);
@@ -629,7 +633,8 @@ bool careless(const texts& source, int order) {
   return !seen.empty();
 }
 
-/// Nothing between the profiler's marks but replays, or calls that change sequences while steps are under way.
+/// Nothing between the profiler's marks but replays, or calls that change sequences while steps are under
+/// way.
 int count_alone(const texts& source, const std::string& what) {
   engine run(source);
   const std::vector<happening> trace = decode_steps(12);
@@ -673,8 +678,8 @@ bool has_few_nodes(const texts& source) {
                              nodes_of(run.graph(), cudaGraphNodeTypeHost) +
                              nodes_of(run.graph(), cudaGraphNodeTypeMemset);
   const std::size_t edges = edges_to_recall(run.graph()).size();
-  // An upload; of a layer that keeps everything copies of shared rows, append, attention and its merge; of another three
-  // besides, of correction and speculation.
+  // An upload; of a layer that keeps everything copies of shared rows, append, attention and its merge; of
+  // another three besides, of correction and speculation.
   constexpr std::size_t most = 1 + 4 * layers + 3 * (layers - 1);
   const bool few = kernels <= most && copies == 1 && others == 0 && edges == layers - 1;
   std::printf(

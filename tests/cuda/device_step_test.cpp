@@ -1,5 +1,5 @@
-// The whole step on a device, on random cases, against the float64 oracle: agreement as docs/contract.md, 13.8
-// states it, by the comparison that the host's step is held to.
+// The whole step on a device, on random cases, against the float64 oracle: agreement as docs/contract.md,
+// 13.8 states it, by the comparison that the host's step is held to.
 //
 // Exit status: 0 all agree, 1 not, 77 no device.
 #include <algorithm>
@@ -199,14 +199,14 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
-/// How sequences run together. Reports are read after each step, which waits for recall, or never; then prompts come in
-/// many steps that nothing waits for either. Launches are as large as the steps, or larger.
+/// How sequences run together. Reports are read after each step, which waits for recall, or never; then
+/// prompts come in many steps that nothing waits for either. Launches are as large as the steps, or larger.
 struct run_kind {
   bool reports = true, roomy = false;
 };
 
-/// Sequences that step together, each with a prompt of its own length and one or two rows a step. None where flags are
-/// counted wrongly.
+/// Sequences that step together, each with a prompt of its own length and one or two rows a step. None where
+/// flags are counted wrongly.
 std::vector<sequence_run> run_together(made_of what, const random_case& c,
                                        const std::vector<random_case>& cases, const run_kind& kind = {}) {
   const auto n = [](int x) { return static_cast<std::size_t>(x); };
@@ -266,8 +266,8 @@ std::vector<sequence_run> run_together(made_of what, const random_case& c,
   return runs;
 }
 
-/// Whether a sequence gives the same bits twice, beside other sequences, with larger launches, and where nothing waits for
-/// recall but the streams themselves; what differs is printed.
+/// Whether a sequence gives the same bits twice, beside other sequences, with larger launches, and where
+/// nothing waits for recall but the streams themselves; what differs is printed.
 bool same_bits_in_any_batch(std::uint64_t seed, made_of what) {
   random_case c = make_device_case(seed, what);
   auto& o = c.options;
@@ -312,7 +312,8 @@ bool same_bits_in_any_batch(std::uint64_t seed, made_of what) {
   return std::none_of(std::begin(failed), std::end(failed), [](bool one) { return one; });
 }
 
-/// One decode step of one layer, `tokens` rows of each sequence; what each attends to is added to its outputs.
+/// One decode step of one layer, `tokens` rows of each sequence; what each attends to is added to its
+/// outputs.
 void decode_one_layer(pipeline& p, const std::vector<sequence_run*>& runs, int tokens = 1) {
   step_rows rows;
   for (sequence_run* run : runs) rows.add(run->id, run->source, tokens, freekv::step_phase::decode);
@@ -342,8 +343,8 @@ random_case one_layer_case(std::uint64_t seed, made_of what, const char* plan) {
   return c;
 }
 
-/// Whether a sequence and its fork, one of them cut back inside the open page that they share, both give what they give
-/// alone when they write to that page in the same step; what differs is printed.
+/// Whether a sequence and its fork, one of them cut back inside the open page that they share, both give what
+/// they give alone when they write to that page in the same step; what differs is printed.
 bool forks_write_to_their_open_page(std::uint64_t seed, made_of what) {
   random_case c = one_layer_case(seed, what, what == made_of::codecs ? "retrieval" : "complete");
   c.options.in_place = true;  // attends to the store alone
@@ -418,8 +419,9 @@ bool restored_slots_are_filled(std::uint64_t seed, made_of what) {
   return false;
 }
 
-/// Whether a page that a draft has completed holds the rows themselves again, and not what the codec makes of them, when
-/// the draft's end is taken back and the next page has not begun: in slots, where nothing else refills them.
+/// Whether a page that a draft has completed holds the rows themselves again, and not what the codec makes of
+/// them, when the draft's end is taken back and the next page has not begun: in slots, where nothing else
+/// refills them.
 bool rows_of_a_reopened_page_come_back(std::uint64_t seed) {
   random_case c = one_layer_case(seed, made_of::codecs, "retrieval");
   c.options.in_place = false;
@@ -446,9 +448,9 @@ bool rows_of_a_reopened_page_come_back(std::uint64_t seed) {
   return false;
 }
 
-/// Whether rows of prompts, which attend to more than the staging area holds, give the same bits beside other prompts as
-/// alone, and as a decode row does that attends to everything where it is; of a layer whose window slides, whose decode rows
-/// take it in other parts, the same to rounding. What differs is printed.
+/// Whether rows of prompts, which attend to more than the staging area holds, give the same bits beside other
+/// prompts as alone, and as a decode row does that attends to everything where it is; of a layer whose window
+/// slides, whose decode rows take it in other parts, the same to rounding. What differs is printed.
 bool prompts_attend_alike(std::uint64_t seed, made_of what, const char* plan) {
   random_case c = one_layer_case(seed, what, plan);
   const bool slides = c.options.method.plan == "sliding";
@@ -507,8 +509,8 @@ bool prompts_attend_alike(std::uint64_t seed, made_of what, const char* plan) {
   return all_same;
 }
 
-/// Whether heads are counted that are flagged behind the append: by their masses, or with another of their layer. What
-/// differs is printed, and where none are.
+/// Whether heads are counted that are flagged behind the append: by their masses, or with another of their
+/// layer. What differs is printed, and where none are.
 bool late_flags_are_counted(std::uint64_t seed) {
   bool right = true;
   for (const char* correction : {"mass_deficit", "cosine_drift"}) {
@@ -571,8 +573,8 @@ bool refuses_what_it_lacks() {
          refuses(make_device_codecs, with_codec, "copy engines");
 }
 
-/// Runs a world whose decode steps are replays of a step that is captured when the first of them comes, three of four; counts
-/// the replays.
+/// Runs a world whose decode steps are replays of a step that is captured when the first of them comes, three
+/// of four; counts the replays.
 void replay_events(world& w, const random_case& c, long& replays) {
   auto& controls = dynamic_cast<device_controls&>(w.of());
   const step_runner begun = step_by_step(w.of());

@@ -1,5 +1,5 @@
-// What is done with a pipeline beside an engine's own paged tensor: on the host, which another compiler compiles, and on a
-// device.
+// What is done with a pipeline beside an engine's own paged tensor: on the host, which another compiler
+// compiles, and on a device.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -144,7 +144,8 @@ struct run_results {
   pinned<std::int32_t> reports;
 };
 
-/// A pipeline and what is done with it. Of a device, `bring` is queued, and a kernel of the engine's may attend.
+/// A pipeline and what is done with it. Of a device, `bring` is queued, and a kernel of the engine's may
+/// attend.
 template <class Backend>
 class engine {
  public:
@@ -162,8 +163,8 @@ class engine {
       : options_(o), pipeline_(needs, backend, memory, lent) {}
   virtual ~engine() = default;
 
-  /// Two sequences, and others that take turns with the second: prompts, steps of 1 to 3 rows, drafts taken back, branches
-  /// whose open pages are written to by prompts.
+  /// Two sequences, and others that take turns with the second: prompts, steps of 1 to 3 rows, drafts taken
+  /// back, branches whose open pages are written to by prompts.
   run_results live(const text& first, const text& second) {
     const auto a = pipeline_.open(), b = pipeline_.open();
     prompt({{a, &first, 70}, {b, &second, 37}});

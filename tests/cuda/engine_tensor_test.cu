@@ -1,6 +1,6 @@
-// An engine's own paged KV tensor on a device: slots that are blocks of it, in each layout, give the bits that the pipeline's
-// own slots give, and tables list its blocks; prompts that come out of it give the bits of prompts that are appended. Both
-// against the host's pipeline, and against attention in double precision.
+// An engine's own paged KV tensor on a device: slots that are blocks of it, in each layout, give the bits
+// that the pipeline's own slots give, and tables list its blocks; prompts that come out of it give the bits
+// of prompts that are appended. Both against the host's pipeline, and against attention in double precision.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include "engine_tensor.hpp"
@@ -54,7 +54,8 @@ struct lent_tensor {
   }
 };
 
-/// Attention by a block for each sequence and a thread for each query head, in double precision, by tables by head.
+/// Attention by a block for each sequence and a thread for each query head, in double precision, by tables by
+/// head.
 __global__ void attend_by_table(slot_blocks<half> kv, device::block_tables tables, const float* queries,
                                 float scale, float* out) {
   const int nth = static_cast<int>(blockIdx.x), query_head = static_cast<int>(threadIdx.x),

@@ -1,7 +1,8 @@
-// The example engine, whose decode steps are captured, against the host: every step's queries, keys, values and choices against
-// the model's definition in float64, and every attention against a pipeline of the host backend that is given the same rows and
-// changes. Sequences join, leave, fork, are cut back and preempted, in pools that are too small; each of these has to happen.
-// FREEKV_STEPS: of the first of two runs, 2000 unless given.
+// The example engine, whose decode steps are captured, against the host: every step's queries, keys, values
+// and choices against the model's definition in float64, and every attention against a pipeline of the host
+// backend that is given the same rows and changes. Sequences join, leave, fork, are cut back and preempted,
+// in pools that are too small; each of these has to happen. FREEKV_STEPS: of the first of two runs, 2000
+// unless given.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include "engine_under_test.hpp"

@@ -1,5 +1,5 @@
-// FreeKV as published, for one shape, of HEAD_DIM: what an engine compiles; and the kernels that other policies take beside
-// it.
+// FreeKV as published, for one shape, of HEAD_DIM: what an engine compiles; and the kernels that other
+// policies take beside it.
 #include <freekv/backend/cuda/top_k.cuh>
 #include <freekv/freekv.cuh>
 
@@ -78,10 +78,10 @@ void attend_to_engine(const device::paged_cache<bfloat16>& cache,
 void attend_by_both(const state& s, const device::step_view& step,
                     const device::attention_scratch_memory& attended) {
   constexpr auto by = device::multiplies::tensor_cores;
-  device::launch_attend<device::multiplies::fma>(s, identity{}, step, {}, device::rows_attending::all,
-                                                 false, 1, {}, attended, nullptr);
-  device::launch_attend<by>(s, int4_channel{}, step, {}, device::rows_attending::all, false, 1, {},
-                            attended, nullptr);
+  device::launch_attend<device::multiplies::fma>(s, identity{}, step, {}, device::rows_attending::all, false,
+                                                 1, {}, attended, nullptr);
+  device::launch_attend<by>(s, int4_channel{}, step, {}, device::rows_attending::all, false, 1, {}, attended,
+                            nullptr);
 }
 
 // Tables for an engine's own kernel.
@@ -96,8 +96,7 @@ void keep_encoded(const state& s, const device::step_view& step,
   const int4_channel codec;  // which takes more registers than the others
   device::launch_encode(s, codec, step, {}, memory.encoding, nullptr);
   device::launch_recall(s, codec, step, selected, nullptr);
-  device::launch_attend(s, codec, step, {}, device::rows_attending::all, false, 1, {}, attended,
-                        nullptr);
+  device::launch_attend(s, codec, step, {}, device::rows_attending::all, false, 1, {}, attended, nullptr);
   device::launch_unit_log_masses(s, codec, step, {}, {}, nullptr);
   device::launch_prefill(s, codec, step, {}, {}, {}, attended, nullptr);
   device::launch_fill(device::all_layers<state>{}, codec, {}, nullptr);

@@ -1,5 +1,6 @@
-// The order of a pipeline's two streams: steps that are queued one behind the other give what they give where each is waited
-// for. With FREEKV_CARELESS set: that they do not where the next append does not wait for recall.
+// The order of a pipeline's two streams: steps that are queued one behind the other give what they give where
+// each is waited for. With FREEKV_CARELESS set: that they do not where the next append does not wait for
+// recall.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <freekv/freekv.cuh>
@@ -42,7 +43,8 @@ struct two_dimensional_copies {
 /// Recalls in other ways than cuda_backend does.
 using other_backend =
     basic_cuda_backend<device::multiplies::by_element, recall_by_async_copies, two_dimensional_copies>;
-/// A CUDA backend whose launches are sized for more sequences, rows and pages than there are, and for all kinds of them.
+/// A CUDA backend whose launches are sized for more sequences, rows and pages than there are, and for all
+/// kinds of them.
 struct roomy_backend : cuda_backend {
   roomy_backend(cudaStream_t compute, cudaStream_t recall) : cuda_backend(compute, recall) {
     size_launches_for(
@@ -51,8 +53,8 @@ struct roomy_backend : cuda_backend {
   static constexpr int spare_rows = 9;
 };
 
-// No head is corrected after the first step: what recall has brought is what is attended to. Units of a token, so that a
-// recall by copy engines takes more batches than there are buffers.
+// No head is corrected after the first step: what recall has brought is what is attended to. Units of a
+// token, so that a recall by copy engines takes more batches than there are buffers.
 template <class Backend>
 using pipeline_with = retrieval_pipeline<kv_shape<half, 64>, Backend, page_size<8>, unit<1>, mean, never,
                                          complete_first<0>, any_of<resident, in_place>>;
@@ -126,8 +128,8 @@ struct prompted {
   typename pipeline_with<Backend>::step step;
 };
 
-/// The outputs of all steps; the host waits behind each of them, or behind the last alone. Where it waits, nothing behind a
-/// step's row may have been written yet; else there are none.
+/// The outputs of all steps; the host waits behind each of them, or behind the last alone. Where it waits,
+/// nothing behind a step's row may have been written yet; else there are none.
 template <class Backend, class... Options>
 pinned<float> decode(const text& source, bool in_place_route, bool waits, Options... options) {
   constexpr float untouched = 12345.0f;
@@ -146,8 +148,8 @@ pinned<float> decode(const text& source, bool in_place_route, bool waits, Option
   return out;
 }
 
-/// What a layer's reports say of each step, read behind each of them, or on a stream of its own while the next step is
-/// queued.
+/// What a layer's reports say of each step, read behind each of them, or on a stream of its own while the
+/// next step is queued.
 pinned<std::int32_t> reports_of(const text& source, bool waits) {
   pinned<float> out(steps * query_row);
   prompted<cuda_backend> run(source, false);
@@ -176,8 +178,8 @@ pinned<std::int32_t> reports_of(const text& source, bool waits) {
   return all;
 }
 
-/// The masses that each step's units have, and what they are in double precision of the units that reports name; `out`: of
-/// all steps.
+/// The masses that each step's units have, and what they are in double precision of the units that reports
+/// name; `out`: of all steps.
 results<float> masses_of(const text& source, pinned<float>& out) {
   pinned<float> expected, given;
   prompted<cuda_backend> run(source, false);

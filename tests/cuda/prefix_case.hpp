@@ -18,7 +18,8 @@ constexpr int max_tokens = 160, prompt_rows = 75, kept = prompt_rows / page * pa
 constexpr std::size_t key_row = kv_heads * head_dim, query_row = query_heads * head_dim;
 constexpr std::uint64_t model = 42;
 
-// The first layer keeps everything, on a device in its own memory. Coefficients and what units are worth are there too.
+// The first layer keeps everything, on a device in its own memory. Coefficients and what units are worth are
+// there too.
 template <class Backend>
 using pipeline_on =
     retrieval_pipeline<kv_shape<half, head_dim>, Backend, page_size<page>, unit<4>, key_subspace<rank, 32>,

@@ -1,5 +1,5 @@
-// Prefixes saved and loaded by a device's pipelines, and by each side what the other has saved: a sequence that begins with one
-// gives what its rows would give.
+// Prefixes saved and loaded by a device's pipelines, and by each side what the other has saved: a sequence
+// that begins with one gives what its rows would give.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <freekv/freekv.cuh>

@@ -50,7 +50,8 @@ class random_numbers {
   int between(int low, int high) { return low + below(high - low + 1); }
   std::uint32_t bits() { return static_cast<std::uint32_t>(engine_()); }
   float normal() {
-    // Sum of twelve uniform numbers: the same on every standard library, which std::normal_distribution is not.
+    // Sum of twelve uniform numbers: the same on every standard library, which std::normal_distribution is
+    // not.
     float sum = -6.0f;
     for (int i = 0; i < 12; ++i) sum += static_cast<float>(engine_() >> 8) * 0x1p-24f;
     return sum;

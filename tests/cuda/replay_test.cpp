@@ -1,4 +1,5 @@
-// freekv-replay on a device gives what it gives on the host: on the committed trace, on random ones, and on events.
+// freekv-replay on a device gives what it gives on the host: on the committed trace, on random ones, and on
+// events.
 //
 // Exit status: 0 all agree, 1 not, 77 no device, which the program says.
 #include <cstdio>

@@ -1,5 +1,5 @@
-// Rows of an engine's own tensors on a device: queries and outputs of 16 bits, and rows that are parts of longer ones, give
-// what the same numbers give as floats that are one behind the other.
+// Rows of an engine's own tensors on a device: queries and outputs of 16 bits, and rows that are parts of
+// longer ones, give what the same numbers give as floats that are one behind the other.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <freekv/freekv.cuh>
@@ -97,7 +97,8 @@ void compare(report& checks, const std::string& name, bool slots) {
       const rows_of_step<Number> r(random, rows);
       const std::int64_t out_stride = step % 2 == 0 ? 0 : query_row + step;
       const std::int64_t apart = out_stride == 0 ? query_row : out_stride;
-      pinned<float> expected(count(rows * query_row), NAN), lse_a(count(rows * query_heads), NAN), lse_b(lse_a);
+      pinned<float> expected(count(rows * query_row), NAN), lse_a(count(rows * query_heads), NAN),
+          lse_b(lse_a);
       pinned<Out> found(count(rows * apart), from_float<Out>(NAN));
       a.template append<float>(layer, {.keys = r.keys, .values = r.values, .queries = r.queries});
       b.template append<Number, Number>(layer, {.keys = std::span(r.fused).subspan(query_row),

@@ -1,5 +1,5 @@
-// Rows of linear summaries times a group's queries, as a block scores them on the device, against products in double
-// precision.
+// Rows of linear summaries times a group's queries, as a block scores them on the device, against products in
+// double precision.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <algorithm>
@@ -30,7 +30,8 @@ __global__ void score_block(const std::byte* rows, const std::int32_t* row_of, i
   if (bad) atomicOr(not_finite, 1 << threadIdx.x / 32);
 }
 
-/// Units `first` .. `last` of so many rows, in random order; in one some numbers are infinite, or NaN, or overflow.
+/// Units `first` .. `last` of so many rows, in random order; in one some numbers are infinite, or NaN, or
+/// overflow.
 template <class Scoring>
 void scored(report& checks, random_numbers& random, int group, int first, int last) {
   using element = typename Scoring::element;

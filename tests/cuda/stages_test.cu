@@ -1,6 +1,6 @@
-// Parts of the CUDA backend on their own, where a whole step does not reach: teams of lanes against one lane, selection of
-// up to 1024 among 65,536 scores with ties, and from pages' summaries on, corrections by mass at their threshold, every way
-// that a slice is copied, and what is refused.
+// Parts of the CUDA backend on their own, where a whole step does not reach: teams of lanes against one lane,
+// selection of up to 1024 among 65,536 scores with ties, and from pages' summaries on, corrections by mass at
+// their threshold, every way that a slice is copied, and what is refused.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <algorithm>
@@ -240,7 +240,8 @@ __global__ void score_codes(Summary summary, page_geometry page, const std::byte
   }
 }
 
-/// Summaries at every multiple of 4 bytes. All numbers are positive, so that no sum depends on its order by much.
+/// Summaries at every multiple of 4 bytes. All numbers are positive, so that no sum depends on its order by
+/// much.
 template <class Policy>
 void codes_scored(report& checks, random_numbers& random, const std::string& what, const Policy& policy) {
   const page_geometry page{8, 16};
@@ -270,8 +271,9 @@ void codes_scored(report& checks, random_numbers& random, const std::string& wha
 
 // ---- a long row ----
 
-/// Scores, pools and selects among `next` candidates of a head, and in this step one fewer, many of which score alike:
-/// what is pooled against the same in double precision, what is selected against a sort of what is pooled.
+/// Scores, pools and selects among `next` candidates of a head, and in this step one fewer, many of which
+/// score alike: what is pooled against the same in double precision, what is selected against a sort of what
+/// is pooled.
 void long_row(report& checks, random_numbers& random, int next, int k) {
   constexpr int d = 8, group = 3, first = 2, window = 3;
   const int different = next / 40;
@@ -400,7 +402,8 @@ __global__ void match_slots(Residency residency, const std::int32_t* wanted, int
       });
 }
 
-/// Selections one after the other of units that often come again, matched with slots by a warp and by one thread.
+/// Selections one after the other of units that often come again, matched with slots by a warp and by one
+/// thread.
 template <class Residency>
 void slots_matched(report& checks, random_numbers& random, const Residency& residency, int most) {
   const int slots = most + residency.spare, units = 2 * most + 3;
@@ -437,8 +440,8 @@ void slots_matched(report& checks, random_numbers& random, const Residency& resi
   checks.equal("selections that miss several units", missed);
 }
 
-/// The lists are of `most` units; counts are (2): of the selected and of the best. `selected` becomes the corrected list,
-/// and `result` (2) whether it was corrected and how many it has.
+/// The lists are of `most` units; counts are (2): of the selected and of the best. `selected` becomes the
+/// corrected list, and `result` (2) whether it was corrected and how many it has.
 struct mass_case {
   const float* pooled;
   std::int32_t *selected, *result;
@@ -489,7 +492,8 @@ corrected_list corrected_by(const mass_deficit& correction, std::vector<std::int
   return {true, selected};
 }
 
-/// Selections a thousandth above and below what the correction asks for, and those that it exchanges units of.
+/// Selections a thousandth above and below what the correction asks for, and those that it exchanges units
+/// of.
 void mass_corrections(report& checks, random_numbers& random) {
   for (const int candidates : {5, 40, 300, 2000})
     for (const bool partial : {false, true})
@@ -515,7 +519,8 @@ void mass_corrections(report& checks, random_numbers& random) {
         double of_selected = 0.0, of_best = 0.0;
         for (const std::int32_t u : selected) of_selected += mass(u);
         for (const std::int32_t u : best) of_best += mass(u);
-        // `above` of what is lacking would be accepted: at -1e-3 the selection has a thousandth less than is asked for.
+        // `above` of what is lacking would be accepted: at -1e-3 the selection has a thousandth less than is
+        // asked for.
         const double share = of_selected / of_best,
                      asked = above > 0.01f ? 1.0 - above * (1.0 - share) : share * (1.0 - above);
         const mass_deficit correction{static_cast<float>(1.0 - asked), partial};

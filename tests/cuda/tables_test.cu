@@ -1,5 +1,5 @@
-// Block tables of what decode rows attend to, written on the device: each form is attended through by a kernel of the test's
-// own, or by attention to a paged cache, in steps that are begun and in captured ones.
+// Block tables of what decode rows attend to, written on the device: each form is attended through by a
+// kernel of the test's own, or by attention to a paged cache, in steps that are begun and in captured ones.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <freekv/freekv.cuh>
@@ -333,7 +333,8 @@ class engine {
     compare_pages(layer, of, name);
     if (tables_[size(layer)].size() > 2) compare_united(layer, of, r, name);
   }
-  /// Pages by head, in ascending order, are those that the report names; of slots, what is in them comes later.
+  /// Pages by head, in ascending order, are those that the report names; of slots, what is in them comes
+  /// later.
   void compare_pages(int layer, const std::vector<int>& of, const std::string& name) {
     if (layer > 0 && !in_place_) return;
     const slot_blocks<half> kv = pipeline_.paged_kv(layer);

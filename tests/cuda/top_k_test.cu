@@ -1,5 +1,5 @@
-// Every algorithm that selects from rows of scores at once against a partial sort on the host: the same indices,
-// whatever the rows' lengths and ties, called or captured and replayed.
+// Every algorithm that selects from rows of scores at once against a partial sort on the host: the same
+// indices, whatever the rows' lengths and ties, called or captured and replayed.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <algorithm>

@@ -1,5 +1,5 @@
-// What a profiler sees of a pipeline that is compiled with FREEKV_WITH_NVTX: a range for each stage that the host queues, by
-// name, which ends where it should; of a replay that it was planned.
+// What a profiler sees of a pipeline that is compiled with FREEKV_WITH_NVTX: a range for each stage that the
+// host queues, by name, which ends where it should; of a replay that it was planned.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <freekv/freekv.cuh>

@@ -46,7 +46,7 @@ struct peak {
 };
 static_assert(eviction_policy<peak>);
 
-/// Tokens that some query head of the last 16 rows gives a share of a hundredth or more, as many as there are.
+/// Tokens that some query head of the last 16 rows gives a share of a hundredth or more, however many.
 struct noticed : tova {
   using hooks = hook_list<hook::observe>;
   static constexpr std::string_view name = "noticed";

@@ -1,4 +1,5 @@
-// The codebooks of key_codes: k-means, the grouping of dimensions, what the learnt codes lose, and their files.
+// The codebooks of key_codes: k-means, the grouping of dimensions, what the learnt codes lose, and their
+// files.
 #include "codebooks.hpp"
 
 #include <algorithm>
@@ -39,8 +40,8 @@ std::vector<float> structured_keys(int tokens, int kv_heads, std::uint64_t seed)
   return keys;
 }
 
-/// The mean squared distance of a head's keys from what their codes stand for, by definition; or, with no books, from
-/// their mean.
+/// The mean squared distance of a head's keys from what their codes stand for, by definition; or, with no
+/// books, from their mean.
 double squared_error(const std::vector<float>& keys, int head, int kv_heads, int page,
                      const key_codebooks* books) {
   const auto key = [&](int t, int i) { return static_cast<double>(keys[(t * kv_heads + head) * d + i]); };
@@ -264,7 +265,8 @@ TEST_CASE("samples of which no distance is a float still have finite centroids",
 
 TEST_CASE("groups are of equal size and about equal product of variances", "[codebooks]") {
   const std::vector<double> variances{60, 32, 16, 8, 4, 2, 2, 2};
-  // Binary logarithms: 5.9 to the first, 5 and 4 to the second, 3 and 2 to the first, 1 and 1 to the second, which is full.
+  // Binary logarithms: 5.9 to the first, 5 and 4 to the second, 3 and 2 to the first, 1 and 1 to the second,
+  // which is full.
   CHECK(balanced_groups(variances, 2) == std::vector<int>{0, 3, 4, 7, 1, 2, 5, 6});
   CHECK(balanced_groups(variances, 1) == std::vector<int>{0, 1, 2, 3, 4, 5, 6, 7});
   CHECK(balanced_groups(variances, 8) == std::vector<int>{0, 1, 2, 3, 4, 5, 6, 7});

@@ -35,8 +35,8 @@ struct child_end {
   int signal = 0;
 };
 
-/// What a child process that runs `body` writes to stderr, and the signal that ends it. `sent`: a signal that it gets
-/// after a second.
+/// What a child process that runs `body` writes to stderr, and the signal that ends it. `sent`: a signal that
+/// it gets after a second.
 child_end in_child(const std::function<void()>& body, int sent = 0) {
   std::array<int, 2> ends{};
   REQUIRE(::pipe(ends.data()) == 0);

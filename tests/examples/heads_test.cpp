@@ -66,9 +66,9 @@ TEST_CASE("the heads that look furthest back keep everything", "[heads]") {
 }
 
 TEST_CASE("echo and induction heads are found on a text that repeats itself", "[heads]") {
-  // Two KV heads of one query head on 4 times 40 tokens, token t of all four with the key e_t: in layer 3 head 0 looks
-  // for what followed its token, head 1 for its own place; in layer 4 head 0 for the token itself, head 1 for token 0;
-  // layer 0 is as layer 4.
+  // Two KV heads of one query head on 4 times 40 tokens, token t of all four with the key e_t: in layer 3
+  // head 0 looks for what followed its token, head 1 for its own place; in layer 4 head 0 for the token
+  // itself, head 1 for token 0; layer 0 is as layer 4.
   const scratch_folder folder;
   constexpr int period = 40, tokens = 4 * period, d = 64;
   const auto store_layer = [&](int layer, const auto& look_for, bool repeats) {

@@ -1,6 +1,6 @@
-// Prints the tables of docs/policies.md: of policies by backend, from the lists that the programs are compiled with, those
-// for devices among them, and of the library's methods. Given a page, exits with 1 unless they stand there; with
-// --write, puts them where the page has tables with these first lines.
+// Prints the tables of docs/policies.md: of policies by backend, from the lists that the programs are
+// compiled with, those for devices among them, and of the library's methods. Given a page, exits with 1
+// unless they stand there; with --write, puts them where the page has tables with these first lines.
 #include <algorithm>
 #include <fstream>
 #include <iostream>

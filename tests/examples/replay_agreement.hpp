@@ -48,7 +48,8 @@ struct expected_summary {
   }
 };
 
-/// Bytes of one KV head's keys and values of a page in the store, or of a unit where it is recalled by itself.
+/// Bytes of one KV head's keys and values of a page in the store, or of a unit where it is recalled by
+/// itself.
 inline long slice_bytes(const freekv::examples::pipeline_options& o, long element) {
   const std::string& codec = o.method.codec;
   const long p = o.store_file.empty() ? o.method.unit_tokens(o.page) : o.page, d = o.head_dim;

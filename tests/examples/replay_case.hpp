@@ -56,8 +56,7 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
        {"retrieval", "key_subspace", "mass_deficit", "mean_softmax", "top_k", true}},
       {"freekv_key_codes", {"retrieval", "key_codes", "cosine_drift"}},
       {"freekv_key_codes_never", {"retrieval", "key_codes", "never"}},
-      {"freekv_key_codes_deficit",
-       {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "top_k", true}},
+      {"freekv_key_codes_deficit", {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "top_k", true}},
       {"freekv_key_codes_sticky",
        {"retrieval", "key_codes", "mass_deficit", "mean_softmax", "sticky_top_k", true}},
       {"freekv_key_codes_units",
@@ -74,7 +73,8 @@ struct replay_case {
   std::optional<std::string> pinning, codec;                                 // the same
   std::string query_dtype = "F32", dtype = "F32";  // in the file, of q, and of k and v
   std::string dtype_flag = "stored";
-  std::string tau = "0.9", top_p = "0.95", bonus = "0.7", delta = "0.2", scale;  // as text; no scale: the default
+  std::string tau = "0.9", top_p = "0.95", bonus = "0.7", delta = "0.2";  // as text
+  std::string scale;                                                      // none: the default
   int threads = 1;
   int basis_layers = 0, basis_layer = 0;  // 0 layers: the basis is learnt from the prompt
   int spare_rank = 0;                     // rows in the basis file beyond --rank
@@ -120,8 +120,8 @@ inline std::ostream& operator<<(std::ostream& out, const replay_case& c) {
              << c.threads << ", basis layers " << c.basis_layers << ", listed heads " << c.heads.size();
 }
 
-/// Codebooks from the prompt's keys, where the case uses any: learnt as the program learns them, which codebooks_test
-/// checks.
+/// Codebooks from the prompt's keys, where the case uses any: learnt as the program learns them, which
+/// codebooks_test checks.
 inline void learn_codebooks(replay_case& c) {
   auto& o = c.layer.options;
   if (o.method.summary != "key_codes") return;

@@ -148,7 +148,8 @@ class drawn_events {
   }
 
  private:
-  /// What the file says of a step, as reports have it: (KV heads, 9), and with masks where rows are query heads.
+  /// What the file says of a step, as reports have it: (KV heads, 9), and with masks where rows are query
+  /// heads.
   struct selected_lists {
     std::vector<std::int32_t> pages = std::vector<std::int32_t>(2 * 9, -1);
     std::vector<std::uint32_t> masks{};

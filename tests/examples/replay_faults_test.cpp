@@ -100,7 +100,8 @@ TEST_CASE("a signal leaves neither the unfinished output nor the store's file", 
   store(folder / "out", "an older file");
   const auto names = [&](const std::string& beginning) {
     const auto all = folder.listing();
-    return std::any_of(all.begin(), all.end(), [&](const auto& name) { return name.rfind(beginning, 0) == 0; });
+    return std::any_of(all.begin(), all.end(),
+                       [&](const auto& name) { return name.rfind(beginning, 0) == 0; });
   };
   int ended = 0;
   for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) {
@@ -127,9 +128,8 @@ TEST_CASE("a signal leaves neither the unfinished output nor the store's file", 
       CHECK(((end.signal != 0 && out == "an older file") || out == whole));
       store(folder / "out", "an older file");
     }
-    const program_end end = run_program(
-        {FREEKV_REPLAY, folder / "trace", "--store-file", folder / "store"},
-        {.signal_when = [&] { return names("store") ? signal : 0; }});
+    const program_end end = run_program({FREEKV_REPLAY, folder / "trace", "--store-file", folder / "store"},
+                                        {.signal_when = [&] { return names("store") ? signal : 0; }});
     INFO(end);
     CHECK(end.signal == signal);
     CHECK_FALSE(names("store"));
@@ -147,11 +147,11 @@ TEST_CASE("a store's file that was there before stays there, whatever ends the r
 TEST_CASE("a signal that is ignored stays ignored", "[faults]") {
   const scratch_folder folder;
   store(folder / "trace", long_trace());
-  const program_end end = run_program(
-      {"/bin/sh", "-c",
-       "trap '' INT; exec " + std::string(FREEKV_REPLAY) + " " + std::string(folder / "trace") + " --store-file " +
-           std::string(folder / "store")},
-      {.signal_when = [&] { return fs::exists(folder / "store") ? SIGINT : 0; }});
+  const program_end end =
+      run_program({"/bin/sh", "-c",
+                   "trap '' INT; exec " + std::string(FREEKV_REPLAY) + " " + std::string(folder / "trace") +
+                       " --store-file " + std::string(folder / "store")},
+                  {.signal_when = [&] { return fs::exists(folder / "store") ? SIGINT : 0; }});
   INFO(end);
   CHECK(end.exit_code == 0);
 }
@@ -163,8 +163,9 @@ TEST_CASE("what is cited is cut, in quotes", "[faults]") {
     store(f.folder / "events", text);
     return sentence_for({FREEKV_REPLAY, "--events", f.folder / "events"});
   };
-  check_mentions(events(opened + "{\"op\":\"step\",\"rows\":[{\"seq\":0,\"tokens\":1,\"kind\":\"" + much + "\"}]}"),
-                 {"line 2", "\"mmm", "100000 bytes", "decode or prompt"});
+  check_mentions(
+      events(opened + "{\"op\":\"step\",\"rows\":[{\"seq\":0,\"tokens\":1,\"kind\":\"" + much + "\"}]}"),
+      {"line 2", "\"mmm", "100000 bytes", "decode or prompt"});
   check_mentions(events("{\"op\":\"" + much + "\",\"seq\":0}"), {"100000 bytes", "release"});
   check_mentions(events("{\"op\":\"open\",\"seq\":0,\"trace\":\"" + std::string(1 << 20, 't') + "\"}"),
                  {"line 1", "ttt", "too long"});
@@ -185,14 +186,15 @@ TEST_CASE("what is cited is cut, in quotes", "[faults]") {
   store(f.folder / "dimensions", dimensions.whole());
   check_mentions(sentence_for({FREEKV_REPLAY, f.folder / "dimensions"}), {"q has shape (1, 1,", "995 more"});
 
-  for (const char* option : {"--variant", "--summary", "--codec", "--pooling", "--route", "--dtype", "--backend",
-                             "--rows", "--selection", "--correction", "--residency", "--layout"}) {
+  for (const char* option :
+       {"--variant", "--summary", "--codec", "--pooling", "--route", "--dtype", "--backend", "--rows",
+        "--selection", "--correction", "--residency", "--layout"}) {
     check_mentions(sentence_for(f.command({option, ""})), {std::string(option) + " \"\""});
     check_mentions(sentence_for(f.command({option, much})), {std::string(option) + " \"mmm", "100000 bytes"});
   }
   for (const char* option : {"--k", "--tau", "--scale", "--top-p", "--rope-base"})
     check_mentions(sentence_for(f.command({option, much})), {std::string(option) + " \"mmm"});
-  for (const char* option : {"--out", "--basis", "--heads", "--store-file", "--" , "--mmm"})
+  for (const char* option : {"--out", "--basis", "--heads", "--store-file", "--", "--mmm"})
     sentence_for(f.command({option, much, "--variant", "freekv_key_subspace"}));  // which is not long
   sentence_for({FREEKV_REPLAY, much});
   sentence_for({FREEKV_REPLAY, "--events", much});
@@ -201,16 +203,17 @@ TEST_CASE("what is cited is cut, in quotes", "[faults]") {
 
 TEST_CASE("messages name what is wrong, with a remedy that is accepted", "[faults]") {
   const trace_folder f;
-  const std::vector<std::string> units{"--page", "24", "--unit", "12", "--sink", "48", "--window", "48",
-                                       "--summary", "chunk_means"};
+  const std::vector<std::string> units{"--page", "24",       "--unit", "12",        "--sink",
+                                       "48",     "--window", "48",     "--summary", "chunk_means"};
   check_mentions(sentence_for(f.command(units)), {"a chunk of 8", "a unit of 12", "such as 6"});
   auto remedied = units;
   remedied.insert(remedied.end(), {"--chunk", "6"});
   CHECK(run_program(f.command(remedied)).exit_code == 0);
-  check_mentions(sentence_for(f.command({"--pinning", "pin_outliers", "--pinned", "2147483647", "--out",
-                                         f.folder / "out"})),
+  check_mentions(sentence_for(f.command(
+                     {"--pinning", "pin_outliers", "--pinned", "2147483647", "--out", f.folder / "out"})),
                  {"--k 8 and --pinned 2147483647 give"});
-  check_mentions(sentence_for(f.command({"--selection", "top_p", "--top-p", "1.0000001"})), {"p of 1.0000001"});
+  check_mentions(sentence_for(f.command({"--selection", "top_p", "--top-p", "1.0000001"})),
+                 {"p of 1.0000001"});
   check_mentions(sentence_for(f.command({"--correction", "mass_deficit", "--delta", "1.0000001"})),
                  {"delta of 1.0000001"});
   if (!sanitized)
@@ -259,8 +262,9 @@ TEST_CASE("an output is not replaced when the summary cannot be printed", "[faul
   const auto before = f.folder.listing();
   const program_limits full{.standard_output = "/dev/full"};
   check_mentions(sentence_for(f.command({"--out", f.folder / "out"}), full), {"standard output"});
-  check_mentions(sentence_for({FREEKV_REPLAY, "--events", f.folder / "events", "--out", f.folder / "out"}, full),
-                 {"standard output"});
+  check_mentions(
+      sentence_for({FREEKV_REPLAY, "--events", f.folder / "events", "--out", f.folder / "out"}, full),
+      {"standard output"});
   check_mentions(sentence_for({FREEKV_REPLAY, f.folder / "traces", "--out", f.folder / "outputs"}, full),
                  {"standard output"});
   CHECK(load(f.folder / "out") == "an older file");
@@ -273,19 +277,29 @@ TEST_CASE("top_p takes half of equal pages whatever their scores", "[faults]") {
   const scratch_folder folder;
   constexpr std::int64_t tokens = 18 * 16 + 2, d = 64;
   const auto ones = [&](std::int64_t heads) {
-    return tensor_text{"F32", {tokens, heads, d}, bytes_of(std::vector<float>(size(tokens * heads * d), 1.0f), "F32")};
+    return tensor_text{
+        "F32", {tokens, heads, d}, bytes_of(std::vector<float>(size(tokens * heads * d), 1.0f), "F32")};
   };
-  store(folder / "trace",
-        parts_of({{"q", ones(4)}, {"k", ones(2)}, {"v", ones(2)}}, {{"prompt_len", std::to_string(tokens - 2)}})
-            .whole());
+  store(folder / "trace", parts_of({{"q", ones(4)}, {"k", ones(2)}, {"v", ones(2)}},
+                                   {{"prompt_len", std::to_string(tokens - 2)}})
+                              .whole());
   for (const char* scale : {"1", "200000", "1e30"})
-    for (const char* pooling : {"mean_score", "max_score", "mean_query", "max_query", "mean_softmax", "max_softmax"})
+    for (const char* pooling :
+         {"mean_score", "max_score", "mean_query", "max_query", "mean_softmax", "max_softmax"})
       for (const char* rows : {"per_kv_head", "per_layer", "per_query_head"}) {
         INFO(scale << ", " << pooling << ", " << rows);
-        const program_end end = run_program(
-            {FREEKV_REPLAY, folder / "trace", "--page", "16", "--sink", "16", "--window", "32", "--k", "15",
-             "--selection", "top_p", "--top-p", "0.5", "--correction", "always", "--scale", scale, "--pooling", pooling,
-             "--rows", rows, "--out", folder / "out"});
+        const program_end end = run_program({FREEKV_REPLAY,  folder / "trace",
+                                             "--page",       "16",
+                                             "--sink",       "16",
+                                             "--window",     "32",
+                                             "--k",          "15",
+                                             "--selection",  "top_p",
+                                             "--top-p",      "0.5",
+                                             "--correction", "always",
+                                             "--scale",      scale,
+                                             "--pooling",    pooling,
+                                             "--rows",       rows,
+                                             "--out",        folder / "out"});
         INFO(end);
         REQUIRE(end.exit_code == 0);
         const tensor_text selected = read_tensors(folder / "out").at("selected");

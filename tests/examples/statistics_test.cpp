@@ -1,4 +1,5 @@
-// Intervals: against numbers worked out by hand or printed in textbooks, and how often they hold what they should.
+// Intervals: against numbers worked out by hand or printed in textbooks, and how often they hold what they
+// should.
 
 #include "statistics.hpp"
 
@@ -27,7 +28,8 @@ series dependent_values(std::uint64_t seed, int texts, int steps, double kept) {
   return all;
 }
 
-/// Of 200 series of that kind, the share that have 0 in their interval; under a sanitizer of 10, which say little of it.
+/// Of 200 series of that kind, the share that have 0 in their interval; under a sanitizer of 10, which say
+/// little of it.
 template <class Interval>
 double covering(double kept, const Interval& interval) {
   const std::uint64_t trials = tests::sanitized ? 10 : 200;
@@ -45,7 +47,8 @@ TEST_CASE("blocks keep the dependence of neighbours, which single values lose", 
   const double slack = tests::sanitized ? 0.3 : 0;
   CHECK(covering(0, blocks) >= 0.9 - slack);
   CHECK(covering(0, single) >= 0.9 - slack);
-  CHECK(covering(0.9, blocks) >= 0.85 - slack);  // a little short of 0.95, as blocks cut some of the dependence
+  // A little short of 0.95, as blocks cut some of the dependence.
+  CHECK(covering(0.9, blocks) >= 0.85 - slack);
   CHECK(covering(0.9, single) < 0.55 + slack);
 }
 

@@ -221,8 +221,8 @@ inline long& seed_now() {
   return seed;
 }
 
-/// Calls `check(seed)` for `cases` seeds, or for FREEKV_FUZZ_CASES of them; the first is FREEKV_FUZZ_SEED, or 1.
-/// Returns how many there were.
+/// Calls `check(seed)` for `cases` seeds, or for FREEKV_FUZZ_CASES of them; the first is FREEKV_FUZZ_SEED, or
+/// 1. Returns how many there were.
 template <class Check>
 long for_seeds(long cases, const Check& check) {
 #if defined(__SANITIZE_ADDRESS__)

@@ -1,5 +1,5 @@
-// Damaged safetensors files: each is read as what it says, or refused with the reader's own exception, and no memory is
-// taken by a size that a file only claims.
+// Damaged safetensors files: each is read as what it says, or refused with the reader's own exception, and no
+// memory is taken by a size that a file only claims.
 
 #include <cstring>
 #include <map>
@@ -98,8 +98,8 @@ struct reached {
   std::map<std::string, long> kinds;
 };
 
-/// Calls `read`; false where it throws the project's exception, whose message is then a sentence about the file.
-/// Any other exception goes on, and fails the test.
+/// Calls `read`; false where it throws the project's exception, whose message is then a sentence about the
+/// file. Any other exception goes on, and fails the test.
 template <class Read>
 bool reads(const fs::path& path, reached& seen, const Read& read) {
   try {
@@ -170,7 +170,8 @@ void check_trace(const freekv::examples::trace& t, const freekv::examples::trace
   REQUIRE(form.element == t.element);
 }
 
-/// Largest array that a file of `bytes` may make its reader take: F16 become floats, and headers become trees.
+/// Largest array that a file of `bytes` may make its reader take: F16 become floats, and headers become
+/// trees.
 std::size_t most_memory(const std::string& bytes) { return 64 * bytes.size() + 65536; }
 
 }  // namespace

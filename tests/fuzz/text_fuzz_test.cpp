@@ -1,4 +1,5 @@
-// Damaged files of tasks and of heads: each is read as what it says, or refused with the reader's own exception.
+// Damaged files of tasks and of heads: each is read as what it says, or refused with the reader's own
+// exception.
 
 #include <map>
 #include <nlohmann/json.hpp>
@@ -20,8 +21,8 @@ struct reached {
   std::map<std::string, long> kinds;
 };
 
-/// Calls `read`; false where it throws the project's exception, whose message then names the file. Any other exception
-/// goes on, and fails the test.
+/// Calls `read`; false where it throws the project's exception, whose message then names the file. Any other
+/// exception goes on, and fails the test.
 template <class Read>
 bool reads(reached& seen, const Read& read) {
   try {

@@ -1,5 +1,5 @@
-// FreeKV inside llama.cpp: `full` agrees with llama.cpp's own attention, and retrieval with room for everything with
-// `full`.
+// FreeKV inside llama.cpp: `full` agrees with llama.cpp's own attention, and retrieval with room for
+// everything with `full`.
 
 #include "retrieval_attention.hpp"
 
@@ -240,8 +240,8 @@ TEST_CASE("decoding with full attention through FreeKV agrees with llama.cpp's o
     return d;
   };
   const decoded flash = stock(true), plain = stock(false), full = ours({.plan = "complete"});
-  // The quantised model rounds activations to 8 bits, so any rounding upstream moves the logits: llama.cpp's two
-  // attentions say by how much.
+  // The quantised model rounds activations to 8 bits, so any rounding upstream moves the logits: llama.cpp's
+  // two attentions say by how much.
   const double tolerance = 3 * mean_difference(flash, plain),
                logit_tolerance = 1.5 * logit_difference(flash, plain);
   INFO("flash and plain differ by " << mean_difference(flash, plain) << " nats, FreeKV and flash by "

@@ -1,4 +1,5 @@
-// The check of a model before the long work: what it finds wrong, on tables, and what it says of a real model.
+// The check of a model before the long work: what it finds wrong, on tables, and what it says of a real
+// model.
 
 #include "self_check.hpp"
 

@@ -1,4 +1,5 @@
-// A model of which some layers slide, as Gemma's do: a small one of random weights, so that nothing is fetched.
+// A model of which some layers slide, as Gemma's do: a small one of random weights, so that nothing is
+// fetched.
 
 #include <ggml.h>
 #include <gguf.h>

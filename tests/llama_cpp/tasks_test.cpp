@@ -85,10 +85,10 @@ TEST_CASE("several answers and a text to go on with are read", "[tasks]") {
 }
 
 TEST_CASE("one prompt has several questions, which share what its line says", "[tasks]") {
-  const auto tasks = parse(
-      R"({"prompt": "p", "group": "g", "max_tokens": 9, "depth": 1, "questions": [)"
-      R"({"question": " a", "answer": " x"}, {"question": " b", "choices": ["1", "2"], "correct": 1, "group": "h"},)"
-      R"( {"question": " c", "continuation": " z", "depth": 0, "max_tokens": 3}]})");
+  const auto tasks = parse(R"({"prompt": "p", "group": "g", "max_tokens": 9, "depth": 1, "questions": [)"
+                           R"({"question": " a", "answer": " x"},)"
+                           R"( {"question": " b", "choices": ["1", "2"], "correct": 1, "group": "h"},)"
+                           R"( {"question": " c", "continuation": " z", "depth": 0, "max_tokens": 3}]})");
   REQUIRE(tasks.size() == 1);
   const auto& q = tasks[0].questions;
   REQUIRE(q.size() == 3);

@@ -15,7 +15,8 @@ namespace oracle {
 struct attention {
   std::vector<double> out;
   std::vector<double> lse;
-  // As `out`: what float32 may be off by, where each score is by its part of what the score's absolute terms add up to.
+  // As `out`: what float32 may be off by, where each score is by its part of what the score's absolute terms
+  // add up to.
   std::vector<double> doubt = {};
 };
 

@@ -35,8 +35,8 @@ inline double rounded_to_fp8(double x) {
   return std::copysign(fp8_number(nearest), x);
 }
 
-/// As they read back from the nearest of 2^bits numbers, evenly spaced from their lowest to their highest; all NaN with
-/// a NaN or infinity among them.
+/// As they read back from the nearest of 2^bits numbers, evenly spaced from their lowest to their highest;
+/// all NaN with a NaN or infinity among them.
 inline std::vector<double> spread(const std::vector<double>& c, int bits) {
   double low = infinity, high = -infinity;
   for (double value : c) low = min_or_nan(low, value);

@@ -159,8 +159,8 @@ class decoder {
     return result;
   }
 
-  /// A KV head's from-scratch selection with `q` (rows, n_qo, d), all rows as one group, among the candidates at
-  /// `length`, at most one more than was appended.
+  /// A KV head's from-scratch selection with `q` (rows, n_qo, d), all rows as one group, among the candidates
+  /// at `length`, at most one more than was appended.
   selection choose(std::span<const float> q, int kv_head, int length, int rows = 1) const {
     require_queries(q, rows);
     require(retrieves(s_, kv_head), "only a retrieval head selects");
@@ -248,8 +248,9 @@ class decoder {
         }
   }
 
-  /// The page that token `length` goes to is no longer complete. Its rows are those that were appended, if that was in
-  /// the last append or they were never stored; else nobody has them, and they are what came back.
+  /// The page that token `length` goes to is no longer complete. Its rows are those that were appended, if
+  /// that was in the last append or they were never stored; else nobody has them, and they are what came
+  /// back.
   void open_again(int length) {
     const int page = length / s_.page;
     const auto first = static_cast<std::ptrdiff_t>(page * s_.page * s_.kv_heads * s_.head_dim);
@@ -321,8 +322,8 @@ class decoder {
     return with_pinned(favouring(chosen, held), head.pinned);
   }
 
-  /// What a KV head selects with `q` (rows, n_qo, d), with whom it shares its selection or who of it has one; `after` is
-  /// the head when it selects for the step behind that.
+  /// What a KV head selects with `q` (rows, n_qo, d), with whom it shares its selection or who of it has one;
+  /// `after` is the head when it selects for the step behind that.
   row_choice choose_row(const std::vector<int>& units, std::span<const float> q, int kv_head,
                         const head_state* after = nullptr) const {
     std::vector<selection> each;
@@ -390,8 +391,8 @@ class decoder {
     row.speculate_firm = is_firm(chosen);
     if (s_.selection == selection_kind::sticky_top_k) {  // what is favoured must agree
       const bool anew = row.corrected && !(s_.partial && corrects_by_mass());
-      row.speculate_firm = row.speculate_firm && flag_is_firm(row, s_.tau) && row.correct_firm &&
-                           (anew || head.carried_firm);
+      row.speculate_firm =
+          row.speculate_firm && flag_is_firm(row, s_.tau) && row.correct_firm && (anew || head.carried_firm);
     }
     row.score_size = std::max(row.score_size, chosen.score_size);
     head.selected = chosen.pages;

@@ -62,8 +62,8 @@ struct eviction_settings {
   bool budget_is_doubtful = false;             // to rounding
 };
 
-/// What a unit is worth, as far as float32 can tell: two implementations agree on an order where these are apart, or are
-/// exact and alike.
+/// What a unit is worth, as far as float32 can tell: two implementations agree on an order where these are
+/// apart, or are exact and alike.
 struct worth {
   double low = 0, high = 0;
   int source = -1;  // where it is one number of several units: which
@@ -130,8 +130,8 @@ class forgetful_decoder {
     return {units.begin(), units.end()};
   }
 
-  /// Whether another implementation may keep `units` instead: all that it swapped for one another has been worth the
-  /// same, to rounding, when the last ones left. If so, this one keeps them too.
+  /// Whether another implementation may keep `units` instead: all that it swapped for one another has been
+  /// worth the same, to rounding, when the last ones left. If so, this one keeps them too.
   bool accepts(int head, const std::vector<int>& units) {
     head_state& h = heads_[head];
     const std::set<int> theirs(units.begin(), units.end());
@@ -229,8 +229,8 @@ class forgetful_decoder {
       }
     return scores;
   }
-  /// A row of HARD-KV: scores that tokens are ranked by, and how many of the best have a share of p of its own scores, to
-  /// rounding at least and at most.
+  /// A row of HARD-KV: scores that tokens are ranked by, and how many of the best have a share of p of its
+  /// own scores, to rounding at least and at most.
   struct mass_row {
     std::vector<double> ranked;
     int fewest = 0, fewest_low = 0, fewest_high = 0;
@@ -282,8 +282,8 @@ class forgetful_decoder {
     }
     return std::exp(low);
   }
-  /// HARD-KV, section 3: the union of what each of the last rows selects, sink and window; within the budget those with
-  /// the largest share.
+  /// HARD-KV, section 3: the union of what each of the last rows selects, sink and window; within the budget
+  /// those with the largest share.
   void select_by_mass(head_state& h, int head) {
     h.just_left.clear();
     if (std::ssize(h.units) <= s_.budget) return;
@@ -368,8 +368,8 @@ class forgetful_decoder {
   bool judges_rows() const {
     return s_.kind == eviction_kind::defensive_kv || s_.kind == eviction_kind::cake;
   }
-  /// What PyramidKV gives this layer: the budgets beside the window fall evenly from layer to layer, and their mean is
-  /// that of SnapKV; the last has a `beta`th of it, or the first all of the prompt.
+  /// What PyramidKV gives this layer: the budgets beside the window fall evenly from layer to layer, and
+  /// their mean is that of SnapKV; the last has a `beta`th of it, or the first all of the prompt.
   int prompt_budget() const {
     if (s_.prompt_budget >= 0) return s_.prompt_budget;
     if (s_.kind != eviction_kind::pyramid_kv || s_.layers < 2 || prompt_ <= s_.budget) return s_.budget;
@@ -655,8 +655,8 @@ class forgetful_decoder {
     return static_cast<double>(static_cast<float>(s_.scale)) *
            dot(row_of(query_row(length_ - 1), query_head, s_.head_dim), key);
   }
-  /// What tokens have of the last row among themselves, and the logarithm of what they have together; means over the
-  /// query heads.
+  /// What tokens have of the last row among themselves, and the logarithm of what they have together; means
+  /// over the query heads.
   std::vector<double> last_row_weights(int head, const std::vector<int>& tokens, double& log_mass) const {
     const int group = s_.query_heads / s_.kv_heads;
     std::vector<double> weights(tokens.size());
@@ -675,7 +675,8 @@ class forgetful_decoder {
     return weights;
   }
 
-  /// Adds the group's output and lse to `to`; each token's softmax weight, averaged over the group. NaN counts as 0.
+  /// Adds the group's output and lse to `to`; each token's softmax weight, averaged over the group. NaN
+  /// counts as 0.
   std::vector<double> attend_group(std::span<const float> q, int head, const std::vector<int>& tokens,
                                    attention& to) const {
     const int group = s_.query_heads / s_.kv_heads;
@@ -704,7 +705,8 @@ class forgetful_decoder {
   /// A sum of shares in float32.
   static worth about(double share) { return {share * (1 - 2e-4) - 1e-30, share * (1 + 2e-4) + 1e-30, -1}; }
 
-  /// A prompt page that no row has stamped, older than all stamps: where the whole prompt has been kept only by age.
+  /// A prompt page that no row has stamped, older than all stamps: where the whole prompt has been kept only
+  /// by age.
   worth stamp_below_rows(double share) const {
     const bool cut = !s_.keeps_prompt && (prompt_ + s_.page - 1) / s_.page > s_.budget / s_.page;
     const auto below = [](double of) { return -1 / std::max(of, 1e-40); };  // in the same order
@@ -882,8 +884,9 @@ class forgetful_decoder {
   std::vector<head_state> heads_;
 };
 
-/// CAKE's budget of one layer among others: its part of what all have beside the window, at most the prompt's; what a
-/// layer cannot have goes evenly to those that can, and so does what is left of rounding, the first of them first.
+/// CAKE's budget of one layer among others: its part of what all have beside the window, at most the
+/// prompt's; what a layer cannot have goes evenly to those that can, and so does what is left of rounding,
+/// the first of them first.
 inline void give_cake_budget(eviction_settings& s, const std::vector<double>& preferences, int prompt) {
   if (prompt <= s.budget) return;
   const int room = prompt - s.window, layers = static_cast<int>(preferences.size());

@@ -116,7 +116,8 @@ inline summary_numbers decoded(const codebook& b, std::span<const double> codes)
   return v;
 }
 
-/// The mean's codes (groups), then the tokens' (p, groups). With a NaN or infinite key all are 0 but the first.
+/// The mean's codes (groups), then the tokens' (p, groups). With a NaN or infinite key all are 0 but the
+/// first.
 inline page_summary codes_summary(const std::vector<std::span<const float>>& keys, const codebooks& books) {
   page_summary summary;
   bool lost = false;

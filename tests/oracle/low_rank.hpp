@@ -33,7 +33,8 @@ inline void turn(std::vector<double>& key, const std::vector<turned_pair>& pairs
   }
 }
 
-/// What comes back of a token's keys, (kv_heads, d) each, before it is rounded to the element, and what it may be off by.
+/// What comes back of a token's keys, (kv_heads, d) each, before it is rounded to the element, and what it
+/// may be off by.
 struct rebuilt_keys {
   std::vector<std::vector<double>> keys, doubt;
 };

@@ -133,8 +133,8 @@ inline std::vector<int> tokens_of(const settings& s, int length, const std::vect
   return tokens;
 }
 
-/// The tokens that a KV head of `kind` attends to where it has selected these units, with this window; nothing is made
-/// unique here either.
+/// The tokens that a KV head of `kind` attends to where it has selected these units, with this window;
+/// nothing is made unique here either.
 inline std::vector<int> attended_tokens(const settings& s, layer_kind kind, int length,
                                         const std::vector<int>& selected, const std::vector<int>& window) {
   std::vector<int> tokens = tokens_of(s, length, attended_pages(s, kind, length, {}, window));

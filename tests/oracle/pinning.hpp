@@ -13,7 +13,8 @@
 
 namespace oracle {
 
-/// How unlike a unit's keys are: the least cosine of one of them with their mean, negated; NaN where one has none.
+/// How unlike a unit's keys are: the least cosine of one of them with their mean, negated; NaN where one has
+/// none.
 inline double unlikeness(const std::vector<std::span<const float>>& keys) {
   std::vector<double> mean(keys[0].size(), 0.0);
   for (std::span<const float> key : keys)

@@ -137,7 +137,8 @@ inline pooled_range pool_mean_softmax_range(const std::vector<std::vector<double
   return pool_range(pooling_kind::mean_softmax, raw_scores, doubt);
 }
 
-/// Float32 sums of one page's scores may leave float32's range, and then the page's mean score is not its own.
+/// Float32 sums of one page's scores may leave float32's range, and then the page's mean score is not its
+/// own.
 inline bool mean_score_may_overflow(const std::vector<std::vector<double>>& raw_scores) {
   const std::vector<std::vector<double>> scores = settled(raw_scores);
   for (std::size_t j = 0; j < scores[0].size(); ++j) {

@@ -11,7 +11,8 @@
 
 namespace oracle {
 
-/// k + c slots, or G * k + c where query heads select each for itself, and one for each pinned unit. Of the pages that are no longer wanted c stay; the others' slots are free, lowest first.
+/// k + c slots, or G * k + c where query heads select each for itself, and one for each pinned unit. Of the
+/// pages that are no longer wanted c stay; the others' slots are free, lowest first.
 class slot_cache {
  public:
   explicit slot_cache(const settings& s)

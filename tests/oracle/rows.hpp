@@ -78,8 +78,8 @@ inline selection select_together(const settings& s, const std::vector<selection>
   return chosen;
 }
 
-/// One flagged head flags all that select together. Their flags are then those of one that decides: a head that is
-/// flagged beyond doubt, or else one that may be.
+/// One flagged head flags all that select together. Their flags are then those of one that decides: a head
+/// that is flagged beyond doubt, or else one that may be.
 inline void share_flags(std::vector<row_result*> rows, double tau) {
   const row_result* decider = nullptr;
   bool any = false;

@@ -72,8 +72,8 @@ inline selection select_by(const settings& s, const std::vector<int>& candidates
   return chosen;
 }
 
-/// coarse_to_fine: the `times * k` best candidates by the coarse summary, then the selection by the fine one, for which
-/// the other candidates score -inf. `of_candidates` are theirs.
+/// coarse_to_fine: the `times * k` best candidates by the coarse summary, then the selection by the fine one,
+/// for which the other candidates score -inf. `of_candidates` are theirs.
 inline selection select_in_two_stages(const settings& s, int kv_head, std::span<const float> queries,
                                       const std::vector<int>& candidates,
                                       const std::vector<page_summary>& of_candidates) {
@@ -115,7 +115,8 @@ inline selection select_pages(const settings& s, int kv_head, std::span<const fl
 }
 
 /// Bounds every score's terms by |q_d| times the largest |k_d| of `keys`, all candidates' keys; those of
-/// key_codes by its largest centroids, those of coarse_to_fine by both stages'. What is not finite is data with an exact meaning and does not count.
+/// key_codes by its largest centroids, those of coarse_to_fine by both stages'. What is not finite is data
+/// with an exact meaning and does not count.
 inline void measure_scores(selection& chosen, const settings& s, int kv_head, std::span<const float> queries,
                            const std::vector<std::span<const float>>& keys) {
   if (s.summary == summary_kind::coarse_to_fine) {

@@ -37,8 +37,8 @@ enum class drift_pool_kind { mean, min, max };
 enum class residency_kind { first_unselected, least_recently_used };  // who is evicted first
 
 /// How a summary's numbers are kept. `standard` is the policy's own choice: the key's type for min_max,
-/// float32 for the others. key_subspace, key_sketch and key_codes have codes of their own and ignore this, and what
-/// coarse_to_fine is made of is `standard`.
+/// float32 for the others. key_subspace, key_sketch and key_codes have codes of their own and ignore this,
+/// and what coarse_to_fine is made of is `standard`.
 enum class stored_format { standard, key, float32, int8 };
 
 /// One KV head's subspace of the keys: `mean` is (d), `rows` is (r, d) with orthonormal rows.
@@ -102,8 +102,8 @@ struct settings {
   // Of coarse_to_fine: the two summaries, and how many times k candidates the fine one scores.
   summary_kind coarse = summary_kind::min_max, fine = summary_kind::key_sketch;
   int times = 4;
-  // What comes back of the keys and values of a complete page, per KV head (p, d), from the store of a layer that does
-  // not keep everything; nothing: what was appended.
+  // What comes back of the keys and values of a complete page, per KV head (p, d), from the store of a layer
+  // that does not keep everything; nothing: what was appended.
   std::function<void(int page, std::vector<std::vector<float>>& keys,
                      std::vector<std::vector<float>>& values)>
       read_back = nullptr;

@@ -9,9 +9,9 @@
 
 namespace tests {
 
-/// Runs a case through a pipeline and the oracle, which keeps each layer apart; layers differ in what they are given, and
-/// are alike in their settings. `after_layer(layer, report)` is called behind each decode step of each. Throws
-/// `disagreement`.
+/// Runs a case through a pipeline and the oracle, which keeps each layer apart; layers differ in what they
+/// are given, and are alike in their settings. `after_layer(layer, report)` is called behind each decode step
+/// of each. Throws `disagreement`.
 template <class AfterLayer>
 void compare_with_oracle(const random_case& c, freekv::examples::pipeline& p, coverage& seen,
                          const AfterLayer& after_layer) {

@@ -28,8 +28,8 @@ inline std::string listed_by_head(const std::vector<std::vector<int>>& own) {
   return text;
 }
 
-/// What the comparison of a sequence's next step has to know of those before: by KV head, whether the selection carried
-/// into it must agree.
+/// What the comparison of a sequence's next step has to know of those before: by KV head, whether the
+/// selection carried into it must agree.
 class step_comparison {
  public:
   explicit step_comparison(int kv_heads) : carried_firm_(static_cast<std::size_t>(kv_heads), true) {}
@@ -37,8 +37,8 @@ class step_comparison {
   /// The selection is dropped.
   void drop() { carried_firm_.assign(carried_firm_.size(), true); }
 
-  /// `out` (rows, query_heads, head_dim) and `lse` (rows, query_heads) are the library's. Throws `disagreement`, which
-  /// begins with `where`.
+  /// `out` (rows, query_heads, head_dim) and `lse` (rows, query_heads) are the library's. Throws
+  /// `disagreement`, which begins with `where`.
   void compare(const std::string& where, const random_case& c, const oracle::step_result& want,
                const freekv::step_report& report, std::span<const float> out, std::span<const float> lse,
                coverage& seen) const {

@@ -1,4 +1,5 @@
-// Random events on up to eight sequences in one pipeline of few pages, beside the oracle, which keeps each sequence apart.
+// Random events on up to eight sequences in one pipeline of few pages, beside the oracle, which keeps each
+// sequence apart.
 #pragma once
 
 #include <algorithm>
@@ -229,7 +230,8 @@ class world {
     step_phase phase;
     std::vector<float> queries{}, keys{}, values{};
   };
-  /// Pages that part i needs: those it begins, and a copy of the open one if another sequence will still have it.
+  /// Pages that part i needs: those it begins, and a copy of the open one if another sequence will still have
+  /// it.
   int pages_needed(const std::vector<part>& parts, std::size_t i) const {
     const part& p = parts[i];
     if (p.tokens == 0) return 0;

@@ -1,5 +1,5 @@
-// Random events on up to eight sequences in one pipeline of few pages: each gives what the oracle, which keeps each
-// sequence apart, gives it. (docs/contract.md, 13.9 and 13.10)
+// Random events on up to eight sequences in one pipeline of few pages: each gives what the oracle, which
+// keeps each sequence apart, gives it. (docs/contract.md, 13.9 and 13.10)
 
 #include <malloc.h>
 #include <unistd.h>

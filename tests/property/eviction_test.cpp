@@ -1,5 +1,6 @@
-// Methods that forget, on random sequences that share a pipeline, against the float64 oracle: what is attended to equals
-// the oracle's wherever units that left are worth less than those that stayed beyond rounding, and outputs always.
+// Methods that forget, on random sequences that share a pipeline, against the float64 oracle: what is
+// attended to equals the oracle's wherever units that left are worth less than those that stayed beyond
+// rounding, and outputs always.
 
 #include <map>
 

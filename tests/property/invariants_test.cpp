@@ -52,7 +52,8 @@ bool is_close(double a, double b, double tolerance) {
   return std::fabs(a - b) <= tolerance * std::max({std::fabs(a), std::fabs(b), 1.0});
 }
 
-/// How many numbers of a step differ from exact attention to `tokens_of_head(h, g)` of query head g of KV head h.
+/// How many numbers of a step differ from exact attention to `tokens_of_head(h, g)` of query head g of KV
+/// head h.
 template <class Tokens>
 int wrong_outputs(const random_case& c, const trace& t, const traced_step& step,
                   const Tokens& tokens_of_head) {

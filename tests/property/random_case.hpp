@@ -55,13 +55,12 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
              << o.method.summary << " " << o.method.format << " (chunk " << o.method.chunk << ", rank "
              << o.method.rank << ", bits " << o.method.bits << ", times " << o.method.times << "), "
              << o.method.pooling << ", " << o.method.selection << " " << o.method.top_p << " bonus "
-             << o.method.bonus << ", "
-             << o.method.correction << " tau " << o.method.tau << " " << o.method.drift_pool << " delta "
-             << o.method.delta << (o.method.partial ? " partial" : "") << " every " << o.method.every << ", "
-             << o.method.residency << " spare " << o.method.spare << ", " << o.method.rows << ", unit "
-             << o.method.unit << ", plan " << o.method.plan << ", " << o.layout
-             << (o.in_place ? ", in place" : ", resident") << ", sliding " << o.sliding_window << ", cap "
-             << o.soft_cap << (o.sink_logits.empty() ? "" : ", sink logits") << ", pins "
+             << o.method.bonus << ", " << o.method.correction << " tau " << o.method.tau << " "
+             << o.method.drift_pool << " delta " << o.method.delta << (o.method.partial ? " partial" : "")
+             << " every " << o.method.every << ", " << o.method.residency << " spare " << o.method.spare
+             << ", " << o.method.rows << ", unit " << o.method.unit << ", plan " << o.method.plan << ", "
+             << o.layout << (o.in_place ? ", in place" : ", resident") << ", sliding " << o.sliding_window
+             << ", cap " << o.soft_cap << (o.sink_logits.empty() ? "" : ", sink logits") << ", pins "
              << (o.method.pinning == "no_pins" ? 0 : o.method.pinned) << ", store " << o.method.codec
              << (o.store_file.empty() ? ""
                  : o.direct_io        ? " direct file"
@@ -183,8 +182,8 @@ inline std::vector<float> random_factors(dice& d, int kv_heads, int rank, int he
   return by_head;
 }
 
-/// What no pipeline takes: query heads that select each for itself, and a correction that judges what they select
-/// together.
+/// What no pipeline takes: query heads that select each for itself, and a correction that judges what they
+/// select together.
 inline bool judged_by_mass(const freekv::examples::method_spec& m) {
   return m.rows == "per_query_head" && m.correction == "mass_deficit";
 }
@@ -276,13 +275,15 @@ inline random_case make_case(std::uint64_t seed) {
   return c;
 }
 
-/// Whether a summary takes units of so many tokens, no multiple of 8: not where codes are kept 8 tokens at a time.
+/// Whether a summary takes units of so many tokens, no multiple of 8: not where codes are kept 8 tokens at a
+/// time.
 inline bool takes_unit(const std::string& summary, int tokens) {
-  return summary != "key_sketch" && summary != "coarse_to_fine" && (summary != "key_codes" || tokens % 2 == 0);
+  return summary != "key_sketch" && summary != "coarse_to_fine" &&
+         (summary != "key_codes" || tokens % 2 == 0);
 }
 
-/// Selects so many tokens together, or single ones where these do not divide the page, with as many selected tokens as there were, and another
-/// summary where that one keeps 8 tokens, or two, at a time.
+/// Selects so many tokens together, or single ones where these do not divide the page, with as many selected
+/// tokens as there were, and another summary where that one keeps 8 tokens, or two, at a time.
 inline void give_unit(random_case& c, int tokens) {
   auto& m = c.options.method;
   m.unit = c.options.page % tokens == 0 ? tokens : 1;
@@ -293,7 +294,8 @@ inline void give_unit(random_case& c, int tokens) {
   if (!takes_unit(m.summary, m.unit)) m.summary = "mean";
 }
 
-/// The case with other heads, and with what it gives each of them: a basis, no sink logits, one kind of layer.
+/// The case with other heads, and with what it gives each of them: a basis, no sink logits, one kind of
+/// layer.
 inline void give_heads(random_case& c, int kv_heads, int query_heads) {
   auto& o = c.options;
   dice d(c.seed);

@@ -1,4 +1,5 @@
-// What a codec of the library gives back of a page, of whatever element and head_dim. (Codecs have tests of their own.)
+// What a codec of the library gives back of a page, of whatever element and head_dim. (Codecs have tests of
+// their own.)
 #pragma once
 
 #include <cstddef>

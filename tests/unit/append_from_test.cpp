@@ -10,8 +10,9 @@ namespace {
 using namespace tests;
 using freekv::step_phase;
 
-/// An engine's cache of one layer: blocks of keys and values, and a block table. Blocks are (token, head, head_dim),
-/// or with `heads_first` (head, token, head_dim); `packed`, keys and values are side by side in rows of 2 * head_dim.
+/// An engine's cache of one layer: blocks of keys and values, and a block table. Blocks are (token, head,
+/// head_dim), or with `heads_first` (head, token, head_dim); `packed`, keys and values are side by side in
+/// rows of 2 * head_dim.
 struct engine_cache {
   int block_tokens = 16;
   bool heads_first = false, packed = false;

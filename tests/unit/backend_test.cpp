@@ -52,8 +52,8 @@ struct tally {
   }
 };
 
-/// While it lives threads' stacks have 1 GB, and the process's memory has room for `most` of them: what malloc reserves
-/// for a thread that frees (64 MB, when it likes) does not count beside them.
+/// While it lives threads' stacks have 1 GB, and the process's memory has room for `most` of them: what
+/// malloc reserves for a thread that frees (64 MB, when it likes) does not count beside them.
 class few_threads {
  public:
   explicit few_threads(std::size_t most) {

@@ -1,4 +1,5 @@
-// coarse_to_fine as a summary: what it stores, and what either stage scores. Selections by it are step_test's.
+// coarse_to_fine as a summary: what it stores, and what either stage scores. Selections by it are
+// step_test's.
 
 #include <freekv/policies/box_summaries.hpp>
 #include <freekv/policies/coarse_to_fine.hpp>
@@ -14,7 +15,8 @@ using namespace tests;
 using freekv::coarse_to_fine;
 using freekv::dynamic;
 
-/// The pair stores what both store, fine first, and scores as the fine one; its coarse stage as the coarse one.
+/// The pair stores what both store, fine first, and scores as the fine one; its coarse stage as the coarse
+/// one.
 template <class E, class Coarse, class Fine>
 void check_pair(const page_case& c, const Coarse& coarse, const Fine& fine) {
   const coarse_to_fine<Coarse, Fine> both{{coarse, fine}, {}};

@@ -363,7 +363,8 @@ TEMPLATE_TEST_CASE("the largest and the smallest numbers come back finite and ne
     for (std::size_t i = 0; i < a.size(); ++i)
       if (!(std::fabs(a[i] - b[i]) <= (0.5 + rounding) * step)) ++wrong;
     CHECK(wrong == 0);
-    // A scale of the smallest floats is a multiple of 2^-149 itself, so off by up to half of one for each code.
+    // A scale of the smallest floats is a multiple of 2^-149 itself, so off by up to half of one for each
+    // code.
     const double coarse = std::is_same_v<TestType, float> ? 64.0 : 1.0;
     const auto u = small.numbers(), v = round_trip(codec, small).numbers();
     const double small_step = is_asymmetric(kind) ? 600.0 / 15.0 : 300.0 / (bits_of(kind) == 8 ? 127.0 : 7.0);

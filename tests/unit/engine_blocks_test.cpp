@@ -1,5 +1,5 @@
-// Slots inside an engine's own paged tensor give the same bits as the pipeline's own, and an engine's own attention over
-// the exported tables what the pipeline's attention gives.
+// Slots inside an engine's own paged tensor give the same bits as the pipeline's own, and an engine's own
+// attention over the exported tables what the pipeline's attention gives.
 
 #include <algorithm>
 #include <numeric>
@@ -34,8 +34,8 @@ settings common_settings() {
 }
 
 /// Layout of an engine's tensor for all layers: (layers, 2, blocks, page, kv_heads, d), (layers, blocks, 2,
-/// kv_heads, page, d), or with keys and values side by side (layers, blocks, page, kv_heads, 2 * d) and (layers,
-/// blocks, kv_heads, page, 2 * d), as vLLM has had it.
+/// kv_heads, page, d), or with keys and values side by side (layers, blocks, page, kv_heads, 2 * d) and
+/// (layers, blocks, kv_heads, page, 2 * d), as vLLM has had it.
 enum class layout { nhd, hnd, packed_nhd, packed_hnd };
 
 /// An engine's tensor for all layers; what it holds before is NaN.
@@ -95,8 +95,8 @@ struct engine_tensor {
   }
 };
 
-/// Attention of decode row `row` of `rows` by an engine's kernel: over the pages of a table, without the tokens behind
-/// the row.
+/// Attention of decode row `row` of `rows` by an engine's kernel: over the pages of a table, without the
+/// tokens behind the row.
 oracle::attention attend_table(const engine_tensor& tensor, int layer, int head,
                                std::span<const std::int32_t> table, const freekv::resident_table& size,
                                std::span<const float> query, int row, int rows) {
@@ -110,8 +110,8 @@ oracle::attention attend_table(const engine_tensor& tensor, int layer, int head,
   return oracle::attend(query, keys, values, oracle::default_scale(d));
 }
 
-/// A decode step whose attention is the engine's, where a layer has slots: compared with `expected`, the same step's of
-/// another pipeline. Returns how often no table served all heads.
+/// A decode step whose attention is the engine's, where a layer has slots: compared with `expected`, the same
+/// step's of another pipeline. Returns how often no table served all heads.
 int step_by_tables(pipeline_type& pipeline, const engine_tensor& tensor,
                    const std::vector<sequence_part>& parts, const std::vector<sequence_result>& expected) {
   std::vector<freekv::step_input> listed;
@@ -172,8 +172,8 @@ int step_by_tables(pipeline_type& pipeline, const engine_tensor& tensor,
   return differing;
 }
 
-/// Two sequences and a third that takes turns with the second: prompts, steps of 1 to 3 rows, drafts taken back.
-/// `step(parts)` runs one step on a pipeline.
+/// Two sequences and a third that takes turns with the second: prompts, steps of 1 to 3 rows, drafts taken
+/// back. `step(parts)` runs one step on a pipeline.
 template <class Step>
 void live(pipeline_type& pipeline, const text& first, const text& second, const Step& step) {
   const auto a = pipeline.open(), b = pipeline.open();

@@ -11,7 +11,8 @@ using namespace tests;
 using freekv::half;
 using freekv::step_phase;
 
-/// A tensor of a step's rows, each with its queries, keys and values and something behind: a fused projection's.
+/// A tensor of a step's rows, each with its queries, keys and values and something behind: a fused
+/// projection's.
 template <class Number>
 struct fused_rows {
   std::int64_t queries, keys, padding;
@@ -44,7 +45,8 @@ std::vector<float> widened(const std::vector<From>& numbers) {
   return result;
 }
 
-/// What a step of rows of `Number`, all of one tensor, gives beside the same step of floats that are one behind the other.
+/// What a step of rows of `Number`, all of one tensor, gives beside the same step of floats that are one
+/// behind the other.
 template <class Number, class Out>
 void compare_step(tiny_pipeline& plain, tiny_pipeline& fused, const std::vector<freekv::step_input>& rows,
                   const std::vector<const text*>& sources, dice& d) {

@@ -41,8 +41,8 @@ enum class moment {
   between_steps,
 };
 
-/// Two sequences, a prompt and decode steps in both; `disturb(moment, pipeline, step, ids)` is called at each moment
-/// of the third decode step. Everything that comes out is returned.
+/// Two sequences, a prompt and decode steps in both; `disturb(moment, pipeline, step, ids)` is called at each
+/// moment of the third decode step. Everything that comes out is returned.
 struct scenario {
   using disturbance =
       std::function<void(moment, tiny_pipeline&, tiny_pipeline::step&, sequence_id, sequence_id)>;

@@ -207,8 +207,8 @@ TEST_CASE("of units that are worth the same the first leaves", "[eviction]") {
     // A page that never has its share keeps the stamp of its last token.
     CHECK(after(freekv::raas{.page = 8, .threshold = 2.0f, .room = 16, .keeps_prompt = true}, 0, 60, head) ==
           from_to(3, 7));
-    // A prompt that is cut: page 0 and page 12, which is being filled, stay, and of the others, attended to alike, the
-    // last three.
+    // A prompt that is cut: page 0 and page 12, which is being filled, stay, and of the others, attended to
+    // alike, the last three.
     const auto first_and = [&](int first, int last) { return both({0}, from_to(first, last)); };
     CHECK(after(cut_raas, 100, 1, head) == first_and(9, 12));
     CHECK(after(cut_raas, 100, 5, head) == first_and(9, 13));
@@ -251,7 +251,8 @@ TEST_CASE("bytes are those of the budget, and there is no store", "[eviction][me
           s.capacity.max_prompt = 10, s.capacity.max_generated = 1'000'000;
         }).slots == (40 + 8) * token);
 
-  // A prompt waits in the staging, for as many sequences as have one; H2O keeps votes beside it, the others queries.
+  // A prompt waits in the staging, for as many sequences as have one; H2O keeps votes beside it, the others
+  // queries.
   const auto rounded_up = [](std::size_t bytes) { return (bytes + 63) / 64 * 64; };
   const std::size_t staged = rounded_up(2 * 2 * 150 * row_bytes);
   CHECK(bytes_of(freekv::h2o{}, as_is).staging == 2 * (staged + rounded_up(2 * 2 * 150 * sizeof(float))));

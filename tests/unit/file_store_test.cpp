@@ -1,4 +1,5 @@
-// The slow tier's file: what is written is read, by every engine; and whatever the system does, an error says so.
+// The slow tier's file: what is written is read, by every engine; and whatever the system does, an error says
+// so.
 
 #include <sys/fsuid.h>
 #include <sys/mount.h>
@@ -131,7 +132,8 @@ Error thrown_by(const Call& call) {
 /// Faults to come. Shared by a store and its test.
 struct faults {
   std::mutex mutex;
-  // Of reads and writes, from the next one on: a negative errno, or 0 for none, or bytes that are moved at most.
+  // Of reads and writes, from the next one on: a negative errno, or 0 for none, or bytes that are moved at
+  // most.
   std::map<long, long> at;
   long each = 0;  ///< of all others
   std::atomic<long> transfers{0}, active{0}, most_active{0};
@@ -316,7 +318,8 @@ int wrong_bytes(Store& store, std::uint64_t first, std::size_t size, unsigned se
   write_one(store, first, mirror);
   int wrong = 0;
   for (int round = 0; round < rounds; ++round) {
-    // Cut into ranges of random length, so that nothing overlaps; a part of them is written, then a part read.
+    // Cut into ranges of random length, so that nothing overlaps; a part of them is written, then a part
+    // read.
     std::vector<std::pair<std::size_t, std::size_t>> ranges;
     for (std::size_t at = 0; at < units;) {
       const std::size_t n = std::min<std::size_t>(units - at, random() % (units / 8 + 1));

@@ -16,8 +16,8 @@ struct token_range {
   int first = 0, end = 0;
 };
 
-/// What KV head `head` attends to with the row of token `n`: as docs/contract.md, 2.5 and 2.6 define it, but for the units
-/// selected, which the report says.
+/// What KV head `head` attends to with the row of token `n`: as docs/contract.md, 2.5 and 2.6 define it, but
+/// for the units selected, which the report says.
 std::vector<token_range> list_of(const tiny_pipeline::settings& s, bool everything, int n,
                                  const freekv::step_report& report, int head) {
   std::vector<token_range> all;

@@ -26,8 +26,8 @@ void* counted(std::size_t bytes, std::size_t alignment) {
 
 }  // namespace
 
-// Every allocation of this program, library and threads included, is counted. Not inlined: GCC would take free for a
-// mismatch of new.
+// Every allocation of this program, library and threads included, is counted. Not inlined: GCC would take
+// free for a mismatch of new.
 [[gnu::noinline]] void* operator new(std::size_t bytes) {
   return counted(bytes, __STDCPP_DEFAULT_NEW_ALIGNMENT__);
 }

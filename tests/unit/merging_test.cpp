@@ -40,7 +40,8 @@ struct rows_of_text {
   std::vector<float> queries, keys, values;
 };
 
-/// Runs `prompt` tokens and then decode rows through both, and compares each decode row's output and log-sum-exp.
+/// Runs `prompt` tokens and then decode rows through both, and compares each decode row's output and
+/// log-sum-exp.
 template <class Eviction>
 void compare_with_everything(const Eviction& eviction, int budget, int query_heads, int kv_heads,
                              const rows_of_text& text, int prompt, int tokens, double tolerance) {
@@ -179,7 +180,8 @@ TEST_CASE("d2o merges by e and exponentials of cosines what is as similar as its
 }
 
 TEST_CASE("what is not a number does not merge, and the others do", "[eviction][merging]") {
-  // The last row's query is NaN: the policy has no weights, so what leaves is lost; all rows after are as TOVA's.
+  // The last row's query is NaN: the policy has no weights, so what leaves is lost; all rows after are as
+  // TOVA's.
   dice random(3);
   rows_of_text text = random_rows(random, 60, 2, 2);
   std::fill_n(text.queries.begin() + 39 * 2 * d, 2 * d, quiet_nan);

@@ -1,5 +1,5 @@
-// The order of steps and recall, with a recall stream that is slow on purpose: whoever should have waited and did
-// not is found out.
+// The order of steps and recall, with a recall stream that is slow on purpose: whoever should have waited and
+// did not is found out.
 
 #include <atomic>
 #include <chrono>
@@ -174,16 +174,14 @@ TEST_CASE("what happens to a sequence between steps waits for its recall", "[ord
   s.capacity.max_sequences = 2;
   const text source(s, 24, 150, 8);
   using change = std::function<void(slow_pipeline&, freekv::sequence_id)>;
+  const auto ignore = [](std::span<const std::byte>) {};
   for (const change& makes_wait :
-       {change([](auto&p, auto id) { p.fork(id); }),
-        change([](auto&p, auto id) { p.truncate(id, p.tokens(id) - 1); }),
-        change([](auto&p, auto id) { p.preempt(id); }),
-        change([](auto&p, auto id) { p.open(p.keep_prefix(id, p.tokens(id))); }),
-        change([](auto&p, auto id) {
-          p.save_prefix(
-              p.keep_prefix(id, 8), [](std::span<const std::byte>) {}, 0);
-        }),
-        change([](auto&p, auto) {
+       {change([&](auto&p, auto id) { p.fork(id); }),
+        change([&](auto&p, auto id) { p.truncate(id, p.tokens(id) - 1); }),
+        change([&](auto&p, auto id) { p.preempt(id); }),
+        change([&](auto&p, auto id) { p.open(p.keep_prefix(id, p.tokens(id))); }),
+        change([&](auto&p, auto id) { p.save_prefix(p.keep_prefix(id, 8), ignore, 0); }),
+        change([&](auto&p, auto) {
           CHECK_THROWS_AS(
               p.load_prefix([](std::span<std::byte> to) { std::fill(to.begin(), to.end(), std::byte{}); }, 0),
               freekv::prefix_error);

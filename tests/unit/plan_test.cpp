@@ -26,7 +26,8 @@ settings settings_of(const std::vector<freekv::layer_kind>& layers) {
   return s;
 }
 
-/// A prompt and decode steps; layer i of the pipeline is given layer `first + i` of the text. The result is by layer.
+/// A prompt and decode steps; layer i of the pipeline is given layer `first + i` of the text. The result is
+/// by layer.
 std::vector<sequence_result> run(const settings& s, const text& source, int first) {
   freekv::host_backend backend;
   pipeline_type pipeline(s, backend);

@@ -1,5 +1,5 @@
-// Whole steps do not depend on how a policy was given: at compile time, at run time, as one of several, or as one
-// of the user's own that computes the same.
+// Whole steps do not depend on how a policy was given: at compile time, at run time, as one of several, or as
+// one of the user's own that computes the same.
 
 #include <vector>
 

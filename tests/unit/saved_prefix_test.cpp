@@ -1,5 +1,5 @@
-// Prefixes that are saved and loaded, by other processes too: sequences that begin with one give what its rows would give,
-// bit for bit, and what is damaged or of something else is an error.
+// Prefixes that are saved and loaded, by other processes too: sequences that begin with one give what its
+// rows would give, bit for bit, and what is damaged or of something else is an error.
 
 #include <sys/resource.h>
 
@@ -140,8 +140,8 @@ struct one_sequence {
   freekv::sequence_id id;
 };
 
-/// Saves a prefix of a prompt, loads it where other things go on, and holds sequences that begin with it to one that was
-/// given the rows.
+/// Saves a prefix of a prompt, loads it where other things go on, and holds sequences that begin with it to
+/// one that was given the rows.
 template <class Pipeline>
 void expect_same(typename Pipeline::settings s, std::uint64_t seed, dice& d) {
   constexpr int longest = 160, d_of_key = Pipeline::head_dim;

@@ -1,5 +1,5 @@
-// From scores to slots: pooling, the order of pages, the match of a selection with the slots, and the copy of a
-// slice.
+// From scores to slots: pooling, the order of pages, the match of a selection with the slots, and the copy of
+// a slice.
 
 #include <algorithm>
 #include <array>

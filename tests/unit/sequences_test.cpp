@@ -1,5 +1,5 @@
-// Several sequences in one pipeline, prompts in chunks, prompts after decoding: each gives what it would alone,
-// bit for bit.
+// Several sequences in one pipeline, prompts in chunks, prompts after decoding: each gives what it would
+// alone, bit for bit.
 
 #include <algorithm>
 #include <memory>

@@ -21,7 +21,8 @@ using tiny_pipeline = freekv::retrieval_pipeline<
                    freekv::complete_first<freekv::dynamic, freekv::layer_kind::window>>,
     freekv::any_of<freekv::resident, freekv::in_place>>;
 
-/// Three layers, the first of them complete; 6 query heads on 2 KV heads; 1 sink, 2 window and 2 selected pages.
+/// Three layers, the first of them complete; 6 query heads on 2 KV heads; 1 sink, 2 window and 2 selected
+/// pages.
 inline tiny_pipeline::settings tiny_settings() {
   tiny_pipeline::settings s;
   s.model = {.layers = 3, .query_heads = 6, .kv_heads = 2};
@@ -31,7 +32,8 @@ inline tiny_pipeline::settings tiny_settings() {
   return s;
 }
 
-/// What a model would bring: queries (tokens, query_heads, d), keys and values (tokens, kv_heads, d) of each layer.
+/// What a model would bring: queries (tokens, query_heads, d), keys and values (tokens, kv_heads, d) of each
+/// layer.
 class text {
  public:
   struct rows {
@@ -128,8 +130,8 @@ void add_report(const Pipeline& pipeline, int layer, freekv::sequence_id id, seq
     add(report.attended.subspan(h * stride, count(report.attended_count[h])));
 }
 
-/// Asks for the masses of a layer that attends next. What they add up to, for each row and query head, is expected to be what
-/// attention then gives as log-sum-exp.
+/// Asks for the masses of a layer that attends next. What they add up to, for each row and query head, is
+/// expected to be what attention then gives as log-sum-exp.
 template <class Step, class Settings>
 std::vector<float> added_masses(Step& step, const Settings& s, int layer, std::size_t rows) {
   const std::size_t entries = count(step.most_attended(layer)), heads = rows * count(s.model.query_heads);

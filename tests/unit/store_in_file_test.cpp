@@ -1,4 +1,5 @@
-// Pages kept in a file, whatever happens to it: the same outputs, or an error that says where, and nothing lost.
+// Pages kept in a file, whatever happens to it: the same outputs, or an error that says where, and nothing
+// lost.
 
 #include <fcntl.h>
 #include <sys/resource.h>
@@ -78,8 +79,8 @@ tiny_pipeline::settings in_file(tiny_pipeline::settings s, const folder& where) 
   return s;
 }
 
-/// Two decode rows of sequences `a` and `b` in one step whose calls may fail once: before each, and again after it has
-/// failed, the file is broken if `breaks(layer, call)` says so; then it is whole again.
+/// Two decode rows of sequences `a` and `b` in one step whose calls may fail once: before each, and again
+/// after it has failed, the file is broken if `breaks(layer, call)` says so; then it is whole again.
 template <class Breaks>
 std::vector<float> stubborn_step(tiny_pipeline& pipeline, const folder& where,
                                  const std::vector<sequence_part>& parts, const Breaks& breaks, int& failed) {

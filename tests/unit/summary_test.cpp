@@ -1,5 +1,5 @@
-// Summaries and page scores against the float64 oracle: summarise, encode, decode, prepare and score, on every
-// team, for every element type.
+// Summaries and page scores against the float64 oracle: summarise, encode, decode, prepare and score, on
+// every team, for every element type.
 
 #include <algorithm>
 #include <vector>
@@ -223,9 +223,9 @@ TEMPLATE_TEST_CASE("infinities, NaN and zeros of both signs count as section 5.1
 }
 
 TEST_CASE("an infinite query scores key_subspace's pages by its sign, as the formula says", "[summary]") {
-  // One coefficient: the token's estimate is scale * (E q) * c, infinite with the sign of c. The page's score is
-  // the largest float where any token has a positive c, else -infinity; never NaN, which would take the other
-  // heads of the group with it.
+  // One coefficient: the token's estimate is scale * (E q) * c, infinite with the sign of c. The page's score
+  // is the largest float where any token has a positive c, else -infinity; never NaN, which would take the
+  // other heads of the group with it.
   page_case c{.d = 8, .p = 8, .group = 2};
   c.rank = 1;
   c.basis.assign(16, 0.0f);

@@ -48,8 +48,9 @@ TEST_CASE("rejected drafts leave no trace but the candidates that were fixed wit
       decode_rows(clean, source, kept);
       CHECK(drafting.pipeline.free_pages() == clean.pipeline.free_pages());
 
-      // (The kept rows' own outputs are another matter: their selection was pooled over the rejected ones too.)
-      // The candidates stay those fixed at the length with the drafts; where they are the same pages, all is.
+      // (The kept rows' own outputs are another matter: their selection was pooled over the rejected ones
+      // too.) The candidates stay those fixed at the length with the drafts; where they are the same pages,
+      // all is.
       const auto fixed = [&](int tokens) {
         return std::min(freekv::roles_at(tokens, s.budget, 8).window_begin, (before + kept) / 8);
       };

@@ -1,4 +1,5 @@
-// The library's methods, types, and what the programs make of their names: the same policies with the same values.
+// The library's methods, types, and what the programs make of their names: the same policies with the same
+// values.
 
 #include <algorithm>
 #include <set>
@@ -28,7 +29,8 @@ std::ostream& operator<<(std::ostream& out, const policies& p) {
   return out << "unit " << p.unit;
 }
 
-/// The plan's name in `method::plan`. Behind the first layer, which a pipeline keeps whole unless told otherwise.
+/// The plan's name in `method::plan`. Behind the first layer, which a pipeline keeps whole unless told
+/// otherwise.
 template <class Plan>
 std::string plan_name(const Plan& plan) {
   if constexpr (std::is_same_v<Plan, freekv::by_head>) {

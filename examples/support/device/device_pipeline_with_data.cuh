@@ -1,4 +1,5 @@
-// Defines device_pipeline_with_data: a device_pipeline_of_shape whose policies take data beside their numbers.
+// Defines device_pipeline_with_data: a device_pipeline_of_shape whose policies take data beside their
+// numbers.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +13,8 @@
 
 namespace freekv::examples {
 
-/// What policies are given beside their numbers, in memory that the device reads. As it is when it is first used, since a
-/// program may learn it when its pipeline is there already.
+/// What policies are given beside their numbers, in memory that the device reads. As it is when it is first
+/// used, since a program may learn it when its pipeline is there already.
 class device_data {
  public:
   explicit device_data(const pipeline_options& o) : options_(o) {

@@ -1,4 +1,5 @@
-// Pipelines of one shape with any pooling, selection, pinning, rows, correction or residency that the CUDA backend has.
+// Pipelines of one shape with any pooling, selection, pinning, rows, correction or residency that the CUDA
+// backend has.
 #include "device_pipeline.hpp"
 #include "device_pipeline_of_shape.cuh"
 

@@ -1,5 +1,5 @@
-// freekv-engine: times and counts a decoder of a real model's sizes, with random weights and FreeKV in every layer. Its
-// decode steps are captured, and replayed for requests that come and go.
+// freekv-engine: times and counts a decoder of a real model's sizes, with random weights and FreeKV in every
+// layer. Its decode steps are captured, and replayed for requests that come and go.
 
 #include <cuda_runtime.h>
 

@@ -1,4 +1,5 @@
-// The engine: requests that come and go, decoded by steps of a model that are captured once, of a few sizes, and replayed.
+// The engine: requests that come and go, decoded by steps of a model that are captured once, of a few sizes,
+// and replayed.
 #pragma once
 
 #include <cuda_profiler_api.h>
@@ -73,9 +74,9 @@ class stopwatch {
   std::vector<cudaEvent_t> points_;
 };
 
-/// An engine with a method of freekv/methods.hpp in every layer. Prompts are computed by steps of their own, which are not
-/// captured, between replays. Where a pool is exhausted the youngest sequence is preempted; where that has happened to one
-/// already and was not enough, that one is released and starts over later.
+/// An engine with a method of freekv/methods.hpp in every layer. Prompts are computed by steps of their own,
+/// which are not captured, between replays. Where a pool is exhausted the youngest sequence is preempted;
+/// where that has happened to one already and was not enough, that one is released and starts over later.
 template <class Method, int HeadDim>
 class engine {
  public:
@@ -196,7 +197,8 @@ class engine {
     std::fill(packet.begin() + static_cast<std::ptrdiff_t>(row), packet.end(), row_input{});
     return packet;
   }
-  /// What becomes of a sequence's rows: guesses are right up to one that is drawn, and the rest is taken back.
+  /// What becomes of a sequence's rows: guesses are right up to one that is drawn, and the rest is taken
+  /// back.
   void accept(sequence& s, int tokens) {
     const int right = random_.between(1, tokens);
     if (right < tokens) truncate(s, pipeline_.tokens(s.id) - (tokens - right));

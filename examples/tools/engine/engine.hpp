@@ -91,8 +91,8 @@ struct engine_result {
   std::size_t slice_bytes = 0;
 };
 
-/// A row of a step: `token` is what it reads, or where it is negative `chosen[~token]`, and what the model says comes
-/// next goes to `chosen[to]`, or nowhere if that is negative.
+/// A row of a step: `token` is what it reads, or where it is negative `chosen[~token]`, and what the model
+/// says comes next goes to `chosen[to]`, or nowhere if that is negative.
 struct row_input {
   std::int32_t token = 0, position = 0, to = -1;
 };

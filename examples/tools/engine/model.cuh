@@ -1,5 +1,5 @@
-// A decoder of random weights: what lies between the attention of its layers. Keys and values are bfloat16, as weights
-// are; all else is float. Results of a row do not depend on the rows beside it.
+// A decoder of random weights: what lies between the attention of its layers. Keys and values are bfloat16,
+// as weights are; all else is float. Results of a row do not depend on the rows beside it.
 #pragma once
 
 #include <algorithm>
@@ -107,13 +107,13 @@ __device__ float total_of_lane(float* sums, int lane) {
     return sums[0];
 }
 
-/// What becomes of a product: it is stored; or added to what is there, a residual; or of two rows next to each other, a
-/// gate and what it opens for, `silu(gate) * up` is stored (SwiGLU).
+/// What becomes of a product: it is stored; or added to what is there, a residual; or of two rows next to
+/// each other, a gate and what it opens for, `silu(gate) * up` is stored (SwiGLU).
 enum class product { stored, added, gated };
 
-/// Matrix (height, width), in bfloat16, times rows of x, (columns, width): y (columns, height), or half as high where rows
-/// are gates. Each weight is read once for eight columns. A warp has four rows of the matrix, of which it reads 16 bytes a
-/// lane at a time; both sizes are multiples of 8.
+/// Matrix (height, width), in bfloat16, times rows of x, (columns, width): y (columns, height), or half as
+/// high where rows are gates. Each weight is read once for eight columns. A warp has four rows of the matrix,
+/// of which it reads 16 bytes a lane at a time; both sizes are multiples of 8.
 inline constexpr int rows_of_warp = 4, columns_of_warp = 8;
 template <product Product>
 __global__ void multiply(const bfloat16* matrix, int height, int width, const float* x, int columns,
@@ -167,8 +167,8 @@ struct attention_rows {
   bfloat16 *keys, *values;  // (rows, kv_heads, head_dim)
 };
 
-/// Queries, keys and values of what `multiply` has made of a row, by a warp for each head: with RoPE, of pairs that lie half
-/// a head apart. `similarity`: of queries that are made similar.
+/// Queries, keys and values of what `multiply` has made of a row, by a warp for each head: with RoPE, of
+/// pairs that lie half a head apart. `similarity`: of queries that are made similar.
 static __global__ void rotate(const float* qkv, const row_input* inputs, model_shape model, int layer,
                               float similarity, attention_rows to) {
   const int row = static_cast<int>(blockIdx.x), lane = static_cast<int>(threadIdx.x) % 32;
@@ -236,8 +236,8 @@ struct matrix {
   matrix(int h, int w) : height(h), width(w), numbers(to_size(h) * to_size(w)) {}
 };
 
-/// The weights of a decoder, and rows of a step on their way through it, all in the device's memory. What is called is
-/// queued on the stream.
+/// The weights of a decoder, and rows of a step on their way through it, all in the device's memory. What is
+/// called is queued on the stream.
 class model {
  public:
   struct layer_weights {
@@ -248,7 +248,8 @@ class model {
           gates(2 * s.ffn, s.hidden),
           down(s.hidden, s.ffn) {}
   };
-  /// Rows of a layer, which stay until the next step. What its attention gives goes to `out`, (rows, query_heads, head_dim).
+  /// Rows of a layer, which stay until the next step. What its attention gives goes to `out`, (rows,
+  /// query_heads, head_dim).
   struct layer_rows {
     kernels::attention_rows in;
     float* out;
@@ -295,8 +296,8 @@ class model {
   const matrix& head() const { return head_; }
   const layer_weights& weights(int layer) const { return *layers_[size(layer)]; }
 
-  /// Rows of the next step, for the host to fill when the pipeline has taken that step: then the device is done with the
-  /// step `ring_depth` before, as it is behind the one after that.
+  /// Rows of the next step, for the host to fill when the pipeline has taken that step: then the device is
+  /// done with the step `ring_depth` before, as it is behind the one after that.
   std::span<row_input> next_packet() {
     return {packets_.data() + packets_filled_++ % ring_depth * most_rows_, size(most_rows_)};
   }

@@ -17,8 +17,8 @@ FREEKV_HD inline float random_normal(std::uint64_t seed, std::uint64_t index) {
   return (sum - 131070.0f) * (1.7320508f / 65536.0f);
 }
 
-/// The direction that all queries of a head have in common where queries are made similar: it turns to another one in 64
-/// tokens.
+/// The direction that all queries of a head have in common where queries are made similar: it turns to
+/// another one in 64 tokens.
 FREEKV_HD inline float common_query(int layer, int head, int position, int i) {
   constexpr int tokens = 64;
   const std::uint64_t seed = 0x5eedu + static_cast<std::uint64_t>(layer * 1024 + head);

@@ -23,7 +23,8 @@ struct request {
   int takes_back = 0;          // tokens that its user takes back, halfway
 };
 
-/// An endless list of requests: a batch's worth of them, some at once, and now and then a lull in which it empties.
+/// An endless list of requests: a batch's worth of them, some at once, and now and then a lull in which it
+/// empties.
 class arrivals {
  public:
   arrivals(unsigned seed, const engine_options& o) : random_(seed), options_(o) { draw(); }

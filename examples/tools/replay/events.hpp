@@ -30,8 +30,8 @@ struct event {
   std::vector<event_rows> rows{};  ///< prompt, which has one, and step
 };
 
-/// A file of events whose every line has been looked at: whether it says something, of sequences that are there, with
-/// rows that their traces have. What may still fail is the room in the pools.
+/// A file of events whose every line has been looked at: whether it says something, of sequences that are
+/// there, with rows that their traces have. What may still fail is the room in the pools.
 struct event_file {
   std::vector<event> events;
   std::vector<std::string> names;             ///< of sequences
@@ -40,8 +40,8 @@ struct event_file {
   int most_sequences = 0, longest = 0, most_decode_rows = 1;
 };
 
-/// Relative names of traces count from the working directory, or else from the file's folder. `element`: what --dtype
-/// asks for. Throws file_error or choice_error, which names the line.
+/// Relative names of traces count from the working directory, or else from the file's folder. `element`: what
+/// --dtype asks for. Throws file_error or choice_error, which names the line.
 event_file read_events(const std::filesystem::path& path, std::optional<data_type> element);
 
 }  // namespace freekv::examples

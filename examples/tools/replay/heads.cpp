@@ -77,9 +77,9 @@ std::vector<measured_head> measure(const trace& t, const head_options& o, host_b
   return heads;
 }
 
-/// The scores of RazorAttention (section 3.3), of a text that repeats itself: each decode token's attention to the same
-/// token in all earlier repetitions, and to the one behind it. A KV head's are its group's means. Its reach is the
-/// larger: the paper takes the best by each of the two, many by induction and few by echo.
+/// The scores of RazorAttention (section 3.3), of a text that repeats itself: each decode token's attention
+/// to the same token in all earlier repetitions, and to the one behind it. A KV head's are its group's means.
+/// Its reach is the larger: the paper takes the best by each of the two, many by induction and few by echo.
 std::vector<measured_head> measure_echo(const trace& t) {
   const int group = t.query_heads / t.kv_heads, d = t.head_dim, period = t.period.value();
   const std::vector<float> keys = t.float_keys();

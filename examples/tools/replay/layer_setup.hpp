@@ -35,8 +35,8 @@ class layer_setup {
   layer_setup(const layer_setup&) = delete;
   layer_setup& operator=(const layer_setup&) = delete;
 
-  /// Finds how the trace's keys are rotated, where the method asks for it, or checks what was said by the trace's k_pre;
-  /// before `options`. Throws choice_error.
+  /// Finds how the trace's keys are rotated, where the method asks for it, or checks what was said by the
+  /// trace's k_pre; before `options`. Throws choice_error.
   void take_rotation(const trace& t);
   /// Learns from the trace's prompt what no file gives; pipelines see it, those made before too.
   void learn(const trace& t);

@@ -60,7 +60,8 @@ double positive_float_or_zero(const std::string& option, const std::string& text
 /// The decimal number of six digits that a float stands for: 0.85 of 0.85f.
 double decimal(float value) { return *number_in<double>(top_p{value}.values()); }
 
-/// A share or threshold as the library has it: what float32 does not hold becomes its largest or lowest number.
+/// A share or threshold as the library has it: what float32 does not hold becomes its largest or lowest
+/// number.
 float nearest_float(double value) {
   return static_cast<float>(std::clamp(value, -largest_float, largest_float));
 }
@@ -76,7 +77,8 @@ constexpr std::string_view backends[] = {"host", "cuda"};
 constexpr std::string_view routes[] = {"resident", "in_place"};
 constexpr std::string_view dtypes[] = {"stored", "f32", "f16", "bf16"};
 
-/// The variant's `value`, or the flag's where it is given. Throws choice_error for a name that is not of `list`.
+/// The variant's `value`, or the flag's where it is given. Throws choice_error for a name that is not of
+/// `list`.
 template <class Choices>
 void take(const char* flag, const std::optional<std::string>& given, const Choices& list,
           std::string& value) {

@@ -117,7 +117,8 @@ void keep_report(const step_report& report, std::size_t step, results* r, layer_
   copy_selected(report, r->rows, r->k, r->selected.data() + step * r->rows * r->k);
 }
 
-/// `exact` keeps everything as it was recorded, which `p` does too unless its codec loses something. `r` may be null.
+/// `exact` keeps everything as it was recorded, which `p` does too unless its codec loses something. `r` may
+/// be null.
 void replay_steps(pipeline& p, pipeline& exact, const trace& t, progress_line& progress, results* r,
                   layer_result& s) {
   const std::size_t heads = to_size(t.query_heads), out_row = heads * to_size(t.head_dim);

@@ -38,8 +38,8 @@ struct replay_tools {
 /// Whatever a layer's form says against its replay. Throws choice_error.
 void check_layer(const replay_options& options, const replay_job& job, const basis_file& file);
 
-/// Replays a layer and writes its output, where one is wanted, but for taking its place. Throws file_error, choice_error or
-/// freekv::error.
+/// Replays a layer and writes its output, where one is wanted, but for taking its place. Throws file_error,
+/// choice_error or freekv::error.
 layer_result replay_layer(const replay_options& options, const replay_job& job, const replay_tools& tools);
 
 }  // namespace freekv::examples

@@ -28,8 +28,8 @@ inline bool selects_per_query_head(const method_spec& m) {
   return m.retrieves() && m.rows == per_query_head::name;
 }
 
-/// Writes the pages of `rows` rows, ascending, `k` numbers each, over the -1 that stand there. `rows` is the number of
-/// KV heads or of query heads.
+/// Writes the pages of `rows` rows, ascending, `k` numbers each, over the -1 that stand there. `rows` is the
+/// number of KV heads or of query heads.
 inline void copy_selected(const step_report& report, std::size_t rows, std::size_t k, std::int32_t* to) {
   const std::size_t heads = report.corrected.size(), group = rows / heads;
   const std::size_t most = report.attended.size() / heads;

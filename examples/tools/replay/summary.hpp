@@ -8,8 +8,8 @@
 
 namespace freekv::examples {
 
-/// One trace's object: settings, and what the replay found. Numbers that have no value, such as a rate over no
-/// steps, are null.
+/// One trace's object: settings, and what the replay found. Numbers that have no value, such as a rate over
+/// no steps, are null.
 nlohmann::ordered_json summary_of(const replay_options& options, const host_options& host,
                                   const layer_result& result);
 

@@ -42,9 +42,7 @@ std::optional<int> decimal(std::string_view text, int largest) {
 
 trace_form form_of(const safetensors_file& file, std::optional<data_type> element) {
   const tensor_view &q = file.at("q"), &k = file.at("k"), &v = file.at("v");
-  const auto fail = [&](const std::string& what) {
-    throw file_error(cited_path(file.path()) + ": " + what);
-  };
+  const auto fail = [&](const std::string& what) { throw file_error(cited_path(file.path()) + ": " + what); };
   for (const tensor_view* tensor : {&q, &k, &v}) {
     if (!is_float(tensor->dtype))
       fail("tensor " + tensor->name + " has dtype " + std::string(dtype_name(tensor->dtype)) +
@@ -63,8 +61,8 @@ trace_form form_of(const safetensors_file& file, std::optional<data_type> elemen
   // A trace without tokens has no bytes that vouch for its heads, and memory is taken for each of them.
   constexpr std::int64_t most_tokens = 1 << 30, most_heads = 1024, most_elements = 1 << 20;
   if (q.shape[0] > most_tokens || q.shape[1] > most_heads || q.shape[2] > most_elements)
-    fail("q has shape " + cited_shape(q.shape) + ", more than the " + std::to_string(most_tokens) + " tokens, " +
-         std::to_string(most_heads) + " heads or head_dim " + std::to_string(most_elements) +
+    fail("q has shape " + cited_shape(q.shape) + ", more than the " + std::to_string(most_tokens) +
+         " tokens, " + std::to_string(most_heads) + " heads or head_dim " + std::to_string(most_elements) +
          " that are replayed");
   if (!element && k.dtype != v.dtype)
     fail("k is " + std::string(dtype_name(k.dtype)) + " but v is " + std::string(dtype_name(v.dtype)) +

@@ -47,7 +47,8 @@ struct replay_jobs {
 /// Throws file_error or choice_error.
 replay_jobs jobs_of(const replay_options& options);
 
-/// Throws choice_error where `out` cannot be written, or is an input: one of `read`, the basis or the head list.
+/// Throws choice_error where `out` cannot be written, or is an input: one of `read`, the basis or the head
+/// list.
 void check_output(const replay_options& o, const std::filesystem::path& out,
                   const std::vector<std::filesystem::path>& read);
 

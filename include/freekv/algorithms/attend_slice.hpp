@@ -37,8 +37,8 @@ inline constexpr int attention_scratch = heads_at_once* attention_block<HeadDim>
 
 namespace detail {
 
-/// Adds `count` values to the weighted sums of `Heads` query heads. Asks for `count` rows of `ahead` meanwhile,
-/// unless it is null.
+/// Adds `count` values to the weighted sums of `Heads` query heads. Asks for `count` rows of `ahead`
+/// meanwhile, unless it is null.
 template <int HeadDim, int Heads, class T, class Element>
 FREEKV_HD void weigh_values(T team, const head_slice<const Element>& rows, int count, const float* weights,
                             float* weighted, const Element* ahead) {
@@ -74,7 +74,8 @@ FREEKV_HD void weigh_values(T team, const head_slice<const Element>& rows, int c
     weigh(packs / at_once * at_once * width, cuda::std::integral_constant<int, packs % at_once>{});
 }
 
-/// `attend_slice` of at most `heads_at_once` query heads and a block of rows, token `first` of its slice the first.
+/// `attend_slice` of at most `heads_at_once` query heads and a block of rows, token `first` of its slice the
+/// first.
 template <int HeadDim, team T, class Element>
 FREEKV_HD void attend_block(T team, const group_query& query, int first_head, int heads,
                             const head_slice<const Element>& rows, int first, int count,
@@ -153,9 +154,10 @@ FREEKV_HD void attend_block(T team, const group_query& query, int first_head, in
 }  // namespace detail
 
 /// Adds the first `tokens` rows of a slice to `part`. The query is multiplied by the scale already. Scores
-/// become soft_cap * tanh(score / soft_cap), unless it is 0. A score of -infinity has weight 0; NaN propagates.
-/// `ahead`: keys that are attended next, laid out as the slice's, or null. `log_weights` (tokens), or null: each is added
-/// to its token's score behind the soft cap, so that one of ln n makes a token weigh as n that are alike.
+/// become soft_cap * tanh(score / soft_cap), unless it is 0. A score of -infinity has weight 0; NaN
+/// propagates. `ahead`: keys that are attended next, laid out as the slice's, or null. `log_weights`
+/// (tokens), or null: each is added to its token's score behind the soft cap, so that one of ln n makes a
+/// token weigh as n that are alike.
 template <int HeadDim, team T, class Element>
 FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<const Element>& slice,
                             int tokens, const attention_part& part, float* scratch, float soft_cap = 0.0f,
@@ -174,8 +176,8 @@ FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<c
   }
 }
 
-/// Adds a token without a value for each query head, whose score is its logit: it takes its share of the weights and
-/// counts in the log-sum-exp. (gpt-oss)
+/// Adds a token without a value for each query head, whose score is its logit: it takes its share of the
+/// weights and counts in the log-sum-exp. (gpt-oss)
 template <int HeadDim, team T>
 FREEKV_HD void add_logits(T team, const float* logits, int group, const attention_part& part) {
   for (int g = 0; g < group; ++g) {

@@ -9,7 +9,8 @@
 
 namespace freekv {
 
-/// The masses that `Heads` query heads have attended to so far: for each a running log-sum-exp, which all lanes know.
+/// The masses that `Heads` query heads have attended to so far: for each a running log-sum-exp, which all
+/// lanes know.
 template <int HeadDim, int Heads, team T>
 struct register_masses {
   using team_type = T;
@@ -67,8 +68,8 @@ struct register_masses {
       });
     });
   }
-  /// Makes scores of head h weights, relative to its maximum. `on_raised(factor)`: what was summed up relative to the
-  /// maximum before is to be multiplied.
+  /// Makes scores of head h weights, relative to its maximum. `on_raised(factor)`: what was summed up
+  /// relative to the maximum before is to be multiplied.
   template <class OnRaised>
   FREEKV_HD void weigh(int h, scores& of, const OnRaised& on_raised) {
     float most = of[0][h];

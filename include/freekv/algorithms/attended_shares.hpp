@@ -14,8 +14,8 @@ struct attended_scores {
   int group = 1;
 };
 
-/// Softmax weights of `tokens` tokens, averaged over the group, which is how KV heads pool here: to `shares` (tokens,
-/// rounded up to whole packs). A weight that is NaN counts as 0.
+/// Softmax weights of `tokens` tokens, averaged over the group, which is how KV heads pool here: to `shares`
+/// (tokens, rounded up to whole packs). A weight that is NaN counts as 0.
 template <team T>
 FREEKV_HD void mean_shares(T team, const attended_scores& of, int tokens, float* shares) {
   using pack = typename T::pack;

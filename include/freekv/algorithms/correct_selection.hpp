@@ -8,17 +8,17 @@
 
 namespace freekv {
 
-/// Units that a head has selected, and those that it would select now, both ascending. `selected` has room for as many
-/// as `best` has.
+/// Units that a head has selected, and those that it would select now, both ascending. `selected` has room
+/// for as many as `best` has.
 struct selected_and_best {
   std::int32_t* selected = nullptr;
   const std::int32_t* best = nullptr;
   int count = 0, best_count = 0;
 };
 
-/// Exchanges units of `units.selected` for those of `units.best` that it misses until `correction` is content; returns how
-/// many are selected then. `mass_of(units, count)`: their mass; `value(unit)`: the greater, the better.
-/// (docs/contract.md, 8.3)
+/// Exchanges units of `units.selected` for those of `units.best` that it misses until `correction` is
+/// content; returns how many are selected then. `mass_of(units, count)`: their mass; `value(unit)`: the
+/// greater, the better. (docs/contract.md, 8.3)
 template <class Correction, class Mass, class Value>
 FREEKV_HD int exchange_units(const Correction& correction, const selected_and_best& units, float of_best,
                              const Mass& mass_of, const Value& value) {
@@ -50,8 +50,8 @@ FREEKV_HD inline int take_all_of_best(const selected_and_best& units) {
   return units.best_count;
 }
 
-/// Corrects one head: returns how many units it has selected then. `corrected`: it is flagged already, and selects anew;
-/// set where the correction flags it, whose selection has too little of the mass.
+/// Corrects one head: returns how many units it has selected then. `corrected`: it is flagged already, and
+/// selects anew; set where the correction flags it, whose selection has too little of the mass.
 template <class Correction, class Mass, class Value>
 FREEKV_HD int correct_selection(const Correction& correction, const selected_and_best& units, bool& corrected,
                                 const Mass& mass_of, const Value& value) {

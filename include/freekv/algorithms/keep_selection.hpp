@@ -1,5 +1,5 @@
-// Selection of one head from step to step: who selects anew and when, forgetting what is selected, and slots moved
-// together.
+// Selection of one head from step to step: who selects anew and when, forgetting what is selected, and slots
+// moved together.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,12 @@
 
 namespace freekv {
 
-/// Time of a selection: a correction, for the step itself and by the same scores for the next one, or ahead of the next.
+/// Time of a selection: a correction, for the step itself and by the same scores for the next one, or ahead
+/// of the next.
 enum class selection_time : std::uint8_t { correct, speculate };
 
-/// Number of heads of a layer before `head` that retrieve: where its pooled scores are, if they select together.
+/// Number of heads of a layer before `head` that retrieve: where its pooled scores are, if they select
+/// together.
 template <class State>
 FREEKV_HD int retrieving_before(const State& s, int head) {
   int count = 0;
@@ -29,8 +31,8 @@ FREEKV_HD int first_retrieving(const State& s) {
   return head;
 }
 
-/// Heads that select at such a time: those that a correction has flagged, or all where it judges `every_head` by masses;
-/// ahead of a step, those that no correction has selected for yet.
+/// Heads that select at such a time: those that a correction has flagged, or all where it judges `every_head`
+/// by masses; ahead of a step, those that no correction has selected for yet.
 template <class State>
 FREEKV_HD bool is_to_select(const State& s, int sequence, int head, selection_time time, bool every_head) {
   const auto row = s.head_index(sequence, head);
@@ -38,9 +40,9 @@ FREEKV_HD bool is_to_select(const State& s, int sequence, int head, selection_ti
                                          : s.next_selected_count[row] < 0;
 }
 
-/// Heads of a decode entry that select anew: they have no selection, or the correction does not accept the queries of
-/// one of the entry's rows. `query(row)`: its group's (group, head_dim). A correction by mass judges later,
-/// when it has scores. `State` is the layer_state; `correction` is of the layer.
+/// Heads of a decode entry that select anew: they have no selection, or the correction does not accept the
+/// queries of one of the entry's rows. `query(row)`: its group's (group, head_dim). A correction by mass
+/// judges later, when it has scores. `State` is the layer_state; `correction` is of the layer.
 template <class Team, class State, class Entry, class Correction, class Query>
 FREEKV_HD bool selects_anew(Team team, const State& s, const Correction& correction, const Entry& entry,
                             int head, const Query& query) {
@@ -88,8 +90,8 @@ FREEKV_HD void clear_report(const State& s, int sequence, int head) {
   s.attended_count[s.head_index(sequence, head)] = 0;
 }
 
-/// Moves what a head's slots hold to the lowest ones: `move(from, to)` for each that moves, which copies it, notes where
-/// it is, and has happened for all lanes when it returns.
+/// Moves what a head's slots hold to the lowest ones: `move(from, to)` for each that moves, which copies it,
+/// notes where it is, and has happened for all lanes when it returns.
 template <class Move>
 FREEKV_HD void compact_slots(const slot_contents& held, const Move& move) {
   for (int to = 0, from = held.count - 1;;) {

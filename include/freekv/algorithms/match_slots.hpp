@@ -15,9 +15,10 @@ struct slot_contents {
 
 /// Matches a new selection, the head's `nth`, with its slots, which are brought up to date.
 ///
-/// `wanted`: `count` units, ascending. `slot_of[i]` becomes the slot of wanted[i] where it is held, or the complement
-/// `~slot` of the free slot, lowest first, that it is to be copied to. Of the units no longer wanted as many stay as
-/// there are spare slots, those that `residency` frees last. Returns the number of misses.
+/// `wanted`: `count` units, ascending. `slot_of[i]` becomes the slot of wanted[i] where it is held, or the
+/// complement `~slot` of the free slot, lowest first, that it is to be copied to. Of the units no longer
+/// wanted as many stay as there are spare slots, those that `residency` frees last. Returns the number of
+/// misses.
 template <residency_policy Residency>
 FREEKV_HD int match_slots(const Residency& residency, const std::int32_t* wanted, int count,
                           const slot_contents& slots, std::int32_t nth, std::int32_t* slot_of) {

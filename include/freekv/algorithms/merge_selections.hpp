@@ -21,8 +21,8 @@ FREEKV_HD inline bool has_head(const std::uint32_t* mask, int g) {
   return (mask[g / 32] >> g % 32 & 1u) != 0;
 }
 
-/// Adds to the `size` units of a union the `count` units, ascending, that query head g has selected; returns how many
-/// it then has. O(size + count).
+/// Adds to the `size` units of a union the `count` units, ascending, that query head g has selected; returns
+/// how many it then has. O(size + count).
 FREEKV_HD inline int merge_selections(const unit_union& all, int size, const std::int32_t* units, int count,
                                       int g) {
   int fresh = 0;
@@ -60,7 +60,8 @@ FREEKV_HD inline head_run next_run(const std::uint32_t* mask, int from, int grou
   return run;
 }
 
-/// Puts those of the `size` units of a union that query head g has selected into `units`, ascending; returns how many.
+/// Puts those of the `size` units of a union that query head g has selected into `units`, ascending; returns
+/// how many.
 FREEKV_HD inline int selection_of(const unit_union& all, int size, int g, std::int32_t* units) {
   int count = 0;
   for (int i = 0; i < size; ++i)

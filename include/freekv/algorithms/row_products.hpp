@@ -14,8 +14,8 @@ inline constexpr int heads_at_once = 4;
 /// Floats of scratch for `row_products`.
 inline constexpr int row_products_scratch = 64;
 
-/// `count` rows of `width` elements, row t at `first + t * stride`. `ahead`: rows laid out alike, of `ahead_width`
-/// elements, that are asked for meanwhile; null: none.
+/// `count` rows of `width` elements, row t at `first + t * stride`. `ahead`: rows laid out alike, of
+/// `ahead_width` elements, that are asked for meanwhile; null: none.
 template <class Element>
 struct row_block {
   const Element* first = nullptr;
@@ -39,8 +39,8 @@ FREEKV_HD void prefetch_row(T team, const Element* row, int count) {
   for (int i = 0; i < count; i += line) team.prefetch(row + i);
 }
 
-/// Calls `body(first, integral_constant<int, Heads>)` for the heads of a group, `Heads` of them from `first` on: one,
-/// where the team has `one_head_at_once`.
+/// Calls `body(first, integral_constant<int, Heads>)` for the heads of a group, `Heads` of them from `first`
+/// on: one, where the team has `one_head_at_once`.
 template <class T, class Body>
 FREEKV_HD void for_heads_at_once(int group, const Body& body) {
   using cuda::std::integral_constant;
@@ -67,9 +67,9 @@ FREEKV_HD void for_heads_at_once(int group, const Body& body) {
   }
 }
 
-/// The products of `Heads` queries with each row, times `scale`: of query g and row t to `out[g * out_stride +
-/// t]`. The rows' width is a multiple of the team's, which may be a `wide` one. A tile of as many products as
-/// the team is wide is summed at a time.
+/// The products of `Heads` queries with each row, times `scale`: of query g and row t to
+/// `out[g * out_stride + t]`. The rows' width is a multiple of the team's, which may be a `wide` one. A tile
+/// of as many products as the team is wide is summed at a time.
 template <int Heads, class T, class Element>
 FREEKV_HD void row_products(T team, const query_rows& queries, const row_block<Element>& rows, float scale,
                             float* out, std::int64_t out_stride, float* scratch) {

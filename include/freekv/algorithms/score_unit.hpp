@@ -15,8 +15,9 @@ FREEKV_HD inline float clamp_score(float score) {
   return score > largest ? largest : score;
 }
 
-/// Bytes of a stored summary that a team with `stage` stages: of one that is scored as it is stored, by each head of the
-/// group, or that has a format of less than 2 bytes a number. Of two summaries each is staged for itself.
+/// Bytes of a stored summary that a team with `stage` stages: of one that is scored as it is stored, by each
+/// head of the group, or that has a format of less than 2 bytes a number. Of two summaries each is staged for
+/// itself.
 template <class Key, class S>
 FREEKV_HD constexpr int staged_bytes(const S& summary, page_geometry unit) {
   if constexpr (requires { summary.coarse; }) {
@@ -79,8 +80,9 @@ void score_units_by_four(T team, const S& summary, page_geometry unit, const sto
     for (int g = 0; (nan >> j & 1) != 0 && g < queries.group; ++g) out.first[j + g * out.stride] = -infinity;
 }
 
-/// Scores a unit by its stored summary. One that scores NaN for one head of the group scores -infinity for all of
-/// them. `numbers` (the summary's width) is the team's scratch, and so is `staging`, if it is not null, for what is staged.
+/// Scores a unit by its stored summary. One that scores NaN for one head of the group scores -infinity for
+/// all of them. `numbers` (the summary's width) is the team's scratch, and so is `staging`, if it is not
+/// null, for what is staged.
 template <class Key, team T, class S>
 FREEKV_HD void score_unit(T team, const S& summary, page_geometry unit, const std::byte* stored,
                           const prepared_queries& queries, float* numbers, const score_column& out,
@@ -91,8 +93,9 @@ FREEKV_HD void score_unit(T team, const S& summary, page_geometry unit, const st
 }
 
 /// Scores `units` units so, whose summaries lie `bytes` apart: those of unit j go to
-/// `out.first[j + g * out.stride]`. `numbers` holds a whole pack at least. `Shares`: rows are multiplied in functions
-/// that other summaries share, where the team has such: less to compile where there are many, and a few per cent slower.
+/// `out.first[j + g * out.stride]`. `numbers` holds a whole pack at least. `Shares`: rows are multiplied in
+/// functions that other summaries share, where the team has such: less to compile where there are many, and a
+/// few per cent slower.
 template <class Key, bool Shares = false, team T, class S>
 FREEKV_HD void score_units(T team, const S& summary, page_geometry unit, const std::byte* stored,
                            std::size_t bytes, int units, const prepared_queries& queries, float* numbers,
@@ -138,8 +141,8 @@ FREEKV_HD void score_units(T team, const S& summary, page_geometry unit, const s
   }
 }
 
-/// The same by the coarse one of two summaries stored side by side (coarse_to_fine's `at`): `stored` and `queries` are
-/// those of both.
+/// The same by the coarse one of two summaries stored side by side (coarse_to_fine's `at`): `stored` and
+/// `queries` are those of both.
 template <class Key, team T, class Pair>
 FREEKV_HD void score_unit_coarsely(T team, const Pair& summaries, page_geometry unit, const std::byte* stored,
                                    const prepared_queries& queries, float* numbers, const score_column& out,

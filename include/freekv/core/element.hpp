@@ -15,8 +15,9 @@ namespace freekv {
 using half = __half;
 using bfloat16 = __nv_bfloat16;
 
-/// 8 bits: a sign, 4 of exponent with bias 7, 3 of mantissa, by the convention of OCP's E4M3 ("E4M3FN"): no infinity,
-/// NaN where all 7 bits are set, 448 the largest number. A codec stores it; nothing computes with it.
+/// 8 bits: a sign, 4 of exponent with bias 7, 3 of mantissa, by the convention of OCP's E4M3 ("E4M3FN"): no
+/// infinity, NaN where all 7 bits are set, 448 the largest number. A codec stores it; nothing computes with
+/// it.
 struct fp8_e4m3 {
   std::uint8_t bits = 0;
 };
@@ -51,8 +52,8 @@ FREEKV_HD inline float to_float(bfloat16 x) { return __bfloat162float(x); }
 
 namespace detail {
 
-/// `first ? a : b` in arithmetic. Of a conditional, compilers move what only one side needs behind a branch, and then
-/// do not vectorise the loop around it.
+/// `first ? a : b` in arithmetic. Of a conditional, compilers move what only one side needs behind a branch,
+/// and then do not vectorise the loop around it.
 FREEKV_HD constexpr std::uint32_t select_bits(bool first, std::uint32_t a, std::uint32_t b) {
   return b ^ ((a ^ b) & (0u - static_cast<std::uint32_t>(first)));
 }
@@ -83,8 +84,9 @@ FREEKV_HD inline float to_float(fp8_e4m3 x) {
   return float_of(bits | (x.bits & 0x80u) << 24);
 }
 
-/// Rounds to the nearest representable value, ties to even. Beyond the range of f16 and bf16 that is an infinity;
-/// fp8_e4m3 has none and saturates: 448 stands for all that is larger, infinity included. NaN stays NaN.
+/// Rounds to the nearest representable value, ties to even. Beyond the range of f16 and bf16 that is an
+/// infinity; fp8_e4m3 has none and saturates: 448 stands for all that is larger, infinity included. NaN stays
+/// NaN.
 template <storage_element T>
 FREEKV_HD inline T from_float(float x) {
   if constexpr (std::same_as<T, half>)

@@ -1,5 +1,5 @@
-// Rows of elements to floats and back, in integer arithmetic without branches, which compilers vectorise for any
-// target.
+// Rows of elements to floats and back, in integer arithmetic without branches, which compilers vectorise for
+// any target.
 #pragma once
 
 #include <freekv/core/element.hpp>

@@ -40,15 +40,16 @@ struct pool_exhausted : error {
   long capacity, used, needed;
 };
 
-/// A saved prefix that is damaged, or that other settings, another model or another version of its format have
-/// made. Nothing has changed.
+/// A saved prefix that is damaged, or that other settings, another model or another version of its format
+/// have made. Nothing has changed.
 struct prefix_error : error {
   using error::error;
 };
 
 /// Threads that the system does not give; those that it gave have ended again.
 struct thread_error : error {
-  /// `of`: whose threads they are, `wanted` and `started` both with the calling thread where that is one of them.
+  /// `of`: whose threads they are, `wanted` and `started` both with the calling thread where that is one of
+  /// them.
   [[gnu::cold]] thread_error(const std::string& of, int threads_wanted, int threads_started,
                              const std::error_code& cause, const std::string& remedy)
       : error(
@@ -76,9 +77,9 @@ struct store_fault {
   const char* kind = "store file";
 };
 
-/// A file that cannot be created, reserved, opened, read or written. What a read left in the caller's memory, or
-/// a write in the file, is unspecified within the ranges that were asked for; everything else is as before, and
-/// the same call may be made again.
+/// A file that cannot be created, reserved, opened, read or written. What a read left in the caller's memory,
+/// or a write in the file, is unspecified within the ranges that were asked for; everything else is as
+/// before, and the same call may be made again.
 struct store_error : error, store_fault {
   explicit store_error(store_fault fault) : error(sentence(fault)), store_fault(std::move(fault)) {}
 

@@ -1,5 +1,5 @@
-// Optional members of policies. A policy lists those that it has, so one that is misspelt or has another signature
-// does not compile.
+// Optional members of policies. A policy lists those that it has, so one that is misspelt or has another
+// signature does not compile.
 #pragma once
 
 #include <concepts>
@@ -102,7 +102,8 @@ struct kind_of_self_contained : kind_defaults {
   }
 };
 
-/// Calls `visit(array, bytes)` for each array that a policy was given and that what it stores of a page depends on.
+/// Calls `visit(array, bytes)` for each array that a policy was given and that what it stores of a page
+/// depends on.
 template <class P, class Visit>
 void visit_data(const P& policy, const Visit& visit) {
   using hooks = hooks_of<P>;

@@ -1,4 +1,5 @@
-// Ids as types: of sequences, and of places, where a page of the store is no page of a sequence, and a slot no block.
+// Ids as types: of sequences, and of places, where a page of the store is no page of a sequence, and a slot
+// no block.
 #pragma once
 
 #include <cstdint>

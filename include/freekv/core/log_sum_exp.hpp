@@ -55,8 +55,8 @@ struct log_sum_exp {
     return factor;
   }
 
-  /// exp(x) as a share of the sum: not from `value()`, in which a maximum of 1e7 or more leaves no room for the
-  /// logarithm of the sum.
+  /// exp(x) as a share of the sum: not from `value()`, in which a maximum of 1e7 or more leaves no room for
+  /// the logarithm of the sum.
   FREEKV_HD float share(float x) const { return x > -infinity ? ::expf(x - max) / sum : 0.0f; }
 
   FREEKV_HD float value() const {

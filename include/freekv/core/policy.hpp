@@ -9,8 +9,8 @@
 
 namespace freekv {
 
-// The kinds. A policy names its own: `using policy_kind = summary_kind;`. Its header defines it: default, check,
-// optional members.
+// The kinds. A policy names its own: `using policy_kind = summary_kind;`. Its header defines it: default,
+// check, optional members.
 struct page_size_kind;
 struct unit_kind;
 struct layout_kind;
@@ -68,7 +68,8 @@ constexpr decltype(auto) resolve(const Policy& chosen, Use&& use) {
 
 namespace detail {
 
-/// "0.95": a float in six digits, or, where these are another float's, in the nine that tell all of them apart.
+/// "0.95": a float in six digits, or, where these are another float's, in the nine that tell all of them
+/// apart.
 inline std::string decimal(float value) {
   char text[32];
   std::snprintf(text, sizeof text, "%g", static_cast<double>(value));

@@ -14,21 +14,23 @@ enum class rotary_pairs : std::uint8_t {
   neighbours,  ///< 2i and 2i + 1, as GGUF files of Llama's family have it
 };
 
-/// A model's rotary embedding: pair i of a key's numbers at position t is turned by the angle `t * frequencies[i]`.
-/// Positions count from a sequence's first token. Numbers beyond the pairs stay as they are.
+/// A model's rotary embedding: pair i of a key's numbers at position t is turned by the angle
+/// `t * frequencies[i]`. Positions count from a sequence's first token. Numbers beyond the pairs stay as they
+/// are.
 struct rotary_embedding {
   const float* frequencies = nullptr;  ///< (pairs), radians a token, in memory that the backend can read
   int pairs = 0;                       ///< at most half of head_dim; 0: keys are not turned
   rotary_pairs of = rotary_pairs::halves;
 
-  /// The nth number of a key where the two of pair i come as 2i and 2i + 1, and behind the pairs those that stay.
+  /// The nth number of a key where the two of pair i come as 2i and 2i + 1, and behind the pairs those that
+  /// stay.
   FREEKV_HD constexpr int by_pairs(int nth) const {
     return of == rotary_pairs::neighbours || nth >= 2 * pairs ? nth : nth / 2 + nth % 2 * pairs;
   }
 };
 
-/// Turns the two numbers of a pair as they are at `position`; back, with `sign` -1. Angles are float64: at position
-/// 1,000,000 those of float32 are off by 0.03.
+/// Turns the two numbers of a pair as they are at `position`; back, with `sign` -1. Angles are float64: at
+/// position 1,000,000 those of float32 are off by 0.03.
 FREEKV_HD inline void rotate_pair(const rotary_embedding& rotary, int pair, int position, float sign,
                                   float& a, float& b) {
   const double angle = static_cast<double>(position) * static_cast<double>(rotary.frequencies[pair]);

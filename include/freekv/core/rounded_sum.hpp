@@ -5,8 +5,8 @@
 
 namespace freekv {
 
-/// `a + b`, with which a device fuses no product that a or b is: nvcc would in one kernel and not in another. What is to be
-/// fused there says `fmaf`.
+/// `a + b`, with which a device fuses no product that a or b is: nvcc would in one kernel and not in another.
+/// What is to be fused there says `fmaf`.
 FREEKV_HD inline float rounded_sum(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fadd_rn(a, b);

@@ -9,9 +9,9 @@ namespace freekv {
 /// A size that is known at run time: `page_size<dynamic>`, `key_subspace<dynamic, dynamic>`.
 inline constexpr int dynamic = -1;
 
-/// A count that is part of a type, or with `count_of<dynamic>` a value; either way it converts to int. Policies
-/// hold it as a plain member: with [[no_unique_address]], nvcc 13.0 and GCC lay out a policy with two counts of one
-/// type differently, and what the host passes to a kernel arrives broken.
+/// A count that is part of a type, or with `count_of<dynamic>` a value; either way it converts to int.
+/// Policies hold it as a plain member: with [[no_unique_address]], nvcc 13.0 and GCC lay out a policy with
+/// two counts of one type differently, and what the host passes to a kernel arrives broken.
 template <int N>
 struct count_of {
   FREEKV_HD constexpr operator int() const { return N; }
@@ -58,7 +58,8 @@ struct unit_query {
   float scale = 1.0f;
 };
 
-/// The prepared queries of one group: (group, width), or `by_four`: (group / 4 rounded up, width, 4 query heads).
+/// The prepared queries of one group: (group, width), or `by_four`: (group / 4 rounded up, width, 4 query
+/// heads).
 struct prepared_queries {
   const float* data = nullptr;
   int width = 0;

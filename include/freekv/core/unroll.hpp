@@ -4,8 +4,8 @@
 #include <cuda/std/utility>
 #include <freekv/config.hpp>
 
-// Stands before a loop of at most 64 turns whose count is a compile-time constant: it is unrolled. A loop costs a compiler
-// less than `unroll`, which instantiates functions for each turn.
+// Stands before a loop of at most 64 turns whose count is a compile-time constant: it is unrolled. A loop
+// costs a compiler less than `unroll`, which instantiates functions for each turn.
 #if defined(__CUDA_ARCH__) || defined(__clang__)
 #define FREEKV_UNROLL _Pragma("unroll")
 #elif defined(__CUDACC__)  // the host's side, where nvcc hands on what it does not know

@@ -22,8 +22,8 @@ struct truncation {
   FREEKV_HD constexpr bool opens_page(int page_tokens) const {
     return tokens % page_tokens != 0 && before >= (tokens / page_tokens + 1) * page_tokens;
   }
-  /// True where a layer's window slots lack pages: those that the lost tokens have overwritten in the ring, and an
-  /// encoded one that is open again.
+  /// True where a layer's window slots lack pages: those that the lost tokens have overwritten in the ring,
+  /// and an encoded one that is open again.
   template <class State>
   FREEKV_HD bool window_lacks_pages(const State& s) const {
     return s.keeps_slots &&
@@ -56,9 +56,10 @@ concept pipeline_tables = requires(T& tables, State& layer, const float* logits,
                      T::template take<layer_kind>(std::size_t{}, slow, fast), slow, fast);
 };
 
-/// The stages of a retrieval pipeline, made of a backend, its settings and memory. Those of a step are asked for all of
-/// its entries at once: append, correct, masses and attention are on the compute stream, speculate on the recall
-/// stream of the backend that they are made of. Those that throw store_error may be called again.
+/// The stages of a retrieval pipeline, made of a backend, its settings and memory. Those of a step are asked
+/// for all of its entries at once: append, correct, masses and attention are on the compute stream, speculate
+/// on the recall stream of the backend that they are made of. Those that throw store_error may be called
+/// again.
 template <class T, class State>
 concept retrieval_stages = requires(T& stages, const State& s, std::span<State> layers,
                                     std::span<const step_entry> entries, const typename T::step& step,
@@ -69,8 +70,8 @@ concept retrieval_stages = requires(T& stages, const State& s, std::span<State> 
                                     std::byte* bytes) {
   requires pipeline_tables<typename T::tables, State>;
   typename T::bounds;  // of a captured step
-  // The host looks at what a layer has selected without waiting for a device; `report` says how many heads a step
-  // has flagged.
+  // The host looks at what a layer has selected without waiting for a device; `report` says how many heads a
+  // step has flagged.
   { T::selections_at_hand } -> std::convertible_to<bool>;
   { T::counts_flagged_heads } -> std::convertible_to<bool>;
   stages.begin(tables, layers);  // once, before any sequence
@@ -102,8 +103,8 @@ concept retrieval_stages = requires(T& stages, const State& s, std::span<State> 
   { stages.staging_bytes() } -> std::convertible_to<std::size_t>;
 };
 
-/// A backend: streams, events of which one made by default has happened, and the stages of any pipeline, which take
-/// their scratch from its slow and its fast memory.
+/// A backend: streams, events of which one made by default has happened, and the stages of any pipeline,
+/// which take their scratch from its slow and its fast memory.
 template <class Backend, class State, class Settings>
 concept retrieval_backend = requires(Backend& backend) {
   requires std::default_initializable<typename Backend::event>;
@@ -114,8 +115,8 @@ concept retrieval_backend = requires(Backend& backend) {
 }
 &&retrieval_stages<typename Backend::template stages<State, Settings>, State>;
 
-/// Stages of a device, which steps are captured for in a graph, and which write block tables to its memory. `begin_step` of
-/// a captured step is in two halves: `capture_step` on the device, `plan_step` on the host.
+/// Stages of a device, which steps are captured for in a graph, and which write block tables to its memory.
+/// `begin_step` of a captured step is in two halves: `capture_step` on the device, `plan_step` on the host.
 template <class T>
 concept device_stages = requires(T& stages, const T& seen, const typename T::bounds& most,
                                  std::span<const step_entry> entries) {

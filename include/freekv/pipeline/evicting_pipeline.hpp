@@ -1,4 +1,5 @@
-// The pipeline of methods that forget: no complete store, a fixed number of slots, and what leaves them is gone.
+// The pipeline of methods that forget: no complete store, a fixed number of slots, and what leaves them is
+// gone.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +22,8 @@
 
 namespace freekv {
 
-/// KV-cache eviction for all layers of a model: `evicting_pipeline<kv_shape<bfloat16, 128>, h2o>`. Calls are those of
-/// retrieval_pipeline, with which it can change places in an engine:
+/// KV-cache eviction for all layers of a model: `evicting_pipeline<kv_shape<bfloat16, 128>, h2o>`. Calls are
+/// those of retrieval_pipeline, with which it can change places in an engine:
 ///
 ///     auto prompt = pipeline.begin_step({{sequence, 1000, step_phase::prefill}});  // chunks of any size
 ///     prompt.append<float>(layer, {.keys = keys, .values = values, .queries = queries});  // of every layer
@@ -32,11 +33,11 @@ namespace freekv {
 /// A prompt is exact: its rows attend to all of it up to themselves. It waits in a staging area for as many
 /// prompts as `max_prefills` says, which all sequences use in turn, and leaves it in the first decode row's
 /// `append`, cut to the budget; raas needs none where it keeps all of it. A policy that observes prompt rows
-/// takes their queries with the keys, and computes their attention in `append`, whether or not it is asked for.
-/// A sequence brings one decode row to a step, and no prompt rows after it.
+/// takes their queries with the keys, and computes their attention in `append`, whether or not it is asked
+/// for. A sequence brings one decode row to a step, and no prompt rows after it.
 ///
-/// What is forgotten cannot come back: there is no truncate, fork, preempt or prefix. Everything has happened when a
-/// call returns, steps allocate nothing, and calls out of order throw usage_error and change nothing.
+/// What is forgotten cannot come back: there is no truncate, fork, preempt or prefix. Everything has happened
+/// when a call returns, steps allocate nothing, and calls out of order throw usage_error and change nothing.
 template <class Shape, class Eviction, class Backend = host_backend>
 class evicting_pipeline {
   static_assert(sizeof(detail::checked_policy<Eviction>) > 0);
@@ -70,8 +71,8 @@ class evicting_pipeline {
     std::size_t slow_bytes_ = 0, fast_bytes_ = 0;
   };
 
-  /// Takes all its memory from `memory` at once: from `slow` complete layers alone. `backend` must outlive the
-  /// pipeline, and is the footprint's.
+  /// Takes all its memory from `memory` at once: from `slow` complete layers alone. `backend` must outlive
+  /// the pipeline, and is the footprint's.
   evicting_pipeline(const footprint& needs, Backend& backend, const memory_resources& memory = {})
       : settings_(needs.settings()),
         records_(to_size(settings_.capacity.max_sequences)),
@@ -130,9 +131,10 @@ class evicting_pipeline {
    public:
     step() = default;
 
-    /// Appends the step's rows to a layer: keys and values (rows, kv_heads, head_dim) of the stored element type,
-    /// or float to be rounded; queries (rows, query_heads, head_dim), which may be missing where all rows are
-    /// prompt, none attends and the policy observes none. There may be room for more rows. Throws usage_error.
+    /// Appends the step's rows to a layer: keys and values (rows, kv_heads, head_dim) of the stored element
+    /// type, or float to be rounded; queries (rows, query_heads, head_dim), which may be missing where all
+    /// rows are prompt, none attends and the policy observes none. There may be room for more rows. Throws
+    /// usage_error.
     template <class In = element>
     void append(int layer, const kv_rows<In>& rows) {
       static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
@@ -155,8 +157,8 @@ class evicting_pipeline {
       p.order_.reached(layer_progress::appended, layer);
     }
     /// Attention of the step's rows: `out` (rows, query_heads, head_dim); `lse` (rows, query_heads), in the
-    /// settings' base, or empty. A decode row attends to what its heads have kept and to itself; then the policy
-    /// counts what each unit had and units leave. Throws usage_error.
+    /// settings' base, or empty. A decode row attends to what its heads have kept and to itself; then the
+    /// policy counts what each unit had and units leave. Throws usage_error.
     void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
       evicting_pipeline& p = this->of("attend");
       p.order_.expect(layer, "attend", layer_progress::appended, layer_progress::appended);
@@ -169,7 +171,8 @@ class evicting_pipeline {
       for (const eviction_entry& entry : p.entries_) p.parts_->stages.attend(s, entry, p.queries_.data(), to);
       p.order_.reached(layer_progress::attended, layer);
     }
-    /// Ends the step. Every layer must have been appended to, and have attended its decode rows. Throws usage_error.
+    /// Ends the step. Every layer must have been appended to, and have attended its decode rows. Throws
+    /// usage_error.
     void end() {
       evicting_pipeline& p = this->of("end");
       if (p.rows_ > 0) p.order_.expect_all("end", p.any_decode());
@@ -187,8 +190,8 @@ class evicting_pipeline {
 
   /// Starts a step to which the listed sequences bring rows: prompt rows in chunks of any size, or one decode
   /// row each. Throws pool_exhausted where a sequence would be longer than the settings say, or no staging is
-  /// free for its prompt; usage_error for sequences that are unknown or listed twice, more than one decode row,
-  /// and prompt rows after decode rows.
+  /// free for its prompt; usage_error for sequences that are unknown or listed twice, more than one decode
+  /// row, and prompt rows after decode rows.
   [[nodiscard("a step that is not kept is abandoned at once")]] step begin_step(
       std::span<const step_input> rows) {
     order_.expect_outside_step("begin_step");
@@ -223,10 +226,10 @@ class evicting_pipeline {
   class reports {
    public:
     reports(const evicting_pipeline& of, const state& layer) : of_(&of), layer_(&layer) {}
-    /// Report of what a sequence's row attended to: `attended` (kv_heads, units of a head) has in each head's first
-    /// `attended_count` places the numbers of tokens, or of pages of unit_tokens() tokens, ascending; of a complete
-    /// layer nothing. What there is besides in other reports is 0. Sorts on every call. Valid until the layer's next
-    /// attend, or the sequence's release. Throws usage_error.
+    /// Report of what a sequence's row attended to: `attended` (kv_heads, units of a head) has in each head's
+    /// first `attended_count` places the numbers of tokens, or of pages of unit_tokens() tokens, ascending;
+    /// of a complete layer nothing. What there is besides in other reports is 0. Sorts on every call. Valid
+    /// until the layer's next attend, or the sequence's release. Throws usage_error.
     step_report operator[](sequence_id id) const {
       of_->known(id);
       const state& s = *layer_;

@@ -14,8 +14,8 @@
 
 namespace freekv {
 
-/// One sequence's part of a step of an evicting pipeline: `tokens` rows behind `before`, the first of them row
-/// `first_row` of the step.
+/// One sequence's part of a step of an evicting pipeline: `tokens` rows behind `before`, the first of them
+/// row `first_row` of the step.
 struct eviction_entry {
   int sequence = 0;
   int staging = -1;  // where its prompt is staged; -1: nowhere

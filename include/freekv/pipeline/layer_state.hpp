@@ -39,15 +39,15 @@ struct step_entry {
   FREEKV_HD constexpr int after() const { return before + tokens; }
 };
 
-/// Candidates that a decode entry selects among: units from `first` on, the first `now` of them for its own step, the
-/// first `next` for the step behind it.
+/// Candidates that a decode entry selects among: units from `first` on, the first `now` of them for its own
+/// step, the first `next` for the step behind it.
 struct step_candidates {
   int first = 0, now = 0, next = 0;
   FREEKV_HD constexpr int most() const { return now > next ? now : next; }
 };
 
-/// Elements from a row to the next one, where a row is part of another, as of a fused projection of queries, keys and
-/// values; 0: rows lie one behind the other.
+/// Elements from a row to the next one, where a row is part of another, as of a fused projection of queries,
+/// keys and values; 0: rows lie one behind the other.
 struct row_strides {
   std::int64_t keys = 0, values = 0, queries = 0;
 };
@@ -84,7 +84,8 @@ struct step_rows {
   step_queries queries{};
 };
 
-/// Outputs of attention: `out` (rows, query_heads, head_dim) of a type, `lse` (rows, query_heads), which may be null.
+/// Outputs of attention: `out` (rows, query_heads, head_dim) of a type, `lse` (rows, query_heads), which may
+/// be null.
 struct attention_output {
   void* out = nullptr;
   float* lse = nullptr;
@@ -103,9 +104,10 @@ struct log_mass_output {
   float unit = 1.0f;  // what a nat is written as
 };
 
-/// One sequence's keys and values in an engine's own paged cache: token t of it is token `t % block_tokens` of block
-/// `block_table[t / block_tokens]`, at `keys + block * block_stride + token * token_stride + head * head_stride`, and
-/// so are its values. Strides in elements; head_dim elements lie one behind the other.
+/// One sequence's keys and values in an engine's own paged cache: token t of it is token `t % block_tokens`
+/// of block `block_table[t / block_tokens]`, at
+/// `keys + block * block_stride + token * token_stride + head * head_stride`, and so are its values. Strides
+/// in elements; head_dim elements lie one behind the other.
 template <class In>
 struct paged_rows {
   const In* keys = nullptr;
@@ -137,8 +139,8 @@ struct page_range {
   int tokens = 0;
 };
 
-/// The pages one KV head attends to, in ascending order: all pages, or sink, selected units and window; and of
-/// the first page, where a window slides, not all tokens.
+/// The pages one KV head attends to, in ascending order: all pages, or sink, selected units and window; and
+/// of the first page, where a window slides, not all tokens.
 struct attention_list {
   page_roles roles;
   const std::int32_t* selected = nullptr;
@@ -219,8 +221,8 @@ struct layer_state {
   std::size_t shared_bytes = 0;
   layer_kind* head_kinds = nullptr;  // (kv head)
   int decode_rows = 1;               // of one sequence in a step, at most
-  /// (sequence, kv head, decode row, group, head_dim): the last decode step's queries, until `append` has judged drift; then
-  /// this one's.
+  /// (sequence, kv head, decode row, group, head_dim): the last decode step's queries, until `append` has
+  /// judged drift; then this one's.
   float* kept_queries = nullptr;
   std::uint8_t* corrected = nullptr;  // (sequence, kv head): flagged in the last step
   std::int32_t* flagged_count =
@@ -267,8 +269,8 @@ struct layer_state {
     const std::size_t first = head_index(sequence, head) * to_size(slots.selected);
     return {slot_unit + first, slot_stamp + first, slots.selected};
   }
-  /// First page of a decode entry's window: behind its candidates, as far as these are complete, which after a
-  /// truncation not all of them need be.
+  /// First page of a decode entry's window: behind its candidates, as far as these are complete, which after
+  /// a truncation not all of them need be.
   FREEKV_HD int window_begin(const step_entry& entry) const {
     const int begin = roles_at(entry.candidates_at, budget, page.tokens).window_begin;
     return begin < entry.before / page.tokens ? begin : entry.before / page.tokens;
@@ -392,8 +394,8 @@ struct layer_state {
     const int page_index = pages.page(i);
     return pages.nth_selected(i) < 0 ? slots.sink_slot(page_index) : slots.ring_slot(page_index);
   }
-  /// The block that entry i of such a list is in, for a table of whole pages: of the layer's slots, or of the store where
-  /// there are none.
+  /// The block that entry i of such a list is in, for a table of whole pages: of the layer's slots, or of the
+  /// store where there are none.
   FREEKV_HD std::int64_t block_attended(int sequence, int head, const attention_list& pages, int i) const {
     if (!keeps_slots) return number_of(store_page(sequence, pages.page(i)));
     const slot_id slot = pages.is_selected(i)
@@ -425,8 +427,8 @@ void for_each_array_and_queries(State& s, const Use& use) {
   use(s.kept_queries, s.kept_query_numbers());
 }
 
-/// List entries of `entry_tokens` tokens in one part of attention. Parts begin at multiples of it and are merged
-/// in order, so that results depend neither on threads nor on the batch.
+/// List entries of `entry_tokens` tokens in one part of attention. Parts begin at multiples of it and are
+/// merged in order, so that results depend neither on threads nor on the batch.
 FREEKV_HD constexpr int entries_per_part(int entry_tokens) {
   constexpr int part_tokens = 512;
   return entry_tokens < part_tokens ? part_tokens / entry_tokens : 1;

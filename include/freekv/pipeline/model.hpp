@@ -38,7 +38,8 @@ enum class log_base : std::uint8_t {
 };
 constexpr float nat_in(log_base base) { return base == log_base::two ? 1.44269504088896341f : 1.0f; }
 
-/// Attention's scores and masks, and the base of the log-sum-exp that it returns. (docs/contract.md, 1.2 to 1.4)
+/// Attention's scores and masks, and the base of the log-sum-exp that it returns. (docs/contract.md, 1.2 to
+/// 1.4)
 struct attention_settings {
   float scale = 0.0f;      ///< of scores; 0: 1 / sqrt(head_dim)
   int sliding_window = 0;  ///< tokens, a row's own included, that it attends to in layers of kind `sliding`

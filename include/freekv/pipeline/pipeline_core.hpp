@@ -1,4 +1,5 @@
-// Parts that a retrieval pipeline and its step share: memory, sequences, the step's entries, and what is queued.
+// Parts that a retrieval pipeline and its step share: memory, sequences, the step's entries, and what is
+// queued.
 #pragma once
 
 #include <algorithm>
@@ -122,9 +123,9 @@ struct pipeline_core {
       of_layer = {};
     }
   }
-  /// Before a sequence changes: what is queued comes before what the compute stream is given from now on, so that
-  /// pages, slots and blocks that are given back can be taken at once; and there is room for the change, where it
-  /// `uploads`. On the host, whose compute stream is the caller, what is queued has happened.
+  /// Before a sequence changes: what is queued comes before what the compute stream is given from now on, so
+  /// that pages, slots and blocks that are given back can be taken at once; and there is room for the change,
+  /// where it `uploads`. On the host, whose compute stream is the caller, what is queued has happened.
   void before_change(const char* call, bool uploads = true) {
     check_order(call);
     if (uploads) stages().wait_to_plan();

@@ -112,8 +112,8 @@ class pipeline_memory {
     };
     const std::size_t store_before = slow.used(), rows_before = fast.used();
     const std::size_t file_before = bytes.file;
-    // A device reads all of a complete layer in every step, and what it has not encoded when it does: from its
-    // own memory.
+    // A device reads all of a complete layer in every step, and what it has not encoded when it does: from
+    // its own memory.
     const bool in_fast = tables_type::of_device && (l.encoded || l.kind == layer_kind::complete);
     auto* const row_data = (in_fast ? fast : slow).template take<element>(elements(row_pages));
     const std::size_t blocks_before = fast.used(), rows_in_fast = blocks_before - rows_before;

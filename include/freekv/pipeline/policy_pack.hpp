@@ -40,7 +40,8 @@ namespace detail {
 template <class... P>
 struct checked_policy<any_of<P...>> : checked_policy<P>... {};
 
-/// Whether a policy, or an alternative of an any_of, has `validate`: where none has, nothing is compiled to call it.
+/// Whether a policy, or an alternative of an any_of, has `validate`: where none has, nothing is compiled to
+/// call it.
 template <class P>
 inline constexpr bool validates = hooks_of<P>::has(hook::validate);
 template <class... P>
@@ -100,7 +101,8 @@ struct make_policy_pack {
 
 }  // namespace detail
 
-/// The pack of a list of policies in any order. Kinds left out have their `default_policy`: FreeKV as published.
+/// The pack of a list of policies in any order. Kinds left out have their `default_policy`: FreeKV as
+/// published.
 template <policy... Policies>
 using policy_pack_of = typename detail::make_policy_pack<Policies...>::type;
 

@@ -50,7 +50,7 @@ class basic_retrieval_pipeline {
   using element = typename Shape::element_type;
   using backend_type = typename Pack::backend;
   using settings = pipeline_settings<Pack>;
-  using footprint = pipeline_footprint<Shape, Pack>;       ///< what it takes: bytes, and slots by layer
+  using footprint = pipeline_footprint<Shape, Pack>;  ///< what it takes: bytes, and slots by layer
   using reports = layer_report<state, stages::counts_flagged_heads>;  ///< of a layer's last step
   using step = retrieval_step<Shape, Pack>;
   using step_bounds = typename core::step_bounds;  ///< of captured steps
@@ -161,8 +161,8 @@ class basic_retrieval_pipeline {
   /// pipeline or one of another process to load: its pages as the store keeps them, and their summaries. The
   /// file is readable by its owner alone, and takes its name's place when it is whole; a crash of the machine
   /// may leave it damaged. `model`: a number of the engine's own for what pages depend on and the pipeline
-  /// does not see: weights, tokenizer, the tokens themselves. Waits for everything queued; allocates a buffer.
-  /// Throws usage_error, store_error, or what the function throws.
+  /// does not see: weights, tokenizer, the tokens themselves. Waits for everything queued; allocates a
+  /// buffer. Throws usage_error, store_error, or what the function throws.
   template <class To>
   [[gnu::cold]] void save_prefix(const prefix& kept, const To& to, std::uint64_t model) {
     core_.order.expect_outside_step("save_prefix");
@@ -170,11 +170,12 @@ class basic_retrieval_pipeline {
     detail::save_prefix(core_, kept, to, model);
   }
 
-  /// A prefix that was saved, by its path or by a function of `std::span<std::byte>` that fills the span: then
-  /// as of keep_prefix. Element, head_dim, page, unit, heads, layers and their kinds, codec, summary, pinning
-  /// and `model` are those that it was saved with; budgets, route, layout and the store's place need not be.
-  /// Waits for everything queued; allocates a buffer. Throws prefix_error for one that does not fit or is
-  /// damaged, pool_exhausted, usage_error, store_error, or what the function throws, and nothing has changed.
+  /// A prefix that was saved, by its path or by a function of `std::span<std::byte>` that fills the span:
+  /// then as of keep_prefix. Element, head_dim, page, unit, heads, layers and their kinds, codec, summary,
+  /// pinning and `model` are those that it was saved with; budgets, route, layout and the store's place need
+  /// not be. Waits for everything queued; allocates a buffer. Throws prefix_error for one that does not fit
+  /// or is damaged, pool_exhausted, usage_error, store_error, or what the function throws, and nothing has
+  /// changed.
   template <class From>
   [[gnu::cold]] [[nodiscard]] prefix load_prefix(const From& from, std::uint64_t model) {
     core_.order.expect_outside_step("load_prefix");

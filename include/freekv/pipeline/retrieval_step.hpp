@@ -69,13 +69,14 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
 
   /// Appends the step's rows, all of them of prompts, from an engine's own paged cache, whose prefill needs
   /// no attention from here: `rows` has a table for each sequence of the step that brings rows, in their
-  /// order; of a device, cache and tables are in its memory. Copying is queued on the backend's recall stream,
-  /// of a device behind what the compute stream has been given; until `synchronize`, or the layer's next
-  /// append, of a device as its compute stream has it, the engine's blocks and the tables stay as they are. On
-  /// the host at most as many pages are in flight as the stream queues; more wait. Keys and values are of the
-  /// stored element type, or float: `append_from<float>(layer, tables)`. With a codec or a file it waits for
-  /// the layer's recall of the step before, and with a file it copies at once; of a device it is the compute
-  /// stream that waits, and copies where there is a codec. Throws usage_error, or store_error, as `append`.
+  /// order; of a device, cache and tables are in its memory. Copying is queued on the backend's recall
+  /// stream, of a device behind what the compute stream has been given; until `synchronize`, or the layer's
+  /// next append, of a device as its compute stream has it, the engine's blocks and the tables stay as they
+  /// are. On the host at most as many pages are in flight as the stream queues; more wait. Keys and values
+  /// are of the stored element type, or float: `append_from<float>(layer, tables)`. With a codec or a file it
+  /// waits for the layer's recall of the step before, and with a file it copies at once; of a device it is
+  /// the compute stream that waits, and copies where there is a codec. Throws usage_error, or store_error, as
+  /// `append`.
   template <class In = element>
   void append_from(int layer, std::span<const paged_rows<In>> rows) {
     static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
@@ -97,9 +98,9 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   ///
   /// Decode rows attend to sink, selected and window pages, prompt rows to everything up to themselves.
   /// `out`: (rows, query_heads, head_dim), of float, or by `attend<half>` of half, or bfloat16; rows are
-  /// `out_stride` elements apart, or with 0 one behind the other. `lse`: (rows, query_heads), in the settings'
-  /// base, or empty. Throws usage_error, or store_error where the file fails a correction or what is attended
-  /// to; then the call may be repeated.
+  /// `out_stride` elements apart, or with 0 one behind the other. `lse`: (rows, query_heads), in the
+  /// settings' base, or empty. Throws usage_error, or store_error where the file fails a correction or what
+  /// is attended to; then the call may be repeated.
   template <class Out = float>
   void attend(int layer, std::type_identity_t<std::span<Out>> out, std::span<float> lse = {},
               std::int64_t out_stride = 0) {

@@ -1,11 +1,14 @@
-// A prefix outside its pipeline: pages as the store keeps them, with their summaries, in a file or in any stream of bytes.
+// A prefix outside its pipeline: pages as the store keeps them, with their summaries, in a file or in any
+// stream of bytes.
 //
-// A saved prefix is, in the writing machine's byte order: a preamble; a text that says what it fits, a line each; their
-// checksum; then blocks with checksums (checked_stream.hpp) of, layer by layer,
-//   - slices (page, KV head, bytes of the codec), where the layer encodes pages, else (page, KV head, 2, token, head_dim)
+// A saved prefix is, in the writing machine's byte order: a preamble; a text that says what it fits, a line
+// each; their checksum; then blocks with checksums (checked_stream.hpp) of, layer by layer,
+//   - slices (page, KV head, bytes of the codec), where the layer encodes pages, else (page, KV head, 2,
+//   token, head_dim)
 //     elements, which are what the codec `identity` stores;
 //   - what a codec's heads share (page, shared_bytes), where it has such;
-//   - of each KV head that selects, summaries (page, unit, summary_bytes), and where units are pinned their worth (page, unit).
+//   - of each KV head that selects, summaries (page, unit, summary_bytes), and where units are pinned their
+//   worth (page, unit).
 // So it depends neither on the layout of pages nor on where the store is.
 #pragma once
 
@@ -69,7 +72,8 @@ inline std::string hexadecimal(std::uint64_t number) {
                          "prefix again");
 }
 
-/// Pages and stream of prefixes that one pipeline saves or loads. `Core` is its pipeline_core; nothing is queued.
+/// Pages and stream of prefixes that one pipeline saves or loads. `Core` is its pipeline_core; nothing is
+/// queued.
 template <class Core>
 class saved_prefix {
   using state = typename Core::state;
@@ -177,7 +181,8 @@ class saved_prefix {
     return buffers.used();
   }
 
-  /// Calls `move(bytes, count)` for all that the store's pages `pages` have, in the stream's order, to be read or written.
+  /// Calls `move(bytes, count)` for all that the store's pages `pages` have, in the stream's order, to be
+  /// read or written.
   template <class Move>
   void each_part(way direction, std::span<const store_page_id> pages, const Move& move) {
     for (const state& s : core_.memory->layers) {

@@ -17,8 +17,8 @@
 
 namespace freekv {
 
-/// The rows one sequence brings to a step. Keys, values, queries and outputs of a step's sequences lie one behind the
-/// other, in the order in which they are listed.
+/// The rows one sequence brings to a step. Keys, values, queries and outputs of a step's sequences lie one
+/// behind the other, in the order in which they are listed.
 struct step_input {
   sequence_id sequence{};
   int tokens = 1;  ///< 0: it sits the step out; of decode rows at most max_decode_rows
@@ -35,8 +35,8 @@ struct sequence_limits {
   std::int32_t store_pages = 0;
 };
 
-/// Complete pages that outlive the sequence they are from, with their summaries; sequences can start with them. They
-/// are in use until this goes, which is before its pipeline does.
+/// Complete pages that outlive the sequence they are from, with their summaries; sequences can start with
+/// them. They are in use until this goes, which is before its pipeline does.
 class prefix {
  public:
   prefix(prefix&& other) noexcept : pool_(other.pool_), pages_(std::exchange(other.pages_, {})) {}
@@ -215,8 +215,8 @@ class sequence_table {
       throw pool_exhausted("page pool", pool_.capacity(), pool_.capacity() - pool_.available(),
                            "the step, from " + name_of(first_without->sequence) + " on,", needed);
   }
-  /// Reserves it and makes the step's entries of the rows, in their order, those without tokens left out. They
-  /// have been checked.
+  /// Reserves it and makes the step's entries of the rows, in their order, those without tokens left out.
+  /// They have been checked.
   void begin_step(std::span<const step_input> rows, std::vector<step_entry>& entries) {
     entries.clear();
     int row = 0;
@@ -289,7 +289,8 @@ class sequence_table {
     const record& sequence = known(id);
     return sequence.tokens % limits_.page_tokens == 0 ? store_page_id::none : page_of(id, sequence.pages - 1);
   }
-  /// A page that others have too is copied before it is written to. Of all that have it the last one writes to it.
+  /// A page that others have too is copied before it is written to. Of all that have it the last one writes
+  /// to it.
   std::int64_t pages_needed(std::span<const step_input> rows, std::size_t i) const {
     const step_input& r = rows[i];
     if (r.tokens == 0) return 0;

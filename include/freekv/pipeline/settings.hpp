@@ -23,9 +23,9 @@ struct capacity_settings {
   int max_decode_rows = 1;  ///< that a sequence brings to a step: more than 1 for speculative decoding
   std::int64_t store_tokens =
       0;  ///< of all sequences together; 0: the whole pages of max_tokens for each of max_sequences
-  /// Tokens that resident sequences' selected slots have room for together, in each layer, at least as many as one
-  /// sequence may select; 0: what all may. With less, those that sit a step out keep room for what they have selected
-  /// (`top_p`) alone.
+  /// Tokens that resident sequences' selected slots have room for together, in each layer, at least as many
+  /// as one sequence may select; 0: what all may. With less, those that sit a step out keep room for what
+  /// they have selected (`top_p`) alone.
   std::int64_t selected_tokens = 0;
   /// Complete pages are kept in a file; none: in slow memory.
   std::optional<file_store_options> store_file{};
@@ -116,7 +116,8 @@ struct pipeline_settings {
     return capacity.store_file.has_value() ||
            !resolve(codec, []<class Codec>(const Codec&) { return std::is_same_v<Codec, identity>; });
   }
-  /// Pages of a sequence that are kept as they are, where others are encoded: all that decode rows of a step touch.
+  /// Pages of a sequence that are kept as they are, where others are encoded: all that decode rows of a step
+  /// touch.
   int open_pages() const { return 1 + (capacity.max_decode_rows - 1 + page.tokens - 1) / page.tokens; }
   int store_pages() const { return pages_for(capacity.store_tokens); }
 };
@@ -194,7 +195,8 @@ template <int HeadDim, class Pack>
   return s;
 }
 
-/// Bytes in which a store keeps one KV head's keys and values of a page: as the codec leaves them, in a file aligned.
+/// Bytes in which a store keeps one KV head's keys and values of a page: as the codec leaves them, in a file
+/// aligned.
 template <class Element, int head_dim, class Settings>
 std::size_t stored_slice_bytes(const Settings& s) {
   const std::size_t bytes = resolve(s.codec, [&](const auto& codec) {

@@ -1,4 +1,5 @@
-// Tables of a pipeline, which the host writes and stages read: in one memory, or in the host's and a device's.
+// Tables of a pipeline, which the host writes and stages read: in one memory, or in the host's and a
+// device's.
 #pragma once
 
 #include <algorithm>
@@ -52,8 +53,8 @@ struct host_tables {
   }
 };
 
-/// Tables of a pipeline whose stages work on a device, whose memory the host neither reads nor writes: the host writes
-/// the first six, and reads back `arrays`.
+/// Tables of a pipeline whose stages work on a device, whose memory the host neither reads nor writes: the
+/// host writes the first six, and reads back `arrays`.
 template <class State>
 struct device_tables {
   static constexpr bool of_device = true;

@@ -8,8 +8,8 @@ namespace freekv {
 
 namespace detail {
 
-/// The query's negative part, then its positive part, head_dim each: multiplied with the box `low`, `high` they
-/// give the largest product of the query with a point of it, where it is finite.
+/// The query's negative part, then its positive part, head_dim each: multiplied with the box `low`, `high`
+/// they give the largest product of the query with a point of it, where it is finite.
 template <team T>
 FREEKV_HD void prepare_for_box(T team, const group_query& query, float* prepared) {
   const typename T::pack zero(0.0f);
@@ -47,8 +47,9 @@ struct key_range {
 
 }  // namespace detail
 
-/// Elementwise minimum and maximum of a page's keys; the score is an upper bound of the largest scaled product of the
-/// query with a key of the page. Kept in the key's type, which is exact. (Quest; FreeKV section 3.2)
+/// Elementwise minimum and maximum of a page's keys; the score is an upper bound of the largest scaled
+/// product of the query with a key of the page. Kept in the key's type, which is exact. (Quest; FreeKV
+/// section 3.2)
 struct min_max {
   using policy_kind = summary_kind;
   using hooks = hook_list<hook::linear, hook::prepare, hook::query_width, hook::stored>;
@@ -78,8 +79,8 @@ struct min_max {
   }
 };
 
-/// The box around the centre of `min_max`'s that reaches as far as the keys do in the mean, `centre +- mean_t |k_t -
-/// centre|`; scored like `min_max`. Kept in float32. (ArkVale)
+/// The box around the centre of `min_max`'s that reaches as far as the keys do in the mean,
+/// `centre +- mean_t |k_t - centre|`; scored like `min_max`. Kept in float32. (ArkVale)
 struct centroid_box {
   using policy_kind = summary_kind;
   using hooks = hook_list<hook::linear, hook::prepare, hook::query_width>;

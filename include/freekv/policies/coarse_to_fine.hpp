@@ -10,8 +10,8 @@ namespace freekv {
 
 namespace detail {
 
-/// Two summaries side by side, the fine one's numbers, bytes and prepared query first: scored alone it is `Fine`.
-/// Each is a policy or what its `at(layer, head)` returned.
+/// Two summaries side by side, the fine one's numbers, bytes and prepared query first: scored alone it is
+/// `Fine`. Each is a policy or what its `at(layer, head)` returned.
 template <class Coarse, class Fine>
 struct summary_pair {
   Coarse coarse{};
@@ -76,14 +76,15 @@ concept two_stage_summary = requires(const S s) {
 /// Scores pages in two stages. `Coarse` scores all candidates; the best `Times` times as many as are to be
 /// selected, by its pooled scores, are kept, and `Fine` scores these. Selection and masses see Fine's scores
 /// alone, pooled over the kept candidates. What is not kept scores -infinity, as a page of NaN keys does: it
-/// has no mass, and is selected only where kept pages score -infinity too, which are never fewer than the pages
-/// to select. Ties go to the smaller page in both stages. Where all candidates can be kept, Coarse scores none.
+/// has no mass, and is selected only where kept pages score -infinity too, which are never fewer than the
+/// pages to select. Ties go to the smaller page in both stages. Where all candidates can be kept, Coarse
+/// scores none.
 ///
 ///     coarse_to_fine<min_max, key_sketch<4>>            // 4 times
 ///     coarse_to_fine<mean, key_sketch<2>, dynamic>{{}, {8}}  // 8 times, chosen at run time
 ///
-/// Numbers and stored bytes are Fine's, then Coarse's, each in its own format. Scored by itself, outside a selection,
-/// it is Fine.
+/// Numbers and stored bytes are Fine's, then Coarse's, each in its own format. Scored by itself, outside a
+/// selection, it is Fine.
 template <class Coarse, class Fine, int Times = 4>
 struct coarse_to_fine : detail::summary_pair<Coarse, Fine> {
   static_assert(summary_policy<Coarse> && summary_policy<Fine>, "coarse_to_fine takes two summary policies");

@@ -1,35 +1,35 @@
 // Codecs: how a complete page's keys and values are stored in the slow tier.
 //
-// A codec turns one KV head's keys and values of a page into bytes when the page is offloaded and back when it is
-// recalled, so the slow tier may hold more and a recall move less than the fast tier's elements take. What attention
-// reads is what comes back. It is two functions and a size:
+// A codec turns one KV head's keys and values of a page into bytes when the page is offloaded and back when
+// it is recalled, so the slow tier may hold more and a recall move less than the fast tier's elements take.
+// What attention reads is what comes back. It is two functions and a size:
 //
 //   struct my_codec {
 //     using policy_kind = codec_kind;
 //     static constexpr std::string_view name = "my_codec";
 //     FREEKV_HD constexpr std::size_t bytes(page_geometry page, std::size_t element_bytes) const;
 //     template <int HeadDim, class Team, class Element>
-//     FREEKV_HD void encode(Team team, const head_slice<const Element>& from, int tokens, std::byte* to) const;
-//     template <int HeadDim, class Team, class Element>
-//     FREEKV_HD void decode(Team team, const std::byte* from, int tokens, row_range rows,
+//     FREEKV_HD void encode(Team team, const head_slice<const Element>& from, int tokens, std::byte* to)
+//     const; template <int HeadDim, class Team, class Element> FREEKV_HD void decode(Team team, const
+//     std::byte* from, int tokens, row_range rows,
 //                           const head_slice<Element>& to) const;
 //   };
 //
 // `bytes`: of one KV head's keys and values of a page, a multiple of 4. Stored bytes are contiguous, keys
-// before values, and aligned as floats are. `tokens` is at most the page's, and `decode` is given what `encode`
-// was; it writes those `rows` of the page, the first to row 0 of `to`. Rows of the element side lie at any
-// stride. A token's row, or where a codec says so a channel's numbers of the page, come back the same whatever
-// the others are: NaN and infinity are data, but they stay there.
+// before values, and aligned as floats are. `tokens` is at most the page's, and `decode` is given what
+// `encode` was; it writes those `rows` of the page, the first to row 0 of `to`. Rows of the element side lie
+// at any stride. A token's row, or where a codec says so a channel's numbers of the page, come back the same
+// whatever the others are: NaN and infinity are data, but they stay there.
 //
 // `team`: `lane_count` lanes that share each row, `row_share` of its numbers each; on the host one. What one
 // lane writes no other reads before the caller has the team `sync()`.
 //
-// Optional, and then listed in `hooks`: `at(slice_place)`, the codec for one slice, where it depends on the layer, head
-// or position; `data(visit)` then, which calls `visit(array, bytes)` for each array that it was given;
-// `shared_bytes(page, element_bytes)`, a multiple of 4, what all heads of a page share and keep in fast memory, and
-// `shared_floats(page)`, scratch while it is made; `values()`, what it was given, for names; `validate(codec_setting)`,
-// which throws settings_error. Slices of a page are encoded one head after the other from head 0 on, and decoded when
-// all have been.
+// Optional, and then listed in `hooks`: `at(slice_place)`, the codec for one slice, where it depends on the
+// layer, head or position; `data(visit)` then, which calls `visit(array, bytes)` for each array that it was
+// given; `shared_bytes(page, element_bytes)`, a multiple of 4, what all heads of a page share and keep in
+// fast memory, and `shared_floats(page)`, scratch while it is made; `values()`, what it was given, for names;
+// `validate(codec_setting)`, which throws settings_error. Slices of a page are encoded one head after the
+// other from head 0 on, and decoded when all have been.
 #pragma once
 
 #include <concepts>
@@ -185,9 +185,9 @@ struct identity {
   }
 };
 
-/// Each number as a `Stored`, rounded to the nearest: bfloat16, half or fp8_e4m3. An infinity or what is beyond the
-/// range becomes what `from_float` makes of it: infinite in bfloat16 and half, 448 in fp8_e4m3, which has no scale:
-/// keys and values that exceed 448 belong elsewhere. NaN stays NaN and -0 stays -0.
+/// Each number as a `Stored`, rounded to the nearest: bfloat16, half or fp8_e4m3. An infinity or what is
+/// beyond the range becomes what `from_float` makes of it: infinite in bfloat16 and half, 448 in fp8_e4m3,
+/// which has no scale: keys and values that exceed 448 belong elsewhere. NaN stays NaN and -0 stays -0.
 template <storage_element Stored>
 struct cast {
   using policy_kind = codec_kind;
@@ -254,8 +254,8 @@ struct codec_kind : kind_defaults {
   }
 };
 
-/// Whether what `Codec` stores of `Element`s is these elements, (2, tokens, head_dim), bit for bit: then they may be
-/// read where they are stored.
+/// Whether what `Codec` stores of `Element`s is these elements, (2, tokens, head_dim), bit for bit: then they
+/// may be read where they are stored.
 template <class Codec, element Element>
 inline constexpr bool stores_elements = false;
 template <element Element>

@@ -18,22 +18,22 @@
 
 namespace freekv {
 
-/// A KV head's queries now and when its selection was made, and how many decode steps there have been since the last
-/// prompt.
+/// A KV head's queries now and when its selection was made, and how many decode steps there have been since
+/// the last prompt.
 struct query_change {
   group_query now, before;
   int decode_step = 0;
 };
 
-/// Mass (softmax of the pooled scores over the candidates) of the selected units, and of those that would be selected
-/// now.
+/// Mass (softmax of the pooled scores over the candidates) of the selected units, and of those that would be
+/// selected now.
 struct selection_masses {
   float selected = 0.0f;
   float best = 0.0f;
 };
 
-/// Flags a head whose queries' pooled cosine with the previous ones is below tau, or undefined. One tau for all
-/// layers, or one for each. (FreeKV section 3.3)
+/// Flags a head whose queries' pooled cosine with the previous ones is below tau, or undefined. One tau for
+/// all layers, or one for each. (FreeKV section 3.3)
 struct cosine_drift {
   using policy_kind = correction_kind;
   using hooks = hook_list<hook::validate, hook::values>;
@@ -69,9 +69,10 @@ struct cosine_drift {
   }
 };
 
-/// Flags a head whose selected units have less than `1 - delta` of the mass that a selection with the current query
-/// would have. `partial`: a flagged head does not select anew but takes, until the deficit is at most delta, the best
-/// units that it misses, each for the selected unit of least mass that is not among the best. Ours.
+/// Flags a head whose selected units have less than `1 - delta` of the mass that a selection with the current
+/// query would have. `partial`: a flagged head does not select anew but takes, until the deficit is at most
+/// delta, the best units that it misses, each for the selected unit of least mass that is not among the best.
+/// Ours.
 struct mass_deficit {
   using policy_kind = correction_kind;
   using hooks = hook_list<hook::validate, hook::values>;
@@ -141,7 +142,8 @@ concept correction_by_query = requires(const C c, query_change change) {
   { c.at(0).flags(scalar_team{}, change) } -> std::same_as<bool>;
 };
 
-/// Decides from the masses of what is selected and of what would be, and whether units are then exchanged one by one.
+/// Decides from the masses of what is selected and of what would be, and whether units are then exchanged one
+/// by one.
 template <class C>
 concept correction_by_mass = requires(const C c, selection_masses masses) {
   { c.at(0).flags(masses) } -> std::same_as<bool>;

@@ -1,9 +1,10 @@
-// Eviction: which tokens leave a KV head for good, where methods keep no complete store. A policy has a few bytes of
-// state for each unit that a head keeps, which is a token or a page, and functions that bring it up to date.
+// Eviction: which tokens leave a KV head for good, where methods keep no complete store. A policy has a few
+// bytes of state for each unit that a head keeps, which is a token or a page, and functions that bring it up
+// to date.
 //
-// Policies of this header decide for each KV head alone and see a group's attention as the mean over its query heads. Where
-// the papers decide for a query head (H2O, SnapKV), for a layer (TOVA) or by the group's maximum (RaaS in FreeKV's
-// comparison), that is what differs here.
+// Policies of this header decide for each KV head alone and see a group's attention as the mean over its
+// query heads. Where the papers decide for a query head (H2O, SnapKV), for a layer (TOVA) or by the group's
+// maximum (RaaS in FreeKV's comparison), that is what differs here.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +24,8 @@
 
 namespace freekv {
 
-/// Limits of an evicting pipeline, in tokens: what a KV head keeps, and the most that a sequence brings. Layers are
-/// those that forget, counted among themselves.
+/// Limits of an evicting pipeline, in tokens: what a KV head keeps, and the most that a sequence brings.
+/// Layers are those that forget, counted among themselves.
 struct eviction_limits {
   int budget = 0;
   int max_prompt = 0;
@@ -56,9 +57,9 @@ enum class group_rule : std::uint8_t {
   largest_score,  ///< one row: the largest of their scores; -infinity for what the row does not attend to
 };
 
-/// Units that a KV head holds when some are to leave, tokens in the order of the text, and what the last observed rows have of
-/// it: `observed_rows()` of the sequence's last, fewer where it has no more, those of a query head apart with
-/// `group_rule::each`. All of it but `tokens` is the policy's to write over.
+/// Units that a KV head holds when some are to leave, tokens in the order of the text, and what the last
+/// observed rows have of it: `observed_rows()` of the sequence's last, fewer where it has no more, those of a
+/// query head apart with `group_rule::each`. All of it but `tokens` is the policy's to write over.
 struct observed_units {
   int units = 0;
   const std::int32_t* tokens = nullptr;  ///< (units): numbers in the sequence, ascending
@@ -77,9 +78,11 @@ struct observed_units {
 
 /// Rule of what a token that stays becomes when others merge into it.
 enum class merge_rule : std::uint8_t {
-  by_weights,  ///< the mean of their keys and values by the policy's weights; it weighs in attention as before
+  by_weights,  ///< the mean of their keys and values by the policy's weights; it weighs in attention as
+               ///< before
   as_many,     ///< the same mean; it weighs as much as all of them
-  as_last_row  ///< the mean by what each had of the last row; it weighs so that the row's attention stays as it was
+  as_last_row  ///< the mean by what each had of the last row; it weighs so that the row's attention stays as
+               ///< it was
 };
 
 /// The product of two rows, a multiple of 8 numbers each, in double: the same for the same numbers.
@@ -90,7 +93,8 @@ inline double exact_product(const float* a, const float* b, int count) {
   return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-/// Tokens of a KV head of which some leave: first those that stay, then those that leave, both in the order of the text.
+/// Tokens of a KV head of which some leave: first those that stay, then those that leave, both in the order
+/// of the text.
 struct merging_tokens {
   int staying = 0, leaving = 0;
   const std::int32_t* tokens = nullptr;  ///< (staying + leaving): numbers in the sequence
@@ -116,8 +120,8 @@ struct merging_tokens {
   }
 };
 
-/// Fate of a token: of one that leaves, `into` which of those that stay it merges, or -1 where it is lost, and its weight in
-/// what that becomes; of one that stays its own weight alone.
+/// Fate of a token: of one that leaves, `into` which of those that stay it merges, or -1 where it is lost,
+/// and its weight in what that becomes; of one that stays its own weight alone.
 struct merge_fate {
   int into = -1;
   double weight = 1.0;
@@ -135,7 +139,8 @@ inline constexpr int every_token = std::numeric_limits<int>::max();
 
 namespace detail {
 
-/// Throws settings_error for a window of rows, or a kernel, that a method cannot have; `p_` are the published ones.
+/// Throws settings_error for a window of rows, or a kernel, that a method cannot have; `p_` are the published
+/// ones.
 inline void check_window(std::string_view name, int window, int p_window, int kernel, int p_kernel,
                          const eviction_limits& most) {
   if (window < 1 || window >= most.budget)
@@ -184,8 +189,8 @@ struct h2o {
   }
 };
 
-/// TOVA (arXiv 2401.06104, section 3.2): the token that the current row attends to least leaves, the row's own
-/// too if it is that; nothing else is remembered. At a prompt's end its last row decides.
+/// TOVA (arXiv 2401.06104, section 3.2): the token that the current row attends to least leaves, the row's
+/// own too if it is that; nothing else is remembered. At a prompt's end its last row decides.
 struct tova {
   using policy_kind = eviction_kind;
   static constexpr std::string_view name = "tova";
@@ -208,9 +213,9 @@ struct tova {
 };
 
 /// SnapKV (arXiv 2404.14469, section 4, listing 1): at a prompt's end its last `window` rows vote for the
-/// tokens before them, a vote spreads to the neighbours (maximum over `kernel` tokens), and the best stay, with
-/// the window, within the budget. Tokens that are decoded are all kept, as published, so slots are made for
-/// budget and max_generated tokens.
+/// tokens before them, a vote spreads to the neighbours (maximum over `kernel` tokens), and the best stay,
+/// with the window, within the budget. Tokens that are decoded are all kept, as published, so slots are made
+/// for budget and max_generated tokens.
 struct snapkv {
   using policy_kind = eviction_kind;
   using hooks = hook_list<hook::validate, hook::values>;
@@ -251,9 +256,9 @@ struct snapkv {
 };
 
 /// PyramidKV (arXiv 2406.02069): snapkv whose budget falls from layer to layer, as much above the mean in
-/// the first as below it in the last, which has a `beta`th of it beside the window. Where that would be more than the
-/// prompt has, the first layer keeps the prompt and the slope is less. Layers are those that forget; of one alone it is
-/// snapkv with another window.
+/// the first as below it in the last, which has a `beta`th of it beside the window. Where that would be more
+/// than the prompt has, the first layer keeps the prompt and the slope is less. Layers are those that forget;
+/// of one alone it is snapkv with another window.
 struct pyramid_kv : snapkv {
   static constexpr std::string_view name = "pyramid_kv";
   constexpr pyramid_kv() : snapkv{8, 7} {}
@@ -283,12 +288,13 @@ struct pyramid_kv : snapkv {
   }
 };
 
-/// LazyEviction (arXiv 2506.15969): a token that has at least `threshold` of a row's attention is active then,
-/// and the longest that it has been between two such rows is its interval. Every `window` decode rows, where there are
-/// more than the budget, those leave that have been inactive for longest in their own intervals, but never the latest
-/// `window`. The first of the paper's two scores alone ranks tokens, H1, which falls with inactivity / interval; the
-/// second weighs in its ablation (table 4) 0.4 to 1.2 points of accuracy to the first one's 4 to 5.6. A prompt is cut to
-/// the budget when it ends, its last row then counting like a decode row: the paper cuts it in the first window's end.
+/// LazyEviction (arXiv 2506.15969): a token that has at least `threshold` of a row's attention is active
+/// then, and the longest that it has been between two such rows is its interval. Every `window` decode rows,
+/// where there are more than the budget, those leave that have been inactive for longest in their own
+/// intervals, but never the latest `window`. The first of the paper's two scores alone ranks tokens, H1,
+/// which falls with inactivity / interval; the second weighs in its ablation (table 4) 0.4 to 1.2 points of
+/// accuracy to the first one's 4 to 5.6. A prompt is cut to the budget when it ends, its last row then
+/// counting like a decode row: the paper cuts it in the first window's end.
 struct lazy_eviction {
   using policy_kind = eviction_kind;
   using hooks = hook_list<hook::validate, hook::values>;
@@ -338,16 +344,16 @@ struct lazy_eviction {
   }
 };
 
-/// RaaS (arXiv 2502.11147, section 3): a page that has at least `threshold` of a row's attention gets the row's time
-/// stamp, and beyond the budget the page with the oldest stamp leaves. A page's attention is that of its tokens,
-/// exactly, where the paper estimates it from a representative of its keys.
+/// RaaS (arXiv 2502.11147, section 3): a page that has at least `threshold` of a row's attention gets the
+/// row's time stamp, and beyond the budget the page with the oldest stamp leaves. A page's attention is that
+/// of its tokens, exactly, where the paper estimates it from a representative of its keys.
 ///
-/// A prompt is cut to the budget when it ends, as in FreeKV's comparison: pages of the first `sink` and of the latest
-/// `window` tokens always stay, and of the others those that its last row attends to most. Until a decode row stamps
-/// them these are older than any decoded page, the least attended first; those of a prompt that fits, the earliest
-/// first. With `keeps_prompt`, as the paper has it, the prompt's pages all stay and count, and there is no sink and
-/// window; where they leave less than `room` of the budget, decoded tokens have `room` still, which the paper leaves
-/// open: memory then grows with the prompt.
+/// A prompt is cut to the budget when it ends, as in FreeKV's comparison: pages of the first `sink` and of
+/// the latest `window` tokens always stay, and of the others those that its last row attends to most. Until a
+/// decode row stamps them these are older than any decoded page, the least attended first; those of a prompt
+/// that fits, the earliest first. With `keeps_prompt`, as the paper has it, the prompt's pages all stay and
+/// count, and there is no sink and window; where they leave less than `room` of the budget, decoded tokens
+/// have `room` still, which the paper leaves open: memory then grows with the prompt.
 struct raas {
   using policy_kind = eviction_kind;
   using hooks = hook_list<hook::validate, hook::values>;
@@ -424,10 +430,11 @@ inline constexpr bool allocates = hooks_of<E>::has(hook::allocate);
 template <class E>
 inline constexpr bool merges = hooks_of<E>::has(hook::merge);
 
-/// A policy that remembers something of each unit. `unit_state` is trivially copyable. It is told: `on_append(unit, row)`
-/// for every token, with its number in the sequence; `on_prompt(unit, votes, first_token)` when a prompt ends, with the
-/// votes of its last `observed_rows()` rows, 0 where the prompt is kept as it is and not every row is observed;
-/// `on_attended(unit, share, row)` for all units that a decode row has attended to, with the row's share on each.
+/// A policy that remembers something of each unit. `unit_state` is trivially copyable. It is told:
+/// `on_append(unit, row)` for every token, with its number in the sequence;
+/// `on_prompt(unit, votes, first_token)` when a prompt ends, with the votes of its last `observed_rows()`
+/// rows, 0 where the prompt is kept as it is and not every row is observed; `on_attended(unit, share, row)`
+/// for all units that a decode row has attended to, with the row's share on each.
 template <class E>
 concept counts_units = std::is_trivially_copyable_v<typename E::unit_state> &&
     requires(const E e, typename E::unit_state& unit, const prompt_votes& votes) {
@@ -437,11 +444,11 @@ concept counts_units = std::is_trivially_copyable_v<typename E::unit_state> &&
   { e.worth(unit) } -> std::same_as<std::uint32_t>;
 };
 
-/// Which units of a KV head leave when there are more than `kept(moment)` tokens' worth: of those that it does not
-/// protect the one of least `worth`, of those alike the one that was there first.
+/// Which units of a KV head leave when there are more than `kept(moment)` tokens' worth: of those that it
+/// does not protect the one of least `worth`, of those alike the one that was there first.
 ///
-/// It counts units, or observes the rows of a window. `stages_prompt()`: a prompt is kept apart until it is cut to the
-/// budget, else it is in the slots at once. `capacity(limits)`: tokens that a head ever holds.
+/// It counts units, or observes the rows of a window. `stages_prompt()`: a prompt is kept apart until it is
+/// cut to the budget, else it is in the slots at once. `capacity(limits)`: tokens that a head ever holds.
 /// `protects(first_token, moment)`.
 template <class E>
 concept eviction_policy = policy<E> && std::same_as<typename E::policy_kind, eviction_kind> &&
@@ -486,18 +493,21 @@ concept merges_tokens = requires {
 };
 
 /// Optional: `validate(limits)`, `values()`, and
-/// - `observe(units, moment, worths) -> int`, with `group()` and `observes_decoding()`: before units, which are tokens then,
-///   leave, it gives each a worth, and says how many of them stay at most, the protected ones among them. `group()` is
-///   what it sees of query heads, `observes_decoding()` whether decode rows are among its rows, whose queries are kept for
-///   each sequence then; else units leave when a prompt ends alone;
+/// - `observe(units, moment, worths) -> int`, with `group()` and `observes_decoding()`: before units, which
+/// are tokens then,
+///   leave, it gives each a worth, and says how many of them stay at most, the protected ones among them.
+///   `group()` is what it sees of query heads, `observes_decoding()` whether decode rows are among its rows,
+///   whose queries are kept for each sequence then; else units leave when a prompt ends alone;
 /// - `sees_keys() -> bool`, whether it is given the units' keys with them;
-/// - `allocate(statistics, over, budgets)`, with a trivially copyable `statistic` and `measure(units, moment) -> statistic`:
-///   when a prompt that is longer than the budget ends, it sees what was measured of each head of all layers that forget
-///   (layers, kv_heads) and gives them budgets, whose sum is at most that of equal ones;
-/// - `merge(tokens, moment, memory, fates)`, with a trivially copyable `head_memory`, one for each head of a sequence, and
-///   `merge_by() -> merge_rule`: when tokens leave, it says which of those that stay each merges into, and with what
-///   weight. Units are tokens then. By `merge_rule::as_last_row` weights are the row's, whose queries `observed_rows()`
-///   keeps.
+/// - `allocate(statistics, over, budgets)`, with a trivially copyable `statistic` and
+/// `measure(units, moment) -> statistic`:
+///   when a prompt that is longer than the budget ends, it sees what was measured of each head of all layers
+///   that forget (layers, kv_heads) and gives them budgets, whose sum is at most that of equal ones;
+/// - `merge(tokens, moment, memory, fates)`, with a trivially copyable `head_memory`, one for each head of a
+/// sequence, and
+///   `merge_by() -> merge_rule`: when tokens leave, it says which of those that stay each merges into, and
+///   with what weight. Units are tokens then. By `merge_rule::as_last_row` weights are the row's, whose
+///   queries `observed_rows()` keeps.
 struct eviction_kind : kind_defaults {
   template <class P>
   struct check {

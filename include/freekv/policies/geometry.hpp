@@ -40,9 +40,9 @@ struct page_size_kind : kind_defaults {
   };
 };
 
-/// Unit of what is summarised, selected and recalled: a page, or with `unit<8>` that many tokens of one, a divisor
-/// of the page size, set at run time as `unit<dynamic>{8}`, 0 for whole pages. Storage, sink and window stay in
-/// pages. (InfiniGen selects single tokens, ShadowKV chunks of 8)
+/// Unit of what is summarised, selected and recalled: a page, or with `unit<8>` that many tokens of one, a
+/// divisor of the page size, set at run time as `unit<dynamic>{8}`, 0 for whole pages. Storage, sink and
+/// window stay in pages. (InfiniGen selects single tokens, ShadowKV chunks of 8)
 template <int Tokens = 0>
 struct unit {
   static_assert(Tokens == dynamic || (Tokens >= 0 && Tokens <= 256),
@@ -67,9 +67,9 @@ struct unit_kind : kind_defaults {
   };
 };
 
-/// Budget of one KV head, in tokens that it attends to: `sink + window + selected_units * page_size`, plus the
-/// open page's remainder; where a unit is less than a page, `selected_units` counts units. `sink >= 0` and `window
-/// >= page_size` are multiples of the page size; `selected_units >= 1`.
+/// Budget of one KV head, in tokens that it attends to: `sink + window + selected_units * page_size`, plus
+/// the open page's remainder; where a unit is less than a page, `selected_units` counts units. `sink >= 0`
+/// and `window >= page_size` are multiples of the page size; `selected_units >= 1`.
 struct budget {
   int sink = 64;
   int window = 128;
@@ -97,9 +97,9 @@ FREEKV_HD constexpr page_roles roles_at(int tokens, const budget& b, int page) {
   return {sink_end, first_window_page > sink_end ? first_window_page : sink_end, page_end};
 }
 
-/// Slots of a resident cache, equal for all heads of a layer: sink slots, then the window ring (page j in ring
-/// slot j mod ring), then the selected slots, the only ones whose heads may hold different pages. A slot holds
-/// a page, a selected one a unit, and as many of these as make a page share its block.
+/// Slots of a resident cache, equal for all heads of a layer: sink slots, then the window ring (page j in
+/// ring slot j mod ring), then the selected slots, the only ones whose heads may hold different pages. A slot
+/// holds a page, a selected one a unit, and as many of these as make a page share its block.
 struct slot_roles {
   int sink = 0;
   int ring = 0;
@@ -123,8 +123,8 @@ struct slot_roles {
   }
 };
 
-/// `spare`: slots beyond the selected pages, for pages that are no longer selected. `decode_rows`: most that a step
-/// appends; the ring has room for those that are taken back.
+/// `spare`: slots beyond the selected pages, for pages that are no longer selected. `decode_rows`: most that
+/// a step appends; the ring has room for those that are taken back.
 FREEKV_HD constexpr slot_roles slots_for(const budget& b, int page, int spare = 0, int decode_rows = 1) {
   const int ring = b.window / page + 1 + (2 * (decode_rows - 1) + page - 1) / page;
   return {b.sink / page, ring, b.selected_units + spare};

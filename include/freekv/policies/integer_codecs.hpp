@@ -1,10 +1,10 @@
 // Codecs of 8 and 4 bits a number, with what a group of numbers shares beside them.
 //
-// A group is a token's row of keys or of values or, where a codec says so, a channel's numbers in all of the page's
-// keys. A NaN or infinity makes all of its group NaN and changes no other group. -0 comes back as 0.
+// A group is a token's row of keys or of values or, where a codec says so, a channel's numbers in all of the
+// page's keys. A NaN or infinity makes all of its group NaN and changes no other group. -0 comes back as 0.
 //
-// Stored of keys, then of values: the codes, (tokens, head_dim), two a byte where they have 4 bits, the first in the
-// lower; then what each group shares.
+// Stored of keys, then of values: the codes, (tokens, head_dim), two a byte where they have 4 bits, the first
+// in the lower; then what each group shares.
 #pragma once
 
 #include <cstring>
@@ -179,8 +179,8 @@ struct int8_channel
   static constexpr std::string_view name = "int8_channel";
 };
 
-/// 4 bits, asymmetric: 15 steps from the lowest to the highest number of a channel of the page's keys and of a
-/// token's values, these two kept as elements of e bytes: `p * (d + 2 * e) + 2 * d * e` bytes. (KIVI, arXiv
+/// 4 bits, asymmetric: 15 steps from the lowest to the highest number of a channel of the page's keys and of
+/// a token's values, these two kept as elements of e bytes: `p * (d + 2 * e) + 2 * d * e` bytes. (KIVI, arXiv
 /// 2402.02750, with its groups: of keys the page, of values the whole row; and two ends in place of its zero
 /// point and scale.)
 struct int4_channel

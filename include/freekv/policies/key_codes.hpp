@@ -9,8 +9,8 @@
 
 namespace freekv {
 
-/// One product quantiser in a subspace: a vector is `codes` numbers of 8 bits, each the nearest of 256 centroids to
-/// `dims` of its coefficients.
+/// One product quantiser in a subspace: a vector is `codes` numbers of 8 bits, each the nearest of 256
+/// centroids to `dims` of its coefficients.
 struct codebook {
   static constexpr int centroids_per_code = 256;
   static constexpr int most_dims = 256;
@@ -30,7 +30,8 @@ struct codebook {
     return {data, rows, rows + codes * dims * head_dim, codes, dims, head_dim};
   }
 
-  /// The nearest centroid to `x` (dims) among the first `count` of code `nth`; of equally near ones the first.
+  /// The nearest centroid to `x` (dims) among the first `count` of code `nth`; of equally near ones the
+  /// first.
   template <team T>
   FREEKV_HD int nearest(T team, int nth, const float* x, int count) const {
     using pack = typename T::pack;
@@ -122,10 +123,10 @@ struct codebook {
   }
 };
 
-/// The codebooks of all layers and KV heads, as data: for each (layer, head) that of page means, then that of tokens,
-/// each its offset, rows and centroids as `codebook` has them, float32, in memory that the backend can read and that
-/// outlives its use. They are learnt from the keys of a prompt or a calibration text. The 256th centroid of a mean's
-/// first code is never used.
+/// The codebooks of all layers and KV heads, as data: for each (layer, head) that of page means, then that of
+/// tokens, each its offset, rows and centroids as `codebook` has them, float32, in memory that the backend
+/// can read and that outlives its use. They are learnt from the keys of a prompt or a calibration text. The
+/// 256th centroid of a mean's first code is never used.
 struct key_codebooks {
   const float* data = nullptr;
   int layers = 0;
@@ -150,10 +151,10 @@ struct key_codebooks {
   }
 };
 
-/// The page's mean key in `MeanCodes` bytes, and every token's difference from that mean as decoded in `Codes` bytes.
-/// The score is `ln sum_t exp(scale * <q, k_t>)` of the decoded keys up to terms that all pages share: the page's
-/// log-mass, by table lookups. `MeanCodes + Codes * p` bytes, without scales. A page with a NaN or infinite key is
-/// marked by the code that means do not use, and scores NaN.
+/// The page's mean key in `MeanCodes` bytes, and every token's difference from that mean as decoded in
+/// `Codes` bytes. The score is `ln sum_t exp(scale * <q, k_t>)` of the decoded keys up to terms that all
+/// pages share: the page's log-mass, by table lookups. `MeanCodes + Codes * p` bytes, without scales. A page
+/// with a NaN or infinite key is marked by the code that means do not use, and scores NaN.
 template <int Codes = 6, int MeanCodes = 8>
 struct key_codes {
   using policy_kind = summary_kind;
@@ -300,17 +301,17 @@ struct key_codes<Codes, MeanCodes>::head_policy {
     return mass.value();
   }
 
-  /// Four query heads' products lie side by side, so that a token's code is looked up once for all of them: products of
-  /// means (mean codes, 256, 4), then of tokens (codes, 256, 4).
+  /// Four query heads' products lie side by side, so that a token's code is looked up once for all of them:
+  /// products of means (mean codes, 256, 4), then of tokens (codes, 256, 4).
   template <team_of_halves T>
   void prepare_four(T team, const group_query& queries, float* prepared) const {
     mean.tabulate_four(team, queries, prepared);
     token.tabulate_four(team, queries, prepared + mean.codes * row_of_four);
     for (int g = 0; g < 4; ++g) prepared[static_cast<int>(not_finite) * 4 + g] = NAN;
   }
-  /// First every token's product with four heads, then their exponentials, last the logarithms of sums, of several units
-  /// together so that none waits for another's. Lanes are two tokens or two units of four heads each. Log-masses of finite
-  /// numbers; what is not, or NaN, is put right in the end.
+  /// First every token's product with four heads, then their exponentials, last the logarithms of sums, of
+  /// several units together so that none waits for another's. Lanes are two tokens or two units of four heads
+  /// each. Log-masses of finite numbers; what is not, or NaN, is put right in the end.
   template <team_of_halves T>
   void score_four(T team, const unit_query& query, const stored_summaries& units, float* scores) const {
     using pack = typename T::pack;

@@ -7,11 +7,11 @@
 
 namespace freekv {
 
-/// The page's mean key in float32 and per token the difference from it in `Bits` bits (1, 2 or 4) with one float32
-/// scale. The score is `ln sum_t exp(scale * (<q, mean> + <q, r_t>))`: the page's log-mass.
+/// The page's mean key in float32 and per token the difference from it in `Bits` bits (1, 2 or 4) with one
+/// float32 scale. The score is `ln sum_t exp(scale * (<q, mean> + <q, r_t>))`: the page's log-mass.
 ///
-/// Numbers: the mean (head_dim), then token_codes of head_dim rows. Stored alike: `4 * d + d * p * Bits / 8 + 4 * p`
-/// bytes.
+/// Numbers: the mean (head_dim), then token_codes of head_dim rows. Stored alike:
+/// `4 * d + d * p * Bits / 8 + 4 * p` bytes.
 template <int Bits = 2>
 struct key_sketch {
   static_assert(Bits == dynamic || Bits == 1 || Bits == 2 || Bits == 4, "key_sketch takes 1, 2 or 4 bits");

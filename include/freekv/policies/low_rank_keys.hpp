@@ -1,4 +1,5 @@
-// A codec that stores values alone: keys are rebuilt from a factorisation of what they were before they were rotated.
+// A codec that stores values alone: keys are rebuilt from a factorisation of what they were before they were
+// rotated.
 #pragma once
 
 #include <cmath>
@@ -13,15 +14,16 @@
 namespace freekv {
 
 /// The keys of all KV heads of a token before rotation, one vector of `kv_heads * head_dim` numbers, by their
-/// `Rank` coefficients in a basis of the layer, which stay in fast memory; values as they are. A recall copies
-/// a unit's values and rebuilds its keys: `basis^T c`, rotated at their positions. (ShadowKV, arXiv 2410.21465,
-/// section 4.1; the basis is given as data, so that a sequence's own, as published, or a text's may be taken)
+/// `Rank` coefficients in a basis of the layer, which stay in fast memory; values as they are. A recall
+/// copies a unit's values and rebuilds its keys: `basis^T c`, rotated at their positions. (ShadowKV, arXiv
+/// 2410.21465, section 4.1; the basis is given as data, so that a sequence's own, as published, or a text's
+/// may be taken)
 ///
-/// `basis` has for each (layer, head) a mean (head_dim), which may be 0, and rows (rank, head_dim), which side
-/// by side for all heads of a layer are orthonormal. Coefficients are kept as elements: `Rank * p * e` bytes a
-/// page of all heads, and `p * d * e` bytes a slice, with a bit for each token. A key with a NaN or infinity,
-/// or so large that a coefficient would leave the element's range, comes back as NaN, and other heads' keys of
-/// the token without its part.
+/// `basis` has for each (layer, head) a mean (head_dim), which may be 0, and rows (rank, head_dim), which
+/// side by side for all heads of a layer are orthonormal. Coefficients are kept as elements: `Rank * p * e`
+/// bytes a page of all heads, and `p * d * e` bytes a slice, with a bit for each token. A key with a NaN or
+/// infinity, or so large that a coefficient would leave the element's range, comes back as NaN, and other
+/// heads' keys of the token without its part.
 template <int Rank = 160>
 struct low_rank_keys {
   using policy_kind = codec_kind;

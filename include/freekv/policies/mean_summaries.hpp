@@ -48,8 +48,9 @@ struct mean {
   }
 };
 
-/// The page's mean key and the distance of the key farthest from it: a ball around all keys. The score is an upper
-/// bound of the largest scaled product of the query with a key of the page. Kept in float32. (docs/contract.md, 5.2)
+/// The page's mean key and the distance of the key farthest from it: a ball around all keys. The score is an
+/// upper bound of the largest scaled product of the query with a key of the page. Kept in float32.
+/// (docs/contract.md, 5.2)
 struct ball {
   using policy_kind = summary_kind;
   using hooks = hook_list<hook::prepare, hook::query_width>;
@@ -89,8 +90,8 @@ struct ball {
 };
 
 /// Mean keys of the page's chunks of `Tokens` tokens; the score is `ln sum_b exp(scale * <q, mean_b>)`, an
-/// estimate of the page's log-mass up to `ln Tokens`. `Tokens` divides the page size; `chunk_means<dynamic>{8}`
-/// takes it at run time. Kept in float32. Ours.
+/// estimate of the page's log-mass up to `ln Tokens`. `Tokens` divides the page size;
+/// `chunk_means<dynamic>{8}` takes it at run time. Kept in float32. Ours.
 template <int Tokens = 8>
 struct chunk_means {
   using policy_kind = summary_kind;

@@ -12,13 +12,14 @@
 namespace freekv {
 
 /// D2O (arXiv 2406.13035, token level): h2o, a quarter of whose budget is recent, and a token that leaves
-/// merges into the token that stays whose key is most like its own, where their cosine is at least a threshold; else it is
-/// lost. The threshold is the mean of these cosines when tokens leave first, and then `beta` of the mean and the rest of
-/// what it was. In the mean of keys and values a token weighs exp(cosine), that which stays e. Unlike the paper's, all
-/// layers have the same budget (there by how dense their attention is), and each KV head has its own threshold. The
-/// published code adds keys multiplied by their cosines and divides by how many there are, which makes keys shorter; here
-/// the weights are the paper's. It also keeps the first four tokens whatever they are worth, and the mean of all heads'
-/// cosines decides for all of them.
+/// merges into the token that stays whose key is most like its own, where their cosine is at least a
+/// threshold; else it is lost. The threshold is the mean of these cosines when tokens leave first, and then
+/// `beta` of the mean and the rest of what it was. In the mean of keys and values a token weighs exp(cosine),
+/// that which stays e. Unlike the paper's, all layers have the same budget (there by how dense their
+/// attention is), and each KV head has its own threshold. The published code adds keys multiplied by their
+/// cosines and divides by how many there are, which makes keys shorter; here the weights are the paper's. It
+/// also keeps the first four tokens whatever they are worth, and the mean of all heads' cosines decides for
+/// all of them.
 struct d2o : h2o {
   using hooks = hook_list<hook::merge, hook::validate, hook::values>;
   static constexpr std::string_view name = "d2o";
@@ -56,11 +57,12 @@ struct d2o : h2o {
 };
 static_assert(eviction_policy<d2o>);
 
-/// TOVA without loss in the row that decides: the token that leaves merges into the one that stays whose key is most like
-/// its own. Keys and values are weighed by what they have of that row, and a log-weight makes up for what the row's score
-/// on the new key lacks, so that its output and log-sum-exp stay as they were. Where a KV head has several query heads the
-/// weights are the mean of theirs, and so is the log-weight: exact is one query head. KeepKV (arXiv 2504.09936) has the same
-/// aim and scales the new key instead, by a quotient of logarithms that may be 0.
+/// TOVA without loss in the row that decides: the token that leaves merges into the one that stays whose key
+/// is most like its own. Keys and values are weighed by what they have of that row, and a log-weight makes up
+/// for what the row's score on the new key lacks, so that its output and log-sum-exp stay as they were. Where
+/// a KV head has several query heads the weights are the mean of theirs, and so is the log-weight: exact is
+/// one query head. KeepKV (arXiv 2504.09936) has the same aim and scales the new key instead, by a quotient
+/// of logarithms that may be 0.
 struct exact_merge : tova {
   using hooks = hook_list<hook::merge>;
   static constexpr std::string_view name = "exact_merge";
@@ -73,9 +75,10 @@ struct exact_merge : tova {
 };
 static_assert(eviction_policy<exact_merge>);
 
-/// HARD-KV (`hard_kv`) that keeps log-sum-exps as its appendix E means to: tokens that leave merge as in exact_merge. The
-/// paper merges the i-th best token with the i-th worst, or the best with the mean of the worst, by their scores. A mean
-/// of keys has the geometric mean of their masses, and one token is where two were: the sum falls all the same.
+/// HARD-KV (`hard_kv`) that keeps log-sum-exps as its appendix E means to: tokens that leave merge as in
+/// exact_merge. The paper merges the i-th best token with the i-th worst, or the best with the mean of the
+/// worst, by their scores. A mean of keys has the geometric mean of their masses, and one token is where two
+/// were: the sum falls all the same.
 struct hard_kv_merge : hard_kv {
   using hooks = hook_list<hook::merge, hook::observe, hook::validate, hook::values>;
   static constexpr std::string_view name = "hard_kv_merge";

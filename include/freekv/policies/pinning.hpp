@@ -56,8 +56,8 @@ struct pin_outliers {
 /// Says how many units of a KV head are pinned, and what a unit's keys (tokens, head_dim) are worth: those
 /// worth most are, ties to the smaller unit, and NaN is worth least. They are pinned in a step that selects
 /// anew after a prompt, or after a truncation that dropped the selection, among that step's candidates. From
-/// then on they are no candidates, have no part in pooling, and are selected besides the k best of the others,
-/// until the selection is dropped.
+/// then on they are no candidates, have no part in pooling, and are selected besides the k best of the
+/// others, until the selection is dropped.
 template <class P>
 concept pinning_policy = policy<P> && std::same_as<typename P::policy_kind, pinning_kind> &&
     requires(const P p) {

@@ -1,5 +1,5 @@
-// Plans: which layers, and which of their KV heads, retrieve, which keep everything, which see the sink and the
-// window alone, and which layers the model itself restricts to a sliding window.
+// Plans: which layers, and which of their KV heads, retrieve, which keep everything, which see the sink and
+// the window alone, and which layers the model itself restricts to a sliding window.
 #pragma once
 
 #include <algorithm>
@@ -21,10 +21,12 @@ enum class layer_kind : std::uint8_t {
   retrieval,  ///< sink, window and selected pages
   complete,   ///< everything, kept in the fast tier
   window,     ///< sink and window alone
-  sliding,  ///< the last `sliding_window` tokens, as the model was trained (Gemma, gpt-oss); of whole layers only
+  sliding,  ///< the last `sliding_window` tokens, as the model was trained (Gemma, gpt-oss); of whole layers
+            ///< only
 };
 
-/// The first `Layers` layers are complete, the others of kind `Rest`; `complete_first<dynamic>{2}` at run time.
+/// The first `Layers` layers are complete, the others of kind `Rest`; `complete_first<dynamic>{2}` at run
+/// time.
 template <int Layers = 1, layer_kind Rest = layer_kind::retrieval>
 struct complete_first {
   using policy_kind = plan_kind;

@@ -1,5 +1,5 @@
-// Pooling: how the query heads of one group come to one score a page. Either the heads' scores are pooled, or their
-// queries before anything is scored.
+// Pooling: how the query heads of one group come to one score a page. Either the heads' scores are pooled, or
+// their queries before anything is scored.
 #pragma once
 
 #include <cmath>
@@ -34,7 +34,8 @@ struct row_scores {
 };
 
 /// The mean over the group of each head's softmax over the candidates, kept as its logarithm, since float32
-/// underflows otherwise: `ln sum_g exp(s_g(j) - L_g) - ln G`. (FreeKV section 3.2, group-consistent selection)
+/// underflows otherwise: `ln sum_g exp(s_g(j) - L_g) - ln G`. (FreeKV section 3.2, group-consistent
+/// selection)
 struct mean_softmax {
   using policy_kind = pooling_kind;
   static constexpr std::string_view name = "mean_softmax";

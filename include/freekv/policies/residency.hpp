@@ -1,5 +1,5 @@
-// Residency: which units that are no longer selected stay in a KV head's slots, for the case that they are selected
-// again.
+// Residency: which units that are no longer selected stay in a KV head's slots, for the case that they are
+// selected again.
 #pragma once
 
 #include <concepts>
@@ -14,8 +14,8 @@
 
 namespace freekv {
 
-/// A slot whose unit is no longer selected. Selections of a KV head are counted; `last_selected` is the number of the
-/// last one that had the unit.
+/// A slot whose unit is no longer selected. Selections of a KV head are counted; `last_selected` is the
+/// number of the last one that had the unit.
 struct unselected_slot {
   int slot = 0;
   std::int32_t last_selected = 0;

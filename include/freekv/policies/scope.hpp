@@ -18,17 +18,17 @@ struct per_kv_head {
   static constexpr selection_scope scope = selection_scope::kv_head;
 };
 
-/// Each query head selects k pages by its own scores and attends to no others. A KV head holds those of all its query
-/// heads: at most group * k slots. The pooling pools the rows of a step alone. (Quest as published)
+/// Each query head selects k pages by its own scores and attends to no others. A KV head holds those of all
+/// its query heads: at most group * k slots. The pooling pools the rows of a step alone. (Quest as published)
 struct per_query_head {
   using policy_kind = scope_kind;
   static constexpr std::string_view name = "per_query_head";
   static constexpr selection_scope scope = selection_scope::query_head;
 };
 
-/// All retrieving KV heads of a layer select together: their pooled scores are pooled once more, each head's as
-/// one row, by mean_softmax where the pooling is of softmaxes and by mean_score otherwise. A layer is corrected
-/// as a whole as soon as one of its heads is flagged.
+/// All retrieving KV heads of a layer select together: their pooled scores are pooled once more, each head's
+/// as one row, by mean_softmax where the pooling is of softmaxes and by mean_score otherwise. A layer is
+/// corrected as a whole as soon as one of its heads is flagged.
 struct per_layer {
   using policy_kind = scope_kind;
   static constexpr std::string_view name = "per_layer";

@@ -1,4 +1,5 @@
-// Selection: how many of a row's candidates, best first, are selected. How they are put in order is the backend's.
+// Selection: how many of a row's candidates, best first, are selected. How they are put in order is the
+// backend's.
 #pragma once
 
 #include <concepts>
@@ -38,9 +39,9 @@ struct top_p {
   }
 };
 
-/// The k best, where those that the step attends to have `favour` added to their pooled score when the next step's are
-/// selected: a unit has to be better by that much to take the place of one that is held already. What a correction
-/// selects anew it selects without. (Ours: half the recalls at ln 2, docs/frontiers.md)
+/// The k best, where those that the step attends to have `favour` added to their pooled score when the next
+/// step's are selected: a unit has to be better by that much to take the place of one that is held already.
+/// What a correction selects anew it selects without. (Ours: half the recalls at ln 2, docs/frontiers.md)
 struct sticky_top_k {
   using policy_kind = selection_kind;
   using hooks = hook_list<hook::favour, hook::validate, hook::values>;

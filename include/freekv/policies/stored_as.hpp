@@ -17,9 +17,9 @@ enum class number_format : std::int8_t {
   int8,  ///< 8 bits, symmetric, with a float32 scale `max|x| / 127` for every head_dim numbers
 };
 
-/// `Summary` with its numbers kept in another format: `stored_as<mean, number_format::int8>`, or chosen at run time
-/// `stored_as<mean, number_format::any>`. In `int8` a bound is no longer a bound: it is rounded to the nearest. A
-/// NaN or infinity among numbers that share a scale makes all of them NaN.
+/// `Summary` with its numbers kept in another format: `stored_as<mean, number_format::int8>`, or chosen at
+/// run time `stored_as<mean, number_format::any>`. In `int8` a bound is no longer a bound: it is rounded to
+/// the nearest. A NaN or infinity among numbers that share a scale makes all of them NaN.
 template <class Summary, number_format Format>
 struct stored_as : Summary {
   static_assert(

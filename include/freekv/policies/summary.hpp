@@ -1,8 +1,8 @@
 // Page summaries: what stands for a page's keys when pages are scored.
 //
 // A summary policy turns the keys of one page and one KV head into `width` numbers and scores a query against
-// them; where a unit is less than a page, its `page_geometry` is the unit's. The library stores the numbers (by
-// default as float32) and hands them back as floats, so a policy is three functions:
+// them; where a unit is less than a page, its `page_geometry` is the unit's. The library stores the numbers
+// (by default as float32) and hands them back as floats, so a policy is three functions:
 //
 //   struct my_summary {
 //     using policy_kind = summary_kind;
@@ -14,17 +14,18 @@
 //     FREEKV_HD float score(T team, const unit_query& query, const float* numbers) const;
 //   };
 //
-// Optional, and then listed, as in `using hooks = hook_list<hook::stored>;`: `stored<Key>`, the element type kept
-// (default float), or for a format of its own `bytes<Key>(page)`, `encode<Key>(team, page, numbers, out)` and
-// `decode<Key>(team, page, in, numbers)`, or instead of `decode` a `score` of `const std::byte*`; `query_width(d)`
-// and `prepare(team, query, prepared)`, done once a step for each query; `at(layer, head)`, the policy for one head,
-// where it depends on calibration data, which may have these as well; `data(visit)` then, which calls
-// `visit(array, bytes)` for each array of them; `values()`, what it was given, for names;
-// `with_elements<Key>(stored, body)`, and of two stages `kept(candidates, selected)`.
+// Optional, and then listed, as in `using hooks = hook_list<hook::stored>;`: `stored<Key>`, the element type
+// kept (default float), or for a format of its own `bytes<Key>(page)`,
+// `encode<Key>(team, page, numbers, out)` and `decode<Key>(team, page, in, numbers)`, or instead of `decode`
+// a `score` of `const std::byte*`; `query_width(d)` and `prepare(team, query, prepared)`, done once a step
+// for each query; `at(layer, head)`, the policy for one head, where it depends on calibration data, which may
+// have these as well; `data(visit)` then, which calls `visit(array, bytes)` for each array of them;
+// `values()`, what it was given, for names; `with_elements<Key>(stored, body)`, and of two stages
+// `kept(candidates, selected)`.
 //
 // `linear`, true: the score is `scale` times the product of the prepared query with the numbers, `width` a
-// multiple of 8, wherever that is finite; pages are then scored many at a time, and `score` decides where it is
-// not.
+// multiple of 8, wherever that is finite; pages are then scored many at a time, and `score` decides where it
+// is not.
 //
 // `validate(setting)` throws settings_error where the setting does not suit the policy.
 //
@@ -85,7 +86,8 @@ FREEKV_HD constexpr auto summary_at(const S& summary, int layer, int head) {
     return summary;
 }
 
-/// Whether a summary scores what is stored as it is, `score(team, query, stored)`, instead of decoded numbers.
+/// Whether a summary scores what is stored as it is, `score(team, query, stored)`, instead of decoded
+/// numbers.
 template <class S>
 concept scores_stored_bytes = requires(const S s, unit_query query, const std::byte* stored) {
   { s.score(scalar_team{}, query, stored) } -> std::same_as<float>;
@@ -144,9 +146,9 @@ struct stored_summaries {
   FREEKV_HD const std::byte* at(int nth) const { return first + to_size(nth) * bytes; }
 };
 
-/// Whether a summary, on that team, scores four query heads at once: `prepare_four(team, query, prepared)` has up to four
-/// heads to (query_width, 4), `score_four(team, query, units, scores)` up to `units_at_once` units' scores to (units, 4),
-/// with room for one unit more.
+/// Whether a summary, on that team, scores four query heads at once: `prepare_four(team, query, prepared)`
+/// has up to four heads to (query_width, 4), `score_four(team, query, units, scores)` up to `units_at_once`
+/// units' scores to (units, 4), with room for one unit more.
 template <class S, class T>
 concept scores_four_heads = team_of_halves<T> &&
     requires(const S s, T team, group_query queries, unit_query query, float* numbers) {

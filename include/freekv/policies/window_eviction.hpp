@@ -1,4 +1,5 @@
-// Eviction by a window of rows: what the last rows attend to decides at once who leaves, and how many of a head stay.
+// Eviction by a window of rows: what the last rows attend to decides at once who leaves, and how many of a
+// head stay.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +13,8 @@
 
 namespace freekv {
 
-/// The largest of each `kernel` neighbours, the number in the middle one of them; -infinity stays where it is. `pooled`
-/// is other memory.
+/// The largest of each `kernel` neighbours, the number in the middle one of them; -infinity stays where it
+/// is. `pooled` is other memory.
 inline void pool_largest(const float* numbers, int count, int kernel, float* pooled) {
   for (int i = 0; i < count; ++i) {
     const int first = std::max(0, i - kernel / 2), end = std::min(count, i + kernel / 2 + 1);
@@ -21,8 +22,8 @@ inline void pool_largest(const float* numbers, int count, int kernel, float* poo
   }
 }
 
-/// The mean of each `kernel` neighbours, the number in the middle one of them, with nothing beyond the ends. `means` is
-/// other memory.
+/// The mean of each `kernel` neighbours, the number in the middle one of them, with nothing beyond the ends.
+/// `means` is other memory.
 inline void average_near(const float* numbers, int count, int kernel, float* means) {
   for (int i = 0; i < count; ++i) {
     double sum = 0.0;
@@ -60,10 +61,10 @@ struct descending_masses {
   }
 };
 
-/// HARD-KV's calibration (arXiv 2606.28831, section 3 and appendix D): the temperature at which the `wanted(row)` best of
-/// each row of transformed scores have a share of `p`, on average over the rows, by bisection from 1e-3 to 10: that share
-/// falls as the temperature rises. Where more than are wanted share the largest score it is the lowest. `row(r)` is a
-/// row's scores, descending, and `count(r)` how many there are.
+/// HARD-KV's calibration (arXiv 2606.28831, section 3 and appendix D): the temperature at which the
+/// `wanted(row)` best of each row of transformed scores have a share of `p`, on average over the rows, by
+/// bisection from 1e-3 to 10: that share falls as the temperature rises. Where more than are wanted share the
+/// largest score it is the lowest. `row(r)` is a row's scores, descending, and `count(r)` how many there are.
 template <class Row, class Count, class Wanted>
 double calibrated_temperature(int rows, double p, const Row& row, const Count& count, const Wanted& wanted) {
   const auto share = [&](double temperature) {
@@ -80,18 +81,19 @@ double calibrated_temperature(int rows, double p, const Row& row, const Count& c
   return std::exp(low);
 }
 
-/// HARD-KV (arXiv 2606.28831): a head keeps as many tokens as its attention needs. Of each of the last `window` rows the
-/// fewest tokens stay that have `p` of its softmax, over the largest score of the group; as methods rank tokens by other
-/// numbers than scores, here by the largest of `kernel` neighbours as SnapKV, these are brought to a temperature first at
-/// which as many tokens of a row have `p` as of its scores (section 3). What any row selects stays, with the first `sink`
-/// tokens and the window, within the budget; of more those with the largest share. It is done when a prompt ends and then
-/// every `interval` decode rows, where there are more tokens than the budget.
+/// HARD-KV (arXiv 2606.28831): a head keeps as many tokens as its attention needs. Of each of the last
+/// `window` rows the fewest tokens stay that have `p` of its softmax, over the largest score of the group; as
+/// methods rank tokens by other numbers than scores, here by the largest of `kernel` neighbours as SnapKV,
+/// these are brought to a temperature first at which as many tokens of a row have `p` as of its scores
+/// (section 3). What any row selects stays, with the first `sink` tokens and the window, within the budget;
+/// of more those with the largest share. It is done when a prompt ends and then every `interval` decode rows,
+/// where there are more tokens than the budget.
 ///
-/// With a kernel of 1, which needs no temperature, and a budget that holds all that is selected, no row of the window loses
-/// more than -ln p of its log-sum-exp. Unlike the paper's, the temperature is found anew each time, for a head's rows
-/// together (it is solved once there and kept; figure 17: it is stable), tokens between two cuts and those of the cut lie
-/// in the same slots (its cascade's tiers are those of an engine's page tables), and nothing is merged (appendix E;
-/// `hard_kv_merge` does).
+/// With a kernel of 1, which needs no temperature, and a budget that holds all that is selected, no row of
+/// the window loses more than -ln p of its log-sum-exp. Unlike the paper's, the temperature is found anew
+/// each time, for a head's rows together (it is solved once there and kept; figure 17: it is stable), tokens
+/// between two cuts and those of the cut lie in the same slots (its cascade's tiers are those of an engine's
+/// page tables), and nothing is merged (appendix E; `hard_kv_merge` does).
 struct hard_kv {
   using policy_kind = eviction_kind;
   using hooks = hook_list<hook::observe, hook::validate, hook::values>;
@@ -122,8 +124,8 @@ struct hard_kv {
       std::sort(held.scratch_row(r), end, std::greater<float>());
       return static_cast<int>(end - held.scratch_row(r));
     };
-    // Each row's numbers become transformed scores, its scratch the same descending, and behind it how many there are
-    // and how many are wanted.
+    // Each row's numbers become transformed scores, its scratch the same descending, and behind it how many
+    // there are and how many are wanted.
     std::int32_t* const counts = held.counts;
     for (int r = 0; r < held.rows; ++r) {
       float* const row = held.row(r);
@@ -185,10 +187,10 @@ struct hard_kv {
 static_assert(eviction_policy<hard_kv>);
 
 /// DefensiveKV (arXiv 2510.13334): snapkv for the worst case. Of each query head's shares, averaged over
-/// `kernel` neighbours with the row's sum as it was, a token has the largest that any of the prompt's last `window` rows
-/// gives it, and at least the mean of all tokens' largest; of those alike the latest stay. Unlike the paper's, the worth
-/// is not multiplied by the norms of values behind the output projection, which takes the model's weights, and heads of a
-/// layer have the same budget.
+/// `kernel` neighbours with the row's sum as it was, a token has the largest that any of the prompt's last
+/// `window` rows gives it, and at least the mean of all tokens' largest; of those alike the latest stay.
+/// Unlike the paper's, the worth is not multiplied by the norms of values behind the output projection, which
+/// takes the model's weights, and heads of a layer have the same budget.
 struct defensive_kv {
   using policy_kind = eviction_kind;
   using hooks = hook_list<hook::observe, hook::validate, hook::values>;
@@ -234,12 +236,13 @@ struct defensive_kv {
 static_assert(eviction_policy<defensive_kv>);
 
 /// CAKE (arXiv 2503.12491): layers have budgets by how far their attention is spread over tokens and how much
-/// it shifts from row to row, and tokens stay by the mean and `gamma` times the variance of the shares that the prompt's
-/// last `window` rows give them, averaged over `kernel` neighbours and the group. A layer's preference is H^(1/tau1)
-/// V^(1/tau2), of the entropies H of these rows' shares of what is before the window and the variances V of each token's,
-/// summed over the layer's query heads. What a layer cannot use goes evenly to the others. tau1, tau2 and gamma are chosen
-/// for each model in the paper; these are those of one. Layers are given their budgets when the prompt has ended and not
-/// in a cascade while it is read, which comes to the same tokens, and all that is decoded stays.
+/// it shifts from row to row, and tokens stay by the mean and `gamma` times the variance of the shares that
+/// the prompt's last `window` rows give them, averaged over `kernel` neighbours and the group. A layer's
+/// preference is H^(1/tau1) V^(1/tau2), of the entropies H of these rows' shares of what is before the window
+/// and the variances V of each token's, summed over the layer's query heads. What a layer cannot use goes
+/// evenly to the others. tau1, tau2 and gamma are chosen for each model in the paper; these are those of one.
+/// Layers are given their budgets when the prompt has ended and not in a cascade while it is read, which
+/// comes to the same tokens, and all that is decoded stays.
 struct cake {
   using policy_kind = eviction_kind;
   using hooks = hook_list<hook::allocate, hook::observe, hook::validate, hook::values>;
@@ -358,12 +361,13 @@ struct cake {
 };
 static_assert(eviction_policy<cake>);
 
-/// R-KV (arXiv 2505.24133): tokens that are attended to and not said already. Importance is a token's share of
-/// the largest scores of the group, its softmax over what is before the window, averaged over the last `window` rows, the
-/// largest of `kernel` neighbours; redundancy the softmax over all tokens of the mean cosine of a token's key with the
-/// others', where each of these counts all but the last key that is more like it than `similar`. Those with the most
-/// lambda importance - (1 - lambda) redundancy stay, and the window. It is done when a prompt ends and then every
-/// `interval` decode rows, where there are more tokens than the budget.
+/// R-KV (arXiv 2505.24133): tokens that are attended to and not said already. Importance is a token's share
+/// of the largest scores of the group, its softmax over what is before the window, averaged over the last
+/// `window` rows, the largest of `kernel` neighbours; redundancy the softmax over all tokens of the mean
+/// cosine of a token's key with the others', where each of these counts all but the last key that is more
+/// like it than `similar`. Those with the most lambda importance - (1 - lambda) redundancy stay, and the
+/// window. It is done when a prompt ends and then every `interval` decode rows, where there are more tokens
+/// than the budget.
 struct r_kv {
   using policy_kind = eviction_kind;
   using hooks = hook_list<hook::observe, hook::sees_keys, hook::validate, hook::values>;
@@ -453,11 +457,12 @@ struct r_kv {
 };
 static_assert(eviction_policy<r_kv>);
 
-/// ARKV's heavy hitters (Lei and Ilager 2026, equations 9 and 10 and algorithm 1): tokens by the mean and `gamma` times the
-/// variance of the shares that the query heads of the last `window` rows give them, averaged over `kernel` neighbours. When
-/// a head holds as much as the budget, `alpha` of it beside the window stays, so that a cut makes room for many rows. This
-/// is the paper's baseline Origin: of what stays ARKV keeps in each layer a part in fp8, by a ratio of the layer's
-/// statistics, and slots here are of one type. A layer whose ratio is alpha or more has no such part in the paper either.
+/// ARKV's heavy hitters (Lei and Ilager 2026, equations 9 and 10 and algorithm 1): tokens by the mean and
+/// `gamma` times the variance of the shares that the query heads of the last `window` rows give them,
+/// averaged over `kernel` neighbours. When a head holds as much as the budget, `alpha` of it beside the
+/// window stays, so that a cut makes room for many rows. This is the paper's baseline Origin: of what stays
+/// ARKV keeps in each layer a part in fp8, by a ratio of the layer's statistics, and slots here are of one
+/// type. A layer whose ratio is alpha or more has no such part in the paper either.
 struct arkv_origin {
   using policy_kind = eviction_kind;
   using hooks = hook_list<hook::observe, hook::validate, hook::values>;

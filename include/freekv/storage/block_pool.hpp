@@ -8,8 +8,8 @@
 
 namespace freekv {
 
-/// Blocks from `first` on, given to slot sets as they need them: at most `most` to one, whose selected slots begin in
-/// `table[set * most]` and lie in that block and the next ones listed, -1 behind them.
+/// Blocks from `first` on, given to slot sets as they need them: at most `most` to one, whose selected slots
+/// begin in `table[set * most]` and lie in that block and the next ones listed, -1 behind them.
 class block_pool {
  public:
   block_pool() = default;

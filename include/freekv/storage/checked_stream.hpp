@@ -1,4 +1,5 @@
-// A stream of bytes in blocks, each followed by a checksum: nothing of a block is handed out before it has been checked.
+// A stream of bytes in blocks, each followed by a checksum: nothing of a block is handed out before it has
+// been checked.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +13,9 @@
 
 namespace freekv {
 
-/// A checksum of bytes behind others whose checksum is `before`. It is another for certain where the bytes differ within one
-/// group of 8 at a multiple of 8, and but for one case in 2^64 otherwise. Not for bytes that somebody forges.
+/// A checksum of bytes behind others whose checksum is `before`. It is another for certain where the bytes
+/// differ within one group of 8 at a multiple of 8, and but for one case in 2^64 otherwise. Not for bytes
+/// that somebody forges.
 inline std::uint64_t checksum(std::span<const std::byte> bytes, std::uint64_t before = 0) {
   constexpr std::uint64_t odd = 0x9e3779b97f4a7c15;
   std::uint64_t sum = before;
@@ -34,7 +36,8 @@ inline std::uint64_t checksum(std::span<const std::byte> bytes, std::uint64_t be
   return sum;
 }
 
-/// Blocks of a stream: all of `bytes`, but for the last one, and a checksum behind each, which goes on from the one before.
+/// Blocks of a stream: all of `bytes`, but for the last one, and a checksum behind each, which goes on from
+/// the one before.
 struct checked_blocks {
   static constexpr std::size_t bytes = std::size_t{1} << 18;
   static constexpr std::size_t room = bytes + sizeof(std::uint64_t);
@@ -45,8 +48,8 @@ struct checked_blocks {
   }
 };
 
-/// Writes such a stream by `write(std::span<const std::byte>)`. `memory`: has `copy(to, from, bytes)`, which may be
-/// queued, and `finish()`, which waits for it.
+/// Writes such a stream by `write(std::span<const std::byte>)`. `memory`: has `copy(to, from, bytes)`, which
+/// may be queued, and `finish()`, which waits for it.
 template <class Write, class Memory>
 class checked_writer {
  public:

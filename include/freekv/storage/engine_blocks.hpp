@@ -1,4 +1,5 @@
-// Slots inside an engine's own paged KV tensor, and the tables with which the engine's own kernel attends to them.
+// Slots inside an engine's own paged KV tensor, and the tables with which the engine's own kernel attends to
+// them.
 #pragma once
 
 #include <algorithm>
@@ -14,12 +15,12 @@
 
 namespace freekv {
 
-/// One layer of an engine's paged KV tensor, some of whose blocks are a pipeline's slots. Row t of KV head h of
-/// block b is head_dim elements at `keys + b * block_stride + t * token_stride + h * head_stride`, and so are
-/// its values. Strides in elements: keys and values may be planes of a block or of the tensor, or side by side
-/// in each row of 2 * head_dim (`values = keys + head_dim`). A block holds a page. The engine keeps tensor and
-/// list as long as the pipeline lives, and does not write to these blocks. Of a device the tensor is in its
-/// memory, rows at multiples of 16 bytes, and the list in the host's.
+/// One layer of an engine's paged KV tensor, some of whose blocks are a pipeline's slots. Row t of KV head h
+/// of block b is head_dim elements at `keys + b * block_stride + t * token_stride + h * head_stride`, and so
+/// are its values. Strides in elements: keys and values may be planes of a block or of the tensor, or side by
+/// side in each row of 2 * head_dim (`values = keys + head_dim`). A block holds a page. The engine keeps
+/// tensor and list as long as the pipeline lives, and does not write to these blocks. Of a device the tensor
+/// is in its memory, rows at multiples of 16 bytes, and the list in the host's.
 template <class Element>
 struct engine_blocks {
   Element* keys = nullptr;
@@ -30,8 +31,9 @@ struct engine_blocks {
   std::span<const std::int32_t> ids{};  ///< ids, all different: the footprint's `slots`
 };
 
-/// Size of the block table of a decode row, for a paged-attention kernel: `pages` pages, listed by block id (the
-/// pipeline's own number of a block, where it has its own), with `tokens` tokens in them. All pages are full but the last.
+/// Size of the block table of a decode row, for a paged-attention kernel: `pages` pages, listed by block id
+/// (the pipeline's own number of a block, where it has its own), with `tokens` tokens in them. All pages are
+/// full but the last.
 struct resident_table {
   int pages = 0;
   int tokens = 0;

@@ -74,7 +74,8 @@ bool transfer(System& system, int file, const Request& request, transfer_progres
   }
 }
 
-/// A batch's requests on the calling thread and on threads of its own. Batches of several threads share these.
+/// A batch's requests on the calling thread and on threads of its own. Batches of several threads share
+/// these.
 template <class System>
 class thread_engine {
  public:
@@ -274,7 +275,8 @@ class ring_engine {
       }
       const std::size_t in_flight = l.slots.size() - l.free.size();
       if (in_flight == 0) return failure;
-      // Where more is to be begun, a quarter of the room at a time: fewer calls, and the disk has the rest meanwhile.
+      // Where more is to be begun, a quarter of the room at a time: fewer calls, and the disk has the rest
+      // meanwhile.
       const std::size_t ends = next < requests.size() ? (in_flight + 3) / 4 : in_flight;
       const int submitted = l.ring.submit_and_wait(static_cast<unsigned>(ends));
       for (ring_completion end; l.ring.next(end);) {

@@ -91,8 +91,8 @@ class kernel_ring {
     io_uring_prep_write(entry, file, w.data, most(w.bytes), w.offset);
     entry->user_data = tag;
   }
-  /// Hands over what is queued and waits for `ends` ends. Below 0: a negative errno, and the kernel may have taken a
-  /// part.
+  /// Hands over what is queued and waits for `ends` ends. Below 0: a negative errno, and the kernel may have
+  /// taken a part.
   int submit_and_wait(unsigned ends) { return io_uring_submit_and_wait(&ring_, ends); }
   /// Waits for an end of what is under way.
   int wait() {
@@ -132,8 +132,8 @@ class kernel_ring {
 };
 #endif
 
-/// The system's files. Everything gives what Linux gives: at least 0, or a negative errno. Tests put another in its
-/// place, with faults.
+/// The system's files. Everything gives what Linux gives: at least 0, or a negative errno. Tests put another
+/// in its place, with faults.
 struct posix_system {
   using ring = kernel_ring;
 

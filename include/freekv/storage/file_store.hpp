@@ -20,16 +20,17 @@ namespace freekv {
 template <class System>
 class basic_file_store;
 
-/// Options of a file store on `System`. A template, so that how files are opened is compiled only where options are made,
-/// and not with every pipeline.
+/// Options of a file store on `System`. A template, so that how files are opened is compiled only where
+/// options are made, and not with every pipeline.
 template <class System>
 struct basic_file_store_options {
-  /// A file to create, which goes with its store; or a folder, for a file without a name in it, which goes with its
-  /// process whatever happens to that.
+  /// A file to create, which goes with its store; or a folder, for a file without a name in it, which goes
+  /// with its process whatever happens to that.
   std::string path;
   /// Past the page cache (O_DIRECT): offsets, sizes and memory are multiples of `alignment()`.
   bool direct = false;
-  /// Reads or writes under way at a time, 1 to 1024; without io_uring on as many threads, the caller's among them.
+  /// Reads or writes under way at a time, 1 to 1024; without io_uring on as many threads, the caller's among
+  /// them.
   int in_flight = usual_in_flight;
   static constexpr int usual_in_flight = 32;
   /// Through io_uring where it was compiled in and the kernel allows it, else with threads.
@@ -78,8 +79,8 @@ class basic_file_store final : public slice_file {
     check(reads, "read");
     raise(run(reads), reads, store_operation::read);
   }
-  /// Returns when all of it is with the system: later reads see it. (A crash of the machine may lose it; so it
-  /// does the process.) Throws as `read` does.
+  /// Returns when all of it is with the system: later reads see it. (A crash of the machine may lose it; so
+  /// it does the process.) Throws as `read` does.
   void write(std::span<const file_write> writes) override {
     check(writes, "write");
     const std::uint64_t longest = system_.longest_file();

@@ -154,8 +154,8 @@ FREEKV_HD constexpr page_span<Element, HeadDim, Layout> make_page_span(Element* 
       data, page_mapping<Layout, HeadDim>(page_extents<HeadDim>(pages, shape.tokens, shape.kv_heads)));
 }
 
-/// Pages of any layout, whose strides are run-time values: what stages index, so that they are compiled once for all
-/// layouts.
+/// Pages of any layout, whose strides are run-time values: what stages index, so that they are compiled once
+/// for all layouts.
 template <class Element, int HeadDim>
 using strided_pages = page_span<Element, HeadDim, cuda::std::layout_stride>;
 

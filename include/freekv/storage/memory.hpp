@@ -31,8 +31,8 @@ struct memory_bytes {
   std::size_t device_store = 0;  ///< where fast memory is a device's: KV of complete layers and open pages
   std::size_t host_copies = 0;   ///< and what the host keeps of its tables and reports, and uploads
 
-  /// KV and summaries that a device would keep in its own memory: with `complete`, though that comes from `slow`;
-  /// without `state` and `staging`, though those come from `fast`.
+  /// KV and summaries that a device would keep in its own memory: with `complete`, though that comes from
+  /// `slow`; without `state` and `staging`, though those come from `fast`.
   std::size_t fast_tier() const { return slots + summaries + codec + complete; }
   /// Taken from both resources.
   std::size_t total() const {

@@ -8,8 +8,8 @@
 
 namespace freekv {
 
-/// A fixed number of store pages, given out one at a time and shared by counting. A page id is valid in every layer's
-/// store.
+/// A fixed number of store pages, given out one at a time and shared by counting. A page id is valid in every
+/// layer's store.
 class page_pool {
  public:
   explicit page_pool(std::int32_t capacity) : uses_(to_size(capacity)) {

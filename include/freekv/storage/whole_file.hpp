@@ -53,8 +53,9 @@ class open_file {
   std::uint64_t at_ = 0;
 };
 
-/// A file that is written from its beginning on, beside the path and called like it with a dot and six characters more,
-/// and takes the path's place when it is whole. Where that does not happen it goes; a process that is killed leaves it.
+/// A file that is written from its beginning on, beside the path and called like it with a dot and six
+/// characters more, and takes the path's place when it is whole. Where that does not happen it goes; a
+/// process that is killed leaves it.
 class new_file : public open_file {
  public:
   /// Throws store_error, as the others do.

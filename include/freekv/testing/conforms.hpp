@@ -1,6 +1,8 @@
-// Conformance of a policy to its definition in float64, for tests of policies of one's own. It needs no test library:
+// Conformance of a policy to its definition in float64, for tests of policies of one's own. It needs no test
+// library:
 //
-//     for (const std::string& wrong : freekv::testing::conforms<end_keys>(definition)) std::puts(wrong.c_str());
+//     for (const std::string& wrong : freekv::testing::conforms<end_keys>(definition))
+//     std::puts(wrong.c_str());
 #pragma once
 
 #include <freekv/testing/definitions.hpp>
@@ -14,9 +16,10 @@
 
 namespace freekv::testing {
 
-/// Sentences of where `policy` differs from its definition, at most ten; none if it conforms. Random units of random
-/// shapes are scored on one lane and on every instruction set of this machine, and random sequences are decoded, with
-/// keys and values of each element type: the units attended to are the best by the definition.
+/// Sentences of where `policy` differs from its definition, at most ten; none if it conforms. Random units of
+/// random shapes are scored on one lane and on every instruction set of this machine, and random sequences
+/// are decoded, with keys and values of each element type: the units attended to are the best by the
+/// definition.
 template <summary_policy Policy>
 std::vector<std::string> conforms(const summary_definition& definition, const Policy& policy = {},
                                   const conformance_options& options = {}) {
@@ -31,8 +34,8 @@ std::vector<std::string> conforms(const summary_definition& definition, const Po
   return wrong.take();
 }
 
-/// The same of a pooling, by random rows of scores or groups of queries, and by random sequences whose pages have their
-/// mean's score.
+/// The same of a pooling, by random rows of scores or groups of queries, and by random sequences whose pages
+/// have their mean's score.
 template <pooling_policy Policy>
 std::vector<std::string> conforms(const pooling_definition& definition, const Policy& policy = {},
                                   const conformance_options& options = {}) {
@@ -56,8 +59,8 @@ std::vector<std::string> conforms(const selection_definition& definition, const 
   return wrong.take();
 }
 
-/// The same of a correction that is the same for all layers, by random changes of queries or random masses, and by random
-/// sequences.
+/// The same of a correction that is the same for all layers, by random changes of queries or random masses,
+/// and by random sequences.
 template <correction_policy Policy>
 std::vector<std::string> conforms(const correction_definition& definition, const Policy& policy = {},
                                   const conformance_options& options = {}) {
@@ -73,8 +76,8 @@ std::vector<std::string> conforms(const correction_definition& definition, const
   return wrong.take();
 }
 
-/// The same of an eviction that counts for each token, by random sequences. What the policy keeps and protects is its own
-/// word; who leaves is the definition's.
+/// The same of an eviction that counts for each token, by random sequences. What the policy keeps and
+/// protects is its own word; who leaves is the definition's.
 template <eviction_policy Policy>
 std::vector<std::string> conforms(const eviction_definition& definition, const Policy& policy = {},
                                   const conformance_options& options = {}) {

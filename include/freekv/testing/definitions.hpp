@@ -1,4 +1,5 @@
-// Definitions of policies in float64, which `conforms` compares them with: written from a paper, not from the code.
+// Definitions of policies in float64, which `conforms` compares them with: written from a paper, not from the
+// code.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +31,9 @@ struct pooling_definition {
 
 /// A selection in float64.
 struct selection_definition {
-  /// Candidates that are selected, ascending numbers, by the pooled scores of all, in the order of the text. `held`: those
-  /// that the step attends to, while the next step's are selected; none where a correction selects.
+  /// Candidates that are selected, ascending numbers, by the pooled scores of all, in the order of the text.
+  /// `held`: those that the step attends to, while the next step's are selected; none where a correction
+  /// selects.
   std::function<std::vector<int>(const doubles& scores, const std::vector<bool>& held, int k)> selected;
 };
 
@@ -50,18 +52,19 @@ struct correction_definition {
 
 /// Rows of one KV head so far, and what they have attended to.
 struct attended_rows {
-  /// Row r's share on token t, (rows, tokens up to the row), mean over the group's query heads; 0 for what the row did not
-  /// attend to. A prompt's rows attend to all of it up to themselves.
+  /// Row r's share on token t, (rows, tokens up to the row), mean over the group's query heads; 0 for what
+  /// the row did not attend to. A prompt's rows attend to all of it up to themselves.
   std::vector<doubles> shares;
   int prompt = 0;  ///< tokens, the first of the rows
-  /// Whether some of the prompt left when it ended. Where none did, a policy that does not observe every row is not told of
-  /// what prompt rows attended to.
+  /// Whether some of the prompt left when it ended. Where none did, a policy that does not observe every row
+  /// is not told of what prompt rows attended to.
   bool prompt_is_cut = false;
 };
 
 /// An eviction in float64, of a policy that counts for each token.
 struct eviction_definition {
-  /// Worth of a token: of those that are not protected the least leaves, and of those alike the one that was there first.
+  /// Worth of a token: of those that are not protected the least leaves, and of those alike the one that was
+  /// there first.
   std::function<double(const attended_rows& seen, int token)> worth;
 };
 

@@ -7,8 +7,8 @@
 
 namespace {
 
-/// Pages 0 and 1 are candidates at length 7, pages 2 and 3 the window. Keys of page j are `keys[j]` for each of its tokens,
-/// those of the window 0.
+/// Pages 0 and 1 are candidates at length 7, pages 2 and 3 the window. Keys of page j are `keys[j]` for each
+/// of its tokens, those of the window 0.
 oracle::decoder with_two_candidates(const oracle::settings& s, const std::vector<floats>& keys) {
   oracle::decoder decoder(s);
   floats rows;

@@ -1,5 +1,5 @@
-// Append, summarise, offload and drift on the device, in one launch; summaries by a block each are of summarise.cuh, pages
-// that a codec encodes of encoded_pages.cuh.
+// Append, summarise, offload and drift on the device, in one launch; summaries by a block each are of
+// summarise.cuh, pages that a codec encodes of encoded_pages.cuh.
 #pragma once
 
 #include <algorithm>
@@ -34,8 +34,8 @@ struct append_tuning {
 inline constexpr append_tuning append_default{};
 static_assert(append_default.valid());
 
-/// The team on which a summary's algorithms run: whole rows where their numbers are head_dim apart, else the narrowest that
-/// every count of numbers is a multiple of.
+/// The team on which a summary's algorithms run: whole rows where their numbers are head_dim apart, else the
+/// narrowest that every count of numbers is a multiple of.
 template <class Summary, int HeadDim>
 struct summary_team {
   using type = lane_team<8, 1>;
@@ -55,8 +55,8 @@ struct summary_team<mean, HeadDim> {
 template <class Summary, int HeadDim>
 using summary_team_t = typename summary_team<Summary, HeadDim>::type;
 
-/// Keys and values in device memory: of a step's rows, or of a prompt in an engine's paged tensor, if `blocks` has ids,
-/// which are the prompt's block table.
+/// Keys and values in device memory: of a step's rows, or of a prompt in an engine's paged tensor, if
+/// `blocks` has ids, which are the prompt's block table.
 template <class In>
 struct device_rows {
   slot_blocks<const In> blocks;
@@ -85,8 +85,8 @@ struct device_rows {
   }
 };
 
-/// Floats of scratch of one of `teams` teams: a page's keys, or a group's queries; and a summary's numbers, or where units
-/// are pinned a key.
+/// Floats of scratch of one of `teams` teams: a page's keys, or a group's queries; and a summary's numbers,
+/// or where units are pinned a key.
 struct append_scratch {
   float* data = nullptr;
   std::int64_t keys = 0, numbers = 0;
@@ -94,7 +94,8 @@ struct append_scratch {
   FREEKV_HD std::int64_t each() const { return keys + numbers; }
 };
 
-/// One row of head_dim elements, rounded where it is of floats: 16 bytes written at a time where addresses allow it.
+/// One row of head_dim elements, rounded where it is of floats: 16 bytes written at a time where addresses
+/// allow it.
 template <class Team, class Element, class In>
 __device__ void put_row(Team team, int head_dim, const In* from, Element* to) {
   constexpr int each = 16 / static_cast<int>(sizeof(Element));
@@ -122,8 +123,8 @@ __device__ void put_row(Team team, int head_dim, const In* from, Element* to) {
   for (int i = whole + team.lane(); i < head_dim; i += team.lanes()) to[i] = element_of(from[i]);
 }
 
-/// The rows of a page before they are encoded: a complete one's where `staged` is, if a prompt completes it, with what
-/// there is of it already; else its open page's.
+/// The rows of a page before they are encoded: a complete one's where `staged` is, if a prompt completes it,
+/// with what there is of it already; else its open page's.
 template <class Team, class State>
 __device__ auto unencoded_rows(Team team, const State& s, const step_entry& entry, int page, int head,
                                const head_slice<typename State::element>& staged) {
@@ -143,16 +144,17 @@ template <class State>
 __device__ bool completes(const State& s, const step_entry& entry, int page) {
   return entry.after() >= (page + 1) * s.page.tokens;
 }
-/// Whether such a page's rows stay where they are until a block has summarised it: an open page's room is the next one's.
+/// Whether such a page's rows stay where they are until a block has summarised it: an open page's room is the
+/// next one's.
 template <class State>
 __device__ bool leaves_to_block(const State& s, const step_entry& entry, int page) {
   return s.pins == 0 && (!s.encoded || entry.phase == step_phase::prefill ||
                          s.fixed_slot(page, entry.after()) != slot_id::none);
 }
 
-/// Appends the rows of an entry that fall into one page to one head's slice of it in the store, or to where they are before
-/// they are encoded, and, where the page stays in the fast tier, in its slot; summarises it if it becomes complete, and
-/// finds what it is worth to be pinned.
+/// Appends the rows of an entry that fall into one page to one head's slice of it in the store, or to where
+/// they are before they are encoded, and, where the page stays in the fast tier, in its slot; summarises it
+/// if it becomes complete, and finds what it is worth to be pinned.
 template <class Team, class State, class Summary, class Pinning, class In>
 __device__ void append_page(Team team, const State& s, const Summary& summary, const Pinning& pinning,
                             const step_entry& entry, int page, int head, const device_rows<In>& rows,
@@ -198,8 +200,8 @@ __device__ void append_page(Team team, const State& s, const Summary& summary, c
   }
 }
 
-/// Flags one head of a decode entry that is to select anew, counts the flag, and keeps the entry's queries, which make the
-/// next selection. A prompt's head forgets its selection.
+/// Flags one head of a decode entry that is to select anew, counts the flag, and keeps the entry's queries,
+/// which make the next selection. A prompt's head forgets its selection.
 template <class Team, class State, class Correction>
 __device__ void detect_drift(Team team, const State& s, const Correction& correction, const step_entry& entry,
                              int head, const step_queries& queries, float* scratch) {
@@ -230,8 +232,8 @@ __device__ void detect_drift(Team team, const State& s, const Correction& correc
   }
 }
 
-/// Copies the rows of open pages that sequences share to pages of the entries' own: before anything is appended, since
-/// the last of those that shared a page writes to it.
+/// Copies the rows of open pages that sequences share to pages of the entries' own: before anything is
+/// appended, since the last of those that shared a page writes to it.
 template <class State>
 __global__ void copy_shared_rows(State s, step_view step) {
   constexpr int d = State::head_dim;
@@ -248,8 +250,8 @@ __global__ void copy_shared_rows(State s, step_view step) {
   }
 }
 
-/// A unit of work is a page and head of an entry, or with the first of a step's pages, in retrieval layers, an entry's head
-/// that may drift.
+/// A unit of work is a page and head of an entry, or with the first of a step's pages, in retrieval layers,
+/// an entry's head that may drift.
 template <class State, class Summary, class Pinning, class Correction, class In>
 __global__ void append_and_detect(State s, Summary summary, Pinning pinning, Correction correction,
                                   step_view step, device_rows<In> rows, page_run run, append_scratch scratch,
@@ -299,8 +301,8 @@ struct append_memory {
   encoding_scratch<Element> encoding;  // if pages are encoded
 };
 
-/// Appends the rows of some pages of a step to a layer and summarises those they complete; with the first pages, finds the
-/// heads that have drifted.
+/// Appends the rows of some pages of a step to a layer and summarises those they complete; with the first
+/// pages, finds the heads that have drifted.
 template <class State, class Summary, class Pinning, class Correction, class In>
 void launch_append(const State& s, const Summary& summary, const Pinning& pinning,
                    const Correction& correction, const step_view& step, const device_rows<In>& rows,

@@ -42,8 +42,8 @@ using tile_attention =
     cuda::std::conditional_t<By == multiplies::tensor_cores, tensor_attention<HeadDim, Element>,
                              lane_attention<HeadDim, attend_default.heads, Element>>;
 
-/// Entries of a list that one part covers. Parts are cut at multiples of it and merged in order, so that results depend on
-/// neither the batch nor the grid.
+/// Entries of a list that one part covers. Parts are cut at multiples of it and merged in order, so that
+/// results depend on neither the batch nor the grid.
 FREEKV_HD constexpr int entries_of_part(bool everything, int page_tokens, int unit_tokens) {
   const int tokens = everything ? attend_default.part_tokens_of_all : attend_default.part_tokens;
   const int entry = everything ? page_tokens : unit_tokens;
@@ -141,8 +141,8 @@ struct attended_list {
   }
 };
 
-/// A block of attention to pages of `Codec`: its launch, each team's shared memory, and the rows of encoded pages that a
-/// team decodes at a time, which are fewer where there is no room for more.
+/// A block of attention to pages of `Codec`: its launch, each team's shared memory, and the rows of encoded
+/// pages that a team decodes at a time, which are fewer where there is no room for more.
 template <class Attention, int HeadDim, class Element, class Codec>
 struct attend_block {
   static constexpr int lanes = Attention::team_type::lane_count;
@@ -178,7 +178,8 @@ struct attend_block<tensor_attention<HeadDim, Element>, HeadDim, Element, Codec>
   using storage = typename attention_type::storage;
 };
 
-/// Where the rows of entry i of a list are: in its slot, in the store if that keeps them as they are, or in an open page.
+/// Where the rows of entry i of a list are: in its slot, in the store if that keeps them as they are, or in
+/// an open page.
 template <class Codec, class State>
 FREEKV_HD auto attended_slice(const State& s, const attended_list& list, int i) {
   const attention_list& entries = list.entries;
@@ -239,7 +240,8 @@ __device__ void merge_head(const State& s, const attention_scratch_memory& scrat
                                      {row, query_head, s.heads.query});
 }
 
-/// A team attends with a tile's query heads to one part of a row; the last block of the row and tile merges its parts.
+/// A team attends with a tile's query heads to one part of a row; the last block of the row and tile merges
+/// its parts.
 template <multiplies By, class State, class Codec>
 __global__ void attend_parts(State s, Codec codec, step_view step, step_queries queries, attended_rows rows,
                              attention_scratch_memory scratch, attention_output out) {

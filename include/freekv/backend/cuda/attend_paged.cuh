@@ -34,9 +34,10 @@ struct attend_paged_by_tensor_cores {
 
 /// One layer of an engine's paged KV cache, as paged-attention kernels take it; all in memory that the device
 /// reads. Token t of sequence s is token `t % block_tokens` of block `block_table[s * max_blocks + t /
-/// block_tokens]`, its key of KV head h at `keys + block * block_stride + token * token_stride + h * head_stride`,
-/// and so is its value. Strides in elements; head_dim elements lie one behind the other. Loads are of 16 bytes
-/// where addresses allow it. What lies behind a sequence's length is not read, of its table neither.
+/// block_tokens]`, its key of KV head h at `keys + block * block_stride + token * token_stride + h *
+/// head_stride`, and so is its value. Strides in elements; head_dim elements lie one behind the other. Loads
+/// are of 16 bytes where addresses allow it. What lies behind a sequence's length is not read, of its table
+/// neither.
 template <element Element>
 struct paged_cache {
   const Element* keys = nullptr;
@@ -58,9 +59,9 @@ struct paged_cache {
 };
 
 /// What attends to such a cache: `rows` decode rows of each sequence, causal among themselves. The last one
-/// attends to all of its sequence's tokens, each before it to one less; a row that has none gets output 0 and lse
-/// -infinity, or its logit. The bounds size the launch, and a launch may be captured with larger ones: what there
-/// is, is read on the device.
+/// attends to all of its sequence's tokens, each before it to one less; a row that has none gets output 0 and
+/// lse -infinity, or its logit. The bounds size the launch, and a launch may be captured with larger ones:
+/// what there is, is read on the device.
 struct paged_attention {
   head_counts heads;               ///< any group
   const float* queries = nullptr;  ///< (sequences, rows, query_heads, head_dim): post-RoPE
@@ -72,9 +73,9 @@ struct paged_attention {
   float soft_cap = 0.0f;               ///< of scores: soft_cap * tanh(score / soft_cap); 0: none
   const float* sink_logits = nullptr;  ///< (query_heads); null: none
   attention_output to;                 ///< (sequences, rows, query_heads, ...)
-  /// (sequences, rows, query_heads, max_blocks): the log-sum-exp of each block that the row has tokens of, in the unit of
-  /// `to.lse`; null: not asked for. Where it is, each block is a part, which takes more scratch, and outputs are the same
-  /// to rounding.
+  /// (sequences, rows, query_heads, max_blocks): the log-sum-exp of each block that the row has tokens of, in
+  /// the unit of `to.lse`; null: not asked for. Where it is, each block is a part, which takes more scratch,
+  /// and outputs are the same to rounding.
   float* block_lse = nullptr;
 
   FREEKV_HD constexpr int max_rows() const { return max_sequences * rows; }
@@ -91,7 +92,8 @@ inline int paged_parts(const paged_attention& attention, int block_tokens) {
 }
 
 /// Scratch for attention to blocks of `block_tokens` tokens: for all rows at once, or for as many as
-/// `attend_default` says, whichever is less; the rest takes turns. Where `memory` is without memory it is counted.
+/// `attend_default` says, whichever is less; the rest takes turns. Where `memory` is without memory it is
+/// counted.
 inline attention_scratch_memory paged_scratch(carver& memory, const paged_attention& attention,
                                               int block_tokens, int head_dim) {
   const std::int64_t rows = std::clamp(attention.max_rows(), 1, attend_default.rows_of_all);
@@ -119,8 +121,8 @@ struct paged_row {
 template <class Tuned, int HeadDim, class Element>
 using paged_tile = tile_attention<multiplies_for<Tuned::tuning.by, HeadDim, Element>, HeadDim, Element>;
 
-/// A team attends with a tile's query heads to one part of a row. The first part of a row without tokens is one
-/// that is empty.
+/// A team attends with a tile's query heads to one part of a row. The first part of a row without tokens is
+/// one that is empty.
 template <class Tuned, int HeadDim, element Element>
 __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention attention, attended_rows rows,
                                    attention_scratch_memory scratch) {
@@ -203,10 +205,10 @@ inline void check_paged(int block_tokens, int max_blocks, const paged_attention&
 }  // namespace detail
 
 /// Attends all rows: queued on `stream`, nothing waits and nothing is allocated. One call at a time uses a
-/// scratch. What comes out of a row depends on the row alone, not on the bounds, the scratch or other rows, and
-/// equals bit for bit what a pipeline's complete layer with pages of as many tokens gives, by tensor cores to
-/// rounding. O(tokens * query heads * head_dim) for each row; the query heads of a tile read their keys and values
-/// once. Throws settings_error, with nothing queued, and device_error.
+/// scratch. What comes out of a row depends on the row alone, not on the bounds, the scratch or other rows,
+/// and equals bit for bit what a pipeline's complete layer with pages of as many tokens gives, by tensor
+/// cores to rounding. O(tokens * query heads * head_dim) for each row; the query heads of a tile read their
+/// keys and values once. Throws settings_error, with nothing queued, and device_error.
 template <int HeadDim, class Tuned = attend_paged_default, element Element>
 void attend_paged(const paged_cache<Element>& cache, const paged_attention& attention,
                   const attention_scratch_memory& scratch, cudaStream_t stream) {

@@ -1,4 +1,5 @@
-// Parts of rows that have been attended to, and their merge: in order, with all that is summed up in registers.
+// Parts of rows that have been attended to, and their merge: in order, with all that is summed up in
+// registers.
 #pragma once
 
 #include <cmath>
@@ -53,8 +54,8 @@ struct head_of_row {
   int head, heads;
 };
 
-/// A warp that merges the parts of one query head of a row, one behind the other as `merge_parts` does, so that a row has the
-/// same bits whether it is of a prompt or not; a lane has four numbers or eight.
+/// A warp that merges the parts of one query head of a row, one behind the other as `merge_parts` does, so
+/// that a row has the same bits whether it is of a prompt or not; a lane has four numbers or eight.
 template <int HeadDim>
 class warp_merge {
   static_assert(HeadDim % 4 == 0);
@@ -65,8 +66,8 @@ class warp_merge {
  public:
   static constexpr int threads = 32;
 
-  /// Merges `count` parts from `first` on, at least 1, adds a sink logit (-infinity: none), and writes the output of
-  /// `out`. By all threads of a warp.
+  /// Merges `count` parts from `first` on, at least 1, adds a sink logit (-infinity: none), and writes the
+  /// output of `out`. By all threads of a warp.
   __device__ static void merge(const attention_scratch_memory& scratch, std::int64_t first, int count,
                                float sink_logit, const attention_output& to, const head_of_row& out) {
     warp_merge merged;
@@ -113,8 +114,8 @@ class warp_merge {
       x = {x.x * by, x.y * by, x.z * by, x.w * by};
     });
   }
-  /// Adds `count` parts from `first` on, at most 32. A lane knows of one part what is multiplied by when it is added: what was
-  /// there before (`keep`), and the part.
+  /// Adds `count` parts from `first` on, at most 32. A lane knows of one part what is multiplied by when it
+  /// is added: what was there before (`keep`), and the part.
   __device__ void add(const attention_scratch_memory& scratch, std::int64_t first, int count) {
     log_sum_exp of_part;
     if (lane() < count) of_part = scratch.mass[first + lane()];

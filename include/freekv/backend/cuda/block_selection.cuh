@@ -72,8 +72,8 @@ FREEKV_HD inline std::uint32_t candidate_key(const row_candidates& candidates, i
   return score == -infinity && candidates.is_pinned(j) ? 0u : order_bits(score);
 }
 
-/// Selects among the first `count` candidates that are not pinned, to `units`, ascending; returns how many, on all
-/// threads.
+/// Selects among the first `count` candidates that are not pinned, to `units`, ascending; returns how many,
+/// on all threads.
 template <class Selection, class Storage>
 __device__ int select_unpinned(const Selection& selection, const float* pooled,
                                const row_candidates& candidates, int count, int k, std::int32_t* units,
@@ -113,8 +113,8 @@ __device__ int select_unpinned(const Selection& selection, const float* pooled,
   return most;
 }
 
-/// Selects among the first `count` candidates, and the pinned ones besides, to `units`, ascending; returns how many, on
-/// all threads. `held`: units elsewhere that a selection may favour.
+/// Selects among the first `count` candidates, and the pinned ones besides, to `units`, ascending; returns
+/// how many, on all threads. `held`: units elsewhere that a selection may favour.
 template <class Selection, class Storage>
 __device__ int select_best(const Selection& selection, const float* pooled, const row_candidates& candidates,
                            int count, int k, int select_all_up_to, const held_units& held,

@@ -1,5 +1,5 @@
-// Summaries that are much work, by a block for each unit, and their queries' preparation: what the policies' own bodies do by one
-// team, dealt out to all of a block's, bit for bit the same.
+// Summaries that are much work, by a block for each unit, and their queries' preparation: what the policies'
+// own bodies do by one team, dealt out to all of a block's, bit for bit the same.
 #pragma once
 
 #include <cstdint>
@@ -55,9 +55,9 @@ struct dealt_tokens {
         parts(mine.count / step) {}
 };
 
-/// Finds the codes of `count` vectors of coefficients, `stride` apart: `use(vector, nth, code)` on one lane. The first code is
-/// one of the first `of_first` centroids. A warp keeps a code's centroids in registers, and has as many vectors as others leave
-/// it. As `nearest` does.
+/// Finds the codes of `count` vectors of coefficients, `stride` apart: `use(vector, nth, code)` on one lane.
+/// The first code is one of the first `of_first` centroids. A warp keeps a code's centroids in registers, and
+/// has as many vectors as others leave it. As `nearest` does.
 template <class Book, class Use>
 __device__ void for_nearest(const Book& book, const float* coefficients, int stride, int count, int of_first,
                             const Use& use) {
@@ -113,7 +113,8 @@ __device__ void for_nearest(const Book& book, const float* coefficients, int str
   }
 }
 
-/// Summarises a unit by a block: to `numbers`, as `policy.summarise` does. `coefficients`: a float for each of the unit's.
+/// Summarises a unit by a block: to `numbers`, as `policy.summarise` does. `coefficients`: a float for each
+/// of the unit's.
 template <int HeadDim, class Policy>
 requires requires(const Policy& subspace) { subspace.policy.rank; }
 __device__ void summarise_by_block(const Policy& subspace, const unit_keys& keys, float* numbers, float*) {
@@ -191,8 +192,8 @@ __device__ void summarise_by_block(const Policy& books, const unit_keys& keys, f
               [&](int t, int nth, int code) { of_token[nth * tokens + t] = static_cast<float>(code); });
 }
 
-/// For each code of a book the products of a query's coefficients with all its centroids, by a block. `coefficients`: shared
-/// memory for as many as the book's rows.
+/// For each code of a book the products of a query's coefficients with all its centroids, by a block.
+/// `coefficients`: shared memory for as many as the book's rows.
 template <int HeadDim>
 __device__ void tabulate_by_block(const codebook& book, const float* query, float* coefficients,
                                   float* table) {

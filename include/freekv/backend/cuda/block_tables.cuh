@@ -9,16 +9,19 @@
 
 namespace freekv::device {
 
-/// Whose a table's rows are, of a batch of `sequences`: the step's, in their order, and empty rows behind them.
+/// Whose a table's rows are, of a batch of `sequences`: the step's, in their order, and empty rows behind
+/// them.
 enum class table_rows : std::uint8_t {
-  by_head,  ///< (kv_heads, sequences): what a KV head attends to
-  folded,  ///< (sequences, kv_heads): the same; id: block * kv_heads + head, of a tensor whose blocks are (kv_heads, tokens)
+  by_head,    ///< (kv_heads, sequences): what a KV head attends to
+  folded,     ///< (sequences, kv_heads): the same; id: block * kv_heads + head, of a tensor whose blocks are
+              ///< (kv_heads, tokens)
   all_heads,  ///< (sequences): every page that some KV head of the sequence attends to
 };
 
-/// Tables in memory of the device, of fixed capacity and written in place; what is null is not asked for. Blocks are in the
-/// order of their tokens, all of them full but the last, which has the last row of the step; earlier rows of the step see
-/// as many tokens less as lie behind them. Sequences that bring no decode rows have empty rows.
+/// Tables in memory of the device, of fixed capacity and written in place; what is null is not asked for.
+/// Blocks are in the order of their tokens, all of them full but the last, which has the last row of the
+/// step; earlier rows of the step see as many tokens less as lie behind them. Sequences that bring no decode
+/// rows have empty rows.
 struct block_tables {
   table_rows rows = table_rows::by_head;
   int sequences = 0;                      ///< of the batch

@@ -21,18 +21,19 @@ struct copies_default;
 /// What copies slices of the store to their slots: a few blocks of a kernel, or the device's copy engines.
 enum class recall_by : std::uint8_t { kernel, copy_engines };
 
-/// A device's streams. Compute is the engine's: what append and attend read and write is ordered by it, and they return
-/// when their work is queued there. Selection and recall for the next step are queued on the recall stream. No call waits
-/// for the device but those of the pipeline that say so, and a step that is `device::step_ring::depth` ahead of it. The
-/// two streams are the caller's, may be the same, and neither is the legacy default stream; the device that is current at
-/// construction is theirs. One pipeline at a time uses a backend; it outlives its pipelines, whose memory is a
-/// `device_memory` and a `pinned_memory`, or others of that kind.
+/// A device's streams. Compute is the engine's: what append and attend read and write is ordered by it, and
+/// they return when their work is queued there. Selection and recall for the next step are queued on the
+/// recall stream. No call waits for the device but those of the pipeline that say so, and a step that is
+/// `device::step_ring::depth` ahead of it. The two streams are the caller's, may be the same, and neither is
+/// the legacy default stream; the device that is current at construction is theirs. One pipeline at a time
+/// uses a backend; it outlives its pipelines, whose memory is a `device_memory` and a `pinned_memory`, or
+/// others of that kind.
 ///
-/// Recall by copy engines waits on the host for each selection and is refused while a stream is captured; it has a stream
-/// of its own beside the two.
+/// Recall by copy engines waits on the host for each selection and is refused while a stream is captured; it
+/// has a stream of its own beside the two.
 ///
-/// `Attention`: what multiplies where layers attend. `Recall::tuning`: how a kernel recalls, a device::recall_tuning;
-/// `Copies::tuning`: how copy engines do, a device::copies_tuning.
+/// `Attention`: what multiplies where layers attend. `Recall::tuning`: how a kernel recalls, a
+/// device::recall_tuning; `Copies::tuning`: how copy engines do, a device::copies_tuning.
 template <device::multiplies Attention = device::multiplies::by_element,
           class Recall = device::recall_default, class Copies = device::copies_default>
 class basic_cuda_backend {
@@ -54,9 +55,9 @@ class basic_cuda_backend {
   /// The stream of copy engines, where they recall; else null.
   device::stream* transfers() { return transfers_ ? &transfers_->ordered : nullptr; }
 
-  /// Launches of steps that begin from now on are sized for `at_least` so much, whatever they bring: for tests and
-  /// measurements, as captured steps have bounds of their own. What a step brings is read on the device; what is not
-  /// there costs blocks that return, and changes no result.
+  /// Launches of steps that begin from now on are sized for `at_least` so much, whatever they bring: for
+  /// tests and measurements, as captured steps have bounds of their own. What a step brings is read on the
+  /// device; what is not there costs blocks that return, and changes no result.
   void size_launches_for(const device::step_bounds& at_least) { launch_bounds_ = at_least; }
   const device::step_bounds& launch_bounds() const { return launch_bounds_; }
 

@@ -1,4 +1,5 @@
-// Pages that the store keeps as a codec leaves them, on the device: encoded when they are complete, and read back.
+// Pages that the store keeps as a codec leaves them, on the device: encoded when they are complete, and read
+// back.
 #pragma once
 
 #include <algorithm>
@@ -31,8 +32,8 @@ static_assert(encode_default.valid());
 template <class Codec>
 inline constexpr bool encodes_pages = !std::is_same_v<Codec, identity>;
 
-/// Range of a step's (entry, page) pairs that one launch works on, numbered entry by entry. Every entry has as
-/// many pairs as the one that writes to most pages; those that it does not write to are skipped.
+/// Range of a step's (entry, page) pairs that one launch works on, numbered entry by entry. Every entry has
+/// as many pairs as the one that writes to most pages; those that it does not write to are skipped.
 struct page_run {
   int first = 0, count = 0;
 };
@@ -77,8 +78,8 @@ __device__ auto codec_of(const State& s, const Codec& codec, const sequence_head
   return codec_at(codec, {s.layer, at.head, s.heads.kv, page * s.page.tokens, shared, floats});
 }
 
-/// Some rows of a complete page as they come back, to the first rows of `to`. By `Lanes` neighbouring threads, whose teams
-/// share the rows out.
+/// Some rows of a complete page as they come back, to the first rows of `to`. By `Lanes` neighbouring
+/// threads, whose teams share the rows out.
 template <int Lanes, class State, class Codec>
 __device__ void decode_by_lanes(const State& s, const Codec& codec, const sequence_head& at,
                                 const page_range& part, const head_slice<typename State::element>& to) {
@@ -94,8 +95,8 @@ __device__ void decode_by_lanes(const State& s, const Codec& codec, const sequen
                                         rows_behind(to, first));
 }
 
-/// Encodes the pages that become complete; then slots, too, hold what the codec gives back. A unit of work is a slice, or
-/// all of a page where its slices share something.
+/// Encodes the pages that become complete; then slots, too, hold what the codec gives back. A unit of work is
+/// a slice, or all of a page where its slices share something.
 template <class State, class Codec>
 __global__ void encode_pages(State s, Codec codec, step_view step, page_run pages,
                              encoding_scratch<typename State::element> scratch) {

@@ -9,10 +9,12 @@
 
 namespace freekv::device {
 
-/// The most units that a selection which favours held ones may choose: they are put in order in a block's memory.
+/// The most units that a selection which favours held ones may choose: they are put in order in a block's
+/// memory.
 inline constexpr int most_favoured = 512;
 
-/// Units of a head, ascending, that a selection may favour; where masks are given, those that query head `by` selected.
+/// Units of a head, ascending, that a selection may favour; where masks are given, those that query head `by`
+/// selected.
 struct held_units {
   unit_list all;
   const std::uint32_t* masks = nullptr;  ///< (units, words)
@@ -34,9 +36,9 @@ struct favour_storage {
   int compared, taken;
 };
 
-/// Makes of `units`, the `count` best of the first `candidates` candidates that are not pinned, ascending, the best of them
-/// when `held` ones have `bonus` more. One without it is among these only if it was among those, and a held one that was
-/// stays. `held` and `units` lie apart. By a block.
+/// Makes of `units`, the `count` best of the first `candidates` candidates that are not pinned, ascending,
+/// the best of them when `held` ones have `bonus` more. One without it is among these only if it was among
+/// those, and a held one that was stays. `held` and `units` lie apart. By a block.
 __device__ inline void favour_held(float bonus, const held_units& held, const float* pooled,
                                    const row_candidates& of, int candidates, std::int32_t* units, int count,
                                    favour_storage& shared) {

@@ -19,8 +19,8 @@ struct keep_tuning {
 inline constexpr keep_tuning keep_default{};
 static_assert(keep_default.valid());
 
-/// Finds the least candidate of a row that a coarse summary keeps, by what is pooled of its scores. As many candidates as
-/// `job` says, or fewer, are all kept.
+/// Finds the least candidate of a row that a coarse summary keeps, by what is pooled of its scores. As many
+/// candidates as `job` says, or fewer, are all kept.
 template <class State, class Summary>
 __global__ void keep_best(State s, Summary summary, step_view step, selection_scratch scratch,
                           selection_job job) {

@@ -11,8 +11,8 @@
 
 namespace freekv::device {
 
-/// `register_attention`, whose rows are loaded some at a time, keys and values together, where they are aligned. Whether
-/// they are is looked at once a slice.
+/// `register_attention`, whose rows are loaded some at a time, keys and values together, where they are
+/// aligned. Whether they are is looked at once a slice.
 template <int HeadDim, int Heads, class Element>
 class lane_attention : public register_attention<HeadDim, Heads, row_team<HeadDim>> {
   using base = register_attention<HeadDim, Heads, row_team<HeadDim>>;

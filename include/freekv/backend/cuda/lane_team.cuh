@@ -1,4 +1,5 @@
-// Lanes of a warp as a team: what the shared algorithms run on where a device has more than one thread for them.
+// Lanes of a warp as a team: what the shared algorithms run on where a device has more than one thread for
+// them.
 #pragma once
 
 #include <cstddef>
@@ -39,9 +40,9 @@ struct lane_pack {
   }
 };
 
-/// `Lanes` neighbouring threads of a warp, 1 to 32 and a power of two, each with `Share` neighbouring numbers of a
-/// pack. Threads of other teams of the warp may be elsewhere. Sums are taken in one order, that of the lanes paired by
-/// falling distance, and so are the same in every run and on every lane.
+/// `Lanes` neighbouring threads of a warp, 1 to 32 and a power of two, each with `Share` neighbouring numbers
+/// of a pack. Threads of other teams of the warp may be elsewhere. Sums are taken in one order, that of the
+/// lanes paired by falling distance, and so are the same in every run and on every lane.
 ///
 /// Loads and stores are of up to 16 bytes a lane where the address allows it.
 template <int Lanes, int Share>
@@ -148,8 +149,8 @@ struct lane_team {
       });
     });
   }
-  /// Rows of `n` elements, `stride` apart, to floats that lie one behind the other: a lane waits for two pieces, of
-  /// whatever rows, at a time: more take more registers than append has.
+  /// Rows of `n` elements, `stride` apart, to floats that lie one behind the other: a lane waits for two
+  /// pieces, of whatever rows, at a time: more take more registers than append has.
   template <element E>
   __device__ void widen_rows(const E* in, std::int64_t stride, int rows, float* out, int n) const {
     constexpr int size = piece<E>::size, at_once = 2;
@@ -253,7 +254,8 @@ struct lane_team {
     halve<Lanes / 2>(rest, combine);
     return pack::of([&](auto i) { return rest[i]; });
   }
-  /// Of `2 * Distance * Share` results, laid out by the lane that is to have them, keeps those of this lane's half.
+  /// Of `2 * Distance * Share` results, laid out by the lane that is to have them, keeps those of this lane's
+  /// half.
   template <int Distance, class Combine>
   __device__ void halve(float (&rest)[width], const Combine& combine) const {
     if constexpr (Distance > 0) {
@@ -277,19 +279,22 @@ constexpr int largest_share(int n, int most) {
   return share;
 }
 
-/// Neighbouring numbers of a lane of `row_team`: 8, or 4 or 2 where teams of 8 would give a lane more than 16 in all.
+/// Neighbouring numbers of a lane of `row_team`: 8, or 4 or 2 where teams of 8 would give a lane more than 16
+/// in all.
 constexpr int row_share(int head_dim) {
   int share = 8;
   while (share > 2 && head_dim > 16 * largest_share(head_dim / share, 32)) share /= 2;
   return share;
 }
 
-/// The team for rows of `HeadDim` numbers, which takes them in packs of 8 a lane, 16 bytes of 2-byte elements, unless it
-/// would then have too few lanes for what attention keeps in registers: 96 numbers are 3 packs of 8 lanes by 4.
+/// The team for rows of `HeadDim` numbers, which takes them in packs of 8 a lane, 16 bytes of 2-byte
+/// elements, unless it would then have too few lanes for what attention keeps in registers: 96 numbers are 3
+/// packs of 8 lanes by 4.
 template <int HeadDim>
 using row_team = lane_team<largest_share(HeadDim / row_share(HeadDim), 32), row_share(HeadDim)>;
 
-/// One number a lane, for bodies that keep a pack of packs: as many lanes as divide both `HeadDim` and `Most`.
+/// One number a lane, for bodies that keep a pack of packs: as many lanes as divide both `HeadDim` and
+/// `Most`.
 template <int HeadDim, int Most>
 using narrow_team = lane_team<largest_share(HeadDim, Most), 1>;
 

@@ -9,9 +9,9 @@
 
 namespace freekv::device {
 
-/// Brings the slots of a head up to date with what it has selected, and lists what is to be copied there: where `room(missing)`
-/// says that so many items go, which one thread asks. By one block: its first warp, or one thread where that has no room for
-/// so many units. Returns the items on all threads.
+/// Brings the slots of a head up to date with what it has selected, and lists what is to be copied there:
+/// where `room(missing)` says that so many items go, which one thread asks. By one block: its first warp, or
+/// one thread where that has no room for so many units. Returns the items on all threads.
 template <class State, class Residency, class Room, class Storage>
 __device__ listed_items list_missing(const State& s, const Residency& residency, const step_entry& entry,
                                      int head, bool before_attention, const Room& room, Storage& shared) {

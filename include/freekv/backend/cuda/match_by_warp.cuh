@@ -1,4 +1,5 @@
-// Which selected units are in slots already, and where the others go, by a warp: what `match_slots` does by one thread.
+// Which selected units are in slots already, and where the others go, by a warp: what `match_slots` does by
+// one thread.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +18,10 @@ struct match_storage {
   __device__ static bool has_room(int count, int slots) { return count <= most && slots <= most; }
 };
 
-/// Matches a new selection, the head's `nth`, with its slots, which are brought up to date, as `match_slots` does; a lane
-/// has a slot, or a unit. `found(i, slot, miss)` is called, on one of the lanes, for each wanted unit i with its slot
-/// and which of the misses it is, -1 if it is held, behind `counted(misses)` on all lanes. By a whole warp.
+/// Matches a new selection, the head's `nth`, with its slots, which are brought up to date, as `match_slots`
+/// does; a lane has a slot, or a unit. `found(i, slot, miss)` is called, on one of the lanes, for each wanted
+/// unit i with its slot and which of the misses it is, -1 if it is held, behind `counted(misses)` on all
+/// lanes. By a whole warp.
 template <residency_policy Residency, class Counted, class Found>
 __device__ void match_by_warp(const Residency& residency, const std::int32_t* wanted, int count,
                               const slot_contents& slots, std::int32_t nth, match_storage& shared,

@@ -20,7 +20,8 @@ struct pin_tuning {
 inline constexpr pin_tuning pin_default{};
 static_assert(pin_default.valid());
 
-/// Pins the units of a KV head that are worth most, where an entry selects anew after a prompt or a truncation.
+/// Pins the units of a KV head that are worth most, where an entry selects anew after a prompt or a
+/// truncation.
 template <class State>
 __global__ void pin_units(State s, step_view step, selection_job job) {
   __shared__ typename radix_select<pin_default.threads>::storage shared;

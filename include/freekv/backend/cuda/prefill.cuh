@@ -1,5 +1,5 @@
-// Attention of prompts: the pages of their sequences come to the staging area, as many as it holds, and all rows attend to
-// them there.
+// Attention of prompts: the pages of their sequences come to the staging area, as many as it holds, and all
+// rows attend to them there.
 #pragma once
 
 #include <algorithm>
@@ -82,7 +82,8 @@ __global__ void stage_pages(State s, Codec codec, step_view step, staged_parts w
   }
 }
 
-/// A team attends with a tile's query heads of one row to what is staged, part by part, each merged to what came before.
+/// A team attends with a tile's query heads of one row to what is staged, part by part, each merged to what
+/// came before.
 template <multiplies By, class State>
 __global__ void attend_staged(State s, step_view step, step_queries queries, attended_rows rows,
                               staged_parts which, page_staging<typename State::element> staging,
@@ -129,7 +130,8 @@ __global__ void attend_staged(State s, step_view step, step_queries queries, att
   }
 }
 
-/// Attends the prompt rows of a step, whose sequences are at most `step.most.tokens` long, to all of their past.
+/// Attends the prompt rows of a step, whose sequences are at most `step.most.tokens` long, to all of their
+/// past.
 template <multiplies Wanted = multiplies::fma, class State, class Codec>
 void launch_prefill(const State& s, const Codec& codec, const step_view& step, const step_queries& queries,
                     const attention_output& to, const page_staging<typename State::element>& staging,

@@ -8,9 +8,9 @@
 
 namespace freekv::device {
 
-/// A block of `Threads` threads that selects: four passes over keys of 32 bits find the least that is selected, 8 bits at a
-/// time, and a fifth writes what is at least that, in order. O(keys / Threads), and any number selected. Keys are looked up once
-/// where registers hold a row's, and else in each pass.
+/// A block of `Threads` threads that selects: four passes over keys of 32 bits find the least that is
+/// selected, 8 bits at a time, and a fifth writes what is at least that, in order. O(keys / Threads), and any
+/// number selected. Keys are looked up once where registers hold a row's, and else in each pass.
 template <int Threads>
 class radix_select {
   static_assert(Threads >= 256 && Threads <= 1024 && Threads % 32 == 0, "a thread for each of 256 digits");
@@ -73,8 +73,8 @@ class radix_select {
     std::uint32_t keys_[of_thread];
   };
 
-  /// Calls `write(nth, i)` for the `count` largest of a row of `size`, i ascending and nth from 0. `count` is at most `size`. By
-  /// all threads of the block, as the others.
+  /// Calls `write(nth, i)` for the `count` largest of a row of `size`, i ascending and nth from 0. `count` is
+  /// at most `size`. By all threads of the block, as the others.
   template <class KeyOf, class Write>
   __device__ void largest(const KeyOf& key_of, int size, int count, const Write& write) const {
     if (count <= 0) return;

@@ -1,5 +1,5 @@
-// Recall on the device: a few persistent blocks copy what the selected slots lack from the store, which they read in
-// page-locked memory, or from the window ring. (FreeKV section 4)
+// Recall on the device: a few persistent blocks copy what the selected slots lack from the store, which they
+// read in page-locked memory, or from the window ring. (FreeKV section 4)
 #pragma once
 
 #include <cuda_pipeline_primitives.h>
@@ -70,7 +70,8 @@ struct slice_pieces {
   }
 };
 
-/// Copies 32 * `Depth` pieces of a slice from the `begin`th on by a warp, through registers, all on their way at a time.
+/// Copies 32 * `Depth` pieces of a slice from the `begin`th on by a warp, through registers, all on their way
+/// at a time.
 template <int Depth, int HeadDim, class Element>
 __device__ void copy_pieces_by_warp(const slice_pieces<HeadDim, Element>& from,
                                     const slice_pieces<HeadDim, Element>& to, int begin) {
@@ -131,7 +132,8 @@ template <class Tuned, recall_read Read>
 struct slice_copier {
   struct storage {};
   __device__ explicit slice_copier(storage&) {}
-  /// A unit of work is what a warp's lanes have on their way at a time, so that a few slices take one round trip.
+  /// A unit of work is what a warp's lanes have on their way at a time, so that a few slices take one round
+  /// trip.
   template <class Slices>
   __device__ void copy(const Slices& slices) const {
     constexpr int depth = Tuned::tuning.depth;
@@ -145,8 +147,8 @@ struct slice_copier {
   }
 };
 
-/// Copies slices part by part through `Depth` places of a warp's ring, which it has in turn: while one part is written, the
-/// next ones are on their way, those of the slices behind it too.
+/// Copies slices part by part through `Depth` places of a warp's ring, which it has in turn: while one part
+/// is written, the next ones are on their way, those of the slices behind it too.
 template <int Depth, class Ring, class Slices>
 __device__ void copy_through(Ring& ring, const Slices& slices) {
   // The slice before `ahead` has `begun` parts that are on their way or written.
@@ -173,7 +175,8 @@ __device__ void copy_through(Ring& ring, const Slices& slices) {
   }
 }
 
-/// A part is a piece for each lane. A thread waits for its own copies and reads its own places: no barrier is needed.
+/// A part is a piece for each lane. A thread waits for its own copies and reads its own places: no barrier is
+/// needed.
 template <class Tuned>
 struct slice_copier<Tuned, recall_read::async_copies> {
   static constexpr int depth = Tuned::tuning.depth, threads = Tuned::tuning.threads;
@@ -213,8 +216,8 @@ struct slice_copier<Tuned, recall_read::async_copies> {
   unsigned filled_ = 0;  // parts; the oldest that is not written has the place of the next
 };
 
-/// A part is a buffer with rows of keys or of values. An mbarrier counts a buffer's bytes. That bulk copies read
-/// page-locked memory of the host at its unified address is an assumption that no GPU has confirmed.
+/// A part is a buffer with rows of keys or of values. An mbarrier counts a buffer's bytes. That bulk copies
+/// read page-locked memory of the host at its unified address is an assumption that no GPU has confirmed.
 template <class Tuned>
 struct slice_copier<Tuned, recall_read::bulk_copies> {
   static constexpr int depth = Tuned::tuning.depth, buffer_bytes = Tuned::tuning.buffer_bytes;

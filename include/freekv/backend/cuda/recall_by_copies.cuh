@@ -1,6 +1,6 @@
-// Recall by the device's copy engines, as published: slices go as they are, in batches, to one of two buffers, and a kernel
-// writes their rows to the slots while the next batch is on its way. The host reads the list of what is missing, and so
-// waits for each selection: kept to compare with. (FreeKV section 4)
+// Recall by the device's copy engines, as published: slices go as they are, in batches, to one of two
+// buffers, and a kernel writes their rows to the slots while the next batch is on its way. The host reads the
+// list of what is missing, and so waits for each selection: kept to compare with. (FreeKV section 4)
 #pragma once
 
 #include <cuda_runtime.h>
@@ -54,7 +54,8 @@ FREEKV_HD head_slice<Element> staged_slice(Element* buffer, int i, int tokens) {
   return {key, key + tokens * HeadDim, HeadDim};
 }
 
-/// Writes `count` items to their slots: what was in the store from the buffer, and what is in the ring from there.
+/// Writes `count` items to their slots: what was in the store from the buffer, and what is in the ring from
+/// there.
 template <class State>
 __global__ void write_copied(State s, const recall_item* items, int count, typename State::element* buffer) {
   using pieces = slice_pieces<State::head_dim, typename State::element>;

@@ -21,7 +21,8 @@ struct device_error : error {
   cudaError_t status;
 };
 
-/// Captured steps that were replayed in an order that has no meaning: the device has found it, and has done nothing since.
+/// Captured steps that were replayed in an order that has no meaning: the device has found it, and has done
+/// nothing since.
 struct replay_error : error {
   using error::error;
 };
@@ -40,8 +41,8 @@ struct launch_shape {
   std::size_t shared_bytes = 0;  // of a block, dynamic
 };
 
-/// Launches `kernel`. What is checked is what the launch itself returns: an error that others have left behind stays
-/// theirs.
+/// Launches `kernel`. What is checked is what the launch itself returns: an error that others have left
+/// behind stays theirs.
 template <class... Parameters, class... Arguments>
 void launch(const char* what, const launch_shape& shape, void (*kernel)(Parameters...),
             Arguments&&... arguments) {
@@ -53,8 +54,8 @@ void launch(const char* what, const launch_shape& shape, void (*kernel)(Paramete
   check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), what);
 }
 
-/// Whether a block is whole warps whose registers there are: a multiprocessor has 64K of them, so that blocks of up to 256
-/// threads launch whatever a compiler allots.
+/// Whether a block is whole warps whose registers there are: a multiprocessor has 64K of them, so that blocks
+/// of up to 256 threads launch whatever a compiler allots.
 constexpr bool valid_block(int threads, int registers) {
   return threads >= 32 && threads <= 1024 && threads % 32 == 0 && registers <= 255 &&
          threads * registers <= 64 << 10;
@@ -73,8 +74,8 @@ class device_memory final : public std::pmr::memory_resource {
   bool do_is_equal(const memory_resource& other) const noexcept override { return this == &other; }
 };
 
-/// Page-locked memory of the host, which kernels read and write at the same address. For `memory_resources::slow`. Taken
-/// in one piece, as page-locking is slow.
+/// Page-locked memory of the host, which kernels read and write at the same address. For
+/// `memory_resources::slow`. Taken in one piece, as page-locking is slow.
 class pinned_memory final : public std::pmr::memory_resource {
   void* do_allocate(std::size_t bytes, std::size_t) override {
     void* data = nullptr;
@@ -88,8 +89,8 @@ class pinned_memory final : public std::pmr::memory_resource {
 
 class stream;
 
-/// A point in a stream's order: everything queued there before it was recorded. Waiting on one that was recorded long
-/// ago, more than `stream::events` points, may wait for a later point of the same stream.
+/// A point in a stream's order: everything queued there before it was recorded. Waiting on one that was
+/// recorded long ago, more than `stream::events` points, may wait for a later point of the same stream.
 class event {
  public:
   event() = default;

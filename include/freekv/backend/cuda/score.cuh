@@ -1,5 +1,5 @@
-// Scores of units for a group's queries, and their pooling, on the device: split over units as well as over sequences and
-// heads, so that one sequence fills it.
+// Scores of units for a group's queries, and their pooling, on the device: split over units as well as over
+// sequences and heads, so that one sequence fills it.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,8 @@ inline constexpr int prepare_threads = 512;
 /// Rows that a warp scores.
 inline constexpr int rows_of_warp = chunk_units * 32 / score_default.threads;
 
-/// What a team has in a block's memory: a decoded summary's numbers, and a stored one where it is staged and there is room.
+/// What a team has in a block's memory: a decoded summary's numbers, and a stored one where it is staged and
+/// there is room.
 struct scoring_room {
   int numbers = 0, staged = 0;  // floats, multiples of 16 bytes
   FREEKV_HD constexpr int all() const { return numbers + staged; }
@@ -56,7 +57,8 @@ FREEKV_HD scoring_room scoring_room_of(const Summary& summary, page_geometry uni
   return room;
 }
 
-/// A block's shared memory while it scores: the row's queries, if it prepares them itself, and a room for each of its teams.
+/// A block's shared memory while it scores: the row's queries, if it prepares them itself, and a room for
+/// each of its teams.
 struct scoring_memory {
   int queries = 0;  // floats; 0: another kernel has prepared them
   int teams = 0;    // that score at a time
@@ -101,8 +103,8 @@ __device__ inline log_sum_exp mass_of_chunk(const float* scores, int count) {
   return mass;
 }
 
-/// Prepares a row's queries for scoring, by all teams of a block: to `prepared`; before that pools them to `pooled`, where
-/// one query scores for all. Returns how many there are.
+/// Prepares a row's queries for scoring, by all teams of a block: to `prepared`; before that pools them to
+/// `pooled`, where one query scores for all. Returns how many there are.
 template <class Team, class Summary, class Pooling>
 __device__ int prepare_row(Team team, const Summary& summary, const Pooling& pooling, group_query query,
                            float* pooled, float* prepared) {
@@ -119,7 +121,8 @@ __device__ int prepare_row(Team team, const Summary& summary, const Pooling& poo
   return query.group;
 }
 
-/// Prepares the queries of each row that selects, where blocks that score do not; by a block each, where that helps.
+/// Prepares the queries of each row that selects, where blocks that score do not; by a block each, where that
+/// helps.
 template <class State, class Summary, class Pooling>
 __launch_bounds__(block_summary<Summary>::prepares ? prepare_threads : score_default.threads) __global__
     void prepare_queries(State s, Summary summaries, Pooling pooling, step_view step,
@@ -151,7 +154,8 @@ __launch_bounds__(block_summary<Summary>::prepares ? prepare_threads : score_def
   }
 }
 
-/// By which summary candidates are scored: their one, or of two the coarse one, or the fine one those that are kept.
+/// By which summary candidates are scored: their one, or of two the coarse one, or the fine one those that
+/// are kept.
 enum class scoring : std::uint8_t { alone, coarse, fine };
 
 /// Whether a candidate that a coarse summary has scored so is scored by the fine one.
@@ -173,7 +177,8 @@ __device__ void score_chunk(const State& s, const Summary& summaries, const step
   const scoring_room room = scoring_room_of<element>(summaries, s.unit);
   float* const numbers = shared + me * room.all();
   auto* const staging = room.staged > 0 ? reinterpret_cast<std::byte*>(numbers + room.numbers) : nullptr;
-  // Rows are multiplied as they are, if they can be, and those whose products are not finite are looked at again.
+  // Rows are multiplied as they are, if they can be, and those whose products are not finite are looked at
+  // again.
   using rows_scored = row_scoring_t<Summary, d, element>;
   const auto row_of = [&](int j) {
     const int unit = candidates.first + j, page = s.page_of(unit);
@@ -221,8 +226,8 @@ __device__ void score_chunk(const State& s, const Summary& summaries, const step
   }
 }
 
-/// The logarithm of what the first `count` scores' exponentials sum to: of whole chunks as they were summed up, and the
-/// rest. On all lanes of a warp.
+/// The logarithm of what the first `count` scores' exponentials sum to: of whole chunks as they were summed
+/// up, and the rest. On all lanes of a warp.
 __device__ inline float log_sum_of(const log_sum_exp* chunk_mass, const float* scores, int count) {
   const int lane = static_cast<int>(threadIdx.x) % 32, whole = count / chunk_units;
   const int each = (whole + 31) / 32;
@@ -238,8 +243,9 @@ __device__ inline float log_sum_of(const log_sum_exp* chunk_mass, const float* s
   return mass.value();
 }
 
-/// Pools a row's scores among this step's candidates, or the next step's, by a block; four candidates a thread at a time.
-/// `log_sums` is shared memory for as many as `group`, which is how many heads' scores there are.
+/// Pools a row's scores among this step's candidates, or the next step's, by a block; four candidates a
+/// thread at a time. `log_sums` is shared memory for as many as `group`, which is how many heads' scores
+/// there are.
 template <class State, class Pooling>
 __device__ void pool_row(const State& s, const Pooling& pooling, const selection_scratch& scratch,
                          const selection_job& job, int nth, int row, int group, int count, bool for_next,
@@ -282,10 +288,10 @@ struct then_nothing {
   static constexpr int shared_bytes = 0;
 };
 
-/// Scores one chunk of one row's candidates, by one query alone where queries are pooled, and sums up what softmaxes need
-/// of it. The last block of a row to do so pools the row's scores and calls `then`; where all candidates are selected, or
-/// none, without scores. Other blocks of the row may still look at whether the row selects: `then` does not change that.
-/// `memory.queries`: of the row, which the block prepares.
+/// Scores one chunk of one row's candidates, by one query alone where queries are pooled, and sums up what
+/// softmaxes need of it. The last block of a row to do so pools the row's scores and calls `then`; where all
+/// candidates are selected, or none, without scores. Other blocks of the row may still look at whether the
+/// row selects: `then` does not change that. `memory.queries`: of the row, which the block prepares.
 template <scoring By, class State, class Summary, class Pooling, class Then>
 __global__ void score_chunks(State s, Summary summaries, Pooling pooling, Then then, step_view step,
                              selection_scratch scratch, selection_job job, scoring_memory memory) {

@@ -1,5 +1,5 @@
-// Scores of linear summaries whose numbers are stored as elements: rows times the group's queries. What comes out is what
-// `score_unit` gives, to rounding; it decides where a product is not finite.
+// Scores of linear summaries whose numbers are stored as elements: rows times the group's queries. What comes
+// out is what `score_unit` gives, to rounding; it decides where a product is not finite.
 #pragma once
 
 #include <concepts>
@@ -16,8 +16,9 @@
 
 namespace freekv::device {
 
-/// A warp's work on rows of `Width` elements: teams of lanes take a row each, 16 bytes a lane at a time, side by side. A
-/// lane keeps its numbers of `heads` queries in registers, and has `at_once` rows on their way before it multiplies.
+/// A warp's work on rows of `Width` elements: teams of lanes take a row each, 16 bytes a lane at a time, side
+/// by side. A lane keeps its numbers of `heads` queries in registers, and has `at_once` rows on their way
+/// before it multiplies.
 template <int Width, class Element>
 struct row_scoring {
   using element = Element;
@@ -31,7 +32,8 @@ struct row_scoring {
   /// Whether registers hold the queries: else the shared body scores.
   static constexpr bool there = Width % each == 0 && lanes >= 8 && heads * of_lane * each <= 64;
 
-  /// Queries in shared memory: fours of neighbouring numbers, such that lanes which read a piece's nth fours read neighbours.
+  /// Queries in shared memory: fours of neighbouring numbers, such that lanes which read a piece's nth fours
+  /// read neighbours.
   static constexpr int fours = each / 4;     // of a piece
   static constexpr int of_nth = pieces + 4;  // fours, and some that keep the nth ones in other banks
   static constexpr int floats = heads * fours * of_nth * 4;
@@ -41,7 +43,8 @@ struct no_row_scoring {
   static constexpr int floats = 0;
 };
 
-/// The device form of a summary's scoring by rows, for keys of type `Key`; `no_row_scoring` where it has none.
+/// The device form of a summary's scoring by rows, for keys of type `Key`; `no_row_scoring` where it has
+/// none.
 template <class Summary, int HeadDim, class Key>
 struct row_scoring_of {
   using type = no_row_scoring;
@@ -82,9 +85,10 @@ __device__ void widen_piece(const uint4& piece, float (&numbers)[16 / sizeof(Ele
 
 }  // namespace detail
 
-/// Scores units `first` .. `last`, at most `OfWarp` for each warp of the block, by all its threads: that of unit j and query g to
-/// `scores[g * stride + j]`. Unit j's row is number `row_of(j)` from `rows` on; rows and queries are aligned to 16 bytes.
-/// Returns whether a score of this thread's is not finite. `shared`: `Scoring::floats`.
+/// Scores units `first` .. `last`, at most `OfWarp` for each warp of the block, by all its threads: that of
+/// unit j and query g to `scores[g * stride + j]`. Unit j's row is number `row_of(j)` from `rows` on; rows
+/// and queries are aligned to 16 bytes. Returns whether a score of this thread's is not finite. `shared`:
+/// `Scoring::floats`.
 template <class Scoring, int OfWarp, class RowOf>
 __device__ bool score_summary_rows(const std::byte* rows, const RowOf& row_of, int first, int last,
                                    const prepared_queries& queries, float* scores, std::int64_t stride,

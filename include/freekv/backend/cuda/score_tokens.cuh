@@ -1,5 +1,5 @@
-// Scores of summaries that estimate each token of a unit: a lane has a token, and codes are decoded in registers. What comes
-// out is what `score_unit` gives, to rounding; it decides where a score is not finite.
+// Scores of summaries that estimate each token of a unit: a lane has a token, and codes are decoded in
+// registers. What comes out is what `score_unit` gives, to rounding; it decides where a score is not finite.
 #pragma once
 
 #include <cmath>
@@ -35,7 +35,8 @@ struct token_estimates<key_subspace<Rank, Bits>> {
   const float* tables;
   float scale;
 
-  /// Estimates of `Units` units of a lane's token; each unit's bytes are `bytes` behind the one before, in shared memory.
+  /// Estimates of `Units` units of a lane's token; each unit's bytes are `bytes` behind the one before, in
+  /// shared memory.
   template <int Units>
   __device__ void estimate(const std::byte* stored, int bytes, int token, float (&of)[Units][heads]) const {
     const int bits = s.bits, step = unit.tokens * bits, rank = s.rank;
@@ -112,7 +113,8 @@ struct token_estimates<key_codes<Codes, MeanCodes>> {
 /// Units whose bytes a warp has in shared memory at a time, and pieces of 8 bytes that a lane brings of each.
 inline constexpr int units_staged = 4, pieces_of_lane = 2;
 
-/// Whether a block scores units so, and shared memory that it takes: the tables, and for each warp the bytes of some units.
+/// Whether a block scores units so, and shared memory that it takes: the tables, and for each warp the bytes
+/// of some units.
 template <class Summary>
 FREEKV_HD bool scores_by_tokens(const Summary& summary, page_geometry unit, std::size_t bytes) {
   if constexpr (token_estimates<Summary>::there)
@@ -132,9 +134,9 @@ FREEKV_HD int floats_by_tokens(const Summary& summary, page_geometry unit, std::
   }
 }
 
-/// Scores units `first` .. `last`, at most `OfWarp` for each warp of the block, by all its threads: that of unit j and query g to
-/// `scores[g * stride + j]`. Unit j's bytes are number `row_of(j)` from `rows` on. Returns whether a score of this
-/// thread's is not finite. `shared`: `floats_by_tokens`, aligned to 16 bytes.
+/// Scores units `first` .. `last`, at most `OfWarp` for each warp of the block, by all its threads: that of
+/// unit j and query g to `scores[g * stride + j]`. Unit j's bytes are number `row_of(j)` from `rows` on.
+/// Returns whether a score of this thread's is not finite. `shared`: `floats_by_tokens`, aligned to 16 bytes.
 template <int OfWarp, class Summary, class RowOf>
 __device__ bool score_units_by_tokens(const Summary& summary, page_geometry unit, const std::byte* rows,
                                       int bytes, const RowOf& row_of, int first, int last,

@@ -1,5 +1,5 @@
-// Selection on the device, and as its epilogue what the selected slots lack: one block a KV head of a sequence,
-// in a launch of its own or as the last block that scores.
+// Selection on the device, and as its epilogue what the selected slots lack: one block a KV head of a
+// sequence, in a launch of its own or as the last block that scores.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +29,9 @@ static_assert(select_default.valid());
 /// Stands in for corrections that judge by queries: `append` has set the flags.
 struct already_flagged {};
 
-/// Flags a head whose selection has too little of the mass, and corrects it; returns how many are selected then, and in
-/// `corrected` whether it is, on all threads of the block. `pooled` are scores of `candidates` units from `first` on.
+/// Flags a head whose selection has too little of the mass, and corrects it; returns how many are selected
+/// then, and in `corrected` whether it is, on all threads of the block. `pooled` are scores of `candidates`
+/// units from `first` on.
 template <class Correction, class Storage>
 __device__ int correct_by_mass(const Correction& correction, const float* pooled, int first, int candidates,
                                const selected_and_best& units, bool& corrected, Storage& shared) {
@@ -56,7 +57,8 @@ __device__ int correct_by_mass(const Correction& correction, const float* pooled
 /// Stands in for the selection where each query head has selected for itself: the KV head takes the union.
 struct union_of_query_heads {};
 
-/// One query head of a step selects for itself: to correct for this step and for the next, to speculate for the next.
+/// One query head of a step selects for itself: to correct for this step and for the next, to speculate for
+/// the next.
 template <class State, class Selection>
 __global__ void select_by_query_head(State s, Selection selection, step_view step, selection_scratch scratch,
                                      selection_job job) {
@@ -82,7 +84,8 @@ __global__ void select_by_query_head(State s, Selection selection, step_view ste
   }
 }
 
-/// Unites what the query heads of a KV head have selected; returns how many units that is, on all threads of the block.
+/// Unites what the query heads of a KV head have selected; returns how many units that is, on all threads of
+/// the block.
 template <class Storage>
 __device__ int merge_query_heads(const selection_scratch& scratch, bool for_next, int nth, int head,
                                  const unit_union& all, Storage& shared) {
@@ -122,9 +125,9 @@ struct recall_later {
 template <class Selection, class Correction>
 using select_storage_for = select_storage_of<Selection, !std::is_same_v<Correction, already_flagged>>;
 
-/// One KV head of a step selects. To correct: for this step and, by the same scores, for the next; then, corrected or not,
-/// what it has selected is what it attends to. To speculate: for the next step, unless a correction has done so. With
-/// `union_of_query_heads` for a selection its query heads have selected.
+/// One KV head of a step selects. To correct: for this step and, by the same scores, for the next; then,
+/// corrected or not, what it has selected is what it attends to. To speculate: for the next step, unless a
+/// correction has done so. With `union_of_query_heads` for a selection its query heads have selected.
 template <class Selection, class Residency, class Correction, class Recall>
 struct select_and_recall {
   Selection selection;

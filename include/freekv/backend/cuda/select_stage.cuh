@@ -34,8 +34,8 @@ inline constexpr bool is_chosen = false;
 template <class... Policies>
 inline constexpr bool is_chosen<any_of<Policies...>> = true;
 
-/// The heads that are flagged select for this step and recall before it attends, on the compute stream; every head selects
-/// for the next step and recalls, on the recall stream. With scratch for each of the two.
+/// The heads that are flagged select for this step and recall before it attends, on the compute stream; every
+/// head selects for the next step and recalls, on the recall stream. With scratch for each of the two.
 template <class State, class Settings, class Backend, class Recall, class Copies>
 class selection_stage {
  public:
@@ -94,9 +94,9 @@ class selection_stage {
     for (const selection_scratch& scratch : {correct_, speculate_}) scratch.clear(backend_->compute().get());
   }
 
-  /// The flagged heads select with the current query and recall what they miss; then every head's selection is what this
-  /// step attends to. A correction by mass scores all heads to find the flagged ones; else what no head is flagged for
-  /// ends at once.
+  /// The flagged heads select with the current query and recall what they miss; then every head's selection
+  /// is what this step attends to. A correction by mass scores all heads to find the flagged ones; else what
+  /// no head is flagged for ends at once.
   void correct(const State& s, const step_view& step) {
     resolve(settings_->correction, [&]<class Correction>(const Correction& correction) {
       if constexpr (correction_by_mass<Correction>)
@@ -106,7 +106,8 @@ class selection_stage {
         select(s, step, correct_, {selection_time::correct}, already_flagged{}, backend_->compute());
     });
   }
-  /// Every head selects with the current query for the next step and recalls what it misses, on the recall stream.
+  /// Every head selects with the current query for the next step and recalls what it misses, on the recall
+  /// stream.
   void speculate(const State& s, const step_view& step) {
     select(s, step, speculate_, {selection_time::speculate}, already_flagged{}, backend_->recall());
   }
@@ -180,8 +181,8 @@ class selection_stage {
       resolve(settings_->codec,
               [&](const auto& codec) { launch_recall<Recall>(s, codec, step, scratch, on.get()); });
   }
-  /// Selects in scoring's launch, where nothing is chosen at run time: the block that pools a head's scores selects, and to
-  /// correct recalls what it misses.
+  /// Selects in scoring's launch, where nothing is chosen at run time: the block that pools a head's scores
+  /// selects, and to correct recalls what it misses.
   template <class Correction>
   void select_at_once(const State& s, const step_view& step, const selection_scratch& scratch,
                       const selection_job& job, const Correction& correction, device::stream& on,

@@ -28,8 +28,8 @@ struct listed_items {
   int count = 0;
 };
 
-/// Units that a block scores and pools at a time. Softmaxes are summed chunk by chunk, in order: what comes out depends on
-/// the units alone.
+/// Units that a block scores and pools at a time. Softmaxes are summed chunk by chunk, in order: what comes
+/// out depends on the units alone.
 inline constexpr int chunk_units = 128;
 static_assert(chunk_units % 32 == 0);
 
@@ -47,8 +47,8 @@ struct selection_sizes {
   bool two_stages = false;               ///< a coarse summary says what a fine one scores
 };
 
-/// The scratch of one stream. A row is what selects for itself: a KV head of an entry, or each query head of its group. It
-/// has a row of scores for each of its queries, or one alone where queries are pooled.
+/// The scratch of one stream. A row is what selects for itself: a KV head of an entry, or each query head of
+/// its group. It has a row of scores for each of its queries, or one alone where queries are pooled.
 struct selection_scratch {
   float* scores = nullptr;            // (1, or 2 in two stages, entry, row, queries, stride)
   log_sum_exp* chunk_mass = nullptr;  // (the same, chunks)
@@ -183,8 +183,9 @@ FREEKV_HD int pooled_row(const State& s, const selection_job& job, int row) {
   return job.one_selection_per_layer ? retrieving_before(s, row) : row;
 }
 
-/// The candidates of one head: how many of the units from `first` on in this step (of a head that is corrected), and in
-/// the next, and which of them, in both, are pinned. None for a head that does not select now.
+/// The candidates of one head: how many of the units from `first` on in this step (of a head that is
+/// corrected), and in the next, and which of them, in both, are pinned. None for a head that does not select
+/// now.
 struct row_candidates : step_candidates {
   unit_list pinned;
   bool selects = false;
@@ -204,13 +205,15 @@ FREEKV_HD row_candidates candidates_of(const State& s, const step_entry& entry, 
   return selecting;
 }
 
-/// Whether nothing is selected in this launch: no head of the step is flagged. One load, which comes before all others.
+/// Whether nothing is selected in this launch: no head of the step is flagged. One load, which comes before
+/// all others.
 template <class State>
 __device__ bool nothing_to_select(const State& s, const selection_job& job) {
   return job.time == selection_time::correct && !job.every_head && *s.flagged_count == 0;
 }
 
-/// Of a selection among so many candidates with a budget of k. What looks at masses needs the scores in any case.
+/// Of a selection among so many candidates with a budget of k. What looks at masses needs the scores in any
+/// case.
 template <class Selection>
 int all_selected_up_to(const Selection& selection, int k) {
   int taken = 0;

@@ -1,4 +1,5 @@
-// What happens to a sequence's selection and slots between steps, on the device: forgetting, restoring, truncation, fork.
+// What happens to a sequence's selection and slots between steps, on the device: forgetting, restoring,
+// truncation, fork.
 #pragma once
 
 #include <algorithm>
@@ -56,8 +57,8 @@ void launch_forget(const all_layers<State>& layers, int sequence, bool report_to
          forget_selection<State>, layers.device, sequence, report_too);
 }
 
-/// The slots of a sequence that are filled from the store, in all layers: sink pages from `first_sink` on, the window ring,
-/// and what the selected slots are to hold.
+/// The slots of a sequence that are filled from the store, in all layers: sink pages from `first_sink` on,
+/// the window ring, and what the selected slots are to hold.
 struct filled_slots {
   int sequence = 0;
   int tokens = 0;  // of the sequence
@@ -124,7 +125,8 @@ void launch_fill(const all_layers<State>& layers, const Codec& codec, const fill
          codec, fill);
 }
 
-/// Reads a complete page of a sequence to where its rows are while it is open, as it is to be again, in layers that encode.
+/// Reads a complete page of a sequence to where its rows are while it is open, as it is to be again, in
+/// layers that encode.
 template <class State, class Codec>
 __global__ void reopen_page(const State* layers, Codec codec, int sequence, int page) {
   const int head = static_cast<int>(blockIdx.x);
@@ -161,7 +163,8 @@ __global__ void copy_arrays(const Array* arrays, int from, int to) {
   std::byte* const copied = array.data + to_size(to) * array.of_sequence;
   for (std::size_t i = threadIdx.x; i < array.of_sequence; i += blockDim.x) copied[i] = source[i];
 }
-/// Gives sequence `to` what the slots of `from` hold, where both have them, and the open pages where others are encoded.
+/// Gives sequence `to` what the slots of `from` hold, where both have them, and the open pages where others
+/// are encoded.
 template <class State>
 __global__ void copy_slots(const State* layers, int from, int to) {
   using pieces = slice_pieces<State::head_dim, typename State::element>;

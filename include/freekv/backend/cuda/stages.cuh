@@ -32,10 +32,11 @@
 
 namespace freekv::device {
 
-/// The stages of one pipeline, each for all entries of a step at once. `State` is its layer_state, `Settings` its settings,
-/// which hold the policies. What is called in a step is queued and neither allocates nor waits, but for selections that
-/// copy engines recall for, which wait; so is what changes a sequence between steps, which waits for room in the ring
-/// alone; beginning, compacting and reading back wait. The policies' data (a basis) is in memory that the device reads.
+/// The stages of one pipeline, each for all entries of a step at once. `State` is its layer_state, `Settings`
+/// its settings, which hold the policies. What is called in a step is queued and neither allocates nor waits,
+/// but for selections that copy engines recall for, which wait; so is what changes a sequence between steps,
+/// which waits for room in the ring alone; beginning, compacting and reading back wait. The policies' data (a
+/// basis) is in memory that the device reads.
 template <class State, class Settings, multiplies Attention = multiplies::by_element,
           class Recall = recall_default, class Copies = copies_default>
 class stages : public table_uploads<State, Settings, basic_cuda_backend<Attention, Recall, Copies>> {
@@ -55,7 +56,8 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
       Attention != multiplies::tensor_cores || tensor_cores_multiply<d, element>,
       "tensor cores attend to F16 and BF16 of a head_dim that is a multiple of 16; take cuda_backend");
 
-  /// Takes scratch and room for the host's copies and uploads. Throws settings_error for what this backend does not have.
+  /// Takes scratch and room for the host's copies and uploads. Throws settings_error for what this backend
+  /// does not have.
   stages(backend& of, const Settings& settings, carver& pinned, carver& fast)
       : uploads(of, checked(settings), pinned, fast),
         backend_(&of),
@@ -147,16 +149,16 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
     backend_->compute().synchronize();
   }
 
-  // Between steps, in all layers, queued on the compute stream, which has waited for recall; each waits where the ring
-  // is full:
+  // Between steps, in all layers, queued on the compute stream, which has waited for recall; each waits where
+  // the ring is full:
 
   void forget(int sequence) {
     const trace_range range("freekv forget", sequence);
     this->upload_sequences({});
     launch_forget(layers_, sequence, true, compute());
   }
-  /// A sequence loses its last tokens: the ring's pages that they have overwritten come back. The device knows its tables
-  /// from the step that has appended them, or from the fork.
+  /// A sequence loses its last tokens: the ring's pages that they have overwritten come back. The device
+  /// knows its tables from the step that has appended them, or from the fork.
   void truncate(int sequence, const truncation& to) {
     const trace_range range("freekv truncate", sequence);
     const int open = to.tokens / settings_->page.tokens;
@@ -186,8 +188,8 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
     });
   }
 
-  /// A layer as the host sees it, with what the device has of its selection and report: waits for it. Valid until the next
-  /// call for the layer.
+  /// A layer as the host sees it, with what the device has of its selection and report: waits for it. Valid
+  /// until the next call for the layer.
   const State& read_back(const State& s) const {
     const trace_range range("freekv read back", s.layer);
     backend_->recall().synchronize();
@@ -210,8 +212,8 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   /// There is no file whose reads could fail.
   void retry_correction_reads(const State&, const step_view&) {}
 
-  /// Appends rows, summarises the pages they complete, encodes them if the layer keeps them so and, in retrieval layers,
-  /// finds the heads that have drifted.
+  /// Appends rows, summarises the pages they complete, encodes them if the layer keeps them so and, in
+  /// retrieval layers, finds the heads that have drifted.
   template <class In>
   void append(const State& s, const step_view& step, const step_rows<In>& rows) {
     const trace_range range("freekv append", s.layer);
@@ -219,8 +221,8 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
     append_pages(s, step, device_rows<In>::of(rows, d), {0, step.bounds.entries * step.bounds.pages}, append_,
                  compute());
   }
-  /// Appends prompts whose rows are in an engine's paged tensor, sequence by sequence: on the recall stream, or where
-  /// pages are encoded, which takes the compute stream's memory, there.
+  /// Appends prompts whose rows are in an engine's paged tensor, sequence by sequence: on the recall stream,
+  /// or where pages are encoded, which takes the compute stream's memory, there.
   template <class In>
   void append_from(const State& s, const step_view& step, std::span<const paged_rows<In>> rows,
                    const event& recalled) {
@@ -247,7 +249,8 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
     selection_.speculate(s, step);
   }
 
-  /// Attends decode rows within the budget, prompt rows, and all rows of complete layers, to everything up to themselves.
+  /// Attends decode rows within the budget, prompt rows, and all rows of complete layers, to everything up to
+  /// themselves.
   void attend(const State& s, const step_view& step, const step_queries& queries,
               const attention_output& to) {
     const trace_range range("freekv attend", s.layer);
@@ -316,8 +319,8 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
     selection_type::check(settings);
     return settings;
   }
-  /// Removes `no_pins` from a run-time choice: kernels skip pinning where `State::pins` is 0, so it needs none of
-  /// its own.
+  /// Removes `no_pins` from a run-time choice: kernels skip pinning where `State::pins` is 0, so it needs
+  /// none of its own.
   template <class Pinning>
   static const Pinning& that_pins(const Pinning& pinning) {
     return pinning;
@@ -369,7 +372,7 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   append_memory<element> append_behind_;  // of the recall stream, which encodes nothing
   page_staging<element> staging_;         // of the compute stream
   std::size_t staging_bytes_ = 0;
-  attention_scratch_memory attention_;     // of the compute stream
+  attention_scratch_memory attention_;  // of the compute stream
   all_layers<State> layers_;
   std::span<sequence_array> arrays_;  // of all layers, on the device
   selection_type selection_;

@@ -1,5 +1,5 @@
-// A step on the device: what the host knows of it, uploaded through a ring of page-locked memory, at once or by a replay of a
-// captured step.
+// A step on the device: what the host knows of it, uploaded through a ring of page-locked memory, at once or
+// by a replay of a captured step.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,8 @@
 
 namespace freekv::device {
 
-/// What a launch is sized by. A launch may be sized for more than there is: what there is, is read on the device.
+/// What a launch is sized by. A launch may be sized for more than there is: what there is, is read on the
+/// device.
 struct step_bounds {
   int entries = 0;
   int rows = 0;    // of all entries
@@ -143,9 +144,10 @@ struct upload_tuning {
 inline constexpr upload_tuning upload_default{};
 static_assert(upload_default.valid());
 
-/// Takes the next packet of the ring, whose number the device has counted: so a captured upload takes another one at each
-/// replay. `expected`: the step that it has to be; 0: any. A step that is not there, is not that one, or needs more than
-/// launches are sized for is none: it and all that come after it have no entries, and the host is told why.
+/// Takes the next packet of the ring, whose number the device has counted: so a captured upload takes another
+/// one at each replay. `expected`: the step that it has to be; 0: any. A step that is not there, is not that
+/// one, or needs more than launches are sized for is none: it and all that come after it have no entries, and
+/// the host is told why.
 template <class Packets>  // a template, as a header's kernels are: each program has one of it
 __global__ void upload_step(Packets from, step_bounds launched, std::int64_t expected, device_step to) {
   __shared__ packet_header packet;
@@ -183,12 +185,14 @@ __global__ void upload_step(Packets from, step_bounds launched, std::int64_t exp
   *static_cast<volatile std::int64_t*>(&from.status->taken) = before + taken;
 }
 
-/// Steps that are planned and not yet taken by the device, `depth` of them at most. Each is uploaded by a launch behind the
-/// plan, or by the next replay of a captured upload, in the order in which they were planned.
+/// Steps that are planned and not yet taken by the device, `depth` of them at most. Each is uploaded by a
+/// launch behind the plan, or by the next replay of a captured upload, in the order in which they were
+/// planned.
 ///
-/// The device has `depth` copies of steps that are begun, one after the other, and one of replayed ones. The first are
-/// overwritten `depth` steps later, when each layer's append has waited for the layer's recall of the step before, and so
-/// for all that reads it; the last by the next replay, behind all of the replay before.
+/// The device has `depth` copies of steps that are begun, one after the other, and one of replayed ones. The
+/// first are overwritten `depth` steps later, when each layer's append has waited for the layer's recall of
+/// the step before, and so for all that reads it; the last by the next replay, behind all of the replay
+/// before.
 class step_ring {
  public:
   static constexpr int depth = step_packets::depth;
@@ -230,7 +234,8 @@ class step_ring {
                       "queued; launch the captured step first") +
         ". Neither that step nor any after it has happened: the pipeline has to go");
   }
-  /// Waits until there is room to plan a step. Throws usage_error where replays are missing that would make some.
+  /// Waits until there is room to plan a step. Throws usage_error where replays are missing that would make
+  /// some.
   void wait(const stream& compute) const {
     while (full()) {
       const bool idle = compute.idle();
@@ -252,7 +257,8 @@ class step_ring {
     header.brings = brings;
     std::atomic_ref(header.number).store(++planned_);
   }
-  /// Queues the upload of the step planned last, `patches` of them; what is queued behind it finds it in the view.
+  /// Queues the upload of the step planned last, `patches` of them; what is queued behind it finds it in the
+  /// view.
   step_view upload(std::int32_t patches, const step_bounds& most, stream& compute) {
     return launch_upload(1 + blocks_for(patches, 16 * upload_default.threads), planned_,
                          steps_[planned_ % depth], most, compute);

@@ -1,5 +1,5 @@
-// The host's half of a device's stages: it fills packets with a step's entries and with what has changed in the tables, for
-// steps that begin at once and for replays of captured ones.
+// The host's half of a device's stages: it fills packets with a step's entries and with what has changed in
+// the tables, for steps that begin at once and for replays of captured ones.
 #pragma once
 
 #include <algorithm>
@@ -22,8 +22,9 @@ class table_uploads {
  public:
   using tables = device_tables<State>;
 
-  /// Uploads the step and what has changed in the tables, and no head of any layer is counted as flagged yet; or, where it
-  /// has begun already, what is left of it. Waits where the device is `step_ring::depth` steps behind.
+  /// Uploads the step and what has changed in the tables, and no head of any layer is counted as flagged yet;
+  /// or, where it has begun already, what is left of it. Waits where the device is `step_ring::depth` steps
+  /// behind.
   step_view begin_step(std::span<const step_entry> entries, bool has_begun = false) {
     const trace_range range("freekv begin step");
     if (entries.empty()) return {};  // nothing is queued
@@ -62,7 +63,8 @@ class table_uploads {
     step_bounds most;
     fill_packet(entries, false, most);
   }
-  /// Steps that are planned and that the device has not taken; throws replay_error if the order of replays was wrong.
+  /// Steps that are planned and that the device has not taken; throws replay_error if the order of replays
+  /// was wrong.
   std::int64_t steps_ahead() const {
     ring_.check_order();
     return ring_.ahead();

@@ -1,4 +1,5 @@
-// Attention of up to eight query heads by tensor cores; `register_attention` (lane_attention.cuh) has the same members.
+// Attention of up to eight query heads by tensor cores; `register_attention` (lane_attention.cuh) has the
+// same members.
 #pragma once
 
 #include <cuda_pipeline_primitives.h>
@@ -22,7 +23,8 @@ template <int Words>
 struct alignas(4 * Words) element_pairs {
   std::uint32_t pair[Words];
 
-  /// The pairs at `row`, which is aligned to their size; zeros if not `there`, where `row` may be any readable row.
+  /// The pairs at `row`, which is aligned to their size; zeros if not `there`, where `row` may be any
+  /// readable row.
   template <class Element>
   __device__ static element_pairs load(const Element* row, bool there) {
     element_pairs loaded = *reinterpret_cast<const element_pairs*>(row);
@@ -58,10 +60,10 @@ __device__ inline std::uint32_t pair_of(bfloat16 a, bfloat16 b) {
   return __bfloat16_as_ushort(a) | std::uint32_t{__bfloat16_as_ushort(b)} << 16;
 }
 
-/// A warp's product of 16 rows with 8 columns of 16 elements each, which is added to `sums`. With g = lane / 4 and
-/// i = lane % 4 a thread has of rows g and g + 8 elements 2i, 2i + 1 in `rows[0]` and `rows[1]` and 2i + 8, 2i + 9
-/// in `rows[2]` and `rows[3]`, of column g the same elements, and sums of row g, columns 2i and 2i + 1, then of
-/// row g + 8.
+/// A warp's product of 16 rows with 8 columns of 16 elements each, which is added to `sums`. With g = lane /
+/// 4 and i = lane % 4 a thread has of rows g and g + 8 elements 2i, 2i + 1 in `rows[0]` and `rows[1]` and 2i
+/// + 8, 2i + 9 in `rows[2]` and `rows[3]`, of column g the same elements, and sums of row g, columns 2i and
+/// 2i + 1, then of row g + 8.
 template <element Element>
 __device__ void add_product(float (&sums)[4], const std::uint32_t (&rows)[4],
                             const std::uint32_t (&column)[2]) {
@@ -79,18 +81,19 @@ __device__ void add_product(float (&sums)[4], const std::uint32_t (&rows)[4],
         : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(column[0]), "r"(column[1]));
 }
 
-/// What eight query heads have attended so far, as `register_attention` has it; a warp's threads share the heads.
-/// Keys and values are multiplied as they are. Queries and weights are floats in several parts of 2 bytes each,
-/// two of F16 or three of BF16, which together have all 24 bits but, of F16, at times the last; they are brought
-/// into F16's range by powers of two. Of normally distributed keys and queries the output's error against double
-/// precision is then 1.4 to 2.4 * 2^-23, as without tensor cores; a third part of F16 does not lower it, with one
-/// part it is 700, with two of BF16 11, with one 5400. Where queries are 6 times as large it is 54 for F16, whose
-/// products fill a float, and 16 without tensor cores, 20 and 19 for BF16. Sums are floats, as exact as a tensor
-/// core adds; these figures are an interpreter's. An infinite key or value makes NaN of what it takes part in.
+/// What eight query heads have attended so far, as `register_attention` has it; a warp's threads share the
+/// heads. Keys and values are multiplied as they are. Queries and weights are floats in several parts of 2
+/// bytes each, two of F16 or three of BF16, which together have all 24 bits but, of F16, at times the last;
+/// they are brought into F16's range by powers of two. Of normally distributed keys and queries the output's
+/// error against double precision is then 1.4 to 2.4 * 2^-23, as without tensor cores; a third part of F16
+/// does not lower it, with one part it is 700, with two of BF16 11, with one 5400. Where queries are 6 times
+/// as large it is 54 for F16, whose products fill a float, and 16 without tensor cores, 20 and 19 for BF16.
+/// Sums are floats, as exact as a tensor core adds; these figures are an interpreter's. An infinite key or
+/// value makes NaN of what it takes part in.
 ///
-/// Dimensions are dealt to threads so that each loads neighbouring ones, up to 16 bytes at a time. Blocks of tokens
-/// come by cp.async through a ring in the warp's shared memory, in which each thread has the places that it reads, so that
-/// threads wait for their own copies alone; alignment is looked at once an entry.
+/// Dimensions are dealt to threads so that each loads neighbouring ones, up to 16 bytes at a time. Blocks of
+/// tokens come by cp.async through a ring in the warp's shared memory, in which each thread has the places
+/// that it reads, so that threads wait for their own copies alone; alignment is looked at once an entry.
 template <int HeadDim, element Element>
 class tensor_attention {
   static_assert(sizeof(Element) == 2, "tensor cores multiply F16 and BF16");
@@ -186,8 +189,8 @@ class tensor_attention {
     unroll<tiles * 4>([&](auto i) { weighted_[i / 4][i % 4] = 0.0f; });
   }
 
-  /// Adds the entries from `begin` to before `end`: `entries(i)` is an `entry_rows`. Each lane is asked for others, so
-  /// that what an entry's address hangs on is on its way for many at a time.
+  /// Adds the entries from `begin` to before `end`: `entries(i)` is an `entry_rows`. Each lane is asked for
+  /// others, so that what an entry's address hangs on is on its way for many at a time.
   template <class Entries>
   __device__ void attend_entries(team_type team, int begin, int end, const Entries& entries, float soft_cap) {
     entry_rows<Element> mine, now;

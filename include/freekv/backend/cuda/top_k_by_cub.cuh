@@ -1,5 +1,6 @@
-// Selection from rows of scores by CUB's device-wide algorithms. Which scores are the best does not depend on what
-// an algorithm does with equal ones, so CUB sorts or selects scores alone; a pass over the rows finds their indices.
+// Selection from rows of scores by CUB's device-wide algorithms. Which scores are the best does not depend on
+// what an algorithm does with equal ones, so CUB sorts or selects scores alone; a pass over the rows finds
+// their indices.
 #pragma once
 
 #include <thrust/iterator/counting_iterator.h>
@@ -75,8 +76,8 @@ struct top_k_scratch<select_by::segmented_sort> {
 
 #if __has_include(<cub/device/device_batched_topk.cuh>)
 
-/// A round of a tournament: CUB selects by one block, so a row that is longer than a tile is cut into tiles, and the
-/// best of its tiles are the row of the next round.
+/// A round of a tournament: CUB selects by one block, so a row that is longer than a tile is cut into tiles,
+/// and the best of its tiles are the row of the next round.
 struct top_k_round {
   static constexpr int tile = 8192;  // floats, the most that a block of CUB's has shared memory for
   score_rows rows;
@@ -85,7 +86,8 @@ struct top_k_round {
   float* best = nullptr;          // (row, best_stride)
   std::int64_t stride = 0, best_stride = 0;
 
-  /// How many are in the next round of `count` in this one: only a row's last tile may have fewer than are wanted.
+  /// How many are in the next round of `count` in this one: only a row's last tile may have fewer than are
+  /// wanted.
   FREEKV_HD static constexpr std::int64_t left_of(std::int64_t count, int wanted) {
     const std::int64_t rest = count % tile;
     return count / tile * wanted + (rest < wanted ? rest : wanted);
@@ -130,7 +132,8 @@ struct top_k_scratch<select_by::batched_top_k> {
   std::byte* temporary = nullptr;
   std::size_t temporary_bytes = 0;
 
-  /// Throws `settings_error` where more are selected than half a tile has: rounds would not make rows shorter.
+  /// Throws `settings_error` where more are selected than half a tile has: rounds would not make rows
+  /// shorter.
   static top_k_scratch carve(carver& memory, const top_k_sizes& most) {
     if (most.selected > top_k_round::tile / 2)
       throw settings_error("cub::DeviceBatchedTopK selects " + std::to_string(top_k_round::tile / 2) +

@@ -7,7 +7,8 @@
 
 namespace freekv::device {
 
-/// Range of the calling thread, for as long as this lives; `of` is the number of the layer or sequence that it is about.
+/// Range of the calling thread, for as long as this lives; `of` is the number of the layer or sequence that
+/// it is about.
 class [[maybe_unused]] trace_range {
  public:
 #if defined(FREEKV_WITH_NVTX)

@@ -16,7 +16,8 @@
 
 namespace freekv::host {
 
-/// An entry's keys and values as a step brings them, (kv_heads, head_dim) a row: token t of it is row `t - first`.
+/// An entry's keys and values as a step brings them, (kv_heads, head_dim) a row: token t of it is row
+/// `t - first`.
 template <class In>
 struct rows_from {
   step_rows<In> rows;
@@ -68,8 +69,8 @@ void value_slice(isa set, const State& s, const Pinning& pinning,
 /// slots and the page stays in the fast tier, to its sink or ring slot; a page that becomes complete is
 /// summarised, and encoded if the layer keeps it so: then slots, too, hold what the codec gives back.
 ///
-/// `rows` has key(token, head) and value(token, head), of the stored element type or float. Throws store_error,
-/// and may be called again then.
+/// `rows` has key(token, head) and value(token, head), of the stored element type or float. Throws
+/// store_error, and may be called again then.
 template <class State, class Policies, class Rows>
 void append_page(isa set, const State& s, const Policies& policies, const step_entry& entry, int page_index,
                  const Rows& rows, const workspace& w) {
@@ -126,8 +127,8 @@ void drop_selection(const State& s, int sequence) {
   for (int head = 0; head < s.heads.kv; ++head) freekv::drop_selection(one_lane{}, s, sequence, head);
 }
 
-/// Flags the KV heads of a decode entry that select anew; then keeps `queries` (rows, query_heads, head_dim), which make
-/// the next selection.
+/// Flags the KV heads of a decode entry that select anew; then keeps `queries` (rows, query_heads, head_dim),
+/// which make the next selection.
 template <class State, class Correction>
 void detect_drift(isa set, const State& s, const Correction& correction, const step_entry& entry,
                   const float* queries) {

@@ -13,8 +13,8 @@
 
 namespace freekv::host {
 
-// Attention's algorithms on the team of an instruction set: compiled once for a head_dim and an element, whatever the
-// pipeline.
+// Attention's algorithms on the team of an instruction set: compiled once for a head_dim and an element,
+// whatever the pipeline.
 
 /// Scales the queries (group, head_dim) to `scaled` and empties `part`.
 template <int HeadDim>
@@ -49,8 +49,8 @@ void finish_attention(isa set, const float* sink_logits, const attention_part& p
   });
 }
 
-/// Attention of the rows of one entry of a step. `complete`: to everything up to each row that the model attends to,
-/// from the store; else each head to what its kind keeps.
+/// Attention of the rows of one entry of a step. `complete`: to everything up to each row that the model
+/// attends to, from the store; else each head to what its kind keeps.
 template <class State, class Policies>
 struct attention_job {
   using element = typename State::element;

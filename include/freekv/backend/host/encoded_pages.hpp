@@ -53,8 +53,8 @@ class encoded_pages {
     read_stored(
         at, count, part, [&](int page) { return s_->store_page(at.sequence, page); }, to);
   }
-  /// Reads pages as above, where page `page` is the store's page `store_page(page)`. Slices of a file are read
-  /// whole, once each, and as many at a time as there is scratch for.
+  /// Reads pages as above, where page `page` is the store's page `store_page(page)`. Slices of a file are
+  /// read whole, once each, and as many at a time as there is scratch for.
   template <class Part, class StorePage, class To>
   void read_stored(const sequence_head& at, int count, const Part& part, const StorePage& store_page,
                    const To& to) const {

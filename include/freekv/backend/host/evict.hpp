@@ -54,7 +54,8 @@ class eviction_stages {
     });
   }
 
-  /// A decode row to all that its heads have kept, then units leave; prompt rows to everything up to themselves.
+  /// A decode row to all that its heads have kept, then units leave; prompt rows to everything up to
+  /// themselves.
   void attend(const state& s, const eviction_entry& entry, const float* queries, const attention_output& to) {
     const auto row_bytes = [&](int tokens) {
       return to_size(s.heads.kv * 2 * d) * to_size(tokens) * sizeof(element);

@@ -61,8 +61,9 @@ class host_backend {
     const std::size_t helpers = bytes / options_.bytes_per_thread;
     return helpers < to_size(threads()) ? 1 + static_cast<int>(helpers) : threads();
   }
-  /// Runs `body(unit, worker)` for all units on as many threads as `bytes` of memory traffic are worth. If it throws,
-  /// units that have not begun are left out, and the first exception is thrown when the others are done.
+  /// Runs `body(unit, worker)` for all units on as many threads as `bytes` of memory traffic are worth. If it
+  /// throws, units that have not begun are left out, and the first exception is thrown when the others are
+  /// done.
   template <class Body>
   void parallel(int units, std::size_t bytes, const Body& body) {
     std::atomic<bool> failed{false};

@@ -43,8 +43,8 @@ inline constexpr isa compiled_for = isa::baseline;
 #endif
 
 /// Vector features of an x86-64 processor and its operating system: two words of `cpuid`, and the register
-/// XCR0, whose bits are the states that the system saves when it changes threads. An instruction whose state it
-/// does not save is refused by the processor, though `cpuid` knows it: so under a kernel started with
+/// XCR0, whose bits are the states that the system saves when it changes threads. An instruction whose state
+/// it does not save is refused by the processor, though `cpuid` knows it: so under a kernel started with
 /// `noxsave`, or in a virtual machine that keeps its guests from AVX-512.
 struct x86_features {
   std::uint32_t leaf_1_ecx = 0;  ///< 0 where there is no such leaf
@@ -94,7 +94,8 @@ inline isa ask_machine() {
 
 }  // namespace detail
 
-/// The best instruction set of the machine this runs on. It is asked once: in a virtual machine `cpuid` took 17 us.
+/// The best instruction set of the machine this runs on. It is asked once: in a virtual machine `cpuid` took
+/// 17 us.
 inline isa best_isa() {
   static const isa best = detail::ask_machine();
   return best;
@@ -124,7 +125,8 @@ template <class Body>
 
 }  // namespace detail
 
-/// Calls `body(team)` with the team of `set`; what the compiler inlines into it is compiled for that instruction set.
+/// Calls `body(team)` with the team of `set`; what the compiler inlines into it is compiled for that
+/// instruction set.
 template <class Body>
 inline void with_team([[maybe_unused]] isa set, const Body& body) {
 #if defined(__x86_64__)

@@ -181,8 +181,8 @@ class head_eviction : public head_observer<Shape> {
         if ((kept > 0 && rank_at(i) >= w.keys[units - kept]) == stays) w.places[placed++] = w.order[i];
   }
 
-  /// Tokens of `slice` that leave merge into those that stay, by `w.places`. `first_token` is by place, null where places
-  /// are tokens; `log_weights` by place, or null.
+  /// Tokens of `slice` that leave merge into those that stay, by `w.places`. `first_token` is by place, null
+  /// where places are tokens; `log_weights` by place, or null.
   template <class Eviction>
   void merge(const Eviction& eviction, const state& s, const eviction_entry& entry,
              const head_slice<element>& slice, const std::int32_t* first_token, float* log_weights,
@@ -220,7 +220,8 @@ class head_eviction : public head_observer<Shape> {
     if (log_weights != nullptr) log_weights[to] = log_weights[from];
   }
 
-  /// All at once the units leave that are not kept, and merge into the others; the last ones take their places.
+  /// All at once the units leave that are not kept, and merge into the others; the last ones take their
+  /// places.
   template <class Eviction>
   void merge_away(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
                   const eviction_moment& at, const float* query, const scratch& w) const {
@@ -243,7 +244,8 @@ class head_eviction : public head_observer<Shape> {
     }
   }
 
-  /// All at once those leave that an observing policy does not keep; the others move up, in the order of their places.
+  /// All at once those leave that an observing policy does not keep; the others move up, in the order of
+  /// their places.
   template <class Eviction>
   void compact(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
                const eviction_moment& at, const float* query, const scratch& w) const {

@@ -39,8 +39,8 @@ struct merge_scratch {
   double* sums = nullptr;    // (2, head_dim)
 };
 
-/// Rewrites the tokens of a slice that others merge into. Sums are in double, in the order of the text, so that what is
-/// stored depends on nothing but the numbers.
+/// Rewrites the tokens of a slice that others merge into. Sums are in double, in the order of the text, so
+/// that what is stored depends on nothing but the numbers.
 template <int HeadDim, class Element>
 struct token_merger {
   merging_tokens of;
@@ -75,8 +75,8 @@ struct token_merger {
     return scale * of.product(query + std::ptrdiff_t{g} * HeadDim, key, HeadDim);
   }
 
-  /// Makes weights what the tokens have of the last row among themselves, the mean over the query heads; returns the mean
-  /// logarithm of what they have together.
+  /// Makes weights what the tokens have of the last row among themselves, the mean over the query heads;
+  /// returns the mean logarithm of what they have together.
   double weigh_by_last_row(int into) const {
     double log_mass = 0.0;
     each(into, [&](int i) { w.fates[i].weight = 0.0; });

@@ -69,7 +69,8 @@ class head_observer {
     for (int t = 0; t < tokens; ++t) votes[t] += w.shares[t];
   }
 
-  /// Numbers that the last rows have of the units of `slice`; `w.order` has their places, `w.tokens` their tokens.
+  /// Numbers that the last rows have of the units of `slice`; `w.order` has their places, `w.tokens` their
+  /// tokens.
   template <class Eviction>
   observed_units see(const Eviction& eviction, const state& s, const eviction_entry& entry,
                      const head_slice<element>& slice, const float* log_weights, int units,

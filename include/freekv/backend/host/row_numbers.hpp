@@ -9,8 +9,8 @@
 
 namespace freekv::host {
 
-/// Floats, one row behind the other: the caller's own memory where it is that, else a copy, which grows to the largest
-/// step's. A row has `width` numbers.
+/// Floats, one row behind the other: the caller's own memory where it is that, else a copy, which grows to
+/// the largest step's. A row has `width` numbers.
 class row_numbers {
  public:
   /// Queries of all rows of a step, of which those of `entry` are there.

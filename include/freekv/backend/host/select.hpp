@@ -65,7 +65,8 @@ void pool_candidates(isa set, const Pooling& pooling, int group, std::int64_t st
 
 /// Puts the keys of the `count` best of the candidates, units from `first_unit` on, by `w.pooled` first in
 /// `w.keys`, the least of them last; `pinned`, ascending, are left out. Of equal scores the smaller unit is
-/// better, so that after the first `count` only a greater score than the least of the best so far is looked at.
+/// better, so that after the first `count` only a greater score than the least of the best so far is looked
+/// at.
 inline void order_candidates(std::int32_t first_unit, int candidates, std::span<const std::int32_t> pinned,
                              int count, const workspace& w) {
   constexpr int block = 16;
@@ -119,8 +120,8 @@ void pin_units(const State& s, const sequence_head& at, const unit_range& candid
   s.pinned_count[s.head_index(at.sequence, at.head)] = count;
 }
 
-/// Selection for one KV head with the queries of a decode entry, or with those of one query head of its group alone.
-/// `Policies` has the policy objects as members.
+/// Selection for one KV head with the queries of a decode entry, or with those of one query head of its group
+/// alone. `Policies` has the policy objects as members.
 template <class State, class Policies>
 class head_selection {
  public:
@@ -138,9 +139,9 @@ class head_selection {
         query_(query_head < 0 ? s.query_of(entry, head) : s.query_of(entry, head, query_head)) {}
   static constexpr int whole_group = -1;
 
-  /// The selection among the first `candidates` candidates, as ascending unit ids in `units` (k); returns how many.
-  /// Units that have been scored are not scored again, unless in two stages. `held`: those that a selection may favour,
-  /// also in `units`.
+  /// The selection among the first `candidates` candidates, as ascending unit ids in `units` (k); returns how
+  /// many. Units that have been scored are not scored again, unless in two stages. `held`: those that a
+  /// selection may favour, also in `units`.
   int best(int candidates, std::int32_t* units, std::span<const std::int32_t> held = {}) {
     if (takes_all(candidates)) {
       std::iota(units, units + candidates, first_unit_);
@@ -166,8 +167,9 @@ class head_selection {
 
   int head() const { return at_.head; }
 
-  /// Threads may score a head's candidates together: each some of them, behind what the first of them prepares. One
-  /// goes on when all are scored. Where a selection scores nothing, or twice, they leave it to that one.
+  /// Threads may score a head's candidates together: each some of them, behind what the first of them
+  /// prepares. One goes on when all are scored. Where a selection scores nothing, or twice, they leave it to
+  /// that one.
   void begin_once() {
     if (worth_sharing()) std::call_once(begun_, [&] { begin(); });
   }
@@ -205,8 +207,8 @@ class head_selection {
     knows_log_sum_ = false;
   }
 
-  /// Corrects the head by the masses of units, all of the first `candidates` candidates; returns how many it has
-  /// selected then, and sets `corrected` where it is flagged.
+  /// Corrects the head by the masses of units, all of the first `candidates` candidates; returns how many it
+  /// has selected then, and sets `corrected` where it is flagged.
   template <class Correction>
   int correct(const Correction& correction, int candidates, const selected_and_best& units, bool& corrected) {
     const auto mass_of = [&](const std::int32_t* of, int count) {
@@ -283,8 +285,8 @@ class head_selection {
     for (int g = 0; g < query_.group; ++g) w_.scores[g * stride_ + j] = -infinity;
   }
 
-  /// Query head g's score of candidate j to `w.scores[g * stride + j]`, of candidates whose summaries lie side
-  /// by side together.
+  /// Query head g's score of candidate j to `w.scores[g * stride + j]`, of candidates whose summaries lie
+  /// side by side together.
   template <class Summary>
   void score_candidates(const Summary& summary, int first, int last, float* numbers) {
     const auto policy = summary_at(summary, s_.layer, at_.head);
@@ -354,8 +356,8 @@ class head_selection {
     return most;
   }
 
-  /// Puts the keys of the `count` best first in `w.keys`, where those without a bonus stand, when `held` units' pooled
-  /// scores are `bonus` more. A unit without it is among these only if it was among those.
+  /// Puts the keys of the `count` best first in `w.keys`, where those without a bonus stand, when `held`
+  /// units' pooled scores are `bonus` more. A unit without it is among these only if it was among those.
   void favour(float bonus, std::span<const std::int32_t> held, int candidates, int count) {
     std::uint64_t* const chosen = w_.keys + count;
     std::uint64_t* end = chosen;

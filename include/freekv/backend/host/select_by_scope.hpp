@@ -1,5 +1,5 @@
-// Selection where a KV head does not select for itself: its query heads do, each for itself, or all KV heads of
-// a layer together.
+// Selection where a KV head does not select for itself: its query heads do, each for itself, or all KV heads
+// of a layer together.
 #pragma once
 
 #include <algorithm>

@@ -20,7 +20,8 @@
 
 namespace freekv::host {
 
-/// Selection and recall of one entry of a step. `State` is the layer_state; `Settings` has the policy objects as members.
+/// Selection and recall of one entry of a step. `State` is the layer_state; `Settings` has the policy objects
+/// as members.
 template <class State, class Settings>
 class selection_stage {
  public:
@@ -44,9 +45,10 @@ class selection_stage {
   /// The scratch of a thread, or behind all of them that of the recall stream.
   const workspace& workspace_of(int worker) const { return workspaces_[to_size(worker)]; }
 
-  /// The flagged heads of a decode entry select with the current query among this step's candidates and recall what
-  /// they miss; then every head's selection is what this step attends to. A correction by mass scores all heads to
-  /// find the flagged ones. What is scored serves the next step's selection too. Who selects is the scope's.
+  /// The flagged heads of a decode entry select with the current query among this step's candidates and
+  /// recall what they miss; then every head's selection is what this step attends to. A correction by mass
+  /// scores all heads to find the flagged ones. What is scored serves the next step's selection too. Who
+  /// selects is the scope's.
   void correct(const State& s, const step_entry& entry) {
     const bool by_mass =
         resolve(policies_->correction, []<class C>(const C&) { return correction_by_mass<C>; });
@@ -81,8 +83,8 @@ class selection_stage {
     std::copy_n(s.selected_count + row, s.heads.kv, s.attended_count + row);
   }
 
-  /// Every head selects with the current query among the next step's candidates and recalls what it misses. On the
-  /// recall stream's thread if it has one.
+  /// Every head selects with the current query among the next step's candidates and recalls what it misses.
+  /// On the recall stream's thread if it has one.
   void speculate(const State& s, const step_entry& entry) {
     resolve(policies_->scope, [&]<class Scope>(const Scope&) {
       const auto unknown = [&](int head) {
@@ -107,7 +109,8 @@ class selection_stage {
       });
   }
 
-  /// Recalls what could not be read when it should have been, for a sequence of `tokens` tokens. Throws store_error.
+  /// Recalls what could not be read when it should have been, for a sequence of `tokens` tokens. Throws
+  /// store_error.
   void recall_missing(const State& s, int sequence, int tokens) {
     if (!s.encoded || s.kind != layer_kind::retrieval) return;
     for (int head = 0; head < s.heads.kv; ++head) {
@@ -137,8 +140,8 @@ class selection_stage {
       heads += static_cast<int>(s.kind_of(head) == layer_kind::retrieval && wanted(head));
     return heads;
   }
-  /// Bytes of memory traffic that scoring takes as long as: those of summaries that are multiplied as they are stored, of
-  /// others their numbers.
+  /// Bytes of memory traffic that scoring takes as long as: those of summaries that are multiplied as they
+  /// are stored, of others their numbers.
   std::size_t bytes_scored(const State& s, int heads, int candidates) const {
     return to_size(heads) * to_size(candidates) * std::max(s.summary_bytes, decoded_bytes_);
   }
@@ -154,9 +157,9 @@ class selection_stage {
 
   static constexpr int score_block = 16;  // candidates that one thread scores at least
   using selection_type = head_selection<State, Settings>;
-  /// Runs `body(head, selection among candidates, workspace)` for the retrieval heads that are `wanted`. Each thread
-  /// scores whole heads, and all together those that are left, so that what is prepared for a head's queries is mostly
-  /// read where it was made.
+  /// Runs `body(head, selection among candidates, workspace)` for the retrieval heads that are `wanted`. Each
+  /// thread scores whole heads, and all together those that are left, so that what is prepared for a head's
+  /// queries is mostly read where it was made.
   template <class Wanted, class Body>
   void for_selections(const State& s, const step_entry& entry, const unit_range& candidates,
                       const Wanted& wanted, const Body& body) {
@@ -216,7 +219,8 @@ class selection_stage {
     recall_corrected(s, entry, head, w);
     select_next(s, entry, head, c.next, selection);
   }
-  /// A head that is flagged selects `best`, among so many candidates; else the correction judges by masses, where it does.
+  /// A head that is flagged selects `best`, among so many candidates; else the correction judges by masses,
+  /// where it does.
   void take_best(const State& s, std::size_t row, std::int32_t* selected, selection_type& selection,
                  int candidates, std::span<const std::int32_t> best) {
     const selected_and_best units{selected, best.data(), s.selected_count[row],
@@ -244,7 +248,8 @@ class selection_stage {
     s.recalled_before_attention[row] = s.recalled[row];
   }
 
-  /// The layer's flagged heads, all of them, select as one, or a correction by mass finds whether they are to.
+  /// The layer's flagged heads, all of them, select as one, or a correction by mass finds whether they are
+  /// to.
   void correct_layer(const State& s, const step_entry& entry, bool by_mass) {
     const step_candidates c = s.candidates_of(entry);
     const unit_range all{c.first, c.most()};
@@ -313,8 +318,8 @@ class selection_stage {
   std::vector<int> heads_alone_;                       // the others of a call, by who scores them alone
   std::size_t decoded_bytes_ = 0;                      // of a summary that is not multiplied as it is stored
   std::int64_t layer_stride_ = 0;                      // padded candidates
-  // Pooled scores of KV heads that select together: (kv head, layer_stride). On the compute stream for this step
-  // and the next, and on the recall stream.
+  // Pooled scores of KV heads that select together: (kv head, layer_stride). On the compute stream for this
+  // step and the next, and on the recall stream.
   float *pooled_now_ = nullptr, *pooled_next_ = nullptr, *pooled_behind_ = nullptr;
 };
 

@@ -27,8 +27,8 @@ void compact_slots(const State& s, int sequence) {
   }
 }
 
-/// Copies pages of a sequence to slots of one KV head, at length `tokens`: for i of `count` the page `page(i)`
-/// to slot `slot(i)`, the open one last if it is among them. Throws store_error.
+/// Copies pages of a sequence to slots of one KV head, at length `tokens`: for i of `count` the page
+/// `page(i)` to slot `slot(i)`, the open one last if it is among them. Throws store_error.
 template <class State, class Policies, class Page, class Slot>
 void fill_slots(const encoded_pages<State, Policies>& stored, const State& s, const sequence_head& at,
                 int tokens, int count, const Page& page, const Slot& slot) {
@@ -75,8 +75,8 @@ void fill_selected(const encoded_pages<State, Policies>& stored, const State& s,
   }
 }
 
-/// Reads store page `store_page` to where the rows of page `page`, which is open again, are kept unencoded. Throws
-/// store_error.
+/// Reads store page `store_page` to where the rows of page `page`, which is open again, are kept unencoded.
+/// Throws store_error.
 template <class State, class Policies>
 void read_open_page(const encoded_pages<State, Policies>& stored, const State& s, int sequence, int page,
                     store_page_id store_page) {

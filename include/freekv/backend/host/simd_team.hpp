@@ -1,5 +1,5 @@
-// The host's team: eight float lanes on the compiler's vector types, lowered to whatever the target has. Where
-// the target has AVX-512, sixteen multiply rows and raise e to scores.
+// The host's team: eight float lanes on the compiler's vector types, lowered to whatever the target has.
+// Where the target has AVX-512, sixteen multiply rows and raise e to scores.
 #pragma once
 
 #include <bit>
@@ -58,8 +58,9 @@ template <class Instructions, class Vector, class Scale>
   return Instructions::where_greater(low, x, zero, e);
 }
 
-// Eight 16-bit elements to floats, for which compilers do not find the instructions. In arithmetic that any target
-// vectorises, or by these instructions: as built-ins, since <immintrin.h> is a quarter of a second to compile.
+// Eight 16-bit elements to floats, for which compilers do not find the instructions. In arithmetic that any
+// target vectorises, or by these instructions: as built-ins, since <immintrin.h> is a quarter of a second to
+// compile.
 struct portable {
   template <class Body>
   [[gnu::noinline, gnu::flatten]] static void apart(const Body& body) {
@@ -267,8 +268,8 @@ struct simd_team {
     return Instructions::where_greater(zero + __builtin_inff(), x.v, result, x.v);
   }
 
-  /// tanh |x| = 1 - 2 / (e^2|x| + 1), and below 0.625, where that would cancel, |x| + |x|^3 * P(x^2) with P of
-  /// degree 4 fitted for the smallest relative error (0.07 ulp); with the sign of x.
+  /// tanh |x| = 1 - 2 / (e^2|x| + 1), and below 0.625, where that would cancel, |x| + |x|^3 * P(x^2) with P
+  /// of degree 4 fitted for the smallest relative error (0.07 ulp); with the sign of x.
   [[gnu::always_inline]] pack tanh(const pack& x) const {
     uint8x32 bits;
     std::memcpy(&bits, &x.v, sizeof bits);
@@ -385,7 +386,8 @@ struct simd_team {
 static_assert(team<simd_team<portable>> && team_of_halves<simd_team<portable>>);
 
 #if defined(__x86_64__)
-/// Team of an x86-64 without AVX2: these are old, and code for them is to compile fast rather than to run fast.
+/// Team of an x86-64 without AVX2: these are old, and code for them is to compile fast rather than to run
+/// fast.
 struct sse2_team : simd_team<portable> {
   using narrow = simd_team<portable>;
   static constexpr bool one_head_at_once = true;

@@ -24,8 +24,8 @@ struct step_view {
   std::span<const step_entry> entries;
 };
 
-/// The stages of one pipeline on the host. `State` is its layer_state; `Settings` has its policy objects as members.
-/// Every call returns when its work is done, but for those that queue on the recall stream.
+/// The stages of one pipeline on the host. `State` is its layer_state; `Settings` has its policy objects as
+/// members. Every call returns when its work is done, but for those that queue on the recall stream.
 template <class State, class Settings>
 class stages {
  public:
@@ -68,8 +68,9 @@ class stages {
       for (int head = 0; head < s.heads.kv; ++head) clear_report(s, sequence, head);
     }
   }
-  /// A sequence loses its last tokens: the ring's pages that they have overwritten come back. Selected slots need
-  /// nothing, since a page that is no longer complete can only be of the last selection, which is dropped then.
+  /// A sequence loses its last tokens: the ring's pages that they have overwritten come back. Selected slots
+  /// need nothing, since a page that is no longer complete can only be of the last selection, which is
+  /// dropped then.
   [[gnu::cold]] void truncate(int sequence, const truncation& to) {
     for (const State& s : layers_) {
       if (!to.keeps_selection) drop_selection(s, sequence);
@@ -111,8 +112,8 @@ class stages {
 
   step begin_step(std::span<const step_entry> entries, bool /*has_begun*/ = false) const { return {entries}; }
 
-  /// Appends rows and summarises the pages they complete; in retrieval layers finds the heads that have drifted (decode)
-  /// or forgets the selection (prompt). Throws store_error.
+  /// Appends rows and summarises the pages they complete; in retrieval layers finds the heads that have
+  /// drifted (decode) or forgets the selection (prompt). Throws store_error.
   template <class In>
   void append(const State& s, const step& of, const step_rows<In>& rows) {
     for (const step_entry& entry : of.entries) retry_reads(s, entry);
@@ -120,9 +121,9 @@ class stages {
     for (const step_entry& entry : of.entries) detect(s, entry, rows.queries);
   }
 
-  /// Appends prompts from an engine's own cache, `rows[i]` those of the i-th entry, page by page on the recall stream, or
-  /// at once into a file. The last page forgets the selection. Where pages are encoded, it waits for `recalled` first.
-  /// Throws store_error.
+  /// Appends prompts from an engine's own cache, `rows[i]` those of the i-th entry, page by page on the
+  /// recall stream, or at once into a file. The last page forgets the selection. Where pages are encoded, it
+  /// waits for `recalled` first. Throws store_error.
   template <class In>
   void append_from(const State& s, const step& of, std::span<const paged_rows<In>> rows,
                    const event& recalled) {
@@ -155,8 +156,8 @@ class stages {
     for (const step_entry& entry : of.entries) select_.recall_missing(s, entry.sequence, entry.after());
   }
 
-  /// Queues on the recall stream that every head of a decode entry selects with the current query among the next step's
-  /// candidates and recalls what it misses.
+  /// Queues on the recall stream that every head of a decode entry selects with the current query among the
+  /// next step's candidates and recalls what it misses.
   void speculate(const State& s, const step& of) {
     for (const step_entry& entry : of.entries)
       if (entry.phase == step_phase::decode)
@@ -190,8 +191,8 @@ class stages {
     part_weighted_ = memory.take<float>(heads * d);
   }
 
-  /// Reads for a sequence that is about to append what could not be read when it should have been: what a truncation
-  /// or restoration needs, and what is selected.
+  /// Reads for a sequence that is about to append what could not be read when it should have been: what a
+  /// truncation or restoration needs, and what is selected.
   void retry_reads(const State& s, const step_entry& entry) {
     if (s.lacking[entry.sequence] != 0) fill(s, entry.sequence, entry.before, entry.shared_page);
     select_.recall_missing(s, entry.sequence, entry.before);
@@ -205,8 +206,8 @@ class stages {
     const auto append_one = [&](int page, int worker) {
       append_page(instructions(), s, *policies_, entry, page, source, workspace_of(worker));
     };
-    // An open page's unencoded rows may lie where those of the next open page go: nothing is written there before all
-    // else has succeeded.
+    // An open page's unencoded rows may lie where those of the next open page go: nothing is written there
+    // before all else has succeeded.
     const bool in_order = s.encoded && last_page - first_page > 1;
     if (in_order) append_one(first_page++, 0);
     backend_->parallel(last_page - in_order - first_page, bytes,
@@ -244,8 +245,8 @@ class stages {
   const workspace& workspace_of(int worker) const { return select_.workspace_of(worker); }
 
   enum lacks : std::uint8_t { lacks_open_page = 1, lacks_window = 2, lacks_slots = 4 };
-  /// Reads what `lacking` says, for a sequence of `tokens` tokens. `open_page`: the store's page of its open page, if
-  /// that is no longer the one in the table.
+  /// Reads what `lacking` says, for a sequence of `tokens` tokens. `open_page`: the store's page of its open
+  /// page, if that is no longer the one in the table.
   void fill(const State& s, int sequence, int tokens, store_page_id open_page = store_page_id::none) {
     const encoded_pages stored(s, *policies_, workspace_of(0));
     const int page = tokens / s.page.tokens;
@@ -273,8 +274,8 @@ class stages {
                  numbers_.room_for(to, entry, width), complete});
     numbers_.write(to, entry, width);
   }
-  /// Attends rows: a head is one thread's where heads alone occupy the threads, else its parts are shared out.
-  /// Parts are cut and merged alike either way.
+  /// Attends rows: a head is one thread's where heads alone occupy the threads, else its parts are shared
+  /// out. Parts are cut and merged alike either way.
   void attend_rows(const attention_job<State, Settings>& job) {
     const int heads = job.s.heads.kv, last = job.entry.tokens - 1;
     const std::size_t bytes = job.bytes(last);

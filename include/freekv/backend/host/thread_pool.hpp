@@ -58,8 +58,9 @@ class thread_pool {
   }
 
  private:
-  // The ticket: the loop's number in 16 bits, its units in 24, its next unit in 24. An old loop's ticket has no unit
-  // left, so nothing is taken of a loop that is being set up; and no loop ends before a unit that is taken.
+  // The ticket: the loop's number in 16 bits, its units in 24, its next unit in 24. An old loop's ticket has
+  // no unit left, so nothing is taken of a loop that is being set up; and no loop ends before a unit that is
+  // taken.
   static constexpr int most_units = 1 << 24;
   static constexpr std::uint64_t one_unit = most_units, one_loop = one_unit * most_units, loops = 1 << 16;
   using body_call = void (*)(const void*, int, int);

@@ -1,4 +1,5 @@
-// Codes of 8 and 4 bits for groups of numbers, and what a group shares: the parts that integer codecs are made of.
+// Codes of 8 and 4 bits for groups of numbers, and what a group shares: the parts that integer codecs are
+// made of.
 #pragma once
 
 #include <cmath>
@@ -63,8 +64,8 @@ struct extremes {
 
 /// round(x), ties to even, within low .. high; 0 for NaN.
 FREEKV_HD inline int nearest_code(float x, int low, int high) {
-  // Floats near 1.5 * 2^23 are integers: adding it rounds and leaves the integer in the lowest bits. What is far away
-  // stays on its side.
+  // Floats near 1.5 * 2^23 are integers: adding it rounds and leaves the integer in the lowest bits. What is
+  // far away stays on its side.
   constexpr int zero = 0x4b400000;
   const std::uint32_t bits = bits_of(x + 0x1.8p23f);
   int code = static_cast<int>(bits);
@@ -112,9 +113,9 @@ struct symmetric {
   };
 };
 
-/// Codes 0 .. M, M = 2^Bits - 1, from the lowest number of the group to the highest, in steps of `(high - low) / M`;
-/// both are kept as elements, so they come back as they were, and all others within half a step and their rounding.
-/// Differences of the order of the smallest float, 1e-45, are coarse.
+/// Codes 0 .. M, M = 2^Bits - 1, from the lowest number of the group to the highest, in steps of
+/// `(high - low) / M`; both are kept as elements, so they come back as they were, and all others within half
+/// a step and their rounding. Differences of the order of the smallest float, 1e-45, are coarse.
 template <int Bits>
 struct ranged {
   static constexpr int bits = Bits;

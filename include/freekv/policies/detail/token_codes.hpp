@@ -1,4 +1,5 @@
-// A page's tokens as quantised coefficients, and the log-mass they estimate: what key_subspace and key_sketch keep.
+// A page's tokens as quantised coefficients, and the log-mass they estimate: what key_subspace and key_sketch
+// keep.
 #pragma once
 
 #include <cmath>
@@ -9,12 +10,12 @@
 
 namespace freekv {
 
-/// `rows` coefficients of each of `tokens` tokens, symmetric in `bits` bits (1, 2, 3, 4 or 8) with one float32
-/// scale a token, or unquantised (32).
+/// `rows` coefficients of each of `tokens` tokens, symmetric in `bits` bits (1, 2, 3, 4 or 8) with one
+/// float32 scale a token, or unquantised (32).
 ///
-/// Numbers: (rows, tokens) coefficients in units of their token's scale, tokens innermost, then the scales. Stored:
-/// for each row the codes of 8 tokens at a time, `bits` bytes each, then the scales. A token with a NaN or infinite
-/// coefficient gets a NaN for its scale, so its estimate is NaN.
+/// Numbers: (rows, tokens) coefficients in units of their token's scale, tokens innermost, then the scales.
+/// Stored: for each row the codes of 8 tokens at a time, `bits` bytes each, then the scales. A token with a
+/// NaN or infinite coefficient gets a NaN for its scale, so its estimate is NaN.
 struct token_codes {
   int rows = 0;
   int bits = 32;
@@ -132,8 +133,8 @@ struct token_codes {
   FREEKV_HD constexpr std::size_t code_bytes() const {
     return to_size(rows * (tokens / 8) * bits + 3) / 4 * 4;
   }
-  /// round(c / scale) + largest. A subnormal scale is rounded so coarsely that the quotient can exceed the largest
-  /// code, which then stands for it.
+  /// round(c / scale) + largest. A subnormal scale is rounded so coarsely that the quotient can exceed the
+  /// largest code, which then stands for it.
   FREEKV_HD std::uint64_t code_of(float c, float scale) const {
     if (bits == 1) return c >= 0.0f ? 1 : 0;
     const float largest = largest_code();

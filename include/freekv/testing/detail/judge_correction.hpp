@@ -1,4 +1,5 @@
-// Random changes of a group's queries, and random masses, which are to be flagged as a correction's definition has it.
+// Random changes of a group's queries, and random masses, which are to be flagged as a correction's
+// definition has it.
 #pragma once
 
 #include <freekv/policies/correction.hpp>

@@ -1,5 +1,5 @@
-// Random sequences of an evicting pipeline: who has left, beside an eviction's definition, and what attention to the
-// others gives.
+// Random sequences of an evicting pipeline: who has left, beside an eviction's definition, and what attention
+// to the others gives.
 #pragma once
 
 #include <algorithm>
@@ -119,8 +119,8 @@ struct eviction_judge {
   }
 };
 
-/// Judge of every step of random sequences: those have left that the definition gives the least worth, what attention
-/// gives is that of the others in float64, and the same bits with three threads as with one.
+/// Judge of every step of random sequences: those have left that the definition gives the least worth, what
+/// attention gives is that of the others in float64, and the same bits with three threads as with one.
 template <class Element, class Policy>
 void judge_evictions(const Policy& policy, const eviction_definition& definition,
                      const conformance_options& options, differences& wrong) {

@@ -1,5 +1,5 @@
-// Random sequences in pipelines: which heads are corrected, which units they attend to and what they get, beside the
-// definitions of the pipeline's summary, pooling, selection and correction.
+// Random sequences in pipelines: which heads are corrected, which units they attend to and what they get,
+// beside the definitions of the pipeline's summary, pooling, selection and correction.
 #pragma once
 
 #include <algorithm>
@@ -187,8 +187,9 @@ void give(Settings& settings, const Policy& policy) {
   if constexpr (std::is_same_v<kind, correction_kind>) settings.correction = policy;
 }
 
-/// Judge of every step of random sequences: heads are corrected and units attended to as the definitions have it, what attention
-/// gives is that of these units in float64, and the same bits with three threads as with one.
+/// Judge of every step of random sequences: heads are corrected and units attended to as the definitions have
+/// it, what attention gives is that of these units in float64, and the same bits with three threads as with
+/// one.
 template <class Element, class Policy>
 void judge_steps(const Policy& policy, const step_definitions& by, const conformance_options& options,
                  differences& wrong) {

@@ -16,7 +16,8 @@
 
 namespace freekv::testing::detail {
 
-/// A unit as a team makes it: the numbers before they are stored, what is stored of them, and scores of queries.
+/// A unit as a team makes it: the numbers before they are stored, what is stored of them, and scores of
+/// queries.
 struct scored_unit {
   std::vector<float> numbers, stored, scores;
 };

@@ -104,9 +104,9 @@ class differences {
   std::vector<std::string> sentences_;
 };
 
-/// Whether `accepts(moved)` holds of numbers as they are, or of numbers that rounding may have made of them: each moved by
-/// up to `tolerance` of its size and of `unit`. Policies decide in float32, so what is nearly alike may be decided either
-/// way.
+/// Whether `accepts(moved)` holds of numbers as they are, or of numbers that rounding may have made of them:
+/// each moved by up to `tolerance` of its size and of `unit`. Policies decide in float32, so what is nearly
+/// alike may be decided either way.
 template <class Accepts>
 bool accepts_to_rounding(const doubles& numbers, double tolerance, double unit, const Accepts& accepts) {
   if (accepts(numbers)) return true;
@@ -120,8 +120,8 @@ bool accepts_to_rounding(const doubles& numbers, double tolerance, double unit, 
   return false;
 }
 
-/// Rows of a sequence: keys that are alike within stretches of 16 tokens, and queries that turn from step to step, now
-/// little and now much.
+/// Rows of a sequence: keys that are alike within stretches of 16 tokens, and queries that turn from step to
+/// step, now little and now much.
 template <class Element>
 struct random_text {
   static constexpr int d = 64;
@@ -193,9 +193,9 @@ struct random_text {
   }
 };
 
-/// Decodes `steps` rows behind a prompt of one layer, by one thread and by three. Of the first calls `judge(where, step,
-/// head, corrected, units, out)`: for a KV head whether it was corrected and what it attended to, and the whole row's output.
-/// Adds where the second's outputs are not the same bits.
+/// Decodes `steps` rows behind a prompt of one layer, by one thread and by three. Of the first calls
+/// `judge(where, step, head, corrected, units, out)`: for a KV head whether it was corrected and what it
+/// attended to, and the whole row's output. Adds where the second's outputs are not the same bits.
 template <class Pipeline, class Element, class Judge>
 void decode_twice(const std::string& where, const typename Pipeline::settings& settings,
                   const random_text<Element>& text, int prompt, int steps, const Judge& judge,
