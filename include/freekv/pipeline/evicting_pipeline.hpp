@@ -7,6 +7,7 @@
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/backend.hpp>
 #include <freekv/pipeline/call_order.hpp>
+#include <freekv/pipeline/eviction_backend.hpp>
 #include <freekv/pipeline/eviction_state.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/pipeline/policy_pack.hpp>
@@ -41,6 +42,8 @@ namespace freekv {
 template <class Shape, class Eviction, class Backend = host_backend>
 class evicting_pipeline {
   static_assert(sizeof(detail::checked_policy<Eviction>) > 0);
+  static_assert(evicting_backend<Backend, Shape, eviction_settings<Eviction>>,
+                "an evicting pipeline's backend has the stages of freekv/pipeline/eviction_backend.hpp");
   using state = eviction_state<Shape>;
 
  public:

@@ -1,0 +1,33 @@
+// The backend of an evicting pipeline, as a concept: the stages of a step.
+#pragma once
+
+#include <concepts>
+#include <freekv/pipeline/eviction_state.hpp>
+#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/storage/memory.hpp>
+#include <vector>
+
+namespace freekv {
+
+/// The stages of an evicting pipeline on one entry of a step. Each has happened when it returns.
+template <class T, class State>
+concept evicting_stages = requires(T& stages, const std::vector<State>& layers, const State& s,
+                                   const eviction_entry& entry, const kv_rows<float>& rows,
+                                   const float* queries, const attention_output& out) {
+  stages.allocate(layers, entry);         // when a prompt ends, before any layer is cut: budgets of its heads
+  stages.append(s, entry, rows);          // cuts a prompt that has ended to its heads' budgets
+  stages.attend(s, entry, queries, out);  // and what a decode row makes leave goes
+  stages.forget(s, 0);                    // a sequence is empty
+};
+
+/// A backend that evicts: its `eviction_stages` take scratch from fast memory.
+template <class Backend, class Shape, class Settings>
+concept evicting_backend = requires {
+  typename Backend::template eviction_stages<Shape, Settings>;
+  requires std::constructible_from<typename Backend::template eviction_stages<Shape, Settings>, Backend&,
+                                   const Settings&, carver&>;
+  requires evicting_stages<typename Backend::template eviction_stages<Shape, Settings>,
+                           eviction_state<Shape>>;
+};
+
+}  // namespace freekv
