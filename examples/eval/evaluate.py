@@ -45,7 +45,7 @@ def settings_of(wanted):
 
 
 def seconds_of(kind, length, wanted):
-    """A guess, of one core."""
+    """A guess, of one core: its speed is that of one processor, and others take up to four times as long."""
     methods = 1 + len(missing_of(kind, length, wanted))
     if methods == 1:
         return 0
@@ -58,6 +58,14 @@ def seconds_of(kind, length, wanted):
         decoded += sum(len(text) for text in [question["question"], *answers]) / wanted.characters
         decoded += question.get("max_tokens", 0)
     return len(lines) * length / PREFILLED + methods * decoded / DECODED
+
+
+def seconds_left(guesses, took, jobs):
+    """Of the cells that are not done: `guesses` are corrected by what those done took. Both are seconds by cell; a cell that
+    was kept took none."""
+    done = [cell for cell in took if took[cell] > 0 and guesses[cell] > 0]
+    factor = sum(took[cell] for cell in done) / sum(guesses[cell] for cell in done) if done else 1.0
+    return factor * sum(guess for cell, guess in guesses.items() if cell not in took) / jobs
 
 
 def command_of(kind, length, methods, wanted, folder):
@@ -240,9 +248,10 @@ def main(arguments):
     wanted.cache = wanted.cache or str(Path(wanted.out) / "cache")
 
     cells = cells_of(wanted)
-    guess = sum(seconds_of(kind, length, wanted) for kind, length in cells) / wanted.jobs
-    print(f"{len(cells)} cells of {1 + len(wanted.methods)} methods: about {guess / 60:.0f} minutes for a model of 135M "
-          f"on {wanted.jobs} cores; what is done is kept", flush=True)
+    guesses, took = {cell: seconds_of(*cell, wanted) for cell in cells}, {}
+    guess = seconds_left(guesses, took, wanted.jobs) / 60
+    print(f"{len(cells)} cells of {1 + len(wanted.methods)} methods: about {guess:.0f} to {4 * guess:.0f} minutes for a model "
+          f"of 135M on {wanted.jobs} cores, by their speed; what is done is kept", flush=True)
 
     def write_table():
         """After every cell, so that a run that is stopped leaves what there is; of all cells that the folder has."""
@@ -267,8 +276,10 @@ def main(arguments):
             if cell.exception():
                 failed.append(str(cell.exception()))
             else:
-                took = "kept from before" if cell.result() is None else f"{cell.result():.0f} s"
-                print(f"{kind} at {length}: {took}", flush=True)
+                took[kind, length] = cell.result() or 0
+                said = "kept from before" if cell.result() is None else f"{cell.result():.0f} s"
+                left = seconds_left(guesses, took, wanted.jobs) / 60
+                print(f"{kind} at {length}: {said}" + (f"; about {left:.0f} minutes left" if left > 0 else ""), flush=True)
             write_table()
     if failed:
         sys.exit("evaluate.py: " + "; ".join(failed))

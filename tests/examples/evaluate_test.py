@@ -77,6 +77,15 @@ class Evaluate(unittest.TestCase):
     def calls(self):
         return (self.folder / "calls").read_text().splitlines()
 
+    def test_what_is_left_is_guessed_by_what_was_done(self):
+        sys.path.insert(0, str(Path(SCRIPT).parent))
+        import evaluate
+        guesses = {"first": 10, "second": 20, "third": 30, "kept": 0}
+        self.assertEqual(evaluate.seconds_left(guesses, {}, 2), 30)
+        self.assertEqual(evaluate.seconds_left(guesses, {"kept": 0}, 2), 30)
+        self.assertEqual(evaluate.seconds_left(guesses, {"kept": 0, "first": 40}, 1), 200)
+        self.assertEqual(evaluate.seconds_left(guesses, dict.fromkeys(guesses, 5), 1), 0)
+
     def test_a_cell_is_kept_and_the_table_says_what_is_one(self):
         end = self.run_it("--tasks", "quality", "needles", "copy")
         self.assertTrue(end.stdout.startswith("3 cells of 2 methods: about "), end.stdout)
