@@ -25,7 +25,8 @@ bool fits(const contender& c, const common_settings& s) {
 
 subspace_basis basis_of(const contender& c, const prepared_prompt& prompt) {
   if (!c.method.needs_basis()) return {};
-  return (c.basis == basis_source::prompt ? prompt.own : prompt.other).basis.value().view();
+  const learnt_keys& learnt = c.basis == basis_source::prompt ? prompt.own : prompt.other;
+  return (c.method.basis_of_pairs ? learnt.pairs : learnt.basis).value().view();
 }
 
 subspace_basis factors_of(const contender& c, const prepared_prompt& prompt) {

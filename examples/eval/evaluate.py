@@ -24,7 +24,7 @@ import tasks
 HERE = Path(__file__).resolve().parent
 QUALITY = "quality"
 METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "arkvale", "twilight", "infinigen",
-           "shadowkv", "h2o", "tova", "snapkv", "raas", "pyramid_kv", "lazy_eviction", "hard_kv",
+           "fasa", "shadowkv", "h2o", "tova", "snapkv", "raas", "pyramid_kv", "lazy_eviction", "hard_kv",
            "defensive_kv", "cake", "r_kv", "arkv_origin", "d2o", "exact_merge", "hard_kv_merge",
            "freekv", "freekv_key_subspace", "freekv_key_codes",
            "freekv_key_codes_deficit", "freekv_key_codes_sticky", "freekv_key_codes_units"]

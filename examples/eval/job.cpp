@@ -210,8 +210,9 @@ job::job(const arguments& wanted)
   note_remark("what was measured by then is in '" + wanted.out + "/results.jsonl.part'");
   std::copy_if(contenders_.begin(), contenders_.end(), std::back_inserter(principal_),
                [](const contender& c) { return !c.deep; });
-  place_.queries = std::any_of(contenders_.begin(), contenders_.end(),
-                               [](const contender& c) { return c.method.evicts(); });
+  place_.queries = std::any_of(contenders_.begin(), contenders_.end(), [](const contender& c) {
+    return c.method.evicts() || c.method.basis_of_pairs;
+  });
   const auto& shape = model_.shape();
   const int longest = std::max(
       {static_cast<int>(text_.size()), wanted.does("generate") ? wanted.prompt + wanted.generate + 1 : 0,
@@ -250,12 +251,13 @@ bool job::asks_for(basis_source source) const {
 
 learnt_keys job::learn(const prompt_cache& keys, basis_source source) {
   learnt_keys learnt;
-  int rank = 0, key_rank = 0;
+  int rank = 0, pair_rank = 0, key_rank = 0;
   for (const contender& c : contenders_) {
     if (c.basis != source) continue;
     if (c.method.needs_factors())
       key_rank = std::max(key_rank, c.method.key_rank_of(model_.shape().kv_heads * model_.shape().head_dim));
-    if (c.method.needs_basis()) rank = std::max(rank, c.method.rank);
+    int& most = c.method.basis_of_pairs ? pair_rank : rank;
+    if (c.method.needs_basis()) most = std::max(most, c.method.rank);
     const std::pair of{c.method.codes, c.method.unit};
     if (c.method.needs_codebooks() && !learnt.codebooks.contains(of))
       learnt.codebooks.emplace(
@@ -264,6 +266,7 @@ learnt_keys job::learn(const prompt_cache& keys, basis_source source) {
                   progress()));
   }
   if (rank > 0) learnt.basis = keys.learn_basis(rank);
+  if (pair_rank > 0) learnt.pairs = keys.choose_pairs(pair_rank);
   if (key_rank > 0) learnt.factors = keys.learn_factors(key_rank);
   return learnt;
 }

@@ -17,6 +17,7 @@ namespace {
 void run(int argc, char** argv) {
   std::string model_path, out, codebooks;
   std::vector<std::string> texts;
+  bool pairs = false;
   int tokens = 7168, rank = 32, codes = 6, page = 32, threads = 2;
   CLI::App app(
       "Learns key_subspace's basis, the leading eigenvectors of every KV head's keys, and key_codes' "
@@ -31,6 +32,8 @@ void run(int argc, char** argv) {
       ->required();
   app.add_option("--tokens", tokens, "Tokens in all");
   app.add_option("--rank", rank, "Dimensions; key_subspace may use fewer");
+  app.add_flag("--pairs", pairs,
+               "The basis is the rotary pairs that the text's last rows choose, as variant fasa has it");
   app.add_option("--codes", codes, "Codes of a token; key_codes must use as many");
   app.add_option("--page", page, "Tokens in the pages whose means have codes");
   app.add_option("--threads", threads, "Threads of llama.cpp and of learning codebooks");
@@ -57,9 +60,9 @@ void run(int argc, char** argv) {
     const auto part = first_tokens(m, texts[i], left / static_cast<int>(texts.size() - i));
     read.insert(read.end(), part.begin(), part.end());
   }
-  const prompt_cache keys(m, read, {.folder = {}, .threads = threads}, progress_line());
+  const prompt_cache keys(m, read, {.folder = {}, .threads = threads, .queries = pairs}, progress_line());
   if (!out.empty()) {
-    keys.learn_basis(rank).save(out);
+    (pairs ? keys.choose_pairs(rank) : keys.learn_basis(rank)).save(out);
     std::cout << out << "\n";
   }
   if (!codebooks.empty()) {

@@ -192,6 +192,24 @@ key_basis prompt_cache::learn_basis(int rank) const {
   return basis;
 }
 
+key_basis prompt_cache::choose_pairs(int rank) const {
+  if (queries_.empty())
+    throw usage_error("rotary pairs are chosen by queries, and this prompt has none kept");
+  key_basis basis(shape_.layers, shape_.kv_heads, rank, shape_.head_dim);
+  const int rows = std::min(tokens_, rows_that_choose);
+  const std::size_t row = to_size(shape_.query_heads * shape_.head_dim);
+  std::vector<float> queries(to_size(rows) * row);
+  for (int layer = 0; layer < shape_.layers; ++layer) {
+    const auto first =
+        queries_.begin() + static_cast<std::ptrdiff_t>(to_size((layer + 1) * tokens_ - rows) * row);
+    std::transform(first, first + static_cast<std::ptrdiff_t>(queries.size()), queries.begin(),
+                   half_to_float);
+    basis.choose_pairs(layer, float_keys(layer), queries, rows,
+                       shape_.rotary ? shape_.rotary->of : rotary_pairs::halves);
+  }
+  return basis;
+}
+
 key_basis prompt_cache::learn_factors(int rank) const {
   key_basis factors(shape_.layers, shape_.kv_heads, std::min(rank, shape_.kv_heads * shape_.head_dim),
                     shape_.head_dim);

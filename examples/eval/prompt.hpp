@@ -53,6 +53,9 @@ class prompt_cache {
   sequence_id open(pipeline& pipeline) const;
   /// The subspaces of rank `rank` of this prompt's keys.
   key_basis learn_basis(int rank) const;
+  /// The rotary pairs that its last rows choose, as a basis of rank `rank`. Throws usage_error if no queries
+  /// are kept.
+  key_basis choose_pairs(int rank) const;
   /// The factorisation of rank `rank`, at most, of this prompt's keys before rotation, which the model's
   /// shape knows.
   key_basis learn_factors(int rank) const;

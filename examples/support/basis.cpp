@@ -1,7 +1,11 @@
 #include "basis.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <freekv/core/size.hpp>
+#include <functional>
+#include <limits>
+#include <numeric>
 #include <string>
 
 #include "cited.hpp"
@@ -9,6 +13,29 @@
 #include "safetensors.hpp"
 
 namespace freekv::examples {
+
+namespace {
+
+/// The best of some scores: those above the least of them, and the first that equal it.
+class best_scores {
+ public:
+  best_scores(std::span<const float> scores, int count, std::vector<float>& scratch) {
+    scratch.assign(scores.begin(), scores.end());
+    const auto last = scratch.begin() + count - 1;
+    std::nth_element(scratch.begin(), last, scratch.end(), std::greater<>());
+    least_ = *last;
+    equal_ =
+        count - static_cast<int>(std::count_if(scratch.begin(), last, [&](float x) { return x > least_; }));
+  }
+  /// Asked of every score in turn.
+  bool has(float score) { return score > least_ || (score == least_ && equal_-- > 0); }
+
+ private:
+  float least_;
+  int equal_;
+};
+
+}  // namespace
 
 key_basis::key_basis(int layers, int kv_heads, int rank, int head_dim)
     : layers_(layers), kv_heads_(kv_heads), rank_(rank), head_dim_(head_dim) {
@@ -26,6 +53,55 @@ void key_basis::learn(int layer, std::span<const float> keys) {
     float* to = data_.data() + to_size(layer * kv_heads_ + head) * view().floats_per_head();
     to = std::copy(axes.mean.begin(), axes.mean.end(), to);
     std::copy(axes.rows.begin(), axes.rows.end(), to);
+  }
+}
+
+void key_basis::choose_pairs(int layer, std::span<const float> keys, std::span<const float> queries, int rows,
+                             rotary_pairs of) {
+  const int d = head_dim_, pairs = d / 2, key_row = kv_heads_ * d,
+            tokens = static_cast<int>(keys.size()) / key_row;
+  const int query_row = rows == 0 ? 0 : static_cast<int>(queries.size()) / rows, group = query_row / key_row;
+  const rotary_embedding by{.pairs = pairs, .of = of};
+  std::vector<float> scores(to_size((pairs + 1) * tokens)), scratch;  // of each pair, and of all
+  for (int head = 0; head < kv_heads_; ++head) {
+    std::vector<double> agreement(to_size(pairs));
+    for (int row = 0; row < rows; ++row)
+      for (int g = 0; g < group; ++g) {
+        const float* const query = queries.data() + std::ptrdiff_t{row} * query_row + (head * group + g) * d;
+        const int seen = tokens - rows + row + 1, best = (seen + 15) / 16;
+        const auto scores_of = [&](int pair) {
+          return std::span(scores).subspan(to_size(pair) * to_size(tokens), to_size(seen));
+        };
+        const std::span<float> whole = scores_of(pairs);
+        std::fill(whole.begin(), whole.end(), 0.0f);
+        for (int pair = 0; pair < pairs; ++pair) {
+          const int a = by.by_pairs(2 * pair), b = by.by_pairs(2 * pair + 1);
+          const std::span<float> alone = scores_of(pair);
+          for (int t = 0; t < seen; ++t) {
+            const float* const key = keys.data() + std::ptrdiff_t{t} * key_row + head * d;
+            alone[to_size(t)] = query[a] * key[a] + query[b] * key[b];
+            whole[to_size(t)] += alone[to_size(t)];
+          }
+        }
+        for (float& score : scores)
+          if (std::isnan(score)) score = -std::numeric_limits<float>::infinity();
+        for (int pair = 0; pair < pairs; ++pair) {
+          const std::span<const float> alone = scores_of(pair);
+          best_scores by_pair(alone, best, scratch), by_all(whole, best, scratch);
+          int both = 0;
+          for (std::size_t t = 0; t < to_size(seen); ++t)
+            both += static_cast<int>(by_pair.has(alone[t])) & static_cast<int>(by_all.has(whole[t]));
+          agreement[to_size(pair)] += static_cast<double>(both) / best;
+        }
+      }
+    std::vector<int> order(to_size(pairs));
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int a, int b) { return agreement[to_size(a)] > agreement[to_size(b)]; });
+    float* const to = data_.data() + to_size(layer * kv_heads_ + head) * view().floats_per_head();
+    std::fill_n(to, view().floats_per_head(), 0.0f);
+    for (int r = 0; r < rank_ / 2 * 2; ++r)
+      to[(r + 1) * d + by.by_pairs(2 * order[to_size(r / 2)] + r % 2)] = 1.0f;
   }
 }
 

@@ -2,13 +2,17 @@
 #pragma once
 
 #include <filesystem>
+#include <freekv/core/rotary.hpp>
 #include <freekv/policies/key_subspace.hpp>
 #include <span>
 #include <vector>
 
 namespace freekv::examples {
 
-/// Mean keys and leading eigenvectors for all layers and KV heads of a model.
+/// Rows of a prompt, its last, whose queries choose the pairs of a basis.
+inline constexpr int rows_that_choose = 16;
+
+/// Mean keys and leading eigenvectors, or rotary pairs, for all layers and KV heads of a model.
 class key_basis {
  public:
   /// Room for `layers` of `kv_heads` subspaces of rank `rank`.
@@ -18,6 +22,13 @@ class key_basis {
   /// leading eigenvectors of the keys' covariance. Keys with a NaN or an infinity are left out; with no key
   /// at all the mean is 0 and the rows are unit vectors.
   void learn(int layer, std::span<const float> keys);
+
+  /// Sets one layer from its keys (tokens, kv_heads, head_dim) and the queries (rows, query_heads, head_dim)
+  /// of its last `rows` tokens: per KV head unit vectors of the rotary pairs whose scores alone agree best
+  /// with whole scores on which sixteenth of the tokens is the best, the best pair first; means are 0, and so
+  /// is the last row of an odd rank. A score that is NaN is the least. (FASA)
+  void choose_pairs(int layer, std::span<const float> keys, std::span<const float> queries, int rows,
+                    rotary_pairs of);
 
   /// Sets one layer from its keys (tokens, kv_heads, head_dim) before rotation: the `rank` leading right
   /// singular vectors of the keys of all heads side by side; means are 0. Tokens with a NaN or an infinity

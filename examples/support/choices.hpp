@@ -26,6 +26,7 @@ struct method_spec {
   std::string format = "standard";  ///< of the summary's numbers
   int chunk = 8;                    ///< of chunk_means, tokens
   int rank = 24;                    ///< of key_subspace
+  bool basis_of_pairs = false;      ///< of key_subspace: its basis is rotary pairs, not eigenvectors
   int bits = 3;                     ///< of key_subspace and key_sketch
   int codes = 6;                    ///< of key_codes, bytes a token
   int times = 4;                    ///< of coarse_to_fine: pages kept, in selected pages

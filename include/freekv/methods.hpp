@@ -100,6 +100,17 @@ struct infinigen : named_policies<unit<1>, key_subspace<24, 32>, always> {
   static constexpr std::string_view about = "single tokens by partial keys";
   static constexpr std::string_view published = "arXiv 2406.19707";
 };
+/// FASA (Frequency-aware Sparse Attention, 2026): single tokens are selected by the numbers of those rotary
+/// pairs whose scores alone agree best with whole scores on which tokens are the best, as rows of the
+/// summary's basis; 12 pairs here, unquantised, and selected anew before every attention. Unlike the paper's,
+/// pairs are a KV head's, and programs choose them by the last rows of the prompt instead of offline; query
+/// heads of a group select together, k bounds the tokens, and sink and window are always there.
+struct fasa : named_policies<unit<1>, key_subspace<24, 32>, always> {
+  static constexpr std::string_view name = "fasa";
+  static constexpr std::string_view about = "single tokens by the rotary pairs that tell most";
+  static constexpr std::string_view published = "2026";
+  static constexpr bool basis_of_pairs = true;
+};
 /// ShadowKV (arXiv 2410.21465, section 4): chunks of 8 tokens by their mean keys, the most of the group's
 /// softmaxes counting, 48 outlier chunks always selected beside 256 others; values are recalled, and keys
 /// rebuilt from 160 coefficients of what all heads' were before rotation (of 1024 numbers in the paper; take
@@ -332,9 +343,9 @@ struct method_list {};
 /// All of the above.
 using all =
     method_list<full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight,
-                infinigen, shadowkv, razor_attention, duo_attention, freekv_paper, freekv_never, freekv_top_p,
-                freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace,
-                freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
+                infinigen, fasa, shadowkv, razor_attention, duo_attention, freekv_paper, freekv_never,
+                freekv_top_p, freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never,
+                freekv_key_subspace, freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
                 freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky,
                 freekv_key_codes_units, h2o, tova, snapkv, pyramid_kv, raas, lazy_eviction, hard_kv,
                 defensive_kv, cake, r_kv, arkv_origin, d2o, exact_merge, hard_kv_merge>;

@@ -40,6 +40,7 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
       {"twilight", {"retrieval", "coarse_to_fine", "always", "mean_softmax", "top_p"}},
       {"infinigen",
        {"retrieval", "key_subspace", "always", "mean_softmax", "top_k", false, "per_kv_head", 1}},
+      {"fasa", {"retrieval", "key_subspace", "always", "mean_softmax", "top_k", false, "per_kv_head", 1}},
       {"shadowkv",
        {"retrieval", "mean", "always", "max_softmax", "top_k", false, "per_kv_head", 8, "pin_outliers",
         "low_rank_keys"}},

@@ -19,7 +19,7 @@ sed 's/^{/{"stop": "\\n", /' "$texts/tasks.jsonl" >"$folder/stops.jsonl"
   --top-p 0.9 --commit smoke
 for layer in $(seq 0 29); do echo "$layer 0 complete"; done >"$folder/heads.txt"
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/full" \
-  --full --section quality --section budgets --section taus --section poolings --section queries --section lengths --variant freekv --variant razor_attention \
+  --full --section quality --section budgets --section taus --section poolings --section queries --section lengths --variant freekv --variant fasa --variant razor_attention \
   --head-list "$folder/heads.txt" --prompt 500 --steps 4 --deep-steps 4 --budget 256 --budgets 256 320 --taus 0.5 1 \
   --lengths 400 500 --rounds 1 --timed-steps 2 --commit smoke
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/together" \
@@ -27,6 +27,7 @@ for layer in $(seq 0 29); do echo "$layer 0 complete"; done >"$folder/heads.txt"
   --steps 12 --budget 256 --commit smoke
 "$programs/freekv-record" "${common[@]}" --prompt 300 --steps 20 --layers 3,12 --out "$folder/traces"
 "$programs/freekv-basis" --model "$model" --threads 1 --text "$texts/genesis.txt" --tokens 300 --rank 24 --out "$folder/basis.safetensors"
+"$programs/freekv-basis" --model "$model" --threads 1 --text "$texts/genesis.txt" --tokens 300 --rank 24 --pairs --out "$folder/pairs.safetensors"
 "$programs/freekv-basis" --model "$model" --threads 1 --text "$texts/genesis.txt" "$texts/technical.txt" --tokens 300 \
   --codebooks "$folder/codebooks.safetensors"
 for variant in full streaming_llm quest freekv freekv_chunk_means freekv_key_subspace; do
@@ -34,6 +35,7 @@ for variant in full streaming_llm quest freekv freekv_chunk_means freekv_key_sub
 done
 "$replay" "$folder/traces/layer-12.safetensors" --variant shadowkv --k 8 --pinned 2 >"$folder/shadowkv.json"  # the trace has the rotation
 "$replay" "$folder/traces/layer-3.safetensors" --variant freekv_key_subspace --k 2 --basis "$folder/basis.safetensors" >"$folder/basis.json"
+"$replay" "$folder/traces/layer-3.safetensors" --variant fasa --k 40 --basis "$folder/pairs.safetensors" >"$folder/pairs.json"
 
 # A file that is no model, a text too short, and options that cannot be get one sentence and exit code 2.
 for wrong in "--model $0" "--text $0 --prompt 50000" "--variant nonsense" "--budget 100" "--variant razor_attention" \
@@ -164,7 +166,7 @@ def of(bench, metric, case, key):
     return {l[key]: l["value"] for l in full if (l["bench"], l["metric"], l["case"]) == (bench, metric, case)}
 
 
-assert {l["case"] for l in full if l["bench"] == "quality"} == {"full", "freekv", "razor_attention"}
+assert {l["case"] for l in full if l["bench"] == "quality"} == {"full", "freekv", "fasa", "razor_attention"}
 heads = [l["by_head"] for l in full if (l["bench"], l["case"]) == ("layer", "razor_attention")]
 assert len(heads) == 29 and all(abs(head[0] - 1) < 1e-5 > head[2] - 1 for head in heads)  # head 0 keeps everything
 assert list(of("budget", "mass_kept", "freekv", "budget")) == [256, 320]
@@ -198,5 +200,9 @@ assert abs(replays["full"]["mass_kept"] - 1) < 1e-5
 assert replays["streaming_llm"]["mass_kept"] < replays["freekv_key_subspace"]["mass_kept"] < 1
 assert replays["quest"]["correction_rate"] == 1
 assert json.loads((folder / "basis.json").read_text())["settings"]["basis"].endswith("basis.safetensors")
+pairs = (folder / "pairs.safetensors").read_bytes()
+rows = memoryview(pairs[8 + int.from_bytes(pairs[:8], "little"):]).cast("f")
+assert set(rows) == {0, 1} and sum(rows) == 30 * 3 * 24  # layers, KV heads and rows: a number of a key each
+assert 0 < json.loads((folder / "pairs.json").read_text())["mass_kept"] < 1
 print("main job, recorder, basis tool and replay: as expected")
 PYTHON

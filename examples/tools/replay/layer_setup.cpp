@@ -105,7 +105,12 @@ layer_setup::layer_setup(const replay_options& o, const trace_form& t, const bas
 }
 
 void layer_setup::learn(const trace& t) {
-  if (basis_) basis_->learn(0, t.prompt_keys());
+  if (basis_ && options_.method.basis_of_pairs) {
+    const int rows = std::min(t.prompt_len, rows_that_choose);
+    basis_->choose_pairs(0, t.prompt_keys(), t.queries_of(t.prompt_len - rows, rows), rows, pairs_);
+  } else if (basis_) {
+    basis_->learn(0, t.prompt_keys());
+  }
   if (codebooks_) codebooks_->learn(0, t.prompt_keys());
   if (!factors_) return;
   const auto row = to_size(t.kv_heads * t.head_dim);
@@ -159,6 +164,7 @@ void layer_setup::take_basis(const replay_options& o, const trace_form& t, const
     return;
   }
   in_head_dim("--rank", o.method.rank, t);
+  pairs_ = find_by_name("--rope-pairs", rope_pairs, o.rope_pairs.value_or(t.rope_pairs)).value;
   basis_.emplace(1, t.kv_heads, o.method.rank, t.head_dim);
   options_.basis = basis_->layer(0);
 }

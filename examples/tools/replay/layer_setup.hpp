@@ -49,6 +49,7 @@ class layer_setup {
   void take_codebooks(const replay_options& o, const trace_form& t, const basis_file& file);
 
   std::optional<key_basis> basis_;
+  rotary_pairs pairs_ = rotary_pairs::halves;  // that a basis of pairs has
   std::optional<codebook_set> codebooks_;
   std::optional<key_basis> factors_;
   rotation rotation_;

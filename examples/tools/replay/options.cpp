@@ -137,6 +137,7 @@ std::string flags_of(const method_spec& m) {
   if (m.codec != published.codec) text += " --codec " + m.codec;
   if (m.bits != published.bits) text += " --bits " + std::to_string(m.bits);
   if (m.unit != published.unit) text += " --unit " + std::to_string(m.unit);
+  if (m.basis_of_pairs) text += ", its basis rotary pairs";
   return text + (m.plan == "by_head" ? " --heads FILE" : "");
 }
 
@@ -195,6 +196,7 @@ method_spec chosen_method(const replay_options& o, const policy_flags& flags, me
   const method_spec variant = find_by_name("--variant", all, o.variant).method;
   method_spec m = std::move(numbers);
   m.summary = variant.summary;
+  m.basis_of_pairs = variant.basis_of_pairs;
   m.pooling = variant.pooling;
   m.selection = variant.selection;
   m.pinning = variant.pinning;
@@ -361,8 +363,8 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
       ->type_name("FLOAT")
       ->default_str("the trace's");
   add.optional_text("--rope-pairs", o.rope_pairs, "the trace's",
-                    "low_rank_keys: numbers of a key that are turned together, " + names_of(rope_pairs) +
-                        "; GGUF files of Llama's family have neighbours");
+                    "low_rank_keys, and fasa's basis: numbers of a key that are turned together, " +
+                        names_of(rope_pairs) + "; GGUF files of Llama's family have neighbours");
   add.optional_text("--store-file", o.store_file, "the store is in memory",
                     "File that keeps complete pages, or a folder for one without a name in it");
   add.text("--dtype", o.dtype, "Round q, k and v to f32, f16 or bf16; stored: as in the trace");
