@@ -250,8 +250,9 @@ def main(arguments):
     cells = cells_of(wanted)
     guesses, took = {cell: seconds_of(*cell, wanted) for cell in cells}, {}
     guess = seconds_left(guesses, took, wanted.jobs) / 60
-    print(f"{len(cells)} cells of {1 + len(wanted.methods)} methods: about {guess:.0f} to {4 * guess:.0f} minutes for a model "
-          f"of 135M on {wanted.jobs} cores, by their speed; what is done is kept", flush=True)
+    how_long = (f"about {guess:.0f} to {4 * guess:.0f} minutes for a model of 135M on {wanted.jobs} cores, by their speed; what "
+                "is done is kept") if guess > 0 else "nothing is left to run"
+    print(f"{len(cells)} cells of {1 + len(wanted.methods)} methods: {how_long}", flush=True)
 
     def write_table():
         """After every cell, so that a run that is stopped leaves what there is; of all cells that the folder has."""
