@@ -39,6 +39,7 @@ build_and_test() {  # NAME PRESET CMAKE_BUILD_OPTION... -- CTEST_OPTION...
 # alone are asked. Runs with FREEKV_ROUND=0, 1, 2 and 3 take all of it.
 round=${FREEKV_ROUND:-$(git rev-list --count HEAD 2>/dev/null || echo 0)}
 head_dims=(80 96 192 256)
+say "What is taken in turns: FREEKV_ROUND=$round"
 threads=(backend_test file_store_test order_test events_test)  # what has more than one
 configure tsan -DFREEKV_HEAD_DIMS="${head_dims[(round + 2) % 4]}"
 build_and_test "with ThreadSanitizer" tsan --target "${threads[@]}" -- -R "^($(IFS='|'; echo "${threads[*]}"))(\\..*)?\$"

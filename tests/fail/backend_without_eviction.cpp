@@ -1,10 +1,15 @@
-// A backend that retrieves, and has no stages that evict.
+// A backend whose stages of an evicting pipeline have none of its calls.
 #include <freekv/freekv.hpp>
+
+struct no_stages {};
 
 struct retrieves {
 #ifdef FREEKV_FIXED
   template <class Shape, class Settings>
   using eviction_stages = freekv::host_backend::eviction_stages<Shape, Settings>;
+#else
+  template <class Shape, class Settings>
+  using eviction_stages = no_stages;
 #endif
   operator freekv::host_backend&() { return host; }
   freekv::host_backend host;

@@ -692,6 +692,7 @@ class forgetful_decoder {
       const auto query = row_of(q, head * group + g, s_.head_dim);
       const attention one = oracle::attend(query, keys, values, s_.scale, {.log_weights = log_weights});
       to.out.insert(to.out.end(), one.out.begin(), one.out.end());
+      to.doubt.insert(to.doubt.end(), one.doubt.begin(), one.doubt.end());
       to.lse.push_back(one.lse[0]);
       for (std::size_t i = 0; i < tokens.size(); ++i) {
         const double weight =
