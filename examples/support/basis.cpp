@@ -85,9 +85,10 @@ void key_basis::choose_pairs(int layer, std::span<const float> keys, std::span<c
         }
         for (float& score : scores)
           if (std::isnan(score)) score = -std::numeric_limits<float>::infinity();
+        const best_scores of_whole(whole, best, scratch);
         for (int pair = 0; pair < pairs; ++pair) {
           const std::span<const float> alone = scores_of(pair);
-          best_scores by_pair(alone, best, scratch), by_all(whole, best, scratch);
+          best_scores by_pair(alone, best, scratch), by_all = of_whole;
           int both = 0;
           for (std::size_t t = 0; t < to_size(seen); ++t)
             both += static_cast<int>(by_pair.has(alone[t])) & static_cast<int>(by_all.has(whole[t]));
