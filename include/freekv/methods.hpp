@@ -226,8 +226,8 @@ struct freekv_key_codes_sticky : named_policies<key_codes<6>, sticky_top_k, mass
   static constexpr sticky_top_k selection{};
   static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
 };
-/// freekv_key_codes_sticky that selects and recalls units of 8 tokens instead of pages, four times as many: 7
-/// bytes a token where pages take 6.25. (KL from full attention: docs/results.md)
+/// freekv_key_codes_sticky that selects and recalls units of 4 tokens instead of pages, eight times as many:
+/// 8 bytes a token where pages take 6.25. (KL from full attention: docs/results.md)
 struct freekv_key_codes_units : named_policies<unit<4>, key_codes<6>, sticky_top_k, mass_deficit> {
   static constexpr std::string_view name = "freekv_key_codes_units";
   static constexpr std::string_view about = "the same, in units of 4 tokens instead of pages";

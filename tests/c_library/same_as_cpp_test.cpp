@@ -241,8 +241,8 @@ freekv_settings settings_of(const char* method, freekv_element element, int head
   return s;
 }
 
-/// Where two lists first differ, NaN from everything. Catch would print all of a quarter of a million numbers,
-/// for minutes.
+/// First difference of two lists; NaN differs from everything. Catch would print all of a quarter of a
+/// million numbers, for minutes.
 template <class T>
 std::string difference(const std::vector<T>& a, const std::vector<T>& b) {
   if (a.size() != b.size()) return std::to_string(a.size()) + " numbers and " + std::to_string(b.size());

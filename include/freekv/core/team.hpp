@@ -7,46 +7,43 @@
 // results are reproducible.
 //
 // A team offers
-//   width                       elements in a pack; it divides the pages, head dims and rows it is used for
-//   pack                        default-constructible and copyable; from a float: all lanes; + - *
-//   elementwise load(p), store(p, x)        p[0 .. width), of any alignment, as a pack and back; load of any
-//   stored type maximum(a, b), minimum      elementwise; NaN if either is NaN select_greater(a, b, x, y)
-//   elementwise a > b ? x : y; y where either is NaN exp(x), log(x), tanh(x)     elementwise, to about 2 ulp;
-//   exp may be 0 below -87.3; log of x >= 0 or NaN bounded_exp(x)              exp(x) of x that is at most
-//   88, or NaN: the same bits by fewer instructions sum(x), max(x)              over the lanes, to a float
-//   that all lanes see; max is NaN if any lane is sum_each(x)                 of an array of `width` packs:
-//   lane i is sum(x[i]) load_codes<bits>(p, i)      codes i .. i + width, i a multiple of width, as floats,
-//   of a stream of unsigned
-//                               codes of 1, 2, 3, 4 or 8 bits: blocks of 8 codes, `bits` bytes each, the
-//                               first code in the lowest bits. May read (and ignore) up to 3 bytes behind a
-//                               block
-//   lookup(table, codes)        lane i is table[codes[i]]
-//   widen(in, out, n)           n elements of any stored type to float; n a multiple of 8
-//   widen_rows(in, s, r, out, n) if it has it: so r rows, s elements apart, to floats without gaps
-//   prefetch(p)                 what p points to will be loaded soon
-//   lane(), lanes()             this thread's number and how many share the team; scalar work is dealt out as
-//                               for (i = lane(); i < n; i += lanes())
-//   sync()                      what one lane wrote is visible to the others after it
-//   stage(p, n, to)             if it has it: copies n bytes, a multiple of 4 of that alignment, to memory
-//   that is faster
-//                               to read again, n + 16 bytes of an alignment of 16, and returns where they are
-//   load_halves(p, q)           if it has it, of 8 lanes: p[0 .. 4), then q[0 .. 4)
-//   swap_halves(x)              and then: the second four lanes, then the first
-//   store_by_four(p, x)         and then: of an array of 4 packs p[4 * i + g] is lane i of x[g]
-//   repeat(x), fold(x)          and then, of it and its `wide`: a pack whose lanes are x's over and over; of
-//   such a pack the
-//                               sum of what would be in one lane of 8
-//   apart(body)                 if it has it: body() as a function of its own, which all share who call it
-//   with a body of
-//                               the same type
-//   wide                        if it has it: a type with more lanes, for exponentials and products of rows
-//   whose length
-//                               it divides.
-//                               It offers load, store, + - *, sum_each, bounded_exp, prefetch, lane, lanes
-//                               and sync
-//   one_head_at_once            if it has it: rows are multiplied by one query head at a time, which is less
-//   to compile narrow                      if it has `wide`: the base that has not, so that what multiplies
-//   no rows is instantiated once
+//   width                 elements in a pack; it divides the pages, head dims and rows it is used for
+//   pack                  default-constructible and copyable; from a float: all lanes; + - * elementwise
+//   load(p), store(p, x)  p[0 .. width), of any alignment, as a pack and back; load of any stored type
+//   maximum(a, b), minimum(a, b)
+//                         elementwise; NaN if either is NaN
+//   select_greater(a, b, x, y)
+//                         elementwise a > b ? x : y; y where either is NaN
+//   exp(x), log(x), tanh(x)
+//                         elementwise, to about 2 ulp; exp may be 0 below -87.3; log of x >= 0 or NaN
+//   bounded_exp(x)        exp(x) of x that is at most 88, or NaN: the same bits by fewer instructions
+//   sum(x), max(x)        over the lanes, to a float that all lanes see; max is NaN if any lane is
+//   sum_each(x)           of an array of `width` packs: lane i is sum(x[i])
+//   load_codes<bits>(p, i)
+//                         codes i .. i + width, i a multiple of width, as floats, of a stream of unsigned
+//                         codes of 1, 2, 3, 4 or 8 bits: blocks of 8 codes, `bits` bytes each, the first
+//                         code in the lowest bits. May read (and ignore) up to 3 bytes behind a block
+//   lookup(table, codes)  lane i is table[codes[i]]
+//   widen(in, out, n)     n elements of any stored type to float; n a multiple of 8
+//   prefetch(p)           what p points to will be loaded soon
+//   lane(), lanes()       this thread's number and how many share the team; scalar work is dealt out as
+//                         for (i = lane(); i < n; i += lanes())
+//   sync()                what one lane wrote is visible to the others after it
+// and may offer
+//   widen_rows(in, s, r, out, n)
+//                         r rows of n, s elements apart, to floats without gaps
+//   stage(p, n, to)       copies n bytes, a multiple of 4 of that alignment, to memory that is faster to
+//                         read again, n + 16 bytes of an alignment of 16, and returns where they are
+//   load_halves(p, q)     of 8 lanes: p[0 .. 4), then q[0 .. 4); with it come the next two
+//   swap_halves(x)        the second four lanes, then the first
+//   store_by_four(p, x)   of an array of 4 packs: p[4 * i + g] is lane i of x[g]
+//   repeat(x), fold(x)    of it and its `wide`: a pack whose lanes are x's over and over; of such a pack the
+//                         sum of what would be in one lane of 8
+//   apart(body)           body() as a function of its own, shared by all who call it with a body of the type
+//   wide                  a type with more lanes, for exponentials and products of rows whose length it
+//                         divides: load, store, + - *, sum_each, bounded_exp, prefetch, lane, lanes and sync
+//   one_head_at_once      rows are multiplied by one query head at a time, which is less to compile
+//   narrow                with `wide`: the base without it, so that what multiplies no rows is compiled once
 #pragma once
 
 #include <cmath>

@@ -189,8 +189,8 @@ struct layer_state {
   int layer = 0;
   layer_kind kind = layer_kind::retrieval;  // of all heads, or retrieval where any head retrieves
   bool keeps_slots = false;
-  bool encoded =
-      false;  // complete pages are kept as a codec leaves them, or in a file, and open ones as they are
+  /// complete pages are kept as a codec leaves them, or in a file, and open ones as they are
+  bool encoded = false;
   int open_pages = 1;  // of one sequence, where encoded
   head_counts heads;
   page_geometry page;

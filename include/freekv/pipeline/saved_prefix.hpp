@@ -3,12 +3,11 @@
 //
 // A saved prefix is, in the writing machine's byte order: a preamble; a text that says what it fits, a line
 // each; their checksum; then blocks with checksums (checked_stream.hpp) of, layer by layer,
-//   - slices (page, KV head, bytes of the codec), where the layer encodes pages, else (page, KV head, 2,
-//   token, head_dim)
-//     elements, which are what the codec `identity` stores;
+//   - slices (page, KV head, bytes of the codec), where the layer encodes pages, else elements (page, KV
+//     head, 2, token, head_dim), which are what the codec `identity` stores;
 //   - what a codec's heads share (page, shared_bytes), where it has such;
 //   - of each KV head that selects, summaries (page, unit, summary_bytes), and where units are pinned their
-//   worth (page, unit).
+//     worth (page, unit).
 // So it depends neither on the layout of pages nor on where the store is.
 #pragma once
 

@@ -9,9 +9,10 @@
 //     static constexpr std::string_view name = "my_codec";
 //     FREEKV_HD constexpr std::size_t bytes(page_geometry page, std::size_t element_bytes) const;
 //     template <int HeadDim, class Team, class Element>
-//     FREEKV_HD void encode(Team team, const head_slice<const Element>& from, int tokens, std::byte* to)
-//     const; template <int HeadDim, class Team, class Element> FREEKV_HD void decode(Team team, const
-//     std::byte* from, int tokens, row_range rows,
+//     FREEKV_HD void encode(Team team, const head_slice<const Element>& from, int tokens,
+//                           std::byte* to) const;
+//     template <int HeadDim, class Team, class Element>
+//     FREEKV_HD void decode(Team team, const std::byte* from, int tokens, row_range rows,
 //                           const head_slice<Element>& to) const;
 //   };
 //

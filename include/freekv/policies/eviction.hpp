@@ -303,8 +303,8 @@ struct lazy_eviction {
   float threshold = 1e-4f;
 
   struct unit_state {
-    std::int32_t active, interval,
-        row;  // the last active row, the longest interval, the last row that attended
+    /// the last active row, the longest interval, the last row that attended
+    std::int32_t active, interval, row;
   };
   FREEKV_HD constexpr int unit_tokens() const { return 1; }
   FREEKV_HD constexpr bool stages_prompt() const { return true; }
@@ -494,20 +494,19 @@ concept merges_tokens = requires {
 
 /// Optional: `validate(limits)`, `values()`, and
 /// - `observe(units, moment, worths) -> int`, with `group()` and `observes_decoding()`: before units, which
-/// are tokens then,
-///   leave, it gives each a worth, and says how many of them stay at most, the protected ones among them.
-///   `group()` is what it sees of query heads, `observes_decoding()` whether decode rows are among its rows,
-///   whose queries are kept for each sequence then; else units leave when a prompt ends alone;
+///   are tokens then, leave, it gives each a worth, and says how many of them stay at most, the protected
+///   ones among them. `group()` is what it sees of query heads, `observes_decoding()` whether decode rows are
+///   among its rows, whose queries are kept for each sequence then; else units leave when a prompt ends
+///   alone;
 /// - `sees_keys() -> bool`, whether it is given the units' keys with them;
 /// - `allocate(statistics, over, budgets)`, with a trivially copyable `statistic` and
-/// `measure(units, moment) -> statistic`:
-///   when a prompt that is longer than the budget ends, it sees what was measured of each head of all layers
-///   that forget (layers, kv_heads) and gives them budgets, whose sum is at most that of equal ones;
+///   `measure(units, moment) -> statistic`: when a prompt that is longer than the budget ends, it sees what
+///   was measured of each head of all layers that forget (layers, kv_heads) and gives them budgets, whose sum
+///   is at most that of equal ones;
 /// - `merge(tokens, moment, memory, fates)`, with a trivially copyable `head_memory`, one for each head of a
-/// sequence, and
-///   `merge_by() -> merge_rule`: when tokens leave, it says which of those that stay each merges into, and
-///   with what weight. Units are tokens then. By `merge_rule::as_last_row` weights are the row's, whose
-///   queries `observed_rows()` keeps.
+///   sequence, and `merge_by() -> merge_rule`: when tokens leave, it says which of those that stay each
+///   merges into, and with what weight. Units are tokens then. By `merge_rule::as_last_row` weights are the
+///   row's, whose queries `observed_rows()` keeps.
 struct eviction_kind : kind_defaults {
   template <class P>
   struct check {

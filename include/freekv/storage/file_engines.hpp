@@ -25,8 +25,8 @@ namespace freekv::host {
 
 /// Progress of a read or write.
 struct transfer_progress {
-  static constexpr int most_tries =
-      100;  ///< in a row without a byte, where the system says "try again": 0.1 s
+  /// in a row without a byte, where the system says "try again": 0.1 s
+  static constexpr int most_tries = 100;
   enum class state : std::uint8_t { more, complete, failed };
 
   std::size_t done = 0;

@@ -2,7 +2,7 @@
 // library:
 //
 //     for (const std::string& wrong : freekv::testing::conforms<end_keys>(definition))
-//     std::puts(wrong.c_str());
+//       std::puts(wrong.c_str());
 #pragma once
 
 #include <freekv/testing/definitions.hpp>

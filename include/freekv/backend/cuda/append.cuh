@@ -23,8 +23,8 @@ namespace freekv::device {
 struct append_tuning {
   int threads = 128;    ///< of a block
   int registers = 128;  ///< of a thread at most, where units are pinned
-  int most_teams =
-      512;  ///< that run at a time, each with scratch of a page of float keys; more units take turns
+  /// that run at a time, each with scratch of a page of float keys; more units take turns
+  int most_teams = 512;
   int teams_behind = 128;  ///< the same beside the engine's kernels, which keep the machine
   constexpr bool valid() const {
     return valid_block(threads, registers) && most_teams % threads == 0 && most_teams > 0 &&
@@ -221,8 +221,8 @@ __device__ void detect_drift(Team team, const State& s, const Correction& correc
   const bool anew = selects_anew(team, s, correction, entry, head, query);
   if (team.lane() == 0) {
     if (begin_report(s, entry.sequence, head, anew)) atomicAdd(s.flagged_count, 1);
-    s.next_selected_count[s.head_index(entry.sequence, head)] =
-        -1;  // until a correction selects for the next step, too
+    // until a correction selects for the next step, too
+    s.next_selected_count[s.head_index(entry.sequence, head)] = -1;
   }
   team.sync();  // all lanes have read the previous queries
   for (int row = 0; row < entry.tokens; ++row) {

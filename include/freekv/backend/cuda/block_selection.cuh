@@ -17,8 +17,8 @@ namespace freekv::device {
 
 struct block_selection_tuning {
   int threads = 256;  ///< of a block
-  int most_by_mass =
-      1024;  ///< units that a selection by mass has the choice of: their order is kept in a block's memory
+  /// units that a selection by mass has the choice of: their order is kept in a block's memory
+  int most_by_mass = 1024;
   constexpr bool valid() const { return threads >= 256 && most_by_mass <= 4096; }
 };
 inline constexpr block_selection_tuning block_selection_default{};

@@ -165,8 +165,8 @@ struct selection_scratch {
 struct selection_job {
   selection_time time = selection_time::correct;
   bool every_head = false;  ///< corrects whether flagged or not, as masses tell which are
-  int select_all_up_to =
-      0;  ///< so many candidates that are not pinned are all selected, whatever their scores
+  /// With at most this many candidates that are not pinned all are selected, and scoring is skipped.
+  int select_all_up_to = 0;
   bool one_selection_per_layer = false;  ///< the heads of a layer select as one
   bool separate_next_scores = false;  ///< scores of this step's and of the next step's candidates are apart
 };
