@@ -1,5 +1,5 @@
-// Append, summarise, offload and drift on the device, in one launch; summaries by a block each are of
-// summarise.cuh, pages that a codec encodes of encoded_pages.cuh.
+// Appending, summaries, writes to the store and drift on the device, in one launch; summaries by a block each
+// are of summarise.cuh, pages that a codec encodes of encoded_pages.cuh.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ namespace freekv::device {
 struct append_tuning {
   int threads = 128;    ///< of a block
   int registers = 128;  ///< of a thread at most, where units are pinned
-  /// that run at a time, each with scratch of a page of float keys; more units take turns
+  /// Teams that run at a time, each with scratch of a page of float keys; more tasks take turns
   int most_teams = 512;
   int teams_behind = 128;  ///< the same beside the engine's kernels, which keep the machine
   constexpr bool valid() const {
@@ -139,13 +139,13 @@ __device__ auto unencoded_rows(Team team, const State& s, const step_entry& entr
   return staged;
 }
 
-/// Whether a step completes page `page` of an entry, of those that it writes to.
+/// True where a step completes page `page` of an entry, of those that it writes to.
 template <class State>
 __device__ bool completes(const State& s, const step_entry& entry, int page) {
   return entry.after() >= (page + 1) * s.page.tokens;
 }
-/// Whether such a page's rows stay where they are until a block has summarised it: an open page's room is the
-/// next one's.
+/// True where the rows of a page that a step completes stay in place until a block summarises them; not where
+/// the next open page takes their room.
 template <class State>
 __device__ bool leaves_to_block(const State& s, const step_entry& entry, int page) {
   return s.pins == 0 && (!s.encoded || entry.phase == step_phase::prefill ||

@@ -98,7 +98,7 @@ inline int rows_at_once(const attention_scratch_memory& scratch, int parts, int 
       std::clamp<std::int64_t>(scratch.parts / (std::int64_t{parts} * query_heads), 1, most_in_z));
 }
 
-/// Which rows of a step a launch is for.
+/// Kinds of a step's rows that a launch is for.
 enum class rows_attending : std::uint8_t { all, decodes, prompts };
 
 /// Rows of a step that attend in one launch.
@@ -116,11 +116,11 @@ struct attended_rows {
   }
 };
 
-/// Whether a row attends to everything that its model does, in the store, rather than to what the head keeps.
+/// True where a row attends to all that its model attends to, in the store; else to what the head keeps.
 FREEKV_HD inline bool attends_to_all(const step_entry& entry, const attended_rows& rows) {
   return rows.everything || entry.phase == step_phase::prefill;
 }
-/// What a KV head attends to with one row.
+/// List of what a KV head attends to with one row.
 struct attended_list {
   const step_entry& step;
   int head = 0;
@@ -134,7 +134,7 @@ struct attended_list {
     return {step, head, everything, s.pages_attended(step, row - step.first_row, head, everything)};
   }
   FREEKV_HD int size() const { return entries.size(); }
-  /// Whether it is of the store's pages, rather than of slots.
+  /// True where the list is of the store's pages; else of slots.
   template <class State>
   FREEKV_HD bool in_store(const State& s) const {
     return !s.keeps_slots || everything || entries.complete;
@@ -178,8 +178,7 @@ struct attend_block<tensor_attention<HeadDim, Element>, HeadDim, Element, Codec>
   using storage = typename attention_type::storage;
 };
 
-/// Where the rows of entry i of a list are: in its slot, in the store if that keeps them as they are, or in
-/// an open page.
+/// Rows of entry i of a list: in its slot, in the store if that keeps them as they are, or in an open page.
 template <class Codec, class State>
 FREEKV_HD auto attended_slice(const State& s, const attended_list& list, int i) {
   const attention_list& entries = list.entries;
@@ -194,7 +193,7 @@ FREEKV_HD auto attended_slice(const State& s, const attended_list& list, int i) 
   return rows_behind(s.block_slice(sequence, s.slot_of_page(entries, i), head), part.first);
 }
 
-/// Which query heads of a tile attend to entry i of their KV head's list, as bits.
+/// Query heads of a tile that attend to entry i of their KV head's list, a bit each.
 template <class State, class Tile>
 FREEKV_HD unsigned attending_heads(const State& s, const attended_list& list, int i, const Tile& tile) {
   if (s.mask_words == 0 || !list.entries.is_selected(i)) return ~0u;
@@ -206,7 +205,7 @@ FREEKV_HD unsigned attending_heads(const State& s, const attended_list& list, in
   return heads;
 }
 
-/// Whether entry i of a list is of a page that is encoded.
+/// True where entry i of a list is of an encoded page.
 template <class Codec, class State>
 __device__ bool is_encoded(const State& s, const attended_list& list, int i) {
   return encodes_pages<Codec> && list.in_store(s) && list.entries.page(i) < list.step.after() / s.page.tokens;

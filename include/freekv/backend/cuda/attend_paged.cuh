@@ -24,7 +24,7 @@ struct attend_paged_tuning {
   multiplies by = multiplies::fma;
   constexpr bool valid() const { return valid_block(threads, registers); }
 };
-/// As kernels are told it: nvcc 13.0 does not take values of a class as a kernel's template arguments.
+/// Tuning as a type: nvcc 13.0 does not take values of a class as a kernel's template arguments.
 struct attend_paged_default {
   static constexpr attend_paged_tuning tuning{};
 };
@@ -58,10 +58,10 @@ struct paged_cache {
   }
 };
 
-/// What attends to such a cache: `rows` decode rows of each sequence, causal among themselves. The last one
-/// attends to all of its sequence's tokens, each before it to one less; a row that has none gets output 0 and
-/// lse -infinity, or its logit. The bounds size the launch, and a launch may be captured with larger ones:
-/// what there is, is read on the device.
+/// Attention to an engine's paged cache: `rows` decode rows of each sequence, causal among themselves. The
+/// last one attends to all of its sequence's tokens, each before it to one less; a row that has none gets
+/// output 0 and lse -infinity, or its logit. The bounds size the launch, and a launch may be captured with
+/// larger ones: what there is, is read on the device.
 struct paged_attention {
   head_counts heads;               ///< any group
   const float* queries = nullptr;  ///< (sequences, rows, query_heads, head_dim): post-RoPE
@@ -117,7 +117,7 @@ struct paged_row {
   }
 };
 
-/// What attends with the query heads of a tile.
+/// Attention with the query heads of a tile.
 template <class Tuned, int HeadDim, class Element>
 using paged_tile = tile_attention<multiplies_for<Tuned::tuning.by, HeadDim, Element>, HeadDim, Element>;
 

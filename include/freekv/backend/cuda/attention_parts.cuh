@@ -32,14 +32,14 @@ struct attention_scratch_memory {
     return m;
   }
 
-  /// Before it is used: what counts, counts from 0, and kernels leave it so.
+  /// Sets the counters to 0, before the scratch is used; kernels leave them at 0.
   void clear(cudaStream_t stream) const {
     check(cudaMemsetAsync(blocks_attending, 0, to_size(parts) * sizeof *blocks_attending, stream),
           "cudaMemsetAsync");
   }
 };
 
-/// Where the parts of one row are in the scratch, of which `first` query heads of other rows lie before it.
+/// Places of one row's parts in the scratch, behind those of `first` query heads of other rows.
 struct parts_of_row {
   std::int64_t first = 0;
   int parts = 1;

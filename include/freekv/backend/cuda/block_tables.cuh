@@ -9,8 +9,7 @@
 
 namespace freekv::device {
 
-/// Whose a table's rows are, of a batch of `sequences`: the step's, in their order, and empty rows behind
-/// them.
+/// Rows of a table, of a batch of `sequences`: the step's, in their order, and empty rows behind them.
 enum class table_rows : std::uint8_t {
   by_head,    ///< (kv_heads, sequences): what a KV head attends to
   folded,     ///< (sequences, kv_heads): the same; id: block * kv_heads + head, of a tensor whose blocks are
@@ -46,7 +45,7 @@ struct tables_tuning {
 inline constexpr tables_tuning tables_default{};
 static_assert(tables_default.valid());
 
-/// What one KV head of the `nth` sequence of a step attends to with the last row.
+/// List of what one KV head of the `nth` sequence of a step attends to with the last row.
 template <class State>
 __device__ attention_list last_row_attends(const State& s, const step_view& step, int nth, int head) {
   const attention_list nothing{.complete = true};
@@ -71,7 +70,7 @@ __device__ void unite_pages(const State& s, const step_view& step, int nth, int 
   __syncthreads();
 }
 
-/// One row of a table. With `all_heads`, dynamic shared memory of a bit for each page of a sequence.
+/// Writes one row of a table. With `all_heads`, dynamic shared memory of a bit for each page of a sequence.
 template <class State>
 __global__ void write_table(State s, step_view step, block_tables to) {
   extern __shared__ unsigned united[];

@@ -28,7 +28,7 @@ struct encode_tuning {
 inline constexpr encode_tuning encode_default{};
 static_assert(encode_default.valid());
 
-/// Whether complete pages are kept in another form than that of their rows.
+/// True of a codec that keeps complete pages in another form than their rows'.
 template <class Codec>
 inline constexpr bool encodes_pages = !std::is_same_v<Codec, identity>;
 
@@ -38,7 +38,7 @@ struct page_run {
   int first = 0, count = 0;
 };
 
-/// Where pages that prompts complete are until they are encoded, and what they become.
+/// Scratch of encoding: pages that prompts complete, until they are encoded, and what they become.
 template <class Element>
 struct encoding_scratch {
   page_staging<Element> staged;
@@ -78,8 +78,8 @@ __device__ auto codec_of(const State& s, const Codec& codec, const sequence_head
   return codec_at(codec, {s.layer, at.head, s.heads.kv, page * s.page.tokens, shared, floats});
 }
 
-/// Some rows of a complete page as they come back, to the first rows of `to`. By `Lanes` neighbouring
-/// threads, whose teams share the rows out.
+/// Decodes some rows of a complete page, to the first rows of `to`. By `Lanes` neighbouring threads, whose
+/// teams share the rows out.
 template <int Lanes, class State, class Codec>
 __device__ void decode_by_lanes(const State& s, const Codec& codec, const sequence_head& at,
                                 const page_range& part, const head_slice<typename State::element>& to) {

@@ -254,8 +254,7 @@ struct lane_team {
     halve<Lanes / 2>(rest, combine);
     return pack::of([&](auto i) { return rest[i]; });
   }
-  /// Of `2 * Distance * Share` results, laid out by the lane that is to have them, keeps those of this lane's
-  /// half.
+  /// Keeps this lane's half of `2 * Distance * Share` results, laid out by the lane that is to have them.
   template <int Distance, class Combine>
   __device__ void halve(float (&rest)[width], const Combine& combine) const {
     if constexpr (Distance > 0) {

@@ -48,7 +48,7 @@ struct staged_parts {
   int first_part = 0, parts = 0;  // of each
   int pages = 0;                  // of a part
 
-  /// Which of the staged pages is page `page` of the step's entry `entry`.
+  /// Number, among the staged pages, of page `page` of the step's entry `entry`.
   FREEKV_HD constexpr int nth(int entry, int page) const {
     return (entry - first_entry) * parts * pages + page - first_part * pages;
   }

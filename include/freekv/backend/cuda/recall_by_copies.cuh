@@ -19,7 +19,7 @@
 
 namespace freekv::device {
 
-/// How a batch is queued.
+/// Calls that queue a batch.
 enum class copy_call : std::uint8_t {
   batched,          ///< in one call, from CUDA 13 on
   two_dimensional,  ///< a call for the keys of each slice, and one for its values
@@ -71,7 +71,7 @@ __global__ void write_copied(State s, const recall_item* items, int count, typen
                      pieces{s.selected_slice(item.sequence, item.slot, item.head), tokens});
 }
 
-/// The lists and buffers of such recalls.
+/// Lists and buffers of recalls by copy engines.
 template <class State, class Tuned = copies_default>
 class copied_recall {
   using element = typename State::element;
@@ -80,7 +80,7 @@ class copied_recall {
 
  public:
   copied_recall() = default;
-  /// For at most `most_items` items of units of `tokens` tokens.
+  /// Takes room for at most `most_items` items of units of `tokens` tokens.
   copied_recall(std::int64_t most_items, int tokens, carver& pinned, carver& fast)
       : count_(pinned.take<std::int32_t>(1)), items_(pinned.take<recall_item>(to_size(most_items))) {
     for (lane& l : lanes_)
@@ -149,7 +149,8 @@ class copied_recall {
           "cudaMemcpyBatchAsync");
 #endif
   }
-  /// In two dimensions: queues the copy. To a batch: one copy where rows are side by side, else one for each.
+  /// Queues a copy of a slice's rows, where copies are of two dimensions; else adds it to the batch: one copy
+  /// where rows are side by side, else one for each.
   void add_rows(element* to, const element* from, std::int64_t stride, int tokens, stream& transfers) {
     constexpr int d = State::head_dim;
     if constexpr (tuning.call == copy_call::two_dimensional) {

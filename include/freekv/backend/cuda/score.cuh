@@ -37,7 +37,7 @@ inline constexpr int prepare_threads = 512;
 /// Rows that a warp scores.
 inline constexpr int rows_of_warp = chunk_units * 32 / score_default.threads;
 
-/// What a team has in a block's memory: a decoded summary's numbers, and a stored one where it is staged and
+/// Room of a team in a block's memory: a decoded summary's numbers, and a stored one where it is staged and
 /// there is room.
 struct scoring_room {
   int numbers = 0, staged = 0;  // floats, multiples of 16 bytes
@@ -154,11 +154,11 @@ __launch_bounds__(block_summary<Summary>::prepares ? prepare_threads : score_def
   }
 }
 
-/// By which summary candidates are scored: their one, or of two the coarse one, or the fine one those that
-/// are kept.
+/// Summary that candidates are scored by: their only one, or of two the coarse one, or the fine one for those
+/// that are kept.
 enum class scoring : std::uint8_t { alone, coarse, fine };
 
-/// Whether a candidate that a coarse summary has scored so is scored by the fine one.
+/// True where the fine summary scores a candidate that the coarse one has scored `pooled`.
 FREEKV_HD inline bool is_kept(unsigned long long least, float pooled, int unit) {
   return least == 0 || ordered_key(pooled, unit) >= least;
 }
@@ -283,7 +283,7 @@ __device__ void pool_row(const State& s, const Pooling& pooling, const selection
   }
 }
 
-/// What follows a row's pooled scores in the same launch: nothing.
+/// A `Then` that does nothing behind a row's pooled scores.
 struct then_nothing {
   static constexpr int shared_bytes = 0;
 };

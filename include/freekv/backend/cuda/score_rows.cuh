@@ -29,7 +29,7 @@ struct row_scoring {
   static constexpr int of_lane = pieces / lanes;  // pieces
   static constexpr int teams = 32 / lanes;
   static constexpr int at_once = lanes / heads;
-  /// Whether registers hold the queries: else the shared body scores.
+  /// True where registers hold the queries; else `score_unit` scores.
   static constexpr bool there = Width % each == 0 && lanes >= 8 && heads * of_lane * each <= 64;
 
   /// Queries in shared memory: fours of neighbouring numbers, such that lanes which read a piece's nth fours

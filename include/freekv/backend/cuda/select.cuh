@@ -57,8 +57,8 @@ __device__ int correct_by_mass(const Correction& correction, const float* pooled
 /// Stands in for the selection where each query head has selected for itself: the KV head takes the union.
 struct union_of_query_heads {};
 
-/// One query head of a step selects for itself: to correct for this step and for the next, to speculate for
-/// the next.
+/// Selects for one query head of a step by itself: to correct for this step and for the next, to speculate
+/// for the next.
 template <class State, class Selection>
 __global__ void select_by_query_head(State s, Selection selection, step_view step, selection_scratch scratch,
                                      selection_job job) {
@@ -125,7 +125,7 @@ struct recall_later {
 template <class Selection, class Correction>
 using select_storage_for = select_storage_of<Selection, !std::is_same_v<Correction, already_flagged>>;
 
-/// One KV head of a step selects. To correct: for this step and, by the same scores, for the next; then,
+/// Selection of one KV head of a step. To correct: for this step and, by the same scores, for the next; then,
 /// corrected or not, what it has selected is what it attends to. To speculate: for the next step, unless a
 /// correction has done so. With `union_of_query_heads` for a selection its query heads have selected.
 template <class Selection, class Residency, class Correction, class Recall>
@@ -139,7 +139,8 @@ struct select_and_recall {
   static constexpr bool judges = !std::is_same_v<Correction, already_flagged>;
   static constexpr bool unites = std::is_same_v<Selection, union_of_query_heads>;
 
-  /// By a block, with its shared memory; `nth` is the entry's number. The candidates' scores are pooled.
+  /// Selects and recalls by a block, with its shared memory; `nth` is the entry's number. The candidates'
+  /// scores are pooled.
   template <class State>
   __device__ void operator()(const State& s, const step_entry& entry, int nth, int head,
                              const row_candidates& candidates, const selection_scratch& scratch,
@@ -216,7 +217,7 @@ struct select_and_recall {
   }
 };
 
-/// The same in a launch of its own, behind that which has scored and pooled.
+/// Selects in a launch of its own, behind that which has scored and pooled.
 template <class State, class Select>
 __global__ void select_units(State s, Select select, step_view step, selection_scratch scratch,
                              selection_job job) {
@@ -229,7 +230,7 @@ __global__ void select_units(State s, Select select, step_view step, selection_s
   select(s, entry, nth, head, candidates, scratch, job, shared);
 }
 
-/// Before `launch_select` of `union_of_query_heads`.
+/// Launches the query heads' own selections, before `launch_select` of `union_of_query_heads`.
 template <class State, class Selection>
 void launch_select_by_query_head(const State& s, const Selection& selection, const step_view& step,
                                  const selection_scratch& scratch, const selection_job& job,
@@ -238,7 +239,7 @@ void launch_select_by_query_head(const State& s, const Selection& selection, con
   launch("selection of query heads", {rows, block_selection_default.threads, stream},
          select_by_query_head<State, Selection>, s, selection, step, scratch, job);
 }
-/// `correction` judges by masses, or is `already_flagged`.
+/// Launches the selection of a step's KV heads; `correction` judges by masses, or is `already_flagged`.
 template <class State, class Selection, class Residency, class Correction>
 void launch_select(const State& s, const Selection& selection, const Residency& residency,
                    const Correction& correction, const step_view& step, const selection_scratch& scratch,

@@ -201,7 +201,7 @@ class selection_stage {
     recall(s, step, scratch, on, transfers);
   }
 
-  /// In one stage; or in two, of which the second scores what the first has kept.
+  /// Scores in one stage; or in two, of which the second scores what the first has kept.
   template <class Summary, class Pooling>
   static void score(const State& s, const Summary& summary, const Pooling& pooling, const step_view& step,
                     const selection_scratch& scratch, const selection_job& job, cudaStream_t stream) {

@@ -1,4 +1,5 @@
-// What scoring, pooling, selecting and recall hand on to one another. Each stream has one of its own.
+// Scratch of selection: what scoring, pooling, selecting and recall hand on to one another. Each stream has
+// its own.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +34,7 @@ struct listed_items {
 inline constexpr int chunk_units = 128;
 static_assert(chunk_units % 32 == 0);
 
-/// What a scratch has room for.
+/// Sizes that a scratch has room for.
 struct selection_sizes {
   int entries = 0, kv_heads = 0;
   bool by_query_head = false;  ///< each query head selects for itself
@@ -60,13 +61,13 @@ struct selection_scratch {
   std::uint32_t* blocks_recalling = nullptr;  // that have recalled
   std::uint32_t* blocks_scoring = nullptr;    // (2, entry, row): that have scored
   std::int32_t* best = nullptr;               // (entry, kv head, K): of a correction by mass
-  // Where the heads of a layer select together:
+  // Layers whose heads select together:
   float* layer_scores = nullptr;       // (2, entry, stride): as `pooled`, of all of them
   log_sum_exp* pooled_mass = nullptr;  // (2, entry, row, chunks): of `pooled`
-  // Where query heads select each for itself:
+  // Query heads that select each for itself:
   std::int32_t* lists = nullptr;        // (2, entry, row, units of a row): what each has selected, ascending
   std::int32_t* list_counts = nullptr;  // (2, entry, row)
-  // In two stages:
+  // Two stages:
   unsigned long long* least = nullptr;  // (2, entry, row): the least key of those that are kept; 0: all are
   selection_sizes sizes;
   int chunks = 0;
@@ -101,7 +102,7 @@ struct selection_scratch {
     return s;
   }
 
-  /// Before it is used: what counts, counts from 0, and kernels leave it so.
+  /// Sets the counters to 0, before the scratch is used; kernels leave them at 0.
   void clear(cudaStream_t stream) const {
     const auto zero = [&](auto* counters, std::size_t count) {
       check(cudaMemsetAsync(counters, 0, count * sizeof *counters, stream), "cudaMemsetAsync");
@@ -124,7 +125,7 @@ struct selection_scratch {
   FREEKV_HD std::int64_t at(bool next, int entry, int row) const {
     return at(next ? sizes.entries + entry : entry, row);
   }
-  /// `next`: those of the next step's candidates, where they are apart.
+  /// Scores of a row; with `next` those of the next step's candidates, where they are apart.
   FREEKV_HD float* scores_of(bool next, int entry, int row) const {
     return scores + at(next, entry, row) * sizes.queries * stride;
   }
@@ -161,11 +162,11 @@ struct selection_scratch {
   }
 };
 
-/// What is asked of the heads that select.
+/// Job of a launch: which heads select, and for when.
 struct selection_job {
   selection_time time = selection_time::correct;
   bool every_head = false;  ///< corrects whether flagged or not, as masses tell which are
-  /// With at most this many candidates that are not pinned all are selected, and scoring is skipped.
+  /// Largest number of candidates that are not pinned of which all are selected, and scoring is skipped.
   int select_all_up_to = 0;
   bool one_selection_per_layer = false;  ///< the heads of a layer select as one
   bool separate_next_scores = false;  ///< scores of this step's and of the next step's candidates are apart
@@ -177,7 +178,7 @@ FREEKV_HD unit_list pinned_units(const State& s, int sequence, int head) {
   return {s.pinned + row * to_size(s.pins), s.pinned_count[row]};
 }
 
-/// Which row of pooled scores is that of row `row` of an entry.
+/// Row of pooled scores that belongs to row `row` of an entry.
 template <class State>
 FREEKV_HD int pooled_row(const State& s, const selection_job& job, int row) {
   return job.one_selection_per_layer ? retrieving_before(s, row) : row;
@@ -190,7 +191,7 @@ struct row_candidates : step_candidates {
   unit_list pinned;
   bool selects = false;
   FREEKV_HD int count(bool for_next) const { return for_next ? next : now; }
-  /// Of the first `count` candidates those that are chosen among.
+  /// Number of those of the first `count` candidates that are chosen among.
   FREEKV_HD int unpinned(int count) const { return count - pinned.count; }
   FREEKV_HD bool is_pinned(int j) const { return pinned.count > 0 && pinned.has(first + j); }
 };
@@ -205,15 +206,15 @@ FREEKV_HD row_candidates candidates_of(const State& s, const step_entry& entry, 
   return selecting;
 }
 
-/// Whether nothing is selected in this launch: no head of the step is flagged. One load, which comes before
-/// all others.
+/// True where this launch selects nothing: no head of the step is flagged. One load, which comes before all
+/// others.
 template <class State>
 __device__ bool nothing_to_select(const State& s, const selection_job& job) {
   return job.time == selection_time::correct && !job.every_head && *s.flagged_count == 0;
 }
 
-/// Of a selection among so many candidates with a budget of k. What looks at masses needs the scores in any
-/// case.
+/// Largest number of candidates that are all selected with a budget of k, whatever their scores; 0 of a
+/// selection by mass, which needs scores.
 template <class Selection>
 int all_selected_up_to(const Selection& selection, int k) {
   int taken = 0;

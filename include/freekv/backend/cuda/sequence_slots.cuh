@@ -1,5 +1,4 @@
-// What happens to a sequence's selection and slots between steps, on the device: forgetting, restoring,
-// truncation, fork.
+// Selection and slots of a sequence between steps, on the device: forgetting, restoring, truncation, fork.
 #pragma once
 
 #include <algorithm>
@@ -142,7 +141,7 @@ void launch_reopen(const all_layers<State>& layers, const Codec& codec, int sequ
          layers.device, codec, sequence, page);
 }
 
-/// What a layer keeps in an array by sequence.
+/// Array that a layer keeps by sequence.
 struct sequence_array {
   std::byte* data = nullptr;
   std::size_t of_sequence = 0;  // bytes

@@ -17,8 +17,7 @@
 
 namespace freekv::device {
 
-/// What a launch is sized by. A launch may be sized for more than there is: what there is, is read on the
-/// device.
+/// Bounds that a launch is sized by, maybe for more than there is: what there is, is read on the device.
 struct step_bounds {
   int entries = 0;
   int rows = 0;    // of all entries
@@ -27,7 +26,7 @@ struct step_bounds {
   bool decodes = false, prompts = false, copies = false;
   bool completes = false;  // a page
 
-  /// What is large enough for both.
+  /// Bounds that hold both.
   constexpr step_bounds max_with(const step_bounds& other) const {
     return {.entries = std::max(entries, other.entries),
             .rows = std::max(rows, other.rows),
@@ -38,13 +37,13 @@ struct step_bounds {
             .copies = copies || other.copies,
             .completes = completes || other.completes};
   }
-  /// Whether launches that are sized by `launched` do all of it.
+  /// True where launches sized by `launched` do all of it.
   FREEKV_HD constexpr bool fits(const step_bounds& launched) const {
     return entries <= launched.entries && rows <= launched.rows && pages <= launched.pages &&
            tokens <= launched.tokens && decodes <= launched.decodes && prompts <= launched.prompts &&
            copies <= launched.copies;
   }
-  /// With an entry that has a row or more; `page` tokens are a page.
+  /// Bounds with one entry more, which has a row or more; `page` tokens are a page.
   constexpr step_bounds with(const step_entry& entry, int page) const {
     const bool decode = entry.phase == step_phase::decode;
     return max_with({.entries = entries + 1,
@@ -92,14 +91,14 @@ struct table_patch {
   std::int32_t value = 0;
 };
 
-/// What a packet says of itself.
+/// Header of a packet.
 struct packet_header {
   std::int64_t number = 0;  // of the step, from 1; written last
   std::int32_t patches = 0;
   step_bounds brings;  // entries, and what launches are to be sized for
 };
 
-/// What has gone wrong with the order of steps that are planned and replayed.
+/// Faults in the order of steps that are planned and replayed.
 enum class replay_fault : std::int32_t { none, nothing_planned, too_large, out_of_turn };
 
 /// Uploads as the device counts them.
@@ -108,7 +107,7 @@ struct upload_state {
   unsigned blocks_done = 0;
   replay_fault fault = replay_fault::none;
 };
-/// The same as the host sees it, in page-locked memory.
+/// Uploads as the host sees them, in page-locked memory.
 struct upload_status {
   std::int64_t taken = 0;
   replay_fault fault = replay_fault::none;
@@ -209,7 +208,7 @@ class step_ring {
                 .status = pinned.take<upload_status>(1)};
     for (device_step& step : steps_) step = {fast.take<step_entry>(entries), fast.take<std::int32_t>(1)};
   }
-  /// Before the first step.
+  /// Empties the ring, before the first step.
   void clear(stream& compute) {
     std::fill_n(packets_.headers, depth, packet_header{});
     *packets_.status = {};
