@@ -250,8 +250,8 @@ __global__ void copy_shared_rows(State s, step_view step) {
   }
 }
 
-/// A unit of work is a page and head of an entry, or with the first of a step's pages, in retrieval layers,
-/// an entry's head that may drift.
+/// Appends a run of pages and flags the heads that have drifted. A task is a page and head of an entry, or
+/// with the first of a step's pages, in retrieval layers, an entry's head that may drift.
 template <class State, class Summary, class Pinning, class Correction, class In>
 __global__ void append_and_detect(State s, Summary summary, Pinning pinning, Correction correction,
                                   step_view step, device_rows<In> rows, page_run run, append_scratch scratch,
@@ -264,10 +264,10 @@ __global__ void append_and_detect(State s, Summary summary, Pinning pinning, Cor
   float* const mine = scratch.data + nth * scratch.each();
   const std::int64_t appended = std::int64_t{max(0, min(run.count, entries * pages - run.first))} * heads;
   const bool detects = s.kind == layer_kind::retrieval && run.first == 0;
-  const std::int64_t units = appended + (detects ? entries * heads : 0);
-  for (std::int64_t unit = nth; unit < units; unit += teams) {
-    if (unit < appended) {
-      const int nth_of_run = static_cast<int>(unit / heads), head = static_cast<int>(unit % heads);
+  const std::int64_t tasks = appended + (detects ? entries * heads : 0);
+  for (std::int64_t task = nth; task < tasks; task += teams) {
+    if (task < appended) {
+      const int nth_of_run = static_cast<int>(task / heads), head = static_cast<int>(task % heads);
       const step_entry& entry = step.entries[(run.first + nth_of_run) / pages];
       const int first = entry.before / s.page.tokens, open = entry.after() / s.page.tokens;
       const int page = first + (run.first + nth_of_run) % pages;
@@ -282,7 +282,7 @@ __global__ void append_and_detect(State s, Summary summary, Pinning pinning, Cor
         team.sync();
       }
     } else {
-      const int at = static_cast<int>(unit - appended);
+      const int at = static_cast<int>(task - appended);
       detect_drift(team, s, correction, step.entries[at / heads], at % heads, rows.queries, mine);
     }
   }
@@ -310,9 +310,9 @@ void launch_append(const State& s, const Summary& summary, const Pinning& pinnin
                    cudaStream_t stream) {
   constexpr append_tuning tuning = append_default;
   constexpr int lanes = summary_team_t<Summary, State::head_dim>::lane_count;
-  const std::int64_t units = (std::int64_t{pages.count} + step.bounds.entries) * s.heads.kv;
+  const std::int64_t tasks = (std::int64_t{pages.count} + step.bounds.entries) * s.heads.kv;
   const int most_blocks = memory.of_teams.teams * lanes / tuning.threads;
-  launch("append", {std::min(most_blocks, blocks_for(units * lanes, tuning.threads)), tuning.threads, stream},
+  launch("append", {std::min(most_blocks, blocks_for(tasks * lanes, tuning.threads)), tuning.threads, stream},
          append_and_detect<State, Summary, Pinning, Correction, In>, s, summary, pinning, correction, step,
          rows, pages, memory.of_teams, memory.encoding);
 }

@@ -87,7 +87,7 @@ __device__ void store_tile(Team team, const Attention& attention, const Tile& ti
   attention.store(team, [&](int h) {
     if (!tile.has(h)) return attention_part{};
     const std::int64_t at = row.at(tile.query_head(h), part);
-    return attention_part{scratch.mass + at, scratch.weighted + at * HeadDim};
+    return attention_part{scratch.log_sum + at, scratch.weighted + at * HeadDim};
   });
 }
 
@@ -102,7 +102,7 @@ inline int rows_at_once(const attention_scratch_memory& scratch, int parts, int 
 enum class rows_attending : std::uint8_t { all, decodes, prompts };
 
 /// Rows of a step that attend in one launch.
-struct attended_rows {
+struct attending_rows {
   int first = 0, count = 0;
   int parts = 1;            // of a row at most
   bool everything = false;  // whatever their kind
@@ -117,7 +117,7 @@ struct attended_rows {
 };
 
 /// True where a row attends to all that its model attends to, in the store; else to what the head keeps.
-FREEKV_HD inline bool attends_to_all(const step_entry& entry, const attended_rows& rows) {
+FREEKV_HD inline bool attends_to_all(const step_entry& entry, const attending_rows& rows) {
   return rows.everything || entry.phase == step_phase::prefill;
 }
 /// List of what a KV head attends to with one row.
@@ -129,7 +129,7 @@ struct attended_list {
 
   template <class State>
   FREEKV_HD static attended_list of(const State& s, const step_entry& step, int row, int head,
-                                    const attended_rows& rows) {
+                                    const attending_rows& rows) {
     const bool everything = attends_to_all(step, rows);
     return {step, head, everything, s.pages_attended(step, row - step.first_row, head, everything)};
   }
@@ -242,7 +242,7 @@ __device__ void merge_head(const State& s, const attention_scratch_memory& scrat
 /// A team attends with a tile's query heads to one part of a row; the last block of the row and tile merges
 /// its parts.
 template <multiplies By, class State, class Codec>
-__global__ void attend_parts(State s, Codec codec, step_view step, step_queries queries, attended_rows rows,
+__global__ void attend_parts(State s, Codec codec, step_view step, step_queries queries, attending_rows rows,
                              attention_scratch_memory scratch, attention_output out) {
   constexpr int d = State::head_dim;
   using element = typename State::element;
@@ -301,7 +301,7 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
 
 /// A warp writes the output of one query head of a prompt's row, whose parts are one by now.
 template <class State>
-__global__ void finish_prompts(State s, step_view step, attended_rows rows, attention_scratch_memory scratch,
+__global__ void finish_prompts(State s, step_view step, attending_rows rows, attention_scratch_memory scratch,
                                attention_output to) {
   const int nth = static_cast<int>(blockIdx.x) / s.heads.query,
             query_head = static_cast<int>(blockIdx.x) % s.heads.query;
@@ -324,7 +324,7 @@ void launch_attend(const State& s, const Codec& codec, const step_view& step, co
   const int tiles = head_tile<attention_type::heads>::tiles_of(s.heads.group());
   const int at_once = rows_at_once(scratch, parts, s.heads.query);
   for (int first = 0; first < step.bounds.rows; first += at_once) {
-    const attended_rows rows{first, std::min(at_once, step.bounds.rows - first), parts, everything, kind};
+    const attending_rows rows{first, std::min(at_once, step.bounds.rows - first), parts, everything, kind};
     const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{parts} * lanes, threads)),
                     static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
     launch("attend", {grid, threads, stream}, attend_parts<by, State, Codec>, s, codec, step, queries, rows,

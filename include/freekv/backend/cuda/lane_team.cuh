@@ -292,9 +292,4 @@ constexpr int row_share(int head_dim) {
 template <int HeadDim>
 using row_team = lane_team<largest_share(HeadDim / row_share(HeadDim), 32), row_share(HeadDim)>;
 
-/// One number a lane, for bodies that keep a pack of packs: as many lanes as divide both `HeadDim` and
-/// `Most`.
-template <int HeadDim, int Most>
-using narrow_team = lane_team<largest_share(HeadDim, Most), 1>;
-
 }  // namespace freekv::device

@@ -132,8 +132,8 @@ template <class Tuned, recall_read Read>
 struct slice_copier {
   struct storage {};
   __device__ explicit slice_copier(storage&) {}
-  /// A unit of work is what a warp's lanes have on their way at a time, so that a few slices take one round
-  /// trip.
+  /// Copies slices. A task is what a warp's lanes have on their way at a time, so that a few slices take one
+  /// round trip.
   template <class Slices>
   __device__ void copy(const Slices& slices) const {
     constexpr int depth = Tuned::tuning.depth;

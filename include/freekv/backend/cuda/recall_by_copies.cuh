@@ -81,8 +81,9 @@ class copied_recall {
  public:
   copied_recall() = default;
   /// Takes room for at most `most_items` items of units of `tokens` tokens.
-  copied_recall(std::int64_t most_items, int tokens, carver& pinned, carver& fast)
-      : count_(pinned.take<std::int32_t>(1)), items_(pinned.take<recall_item>(to_size(most_items))) {
+  copied_recall(std::int64_t most_items, int tokens, carver& page_locked, carver& fast)
+      : count_(page_locked.take<std::int32_t>(1)),
+        items_(page_locked.take<recall_item>(to_size(most_items))) {
     for (lane& l : lanes_)
       l.buffer = fast.take<element>(to_size(tuning.slices) * 2 * to_size(tokens * State::head_dim));
     const auto most_rows = to_size(tuning.slices * 2 * tokens);

@@ -61,7 +61,7 @@ constexpr bool valid_block(int threads, int registers) {
          threads * registers <= 64 << 10;
 }
 
-constexpr int blocks_for(std::int64_t units, int each) { return static_cast<int>((units + each - 1) / each); }
+constexpr int blocks_for(std::int64_t tasks, int each) { return static_cast<int>((tasks + each - 1) / each); }
 
 /// Memory of the device in use. For `memory_resources::fast`; the host does not touch it.
 class device_memory final : public std::pmr::memory_resource {

@@ -35,7 +35,7 @@ struct already_flagged {};
 template <class Correction, class Storage>
 __device__ int correct_by_mass(const Correction& correction, const float* pooled, int first, int candidates,
                                const selected_and_best& units, bool& corrected, Storage& shared) {
-  const log_sum_exp all = mass_of_all(pooled, candidates, shared);
+  const log_sum_exp all = log_sum_of_all(pooled, candidates, shared);
   if (threadIdx.x == 0) {
     const auto mass_of = [&](const std::int32_t* of, int count) {
       float sum = 0.0f;
@@ -68,10 +68,10 @@ __global__ void select_by_query_head(State s, Selection selection, step_view ste
   const row_candidates candidates = candidates_of(s, step.entries[nth], scratch.head_of(row), job);
   if (!candidates.selects) return;
   const int head = scratch.head_of(row);
-  const std::size_t of_head = s.head_index(step.entries[nth].sequence, head);
+  const std::size_t at_head = s.head_index(step.entries[nth].sequence, head);
   const unit_union before = s.selected_union(step.entries[nth].sequence, head);
   held_units held{
-      {before.units, s.selected_count[of_head]}, before.masks, before.words, row % scratch.sizes.selecting};
+      {before.units, s.selected_count[at_head]}, before.masks, before.words, row % scratch.sizes.selecting};
   for (int time = job.time == selection_time::correct ? 0 : 1; time < 2; ++time) {
     const bool for_next = time == 1;
     const int count =
@@ -84,7 +84,7 @@ __global__ void select_by_query_head(State s, Selection selection, step_view ste
   }
 }
 
-/// Unites what the query heads of a KV head have selected; returns how many units that is, on all threads of
+/// Merges what the query heads of a KV head have selected; returns how many units that is, on all threads of
 /// the block.
 template <class Storage>
 __device__ int merge_query_heads(const selection_scratch& scratch, bool for_next, int nth, int head,
@@ -137,7 +137,7 @@ struct select_and_recall {
   using storage = select_storage_for<Selection, Correction>;
   static constexpr int shared_bytes = static_cast<int>(sizeof(storage));
   static constexpr bool judges = !std::is_same_v<Correction, already_flagged>;
-  static constexpr bool unites = std::is_same_v<Selection, union_of_query_heads>;
+  static constexpr bool merges = std::is_same_v<Selection, union_of_query_heads>;
 
   /// Selects and recalls by a block, with its shared memory; `nth` is the entry's number. The candidates'
   /// scores are pooled.
@@ -147,7 +147,7 @@ struct select_and_recall {
                              const selection_job& job, storage& shared) const {
     if (entry.phase != step_phase::decode) return;
     const int thread = static_cast<int>(threadIdx.x);
-    const std::size_t row = s.head_index(entry.sequence, head);
+    const std::size_t at_head = s.head_index(entry.sequence, head);
     const unit_union selected = s.selected_union(entry.sequence, head);
     const unit_union next_selected = s.next_selected_union(entry.sequence, head);
     const auto pooled = [&](bool for_next) {
@@ -156,7 +156,7 @@ struct select_and_recall {
     };
     // `to` is not where the `held` units are, of which there are none for this step.
     const auto select = [&](bool for_next, int held, const unit_union& to) {
-      if constexpr (unites)
+      if constexpr (merges)
         return merge_query_heads(scratch, for_next, nth, head, to, shared);
       else
         return select_best(selection, pooled(for_next), candidates, candidates.count(for_next),
@@ -171,8 +171,8 @@ struct select_and_recall {
     };
     const bool corrects = job.time == selection_time::correct;
     if (!corrects && s.kind_of(head) != layer_kind::retrieval) return;
-    bool corrected = s.corrected[row] != 0;
-    int now = s.selected_count[row], next = s.next_selected_count[row];
+    bool corrected = s.corrected[at_head] != 0;
+    int now = s.selected_count[at_head], next = s.next_selected_count[at_head];
     if (candidates.selects) {
 #pragma unroll 1  // a selection is long, and the same for this step and for the next
       for (int time = corrects ? 0 : 1; time < 2; ++time) {
@@ -199,12 +199,12 @@ struct select_and_recall {
       __syncthreads();
       if (thread == 0) {
         if constexpr (judges)
-          if (corrects && corrected && s.corrected[row] == 0) {
-            s.corrected[row] = 1;
+          if (corrects && corrected && s.corrected[at_head] == 0) {
+            s.corrected[at_head] = 1;
             atomicAdd(s.flagged_count, 1);
           }
-        s.selected_count[row] = now;
-        if (corrects) s.next_selected_count[row] = next;
+        s.selected_count[at_head] = now;
+        if (corrects) s.next_selected_count[at_head] = next;
       }
       __syncthreads();
       if (!corrects || corrected) recall_missing(corrects);
@@ -213,7 +213,7 @@ struct select_and_recall {
     copy_units(selected, now,
                {s.attended + s.selection(entry.sequence, head), s.attended_by + s.masks(entry.sequence, head),
                 s.mask_words});
-    if (thread == 0) s.attended_count[row] = now;
+    if (thread == 0) s.attended_count[at_head] = now;
   }
 };
 

@@ -48,7 +48,7 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   using step = step_view;
   using bounds = step_bounds;
   using backend = basic_cuda_backend<Attention, Recall, Copies>;
-  using selection_type = selection_stage<State, Settings, backend, Recall, Copies>;
+  using selection_stage_type = selection_stage<State, Settings, backend, Recall, Copies>;
   static constexpr bool selections_at_hand = false;
   static constexpr bool counts_flagged_heads = true;
   static constexpr int d = State::head_dim;
@@ -58,11 +58,11 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
 
   /// Takes scratch and room for the host's copies and uploads. Throws settings_error for what this backend
   /// does not have.
-  stages(backend& of, const Settings& settings, carver& pinned, carver& fast)
-      : uploads(of, checked(settings), pinned, fast),
+  stages(backend& of, const Settings& settings, carver& page_locked, carver& fast)
+      : uploads(of, checked(settings), page_locked, fast),
         backend_(&of),
         settings_(&settings),
-        selection_(of, settings, pinned, fast) {
+        selection_(of, settings, page_locked, fast) {
     if (settings.encodes() && of.transfers() != nullptr)
       throw settings_error("copy engines recall pages as they are; take recall_by::kernel for a codec");
     int staged = 0;
@@ -317,7 +317,7 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   static const Settings& checked(const Settings& settings) {
     if (settings.capacity.store_file)
       throw settings_error("the CUDA backend does not have store files yet; take the host backend for it");
-    selection_type::check(settings);
+    selection_stage_type::check(settings);
     return settings;
   }
   /// Removes `no_pins` from a run-time choice: kernels skip pinning where `State::pins` is 0, so it needs
@@ -377,7 +377,7 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   attention_scratch_memory attention_;  // of the compute stream
   all_layers<State> layers_;
   std::span<sequence_array> arrays_;  // of all layers, on the device
-  selection_type selection_;
+  selection_stage_type selection_;
 };
 
 }  // namespace freekv::device

@@ -79,12 +79,6 @@ struct step_view {
   }
 };
 
-/// A table of the host's that the device has a copy of.
-struct host_and_device_table {
-  const std::int32_t* host = nullptr;
-  std::int32_t* device = nullptr;
-};
-
 /// A number of a table that has changed.
 struct table_patch {
   std::int32_t* at = nullptr;
@@ -197,15 +191,15 @@ class step_ring {
   static constexpr int depth = step_packets::depth;
 
   /// Takes room for steps of `most_entries` and as many patches as pages may be written to, `most_patches`.
-  step_ring(int most_entries, std::int64_t most_patches, carver& fast, carver& pinned) {
+  step_ring(int most_entries, std::int64_t most_patches, carver& fast, carver& page_locked) {
     const auto entries = to_size(most_entries);
-    packets_ = {.headers = pinned.take<packet_header>(depth),
-                .entries = pinned.take<step_entry>(depth * entries),
-                .patches = pinned.take<table_patch>(depth * to_size(most_patches)),
+    packets_ = {.headers = page_locked.take<packet_header>(depth),
+                .entries = page_locked.take<step_entry>(depth * entries),
+                .patches = page_locked.take<table_patch>(depth * to_size(most_patches)),
                 .most_entries = most_entries,
                 .most_patches = most_patches,
                 .state = fast.take<upload_state>(1),
-                .status = pinned.take<upload_status>(1)};
+                .status = page_locked.take<upload_status>(1)};
     for (device_step& step : steps_) step = {fast.take<step_entry>(entries), fast.take<std::int32_t>(1)};
   }
   /// Empties the ring, before the first step.

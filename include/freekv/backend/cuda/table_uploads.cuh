@@ -71,8 +71,8 @@ class table_uploads {
   }
 
  protected:
-  table_uploads(Backend& of, const Settings& s, carver& pinned, carver& fast)
-      : backend_(&of), settings_(&s), ring_(s.capacity.max_resident, most_patches(s), fast, pinned) {}
+  table_uploads(Backend& of, const Settings& s, carver& page_locked, carver& fast)
+      : backend_(&of), settings_(&s), ring_(s.capacity.max_resident, most_patches(s), fast, page_locked) {}
 
   /// Uploads the tables that never change, of all layers, and empties the ring, before the first step.
   void begin(const tables& of, std::span<const State> layers) {
