@@ -11,11 +11,10 @@
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/backend/cuda/summary_team.cuh>
 #include <freekv/core/unroll.hpp>
 #include <freekv/pipeline/layer_state.hpp>
-#include <freekv/policies/box_summaries.hpp>
 #include <freekv/policies/correction.hpp>
-#include <freekv/policies/mean_summaries.hpp>
 #include <freekv/policies/pinning.hpp>
 
 namespace freekv::device {
@@ -33,27 +32,6 @@ struct append_tuning {
 };
 inline constexpr append_tuning append_default{};
 static_assert(append_default.valid());
-
-/// The team on which a summary's algorithms run: whole rows where their numbers are head_dim apart, else the
-/// narrowest that every count of numbers is a multiple of.
-template <class Summary, int HeadDim>
-struct summary_team {
-  using type = lane_team<8, 1>;
-};
-template <int HeadDim>
-struct summary_team<min_max, HeadDim> {
-  using type = row_team<HeadDim>;
-};
-template <int HeadDim>
-struct summary_team<centroid_box, HeadDim> {
-  using type = row_team<HeadDim>;
-};
-template <int HeadDim>
-struct summary_team<mean, HeadDim> {
-  using type = row_team<HeadDim>;
-};
-template <class Summary, int HeadDim>
-using summary_team_t = typename summary_team<Summary, HeadDim>::type;
 
 /// Keys and values in device memory: of a step's rows, or of a prompt in an engine's paged tensor, if
 /// `blocks` has ids, which are the prompt's block table.

@@ -7,11 +7,10 @@
 #include <cstdint>
 #include <cuda/std/bit>
 #include <freekv/backend/cuda/lane_team.cuh>
+#include <freekv/backend/cuda/summary_team.cuh>
 #include <freekv/core/element.hpp>
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/unroll.hpp>
-#include <freekv/policies/box_summaries.hpp>
-#include <freekv/policies/mean_summaries.hpp>
 #include <freekv/policies/summary.hpp>
 
 namespace freekv::device {
@@ -49,17 +48,9 @@ template <class Summary, int HeadDim, class Key>
 struct row_scoring_of {
   using type = no_row_scoring;
 };
-template <int HeadDim, class Key>
-struct row_scoring_of<min_max, HeadDim, Key> {
-  using type = row_scoring<2 * HeadDim, Key>;
-};
-template <int HeadDim, class Key>
-struct row_scoring_of<centroid_box, HeadDim, Key> {
-  using type = row_scoring<2 * HeadDim, float>;
-};
-template <int HeadDim, class Key>
-struct row_scoring_of<mean, HeadDim, Key> {
-  using type = row_scoring<HeadDim, float>;
+template <summary_of_rows Summary, int HeadDim, class Key>
+struct row_scoring_of<Summary, HeadDim, Key> {
+  using type = row_scoring<Summary{}.width({1, HeadDim}), summary_element<Summary, Key>>;
 };
 template <class Summary, int HeadDim, class Key>
 using row_scoring_t = typename row_scoring_of<Summary, HeadDim, Key>::type;
