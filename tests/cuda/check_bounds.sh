@@ -30,15 +30,15 @@ everywhere=(
 # What selects behind scores, in the last block of a head's, has a chain of its own, and its histograms conflict. Where nothing
 # is flagged what would correct ends; where all heads are, what would speculate.
 unflagged=(
-  'score_chunks.*recall_now: longest_warp<=200, load_rounds.first<=1, load_rounds.recent<=3'
+  'score_tiles.*recall_now: longest_warp<=200, load_rounds.first<=1, load_rounds.recent<=3'
   'recall_items: sector_efficiency>=0.9, line_efficiency>=0.99, load_rounds.host<=4'
 )
 flagged=(
-  'score_chunks.*recall_now: sector_efficiency>=0.9, line_efficiency>=0.99, conflicts<=1.7, longest_warp<=11000'
-  'score_chunks.*recall_later: longest_warp<=1500'
+  'score_tiles.*recall_now: sector_efficiency>=0.9, line_efficiency>=0.99, conflicts<=1.7, longest_warp<=11000'
+  'score_tiles.*recall_later: longest_warp<=1500'
   'recall_items: longest_warp<=600'
 )
-scores='score_chunks.*recall_later: sector_efficiency>=0.85'
+scores='score_tiles.*recall_later: sector_efficiency>=0.85'
 bounds 4096 0.95 1 min_max "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=1.7, longest_warp<=6000, load_rounds.first<=15"
 bounds 16384 0.95 1 min_max "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=1.7, longest_warp<=6000, load_rounds.first<=15"
 bounds 4096 0.95 4 min_max "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=1.7, longest_warp<=6000, load_rounds.first<=15"

@@ -224,7 +224,7 @@ void selections(report& checks, random_numbers& random) {
 
 // ---- scores by codes ----
 
-/// Scores as `score_chunks` does, what is stored staged.
+/// Scores as `score_tiles` does, what is stored staged.
 template <class Summary>
 __global__ void score_codes(Summary summary, page_geometry page, const std::byte* stored, int units,
                             prepared_queries queries, float* scores) {

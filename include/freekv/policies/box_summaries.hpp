@@ -55,6 +55,7 @@ struct min_max {
   using hooks = hook_list<hook::linear, hook::prepare, hook::query_width, hook::stored>;
   static constexpr std::string_view name = "min_max";
   static constexpr bool linear = true;
+  static constexpr bool summarised_by_whole_rows = true;  ///< numbers in rows of head_dim, for teams as wide
   template <class Key>
   using stored = Key;
 
@@ -86,6 +87,7 @@ struct centroid_box {
   using hooks = hook_list<hook::linear, hook::prepare, hook::query_width>;
   static constexpr std::string_view name = "centroid_box";
   static constexpr bool linear = true;
+  static constexpr bool summarised_by_whole_rows = true;  ///< numbers in rows of head_dim, for teams as wide
 
   FREEKV_HD constexpr int width(page_geometry page) const { return 2 * page.head_dim; }
   FREEKV_HD constexpr int query_width(int head_dim) const { return 2 * head_dim; }

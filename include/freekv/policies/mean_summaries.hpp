@@ -35,6 +35,7 @@ struct mean {
   using hooks = hook_list<hook::linear>;
   static constexpr std::string_view name = "mean";
   static constexpr bool linear = true;
+  static constexpr bool summarised_by_whole_rows = true;  ///< numbers in rows of head_dim, for teams as wide
 
   FREEKV_HD constexpr int width(page_geometry page) const { return page.head_dim; }
 

@@ -1,5 +1,5 @@
-// Append, summarise, offload and drift on the device, in one launch; summaries by a block each are of
-// summarise.cuh, pages that a codec encodes of encoded_pages.cuh.
+// Appending, summaries, writes to the store and drift on the device, in one launch; summaries by a block each
+// are of summarise.cuh, pages that a codec encodes of encoded_pages.cuh.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +11,10 @@
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/backend/cuda/summary_team.cuh>
 #include <freekv/core/unroll.hpp>
 #include <freekv/pipeline/layer_state.hpp>
-#include <freekv/policies/box_summaries.hpp>
 #include <freekv/policies/correction.hpp>
-#include <freekv/policies/mean_summaries.hpp>
 #include <freekv/policies/pinning.hpp>
 
 namespace freekv::device {
@@ -23,7 +22,7 @@ namespace freekv::device {
 struct append_tuning {
   int threads = 128;    ///< of a block
   int registers = 128;  ///< of a thread at most, where units are pinned
-  /// that run at a time, each with scratch of a page of float keys; more units take turns
+  /// Teams that run at a time, each with scratch of a page of float keys; more tasks take turns
   int most_teams = 512;
   int teams_behind = 128;  ///< the same beside the engine's kernels, which keep the machine
   constexpr bool valid() const {
@@ -33,27 +32,6 @@ struct append_tuning {
 };
 inline constexpr append_tuning append_default{};
 static_assert(append_default.valid());
-
-/// The team on which a summary's algorithms run: whole rows where their numbers are head_dim apart, else the
-/// narrowest that every count of numbers is a multiple of.
-template <class Summary, int HeadDim>
-struct summary_team {
-  using type = lane_team<8, 1>;
-};
-template <int HeadDim>
-struct summary_team<min_max, HeadDim> {
-  using type = row_team<HeadDim>;
-};
-template <int HeadDim>
-struct summary_team<centroid_box, HeadDim> {
-  using type = row_team<HeadDim>;
-};
-template <int HeadDim>
-struct summary_team<mean, HeadDim> {
-  using type = row_team<HeadDim>;
-};
-template <class Summary, int HeadDim>
-using summary_team_t = typename summary_team<Summary, HeadDim>::type;
 
 /// Keys and values in device memory: of a step's rows, or of a prompt in an engine's paged tensor, if
 /// `blocks` has ids, which are the prompt's block table.
@@ -139,13 +117,13 @@ __device__ auto unencoded_rows(Team team, const State& s, const step_entry& entr
   return staged;
 }
 
-/// Whether a step completes page `page` of an entry, of those that it writes to.
+/// True where a step completes page `page` of an entry, of those that it writes to.
 template <class State>
 __device__ bool completes(const State& s, const step_entry& entry, int page) {
   return entry.after() >= (page + 1) * s.page.tokens;
 }
-/// Whether such a page's rows stay where they are until a block has summarised it: an open page's room is the
-/// next one's.
+/// True where the rows of a page that a step completes stay in place until a block summarises them; not where
+/// the next open page takes their room.
 template <class State>
 __device__ bool leaves_to_block(const State& s, const step_entry& entry, int page) {
   return s.pins == 0 && (!s.encoded || entry.phase == step_phase::prefill ||
@@ -250,8 +228,8 @@ __global__ void copy_shared_rows(State s, step_view step) {
   }
 }
 
-/// A unit of work is a page and head of an entry, or with the first of a step's pages, in retrieval layers,
-/// an entry's head that may drift.
+/// Appends a run of pages and flags the heads that have drifted. A task is a page and head of an entry, or
+/// with the first of a step's pages, in retrieval layers, an entry's head that may drift.
 template <class State, class Summary, class Pinning, class Correction, class In>
 __global__ void append_and_detect(State s, Summary summary, Pinning pinning, Correction correction,
                                   step_view step, device_rows<In> rows, page_run run, append_scratch scratch,
@@ -264,10 +242,10 @@ __global__ void append_and_detect(State s, Summary summary, Pinning pinning, Cor
   float* const mine = scratch.data + nth * scratch.each();
   const std::int64_t appended = std::int64_t{max(0, min(run.count, entries * pages - run.first))} * heads;
   const bool detects = s.kind == layer_kind::retrieval && run.first == 0;
-  const std::int64_t units = appended + (detects ? entries * heads : 0);
-  for (std::int64_t unit = nth; unit < units; unit += teams) {
-    if (unit < appended) {
-      const int nth_of_run = static_cast<int>(unit / heads), head = static_cast<int>(unit % heads);
+  const std::int64_t tasks = appended + (detects ? entries * heads : 0);
+  for (std::int64_t task = nth; task < tasks; task += teams) {
+    if (task < appended) {
+      const int nth_of_run = static_cast<int>(task / heads), head = static_cast<int>(task % heads);
       const step_entry& entry = step.entries[(run.first + nth_of_run) / pages];
       const int first = entry.before / s.page.tokens, open = entry.after() / s.page.tokens;
       const int page = first + (run.first + nth_of_run) % pages;
@@ -282,7 +260,7 @@ __global__ void append_and_detect(State s, Summary summary, Pinning pinning, Cor
         team.sync();
       }
     } else {
-      const int at = static_cast<int>(unit - appended);
+      const int at = static_cast<int>(task - appended);
       detect_drift(team, s, correction, step.entries[at / heads], at % heads, rows.queries, mine);
     }
   }
@@ -310,9 +288,9 @@ void launch_append(const State& s, const Summary& summary, const Pinning& pinnin
                    cudaStream_t stream) {
   constexpr append_tuning tuning = append_default;
   constexpr int lanes = summary_team_t<Summary, State::head_dim>::lane_count;
-  const std::int64_t units = (std::int64_t{pages.count} + step.bounds.entries) * s.heads.kv;
+  const std::int64_t tasks = (std::int64_t{pages.count} + step.bounds.entries) * s.heads.kv;
   const int most_blocks = memory.of_teams.teams * lanes / tuning.threads;
-  launch("append", {std::min(most_blocks, blocks_for(units * lanes, tuning.threads)), tuning.threads, stream},
+  launch("append", {std::min(most_blocks, blocks_for(tasks * lanes, tuning.threads)), tuning.threads, stream},
          append_and_detect<State, Summary, Pinning, Correction, In>, s, summary, pinning, correction, step,
          rows, pages, memory.of_teams, memory.encoding);
 }

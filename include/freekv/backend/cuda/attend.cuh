@@ -87,7 +87,7 @@ __device__ void store_tile(Team team, const Attention& attention, const Tile& ti
   attention.store(team, [&](int h) {
     if (!tile.has(h)) return attention_part{};
     const std::int64_t at = row.at(tile.query_head(h), part);
-    return attention_part{scratch.mass + at, scratch.weighted + at * HeadDim};
+    return attention_part{scratch.log_sum + at, scratch.weighted + at * HeadDim};
   });
 }
 
@@ -98,11 +98,11 @@ inline int rows_at_once(const attention_scratch_memory& scratch, int parts, int 
       std::clamp<std::int64_t>(scratch.parts / (std::int64_t{parts} * query_heads), 1, most_in_z));
 }
 
-/// Which rows of a step a launch is for.
+/// Kinds of a step's rows that a launch is for.
 enum class rows_attending : std::uint8_t { all, decodes, prompts };
 
 /// Rows of a step that attend in one launch.
-struct attended_rows {
+struct attending_rows {
   int first = 0, count = 0;
   int parts = 1;            // of a row at most
   bool everything = false;  // whatever their kind
@@ -116,11 +116,11 @@ struct attended_rows {
   }
 };
 
-/// Whether a row attends to everything that its model does, in the store, rather than to what the head keeps.
-FREEKV_HD inline bool attends_to_all(const step_entry& entry, const attended_rows& rows) {
+/// True where a row attends to all that its model attends to, in the store; else to what the head keeps.
+FREEKV_HD inline bool attends_to_all(const step_entry& entry, const attending_rows& rows) {
   return rows.everything || entry.phase == step_phase::prefill;
 }
-/// What a KV head attends to with one row.
+/// List of what a KV head attends to with one row.
 struct attended_list {
   const step_entry& step;
   int head = 0;
@@ -129,12 +129,12 @@ struct attended_list {
 
   template <class State>
   FREEKV_HD static attended_list of(const State& s, const step_entry& step, int row, int head,
-                                    const attended_rows& rows) {
+                                    const attending_rows& rows) {
     const bool everything = attends_to_all(step, rows);
     return {step, head, everything, s.pages_attended(step, row - step.first_row, head, everything)};
   }
   FREEKV_HD int size() const { return entries.size(); }
-  /// Whether it is of the store's pages, rather than of slots.
+  /// True where the list is of the store's pages; else of slots.
   template <class State>
   FREEKV_HD bool in_store(const State& s) const {
     return !s.keeps_slots || everything || entries.complete;
@@ -178,8 +178,7 @@ struct attend_block<tensor_attention<HeadDim, Element>, HeadDim, Element, Codec>
   using storage = typename attention_type::storage;
 };
 
-/// Where the rows of entry i of a list are: in its slot, in the store if that keeps them as they are, or in
-/// an open page.
+/// Rows of entry i of a list: in its slot, in the store if that keeps them as they are, or in an open page.
 template <class Codec, class State>
 FREEKV_HD auto attended_slice(const State& s, const attended_list& list, int i) {
   const attention_list& entries = list.entries;
@@ -194,7 +193,7 @@ FREEKV_HD auto attended_slice(const State& s, const attended_list& list, int i) 
   return rows_behind(s.block_slice(sequence, s.slot_of_page(entries, i), head), part.first);
 }
 
-/// Which query heads of a tile attend to entry i of their KV head's list, as bits.
+/// Query heads of a tile that attend to entry i of their KV head's list, a bit each.
 template <class State, class Tile>
 FREEKV_HD unsigned attending_heads(const State& s, const attended_list& list, int i, const Tile& tile) {
   if (s.mask_words == 0 || !list.entries.is_selected(i)) return ~0u;
@@ -206,7 +205,7 @@ FREEKV_HD unsigned attending_heads(const State& s, const attended_list& list, in
   return heads;
 }
 
-/// Whether entry i of a list is of a page that is encoded.
+/// True where entry i of a list is of an encoded page.
 template <class Codec, class State>
 __device__ bool is_encoded(const State& s, const attended_list& list, int i) {
   return encodes_pages<Codec> && list.in_store(s) && list.entries.page(i) < list.step.after() / s.page.tokens;
@@ -243,7 +242,7 @@ __device__ void merge_head(const State& s, const attention_scratch_memory& scrat
 /// A team attends with a tile's query heads to one part of a row; the last block of the row and tile merges
 /// its parts.
 template <multiplies By, class State, class Codec>
-__global__ void attend_parts(State s, Codec codec, step_view step, step_queries queries, attended_rows rows,
+__global__ void attend_parts(State s, Codec codec, step_view step, step_queries queries, attending_rows rows,
                              attention_scratch_memory scratch, attention_output out) {
   constexpr int d = State::head_dim;
   using element = typename State::element;
@@ -302,7 +301,7 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
 
 /// A warp writes the output of one query head of a prompt's row, whose parts are one by now.
 template <class State>
-__global__ void finish_prompts(State s, step_view step, attended_rows rows, attention_scratch_memory scratch,
+__global__ void finish_prompts(State s, step_view step, attending_rows rows, attention_scratch_memory scratch,
                                attention_output to) {
   const int nth = static_cast<int>(blockIdx.x) / s.heads.query,
             query_head = static_cast<int>(blockIdx.x) % s.heads.query;
@@ -325,7 +324,7 @@ void launch_attend(const State& s, const Codec& codec, const step_view& step, co
   const int tiles = head_tile<attention_type::heads>::tiles_of(s.heads.group());
   const int at_once = rows_at_once(scratch, parts, s.heads.query);
   for (int first = 0; first < step.bounds.rows; first += at_once) {
-    const attended_rows rows{first, std::min(at_once, step.bounds.rows - first), parts, everything, kind};
+    const attending_rows rows{first, std::min(at_once, step.bounds.rows - first), parts, everything, kind};
     const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{parts} * lanes, threads)),
                     static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
     launch("attend", {grid, threads, stream}, attend_parts<by, State, Codec>, s, codec, step, queries, rows,

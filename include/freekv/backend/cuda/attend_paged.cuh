@@ -24,7 +24,7 @@ struct attend_paged_tuning {
   multiplies by = multiplies::fma;
   constexpr bool valid() const { return valid_block(threads, registers); }
 };
-/// As kernels are told it: nvcc 13.0 does not take values of a class as a kernel's template arguments.
+/// Tuning as a type: nvcc 13.0 does not take values of a class as a kernel's template arguments.
 struct attend_paged_default {
   static constexpr attend_paged_tuning tuning{};
 };
@@ -58,10 +58,10 @@ struct paged_cache {
   }
 };
 
-/// What attends to such a cache: `rows` decode rows of each sequence, causal among themselves. The last one
-/// attends to all of its sequence's tokens, each before it to one less; a row that has none gets output 0 and
-/// lse -infinity, or its logit. The bounds size the launch, and a launch may be captured with larger ones:
-/// what there is, is read on the device.
+/// Attention to an engine's paged cache: `rows` decode rows of each sequence, causal among themselves. The
+/// last one attends to all of its sequence's tokens, each before it to one less; a row that has none gets
+/// output 0 and lse -infinity, or its logit. The bounds size the launch, and a launch may be captured with
+/// larger ones: what there is, is read on the device.
 struct paged_attention {
   head_counts heads;               ///< any group
   const float* queries = nullptr;  ///< (sequences, rows, query_heads, head_dim): post-RoPE
@@ -117,14 +117,14 @@ struct paged_row {
   }
 };
 
-/// What attends with the query heads of a tile.
+/// Attention with the query heads of a tile.
 template <class Tuned, int HeadDim, class Element>
 using paged_tile = tile_attention<multiplies_for<Tuned::tuning.by, HeadDim, Element>, HeadDim, Element>;
 
 /// A team attends with a tile's query heads to one part of a row. The first part of a row without tokens is
 /// one that is empty.
 template <class Tuned, int HeadDim, element Element>
-__global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention attention, attended_rows rows,
+__global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention attention, attending_rows rows,
                                    attention_scratch_memory scratch) {
   using attention_type = paged_tile<Tuned, HeadDim, Element>;
   using block_type = attend_block<attention_type, HeadDim, Element, identity>;
@@ -158,7 +158,7 @@ __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention a
 /// A warp merges the parts of one query head of a row, and writes its output.
 template <int HeadDim>
 __global__ void merge_paged_parts(paged_attention attention, const std::int32_t* seq_lens, int block_tokens,
-                                  int max_blocks, attended_rows rows, attention_scratch_memory scratch) {
+                                  int max_blocks, attending_rows rows, attention_scratch_memory scratch) {
   const int query_heads = attention.heads.query;
   const int nth = static_cast<int>(blockIdx.x) / query_heads,
             head = static_cast<int>(blockIdx.x) % query_heads;
@@ -175,7 +175,7 @@ __global__ void merge_paged_parts(paged_attention attention, const std::int32_t*
   if (attention.block_lse == nullptr || row.tokens == 0) return;
   for (int part = static_cast<int>(threadIdx.x); part < parts; part += static_cast<int>(blockDim.x))
     attention.block_lse[out * max_blocks + part] =
-        scratch.mass[of.at(head, part)].value() * attention.to.lse_unit;
+        scratch.log_sum[of.at(head, part)].value() * attention.to.lse_unit;
 }
 
 namespace detail {
@@ -224,7 +224,7 @@ void attend_paged(const paged_cache<Element>& cache, const paged_attention& atte
   const int tiles = head_tile<attention_type::heads>::tiles_of(attention.heads.group());
   const int at_once = rows_at_once(scratch, parts, query_heads);
   for (int first = 0; first < attention.max_rows(); first += at_once) {
-    const attended_rows rows{first, std::min(at_once, attention.max_rows() - first), parts};
+    const attending_rows rows{first, std::min(at_once, attention.max_rows() - first), parts};
     const dim3 grid(static_cast<unsigned>(blocks_for(parts * lanes, threads)),
                     static_cast<unsigned>(attention.heads.kv * tiles), static_cast<unsigned>(rows.count));
     launch("attention to a paged cache", {grid, threads, stream}, attend_paged_parts<Tuned, HeadDim, Element>,

@@ -18,7 +18,7 @@ namespace freekv::device {
 
 /// Parts of rows before they are merged. For `rows` rows of `parts` parts.
 struct attention_scratch_memory {
-  log_sum_exp* mass = nullptr;                // (row, query head, part)
+  log_sum_exp* log_sum = nullptr;             // (row, query head, part)
   float* weighted = nullptr;                  // (row, query head, part, head_dim)
   std::uint32_t* blocks_attending = nullptr;  // (row, tile of query heads): those that have left their parts
   std::int64_t parts = 0;  // of all rows and query heads that there is room for, times query heads
@@ -26,20 +26,20 @@ struct attention_scratch_memory {
   static attention_scratch_memory carve(carver& memory, std::int64_t parts, int head_dim) {
     attention_scratch_memory m;
     m.parts = parts;
-    m.mass = memory.take<log_sum_exp>(to_size(parts));
+    m.log_sum = memory.take<log_sum_exp>(to_size(parts));
     m.weighted = memory.take<float>(to_size(parts * head_dim));
     m.blocks_attending = memory.take<std::uint32_t>(to_size(parts));
     return m;
   }
 
-  /// Before it is used: what counts, counts from 0, and kernels leave it so.
+  /// Sets the counters to 0, before the scratch is used; kernels leave them at 0.
   void clear(cudaStream_t stream) const {
     check(cudaMemsetAsync(blocks_attending, 0, to_size(parts) * sizeof *blocks_attending, stream),
           "cudaMemsetAsync");
   }
 };
 
-/// Where the parts of one row are in the scratch, of which `first` query heads of other rows lie before it.
+/// Places of one row's parts in the scratch, behind those of `first` query heads of other rows.
 struct parts_of_row {
   std::int64_t first = 0;
   int parts = 1;
@@ -73,11 +73,11 @@ class warp_merge {
     warp_merge merged;
     for (int part = 0; part < count; part += 32) merged.add(scratch, first + part, min(32, count - part));
     if (sink_logit != -infinity) {  // NaN counts
-      if (!(sink_logit <= merged.mass_.max)) merged.scale(merged.mass_.raise(sink_logit));
-      merged.mass_.sum = rounded_sum(merged.mass_.sum, ::expf(sink_logit - merged.mass_.max));
+      if (!(sink_logit <= merged.log_sum_.max)) merged.scale(merged.log_sum_.raise(sink_logit));
+      merged.log_sum_.sum = rounded_sum(merged.log_sum_.sum, ::expf(sink_logit - merged.log_sum_.max));
     }
-    const bool empty = merged.mass_.max == -infinity;
-    merged.scale(empty ? 0.0f : 1.0f / merged.mass_.sum);
+    const bool empty = merged.log_sum_.max == -infinity;
+    merged.scale(empty ? 0.0f : 1.0f / merged.log_sum_.sum);
     const std::int64_t stride = to.stride == 0 ? std::int64_t{out.heads} * HeadDim : to.stride;
     visit_numbers(typed_numbers{to.out, to.type}, [&](const auto* numbers) {
       using number = cuda::std::remove_cvref_t<decltype(*numbers)>;
@@ -85,7 +85,7 @@ class warp_merge {
     });
     if (to.lse != nullptr && lane() == 0)
       to.lse[out.row * out.heads + out.head] =
-          (empty ? -infinity : merged.mass_.max + ::logf(merged.mass_.sum)) * to.lse_unit;
+          (empty ? -infinity : merged.log_sum_.max + ::logf(merged.log_sum_.sum)) * to.lse_unit;
   }
 
  private:
@@ -118,19 +118,19 @@ class warp_merge {
   /// is added: what was there before (`keep`), and the part.
   __device__ void add(const attention_scratch_memory& scratch, std::int64_t first, int count) {
     log_sum_exp of_part;
-    if (lane() < count) of_part = scratch.mass[first + lane()];
+    if (lane() < count) of_part = scratch.log_sum[first + lane()];
     float after = of_part.max;  // the maximum, with this part and all before it
     for (int step = 1; step < 32; step *= 2) {
       const float before = __shfl_up_sync(all, after, step);
       if (lane() >= step) after = scalar_team{}.maximum(before, after);
     }
-    after = scalar_team{}.maximum(mass_.max, after);
+    after = scalar_team{}.maximum(log_sum_.max, after);
     float before = __shfl_up_sync(all, after, 1);
-    if (lane() == 0) before = mass_.max;
+    if (lane() == 0) before = log_sum_.max;
     const float raised = before != before ? before : before > -infinity ? ::expf(before - after) : 0.0f;
     const float keep = of_part.max <= before ? 1.0f : raised;
     const float factor = ::expf(of_part.max - after), sum = of_part.sum * factor;
-    // Nothing is added of parts without a mass, whatever their numbers are.
+    // Nothing is added of parts whose log-sum-exp is -infinity, whatever their numbers are.
     const unsigned present = __ballot_sync(all, of_part.max != -infinity);
     for (int part = 0; part < count; part += at_once) {
       float4 numbers[at_once][share];
@@ -145,7 +145,7 @@ class warp_merge {
         const float kept = __shfl_sync(all, keep, part + n), by = __shfl_sync(all, factor, part + n),
                     of_sum = __shfl_sync(all, sum, part + n);
         if (part + n >= count || (present >> (part + n) & 1u) == 0) return;
-        mass_.sum = rounded_sum(mass_.sum * kept, of_sum);
+        log_sum_.sum = rounded_sum(log_sum_.sum * kept, of_sum);
         unroll<share>([&](auto i) {
           const float4 &w = weighted_[i], &x = numbers[n][i];
           weighted_[i] = {rounded_sum(w.x * kept, x.x * by), rounded_sum(w.y * kept, x.y * by),
@@ -153,10 +153,10 @@ class warp_merge {
         });
       });
     }
-    mass_.max = __shfl_sync(all, after, count - 1);
+    log_sum_.max = __shfl_sync(all, after, count - 1);
   }
 
-  log_sum_exp mass_;  // which all lanes know
+  log_sum_exp log_sum_;  // which all lanes know
   float4 weighted_[share]{};
 };
 

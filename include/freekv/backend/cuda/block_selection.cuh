@@ -50,21 +50,21 @@ using select_storage_of = std::conditional_t<favours_held<Selection>, favouring_
 
 /// The log-sum-exp of `count` pooled scores, the same on all threads of the block.
 template <class Storage>
-__device__ log_sum_exp mass_of_all(const float* pooled, int count, Storage& shared) {
+__device__ log_sum_exp log_sum_of_all(const float* pooled, int count, Storage& shared) {
   constexpr int warps = block_selection_default.threads / 32;
-  const int warp = static_cast<int>(threadIdx.x) / 32, chunks = (count + chunk_units - 1) / chunk_units;
-  const int each = (chunks + warps - 1) / warps;
-  log_sum_exp mass;
-  for (int i = warp * each; i < min((warp + 1) * each, chunks); ++i)
-    mass.add(mass_of_chunk(pooled + i * chunk_units, min(chunk_units, count - i * chunk_units)));
+  const int warp = static_cast<int>(threadIdx.x) / 32, tiles = (count + tile_units - 1) / tile_units;
+  const int each = (tiles + warps - 1) / warps;
+  log_sum_exp log_sum;
+  for (int i = warp * each; i < min((warp + 1) * each, tiles); ++i)
+    log_sum.add(log_sum_of_tile(pooled + i * tile_units, min(tile_units, count - i * tile_units)));
   if (threadIdx.x % 32 == 0) {
-    shared.warp_most[warp] = mass.max;
-    shared.warp_sum[warp] = mass.sum;
+    shared.warp_most[warp] = log_sum.max;
+    shared.warp_sum[warp] = log_sum.sum;
   }
   __syncthreads();
-  mass = {};
-  for (int i = 0; i < warps; ++i) mass.add(log_sum_exp{shared.warp_most[i], shared.warp_sum[i]});
-  return mass;
+  log_sum = {};
+  for (int i = 0; i < warps; ++i) log_sum.add(log_sum_exp{shared.warp_most[i], shared.warp_sum[i]});
+  return log_sum;
 }
 
 /// Keys of candidates, a float each, of which the larger are better; a pinned one's is less than all others.
@@ -86,7 +86,7 @@ __device__ int select_unpinned(const Selection& selection, const float* pooled,
   __syncthreads();
   if constexpr (selection_by_mass<Selection>) {
     if (most == 0) return 0;
-    const log_sum_exp all = mass_of_all(pooled, count, shared);
+    const log_sum_exp all = log_sum_of_all(pooled, count, shared);
     const auto key = [&](int i) { return ordered_key(pooled[units[i] - first], units[i]); };
     for (int i = thread; i < most; i += threads) {
       int better = 0;

@@ -35,7 +35,7 @@ struct vector_of_team {
   __device__ explicit vector_of_team(const Number& number) {
     unroll<Count / 8>([&](auto i) { x[i] = number(8 * i + team.lane()); });
   }
-  /// As a team of 8 adds it.
+  /// Product with a row, added as a team of 8 adds.
   __device__ float product(const float* row) const {
     float loaded[Count / 8];
     unroll<Count / 8>([&](auto i) { loaded[i] = row[8 * i + team.lane()]; });
@@ -45,7 +45,7 @@ struct vector_of_team {
   }
 };
 
-/// How the tokens of a unit are dealt out to a block's teams: some tokens at a time, each to as many teams.
+/// Share of a team in a unit's tokens: every `step`-th from `first` on, of each part `part` of `parts`.
 struct dealt_tokens {
   int first, step, part, parts;
   __device__ dealt_tokens(const team_of_block& mine, int tokens)
@@ -192,8 +192,8 @@ __device__ void summarise_by_block(const Policy& books, const unit_keys& keys, f
               [&](int t, int nth, int code) { of_token[nth * tokens + t] = static_cast<float>(code); });
 }
 
-/// For each code of a book the products of a query's coefficients with all its centroids, by a block.
-/// `coefficients`: shared memory for as many as the book's rows.
+/// Tabulates, for each code of a book, the products of a query's coefficients with all its centroids, by a
+/// block. `coefficients`: shared memory for as many as the book's rows.
 template <int HeadDim>
 __device__ void tabulate_by_block(const codebook& book, const float* query, float* coefficients,
                                   float* table) {

@@ -9,8 +9,7 @@
 
 namespace freekv::device {
 
-/// Whose a table's rows are, of a batch of `sequences`: the step's, in their order, and empty rows behind
-/// them.
+/// Rows of a table, of a batch of `sequences`: the step's, in their order, and empty rows behind them.
 enum class table_rows : std::uint8_t {
   by_head,    ///< (kv_heads, sequences): what a KV head attends to
   folded,     ///< (sequences, kv_heads): the same; id: block * kv_heads + head, of a tensor whose blocks are
@@ -46,7 +45,7 @@ struct tables_tuning {
 inline constexpr tables_tuning tables_default{};
 static_assert(tables_default.valid());
 
-/// What one KV head of the `nth` sequence of a step attends to with the last row.
+/// List of what one KV head of the `nth` sequence of a step attends to with the last row.
 template <class State>
 __device__ attention_list last_row_attends(const State& s, const step_view& step, int nth, int head) {
   const attention_list nothing{.complete = true};
@@ -57,7 +56,7 @@ __device__ attention_list last_row_attends(const State& s, const step_view& step
 
 /// Pages of a row of `all_heads`, as bits: (words) for a sequence's pages. By a block.
 template <class State>
-__device__ void unite_pages(const State& s, const step_view& step, int nth, int words, unsigned* pages) {
+__device__ void merge_pages(const State& s, const step_view& step, int nth, int words, unsigned* pages) {
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   for (int i = thread; i < words; i += threads) pages[i] = 0;
   __syncthreads();
@@ -71,17 +70,17 @@ __device__ void unite_pages(const State& s, const step_view& step, int nth, int 
   __syncthreads();
 }
 
-/// One row of a table. With `all_heads`, dynamic shared memory of a bit for each page of a sequence.
+/// Writes one row of a table. With `all_heads`, dynamic shared memory of a bit for each page of a sequence.
 template <class State>
 __global__ void write_table(State s, step_view step, block_tables to) {
-  extern __shared__ unsigned united[];
+  extern __shared__ unsigned merged[];
   __shared__ int before, count;
   const int row = static_cast<int>(blockIdx.x);
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int heads = s.heads.kv;
-  const bool unites = to.rows == table_rows::all_heads, folds = to.rows == table_rows::folded;
-  const auto sequence_of = [&](int r) { return unites ? r : folds ? r / heads : r % to.sequences; };
-  const auto head_of = [&](int r) { return unites ? 0 : folds ? r % heads : r / to.sequences; };
+  const bool merges = to.rows == table_rows::all_heads, folds = to.rows == table_rows::folded;
+  const auto sequence_of = [&](int r) { return merges ? r : folds ? r / heads : r % to.sequences; };
+  const auto head_of = [&](int r) { return merges ? 0 : folds ? r % heads : r / to.sequences; };
   const auto list_of = [&](int r) { return last_row_attends(s, step, sequence_of(r), head_of(r)); };
   const int head = head_of(row);
   const attention_list list = list_of(row);
@@ -93,24 +92,24 @@ __global__ void write_table(State s, step_view step, block_tables to) {
   __syncthreads();
   if (to.indptr != nullptr)
     for (int r = thread; r < row; r += threads) atomicAdd(&before, list_of(r).size());
-  if (unites) {
+  if (merges) {
     const int words = (s.max_pages + 31) / 32;
-    unite_pages(s, step, row, words, united);
+    merge_pages(s, step, row, words, merged);
     if (thread == 0) count = 0;
     __syncthreads();
     // A page's place is the number of those before it.
     for (int word = thread; word < words; word += threads) {
       int place = 0;
-      for (int i = 0; i < word; ++i) place += __popc(united[i]);
-      for (unsigned rest = united[word]; rest != 0; rest &= rest - 1, ++place)
+      for (int i = 0; i < word; ++i) place += __popc(merged[i]);
+      for (unsigned rest = merged[word]; rest != 0; rest &= rest - 1, ++place)
         if (blocks != nullptr)
           blocks[place] = number_of(
               s.store_page(step.entries[row].sequence, word * 32 + __ffs(static_cast<int>(rest)) - 1));
-      atomicAdd(&count, __popc(united[word]));
+      atomicAdd(&count, __popc(merged[word]));
     }
   }
   __syncthreads();
-  if (!unites)
+  if (!merges)
     for (int i = thread; i < count; i += threads) {
       const std::int64_t block = s.block_attended(step.entries[sequence_of(row)].sequence, head, list, i);
       const auto id = static_cast<std::int32_t>(folds ? block * heads + head : block);

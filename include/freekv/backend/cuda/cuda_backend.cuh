@@ -18,7 +18,8 @@ struct recall_default;
 struct copies_default;
 }  // namespace device
 
-/// What copies slices of the store to their slots: a few blocks of a kernel, or the device's copy engines.
+/// Means by which slices come from the store to their slots: a few blocks of a kernel, or the device's copy
+/// engines.
 enum class recall_by : std::uint8_t { kernel, copy_engines };
 
 /// A device's streams. Compute is the engine's: what append and attend read and write is ordered by it, and
@@ -40,7 +41,7 @@ class basic_cuda_backend {
  public:
   using policy_kind = backend_kind;
   static constexpr std::string_view name = "cuda";
-  // What a pipeline takes from its backend.
+  // Types that a pipeline takes from its backend.
   using event = device::event;
   template <class State, class Settings>
   using stages = device::stages<State, Settings, Attention, Recall, Copies>;
@@ -72,7 +73,7 @@ class basic_cuda_backend {
 };
 
 using cuda_backend = basic_cuda_backend<>;
-/// Of F16 and BF16, head_dim a multiple of 16.
+/// Backend whose attention multiplies by tensor cores: F16 and BF16, head_dim a multiple of 16.
 using tensor_core_backend = basic_cuda_backend<device::multiplies::tensor_cores>;
 
 }  // namespace freekv

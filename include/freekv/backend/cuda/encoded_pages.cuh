@@ -28,7 +28,7 @@ struct encode_tuning {
 inline constexpr encode_tuning encode_default{};
 static_assert(encode_default.valid());
 
-/// Whether complete pages are kept in another form than that of their rows.
+/// True of a codec that keeps complete pages in another form than their rows'.
 template <class Codec>
 inline constexpr bool encodes_pages = !std::is_same_v<Codec, identity>;
 
@@ -38,7 +38,7 @@ struct page_run {
   int first = 0, count = 0;
 };
 
-/// Where pages that prompts complete are until they are encoded, and what they become.
+/// Scratch of encoding: pages that prompts complete, until they are encoded, and what they become.
 template <class Element>
 struct encoding_scratch {
   page_staging<Element> staged;
@@ -78,8 +78,8 @@ __device__ auto codec_of(const State& s, const Codec& codec, const sequence_head
   return codec_at(codec, {s.layer, at.head, s.heads.kv, page * s.page.tokens, shared, floats});
 }
 
-/// Some rows of a complete page as they come back, to the first rows of `to`. By `Lanes` neighbouring
-/// threads, whose teams share the rows out.
+/// Decodes some rows of a complete page, to the first rows of `to`. By `Lanes` neighbouring threads, whose
+/// teams share the rows out.
 template <int Lanes, class State, class Codec>
 __device__ void decode_by_lanes(const State& s, const Codec& codec, const sequence_head& at,
                                 const page_range& part, const head_slice<typename State::element>& to) {
@@ -95,8 +95,8 @@ __device__ void decode_by_lanes(const State& s, const Codec& codec, const sequen
                                         rows_behind(to, first));
 }
 
-/// Encodes the pages that become complete; then slots, too, hold what the codec gives back. A unit of work is
-/// a slice, or all of a page where its slices share something.
+/// Encodes the pages that become complete; then slots, too, hold what the codec gives back. A task is a
+/// slice, or all of a page where its slices share something.
 template <class State, class Codec>
 __global__ void encode_pages(State s, Codec codec, step_view step, page_run pages,
                              encoding_scratch<typename State::element> scratch) {
@@ -105,13 +105,13 @@ __global__ void encode_pages(State s, Codec codec, step_view step, page_run page
   const int together = scratch.together, of_page = s.heads.kv / together, p = s.page.tokens;
   const int mine = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
   const int teams = static_cast<int>(gridDim.x * blockDim.x) / team.lanes();
-  const int units = min(pages.count, step.size() * step.bounds.pages - pages.first) * of_page;
-  for (int unit = mine; unit < units; unit += teams) {
-    const int nth = unit / of_page, nth_of_step = pages.first + nth;
+  const int tasks = min(pages.count, step.size() * step.bounds.pages - pages.first) * of_page;
+  for (int task = mine; task < tasks; task += teams) {
+    const int nth = task / of_page, nth_of_step = pages.first + nth;
     const step_entry& entry = step.entries[nth_of_step / step.bounds.pages];
     const int page = entry.before / p + nth_of_step % step.bounds.pages;
     if ((page + 1) * p > entry.after()) continue;
-    const int first = unit % of_page * together;
+    const int first = task % of_page * together;
     for (int i = 0; i < together; ++i) {
       const sequence_head at{entry.sequence, first + i};
       const auto rows = entry.phase == step_phase::prefill ? scratch.staged.slice(s, nth, at.head)

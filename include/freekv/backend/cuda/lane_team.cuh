@@ -254,8 +254,7 @@ struct lane_team {
     halve<Lanes / 2>(rest, combine);
     return pack::of([&](auto i) { return rest[i]; });
   }
-  /// Of `2 * Distance * Share` results, laid out by the lane that is to have them, keeps those of this lane's
-  /// half.
+  /// Keeps this lane's half of `2 * Distance * Share` results, laid out by the lane that is to have them.
   template <int Distance, class Combine>
   __device__ void halve(float (&rest)[width], const Combine& combine) const {
     if constexpr (Distance > 0) {
@@ -292,10 +291,5 @@ constexpr int row_share(int head_dim) {
 /// packs of 8 lanes by 4.
 template <int HeadDim>
 using row_team = lane_team<largest_share(HeadDim / row_share(HeadDim), 32), row_share(HeadDim)>;
-
-/// One number a lane, for bodies that keep a pack of packs: as many lanes as divide both `HeadDim` and
-/// `Most`.
-template <int HeadDim, int Most>
-using narrow_team = lane_team<largest_share(HeadDim, Most), 1>;
 
 }  // namespace freekv::device

@@ -5,9 +5,9 @@
 
 namespace freekv::device {
 
-/// Whether the block is the last of `blocks` that ask with this counter, on all its threads; it sees what the
-/// others have written before they asked, and the counter is 0 again. None waits for another, so blocks may
-/// run one after the other. `shared` is any of the block's shared memory that is free.
+/// True, on all its threads, for the block that is the last of `blocks` to ask with this counter; it sees
+/// what the others have written before they asked, and the counter is 0 again. None waits for another, so
+/// blocks may run one after the other. `shared` is any of the block's shared memory that is free.
 __device__ inline bool is_last_block(std::uint32_t* counter, int blocks, std::uint32_t& shared) {
   if (blocks == 1) {
     __syncthreads();

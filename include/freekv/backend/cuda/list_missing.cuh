@@ -16,26 +16,26 @@ template <class State, class Residency, class Room, class Storage>
 __device__ listed_items list_missing(const State& s, const Residency& residency, const step_entry& entry,
                                      int head, bool before_attention, const Room& room, Storage& shared) {
   constexpr unsigned all_lanes = 0xffffffffu;
-  const std::size_t row = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
+  const std::size_t at_head = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
   const std::int32_t* const units = s.selected + first;
   std::int32_t* const slot_of = s.slot_of + first;
-  const int count = s.selected_count[row], ring_begin = s.slots.ring_begin(entry.after(), s.page.tokens);
+  const int count = s.selected_count[at_head], ring_begin = s.slots.ring_begin(entry.after(), s.page.tokens);
   const slot_contents slots = s.slots_of(entry.sequence, head);
-  const std::int32_t nth = s.selections[row] + 1;
-  // The order of a row's items does not matter: each has a slot of its own.
+  const std::int32_t nth = s.selections[at_head] + 1;
+  // The order of a head's items does not matter: each has a slot of its own.
   const auto list = [&](int at, std::int32_t unit, int slot) {
     const bool in_ring = s.page_of(unit) >= ring_begin;
     shared.listed.items[at] = {entry.sequence, head, unit, slot, in_ring};
     return in_ring ? 1 : 0;
   };
   const auto count_recalled = [&](int missing, int promoted) {
-    s.promoted[row] += promoted;
-    s.recalled[row] += missing - promoted;
-    if (before_attention) s.recalled_before_attention[row] = s.recalled[row];
+    s.promoted[at_head] += promoted;
+    s.recalled[at_head] += missing - promoted;
+    if (before_attention) s.recalled_before_attention[at_head] = s.recalled[at_head];
   };
   __syncthreads();  // all have read how many selections there have been
   const int thread = static_cast<int>(threadIdx.x);
-  if (thread == 0) s.selections[row] = nth;
+  if (thread == 0) s.selections[at_head] = nth;
   if (match_storage::has_room(count, slots.count)) {
     if (thread < 32) {
       int missing = 0, promoted = 0;

@@ -1,5 +1,5 @@
-// Which selected units are in slots already, and where the others go, by a warp: what `match_slots` does by
-// one thread.
+// Matching by a warp: which selected units are in slots already, and where the others go; what `match_slots`
+// does by one thread.
 #pragma once
 
 #include <cstdint>

@@ -10,8 +10,8 @@
 
 namespace freekv::device {
 
-/// What is appended waits here until a codec has encoded it; what is attended to is read from slow memory,
-/// and decoded, once for all rows of a chunk. Both on the compute stream, one after the other.
+/// Staging area on the compute stream: what is appended waits here until a codec has encoded it; what is
+/// attended to is read from slow memory, and decoded, once for all rows of a chunk. The two take turns.
 template <class Element>
 struct page_staging {
   Element* rows = nullptr;  // (page, kv head, 2, page tokens, head_dim)

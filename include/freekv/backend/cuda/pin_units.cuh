@@ -30,17 +30,18 @@ __global__ void pin_units(State s, step_view step, selection_job job) {
   const step_entry& entry = step.entries[nth];
   const row_candidates candidates = candidates_of(s, entry, head, job);
   if (!candidates.selects) return;
-  const std::size_t row = s.head_index(entry.sequence, head);
+  const std::size_t at_head = s.head_index(entry.sequence, head);
   const int count = min(s.pins, candidates.now);
   const auto worth = [&](int i) {
     const int unit = candidates.first + i, page = s.page_of(unit);
     return s.pin_worth_of(s.store_page(entry.sequence, page), head, unit - page * s.units_per_page);
   };
   const radix_select<pin_default.threads> select(shared);
-  select.largest([&](int i) { return order_bits(worth(i)); }, candidates.now, count,
-                 [&](int i, int j) { s.pinned[row * to_size(s.pins) + to_size(i)] = candidates.first + j; });
+  select.largest(
+      [&](int i) { return order_bits(worth(i)); }, candidates.now, count,
+      [&](int i, int j) { s.pinned[at_head * to_size(s.pins) + to_size(i)] = candidates.first + j; });
   __syncthreads();  // all have read how many there were
-  if (threadIdx.x == 0) s.pinned_count[row] = count;
+  if (threadIdx.x == 0) s.pinned_count[at_head] = count;
 }
 template <class State>
 void launch_pin_units(const State& s, const step_view& step, const selection_job& job, cudaStream_t stream) {

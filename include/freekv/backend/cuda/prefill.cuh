@@ -48,7 +48,7 @@ struct staged_parts {
   int first_part = 0, parts = 0;  // of each
   int pages = 0;                  // of a part
 
-  /// Which of the staged pages is page `page` of the step's entry `entry`.
+  /// Number, among the staged pages, of page `page` of the step's entry `entry`.
   FREEKV_HD constexpr int nth(int entry, int page) const {
     return (entry - first_entry) * parts * pages + page - first_part * pages;
   }
@@ -85,7 +85,7 @@ __global__ void stage_pages(State s, Codec codec, step_view step, staged_parts w
 /// A team attends with a tile's query heads of one row to what is staged, part by part, each merged to what
 /// came before.
 template <multiplies By, class State>
-__global__ void attend_staged(State s, step_view step, step_queries queries, attended_rows rows,
+__global__ void attend_staged(State s, step_view step, step_queries queries, attending_rows rows,
                               staged_parts which, page_staging<typename State::element> staging,
                               attention_scratch_memory scratch) {
   constexpr int d = State::head_dim;
@@ -120,11 +120,11 @@ __global__ void attend_staged(State s, step_view step, step_queries queries, att
     for (int h = team.lane() / merging.lanes(); behind && h < attention_type::heads && tile.has(h);
          h += team.lanes() / merging.lanes()) {
       const std::int64_t before = of.at(tile.query_head(h), 0);
-      log_sum_exp mass = scratch.mass[before], of_part = scratch.mass[before + 1];
+      log_sum_exp log_sum = scratch.log_sum[before], of_part = scratch.log_sum[before + 1];
       merge_parts<d>(merging, attention_part{&of_part, scratch.weighted + (before + 1) * d},
-                     attention_part{&mass, scratch.weighted + before * d}, 1);
-      merging.sync();  // all lanes have read the mass
-      if (merging.lane() == 0) scratch.mass[before] = mass;
+                     attention_part{&log_sum, scratch.weighted + before * d}, 1);
+      merging.sync();  // all lanes have read the log-sum-exp
+      if (merging.lane() == 0) scratch.log_sum[before] = log_sum;
     }
     team.sync();  // the part's place is free again
   }
@@ -151,12 +151,12 @@ void launch_prefill(const State& s, const Codec& codec, const step_view& step, c
   which.parts = std::min(parts, room / which.entries);
   for (; which.first_entry < step.bounds.entries; which.first_entry += which.entries)
     for (int first = 0; first < step.bounds.rows; first += rows_at_once) {
-      const attended_rows rows{.first = first,
-                               .count = std::min(rows_at_once, step.bounds.rows - first),
-                               .parts = of_row,
-                               .kind = rows_attending::prompts,
-                               .first_entry = which.first_entry,
-                               .entries = which.entries};
+      const attending_rows rows{.first = first,
+                                .count = std::min(rows_at_once, step.bounds.rows - first),
+                                .parts = of_row,
+                                .kind = rows_attending::prompts,
+                                .first_entry = which.first_entry,
+                                .entries = which.entries};
       for (which.first_part = 0; which.first_part < parts; which.first_part += which.parts) {
         constexpr int warps = prefill_default.threads / 32;
         const dim3 slices(count(blocks_for(which.parts * pages, warps)), count(s.heads.kv),

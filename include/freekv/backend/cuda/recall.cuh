@@ -17,7 +17,7 @@
 
 namespace freekv::device {
 
-/// How a slice travels.
+/// Ways that a slice travels.
 enum class recall_read : std::uint8_t {
   loads,         ///< pieces of 16 bytes through registers
   async_copies,  ///< such pieces by cp.async, through each thread's own ring in shared memory
@@ -41,12 +41,12 @@ struct recall_tuning {
            buffer_bytes % 16 == 0 && shared_bytes() <= 48 * 1024 - 16;  // and a counter
   }
 };
-/// As kernels are told it: nvcc 13.0 does not take values of a class as a kernel's template arguments.
+/// Tuning as a type: nvcc 13.0 does not take values of a class as a kernel's template arguments.
 struct recall_default {
   static constexpr recall_tuning tuning{};
 };
 
-/// What the architecture that is compiled for reads by, where `wanted` is asked for.
+/// Way of reading on the architecture that is compiled for, where `wanted` is asked for.
 __device__ constexpr recall_read recall_read_here(recall_read wanted) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return wanted == recall_read::bulk_copies ? recall_read::loads : wanted;
@@ -84,7 +84,7 @@ __device__ void copy_pieces_by_warp(const slice_pieces<HeadDim, Element>& from,
     if (first + 32 * i < size) *to.at(first + 32 * i) = pieces[i];
   });
 }
-/// Copies a whole one.
+/// Copies a whole slice by a warp.
 template <int Depth = recall_default::tuning.depth, int HeadDim, class Element>
 __device__ void copy_slice_by_warp(const slice_pieces<HeadDim, Element>& from,
                                    const slice_pieces<HeadDim, Element>& to) {
@@ -107,7 +107,7 @@ struct recalled_slices {
   __device__ int parts(int pieces_of_part) const {
     return (pieces{{}, s.unit.tokens}.size() + pieces_of_part - 1) / pieces_of_part;
   }
-  /// Where item `nth` is copied from: no pieces where it is encoded.
+  /// Pieces that item `nth` is copied from; none where it is encoded.
   __device__ pieces from(int nth) const {
     const recall_item item = items[nth];
     if (encoded(item)) return {{}, 0};
@@ -116,7 +116,7 @@ struct recalled_slices {
                                            : s.store_slice(item.sequence, page, item.head);
     return {rows_behind(slice, s.first_token_of(item.unit)), s.unit.tokens};
   }
-  /// Where it is copied to: no pieces where it is encoded, as it is there then.
+  /// Pieces that item `nth` is copied to; none where it is encoded, as decoding has put it there.
   __device__ pieces to(int nth) const {
     const recall_item item = items[nth];
     const auto slice = s.selected_slice(item.sequence, item.slot, item.head);
@@ -132,8 +132,8 @@ template <class Tuned, recall_read Read>
 struct slice_copier {
   struct storage {};
   __device__ explicit slice_copier(storage&) {}
-  /// A unit of work is what a warp's lanes have on their way at a time, so that a few slices take one round
-  /// trip.
+  /// Copies slices. A task is what a warp's lanes have on their way at a time, so that a few slices take one
+  /// round trip.
   template <class Slices>
   __device__ void copy(const Slices& slices) const {
     constexpr int depth = Tuned::tuning.depth;

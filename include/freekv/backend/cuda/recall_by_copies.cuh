@@ -19,7 +19,7 @@
 
 namespace freekv::device {
 
-/// How a batch is queued.
+/// Calls that queue a batch.
 enum class copy_call : std::uint8_t {
   batched,          ///< in one call, from CUDA 13 on
   two_dimensional,  ///< a call for the keys of each slice, and one for its values
@@ -71,7 +71,7 @@ __global__ void write_copied(State s, const recall_item* items, int count, typen
                      pieces{s.selected_slice(item.sequence, item.slot, item.head), tokens});
 }
 
-/// The lists and buffers of such recalls.
+/// Lists and buffers of recalls by copy engines.
 template <class State, class Tuned = copies_default>
 class copied_recall {
   using element = typename State::element;
@@ -80,9 +80,10 @@ class copied_recall {
 
  public:
   copied_recall() = default;
-  /// For at most `most_items` items of units of `tokens` tokens.
-  copied_recall(std::int64_t most_items, int tokens, carver& pinned, carver& fast)
-      : count_(pinned.take<std::int32_t>(1)), items_(pinned.take<recall_item>(to_size(most_items))) {
+  /// Takes room for at most `most_items` items of units of `tokens` tokens.
+  copied_recall(std::int64_t most_items, int tokens, carver& page_locked, carver& fast)
+      : count_(page_locked.take<std::int32_t>(1)),
+        items_(page_locked.take<recall_item>(to_size(most_items))) {
     for (lane& l : lanes_)
       l.buffer = fast.take<element>(to_size(tuning.slices) * 2 * to_size(tokens * State::head_dim));
     const auto most_rows = to_size(tuning.slices * 2 * tokens);
@@ -149,7 +150,8 @@ class copied_recall {
           "cudaMemcpyBatchAsync");
 #endif
   }
-  /// In two dimensions: queues the copy. To a batch: one copy where rows are side by side, else one for each.
+  /// Queues a copy of a slice's rows, where copies are of two dimensions; else adds it to the batch: one copy
+  /// where rows are side by side, else one for each.
   void add_rows(element* to, const element* from, std::int64_t stride, int tokens, stream& transfers) {
     constexpr int d = State::head_dim;
     if constexpr (tuning.call == copy_call::two_dimensional) {

@@ -1,4 +1,4 @@
-// What the CUDA backend takes from the runtime: errors, memory, ordered streams and events.
+// The runtime, as the CUDA backend takes it: errors, memory, ordered streams and events.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -33,7 +33,7 @@ inline void check(cudaError_t status, const char* call) {
   if (status != cudaSuccess) throw device_error(call, status);
 }
 
-/// Where a kernel is launched.
+/// Shape of a launch, and its stream.
 struct launch_shape {
   dim3 grid;
   int threads = 32;  // of a block
@@ -54,14 +54,14 @@ void launch(const char* what, const launch_shape& shape, void (*kernel)(Paramete
   check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), what);
 }
 
-/// Whether a block is whole warps whose registers there are: a multiprocessor has 64K of them, so that blocks
-/// of up to 256 threads launch whatever a compiler allots.
+/// True where a block is whole warps whose registers there are: a multiprocessor has 64K of them, so that
+/// blocks of up to 256 threads launch whatever a compiler allots.
 constexpr bool valid_block(int threads, int registers) {
   return threads >= 32 && threads <= 1024 && threads % 32 == 0 && registers <= 255 &&
          threads * registers <= 64 << 10;
 }
 
-constexpr int blocks_for(std::int64_t units, int each) { return static_cast<int>((units + each - 1) / each); }
+constexpr int blocks_for(std::int64_t tasks, int each) { return static_cast<int>((tasks + each - 1) / each); }
 
 /// Memory of the device in use. For `memory_resources::fast`; the host does not touch it.
 class device_memory final : public std::pmr::memory_resource {
@@ -127,19 +127,20 @@ class stream {
     check(cudaStreamIsCapturing(of_, &status), "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
   }
-  /// Whether all that is queued has happened.
+  /// True where all that is queued has happened.
   bool idle() const {
     const cudaError_t status = cudaStreamQuery(of_);
     if (status != cudaErrorNotReady) check(status, "cudaStreamQuery");
     return status == cudaSuccess;
   }
-  /// In a capture it is to be waited for before the next point is recorded.
+  /// Records the point behind all that is queued. In a capture it is to be waited for before the next point
+  /// is recorded.
   event record() {
     const cudaEvent_t next = is_capturing() ? captured_ : ring_[next_++ % events];
     check(cudaEventRecord(next, of_), "cudaEventRecord");
     return event(next);
   }
-  /// What is queued from now on runs after `e`.
+  /// Makes what is queued from now on run after `e`.
   void wait(const event& e) {
     if (e.recorded_ != nullptr) check(cudaStreamWaitEvent(of_, e.recorded_), "cudaStreamWaitEvent");
   }

@@ -24,7 +24,7 @@
 namespace freekv::device {
 
 struct score_tuning {
-  int threads = 256;    ///< of a block, which scores a chunk
+  int threads = 256;    ///< of a block, which scores a tile
   int registers = 216;  ///< of a thread at most: rows on their way, and the queries that multiply them
   int shared_bytes = 48 * 1024;  ///< of a block: a decoded summary for each team
   int query_floats = 4096;       ///< of a row that each block of it prepares itself
@@ -35,9 +35,9 @@ static_assert(score_default.valid());
 /// Threads of a block that prepares a query by itself.
 inline constexpr int prepare_threads = 512;
 /// Rows that a warp scores.
-inline constexpr int rows_of_warp = chunk_units * 32 / score_default.threads;
+inline constexpr int rows_of_warp = tile_units * 32 / score_default.threads;
 
-/// What a team has in a block's memory: a decoded summary's numbers, and a stored one where it is staged and
+/// Room of a team in a block's memory: a decoded summary's numbers, and a stored one where it is staged and
 /// there is room.
 struct scoring_room {
   int numbers = 0, staged = 0;  // floats, multiples of 16 bytes
@@ -88,19 +88,19 @@ struct scoring_memory {
   }
 };
 
-/// The mass of up to `chunk_units` scores, on all lanes of a warp.
-__device__ inline log_sum_exp mass_of_chunk(const float* scores, int count) {
+/// The log-sum-exp of up to `tile_units` scores, on all lanes of a warp.
+__device__ inline log_sum_exp log_sum_of_tile(const float* scores, int count) {
   constexpr lane_team<32, 1> warp{};
-  log_sum_exp mass;
-  lane_pack<1> of_lane[chunk_units / 32];
+  log_sum_exp log_sum;
+  lane_pack<1> of_lane[tile_units / 32];
 #pragma unroll
-  for (int nth = 0; nth < chunk_units / 32; ++nth) {
+  for (int nth = 0; nth < tile_units / 32; ++nth) {
     const int i = nth * 32 + warp.lane();
     of_lane[nth] = lane_pack<1>(i < count ? scores[i] : -infinity);
   }
 #pragma unroll
-  for (const lane_pack<1>& score : of_lane) mass.add(warp, &score, 1);
-  return mass;
+  for (const lane_pack<1>& score : of_lane) log_sum.add(warp, &score, 1);
+  return log_sum;
 }
 
 /// Prepares a row's queries for scoring, by all teams of a block: to `prepared`; before that pools them to
@@ -154,21 +154,21 @@ __launch_bounds__(block_summary<Summary>::prepares ? prepare_threads : score_def
   }
 }
 
-/// By which summary candidates are scored: their one, or of two the coarse one, or the fine one those that
-/// are kept.
+/// Summary that candidates are scored by: their only one, or of two the coarse one, or the fine one for those
+/// that are kept.
 enum class scoring : std::uint8_t { alone, coarse, fine };
 
-/// Whether a candidate that a coarse summary has scored so is scored by the fine one.
+/// True where the fine summary scores a candidate that the coarse one has scored `pooled`.
 FREEKV_HD inline bool is_kept(unsigned long long least, float pooled, int unit) {
   return least == 0 || ordered_key(pooled, unit) >= least;
 }
 
 /// Scores candidates `first` .. `last` of a row by a block. `shared`: `scoring_memory` behind the queries.
 template <scoring By, class State, class Summary>
-__device__ void score_chunk(const State& s, const Summary& summaries, const step_entry& entry, int head,
-                            const row_candidates& candidates, int first, int last,
-                            const prepared_queries& queries, float* scores, const selection_scratch& scratch,
-                            unsigned long long least, const float* pooled, int teams, float* shared) {
+__device__ void score_tile(const State& s, const Summary& summaries, const step_entry& entry, int head,
+                           const row_candidates& candidates, int first, int last,
+                           const prepared_queries& queries, float* scores, const selection_scratch& scratch,
+                           unsigned long long least, const float* pooled, int teams, float* shared) {
   using element = typename State::element;
   constexpr int d = State::head_dim;
   const summary_team_t<Summary, d> team;
@@ -226,21 +226,21 @@ __device__ void score_chunk(const State& s, const Summary& summaries, const step
   }
 }
 
-/// The logarithm of what the first `count` scores' exponentials sum to: of whole chunks as they were summed
+/// The logarithm of what the first `count` scores' exponentials sum to: of whole tiles as they were summed
 /// up, and the rest. On all lanes of a warp.
-__device__ inline float log_sum_of(const log_sum_exp* chunk_mass, const float* scores, int count) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, whole = count / chunk_units;
+__device__ inline float log_sum_of(const log_sum_exp* tile_log_sum, const float* scores, int count) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, whole = count / tile_units;
   const int each = (whole + 31) / 32;
-  log_sum_exp mass;
-  for (int i = lane * each; i < min((lane + 1) * each, whole); ++i) mass.add(chunk_mass[i]);
+  log_sum_exp log_sum;
+  for (int i = lane * each; i < min((lane + 1) * each, whole); ++i) log_sum.add(tile_log_sum[i]);
   for (int distance = 1; distance < 32; distance *= 2) {
-    const log_sum_exp behind{__shfl_down_sync(0xffffffffu, mass.max, distance),
-                             __shfl_down_sync(0xffffffffu, mass.sum, distance)};
-    if (lane % (2 * distance) == 0) mass.add(behind);
+    const log_sum_exp behind{__shfl_down_sync(0xffffffffu, log_sum.max, distance),
+                             __shfl_down_sync(0xffffffffu, log_sum.sum, distance)};
+    if (lane % (2 * distance) == 0) log_sum.add(behind);
   }
-  mass = {__shfl_sync(0xffffffffu, mass.max, 0), __shfl_sync(0xffffffffu, mass.sum, 0)};
-  if (count % chunk_units != 0) mass.add(mass_of_chunk(scores + whole * chunk_units, count % chunk_units));
-  return mass.value();
+  log_sum = {__shfl_sync(0xffffffffu, log_sum.max, 0), __shfl_sync(0xffffffffu, log_sum.sum, 0)};
+  if (count % tile_units != 0) log_sum.add(log_sum_of_tile(scores + whole * tile_units, count % tile_units));
+  return log_sum.value();
 }
 
 /// Pools a row's scores among this step's candidates, or the next step's, by a block; four candidates a
@@ -259,14 +259,14 @@ __device__ void pool_row(const State& s, const Pooling& pooling, const selection
   __syncthreads();  // the memory is free, and scores are there
   if constexpr (softmax_pooling<Pooling>) {
     for (int g = thread / 32; g < group; g += threads / 32) {
-      const float sum = log_sum_of(scratch.masses_of(apart, nth, row) + g * scratch.chunks,
+      const float sum = log_sum_of(scratch.log_sums_of(apart, nth, row) + g * scratch.tiles,
                                    scores + g * scratch.stride, count);
       if (thread % 32 == 0) log_sums[g] = sum;
     }
     __syncthreads();
   }
   for (int j = 4 * thread; j < count;
-       j += 4 * threads) {  // rows are whole chunks: behind the last there is room
+       j += 4 * threads) {  // rows are whole tiles: behind the last there is room
     lane_pack<4> of_candidates;
     if constexpr (query_pooling<Pooling>)
       of_candidates = team.load(scores + j);
@@ -276,31 +276,31 @@ __device__ void pool_row(const State& s, const Pooling& pooling, const selection
   }
   __syncthreads();
   if (!job.one_selection_per_layer) return;
-  for (int chunk = thread / 32; chunk * chunk_units < count; chunk += threads / 32) {
-    const int first = chunk * chunk_units;
-    const log_sum_exp mass = mass_of_chunk(pooled + first, min(chunk_units, count - first));
-    if (thread % 32 == 0) scratch.pooled_masses_of(for_next, nth, at)[chunk] = mass;
+  for (int tile = thread / 32; tile * tile_units < count; tile += threads / 32) {
+    const int first = tile * tile_units;
+    const log_sum_exp log_sum = log_sum_of_tile(pooled + first, min(tile_units, count - first));
+    if (thread % 32 == 0) scratch.pooled_log_sums_of(for_next, nth, at)[tile] = log_sum;
   }
 }
 
-/// What follows a row's pooled scores in the same launch: nothing.
+/// A `Then` that does nothing behind a row's pooled scores.
 struct then_nothing {
   static constexpr int shared_bytes = 0;
 };
 
-/// Scores one chunk of one row's candidates, by one query alone where queries are pooled, and sums up what
+/// Scores one tile of one row's candidates, by one query alone where queries are pooled, and sums up what
 /// softmaxes need of it. The last block of a row to do so pools the row's scores and calls `then`; where all
 /// candidates are selected, or none, without scores. Other blocks of the row may still look at whether the
 /// row selects: `then` does not change that. `memory.queries`: of the row, which the block prepares.
 template <scoring By, class State, class Summary, class Pooling, class Then>
-__global__ void score_chunks(State s, Summary summaries, Pooling pooling, Then then, step_view step,
-                             selection_scratch scratch, selection_job job, scoring_memory memory) {
+__global__ void score_tiles(State s, Summary summaries, Pooling pooling, Then then, step_view step,
+                            selection_scratch scratch, selection_job job, scoring_memory memory) {
   constexpr int d = State::head_dim;
   alignas(16) extern __shared__ float shared[];
   const bool nothing = nothing_to_select(s, job);
-  const int chunk = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y);
+  const int tile = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y);
   constexpr bool goes_on = !std::is_same_v<Then, then_nothing>;
-  if (nothing && (!goes_on || chunk > 0)) return;
+  if (nothing && (!goes_on || tile > 0)) return;
   const bool for_next = job.separate_next_scores && blockIdx.z % 2 != 0;
   const int nth = static_cast<int>(job.separate_next_scores ? blockIdx.z / 2 : blockIdx.z);
   if (nth >= step.size()) return;
@@ -310,10 +310,10 @@ __global__ void score_chunks(State s, Summary summaries, Pooling pooling, Then t
   if (!nothing) candidates = candidates_of(s, entry, head, job);
   const int count = job.separate_next_scores ? candidates.count(for_next) : candidates.most();
   const bool chooses = candidates.unpinned(count) > job.select_all_up_to;
-  const int chunks = chooses ? (count + chunk_units - 1) / chunk_units : goes_on ? 1 : 0;
-  if (chunk >= chunks) return;
+  const int tiles = chooses ? (count + tile_units - 1) / tile_units : goes_on ? 1 : 0;
+  if (tile >= tiles) return;
   if (chooses) {
-    const int first = chunk * chunk_units, last = min(first + chunk_units, count);
+    const int first = tile * tile_units, last = min(first + tile_units, count);
     const group_query query = scratch.selecting_query(s, entry, row);
     const int width = summary_query_width(summaries, d);
     prepared_queries queries{scratch.prepared_of(nth, row), width, query_pooling<Pooling> ? 1 : query.group,
@@ -325,10 +325,10 @@ __global__ void score_chunks(State s, Summary summaries, Pooling pooling, Then t
     }
     float* const scores = scratch.scores_of(for_next, nth, row);
     const bool kept = By == scoring::fine;
-    score_chunk<By>(s, summaries, entry, head, candidates, first, last, queries, scores, scratch,
-                    kept ? scratch.least_of(for_next, nth, row) : 0,
-                    kept ? scratch.pooled_of(for_next, nth, pooled_row(s, job, row)) : nullptr, memory.teams,
-                    shared + memory.queries);
+    score_tile<By>(s, summaries, entry, head, candidates, first, last, queries, scores, scratch,
+                   kept ? scratch.least_of(for_next, nth, row) : 0,
+                   kept ? scratch.pooled_of(for_next, nth, pooled_row(s, job, row)) : nullptr, memory.teams,
+                   shared + memory.queries);
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     if (s.pins > 0) {  // pinned ones have no part in what is pooled
       __syncthreads();
@@ -341,11 +341,11 @@ __global__ void score_chunks(State s, Summary summaries, Pooling pooling, Then t
     if constexpr (softmax_pooling<Pooling>) {
       __syncthreads();
       for (int g = thread / 32; g < queries.group; g += threads / 32) {
-        const log_sum_exp mass = mass_of_chunk(scores + g * scratch.stride + first, last - first);
-        if (thread % 32 == 0) scratch.masses_of(for_next, nth, row)[g * scratch.chunks + chunk] = mass;
+        const log_sum_exp log_sum = log_sum_of_tile(scores + g * scratch.stride + first, last - first);
+        if (thread % 32 == 0) scratch.log_sums_of(for_next, nth, row)[g * scratch.tiles + tile] = log_sum;
       }
     }
-    if (!is_last_block(scratch.blocks_scoring_of(for_next, nth, row), chunks,
+    if (!is_last_block(scratch.blocks_scoring_of(for_next, nth, row), tiles,
                        *reinterpret_cast<std::uint32_t*>(shared)))
       return;
     for (int time = 0; time < 2; ++time) {
@@ -377,10 +377,10 @@ void launch_score(const State& s, const Summary& summary, const Pooling& pooling
     launch("preparing queries", {queries, by_block ? prepare_threads : score_default.threads, stream},
            prepare_queries<State, Summary, Pooling>, s, summary, pooling, step, scratch, job);
   }
-  const dim3 chunks(count(scratch.chunks), rows.x, job.separate_next_scores ? 2 * rows.y : rows.y);
+  const dim3 tiles(count(scratch.tiles), rows.x, job.separate_next_scores ? 2 * rows.y : rows.y);
   const auto bytes = std::max(to_size(memory.floats) * sizeof(float), std::size_t{Then::shared_bytes});
-  launch("score", {chunks, score_default.threads, stream, bytes},
-         score_chunks<By, State, Summary, Pooling, Then>, s, summary, pooling, then, step, scratch, job,
+  launch("score", {tiles, score_default.threads, stream, bytes},
+         score_tiles<By, State, Summary, Pooling, Then>, s, summary, pooling, then, step, scratch, job,
          memory);
 }
 

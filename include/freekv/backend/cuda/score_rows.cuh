@@ -7,11 +7,10 @@
 #include <cstdint>
 #include <cuda/std/bit>
 #include <freekv/backend/cuda/lane_team.cuh>
+#include <freekv/backend/cuda/summary_team.cuh>
 #include <freekv/core/element.hpp>
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/unroll.hpp>
-#include <freekv/policies/box_summaries.hpp>
-#include <freekv/policies/mean_summaries.hpp>
 #include <freekv/policies/summary.hpp>
 
 namespace freekv::device {
@@ -29,7 +28,7 @@ struct row_scoring {
   static constexpr int of_lane = pieces / lanes;  // pieces
   static constexpr int teams = 32 / lanes;
   static constexpr int at_once = lanes / heads;
-  /// Whether registers hold the queries: else the shared body scores.
+  /// True where registers hold the queries; else `score_unit` scores.
   static constexpr bool there = Width % each == 0 && lanes >= 8 && heads * of_lane * each <= 64;
 
   /// Queries in shared memory: fours of neighbouring numbers, such that lanes which read a piece's nth fours
@@ -49,17 +48,9 @@ template <class Summary, int HeadDim, class Key>
 struct row_scoring_of {
   using type = no_row_scoring;
 };
-template <int HeadDim, class Key>
-struct row_scoring_of<min_max, HeadDim, Key> {
-  using type = row_scoring<2 * HeadDim, Key>;
-};
-template <int HeadDim, class Key>
-struct row_scoring_of<centroid_box, HeadDim, Key> {
-  using type = row_scoring<2 * HeadDim, float>;
-};
-template <int HeadDim, class Key>
-struct row_scoring_of<mean, HeadDim, Key> {
-  using type = row_scoring<HeadDim, float>;
+template <summary_of_rows Summary, int HeadDim, class Key>
+struct row_scoring_of<Summary, HeadDim, Key> {
+  using type = row_scoring<Summary{}.width({1, HeadDim}), summary_element<Summary, Key>>;
 };
 template <class Summary, int HeadDim, class Key>
 using row_scoring_t = typename row_scoring_of<Summary, HeadDim, Key>::type;

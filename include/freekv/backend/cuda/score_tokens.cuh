@@ -15,7 +15,8 @@
 
 namespace freekv::device {
 
-/// How a summary's tokens are estimated for `heads` query heads at a time: no way but the shared body.
+/// Estimates of a summary's tokens for `heads` query heads at a time; none unless specialised: `score_unit`
+/// scores.
 template <class Summary>
 struct token_estimates {
   static constexpr bool there = false;
@@ -113,8 +114,7 @@ struct token_estimates<key_codes<Codes, MeanCodes>> {
 /// Units whose bytes a warp has in shared memory at a time, and pieces of 8 bytes that a lane brings of each.
 inline constexpr int units_staged = 4, pieces_of_lane = 2;
 
-/// Whether a block scores units so, and shared memory that it takes: the tables, and for each warp the bytes
-/// of some units.
+/// True where a block scores units by tokens.
 template <class Summary>
 FREEKV_HD bool scores_by_tokens(const Summary& summary, page_geometry unit, std::size_t bytes) {
   if constexpr (token_estimates<Summary>::there)
@@ -123,6 +123,8 @@ FREEKV_HD bool scores_by_tokens(const Summary& summary, page_geometry unit, std:
   else
     return false;
 }
+/// Floats of shared memory that scoring by tokens takes: the tables, and for each warp the bytes of some
+/// units.
 template <class Summary>
 FREEKV_HD int floats_by_tokens(const Summary& summary, page_geometry unit, std::size_t bytes, int threads) {
   if constexpr (token_estimates<Summary>::there) {

@@ -35,7 +35,7 @@ struct already_flagged {};
 template <class Correction, class Storage>
 __device__ int correct_by_mass(const Correction& correction, const float* pooled, int first, int candidates,
                                const selected_and_best& units, bool& corrected, Storage& shared) {
-  const log_sum_exp all = mass_of_all(pooled, candidates, shared);
+  const log_sum_exp all = log_sum_of_all(pooled, candidates, shared);
   if (threadIdx.x == 0) {
     const auto mass_of = [&](const std::int32_t* of, int count) {
       float sum = 0.0f;
@@ -57,8 +57,8 @@ __device__ int correct_by_mass(const Correction& correction, const float* pooled
 /// Stands in for the selection where each query head has selected for itself: the KV head takes the union.
 struct union_of_query_heads {};
 
-/// One query head of a step selects for itself: to correct for this step and for the next, to speculate for
-/// the next.
+/// Selects for one query head of a step by itself: to correct for this step and for the next, to speculate
+/// for the next.
 template <class State, class Selection>
 __global__ void select_by_query_head(State s, Selection selection, step_view step, selection_scratch scratch,
                                      selection_job job) {
@@ -68,10 +68,10 @@ __global__ void select_by_query_head(State s, Selection selection, step_view ste
   const row_candidates candidates = candidates_of(s, step.entries[nth], scratch.head_of(row), job);
   if (!candidates.selects) return;
   const int head = scratch.head_of(row);
-  const std::size_t of_head = s.head_index(step.entries[nth].sequence, head);
+  const std::size_t at_head = s.head_index(step.entries[nth].sequence, head);
   const unit_union before = s.selected_union(step.entries[nth].sequence, head);
   held_units held{
-      {before.units, s.selected_count[of_head]}, before.masks, before.words, row % scratch.sizes.selecting};
+      {before.units, s.selected_count[at_head]}, before.masks, before.words, row % scratch.sizes.selecting};
   for (int time = job.time == selection_time::correct ? 0 : 1; time < 2; ++time) {
     const bool for_next = time == 1;
     const int count =
@@ -84,7 +84,7 @@ __global__ void select_by_query_head(State s, Selection selection, step_view ste
   }
 }
 
-/// Unites what the query heads of a KV head have selected; returns how many units that is, on all threads of
+/// Merges what the query heads of a KV head have selected; returns how many units that is, on all threads of
 /// the block.
 template <class Storage>
 __device__ int merge_query_heads(const selection_scratch& scratch, bool for_next, int nth, int head,
@@ -125,7 +125,7 @@ struct recall_later {
 template <class Selection, class Correction>
 using select_storage_for = select_storage_of<Selection, !std::is_same_v<Correction, already_flagged>>;
 
-/// One KV head of a step selects. To correct: for this step and, by the same scores, for the next; then,
+/// Selection of one KV head of a step. To correct: for this step and, by the same scores, for the next; then,
 /// corrected or not, what it has selected is what it attends to. To speculate: for the next step, unless a
 /// correction has done so. With `union_of_query_heads` for a selection its query heads have selected.
 template <class Selection, class Residency, class Correction, class Recall>
@@ -137,16 +137,17 @@ struct select_and_recall {
   using storage = select_storage_for<Selection, Correction>;
   static constexpr int shared_bytes = static_cast<int>(sizeof(storage));
   static constexpr bool judges = !std::is_same_v<Correction, already_flagged>;
-  static constexpr bool unites = std::is_same_v<Selection, union_of_query_heads>;
+  static constexpr bool merges = std::is_same_v<Selection, union_of_query_heads>;
 
-  /// By a block, with its shared memory; `nth` is the entry's number. The candidates' scores are pooled.
+  /// Selects and recalls by a block, with its shared memory; `nth` is the entry's number. The candidates'
+  /// scores are pooled.
   template <class State>
   __device__ void operator()(const State& s, const step_entry& entry, int nth, int head,
                              const row_candidates& candidates, const selection_scratch& scratch,
                              const selection_job& job, storage& shared) const {
     if (entry.phase != step_phase::decode) return;
     const int thread = static_cast<int>(threadIdx.x);
-    const std::size_t row = s.head_index(entry.sequence, head);
+    const std::size_t at_head = s.head_index(entry.sequence, head);
     const unit_union selected = s.selected_union(entry.sequence, head);
     const unit_union next_selected = s.next_selected_union(entry.sequence, head);
     const auto pooled = [&](bool for_next) {
@@ -155,7 +156,7 @@ struct select_and_recall {
     };
     // `to` is not where the `held` units are, of which there are none for this step.
     const auto select = [&](bool for_next, int held, const unit_union& to) {
-      if constexpr (unites)
+      if constexpr (merges)
         return merge_query_heads(scratch, for_next, nth, head, to, shared);
       else
         return select_best(selection, pooled(for_next), candidates, candidates.count(for_next),
@@ -170,8 +171,8 @@ struct select_and_recall {
     };
     const bool corrects = job.time == selection_time::correct;
     if (!corrects && s.kind_of(head) != layer_kind::retrieval) return;
-    bool corrected = s.corrected[row] != 0;
-    int now = s.selected_count[row], next = s.next_selected_count[row];
+    bool corrected = s.corrected[at_head] != 0;
+    int now = s.selected_count[at_head], next = s.next_selected_count[at_head];
     if (candidates.selects) {
 #pragma unroll 1  // a selection is long, and the same for this step and for the next
       for (int time = corrects ? 0 : 1; time < 2; ++time) {
@@ -198,12 +199,12 @@ struct select_and_recall {
       __syncthreads();
       if (thread == 0) {
         if constexpr (judges)
-          if (corrects && corrected && s.corrected[row] == 0) {
-            s.corrected[row] = 1;
+          if (corrects && corrected && s.corrected[at_head] == 0) {
+            s.corrected[at_head] = 1;
             atomicAdd(s.flagged_count, 1);
           }
-        s.selected_count[row] = now;
-        if (corrects) s.next_selected_count[row] = next;
+        s.selected_count[at_head] = now;
+        if (corrects) s.next_selected_count[at_head] = next;
       }
       __syncthreads();
       if (!corrects || corrected) recall_missing(corrects);
@@ -212,11 +213,11 @@ struct select_and_recall {
     copy_units(selected, now,
                {s.attended + s.selection(entry.sequence, head), s.attended_by + s.masks(entry.sequence, head),
                 s.mask_words});
-    if (thread == 0) s.attended_count[row] = now;
+    if (thread == 0) s.attended_count[at_head] = now;
   }
 };
 
-/// The same in a launch of its own, behind that which has scored and pooled.
+/// Selects in a launch of its own, behind that which has scored and pooled.
 template <class State, class Select>
 __global__ void select_units(State s, Select select, step_view step, selection_scratch scratch,
                              selection_job job) {
@@ -229,7 +230,7 @@ __global__ void select_units(State s, Select select, step_view step, selection_s
   select(s, entry, nth, head, candidates, scratch, job, shared);
 }
 
-/// Before `launch_select` of `union_of_query_heads`.
+/// Launches the query heads' own selections, before `launch_select` of `union_of_query_heads`.
 template <class State, class Selection>
 void launch_select_by_query_head(const State& s, const Selection& selection, const step_view& step,
                                  const selection_scratch& scratch, const selection_job& job,
@@ -238,7 +239,7 @@ void launch_select_by_query_head(const State& s, const Selection& selection, con
   launch("selection of query heads", {rows, block_selection_default.threads, stream},
          select_by_query_head<State, Selection>, s, selection, step, scratch, job);
 }
-/// `correction` judges by masses, or is `already_flagged`.
+/// Launches the selection of a step's KV heads; `correction` judges by masses, or is `already_flagged`.
 template <class State, class Selection, class Residency, class Correction>
 void launch_select(const State& s, const Selection& selection, const Residency& residency,
                    const Correction& correction, const step_view& step, const selection_scratch& scratch,

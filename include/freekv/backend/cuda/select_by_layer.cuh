@@ -18,7 +18,7 @@ namespace freekv::device {
 struct select_by_layer_tuning {
   int flag_threads = 32;  ///< of a block that flags a layer: a warp, which votes
   int registers = 64;     ///< of a thread at most
-  constexpr bool valid() const { return flag_threads == 32 && valid_block(chunk_units, registers); }
+  constexpr bool valid() const { return flag_threads == 32 && valid_block(tile_units, registers); }
 };
 inline constexpr select_by_layer_tuning select_by_layer_default{};
 static_assert(select_by_layer_default.valid());
@@ -40,23 +40,23 @@ __global__ void flag_layer(State s, step_view step) {
   }
 }
 
-/// Pools once more a chunk of what the retrieving heads of a layer have pooled, each head's as one row.
+/// Pools once more a tile of what the retrieving heads of a layer have pooled, each head's as one row.
 template <class State, class Pooling>
 __global__ void pool_heads(State s, Pooling pooling, step_view step, selection_scratch scratch,
                            selection_job job) {
   extern __shared__ float head_log_sums[];  // (kv heads)
-  const int chunk = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+  const int tile = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
   const bool for_next = blockIdx.z != 0;
   const int nth = static_cast<int>(blockIdx.y), heads = retrieving_before(s, s.heads.kv);
   if (nth >= step.size()) return;
   const row_candidates candidates = candidates_of(s, step.entries[nth], first_retrieving(s), job);
-  const int count = candidates.count(for_next), j = chunk * chunk_units + thread;
-  if (chunk * chunk_units >= count || count <= job.select_all_up_to) return;
+  const int count = candidates.count(for_next), j = tile * tile_units + thread;
+  if (tile * tile_units >= count || count <= job.select_all_up_to) return;
   const float* const rows = scratch.pooled_of(for_next, nth, 0);
   if constexpr (softmax_pooling<Pooling>) {
     for (int g = thread / 32; g < heads; g += static_cast<int>(blockDim.x) / 32) {
       const float sum =
-          log_sum_of(scratch.pooled_masses_of(for_next, nth, g), rows + g * scratch.stride, count);
+          log_sum_of(scratch.pooled_log_sums_of(for_next, nth, g), rows + g * scratch.stride, count);
       if (thread % 32 == 0) head_log_sums[g] = sum;
     }
     __syncthreads();
@@ -77,8 +77,8 @@ template <class Pooling, class State>
 void launch_pool_heads(const State& s, const step_view& step, const selection_scratch& scratch,
                        const selection_job& job, cudaStream_t stream) {
   using pooling_of_heads = std::conditional_t<softmax_pooling<Pooling>, mean_softmax, mean_score>;
-  const dim3 chunks(static_cast<unsigned>(scratch.chunks), static_cast<unsigned>(step.bounds.entries), 2);
-  launch("pool of heads", {chunks, chunk_units, stream, to_size(s.heads.kv) * sizeof(float)},
+  const dim3 tiles(static_cast<unsigned>(scratch.tiles), static_cast<unsigned>(step.bounds.entries), 2);
+  launch("pool of heads", {tiles, tile_units, stream, to_size(s.heads.kv) * sizeof(float)},
          pool_heads<State, pooling_of_heads>, s, pooling_of_heads{}, step, scratch, job);
 }
 

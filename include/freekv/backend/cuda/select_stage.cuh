@@ -41,7 +41,7 @@ class selection_stage {
  public:
   static constexpr int d = State::head_dim;
 
-  selection_stage(Backend& of, const Settings& settings, carver& pinned, carver& fast)
+  selection_stage(Backend& of, const Settings& settings, carver& page_locked, carver& fast)
       : backend_(&of), settings_(&settings) {
     int row_units = 0, max_selected = 0;
     for (int layer = 0; layer < settings.model.layers; ++layer) {
@@ -68,7 +68,7 @@ class selection_stage {
     if (of.transfers() != nullptr && settings.route.keeps_slots())
       copies_ = copied_recall<State, Copies>(
           std::int64_t{settings.capacity.max_resident} * settings.model.kv_heads * max_selected,
-          settings.unit_tokens(), pinned, fast);
+          settings.unit_tokens(), page_locked, fast);
   }
 
   /// Throws settings_error for what a device does not select by.
@@ -201,7 +201,7 @@ class selection_stage {
     recall(s, step, scratch, on, transfers);
   }
 
-  /// In one stage; or in two, of which the second scores what the first has kept.
+  /// Scores in one stage; or in two, of which the second scores what the first has kept.
   template <class Summary, class Pooling>
   static void score(const State& s, const Summary& summary, const Pooling& pooling, const step_view& step,
                     const selection_scratch& scratch, const selection_job& job, cudaStream_t stream) {

@@ -1,4 +1,5 @@
-// What scoring, pooling, selecting and recall hand on to one another. Each stream has one of its own.
+// Scratch of selection: what scoring, pooling, selecting and recall hand on to one another. Each stream has
+// its own.
 #pragma once
 
 #include <cstdint>
@@ -28,12 +29,12 @@ struct listed_items {
   int count = 0;
 };
 
-/// Units that a block scores and pools at a time. Softmaxes are summed chunk by chunk, in order: what comes
+/// Units that a block scores and pools at a time. Softmaxes are summed tile by tile, in order: what comes
 /// out depends on the units alone.
-inline constexpr int chunk_units = 128;
-static_assert(chunk_units % 32 == 0);
+inline constexpr int tile_units = 128;
+static_assert(tile_units % 32 == 0);
 
-/// What a scratch has room for.
+/// Sizes that a scratch has room for.
 struct selection_sizes {
   int entries = 0, kv_heads = 0;
   bool by_query_head = false;  ///< each query head selects for itself
@@ -51,7 +52,7 @@ struct selection_sizes {
 /// its group. It has a row of scores for each of its queries, or one alone where queries are pooled.
 struct selection_scratch {
   float* scores = nullptr;            // (1, or 2 in two stages, entry, row, queries, stride)
-  log_sum_exp* chunk_mass = nullptr;  // (the same, chunks)
+  log_sum_exp* tile_log_sum = nullptr;  // (the same, tiles)
   float* pooled = nullptr;       // (2, entry, row, stride): among this step's candidates and the next step's
   float* queries = nullptr;      // (entry, row, head_dim): pooled ones
   float* prepared = nullptr;     // (entry, row, queries, query_width)
@@ -60,27 +61,27 @@ struct selection_scratch {
   std::uint32_t* blocks_recalling = nullptr;  // that have recalled
   std::uint32_t* blocks_scoring = nullptr;    // (2, entry, row): that have scored
   std::int32_t* best = nullptr;               // (entry, kv head, K): of a correction by mass
-  // Where the heads of a layer select together:
+  // Layers whose heads select together:
   float* layer_scores = nullptr;       // (2, entry, stride): as `pooled`, of all of them
-  log_sum_exp* pooled_mass = nullptr;  // (2, entry, row, chunks): of `pooled`
-  // Where query heads select each for itself:
+  log_sum_exp* pooled_log_sum = nullptr;  // (2, entry, row, tiles): of `pooled`
+  // Query heads that select each for itself:
   std::int32_t* lists = nullptr;        // (2, entry, row, units of a row): what each has selected, ascending
   std::int32_t* list_counts = nullptr;  // (2, entry, row)
-  // In two stages:
+  // Two stages:
   unsigned long long* least = nullptr;  // (2, entry, row): the least key of those that are kept; 0: all are
   selection_sizes sizes;
-  int chunks = 0;
+  int tiles = 0;
   std::int64_t stride = 0;
 
   static selection_scratch carve(carver& memory, const selection_sizes& sizes) {
     selection_scratch s;
     s.sizes = sizes;
-    s.chunks = (sizes.max_units + chunk_units - 1) / chunk_units;
-    s.stride = std::int64_t{s.chunks} * chunk_units;
+    s.tiles = (sizes.max_units + tile_units - 1) / tile_units;
+    s.stride = std::int64_t{s.tiles} * tile_units;
     const std::int64_t heads = std::int64_t{sizes.entries} * sizes.kv_heads, rows = heads * sizes.selecting;
     const std::int64_t score_rows = (sizes.two_stages ? 2 : 1) * rows * sizes.queries;
     s.scores = memory.take<float>(to_size(score_rows * s.stride));
-    s.chunk_mass = memory.take<log_sum_exp>(to_size(score_rows * s.chunks));
+    s.tile_log_sum = memory.take<log_sum_exp>(to_size(score_rows * s.tiles));
     s.pooled = memory.take<float>(to_size(2 * rows * s.stride));
     s.queries = memory.take<float>(to_size(rows * sizes.head_dim));
     s.prepared = memory.take<float>(to_size(rows * sizes.queries * sizes.query_width));
@@ -91,7 +92,7 @@ struct selection_scratch {
     s.best = memory.take<std::int32_t>(to_size(heads * sizes.max_selected));
     if (sizes.one_selection_per_layer) {
       s.layer_scores = memory.take<float>(to_size(2 * std::int64_t{sizes.entries} * s.stride));
-      s.pooled_mass = memory.take<log_sum_exp>(to_size(2 * rows * s.chunks));
+      s.pooled_log_sum = memory.take<log_sum_exp>(to_size(2 * rows * s.tiles));
     }
     if (sizes.by_query_head) {
       s.lists = memory.take<std::int32_t>(to_size(2 * rows * sizes.row_units));
@@ -101,7 +102,7 @@ struct selection_scratch {
     return s;
   }
 
-  /// Before it is used: what counts, counts from 0, and kernels leave it so.
+  /// Sets the counters to 0, before the scratch is used; kernels leave them at 0.
   void clear(cudaStream_t stream) const {
     const auto zero = [&](auto* counters, std::size_t count) {
       check(cudaMemsetAsync(counters, 0, count * sizeof *counters, stream), "cudaMemsetAsync");
@@ -124,7 +125,7 @@ struct selection_scratch {
   FREEKV_HD std::int64_t at(bool next, int entry, int row) const {
     return at(next ? sizes.entries + entry : entry, row);
   }
-  /// `next`: those of the next step's candidates, where they are apart.
+  /// Scores of a row; with `next` those of the next step's candidates, where they are apart.
   FREEKV_HD float* scores_of(bool next, int entry, int row) const {
     return scores + at(next, entry, row) * sizes.queries * stride;
   }
@@ -132,8 +133,8 @@ struct selection_scratch {
   FREEKV_HD float* prepared_of(int entry, int row) const {
     return prepared + at(entry, row) * sizes.queries * sizes.query_width;
   }
-  FREEKV_HD log_sum_exp* masses_of(bool next, int entry, int row) const {
-    return chunk_mass + at(next, entry, row) * sizes.queries * chunks;
+  FREEKV_HD log_sum_exp* log_sums_of(bool next, int entry, int row) const {
+    return tile_log_sum + at(next, entry, row) * sizes.queries * tiles;
   }
   FREEKV_HD float* pooled_of(bool next, int entry, int row) const {
     return pooled + at(next, entry, row) * stride;
@@ -141,8 +142,8 @@ struct selection_scratch {
   FREEKV_HD float* layer_scores_of(bool next, int entry) const {
     return layer_scores + (next ? sizes.entries + entry : entry) * stride;
   }
-  FREEKV_HD log_sum_exp* pooled_masses_of(bool next, int entry, int row) const {
-    return pooled_mass + at(next, entry, row) * chunks;
+  FREEKV_HD log_sum_exp* pooled_log_sums_of(bool next, int entry, int row) const {
+    return pooled_log_sum + at(next, entry, row) * tiles;
   }
   FREEKV_HD std::uint32_t* blocks_scoring_of(bool next, int entry, int row) const {
     return blocks_scoring + at(next, entry, row);
@@ -161,11 +162,11 @@ struct selection_scratch {
   }
 };
 
-/// What is asked of the heads that select.
+/// Job of a launch: which heads select, and for when.
 struct selection_job {
   selection_time time = selection_time::correct;
   bool every_head = false;  ///< corrects whether flagged or not, as masses tell which are
-  /// With at most this many candidates that are not pinned all are selected, and scoring is skipped.
+  /// Largest number of candidates that are not pinned of which all are selected, and scoring is skipped.
   int select_all_up_to = 0;
   bool one_selection_per_layer = false;  ///< the heads of a layer select as one
   bool separate_next_scores = false;  ///< scores of this step's and of the next step's candidates are apart
@@ -173,11 +174,11 @@ struct selection_job {
 
 template <class State>
 FREEKV_HD unit_list pinned_units(const State& s, int sequence, int head) {
-  const std::size_t row = s.head_index(sequence, head);
-  return {s.pinned + row * to_size(s.pins), s.pinned_count[row]};
+  const std::size_t at_head = s.head_index(sequence, head);
+  return {s.pinned + at_head * to_size(s.pins), s.pinned_count[at_head]};
 }
 
-/// Which row of pooled scores is that of row `row` of an entry.
+/// Row of pooled scores that belongs to row `row` of an entry.
 template <class State>
 FREEKV_HD int pooled_row(const State& s, const selection_job& job, int row) {
   return job.one_selection_per_layer ? retrieving_before(s, row) : row;
@@ -190,7 +191,7 @@ struct row_candidates : step_candidates {
   unit_list pinned;
   bool selects = false;
   FREEKV_HD int count(bool for_next) const { return for_next ? next : now; }
-  /// Of the first `count` candidates those that are chosen among.
+  /// Number of those of the first `count` candidates that are chosen among.
   FREEKV_HD int unpinned(int count) const { return count - pinned.count; }
   FREEKV_HD bool is_pinned(int j) const { return pinned.count > 0 && pinned.has(first + j); }
 };
@@ -205,15 +206,15 @@ FREEKV_HD row_candidates candidates_of(const State& s, const step_entry& entry, 
   return selecting;
 }
 
-/// Whether nothing is selected in this launch: no head of the step is flagged. One load, which comes before
-/// all others.
+/// True where this launch selects nothing: no head of the step is flagged. One load, which comes before all
+/// others.
 template <class State>
 __device__ bool nothing_to_select(const State& s, const selection_job& job) {
   return job.time == selection_time::correct && !job.every_head && *s.flagged_count == 0;
 }
 
-/// Of a selection among so many candidates with a budget of k. What looks at masses needs the scores in any
-/// case.
+/// Largest number of candidates that are all selected with a budget of k, whatever their scores; 0 of a
+/// selection by mass, which needs scores.
 template <class Selection>
 int all_selected_up_to(const Selection& selection, int k) {
   int taken = 0;

@@ -1,5 +1,4 @@
-// What happens to a sequence's selection and slots between steps, on the device: forgetting, restoring,
-// truncation, fork.
+// Selection and slots of a sequence between steps, on the device: forgetting, restoring, truncation, fork.
 #pragma once
 
 #include <algorithm>
@@ -33,11 +32,11 @@ struct all_layers {
 
   unsigned count() const { return static_cast<unsigned>(host.size()); }
   unsigned heads() const { return static_cast<unsigned>(host.front().heads.kv); }
-  /// Blocks of `slots_default` for a warp for each of a layer's `units(layer)`, the most there are.
-  template <class Units>
-  dim3 warps(const Units& units) const {
+  /// Blocks of `slots_default` for a warp for each of a layer's `tasks(layer)`, the most there are.
+  template <class Tasks>
+  dim3 warps(const Tasks& tasks) const {
     std::int64_t most = 1;
-    for (const State& s : host) most = std::max(most, std::int64_t{units(s)});
+    for (const State& s : host) most = std::max(most, std::int64_t{tasks(s)});
     return {static_cast<unsigned>(blocks_for(most * 32, slots_default.threads)), count()};
   }
 };
@@ -92,8 +91,8 @@ template <class State, class Codec>
 __global__ void fill_slots(const State* layers, Codec codec, filled_slots fill) {
   const State& s = layers[blockIdx.y];
   if (!fill.fills(s)) return;
-  const int unit = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
-  const int slot = unit / s.heads.kv, head = unit % s.heads.kv, fixed = s.slots.fixed(), p = s.page.tokens;
+  const int task = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
+  const int slot = task / s.heads.kv, head = task % s.heads.kv, fixed = s.slots.fixed(), p = s.page.tokens;
   if (slot < fixed) {
     int page = slot;
     if (slot >= s.slots.sink) {
@@ -142,7 +141,7 @@ void launch_reopen(const all_layers<State>& layers, const Codec& codec, int sequ
          layers.device, codec, sequence, page);
 }
 
-/// What a layer keeps in an array by sequence.
+/// Array that a layer keeps by sequence.
 struct sequence_array {
   std::byte* data = nullptr;
   std::size_t of_sequence = 0;  // bytes
@@ -169,8 +168,8 @@ template <class State>
 __global__ void copy_slots(const State* layers, int from, int to) {
   using pieces = slice_pieces<State::head_dim, typename State::element>;
   const State& s = layers[blockIdx.y];
-  const int unit = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
-  const int head = unit % s.heads.kv, slots = s.keeps_slots ? s.slots.total() : 0, slot = unit / s.heads.kv;
+  const int task = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
+  const int head = task % s.heads.kv, slots = s.keeps_slots ? s.slots.total() : 0, slot = task / s.heads.kv;
   if (slot >= slots + (s.encoded ? s.open_pages : 0)) return;
   const auto is_there = [&](int sequence) { return number_of(s.block(sequence, slot_id{slot})) >= 0; };
   if (slot < slots && !(is_there(from) && is_there(to))) return;

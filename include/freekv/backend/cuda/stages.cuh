@@ -48,7 +48,7 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   using step = step_view;
   using bounds = step_bounds;
   using backend = basic_cuda_backend<Attention, Recall, Copies>;
-  using selection_type = selection_stage<State, Settings, backend, Recall, Copies>;
+  using selection_stage_type = selection_stage<State, Settings, backend, Recall, Copies>;
   static constexpr bool selections_at_hand = false;
   static constexpr bool counts_flagged_heads = true;
   static constexpr int d = State::head_dim;
@@ -58,11 +58,11 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
 
   /// Takes scratch and room for the host's copies and uploads. Throws settings_error for what this backend
   /// does not have.
-  stages(backend& of, const Settings& settings, carver& pinned, carver& fast)
-      : uploads(of, checked(settings), pinned, fast),
+  stages(backend& of, const Settings& settings, carver& page_locked, carver& fast)
+      : uploads(of, checked(settings), page_locked, fast),
         backend_(&of),
         settings_(&settings),
-        selection_(of, settings, pinned, fast) {
+        selection_(of, settings, page_locked, fast) {
     if (settings.encodes() && of.transfers() != nullptr)
       throw settings_error("copy engines recall pages as they are; take recall_by::kernel for a codec");
     int staged = 0;
@@ -114,7 +114,7 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   /// Bytes of the memory in which pages of prompts wait.
   std::size_t staging_bytes() const { return staging_bytes_; }
 
-  /// The layers before any sequence, and their tables.
+  /// Initialises the layers' arrays and tables on the device, before there is any sequence.
   void begin(const device_tables<State>& tables, std::span<State> layers) {
     uploads::begin(tables, layers);
     layers_.host = layers;
@@ -141,7 +141,8 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
 
   // Between steps, with nothing queued:
 
-  /// With spare slots their order is the residency's, and what they hold stays.
+  /// Moves what a sequence's selected slots hold to the lowest ones; not where there are spare slots, whose
+  /// order is the residency's.
   void compact_slots(const State& s, int sequence) {
     if (s.slots.selected > s.max_selected) return;
     this->upload_sequences({sequence});
@@ -157,8 +158,8 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
     this->upload_sequences({});
     launch_forget(layers_, sequence, true, compute());
   }
-  /// A sequence loses its last tokens: the ring's pages that they have overwritten come back. The device
-  /// knows its tables from the step that has appended them, or from the fork.
+  /// Drops a sequence's last tokens: the ring's pages that they have overwritten come back. The device knows
+  /// its tables from the step that has appended them, or from the fork.
   void truncate(int sequence, const truncation& to) {
     const trace_range range("freekv truncate", sequence);
     const int open = to.tokens / settings_->page.tokens;
@@ -173,7 +174,7 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
       launch_fill(layers_, codec, fill, compute());
     });
   }
-  /// `to` becomes what `from` is.
+  /// Makes sequence `to` what `from` is.
   void fork(int from, int to, int tokens) {
     const trace_range range("freekv fork", from);
     this->upload_sequences({from, to}, settings_->pages_for(tokens));
@@ -209,7 +210,7 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
 
   // In a step:
 
-  /// There is no file whose reads could fail.
+  /// Does nothing: there is no file whose reads could fail.
   void retry_correction_reads(const State&, const step_view&) {}
 
   /// Appends rows, summarises the pages they complete, encodes them if the layer keeps them so and, in
@@ -316,7 +317,7 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   static const Settings& checked(const Settings& settings) {
     if (settings.capacity.store_file)
       throw settings_error("the CUDA backend does not have store files yet; take the host backend for it");
-    selection_type::check(settings);
+    selection_stage_type::check(settings);
     return settings;
   }
   /// Removes `no_pins` from a run-time choice: kernels skip pinning where `State::pins` is 0, so it needs
@@ -344,7 +345,8 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
     return everything || settings_->any_complete(layer) ? std::max(within, parts_of_all(*settings_)) : within;
   }
 
-  /// Of a complete layer all rows read the device's own memory; else prompts stage what they attend to.
+  /// Attends. In a complete layer all rows read the device's own memory; in others prompts stage what they
+  /// attend to.
   void attend(const State& s, const step_view& step, const step_queries& queries, bool everything,
               const attention_output& to) {
     const bool stages_prompts = s.kind != layer_kind::complete;
@@ -375,7 +377,7 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   attention_scratch_memory attention_;  // of the compute stream
   all_layers<State> layers_;
   std::span<sequence_array> arrays_;  // of all layers, on the device
-  selection_type selection_;
+  selection_stage_type selection_;
 };
 
 }  // namespace freekv::device

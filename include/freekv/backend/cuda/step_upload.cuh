@@ -17,8 +17,7 @@
 
 namespace freekv::device {
 
-/// What a launch is sized by. A launch may be sized for more than there is: what there is, is read on the
-/// device.
+/// Bounds that a launch is sized by, maybe for more than there is: what there is, is read on the device.
 struct step_bounds {
   int entries = 0;
   int rows = 0;    // of all entries
@@ -27,7 +26,7 @@ struct step_bounds {
   bool decodes = false, prompts = false, copies = false;
   bool completes = false;  // a page
 
-  /// What is large enough for both.
+  /// Bounds that hold both.
   constexpr step_bounds max_with(const step_bounds& other) const {
     return {.entries = std::max(entries, other.entries),
             .rows = std::max(rows, other.rows),
@@ -38,13 +37,13 @@ struct step_bounds {
             .copies = copies || other.copies,
             .completes = completes || other.completes};
   }
-  /// Whether launches that are sized by `launched` do all of it.
+  /// True where launches sized by `launched` do all of it.
   FREEKV_HD constexpr bool fits(const step_bounds& launched) const {
     return entries <= launched.entries && rows <= launched.rows && pages <= launched.pages &&
            tokens <= launched.tokens && decodes <= launched.decodes && prompts <= launched.prompts &&
            copies <= launched.copies;
   }
-  /// With an entry that has a row or more; `page` tokens are a page.
+  /// Bounds with one entry more, which has a row or more; `page` tokens are a page.
   constexpr step_bounds with(const step_entry& entry, int page) const {
     const bool decode = entry.phase == step_phase::decode;
     return max_with({.entries = entries + 1,
@@ -80,26 +79,20 @@ struct step_view {
   }
 };
 
-/// A table of the host's that the device has a copy of.
-struct host_and_device_table {
-  const std::int32_t* host = nullptr;
-  std::int32_t* device = nullptr;
-};
-
 /// A number of a table that has changed.
 struct table_patch {
   std::int32_t* at = nullptr;
   std::int32_t value = 0;
 };
 
-/// What a packet says of itself.
+/// Header of a packet.
 struct packet_header {
   std::int64_t number = 0;  // of the step, from 1; written last
   std::int32_t patches = 0;
   step_bounds brings;  // entries, and what launches are to be sized for
 };
 
-/// What has gone wrong with the order of steps that are planned and replayed.
+/// Faults in the order of steps that are planned and replayed.
 enum class replay_fault : std::int32_t { none, nothing_planned, too_large, out_of_turn };
 
 /// Uploads as the device counts them.
@@ -108,7 +101,7 @@ struct upload_state {
   unsigned blocks_done = 0;
   replay_fault fault = replay_fault::none;
 };
-/// The same as the host sees it, in page-locked memory.
+/// Uploads as the host sees them, in page-locked memory.
 struct upload_status {
   std::int64_t taken = 0;
   replay_fault fault = replay_fault::none;
@@ -198,18 +191,18 @@ class step_ring {
   static constexpr int depth = step_packets::depth;
 
   /// Takes room for steps of `most_entries` and as many patches as pages may be written to, `most_patches`.
-  step_ring(int most_entries, std::int64_t most_patches, carver& fast, carver& pinned) {
+  step_ring(int most_entries, std::int64_t most_patches, carver& fast, carver& page_locked) {
     const auto entries = to_size(most_entries);
-    packets_ = {.headers = pinned.take<packet_header>(depth),
-                .entries = pinned.take<step_entry>(depth * entries),
-                .patches = pinned.take<table_patch>(depth * to_size(most_patches)),
+    packets_ = {.headers = page_locked.take<packet_header>(depth),
+                .entries = page_locked.take<step_entry>(depth * entries),
+                .patches = page_locked.take<table_patch>(depth * to_size(most_patches)),
                 .most_entries = most_entries,
                 .most_patches = most_patches,
                 .state = fast.take<upload_state>(1),
-                .status = pinned.take<upload_status>(1)};
+                .status = page_locked.take<upload_status>(1)};
     for (device_step& step : steps_) step = {fast.take<step_entry>(entries), fast.take<std::int32_t>(1)};
   }
-  /// Before the first step.
+  /// Empties the ring, before the first step.
   void clear(stream& compute) {
     std::fill_n(packets_.headers, depth, packet_header{});
     *packets_.status = {};

@@ -57,7 +57,7 @@ class table_uploads {
   /// True where a step can be planned at once; a stream that is asked hands on what its driver has not yet.
   bool can_plan() const { return !ring_.full() || (backend_->compute().idle(), !ring_.full()); }
   void wait_to_plan() const { ring_.wait(backend_->compute()); }
-  /// The step for the next replay.
+  /// Plans the step for the next replay.
   void plan_step(std::span<const step_entry> entries) {
     const trace_range range("freekv plan step");
     step_bounds most;
@@ -71,10 +71,10 @@ class table_uploads {
   }
 
  protected:
-  table_uploads(Backend& of, const Settings& s, carver& pinned, carver& fast)
-      : backend_(&of), settings_(&s), ring_(s.capacity.max_resident, most_patches(s), fast, pinned) {}
+  table_uploads(Backend& of, const Settings& s, carver& page_locked, carver& fast)
+      : backend_(&of), settings_(&s), ring_(s.capacity.max_resident, most_patches(s), fast, page_locked) {}
 
-  /// Before the first step: the tables that never change, of all layers, and what the ring keeps.
+  /// Uploads the tables that never change, of all layers, and empties the ring, before the first step.
   void begin(const tables& of, std::span<const State> layers) {
     tables_ = &of;
     for (std::size_t i = 0; i < layers.size(); ++i) {

@@ -31,7 +31,7 @@ struct alignas(4 * Words) element_pairs {
     unroll<Words>([&](auto i) { loaded.pair[i] = there ? loaded.pair[i] : 0u; });
     return loaded;
   }
-  /// Has them copied to `here`, in shared memory, by cp.async, or zeros.
+  /// Copies the pairs at `row` to `here`, in shared memory, by cp.async; zeros if not `there`.
   template <class Element>
   __device__ static void copy_async(element_pairs* here, const Element* row, bool there) {
     constexpr int bytes = 4 * Words;
@@ -81,9 +81,9 @@ __device__ void add_product(float (&sums)[4], const std::uint32_t (&rows)[4],
         : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(column[0]), "r"(column[1]));
 }
 
-/// What eight query heads have attended so far, as `register_attention` has it; a warp's threads share the
-/// heads. Keys and values are multiplied as they are. Queries and weights are floats in several parts of 2
-/// bytes each, two of F16 or three of BF16, which together have all 24 bits but, of F16, at times the last;
+/// Attention of eight query heads so far, with the members of `register_attention`; a warp's threads share
+/// the heads. Keys and values are multiplied as they are. Queries and weights are floats in several parts of
+/// 2 bytes each, two of F16 or three of BF16, which together have all 24 bits but, of F16, at times the last;
 /// they are brought into F16's range by powers of two. Of normally distributed keys and queries the output's
 /// error against double precision is then 1.4 to 2.4 * 2^-23, as without tensor cores; a third part of F16
 /// does not lower it, with one part it is 700, with two of BF16 11, with one 5400. Where queries are 6 times
@@ -273,7 +273,7 @@ class tensor_attention {
     }
     __device__ auto value(int run, int t) const { return from.value[run * 4 + t][lane]; }
   };
-  /// One whose rows are in shared memory.
+  /// A block of tokens whose rows are in shared memory.
   struct of_rows {
     head_slice<const Element> rows;
     int count, nth, quarter;
@@ -303,7 +303,7 @@ class tensor_attention {
       return shared_.piece[i][threadIdx.x % 32];
   }
 
-  /// Has a block's tokens copied to where this thread reads them, zeros for those that it has not.
+  /// Copies a block's tokens to where this thread reads them, zeros for those that it has not.
   __device__ static void copy_tile(team_type team, tile& to, const head_slice<const Element>& rows,
                                    int count) {
     const int lane = team.lane(), nth = lane / 4, quarter = lane % 4;

@@ -9,7 +9,7 @@
 
 namespace freekv::device {
 
-/// How rows are selected from. Those of CUB's device-wide algorithms are in top_k_by_cub.cuh.
+/// Algorithms that select from rows; CUB's are in top_k_by_cub.cuh.
 enum class select_by : std::uint8_t {
   block_radix,     ///< `radix_select`, a block for each row, as the selection of a step has it
   segmented_sort,  ///< cub::DeviceSegmentedRadixSort of all scores
@@ -24,7 +24,8 @@ struct top_k_tuning {
 inline constexpr top_k_tuning top_k_default{};
 static_assert(top_k_default.valid());
 
-/// What a selection from rows has room for: rows, scores of each, and how many are selected of each at most.
+/// Sizes that a selection from rows has room for: rows, scores of each, and how many are selected of each at
+/// most.
 struct top_k_sizes {
   int rows = 0, scores = 0, selected = 0;
   std::int64_t all_scores() const { return std::int64_t{rows} * scores; }
@@ -41,14 +42,15 @@ struct score_rows {
 
 using row_select = radix_select<top_k_default.threads>;
 
-/// What is selected is found among the scores.
+/// Finds what is selected among the scores.
 struct by_scores {
   template <class Keys>
   __device__ row_select::least_key least(const row_select& select, Keys& keys, int, int count) const {
     return select.least_of_largest(keys, count);
   }
 };
-/// Another kernel has found the best scores, but not which of equal ones are selected.
+/// Finds what is selected by the best scores, which another kernel has found, but not which of equal ones are
+/// selected.
 struct by_best_scores {
   const float* best = nullptr;  // (row, stride), in any order
   std::int64_t stride = 0;
@@ -58,7 +60,7 @@ struct by_best_scores {
   }
 };
 
-/// One block selects from one row. Among equal scores it takes the smaller index.
+/// Selects from one row by a block. Among equal scores it takes the smaller index.
 template <class By>
 __global__ void select_from_rows(score_rows rows, By by) {
   __shared__ row_select::storage shared;

@@ -20,7 +20,7 @@
 
 namespace freekv::device {
 
-/// Whether the CCCL in use has the algorithm.
+/// True of an algorithm that the CCCL in use has.
 template <select_by By>
 inline constexpr bool has_top_k = By != select_by::batched_top_k;
 
@@ -30,7 +30,7 @@ auto each_index(const Function& function) {
   return thrust::make_transform_iterator(thrust::make_counting_iterator(0), function);
 }
 
-/// Where a row of scores begins, or where its scores end.
+/// Offset of a row of scores: its beginning, or with `counts` its end.
 struct row_offset {
   int stride = 0;
   const std::int32_t* counts = nullptr;  // null: where it begins
@@ -86,8 +86,8 @@ struct top_k_round {
   float* best = nullptr;          // (row, best_stride)
   std::int64_t stride = 0, best_stride = 0;
 
-  /// How many are in the next round of `count` in this one: only a row's last tile may have fewer than are
-  /// wanted.
+  /// Number of scores that the next round has, of `count` in this one: only a row's last tile may have fewer
+  /// than are wanted.
   FREEKV_HD static constexpr std::int64_t left_of(std::int64_t count, int wanted) {
     const std::int64_t rest = count % tile;
     return count / tile * wanted + (rest < wanted ? rest : wanted);
@@ -96,7 +96,7 @@ struct top_k_round {
   FREEKV_HD int row_of(int segment) const { return segment / tiles(); }
   FREEKV_HD int tile_of(int segment) const { return segment % tiles(); }
 };
-/// What CUB is told of the tiles of all rows, its segments.
+/// Scores of the tiles of all rows, which are CUB's segments.
 struct tile_scores {
   top_k_round round;
   FREEKV_HD const float* operator()(int segment) const {

@@ -24,7 +24,7 @@ static_assert(unit_log_masses_default.valid());
 /// A team adds up the scores of one entry of a row's list for a tile's query heads.
 template <class State, class Codec>
 __global__ void unit_log_masses(State s, Codec codec, step_view step, step_queries queries,
-                                attended_rows rows, log_mass_output to) {
+                                attending_rows rows, log_mass_output to) {
   constexpr int d = State::head_dim;
   using element = typename State::element;
   using attention_type = register_masses<d, attend_default.heads, row_team<d>>;
@@ -56,7 +56,7 @@ __global__ void unit_log_masses(State s, Codec codec, step_view step, step_queri
   });
 }
 
-/// Writes the masses of a step's rows, whose lists have at most `to.entries` entries.
+/// Writes the log-masses of a step's rows, whose lists have at most `to.entries` entries.
 template <class State, class Codec>
 void launch_unit_log_masses(const State& s, const Codec& codec, const step_view& step,
                             const step_queries& queries, const log_mass_output& to, cudaStream_t stream) {
@@ -66,7 +66,7 @@ void launch_unit_log_masses(const State& s, const Codec& codec, const step_view&
   constexpr int threads = block_type::size.threads, most_in_z = 65535;
   const int tiles = head_tile<attend_default.heads>::tiles_of(s.heads.group());
   for (int first = 0; first < step.bounds.rows; first += most_in_z) {
-    const attended_rows rows{first, std::min(most_in_z, step.bounds.rows - first)};
+    const attending_rows rows{first, std::min(most_in_z, step.bounds.rows - first)};
     const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{to.entries} * block_type::lanes, threads)),
                     static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
     launch("masses of units", {grid, threads, stream}, unit_log_masses<State, Codec>, s, codec, step, queries,
