@@ -101,7 +101,7 @@ FREEKV_HD void compact_slots(const slot_contents& held, const Move& move) {
     move(from, to);
   }
 }
-/// Notes such a move of a head's slot.
+/// Notes that slot `to` of a head now holds what slot `from` held.
 template <class State>
 FREEKV_HD void note_move(const State& s, int sequence, int head, int from, int to) {
   const slot_contents held = s.slots_of(sequence, head);

@@ -16,8 +16,8 @@
 
 namespace freekv::detail {
 
-/// Whether what a layer's heads attend to are whole pages, each the same for all query heads of a KV head.
-/// Throws usage_error.
+/// Checks that a layer's heads attend to whole pages, each the same for all query heads of a KV head. Throws
+/// usage_error.
 template <class State>
 [[gnu::cold]] void expect_whole_pages(const State& s, const std::string& where) {
   if (s.mask_words > 0)

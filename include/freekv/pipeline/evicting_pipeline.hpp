@@ -37,7 +37,7 @@ namespace freekv {
 /// takes their queries with the keys, and computes their attention in `append`, whether or not it is asked
 /// for. A sequence brings one decode row to a step, and no prompt rows after it.
 ///
-/// What is forgotten cannot come back: there is no truncate, fork, preempt or prefix. Everything has happened
+/// Forgotten tokens cannot come back: there is no truncate, fork, preempt or prefix. Everything has happened
 /// when a call returns, steps allocate nothing, and calls out of order throw usage_error and change nothing.
 template <class Shape, class Eviction, class Backend = host_backend>
 class evicting_pipeline {

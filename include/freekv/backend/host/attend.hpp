@@ -180,7 +180,7 @@ struct attention_job {
   }
 };
 
-/// One head of one row, part after part on one thread.
+/// Attends with one head of one row, part after part on one thread.
 template <class State, class Policies>
 void attend_head(isa set, const attention_job<State, Policies>& job, int row, int head, const workspace& w) {
   const int group = job.s.heads.group(), parts = job.parts(row);

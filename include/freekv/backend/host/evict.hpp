@@ -27,7 +27,7 @@ class eviction_stages {
   eviction_stages(Backend& backend, const Settings& s, carver& memory)
       : eviction_stages(backend, s, memory, eviction_sizes::of(s)) {}
 
-  /// When a prompt ends, before any layer is cut: what each head is to have.
+  /// Gives each head what it is to have, when a prompt ends and before any layer is cut.
   void allocate(const std::vector<state>& layers, const eviction_entry& entry) {
     resolve(settings_->eviction, [&]<class E>(const E& eviction) {
       if constexpr (allocates<E>) give_budgets(eviction, layers, entry);
@@ -54,7 +54,7 @@ class eviction_stages {
     });
   }
 
-  /// A decode row to all that its heads have kept, then units leave; prompt rows to everything up to
+  /// Attends: a decode row to all that its heads have kept, then units leave; prompt rows to everything up to
   /// themselves.
   void attend(const state& s, const eviction_entry& entry, const float* queries, const attention_output& to) {
     const auto row_bytes = [&](int tokens) {
@@ -87,7 +87,7 @@ class eviction_stages {
     });
   }
 
-  /// A sequence is empty.
+  /// Empties a sequence.
   void forget(const state& s, int sequence) {
     std::fill_n(s.tokens + s.head_index(sequence, 0), s.heads.kv, 0);
     std::fill_n(s.attended_count + s.head_index(sequence, 0), s.heads.kv, 0);

@@ -23,8 +23,8 @@ int numbers_of_row(const Eviction& eviction, int group) {
 struct eviction_sizes {
   int group = 1;
   int most = 0;  // tokens that shares are wanted of, or units that a prompt has
-  std::int64_t observed = 0,
-               units = 0;  // rows of numbers that a policy observes at a time, and units that it sees then
+  /// rows of numbers that a policy observes at a time, and units that it sees then
+  std::int64_t observed = 0, units = 0;
   bool sees_keys = false, merges = false;
 
   std::int64_t score_stride() const { return (std::int64_t{most} + 15) / 16 * 16; }

@@ -26,7 +26,7 @@
 
 namespace freekv::host {
 
-/// The sum of exp over `padded` scores.
+/// Log-sum-exp of `padded` scores.
 template <class Team>
 log_sum_exp log_sum_of(Team team, const float* scores, std::int64_t padded) {
   constexpr int width = Team::width, at_once = 8;
@@ -159,7 +159,7 @@ class head_selection {
     return static_cast<int>(end - units);
   }
 
-  /// Whether the first `candidates` candidates are selected whatever their scores.
+  /// True where the first `candidates` candidates are selected whatever their scores.
   bool takes_all(int candidates) const {
     const bool by_mass = resolve(policies_.selection, []<class S>(const S&) { return selection_by_mass<S>; });
     return most_of(candidates) == unpinned(candidates) && !by_mass;

@@ -12,7 +12,8 @@
 
 namespace freekv::host {
 
-/// Each query head of a KV head selects for itself what comes next, and `now_too` what the entry attends to.
+/// Selects for each query head of a KV head by itself: what comes next, and with `now_too` what the entry
+/// attends to.
 template <class State, class Policies>
 void select_by_query_head(isa set, const State& s, const Policies& policies, const step_entry& entry,
                           int head, bool now_too, const workspace& w) {

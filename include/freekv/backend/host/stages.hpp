@@ -44,7 +44,7 @@ class stages {
 
   static std::size_t staging_bytes() { return 0; }
 
-  /// The layers before any sequence.
+  /// Initialises the layers' arrays, before there is any sequence.
   [[gnu::cold]] void begin(const tables&, std::span<const State> layers) {
     layers_ = layers;
     for (const State& s : layers) {
@@ -60,7 +60,7 @@ class stages {
 
   // Between steps, with nothing queued, in all layers:
 
-  /// A sequence's selection and report are forgotten, and what could not be read for it.
+  /// Forgets a sequence's selection and report, and what could not be read for it.
   void forget(int sequence) {
     for (const State& s : layers_) {
       drop_selection(s, sequence);
@@ -68,8 +68,8 @@ class stages {
       for (int head = 0; head < s.heads.kv; ++head) clear_report(s, sequence, head);
     }
   }
-  /// A sequence loses its last tokens: the ring's pages that they have overwritten come back. Selected slots
-  /// need nothing, since a page that is no longer complete can only be of the last selection, which is
+  /// Takes a sequence's last tokens from it: the ring's pages that they have overwritten come back. Selected
+  /// slots need nothing, since a page that is no longer complete can only be of the last selection, which is
   /// dropped then.
   [[gnu::cold]] void truncate(int sequence, const truncation& to) {
     for (const State& s : layers_) {
@@ -79,7 +79,7 @@ class stages {
       fill_or_leave(s, sequence, to.tokens);
     }
   }
-  /// `to` becomes what `from` is.
+  /// Makes `to` what `from` is.
   [[gnu::cold]] void fork(int from, int to, int) {
     for (const State& s : layers_) {
       copy_selection(s, from, to);
