@@ -377,9 +377,9 @@ class basic_retrieval_pipeline {
   }
 
   /// Queues on `side`, a `device::stream` of the caller's, a copy of all reports of a layer to the host, as
-  /// they are behind what is queued for the layer by now. The caller does not wait, so a captured step may
-  /// have it: the device does, where work for the layer that is queued from now on comes behind the copy.
-  /// When `side` has come so far, `queued_report` reads it.
+  /// they are behind what is queued by now. The caller does not wait, so a captured step may have it; the
+  /// device does: what the pipeline queues from now on comes behind the copy. When `side` has come so far,
+  /// `queued_report` reads it.
   template <class Stream>
   requires device_stages<stages>
   void queue_report(int layer, Stream& side) {
