@@ -57,7 +57,7 @@ resident_table write_table(const State& s, const step_entry& entry, int head,
   int tokens = 0;
   for (int i = 0; i < pages.size(); ++i) {
     blocks[to_size(i)] = static_cast<std::int32_t>(s.block_attended(entry.sequence, head, pages, i));
-    tokens += pages.part(i).tokens;
+    tokens += pages.range(i).tokens;
   }
   return {pages.size(), tokens};
 }

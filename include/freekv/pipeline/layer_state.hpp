@@ -89,7 +89,7 @@ struct step_rows {
 struct attention_output {
   void* out = nullptr;
   float* lse = nullptr;
-  float lse_unit = 1.0f;    // what a nat of lse is written as
+  float lse_per_nat = 1.0f;  // what a nat of lse is written as
   std::int64_t stride = 0;  // elements from a row of `out` to the next; 0: one behind the other
   element_type type = element_type::f32;
 
@@ -99,9 +99,9 @@ struct attention_output {
 
 /// Output of the log-masses of a step's rows: (rows, query_heads, entries).
 struct log_mass_output {
-  float* masses = nullptr;
-  int entries = 0;    // of a row's list, or more
-  float unit = 1.0f;  // what a nat is written as
+  float* log_masses = nullptr;
+  int entries = 0;       // of a row's list, or more
+  float per_nat = 1.0f;  // what a nat is written as
 };
 
 /// One sequence's keys and values in an engine's own paged cache: token t of it is token `t % block_tokens`
@@ -158,7 +158,8 @@ struct attention_list {
   FREEKV_HD constexpr bool is_selected(int i) const {
     return nth_selected(i) >= 0 && nth_selected(i) < selected_count;
   }
-  FREEKV_HD constexpr page_range part(int i) const {
+  /// Rows that entry i has: of its page, or of its unit's.
+  FREEKV_HD constexpr page_range range(int i) const {
     if (is_selected(i)) {
       const int unit = selected[nth_selected(i)], units_per_page = page_tokens / unit_tokens;
       if (units_per_page == 1) return {unit, 0, page_tokens};
@@ -170,7 +171,7 @@ struct attention_list {
     const int last = tokens - before < page_tokens ? tokens - before : page_tokens;
     return {page, first, last - first};
   }
-  FREEKV_HD constexpr int page(int i) const { return part(i).page; }
+  FREEKV_HD constexpr int page(int i) const { return range(i).page; }
 };
 
 /// `count` units of a sequence, from `first` on.

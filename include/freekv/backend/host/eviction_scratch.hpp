@@ -49,9 +49,9 @@ struct eviction_sizes {
 
 /// One thread's scratch.
 struct eviction_scratch {
-  float* block = nullptr;         // of attend_slice
+  float* rows = nullptr;          // of attend_slice
   float* query = nullptr;         // (group, head_dim), scaled
-  log_sum_exp* mass = nullptr;    // (group)
+  log_sum_exp* log_sum = nullptr;  // (group)
   float* weighted = nullptr;      // (group, head_dim)
   float* lse = nullptr;           // (group)
   float* scores = nullptr;        // (group, score_stride)
@@ -73,9 +73,9 @@ struct eviction_scratch {
   template <int HeadDim>
   static eviction_scratch carve(carver& memory, const eviction_sizes& s) {
     const std::int64_t merged = s.merges ? s.units : 0;
-    return {.block = memory.take<float>(to_size(attention_scratch<HeadDim>)),
+    return {.rows = memory.take<float>(to_size(attention_scratch<HeadDim>)),
             .query = memory.take<float>(to_size(s.group * HeadDim)),
-            .mass = memory.take<log_sum_exp>(to_size(s.group)),
+            .log_sum = memory.take<log_sum_exp>(to_size(s.group)),
             .weighted = memory.take<float>(to_size(s.group * HeadDim)),
             .lse = memory.take<float>(to_size(s.group)),
             .scores = memory.take<float>(to_size(s.group * s.score_stride())),
