@@ -85,12 +85,12 @@ class attention_in_cache {
     mass_.resize(to_size(backend.threads() * group));
   }
   void run(int slices) {
-    const int units = 8 * backend_.threads();
-    backend_.parallel(units, to_size(slices) << 14, [&](int, int worker) {
+    const int tasks = 8 * backend_.threads();
+    backend_.parallel(tasks, to_size(slices) << 14, [&](int, int worker) {
       const Element* const rows = rows_.data() + std::ptrdiff_t{worker} * 2 * page * HeadDim;
       const attention_part part{mass_.data() + worker * group_,
                                 weighted_.data() + std::ptrdiff_t{worker} * group_ * HeadDim};
-      for (int i = 0; i < slices / units; ++i)
+      for (int i = 0; i < slices / tasks; ++i)
         host::attend_slice<HeadDim>(
             backend_.options().instructions, group_query{queries_.data(), group_, HeadDim},
             head_slice<const Element>{rows, rows + page * HeadDim, HeadDim}, page, part,

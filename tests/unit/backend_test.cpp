@@ -117,20 +117,20 @@ TEST_CASE("a pool whose threads do not all come ends those that did, and says ho
   CHECK_NOTHROW(thread_pool(4));
 }
 
-TEST_CASE("a loop runs every unit exactly once, on workers within range", "[thread_pool]") {
+TEST_CASE("a loop runs every task exactly once, on workers within range", "[thread_pool]") {
   for (const int threads : {1, 2, 3, 4, 8}) {
     thread_pool pool(threads);
     CHECK(pool.size() == threads);
-    for (const int units : {0, 1, 2, 3, 7, 64, 1000})
+    for (const int tasks : {0, 1, 2, 3, 7, 64, 1000})
       for (const int helpers : {-1, 0, 1, 2, threads - 1, 100}) {
-        tally seen(units);
-        pool.run(units, helpers, [&](int unit, int worker) {
-          if (unit < 0 || unit >= units || worker < 0 || worker >= threads)
+        tally seen(tasks);
+        pool.run(tasks, helpers, [&](int task, int worker) {
+          if (task < 0 || task >= tasks || worker < 0 || worker >= threads)
             ++seen.strays;
           else
-            ++seen.runs[unit];
+            ++seen.runs[task];
         });
-        INFO(threads << " threads, " << units << " units, " << helpers << " helpers");
+        INFO(threads << " threads, " << tasks << " tasks, " << helpers << " helpers");
         CHECK(seen.each_once());
       }
   }
@@ -141,13 +141,13 @@ TEST_CASE("what a loop wrote is there when it returns, without atomics", "[threa
   std::vector<int> written(500);
   int wrong = 0;
   for (int loop = 0; loop < 300; ++loop) {
-    pool.run(500, 3, [&](int unit, int) { written[unit] = loop + unit; });
-    for (int unit = 0; unit < 500; ++unit) wrong += written[unit] != loop + unit;
+    pool.run(500, 3, [&](int task, int) { written[task] = loop + task; });
+    for (int task = 0; task < 500; ++task) wrong += written[task] != loop + task;
   }
   CHECK(wrong == 0);
 }
 
-TEST_CASE("without helpers, and for one unit, the caller works alone", "[thread_pool]") {
+TEST_CASE("without helpers, and for one task, the caller works alone", "[thread_pool]") {
   thread_pool pool(4);
   const auto caller = std::this_thread::get_id();
   int others = 0;
@@ -163,7 +163,7 @@ TEST_CASE("workers do help, each on a thread of its own", "[thread_pool]") {
   thread_pool pool(3);
   std::array<std::atomic<std::size_t>, 3> thread_of{};
   std::atomic<int> arrived{0};
-  // Three units that only end together: three threads must have taken one each.
+  // Three tasks that only end together: three threads must have taken one each.
   pool.run(3, 2, [&](int, int worker) {
     thread_of[worker] = std::hash<std::thread::id>{}(std::this_thread::get_id());
     ++arrived;
@@ -175,8 +175,8 @@ TEST_CASE("workers do help, each on a thread of its own", "[thread_pool]") {
   CHECK(thread_of[0] != thread_of[2]);
 }
 
-TEST_CASE("loop after loop of changing length, no unit runs twice or late", "[thread_pool]") {
-  // A worker that comes late out of a short loop must not take a unit of the longer one that is being set up.
+TEST_CASE("loop after loop of changing length, no task runs twice or late", "[thread_pool]") {
+  // A worker that comes late out of a short loop must not take a task of the longer one that is being set up.
   for (const int threads : {2, 4, 8}) {
     thread_pool pool(threads);
     constexpr int most = 24;
@@ -186,15 +186,15 @@ TEST_CASE("loop after loop of changing length, no unit runs twice or late", "[th
     long loops = 0;
     const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(700);
     for (; std::chrono::steady_clock::now() < end; ++loops) {
-      const int units = 2 + static_cast<int>(loops * 7 % (most - 1));
+      const int tasks = 2 + static_cast<int>(loops * 7 % (most - 1));
       for (auto& n : runs) n.store(0, std::memory_order_relaxed);
       total.store(0, std::memory_order_relaxed);
-      pool.run(units, threads - 1, [&](int unit, int) {
-        runs[unit].fetch_add(1, std::memory_order_relaxed);
+      pool.run(tasks, threads - 1, [&](int task, int) {
+        runs[task].fetch_add(1, std::memory_order_relaxed);
         total.fetch_add(1, std::memory_order_relaxed);
       });
-      if (total.load(std::memory_order_relaxed) != units) ++wrong;
-      for (int unit = 0; unit < units; ++unit) wrong += runs[unit] != 1;
+      if (total.load(std::memory_order_relaxed) != tasks) ++wrong;
+      for (int task = 0; task < tasks; ++task) wrong += runs[task] != 1;
     }
     INFO(threads << " threads, " << loops << " loops");
     CHECK(wrong == 0);

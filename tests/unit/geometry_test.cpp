@@ -123,7 +123,7 @@ TEST_CASE("an attended list is sink, selected units and window in ascending orde
     const auto tokens_of = [&] {
       ints tokens;
       for (int i = 0; i < list.size(); ++i) {
-        const auto [page, first, some] = list.part(i);
+        const auto [page, first, some] = list.range(i);
         for (int t = 0; t < some; ++t) tokens.push_back(page * b.page + first + t);
       }
       return tokens;

@@ -14,14 +14,14 @@ namespace freekv {
 /// Attention so far of the `group` query heads of a KV head: for each a running log-sum-exp and the weighted
 /// sum of values, relative to the maximum.
 struct attention_part {
-  log_sum_exp* mass = nullptr;  // (group)
-  float* weighted = nullptr;    // (group, head_dim); null: masses alone are wanted
+  log_sum_exp* log_sum = nullptr;  // (group)
+  float* weighted = nullptr;       // (group, head_dim); null: log-sum-exps alone are wanted
   float* scores = nullptr;      // (group, score_stride): where wanted, the slice's scores as they are
   std::int64_t score_stride = 0;
 
   template <team T>
   FREEKV_HD void clear(T team, int group, int head_dim) const {
-    for (int g = 0; g < group; ++g) mass[g] = {};
+    for (int g = 0; g < group; ++g) log_sum[g] = {};
     for (int i = 0; weighted != nullptr && i < group * head_dim; i += T::width)
       team.store(weighted + i, typename T::pack(0.0f));
   }
@@ -114,27 +114,27 @@ FREEKV_HD void attend_block(T team, const group_query& query, int first_head, in
       for (int t = team.lane(); t < count; t += team.lanes())
         part.scores[(first_head + g) * part.score_stride + first + t] = weights[t];
 
-    log_sum_exp& mass = part.mass[first_head + g];
+    log_sum_exp& log_sum = part.log_sum[first_head + g];
     pack largest = team.load(weights);
     for (int t = width; t < padded; t += width) largest = team.maximum(largest, team.load(weights + t));
     const float m = team.max(largest);
-    if (!(m <= mass.max)) {
-      const pack factor(mass.raise(m));
+    if (!(m <= log_sum.max)) {
+      const pack factor(log_sum.raise(m));
       for (int d = 0; wants_values && d < HeadDim; d += width) {
         float* const weighted = part.weighted + (first_head + g) * HeadDim + d;
         team.store(weighted, team.load(weighted) * factor);
       }
     }
-    if (mass.max == -infinity) continue;
+    if (log_sum.max == -infinity) continue;
     attending |= 1u << g;
-    const pack base(mass.max);
+    const pack base(log_sum.max);
     pack total(0.0f);
     for (int t = 0; t < padded; t += width) {
       const pack weight = team.bounded_exp(team.load(weights + t) - base);
       team.store(weights + t, weight);
       total = total + weight;
     }
-    mass.sum = rounded_sum(mass.sum, team.sum(total));
+    log_sum.sum = rounded_sum(log_sum.sum, team.sum(total));
   }
   team.sync();
   if (!wants_values) return;
@@ -181,11 +181,11 @@ FREEKV_HD void attend_slice(T team, const group_query& query, const head_slice<c
 template <int HeadDim, team T>
 FREEKV_HD void add_logits(T team, const float* logits, int group, const attention_part& part) {
   for (int g = 0; g < group; ++g) {
-    log_sum_exp& mass = part.mass[g];
-    const float before = mass.max;
-    mass.add(logits[g]);
-    if (mass.max == before) continue;
-    const typename T::pack factor(before > -infinity ? ::expf(before - mass.max) : 0.0f);
+    log_sum_exp& log_sum = part.log_sum[g];
+    const float before = log_sum.max;
+    log_sum.add(logits[g]);
+    if (log_sum.max == before) continue;
+    const typename T::pack factor(before > -infinity ? ::expf(before - log_sum.max) : 0.0f);
     for (int d = 0; d < HeadDim; d += T::width) {
       float* w = part.weighted + g * HeadDim + d;
       team.store(w, team.load(w) * factor);
@@ -198,8 +198,8 @@ template <int HeadDim, team T>
 FREEKV_HD void merge_parts(T team, const attention_part& from, const attention_part& into, int group) {
   using pack = typename T::pack;
   for (int g = 0; g < group; ++g) {
-    const log_sum_exp& a = from.mass[g];
-    log_sum_exp& b = into.mass[g];
+    const log_sum_exp& a = from.log_sum[g];
+    log_sum_exp& b = into.log_sum[g];
     if (a.max == -infinity) continue;
     const float keep = a.max <= b.max ? 1.0f : b.raise(a.max);
     const float factor = ::expf(a.max - b.max);
@@ -217,12 +217,12 @@ template <int HeadDim, team T>
 FREEKV_HD void finish_attention(T team, const attention_part& part, int group, float* out, float* lse) {
   using pack = typename T::pack;
   for (int g = 0; g < group; ++g) {
-    const log_sum_exp& mass = part.mass[g];
-    const bool empty = mass.max == -infinity;
-    const pack factor(empty ? 0.0f : 1.0f / mass.sum);
+    const log_sum_exp& log_sum = part.log_sum[g];
+    const bool empty = log_sum.max == -infinity;
+    const pack factor(empty ? 0.0f : 1.0f / log_sum.sum);
     for (int d = 0; d < HeadDim; d += T::width)
       team.store(out + g * HeadDim + d, team.load(part.weighted + g * HeadDim + d) * factor);
-    if (lse != nullptr) lse[g] = empty ? -infinity : mass.max + ::logf(mass.sum);
+    if (lse != nullptr) lse[g] = empty ? -infinity : log_sum.max + ::logf(log_sum.sum);
   }
 }
 

@@ -9,7 +9,7 @@
 
 namespace freekv {
 
-/// The masses that `Heads` query heads have attended to so far: for each a running log-sum-exp, which all
+/// Log-sum-exps of the scores that `Heads` query heads have attended to so far, one for each head, which all
 /// lanes know.
 template <int HeadDim, int Heads, team T>
 struct register_masses {
@@ -22,13 +22,13 @@ struct register_masses {
   using scores = float[tokens_at_once][Heads];
 
   pack query[Heads][packs];  ///< multiplied by the scale
-  log_sum_exp mass[Heads];
+  log_sum_exp log_sum[Heads];
 
   /// Takes the query of head h from `queries(h)`: head_dim floats, or typed_numbers.
   template <class Queries>
   FREEKV_HD void begin(T team, const Queries& queries, float scale) {
     unroll<Heads>([&](auto h) {
-      mass[h] = {};
+      log_sum[h] = {};
       visit_numbers(queries(h), [&](const auto* numbers) {
         unroll<packs>([&](auto i) { query[h][i] = team.load(numbers + i * T::width) * pack(scale); });
       });
@@ -74,18 +74,19 @@ struct register_masses {
   FREEKV_HD void weigh(int h, scores& of, const OnRaised& on_raised) {
     float most = of[0][h];
     unroll<tokens_at_once - 1>([&](auto t) { most = scalar_team{}.maximum(most, of[t + 1][h]); });
-    if (!(most <= mass[h].max)) on_raised(mass[h].raise(most));
-    const bool nothing = mass[h].max == -infinity;  // but -infinity so far
-    unroll<tokens_at_once>([&](auto t) { of[t][h] = nothing ? 0.0f : ::expf(of[t][h] - mass[h].max); });
-    unroll<tokens_at_once>([&](auto t) { mass[h].sum = rounded_sum(mass[h].sum, of[t][h]); });
+    if (!(most <= log_sum[h].max)) on_raised(log_sum[h].raise(most));
+    const bool nothing = log_sum[h].max == -infinity;  // but -infinity so far
+    unroll<tokens_at_once>([&](auto t) { of[t][h] = nothing ? 0.0f : ::expf(of[t][h] - log_sum[h].max); });
+    unroll<tokens_at_once>([&](auto t) { log_sum[h].sum = rounded_sum(log_sum[h].sum, of[t][h]); });
   }
 };
 
-/// The masses of `register_masses`, and for each head the sum of values, weighted relative to the maximum.
+/// Log-sum-exps as in `register_masses`, and for each head the sum of values, weighted relative to the
+/// maximum.
 template <int HeadDim, int Heads, team T>
 struct register_attention : register_masses<HeadDim, Heads, T> {
   using masses = register_masses<HeadDim, Heads, T>;
-  using masses::mass;
+  using masses::log_sum;
   using masses::packs;
   using masses::tokens_at_once;
   using typename masses::pack;
@@ -117,7 +118,7 @@ struct register_attention : register_masses<HeadDim, Heads, T> {
           const pack numbers = team.load(value + i * T::width);
           unroll<Heads>([&](auto h) {
             // Nothing is attended where all scores are -infinity, or by other heads, whatever the values.
-            if (mass[h].max == -infinity || (attending >> h & 1u) == 0) return;
+            if (log_sum[h].max == -infinity || (attending >> h & 1u) == 0) return;
             weighted[h][i] = fused(pack(weights[t][h]), numbers, weighted[h][i]);
           });
         });
@@ -125,13 +126,14 @@ struct register_attention : register_masses<HeadDim, Heads, T> {
     }
   }
 
-  /// Stores the attention of each head h at `places(h)`, an attention_part; skips heads whose `mass` is null.
+  /// Stores the attention of each head h at `places(h)`, an attention_part; skips heads whose `log_sum` is
+  /// null.
   template <class Places>
   FREEKV_HD void store(T team, const Places& places) const {
     unroll<Heads>([&](auto h) {
       const attention_part to = places(h);
-      if (to.mass == nullptr) return;
-      if (team.lane() == 0) *to.mass = mass[h];
+      if (to.log_sum == nullptr) return;
+      if (team.lane() == 0) *to.log_sum = log_sum[h];
       unroll<packs>([&](auto i) { team.store(to.weighted + i * T::width, weighted[h][i]); });
     });
   }

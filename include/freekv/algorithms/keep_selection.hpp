@@ -35,9 +35,9 @@ FREEKV_HD int first_retrieving(const State& s) {
 /// by masses; ahead of a step, those that no correction has selected for yet.
 template <class State>
 FREEKV_HD bool is_to_select(const State& s, int sequence, int head, selection_time time, bool every_head) {
-  const auto row = s.head_index(sequence, head);
-  return time == selection_time::correct ? every_head || s.corrected[row] != 0
-                                         : s.next_selected_count[row] < 0;
+  const auto at_head = s.head_index(sequence, head);
+  return time == selection_time::correct ? every_head || s.corrected[at_head] != 0
+                                         : s.next_selected_count[at_head] < 0;
 }
 
 /// Heads of a decode entry that select anew: they have no selection, or the correction does not accept the
@@ -66,21 +66,21 @@ FREEKV_HD void drop_selection(Team team, const State& s, int sequence, int head)
     slots.last_selected[i] = 0;
   }
   if (team.lane() != 0) return;
-  const auto row = s.head_index(sequence, head);
-  s.selected_count[row] = 0;
-  s.pinned_count[row] = 0;
-  s.next_selected_count[row] = -1;
-  s.selections[row] = 0;
-  s.recall_failed[row] = 0;
+  const auto at_head = s.head_index(sequence, head);
+  s.selected_count[at_head] = 0;
+  s.pinned_count[at_head] = 0;
+  s.next_selected_count[at_head] = -1;
+  s.selections[at_head] = 0;
+  s.recall_failed[at_head] = 0;
 }
 
 /// Begins the report of one head of a decode entry; returns whether it is flagged.
 template <class State>
 FREEKV_HD bool begin_report(const State& s, int sequence, int head, bool anew) {
-  const auto row = s.head_index(sequence, head);
+  const auto at_head = s.head_index(sequence, head);
   const bool flagged = anew && s.kind_of(head) == layer_kind::retrieval;
-  s.corrected[row] = flagged;
-  s.recalled[row] = s.recalled_before_attention[row] = s.promoted[row] = 0;
+  s.corrected[at_head] = flagged;
+  s.recalled[at_head] = s.recalled_before_attention[at_head] = s.promoted[at_head] = 0;
   return flagged;
 }
 /// Clears the report of one head of a sequence.
@@ -101,7 +101,7 @@ FREEKV_HD void compact_slots(const slot_contents& held, const Move& move) {
     move(from, to);
   }
 }
-/// Notes such a move of a head's slot.
+/// Notes that slot `to` of a head now holds what slot `from` held.
 template <class State>
 FREEKV_HD void note_move(const State& s, int sequence, int head, int from, int to) {
   const slot_contents held = s.slots_of(sequence, head);

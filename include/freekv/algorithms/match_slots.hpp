@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <freekv/algorithms/unit_list.hpp>
 #include <freekv/policies/residency.hpp>
 
 namespace freekv {
@@ -27,16 +28,8 @@ FREEKV_HD int match_slots(const Residency& residency, const std::int32_t* wanted
   int unselected = 0;
   for (int slot = 0; slot < slots.count; ++slot) {
     if (slots.unit[slot] < 0) continue;
-    int first = 0, last = count;
-    while (first < last) {
-      const int middle = (first + last) / 2;
-      if (wanted[middle] < slots.unit[slot])
-        first = middle + 1;
-      else
-        last = middle;
-    }
-    if (first < count && wanted[first] == slots.unit[slot]) {
-      slot_of[first] = slot;
+    if (const int at = unit_list{wanted, count}.find(slots.unit[slot]); at < count) {
+      slot_of[at] = slot;
       slots.last_selected[slot] = nth;
     } else if (spare == 0) {
       slots.unit[slot] = -1;

@@ -16,7 +16,7 @@ struct unit_union {
   int words = 1;
 };
 
-/// Whether a mask has query head g.
+/// True where a mask has query head g.
 FREEKV_HD inline bool has_head(const std::uint32_t* mask, int g) {
   return (mask[g / 32] >> g % 32 & 1u) != 0;
 }

@@ -75,8 +75,8 @@ FREEKV_HD void row_products(T team, const query_rows& queries, const row_block<E
                             float* out, std::int64_t out_stride, float* scratch) {
   using pack = typename T::pack;
   constexpr int width = T::width, tile = width >= Heads ? width / Heads : 1;
-  constexpr int chunks = (Heads * tile + width - 1) / width;
-  static_assert(chunks * width <= row_products_scratch);
+  constexpr int packs = (Heads * tile + width - 1) / width;
+  static_assert(packs * width <= row_products_scratch);
   for (int first = 0; first < rows.count; first += tile) {
     const Element* row[tile];
     FREEKV_UNROLL
@@ -85,9 +85,9 @@ FREEKV_HD void row_products(T team, const query_rows& queries, const row_block<E
       row[t] = rows.first + nth * rows.stride;
       if (rows.ahead != nullptr) prefetch_row(team, rows.ahead + nth * rows.stride, rows.ahead_width);
     }
-    pack partial[chunks][width];
+    pack partial[packs][width];
     FREEKV_UNROLL
-    for (int i = 0; i < chunks * width; ++i) partial[i / width][i % width] = pack(0.0f);
+    for (int i = 0; i < packs * width; ++i) partial[i / width][i % width] = pack(0.0f);
     for (int d = 0; d < rows.width; d += width) {
       pack part[tile];
       FREEKV_UNROLL
@@ -103,7 +103,7 @@ FREEKV_HD void row_products(T team, const query_rows& queries, const row_block<E
       }
     }
     FREEKV_UNROLL
-    for (int c = 0; c < chunks; ++c) team.store(scratch + c * width, team.sum_each(partial[c]) * pack(scale));
+    for (int i = 0; i < packs; ++i) team.store(scratch + i * width, team.sum_each(partial[i]) * pack(scale));
     team.sync();
     for (int i = team.lane(); i < Heads * tile; i += team.lanes())
       if (first + i % tile < rows.count) out[i / tile * out_stride + first + i % tile] = scratch[i];

@@ -92,7 +92,7 @@ FREEKV_HD void score_unit(T team, const S& summary, page_geometry unit, const st
   score_unit_by_head<Key>(team, summary, unit, stored, queries, numbers, out, staging);
 }
 
-/// Scores `units` units so, whose summaries lie `bytes` apart: those of unit j go to
+/// Scores `units` units as `score_unit` does, whose summaries lie `bytes` apart: those of unit j go to
 /// `out.first[j + g * out.stride]`. `numbers` holds a whole pack at least. `Shares`: rows are multiplied in
 /// functions that other summaries share, where the team has such: less to compile where there are many, and a
 /// few per cent slower.
@@ -141,7 +141,7 @@ FREEKV_HD void score_units(T team, const S& summary, page_geometry unit, const s
   }
 }
 
-/// The same by the coarse one of two summaries stored side by side (coarse_to_fine's `at`): `stored` and
+/// Scores a unit by the coarse one of two summaries stored side by side (coarse_to_fine's `at`): `stored` and
 /// `queries` are those of both.
 template <class Key, team T, class Pair>
 FREEKV_HD void score_unit_coarsely(T team, const Pair& summaries, page_geometry unit, const std::byte* stored,

@@ -83,7 +83,7 @@ struct store_fault {
 struct store_error : error, store_fault {
   explicit store_error(store_fault fault) : error(sentence(fault)), store_fault(std::move(fault)) {}
 
-  /// The same error, told of a sequence.
+  /// This error, told of a sequence.
   [[gnu::cold]] store_error with_sequence(std::string name) const {
     store_fault fault = *this;
     fault.sequence = std::move(name);

@@ -62,7 +62,7 @@ struct listed_hooks<P> {
 
 }  // namespace detail
 
-/// What `P` lists; nothing where it lists none.
+/// Optional members that `P` lists; none where it has no `hooks`.
 template <class P>
 using hooks_of = typename detail::listed_hooks<P>::type;
 

@@ -8,7 +8,7 @@
 
 namespace freekv {
 
-/// Which two numbers of a key are turned together.
+/// Pairs of a key's numbers that are turned together.
 enum class rotary_pairs : std::uint8_t {
   halves,      ///< i and i + pairs, as Hugging Face's models have it
   neighbours,  ///< 2i and 2i + 1, as GGUF files of Llama's family have it

@@ -6,7 +6,7 @@
 namespace freekv {
 
 /// `a + b`, with which a device fuses no product that a or b is: nvcc would in one kernel and not in another.
-/// What is to be fused there says `fmaf`.
+/// Code that wants them fused says `fmaf`.
 FREEKV_HD inline float rounded_sum(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fadd_rn(a, b);

@@ -117,7 +117,7 @@ struct one_lane {
   FREEKV_HD static constexpr int lanes() { return 1; }
 };
 
-/// What a team multiplies long rows with: its `wide`, or itself.
+/// Team that multiplies long rows: its `wide`, or itself.
 template <class T>
 struct wide_team {
   using type = T;

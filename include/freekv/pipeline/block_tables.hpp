@@ -16,8 +16,8 @@
 
 namespace freekv::detail {
 
-/// Whether what a layer's heads attend to are whole pages, each the same for all query heads of a KV head.
-/// Throws usage_error.
+/// Checks that a layer's heads attend to whole pages, each the same for all query heads of a KV head. Throws
+/// usage_error.
 template <class State>
 [[gnu::cold]] void expect_whole_pages(const State& s, const std::string& where) {
   if (s.mask_words > 0)
@@ -57,7 +57,7 @@ resident_table write_table(const State& s, const step_entry& entry, int head,
   int tokens = 0;
   for (int i = 0; i < pages.size(); ++i) {
     blocks[to_size(i)] = static_cast<std::int32_t>(s.block_attended(entry.sequence, head, pages, i));
-    tokens += pages.part(i).tokens;
+    tokens += pages.range(i).tokens;
   }
   return {pages.size(), tokens};
 }

@@ -87,7 +87,8 @@ inline void expect_numbers(const char* what, std::size_t given, int rows, std::i
                       std::to_string(rows) + " rows of " + std::to_string(row));
 }
 
-/// The same of rows that begin `stride` numbers apart, or with 0 one behind the other.
+/// Room for `rows` rows of `row` numbers that begin `stride` numbers apart, or with 0 lie one behind the
+/// other. Throws usage_error.
 inline void expect_rows(const char* what, std::size_t given, int rows, std::int64_t row,
                         std::int64_t stride) {
   if (stride == 0) return expect_numbers(what, given, rows, row);

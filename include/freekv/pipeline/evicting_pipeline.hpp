@@ -37,7 +37,7 @@ namespace freekv {
 /// takes their queries with the keys, and computes their attention in `append`, whether or not it is asked
 /// for. A sequence brings one decode row to a step, and no prompt rows after it.
 ///
-/// What is forgotten cannot come back: there is no truncate, fork, preempt or prefix. Everything has happened
+/// Forgotten tokens cannot come back: there is no truncate, fork, preempt or prefix. Everything has happened
 /// when a call returns, steps allocate nothing, and calls out of order throw usage_error and change nothing.
 template <class Shape, class Eviction, class Backend = host_backend>
 class evicting_pipeline {
@@ -82,9 +82,9 @@ class evicting_pipeline {
         order_(settings_.model.layers),
         slow_memory_(*memory.slow, needs.slow_bytes()),
         fast_memory_(*memory.fast, needs.fast_bytes()) {
-    parts_.emplace(settings_, backend, slow_memory_.data(), fast_memory_.data());
-    std::fill_n(parts_->no_flags, settings_.model.kv_heads, std::uint8_t{0});
-    std::fill_n(parts_->no_counts, settings_.model.kv_heads, 0);
+    memory_.emplace(settings_, backend, slow_memory_.data(), fast_memory_.data());
+    std::fill_n(memory_->no_flags, settings_.model.kv_heads, std::uint8_t{0});
+    std::fill_n(memory_->no_counts, settings_.model.kv_heads, 0);
     entries_.reserve(to_size(settings_.capacity.max_sequences));
     for (int staging = settings_.capacity.max_prefills; staging-- > 0;) free_stagings_.push_back(staging);
   }
@@ -100,10 +100,10 @@ class evicting_pipeline {
     return detail::printed(settings_.eviction) + ", budget " + std::to_string(settings_.budget) + ", " +
            detail::printed(settings_.plan) + ", " + std::string(element_name<element>);
   }
-  const memory_bytes& bytes() const { return parts_->bytes; }
+  const memory_bytes& bytes() const { return memory_->bytes; }
   /// Bytes of the unit that leaves: one KV head's keys and values of a token, or of a page.
   std::size_t slice_bytes() const {
-    return std::size_t{2} * head_dim * sizeof(element) * to_size(parts_->layers.back().unit_tokens);
+    return std::size_t{2} * head_dim * sizeof(element) * to_size(memory_->layers.back().unit_tokens);
   }
 
   /// A new, empty sequence. Throws pool_exhausted, or usage_error in a step.
@@ -115,7 +115,7 @@ class evicting_pipeline {
                            "a new sequence", 1);
     *free = {.open = true};
     const auto sequence = static_cast<int>(free - records_.begin());
-    for (const state& layer : parts_->layers) parts_->stages.forget(layer, sequence);
+    for (const state& layer : memory_->layers) memory_->stages.forget(layer, sequence);
     return sequence_id{sequence};
   }
   /// Ends a sequence. Throws usage_error.
@@ -144,7 +144,7 @@ class evicting_pipeline {
                     "append takes keys and values of the stored element type, or float");
       evicting_pipeline& p = this->of("append");
       p.order_.expect(layer, "append", layer_progress::waiting, layer_progress::waiting);
-      const state& s = p.parts_->layers[to_size(layer)];
+      const state& s = p.memory_->layers[to_size(layer)];
       if (rows.strides.keys != 0 || rows.strides.values != 0 || rows.strides.queries != 0)
         throw usage_error(
             "append: methods that evict take rows one behind the other; leave the strides at 0");
@@ -155,7 +155,7 @@ class evicting_pipeline {
                           " observes prompt rows; give their queries with the keys");
       if (p.any_decode() || !rows.queries.empty())
         expect_numbers("append: queries", rows.queries.size(), p.rows_, s.heads.query * head_dim);
-      for (const eviction_entry& entry : p.entries_) p.parts_->stages.append(s, entry, rows);
+      for (const eviction_entry& entry : p.entries_) p.memory_->stages.append(s, entry, rows);
       p.queries_ = rows.queries;
       p.order_.reached(layer_progress::appended, layer);
     }
@@ -165,13 +165,14 @@ class evicting_pipeline {
     void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
       evicting_pipeline& p = this->of("attend");
       p.order_.expect(layer, "attend", layer_progress::appended, layer_progress::appended);
-      const state& s = p.parts_->layers[to_size(layer)];
+      const state& s = p.memory_->layers[to_size(layer)];
       p.order_.expect_latest(layer, "attend", !p.queries_.empty() || p.rows_ == 0);
       expect_numbers("attention output", out.size(), p.rows_, s.heads.query * head_dim);
       if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), p.rows_, s.heads.query);
       const attention_output to{out.data(), lse.empty() ? nullptr : lse.data(),
                                 nat_in(p.settings_.attention.lse_base)};
-      for (const eviction_entry& entry : p.entries_) p.parts_->stages.attend(s, entry, p.queries_.data(), to);
+      for (const eviction_entry& entry : p.entries_)
+        p.memory_->stages.attend(s, entry, p.queries_.data(), to);
       p.order_.reached(layer_progress::attended, layer);
     }
     /// Ends the step. Every layer must have been appended to, and have attended its decode rows. Throws
@@ -213,7 +214,7 @@ class evicting_pipeline {
     for (const step_input& r : rows)
       if (r.tokens > 0) entries_.push_back(entry_of(r));
     for (const eviction_entry& entry : entries_)
-      if (entry.ends_prompt) parts_->stages.allocate(parts_->layers, entry);
+      if (entry.ends_prompt) memory_->stages.allocate(memory_->layers, entry);
     order_.begin_step();
     return step(*this);
   }
@@ -242,8 +243,8 @@ class evicting_pipeline {
         std::int32_t* const units = s.attended + s.unit_index(sequence, head);
         std::sort(units, units + s.attended_count[first + to_size(head)]);
       }
-      const std::span<const std::int32_t> none(of_->parts_->no_counts, heads);
-      return {.corrected = {of_->parts_->no_flags, heads},
+      const std::span<const std::int32_t> none(of_->memory_->no_counts, heads);
+      return {.corrected = {of_->memory_->no_flags, heads},
               .recalled = none,
               .recalled_before_attention = none,
               .promoted = none,
@@ -259,7 +260,7 @@ class evicting_pipeline {
   /// Reports of a layer's last step: `report(layer)[sequence]`. Throws usage_error.
   reports report(int layer) const {
     order_.expect_layer(layer, "report");
-    return {*this, parts_->layers[to_size(layer)]};
+    return {*this, memory_->layers[to_size(layer)]};
   }
 
  private:
@@ -343,7 +344,7 @@ class evicting_pipeline {
   std::vector<int> free_stagings_;
   call_order order_;
   memory_block slow_memory_, fast_memory_;
-  std::optional<memory_plan> parts_;
+  std::optional<memory_plan> memory_;
   std::vector<eviction_entry> entries_;
   std::span<const float> queries_;  // of the layer appended to last
   int rows_ = 0;

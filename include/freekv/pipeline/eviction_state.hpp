@@ -48,8 +48,8 @@ struct eviction_state {
   int rows = 0;  // that a KV head has room for
   int unit_tokens = 1;
   int units = 0;  // that a KV head has room for; 0 in a complete layer
-  element* kv =
-      nullptr;  // (sequence, kv head, 2, rows, head_dim), or the pool's (rows of all layers, 2, head_dim)
+  /// (sequence, kv head, 2, rows, head_dim), or the pool's (rows of all layers, 2, head_dim)
+  element* kv = nullptr;
   head_budget* budgets = nullptr;  // (sequence, kv head): where the pool has what; null: no pool
   int staged_rows = 0;             // 0: prompts are in `kv` at once
   element* staged = nullptr;       // (staging, kv head, 2, staged_rows, head_dim)
@@ -64,8 +64,8 @@ struct eviction_state {
   std::size_t memory_bytes = 0;         // of a head's memory, where a policy merges
   std::byte* memories = nullptr;        // (sequence, kv head, memory_bytes)
   std::int32_t* tokens = nullptr;       // (sequence, kv head): in `kv`
-  std::int32_t* attended =
-      nullptr;  // (sequence, kv head, unit): numbers of the units that the last step attended to
+  /// (sequence, kv head, unit): numbers of the units that the last step attended to
+  std::int32_t* attended = nullptr;
   std::int32_t* attended_count = nullptr;  // (sequence, kv head)
 
   constexpr std::size_t head_index(int sequence, int head) const {

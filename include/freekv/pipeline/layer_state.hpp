@@ -30,8 +30,8 @@ struct step_entry {
   int tokens = 0;
   int first_row = 0;
   step_phase phase = step_phase::decode;
-  store_page_id shared_page =
-      store_page_id::none;  // whose rows are copied first, as other sequences have it too
+  /// whose rows are copied first, as other sequences have it too
+  store_page_id shared_page = store_page_id::none;
   // Decode rows alone:
   int candidates_at = 0;  // the length whose candidates they select from, as the step before has fixed it
   int kept_row = -1;  // row of the step before whose queries are the previous ones; -1: there is no selection
@@ -57,8 +57,8 @@ template <class In, class Query = float>
 struct kv_rows {
   std::span<const In> keys{};    ///< (rows, kv_heads, head_dim)
   std::span<const In> values{};  ///< (rows, kv_heads, head_dim)
-  std::span<const Query>
-      queries{};  ///< (rows, query_heads, head_dim); may be empty if all rows are prompt and none attends
+  /// (rows, query_heads, head_dim); may be empty if all rows are prompt and none attends
+  std::span<const Query> queries{};
   row_strides strides{};
 };
 
@@ -89,7 +89,7 @@ struct step_rows {
 struct attention_output {
   void* out = nullptr;
   float* lse = nullptr;
-  float lse_unit = 1.0f;    // what a nat of lse is written as
+  float lse_per_nat = 1.0f;  // what a nat of lse is written as
   std::int64_t stride = 0;  // elements from a row of `out` to the next; 0: one behind the other
   element_type type = element_type::f32;
 
@@ -99,9 +99,9 @@ struct attention_output {
 
 /// Output of the log-masses of a step's rows: (rows, query_heads, entries).
 struct log_mass_output {
-  float* masses = nullptr;
-  int entries = 0;    // of a row's list, or more
-  float unit = 1.0f;  // what a nat is written as
+  float* log_masses = nullptr;
+  int entries = 0;       // of a row's list, or more
+  float per_nat = 1.0f;  // what a nat is written as
 };
 
 /// One sequence's keys and values in an engine's own paged cache: token t of it is token `t % block_tokens`
@@ -153,12 +153,13 @@ struct attention_list {
   FREEKV_HD constexpr int size() const {
     return complete ? roles.page_end : roles.sink_end + selected_count + roles.page_end - roles.window_begin;
   }
-  /// Which of the selected units entry i is; not one of them if it is none.
+  /// Number of entry i among the selected units; not one of theirs if it is none.
   FREEKV_HD constexpr int nth_selected(int i) const { return complete ? -1 : i - roles.sink_end; }
   FREEKV_HD constexpr bool is_selected(int i) const {
     return nth_selected(i) >= 0 && nth_selected(i) < selected_count;
   }
-  FREEKV_HD constexpr page_range part(int i) const {
+  /// Rows that entry i has: of its page, or of its unit's.
+  FREEKV_HD constexpr page_range range(int i) const {
     if (is_selected(i)) {
       const int unit = selected[nth_selected(i)], units_per_page = page_tokens / unit_tokens;
       if (units_per_page == 1) return {unit, 0, page_tokens};
@@ -170,7 +171,7 @@ struct attention_list {
     const int last = tokens - before < page_tokens ? tokens - before : page_tokens;
     return {page, first, last - first};
   }
-  FREEKV_HD constexpr int page(int i) const { return part(i).page; }
+  FREEKV_HD constexpr int page(int i) const { return range(i).page; }
 };
 
 /// `count` units of a sequence, from `first` on.
@@ -225,18 +226,21 @@ struct layer_state {
   /// judged drift; then this one's.
   float* kept_queries = nullptr;
   std::uint8_t* corrected = nullptr;  // (sequence, kv head): flagged in the last step
-  std::int32_t* flagged_count =
-      nullptr;  // of a device, (1): heads flagged in the step begun last, of all its entries
+  /// of a device, (1): heads flagged in the step begun last, of all its entries
+  std::int32_t* flagged_count = nullptr;
   std::uint8_t* recall_failed = nullptr;   // (sequence, kv head): selected units could not be read
   std::uint8_t* lacking = nullptr;         // (sequence): slots or the open page could not be read
-  std::int32_t* selected = nullptr;        // (sequence, kv head, K): ascending units, for the next step
+  /// (sequence, kv head, K): ascending units in force: heads attend to them, flagged ones as `correct` has
+  /// selected them anew; `speculate` puts the next step's in their place
+  std::int32_t* selected = nullptr;
   std::int32_t* selected_count = nullptr;  // (sequence, kv head)
-  std::int32_t* next_selected = nullptr;   // (sequence, kv head, K): what speculate will select, where known
+  /// (sequence, kv head, K): what `correct` has selected ahead for the next step, if it has
+  std::int32_t* next_selected = nullptr;
   std::int32_t* next_selected_count = nullptr;  // (sequence, kv head): -1 where it is not known yet
   std::int32_t* attended = nullptr;             // (sequence, kv head, K): what the last step attended to
   std::int32_t* attended_count = nullptr;       // (sequence, kv head)
-  std::uint32_t* selected_by =
-      nullptr;  // (sequence, kv head, K, mask_words): query heads that selected the unit
+  /// (sequence, kv head, K, mask_words): query heads that selected the unit
+  std::uint32_t* selected_by = nullptr;
   std::uint32_t* next_selected_by = nullptr;  // the same of `next_selected`
   std::uint32_t* attended_by = nullptr;       // the same of `attended`
   std::int32_t* pinned = nullptr;             // (sequence, kv head, pins): ascending units
@@ -246,8 +250,8 @@ struct layer_state {
   std::int32_t* slot_of = nullptr;     // (sequence, kv head, K): slot of each selected unit
   std::int32_t* selections = nullptr;  // (sequence, kv head): how many there have been
   std::int32_t* recalled = nullptr;    // (sequence, kv head): slices from the store, last step
-  std::int32_t* recalled_before_attention =
-      nullptr;                       // (sequence, kv head): those of them that attention waited for
+  /// (sequence, kv head): those of `recalled` that attention waited for
+  std::int32_t* recalled_before_attention = nullptr;
   std::int32_t* promoted = nullptr;  // (sequence, kv head): slices from the ring, last step
 
   FREEKV_HD constexpr std::size_t head_index(int sequence, int head) const {
@@ -385,16 +389,16 @@ struct layer_state {
             page.tokens,
             unit.tokens};
   }
-  /// The selected slot of entry i of such a list, which is selected, of a head that attends to slots.
+  /// Selected slot of entry i of a head's list, which is selected; the head attends to slots.
   FREEKV_HD int selected_slot_of(int sequence, int head, const attention_list& pages, int i) const {
     return slot_of[selection(sequence, head) + to_size(pages.nth_selected(i))];
   }
-  /// The slot of entry i of such a list that is not selected.
+  /// Slot of entry i of a head's list, which is not selected.
   FREEKV_HD slot_id slot_of_page(const attention_list& pages, int i) const {
     const int page_index = pages.page(i);
     return pages.nth_selected(i) < 0 ? slots.sink_slot(page_index) : slots.ring_slot(page_index);
   }
-  /// The block that entry i of such a list is in, for a table of whole pages: of the layer's slots, or of the
+  /// Block that entry i of a head's list is in, for a table of whole pages: of the layer's slots, or of the
   /// store where there are none.
   FREEKV_HD std::int64_t block_attended(int sequence, int head, const attention_list& pages, int i) const {
     if (!keeps_slots) return number_of(store_page(sequence, pages.page(i)));
@@ -420,7 +424,7 @@ void for_each_array(State& s, const Use& use) {
   use(s.pinned, heads * to_size(s.pins));
   for (std::int32_t** lists : {&s.slot_unit, &s.slot_stamp}) use(*lists, heads * to_size(s.slots.selected));
 }
-/// Calls it for all of them: the previous queries last.
+/// Calls `use` as `for_each_array` does, and last for the previous queries.
 template <class State, class Use>
 void for_each_array_and_queries(State& s, const Use& use) {
   for_each_array(s, use);

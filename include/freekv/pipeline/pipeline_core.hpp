@@ -110,7 +110,8 @@ struct pipeline_core {
       throw usage_error(std::string(call) + ": steps are planned whose replay is not queued, " +
                         std::to_string(ahead) + " of them; launch the captured step first");
   }
-  /// Nothing can be read while a step is captured, or where replays were in the wrong order.
+  /// Throws usage_error where nothing can be read: while a step is captured, or where replays were in the
+  /// wrong order.
   void check_order(const char* call) const {
     if (in_capture)
       throw usage_error(std::string(call) + ": a step is being captured, and the host reads nothing of it");
@@ -123,9 +124,10 @@ struct pipeline_core {
       of_layer = {};
     }
   }
-  /// Before a sequence changes: what is queued comes before what the compute stream is given from now on, so
-  /// that pages, slots and blocks that are given back can be taken at once; and there is room for the change,
-  /// where it `uploads`. On the host, whose compute stream is the caller, what is queued has happened.
+  /// Prepares a change of a sequence: what is queued comes before what the compute stream is given from now
+  /// on, so that pages, slots and blocks that are given back can be taken at once; and there is room for the
+  /// change, where it `uploads`. On the host, whose compute stream is the caller, what is queued has
+  /// happened.
   void before_change(const char* call, bool uploads = true) {
     check_order(call);
     if (uploads) stages().wait_to_plan();

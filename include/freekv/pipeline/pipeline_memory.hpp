@@ -51,7 +51,7 @@ class pipeline_memory {
                    tables_type::template take<std::int32_t>(to_size(s.capacity.max_sequences), slow, fast)},
         stages(backend, s, slow, fast) {
     for (int layer = 0; layer < s.model.layers; ++layer)
-      layers.push_back(layer_part(s, layer, slow, fast, file, blocks));
+      layers.push_back(layer_of(s, layer, slow, fast, file, blocks));
     bytes.host_copies = slow.used() - bytes.store;
     bytes.staging = stages.staging_bytes();
     slow_bytes = slow.used();
@@ -60,8 +60,8 @@ class pipeline_memory {
         fast_bytes - bytes.device_store - bytes.slots - bytes.summaries - bytes.codec - bytes.staging;
   }
 
-  [[gnu::cold]] State layer_part(const Settings& s, int layer, carver& slow, carver& fast, slice_file* file,
-                                 std::span<const engine_blocks<element>> blocks) {
+  [[gnu::cold]] State layer_of(const Settings& s, int layer, carver& slow, carver& fast, slice_file* file,
+                               std::span<const engine_blocks<element>> blocks) {
     State l;
     l.layer = layer;
     l.kind = s.plan.kind(layer);

@@ -40,8 +40,8 @@ namespace detail {
 template <class... P>
 struct checked_policy<any_of<P...>> : checked_policy<P>... {};
 
-/// Whether a policy, or an alternative of an any_of, has `validate`: where none has, nothing is compiled to
-/// call it.
+/// True of a policy, or an any_of with an alternative, that has `validate`: where none has, nothing is
+/// compiled to call it.
 template <class P>
 inline constexpr bool validates = hooks_of<P>::has(hook::validate);
 template <class... P>

@@ -358,7 +358,7 @@ class basic_retrieval_pipeline {
   int most_blocks(int layer, Rows rows) const {
     return detail::most_blocks(core_.layer_of(layer, "most_blocks"), core_.settings, rows);
   }
-  /// Where tables' blocks are: keys, values and strides in elements. The engine does not write there.
+  /// Blocks that tables list: keys, values and strides in elements. The engine does not write there.
   slot_blocks<element> paged_kv(int layer) const requires device_stages<stages> {
     return detail::paged_kv(core_.layer_of(layer, "paged_kv"));
   }
@@ -376,9 +376,9 @@ class basic_retrieval_pipeline {
     return {core_.stages().read_back(of_layer), *core_.sequences};
   }
 
-  /// Queues on `side`, a `device::stream` of the caller's, that the host is given what all of a layer's
-  /// reports say: as of what is queued for the layer by now. Nothing waits but the device, where what it
-  /// queues from now on lies behind the copy; so a captured step may have it. When `side` has come so far,
+  /// Queues on `side`, a `device::stream` of the caller's, a copy of all reports of a layer to the host, as
+  /// they are behind what is queued by now. The caller does not wait, so a captured step may have it; the
+  /// device does: what the pipeline queues from now on comes behind the copy. When `side` has come so far,
   /// `queued_report` reads it.
   template <class Stream>
   requires device_stages<stages>
@@ -392,8 +392,8 @@ class basic_retrieval_pipeline {
   }
 
  private:
-  /// Whether all that a sequence may have selected is complete pages among its first `tokens` tokens, as far
-  /// as is known without looking; then no truncation to that length makes it drop its selection.
+  /// True where all that a sequence may have selected is complete pages among its first `tokens` tokens, as
+  /// far as is known without looking; then no truncation to that length makes it drop its selection.
   bool candidates_within(sequence_id id, int tokens) const {
     if (stages::selections_at_hand || core_.settings.pinned_units() > 0) return false;
     const int page = core_.settings.page.tokens, at = core_.sequences->known(id).candidates_at;

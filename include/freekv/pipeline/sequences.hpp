@@ -176,11 +176,11 @@ class sequence_table {
   }
   void restore(sequence_id id) { take_slot_set(id); }
 
-  /// Whether the rows of the page that token `tokens` goes to are kept unencoded.
+  /// True where the rows of the page that token `tokens` goes to are kept unencoded.
   bool has_rows(sequence_id id, int tokens) const {
     return tokens / limits_.page_tokens >= known(id).unencoded_from;
   }
-  /// Whether a truncation to `tokens` is inside the last append, so that the selection may stay.
+  /// True where a truncation to `tokens` is inside the last append, so that the selection may stay.
   bool inside_last_append(sequence_id id, int tokens) const {
     const record& r = known(id);
     return r.kept_row >= 0 && tokens > r.decoded_from;

@@ -82,7 +82,7 @@ struct pipeline_settings {
   int unit_tokens() const { return unit.tokens == 0 ? int{page.tokens} : int{unit.tokens}; }
   int units_per_page() const { return page.tokens / unit_tokens(); }
   int max_units() const { return max_pages() * units_per_page(); }
-  /// Whether any head of a layer attends to everything.
+  /// True where any head of a layer attends to everything.
   bool any_complete(int layer) const {
     bool any = false;
     for (int head = 0; head < model.kv_heads; ++head)
@@ -111,7 +111,7 @@ struct pipeline_settings {
   int spare_slots() const {
     return resolve(residency, [](const auto& chosen) -> int { return chosen.spare; });
   }
-  /// Whether layers that are not complete keep their complete pages encoded, and open ones beside them.
+  /// True where layers that are not complete keep their complete pages encoded, and open ones beside them.
   bool encodes() const {
     return capacity.store_file.has_value() ||
            !resolve(codec, []<class Codec>(const Codec&) { return std::is_same_v<Codec, identity>; });

@@ -1,5 +1,5 @@
-// The blocks that sequences' selected slots share: who holds how many, and who gives up those that hold
-// nothing.
+// Blocks of selected slots: who holds how many of those that sequences share, and who gives up those that
+// hold nothing.
 #pragma once
 
 #include <algorithm>
@@ -30,13 +30,13 @@ class slot_budget {
   }
   /// Blocks that one sequence holds at most.
   int most(std::size_t layer) const { return core_.memory->block_pools[layer].most(); }
-  /// Whether any layer has less than that left.
+  /// True where a layer has fewer blocks left than one sequence may hold.
   bool is_short() const {
     return std::any_of(core_.memory->block_pools.begin(), core_.memory->block_pools.end(),
                        [](const block_pool& pool) { return pool.available() < pool.most(); });
   }
 
-  /// A sequence holds `of_layer(layer)` blocks from now on; there is room for them.
+  /// Has a sequence hold `of_layer(layer)` blocks from now on; there is room for them.
   template <class Blocks>
   void hold(sequence_id id, const Blocks& of_layer) const {
     for (std::size_t layer = 0; layer < core_.memory->block_pools.size(); ++layer)

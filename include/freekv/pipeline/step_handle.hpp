@@ -25,7 +25,7 @@ class step_handle {
   /// Abandons a step that has not ended.
   ~step_handle() { abandon(); }
 
-  /// Whether it has a step in progress.
+  /// True where it has a step in progress.
   explicit operator bool() const noexcept { return owner_ != nullptr; }
 
   /// Ends a step that the engine cannot finish, wherever it stands: waits for queued work, then releases the

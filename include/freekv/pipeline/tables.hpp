@@ -62,13 +62,13 @@ struct device_tables {
 
   host_and_device<std::int32_t> page_tables{};  // (sequence, max_pages)
   host_and_device<std::int32_t> slot_sets{};    // (sequence)
-  std::vector<host_and_device<std::int32_t>>
-      selected_blocks{};  // by layer: (slot set, blocks of the selected slots)
+  /// by layer: (slot set, blocks of the selected slots)
+  std::vector<host_and_device<std::int32_t>> selected_blocks{};
   std::vector<host_and_device<std::int32_t>> block_ids{};   // by layer: of slots in an engine's tensor
   std::vector<host_and_device<layer_kind>> head_kinds{};    // by layer
   std::vector<host_and_device<const float>> sink_logits{};  // by layer
-  std::vector<host_and_device<std::byte>>
-      arrays{};                 // by layer: `flagged_count`, and what `for_each_array` lists
+  /// by layer: `flagged_count`, and what `for_each_array` lists
+  std::vector<host_and_device<std::byte>> arrays{};
   std::vector<State> layers{};  // as the host sees them: its tables, and the copies of these arrays
 
   template <class T>

@@ -183,7 +183,7 @@ template <class Codec, class State>
 FREEKV_HD auto attended_slice(const State& s, const attended_list& list, int i) {
   const attention_list& entries = list.entries;
   const int sequence = list.step.sequence, head = list.head;
-  const page_range part = entries.part(i);
+  const page_range part = entries.range(i);
   if (list.in_store(s))
     return rows_behind(encodes_pages<Codec> ? s.open_slice(sequence, part.page, head)
                                             : s.store_slice(sequence, part.page, head),
@@ -273,7 +273,7 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
     const auto entries = [&](int i) {
       const unsigned attending = attending_heads(s, list, i, tile);
       if (attending == 0) return entry_rows<element>{};
-      return entry_rows<element>{as_const(attended_slice<Codec>(s, list, i)), list.entries.part(i).tokens,
+      return entry_rows<element>{as_const(attended_slice<Codec>(s, list, i)), list.entries.range(i).tokens,
                                  attending};
     };
     if constexpr (encodes_pages<Codec>)
@@ -281,7 +281,7 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
         const unsigned attending = attending_heads(s, list, i, tile);
         if (attending != 0 && is_encoded<Codec>(s, list, i))
           attend_encoded<block_type>(team, attention, s, codec, {list.step.sequence, list.head},
-                                     list.entries.part(i), mine, attending);
+                                     list.entries.range(i), mine, attending);
         else
           attention.attend_entries(team, i, i + 1, entries, s.soft_cap);
       }

@@ -175,7 +175,7 @@ __global__ void merge_paged_parts(paged_attention attention, const std::int32_t*
   if (attention.block_lse == nullptr || row.tokens == 0) return;
   for (int part = static_cast<int>(threadIdx.x); part < parts; part += static_cast<int>(blockDim.x))
     attention.block_lse[out * max_blocks + part] =
-        scratch.log_sum[of.at(head, part)].value() * attention.to.lse_unit;
+        scratch.log_sum[of.at(head, part)].value() * attention.to.lse_per_nat;
 }
 
 namespace detail {

@@ -85,7 +85,7 @@ class warp_merge {
     });
     if (to.lse != nullptr && lane() == 0)
       to.lse[out.row * out.heads + out.head] =
-          (empty ? -infinity : merged.log_sum_.max + ::logf(merged.log_sum_.sum)) * to.lse_unit;
+          (empty ? -infinity : merged.log_sum_.max + ::logf(merged.log_sum_.sum)) * to.lse_per_nat;
   }
 
  private:

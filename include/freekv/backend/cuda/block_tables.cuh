@@ -119,7 +119,7 @@ __global__ void write_table(State s, step_view step, block_tables to) {
   if (blocks != nullptr)
     for (int i = count + thread; i < to.max_blocks; i += threads) blocks[i] = -1;
   if (thread != 0) return;
-  const int last = count == 0 ? 0 : list.part(list.size() - 1).tokens;
+  const int last = count == 0 ? 0 : list.range(list.size() - 1).tokens;
   if (to.seq_lens != nullptr) to.seq_lens[row] = count == 0 ? 0 : (count - 1) * s.page.tokens + last;
   if (to.block_counts != nullptr) to.block_counts[row] = count;
   if (to.last_page_len != nullptr) to.last_page_len[row] = last;

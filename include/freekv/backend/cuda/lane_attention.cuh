@@ -16,7 +16,7 @@ namespace freekv::device {
 template <int HeadDim, int Heads, class Element>
 class lane_attention : public register_attention<HeadDim, Heads, row_team<HeadDim>> {
   using base = register_attention<HeadDim, Heads, row_team<HeadDim>>;
-  using base::mass;
+  using base::log_sum;
   using base::packs;
   using base::query;
   using base::weighted;
@@ -76,7 +76,8 @@ class lane_attention : public register_attention<HeadDim, Heads, row_team<HeadDi
         unroll<packs>([&](auto i) {
           const pack numbers = widened(values.of[t][i]);
           unroll<Heads>([&](auto h) {
-            const bool counts = first + t < tokens && mass[h].max != -infinity && (attending >> h & 1u) != 0;
+            const bool counts =
+                first + t < tokens && log_sum[h].max != -infinity && (attending >> h & 1u) != 0;
             const pack sum = fused(pack(weights[t][h]), numbers, weighted[h][i]);
             weighted[h][i] = pack::of([&](auto x) { return counts ? sum.x[x] : weighted[h][i].x[x]; });
           });

@@ -108,7 +108,7 @@ __global__ void attend_staged(State s, step_view step, step_queries queries, att
     attention_type attention(shared[static_cast<int>(threadIdx.x) / team.lanes()]);
     begin_tile<d>(team, attention, tile, queries, rows.first + nth, s.scale);
     const auto pages = [&](int page) {
-      const page_range of_page = list.part(page - first_page);
+      const page_range of_page = list.range(page - first_page);
       const auto slice =
           staging.slice(s, which.nth(static_cast<int>(entry - step.entries), page), tile.kv_head);
       return entry_rows<element>{as_const(rows_behind(slice, of_page.first)), of_page.tokens, ~0u};

@@ -234,14 +234,15 @@ class tensor_attention {
     }
   }
 
-  /// Stores the attention of each head h at `places(h)`, an attention_part; skips heads whose `mass` is null.
+  /// Stores the attention of each head h at `places(h)`, an attention_part; skips heads whose `log_sum` is
+  /// null.
   template <class Places>
   __device__ void store(team_type team, const Places& places) const {
     const int nth = team.lane() / 4, quarter = team.lane() % 4;
     unroll<2>([&](auto j) {
       const attention_part to = places(2 * quarter + j);
-      if (to.mass == nullptr) return;
-      if (nth == 0) *to.mass = mass_[j];
+      if (to.log_sum == nullptr) return;
+      if (nth == 0) *to.log_sum = mass_[j];
       constexpr int at_once = value_pairs < 2 ? 2 : 4;  // numbers, of 2 * value_pairs that are neighbours
       struct alignas(4 * at_once) piece {
         float x[at_once];

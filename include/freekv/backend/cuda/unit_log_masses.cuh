@@ -43,16 +43,16 @@ __global__ void unit_log_masses(State s, Codec codec, step_view step, step_queri
     begin_tile<d>(team, attention, tile, queries, row, s.scale);
     if (is_encoded<Codec>(s, list, i))
       attend_encoded<block_type>(team, attention, s, codec, {list.step.sequence, list.head},
-                                 list.entries.part(i), shared[static_cast<int>(threadIdx.x) / team.lanes()],
+                                 list.entries.range(i), shared[static_cast<int>(threadIdx.x) / team.lanes()],
                                  attending);
     else
-      attention.attend(team, as_const(attended_slice<Codec>(s, list, i)), list.entries.part(i).tokens,
+      attention.attend(team, as_const(attended_slice<Codec>(s, list, i)), list.entries.range(i).tokens,
                        s.soft_cap, attending);
   }
   unroll<attention_type::heads>([&](auto h) {
     if (tile.has(h) && team.lane() == 0)
-      to.masses[(std::int64_t{row} * s.heads.query + tile.query_head(h)) * to.entries + i] =
-          attention.mass[h].value() * to.unit;
+      to.log_masses[(std::int64_t{row} * s.heads.query + tile.query_head(h)) * to.entries + i] =
+          attention.log_sum[h].value() * to.per_nat;
   });
 }
 

@@ -41,7 +41,7 @@ void summarise_slice(isa set, const State& s, const Summaries& summaries,
       for (int nth = 0; nth < s.units_per_page; ++nth)
         summarise_unit<typename State::element>(team, summary_at(summary, s.layer, head),
                                                 rows_behind(slice, s.first_token_of(nth)), s.unit,
-                                                {w.block, w.numbers}, s.summary_of(store_page, head, nth));
+                                                {w.rows, w.numbers}, s.summary_of(store_page, head, nth));
     });
   });
 }
@@ -57,8 +57,8 @@ void value_slice(isa set, const State& s, const Pinning& pinning,
       with_team(set, [&](auto team) {
         for (int nth = 0; nth < s.units_per_page; ++nth) {
           for (int t = 0; t < s.unit.tokens; ++t)
-            team.widen(slice.key + (s.first_token_of(nth) + t) * slice.stride, w.block + t * d, d);
-          const float worth = policy.worth(team, unit_keys{w.block, s.unit}, w.pooled_query);
+            team.widen(slice.key + (s.first_token_of(nth) + t) * slice.stride, w.rows + t * d, d);
+          const float worth = policy.worth(team, unit_keys{w.rows, s.unit}, w.pooled_query);
           s.pin_worth_of(store_page, head, nth) = worth == worth ? worth : -infinity;
         }
       });

@@ -29,10 +29,10 @@ void begin_attention(isa set, const float* queries, float scale, int group, floa
 }
 template <int HeadDim, class Element>
 void attend_slice(isa set, const group_query& query, const head_slice<const Element>& slice, int tokens,
-                  const attention_part& part, float* block, float soft_cap = 0.0f,
+                  const attention_part& part, float* scratch, float soft_cap = 0.0f,
                   const Element* ahead = nullptr, const float* log_weights = nullptr) {
   with_wide_team(set, [&](auto team) {
-    freekv::attend_slice<HeadDim>(team, query, slice, tokens, part, block, soft_cap, ahead, log_weights);
+    freekv::attend_slice<HeadDim>(team, query, slice, tokens, part, scratch, soft_cap, ahead, log_weights);
   });
 }
 template <int HeadDim>
@@ -96,20 +96,20 @@ struct attention_job {
                   attend_entry(set, entries, head, i, rows, part, w, ahead);
                 });
   }
-  /// The masses of one head's list, to (group, to.entries).
+  /// Writes the log-masses of one head's list, (group, of.entries).
   void log_masses(isa set, int row, int head, const log_mass_output& of, const workspace& w) const {
     const int group = s.heads.group();
-    const attention_part part{w.mass, nullptr};
+    const attention_part part{w.part_log_sum, nullptr};
     begin_attention<d>(set, queries + first_query_head(row, head) * d, s.scale, group, w.query, part);
     const attention_list entries = list(row, head);
-    float* const masses = of.masses + first_query_head(row, head) * of.entries;
-    std::fill_n(masses, std::ptrdiff_t{group} * of.entries, -infinity);
+    float* const of_group = of.log_masses + first_query_head(row, head) * of.entries;
+    std::fill_n(of_group, std::ptrdiff_t{group} * of.entries, -infinity);
     for_entries(entries, head, {0, entries.size()}, w,
                 [&](int i, const head_slice<element>& rows, const element* ahead) {
-                  std::fill_n(part.mass, group, log_sum_exp{});
+                  std::fill_n(part.log_sum, group, log_sum_exp{});
                   attend_entry(set, entries, head, i, rows, part, w, ahead);
                   for (int g = 0; g < group; ++g)
-                    masses[std::ptrdiff_t{g} * of.entries + i] = part.mass[g].value() * of.unit;
+                    of_group[std::ptrdiff_t{g} * of.entries + i] = part.log_sum[g].value() * of.per_nat;
                 });
   }
   void finish(isa set, int row, int head, const attention_part& part) const {
@@ -118,7 +118,7 @@ struct attention_job {
     float* const lse = to.lse == nullptr ? nullptr : to.lse + first;
     finish_attention<d>(set, s.sink_logits == nullptr ? nullptr : s.sink_logits + head * group, part, group,
                         to.floats() + first * d, lse);
-    for (int g = 0; lse != nullptr && to.lse_unit != 1.0f && g < group; ++g) lse[g] *= to.lse_unit;
+    for (int g = 0; lse != nullptr && to.lse_per_nat != 1.0f && g < group; ++g) lse[g] *= to.lse_per_nat;
   }
 
  private:
@@ -133,8 +133,8 @@ struct attention_job {
     if (!s.encoded || in_slots(entries)) {
       for (int i = begin; i < end; ++i) {
         const element* const ahead =
-            i + 1 < end ? rows_of(entries, i + 1, entries.part(i + 1), head).key : nullptr;
-        body(i, rows_of(entries, i, entries.part(i), head), ahead);
+            i + 1 < end ? rows_of(entries, i + 1, entries.range(i + 1), head).key : nullptr;
+        body(i, rows_of(entries, i, entries.range(i), head), ahead);
       }
       return;
     }
@@ -142,32 +142,32 @@ struct attention_job {
     const bool open = begin < end && entries.page(end - 1) >= entry.after() / s.page.tokens;
     encoded_pages(s, policies, w)
         .read_each(
-            {entry.sequence, head}, end - open - begin, [&](int i) { return entries.part(begin + i); },
+            {entry.sequence, head}, end - open - begin, [&](int i) { return entries.range(begin + i); },
             [&](int i, const auto& rows) { body(begin + i, rows, nullptr); });
     if (!open) return;
-    const page_range last = entries.part(end - 1);
+    const page_range last = entries.range(end - 1);
     body(end - 1, rows_behind(s.open_slice(entry.sequence, last.page, head), last.first), nullptr);
   }
   /// Adds the rows of entry i for the query heads that attend to it.
   void attend_entry(isa set, const attention_list& entries, int head, int i, const head_slice<element>& rows,
                     const attention_part& part, const workspace& w, const element* ahead) const {
-    const int group = s.heads.group(), tokens = entries.part(i).tokens;
+    const int group = s.heads.group(), tokens = entries.range(i).tokens;
     const std::uint32_t* const mask = selected_by(entries, i, head);
     for (head_run run = next_run(mask, 0, group); run.count > 0; run = next_run(mask, run.end(), group)) {
       float* const weighted = part.weighted == nullptr ? nullptr : part.weighted + run.first * d;
       attend_slice<d>(set, {w.query + run.first * d, run.count, d}, as_const(rows), tokens,
-                      {part.mass + run.first, weighted}, w.block, s.soft_cap, ahead);
+                      {part.log_sum + run.first, weighted}, w.rows, s.soft_cap, ahead);
     }
   }
   bool in_slots(const attention_list& entries) const {
     return s.keeps_slots && !complete && !entries.complete;
   }
-  /// Rows of entry i of a head's list, `part`: in the store, or in its slot.
-  auto rows_of(const attention_list& entries, int i, const page_range& part, int head) const {
-    if (!in_slots(entries)) return rows_behind(s.store_slice(entry.sequence, part.page, head), part.first);
+  /// Rows of entry i of a head's list, `range`: in the store, or in its slot.
+  auto rows_of(const attention_list& entries, int i, const page_range& range, int head) const {
+    if (!in_slots(entries)) return rows_behind(s.store_slice(entry.sequence, range.page, head), range.first);
     if (entries.is_selected(i))
       return s.selected_slice(entry.sequence, s.selected_slot_of(entry.sequence, head, entries, i), head);
-    return rows_behind(s.block_slice(entry.sequence, s.slot_of_page(entries, i), head), part.first);
+    return rows_behind(s.block_slice(entry.sequence, s.slot_of_page(entries, i), head), range.first);
   }
   /// The mask of the query heads that attend to entry i of a head's list; null: all of the group.
   const std::uint32_t* selected_by(const attention_list& entries, int i, int head) const {
@@ -180,11 +180,12 @@ struct attention_job {
   }
 };
 
-/// One head of one row, part after part on one thread.
+/// Attends with one head of one row, part after part on one thread.
 template <class State, class Policies>
 void attend_head(isa set, const attention_job<State, Policies>& job, int row, int head, const workspace& w) {
   const int group = job.s.heads.group(), parts = job.parts(row);
-  const attention_part first{w.mass, w.weighted}, next{w.mass + group, w.weighted + group * State::head_dim};
+  const attention_part first{w.part_log_sum, w.weighted},
+      next{w.part_log_sum + group, w.weighted + group * State::head_dim};
   for (int nth = 0; nth < parts; ++nth) {
     job.attend_part(set, row, head, nth, nth == 0 ? first : next, w);
     if (nth > 0) merge_parts<State::head_dim>(set, next, first, group);

@@ -27,7 +27,7 @@ class eviction_stages {
   eviction_stages(Backend& backend, const Settings& s, carver& memory)
       : eviction_stages(backend, s, memory, eviction_sizes::of(s)) {}
 
-  /// When a prompt ends, before any layer is cut: what each head is to have.
+  /// Gives each head what it is to have, when a prompt ends and before any layer is cut.
   void allocate(const std::vector<state>& layers, const eviction_entry& entry) {
     resolve(settings_->eviction, [&]<class E>(const E& eviction) {
       if constexpr (allocates<E>) give_budgets(eviction, layers, entry);
@@ -54,7 +54,7 @@ class eviction_stages {
     });
   }
 
-  /// A decode row to all that its heads have kept, then units leave; prompt rows to everything up to
+  /// Attends: a decode row to all that its heads have kept, then units leave; prompt rows to everything up to
   /// themselves.
   void attend(const state& s, const eviction_entry& entry, const float* queries, const attention_output& to) {
     const auto row_bytes = [&](int tokens) {
@@ -63,8 +63,8 @@ class eviction_stages {
     if (!entry.decodes) {
       const int heads = s.heads.kv;
       backend_->parallel(entry.tokens * heads, row_bytes(entry.before + entry.tokens) * to_size(entry.tokens),
-                         [&](int unit, int worker) {
-                           const int row = unit / heads, head = unit % heads;
+                         [&](int task, int worker) {
+                           const int row = task / heads, head = task % heads;
                            heads_.attend_head(
                                s,
                                {s.complete ? s.slice(entry.sequence, head) : s.prompt_slice(entry, head),
@@ -87,7 +87,7 @@ class eviction_stages {
     });
   }
 
-  /// A sequence is empty.
+  /// Empties a sequence.
   void forget(const state& s, int sequence) {
     std::fill_n(s.tokens + s.head_index(sequence, 0), s.heads.kv, 0);
     std::fill_n(s.attended_count + s.head_index(sequence, 0), s.heads.kv, 0);
@@ -187,27 +187,27 @@ class eviction_stages {
     if (entry.prompt > settings_->budget) {
       const std::size_t bytes =
           to_size(heads * d) * to_size(entry.prompt) * to_size(eviction.observed_rows()) * sizeof(element);
-      backend_->parallel(heads, bytes, [&](int unit, int worker) {
-        const state& s = layers[to_size(first + unit / kv_heads)];
-        const eviction_moment at = heads_.end_of_prompt(s, entry, unit % kv_heads);
-        statistics[unit] =
+      backend_->parallel(heads, bytes, [&](int task, int worker) {
+        const state& s = layers[to_size(first + task / kv_heads)];
+        const eviction_moment at = heads_.end_of_prompt(s, entry, task % kv_heads);
+        statistics[task] =
             eviction.measure(heads_.see_prompt(eviction, s, entry, at, scratch_[to_size(worker)]), at);
       });
       eviction.allocate(statistics, {heads / kv_heads, kv_heads, settings_->budget, entry.prompt},
                         head_budgets_);
     }
     std::int64_t left = std::int64_t{heads} * settings_->budget, rows_of_all = 0;
-    for (int unit = 0; unit < heads; ++unit)
+    for (int nth = 0; nth < heads; ++nth)
       rows_of_all +=
-          std::min(eviction.capacity(settings_->limits(first + unit / kv_heads)), settings_->max_tokens());
+          std::min(eviction.capacity(settings_->limits(first + nth / kv_heads)), settings_->max_tokens());
     std::int64_t row = rows_of_all * entry.sequence;
-    for (int unit = 0; unit < heads; ++unit) {
-      const state& s = layers[to_size(first + unit / kv_heads)];
-      const int budget = static_cast<int>(std::clamp<std::int64_t>(head_budgets_[unit], 0, left));
+    for (int nth = 0; nth < heads; ++nth) {
+      const state& s = layers[to_size(first + nth / kv_heads)];
+      const int budget = static_cast<int>(std::clamp<std::int64_t>(head_budgets_[nth], 0, left));
       const int behind =
           eviction.capacity(settings_->limits(s.layer)) - settings_->budget;  // of decoded tokens
       const int rows = std::min(budget + behind, settings_->max_tokens());
-      s.budgets[s.head_index(entry.sequence, unit % kv_heads)] = {row, rows, budget};
+      s.budgets[s.head_index(entry.sequence, nth % kv_heads)] = {row, rows, budget};
       left -= budget;
       row += rows;
     }

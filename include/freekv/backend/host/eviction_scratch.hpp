@@ -23,8 +23,8 @@ int numbers_of_row(const Eviction& eviction, int group) {
 struct eviction_sizes {
   int group = 1;
   int most = 0;  // tokens that shares are wanted of, or units that a prompt has
-  std::int64_t observed = 0,
-               units = 0;  // rows of numbers that a policy observes at a time, and units that it sees then
+  /// rows of numbers that a policy observes at a time, and units that it sees then
+  std::int64_t observed = 0, units = 0;
   bool sees_keys = false, merges = false;
 
   std::int64_t score_stride() const { return (std::int64_t{most} + 15) / 16 * 16; }
@@ -49,9 +49,9 @@ struct eviction_sizes {
 
 /// One thread's scratch.
 struct eviction_scratch {
-  float* block = nullptr;         // of attend_slice
+  float* rows = nullptr;          // of attend_slice
   float* query = nullptr;         // (group, head_dim), scaled
-  log_sum_exp* mass = nullptr;    // (group)
+  log_sum_exp* log_sum = nullptr;  // (group)
   float* weighted = nullptr;      // (group, head_dim)
   float* lse = nullptr;           // (group)
   float* scores = nullptr;        // (group, score_stride)
@@ -73,9 +73,9 @@ struct eviction_scratch {
   template <int HeadDim>
   static eviction_scratch carve(carver& memory, const eviction_sizes& s) {
     const std::int64_t merged = s.merges ? s.units : 0;
-    return {.block = memory.take<float>(to_size(attention_scratch<HeadDim>)),
+    return {.rows = memory.take<float>(to_size(attention_scratch<HeadDim>)),
             .query = memory.take<float>(to_size(s.group * HeadDim)),
-            .mass = memory.take<log_sum_exp>(to_size(s.group)),
+            .log_sum = memory.take<log_sum_exp>(to_size(s.group)),
             .weighted = memory.take<float>(to_size(s.group * HeadDim)),
             .lse = memory.take<float>(to_size(s.group)),
             .scores = memory.take<float>(to_size(s.group * s.score_stride())),

@@ -61,17 +61,17 @@ class host_backend {
     const std::size_t helpers = bytes / options_.bytes_per_thread;
     return helpers < to_size(threads()) ? 1 + static_cast<int>(helpers) : threads();
   }
-  /// Runs `body(unit, worker)` for all units on as many threads as `bytes` of memory traffic are worth. If it
-  /// throws, units that have not begun are left out, and the first exception is thrown when the others are
+  /// Runs `body(task, worker)` for all tasks on as many threads as `bytes` of memory traffic are worth. If it
+  /// throws, tasks that have not begun are left out, and the first exception is thrown when the others are
   /// done.
   template <class Body>
-  void parallel(int units, std::size_t bytes, const Body& body) {
+  void parallel(int tasks, std::size_t bytes, const Body& body) {
     std::atomic<bool> failed{false};
     std::exception_ptr error;
-    pool_.run(units, threads_worth(bytes) - 1, [&](int unit, int worker) {
+    pool_.run(tasks, threads_worth(bytes) - 1, [&](int task, int worker) {
       if (failed.load(std::memory_order_relaxed)) return;
       try {
-        body(unit, worker);
+        body(task, worker);
       } catch (...) {
         if (!failed.exchange(true)) error = std::current_exception();
       }

@@ -33,8 +33,8 @@ inline auto exact_product_of([[maybe_unused]] isa set) {
 struct merge_scratch {
   double* lengths = nullptr;    // (tokens): of keys
   merge_fate* fates = nullptr;  // (tokens)
-  std::int32_t* next =
-      nullptr;  // (tokens): of one that stays the first that merges into it, of that the next; -1: none
+  /// (tokens): of one that stays the first that merges into it, of that the next; -1: none
+  std::int32_t* next = nullptr;
   double* logits = nullptr;  // (tokens)
   double* sums = nullptr;    // (2, head_dim)
 };

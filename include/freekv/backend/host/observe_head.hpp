@@ -41,7 +41,7 @@ class head_observer {
                    const attention_part& part, const scratch& w, const float* log_weights = nullptr) const {
     const int group = s.heads.group();
     begin_attention<d>(instructions_, queries, s.scale, group, w.query, part);
-    attend_slice<d, element>(instructions_, {w.query, group, d}, slice, tokens, part, w.block, 0.0f, nullptr,
+    attend_slice<d, element>(instructions_, {w.query, group, d}, slice, tokens, part, w.rows, 0.0f, nullptr,
                              log_weights);
   }
 
@@ -50,10 +50,10 @@ class head_observer {
                    const scratch& w) const {
     const int group = s.heads.group();
     const std::ptrdiff_t first = (std::ptrdiff_t{at.row} * s.heads.kv + at.head) * group;
-    const attention_part part{w.mass, w.weighted, at.counts ? w.scores : nullptr, score_stride_};
+    const attention_part part{w.log_sum, w.weighted, at.counts ? w.scores : nullptr, score_stride_};
     attend_rows(s, queries + first * d, as_const(at.slice), at.tokens, part, w, at.log_weights);
     finish_attention<d>(instructions_, nullptr, part, group, to.floats() + first * d, w.lse);
-    for (int g = 0; to.lse != nullptr && g < group; ++g) to.lse[first + g] = w.lse[g] * to.lse_unit;
+    for (int g = 0; to.lse != nullptr && g < group; ++g) to.lse[first + g] = w.lse[g] * to.lse_per_nat;
   }
 
   /// Adds to `votes` what a prompt row's attention has on each token up to itself.
@@ -61,8 +61,8 @@ class head_observer {
             float* votes, const scratch& w) const {
     const int group = s.heads.group(), tokens = token + 1;
     attend_rows(s, queries, as_const(s.prompt_slice(entry, head)), tokens,
-                {w.mass, nullptr, w.scores, score_stride_}, w);
-    for (int g = 0; g < group; ++g) w.lse[g] = w.mass[g].value();
+                {w.log_sum, nullptr, w.scores, score_stride_}, w);
+    for (int g = 0; g < group; ++g) w.lse[g] = w.log_sum[g].value();
     with_team(instructions_, [&](auto team) {
       mean_shares(team, {w.scores, score_stride_, w.lse, group}, tokens, w.shares);
     });
@@ -82,7 +82,7 @@ class head_observer {
     if (sees_keys_) load_keys(slice, w.order, units, w.unit_keys);
     for (int row = first; row < at.tokens; ++row) {
       attend_rows(s, s.kept_query(entry, row, at.head), as_const(slice), units,
-                  {w.mass, nullptr, w.scores, score_stride_}, w, log_weights);
+                  {w.log_sum, nullptr, w.scores, score_stride_}, w, log_weights);
       float* const to = seen.row((row - first) * heads);
       if (eviction.group() == group_rule::largest_score) {
         std::fill_n(to, units, -infinity);
@@ -127,9 +127,9 @@ class head_observer {
   }
   /// Makes scores their shares; all 0 where any is NaN.
   void make_shares(float* scores, int units) const {
-    log_sum_exp mass;
-    for (int i = 0; i < units; ++i) mass.add(scores[i]);
-    const float lse = mass.value();
+    log_sum_exp log_sum;
+    for (int i = 0; i < units; ++i) log_sum.add(scores[i]);
+    const float lse = log_sum.value();
     with_team(instructions_, [&](auto team) {
       mean_shares(team, {scores, score_stride_, &lse, 1}, units, scores);
     });

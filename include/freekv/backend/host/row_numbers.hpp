@@ -25,7 +25,7 @@ class row_numbers {
   /// Outputs that the rows of `entry` are attended to, before `write`.
   attention_output room_for(const attention_output& to, const step_entry& entry, int width) {
     if (is_floats(to, width)) return to;
-    return {room(outputs_, entry, width), to.lse, to.lse_unit};
+    return {room(outputs_, entry, width), to.lse, to.lse_per_nat};
   }
   void write(const attention_output& to, const step_entry& entry, int width) const {
     if (is_floats(to, width)) return;

@@ -26,18 +26,18 @@
 
 namespace freekv::host {
 
-/// The sum of exp over `padded` scores.
+/// Log-sum-exp of `padded` scores.
 template <class Team>
-log_sum_exp log_sum_of(Team team, const float* scores, std::int64_t padded) {
+log_sum_exp log_sum_exp_of(Team team, const float* scores, std::int64_t padded) {
   constexpr int width = Team::width, at_once = 8;
-  log_sum_exp mass;
+  log_sum_exp log_sum;
   typename Team::pack packs[at_once];
   for (std::int64_t j = 0; j < padded;) {
     int count = 0;
     for (; count < at_once && j < padded; j += width) packs[count++] = team.load(scores + j);
-    mass.add(team, packs, count);
+    log_sum.add(team, packs, count);
   }
-  return mass;
+  return log_sum;
 }
 
 /// Pools `w.scores`, query head g's score of candidate j at `g * stride + j`, into `w.pooled`. Candidates are
@@ -52,7 +52,7 @@ void pool_candidates(isa set, const Pooling& pooling, int group, std::int64_t st
       const row_scores row{w.scores, stride, w.log_sums, group};
       if constexpr (Pooling::uses_log_sums)
         for (int g = 0; g < group; ++g)
-          w.log_sums[g] = log_sum_of(team, w.scores + g * stride, padded).value();
+          w.log_sums[g] = log_sum_exp_of(team, w.scores + g * stride, padded).value();
       using pack = typename decltype(team)::pack;
       const pack largest(std::numeric_limits<float>::max());
       for (std::int64_t j = 0; j < padded; j += decltype(team)::width) {
@@ -69,7 +69,7 @@ void pool_candidates(isa set, const Pooling& pooling, int group, std::int64_t st
 /// at.
 inline void order_candidates(std::int32_t first_unit, int candidates, std::span<const std::int32_t> pinned,
                              int count, const workspace& w) {
-  constexpr int block = 16;
+  constexpr int at_once = 16;
   const std::ptrdiff_t room = std::max(2 * count, 64);
   std::uint64_t* end = w.keys;
   float least = -infinity;  // of the best so far
@@ -81,11 +81,11 @@ inline void order_candidates(std::int32_t first_unit, int candidates, std::span<
     full = true;
   };
   const auto add = [&](int from, int to) {
-    for (; from < to; from += block) {
-      const int stop = std::min(from + block, to);
-      if (full && stop == from + block) {
+    for (; from < to; from += at_once) {
+      const int stop = std::min(from + at_once, to);
+      if (full && stop == from + at_once) {
         int greater = 0;
-        for (int j = 0; j < block; ++j) greater |= static_cast<int>(w.pooled[from + j] > least);
+        for (int j = 0; j < at_once; ++j) greater |= static_cast<int>(w.pooled[from + j] > least);
         if (greater == 0) continue;
       }
       for (int j = from; j < stop; ++j) {
@@ -159,7 +159,7 @@ class head_selection {
     return static_cast<int>(end - units);
   }
 
-  /// Whether the first `candidates` candidates are selected whatever their scores.
+  /// True where the first `candidates` candidates are selected whatever their scores.
   bool takes_all(int candidates) const {
     const bool by_mass = resolve(policies_.selection, []<class S>(const S&) { return selection_by_mass<S>; });
     return most_of(candidates) == unpinned(candidates) && !by_mass;
@@ -373,8 +373,9 @@ class head_selection {
   /// A unit's share of the softmax of the pooled scores; 0 where no unit has any.
   float mass(std::int32_t unit) {
     if (!knows_log_sum_)
-      with_team(set_,
-                [&](auto team) { log_sum_ = log_sum_of(team, w_.pooled, workspace_sizes::padded(pooled_)); });
+      with_team(set_, [&](auto team) {
+        log_sum_ = log_sum_exp_of(team, w_.pooled, workspace_sizes::padded(pooled_));
+      });
     knows_log_sum_ = true;
     return log_sum_.share(w_.pooled[unit - first_unit_]);
   }
@@ -421,13 +422,13 @@ void bring_units(const encoded_pages<State, Policies>& stored, const State& s, c
 template <class State, class Policies>
 void recall_units(const State& s, const Policies& policies, const sequence_head& at, int tokens,
                   const workspace& w) {
-  const std::size_t row = s.head_index(at.sequence, at.head), first = s.selection(at.sequence, at.head);
+  const std::size_t at_head = s.head_index(at.sequence, at.head), first = s.selection(at.sequence, at.head);
   const std::int32_t* units = s.selected + first;
-  const int count = s.selected_count[row];
+  const int count = s.selected_count[at_head];
   std::int32_t* slot_of = s.slot_of + first;
   const slot_contents slots = s.slots_of(at.sequence, at.head);
   resolve(policies.residency, [&](const auto& residency) {
-    match_slots(residency, units, count, slots, ++s.selections[row], slot_of);
+    match_slots(residency, units, count, slots, ++s.selections[at_head], slot_of);
   });
   const int ring_begin = s.slots.ring_begin(tokens, s.page.tokens);
   int missing = 0;  // those to bring from the store, in w.units
@@ -436,7 +437,7 @@ void recall_units(const State& s, const Policies& policies, const sequence_head&
     slot_of[i] = ~slot_of[i];
     const int page = s.page_of(units[i]);
     const bool in_ring = page >= ring_begin;
-    ++(in_ring ? s.promoted : s.recalled)[row];
+    ++(in_ring ? s.promoted : s.recalled)[at_head];
     if (!in_ring) {
       w.units[missing++] = i;
       continue;
@@ -451,7 +452,7 @@ void recall_units(const State& s, const Policies& policies, const sequence_head&
         [&](int i) { return slot_of[w.units[i]]; });
   } catch (const store_error&) {
     for (int i = 0; i < missing; ++i) slots.unit[slot_of[w.units[i]]] = -1;
-    s.recalled[row] -= missing;
+    s.recalled[at_head] -= missing;
     throw;
   }
 }

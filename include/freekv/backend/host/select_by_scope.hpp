@@ -12,13 +12,14 @@
 
 namespace freekv::host {
 
-/// Each query head of a KV head selects for itself what comes next, and `now_too` what the entry attends to.
+/// Selects for each query head of a KV head by itself: what comes next, and with `now_too` what the entry
+/// attends to.
 template <class State, class Policies>
 void select_by_query_head(isa set, const State& s, const Policies& policies, const step_entry& entry,
                           int head, bool now_too, const workspace& w) {
   const step_candidates c = s.candidates_of(entry);
-  const std::size_t row = s.head_index(entry.sequence, head);
-  std::int32_t &selected = s.selected_count[row], &next_selected = s.next_selected_count[row];
+  const std::size_t at_head = s.head_index(entry.sequence, head);
+  std::int32_t &selected = s.selected_count[at_head], &next_selected = s.next_selected_count[at_head];
   if (now_too) selected = 0;
   next_selected = 0;
   const unit_union all = s.selected_union(entry.sequence, head);

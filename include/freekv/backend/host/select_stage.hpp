@@ -76,11 +76,11 @@ class selection_stage {
                          });
       }
     });
-    const std::size_t first = s.selection(entry.sequence, 0), row = s.head_index(entry.sequence, 0);
+    const std::size_t first = s.selection(entry.sequence, 0), at_head = s.head_index(entry.sequence, 0);
     std::copy_n(s.selected + first, s.selection(0, s.heads.kv), s.attended + first);
     std::copy_n(s.selected_by + s.masks(entry.sequence, 0), s.masks(0, s.heads.kv),
                 s.attended_by + s.masks(entry.sequence, 0));
-    std::copy_n(s.selected_count + row, s.heads.kv, s.attended_count + row);
+    std::copy_n(s.selected_count + at_head, s.heads.kv, s.attended_count + at_head);
   }
 
   /// Every head selects with the current query among the next step's candidates and recalls what it misses.
@@ -186,20 +186,20 @@ class selection_stage {
               parts = std::min(blocks, 4 * threads), whole = heads - left;
     for (int nth = 0; nth < whole; ++nth) heads_alone_[to_size(nth)] = next();
     // First what others wait for.
-    backend_->parallel(left + whole + left * parts, bytes, [&](int unit, int worker) {
-      if (unit < left) return shared(unit).begin_once();
-      if (unit < left + whole) return alone(heads_alone_[to_size(unit - left)], workspace_of(worker));
-      unit -= left + whole;
+    backend_->parallel(left + whole + left * parts, bytes, [&](int task, int worker) {
+      if (task < left) return shared(task).begin_once();
+      if (task < left + whole) return alone(heads_alone_[to_size(task - left)], workspace_of(worker));
+      task -= left + whole;
       const auto end_of = [&](int part) {
         return std::min(blocks * part / parts * score_block, candidates.count);
       };
-      const int part = unit % parts;
-      shared(unit / parts).score_some(end_of(part), end_of(part + 1), workspace_of(worker).numbers);
+      const int part = task % parts;
+      shared(task / parts).score_some(end_of(part), end_of(part + 1), workspace_of(worker).numbers);
     });
-    backend_->parallel(left, bytes, [&](int unit, int) {
-      selection_type& of = shared(unit);
+    backend_->parallel(left, bytes, [&](int task, int) {
+      selection_type& of = shared(task);
       of.all_are_scored();
-      body(of.head(), of, workspaces_of_heads_[to_size(unit)]);
+      body(of.head(), of, workspaces_of_heads_[to_size(task)]);
     });
   }
   template <class Wanted, class Body>
@@ -221,31 +221,31 @@ class selection_stage {
   }
   /// A head that is flagged selects `best`, among so many candidates; else the correction judges by masses,
   /// where it does.
-  void take_best(const State& s, std::size_t row, std::int32_t* selected, selection_type& selection,
+  void take_best(const State& s, std::size_t at_head, std::int32_t* selected, selection_type& selection,
                  int candidates, std::span<const std::int32_t> best) {
-    const selected_and_best units{selected, best.data(), s.selected_count[row],
+    const selected_and_best units{selected, best.data(), s.selected_count[at_head],
                                   static_cast<int>(best.size())};
-    bool corrected = s.corrected[row] != 0;
+    bool corrected = s.corrected[at_head] != 0;
     resolve(policies_->correction, [&]<class Correction>(const Correction& correction) {
       if constexpr (correction_by_mass<Correction>)
-        s.selected_count[row] = selection.correct(correction.at(s.layer), candidates, units, corrected);
+        s.selected_count[at_head] = selection.correct(correction.at(s.layer), candidates, units, corrected);
       else if (corrected)
-        s.selected_count[row] = take_all_of_best(units);
+        s.selected_count[at_head] = take_all_of_best(units);
     });
-    s.corrected[row] = corrected;
+    s.corrected[at_head] = corrected;
   }
   /// Selects for the step behind `entry`, among so many candidates.
   static void select_next(const State& s, const step_entry& entry, int head, int candidates,
                           selection_type& selection) {
-    const std::size_t row = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
-    s.next_selected_count[row] = selection.best(candidates, s.next_selected + first,
-                                                {s.selected + first, to_size(s.selected_count[row])});
+    const std::size_t at_head = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
+    s.next_selected_count[at_head] = selection.best(candidates, s.next_selected + first,
+                                                    {s.selected + first, to_size(s.selected_count[at_head])});
   }
   void recall_corrected(const State& s, const step_entry& entry, int head, const workspace& w) {
-    const std::size_t row = s.head_index(entry.sequence, head);
-    if (s.corrected[row] == 0 || !s.keeps_slots) return;
+    const std::size_t at_head = s.head_index(entry.sequence, head);
+    if (s.corrected[at_head] == 0 || !s.keeps_slots) return;
     recall(s, {entry.sequence, head}, entry.after(), w);
-    s.recalled_before_attention[row] = s.recalled[row];
+    s.recalled_before_attention[at_head] = s.recalled[at_head];
   }
 
   /// The layer's flagged heads, all of them, select as one, or a correction by mass finds whether they are
@@ -260,16 +260,16 @@ class selection_stage {
     });
     const workspace& w = workspace_of(0);
     const int head = first_retrieving(s), heads = retrieving_before(s, s.heads.kv);
-    const std::size_t row = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
+    const std::size_t at_head = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
     head_selection selection(instructions(), s, *policies_, entry, head, all, w);
     if (by_mass || !selection.takes_all(c.now))
       selection.pool_heads(c.now, pooled_now_, layer_stride_, heads);
-    take_best(s, row, s.selected + first, selection, c.now,
+    take_best(s, at_head, s.selected + first, selection, c.now,
               {w.units, to_size(selection.best(c.now, w.units))});
     if (!selection.takes_all(c.next)) selection.pool_heads(c.next, pooled_next_, layer_stride_, heads);
     select_next(s, entry, head, c.next, selection);
     share_list(s, entry.sequence, s.next_selected, s.next_selected_count);
-    if (s.corrected[row] == 0) return;
+    if (s.corrected[at_head] == 0) return;
     flag_all(s, entry.sequence);
     share_list(s, entry.sequence, s.selected, s.selected_count);
     for_heads(s, entry, every,
@@ -294,8 +294,8 @@ class selection_stage {
 
   /// Takes the next step's selection, found before, for the step's.
   void take_next_selected(const State& s, const step_entry& entry, int head) {
-    const std::size_t row = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
-    const std::int32_t count = s.selected_count[row] = std::exchange(s.next_selected_count[row], -1);
+    const std::size_t at_head = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
+    const std::int32_t count = s.selected_count[at_head] = std::exchange(s.next_selected_count[at_head], -1);
     std::copy_n(s.next_selected + first, count, s.selected + first);
     std::copy_n(s.next_selected_by + s.masks(entry.sequence, head), count * s.mask_words,
                 s.selected_by + s.masks(entry.sequence, head));

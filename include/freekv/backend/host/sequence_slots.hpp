@@ -46,7 +46,7 @@ void fill_slots(const encoded_pages<State, Policies>& stored, const State& s, co
   if (open) copy(s.open_slice(at.sequence, page(count - 1), at.head), count - 1);
 }
 
-/// Fills the sink slots of pages from `first` on, and the ring. Throws store_error.
+/// Fills the sink slots of pages from `first_sink` on, and the ring. Throws store_error.
 template <class State, class Policies>
 void fill_window(const encoded_pages<State, Policies>& stored, const State& s, int sequence, int tokens,
                  int first_sink) {

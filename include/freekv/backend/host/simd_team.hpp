@@ -433,7 +433,7 @@ struct avx512_rows {
   }
   [[gnu::always_inline]] void store(float* p, const pack& x) const { std::memcpy(p, &x.v, sizeof x.v); }
 
-  /// As simd_team's, within the quarters of registers first.
+  /// Sums of the packs, as simd_team's, within the quarters of registers first.
   [[gnu::always_inline]] pack sum_each(const pack (&x)[16]) const {
     float16 pairs[8], quads[4], halves[2];
     for (int i = 0; i < 8; ++i) {

@@ -44,7 +44,7 @@ class stages {
 
   static std::size_t staging_bytes() { return 0; }
 
-  /// The layers before any sequence.
+  /// Initialises the layers' arrays, before there is any sequence.
   [[gnu::cold]] void begin(const tables&, std::span<const State> layers) {
     layers_ = layers;
     for (const State& s : layers) {
@@ -60,7 +60,7 @@ class stages {
 
   // Between steps, with nothing queued, in all layers:
 
-  /// A sequence's selection and report are forgotten, and what could not be read for it.
+  /// Forgets a sequence's selection and report, and what could not be read for it.
   void forget(int sequence) {
     for (const State& s : layers_) {
       drop_selection(s, sequence);
@@ -68,8 +68,8 @@ class stages {
       for (int head = 0; head < s.heads.kv; ++head) clear_report(s, sequence, head);
     }
   }
-  /// A sequence loses its last tokens: the ring's pages that they have overwritten come back. Selected slots
-  /// need nothing, since a page that is no longer complete can only be of the last selection, which is
+  /// Takes a sequence's last tokens from it: the ring's pages that they have overwritten come back. Selected
+  /// slots need nothing, since a page that is no longer complete can only be of the last selection, which is
   /// dropped then.
   [[gnu::cold]] void truncate(int sequence, const truncation& to) {
     for (const State& s : layers_) {
@@ -79,7 +79,7 @@ class stages {
       fill_or_leave(s, sequence, to.tokens);
     }
   }
-  /// `to` becomes what `from` is.
+  /// Makes `to` what `from` is.
   [[gnu::cold]] void fork(int from, int to, int) {
     for (const State& s : layers_) {
       copy_selection(s, from, to);
@@ -187,7 +187,7 @@ class stages {
         select_(backend, policies, scratch, memory),
         max_parts_((scratch.most_entries() - 1) / entries_per_part(scratch.page_tokens) + 1) {
     const auto heads = to_size(scratch.kv_heads * max_parts_ * scratch.group);
-    part_mass_ = memory.take<log_sum_exp>(heads);
+    part_log_sums_ = memory.take<log_sum_exp>(heads);
     part_weighted_ = memory.take<float>(heads * d);
   }
 
@@ -211,7 +211,7 @@ class stages {
     const bool in_order = s.encoded && last_page - first_page > 1;
     if (in_order) append_one(first_page++, 0);
     backend_->parallel(last_page - in_order - first_page, bytes,
-                       [&](int unit, int worker) { append_one(first_page + unit, worker); });
+                       [&](int task, int worker) { append_one(first_page + task, worker); });
     if (in_order) append_one(last_page - 1, 0);
   }
 
@@ -236,8 +236,8 @@ class stages {
                                              numbers, {},         entry.phase == step_phase::prefill};
     const int heads = s.heads.kv;
     backend_->parallel(entry.tokens * heads, job.bytes(entry.tokens - 1) * to_size(entry.tokens),
-                       [&](int unit, int worker) {
-                         job.log_masses(instructions(), unit / heads, unit % heads, to, workspace_of(worker));
+                       [&](int task, int worker) {
+                         job.log_masses(instructions(), task / heads, task % heads, to, workspace_of(worker));
                        });
   }
 
@@ -282,20 +282,20 @@ class stages {
     const int threads = backend_->threads_worth(bytes);
     if (threads == 1 || job.entry.tokens * heads >= 4 * threads) {
       backend_->parallel(job.entry.tokens * heads, bytes * to_size(job.entry.tokens),
-                         [&](int unit, int worker) {
-                           attend_head(instructions(), job, unit / heads, unit % heads, workspace_of(worker));
+                         [&](int task, int worker) {
+                           attend_head(instructions(), job, task / heads, task % heads, workspace_of(worker));
                          });
       return;
     }
     const int group = job.s.heads.group();
     const auto part = [&](int head, int nth) {
       const int first = (head * max_parts_ + nth) * group;
-      return attention_part{part_mass_ + first, part_weighted_ + std::ptrdiff_t{first} * d};
+      return attention_part{part_log_sums_ + first, part_weighted_ + std::ptrdiff_t{first} * d};
     };
     for (int row = 0; row <= last; ++row) {
       const int parts = job.parts(row);
-      backend_->parallel(heads * parts, bytes, [&](int unit, int worker) {
-        const int head = unit / parts, nth = unit % parts;
+      backend_->parallel(heads * parts, bytes, [&](int task, int worker) {
+        const int head = task / parts, nth = task % parts;
         job.attend_part(instructions(), row, head, nth, part(head, nth), workspace_of(worker));
       });
       for (int head = 0; head < heads; ++head) {
@@ -312,7 +312,7 @@ class stages {
   selection_stage<State, Settings> select_;
   int max_parts_;
   row_numbers numbers_;
-  log_sum_exp* part_mass_ = nullptr;  // (kv head, max_parts, group)
+  log_sum_exp* part_log_sums_ = nullptr;  // (kv head, max_parts, group)
   float* part_weighted_ = nullptr;    // (kv head, max_parts, group, head_dim)
 };
 

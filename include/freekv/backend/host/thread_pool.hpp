@@ -1,4 +1,4 @@
-// Threads that share the units of a parallel loop with the thread that calls it.
+// Threads that share the tasks of a parallel loop with the thread that calls it.
 #pragma once
 
 #include <atomic>
@@ -34,35 +34,35 @@ class thread_pool {
 
   int size() const { return static_cast<int>(threads_.size()) + 1; }
 
-  /// Calls `body(unit, worker)` for each unit in [0, units), worker in [0, size()); returns when all are
+  /// Calls `body(task, worker)` for each task in [0, tasks), worker in [0, size()); returns when all are
   /// done. At most `helpers` further threads are woken. `body` must not throw.
   template <class Body>
-  void run(int units, int helpers, const Body& body) {
-    if (units <= 1 || units >= most_units || helpers <= 0 || threads_.empty()) {
-      for (int unit = 0; unit < units; ++unit) body(unit, 0);
+  void run(int tasks, int helpers, const Body& body) {
+    if (tasks <= 1 || tasks >= most_tasks || helpers <= 0 || threads_.empty()) {
+      for (int task = 0; task < tasks; ++task) body(task, 0);
       return;
     }
-    call_.store([](const void* b, int unit, int worker) { (*static_cast<const Body*>(b))(unit, worker); },
+    call_.store([](const void* b, int task, int worker) { (*static_cast<const Body*>(b))(task, worker); },
                 std::memory_order_relaxed);
     body_.store(&body, std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
     const std::uint64_t loop = (ticket_.load(std::memory_order_relaxed) / one_loop + 1) % loops;
-    ticket_.store(loop * one_loop + static_cast<std::uint64_t>(units) * one_unit, std::memory_order_release);
+    ticket_.store(loop * one_loop + static_cast<std::uint64_t>(tasks) * one_task, std::memory_order_release);
     if (helpers + 1 >= size())
       ticket_.notify_all();
     else
       for (int i = 0; i < helpers; ++i) ticket_.notify_one();
     work(loop, 0);
-    for (int done; (done = done_.load(std::memory_order_acquire)) < units;)
+    for (int done; (done = done_.load(std::memory_order_acquire)) < tasks;)
       done_.wait(done, std::memory_order_acquire);
   }
 
  private:
-  // The ticket: the loop's number in 16 bits, its units in 24, its next unit in 24. An old loop's ticket has
-  // no unit left, so nothing is taken of a loop that is being set up; and no loop ends before a unit that is
+  // The ticket: the loop's number in 16 bits, its tasks in 24, its next task in 24. An old loop's ticket has
+  // no task left, so nothing is taken of a loop that is being set up; and no loop ends before a task that is
   // taken.
-  static constexpr int most_units = 1 << 24;
-  static constexpr std::uint64_t one_unit = most_units, one_loop = one_unit * most_units, loops = 1 << 16;
+  static constexpr int most_tasks = 1 << 24;
+  static constexpr std::uint64_t one_task = most_tasks, one_loop = one_task * most_tasks, loops = 1 << 16;
   using body_call = void (*)(const void*, int, int);
 
   void end() {
@@ -90,11 +90,11 @@ class thread_pool {
     for (;;) {
       std::uint64_t now = ticket_.load(std::memory_order_acquire);
       if (now / one_loop != loop) return;
-      const int unit = static_cast<int>(now % one_unit), units = static_cast<int>(now / one_unit % one_unit);
-      if (unit >= units) return;
+      const int task = static_cast<int>(now % one_task), tasks = static_cast<int>(now / one_task % one_task);
+      if (task >= tasks) return;
       if (!ticket_.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) continue;
-      call_.load(std::memory_order_relaxed)(body_.load(std::memory_order_relaxed), unit, worker);
-      if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == units) done_.notify_one();
+      call_.load(std::memory_order_relaxed)(body_.load(std::memory_order_relaxed), task, worker);
+      if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == tasks) done_.notify_one();
     }
   }
 

@@ -67,11 +67,11 @@ inline constexpr int most_staged = 16;
 
 /// One thread's scratch. Scoring heads are those of a group in all rows of a decode step.
 struct workspace {
-  float* block = nullptr;         // keys and values being attended, or a page's keys being summarised
+  float* rows = nullptr;          // attend_slice's scratch, or a page's keys being summarised
   float* numbers = nullptr;       // a decoded summary
   float* query = nullptr;         // (group, head_dim) scaled, or prepared queries of the scoring heads
   float* pooled_query = nullptr;  // (head_dim)
-  log_sum_exp* mass = nullptr;    // (2, group): two attention parts
+  log_sum_exp* part_log_sum = nullptr;  // (2, group): two attention parts
   float* weighted = nullptr;      // (2, group, head_dim)
   float* scores = nullptr;        // (scoring heads, padded candidates)
   float* pooled = nullptr;        // (padded candidates)
@@ -85,12 +85,12 @@ struct workspace {
   static workspace carve(carver& memory, const workspace_sizes& s) {
     const int scoring_heads = s.group * s.decode_rows;
     workspace w;
-    w.block = memory.take<float>(to_size(std::max(s.attention_floats, s.page_tokens * s.head_dim)));
+    w.rows = memory.take<float>(to_size(std::max(s.attention_floats, s.page_tokens * s.head_dim)));
     w.numbers = memory.take<float>(to_size(s.summary_width));
     w.query = memory.take<float>(
         to_size(std::max(s.group * s.head_dim, prepared_queries::floats(scoring_heads, s.query_width))));
     w.pooled_query = memory.take<float>(to_size(s.head_dim));
-    w.mass = memory.take<log_sum_exp>(to_size(2 * s.group));
+    w.part_log_sum = memory.take<log_sum_exp>(to_size(2 * s.group));
     w.weighted = memory.take<float>(to_size(2 * s.group * s.head_dim));
     w.scores = memory.take<float>(to_size(scoring_heads * s.padded(s.max_units)));
     w.pooled = memory.take<float>(to_size(s.padded(s.max_units)));
