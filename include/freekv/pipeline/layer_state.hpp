@@ -319,6 +319,17 @@ struct layer_state {
   FREEKV_HD float& pin_worth_of(store_page_id store_page, int head, int nth) const {
     return pin_worth[summary_index(store_page, head, nth)];
   }
+  /// Number of a sequence's unit among all that one KV head has in the store.
+  FREEKV_HD int stored_unit(int sequence, int index) const {
+    const int page_index = page_of(index);
+    return number_of(store_page(sequence, page_index)) * units_per_page + index - page_index * units_per_page;
+  }
+  FREEKV_HD const std::byte* summary_of_unit(int sequence, int head, int index) const {
+    return summary_of(store_page_id{}, head) + to_size(stored_unit(sequence, index)) * summary_bytes;
+  }
+  FREEKV_HD float pin_worth_of_unit(int sequence, int head, int index) const {
+    return pin_worth[summary_index(store_page_id{}, head, 0) + to_size(stored_unit(sequence, index))];
+  }
   FREEKV_HD constexpr std::size_t summary_index(store_page_id store_page, int head, int nth) const {
     const std::size_t row = to_size(head) * to_size(store_pages) + to_size(store_page);
     return row * to_size(units_per_page) + to_size(nth);
@@ -355,6 +366,11 @@ struct layer_state {
     if (!keeps_slots) return slot_id::none;
     if (page_index < slots.sink) return slots.sink_slot(page_index);
     return page_index >= slots.ring_begin(tokens, page.tokens) ? slots.ring_slot(page_index) : slot_id::none;
+  }
+  /// True where a unit's page is still whole in the ring at length `tokens`, so that its rows are copied from
+  /// there (promotion) and not from the store (recall).
+  FREEKV_HD bool in_ring(int index, int tokens) const {
+    return page_of(index) >= slots.ring_begin(tokens, page.tokens);
   }
   /// Selected slot i: a unit's rows.
   FREEKV_HD head_slice<element> selected_slice(int sequence, int i, int head) const {
@@ -397,6 +413,24 @@ struct layer_state {
   FREEKV_HD slot_id slot_of_page(const attention_list& pages, int i) const {
     const int page_index = pages.page(i);
     return pages.nth_selected(i) < 0 ? slots.sink_slot(page_index) : slots.ring_slot(page_index);
+  }
+  /// True where a head attends to a list in its slots, else in the store. `everything`: as `pages_attended`
+  /// was asked.
+  FREEKV_HD bool attends_to_slots(const attention_list& pages, bool everything) const {
+    return keeps_slots && !everything && !pages.complete;
+  }
+  /// Rows of entry i of a head's list in its slot.
+  FREEKV_HD head_slice<element> rows_in_slot(int sequence, int head, const attention_list& pages,
+                                             int i) const {
+    if (pages.is_selected(i))
+      return selected_slice(sequence, selected_slot_of(sequence, head, pages, i), head);
+    return rows_behind(block_slice(sequence, slot_of_page(pages, i), head), pages.range(i).first);
+  }
+  /// Mask of the query heads that attend to entry i of a head's list; null: all of the group.
+  FREEKV_HD const std::uint32_t* attended_by_heads(int sequence, int head, const attention_list& pages,
+                                                   int i) const {
+    if (mask_words == 0 || !pages.is_selected(i)) return nullptr;
+    return selected_by + masks(sequence, head) + std::int64_t{pages.nth_selected(i)} * mask_words;
   }
   /// Block that entry i of a head's list is in, for a table of whole pages: of the layer's slots, or of the
   /// store where there are none.

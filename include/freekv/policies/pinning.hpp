@@ -13,6 +13,13 @@
 
 namespace freekv {
 
+namespace detail {
+
+/// What a unit is worth, where NaN is worth least.
+FREEKV_HD inline float pin_worth(float worth) { return worth == worth ? worth : -infinity; }
+
+}  // namespace detail
+
 /// Nothing is pinned.
 struct no_pins {
   using policy_kind = pinning_kind;

@@ -74,6 +74,12 @@ concept selection_by_mass = selection_policy<S> && requires(const S s) {
   { s.enough(0.5f) } -> std::same_as<bool>;
 };
 
+/// True where all of `candidates` are selected whatever their scores.
+template <selection_policy S>
+FREEKV_HD constexpr bool selects_all(const S& selection, int candidates, int k) {
+  return !selection_by_mass<S> && selection.count(candidates, k) == candidates;
+}
+
 /// Whether the next step's selection favours units that the step attends to.
 template <class S>
 concept favours_held = selection_policy<S> && hooks_of<S>::has(hook::favour);

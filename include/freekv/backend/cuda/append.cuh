@@ -172,7 +172,7 @@ __device__ void append_page(Team team, const State& s, const Summary& summary, c
     if constexpr (!std::is_same_v<Pinning, no_pins>) {
       if (s.pins == 0) continue;
       const float worth = pinning.worth(team, unit_keys{scratch.keys, s.unit}, scratch.numbers);
-      if (team.lane() == 0) s.pin_worth_of(store_page, head, nth) = worth == worth ? worth : -infinity;
+      if (team.lane() == 0) s.pin_worth_of(store_page, head, nth) = freekv::detail::pin_worth(worth);
       team.sync();  // and the keys
     }
   }

@@ -137,7 +137,7 @@ struct attended_list {
   /// True where the list is of the store's pages; else of slots.
   template <class State>
   FREEKV_HD bool in_store(const State& s) const {
-    return !s.keeps_slots || everything || entries.complete;
+    return !s.attends_to_slots(entries, everything);
   }
 };
 
@@ -181,27 +181,23 @@ struct attend_block<tensor_attention<HeadDim, Element>, HeadDim, Element, Codec>
 /// Rows of entry i of a list: in its slot, in the store if that keeps them as they are, or in an open page.
 template <class Codec, class State>
 FREEKV_HD auto attended_slice(const State& s, const attended_list& list, int i) {
-  const attention_list& entries = list.entries;
   const int sequence = list.step.sequence, head = list.head;
-  const page_range part = entries.range(i);
+  const page_range part = list.entries.range(i);
   if (list.in_store(s))
     return rows_behind(encodes_pages<Codec> ? s.open_slice(sequence, part.page, head)
                                             : s.store_slice(sequence, part.page, head),
                        part.first);
-  if (entries.is_selected(i))
-    return s.selected_slice(sequence, s.selected_slot_of(sequence, head, entries, i), head);
-  return rows_behind(s.block_slice(sequence, s.slot_of_page(entries, i), head), part.first);
+  return s.rows_in_slot(sequence, head, list.entries, i);
 }
 
 /// Query heads of a tile that attend to entry i of their KV head's list, a bit each.
 template <class State, class Tile>
 FREEKV_HD unsigned attending_heads(const State& s, const attended_list& list, int i, const Tile& tile) {
-  if (s.mask_words == 0 || !list.entries.is_selected(i)) return ~0u;
-  const std::uint32_t* const selected_by = s.selected_by + s.masks(list.step.sequence, list.head) +
-                                           std::int64_t{list.entries.nth_selected(i)} * s.mask_words;
+  const std::uint32_t* const mask = s.attended_by_heads(list.step.sequence, list.head, list.entries, i);
+  if (mask == nullptr) return ~0u;
   unsigned heads = 0;
   for (int h = 0; h < Tile::heads && tile.has(h); ++h)
-    heads |= (has_head(selected_by, tile.first + h) ? 1u : 0u) << h;
+    heads |= (has_head(mask, tile.first + h) ? 1u : 0u) << h;
   return heads;
 }
 

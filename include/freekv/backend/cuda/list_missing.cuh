@@ -19,12 +19,12 @@ __device__ listed_items list_missing(const State& s, const Residency& residency,
   const std::size_t at_head = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
   const std::int32_t* const units = s.selected + first;
   std::int32_t* const slot_of = s.slot_of + first;
-  const int count = s.selected_count[at_head], ring_begin = s.slots.ring_begin(entry.after(), s.page.tokens);
+  const int count = s.selected_count[at_head];
   const slot_contents slots = s.slots_of(entry.sequence, head);
   const std::int32_t nth = s.selections[at_head] + 1;
   // The order of a head's items does not matter: each has a slot of its own.
   const auto list = [&](int at, std::int32_t unit, int slot) {
-    const bool in_ring = s.page_of(unit) >= ring_begin;
+    const bool in_ring = s.in_ring(unit, entry.after());
     shared.listed.items[at] = {entry.sequence, head, unit, slot, in_ring};
     return in_ring ? 1 : 0;
   };

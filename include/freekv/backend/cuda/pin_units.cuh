@@ -32,10 +32,7 @@ __global__ void pin_units(State s, step_view step, selection_job job) {
   if (!candidates.selects) return;
   const std::size_t at_head = s.head_index(entry.sequence, head);
   const int count = min(s.pins, candidates.now);
-  const auto worth = [&](int i) {
-    const int unit = candidates.first + i, page = s.page_of(unit);
-    return s.pin_worth_of(s.store_page(entry.sequence, page), head, unit - page * s.units_per_page);
-  };
+  const auto worth = [&](int i) { return s.pin_worth_of_unit(entry.sequence, head, candidates.first + i); };
   const radix_select<pin_default.threads> select(shared);
   select.largest(
       [&](int i) { return order_bits(worth(i)); }, candidates.now, count,

@@ -180,10 +180,7 @@ __device__ void score_tile(const State& s, const Summary& summaries, const step_
   // Rows are multiplied as they are, if they can be, and those whose products are not finite are looked at
   // again.
   using rows_scored = row_scoring_t<Summary, d, element>;
-  const auto row_of = [&](int j) {
-    const int unit = candidates.first + j, page = s.page_of(unit);
-    return number_of(s.store_page(entry.sequence, page)) * s.units_per_page + unit - page * s.units_per_page;
-  };
+  const auto row_of = [&](int j) { return s.stored_unit(entry.sequence, candidates.first + j); };
   bool scored = false, again = true;
   if constexpr (By == scoring::alone && rows_scored::there) {
     scored = true;
@@ -213,9 +210,7 @@ __device__ void score_tile(const State& s, const Summary& summaries, const step_
           column.first[g * column.stride] = -infinity;
         continue;
       }
-    const int unit = candidates.first + j, page = s.page_of(unit);
-    const std::byte* const stored =
-        s.summary_of(s.store_page(entry.sequence, page), head, unit - page * s.units_per_page);
+    const std::byte* const stored = s.summary_of_unit(entry.sequence, head, candidates.first + j);
     if constexpr (By == scoring::alone)
       score_unit<element>(team, summary, s.unit, stored, queries, numbers, column, staging);
     else if constexpr (By == scoring::coarse)

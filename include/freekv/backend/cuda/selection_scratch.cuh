@@ -218,8 +218,7 @@ __device__ bool nothing_to_select(const State& s, const selection_job& job) {
 template <class Selection>
 int all_selected_up_to(const Selection& selection, int k) {
   int taken = 0;
-  if constexpr (!selection_by_mass<Selection>)
-    while (taken < k && selection.count(taken + 1, k) == taken + 1) ++taken;
+  while (taken < k && selects_all(selection, taken + 1, k)) ++taken;
   return taken;
 }
 

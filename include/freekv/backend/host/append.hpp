@@ -58,8 +58,8 @@ void value_slice(isa set, const State& s, const Pinning& pinning,
         for (int nth = 0; nth < s.units_per_page; ++nth) {
           for (int t = 0; t < s.unit.tokens; ++t)
             team.widen(slice.key + (s.first_token_of(nth) + t) * slice.stride, w.rows + t * d, d);
-          const float worth = policy.worth(team, unit_keys{w.rows, s.unit}, w.pooled_query);
-          s.pin_worth_of(store_page, head, nth) = worth == worth ? worth : -infinity;
+          s.pin_worth_of(store_page, head, nth) =
+              freekv::detail::pin_worth(policy.worth(team, unit_keys{w.rows, s.unit}, w.pooled_query));
         }
       });
   });

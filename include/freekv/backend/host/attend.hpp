@@ -152,28 +152,18 @@ struct attention_job {
   void attend_entry(isa set, const attention_list& entries, int head, int i, const head_slice<element>& rows,
                     const attention_part& part, const workspace& w, const element* ahead) const {
     const int group = s.heads.group(), tokens = entries.range(i).tokens;
-    const std::uint32_t* const mask = selected_by(entries, i, head);
+    const std::uint32_t* const mask = s.attended_by_heads(entry.sequence, head, entries, i);
     for (head_run run = next_run(mask, 0, group); run.count > 0; run = next_run(mask, run.end(), group)) {
       float* const weighted = part.weighted == nullptr ? nullptr : part.weighted + run.first * d;
       attend_slice<d>(set, {w.query + run.first * d, run.count, d}, as_const(rows), tokens,
                       {part.log_sum + run.first, weighted}, w.rows, s.soft_cap, ahead);
     }
   }
-  bool in_slots(const attention_list& entries) const {
-    return s.keeps_slots && !complete && !entries.complete;
-  }
+  bool in_slots(const attention_list& entries) const { return s.attends_to_slots(entries, complete); }
   /// Rows of entry i of a head's list, `range`: in the store, or in its slot.
   auto rows_of(const attention_list& entries, int i, const page_range& range, int head) const {
-    if (!in_slots(entries)) return rows_behind(s.store_slice(entry.sequence, range.page, head), range.first);
-    if (entries.is_selected(i))
-      return s.selected_slice(entry.sequence, s.selected_slot_of(entry.sequence, head, entries, i), head);
-    return rows_behind(s.block_slice(entry.sequence, s.slot_of_page(entries, i), head), range.first);
-  }
-  /// The mask of the query heads that attend to entry i of a head's list; null: all of the group.
-  const std::uint32_t* selected_by(const attention_list& entries, int i, int head) const {
-    if (s.mask_words == 0 || !entries.is_selected(i)) return nullptr;
-    return s.selected_by + s.masks(entry.sequence, head) +
-           std::ptrdiff_t{entries.nth_selected(i)} * s.mask_words;
+    if (in_slots(entries)) return s.rows_in_slot(entry.sequence, head, entries, i);
+    return rows_behind(s.store_slice(entry.sequence, range.page, head), range.first);
   }
   std::ptrdiff_t first_query_head(int row, int head) const {
     return (std::ptrdiff_t{entry.first_row + row} * s.heads.kv + head) * s.heads.group();

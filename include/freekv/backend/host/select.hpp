@@ -109,9 +109,8 @@ template <class State>
 void pin_units(const State& s, const sequence_head& at, const unit_range& candidates, const workspace& w) {
   const int count = std::min(s.pins, candidates.count);
   for (int j = 0; j < candidates.count; ++j) {
-    const int unit = candidates.first + j, page = s.page_of(unit);
-    w.keys[j] = ordered_key(
-        s.pin_worth_of(s.store_page(at.sequence, page), at.head, unit - page * s.units_per_page), unit);
+    const int unit = candidates.first + j;
+    w.keys[j] = ordered_key(s.pin_worth_of_unit(at.sequence, at.head, unit), unit);
   }
   std::nth_element(w.keys, w.keys + count, w.keys + candidates.count, std::greater<>());
   std::int32_t* const pinned = s.pinned + s.head_index(at.sequence, at.head) * to_size(s.pins);
@@ -161,8 +160,9 @@ class head_selection {
 
   /// True where the first `candidates` candidates are selected whatever their scores.
   bool takes_all(int candidates) const {
-    const bool by_mass = resolve(policies_.selection, []<class S>(const S&) { return selection_by_mass<S>; });
-    return most_of(candidates) == unpinned(candidates) && !by_mass;
+    return resolve(policies_.selection, [&](const auto& selection) {
+      return selects_all(selection, unpinned(candidates), s_.budget.selected_units);
+    });
   }
 
   int head() const { return at_.head; }
@@ -334,11 +334,7 @@ class head_selection {
     });
   }
 
-  const std::byte* stored(int j) const {
-    const int page = s_.page_of(first_unit_ + j);
-    return s_.summary_of(s_.store_page(at_.sequence, page), at_.head,
-                         first_unit_ + j - page * s_.units_per_page);
-  }
+  const std::byte* stored(int j) const { return s_.summary_of_unit(at_.sequence, at_.head, first_unit_ + j); }
   score_column column(int j) const { return {w_.scores + j, stride_}; }
 
   /// Puts the keys of the selected units first in `w.keys`.
@@ -430,19 +426,17 @@ void recall_units(const State& s, const Policies& policies, const sequence_head&
   resolve(policies.residency, [&](const auto& residency) {
     match_slots(residency, units, count, slots, ++s.selections[at_head], slot_of);
   });
-  const int ring_begin = s.slots.ring_begin(tokens, s.page.tokens);
   int missing = 0;  // those to bring from the store, in w.units
   for (int i = 0; i < count; ++i) {
     if (slot_of[i] >= 0) continue;
     slot_of[i] = ~slot_of[i];
-    const int page = s.page_of(units[i]);
-    const bool in_ring = page >= ring_begin;
+    const bool in_ring = s.in_ring(units[i], tokens);
     ++(in_ring ? s.promoted : s.recalled)[at_head];
     if (!in_ring) {
       w.units[missing++] = i;
       continue;
     }
-    const auto from = s.block_slice(at.sequence, s.slots.ring_slot(page), at.head);
+    const auto from = s.block_slice(at.sequence, s.slots.ring_slot(s.page_of(units[i])), at.head);
     copy_slice<State::head_dim>(as_const(rows_behind(from, s.first_token_of(units[i]))),
                                 s.selected_slice(at.sequence, slot_of[i], at.head), s.unit.tokens);
   }
