@@ -48,7 +48,7 @@ struct cosine_drift {
     drift_pool pool;
     template <team T>
     FREEKV_HD bool flags(T team, const query_change& change) const {
-      const query_drift drift = drift_of(team, change.now, change.before, pool);
+      const detail::query_drift drift = detail::drift_of(team, change.now, change.before, pool);
       return !drift.defined || !(drift.cosine >= tau);
     }
   };
