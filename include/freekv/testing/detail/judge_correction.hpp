@@ -9,14 +9,14 @@
 
 namespace freekv::testing::detail {
 
-/// A group's queries, those before turned by a random angle and scaled, or neither; now and then one of
+/// A group's queries, those before turned by a random angle and each scaled, or neither; now and then one of
 /// zeros.
 inline changed_queries random_change(random_numbers& random, int nth) {
   const int group = random.one_of({1, 2, 3, 4, 5, 7, 8, 16}), d = random.one_of({8, 64, 80, 96, 128, 256});
   const float turns = 0.1f * static_cast<float>(random.one_of({0, 1, 3, 4, 5, 6, 8, 10}));
-  const float scale = 0.1f * static_cast<float>(random.one_of({10, 10, 3, 5, 20, 40}));
   changed_queries change{.now = {}, .before = {}, .decode_step = 1 + nth % 40};
   for (int g = 0; g < group; ++g) {
+    const float scale = 0.1f * static_cast<float>(random.one_of({10, 10, 3, 5, 20, 40}));
     const auto before = random.normals<float>(d);
     std::vector<float> now;
     for (const float x : before)
