@@ -32,7 +32,7 @@ struct end_keys {
   }
 };
 
-/// The same in float64, from the definition.
+/// `end_keys` in float64, from its definition.
 const fk::testing::summary_definition definition{
     .numbers =
         [](const auto& keys, fk::page_geometry page) {

@@ -1,12 +1,8 @@
 // Six methods on one trace, each compiled for itself: no choice at run time. nvcc compiles the same for a
-// device.
-#if defined(__CUDACC__)
-#include <freekv/freekv.cuh>
-#else
-#include <freekv/freekv.hpp>
-#endif
+// device, by compare_methods.cu.
 #include <cmath>
 #include <cstdio>
+#include <freekv/freekv.hpp>
 #include <random>
 namespace fk = freekv;
 using namespace fk::methods;

@@ -73,8 +73,7 @@ int main() {
       for (std::size_t i = 0; i < out.size(); ++i)
         if (!(std::abs(out[i] - expected[i]) < 1e-5f)) return 1;
     }
-    step.end();
-    same.end();
+    step.end(), same.end();
   }
   return 0;
 }

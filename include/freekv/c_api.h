@@ -89,7 +89,7 @@ FREEKV_API int32_t freekv_version(void);
 
 /* Shapes that are compiled in. A pipeline of another is a settings_error, whose message names these. */
 FREEKV_API size_t freekv_shape_count(void);
-/* Of shape `index`: freekv_element, and numbers of a key. Usage_error from freekv_shape_count on. */
+/* Element (freekv_element) and numbers of a key of shape `index`. Usage_error from freekv_shape_count on. */
 FREEKV_API freekv_status freekv_shape_at(size_t index, int32_t* element, int32_t* head_dim);
 
 /* Methods that are compiled in, for each shape: names as programs and tables have them, as "freekv". */
@@ -98,11 +98,11 @@ FREEKV_API size_t freekv_method_count(void);
 FREEKV_API const char* freekv_method_name(size_t index);
 FREEKV_API const char* freekv_method_about(size_t index);
 
-/* "bf16" and "pool_exhausted"; NULL for a number that is none. */
+/* Names, such as "bf16" and "pool_exhausted"; NULL for a number that is none. */
 FREEKV_API const char* freekv_element_name(int32_t element);
 FREEKV_API const char* freekv_status_name(int32_t status);
 
-/* What the calling thread's last failed call says, with numbers and a remedy; "" where none has failed. It
+/* Message of the calling thread's last failed call, with numbers and a remedy; "" where none has failed. It
  * stays until the thread's next failure, and is cut behind 1023 bytes. */
 FREEKV_API const char* freekv_last_message(void);
 
@@ -342,8 +342,8 @@ FREEKV_API freekv_status freekv_abandon_sequence(freekv_step* step, freekv_seque
 /* ---- Reports
  * ---------------------------------------------------------------------------------------------------- */
 
-/* What a layer's last step did for a sequence, over all its KV heads. A slice is one head's keys and values
- * of a unit. */
+/* Report of what a layer's last step did for a sequence, over all its KV heads. A slice is one head's keys
+ * and values of a unit. */
 typedef struct freekv_step_report {
   size_t size;
   int32_t corrected_heads;           /* heads that selected anew before they attended */

@@ -137,7 +137,8 @@ struct duo_attention : named_policies<by_head> {
   static constexpr std::string_view about = "as razor_attention, with heads that a training finds";
   static constexpr std::string_view published = "arXiv 2410.10819";
 };
-/// FreeKV as published: min-max summaries, speculative retrieval, correction by query drift.
+/// FreeKV as published: min-max summaries, speculative retrieval, correction by query drift. (the type cannot
+/// be called `freekv`, which is the namespace)
 struct freekv_paper : named_policies<min_max, cosine_drift> {
   static constexpr std::string_view name = "freekv";
   static constexpr std::string_view about =
@@ -147,7 +148,7 @@ struct freekv_paper : named_policies<min_max, cosine_drift> {
 /// FreeKV without correction: the selection of the step before, whatever the query.
 struct freekv_never : named_policies<min_max, never> {
   static constexpr std::string_view name = "freekv_never";
-  static constexpr std::string_view about = "without correction";
+  static constexpr std::string_view about = "freekv without correction";
   static constexpr std::string_view published = "";
 };
 /// FreeKV that selects the fewest of the k best pages that have 0.95 of the mass, with its `selection`.
@@ -172,7 +173,7 @@ struct freekv_chunk_means : named_policies<chunk_means<8>, cosine_drift> {
 /// freekv_chunk_means without correction.
 struct freekv_chunk_means_never : named_policies<chunk_means<8>, never> {
   static constexpr std::string_view name = "freekv_chunk_means_never";
-  static constexpr std::string_view about = "the same without correction";
+  static constexpr std::string_view about = "freekv_chunk_means without correction";
   static constexpr std::string_view published = "";
 };
 /// FreeKV with token estimates in a 24-dimensional subspace at 3 bits.
@@ -184,16 +185,16 @@ struct freekv_key_subspace : named_policies<key_subspace<24, 3>, cosine_drift> {
 /// freekv_key_subspace without correction.
 struct freekv_key_subspace_never : named_policies<key_subspace<24, 3>, never> {
   static constexpr std::string_view name = "freekv_key_subspace_never";
-  static constexpr std::string_view about = "the same without correction";
+  static constexpr std::string_view about = "freekv_key_subspace without correction";
   static constexpr std::string_view published = "";
 };
-/// The same, corrected where the selected pages miss a fifth of the mass that the best would have; with its
-/// `correction` page by page, at about a fifth of the recalls before attention that cosine_drift with tau 0.9
-/// has (docs/frontiers.md; of key_codes a seventh, docs/results.md).
+/// freekv_key_subspace, corrected where the selected pages miss a fifth of the mass that the best would have;
+/// with its `correction` page by page, at about a fifth of the recalls before attention that cosine_drift
+/// with tau 0.9 has (docs/frontiers.md; of key_codes a seventh, docs/results.md).
 struct freekv_key_subspace_deficit : named_policies<key_subspace<24, 3>, mass_deficit> {
   static constexpr std::string_view name = "freekv_key_subspace_deficit";
   static constexpr std::string_view about =
-      "the same, corrected page by page where selected pages miss a fifth of the best mass";
+      "freekv_key_subspace corrected page by page where selected pages miss a fifth of the best mass";
   static constexpr std::string_view published = "";
   static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
 };
@@ -206,13 +207,13 @@ struct freekv_key_codes : named_policies<key_codes<6>, cosine_drift> {
 /// freekv_key_codes without correction.
 struct freekv_key_codes_never : named_policies<key_codes<6>, never> {
   static constexpr std::string_view name = "freekv_key_codes_never";
-  static constexpr std::string_view about = "the same without correction";
+  static constexpr std::string_view about = "freekv_key_codes without correction";
   static constexpr std::string_view published = "";
 };
-/// The same, corrected as freekv_key_subspace_deficit is, with its `correction`.
+/// freekv_key_codes, corrected as freekv_key_subspace_deficit is, with its `correction`.
 struct freekv_key_codes_deficit : named_policies<key_codes<6>, mass_deficit> {
   static constexpr std::string_view name = "freekv_key_codes_deficit";
-  static constexpr std::string_view about = "the same, corrected as freekv_key_subspace_deficit";
+  static constexpr std::string_view about = "freekv_key_codes corrected as freekv_key_subspace_deficit";
   static constexpr std::string_view published = "";
   static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
 };
@@ -221,7 +222,7 @@ struct freekv_key_codes_deficit : named_policies<key_codes<6>, mass_deficit> {
 struct freekv_key_codes_sticky : named_policies<key_codes<6>, sticky_top_k, mass_deficit> {
   static constexpr std::string_view name = "freekv_key_codes_sticky";
   static constexpr std::string_view about =
-      "the same, and held pages stay until another has twice their mass";
+      "freekv_key_codes_deficit, and held pages stay until another has twice their mass";
   static constexpr std::string_view published = "";
   static constexpr sticky_top_k selection{};
   static constexpr mass_deficit correction{.delta = 0.2f, .partial = true};
@@ -230,7 +231,7 @@ struct freekv_key_codes_sticky : named_policies<key_codes<6>, sticky_top_k, mass
 /// 8 bytes a token where pages take 6.25. (KL from full attention: docs/results.md)
 struct freekv_key_codes_units : named_policies<unit<4>, key_codes<6>, sticky_top_k, mass_deficit> {
   static constexpr std::string_view name = "freekv_key_codes_units";
-  static constexpr std::string_view about = "the same, in units of 4 tokens instead of pages";
+  static constexpr std::string_view about = "freekv_key_codes_sticky in units of 4 tokens instead of pages";
   static constexpr std::string_view published = "";
   static constexpr sticky_top_k selection = freekv_key_codes_sticky::selection;
   static constexpr mass_deficit correction = freekv_key_codes_sticky::correction;

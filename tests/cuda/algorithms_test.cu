@@ -590,7 +590,7 @@ struct find_drift {
     const scalar_team team;
     const freekv::group_query q{now + head * group * head_dim, group, head_dim};
     const freekv::group_query p{before + head * group * head_dim, group, head_dim};
-    const freekv::query_drift drift = freekv::drift_of(team, q, p);
+    const freekv::detail::query_drift drift = freekv::detail::drift_of(team, q, p);
     cosines[head] = drift.cosine;
     flags[head * 4] = drift.defined;
     flags[head * 4 + 1] = policy.flags(team, {q, p});

@@ -99,7 +99,7 @@ struct runs : tova {
 };
 static_assert(eviction_policy<runs>);
 
-/// What heads attended to in a decode row at most, and the last row's output.
+/// Most tokens that heads attended to in a decode row, and the last row's output.
 struct decoded {
   int most = 0;
   std::vector<float> out;

@@ -1,7 +1,8 @@
 """Holds the pages to what they name: `check_pages.py ROOT`.
 
 Links and anchors resolve, files that are named exist and have the names that pages give them, sections of
-docs/contract.md that comments cite are there, and the README keeps its size and shows rows of the main job's table."""
+docs/contract.md that comments cite are there, the README keeps its size and shows rows of the main job's table, and
+CONTRIBUTING.md keeps its columns."""
 
 import pathlib
 import re
@@ -94,6 +95,12 @@ def readme(root):
                 yield f"{name}: {number} stands in no row of docs/main-job/table.txt or docs/evaluation/table.md"
 
 
+def contributing(root):
+    for number, line in enumerate((root / "CONTRIBUTING.md").read_text().splitlines(), 1):
+        if len(line) > README["columns"]:
+            yield f"line {number} has {len(line)} columns, at most {README['columns']}"
+
+
 def citations(root):
     """Sections of the contract that comments cite, as `docs/contract.md, 5.1`."""
     contract = (root / "docs" / "contract.md").read_text()
@@ -120,7 +127,9 @@ def versions(root):
 def main(root):
     pages = [root / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
     pages += sorted((root / "docs").glob("*.md"))
-    errors = [f"README.md: {error}" for error in readme(root)] + list(citations(root)) + list(versions(root))
+    errors = [f"README.md: {error}" for error in readme(root)]
+    errors += [f"CONTRIBUTING.md: {error}" for error in contributing(root)]
+    errors += list(citations(root)) + list(versions(root))
     for path in pages:
         for check in (links, named_files, named_parts):
             errors += [f"{path.relative_to(root)} {error}" for error in check(path, root)]

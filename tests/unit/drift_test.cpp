@@ -16,10 +16,10 @@ struct query_pair {
   std::vector<float> now{}, before{};
 };
 
-freekv::query_drift drift_on(executor on, const query_pair& q) {
-  freekv::query_drift drift;
+freekv::detail::query_drift drift_on(executor on, const query_pair& q) {
+  freekv::detail::query_drift drift;
   run_on(on, [&](auto team) {
-    drift = freekv::drift_of(team, {q.now.data(), q.group, q.d}, {q.before.data(), q.group, q.d});
+    drift = freekv::detail::drift_of(team, {q.now.data(), q.group, q.d}, {q.before.data(), q.group, q.d});
   });
   return drift;
 }

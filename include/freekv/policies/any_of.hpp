@@ -22,7 +22,7 @@ struct any_of {
   requires(std::is_same_v<Policy, First> || (std::is_same_v<Policy, Rest> || ...)) any_of(Policy policy)
       : chosen(std::move(policy)) {}
 
-  // What is asked at set-up or once a layer is answered here; stages resolve.
+  // Members that are asked at set-up or once a layer; stages resolve.
   constexpr layer_kind kind(int layer) const {
     return std::visit([&](const auto& plan) { return plan.kind(layer); }, chosen);
   }

@@ -57,7 +57,7 @@ struct summary_pair {
   }
 };
 
-/// What `validate` says of a summary that has it.
+/// Validates one summary of the pair, if it has `validate`.
 template <class S>
 void validate_summary(const S& summary, const summary_setting& setting) {
   if constexpr (requires { summary.validate(setting); }) summary.validate(setting);
@@ -65,7 +65,7 @@ void validate_summary(const S& summary, const summary_setting& setting) {
 
 }  // namespace detail
 
-/// Whether a summary has a coarse and a fine one and says how many candidates the fine one scores.
+/// A summary that has a coarse and a fine one and says how many candidates the fine one scores.
 template <class S>
 concept two_stage_summary = requires(const S s) {
   s.coarse;

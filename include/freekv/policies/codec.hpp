@@ -1,8 +1,8 @@
 // Codecs: how a complete page's keys and values are stored in the slow tier.
 //
-// A codec turns one KV head's keys and values of a page into bytes when the page is offloaded and back when
-// it is recalled, so the slow tier may hold more and a recall move less than the fast tier's elements take.
-// What attention reads is what comes back. It is two functions and a size:
+// A codec turns one KV head's keys and values of a page into bytes when the page is written to the store,
+// when it is complete, and back when it is recalled, so the slow tier may hold more and a recall move less
+// than the fast tier's elements take. Attention reads what comes back. It is two functions and a size:
 //
 //   struct my_codec {
 //     using policy_kind = codec_kind;
@@ -59,7 +59,7 @@ struct row_range {
   int first = 0, count = 0;
 };
 
-/// Which slice a codec is for: of which head and page, and what the page's heads share.
+/// Place of the slice that a codec is for: its head and page, and what the page's heads share.
 struct slice_place {
   int layer = 0, head = 0, kv_heads = 1;
   int first_token = 0;          // the page's, as the sequence counts them
@@ -255,8 +255,8 @@ struct codec_kind : kind_defaults {
   }
 };
 
-/// Whether what `Codec` stores of `Element`s is these elements, (2, tokens, head_dim), bit for bit: then they
-/// may be read where they are stored.
+/// True where `Codec` stores `Element`s as these elements, (2, tokens, head_dim), bit for bit: then they may
+/// be read where they are stored.
 template <class Codec, element Element>
 inline constexpr bool stores_elements = false;
 template <element Element>

@@ -48,7 +48,7 @@ struct cosine_drift {
     drift_pool pool;
     template <team T>
     FREEKV_HD bool flags(T team, const query_change& change) const {
-      const query_drift drift = drift_of(team, change.now, change.before, pool);
+      const detail::query_drift drift = detail::drift_of(team, change.now, change.before, pool);
       return !drift.defined || !(drift.cosine >= tau);
     }
   };
@@ -94,7 +94,7 @@ struct mass_deficit {
   }
 };
 
-/// Every head, every step: selection on the critical path, as Quest has it.
+/// Flags every head in every step: selection on the critical path, as Quest has it.
 struct always {
   using policy_kind = correction_kind;
   static constexpr std::string_view name = "always";
@@ -105,7 +105,7 @@ struct always {
   }
 };
 
-/// No head after the first step: the previous step's selection, whatever the query.
+/// Flags no head after the first step: the previous step's selection, whatever the query.
 struct never {
   using policy_kind = correction_kind;
   static constexpr std::string_view name = "never";
@@ -116,7 +116,8 @@ struct never {
   }
 };
 
-/// Every head in every `Steps`-th decode step after the last prompt; `every_n_steps<dynamic>{8}` at run time.
+/// Flags every head in every `Steps`-th decode step after the last prompt; `every_n_steps<dynamic>{8}` at run
+/// time.
 template <int Steps = 8>
 struct every_n_steps {
   static_assert(Steps == dynamic || Steps >= 1, "every_n_steps takes 1 or more steps, or dynamic");

@@ -418,15 +418,15 @@ struct raas {
   }
 };
 
-/// Whether a policy lists `hook::observe`.
+/// True of a policy that lists `hook::observe`.
 template <class E>
 inline constexpr bool observes = hooks_of<E>::has(hook::observe);
 
-/// Whether it lists `hook::allocate`.
+/// True of a policy that lists `hook::allocate`.
 template <class E>
 inline constexpr bool allocates = hooks_of<E>::has(hook::allocate);
 
-/// Whether it lists `hook::merge`.
+/// True of a policy that lists `hook::merge`.
 template <class E>
 inline constexpr bool merges = hooks_of<E>::has(hook::merge);
 
@@ -444,8 +444,8 @@ concept counts_units = std::is_trivially_copyable_v<typename E::unit_state> &&
   { e.worth(unit) } -> std::same_as<std::uint32_t>;
 };
 
-/// Which units of a KV head leave when there are more than `kept(moment)` tokens' worth: of those that it
-/// does not protect the one of least `worth`, of those alike the one that was there first.
+/// Says which units of a KV head leave when there are more than `kept(moment)` tokens' worth: of those that
+/// it does not protect the one of least `worth`, of those alike the one that was there first.
 ///
 /// It counts units, or observes the rows of a window. `stages_prompt()`: a prompt is kept apart until it is
 /// cut to the budget, else it is in the slots at once. `capacity(limits)`: tokens that a head ever holds.
@@ -466,7 +466,7 @@ concept eviction_policy = policy<E> && std::same_as<typename E::policy_kind, evi
 static_assert(eviction_policy<h2o> && eviction_policy<tova> && eviction_policy<snapkv> &&
               eviction_policy<pyramid_kv> && eviction_policy<lazy_eviction> && eviction_policy<raas>);
 
-/// Whether it has what `hook::allocate` is.
+/// A policy with the members of `hook::allocate`.
 template <class P>
 concept gives_budgets = requires {
   typename P::statistic;
@@ -479,7 +479,7 @@ concept gives_budgets = requires {
   p.allocate(of, over, budgets);
 };
 
-/// Whether it has what `hook::merge` is.
+/// A policy with the members of `hook::merge`.
 template <class P>
 concept merges_tokens = requires {
   typename P::head_memory;

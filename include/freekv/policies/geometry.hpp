@@ -1,4 +1,5 @@
-// Page size and token budget, and the arithmetic of which page plays which role at a given length.
+// Page size and unit, which are policies, and beside them the budget and the roles of pages and slots at a
+// length.
 #pragma once
 
 #include <algorithm>

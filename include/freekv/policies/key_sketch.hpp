@@ -65,7 +65,7 @@ struct key_sketch {
   FREEKV_HD static constexpr std::size_t mean_bytes(page_geometry page) {
     return to_size(page.head_dim) * sizeof(float);
   }
-  FREEKV_HD constexpr token_codes codes(page_geometry page) const {
+  FREEKV_HD constexpr detail::token_codes codes(page_geometry page) const {
     return {page.head_dim, bits, page.tokens};
   }
 };

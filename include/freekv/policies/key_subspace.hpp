@@ -51,7 +51,9 @@ struct key_subspace {
   FREEKV_HD constexpr std::size_t bytes(page_geometry page) const {
     return codes(page).bytes();
   }
-  FREEKV_HD constexpr token_codes codes(page_geometry page) const { return {rank, bits, page.tokens}; }
+  FREEKV_HD constexpr detail::token_codes codes(page_geometry page) const {
+    return {rank, bits, page.tokens};
+  }
 
   template <class Visit>
   void data(const Visit& visit) const {

@@ -106,7 +106,7 @@ struct low_rank_keys<Rank>::slice_codec {
       for (int i = 0; i < mine.count; ++i) key_of_all[mine(i)] = key[i] - mean()[mine(i)];
       team.sync();
       float* const sums = place.floats + t * directions;
-      // What the coefficients of all heads cannot hold is lost for this head alone.
+      // A sum that the coefficients of all heads cannot hold is lost for this head alone.
       bool fits = true;
       for (int r = team.lane(); r < directions; r += team.lanes()) {
         const float before = place.head == 0 ? 0.0f : sums[r];

@@ -28,7 +28,7 @@ struct top_p {
   float p = 0.95f;
 
   FREEKV_HD constexpr int count(int candidates, int k) const { return candidates < k ? candidates : k; }
-  /// Whether units that together have `mass` are enough.
+  /// True where units that together have `mass` are enough.
   FREEKV_HD constexpr bool enough(float mass) const { return mass >= p; }
 
   std::string values() const { return detail::decimal(p); }
@@ -39,9 +39,9 @@ struct top_p {
   }
 };
 
-/// The k best, where those that the step attends to have `favour` added to their pooled score when the next
+/// The k best, where those that the step attends to have `bonus` added to their pooled score when the next
 /// step's are selected: a unit has to be better by that much to take the place of one that is held already.
-/// What a correction selects anew it selects without. (Ours: half the recalls at ln 2, docs/frontiers.md)
+/// A correction selects without the bonus. (Ours: half the recalls at ln 2, docs/frontiers.md)
 struct sticky_top_k {
   using policy_kind = selection_kind;
   using hooks = hook_list<hook::favour, hook::validate, hook::values>;
@@ -68,7 +68,7 @@ concept selection_policy = policy<S> && std::same_as<typename S::policy_kind, se
   { s.count(1, 1) } -> std::same_as<int>;
 };
 
-/// Whether it looks at masses, so that units are scored even where all candidates could be selected.
+/// A selection that looks at masses, so that units are scored even where all candidates could be selected.
 template <class S>
 concept selection_by_mass = selection_policy<S> && requires(const S s) {
   { s.enough(0.5f) } -> std::same_as<bool>;
@@ -80,7 +80,7 @@ FREEKV_HD constexpr bool selects_all(const S& selection, int candidates, int k) 
   return !selection_by_mass<S> && selection.count(candidates, k) == candidates;
 }
 
-/// Whether the next step's selection favours units that the step attends to.
+/// A selection that favours, for the next step, units that the step attends to.
 template <class S>
 concept favours_held = selection_policy<S> && hooks_of<S>::has(hook::favour);
 

@@ -86,8 +86,7 @@ FREEKV_HD constexpr auto summary_at(const S& summary, int layer, int head) {
     return summary;
 }
 
-/// Whether a summary scores what is stored as it is, `score(team, query, stored)`, instead of decoded
-/// numbers.
+/// A summary that scores stored bytes as they are, `score(team, query, stored)`, instead of decoded numbers.
 template <class S>
 concept scores_stored_bytes = requires(const S s, unit_query query, const std::byte* stored) {
   { s.score(scalar_team{}, query, stored) } -> std::same_as<float>;
@@ -146,7 +145,7 @@ struct stored_summaries {
   FREEKV_HD const std::byte* at(int nth) const { return first + to_size(nth) * bytes; }
 };
 
-/// Whether a summary, on that team, scores four query heads at once: `prepare_four(team, query, prepared)`
+/// A summary that, on that team, scores four query heads at once: `prepare_four(team, query, prepared)`
 /// has up to four heads to (query_width, 4), `score_four(team, query, units, scores)` up to `units_at_once`
 /// units' scores to (units, 4), with room for one unit more.
 template <class S, class T>
@@ -238,7 +237,7 @@ struct takes_elements {
   void operator()(const Element*) const;
 };
 
-/// Whether `P`, the policy for one head, has that optional member.
+/// True where `P`, the policy for one head, has that optional member.
 template <class P>
 constexpr bool head_summary_offers(hook h) {
   switch (h) {

@@ -210,7 +210,7 @@ class ring_engine {
   ring_engine(const ring_engine&) = delete;
   ring_engine& operator=(const ring_engine&) = delete;
 
-  /// Whether the kernel gave a ring.
+  /// True where the kernel gave a ring.
   bool usable() const { return lanes_[0].usable; }
 
   /// Returns when nothing of `requests` is under way any more. Any thread may call.
@@ -275,7 +275,7 @@ class ring_engine {
       }
       const std::size_t in_flight = l.slots.size() - l.free.size();
       if (in_flight == 0) return failure;
-      // Where more is to be begun, a quarter of the room at a time: fewer calls, and the disk has the rest
+      // A quarter of the room at a time where more is to be begun: fewer calls, and the disk has the rest
       // meanwhile.
       const std::size_t ends = next < requests.size() ? (in_flight + 3) / 4 : in_flight;
       const int submitted = l.ring.submit_and_wait(static_cast<unsigned>(ends));

@@ -118,7 +118,7 @@ class kernel_ring {
   bool started_ = false;
 };
 #else
-/// Without liburing there is no ring.
+/// Stand-in for a ring, without liburing.
 class kernel_ring {
  public:
   bool start(posix_system&, unsigned) { return false; }
@@ -162,7 +162,7 @@ struct posix_system {
     return ::fstat(file, &about) == 0 ? std::int64_t{about.st_size} : -errno;
   }
   int unlink(const std::string& path) { return result(::unlink(path.c_str())); }
-  /// Whether `path` still leads to the open file.
+  /// True where `path` still leads to the open file.
   bool leads_to(const std::string& path, int file) {
     struct stat named {
     }, open{};

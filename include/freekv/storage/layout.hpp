@@ -98,7 +98,7 @@ struct hnd
   static constexpr std::string_view name = "hnd";
 };
 
-/// Which layout the fast tier has and which the slow tier.
+/// Layouts of the fast and of the slow tier.
 template <class Fast = nhd, class Slow = hnd>
 struct layout_pair {
   using policy_kind = layout_kind;

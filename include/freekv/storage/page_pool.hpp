@@ -1,4 +1,4 @@
-// Which pages of the store are in use, and by how many.
+// Pages of the store that are in use, and the number of users of each.
 #pragma once
 
 #include <cstdint>

@@ -34,8 +34,8 @@ std::vector<std::string> conforms(const summary_definition& definition, const Po
   return wrong.take();
 }
 
-/// The same of a pooling, by random rows of scores or groups of queries, and by random sequences whose pages
-/// have their mean's score.
+/// Sentences of where a pooling differs from its definition, at most ten, by random rows of scores or groups
+/// of queries, and by random sequences whose pages have their mean's score.
 template <pooling_policy Policy>
 std::vector<std::string> conforms(const pooling_definition& definition, const Policy& policy = {},
                                   const conformance_options& options = {}) {
@@ -50,7 +50,8 @@ std::vector<std::string> conforms(const pooling_definition& definition, const Po
   return wrong.take();
 }
 
-/// The same of a selection, by random sequences in which every other step's pages were selected ahead of it.
+/// Sentences of where a selection differs from its definition, at most ten, by random sequences in which
+/// every other step's pages were selected ahead of it.
 template <selection_policy Policy>
 std::vector<std::string> conforms(const selection_definition& definition, const Policy& policy = {},
                                   const conformance_options& options = {}) {
@@ -59,8 +60,8 @@ std::vector<std::string> conforms(const selection_definition& definition, const 
   return wrong.take();
 }
 
-/// The same of a correction that is the same for all layers, by random changes of queries or random masses,
-/// and by random sequences.
+/// Sentences of where a correction (the same for all layers) differs from its definition, at most ten, by
+/// random changes of queries or random masses, and by random sequences.
 template <correction_policy Policy>
 std::vector<std::string> conforms(const correction_definition& definition, const Policy& policy = {},
                                   const conformance_options& options = {}) {
@@ -76,8 +77,8 @@ std::vector<std::string> conforms(const correction_definition& definition, const
   return wrong.take();
 }
 
-/// The same of an eviction that counts for each token, by random sequences. What the policy keeps and
-/// protects is its own word; who leaves is the definition's.
+/// Sentences of where an eviction (that counts for each token) differs from its definition, at most ten, by
+/// random sequences. What the policy keeps and protects is its own word; who leaves is the definition's.
 template <eviction_policy Policy>
 std::vector<std::string> conforms(const eviction_definition& definition, const Policy& policy = {},
                                   const conformance_options& options = {}) {

@@ -43,7 +43,7 @@ struct extremes {
       }
     }
   }
-  /// Of a row that a team's lanes have parts of: what all of them have seen.
+  /// Unites what a team's lanes have seen of their parts of a row.
   template <class Team>
   FREEKV_HD void unite(Team team) {
     static_assert(N == 1);
@@ -101,7 +101,7 @@ struct symmetric {
       return nearest_code(x / scale[i], -largest, largest) + largest;
     }
     FREEKV_HD float number(int i, int code) const { return static_cast<float>(code - largest) * scale[i]; }
-    /// As groups `first` to `first + N` of `All`.
+    /// Saves the groups as `first` to `first + N` of `All`.
     template <int All = N>
     FREEKV_HD void save(std::byte* to, int first = 0) const {
       narrow_row<N>(scale, reinterpret_cast<float*>(to) + first);
@@ -135,14 +135,14 @@ struct ranged {
     FREEKV_HD int code(int i, float x) const {
       return nearest_code((x * 0.5f - low[i] * 0.5f) / half_step[i], 0, most);
     }
-    /// From the nearer end, which makes both ends exact.
+    /// Number of a code, counted from the nearer end, which makes both ends exact.
     FREEKV_HD float number(int i, int code) const {
       const bool lower = code <= most / 2;
       const int steps = lower ? code : code - most;
       const float end = float_of(select_bits(lower, bits_of(low[i]), bits_of(high[i])));
       return rounded_sum(end, static_cast<float>(steps) * (half_step[i] * 2.0f));
     }
-    /// As groups `first` to `first + N` of `All`.
+    /// Saves the groups as `first` to `first + N` of `All`.
     template <int All = N>
     FREEKV_HD void save(std::byte* to, int first = 0) const {
       narrow_row<N>(low, reinterpret_cast<Element*>(to) + first);

@@ -12,6 +12,8 @@ namespace freekv {
 /// Pooling of the cosines of a group's query heads with their previous queries.
 enum class drift_pool : std::uint8_t { mean, min, max };
 
+namespace detail {
+
 /// The pooled cosine of a group. `defined` is false where a norm or a product of two is zero or not finite in
 /// float32: then nothing can be said and the head counts as drifted.
 struct query_drift {
@@ -46,4 +48,5 @@ FREEKV_HD query_drift drift_of(T team, const group_query& now, const group_query
   return drift;
 }
 
+}  // namespace detail
 }  // namespace freekv

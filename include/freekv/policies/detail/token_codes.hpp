@@ -8,7 +8,7 @@
 #include <freekv/core/unroll.hpp>
 #include <freekv/policies/summary.hpp>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// `rows` coefficients of each of `tokens` tokens, symmetric in `bits` bits (1, 2, 3, 4 or 8) with one
 /// float32 scale a token, or unquantised (32).
@@ -157,4 +157,4 @@ struct token_codes {
   }
 };
 
-}  // namespace freekv
+}  // namespace freekv::detail

@@ -9,15 +9,18 @@
 
 namespace freekv::testing::detail {
 
-/// A group's queries, turned from those before by a random angle, or by none; now and then one of zeros.
+/// A group's queries, those before turned by a random angle and each scaled, or neither; now and then one of
+/// zeros.
 inline changed_queries random_change(random_numbers& random, int nth) {
   const int group = random.one_of({1, 2, 3, 4, 5, 7, 8, 16}), d = random.one_of({8, 64, 80, 96, 128, 256});
   const float turns = 0.1f * static_cast<float>(random.one_of({0, 1, 3, 4, 5, 6, 8, 10}));
   changed_queries change{.now = {}, .before = {}, .decode_step = 1 + nth % 40};
   for (int g = 0; g < group; ++g) {
+    const float scale = 0.1f * static_cast<float>(random.one_of({10, 10, 3, 5, 20, 40}));
     const auto before = random.normals<float>(d);
     std::vector<float> now;
-    for (const float x : before) now.push_back(std::sqrt(1.0f - turns * turns) * x + turns * random.normal());
+    for (const float x : before)
+      now.push_back(scale * (std::sqrt(1.0f - turns * turns) * x + turns * random.normal()));
     if (random.one_of({0, 0, 0, 0, 0, 0, 0, 0, 0, 1}) == 1) now.assign(now.size(), 0.0f);
     change.now.push_back(wide(now));
     change.before.push_back(wide(before));
@@ -25,7 +28,7 @@ inline changed_queries random_change(random_numbers& random, int nth) {
   return change;
 }
 
-/// Whether the definition flags the change, or one that rounding may have made of it, as `flags` has it.
+/// True where the definition flags the change, or one that rounding may have made of it, as `flags` has it.
 inline bool flags_to_rounding(const correction_definition& definition, const changed_queries& change,
                               bool flags) {
   const std::size_t group = change.now.size(), d = change.now[0].size();

@@ -48,7 +48,7 @@ doubles stored_numbers(const Policy& policy, const std::vector<Element>& keys, p
   return wide(score_by<Element>(scalar_team{}, policy, keys, no_query, page, 1.0f).stored);
 }
 
-/// Whether a unit of `page` suits the policy.
+/// True where a unit of `page` suits the policy.
 template <class Policy>
 bool suits(const Policy& policy, page_geometry page) {
   try {

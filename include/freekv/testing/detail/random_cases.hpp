@@ -104,9 +104,9 @@ class differences {
   std::vector<std::string> sentences_;
 };
 
-/// Whether `accepts(moved)` holds of numbers as they are, or of numbers that rounding may have made of them:
-/// each moved by up to `tolerance` of its size and of `unit`. Policies decide in float32, so what is nearly
-/// alike may be decided either way.
+/// True where `accepts(moved)` holds of numbers as they are, or of numbers that rounding may have made of
+/// them: each moved by up to `tolerance` of its size and of `unit`. Policies decide in float32, so what is
+/// nearly alike may be decided either way.
 template <class Accepts>
 bool accepts_to_rounding(const doubles& numbers, double tolerance, double unit, const Accepts& accepts) {
   if (accepts(numbers)) return true;
