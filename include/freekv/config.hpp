@@ -30,3 +30,14 @@
 #else
 #define FREEKV_HD
 #endif
+
+// `freekv` has the names of users; `freekv::detail` has those of the library alone, which its backends share.
+namespace freekv {
+namespace detail {}
+namespace host {
+using namespace detail;
+}
+namespace device {
+using namespace detail;
+}
+}  // namespace freekv

@@ -94,9 +94,9 @@ struct make_keys {
   float* clamped;
   std::int32_t* counts;
   FREEKV_HD void operator()(int i) const {
-    clamped[i] = freekv::clamp_score(scores[i]);
-    keys[i] = freekv::ordered_key(scores[i], pages[i]);
-    pages_back[i] = freekv::unit_of_key(keys[i]);
+    clamped[i] = freekv::detail::clamp_score(scores[i]);
+    keys[i] = freekv::detail::ordered_key(scores[i], pages[i]);
+    pages_back[i] = freekv::detail::unit_of_key(keys[i]);
     counts[i] = freekv::top_k{}.count(pages[i] % 100, 32);
   }
 };
@@ -202,7 +202,7 @@ struct copy_slices {
     const int head = i % shape.kv_heads;
     const auto source = freekv::make_page_span<From, HeadDim>(from, pages, shape);
     const auto target = freekv::make_page_span<To, HeadDim>(to, pages, shape);
-    freekv::copy_slice<HeadDim>(freekv::as_const(freekv::slice_of(source, page, head)),
+    freekv::detail::copy_slice<HeadDim>(freekv::as_const(freekv::slice_of(source, page, head)),
                                 freekv::slice_of(target, page, head), tokens);
   }
 };
@@ -391,11 +391,11 @@ struct summarise_and_score {
     const freekv::head_slice<const Key> slice{unit_keys, unit_keys, page.head_dim};
     float* own = scratch + i * scratch_each();
     std::byte* bytes = stored + static_cast<std::size_t>(i) * freekv::summary_bytes<Key>(policy, page);
-    freekv::summarise_unit<Key>(team, policy, slice, page, {own, own + page.tokens * page.head_dim}, bytes);
+    freekv::detail::summarise_unit<Key>(team, policy, slice, page, {own, own + page.tokens * page.head_dim}, bytes);
     float* query = prepared + i * queries.group * query_width;
     for (int g = 0; g < queries.group; ++g)
       freekv::prepare_query(team, policy, {queries.head(g), 1, page.head_dim}, query + g * query_width);
-    freekv::score_unit<Key>(team, policy, page, bytes, {query, query_width, queries.group, scale},
+    freekv::detail::score_unit<Key>(team, policy, page, bytes, {query, query_width, queries.group, scale},
                             numbers + i * policy.width(page), {scores + i * queries.group, 1});
   }
 };
@@ -536,13 +536,13 @@ struct slot_matching {
   std::int32_t *slot_unit, *stamps, *slot_of;  // (heads, most)
   std::int32_t* misses;
   FREEKV_HD void operator()(int head) const {
-    const freekv::slot_contents slots{slot_unit + head * most, stamps + head * most, most};
+    const freekv::detail::slot_contents slots{slot_unit + head * most, stamps + head * most, most};
     int* const to = slot_of + head * most;
     const std::int32_t* const pages = wanted + head * most;
     // Counts stay below the slots, so that spare slots are slots that the selection leaves.
     misses[head] = spare == 0
-                       ? freekv::match_slots(freekv::first_unselected<>{}, pages, counts[head], slots, 5, to)
-                       : freekv::match_slots(freekv::least_recently_used<freekv::dynamic>{{{spare}}}, pages,
+                       ? freekv::detail::match_slots(freekv::first_unselected<>{}, pages, counts[head], slots, 5, to)
+                       : freekv::detail::match_slots(freekv::least_recently_used<freekv::dynamic>{{{spare}}}, pages,
                                              counts[head], slots, 5, to);
   }
 };
@@ -639,7 +639,7 @@ struct attend_rows {
   /// The first page is one part, the others are another.
   FREEKV_HD void operator()(int row) const {
     const scalar_team team;
-    freekv::attention_part parts[2];
+    freekv::detail::attention_part parts[2];
     for (int i = 0; i < 2; ++i) {
       parts[i] = {mass + (row * 2 + i) * group, weighted + (row * 2 + i) * group * HeadDim};
       parts[i].clear(team, group, HeadDim);
@@ -648,13 +648,13 @@ struct attend_rows {
     for (int i = 0; i * page < tokens[row]; ++i) {
       const Element* key = pages + (row * pages_each + i) * 2 * page * HeadDim;
       const int count = tokens[row] - i * page < page ? tokens[row] - i * page : page;
-      freekv::attend_slice<HeadDim>(
+      freekv::detail::attend_slice<HeadDim>(
           team, query, freekv::head_slice<const Element>{key, key + page * HeadDim, HeadDim}, count,
-          parts[i == 0 ? 0 : 1], scratch + row * freekv::attention_scratch<HeadDim>, soft_cap);
+          parts[i == 0 ? 0 : 1], scratch + row * freekv::detail::attention_scratch<HeadDim>, soft_cap);
     }
-    freekv::merge_parts<HeadDim>(team, parts[1], parts[0], group);
-    if (sink_logits != nullptr) freekv::add_logits<HeadDim>(team, sink_logits, group, parts[0]);
-    freekv::finish_attention<HeadDim>(team, parts[0], group, out + row * group * HeadDim, lse + row * group);
+    freekv::detail::merge_parts<HeadDim>(team, parts[1], parts[0], group);
+    if (sink_logits != nullptr) freekv::detail::add_logits<HeadDim>(team, sink_logits, group, parts[0]);
+    freekv::detail::finish_attention<HeadDim>(team, parts[0], group, out + row * group * HeadDim, lse + row * group);
   }
 };
 
@@ -679,7 +679,7 @@ void attention(report& checks, random_numbers& random) {
   for (int t = 0; t < page; ++t) first(5)[t * d] = freekv::from_float<Element>(-freekv::infinity);
   tokens[5] = page;
 
-  pinned<float> scratch(size(rows * freekv::attention_scratch<d>)), weighted(size(rows * 2 * group * d));
+  pinned<float> scratch(size(rows * freekv::detail::attention_scratch<d>)), weighted(size(rows * 2 * group * d));
   pinned<freekv::log_sum_exp> mass(size(rows * 2 * group));
   const bool extras = random.between(0, 1) == 1;
   const pinned<float> sink_logits = random.normals<float>(size(group), 2.0f);

@@ -109,7 +109,7 @@ void check_pooled(const std::vector<float>& pooled, const score_rows& scores) {
     // Beside the lowest float, whether a sum is that or -infinity is rounding.
     const bool lowest =
         rounding > 1e37 && pooled[j] < -0.99999f * largest && expected[j] < -0.99999 * oracle::largest_float;
-    if (!lowest && !is_near(freekv::clamp_score(pooled[j]), expected[j], 2e-6 + 2e-7 * rounding)) ++wrong;
+    if (!lowest && !is_near(freekv::detail::clamp_score(pooled[j]), expected[j], 2e-6 + 2e-7 * rounding)) ++wrong;
   }
   CHECK(wrong == 0);
 }
@@ -136,7 +136,7 @@ void check_copy(dice& d) {
     const auto before = stored_as<E>(normals(d, elements));
     auto to = make_pages<To>(before, p, heads);
     const auto old = make_pages<To>(before, p, heads);
-    freekv::copy_slice<24>(freekv::as_const(freekv::slice_of(from.span, 0, 1)),
+    freekv::detail::copy_slice<24>(freekv::as_const(freekv::slice_of(from.span, 0, 1)),
                            freekv::slice_of(to.span, 1, 2), tokens);
     int wrong = 0;
     for (int page = 0; page < 2; ++page)
@@ -213,11 +213,11 @@ TEST_CASE("keys of scores order like the scores, and ties go to the smaller page
       for (const auto p : page_ids)
         for (const auto q : page_ids) {
           const bool better = a > b || (a == b && p < q);
-          if (better != (freekv::ordered_key(a, p) > freekv::ordered_key(b, q))) ++wrong;
+          if (better != (freekv::detail::ordered_key(a, p) > freekv::detail::ordered_key(b, q))) ++wrong;
         }
     }
   for (const float a : scores)
-    for (const auto p : page_ids) wrong += freekv::unit_of_key(freekv::ordered_key(a, p)) != p;
+    for (const auto p : page_ids) wrong += freekv::detail::unit_of_key(freekv::detail::ordered_key(a, p)) != p;
   CHECK(wrong == 0);
   CHECK(freekv::order_bits(0.0f) == freekv::order_bits(-0.0f));
 }
@@ -237,7 +237,7 @@ TEST_CASE("the best pages are the oracle's, ties, infinities and all", "[selecti
     w.keys = keys.data();
     freekv::host::order_candidates(sink, candidates, {}, chosen, w);
     ints best;
-    for (int i = 0; i < chosen; ++i) best.push_back(freekv::unit_of_key(keys[count(i)]));
+    for (int i = 0; i < chosen; ++i) best.push_back(freekv::detail::unit_of_key(keys[count(i)]));
     CHECK(*std::min_element(keys.begin(), keys.begin() + chosen) == keys[count(chosen - 1)]);
     std::sort(best.begin(), best.end());
     std::vector<int> ids;
@@ -287,7 +287,7 @@ TEST_CASE("a new selection keeps what is held in place and fills the lowest free
 
       ints slot_of(wanted.size() + 1, 77);
       const int misses =
-          freekv::match_slots(freekv::first_unselected<>{}, wanted.data(), size,
+          freekv::detail::match_slots(freekv::first_unselected<>{}, wanted.data(), size,
                               {slot_unit.data(), stamps.data(), slots}, step + 1, slot_of.data());
       CHECK(misses == expected_misses);
       CHECK(slot_unit == expected);
@@ -302,7 +302,7 @@ TEST_CASE("the same selection again moves nothing", "[match_slots]") {
   ints slot_unit{-1, -1, -1}, stamps(3), slot_of(3);
   const ints wanted{3, 5, 9};
   const auto misses = [&](int nth) {
-    return freekv::match_slots(freekv::least_recently_used<>{}, wanted.data(), 3,
+    return freekv::detail::match_slots(freekv::least_recently_used<>{}, wanted.data(), 3,
                                {slot_unit.data(), stamps.data(), 3}, nth, slot_of.data());
   };
   CHECK(misses(1) == 3);
@@ -316,7 +316,7 @@ TEST_CASE("spare slots keep what the residency frees last", "[match_slots]") {
   ints slot_unit(4, -1), stamps(4), slot_of(2);
   int nth = 0;
   const auto select = [&](const auto& residency, const ints& wanted) {
-    return freekv::match_slots(residency, wanted.data(), 2, {slot_unit.data(), stamps.data(), 4}, ++nth,
+    return freekv::detail::match_slots(residency, wanted.data(), 2, {slot_unit.data(), stamps.data(), 4}, ++nth,
                                slot_of.data());
   };
   const freekv::least_recently_used<2> recent;
@@ -351,7 +351,7 @@ TEST_CASE("with one head NHD rows are one run too, and are copied as such", "[co
   const auto from = make_pages<freekv::nhd>(normals(d, 2 * 2 * 8 * 24), 8, 1);
   auto to = make_pages<freekv::nhd>(std::vector<float>(2 * 2 * 8 * 24), 8, 1);
   for (int page = 0; page < 2; ++page)
-    freekv::copy_slice<24>(freekv::as_const(freekv::slice_of(from.span, page, 0)),
+    freekv::detail::copy_slice<24>(freekv::as_const(freekv::slice_of(from.span, page, 0)),
                            freekv::slice_of(to.span, page, 0), 8);
   CHECK(same_bits(from.data, to.data));
 }
@@ -371,7 +371,7 @@ TEST_CASE("a union has each page once, ascending, with the mask of the heads tha
       for (int i = d.below(5); i > 0; --i) own.insert(d.below(most));
       for (const int page : own) expected[page].insert(g);
       const ints added(own.begin(), own.end());
-      size = freekv::merge_selections({pages.data(), masks.data(), words}, size, added.data(),
+      size = freekv::detail::merge_selections({pages.data(), masks.data(), words}, size, added.data(),
                                       static_cast<int>(added.size()), g);
       REQUIRE(size == static_cast<int>(expected.size()));
     }
@@ -381,8 +381,8 @@ TEST_CASE("a union has each page once, ascending, with the mask of the heads tha
       std::set<int> got;
       const std::uint32_t* const mask = masks.data() + i++ * words;
       int previous_end = -1;
-      for (auto run = freekv::next_run(mask, 0, group); run.count > 0;
-           run = freekv::next_run(mask, run.end(), group)) {
+      for (auto run = freekv::detail::next_run(mask, 0, group); run.count > 0;
+           run = freekv::detail::next_run(mask, run.end(), group)) {
         CHECK(run.first > previous_end);  // runs are as long as they can be
         for (int g = run.first; g < run.end(); ++g) got.insert(g);
         previous_end = run.end();
@@ -392,7 +392,7 @@ TEST_CASE("a union has each page once, ascending, with the mask of the heads tha
     }
   }
   // Of no mask: all, in one run.
-  const freekv::head_run all = freekv::next_run(nullptr, 0, 5);
+  const freekv::detail::head_run all = freekv::detail::next_run(nullptr, 0, 5);
   CHECK((all.first == 0 && all.count == 5));
-  CHECK(freekv::next_run(nullptr, all.end(), 5).count == 0);
+  CHECK(freekv::detail::next_run(nullptr, all.end(), 5).count == 0);
 }

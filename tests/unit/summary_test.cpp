@@ -321,10 +321,10 @@ TEST_CASE("units scored together by four query heads score what each scores alon
       run_on(on, [&](auto team) {
         const auto by =
             freekv::prepare_group(team, policy, {queries.data(), group, dim}, 0.125f, prepared.data());
-        freekv::score_units<float>(team, policy, unit, stored.data(), bytes, units, by, nullptr,
+        freekv::detail::score_units<float>(team, policy, unit, stored.data(), bytes, units, by, nullptr,
                                    {together.data(), stride});
         for (int j = 0; j < units; ++j)
-          freekv::score_unit<float>(team, policy, unit, stored.data() + count(j) * bytes, by, nullptr,
+          freekv::detail::score_unit<float>(team, policy, unit, stored.data() + count(j) * bytes, by, nullptr,
                                     {alone.data() + j, stride});
       });
       different += !same_bits(together, alone);
@@ -358,7 +358,7 @@ void compare_together(const Policy& policy, dice& d) {
         auto rows = stored_as<E>(normals(d, count(page.tokens * page.head_dim)));
         const float odd = d.one_of({0.0f, 0.0f, 0.0f, 0.0f, quiet_nan, inf, -inf});
         if (odd != 0.0f) rows[count(d.below(page.tokens * page.head_dim))] = freekv::from_float<E>(odd);
-        freekv::summarise_unit<E>(team, policy,
+        freekv::detail::summarise_unit<E>(team, policy,
                                   freekv::head_slice<const E>{rows.data(), nullptr, page.head_dim}, page,
                                   {keys.data(), numbers.data()}, stored.data() + count(j) * bytes);
       }
@@ -369,10 +369,10 @@ void compare_together(const Policy& policy, dice& d) {
         freekv::prepare_query(team, policy, freekv::group_query{queries.data() + g * shape.d, 1, shape.d},
                               prepared.data() + g * query_width);
       const freekv::prepared_queries by{prepared.data(), query_width, shape.group, shape.scale};
-      freekv::score_units<E>(team, policy, page, stored.data(), bytes, pages, by, numbers.data(),
+      freekv::detail::score_units<E>(team, policy, page, stored.data(), bytes, pages, by, numbers.data(),
                              {together.data(), stride});
       for (int j = 0; j < pages; ++j)
-        freekv::score_unit<E>(team, policy, page, stored.data() + count(j) * bytes, by, numbers.data(),
+        freekv::detail::score_unit<E>(team, policy, page, stored.data() + count(j) * bytes, by, numbers.data(),
                               {alone.data() + j, stride});
     });
     INFO(shape << ", " << pages << " pages on " << on);
@@ -402,12 +402,12 @@ TEMPLATE_TEST_CASE("pages scored together score what each scores alone", "[summa
 }
 
 TEST_CASE("clamped scores: +infinity is the largest float, all else stays", "[summary]") {
-  CHECK(freekv::clamp_score(inf) == largest);
-  CHECK(freekv::clamp_score(largest) == largest);
-  CHECK(freekv::clamp_score(-inf) == -inf);
-  CHECK(freekv::clamp_score(-largest) == -largest);
-  CHECK(freekv::clamp_score(0.5f) == 0.5f);
-  CHECK(std::isnan(freekv::clamp_score(quiet_nan)));
+  CHECK(freekv::detail::clamp_score(inf) == largest);
+  CHECK(freekv::detail::clamp_score(largest) == largest);
+  CHECK(freekv::detail::clamp_score(-inf) == -inf);
+  CHECK(freekv::detail::clamp_score(-largest) == -largest);
+  CHECK(freekv::detail::clamp_score(0.5f) == 0.5f);
+  CHECK(std::isnan(freekv::detail::clamp_score(quiet_nan)));
 }
 
 TEMPLATE_TEST_CASE("sizes fixed at compile time and set at run time give the same bits", "[summary]", float,

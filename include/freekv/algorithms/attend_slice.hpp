@@ -9,7 +9,7 @@
 #include <freekv/core/unroll.hpp>
 #include <freekv/storage/layout.hpp>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// Attention so far of the `group` query heads of a KV head: for each a running log-sum-exp and the weighted
 /// sum of values, relative to the maximum.
@@ -34,8 +34,6 @@ inline constexpr int attention_block = HeadDim <= 128 ? 32 : 16;
 /// Floats of scratch for `attend_slice`: weights, and the sums of one team's lanes.
 template <int HeadDim>
 inline constexpr int attention_scratch = heads_at_once* attention_block<HeadDim> + row_products_scratch;
-
-namespace detail {
 
 /// Adds `count` values to the weighted sums of `Heads` query heads. Asks for `count` rows of `ahead`
 /// meanwhile, unless it is null.
@@ -151,8 +149,6 @@ FREEKV_HD void attend_block(T team, const group_query& query, int first_head, in
   team.sync();
 }
 
-}  // namespace detail
-
 /// Adds the first `tokens` rows of a slice to `part`. The query is multiplied by the scale already. Scores
 /// become soft_cap * tanh(score / soft_cap), unless it is 0. A score of -infinity has weight 0; NaN
 /// propagates. `ahead`: keys that are attended next, laid out as the slice's, or null. `log_weights`
@@ -226,4 +222,4 @@ FREEKV_HD void finish_attention(T team, const attention_part& part, int group, f
   }
 }
 
-}  // namespace freekv
+}  // namespace freekv::detail

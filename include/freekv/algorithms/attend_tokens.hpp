@@ -7,7 +7,7 @@
 #include <freekv/core/unroll.hpp>
 #include <freekv/storage/layout.hpp>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// Log-sum-exps of the scores that `Heads` query heads have attended to so far, one for each head, which all
 /// lanes know.
@@ -139,4 +139,4 @@ struct register_attention : register_masses<HeadDim, Heads, T> {
   }
 };
 
-}  // namespace freekv
+}  // namespace freekv::detail

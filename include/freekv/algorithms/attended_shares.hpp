@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <freekv/core/team.hpp>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// Scores (group, stride) as `attend_slice` leaves them, of the group's query heads, and what they sum to.
 struct attended_scores {
@@ -30,4 +30,4 @@ FREEKV_HD void mean_shares(T team, const attended_scores& of, int tokens, float*
   }
 }
 
-}  // namespace freekv
+}  // namespace freekv::detail

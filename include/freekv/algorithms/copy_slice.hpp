@@ -5,7 +5,7 @@
 #include <freekv/core/size.hpp>
 #include <freekv/storage/layout.hpp>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// Copies `tokens` rows of keys and of values. Rows of head_dim elements stay whole; between two layouts that
 /// keep a head's rows together (HND) keys and values are one copy each. (FreeKV section 4.2)
@@ -24,4 +24,4 @@ FREEKV_HD void copy_slice(const head_slice<const Element>& from, const head_slic
   }
 }
 
-}  // namespace freekv
+}  // namespace freekv::detail

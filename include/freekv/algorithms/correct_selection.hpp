@@ -6,7 +6,7 @@
 #include <freekv/config.hpp>
 #include <freekv/policies/correction.hpp>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// Units that a head has selected, and those that it would select now, both ascending. `selected` has room
 /// for as many as `best` has.
@@ -68,4 +68,4 @@ FREEKV_HD int correct_selection(const Correction& correction, const selected_and
   return take_all_of_best(units);
 }
 
-}  // namespace freekv
+}  // namespace freekv::detail

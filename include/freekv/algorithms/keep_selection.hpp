@@ -9,7 +9,7 @@
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/plan.hpp>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// Time of a selection: a correction, for the step itself and by the same scores for the next one, or ahead
 /// of the next.
@@ -113,4 +113,4 @@ FREEKV_HD void note_move(const State& s, int sequence, int head, int from, int t
     if (slot_of[i] == from) slot_of[i] = to;
 }
 
-}  // namespace freekv
+}  // namespace freekv::detail

@@ -5,7 +5,7 @@
 #include <freekv/algorithms/unit_list.hpp>
 #include <freekv/policies/residency.hpp>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// The selected slots of one KV head: (count) each.
 struct slot_contents {
@@ -58,4 +58,4 @@ FREEKV_HD int match_slots(const Residency& residency, const std::int32_t* wanted
   return misses;
 }
 
-}  // namespace freekv
+}  // namespace freekv::detail

@@ -9,6 +9,8 @@ namespace freekv {
 /// Words of a mask of `group` query heads: bit g % 32 of word g / 32 is query head g of the group.
 FREEKV_HD constexpr int head_mask_words(int group) { return (group + 31) / 32; }
 
+namespace detail {
+
 /// Units that query heads of a group have selected, ascending, and for each the mask of those heads.
 struct unit_union {
   std::int32_t* units = nullptr;   ///< (capacity)
@@ -68,5 +70,7 @@ FREEKV_HD inline int selection_of(const unit_union& all, int size, int g, std::i
     if (has_head(all.masks + std::int64_t{i} * all.words, g)) units[count++] = all.units[i];
   return count;
 }
+
+}  // namespace detail
 
 }  // namespace freekv

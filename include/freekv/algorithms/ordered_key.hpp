@@ -14,6 +14,8 @@ FREEKV_HD inline std::uint32_t order_bits(float score) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
+namespace detail {
+
 /// A key that is larger for the better unit: by score, and among equal scores the smaller unit. Unique, so
 /// that any selection of the largest keys is deterministic.
 FREEKV_HD inline std::uint64_t ordered_key(float score, std::int32_t unit) {
@@ -23,5 +25,7 @@ FREEKV_HD inline std::uint64_t ordered_key(float score, std::int32_t unit) {
 FREEKV_HD inline std::int32_t unit_of_key(std::uint64_t key) {
   return static_cast<std::int32_t>(0xffffffffu - static_cast<std::uint32_t>(key));
 }
+
+}  // namespace detail
 
 }  // namespace freekv

@@ -6,7 +6,7 @@
 #include <freekv/core/team.hpp>
 #include <freekv/core/unroll.hpp>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// Query heads in one pass over the rows; each row is converted to float once for all of them.
 inline constexpr int heads_at_once = 4;
@@ -127,4 +127,4 @@ struct row_products_call {
   }
 };
 
-}  // namespace freekv
+}  // namespace freekv::detail

@@ -7,7 +7,7 @@
 #include <freekv/core/size.hpp>
 #include <freekv/policies/summary.hpp>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// Scores and pooled scores as they count: +infinity is the largest finite float.
 FREEKV_HD inline float clamp_score(float score) {
@@ -161,4 +161,4 @@ FREEKV_HD void score_unit_finely(T team, const Pair& summaries, page_geometry un
   score_unit<Key>(team, summaries.fine, unit, stored, queries, numbers, out, staging);
 }
 
-}  // namespace freekv
+}  // namespace freekv::detail

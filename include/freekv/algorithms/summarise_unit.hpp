@@ -4,7 +4,7 @@
 #include <freekv/policies/summary.hpp>
 #include <freekv/storage/layout.hpp>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// The team's scratch: a unit's keys (tokens, head_dim) as floats, and a summary's numbers.
 struct summary_scratch {
@@ -29,4 +29,4 @@ FREEKV_HD void summarise_unit(T team, const S& summary, const head_slice<const K
   encode_summary<Key>(team, summary, page, scratch.numbers, stored);
 }
 
-}  // namespace freekv
+}  // namespace freekv::detail

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <freekv/config.hpp>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// Units, ascending; a view.
 struct unit_list {
@@ -25,4 +25,4 @@ struct unit_list {
   FREEKV_HD bool has(std::int32_t unit) const { return find(unit) < count; }
 };
 
-}  // namespace freekv
+}  // namespace freekv::detail

@@ -31,6 +31,7 @@ enum class hook : std::uint8_t {
   shared_bytes,
   shared_floats,
   stored,
+  summarised_by_whole_rows,
   validate,
   values,
   with_elements,
@@ -131,7 +132,8 @@ using every_hook =
     hook_list<hook::allocate, hook::at, hook::bytes, hook::data, hook::decode, hook::encode, hook::enough,
               hook::favour, hook::kept, hook::kind_of_head, hook::linear, hook::merge, hook::observe,
               hook::prepare, hook::query_width, hook::sees_keys, hook::shared_bytes, hook::shared_floats,
-              hook::stored, hook::validate, hook::values, hook::with_elements>;
+              hook::stored, hook::summarised_by_whole_rows, hook::validate, hook::values,
+              hook::with_elements>;
 
 /// Compiles if the optional members of `P` are those that it lists.
 template <class P, class Hooks = every_hook>

@@ -263,13 +263,13 @@ struct layer_state {
   FREEKV_HD constexpr std::size_t masks(int sequence, int head) const {
     return selection(sequence, head) * to_size(mask_words);
   }
-  FREEKV_HD unit_union selected_union(int sequence, int head) const {
+  FREEKV_HD detail::unit_union selected_union(int sequence, int head) const {
     return {selected + selection(sequence, head), selected_by + masks(sequence, head), mask_words};
   }
-  FREEKV_HD unit_union next_selected_union(int sequence, int head) const {
+  FREEKV_HD detail::unit_union next_selected_union(int sequence, int head) const {
     return {next_selected + selection(sequence, head), next_selected_by + masks(sequence, head), mask_words};
   }
-  FREEKV_HD slot_contents slots_of(int sequence, int head) const {
+  FREEKV_HD detail::slot_contents slots_of(int sequence, int head) const {
     const std::size_t first = head_index(sequence, head) * to_size(slots.selected);
     return {slot_unit + first, slot_stamp + first, slots.selected};
   }

@@ -52,10 +52,11 @@ struct key_range {
 /// section 3.2)
 struct min_max {
   using policy_kind = summary_kind;
-  using hooks = hook_list<hook::linear, hook::prepare, hook::query_width, hook::stored>;
+  using hooks =
+      hook_list<hook::linear, hook::prepare, hook::query_width, hook::stored, hook::summarised_by_whole_rows>;
   static constexpr std::string_view name = "min_max";
   static constexpr bool linear = true;
-  static constexpr bool summarised_by_whole_rows = true;  ///< numbers in rows of head_dim, for teams as wide
+  static constexpr bool summarised_by_whole_rows = true;
   template <class Key>
   using stored = Key;
 
@@ -84,10 +85,10 @@ struct min_max {
 /// `centre +- mean_t |k_t - centre|`; scored like `min_max`. Kept in float32. (ArkVale)
 struct centroid_box {
   using policy_kind = summary_kind;
-  using hooks = hook_list<hook::linear, hook::prepare, hook::query_width>;
+  using hooks = hook_list<hook::linear, hook::prepare, hook::query_width, hook::summarised_by_whole_rows>;
   static constexpr std::string_view name = "centroid_box";
   static constexpr bool linear = true;
-  static constexpr bool summarised_by_whole_rows = true;  ///< numbers in rows of head_dim, for teams as wide
+  static constexpr bool summarised_by_whole_rows = true;
 
   FREEKV_HD constexpr int width(page_geometry page) const { return 2 * page.head_dim; }
   FREEKV_HD constexpr int query_width(int head_dim) const { return 2 * head_dim; }

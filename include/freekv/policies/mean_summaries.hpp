@@ -32,10 +32,10 @@ FREEKV_HD float inner_product(T team, const float* a, const float* b, int count)
 /// The page's mean key; the score is its scaled product with the query. Kept in float32. (ShadowKV)
 struct mean {
   using policy_kind = summary_kind;
-  using hooks = hook_list<hook::linear>;
+  using hooks = hook_list<hook::linear, hook::summarised_by_whole_rows>;
   static constexpr std::string_view name = "mean";
   static constexpr bool linear = true;
-  static constexpr bool summarised_by_whole_rows = true;  ///< numbers in rows of head_dim, for teams as wide
+  static constexpr bool summarised_by_whole_rows = true;
 
   FREEKV_HD constexpr int width(page_geometry page) const { return page.head_dim; }
 

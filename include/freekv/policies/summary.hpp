@@ -27,6 +27,9 @@
 // multiple of 8, wherever that is finite; pages are then scored many at a time, and `score` decides where it
 // is not.
 //
+// `summarised_by_whole_rows`, true: numbers are rows of head_dim, and on a device a team as wide works on
+// them.
+//
 // `validate(setting)` throws settings_error where the setting does not suit the policy.
 //
 // NaN in a key must come out as a NaN score; the library turns it into -infinity (docs/contract.md, 5.1).
@@ -264,6 +267,10 @@ constexpr bool head_summary_offers(hook h) {
     case hook::linear:
       return requires {
         { P::linear } -> std::same_as<const bool&>;
+      };
+    case hook::summarised_by_whole_rows:
+      return requires {
+        { P::summarised_by_whole_rows } -> std::same_as<const bool&>;
       };
     case hook::with_elements:
       return requires(const P p, const std::byte* stored) {

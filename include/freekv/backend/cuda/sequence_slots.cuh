@@ -197,7 +197,7 @@ __global__ void compact_slots(State s, int sequence) {
   using pieces = slice_pieces<State::head_dim, typename State::element>;
   const int head = static_cast<int>(blockIdx.x);
   const auto slice = [&](int slot) { return pieces{s.selected_slice(sequence, slot, head), s.unit.tokens}; };
-  freekv::compact_slots(s.slots_of(sequence, head), [&](int from, int to) {
+  freekv::detail::compact_slots(s.slots_of(sequence, head), [&](int from, int to) {
     copy_slice_by_warp(slice(from), slice(to));
     __syncwarp();
     if (threadIdx.x == 0) note_move(s, sequence, head, from, to);

@@ -124,7 +124,7 @@ void append_page(isa set, const State& s, const Policies& policies, const step_e
 /// Forgets the selection of a sequence, and what its selected slots hold.
 template <class State>
 void drop_selection(const State& s, int sequence) {
-  for (int head = 0; head < s.heads.kv; ++head) freekv::drop_selection(one_lane{}, s, sequence, head);
+  for (int head = 0; head < s.heads.kv; ++head) freekv::detail::drop_selection(one_lane{}, s, sequence, head);
 }
 
 /// Flags the KV heads of a decode entry that select anew; then keeps `queries` (rows, query_heads, head_dim),

@@ -32,12 +32,12 @@ void attend_slice(isa set, const group_query& query, const head_slice<const Elem
                   const attention_part& part, float* scratch, float soft_cap = 0.0f,
                   const Element* ahead = nullptr, const float* log_weights = nullptr) {
   with_wide_team(set, [&](auto team) {
-    freekv::attend_slice<HeadDim>(team, query, slice, tokens, part, scratch, soft_cap, ahead, log_weights);
+    freekv::detail::attend_slice<HeadDim>(team, query, slice, tokens, part, scratch, soft_cap, ahead, log_weights);
   });
 }
 template <int HeadDim>
 void merge_parts(isa set, const attention_part& from, const attention_part& into, int group) {
-  with_team(set, [&](auto team) { freekv::merge_parts<HeadDim>(team, from, into, group); });
+  with_team(set, [&](auto team) { freekv::detail::merge_parts<HeadDim>(team, from, into, group); });
 }
 /// `sink_logits` (group) may be null, and `lse` too.
 template <int HeadDim>
@@ -45,7 +45,7 @@ void finish_attention(isa set, const float* sink_logits, const attention_part& p
                       float* lse) {
   with_team(set, [&](auto team) {
     if (sink_logits != nullptr) add_logits<HeadDim>(team, sink_logits, group, part);
-    freekv::finish_attention<HeadDim>(team, part, group, out, lse);
+    freekv::detail::finish_attention<HeadDim>(team, part, group, out, lse);
   });
 }
 

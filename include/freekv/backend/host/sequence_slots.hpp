@@ -19,7 +19,7 @@ void compact_slots(const State& s, int sequence) {
   if (s.slots.selected > s.max_selected) return;
   for (int head = 0; head < s.heads.kv; ++head) {
     if (s.recall_failed[s.head_index(sequence, head)] != 0) continue;
-    freekv::compact_slots(s.slots_of(sequence, head), [&](int from, int to) {
+    freekv::detail::compact_slots(s.slots_of(sequence, head), [&](int from, int to) {
       copy_slice<State::head_dim>(as_const(s.selected_slice(sequence, from, head)),
                                   s.selected_slice(sequence, to, head), s.unit.tokens);
       note_move(s, sequence, head, from, to);
