@@ -14,6 +14,8 @@
 
 namespace freekv::bench {
 
+using namespace freekv::detail;
+
 /// What holds for a run.
 struct machine {
   std::string processor;

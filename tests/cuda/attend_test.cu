@@ -13,6 +13,7 @@ namespace {
 
 using namespace both_sides;
 using namespace freekv;
+using namespace freekv::detail;
 using device::paged_attention;
 using by_fma = device::attend_paged_default;
 using by_tensor_cores = device::attend_paged_by_tensor_cores;

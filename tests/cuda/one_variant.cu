@@ -4,6 +4,7 @@
 #include <freekv/freekv.cuh>
 
 using namespace freekv;
+using namespace freekv::detail;
 
 using pipeline = methods::freekv_paper::pipeline<kv_shape<bfloat16, HEAD_DIM>>::with<cuda_backend>;
 using state = layer_state<pipeline::shape_type>;

@@ -16,6 +16,7 @@ namespace {
 
 using namespace both_sides;
 using namespace freekv;
+using namespace freekv::detail;
 
 std::string text(int n) { return std::to_string(n); }
 constexpr int threads = 128, most_units = 128, warps = threads / 32;

@@ -15,6 +15,7 @@ namespace {
 
 using namespace both_sides;
 using namespace freekv;
+using namespace freekv::detail;
 using device::lane_team;
 
 constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }

@@ -10,6 +10,7 @@ namespace {
 
 using namespace both_sides;
 using namespace freekv;
+using namespace freekv::detail;
 using device::table_rows;
 
 constexpr int head_dim = 64, query_heads = 6, kv_heads = 2, group = query_heads / kv_heads, layers = 3,

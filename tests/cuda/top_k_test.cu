@@ -13,6 +13,7 @@ namespace {
 
 using namespace both_sides;
 using namespace freekv;
+using namespace freekv::detail;
 using device::select_by;
 
 constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }

@@ -115,8 +115,8 @@ TEST_CASE("an attended list is sink, selected units and window in ascending orde
     for (const int unit : oracle::units_of(s, oracle::candidate_pages(s, n)))
       if (d.below(3) == 0) selected.push_back(unit);
     const std::vector<std::int32_t> ids(selected.begin(), selected.end());
-    freekv::attention_list list{freekv::roles_at(n, b.budget(), b.page), ids.data(),
-                                static_cast<int>(ids.size())};
+    freekv::detail::attention_list list{freekv::roles_at(n, b.budget(), b.page), ids.data(),
+                                        static_cast<int>(ids.size())};
     list.tokens = n;
     list.page_tokens = b.page;
     list.unit_tokens = oracle::unit_tokens(s);
@@ -147,8 +147,8 @@ TEST_CASE("roles are known at compile time", "[geometry]") {
 }
 
 TEST_CASE("a part of attention is 512 tokens, or one entry that is longer", "[geometry]") {
-  STATIC_REQUIRE(freekv::entries_per_part(8) == 64);
-  STATIC_REQUIRE(freekv::entries_per_part(32) == 16);
-  STATIC_REQUIRE(freekv::entries_per_part(24) == 21);
-  STATIC_REQUIRE(freekv::entries_per_part(256) == 2);
+  STATIC_REQUIRE(freekv::detail::entries_per_part(8) == 64);
+  STATIC_REQUIRE(freekv::detail::entries_per_part(32) == 16);
+  STATIC_REQUIRE(freekv::detail::entries_per_part(24) == 21);
+  STATIC_REQUIRE(freekv::detail::entries_per_part(256) == 2);
 }

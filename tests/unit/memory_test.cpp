@@ -160,7 +160,8 @@ TEST_CASE("each part of the memory has the size that its shape says", "[memory]"
   CHECK(bytes.store == 3 * 75 * page);  // 3 layers, 3 sequences of 25 pages
   CHECK(bytes.complete == 75 * page);
   CHECK(bytes.slots == 2 * 3 * (1 + 3 + 2) * page);  // 2 layers, 3 sequences; sink, ring and selected
-  const std::size_t line = freekv::carver::alignment, summaries = 75 * 2 * 2 * 24 * sizeof(freekv::half);
+  const std::size_t line = freekv::detail::carver::alignment,
+                    summaries = 75 * 2 * 2 * 24 * sizeof(freekv::half);
   CHECK(bytes.summaries == 2 * ((summaries + line - 1) / line * line));  // a layer's begin at a line
   CHECK(bytes.fast_tier() == bytes.slots + bytes.summaries + bytes.complete);
   CHECK(bytes.total() == bytes.store + bytes.slots + bytes.summaries + bytes.state);
@@ -233,14 +234,14 @@ TEST_CASE("a resource that runs out gets back what the other gave", "[memory]") 
 TEST_CASE("blocks know their resource and move", "[memory]") {
   counting_resource resource;
   {
-    freekv::memory_block a(resource, 100), empty(resource, 0);
+    freekv::detail::memory_block a(resource, 100), empty(resource, 0);
     CHECK(a.size() == 100);
     CHECK(empty.data() == nullptr);
     std::byte* data = a.data();
-    freekv::memory_block b(std::move(a));
+    freekv::detail::memory_block b(std::move(a));
     CHECK(b.data() == data);
     CHECK(a.data() == nullptr);
-    freekv::memory_block c;
+    freekv::detail::memory_block c;
     c = std::move(b);
     CHECK(c.data() == data);
     CHECK(c.size() == 100);
@@ -252,8 +253,8 @@ TEST_CASE("blocks know their resource and move", "[memory]") {
 
 TEST_CASE("a carver counts without memory what it hands out with it", "[memory]") {
   alignas(128) std::byte block[1024];
-  freekv::carver counting, handing(block);
-  const auto carve = [](freekv::carver& c) {
+  freekv::detail::carver counting, handing(block);
+  const auto carve = [](freekv::detail::carver& c) {
     std::vector<void*> arrays{c.take<float>(3), c.take<std::uint8_t>(0), c.take<double>(16),
                               c.take<std::byte>(129)};
     return arrays;
@@ -268,7 +269,7 @@ TEST_CASE("a carver counts without memory what it hands out with it", "[memory]"
 }
 
 TEST_CASE("a pool hands out each page once until it comes back", "[memory]") {
-  freekv::page_pool pool(50);
+  freekv::detail::page_pool pool(50);
   std::set<freekv::store_page_id> out;
   dice d(1);
   for (int i = 0; i < 2000; ++i) {

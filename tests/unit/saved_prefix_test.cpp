@@ -385,7 +385,7 @@ TEST_CASE("blocks of a large prefix that are damaged, moved or another's are fou
   };
   const std::string whole = save(1), other = save(2);
   REQUIRE(whole.size() == other.size());
-  constexpr std::size_t block = freekv::checked_blocks::room;
+  constexpr std::size_t block = freekv::detail::checked_blocks::room;
   REQUIRE(whole.size() / block >= 6);
   fresh loads(s);
   const int free = loads.pipeline.free_pages();
@@ -684,18 +684,18 @@ TEST_CASE("a checksum is another where one group of 8 bytes is, or the length, o
   for (int trial = 0; trial < 20000; ++trial) {
     std::vector<std::byte> bytes(count(d.between(1, 40)));
     for (std::byte& b : bytes) b = static_cast<std::byte>(d.below(256));
-    const std::uint64_t sum = freekv::checksum(bytes);
+    const std::uint64_t sum = freekv::detail::checksum(bytes);
     const std::size_t group = count(d.below(static_cast<int>(bytes.size()))) / 8 * 8;
     auto other = bytes;
     for (std::size_t i = group; i < std::min(group + 8, other.size()); ++i)
       if (d.below(2) == 0) other[i] = static_cast<std::byte>(d.below(256));
-    if (other != bytes && freekv::checksum(other) == sum) FAIL("not found");
+    if (other != bytes && freekv::detail::checksum(other) == sum) FAIL("not found");
     other = bytes;  // two signs
     for (int i = 0; i < 2; ++i) other[count(d.below(static_cast<int>(other.size())))] ^= std::byte{0x80};
-    if (other != bytes && freekv::checksum(other) == sum) FAIL("two signs are not found");
+    if (other != bytes && freekv::detail::checksum(other) == sum) FAIL("two signs are not found");
     other = bytes;
     other.push_back(std::byte{0});
-    if (freekv::checksum(other) == sum) FAIL("a zero more is not found");
-    if (freekv::checksum(bytes, 1) == sum) FAIL("what comes before is not found");
+    if (freekv::detail::checksum(other) == sum) FAIL("a zero more is not found");
+    if (freekv::detail::checksum(bytes, 1) == sum) FAIL("what comes before is not found");
   }
 }

@@ -109,7 +109,8 @@ void check_pooled(const std::vector<float>& pooled, const score_rows& scores) {
     // Beside the lowest float, whether a sum is that or -infinity is rounding.
     const bool lowest =
         rounding > 1e37 && pooled[j] < -0.99999f * largest && expected[j] < -0.99999 * oracle::largest_float;
-    if (!lowest && !is_near(freekv::detail::clamp_score(pooled[j]), expected[j], 2e-6 + 2e-7 * rounding)) ++wrong;
+    if (!lowest && !is_near(freekv::detail::clamp_score(pooled[j]), expected[j], 2e-6 + 2e-7 * rounding))
+      ++wrong;
   }
   CHECK(wrong == 0);
 }
@@ -137,7 +138,7 @@ void check_copy(dice& d) {
     auto to = make_pages<To>(before, p, heads);
     const auto old = make_pages<To>(before, p, heads);
     freekv::detail::copy_slice<24>(freekv::as_const(freekv::slice_of(from.span, 0, 1)),
-                           freekv::slice_of(to.span, 1, 2), tokens);
+                                   freekv::slice_of(to.span, 1, 2), tokens);
     int wrong = 0;
     for (int page = 0; page < 2; ++page)
       for (int plane = 0; plane < 2; ++plane)
@@ -217,7 +218,8 @@ TEST_CASE("keys of scores order like the scores, and ties go to the smaller page
         }
     }
   for (const float a : scores)
-    for (const auto p : page_ids) wrong += freekv::detail::unit_of_key(freekv::detail::ordered_key(a, p)) != p;
+    for (const auto p : page_ids)
+      wrong += freekv::detail::unit_of_key(freekv::detail::ordered_key(a, p)) != p;
   CHECK(wrong == 0);
   CHECK(freekv::order_bits(0.0f) == freekv::order_bits(-0.0f));
 }
@@ -288,7 +290,7 @@ TEST_CASE("a new selection keeps what is held in place and fills the lowest free
       ints slot_of(wanted.size() + 1, 77);
       const int misses =
           freekv::detail::match_slots(freekv::first_unselected<>{}, wanted.data(), size,
-                              {slot_unit.data(), stamps.data(), slots}, step + 1, slot_of.data());
+                                      {slot_unit.data(), stamps.data(), slots}, step + 1, slot_of.data());
       CHECK(misses == expected_misses);
       CHECK(slot_unit == expected);
       CHECK(slot_of.back() == 77);
@@ -303,7 +305,7 @@ TEST_CASE("the same selection again moves nothing", "[match_slots]") {
   const ints wanted{3, 5, 9};
   const auto misses = [&](int nth) {
     return freekv::detail::match_slots(freekv::least_recently_used<>{}, wanted.data(), 3,
-                               {slot_unit.data(), stamps.data(), 3}, nth, slot_of.data());
+                                       {slot_unit.data(), stamps.data(), 3}, nth, slot_of.data());
   };
   CHECK(misses(1) == 3);
   CHECK(slot_of == ints{~0, ~1, ~2});
@@ -316,8 +318,8 @@ TEST_CASE("spare slots keep what the residency frees last", "[match_slots]") {
   ints slot_unit(4, -1), stamps(4), slot_of(2);
   int nth = 0;
   const auto select = [&](const auto& residency, const ints& wanted) {
-    return freekv::detail::match_slots(residency, wanted.data(), 2, {slot_unit.data(), stamps.data(), 4}, ++nth,
-                               slot_of.data());
+    return freekv::detail::match_slots(residency, wanted.data(), 2, {slot_unit.data(), stamps.data(), 4},
+                                       ++nth, slot_of.data());
   };
   const freekv::least_recently_used<2> recent;
   CHECK(select(recent, {1, 2}) == 2);
@@ -352,7 +354,7 @@ TEST_CASE("with one head NHD rows are one run too, and are copied as such", "[co
   auto to = make_pages<freekv::nhd>(std::vector<float>(2 * 2 * 8 * 24), 8, 1);
   for (int page = 0; page < 2; ++page)
     freekv::detail::copy_slice<24>(freekv::as_const(freekv::slice_of(from.span, page, 0)),
-                           freekv::slice_of(to.span, page, 0), 8);
+                                   freekv::slice_of(to.span, page, 0), 8);
   CHECK(same_bits(from.data, to.data));
 }
 
@@ -372,7 +374,7 @@ TEST_CASE("a union has each page once, ascending, with the mask of the heads tha
       for (const int page : own) expected[page].insert(g);
       const ints added(own.begin(), own.end());
       size = freekv::detail::merge_selections({pages.data(), masks.data(), words}, size, added.data(),
-                                      static_cast<int>(added.size()), g);
+                                              static_cast<int>(added.size()), g);
       REQUIRE(size == static_cast<int>(expected.size()));
     }
     int i = 0;

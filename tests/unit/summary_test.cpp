@@ -322,10 +322,10 @@ TEST_CASE("units scored together by four query heads score what each scores alon
         const auto by =
             freekv::prepare_group(team, policy, {queries.data(), group, dim}, 0.125f, prepared.data());
         freekv::detail::score_units<float>(team, policy, unit, stored.data(), bytes, units, by, nullptr,
-                                   {together.data(), stride});
+                                           {together.data(), stride});
         for (int j = 0; j < units; ++j)
           freekv::detail::score_unit<float>(team, policy, unit, stored.data() + count(j) * bytes, by, nullptr,
-                                    {alone.data() + j, stride});
+                                            {alone.data() + j, stride});
       });
       different += !same_bits(together, alone);
     }
@@ -358,9 +358,9 @@ void compare_together(const Policy& policy, dice& d) {
         auto rows = stored_as<E>(normals(d, count(page.tokens * page.head_dim)));
         const float odd = d.one_of({0.0f, 0.0f, 0.0f, 0.0f, quiet_nan, inf, -inf});
         if (odd != 0.0f) rows[count(d.below(page.tokens * page.head_dim))] = freekv::from_float<E>(odd);
-        freekv::detail::summarise_unit<E>(team, policy,
-                                  freekv::head_slice<const E>{rows.data(), nullptr, page.head_dim}, page,
-                                  {keys.data(), numbers.data()}, stored.data() + count(j) * bytes);
+        freekv::detail::summarise_unit<E>(
+            team, policy, freekv::head_slice<const E>{rows.data(), nullptr, page.head_dim}, page,
+            {keys.data(), numbers.data()}, stored.data() + count(j) * bytes);
       }
       auto queries = shape.queries;
       if (d.below(3) == 0)
@@ -370,10 +370,10 @@ void compare_together(const Policy& policy, dice& d) {
                               prepared.data() + g * query_width);
       const freekv::prepared_queries by{prepared.data(), query_width, shape.group, shape.scale};
       freekv::detail::score_units<E>(team, policy, page, stored.data(), bytes, pages, by, numbers.data(),
-                             {together.data(), stride});
+                                     {together.data(), stride});
       for (int j = 0; j < pages; ++j)
-        freekv::detail::score_unit<E>(team, policy, page, stored.data() + count(j) * bytes, by, numbers.data(),
-                              {alone.data() + j, stride});
+        freekv::detail::score_unit<E>(team, policy, page, stored.data() + count(j) * bytes, by,
+                                      numbers.data(), {alone.data() + j, stride});
     });
     INFO(shape << ", " << pages << " pages on " << on);
     double terms = 1.0;  // what rounding is relative to

@@ -45,7 +45,7 @@ concept backend_stream = requires(Stream stream, const Event& event) {
 /// Tables of a pipeline, as its memory is carved: where the host writes them, and where stages read them.
 template <class T, class State>
 concept pipeline_tables = requires(T& tables, State& layer, const float* logits, const std::int32_t* ids,
-                                   carver& slow, carver& fast) {
+                                   detail::carver& slow, detail::carver& fast) {
   { T::of_device } -> std::convertible_to<bool>;  // a device reads what is hot from its own memory
   { T::block_alignment } -> std::convertible_to<std::uintptr_t>;  // bytes, of an engine's tensor
   tables.page_tables.host[0] = tables.slot_sets.host[0];
@@ -62,12 +62,12 @@ concept pipeline_tables = requires(T& tables, State& layer, const float* logits,
 /// again.
 template <class T, class State>
 concept retrieval_stages = requires(T& stages, const State& s, std::span<State> layers,
-                                    std::span<const step_entry> entries, const typename T::step& step,
-                                    const typename T::tables& tables, const step_rows<float>& rows,
-                                    std::span<const paged_rows<float>> paged, const step_queries& queries,
-                                    const attention_output& out, const log_mass_output& masses,
-                                    const truncation& to, const typename T::event& recalled,
-                                    std::byte* bytes) {
+                                    std::span<const detail::step_entry> entries, const typename T::step& step,
+                                    const typename T::tables& tables, const detail::step_rows<float>& rows,
+                                    std::span<const paged_rows<float>> paged,
+                                    const detail::step_queries& queries, const detail::attention_output& out,
+                                    const detail::log_mass_output& masses, const truncation& to,
+                                    const typename T::event& recalled, std::byte* bytes) {
   requires pipeline_tables<typename T::tables, State>;
   typename T::bounds;  // of a captured step
   // The host looks at what a layer has selected without waiting for a device; `report` says how many heads a
@@ -109,7 +109,7 @@ template <class Backend, class State, class Settings>
 concept retrieval_backend = requires(Backend& backend) {
   requires std::default_initializable<typename Backend::event>;
   requires std::constructible_from<typename Backend::template stages<State, Settings>, Backend&,
-                                   const Settings&, carver&, carver&>;
+                                   const Settings&, detail::carver&, detail::carver&>;
   { backend.compute() } -> backend_stream<typename Backend::event>;
   { backend.recall() } -> backend_stream<typename Backend::event>;
 }
@@ -119,7 +119,7 @@ concept retrieval_backend = requires(Backend& backend) {
 /// `begin_step` of a captured step is in two halves: `capture_step` on the device, `plan_step` on the host.
 template <class T>
 concept device_stages = requires(T& stages, const T& seen, const typename T::bounds& most,
-                                 std::span<const step_entry> entries) {
+                                 std::span<const detail::step_entry> entries) {
   { stages.capture_step(most) } -> std::same_as<typename T::step>;
   { seen.captured_bounds(most) } -> std::same_as<typename T::bounds>;  // with what `most` leaves out
   { seen.is_captured(most) } -> std::convertible_to<bool>;             // a step so large

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// Progress of a layer in a step. Pipelines that correct nothing go from `appended` to `attended`.
 enum class layer_progress : std::uint8_t { waiting, appended, corrected, attended };
@@ -104,4 +104,4 @@ inline void expect_rows(const char* what, std::size_t given, int rows, std::int6
                       std::to_string(stride) + " apart");
 }
 
-}  // namespace freekv
+}  // namespace freekv::detail

@@ -44,7 +44,7 @@ class evicting_pipeline {
   static_assert(sizeof(detail::checked_policy<Eviction>) > 0);
   static_assert(evicting_backend<Backend, Shape, eviction_settings<Eviction>>,
                 "an evicting pipeline's backend has the stages of freekv/pipeline/eviction_backend.hpp");
-  using state = eviction_state<Shape>;
+  using state = detail::eviction_state<Shape>;
 
  public:
   using shape_type = Shape;
@@ -143,37 +143,37 @@ class evicting_pipeline {
       static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
                     "append takes keys and values of the stored element type, or float");
       evicting_pipeline& p = this->of("append");
-      p.order_.expect(layer, "append", layer_progress::waiting, layer_progress::waiting);
+      p.order_.expect(layer, "append", detail::layer_progress::waiting, detail::layer_progress::waiting);
       const state& s = p.memory_->layers[to_size(layer)];
       if (rows.strides.keys != 0 || rows.strides.values != 0 || rows.strides.queries != 0)
         throw usage_error(
             "append: methods that evict take rows one behind the other; leave the strides at 0");
-      expect_numbers("append: keys", rows.keys.size(), p.rows_, s.heads.kv * head_dim);
-      expect_numbers("append: values", rows.values.size(), p.rows_, s.heads.kv * head_dim);
+      detail::expect_numbers("append: keys", rows.keys.size(), p.rows_, s.heads.kv * head_dim);
+      detail::expect_numbers("append: values", rows.values.size(), p.rows_, s.heads.kv * head_dim);
       if (rows.queries.empty() && p.rows_ > 0 && !s.complete && p.observes_prompts() && !p.any_decode())
         throw usage_error("append: " + detail::printed(p.settings_.eviction) +
                           " observes prompt rows; give their queries with the keys");
       if (p.any_decode() || !rows.queries.empty())
-        expect_numbers("append: queries", rows.queries.size(), p.rows_, s.heads.query * head_dim);
-      for (const eviction_entry& entry : p.entries_) p.memory_->stages.append(s, entry, rows);
+        detail::expect_numbers("append: queries", rows.queries.size(), p.rows_, s.heads.query * head_dim);
+      for (const detail::eviction_entry& entry : p.entries_) p.memory_->stages.append(s, entry, rows);
       p.queries_ = rows.queries;
-      p.order_.reached(layer_progress::appended, layer);
+      p.order_.reached(detail::layer_progress::appended, layer);
     }
     /// Attention of the step's rows: `out` (rows, query_heads, head_dim); `lse` (rows, query_heads), in the
     /// settings' base, or empty. A decode row attends to what its heads have kept and to itself; then the
     /// policy counts what each unit had and units leave. Throws usage_error.
     void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
       evicting_pipeline& p = this->of("attend");
-      p.order_.expect(layer, "attend", layer_progress::appended, layer_progress::appended);
+      p.order_.expect(layer, "attend", detail::layer_progress::appended, detail::layer_progress::appended);
       const state& s = p.memory_->layers[to_size(layer)];
       p.order_.expect_latest(layer, "attend", !p.queries_.empty() || p.rows_ == 0);
-      expect_numbers("attention output", out.size(), p.rows_, s.heads.query * head_dim);
-      if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), p.rows_, s.heads.query);
-      const attention_output to{out.data(), lse.empty() ? nullptr : lse.data(),
-                                nat_in(p.settings_.attention.lse_base)};
-      for (const eviction_entry& entry : p.entries_)
+      detail::expect_numbers("attention output", out.size(), p.rows_, s.heads.query * head_dim);
+      if (!lse.empty()) detail::expect_numbers("log-sum-exp", lse.size(), p.rows_, s.heads.query);
+      const detail::attention_output to{out.data(), lse.empty() ? nullptr : lse.data(),
+                                        nat_in(p.settings_.attention.lse_base)};
+      for (const detail::eviction_entry& entry : p.entries_)
         p.memory_->stages.attend(s, entry, p.queries_.data(), to);
-      p.order_.reached(layer_progress::attended, layer);
+      p.order_.reached(detail::layer_progress::attended, layer);
     }
     /// Ends the step. Every layer must have been appended to, and have attended its decode rows. Throws
     /// usage_error.
@@ -181,7 +181,7 @@ class evicting_pipeline {
       evicting_pipeline& p = this->of("end");
       if (p.rows_ > 0) p.order_.expect_all("end", p.any_decode());
       p.order_.leave_step();
-      for (const eviction_entry& entry : p.entries_)
+      for (const detail::eviction_entry& entry : p.entries_)
         if (entry.ends_prompt && entry.staging >= 0)
           p.free_stagings_.push_back(std::exchange(p.records_[to_size(entry.sequence)].staging, -1));
       this->owner_ = nullptr;
@@ -213,7 +213,7 @@ class evicting_pipeline {
     rows_ = 0;
     for (const step_input& r : rows)
       if (r.tokens > 0) entries_.push_back(entry_of(r));
-    for (const eviction_entry& entry : entries_)
+    for (const detail::eviction_entry& entry : entries_)
       if (entry.ends_prompt) memory_->stages.allocate(memory_->layers, entry);
     order_.begin_step();
     return step(*this);
@@ -265,7 +265,7 @@ class evicting_pipeline {
 
  private:
   using stages = typename Backend::template eviction_stages<Shape, settings>;
-  using memory_plan = eviction_memory<Shape, Eviction, stages>;
+  using memory_plan = detail::eviction_memory<Shape, Eviction, stages>;
   friend class step_handle<evicting_pipeline>;
   struct record {
     bool open = false;
@@ -313,18 +313,18 @@ class evicting_pipeline {
       throw pool_exhausted((decodes ? "decoded tokens of " : "prompt tokens of ") + name_of(r.sequence), most,
                            has, "the step", r.tokens);
   }
-  eviction_entry entry_of(const step_input& r) {
+  detail::eviction_entry entry_of(const step_input& r) {
     record& sequence = records_[to_size(static_cast<int>(r.sequence))];
     if (needs_staging(r)) {
       sequence.staging = free_stagings_.back();
       free_stagings_.pop_back();
     }
-    eviction_entry entry{.sequence = static_cast<int>(r.sequence),
-                         .staging = sequence.staging,
-                         .before = sequence.tokens,
-                         .tokens = r.tokens,
-                         .first_row = rows_,
-                         .decodes = r.phase == step_phase::decode};
+    detail::eviction_entry entry{.sequence = static_cast<int>(r.sequence),
+                                 .staging = sequence.staging,
+                                 .before = sequence.tokens,
+                                 .tokens = r.tokens,
+                                 .first_row = rows_,
+                                 .decodes = r.phase == step_phase::decode};
     if (!entry.decodes) sequence.prompt += r.tokens;
     entry.prompt = sequence.prompt;
     entry.ends_prompt = entry.decodes && !sequence.decodes;
@@ -336,16 +336,16 @@ class evicting_pipeline {
 
   void abandon_step() noexcept {
     order_.leave_step();
-    for (const eviction_entry& entry : entries_) release(sequence_id{entry.sequence});
+    for (const detail::eviction_entry& entry : entries_) release(sequence_id{entry.sequence});
   }
 
   settings settings_;
   std::vector<record> records_;
   std::vector<int> free_stagings_;
-  call_order order_;
-  memory_block slow_memory_, fast_memory_;
+  detail::call_order order_;
+  detail::memory_block slow_memory_, fast_memory_;
   std::optional<memory_plan> memory_;
-  std::vector<eviction_entry> entries_;
+  std::vector<detail::eviction_entry> entries_;
   std::span<const float> queries_;  // of the layer appended to last
   int rows_ = 0;
 };

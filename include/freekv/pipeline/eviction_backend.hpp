@@ -12,8 +12,8 @@ namespace freekv {
 /// The stages of an evicting pipeline on one entry of a step. Each has happened when it returns.
 template <class T, class State>
 concept evicting_stages = requires(T& stages, const std::vector<State>& layers, const State& s,
-                                   const eviction_entry& entry, const kv_rows<float>& rows,
-                                   const float* queries, const attention_output& out) {
+                                   const detail::eviction_entry& entry, const kv_rows<float>& rows,
+                                   const float* queries, const detail::attention_output& out) {
   stages.allocate(layers, entry);         // when a prompt ends, before any layer is cut: budgets of its heads
   stages.append(s, entry, rows);          // cuts a prompt that has ended to its heads' budgets
   stages.attend(s, entry, queries, out);  // and what a decode row makes leave goes
@@ -25,9 +25,9 @@ template <class Backend, class Shape, class Settings>
 concept evicting_backend = requires {
   typename Backend::template eviction_stages<Shape, Settings>;
   requires std::constructible_from<typename Backend::template eviction_stages<Shape, Settings>, Backend&,
-                                   const Settings&, carver&>;
+                                   const Settings&, detail::carver&>;
   requires evicting_stages<typename Backend::template eviction_stages<Shape, Settings>,
-                           eviction_state<Shape>>;
+                           detail::eviction_state<Shape>>;
 };
 
 }  // namespace freekv

@@ -12,7 +12,7 @@
 #include <freekv/storage/memory.hpp>
 #include <vector>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// One sequence's part of a step of an evicting pipeline: `tokens` rows behind `before`, the first of them
 /// row `first_row` of the step.
@@ -245,4 +245,4 @@ class eviction_memory {
   }
 };
 
-}  // namespace freekv
+}  // namespace freekv::detail

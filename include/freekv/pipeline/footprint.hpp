@@ -19,8 +19,8 @@ class pipeline_footprint {
  public:
   using settings_type = pipeline_settings<Pack>;
   using backend_type = typename Pack::backend;
-  using stages_type = typename backend_type::template stages<layer_state<Shape>, settings_type>;
-  using memory_type = pipeline_memory<layer_state<Shape>, settings_type, stages_type>;
+  using stages_type = typename backend_type::template stages<detail::layer_state<Shape>, settings_type>;
+  using memory_type = detail::pipeline_memory<detail::layer_state<Shape>, settings_type, stages_type>;
 
   /// Allocates none of what it counts. Throws settings_error.
   [[gnu::cold]] pipeline_footprint(const settings_type& given, backend_type& backend)
@@ -30,7 +30,7 @@ class pipeline_footprint {
     slow_bytes_ = counted.slow_bytes;
     fast_bytes_ = counted.fast_bytes;
     for (std::size_t layer = 0; layer < counted.layers.size(); ++layer) {
-      const layer_state<Shape>& s = counted.layers[layer];
+      const detail::layer_state<Shape>& s = counted.layers[layer];
       slots_per_sequence_.push_back(s.keeps_slots ? s.slots.total() : 0);
       slots_.push_back(s.keeps_slots ? std::int64_t{settings_.capacity.max_resident} * s.slots.fixed() +
                                            counted.block_pools[layer].capacity()

@@ -7,6 +7,7 @@
 #include <freekv/algorithms/merge_selections.hpp>
 #include <freekv/core/ids.hpp>
 #include <freekv/core/size.hpp>
+#include <freekv/pipeline/step_input.hpp>
 #include <freekv/policies/geometry.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/storage/engine_blocks.hpp>
@@ -14,13 +15,7 @@
 #include <freekv/storage/slice_store.hpp>
 #include <span>
 
-namespace freekv {
-
-/// Phase of one sequence in a step: what its rows are.
-enum class step_phase : std::uint8_t {
-  decode,   ///< attended within the budget
-  prefill,  ///< exact and causal; drops the selection and the previous query
-};
+namespace freekv::detail {
 
 /// One sequence's part of a step, as stages see it: `tokens` rows appended behind `before`, the first of them
 /// row `first_row` of the step.
@@ -44,22 +39,6 @@ struct step_entry {
 struct step_candidates {
   int first = 0, now = 0, next = 0;
   FREEKV_HD constexpr int most() const { return now > next ? now : next; }
-};
-
-/// Elements from a row to the next one, where a row is part of another, as of a fused projection of queries,
-/// keys and values; 0: rows lie one behind the other.
-struct row_strides {
-  std::int64_t keys = 0, values = 0, queries = 0;
-};
-
-/// The rows of a step as the caller hands them to a layer; they are read until the layer has attended.
-template <class In, class Query = float>
-struct kv_rows {
-  std::span<const In> keys{};    ///< (rows, kv_heads, head_dim)
-  std::span<const In> values{};  ///< (rows, kv_heads, head_dim)
-  /// (rows, query_heads, head_dim); may be empty if all rows are prompt and none attends
-  std::span<const Query> queries{};
-  row_strides strides{};
 };
 
 /// Queries of a step's rows, `stride` elements apart: (rows, query_heads, head_dim).
@@ -102,28 +81,6 @@ struct log_mass_output {
   float* log_masses = nullptr;
   int entries = 0;       // of a row's list, or more
   float per_nat = 1.0f;  // what a nat is written as
-};
-
-/// One sequence's keys and values in an engine's own paged cache: token t of it is token `t % block_tokens`
-/// of block `block_table[t / block_tokens]`, at
-/// `keys + block * block_stride + token * token_stride + head * head_stride`, and so are its values. Strides
-/// in elements; head_dim elements lie one behind the other.
-template <class In>
-struct paged_rows {
-  const In* keys = nullptr;
-  const In* values = nullptr;
-  std::int64_t block_stride = 0;
-  std::int64_t token_stride = 0;
-  std::int64_t head_stride = 0;
-  int block_tokens = 16;
-  std::span<const std::int32_t> block_table{};
-
-  std::int64_t offset(int token, int head) const {
-    const std::int64_t block = block_table[to_size(token / block_tokens)];
-    return block * block_stride + token % block_tokens * token_stride + head * head_stride;
-  }
-  const In* key(int token, int head) const { return keys + offset(token, head); }
-  const In* value(int token, int head) const { return values + offset(token, head); }
 };
 
 /// One KV head of one sequence.
@@ -472,4 +429,4 @@ FREEKV_HD constexpr int entries_per_part(int entry_tokens) {
   return entry_tokens < part_tokens ? part_tokens / entry_tokens : 1;
 }
 
-}  // namespace freekv
+}  // namespace freekv::detail

@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// State of a retrieval pipeline, and what both it and its step do with it.
 template <class Shape, class Pack>
@@ -152,4 +152,4 @@ struct pipeline_core {
   }
 };
 
-}  // namespace freekv
+}  // namespace freekv::detail

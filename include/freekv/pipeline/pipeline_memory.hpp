@@ -15,7 +15,7 @@
 #include <freekv/storage/memory.hpp>
 #include <vector>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// All arrays of a pipeline, carved from a block of slow and a block of fast memory; with null blocks they
 /// are only counted, by the same code.
@@ -191,4 +191,4 @@ class pipeline_memory {
   }
 };
 
-}  // namespace freekv
+}  // namespace freekv::detail

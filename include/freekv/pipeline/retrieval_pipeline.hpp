@@ -40,7 +40,7 @@ namespace freekv {
 /// give up blocks.
 template <class Shape, class Pack>
 class basic_retrieval_pipeline {
-  using core = pipeline_core<Shape, Pack>;
+  using core = detail::pipeline_core<Shape, Pack>;
   using state = typename core::state;
   using stages = typename core::stages_type;
 
@@ -138,7 +138,7 @@ class basic_retrieval_pipeline {
     core_.order.expect_outside_step("fork");
     core_.sequences->check_fork(parent);
     core_.before_change("fork");
-    const slot_budget slots(core_);
+    const detail::slot_budget slots(core_);
     const auto of_parent = [&](std::size_t layer) {
       return stages::selections_at_hand ? slots.in_use(layer, parent) : slots.held(layer, parent);
     };
@@ -211,7 +211,7 @@ class basic_retrieval_pipeline {
     core_.order.expect_outside_step("preempt");
     core_.sequences->check_preemption(id);
     core_.before_change("preempt", false);
-    slot_budget(core_).give_back(id);
+    detail::slot_budget(core_).give_back(id);
     core_.sequences->preempt(id);
   }
   [[gnu::cold]] void restore(sequence_id id) {
@@ -219,7 +219,7 @@ class basic_retrieval_pipeline {
     core_.sequences->check_restoration(id);
     core_.before_change("restore");
     // All that it may hold, where there is so much; else what it has selected, which a device is asked for.
-    const slot_budget slots(core_);
+    const detail::slot_budget slots(core_);
     const bool counts = stages::selections_at_hand || slots.is_short();
     if (counts) core_.settle("restore");
     const auto of_selection = [&](std::size_t layer) {
@@ -259,10 +259,10 @@ class basic_retrieval_pipeline {
     if (core_.backend.compute().is_capturing())
       throw usage_error("begin_step: the compute stream is captured; call begin_captured_step");
     core_.sequences->check_step(rows);
-    slot_budget(core_).reserve(rows);
+    detail::slot_budget(core_).reserve(rows);
     core_.sequences->begin_step(rows, core_.entries);
     core_.rows = core_.longest = core_.longest_prompt = 0;
-    for (const step_entry& entry : core_.entries) {
+    for (const detail::step_entry& entry : core_.entries) {
       core_.rows = entry.first_row + entry.tokens;
       core_.longest = std::max(core_.longest, entry.after());
       if (entry.phase == step_phase::prefill)
@@ -331,7 +331,7 @@ class basic_retrieval_pipeline {
                         std::to_string(brings.entries) +
                         " sequences; capture a larger one, or begin a step that is not captured");
     if (!core_.stages().can_plan()) return false;
-    slot_budget(core_).reserve(rows, false);
+    detail::slot_budget(core_).reserve(rows, false);
     core_.join_recall();
     core_.sequences->begin_step(rows, core_.entries);
     core_.stages().plan_step(core_.entries);
@@ -348,7 +348,7 @@ class basic_retrieval_pipeline {
   void reserve(std::span<const step_input> rows) {
     core_.order.expect_outside_step("reserve");
     core_.sequences->check_step(rows, "reserve");
-    slot_budget(core_).reserve(rows);
+    detail::slot_budget(core_).reserve(rows);
   }
 
   /// Blocks of a row of the tables that `queue_tables` writes at most. Throws usage_error for rows that the

@@ -27,8 +27,8 @@ namespace freekv {
 /// behind is neither read nor written. Calls out of order throw usage_error and change nothing. A step that
 /// is left without `end`, by an exception too, is abandoned.
 template <class Shape, class Pack>
-class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
-  using core_type = pipeline_core<Shape, Pack>;
+class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
+  using core_type = detail::pipeline_core<Shape, Pack>;
   using state = typename core_type::state;
   using element = typename Shape::element_type;
   static constexpr int head_dim = Shape::head_dim;
@@ -50,8 +50,9 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
                   "append takes keys and values of the stored element type, or float");
     static_assert(freekv::element<Query>, "append takes queries of float, half or bfloat16");
     core_type& core = this->of("append");
-    const state& s = layer_in(core, layer, "append", layer_progress::waiting, layer_progress::waiting);
-    step_rows<In> given{rows.keys.data(), rows.values.data()};
+    const state& s =
+        layer_in(core, layer, "append", detail::layer_progress::waiting, detail::layer_progress::waiting);
+    detail::step_rows<In> given{rows.keys.data(), rows.values.data()};
     given.key_stride = stride_of("append: keys", rows.keys, core, s.heads.kv, rows.strides.keys);
     given.value_stride = stride_of("append: values", rows.values, core, s.heads.kv, rows.strides.values);
     if (core.any_decode() || !rows.queries.empty())
@@ -64,7 +65,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     if (!core.in_capture) core.backend.compute().wait(core.recalled[to_size(layer)]);
     core.stages().append(s, core.step, given);
     core.queries = given.queries;
-    core.order.reached(layer_progress::appended, layer);
+    core.order.reached(detail::layer_progress::appended, layer);
   }
 
   /// Appends the step's rows, all of them of prompts, from an engine's own paged cache, whose prefill needs
@@ -82,7 +83,8 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
                   "append_from takes keys and values of the stored element type, or float");
     core_type& core = this->of("append_from");
-    const state& s = layer_in(core, layer, "append_from", layer_progress::waiting, layer_progress::waiting);
+    const state& s = layer_in(core, layer, "append_from", detail::layer_progress::waiting,
+                              detail::layer_progress::waiting);
     if (core.in_capture)
       throw usage_error("append_from: a captured step has no tables of the sequences to come; begin a step");
     detail::expect_prompt_tables(rows, core.entries);
@@ -90,7 +92,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     core.stages().append_from(s, core.step, rows, recalled);
     recalled = core.backend.recall().record();
     core.queries = {};
-    core.order.reached(layer_progress::appended, layer);
+    core.order.reached(detail::layer_progress::appended, layer);
   }
 
   /// Corrects the flagged heads, attends, and queues selection and recall for the next step behind the
@@ -105,7 +107,8 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   void attend(int layer, std::type_identity_t<std::span<Out>> out, std::span<float> lse = {},
               std::int64_t out_stride = 0) {
     core_type& core = this->of("attend");
-    const state& s = layer_in(core, layer, "attend", layer_progress::appended, layer_progress::corrected);
+    const state& s =
+        layer_in(core, layer, "attend", detail::layer_progress::appended, detail::layer_progress::corrected);
     const auto to = output(core, "attend", s, out, lse, out_stride);
     correct(layer);
     core.stages().attend(s, core.step, core.queries, to);
@@ -134,12 +137,13 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   /// store_error, as `attend`.
   void log_masses(int layer, std::span<float> masses) {
     core_type& core = this->of("log_masses");
-    const state& s = layer_in(core, layer, "log_masses", layer_progress::appended, layer_progress::corrected);
+    const state& s = layer_in(core, layer, "log_masses", detail::layer_progress::appended,
+                              detail::layer_progress::corrected);
     core.order.expect_latest(layer, "log_masses", !core.queries.empty() || core.rows == 0);
     const int entries = most_attended(layer);
-    expect_numbers("log-masses", masses.size(), core.rows, std::int64_t{s.heads.query} * entries);
+    detail::expect_numbers("log-masses", masses.size(), core.rows, std::int64_t{s.heads.query} * entries);
     correct(layer);
-    const log_mass_output to{masses.data(), entries, nat_in(core.settings.attention.lse_base)};
+    const detail::log_mass_output to{masses.data(), entries, nat_in(core.settings.attention.lse_base)};
     core.stages().log_masses(s, core.step, core.queries, to);
   }
 
@@ -149,10 +153,11 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   /// recalls what they still miss.
   void correct(int layer) {
     core_type& core = this->of("correct");
-    const state& s = layer_in(core, layer, "correct", layer_progress::appended, layer_progress::corrected);
-    if (core.order.of(layer) == layer_progress::appended && s.kind == layer_kind::retrieval)
+    const state& s =
+        layer_in(core, layer, "correct", detail::layer_progress::appended, detail::layer_progress::corrected);
+    if (core.order.of(layer) == detail::layer_progress::appended && s.kind == layer_kind::retrieval)
       core.stages().correct(s, core.step);
-    core.order.reached(layer_progress::corrected, layer);
+    core.order.reached(detail::layer_progress::corrected, layer);
     core.stages().retry_correction_reads(s, core.step);
   }
 
@@ -163,8 +168,8 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   resident_table table(int layer, sequence_id id, int head, std::span<std::int32_t> blocks) const {
     core_type& core = this->of("table");
     const state& of_layer =
-        layer_in(core, layer, "table", layer_progress::corrected, layer_progress::corrected);
-    const step_entry& entry = detail::entry_for_table(of_layer, core.entries, id, blocks.size());
+        layer_in(core, layer, "table", detail::layer_progress::corrected, detail::layer_progress::corrected);
+    const detail::step_entry& entry = detail::entry_for_table(of_layer, core.entries, id, blocks.size());
     const state& s = core.stages().read_back(of_layer);
     if (head < 0 || head >= s.heads.kv)
       throw usage_error("table: KV head " + std::to_string(head) + " is not one of " +
@@ -176,8 +181,9 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   /// spare slots, and heads that all retrieve. Throws usage_error where the heads' slots differ.
   resident_table table(int layer, sequence_id id, std::span<std::int32_t> blocks) const {
     core_type& core = this->of("table");
-    const state& s = layer_in(core, layer, "table", layer_progress::corrected, layer_progress::corrected);
-    const step_entry& entry = detail::entry_for_table(s, core.entries, id, blocks.size());
+    const state& s =
+        layer_in(core, layer, "table", detail::layer_progress::corrected, detail::layer_progress::corrected);
+    const detail::step_entry& entry = detail::entry_for_table(s, core.entries, id, blocks.size());
     return detail::write_table(core.stages().read_back(s), entry, blocks);
   }
 
@@ -190,8 +196,8 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   requires device_stages<typename core_type::stages_type>
   void queue_tables(int layer, const Tables& to) {
     core_type& core = this->of("queue_tables");
-    const state& s =
-        layer_in(core, layer, "queue_tables", layer_progress::corrected, layer_progress::corrected);
+    const state& s = layer_in(core, layer, "queue_tables", detail::layer_progress::corrected,
+                              detail::layer_progress::corrected);
     detail::expect_tables(s, core.settings,
                           core.in_capture ? core.step.bounds.entries : static_cast<int>(core.entries.size()),
                           to);
@@ -201,9 +207,9 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   /// After an engine's own kernel has attended: queues selection and recall for the next step.
   void finish_layer(int layer) {
     core_type& core = this->of("finish_layer");
-    const state& s =
-        layer_in(core, layer, "finish_layer", layer_progress::corrected, layer_progress::corrected);
-    core.order.reached(layer_progress::attended, layer);
+    const state& s = layer_in(core, layer, "finish_layer", detail::layer_progress::corrected,
+                              detail::layer_progress::corrected);
+    core.order.reached(detail::layer_progress::attended, layer);
     if (s.kind != layer_kind::retrieval) return;
     core.backend.recall().wait(core.backend.compute().record());
     core.stages().speculate(s, core.step);
@@ -219,7 +225,8 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   void attend_full(int layer, std::type_identity_t<std::span<Out>> out, std::span<float> lse = {},
                    std::int64_t out_stride = 0) {
     core_type& core = this->of("attend_full");
-    const state& s = layer_in(core, layer, "attend_full", layer_progress::appended, layer_progress::attended);
+    const state& s = layer_in(core, layer, "attend_full", detail::layer_progress::appended,
+                              detail::layer_progress::attended);
     const auto to = output(core, "attend_full", s, out, lse, out_stride);
     core.stages().attend_full(s, core.step, core.queries, to);
   }
@@ -246,7 +253,7 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
     auto entry = core.entries.begin();
     while (entry != core.entries.end() && sequence_id{entry->sequence} != id) ++entry;
     if (entry == core.entries.end())
-      throw usage_error("abandon: " + sequence_table::name_of(id) + " has no rows in this step");
+      throw usage_error("abandon: " + detail::sequence_table::name_of(id) + " has no rows in this step");
     core.settle("abandon");
     core.entries.erase(entry);
     core.release(id);
@@ -254,8 +261,8 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   }
 
  private:
-  static const state& layer_in(core_type& core, int layer, const char* call, layer_progress first,
-                               layer_progress last) {
+  static const state& layer_in(core_type& core, int layer, const char* call, detail::layer_progress first,
+                               detail::layer_progress last) {
     core.order.expect(layer, call, first, last);
     return core.memory->layers[to_size(layer)];
   }
@@ -263,15 +270,15 @@ class retrieval_step : public step_handle<pipeline_core<Shape, Pack>> {
   template <class Numbers>
   static std::int64_t stride_of(const char* what, const Numbers& numbers, const core_type& core, int heads,
                                 std::int64_t stride) {
-    expect_rows(what, numbers.size(), core.rows, std::int64_t{heads} * head_dim, stride);
+    detail::expect_rows(what, numbers.size(), core.rows, std::int64_t{heads} * head_dim, stride);
     return stride == 0 ? std::int64_t{heads} * head_dim : stride;
   }
   template <class Out>
-  static attention_output output(const core_type& core, const char* call, const state& s, std::span<Out> out,
-                                 std::span<float> lse, std::int64_t stride) {
+  static detail::attention_output output(const core_type& core, const char* call, const state& s,
+                                         std::span<Out> out, std::span<float> lse, std::int64_t stride) {
     static_assert(freekv::element<Out>, "outputs are float, half or bfloat16");
     core.order.expect_latest(s.layer, call, !core.queries.empty() || core.rows == 0);
-    if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), core.rows, s.heads.query);
+    if (!lse.empty()) detail::expect_numbers("log-sum-exp", lse.size(), core.rows, s.heads.query);
     return {out.data(), lse.empty() ? nullptr : lse.data(), nat_in(core.settings.attention.lse_base),
             stride_of("attention output", out, core, s.heads.query, stride), type_of_element<Out>};
   }

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <freekv/pipeline/layer_state.hpp>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// True where all units selected by the heads of a sequence are in its first `pages` pages.
 template <class State>
@@ -32,4 +32,4 @@ int selected_blocks_in_use(const State& s, int sequence) {
   return s.slots.selected_blocks_for(slots);
 }
 
-}  // namespace freekv
+}  // namespace freekv::detail

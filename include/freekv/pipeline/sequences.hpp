@@ -9,6 +9,7 @@
 #include <freekv/core/shape.hpp>
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/step_input.hpp>
 #include <freekv/storage/page_pool.hpp>
 #include <span>
 #include <string>
@@ -17,13 +18,9 @@
 
 namespace freekv {
 
-/// The rows one sequence brings to a step. Keys, values, queries and outputs of a step's sequences lie one
-/// behind the other, in the order in which they are listed.
-struct step_input {
-  sequence_id sequence{};
-  int tokens = 1;  ///< 0: it sits the step out; of decode rows at most max_decode_rows
-  step_phase phase = step_phase::decode;
-};
+namespace detail {
+
+class sequence_table;
 
 /// Limits of sequences, from the pipeline's settings.
 struct sequence_limits {
@@ -34,6 +31,8 @@ struct sequence_limits {
   int max_decode_rows = 1;
   std::int32_t store_pages = 0;
 };
+
+}  // namespace detail
 
 /// Complete pages that outlive the sequence they are from, with their summaries; sequences can start with
 /// them. They are in use until this goes, which is before its pipeline does.
@@ -51,11 +50,13 @@ class prefix {
   int pages() const { return static_cast<int>(pages_.size()); }
 
  private:
-  friend class sequence_table;
-  explicit prefix(page_pool& pool) : pool_(&pool) {}
-  page_pool* pool_;
+  friend class detail::sequence_table;
+  explicit prefix(detail::page_pool& pool) : pool_(&pool) {}
+  detail::page_pool* pool_;
   std::vector<store_page_id> pages_;
 };
+
+namespace detail {
 
 /// State of all sequences. A call that throws changes nothing; its `check_` is called before it.
 class sequence_table {
@@ -346,5 +347,7 @@ class sequence_table {
   std::vector<std::int32_t> free_slot_sets_;
   std::vector<record> records_;
 };
+
+}  // namespace detail
 
 }  // namespace freekv

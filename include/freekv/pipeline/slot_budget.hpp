@@ -12,7 +12,7 @@
 #include <span>
 #include <string>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// Blocks of selected slots, by layer and sequence; a view of a pipeline_core.
 template <class Core>
@@ -97,4 +97,4 @@ class slot_budget {
   Core& core_;
 };
 
-}  // namespace freekv
+}  // namespace freekv::detail

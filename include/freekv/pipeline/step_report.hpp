@@ -34,7 +34,8 @@ struct step_report {
 template <class State, bool counts_flags>
 class layer_report {
  public:
-  layer_report(const State& seen, const sequence_table& sequences) : seen_(&seen), sequences_(&sequences) {}
+  layer_report(const State& seen, const detail::sequence_table& sequences)
+      : seen_(&seen), sequences_(&sequences) {}
 
   /// Report of a sequence's last step in the layer. Throws usage_error.
   step_report operator[](sequence_id id) const {
@@ -57,7 +58,7 @@ class layer_report {
 
  private:
   const State* seen_;
-  const sequence_table* sequences_;
+  const detail::sequence_table* sequences_;
 };
 
 }  // namespace freekv

@@ -10,7 +10,7 @@
 #include <freekv/storage/memory.hpp>
 #include <vector>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// A table that the host writes, and a device's copy of it; or the same one twice.
 template <class T>
@@ -113,4 +113,4 @@ struct device_tables {
   }
 };
 
-}  // namespace freekv
+}  // namespace freekv::detail

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// Blocks from `first` on, given to slot sets as they need them: at most `most` to one, whose selected slots
 /// begin in `table[set * most]` and lie in that block and the next ones listed, -1 behind them.
@@ -45,4 +45,4 @@ class block_pool {
   std::int32_t* table_ = nullptr;
 };
 
-}  // namespace freekv
+}  // namespace freekv::detail

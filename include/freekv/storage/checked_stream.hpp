@@ -11,7 +11,7 @@
 #include <string>
 #include <utility>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// A checksum of bytes behind others whose checksum is `before`. It is another for certain where the bytes
 /// differ within one group of 8 at a multiple of 8, and but for one case in 2^64 otherwise. Not for bytes
@@ -125,4 +125,4 @@ class checked_reader {
   std::size_t used_ = 0, at_ = 0;
 };
 
-}  // namespace freekv
+}  // namespace freekv::detail

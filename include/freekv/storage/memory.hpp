@@ -40,6 +40,8 @@ struct memory_bytes {
   }
 };
 
+namespace detail {
+
 /// Carves arrays out of one block. Run once without memory it counts the bytes; run again over a block of
 /// that size it hands out the arrays, so that what is announced and what is used cannot differ.
 class carver {
@@ -95,5 +97,7 @@ class memory_block {
   std::size_t bytes_ = 0;
   std::byte* data_ = nullptr;
 };
+
+}  // namespace detail
 
 }  // namespace freekv

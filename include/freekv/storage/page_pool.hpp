@@ -6,7 +6,7 @@
 #include <freekv/core/size.hpp>
 #include <vector>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// A fixed number of store pages, given out one at a time and shared by counting. A page id is valid in every
 /// layer's store.
@@ -42,4 +42,4 @@ class page_pool {
   std::vector<store_page_id> free_;
 };
 
-}  // namespace freekv
+}  // namespace freekv::detail

@@ -123,7 +123,7 @@ struct attention_job {
 
  private:
   int entries_per_part(const attention_list& entries) const {
-    return freekv::entries_per_part(entries.complete ? s.page.tokens : s.unit.tokens);
+    return freekv::detail::entries_per_part(entries.complete ? s.page.tokens : s.unit.tokens);
   }
   /// Runs body(i, rows, keys that come next or null) for some entries of a head's list.
   template <class Body>

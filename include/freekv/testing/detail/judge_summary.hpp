@@ -32,12 +32,12 @@ scored_unit score_by(T team, const Policy& policy, const std::vector<Element>& k
   std::vector<float> key_scratch(keys.size()),
       prepared(to_size(prepared_queries::floats(group, query_width)));
   std::vector<std::byte> bytes(summary_bytes<Element>(policy, page));
-  summarise_unit<Element>(team, policy, head_slice<const Element>{keys.data(), nullptr, d}, page,
-                          {key_scratch.data(), unit.numbers.data()}, bytes.data());
+  freekv::detail::summarise_unit<Element>(team, policy, head_slice<const Element>{keys.data(), nullptr, d},
+                                          page, {key_scratch.data(), unit.numbers.data()}, bytes.data());
   const auto of_group =
       prepare_group(team, policy, group_query{queries.data(), group, d}, scale, prepared.data());
-  score_unit<Element>(team, policy, page, bytes.data(), of_group, unit.stored.data(),
-                      {unit.scores.data(), 1});
+  freekv::detail::score_unit<Element>(team, policy, page, bytes.data(), of_group, unit.stored.data(),
+                                      {unit.scores.data(), 1});
   return unit;
 }
 

@@ -1,0 +1,63 @@
+// What a caller hands to a step: its sequences, and rows of keys, values and queries.
+#pragma once
+
+#include <cstdint>
+#include <freekv/core/ids.hpp>
+#include <freekv/core/size.hpp>
+#include <span>
+
+namespace freekv {
+
+/// Phase of one sequence in a step: what its rows are.
+enum class step_phase : std::uint8_t {
+  decode,   ///< attended within the budget
+  prefill,  ///< exact and causal; drops the selection and the previous query
+};
+
+/// The rows one sequence brings to a step. Keys, values, queries and outputs of a step's sequences lie one
+/// behind the other, in the order in which they are listed.
+struct step_input {
+  sequence_id sequence{};
+  int tokens = 1;  ///< 0: it sits the step out; of decode rows at most max_decode_rows
+  step_phase phase = step_phase::decode;
+};
+
+/// Elements from a row to the next one, where a row is part of another, as of a fused projection of queries,
+/// keys and values; 0: rows lie one behind the other.
+struct row_strides {
+  std::int64_t keys = 0, values = 0, queries = 0;
+};
+
+/// The rows of a step as the caller hands them to a layer; they are read until the layer has attended.
+template <class In, class Query = float>
+struct kv_rows {
+  std::span<const In> keys{};    ///< (rows, kv_heads, head_dim)
+  std::span<const In> values{};  ///< (rows, kv_heads, head_dim)
+  /// (rows, query_heads, head_dim); may be empty if all rows are prompt and none attends
+  std::span<const Query> queries{};
+  row_strides strides{};
+};
+
+/// One sequence's keys and values in an engine's own paged cache: token t of it is token `t % block_tokens`
+/// of block `block_table[t / block_tokens]`, at
+/// `keys + block * block_stride + token * token_stride + head * head_stride`, and so are its values. Strides
+/// in elements; head_dim elements lie one behind the other.
+template <class In>
+struct paged_rows {
+  const In* keys = nullptr;
+  const In* values = nullptr;
+  std::int64_t block_stride = 0;
+  std::int64_t token_stride = 0;
+  std::int64_t head_stride = 0;
+  int block_tokens = 16;
+  std::span<const std::int32_t> block_table{};
+
+  std::int64_t offset(int token, int head) const {
+    const std::int64_t block = block_table[to_size(token / block_tokens)];
+    return block * block_stride + token % block_tokens * token_stride + head * head_stride;
+  }
+  const In* key(int token, int head) const { return keys + offset(token, head); }
+  const In* value(int token, int head) const { return values + offset(token, head); }
+};
+
+}  // namespace freekv
