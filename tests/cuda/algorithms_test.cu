@@ -203,7 +203,7 @@ struct copy_slices {
     const auto source = freekv::make_page_span<From, HeadDim>(from, pages, shape);
     const auto target = freekv::make_page_span<To, HeadDim>(to, pages, shape);
     freekv::detail::copy_slice<HeadDim>(freekv::as_const(freekv::slice_of(source, page, head)),
-                                freekv::slice_of(target, page, head), tokens);
+                                        freekv::slice_of(target, page, head), tokens);
   }
 };
 
@@ -391,12 +391,13 @@ struct summarise_and_score {
     const freekv::head_slice<const Key> slice{unit_keys, unit_keys, page.head_dim};
     float* own = scratch + i * scratch_each();
     std::byte* bytes = stored + static_cast<std::size_t>(i) * freekv::summary_bytes<Key>(policy, page);
-    freekv::detail::summarise_unit<Key>(team, policy, slice, page, {own, own + page.tokens * page.head_dim}, bytes);
+    freekv::detail::summarise_unit<Key>(team, policy, slice, page, {own, own + page.tokens * page.head_dim},
+                                        bytes);
     float* query = prepared + i * queries.group * query_width;
     for (int g = 0; g < queries.group; ++g)
       freekv::prepare_query(team, policy, {queries.head(g), 1, page.head_dim}, query + g * query_width);
     freekv::detail::score_unit<Key>(team, policy, page, bytes, {query, query_width, queries.group, scale},
-                            numbers + i * policy.width(page), {scores + i * queries.group, 1});
+                                    numbers + i * policy.width(page), {scores + i * queries.group, 1});
   }
 };
 
@@ -540,10 +541,11 @@ struct slot_matching {
     int* const to = slot_of + head * most;
     const std::int32_t* const pages = wanted + head * most;
     // Counts stay below the slots, so that spare slots are slots that the selection leaves.
-    misses[head] = spare == 0
-                       ? freekv::detail::match_slots(freekv::first_unselected<>{}, pages, counts[head], slots, 5, to)
-                       : freekv::detail::match_slots(freekv::least_recently_used<freekv::dynamic>{{{spare}}}, pages,
-                                             counts[head], slots, 5, to);
+    misses[head] =
+        spare == 0
+            ? freekv::detail::match_slots(freekv::first_unselected<>{}, pages, counts[head], slots, 5, to)
+            : freekv::detail::match_slots(freekv::least_recently_used<freekv::dynamic>{{{spare}}}, pages,
+                                          counts[head], slots, 5, to);
   }
 };
 
@@ -654,7 +656,8 @@ struct attend_rows {
     }
     freekv::detail::merge_parts<HeadDim>(team, parts[1], parts[0], group);
     if (sink_logits != nullptr) freekv::detail::add_logits<HeadDim>(team, sink_logits, group, parts[0]);
-    freekv::detail::finish_attention<HeadDim>(team, parts[0], group, out + row * group * HeadDim, lse + row * group);
+    freekv::detail::finish_attention<HeadDim>(team, parts[0], group, out + row * group * HeadDim,
+                                              lse + row * group);
   }
 };
 
@@ -679,7 +682,8 @@ void attention(report& checks, random_numbers& random) {
   for (int t = 0; t < page; ++t) first(5)[t * d] = freekv::from_float<Element>(-freekv::infinity);
   tokens[5] = page;
 
-  pinned<float> scratch(size(rows * freekv::detail::attention_scratch<d>)), weighted(size(rows * 2 * group * d));
+  pinned<float> scratch(size(rows * freekv::detail::attention_scratch<d>)),
+      weighted(size(rows * 2 * group * d));
   pinned<freekv::log_sum_exp> mass(size(rows * 2 * group));
   const bool extras = random.between(0, 1) == 1;
   const pinned<float> sink_logits = random.normals<float>(size(group), 2.0f);

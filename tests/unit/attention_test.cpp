@@ -99,7 +99,8 @@ attended attend_by(executor on, const attention_case<Shape>& c, const std::vecto
   const auto group = count(c.group);
   attended result{std::vector<float>(group * d, -9.0f), std::vector<float>(group, -9.0f)};
   // Scratch holds what was there before.
-  std::vector<float> scratch(freekv::detail::attention_scratch<d>, quiet_nan), weighted(2 * group * d, quiet_nan);
+  std::vector<float> scratch(freekv::detail::attention_scratch<d>, quiet_nan),
+      weighted(2 * group * d, quiet_nan);
   std::vector<freekv::log_sum_exp> mass(2 * group, {quiet_nan, quiet_nan});
   const freekv::detail::attention_part all{mass.data(), weighted.data()},
       part{mass.data() + group, weighted.data() + group * d};
@@ -110,16 +111,16 @@ attended attend_by(executor on, const attention_case<Shape>& c, const std::vecto
     for (std::size_t nth = 0; nth < parts.size(); ++nth) {
       part.clear(team, c.group, d);
       for (int i = 0; i < parts[nth]; ++i, ++slice) {
-        freekv::detail::attend_slice<d, decltype(team), element>(team, {c.query.data(), c.group, d}, slices[slice],
-                                                         c.tokens[slice], part, scratch.data(), c.soft_cap,
-                                                         nullptr, log_weights);
+        freekv::detail::attend_slice<d, decltype(team), element>(
+            team, {c.query.data(), c.group, d}, slices[slice], c.tokens[slice], part, scratch.data(),
+            c.soft_cap, nullptr, log_weights);
         if (log_weights != nullptr) log_weights += c.tokens[slice];
       }
       freekv::detail::merge_parts<d>(team, part, all, c.group);
     }
     if (!c.sink_logits.empty()) freekv::detail::add_logits<d>(team, c.sink_logits.data(), c.group, all);
     freekv::detail::finish_attention<d>(team, all, c.group, result.out.data(),
-                                wants_lse ? result.lse.data() : nullptr);
+                                        wants_lse ? result.lse.data() : nullptr);
   });
   return result;
 }

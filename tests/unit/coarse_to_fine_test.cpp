@@ -47,11 +47,11 @@ void check_pair(const page_case& c, const Coarse& coarse, const Fine& fine) {
         return freekv::score_column{column.data(), 1};
       };
       freekv::detail::score_unit_coarsely<E>(team, policy, c.page(), pair.stored.data(), prepare(policy),
-                                     numbers.data(), to(scores[0]));
+                                             numbers.data(), to(scores[0]));
       const auto alone = [&](const auto& summary, const scored& of, std::vector<float>& column) {
         const auto of_head = freekv::summary_at(summary, 0, 0);
-        freekv::detail::score_unit<E>(team, of_head, c.page(), of.stored.data(), prepare(of_head), numbers.data(),
-                              to(column));
+        freekv::detail::score_unit<E>(team, of_head, c.page(), of.stored.data(), prepare(of_head),
+                                      numbers.data(), to(column));
       };
       alone(coarse, of_coarse, scores[1]);
       alone(fine, of_fine, scores[2]);

@@ -74,12 +74,12 @@ scored score_by(executor on, const Policy& whole, const page_case& c, int stride
                 std::vector<float>(count(c.group))};
   std::vector<float> spread(count(c.group * 3), -5.0f);
   run_on(on, [&](auto team) {
-    freekv::detail::summarise_unit<E>(team, policy, freekv::head_slice<const E>{rows.data(), nullptr, stride}, page,
-                              {key_scratch.data(), numbers.data()}, result.stored.data());
+    freekv::detail::summarise_unit<E>(team, policy, freekv::head_slice<const E>{rows.data(), nullptr, stride},
+                                      page, {key_scratch.data(), numbers.data()}, result.stored.data());
     const auto queries =
         freekv::prepare_group(team, policy, {c.queries.data(), c.group, c.d}, c.scale, prepared.data());
     freekv::detail::score_unit<E>(team, policy, page, result.stored.data(), queries, result.numbers.data(),
-                          {spread.data() + 1, 3});
+                                  {spread.data() + 1, 3});
     if constexpr (!freekv::scores_stored_bytes<std::remove_const_t<decltype(policy)>>)
       freekv::decode_summary<E>(team, policy, page, result.stored.data(), result.numbers.data());
   });

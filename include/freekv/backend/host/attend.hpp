@@ -32,7 +32,8 @@ void attend_slice(isa set, const group_query& query, const head_slice<const Elem
                   const attention_part& part, float* scratch, float soft_cap = 0.0f,
                   const Element* ahead = nullptr, const float* log_weights = nullptr) {
   with_wide_team(set, [&](auto team) {
-    freekv::detail::attend_slice<HeadDim>(team, query, slice, tokens, part, scratch, soft_cap, ahead, log_weights);
+    freekv::detail::attend_slice<HeadDim>(team, query, slice, tokens, part, scratch, soft_cap, ahead,
+                                          log_weights);
   });
 }
 template <int HeadDim>
