@@ -8,6 +8,8 @@
 #include <freekv/backend/host/stages.hpp>
 #include <freekv/pipeline/evicting_pipeline.hpp>
 #include <freekv/pipeline/retrieval_pipeline.hpp>
+#include <freekv/policies/counting_eviction.hpp>
+#include <freekv/policies/hard_kv.hpp>
 #include <freekv/policies/merging_eviction.hpp>
 #include <freekv/policies/window_eviction.hpp>
 #include <string_view>

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <freekv/policies/window_eviction.hpp>
+#include <freekv/policies/hard_kv.hpp>
 #include <functional>
 #include <numeric>
 #include <vector>
@@ -91,19 +91,20 @@ TEST_CASE("at the calibrated temperature the wanted best have p, and it leaves a
     observed_case c(d, units, 1, d.one_of({1.0f, 3.0f}));
     std::vector<float> best(c.row(0), c.row(0) + units), pooled(count(units));
     std::sort(best.begin(), best.end(), std::greater<float>());
-    const int wanted = freekv::descending_masses(best.data(), units, 1.0).fewest(p);
-    CHECK(freekv::descending_masses(best.data(), units, 1.0).of_first(wanted) >= p);
-    if (wanted > 1) CHECK(freekv::descending_masses(best.data(), units, 1.0).of_first(wanted - 1) < p);
+    const int wanted = freekv::detail::descending_masses(best.data(), units, 1.0).fewest(p);
+    CHECK(freekv::detail::descending_masses(best.data(), units, 1.0).of_first(wanted) >= p);
+    if (wanted > 1)
+      CHECK(freekv::detail::descending_masses(best.data(), units, 1.0).of_first(wanted - 1) < p);
     const auto temperature_of = [&](const std::vector<float>& row) {
-      return freekv::calibrated_temperature(
+      return freekv::detail::calibrated_temperature(
           1, p, [&](int) { return row.data(); }, [&](int) { return units; }, [&](int) { return wanted; });
     };
     CHECK(temperature_of(best) >= 1 - 1e-9);  // of scores as they are
-    freekv::pool_largest(c.row(0), units, 7, pooled.data());
+    freekv::detail::pool_largest(c.row(0), units, 7, pooled.data());
     std::sort(pooled.begin(), pooled.end(), std::greater<float>());
     const double temperature = temperature_of(pooled);
     CHECK(temperature < 1);  // neighbours of large scores are large
-    const freekv::descending_masses calibrated(pooled.data(), units, temperature);
+    const freekv::detail::descending_masses calibrated(pooled.data(), units, temperature);
     const auto peak = std::count(pooled.begin(), pooled.end(), pooled[0]);
     if (peak <= wanted) {
       CHECK(calibrated.of_first(wanted) == Approx(p).margin(1e-3));

@@ -3,8 +3,8 @@
 
 #include <cmath>
 #include <cstdint>
-#include <freekv/policies/eviction.hpp>
-#include <freekv/policies/window_eviction.hpp>
+#include <freekv/policies/counting_eviction.hpp>
+#include <freekv/policies/hard_kv.hpp>
 #include <numbers>
 #include <string>
 #include <string_view>

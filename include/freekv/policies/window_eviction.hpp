@@ -6,185 +6,12 @@
 #include <cmath>
 #include <cstdint>
 #include <freekv/core/log_sum_exp.hpp>
+#include <freekv/policies/detail/neighbours.hpp>
 #include <freekv/policies/eviction.hpp>
-#include <functional>
 #include <string>
 #include <string_view>
 
 namespace freekv {
-
-/// The largest of each `kernel` neighbours, the number in the middle one of them; -infinity stays where it
-/// is. `pooled` is other memory.
-inline void pool_largest(const float* numbers, int count, int kernel, float* pooled) {
-  for (int i = 0; i < count; ++i) {
-    const int first = std::max(0, i - kernel / 2), end = std::min(count, i + kernel / 2 + 1);
-    pooled[i] = numbers[i] == -infinity ? -infinity : *std::max_element(numbers + first, numbers + end);
-  }
-}
-
-/// The mean of each `kernel` neighbours, the number in the middle one of them, with nothing beyond the ends.
-/// `means` is other memory.
-inline void average_near(const float* numbers, int count, int kernel, float* means) {
-  for (int i = 0; i < count; ++i) {
-    double sum = 0.0;
-    for (int j = std::max(0, i - kernel / 2); j < std::min(count, i + kernel / 2 + 1); ++j)
-      sum += static_cast<double>(numbers[j]);
-    means[i] = static_cast<float>(sum / kernel);
-  }
-}
-
-/// Softmax masses of scores that descend, at a temperature.
-struct descending_masses {
-  const float* scores = nullptr;
-  int count = 0;
-  double temperature = 1.0, sum = 0.0;
-
-  descending_masses(const float* descending, int n, double t) : scores(descending), count(n), temperature(t) {
-    for (int i = 0; i < count; ++i) sum += weight(i);
-  }
-  double weight(int i) const { return weight_of(scores[i]); }
-  double weight_of(float score) const {
-    return std::exp((static_cast<double>(score) - static_cast<double>(scores[0])) / temperature);
-  }
-  /// Share that the first `n` have together.
-  double of_first(int n) const {
-    double mass = 0.0;
-    for (int i = 0; i < n; ++i) mass += weight(i);
-    return mass / sum;
-  }
-  /// The fewest that have `p` together.
-  int fewest(double p) const {
-    double mass = 0.0;
-    for (int i = 0; i < count; ++i)
-      if ((mass += weight(i)) >= p * sum) return i + 1;
-    return count;
-  }
-};
-
-/// HARD-KV's calibration (arXiv 2606.28831, section 3 and appendix D): the temperature at which the
-/// `wanted(row)` best of each row of transformed scores have a share of `p`, on average over the rows, by
-/// bisection from 1e-3 to 10: that share falls as the temperature rises. Where more than are wanted share the
-/// largest score it is the lowest. `row(r)` is a row's scores, descending, and `count(r)` how many there are.
-template <class Row, class Count, class Wanted>
-double calibrated_temperature(int rows, double p, const Row& row, const Count& count, const Wanted& wanted) {
-  const auto share = [&](double temperature) {
-    double sum = 0.0;
-    for (int r = 0; r < rows; ++r)
-      sum += descending_masses(row(r), count(r), temperature).of_first(wanted(r));
-    return sum / rows;
-  };
-  double low = std::log(1e-3), high = std::log(10.0);
-  for (int halvings = 0; halvings < 40; ++halvings) {
-    const double middle = 0.5 * (low + high);
-    (share(std::exp(middle)) >= p ? low : high) = middle;
-  }
-  return std::exp(low);
-}
-
-/// HARD-KV (arXiv 2606.28831): a head keeps as many tokens as its attention needs. Of each of the last
-/// `window` rows the fewest tokens stay that have `p` of its softmax, over the largest score of the group; as
-/// methods rank tokens by other numbers than scores, here by the largest of `kernel` neighbours as SnapKV,
-/// these are brought to a temperature first at which as many tokens of a row have `p` as of its scores
-/// (section 3). What any row selects stays, with the first `sink` tokens and the window, within the budget;
-/// of more those with the largest share. It is done when a prompt ends and then every `interval` decode rows,
-/// where there are more tokens than the budget.
-///
-/// With a kernel of 1, which needs no temperature, and a budget that holds all that is selected, no row of
-/// the window loses more than -ln p of its log-sum-exp. Unlike the paper's, the temperature is found anew
-/// each time, for a head's rows together (it is solved once there and kept; figure 17: it is stable), tokens
-/// between two cuts and those of the cut lie in the same slots (its cascade's tiers are those of an engine's
-/// page tables), and nothing is merged (appendix E; `hard_kv_merge` does).
-struct hard_kv {
-  using policy_kind = eviction_kind;
-  using hooks = hook_list<hook::observe, hook::validate, hook::values>;
-  static constexpr std::string_view name = "hard_kv";
-  float p = 0.9f;
-  int window = 32;
-  int interval = 128;
-  int kernel = 7;  ///< 1: scores as they are
-  int sink = 1;
-
-  constexpr int unit_tokens() const { return 1; }
-  constexpr bool stages_prompt() const { return true; }
-  constexpr int observed_rows() const { return window; }
-  constexpr int capacity(const eviction_limits& most) const { return most.budget + interval; }
-  constexpr int kept(const eviction_moment& at) const {
-    return (at.tokens - at.prompt) % interval == 0 ? at.budget : every_token;
-  }
-  constexpr bool protects(int token, const eviction_moment& at) const {
-    return token < sink || token >= at.tokens - window;
-  }
-  constexpr group_rule group() const { return group_rule::largest_score; }
-  constexpr bool observes_decoding() const { return true; }
-  int observe(const observed_units& held, const eviction_moment& at, float* worths) const {
-    const int n = held.units;
-    const auto descending = [&](int r, const float* numbers) {
-      float* const end =
-          std::copy_if(numbers, numbers + n, held.scratch_row(r), [](float z) { return z > -infinity; });
-      std::sort(held.scratch_row(r), end, std::greater<float>());
-      return static_cast<int>(end - held.scratch_row(r));
-    };
-    // Each row's numbers become transformed scores, its scratch the same descending, and behind it how many
-    // there are and how many are wanted.
-    std::int32_t* const counts = held.counts;
-    for (int r = 0; r < held.rows; ++r) {
-      float* const row = held.row(r);
-      const int of_scores = descending(r, row);
-      counts[2 * r] = of_scores;
-      counts[2 * r + 1] =
-          of_scores == 0 ? 0 : descending_masses(held.scratch_row(r), of_scores, 1.0).fewest(p);
-      if (kernel > 1) {
-        pool_largest(row, n, kernel, held.scratch_row(r));
-        std::copy_n(held.scratch_row(r), n, row);
-        descending(r, row);
-      }
-    }
-    const auto count = [&](int r) { return counts[2 * r]; };
-    const double temperature = kernel == 1 ? 1.0
-                                           : calibrated_temperature(
-                                                 held.rows, p, [&](int r) { return held.scratch_row(r); },
-                                                 count, [&](int r) { return counts[2 * r + 1]; });
-    std::fill_n(worths, n, -1.0f);
-    for (int r = 0; r < held.rows; ++r)
-      if (count(r) > 0)
-        select(held, r, descending_masses(held.scratch_row(r), count(r), temperature), worths);
-    int stay = 0;
-    for (int i = 0; i < n; ++i) stay += worths[i] >= 0.0f || protects(held.tokens[i], at);
-    return stay;
-  }
-
-  std::string values() const {
-    return detail::decimal(p) + ", window " + std::to_string(window) + ", every " + std::to_string(interval) +
-           (kernel == 1 ? "" : ", kernel " + std::to_string(kernel));
-  }
-  void validate(const eviction_limits& most) const {
-    detail::check_window(name, window, 32, kernel, 7, most);
-    if (!(p > 0.0f && p <= 1.0f))
-      throw settings_error("hard_kv: p of " + detail::decimal(p) +
-                           " is not a share above 0, at most 1; 0.9 as published");
-    if (interval < 1 || sink < 0 || sink > most.budget - window)
-      throw settings_error(
-          "hard_kv: an interval of " + std::to_string(interval) + " decode rows and a sink of " +
-          std::to_string(sink) + " tokens beside a window of " + std::to_string(window) +
-          "; give at least one row, and a sink within the budget of " + std::to_string(most.budget));
-  }
-
- private:
-  /// The fewest of a row's best that have `p`, of those alike the first.
-  void select(const observed_units& held, int r, const descending_masses& best, float* worths) const {
-    const int selected = best.fewest(p);
-    const float least = best.scores[selected - 1];
-    int alike = selected - static_cast<int>(std::lower_bound(best.scores, best.scores + best.count, least,
-                                                             std::greater<float>()) -
-                                            best.scores);
-    for (int i = 0; i < held.units; ++i) {
-      const float score = held.row(r)[i];
-      if (!(score > least || (score == least && alike-- > 0))) continue;
-      worths[i] = std::max(worths[i], static_cast<float>(best.weight_of(score) / best.sum));
-    }
-  }
-};
-static_assert(eviction_policy<hard_kv>);
 
 /// DefensiveKV (arXiv 2510.13334): snapkv for the worst case. Of each query head's shares, averaged over
 /// `kernel` neighbours with the row's sum as it was, a token has the largest that any of the prompt's last
@@ -212,7 +39,7 @@ struct defensive_kv {
     std::fill_n(worths, held.units, 0.0f);
     for (int r = 0; r < held.rows; ++r) {
       float* const near = held.scratch_row(r);
-      average_near(held.row(r), voted, kernel, near);
+      detail::average_near(held.row(r), voted, kernel, near);
       double before = 0.0, now = 0.0;
       for (int i = 0; i < voted; ++i) {
         before += static_cast<double>(held.row(r)[i]);
@@ -270,7 +97,7 @@ struct cake {
         const moments of = moments_of(held, g, i);
         sums[i] += static_cast<float>(of.mean + static_cast<double>(gamma) * of.variance);
       }
-    average_near(sums, voted, kernel, worths);
+    detail::average_near(sums, voted, kernel, worths);
     return held.units;
   }
 
@@ -400,7 +227,7 @@ struct r_kv {
       for (int i = 0; i < voted; ++i) mass.add(row[i]);
       for (int i = 0; i < voted; ++i) shares[i] += mass.share(row[i]) / static_cast<float>(held.rows);
     }
-    pool_largest(shares, voted, kernel, worths);
+    detail::pool_largest(shares, voted, kernel, worths);
 
     normalise(held);
     float* const likeness = held.row(0);
@@ -497,7 +324,7 @@ struct arkv_origin {
       }
       scores[i] = static_cast<float>(mean + static_cast<double>(gamma) * variance / held.rows);
     }
-    average_near(scores, voted, kernel, worths);
+    detail::average_near(scores, voted, kernel, worths);
     return n;
   }
 

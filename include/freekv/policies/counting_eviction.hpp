@@ -1,0 +1,285 @@
+// Eviction by what is counted for each unit as rows attend to it, or when a prompt ends.
+//
+// These policies decide for each KV head alone and see a group's attention as the mean over its query heads.
+// Where the papers decide for a query head (H2O, SnapKV), for a layer (TOVA) or by the group's maximum (RaaS
+// in FreeKV's comparison), that is what differs here.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <freekv/algorithms/ordered_key.hpp>
+#include <freekv/policies/eviction.hpp>
+#include <string>
+#include <string_view>
+
+namespace freekv {
+
+/// H2O (arXiv 2306.14048, section 4 and algorithm 1): the tokens that have had most attention of all rows so
+/// far, and the latest. Half of the budget is recent, as published. At a prompt's end all of it is cut to the
+/// budget at once, by the attention of all its rows, as the published code does.
+struct h2o {
+  using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::validate, hook::values>;
+  static constexpr std::string_view name = "h2o";
+  float recent = 0.5f;  ///< share of the budget for the latest tokens
+
+  struct unit_state {
+    float mass;  // of all rows since the token was there
+  };
+  FREEKV_HD constexpr int unit_tokens() const { return 1; }
+  FREEKV_HD constexpr bool stages_prompt() const { return true; }
+  FREEKV_HD constexpr int observed_rows() const { return every_prompt_row; }
+  FREEKV_HD constexpr int capacity(const eviction_limits& most) const { return most.budget + 1; }
+  FREEKV_HD constexpr int kept(const eviction_moment& at) const { return at.budget; }
+  FREEKV_HD constexpr bool protects(int token, const eviction_moment& at) const {
+    return token >= at.tokens - static_cast<int>(recent * static_cast<float>(at.budget));
+  }
+  FREEKV_HD constexpr void on_append(unit_state& unit, int) const { unit.mass = 0.0f; }
+  FREEKV_HD constexpr void on_prompt(unit_state& unit, const prompt_votes& votes, int token) const {
+    unit.mass = votes.shares[token];
+  }
+  FREEKV_HD constexpr void on_attended(unit_state& unit, float share, int) const { unit.mass += share; }
+  FREEKV_HD std::uint32_t worth(const unit_state& unit) const { return order_bits(unit.mass); }
+
+  std::string values() const { return detail::decimal(recent); }
+  void validate(const eviction_limits&) const {
+    if (!(recent >= 0.0f && recent < 1.0f))
+      throw settings_error("h2o: recent of " + values() +
+                           " is not a share from 0 to below 1; 0.5 as published");
+  }
+};
+
+/// TOVA (arXiv 2401.06104, section 3.2): the token that the current row attends to least leaves, the row's
+/// own too if it is that; nothing else is remembered. At a prompt's end its last row decides.
+struct tova {
+  using policy_kind = eviction_kind;
+  static constexpr std::string_view name = "tova";
+
+  struct unit_state {
+    float share;  // of the last row
+  };
+  FREEKV_HD constexpr int unit_tokens() const { return 1; }
+  FREEKV_HD constexpr bool stages_prompt() const { return true; }
+  FREEKV_HD constexpr int observed_rows() const { return 1; }
+  FREEKV_HD constexpr int capacity(const eviction_limits& most) const { return most.budget + 1; }
+  FREEKV_HD constexpr int kept(const eviction_moment& at) const { return at.budget; }
+  FREEKV_HD constexpr bool protects(int, const eviction_moment&) const { return false; }
+  FREEKV_HD constexpr void on_append(unit_state& unit, int) const { unit.share = 0.0f; }
+  FREEKV_HD constexpr void on_prompt(unit_state& unit, const prompt_votes& votes, int token) const {
+    unit.share = votes.shares[token];
+  }
+  FREEKV_HD constexpr void on_attended(unit_state& unit, float share, int) const { unit.share = share; }
+  FREEKV_HD std::uint32_t worth(const unit_state& unit) const { return order_bits(unit.share); }
+};
+
+/// SnapKV (arXiv 2404.14469, section 4, listing 1): at a prompt's end its last `window` rows vote for the
+/// tokens before them, a vote spreads to the neighbours (maximum over `kernel` tokens), and the best stay,
+/// with the window, within the budget. Tokens that are decoded are all kept, as published, so slots are made
+/// for budget and max_generated tokens.
+struct snapkv {
+  using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::validate, hook::values>;
+  static constexpr std::string_view name = "snapkv";
+  int window = 32;
+  int kernel = 7;
+
+  struct unit_state {
+    float votes;
+  };
+  FREEKV_HD constexpr int unit_tokens() const { return 1; }
+  FREEKV_HD constexpr bool stages_prompt() const { return true; }
+  FREEKV_HD constexpr int observed_rows() const { return window; }
+  FREEKV_HD constexpr int capacity(const eviction_limits& most) const {
+    return most.budget + most.max_generated;
+  }
+  FREEKV_HD constexpr int kept(const eviction_moment& at) const {
+    return at.prompt_ends ? at.budget : every_token;
+  }
+  FREEKV_HD constexpr bool protects(int token, const eviction_moment& at) const {
+    return token >= at.prompt - window;
+  }
+  FREEKV_HD constexpr void on_append(unit_state& unit, int) const { unit.votes = 0.0f; }
+  FREEKV_HD constexpr void on_prompt(unit_state& unit, const prompt_votes& votes, int token) const {
+    const int first = token > kernel / 2 ? token - kernel / 2 : 0;
+    const int end =
+        votes.tokens - window < token + kernel / 2 + 1 ? votes.tokens - window : token + kernel / 2 + 1;
+    for (int t = first; t < end; ++t)
+      if (votes.shares[t] > unit.votes) unit.votes = votes.shares[t];
+  }
+  FREEKV_HD constexpr void on_attended(unit_state&, float, int) const {}
+  FREEKV_HD std::uint32_t worth(const unit_state& unit) const { return order_bits(unit.votes); }
+
+  std::string values() const { return std::to_string(window) + ", " + std::to_string(kernel); }
+  void validate(const eviction_limits& most) const {
+    detail::check_window("snapkv", window, 32, kernel, 7, most);
+  }
+};
+
+/// PyramidKV (arXiv 2406.02069): snapkv whose budget falls from layer to layer, as much above the mean in
+/// the first as below it in the last, which has a `beta`th of it beside the window. Where that would be more
+/// than the prompt has, the first layer keeps the prompt and the slope is less. Layers are those that forget;
+/// of one alone it is snapkv with another window.
+struct pyramid_kv : snapkv {
+  static constexpr std::string_view name = "pyramid_kv";
+  constexpr pyramid_kv() : snapkv{8, 7} {}
+  int beta = 20;
+
+  FREEKV_HD constexpr int capacity(const eviction_limits& most) const {
+    const int largest = budget_of(most.budget, most.max_prompt, most.layer, most.layers);
+    return (largest > most.budget ? largest : most.budget) + most.max_generated;
+  }
+  FREEKV_HD constexpr int kept(const eviction_moment& at) const {
+    return at.prompt_ends ? budget_of(at.budget, at.prompt, at.layer, at.layers) : every_token;
+  }
+
+  std::string values() const { return snapkv::values() + ", beta " + std::to_string(beta); }
+  void validate(const eviction_limits& most) const {
+    detail::check_window("pyramid_kv", window, 8, kernel, 7, most);
+    if (beta < 1)
+      throw settings_error("pyramid_kv: a beta of " + std::to_string(beta) + " is below 1; 20 as published");
+  }
+
+ private:
+  FREEKV_HD constexpr int budget_of(int mean, int prompt, int layer, int layers) const {
+    const int steepest = (mean - window) - (mean - window) / beta, room = prompt - mean;
+    const std::int64_t slope = steepest < room ? steepest : room;
+    if (layers < 2 || slope <= 0) return mean;
+    return mean + static_cast<int>(slope * (layers - 1 - 2 * layer) / (layers - 1));
+  }
+};
+
+/// LazyEviction (arXiv 2506.15969): a token that has at least `threshold` of a row's attention is active
+/// then, and the longest that it has been between two such rows is its interval. Every `window` decode rows,
+/// where there are more than the budget, those leave that have been inactive for longest in their own
+/// intervals, but never the latest `window`. The first of the paper's two scores alone ranks tokens, H1,
+/// which falls with inactivity / interval; the second weighs in its ablation (table 4) 0.4 to 1.2 points of
+/// accuracy to the first one's 4 to 5.6. A prompt is cut to the budget when it ends, its last row then
+/// counting like a decode row: the paper cuts it in the first window's end.
+struct lazy_eviction {
+  using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::validate, hook::values>;
+  static constexpr std::string_view name = "lazy_eviction";
+  int window = 64;  ///< decode rows; the paper takes the 80th percentile of intervals, below 175 on MATH-500
+  float threshold = 1e-4f;
+
+  struct unit_state {
+    /// the last active row, the longest interval, the last row that attended
+    std::int32_t active, interval, row;
+  };
+  FREEKV_HD constexpr int unit_tokens() const { return 1; }
+  FREEKV_HD constexpr bool stages_prompt() const { return true; }
+  FREEKV_HD constexpr int observed_rows() const { return 1; }
+  FREEKV_HD constexpr int capacity(const eviction_limits& most) const { return most.budget + window; }
+  FREEKV_HD constexpr int kept(const eviction_moment& at) const {
+    return (at.tokens - at.prompt) % window == 0 ? at.budget : every_token;
+  }
+  FREEKV_HD constexpr bool protects(int token, const eviction_moment& at) const {
+    return token >= at.tokens - window;
+  }
+  FREEKV_HD constexpr void on_append(unit_state& unit, int row) const { unit = {row, 0, row}; }
+  FREEKV_HD constexpr void on_prompt(unit_state& unit, const prompt_votes& votes, int token) const {
+    on_attended(unit, votes.shares[token], votes.tokens - 1);
+  }
+  FREEKV_HD constexpr void on_attended(unit_state& unit, float share, int row) const {
+    unit.row = row;
+    if (!(share >= threshold)) return;
+    if (row - unit.active > unit.interval) unit.interval = row - unit.active;
+    unit.active = row;
+  }
+  /// One that has no interval yet is older than all that have one, unless it is active now.
+  FREEKV_HD std::uint32_t worth(const unit_state& unit) const {
+    const float inactive = static_cast<float>(unit.row - unit.active);
+    return inactive == 0.0f     ? order_bits(0.0f)
+           : unit.interval == 0 ? 0
+                                : order_bits(-inactive / static_cast<float>(unit.interval));
+  }
+
+  std::string values() const { return std::to_string(window) + ", " + detail::decimal(threshold); }
+  void validate(const eviction_limits& most) const {
+    if (window < 1 || window >= most.budget)
+      throw settings_error("lazy_eviction: a window of " + std::to_string(window) +
+                           " rows is not from 1 to below the budget of " + std::to_string(most.budget) +
+                           " tokens");
+    if (std::isnan(threshold)) throw settings_error("lazy_eviction: threshold is NaN; 1e-4 as published");
+  }
+};
+
+/// RaaS (arXiv 2502.11147, section 3): a page that has at least `threshold` of a row's attention gets the
+/// row's time stamp, and beyond the budget the page with the oldest stamp leaves. A page's attention is that
+/// of its tokens, exactly, where the paper estimates it from a representative of its keys.
+///
+/// A prompt is cut to the budget when it ends, as in FreeKV's comparison: pages of the first `sink` and of
+/// the latest `window` tokens always stay, and of the others those that its last row attends to most. Until a
+/// decode row stamps them these are older than any decoded page, the least attended first; those of a prompt
+/// that fits, the earliest first. With `keeps_prompt`, as the paper has it, the prompt's pages all stay and
+/// count, and there is no sink and window; where they leave less than `room` of the budget, decoded tokens
+/// have `room` still, which the paper leaves open: memory then grows with the prompt.
+struct raas {
+  using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::validate, hook::values>;
+  static constexpr std::string_view name = "raas";
+  int page = 16;  ///< tokens
+  float threshold = 1e-4f;
+  int room = 128;  ///< tokens, where the prompt is kept
+  bool keeps_prompt = false;
+  int sink = 64,
+      window = 128;  ///< tokens, where it is not: whole pages of the one, pages that begin in the other
+
+  struct unit_state {
+    std::int32_t stamp;  // the last row that it mattered to; below 0: none yet, by the prompt's attention
+  };
+  FREEKV_HD constexpr int unit_tokens() const { return page; }
+  FREEKV_HD constexpr bool stages_prompt() const { return !keeps_prompt; }
+  FREEKV_HD constexpr int observed_rows() const { return keeps_prompt ? 0 : 1; }
+  FREEKV_HD constexpr int capacity(const eviction_limits& most) const {
+    return page + kept({most.budget, most.max_prompt, most.max_prompt, true});
+  }
+  FREEKV_HD constexpr int kept(const eviction_moment& at) const {
+    if (!keeps_prompt) return at.budget;
+    const int least = (at.prompt + page - 1) / page * page + room;
+    return at.budget > least ? at.budget : least;
+  }
+  FREEKV_HD constexpr bool protects(int token, const eviction_moment& at) const {
+    if (keeps_prompt) return token < at.prompt;
+    const bool fills = at.prompt_ends && token + page > at.tokens;  // it is the last, and goes on
+    return token + page <= sink || token >= at.tokens - window || fills;
+  }
+  FREEKV_HD constexpr void on_append(unit_state& unit, int row) const { unit.stamp = row; }
+  FREEKV_HD void on_prompt(unit_state& unit, const prompt_votes& votes, int token) const {
+    if (keeps_prompt) return;
+    float share = 0.0f;
+    for (int t = token; t < votes.tokens && t < token + page; ++t) share += votes.shares[t];
+    constexpr std::int32_t oldest = INT32_MIN;
+    unit.stamp = oldest + static_cast<std::int32_t>(order_bits(share) & 0x7fffffffu);  // no share is below 0
+  }
+  FREEKV_HD constexpr void on_attended(unit_state& unit, float share, int row) const {
+    if (share >= threshold) unit.stamp = row;
+  }
+  FREEKV_HD std::uint32_t worth(const unit_state& unit) const {
+    return static_cast<std::uint32_t>(unit.stamp) ^ 0x80000000u;  // orders like the stamp
+  }
+
+  std::string values() const {
+    return "page " + std::to_string(page) + ", " + detail::decimal(threshold) +
+           (keeps_prompt ? ", prompt kept" : "");
+  }
+  void validate(const eviction_limits& most) const {
+    if (sink < 0 || window < 0)
+      throw settings_error("raas: a sink of " + std::to_string(sink) + " and a window of " +
+                           std::to_string(window) + " tokens; give 0 or more");
+    if (!keeps_prompt && page >= 1 && sink / page + window / page + 1 > most.budget / page)
+      throw settings_error("raas: a budget of " + std::to_string(most.budget) + " tokens leaves no page of " +
+                           std::to_string(page) + " beside a sink of " + std::to_string(sink) +
+                           " and a window of " + std::to_string(window) + "; give a page or more");
+    if (page < 1 || room < page)
+      throw settings_error("raas: pages of " + std::to_string(page) + " tokens and room for " +
+                           std::to_string(room) + " decoded tokens; give at least 1, and room for a page");
+    if (std::isnan(threshold)) throw settings_error("raas: threshold is NaN; 1e-4 as published");
+  }
+};
+
+static_assert(eviction_policy<h2o> && eviction_policy<tova> && eviction_policy<snapkv> &&
+              eviction_policy<pyramid_kv> && eviction_policy<lazy_eviction> && eviction_policy<raas>);
+
+}  // namespace freekv
