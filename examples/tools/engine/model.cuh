@@ -218,13 +218,13 @@ static __global__ void choose(const float* logits, int vocab, const row_input* i
   logits += to_size(blockIdx.x) * vocab;
   std::uint64_t best = 0;
   for (int i = thread; i < vocab; i += static_cast<int>(blockDim.x))
-    best = max(best, ordered_key(logits[i], i));
+    best = max(best, freekv::detail::ordered_key(logits[i], i));
   for (int half = 16; half > 0; half /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, half));
   if (thread % 32 == 0) of_warp[thread / 32] = best;
   __syncthreads();
   if (thread > 0) return;
   for (int warp = 1; warp < static_cast<int>(blockDim.x) / 32; ++warp) best = max(best, of_warp[warp]);
-  chosen[to] = unit_of_key(best);
+  chosen[to] = freekv::detail::unit_of_key(best);
 }
 
 }  // namespace kernels
