@@ -23,7 +23,6 @@ constexpr int lloyd_rounds = 6;
 constexpr std::size_t strips = 16;  // every 16th sample; a multiple of any team's lanes
 constexpr std::size_t block = 64;   // neighbouring samples, of all strips
 
-std::size_t size(int n) { return to_size(n); }
 std::size_t whole_blocks(std::size_t count) { return (count + block - 1) / block * block; }
 
 #if defined(__x86_64__)
@@ -83,13 +82,13 @@ struct clustering {
       : dims(dimensions),
         count(samples_in_all),
         row(whole_blocks(count)),
-        samples(size(dims) * row),
-        centroids(size(dims * all_centroids)),
+        samples(to_size(dims) * row),
+        centroids(to_size(dims * all_centroids)),
         nearest(row),
         half_distances(row) {}
-  const float* at(int dim, std::size_t sample) const { return samples.data() + size(dim) * row + sample; }
-  float* at(int dim, std::size_t sample) { return samples.data() + size(dim) * row + sample; }
-  float& centroid(int dim, int nth) { return centroids[size(dim * all_centroids + nth)]; }
+  const float* at(int dim, std::size_t sample) const { return samples.data() + to_size(dim) * row + sample; }
+  float* at(int dim, std::size_t sample) { return samples.data() + to_size(dim) * row + sample; }
+  float& centroid(int dim, int nth) { return centroids[to_size(dim * all_centroids + nth)]; }
 
   int dims;
   std::size_t count, row;
@@ -112,13 +111,13 @@ void assign(T team, clustering& to, std::span<const float> given) {
       if constexpr (Dims > 0)
         return held[p][d];
       else
-        return team.load(to.at(d, first + size(p * T::width)));
+        return team.load(to.at(d, first + to_size(p * T::width)));
     };
     unroll<packs>([&](auto p) {
       least[p] = pack(infinity);
       place[p] = pack(0.0f);  // of overflows
       if constexpr (Dims > 0)
-        unroll<Dims>([&](auto d) { held[p][d] = team.load(to.at(d, first + size(p * T::width))); });
+        unroll<Dims>([&](auto d) { held[p][d] = team.load(to.at(d, first + to_size(p * T::width))); });
     });
     pack index(0.0f);
     for (const float* c = given.data(); c != end; c += to.dims + 1, index = index + pack(1.0f)) {
@@ -134,7 +133,7 @@ void assign(T team, clustering& to, std::span<const float> given) {
       });
     }
     unroll<packs>([&](auto p) {
-      const std::size_t n = first + size(p * T::width);
+      const std::size_t n = first + to_size(p * T::width);
       pack half_norm(0.0f);
       for_dims<Dims>(to.dims, [&](auto d) {
         const pack x = sample(p, d);
@@ -142,14 +141,14 @@ void assign(T team, clustering& to, std::span<const float> given) {
       });
       float places[T::width];
       team.store(places, place[p]);
-      for (int i = 0; i < T::width; ++i) to.nearest[n + size(i)] = static_cast<int>(places[i]);
+      for (int i = 0; i < T::width; ++i) to.nearest[n + to_size(i)] = static_cast<int>(places[i]);
       team.store(to.half_distances.data() + n, half_norm + least[p]);
     });
   }
 }
 
 void assign(clustering& to, int used) {
-  std::vector<float> given(size(used * (to.dims + 1)));
+  std::vector<float> given(to_size(used * (to.dims + 1)));
   for (int c = 0; c < used; ++c) {
     float* const of_centroid = given.data() + c * (to.dims + 1);
     for (int d = 0; d < to.dims; ++d) {
@@ -173,12 +172,12 @@ class seeding {
   }
 
   void choose(int used) {
-    std::vector<float> chosen(size(of_.dims));
+    std::vector<float> chosen(to_size(of_.dims));
     std::size_t sample = random_() % of_.count;
     for (int c = 0; c < used; ++c) {
       for (int d = 0; d < of_.dims; ++d) {
         of_.centroid(d, c) = *of_.at(d, sample);
-        chosen[size(d)] = -*of_.at(d, sample);
+        chosen[to_size(d)] = -*of_.at(d, sample);
       }
       with_dims(of_.dims, [&](auto dims) {
         with_lanes([&](auto team) { measure<decltype(dims)::value>(team, chosen.data()); });
@@ -206,10 +205,10 @@ class seeding {
       unroll<packs>([&](auto p) { sums[p] = pack(0.0f); });
       unroll<static_cast<int>(block / strips)>([&](auto nth) {
         unroll<packs>([&](auto p) {
-          const std::size_t at = first + nth * strips + size(p * T::width);
+          const std::size_t at = first + nth * strips + to_size(p * T::width);
           pack distance(0.0f);
           for_dims<Dims>(of_dims, [&](auto d) {
-            const pack difference = team.load(samples + size(d) * row + at) + pack(chosen[d]);
+            const pack difference = team.load(samples + to_size(d) * row + at) + pack(chosen[d]);
             distance = distance + difference * difference;
           });
           const pack before = team.load(distances + at);
@@ -265,16 +264,18 @@ class seeding {
 
 /// Moves the used centroids to the means of their samples.
 void move_centroids(clustering& of, int used) {
-  std::vector<double> counts(size(used)), sums(size(used));
-  for (std::size_t n = 0; n < of.count; ++n) ++counts[size(of.nearest[n])];
+  std::vector<double> counts(to_size(used)), sums(to_size(used));
+  for (std::size_t n = 0; n < of.count; ++n) ++counts[to_size(of.nearest[n])];
   for (int d = 0; d < of.dims; ++d) {
     std::fill(sums.begin(), sums.end(), 0.0);
-    for (std::size_t n = 0; n < of.count; ++n) sums[size(of.nearest[n])] += static_cast<double>(*of.at(d, n));
+    for (std::size_t n = 0; n < of.count; ++n)
+      sums[to_size(of.nearest[n])] += static_cast<double>(*of.at(d, n));
     for (int c = 0; c < used; ++c)
-      if (counts[size(c)] > 0) of.centroid(d, c) = static_cast<float>(sums[size(c)] / counts[size(c)]);
+      if (counts[to_size(c)] > 0)
+        of.centroid(d, c) = static_cast<float>(sums[to_size(c)] / counts[to_size(c)]);
   }
   for (int c = 0; c < used; ++c) {
-    if (counts[size(c)] > 0) continue;  // it takes the sample that is represented worst
+    if (counts[to_size(c)] > 0) continue;  // it takes the sample that is represented worst
     const auto end = of.half_distances.begin() + static_cast<std::ptrdiff_t>(of.count);
     const auto worst = std::max_element(of.half_distances.begin(), end);
     *worst = -infinity;
@@ -334,7 +335,7 @@ struct centred {
   float unit = 1;
 
   centred(std::vector<float> given, int head_dim)
-      : vectors(std::move(given)), d(size(head_dim)), count(vectors.size() / d), mean(d), products(d * d) {
+      : vectors(std::move(given)), d(to_size(head_dim)), count(vectors.size() / d), mean(d), products(d * d) {
     vectors.resize(whole_blocks(count) * d);
     host::with_team(host::best_isa(), [&](auto team) {
       subtract_mean(team);
@@ -381,7 +382,7 @@ struct centred {
 
 /// The products of all vectors with `rows` (codes * dims, d), as samples of each code.
 std::vector<clustering> projected(const centred& from, const float* rows, int codes, int dims) {
-  std::vector<clustering> of_codes(size(codes), clustering(dims, from.count));
+  std::vector<clustering> of_codes(to_size(codes), clustering(dims, from.count));
   host::with_team(host::best_isa(), [&](auto team) {
     using pack = typename decltype(team)::pack;
     constexpr int width = decltype(team)::width;
@@ -390,11 +391,11 @@ std::vector<clustering> projected(const centred& from, const float* rows, int co
         pack sums[width];
         unroll<width>([&](auto k) { sums[k] = pack(0.0f); });
         for (std::size_t i = 0; i < from.d; i += width) {
-          const pack row = team.load(rows + size(r) * from.d + i);
+          const pack row = team.load(rows + to_size(r) * from.d + i);
           const float* const vectors = from.vectors.data() + n * from.d + i;
-          unroll<width>([&](auto k) { sums[k] = sums[k] + row * team.load(vectors + size(k) * from.d); });
+          unroll<width>([&](auto k) { sums[k] = sums[k] + row * team.load(vectors + to_size(k) * from.d); });
         }
-        team.store(of_codes[size(r / dims)].at(r % dims, n), team.sum_each(sums));
+        team.store(of_codes[to_size(r / dims)].at(r % dims, n), team.sum_each(sums));
       }
   });
   return of_codes;
@@ -411,7 +412,7 @@ void learn_codebook(std::vector<float> vectors, int codes, int dims, int head_di
     next = std::copy_n(axes.rows.data() + axis * head_dim, head_dim, next);
 
   for (int nth = 0; auto& samples : projected(of, rows, codes, dims)) {
-    find_centroids(samples, nth == 0 ? used : all_centroids, seed + size(nth));
+    find_centroids(samples, nth == 0 ? used : all_centroids, seed + to_size(nth));
     for (const float x : samples.centroids) *next++ = x * of.unit;
     ++nth;
   }
@@ -421,9 +422,9 @@ void learn_codebook(std::vector<float> vectors, int codes, int dims, int head_di
 class head_keys {
  public:
   head_keys(std::span<const float> keys, int head, int kv_heads, int head_dim)
-      : d_(size(head_dim)), keys_(keys.size() / size(kv_heads)), finite_(keys_.size() / d_) {
+      : d_(to_size(head_dim)), keys_(keys.size() / to_size(kv_heads)), finite_(keys_.size() / d_) {
     for (std::size_t t = 0; t < count(); ++t) {
-      const auto key = keys.subspan((t * size(kv_heads) + size(head)) * d_, d_);
+      const auto key = keys.subspan((t * to_size(kv_heads) + to_size(head)) * d_, d_);
       finite_[t] = std::all_of(key.begin(), key.end(), [](float x) { return std::isfinite(x); });
       if (is_finite(t))
         std::copy(key.begin(), key.end(), keys_.begin() + static_cast<std::ptrdiff_t>(t * d_));
@@ -464,7 +465,7 @@ class head_keys {
 
 /// Replaces a vector by what the codes of its nearest centroids stand for.
 void through_codes(const codebook& book, int used, std::span<float> vector) {
-  std::vector<float> coefficients(size(book.codes * book.dims));
+  std::vector<float> coefficients(to_size(book.codes * book.dims));
   host::with_team(host::best_isa(), [&](auto team) {
     using pack = typename decltype(team)::pack;
     book.project(team, vector.data(), coefficients.data());
@@ -486,23 +487,23 @@ void through_codes(const codebook& book, int used, std::span<float> vector) {
 }  // namespace
 
 std::vector<float> k_means(std::span<const float> samples, int dims, int used, std::uint64_t seed) {
-  clustering of(dims, samples.size() / size(dims));
+  clustering of(dims, samples.size() / to_size(dims));
   for (std::size_t n = 0; n < of.count; ++n)
-    for (int d = 0; d < dims; ++d) *of.at(d, n) = samples[n * size(dims) + size(d)];
+    for (int d = 0; d < dims; ++d) *of.at(d, n) = samples[n * to_size(dims) + to_size(d)];
   find_centroids(of, used, seed);
   return of.centroids;
 }
 
 std::vector<int> balanced_groups(std::span<const double> variances, int groups) {
-  const std::size_t room = variances.size() / size(groups);
-  std::vector<std::vector<int>> members(size(groups));
-  std::vector<double> sums(size(groups));
+  const std::size_t room = variances.size() / to_size(groups);
+  std::vector<std::vector<int>> members(to_size(groups));
+  std::vector<double> sums(to_size(groups));
   const double least =
       variances.empty() ? 1.0 : std::max({variances.back(), variances.front() * 1e-6, 1e-300});
-  for (std::size_t dim = 0; dim < room * size(groups); ++dim) {
+  for (std::size_t dim = 0; dim < room * to_size(groups); ++dim) {
     std::size_t to = 0;
     while (members[to].size() == room) ++to;
-    for (std::size_t g = to + 1; g < size(groups); ++g)
+    for (std::size_t g = to + 1; g < to_size(groups); ++g)
       if (members[g].size() < room && sums[g] < sums[to]) to = g;
     members[to].push_back(static_cast<int>(dim));
     sums[to] += std::log(std::max(variances[dim] / least, 1.0));
@@ -516,7 +517,7 @@ codebook_set::codebook_set(int layers, int kv_heads, int head_dim, const codeboo
     : layers_(layers), kv_heads_(kv_heads), head_dim_(head_dim), sizes_(sizes) {
   sizes_.dims = std::min(sizes.dims, head_dim / sizes.codes);
   sizes_.mean_dims = std::min(sizes.mean_dims, head_dim / sizes.mean_codes);
-  data_.resize(size(layers * kv_heads) * view().floats_per_head());
+  data_.resize(to_size(layers * kv_heads) * view().floats_per_head());
 }
 
 key_codebooks codebook_set::view() const {
@@ -534,10 +535,10 @@ key_codebooks codebook_set::layer(int layer) const {
 void codebook_set::learn(int layer, std::span<const float> keys) {
   constexpr int used = all_centroids - 1;  // of a mean's first code
   constexpr std::size_t mean_offsets = 8;  // in a page
-  const std::size_t d = size(head_dim_), page = size(sizes_.page);
+  const std::size_t d = to_size(head_dim_), page = to_size(sizes_.page);
   for (int head = 0; head < kv_heads_; ++head) {
-    float* to = data_.data() + size(layer * kv_heads_ + head) * view().floats_per_head();
-    const auto seed = size(layer * kv_heads_ + head) * size(sizes_.mean_codes + sizes_.codes);
+    float* to = data_.data() + to_size(layer * kv_heads_ + head) * view().floats_per_head();
+    const auto seed = to_size(layer * kv_heads_ + head) * to_size(sizes_.mean_codes + sizes_.codes);
     const head_keys of_head(keys, head, kv_heads_, head_dim_);
 
     std::vector<float> means;
@@ -557,7 +558,7 @@ void codebook_set::learn(int layer, std::span<const float> keys) {
         if (of_head.is_finite(t)) of_head.append_difference(t, mean, differences);
     }
     learn_codebook(std::move(differences), sizes_.codes, sizes_.dims, head_dim_, all_centroids,
-                   seed + size(sizes_.mean_codes),
+                   seed + to_size(sizes_.mean_codes),
                    to + codebook::floats(sizes_.mean_codes, sizes_.mean_dims, head_dim_));
   }
 }
@@ -648,7 +649,7 @@ codebook_set codebook_set::load(const std::filesystem::path& path) {
   std::size_t first = 0;
   for (const named_part& part : parts) {
     const std::vector<float> floats = file.copy_as_float(part.name);
-    for (std::size_t head = 0; head < size(wanted.layers * wanted.kv_heads); ++head)
+    for (std::size_t head = 0; head < to_size(wanted.layers * wanted.kv_heads); ++head)
       std::copy_n(floats.data() + head * part.floats(), part.floats(),
                   set.data_.data() + head * wanted.floats_per_head() + first);
     first += part.floats();

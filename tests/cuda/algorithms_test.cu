@@ -38,7 +38,7 @@ using freekv::scalar_team;
 
 constexpr double log_ulp = 4, attention_ulp = 16;
 
-constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+using freekv::to_size;
 std::string text(int n) { return std::to_string(n); }
 template <class E>
 std::string of() {
@@ -67,11 +67,11 @@ void conversions(report& checks, random_numbers& random) {
   for (int i = 0; i < n; ++i) {
     // Half of them near what half precision holds, a quarter of those ties.
     const auto bits = random.bits();
-    numbers[size(i)] = i % 2 ? cuda::std::bit_cast<float>(bits)
-                             : cuda::std::bit_cast<float>((bits & 0x8fffffffu) + 0x30000000u);
+    numbers[to_size(i)] = i % 2 ? cuda::std::bit_cast<float>(bits)
+                                : cuda::std::bit_cast<float>((bits & 0x8fffffffu) + 0x30000000u);
     if (i % 8 == 0)
-      numbers[size(i)] = cuda::std::bit_cast<float>(
-          (cuda::std::bit_cast<std::uint32_t>(numbers[size(i)]) & (i % 16 ? 0xffff0000u : 0xffffe000u)) |
+      numbers[to_size(i)] = cuda::std::bit_cast<float>(
+          (cuda::std::bit_cast<std::uint32_t>(numbers[to_size(i)]) & (i % 16 ? 0xffff0000u : 0xffffe000u)) |
           (i % 16 ? 0x8000u : 0x1000u));
   }
   results<half> halves(n);
@@ -180,8 +180,8 @@ template <class Layout, int HeadDim>
 void mapping(report& checks, random_numbers& random) {
   const freekv::page_shape shape{8 * random.between(1, 3), random.between(1, 5)};
   const int pages = random.between(1, 3), elements = pages * 2 * shape.tokens * shape.kv_heads * HeadDim;
-  pinned<float> data(size(elements));
-  results<std::int64_t> offsets(size(elements)), of_slice(size(3 * pages * shape.kv_heads));
+  pinned<float> data(to_size(elements));
+  results<std::int64_t> offsets(to_size(elements)), of_slice(to_size(3 * pages * shape.kv_heads));
   checks.run(elements, [&](auto side) {
     return map_indices<Layout, HeadDim>{shape, pages, data.data(), side(offsets), side(of_slice)};
   });
@@ -212,7 +212,7 @@ void copies(report& checks, random_numbers& random) {
   constexpr int d = 24;
   const freekv::page_shape shape{8 * random.between(1, 3), random.between(1, 5)};
   const int pages = random.between(1, 3), tokens = random.between(1, shape.tokens);
-  const std::size_t elements = size(pages * 2 * shape.tokens * shape.kv_heads * d);
+  const std::size_t elements = to_size(pages * 2 * shape.tokens * shape.kv_heads * d);
   pinned<Element> from = random.normals<Element>(elements);
   results<Element> to(elements);
   checks.run(pages * shape.kv_heads, [&](auto side) {
@@ -253,16 +253,16 @@ void codecs(report& checks, random_numbers& random, const Codec& codec) {
   constexpr int d = 40;
   const freekv::page_shape shape{8 * random.between(1, 4), random.between(1, 3)};
   const int pages = random.between(2, 4);
-  const std::size_t elements = size(2 * shape.tokens * shape.kv_heads * d);
-  const std::size_t bytes = size(shape.kv_heads) * codec.bytes({shape.tokens, d}, sizeof(Element));
-  pinned<Element> from = random.normals<Element>(size(pages) * elements);
+  const std::size_t elements = to_size(2 * shape.tokens * shape.kv_heads * d);
+  const std::size_t bytes = to_size(shape.kv_heads) * codec.bytes({shape.tokens, d}, sizeof(Element));
+  pinned<Element> from = random.normals<Element>(to_size(pages) * elements);
   from[3] = freekv::from_float<Element>(std::numeric_limits<float>::quiet_NaN());
   from[elements - 1] = freekv::from_float<Element>(-freekv::infinity);
   // All of page 1 is tiny, or zero.
   for (std::size_t i = elements; i < 2 * elements; ++i)
     from[i] = freekv::from_float<Element>(i % 2 ? freekv::to_float(from[i]) * 0x1p-20f : -0.0f);
-  results<std::byte> stored(size(pages) * bytes);
-  results<Element> back(size(pages) * elements);
+  results<std::byte> stored(to_size(pages) * bytes);
+  results<Element> back(to_size(pages) * elements);
   checks.run(pages * shape.kv_heads, [&](auto side) {
     return store_and_read<d, Element, Codec>{codec, shape, pages, from.data(), side(stored), side(back)};
   });
@@ -320,17 +320,18 @@ struct share_and_rebuild {
 void rebuilt_keys(report& checks, random_numbers& random, freekv::rotary_pairs pairs) {
   constexpr int d = 40, rank = 9, pages = 3;
   const freekv::page_shape shape{8 * random.between(1, 4), random.between(1, 3)};
-  const std::size_t elements = size(pages * 2 * shape.tokens * shape.kv_heads * d);
+  const std::size_t elements = to_size(pages * 2 * shape.tokens * shape.kv_heads * d);
   pinned<float> from = random.normals<float>(elements);
   from[3] = std::numeric_limits<float>::quiet_NaN();
-  const pinned<float> basis = random.normals<float>(size(shape.kv_heads * (rank + 1) * d), 0.2f);
+  const pinned<float> basis = random.normals<float>(to_size(shape.kv_heads * (rank + 1) * d), 0.2f);
   const pinned<float> frequencies = random.normals<float>(d / 2, 0.5f);
   const freekv::low_rank_keys<freekv::dynamic> codec{
       {rank}, {basis.data(), 1, shape.kv_heads, rank, d}, {frequencies.data(), d / 2, pairs}};
   const std::size_t bytes = codec.bytes({shape.tokens, d}, sizeof(float)),
-                    floats = size(pages * shape.tokens * rank);
-  results<std::byte> stored(size(pages * shape.kv_heads) * bytes);
-  results<float> shared(floats), sums(size(pages * codec.shared_floats({shape.tokens, d}))), back(elements);
+                    floats = to_size(pages * shape.tokens * rank);
+  results<std::byte> stored(to_size(pages * shape.kv_heads) * bytes);
+  results<float> shared(floats), sums(to_size(pages * codec.shared_floats({shape.tokens, d}))),
+      back(elements);
   checks.run(pages, [&](auto side) {
     return share_and_rebuild<d>{codec,        shape,      from.data(), side(stored),
                                 side(shared), side(sums), side(back)};
@@ -357,9 +358,9 @@ struct value_units {
 void pins(report& checks, random_numbers& random) {
   const freekv::page_geometry unit{random.between(1, 32), 8 * random.between(3, 12)};
   constexpr int units = 20;
-  pinned<float> keys = random.normals<float>(size(units * unit.tokens * unit.head_dim));
+  pinned<float> keys = random.normals<float>(to_size(units * unit.tokens * unit.head_dim));
   keys[5] = freekv::infinity;
-  pinned<float> scratch(size(units * unit.head_dim));
+  pinned<float> scratch(to_size(units * unit.head_dim));
   results<float> worth(units);
   checks.run(units, scratch, [&](auto side) {
     return value_units{unit, keys.data(), scratch.data(), side(worth)};
@@ -409,16 +410,16 @@ void summaries(report& checks, random_numbers& random, const Summary& given, con
   for (int shape = 0; shape < 2; ++shape) {
     const freekv::page_geometry page{8 * random.between(1, 6), 8 * random.between(3, 12)};
     const int pages = random.between(9, 20), group = random.between(1, 4);
-    pinned<Key> keys = random.normals<Key>(size(pages * page.tokens * page.head_dim));
+    pinned<Key> keys = random.normals<Key>(to_size(pages * page.tokens * page.head_dim));
     for (int i = 0; i < pages; i += 4) {
       constexpr float odd[] = {std::numeric_limits<float>::quiet_NaN(), freekv::infinity, -freekv::infinity,
                                3.0e4f};
-      keys[size((i * page.tokens + random.below(page.tokens)) * page.head_dim +
-                random.below(page.head_dim))] = freekv::from_float<Key>(odd[i / 4 % 4]);
+      keys[to_size((i * page.tokens + random.below(page.tokens)) * page.head_dim +
+                   random.below(page.head_dim))] = freekv::from_float<Key>(odd[i / 4 % 4]);
     }
-    const pinned<float> queries = random.normals<float>(size(group * page.head_dim), 2.0f);
+    const pinned<float> queries = random.normals<float>(to_size(group * page.head_dim), 2.0f);
     // A mean and rows for the policies that have them.
-    const pinned<float> basis = random.normals<float>(size((page.head_dim + 1) * page.head_dim), 0.2f);
+    const pinned<float> basis = random.normals<float>(to_size((page.head_dim + 1) * page.head_dim), 0.2f);
     Summary summary = given;
     if constexpr (requires { summary.basis; })
       summary.basis = {basis.data(), 1, 1, page.head_dim, page.head_dim};
@@ -432,10 +433,10 @@ void summaries(report& checks, random_numbers& random, const Summary& given, con
     const std::size_t bytes = freekv::summary_bytes<Key>(policy, page);
     const int query_width = freekv::summary_query_width(policy, page.head_dim);
 
-    pinned<float> scratch(size(pages * (page.tokens * page.head_dim + policy.width(page))));
-    results<std::byte> stored(size(pages) * bytes);
-    results<float> numbers(size(pages * policy.width(page)));
-    results<float> prepared(size(pages * group * query_width)), scores(size(pages * group));
+    pinned<float> scratch(to_size(pages * (page.tokens * page.head_dim + policy.width(page))));
+    results<std::byte> stored(to_size(pages) * bytes);
+    results<float> numbers(to_size(pages * policy.width(page)));
+    results<float> prepared(to_size(pages * group * query_width)), scores(to_size(pages * group));
     checks.run(pages, scratch, [&](auto side) {
       return summarise_and_score<Key, Summary>{
           summary,        page,           keys.data(),  {queries.data(), group, page.head_dim},
@@ -514,10 +515,10 @@ struct pool_scores {
 void pooling(report& checks, random_numbers& random) {
   for (int shape = 0; shape < 4; ++shape) {
     const int group = random.between(1, 8), candidates = random.between(1, 300);
-    pinned<float> scores = random.normals<float>(size(group * candidates), 8.0f);
-    for (int i = 0; i < group * candidates; i += 13) scores[size(i)] = -freekv::infinity;
+    pinned<float> scores = random.normals<float>(to_size(group * candidates), 8.0f);
+    for (int i = 0; i < group * candidates; i += 13) scores[to_size(i)] = -freekv::infinity;
     if (shape == 3) std::fill_n(scores.begin(), candidates, -freekv::infinity);  // a head without any score
-    results<float> log_sums(size(group)), pooled(size(4 * candidates));
+    results<float> log_sums(to_size(group)), pooled(to_size(4 * candidates));
     checks.run(group, [&](auto side) { return sum_scores{scores.data(), candidates, side(log_sums)}; });
     const std::string what = text(group) + " heads, " + text(candidates) + " candidates";
     checks.close("log_sum_exp: " + what, log_sums, log_ulp);
@@ -553,21 +554,22 @@ void slots(report& checks, random_numbers& random) {
   for (int shape = 0; shape < 6; ++shape) {
     const int heads = 100, most = random.between(1, 20),
               spare = shape % 2 == 0 ? 0 : random.between(0, most / 2);
-    pinned<std::int32_t> wanted(size(heads * most)), held(size(heads * most), -1), counts(size(heads));
+    pinned<std::int32_t> wanted(to_size(heads * most)), held(to_size(heads * most), -1),
+        counts(to_size(heads));
     const auto draw = [&](int head, pinned<std::int32_t>& pages, int count) {
       int page = -1;
-      for (int i = 0; i < count; ++i) pages[size(head * most + i)] = page += random.between(1, 3);
+      for (int i = 0; i < count; ++i) pages[to_size(head * most + i)] = page += random.between(1, 3);
     };
     for (int head = 0; head < heads; ++head) {
-      draw(head, wanted, counts[size(head)] = random.between(0, most - spare));
+      draw(head, wanted, counts[to_size(head)] = random.between(0, most - spare));
       draw(head, held, random.between(0, most));
       for (int i = most - 1; i > 0; --i)
-        std::swap(held[size(head * most + i)], held[size(head * most + random.below(i + 1))]);
+        std::swap(held[to_size(head * most + i)], held[to_size(head * most + random.below(i + 1))]);
     }
-    pinned<std::int32_t> before(size(heads * most));
+    pinned<std::int32_t> before(to_size(heads * most));
     for (auto& stamp : before) stamp = random.between(0, 4);
-    results<std::int32_t> slot_unit(held), stamps(before), slot_of(size(heads * most), -99),
-        misses(size(heads));
+    results<std::int32_t> slot_unit(held), stamps(before), slot_of(to_size(heads * most), -99),
+        misses(to_size(heads));
     checks.run(heads, [&](auto side) {
       return slot_matching{wanted.data(),   counts.data(), most,          spare,
                            side(slot_unit), side(stamps),  side(slot_of), side(misses)};
@@ -604,16 +606,16 @@ struct find_drift {
 void corrections(report& checks, random_numbers& random) {
   for (int shape = 0; shape < 3; ++shape) {
     const int heads = 60, group = random.between(1, 6), d = 8 * random.between(1, 20);
-    pinned<float> now = random.normals<float>(size(heads * group * d)), before = now;
+    pinned<float> now = random.normals<float>(to_size(heads * group * d)), before = now;
     for (int head = 0; head < heads; ++head) {  // turned by more and more
       const float turn = static_cast<float>(head) / static_cast<float>(heads);
-      for (int i = 0; i < group * d; ++i) before[size(head * group * d + i)] += turn * random.normal();
+      for (int i = 0; i < group * d; ++i) before[to_size(head * group * d + i)] += turn * random.normal();
     }
     std::fill_n(before.begin(), d, 0.0f);
-    now[size(group * d)] = std::numeric_limits<float>::quiet_NaN();
-    now[size(2 * group * d)] = 1.0e30f;
-    results<float> cosines(size(heads));
-    results<std::uint8_t> flags(size(4 * heads), 9);
+    now[to_size(group * d)] = std::numeric_limits<float>::quiet_NaN();
+    now[to_size(2 * group * d)] = 1.0e30f;
+    results<float> cosines(to_size(heads));
+    results<std::uint8_t> flags(to_size(4 * heads), 9);
     const auto policy = freekv::cosine_drift{.tau_of_layer = {0.5f, 0.9f}}.at(1);
     checks.run(heads, [&](auto side) {
       return find_drift{now.data(), before.data(), group, d, policy, side(cosines), side(flags)};
@@ -666,9 +668,9 @@ void attention(report& checks, random_numbers& random) {
   constexpr int rows = 20, pages_each = 3, d = HeadDim;
   const int group = random.between(1, 3), page = 8 * random.between(1, 3);
   const int page_elements = 2 * page * d;
-  pinned<Element> pages = random.normals<Element>(size(rows * pages_each * page_elements));
+  pinned<Element> pages = random.normals<Element>(to_size(rows * pages_each * page_elements));
   const pinned<float> queries =
-      random.normals<float>(size(rows * group * d), 1.5f / std::sqrt(static_cast<float>(d)));
+      random.normals<float>(to_size(rows * group * d), 1.5f / std::sqrt(static_cast<float>(d)));
   pinned<std::int32_t> tokens(rows);
   for (auto& n : tokens) n = random.between(1, pages_each * page);
   tokens[0] = 0;
@@ -682,12 +684,12 @@ void attention(report& checks, random_numbers& random) {
   for (int t = 0; t < page; ++t) first(5)[t * d] = freekv::from_float<Element>(-freekv::infinity);
   tokens[5] = page;
 
-  pinned<float> scratch(size(rows * freekv::detail::attention_scratch<d>)),
-      weighted(size(rows * 2 * group * d));
-  pinned<freekv::log_sum_exp> mass(size(rows * 2 * group));
+  pinned<float> scratch(to_size(rows * freekv::detail::attention_scratch<d>)),
+      weighted(to_size(rows * 2 * group * d));
+  pinned<freekv::log_sum_exp> mass(to_size(rows * 2 * group));
   const bool extras = random.between(0, 1) == 1;
-  const pinned<float> sink_logits = random.normals<float>(size(group), 2.0f);
-  results<float> out(size(rows * group * d), 7.0f), lse(size(rows * group), 7.0f);
+  const pinned<float> sink_logits = random.normals<float>(to_size(group), 2.0f);
+  results<float> out(to_size(rows * group * d), 7.0f), lse(to_size(rows * group), 7.0f);
   checks.run(rows, scratch, [&](auto side) {
     return attend_rows<d, Element>{pages.data(),
                                    queries.data(),

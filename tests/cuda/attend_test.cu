@@ -18,7 +18,7 @@ using device::paged_attention;
 using by_fma = device::attend_paged_default;
 using by_tensor_cores = device::attend_paged_by_tensor_cores;
 
-constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+using freekv::to_size;
 std::string text(int n) { return std::to_string(n); }
 constexpr float nan_value = std::numeric_limits<float>::quiet_NaN();
 
@@ -74,26 +74,26 @@ struct engine_cache {
       view.token_stride = row;
       view.head_stride = tokens * row;
     }
-    data.assign(size(2 * plane * most), from_float<Element>(nan_value));
+    data.assign(to_size(2 * plane * most), from_float<Element>(nan_value));
     view.keys = data.data();
     view.values = data.data() + values;
     view.block_tokens = c.block_tokens;
     view.max_blocks = c.table_width();
 
-    std::vector<std::int32_t> free(size(most));
+    std::vector<std::int32_t> free(to_size(most));
     std::iota(free.begin(), free.end(), 0);
     for (std::size_t i = free.size(); i > 1; --i)
-      std::swap(free[i - 1], free[size(random.below(static_cast<int>(i)))]);
-    table.assign(size(sequences * view.max_blocks), 1 << 30);
+      std::swap(free[i - 1], free[to_size(random.below(static_cast<int>(i)))]);
+    table.assign(to_size(sequences * view.max_blocks), 1 << 30);
     for (int s = 0; s < sequences; ++s) {
-      lengths.push_back(c.lengths[size(s)]);
-      for (int t = 0; t < c.lengths[size(s)]; ++t) {
-        std::int32_t& block = table[size(s * view.max_blocks + t / c.block_tokens)];
+      lengths.push_back(c.lengths[to_size(s)]);
+      for (int t = 0; t < c.lengths[to_size(s)]; ++t) {
+        std::int32_t& block = table[to_size(s * view.max_blocks + t / c.block_tokens)];
         if (t % c.block_tokens == 0) block = free.back(), free.pop_back();
         for (int h = 0; h < c.kv_heads; ++h)
           for (int d = 0; d < HeadDim; ++d) {
-            data[size(offset(block, t, h) + d)] = from_float<Element>(random.normal());
-            data[size(values + offset(block, t, h) + d)] = from_float<Element>(random.normal());
+            data[to_size(offset(block, t, h) + d)] = from_float<Element>(random.normal());
+            data[to_size(values + offset(block, t, h) + d)] = from_float<Element>(random.normal());
           }
       }
     }
@@ -106,7 +106,7 @@ struct engine_cache {
   }
   const Element* key(int sequence, int token, int head) const {
     return view.keys +
-           offset(table[size(sequence * view.max_blocks + token / view.block_tokens)], token, head);
+           offset(table[to_size(sequence * view.max_blocks + token / view.block_tokens)], token, head);
   }
   const Element* value(int sequence, int token, int head) const {
     return key(sequence, token, head) + (view.values - view.keys);
@@ -116,7 +116,8 @@ struct engine_cache {
 /// Output and lse of all rows: the device's beside those in double precision.
 struct attended {
   results<float> out, lse;
-  attended(std::int64_t rows, int head_dim) : out(size(rows * head_dim), -9.0f), lse(size(rows), -9.0f) {}
+  attended(std::int64_t rows, int head_dim)
+      : out(to_size(rows * head_dim), -9.0f), lse(to_size(rows), -9.0f) {}
 };
 
 template <class Element, int HeadDim>
@@ -144,11 +145,11 @@ void attend_in_double(const paged_case& c, const engine_cache<Element, HeadDim>&
         for (int t = 0; t < tokens; ++t) {
           const Element* const value = cache.value(static_cast<int>(s), t, kv);
           for (int d = 0; d < HeadDim; ++d)
-            out[size(d)] += std::exp(scores[size(t)] - most) / sum * to_float(value[d]);
+            out[to_size(d)] += std::exp(scores[to_size(t)] - most) / sum * to_float(value[d]);
         }
         for (int d = 0; d < HeadDim; ++d)
-          to.out.host[size(at * HeadDim + d)] = static_cast<float>(out[size(d)]);
-        to.lse.host[size(at)] = all.empty() ? -infinity : static_cast<float>(most + std::log(sum));
+          to.out.host[to_size(at * HeadDim + d)] = static_cast<float>(out[to_size(d)]);
+        to.lse.host[to_size(at)] = all.empty() ? -infinity : static_cast<float>(most + std::log(sum));
       }
 }
 
@@ -181,8 +182,9 @@ struct case_memory {
 
   case_memory(const paged_case& c, random_numbers& random)
       : cache(c, random),
-        queries(random.normals<float>(c.lengths.size() * size(c.rows * c.query_heads() * HeadDim), c.spread)),
-        logits(random.normals<float>(size(c.query_heads()), 3.0f)) {
+        queries(
+            random.normals<float>(c.lengths.size() * to_size(c.rows * c.query_heads() * HeadDim), c.spread)),
+        logits(random.normals<float>(to_size(c.query_heads()), 3.0f)) {
     attention.heads = {c.query_heads(), c.kv_heads};
     attention.queries = queries.data();
     attention.max_sequences = static_cast<int>(c.lengths.size());
@@ -280,22 +282,23 @@ void block_by_block(report& checks, random_numbers& random, const paged_case& c)
   attended both(m.outputs(), HeadDim);
   m.attention.to = {both.out.host.data(), both.lse.host.data()};
   attend<Tuned>(m.cache, m.attention, scratch_memory(m.attention, c.block_tokens, HeadDim).view);
-  results<float> blocks(size(m.outputs() * c.table_width()), -9.0f);
+  results<float> blocks(to_size(m.outputs() * c.table_width()), -9.0f);
   const int rows = m.attention.max_rows(), heads = c.query_heads();
   for (int row = 0; row < rows; ++row)
     for (int head = 0; head < heads; ++head) {
       const std::int64_t at = std::int64_t{row} * heads + head;
-      const int tokens = std::max(0, c.lengths[size(row / c.rows)] - (c.rows - 1 - row % c.rows));
+      const int tokens = std::max(0, c.lengths[to_size(row / c.rows)] - (c.rows - 1 - row % c.rows));
       for (int first = 0; first < tokens; first += c.block_tokens) {
         double sum = 0.0;
         for (int t = first; t < std::min(tokens, first + c.block_tokens); ++t) {
           const Element* const key = m.cache.key(row / c.rows, t, head / c.group);
           double score = 0.0;
           for (int d = 0; d < HeadDim; ++d)
-            score += double{m.queries[size(at * HeadDim + d)]} * to_float(key[d]);
+            score += double{m.queries[to_size(at * HeadDim + d)]} * to_float(key[d]);
           sum += std::exp(score * m.attention.scale);
         }
-        blocks.host[size(at * c.table_width() + first / c.block_tokens)] = static_cast<float>(std::log2(sum));
+        blocks.host[to_size(at * c.table_width() + first / c.block_tokens)] =
+            static_cast<float>(std::log2(sum));
       }
     }
   m.attention.to = {both.out.device.data(), both.lse.device.data(), 1.44269504f};
@@ -332,7 +335,7 @@ void longer_than_said(report& checks, random_numbers& random) {
     for (int head = 0; head < c.query_heads(); ++head) {
       const int at = row * c.query_heads() + head;
       std::fill_n(both.out.host.begin() + at * 64, 64, nan_value);
-      both.lse.host[size(at)] = nan_value;
+      both.lse.host[to_size(at)] = nan_value;
     }
   };
   for (const int row : std::array{0, 1, 5}) spoil(row);
@@ -390,8 +393,8 @@ void attend_slices_with(const pinned<float>& queries, const pinned<masked_slice<
   require(cudaGetLastError(), "kernel launch");
   require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   for (int h = 0; h < masked_heads; ++h)
-    finish_attention<HeadDim>(scalar_team{}, {&mass[size(h)], &out[size(h * HeadDim)]}, 1,
-                              &out[size(h * HeadDim)], &lse[size(h)]);
+    finish_attention<HeadDim>(scalar_team{}, {&mass[to_size(h)], &out[to_size(h * HeadDim)]}, 1,
+                              &out[to_size(h * HeadDim)], &lse[to_size(h)]);
 }
 
 /// Tensor cores attend to what the heads' bits say: NaN is for those heads alone that attend to it, and one
@@ -399,8 +402,8 @@ void attend_slices_with(const pinned<float>& queries, const pinned<masked_slice<
 template <class Element, int HeadDim>
 void masked_heads_alone(report& checks, random_numbers& random) {
   const int stride = HeadDim + 8, each = 40, count = 12;
-  pinned<float> queries = random.normals<float>(size(masked_heads * HeadDim));
-  pinned<Element> keys = random.normals<Element>(size(count * each * stride)),
+  pinned<float> queries = random.normals<float>(to_size(masked_heads * HeadDim));
+  pinned<Element> keys = random.normals<Element>(to_size(count * each * stride)),
                   values = random.normals<Element>(keys.size());
   pinned<masked_slice<Element>> slices;
   for (int i = 0; i < count; ++i) {
@@ -408,14 +411,14 @@ void masked_heads_alone(report& checks, random_numbers& random) {
     unsigned attending = random.bits() & 0xf7u;
     if (i == 5 || i == 8) {  // a token of NaN, for one head
       attending = 1u << 6;
-      (i == 5 ? values : keys)[size(first + 3)] = from_float<Element>(nan_value);
+      (i == 5 ? values : keys)[to_size(first + 3)] = from_float<Element>(nan_value);
     }
     if (i < 8) attending &= ~(1u << 2);  // a head that attends late
     slices.push_back({{keys.data() + first, values.data() + first, stride},
                       i + 1 < count ? random.between(1, each) : each,
                       attending});
   }
-  results<float> out(size(masked_heads * HeadDim)), lse(masked_heads);
+  results<float> out(to_size(masked_heads * HeadDim)), lse(masked_heads);
   using by_lanes = register_attention<HeadDim, masked_heads, device::row_team<HeadDim>>;
   attend_slices_with<by_lanes, HeadDim>(queries, slices, out.host, lse.host);
   attend_slices_with<device::tensor_attention<HeadDim, Element>, HeadDim>(queries, slices, out.device,
@@ -437,7 +440,7 @@ void refusals(report& checks, random_numbers& random) {
     auto attention = m.attention;
     auto with = scratch.view;
     spoil(view, attention, with);
-    std::int32_t& thrown = refused.device[size(nth++)] = 0;
+    std::int32_t& thrown = refused.device[to_size(nth++)] = 0;
     try {
       device::attend_paged<64>(view, attention, with, nullptr);
     } catch (const settings_error&) {
@@ -457,7 +460,7 @@ std::vector<int> lengths(random_numbers& random, int sequences) {
   std::vector<int> drawn;
   for (int s = 0; s < sequences; ++s)
     drawn.push_back(std::array{0, 1, random.between(2, 60), 512 - random.below(3), random.between(100, 700),
-                               1024 + random.between(1, 200)}[size(random.below(6))]);
+                               1024 + random.between(1, 200)}[to_size(random.below(6))]);
   return drawn;
 }
 
@@ -465,11 +468,11 @@ template <class Tuned, class Element, int HeadDim>
 void random_case(report& checks, random_numbers& random, int group) {
   paged_case c{.group = group,
                .kv_heads = random.between(1, group > 4 ? 1 : 2),
-               .block_tokens = std::array{8, 16, 24, 32, 64, 128}[size(random.below(6))],
+               .block_tokens = std::array{8, 16, 24, 32, 64, 128}[to_size(random.below(6))],
                .rows = random.below(2) == 0 ? 1 : random.between(2, 3),
                .lengths = lengths(random, random.between(2, 4)),
                .layout = static_cast<layout_of>(random.below(4)),
-               .padding = std::array{0, 0, 8, 3}[size(random.below(4))],
+               .padding = std::array{0, 0, 8, 3}[to_size(random.below(4))],
                .soft_cap = random.below(3) == 0 ? 4.0f : 0.0f,
                .sink_logits = random.below(3) == 0,
                .spread = random.below(2) == 0 ? 1.0f : 6.0f};

@@ -63,7 +63,7 @@ constexpr int most_rows = 8, most_prompt_rows = 160;  // of a captured step
 using pipeline = retrieval_pipeline<kv_shape<half, head_dim>, test_backend, page_size<page>, mean,
                                     cosine_drift, complete_first<1>, any_of<resident, in_place>>;
 
-std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+using freekv::to_size;
 
 /// What a layer has of a step, in memory that both sides reach.
 struct layer_rows {
@@ -71,9 +71,9 @@ struct layer_rows {
   pinned<float> queries, out;
 
   explicit layer_rows(int rows)
-      : keys(size(rows) * key_row),
+      : keys(to_size(rows) * key_row),
         values(keys.size()),
-        queries(size(rows) * query_row),
+        queries(to_size(rows) * query_row),
         out(queries.size()) {}
 };
 using step_rows = std::vector<layer_rows>;
@@ -88,15 +88,15 @@ class texts {
 
   /// Queries turn slowly, so that what they select is not always new.
   void put(int sequence, int step, int layer, layer_rows& to, int row) const {
-    const auto row_of = [&](int nth) { return size((sequence * 131 + nth * 7 + layer * 29) % rows); };
+    const auto row_of = [&](int nth) { return to_size((sequence * 131 + nth * 7 + layer * 29) % rows); };
     const auto copy = [&](const auto& all, auto& into, std::size_t width) {
       std::copy_n(all.begin() + static_cast<std::ptrdiff_t>(row_of(step) * width), width,
-                  into.begin() + static_cast<std::ptrdiff_t>(size(row) * width));
+                  into.begin() + static_cast<std::ptrdiff_t>(to_size(row) * width));
     };
     copy(keys_, to.keys, key_row);
     copy(values_, to.values, key_row);
     for (std::size_t i = 0; i < query_row; ++i)
-      to.queries[size(row) * query_row + i] =
+      to.queries[to_size(row) * query_row + i] =
           0.2f * queries_[row_of(step) * query_row + i] + queries_[row_of(step / 4) * query_row + i];
   }
 
@@ -130,12 +130,12 @@ std::vector<happening> random_trace(unsigned seed, int steps) {
   const auto live = [&](bool resident) {
     std::vector<int> found;
     for (int i = 0; i < static_cast<int>(all.size()); ++i)
-      if (all[size(i)].open && (all[size(i)].resident || !resident)) found.push_back(i);
+      if (all[to_size(i)].open && (all[to_size(i)].resident || !resident)) found.push_back(i);
     return found;
   };
   const auto prompt = [&](int sequence, int tokens) {
     trace.push_back({.parts = {{sequence, tokens, step_phase::prefill}}});
-    all[size(sequence)].tokens += tokens;
+    all[to_size(sequence)].tokens += tokens;
   };
   const auto open = [&] {
     trace.push_back({.is = happening::open});
@@ -146,8 +146,8 @@ std::vector<happening> random_trace(unsigned seed, int steps) {
   open();
   for (int step = 0; step < steps; ++step) {
     const std::vector<int> resident = live(true), open_ones = live(false);
-    const int one = open_ones[size(random.below(static_cast<int>(open_ones.size())))];
-    known& k = all[size(one)];
+    const int one = open_ones[to_size(random.below(static_cast<int>(open_ones.size())))];
+    known& k = all[to_size(one)];
     switch (random.below(9)) {
       case 0:
         if (open_ones.size() < 5 && resident.size() < 4) open();
@@ -155,7 +155,7 @@ std::vector<happening> random_trace(unsigned seed, int steps) {
       case 1:
         if (k.resident && open_ones.size() < 5 && resident.size() < 4) {
           trace.push_back({.is = happening::fork, .sequence = one});
-          all.push_back(all[size(one)]);
+          all.push_back(all[to_size(one)]);
         }
         break;
       case 2:
@@ -187,9 +187,9 @@ std::vector<happening> random_trace(unsigned seed, int steps) {
       if (const int tokens = random.below(5) == 0   ? 2
                              : random.below(8) == 0 ? 0
                                                     : 1;
-          all[size(i)].tokens + tokens <= max_tokens) {
+          all[to_size(i)].tokens + tokens <= max_tokens) {
         h.parts.push_back({i, tokens});
-        all[size(i)].tokens += tokens;
+        all[to_size(i)].tokens += tokens;
       }
     if (random.below(2) == 0) std::reverse(h.parts.begin(), h.parts.end());
     trace.push_back(h);
@@ -239,7 +239,7 @@ std::size_t nodes_of(cudaGraph_t graph, cudaGraphNodeType type) {
   require(cudaGraphGetNodes(graph, nullptr, &count), "cudaGraphGetNodes");
   std::vector<cudaGraphNode_t> nodes(count);
   require(cudaGraphGetNodes(graph, nodes.data(), &count), "cudaGraphGetNodes");
-  return size(std::count_if(nodes.begin(), nodes.end(), [&](cudaGraphNode_t node) {
+  return to_size(std::count_if(nodes.begin(), nodes.end(), [&](cudaGraphNode_t node) {
     cudaGraphNodeType is{};
     require(cudaGraphNodeGetType(node, &is), "cudaGraphNodeGetType");
     return is == type;
@@ -272,7 +272,7 @@ class engine {
     capture_only(sequences, rows, graph_);
     if (kind_.without_edge >= 0) {
       const auto edges = edges_to_recall(graph_);
-      const auto& [from, to] = edges[size(kind_.without_edge)];
+      const auto& [from, to] = edges[to_size(kind_.without_edge)];
       device::check(cudaGraphRemoveDependencies(graph_, &from, &to, nullptr, 1),
                     "cudaGraphRemoveDependencies");
     }
@@ -388,7 +388,7 @@ class engine {
     replay();
     for (std::size_t i = 0; i < rows.size(); ++i) copy(rows[i].out, captured_[i].out, rows[i].out.size());
   }
-  sequence_id id(int name) const { return names_[size(name)]; }
+  sequence_id id(int name) const { return names_[to_size(name)]; }
 
  private:
   static pipeline::settings settings(const run_kind& kind) {
@@ -409,7 +409,7 @@ class engine {
   }
   void run_layers(pipeline::step& step, step_rows& rows) {
     for (int layer = 0; layer < layers; ++layer) {
-      layer_rows& r = rows[size(layer)];
+      layer_rows& r = rows[to_size(layer)];
       step.append(layer, {.keys = r.keys, .values = r.values, .queries = r.queries});
       step.attend(layer, r.out);
     }
@@ -470,9 +470,9 @@ pinned<float> planned_ahead(const texts& source, int steps, report& checks) {
   for (int first = 0; first < steps; first += depth) {
     std::vector<step_rows*> rows;
     for (int step = first; step < first + depth; ++step) {
-      rows.push_back(&run.rows_of(trace[size(3 + step)]));
+      rows.push_back(&run.rows_of(trace[to_size(3 + step)]));
       planned.host.push_back(true);
-      planned.device.push_back(run.of().plan(run.inputs_of(trace[size(3 + step)])));
+      planned.device.push_back(run.of().plan(run.inputs_of(trace[to_size(3 + step)])));
     }
     // There is no room, and nothing has happened.
     tokens.host.push_back(run.of().tokens(run.id(0)));
@@ -646,7 +646,7 @@ int count_alone(const texts& source, const std::string& what) {
   run.of().synchronize();  // so that the ring has room for four
   require(cudaProfilerStart(), "cudaProfilerStart");
   if (what == "replays") {
-    for (int step = 7; step < 11; ++step) run.step(trace[size(step)], true);
+    for (int step = 7; step < 11; ++step) run.step(trace[to_size(step)], true);
   } else if (what == "fork") {
     (void)run.of().fork(run.id(0));
   } else if (what == "draft") {

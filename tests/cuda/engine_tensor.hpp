@@ -28,7 +28,7 @@ inline constexpr int head_dim = 64, query_heads = 6, kv_heads = 2, group = query
                      page = 8, max_tokens = 150;
 inline constexpr std::size_t key_row = kv_heads * head_dim, query_row = query_heads * head_dim;
 
-inline std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+using freekv::to_size;
 
 /// The first layer keeps everything.
 template <class Backend>
@@ -94,7 +94,7 @@ struct layout {
             kv_heads * tokens * std::int64_t{2 * head_dim + 8}};
   }
   std::size_t numbers(int tokens, int blocks) const {
-    return size(std::max(blocks * block + values + tokens * token, blocks * block * 2));
+    return to_size(std::max(blocks * block + values + tokens * token, blocks * block * 2));
   }
 };
 using layout_of = layout (*)(int tokens, int blocks);
@@ -103,10 +103,10 @@ inline constexpr layout_of layouts[] = {layout::nhd, layout::hnd, layout::packed
 
 /// Different block ids below `blocks`, in random order.
 inline std::vector<std::int32_t> draw_ids(random_numbers& random, int blocks, int count) {
-  std::vector<std::int32_t> ids(size(blocks));
+  std::vector<std::int32_t> ids(to_size(blocks));
   std::iota(ids.begin(), ids.end(), 0);
-  for (int i = blocks - 1; i > 0; --i) std::swap(ids[size(i)], ids[size(random.below(i + 1))]);
-  ids.resize(size(count));
+  for (int i = blocks - 1; i > 0; --i) std::swap(ids[to_size(i)], ids[to_size(random.below(i + 1))]);
+  ids.resize(to_size(count));
   return ids;
 }
 
@@ -129,10 +129,10 @@ struct prompt_tensor {
       for (int head = 0; head < kv_heads; ++head)
         for (int i = 0; i < head_dim; ++i) {
           const std::int64_t at =
-              table[size(t / block_tokens)] * of.block + t % block_tokens * of.token + head * of.head + i;
-          const std::size_t in_text = size(t) * key_row + size(head * head_dim + i);
-          source[size(at)] = from_float<In>(to_float(from.keys[layer][in_text]));
-          source[size(at + of.values)] = from_float<In>(to_float(from.values[layer][in_text]));
+              table[to_size(t / block_tokens)] * of.block + t % block_tokens * of.token + head * of.head + i;
+          const std::size_t in_text = to_size(t) * key_row + to_size(head * head_dim + i);
+          source[to_size(at)] = from_float<In>(to_float(from.keys[layer][in_text]));
+          source[to_size(at + of.values)] = from_float<In>(to_float(from.values[layer][in_text]));
         }
     rows = {data.data(), data.data() + of.values, of.block, of.token, of.head, block_tokens, table};
   }
@@ -208,8 +208,9 @@ class engine {
     rows_of_step rows;
     for (const part& p : parts) {
       const auto take = [&](const auto& from, auto& to, std::size_t width) {
-        const auto begin = from.begin() + static_cast<long>(size(pipeline_.tokens(p.id) - p.tokens) * width);
-        to.insert(to.end(), begin, begin + static_cast<long>(size(p.tokens) * width));
+        const auto begin =
+            from.begin() + static_cast<long>(to_size(pipeline_.tokens(p.id) - p.tokens) * width);
+        to.insert(to.end(), begin, begin + static_cast<long>(to_size(p.tokens) * width));
       };
       take(p.source->keys[layer], rows.keys, key_row);
       take(p.source->values[layer], rows.values, key_row);
@@ -281,16 +282,16 @@ class engine {
     step.end();
     pipeline_.synchronize();
     for (int layer = 0; layer < layers; ++layer) {
-      results_.out.insert(results_.out.end(), outs[size(layer)].begin(), outs[size(layer)].end());
+      results_.out.insert(results_.out.end(), outs[to_size(layer)].begin(), outs[to_size(layer)].end());
       for (const part& p : parts) {
         const step_report r = pipeline_.report(layer)[p.id];
         for (const auto& numbers : {r.recalled, r.promoted, r.attended_count})
           results_.reports.insert(results_.reports.end(), numbers.begin(), numbers.end());
         if (layer == 0) continue;
         for (int head = 0; head < kv_heads; ++head) {
-          const auto attended = r.attended.subspan(r.attended.size() / kv_heads * size(head));
+          const auto attended = r.attended.subspan(r.attended.size() / kv_heads * to_size(head));
           results_.reports.insert(results_.reports.end(), attended.begin(),
-                                  attended.begin() + r.attended_count[size(head)]);
+                                  attended.begin() + r.attended_count[to_size(head)]);
         }
       }
     }

@@ -48,7 +48,7 @@ struct lent_tensor {
               std::fill(first, first + head_dim, true);
             }
       for (std::size_t i = 0; i < listed.size(); ++i)
-        spoiled.device[size(layer)] += !listed[i] && !std::isnan(to_float(data[layer][i]));
+        spoiled.device[to_size(layer)] += !listed[i] && !std::isnan(to_float(data[layer][i]));
     }
     return spoiled;
   }
@@ -98,7 +98,7 @@ class device_engine final : public engine<cuda_backend> {
               const pinned<float>& queries, pinned<float>& out) override {
     const int sequences = static_cast<int>(parts.size()),
               most = pipeline().most_blocks(layer, table_rows::by_head);
-    pinned<std::int32_t> blocks(size(kv_heads * sequences * most)), lengths(size(kv_heads * sequences));
+    pinned<std::int32_t> blocks(to_size(kv_heads * sequences * most)), lengths(to_size(kv_heads * sequences));
     const device::block_tables tables{
         .sequences = sequences, .max_blocks = most, .blocks = blocks.data(), .seq_lens = lengths.data()};
     step.correct(layer);
@@ -112,13 +112,13 @@ class device_engine final : public engine<cuda_backend> {
     results<std::int32_t> listed(pinned<std::int32_t>{});
     for (int head = 0; head < kv_heads; ++head)
       for (int i = 0; i < sequences; ++i) {
-        std::vector<std::int32_t> read(size(most));
-        const resident_table table = step.table(layer, parts[size(i)].id, head, read);
+        std::vector<std::int32_t> read(to_size(most));
+        const resident_table table = step.table(layer, parts[to_size(i)].id, head, read);
         listed.host.insert(listed.host.end(), read.begin(), read.begin() + table.pages);
         listed.host.push_back(table.tokens);
         const auto first = blocks.begin() + (head * sequences + i) * most;
         listed.device.insert(listed.device.end(), first, first + table.pages);
-        listed.device.push_back(lengths[size(head * sequences + i)]);
+        listed.device.push_back(lengths[to_size(head * sequences + i)]);
       }
     checks_.equal("tables that the host reads, of layer " + std::to_string(layer), listed);
     step.attend(layer, out);
@@ -138,7 +138,7 @@ class test {
     const run_results expected = with_rows(what, recall_by::kernel);
     compare_with_host(what, expected, name);
     for (std::size_t i = 0; i < std::size(layouts); ++i)
-      if (what == kept::as_is || i == 2 + size(static_cast<int>(what)) % 2) {
+      if (what == kept::as_is || i == 2 + to_size(static_cast<int>(what)) % 2) {
         slots_in(what, layouts[i], recall_by::kernel, expected, name);
         prompts_from(what, layouts[i], false, expected, name);
         prompts_from(what, layouts[i], true, expected, name);

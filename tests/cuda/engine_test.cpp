@@ -24,7 +24,7 @@ using namespace engine_under_test;
 using host_pipeline =
     method::pipeline<kv_shape<bfloat16, head_dim>, page_size<page_tokens_for(head_dim)>, host_backend>;
 
-std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+using freekv::to_size;
 
 std::vector<double> normed(std::span<const double> x) {
   double squares = 0.0;
@@ -92,7 +92,7 @@ class host_peer : public peer {
     for (step_input& input : inputs) input.sequence = names_.at(input.sequence);
     auto step = retrieval_.begin_step(inputs);
     for (int layer = 0; layer < options_.model.layers; ++layer) {
-      const step::layer_rows& rows = s.layers[size(layer)];
+      const step::layer_rows& rows = s.layers[to_size(layer)];
       std::vector<float> out(rows.out.size());
       step.append(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
       step.attend(layer, out);
@@ -123,13 +123,13 @@ class host_peer : public peer {
     const model_shape& m = options_.model;
     for (std::size_t row = 0; row < s.inputs.size(); ++row) {
       const row_input& told = s.packet[row];
-      tokens_.take(s.inputs[row].token, told.token < 0 ? chosen_.at(size(~told.token)) : told.token);
+      tokens_.take(s.inputs[row].token, told.token < 0 ? chosen_.at(to_size(~told.token)) : told.token);
       std::vector<double> x = weights_.embedding.row(s.inputs[row].token);
       for (int layer = 0; layer < m.layers; ++layer) {
-        const step::layer_rows& rows = s.layers[size(layer)];
-        const model_weights::layer& w = weights_.layers[size(layer)];
+        const step::layer_rows& rows = s.layers[to_size(layer)];
+        const model_weights::layer& w = weights_.layers[to_size(layer)];
         check_heads(w.qkv.times(normed(x)), rows, row, layer, told.position);
-        const float* const out = rows.out.data() + row * size(m.query_width());
+        const float* const out = rows.out.data() + row * to_size(m.query_width());
         add(x, w.out.times(std::vector<double>(out, out + m.query_width())));
         const std::vector<double> gates = w.gates.times(normed(x));
         std::vector<double> inner;
@@ -139,17 +139,17 @@ class host_peer : public peer {
       }
       if (told.to < 0) continue;
       const std::vector<double> logits = weights_.head.times(normed(x));
-      choices_.take(logits.at(size(s.chosen[size(told.to)])),
+      choices_.take(logits.at(to_size(s.chosen[to_size(told.to)])),
                     *std::max_element(logits.begin(), logits.end()));
     }
   }
   void check_heads(const std::vector<double>& qkv, const step::layer_rows& rows, std::size_t row, int layer,
                    int position) {
     const model_shape& m = options_.model;
-    const std::size_t d = size(m.head_dim), half = d / 2;
+    const std::size_t d = to_size(m.head_dim), half = d / 2;
     for (int head = 0; head < m.query_heads + 2 * m.kv_heads; ++head) {
       const bool is_query = head < m.query_heads, is_value = head >= m.query_heads + m.kv_heads;
-      const std::span<const double> of_head(qkv.data() + size(head) * d, d);
+      const std::span<const double> of_head(qkv.data() + to_size(head) * d, d);
       const std::vector<double> from =
           m.norms_heads && !is_value ? normed(of_head) : std::vector<double>(of_head.begin(), of_head.end());
       for (std::size_t i = 0; i < d; ++i) {
@@ -162,9 +162,9 @@ class host_peer : public peer {
             expected = std::sqrt(double{options_.similarity}) *
                            common_query(layer, head, position, static_cast<int>(i)) +
                        std::sqrt(1.0 - double{options_.similarity}) * expected;
-          queries_.take(rows.queries[(row * size(m.query_heads) + size(head)) * d + i], expected);
+          queries_.take(rows.queries[(row * to_size(m.query_heads) + to_size(head)) * d + i], expected);
         } else {
-          const auto kv = (row * size(m.kv_heads) + size((head - m.query_heads) % m.kv_heads)) * d + i;
+          const auto kv = (row * to_size(m.kv_heads) + to_size((head - m.query_heads) % m.kv_heads)) * d + i;
           (is_value ? values_ : keys_)
               .take(to_float((is_value ? rows.values : rows.keys)[kv]), expected,
                     std::max(1.0, std::fabs(expected)));

@@ -25,7 +25,7 @@ using pipeline_on =
     retrieval_pipeline<kv_shape<half, head_dim>, Backend, page_size<page>, unit<4>, key_subspace<rank, 32>,
                        pin_outliers<2>, any_of<identity, low_rank_keys<factors>>, always, complete_first<1>>;
 
-constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+using freekv::to_size;
 
 /// Rows of a text, room for an output, and data of the policies, where the side reads them.
 struct input {
@@ -83,7 +83,7 @@ struct side {
   }
   kv_rows<half> rows_at(int layer, int first, int rows) const {
     const auto part = [&](const auto& data, std::size_t row) {
-      return data.subspan(size(first) * row, size(rows) * row);
+      return data.subspan(to_size(first) * row, to_size(rows) * row);
     };
     return {part(in.keys[layer], key_row), part(in.values[layer], key_row),
             part(in.queries[layer], query_row)};

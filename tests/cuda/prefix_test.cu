@@ -27,8 +27,8 @@ struct shared_input {
     }
     of_host.out = out;
     of_host.coefficients = coefficients;
-    basis = random.normals<float>(size(layers * kv_heads * (rank + 1) * head_dim), 0.2f);
-    factors_of_keys = random.normals<float>(size(layers * kv_heads * (factors + 1) * head_dim), 0.1f);
+    basis = random.normals<float>(to_size(layers * kv_heads * (rank + 1) * head_dim), 0.2f);
+    factors_of_keys = random.normals<float>(to_size(layers * kv_heads * (factors + 1) * head_dim), 0.1f);
     frequencies = random.normals<float>(20, 0.1f);
     of_device = of_host;
     const auto give = [](const pinned<float>& from, const float*& host, const float*& there) {
@@ -63,7 +63,7 @@ bool refuses_damage(side<cuda_backend>& on, const std::string& bytes) {
   random_numbers random(3);
   for (int i = 0; i < 40; ++i) {
     std::string damaged = bytes;
-    char& byte = damaged[size(random.below(static_cast<int>(bytes.size())))];
+    char& byte = damaged[to_size(random.below(static_cast<int>(bytes.size())))];
     byte = static_cast<char>(byte ^ random.between(1, 255));
     try {
       const prefix loaded = on.load(damaged);

@@ -18,7 +18,7 @@ using namespace freekv;
 using namespace freekv::detail;
 using device::lane_team;
 
-constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+using freekv::to_size;
 std::string text(int n) { return std::to_string(n); }
 // ---- teams ----
 
@@ -68,15 +68,15 @@ template <int Lanes, int Share>
 void team_calls(report& checks, random_numbers& random) {
   using team_type = lane_team<Lanes, Share>;
   constexpr int width = team_type::width, calls = 31;
-  pinned<float> in = random.normals<float>(size(width * (width + 1))), table = random.normals<float>(256);
+  pinned<float> in = random.normals<float>(to_size(width * (width + 1))), table = random.normals<float>(256);
   in[0] = -0.0f;
   in[1] = std::numeric_limits<float>::quiet_NaN();
   const bool with_nan = Lanes * Share > 2;
   if (!with_nan) in[1] = 1.0f;
-  pinned<half> halves = random.normals<half>(size(width + 2));
-  pinned<std::uint8_t> codes(size(2 * width + 8));
+  pinned<half> halves = random.normals<half>(to_size(width + 2));
+  pinned<std::uint8_t> codes(to_size(2 * width + 8));
   for (auto& code : codes) code = static_cast<std::uint8_t>(random.bits());
-  results<float> out(size(calls * width), -9.0f);
+  results<float> out(to_size(calls * width), -9.0f);
   call_team<team_type><<<1, Lanes>>>(in.data(), halves.data(), codes.data(), table.data(), out.device.data());
   require(cudaGetLastError(), "kernel launch");
   require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
@@ -101,22 +101,22 @@ void team_calls(report& checks, random_numbers& random) {
   each([&](int i) { return a[i] + b[i]; });
   each([&](int i) { return a[i] - b[i]; });
   each([&](int i) { return a[i] * b[i]; });
-  each([&](int i) { return to_float(halves[size(i)]); });
-  each([&](int i) { return to_float(halves[size(i + 1)]); });
+  each([&](int i) { return to_float(halves[to_size(i)]); });
+  each([&](int i) { return to_float(halves[to_size(i + 1)]); });
   each([&](int i) { return one.maximum(a[i], b[i]); });
   each([&](int i) { return one.minimum(a[i], b[i]); });
   each([&](int i) { return a[i] > b[i] ? b[i] : a[i]; });
   each([&](int i) { return one.load_codes<3>(codes.data(), i); });
   each([&](int i) { return one.load_codes<4>(codes.data(), width + i); });
-  each([&](int i) { return table[codes[size(i)]]; });
+  each([&](int i) { return table[codes[to_size(i)]]; });
   each([&](int) { return sum(a); });
   each([&](int) {
     return std::accumulate(a, a + width, a[0], [&](float x, float y) { return one.maximum(x, y); });
   });
   each([&](int i) { return sum(a + i * width); });
   each([&](int i) { return static_cast<float>(i); });
-  each([&](int i) { return to_float(halves[size(i)]); });
-  each([&](int i) { return to_float(halves[size(i + 1)]); });
+  each([&](int i) { return to_float(halves[to_size(i)]); });
+  each([&](int i) { return to_float(halves[to_size(i + 1)]); });
   each([&](int i) { return a[i]; });
   each([&](int i) { return b[i]; });
   for (int behind = 0; behind < 4; ++behind, to += 3 * width)
@@ -149,8 +149,8 @@ __global__ void run_row_team(Body body) {
 template <int HeadDim, class Element, class Codec>
 void codec_lanes(report& checks, random_numbers& random, const Codec& codec, bool infinite) {
   const int tokens = 8 * random.between(1, 3), first = random.below(tokens), stride = HeadDim + 8;
-  pinned<Element> from = random.normals<Element>(size(2 * tokens * stride));
-  if (infinite) from[size(random.below(HeadDim))] = from_float<Element>(infinity);
+  pinned<Element> from = random.normals<Element>(to_size(2 * tokens * stride));
+  if (infinite) from[to_size(random.below(HeadDim))] = from_float<Element>(infinity);
   results<std::byte> stored(codec.bytes({tokens, HeadDim}, sizeof(Element)));
   results<Element> back(from.size());
   const auto of = [&](std::byte* bytes, Element* rows) {
@@ -198,7 +198,7 @@ void selections(report& checks, random_numbers& random) {
   };
   for (const row r : {row{1, 1, 0}, row{7, 3, 2}, row{256, 256, 0}, row{257, 100, 3}, row{1000, 999, 1},
                       row{5000, 64, 5}, row{65536, 1024, 0}, row{65536, 1024, 40}}) {
-    pinned<float> scores = random.normals<float>(size(r.count));
+    pinned<float> scores = random.normals<float>(to_size(r.count));
     for (float& x : scores) {
       if (r.distinct > 0) x = static_cast<float>(random.below(r.distinct)) - 2.0f;
       const int special = random.below(40);
@@ -206,11 +206,11 @@ void selections(report& checks, random_numbers& random) {
       if (special == 1) x = random.below(2) == 0 ? 0.0f : -0.0f;
       if (special == 2) x = std::numeric_limits<float>::max();
     }
-    results<std::int32_t> best(size(r.k), -7), written(1);
-    std::vector<std::uint64_t> keys(size(r.count));
-    for (int i = 0; i < r.count; ++i) keys[size(i)] = ordered_key(scores[size(i)], i);
+    results<std::int32_t> best(to_size(r.k), -7), written(1);
+    std::vector<std::uint64_t> keys(to_size(r.count));
+    for (int i = 0; i < r.count; ++i) keys[to_size(i)] = ordered_key(scores[to_size(i)], i);
     std::nth_element(keys.begin(), keys.begin() + r.k - 1, keys.end(), std::greater<>());
-    for (int i = 0; i < r.k; ++i) best.host[size(i)] = unit_of_key(keys[size(i)]);
+    for (int i = 0; i < r.k; ++i) best.host[to_size(i)] = unit_of_key(keys[to_size(i)]);
     std::sort(best.host.begin(), best.host.end());
     written.host[0] = r.k;
     select_largest<256><<<1, 256>>>(scores.data(), r.count, r.k, best.device.data(), written.device.data());
@@ -250,15 +250,16 @@ void codes_scored(report& checks, random_numbers& random, const std::string& wha
   constexpr int units = 50, group = 3, teams = 8;
   const int width = summary_query_width(summary, page.head_dim), bytes = summary_bytes<half>(summary, page);
   const device::scoring_room room = device::scoring_room_of<half>(policy, page);
-  pinned<std::byte> stored(size(units * bytes));
-  pinned<float> query = random.normals<float>(size(group * width), 0.01f), numbers(size(summary.width(page)));
+  pinned<std::byte> stored(to_size(units * bytes));
+  pinned<float> query = random.normals<float>(to_size(group * width), 0.01f),
+                numbers(to_size(summary.width(page)));
   for (float& x : query) x = std::fabs(x);
   for (int j = 0; j < units; ++j) {
     for (float& x : numbers) x = static_cast<float>(random.below(255));
     encode_summary<half>(scalar_team{}, summary, page, numbers.data(), stored.data() + j * bytes);
   }
   const prepared_queries queries{query.data(), width, group, 1.0f};
-  results<float> scores(size(group * units));
+  results<float> scores(to_size(group * units));
   for (int j = 0; j < units; ++j)
     score_unit<half>(scalar_team{}, summary, page, stored.data() + j * bytes, queries, numbers.data(),
                      {scores.host.data() + j, units});
@@ -285,26 +286,26 @@ void long_row(report& checks, random_numbers& random, int next, int k) {
   s.scale = 0.5f;
   s.max_selected = k;
   s.max_pages = s.store_pages = first + next + window;
-  pinned<std::int32_t> page_table(size(s.max_pages)), selected_count(1), next_selected_count{-1},
-      pinned_count(1), attended(size(k)), attended_count(1);
+  pinned<std::int32_t> page_table(to_size(s.max_pages)), selected_count(1), next_selected_count{-1},
+      pinned_count(1), attended(to_size(k)), attended_count(1);
   std::iota(page_table.rbegin(), page_table.rend(), 0);
   pinned<layer_kind> kinds{layer_kind::retrieval};
   pinned<std::uint8_t> corrected{1};
   pinned<std::int32_t> flagged{1};
-  pinned<float> query = random.normals<float>(size(group * d));
+  pinned<float> query = random.normals<float>(to_size(group * d));
   pinned<half> boxes;  // (store page): low, high
   for (int page = 0; page < s.store_pages; ++page)
     if (page < different) {
       const pinned<half> box = random.normals<half>(2 * d);
       for (int i = 0; i < d; ++i)
-        boxes.push_back(std::min(to_float(box[size(i)]), to_float(box[size(d + i)])));
+        boxes.push_back(std::min(to_float(box[to_size(i)]), to_float(box[to_size(d + i)])));
       for (int i = 0; i < d; ++i)
-        boxes.push_back(std::max(to_float(box[size(i)]), to_float(box[size(d + i)])));
+        boxes.push_back(std::max(to_float(box[to_size(i)]), to_float(box[to_size(d + i)])));
     } else {
       const std::int64_t same = random.below(different) * 2 * d;
-      for (int i = 0; i < 2 * d; ++i) boxes.push_back(boxes[size(same + i)]);
+      for (int i = 0; i < 2 * d; ++i) boxes.push_back(boxes[to_size(same + i)]);
     }
-  results<std::int32_t> selected(size(k), -1), next_selected(size(k), -1);
+  results<std::int32_t> selected(to_size(k), -1), next_selected(to_size(k), -1);
   s.page_table = page_table.data();
   s.summaries = reinterpret_cast<std::byte*>(boxes.data());
   s.summary_bytes = summary_bytes<half>(min_max{}, s.unit);
@@ -350,8 +351,8 @@ void long_row(report& checks, random_numbers& random, int next, int k) {
     for (int g = 0; g < group; ++g) {
       double score = 0.0;
       for (int i = 0; i < d; ++i) {
-        const half* const box = &boxes[size(page_table[size(first + j)]) * 2 * d];
-        const double q = query[size(g * d + i)];
+        const half* const box = &boxes[to_size(page_table[to_size(first + j)]) * 2 * d];
+        const double q = query[to_size(g * d + i)];
         score += std::max(q * to_float(box[i]), q * to_float(box[d + i]));
       }
       scores.push_back(s.scale * score);
@@ -359,24 +360,24 @@ void long_row(report& checks, random_numbers& random, int next, int k) {
   for (const bool for_next : {false, true}) {
     const int candidates = for_next ? next : next - 1;
     double sums[group] = {};
-    for (int i = 0; i < candidates * group; ++i) sums[i % group] += std::exp(scores[size(i)]);
-    results<float> pooled(size(candidates));
+    for (int i = 0; i < candidates * group; ++i) sums[i % group] += std::exp(scores[to_size(i)]);
+    results<float> pooled(to_size(candidates));
     const float* const of_device = scratch.pooled_of(for_next, 0, 0);
     std::copy_n(of_device, candidates, pooled.device.begin());
     for (int j = 0; j < candidates; ++j) {
       double share = 0.0;
-      for (int g = 0; g < group; ++g) share += std::exp(scores[size(j * group + g)]) / sums[g];
-      pooled.host[size(j)] = static_cast<float>(std::log(share / group));
+      for (int g = 0; g < group; ++g) share += std::exp(scores[to_size(j * group + g)]) / sums[g];
+      pooled.host[to_size(j)] = static_cast<float>(std::log(share / group));
     }
     const std::string what = text(k) + " of a row of " + text(candidates) + " candidates";
     checks.close(what + ": pooled scores", pooled, 8);
-    std::vector<std::int32_t> order(size(candidates));
+    std::vector<std::int32_t> order(to_size(candidates));
     std::iota(order.begin(), order.end(), 0);
     std::sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
       return of_device[a] != of_device[b] ? of_device[a] > of_device[b] : a < b;
     });
     results<std::int32_t>& list = for_next ? next_selected : selected;
-    for (int i = 0; i < k; ++i) list.host[size(i)] = first + order[size(i)];
+    for (int i = 0; i < k; ++i) list.host[to_size(i)] = first + order[to_size(i)];
     std::sort(list.host.begin(), list.host.end());
     checks.equal(what, list);
   }
@@ -408,19 +409,19 @@ __global__ void match_slots(Residency residency, const std::int32_t* wanted, int
 template <class Residency>
 void slots_matched(report& checks, random_numbers& random, const Residency& residency, int most) {
   const int slots = most + residency.spare, units = 2 * most + 3;
-  results<std::int32_t> page(size(slots), -1), last_selected(size(slots), 0);
+  results<std::int32_t> page(to_size(slots), -1), last_selected(to_size(slots), 0);
   bool several = false;
   for (std::int32_t nth = 1; nth <= 6; ++nth) {
     const int count = nth == 3 ? 0 : random.between(1, most);
     pinned<std::int32_t> wanted;
     for (int unit = 0; unit < units && static_cast<int>(wanted.size()) < count; ++unit)
       if (random.below(units - unit) < count - static_cast<int>(wanted.size())) wanted.push_back(unit);
-    results<std::int32_t> slot_of(size(most), -99), order(size(most), -1), misses(1, -1);
+    results<std::int32_t> slot_of(to_size(most), -99), order(to_size(most), -1), misses(1, -1);
     misses.host[0] =
         match_slots(residency, wanted.data(), count, {page.host.data(), last_selected.host.data(), slots},
                     nth, slot_of.host.data());
     for (int i = 0, miss = 0; i < count; ++i)
-      if (slot_of.host[size(i)] < 0) order.host[size(miss++)] = i;
+      if (slot_of.host[to_size(i)] < 0) order.host[to_size(miss++)] = i;
     match_slots<<<1, 32>>>(residency, wanted.data(), count, slots, nth,
                            {page.device.data(), last_selected.device.data(), slot_of.device.data(),
                             order.device.data(), misses.device.data()});
@@ -499,17 +500,17 @@ void mass_corrections(report& checks, random_numbers& random) {
   for (const int candidates : {5, 40, 300, 2000})
     for (const bool partial : {false, true})
       for (const float above : {-1e-3f, 1e-3f, 0.3f, 0.7f}) {
-        pinned<float> pooled = random.normals<float>(size(candidates), 2.0f);
-        pooled[size(random.below(candidates))] = -infinity;
-        std::vector<std::int32_t> order(size(candidates));
+        pinned<float> pooled = random.normals<float>(to_size(candidates), 2.0f);
+        pooled[to_size(random.below(candidates))] = -infinity;
+        std::vector<std::int32_t> order(to_size(candidates));
         std::iota(order.begin(), order.end(), 0);
         std::sort(order.begin(), order.end(), [&](auto a, auto b) {
-          return ordered_key(pooled[size(a)], a) > ordered_key(pooled[size(b)], b);
+          return ordered_key(pooled[to_size(a)], a) > ordered_key(pooled[to_size(b)], b);
         });
         double all = 0.0;
         for (const float score : pooled) all += std::exp(static_cast<double>(score));
         const auto mass = [&](std::int32_t u) {
-          return std::exp(static_cast<double>(pooled[size(u)])) / all;
+          return std::exp(static_cast<double>(pooled[to_size(u)])) / all;
         };
         const int k = std::min(candidates / 2, 12);
         std::vector<std::int32_t> best(order.begin(), order.begin() + k), selected;
@@ -527,12 +528,12 @@ void mass_corrections(report& checks, random_numbers& random) {
         const mass_deficit correction{static_cast<float>(1.0 - asked), partial};
         const corrected_list want = corrected_by(correction, selected, best, mass);
 
-        results<std::int32_t> result(2), list(size(k), -1);
+        results<std::int32_t> result(2), list(to_size(k), -1);
         result.host[0] = want.corrected;
         result.host[1] = static_cast<std::int32_t>(want.units.size());
         std::copy(want.units.begin(), want.units.end(), list.host.begin());
         std::copy(selected.begin(), selected.end(), list.device.begin());
-        pinned<std::int32_t> counts{static_cast<std::int32_t>(selected.size()), k}, of(size(k));
+        pinned<std::int32_t> counts{static_cast<std::int32_t>(selected.size()), k}, of(to_size(k));
         std::copy(best.begin(), best.end(), of.begin());
         correct_head<<<1, device::block_selection_default.threads>>>(
             correction, {pooled.data(), list.device.data(), result.device.data(), of.data(), counts.data()},
@@ -623,14 +624,16 @@ void recalls(report& checks, random_numbers& random, const std::string& how) {
   s.slots = {.sink = 1, .ring = 2, .selected = k, .units_per_page = s.units_per_page};
   const int of_selected = s.slots.selected_blocks_for(k),
             blocks = sequences * (s.slots.fixed() + of_selected);
-  pinned<std::int32_t> page_table(size(sequences * pages)), slot_sets{1, 0},
-      selected_blocks(size(sequences * of_selected));
+  pinned<std::int32_t> page_table(to_size(sequences * pages)), slot_sets{1, 0},
+      selected_blocks(to_size(sequences * of_selected));
   std::iota(page_table.rbegin(), page_table.rend(), 0);  // the store's pages in another order
   std::iota(selected_blocks.begin(), selected_blocks.end(), sequences * s.slots.fixed());
   s.page_table = page_table.data();
   s.slot_sets = slot_sets.data();
   s.selected_blocks = selected_blocks.data();
-  const auto elements = [&](int n) { return size(n) * size(2 * shape.tokens * shape.kv_heads * HeadDim); };
+  const auto elements = [&](int n) {
+    return to_size(n) * to_size(2 * shape.tokens * shape.kv_heads * HeadDim);
+  };
   pinned<Element> store = random.normals<Element>(elements(sequences * pages));
   results<Element> slots(random.normals<Element>(elements(blocks)));
   s.store = pages_of<Slow, Element, HeadDim>(store, sequences * pages, shape);
@@ -714,11 +717,11 @@ void summarised(report& checks, random_numbers& random, const std::string& name,
   for (const int tokens : {8, 24, 32, 96})
     for (const bool infinite : {false, true}) {
       const page_geometry unit{tokens, head_dim};
-      pinned<float> keys = random.normals<float>(size(tokens * head_dim));
-      const pinned<float> query = random.normals<float>(size(head_dim));
-      if (infinite) keys[size(random.below(tokens * head_dim))] = std::numeric_limits<float>::infinity();
-      results<float> numbers(size(summary.width(unit)), 0.0f),
-          prepared(size(summary.query_width(head_dim)), 0.0f);
+      pinned<float> keys = random.normals<float>(to_size(tokens * head_dim));
+      const pinned<float> query = random.normals<float>(to_size(head_dim));
+      if (infinite) keys[to_size(random.below(tokens * head_dim))] = std::numeric_limits<float>::infinity();
+      results<float> numbers(to_size(summary.width(unit)), 0.0f),
+          prepared(to_size(summary.query_width(head_dim)), 0.0f);
       results<std::byte> stored(summary_bytes<half>(summary, unit));
       pinned<float> coefficients(keys.size());
       summarise_by_team<<<1, 8>>>(summary, {keys.data(), unit}, query.data(), numbers.host.data(),
@@ -731,7 +734,7 @@ void summarised(report& checks, random_numbers& random, const std::string& name,
       const std::string what = name + " by " + text(threads) + " threads, units of " + text(tokens) +
                                (infinite ? ", an infinite key" : "");
       checks.equal(what + ": numbers", numbers, [&](std::size_t i) {
-        return i < size(numbers_stored < 0 ? summary.width(unit) : numbers_stored * tokens);
+        return i < to_size(numbers_stored < 0 ? summary.width(unit) : numbers_stored * tokens);
       });
       if (!infinite) checks.equal(what + ": stored bytes", stored);  // a NaN has many encodings
       if constexpr (device::block_summary<Summary>::prepares) checks.equal(what + ": tables", prepared);

@@ -23,7 +23,7 @@ using pipeline =
     retrieval_pipeline<kv_shape<half, head_dim>, cuda_backend, page_size<page>, layout_pair<hnd, hnd>, mean,
                        cosine_drift, complete_first<1>, any_of<resident, in_place>>;
 
-std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+using freekv::to_size;
 
 enum class form { dense, until_minus_one, ragged, united };
 
@@ -72,8 +72,8 @@ struct table_memory {
   table_memory(table_rows rows, int max_blocks)
       : rows_of(rows),
         most(max_blocks),
-        blocks(size(rows_count()) * size(most)),
-        seq_lens(size(rows_count())),
+        blocks(to_size(rows_count()) * to_size(most)),
+        seq_lens(to_size(rows_count())),
         block_counts(seq_lens.size()),
         indptr(seq_lens.size() + 1),
         indices(blocks.size()),
@@ -104,9 +104,9 @@ struct table_memory {
 /// What a layer has of a step.
 struct layer_step {
   explicit layer_step(int rows)
-      : keys(size(rows) * key_row),
+      : keys(to_size(rows) * key_row),
         values(keys.size()),
-        queries(size(rows) * query_row),
+        queries(to_size(rows) * query_row),
         out(queries.size()) {
     for (auto& by : by_table) by.resize(out.size());
   }
@@ -156,7 +156,8 @@ class engine {
     std::vector<layer_step> rows = rows_of({static_cast<int>(sequences_.size()) - 1}, tokens, tokens);
     auto step = pipeline_.begin_step({{h.id, tokens, step_phase::prefill}});
     for (int layer = 0; layer < layers; ++layer)
-      step.append(layer, {rows[size(layer)].keys, rows[size(layer)].values, rows[size(layer)].queries});
+      step.append(layer,
+                  {rows[to_size(layer)].keys, rows[to_size(layer)].values, rows[to_size(layer)].queries});
     step.end();
     pipeline_.synchronize();
   }
@@ -175,22 +176,23 @@ class engine {
   /// A decode row of each of these sequences; all forms are compared.
   void step(const std::vector<int>& of, const std::string& name) {
     std::vector<step_input> inputs;
-    for (const int i : of) inputs.push_back({sequences_[size(i)].id});
+    for (const int i : of) inputs.push_back({sequences_[to_size(i)].id});
     std::vector<layer_step> rows = rows_of(of, 1, batch);
     for (auto& of_layer : tables_)
       for (table_memory& t : of_layer) t.spoil();
     if (captured_ != nullptr) {
       if (!pipeline_.plan(inputs)) throw usage_error("the ring is full");
       for (int layer = 0; layer < layers; ++layer) {
-        static_rows_[size(layer)].keys = rows[size(layer)].keys;
-        static_rows_[size(layer)].values = rows[size(layer)].values;
-        static_rows_[size(layer)].queries = rows[size(layer)].queries;
+        static_rows_[to_size(layer)].keys = rows[to_size(layer)].keys;
+        static_rows_[to_size(layer)].values = rows[to_size(layer)].values;
+        static_rows_[to_size(layer)].queries = rows[to_size(layer)].queries;
       }
       device::check(cudaGraphLaunch(captured_, compute_.get()), "cudaGraphLaunch");
       pipeline_.synchronize();
       for (int layer = 0; layer < layers; ++layer) {
-        rows[size(layer)].out = static_rows_[size(layer)].out;
-        for (int i = 0; i < 5; ++i) rows[size(layer)].by_table[i] = static_rows_[size(layer)].by_table[i];
+        rows[to_size(layer)].out = static_rows_[to_size(layer)].out;
+        for (int i = 0; i < 5; ++i)
+          rows[to_size(layer)].by_table[i] = static_rows_[to_size(layer)].by_table[i];
       }
     } else {
       auto step = pipeline_.begin_step(inputs);
@@ -199,7 +201,7 @@ class engine {
       pipeline_.synchronize();
     }
     for (int layer = 0; layer < layers; ++layer)
-      compare(layer, of, rows[size(layer)],
+      compare(layer, of, rows[to_size(layer)],
               name + (in_place_ ? ", in place, layer " : ", with slots, layer ") + std::to_string(layer));
   }
   bool refuses() {
@@ -254,8 +256,8 @@ class engine {
       layer_step& r = rows.emplace_back(most);
       std::size_t at = 0;
       for (const int i : of) {
-        history& h = sequences_[size(i)];
-        for (std::size_t n = 0; n < size(tokens) * key_row; ++n, ++at) {
+        history& h = sequences_[to_size(i)];
+        for (std::size_t n = 0; n < to_size(tokens) * key_row; ++n, ++at) {
           h.keys[layer].push_back(r.keys[at] = from_float<half>(random_.normal()));
           h.values[layer].push_back(r.values[at] = from_float<half>(random_.normal()));
         }
@@ -274,10 +276,10 @@ class engine {
   }
   void run_layers(pipeline::step& step, std::vector<layer_step>& rows) {
     for (int layer = 0; layer < layers; ++layer) {
-      layer_step& r = rows[size(layer)];
+      layer_step& r = rows[to_size(layer)];
       step.append(layer, {r.keys, r.values, r.queries});  // of `batch` rows, of which the step may have fewer
       step.correct(layer);
-      for (table_memory& t : tables_[size(layer)]) step.queue_tables(layer, t.view());
+      for (table_memory& t : tables_[to_size(layer)]) step.queue_tables(layer, t.view());
       const slot_blocks<half> kv = pipeline_.paged_kv(layer);
       const auto attend = [&](table_memory& t, form f) {
         attend_by_table<<<batch, query_heads, 0, compute_.get()>>>(kv, t.view(), f, r.queries.data(),
@@ -286,9 +288,9 @@ class engine {
         device::check(cudaGetLastError(), "attention by a table");
       };
       for (const form f : {form::dense, form::until_minus_one, form::ragged})
-        attend(tables_[size(layer)][0], f);
-      if (tables_[size(layer)].size() > 2) attend(tables_[size(layer)][2], form::united);
-      const device::block_tables by_request = tables_[size(layer)][1].view();
+        attend(tables_[to_size(layer)][0], f);
+      if (tables_[to_size(layer)].size() > 2) attend(tables_[to_size(layer)][2], form::united);
+      const device::block_tables by_request = tables_[to_size(layer)][1].view();
       const device::paged_cache<half> cache{kv.keys,
                                             kv.values,
                                             kv.head_stride,
@@ -314,25 +316,25 @@ class engine {
     }
     // Rows of no sequence are empty, and rows end with -1.
     results<std::int32_t> ends(pinned<std::int32_t>{});
-    for (table_memory& t : tables_[size(layer)])
+    for (table_memory& t : tables_[to_size(layer)])
       for (int row = 0; row < t.rows_count(); ++row) {
         const int nth = t.rows_of == table_rows::all_heads ? row
                         : t.rows_of == table_rows::folded  ? row / kv_heads
                                                            : row % batch;
         const bool there = nth < static_cast<int>(of.size());
-        const int n = there ? sequences_[size(of[size(nth)])].tokens() : 0;
+        const int n = there ? sequences_[to_size(of[to_size(nth)])].tokens() : 0;
         ends.host.push_back(there ? (n - 1) % page + 1 : 0);
-        ends.device.push_back(t.last_page_len[size(row)]);
+        ends.device.push_back(t.last_page_len[to_size(row)]);
         ends.host.push_back(there);
-        ends.device.push_back(t.block_counts[size(row)] > 0);
-        for (int i = t.block_counts[size(row)]; i < t.most; ++i) {
+        ends.device.push_back(t.block_counts[to_size(row)] > 0);
+        for (int i = t.block_counts[to_size(row)]; i < t.most; ++i) {
           ends.host.push_back(-1);
-          ends.device.push_back(t.blocks[size(row) * size(t.most) + size(i)]);
+          ends.device.push_back(t.blocks[to_size(row) * to_size(t.most) + to_size(i)]);
         }
       }
     checks_.equal("ends of rows, " + name, ends);
     compare_pages(layer, of, name);
-    if (tables_[size(layer)].size() > 2) compare_united(layer, of, r, name);
+    if (tables_[to_size(layer)].size() > 2) compare_united(layer, of, r, name);
   }
   /// Pages by head, in ascending order, are those that the report names; of slots, what is in them comes
   /// later.
@@ -340,15 +342,15 @@ class engine {
     if (layer > 0 && !in_place_) return;
     const slot_blocks<half> kv = pipeline_.paged_kv(layer);
     results<std::int32_t> pages(pinned<std::int32_t>{});
-    table_memory& t = tables_[size(layer)][0];
+    table_memory& t = tables_[to_size(layer)][0];
     for (int head = 0; head < kv_heads; ++head)
       for (std::size_t nth = 0; nth < of.size(); ++nth) {
-        const history& h = sequences_[size(of[nth])];
+        const history& h = sequences_[to_size(of[nth])];
         const auto expected = pages_of(layer, h, head);
         const int row = head * batch + static_cast<int>(nth);
         pages.host.insert(pages.host.end(), expected.begin(), expected.end());
-        for (int i = 0; i < t.block_counts[size(row)]; ++i)
-          pages.device.push_back(page_in(kv, t.blocks[size(row * t.most + i)], head, h.keys[layer]));
+        for (int i = 0; i < t.block_counts[to_size(row)]; ++i)
+          pages.device.push_back(page_in(kv, t.blocks[to_size(row * t.most + i)], head, h.keys[layer]));
         pages.device.resize(pages.host.size(), -1);
       }
     checks_.equal("pages by head, " + name, pages);
@@ -356,8 +358,8 @@ class engine {
   /// The page of a sequence whose first key is that of a block; -1: none.
   static int page_in(const slot_blocks<half>& kv, int block, int head, const std::vector<half>& keys) {
     const half* const first = kv.keys + block * kv.block_stride + head * kv.head_stride;
-    for (int p = 0; size(p * page) * key_row < keys.size(); ++p)
-      if (std::memcmp(first, keys.data() + size(p * page) * key_row + head * head_dim,
+    for (int p = 0; to_size(p * page) * key_row < keys.size(); ++p)
+      if (std::memcmp(first, keys.data() + to_size(p * page) * key_row + head * head_dim,
                       head_dim * sizeof(half)) == 0)
         return p;
     return -1;
@@ -371,8 +373,8 @@ class engine {
     }
     for (int p = 0; p < sink / page; ++p) pages.push_back(p);
     const step_report report = pipeline_.report(layer)[h.id];
-    const auto of_head = report.attended.subspan(report.attended.size() / kv_heads * size(head));
-    for (int i = 0; i < report.attended_count[size(head)]; ++i) pages.push_back(of_head[size(i)]);
+    const auto of_head = report.attended.subspan(report.attended.size() / kv_heads * to_size(head));
+    for (int i = 0; i < report.attended_count[to_size(head)]; ++i) pages.push_back(of_head[to_size(i)]);
     for (int p = std::max(sink / page, std::max(0, n - window) / page); p < all; ++p) pages.push_back(p);
     return pages;
   }
@@ -380,7 +382,7 @@ class engine {
   void compare_united(int layer, const std::vector<int>& of, const layer_step& r, const std::string& name) {
     results<float> out(of.size() * query_row);
     for (std::size_t nth = 0; nth < of.size(); ++nth) {
-      const history& h = sequences_[size(of[nth])];
+      const history& h = sequences_[to_size(of[nth])];
       std::vector<std::int32_t> pages;
       for (int head = 0; head < kv_heads; ++head) {
         const auto more = pages_of(layer, h, head);
@@ -389,12 +391,12 @@ class engine {
       std::sort(pages.begin(), pages.end());
       pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
       for (int query_head = 0; query_head < query_heads; ++query_head) {
-        const std::size_t at = nth * query_row + size(query_head * head_dim);
+        const std::size_t at = nth * query_row + to_size(query_head * head_dim);
         double sum = 0.0;
         std::vector<double> sums(head_dim);
         for (const int p : pages)
           for (int t = p * page; t < std::min((p + 1) * page, h.tokens()); ++t) {
-            const std::size_t row = size(t) * key_row + size(query_head / group * head_dim);
+            const std::size_t row = to_size(t) * key_row + to_size(query_head / group * head_dim);
             double score = 0.0;
             for (std::size_t i = 0; i < head_dim; ++i)
               score += double{r.queries[at + i]} * double{to_float(h.keys[layer][row + i])};

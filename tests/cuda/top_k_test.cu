@@ -16,7 +16,7 @@ using namespace freekv;
 using namespace freekv::detail;
 using device::select_by;
 
-constexpr std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+using freekv::to_size;
 std::string text(int n) { return std::to_string(n); }
 
 struct row_case {
@@ -39,10 +39,10 @@ struct batch {
       most.selected = std::max(most.selected, r.wanted);
     }
     most.scores += 3;  // no row's scores begin at a multiple of 16 bytes
-    scores.resize(size(most.all_scores()));
-    counts.resize(size(most.rows));
-    wanted.resize(size(most.rows));
-    selected = results<std::int32_t>(size(most.rows) * size(most.selected));
+    scores.resize(to_size(most.all_scores()));
+    counts.resize(to_size(most.rows));
+    wanted.resize(to_size(most.rows));
+    selected = results<std::int32_t>(to_size(most.rows) * to_size(most.selected));
     rows.scores = scores.data();
     rows.counts = counts.data();
     rows.wanted = wanted.data();
@@ -55,9 +55,9 @@ struct batch {
     std::fill(scores.begin(), scores.end(),
               std::numeric_limits<float>::infinity());  // what is behind a row would be selected
     for (int row = 0; row < most.rows; ++row) {
-      const row_case& of = cases[size(row)];
-      counts[size(row)] = of.count;
-      wanted[size(row)] = of.wanted;
+      const row_case& of = cases[to_size(row)];
+      counts[to_size(row)] = of.count;
+      wanted[to_size(row)] = of.wanted;
       float* const to = scores.data() + std::int64_t{row} * most.scores;
       for (int i = 0; i < of.count; ++i) {
         to[i] = of.distinct > 0 ? static_cast<float>(random.below(of.distinct)) - 2.0f : random.normal();
@@ -71,11 +71,11 @@ struct batch {
     }
   }
   static void select(const float* scores, const row_case& of, std::int32_t* to) {
-    std::vector<std::uint64_t> keys(size(of.count));
-    for (int i = 0; i < of.count; ++i) keys[size(i)] = ordered_key(scores[i], i);
+    std::vector<std::uint64_t> keys(to_size(of.count));
+    for (int i = 0; i < of.count; ++i) keys[to_size(i)] = ordered_key(scores[i], i);
     const int count = std::min(of.count, of.wanted);
     std::nth_element(keys.begin(), keys.begin() + count, keys.end(), std::greater<>());
-    for (int i = 0; i < count; ++i) to[i] = unit_of_key(keys[size(i)]);
+    for (int i = 0; i < count; ++i) to[i] = unit_of_key(keys[to_size(i)]);
     std::sort(to, to + count);
   }
 };

@@ -171,7 +171,7 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
     for (auto* tensor : {&c.q, &c.k, &c.v})
       for (float& x : *tensor) x = rounded(x, o.element);
   const auto rows_of = [&](const std::vector<float>& tensor, int first, int count, int width) {
-    return std::span(tensor).subspan(size(first) * size(width), size(count) * size(width));
+    return std::span(tensor).subspan(to_size(first) * to_size(width), to_size(count) * to_size(width));
   };
   const auto prompt_keys = rows_of(c.k, 0, c.layer.prompt, heads * d);
   if (c.uses_basis() && c.basis_layers == 0) {
@@ -184,7 +184,7 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
       learnt.learn(0, prompt_keys);
     }
     c.layer.basis_data.assign(learnt.view().data,
-                              learnt.view().data + size(heads) * learnt.view().floats_per_head());
+                              learnt.view().data + to_size(heads) * learnt.view().floats_per_head());
   }
   oracle::decoder expected(oracle_settings(c.layer));
   oracle::settings given_rows = expected.config();
@@ -194,7 +194,7 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
     decoder->prompt(prompt_keys, rows_of(c.v, 0, c.layer.prompt, heads * d), c.layer.prompt);
 
   expected_summary summary;
-  std::vector<bool> carried_firm(size(heads), true);
+  std::vector<bool> carried_firm(to_size(heads), true);
   for (int step = 0; step < c.layer.steps; ++step) {
     const int token = c.layer.prompt + step;
     const auto query = rows_of(c.q, token, 1, o.query_heads * d);
@@ -204,8 +204,8 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
     const auto full = exact.full(query);
     ++seen.steps;
     for (int h = 0; h < heads; ++h) {
-      const auto& row = want.rows[size(h)];
-      const auto at = size(step) * size(heads) + size(h);
+      const auto& row = want.rows[to_size(h)];
+      const auto at = to_size(step) * to_size(heads) + to_size(h);
       const auto where = sentence("step ", step, ", KV head ", h, ": ");
       const auto fail = [&](const auto&... what) { throw disagreement{sentence(where, what...)}; };
       const auto listed = [](const auto& pages) {
@@ -218,7 +218,8 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
       std::vector<std::vector<int>> rows_got;
       const int rows = c.selecting() / heads;
       for (int i = 0; i < rows; ++i) {
-        const auto pages = std::span(r.selected).subspan((at * size(rows) + size(i)) * size(k), size(k));
+        const auto pages =
+            std::span(r.selected).subspan((at * to_size(rows) + to_size(i)) * to_size(k), to_size(k));
         const auto end = std::find(pages.begin(), pages.end(), -1);
         rows_got.emplace_back(pages.begin(), end);
         if (std::any_of(end, pages.end(), [](int page) { return page != -1; }))
@@ -233,23 +234,23 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
       const bool own = c.selecting() != heads && !row.selected.empty();
       const bool same_flag = corrected == row.corrected;
       const bool equal = got == row.selected && (!own || rows_got == row.selected_by_head);
-      const bool firm = same_flag && (row.corrected ? row.correct_firm : carried_firm[size(h)]);
+      const bool firm = same_flag && (row.corrected ? row.correct_firm : carried_firm[to_size(h)]);
       if (!equal && firm) fail("selected", listed(got), " for", listed(row.selected));
       seen.firm_selections += firm && !got.empty();
       for (int g = h * group; g < (h + 1) * group; ++g) {
-        const auto head = size(step) * size(o.query_heads) + size(g);
-        const auto out = std::span(r.out).subspan(head * size(d), size(d));
-        const auto whole = std::span(full.out).subspan(size(g) * size(d), size(d));
-        summary.add_head(out, r.lse[head], whole, full.lse[size(g)]);
+        const auto head = to_size(step) * to_size(o.query_heads) + to_size(g);
+        const auto out = std::span(r.out).subspan(head * to_size(d), to_size(d));
+        const auto whole = std::span(full.out).subspan(to_size(g) * to_size(d), to_size(d));
+        summary.add_head(out, r.lse[head], whole, full.lse[to_size(g)]);
         if (!equal) continue;
         ++seen.heads;
         seen.not_finite += !std::isfinite(r.lse[head]);
-        if (!close(static_cast<double>(r.lse[head]), want.lse[size(g)], 1e-5))
-          fail("lse of query head ", g, " is ", r.lse[head], " for ", want.lse[size(g)]);
+        if (!close(static_cast<double>(r.lse[head]), want.lse[to_size(g)], 1e-5))
+          fail("lse of query head ", g, " is ", r.lse[head], " for ", want.lse[to_size(g)]);
         for (int i = 0; i < d; ++i)
-          if (!close(static_cast<double>(out[size(i)]), want.out[size(g * d + i)], 2e-5))
-            fail("output ", i, " of query head ", g, " is ", out[size(i)], " for ",
-                 want.out[size(g * d + i)]);
+          if (!close(static_cast<double>(out[to_size(i)]), want.out[to_size(g * d + i)], 2e-5))
+            fail("output ", i, " of query head ", g, " is ", out[to_size(i)], " for ",
+                 want.out[to_size(g * d + i)]);
       }
       const bool comparable = row.movement_firm;
       if (comparable) {
@@ -269,9 +270,9 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
       if (!c.retrieves(h) && (count != 0 || corrected || r.recalled[at] != 0))
         fail("a head that does not retrieve selects, corrects or recalls");
       if (c.retrieves(h)) ++(corrected ? seen.corrected : seen.kept);
-      carried_firm[size(h)] = row.corrected && row.selected == row.selected_next
-                                  ? row.correct_firm && row.speculate_firm
-                                  : row.speculate_firm;
+      carried_firm[to_size(h)] = row.corrected && row.selected == row.selected_next
+                                     ? row.correct_firm && row.speculate_firm
+                                     : row.speculate_firm;
     }
   }
   if (!c.retrieves() &&

@@ -16,7 +16,7 @@
 
 namespace tests {
 
-inline std::size_t size(std::int64_t n) { return static_cast<std::size_t>(n); }
+using freekv::to_size;
 
 /// What a variant's name stands for, by the contract.
 struct variant_policies {
@@ -134,7 +134,7 @@ inline void learn_codebooks(replay_case& c) {
   learnt.learn(0, keys);
   o.codebooks = learnt.view();
   c.layer.codebook_data.assign(o.codebooks.data,
-                               o.codebooks.data + o.codebooks.floats_per_head() * size(o.kv_heads));
+                               o.codebooks.data + o.codebooks.floats_per_head() * to_size(o.kv_heads));
 }
 
 /// The base of every trace's rotary embedding.
@@ -152,7 +152,8 @@ inline void learn_factors(replay_case& c) {
   learnt.factorise(0, rotated(keys, o.kv_heads, o.head_dim, turns, -1.0f));
   o.factors = learnt.view();
   o.rotary = turns.view();
-  c.layer.factor_data.assign(o.factors.data, o.factors.data + o.factors.floats_per_head() * size(o.kv_heads));
+  c.layer.factor_data.assign(o.factors.data,
+                             o.factors.data + o.factors.floats_per_head() * to_size(o.kv_heads));
   c.layer.frequencies = turns.frequencies;
 }
 
@@ -192,7 +193,7 @@ inline void fill_trace(replay_case& c) {
                         : head % 3 == 1 ? freekv::layer_kind::window
                                         : freekv::layer_kind::complete);
   if (!c.heads.empty()) {
-    c.heads.resize(size(o.kv_heads), freekv::layer_kind::retrieval);
+    c.heads.resize(to_size(o.kv_heads), freekv::layer_kind::retrieval);
     c.trace_names_layer = true;
     o.method.plan = "by_head";
     o.head_kinds = c.heads;
@@ -203,7 +204,7 @@ inline void fill_trace(replay_case& c) {
     o.store_file.clear();
   }
   o.soft_cap = std::stof(c.soft_cap);
-  if (!o.sink_logits.empty()) o.sink_logits.resize(size(o.query_heads), -1.0f);
+  if (!o.sink_logits.empty()) o.sink_logits.resize(to_size(o.query_heads), -1.0f);
   o.scale = c.scale.empty() ? 0.0f : std::stof(c.scale);
   o.element = element_of(c.kept_dtype());
   o.max_tokens = c.tokens();
@@ -254,8 +255,8 @@ inline replay_case random_replay(std::uint64_t seed) {
   c.layer.prompt =
       d.one_of({0, 1, o.page - 1, 4 * o.page, d.between(5, 10) * o.page, d.between(5, 10) * o.page + 3});
   c.layer.steps = d.between(o.page / 2, 2 * o.page);
-  c.query_dtype = all_dtypes()[size(d.below(3))];
-  c.dtype = all_dtypes()[size(d.below(3))];
+  c.query_dtype = all_dtypes()[to_size(d.below(3))];
+  c.dtype = all_dtypes()[to_size(d.below(3))];
   c.dtype_flag = d.one_of<std::string>({"stored", "stored", "stored", "f32", "f16", "bf16"});
   c.tau = d.one_of<std::string>({"0.5", "0.9", "0.95", "-5", "5"});
   c.scale = d.one_of<std::string>({"", "", "0.05", "0.3"});
@@ -341,7 +342,7 @@ inline std::string basis_file_of(const replay_case& c) {
       const float used = layer == c.basis_layer ? 1.0f : 0.0f;
       for (int i = 0; i < o.head_dim; ++i) mean.push_back(used * view.mean(0, head)[i]);
       for (int i = 0; i < o.method.rank * o.head_dim; ++i) rows.push_back(used * view.rows(0, head)[i]);
-      rows.insert(rows.end(), size(c.spare_rank * o.head_dim), 1.0f);
+      rows.insert(rows.end(), to_size(c.spare_rank * o.head_dim), 1.0f);
     }
   return parts_of({{"mean", {"F32", {c.basis_layers, o.kv_heads, o.head_dim}, bytes_of(mean, "F32")}},
                    {"rows", {"F32", {c.basis_layers, o.kv_heads, rank, o.head_dim}, bytes_of(rows, "F32")}}},

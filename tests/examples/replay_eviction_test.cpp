@@ -34,8 +34,8 @@ struct recorded {
     kv_heads = static_cast<int>(tensors.at("k").shape[1]);
   }
   std::span<const float> rows(const std::vector<float>& of, int first, int count) const {
-    const std::size_t width = of.size() / size(tokens);
-    return std::span(of).subspan(size(first) * width, size(count) * width);
+    const std::size_t width = of.size() / to_size(tokens);
+    return std::span(of).subspan(to_size(first) * width, to_size(count) * width);
   }
   /// The same with another number of prompt tokens.
   void store_as(const std::filesystem::path& path, int prompt) const {
@@ -119,18 +119,18 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
                      v = trace.rows(trace.v, token, 1);
           const auto where = sentence("step ", step);
           for (int head = 0; head < trace.kv_heads; ++head) {
-            const auto units =
-                std::span(selected).subspan(size((step * trace.kv_heads + head) * columns), size(columns));
+            const auto units = std::span(selected).subspan(to_size((step * trace.kv_heads + head) * columns),
+                                                           to_size(columns));
             const auto padding = std::find(units.begin(), units.end(), -1);
             compare_units(where, expected, head, {units.begin(), padding}, token / settings.page, seen);
             CHECK(std::all_of(padding, units.end(), [](int unit) { return unit == -1; }));
           }
           const auto want = expected.step(q, k, v).attended, whole = full.step(q, k, v).attended;
-          const auto heads = size(trace.query_heads), d = size(trace.head_dim);
-          const auto row = std::span(out).subspan(size(step) * heads * d, heads * d);
-          compare_row(where, want, row, std::span(lse).subspan(size(step) * heads, heads));
+          const auto heads = to_size(trace.query_heads), d = to_size(trace.head_dim);
+          const auto row = std::span(out).subspan(to_size(step) * heads * d, heads * d);
+          compare_row(where, want, row, std::span(lse).subspan(to_size(step) * heads, heads));
           for (std::size_t head = 0; head < heads; ++head)
-            numbers.add_head(row.subspan(head * d, d), lse[size(step) * heads + head],
+            numbers.add_head(row.subspan(head * d, d), lse[to_size(step) * heads + head],
                              std::span(whole.out).subspan(head * d, d), whole.lse[head]);
           ++seen.steps;
         }

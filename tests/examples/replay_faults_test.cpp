@@ -35,7 +35,7 @@ const std::string opened = "{\"op\":\"open\",\"seq\":0,\"trace\":\"trace\"}\n";
 /// A trace that takes a moment to replay and 2 MB to write.
 std::string long_trace() {
   constexpr std::int64_t tokens = sanitized ? 1600 : 2000, heads = 16, d = 64;
-  std::string numbers(size(tokens * heads * d * 4), '\0');
+  std::string numbers(to_size(tokens * heads * d * 4), '\0');
   dice dice(1);
   for (std::size_t i = 0; i < numbers.size(); i += 4) {
     const float x = dice.normal();
@@ -278,7 +278,7 @@ TEST_CASE("top_p takes half of equal pages whatever their scores", "[faults]") {
   constexpr std::int64_t tokens = 18 * 16 + 2, d = 64;
   const auto ones = [&](std::int64_t heads) {
     return tensor_text{
-        "F32", {tokens, heads, d}, bytes_of(std::vector<float>(size(tokens * heads * d), 1.0f), "F32")};
+        "F32", {tokens, heads, d}, bytes_of(std::vector<float>(to_size(tokens * heads * d), 1.0f), "F32")};
   };
   store(folder / "trace", parts_of({{"q", ones(4)}, {"k", ones(2)}, {"v", ones(2)}},
                                    {{"prompt_len", std::to_string(tokens - 2)}})

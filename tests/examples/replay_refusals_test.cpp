@@ -14,8 +14,8 @@ namespace {
 tensor_map good_basis(std::int64_t layers = 1, std::int64_t heads = 2, std::int64_t rank = 24,
                       std::int64_t d = 64) {
   return {
-      {"mean", {"F32", {layers, heads, d}, std::string(size(layers * heads * d * 4), '\0')}},
-      {"rows", {"F32", {layers, heads, rank, d}, std::string(size(layers * heads * rank * d * 4), '\0')}}};
+      {"mean", {"F32", {layers, heads, d}, std::string(to_size(layers * heads * d * 4), '\0')}},
+      {"rows", {"F32", {layers, heads, rank, d}, std::string(to_size(layers * heads * rank * d * 4), '\0')}}};
 }
 
 /// A folder with a trace and a basis in which replays are refused.
@@ -287,7 +287,7 @@ TEST_CASE("headers that contradict themselves are refused", "[replay]") {
                          const std::string& v_dtype = "F32") {
     const auto zeros = [&](std::int64_t heads, const std::string& dtype) {
       return tensor_text{
-          dtype, {4, heads, d}, std::string(size(4 * heads * d * (dtype == "F32" ? 4 : 2)), '\0')};
+          dtype, {4, heads, d}, std::string(to_size(4 * heads * d * (dtype == "F32" ? 4 : 2)), '\0')};
     };
     return parts_of(
         {{"q", zeros(query_heads, "F32")}, {"k", zeros(kv_heads, "F32")}, {"v", zeros(kv_heads, v_dtype)}},
@@ -445,7 +445,7 @@ TEST_CASE("traces with random damage are replayed or refused, never worse", "[re
     dice d(seed);
     std::string bad = good;
     const auto somewhere = [&] {
-      return size(d.below(2) == 0 ? d.below(static_cast<int>(bad.size())) : d.below(header_end));
+      return to_size(d.below(2) == 0 ? d.below(static_cast<int>(bad.size())) : d.below(header_end));
     };
     for (int faults = d.between(1, 3); faults > 0; --faults) {
       const std::size_t at = std::min(somewhere(), bad.size() - 1);
@@ -457,10 +457,10 @@ TEST_CASE("traces with random damage are replayed or refused, never worse", "[re
           bad[at] = static_cast<char>(bad[at] ^ (1 << d.below(8)));
           break;
         case 2:
-          bad.erase(at, size(d.between(1, 20)));
+          bad.erase(at, to_size(d.between(1, 20)));
           break;
         case 3:
-          bad.insert(at, bad.substr(std::min(somewhere(), bad.size()), size(d.between(1, 20))));
+          bad.insert(at, bad.substr(std::min(somewhere(), bad.size()), to_size(d.between(1, 20))));
           break;
         case 4:
           bad.resize(std::max<std::size_t>(at, 1));

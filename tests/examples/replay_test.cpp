@@ -66,7 +66,7 @@ std::vector<std::vector<double>> mean_and_directions(const std::vector<std::vect
   std::sort(order.begin(), order.end(),
             [&](std::size_t a, std::size_t b) { return covariance[a][a] > covariance[b][b]; });
   std::vector<std::vector<double>> rows{mean};
-  for (int r = 0; r < rank; ++r) rows.push_back(vectors[order[size(r)]]);
+  for (int r = 0; r < rank; ++r) rows.push_back(vectors[order[to_size(r)]]);
   return rows;
 }
 
@@ -224,7 +224,7 @@ TEST_CASE("NaN and infinity inside a trace are data", "[replay]") {
         const int width = c.layer.options.head_dim;
         const int heads = tensor == 'q' ? c.layer.options.query_heads : c.layer.options.kv_heads;
         const auto at = [&](int token, int head, int i) -> float& {
-          return values[size((token * heads + head) * width + i)];
+          return values[to_size((token * heads + head) * width + i)];
         };
         // In the last head alone, so that the others show that they are not affected.
         if (tensor == 'q')
@@ -267,7 +267,7 @@ TEST_CASE("twilight prunes to the paper's share of the mass unless it is told ot
 TEST_CASE("a prompt of NaN keys alone still has a basis", "[replay]") {
   coverage seen;
   replay_case c = plain_case("freekv_key_subspace");
-  for (std::size_t i = 0; i < size(c.layer.prompt * 2 * 64); ++i) c.k[i] = std::nanf("");
+  for (std::size_t i = 0; i < to_size(c.layer.prompt * 2 * 64); ++i) c.k[i] = std::nanf("");
   check_replay(c, seen);
   // One head of two: its neighbour keeps its own basis and its finite numbers.
   c = plain_case("freekv_key_subspace");
