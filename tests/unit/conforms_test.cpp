@@ -265,6 +265,96 @@ sentences told_of_peak(flaw has) {
   return freekv::testing::conforms(peak, policy);
 }
 
+/// Numbers as bfloat16, or nearly.
+struct flawed_cast {
+  using policy_kind = freekv::codec_kind;
+  static constexpr std::string_view name = "flawed_cast";
+  flaw has = flaw::none;
+
+  std::size_t bytes(freekv::page_geometry page, std::size_t element_bytes) const {
+    return exact_.bytes(page, element_bytes) - (has == flaw::width ? 8 : has == flaw::of_some ? 2 : 0);
+  }
+  template <int HeadDim, class Team, class Element>
+  void encode(Team team, const freekv::head_slice<const Element>& from, int tokens, std::byte* to) const {
+    exact_.encode<HeadDim>(team, from, tokens, to);
+    bool finite = true;
+    for (int i = 0; i < HeadDim; ++i) finite = finite && std::isfinite(freekv::to_float(from.key[i]));
+    if (has == flaw::drops_nan && !finite) std::fill_n(to, bytes({tokens, HeadDim}, 0), std::byte{0xff});
+  }
+  template <int HeadDim, class Team, class Element>
+  void decode(Team team, const std::byte* from, int tokens, freekv::row_range rows,
+              const freekv::head_slice<Element>& to) const {
+    if (has == flaw::late) rows.first = 0;
+    exact_.decode<HeadDim>(team, from, tokens, rows, to);
+    Element& first = has == flaw::score ? to.key[0] : to.value[0];
+    if (has == flaw::score || has == flaw::numbers)
+      first = freekv::from_float<Element>(-freekv::to_float(first));
+  }
+
+ private:
+  freekv::cast<freekv::bfloat16> exact_;
+};
+
+sentences told_of_cast(flaw has) {
+  // 8 bits of mantissa, ties to even.
+  const auto read = [](const doubles& numbers, freekv::page_geometry) {
+    doubles rounded;
+    for (const double x : numbers) {
+      int exponent = 0;
+      const double mantissa = std::frexp(x, &exponent);
+      rounded.push_back(std::ldexp(std::nearbyint(mantissa * 256.0) / 256.0, exponent));
+    }
+    return rounded;
+  };
+  flawed_cast policy;
+  policy.has = has;
+  return freekv::testing::conforms({.keys = read, .values = read}, policy, few);
+}
+
+/// Units by the first number of their first key, or the other way round.
+struct flawed_pins {
+  using policy_kind = freekv::pinning_kind;
+  static constexpr std::string_view name = "flawed_pins";
+  flaw has = flaw::none;
+  int units = 2;
+
+  template <freekv::team T>
+  float worth(T, const freekv::unit_keys& keys, float*) const {
+    const float first = keys.row(0)[0] + (has == flaw::of_wide_teams && T::width > 1 ? 1.0f : 0.0f);
+    return has == flaw::score ? -first : first;
+  }
+};
+
+sentences told_of_pins(flaw has, const freekv::testing::conformance_options& options = few) {
+  const freekv::testing::pinning_definition first{
+      .worth = [](const doubles& keys, freekv::page_geometry) { return keys[0]; }};
+  flawed_pins policy;
+  policy.has = has;
+  return freekv::testing::conforms(first, policy, options);
+}
+
+/// The highest slot is freed first, or of those selected in odd selections the lowest.
+struct flawed_residency {
+  using policy_kind = freekv::residency_kind;
+  static constexpr std::string_view name = "flawed_residency";
+  flaw has = flaw::none;
+  int spare = 2;
+
+  constexpr bool frees_before(freekv::unselected_slot a, freekv::unselected_slot b) const {
+    return has == flaw::of_some && a.last_selected % 2 == 1 ? a.slot < b.slot : a.slot > b.slot;
+  }
+};
+
+sentences told_of_residency(flaw has) {
+  const freekv::testing::residency_definition last{
+      .freed = [](const std::vector<freekv::unselected_slot>& slots) {
+        return static_cast<int>(slots.size()) - 1;
+      }};
+  flawed_residency policy;
+  policy.has = has;
+  return freekv::testing::conforms(last, policy, few);
+}
+
 }  // namespace
 
 TEST_CASE("a policy that is its definition conforms to it", "[conforms]") {
@@ -275,6 +365,9 @@ TEST_CASE("a policy that is its definition conforms to it", "[conforms]") {
   CHECK(told_of_turn(flaw::none) == sentences{});
   CHECK(told_of_half(flaw::none) == sentences{});
   CHECK(told_of_peak(flaw::none) == sentences{});
+  CHECK(told_of_cast(flaw::none) == sentences{});
+  CHECK(told_of_pins(flaw::none) == sentences{});
+  CHECK(told_of_residency(flaw::none) == sentences{});
 }
 
 TEST_CASE("the oracle knows every policy that programs offer, or a file in tests/policies does",
@@ -356,4 +449,28 @@ TEST_CASE("what differs from an eviction's definition is told", "[conforms]") {
       .worth = [](const freekv::testing::attended_rows&, int) { return 0.0; }};
   CHECK(freekv::testing::conforms<freekv::raas>(none) ==
         sentences{"conforms takes an eviction whose units are tokens, and these have 16"});
+}
+
+TEST_CASE("what differs from a codec's definition is told", "[conforms]") {
+  CHECK(mentions(told_of_cast(flaw::score), ": key 0 of token 0 comes back as "));
+  CHECK(mentions(told_of_cast(flaw::score), ", head_dim 64"));
+  CHECK(mentions(told_of_cast(flaw::numbers), ": value 0 of token 0 comes back as "));
+  CHECK(mentions(told_of_cast(flaw::late), " comes back as another where some rows are read"));
+  CHECK(mentions(told_of_cast(flaw::drops_nan), "beside one that is not finite"));
+  CHECK(mentions(told_of_cast(flaw::width), " writes more than its "));
+  CHECK(mentions(told_of_cast(flaw::of_some), " bytes, which is no multiple of 4"));
+}
+
+TEST_CASE("what differs from a pinning's definition is told", "[conforms]") {
+  CHECK(mentions(told_of_pins(flaw::score), "one lane, unit of "));
+  CHECK(mentions(told_of_pins(flaw::of_wide_teams), "baseline, unit of "));
+  CHECK_FALSE(mentions(told_of_pins(flaw::of_wide_teams), "one lane"));
+  // By the pipeline's steps alone.
+  freekv::testing::conformance_options no_units = few;
+  no_units.units = 0;
+  CHECK(mentions(told_of_pins(flaw::score, no_units), ", which the definition pins"));
+}
+
+TEST_CASE("what differs from a residency's definition is told", "[conforms]") {
+  CHECK(mentions(told_of_residency(flaw::of_some), ", last selected then, slot "));
 }

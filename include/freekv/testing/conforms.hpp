@@ -6,9 +6,11 @@
 #pragma once
 
 #include <freekv/testing/definitions.hpp>
+#include <freekv/testing/detail/judge_codec.hpp>
 #include <freekv/testing/detail/judge_correction.hpp>
 #include <freekv/testing/detail/judge_eviction.hpp>
 #include <freekv/testing/detail/judge_pooling.hpp>
+#include <freekv/testing/detail/judge_slots.hpp>
 #include <freekv/testing/detail/judge_steps.hpp>
 #include <freekv/testing/detail/judge_summary.hpp>
 #include <string>
@@ -91,6 +93,48 @@ std::vector<std::string> conforms(const eviction_definition& definition, const P
     return wrong.take();
   }
   detail::judge_evictions<half>(policy, definition, options, wrong);
+  return wrong.take();
+}
+
+/// Sentences of where a codec (the same for all slices) differs from its definition, at most ten: random
+/// pages of each element type come back as the definition has it, in parts as a whole, and what is not finite
+/// spoils no number of another token and channel; in random sequences attention is to what comes back.
+template <codec_policy Policy>
+std::vector<std::string> conforms(const codec_definition& definition, const Policy& policy = {},
+                                  const conformance_options& options = {}) {
+  static_assert(!hooks_of<Policy>::has(hook::at), "conforms takes a codec that is the same for all slices");
+  detail::differences wrong;
+  const auto judge = [&]<class Element>(Element) {
+    detail::judge_pages<64, Element>(policy, definition, options, wrong);
+    detail::judge_pages<80, Element>(policy, definition, options, wrong);
+    detail::judge_pages<128, Element>(policy, definition, options, wrong);
+  };
+  judge(float{}), judge(half{}), judge(bfloat16{});
+  detail::judge_reads<half>(policy, options, wrong);
+  return wrong.take();
+}
+
+/// Sentences of where a pinning differs from its definition, at most ten, by random units, and by random
+/// sequences, in whose steps the units that it pins are attended to.
+template <pinning_policy Policy>
+std::vector<std::string> conforms(const pinning_definition& definition, const Policy& policy = {},
+                                  const conformance_options& options = {}) {
+  static_assert(!std::same_as<Policy, no_pins>, "no_pins has no worth to be defined");
+  detail::differences wrong;
+  detail::judge_worths<float>(policy, definition, options, wrong);
+  detail::judge_worths<bfloat16>(policy, definition, options, wrong);
+  detail::judge_pins<half>(policy, definition, options, wrong);
+  return wrong.take();
+}
+
+/// Sentences of where a residency differs from its definition, at most ten, by random slots, and by random
+/// sequences, whose outputs do not depend on it.
+template <residency_policy Policy>
+std::vector<std::string> conforms(const residency_definition& definition, const Policy& policy = {},
+                                  const conformance_options& options = {}) {
+  detail::differences wrong;
+  detail::judge_freed(policy, definition, options, wrong);
+  detail::judge_steps<half>(policy, {}, options, wrong);
   return wrong.take();
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <freekv/core/shape.hpp>
+#include <freekv/policies/residency.hpp>
 #include <functional>
 #include <vector>
 
@@ -66,6 +67,28 @@ struct eviction_definition {
   /// Worth of a token: of those that are not protected the least leaves, and of those alike the one that was
   /// there first.
   std::function<double(const attended_rows& seen, int token)> worth;
+};
+
+/// A codec in float64.
+struct codec_definition {
+  /// What comes back of a page's keys, and of its values: (tokens, head_dim), as they went in.
+  std::function<doubles(const doubles& keys, page_geometry page)> keys;
+  std::function<doubles(const doubles& values, page_geometry page)> values;
+  double tolerance =
+      1e-6;  ///< of a number, relative to the largest of its page, beside its element's rounding
+};
+
+/// A pinning in float64.
+struct pinning_definition {
+  /// Worth of a unit's keys (tokens, head_dim): the units worth most are pinned.
+  std::function<double(const doubles& keys, page_geometry page)> worth;
+  double tolerance = 2e-5;  ///< of a worth, relative to its size and 1
+};
+
+/// A residency, of which nothing is rounded.
+struct residency_definition {
+  /// Place in `slots`, which are in ascending order, of the one that is freed first.
+  std::function<int(const std::vector<unselected_slot>& slots)> freed;
 };
 
 struct conformance_options {

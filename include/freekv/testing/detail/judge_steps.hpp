@@ -185,6 +185,9 @@ void give(Settings& settings, const Policy& policy) {
   if constexpr (std::is_same_v<kind, pooling_kind>) settings.pooling = policy;
   if constexpr (std::is_same_v<kind, selection_kind>) settings.selection = policy;
   if constexpr (std::is_same_v<kind, correction_kind>) settings.correction = policy;
+  if constexpr (std::is_same_v<kind, pinning_kind>) settings.pinning = policy;
+  if constexpr (std::is_same_v<kind, residency_kind>) settings.residency = policy;
+  if constexpr (std::is_same_v<kind, codec_kind>) settings.codec = policy;
 }
 
 /// Judge of every step of random sequences: heads are corrected and units attended to as the definitions have

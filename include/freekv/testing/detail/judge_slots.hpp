@@ -1,0 +1,129 @@
+// Random units and slots, of which a pinning or a residency is to choose as its definition does.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <freekv/core/size.hpp>
+#include <freekv/policies/pinning.hpp>
+#include <freekv/policies/residency.hpp>
+#include <freekv/testing/detail/judge_steps.hpp>
+#include <freekv/testing/detail/random_cases.hpp>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+namespace freekv::testing::detail {
+
+/// Judge of what random units are worth.
+template <class Element, class Policy>
+void judge_worths(const Policy& policy, const pinning_definition& definition,
+                  const conformance_options& options, differences& wrong) {
+  random_numbers random(options.seed);
+  for (int nth = 0; nth < options.units; ++nth) {
+    const page_geometry page{random.one_of({8, 8, 16, 24, 32, 64}),
+                             random.one_of({8, 16, 24, 64, 80, 128, 256})};
+    const auto keys = wide(random.normals<Element>(page.tokens * page.head_dim, nth % 5 == 0 ? 6.0f : 1.0f));
+    const double want = definition.worth(keys, page);
+    on_every_team([&](auto team, const char* on) {
+      std::vector<float> narrow_keys = narrow({keys}), scratch(to_size(page.head_dim));
+      const double got =
+          static_cast<double>(policy.worth(team, unit_keys{narrow_keys.data(), page}, scratch.data()));
+      if (!(std::fabs(got - want) <= definition.tolerance * (1.0 + std::fabs(want))))
+        wrong.add(element_name<Element>, ", ", on, ", unit of ", page.tokens, ", head_dim ", page.head_dim,
+                  ": is worth ", got, ", of the definition ", want);
+    });
+  }
+}
+
+/// Judge of random sequences: in every step the units that the definition pins are attended to, where the
+/// difference to those that it does not is more than rounding.
+template <class Element, class Policy>
+void judge_pins(const Policy& policy, const pinning_definition& definition,
+                const conformance_options& options, differences& wrong) {
+  using pipeline = judging_pipeline<Element, Policy>;
+  constexpr int d = random_text<Element>::d, steps = 12;
+  random_numbers random(options.seed + 3);
+  for (int run = 0; run < options.runs; ++run) {
+    const int page = random.one_of({8, 16}), kv_heads = random.one_of({1, 2, 3}),
+              group = random.one_of({1, 3});
+    const int prompt = page * (4 + policy.units + random.one_of({2, 5, 9})) + random.one_of({0, 3});
+    typename pipeline::settings settings;
+    settings.model.query_heads = kv_heads * group;
+    settings.model.kv_heads = kv_heads;
+    settings.budget = {page, page, random.one_of({1, 2})};
+    settings.capacity.max_tokens = prompt + steps;
+    settings.page = {page};
+    give(settings, policy);
+    const random_text<Element> text(random, prompt + steps, kv_heads, group);
+    const std::string where =
+        std::string(element_name<Element>) + ", a pipeline of pages of " + std::to_string(page) + ": ";
+    const page_roles roles = roles_at(prompt + 1, settings.budget, page);
+    std::vector<std::vector<int>> pinned(to_size(kv_heads));
+    for (int head = 0; head < kv_heads; ++head) {
+      std::vector<double> worths;
+      for (int unit = roles.sink_end; unit < roles.window_begin; ++unit) {
+        doubles keys;
+        for (int t = unit * page; t < (unit + 1) * page; ++t) {
+          const doubles key = text.key(t, head);
+          keys.insert(keys.end(), key.begin(), key.end());
+        }
+        worths.push_back(definition.worth(keys, {page, d}));
+      }
+      std::vector<double> descending = worths;
+      std::sort(descending.begin(), descending.end(), std::greater<>());
+      const double least = to_size(policy.units) < descending.size()
+                               ? descending[to_size(policy.units)]
+                               : -std::numeric_limits<double>::infinity();
+      for (std::size_t j = 0; j < worths.size(); ++j)
+        if (worths[j] > least + 2.0 * definition.tolerance * (1.0 + std::fabs(least)))
+          pinned[to_size(head)].push_back(roles.sink_end + static_cast<int>(j));
+    }
+    decode_twice<pipeline>(
+        where, settings, text, prompt, steps,
+        [&](const std::string& at, int step, int head, bool, const std::vector<int>& units,
+            const std::vector<float>& out) {
+          const int row = prompt + step;
+          for (const int unit : pinned[to_size(head)])
+            if (std::find(units.begin(), units.end(), unit) == units.end())
+              wrong.add(at, " does not attend to unit ", unit, ", which the definition pins");
+          std::vector<int> tokens;
+          const page_roles now = roles_at(row + 1, settings.budget, page);
+          for (int t = 0; t <= row; ++t) {
+            const int unit = t / page;
+            if (unit < now.sink_end || unit >= now.window_begin ||
+                std::find(units.begin(), units.end(), unit) != units.end())
+              tokens.push_back(t);
+          }
+          for (int g = 0; g < group; ++g) text.compare(at, row, head * group + g, tokens, out, wrong);
+        },
+        wrong);
+  }
+}
+
+/// Judge of which of random slots is freed first.
+template <class Policy>
+void judge_freed(const Policy& policy, const residency_definition& definition,
+                 const conformance_options& options, differences& wrong) {
+  random_numbers random(options.seed);
+  for (int nth = 0; nth < options.units; ++nth) {
+    std::vector<unselected_slot> slots;
+    for (int slot = 0; slot < 24; ++slot)
+      if (random.one_of({0, 0, 1}) == 1) slots.push_back({slot, random.one_of({1, 2, 3, 5, 8, 9})});
+    if (slots.empty()) continue;
+    // As slots are matched: one after the other, against the best so far.
+    std::size_t freed = 0;
+    for (std::size_t i = 1; i < slots.size(); ++i)
+      if (policy.frees_before(slots[i], slots[freed])) freed = i;
+    const int want = definition.freed(slots);
+    if (static_cast<int>(freed) == want) continue;
+    std::string list;
+    for (const unselected_slot& s : slots)
+      list +=
+          (list.empty() ? "" : ", ") + std::to_string(s.slot) + " (" + std::to_string(s.last_selected) + ")";
+    wrong.add("of slots ", list, ", last selected then, slot ", slots[freed].slot,
+              " is freed, of the definition ", slots[to_size(want)].slot);
+  }
+}
+
+}  // namespace freekv::testing::detail
