@@ -82,13 +82,13 @@ class attention_in_cache {
     for (float& x : queries_) x = random.next() / 8.0f;
     weighted_.resize(to_size(backend.threads() * group * HeadDim));
     scratch_.resize(to_size(backend.threads() * attention_scratch<HeadDim>));
-    mass_.resize(to_size(backend.threads() * group));
+    log_sums_.resize(to_size(backend.threads() * group));
   }
   void run(int slices) {
     const int tasks = 8 * backend_.threads();
     backend_.parallel(tasks, to_size(slices) << 14, [&](int, int worker) {
       const Element* const rows = rows_.data() + std::ptrdiff_t{worker} * 2 * page * HeadDim;
-      const attention_part part{mass_.data() + worker * group_,
+      const attention_part part{log_sums_.data() + worker * group_,
                                 weighted_.data() + std::ptrdiff_t{worker} * group_ * HeadDim};
       for (int i = 0; i < slices / tasks; ++i)
         host::attend_slice<HeadDim>(
@@ -103,7 +103,7 @@ class attention_in_cache {
   int group_;
   std::vector<Element> rows_;
   std::vector<float> queries_, weighted_, scratch_;
-  std::vector<log_sum_exp> mass_;
+  std::vector<log_sum_exp> log_sums_;
 };
 
 /// A summary with the data it needs, random as keys and queries are: what a step costs does not depend on it.

@@ -78,8 +78,7 @@ typedef struct freekv_step freekv_step;         /* a pipeline's step in progress
 typedef struct freekv_prefix freekv_prefix;     /* pages that outlive their sequence */
 typedef int32_t freekv_sequence;                /* number of a sequence, from freekv_open or freekv_fork */
 
-/* ---- What the library is
- * ---------------------------------------------------------------------------------------- */
+/* ---- What the library is ---- */
 
 /* FREEKV_ABI of the library's own header. A program compares it with its own before it calls anything else.
  */
@@ -106,8 +105,7 @@ FREEKV_API const char* freekv_status_name(int32_t status);
  * stays until the thread's next failure, and is cut behind 1023 bytes. */
 FREEKV_API const char* freekv_last_message(void);
 
-/* ---- Backend
- * ---------------------------------------------------------------------------------------------------- */
+/* ---- Backend ---- */
 
 typedef struct freekv_host_options {
   size_t size;
@@ -121,8 +119,7 @@ FREEKV_API freekv_status freekv_backend_create_host(const freekv_host_options* o
 /* Ends the threads. Usage_error, and nothing happens, while a pipeline has them. NULL is taken. */
 FREEKV_API freekv_status freekv_backend_destroy(freekv_backend* backend);
 
-/* ---- Pipeline
- * --------------------------------------------------------------------------------------------------- */
+/* ---- Pipeline ---- */
 
 /* Memory resource. `allocate` returns memory at a multiple of `alignment`, a power of two, or NULL where
  * there is not enough. `deallocate` gets back what it returned. Neither throws nor calls this library. */
@@ -229,8 +226,7 @@ FREEKV_API const char* freekv_pipeline_name(const freekv_pipeline* pipeline);
 /* Waits until everything queued has happened. */
 FREEKV_API freekv_status freekv_synchronize(freekv_pipeline* pipeline);
 
-/* ---- Sequences, between steps
- * ----------------------------------------------------------------------------------- */
+/* ---- Sequences, between steps ---- */
 
 /* A new, empty sequence. Pool_exhausted. */
 FREEKV_API freekv_status freekv_open(freekv_pipeline* pipeline, freekv_sequence* sequence);
@@ -262,8 +258,7 @@ FREEKV_API freekv_status freekv_open_with(freekv_pipeline* pipeline, const freek
 /* Gives the pages back. NULL is taken. */
 FREEKV_API freekv_status freekv_prefix_destroy(freekv_prefix* prefix);
 
-/* ---- Steps
- * ------------------------------------------------------------------------------------------------------ */
+/* ---- Steps ---- */
 
 /* Rows that a sequence brings to a step. */
 typedef struct freekv_step_input {
@@ -339,8 +334,7 @@ FREEKV_API freekv_status freekv_abandon_step(freekv_step* step);
  * retrieve. Usage_error. */
 FREEKV_API freekv_status freekv_abandon_sequence(freekv_step* step, freekv_sequence sequence);
 
-/* ---- Reports
- * ---------------------------------------------------------------------------------------------------- */
+/* ---- Reports ---- */
 
 /* Report of what a layer's last step did for a sequence, over all its KV heads. A slice is one head's keys
  * and values of a unit. */

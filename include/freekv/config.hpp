@@ -1,4 +1,5 @@
-// Version, supported compilers and FREEKV_HD, which every FreeKV header needs first.
+// Version, supported compilers, FREEKV_HD and what backends see of freekv::detail, which every header needs
+// first.
 #pragma once
 
 #define FREEKV_VERSION_MAJOR 0

@@ -139,8 +139,8 @@ struct duo_attention : named_policies<by_head> {
   static constexpr std::string_view about = "as razor_attention, with heads that a training finds";
   static constexpr std::string_view published = "arXiv 2410.10819";
 };
-/// FreeKV as published: min-max summaries, speculative retrieval, correction by query drift. (the type cannot
-/// be called `freekv`, which is the namespace)
+/// FreeKV as published: min-max summaries, speculative retrieval, correction by query drift. (Not called
+/// `freekv`, as the namespace is.)
 struct freekv_paper : named_policies<min_max, cosine_drift> {
   static constexpr std::string_view name = "freekv";
   static constexpr std::string_view about =

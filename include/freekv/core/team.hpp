@@ -34,12 +34,13 @@
 //                         r rows of n, s elements apart, to floats without gaps
 //   stage(p, n, to)       copies n bytes, a multiple of 4 of that alignment, to memory that is faster to
 //                         read again, n + 16 bytes of an alignment of 16, and returns where they are
-//   load_halves(p, q)     of 8 lanes: p[0 .. 4), then q[0 .. 4); with it come the next two
+//   load_halves(p, q)     of 8 lanes: p[0 .. 4), then q[0 .. 4); with it come the next three
 //   swap_halves(x)        the second four lanes, then the first
 //   store_by_four(p, x)   of an array of 4 packs: p[4 * i + g] is lane i of x[g]
 //   repeat(x), fold(x)    of it and its `wide`: a pack whose lanes are x's over and over; of such a pack the
 //                         sum of what would be in one lane of 8
-//   apart(body)           body() as a function of its own, shared by all who call it with a body of the type
+//   apart(body)           body() as a function of its own, shared by all who call it with a body of the
+//                         same type
 //   wide                  a type with more lanes, for exponentials and products of rows whose length it
 //                         divides: load, store, + - *, sum_each, bounded_exp, prefetch, lane, lanes and sync
 //   one_head_at_once      rows are multiplied by one query head at a time, which is less to compile

@@ -25,7 +25,7 @@ struct step_entry {
   int tokens = 0;
   int first_row = 0;
   step_phase phase = step_phase::decode;
-  /// whose rows are copied first, as other sequences have it too
+  /// page whose rows are copied first, as other sequences have it too
   store_page_id shared_page = store_page_id::none;
   // Decode rows alone:
   int candidates_at = 0;  // the length whose candidates they select from, as the step before has fixed it
@@ -198,8 +198,8 @@ struct layer_state {
   std::int32_t* attended_count = nullptr;       // (sequence, kv head)
   /// (sequence, kv head, K, mask_words): query heads that selected the unit
   std::uint32_t* selected_by = nullptr;
-  std::uint32_t* next_selected_by = nullptr;  // the same of `next_selected`
-  std::uint32_t* attended_by = nullptr;       // the same of `attended`
+  std::uint32_t* next_selected_by = nullptr;  // query heads that selected the units of `next_selected`
+  std::uint32_t* attended_by = nullptr;       // query heads that selected the units of `attended`
   std::int32_t* pinned = nullptr;             // (sequence, kv head, pins): ascending units
   std::int32_t* pinned_count = nullptr;       // (sequence, kv head)
   std::int32_t* slot_unit = nullptr;          // (sequence, kv head, selected slot): unit in it, or -1
@@ -220,13 +220,13 @@ struct layer_state {
   FREEKV_HD constexpr std::size_t masks(int sequence, int head) const {
     return selection(sequence, head) * to_size(mask_words);
   }
-  FREEKV_HD detail::unit_union selected_union(int sequence, int head) const {
+  FREEKV_HD unit_union selected_union(int sequence, int head) const {
     return {selected + selection(sequence, head), selected_by + masks(sequence, head), mask_words};
   }
-  FREEKV_HD detail::unit_union next_selected_union(int sequence, int head) const {
+  FREEKV_HD unit_union next_selected_union(int sequence, int head) const {
     return {next_selected + selection(sequence, head), next_selected_by + masks(sequence, head), mask_words};
   }
-  FREEKV_HD detail::slot_contents slots_of(int sequence, int head) const {
+  FREEKV_HD slot_contents slots_of(int sequence, int head) const {
     const std::size_t first = head_index(sequence, head) * to_size(slots.selected);
     return {slot_unit + first, slot_stamp + first, slots.selected};
   }
@@ -282,10 +282,12 @@ struct layer_state {
     return number_of(store_page(sequence, page_index)) * units_per_page + index - page_index * units_per_page;
   }
   FREEKV_HD const std::byte* summary_of_unit(int sequence, int head, int index) const {
-    return summary_of(store_page_id{}, head) + to_size(stored_unit(sequence, index)) * summary_bytes;
+    const int page_index = page_of(index);
+    return summary_of(store_page(sequence, page_index), head, index - page_index * units_per_page);
   }
   FREEKV_HD float pin_worth_of_unit(int sequence, int head, int index) const {
-    return pin_worth[summary_index(store_page_id{}, head, 0) + to_size(stored_unit(sequence, index))];
+    const int page_index = page_of(index);
+    return pin_worth_of(store_page(sequence, page_index), head, index - page_index * units_per_page);
   }
   FREEKV_HD constexpr std::size_t summary_index(store_page_id store_page, int head, int nth) const {
     const std::size_t row = to_size(head) * to_size(store_pages) + to_size(store_page);

@@ -23,7 +23,7 @@ template <class State>
 int selected_blocks_in_use(const State& s, int sequence) {
   int slots = 0;
   for (int head = 0; head < s.heads.kv; ++head) {
-    const detail::slot_contents held = s.slots_of(sequence, head);
+    const slot_contents held = s.slots_of(sequence, head);
     int used = held.count;
     if (s.recall_failed[s.head_index(sequence, head)] == 0)
       while (used > slots && held.unit[used - 1] < 0) --used;

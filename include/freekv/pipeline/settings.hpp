@@ -21,7 +21,7 @@ struct capacity_settings {
   int max_sequences = 1;
   int max_resident = 0;     ///< sequences that have slots at a time, the others being preempted; 0: all
   int max_decode_rows = 1;  ///< that a sequence brings to a step: more than 1 for speculative decoding
-  /// of all sequences together; 0: the whole pages of max_tokens for each of max_sequences
+  /// tokens of all sequences together; 0: the whole pages of max_tokens for each of max_sequences
   std::int64_t store_tokens = 0;
   /// Tokens that resident sequences' selected slots have room for together, in each layer, at least as many
   /// as one sequence may select; 0: what all may. With less, those that sit a step out keep room for what

@@ -1,8 +1,8 @@
 // Codecs: how a complete page's keys and values are stored in the slow tier.
 //
-// A codec turns one KV head's keys and values of a page into bytes when the page is written to the store,
-// when it is complete, and back when it is recalled, so the slow tier may hold more and a recall move less
-// than the fast tier's elements take. Attention reads what comes back. It is two functions and a size:
+// A codec turns one KV head's keys and values of a page into bytes when the page is complete and goes to the
+// store, and back when it is recalled, so the slow tier may hold more and a recall move less than the fast
+// tier's elements take. Attention reads what comes back. It is two functions and a size:
 //
 //   struct my_codec {
 //     using policy_kind = codec_kind;
@@ -255,8 +255,8 @@ struct codec_kind : kind_defaults {
   }
 };
 
-/// True where `Codec` stores `Element`s as these elements, (2, tokens, head_dim), bit for bit: then they may
-/// be read where they are stored.
+/// True where `Codec` stores `Element`s as they are, (2, tokens, head_dim), bit for bit: then they may be
+/// read where they are stored.
 template <class Codec, element Element>
 inline constexpr bool stores_elements = false;
 template <element Element>

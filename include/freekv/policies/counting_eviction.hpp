@@ -5,7 +5,6 @@
 // in FreeKV's comparison), that is what differs here.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <freekv/algorithms/ordered_key.hpp>
@@ -223,8 +222,8 @@ struct raas {
   float threshold = 1e-4f;
   int room = 128;  ///< tokens, where the prompt is kept
   bool keeps_prompt = false;
-  int sink = 64,
-      window = 128;  ///< tokens, where it is not: whole pages of the one, pages that begin in the other
+  /// tokens, where the prompt is not kept: whole pages of the sink, pages that begin in the window
+  int sink = 64, window = 128;
 
   struct unit_state {
     std::int32_t stamp;  // the last row that it mattered to; below 0: none yet, by the prompt's attention

@@ -4,7 +4,6 @@
 // window_eviction.hpp, hard_kv.hpp and merging_eviction.hpp.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <concepts>
 #include <cstddef>

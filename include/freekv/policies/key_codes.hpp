@@ -283,22 +283,22 @@ struct key_codes<Codes, MeanCodes>::head_policy {
     code += mean.codes;
     const typename T::pack scale(query.scale), base(query.scale * of_mean);
     const int tokens = query.page.tokens;
-    log_sum_exp mass;
+    log_sum_exp log_sum;
     int t = 0;
     for (; t + T::width <= tokens; t += T::width) {
       auto sum = team.lookup(table, code + t);
       for (int nth = 1; nth < token.codes; ++nth)
         sum = sum + team.lookup(table + nth * rows, code + nth * tokens + t);
       sum = base + scale * sum;
-      mass.add(team, &sum, 1);
+      log_sum.add(team, &sum, 1);
     }
     for (; t < tokens; ++t) {
       float sum = table[code[t]];
       for (int nth = 1; nth < token.codes; ++nth)
         sum = rounded_sum(sum, table[nth * rows + code[nth * tokens + t]]);
-      mass.add(rounded_sum(query.scale * of_mean, query.scale * sum));
+      log_sum.add(rounded_sum(query.scale * of_mean, query.scale * sum));
     }
-    return mass.value();
+    return log_sum.value();
   }
 
   /// Four query heads' products lie side by side, so that a token's code is looked up once for all of them:

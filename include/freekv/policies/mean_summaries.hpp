@@ -120,10 +120,10 @@ struct chunk_means {
   template <team T>
   FREEKV_HD float score(T team, const unit_query& query, const float* numbers) const {
     const int d = query.page.head_dim;
-    log_sum_exp mass;
+    log_sum_exp log_sum;
     for (int chunk = 0; chunk < query.page.tokens / tokens; ++chunk)
-      mass.add(query.scale * detail::inner_product(team, query.data, numbers + chunk * d, d));
-    return mass.value();
+      log_sum.add(query.scale * detail::inner_product(team, query.data, numbers + chunk * d, d));
+    return log_sum.value();
   }
 };
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <freekv/policies/counting_eviction.hpp>
+#include <freekv/policies/eviction.hpp>
 #include <freekv/policies/hard_kv.hpp>
 #include <numbers>
 #include <string>

@@ -3,8 +3,10 @@
 
 #include <cmath>
 #include <concepts>
+#include <freekv/config.hpp>
 #include <freekv/core/error.hpp>
 #include <freekv/core/hooks.hpp>
+#include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/shape.hpp>
 #include <freekv/policies/mean_summaries.hpp>

@@ -27,8 +27,9 @@
 // multiple of 8, wherever that is finite; pages are then scored many at a time, and `score` decides where it
 // is not.
 //
-// `summarised_by_whole_rows`, true: numbers are rows of head_dim, and on a device a team as wide works on
-// them.
+// `summarised_by_whole_rows`, true: numbers are rows of head_dim, as many whatever the tokens of a unit; on a
+// device a team as wide works on them, and if it is `linear`, too, stored elements are multiplied as they
+// are.
 //
 // `validate(setting)` throws settings_error where the setting does not suit the policy.
 //

@@ -223,9 +223,9 @@ struct r_kv {
     std::fill_n(shares, n, 0.0f);
     for (int r = 0; r < held.rows; ++r) {
       const float* const row = held.row(r);
-      log_sum_exp mass;
-      for (int i = 0; i < voted; ++i) mass.add(row[i]);
-      for (int i = 0; i < voted; ++i) shares[i] += mass.share(row[i]) / static_cast<float>(held.rows);
+      log_sum_exp log_sum;
+      for (int i = 0; i < voted; ++i) log_sum.add(row[i]);
+      for (int i = 0; i < voted; ++i) shares[i] += log_sum.share(row[i]) / static_cast<float>(held.rows);
     }
     detail::pool_largest(shares, voted, kernel, worths);
 
@@ -233,10 +233,10 @@ struct r_kv {
     float* const likeness = held.row(0);
     std::fill_n(likeness, n, 0.0f);
     for (int i = 0; i < n; ++i) add_likeness(held, i, likeness);
-    log_sum_exp mass;
-    for (int i = 0; i < n; ++i) mass.add(likeness[i] /= static_cast<float>(n));
+    log_sum_exp log_sum;
+    for (int i = 0; i < n; ++i) log_sum.add(likeness[i] /= static_cast<float>(n));
     for (int i = 0; i < n; ++i)
-      worths[i] = lambda * (i < voted ? worths[i] : 0.0f) - (1.0f - lambda) * mass.share(likeness[i]);
+      worths[i] = lambda * (i < voted ? worths[i] : 0.0f) - (1.0f - lambda) * log_sum.share(likeness[i]);
     return n;
   }
 

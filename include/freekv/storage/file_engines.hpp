@@ -25,7 +25,7 @@ namespace freekv::host {
 
 /// Progress of a read or write.
 struct transfer_progress {
-  /// in a row without a byte, where the system says "try again": 0.1 s
+  /// tries in a row without a byte, where the system says "try again": 0.1 s
   static constexpr int most_tries = 100;
   enum class state : std::uint8_t { more, complete, failed };
 

@@ -24,7 +24,7 @@ struct append_tuning {
   int registers = 128;  ///< of a thread at most, where units are pinned
   /// Teams that run at a time, each with scratch of a page of float keys; more tasks take turns
   int most_teams = 512;
-  int teams_behind = 128;  ///< the same beside the engine's kernels, which keep the machine
+  int teams_behind = 128;  ///< teams beside the engine's kernels, which keep the machine
   constexpr bool valid() const {
     return valid_block(threads, registers) && most_teams % threads == 0 && most_teams > 0 &&
            teams_behind % threads == 0 && teams_behind > 0;

@@ -260,8 +260,8 @@ __device__ void pool_row(const State& s, const Pooling& pooling, const selection
     }
     __syncthreads();
   }
-  for (int j = 4 * thread; j < count;
-       j += 4 * threads) {  // rows are whole tiles: behind the last there is room
+  // Rows are whole tiles: behind the last there is room.
+  for (int j = 4 * thread; j < count; j += 4 * threads) {
     lane_pack<4> of_candidates;
     if constexpr (query_pooling<Pooling>)
       of_candidates = team.load(scores + j);

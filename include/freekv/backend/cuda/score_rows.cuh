@@ -49,6 +49,7 @@ struct row_scoring_of {
   using type = no_row_scoring;
 };
 template <summary_of_rows Summary, int HeadDim, class Key>
+requires linear_summary<Summary>
 struct row_scoring_of<Summary, HeadDim, Key> {
   using type = row_scoring<Summary{}.width({1, HeadDim}), summary_element<Summary, Key>>;
 };

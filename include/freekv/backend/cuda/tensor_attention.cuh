@@ -184,7 +184,7 @@ class tensor_attention {
     });
     unroll<2>([&](auto j) {
       back_[j] = __shfl_sync(~0u, 1.0f / factor, (2 * quarter + j) * 4);
-      mass_[j] = {};
+      log_sum_[j] = {};
     });
     unroll<tiles * 4>([&](auto i) { weighted_[i / 4][i % 4] = 0.0f; });
   }
@@ -242,7 +242,7 @@ class tensor_attention {
     unroll<2>([&](auto j) {
       const attention_part to = places(2 * quarter + j);
       if (to.log_sum == nullptr) return;
-      if (nth == 0) *to.log_sum = mass_[j];
+      if (nth == 0) *to.log_sum = log_sum_[j];
       constexpr int at_once = value_pairs < 2 ? 2 : 4;  // numbers, of 2 * value_pairs that are neighbours
       struct alignas(4 * at_once) piece {
         float x[at_once];
@@ -294,7 +294,7 @@ class tensor_attention {
   storage& shared_;
   element_pairs<2> query_[query_in_registers ? tiles * parts : 1];  // by tile and part
   float back_[2];  // what scores are multiplied by, as queries have been brought into range
-  log_sum_exp mass_[2];
+  log_sum_exp log_sum_[2];
   float weighted_[tiles][4];
 
   __device__ element_pairs<2>& query_piece(int i) {
@@ -393,13 +393,15 @@ class tensor_attention {
         most = scalar_team{}.maximum(score, most);
       });
       most = across_tokens(most, [](float a, float b) { return scalar_team{}.maximum(a, b); });
-      log_sum_exp& mass = mass_[j];
-      const float factor = most <= mass.max ? 1.0f : mass.raise(most);
+      log_sum_exp& log_sum = log_sum_[j];
+      const float factor = most <= log_sum.max ? 1.0f : log_sum.raise(most);
       unroll<tiles * 2>([&](auto i) { weighted_[i / 2][i % 2 * 2 + j] *= factor; });
-      const bool nothing = mass.max == -infinity;  // but -infinity so far
-      unroll<2>([&](auto t) { scores[2 * t + j] = nothing ? 0.0f : ::expf(scores[2 * t + j] - mass.max); });
-      mass.sum = rounded_sum(mass.sum, across_tokens(rounded_sum(scores[j], scores[2 + j]),
-                                                     [](float a, float b) { return rounded_sum(a, b); }));
+      const bool nothing = log_sum.max == -infinity;  // but -infinity so far
+      unroll<2>(
+          [&](auto t) { scores[2 * t + j] = nothing ? 0.0f : ::expf(scores[2 * t + j] - log_sum.max); });
+      log_sum.sum =
+          rounded_sum(log_sum.sum, across_tokens(rounded_sum(scores[j], scores[2 + j]),
+                                                 [](float a, float b) { return rounded_sum(a, b); }));
     });
   }
   template <class Combine>
@@ -427,8 +429,9 @@ class tensor_attention {
       unroll<parts>([&](auto part) { column[part][t] = in_parts[part]; });
     });
     bool counts[2];
-    unroll<2>(
-        [&](auto j) { counts[j] = mass_[j].max != -infinity && (attending >> (2 * quarter + j) & 1u) != 0; });
+    unroll<2>([&](auto j) {
+      counts[j] = log_sum_[j].max != -infinity && (attending >> (2 * quarter + j) & 1u) != 0;
+    });
     unroll<tiles / value_pairs>([&](auto run) {
       element_pairs<value_pairs> of_token[4];
       unroll<4>([&](auto n) { of_token[n] = block.value(run, n); });

@@ -69,8 +69,8 @@ void launch_unit_log_masses(const State& s, const Codec& codec, const step_view&
     const attending_rows rows{first, std::min(most_in_z, step.bounds.rows - first)};
     const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{to.entries} * block_type::lanes, threads)),
                     static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
-    launch("masses of units", {grid, threads, stream}, unit_log_masses<State, Codec>, s, codec, step, queries,
-           rows, to);
+    launch("log-masses of units", {grid, threads, stream}, unit_log_masses<State, Codec>, s, codec, step,
+           queries, rows, to);
   }
 }
 

@@ -84,17 +84,17 @@ struct token_codes {
   template <team T>
   FREEKV_HD float log_mass(T team, const float* query, float scale, float base, const float* numbers) const {
     constexpr int most = 4;  // packs of tokens at a time, so that sums over lanes are few
-    log_sum_exp mass;
+    log_sum_exp log_sum;
     if (tokens % T::width != 0) {
-      for (int t = 0; t < tokens; ++t) mass.add(rounded_sum(base, estimate_of(t, query, scale, numbers)));
-      return mass.value();
+      for (int t = 0; t < tokens; ++t) log_sum.add(rounded_sum(base, estimate_of(t, query, scale, numbers)));
+      return log_sum.value();
     }
     const estimator<T> estimates{
         *this, team, query, numbers, typename T::pack(scale), typename T::pack(base)};
     int t = 0;
-    for (; t + most * T::width <= tokens; t += most * T::width) estimates.template add<most>(t, mass);
-    for (; t < tokens; t += T::width) estimates.template add<1>(t, mass);
-    return mass.value();
+    for (; t + most * T::width <= tokens; t += most * T::width) estimates.template add<most>(t, log_sum);
+    for (; t < tokens; t += T::width) estimates.template add<1>(t, log_sum);
+    return log_sum.value();
   }
 
  private:
@@ -108,7 +108,7 @@ struct token_codes {
 
     /// Adds `Packs` packs of tokens from token `first` on.
     template <int Packs>
-    FREEKV_HD void add(int first, log_sum_exp& mass) const {
+    FREEKV_HD void add(int first, log_sum_exp& log_sum) const {
       using pack = typename T::pack;
       pack estimate[Packs];
       unroll<Packs>([&](auto i) { estimate[i] = pack(0.0f); });
@@ -120,7 +120,7 @@ struct token_codes {
       const float* scales = numbers + codes.rows * codes.tokens + first;
       unroll<Packs>(
           [&](auto i) { estimate[i] = base + estimate[i] * (scale * team.load(scales + i * T::width)); });
-      mass.add(team, estimate, Packs);
+      log_sum.add(team, estimate, Packs);
     }
   };
 

@@ -9,8 +9,8 @@
 
 namespace freekv::testing::detail {
 
-/// A group's queries, those before turned by a random angle and each scaled, or neither; now and then one of
-/// zeros.
+/// A group's queries and those before them, from which each is turned by a random angle or none, and scaled
+/// or not; now and then one of zeros.
 inline changed_queries random_change(random_numbers& random, int nth) {
   const int group = random.one_of({1, 2, 3, 4, 5, 7, 8, 16}), d = random.one_of({8, 64, 80, 96, 128, 256});
   const float turns = 0.1f * static_cast<float>(random.one_of({0, 1, 3, 4, 5, 6, 8, 10}));
