@@ -43,7 +43,7 @@ template <class State>
   for (const step_entry& entry : entries)
     if (sequence_id{entry.sequence} == id && entry.phase == step_phase::decode && entry.tokens > 0)
       return entry;
-  throw usage_error("table: " + sequence_table::name_of(id) + " has no decode rows in this step");
+  throw usage_error("table: " + name_of(id) + " has no decode rows in this step");
 }
 
 /// The table of what one KV head attends to with an entry's last row. Throws usage_error.
@@ -85,7 +85,7 @@ void expect_prompt_tables(std::span<const paged_rows<In>> rows, const std::vecto
                       " sequences with rows");
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const step_entry& entry = entries[i];
-    const std::string who = "append_from: " + sequence_table::name_of(sequence_id{entry.sequence});
+    const std::string who = "append_from: " + name_of(sequence_id{entry.sequence});
     if (entry.phase != step_phase::prefill)
       throw usage_error(who + " brings decode rows; append them with their queries");
     if (rows[i].block_tokens < 1)

@@ -275,12 +275,7 @@ class evicting_pipeline {
     int staging = -1;
   };
 
-  static std::string name_of(sequence_id id) { return "sequence " + std::to_string(static_cast<int>(id)); }
-  const record& known(sequence_id id) const {
-    const auto index = to_size(id);
-    if (index >= records_.size() || !records_[index].open) throw usage_error(name_of(id) + " is not open");
-    return records_[index];
-  }
+  const record& known(sequence_id id) const { return detail::open_record(records_, id); }
   bool any_decode() const {
     return std::any_of(entries_.begin(), entries_.end(), [](const auto& e) { return e.decodes; });
   }
@@ -295,23 +290,22 @@ class evicting_pipeline {
   void check_rows(std::span<const step_input> rows, std::size_t i) const {
     const step_input& r = rows[i];
     const record& sequence = known(r.sequence);
-    const auto same = [&](const step_input& other) { return other.sequence == r.sequence; };
-    if (std::any_of(rows.begin(), rows.begin() + static_cast<std::ptrdiff_t>(i), same))
-      throw usage_error(name_of(r.sequence) + " is listed twice in one step");
+    detail::expect_listed_once(rows, i);
     const bool decodes = r.phase == step_phase::decode;
     if (r.tokens < 0 || (decodes && r.tokens > 1))
       throw usage_error(
-          name_of(r.sequence) + " brings " + std::to_string(r.tokens) +
+          detail::name_of(r.sequence) + " brings " + std::to_string(r.tokens) +
           (decodes ? " decode rows; where tokens are forgotten a step takes one" : " prompt rows"));
     if (!decodes && r.tokens > 0 && sequence.decodes)
       throw usage_error(
-          name_of(r.sequence) +
+          detail::name_of(r.sequence) +
           " has decoded and forgotten tokens, which prompt rows would attend to; open another sequence");
     const int has = decodes ? sequence.tokens - sequence.prompt : sequence.prompt;
     const int most = decodes ? settings_.capacity.max_generated : settings_.capacity.max_prompt;
     if (r.tokens > most - has)
-      throw pool_exhausted((decodes ? "decoded tokens of " : "prompt tokens of ") + name_of(r.sequence), most,
-                           has, "the step", r.tokens);
+      throw pool_exhausted(
+          (decodes ? "decoded tokens of " : "prompt tokens of ") + detail::name_of(r.sequence), most, has,
+          "the step", r.tokens);
   }
   detail::eviction_entry entry_of(const step_input& r) {
     record& sequence = records_[to_size(static_cast<int>(r.sequence))];

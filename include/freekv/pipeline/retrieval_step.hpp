@@ -253,7 +253,7 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
     auto entry = core.entries.begin();
     while (entry != core.entries.end() && sequence_id{entry->sequence} != id) ++entry;
     if (entry == core.entries.end())
-      throw usage_error("abandon: " + detail::sequence_table::name_of(id) + " has no rows in this step");
+      throw usage_error("abandon: " + detail::name_of(id) + " has no rows in this step");
     core.settle("abandon");
     core.entries.erase(entry);
     core.release(id);

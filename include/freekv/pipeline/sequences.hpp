@@ -22,6 +22,23 @@ namespace detail {
 
 class sequence_table;
 
+inline std::string name_of(sequence_id id) { return "sequence " + std::to_string(static_cast<int>(id)); }
+
+/// Record of an open sequence. Throws usage_error.
+template <class Record>
+const Record& open_record(const std::vector<Record>& records, sequence_id id) {
+  const auto index = to_size(id);
+  if (index >= records.size() || !records[index].open) throw usage_error(name_of(id) + " is not open");
+  return records[index];
+}
+
+/// Throws usage_error where the sequence of `rows[i]` is listed before it, too.
+inline void expect_listed_once(std::span<const step_input> rows, std::size_t i) {
+  for (const step_input& before : rows.first(i))
+    if (before.sequence == rows[i].sequence)
+      throw usage_error(name_of(before.sequence) + " is listed twice in one step");
+}
+
 /// Limits of sequences, from the pipeline's settings.
 struct sequence_limits {
   int page_tokens = 32;
@@ -86,16 +103,11 @@ class sequence_table {
     int unencoded_from = 0;  ///< first page whose rows are still kept unencoded, where a layer encodes pages
   };
 
-  const record& known(sequence_id id) const {
-    const auto index = to_size(id);
-    if (index >= records_.size() || !records_[index].open) throw usage_error(name_of(id) + " is not open");
-    return records_[index];
-  }
+  const record& known(sequence_id id) const { return open_record(records_, id); }
   bool is_resident(sequence_id id) const { return slot_set(id) >= 0; }
   /// -1 while it is preempted, and of a sequence that is not open.
   int slot_set_of(sequence_id id) const { return slot_set(id); }
   std::int32_t free_pages() const { return pool_.available(); }
-  static std::string name_of(sequence_id id) { return "sequence " + std::to_string(static_cast<int>(id)); }
 
   sequence_id open() {
     const sequence_id id = next_free("a new sequence");
@@ -269,9 +281,7 @@ class sequence_table {
   void check_rows(const char* call, std::span<const step_input> rows, std::size_t i) const {
     const step_input& r = rows[i];
     const record& sequence = known(r.sequence);
-    const auto same = [&](const step_input& other) { return other.sequence == r.sequence; };
-    if (std::any_of(rows.begin(), rows.begin() + static_cast<std::ptrdiff_t>(i), same))
-      throw usage_error(name_of(r.sequence) + " is listed twice in one step");
+    expect_listed_once(rows, i);
     const bool decodes = r.phase == step_phase::decode;
     if (r.tokens < 0)
       throw usage_error(name_of(r.sequence) + " brings " + std::to_string(r.tokens) +

@@ -158,11 +158,6 @@ __launch_bounds__(block_summary<Summary>::prepares ? prepare_threads : score_def
 /// that are kept.
 enum class scoring : std::uint8_t { alone, coarse, fine };
 
-/// True where the fine summary scores a candidate that the coarse one has scored `pooled`.
-FREEKV_HD inline bool is_kept(unsigned long long least, float pooled, int unit) {
-  return least == 0 || ordered_key(pooled, unit) >= least;
-}
-
 /// Scores candidates `first` .. `last` of a row by a block. `shared`: `scoring_memory` behind the queries.
 template <scoring By, class State, class Summary>
 __device__ void score_tile(const State& s, const Summary& summaries, const step_entry& entry, int head,

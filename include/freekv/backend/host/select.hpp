@@ -327,10 +327,10 @@ class head_selection {
     with_team(set_, [&](auto team) {
       const auto both = summary_at(summary, s_.layer, at_.head);
       for (int j = 0; j < candidates; ++j)
-        if (least != 0 && ordered_key(w_.pooled[j], first_unit_ + j) < least)
-          empty_column(j);
-        else
+        if (is_kept(least, w_.pooled[j], first_unit_ + j))
           score_unit_finely<element>(team, both, s_.unit, stored(j), prepared_, w_.numbers, column(j));
+        else
+          empty_column(j);
     });
   }
 
