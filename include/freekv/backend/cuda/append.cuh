@@ -12,6 +12,7 @@
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/backend/cuda/summary_team.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/core/unroll.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/correction.hpp>
@@ -215,14 +216,14 @@ __device__ void detect_drift(Team team, const State& s, const Correction& correc
 template <class State>
 __global__ void copy_shared_rows(State s, step_view step) {
   constexpr int d = State::head_dim;
-  const int head = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
+  const int head = block_x(), nth = block_y();
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
   if (entry.shared_page == store_page_id::none) return;
   const auto from = slice_of(s.store, entry.shared_page, head);
   const auto to = slice_of(s.store, s.store_page(entry.sequence, entry.before / s.page.tokens), head);
   const int numbers = entry.before % s.page.tokens * d;
-  for (int i = static_cast<int>(threadIdx.x); i < numbers; i += static_cast<int>(blockDim.x)) {
+  for (int i = thread_x(); i < numbers; i += threads_x()) {
     to.key[i / d * to.stride + i % d] = from.key[i / d * from.stride + i % d];
     to.value[i / d * to.stride + i % d] = from.value[i / d * from.stride + i % d];
   }

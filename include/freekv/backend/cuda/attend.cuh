@@ -15,6 +15,7 @@
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/backend/cuda/tensor_attention.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/storage/memory.hpp>
 
@@ -248,18 +249,18 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
   constexpr std::size_t of_teams = sizeof(storage) * block_type::teams, of_counter = sizeof(std::uint32_t);
   __shared__ alignas(16) std::byte memory[of_teams > of_counter ? of_teams : of_counter];
   const typename attention_type::team_type team;
-  const auto tile = head_tile<attention_type::heads>::nth(static_cast<int>(blockIdx.y), s.heads.group());
-  const int row = rows.first + static_cast<int>(blockIdx.z);
+  const auto tile = head_tile<attention_type::heads>::nth(block_y(), s.heads.group());
+  const int row = rows.first + block_z();
   const step_entry* const entry = step.entry_of(row);
   if (entry == nullptr || !rows.has(step, entry)) return;
   const auto list = attended_list::of(s, *entry, row, tile.kv_head, rows);
   const int each = entries_of_part(list.entries.complete, s.page.tokens, s.unit.tokens);
   const int parts = (list.size() + each - 1) / each,
             blocks = (parts + block_type::teams - 1) / block_type::teams;
-  if (static_cast<int>(blockIdx.x) >= blocks) return;
+  if (block_x() >= blocks) return;
 
-  const int nth = static_cast<int>(threadIdx.x) / team.lanes();
-  const int part = static_cast<int>(blockIdx.x) * block_type::teams + nth;
+  const int nth = thread_x() / team.lanes();
+  const int part = block_x() * block_type::teams + nth;
   const int begin = part * each, end = begin + each < list.size() ? begin + each : list.size();
   const parts_of_row to{std::int64_t{blockIdx.z} * s.heads.query, rows.parts};
   if (begin < end) {
@@ -290,7 +291,7 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
   const std::int64_t counter = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
   if (!is_last_block(scratch.blocks_attending + counter, blocks, blocks_before)) return;
   constexpr int merging = warp_merge<d>::threads;
-  for (int h = static_cast<int>(threadIdx.x) / merging; h < attention_type::heads && tile.has(h);
+  for (int h = thread_x() / merging; h < attention_type::heads && tile.has(h);
        h += block_type::size.threads / merging)
     merge_head(s, scratch, to, parts, row, tile.query_head(h), out);
 }
@@ -299,8 +300,7 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
 template <class State>
 __global__ void finish_prompts(State s, step_view step, attending_rows rows, attention_scratch_memory scratch,
                                attention_output to) {
-  const int nth = static_cast<int>(blockIdx.x) / s.heads.query,
-            query_head = static_cast<int>(blockIdx.x) % s.heads.query;
+  const int nth = block_x() / s.heads.query, query_head = block_x() % s.heads.query;
   const int row = rows.first + nth;
   const step_entry* const entry = step.entry_of(row);
   if (entry == nullptr || !rows.has(step, entry)) return;

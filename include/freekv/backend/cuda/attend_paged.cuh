@@ -8,6 +8,7 @@
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/tensor_attention.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/core/element.hpp>
 #include <freekv/core/error.hpp>
 #include <freekv/core/shape.hpp>
@@ -130,10 +131,9 @@ __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention a
   using block_type = attend_block<attention_type, HeadDim, Element, identity>;
   __shared__ typename block_type::storage shared[block_type::teams];
   const typename attention_type::team_type team;
-  const auto tile =
-      head_tile<attention_type::heads>::nth(static_cast<int>(blockIdx.y), attention.heads.group());
+  const auto tile = head_tile<attention_type::heads>::nth(block_y(), attention.heads.group());
   const int part = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
-  const int nth = rows.first + static_cast<int>(blockIdx.z);
+  const int nth = rows.first + block_z();
   const paged_row row = paged_row::of(attention, cache.seq_lens, nth);
   if (row.tokens < 0 || part >= rows.parts) return;
   const int block = cache.block_tokens, each = attention.part_tokens(block);
@@ -141,7 +141,7 @@ __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention a
   const int begin = part * each, end = begin + each < tokens ? begin + each : tokens;
   if (begin >= end && part > 0) return;
 
-  attention_type attended(shared[static_cast<int>(threadIdx.x) / team.lanes()]);
+  attention_type attended(shared[thread_x() / team.lanes()]);
   begin_tile<HeadDim>(team, attended, tile,
                       step_queries{attention.queries, std::int64_t{attention.heads.query} * HeadDim}, nth,
                       attention.scale);
@@ -160,8 +160,7 @@ template <int HeadDim>
 __global__ void merge_paged_parts(paged_attention attention, const std::int32_t* seq_lens, int block_tokens,
                                   int max_blocks, attending_rows rows, attention_scratch_memory scratch) {
   const int query_heads = attention.heads.query;
-  const int nth = static_cast<int>(blockIdx.x) / query_heads,
-            head = static_cast<int>(blockIdx.x) % query_heads;
+  const int nth = block_x() / query_heads, head = block_x() % query_heads;
   const paged_row row = paged_row::of(attention, seq_lens, rows.first + nth);
   if (row.tokens < 0) return;
   const int each = attention.part_tokens(block_tokens), all = (row.tokens - 1) / each + 1;
@@ -173,7 +172,7 @@ __global__ void merge_paged_parts(paged_attention attention, const std::int32_t*
                              row.tokens > attention.max_tokens ? not_attended : logit, attention.to,
                              {rows.first + nth, head, query_heads});
   if (attention.block_lse == nullptr || row.tokens == 0) return;
-  for (int part = static_cast<int>(threadIdx.x); part < parts; part += static_cast<int>(blockDim.x))
+  for (int part = thread_x(); part < parts; part += threads_x())
     attention.block_lse[out * max_blocks + part] =
         scratch.log_sum[of.at(head, part)].value() * attention.to.lse_per_nat;
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cuda/std/type_traits>
 #include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/core/element.hpp>
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/size.hpp>
@@ -89,7 +90,7 @@ class warp_merge {
   }
 
  private:
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ static int lane() { return thread_x() % 32; }
   template <class Number>
   __device__ void write(Number* to) const {
     struct alignas(4 * sizeof(Number)) four {

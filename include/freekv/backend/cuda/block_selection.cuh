@@ -10,6 +10,7 @@
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/score.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/policies/selection.hpp>
 #include <type_traits>
 
@@ -52,7 +53,7 @@ using select_storage_of = std::conditional_t<favours_held<Selection>, favouring_
 template <class Storage>
 __device__ log_sum_exp log_sum_of_all(const float* pooled, int count, Storage& shared) {
   constexpr int warps = block_selection_default.threads / 32;
-  const int warp = static_cast<int>(threadIdx.x) / 32, tiles = (count + tile_units - 1) / tile_units;
+  const int warp = thread_x() / 32, tiles = (count + tile_units - 1) / tile_units;
   const int each = (tiles + warps - 1) / warps;
   log_sum_exp log_sum;
   for (int i = warp * each; i < min((warp + 1) * each, tiles); ++i)
@@ -78,7 +79,7 @@ template <class Selection, class Storage>
 __device__ int select_unpinned(const Selection& selection, const float* pooled,
                                const row_candidates& candidates, int count, int k, std::int32_t* units,
                                Storage& shared) {
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int thread = thread_x(), threads = threads_x();
   const int first = candidates.first, most = selection.count(candidates.unpinned(count), k);
   const radix_select<block_selection_default.threads> select(shared.radix);
   select.largest([&](int i) { return candidate_key(candidates, i, pooled[i]); }, count, most,
@@ -119,7 +120,7 @@ template <class Selection, class Storage>
 __device__ int select_best(const Selection& selection, const float* pooled, const row_candidates& candidates,
                            int count, int k, int select_all_up_to, const held_units& held,
                            std::int32_t* units, Storage& shared) {
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int thread = thread_x(), threads = threads_x();
   const unit_list& pinned = candidates.pinned;
   if (candidates.unpinned(count) <= select_all_up_to) {
     for (int i = thread; i < count; i += threads) units[i] = candidates.first + i;

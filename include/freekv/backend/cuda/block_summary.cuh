@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <freekv/backend/cuda/lane_team.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/core/rounded_sum.hpp>
 #include <freekv/core/unroll.hpp>
 #include <freekv/policies/key_codes.hpp>
@@ -13,15 +14,15 @@ namespace freekv::device {
 
 /// All threads of a block as a team, for work that falls apart number by number.
 struct block_team : lane_team<1, 1> {
-  __device__ int lane() const { return static_cast<int>(threadIdx.x); }
-  __device__ int lanes() const { return static_cast<int>(blockDim.x); }
+  __device__ int lane() const { return thread_x(); }
+  __device__ int lanes() const { return threads_x(); }
   __device__ void sync() const { __syncthreads(); }
 };
 
 /// The teams of a block that the bodies of a summary's policy run on: which this is of how many.
 struct team_of_block {
   lane_team<8, 1> team;
-  int nth = static_cast<int>(threadIdx.x) / 8, count = static_cast<int>(blockDim.x) / 8;
+  int nth = thread_x() / 8, count = threads_x() / 8;
 };
 
 /// A vector of `Count` numbers in a team's registers, for its products with rows.
@@ -64,8 +65,8 @@ __device__ void for_nearest(const Book& book, const float* coefficients, int str
                             const Use& use) {
   constexpr int of_lane = Book::centroids_per_code / 32, most = 8;  // dimensions in registers
   constexpr unsigned all = 0xffffffffu;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int warps = static_cast<int>(blockDim.x) / 32, at_once = min(book.codes, warps);
+  const int warp = thread_x() / 32, lane = thread_x() % 32;
+  const int warps = threads_x() / 32, at_once = min(book.codes, warps);
   const int groups = warps / at_once, group = warp / at_once;
   for (int nth = warp % at_once; group < groups && nth < book.codes; nth += at_once) {
     const int used = nth == 0 ? of_first : Book::centroids_per_code;
@@ -130,8 +131,7 @@ __device__ void summarise_by_block(const Policy& subspace, const unit_keys& keys
       if (mine.team.lane() == 0) numbers[r * tokens + t] = number;
     }
   }
-  for (int t = static_cast<int>(threadIdx.x); t < tokens; t += static_cast<int>(blockDim.x))
-    numbers[rank * tokens + t] = 1.0f;
+  for (int t = thread_x(); t < tokens; t += threads_x()) numbers[rank * tokens + t] = 1.0f;
 }
 template <int HeadDim, class Policy>
 requires requires(const Policy& books) { books.policy.mean_codes; }
@@ -141,7 +141,7 @@ __device__ void summarise_by_block(const Policy& books, const unit_keys& keys, f
   const team_of_block mine{};
   const codebook &mean = books.mean, &token = books.token;
   const int tokens = keys.page.tokens;
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int thread = thread_x(), threads = threads_x();
   float* const of_token = numbers + mean.codes;  // (codes, tokens)
   float* const decoded = of_token + token.codes * tokens;
   bool finite = true;
@@ -206,7 +206,7 @@ __device__ void tabulate_by_block(const codebook& book, const float* query, floa
     if (mine.team.lane() == 0) coefficients[r] = number;
   }
   __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < book.codes * centroids; i += static_cast<int>(blockDim.x)) {
+  for (int i = thread_x(); i < book.codes * centroids; i += threads_x()) {
     const int first = i / centroids * book.dims;
     const float* const column = book.centroids + first * centroids + i % centroids;
     float sum = 0.0f;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 
@@ -57,7 +58,7 @@ __device__ attention_list last_row_attends(const State& s, const step_view& step
 /// Pages of a row of `all_heads`, as bits: (words) for a sequence's pages. By a block.
 template <class State>
 __device__ void merge_pages(const State& s, const step_view& step, int nth, int words, unsigned* pages) {
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int thread = thread_x(), threads = threads_x();
   for (int i = thread; i < words; i += threads) pages[i] = 0;
   __syncthreads();
   for (int head = 0; head < s.heads.kv; ++head) {
@@ -75,8 +76,8 @@ template <class State>
 __global__ void write_table(State s, step_view step, block_tables to) {
   extern __shared__ unsigned merged[];
   __shared__ int before, count;
-  const int row = static_cast<int>(blockIdx.x);
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int row = block_x();
+  const int thread = thread_x(), threads = threads_x();
   const int heads = s.heads.kv;
   const bool merges = to.rows == table_rows::all_heads, folds = to.rows == table_rows::folded;
   const auto sequence_of = [&](int r) { return merges ? r : folds ? r / heads : r % to.sequences; };
@@ -125,7 +126,7 @@ __global__ void write_table(State s, step_view step, block_tables to) {
   if (to.last_page_len != nullptr) to.last_page_len[row] = last;
   if (to.indptr == nullptr) return;
   to.indptr[row] = before;
-  if (row + 1 == static_cast<int>(gridDim.x)) to.indptr[row + 1] = before + count;
+  if (row + 1 == blocks_x()) to.indptr[row + 1] = before + count;
 }
 template <class State>
 void launch_tables(const State& s, const step_view& step, const block_tables& to, cudaStream_t stream) {

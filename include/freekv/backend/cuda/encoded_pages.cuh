@@ -9,6 +9,7 @@
 #include <freekv/backend/cuda/page_staging.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/codec.hpp>
@@ -86,7 +87,7 @@ __device__ void decode_by_lanes(const State& s, const Codec& codec, const sequen
   constexpr row_team<State::head_dim> team;
   constexpr int teams = Lanes / team.lane_count;
   const int each = (part.tokens + teams - 1) / teams;
-  const int first = static_cast<int>(threadIdx.x) % Lanes / team.lane_count * each;
+  const int first = thread_x() % Lanes / team.lane_count * each;
   const int count = part.tokens - first < each ? part.tokens - first : each;
   if (count <= 0) return;
   const std::byte* const slice = s.slices.in_memory(s.store_page(at.sequence, part.page), at.head);

@@ -5,6 +5,7 @@
 #include <freekv/algorithms/merge_selections.hpp>
 #include <freekv/algorithms/ordered_key.hpp>
 #include <freekv/backend/cuda/selection_scratch.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/config.hpp>
 
 namespace freekv::device {
@@ -42,7 +43,7 @@ struct favour_storage {
 __device__ inline void favour_held(float bonus, const held_units& held, const float* pooled,
                                    const row_candidates& of, int candidates, std::int32_t* units, int count,
                                    favour_storage& shared) {
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int thread = thread_x(), threads = threads_x();
   const unit_list chosen{units, count};
   if (thread == 0) shared.compared = shared.taken = 0;
   __syncthreads();

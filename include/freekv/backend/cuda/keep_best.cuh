@@ -8,6 +8,7 @@
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 
 namespace freekv::device {
 
@@ -26,7 +27,7 @@ __global__ void keep_best(State s, Summary summary, step_view step, selection_sc
                           selection_job job) {
   __shared__ typename radix_select<keep_default.threads>::storage shared;
   __shared__ unsigned long long least;
-  const int row = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
+  const int row = block_x(), nth = block_y();
   const bool for_next = blockIdx.z != 0;
   if (nth >= step.size()) return;
   const row_candidates candidates = candidates_of(s, step.entries[nth], scratch.head_of(row), job);

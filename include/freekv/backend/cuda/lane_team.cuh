@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/core/team.hpp>
 #include <freekv/core/unroll.hpp>
 
@@ -202,7 +203,7 @@ struct lane_team {
     return reinterpret_cast<const std::byte*>(out);
   }
   __device__ void prefetch(const void*) const {}  // other warps hide the wait
-  __device__ int lane() const { return static_cast<int>(threadIdx.x) % Lanes; }
+  __device__ int lane() const { return thread_x() % Lanes; }
   __device__ int lanes() const { return Lanes; }
   __device__ void sync() const { __syncwarp(mask()); }
 

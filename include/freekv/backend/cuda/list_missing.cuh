@@ -5,6 +5,7 @@
 #include <freekv/algorithms/match_slots.hpp>
 #include <freekv/backend/cuda/match_by_warp.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/pipeline/layer_state.hpp>
 
 namespace freekv::device {
@@ -34,7 +35,7 @@ __device__ listed_items list_missing(const State& s, const Residency& residency,
     if (before_attention) s.recalled_before_attention[at_head] = s.recalled[at_head];
   };
   __syncthreads();  // all have read how many selections there have been
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread = thread_x();
   if (thread == 0) s.selections[at_head] = nth;
   if (match_storage::has_room(count, slots.count)) {
     if (thread < 32) {

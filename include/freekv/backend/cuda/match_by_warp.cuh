@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <freekv/algorithms/match_slots.hpp>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/policies/residency.hpp>
 
 namespace freekv::device {
@@ -27,7 +28,7 @@ __device__ void match_by_warp(const Residency& residency, const std::int32_t* wa
                               const slot_contents& slots, std::int32_t nth, match_storage& shared,
                               const Counted& counted, const Found& found) {
   constexpr unsigned all = 0xffffffffu;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = thread_x() % 32;
   const auto before_me = [&](unsigned lanes) { return __popc(lanes & ((1u << lane) - 1u)); };
   for (int i = lane; i < count; i += 32) {
     shared.wanted[i] = wanted[i];

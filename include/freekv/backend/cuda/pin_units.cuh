@@ -8,6 +8,7 @@
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/core/size.hpp>
 
 namespace freekv::device {
@@ -25,7 +26,7 @@ static_assert(pin_default.valid());
 template <class State>
 __global__ void pin_units(State s, step_view step, selection_job job) {
   __shared__ typename radix_select<pin_default.threads>::storage shared;
-  const int head = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
+  const int head = block_x(), nth = block_y();
   if (nth >= step.size() || step.entries[nth].kept_row >= 0) return;
   const step_entry& entry = step.entries[nth];
   const row_candidates candidates = candidates_of(s, entry, head, job);

@@ -10,6 +10,7 @@
 #include <freekv/backend/cuda/recall.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/pipeline/layer_state.hpp>
 
 namespace freekv::device {
@@ -66,7 +67,7 @@ __global__ void stage_pages(State s, Codec codec, step_view step, staged_parts w
                             page_staging<typename State::element> staging) {
   using pieces = slice_pieces<State::head_dim, typename State::element>;
   const int warp = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
-  const int head = static_cast<int>(blockIdx.y), nth = which.first_entry + static_cast<int>(blockIdx.z);
+  const int head = block_y(), nth = which.first_entry + block_z();
   if (warp >= which.parts * which.pages || nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
   const int p = s.page.tokens, page = which.first_part * which.pages + warp;
@@ -95,7 +96,7 @@ __global__ void attend_staged(State s, step_view step, step_queries queries, att
   __shared__ typename block_type::storage shared[block_type::teams];
   constexpr row_team<d> merging;
   const typename attention_type::team_type team;
-  const auto tile = head_tile<attention_type::heads>::nth(static_cast<int>(blockIdx.y), s.heads.group());
+  const auto tile = head_tile<attention_type::heads>::nth(block_y(), s.heads.group());
   const int nth = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
   const step_entry* const entry = nth < rows.count ? step.entry_of(rows.first + nth) : nullptr;
   if (entry == nullptr || !rows.has(step, entry)) return;
@@ -105,7 +106,7 @@ __global__ void attend_staged(State s, step_view step, step_queries queries, att
   for (int part = which.first_part; part < which.first_part + which.parts; ++part) {
     const int begin = max(part * which.pages, first_page), end = min((part + 1) * which.pages, end_page);
     if (begin >= end) continue;
-    attention_type attention(shared[static_cast<int>(threadIdx.x) / team.lanes()]);
+    attention_type attention(shared[thread_x() / team.lanes()]);
     begin_tile<d>(team, attention, tile, queries, rows.first + nth, s.scale);
     const auto pages = [&](int page) {
       const page_range of_page = list.range(page - first_page);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cub/block/block_scan.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/config.hpp>
 #include <freekv/core/unroll.hpp>
 
@@ -26,8 +27,7 @@ class radix_select {
     int rest;            // how many of those that share these bits are selected
   };
 
-  __device__ explicit radix_select(storage& shared)
-      : shared_(shared), thread_(static_cast<int>(threadIdx.x)) {}
+  __device__ explicit radix_select(storage& shared) : shared_(shared), thread_(thread_x()) {}
 
   /// The least key that is selected, and how many of those that equal it.
   struct least_key {
@@ -59,7 +59,7 @@ class radix_select {
 
    private:
     __device__ void load(int begin) {
-      const int thread = static_cast<int>(threadIdx.x);
+      const int thread = thread_x();
       loaded_ = begin;
       turns_ = (min(size_ - begin, tile) + Threads - 1) / Threads;
       first_ = begin + thread / 32 * 32 * turns_ + thread % 32;

@@ -12,6 +12,7 @@
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/core/unroll.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 
@@ -75,7 +76,7 @@ struct slice_pieces {
 template <int Depth, int HeadDim, class Element>
 __device__ void copy_pieces_by_warp(const slice_pieces<HeadDim, Element>& from,
                                     const slice_pieces<HeadDim, Element>& to, int begin) {
-  const int first = begin + static_cast<int>(threadIdx.x) % 32, size = from.size();
+  const int first = begin + thread_x() % 32, size = from.size();
   uint4 pieces[Depth];
   unroll<Depth>([&](auto i) {
     if (first + 32 * i < size) pieces[i] = *from.at(first + 32 * i);
@@ -184,7 +185,7 @@ struct slice_copier<Tuned, recall_read::async_copies> {
     uint4 ring[depth * threads];
   };
   __device__ explicit slice_copier(storage& shared)
-      : mine_(shared.ring + threadIdx.x), lane_(static_cast<int>(threadIdx.x) % 32) {}
+      : mine_(shared.ring + threadIdx.x), lane_(thread_x() % 32) {}
   template <class Slices>
   __device__ void copy(const Slices& slices) {
     copy_through<depth>(*this, slices);
@@ -230,7 +231,7 @@ struct slice_copier<Tuned, recall_read::bulk_copies> {
   };
   static_assert(sizeof(storage) <= Tuned::tuning.shared_bytes());
   __device__ explicit slice_copier(storage& shared)
-      : ring_(shared.of_warp[threadIdx.x / 32]), lane_(static_cast<int>(threadIdx.x) % 32) {
+      : ring_(shared.of_warp[threadIdx.x / 32]), lane_(thread_x() % 32) {
     if (lane_ == 0) {
       for (std::uint64_t& barrier : ring_.filled) cuda::ptx::mbarrier_init(&barrier, 1);
       cuda::ptx::fence_proxy_async(cuda::ptx::space_shared);
@@ -307,8 +308,7 @@ __global__ void recall_items(State s, Codec codec, selection_scratch scratch) {
   copier(shared).copy(
       recalled_slices<State, Codec>{s, codec, scratch.items, warp, warps, *scratch.item_count});
   __shared__ std::uint32_t recalled_before;
-  if (is_last_block(scratch.blocks_recalling, static_cast<int>(gridDim.x), recalled_before) &&
-      threadIdx.x == 0)
+  if (is_last_block(scratch.blocks_recalling, blocks_x(), recalled_before) && threadIdx.x == 0)
     *scratch.item_count = 0;  // which all have read
 }
 
@@ -325,7 +325,7 @@ struct recall_now {
   __device__ void operator()(const State& s, const listed_items& listed) const {
     using copier = slice_copier<recall_default, recall_read::loads>;
     typename copier::storage none;
-    const int warp = static_cast<int>(threadIdx.x) / 32, warps = static_cast<int>(blockDim.x) / 32;
+    const int warp = thread_x() / 32, warps = threads_x() / 32;
     copier(none).copy(recalled_slices<State, Codec>{s, codec, listed.items, warp, warps, listed.count});
   }
 };

@@ -15,6 +15,7 @@
 #include <freekv/backend/cuda/score_tokens.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/core/error.hpp>
 #include <freekv/core/size.hpp>
 #include <freekv/policies/pooling.hpp>
@@ -108,14 +109,13 @@ __device__ inline log_sum_exp log_sum_of_tile(const float* scores, int count) {
 template <class Team, class Summary, class Pooling>
 __device__ int prepare_row(Team team, const Summary& summary, const Pooling& pooling, group_query query,
                            float* pooled, float* prepared) {
-  const int me = static_cast<int>(threadIdx.x) / team.lanes(),
-            width = summary_query_width(summary, query.head_dim);
+  const int me = thread_x() / team.lanes(), width = summary_query_width(summary, query.head_dim);
   if constexpr (query_pooling<Pooling>) {
     if (me == 0) pooling.pool_query(team, query, pooled);
     __syncthreads();
     query = {pooled, 1, query.head_dim};
   }
-  for (int g = me; g < query.group; g += static_cast<int>(blockDim.x) / team.lanes())
+  for (int g = me; g < query.group; g += threads_x() / team.lanes())
     prepare_query(team, summary, group_query{query.head(g), 1, query.head_dim}, prepared + g * width);
   __syncthreads();
   return query.group;
@@ -129,7 +129,7 @@ __launch_bounds__(block_summary<Summary>::prepares ? prepare_threads : score_def
                          selection_scratch scratch, selection_job job) {
   constexpr int d = State::head_dim;
   const summary_team_t<Summary, d> team;
-  const int row = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
+  const int row = block_x(), nth = block_y();
   if (nothing_to_select(s, job) || nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
   const int head = scratch.head_of(row);
@@ -139,7 +139,7 @@ __launch_bounds__(block_summary<Summary>::prepares ? prepare_threads : score_def
   group_query query = scratch.selecting_query(s, entry, row);
   if constexpr (block_summary<Summary>::prepares) {
     __shared__ float coefficients[d];
-    const int g = static_cast<int>(blockIdx.z);
+    const int g = block_z();
     if (g >= (query_pooling<Pooling> ? 1 : query.group)) return;
     const float* one = query.head(g);
     if constexpr (query_pooling<Pooling>) {
@@ -168,7 +168,7 @@ __device__ void score_tile(const State& s, const Summary& summaries, const step_
   constexpr int d = State::head_dim;
   const summary_team_t<Summary, d> team;
   const auto summary = summary_at(summaries, s.layer, head);
-  const int me = static_cast<int>(threadIdx.x) / team.lanes();
+  const int me = thread_x() / team.lanes();
   const scoring_room room = scoring_room_of<element>(summaries, s.unit);
   float* const numbers = shared + me * room.all();
   auto* const staging = room.staged > 0 ? reinterpret_cast<std::byte*>(numbers + room.numbers) : nullptr;
@@ -219,7 +219,7 @@ __device__ void score_tile(const State& s, const Summary& summaries, const step_
 /// The logarithm of what the first `count` scores' exponentials sum to: of whole tiles as they were summed
 /// up, and the rest. On all lanes of a warp.
 __device__ inline float log_sum_of(const log_sum_exp* tile_log_sum, const float* scores, int count) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, whole = count / tile_units;
+  const int lane = thread_x() % 32, whole = count / tile_units;
   const int each = (whole + 31) / 32;
   log_sum_exp log_sum;
   for (int i = lane * each; i < min((lane + 1) * each, whole); ++i) log_sum.add(tile_log_sum[i]);
@@ -241,7 +241,7 @@ __device__ void pool_row(const State& s, const Pooling& pooling, const selection
                          const selection_job& job, int nth, int row, int group, int count, bool for_next,
                          float* log_sums) {
   constexpr lane_team<1, 4> team{};
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int thread = thread_x(), threads = threads_x();
   const bool apart = for_next && job.separate_next_scores;
   const float* const scores = scratch.scores_of(apart, nth, row);
   const int at = pooled_row(s, job, row);
@@ -288,7 +288,7 @@ __global__ void score_tiles(State s, Summary summaries, Pooling pooling, Then th
   constexpr int d = State::head_dim;
   alignas(16) extern __shared__ float shared[];
   const bool nothing = nothing_to_select(s, job);
-  const int tile = static_cast<int>(blockIdx.x), row = static_cast<int>(blockIdx.y);
+  const int tile = block_x(), row = block_y();
   constexpr bool goes_on = !std::is_same_v<Then, then_nothing>;
   if (nothing && (!goes_on || tile > 0)) return;
   const bool for_next = job.separate_next_scores && blockIdx.z % 2 != 0;
@@ -319,7 +319,7 @@ __global__ void score_tiles(State s, Summary summaries, Pooling pooling, Then th
                    kept ? scratch.least_of(for_next, nth, row) : 0,
                    kept ? scratch.pooled_of(for_next, nth, pooled_row(s, job, row)) : nullptr, memory.teams,
                    shared + memory.queries);
-    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+    const int thread = thread_x(), threads = threads_x();
     if (s.pins > 0) {  // pinned ones have no part in what is pooled
       __syncthreads();
       const unit_list pinned = pinned_units(s, entry.sequence, head);

@@ -8,6 +8,7 @@
 #include <cuda/std/bit>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/summary_team.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/core/element.hpp>
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/unroll.hpp>
@@ -91,7 +92,7 @@ __device__ bool score_summary_rows(const std::byte* rows, const RowOf& row_of, i
   constexpr int at_once = Scoring::at_once, lanes = Scoring::lanes, in_query = Scoring::pieces * fours;
   static_assert(OfWarp <= 32 && OfWarp % (Scoring::teams * at_once) == 0);
   constexpr lane_team<lanes, 1> team{};
-  const int thread = static_cast<int>(threadIdx.x), lane = team.lane(), nth_team = thread % 32 / lanes;
+  const int thread = thread_x(), lane = team.lane(), nth_team = thread % 32 / lanes;
   const int begin = first + thread / 32 * OfWarp;  // of the warp's units
   // Lanes behind the last unit have its row.
   const int mine = begin < last ? row_of(min(begin + thread % OfWarp, last - 1)) : 0;
@@ -100,7 +101,7 @@ __device__ bool score_summary_rows(const std::byte* rows, const RowOf& row_of, i
 #pragma unroll 1
   for (int g = 0; g < queries.group; g += heads) {
     if (g > 0) __syncthreads();  // all have read the heads before
-    for (int i = thread; i < heads * in_query; i += static_cast<int>(blockDim.x)) {
+    for (int i = thread; i < heads * in_query; i += threads_x()) {
       const int head = i / in_query, four = i % in_query;  // heads that there are not are the last
       staged[(head * fours + four % fours) * Scoring::of_nth + four / fours] =
           reinterpret_cast<const float4*>(queries.data +

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <freekv/backend/cuda/lane_team.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/rounded_sum.hpp>
 #include <freekv/core/unroll.hpp>
@@ -87,7 +88,7 @@ struct token_estimates<key_codes<Codes, MeanCodes>> {
     constexpr int rows = codebook::centroids_per_code;
     const auto* const table = reinterpret_cast<const float2*>(tables);
     const auto* const codes = reinterpret_cast<const std::uint8_t*>(stored);
-    const int lane = static_cast<int>(threadIdx.x) % 32, mean_codes = s.mean_codes;
+    const int lane = thread_x() % 32, mean_codes = s.mean_codes;
     float2 mean{0.0f, 0.0f};
     for (int nth = lane % 8; nth < mean_codes; nth += 8) {
       const float2 found = table[nth * rows + codes[lane / 8 * bytes + nth]];
@@ -148,8 +149,7 @@ __device__ bool score_units_by_tokens(const Summary& summary, page_geometry unit
   constexpr lane_team<32, 1> warp{};
   constexpr int heads = estimates::heads, at_once = 32 / heads;
   static_assert(OfWarp <= 32 && OfWarp % at_once == 0 && at_once % units_staged == 0);
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32,
-            threads = static_cast<int>(blockDim.x);
+  const int thread = thread_x(), lane = thread % 32, threads = threads_x();
   const int floats = estimates::floats(summary), width = floats / heads, pieces = bytes / 8;
   auto* const staged = reinterpret_cast<std::byte*>(shared + (floats + 3) / 4 * 4) +
                        thread / 32 * (units_staged * bytes + 16);  // and what is read behind them

@@ -12,6 +12,7 @@
 #include <freekv/backend/cuda/score.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/selection.hpp>
@@ -63,7 +64,7 @@ template <class State, class Selection>
 __global__ void select_by_query_head(State s, Selection selection, step_view step, selection_scratch scratch,
                                      selection_job job) {
   __shared__ select_storage_of<Selection, false> shared;
-  const int row = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
+  const int row = block_x(), nth = block_y();
   if (nth >= step.size()) return;
   const row_candidates candidates = candidates_of(s, step.entries[nth], scratch.head_of(row), job);
   if (!candidates.selects) return;
@@ -106,7 +107,7 @@ __device__ int merge_query_heads(const selection_scratch& scratch, bool for_next
 
 /// Copies the first `count` units of a list, and who has selected them. By a block.
 __device__ inline void copy_units(const unit_union& from, int count, const unit_union& to) {
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int thread = thread_x(), threads = threads_x();
   for (int i = thread; i < count; i += threads) to.units[i] = from.units[i];
   for (int i = thread; i < count * from.words; i += threads) to.masks[i] = from.masks[i];
 }
@@ -146,7 +147,7 @@ struct select_and_recall {
                              const row_candidates& candidates, const selection_scratch& scratch,
                              const selection_job& job, storage& shared) const {
     if (entry.phase != step_phase::decode) return;
-    const int thread = static_cast<int>(threadIdx.x);
+    const int thread = thread_x();
     const std::size_t at_head = s.head_index(entry.sequence, head);
     const unit_union selected = s.selected_union(entry.sequence, head);
     const unit_union next_selected = s.next_selected_union(entry.sequence, head);
@@ -222,7 +223,7 @@ template <class State, class Select>
 __global__ void select_units(State s, Select select, step_view step, selection_scratch scratch,
                              selection_job job) {
   __shared__ typename Select::storage shared;
-  const int head = static_cast<int>(blockIdx.x), nth = static_cast<int>(blockIdx.y);
+  const int head = block_x(), nth = block_y();
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
   row_candidates candidates;

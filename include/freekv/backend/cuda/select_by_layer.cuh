@@ -8,6 +8,7 @@
 #include <freekv/backend/cuda/score.cuh>
 #include <freekv/backend/cuda/selection_scratch.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/core/size.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/policies/pooling.hpp>
@@ -26,7 +27,7 @@ static_assert(select_by_layer_default.valid());
 /// Flags all retrieving heads of an entry if one of them is, as they select together.
 template <class State>
 __global__ void flag_layer(State s, step_view step) {
-  const int nth = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+  const int nth = block_x(), thread = thread_x();
   if (nth >= step.size() || step.entries[nth].phase != step_phase::decode) return;
   std::uint8_t* const corrected = s.corrected + s.head_index(step.entries[nth].sequence, 0);
   int flagged = 0;
@@ -45,16 +46,16 @@ template <class State, class Pooling>
 __global__ void pool_heads(State s, Pooling pooling, step_view step, selection_scratch scratch,
                            selection_job job) {
   extern __shared__ float head_log_sums[];  // (kv heads)
-  const int tile = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+  const int tile = block_x(), thread = thread_x();
   const bool for_next = blockIdx.z != 0;
-  const int nth = static_cast<int>(blockIdx.y), heads = retrieving_before(s, s.heads.kv);
+  const int nth = block_y(), heads = retrieving_before(s, s.heads.kv);
   if (nth >= step.size()) return;
   const row_candidates candidates = candidates_of(s, step.entries[nth], first_retrieving(s), job);
   const int count = candidates.count(for_next), j = tile * tile_units + thread;
   if (tile * tile_units >= count || count <= job.select_all_up_to) return;
   const float* const rows = scratch.pooled_of(for_next, nth, 0);
   if constexpr (softmax_pooling<Pooling>) {
-    for (int g = thread / 32; g < heads; g += static_cast<int>(blockDim.x) / 32) {
+    for (int g = thread / 32; g < heads; g += threads_x() / 32) {
       const float sum =
           log_sum_of(scratch.pooled_log_sums_of(for_next, nth, g), rows + g * scratch.stride, count);
       if (thread % 32 == 0) head_log_sums[g] = sum;

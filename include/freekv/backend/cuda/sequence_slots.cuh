@@ -9,6 +9,7 @@
 #include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/recall.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/backend.hpp>
 #include <freekv/pipeline/layer_state.hpp>
@@ -45,7 +46,7 @@ struct all_layers {
 template <class State>
 __global__ void forget_selection(const State* layers, int sequence, bool report_too) {
   constexpr lane_team<32, 1> warp{};
-  const int head = static_cast<int>(blockIdx.x);
+  const int head = block_x();
   const State& s = layers[blockIdx.y];
   drop_selection(warp, s, sequence, head);
   if (report_too && warp.lane() == 0) clear_report(s, sequence, head);
@@ -128,7 +129,7 @@ void launch_fill(const all_layers<State>& layers, const Codec& codec, const fill
 /// layers that encode.
 template <class State, class Codec>
 __global__ void reopen_page(const State* layers, Codec codec, int sequence, int page) {
-  const int head = static_cast<int>(blockIdx.x);
+  const int head = block_x();
   const State& s = layers[blockIdx.y];
   if (!s.encoded) return;
   decode_by_lanes<32>(s, codec, {sequence, head}, {page, 0, s.page.tokens},
@@ -195,7 +196,7 @@ void launch_fork(const all_layers<State>& layers, std::span<const sequence_array
 template <class State>
 __global__ void compact_slots(State s, int sequence) {
   using pieces = slice_pieces<State::head_dim, typename State::element>;
-  const int head = static_cast<int>(blockIdx.x);
+  const int head = block_x();
   const auto slice = [&](int slot) { return pieces{s.selected_slice(sequence, slot, head), s.unit.tokens}; };
   freekv::detail::compact_slots(s.slots_of(sequence, head), [&](int from, int to) {
     copy_slice_by_warp(slice(from), slice(to));

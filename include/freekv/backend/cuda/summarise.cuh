@@ -9,6 +9,7 @@
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/summary.hpp>
 
@@ -31,10 +32,10 @@ __launch_bounds__(summarise_default.threads, 1) __global__
   constexpr int d = State::head_dim;
   const team_of_block mine{};
   const int p = s.page.tokens;
-  float* const keys = scratch.data + 2 * static_cast<int>(blockIdx.x) * scratch.each();
+  float* const keys = scratch.data + 2 * block_x() * scratch.each();
   float* const numbers = keys + scratch.keys;
   const int units = run.count * s.heads.kv * s.units_per_page;
-  for (int i = static_cast<int>(blockIdx.x); i < units; i += static_cast<int>(gridDim.x)) {
+  for (int i = block_x(); i < units; i += blocks_x()) {
     const int nth = i % s.units_per_page, head = i / s.units_per_page % s.heads.kv;
     const int nth_of_run = i / s.units_per_page / s.heads.kv, at = run.first + nth_of_run;
     if (at / step.bounds.pages >= step.size()) return;

@@ -5,6 +5,7 @@
 #include <freekv/algorithms/ordered_key.hpp>
 #include <freekv/backend/cuda/radix_select.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/storage/memory.hpp>
 
 namespace freekv::device {
@@ -64,7 +65,7 @@ struct by_best_scores {
 template <class By>
 __global__ void select_from_rows(score_rows rows, By by) {
   __shared__ row_select::storage shared;
-  const int row = static_cast<int>(blockIdx.x), size = rows.counts[row], count = min(size, rows.wanted[row]);
+  const int row = block_x(), size = rows.counts[row], count = min(size, rows.wanted[row]);
   if (count <= 0) return;
   const float* const scores = rows.scores + std::int64_t{row} * rows.most.scores;
   std::int32_t* const selected = rows.selected + std::int64_t{row} * rows.most.selected;

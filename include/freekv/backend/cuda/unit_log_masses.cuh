@@ -8,6 +8,7 @@
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/core/unroll.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 
@@ -31,9 +32,9 @@ __global__ void unit_log_masses(State s, Codec codec, step_view step, step_queri
   using block_type = attend_block<attention_type, d, element, Codec>;
   __shared__ typename block_type::storage shared[block_type::teams];
   const typename attention_type::team_type team;
-  const auto tile = head_tile<attention_type::heads>::nth(static_cast<int>(blockIdx.y), s.heads.group());
+  const auto tile = head_tile<attention_type::heads>::nth(block_y(), s.heads.group());
   const int i = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
-  const int row = rows.first + static_cast<int>(blockIdx.z);
+  const int row = rows.first + block_z();
   const step_entry* const entry = step.entry_of(row);
   if (entry == nullptr || i >= to.entries) return;
   const auto list = attended_list::of(s, *entry, row, tile.kv_head, rows);
@@ -43,8 +44,7 @@ __global__ void unit_log_masses(State s, Codec codec, step_view step, step_queri
     begin_tile<d>(team, attention, tile, queries, row, s.scale);
     if (is_encoded<Codec>(s, list, i))
       attend_encoded<block_type>(team, attention, s, codec, {list.step.sequence, list.head},
-                                 list.entries.range(i), shared[static_cast<int>(threadIdx.x) / team.lanes()],
-                                 attending);
+                                 list.entries.range(i), shared[thread_x() / team.lanes()], attending);
     else
       attention.attend(team, as_const(attended_slice<Codec>(s, list, i)), list.entries.range(i).tokens,
                        s.soft_cap, attending);
