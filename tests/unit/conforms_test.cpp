@@ -285,6 +285,7 @@ struct flawed_cast {
   void decode(Team team, const std::byte* from, int tokens, freekv::row_range rows,
               const freekv::head_slice<Element>& to) const {
     if (has == flaw::late) rows.first = 0;
+    if (has == flaw::of_zeros) rows.count = tokens - rows.first;
     exact_.decode<HeadDim>(team, from, tokens, rows, to);
     Element& first = has == flaw::score ? to.key[0] : to.value[0];
     if (has == flaw::score || has == flaw::numbers)
@@ -341,6 +342,7 @@ struct flawed_residency {
   int spare = 2;
 
   constexpr bool frees_before(freekv::unselected_slot a, freekv::unselected_slot b) const {
+    if (has == flaw::late) return a.slot >= b.slot || a.last_selected > b.last_selected;
     return has == flaw::of_some && a.last_selected % 2 == 1 ? a.slot < b.slot : a.slot > b.slot;
   }
 };
@@ -452,10 +454,11 @@ TEST_CASE("what differs from an eviction's definition is told", "[conforms]") {
 }
 
 TEST_CASE("what differs from a codec's definition is told", "[conforms]") {
-  CHECK(mentions(told_of_cast(flaw::score), ": key 0 of token 0 comes back as "));
+  CHECK(mentions(told_of_cast(flaw::score), ": number 0 of token 0's key comes back as "));
   CHECK(mentions(told_of_cast(flaw::score), ", head_dim 64"));
-  CHECK(mentions(told_of_cast(flaw::numbers), ": value 0 of token 0 comes back as "));
+  CHECK(mentions(told_of_cast(flaw::numbers), ": number 0 of token 0's value comes back as "));
   CHECK(mentions(told_of_cast(flaw::late), " comes back as another where some rows are read"));
+  CHECK(mentions(told_of_cast(flaw::of_zeros), " rows that are read"));
   CHECK(mentions(told_of_cast(flaw::drops_nan), "beside one that is not finite"));
   CHECK(mentions(told_of_cast(flaw::width), " writes more than its "));
   CHECK(mentions(told_of_cast(flaw::of_some), " bytes, which is no multiple of 4"));
@@ -472,5 +475,6 @@ TEST_CASE("what differs from a pinning's definition is told", "[conforms]") {
 }
 
 TEST_CASE("what differs from a residency's definition is told", "[conforms]") {
-  CHECK(mentions(told_of_residency(flaw::of_some), ", last selected then, slot "));
+  CHECK(mentions(told_of_residency(flaw::late), "`frees_before` is no order"));
+  CHECK(mentions(told_of_residency(flaw::of_some), " is freed first, by the definition "));
 }

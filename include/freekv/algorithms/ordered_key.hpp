@@ -27,7 +27,7 @@ FREEKV_HD inline std::int32_t unit_of_key(std::uint64_t key) {
 }
 
 /// True where the fine one of two summaries scores a unit that the coarse one has scored `pooled`. `least`:
-/// of the keys of those that are kept; 0 if all are.
+/// the least key of those that are kept; 0 if all are.
 FREEKV_HD inline bool is_kept(std::uint64_t least, float pooled, std::int32_t unit) {
   return least == 0 || ordered_key(pooled, unit) >= least;
 }

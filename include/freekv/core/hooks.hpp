@@ -20,6 +20,7 @@ enum class hook : std::uint8_t {
   encode,
   enough,
   favour,
+  four_heads,  ///< a summary's `prepare_four` and `score_four`
   kept,
   kind_of_head,  ///< a plan's `kind(layer, head)`
   linear,
@@ -130,9 +131,9 @@ struct checked_hook {
 
 using every_hook =
     hook_list<hook::allocate, hook::at, hook::bytes, hook::data, hook::decode, hook::encode, hook::enough,
-              hook::favour, hook::kept, hook::kind_of_head, hook::linear, hook::merge, hook::observe,
-              hook::prepare, hook::query_width, hook::sees_keys, hook::shared_bytes, hook::shared_floats,
-              hook::stored, hook::summarised_by_whole_rows, hook::validate, hook::values,
+              hook::favour, hook::four_heads, hook::kept, hook::kind_of_head, hook::linear, hook::merge,
+              hook::observe, hook::prepare, hook::query_width, hook::sees_keys, hook::shared_bytes,
+              hook::shared_floats, hook::stored, hook::summarised_by_whole_rows, hook::validate, hook::values,
               hook::with_elements>;
 
 /// Compiles if the optional members of `P` are those that it lists.

@@ -158,8 +158,8 @@ struct key_codebooks {
 template <int Codes = 6, int MeanCodes = 8>
 struct key_codes {
   using policy_kind = summary_kind;
-  using hooks = hook_list<hook::at, hook::bytes, hook::data, hook::encode, hook::prepare, hook::query_width,
-                          hook::validate, hook::values>;
+  using hooks = hook_list<hook::at, hook::bytes, hook::data, hook::encode, hook::four_heads, hook::prepare,
+                          hook::query_width, hook::validate, hook::values>;
   static constexpr std::string_view name = "key_codes";
   count_of<Codes> codes{};
   count_of<MeanCodes> mean_codes{};

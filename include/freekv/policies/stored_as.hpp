@@ -23,7 +23,7 @@ enum class number_format : std::int8_t {
 template <class Summary, number_format Format>
 struct stored_as : Summary {
   static_assert(
-      summary_policy<Summary> &&
+      summary_policy<Summary> && !hooks_of<Summary>::has(hook::four_heads) &&
           !requires(const Summary s, page_geometry page) { s.template bytes<float>(page); },
       "stored_as takes a summary without a format of its own");
   using hooks = typename hooks_of<Summary>::template with<hook::bytes, hook::decode, hook::encode,

@@ -27,9 +27,11 @@
 // multiple of 8, wherever that is finite; pages are then scored many at a time, and `score` decides where it
 // is not.
 //
-// `summarised_by_whole_rows`, true: numbers are rows of head_dim, as many whatever the tokens of a unit; on a
-// device a team as wide works on them, and if it is `linear`, too, stored elements are multiplied as they
-// are.
+// `summarised_by_whole_rows`, true: numbers are rows of head_dim, whose count does not depend on the unit's
+// tokens; on a device a team as wide as a row works on them, and where the summary is `linear` too, stored
+// elements are multiplied as they are.
+//
+// `prepare_four` and `score_four` (`hook::four_heads`): see `scores_four_heads`.
 //
 // `validate(setting)` throws settings_error where the setting does not suit the policy.
 //
@@ -236,6 +238,18 @@ FREEKV_HD void decode_summary(T team, const S& summary, page_geometry page, cons
 
 namespace detail {
 
+/// The plainest team_of_halves, to try a summary's `prepare_four` and `score_four` with.
+struct team_to_try : scalar_team {
+  static constexpr int width = 8;
+  pack sum_each(const pack (&x)[width]) const;
+  pack load_halves(const float*, const float*) const;
+  pack swap_halves(pack) const;
+  void store_by_four(float*, const pack (&)[4]) const;
+  pack repeat(pack) const;
+  pack fold(pack) const;
+};
+static_assert(team_of_halves<team_to_try>);
+
 struct takes_elements {
   template <class Element>
   void operator()(const Element*) const;
@@ -257,6 +271,8 @@ constexpr bool head_summary_offers(hook h) {
       return requires(const P p, const std::byte* in, float* numbers) {
         p.template decode<float>(scalar_team{}, page_geometry{}, in, numbers);
       };
+    case hook::four_heads:
+      return scores_four_heads<P, team_to_try>;
     case hook::query_width:
       return requires(const P p) {
         { p.query_width(64) } -> std::same_as<int>;
@@ -302,6 +318,8 @@ struct summary_kind : kind_defaults {
         return requires(const P p) { p.at(0, 0); };
       case hook::kept:
         return requires(const P p) {
+          p.coarse;
+          p.fine;
           { p.kept(1, 1) } -> std::same_as<int>;
         };
       case hook::validate:

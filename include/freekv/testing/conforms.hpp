@@ -5,6 +5,7 @@
 //       std::puts(wrong.c_str());
 #pragma once
 
+#include <concepts>
 #include <freekv/testing/definitions.hpp>
 #include <freekv/testing/detail/judge_codec.hpp>
 #include <freekv/testing/detail/judge_correction.hpp>
@@ -97,8 +98,9 @@ std::vector<std::string> conforms(const eviction_definition& definition, const P
 }
 
 /// Sentences of where a codec (the same for all slices) differs from its definition, at most ten: random
-/// pages of each element type come back as the definition has it, in parts as a whole, and what is not finite
-/// spoils no number of another token and channel; in random sequences attention is to what comes back.
+/// pages of each element type come back as the definition has it, as a whole and in parts alike, and what is
+/// not finite spoils no number of another token and channel; in random sequences attention is to what comes
+/// back.
 template <codec_policy Policy>
 std::vector<std::string> conforms(const codec_definition& definition, const Policy& policy = {},
                                   const conformance_options& options = {}) {

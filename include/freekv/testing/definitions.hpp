@@ -74,8 +74,9 @@ struct codec_definition {
   /// What comes back of a page's keys, and of its values: (tokens, head_dim), as they went in.
   std::function<doubles(const doubles& keys, page_geometry page)> keys;
   std::function<doubles(const doubles& values, page_geometry page)> values;
-  double tolerance =
-      1e-6;  ///< of a number, relative to the largest of its page, beside its element's rounding
+  /// Tolerance of a number, relative to the largest of the page's keys, or values, beside its element's
+  /// rounding.
+  double tolerance = 1e-6;
 };
 
 /// A pinning in float64.
@@ -93,8 +94,9 @@ struct residency_definition {
 
 struct conformance_options {
   std::uint64_t seed = 1;
-  int units =
-      120;       ///< random units, rows or groups that are judged alone; of a summary, of each element type
+  /// random units, rows or groups that are judged alone; of a summary, of each element type; of a codec a
+  /// third as many pages of each head_dim and element type
+  int units = 120;
   int runs = 6;  ///< random pipelines; of a summary, of each element type
 };
 

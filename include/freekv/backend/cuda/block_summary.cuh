@@ -46,8 +46,8 @@ struct vector_of_team {
   }
 };
 
-/// Share of a team in a unit's tokens: every `step`-th token from `first` on, and of its work part `part` of
-/// `parts`.
+/// Share of a team in a unit's tokens: every `step`-th token from `first` on, and of the work on each its
+/// part `part` of `parts`.
 struct dealt_tokens {
   int first, step, part, parts;
   __device__ dealt_tokens(const team_of_block& mine, int tokens)

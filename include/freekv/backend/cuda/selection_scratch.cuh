@@ -166,7 +166,7 @@ struct selection_scratch {
 struct selection_job {
   selection_time time = selection_time::correct;
   bool every_head = false;  ///< corrects whether flagged or not, as masses tell which are
-  /// Up to so many candidates that are not pinned are all selected whatever their scores, and not scored.
+  /// Number of candidates that are not pinned up to which all are selected, and none is scored.
   int select_all_up_to = 0;
   bool one_selection_per_layer = false;  ///< the heads of a layer select as one
   bool separate_next_scores = false;  ///< scores of this step's and of the next step's candidates are apart

@@ -11,10 +11,9 @@ namespace freekv::device {
 /// as wide works on, and lie in the store as elements. Not of one with a format of its own, as `stored_as`
 /// has.
 template <class Summary>
-concept summary_of_rows = requires {
+concept summary_of_rows = !hooks_of<Summary>::has(hook::bytes) && requires {
   requires Summary::summarised_by_whole_rows;
-}
-&&!hooks_of<Summary>::has(hook::bytes);
+};
 
 /// The team on which a summary's algorithms run: whole rows where their numbers are head_dim apart, else the
 /// narrowest that every count of numbers is a multiple of.

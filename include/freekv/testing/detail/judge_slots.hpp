@@ -9,7 +9,6 @@
 #include <freekv/testing/detail/judge_steps.hpp>
 #include <freekv/testing/detail/random_cases.hpp>
 #include <functional>
-#include <limits>
 #include <string>
 #include <vector>
 
@@ -36,11 +35,12 @@ void judge_worths(const Policy& policy, const pinning_definition& definition,
   }
 }
 
-/// Judge of random sequences: in every step the units that the definition pins are attended to, where the
-/// difference to those that it does not is more than rounding.
+/// Judge of random sequences: in every step the units that the definition pins are attended to, those that
+/// are worth more than all others by more than rounding.
 template <class Element, class Policy>
 void judge_pins(const Policy& policy, const pinning_definition& definition,
                 const conformance_options& options, differences& wrong) {
+  if (policy.units < 1) return wrong.add("pins no units: conforms takes a pinning with some");
   using pipeline = judging_pipeline<Element, Policy>;
   constexpr int d = random_text<Element>::d, steps = 12;
   random_numbers random(options.seed + 3);
@@ -72,9 +72,7 @@ void judge_pins(const Policy& policy, const pinning_definition& definition,
       }
       std::vector<double> descending = worths;
       std::sort(descending.begin(), descending.end(), std::greater<>());
-      const double least = to_size(policy.units) < descending.size()
-                               ? descending[to_size(policy.units)]
-                               : -std::numeric_limits<double>::infinity();
+      const double least = descending[to_size(policy.units)];  // of those not pinned the best: there are more
       for (std::size_t j = 0; j < worths.size(); ++j)
         if (worths[j] > least + 2.0 * definition.tolerance * (1.0 + std::fabs(least)))
           pinned[to_size(head)].push_back(roles.sink_end + static_cast<int>(j));
@@ -115,14 +113,24 @@ void judge_freed(const Policy& policy, const residency_definition& definition,
     std::size_t freed = 0;
     for (std::size_t i = 1; i < slots.size(); ++i)
       if (policy.frees_before(slots[i], slots[freed])) freed = i;
+    // As a warp matches: all pairs at once, of those alike the lower first.
+    const auto sooner = [&](const unselected_slot& x, const unselected_slot& y) {
+      return policy.frees_before(x, y) || (x.slot < y.slot && !policy.frees_before(y, x));
+    };
+    for (const unselected_slot& other : slots)
+      if (other.slot != slots[freed].slot && sooner(other, slots[freed])) {
+        wrong.add("slot ", slots[freed].slot, " (", slots[freed].last_selected, ") is freed before slot ",
+                  other.slot, " (", other.last_selected, ") and after it: `frees_before` is no order");
+        break;
+      }
     const int want = definition.freed(slots);
     if (static_cast<int>(freed) == want) continue;
     std::string list;
     for (const unselected_slot& s : slots)
       list +=
           (list.empty() ? "" : ", ") + std::to_string(s.slot) + " (" + std::to_string(s.last_selected) + ")";
-    wrong.add("of slots ", list, ", last selected then, slot ", slots[freed].slot,
-              " is freed, of the definition ", slots[to_size(want)].slot);
+    wrong.add("of slots (and their last selections) ", list, ": slot ", slots[freed].slot,
+              " is freed first, by the definition ", slots.at(to_size(want)).slot);
   }
 }
 
