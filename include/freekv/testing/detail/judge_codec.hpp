@@ -189,18 +189,12 @@ void judge_reads(const Codec& codec, const conformance_options& options, differe
     const int group = random.one_of({1, 2, 3, 5});
     const int prompt = page * random.one_of({3, 6, 9}) + random.one_of({0, 3, page - 1});
     typename pipeline::settings settings;
-    settings.model.query_heads = kv_heads * group;
-    settings.model.kv_heads = kv_heads;
-    settings.budget = {page, page, random.one_of({1, 2, 4})};
-    settings.capacity.max_tokens = prompt + steps;
-    settings.page = {page};
+    give_shape(settings, page, kv_heads, group, random.one_of({1, 2, 4}), prompt + steps);
     if (!suits_model(codec, {1, kv_heads, d})) continue;
     ++decoded;
     give(settings, codec);
     const random_text<Element> text(random, prompt + steps, kv_heads, group);
-    const std::string where = std::string(element_name<Element>) + ", a pipeline of pages of " +
-                              std::to_string(page) + ", " + std::to_string(kv_heads * group) + "/" +
-                              std::to_string(kv_heads) + " heads: ";
+    const std::string where = place_of<Element>(settings);
     random_text<Element> read = text;  // complete pages as they come back
     for (int first = 0; first + page <= prompt + steps; first += page)
       for (int head = 0; head < kv_heads; ++head) {
@@ -223,7 +217,6 @@ void judge_reads(const Codec& codec, const conformance_options& options, differe
         [&](const std::string& at, int step, int head, bool, const std::vector<int>& units,
             const std::vector<float>& out) {
           const int row = prompt + step, complete = (row + 1) / page * page;
-          const page_roles roles = roles_at(row + 1, settings.budget, page);
           random_text<Element> seen = read;
           const auto open = [&](const std::vector<Element>& from, std::vector<Element>& to) {
             std::copy(from.begin() + complete * kv_heads * d, from.end(),
@@ -231,13 +224,7 @@ void judge_reads(const Codec& codec, const conformance_options& options, differe
           };
           open(text.keys, seen.keys);
           open(text.values, seen.values);
-          std::vector<int> tokens;
-          for (int t = 0; t <= row; ++t) {
-            const int unit = t / page;
-            if (unit < roles.sink_end || unit >= roles.window_begin ||
-                std::find(units.begin(), units.end(), unit) != units.end())
-              tokens.push_back(t);
-          }
+          const auto tokens = attended_tokens(row, roles_at(row + 1, settings.budget, page), page, units);
           for (int g = 0; g < group; ++g) seen.compare(at, row, head * group + g, tokens, out, wrong);
         },
         wrong);

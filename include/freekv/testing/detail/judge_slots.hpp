@@ -49,15 +49,10 @@ void judge_pins(const Policy& policy, const pinning_definition& definition,
               group = random.one_of({1, 3});
     const int prompt = page * (4 + policy.units + random.one_of({2, 5, 9})) + random.one_of({0, 3});
     typename pipeline::settings settings;
-    settings.model.query_heads = kv_heads * group;
-    settings.model.kv_heads = kv_heads;
-    settings.budget = {page, page, random.one_of({1, 2})};
-    settings.capacity.max_tokens = prompt + steps;
-    settings.page = {page};
+    give_shape(settings, page, kv_heads, group, random.one_of({1, 2}), prompt + steps);
     give(settings, policy);
     const random_text<Element> text(random, prompt + steps, kv_heads, group);
-    const std::string where =
-        std::string(element_name<Element>) + ", a pipeline of pages of " + std::to_string(page) + ": ";
+    const std::string where = place_of<Element>(settings);
     const page_roles roles = roles_at(prompt + 1, settings.budget, page);
     std::vector<std::vector<int>> pinned(to_size(kv_heads));
     for (int head = 0; head < kv_heads; ++head) {
@@ -85,14 +80,7 @@ void judge_pins(const Policy& policy, const pinning_definition& definition,
           for (const int unit : pinned[to_size(head)])
             if (std::find(units.begin(), units.end(), unit) == units.end())
               wrong.add(at, " does not attend to unit ", unit, ", which the definition pins");
-          std::vector<int> tokens;
-          const page_roles now = roles_at(row + 1, settings.budget, page);
-          for (int t = 0; t <= row; ++t) {
-            const int unit = t / page;
-            if (unit < now.sink_end || unit >= now.window_begin ||
-                std::find(units.begin(), units.end(), unit) != units.end())
-              tokens.push_back(t);
-          }
+          const auto tokens = attended_tokens(row, roles_at(row + 1, settings.budget, page), page, units);
           for (int g = 0; g < group; ++g) text.compare(at, row, head * group + g, tokens, out, wrong);
         },
         wrong);

@@ -45,6 +45,37 @@ using judging_pipeline =
     typename retrieval_pipeline<kv_shape<Element, random_text<Element>::d>, page_size<dynamic>, mean,
                                 mean_score, every_n_steps<2>, complete_first<0>>::template with<Policy>;
 
+/// Gives a judging pipeline's settings a model of one layer, pages, and room for `tokens` tokens.
+template <class Settings>
+void give_shape(Settings& settings, int page, int kv_heads, int group, int selected, int tokens) {
+  settings.model.query_heads = kv_heads * group;
+  settings.model.kv_heads = kv_heads;
+  settings.budget = {page, page, selected};
+  settings.capacity.max_tokens = tokens;
+  settings.page = {page};
+}
+
+/// Beginning of a sentence of a pipeline: "f16, a pipeline of pages of 8, 6/2 heads: ".
+template <class Element, class Settings>
+std::string place_of(const Settings& settings) {
+  return std::string(element_name<Element>) + ", a pipeline of pages of " +
+         std::to_string(int{settings.page.tokens}) + ", " + std::to_string(settings.model.query_heads) + "/" +
+         std::to_string(settings.model.kv_heads) + " heads: ";
+}
+
+/// Tokens that a KV head attends to with a row: those of sink and window, and of the units selected.
+inline std::vector<int> attended_tokens(int row, const page_roles& roles, int page,
+                                        const std::vector<int>& units) {
+  std::vector<int> tokens;
+  for (int t = 0; t <= row; ++t) {
+    const int unit = t / page;
+    if (unit < roles.sink_end || unit >= roles.window_begin ||
+        std::find(units.begin(), units.end(), unit) != units.end())
+      tokens.push_back(t);
+  }
+  return tokens;
+}
+
 /// One KV head's part of a random sequence, as the definitions have it.
 template <class Element, class Pipeline>
 struct head_judge {
@@ -158,13 +189,7 @@ struct head_judge {
       wrong.add(where, " attends to units ", list(units), ", by the definition ", list(want));
     }
 
-    std::vector<int> tokens;
-    for (int t = 0; t <= row; ++t) {
-      const int unit = t / page().tokens;
-      if (unit < roles.sink_end || unit >= roles.window_begin ||
-          std::find(units.begin(), units.end(), unit) != units.end())
-        tokens.push_back(t);
-    }
+    const std::vector<int> tokens = attended_tokens(row, roles, page().tokens, units);
     for (int g = 0; g < text->group; ++g)
       text->compare(where, row, head * text->group + g, tokens, out, wrong);
 
@@ -205,18 +230,12 @@ void judge_steps(const Policy& policy, const step_definitions& by, const conform
     const int group = random.one_of({1, 2, 3, 5});
     const int prompt = page * random.one_of({3, 6, 9, 12}) + random.one_of({0, 3, page - 1});
     typename pipeline::settings settings;
-    settings.model.query_heads = kv_heads * group;
-    settings.model.kv_heads = kv_heads;
-    settings.budget = {page, page, random.one_of({1, 2, 4})};
-    settings.capacity.max_tokens = prompt + steps;
-    settings.page = {page};
+    give_shape(settings, page, kv_heads, group, random.one_of({1, 2, 4}), prompt + steps);
     give(settings, policy);
     if (!suits(settings.summary, {page, d})) continue;
     ++decoded;
     const random_text<Element> text(random, prompt + steps, kv_heads, group);
-    const std::string where = std::string(element_name<Element>) + ", a pipeline of pages of " +
-                              std::to_string(page) + ", " + std::to_string(kv_heads * group) + "/" +
-                              std::to_string(kv_heads) + " heads: ";
+    const std::string where = place_of<Element>(settings);
     std::vector<head_judge<Element, pipeline>> judges;
     for (int head = 0; head < kv_heads; ++head) judges.push_back({&text, &by, &settings, head});
 
