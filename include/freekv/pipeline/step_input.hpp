@@ -1,4 +1,4 @@
-// What a caller hands to a step: its sequences, and rows of keys, values and queries.
+// Input of a step, from its caller: sequences, and rows of keys, values and queries.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 // Eviction by what is counted for each unit as rows attend to it, or when a prompt ends.
 //
 // These policies decide for each KV head alone and see a group's attention as the mean over its query heads.
-// Where the papers decide for a query head (H2O, SnapKV), for a layer (TOVA) or by the group's maximum (RaaS
-// in FreeKV's comparison), that is what differs here.
+// That is what differs here from papers that decide for a query head (H2O, SnapKV), for a layer (TOVA) or by
+// the group's maximum (RaaS in FreeKV's comparison).
 #pragma once
 
 #include <cmath>

@@ -17,7 +17,7 @@ namespace freekv {
 
 namespace detail {
 
-/// What a unit is worth, where NaN is worth least.
+/// Worth of a unit, where NaN is worth least.
 FREEKV_HD inline float pin_worth(float worth) { return worth == worth ? worth : -infinity; }
 
 }  // namespace detail

@@ -71,7 +71,7 @@ struct eviction_definition {
 
 /// A codec in float64.
 struct codec_definition {
-  /// What comes back of a page's keys, and of its values: (tokens, head_dim), as they went in.
+  /// Keys of a page, and values, as they come back: (tokens, head_dim), as they went in.
   std::function<doubles(const doubles& keys, page_geometry page)> keys;
   std::function<doubles(const doubles& values, page_geometry page)> values;
   /// Tolerance of a number, relative to the largest of the page's keys, or values, beside its element's

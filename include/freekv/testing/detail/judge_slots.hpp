@@ -97,11 +97,11 @@ void judge_freed(const Policy& policy, const residency_definition& definition,
     for (int slot = 0; slot < 24; ++slot)
       if (random.one_of({0, 0, 1}) == 1) slots.push_back({slot, random.one_of({1, 2, 3, 5, 8, 9})});
     if (slots.empty()) continue;
-    // As slots are matched: one after the other, against the best so far.
+    // Slots are matched one after the other, against the best so far,
     std::size_t freed = 0;
     for (std::size_t i = 1; i < slots.size(); ++i)
       if (policy.frees_before(slots[i], slots[freed])) freed = i;
-    // As a warp matches: all pairs at once, of those alike the lower first.
+    // and by a warp all pairs at once, of those alike the lower first.
     const auto sooner = [&](const unselected_slot& x, const unselected_slot& y) {
       return policy.frees_before(x, y) || (x.slot < y.slot && !policy.frees_before(y, x));
     };
