@@ -1,7 +1,7 @@
 // Which page plays which role at which length, and which slot it has, against the oracle's page sets.
 
 #include <algorithm>
-#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/attention_list.hpp>
 #include <freekv/policies/geometry.hpp>
 #include <set>
 #include <vector>

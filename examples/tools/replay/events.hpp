@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/step_input.hpp>
 
 #include "trace.hpp"
 

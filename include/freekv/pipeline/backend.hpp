@@ -4,7 +4,8 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
-#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/stage_arguments.hpp>
+#include <freekv/policies/plan.hpp>
 #include <freekv/storage/memory.hpp>
 #include <span>
 

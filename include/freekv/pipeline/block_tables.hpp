@@ -6,8 +6,10 @@
 #include <cstdint>
 #include <freekv/core/error.hpp>
 #include <freekv/core/size.hpp>
-#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/attention_list.hpp>
 #include <freekv/pipeline/sequences.hpp>
+#include <freekv/pipeline/stage_arguments.hpp>
+#include <freekv/policies/plan.hpp>
 #include <freekv/storage/engine_blocks.hpp>
 #include <span>
 #include <string>

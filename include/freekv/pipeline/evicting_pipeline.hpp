@@ -9,9 +9,9 @@
 #include <freekv/pipeline/call_order.hpp>
 #include <freekv/pipeline/eviction_backend.hpp>
 #include <freekv/pipeline/eviction_state.hpp>
-#include <freekv/pipeline/layer_state.hpp>
 #include <freekv/pipeline/policy_pack.hpp>
 #include <freekv/pipeline/sequences.hpp>
+#include <freekv/pipeline/stage_arguments.hpp>
 #include <freekv/pipeline/step_handle.hpp>
 #include <freekv/pipeline/step_report.hpp>
 #include <initializer_list>

@@ -3,7 +3,7 @@
 
 #include <concepts>
 #include <freekv/pipeline/eviction_state.hpp>
-#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/stage_arguments.hpp>
 #include <freekv/storage/memory.hpp>
 #include <vector>
 

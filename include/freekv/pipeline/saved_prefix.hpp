@@ -22,7 +22,7 @@
 #include <freekv/core/hooks.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/size.hpp>
-#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/selection_state.hpp>
 #include <freekv/pipeline/sequences.hpp>
 #include <freekv/policies/codec.hpp>
 #include <freekv/policies/plan.hpp>

@@ -8,7 +8,7 @@
 #include <freekv/core/ids.hpp>
 #include <freekv/core/shape.hpp>
 #include <freekv/core/size.hpp>
-#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/stage_arguments.hpp>
 #include <freekv/pipeline/step_input.hpp>
 #include <freekv/storage/page_pool.hpp>
 #include <span>

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <freekv/core/size.hpp>
-#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/selection_state.hpp>
 #include <freekv/storage/memory.hpp>
 #include <vector>
 

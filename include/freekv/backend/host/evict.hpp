@@ -7,7 +7,7 @@
 #include <freekv/backend/host/leave_head.hpp>
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/eviction_state.hpp>
-#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/stage_arguments.hpp>
 #include <type_traits>
 #include <vector>
 

@@ -9,7 +9,7 @@
 #include <freekv/backend/host/eviction_scratch.hpp>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/pipeline/eviction_state.hpp>
-#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/stage_arguments.hpp>
 #include <limits>
 
 namespace freekv::host {

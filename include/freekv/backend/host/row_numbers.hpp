@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <freekv/core/element.hpp>
 #include <freekv/core/size.hpp>
-#include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/stage_arguments.hpp>
 #include <vector>
 
 namespace freekv::host {

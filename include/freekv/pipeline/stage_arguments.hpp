@@ -1,0 +1,79 @@
+// Arguments of stages: a step's entries, their rows, and where outputs go.
+#pragma once
+
+#include <cstdint>
+#include <freekv/config.hpp>
+#include <freekv/core/element.hpp>
+#include <freekv/core/element_rows.hpp>
+#include <freekv/core/ids.hpp>
+#include <freekv/pipeline/step_input.hpp>
+
+namespace freekv::detail {
+
+/// One sequence's part of a step, as stages see it: `tokens` rows appended behind `before`, the first of them
+/// row `first_row` of the step.
+struct step_entry {
+  int sequence = 0;
+  int before = 0;
+  int tokens = 0;
+  int first_row = 0;
+  step_phase phase = step_phase::decode;
+  /// page whose rows are copied first, as other sequences have it too
+  store_page_id shared_page = store_page_id::none;
+  // Decode rows alone:
+  int candidates_at = 0;  // the length whose candidates they select from, as the step before has fixed it
+  int kept_row = -1;  // row of the step before whose queries are the previous ones; -1: there is no selection
+  int decode_step = 0;  // since the last prompt
+  FREEKV_HD constexpr int after() const { return before + tokens; }
+};
+
+/// Candidates that a decode entry selects among: units from `first` on, the first `now` of them for its own
+/// step, the first `next` for the step behind it.
+struct step_candidates {
+  int first = 0, now = 0, next = 0;
+  FREEKV_HD constexpr int most() const { return now > next ? now : next; }
+};
+
+/// Queries of a step's rows, `stride` elements apart: (rows, query_heads, head_dim).
+struct step_queries {
+  const void* data = nullptr;
+  std::int64_t stride = 0;
+  element_type type = element_type::f32;
+
+  FREEKV_HD bool empty() const { return data == nullptr; }
+  /// The numbers of a row from element `first` on.
+  FREEKV_HD typed_numbers row(std::int64_t nth, std::int64_t first) const {
+    return {static_cast<const char*>(data) + (nth * stride + first) * bytes_of(type), type};
+  }
+};
+
+/// Rows of a step as stages see `kv_rows`.
+template <class In>
+struct step_rows {
+  const In* keys = nullptr;
+  const In* values = nullptr;
+  std::int64_t key_stride = 0, value_stride = 0;
+  step_queries queries{};
+};
+
+/// Outputs of attention: `out` (rows, query_heads, head_dim) of a type, `lse` (rows, query_heads), which may
+/// be null.
+struct attention_output {
+  void* out = nullptr;
+  float* lse = nullptr;
+  float lse_per_nat = 1.0f;  // what a nat of lse is written as
+  std::int64_t stride = 0;   // elements from a row of `out` to the next; 0: one behind the other
+  element_type type = element_type::f32;
+
+  /// The outputs as floats, where they are that, one row behind the other.
+  float* floats() const { return static_cast<float*>(out); }
+};
+
+/// Output of the log-masses of a step's rows: (rows, query_heads, entries).
+struct log_mass_output {
+  float* log_masses = nullptr;
+  int entries = 0;       // of a row's list, or more
+  float per_nat = 1.0f;  // what a nat is written as
+};
+
+}  // namespace freekv::detail
