@@ -495,9 +495,9 @@ struct sum_scores {
   int candidates;
   float* log_sums;
   FREEKV_HD void operator()(int head) const {
-    freekv::log_sum_exp mass;
-    for (int j = 0; j < candidates; ++j) mass.add(scores[head * candidates + j]);
-    log_sums[head] = mass.value();
+    freekv::log_sum_exp sum;
+    for (int j = 0; j < candidates; ++j) sum.add(scores[head * candidates + j]);
+    log_sums[head] = sum.value();
   }
 };
 struct pool_scores {
@@ -635,7 +635,7 @@ struct attend_rows {
   const std::int32_t* tokens;
   int group, page, pages_each;
   float* scratch;             // (rows, attention_scratch)
-  freekv::log_sum_exp* mass;  // (rows, 2, group)
+  freekv::log_sum_exp* log_sums;  // (rows, 2, group)
   float* weighted;            // (rows, 2, group, head_dim)
   float *out, *lse;
   float soft_cap;
@@ -645,7 +645,7 @@ struct attend_rows {
     const scalar_team team;
     freekv::detail::attention_part parts[2];
     for (int i = 0; i < 2; ++i) {
-      parts[i] = {mass + (row * 2 + i) * group, weighted + (row * 2 + i) * group * HeadDim};
+      parts[i] = {log_sums + (row * 2 + i) * group, weighted + (row * 2 + i) * group * HeadDim};
       parts[i].clear(team, group, HeadDim);
     }
     const freekv::group_query query{queries + row * group * HeadDim, group, HeadDim};
@@ -686,7 +686,7 @@ void attention(report& checks, random_numbers& random) {
 
   pinned<float> scratch(to_size(rows * freekv::detail::attention_scratch<d>)),
       weighted(to_size(rows * 2 * group * d));
-  pinned<freekv::log_sum_exp> mass(to_size(rows * 2 * group));
+  pinned<freekv::log_sum_exp> log_sums(to_size(rows * 2 * group));
   const bool extras = random.between(0, 1) == 1;
   const pinned<float> sink_logits = random.normals<float>(to_size(group), 2.0f);
   results<float> out(to_size(rows * group * d), 7.0f), lse(to_size(rows * group), 7.0f);
@@ -698,7 +698,7 @@ void attention(report& checks, random_numbers& random) {
                                    page,
                                    pages_each,
                                    scratch.data(),
-                                   mass.data(),
+                                   log_sums.data(),
                                    weighted.data(),
                                    side(out),
                                    side(lse),

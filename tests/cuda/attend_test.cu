@@ -358,13 +358,13 @@ constexpr int masked_heads = 8;
 
 template <class Attention, int HeadDim, class Element>
 __global__ void attend_slices(const float* queries, const masked_slice<Element>* slices, int count,
-                              log_sum_exp* mass, float* weighted) {
+                              log_sum_exp* log_sums, float* weighted) {
   const typename Attention::team_type team;
   const auto attend_with = [&](Attention& attention, const auto& attend_all) {
     attention.begin(
         team, [&](int h) { return queries + h * HeadDim; }, 0.125f);
     attend_all();
-    attention.store(team, [&](int h) { return attention_part{mass + h, weighted + h * HeadDim}; });
+    attention.store(team, [&](int h) { return attention_part{log_sums + h, weighted + h * HeadDim}; });
   };
   if constexpr (requires { typename Attention::storage; }) {
     __shared__ typename Attention::storage shared;
@@ -387,13 +387,13 @@ __global__ void attend_slices(const float* queries, const masked_slice<Element>*
 template <class Attention, int HeadDim, class Element>
 void attend_slices_with(const pinned<float>& queries, const pinned<masked_slice<Element>>& slices,
                         pinned<float>& out, pinned<float>& lse) {
-  pinned<log_sum_exp> mass(masked_heads);
+  pinned<log_sum_exp> log_sums(masked_heads);
   attend_slices<Attention, HeadDim><<<1, Attention::team_type::lane_count>>>(
-      queries.data(), slices.data(), static_cast<int>(slices.size()), mass.data(), out.data());
+      queries.data(), slices.data(), static_cast<int>(slices.size()), log_sums.data(), out.data());
   require(cudaGetLastError(), "kernel launch");
   require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   for (int h = 0; h < masked_heads; ++h)
-    finish_attention<HeadDim>(scalar_team{}, {&mass[to_size(h)], &out[to_size(h * HeadDim)]}, 1,
+    finish_attention<HeadDim>(scalar_team{}, {&log_sums[to_size(h)], &out[to_size(h * HeadDim)]}, 1,
                               &out[to_size(h * HeadDim)], &lse[to_size(h)]);
 }
 

@@ -101,9 +101,9 @@ attended attend_by(executor on, const attention_case<Shape>& c, const std::vecto
   // Scratch holds what was there before.
   std::vector<float> scratch(freekv::detail::attention_scratch<d>, quiet_nan),
       weighted(2 * group * d, quiet_nan);
-  std::vector<freekv::log_sum_exp> mass(2 * group, {quiet_nan, quiet_nan});
-  const freekv::detail::attention_part all{mass.data(), weighted.data()},
-      part{mass.data() + group, weighted.data() + group * d};
+  std::vector<freekv::log_sum_exp> log_sums(2 * group, {quiet_nan, quiet_nan});
+  const freekv::detail::attention_part all{log_sums.data(), weighted.data()},
+      part{log_sums.data() + group, weighted.data() + group * d};
   run_on(on, [&](auto team) {
     all.clear(team, c.group, d);
     std::size_t slice = 0;

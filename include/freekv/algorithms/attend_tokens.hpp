@@ -12,7 +12,7 @@ namespace freekv::detail {
 /// Log-sum-exps of the scores that `Heads` query heads have attended to so far, one for each head, which all
 /// lanes know.
 template <int HeadDim, int Heads, team T>
-struct register_masses {
+struct register_log_sums {
   using team_type = T;
   using pack = typename T::pack;
   static constexpr int heads = Heads;
@@ -81,32 +81,32 @@ struct register_masses {
   }
 };
 
-/// Log-sum-exps as in `register_masses`, and for each head the sum of values, weighted relative to the
+/// Log-sum-exps as in `register_log_sums`, and for each head the sum of values, weighted relative to the
 /// maximum.
 template <int HeadDim, int Heads, team T>
-struct register_attention : register_masses<HeadDim, Heads, T> {
-  using masses = register_masses<HeadDim, Heads, T>;
-  using masses::log_sum;
-  using masses::packs;
-  using masses::tokens_at_once;
-  using typename masses::pack;
+struct register_attention : register_log_sums<HeadDim, Heads, T> {
+  using log_sums = register_log_sums<HeadDim, Heads, T>;
+  using log_sums::log_sum;
+  using log_sums::packs;
+  using log_sums::tokens_at_once;
+  using typename log_sums::pack;
 
   pack weighted[Heads][packs];
 
-  /// Begins and attends as `register_masses` does.
+  /// Begins and attends as `register_log_sums` does.
   template <class Queries>
   FREEKV_HD void begin(T team, const Queries& queries, float scale) {
-    masses::begin(team, queries, scale);
+    log_sums::begin(team, queries, scale);
     unroll<Heads * packs>([&](auto i) { weighted[i / packs][i % packs] = pack(0.0f); });
   }
   template <class Element>
   FREEKV_HD void attend(T team, const head_slice<const Element>& slice, int tokens, float soft_cap,
                         unsigned attending = ~0u) {
     for (int first = 0; first < tokens; first += tokens_at_once) {
-      typename masses::scores weights;
-      masses::multiply_keys(team, slice, first, tokens, soft_cap, attending, weights);
+      typename log_sums::scores weights;
+      log_sums::multiply_keys(team, slice, first, tokens, soft_cap, attending, weights);
       unroll<Heads>([&](auto h) {
-        masses::weigh(h, weights, [&](float by) {
+        log_sums::weigh(h, weights, [&](float by) {
           const pack factor(by);
           unroll<packs>([&](auto i) { weighted[h][i] = weighted[h][i] * factor; });
         });

@@ -9,6 +9,7 @@
 #include <freekv/pipeline/call_order.hpp>
 #include <freekv/pipeline/eviction_backend.hpp>
 #include <freekv/pipeline/eviction_state.hpp>
+#include <freekv/pipeline/memory_bytes.hpp>
 #include <freekv/pipeline/policy_pack.hpp>
 #include <freekv/pipeline/sequences.hpp>
 #include <freekv/pipeline/stage_arguments.hpp>

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/eviction_settings.hpp>
+#include <freekv/pipeline/memory_bytes.hpp>
 #include <freekv/policies/eviction.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/storage/layout.hpp>

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/memory_bytes.hpp>
 #include <freekv/pipeline/pipeline_memory.hpp>
 #include <freekv/pipeline/settings.hpp>
 #include <freekv/storage/memory.hpp>

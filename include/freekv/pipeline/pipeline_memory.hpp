@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
+#include <freekv/pipeline/memory_bytes.hpp>
 #include <freekv/pipeline/settings.hpp>
 #include <freekv/pipeline/tables.hpp>
 #include <freekv/policies/codec.hpp>

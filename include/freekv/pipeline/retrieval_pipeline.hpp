@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <freekv/core/size.hpp>
+#include <freekv/pipeline/memory_bytes.hpp>
 #include <freekv/pipeline/pipeline_core.hpp>
 #include <freekv/pipeline/retrieval_step.hpp>
 #include <freekv/pipeline/saved_prefix.hpp>

@@ -28,7 +28,7 @@ __global__ void unit_log_masses(State s, Codec codec, step_view step, step_queri
                                 attending_rows rows, log_mass_output to) {
   constexpr int d = State::head_dim;
   using element = typename State::element;
-  using attention_type = register_masses<d, attend_default.heads, row_team<d>>;
+  using attention_type = register_log_sums<d, attend_default.heads, row_team<d>>;
   using block_type = attend_block<attention_type, d, element, Codec>;
   __shared__ typename block_type::storage shared[block_type::teams];
   const typename attention_type::team_type team;
@@ -61,7 +61,7 @@ template <class State, class Codec>
 void launch_unit_log_masses(const State& s, const Codec& codec, const step_view& step,
                             const step_queries& queries, const log_mass_output& to, cudaStream_t stream) {
   using block_type =
-      attend_block<register_masses<State::head_dim, attend_default.heads, row_team<State::head_dim>>,
+      attend_block<register_log_sums<State::head_dim, attend_default.heads, row_team<State::head_dim>>,
                    State::head_dim, typename State::element, Codec>;
   constexpr int threads = block_type::size.threads, most_in_z = 65535;
   const int tiles = head_tile<attend_default.heads>::tiles_of(s.heads.group());
