@@ -7,6 +7,7 @@
 
 #include "../agreement.hpp"
 #include "../catch.hpp"
+#include "fused_rows.hpp"
 #include "steps.hpp"
 
 namespace {
@@ -121,6 +122,32 @@ TEST_CASE("results depend neither on a prompt's chunks, nor on threads, nor on o
     run_step(threaded, {{a, &source, 130, step_phase::prefill}, {b, &other, 1}});
     for (int step = 0; step < 70; ++step)
       CHECK(run_step(threaded, {{b, &other}, {a, &source}})[1] == expected[count(step)]);
+  }
+}
+
+TEST_CASE(
+    "rows of 16 bits in a fused tensor give what the same numbers give as floats, in what is forgotten too",
+    "[eviction]") {
+  std::uint64_t seed = 0;
+  for (const auto& eviction : all_evictions()) {
+    dice d(++seed);
+    INFO(name_of(eviction));
+    const auto s = settings_of(eviction);
+    const text a(s, 24, 230, seed), b(s, 24, 230, seed + 100);
+    freekv::host_backend backend({.threads = 2, .bytes_per_thread = 64});
+    forgetful plain(s, backend), fused(s, backend);
+    const freekv::sequence_id ids[] = {plain.open(), plain.open()};
+    REQUIRE((fused.open() == ids[0] && fused.open() == ids[1]));
+    const auto both = [&]<class Number, class Out>(Number, Out, int tokens, step_phase phase) {
+      compare_step<Number, Out>(plain, fused, {{ids[0], tokens, phase}, {ids[1], tokens, phase}}, {&a, &b},
+                                d);
+    };
+    both(freekv::half{}, freekv::half{}, 60, step_phase::prefill);
+    both(0.0f, freekv::bfloat16{}, 30, step_phase::prefill);
+    for (int step = 0; step < 12; ++step) {
+      both(freekv::half{}, 0.0f, 1, step_phase::decode);
+      both(0.0f, freekv::half{}, 1, step_phase::decode);
+    }
   }
 }
 

@@ -79,29 +79,4 @@ class call_order {
   bool in_step_ = false;
 };
 
-/// Room for `rows` rows of `row` numbers: of a padded batch more are given, and those behind are neither read
-/// nor written. Throws usage_error.
-inline void expect_numbers(const char* what, std::size_t given, int rows, std::int64_t row) {
-  if (given < to_size(rows) * to_size(row))
-    throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +
-                      std::to_string(rows) + " rows of " + std::to_string(row));
-}
-
-/// Room for `rows` rows of `row` numbers that begin `stride` numbers apart, or with 0 lie one behind the
-/// other. Throws usage_error.
-inline void expect_rows(const char* what, std::size_t given, int rows, std::int64_t row,
-                        std::int64_t stride) {
-  if (stride == 0) return expect_numbers(what, given, rows, row);
-  if (stride < row)
-    throw usage_error(std::string(what) + ": a stride of " + std::to_string(stride) + " for rows of " +
-                      std::to_string(row) +
-                      " numbers; give as many or more, or 0 where they lie one behind the other");
-  // By division, as a stride that means nothing may be too large to multiply.
-  const auto behind = static_cast<std::int64_t>(given) - row;  // of the first row
-  if (rows > 0 && (behind < 0 || (rows > 1 && stride > behind / (rows - 1))))
-    throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +
-                      std::to_string(rows) + " rows of " + std::to_string(row) + ", " +
-                      std::to_string(stride) + " apart");
-}
-
 }  // namespace freekv::detail

@@ -12,6 +12,7 @@
 #include <freekv/pipeline/memory_bytes.hpp>
 #include <freekv/pipeline/policy_pack.hpp>
 #include <freekv/pipeline/sequences.hpp>
+#include <freekv/pipeline/row_arguments.hpp>
 #include <freekv/pipeline/stage_arguments.hpp>
 #include <freekv/pipeline/step_handle.hpp>
 #include <freekv/pipeline/step_report.hpp>
@@ -136,44 +137,39 @@ class evicting_pipeline {
     step() = default;
 
     /// Appends the step's rows to a layer: keys and values (rows, kv_heads, head_dim) of the stored element
-    /// type, or float to be rounded; queries (rows, query_heads, head_dim), which may be missing where all
-    /// rows are prompt, none attends and the policy observes none. There may be room for more rows. Throws
-    /// usage_error.
-    template <class In = element>
-    void append(int layer, const kv_rows<In>& rows) {
+    /// type, or float to be rounded; queries (rows, query_heads, head_dim) of float, half or bfloat16, which
+    /// may be missing where all rows are prompt, none attends and the policy observes none. Rows may be parts
+    /// of others, by `strides`, and there may be room for more of them. Throws usage_error.
+    template <class In = element, class Query = float>
+    void append(int layer, const kv_rows<In, Query>& rows) {
       static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
                     "append takes keys and values of the stored element type, or float");
       evicting_pipeline& p = this->of("append");
       p.order_.expect(layer, "append", detail::layer_progress::waiting, detail::layer_progress::waiting);
       const state& s = p.memory_->layers[to_size(layer)];
-      if (rows.strides.keys != 0 || rows.strides.values != 0 || rows.strides.queries != 0)
-        throw usage_error(
-            "append: methods that evict take rows one behind the other; leave the strides at 0");
-      detail::expect_numbers("append: keys", rows.keys.size(), p.rows_, s.heads.kv * head_dim);
-      detail::expect_numbers("append: values", rows.values.size(), p.rows_, s.heads.kv * head_dim);
+      const auto given = detail::taken(rows, {p.rows_, s.heads, head_dim}, p.any_decode());
       if (rows.queries.empty() && p.rows_ > 0 && !s.complete && p.observes_prompts() && !p.any_decode())
         throw usage_error("append: " + detail::printed(p.settings_.eviction) +
                           " observes prompt rows; give their queries with the keys");
-      if (p.any_decode() || !rows.queries.empty())
-        detail::expect_numbers("append: queries", rows.queries.size(), p.rows_, s.heads.query * head_dim);
-      for (const detail::eviction_entry& entry : p.entries_) p.memory_->stages.append(s, entry, rows);
-      p.queries_ = rows.queries;
+      for (const detail::eviction_entry& entry : p.entries_) p.memory_->stages.append(s, entry, given);
+      p.queries_ = given.queries;
       p.order_.reached(detail::layer_progress::appended, layer);
     }
-    /// Attention of the step's rows: `out` (rows, query_heads, head_dim); `lse` (rows, query_heads), in the
-    /// settings' base, or empty. A decode row attends to what its heads have kept and to itself; then the
-    /// policy counts what each unit had and units leave. Throws usage_error.
-    void attend(int layer, std::span<float> out, std::span<float> lse = {}) {
+    /// Attention of the step's rows: `out` (rows, query_heads, head_dim), of float, or by `attend<half>` of
+    /// half, or bfloat16; rows are `out_stride` elements apart, or with 0 one behind the other. `lse`: (rows,
+    /// query_heads), in the settings' base, or empty. A decode row attends to what its heads have kept and to
+    /// itself; then the policy counts what each unit had and units leave. Throws usage_error.
+    template <class Out = float>
+    void attend(int layer, std::type_identity_t<std::span<Out>> out, std::span<float> lse = {},
+                std::int64_t out_stride = 0) {
       evicting_pipeline& p = this->of("attend");
       p.order_.expect(layer, "attend", detail::layer_progress::appended, detail::layer_progress::appended);
       const state& s = p.memory_->layers[to_size(layer)];
       p.order_.expect_latest(layer, "attend", !p.queries_.empty() || p.rows_ == 0);
-      detail::expect_numbers("attention output", out.size(), p.rows_, s.heads.query * head_dim);
-      if (!lse.empty()) detail::expect_numbers("log-sum-exp", lse.size(), p.rows_, s.heads.query);
-      const detail::attention_output to{out.data(), lse.empty() ? nullptr : lse.data(),
-                                        nat_in(p.settings_.attention.lse_base)};
+      const auto to = detail::taken(out, out_stride, lse, nat_in(p.settings_.attention.lse_base),
+                                    {p.rows_, s.heads, head_dim});
       for (const detail::eviction_entry& entry : p.entries_)
-        p.memory_->stages.attend(s, entry, p.queries_.data(), to);
+        p.memory_->stages.attend(s, entry, p.queries_, to);
       p.order_.reached(detail::layer_progress::attended, layer);
     }
     /// Ends the step. Every layer must have been appended to, and have attended its decode rows. Throws
@@ -341,7 +337,7 @@ class evicting_pipeline {
   detail::memory_block slow_memory_, fast_memory_;
   std::optional<memory_plan> memory_;
   std::vector<detail::eviction_entry> entries_;
-  std::span<const float> queries_;  // of the layer appended to last
+  detail::step_queries queries_;  // of the layer appended to last
   int rows_ = 0;
 };
 

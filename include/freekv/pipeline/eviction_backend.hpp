@@ -12,8 +12,8 @@ namespace freekv {
 /// The stages of an evicting pipeline on one entry of a step. Each has happened when it returns.
 template <class T, class State>
 concept evicting_stages = requires(T& stages, const std::vector<State>& layers, const State& s,
-                                   const detail::eviction_entry& entry, const kv_rows<float>& rows,
-                                   const float* queries, const detail::attention_output& out) {
+                                   const detail::eviction_entry& entry, const detail::step_rows<float>& rows,
+                                   const detail::step_queries& queries, const detail::attention_output& out) {
   stages.allocate(layers, entry);         // when a prompt ends, before any layer is cut: budgets of its heads
   stages.append(s, entry, rows);          // cuts a prompt that has ended to its heads' budgets
   stages.attend(s, entry, queries, out);  // and what a decode row makes leave goes

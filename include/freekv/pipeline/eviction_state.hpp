@@ -7,6 +7,7 @@
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/eviction_settings.hpp>
 #include <freekv/pipeline/memory_bytes.hpp>
+#include <freekv/pipeline/stage_arguments.hpp>
 #include <freekv/policies/eviction.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/storage/layout.hpp>
@@ -26,6 +27,7 @@ struct eviction_entry {
   int prompt = 0;  // tokens of the prompt so far
   bool decodes = false;
   bool ends_prompt = false;  // its first decode row
+  constexpr entry_rows rows() const { return {first_row, tokens}; }
 };
 
 /// Rows of the pool that a KV head has, where a policy gives heads budgets, and its budget in tokens.

@@ -7,6 +7,7 @@
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/block_tables.hpp>
 #include <freekv/pipeline/pipeline_core.hpp>
+#include <freekv/pipeline/row_arguments.hpp>
 #include <freekv/pipeline/step_handle.hpp>
 #include <span>
 #include <type_traits>
@@ -48,17 +49,10 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
   void append(int layer, const kv_rows<In, Query>& rows) {
     static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
                   "append takes keys and values of the stored element type, or float");
-    static_assert(freekv::element<Query>, "append takes queries of float, half or bfloat16");
     core_type& core = this->of("append");
     const state& s =
         layer_in(core, layer, "append", detail::layer_progress::waiting, detail::layer_progress::waiting);
-    detail::step_rows<In> given{rows.keys.data(), rows.values.data()};
-    given.key_stride = stride_of("append: keys", rows.keys, core, s.heads.kv, rows.strides.keys);
-    given.value_stride = stride_of("append: values", rows.values, core, s.heads.kv, rows.strides.values);
-    if (core.any_decode() || !rows.queries.empty())
-      given.queries = {rows.queries.data(),
-                       stride_of("append: queries", rows.queries, core, s.heads.query, rows.strides.queries),
-                       type_of_element<Query>};
+    const auto given = detail::taken(rows, shape_of(core, s), core.any_decode());
 
     // A captured step has joined its recalls when the next is replayed; those of a step before it `plan` has
     // joined.
@@ -266,21 +260,14 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
     core.order.expect(layer, call, first, last);
     return core.memory->layers[to_size(layer)];
   }
-  /// The stride of rows of `heads` heads, of which there are as many as the step has.
-  template <class Numbers>
-  static std::int64_t stride_of(const char* what, const Numbers& numbers, const core_type& core, int heads,
-                                std::int64_t stride) {
-    detail::expect_rows(what, numbers.size(), core.rows, std::int64_t{heads} * head_dim, stride);
-    return stride == 0 ? std::int64_t{heads} * head_dim : stride;
+  static detail::row_shape shape_of(const core_type& core, const state& s) {
+    return {core.rows, s.heads, head_dim};
   }
   template <class Out>
   static detail::attention_output output(const core_type& core, const char* call, const state& s,
                                          std::span<Out> out, std::span<float> lse, std::int64_t stride) {
-    static_assert(freekv::element<Out>, "outputs are float, half or bfloat16");
     core.order.expect_latest(s.layer, call, !core.queries.empty() || core.rows == 0);
-    if (!lse.empty()) detail::expect_numbers("log-sum-exp", lse.size(), core.rows, s.heads.query);
-    return {out.data(), lse.empty() ? nullptr : lse.data(), nat_in(core.settings.attention.lse_base),
-            stride_of("attention output", out, core, s.heads.query, stride), type_of_element<Out>};
+    return detail::taken(out, stride, lse, nat_in(core.settings.attention.lse_base), shape_of(core, s));
   }
 };
 

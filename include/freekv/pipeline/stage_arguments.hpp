@@ -10,6 +10,13 @@
 
 namespace freekv::detail {
 
+/// Rows of a step that one entry brings: `count` from `first` on.
+struct entry_rows {
+  int first = 0;
+  int count = 0;
+  constexpr int end() const { return first + count; }
+};
+
 /// One sequence's part of a step, as stages see it: `tokens` rows appended behind `before`, the first of them
 /// row `first_row` of the step.
 struct step_entry {
@@ -25,6 +32,7 @@ struct step_entry {
   int kept_row = -1;  // row of the step before whose queries are the previous ones; -1: there is no selection
   int decode_step = 0;  // since the last prompt
   FREEKV_HD constexpr int after() const { return before + tokens; }
+  constexpr entry_rows rows() const { return {first_row, tokens}; }
 };
 
 /// Candidates that a decode entry selects among: units from `first` on, the first `now` of them for its own

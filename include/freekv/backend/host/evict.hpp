@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <freekv/backend/host/leave_head.hpp>
+#include <freekv/backend/host/row_numbers.hpp>
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/eviction_state.hpp>
 #include <freekv/pipeline/stage_arguments.hpp>
@@ -37,7 +38,9 @@ class eviction_stages {
   /// Puts rows where they belong; before a sequence's first decode row its prompt is cut to the budget.
   /// Observed prompt rows need their queries.
   template <class In>
-  void append(const state& s, const eviction_entry& entry, const kv_rows<In>& rows) {
+  void append(const state& s, const eviction_entry& entry, const step_rows<In>& rows) {
+    const float* const queries =
+        rows.queries.empty() ? nullptr : numbers_.of(rows.queries, entry.rows(), s.heads.query * d);
     const auto bytes =
         to_size(entry.decodes && entry.ends_prompt ? entry.before : entry.tokens) * 4 * d * sizeof(element);
     resolve(settings_->eviction, [&](const auto& eviction) {
@@ -45,18 +48,41 @@ class eviction_stages {
         if (entry.decodes && entry.ends_prompt)
           heads_.end_prompt(eviction, s, entry, head, scratch_[to_size(worker)]);
         if (entry.decodes)
-          append_decoded(eviction, s, entry, head, rows);
+          append_decoded(eviction, s, entry, head, rows, queries);
         else
           append_prompt(s, entry, head, rows);
       });
       if (entry.decodes || s.complete || eviction.observed_rows() == 0) return;
-      observe(eviction, s, entry, rows.queries.data() + std::ptrdiff_t{entry.first_row} * s.heads.query * d);
+      observe(eviction, s, entry, queries + std::ptrdiff_t{entry.first_row} * s.heads.query * d);
     });
   }
 
   /// Attends: a decode row to all that its heads have kept, then units leave; prompt rows to everything up to
   /// themselves.
-  void attend(const state& s, const eviction_entry& entry, const float* queries, const attention_output& to) {
+  void attend(const state& s, const eviction_entry& entry, const step_queries& queries,
+              const attention_output& to) {
+    const int width = s.heads.query * d;
+    attend_rows(s, entry, numbers_.of(queries, entry.rows(), width),
+                numbers_.room_for(to, entry.rows(), width));
+    numbers_.write(to, entry.rows(), width);
+  }
+
+  /// Empties a sequence.
+  void forget(const state& s, int sequence) {
+    std::fill_n(s.tokens + s.head_index(sequence, 0), s.heads.kv, 0);
+    std::fill_n(s.attended_count + s.head_index(sequence, 0), s.heads.kv, 0);
+    if (s.complete) return;
+    resolve(settings_->eviction, [&]<class E>(const E&) {
+      if constexpr (merges<E>)
+        for (int head = 0; head < s.heads.kv; ++head) s.template memory_of<E>(sequence, head) = {};
+    });
+  }
+
+ private:
+  using scratch = eviction_scratch;
+
+  void attend_rows(const state& s, const eviction_entry& entry, const float* queries,
+                   const attention_output& to) {
     const auto row_bytes = [&](int tokens) {
       return to_size(s.heads.kv * 2 * d) * to_size(tokens) * sizeof(element);
     };
@@ -87,20 +113,6 @@ class eviction_stages {
     });
   }
 
-  /// Empties a sequence.
-  void forget(const state& s, int sequence) {
-    std::fill_n(s.tokens + s.head_index(sequence, 0), s.heads.kv, 0);
-    std::fill_n(s.attended_count + s.head_index(sequence, 0), s.heads.kv, 0);
-    if (s.complete) return;
-    resolve(settings_->eviction, [&]<class E>(const E&) {
-      if constexpr (merges<E>)
-        for (int head = 0; head < s.heads.kv; ++head) s.template memory_of<E>(sequence, head) = {};
-    });
-  }
-
- private:
-  using scratch = eviction_scratch;
-
   eviction_stages(Backend& backend, const Settings& s, carver& memory, const eviction_sizes& sizes)
       : backend_(&backend), settings_(&s), heads_(backend.options().instructions, sizes, s) {
     for (int i = 0; i < backend.threads(); ++i) scratch_.push_back(scratch::template carve<d>(memory, sizes));
@@ -112,38 +124,39 @@ class eviction_stages {
       }
     });
   }
+  /// Row `at` of a head's becomes a row of the step.
   template <class In>
-  static void put(const head_slice<element>& to, int at, const kv_rows<In>& rows, std::ptrdiff_t from) {
-    const auto copy = [&](element* row, const In* source) {
+  static void put(const head_slice<element>& to, int at, const step_rows<In>& rows, int row, int head) {
+    const auto copy = [&](element* into, const In* source) {
       if constexpr (std::is_same_v<In, element>)
-        std::memcpy(row, source, d * sizeof(element));
+        std::memcpy(into, source, d * sizeof(element));
       else
-        for (int i = 0; i < d; ++i) row[i] = from_float<element>(source[i]);
+        for (int i = 0; i < d; ++i) into[i] = from_float<element>(source[i]);
     };
-    copy(to.key + at * to.stride, rows.keys.data() + from * d);
-    copy(to.value + at * to.stride, rows.values.data() + from * d);
+    copy(to.key + at * to.stride, rows.keys + row * rows.key_stride + head * d);
+    copy(to.value + at * to.stride, rows.values + row * rows.value_stride + head * d);
   }
 
   template <class In>
-  void append_prompt(const state& s, const eviction_entry& entry, int head, const kv_rows<In>& rows) const {
+  void append_prompt(const state& s, const eviction_entry& entry, int head, const step_rows<In>& rows) const {
     const auto to = s.complete ? s.slice(entry.sequence, head) : s.prompt_slice(entry, head);
     for (int row = 0; row < entry.tokens; ++row)
-      put(to, entry.before + row, rows, (std::ptrdiff_t{entry.first_row} + row) * s.heads.kv + head);
+      put(to, entry.before + row, rows, entry.first_row + row, head);
     if (s.complete || s.staged_rows == 0)
       s.tokens[s.head_index(entry.sequence, head)] = entry.before + entry.tokens;
   }
 
   template <class Eviction, class In>
   void append_decoded(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
-                      const kv_rows<In>& rows) const {
+                      const step_rows<In>& rows, const float* queries) const {
     if (s.keeps_decoded) {
       const int group = s.heads.group() * d;
       std::memcpy(s.kept_query(entry, entry.before, head),
-                  rows.queries.data() + (std::ptrdiff_t{entry.first_row} * s.heads.kv + head) * group,
+                  queries + (std::ptrdiff_t{entry.first_row} * s.heads.kv + head) * group,
                   to_size(group) * sizeof(float));
     }
     std::int32_t& tokens = s.tokens[s.head_index(entry.sequence, head)];
-    put(s.slice(entry.sequence, head), tokens, rows, std::ptrdiff_t{entry.first_row} * s.heads.kv + head);
+    put(s.slice(entry.sequence, head), tokens, rows, entry.first_row, head);
     if (!s.complete) {
       const int unit = tokens / s.unit_tokens;
       if (tokens % s.unit_tokens == 0) s.first_tokens(entry.sequence, head)[unit] = entry.before;
@@ -217,6 +230,7 @@ class eviction_stages {
   const Settings* settings_;
   head_eviction<Shape, Settings> heads_;
   std::vector<scratch> scratch_;
+  row_numbers numbers_;
   std::byte* statistics_ = nullptr;  // (layers that forget, kv heads), of policies that allocate
   int* head_budgets_ = nullptr;      // the same
 };

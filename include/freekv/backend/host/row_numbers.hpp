@@ -13,25 +13,25 @@ namespace freekv::host {
 /// the largest step's. A row has `width` numbers.
 class row_numbers {
  public:
-  /// Queries of all rows of a step, of which those of `entry` are there.
-  const float* of(const step_queries& queries, const step_entry& entry, int width) {
+  /// Queries of all rows of a step, of which `rows` are there.
+  const float* of(const step_queries& queries, const entry_rows& rows, int width) {
     if (queries.type == element_type::f32 && queries.stride == width)
       return static_cast<const float*>(queries.data);
-    float* const copy = room(queries_, entry, width);
-    for (int row = entry.first_row; row < entry.first_row + entry.tokens; ++row)
+    float* const copy = room(queries_, rows, width);
+    for (int row = rows.first; row < rows.end(); ++row)
       visit_numbers(queries.row(row, 0), widening{copy + std::ptrdiff_t{row} * width, width});
     return copy;
   }
-  /// Outputs that the rows of `entry` are attended to, before `write`.
-  attention_output room_for(const attention_output& to, const step_entry& entry, int width) {
+  /// Outputs that `rows` are attended to, before `write`.
+  attention_output room_for(const attention_output& to, const entry_rows& rows, int width) {
     if (is_floats(to, width)) return to;
-    return {room(outputs_, entry, width), to.lse, to.lse_per_nat};
+    return {room(outputs_, rows, width), to.lse, to.lse_per_nat};
   }
-  void write(const attention_output& to, const step_entry& entry, int width) const {
+  void write(const attention_output& to, const entry_rows& rows, int width) const {
     if (is_floats(to, width)) return;
-    const step_queries rows{to.out, to.stride == 0 ? width : to.stride, to.type};
-    for (int row = entry.first_row; row < entry.first_row + entry.tokens; ++row)
-      visit_numbers(rows.row(row, 0), rounding{outputs_.data() + std::ptrdiff_t{row} * width, width});
+    const step_queries out{to.out, to.stride == 0 ? width : to.stride, to.type};
+    for (int row = rows.first; row < rows.end(); ++row)
+      visit_numbers(out.row(row, 0), rounding{outputs_.data() + std::ptrdiff_t{row} * width, width});
   }
 
  private:
@@ -55,8 +55,8 @@ class row_numbers {
   static bool is_floats(const attention_output& to, int width) {
     return to.type == element_type::f32 && (to.stride == 0 || to.stride == width);
   }
-  static float* room(std::vector<float>& numbers, const step_entry& entry, int width) {
-    const std::size_t size = to_size(entry.first_row + entry.tokens) * to_size(width);
+  static float* room(std::vector<float>& numbers, const entry_rows& rows, int width) {
+    const std::size_t size = to_size(rows.end()) * to_size(width);
     if (numbers.size() < size) numbers.resize(size);
     return numbers.data();
   }

@@ -220,7 +220,7 @@ class stages {
     if (entry.phase == step_phase::prefill) return drop_selection(s, entry.sequence);
     resolve(policies_->correction, [&](const auto& correction) {
       detect_drift(instructions(), s, correction, entry,
-                   numbers_.of(queries, entry, s.heads.query * d) +
+                   numbers_.of(queries, entry.rows(), s.heads.query * d) +
                        std::ptrdiff_t{entry.first_row} * s.heads.query * d);
     });
     resolve(policies_->scope, [&]<class Scope>(const Scope&) {
@@ -231,7 +231,7 @@ class stages {
 
   void log_masses(const State& s, const step_entry& entry, const step_queries& queries,
                   const log_mass_output& to) {
-    const float* const numbers = numbers_.of(queries, entry, s.heads.query * d);
+    const float* const numbers = numbers_.of(queries, entry.rows(), s.heads.query * d);
     const attention_job<State, Settings> job{s,       *policies_, entry,
                                              numbers, {},         entry.phase == step_phase::prefill};
     const int heads = s.heads.kv;
@@ -270,9 +270,9 @@ class stages {
   void attend(const State& s, const step_entry& entry, const step_queries& queries,
               const attention_output& to, bool complete) {
     const int width = s.heads.query * d;
-    attend_rows({s, *policies_, entry, numbers_.of(queries, entry, width),
-                 numbers_.room_for(to, entry, width), complete});
-    numbers_.write(to, entry, width);
+    attend_rows({s, *policies_, entry, numbers_.of(queries, entry.rows(), width),
+                 numbers_.room_for(to, entry.rows(), width), complete});
+    numbers_.write(to, entry.rows(), width);
   }
   /// Attends rows: a head is one thread's where heads alone occupy the threads, else its parts are shared
   /// out. Parts are cut and merged alike either way.
