@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <freekv/freekv.hpp>
 #include <freekv/testing/conforms.hpp>
+#include <iterator>
 #include <random>
 #include <string>
 #include <vector>
@@ -161,6 +162,35 @@ TEST_CASE("the methods that docs/add-a-method.md shows run", "[conforms]") {
       }};
   const std::vector<std::string> wrong = freekv::testing::conforms<peak>(definition);
   CHECK(wrong == std::vector<std::string>{});
+  const freekv::testing::eviction_definition of_window{
+      .worths =
+          [](const freekv::testing::observed_tokens& held) {
+            freekv::testing::doubles worths(held.tokens.size());
+            for (const auto& row : held.rows)
+              for (const auto& shares : row)  // of a query head
+                for (int i = 0; i < std::ssize(worths); ++i) worths[i] = std::max(worths[i], shares[i]);
+            return worths;
+          },
+      .staying =
+          [](const freekv::testing::observed_tokens&, const freekv::testing::doubles& worths) {
+            const auto is_noticed = [](double worth) { return worth >= 0.01; };
+            return static_cast<int>(std::count_if(worths.begin(), worths.end(), is_noticed));
+          }};
+  CHECK(freekv::testing::conforms<noticed>(of_window) == std::vector<std::string>{});
+  const freekv::testing::eviction_definition of_runs{
+      .worth = [](const freekv::testing::attended_rows& seen,
+                  int token) { return seen.shares.back()[token]; },
+      .fates =
+          [](const std::vector<freekv::testing::parted_tokens>& so_far) {
+            const freekv::testing::parted_tokens& now = so_far.back();
+            std::vector<merge_fate> fates(now.tokens.size());
+            for (int i = now.staying; i < std::ssize(fates); ++i)
+              for (int into = 0; into < now.staying; ++into)
+                if (now.tokens[into] < now.tokens[i]) fates[i].into = into;
+            return fates;
+          },
+      .merge_by = merge_rule::as_many};
+  CHECK(freekv::testing::conforms<runs>(of_runs) == std::vector<std::string>{});
   // Each does what its base does not.
   const decoded plain = decode<tova>(), few = decode<noticed>(), uneven = decode<spread>(),
                 merged = decode<runs>();

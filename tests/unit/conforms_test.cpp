@@ -265,6 +265,133 @@ sentences told_of_peak(flaw has) {
   return freekv::testing::conforms(peak, policy);
 }
 
+/// Tokens with the largest score of the last eight rows and the first number of their key, where these are
+/// above 0 together, or nearly; the latest four stay.
+struct flawed_window {
+  using policy_kind = freekv::eviction_kind;
+  using hooks = freekv::hook_list<freekv::hook::observe, freekv::hook::sees_keys>;
+  static constexpr std::string_view name = "flawed_window";
+  flaw has = flaw::none;
+
+  constexpr int unit_tokens() const { return 1; }
+  constexpr bool stages_prompt() const { return true; }
+  constexpr int observed_rows() const { return 8; }
+  constexpr int capacity(const freekv::eviction_limits& most) const { return most.budget + 1; }
+  constexpr int kept(const freekv::eviction_moment& at) const { return at.budget; }
+  constexpr bool protects(int token, const freekv::eviction_moment& at) const {
+    return token + (has == flaw::width ? 0 : 4) >= at.tokens;
+  }
+  constexpr freekv::group_rule group() const { return freekv::group_rule::largest_score; }
+  constexpr bool observes_decoding() const { return true; }
+  constexpr bool sees_keys() const { return true; }
+  int observe(const freekv::observed_units& held, const freekv::eviction_moment& at, float* worths) const {
+    int stay = has == flaw::of_some ? 1 : 0;
+    for (int i = 0; i < held.units; ++i) {
+      worths[i] = held.row(held.rows - 1)[i];
+      for (int r = 0; r < held.rows; ++r)
+        if (has != flaw::score) worths[i] = std::max(worths[i], held.row(r)[i]);
+      if (has != flaw::numbers) worths[i] += held.keys[i * held.head_dim];
+      stay += worths[i] > 0.0f || protects(held.tokens[i], at);
+      if (has == flaw::late && !at.prompt_ends) worths[i] = -worths[i];
+    }
+    return stay;
+  }
+};
+
+sentences told_of_window(flaw has) {
+  const freekv::testing::eviction_definition window{
+      .worths =
+          [has](const freekv::testing::observed_tokens& held) {
+            doubles worths = held.rows[0][0];
+            for (std::size_t i = 0; i < worths.size(); ++i) {
+              for (const auto& row : held.rows) worths[i] = std::max(worths[i], row[0][i]);
+              worths[i] += held.keys[i][0];
+            }
+            if (has == flaw::drops_nan) worths.pop_back();
+            return worths;
+          },
+      .staying =
+          [](const freekv::testing::observed_tokens& held, const doubles& worths) {
+            int stay = 0;
+            for (std::size_t i = 0; i < worths.size(); ++i)
+              stay += worths[i] > 0.0 || held.tokens[i] + 4 >= held.at.tokens;
+            return stay;
+          }};
+  flawed_window policy;
+  policy.has = has;
+  return freekv::testing::conforms(window, policy);
+}
+
+/// Pages of four tokens, of which that leaves which has least of the last row, or nearly.
+struct flawed_pages : freekv::tova {
+  static constexpr std::string_view name = "flawed_pages";
+  flaw has = flaw::none;
+
+  constexpr int unit_tokens() const { return 4; }
+  constexpr int capacity(const freekv::eviction_limits& most) const { return most.budget + 4; }
+  constexpr bool protects(int token, const freekv::eviction_moment& at) const {
+    return token + 4 > at.tokens;  // it is being filled
+  }
+  constexpr void on_prompt(unit_state& unit, const freekv::prompt_votes& votes, int token) const {
+    unit.share = 0.0f;
+    for (int t = token; t < std::min(token + (has == flaw::late ? 1 : 4), votes.tokens); ++t)
+      unit.share += votes.shares[t];
+  }
+  constexpr void on_attended(unit_state& unit, float share, int) const {
+    unit.share = has == flaw::score ? -share : share;
+  }
+};
+
+sentences told_of_pages(flaw has) {
+  const freekv::testing::eviction_definition pages{
+      .worth = [](const freekv::testing::attended_rows& seen, int first) {
+        const doubles& last = seen.shares.back();
+        double share = 0.0;
+        for (int t = first; t < std::min<int>(first + 4, std::ssize(last)); ++t) share += last[t];
+        return share;
+      }};
+  flawed_pages policy;
+  policy.has = has;
+  return freekv::testing::conforms(pages, policy);
+}
+
+/// tova whose tokens merge into the first that stays, with weight 2, and every third time into none, or
+/// nearly.
+struct flawed_merge : freekv::tova {
+  using hooks = freekv::hook_list<freekv::hook::merge>;
+  static constexpr std::string_view name = "flawed_merge";
+  flaw has = flaw::none;
+  struct head_memory {
+    int times = 0;
+  };
+  constexpr freekv::merge_rule merge_by() const {
+    return has == flaw::width ? freekv::merge_rule::as_many : freekv::merge_rule::by_weights;
+  }
+  void merge(const freekv::merging_tokens& of, const freekv::eviction_moment&, head_memory& memory,
+             freekv::merge_fate* fates) const {
+    const bool lost = ++memory.times % (has == flaw::late ? 4 : 3) == 0;
+    for (int i = of.staying; i < of.end(); ++i)
+      fates[i] = {lost ? -1 : has == flaw::score ? of.staying - 1 : 0, has == flaw::numbers ? 1.0 : 2.0};
+  }
+};
+
+sentences told_of_merge(flaw has, const freekv::testing::conformance_options& options = few) {
+  freekv::testing::eviction_definition first{
+      .worth = [](const freekv::testing::attended_rows& seen,
+                  int token) { return seen.shares.back()[token]; },
+      .fates =
+          [has](const std::vector<freekv::testing::parted_tokens>& so_far) {
+            std::vector<freekv::merge_fate> fates(so_far.back().tokens.size());
+            for (int i = so_far.back().staying; i < std::ssize(fates); ++i)
+              fates[i] = {so_far.size() % 3 == 0 ? -1 : 0, 2.0};
+            if (has == flaw::drops_nan) fates.pop_back();
+            return fates;
+          }};
+  flawed_merge policy;
+  policy.has = has;
+  return freekv::testing::conforms(first, policy, options);
+}
+
 /// Numbers as bfloat16, or nearly.
 struct flawed_cast {
   using policy_kind = freekv::codec_kind;
@@ -367,6 +494,9 @@ TEST_CASE("a policy that is its definition conforms to it", "[conforms]") {
   CHECK(told_of_turn(flaw::none) == sentences{});
   CHECK(told_of_half(flaw::none) == sentences{});
   CHECK(told_of_peak(flaw::none) == sentences{});
+  CHECK(told_of_window(flaw::none) == sentences{});
+  CHECK(told_of_pages(flaw::none) == sentences{});
+  CHECK(told_of_merge(flaw::none) == sentences{});
   CHECK(told_of_cast(flaw::none) == sentences{});
   CHECK(told_of_pins(flaw::none) == sentences{});
   CHECK(told_of_residency(flaw::none) == sentences{});
@@ -447,10 +577,52 @@ TEST_CASE("what differs from an eviction's definition is told", "[conforms]") {
   CHECK(mentions(told_of_peak(flaw::late), "step 0, head 0 has lost unit "));
   CHECK(mentions(told_of_peak(flaw::of_some), " has lost unit "));
   CHECK(mentions(told_of_peak(flaw::drops_nan), "the definition's worth of unit "));
-  const freekv::testing::eviction_definition none{
+  CHECK(mentions(told_of_pages(flaw::score), " has lost unit "));
+  CHECK(mentions(told_of_pages(flaw::late), "step 0, head 0 has lost unit "));
+}
+
+TEST_CASE("what differs from the definition of an eviction that observes is told", "[conforms]") {
+  CHECK(mentions(told_of_window(flaw::score), " has lost unit "));
+  CHECK(mentions(told_of_window(flaw::numbers), " has lost unit "));
+  CHECK(mentions(told_of_window(flaw::of_some), " units, by the definition it keeps "));
+  CHECK(mentions(told_of_window(flaw::width), " units, by the definition it keeps "));
+  CHECK(mentions(told_of_window(flaw::late), "step 1, head 0 has lost unit "));
+  CHECK_FALSE(mentions(told_of_window(flaw::late), "step 0, "));
+  CHECK(mentions(told_of_window(flaw::drops_nan), " is NaN, or not there"));
+}
+
+TEST_CASE("what differs from the definition of an eviction that merges is told", "[conforms]") {
+  CHECK(mentions(told_of_merge(flaw::score), ", by the definition it merges into token 0"));
+  CHECK(mentions(told_of_merge(flaw::numbers), " of what token 0 becomes, by the definition "));
+  CHECK(mentions(told_of_merge(flaw::late), "parting 2 of "));
+  CHECK(mentions(told_of_merge(flaw::late), ", by the definition it is lost"));
+  CHECK(mentions(told_of_merge(flaw::width), ", in float64 "));
+  CHECK(mentions(told_of_merge(flaw::drops_nan), ": the definition gives a fate to each token"));
+  // By the pipeline's steps alone.
+  freekv::testing::conformance_options no_partings = few;
+  no_partings.units = 0;
+  CHECK(told_of_merge(flaw::none, no_partings) == sentences{});
+  for (const flaw one : {flaw::score, flaw::numbers, flaw::late})
+    CHECK(mentions(told_of_merge(one, no_partings), ", in float64 "));
+}
+
+TEST_CASE("an eviction whose definition is of another is told of", "[conforms]") {
+  freekv::testing::eviction_definition none{
       .worth = [](const freekv::testing::attended_rows&, int) { return 0.0; }};
   CHECK(freekv::testing::conforms<freekv::raas>(none) ==
-        sentences{"conforms takes an eviction whose units are tokens, and these have 16"});
+        sentences{"no budget from 16 to 80 tokens suits the policy"});
+  freekv::raas keeping;
+  keeping.keeps_prompt = true;
+  CHECK(mentions(freekv::testing::conforms(none, keeping), "no unit has left in "));
+  CHECK(freekv::testing::conforms<flawed_window>(none) ==
+        sentences{
+            "an eviction that observes is defined by `worths` alone, and `staying` where it says how many "
+            "stay"});
+  CHECK(freekv::testing::conforms<flawed_merge>(none) ==
+        sentences{"an eviction that counts and merges is defined by `worth` and `fates` alone"});
+  none.staying = [](const freekv::testing::observed_tokens&, const doubles&) { return 1; };
+  CHECK(freekv::testing::conforms<freekv::tova>(none) ==
+        sentences{"an eviction that counts is defined by `worth` alone"});
 }
 
 TEST_CASE("what differs from a codec's definition is told", "[conforms]") {

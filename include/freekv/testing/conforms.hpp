@@ -10,11 +10,13 @@
 #include <freekv/testing/detail/judge_codec.hpp>
 #include <freekv/testing/detail/judge_correction.hpp>
 #include <freekv/testing/detail/judge_eviction.hpp>
+#include <freekv/testing/detail/judge_merging.hpp>
 #include <freekv/testing/detail/judge_pooling.hpp>
 #include <freekv/testing/detail/judge_slots.hpp>
 #include <freekv/testing/detail/judge_steps.hpp>
 #include <freekv/testing/detail/judge_summary.hpp>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace freekv::testing {
@@ -80,20 +82,29 @@ std::vector<std::string> conforms(const correction_definition& definition, const
   return wrong.take();
 }
 
-/// Sentences of where an eviction (that counts for each token) differs from its definition, at most ten, by
-/// random sequences. What the policy keeps and protects is its own word; who leaves is the definition's.
+/// Sentences of where an eviction differs from its definition, at most ten, by random sequences, and of one
+/// that merges by random partings of tokens. How much the policy keeps at most, what it protects and which
+/// rows it observes is its own word; who leaves, and what becomes of it, is the definition's.
 template <eviction_policy Policy>
 std::vector<std::string> conforms(const eviction_definition& definition, const Policy& policy = {},
                                   const conformance_options& options = {}) {
-  static_assert(!observes<Policy>,
-                "conforms takes an eviction that counts for each unit, not one that observes");
-  static_assert(!merges<Policy>, "conforms takes an eviction that leaves what it keeps as it is");
+  static_assert(!allocates<Policy>,
+                "conforms takes an eviction whose heads have the same budgets: its sequences have one layer, "
+                "and one that allocates gives budgets over all");
   detail::differences wrong;
-  if (policy.unit_tokens() != 1) {
-    wrong.add("conforms takes an eviction whose units are tokens, and these have ", policy.unit_tokens());
+  const bool as_defined = observes<Policy> ? definition.worths && !definition.worth
+                                           : definition.worth && !definition.worths && !definition.staying;
+  if (!as_defined || bool{definition.fates} != merges<Policy>) {
+    wrong.add("an eviction that ", observes<Policy> ? "observes" : "counts",
+              merges<Policy> ? " and merges" : "", " is defined by `", observes<Policy> ? "worths" : "worth",
+              merges<Policy> ? "` and `fates`" : "`", " alone",
+              observes<Policy> ? ", and `staying` where it says how many stay" : "");
     return wrong.take();
   }
-  detail::judge_evictions<half>(policy, definition, options, wrong);
+  // Float where tokens merge: a mean that rounds to the other of two halfs would be told of.
+  using element = std::conditional_t<merges<Policy>, float, half>;
+  if constexpr (merges<Policy>) detail::judge_fates(policy, definition, options, wrong);
+  detail::judge_evictions<element>(policy, definition, options, wrong);
   return wrong.take();
 }
 

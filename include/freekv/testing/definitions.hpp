@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <freekv/core/shape.hpp>
+#include <freekv/policies/eviction.hpp>
 #include <freekv/policies/residency.hpp>
 #include <functional>
 #include <vector>
@@ -62,11 +63,41 @@ struct attended_rows {
   bool prompt_is_cut = false;
 };
 
-/// An eviction in float64, of a policy that counts for each token.
+/// Tokens that a KV head holds when some are to leave, and what the last rows have of them: `observed_rows()`
+/// of the sequence's last, or all where it has fewer.
+struct observed_tokens {
+  std::vector<int> tokens{};  ///< numbers in the sequence, ascending
+  /// By row, the last of them the last, and by query head of the group, what the row has of each token: its
+  /// shares with group_rule::each, 0 of what is behind the row; with group_rule::largest_score one head's,
+  /// the largest scores, -infinity of what is behind the row.
+  std::vector<std::vector<doubles>> rows{};
+  std::vector<doubles> keys{};  ///< of each token, (head_dim), where the policy `sees_keys()`
+  eviction_moment at{};
+};
+
+/// Tokens of a KV head of which some leave: first those that stay, then those that leave, both in the order
+/// of the text.
+struct parted_tokens {
+  int staying = 0;
+  std::vector<int> tokens{};    ///< numbers in the sequence
+  std::vector<doubles> keys{};  ///< of each token, (head_dim), as earlier merges have left it
+  eviction_moment at{};
+};
+
+/// An eviction in float64: of a policy that counts for each unit its `worth`, of one that observes `worths`
+/// and, if it says that, `staying`; of one that merges `fates` and `merge_by`, too.
 struct eviction_definition {
-  /// Worth of a token: of those that are not protected the least leaves, and of those alike the one that was
-  /// there first.
-  std::function<double(const attended_rows& seen, int token)> worth;
+  /// Worth of a unit, by its first token: of those that are not protected the least leaves, and of those
+  /// alike the one that was there first.
+  std::function<double(const attended_rows& seen, int token)> worth{};
+  /// Worth of each of the tokens that a head holds, of which the least leave in the same way.
+  std::function<doubles(const observed_tokens& held)> worths{};
+  /// How many tokens stay, at most, the protected ones among them; without it as many as the policy's `kept`.
+  std::function<int(const observed_tokens& held, const doubles& worths)> staying{};
+  /// Fates of each token, as a policy's `merge` gives them, by all partings of the head's tokens so far, of
+  /// which the last is the one that is asked for.
+  std::function<std::vector<merge_fate>(const std::vector<parted_tokens>& so_far)> fates{};
+  merge_rule merge_by = merge_rule::by_weights;  ///< what tokens become by their fates
 };
 
 /// A codec in float64.
@@ -94,8 +125,8 @@ struct residency_definition {
 
 struct conformance_options {
   std::uint64_t seed = 1;
-  /// random units, rows or groups that are judged alone; of a summary, of each element type; of a codec a
-  /// third as many pages of each head_dim and element type
+  /// random units, rows, groups or merges that are judged alone; of a summary, of each element type; of a
+  /// codec a third as many pages of each head_dim and element type
   int units = 120;
   int runs = 6;  ///< random pipelines; of a summary, of each element type
 };

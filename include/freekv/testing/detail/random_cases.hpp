@@ -14,6 +14,7 @@
 #include <freekv/testing/definitions.hpp>
 #include <initializer_list>
 #include <limits>
+#include <map>
 #include <random>
 #include <span>
 #include <sstream>
@@ -120,6 +121,14 @@ bool accepts_to_rounding(const doubles& numbers, double tolerance, double unit, 
   return false;
 }
 
+/// A KV head's token as merges have left it. Its score has the log-weight added.
+struct merged_token {
+  doubles key, value;  // (head_dim)
+  double log_weight = 0.0;
+};
+/// Tokens that others have merged into, by their numbers.
+using merged_tokens = std::map<int, merged_token>;
+
 /// Rows of a sequence: keys that are alike within stretches of 16 tokens, and queries that turn from step to
 /// step, now little and now much.
 template <class Element>
@@ -165,31 +174,55 @@ struct random_text {
   struct attention {
     doubles shares, out;  // (tokens), (head_dim)
   };
-  /// A query head's attention to `tokens`, in float64.
-  attention attend(int row, int query_head, const std::vector<int>& tokens) const {
+  /// A KV head's token now.
+  merged_token token_now(int token, int head, const merged_tokens& merged) const {
+    const auto at = merged.find(token);
+    return at != merged.end() ? at->second : merged_token{key(token, head), value(token, head)};
+  }
+  /// A query head's scores of `tokens`, in float64.
+  doubles scores(int row, int query_head, const std::vector<int>& tokens,
+                 const merged_tokens& merged = {}) const {
     const doubles q = query(row, query_head);
-    attention of{{}, doubles(to_size(d))};
-    double most = -std::numeric_limits<double>::infinity(), mass = 0.0;
+    doubles of;
     for (const int t : tokens) {
-      of.shares.push_back(inner_product(q, key(t, query_head / group)) / std::sqrt(double{d}));
-      most = std::max(most, of.shares.back());
+      const merged_token now = token_now(t, query_head / group, merged);
+      of.push_back(inner_product(q, now.key) / std::sqrt(double{d}) + now.log_weight);
     }
+    return of;
+  }
+  /// A query head's attention to `tokens`, in float64.
+  attention attend(int row, int query_head, const std::vector<int>& tokens,
+                   const merged_tokens& merged = {}) const {
+    attention of{scores(row, query_head, tokens, merged), doubles(to_size(d))};
+    double most = -std::numeric_limits<double>::infinity(), mass = 0.0;
+    for (const double score : of.shares) most = std::max(most, score);
     for (double& share : of.shares) mass += share = std::exp(share - most);
     for (std::size_t i = 0; i < tokens.size(); ++i) {
-      const doubles v = value(tokens[i], query_head / group);
+      const doubles v = token_now(tokens[i], query_head / group, merged).value;
       of.shares[i] /= mass;
       for (std::size_t x = 0; x < v.size(); ++x) of.out[x] += of.shares[i] * v[x];
     }
     return of;
   }
+  /// A sentence of where what a query head got is not its attention to `tokens`; empty where it is.
+  std::string difference(int row, int query_head, const std::vector<int>& tokens,
+                         const std::vector<float>& out, const merged_tokens& merged = {}) const {
+    const doubles want = attend(row, query_head, tokens, merged).out;
+    for (std::size_t i = 0; i < want.size(); ++i)
+      if (const double got = static_cast<double>(out[to_size(query_head * d) + i]);
+          !(std::fabs(got - want[i]) <= 1e-4)) {
+        std::ostringstream sentence;
+        sentence.precision(9);
+        sentence << ", query head " << query_head << " gives " << got << ", in float64 " << want[i];
+        return sentence.str();
+      }
+    return {};
+  }
   /// Adds where what a query head got is not its attention to `tokens`.
   void compare(const std::string& where, int row, int query_head, const std::vector<int>& tokens,
                const std::vector<float>& out, differences& wrong) const {
-    const doubles want = attend(row, query_head, tokens).out;
-    for (std::size_t i = 0; i < want.size(); ++i)
-      if (const double got = static_cast<double>(out[to_size(query_head * d) + i]);
-          !(std::fabs(got - want[i]) <= 1e-4))
-        return wrong.add(where, ", query head ", query_head, " gives ", got, ", in float64 ", want[i]);
+    if (const std::string told = difference(row, query_head, tokens, out); !told.empty())
+      wrong.add(where, told);
   }
 };
 
