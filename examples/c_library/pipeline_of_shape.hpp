@@ -48,18 +48,6 @@ void with_type(std::int32_t element, const char* what, const Use& use) {
 
 // ---- Steps, which both pipelines have ----
 
-/// Of methods that forget, which take queries and give outputs of float, one row behind the other.
-template <class Pipeline>
-inline constexpr bool has_floats_alone = requires(const typename Pipeline::settings& s) {
-  s.eviction;
-};
-
-template <class Pipeline>
-[[gnu::cold]] usage_error floats_alone(const Pipeline& pipeline, const char* call, const char* what) {
-  return usage_error(std::string(call) + ": " + pipeline.name() + " has " + what +
-                     " of FREEKV_F32, one row behind the other; leave the type and the stride 0");
-}
-
 template <class Pipeline>
 void append_rows(typename Pipeline::step& step, const Pipeline& pipeline, int layer, const freekv_rows& r) {
   using element = typename Pipeline::element;
@@ -73,13 +61,7 @@ void append_rows(typename Pipeline::step& step, const Pipeline& pipeline, int la
                            {.keys = r.key_stride, .values = r.value_stride, .queries = r.query_stride}});
   };
   const auto given_as = [&]<class In>(const In* in) {
-    if constexpr (has_floats_alone<Pipeline>) {
-      if (r.query_element != 0 && r.query_element != FREEKV_F32)
-        throw floats_alone(pipeline, "append", "queries");
-      append(in, static_cast<const float*>(nullptr));
-    } else {
-      with_type(r.query_element, "append: query_element", [&](const auto* type) { append(in, type); });
-    }
+    with_type(r.query_element, "append: query_element", [&](const auto* type) { append(in, type); });
   };
   if (r.element == element_of<element>)
     given_as(static_cast<const element*>(nullptr));
@@ -96,16 +78,10 @@ void attend_rows(typename Pipeline::step& step, const Pipeline& pipeline, int la
   const auto& s = pipeline.configuration();
   const int numbers = s.model.query_heads * Pipeline::head_dim;
   const std::span<float> lse = rows_at(to.lse, to.rows, s.model.query_heads);
-  if constexpr (has_floats_alone<Pipeline>) {
-    if ((to.out_element != 0 && to.out_element != FREEKV_F32) || to.out_stride != 0)
-      throw floats_alone(pipeline, "attend", "outputs");
-    step.attend(layer, rows_at(static_cast<float*>(to.out), to.rows, numbers), lse);
-  } else {
-    with_type(to.out_element, "attend: out_element", [&]<class Out>(Out*) {
-      step.template attend<Out>(layer, rows_at(static_cast<Out*>(to.out), to.rows, numbers, to.out_stride),
-                                lse, to.out_stride);
-    });
-  }
+  with_type(to.out_element, "attend: out_element", [&]<class Out>(Out*) {
+    step.template attend<Out>(layer, rows_at(static_cast<Out*>(to.out), to.rows, numbers, to.out_stride), lse,
+                              to.out_stride);
+  });
 }
 
 inline std::int32_t total(std::span<const std::int32_t> counts) {

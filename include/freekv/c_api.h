@@ -278,7 +278,7 @@ typedef struct freekv_rows {
   const void* keys;      /* (rows, kv_heads, head_dim) */
   const void* values;    /* (rows, kv_heads, head_dim) */
   const void* queries;   /* (rows, query_heads, head_dim); NULL: prompt rows that do not attend */
-  int32_t query_element; /* any freekv_element; 0: FREEKV_F32, which methods that forget take alone */
+  int32_t query_element; /* any freekv_element; 0: FREEKV_F32 */
   int32_t reserved;      /* 0 */
   int64_t key_stride, value_stride, query_stride;
 } freekv_rows;
@@ -289,7 +289,7 @@ typedef struct freekv_attention {
   int32_t rows;        /* that there is room for, at least the step's; those behind them are not written */
   void* out;           /* (rows, query_heads, head_dim) */
   float* lse;          /* (rows, query_heads): log-sum-exp in the settings' base; NULL: not asked for */
-  int32_t out_element; /* any freekv_element; 0: FREEKV_F32, which methods that forget give alone */
+  int32_t out_element; /* any freekv_element; 0: FREEKV_F32 */
   int32_t reserved;    /* 0 */
   int64_t out_stride;  /* elements from a row to the next; 0: one lies behind the other */
 } freekv_attention;

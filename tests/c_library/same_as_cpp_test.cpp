@@ -266,6 +266,13 @@ typename Pipeline::settings retrieving() {
           .capacity = {.max_tokens = 600, .max_sequences = 2}};
 }
 
+template <class Pipeline>
+typename Pipeline::settings forgetting() {
+  return {.model = {.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads},
+          .budget = 7 * page,
+          .capacity = {.max_prompt = 550, .max_generated = 50, .max_sequences = 2, .max_prefills = 2}};
+}
+
 }  // namespace
 
 TEST_CASE("freekv of the C library is the C++ pipeline's, bit for bit", "[c_library]") {
@@ -323,57 +330,14 @@ TEST_CASE("methods that forget keep the budget together", "[c_library]") {
   using pipeline = freekv::methods::h2o::pipeline<freekv::kv_shape<float, 64>>;
   auto c_settings = settings_of("h2o", FREEKV_F32, 64);
   c_settings.max_prompt = 550;
-  check_same(
-      by_c(c_settings),
-      by_cpp<pipeline>(
-          {.model = {.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads},
-           .budget = 7 * page,
-           .capacity = {.max_prompt = 550, .max_generated = 50, .max_sequences = 2, .max_prefills = 2}}));
+  check_same(by_c(c_settings), by_cpp<pipeline>(forgetting<pipeline>()));
 }
 
-TEST_CASE("methods that forget refuse queries and outputs of other types, and strides", "[c_library]") {
-  auto settings = settings_of("h2o", FREEKV_F32, 64);
+TEST_CASE("methods that forget take rows of a fused projection in bfloat16 too", "[c_library]") {
+  using pipeline = freekv::methods::h2o::pipeline<freekv::kv_shape<freekv::bfloat16, 128>>;
+  auto settings = settings_of("h2o", FREEKV_BF16, 128);
   settings.max_prompt = 550;
-  const auto options = sized<freekv_host_options>();
-  freekv_backend* made_backend = nullptr;
-  freekv_pipeline* made = nullptr;
-  REQUIRE(freekv_backend_create_host(&options, &made_backend) == FREEKV_OK);
-  const std::unique_ptr<freekv_backend, destroys> backend(made_backend);
-  REQUIRE(freekv_pipeline_create(backend.get(), &settings, &made) == FREEKV_OK);
-  const std::unique_ptr<freekv_pipeline, destroys> p(made);
-  freekv_sequence sequence = 0;
-  REQUIRE(freekv_open(p.get(), &sequence) == FREEKV_OK);
-  freekv_step* step = nullptr;
-  const freekv_step_input input{sequence, 1, FREEKV_DECODE};
-  REQUIRE(freekv_begin_step(p.get(), &input, 1, &step) == FREEKV_OK);
-  std::vector<float> numbers(static_cast<std::size_t>(query_heads * 64));
-  auto rows = sized<freekv_rows>();
-  rows.element = FREEKV_F32;
-  rows.rows = 1;
-  rows.keys = rows.values = rows.queries = numbers.data();
-  const auto refused = [](freekv_status status, const std::string& words) {
-    CHECK(status == FREEKV_USAGE_ERROR);
-    INFO(freekv_last_message());
-    CHECK(std::string(freekv_last_message()).find(words) != std::string::npos);
-  };
-  auto wrong = rows;
-  wrong.query_element = FREEKV_F16;
-  refused(freekv_append(step, 0, &wrong), "has queries of FREEKV_F32");
-  wrong = rows;
-  wrong.key_stride = 1000;
-  refused(freekv_append(step, 0, &wrong), "leave the strides at 0");
-  REQUIRE(freekv_append(step, 0, &rows) == FREEKV_OK);
-  auto to = sized<freekv_attention>();
-  to.rows = 1;
-  to.out = numbers.data();
-  to.out_element = FREEKV_BF16;
-  refused(freekv_attend(step, 0, &to), "has outputs of FREEKV_F32");
-  to.out_element = FREEKV_F32;
-  to.out_stride = 1000;
-  refused(freekv_attend(step, 0, &to), "one row behind the other");
-  to.out_stride = 0;
-  CHECK(freekv_attend(step, 0, &to) == FREEKV_OK);
-  CHECK(freekv_abandon_step(step) == FREEKV_OK);
+  check_same(by_c(settings, true), by_cpp<pipeline>(forgetting<pipeline>(), true));
 }
 
 TEST_CASE("no exception passes the border, and each has its status", "[c_library]") {

@@ -666,7 +666,7 @@ void recalls(report& checks, random_numbers& random, const std::string& how) {
     const auto from = item.from_ring != 0
                           ? host.block_slice(item.sequence, host.slots.ring_slot(page), item.head)
                           : host.store_slice(item.sequence, page, item.head);
-    copy_slice<HeadDim>(as_const(rows_behind(from, host.first_token_of(item.unit))),
+    copy_slice<HeadDim>(as_const(rows_behind(from, host.first_row_of(item.unit))),
                         host.selected_slice(item.sequence, item.slot, item.head), host.unit.tokens);
   }
   checks.equal(how + ", " + std::string(Slow::name) + " to " + std::string(Fast::name) + ", " +

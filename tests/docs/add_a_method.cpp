@@ -87,7 +87,7 @@ struct spread : noticed {
 };
 static_assert(eviction_policy<spread>);
 
-/// tova whose tokens merge into the one before them, which then weighs as many as it is.
+/// tova whose tokens merge into the one before them, which then weighs as many as they are.
 struct runs : tova {
   using hooks = hook_list<hook::merge>;
   static constexpr std::string_view name = "runs";

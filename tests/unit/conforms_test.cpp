@@ -597,7 +597,7 @@ TEST_CASE("what differs from the definition of an eviction that merges is told",
   CHECK(mentions(told_of_merge(flaw::late), "parting 2 of "));
   CHECK(mentions(told_of_merge(flaw::late), ", by the definition it is lost"));
   CHECK(mentions(told_of_merge(flaw::width), ", in float64 "));
-  CHECK(mentions(told_of_merge(flaw::drops_nan), ": the definition gives a fate to each token"));
+  CHECK(mentions(told_of_merge(flaw::drops_nan), ": the definition must give a fate to each token"));
   // By the pipeline's steps alone.
   freekv::testing::conformance_options no_partings = few;
   no_partings.units = 0;

@@ -108,7 +108,7 @@ FREEKV_HD void note_move(const State& s, int sequence, int head, int from, int t
   held.unit[to] = held.unit[from];
   held.last_selected[to] = held.last_selected[from];
   held.unit[from] = -1;
-  std::int32_t* const slot_of = s.slot_of + s.selection(sequence, head);
+  std::int32_t* const slot_of = s.slot_of + s.selected_index(sequence, head);
   for (int i = 0; i < s.selected_count[s.head_index(sequence, head)]; ++i)
     if (slot_of[i] == from) slot_of[i] = to;
 }

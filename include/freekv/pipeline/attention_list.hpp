@@ -14,8 +14,8 @@ struct page_range {
   int tokens = 0;
 };
 
-/// The pages one KV head attends to, in ascending order: all pages, or sink, selected units and window; and
-/// of the first page, where a window slides, not all tokens.
+/// Pages that one KV head attends to, in ascending order: all pages, or sink, selected units and window.
+/// Where a window slides, the first page is attended to from `first_token` on.
 struct attention_list {
   page_roles roles;
   const std::int32_t* selected = nullptr;
@@ -28,7 +28,7 @@ struct attention_list {
   FREEKV_HD constexpr int size() const {
     return complete ? roles.page_end : roles.sink_end + selected_count + roles.page_end - roles.window_begin;
   }
-  /// Number of entry i among the selected units; not one of theirs if it is none.
+  /// Number of entry i among the selected units; below 0, or `selected_count` or more, of other entries.
   FREEKV_HD constexpr int nth_selected(int i) const { return complete ? -1 : i - roles.sink_end; }
   FREEKV_HD constexpr bool is_selected(int i) const {
     return nth_selected(i) >= 0 && nth_selected(i) < selected_count;
@@ -49,8 +49,8 @@ struct attention_list {
   FREEKV_HD constexpr int page(int i) const { return range(i).page; }
 };
 
-/// List entries of `entry_tokens` tokens in one part of attention. Parts begin at multiples of it and are
-/// merged in order, so that results depend neither on threads nor on the batch.
+/// List entries, of `entry_tokens` tokens each, in one part of attention. Parts begin at entries that are
+/// multiples of it and are merged in order, so that results depend neither on threads nor on the batch.
 FREEKV_HD constexpr int entries_per_part(int entry_tokens) {
   constexpr int part_tokens = 512;
   return entry_tokens < part_tokens ? part_tokens / entry_tokens : 1;

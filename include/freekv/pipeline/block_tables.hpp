@@ -67,7 +67,7 @@ resident_table write_table(const State& s, const step_entry& entry, int head,
 template <class State>
 resident_table write_table(const State& s, const step_entry& entry, std::span<std::int32_t> blocks) {
   const auto slots = [&](int head) {
-    return std::span(s.slot_of + s.selection(entry.sequence, head),
+    return std::span(s.slot_of + s.selected_index(entry.sequence, head),
                      to_size(s.selected_count[s.head_index(entry.sequence, head)]));
   };
   for (int head = 1; head < s.heads.kv; ++head)

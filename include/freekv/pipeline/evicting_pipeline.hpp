@@ -147,7 +147,7 @@ class evicting_pipeline {
       evicting_pipeline& p = this->of("append");
       p.order_.expect(layer, "append", detail::layer_progress::waiting, detail::layer_progress::waiting);
       const state& s = p.memory_->layers[to_size(layer)];
-      const auto given = detail::taken(rows, {p.rows_, s.heads, head_dim}, p.any_decode());
+      const auto given = detail::checked_rows(rows, {p.rows_, s.heads, head_dim}, p.any_decode());
       if (rows.queries.empty() && p.rows_ > 0 && !s.complete && p.observes_prompts() && !p.any_decode())
         throw usage_error("append: " + detail::printed(p.settings_.eviction) +
                           " observes prompt rows; give their queries with the keys");
@@ -166,8 +166,8 @@ class evicting_pipeline {
       p.order_.expect(layer, "attend", detail::layer_progress::appended, detail::layer_progress::appended);
       const state& s = p.memory_->layers[to_size(layer)];
       p.order_.expect_latest(layer, "attend", !p.queries_.empty() || p.rows_ == 0);
-      const auto to = detail::taken(out, out_stride, lse, nat_in(p.settings_.attention.lse_base),
-                                    {p.rows_, s.heads, head_dim});
+      const auto to = detail::checked_output(out, out_stride, lse, nat_in(p.settings_.attention.lse_base),
+                                             {p.rows_, s.heads, head_dim});
       for (const detail::eviction_entry& entry : p.entries_)
         p.memory_->stages.attend(s, entry, p.queries_, to);
       p.order_.reached(detail::layer_progress::attended, layer);

@@ -27,7 +27,7 @@ struct eviction_entry {
   int prompt = 0;  // tokens of the prompt so far
   bool decodes = false;
   bool ends_prompt = false;  // its first decode row
-  constexpr entry_rows rows() const { return {first_row, tokens}; }
+  constexpr row_span rows() const { return {first_row, tokens}; }
 };
 
 /// Rows of the pool that a KV head has, where a policy gives heads budgets, and its budget in tokens.

@@ -27,9 +27,9 @@ struct unit_range {
 /// One layer's sizes, the same for all of its sequences.
 struct layer_geometry {
   int layer = 0;
-  layer_kind kind = layer_kind::retrieval;  // of all heads, or retrieval where any head retrieves
+  layer_kind kind = layer_kind::retrieval;  // its heads' kind; retrieval where they differ and one retrieves
   bool keeps_slots = false;
-  /// complete pages are kept as a codec leaves them, or in a file, and open ones as they are
+  /// complete pages are kept by a codec, or in a file, and only open ones as they are
   bool encoded = false;
   int open_pages = 1;  // of one sequence, where encoded
   head_counts heads;
@@ -42,7 +42,7 @@ struct layer_geometry {
   int sliding_window = 0;  // tokens; 0: there is none
   float soft_cap = 0.0f;   // of attention's scores; 0: none
   int pins = 0;            // units of a KV head that are selected whatever their scores
-  int max_selected = 1;    // K, that one KV head has selected at most
+  int max_selected = 1;    // K: units that one KV head has selected at most
   int mask_words = 0;      // of a selected unit's mask of query heads; 0: all heads of a group attend to it
   int max_pages = 0;       // of one sequence
   int store_pages = 0;     // of all
@@ -51,37 +51,42 @@ struct layer_geometry {
   FREEKV_HD constexpr std::size_t head_index(int sequence, int head) const {
     return to_size(sequence) * to_size(heads.kv) + to_size(head);
   }
-  FREEKV_HD constexpr std::size_t selection(int sequence, int head) const {
+  FREEKV_HD constexpr std::size_t selected_index(int sequence, int head) const {
     return head_index(sequence, head) * to_size(max_selected);
   }
-  FREEKV_HD constexpr std::size_t masks(int sequence, int head) const {
-    return selection(sequence, head) * to_size(mask_words);
+  FREEKV_HD constexpr std::size_t mask_index(int sequence, int head) const {
+    return selected_index(sequence, head) * to_size(mask_words);
   }
   FREEKV_HD int pages_of(int tokens) const { return (tokens + page.tokens - 1) / page.tokens; }
-  /// The page that unit `index` of a sequence is part of, and its first row there.
+  /// Page that unit `index` of a sequence is part of.
   FREEKV_HD constexpr int page_of(int index) const {
     return units_per_page == 1 ? index : index / units_per_page;
   }
-  FREEKV_HD constexpr int first_token_of(int index) const { return index % units_per_page * unit.tokens; }
-  /// Number of a unit of a page of the store among all of a layer.
+  /// First row, in its page or block, of unit, or selected slot, `index`.
+  FREEKV_HD constexpr int first_row_of(int index) const { return index % units_per_page * unit.tokens; }
+  /// Index, among all units of a layer's store, of unit `nth` of a page.
   FREEKV_HD constexpr std::size_t summary_index(store_page_id store_page, int head, int nth) const {
     const std::size_t row = to_size(head) * to_size(store_pages) + to_size(store_page);
     return row * to_size(units_per_page) + to_size(nth);
   }
-  /// First page of a decode entry's window: behind its candidates, as far as these are complete, which after
-  /// a truncation not all of them need be.
+  /// First page of a decode entry's window, the one behind its candidates. After a truncation the last
+  /// candidates may not be complete any more: they are the window's then.
   FREEKV_HD int window_begin(const step_entry& entry) const {
     const int begin = roles_at(entry.candidates_at, budget, page.tokens).window_begin;
     return begin < entry.before / page.tokens ? begin : entry.before / page.tokens;
   }
-  /// The candidates of a selection at length `tokens`.
+  /// Candidates of a selection at length `tokens`.
   FREEKV_HD unit_range candidates_at(int tokens) const {
     const page_roles roles = roles_at(tokens, budget, page.tokens);
     return {roles.sink_end * units_per_page, roles.candidates() * units_per_page};
   }
-  /// The candidates of a decode entry, and of the step behind it.
+  /// Candidates of the step behind a decode entry, whose own row makes the sequence longer by one.
+  FREEKV_HD unit_range next_candidates(const step_entry& entry) const {
+    return candidates_at(entry.after() + 1);
+  }
+  /// Candidates of a decode entry, and of the step behind it.
   FREEKV_HD step_candidates candidates_of(const step_entry& entry) const {
-    const unit_range next = candidates_at(entry.after() + 1);
+    const unit_range next = next_candidates(entry);
     const int now = window_begin(entry) * units_per_page - next.first;
     return {next.first, now > 0 ? now : 0, next.count};
   }

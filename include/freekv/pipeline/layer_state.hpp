@@ -16,8 +16,8 @@
 
 namespace freekv::detail {
 
-/// One layer's memory, beside its sizes and its selection; trivially copyable. Arrays are indexed by
-/// (sequence, ...) as their comments say.
+/// One layer's memory, beside its sizes and its selection; trivially copyable, as kernels take all of it by
+/// value. Arrays are indexed by (sequence, ...) as their comments say.
 template <class Shape>
 struct layer_state : selection_state {
   using element = typename Shape::element_type;
@@ -83,7 +83,8 @@ struct layer_state : selection_state {
   FREEKV_HD head_slice<element> store_slice(int sequence, int page_index, int head) const {
     return slice_of(store, store_page(sequence, page_index), head);
   }
-  /// Rows of a page that is not complete, and for a while of one that is, where complete pages are encoded.
+  /// Rows of the open page, where complete ones are encoded; after the page is complete until its place is
+  /// taken by another.
   FREEKV_HD head_slice<element> open_slice(int sequence, int page_index, int head) const {
     return slice_of(open, std::int64_t{sequence} * open_pages + page_index % open_pages, head);
   }
@@ -95,9 +96,9 @@ struct layer_state : selection_state {
   FREEKV_HD head_slice<element> block_slice(int sequence, slot_id slot, int head) const {
     return blocks.slice(block(sequence, slot), head);
   }
-  /// Selected slot i: a unit's rows.
+  /// Rows of the unit in selected slot i.
   FREEKV_HD head_slice<element> selected_slice(int sequence, int i, int head) const {
-    return rows_behind(block_slice(sequence, slots.selected_slot(i), head), first_token_of(i));
+    return rows_behind(block_slice(sequence, slots.selected_slot(i), head), first_row_of(i));
   }
   /// Rows of entry i of a head's list in its slot.
   FREEKV_HD head_slice<element> rows_in_slot(int sequence, int head, const attention_list& pages,
@@ -117,7 +118,7 @@ struct layer_state : selection_state {
   }
 };
 
-/// Calls `use` as `for_each_array` does, and last for the previous queries.
+/// Calls `use` as `for_each_array` does, and last for `kept_queries`.
 template <class State, class Use>
 void for_each_array_and_queries(State& s, const Use& use) {
   for_each_array(s, use);

@@ -52,7 +52,7 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
     core_type& core = this->of("append");
     const state& s =
         layer_in(core, layer, "append", detail::layer_progress::waiting, detail::layer_progress::waiting);
-    const auto given = detail::taken(rows, shape_of(core, s), core.any_decode());
+    const auto given = detail::checked_rows(rows, shape_of(core, s), core.any_decode());
 
     // A captured step has joined its recalls when the next is replayed; those of a step before it `plan` has
     // joined.
@@ -267,7 +267,8 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
   static detail::attention_output output(const core_type& core, const char* call, const state& s,
                                          std::span<Out> out, std::span<float> lse, std::int64_t stride) {
     core.order.expect_latest(s.layer, call, !core.queries.empty() || core.rows == 0);
-    return detail::taken(out, stride, lse, nat_in(core.settings.attention.lse_base), shape_of(core, s));
+    return detail::checked_output(out, stride, lse, nat_in(core.settings.attention.lse_base),
+                                  shape_of(core, s));
   }
 };
 

@@ -14,16 +14,16 @@
 
 namespace freekv::detail {
 
-/// Room for `rows` rows of `row` numbers: of a padded batch more are given, and those behind are neither read
-/// nor written. Throws usage_error.
+/// Checks that `given` numbers are `rows` rows of `row` numbers, or more, as a padded batch has: those behind
+/// are neither read nor written. Throws usage_error.
 inline void expect_numbers(const char* what, std::size_t given, int rows, std::int64_t row) {
   if (given < to_size(rows) * to_size(row))
     throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +
                       std::to_string(rows) + " rows of " + std::to_string(row));
 }
 
-/// Room for `rows` rows of `row` numbers that begin `stride` numbers apart, or with 0 lie one behind the
-/// other. Returns how far apart they begin. Throws usage_error.
+/// Checks the same of rows that begin `stride` numbers apart, or with 0 lie one behind the other. Returns how
+/// far apart they begin. Throws usage_error.
 inline std::int64_t expect_rows(const char* what, std::size_t given, int rows, std::int64_t row,
                                 std::int64_t stride) {
   if (stride == 0) {
@@ -35,7 +35,7 @@ inline std::int64_t expect_rows(const char* what, std::size_t given, int rows, s
                       std::to_string(row) +
                       " numbers; give as many or more, or 0 where they lie one behind the other");
   // By division, as a stride that means nothing may be too large to multiply.
-  const auto behind = static_cast<std::int64_t>(given) - row;  // of the first row
+  const auto behind = static_cast<std::int64_t>(given) - row;  // the first row
   if (rows > 0 && (behind < 0 || (rows > 1 && stride > behind / (rows - 1))))
     throw usage_error(std::string(what) + ": " + std::to_string(given) + " numbers for " +
                       std::to_string(rows) + " rows of " + std::to_string(row) + ", " +
@@ -55,7 +55,7 @@ struct row_shape {
 
 /// Rows as stages take them; queries where they are needed, or given. Throws usage_error.
 template <class In, class Query>
-step_rows<In> taken(const kv_rows<In, Query>& rows, const row_shape& of, bool needs_queries) {
+step_rows<In> checked_rows(const kv_rows<In, Query>& rows, const row_shape& of, bool needs_queries) {
   static_assert(element<Query>, "append takes queries of float, half or bfloat16");
   step_rows<In> given{rows.keys.data(), rows.values.data()};
   given.key_stride =
@@ -73,8 +73,8 @@ step_rows<In> taken(const kv_rows<In, Query>& rows, const row_shape& of, bool ne
 /// Outputs as stages take them, rows `stride` numbers apart, and log-sum-exps, of which a nat is written as
 /// `per_nat`. Throws usage_error.
 template <class Out>
-attention_output taken(std::span<Out> out, std::int64_t stride, std::span<float> lse, float per_nat,
-                       const row_shape& of) {
+attention_output checked_output(std::span<Out> out, std::int64_t stride, std::span<float> lse, float per_nat,
+                                const row_shape& of) {
   static_assert(element<Out>, "outputs are float, half or bfloat16");
   if (!lse.empty()) expect_numbers("log-sum-exp", lse.size(), of.rows, of.heads.query);
   return {out.data(), lse.empty() ? nullptr : lse.data(), per_nat,

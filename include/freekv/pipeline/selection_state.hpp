@@ -25,23 +25,23 @@ struct selection_state : layer_geometry {
   /// judged drift; then this one's.
   float* kept_queries = nullptr;
   std::uint8_t* corrected = nullptr;  // (sequence, kv head): flagged in the last step
-  /// of a device, (1): heads flagged in the step begun last, of all its entries
+  /// (1), on a device alone: how many heads are flagged in the step begun last, over all its entries
   std::int32_t* flagged_count = nullptr;
   std::uint8_t* recall_failed = nullptr;  // (sequence, kv head): selected units could not be read
   std::uint8_t* lacking = nullptr;        // (sequence): slots or the open page could not be read
-  /// (sequence, kv head, K): ascending units in force: heads attend to them, flagged ones as `correct` has
-  /// selected them anew; `speculate` puts the next step's in their place
+  /// (sequence, kv head, K): units that heads attend to, ascending. `correct` selects those of flagged heads
+  /// anew, and `speculate` puts the next step's in their place
   std::int32_t* selected = nullptr;
   std::int32_t* selected_count = nullptr;  // (sequence, kv head)
-  /// (sequence, kv head, K): what `correct` has selected ahead for the next step, if it has
+  /// (sequence, kv head, K): what `correct` has selected for the next step too, where one scoring serves both
   std::int32_t* next_selected = nullptr;
   std::int32_t* next_selected_count = nullptr;  // (sequence, kv head): -1 where it is not known yet
   std::int32_t* attended = nullptr;             // (sequence, kv head, K): what the last step attended to
   std::int32_t* attended_count = nullptr;       // (sequence, kv head)
   /// (sequence, kv head, K, mask_words): query heads that selected the unit
   std::uint32_t* selected_by = nullptr;
-  std::uint32_t* next_selected_by = nullptr;  // query heads that selected the units of `next_selected`
-  std::uint32_t* attended_by = nullptr;       // query heads that selected the units of `attended`
+  std::uint32_t* next_selected_by = nullptr;  // the same, of `next_selected`
+  std::uint32_t* attended_by = nullptr;       // the same, of `attended`
   std::int32_t* pinned = nullptr;             // (sequence, kv head, pins): ascending units
   std::int32_t* pinned_count = nullptr;       // (sequence, kv head)
   std::int32_t* slot_unit = nullptr;          // (sequence, kv head, selected slot): unit in it, or -1
@@ -55,10 +55,11 @@ struct selection_state : layer_geometry {
 
   FREEKV_HD layer_kind kind_of(int head) const { return head_kinds[head]; }
   FREEKV_HD unit_union selected_union(int sequence, int head) const {
-    return {selected + selection(sequence, head), selected_by + masks(sequence, head), mask_words};
+    return {selected + selected_index(sequence, head), selected_by + mask_index(sequence, head), mask_words};
   }
   FREEKV_HD unit_union next_selected_union(int sequence, int head) const {
-    return {next_selected + selection(sequence, head), next_selected_by + masks(sequence, head), mask_words};
+    return {next_selected + selected_index(sequence, head), next_selected_by + mask_index(sequence, head),
+            mask_words};
   }
   FREEKV_HD slot_contents slots_of(int sequence, int head) const {
     const std::size_t first = head_index(sequence, head) * to_size(slots.selected);
@@ -69,8 +70,8 @@ struct selection_state : layer_geometry {
             to_size(pinned_count[head_index(sequence, head)])};
   }
 
-  /// The pages that one head attends to with row `row` of an entry. `everything`: all that the model attends
-  /// to, in the store; else what the head keeps.
+  /// Pages that one head attends to with row `row` of an entry. `everything`: all that the model attends to,
+  /// in the store, and not what the head keeps; of a layer with a sliding window that is the same.
   FREEKV_HD attention_list pages_attended(const step_entry& entry, int row, int head,
                                           bool everything = false) const {
     const int tokens = entry.before + row + 1;
@@ -89,7 +90,7 @@ struct selection_state : layer_geometry {
       roles.window_begin = begin > roles.sink_end ? begin : roles.sink_end;
     }
     return {roles,
-            selected + selection(entry.sequence, head),
+            selected + selected_index(entry.sequence, head),
             selects ? selected_count[head_index(entry.sequence, head)] : 0,
             everything || kind_of(head) == layer_kind::complete,
             tokens,
@@ -97,9 +98,9 @@ struct selection_state : layer_geometry {
             page.tokens,
             unit.tokens};
   }
-  /// Selected slot of entry i of a head's list, which is selected; the head attends to slots.
+  /// Number, among the selected slots, of the one that has entry i of a head's list, a selected unit.
   FREEKV_HD int selected_slot_of(int sequence, int head, const attention_list& pages, int i) const {
-    return slot_of[selection(sequence, head) + to_size(pages.nth_selected(i))];
+    return slot_of[selected_index(sequence, head) + to_size(pages.nth_selected(i))];
   }
   /// Slot of entry i of a head's list, which is not selected.
   FREEKV_HD slot_id slot_of_page(const attention_list& pages, int i) const {
@@ -115,15 +116,14 @@ struct selection_state : layer_geometry {
   FREEKV_HD const std::uint32_t* attended_by_heads(int sequence, int head, const attention_list& pages,
                                                    int i) const {
     if (mask_words == 0 || !pages.is_selected(i)) return nullptr;
-    return selected_by + masks(sequence, head) + std::int64_t{pages.nth_selected(i)} * mask_words;
+    return selected_by + mask_index(sequence, head) + std::int64_t{pages.nth_selected(i)} * mask_words;
   }
 };
 
-/// Calls `use(pointer, numbers of one sequence)` for each array of a layer that selection keeps by sequence,
-/// but for previous queries.
+/// Calls `use(pointer, numbers of one sequence)` for each array of a layer's selection but `kept_queries`.
 template <class Use>
 void for_each_array(selection_state& s, const Use& use) {
-  const std::size_t heads = s.head_index(1, 0), units = s.selection(1, 0), masks = s.masks(1, 0);
+  const std::size_t heads = s.head_index(1, 0), units = s.selected_index(1, 0), masks = s.mask_index(1, 0);
   for (std::uint8_t** flags : {&s.corrected, &s.recall_failed}) use(*flags, heads);
   use(s.lacking, std::size_t{1});
   for (std::int32_t** counts : {&s.selected_count, &s.next_selected_count, &s.attended_count, &s.pinned_count,
@@ -138,14 +138,15 @@ void for_each_array(selection_state& s, const Use& use) {
 /// True where all units selected by the heads of a sequence are in its first `pages` pages.
 inline bool selects_within(const selection_state& s, int sequence, int pages) {
   for (int head = 0; head < s.heads.kv; ++head) {
-    const std::int32_t* selected = s.selected + s.selection(sequence, head);
+    const std::int32_t* selected = s.selected + s.selected_index(sequence, head);
     const int count = s.selected_count[s.head_index(sequence, head)];
     if (count > 0 && s.page_of(selected[count - 1]) >= pages) return false;
   }
   return true;
 }
 
-/// Blocks in which a sequence's selected slots hold anything, or will where a recall is to be made up for.
+/// Blocks in which a sequence's selected slots hold anything; all, where a recall has failed and is to be
+/// repeated.
 inline int selected_blocks_in_use(const selection_state& s, int sequence) {
   int slots = 0;
   for (int head = 0; head < s.heads.kv; ++head) {

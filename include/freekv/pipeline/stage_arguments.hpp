@@ -11,7 +11,7 @@
 namespace freekv::detail {
 
 /// Rows of a step that one entry brings: `count` from `first` on.
-struct entry_rows {
+struct row_span {
   int first = 0;
   int count = 0;
   constexpr int end() const { return first + count; }
@@ -25,18 +25,18 @@ struct step_entry {
   int tokens = 0;
   int first_row = 0;
   step_phase phase = step_phase::decode;
-  /// page whose rows are copied first, as other sequences have it too
+  /// copy on write: the page that the sequence shares with others, whose rows are copied first
   store_page_id shared_page = store_page_id::none;
-  // Decode rows alone:
-  int candidates_at = 0;  // the length whose candidates they select from, as the step before has fixed it
-  int kept_row = -1;  // row of the step before whose queries are the previous ones; -1: there is no selection
-  int decode_step = 0;  // since the last prompt
+  // of decode rows alone:
+  int candidates_at = 0;  // length at which their candidates are taken; the step before has fixed it
+  int kept_row = -1;      // row of the step before that drift is judged against; -1: there is no selection
+  int decode_step = 0;    // since the last prompt
   FREEKV_HD constexpr int after() const { return before + tokens; }
-  constexpr entry_rows rows() const { return {first_row, tokens}; }
+  constexpr row_span rows() const { return {first_row, tokens}; }
 };
 
-/// Candidates that a decode entry selects among: units from `first` on, the first `now` of them for its own
-/// step, the first `next` for the step behind it.
+/// Candidates of a decode entry: units from `first` on, of which its own step selects among the first `now`,
+/// and the step behind it among the first `next`.
 struct step_candidates {
   int first = 0, now = 0, next = 0;
   FREEKV_HD constexpr int most() const { return now > next ? now : next; }
@@ -70,10 +70,10 @@ struct attention_output {
   void* out = nullptr;
   float* lse = nullptr;
   float lse_per_nat = 1.0f;  // what a nat of lse is written as
-  std::int64_t stride = 0;   // elements from a row of `out` to the next; 0: one behind the other
+  std::int64_t stride = 0;   // elements from a row of `out` to the next; 0 as well: one behind the other
   element_type type = element_type::f32;
 
-  /// The outputs as floats, where they are that, one row behind the other.
+  /// Outputs, which are floats, one row behind the other.
   float* floats() const { return static_cast<float*>(out); }
 };
 

@@ -43,14 +43,14 @@ class layer_report {
     const State& s = *seen_;
     const auto sequence = static_cast<int>(id);
     const auto heads = to_size(s.heads.kv);
-    const std::size_t at_head = s.head_index(sequence, 0), first = s.selection(sequence, 0);
+    const std::size_t at_head = s.head_index(sequence, 0), first = s.selected_index(sequence, 0);
     return {.corrected = {s.corrected + at_head, heads},
             .recalled = {s.recalled + at_head, heads},
             .recalled_before_attention = {s.recalled_before_attention + at_head, heads},
             .promoted = {s.promoted + at_head, heads},
-            .attended = {s.attended + first, s.selection(0, 1) * heads},
+            .attended = {s.attended + first, s.selected_index(0, 1) * heads},
             .attended_count = {s.attended_count + at_head, heads},
-            .attended_by = {s.attended_by + s.masks(sequence, 0), s.masks(0, 1) * heads}};
+            .attended_by = {s.attended_by + s.mask_index(sequence, 0), s.mask_index(0, 1) * heads}};
   }
   /// Heads flagged for correction in the step begun last, over all its sequences, abandoned ones included. A
   /// device alone counts them.

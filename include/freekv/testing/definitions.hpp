@@ -67,9 +67,9 @@ struct attended_rows {
 /// of the sequence's last, or all where it has fewer.
 struct observed_tokens {
   std::vector<int> tokens{};  ///< numbers in the sequence, ascending
-  /// By row, the last of them the last, and by query head of the group, what the row has of each token: its
-  /// shares with group_rule::each, 0 of what is behind the row; with group_rule::largest_score one head's,
-  /// the largest scores, -infinity of what is behind the row.
+  /// Numbers that rows have of the tokens, (rows, query heads of the group, tokens): shares, 0 of tokens
+  /// behind the row. With group_rule::largest_score (rows, 1, tokens): the largest of the heads' scores,
+  /// -infinity of tokens behind the row. The last row is the sequence's last.
   std::vector<std::vector<doubles>> rows{};
   std::vector<doubles> keys{};  ///< of each token, (head_dim), where the policy `sees_keys()`
   eviction_moment at{};
@@ -84,8 +84,9 @@ struct parted_tokens {
   eviction_moment at{};
 };
 
-/// An eviction in float64: of a policy that counts for each unit its `worth`, of one that observes `worths`
-/// and, if it says that, `staying`; of one that merges `fates` and `merge_by`, too.
+/// An eviction in float64. A policy that counts for each unit is defined by `worth`; one that observes by
+/// `worths`, and by `staying` if it says how many stay; one that merges by `fates` and `merge_by` beside
+/// these.
 struct eviction_definition {
   /// Worth of a unit, by its first token: of those that are not protected the least leaves, and of those
   /// alike the one that was there first.

@@ -167,7 +167,7 @@ __device__ void append_page(Team team, const State& s, const Summary& summary, c
   team.sync();
   for (int nth = 0; nth < s.units_per_page; ++nth) {
     summarise_unit<element>(team, summary_at(summary, s.layer, head),
-                            as_const(rows_behind(in_slots ? slot : kept, s.first_token_of(nth))), s.unit,
+                            as_const(rows_behind(in_slots ? slot : kept, s.first_row_of(nth))), s.unit,
                             scratch, s.summary_of(store_page, head, nth));
     team.sync();  // the numbers are free again
     if constexpr (!std::is_same_v<Pinning, no_pins>) {

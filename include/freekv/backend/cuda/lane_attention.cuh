@@ -20,7 +20,7 @@ class lane_attention : public register_attention<HeadDim, Heads, row_team<HeadDi
   using base::packs;
   using base::query;
   using base::weighted;
-  using typename base::masses;
+  using typename base::log_sums;
   using typename base::pack;
 
  public:
@@ -50,7 +50,7 @@ class lane_attention : public register_attention<HeadDim, Heads, row_team<HeadDi
       block keys, values;
       load(team, slice.key, slice.stride, first, tokens, keys);
       load(team, slice.value, slice.stride, first, tokens, values);
-      typename masses::scores weights;
+      typename log_sums::scores weights;
       unroll<tokens_at_once>([&](auto t) {
         pack products[Heads];
         unroll<Heads>([&](auto h) { products[h] = pack(0.0f); });
@@ -67,7 +67,7 @@ class lane_attention : public register_attention<HeadDim, Heads, row_team<HeadDi
         });
       });
       unroll<Heads>([&](auto h) {
-        masses::weigh(h, weights, [&](float by) {
+        log_sums::weigh(h, weights, [&](float by) {
           const pack factor(by);
           unroll<packs>([&](auto i) { weighted[h][i] = weighted[h][i] * factor; });
         });

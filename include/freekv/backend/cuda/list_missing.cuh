@@ -17,7 +17,8 @@ template <class State, class Residency, class Room, class Storage>
 __device__ listed_items list_missing(const State& s, const Residency& residency, const step_entry& entry,
                                      int head, bool before_attention, const Room& room, Storage& shared) {
   constexpr unsigned all_lanes = 0xffffffffu;
-  const std::size_t at_head = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
+  const std::size_t at_head = s.head_index(entry.sequence, head),
+                    first = s.selected_index(entry.sequence, head);
   const std::int32_t* const units = s.selected + first;
   std::int32_t* const slot_of = s.slot_of + first;
   const int count = s.selected_count[at_head];

@@ -115,7 +115,7 @@ struct recalled_slices {
     const int page = s.page_of(item.unit);
     const auto slice = item.from_ring != 0 ? s.block_slice(item.sequence, s.slots.ring_slot(page), item.head)
                                            : s.store_slice(item.sequence, page, item.head);
-    return {rows_behind(slice, s.first_token_of(item.unit)), s.unit.tokens};
+    return {rows_behind(slice, s.first_row_of(item.unit)), s.unit.tokens};
   }
   /// Pieces that item `nth` is copied to; none where it is encoded, as decoding has put it there.
   __device__ pieces to(int nth) const {
@@ -123,7 +123,7 @@ struct recalled_slices {
     const auto slice = s.selected_slice(item.sequence, item.slot, item.head);
     if (!encoded(item)) return {slice, s.unit.tokens};
     decode_by_lanes<32>(s, codec, {item.sequence, item.head},
-                        {s.page_of(item.unit), s.first_token_of(item.unit), s.unit.tokens}, slice);
+                        {s.page_of(item.unit), s.first_row_of(item.unit), s.unit.tokens}, slice);
     return {{}, 0};
   }
 };

@@ -65,7 +65,7 @@ __global__ void write_copied(State s, const recall_item* items, int count, typen
   const int page = s.page_of(item.unit), tokens = s.unit.tokens;
   const auto from = item.from_ring != 0
                         ? rows_behind(s.block_slice(item.sequence, s.slots.ring_slot(page), item.head),
-                                      s.first_token_of(item.unit))
+                                      s.first_row_of(item.unit))
                         : staged_slice<State::head_dim>(buffer, nth, tokens);
   copy_slice_by_warp(pieces{from, tokens},
                      pieces{s.selected_slice(item.sequence, item.slot, item.head), tokens});
@@ -136,7 +136,7 @@ class copied_recall {
       if (item.from_ring != 0) continue;
       const auto to = staged_slice<d>(buffer, i, tokens);
       const auto from = rows_behind(s.store_slice(item.sequence, s.page_of(item.unit), item.head),
-                                    s.first_token_of(item.unit));
+                                    s.first_row_of(item.unit));
       add_rows(to.key, from.key, from.stride, tokens, transfers);
       add_rows(to.value, from.value, from.stride, tokens, transfers);
     }

@@ -212,8 +212,8 @@ struct select_and_recall {
     }
     if (!corrects) return;
     copy_units(selected, now,
-               {s.attended + s.selection(entry.sequence, head), s.attended_by + s.masks(entry.sequence, head),
-                s.mask_words});
+               {s.attended + s.selected_index(entry.sequence, head),
+                s.attended_by + s.mask_index(entry.sequence, head), s.mask_words});
     if (thread == 0) s.attended_count[at_head] = now;
   }
 };

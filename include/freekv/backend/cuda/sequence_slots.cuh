@@ -110,7 +110,7 @@ __global__ void fill_slots(const State* layers, Codec codec, filled_slots fill) 
     const std::int32_t held = s.slots_of(fill.sequence, head).unit[i];
     if (held >= 0)
       fill_slot(s, codec, {fill.sequence, head}, fill.tokens,
-                {s.page_of(held), s.first_token_of(held), s.unit.tokens},
+                {s.page_of(held), s.first_row_of(held), s.unit.tokens},
                 s.selected_slice(fill.sequence, i, head));
   }
 }

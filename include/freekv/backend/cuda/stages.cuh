@@ -27,6 +27,7 @@
 #include <freekv/policies/pinning.hpp>
 #include <freekv/policies/plan.hpp>
 #include <span>
+#include <type_traits>
 #include <variant>
 #include <vector>
 
@@ -52,6 +53,7 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   static constexpr bool selections_at_hand = false;
   static constexpr bool counts_flagged_heads = true;
   static constexpr int d = State::head_dim;
+  static_assert(std::is_trivially_copyable_v<State>, "kernels take a layer_state by value");
   static_assert(
       Attention != multiplies::tensor_cores || tensor_cores_multiply<d, element>,
       "tensor cores attend to F16 and BF16 of a head_dim that is a multiple of 16; take cuda_backend");

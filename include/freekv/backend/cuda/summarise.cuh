@@ -50,15 +50,16 @@ __launch_bounds__(summarise_default.threads, 1) __global__
         rows_behind(as_const(fixed_slot != slot_id::none ? s.block_slice(entry.sequence, fixed_slot, head)
                              : s.encoded                 ? staged.slice(s, nth_of_run, head)
                                                          : slice_of(s.store, store_page, head)),
-                    s.first_token_of(nth));
+                    s.first_row_of(nth));
     __syncthreads();  // the scratch is free again
     for (int t = mine.nth; t < s.unit.tokens; t += mine.count)
       mine.team.widen(rows.key + t * rows.stride, keys + t * d, d);
     __syncthreads();
+    std::byte* const to = s.summary_of(store_page, head, nth);  // here it takes a register less
     const auto summary = summary_at(summaries, s.layer, head);
     summarise_by_block<d>(summary, unit_keys{keys, s.unit}, numbers, keys + scratch.each());
     __syncthreads();
-    encode_summary<element>(block_team{}, summary, s.unit, numbers, s.summary_of(store_page, head, nth));
+    encode_summary<element>(block_team{}, summary, s.unit, numbers, to);
   }
 }
 

@@ -40,7 +40,7 @@ void summarise_slice(isa set, const State& s, const Summaries& summaries,
     resolve(summaries, [&](const auto& summary) {
       for (int nth = 0; nth < s.units_per_page; ++nth)
         summarise_unit<typename State::element>(team, summary_at(summary, s.layer, head),
-                                                rows_behind(slice, s.first_token_of(nth)), s.unit,
+                                                rows_behind(slice, s.first_row_of(nth)), s.unit,
                                                 {w.rows, w.numbers}, s.summary_of(store_page, head, nth));
     });
   });
@@ -57,7 +57,7 @@ void value_slice(isa set, const State& s, const Pinning& pinning,
       with_team(set, [&](auto team) {
         for (int nth = 0; nth < s.units_per_page; ++nth) {
           for (int t = 0; t < s.unit.tokens; ++t)
-            team.widen(slice.key + (s.first_token_of(nth) + t) * slice.stride, w.rows + t * d, d);
+            team.widen(slice.key + (s.first_row_of(nth) + t) * slice.stride, w.rows + t * d, d);
           s.pin_worth_of(store_page, head, nth) =
               freekv::detail::pin_worth(policy.worth(team, unit_keys{w.rows, s.unit}, w.pooled_query));
         }

@@ -14,7 +14,7 @@ namespace freekv::host {
 class row_numbers {
  public:
   /// Queries of all rows of a step, of which `rows` are there.
-  const float* of(const step_queries& queries, const entry_rows& rows, int width) {
+  const float* of(const step_queries& queries, const row_span& rows, int width) {
     if (queries.type == element_type::f32 && queries.stride == width)
       return static_cast<const float*>(queries.data);
     float* const copy = room(queries_, rows, width);
@@ -23,11 +23,11 @@ class row_numbers {
     return copy;
   }
   /// Outputs that `rows` are attended to, before `write`.
-  attention_output room_for(const attention_output& to, const entry_rows& rows, int width) {
+  attention_output room_for(const attention_output& to, const row_span& rows, int width) {
     if (is_floats(to, width)) return to;
     return {room(outputs_, rows, width), to.lse, to.lse_per_nat};
   }
-  void write(const attention_output& to, const entry_rows& rows, int width) const {
+  void write(const attention_output& to, const row_span& rows, int width) const {
     if (is_floats(to, width)) return;
     const step_queries out{to.out, to.stride == 0 ? width : to.stride, to.type};
     for (int row = rows.first; row < rows.end(); ++row)
@@ -55,7 +55,7 @@ class row_numbers {
   static bool is_floats(const attention_output& to, int width) {
     return to.type == element_type::f32 && (to.stride == 0 || to.stride == width);
   }
-  static float* room(std::vector<float>& numbers, const entry_rows& rows, int width) {
+  static float* room(std::vector<float>& numbers, const row_span& rows, int width) {
     const std::size_t size = to_size(rows.end()) * to_size(width);
     if (numbers.size() < size) numbers.resize(size);
     return numbers.data();

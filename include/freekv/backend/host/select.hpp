@@ -403,12 +403,12 @@ void bring_units(const encoded_pages<State, Policies>& stored, const State& s, c
     return stored.read(
         at, count,
         [&](int i) {
-          return page_range{page(i), s.first_token_of(unit(i)), s.unit.tokens};
+          return page_range{page(i), s.first_row_of(unit(i)), s.unit.tokens};
         },
         to);
   for (int i = 0; i < count; ++i)
     copy_slice<State::head_dim>(
-        as_const(rows_behind(s.store_slice(at.sequence, page(i), at.head), s.first_token_of(unit(i)))), to(i),
+        as_const(rows_behind(s.store_slice(at.sequence, page(i), at.head), s.first_row_of(unit(i)))), to(i),
         s.unit.tokens);
 }
 
@@ -418,7 +418,8 @@ void bring_units(const encoded_pages<State, Policies>& stored, const State& s, c
 template <class State, class Policies>
 void recall_units(const State& s, const Policies& policies, const sequence_head& at, int tokens,
                   const workspace& w) {
-  const std::size_t at_head = s.head_index(at.sequence, at.head), first = s.selection(at.sequence, at.head);
+  const std::size_t at_head = s.head_index(at.sequence, at.head),
+                    first = s.selected_index(at.sequence, at.head);
   const std::int32_t* units = s.selected + first;
   const int count = s.selected_count[at_head];
   std::int32_t* slot_of = s.slot_of + first;
@@ -437,7 +438,7 @@ void recall_units(const State& s, const Policies& policies, const sequence_head&
       continue;
     }
     const auto from = s.block_slice(at.sequence, s.slots.ring_slot(s.page_of(units[i])), at.head);
-    copy_slice<State::head_dim>(as_const(rows_behind(from, s.first_token_of(units[i]))),
+    copy_slice<State::head_dim>(as_const(rows_behind(from, s.first_row_of(units[i]))),
                                 s.selected_slice(at.sequence, slot_of[i], at.head), s.unit.tokens);
   }
   try {

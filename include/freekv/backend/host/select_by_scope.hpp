@@ -54,7 +54,7 @@ void share_list(const State& s, int sequence, std::int32_t* units, std::int32_t*
   for (int head = from + 1; head < s.heads.kv; ++head) {
     if (s.kind_of(head) != layer_kind::retrieval) continue;
     const std::int32_t count = counts[s.head_index(sequence, head)] = counts[s.head_index(sequence, from)];
-    std::copy_n(units + s.selection(sequence, from), count, units + s.selection(sequence, head));
+    std::copy_n(units + s.selected_index(sequence, from), count, units + s.selected_index(sequence, head));
   }
 }
 

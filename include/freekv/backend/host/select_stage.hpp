@@ -76,10 +76,10 @@ class selection_stage {
                          });
       }
     });
-    const std::size_t first = s.selection(entry.sequence, 0), at_head = s.head_index(entry.sequence, 0);
-    std::copy_n(s.selected + first, s.selection(0, s.heads.kv), s.attended + first);
-    std::copy_n(s.selected_by + s.masks(entry.sequence, 0), s.masks(0, s.heads.kv),
-                s.attended_by + s.masks(entry.sequence, 0));
+    const std::size_t first = s.selected_index(entry.sequence, 0), at_head = s.head_index(entry.sequence, 0);
+    std::copy_n(s.selected + first, s.selected_index(0, s.heads.kv), s.attended + first);
+    std::copy_n(s.selected_by + s.mask_index(entry.sequence, 0), s.mask_index(0, s.heads.kv),
+                s.attended_by + s.mask_index(entry.sequence, 0));
     std::copy_n(s.selected_count + at_head, s.heads.kv, s.attended_count + at_head);
   }
 
@@ -98,7 +98,7 @@ class selection_stage {
         });
       else
         for_selections_next(s, entry, unknown, [&](int head, selection_type& of, const workspace&) {
-          select_next(s, entry, head, s.candidates_at(entry.after() + 1).count, of);
+          select_next(s, entry, head, s.next_candidates(entry).count, of);
         });
     });
     for (int head = 0; head < s.heads.kv; ++head)
@@ -127,7 +127,7 @@ class selection_stage {
   /// Runs `body(head, workspace)` for the retrieval heads that are `wanted`.
   template <class Wanted, class Body>
   void for_heads(const State& s, const step_entry& entry, const Wanted& wanted, const Body& body) {
-    const int candidates = s.candidates_at(entry.after() + 1).count;
+    const int candidates = s.next_candidates(entry).count;
     const std::size_t bytes = bytes_scored(s, retrieving(s, wanted), candidates);
     backend_->parallel(s.heads.kv, bytes, [&](int head, int worker) {
       if (s.kind_of(head) == layer_kind::retrieval && wanted(head)) body(head, workspace_of(worker));
@@ -204,7 +204,7 @@ class selection_stage {
   }
   template <class Wanted, class Body>
   void for_selections_next(const State& s, const step_entry& entry, const Wanted& wanted, const Body& body) {
-    const unit_range next = s.candidates_at(entry.after() + 1);
+    const unit_range next = s.next_candidates(entry);
     if (!backend_->options().overlap) return for_selections(s, entry, next, wanted, body);
     for_heads_next(s, entry, wanted, [&](int head, const workspace& w) {
       selection_type of(instructions(), s, *policies_, entry, head, next, w);
@@ -214,7 +214,7 @@ class selection_stage {
 
   void correct_head(const State& s, const step_entry& entry, int head, const step_candidates& c,
                     selection_type& selection, const workspace& w) {
-    take_best(s, s.head_index(entry.sequence, head), s.selected + s.selection(entry.sequence, head),
+    take_best(s, s.head_index(entry.sequence, head), s.selected + s.selected_index(entry.sequence, head),
               selection, c.now, {w.units, to_size(selection.best(c.now, w.units))});
     recall_corrected(s, entry, head, w);
     select_next(s, entry, head, c.next, selection);
@@ -237,7 +237,8 @@ class selection_stage {
   /// Selects for the step behind `entry`, among so many candidates.
   static void select_next(const State& s, const step_entry& entry, int head, int candidates,
                           selection_type& selection) {
-    const std::size_t at_head = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
+    const std::size_t at_head = s.head_index(entry.sequence, head),
+                      first = s.selected_index(entry.sequence, head);
     s.next_selected_count[at_head] = selection.best(candidates, s.next_selected + first,
                                                     {s.selected + first, to_size(s.selected_count[at_head])});
   }
@@ -260,7 +261,8 @@ class selection_stage {
     });
     const workspace& w = workspace_of(0);
     const int head = first_retrieving(s), heads = retrieving_before(s, s.heads.kv);
-    const std::size_t at_head = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
+    const std::size_t at_head = s.head_index(entry.sequence, head),
+                      first = s.selected_index(entry.sequence, head);
     head_selection selection(instructions(), s, *policies_, entry, head, all, w);
     if (by_mass || !selection.takes_all(c.now))
       selection.pool_heads(c.now, pooled_now_, layer_stride_, heads);
@@ -279,7 +281,7 @@ class selection_stage {
   void speculate_layer(const State& s, const step_entry& entry) {
     const int head = first_retrieving(s), heads = retrieving_before(s, s.heads.kv);
     if (!is_to_select(s, entry.sequence, head, selection_time::speculate, false)) return;
-    const unit_range next = s.candidates_at(entry.after() + 1);
+    const unit_range next = s.next_candidates(entry);
     const int count = next.count;
     for_selections_next(s, entry, every, [&](int each, selection_type& selection, const workspace&) {
       if (!selection.takes_all(count))
@@ -294,11 +296,12 @@ class selection_stage {
 
   /// Takes the next step's selection, found before, for the step's.
   void take_next_selected(const State& s, const step_entry& entry, int head) {
-    const std::size_t at_head = s.head_index(entry.sequence, head), first = s.selection(entry.sequence, head);
+    const std::size_t at_head = s.head_index(entry.sequence, head),
+                      first = s.selected_index(entry.sequence, head);
     const std::int32_t count = s.selected_count[at_head] = std::exchange(s.next_selected_count[at_head], -1);
     std::copy_n(s.next_selected + first, count, s.selected + first);
-    std::copy_n(s.next_selected_by + s.masks(entry.sequence, head), count * s.mask_words,
-                s.selected_by + s.masks(entry.sequence, head));
+    std::copy_n(s.next_selected_by + s.mask_index(entry.sequence, head), count * s.mask_words,
+                s.selected_by + s.mask_index(entry.sequence, head));
   }
 
   /// Recalls what a head's slots lack; what cannot be read is left to `recall_missing`.

@@ -49,11 +49,11 @@ class stages {
     layers_ = layers;
     for (const State& s : layers) {
       const int sequences = policies_->capacity.max_sequences;
-      const std::size_t selections = s.selection(sequences, 0);
+      const std::size_t selections = s.selected_index(sequences, 0);
       for (std::int32_t* units : std::array{s.selected, s.next_selected, s.attended, s.slot_of})
         std::fill_n(units, selections, -1);
       for (std::uint32_t* masks : std::array{s.selected_by, s.next_selected_by, s.attended_by})
-        std::fill_n(masks, s.masks(sequences, 0), 0u);
+        std::fill_n(masks, s.mask_index(sequences, 0), 0u);
     }
     for (int sequence = 0; sequence < policies_->capacity.max_sequences; ++sequence) forget(sequence);
   }

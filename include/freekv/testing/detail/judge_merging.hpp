@@ -14,8 +14,8 @@
 
 namespace freekv::testing::detail {
 
-/// Fates by the definition, as partings are and as rounding may have made their keys; none where it gives
-/// another number of fates than there are tokens.
+/// Fates by the definition, of the partings' keys first and then of keys moved by rounding; none where the
+/// definition gives another number of fates than there are tokens.
 inline std::vector<std::vector<merge_fate>> fates_to_rounding(const eviction_definition& definition,
                                                               std::vector<parted_tokens> so_far) {
   std::vector<std::vector<merge_fate>> all;
@@ -94,10 +94,12 @@ merged_tokens merge_in_double(const random_text<Element>& text, int head, int ro
         made.value[x] += weights[i] * one.value[x];
       }
     }
+    // A set whose weights are not numbers does not merge (docs/contract.md, 12.5).
     if (!std::isfinite(made.log_weight) || !std::isfinite(sum_of_sizes(made.key))) continue;
     for (doubles* const numbers : {&made.key, &made.value})
       for (double& x : *numbers)
         x = static_cast<double>(to_float(from_float<Element>(static_cast<float>(x))));
+    // The log-weight makes up for what the merged key's own score is less than the sum: scored without one.
     after[tokens[0]] = {made.key, made.value, 0.0};
     for (int g = 0; rule == merge_rule::as_last_row && g < text.group; ++g)
       made.log_weight -= scores(g, {tokens[0]}, after)[0] / text.group;
@@ -114,7 +116,7 @@ void judge_parting(const Policy& policy, const eviction_definition& definition,
                    const std::string& where, differences& wrong) {
   const parted_tokens& of = so_far.back();
   const std::vector<std::vector<merge_fate>> expected = fates_to_rounding(definition, so_far);
-  if (expected.empty()) return wrong.add(where, ": the definition gives a fate to each token");
+  if (expected.empty()) return wrong.add(where, ": the definition must give a fate to each token");
   const int all = static_cast<int>(of.tokens.size()), head_dim = static_cast<int>(of.keys[0].size());
   const std::vector<float> keys = narrow(of.keys);
   const std::vector<std::int32_t> tokens(of.tokens.begin(), of.tokens.end());
@@ -125,7 +127,7 @@ void judge_parting(const Policy& policy, const eviction_definition& definition,
                memory, fates.data());
   for (int i = of.staying; i < all; ++i) {
     int& into = fates[to_size(i)].into;
-    if (into >= of.staying) into = -1;
+    if (into < 0 || into >= of.staying) into = -1;  // it is lost
     bool taken = false;
     for (const auto& by_definition : expected) taken = taken || by_definition[to_size(i)].into == into;
     const auto fate = [&](int place) {
