@@ -39,11 +39,13 @@ class eviction_stages {
   /// Observed prompt rows need their queries.
   template <class In>
   void append(const state& s, const eviction_entry& entry, const step_rows<In>& rows) {
-    const float* const queries =
-        rows.queries.empty() ? nullptr : numbers_.of(rows.queries, entry.rows(), s.heads.query * d);
     const auto bytes =
         to_size(entry.decodes && entry.ends_prompt ? entry.before : entry.tokens) * 4 * d * sizeof(element);
     resolve(settings_->eviction, [&](const auto& eviction) {
+      const bool observed = !entry.decodes && !s.complete && eviction.observed_rows() != 0;
+      const bool reads_queries = observed || (entry.decodes && s.keeps_decoded);
+      const float* const queries =
+          reads_queries ? numbers_.of(rows.queries, entry.rows(), s.heads.query * d) : nullptr;
       backend_->parallel(s.heads.kv, bytes * to_size(s.heads.kv), [&](int head, int worker) {
         if (entry.decodes && entry.ends_prompt)
           heads_.end_prompt(eviction, s, entry, head, scratch_[to_size(worker)]);
@@ -52,8 +54,8 @@ class eviction_stages {
         else
           append_prompt(s, entry, head, rows);
       });
-      if (entry.decodes || s.complete || eviction.observed_rows() == 0) return;
-      observe(eviction, s, entry, queries + std::ptrdiff_t{entry.first_row} * s.heads.query * d);
+      if (observed)
+        observe(eviction, s, entry, queries + std::ptrdiff_t{entry.first_row} * s.heads.query * d);
     });
   }
 
