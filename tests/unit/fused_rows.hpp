@@ -32,19 +32,6 @@ struct fused_rows {
   std::span<const Number> from(std::int64_t first) const { return std::span(data).subspan(count(first)); }
 };
 
-template <class To>
-std::vector<To> rounded(std::span<const float> numbers) {
-  std::vector<To> result;
-  for (const float x : numbers) result.push_back(freekv::from_float<To>(x));
-  return result;
-}
-template <class From>
-std::vector<float> widened(const std::vector<From>& numbers) {
-  std::vector<float> result;
-  for (const From x : numbers) result.push_back(freekv::to_float(x));
-  return result;
-}
-
 template <class Step>
 concept attends_in_full = requires(Step s, std::span<float> out) {
   s.attend_full(0, out, out);
@@ -73,7 +60,7 @@ void compare_step(Pipeline& plain, Pipeline& fused, const std::vector<freekv::st
         tensor.add(from, row);
         other.add(from, row);
       }
-      const auto q = widened(rounded<Number>(from.queries));
+      const auto q = values_of(stored_as<Number>(from.queries));
       queries.insert(queries.end(), q.begin(), q.end());
       keys.insert(keys.end(), from.keys.begin(), from.keys.end());
       values.insert(values.end(), from.values.begin(), from.values.end());
@@ -97,12 +84,12 @@ void compare_step(Pipeline& plain, Pipeline& fused, const std::vector<freekv::st
         a.attend(layer, expected, lse);
         b.template attend<Out>(layer, out, lse_b, out_stride);
       }
-      std::vector<float> apart_too = widened(out_before);
+      std::vector<float> apart_too = values_of(out_before);
       for (int row = 0; row < total; ++row)
         for (int i = 0; i < width; ++i)
           apart_too[count(row * apart + i)] =
               freekv::to_float(freekv::from_float<Out>(expected[count(row * width + i)]));
-      return same_bits(lse, lse_b) && same_bits(widened(out), apart_too);
+      return same_bits(lse, lse_b) && same_bits(values_of(out), apart_too);
     };
     if (attends_in_full<decltype(a)> && d.below(4) == 0) REQUIRE(attended(true));
     REQUIRE(attended(false));

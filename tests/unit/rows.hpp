@@ -74,7 +74,7 @@ inline std::vector<float> normals(dice& d, std::size_t n, float size = 1.0f) {
 
 /// `numbers` as stored elements, rounded to nearest.
 template <freekv::element E>
-std::vector<E> stored_as(const std::vector<float>& numbers) {
+std::vector<E> stored_as(std::span<const float> numbers) {
   std::vector<E> elements;
   for (const float x : numbers) elements.push_back(freekv::from_float<E>(x));
   return elements;

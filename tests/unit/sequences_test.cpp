@@ -249,8 +249,8 @@ TEST_CASE("keys and values come as stored elements or as floats to be rounded", 
   auto step = b.pipeline.begin_step({{b.id, 80, step_phase::prefill}});
   for (int layer = 0; layer < 3; ++layer) {
     const auto rows = source.at(layer, 0, 80);
-    const auto keys = stored_as<freekv::half>({rows.keys.begin(), rows.keys.end()});
-    const auto values = stored_as<freekv::half>({rows.values.begin(), rows.values.end()});
+    const auto keys = stored_as<freekv::half>(rows.keys);
+    const auto values = stored_as<freekv::half>(rows.values);
     step.append(layer, {.keys = keys, .values = values});
   }
   step.end();

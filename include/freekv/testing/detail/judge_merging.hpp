@@ -14,6 +14,12 @@
 
 namespace freekv::testing::detail {
 
+/// Makes `into` of each token that merges into none of those that stay -1: it is lost.
+inline void mark_lost(std::vector<merge_fate>& fates, int staying) {
+  for (merge_fate& fate : fates)
+    if (fate.into < 0 || fate.into >= staying) fate.into = -1;
+}
+
 /// Fates by the definition, of the partings' keys first and then of keys moved by rounding; none where the
 /// definition gives another number of fates than there are tokens.
 inline std::vector<std::vector<merge_fate>> fates_to_rounding(const eviction_definition& definition,
@@ -21,14 +27,10 @@ inline std::vector<std::vector<merge_fate>> fates_to_rounding(const eviction_def
   std::vector<std::vector<merge_fate>> all;
   random_numbers random(1);
   const std::vector<parted_tokens> exact = so_far;
-  const auto is_lost = [&](const merge_fate& fate) {
-    return fate.into < 0 || fate.into >= exact.back().staying;
-  };
   for (int moved = 0; moved < 5; ++moved) {
     all.push_back(definition.fates(so_far));
     if (all.back().size() != exact.back().tokens.size()) return {};
-    for (merge_fate& fate : all.back())
-      if (is_lost(fate)) fate.into = -1;
+    mark_lost(all.back(), exact.back().staying);
     for (std::size_t nth = 0; nth < exact.size(); ++nth)
       for (std::size_t i = 0; i < exact[nth].keys.size(); ++i)
         for (std::size_t x = 0; x < exact[nth].keys[i].size(); ++x)
@@ -125,9 +127,9 @@ void judge_parting(const Policy& policy, const eviction_definition& definition,
   std::vector<merge_fate> fates(to_size(all));
   policy.merge({of.staying, all - of.staying, tokens.data(), keys.data(), lengths.data(), head_dim}, of.at,
                memory, fates.data());
+  mark_lost(fates, of.staying);
   for (int i = of.staying; i < all; ++i) {
-    int& into = fates[to_size(i)].into;
-    if (into < 0 || into >= of.staying) into = -1;  // it is lost
+    const int into = fates[to_size(i)].into;
     bool taken = false;
     for (const auto& by_definition : expected) taken = taken || by_definition[to_size(i)].into == into;
     const auto fate = [&](int place) {
