@@ -1,14 +1,16 @@
-// A decode step of one layer of Llama-3.1-8B's shape on a device: BF16, head_dim 128, 32 query heads of 8 KV
+// Decode steps on a device, of layers of Llama-3.1-8B's shape: BF16, head_dim 128, 32 query heads of 8 KV
 // heads, pages of 32 tokens, 512 sink and 512 window tokens and 32 selected pages.
 //
-//   step CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1] [SUMMARY min_max]
+//   step CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1] [SUMMARY min_max] [LAYERS 1] [REPLAYS 0]
 //
-// SUMMARY: min_max, key_subspace or key_codes; the data of the last two are random. The last step fills a
-// page.
+// SUMMARY: min_max, key_subspace or key_codes; the data of the last two are random. Without retrieval:
+// window, which attends to as many tokens, all of them there, or full. The last of STEPS fills a page.
 //
 // SIMILARITY is the cosine of a head's query with that of the step before: above 0.9 no head is flagged,
-// below all are. On a GPU it prints what a step takes, from its begin to its end; an interpreter's times mean
-// nothing. What lies before the steps, the prompt and two steps, is outside of the profiler's range.
+// below all are. On a GPU it prints what a step and layer takes, from its begin to its end; an interpreter's
+// times mean nothing. What lies before the steps, the prompt and two steps, is outside of the profiler's
+// range. With REPLAYS the step is captured as well and that many replays are timed, as a line of JSON, one
+// behind the other: layers without a model between them.
 //
 // Exit status: 0 all right, 2 wrong arguments, 77 no device.
 #include <cuda_profiler_api.h>
@@ -30,9 +32,17 @@ using namespace freekv;
 
 constexpr int head_dim = 128, query_heads = 32, kv_heads = 8, page_tokens = 32, chunk = 1024, warm_up = 2;
 constexpr std::size_t kv_row = kv_heads * head_dim, query_row = query_heads * head_dim;
-template <class Summary>
+template <class Summary, layer_kind Kind>
 using pipeline_of = retrieval_pipeline<kv_shape<bfloat16, head_dim>, cuda_backend, page_size<page_tokens>,
-                                       Summary, cosine_drift, every_layer<layer_kind::retrieval>>;
+                                       Summary, cosine_drift, every_layer<Kind>>;
+
+struct arguments {
+  int context = 0, steps = 4;
+  float similarity = 0.95f;
+  int batch = 1;
+  std::string summary = "min_max";
+  int layers = 1, replays = 0;
+};
 
 /// Memory of the device, or page-locked.
 template <class T, class Resource>
@@ -77,24 +87,42 @@ min_max summary_with_data<min_max>::get() const {
 }
 template <>
 subspace summary_with_data<subspace>::get() const {
-  return {.basis = {data.data, 1, kv_heads, 24, head_dim}};
+  return {.basis = {data.data, static_cast<int>(numbers.size()) / (kv_heads * 25 * head_dim), kv_heads, 24,
+                    head_dim}};
 }
 template <>
 codes summary_with_data<codes>::get() const {
   key_codebooks mine = books;
   mine.data = data.data;
+  mine.layers = static_cast<int>(numbers.size() / to_size(kv_heads * books.floats_per_head()));
   return {.books = mine};
 }
 
-template <class Summary>
-void run(int context, int steps, float similarity, int batch, std::size_t floats) {
-  using pipeline_type = pipeline_of<Summary>;
+/// Page-locked rows of a step, and the same on the device.
+struct step_rows_of_bench {
+  pinned<bfloat16> kv;
+  in_device<bfloat16> kv_there;
+  pinned<float> queries;
+  in_device<float> queries_there, out;
+  step_rows_of_bench(int rows, int query_rows)
+      : kv(2 * to_size(rows) * kv_row),
+        kv_there(2 * to_size(rows) * kv_row),
+        queries(to_size(query_rows) * query_row),
+        queries_there(to_size(query_rows) * query_row),
+        out(to_size(query_rows) * query_row) {}
+};
+
+template <class Summary, layer_kind Kind = layer_kind::retrieval>
+void run(const arguments& of, std::size_t floats) {
+  using pipeline_type = pipeline_of<Summary, Kind>;
   const summary_with_data<Summary> summary(floats);
+  const auto [context, steps, similarity, batch, name, layers, replays] = of;
   typename pipeline_type::settings s;
   s.summary = summary.get();
-  s.model = {.layers = 1, .query_heads = query_heads, .kv_heads = kv_heads};
+  s.model = {.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads};
   s.budget = {.sink = 512, .window = 512, .selected_units = 1024 / page_tokens};
-  s.capacity.max_tokens = context + steps + warm_up;
+  if (Kind == layer_kind::window) s.budget.window += 1024;  // it selects nothing
+  s.capacity.max_tokens = context + steps + warm_up + (replays > 0 ? replays + warm_up : 0);
   s.capacity.max_sequences = batch;
   device::owned_stream compute, recall;
   cuda_backend backend(compute.get(), recall.get());
@@ -104,16 +132,20 @@ void run(int context, int steps, float similarity, int batch, std::size_t floats
 
   std::mt19937 engine(42);
   std::normal_distribution<float> normal;
-  const std::size_t most = std::max<std::size_t>(chunk, to_size(batch));
-  pinned<bfloat16> rows(2 * most * kv_row);
-  in_device<bfloat16> rows_there(2 * most * kv_row);
-  pinned<float> queries(to_size(batch) * query_row);
-  in_device<float> queries_there(to_size(batch) * query_row), out(to_size(batch) * query_row);
+  step_rows_of_bench rows(std::max(chunk, batch), batch);
+  std::vector<bfloat16> drawn(1 << 16);  // which is faster than to draw each
+  for (bfloat16& x : drawn) x = from_float<bfloat16>(normal(engine));
   const auto new_keys = [&](int count) {
     const std::size_t n = to_size(count) * kv_row;
-    for (std::size_t i = 0; i < 2 * n; ++i) rows.data[i] = from_float<bfloat16>(normal(engine));
-    upload(rows_there.data, rows.data, 2 * n * sizeof(bfloat16), compute.get());
-    return kv_rows<bfloat16>{.keys = {rows_there.data, n}, .values = {rows_there.data + n, n}, .queries = {}};
+    for (std::size_t i = 0; i < 2 * n; ++i) rows.kv.data[i] = drawn[engine() % drawn.size()];
+    upload(rows.kv_there.data, rows.kv.data, 2 * n * sizeof(bfloat16), compute.get());
+    return kv_rows<bfloat16>{
+        .keys = {rows.kv_there.data, n}, .values = {rows.kv_there.data + n, n}, .queries = {}};
+  };
+  const std::size_t query_numbers = to_size(batch) * query_row;
+  const auto next_queries = [&](float* to, const float* before) {
+    const float rest = std::sqrt(1.0f - similarity * similarity);
+    for (std::size_t i = 0; i < query_numbers; ++i) to[i] = similarity * before[i] + rest * normal(engine);
   };
 
   std::vector<sequence_id> ids;
@@ -123,68 +155,140 @@ void run(int context, int steps, float similarity, int batch, std::size_t floats
     for (int done = 0; done < prompt; done += chunk) {
       const int count = std::min(chunk, prompt - done);
       auto prefill = pipeline.begin_step({{id, count, step_phase::prefill}});
-      prefill.append(0, new_keys(count));
+      const kv_rows<bfloat16> keys = new_keys(count);  // in all layers
+      for (int layer = 0; layer < layers; ++layer) prefill.append(layer, keys);
       prefill.end();
       pipeline.synchronize();
     }
-  for (std::size_t i = 0; i < to_size(batch) * query_row; ++i) queries.data[i] = normal(engine);
+  for (std::size_t i = 0; i < query_numbers; ++i) rows.queries.data[i] = normal(engine);
 
+  std::vector<step_input> stepping;
+  for (const sequence_id id : ids) stepping.push_back({id});
+  const auto queue = [&](auto step, const kv_rows<bfloat16>& now) {
+    for (int layer = 0; layer < layers; ++layer) {
+      step.append(layer, now);
+      step.attend(layer, {rows.out.data, query_numbers});
+    }
+    step.end();
+  };
   double seconds = 0.0;
   int flagged = 0, recalled = 0;
+  kv_rows<bfloat16> now;
   for (int step = 0; step < warm_up + steps; ++step) {
-    const float rest = std::sqrt(1.0f - similarity * similarity);
-    for (std::size_t i = 0; i < to_size(batch) * query_row; ++i)
-      queries.data[i] = similarity * queries.data[i] + rest * normal(engine);
-    kv_rows<bfloat16> now = new_keys(batch);
-    upload(queries_there.data, queries.data, queries.bytes, compute.get());
-    now.queries = {queries_there.data, to_size(batch) * query_row};
+    next_queries(rows.queries.data, rows.queries.data);
+    now = new_keys(batch);
+    upload(rows.queries_there.data, rows.queries.data, rows.queries.bytes, compute.get());
+    now.queries = {rows.queries_there.data, query_numbers};
     pipeline.synchronize();
     if (step >= warm_up) device::check(cudaProfilerStart(), "cudaProfilerStart");
     const auto begun = std::chrono::steady_clock::now();
-    std::vector<step_input> stepping;
-    for (const sequence_id id : ids) stepping.push_back({id});
-    auto decoding = pipeline.begin_step(stepping);
-    decoding.append(0, now);
-    decoding.attend(0, {out.data, to_size(batch) * query_row});
-    decoding.end();
+    queue(pipeline.begin_step(stepping), now);
     pipeline.synchronize();
     if (step < warm_up) continue;
     seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
     device::check(cudaProfilerStop(), "cudaProfilerStop");
-    const auto reports = pipeline.report(0);
-    flagged += reports.flagged_heads();
-    for (const sequence_id id : ids)
-      for (const int n : reports[id].recalled) recalled += n;
+    if constexpr (Kind == layer_kind::retrieval)
+      for (int layer = 0; layer < layers; ++layer) {
+        const auto reports = pipeline.report(layer);
+        flagged += reports.flagged_heads();
+        for (const sequence_id id : ids)
+          for (const int n : reports[id].recalled) recalled += n;
+      }
   }
+  const double each = static_cast<double>(steps) * layers;
   std::printf(
       "context %d, batch %d, similarity %.2f: %.1f us a step and layer, %.1f of %d heads flagged, %.1f "
-      "slices of "
-      "%zu bytes recalled\n",
-      context, batch, similarity, 1e6 * seconds / steps, static_cast<double>(flagged) / steps,
-      kv_heads * batch, static_cast<double>(recalled) / steps, pipeline.slice_bytes());
+      "slices of %zu bytes recalled\n",
+      context, batch, similarity, 1e6 * seconds / each, flagged / each, kv_heads * batch, recalled / each,
+      pipeline.slice_bytes());
+  if (replays == 0) return;
+
+  // Queries of the replays, and of those that warm up, one step behind the other.
+  const int all = replays + warm_up;
+  pinned<float> in_turn(to_size(all) * query_numbers);
+  for (int step = 0; step < all; ++step)
+    next_queries(in_turn.data + to_size(step) * query_numbers,
+                 step == 0 ? rows.queries.data : in_turn.data + to_size(step - 1) * query_numbers);
+  in_device<float> in_turn_there(to_size(all) * query_numbers);
+  upload(in_turn_there.data, in_turn.data, in_turn.bytes, compute.get());
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t replay = nullptr;
+  device::check(cudaStreamBeginCapture(compute.get(), cudaStreamCaptureModeThreadLocal),
+                "cudaStreamBeginCapture");
+  queue(pipeline.begin_captured_step({.entries = batch}), now);
+  device::check(cudaStreamEndCapture(compute.get(), &graph), "cudaStreamEndCapture");
+  device::check(cudaGraphInstantiate(&replay, graph, 0), "cudaGraphInstantiate");
+  std::vector<cudaEvent_t> points(to_size(all) + 1);
+  for (cudaEvent_t& point : points) device::check(cudaEventCreate(&point), "cudaEventCreate");
+  for (int step = 0; step < all; ++step) {
+    while (!pipeline.plan(stepping)) pipeline.wait();
+    device::check(cudaMemcpyAsync(rows.queries_there.data, in_turn_there.data + to_size(step) * query_numbers,
+                                  query_numbers * sizeof(float), cudaMemcpyDeviceToDevice, compute.get()),
+                  "cudaMemcpyAsync");
+    if (step == 0) device::check(cudaEventRecord(points[0], compute.get()), "cudaEventRecord");
+    device::check(cudaGraphLaunch(replay, compute.get()), "cudaGraphLaunch");
+    device::check(cudaEventRecord(points[to_size(step) + 1], compute.get()), "cudaEventRecord");
+  }
+  pipeline.synchronize();
+  std::vector<float> took(to_size(replays));
+  for (int step = 0; step < replays; ++step)
+    device::check(cudaEventElapsedTime(&took[to_size(step)], points[to_size(step + warm_up)],
+                                       points[to_size(step + warm_up) + 1]),
+                  "cudaEventElapsedTime");
+  std::sort(took.begin(), took.end());
+  double recalled_last = 0.0;
+  if constexpr (Kind == layer_kind::retrieval)
+    for (int layer = 0; layer < layers; ++layer)
+      for (const sequence_id id : ids)
+        for (const int n : pipeline.report(layer)[id].recalled) recalled_last += n;
+  cudaDeviceProp device{};
+  device::check(cudaGetDeviceProperties(&device, 0), "cudaGetDeviceProperties");
+  std::printf(
+      "{\"bench\": \"captured step\", \"case\": \"%s, %d tokens, batch %d, similarity %.2f, %d layers\", "
+      "\"metric\": \"time of a layer\", \"value\": %.3f, \"unit\": \"us\", \"slices_recalled_by_layer\": "
+      "%.2f, "
+      "\"device\": \"%s\"}\n",
+      name.c_str(), context, batch, static_cast<double>(similarity), layers,
+      1e3 * static_cast<double>(took[took.size() / 2]) / layers, recalled_last / layers, device.name);
+  for (const cudaEvent_t point : points) cudaEventDestroy(point);
+  cudaGraphExecDestroy(replay);
+  cudaGraphDestroy(graph);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int context = argc > 1 ? std::atoi(argv[1]) : 0, steps = argc > 2 ? std::atoi(argv[2]) : 4;
-  const float similarity = argc > 3 ? static_cast<float>(std::atof(argv[3])) : 0.95f;
-  const int batch = argc > 4 ? std::atoi(argv[4]) : 1;
-  if (context < 2 * chunk || steps < 1 || batch < 1 || !(similarity >= 0.0f && similarity <= 1.0f)) {
+  arguments of;
+  const auto number = [&](int i, int& to) {
+    if (argc > i) to = std::atoi(argv[i]);
+  };
+  number(1, of.context);
+  number(2, of.steps);
+  if (argc > 3) of.similarity = static_cast<float>(std::atof(argv[3]));
+  number(4, of.batch);
+  if (argc > 5) of.summary = argv[5];
+  number(6, of.layers);
+  number(7, of.replays);
+  if (of.context < 2 * chunk || of.steps < 1 || of.batch < 1 || of.layers < 1 || of.replays < 0 ||
+      !(of.similarity >= 0.0f && of.similarity <= 1.0f)) {
     std::fprintf(stderr,
-                 "usage: %s CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1] [SUMMARY], CONTEXT at least %d\n",
+                 "usage: %s CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1] [SUMMARY] [LAYERS 1] [REPLAYS 0], "
+                 "CONTEXT at least %d\n",
                  argv[0], 2 * chunk);
     return 2;
   }
-  const std::string summary = argc > 5 ? argv[5] : "min_max";
   if (int devices = 0; cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) return 77;
   try {
-    if (summary == "key_subspace")
-      run<subspace>(context, steps, similarity, batch, kv_heads * 25 * head_dim);
-    else if (summary == "key_codes")
-      run<codes>(context, steps, similarity, batch, kv_heads * books.floats_per_head());
+    if (of.summary == "key_subspace")
+      run<subspace>(of, to_size(of.layers) * kv_heads * 25 * head_dim);
+    else if (of.summary == "key_codes")
+      run<codes>(of, to_size(of.layers) * kv_heads * books.floats_per_head());
+    else if (of.summary == "window")
+      run<min_max, layer_kind::window>(of, 0);
+    else if (of.summary == "full")
+      run<min_max, layer_kind::complete>(of, 0);
     else
-      run<min_max>(context, steps, similarity, batch, 0);
+      run<min_max>(of, 0);
   } catch (const freekv::error& e) {
     std::fprintf(stderr, "%s\n", e.what());
     return 1;

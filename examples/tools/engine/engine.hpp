@@ -58,7 +58,7 @@ Settings settings_for(const engine_options& o) {
   s.model = {.layers = o.model.layers, .query_heads = o.model.query_heads, .kv_heads = o.model.kv_heads};
   s.budget = o.attends_to;
   s.capacity.max_tokens = o.max_tokens();
-  s.capacity.max_sequences = 2 * o.batch;  // others are preempted
+  s.capacity.max_sequences = o.context > 0 ? o.batch : 2 * o.batch;  // others are preempted
   s.capacity.max_resident = o.batch;
   s.capacity.max_decode_rows = o.draft;
   s.capacity.store_tokens = o.store_tokens;

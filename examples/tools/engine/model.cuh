@@ -40,10 +40,12 @@ using in_device = array<T, device::device_memory>;
 template <class T>
 using page_locked = array<T, device::pinned_memory>;
 
-/// The angle of a pair of numbers of a key or query.
+/// The angle of a pair of numbers of a key or query; in double precision, as an error of the power is
+/// multiplied by the position.
 FREEKV_HD inline float rope_angle(int position, int pair, const model_shape& model) {
-  const float turns = static_cast<float>(-2 * pair) / static_cast<float>(model.head_dim);
-  return static_cast<float>(position) * exp2f(turns * log2f(model.rope_base));
+  const double turns = static_cast<double>(-2 * pair) / model.head_dim;
+  constexpr double whole_turn = 6.283185307179586;
+  return static_cast<float>(fmod(position * pow(static_cast<double>(model.rope_base), turns), whole_turn));
 }
 namespace kernels {
 
