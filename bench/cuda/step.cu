@@ -124,7 +124,7 @@ void run(const arguments& of, std::size_t floats) {
   if (Kind == layer_kind::window) s.budget.window += 1024;  // it selects nothing
   s.capacity.max_tokens = context + steps + warm_up + (replays > 0 ? replays + warm_up : 0);
   s.capacity.max_sequences = batch;
-  device::owned_stream compute, recall;
+  device::owned_stream compute(true), recall;
   cuda_backend backend(compute.get(), recall.get());
   device::device_memory fast;
   device::pinned_memory slow;

@@ -349,7 +349,7 @@ class engine {
 
   engine_options options_;
   engine_observer* observer_;
-  device::owned_stream compute_, recall_;
+  device::owned_stream compute_{true}, recall_;
   device::device_memory fast_;
   device::pinned_memory slow_;
   cuda_backend backend_;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <freekv/core/size.hpp>
+#include <freekv/core/unroll.hpp>
 #include <freekv/policies/detail/token_codes.hpp>
 #include <freekv/policies/mean_summaries.hpp>
 
@@ -104,8 +105,19 @@ struct key_subspace<Rank, Bits>::head_policy {
   /// E q.
   template <team T>
   FREEKV_HD void prepare(T team, const group_query& query, float* prepared) const {
-    for (int r = 0; r < policy.rank; ++r)
-      prepared[r] = detail::inner_product(team, rows + r * query.head_dim, query.data, query.head_dim);
+    constexpr int at_once = 4;  // rows on their way before a product is written
+    const auto product = [&](int r) {
+      return detail::inner_product(team, rows + r * query.head_dim, query.data, query.head_dim);
+    };
+    int r = 0;
+    for (; r + at_once <= policy.rank; r += at_once) {
+      float products[at_once];
+      FREEKV_UNROLL
+      for (int i = 0; i < at_once; ++i) products[i] = product(r + i);
+      FREEKV_UNROLL
+      for (int i = 0; i < at_once; ++i) prepared[r + i] = products[i];
+    }
+    for (; r < policy.rank; ++r) prepared[r] = product(r);
   }
 
   template <team T>

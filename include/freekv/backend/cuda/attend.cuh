@@ -26,7 +26,7 @@ struct attend_tuning {
   int registers = 208;           ///< of a thread at most; two blocks a multiprocessor, as 184 are too
   int tensor_registers = 255;    ///< the same by tensor cores, where most are taken by pages that are decoded
   int heads = 4;                 ///< query heads that a team attends with by FMA; larger groups take several
-  int part_tokens = 64;          ///< of a budgeted row that one team attends to
+  int part_tokens = 64;          ///< of a budgeted row that one part covers
   int part_tokens_of_all = 512;  ///< of a row that attends to everything
   int rows_of_all = 16;          ///< that attend to everything in one launch; more take turns
   constexpr bool valid() const {
@@ -90,6 +90,40 @@ __device__ void store_tile(Team team, const Attention& attention, const Tile& ti
     const std::int64_t at = row.at(tile.query_head(h), part);
     return attention_part{scratch.log_sum + at, scratch.weighted + at * HeadDim};
   });
+}
+
+/// The same of what a block's warps have attended to, each with its `storage` of those `of_warps`, merged in
+/// their order.
+template <int HeadDim, class Team, class Attention, class Storage, class Tile>
+__device__ void store_shared_tile(Team team, const Attention& attention, Storage* of_warps, const Tile& tile,
+                                  const attention_scratch_memory& scratch, const parts_of_row& row,
+                                  int part) {
+  constexpr int warps = Attention::warps, pieces = HeadDim / 4;
+  Storage& mine = of_warps[thread_x() / 32];
+  team.sync();  // all lanes have read what had come
+  attention.store(team, [&](int h) { return mine.part(h); });
+  __syncthreads();
+#pragma unroll 1
+  for (int i = thread_x(); i < Tile::heads * pieces; i += threads_x()) {
+    const int h = i / pieces, piece = i % pieces;
+    if (!tile.has(h)) break;
+    float most = -infinity, sum = 0.0f;
+    float4 weighted{};
+    unroll<warps>(
+        [&](auto warp) { most = scalar_team{}.maximum(of_warps[warp].part(h).log_sum->max, most); });
+    unroll<warps>([&](auto warp) {
+      const attention_part of = of_warps[warp].part(h);
+      if (of.log_sum->max == -infinity) return;  // nothing, whatever its numbers are
+      const float by = ::expf(of.log_sum->max - most);
+      const float4 x = reinterpret_cast<const float4*>(of.weighted)[piece];
+      sum = ::fmaf(of.log_sum->sum, by, sum);
+      weighted = {::fmaf(x.x, by, weighted.x), ::fmaf(x.y, by, weighted.y), ::fmaf(x.z, by, weighted.z),
+                  ::fmaf(x.w, by, weighted.w)};
+    });
+    const std::int64_t at = row.at(tile.query_head(h), part);
+    reinterpret_cast<float4*>(scratch.weighted + at * HeadDim)[piece] = weighted;
+    if (piece == 0) scratch.log_sum[at] = {most, sum};
+  }
 }
 
 /// Rows of `parts` parts whose attention the scratch has room for at a time, at least 1.
@@ -178,6 +212,19 @@ struct attend_block<tensor_attention<HeadDim, Element>, HeadDim, Element, Codec>
   static constexpr sizes size{};
   using storage = typename attention_type::storage;
 };
+/// A block's shared memory.
+template <class Block>
+inline constexpr std::size_t attend_block_bytes = sizeof(typename Block::storage) * Block::teams;
+
+/// True of attention whose warps share a part of a row: each has some of its tokens, and what they have
+/// attended to is merged before it leaves the block, so that a short part is soon done.
+template <class Attention>
+inline constexpr bool shares_parts = requires {
+  typename Attention::turn;
+};
+/// Parts that a block attends to.
+template <class Attention, class Block>
+inline constexpr int parts_of_block = shares_parts<Attention> ? 1 : Block::teams;
 
 /// Rows of entry i of a list: in its slot, in the store if that keeps them as they are, or in an open page.
 template <class Codec, class State>
@@ -236,8 +283,8 @@ __device__ void merge_head(const State& s, const attention_scratch_memory& scrat
                                      {row, query_head, s.heads.query});
 }
 
-/// A team attends with a tile's query heads to one part of a row; the last block of the row and tile merges
-/// its parts.
+/// A team, or a block whose warps share it, attends with a tile's query heads to one part of a row; the last
+/// block of the row and tile merges its parts.
 template <multiplies By, class State, class Codec>
 __global__ void attend_parts(State s, Codec codec, step_view step, step_queries queries, attending_rows rows,
                              attention_scratch_memory scratch, attention_output out) {
@@ -246,8 +293,9 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
   using attention_type = tile_attention<By, d, element>;
   using block_type = attend_block<attention_type, d, element, Codec>;
   using storage = typename block_type::storage;
-  constexpr std::size_t of_teams = sizeof(storage) * block_type::teams, of_counter = sizeof(std::uint32_t);
-  __shared__ alignas(16) std::byte memory[of_teams > of_counter ? of_teams : of_counter];
+  constexpr int teams = block_type::teams, at_once = parts_of_block<attention_type, block_type>;
+  alignas(16) extern __shared__ std::byte attend_memory[];
+  auto* const of_teams = reinterpret_cast<storage*>(attend_memory);
   const typename attention_type::team_type team;
   const auto tile = head_tile<attention_type::heads>::nth(block_y(), s.heads.group());
   const int row = rows.first + block_z();
@@ -255,16 +303,15 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
   if (entry == nullptr || !rows.has(step, entry)) return;
   const auto list = attended_list::of(s, *entry, row, tile.kv_head, rows);
   const int each = entries_of_part(list.entries.complete, s.page.tokens, s.unit.tokens);
-  const int parts = (list.size() + each - 1) / each,
-            blocks = (parts + block_type::teams - 1) / block_type::teams;
+  const int parts = (list.size() + each - 1) / each, blocks = (parts + at_once - 1) / at_once;
   if (block_x() >= blocks) return;
 
   const int nth = thread_x() / team.lanes();
-  const int part = block_x() * block_type::teams + nth;
+  const int part = shares_parts<attention_type> ? block_x() : block_x() * teams + nth;
   const int begin = part * each, end = begin + each < list.size() ? begin + each : list.size();
   const parts_of_row to{std::int64_t{blockIdx.z} * s.heads.query, rows.parts};
   if (begin < end) {
-    storage& mine = reinterpret_cast<storage*>(memory)[nth];
+    storage& mine = of_teams[nth];
     attention_type attention(mine);
     begin_tile<d>(team, attention, tile, queries, row, s.scale);
     const auto entries = [&](int i) {
@@ -273,8 +320,9 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
       return entry_rows<element>{as_const(attended_slice<Codec>(s, list, i)), list.entries.range(i).tokens,
                                  attending};
     };
-    if constexpr (encodes_pages<Codec>)
-      for (int i = begin; i < end; ++i) {
+    if constexpr (encodes_pages<Codec>) {
+      constexpr int step = shares_parts<attention_type> ? teams : 1;
+      for (int i = begin + (step > 1 ? nth : 0); i < end; i += step) {
         const unsigned attending = attending_heads(s, list, i, tile);
         if (attending != 0 && is_encoded<Codec>(s, list, i))
           attend_encoded<block_type>(team, attention, s, codec, {list.step.sequence, list.head},
@@ -282,12 +330,18 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
         else
           attention.attend_entries(team, i, i + 1, entries, s.soft_cap);
       }
-    else
+    } else if constexpr (shares_parts<attention_type>) {
+      attention.attend_entries(team, begin, end, entries, s.soft_cap, {nth, teams});
+    } else {
       attention.attend_entries(team, begin, end, entries, s.soft_cap);
-    store_tile<d>(team, attention, tile, scratch, to, part);
+    }
+    if constexpr (shares_parts<attention_type>)
+      store_shared_tile<d>(team, attention, of_teams, tile, scratch, to, part);
+    else
+      store_tile<d>(team, attention, tile, scratch, to, part);
   }
   // Attention has no use for its memory any more.
-  auto& blocks_before = *reinterpret_cast<std::uint32_t*>(memory);
+  auto& blocks_before = *reinterpret_cast<std::uint32_t*>(attend_memory);
   const std::int64_t counter = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
   if (!is_last_block(scratch.blocks_attending + counter, blocks, blocks_before)) return;
   constexpr int merging = warp_merge<d>::threads;
@@ -316,15 +370,16 @@ void launch_attend(const State& s, const Codec& codec, const step_view& step, co
   constexpr multiplies by = multiplies_for<Wanted, d, typename State::element>;
   using attention_type = tile_attention<by, d, typename State::element>;
   using block_type = attend_block<attention_type, d, typename State::element, Codec>;
-  constexpr int lanes = block_type::lanes, threads = block_type::size.threads;
+  constexpr int threads = block_type::size.threads;
+  constexpr std::size_t bytes = std::max(attend_block_bytes<block_type>, sizeof(std::uint32_t));
   const int tiles = head_tile<attention_type::heads>::tiles_of(s.heads.group());
   const int at_once = rows_at_once(scratch, parts, s.heads.query);
   for (int first = 0; first < step.bounds.rows; first += at_once) {
     const attending_rows rows{first, std::min(at_once, step.bounds.rows - first), parts, everything, kind};
-    const dim3 grid(static_cast<unsigned>(blocks_for(std::int64_t{parts} * lanes, threads)),
+    const dim3 grid(static_cast<unsigned>(blocks_for(parts, parts_of_block<attention_type, block_type>)),
                     static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
-    launch("attend", {grid, threads, stream}, attend_parts<by, State, Codec>, s, codec, step, queries, rows,
-           scratch, to);
+    launch("attend", {grid, threads, stream, bytes}, attend_parts<by, State, Codec>, s, codec, step, queries,
+           rows, scratch, to);
   }
 }
 

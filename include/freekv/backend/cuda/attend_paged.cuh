@@ -122,17 +122,19 @@ struct paged_row {
 template <class Tuned, int HeadDim, class Element>
 using paged_tile = tile_attention<multiplies_for<Tuned::tuning.by, HeadDim, Element>, HeadDim, Element>;
 
-/// A team attends with a tile's query heads to one part of a row. The first part of a row without tokens is
-/// one that is empty.
+/// A team, or a block whose warps share it, attends with a tile's query heads to one part of a row. The first
+/// part of a row without tokens is one that is empty.
 template <class Tuned, int HeadDim, element Element>
 __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention attention, attending_rows rows,
                                    attention_scratch_memory scratch) {
   using attention_type = paged_tile<Tuned, HeadDim, Element>;
   using block_type = attend_block<attention_type, HeadDim, Element, identity>;
-  __shared__ typename block_type::storage shared[block_type::teams];
+  alignas(16) extern __shared__ std::byte attend_memory[];
+  auto* const of_teams = reinterpret_cast<typename block_type::storage*>(attend_memory);
   const typename attention_type::team_type team;
   const auto tile = head_tile<attention_type::heads>::nth(block_y(), attention.heads.group());
-  const int part = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
+  const int nth_team = thread_x() / team.lanes();
+  const int part = shares_parts<attention_type> ? block_x() : block_x() * block_type::teams + nth_team;
   const int nth = rows.first + block_z();
   const paged_row row = paged_row::of(attention, cache.seq_lens, nth);
   if (row.tokens < 0 || part >= rows.parts) return;
@@ -141,7 +143,7 @@ __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention a
   const int begin = part * each, end = begin + each < tokens ? begin + each : tokens;
   if (begin >= end && part > 0) return;
 
-  attention_type attended(shared[thread_x() / team.lanes()]);
+  attention_type attended(of_teams[nth_team]);
   begin_tile<HeadDim>(team, attended, tile,
                       step_queries{attention.queries, std::int64_t{attention.heads.query} * HeadDim}, nth,
                       attention.scale);
@@ -150,9 +152,16 @@ __global__ void attend_paged_parts(paged_cache<Element> cache, paged_attention a
     return entry_rows<Element>{cache.slice(row.sequence, nth_block, tile.kv_head),
                                end - first < block ? end - first : block, ~0u};
   };
-  attended.attend_entries(team, begin / block, (end + block - 1) / block, blocks, attention.soft_cap);
+  const int first_block = begin / block, end_block = (end + block - 1) / block;
   const parts_of_row to{std::int64_t{blockIdx.z} * attention.heads.query, rows.parts};
-  store_tile<HeadDim>(team, attended, tile, scratch, to, part);
+  if constexpr (shares_parts<attention_type>) {
+    attended.attend_entries(team, first_block, end_block, blocks, attention.soft_cap,
+                            {nth_team, block_type::teams});
+    store_shared_tile<HeadDim>(team, attended, of_teams, tile, scratch, to, part);
+  } else {
+    attended.attend_entries(team, first_block, end_block, blocks, attention.soft_cap);
+    store_tile<HeadDim>(team, attended, tile, scratch, to, part);
+  }
 }
 
 /// A warp merges the parts of one query head of a row, and writes its output.
@@ -217,17 +226,16 @@ void attend_paged(const paged_cache<Element>& cache, const paged_attention& atte
   using attention_type = paged_tile<Tuned, HeadDim, Element>;
   using block_type = attend_block<attention_type, HeadDim, Element, identity>;
   constexpr int threads = block_type::size.threads;
-  constexpr std::int64_t lanes = block_type::lanes;
   const int query_heads = attention.heads.query;
   const int parts = paged_parts(attention, cache.block_tokens);
   const int tiles = head_tile<attention_type::heads>::tiles_of(attention.heads.group());
   const int at_once = rows_at_once(scratch, parts, query_heads);
   for (int first = 0; first < attention.max_rows(); first += at_once) {
     const attending_rows rows{first, std::min(at_once, attention.max_rows() - first), parts};
-    const dim3 grid(static_cast<unsigned>(blocks_for(parts * lanes, threads)),
+    const dim3 grid(static_cast<unsigned>(blocks_for(parts, parts_of_block<attention_type, block_type>)),
                     static_cast<unsigned>(attention.heads.kv * tiles), static_cast<unsigned>(rows.count));
-    launch("attention to a paged cache", {grid, threads, stream}, attend_paged_parts<Tuned, HeadDim, Element>,
-           cache, attention, rows, scratch);
+    launch("attention to a paged cache", {grid, threads, stream, attend_block_bytes<block_type>},
+           attend_paged_parts<Tuned, HeadDim, Element>, cache, attention, rows, scratch);
     launch("merge of attention to a paged cache",
            {dim3(static_cast<unsigned>(rows.count * query_heads)), warp_merge<HeadDim>::threads, stream},
            merge_paged_parts<HeadDim>, attention, cache.seq_lens, cache.block_tokens, cache.max_blocks, rows,

@@ -55,13 +55,13 @@ struct head_of_row {
   int head, heads;
 };
 
-/// A warp that merges the parts of one query head of a row, one behind the other as `merge_parts` does, so
-/// that a row has the same bits whether it is of a prompt or not; a lane has four numbers or eight.
+/// A warp that merges the parts of one query head of a row, up to 32 relative to their largest maximum; a
+/// lane has four numbers or eight.
 template <int HeadDim>
 class warp_merge {
   static_assert(HeadDim % 4 == 0);
   static constexpr int pieces = HeadDim / 4, share = (pieces + 31) / 32;
-  static constexpr int at_once = 8 / share;  // parts whose numbers are in flight
+  static constexpr int at_once = 16 / share;  // parts whose numbers are in flight
   static constexpr unsigned all = ~0u;
 
  public:
@@ -72,7 +72,10 @@ class warp_merge {
   __device__ static void merge(const attention_scratch_memory& scratch, std::int64_t first, int count,
                                float sink_logit, const attention_output& to, const head_of_row& out) {
     warp_merge merged;
+#pragma unroll 1
     for (int part = 0; part < count; part += 32) merged.add(scratch, first + part, min(32, count - part));
+    for (int half = 16; half > 0; half /= 2)
+      merged.log_sum_.sum = rounded_sum(merged.log_sum_.sum, __shfl_xor_sync(all, merged.log_sum_.sum, half));
     if (sink_logit != -infinity) {  // NaN counts
       if (!(sink_logit <= merged.log_sum_.max)) merged.scale(merged.log_sum_.raise(sink_logit));
       merged.log_sum_.sum = rounded_sum(merged.log_sum_.sum, ::expf(sink_logit - merged.log_sum_.max));
@@ -115,24 +118,20 @@ class warp_merge {
       x = {x.x * by, x.y * by, x.z * by, x.w * by};
     });
   }
-  /// Adds `count` parts from `first` on, at most 32. A lane knows of one part what is multiplied by when it
-  /// is added: what was there before (`keep`), and the part.
+  /// Adds `count` parts from `first` on, at most 32, of which a lane knows one.
   __device__ void add(const attention_scratch_memory& scratch, std::int64_t first, int count) {
     log_sum_exp of_part;
     if (lane() < count) of_part = scratch.log_sum[first + lane()];
-    float after = of_part.max;  // the maximum, with this part and all before it
-    for (int step = 1; step < 32; step *= 2) {
-      const float before = __shfl_up_sync(all, after, step);
-      if (lane() >= step) after = scalar_team{}.maximum(before, after);
-    }
-    after = scalar_team{}.maximum(log_sum_.max, after);
-    float before = __shfl_up_sync(all, after, 1);
-    if (lane() == 0) before = log_sum_.max;
-    const float raised = before != before ? before : before > -infinity ? ::expf(before - after) : 0.0f;
-    const float keep = of_part.max <= before ? 1.0f : raised;
-    const float factor = ::expf(of_part.max - after), sum = of_part.sum * factor;
+    float most = of_part.max;
+    for (int half = 16; half > 0; half /= 2)
+      most = scalar_team{}.maximum(most, __shfl_xor_sync(all, most, half));
+    if (!(most <= log_sum_.max)) scale(log_sum_.raise(most));
     // Nothing is added of parts whose log-sum-exp is -infinity, whatever their numbers are.
-    const unsigned present = __ballot_sync(all, of_part.max != -infinity);
+    const bool is_present = of_part.max != -infinity;
+    const unsigned present = __ballot_sync(all, is_present);
+    const float factor = is_present ? ::expf(of_part.max - log_sum_.max) : 0.0f;
+    log_sum_.sum = ::fmaf(of_part.sum, factor, log_sum_.sum);
+#pragma unroll 1
     for (int part = 0; part < count; part += at_once) {
       float4 numbers[at_once][share];
       unroll<at_once>([&](auto n) {
@@ -143,21 +142,18 @@ class warp_merge {
         });
       });
       unroll<at_once>([&](auto n) {
-        const float kept = __shfl_sync(all, keep, part + n), by = __shfl_sync(all, factor, part + n),
-                    of_sum = __shfl_sync(all, sum, part + n);
+        const float by = __shfl_sync(all, factor, (part + n) % 32);
         if (part + n >= count || (present >> (part + n) & 1u) == 0) return;
-        log_sum_.sum = rounded_sum(log_sum_.sum * kept, of_sum);
         unroll<share>([&](auto i) {
           const float4 &w = weighted_[i], &x = numbers[n][i];
-          weighted_[i] = {rounded_sum(w.x * kept, x.x * by), rounded_sum(w.y * kept, x.y * by),
-                          rounded_sum(w.z * kept, x.z * by), rounded_sum(w.w * kept, x.w * by)};
+          weighted_[i] = {::fmaf(x.x, by, w.x), ::fmaf(x.y, by, w.y), ::fmaf(x.z, by, w.z),
+                          ::fmaf(x.w, by, w.w)};
         });
       });
     }
-    log_sum_.max = __shfl_sync(all, after, count - 1);
   }
 
-  log_sum_exp log_sum_;  // which all lanes know
+  log_sum_exp log_sum_;  // whose maximum all lanes know, while each has a share of the sum
   float4 weighted_[share]{};
 };
 

@@ -93,7 +93,9 @@ __global__ void attend_staged(State s, step_view step, step_queries queries, att
   using element = typename State::element;
   using attention_type = tile_attention<By, d, element>;
   using block_type = attend_block<attention_type, d, element, identity>;
-  __shared__ typename block_type::storage shared[block_type::teams];
+  alignas(16) extern __shared__ std::byte attend_memory[];
+  auto& shared =
+      reinterpret_cast<typename block_type::storage*>(attend_memory)[thread_x() / block_type::lanes];
   constexpr row_team<d> merging;
   const typename attention_type::team_type team;
   const auto tile = head_tile<attention_type::heads>::nth(block_y(), s.heads.group());
@@ -106,7 +108,7 @@ __global__ void attend_staged(State s, step_view step, step_queries queries, att
   for (int part = which.first_part; part < which.first_part + which.parts; ++part) {
     const int begin = max(part * which.pages, first_page), end = min((part + 1) * which.pages, end_page);
     if (begin >= end) continue;
-    attention_type attention(shared[thread_x() / team.lanes()]);
+    attention_type attention(shared);
     begin_tile<d>(team, attention, tile, queries, rows.first + nth, s.scale);
     const auto pages = [&](int page) {
       const page_range of_page = list.range(page - first_page);
@@ -166,8 +168,8 @@ void launch_prefill(const State& s, const Codec& codec, const step_view& step, c
                codec, step, which, staging);
         const dim3 grid(count(blocks_for(std::int64_t{rows.count} * lanes, threads)),
                         count(s.heads.kv * tiles));
-        launch("attention of prompts", {grid, threads, stream}, attend_staged<by, State>, s, step, queries,
-               rows, which, staging, scratch);
+        launch("attention of prompts", {grid, threads, stream, attend_block_bytes<block_type>},
+               attend_staged<by, State>, s, step, queries, rows, which, staging, scratch);
       }
       launch("output of prompts", {dim3(count(rows.count * s.heads.query)), warp_merge<d>::threads, stream},
              finish_prompts<State>, s, step, rows, scratch, to);

@@ -51,6 +51,10 @@ void launch(const char* what, const launch_shape& shape, void (*kernel)(Paramete
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = shape.stream;
+  if (shape.shared_bytes > 48 << 10)  // which a kernel is to be allowed
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shape.shared_bytes)),
+          what);
   check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), what);
 }
 
@@ -160,8 +164,13 @@ class stream {
 /// A stream of its own, which waits for no other.
 class owned_stream {
  public:
-  owned_stream() {
-    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  /// `goes_first`: blocks of its kernels come before those of other streams, where both wait for room. An
+  /// engine's compute stream does, so that recall takes what it leaves.
+  explicit owned_stream(bool goes_first = false) {
+    int last = 0, first = 0;
+    check(cudaDeviceGetStreamPriorityRange(&last, &first), "cudaDeviceGetStreamPriorityRange");
+    check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, goes_first ? first : last),
+          "cudaStreamCreateWithPriority");
   }
   owned_stream(const owned_stream&) = delete;
   owned_stream& operator=(const owned_stream&) = delete;

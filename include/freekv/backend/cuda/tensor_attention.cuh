@@ -124,13 +124,11 @@ class tensor_attention {
   static constexpr int query_pieces = query_in_registers ? 1 : tiles * parts;
 
  public:
-  static constexpr int warps = HeadDim <= 128 ? 2 : 1;  ///< of a block
+  static constexpr int warps = HeadDim <= 128 ? 4 : 2;  ///< of a block, which share a part
+
  private:
-  static constexpr int room = (48 << 10) / warps;  // of a warp's shared memory
-  static constexpr int query_bytes = query_in_registers ? 0 : query_pieces * 32 * 8;
-  static constexpr int fitting = (room - query_bytes) / static_cast<int>(sizeof(tile));
-  static constexpr int stages = fitting < 4 ? fitting : 4;
-  static_assert(stages >= 2, "a block of tokens is attended while the next one is on its way");
+  static constexpr int fitting = (16 << 10) / static_cast<int>(sizeof(tile));  // in what a warp's ring takes
+  static constexpr int stages = fitting < 2 ? 2 : fitting < 4 ? fitting : 4;
   struct query_pieces_of_lanes {
     element_pairs<2> piece[query_pieces][32];
   };
@@ -142,6 +140,16 @@ class tensor_attention {
     tile ring[stages];
     /// Room for `tokens_at_once` rows of keys, and of values behind them, while nothing is on its way.
     __device__ Element* rows() { return reinterpret_cast<Element*>(ring); }
+    /// Room for what head h has attended to, when nothing comes any more.
+    __device__ attention_part part(int h) {
+      static_assert(sizeof ring >= heads * (HeadDim * sizeof(float) + sizeof(log_sum_exp)));
+      float* const numbers = reinterpret_cast<float*>(ring);
+      return {reinterpret_cast<log_sum_exp*>(numbers + heads * HeadDim) + h, numbers + h * HeadDim};
+    }
+  };
+  /// Which blocks of tokens a warp has: one of `warps`, in turn.
+  struct turn {
+    int warp = 0, warps = 1;
   };
 
   __device__ explicit tensor_attention(storage& shared) : shared_(shared) {}
@@ -189,38 +197,46 @@ class tensor_attention {
     unroll<tiles * 4>([&](auto i) { weighted_[i / 4][i % 4] = 0.0f; });
   }
 
-  /// Adds the entries from `begin` to before `end`: `entries(i)` is an `entry_rows`. Each lane is asked for
-  /// others, so that what an entry's address hangs on is on its way for many at a time.
+  /// Adds the warp's blocks of the entries from `begin` to before `end`: `entries(i)` is an `entry_rows`.
+  /// Each lane is asked for others, so that what an entry's address hangs on is on its way for many at a
+  /// time. The loop's code is there once: what is fetched to be run a few times takes longer than to run it.
   template <class Entries>
-  __device__ void attend_entries(team_type team, int begin, int end, const Entries& entries, float soft_cap) {
-    entry_rows<Element> mine, now;
-    int next = begin, first = 0;  // entry behind `now`, token of `now`
+  __device__ void attend_entries(team_type team, int begin, int end, const Entries& entries, float soft_cap,
+                                 const turn& mine = {}) {
+    entry_rows<Element> found, now;
+    int next = begin, first = mine.warp * tokens_at_once;  // entry behind `now`, token of `now`
     const auto fill = [&](tile& to) {
       while (first >= now.tokens && next < end) {
+        first -= (now.tokens + tokens_at_once - 1) / tokens_at_once * tokens_at_once;
         const int nth = (next - begin) % 32;
-        if (nth == 0) mine = next + team.lane() < end ? entries(next + team.lane()) : entry_rows<Element>{};
-        now = mine.of_lane(nth);
+        if (nth == 0) found = next + team.lane() < end ? entries(next + team.lane()) : entry_rows<Element>{};
+        now = found.of_lane(nth);
         if (now.attending == 0) now.tokens = 0;
-        first = 0;
         ++next;
       }
       waiting_block block;
       if (first < now.tokens) {
         block = {min(now.tokens - first, tokens_at_once), now.attending};
         copy_tile(team, to, rows_behind(now.rows, first), block.tokens);
-        first += tokens_at_once;
+        first += mine.warps * tokens_at_once;
       }
       __pipeline_commit();
       return block;
     };
     waiting_block waiting[stages];
-    unroll<stages>([&](auto i) { waiting[i] = fill(shared_.ring[i]); });
-    for (int stage = 0; waiting[0].tokens > 0; stage = stage + 1 < stages ? stage + 1 : 0) {
+    int stage = 0, filled = 0;
+#pragma unroll 1
+    for (;;) {
       tile& at = shared_.ring[stage];
-      __pipeline_wait_prior(stages - 1);
-      attend_block(team, of_tile{at, team.lane()}, waiting[0].tokens, soft_cap, waiting[0].attending);
+      if (filled >= stages) {
+        if (waiting[0].tokens == 0) break;
+        __pipeline_wait_prior(stages - 1);
+        attend_block(team, of_tile{at, team.lane()}, waiting[0].tokens, soft_cap, waiting[0].attending);
+      }
       unroll<stages - 1>([&](auto i) { waiting[i] = waiting[i + 1]; });
       waiting[stages - 1] = fill(at);
+      ++filled;
+      stage = stage + 1 < stages ? stage + 1 : 0;
     }
   }
 
@@ -240,9 +256,11 @@ class tensor_attention {
   __device__ void store(team_type team, const Places& places) const {
     const int nth = team.lane() / 4, quarter = team.lane() % 4;
     unroll<2>([&](auto j) {
+      log_sum_exp log_sum = log_sum_[j];
+      log_sum.sum = across_tokens(log_sum.sum, [](float a, float b) { return rounded_sum(a, b); });
       const attention_part to = places(2 * quarter + j);
       if (to.log_sum == nullptr) return;
-      if (nth == 0) *to.log_sum = log_sum_[j];
+      if (nth == 0) *to.log_sum = log_sum;
       constexpr int at_once = value_pairs < 2 ? 2 : 4;  // numbers, of 2 * value_pairs that are neighbours
       struct alignas(4 * at_once) piece {
         float x[at_once];
@@ -294,7 +312,7 @@ class tensor_attention {
   storage& shared_;
   element_pairs<2> query_[query_in_registers ? tiles * parts : 1];  // by tile and part
   float back_[2];  // what scores are multiplied by, as queries have been brought into range
-  log_sum_exp log_sum_[2];
+  log_sum_exp log_sum_[2];  // the sums of the thread's own tokens
   float weighted_[tiles][4];
 
   __device__ element_pairs<2>& query_piece(int i) {
@@ -364,8 +382,7 @@ class tensor_attention {
   /// Scores of a block's tokens g and g + 8 with the thread's two heads, as `add_product` deals them.
   template <class Block>
   __device__ void multiply_keys(const Block& block, float (&scores)[4]) {
-    float rest[4];
-    unroll<4>([&](auto i) { scores[i] = rest[i] = 0.0f; });
+    float sums[parts][4] = {};  // by part, so that products do not wait for each other
     unroll<key_runs>([&](auto run) {
       const auto low = block.key(run, 0), high = block.key(run, 1);
       unroll<key_run / 4>([&](auto i) {
@@ -373,35 +390,45 @@ class tensor_attention {
                                        high.pair[2 * i + 1]};
         unroll<parts>([&](auto part) {
           const element_pairs<2> query = query_piece((run * (key_run / 4) + i) * parts + part);
-          add_product<Element>(part == 0 ? scores : rest, both, query.pair);
+          add_product<Element>(sums[part], both, query.pair);
         });
       });
     });
-    unroll<4>([&](auto i) { scores[i] = rounded_sum(scores[i], rest[i]); });
+    unroll<4>([&](auto i) {
+      scores[i] = sums[parts - 1][i];
+      unroll<parts - 1>([&](auto part) { scores[i] = rounded_sum(sums[parts - 2 - part][i], scores[i]); });
+    });
   }
 
-  /// Scores to weights, relative to a maximum that may rise with them.
+  /// Scores to weights, relative to a maximum that may rise with them, which it does seldom: threads look at
+  /// each other's scores where one of theirs is larger than all before.
   __device__ void weigh(team_type team, int count, float soft_cap, unsigned attending, float (&scores)[4]) {
     const int nth = team.lane() / 4, quarter = team.lane() % 4;
+    float most[2];
+    bool rises = false;
     unroll<2>([&](auto j) {
-      float most = -infinity;
+      most[j] = -infinity;
       unroll<2>([&](auto t) {
         float& score = scores[2 * t + j];
         score *= back_[j];
         const bool counts = nth + 8 * t < count && (attending >> (2 * quarter + j) & 1u) != 0;
         score = !counts ? -infinity : soft_cap > 0.0f ? soft_cap * ::tanhf(score / soft_cap) : score;
-        most = scalar_team{}.maximum(score, most);
+        most[j] = scalar_team{}.maximum(score, most[j]);
       });
-      most = across_tokens(most, [](float a, float b) { return scalar_team{}.maximum(a, b); });
-      log_sum_exp& log_sum = log_sum_[j];
-      const float factor = most <= log_sum.max ? 1.0f : log_sum.raise(most);
-      unroll<tiles * 2>([&](auto i) { weighted_[i / 2][i % 2 * 2 + j] *= factor; });
-      const bool nothing = log_sum.max == -infinity;  // but -infinity so far
+      rises = rises || !(most[j] <= log_sum_[j].max);
+    });
+    if (__any_sync(~0u, rises))
+      unroll<2>([&](auto j) {
+        const float of_all =
+            across_tokens(most[j], [](float a, float b) { return scalar_team{}.maximum(a, b); });
+        const float factor = of_all <= log_sum_[j].max ? 1.0f : log_sum_[j].raise(of_all);
+        unroll<tiles * 2>([&](auto i) { weighted_[i / 2][i % 2 * 2 + j] *= factor; });
+      });
+    unroll<2>([&](auto j) {
+      const bool nothing = log_sum_[j].max == -infinity;  // but -infinity so far
       unroll<2>(
-          [&](auto t) { scores[2 * t + j] = nothing ? 0.0f : ::expf(scores[2 * t + j] - log_sum.max); });
-      log_sum.sum =
-          rounded_sum(log_sum.sum, across_tokens(rounded_sum(scores[j], scores[2 + j]),
-                                                 [](float a, float b) { return rounded_sum(a, b); }));
+          [&](auto t) { scores[2 * t + j] = nothing ? 0.0f : ::expf(scores[2 * t + j] - log_sum_[j].max); });
+      log_sum_[j].sum = rounded_sum(log_sum_[j].sum, rounded_sum(scores[j], scores[2 + j]));
     });
   }
   template <class Combine>
