@@ -68,10 +68,21 @@ __device__ log_sum_exp log_sum_of_all(const float* pooled, int count, Storage& s
   return log_sum;
 }
 
-/// Keys of candidates, a float each, of which the larger are better; a pinned one's is less than all others.
-FREEKV_HD inline std::uint32_t candidate_key(const row_candidates& candidates, int j, float score) {
-  return score == -infinity && candidates.is_pinned(j) ? 0u : order_bits(score);
-}
+/// Keys of candidates, of which the larger are better; a pinned one's is less than all others.
+struct candidate_keys {
+  const float* pooled;
+  const row_candidates& candidates;
+
+  __device__ std::uint32_t operator()(int i) const { return order_bits(pooled[i]); }
+  /// Of the `count` keys from candidate `begin` on. A pinned one has no part in what is pooled.
+  __device__ void amend(std::uint32_t* keys, int begin, int count) const {
+#pragma unroll 1
+    for (int i = thread_x(); i < candidates.pinned.count; i += threads_x()) {
+      const int j = candidates.pinned.units[i] - candidates.first - begin;
+      if (j >= 0 && j < count && keys[j] == order_bits(-infinity)) keys[j] = 0;
+    }
+  }
+};
 
 /// Selects among the first `count` candidates that are not pinned, to `units`, ascending; returns how many,
 /// on all threads.
@@ -82,7 +93,7 @@ __device__ int select_unpinned(const Selection& selection, const float* pooled,
   const int thread = thread_x(), threads = threads_x();
   const int first = candidates.first, most = selection.count(candidates.unpinned(count), k);
   const radix_select<block_selection_default.threads> select(shared.radix);
-  select.largest([&](int i) { return candidate_key(candidates, i, pooled[i]); }, count, most,
+  select.largest(candidate_keys{pooled, candidates}, count, most,
                  [&](int nth, int i) { units[nth] = first + i; });
   __syncthreads();
   if constexpr (selection_by_mass<Selection>) {
@@ -123,6 +134,7 @@ __device__ int select_best(const Selection& selection, const float* pooled, cons
   const int thread = thread_x(), threads = threads_x();
   const unit_list& pinned = candidates.pinned;
   if (candidates.unpinned(count) <= select_all_up_to) {
+#pragma unroll 1
     for (int i = thread; i < count; i += threads) units[i] = candidates.first + i;
     __syncthreads();
     return count;

@@ -38,8 +38,7 @@ __global__ void keep_best(State s, Summary summary, step_view step, selection_sc
   if (!all) {
     const float* const pooled = scratch.pooled_of(for_next, nth, pooled_row(s, job, row));
     const radix_select<keep_default.threads> select(shared);
-    select.largest([&](int i) { return candidate_key(candidates, i, pooled[i]); }, count,
-                   summary.kept(unpinned, s.budget.selected_units),
+    select.largest(candidate_keys{pooled, candidates}, count, summary.kept(unpinned, s.budget.selected_units),
                    [&](int, int i) { atomicMin(&least, ordered_key(pooled[i], candidates.first + i)); });
     __syncthreads();
   }

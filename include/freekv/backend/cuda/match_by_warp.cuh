@@ -41,6 +41,7 @@ __device__ void match_by_warp(const Residency& residency, const std::int32_t* wa
     if (is_free) shared.free[free + before_me(lanes)] = static_cast<std::int16_t>(slot);
     free += __popc(lanes);
   };
+#pragma unroll 1
   for (int first = 0; first < slots.count; first += 32) {
     const int slot = first + lane;
     const std::int32_t unit = slot < slots.count ? slots.unit[slot] : -1;
@@ -68,6 +69,7 @@ __device__ void match_by_warp(const Residency& residency, const std::int32_t* wa
     const auto unselected_at = [&](int slot) {
       return slots.unit[slot] >= 0 && slots.last_selected[slot] != nth;
     };
+#pragma unroll 1
     for (int first = 0; first < slots.count; first += 32) {
       const int slot = first + lane;
       bool is_free = slot < slots.count && slots.unit[slot] < 0;
@@ -87,13 +89,16 @@ __device__ void match_by_warp(const Residency& residency, const std::int32_t* wa
     __syncwarp();  // all have looked at the slots
   }
   int misses = 0;
+#pragma unroll 1
   for (int first = 0; first < count; first += 32) {
     const int i = first + lane;
     misses += __popc(__ballot_sync(all, i < count && shared.slot[i] < 0));
   }
   counted(misses);
+#pragma unroll 1
   for (int i = misses + lane; i < free; i += 32) slots.unit[shared.free[i]] = -1;
   int filled = 0;
+#pragma unroll 1
   for (int first = 0; first < count; first += 32) {
     const int i = first + lane;
     const bool there = i < count, missed = there && shared.slot[i] < 0;

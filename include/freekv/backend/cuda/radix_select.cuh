@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cub/block/block_scan.cuh>
 #include <freekv/backend/cuda/thread.cuh>
 #include <freekv/config.hpp>
 #include <freekv/core/unroll.hpp>
@@ -11,18 +10,23 @@ namespace freekv::device {
 
 /// A block of `Threads` threads that selects: four passes over keys of 32 bits find the least that is
 /// selected, 8 bits at a time, and a fifth writes what is at least that, in order. O(keys / Threads), and any
-/// number selected. Keys are looked up once where registers hold a row's, and else in each pass.
+/// number selected. Keys are looked up once where shared memory holds a row's, and else in each pass.
+///
+/// A selection runs once a launch, and its code is then read from memory: loops stay loops, with as little
+/// in them as keeps a few loads on their way.
 template <int Threads>
 class radix_select {
   static_assert(Threads >= 256 && Threads <= 1024 && Threads % 32 == 0, "a thread for each of 256 digits");
-  using scan = cub::BlockScan<int, Threads>;
-  static constexpr int digits = 256;
-  static constexpr int of_thread = 16, tile = Threads * of_thread;  // keys
+  static constexpr int digits = 256, warps = Threads / 32;
+  static constexpr int at_once = 4;  // keys that a thread looks up at a time
+  static constexpr int tile = 4096 / (at_once * Threads) * (at_once * Threads);  // keys
+  static constexpr unsigned all_lanes = 0xffffffffu;
 
  public:
   struct storage {
-    typename scan::TempStorage scan_storage;
+    uint4 keys[tile / 4];
     int histogram[digits];
+    int of_warp[warps];
     std::uint32_t bits;  // of the least selected key, as far as they are known
     int rest;            // how many of those that share these bits are selected
   };
@@ -35,42 +39,19 @@ class radix_select {
     int equal = 0;
   };
 
-  /// The keys `key_of(0)` to `key_of(size - 1)`, a tile at a time: a warp has neighbouring ones, 32 in turn.
+  /// The keys `key_of(0)` to `key_of(size - 1)`, a tile of them in shared memory at a time, with keys of 0
+  /// behind the last: they are no larger than others, and behind those that they equal. A `key_of` with
+  /// `amend(keys, begin, count)` changes some of a tile's by all threads of the block.
   template <class KeyOf>
   class row {
    public:
     __device__ row(const KeyOf& key_of, int size) : key_of_(key_of), size_(size) {}
-    /// Calls `use()` for each tile.
-    template <class Use>
-    __device__ void for_tiles(const Use& use) {
-#pragma unroll 1
-      for (int begin = 0; begin < size_; begin += tile) {
-        if (begin != loaded_) load(begin);
-        use();
-      }
-    }
-    /// Calls `use(i, key, there)` for the thread's keys of the tile in turn, with whole warps.
-    template <class Use>
-    __device__ void for_keys(const Use& use) const {
-      unroll<of_thread>([&](auto nth) {
-        if (nth < turns_) use(first_ + 32 * nth, keys_[nth], first_ + 32 * nth < size_);
-      });
-    }
 
    private:
-    __device__ void load(int begin) {
-      const int thread = thread_x();
-      loaded_ = begin;
-      turns_ = (min(size_ - begin, tile) + Threads - 1) / Threads;
-      first_ = begin + thread / 32 * 32 * turns_ + thread % 32;
-      unroll<of_thread>([&](auto nth) {
-        const int i = first_ + 32 * nth;
-        if (nth < turns_) keys_[nth] = i < size_ ? key_of_(i) : 0;
-      });
-    }
+    friend class radix_select;
     const KeyOf& key_of_;
-    int size_, loaded_ = -1, turns_ = 0, first_ = 0;
-    std::uint32_t keys_[of_thread];
+    int size_, loaded_ = -1;
+    int turns_ = 0;  // keys of the tile that a thread has
   };
 
   /// Calls `write(nth, i)` for the `count` largest of a row of `size`, i ascending and nth from 0. `count` is
@@ -85,22 +66,41 @@ class radix_select {
   /// The least of the `count` largest keys; `count` is at least 1.
   template <class KeyOf>
   __device__ least_key least_of_largest(row<KeyOf>& keys, int count) const {
-    std::uint32_t bits = 0, known = 0;
+    const int lane = thread_ % 32, warp = thread_ / 32, digit = digits - 1 - thread_;  // the largest first
+    std::uint32_t bits = 0;
     int rest = count;
-#pragma unroll 1  // its body is long, and the same each time
+    if (digit >= 0) shared_.histogram[digit] = 0;
+#pragma unroll 1
     for (int shift = 24; shift >= 0; shift -= 8) {
-      for (int i = thread_; i < digits; i += Threads) shared_.histogram[i] = 0;
+#pragma unroll 1
+      for (int begin = 0; begin < keys.size_; begin += tile) {
+        load(keys, begin);
+#pragma unroll 1
+        for (int i = thread_; i < keys.turns_ * (Threads / 4); i += Threads) {
+          const uint4 four = shared_.keys[i];
+          // Of keys that share the bits above, and no others, what is left is one digit.
+          const auto add = [&](std::uint32_t key) {
+            if (const std::uint32_t at = (key - bits) >> shift; at < digits)
+              atomicAdd(&shared_.histogram[at], 1);
+          };
+          add(four.x), add(four.y), add(four.z), add(four.w);
+        }
+      }
       __syncthreads();
-      keys.for_tiles([&] {
-        keys.for_keys([&](int, std::uint32_t key, bool there) {
-          if (there && (key & known) == bits) atomicAdd(&shared_.histogram[key >> shift & (digits - 1)], 1);
-        });
-      });
+      int of_digit = 0;
+      if (digit >= 0) {
+        of_digit = shared_.histogram[digit];
+        shared_.histogram[digit] = 0;
+      }
+      int larger = of_digit;  // and it
+#pragma unroll 1
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_up_sync(all_lanes, larger, distance);
+        if (lane >= distance) larger += before;
+      }
+      if (lane == 31) shared_.of_warp[warp] = larger;
       __syncthreads();
-      // From the largest digit down.
-      const int digit = digits - 1 - thread_, of_digit = digit >= 0 ? shared_.histogram[digit] : 0;
-      int larger;
-      scan(shared_.scan_storage).ExclusiveSum(of_digit, larger);
+      larger += sum_of_warps(warp) - of_digit;
       if (larger < rest && rest <= larger + of_digit) {
         shared_.bits = bits | static_cast<std::uint32_t>(digit) << shift;
         shared_.rest = rest - larger;
@@ -108,7 +108,6 @@ class radix_select {
       __syncthreads();
       bits = shared_.bits;
       rest = shared_.rest;
-      known |= 0xffu << shift;
     }
     return {bits, rest};
   }
@@ -133,36 +132,78 @@ class radix_select {
   /// Calls `write(nth, i)` for the keys above `least` and the first that equal it.
   template <class KeyOf, class Write>
   __device__ void write_from(const least_key& least, row<KeyOf>& keys, const Write& write) const {
-    constexpr unsigned all_lanes = 0xffffffffu;
     constexpr int both = 1 << 16;  // a tile has less of each
-    const unsigned before_me = (1u << thread_ % 32) - 1u;
+    const int lane = thread_ % 32, warp = thread_ / 32;
+    const unsigned before_me = (1u << lane) - 1u;
     int larger_before = 0, equal_before = 0;
-    keys.for_tiles([&] {
-      int counted = 0, before, all;  // of the warp
-      keys.for_keys([&](int, std::uint32_t key, bool there) {
-        counted += __popc(__ballot_sync(all_lanes, there && key > least.bits)) +
-                   __popc(__ballot_sync(all_lanes, there && key == least.bits)) * both;
-      });
-      scan(shared_.scan_storage).ExclusiveSum(thread_ % 32 == 0 ? counted : 0, before, all);
-      before = __shfl_sync(all_lanes, before, 0);
+#pragma unroll 1
+    for (int begin = 0; begin < keys.size_; begin += tile) {
+      load(keys, begin);
+      const int first = warp * 32 * keys.turns_;  // a warp has neighbouring keys
+      int counted = 0;
+#pragma unroll 1
+      for (int i = lane; i < 8 * keys.turns_; i += 32) {
+        const uint4 four = shared_.keys[first / 4 + i];
+        const auto count = [&](std::uint32_t key) {
+          if (key > least.bits) ++counted;
+          if (key == least.bits) counted += both;
+        };
+        count(four.x), count(four.y), count(four.z), count(four.w);
+      }
+      counted = __reduce_add_sync(all_lanes, counted);
+      if (lane == 0) shared_.of_warp[warp] = counted;
+      __syncthreads();
+      const int before = sum_of_warps(warp), all = sum_of_warps(warps);
       int larger_here = larger_before + before % both, equal_here = equal_before + before / both;
-      keys.for_keys([&](int i, std::uint32_t key, bool there) {
-        const bool larger = there && key > least.bits, equal = there && key == least.bits;
+#pragma unroll 1
+      for (int i = first + lane; i < first + 32 * keys.turns_; i += 32) {  // 32 of them in turn
+        const std::uint32_t key = reinterpret_cast<const std::uint32_t*>(shared_.keys)[i];
+        const bool larger = key > least.bits, equal = key == least.bits;
         const unsigned of_larger = __ballot_sync(all_lanes, larger),
                        of_equal = __ballot_sync(all_lanes, equal);
         const int nth_equal = equal_here + __popc(of_equal & before_me);
         if (larger || (equal && nth_equal < least.equal))
-          write(larger_here + __popc(of_larger & before_me) + min(nth_equal, least.equal), i);
+          write(larger_here + __popc(of_larger & before_me) + min(nth_equal, least.equal), begin + i);
         larger_here += __popc(of_larger);
         equal_here += __popc(of_equal);
-      });
+      }
       larger_before += all % both;
       equal_before += all / both;
-      __syncthreads();  // the scan's memory is free again
-    });
+    }
+    __syncthreads();  // the memory is free again
   }
 
  private:
+  /// Looks up a tile's keys, if they are not there.
+  template <class KeyOf>
+  __device__ void load(row<KeyOf>& keys, int begin) const {
+    if (begin == keys.loaded_) return;
+    auto* const staged = reinterpret_cast<std::uint32_t*>(shared_.keys);
+    const int here = min(keys.size_ - begin, tile);
+    keys.loaded_ = begin;
+    keys.turns_ = (here + at_once * Threads - 1) / (at_once * Threads) * at_once;
+    __syncthreads();  // all have read those before
+#pragma unroll 1
+    for (int first = thread_; first < keys.turns_ * Threads; first += at_once * Threads) {
+      std::uint32_t looked_up[at_once];
+      unroll<at_once>([&](auto nth) {
+        const int i = first + nth * Threads;
+        looked_up[nth] = i < here ? keys.key_of_(begin + i) : 0;
+      });
+      unroll<at_once>([&](auto nth) { staged[first + nth * Threads] = looked_up[nth]; });
+    }
+    __syncthreads();
+    if constexpr (requires { keys.key_of_.amend(staged, begin, here); }) {
+      keys.key_of_.amend(staged, begin, here);
+      __syncthreads();
+    }
+  }
+  /// What the first `count` warps have written sums to, on all lanes.
+  __device__ int sum_of_warps(int count) const {
+    const int lane = thread_ % 32;
+    return __reduce_add_sync(all_lanes, lane < count ? shared_.of_warp[lane] : 0);
+  }
+
   storage& shared_;
   int thread_;
 };

@@ -108,7 +108,9 @@ __device__ int merge_query_heads(const selection_scratch& scratch, bool for_next
 /// Copies the first `count` units of a list, and who has selected them. By a block.
 __device__ inline void copy_units(const unit_union& from, int count, const unit_union& to) {
   const int thread = thread_x(), threads = threads_x();
+#pragma unroll 1
   for (int i = thread; i < count; i += threads) to.units[i] = from.units[i];
+#pragma unroll 1
   for (int i = thread; i < count * from.words; i += threads) to.masks[i] = from.masks[i];
 }
 
