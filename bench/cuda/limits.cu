@@ -185,7 +185,8 @@ void measure_readers(bench& b, const store& from, bfloat16* slots, std::int64_t*
   for (const int blocks : {4, 8, 16, 32, 64}) each(32, 2048, blocks);
   if (!all) return;
   for (const int tokens : {8, 16, 64, 128}) each(tokens, 2048 * 16 / tokens, 16);
-  for (const int count : {1, 4, 16, 64, 256}) each(32, count, 16);
+  for (const int count : {1, 4, 16, 64, 256})
+    for (const int blocks : {4, 8, 16}) each(32, count, blocks);
 }
 
 void run(std::size_t gib) {

@@ -237,6 +237,7 @@ __global__ void append_and_detect(State s, Summary summary, Pinning pinning, Cor
                                   encoding_scratch<typename State::element> encoding) {
   using team_type = summary_team_t<Summary, State::head_dim>;
   const team_type team;
+  let_kernel_behind_begin();
   const int heads = s.heads.kv, entries = step.size(), pages = step.bounds.pages;
   const int nth = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
   const int teams = static_cast<int>(gridDim.x * blockDim.x) / team.lanes();

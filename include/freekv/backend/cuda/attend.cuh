@@ -194,7 +194,7 @@ struct attend_block {
     return s;
   }
   static constexpr sizes size = encodes_pages<Codec> ? fitting() : sizes{};
-  static constexpr int teams = size.threads / lanes;
+  static constexpr int teams = size.threads / lanes, row_stride = HeadDim;  // of rows that are decoded
   static_assert(teams > 0);
   struct alignas(encodes_pages<Codec> ? 16 : alignof(Element)) storage {
     Element decoded[encodes_pages<Codec> ? size.rows * 2 * HeadDim : 1];
@@ -205,7 +205,7 @@ struct attend_block {
 template <int HeadDim, class Element, class Codec>
 struct attend_block<tensor_attention<HeadDim, Element>, HeadDim, Element, Codec> {
   using attention_type = tensor_attention<HeadDim, Element>;
-  static constexpr int lanes = 32, teams = attention_type::warps;
+  static constexpr int lanes = 32, teams = attention_type::warps, row_stride = attention_type::row_stride;
   struct sizes {
     int threads = 32 * attention_type::warps, rows = attention_type::tokens_at_once;
   };
@@ -260,10 +260,10 @@ template <class Block, class Team, class Attention, class State, class Codec>
 __device__ void attend_encoded(Team team, Attention& attention, const State& s, const Codec& codec,
                                const sequence_head& at, const page_range& part,
                                typename Block::storage& shared, unsigned attending) {
-  constexpr int d = State::head_dim, most = Block::size.rows;
+  constexpr int most = Block::size.rows;
   using element = typename State::element;
   element* const key = shared.rows();
-  const head_slice<element> rows{key, key + most * d, d};
+  const head_slice<element> rows{key, key + most * Block::row_stride, Block::row_stride};
   for (int first = 0; first < part.tokens; first += most) {
     const int count = part.tokens - first < most ? part.tokens - first : most;
     team.sync();  // all lanes have read the rows before
@@ -296,6 +296,7 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
   constexpr int teams = block_type::teams, at_once = parts_of_block<attention_type, block_type>;
   alignas(16) extern __shared__ std::byte attend_memory[];
   auto* const of_teams = reinterpret_cast<storage*>(attend_memory);
+  wait_for_kernel_before();
   const typename attention_type::team_type team;
   const auto tile = head_tile<attention_type::heads>::nth(block_y(), s.heads.group());
   const int row = rows.first + block_z();
@@ -340,14 +341,30 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
     else
       store_tile<d>(team, attention, tile, scratch, to, part);
   }
-  // Attention has no use for its memory any more.
+  // Attention has no use for its memory any more. The last block of each group of parts merges that, and the
+  // last of these the groups.
+  using merging = warp_merge<d>;
   auto& blocks_before = *reinterpret_cast<std::uint32_t*>(attend_memory);
-  const std::int64_t counter = std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y;
-  if (!is_last_block(scratch.blocks_attending + counter, blocks, blocks_before)) return;
-  constexpr int merging = warp_merge<d>::threads;
-  for (int h = thread_x() / merging; h < attention_type::heads && tile.has(h);
-       h += block_type::size.threads / merging)
-    merge_head(s, scratch, to, parts, row, tile.query_head(h), out);
+  const int group = block_x() * at_once / merging::group, groups = merging::groups_of(parts);
+  std::uint32_t* const counters =
+      scratch.blocks_attending +
+      (std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * (merging::groups_of(rows.parts) + 1);
+  static_assert(merging::group % at_once == 0, "a block's parts are of one group");
+  const auto for_heads = [&](const auto& call) {
+    for (int h = thread_x() / merging::threads; h < attention_type::heads && tile.has(h);
+         h += block_type::size.threads / merging::threads)
+      call(tile.query_head(h));
+  };
+  if (groups > 1) {
+    const int of_group = min(parts - group * merging::group, merging::group);
+    if (!is_last_block(counters + group, (of_group + at_once - 1) / at_once, blocks_before)) return;
+    for_heads([&](int query_head) {
+      merging::merge_group(scratch, to.at(query_head, group * merging::group), of_group);
+    });
+  }
+  if (!is_last_block(counters + merging::groups_of(rows.parts), groups > 1 ? groups : blocks, blocks_before))
+    return;
+  for_heads([&](int query_head) { merge_head(s, scratch, to, parts, row, query_head, out); });
 }
 
 /// A warp writes the output of one query head of a prompt's row, whose parts are one by now.
@@ -378,7 +395,7 @@ void launch_attend(const State& s, const Codec& codec, const step_view& step, co
     const attending_rows rows{first, std::min(at_once, step.bounds.rows - first), parts, everything, kind};
     const dim3 grid(static_cast<unsigned>(blocks_for(parts, parts_of_block<attention_type, block_type>)),
                     static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
-    launch("attend", {grid, threads, stream, bytes}, attend_parts<by, State, Codec>, s, codec, step, queries,
+    launch("attend", {grid, threads, stream, bytes, true}, attend_parts<by, State, Codec>, s, codec, step, queries,
            rows, scratch, to);
   }
 }

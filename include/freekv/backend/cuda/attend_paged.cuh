@@ -177,13 +177,17 @@ __global__ void merge_paged_parts(paged_attention attention, const std::int32_t*
   const std::int64_t out = std::int64_t{rows.first + nth} * query_heads + head;
   const parts_of_row of{std::int64_t{nth} * query_heads, rows.parts};
   const float logit = attention.sink_logits == nullptr ? -infinity : attention.sink_logits[head];
-  warp_merge<HeadDim>::merge(scratch, of.at(head, 0), parts,
-                             row.tokens > attention.max_tokens ? not_attended : logit, attention.to,
-                             {rows.first + nth, head, query_heads});
-  if (attention.block_lse == nullptr || row.tokens == 0) return;
-  for (int part = thread_x(); part < parts; part += threads_x())
-    attention.block_lse[out * max_blocks + part] =
-        scratch.log_sum[of.at(head, part)].value() * attention.to.lse_per_nat;
+  if (attention.block_lse != nullptr && row.tokens > 0)
+    for (int part = thread_x(); part < parts; part += threads_x())
+      attention.block_lse[out * max_blocks + part] =
+          scratch.log_sum[of.at(head, part)].value() * attention.to.lse_per_nat;
+  using merging = warp_merge<HeadDim>;
+  __syncwarp();  // groups are merged to where parts were
+  for (int first = 0; parts > merging::group && first < parts; first += merging::group)
+    merging::merge_group(scratch, of.at(head, first), min(merging::group, parts - first));
+  __syncwarp();
+  merging::merge(scratch, of.at(head, 0), parts, row.tokens > attention.max_tokens ? not_attended : logit,
+                 attention.to, {rows.first + nth, head, query_heads});
 }
 
 namespace detail {

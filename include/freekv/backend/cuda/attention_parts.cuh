@@ -21,7 +21,8 @@ namespace freekv::device {
 struct attention_scratch_memory {
   log_sum_exp* log_sum = nullptr;             // (row, query head, part)
   float* weighted = nullptr;                  // (row, query head, part, head_dim)
-  std::uint32_t* blocks_attending = nullptr;  // (row, tile of query heads): those that have left their parts
+  std::uint32_t* blocks_attending =
+      nullptr;             // (row, tile of query heads, group of parts): those that are done
   std::int64_t parts = 0;  // of all rows and query heads that there is room for, times query heads
 
   static attention_scratch_memory carve(carver& memory, std::int64_t parts, int head_dim) {
@@ -66,16 +67,25 @@ class warp_merge {
 
  public:
   static constexpr int threads = 32;
+  static constexpr int group = 64;  // parts
+  FREEKV_HD static constexpr int groups_of(int parts) { return (parts + group - 1) / group; }
 
-  /// Merges `count` parts from `first` on, at least 1, adds a sink logit (-infinity: none), and writes the
-  /// output of `out`. By all threads of a warp.
+  /// Merges a group of `count` parts to the place of its first, which is part `first`. By all threads of a
+  /// warp, as `merge`.
+  __device__ static void merge_group(const attention_scratch_memory& scratch, std::int64_t first, int count) {
+    warp_merge merged;
+    merged.add_all(scratch, first, count, 1);
+    __syncwarp();  // all have read what is there
+    if (lane() == 0) scratch.log_sum[first] = merged.log_sum_;
+    merged.write(scratch.weighted + first * HeadDim);
+  }
+  /// Merges `count` parts from `first` on, at least 1, of which groups are merged if there are several, adds
+  /// a sink logit (-infinity: none), and writes the output of `out`. By all threads of a warp.
   __device__ static void merge(const attention_scratch_memory& scratch, std::int64_t first, int count,
                                float sink_logit, const attention_output& to, const head_of_row& out) {
     warp_merge merged;
-#pragma unroll 1
-    for (int part = 0; part < count; part += 32) merged.add(scratch, first + part, min(32, count - part));
-    for (int half = 16; half > 0; half /= 2)
-      merged.log_sum_.sum = rounded_sum(merged.log_sum_.sum, __shfl_xor_sync(all, merged.log_sum_.sum, half));
+    const int groups = groups_of(count);
+    merged.add_all(scratch, first, groups > 1 ? groups : count, groups > 1 ? group : 1);
     if (sink_logit != -infinity) {  // NaN counts
       if (!(sink_logit <= merged.log_sum_.max)) merged.scale(merged.log_sum_.raise(sink_logit));
       merged.log_sum_.sum = rounded_sum(merged.log_sum_.sum, ::expf(sink_logit - merged.log_sum_.max));
@@ -118,10 +128,18 @@ class warp_merge {
       x = {x.x * by, x.y * by, x.z * by, x.w * by};
     });
   }
-  /// Adds `count` parts from `first` on, at most 32, of which a lane knows one.
-  __device__ void add(const attention_scratch_memory& scratch, std::int64_t first, int count) {
+  /// Adds `count` parts, each `step` behind the one before.
+  __device__ void add_all(const attention_scratch_memory& scratch, std::int64_t first, int count, int step) {
+#pragma unroll 1
+    for (int part = 0; part < count; part += 32)
+      add(scratch, first + std::int64_t{part} * step, min(32, count - part), step);
+    for (int half = 16; half > 0; half /= 2)
+      log_sum_.sum = rounded_sum(log_sum_.sum, __shfl_xor_sync(all, log_sum_.sum, half));
+  }
+  /// The same of at most 32, of which a lane knows one.
+  __device__ void add(const attention_scratch_memory& scratch, std::int64_t first, int count, int step) {
     log_sum_exp of_part;
-    if (lane() < count) of_part = scratch.log_sum[first + lane()];
+    if (lane() < count) of_part = scratch.log_sum[first + std::int64_t{lane()} * step];
     float most = of_part.max;
     for (int half = 16; half > 0; half /= 2)
       most = scalar_team{}.maximum(most, __shfl_xor_sync(all, most, half));
@@ -135,7 +153,7 @@ class warp_merge {
     for (int part = 0; part < count; part += at_once) {
       float4 numbers[at_once][share];
       unroll<at_once>([&](auto n) {
-        const std::int64_t at = (first + min(part + n, count - 1)) * HeadDim;
+        const std::int64_t at = (first + std::int64_t{min(part + n, count - 1)} * step) * HeadDim;
         unroll<share>([&](auto i) {
           if (const int piece = lane() + 32 * i; piece < pieces)
             numbers[n][i] = reinterpret_cast<const float4*>(scratch.weighted + at)[piece];

@@ -39,7 +39,16 @@ struct launch_shape {
   int threads = 32;  // of a block
   cudaStream_t stream = nullptr;
   std::size_t shared_bytes = 0;  // of a block, dynamic
+  bool overlaps = false;         // it may begin before the kernel before it ends, and waits for that itself
 };
+
+/// True of a kernel that has been compiled for devices where one can wait for the kernel before it.
+template <class... Parameters>
+bool can_wait(void (*kernel)(Parameters...)) {
+  cudaFuncAttributes of{};
+  check(cudaFuncGetAttributes(&of, kernel), "cudaFuncGetAttributes");
+  return of.ptxVersion >= 90;
+}
 
 /// Launches `kernel`. What is checked is what the launch itself returns: an error that others have left
 /// behind stays theirs.
@@ -55,6 +64,13 @@ void launch(const char* what, const launch_shape& shape, void (*kernel)(Paramete
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(shape.shared_bytes)),
           what);
+  cudaLaunchAttribute overlap{};
+  if (shape.overlaps && can_wait(kernel)) {
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+  }
   check(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), what);
 }
 

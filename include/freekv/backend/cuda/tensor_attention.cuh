@@ -11,6 +11,7 @@
 #include <freekv/algorithms/attend_slice.hpp>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/multiplies.cuh>
+#include <freekv/backend/cuda/thread.cuh>
 #include <freekv/core/element.hpp>
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/unroll.hpp>
@@ -18,40 +19,46 @@
 
 namespace freekv::device {
 
-/// `Words` pairs of neighbouring 2-byte elements.
-template <int Words>
-struct alignas(4 * Words) element_pairs {
-  std::uint32_t pair[Words];
+/// Two pairs of neighbouring 2-byte elements.
+struct element_pairs {
+  std::uint32_t pair[2];
+};
 
-  /// The pairs at `row`, which is aligned to their size; zeros if not `there`, where `row` may be any
-  /// readable row.
-  template <class Element>
-  __device__ static element_pairs load(const Element* row, bool there) {
-    element_pairs loaded = *reinterpret_cast<const element_pairs*>(row);
-    unroll<Words>([&](auto i) { loaded.pair[i] = there ? loaded.pair[i] : 0u; });
-    return loaded;
-  }
-  /// Copies the pairs at `row` to `here`, in shared memory, by cp.async; zeros if not `there`.
-  template <class Element>
-  __device__ static void copy_async(element_pairs* here, const Element* row, bool there) {
-    constexpr int bytes = 4 * Words;
+/// Eight neighbouring elements of 2 bytes, which are copied together.
+template <class Element>
+struct alignas(16) element_piece {
+  Element x[8];
+
+  /// Copies those at `row`, which is aligned to 16 bytes, to `here`, in shared memory, by cp.async; zeros if
+  /// not `there`, where `row` may be any readable row.
+  __device__ static void copy_async(element_piece* here, const Element* row, bool there) {
     const auto to = static_cast<unsigned>(__cvta_generic_to_shared(here));
-    if constexpr (bytes == 16)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(row), "r"(there ? bytes : 0)
-                   : "memory");
-    else
-      asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(row), "n"(bytes),
-                   "r"(there ? bytes : 0)
-                   : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(row), "r"(there ? 16 : 0)
+                 : "memory");
   }
-  /// Copies the pairs at `row`, of any alignment, with plain loads; zeros if not `there`.
-  template <class Element>
-  __device__ static void copy_elements(element_pairs* here, const Element* row, bool there) {
-    const auto* const bits = reinterpret_cast<const std::uint16_t*>(row);
-    unroll<Words>(
-        [&](auto i) { here->pair[i] = there ? bits[2 * i] | std::uint32_t{bits[2 * i + 1]} << 16 : 0u; });
+  /// The same of any alignment, with plain loads.
+  __device__ static void copy_elements(element_piece* here, const Element* row, bool there) {
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i) here->x[i] = there ? row[i] : from_float<Element>(0.0f);
   }
 };
+
+/// Four blocks of 8 rows by 8 elements of 2 bytes in shared memory, row by row: lane i has the address of row
+/// i % 8 of block i / 8, aligned to 16 bytes. With g = lane / 4 and i = lane % 4 a thread gets elements 2i
+/// and 2i + 1 of row g of each block; transposed, element g of rows 2i and 2i + 1.
+template <bool Transposed>
+__device__ void load_blocks(std::uint32_t (&to)[4], unsigned address) {
+  if constexpr (Transposed)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+}
 
 __device__ inline std::uint32_t pair_of(half a, half b) {
   return __half_as_ushort(a) | std::uint32_t{__half_as_ushort(b)} << 16;
@@ -91,9 +98,8 @@ __device__ void add_product(float (&sums)[4], const std::uint32_t (&rows)[4],
 /// Sums are floats, as exact as a tensor core adds; these figures are an interpreter's. An infinite key or
 /// value makes NaN of what it takes part in.
 ///
-/// Dimensions are dealt to threads so that each loads neighbouring ones, up to 16 bytes at a time. Blocks of
-/// tokens come by cp.async through a ring in the warp's shared memory, in which each thread has the places
-/// that it reads, so that threads wait for their own copies alone; alignment is looked at once an entry.
+/// Blocks of tokens come by cp.async, row by row, through a ring in the warp's shared memory, whose rows lie
+/// such that eight of them are read at a time without a conflict; alignment is looked at once an entry.
 template <int HeadDim, element Element>
 class tensor_attention {
   static_assert(sizeof(Element) == 2, "tensor cores multiply F16 and BF16");
@@ -107,30 +113,28 @@ class tensor_attention {
  private:
   static constexpr int parts = std::same_as<Element, half> ? 2 : 3;  // of a float
   static constexpr int tiles = HeadDim / 16;
-  static constexpr int key_run =
-      4 * largest_share(tiles, 2);  // neighbouring dimensions that a thread multiplies
-  static constexpr int key_runs = HeadDim / 4 / key_run;
-  static constexpr int value_pairs = largest_share(tiles, 4);  // neighbouring pairs that a thread adds up
   static constexpr float weight_unit = 0x1p14f;                // what a weight of 1 is multiplied as
 
-  /// A block of tokens, by the thread that multiplies it: keys of token `lane / 4`, then of that and 8.
+  static constexpr int pieces = HeadDim / 8;             // of a row
+  static constexpr int row_pieces = pieces / 2 * 2 + 1;  // with room that keeps rows in other banks
+
+  /// A block of tokens: keys, and values behind them.
   struct tile {
-    element_pairs<key_run / 2> key[2 * key_runs][32];
-    element_pairs<value_pairs> value[4 * tiles / value_pairs][32];
+    element_piece<Element> rows[2][tokens_at_once][row_pieces];
   };
-  static_assert(sizeof(tile) == 2 * tokens_at_once * HeadDim * sizeof(Element));
   /// Longer queries are read from shared memory for each block: registers do not hold them beside the sums.
   static constexpr bool query_in_registers = HeadDim <= 128;
   static constexpr int query_pieces = query_in_registers ? 1 : tiles * parts;
 
  public:
   static constexpr int warps = HeadDim <= 128 ? 4 : 2;  ///< of a block, which share a part
+  static constexpr int row_stride = 8 * row_pieces;     ///< of rows in shared memory, in elements
 
  private:
   static constexpr int fitting = (16 << 10) / static_cast<int>(sizeof(tile));  // in what a warp's ring takes
   static constexpr int stages = fitting < 2 ? 2 : fitting < 4 ? fitting : 4;
   struct query_pieces_of_lanes {
-    element_pairs<2> piece[query_pieces][32];
+    element_pairs piece[query_pieces][32];
   };
   struct nothing {};
 
@@ -158,34 +162,22 @@ class tensor_attention {
   template <class Queries>
   __device__ void begin(team_type team, const Queries& queries, float scale) {
     const int nth = team.lane() / 4, quarter = team.lane() % 4;
-    float numbers[key_runs][key_run], largest = 0.0f;
+    float numbers[tiles][4], largest = 0.0f;  // of a tile dimensions 2 * quarter and the next, and 8 behind
     visit_numbers(queries(nth), [&](const auto* head) {
-      using number = cuda::std::remove_cvref_t<decltype(*head)>;
-      struct alignas(4 * sizeof(number)) four {
-        number x[4];
-      };
-      const number* const query = head + quarter * key_run;
-      if (reinterpret_cast<std::uintptr_t>(query) % sizeof(four) == 0)
-        unroll<key_runs * key_run / 4>([&](auto i) {
-          constexpr int run = i * 4 / key_run, at = i * 4 % key_run;
-          const four read = *reinterpret_cast<const four*>(query + run * 4 * key_run + at);
-          unroll<4>([&](auto n) { numbers[run][at + n] = to_float(read.x[n]); });
-        });
-      else
-        unroll<key_runs * key_run>([&](auto i) {
-          numbers[i / key_run][i % key_run] = to_float(query[i / key_run * 4 * key_run + i % key_run]);
-        });
+      unroll<tiles * 4>([&](auto i) {
+        numbers[i / 4][i % 4] = to_float(head[i / 4 * 16 + i % 4 / 2 * 8 + 2 * quarter + i % 2]);
+      });
     });
-    unroll<key_runs * key_run>([&](auto i) {
-      float& number = numbers[i / key_run][i % key_run];
+    unroll<tiles * 4>([&](auto i) {
+      float& number = numbers[i / 4][i % 4];
       number *= scale;
       largest = ::fmaxf(largest, ::fabsf(number));
     });
     largest = ::fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = ::fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
     const float factor = into_range(largest);
-    unroll<key_runs * key_run / 2>([&](auto i) {
-      const float* const two = numbers[i / (key_run / 2)] + i % (key_run / 2) * 2;
+    unroll<tiles * 2>([&](auto i) {
+      const float* const two = numbers[i / 2] + i % 2 * 2;
       std::uint32_t in_parts[parts];
       split(two[0] * factor, two[1] * factor, in_parts);
       unroll<parts>([&](auto part) { query_piece(i / 2 * parts + part).pair[i % 2] = in_parts[part]; });
@@ -231,7 +223,8 @@ class tensor_attention {
       if (filled >= stages) {
         if (waiting[0].tokens == 0) break;
         __pipeline_wait_prior(stages - 1);
-        attend_block(team, of_tile{at, team.lane()}, waiting[0].tokens, soft_cap, waiting[0].attending);
+        attend_block(team, block_of(at.rows[0][0], at.rows[1][0], row_pieces * 16, tokens_at_once),
+                     waiting[0].tokens, soft_cap, waiting[0].attending);
       }
       unroll<stages - 1>([&](auto i) { waiting[i] = waiting[i + 1]; });
       waiting[stages - 1] = fill(at);
@@ -245,8 +238,10 @@ class tensor_attention {
                          unsigned attending = ~0u) {
     for (int first = 0; first < tokens; first += tokens_at_once) {
       const int count = tokens - first < tokens_at_once ? tokens - first : tokens_at_once;
-      attend_block(team, of_rows{rows_behind(slice, first), count, team.lane() / 4, team.lane() % 4}, count,
-                   soft_cap, attending);
+      const auto rows = rows_behind(slice, first);
+      attend_block(team,
+                   block_of(rows.key, rows.value, static_cast<int>(rows.stride * sizeof(Element)), count),
+                   count, soft_cap, attending);
     }
   }
 
@@ -261,19 +256,8 @@ class tensor_attention {
       const attention_part to = places(2 * quarter + j);
       if (to.log_sum == nullptr) return;
       if (nth == 0) *to.log_sum = log_sum;
-      constexpr int at_once = value_pairs < 2 ? 2 : 4;  // numbers, of 2 * value_pairs that are neighbours
-      struct alignas(4 * at_once) piece {
-        float x[at_once];
-      };
-      unroll<tiles * 2 / at_once>([&](auto i) {
-        constexpr int run = i * at_once / (2 * value_pairs), behind = i * at_once % (2 * value_pairs);
-        piece numbers;
-        unroll<at_once>([&](auto n) {
-          constexpr int of_run = behind + n;
-          numbers.x[n] = weighted_[run * value_pairs + of_run / 2][of_run % 2 * 2 + j] * (1.0f / weight_unit);
-        });
-        *reinterpret_cast<piece*>(to.weighted + (run * 8 + nth) * 2 * value_pairs + behind) = numbers;
-      });
+      unroll<tiles * 2>(
+          [&](auto i) { to.weighted[i * 8 + nth] = weighted_[i / 2][i % 2 * 2 + j] * (1.0f / weight_unit); });
     });
   }
 
@@ -283,79 +267,60 @@ class tensor_attention {
     int tokens = 0;
     unsigned attending = 0;
   };
-  /// A block of tokens in the ring.
-  struct of_tile {
-    const tile& from;
-    int lane;
-    __device__ auto key(int run, int half_of_block) const {
-      return from.key[half_of_block * key_runs + run][lane];
-    }
-    __device__ auto value(int run, int t) const { return from.value[run * 4 + t][lane]; }
+  /// A block of tokens in shared memory: the lane's addresses of rows, as `load_blocks` takes them, of keys
+  /// for 16 tokens by 16 dimensions, and of values.
+  struct token_block {
+    unsigned keys, values;
   };
-  /// A block of tokens whose rows are in shared memory.
-  struct of_rows {
-    head_slice<const Element> rows;
-    int count, nth, quarter;
-    __device__ auto key(int run, int half_of_block) const {
-      const int t = nth + 8 * half_of_block;
-      return element_pairs<key_run / 2>::load(
-          rows.key + (t < count ? t : 0) * rows.stride + quarter * key_run + run * 4 * key_run, t < count);
-    }
-    __device__ auto value(int run, int n) const {
-      const int t = 2 * quarter + n / 2 * 8 + n % 2;
-      return element_pairs<value_pairs>::load(
-          rows.value + (t < count ? t : 0) * rows.stride + nth * 2 * value_pairs + run * 16 * value_pairs,
-          t < count);
-    }
-  };
+  /// Rows from `count` on are the first, whose weights are 0.
+  __device__ static token_block block_of(const void* keys, const void* values, int row_bytes, int count) {
+    const int lane = thread_x() % 32, row = lane % 8, second = lane / 8 % 2, last = lane / 16;
+    const auto at = [&](const void* rows, int t, int piece) {
+      return static_cast<unsigned>(__cvta_generic_to_shared(rows)) +
+             static_cast<unsigned>((t < count ? t : 0) * row_bytes + piece * 16);
+    };
+    return {at(keys, row + 8 * second, last), at(values, row + 8 * last, second)};
+  }
 
   storage& shared_;
-  element_pairs<2> query_[query_in_registers ? tiles * parts : 1];  // by tile and part
+  element_pairs query_[query_in_registers ? tiles * parts : 1];  // by tile and part
   float back_[2];  // what scores are multiplied by, as queries have been brought into range
   log_sum_exp log_sum_[2];  // the sums of the thread's own tokens
   float weighted_[tiles][4];
 
-  __device__ element_pairs<2>& query_piece(int i) {
+  __device__ element_pairs& query_piece(int i) {
     if constexpr (query_in_registers)
       return query_[i];
     else
       return shared_.piece[i][threadIdx.x % 32];
   }
 
-  /// Copies a block's tokens to where this thread reads them, zeros for those that it has not.
+  /// Copies a block's tokens, zeros for those that it has not: rows side by side, a piece a lane.
   __device__ static void copy_tile(team_type team, tile& to, const head_slice<const Element>& rows,
                                    int count) {
-    const int lane = team.lane(), nth = lane / 4, quarter = lane % 4;
+    constexpr int at_a_time = 32 / pieces, turns = (tokens_at_once + at_a_time - 1) / at_a_time;  // rows
+    const int piece = team.lane() % pieces, first = team.lane() / pieces;
     const auto copy = [&](const auto& how) {
-      unroll<2>([&](auto half_of_block) {
-        const int t = nth + 8 * half_of_block;
-        const Element* const key = rows.key + (t < count ? t : 0) * rows.stride + quarter * key_run;
-        unroll<key_runs>([&](auto run) {
-          how(&to.key[half_of_block * key_runs + run][lane], key + run * 4 * key_run, t < count);
-        });
-      });
-      unroll<4>([&](auto n) {
-        const int t = 2 * quarter + n / 2 * 8 + n % 2;
-        const Element* const value = rows.value + (t < count ? t : 0) * rows.stride + nth * 2 * value_pairs;
-        unroll<tiles / value_pairs>(
-            [&](auto run) { how(&to.value[run * 4 + n][lane], value + run * 16 * value_pairs, t < count); });
+      unroll<turns>([&](auto turn) {
+        const int t = first + at_a_time * turn;
+        if ((32 % pieces != 0 || tokens_at_once % at_a_time != 0) &&
+            (first >= at_a_time || t >= tokens_at_once))
+          return;
+        const std::int64_t at = (t < count ? t : 0) * rows.stride + 8 * piece;
+        how(&to.rows[0][t][piece], rows.key + at, t < count);
+        how(&to.rows[1][t][piece], rows.value + at, t < count);
       });
     };
     const auto bits = reinterpret_cast<std::uintptr_t>(rows.key) |
                       reinterpret_cast<std::uintptr_t>(rows.value) |
                       static_cast<std::uintptr_t>(rows.stride) * sizeof(Element);
     if (bits % 16 == 0)
-      copy([]<int Words>(element_pairs<Words>* here, const Element* row, bool there) {
-        element_pairs<Words>::copy_async(here, row, there);
-      });
+      copy(element_piece<Element>::copy_async);
     else
-      copy([]<int Words>(element_pairs<Words>* here, const Element* row, bool there) {
-        element_pairs<Words>::copy_elements(here, row, there);
-      });
+      copy(element_piece<Element>::copy_elements);
   }
 
-  template <class Block>
-  __device__ void attend_block(team_type team, const Block& block, int count, float soft_cap,
+  __device__ void attend_block(team_type team, const token_block& block, int count, float soft_cap,
                                unsigned attending) {
     float weights[4];
     multiply_keys(block, weights);
@@ -380,19 +345,13 @@ class tensor_attention {
   }
 
   /// Scores of a block's tokens g and g + 8 with the thread's two heads, as `add_product` deals them.
-  template <class Block>
-  __device__ void multiply_keys(const Block& block, float (&scores)[4]) {
+  __device__ void multiply_keys(const token_block& block, float (&scores)[4]) {
     float sums[parts][4] = {};  // by part, so that products do not wait for each other
-    unroll<key_runs>([&](auto run) {
-      const auto low = block.key(run, 0), high = block.key(run, 1);
-      unroll<key_run / 4>([&](auto i) {
-        const std::uint32_t both[4] = {low.pair[2 * i], high.pair[2 * i], low.pair[2 * i + 1],
-                                       high.pair[2 * i + 1]};
-        unroll<parts>([&](auto part) {
-          const element_pairs<2> query = query_piece((run * (key_run / 4) + i) * parts + part);
-          add_product<Element>(sums[part], both, query.pair);
-        });
-      });
+    unroll<tiles>([&](auto tile) {
+      std::uint32_t keys[4];
+      load_blocks<false>(keys, block.keys + 32 * tile);
+      unroll<parts>(
+          [&](auto part) { add_product<Element>(sums[part], keys, query_piece(tile * parts + part).pair); });
     });
     unroll<4>([&](auto i) {
       scores[i] = sums[parts - 1][i];
@@ -438,8 +397,7 @@ class tensor_attention {
   }
 
   /// Adds a block's values, weighted, for the heads that attend.
-  template <class Block>
-  __device__ void add_values(team_type team, const Block& block, unsigned attending,
+  __device__ void add_values(team_type team, const token_block& block, unsigned attending,
                              const float (&weights)[4]) {
     const int nth = team.lane() / 4, quarter = team.lane() % 4;
     std::uint32_t column[parts][2];
@@ -459,22 +417,14 @@ class tensor_attention {
     unroll<2>([&](auto j) {
       counts[j] = log_sum_[j].max != -infinity && (attending >> (2 * quarter + j) & 1u) != 0;
     });
-    unroll<tiles / value_pairs>([&](auto run) {
-      element_pairs<value_pairs> of_token[4];
-      unroll<4>([&](auto n) { of_token[n] = block.value(run, n); });
-      unroll<value_pairs>([&](auto i) {
-        constexpr unsigned first_of_two = 0x5410, second_of_two = 0x7632;
-        const auto two = [&](int t, unsigned which) {
-          return __byte_perm(of_token[t].pair[i], of_token[t + 1].pair[i], which);
-        };
-        const std::uint32_t dimensions[4] = {two(0, first_of_two), two(0, second_of_two),
-                                             two(2, first_of_two), two(2, second_of_two)};
-        float(&weighted)[4] = weighted_[run * value_pairs + i];
-        float sums[4];
-        unroll<4>([&](auto x) { sums[x] = weighted[x]; });
-        unroll<parts>([&](auto part) { add_product<Element>(sums, dimensions, column[part]); });
-        unroll<4>([&](auto x) { weighted[x] = counts[x % 2] ? sums[x] : weighted[x]; });
-      });
+    unroll<tiles>([&](auto tile) {
+      std::uint32_t values[4];
+      load_blocks<true>(values, block.values + 32 * tile);
+      float(&weighted)[4] = weighted_[tile];
+      float sums[4];
+      unroll<4>([&](auto x) { sums[x] = weighted[x]; });
+      unroll<parts>([&](auto part) { add_product<Element>(sums, values, column[part]); });
+      unroll<4>([&](auto x) { weighted[x] = counts[x % 2] ? sums[x] : weighted[x]; });
     });
   }
 };

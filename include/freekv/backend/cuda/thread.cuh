@@ -10,4 +10,18 @@ __device__ __forceinline__ int block_y() { return static_cast<int>(blockIdx.y); 
 __device__ __forceinline__ int block_z() { return static_cast<int>(blockIdx.z); }
 __device__ __forceinline__ int blocks_x() { return static_cast<int>(gridDim.x); }
 
+/// Waits for the kernel before in the stream, and so for all before it, in a launch that overlaps: before
+/// anything else. What is older than sm_90 has no such launches.
+__device__ inline void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+/// Lets the kernel behind begin, as soon as all blocks have called it, if its launch overlaps.
+__device__ inline void let_kernel_behind_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
 }  // namespace freekv::device
