@@ -185,12 +185,14 @@ class radix_select {
     __syncthreads();  // all have read those before
 #pragma unroll 1
     for (int first = thread_; first < keys.turns_ * Threads; first += at_once * Threads) {
-      std::uint32_t looked_up[at_once];
+      std::uint32_t looked_up[at_once];  // behind the last it again, without a branch
+      unroll<at_once>([&](auto nth) {
+        looked_up[nth] = keys.key_of_(begin + min(first + nth * Threads, here - 1));
+      });
       unroll<at_once>([&](auto nth) {
         const int i = first + nth * Threads;
-        looked_up[nth] = i < here ? keys.key_of_(begin + i) : 0;
+        staged[i] = i < here ? looked_up[nth] : 0;
       });
-      unroll<at_once>([&](auto nth) { staged[first + nth * Threads] = looked_up[nth]; });
     }
     __syncthreads();
     if constexpr (requires { keys.key_of_.amend(staged, begin, here); }) {

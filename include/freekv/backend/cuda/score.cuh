@@ -216,31 +216,35 @@ __device__ void score_tile(const State& s, const Summary& summaries, const step_
   }
 }
 
-/// The logarithm of what the first `count` scores' exponentials sum to: of whole tiles as they were summed
-/// up, and the rest. On all lanes of a warp.
-__device__ inline float log_sum_of(const log_sum_exp* tile_log_sum, const float* scores, int count) {
+/// The logarithm of what the first `count` of `summed` scores' exponentials sum to: of tiles as they were
+/// summed up, and of one that is cut once more. On all lanes of a warp.
+__device__ inline float log_sum_of(const log_sum_exp* tile_log_sum, const float* scores, int count,
+                                   int summed) {
   const int lane = thread_x() % 32, whole = count / tile_units;
   const int each = (whole + 31) / 32;
   log_sum_exp log_sum;
+#pragma unroll 1
   for (int i = lane * each; i < min((lane + 1) * each, whole); ++i) log_sum.add(tile_log_sum[i]);
+#pragma unroll 1
   for (int distance = 1; distance < 32; distance *= 2) {
     const log_sum_exp behind{__shfl_down_sync(0xffffffffu, log_sum.max, distance),
                              __shfl_down_sync(0xffffffffu, log_sum.sum, distance)};
     if (lane % (2 * distance) == 0) log_sum.add(behind);
   }
   log_sum = {__shfl_sync(0xffffffffu, log_sum.max, 0), __shfl_sync(0xffffffffu, log_sum.sum, 0)};
-  if (count % tile_units != 0) log_sum.add(log_sum_of_tile(scores + whole * tile_units, count % tile_units));
+  if (const int rest = count % tile_units; rest != 0)
+    log_sum.add(count == summed ? tile_log_sum[whole] : log_sum_of_tile(scores + whole * tile_units, rest));
   return log_sum.value();
 }
 
-/// Pools a row's scores among this step's candidates, or the next step's, by a block; four candidates a
-/// thread at a time. `log_sums` is shared memory for as many as `group`, which is how many heads' scores
-/// there are.
-template <class State, class Pooling>
+/// Pools candidates `first` .. `last` of the `count` of a row in this step, or in the next, by a block, whose
+/// threads take `Share` at a time; parts of a row are whole tiles. `summed` are scored. `log_sums` is shared
+/// memory for as many as `group`, which is how many heads' scores there are.
+template <int Share, class State, class Pooling>
 __device__ void pool_row(const State& s, const Pooling& pooling, const selection_scratch& scratch,
-                         const selection_job& job, int nth, int row, int group, int count, bool for_next,
-                         float* log_sums) {
-  constexpr lane_team<1, 4> team{};
+                         const selection_job& job, int nth, int row, int group, int first, int last,
+                         int count, int summed, bool for_next, float* log_sums) {
+  constexpr lane_team<1, Share> team{};
   const int thread = thread_x(), threads = threads_x();
   const bool apart = for_next && job.separate_next_scores;
   const float* const scores = scratch.scores_of(apart, nth, row);
@@ -250,25 +254,26 @@ __device__ void pool_row(const State& s, const Pooling& pooling, const selection
   if constexpr (softmax_pooling<Pooling>) {
     for (int g = thread / 32; g < group; g += threads / 32) {
       const float sum = log_sum_of(scratch.log_sums_of(apart, nth, row) + g * scratch.tiles,
-                                   scores + g * scratch.stride, count);
+                                   scores + g * scratch.stride, count, summed);
       if (thread % 32 == 0) log_sums[g] = sum;
     }
     __syncthreads();
   }
   // Rows are whole tiles: behind the last there is room.
-  for (int j = 4 * thread; j < count; j += 4 * threads) {
-    lane_pack<4> of_candidates;
+#pragma unroll 1
+  for (int j = first + Share * thread; j < last; j += Share * threads) {
+    lane_pack<Share> of_candidates;
     if constexpr (query_pooling<Pooling>)
       of_candidates = team.load(scores + j);
     else
       of_candidates = pooling.pool(team, row_scores{scores, scratch.stride, log_sums, group}, j);
-    team.store(pooled + j, lane_pack<4>::of([&](auto i) { return clamp_score(of_candidates.x[i]); }));
+    team.store(pooled + j, lane_pack<Share>::of([&](auto i) { return clamp_score(of_candidates.x[i]); }));
   }
   __syncthreads();
   if (!job.one_selection_per_layer) return;
-  for (int tile = thread / 32; tile * tile_units < count; tile += threads / 32) {
-    const int first = tile * tile_units;
-    const log_sum_exp log_sum = log_sum_of_tile(pooled + first, min(tile_units, count - first));
+  for (int tile = first / tile_units + thread / 32; tile * tile_units < last; tile += threads / 32) {
+    const int begin = tile * tile_units;
+    const log_sum_exp log_sum = log_sum_of_tile(pooled + begin, min(tile_units, last - begin));
     if (thread % 32 == 0) scratch.pooled_log_sums_of(for_next, nth, at)[tile] = log_sum;
   }
 }
@@ -277,11 +282,16 @@ __device__ void pool_row(const State& s, const Pooling& pooling, const selection
 struct then_nothing {
   static constexpr int shared_bytes = 0;
 };
+/// Stands in for it where a launch of its own pools: what scores has nothing behind it.
+struct pools_apart {
+  static constexpr int shared_bytes = 0;
+};
 
 /// Scores one tile of one row's candidates, by one query alone where queries are pooled, and sums up what
-/// softmaxes need of it. The last block of a row to do so pools the row's scores and calls `then`; where all
-/// candidates are selected, or none, without scores. Other blocks of the row may still look at whether the
-/// row selects: `then` does not change that. `memory.queries`: of the row, which the block prepares.
+/// softmaxes need of it. Unless that is done apart, the last block of a row to do so pools the row's scores
+/// and calls `then`; where all candidates are selected, or none, without scores. Other blocks of the row may
+/// still look at whether the row selects: `then` does not change that. `memory.queries`: of the row, which
+/// the block prepares.
 template <scoring By, class State, class Summary, class Pooling, class Then>
 __global__ void score_tiles(State s, Summary summaries, Pooling pooling, Then then, step_view step,
                             selection_scratch scratch, selection_job job, scoring_memory memory) {
@@ -289,7 +299,8 @@ __global__ void score_tiles(State s, Summary summaries, Pooling pooling, Then th
   alignas(16) extern __shared__ float shared[];
   const bool nothing = nothing_to_select(s, job);
   const int tile = block_x(), row = block_y();
-  constexpr bool goes_on = !std::is_same_v<Then, then_nothing>;
+  constexpr bool pools = !std::is_same_v<Then, pools_apart>;
+  constexpr bool goes_on = pools && !std::is_same_v<Then, then_nothing>;
   if (nothing && (!goes_on || tile > 0)) return;
   const bool for_next = job.separate_next_scores && blockIdx.z % 2 != 0;
   const int nth = static_cast<int>(job.separate_next_scores ? blockIdx.z / 2 : blockIdx.z);
@@ -335,15 +346,17 @@ __global__ void score_tiles(State s, Summary summaries, Pooling pooling, Then th
         if (thread % 32 == 0) scratch.log_sums_of(for_next, nth, row)[g * scratch.tiles + tile] = log_sum;
       }
     }
+    if constexpr (!pools) return;
     if (!is_last_block(scratch.blocks_scoring_of(for_next, nth, row), tiles,
                        *reinterpret_cast<std::uint32_t*>(shared)))
       return;
+#pragma unroll 1
     for (int time = 0; time < 2; ++time) {
       const bool next = time != 0;
       const int of = candidates.count(next);
       if ((next == for_next || !job.separate_next_scores) && of > 0 &&
           candidates.unpinned(of) > job.select_all_up_to)
-        pool_row(s, pooling, scratch, job, nth, row, queries.group, of, next, shared);
+        pool_row<4>(s, pooling, scratch, job, nth, row, queries.group, 0, of, of, count, next, shared);
     }
   }
   if constexpr (goes_on) {

@@ -57,7 +57,7 @@ __global__ void pool_heads(State s, Pooling pooling, step_view step, selection_s
   if constexpr (softmax_pooling<Pooling>) {
     for (int g = thread / 32; g < heads; g += threads_x() / 32) {
       const float sum =
-          log_sum_of(scratch.pooled_log_sums_of(for_next, nth, g), rows + g * scratch.stride, count);
+          log_sum_of(scratch.pooled_log_sums_of(for_next, nth, g), rows + g * scratch.stride, count, count);
       if (thread % 32 == 0) head_log_sums[g] = sum;
     }
     __syncthreads();

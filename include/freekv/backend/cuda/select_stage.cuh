@@ -6,6 +6,7 @@
 #include <freekv/backend/cuda/cuda_backend.cuh>
 #include <freekv/backend/cuda/keep_best.cuh>
 #include <freekv/backend/cuda/pin_units.cuh>
+#include <freekv/backend/cuda/pool.cuh>
 #include <freekv/backend/cuda/recall.cuh>
 #include <freekv/backend/cuda/recall_by_copies.cuh>
 #include <freekv/backend/cuda/score.cuh>
@@ -113,6 +114,7 @@ class selection_stage {
   }
 
  private:
+  using selection_type = decltype(Settings::selection);
   using residency_type = decltype(Settings::residency);
   using codec_type = decltype(Settings::codec);
   static constexpr bool selects_in_one_launch =
@@ -181,23 +183,32 @@ class selection_stage {
       resolve(settings_->codec,
               [&](const auto& codec) { launch_recall<Recall>(s, codec, step, scratch, on.get()); });
   }
-  /// Selects in scoring's launch, where nothing is chosen at run time: the block that pools a head's scores
-  /// selects, and to correct recalls what it misses.
+  /// Selects where nothing is chosen at run time, in the block that pools last of a head's scores. To correct
+  /// in scoring's launch, which ends at once where nothing is flagged, and recalls what a head misses. To
+  /// speculate in a launch of its own: many blocks pool, and each loads little code beside its own.
   template <class Correction>
   void select_at_once(const State& s, const step_view& step, const selection_scratch& scratch,
                       const selection_job& job, const Correction& correction, device::stream& on,
                       device::stream* transfers) {
-    const auto& selection = settings_->selection;
-    const auto launch = [&]<class By>(const By& recall) {
-      using then =
-          select_and_recall<std::remove_cvref_t<decltype(selection)>, residency_type, Correction, By>;
-      launch_score<scoring::alone>(s, settings_->summary, settings_->pooling, step, scratch, job, on.get(),
-                                   then{selection, settings_->residency, correction, recall});
+    const auto then = [&]<class By>(const By& recall) {
+      return select_and_recall<selection_type, residency_type, Correction, By>{
+          settings_->selection, settings_->residency, correction, recall};
     };
-    if (job.time == selection_time::correct && transfers == nullptr &&
-        Recall::tuning.read == recall_read::loads)
-      return launch(recall_now<codec_type>{settings_->codec});
-    launch(recall_later{});
+    const auto score = [&](const auto& behind) {
+      launch_score<scoring::alone>(s, settings_->summary, settings_->pooling, step, scratch, job, on.get(),
+                                   behind);
+    };
+    const bool corrects = job.time == selection_time::correct;
+    if constexpr (Recall::tuning.read == recall_read::loads) {
+      if (corrects && transfers == nullptr) return score(then(recall_now<codec_type>{settings_->codec}));
+    } else {
+      if (corrects) {
+        score(then(recall_later{}));
+        return recall(s, step, scratch, on, transfers);
+      }
+    }
+    score(pools_apart{});
+    launch_pool(s, settings_->pooling, step, scratch, job, on.get(), then(recall_later{}));
     recall(s, step, scratch, on, transfers);
   }
 
