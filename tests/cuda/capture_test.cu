@@ -218,7 +218,8 @@ std::vector<std::pair<cudaGraphNode_t, cudaGraphNode_t>> edges_to_recall(cudaGra
   std::size_t count = 0;
   require(cudaGraphGetEdges(graph, nullptr, nullptr, nullptr, &count), "cudaGraphGetEdges");
   std::vector<cudaGraphNode_t> from(count), to(count);
-  require(cudaGraphGetEdges(graph, from.data(), to.data(), nullptr, &count), "cudaGraphGetEdges");
+  std::vector<cudaGraphEdgeData> data(count);  // of launches that overlap
+  require(cudaGraphGetEdges(graph, from.data(), to.data(), data.data(), &count), "cudaGraphGetEdges");
   std::vector<std::pair<cudaGraphNode_t, cudaGraphNode_t>> found;
   std::size_t nodes = 0;
   require(cudaGraphGetNodes(graph, nullptr, &nodes), "cudaGraphGetNodes");

@@ -297,6 +297,8 @@ __global__ void score_tiles(State s, Summary summaries, Pooling pooling, Then th
                             selection_scratch scratch, selection_job job, scoring_memory memory) {
   constexpr int d = State::head_dim;
   alignas(16) extern __shared__ float shared[];
+  let_kernel_behind_begin();
+  wait_for_kernel_before();
   const bool nothing = nothing_to_select(s, job);
   const int tile = block_x(), row = block_y();
   constexpr bool pools = !std::is_same_v<Then, pools_apart>;
@@ -382,7 +384,8 @@ void launch_score(const State& s, const Summary& summary, const Pooling& pooling
   }
   const dim3 tiles(count(scratch.tiles), rows.x, job.separate_next_scores ? 2 * rows.y : rows.y);
   const auto bytes = std::max(to_size(memory.floats) * sizeof(float), std::size_t{Then::shared_bytes});
-  launch("score", {tiles, score_default.threads, stream, bytes},
+  const bool before_attention = job.time == selection_time::correct;
+  launch("score", {tiles, score_default.threads, stream, bytes, before_attention},
          score_tiles<By, State, Summary, Pooling, Then>, s, summary, pooling, then, step, scratch, job,
          memory);
 }
