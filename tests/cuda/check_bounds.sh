@@ -27,25 +27,27 @@ everywhere=(
   '.*: local_bytes==0'
   'attend_parts: sector_efficiency>=0.85, conflicts<=1.0, longest_warp<=6800, load_rounds.first<=5, load_rounds.block<=7'
 )
-# What selects behind scores, in the last block of a head's, has a chain of its own, and its histograms conflict. Where nothing
+# What selects behind pooling, in the last block of a head's, has a chain of its own, and its histograms conflict. Where nothing
 # is flagged what would correct ends; where all heads are, what would speculate.
 unflagged=(
   'score_tiles.*recall_now: longest_warp<=200, load_rounds.first<=1, load_rounds.recent<=3'
+  'pool_parts: conflicts<=2.1, longest_warp<=2700, load_rounds.first<=5, load_rounds.block<=18'
   'recall_items: sector_efficiency>=0.9, line_efficiency>=0.99, load_rounds.host<=4'
 )
 flagged=(
-  'score_tiles.*recall_now: sector_efficiency>=0.9, line_efficiency>=0.99, conflicts<=1.7, longest_warp<=11000'
-  'score_tiles.*recall_later: longest_warp<=1500'
+  'score_tiles.*recall_now: sector_efficiency>=0.9, line_efficiency>=0.99, conflicts<=1.7, longest_warp<=10000'
+  'score_tiles.*pools_apart: longest_warp<=200'
+  'pool_parts: longest_warp<=800'
   'recall_items: longest_warp<=600'
 )
-scores='score_tiles.*recall_later: sector_efficiency>=0.85'
-bounds 4096 0.95 1 min_max "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=1.7, longest_warp<=6000, load_rounds.first<=15"
-bounds 16384 0.95 1 min_max "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=1.7, longest_warp<=6000, load_rounds.first<=15"
-bounds 4096 0.95 4 min_max "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=1.7, longest_warp<=6000, load_rounds.first<=15"
+scores='score_tiles.*pools_apart: sector_efficiency>=0.85'
+bounds 4096 0.95 1 min_max "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=1.5, longest_warp<=2700, load_rounds.first<=12"
+bounds 16384 0.95 1 min_max "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=1.5, longest_warp<=2700, load_rounds.first<=12"
+bounds 4096 0.95 4 min_max "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=1.5, longest_warp<=2700, load_rounds.first<=12"
 bounds 4096 0.5 1 min_max "${everywhere[@]}" "${flagged[@]}"
 # Units summarised by a block each. A query is multiplied with the rows of a basis one after the other; look-ups conflict.
-bounds 4096 0.95 1 key_subspace "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=1.1, longest_warp<=14500, load_rounds.first<=33" \
+bounds 4096 0.95 1 key_subspace "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=1.1, longest_warp<=12000, load_rounds.first<=30" \
   'summarise_units: sector_efficiency>=0.75, longest_warp<=5000'
-bounds 4096 0.95 1 key_codes "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=2.1, longest_warp<=9500, load_rounds.first<=15" \
+bounds 4096 0.95 1 key_codes "${everywhere[@]}" "${unflagged[@]}" "$scores, conflicts<=2.1, longest_warp<=7200, load_rounds.first<=12" \
   'summarise_units: sector_efficiency>=0.75, longest_warp<=17000' 'prepare_queries: longest_warp<=2500'
 exit $failed

@@ -6,7 +6,7 @@
 
 namespace freekv::device {
 
-/// The units that multiply queries by keys and weights by values. Not timed on a GPU.
+/// The units that multiply queries by keys and weights by values.
 enum class multiplies : std::uint8_t {
   fma,           ///< `attend_default.heads` query heads at a time, of any element and head_dim
   tensor_cores,  ///< eight at a time; F16 and BF16, head_dim a multiple of 16, best with pages that are, too
