@@ -395,8 +395,8 @@ void launch_attend(const State& s, const Codec& codec, const step_view& step, co
     const attending_rows rows{first, std::min(at_once, step.bounds.rows - first), parts, everything, kind};
     const dim3 grid(static_cast<unsigned>(blocks_for(parts, parts_of_block<attention_type, block_type>)),
                     static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
-    launch("attend", {grid, threads, stream, bytes, true}, attend_parts<by, State, Codec>, s, codec, step, queries,
-           rows, scratch, to);
+    launch("attend", {grid, threads, stream, bytes, true}, attend_parts<by, State, Codec>, s, codec, step,
+           queries, rows, scratch, to);
   }
 }
 

@@ -186,9 +186,8 @@ class radix_select {
 #pragma unroll 1
     for (int first = thread_; first < keys.turns_ * Threads; first += at_once * Threads) {
       std::uint32_t looked_up[at_once];  // behind the last it again, without a branch
-      unroll<at_once>([&](auto nth) {
-        looked_up[nth] = keys.key_of_(begin + min(first + nth * Threads, here - 1));
-      });
+      unroll<at_once>(
+          [&](auto nth) { looked_up[nth] = keys.key_of_(begin + min(first + nth * Threads, here - 1)); });
       unroll<at_once>([&](auto nth) {
         const int i = first + nth * Threads;
         staged[i] = i < here ? looked_up[nth] : 0;
