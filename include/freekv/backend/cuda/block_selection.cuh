@@ -35,7 +35,9 @@ struct select_storage {
 };
 template <>
 struct select_storage<true> : select_storage<false> {
-  float warp_most[block_selection_default.threads / 32], warp_sum[block_selection_default.threads / 32];
+  // Aligned, so that what is read of them at a time is of nothing else.
+  alignas(16) float warp_most[block_selection_default.threads / 32];
+  alignas(16) float warp_sum[block_selection_default.threads / 32];
   float mass[block_selection_default.most_by_mass];          // by falling score
   std::int16_t place[block_selection_default.most_by_mass];  // of each unit of the list, ascending
   int kept;

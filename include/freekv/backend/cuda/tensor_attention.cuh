@@ -224,8 +224,10 @@ class tensor_attention {
       if (filled >= stages) {
         if (waiting[0].tokens == 0) break;
         __pipeline_wait_prior(stages - 1);
+        __syncwarp();  // what other lanes have copied is there, too
         attend_block(team, block_of(at.rows[0][0], at.rows[1][0], row_pieces * 16, tokens_at_once),
                      waiting[0].tokens, soft_cap, waiting[0].attending);
+        __syncwarp();  // all have read it
       }
       unroll<stages - 1>([&](auto i) { waiting[i] = waiting[i + 1]; });
       waiting[stages - 1] = fill(at);
