@@ -51,7 +51,8 @@ class radix_select {
     friend class radix_select;
     const KeyOf& key_of_;
     int size_, loaded_ = -1;
-    int turns_ = 0;  // keys of the tile that a thread has
+    int here_ = 0;   // keys of the tile
+    int turns_ = 0;  // a thread's part of them and of those behind
   };
 
   /// Calls `write(nth, i)` for the `count` largest of a row of `size`, i ascending and nth from 0. `count` is
@@ -76,7 +77,7 @@ class radix_select {
       for (int begin = 0; begin < keys.size_; begin += tile) {
         load(keys, begin);
 #pragma unroll 1
-        for (int i = thread_; i < keys.turns_ * (Threads / 4); i += Threads) {
+        for (int i = thread_; 4 * i < keys.here_; i += Threads) {
           const uint4 four = shared_.keys[i];
           // Of keys that share the bits above, and no others, what is left is one digit.
           const auto add = [&](std::uint32_t key) {
@@ -181,6 +182,7 @@ class radix_select {
     auto* const staged = reinterpret_cast<std::uint32_t*>(shared_.keys);
     const int here = min(keys.size_ - begin, tile);
     keys.loaded_ = begin;
+    keys.here_ = here;
     keys.turns_ = (here + at_once * Threads - 1) / (at_once * Threads) * at_once;
     __syncthreads();  // all have read those before
 #pragma unroll 1

@@ -144,11 +144,13 @@ class tensor_attention {
     tile ring[stages];
     /// Room for `tokens_at_once` rows of keys, and of values behind them, while nothing is on its way.
     __device__ Element* rows() { return reinterpret_cast<Element*>(ring); }
-    /// Room for what head h has attended to, when nothing comes any more.
+    /// Room for what head h has attended to, when nothing comes any more. Heads lie such that threads write
+    /// to all banks.
     __device__ attention_part part(int h) {
-      static_assert(sizeof ring >= heads * (HeadDim * sizeof(float) + sizeof(log_sum_exp)));
+      constexpr int of_head = HeadDim + 4;
+      static_assert(sizeof ring >= heads * (of_head * sizeof(float) + sizeof(log_sum_exp)));
       float* const numbers = reinterpret_cast<float*>(ring);
-      return {reinterpret_cast<log_sum_exp*>(numbers + heads * HeadDim) + h, numbers + h * HeadDim};
+      return {reinterpret_cast<log_sum_exp*>(numbers + heads * of_head) + h, numbers + h * of_head};
     }
   };
   /// Which blocks of tokens a warp has: one of `warps`, in turn.
@@ -165,8 +167,16 @@ class tensor_attention {
     [[maybe_unused]] float largest = 0.0f;
     float numbers[tiles][4];  // of a tile dimensions 2 * quarter and the next, and 8 behind
     visit_numbers(queries(nth), [&](const auto* head) {
-      unroll<tiles * 4>([&](auto i) {
-        numbers[i / 4][i % 4] = to_float(head[i / 4 * 16 + i % 4 / 2 * 8 + 2 * quarter + i % 2]);
+      using number = cuda::std::remove_cvref_t<decltype(*head)>;
+      struct alignas(2 * sizeof(number)) pair {
+        number x[2];
+      };
+      const number* const query = head + 2 * quarter;
+      const bool aligned = reinterpret_cast<std::uintptr_t>(query) % sizeof(pair) == 0;
+      unroll<tiles * 2>([&](auto i) {
+        const number* const at = query + i * 8;
+        const pair two = aligned ? *reinterpret_cast<const pair*>(at) : pair{{at[0], at[1]}};
+        unroll<2>([&](auto n) { numbers[i / 2][i % 2 * 2 + n] = to_float(two.x[n]); });
       });
     });
     unroll<tiles * 4>([&](auto i) { numbers[i / 4][i % 4] *= scale; });
