@@ -3,8 +3,8 @@
 //
 //   limits [STORE_GIB 16]
 //
-// Recall reads slices at random places of a store of STORE_GIB of page-locked memory: keys and values of 16,
-// 32 or 64 tokens of head_dim 128, BF16. `huge` pages are of 2 MB, registered by cudaHostRegister; others are
+// Recall reads slices at random places of a store of STORE_GIB of page-locked memory: keys and values of 8
+// to 128 tokens of head_dim 128, BF16. `huge` pages are of 2 MB, registered by cudaHostRegister; others are
 // cudaHostAlloc's.
 //
 // Exit status: 0 all right, 1 an error, 77 no device.
@@ -127,11 +127,13 @@ class bench {
 
   device::owned_stream stream;
   std::string name;
+  int multiprocessors = 0;
 
   bench() {
     cudaDeviceProp of{};
     check(cudaGetDeviceProperties(&of, 0), "cudaGetDeviceProperties");
     name = of.name;
+    multiprocessors = of.multiProcessorCount;
     check(cudaEventCreate(&begin_), "cudaEventCreate");
     check(cudaEventCreate(&end_), "cudaEventCreate");
     print("device", "multiprocessors", of.multiProcessorCount, "");
@@ -205,7 +207,7 @@ void run(std::size_t gib) {
   for (const int a_multiprocessor : {2, 4, 8})
     b.print("read of 4 GiB, " + std::to_string(a_multiprocessor) + " blocks a multiprocessor", "rate",
             gigabytes_per_second(static_cast<double>(n), b.microseconds([&] {
-              device::launch("read", {132 * a_multiprocessor, 512, on}, read_all,
+              device::launch("read", {b.multiprocessors * a_multiprocessor, 512, on}, read_all,
                              reinterpret_cast<const uint4*>(here), n / 16, sink);
             })),
             "GB/s");
@@ -226,7 +228,7 @@ void run(std::size_t gib) {
   device::pinned_memory slow;
   const std::size_t bytes = gib << 30;
   stores.push_back({static_cast<std::byte*>(slow.allocate(bytes)), bytes, "small"});
-  const std::size_t huge = std::size_t{2} << 21;
+  const std::size_t huge = std::size_t{2} << 20;
   auto* const mapped = static_cast<std::byte*>(
       mmap(nullptr, bytes + huge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   auto* const aligned =

@@ -92,8 +92,8 @@ __device__ void store_tile(Team team, const Attention& attention, const Tile& ti
   });
 }
 
-/// The same of what a block's warps have attended to, each with its `storage` of those `of_warps`, merged in
-/// their order.
+/// Parts of a block's warps, each with its `storage` of those `of_warps`: leaves them merged, in their order,
+/// as part `part` of the row.
 template <int HeadDim, class Team, class Attention, class Storage, class Tile>
 __device__ void store_shared_tile(Team team, const Attention& attention, Storage* of_warps, const Tile& tile,
                                   const attention_scratch_memory& scratch, const parts_of_row& row,

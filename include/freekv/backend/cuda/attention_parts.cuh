@@ -136,7 +136,7 @@ class warp_merge {
     for (int half = 16; half > 0; half /= 2)
       log_sum_.sum = rounded_sum(log_sum_.sum, __shfl_xor_sync(all, log_sum_.sum, half));
   }
-  /// The same of at most 32, of which a lane knows one.
+  /// Parts, at most 32, of which a lane knows one: adds them.
   __device__ void add(const attention_scratch_memory& scratch, std::int64_t first, int count, int step) {
     log_sum_exp of_part;
     if (lane() < count) of_part = scratch.log_sum[first + std::int64_t{lane()} * step];

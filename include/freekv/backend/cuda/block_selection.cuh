@@ -76,7 +76,8 @@ struct candidate_keys {
   const row_candidates& candidates;
 
   __device__ std::uint32_t operator()(int i) const { return order_bits(pooled[i]); }
-  /// Of the `count` keys from candidate `begin` on. A pinned one has no part in what is pooled.
+  /// Pinned candidates among the `count` from `begin` on, which have no part in what is pooled: sets their
+  /// keys to 0.
   __device__ void amend(std::uint32_t* keys, int begin, int count) const {
 #pragma unroll 1
     for (int i = thread_x(); i < candidates.pinned.count; i += threads_x()) {

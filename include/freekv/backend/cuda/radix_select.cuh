@@ -79,7 +79,7 @@ class radix_select {
 #pragma unroll 1
         for (int i = thread_; 4 * i < keys.here_; i += Threads) {
           const uint4 four = shared_.keys[i];
-          // Of keys that share the bits above, and no others, what is left is one digit.
+          // Keys that share the bits above, and no others, leave one digit.
           const auto add = [&](std::uint32_t key) {
             if (const std::uint32_t at = (key - bits) >> shift; at < digits)
               atomicAdd(&shared_.histogram[at], 1);
@@ -201,7 +201,7 @@ class radix_select {
       __syncthreads();
     }
   }
-  /// What the first `count` warps have written sums to, on all lanes.
+  /// Sum of what the first `count` warps have written, on all lanes.
   __device__ int sum_of_warps(int count) const {
     const int lane = thread_ % 32;
     return __reduce_add_sync(all_lanes, lane < count ? shared_.of_warp[lane] : 0);

@@ -117,7 +117,7 @@ class selection_stage {
   using selection_type = decltype(Settings::selection);
   using residency_type = decltype(Settings::residency);
   using codec_type = decltype(Settings::codec);
-  static constexpr bool selects_in_one_launch =
+  static constexpr bool policies_are_fixed =
       !is_chosen<decltype(Settings::summary)> && !is_chosen<residency_type> && !is_chosen<codec_type> &&
       !is_chosen<decltype(Settings::pooling)> && !is_chosen<decltype(Settings::selection)> &&
       !is_chosen<decltype(Settings::correction)> && !two_stage_summary<decltype(Settings::summary)> &&
@@ -139,8 +139,7 @@ class selection_stage {
       job.select_all_up_to = resolve(settings_->selection, [&](const auto& selection) {
         return all_selected_up_to(selection, s.budget.selected_units);
       });
-    if constexpr (selects_in_one_launch)
-      return select_at_once(s, step, scratch, job, correction, on, transfers);
+    if constexpr (policies_are_fixed) return select_at_once(s, step, scratch, job, correction, on, transfers);
     resolve(settings_->selection, [&](const auto& selection) {
       resolve(settings_->scope, [&]<class Scope>(const Scope&) {
         constexpr bool together = Scope::scope == selection_scope::layer;

@@ -36,7 +36,7 @@ struct alignas(16) element_piece {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(row), "r"(there ? 16 : 0)
                  : "memory");
   }
-  /// The same of any alignment, with plain loads.
+  /// Elements of any alignment are copied with plain loads.
   __device__ static void copy_elements(element_piece* here, const Element* row, bool there) {
 #pragma unroll 1
     for (int i = 0; i < 8; ++i) here->x[i] = there ? row[i] : from_float<Element>(0.0f);
@@ -113,7 +113,7 @@ class tensor_attention {
  private:
   static constexpr int parts = std::same_as<Element, half> ? 2 : 3;  // of a float
   static constexpr int tiles = HeadDim / 16;
-  static constexpr float weight_unit = 0x1p14f;                // what a weight of 1 is multiplied as
+  static constexpr float weight_unit = 0x1p14f;  // what a weight of 1 is multiplied as
 
   static constexpr int pieces = HeadDim / 8;             // of a row
   static constexpr int row_pieces = pieces / 2 * 2 + 1;  // with room that keeps rows in other banks
@@ -153,7 +153,7 @@ class tensor_attention {
       return {reinterpret_cast<log_sum_exp*>(numbers + heads * of_head) + h, numbers + h * of_head};
     }
   };
-  /// Which blocks of tokens a warp has: one of `warps`, in turn.
+  /// Turn of a warp among `warps`: it has every such block of tokens.
   struct turn {
     int warp = 0, warps = 1;
   };
