@@ -176,7 +176,8 @@ static __global__ void rotate(const float* qkv, const row_input* inputs, model_s
   const int row = static_cast<int>(blockIdx.x), lane = static_cast<int>(threadIdx.x) % 32;
   const int warps = static_cast<int>(blockDim.x) / 32, d = model.head_dim;
   const int heads = model.query_heads + 2 * model.kv_heads, position = inputs[row].position;
-  for (int head = static_cast<int>(threadIdx.x) / 32; head < heads; head += warps) {
+  for (int head = static_cast<int>(blockIdx.y) * warps + static_cast<int>(threadIdx.x) / 32; head < heads;
+       head += static_cast<int>(gridDim.y) * warps) {
     const float* const from = qkv + (to_size(row) * heads + head) * d;
     const bool is_query = head < model.query_heads, is_value = head >= model.query_heads + model.kv_heads;
     float squares = 0.0f;
@@ -314,7 +315,9 @@ class model {
   void before_attention(int layer, int rows, float similarity) {
     norm(0, rows);
     multiply<kernels::product::stored>(weights(layer).qkv, normed_.data(), rows, qkv_.data());
-    device::launch("RoPE", {rows, 256, stream_}, kernels::rotate, qkv_.data(), inputs_.data(), shape_, layer,
+    const dim3 heads(static_cast<unsigned>(rows),
+                     static_cast<unsigned>(device::blocks_for(shape_.query_heads + 2 * shape_.kv_heads, 8)));
+    device::launch("RoPE", {heads, 256, stream_}, kernels::rotate, qkv_.data(), inputs_.data(), shape_, layer,
                    similarity, rows_of(layer).in);
   }
   void after_attention(int layer, int rows) {
@@ -327,7 +330,7 @@ class model {
   void choose(int first, int rows) {
     norm(first, rows - first);
     multiply<kernels::product::stored>(head_, normed_.data(), rows - first, logits_.data());
-    device::launch("next tokens", {rows - first, threads_for(shape_.vocab), stream_}, kernels::choose,
+    device::launch("next tokens", {rows - first, threads_for(shape_.vocab, 1024), stream_}, kernels::choose,
                    logits_.data(), shape_.vocab, inputs_.data() + first, chosen_.data(), taken_.data());
   }
 
@@ -350,7 +353,7 @@ class model {
   static constexpr int ring_depth = device::step_ring::depth + 1;
   static std::size_t size(int n) { return to_size(n); }
   static std::size_t numbers(int rows, int width) { return size(rows) * size(width); }
-  static int threads_for(int width) { return std::min(256, (width + 31) / 32 * 32); }
+  static int threads_for(int width, int most = 256) { return std::min(most, (width + 31) / 32 * 32); }
 
   /// Of rows from `first` on, which come to lie in front.
   void norm(int first, int rows) {

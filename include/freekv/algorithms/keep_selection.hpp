@@ -40,20 +40,18 @@ FREEKV_HD bool is_to_select(const State& s, int sequence, int head, selection_ti
                                          : s.next_selected_count[at_head] < 0;
 }
 
-/// Heads of a decode entry that select anew: they have no selection, or the correction does not accept the
-/// queries of one of the entry's rows. `query(row)`: its group's (group, head_dim). A correction by mass
-/// judges later, when it has scores. `State` is the layer_state; `correction` is of the layer.
-template <class Team, class State, class Entry, class Correction, class Query>
-FREEKV_HD bool selects_anew(Team team, const State& s, const Correction& correction, const Entry& entry,
-                            int head, const Query& query) {
-  constexpr int d = State::head_dim;
+/// True where a head of a decode entry selects anew: it has no selection, or the correction does not accept
+/// the queries of one of the entry's rows. `query(row)`: its group's (group, head_dim); `before`: those that
+/// made its selection, if it has one. A correction by mass judges later, when it has scores. `correction` is
+/// of the layer.
+template <class Team, class Entry, class Correction, class Query>
+FREEKV_HD bool selects_anew(Team team, const Correction& correction, const Entry& entry,
+                            const group_query& before, const Query& query) {
   bool anew = entry.kept_row < 0;
   if constexpr (requires { correction.flags(team, query_change{}); })
     for (int row = 0; row < entry.tokens && !anew; ++row)
       anew = correction.flags(
-          team, query_change{{query(row), s.heads.group(), d},
-                             {s.kept_query(entry.sequence, head, entry.kept_row), s.heads.group(), d},
-                             entry.decode_step});
+          team, query_change{{query(row), before.group, before.head_dim}, before, entry.decode_step});
   return anew;
 }
 

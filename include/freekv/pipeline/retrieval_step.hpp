@@ -42,9 +42,9 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
   /// Appends the step's rows to a layer, summarises pages they complete, and finds the heads that have
   /// drifted. Waits for the layer's recall of the step before. Keys and values are of the stored element
   /// type, or float to be rounded: `append<float>(layer, {.keys = k, .values = v, .queries = q})`. Queries
-  /// are float, half or bfloat16, `append<half, half>`; rows may be parts of others, by `strides`. Throws
-  /// usage_error, or store_error where the file fails this or an earlier recall; then the call may be
-  /// repeated.
+  /// are float, half or bfloat16, `append<half, half>`, and stay as they are until the layer has attended;
+  /// rows may be parts of others, by `strides`. Throws usage_error, or store_error where the file fails this
+  /// or an earlier recall; then the call may be repeated.
   template <class In = element, class Query = float>
   void append(int layer, const kv_rows<In, Query>& rows) {
     static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,

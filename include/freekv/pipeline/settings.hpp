@@ -106,7 +106,8 @@ struct pipeline_settings {
   int entries_within(int layer) const {
     const slot_roles slots = slots_for(budget_at(layer), page.tokens, 0, capacity.max_decode_rows);
     const int sliding = plan.kind(layer) == layer_kind::sliding ? pages_for(attention.sliding_window) + 1 : 0;
-    return std::min(std::max(slots.sink + slots.ring, sliding), max_pages()) + max_selected(layer);
+    return std::min(std::max(slots.sink + slots.ring, sliding), max_pages()) +
+           (plan.kind(layer) == layer_kind::retrieval ? max_selected(layer) : 0);
   }
   int spare_slots() const {
     return resolve(residency, [](const auto& chosen) -> int { return chosen.spare; });

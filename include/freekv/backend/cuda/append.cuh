@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <freekv/algorithms/keep_selection.hpp>
+#include <freekv/algorithms/merge_selections.hpp>
 #include <freekv/algorithms/summarise_unit.hpp>
 #include <freekv/backend/cuda/block_summary.cuh>
 #include <freekv/backend/cuda/encoded_pages.cuh>
@@ -13,6 +14,7 @@
 #include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/backend/cuda/summary_team.cuh>
 #include <freekv/backend/cuda/thread.cuh>
+#include <freekv/core/size.hpp>
 #include <freekv/core/unroll.hpp>
 #include <freekv/pipeline/layer_state.hpp>
 #include <freekv/policies/correction.hpp>
@@ -179,99 +181,116 @@ __device__ void append_page(Team team, const State& s, const Summary& summary, c
   }
 }
 
+/// Copies the first `count` units of a list, and who has selected them. By a block.
+__device__ inline void copy_units(const unit_union& from, int count, const unit_union& to) {
+  const int thread = thread_x(), threads = threads_x();
+#pragma unroll 1
+  for (int i = thread; i < count; i += threads) to.units[i] = from.units[i];
+#pragma unroll 1
+  for (int i = thread; i < count * from.words; i += threads) to.masks[i] = from.masks[i];
+}
+
+/// Floats of a block's memory in which it judges one head's drift: its group's queries, and those before.
+FREEKV_HD constexpr int drift_floats(int group, int head_dim) { return 2 * group * head_dim; }
+
 /// Flags one head of a decode entry that is to select anew, counts the flag, and keeps the entry's queries,
-/// which make the next selection. A prompt's head forgets its selection.
-template <class Team, class State, class Correction>
-__device__ void detect_drift(Team team, const State& s, const Correction& correction, const step_entry& entry,
-                             int head, const step_queries& queries, float* scratch) {
+/// which make the next selection. What the head has selected is what it attends to, until a correction says
+/// otherwise. A prompt's head forgets its selection. By a block, whose teams all judge alike; what does not
+/// hang on each other is on its way together. `shared`: `drift_floats`.
+template <class State, class Correction>
+__device__ void detect_drift(const State& s, const Correction& correction, const step_entry& entry, int head,
+                             const step_queries& queries, float* shared) {
   constexpr int d = State::head_dim;
-  if (entry.phase == step_phase::prefill) return drop_selection(team, s, entry.sequence, head);
-  const int group = s.heads.group();
-  const auto query = [&](int row) -> const float* {
-    const typed_numbers numbers = queries.row(entry.first_row + row, std::int64_t{head} * group * d);
-    if (numbers.type == element_type::f32) return static_cast<const float*>(numbers.data);
-    team.sync();  // the scratch is free again
-    visit_numbers(numbers, [&](const auto* from) {
-      for (int i = team.lane(); i < group * d; i += team.lanes()) scratch[i] = to_float(from[i]);
-    });
-    team.sync();
-    return scratch;
+  if (entry.phase == step_phase::prefill)
+    return freekv::detail::drop_selection(block_team{}, s, entry.sequence, head);
+  constexpr lane_team<16, 1> copying{};
+  const int thread = thread_x(), threads = threads_x(), group = s.heads.group(), numbers = group * d;
+  const std::size_t at_head = s.head_index(entry.sequence, head);
+  float *const now = shared, *const before = shared + numbers;
+  const unit_union selected = s.selected_union(entry.sequence, head);
+  const unit_union attended{s.attended + s.selected_index(entry.sequence, head),
+                            s.attended_by + s.mask_index(entry.sequence, head), s.mask_words};
+  const int selected_count = s.selected_count[at_head];
+  // The queries of row 0, and before they are overwritten those of the step before, by a team each.
+  const auto query_of = [&](int row) {
+    return queries.row(entry.first_row + row, std::int64_t{head} * group * d);
   };
-  const bool anew = selects_anew(team, s, correction, entry, head, query);
-  if (team.lane() == 0) {
+  const auto stage_now = [&](int row, int g) {
+    visit_numbers(query_of(row), [&](const auto* from) { copying.widen(from + g * d, now + g * d, d); });
+  };
+  const int teams = threads / copying.lanes(), nth_team = thread / copying.lanes();
+  for (int i = nth_team; i < (entry.kept_row < 0 ? group : 2 * group); i += teams)
+    if (i < group)
+      stage_now(0, i);
+    else
+      copying.widen(s.kept_query(entry.sequence, head, entry.kept_row) + (i - group) * d,
+                    before + (i - group) * d, d);
+  copy_units(selected, s.max_selected, attended);
+  __syncthreads();
+  int staged = 0;
+  const auto query = [&](int row) -> const float* {
+    if (row != staged) {
+      __syncthreads();  // all have read the row before
+      for (int g = nth_team; g < group; g += teams) stage_now(row, g);
+      __syncthreads();
+      staged = row;
+    }
+    return now;
+  };
+  const bool anew = selects_anew(row_team<d>{}, correction, entry, {before, group, d}, query);
+  if (thread == 0) {
     if (begin_report(s, entry.sequence, head, anew)) atomicAdd(s.flagged_count, 1);
     // until a correction selects for the next step, too
-    s.next_selected_count[s.head_index(entry.sequence, head)] = -1;
+    s.next_selected_count[at_head] = -1;
+    s.attended_count[at_head] = selected_count;
   }
-  team.sync();  // all lanes have read the previous queries
+#pragma unroll 1
   for (int row = 0; row < entry.tokens; ++row) {
+    const float* const from = query(row);
     float* const kept = s.kept_query(entry.sequence, head, row);
-    const float* const now = query(row);
-    for (int i = team.lane(); i < group * d; i += team.lanes()) kept[i] = now[i];
+    for (int i = thread; i < numbers; i += threads) kept[i] = from[i];
   }
 }
 
-/// Copies the rows of open pages that sequences share to pages of the entries' own: before anything is
-/// appended, since the last of those that shared a page writes to it.
-template <class State>
-__global__ void copy_shared_rows(State s, step_view step) {
-  constexpr int d = State::head_dim;
-  const int head = block_x(), nth = block_y();
-  if (nth >= step.size()) return;
-  const step_entry& entry = step.entries[nth];
-  if (entry.shared_page == store_page_id::none) return;
-  const auto from = slice_of(s.store, entry.shared_page, head);
-  const auto to = slice_of(s.store, s.store_page(entry.sequence, entry.before / s.page.tokens), head);
-  const int numbers = entry.before % s.page.tokens * d;
-  for (int i = thread_x(); i < numbers; i += threads_x()) {
-    to.key[i / d * to.stride + i % d] = from.key[i / d * from.stride + i % d];
-    to.value[i / d * to.stride + i % d] = from.value[i / d * from.stride + i % d];
-  }
-}
-
-/// Appends a run of pages and flags the heads that have drifted. A task is a page and head of an entry, or
-/// with the first of a step's pages, in retrieval layers, an entry's head that may drift.
+/// Appends a run of pages by the first `appending` blocks, whose teams take a page and head of an entry each;
+/// with the first of a retrieval layer's pages the others each find whether an entry's head has drifted.
 template <class State, class Summary, class Pinning, class Correction, class In>
 __global__ void append_and_detect(State s, Summary summary, Pinning pinning, Correction correction,
-                                  step_view step, device_rows<In> rows, page_run run, append_scratch scratch,
+                                  step_view step, device_rows<In> rows, page_run run, int appending,
+                                  append_scratch scratch,
                                   encoding_scratch<typename State::element> encoding) {
   using team_type = summary_team_t<Summary, State::head_dim>;
-  const team_type team;
-  let_kernel_behind_begin();
+  extern __shared__ float drift_memory[];
+  wait_for_kernel_before();
+  let_kernel_behind_begin();  // which may read at once what has been there before this kernel
   const int heads = s.heads.kv, entries = step.size(), pages = step.bounds.pages;
-  const int nth = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
-  const int teams = static_cast<int>(gridDim.x * blockDim.x) / team.lanes();
+  if (block_x() >= appending) {
+    const int at = block_x() - appending;
+    if (at / heads < entries)
+      detect_drift(s, correction, step.entries[at / heads], at % heads, rows.queries, drift_memory);
+    return;
+  }
+  const team_type team;
+  const int nth = (block_x() * threads_x() + thread_x()) / team.lanes();
+  const int teams = appending * threads_x() / team.lanes();
   float* const mine = scratch.data + nth * scratch.each();
-  const std::int64_t appended = std::int64_t{max(0, min(run.count, entries * pages - run.first))} * heads;
-  const bool detects = s.kind == layer_kind::retrieval && run.first == 0;
-  const std::int64_t tasks = appended + (detects ? entries * heads : 0);
+  const std::int64_t tasks = std::int64_t{max(0, min(run.count, entries * pages - run.first))} * heads;
   for (std::int64_t task = nth; task < tasks; task += teams) {
-    if (task < appended) {
-      const int nth_of_run = static_cast<int>(task / heads), head = static_cast<int>(task % heads);
-      const step_entry& entry = step.entries[(run.first + nth_of_run) / pages];
-      const int first = entry.before / s.page.tokens, open = entry.after() / s.page.tokens;
-      const int page = first + (run.first + nth_of_run) % pages;
-      // The open page's rows may go where those of the first page have been until they are encoded.
-      const bool in_order = s.encoded && open > first;
-      if (in_order && page == open) continue;
-      const int last = in_order && page == first ? open : page;
-      for (int one = page;; one = last) {
-        append_page(team, s, summary, pinning, entry, one, head, rows,
-                    encoding.staged.slice(s, nth_of_run, head), {mine, mine + scratch.keys});
-        if (one == last) break;
-        team.sync();
-      }
-    } else {
-      const int at = static_cast<int>(task - appended);
-      detect_drift(team, s, correction, step.entries[at / heads], at % heads, rows.queries, mine);
+    const int nth_of_run = static_cast<int>(task / heads), head = static_cast<int>(task % heads);
+    const step_entry& entry = step.entries[(run.first + nth_of_run) / pages];
+    const int first = entry.before / s.page.tokens, open = entry.after() / s.page.tokens;
+    const int page = first + (run.first + nth_of_run) % pages;
+    // The open page's rows may go where those of the first page have been until they are encoded.
+    const bool in_order = s.encoded && open > first;
+    if (in_order && page == open) continue;
+    const int last = in_order && page == first ? open : page;
+    for (int one = page;; one = last) {
+      append_page(team, s, summary, pinning, entry, one, head, rows,
+                  encoding.staged.slice(s, nth_of_run, head), {mine, mine + scratch.keys});
+      if (one == last) break;
+      team.sync();
     }
   }
-}
-
-template <class State>
-void launch_copy_shared_rows(const State& s, const step_view& step, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(s.heads.kv), static_cast<unsigned>(step.bounds.entries));
-  launch("copy of shared rows", {grid, append_default.threads, stream}, copy_shared_rows<State>, s, step);
 }
 
 /// Memory of a pipeline that appending on one stream needs.
@@ -290,11 +309,15 @@ void launch_append(const State& s, const Summary& summary, const Pinning& pinnin
                    cudaStream_t stream) {
   constexpr append_tuning tuning = append_default;
   constexpr int lanes = summary_team_t<Summary, State::head_dim>::lane_count;
-  const std::int64_t tasks = (std::int64_t{pages.count} + step.bounds.entries) * s.heads.kv;
+  const std::int64_t tasks = std::int64_t{pages.count} * s.heads.kv;
   const int most_blocks = memory.of_teams.teams * lanes / tuning.threads;
-  launch("append", {std::min(most_blocks, blocks_for(tasks * lanes, tuning.threads)), tuning.threads, stream},
+  const int appending = std::min(most_blocks, blocks_for(tasks * lanes, tuning.threads));
+  const bool detects = s.kind == layer_kind::retrieval && pages.first == 0;
+  const int detecting = detects ? step.bounds.entries * s.heads.kv : 0;
+  const auto bytes = to_size(detects ? drift_floats(s.heads.group(), State::head_dim) : 0) * sizeof(float);
+  launch("append", {appending + detecting, tuning.threads, stream, bytes, true},
          append_and_detect<State, Summary, Pinning, Correction, In>, s, summary, pinning, correction, step,
-         rows, pages, memory.of_teams, memory.encoding);
+         rows, pages, appending, memory.of_teams, memory.encoding);
 }
 
 }  // namespace freekv::device

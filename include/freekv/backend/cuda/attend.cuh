@@ -12,6 +12,7 @@
 #include <freekv/backend/cuda/lane_attention.cuh>
 #include <freekv/backend/cuda/lane_team.cuh>
 #include <freekv/backend/cuda/last_block.cuh>
+#include <freekv/backend/cuda/match_by_warp.cuh>
 #include <freekv/backend/cuda/runtime.cuh>
 #include <freekv/backend/cuda/step_upload.cuh>
 #include <freekv/backend/cuda/tensor_attention.cuh>
@@ -26,7 +27,7 @@ struct attend_tuning {
   int registers = 208;           ///< of a thread at most; two blocks a multiprocessor, as 184 are too
   int tensor_registers = 255;    ///< the same by tensor cores, where most are taken by pages that are decoded
   int heads = 4;                 ///< query heads that a team attends with by FMA; larger groups take several
-  int part_tokens = 64;          ///< of a budgeted row that one part covers
+  int part_tokens = 128;         ///< of a budgeted row that one part covers
   int part_tokens_of_all = 512;  ///< of a row that attends to everything
   int rows_of_all = 16;          ///< that attend to everything in one launch; more take turns
   constexpr bool valid() const {
@@ -157,7 +158,7 @@ FREEKV_HD inline bool attends_to_all(const step_entry& entry, const attending_ro
 }
 /// List of what a KV head attends to with one row.
 struct attended_list {
-  const step_entry& step;
+  const step_entry* step = nullptr;
   int head = 0;
   bool everything = false;  // whatever the head's kind
   attention_list entries;
@@ -166,7 +167,7 @@ struct attended_list {
   FREEKV_HD static attended_list of(const State& s, const step_entry& step, int row, int head,
                                     const attending_rows& rows) {
     const bool everything = attends_to_all(step, rows);
-    return {step, head, everything, s.pages_attended(step, row - step.first_row, head, everything)};
+    return {&step, head, everything, s.pages_attended(step, row - step.first_row, head, everything)};
   }
   FREEKV_HD int size() const { return entries.size(); }
   /// True where the list is of the store's pages; else of slots.
@@ -229,7 +230,7 @@ inline constexpr int parts_of_block = shares_parts<Attention> ? 1 : Block::teams
 /// Rows of entry i of a list: in its slot, in the store if that keeps them as they are, or in an open page.
 template <class Codec, class State>
 FREEKV_HD auto attended_slice(const State& s, const attended_list& list, int i) {
-  const int sequence = list.step.sequence, head = list.head;
+  const int sequence = list.step->sequence, head = list.head;
   const page_range part = list.entries.range(i);
   if (list.in_store(s))
     return rows_behind(encodes_pages<Codec> ? s.open_slice(sequence, part.page, head)
@@ -241,7 +242,7 @@ FREEKV_HD auto attended_slice(const State& s, const attended_list& list, int i) 
 /// Query heads of a tile that attend to entry i of their KV head's list, a bit each.
 template <class State, class Tile>
 FREEKV_HD unsigned attending_heads(const State& s, const attended_list& list, int i, const Tile& tile) {
-  const std::uint32_t* const mask = s.attended_by_heads(list.step.sequence, list.head, list.entries, i);
+  const std::uint32_t* const mask = s.attended_by_heads(list.step->sequence, list.head, list.entries, i);
   if (mask == nullptr) return ~0u;
   unsigned heads = 0;
   for (int h = 0; h < Tile::heads && tile.has(h); ++h)
@@ -252,7 +253,8 @@ FREEKV_HD unsigned attending_heads(const State& s, const attended_list& list, in
 /// True where entry i of a list is of an encoded page.
 template <class Codec, class State>
 __device__ bool is_encoded(const State& s, const attended_list& list, int i) {
-  return encodes_pages<Codec> && list.in_store(s) && list.entries.page(i) < list.step.after() / s.page.tokens;
+  return encodes_pages<Codec> && list.in_store(s) &&
+         list.entries.page(i) < list.step->after() / s.page.tokens;
 }
 
 /// Attends to a part of a page that is encoded, some rows after others through the team's shared memory.
@@ -296,43 +298,59 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
   constexpr int teams = block_type::teams, at_once = parts_of_block<attention_type, block_type>;
   alignas(16) extern __shared__ std::byte attend_memory[];
   auto* const of_teams = reinterpret_cast<storage*>(attend_memory);
-  wait_for_kernel_before();
   const typename attention_type::team_type team;
   const auto tile = head_tile<attention_type::heads>::nth(block_y(), s.heads.group());
-  const int row = rows.first + block_z();
+  const int row = rows.first + block_z(), nth = thread_x() / team.lanes();
+  // Queries, and what a step is, have been there since before the kernel that appends.
   const step_entry* const entry = step.entry_of(row);
-  if (entry == nullptr || !rows.has(step, entry)) return;
-  const auto list = attended_list::of(s, *entry, row, tile.kv_head, rows);
-  const int each = entries_of_part(list.entries.complete, s.page.tokens, s.unit.tokens);
-  const int parts = (list.size() + each - 1) / each, blocks = (parts + at_once - 1) / at_once;
-  if (block_x() >= blocks) return;
-
-  const int nth = thread_x() / team.lanes();
-  const int part = shares_parts<attention_type> ? block_x() : block_x() * teams + nth;
-  const int begin = part * each, end = begin + each < list.size() ? begin + each : list.size();
+  const bool attends = entry != nullptr && rows.has(step, entry);
+  attention_type attention(of_teams[nth]);
+  if (attends) begin_tile<d>(team, attention, tile, queries, row, s.scale);
+  attended_list list;
+  const auto entries = [&](int i) {
+    const unsigned attending = attending_heads(s, list, i, tile);
+    if (attending == 0) return entry_rows<element>{};
+    return entry_rows<element>{as_const(attended_slice<Codec>(s, list, i)), list.entries.range(i).tokens,
+                               attending};
+  };
   const parts_of_row to{std::int64_t{blockIdx.z} * s.heads.query, rows.parts};
-  if (begin < end) {
-    storage& mine = of_teams[nth];
-    attention_type attention(mine);
-    begin_tile<d>(team, attention, tile, queries, row, s.scale);
-    const auto entries = [&](int i) {
-      const unsigned attending = attending_heads(s, list, i, tile);
-      if (attending == 0) return entry_rows<element>{};
-      return entry_rows<element>{as_const(attended_slice<Codec>(s, list, i)), list.entries.range(i).tokens,
-                                 attending};
-    };
+  int parts = 0, blocks = 0;
+  // A head's list and all rows but the step's own have been there as long, unless a correction selects anew:
+  // they come ahead, and once more if it has. While it does, what is read is nonsense of no harm: a warp that
+  // matches slots writes nothing but slots.
+  const bool selects = s.kind == layer_kind::retrieval;
+  bool ahead = kernels_overlap && shares_parts<attention_type> && !encodes_pages<Codec> && attends &&
+               (!selects || match_storage::has_room(s.max_selected, s.slots.selected));
+#pragma unroll 1
+  for (;; ahead = false) {
+    if (!ahead) wait_for_kernel_before();
+    if (!attends) return;
+    list = attended_list::of(s, *entry, row, tile.kv_head, rows);
+    const int each = entries_of_part(list.entries.complete, s.page.tokens, s.unit.tokens);
+    parts = (list.size() + each - 1) / each;
+    blocks = (parts + at_once - 1) / at_once;
+    const int part = shares_parts<attention_type> ? block_x() : block_x() * teams + nth;
+    const int begin = part * each, end = min(begin + each, list.size());
+    if (ahead && (begin >= end || list.entries.page(end - 1) >= entry->before / s.page.tokens)) continue;
+    if (block_x() >= blocks) return;
+    if (begin >= end) break;
     if constexpr (encodes_pages<Codec>) {
       constexpr int step = shares_parts<attention_type> ? teams : 1;
       for (int i = begin + (step > 1 ? nth : 0); i < end; i += step) {
         const unsigned attending = attending_heads(s, list, i, tile);
         if (attending != 0 && is_encoded<Codec>(s, list, i))
-          attend_encoded<block_type>(team, attention, s, codec, {list.step.sequence, list.head},
-                                     list.entries.range(i), mine, attending);
+          attend_encoded<block_type>(team, attention, s, codec, {list.step->sequence, list.head},
+                                     list.entries.range(i), of_teams[nth], attending);
         else
           attention.attend_entries(team, i, i + 1, entries, s.soft_cap);
       }
     } else if constexpr (shares_parts<attention_type>) {
-      attention.attend_entries(team, begin, end, entries, s.soft_cap, {nth, teams});
+      const auto stays = [&] {
+        if (!ahead) return true;
+        wait_for_kernel_before();
+        return !selects || s.corrected[s.head_index(entry->sequence, tile.kv_head)] == 0;
+      };
+      if (!attention.attend_entries(team, begin, end, entries, s.soft_cap, {nth, teams}, stays)) continue;
     } else {
       attention.attend_entries(team, begin, end, entries, s.soft_cap);
     }
@@ -340,6 +358,7 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
       store_shared_tile<d>(team, attention, of_teams, tile, scratch, to, part);
     else
       store_tile<d>(team, attention, tile, scratch, to, part);
+    break;
   }
   // Attention has no use for its memory any more. The last block of each group of parts merges that, and the
   // last of these the groups.

@@ -138,6 +138,17 @@ class warp_merge {
   }
   /// Parts, at most 32, of which a lane knows one: adds them.
   __device__ void add(const attention_scratch_memory& scratch, std::int64_t first, int count, int step) {
+    float4 numbers[at_once][share];
+    const auto load = [&](int part) {
+      unroll<at_once>([&](auto n) {
+        const std::int64_t at = (first + std::int64_t{min(part + n, count - 1)} * step) * HeadDim;
+        unroll<share>([&](auto i) {
+          if (const int piece = lane() + 32 * i; piece < pieces)
+            numbers[n][i] = reinterpret_cast<const float4*>(scratch.weighted + at)[piece];
+        });
+      });
+    };
+    load(0);  // on its way together with the log-sum-exps
     log_sum_exp of_part;
     if (lane() < count) of_part = scratch.log_sum[first + std::int64_t{lane()} * step];
     float most = of_part.max;
@@ -151,14 +162,7 @@ class warp_merge {
     log_sum_.sum = ::fmaf(of_part.sum, factor, log_sum_.sum);
 #pragma unroll 1
     for (int part = 0; part < count; part += at_once) {
-      float4 numbers[at_once][share];
-      unroll<at_once>([&](auto n) {
-        const std::int64_t at = (first + std::int64_t{min(part + n, count - 1)} * step) * HeadDim;
-        unroll<share>([&](auto i) {
-          if (const int piece = lane() + 32 * i; piece < pieces)
-            numbers[n][i] = reinterpret_cast<const float4*>(scratch.weighted + at)[piece];
-        });
-      });
+      if (part > 0) load(part);
       unroll<at_once>([&](auto n) {
         const float by = __shfl_sync(all, factor, (part + n) % 32);
         if (part + n >= count || (present >> (part + n) & 1u) == 0) return;

@@ -33,13 +33,11 @@ __launch_bounds__(pool_default.threads, 1) __global__
     void pool_parts(State s, Pooling pooling, Then then, step_view step, selection_scratch scratch,
                     selection_job job) {
   alignas(16) extern __shared__ float shared[];
-  const bool nothing = nothing_to_select(s, job);
   const int part = block_x(), row = block_y(), nth = block_z();
-  if ((nothing && part > 0) || nth >= step.size()) return;
+  if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
   const int head = scratch.head_of(row);
-  row_candidates candidates;
-  if (!nothing) candidates = candidates_of(s, entry, head, job);
+  const row_candidates candidates = candidates_of(s, entry, head, job);
   const int count = candidates.most(), first = part * pool_default.candidates;
   const bool chooses = candidates.unpinned(count) > job.select_all_up_to;
   const int parts = chooses ? (count + pool_default.candidates - 1) / pool_default.candidates : 1;

@@ -83,6 +83,14 @@ constexpr bool valid_block(int threads, int registers) {
 
 constexpr int blocks_for(std::int64_t tasks, int each) { return static_cast<int>((tasks + each - 1) / each); }
 
+/// Multiprocessors of the device in use.
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  return count;
+}
+
 /// Memory of the device in use. For `memory_resources::fast`; the host does not touch it.
 class device_memory final : public std::pmr::memory_resource {
   void* do_allocate(std::size_t bytes, std::size_t) override {

@@ -29,6 +29,7 @@ struct score_tuning {
   int registers = 216;  ///< of a thread at most: rows on their way, and the queries that multiply them
   int shared_bytes = 48 * 1024;  ///< of a block: a decoded summary for each team
   int query_floats = 4096;       ///< of a row that each block of it prepares itself
+  int tiles_of_block = 8;        ///< that a block scores at most, where more blocks than run at a time do not
   constexpr bool valid() const { return valid_block(threads, registers) && shared_bytes <= 48 * 1024; }
 };
 inline constexpr score_tuning score_default{};
@@ -287,8 +288,8 @@ struct pools_apart {
   static constexpr int shared_bytes = 0;
 };
 
-/// Scores one tile of one row's candidates, by one query alone where queries are pooled, and sums up what
-/// softmaxes need of it. Unless that is done apart, the last block of a row to do so pools the row's scores
+/// Scores tiles of one row's candidates, by one query alone where queries are pooled, and sums up what
+/// softmaxes need of each. Unless that is done apart, the last block of a row to do so pools the row's scores
 /// and calls `then`; where all candidates are selected, or none, without scores. Other blocks of the row may
 /// still look at whether the row selects: `then` does not change that. `memory.queries`: of the row, which
 /// the block prepares.
@@ -299,24 +300,22 @@ __global__ void score_tiles(State s, Summary summaries, Pooling pooling, Then th
   alignas(16) extern __shared__ float shared[];
   let_kernel_behind_begin();
   wait_for_kernel_before();
-  const bool nothing = nothing_to_select(s, job);
-  const int tile = block_x(), row = block_y();
+  if (nothing_to_select(s, job)) return;
+  const int row = block_y();
   constexpr bool pools = !std::is_same_v<Then, pools_apart>;
   constexpr bool goes_on = pools && !std::is_same_v<Then, then_nothing>;
-  if (nothing && (!goes_on || tile > 0)) return;
   const bool for_next = job.separate_next_scores && blockIdx.z % 2 != 0;
   const int nth = static_cast<int>(job.separate_next_scores ? blockIdx.z / 2 : blockIdx.z);
   if (nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
   const int head = scratch.head_of(row);
-  row_candidates candidates;
-  if (!nothing) candidates = candidates_of(s, entry, head, job);
+  const row_candidates candidates = candidates_of(s, entry, head, job);
   const int count = job.separate_next_scores ? candidates.count(for_next) : candidates.most();
   const bool chooses = candidates.unpinned(count) > job.select_all_up_to;
   const int tiles = chooses ? (count + tile_units - 1) / tile_units : goes_on ? 1 : 0;
-  if (tile >= tiles) return;
+  const int sharing = min(tiles, blocks_x());
+  if (block_x() >= sharing) return;
   if (chooses) {
-    const int first = tile * tile_units, last = min(first + tile_units, count);
     const group_query query = scratch.selecting_query(s, entry, row);
     const int width = summary_query_width(summaries, d);
     prepared_queries queries{scratch.prepared_of(nth, row), width, query_pooling<Pooling> ? 1 : query.group,
@@ -328,28 +327,31 @@ __global__ void score_tiles(State s, Summary summaries, Pooling pooling, Then th
     }
     float* const scores = scratch.scores_of(for_next, nth, row);
     const bool kept = By == scoring::fine;
-    score_tile<By>(s, summaries, entry, head, candidates, first, last, queries, scores, scratch,
-                   kept ? scratch.least_of(for_next, nth, row) : 0,
-                   kept ? scratch.pooled_of(for_next, nth, pooled_row(s, job, row)) : nullptr, memory.teams,
-                   shared + memory.queries);
     const int thread = thread_x(), threads = threads_x();
-    if (s.pins > 0) {  // pinned ones have no part in what is pooled
-      __syncthreads();
-      const unit_list pinned = pinned_units(s, entry.sequence, head);
-      for (int i = thread; i < pinned.count * queries.group; i += threads) {
-        const int j = pinned.units[i / queries.group] - candidates.first;
-        if (j >= first && j < last) scores[i % queries.group * scratch.stride + j] = -infinity;
+#pragma unroll 1
+    for (int tile = block_x(); tile < tiles; tile += sharing) {
+      const int first = tile * tile_units, last = min(first + tile_units, count);
+      score_tile<By>(s, summaries, entry, head, candidates, first, last, queries, scores, scratch,
+                     kept ? scratch.least_of(for_next, nth, row) : 0,
+                     kept ? scratch.pooled_of(for_next, nth, pooled_row(s, job, row)) : nullptr, memory.teams,
+                     shared + memory.queries);
+      if (s.pins > 0) {  // pinned ones have no part in what is pooled
+        __syncthreads();
+        const unit_list pinned = pinned_units(s, entry.sequence, head);
+        for (int i = thread; i < pinned.count * queries.group; i += threads) {
+          const int j = pinned.units[i / queries.group] - candidates.first;
+          if (j >= first && j < last) scores[i % queries.group * scratch.stride + j] = -infinity;
+        }
       }
-    }
-    if constexpr (softmax_pooling<Pooling>) {
-      __syncthreads();
-      for (int g = thread / 32; g < queries.group; g += threads / 32) {
-        const log_sum_exp log_sum = log_sum_of_tile(scores + g * scratch.stride + first, last - first);
-        if (thread % 32 == 0) scratch.log_sums_of(for_next, nth, row)[g * scratch.tiles + tile] = log_sum;
-      }
+      __syncthreads();  // the scores are there, and the shared memory is free
+      if constexpr (softmax_pooling<Pooling>)
+        for (int g = thread / 32; g < queries.group; g += threads / 32) {
+          const log_sum_exp log_sum = log_sum_of_tile(scores + g * scratch.stride + first, last - first);
+          if (thread % 32 == 0) scratch.log_sums_of(for_next, nth, row)[g * scratch.tiles + tile] = log_sum;
+        }
     }
     if constexpr (!pools) return;
-    if (!is_last_block(scratch.blocks_scoring_of(for_next, nth, row), tiles,
+    if (!is_last_block(scratch.blocks_scoring_of(for_next, nth, row), sharing,
                        *reinterpret_cast<std::uint32_t*>(shared)))
       return;
 #pragma unroll 1
@@ -382,10 +384,15 @@ void launch_score(const State& s, const Summary& summary, const Pooling& pooling
     launch("preparing queries", {queries, by_block ? prepare_threads : score_default.threads, stream},
            prepare_queries<State, Summary, Pooling>, s, summary, pooling, step, scratch, job);
   }
-  const dim3 tiles(count(scratch.tiles), rows.x, job.separate_next_scores ? 2 * rows.y : rows.y);
+  // One block for each multiprocessor, unless a long row would then wait for few.
+  const int all_rows = static_cast<int>(rows.x * rows.y) * (job.separate_next_scores ? 2 : 1);
+  const int blocks =
+      std::min(scratch.tiles, std::max({1, scratch.sizes.multiprocessors / all_rows,
+                                        blocks_for(scratch.tiles, score_default.tiles_of_block)}));
+  const dim3 grid(count(blocks), rows.x, count(all_rows) / rows.x);
   const auto bytes = std::max(to_size(memory.floats) * sizeof(float), std::size_t{Then::shared_bytes});
   const bool before_attention = job.time == selection_time::correct;
-  launch("score", {tiles, score_default.threads, stream, bytes, before_attention},
+  launch("score", {grid, score_default.threads, stream, bytes, before_attention},
          score_tiles<By, State, Summary, Pooling, Then>, s, summary, pooling, then, step, scratch, job,
          memory);
 }

@@ -105,15 +105,6 @@ __device__ int merge_query_heads(const selection_scratch& scratch, bool for_next
   return count;
 }
 
-/// Copies the first `count` units of a list, and who has selected them. By a block.
-__device__ inline void copy_units(const unit_union& from, int count, const unit_union& to) {
-  const int thread = thread_x(), threads = threads_x();
-#pragma unroll 1
-  for (int i = thread; i < count; i += threads) to.units[i] = from.units[i];
-#pragma unroll 1
-  for (int i = thread; i < count * from.words; i += threads) to.masks[i] = from.masks[i];
-}
-
 /// Leaves what a block has listed to a kernel behind it.
 struct recall_later {
   template <class State>
@@ -128,8 +119,8 @@ struct recall_later {
 template <class Selection, class Correction>
 using select_storage_for = select_storage_of<Selection, !std::is_same_v<Correction, already_flagged>>;
 
-/// Selection of one KV head of a step. To correct: for this step and, by the same scores, for the next; then,
-/// corrected or not, what it has selected is what it attends to. To speculate: for the next step, unless a
+/// Selection of one KV head of a step. To correct: for this step and, by the same scores, for the next; then
+/// what it has selected is what it attends to. To speculate: for the next step, unless a
 /// correction has done so. With `union_of_query_heads` for a selection its query heads have selected.
 template <class Selection, class Residency, class Correction, class Recall>
 struct select_and_recall {
@@ -149,6 +140,8 @@ struct select_and_recall {
                              const row_candidates& candidates, const selection_scratch& scratch,
                              const selection_job& job, storage& shared) const {
     if (entry.phase != step_phase::decode) return;
+    const bool corrects = job.time == selection_time::correct;
+    if (corrects ? !candidates.selects : s.kind_of(head) != layer_kind::retrieval) return;
     const int thread = thread_x();
     const std::size_t at_head = s.head_index(entry.sequence, head);
     const unit_union selected = s.selected_union(entry.sequence, head);
@@ -172,8 +165,6 @@ struct select_and_recall {
                     s, residency, entry, head, before_attention,
                     [&](int missing) { return recall.room(s, scratch, nth, head, missing); }, shared));
     };
-    const bool corrects = job.time == selection_time::correct;
-    if (!corrects && s.kind_of(head) != layer_kind::retrieval) return;
     bool corrected = s.corrected[at_head] != 0;
     int now = s.selected_count[at_head], next = s.next_selected_count[at_head];
     if (candidates.selects) {
@@ -198,20 +189,18 @@ struct select_and_recall {
       copy_units(next_selected, next, selected);
       now = next;
     }
-    if (!corrects || candidates.selects) {
-      __syncthreads();
-      if (thread == 0) {
-        if constexpr (judges)
-          if (corrects && corrected && s.corrected[at_head] == 0) {
-            s.corrected[at_head] = 1;
-            atomicAdd(s.flagged_count, 1);
-          }
-        s.selected_count[at_head] = now;
-        if (corrects) s.next_selected_count[at_head] = next;
-      }
-      __syncthreads();
-      if (!corrects || corrected) recall_missing(corrects);
+    __syncthreads();
+    if (thread == 0) {
+      if constexpr (judges)
+        if (corrects && corrected && s.corrected[at_head] == 0) {
+          s.corrected[at_head] = 1;
+          atomicAdd(s.flagged_count, 1);
+        }
+      s.selected_count[at_head] = now;
+      if (corrects) s.next_selected_count[at_head] = next;
     }
+    __syncthreads();
+    if (!corrects || corrected) recall_missing(corrects);
     if (!corrects) return;
     copy_units(selected, now,
                {s.attended + s.selected_index(entry.sequence, head),
@@ -226,10 +215,9 @@ __global__ void select_units(State s, Select select, step_view step, selection_s
                              selection_job job) {
   __shared__ typename Select::storage shared;
   const int head = block_x(), nth = block_y();
-  if (nth >= step.size()) return;
+  if (nothing_to_select(s, job) || nth >= step.size()) return;
   const step_entry& entry = step.entries[nth];
-  row_candidates candidates;
-  if (!nothing_to_select(s, job)) candidates = candidates_of(s, entry, head, job);
+  const row_candidates candidates = candidates_of(s, entry, head, job);
   select(s, entry, nth, head, candidates, scratch, job, shared);
 }
 

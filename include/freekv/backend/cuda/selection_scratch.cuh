@@ -46,6 +46,7 @@ struct selection_sizes {
   int head_dim = 0, query_width = 0;
   bool one_selection_per_layer = false;  ///< the heads of a layer select as one
   bool two_stages = false;               ///< a coarse summary says what a fine one scores
+  int multiprocessors = 1;               ///< of the device
 };
 
 /// The scratch of one stream. A row is what selects for itself: a KV head of an entry, or each query head of

@@ -6,6 +6,7 @@
 #include <freekv/backend/cuda/append.cuh>
 #include <freekv/backend/cuda/attend.cuh>
 #include <freekv/backend/cuda/block_tables.cuh>
+#include <freekv/backend/cuda/copy_shared_rows.cuh>
 #include <freekv/backend/cuda/cuda_backend.cuh>
 #include <freekv/backend/cuda/encoded_pages.cuh>
 #include <freekv/backend/cuda/page_staging.cuh>
@@ -210,17 +211,30 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   /// A layer as the host has last read it.
   const State& as_read(const State& s) const { return this->on_host().layers[to_size(s.layer)]; }
 
+  /// Begins a step: uploads it, and copies what its entries share with others and write to.
+  step_view begin_step(std::span<const step_entry> entries, bool has_begun = false) {
+    const step_view step = uploads::begin_step(entries, has_begun);
+    if (!step.bounds.copies || has_begun) return step;
+    backend_->compute().wait(backend_->recall().record());  // it may still read what pages had before
+    launch_copy_shared_rows(layers_, step, compute());
+    return step;
+  }
+  step_view capture_step(const step_bounds& most) {
+    const step_view step = uploads::capture_step(most);
+    launch_copy_shared_rows(layers_, step, compute());
+    return step;
+  }
+
   // In a step:
 
   /// Does nothing: there is no file whose reads could fail.
   void retry_correction_reads(const State&, const step_view&) {}
 
-  /// Appends rows, summarises the pages they complete, encodes them if the layer keeps them so and, in
-  /// retrieval layers, finds the heads that have drifted.
+  /// Appends rows, summarises the pages they complete, unless that comes with `speculate`, encodes them if
+  /// the layer keeps them so and, in retrieval layers, finds the heads that have drifted.
   template <class In>
   void append(const State& s, const step_view& step, const step_rows<In>& rows) {
     const trace_range range("freekv append", s.layer);
-    if (step.bounds.copies && !s.encoded) launch_copy_shared_rows(s, step, compute());
     append_pages(s, step, device_rows<In>::of(rows, d), {0, step.bounds.entries * step.bounds.pages}, append_,
                  compute());
   }
@@ -235,7 +249,6 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
     backend_->recall().wait(backend_->compute().record());
     const auto& memory = s.encoded ? append_ : append_behind_;
     const cudaStream_t on = s.encoded ? compute() : backend_->recall().get();
-    if (step.bounds.copies && !s.encoded) launch_copy_shared_rows(s, step, on);
     for (std::size_t i = 0; i < rows.size(); ++i)
       append_pages(s, step, device_rows<In>::of(rows[i]),
                    {static_cast<int>(i) * step.bounds.pages, step.bounds.pages}, memory, on);
@@ -249,6 +262,9 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   void speculate(const State& s, const step_view& step) {
     if (!step.bounds.decodes) return;
     const trace_range range("freekv speculate", s.layer);
+    if (summarises_behind(s, step))
+      summarise(s, step, {0, step.bounds.entries * step.bounds.pages}, append_behind_,
+                backend_->recall().get());
     selection_.speculate(s, step);
   }
 
@@ -298,16 +314,28 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
             launch_append(s, summary, pinning, correction.at(s.layer), step, rows, run, memory, on);
           });
         });
-        if constexpr (block_summary<Summary>::there)
-          if (s.kind == layer_kind::retrieval &&
-              (step.bounds.completes || backend_->compute().is_capturing()))
-            launch_summarise(s, summary, step, run, memory, on);
       });
+      if (!summarises_behind(s, step)) summarise(s, step, run, memory, on);
       if (s.encoded)
         resolve(settings_->codec, [&]<class Codec>(const Codec& codec) {
           if constexpr (encodes_pages<Codec>) launch_encode(s, codec, step, run, memory.encoding, on);
         });
     }
+  }
+
+  /// True where what a step completes is summarised behind its attention, on the recall stream, in time for
+  /// the next step's candidates: where that page is none of them yet, nor of its own.
+  static bool summarises_behind(const State& s, const step_view& step) {
+    return !step.bounds.prompts && s.budget.window > s.decode_rows;
+  }
+  /// Summarises the pages of a run that a step completes, where that is blocks' work.
+  void summarise(const State& s, const step_view& step, const page_run& run,
+                 const append_memory<element>& memory, cudaStream_t on) {
+    if (s.kind != layer_kind::retrieval || (!step.bounds.completes && !backend_->compute().is_capturing()))
+      return;
+    resolve(settings_->summary, [&]<class Summary>(const Summary& summary) {
+      if constexpr (block_summary<Summary>::there) launch_summarise(s, summary, step, run, memory, on);
+    });
   }
 
   void copy_reports(const State& s, cudaStream_t on) const {

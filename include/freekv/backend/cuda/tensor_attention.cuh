@@ -157,6 +157,10 @@ class tensor_attention {
   struct turn {
     int warp = 0, warps = 1;
   };
+  /// Stands for entries that stay.
+  struct always_there {
+    __device__ bool operator()() const { return true; }
+  };
 
   __device__ explicit tensor_attention(storage& shared) : shared_(shared) {}
 
@@ -203,9 +207,11 @@ class tensor_attention {
   /// Adds the warp's blocks of the entries from `begin` to before `end`: `entries(i)` is an `entry_rows`.
   /// Each lane is asked for others, so that what an entry's address hangs on is on its way for many at a
   /// time. The loop's code is there once: what is fetched to be run a few times takes longer than to run it.
-  template <class Entries>
-  __device__ void attend_entries(team_type team, int begin, int end, const Entries& entries, float soft_cap,
-                                 const turn& mine = {}) {
+  /// `stay()` is asked once, when the first blocks are on their way: false where they are not to be attended
+  /// to, and then nothing is. Returns what it said.
+  template <class Entries, class Stay = always_there>
+  __device__ bool attend_entries(team_type team, int begin, int end, const Entries& entries, float soft_cap,
+                                 const turn& mine = {}, const Stay& stay = {}) {
     entry_rows<Element> found, now;
     int next = begin, first = mine.warp * tokens_at_once;  // entry behind `now`, token of `now`
     const auto fill = [&](tile& to) {
@@ -232,6 +238,11 @@ class tensor_attention {
     for (;;) {
       tile& at = shared_.ring[stage];
       if (filled >= stages) {
+        if (filled == stages && !stay()) {
+          __pipeline_wait_prior(0);
+          __syncwarp();  // the ring is free again
+          return false;
+        }
         if (waiting[0].tokens == 0) break;
         __pipeline_wait_prior(stages - 1);
         __syncwarp();  // what other lanes have copied is there, too
@@ -244,6 +255,7 @@ class tensor_attention {
       ++filled;
       stage = stage + 1 < stages ? stage + 1 : 0;
     }
+    return true;
   }
 
   /// Adds the first `tokens` rows of a slice in shared memory, whose rows are aligned to 16 bytes.

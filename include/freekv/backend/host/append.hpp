@@ -139,7 +139,9 @@ void detect_drift(isa set, const State& s, const Correction& correction, const s
   };
   with_team(set, [&](auto team) {
     for (int head = 0; head < s.heads.kv; ++head) {
-      const bool anew = selects_anew(team, s, correction.at(s.layer), entry, head,
+      const float* const before =
+          entry.kept_row < 0 ? nullptr : s.kept_query(entry.sequence, head, entry.kept_row);
+      const bool anew = selects_anew(team, correction.at(s.layer), entry, {before, group, d},
                                      [&](int row) { return query(row, head); });
       begin_report(s, entry.sequence, head, anew);
     }
