@@ -561,7 +561,8 @@ bool refuses(std::unique_ptr<pipeline> (*make_one)(const pipeline_options&), con
 }
 bool refuses_what_it_lacks() {
   random_case c = make_device_case(1, made_of::policies);
-  auto with_file = c.options, with_many = c.options, with_many_held = c.options;
+  auto with_file = c.options, with_many = c.options, with_many_held = c.options,
+       with_large_groups = c.options;
   with_file.store_file = "/tmp";
   with_many.method.selection = "top_p";
   with_many.max_tokens = 1 << 16;
@@ -569,12 +570,15 @@ bool refuses_what_it_lacks() {
   with_many_held = with_many;
   with_many_held.method.selection = "sticky_top_k";
   with_many_held.budget.selected_units = 513;
+  with_large_groups.query_heads = 256 * with_large_groups.kv_heads;
+  with_large_groups.sink_logits.clear();
   auto with_codec = make_device_case(2, made_of::codecs).options;
   with_codec.method.codec = "int8_token";
   with_codec.copy_engines = true;
   return refuses(make_device_policies, with_file, "store files") &&
          refuses(make_device_policies, with_many, "1024") &&
          refuses(make_device_policies, with_many_held, "512") &&
+         refuses(make_device_policies, with_large_groups, "drift") &&
          refuses(make_device_codecs, with_codec, "copy engines");
 }
 

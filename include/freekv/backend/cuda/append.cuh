@@ -190,13 +190,15 @@ __device__ inline void copy_units(const unit_union& from, int count, const unit_
   for (int i = thread; i < count * from.words; i += threads) to.masks[i] = from.masks[i];
 }
 
-/// Floats of a block's memory in which it judges one head's drift: its group's queries, and those before.
+/// Floats of a block's memory in which it judges one head's drift: its group's queries, and those before. All
+/// devices have room for `most_drift_floats`.
 FREEKV_HD constexpr int drift_floats(int group, int head_dim) { return 2 * group * head_dim; }
+inline constexpr int most_drift_floats = (96 << 10) / static_cast<int>(sizeof(float));
 
 /// Flags one head of a decode entry that is to select anew, counts the flag, and keeps the entry's queries,
 /// which make the next selection. What the head has selected is what it attends to, until a correction says
-/// otherwise. A prompt's head forgets its selection. By a block, whose teams all judge alike; what does not
-/// hang on each other is on its way together. `shared`: `drift_floats`.
+/// otherwise. A prompt's head forgets its selection. By a block, whose teams all judge alike; loads that do
+/// not depend on each other are on their way together. `shared`: `drift_floats`.
 template <class State, class Correction>
 __device__ void detect_drift(const State& s, const Correction& correction, const step_entry& entry, int head,
                              const step_queries& queries, float* shared) {
@@ -211,7 +213,7 @@ __device__ void detect_drift(const State& s, const Correction& correction, const
   const unit_union attended{s.attended + s.selected_index(entry.sequence, head),
                             s.attended_by + s.mask_index(entry.sequence, head), s.mask_words};
   const int selected_count = s.selected_count[at_head];
-  // The queries of row 0, and before they are overwritten those of the step before, by a team each.
+  // Query heads of row 0, and of the step before, before they are overwritten: by a team each.
   const auto query_of = [&](int row) {
     return queries.row(entry.first_row + row, std::int64_t{head} * group * d);
   };

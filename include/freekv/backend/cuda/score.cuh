@@ -29,7 +29,7 @@ struct score_tuning {
   int registers = 216;  ///< of a thread at most: rows on their way, and the queries that multiply them
   int shared_bytes = 48 * 1024;  ///< of a block: a decoded summary for each team
   int query_floats = 4096;       ///< of a row that each block of it prepares itself
-  int tiles_of_block = 8;        ///< that a block scores at most, where more blocks than run at a time do not
+  int tiles_of_block = 8;  ///< of a row, at most: a long one has more blocks than there are multiprocessors
   constexpr bool valid() const { return valid_block(threads, registers) && shared_bytes <= 48 * 1024; }
 };
 inline constexpr score_tuning score_default{};
@@ -384,7 +384,8 @@ void launch_score(const State& s, const Summary& summary, const Pooling& pooling
     launch("preparing queries", {queries, by_block ? prepare_threads : score_default.threads, stream},
            prepare_queries<State, Summary, Pooling>, s, summary, pooling, step, scratch, job);
   }
-  // One block for each multiprocessor, unless a long row would then wait for few.
+  // A block for each multiprocessor: more would keep the engine's kernels waiting, fewer wait for memory
+  // longer.
   const int all_rows = static_cast<int>(rows.x * rows.y) * (job.separate_next_scores ? 2 : 1);
   const int blocks =
       std::min(scratch.tiles, std::max({1, scratch.sizes.multiprocessors / all_rows,

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <freekv/backend/cuda/append.cuh>
 #include <freekv/backend/cuda/cuda_backend.cuh>
 #include <freekv/backend/cuda/keep_best.cuh>
 #include <freekv/backend/cuda/pin_units.cuh>
@@ -79,6 +80,11 @@ class selection_stage {
     if (const int heads = settings.model.group() * settings.capacity.max_decode_rows; heads > most_heads)
       throw settings_error("query heads of a group times max_decode_rows are " + std::to_string(heads) +
                            "; a device pools at most " + std::to_string(most_heads));
+    if (drift_floats(settings.model.group(), d) > most_drift_floats)
+      throw settings_error("query heads of a group times head_dim are " +
+                           std::to_string(settings.model.group() * d) +
+                           "; a device judges the drift of at most " + std::to_string(most_drift_floats / 2) +
+                           " numbers of a KV head");
     resolve(settings.selection, [&]<class Selection>(const Selection&) {
       constexpr bool by_mass = selection_by_mass<Selection>;
       constexpr int most = by_mass ? block_selection_default.most_by_mass : most_favoured;
