@@ -53,10 +53,10 @@ struct roomy_backend : cuda_backend {
   static constexpr int spare_rows = 9;
 };
 
-// No head is corrected after the first step: what recall has brought is what is attended to. Units of a
-// token, so that a recall by copy engines takes more batches than there are buffers.
-template <class Backend>
-using pipeline_with = retrieval_pipeline<kv_shape<half, 64>, Backend, page_size<8>, unit<1>, mean, never,
+// By default no head is corrected after the first step: what recall has brought is what is attended to. Units
+// of a token, so that a recall by copy engines takes more batches than there are buffers.
+template <class Backend, class Correction = never>
+using pipeline_with = retrieval_pipeline<kv_shape<half, 64>, Backend, page_size<8>, unit<1>, mean, Correction,
                                          complete_first<0>, any_of<resident, in_place>>;
 
 constexpr int head_dim = 64, query_heads = 4, kv_heads = 2, prompt = 300, steps = 16;
@@ -94,13 +94,14 @@ typename Pipeline::settings settings_with(bool in_place_route) {
 }
 
 /// A pipeline on streams and memory of its own, with a prompt.
-template <class Backend>
+template <class Backend, class Correction = never>
 struct prompted {
+  using pipeline_type = pipeline_with<Backend, Correction>;
   template <class... Options>
   prompted(const text& of, bool in_place_route, Options... options)
       : source(of),
         backend(compute.get(), recall.get(), options...),
-        pipeline(settings_with<pipeline_with<Backend>>(in_place_route), backend, {&slow, &fast}),
+        pipeline(settings_with<pipeline_type>(in_place_route), backend, {&slow, &fast}),
         id(pipeline.open()) {
     add_prompt(id);
   }
@@ -123,9 +124,9 @@ struct prompted {
   Backend backend;
   device::device_memory fast;
   device::pinned_memory slow;
-  pipeline_with<Backend> pipeline;
+  pipeline_type pipeline;
   sequence_id id;
-  typename pipeline_with<Backend>::step step;
+  typename pipeline_type::step step;
 };
 
 /// The outputs of all steps; the host waits behind each of them, or behind the last alone. Where it waits,
@@ -145,6 +146,21 @@ pinned<float> decode(const text& source, bool in_place_route, bool waits, Option
       return pinned<float>(out.size());
   }
   run.pipeline.synchronize();
+  return out;
+}
+
+/// The outputs of all steps, before which every head selects anew. Attention may begin before that has ended;
+/// not with a launch in between that lets nothing begin, as that of masses, which `apart` asks for.
+pinned<float> decode_corrected(const text& source, bool apart) {
+  pinned<float> out(steps * query_row);
+  prompted<cuda_backend, always> run(source, false);
+  for (int step = 0; step < steps; ++step) {
+    run.append(step);
+    pinned<float> masses(query_heads * to_size(run.step.most_attended(0)));
+    if (apart) run.step.log_masses(0, masses);
+    run.attend(step, out);
+    run.pipeline.synchronize();
+  }
   return out;
 }
 
@@ -286,6 +302,9 @@ int main() {
   results<float> beside_masses(decode<cuda_backend>(source, false, true));
   checks.close("masses of units", masses_of(source, beside_masses.device), 10);
   checks.equal("steps that are asked for masses", beside_masses);
+  results<float> corrected(decode_corrected(source, true));
+  corrected.device = decode_corrected(source, false);
+  checks.equal("attention behind a correction", corrected);
   results<std::int32_t> flagged(1, 2 * kv_heads);
   flagged.device[0] = flagged_beside_an_abandoned(source);
   checks.equal("flagged heads beside an abandoned sequence", flagged);
