@@ -32,13 +32,13 @@ everywhere=(
 # What selects behind pooling, in the last block of a head's, has a chain of its own, and its histograms conflict. Where nothing
 # is flagged what would correct ends; where all heads are, what would speculate.
 unflagged=(
-  'attend_parts: load_rounds.block<=15'
   'attend_parts: load_rounds.block<=7'
   'score_tiles.*recall_now: longest_warp<=200, load_rounds.first<=1, load_rounds.recent<=3'
   'pool_parts: conflicts<=2.1, longest_warp<=2700, load_rounds.first<=5, load_rounds.block<=18'
   'recall_items: sector_efficiency>=0.9, line_efficiency>=0.99, load_rounds.host<=8'
 )
 flagged=(
+  'attend_parts: load_rounds.block<=15'
   'score_tiles.*recall_now: sector_efficiency>=0.9, line_efficiency>=0.99, conflicts<=1.7, longest_warp<=10000'
   'score_tiles.*pools_apart: longest_warp<=200'
   'pool_parts: longest_warp<=800'

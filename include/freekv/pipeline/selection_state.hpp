@@ -61,6 +61,9 @@ struct selection_state : layer_geometry {
     return {next_selected + selected_index(sequence, head), next_selected_by + mask_index(sequence, head),
             mask_words};
   }
+  FREEKV_HD unit_union attended_union(int sequence, int head) const {
+    return {attended + selected_index(sequence, head), attended_by + mask_index(sequence, head), mask_words};
+  }
   FREEKV_HD slot_contents slots_of(int sequence, int head) const {
     const std::size_t first = head_index(sequence, head) * to_size(slots.selected);
     return {slot_unit + first, slot_stamp + first, slots.selected};

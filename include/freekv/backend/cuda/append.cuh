@@ -66,8 +66,8 @@ struct device_rows {
   }
 };
 
-/// Floats of scratch of one of `teams` teams: a page's keys, or a group's queries; and a summary's numbers,
-/// or where units are pinned a key.
+/// Floats of scratch of one of `teams` teams: a unit's keys, and a summary's numbers, or where units are
+/// pinned a key.
 struct append_scratch {
   float* data = nullptr;
   std::int64_t keys = 0, numbers = 0;
@@ -209,9 +209,6 @@ __device__ void detect_drift(const State& s, const Correction& correction, const
   const int thread = thread_x(), threads = threads_x(), group = s.heads.group(), numbers = group * d;
   const std::size_t at_head = s.head_index(entry.sequence, head);
   float *const now = shared, *const before = shared + numbers;
-  const unit_union selected = s.selected_union(entry.sequence, head);
-  const unit_union attended{s.attended + s.selected_index(entry.sequence, head),
-                            s.attended_by + s.mask_index(entry.sequence, head), s.mask_words};
   const int selected_count = s.selected_count[at_head];
   // Query heads of row 0, and of the step before, before they are overwritten: by a team each.
   const auto query_of = [&](int row) {
@@ -227,7 +224,7 @@ __device__ void detect_drift(const State& s, const Correction& correction, const
     else
       copying.widen(s.kept_query(entry.sequence, head, entry.kept_row) + (i - group) * d,
                     before + (i - group) * d, d);
-  copy_units(selected, s.max_selected, attended);
+  copy_units(s.selected_union(entry.sequence, head), s.max_selected, s.attended_union(entry.sequence, head));
   __syncthreads();
   int staged = 0;
   const auto query = [&](int row) -> const float* {

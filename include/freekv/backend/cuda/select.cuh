@@ -202,9 +202,7 @@ struct select_and_recall {
     __syncthreads();
     if (!corrects || corrected) recall_missing(corrects);
     if (!corrects) return;
-    copy_units(selected, now,
-               {s.attended + s.selected_index(entry.sequence, head),
-                s.attended_by + s.mask_index(entry.sequence, head), s.mask_words});
+    copy_units(selected, now, s.attended_union(entry.sequence, head));
     if (thread == 0) s.attended_count[at_head] = now;
   }
 };
