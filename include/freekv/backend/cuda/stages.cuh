@@ -94,9 +94,9 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
       scoring_memory::of<d, element>(summary, {settings.unit_tokens(), d}, 0, false);  // throws if it must
       const int width = summary.width({settings.unit_tokens(), d});
       const auto scratch_of = [&](int teams) {
-        append_scratch scratch{
-            nullptr, std::int64_t{settings.unit_tokens()} * d,
-            ((settings.pinned_units() > 0 ? std::max(width, d) : width) + 3) / 4 * 4, teams};
+        append_scratch scratch{nullptr, std::int64_t{settings.unit_tokens()} * d,
+                               ((settings.pinned_units() > 0 ? std::max(width, d) : width) + 3) / 4 * 4,
+                               teams};
         scratch.data = fast.take<float>(to_size(teams * scratch.each()));
         return scratch;
       };
