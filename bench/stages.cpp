@@ -18,7 +18,7 @@ namespace {
 template <class Element>
 void bench_scores(context& c, int pages) {
   constexpr int d = 128, heads = 8, group = 4;
-  constexpr page_geometry page{32, d};
+  constexpr kv_extent page{32, d};
   const min_max summary;
   const std::size_t bytes = summary_bytes<Element>(summary, page);
   const std::size_t layer_bytes = to_size(pages) * to_size(heads) * bytes;

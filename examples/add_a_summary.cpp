@@ -8,23 +8,23 @@
 
 namespace fk = freekv;
 
-/// A page's first and last key; the score is the larger scaled product with one of them.
+/// A unit's first and last key; the score is the larger scaled product with one of them.
 struct end_keys {
   using policy_kind = fk::summary_kind;
   static constexpr std::string_view name = "end_keys";
-  FREEKV_HD constexpr int width(fk::page_geometry page) const { return 2 * page.head_dim; }  // numbers a page
+  FREEKV_HD constexpr int width(fk::kv_extent unit) const { return 2 * unit.head_dim; }  // numbers a unit
   template <fk::team T>
   FREEKV_HD void summarise(T team, const fk::unit_keys& keys, float* numbers) const {
-    const int d = keys.page.head_dim;
+    const int d = keys.unit.head_dim;
     for (int i = 0; i < d; i += T::width) {
       team.store(numbers + i, team.load(keys.row(0) + i));
-      team.store(numbers + d + i, team.load(keys.row(keys.page.tokens - 1) + i));
+      team.store(numbers + d + i, team.load(keys.row(keys.unit.tokens - 1) + i));
     }
   }
   template <fk::team T>
   FREEKV_HD float score(T team, const fk::unit_query& query, const float* numbers) const {
     typename T::pack first(0.0f), last(0.0f);
-    for (int i = 0, d = query.page.head_dim; i < d; i += T::width) {
+    for (int i = 0, d = query.unit.head_dim; i < d; i += T::width) {
       first = first + team.load(query.data + i) * team.load(numbers + i);
       last = last + team.load(query.data + i) * team.load(numbers + d + i);
     }
@@ -35,13 +35,13 @@ struct end_keys {
 /// `end_keys` in float64, from its definition.
 const fk::testing::summary_definition definition{
     .numbers =
-        [](const auto& keys, fk::page_geometry page) {
-          fk::testing::doubles numbers(keys.begin(), keys.begin() + page.head_dim);
-          numbers.insert(numbers.end(), keys.end() - page.head_dim, keys.end());
+        [](const auto& keys, fk::kv_extent unit) {
+          fk::testing::doubles numbers(keys.begin(), keys.begin() + unit.head_dim);
+          numbers.insert(numbers.end(), keys.end() - unit.head_dim, keys.end());
           return numbers;
         },
     .score =
-        [](const auto& query, const auto& numbers, fk::page_geometry, double scale) {
+        [](const auto& query, const auto& numbers, fk::kv_extent, double scale) {
           double first = 0.0, last = 0.0;
           for (std::size_t i = 0, d = query.size(); i < d; ++i) {
             first += query[i] * numbers[i];

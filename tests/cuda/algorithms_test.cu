@@ -294,7 +294,7 @@ struct share_and_rebuild {
   float* sums;        // the same
   float* back;        // as `from`
   FREEKV_HD void operator()(int page) const {
-    const freekv::page_geometry geometry{shape.tokens, HeadDim};
+    const freekv::kv_extent geometry{shape.tokens, HeadDim};
     const auto source = freekv::make_page_span<freekv::nhd, HeadDim>(from, page + 1, shape);
     const auto target = freekv::make_page_span<freekv::nhd, HeadDim>(back, page + 1, shape);
     const int floats = codec.shared_floats(geometry), each = shape.tokens * codec.rank;
@@ -345,7 +345,7 @@ void rebuilt_keys(report& checks, random_numbers& random, freekv::rotary_pairs p
 }
 
 struct value_units {
-  freekv::page_geometry unit;
+  freekv::kv_extent unit;
   const float* keys;  // (units, tokens, head_dim)
   float* scratch;     // (units, head_dim)
   float* worth;
@@ -356,7 +356,7 @@ struct value_units {
 };
 
 void pins(report& checks, random_numbers& random) {
-  const freekv::page_geometry unit{random.between(1, 32), 8 * random.between(3, 12)};
+  const freekv::kv_extent unit{random.between(1, 32), 8 * random.between(3, 12)};
   constexpr int units = 20;
   pinned<float> keys = random.normals<float>(to_size(units * unit.tokens * unit.head_dim));
   keys[5] = freekv::infinity;
@@ -373,7 +373,7 @@ void pins(report& checks, random_numbers& random) {
 template <class Key, class Summary>
 struct summarise_and_score {
   Summary summary;
-  freekv::page_geometry page;
+  freekv::kv_extent page;
   const Key* keys;  // (pages, tokens, head_dim)
   freekv::group_query queries;
   float scale;
@@ -408,7 +408,7 @@ template <class Key, class Summary>
 void summaries(report& checks, random_numbers& random, const Summary& given, const std::string& name,
                double score_ulp) {
   for (int shape = 0; shape < 2; ++shape) {
-    const freekv::page_geometry page{8 * random.between(1, 6), 8 * random.between(3, 12)};
+    const freekv::kv_extent page{8 * random.between(1, 6), 8 * random.between(3, 12)};
     const int pages = random.between(9, 20), group = random.between(1, 4);
     pinned<Key> keys = random.normals<Key>(to_size(pages * page.tokens * page.head_dim));
     for (int i = 0; i < pages; i += 4) {

@@ -85,7 +85,7 @@ void scored_in_all_ways(report& checks, random_numbers& random) {
 
 /// Units scored token by token: by the shared body on one team, and by a block.
 template <class Summary>
-__global__ void score_units_by_body(Summary summary, page_geometry unit, const std::byte* rows, int bytes,
+__global__ void score_units_by_body(Summary summary, kv_extent unit, const std::byte* rows, int bytes,
                                     const std::int32_t* row_of, int first, int last, prepared_queries queries,
                                     float* scores, std::int64_t stride, float* numbers) {
   const auto of_head = summary_at(summary, 0, 0);
@@ -96,7 +96,7 @@ __global__ void score_units_by_body(Summary summary, page_geometry unit, const s
   }
 }
 template <class Summary>
-__global__ void score_units_by_block(Summary summary, page_geometry unit, const std::byte* rows, int bytes,
+__global__ void score_units_by_block(Summary summary, kv_extent unit, const std::byte* rows, int bytes,
                                      const std::int32_t* row_of, int first, int last,
                                      prepared_queries queries, float* scores, std::int64_t stride,
                                      std::int32_t* not_finite) {
@@ -109,7 +109,7 @@ __global__ void score_units_by_block(Summary summary, page_geometry unit, const 
 /// Units `first` .. `last` of random bytes, but for scales: of codes in which each stands for something.
 template <class Summary, class Scales>
 void scored_by_tokens(report& checks, random_numbers& random, const std::string& name, const Summary& summary,
-                      page_geometry unit, const Scales& scales_of) {
+                      kv_extent unit, const Scales& scales_of) {
   const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
   const int rows = 40, bytes = static_cast<int>(summary_bytes<half>(summary, unit));
   const int width = summary.query_width(unit.head_dim);

@@ -227,7 +227,7 @@ void selections(report& checks, random_numbers& random) {
 
 /// Scores as `score_tiles` does, what is stored staged.
 template <class Summary>
-__global__ void score_codes(Summary summary, page_geometry page, const std::byte* stored, int units,
+__global__ void score_codes(Summary summary, kv_extent page, const std::byte* stored, int units,
                             prepared_queries queries, float* scores) {
   alignas(16) extern __shared__ float shared[];
   const lane_team<8, 1> team;
@@ -245,7 +245,7 @@ __global__ void score_codes(Summary summary, page_geometry page, const std::byte
 /// much.
 template <class Policy>
 void codes_scored(report& checks, random_numbers& random, const std::string& what, const Policy& policy) {
-  const page_geometry page{8, 16};
+  const kv_extent page{8, 16};
   const auto summary = summary_at(policy, 0, 0);
   constexpr int units = 50, group = 3, teams = 8;
   const int width = summary_query_width(summary, page.head_dim), bytes = summary_bytes<half>(summary, page);
@@ -695,8 +695,8 @@ __global__ void summarise_by_team(Summary summary, unit_keys keys, const float* 
   const auto of_head = summary_at(summary, 0, 0);
   of_head.summarise(team, keys, numbers);
   team.sync();
-  encode_summary<half>(team, of_head, keys.page, numbers, stored);
-  prepare_query(team, of_head, group_query{query, 1, keys.page.head_dim}, prepared);
+  encode_summary<half>(team, of_head, keys.unit, numbers, stored);
+  prepare_query(team, of_head, group_query{query, 1, keys.unit.head_dim}, prepared);
 }
 /// The same by a block.
 template <class Summary>
@@ -705,7 +705,7 @@ __global__ void summarise_by_all(Summary summary, unit_keys keys, const float* q
   const auto of_head = summary_at(summary, 0, 0);
   device::summarise_by_block<64>(of_head, keys, numbers, coefficients);
   __syncthreads();
-  encode_summary<half>(device::block_team{}, of_head, keys.page, numbers, stored);
+  encode_summary<half>(device::block_team{}, of_head, keys.unit, numbers, stored);
   if constexpr (device::block_summary<Summary>::prepares) {
     __shared__ float of_query[256];
     device::block_summary<Summary>::template prepare<64>(of_head, query, of_query, prepared);
@@ -716,7 +716,7 @@ void summarised(report& checks, random_numbers& random, const std::string& name,
                 int head_dim, int numbers_stored) {
   for (const int tokens : {8, 24, 32, 96})
     for (const bool infinite : {false, true}) {
-      const page_geometry unit{tokens, head_dim};
+      const kv_extent unit{tokens, head_dim};
       pinned<float> keys = random.normals<float>(to_size(tokens * head_dim));
       const pinned<float> query = random.normals<float>(to_size(head_dim));
       if (infinite) keys[to_size(random.below(tokens * head_dim))] = std::numeric_limits<float>::infinity();

@@ -4,7 +4,7 @@
 struct forgetful {
   using policy_kind = freekv::codec_kind;
   static constexpr std::string_view name = "forgetful";
-  constexpr std::size_t bytes(freekv::page_geometry, std::size_t) const { return 4; }
+  constexpr std::size_t bytes(freekv::kv_extent, std::size_t) const { return 4; }
   template <int HeadDim, class Team, class Element>
   void encode(Team, const freekv::head_slice<const Element>&, int, std::byte*) const {}
 #ifdef FREEKV_FIXED

@@ -5,7 +5,7 @@ struct boundless {
   using policy_kind = freekv::codec_kind;
   static constexpr std::string_view name = "boundless";
 #ifdef FREEKV_FIXED
-  constexpr std::size_t bytes(freekv::page_geometry, std::size_t) const { return 4; }
+  constexpr std::size_t bytes(freekv::kv_extent, std::size_t) const { return 4; }
 #endif
   template <int HeadDim, class Team, class Element>
   void encode(Team, const freekv::head_slice<const Element>&, int, std::byte*) const {}

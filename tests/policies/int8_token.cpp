@@ -11,7 +11,7 @@
 
 TEST_CASE("int8_token conforms to its definition", "[conforms]") {
   using freekv::testing::doubles;
-  const auto read = [](const doubles& numbers, freekv::page_geometry page) {
+  const auto read = [](const doubles& numbers, freekv::kv_extent page) {
     doubles back(numbers.size());
     const auto d = static_cast<std::size_t>(page.head_dim);
     for (std::size_t row = 0; row < numbers.size(); row += d) {

@@ -11,10 +11,10 @@ TEST_CASE("min_max conforms to its definition", "[conforms]") {
   using freekv::testing::doubles;
   const freekv::testing::summary_definition definition{
       .numbers =
-          [](const doubles& keys, freekv::page_geometry page) {
-            const auto d = static_cast<std::size_t>(page.head_dim);
-            doubles numbers(keys.begin(), keys.begin() + page.head_dim);  // minima, then maxima
-            numbers.insert(numbers.end(), keys.begin(), keys.begin() + page.head_dim);
+          [](const doubles& keys, freekv::kv_extent unit) {
+            const auto d = static_cast<std::size_t>(unit.head_dim);
+            doubles numbers(keys.begin(), keys.begin() + unit.head_dim);  // minima, then maxima
+            numbers.insert(numbers.end(), keys.begin(), keys.begin() + unit.head_dim);
             for (std::size_t i = 0; i < keys.size(); ++i) {
               numbers[i % d] = std::min(numbers[i % d], keys[i]);
               numbers[d + i % d] = std::max(numbers[d + i % d], keys[i]);
@@ -22,7 +22,7 @@ TEST_CASE("min_max conforms to its definition", "[conforms]") {
             return numbers;
           },
       .score =
-          [](const doubles& query, const doubles& numbers, freekv::page_geometry, double scale) {
+          [](const doubles& query, const doubles& numbers, freekv::kv_extent, double scale) {
             double bound = 0.0;
             for (std::size_t i = 0, d = query.size(); i < d; ++i)
               bound += std::max(query[i] * numbers[i], query[i] * numbers[d + i]);

@@ -27,7 +27,7 @@ void read_back_as(const freekv::examples::pipeline_options& o, int page, rows_of
   const auto chosen_codec =
       examples::find_by_name("codec", examples::codecs, o.method.codec).make(o.method, data);
   resolve(chosen_codec, [&](const auto& c) {
-    const page_geometry geometry{o.page, HeadDim};
+    const kv_extent geometry{o.page, HeadDim};
     const std::size_t bytes = c.bytes(geometry, sizeof(Element));
     std::vector<float> shared(shared_bytes(c, geometry, sizeof(Element)) / sizeof(float) + 1);
     std::vector<float> floats(n(shared_floats(c, geometry)) + 1);

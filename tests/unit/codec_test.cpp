@@ -15,7 +15,7 @@ using namespace tests;
 using freekv::bfloat16;
 using freekv::fp8_e4m3;
 using freekv::half;
-using freekv::page_geometry;
+using freekv::kv_extent;
 using oracle::codec_kind;
 using oracle::plane_kind;
 
@@ -161,7 +161,7 @@ TEST_CASE("a codec says how many bytes a page's head takes, a multiple of 4", "[
   for (const int d : {8, 64, 80, 128, 256})
     for (const int p : {8, 24, 32, 256})
       for (const std::size_t e : {2u, 4u}) {
-        const page_geometry page{p, d};
+        const kv_extent page{p, d};
         const auto n = count(p * d), tokens = count(p), width = count(d);
         INFO("page (" << p << ", " << d << "), elements of " << e);
         CHECK(freekv::identity{}.bytes(page, e) == 2 * n * e);

@@ -40,13 +40,11 @@ struct flawed_mean {
   static constexpr std::string_view name = "flawed_mean";
   flaw has = flaw::none;
 
-  constexpr int width(freekv::page_geometry page) const {
-    return page.head_dim + (has == flaw::width ? 8 : 0);
-  }
+  constexpr int width(freekv::kv_extent unit) const { return unit.head_dim + (has == flaw::width ? 8 : 0); }
   template <freekv::team T>
   void summarise(T team, freekv::unit_keys keys, float* numbers) const {
-    for (int i = keys.page.head_dim; i < width(keys.page); ++i) numbers[i] = 0.0f;
-    if (has == flaw::numbers) --keys.page.tokens;
+    for (int i = keys.unit.head_dim; i < width(keys.unit); ++i) numbers[i] = 0.0f;
+    if (has == flaw::numbers) --keys.unit.tokens;
     freekv::mean{}.summarise(team, keys, numbers);
   }
   template <freekv::team T>
@@ -57,21 +55,21 @@ struct flawed_mean {
     return has == flaw::score ? -score : score;
   }
   void validate(const freekv::summary_setting& setting) const {
-    if (has == flaw::of_some && setting.page.tokens != 64) throw freekv::settings_error("not of 64 tokens");
+    if (has == flaw::of_some && setting.unit.tokens != 64) throw freekv::settings_error("not of 64 tokens");
   }
 };
 
 sentences told_of_mean(flaw has) {
   const freekv::testing::summary_definition mean{
       .numbers =
-          [](const doubles& keys, freekv::page_geometry page) {
-            const auto d = static_cast<std::size_t>(page.head_dim);
+          [](const doubles& keys, freekv::kv_extent unit) {
+            const auto d = static_cast<std::size_t>(unit.head_dim);
             doubles numbers(d);
-            for (std::size_t i = 0; i < keys.size(); ++i) numbers[i % d] += keys[i] / page.tokens;
+            for (std::size_t i = 0; i < keys.size(); ++i) numbers[i % d] += keys[i] / unit.tokens;
             return numbers;
           },
       .score =
-          [](const doubles& query, const doubles& numbers, freekv::page_geometry, double scale) {
+          [](const doubles& query, const doubles& numbers, freekv::kv_extent, double scale) {
             double product = 0.0;
             for (std::size_t i = 0; i < query.size(); ++i) product += query[i] * numbers[i];
             return scale * product;
@@ -398,7 +396,7 @@ struct flawed_cast {
   static constexpr std::string_view name = "flawed_cast";
   flaw has = flaw::none;
 
-  std::size_t bytes(freekv::page_geometry page, std::size_t element_bytes) const {
+  std::size_t bytes(freekv::kv_extent page, std::size_t element_bytes) const {
     return exact_.bytes(page, element_bytes) - (has == flaw::width ? 8 : has == flaw::of_some ? 2 : 0);
   }
   template <int HeadDim, class Team, class Element>
@@ -425,7 +423,7 @@ struct flawed_cast {
 
 sentences told_of_cast(flaw has) {
   // 8 bits of mantissa, ties to even.
-  const auto read = [](const doubles& numbers, freekv::page_geometry) {
+  const auto read = [](const doubles& numbers, freekv::kv_extent) {
     doubles rounded;
     for (const double x : numbers) {
       int exponent = 0;
@@ -455,7 +453,7 @@ struct flawed_pins {
 
 sentences told_of_pins(flaw has, const freekv::testing::conformance_options& options = few) {
   const freekv::testing::pinning_definition first{
-      .worth = [](const doubles& keys, freekv::page_geometry) { return keys[0]; }};
+      .worth = [](const doubles& keys, freekv::kv_extent) { return keys[0]; }};
   flawed_pins policy;
   policy.has = has;
   return freekv::testing::conforms(first, policy, options);

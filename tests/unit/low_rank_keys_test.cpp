@@ -76,7 +76,7 @@ struct factored_page {
     std::vector<std::vector<E>> keys, values;
   };
   read_back decoded(row_range rows) const {
-    const freekv::page_geometry page{tokens, D};
+    const freekv::kv_extent page{tokens, D};
     std::vector<E> shared(codec.shared_bytes(page, sizeof(E)) / sizeof(E));
     std::vector<float> floats(count(codec.shared_floats(page)), quiet_nan);
     std::vector<std::vector<float>> stored;

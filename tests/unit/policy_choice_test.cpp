@@ -17,19 +17,19 @@ struct page_mean {
   using policy_kind = freekv::summary_kind;
   static constexpr std::string_view name = "page_mean";
 
-  constexpr int width(freekv::page_geometry page) const { return page.head_dim; }
+  constexpr int width(freekv::kv_extent unit) const { return unit.head_dim; }
   template <freekv::team T>
   void summarise(T team, const freekv::unit_keys& keys, float* numbers) const {
-    for (int i = 0; i < keys.page.head_dim; i += T::width) {
+    for (int i = 0; i < keys.unit.head_dim; i += T::width) {
       auto sum = team.load(keys.row(0) + i);
-      for (int t = 1; t < keys.page.tokens; ++t) sum = sum + team.load(keys.row(t) + i);
-      team.store(numbers + i, sum * typename T::pack(1.0f / static_cast<float>(keys.page.tokens)));
+      for (int t = 1; t < keys.unit.tokens; ++t) sum = sum + team.load(keys.row(t) + i);
+      team.store(numbers + i, sum * typename T::pack(1.0f / static_cast<float>(keys.unit.tokens)));
     }
   }
   template <freekv::team T>
   float score(T team, const freekv::unit_query& query, const float* numbers) const {
     typename T::pack product(0.0f);
-    for (int i = 0; i < query.page.head_dim; i += T::width)
+    for (int i = 0; i < query.unit.head_dim; i += T::width)
       product = product + team.load(query.data + i) * team.load(numbers + i);
     return query.scale * team.sum(product);
   }

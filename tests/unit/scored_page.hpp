@@ -24,7 +24,7 @@ struct page_case {
   std::vector<float> basis{};    // mean and rows, for key_subspace
   int rank = 0;
 
-  freekv::page_geometry page() const { return {p, d}; }
+  freekv::kv_extent page() const { return {p, d}; }
   any_subspace subspace(int bits) const { return {{rank}, {bits}, {basis.data(), 1, 1, rank, d}}; }
 };
 

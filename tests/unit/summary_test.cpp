@@ -308,7 +308,7 @@ TEST_CASE("units scored together by four query heads score what each scores alon
     form.data = data.data();
     const freekv::key_codes<3, 2> codes{{}, {}, form};
     const auto policy = codes.at(0, 0);
-    const freekv::page_geometry unit{tokens, dim};
+    const freekv::kv_extent unit{tokens, dim};
     const std::size_t bytes = freekv::summary_bytes<float>(codes, unit);
     std::vector<std::byte> stored(count(units) * bytes);
     for (std::byte& b : stored) b = static_cast<std::byte>(d.below(255));

@@ -19,7 +19,7 @@ FREEKV_HD inline float clamp_score(float score) {
 /// head of the group, or that has a format of less than 2 bytes a number. Of two summaries each is staged for
 /// itself.
 template <class Key, class S>
-FREEKV_HD constexpr int staged_bytes(const S& summary, page_geometry unit) {
+FREEKV_HD constexpr int staged_bytes(const S& summary, kv_extent unit) {
   if constexpr (requires { summary.coarse; }) {
     return 0;
   } else if constexpr (requires { summary.template bytes<Key>(unit); }) {
@@ -32,7 +32,7 @@ FREEKV_HD constexpr int staged_bytes(const S& summary, page_geometry unit) {
 
 /// `score_unit`, each head by a product of its own.
 template <class Key, team T, class S>
-FREEKV_HD void score_unit_by_head(T team, const S& summary, page_geometry unit, const std::byte* stored,
+FREEKV_HD void score_unit_by_head(T team, const S& summary, kv_extent unit, const std::byte* stored,
                                   const prepared_queries& queries, float* numbers, const score_column& out,
                                   std::byte* staging = nullptr) {
   if constexpr (requires { team.stage(stored, 0, staging); })
@@ -61,7 +61,7 @@ FREEKV_HD void score_unit_by_head(T team, const S& summary, page_geometry unit, 
 /// `score_unit` of up to `units_at_once` units with queries prepared `by_four`: those of unit j go to
 /// `out.first[j + g * out.stride]`.
 template <team T, class S>
-void score_units_by_four(T team, const S& summary, page_geometry unit, const stored_summaries& units,
+void score_units_by_four(T team, const S& summary, kv_extent unit, const stored_summaries& units,
                          const prepared_queries& queries, const score_column& out) {
   static_assert(units_at_once <= 32);  // a bit of `nan` each
   float scores[4 * (units_at_once + 1)];
@@ -84,7 +84,7 @@ void score_units_by_four(T team, const S& summary, page_geometry unit, const sto
 /// all of them. `numbers` (the summary's width) is the team's scratch, and so is `staging`, if it is not
 /// null, for what is staged.
 template <class Key, team T, class S>
-FREEKV_HD void score_unit(T team, const S& summary, page_geometry unit, const std::byte* stored,
+FREEKV_HD void score_unit(T team, const S& summary, kv_extent unit, const std::byte* stored,
                           const prepared_queries& queries, float* numbers, const score_column& out,
                           std::byte* staging = nullptr) {
   if constexpr (scores_four_heads<S, T>)
@@ -97,7 +97,7 @@ FREEKV_HD void score_unit(T team, const S& summary, page_geometry unit, const st
 /// functions that other summaries share, where the team has such: less to compile where there are many, and a
 /// few per cent slower.
 template <class Key, bool Shares = false, team T, class S>
-FREEKV_HD void score_units(T team, const S& summary, page_geometry unit, const std::byte* stored,
+FREEKV_HD void score_units(T team, const S& summary, kv_extent unit, const std::byte* stored,
                            std::size_t bytes, int units, const prepared_queries& queries, float* numbers,
                            const score_column& out) {
   constexpr int at_once = units_at_once;
@@ -144,7 +144,7 @@ FREEKV_HD void score_units(T team, const S& summary, page_geometry unit, const s
 /// Scores a unit by the coarse one of two summaries stored side by side (coarse_to_fine's `at`): `stored` and
 /// `queries` are those of both.
 template <class Key, team T, class Pair>
-FREEKV_HD void score_unit_coarsely(T team, const Pair& summaries, page_geometry unit, const std::byte* stored,
+FREEKV_HD void score_unit_coarsely(T team, const Pair& summaries, kv_extent unit, const std::byte* stored,
                                    const prepared_queries& queries, float* numbers, const score_column& out,
                                    std::byte* staging = nullptr) {
   prepared_queries of_coarse = queries;
@@ -155,7 +155,7 @@ FREEKV_HD void score_unit_coarsely(T team, const Pair& summaries, page_geometry 
 
 /// Scores a unit by the fine summary of a pair.
 template <class Key, team T, class Pair>
-FREEKV_HD void score_unit_finely(T team, const Pair& summaries, page_geometry unit, const std::byte* stored,
+FREEKV_HD void score_unit_finely(T team, const Pair& summaries, kv_extent unit, const std::byte* stored,
                                  const prepared_queries& queries, float* numbers, const score_column& out,
                                  std::byte* staging = nullptr) {
   score_unit<Key>(team, summaries.fine, unit, stored, queries, numbers, out, staging);

@@ -14,8 +14,8 @@ struct summary_scratch {
 
 /// Summarises one KV head's keys of a unit of a complete page into `stored`.
 template <class Key, team T, class S>
-FREEKV_HD void summarise_unit(T team, const S& summary, const head_slice<const Key>& slice,
-                              page_geometry page, const summary_scratch& scratch, std::byte* stored) {
+FREEKV_HD void summarise_unit(T team, const S& summary, const head_slice<const Key>& slice, kv_extent page,
+                              const summary_scratch& scratch, std::byte* stored) {
   if constexpr (requires {
                   team.widen_rows(slice.key, slice.stride, page.tokens, scratch.keys, page.head_dim);
                 })

@@ -39,22 +39,23 @@ struct head_counts {
 };
 
 /// Tokens of a page or unit, and numbers of a key.
-struct page_geometry {
+struct kv_extent {
   int tokens = 0;
   int head_dim = 0;
 };
 
-/// The keys of one page and one KV head as floats: (tokens, head_dim), contiguous.
+/// The keys of one unit and one KV head as floats: (tokens, head_dim), contiguous. A unit is a page, or a
+/// part of one.
 struct unit_keys {
   const float* data = nullptr;
-  page_geometry page;
-  FREEKV_HD constexpr const float* row(int token) const { return data + token * page.head_dim; }
+  kv_extent unit;
+  FREEKV_HD constexpr const float* row(int token) const { return data + token * unit.head_dim; }
 };
 
 /// Query that a unit is scored with: one query head's, as prepared for the summary.
 struct unit_query {
   const float* data = nullptr;
-  page_geometry page;
+  kv_extent unit;
   float scale = 1.0f;
 };
 

@@ -33,8 +33,8 @@ struct layer_geometry {
   bool encoded = false;
   int open_pages = 1;  // of one sequence, where encoded
   head_counts heads;
-  page_geometry page;
-  page_geometry unit;  // what is summarised, selected and recalled: a page, or a part of one
+  kv_extent page;
+  kv_extent unit;  // what is summarised, selected and recalled: a page, or a part of one
   int units_per_page = 1;
   freekv::budget budget;
   slot_roles slots;

@@ -112,7 +112,7 @@ class basic_retrieval_pipeline {
     const int tokens =
         core_.settings.capacity.store_file ? int{core_.settings.page.tokens} : core_.settings.unit_tokens();
     return resolve(core_.settings.codec, [&](const auto& codec) {
-      return codec.bytes(page_geometry{tokens, head_dim}, sizeof(element));
+      return codec.bytes(kv_extent{tokens, head_dim}, sizeof(element));
     });
   }
   /// Bytes of one unit's summary for one KV head, scales included.

@@ -201,7 +201,7 @@ template <int HeadDim, class Pack>
 template <class Element, int head_dim, class Settings>
 std::size_t stored_slice_bytes(const Settings& s) {
   const std::size_t bytes = resolve(s.codec, [&](const auto& codec) {
-    return codec.bytes(page_geometry{s.page.tokens, head_dim}, sizeof(Element));
+    return codec.bytes(kv_extent{s.page.tokens, head_dim}, sizeof(Element));
   });
   return s.capacity.store_file ? s.capacity.store_file->aligned(bytes) : bytes;
 }

@@ -1,4 +1,4 @@
-// Summaries that bound a page's keys by a box.
+// Summaries that bound a unit's keys by a box.
 #pragma once
 
 #include <freekv/core/unroll.hpp>
@@ -23,7 +23,7 @@ FREEKV_HD void prepare_for_box(T team, const group_query& query, float* prepared
 /// The largest scaled product of a query with a point of the box `low` (head_dim), `high` (head_dim).
 template <team T>
 FREEKV_HD float box_score(T team, const unit_query& query, const float* low) {
-  const int d = query.page.head_dim;
+  const int d = query.unit.head_dim;
   typename T::pack bound(0.0f);
   for (int i = 0; i < d; i += T::width) {
     const auto q = team.load(query.data + i) + team.load(query.data + d + i);  // one of the two is 0
@@ -32,12 +32,12 @@ FREEKV_HD float box_score(T team, const unit_query& query, const float* low) {
   return query.scale * team.sum(bound);
 }
 
-/// Minimum and maximum of the page's keys, elements i .. i + width.
+/// Minimum and maximum of the unit's keys, elements i .. i + width.
 template <team T>
 struct key_range {
   typename T::pack low, high;
   FREEKV_HD key_range(T team, const unit_keys& keys, int i) : low(team.load(keys.row(0) + i)), high(low) {
-    for (int t = 1; t < keys.page.tokens; ++t) {
+    for (int t = 1; t < keys.unit.tokens; ++t) {
       const auto key = team.load(keys.row(t) + i);
       low = team.minimum(low, key);
       high = team.maximum(high, key);
@@ -47,8 +47,8 @@ struct key_range {
 
 }  // namespace detail
 
-/// Elementwise minimum and maximum of a page's keys; the score is an upper bound of the largest scaled
-/// product of the query with a key of the page. Kept in the key's type, which is exact. (Quest; FreeKV
+/// Elementwise minimum and maximum of a unit's keys; the score is an upper bound of the largest scaled
+/// product of the query with a key of the unit. Kept in the key's type, which is exact. (Quest; FreeKV
 /// section 3.2)
 struct min_max {
   using policy_kind = summary_kind;
@@ -60,15 +60,15 @@ struct min_max {
   template <class Key>
   using stored = Key;
 
-  FREEKV_HD constexpr int width(page_geometry page) const { return 2 * page.head_dim; }
+  FREEKV_HD constexpr int width(kv_extent unit) const { return 2 * unit.head_dim; }
   FREEKV_HD constexpr int query_width(int head_dim) const { return 2 * head_dim; }
 
   template <team T>
   FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const {
-    for (int i = 0; i < keys.page.head_dim; i += T::width) {
+    for (int i = 0; i < keys.unit.head_dim; i += T::width) {
       const detail::key_range<T> range(team, keys, i);
       team.store(numbers + i, range.low);
-      team.store(numbers + keys.page.head_dim + i, range.high);
+      team.store(numbers + keys.unit.head_dim + i, range.high);
     }
   }
   template <team T>
@@ -90,24 +90,24 @@ struct centroid_box {
   static constexpr bool linear = true;
   static constexpr bool summarised_by_whole_rows = true;
 
-  FREEKV_HD constexpr int width(page_geometry page) const { return 2 * page.head_dim; }
+  FREEKV_HD constexpr int width(kv_extent unit) const { return 2 * unit.head_dim; }
   FREEKV_HD constexpr int query_width(int head_dim) const { return 2 * head_dim; }
 
   template <team T>
   FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const {
     using pack = typename T::pack;
-    const pack one_half(0.5f), share(1.0f / static_cast<float>(keys.page.tokens));
-    for (int i = 0; i < keys.page.head_dim; i += T::width) {
+    const pack one_half(0.5f), share(1.0f / static_cast<float>(keys.unit.tokens));
+    for (int i = 0; i < keys.unit.head_dim; i += T::width) {
       const detail::key_range<T> range(team, keys, i);
       const pack centre = range.low * one_half + range.high * one_half;
       pack reach(0.0f);
-      for (int t = 0; t < keys.page.tokens; ++t) {
+      for (int t = 0; t < keys.unit.tokens; ++t) {
         const pack key = team.load(keys.row(t) + i);
         reach = reach + team.maximum(key - centre, centre - key);
       }
       reach = reach * share;
       team.store(numbers + i, centre - reach);
-      team.store(numbers + keys.page.head_dim + i, centre + reach);
+      team.store(numbers + keys.unit.head_dim + i, centre + reach);
     }
   }
   template <team T>

@@ -1,4 +1,4 @@
-// Two summaries of a page: a coarse one scores all candidates, a fine one the best of them.
+// Two summaries of a unit: a coarse one scores all candidates, a fine one the best of them.
 #pragma once
 
 #include <concepts>
@@ -17,19 +17,19 @@ struct summary_pair {
   Coarse coarse{};
   Fine fine{};
 
-  FREEKV_HD constexpr int width(page_geometry page) const { return fine.width(page) + coarse.width(page); }
+  FREEKV_HD constexpr int width(kv_extent unit) const { return fine.width(unit) + coarse.width(unit); }
   FREEKV_HD constexpr int query_width(int head_dim) const {
     return summary_query_width(fine, head_dim) + summary_query_width(coarse, head_dim);
   }
   template <class Key>
-  FREEKV_HD constexpr std::size_t bytes(page_geometry page) const {
-    return summary_bytes<Key>(fine, page) + summary_bytes<Key>(coarse, page);
+  FREEKV_HD constexpr std::size_t bytes(kv_extent unit) const {
+    return summary_bytes<Key>(fine, unit) + summary_bytes<Key>(coarse, unit);
   }
 
   template <team T>
   FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const {
     fine.summarise(team, keys, numbers);
-    coarse.summarise(team, keys, numbers + fine.width(keys.page));
+    coarse.summarise(team, keys, numbers + fine.width(keys.unit));
   }
   template <team T>
   FREEKV_HD void prepare(T team, const group_query& query, float* prepared) const {
@@ -44,16 +44,16 @@ struct summary_pair {
   }
 
   template <class Key, team T>
-  FREEKV_HD void encode(T team, page_geometry page, const float* numbers, std::byte* out) const {
-    encode_summary<Key>(team, fine, page, numbers, out);
-    encode_summary<Key>(team, coarse, page, numbers + fine.width(page), out + summary_bytes<Key>(fine, page));
+  FREEKV_HD void encode(T team, kv_extent unit, const float* numbers, std::byte* out) const {
+    encode_summary<Key>(team, fine, unit, numbers, out);
+    encode_summary<Key>(team, coarse, unit, numbers + fine.width(unit), out + summary_bytes<Key>(fine, unit));
   }
   template <class Key, team T>
-  FREEKV_HD void decode(T team, page_geometry page, const std::byte* in, float* numbers) const {
-    if constexpr (!scores_stored_bytes<Fine>) decode_summary<Key>(team, fine, page, in, numbers);
+  FREEKV_HD void decode(T team, kv_extent unit, const std::byte* in, float* numbers) const {
+    if constexpr (!scores_stored_bytes<Fine>) decode_summary<Key>(team, fine, unit, in, numbers);
     if constexpr (!scores_stored_bytes<Coarse>)
-      decode_summary<Key>(team, coarse, page, in + summary_bytes<Key>(fine, page),
-                          numbers + fine.width(page));
+      decode_summary<Key>(team, coarse, unit, in + summary_bytes<Key>(fine, unit),
+                          numbers + fine.width(unit));
   }
 };
 
@@ -73,11 +73,11 @@ concept two_stage_summary = requires(const S s) {
   { s.kept(1, 1) } -> std::same_as<int>;
 };
 
-/// Scores pages in two stages. `Coarse` scores all candidates; the best `Times` times as many as are to be
+/// Scores units in two stages. `Coarse` scores all candidates; the best `Times` times as many as are to be
 /// selected, by its pooled scores, are kept, and `Fine` scores these. Selection and masses see Fine's scores
-/// alone, pooled over the kept candidates. What is not kept scores -infinity, as a page of NaN keys does: it
-/// has no mass, and is selected only where kept pages score -infinity too, which are never fewer than the
-/// pages to select. Ties go to the smaller page in both stages. Where all candidates can be kept, Coarse
+/// alone, pooled over the kept candidates. What is not kept scores -infinity, as a unit of NaN keys does: it
+/// has no mass, and is selected only where kept units score -infinity too, which are never fewer than the
+/// units to select. Ties go to the smaller unit in both stages. Where all candidates can be kept, Coarse
 /// scores none.
 ///
 ///     coarse_to_fine<min_max, key_sketch<4>>            // 4 times

@@ -7,7 +7,7 @@
 //   struct my_codec {
 //     using policy_kind = codec_kind;
 //     static constexpr std::string_view name = "my_codec";
-//     FREEKV_HD constexpr std::size_t bytes(page_geometry page, std::size_t element_bytes) const;
+//     FREEKV_HD constexpr std::size_t bytes(kv_extent page, std::size_t element_bytes) const;
 //     template <int HeadDim, class Team, class Element>
 //     FREEKV_HD void encode(Team team, const head_slice<const Element>& from, int tokens,
 //                           std::byte* to) const;
@@ -77,14 +77,14 @@ FREEKV_HD constexpr auto codec_at(const C& codec, const slice_place& place) {
 }
 /// Bytes that a page's heads share, and floats of scratch that they are made with.
 template <class C>
-FREEKV_HD constexpr std::size_t shared_bytes(const C& codec, page_geometry page, std::size_t element_bytes) {
+FREEKV_HD constexpr std::size_t shared_bytes(const C& codec, kv_extent page, std::size_t element_bytes) {
   if constexpr (requires { codec.shared_bytes(page, element_bytes); })
     return codec.shared_bytes(page, element_bytes);
   else
     return 0;
 }
 template <class C>
-FREEKV_HD constexpr int shared_floats(const C& codec, page_geometry page) {
+FREEKV_HD constexpr int shared_floats(const C& codec, kv_extent page) {
   if constexpr (requires { codec.shared_floats(page); })
     return codec.shared_floats(page);
   else
@@ -172,7 +172,7 @@ struct identity {
   using policy_kind = codec_kind;
   static constexpr std::string_view name = "identity";
 
-  FREEKV_HD constexpr std::size_t bytes(page_geometry page, std::size_t element_bytes) const {
+  FREEKV_HD constexpr std::size_t bytes(kv_extent page, std::size_t element_bytes) const {
     return std::size_t{2} * to_size(page.tokens * page.head_dim) * element_bytes;
   }
   template <int HeadDim, class Team, class Element>
@@ -194,7 +194,7 @@ struct cast {
   using policy_kind = codec_kind;
   static constexpr std::string_view name = element_name<Stored>;
 
-  FREEKV_HD constexpr std::size_t bytes(page_geometry page, std::size_t) const {
+  FREEKV_HD constexpr std::size_t bytes(kv_extent page, std::size_t) const {
     return identity{}.bytes(page, sizeof(Stored));
   }
   template <int HeadDim, class Team, class Element>
@@ -212,7 +212,7 @@ struct cast {
 /// rows of 64 floats).
 template <class C>
 concept codec_policy = policy<C> && std::same_as<typename C::policy_kind, codec_kind> &&
-    requires(const C c, page_geometry page, head_slice<const float> from, head_slice<float> to,
+    requires(const C c, kv_extent page, head_slice<const float> from, head_slice<float> to,
              const std::byte* stored, std::byte* out) {
   { C::name } -> std::convertible_to<std::string_view>;
   { c.bytes(page, sizeof(float)) } -> std::same_as<std::size_t>;
@@ -237,11 +237,11 @@ struct codec_kind : kind_defaults {
         return requires(const P p) { p.at(slice_place{}); };
       case hook::shared_bytes:
         return requires(const P p) {
-          { p.shared_bytes(page_geometry{}, sizeof(float)) } -> std::same_as<std::size_t>;
+          { p.shared_bytes(kv_extent{}, sizeof(float)) } -> std::same_as<std::size_t>;
         };
       case hook::shared_floats:
         return requires(const P p) {
-          { p.shared_floats(page_geometry{}) } -> std::same_as<int>;
+          { p.shared_floats(kv_extent{}) } -> std::same_as<int>;
         };
       case hook::validate:
         return requires(const P p) { p.validate(codec_setting{}); };

@@ -46,7 +46,7 @@ FREEKV_HD void decode_row(const typename Codes::template groups<Element, N>& gro
 }
 
 template <class Codes>
-FREEKV_HD constexpr std::size_t code_bytes(page_geometry page) {
+FREEKV_HD constexpr std::size_t code_bytes(kv_extent page) {
   return to_size(page.tokens * page.head_dim) * Codes::bits / 8;
 }
 
@@ -59,7 +59,7 @@ FREEKV_HD constexpr std::size_t code_offset(int row, int first) {
 /// Keys or values with a group for each token.
 template <class Codes>
 struct by_token {
-  FREEKV_HD static constexpr std::size_t bytes(page_geometry page, std::size_t element_bytes) {
+  FREEKV_HD static constexpr std::size_t bytes(kv_extent page, std::size_t element_bytes) {
     return code_bytes<Codes>(page) + to_size(page.tokens) * Codes::group_bytes(element_bytes);
   }
   template <int HeadDim, class Team, class Element>
@@ -99,7 +99,7 @@ struct by_token {
 /// Keys or values with a group for each channel.
 template <class Codes>
 struct by_channel {
-  FREEKV_HD static constexpr std::size_t bytes(page_geometry page, std::size_t element_bytes) {
+  FREEKV_HD static constexpr std::size_t bytes(kv_extent page, std::size_t element_bytes) {
     return code_bytes<Codes>(page) + to_size(page.head_dim) * Codes::group_bytes(element_bytes);
   }
   template <int HeadDim, class Team, class Element>
@@ -139,7 +139,7 @@ template <class Keys, class Values>
 struct coded_planes {
   using policy_kind = codec_kind;
 
-  FREEKV_HD constexpr std::size_t bytes(page_geometry page, std::size_t element_bytes) const {
+  FREEKV_HD constexpr std::size_t bytes(kv_extent page, std::size_t element_bytes) const {
     return Keys::bytes(page, element_bytes) + Values::bytes(page, element_bytes);
   }
   template <int HeadDim, class Team, class Element>

@@ -1,4 +1,4 @@
-// Keys by product quantisation, relative to their page's quantised mean. Ours.
+// Keys by product quantisation, relative to their unit's quantised mean. Ours.
 #pragma once
 
 #include <algorithm>
@@ -123,7 +123,7 @@ struct codebook {
   }
 };
 
-/// The codebooks of all layers and KV heads, as data: for each (layer, head) that of page means, then that of
+/// The codebooks of all layers and KV heads, as data: for each (layer, head) that of unit means, then that of
 /// tokens, each its offset, rows and centroids as `codebook` has them, float32, in memory that the backend
 /// can read and that outlives its use. They are learnt from the keys of a prompt or a calibration text. The
 /// 256th centroid of a mean's first code is never used.
@@ -151,9 +151,9 @@ struct key_codebooks {
   }
 };
 
-/// The page's mean key in `MeanCodes` bytes, and every token's difference from that mean as decoded in
+/// The unit's mean key in `MeanCodes` bytes, and every token's difference from that mean as decoded in
 /// `Codes` bytes. The score is `ln sum_t exp(scale * <q, k_t>)` of the decoded keys up to terms that all
-/// pages share: the page's log-mass, by table lookups. `MeanCodes + Codes * p` bytes, without scales. A page
+/// units share: the unit's log-mass, by table lookups. `MeanCodes + Codes * p` bytes, without scales. A unit
 /// with a NaN or infinite key is marked by the code that means do not use, and scores NaN.
 template <int Codes = 6, int MeanCodes = 8>
 struct key_codes {
@@ -166,15 +166,15 @@ struct key_codes {
   key_codebooks books{};
 
   // Numbers: the codes, then what `summarise` works with.
-  FREEKV_HD constexpr int width(page_geometry page) const {
-    return mean_codes + codes * page.tokens + 3 * page.head_dim;
+  FREEKV_HD constexpr int width(kv_extent unit) const {
+    return mean_codes + codes * unit.tokens + 3 * unit.head_dim;
   }
   FREEKV_HD constexpr int query_width(int) const {
     return (mean_codes + codes) * codebook::centroids_per_code;
   }
   template <class Key>
-  FREEKV_HD constexpr std::size_t bytes(page_geometry page) const {
-    return to_size(mean_codes + codes * page.tokens);
+  FREEKV_HD constexpr std::size_t bytes(kv_extent unit) const {
+    return to_size(mean_codes + codes * unit.tokens);
   }
 
   template <class Visit>
@@ -187,13 +187,13 @@ struct key_codes {
     if (codes < 1 || mean_codes < 1)
       throw settings_error("key_codes: " + text(codes) + " codes a token and " + text(mean_codes) +
                            " a mean; give 1 or more of each");
-    if (s.page.tokens % 2 != 0)
+    if (s.unit.tokens % 2 != 0)
       throw settings_error("key_codes: two tokens are looked up at a time, and a unit has " +
-                           text(s.page.tokens) + "; choose an even number");
+                           text(s.unit.tokens) + "; choose an even number");
     if (books.data == nullptr)
       throw settings_error(
           "key_codes needs its codebooks as data: learn them from the prompt's keys or a text");
-    if (books.codes != codes || books.mean_codes != mean_codes || books.head_dim != s.page.head_dim ||
+    if (books.codes != codes || books.mean_codes != mean_codes || books.head_dim != s.unit.head_dim ||
         books.layers < s.layers || books.kv_heads != s.kv_heads ||
         books.codes * books.dims > books.head_dim || books.mean_codes * books.mean_dims > books.head_dim)
       throw settings_error("key_codes: the codebooks have " + text(books.layers) + " layers of " +
@@ -201,7 +201,7 @@ struct key_codes {
                            text(books.mean_codes) + " a mean, head_dim " + text(books.head_dim) +
                            "; needed are " + text(s.layers) + " layers of " + text(s.kv_heads) + " heads, " +
                            text(codes) + " and " + text(mean_codes) + " codes, head_dim " +
-                           text(s.page.head_dim));
+                           text(s.unit.head_dim));
   }
 
   /// The policy for one head.
@@ -218,16 +218,16 @@ struct key_codes<Codes, MeanCodes>::head_policy {
   static constexpr float not_finite = 255.0f;  ///< as the first code of a mean
   static constexpr int row_of_four = codebook::centroids_per_code * 4;
 
-  FREEKV_HD constexpr int width(page_geometry page) const { return policy.width(page); }
+  FREEKV_HD constexpr int width(kv_extent unit) const { return policy.width(unit); }
   FREEKV_HD constexpr int query_width(int head_dim) const { return policy.query_width(head_dim); }
   template <class Key>
-  FREEKV_HD constexpr std::size_t bytes(page_geometry page) const {
-    return policy.template bytes<Key>(page);
+  FREEKV_HD constexpr std::size_t bytes(kv_extent unit) const {
+    return policy.template bytes<Key>(unit);
   }
 
   template <team T>
   FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const {
-    const int d = keys.page.head_dim, tokens = keys.page.tokens;
+    const int d = keys.unit.head_dim, tokens = keys.unit.tokens;
     float* of_token = numbers + mean.codes;  // (codes, tokens)
     float* decoded = of_token + token.codes * tokens;
     float* difference = decoded + d;
@@ -282,7 +282,7 @@ struct key_codes<Codes, MeanCodes>::head_policy {
     for (int nth = 0; nth < mean.codes; ++nth, table += rows) of_mean += table[code[nth]];
     code += mean.codes;
     const typename T::pack scale(query.scale), base(query.scale * of_mean);
-    const int tokens = query.page.tokens;
+    const int tokens = query.unit.tokens;
     log_sum_exp log_sum;
     int t = 0;
     for (; t + T::width <= tokens; t += T::width) {
@@ -316,10 +316,10 @@ struct key_codes<Codes, MeanCodes>::head_policy {
   void score_four(T team, const unit_query& query, const stored_summaries& units, float* scores) const {
     using pack = typename T::pack;
     using wide = typename wide_team<T>::type;
-    constexpr int room = 4 * 256;  // products of the largest page
+    constexpr int room = 4 * 256;  // products of the largest unit
     alignas(64) float products[room];
     float most[4 * (units_at_once + 1)], sum[4 * (units_at_once + 1)];
-    const int used = 4 * query.page.tokens, padded = (used + wide::width - 1) / wide::width * wide::width;
+    const int used = 4 * query.unit.tokens, padded = (used + wide::width - 1) / wide::width * wide::width;
     const int at_once = std::min(room / padded, units_at_once);
     const pack largest_float(std::numeric_limits<float>::max());
     for (int first = 0; first < units.count; first += at_once) {
@@ -347,9 +347,9 @@ struct key_codes<Codes, MeanCodes>::head_policy {
   }
 
   template <class Key, team T>
-  FREEKV_HD void encode(T team, page_geometry page, const float* numbers, std::byte* out) const {
+  FREEKV_HD void encode(T team, kv_extent unit, const float* numbers, std::byte* out) const {
     auto* bytes_out = reinterpret_cast<std::uint8_t*>(out);
-    for (int i = team.lane(); i < mean.codes + token.codes * page.tokens; i += team.lanes())
+    for (int i = team.lane(); i < mean.codes + token.codes * unit.tokens; i += team.lanes())
       bytes_out[i] = static_cast<std::uint8_t>(numbers[i]);
   }
 
@@ -368,7 +368,7 @@ struct key_codes<Codes, MeanCodes>::head_policy {
       of_mean = of_mean + team.load_halves(of_all, of_all);
     }
     code += mean.codes;
-    const int tokens = query.page.tokens;
+    const int tokens = query.unit.tokens;
     const pack scale(query.scale), base = scale * of_mean;
     pack largest(-std::numeric_limits<float>::max());
     const auto multiply = [&]<int Pairs>(std::integral_constant<int, Pairs>, int t) {

@@ -1,4 +1,4 @@
-// The page's mean key and every token's difference from it, quantised. Ours.
+// The unit's mean key and every token's difference from it, quantised. Ours.
 #pragma once
 
 #include <freekv/core/size.hpp>
@@ -7,8 +7,8 @@
 
 namespace freekv {
 
-/// The page's mean key in float32 and per token the difference from it in `Bits` bits (1, 2 or 4) with one
-/// float32 scale. The score is `ln sum_t exp(scale * (<q, mean> + <q, r_t>))`: the page's log-mass.
+/// The unit's mean key in float32 and per token the difference from it in `Bits` bits (1, 2 or 4) with one
+/// float32 scale. The score is `ln sum_t exp(scale * (<q, mean> + <q, r_t>))`: the unit's log-mass.
 ///
 /// Numbers: the mean (head_dim), then token_codes of head_dim rows. Stored alike:
 /// `4 * d + d * p * Bits / 8 + 4 * p` bytes.
@@ -20,22 +20,22 @@ struct key_sketch {
   static constexpr std::string_view name = "key_sketch";
   count_of<Bits> bits{};
 
-  FREEKV_HD constexpr int width(page_geometry page) const { return page.head_dim + codes(page).width(); }
+  FREEKV_HD constexpr int width(kv_extent unit) const { return unit.head_dim + codes(unit).width(); }
   template <class Key>
-  FREEKV_HD constexpr std::size_t bytes(page_geometry page) const {
-    return mean_bytes(page) + codes(page).bytes();
+  FREEKV_HD constexpr std::size_t bytes(kv_extent unit) const {
+    return mean_bytes(unit) + codes(unit).bytes();
   }
 
   std::string values() const { return std::to_string(int{bits}); }
   void validate(const summary_setting& s) const {
-    codes(s.page).validate(name);
+    codes(s.unit).validate(name);
     if (bits != 1 && bits != 2 && bits != 4)
       throw settings_error("key_sketch: " + std::to_string(int{bits}) + " bits; choose 1, 2 or 4");
   }
 
   template <team T>
   FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const {
-    const int d = keys.page.head_dim, tokens = keys.page.tokens;
+    const int d = keys.unit.head_dim, tokens = keys.unit.tokens;
     detail::mean_of_keys(team, keys, 0, tokens, numbers);
     team.sync();
     float* residuals = numbers + d;
@@ -45,28 +45,28 @@ struct key_sketch {
   }
   template <team T>
   FREEKV_HD float score(T team, const unit_query& query, const float* numbers) const {
-    const int d = query.page.head_dim;
+    const int d = query.unit.head_dim;
     const float base = query.scale * detail::inner_product(team, query.data, numbers, d);
-    return codes(query.page).log_mass(team, query.data, query.scale, base, numbers + d);
+    return codes(query.unit).log_mass(team, query.data, query.scale, base, numbers + d);
   }
 
   template <class Key, team T>
-  FREEKV_HD void encode(T team, page_geometry page, const float* numbers, std::byte* out) const {
-    narrow_numbers<float>(team, numbers, page.head_dim, out);
-    codes(page).encode(team, numbers + page.head_dim, out + mean_bytes(page));
+  FREEKV_HD void encode(T team, kv_extent unit, const float* numbers, std::byte* out) const {
+    narrow_numbers<float>(team, numbers, unit.head_dim, out);
+    codes(unit).encode(team, numbers + unit.head_dim, out + mean_bytes(unit));
   }
   template <class Key, team T>
-  FREEKV_HD void decode(T team, page_geometry page, const std::byte* in, float* numbers) const {
-    widen_numbers<float>(team, in, page.head_dim, numbers);
-    codes(page).decode(team, in + mean_bytes(page), numbers + page.head_dim);
+  FREEKV_HD void decode(T team, kv_extent unit, const std::byte* in, float* numbers) const {
+    widen_numbers<float>(team, in, unit.head_dim, numbers);
+    codes(unit).decode(team, in + mean_bytes(unit), numbers + unit.head_dim);
   }
 
  private:
-  FREEKV_HD static constexpr std::size_t mean_bytes(page_geometry page) {
-    return to_size(page.head_dim) * sizeof(float);
+  FREEKV_HD static constexpr std::size_t mean_bytes(kv_extent unit) {
+    return to_size(unit.head_dim) * sizeof(float);
   }
-  FREEKV_HD constexpr detail::token_codes codes(page_geometry page) const {
-    return {page.head_dim, bits, page.tokens};
+  FREEKV_HD constexpr detail::token_codes codes(kv_extent unit) const {
+    return {unit.head_dim, bits, unit.tokens};
   }
 };
 

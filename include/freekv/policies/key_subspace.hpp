@@ -29,9 +29,9 @@ struct subspace_basis {
   FREEKV_HD constexpr const float* rows(int layer, int head) const { return mean(layer, head) + head_dim; }
 };
 
-/// Every token of the page by its `Rank` coefficients `E (k - mu)`, in `Bits` bits (2, 3, 4 or 8) with one
-/// float32 scale a token, or unquantised (32). The score is `ln sum_t exp(scale * <E q, c_t>)`: the page's
-/// log-mass up to the term of `mu`, which is the same for all pages.
+/// Every token of the unit by its `Rank` coefficients `E (k - mu)`, in `Bits` bits (2, 3, 4 or 8) with one
+/// float32 scale a token, or unquantised (32). The score is `ln sum_t exp(scale * <E q, c_t>)`: the unit's
+/// log-mass up to the term of `mu`, which is the same for all units.
 ///
 /// Numbers and storage are those of token_codes with `Rank` rows: `Rank * p * Bits / 8 + 4 * p` bytes.
 template <int Rank = 24, int Bits = 3>
@@ -46,15 +46,13 @@ struct key_subspace {
   count_of<Bits> bits{};
   subspace_basis basis{};
 
-  FREEKV_HD constexpr int width(page_geometry page) const { return codes(page).width(); }
+  FREEKV_HD constexpr int width(kv_extent unit) const { return codes(unit).width(); }
   FREEKV_HD constexpr int query_width(int) const { return rank; }
   template <class Key>
-  FREEKV_HD constexpr std::size_t bytes(page_geometry page) const {
-    return codes(page).bytes();
+  FREEKV_HD constexpr std::size_t bytes(kv_extent unit) const {
+    return codes(unit).bytes();
   }
-  FREEKV_HD constexpr detail::token_codes codes(page_geometry page) const {
-    return {rank, bits, page.tokens};
-  }
+  FREEKV_HD constexpr detail::token_codes codes(kv_extent unit) const { return {rank, bits, unit.tokens}; }
 
   template <class Visit>
   void data(const Visit& visit) const {
@@ -66,20 +64,20 @@ struct key_subspace {
     if (bits != 2 && bits != 3 && bits != 4 && bits != 8 && bits != 32)
       throw settings_error("key_subspace: " + text(bits) +
                            " bits; choose 2, 3, 4 or 8, or 32 for unquantised coefficients");
-    codes(s.page).validate(name);
-    if (rank < 1 || rank > s.page.head_dim)
+    codes(s.unit).validate(name);
+    if (rank < 1 || rank > s.unit.head_dim)
       throw settings_error("key_subspace: rank " + text(rank) + " is not between 1 and head_dim " +
-                           text(s.page.head_dim));
+                           text(s.unit.head_dim));
     if (basis.data == nullptr)
       throw settings_error(
           "key_subspace needs its basis as data: compute it from the prompt's keys or a text");
-    if (basis.rank < rank || basis.head_dim != s.page.head_dim || basis.layers < s.layers ||
+    if (basis.rank < rank || basis.head_dim != s.unit.head_dim || basis.layers < s.layers ||
         basis.kv_heads != s.kv_heads)
       throw settings_error("key_subspace: the basis has " + text(basis.layers) + " layers of " +
                            text(basis.kv_heads) + " heads, rank " + text(basis.rank) + ", head_dim " +
                            text(basis.head_dim) + "; needed are " + text(s.layers) + " layers of " +
                            text(s.kv_heads) + " heads, rank " + text(rank) + " or more, head_dim " +
-                           text(s.page.head_dim));
+                           text(s.unit.head_dim));
   }
 
   /// The policy for one head.
@@ -95,11 +93,11 @@ struct key_subspace<Rank, Bits>::head_policy {
   const float* mean;
   const float* rows;
 
-  FREEKV_HD constexpr int width(page_geometry page) const { return policy.width(page); }
+  FREEKV_HD constexpr int width(kv_extent unit) const { return policy.width(unit); }
   FREEKV_HD constexpr int query_width(int head_dim) const { return policy.query_width(head_dim); }
   template <class Key>
-  FREEKV_HD constexpr std::size_t bytes(page_geometry page) const {
-    return policy.template bytes<Key>(page);
+  FREEKV_HD constexpr std::size_t bytes(kv_extent unit) const {
+    return policy.template bytes<Key>(unit);
   }
 
   /// E q.
@@ -122,7 +120,7 @@ struct key_subspace<Rank, Bits>::head_policy {
 
   template <team T>
   FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const {
-    const int d = keys.page.head_dim, tokens = keys.page.tokens;
+    const int d = keys.unit.head_dim, tokens = keys.unit.tokens;
     for (int t = 0; t < tokens; ++t) {
       for (int r = 0; r < policy.rank; ++r) {
         typename T::pack product(0.0f);
@@ -137,15 +135,15 @@ struct key_subspace<Rank, Bits>::head_policy {
 
   template <team T>
   FREEKV_HD float score(T team, const unit_query& query, const float* numbers) const {
-    return policy.codes(query.page).log_mass(team, query.data, query.scale, 0.0f, numbers);
+    return policy.codes(query.unit).log_mass(team, query.data, query.scale, 0.0f, numbers);
   }
   template <class Key, team T>
-  FREEKV_HD void encode(T team, page_geometry page, const float* numbers, std::byte* out) const {
-    policy.codes(page).encode(team, numbers, out);
+  FREEKV_HD void encode(T team, kv_extent unit, const float* numbers, std::byte* out) const {
+    policy.codes(unit).encode(team, numbers, out);
   }
   template <class Key, team T>
-  FREEKV_HD void decode(T team, page_geometry page, const std::byte* in, float* numbers) const {
-    policy.codes(page).decode(team, in, numbers);
+  FREEKV_HD void decode(T team, kv_extent unit, const std::byte* in, float* numbers) const {
+    policy.codes(unit).decode(team, in, numbers);
   }
 };
 

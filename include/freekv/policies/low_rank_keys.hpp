@@ -62,13 +62,13 @@ struct low_rank_keys {
                            " rotated pairs; give a frequency for each of at most " + text(s.head_dim / 2));
   }
 
-  FREEKV_HD constexpr std::size_t bytes(page_geometry page, std::size_t element_bytes) const {
+  FREEKV_HD constexpr std::size_t bytes(kv_extent page, std::size_t element_bytes) const {
     return values_bytes(page, element_bytes) + to_size((page.tokens + 31) / 32) * 4;
   }
-  FREEKV_HD constexpr std::size_t shared_bytes(page_geometry page, std::size_t element_bytes) const {
+  FREEKV_HD constexpr std::size_t shared_bytes(kv_extent page, std::size_t element_bytes) const {
     return to_size(page.tokens * rank) * element_bytes;
   }
-  FREEKV_HD constexpr int shared_floats(page_geometry page) const {
+  FREEKV_HD constexpr int shared_floats(kv_extent page) const {
     return (page.tokens + 1) * rank + page.head_dim;
   }
 
@@ -77,7 +77,7 @@ struct low_rank_keys {
   FREEKV_HD constexpr slice_codec at(const slice_place& place) const { return {*this, place}; }
 
  private:
-  FREEKV_HD static constexpr std::size_t values_bytes(page_geometry page, std::size_t element_bytes) {
+  FREEKV_HD static constexpr std::size_t values_bytes(kv_extent page, std::size_t element_bytes) {
     return to_size(page.tokens * page.head_dim) * element_bytes;
   }
 };

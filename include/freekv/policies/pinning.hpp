@@ -48,12 +48,12 @@ struct pin_outliers {
   /// `mean` (head_dim) is scratch.
   template <team T>
   FREEKV_HD float worth(T team, const unit_keys& keys, float* mean) const {
-    const int d = keys.page.head_dim;
-    detail::mean_of_keys(team, keys, 0, keys.page.tokens, mean);
+    const int d = keys.unit.head_dim;
+    detail::mean_of_keys(team, keys, 0, keys.unit.tokens, mean);
     team.sync();
     const float of_mean = detail::inner_product(team, mean, mean, d);
     float most = -infinity;
-    for (int t = 0; t < keys.page.tokens; ++t) {
+    for (int t = 0; t < keys.unit.tokens; ++t) {
       const float of_key = detail::inner_product(team, keys.row(t), keys.row(t), d);
       const float cosine = detail::inner_product(team, keys.row(t), mean, d) / ::sqrtf(of_key * of_mean);
       most = scalar_team{}.maximum(most, -cosine);

@@ -24,7 +24,7 @@ template <class Summary, number_format Format>
 struct stored_as : Summary {
   static_assert(
       summary_policy<Summary> && !hooks_of<Summary>::has(hook::four_heads) &&
-          !requires(const Summary s, page_geometry page) { s.template bytes<float>(page); },
+          !requires(const Summary s, kv_extent unit) { s.template bytes<float>(unit); },
       "stored_as takes a summary without a format of its own");
   using hooks = typename hooks_of<Summary>::template with<hook::bytes, hook::decode, hook::encode,
                                                           hook::values, hook::with_elements>;
@@ -46,18 +46,18 @@ struct stored_as : Summary {
   }
 
   template <class Key>
-  FREEKV_HD constexpr std::size_t bytes(page_geometry page) const {
-    const auto numbers = to_size(this->width(page));
-    if (is(number_format::int8)) return code_bytes(page) + to_size(scales(page)) * sizeof(float);
+  FREEKV_HD constexpr std::size_t bytes(kv_extent unit) const {
+    const auto numbers = to_size(this->width(unit));
+    if (is(number_format::int8)) return code_bytes(unit) + to_size(scales(unit)) * sizeof(float);
     if (is(number_format::float32)) return numbers * sizeof(float);
     return numbers * (is(number_format::key) ? sizeof(Key) : sizeof(summary_element<Summary, Key>));
   }
 
   template <class Key, team T>
-  FREEKV_HD void encode(T team, page_geometry page, const float* numbers, std::byte* out) const {
-    const int count = this->width(page);
+  FREEKV_HD void encode(T team, kv_extent unit, const float* numbers, std::byte* out) const {
+    const int count = this->width(unit);
     if (is(number_format::int8))
-      encode_int8(team, page, numbers, out);
+      encode_int8(team, unit, numbers, out);
     else if (is(number_format::float32))
       narrow_numbers<float>(team, numbers, count, out);
     else if (is(number_format::key))
@@ -67,10 +67,10 @@ struct stored_as : Summary {
   }
 
   template <class Key, team T>
-  FREEKV_HD void decode(T team, page_geometry page, const std::byte* in, float* numbers) const {
-    const int count = this->width(page);
+  FREEKV_HD void decode(T team, kv_extent unit, const std::byte* in, float* numbers) const {
+    const int count = this->width(unit);
     if (is(number_format::int8))
-      decode_int8(team, page, in, numbers);
+      decode_int8(team, unit, in, numbers);
     else if (is(number_format::float32))
       widen_numbers<float>(team, in, count, numbers);
     else if (is(number_format::key))
@@ -96,21 +96,21 @@ struct stored_as : Summary {
   static constexpr float largest = 127.0f;
 
   // Codes, each its number in units of its scale plus `largest`; then the scales.
-  FREEKV_HD constexpr std::size_t code_bytes(page_geometry page) const {
-    return to_size((this->width(page) + 3) / 4 * 4);
+  FREEKV_HD constexpr std::size_t code_bytes(kv_extent unit) const {
+    return to_size((this->width(unit) + 3) / 4 * 4);
   }
-  FREEKV_HD constexpr int scales(page_geometry page) const {
-    return (this->width(page) + page.head_dim - 1) / page.head_dim;
+  FREEKV_HD constexpr int scales(kv_extent unit) const {
+    return (this->width(unit) + unit.head_dim - 1) / unit.head_dim;
   }
 
   template <team T>
-  FREEKV_HD void encode_int8(T team, page_geometry page, const float* numbers, std::byte* out) const {
+  FREEKV_HD void encode_int8(T team, kv_extent unit, const float* numbers, std::byte* out) const {
     auto* codes = reinterpret_cast<std::uint8_t*>(out);
-    auto* scale_of = reinterpret_cast<float*>(out + code_bytes(page));
-    const int count = this->width(page);
-    for (int part = team.lane(); part < scales(page); part += team.lanes()) {
-      const int first = part * page.head_dim;
-      const int last = first + page.head_dim < count ? first + page.head_dim : count;
+    auto* scale_of = reinterpret_cast<float*>(out + code_bytes(unit));
+    const int count = this->width(unit);
+    for (int part = team.lane(); part < scales(unit); part += team.lanes()) {
+      const int first = part * unit.head_dim;
+      const int last = first + unit.head_dim < count ? first + unit.head_dim : count;
       float most = 0.0f;
       for (int i = first; i < last; ++i) most = scalar_team{}.maximum(most, ::fabsf(numbers[i]));
       const float scale = most < infinity ? most / largest : NAN;
@@ -125,18 +125,18 @@ struct stored_as : Summary {
   }
 
   template <team T>
-  FREEKV_HD void decode_int8(T team, page_geometry page, const std::byte* in, float* numbers) const {
+  FREEKV_HD void decode_int8(T team, kv_extent unit, const std::byte* in, float* numbers) const {
     using pack = typename T::pack;
     const auto* codes = reinterpret_cast<const std::uint8_t*>(in);
-    const auto* scale_of = reinterpret_cast<const float*>(in + code_bytes(page));
-    const int whole = this->width(page) / page.head_dim * page.head_dim;
-    for (int first = 0; first < whole; first += page.head_dim) {
-      const pack scale(scale_of[first / page.head_dim]);
-      for (int i = first; i < first + page.head_dim; i += T::width)
+    const auto* scale_of = reinterpret_cast<const float*>(in + code_bytes(unit));
+    const int whole = this->width(unit) / unit.head_dim * unit.head_dim;
+    for (int first = 0; first < whole; first += unit.head_dim) {
+      const pack scale(scale_of[first / unit.head_dim]);
+      for (int i = first; i < first + unit.head_dim; i += T::width)
         team.store(numbers + i, (team.template load_codes<8>(codes, i) - pack(largest)) * scale);
     }
-    for (int i = whole + team.lane(); i < this->width(page); i += team.lanes())
-      numbers[i] = (static_cast<float>(codes[i]) - largest) * scale_of[i / page.head_dim];
+    for (int i = whole + team.lane(); i < this->width(unit); i += team.lanes())
+      numbers[i] = (static_cast<float>(codes[i]) - largest) * scale_of[i / unit.head_dim];
   }
 };
 

@@ -1,13 +1,13 @@
-// Page summaries: what stands for a page's keys when pages are scored.
+// Summaries: what stands for a unit's keys when units are scored.
 //
-// A summary policy turns the keys of one page and one KV head into `width` numbers and scores a query against
-// them; where a unit is less than a page, its `page_geometry` is the unit's. The library stores the numbers
-// (by default as float32) and hands them back as floats, so a policy is three functions:
+// A summary policy turns the keys of one unit and one KV head into `width` numbers and scores a query against
+// them: a unit is a page, or a part of one. The library stores the numbers (by default as float32) and hands
+// them back as floats, so a policy is three functions:
 //
 //   struct my_summary {
 //     using policy_kind = summary_kind;
 //     static constexpr std::string_view name = "my_summary";
-//     FREEKV_HD constexpr int width(page_geometry page) const;                      // numbers a page
+//     FREEKV_HD constexpr int width(kv_extent unit) const;                            // numbers a unit
 //     template <team T>
 //     FREEKV_HD void summarise(T team, const unit_keys& keys, float* numbers) const;
 //     template <team T>
@@ -15,8 +15,8 @@
 //   };
 //
 // Optional, and then listed, as in `using hooks = hook_list<hook::stored>;`: `stored<Key>`, the element type
-// kept (default float), or for a format of its own `bytes<Key>(page)`,
-// `encode<Key>(team, page, numbers, out)` and `decode<Key>(team, page, in, numbers)`, or instead of `decode`
+// kept (default float), or for a format of its own `bytes<Key>(unit)`,
+// `encode<Key>(team, unit, numbers, out)` and `decode<Key>(team, unit, in, numbers)`, or instead of `decode`
 // a `score` of `const std::byte*`; `query_width(d)` and `prepare(team, query, prepared)`, done once a step
 // for each query; `at(layer, head)`, the policy for one head, where it depends on calibration data, which may
 // have these as well; `data(visit)` then, which calls `visit(array, bytes)` for each array of them;
@@ -24,7 +24,7 @@
 // `kept(candidates, selected)`.
 //
 // `linear`, true: the score is `scale` times the product of the prepared query with the numbers, `width` a
-// multiple of 8, wherever that is finite; pages are then scored many at a time, and `score` decides where it
+// multiple of 8, wherever that is finite; units are then scored many at a time, and `score` decides where it
 // is not.
 //
 // `summarised_by_whole_rows`, true: numbers are rows of head_dim, whose count does not depend on the unit's
@@ -56,13 +56,13 @@ namespace freekv {
 
 /// Model and unit that a summary policy is used for, for `validate`.
 struct summary_setting {
-  page_geometry page;
+  kv_extent unit;
   int layers = 0;
   int kv_heads = 0;
-  bool of_unit = false;  ///< `page` is a unit of less than a page
+  bool part_of_page = false;
 
   /// "page of 32", or "unit of 8".
-  std::string text() const { return (of_unit ? "unit of " : "page of ") + std::to_string(page.tokens); }
+  std::string text() const { return (part_of_page ? "unit of " : "page of ") + std::to_string(unit.tokens); }
 };
 
 namespace detail {
@@ -104,20 +104,20 @@ template <class S>
 concept summary_policy = policy<S> && std::same_as<typename S::policy_kind, summary_kind> &&
     requires(const S s, unit_keys keys, float* numbers) {
   { S::name } -> std::convertible_to<std::string_view>;
-  { s.width(keys.page) } -> std::convertible_to<int>;
+  { s.width(keys.unit) } -> std::convertible_to<int>;
   summary_at(s, 0, 0).summarise(scalar_team{}, keys, numbers);
 } &&(requires(const S s, unit_query query, const float* numbers) {
   { summary_at(s, 0, 0).score(scalar_team{}, query, numbers) } -> std::same_as<float>;
 } || scores_stored_bytes<decltype(summary_at(std::declval<const S&>(), 0, 0))>);
 
-/// Bytes of one page's summary for one KV head, scales included; a multiple of 4.
+/// Bytes of one unit's summary for one KV head, scales included; a multiple of 4.
 template <class Key, class S>
-FREEKV_HD constexpr std::size_t summary_bytes(const S& summary, page_geometry page) {
+FREEKV_HD constexpr std::size_t summary_bytes(const S& summary, kv_extent unit) {
   std::size_t bytes = 0;
-  if constexpr (requires { summary.template bytes<Key>(page); })
-    bytes = summary.template bytes<Key>(page);
+  if constexpr (requires { summary.template bytes<Key>(unit); })
+    bytes = summary.template bytes<Key>(unit);
   else
-    bytes = to_size(summary.width(page)) * sizeof(summary_element<S, Key>);
+    bytes = to_size(summary.width(unit)) * sizeof(summary_element<S, Key>);
   return (bytes + 3) / 4 * 4;
 }
 
@@ -208,7 +208,7 @@ template <class Key, class S, class Body>
 FREEKV_HD bool with_elements(const S& summary, const std::byte* stored, const Body& body) {
   if constexpr (requires { summary.template with_elements<Key>(stored, body); }) {
     return summary.template with_elements<Key>(stored, body);
-  } else if constexpr (requires(page_geometry page) { summary.template bytes<Key>(page); }) {
+  } else if constexpr (requires(kv_extent unit) { summary.template bytes<Key>(unit); }) {
     return false;
   } else {
     body(reinterpret_cast<const summary_element<S, Key>*>(stored));
@@ -218,22 +218,21 @@ FREEKV_HD bool with_elements(const S& summary, const std::byte* stored, const Bo
 
 /// Numbers to stored bytes.
 template <class Key, team T, class S>
-FREEKV_HD void encode_summary(T team, const S& summary, page_geometry page, const float* numbers,
+FREEKV_HD void encode_summary(T team, const S& summary, kv_extent unit, const float* numbers,
                               std::byte* out) {
-  if constexpr (requires { summary.template encode<Key>(team, page, numbers, out); })
-    summary.template encode<Key>(team, page, numbers, out);
+  if constexpr (requires { summary.template encode<Key>(team, unit, numbers, out); })
+    summary.template encode<Key>(team, unit, numbers, out);
   else
-    narrow_numbers<summary_element<S, Key>>(team, numbers, summary.width(page), out);
+    narrow_numbers<summary_element<S, Key>>(team, numbers, summary.width(unit), out);
 }
 
 /// Stored bytes to numbers.
 template <class Key, team T, class S>
-FREEKV_HD void decode_summary(T team, const S& summary, page_geometry page, const std::byte* in,
-                              float* numbers) {
-  if constexpr (requires { summary.template decode<Key>(team, page, in, numbers); })
-    summary.template decode<Key>(team, page, in, numbers);
+FREEKV_HD void decode_summary(T team, const S& summary, kv_extent unit, const std::byte* in, float* numbers) {
+  if constexpr (requires { summary.template decode<Key>(team, unit, in, numbers); })
+    summary.template decode<Key>(team, unit, in, numbers);
   else
-    widen_numbers<summary_element<S, Key>>(team, in, summary.width(page), numbers);
+    widen_numbers<summary_element<S, Key>>(team, in, summary.width(unit), numbers);
 }
 
 namespace detail {
@@ -261,15 +260,15 @@ constexpr bool head_summary_offers(hook h) {
   switch (h) {
     case hook::bytes:
       return requires(const P p) {
-        { p.template bytes<float>(page_geometry{}) } -> std::same_as<std::size_t>;
+        { p.template bytes<float>(kv_extent{}) } -> std::same_as<std::size_t>;
       };
     case hook::encode:
       return requires(const P p, const float* numbers, std::byte* out) {
-        p.template encode<float>(scalar_team{}, page_geometry{}, numbers, out);
+        p.template encode<float>(scalar_team{}, kv_extent{}, numbers, out);
       };
     case hook::decode:
       return requires(const P p, const std::byte* in, float* numbers) {
-        p.template decode<float>(scalar_team{}, page_geometry{}, in, numbers);
+        p.template decode<float>(scalar_team{}, kv_extent{}, in, numbers);
       };
     case hook::four_heads:
       return scores_four_heads<P, team_to_try>;
@@ -307,7 +306,7 @@ struct summary_kind : kind_defaults {
   template <class P>
   struct check {
     static_assert(summary_policy<P>,
-                  "a summary policy has a name, width(page), summarise(team, keys, numbers) and score(team, "
+                  "a summary policy has a name, width(unit), summarise(team, keys, numbers) and score(team, "
                   "query, numbers) -> float, itself or what its at(layer, head) returns");
   };
   template <class P>

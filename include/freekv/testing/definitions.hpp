@@ -16,9 +16,9 @@ using doubles = std::vector<double>;
 /// A summary in float64.
 struct summary_definition {
   /// Numbers of a unit's keys (tokens, head_dim), as `summarise` leaves them: `width(page)`.
-  std::function<doubles(const doubles& keys, page_geometry page)> numbers;
+  std::function<doubles(const doubles& keys, kv_extent unit)> numbers;
   /// Score of a query (head_dim) with them, times `scale`.
-  std::function<double(const doubles& query, const doubles& numbers, page_geometry page, double scale)> score;
+  std::function<double(const doubles& query, const doubles& numbers, kv_extent unit, double scale)> score;
   double tolerance = 2e-5;  ///< of a number or score, relative to the size of what it is a sum of
 };
 
@@ -104,8 +104,8 @@ struct eviction_definition {
 /// A codec in float64.
 struct codec_definition {
   /// Keys of a page, and values, as they come back: (tokens, head_dim), as they went in.
-  std::function<doubles(const doubles& keys, page_geometry page)> keys;
-  std::function<doubles(const doubles& values, page_geometry page)> values;
+  std::function<doubles(const doubles& keys, kv_extent page)> keys;
+  std::function<doubles(const doubles& values, kv_extent page)> values;
   /// Tolerance of a number, relative to the largest of the page's keys, or values, beside its element's
   /// rounding.
   double tolerance = 1e-6;
@@ -114,7 +114,7 @@ struct codec_definition {
 /// A pinning in float64.
 struct pinning_definition {
   /// Worth of a unit's keys (tokens, head_dim): the units worth most are pinned.
-  std::function<double(const doubles& keys, page_geometry page)> worth;
+  std::function<double(const doubles& keys, kv_extent unit)> worth;
   double tolerance = 2e-5;  ///< of a worth, relative to its size and 1
 };
 

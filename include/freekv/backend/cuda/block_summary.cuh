@@ -121,7 +121,7 @@ template <int HeadDim, class Policy>
 requires requires(const Policy& subspace) { subspace.policy.rank; }
 __device__ void summarise_by_block(const Policy& subspace, const unit_keys& keys, float* numbers, float*) {
   const team_of_block mine{};
-  const int tokens = keys.page.tokens, rank = subspace.policy.rank;
+  const int tokens = keys.unit.tokens, rank = subspace.policy.rank;
   const dealt_tokens dealt(mine, tokens);
   for (int t = dealt.first; dealt.part < dealt.parts && t < tokens; t += dealt.step) {
     const float* const key = keys.row(t);
@@ -140,7 +140,7 @@ __device__ void summarise_by_block(const Policy& books, const unit_keys& keys, f
   constexpr int d = HeadDim, centroids = codebook::centroids_per_code;
   const team_of_block mine{};
   const codebook &mean = books.mean, &token = books.token;
-  const int tokens = keys.page.tokens;
+  const int tokens = keys.unit.tokens;
   const int thread = thread_x(), threads = threads_x();
   float* const of_token = numbers + mean.codes;  // (codes, tokens)
   float* const decoded = of_token + token.codes * tokens;

@@ -46,7 +46,7 @@ struct scoring_room {
   FREEKV_HD constexpr int all() const { return numbers + staged; }
 };
 template <class Key, class Summary>
-FREEKV_HD scoring_room scoring_room_of(const Summary& summary, page_geometry unit) {
+FREEKV_HD scoring_room scoring_room_of(const Summary& summary, kv_extent unit) {
   const auto staged = [&](const auto& one) { return staged_bytes<Key>(one, unit); };
   scoring_room room{(summary.width(unit) + 3) / 4 * 4, 0};
   int bytes = 0;
@@ -68,7 +68,7 @@ struct scoring_memory {
 
   /// Throws settings_error where there is no room for one team.
   template <int HeadDim, class Key, class Summary>
-  static scoring_memory of(const Summary& summary, page_geometry unit, int queries, bool pools_queries) {
+  static scoring_memory of(const Summary& summary, kv_extent unit, int queries, bool pools_queries) {
     constexpr score_tuning tuning = score_default;
     constexpr int lanes = summary_team_t<Summary, HeadDim>::lane_count, most = tuning.shared_bytes / 4;
     const int room = scoring_room_of<Key>(summary, unit).all();

@@ -33,7 +33,7 @@ struct token_estimates<key_subspace<Rank, Bits>> {
   FREEKV_HD static int floats(const summary& s) { return heads * s.rank; }
 
   const summary& s;
-  page_geometry unit;
+  kv_extent unit;
   const float* tables;
   float scale;
 
@@ -78,7 +78,7 @@ struct token_estimates<key_codes<Codes, MeanCodes>> {
   FREEKV_HD static int floats(const summary& s) { return heads * s.query_width(0); }
 
   const summary& s;
-  page_geometry unit;
+  kv_extent unit;
   const float* tables;
   float scale;
 
@@ -117,7 +117,7 @@ inline constexpr int units_staged = 4, pieces_of_lane = 2;
 
 /// True where a block scores units by tokens.
 template <class Summary>
-FREEKV_HD bool scores_by_tokens(const Summary& summary, page_geometry unit, std::size_t bytes) {
+FREEKV_HD bool scores_by_tokens(const Summary& summary, kv_extent unit, std::size_t bytes) {
   if constexpr (token_estimates<Summary>::there)
     return unit.tokens <= 32 && bytes % 8 == 0 && bytes <= 32 * 8 * pieces_of_lane &&
            token_estimates<Summary>::decodes(summary);
@@ -127,7 +127,7 @@ FREEKV_HD bool scores_by_tokens(const Summary& summary, page_geometry unit, std:
 /// Floats of shared memory that scoring by tokens takes: the tables, and for each warp the bytes of some
 /// units.
 template <class Summary>
-FREEKV_HD int floats_by_tokens(const Summary& summary, page_geometry unit, std::size_t bytes, int threads) {
+FREEKV_HD int floats_by_tokens(const Summary& summary, kv_extent unit, std::size_t bytes, int threads) {
   if constexpr (token_estimates<Summary>::there) {
     if (!scores_by_tokens(summary, unit, bytes)) return 0;
     return (token_estimates<Summary>::floats(summary) + 3) / 4 * 4 +
@@ -141,7 +141,7 @@ FREEKV_HD int floats_by_tokens(const Summary& summary, page_geometry unit, std::
 /// unit j and query g to `scores[g * stride + j]`. Unit j's bytes are number `row_of(j)` from `rows` on.
 /// Returns whether a score of this thread's is not finite. `shared`: `floats_by_tokens`, aligned to 16 bytes.
 template <int OfWarp, class Summary, class RowOf>
-__device__ bool score_units_by_tokens(const Summary& summary, page_geometry unit, const std::byte* rows,
+__device__ bool score_units_by_tokens(const Summary& summary, kv_extent unit, const std::byte* rows,
                                       int bytes, const RowOf& row_of, int first, int last,
                                       const prepared_queries& queries, float* scores, std::int64_t stride,
                                       float* shared) {

@@ -49,7 +49,7 @@ workspace_sizes workspace_sizes_of(const Settings& s) {
     if (s.capacity.store_file) sizes.slice_alignment = s.capacity.store_file->alignment();
     sizes.decoded_bytes = to_size(2 * s.page.tokens * head_dim) * sizeof(element);
     sizes.shared_floats = resolve(s.codec, [&](const auto& codec) {
-      return shared_floats(codec, page_geometry{s.page.tokens, head_dim});
+      return shared_floats(codec, kv_extent{s.page.tokens, head_dim});
     });
   }
   resolve(s.summary, [&](const auto& summary) {

@@ -92,8 +92,8 @@ page_numbers<Element> read_back(const Codec& codec, const page_numbers<Element>&
 /// between two codes may become either: numbers moved by rounding are tried.
 template <class Element>
 void judge_plane(const std::string& where, const char* what,
-                 const std::function<doubles(const doubles&, page_geometry)>& read,
-                 const std::vector<Element>& plane, const std::vector<Element>& back, page_geometry page,
+                 const std::function<doubles(const doubles&, kv_extent)>& read,
+                 const std::vector<Element>& plane, const std::vector<Element>& back, kv_extent page,
                  double tolerance, differences& wrong) {
   const doubles exact = wide(plane), got = wide(back), want = read(exact, page);
   if (want.size() != got.size())
@@ -144,7 +144,7 @@ void judge_pages(const Codec& codec, const codec_definition& definition, const c
     return random.one_of({0, 1, 2, 3, 5, 7, 11, 13, 29, 61, 101}) % count;
   };
   for (int nth = 0; nth < options.units; nth += 3) {
-    const page_geometry geometry{random.one_of({8, 8, 16, 24, 32, 64, 128}), HeadDim};
+    const kv_extent geometry{random.one_of({8, 8, 16, 24, 32, 64, 128}), HeadDim};
     const int tokens = geometry.tokens, count = tokens * HeadDim;
     const std::string where = std::string(element_name<Element>) + ", page of " + std::to_string(tokens) +
                               ", head_dim " + std::to_string(HeadDim);

@@ -20,8 +20,7 @@ void judge_worths(const Policy& policy, const pinning_definition& definition,
                   const conformance_options& options, differences& wrong) {
   random_numbers random(options.seed);
   for (int nth = 0; nth < options.units; ++nth) {
-    const page_geometry page{random.one_of({8, 8, 16, 24, 32, 64}),
-                             random.one_of({8, 16, 24, 64, 80, 128, 256})};
+    const kv_extent page{random.one_of({8, 8, 16, 24, 32, 64}), random.one_of({8, 16, 24, 64, 80, 128, 256})};
     const auto keys = wide(random.normals<Element>(page.tokens * page.head_dim, nth % 5 == 0 ? 6.0f : 1.0f));
     const double want = definition.worth(keys, page);
     on_every_team([&](auto team, const char* on) {

@@ -88,7 +88,7 @@ struct head_judge {
       carried{};  // pooled scores that the selection was made by, among this step's candidates
   std::vector<bool> carried_held{};
 
-  page_geometry page() const { return {int{settings->page.tokens}, random_text<Element>::d}; }
+  kv_extent page() const { return {int{settings->page.tokens}, random_text<Element>::d}; }
   int k() const { return settings->budget.selected_units; }
 
   void complete_units(int tokens) {

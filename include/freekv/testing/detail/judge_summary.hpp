@@ -24,36 +24,36 @@ struct scored_unit {
 
 template <class Element, team T, class Policy>
 scored_unit score_by(T team, const Policy& policy, const std::vector<Element>& keys,
-                     const std::vector<float>& queries, page_geometry page, float scale) {
-  const int d = page.head_dim, group = static_cast<int>(queries.size()) / d;
-  const int width = policy.width(page), query_width = summary_query_width(policy, d);
-  scored_unit unit{std::vector<float>(to_size(width)), std::vector<float>(to_size(width)),
-                   std::vector<float>(to_size(group))};
+                     const std::vector<float>& queries, kv_extent unit, float scale) {
+  const int d = unit.head_dim, group = static_cast<int>(queries.size()) / d;
+  const int width = policy.width(unit), query_width = summary_query_width(policy, d);
+  scored_unit scored{std::vector<float>(to_size(width)), std::vector<float>(to_size(width)),
+                     std::vector<float>(to_size(group))};
   std::vector<float> key_scratch(keys.size()),
       prepared(to_size(prepared_queries::floats(group, query_width)));
-  std::vector<std::byte> bytes(summary_bytes<Element>(policy, page));
+  std::vector<std::byte> bytes(summary_bytes<Element>(policy, unit));
   freekv::detail::summarise_unit<Element>(team, policy, head_slice<const Element>{keys.data(), nullptr, d},
-                                          page, {key_scratch.data(), unit.numbers.data()}, bytes.data());
+                                          unit, {key_scratch.data(), scored.numbers.data()}, bytes.data());
   const auto of_group =
       prepare_group(team, policy, group_query{queries.data(), group, d}, scale, prepared.data());
-  freekv::detail::score_unit<Element>(team, policy, page, bytes.data(), of_group, unit.stored.data(),
-                                      {unit.scores.data(), 1});
-  return unit;
+  freekv::detail::score_unit<Element>(team, policy, unit, bytes.data(), of_group, scored.stored.data(),
+                                      {scored.scores.data(), 1});
+  return scored;
 }
 
 /// Numbers of a unit's keys, as a pipeline stores them.
 template <class Element, class Policy>
-doubles stored_numbers(const Policy& policy, const std::vector<Element>& keys, page_geometry page) {
-  const std::vector<float> no_query(to_size(page.head_dim));
-  return wide(score_by<Element>(scalar_team{}, policy, keys, no_query, page, 1.0f).stored);
+doubles stored_numbers(const Policy& policy, const std::vector<Element>& keys, kv_extent unit) {
+  const std::vector<float> no_query(to_size(unit.head_dim));
+  return wide(score_by<Element>(scalar_team{}, policy, keys, no_query, unit, 1.0f).stored);
 }
 
-/// True where a unit of `page` suits the policy.
+/// True where such units suit the policy.
 template <class Policy>
-bool suits(const Policy& policy, page_geometry page) {
+bool suits(const Policy& policy, kv_extent unit) {
   try {
     if constexpr (hooks_of<Policy>::has(hook::validate))
-      summary_kind::validate(policy, policy_setting{1, 1, page.head_dim, page.tokens, page.tokens});
+      summary_kind::validate(policy, policy_setting{1, 1, unit.head_dim, unit.tokens, unit.tokens});
     return true;
   } catch (const settings_error&) {
     return false;
@@ -66,36 +66,36 @@ void judge_units(const Policy& policy, const summary_definition& definition,
   random_numbers random(options.seed);
   int compared = 0;
   for (int nth = 0; nth < options.units; ++nth) {
-    const page_geometry page{random.one_of({8, 8, 16, 24, 32, 64, 128}),
-                             random.one_of({8, 16, 24, 64, 80, 128, 256})};
+    const kv_extent unit{random.one_of({8, 8, 16, 24, 32, 64, 128}),
+                         random.one_of({8, 16, 24, 64, 80, 128, 256})};
     const int group = random.one_of({1, 2, 3, 5, 8});
-    const float scale = nth % 3 == 0 ? 0.3f : 1.0f / std::sqrt(static_cast<float>(page.head_dim));
-    if (!suits(policy, page)) continue;
+    const float scale = nth % 3 == 0 ? 0.3f : 1.0f / std::sqrt(static_cast<float>(unit.head_dim));
+    if (!suits(policy, unit)) continue;
     ++compared;
-    auto keys = random.normals<Element>(page.tokens * page.head_dim, nth % 5 == 0 ? 6.0f : 1.0f);
-    const auto queries = random.normals<float>(group * page.head_dim);
-    const doubles wide_keys = wide(keys), want = definition.numbers(wide_keys, page);
+    auto keys = random.normals<Element>(unit.tokens * unit.head_dim, nth % 5 == 0 ? 6.0f : 1.0f);
+    const auto queries = random.normals<float>(group * unit.head_dim);
+    const doubles wide_keys = wide(keys), want = definition.numbers(wide_keys, unit);
     const double key_size = largest(wide_keys);
     const auto where = [&](const char* on) {
-      return std::string(element_name<Element>) + ", " + on + ", unit of " + std::to_string(page.tokens) +
-             ", head_dim " + std::to_string(page.head_dim);
+      return std::string(element_name<Element>) + ", " + on + ", unit of " + std::to_string(unit.tokens) +
+             ", head_dim " + std::to_string(unit.head_dim);
     };
     on_every_team([&](auto team, const char* on) {
-      const auto unit = score_by<Element>(team, policy, keys, queries, page, scale);
-      if (unit.numbers.size() != want.size())
-        return wrong.add(where(on), ": width ", unit.numbers.size(), ", of the definition ", want.size());
+      const auto scored = score_by<Element>(team, policy, keys, queries, unit, scale);
+      if (scored.numbers.size() != want.size())
+        return wrong.add(where(on), ": width ", scored.numbers.size(), ", of the definition ", want.size());
       for (std::size_t i = 0; i < want.size(); ++i)
-        if (const double got = static_cast<double>(unit.numbers[i]);
+        if (const double got = static_cast<double>(scored.numbers[i]);
             !(std::fabs(got - want[i]) <=
               definition.tolerance * (std::fabs(want[i]) + key_size + key_size * key_size)))
           wrong.add(where(on), ": number ", i, " is ", got, ", of the definition ", want[i]);
-      const doubles stored = wide(unit.stored);
-      if (!hooks_of<Policy>::has(hook::encode) && unit.stored != unit.numbers)
+      const doubles stored = wide(scored.stored);
+      if (!hooks_of<Policy>::has(hook::encode) && scored.stored != scored.numbers)
         wrong.add(where(on), ": what is stored are not its numbers");
       for (int g = 0; g < group; ++g) {
-        const doubles query = wide(queries.data() + g * page.head_dim, to_size(page.head_dim));
-        const double score = definition.score(query, stored, page, static_cast<double>(scale));
-        const double got = static_cast<double>(unit.scores[to_size(g)]);
+        const doubles query = wide(queries.data() + g * unit.head_dim, to_size(unit.head_dim));
+        const double score = definition.score(query, stored, unit, static_cast<double>(scale));
+        const double got = static_cast<double>(scored.scores[to_size(g)]);
         if (!(std::fabs(got - score) <=
               definition.tolerance * (1.0 + std::fabs(score) +
                                       static_cast<double>(scale) * sum_of_sizes(query) * largest(stored))))
@@ -104,7 +104,7 @@ void judge_units(const Policy& policy, const summary_definition& definition,
     });
     keys.assign(keys.size(), from_float<Element>(std::numeric_limits<float>::quiet_NaN()));
     on_every_team([&](auto team, const char* on) {
-      for (const float score : score_by<Element>(team, policy, keys, queries, page, scale).scores)
+      for (const float score : score_by<Element>(team, policy, keys, queries, unit, scale).scores)
         if (score != -infinity) wrong.add(where(on), ": a unit of NaN keys scores ", score, ", not NaN");
     });
   }
@@ -114,13 +114,13 @@ void judge_units(const Policy& policy, const summary_definition& definition,
 /// `mean`, by which pages are scored while a policy of another kind is judged.
 inline summary_definition definition_of_mean() {
   return {.numbers =
-              [](const doubles& keys, page_geometry page) {
-                doubles numbers(to_size(page.head_dim));
+              [](const doubles& keys, kv_extent unit) {
+                doubles numbers(to_size(unit.head_dim));
                 for (std::size_t i = 0; i < keys.size(); ++i)
-                  numbers[i % numbers.size()] += keys[i] / page.tokens;
+                  numbers[i % numbers.size()] += keys[i] / unit.tokens;
                 return numbers;
               },
-          .score = [](const doubles& query, const doubles& numbers, page_geometry,
+          .score = [](const doubles& query, const doubles& numbers, kv_extent,
                       double scale) { return scale * inner_product(query, numbers); }};
 }
 
