@@ -1,5 +1,6 @@
 // Decode steps on a device, of layers of Llama-3.1-8B's shape: BF16, head_dim 128, 32 query heads of 8 KV
-// heads, pages of 32 tokens, 512 sink and 512 window tokens and 32 selected pages.
+// heads, pages of 32 tokens, 512 sink and 512 window tokens and 32 selected pages. Queries and outputs are
+// BF16, too.
 //
 //   step CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1] [SUMMARY min_max] [LAYERS 1] [REPLAYS 0]
 //
@@ -102,8 +103,8 @@ codes summary_with_data<codes>::get() const {
 struct step_rows_of_bench {
   pinned<bfloat16> kv;
   in_device<bfloat16> kv_there;
-  pinned<float> queries;
-  in_device<float> queries_there, out;
+  pinned<bfloat16> queries;
+  in_device<bfloat16> queries_there, out;
   step_rows_of_bench(int rows, int query_rows)
       : kv(2 * to_size(rows) * kv_row),
         kv_there(2 * to_size(rows) * kv_row),
@@ -139,13 +140,18 @@ void run(const arguments& of, std::size_t floats) {
     const std::size_t n = to_size(count) * kv_row;
     for (std::size_t i = 0; i < 2 * n; ++i) rows.kv.data[i] = drawn[engine() % drawn.size()];
     upload(rows.kv_there.data, rows.kv.data, 2 * n * sizeof(bfloat16), compute.get());
-    return kv_rows<bfloat16>{
+    return kv_rows<bfloat16, bfloat16>{
         .keys = {rows.kv_there.data, n}, .values = {rows.kv_there.data + n, n}, .queries = {}};
   };
   const std::size_t query_numbers = to_size(batch) * query_row;
-  const auto next_queries = [&](float* to, const float* before) {
+  std::vector<float> query(query_numbers);  // as it was before it was rounded
+  for (float& x : query) x = normal(engine);
+  const auto next_queries = [&](bfloat16* to) {
     const float rest = std::sqrt(1.0f - similarity * similarity);
-    for (std::size_t i = 0; i < query_numbers; ++i) to[i] = similarity * before[i] + rest * normal(engine);
+    for (std::size_t i = 0; i < query_numbers; ++i) {
+      query[i] = similarity * query[i] + rest * normal(engine);
+      to[i] = from_float<bfloat16>(query[i]);
+    }
   };
 
   std::vector<sequence_id> ids;
@@ -155,27 +161,26 @@ void run(const arguments& of, std::size_t floats) {
     for (int done = 0; done < prompt; done += chunk) {
       const int count = std::min(chunk, prompt - done);
       auto prefill = pipeline.begin_step({{id, count, step_phase::prefill}});
-      const kv_rows<bfloat16> keys = new_keys(count);  // in all layers
+      const kv_rows<bfloat16, bfloat16> keys = new_keys(count);  // in all layers
       for (int layer = 0; layer < layers; ++layer) prefill.append(layer, keys);
       prefill.end();
       pipeline.synchronize();
     }
-  for (std::size_t i = 0; i < query_numbers; ++i) rows.queries.data[i] = normal(engine);
 
   std::vector<step_input> stepping;
   for (const sequence_id id : ids) stepping.push_back({id});
-  const auto queue = [&](auto step, const kv_rows<bfloat16>& now) {
+  const auto queue = [&](auto step, const kv_rows<bfloat16, bfloat16>& now) {
     for (int layer = 0; layer < layers; ++layer) {
       step.append(layer, now);
-      step.attend(layer, {rows.out.data, query_numbers});
+      step.template attend<bfloat16>(layer, {rows.out.data, query_numbers});
     }
     step.end();
   };
   double seconds = 0.0;
   int flagged = 0, recalled = 0;
-  kv_rows<bfloat16> now;
+  kv_rows<bfloat16, bfloat16> now;
   for (int step = 0; step < warm_up + steps; ++step) {
-    next_queries(rows.queries.data, rows.queries.data);
+    next_queries(rows.queries.data);
     now = new_keys(batch);
     upload(rows.queries_there.data, rows.queries.data, rows.queries.bytes, compute.get());
     now.queries = {rows.queries_there.data, query_numbers};
@@ -205,11 +210,9 @@ void run(const arguments& of, std::size_t floats) {
 
   // Queries of the replays, and of those that warm up, one step behind the other.
   const int all = replays + warm_up;
-  pinned<float> in_turn(to_size(all) * query_numbers);
-  for (int step = 0; step < all; ++step)
-    next_queries(in_turn.data + to_size(step) * query_numbers,
-                 step == 0 ? rows.queries.data : in_turn.data + to_size(step - 1) * query_numbers);
-  in_device<float> in_turn_there(to_size(all) * query_numbers);
+  pinned<bfloat16> in_turn(to_size(all) * query_numbers);
+  for (int step = 0; step < all; ++step) next_queries(in_turn.data + to_size(step) * query_numbers);
+  in_device<bfloat16> in_turn_there(to_size(all) * query_numbers);
   upload(in_turn_there.data, in_turn.data, in_turn.bytes, compute.get());
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t replay = nullptr;
@@ -223,7 +226,7 @@ void run(const arguments& of, std::size_t floats) {
   for (int step = 0; step < all; ++step) {
     while (!pipeline.plan(stepping)) pipeline.wait();
     device::check(cudaMemcpyAsync(rows.queries_there.data, in_turn_there.data + to_size(step) * query_numbers,
-                                  query_numbers * sizeof(float), cudaMemcpyDeviceToDevice, compute.get()),
+                                  query_numbers * sizeof(bfloat16), cudaMemcpyDeviceToDevice, compute.get()),
                   "cudaMemcpyAsync");
     if (step == 0) device::check(cudaEventRecord(points[0], compute.get()), "cudaEventRecord");
     device::check(cudaGraphLaunch(replay, compute.get()), "cudaGraphLaunch");

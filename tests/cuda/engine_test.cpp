@@ -94,7 +94,8 @@ class host_peer : public peer {
     for (int layer = 0; layer < options_.model.layers; ++layer) {
       const step::layer_rows& rows = s.layers[to_size(layer)];
       std::vector<float> out(rows.out.size());
-      step.append(layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+      step.append<bfloat16, bfloat16>(layer,
+                                      {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
       step.attend(layer, out);
       for (std::size_t i = 0; i < out.size(); ++i) attention_.take(rows.out[i], out[i]);
       if (!attends_to_all()) continue;
@@ -162,13 +163,17 @@ class host_peer : public peer {
             expected = std::sqrt(double{options_.similarity}) *
                            common_query(layer, head, position, static_cast<int>(i)) +
                        std::sqrt(1.0 - double{options_.similarity}) * expected;
-          queries_.take(rows.queries[(row * to_size(m.query_heads) + to_size(head)) * d + i], expected);
-        } else {
-          const auto kv = (row * to_size(m.kv_heads) + to_size((head - m.query_heads) % m.kv_heads)) * d + i;
-          (is_value ? values_ : keys_)
-              .take(to_float((is_value ? rows.values : rows.keys)[kv]), expected,
-                    std::max(1.0, std::fabs(expected)));
         }
+        const auto at = [&](int first, int heads) {
+          return (row * to_size(heads) + to_size((head - first) % heads)) * d + i;
+        };
+        const bfloat16 number = is_query
+                                    ? rows.queries[at(0, m.query_heads)]
+                                    : (is_value ? rows.values : rows.keys)[at(m.query_heads, m.kv_heads)];
+        (is_query   ? queries_
+         : is_value ? values_
+                    : keys_)
+            .take(to_float(number), expected, std::max(1.0, std::fabs(expected)));
       }
     }
   }
@@ -180,8 +185,8 @@ class host_peer : public peer {
   std::map<sequence_id, sequence_id> names_;
   std::vector<std::int32_t> chosen_;
   std::int64_t corrected_ = 0, recalled_ = 0;
-  // Floats of a few sums of 64 products; what is stored is rounded to 8 bits.
-  difference tokens_{"tokens that steps read", 0.0}, queries_{"queries", 2e-5},
+  // Floats of a few sums of 64 products; queries, keys and values are rounded to 8 bits.
+  difference tokens_{"tokens that steps read", 0.0}, queries_{"queries", 1.0 / 256 + 1e-5},
       keys_{"keys", 1.0 / 256 + 1e-5}, values_{"values", 1.0 / 256 + 1e-5},
       choices_{"logits below the largest", 2e-5}, attention_{"attention beside the host's", 2e-5},
       full_{"attention beside full attention", 2e-5};

@@ -50,8 +50,8 @@ class recorder : public engine_observer {
                  .layers = {}};
     for (int layer = 0; layer < m.shape().layers; ++layer) {
       const model::layer_rows of = m.rows_of(layer);
-      e.stepped.layers.push_back({.queries = copy(e, of.in.queries, q),
-                                  .out = copy(e, of.out, q),
+      e.stepped.layers.push_back({.out = copy(e, of.out, q),
+                                  .queries = copy(e, of.in.queries, q),
                                   .keys = copy(e, of.in.keys, kv),
                                   .values = copy(e, of.in.values, kv)});
     }

@@ -54,8 +54,8 @@ struct step {
   std::span<const row_input> inputs;
   std::span<const std::int32_t> chosen;  // all of the model's choices, as of this step
   struct layer_rows {
-    std::span<const float> queries, out;
-    std::span<const bfloat16> keys, values;
+    std::span<const float> out;
+    std::span<const bfloat16> queries, keys, values;
   };
   std::vector<layer_rows> layers;
 };

@@ -135,7 +135,8 @@ class engine {
       model_.before_attention(layer, rows, options_.similarity);
       const auto [in, out] = model_.rows_of(layer);
       const auto kv = at(rows * options_.model.kv_width()), q = at(rows * options_.model.query_width());
-      step.append(layer, {.keys = {in.keys, kv}, .values = {in.values, kv}, .queries = {in.queries, q}});
+      step.template append<bfloat16, bfloat16>(
+          layer, {.keys = {in.keys, kv}, .values = {in.values, kv}, .queries = {in.queries, q}});
       step.attend(layer, {out, q});
       model_.after_attention(layer, rows);
     }

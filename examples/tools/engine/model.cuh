@@ -165,7 +165,7 @@ __global__ void multiply(const bfloat16* matrix, int height, int width, const fl
 }
 
 struct attention_rows {
-  float* queries;           // (rows, query_heads, head_dim)
+  bfloat16* queries;        // (rows, query_heads, head_dim)
   bfloat16 *keys, *values;  // (rows, kv_heads, head_dim)
 };
 
@@ -198,9 +198,9 @@ static __global__ void rotate(const float* qkv, const row_input* inputs, model_s
           a = same * common_query(layer, head, position, pair) + own * a;
           b = same * common_query(layer, head, position, pair + d / 2) + own * b;
         }
-        float* const q = to.queries + (to_size(row) * model.query_heads + head) * d;
-        q[pair] = a;
-        q[pair + d / 2] = b;
+        bfloat16* const q = to.queries + (to_size(row) * model.query_heads + head) * d;
+        q[pair] = from_float<bfloat16>(a);
+        q[pair + d / 2] = from_float<bfloat16>(b);
       } else {
         const int kv_head = (head - model.query_heads) % model.kv_heads;
         bfloat16* const kv = (is_value ? to.values : to.keys) + (to_size(row) * model.kv_heads + kv_head) * d;
@@ -274,8 +274,8 @@ class model {
         qkv_(numbers(most_rows, shape.qkv_width())),
         inner_(numbers(most_rows, shape.ffn)),
         logits_(numbers(most_rows, shape.vocab)),
-        queries_(shape.layers * numbers(most_rows, shape.query_width())),
-        out_(queries_.size()),
+        out_(shape.layers * numbers(most_rows, shape.query_width())),
+        queries_(out_.size()),
         keys_(shape.layers * numbers(most_rows, shape.kv_width())),
         values_(keys_.size()) {
     std::uint64_t at = std::uint64_t{seed} << 16;
@@ -377,8 +377,8 @@ class model {
   page_locked<row_input> packets_;
   in_device<row_input> inputs_;
   in_device<std::int32_t> chosen_, taken_;
-  in_device<float> x_, normed_, qkv_, inner_, logits_, queries_, out_;
-  in_device<bfloat16> keys_, values_;
+  in_device<float> x_, normed_, qkv_, inner_, logits_, out_;
+  in_device<bfloat16> queries_, keys_, values_;
   std::int64_t packets_filled_ = 0;
 };
 

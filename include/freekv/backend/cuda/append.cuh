@@ -24,7 +24,7 @@ namespace freekv::device {
 
 struct append_tuning {
   int threads = 128;    ///< of a block
-  int registers = 128;  ///< of a thread at most, where units are pinned
+  int registers = 144;  ///< of a thread at most: three blocks a multiprocessor
   /// Teams that run at a time, each with scratch of a page of float keys; more tasks take turns
   int most_teams = 512;
   int teams_behind = 128;  ///< teams beside the engine's kernels, which keep the machine
@@ -63,6 +63,14 @@ struct device_rows {
       return {blocks.keys + nth * blocks.block_stride + head * blocks.head_stride,
               blocks.values + nth * value_stride + head * blocks.head_stride, 0};
     return rows_behind(blocks.slice(block_id{token / block_tokens}, head), token % block_tokens);
+  }
+  /// Keys of an entry's tokens from `token` on, as `Element`: null where they are not elements, one row a
+  /// stride behind the other.
+  template <class Element>
+  __device__ head_slice<const Element> elements(const step_entry& entry, int token, int head) const {
+    if constexpr (std::is_same_v<In, Element>)
+      if (blocks.ids == nullptr) return {row(entry, token, head).key, nullptr, blocks.block_stride};
+    return {};
   }
 };
 
@@ -167,10 +175,15 @@ __device__ void append_page(Team team, const State& s, const Summary& summary, c
   if constexpr (block_summary<Summary>::there)
     if (leaves_to_block(s, entry, page)) return;
   team.sync();
+  head_slice<const element> summarised = as_const(in_slots ? slot : kept);
+  // What has come as a whole need not come back from the slow tier.
+  if (const auto given = rows.template elements<element>(entry, page_begin, head);
+      !in_slots && first == page_begin && given.key != nullptr)
+    summarised = given;
   for (int nth = 0; nth < s.units_per_page; ++nth) {
     summarise_unit<element>(team, summary_at(summary, s.layer, head),
-                            as_const(rows_behind(in_slots ? slot : kept, s.first_row_of(nth))), s.unit,
-                            scratch, s.summary_of(store_page, head, nth));
+                            rows_behind(summarised, s.first_row_of(nth)), s.unit, scratch,
+                            s.summary_of(store_page, head, nth));
     team.sync();  // the numbers are free again
     if constexpr (!std::is_same_v<Pinning, no_pins>) {
       if (s.pins == 0) continue;

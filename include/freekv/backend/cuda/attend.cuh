@@ -28,7 +28,7 @@ struct attend_tuning {
   int tensor_registers = 255;    ///< the same by tensor cores, where most are taken by pages that are decoded
   int heads = 4;                 ///< query heads that a team attends with by FMA; larger groups take several
   int part_tokens = 128;         ///< of a budgeted row that one part covers
-  int part_tokens_of_all = 512;  ///< of a row that attends to everything
+  int part_tokens_of_all = 1024;  ///< of a row that attends to everything
   int rows_of_all = 16;          ///< that attend to everything in one launch; more take turns
   constexpr bool valid() const {
     return valid_block(threads, registers) && valid_block(threads, tensor_registers) && heads >= 1 &&
@@ -301,11 +301,14 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
   const typename attention_type::team_type team;
   const auto tile = head_tile<attention_type::heads>::nth(block_y(), s.heads.group());
   const int row = rows.first + block_z(), nth = thread_x() / team.lanes();
-  // Queries, and what a step is, have been there since before the kernel that appends.
+  // Queries, and what a step is, have been there since before the kernel that appends. A row has queries
+  // whether it is an entry's or not, so they are on their way together with what it is.
+  prefetch(step.entries);
+  prefetch(step.count);
+  attention_type attention(of_teams[nth]);
+  begin_tile<d>(team, attention, tile, queries, row, s.scale);
   const step_entry* const entry = step.entry_of(row);
   const bool attends = entry != nullptr && rows.has(step, entry);
-  attention_type attention(of_teams[nth]);
-  if (attends) begin_tile<d>(team, attention, tile, queries, row, s.scale);
   attended_list list;
   const auto entries = [&](int i) {
     const unsigned attending = attending_heads(s, list, i, tile);

@@ -150,11 +150,11 @@ struct lane_team {
       });
     });
   }
-  /// Rows of `n` elements, `stride` apart, to floats that lie one behind the other: a lane waits for two
-  /// pieces, of whatever rows, at a time: more take more registers than append has.
+  /// Rows of `n` elements, `stride` apart, to floats that lie one behind the other: a lane waits for four
+  /// pieces, of whatever rows, at a time.
   template <element E>
   __device__ void widen_rows(const E* in, std::int64_t stride, int rows, float* out, int n) const {
-    constexpr int size = piece<E>::size, at_once = 2;
+    constexpr int size = piece<E>::size, at_once = 4;
     const auto bytes = static_cast<std::uintptr_t>(stride) * sizeof(E);
     if (n % size != 0 ||
         (reinterpret_cast<std::uintptr_t>(in) | reinterpret_cast<std::uintptr_t>(out) | bytes) % 16 != 0) {

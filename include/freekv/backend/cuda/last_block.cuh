@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cuda/atomic>
 
 namespace freekv::device {
 
@@ -13,13 +14,15 @@ __device__ inline bool is_last_block(std::uint32_t* counter, int blocks, std::ui
     __syncthreads();
     return true;
   }
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) shared = atomicInc(counter, static_cast<unsigned>(blocks - 1));
+  if (threadIdx.x ==
+      0) {  // whose fences are the block's: barriers order the others' reads and writes before and after
+    cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_device);
+    shared = atomicInc(counter, static_cast<unsigned>(blocks - 1));
+    cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_device);
+  }
   __syncthreads();
-  const bool last = shared == static_cast<unsigned>(blocks - 1);
-  if (last) __threadfence();
-  return last;
+  return shared == static_cast<unsigned>(blocks - 1);
 }
 
 }  // namespace freekv::device
