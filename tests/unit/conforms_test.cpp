@@ -27,6 +27,7 @@ enum class flaw {
   numbers,
   width,
   drops_nan,
+  drops_one_nan,
   of_wide_teams,
   of_some,
   late,
@@ -46,6 +47,8 @@ struct flawed_mean {
     for (int i = keys.unit.head_dim; i < width(keys.unit); ++i) numbers[i] = 0.0f;
     if (has == flaw::numbers) --keys.unit.tokens;
     freekv::mean{}.summarise(team, keys, numbers);
+    if (has == flaw::drops_one_nan && !std::isnan(numbers[0]))
+      for (int i = 0; i < keys.unit.head_dim; ++i) numbers[i] = std::isnan(numbers[i]) ? 0.0f : numbers[i];
   }
   template <freekv::team T>
   float score(T team, const freekv::unit_query& query, const float* numbers) const {
@@ -524,6 +527,8 @@ TEST_CASE("what differs from a summary's definition is told", "[conforms]") {
   CHECK(mentions(told_of_mean(flaw::numbers), ": number 0 is "));
   CHECK(mentions(told_of_mean(flaw::width), ", of the definition "));
   CHECK(mentions(told_of_mean(flaw::drops_nan), "a unit of NaN keys scores 0, not NaN"));
+  CHECK(mentions(told_of_mean(flaw::drops_one_nan), ": a unit with NaN in number "));
+  CHECK_FALSE(mentions(told_of_mean(flaw::drops_one_nan), "a unit of NaN keys"));
   CHECK(mentions(told_of_mean(flaw::of_wide_teams), "baseline, unit of"));
   CHECK_FALSE(mentions(told_of_mean(flaw::of_wide_teams), "one lane"));
   CHECK(told_of_mean(flaw::score).size() == 10);

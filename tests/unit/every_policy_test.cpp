@@ -127,7 +127,7 @@ TEST_CASE("spare slots never recall more, and residency never changes an output"
   }
 }
 
-TEMPLATE_TEST_CASE("every summary scores alike on every team, whole pages of NaN as -infinity",
+TEMPLATE_TEST_CASE("every summary scores alike on every team, a unit with one NaN as -infinity",
                    "[every_policy]", float, freekv::half, freekv::bfloat16) {
   using namespace freekv::examples;
   dice d(14);

@@ -1,7 +1,7 @@
 // Conformance of a policy to its definition in float64, for tests of policies of one's own. It needs no test
 // library:
 //
-//     for (const std::string& wrong : freekv::testing::conforms<end_keys>(definition))
+//     for (const std::string& wrong : freekv::testing::conforms<half_means>(definition))
 //       std::puts(wrong.c_str());
 #pragma once
 
@@ -22,9 +22,9 @@
 namespace freekv::testing {
 
 /// Sentences of where `policy` differs from its definition, at most ten; none if it conforms. Random units of
-/// random shapes are scored on one lane and on every instruction set of this machine, and random sequences
-/// are decoded, with keys and values of each element type: the units attended to are the best by the
-/// definition.
+/// random shapes are scored on one lane and on every instruction set of this machine, with NaN in one number
+/// of a key and in all too, and random sequences are decoded, with keys and values of each element type: the
+/// units attended to are the best by the definition.
 template <summary_policy Policy>
 std::vector<std::string> conforms(const summary_definition& definition, const Policy& policy = {},
                                   const conformance_options& options = {}) {

@@ -102,11 +102,19 @@ void judge_units(const Policy& policy, const summary_definition& definition,
           wrong.add(where(on), ": score ", got, ", of the definition ", score);
       }
     });
-    keys.assign(keys.size(), from_float<Element>(std::numeric_limits<float>::quiet_NaN()));
-    on_every_team([&](auto team, const char* on) {
-      for (const float score : score_by<Element>(team, policy, keys, queries, unit, scale).scores)
-        if (score != -infinity) wrong.add(where(on), ": a unit of NaN keys scores ", score, ", not NaN");
-    });
+    const auto scores_nan = [&](const std::string& what) {
+      on_every_team([&](auto team, const char* on) {
+        for (const float score : score_by<Element>(team, policy, keys, queries, unit, scale).scores)
+          if (score != -infinity) wrong.add(where(on), ": ", what, " scores ", score, ", not NaN");
+      });
+    };
+    const auto nan = from_float<Element>(std::numeric_limits<float>::quiet_NaN());
+    const int spoiled = random.below(unit.tokens * unit.head_dim);
+    keys[to_size(spoiled)] = nan;
+    scores_nan("a unit with NaN in number " + std::to_string(spoiled % unit.head_dim) + " of key " +
+               std::to_string(spoiled / unit.head_dim));
+    keys.assign(keys.size(), nan);
+    scores_nan("a unit of NaN keys");
   }
   if (compared == 0 && options.units > 0) wrong.add(element_name<Element>, ": no unit suits the policy");
 }

@@ -28,6 +28,7 @@ class random_numbers {
  public:
   explicit random_numbers(std::uint64_t seed) : engine_(seed) {}
   int one_of(std::initializer_list<int> choices) { return choices.begin()[engine_() % choices.size()]; }
+  int below(int end) { return static_cast<int>(engine_() % static_cast<std::uint64_t>(end)); }
   template <class Element>
   std::vector<Element> normals(int count, float size = 1.0f) {
     std::vector<Element> numbers;
