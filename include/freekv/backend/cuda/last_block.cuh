@@ -15,11 +15,14 @@ __device__ inline bool is_last_block(std::uint32_t* counter, int blocks, std::ui
     return true;
   }
   __syncthreads();
-  if (threadIdx.x ==
-      0) {  // whose fences are the block's: barriers order the others' reads and writes before and after
-    cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_device);
+  // One thread's fences are the block's: barriers order what the others have written before, and read after.
+  if (threadIdx.x == 0) {
+    const auto fence = [] {
+      cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_device);
+    };
+    fence();
     shared = atomicInc(counter, static_cast<unsigned>(blocks - 1));
-    cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_device);
+    if (shared == static_cast<unsigned>(blocks - 1)) fence();
   }
   __syncthreads();
   return shared == static_cast<unsigned>(blocks - 1);
