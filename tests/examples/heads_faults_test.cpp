@@ -64,7 +64,7 @@ TEST_CASE("a limit on file sizes leaves the older list of heads", "[heads]") {
 
 TEST_CASE("a signal leaves the older list of heads, and nothing else", "[heads]") {
   heads_case c;
-  constexpr std::int64_t tokens = 6000, d = 64;
+  constexpr std::int64_t tokens = 20000, d = 64;  // many seconds
   const auto zeros = [](std::int64_t heads) {
     return tensor_text{
         "F16", {tokens, heads, d}, std::string(static_cast<std::size_t>(tokens * heads * d * 2), '\0')};
