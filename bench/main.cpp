@@ -4,6 +4,7 @@
 #include <iostream>
 
 #include "command_line.hpp"
+#include "fatal_signals.hpp"
 #include "measure.hpp"
 #include "program.hpp"
 
@@ -58,12 +59,14 @@ void run(int argc, char** argv) {
                                                    {"compiler", __VERSION__},
                                                    {"smoke", smoke},
                                                    {"commit", commit}});
+  examples::note_remark("what was measured by then is in '" + out + "/host.jsonl.part'");
   std::vector<std::vector<std::string>> table{{"bench", "figure", "measured", "target", ""}};
   std::map<std::string, double> kept;
   for (const int count : threads) {
     if (count < 1) throw examples::choice_error("--threads " + std::to_string(count) + " is below 1");
     context c{on, count, instructions, rounds, smoke, only, lines, table, kept};
     for (const std::string& part : parts) {
+      examples::note_stage("measuring " + part + ", --threads " + std::to_string(count));
       if (part == "score")
         bench_scoring(c);
       else if (part == "recall") {
@@ -79,7 +82,9 @@ void run(int argc, char** argv) {
             "--part " + part + " is unknown; choose among score, recall, step, two_levels and decoding");
     }
   }
+  examples::note_stage("finishing");
   lines.finish();
+  examples::note_remark("");
   const std::string text = on.processor + ", " + std::to_string(on.last_level_cache >> 20) +
                            " MiB of last-level cache, " + std::string(host::name_of(instructions)) +
                            (smoke ? "; smoke: figures mean nothing" : "") + "\n" + examples::table(table);

@@ -21,11 +21,14 @@
 #include <string>
 #include <vector>
 
+#include "../../examples/support/fatal_signals.hpp"
+
 namespace {
 
 using namespace freekv;
 using device::check;
 using device::recall_read;
+using examples::note_stage;
 
 constexpr int head_dim = 128;
 using pieces = device::slice_pieces<head_dim, bfloat16>;
@@ -157,6 +160,10 @@ template <recall_read Read>
 void measure_reader(bench& b, const store& from, bfloat16* slots, std::int64_t* places, int tokens, int count,
                     int blocks, const char* reader) {
   const std::size_t slice = to_size(2 * tokens * head_dim) * sizeof(bfloat16);
+  const std::string of = std::string(reader) + ", " + from.pages + " pages, " +
+                         std::to_string(from.bytes >> 30) + " GiB, " + std::to_string(count) + " slices of " +
+                         std::to_string(slice >> 10) + " KiB, " + std::to_string(blocks) + " blocks";
+  examples::note_detail(of);
   const std::int64_t in_store = static_cast<std::int64_t>(from.bytes / slice);
   std::mt19937_64 engine(static_cast<std::uint64_t>(tokens * 131 + count));
   constexpr int launches = 8;  // of other slices, one behind the other
@@ -171,9 +178,6 @@ void measure_reader(bench& b, const store& from, bfloat16* slots, std::int64_t* 
                      random_slices{reinterpret_cast<bfloat16*>(from.data), slots, places + i * count, tokens,
                                    0, 0, count});
   }) / launches;
-  const std::string of = std::string(reader) + ", " + from.pages + " pages, " +
-                         std::to_string(from.bytes >> 30) + " GiB, " + std::to_string(count) + " slices of " +
-                         std::to_string(slice >> 10) + " KiB, " + std::to_string(blocks) + " blocks";
   b.print(of, "time", us, "us");
   b.print(of, "rate", gigabytes_per_second(static_cast<double>(slice) * count, us), "GB/s");
 }
@@ -202,6 +206,7 @@ void run(std::size_t gib) {
     device::launch("fill", {1024, 256, on}, fill, reinterpret_cast<uint4*>(to), bytes / 16);
     check(cudaStreamSynchronize(on), "cudaStreamSynchronize");
   };
+  note_stage("reading and copying memory");
   fill_with(here, n);
   auto* const sink = reinterpret_cast<unsigned*>(there);
   for (const int a_multiprocessor : {2, 4, 8})
@@ -216,6 +221,7 @@ void run(std::size_t gib) {
             check(cudaMemcpyAsync(there, here, n, cudaMemcpyDeviceToDevice, on), "cudaMemcpyAsync");
           })),
           "GB/s");
+  note_stage("launching empty kernels");
   for (const int blocks : {1, 16, 132, 1024}) {
     constexpr int launches = 256;
     b.print("empty kernels of " + std::to_string(blocks) + " blocks in a graph", "time", b.replayed([&] {
@@ -224,6 +230,7 @@ void run(std::size_t gib) {
             "us");
   }
 
+  note_stage("taking a store of " + std::to_string(gib) + " GiB");
   std::vector<store> stores;
   device::pinned_memory slow;
   const std::size_t bytes = gib << 30;
@@ -241,6 +248,7 @@ void run(std::size_t gib) {
   auto* const places = static_cast<std::int64_t*>(fast.allocate(1 << 20));
   for (const store& from : stores) {
     fill_with(from.data, from.bytes);
+    note_stage("copying by copy engines, " + from.pages + " pages");
     const std::size_t big = std::size_t{1} << 28;
     const double to_device = b.microseconds(
         [&] { check(cudaMemcpyAsync(here, from.data, big, cudaMemcpyDefault, on), "cudaMemcpyAsync"); });
@@ -251,7 +259,9 @@ void run(std::size_t gib) {
               check(cudaMemcpyAsync(from.data, here, big, cudaMemcpyDefault, on), "cudaMemcpyAsync");
             })),
             "GB/s");
+    note_stage("copying by recall's readers");
     measure_readers(b, from, reinterpret_cast<bfloat16*>(here), places, from.pages == stores.back().pages);
+    note_stage("copying in batches by copy engines, " + from.pages + " pages");
     // Slices of 16 KiB by copy engines, their keys and values apart, as recall has them.
     std::mt19937_64 engine(5);
     for (const std::size_t slices : {1, 4, 16, 64, 256}) {
@@ -279,6 +289,7 @@ void run(std::size_t gib) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  freekv::examples::report_fatal_signals("freekv-bench-cuda-limits");
   if (int devices = 0; cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) return 77;
   try {
     run(argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 16);

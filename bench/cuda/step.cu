@@ -27,9 +27,12 @@
 #include <string>
 #include <vector>
 
+#include "../../examples/support/fatal_signals.hpp"
+
 namespace {
 
 using namespace freekv;
+using examples::note_stage;
 
 constexpr int head_dim = 128, query_heads = 32, kv_heads = 8, page_tokens = 32, chunk = 1024, warm_up = 2;
 constexpr std::size_t kv_row = kv_heads * head_dim, query_row = query_heads * head_dim;
@@ -118,6 +121,9 @@ void run(const arguments& of, std::size_t floats) {
   using pipeline_type = pipeline_of<Summary, Kind>;
   const summary_with_data<Summary> summary(floats);
   const auto [context, steps, similarity, batch, name, layers, replays] = of;
+  const std::string of_case = " with " + name + ": " + std::to_string(context) + " tokens, batch " +
+                              std::to_string(batch) + ", layers " + std::to_string(layers);
+  note_stage("computing a prompt" + of_case);
   typename pipeline_type::settings s;
   s.summary = summary.get();
   s.model = {.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads};
@@ -176,6 +182,7 @@ void run(const arguments& of, std::size_t floats) {
     }
     step.end();
   };
+  note_stage("timing steps" + of_case);
   double seconds = 0.0;
   int flagged = 0, recalled = 0;
   kv_rows<bfloat16, bfloat16> now;
@@ -208,6 +215,7 @@ void run(const arguments& of, std::size_t floats) {
       pipeline.slice_bytes());
   if (replays == 0) return;
 
+  note_stage("replaying a captured step" + of_case);
   // Queries of the replays, and of those that warm up, one step behind the other.
   const int all = replays + warm_up;
   pinned<bfloat16> in_turn(to_size(all) * query_numbers);
@@ -261,6 +269,7 @@ void run(const arguments& of, std::size_t floats) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  freekv::examples::report_fatal_signals("freekv-bench-cuda-step");
   arguments of;
   const auto number = [&](int i, int& to) {
     if (argc > i) to = std::atoi(argv[i]);

@@ -10,8 +10,11 @@
 #include <cstring>
 #include <fstream>
 #include <mutex>
+#include <span>
 #include <sstream>
 #include <utility>
+
+#include "new_file.hpp"
 
 namespace freekv::examples {
 namespace {
@@ -326,15 +329,19 @@ void engine::save_state(const std::string& path, int sequence) const {
   forget_errors();
   std::vector<std::uint8_t> state(llama_state_seq_get_size(context_.get(), sequence));
   const auto size = llama_state_seq_get_data(context_.get(), state.data(), state.size(), sequence);
-  std::ofstream file(path, std::ios::binary);
-  file << state_title() << '\n';
-  file.write(reinterpret_cast<const char*>(state.data()), static_cast<std::streamsize>(size));
-  file.close();
   if (size == 0)
     throw engine_error("llama.cpp cannot save its state (" + logged_cause() + "): prefill again");
-  if (!file)
-    throw engine_error("cannot write '" + path + "': give a path with room for " + std::to_string(size) +
+  const std::string title = state_title() + '\n';
+  try {
+    new_file file(path);
+    file.write(std::as_bytes(std::span(title)));
+    file.write(std::as_bytes(std::span(state).first(size)));
+    file.finish();
+    file.take_place();
+  } catch (const file_error& e) {
+    throw engine_error(std::string(e.what()) + "; give a path with room for " + std::to_string(size) +
                        " bytes");
+  }
 }
 
 void engine::load_state(const std::string& path, int sequence) {

@@ -191,7 +191,8 @@ class engine {
   void clear();
   /// A sequence of the engine's own cache, to a file and back, so that a prompt need not be prefilled again.
   /// Both sides need the same model and the same `flash_attention`: without it llama.cpp transposes the
-  /// values. Throws `engine_error`; a load that failed leaves the sequence empty.
+  /// values. The file takes its place when it is complete. Throws `engine_error`; a load that failed leaves
+  /// the sequence empty.
   void save_state(const std::string& path, int sequence = 0) const;
   void load_state(const std::string& path, int sequence = 0);
 

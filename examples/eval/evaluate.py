@@ -237,7 +237,8 @@ def main(arguments):
     parser.add_argument("--prompts", type=int, help="of each task and length, instead of tasks.py's")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--characters", type=float, default=4.0, help="of a token, about")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cells at a time (default: the cores)")
+    parser.add_argument("--jobs", "--threads", type=int, default=os.cpu_count(),
+                        help="cells at a time (default: the cores)")
     parser.add_argument("--commit", default="unknown", help="noted in the results and the table")
     parser.add_argument("more", nargs="*", help="behind --: more for the program")
     wanted = parser.parse_args(arguments)

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "fatal_signals.hpp"
 #include "program.hpp"
 
 namespace {
@@ -49,8 +50,11 @@ void run(const std::string& path) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return freekv::examples::exit_code_of("freekv-model-shape", [&] {
+  using namespace freekv::examples;
+  return exit_code_of("freekv-model-shape", [&] {
     if (argc != 2) throw std::runtime_error("give the path of a GGUF file, and nothing else");
+    note_stage("reading a model's header");
+    note_detail(argv[1]);
     ggml_log_set([](ggml_log_level, const char*, void*) {}, nullptr);
     try {
       run(argv[1]);

@@ -5,6 +5,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -125,6 +126,11 @@ class Evaluate(unittest.TestCase):
         self.assertIn("| `h2o` |  |  |  |  | 4, p 0.062 + |", (self.folder / "out" / "table.md").read_text())
         self.run_it("--tasks", "needles", "passkey", "--budget", "256")
         self.assertEqual(len(self.calls()), 8)
+
+    def test_jobs_may_be_called_threads(self):
+        for option in "--jobs", "--threads":
+            shutil.rmtree(self.folder / "out", ignore_errors=True)
+            self.assertIn("on 3 cores", self.run_it("--tasks", "needles", option, "3").stdout)
 
     def test_a_run_that_fails_goes_on_from_there(self):
         self.run_it("--tasks", "needles")

@@ -1,4 +1,4 @@
-// What freekv-replay does where it refuses: exit code 2 and one sentence.
+// What programs do where they refuse: exit code 2 and one sentence.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ inline file_parts good_trace() {
 }
 
 /// The program's fault as one line; checks that it is one sentence.
-inline std::string sentence_of(const program_end& end) {
+inline std::string sentence_of(const program_end& end, const std::string& program = "freekv-replay") {
   INFO(end);
   CHECK(end.exit_code == 2);
   CHECK(end.out.empty());
@@ -31,7 +31,7 @@ inline std::string sentence_of(const program_end& end) {
   if (end.err.empty()) return {};
   CHECK(end.err.back() == '\n');
   const std::string line = end.err.substr(0, end.err.size() - 1);
-  CHECK(line.rfind("freekv-replay: ", 0) == 0);
+  CHECK(line.rfind(program + ": ", 0) == 0);
   CHECK(line.size() > 30);
   CHECK(line.size() < 1000);
   CHECK(line.find(". ") == std::string::npos);

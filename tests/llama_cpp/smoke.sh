@@ -86,6 +86,16 @@ grep -q "8 facts in" "$folder/killed/table.txt.part"
 status=0
 "$programs/freekv-model-shape" "$0" >"$folder/wrong.out" 2>"$folder/wrong.err" || status=$?
 [[ $status == 2 && ! -s $folder/wrong.out && $(wc -l <"$folder/wrong.err") == 1 ]]
+mkfifo "$folder/fifo.gguf"  # of which nobody writes the header
+"$programs/freekv-model-shape" "$folder/fifo.gguf" >"$folder/killed.out" 2>"$folder/killed.err" &
+killed=$!
+sleep 1
+kill -SEGV "$killed"
+status=0
+wait "$killed" || status=$?
+[[ $status == 139 ]] && tail -1 "$folder/killed.err" | grep -q \
+  "^freekv-model-shape: segmentation fault (SIGSEGV) while reading a model's header: .*/fifo.gguf$" ||
+  { echo "freekv-model-shape, killed: exit $status"; cat "$folder/killed.err"; exit 1; }
 
 python3 - "$folder" <<'PYTHON'
 import json, math, sys

@@ -11,6 +11,7 @@
 
 #include "command_line.hpp"
 #include "compiled_variants.hpp"
+#include "fatal_signals.hpp"
 #include "program.hpp"
 
 namespace freekv::examples {
@@ -98,6 +99,13 @@ const engine_variant* variant_of(const std::string& name, int head_dim) {
   return found == std::end(compiled_variants) ? nullptr : *found;
 }
 
+engine_result decode(const engine_variant& variant, const chosen_options& o) {
+  note_stage("decoding with " + std::string(variant.name));
+  note_detail(o.model_name + ", batch " + std::to_string(o.batch) + ", up to " +
+              std::to_string(o.max_tokens()) + " tokens");
+  return variant.run(o);
+}
+
 double milliseconds(const engine_result& r) {
   return 1e3 * r.seconds / static_cast<double>(r.counts.replays);
 }
@@ -160,21 +168,22 @@ int run(int argc, char** argv) {
   if (variant == nullptr)
     throw choice_error("variant " + cited(o.variant) + " is not compiled for head_dim " +
                        std::to_string(o.model.head_dim) + "; --help lists those that are");
+  note_stage("looking for a device");
   cudaDeviceProp device{};
   if (cudaGetDeviceProperties(&device, 0) != cudaSuccess) {
     std::cerr << "freekv-engine: there is no NVIDIA device to run on" << std::endl;
     return 77;
   }
 
-  const engine_result result = variant->run(o);
+  const engine_result result = decode(*variant, o);
   nlohmann::ordered_json json = printed(o, result);
   // The same steps with nothing but attention to as many tokens, all of which are there.
   if (const engine_variant* const plain = variant_of("streaming_llm", o.model.head_dim);
       plain != nullptr && plain != variant) {
-    engine_options same = o;
+    chosen_options same = o;
     same.attends_to.window += o.attends_to.selected_units * plain->page_tokens;
     same.report_every = 0;
-    const double without = milliseconds(plain->run(same));
+    const double without = milliseconds(decode(*plain, same));
     json["ms_a_step_without_retrieval"] = without;
     json["share_of_retrieval"] = 1 - without / milliseconds(result);
   }
