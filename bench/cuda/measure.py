@@ -83,7 +83,7 @@ def main():
                 print(json.dumps({**line, "commit": commit}), file=file, flush=True)
                 without = line.get("ms_a_step_without_retrieval")
                 print(f"| {line['case']} | {line['metric']} | {line['value']:.4g} {line['unit']}" +
-                      (f", without retrieval {without:.4g}" if without else "") + " |", flush=True)
+                      (f", {line['value'] / without:.3f} of {without:.4g} without retrieval" if without else "") + " |", flush=True)
 
 
 main()
