@@ -1,5 +1,6 @@
 // Rows of an engine's own tensors on a device: queries and outputs of 16 bits, and rows that are parts of
-// longer ones, give what the same numbers give as floats that are one behind the other.
+// longer ones, give what the same numbers give as floats that are one behind the other; and so do ranks that
+// have a KV head of the rows each.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <freekv/freekv.cuh>
@@ -30,10 +31,11 @@ struct device_side {
   cuda_backend backend{compute.get(), recall.get()};
   Pipeline pipeline;
 
-  explicit device_side(bool slots) : pipeline(settings(slots), backend, {&slow, &fast}) {}
-  static typename Pipeline::settings settings(bool slots) {
+  explicit device_side(bool slots, int heads = kv_heads)
+      : pipeline(settings(slots, heads), backend, {&slow, &fast}) {}
+  static typename Pipeline::settings settings(bool slots, int heads) {
     typename Pipeline::settings s;
-    s.model = {.layers = layers, .query_heads = query_heads, .kv_heads = kv_heads};
+    s.model = {.layers = layers, .query_heads = heads * query_heads / kv_heads, .kv_heads = heads};
     s.budget = {.sink = 8, .window = 16, .selected_units = 3};
     s.capacity.max_tokens = max_tokens;
     s.capacity.max_sequences = 2;
@@ -147,6 +149,79 @@ void compare(report& checks, const std::string& name, bool slots) {
   checks.equal(name + ": reports", reports);
 }
 
+/// Tensor parallel: two pipelines of a KV head and its query heads each, beside one of both.
+template <class Pipeline>
+void compare_ranks(report& checks, const std::string& name, bool slots) {
+  constexpr int group = query_heads / kv_heads;
+  random_numbers random(7);
+  device_side<Pipeline> whole(slots),
+      of_head[kv_heads]{device_side<Pipeline>(slots, 1), device_side<Pipeline>(slots, 1)};
+  const sequence_id id = whole.pipeline.open();
+  for (auto& rank : of_head) rank.pipeline.open();
+  results<float> out(0), lse(0);
+  results<std::int32_t> reports(0);
+  for (int step = 0; step < 8; ++step) {
+    const int rows = step == 0 ? 60 : random.between(1, 2);
+    const step_input input{id, rows, step == 0 ? step_phase::prefill : step_phase::decode};
+    std::vector<rows_of_step<float>> of_layer;
+    for (int layer = 0; layer < layers; ++layer) of_layer.emplace_back(random, rows);
+    const auto run = [&](device_side<Pipeline>& side, int first, int heads, pinned<float>& to,
+                         pinned<float>& lse_to) {
+      auto s = side.pipeline.begin_step({input});
+      for (int layer = 0; layer < layers; ++layer) {
+        const rows_of_step<float>& r = of_layer[count(layer)];
+        const auto from = [&](const pinned<float>& all, int head) {
+          return std::span(all).subspan(count(head * head_dim));
+        };
+        pinned<float> of_heads(count(rows * heads * group * head_dim), NAN),
+            of_lse(count(rows * heads * group), NAN);
+        s.template append<float>(layer, {.keys = from(r.keys, first),
+                                         .values = from(r.values, first),
+                                         .queries = from(r.queries, first * group),
+                                         .strides = {key_row, key_row, query_row}});
+        s.attend(layer, of_heads, of_lse);
+        side.pipeline.synchronize();  // before the outputs go
+        for (int row = 0; row < rows; ++row)
+          for (int head = 0; head < heads * group; ++head) {
+            const std::size_t at = count((layer * rows + row) * query_heads + first * group + head),
+                              mine = count(row * heads * group + head);
+            std::copy_n(of_heads.begin() + static_cast<long>(mine * head_dim), head_dim,
+                        to.begin() + static_cast<long>(at * head_dim));
+            lse_to[at] = of_lse[mine];
+          }
+      }
+      s.end();
+    };
+    const std::size_t numbers = count(layers * rows * query_heads);
+    results<float> out_of_step(numbers * head_dim, NAN), lse_of_step(numbers, NAN);
+    run(whole, 0, kv_heads, out_of_step.host, lse_of_step.host);
+    for (int head = 0; head < kv_heads; ++head)
+      run(of_head[head], head, 1, out_of_step.device, lse_of_step.device);
+    const auto append = [](auto& to, const auto& more) {
+      to.host.insert(to.host.end(), more.host.begin(), more.host.end());
+      to.device.insert(to.device.end(), more.device.begin(), more.device.end());
+    };
+    append(out, out_of_step);
+    append(lse, lse_of_step);
+    if (step == 0) continue;
+    const auto report_of = [&](device_side<Pipeline>& side, int head, pinned<std::int32_t>& to) {
+      const step_report r = side.pipeline.report(1)[id];
+      to.insert(to.end(), {r.corrected[head], r.recalled[head], r.promoted[head], r.attended_count[head]});
+      const auto attended = r.attended.subspan(r.attended.size() / r.corrected.size() * count(head),
+                                               count(r.attended_count[head]));
+      to.insert(to.end(), attended.begin(), attended.end());
+    };
+    for (int head = 0; head < kv_heads; ++head) {
+      report_of(whole, head, reports.host);
+      report_of(of_head[head], 0, reports.device);
+    }
+  }
+  reports.device.resize(reports.host.size(), -1);
+  checks.equal(name + ": outputs", out);
+  checks.equal(name + ": log-sum-exp", lse);
+  checks.equal(name + ": selections", reports);
+}
+
 }  // namespace
 
 int main() {
@@ -157,6 +232,8 @@ int main() {
     compare<pipeline_with<cosine_drift>, bfloat16, bfloat16>(checks, "bfloat16" + where, slots);
     compare<pipeline_with<cosine_drift>, bfloat16, half>(checks, "bfloat16, outputs of half" + where, slots);
     compare<pipeline_with<mass_deficit>, float, float>(checks, "floats" + where, slots);
+    compare_ranks<pipeline_with<cosine_drift>>(checks, "ranks of a KV head" + where, slots);
+    compare_ranks<pipeline_with<mass_deficit>>(checks, "ranks that correct by mass" + where, slots);
   }
   return checks.finish();
 }

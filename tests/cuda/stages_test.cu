@@ -608,6 +608,31 @@ void recall_listed(const State& s, int sequences, const device::selection_scratc
   }
 }
 
+/// A launch has no more on its way than its tuning says, however much may be missing.
+template <class Tuned>
+void bounds_what_is_in_flight(report& checks, const std::string& how) {
+  layer_state<kv_shape<half, 64>> s;
+  s.heads = {8, 8};
+  s.max_selected = 64;
+  const device::owned_stream stream;
+  require(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+  device::launch_recall<Tuned>(s, identity{}, {.bounds = {.entries = 100}}, {}, stream.get());
+  cudaGraph_t graph = nullptr;
+  require(cudaStreamEndCapture(stream.get(), &graph), "cudaStreamEndCapture");
+  cudaGraphNode_t node = nullptr;
+  std::size_t nodes = 1;
+  require(cudaGraphGetNodes(graph, &node, &nodes), "cudaGraphGetNodes");
+  cudaKernelNodeParams launch{};
+  require(cudaGraphKernelNodeGetParams(node, &launch), "cudaGraphKernelNodeGetParams");
+  require(cudaGraphDestroy(graph), "cudaGraphDestroy");
+  constexpr device::recall_tuning tuning = Tuned::tuning;
+  constexpr int of_lane = tuning.read == device::recall_read::bulk_copies ? tuning.buffer_bytes / 32 : 16;
+  const unsigned threads = launch.gridDim.x * launch.gridDim.y * launch.gridDim.z * launch.blockDim.x;
+  results<std::int32_t> bytes(1, tuning.bytes_in_flight());
+  bytes.device[0] = static_cast<int>(threads) * tuning.depth * of_lane;
+  checks.equal("bytes in flight, " + how, bytes);
+}
+
 /// Recalls random units of a layer by a list, and copies them one by one.
 template <class Tuned, class Fast, class Slow, class Element, int HeadDim>
 void recalls(report& checks, random_numbers& random, const std::string& how) {
@@ -789,5 +814,8 @@ int main() {
   recall_everywhere<bulk_copies>(checks, random, "bulk copies");
   recall_everywhere<batched_copies>(checks, random, "copy engines in batches");
   recall_everywhere<two_dimensional_copies>(checks, random, "copy engines in two dimensions");
+  bounds_what_is_in_flight<device::recall_default>(checks, "loads");
+  bounds_what_is_in_flight<deep_copies>(checks, "asynchronous copies");
+  bounds_what_is_in_flight<bulk_copies>(checks, "bulk copies");
   return checks.finish();
 }

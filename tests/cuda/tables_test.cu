@@ -1,5 +1,5 @@
 // Block tables of what decode rows attend to, written on the device: each form is attended through by a
-// kernel of the test's own, or by attention to a paged cache, in steps that are begun and in captured ones.
+// kernel of the test's own, in steps that are begun and in captured ones.
 //
 // Exit status: 0 all right, 1 not, 77 no device.
 #include <freekv/freekv.cuh>
@@ -25,7 +25,7 @@ using pipeline =
 
 using freekv::to_size;
 
-enum class form { dense, until_minus_one, ragged, united };
+enum class form { dense, until_minus_one, ragged, united, folded };
 
 /// Row of a table by what a paged-attention kernel of each form reads of it.
 struct row_of_table {
@@ -44,15 +44,22 @@ __device__ row_of_table read_row(const device::block_tables& t, form f, int row)
   return {blocks, count, t.block_counts[row] == count ? t.seq_lens[row] : -1};
 }
 
-/// Attention by a thread for each sequence and query head, in double precision.
+/// Attention by a thread for each sequence and query head, in double precision. Folded heads are requests of
+/// a tensor of one head, whose pages are as far apart as heads are.
 __global__ void attend_by_table(slot_blocks<half> kv, device::block_tables tables, form f,
                                 const float* queries, float scale, float* out) {
   const int nth = static_cast<int>(blockIdx.x), query_head = static_cast<int>(threadIdx.x),
             head = query_head / group;
-  const row_of_table row = read_row(tables, f, f == form::united ? nth : head * tables.sequences + nth);
+  const bool folded = f == form::folded;
+  const row_of_table row = read_row(tables, f,
+                                    f == form::united ? nth
+                                    : folded          ? nth * kv_heads + head
+                                                      : head * tables.sequences + nth);
   const float* const q = queries + (nth * query_heads + query_head) * head_dim;
   const auto offset = [&](int t) {
-    return row.blocks[t / page] * kv.block_stride + t % page * kv.token_stride + head * kv.head_stride;
+    const std::int64_t in_page = t % page * kv.token_stride;
+    if (folded) return row.blocks[t / page] * kv.head_stride + in_page;
+    return row.blocks[t / page] * kv.block_stride + in_page + head * kv.head_stride;
   };
   double sum = 0.0, sums[head_dim] = {};
   for (int t = 0; t < row.tokens && row.count == (row.tokens + page - 1) / page; ++t) {
@@ -137,13 +144,6 @@ class engine {
         tables_.back().emplace_back(table_rows::all_heads,
                                     pipeline_.most_blocks(layer, table_rows::all_heads));
     }
-    const auto carved = [&](std::byte* data) {
-      carver memory(data);
-      scratch_ = device::paged_scratch(memory, folded(max_tokens, nullptr, nullptr), page, head_dim);
-      return memory.used();
-    };
-    scratch_memory_.resize(carved(nullptr) + 256);
-    carved(scratch_memory_.data());
   }
   ~engine() {
     cudaStreamSynchronize(compute_.get());
@@ -266,14 +266,6 @@ class engine {
     }
     return rows;
   }
-  device::paged_attention folded(int blocks, const float* queries, float* out) const {
-    return {.heads = {group, 1},
-            .queries = queries,
-            .max_sequences = batch * kv_heads,
-            .max_tokens = std::min(max_tokens, blocks * page),
-            .scale = pipeline_.configuration().attention.scale,
-            .to = {.out = out}};
-  }
   void run_layers(pipeline::step& step, std::vector<layer_step>& rows) {
     for (int layer = 0; layer < layers; ++layer) {
       layer_step& r = rows[to_size(layer)];
@@ -290,19 +282,7 @@ class engine {
       for (const form f : {form::dense, form::until_minus_one, form::ragged})
         attend(tables_[to_size(layer)][0], f);
       if (tables_[to_size(layer)].size() > 2) attend(tables_[to_size(layer)][2], form::united);
-      const device::block_tables by_request = tables_[to_size(layer)][1].view();
-      const device::paged_cache<half> cache{kv.keys,
-                                            kv.values,
-                                            kv.head_stride,
-                                            kv.token_stride,
-                                            0,
-                                            page,
-                                            by_request.max_blocks,
-                                            by_request.blocks,
-                                            by_request.seq_lens};
-      device::attend_paged<head_dim>(cache,
-                                     folded(by_request.max_blocks, r.queries.data(), r.by_table[4].data()),
-                                     scratch_, compute_.get());
+      attend(tables_[to_size(layer)][1], form::folded);
       step.attend(layer, r.out);
     }
   }
@@ -424,8 +404,6 @@ class engine {
   std::vector<std::vector<table_memory>> tables_;  // by layer
   std::vector<history> sequences_;
   std::vector<layer_step> static_rows_;
-  pinned<std::byte> scratch_memory_;
-  device::attention_scratch_memory scratch_;
   cudaGraphExec_t captured_ = nullptr;
 };
 

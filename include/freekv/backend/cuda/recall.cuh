@@ -37,6 +37,13 @@ struct recall_tuning {
     constexpr int barrier_bytes = 16;  // aligned like the buffers
     return read == recall_read::bulk_copies ? (buffer_bytes + barrier_bytes) * depth * (threads / 32) : 0;
   }
+  /// Bytes that are on their way at a time at most, whatever is missing, of pages that are kept as they are:
+  /// each warp has `depth` parts, a piece for each lane or a buffer.
+  constexpr int bytes_in_flight() const {
+    constexpr int pieces_bytes = 32 * 16;  // also of bulk copies, where the device has none
+    const int part = read == recall_read::bulk_copies ? std::max(pieces_bytes, buffer_bytes) : pieces_bytes;
+    return blocks * (threads / 32) * depth * part;
+  }
   constexpr bool valid() const {
     return blocks >= 1 && valid_block(threads, registers) && depth >= 1 && buffer_bytes >= 16 &&
            buffer_bytes % 16 == 0 && shared_bytes() <= 48 * 1024 - 16;  // and a counter
@@ -46,6 +53,7 @@ struct recall_tuning {
 struct recall_default {
   static constexpr recall_tuning tuning{};
 };
+static_assert(recall_default::tuning.bytes_in_flight() == 256 << 10);
 
 /// Way of reading on the architecture that is compiled for, where `wanted` is asked for.
 __device__ constexpr recall_read recall_read_here(recall_read wanted) {
@@ -312,7 +320,8 @@ __global__ void recall_items(State s, Codec codec, selection_scratch scratch) {
     *scratch.item_count = 0;  // which all have read
 }
 
-/// A block that has listed what a head misses recalls it itself, by loads.
+/// A block that has listed what a head misses recalls it itself, by loads. What is on its way is bounded by
+/// the flagged heads alone, a block each, since attention waits for it.
 template <class Codec>
 struct recall_now {
   Codec codec;
