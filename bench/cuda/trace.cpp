@@ -1,10 +1,10 @@
-// When each kernel of a CUDA program began and ended, graphs' included: a library that the driver loads into the
-// program, by CUPTI.
+// When each kernel of a CUDA program began and ended, graphs' included: a library that the driver loads into
+// the program, by CUPTI.
 //
 //   CUDA_INJECTION64_PATH=$PWD/libfreekv-trace.so FREEKV_TRACE=FILE program..
 //
-// FILE gets a line for each kernel, tab-separated: its name, its stream, and nanoseconds from its begin to its end.
-// Kernels of a captured graph run in streams of the graph's own. trace.py makes a table of it.
+// FILE gets a line for each kernel, tab-separated: its name, its stream, and nanoseconds at its begin and its
+// end. Kernels of a captured graph run in streams of the graph's own. trace.py makes a table of it.
 #include <cupti.h>
 
 #include <cstdint>
@@ -27,8 +27,9 @@ void CUPTIAPI write_buffer(CUcontext, std::uint32_t, std::uint8_t* buffer, std::
   while (cuptiActivityGetNextRecord(buffer, bytes, &record) == CUPTI_SUCCESS) {
     if (record->kind != CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL) continue;
     const auto* const kernel = reinterpret_cast<const CUpti_ActivityKernel9*>(record);
-    std::fprintf(file, "%s\t%u\t%llu\t%llu\n", kernel->name, kernel->streamId,
-                 static_cast<unsigned long long>(kernel->start), static_cast<unsigned long long>(kernel->end));
+    const auto number = [](std::uint64_t x) { return static_cast<unsigned long long>(x); };
+    std::fprintf(file, "%s\t%u\t%llu\t%llu\n", kernel->name, kernel->streamId, number(kernel->start),
+                 number(kernel->end));
   }
   std::free(buffer);
 }

@@ -169,6 +169,12 @@ def quality_columns(lines):
              {case: "0" if case == "full" else
               f"{1000 * value[case, 'divergence']:.1f} ({1000 * value[case, 'divergence_low']:.1f} .. "
               f"{1000 * value[case, 'divergence_high']:.1f})" for case in cases}),
+            ("99th percentile", {case: "0" if case == "full" else f"{1000 * value[case, 'divergence_99']:.0f}" for case in cases}),
+            ("output error", {case: f"{value[case, 'attention_error']:.3f}" for case in cases}),
+            ("perplexity", {case: f"{value[case, 'perplexity']:.3f}" if case == "full" else
+                            f"{value[case, 'perplexity']:.3f}, " +
+                            signed(*(value[case, f"perplexity_difference{end}"] for end in ("", "_low", "_high")), 3)
+                            for case in cases}),
             ("top-1", {case: f"{100 * value[case, 'top1_agreement']:.1f} %" for case in cases}),
             ("fast MB", {case: f"{value[case, 'fast_tier_bytes'] / 1e6:.1f}" for case in cases}),
             ("MB recalled a step, before attention", {case: recalled(case) for case in cases})]
@@ -212,9 +218,11 @@ def table_of(length, columns):
 NOTE = """
 right: questions answered, p by McNemar's exact test against full, question by question. loss: nats per token over
 full attention's, 95 % by a bootstrap of prompts, where full attention has fewer than 60 % right. KL: of the next
-token's distribution from full attention's, teacher-forced on three texts, 95 % by a block bootstrap. top-1: the same most likely
-token as full attention. fast MB: slots, summaries with their data, and complete layers, of a sequence. `*`: outside the
-interval, or p below 0.05; `+`: p below 0.05 against `quest`, where both ran together. Of so many cells one in twenty is
+token's distribution from full attention's, teacher-forced on three texts, 95 % by a block bootstrap, and the 99th percentile of
+tokens. output error: the relative L2 distance of a query head's output from full attention's of the same query, in the mean.
+perplexity: of the same tokens, and its difference from full attention's. top-1: the same most likely token as full attention.
+fast MB: slots, summaries with their data, and complete layers, of a sequence. `*`: outside the interval, or p below 0.05;
+`+`: p below 0.05 against `quest`, where both ran together. Of so many cells one in twenty is
 so by chance.
 """
 

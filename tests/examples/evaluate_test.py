@@ -39,6 +39,11 @@ if "quality" in arguments:
         add("quality", case, "divergence", kl, n=30)
         add("quality", case, "divergence_low", kl / 2, n=30)
         add("quality", case, "divergence_high", kl * 2, n=30)
+        add("quality", case, "divergence_99", 10 * kl, n=30)
+        add("quality", case, "attention_error", kl, n=30)
+        add("quality", case, "perplexity", 9 + kl, n=30)
+        for end, apart in ("", 0), ("_low", -0.02), ("_high", 0.02):
+            add("quality", case, "perplexity_difference" + end, kl + apart, n=30)
         add("quality", case, "top1_agreement", 1 - 10 * kl, n=30)
         add("quality", case, "fast_tier_bytes", 25.34e6, n=30)
         add("quality", case, "slices_recalled", 10000 * kl, n=30)
@@ -97,12 +102,12 @@ class Evaluate(unittest.TestCase):
         table = (self.folder / "out" / "table.md").read_text()
         rows = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]]
                 for row in table.splitlines() if row.startswith("|")}
-        self.assertEqual(rows["method"], ["KL, 1/1000 nat, n 30", "top-1", "fast MB",
+        self.assertEqual(rows["method"], ["KL, 1/1000 nat, n 30", "99th percentile", "output error", "perplexity", "top-1", "fast MB",
                                           "MB recalled a step, before attention", "needles, n 10 on 2: right",
                                           "copy, n 10 on 2: loss over full"])
         self.assertTrue(table.startswith("some.gguf, budget 512 tokens, commit unknown."))
-        self.assertEqual(rows["`full`"], ["0", "100.0 %", "25.3", "", "9", "1.500"])
-        self.assertEqual(rows["`quest`"], ["12.3 (6.2 .. 24.6)", "87.7 %", "25.3", "2.50, 1.25", "4, p 0.062 +",
+        self.assertEqual(rows["`full`"], ["0", "0", "0.000", "9.000", "100.0 %", "25.3", "", "9", "1.500"])
+        self.assertEqual(rows["`quest`"], ["12.3 (6.2 .. 24.6)", "123", "0.012", "9.012, +0.012 (-0.008 .. +0.032)", "87.7 %", "25.3", "2.50, 1.25", "4, p 0.062 +",
                                            "+0.250 (+0.150 .. +0.350) *"])
         results = self.folder / "out" / "cells" / "needles-512" / "results.jsonl"
         self.assertEqual(len(results.read_text().splitlines()), 8)
@@ -123,7 +128,7 @@ class Evaluate(unittest.TestCase):
         self.assertEqual(len(self.calls()), 6)
         self.assertNotIn("--variant quest", self.calls()[-1])
         self.assertEqual(len(results.read_text().splitlines()), 8 + 5)
-        self.assertIn("| `h2o` |  |  |  |  | 4, p 0.062 + |", (self.folder / "out" / "table.md").read_text())
+        self.assertIn("| `h2o` |" + "  |" * 7 + " 4, p 0.062 + |", (self.folder / "out" / "table.md").read_text())
         self.run_it("--tasks", "needles", "passkey", "--budget", "256")
         self.assertEqual(len(self.calls()), 8)
 
