@@ -180,11 +180,12 @@ class tensor_attention {
       };
       const number* const query = head + 2 * quarter;
       const bool aligned = reinterpret_cast<std::uintptr_t>(query) % sizeof(pair) == 0;
+      pair loaded[tiles * 2];  // all on their way together
       unroll<tiles * 2>([&](auto i) {
         const number* const at = query + i * 8;
-        const pair two = aligned ? *reinterpret_cast<const pair*>(at) : pair{{at[0], at[1]}};
-        unroll<2>([&](auto n) { numbers[i / 2][i % 2 * 2 + n] = to_float(two.x[n]); });
+        loaded[i] = aligned ? *reinterpret_cast<const pair*>(at) : pair{{at[0], at[1]}};
       });
+      unroll<tiles * 4>([&](auto i) { numbers[i / 4][i % 4] = to_float(loaded[i / 2].x[i % 2]); });
     });
     float factor = 1.0f, back = scale;
     if (!as_they_are_) {
