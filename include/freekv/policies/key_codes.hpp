@@ -71,7 +71,7 @@ struct codebook {
     }
   }
 
-  /// For each code the products of the query's coefficients with all its centroids: (codes, 256).
+  /// Products of the query's coefficients with all centroids of each code: (codes, 256).
   template <team T>
   FREEKV_HD void tabulate(T team, const float* query, float* table) const {
     for (int nth = 0; nth < codes; ++nth)
