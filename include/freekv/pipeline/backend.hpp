@@ -19,9 +19,14 @@ struct truncation {
   bool keeps_selection = false;
   bool has_rows = false;  ///< those of the page that opens again are still there unencoded
 
-  /// True where a page that was complete is open again, and so to be read, if complete pages are encoded.
+  /// True where a page that was complete is open again.
   FREEKV_HD constexpr bool opens_page(int page_tokens) const {
     return tokens % page_tokens != 0 && before >= (tokens / page_tokens + 1) * page_tokens;
+  }
+  /// True where a layer's open page is to be read as it has been encoded.
+  template <class State>
+  FREEKV_HD bool reopens_page(const State& s) const {
+    return s.encoded && opens_page(s.page.tokens) && !has_rows;
   }
   /// True where a layer's window slots lack pages: those that the lost tokens have overwritten in the ring,
   /// and an encoded one that is open again.
