@@ -14,6 +14,7 @@
 namespace {
 
 using namespace freekv;
+using detail::as_const, detail::slice_of;
 
 template <class Layout, int HeadDim>
 using mapping_of = typename Layout::template mapping<page_extents<HeadDim>>;

@@ -52,8 +52,8 @@ concept backend_stream = requires(Stream stream, const Event& event) {
 template <class T, class State>
 concept pipeline_tables = requires(T& tables, State& layer, const float* logits, const std::int32_t* ids,
                                    detail::carver& slow, detail::carver& fast) {
-  { T::of_device } -> std::convertible_to<bool>;  // a device reads what is hot from its own memory
-  { T::block_alignment } -> std::convertible_to<std::uintptr_t>;  // bytes, of an engine's tensor
+  { T::memory_read_each_step(slow, fast) } -> std::same_as<detail::carver&>;  // a device's is fast
+  { T::block_alignment } -> std::convertible_to<std::uintptr_t>;              // bytes, of an engine's tensor
   tables.page_tables.host[0] = tables.slot_sets.host[0];
   { T::template take<std::int32_t>(std::size_t{}, slow, fast).device } -> std::convertible_to<std::int32_t*>;
   { tables.take_sink_logits(logits, std::size_t{}, fast) } -> std::convertible_to<const float*>;

@@ -248,7 +248,7 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
     while (entry != core.entries.end() && sequence_id{entry->sequence} != id) ++entry;
     if (entry == core.entries.end())
       throw usage_error("abandon: " + detail::name_of(id) + " has no rows in this step");
-    core.settle("abandon");
+    core.wait_for_steps("abandon");
     core.entries.erase(entry);
     core.release(id);
     core.step = core.stages().begin_step(core.entries, true);

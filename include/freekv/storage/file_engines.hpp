@@ -21,7 +21,7 @@
 #include <type_traits>
 #include <vector>
 
-namespace freekv::host {
+namespace freekv::detail {
 
 /// Progress of a read or write.
 struct transfer_progress {
@@ -333,4 +333,4 @@ class ring_engine {
   std::array<lane, 2> lanes_;
 };
 
-}  // namespace freekv::host
+}  // namespace freekv::detail
