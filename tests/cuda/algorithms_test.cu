@@ -239,8 +239,7 @@ struct store_and_read {
     const int head = i % shape.kv_heads;
     const auto source = freekv::make_page_span<freekv::nhd, HeadDim>(from, pages, shape);
     const auto target = freekv::make_page_span<freekv::nhd, HeadDim>(back, pages, shape);
-    std::byte* bytes =
-        stored + static_cast<std::size_t>(i) * codec.bytes({shape.tokens, HeadDim}, sizeof(Element));
+    std::byte* bytes = stored + to_size(i) * codec.bytes({shape.tokens, HeadDim}, sizeof(Element));
     codec.template encode<HeadDim>(freekv::scalar_team{},
                                    freekv::detail::as_const(freekv::detail::slice_of(source, page, head)),
                                    shape.tokens, bytes);
@@ -306,8 +305,7 @@ struct share_and_rebuild {
                        reinterpret_cast<std::byte*>(shared + page * each), sums + page * floats});
     };
     const auto bytes = [&](int head) {
-      return stored +
-             static_cast<std::size_t>(page * shape.kv_heads + head) * codec.bytes(geometry, sizeof(float));
+      return stored + to_size(page * shape.kv_heads + head) * codec.bytes(geometry, sizeof(float));
     };
     for (int head = 0; head < shape.kv_heads; ++head)
       of_head(head).template encode<HeadDim>(
@@ -394,7 +392,7 @@ struct summarise_and_score {
     const Key* unit_keys = keys + i * page.tokens * page.head_dim;
     const freekv::head_slice<const Key> slice{unit_keys, unit_keys, page.head_dim};
     float* own = scratch + i * scratch_each();
-    std::byte* bytes = stored + static_cast<std::size_t>(i) * freekv::summary_bytes<Key>(policy, page);
+    std::byte* bytes = stored + to_size(i) * freekv::summary_bytes<Key>(policy, page);
     freekv::detail::summarise_unit<Key>(team, policy, slice, page, {own, own + page.tokens * page.head_dim},
                                         bytes);
     float* query = prepared + i * queries.group * query_width;

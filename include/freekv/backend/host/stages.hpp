@@ -206,8 +206,7 @@ class stages {
     const auto append_one = [&](int page, int worker) {
       append_page(instructions(), s, *policies_, entry, page, source, workspace_of(worker));
     };
-    const bool in_order =
-        s.appends_last_page_behind(entry);  // nothing is there before all else has succeeded
+    const bool in_order = s.appends_last_page_behind(entry);  // once all else has succeeded
     if (in_order) append_one(first_page++, 0);
     backend_->parallel(last_page - in_order - first_page, bytes,
                        [&](int task, int worker) { append_one(first_page + task, worker); });
