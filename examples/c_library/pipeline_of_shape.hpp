@@ -235,7 +235,7 @@ class retrieving final : public pipeline {
     const typename implementation::footprint needs(settings_of(request), backend);
     pipeline_needs all;
     all.footprint = bytes_of(needs);
-    for (int layer = 0; layer < needs.settings().model.layers; ++layer) {
+    for (int layer = 0; layer < needs.configuration().model.layers; ++layer) {
       all.slots.push_back(needs.slots(layer));
       all.slots_per_sequence.push_back(needs.slots_per_sequence(layer));
     }
@@ -333,7 +333,7 @@ class evicting final : public pipeline {
 
   static pipeline_needs measure(const pipeline_request& request, host_backend& backend) {
     const typename implementation::footprint needs(settings_of(request), backend);
-    const std::size_t layers = to_size(needs.settings().model.layers);
+    const std::size_t layers = to_size(needs.configuration().model.layers);
     return {.footprint = bytes_of(needs),
             .slots = std::vector<std::int64_t>(layers),
             .slots_per_sequence = std::vector<std::int32_t>(layers)};

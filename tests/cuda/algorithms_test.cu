@@ -168,7 +168,7 @@ struct map_indices {
     const int page = i / HeadDim / shape.kv_heads / shape.tokens / 2;
     offsets[i] = span.mapping()(page, plane, token, head, dim);
     if (plane != 0 || token != 0 || dim != 0) return;
-    const auto slice = freekv::slice_of(span, page, head);
+    const auto slice = freekv::detail::slice_of(span, page, head);
     std::int64_t* out = of_slice + 3 * (page * shape.kv_heads + head);
     out[0] = slice.key - data;
     out[1] = slice.value - data;
@@ -202,8 +202,9 @@ struct copy_slices {
     const int head = i % shape.kv_heads;
     const auto source = freekv::make_page_span<From, HeadDim>(from, pages, shape);
     const auto target = freekv::make_page_span<To, HeadDim>(to, pages, shape);
-    freekv::detail::copy_slice<HeadDim>(freekv::as_const(freekv::slice_of(source, page, head)),
-                                        freekv::slice_of(target, page, head), tokens);
+    freekv::detail::copy_slice<HeadDim>(
+        freekv::detail::as_const(freekv::detail::slice_of(source, page, head)),
+        freekv::detail::slice_of(target, page, head), tokens);
   }
 };
 
@@ -238,12 +239,13 @@ struct store_and_read {
     const int head = i % shape.kv_heads;
     const auto source = freekv::make_page_span<freekv::nhd, HeadDim>(from, pages, shape);
     const auto target = freekv::make_page_span<freekv::nhd, HeadDim>(back, pages, shape);
-    std::byte* bytes =
-        stored + static_cast<std::size_t>(i) * codec.bytes({shape.tokens, HeadDim}, sizeof(Element));
-    codec.template encode<HeadDim>(
-        freekv::scalar_team{}, freekv::as_const(freekv::slice_of(source, page, head)), shape.tokens, bytes);
+    std::byte* bytes = stored + to_size(i) * codec.bytes({shape.tokens, HeadDim}, sizeof(Element));
+    codec.template encode<HeadDim>(freekv::scalar_team{},
+                                   freekv::detail::as_const(freekv::detail::slice_of(source, page, head)),
+                                   shape.tokens, bytes);
     codec.template decode<HeadDim>(freekv::scalar_team{}, bytes, shape.tokens,
-                                   freekv::row_range{0, shape.tokens}, freekv::slice_of(target, page, head));
+                                   freekv::row_range{0, shape.tokens},
+                                   freekv::detail::slice_of(target, page, head));
   }
 };
 
@@ -303,17 +305,16 @@ struct share_and_rebuild {
                        reinterpret_cast<std::byte*>(shared + page * each), sums + page * floats});
     };
     const auto bytes = [&](int head) {
-      return stored +
-             static_cast<std::size_t>(page * shape.kv_heads + head) * codec.bytes(geometry, sizeof(float));
+      return stored + to_size(page * shape.kv_heads + head) * codec.bytes(geometry, sizeof(float));
     };
     for (int head = 0; head < shape.kv_heads; ++head)
-      of_head(head).template encode<HeadDim>(freekv::scalar_team{},
-                                             freekv::as_const(freekv::slice_of(source, page, head)),
-                                             shape.tokens, bytes(head));
+      of_head(head).template encode<HeadDim>(
+          freekv::scalar_team{}, freekv::detail::as_const(freekv::detail::slice_of(source, page, head)),
+          shape.tokens, bytes(head));
     for (int head = 0; head < shape.kv_heads; ++head)
       of_head(head).template decode<HeadDim>(freekv::scalar_team{}, bytes(head), shape.tokens,
                                              freekv::row_range{0, shape.tokens},
-                                             freekv::slice_of(target, page, head));
+                                             freekv::detail::slice_of(target, page, head));
   }
 };
 
@@ -391,7 +392,7 @@ struct summarise_and_score {
     const Key* unit_keys = keys + i * page.tokens * page.head_dim;
     const freekv::head_slice<const Key> slice{unit_keys, unit_keys, page.head_dim};
     float* own = scratch + i * scratch_each();
-    std::byte* bytes = stored + static_cast<std::size_t>(i) * freekv::summary_bytes<Key>(policy, page);
+    std::byte* bytes = stored + to_size(i) * freekv::summary_bytes<Key>(policy, page);
     freekv::detail::summarise_unit<Key>(team, policy, slice, page, {own, own + page.tokens * page.head_dim},
                                         bytes);
     float* query = prepared + i * queries.group * query_width;

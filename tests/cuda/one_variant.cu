@@ -101,5 +101,5 @@ void keep_encoded(const state& s, const device::step_view& step,
   device::launch_unit_log_masses(s, codec, step, {}, {}, nullptr);
   device::launch_prefill(s, codec, step, {}, {}, {}, attended, nullptr);
   device::launch_fill(device::all_layers<state>{}, codec, {}, nullptr);
-  device::launch_reopen(device::all_layers<state>{}, codec, 0, 0, nullptr);
+  device::launch_reopen(device::all_layers<state>{}, codec, 0, {}, nullptr);
 }

@@ -83,8 +83,7 @@ struct text {
 
   kv_rows<half> rows(int first, int count) const {
     const auto part = [&](const auto& all, std::size_t row) {
-      return std::span(all).subspan(static_cast<std::size_t>(first) * row,
-                                    static_cast<std::size_t>(count) * row);
+      return std::span(all).subspan(to_size(first) * row, to_size(count) * row);
     };
     return {part(keys, key_row), part(values, key_row), part(queries, query_row)};
   }
@@ -132,7 +131,7 @@ struct prompted {
     step.append(0, source.rows(prompt + nth, 1));
   }
   void attend(int nth, pinned<float>& out) {
-    step.attend(0, std::span(out).subspan(static_cast<std::size_t>(nth) * query_row, query_row));
+    step.attend(0, std::span(out).subspan(to_size(nth) * query_row, query_row));
     step.end();
   }
 
@@ -336,7 +335,7 @@ results<float> masses_of(const text& source, pinned<float>& out) {
   for (int step = 0; step < steps; ++step) {
     run.append(step);
     const int entries = run.step.most_attended(0), now = prompt + step;
-    pinned<float> masses(static_cast<std::size_t>(query_heads * entries), 0.0f);
+    pinned<float> masses(to_size(query_heads * entries), 0.0f);
     run.step.log_masses(0, masses);
     run.attend(step, out);
     const step_report report = run.pipeline.report(0)[run.id];  // waits
@@ -356,11 +355,11 @@ results<float> masses_of(const text& source, pinned<float>& out) {
       };
       add(0, s.budget.sink);
       const auto selected =
-          report.attended.subspan(report.attended.size() / kv_heads * static_cast<std::size_t>(head / group));
+          report.attended.subspan(report.attended.size() / kv_heads * to_size(head / group));
       for (int i = 0; i < report.attended_count[head / group]; ++i) add(selected[i], selected[i] + 1);
       for (int first = (now + 1 - s.budget.window) / page * page; first <= now; first += page)
         add(first, std::min(first + page, now + 1));
-      expected.resize(before + static_cast<std::size_t>(entries), -infinity);
+      expected.resize(before + to_size(entries), -infinity);
     }
   }
   results<float> both(std::move(expected));

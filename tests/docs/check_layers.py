@@ -1,7 +1,7 @@
 """Holds the headers' includes to docs/architecture.md: `check_layers.py ROOT`.
 
 The page has a table of the folders that each folder may include, and a list of exceptions, a file each. An include that
-neither allows, a folder that the table lacks and an exception that nothing needs are errors."""
+neither allows, a folder that the table lacks, and what is allowed and nothing needs are errors."""
 
 import pathlib
 import re
@@ -38,7 +38,7 @@ def folder_of(path):
 def main(root):
     headers = root / "include" / "freekv"
     allowed, exceptions = rules_of((root / "docs" / "architecture.md").read_text())
-    errors, needed, seen = [], set(), set()
+    errors, needed, used, seen = [], set(), set(), set()
     if not allowed:
         errors.append("docs/architecture.md has no table of who may include whom")
     for path, included in includes_of(headers):
@@ -50,13 +50,17 @@ def main(root):
             continue
         if (path, included) in exceptions:
             needed.add((path, included))
-        elif to not in allowed.get(of, set()):
+        elif to in allowed.get(of, set()):
+            used.add((of, to))
+        else:
             may = ", ".join(sorted(allowed.get(of, []))) or "nothing"
             errors.append(f"{path} includes {included}, and {of} may include {may}")
     for folder in sorted(seen - set(allowed) - {""}):
         errors.append(f"docs/architecture.md does not say what {folder} may include")
     for folder in sorted(set(allowed) - seen):
         errors.append(f"docs/architecture.md speaks of {folder}, which no header is in")
+    for of, to in sorted({(of, to) for of, may in allowed.items() for to in may} - used):
+        errors.append(f"docs/architecture.md lets {of} include {to}, which it does not")
     for path, included in sorted(exceptions - needed):
         errors.append(f"docs/architecture.md excepts {path} including {included}, which it need not")
     print("\n".join(errors) or f"{len(allowed)} folders, {len(exceptions)} exceptions: as docs/architecture.md says")

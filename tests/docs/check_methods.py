@@ -1,4 +1,4 @@
-"""Holds lists of methods outside methods.hpp to it, by the table of docs/policies.md, which another test holds to it:
+"""Holds what lists or names methods outside methods.hpp to it, by the table of docs/policies.md, which another test holds to it:
 `check_methods.py ROOT`."""
 
 import ast
@@ -24,17 +24,21 @@ def main(root):
     methods = re.findall(r"^\| `(\w+)` \|", page[page.index("| method | as policies |"):], re.M)
     evaluated = constants_of(root / "examples/eval/evaluate.py")["METHODS"]
     plots = constants_of(root / "examples/eval/plot.py")
+    variants = (root / "examples/support/variants.cpp").read_text()
+    shown = re.findall(r'"(\w+)"', re.search(r"shown_by_default\[\] = \{([^}]*)\}", variants)[1])
+    readme = re.findall(r"^\| `(\w+)`:|`(freekv_\w+)`", (root / "README.md").read_text(), re.M)
     errors = []
     for where, names in (("evaluate.py's METHODS", evaluated), ("plot.py's COLOURS", plots["COLOURS"]),
+                         ("variants.cpp's shown_by_default", shown), ("README.md", map("".join, readme)),
                          ("plot.py's LABELS", (name.split(",")[0] for name in plots["LABELS"]))):
         errors += [f"{where} has {name}, which is no method" for name in names if name not in methods]
     errors += [f"{name} has no colour in plot.py, and begins with none that has" for name in methods
                if not any(name.startswith(coloured) for coloured in plots["COLOURS"])]
-    shown = re.search(r"#define METHODS (.*)", (root / "examples/compare_methods.cpp").read_text())[1]
+    compared = re.search(r"#define METHODS (.*)", (root / "examples/compare_methods.cpp").read_text())[1]
     timed = re.search(r"foreach\(method (.*)\)", (root / "examples/compare_methods.cmake").read_text())[1]
-    if re.sub(r"\W+", " ", shown).split() != timed.split():
-        errors.append(f"compare_methods.cpp compares {shown}, and compare_methods.cmake times {timed}")
-    print("\n".join(errors) or f"{len(methods)} methods: lists in examples/ name no others")
+    if re.sub(r"\W+", " ", compared).split() != timed.split():
+        errors.append(f"compare_methods.cpp compares {compared}, and compare_methods.cmake times {timed}")
+    print("\n".join(errors) or f"{len(methods)} methods: README.md and lists in examples/ name no others")
     return 1 if errors or not methods else 0
 
 

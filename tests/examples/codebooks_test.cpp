@@ -31,7 +31,7 @@ std::vector<float> structured_keys(int tokens, int kv_heads, std::uint64_t seed)
   std::mt19937_64 random(seed);
   std::normal_distribution<float> normal;
   std::vector<float> keys;
-  std::vector<float> topic(static_cast<std::size_t>(kv_heads * d));
+  std::vector<float> topic(to_size(kv_heads * d));
   for (int t = 0; t < tokens; ++t)
     for (std::size_t i = 0; i < topic.size(); ++i) {
       topic[i] = 0.95f * topic[i] + 0.6f * normal(random);
@@ -98,26 +98,23 @@ codebook_set learnt(const std::vector<float>& keys, int kv_heads, const codebook
 }
 
 std::vector<float> floats_of(const key_codebooks& books) {
-  return {books.data,
-          books.data + static_cast<std::size_t>(books.layers * books.kv_heads) * books.floats_per_head()};
+  return {books.data, books.data + to_size(books.layers * books.kv_heads) * books.floats_per_head()};
 }
 
 /// The mean squared distance of samples from the nearest of centroids (dims, 256), of which `used` count.
 template <class Number>
 double distortion(const std::vector<float>& samples, int dims, const std::vector<Number>& centroids,
                   int used) {
-  const std::size_t count = samples.size() / static_cast<std::size_t>(dims);
+  const std::size_t count = samples.size() / to_size(dims);
   double sum = 0;
   for (std::size_t n = 0; n < count; ++n) {
     double least = std::numeric_limits<double>::infinity();
     for (int c = 0; c < used; ++c) {
       double distance = 0;
       for (int k = 0; k < dims; ++k)
-        distance +=
-            std::pow(static_cast<double>(centroids[k * 256 + c]) -
-                         static_cast<double>(
-                             samples[n * static_cast<std::size_t>(dims) + static_cast<std::size_t>(k)]),
-                     2);
+        distance += std::pow(static_cast<double>(centroids[k * 256 + c]) -
+                                 static_cast<double>(samples[n * to_size(dims) + to_size(k)]),
+                             2);
       least = std::min(least, distance);
     }
     sum += least;
@@ -128,7 +125,7 @@ double distortion(const std::vector<float>& samples, int dims, const std::vector
 /// k-means in float64 by its definition: a k-means++ start, then 6 rounds of Lloyd's algorithm. (dims, 256).
 std::vector<double> reference_k_means(const std::vector<float>& samples, int dims, int used,
                                       std::uint64_t seed) {
-  const auto at = [](int n) { return static_cast<std::size_t>(n); };
+  const auto at = [](int n) { return to_size(n); };
   const int count = static_cast<int>(samples.size()) / dims;
   std::mt19937_64 random(seed);
   std::vector<std::vector<double>> centroids;
@@ -175,7 +172,7 @@ std::vector<double> reference_k_means(const std::vector<float>& samples, int dim
 std::vector<float> uneven_samples(int count, int dims, std::uint64_t seed) {
   std::mt19937_64 random(seed);
   std::normal_distribution<float> normal;
-  std::vector<float> samples, centre(static_cast<std::size_t>(dims));
+  std::vector<float> samples, centre(to_size(dims));
   for (int n = 0; n < count; ++n) {
     const float spread = n % 50 == 0 ? 3.0f : 1.0f;
     for (float& x : centre) {
@@ -199,7 +196,7 @@ TEST_CASE("k-means finds separated clusters", "[codebooks]") {
       for (int k = 0; k < dims; ++k)
         samples.push_back(static_cast<float>((n % clusters) * (k + 1)) + near(random));
     const auto centroids = k_means(samples, dims, clusters, 1);
-    REQUIRE(centroids.size() == static_cast<std::size_t>(dims * 256));
+    REQUIRE(centroids.size() == to_size(dims * 256));
     std::set<int> found;
     for (int c = 0; c < clusters; ++c) {
       const int cluster = static_cast<int>(std::lround(centroids[c]));
@@ -207,7 +204,7 @@ TEST_CASE("k-means finds separated clusters", "[codebooks]") {
       for (int k = 0; k < dims; ++k)
         CHECK(std::abs(centroids[k * 256 + c] - static_cast<float>(cluster * (k + 1))) < 0.01f);
     }
-    CHECK(found.size() == static_cast<std::size_t>(clusters));
+    CHECK(found.size() == to_size(clusters));
     for (int k = 0; k < dims; ++k)
       for (int c = clusters; c < 256; ++c) REQUIRE(centroids[k * 256 + c] == 0.0f);
   }
@@ -246,11 +243,10 @@ TEST_CASE("samples that are all equal have one centroid, often", "[codebooks]") 
   for (const int dims : {1, 4, 5, 7})
     for (const int count : {1, 100, 1000}) {
       CAPTURE(dims, count);
-      const auto centroids =
-          k_means(std::vector<float>(static_cast<std::size_t>(count * dims), 0.1f), dims, 256, 5);
-      CHECK(centroids == std::vector<float>(static_cast<std::size_t>(dims * 256), 0.1f));
+      const auto centroids = k_means(std::vector<float>(to_size(count * dims), 0.1f), dims, 256, 5);
+      CHECK(centroids == std::vector<float>(to_size(dims * 256), 0.1f));
     }
-  const std::vector<float> same(static_cast<std::size_t>(100 * d), 3.0f);
+  const std::vector<float> same(to_size(100 * d), 3.0f);
   const auto books = learnt(same, 1, {});
   for (const float x : floats_of(books.view())) REQUIRE(std::isfinite(x));
   const key_codebooks view = books.view();
@@ -397,7 +393,7 @@ TEST_CASE("keys that are not finite are left out, and no keys are no fault", "[c
                         [](float x) { return x == 0.0f; }));
     }
   }
-  const std::vector<float> none(static_cast<std::size_t>(40 * d), std::numeric_limits<float>::infinity());
+  const std::vector<float> none(to_size(40 * d), std::numeric_limits<float>::infinity());
   for (const float x : floats_of(learnt(none, 1, {}).view())) REQUIRE(std::isfinite(x));
 }
 

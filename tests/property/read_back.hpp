@@ -45,7 +45,7 @@ void read_back_as(const freekv::examples::pipeline_options& o, int page, rows_of
         slice.key[i] = from_float<Element>(keys[h][i]);
         slice.value[i] = from_float<Element>(values[h][i]);
       }
-      codec.template encode<HeadDim>(scalar_team{}, as_const(slice), o.page, to);
+      codec.template encode<HeadDim>(scalar_team{}, detail::as_const(slice), o.page, to);
     });
     each_head([&](const auto& codec, const std::byte* from, std::size_t h) {
       codec.template decode<HeadDim>(scalar_team{}, from, o.page, row_range{0, o.page}, slice);

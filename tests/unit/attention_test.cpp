@@ -87,7 +87,8 @@ attended attend_by(executor on, const attention_case<Shape>& c, const std::vecto
           span(static_cast<int>(s), 1, t, c.heads - 1, i) = freekv::from_float<element>(c.values[at]);
         }
       first += c.tokens[s];
-      slices.push_back(freekv::as_const(freekv::slice_of(span, static_cast<std::int64_t>(s), c.heads - 1)));
+      slices.push_back(freekv::detail::as_const(
+          freekv::detail::slice_of(span, static_cast<std::int64_t>(s), c.heads - 1)));
     }
   };
   const auto pages = static_cast<std::int64_t>(c.tokens.size());

@@ -44,7 +44,7 @@ void check_pair(const page_case& c, const Coarse& coarse, const Fine& fine) {
       };
       const auto to = [&](std::vector<float>& column) {
         column.resize(count(c.group));
-        return freekv::score_column{column.data(), 1};
+        return freekv::detail::score_column{column.data(), 1};
       };
       freekv::detail::score_unit_coarsely<E>(team, policy, c.page(), pair.stored.data(), prepare(policy),
                                              numbers.data(), to(scores[0]));

@@ -63,13 +63,13 @@ namespace {
 
 namespace fs = std::filesystem;
 using Catch::Contains;
-using freekv::file_read;
 using freekv::file_store;
 using freekv::file_store_options;
-using freekv::file_write;
 using freekv::store_error;
 using freekv::store_operation;
-using freekv::host::ring_completion;
+using freekv::detail::file_read;
+using freekv::detail::file_write;
+using freekv::detail::ring_completion;
 
 /// A folder that goes with its test.
 struct folder {
@@ -233,9 +233,9 @@ class slow_ring {
 };
 
 /// The system's files, with faults.
-struct faulty_system : freekv::host::posix_system {
+struct faulty_system : freekv::detail::posix_system {
   using ring = slow_ring<faulty_system>;
-  using base = freekv::host::posix_system;
+  using base = freekv::detail::posix_system;
   explicit faulty_system(std::shared_ptr<faults> of = std::make_shared<faults>()) : state(std::move(of)) {}
 
   int create(const std::string& path) { return state->create < 0 ? state->create : base::create(path); }

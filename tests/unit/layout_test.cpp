@@ -14,6 +14,7 @@
 namespace {
 
 using namespace freekv;
+using detail::as_const, detail::slice_of;
 
 template <class Layout, int HeadDim>
 using mapping_of = typename Layout::template mapping<page_extents<HeadDim>>;
@@ -110,7 +111,7 @@ TEMPLATE_LIST_TEST_CASE("every index has an offset of its own, the one that the 
         const mapping_of<TestType, 8> map(e);
         CHECK(map.extents() == e);
         CHECK(map.required_span_size() == pages * 2 * tokens * heads * 8);
-        std::vector<int> hits(static_cast<std::size_t>(map.required_span_size()), 0);
+        std::vector<int> hits(to_size(map.required_span_size()), 0);
         int wrong = 0;
         each_place(e, [&](const place& i) {
           const std::int64_t offset = map(i.page, i.plane, i.token, i.head, i.dim);
@@ -118,7 +119,7 @@ TEMPLATE_LIST_TEST_CASE("every index has an offset of its own, the one that the 
                                           i.token * map.stride(2) + i.head * map.stride(3) +
                                           i.dim * map.stride(4);
           if (offset != expected_offset(TestType{}, e, i) || offset != by_strides) ++wrong;
-          ++hits.at(static_cast<std::size_t>(offset));
+          ++hits.at(to_size(offset));
         });
         CHECK(wrong == 0);
         CHECK(std::all_of(hits.begin(), hits.end(), [](int n) { return n == 1; }));
@@ -175,7 +176,7 @@ TEMPLATE_LIST_TEST_CASE("a layout works in mdspan with compile-time and run-time
   });
   CHECK(wrong == 0);
 
-  std::vector<float> data(static_cast<std::size_t>(fixed.required_span_size()));
+  std::vector<float> data(to_size(fixed.required_span_size()));
   cuda::std::mdspan<float, all_static, TestType> view(data.data(), fixed);
   float next = 0.0f;
   each_place(all_static{}, [&](const place& i) { view(i.page, i.plane, i.token, i.head, i.dim) = next++; });

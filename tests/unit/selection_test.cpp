@@ -137,8 +137,8 @@ void check_copy(dice& d) {
     const auto before = stored_as<E>(normals(d, elements));
     auto to = make_pages<To>(before, p, heads);
     const auto old = make_pages<To>(before, p, heads);
-    freekv::detail::copy_slice<24>(freekv::as_const(freekv::slice_of(from.span, 0, 1)),
-                                   freekv::slice_of(to.span, 1, 2), tokens);
+    freekv::detail::copy_slice<24>(freekv::detail::as_const(freekv::detail::slice_of(from.span, 0, 1)),
+                                   freekv::detail::slice_of(to.span, 1, 2), tokens);
     int wrong = 0;
     for (int page = 0; page < 2; ++page)
       for (int plane = 0; plane < 2; ++plane)
@@ -353,8 +353,8 @@ TEST_CASE("with one head NHD rows are one run too, and are copied as such", "[co
   const auto from = make_pages<freekv::nhd>(normals(d, 2 * 2 * 8 * 24), 8, 1);
   auto to = make_pages<freekv::nhd>(std::vector<float>(2 * 2 * 8 * 24), 8, 1);
   for (int page = 0; page < 2; ++page)
-    freekv::detail::copy_slice<24>(freekv::as_const(freekv::slice_of(from.span, page, 0)),
-                                   freekv::slice_of(to.span, page, 0), 8);
+    freekv::detail::copy_slice<24>(freekv::detail::as_const(freekv::detail::slice_of(from.span, page, 0)),
+                                   freekv::detail::slice_of(to.span, page, 0), 8);
   CHECK(same_bits(from.data, to.data));
 }
 

@@ -287,7 +287,7 @@ TEST_CASE("more lanes repeat, add up and raise e to what eight do", "[team]") {
     INFO(on);
     run_on(on, [&](auto team) {
       if constexpr (freekv::team_of_halves<decltype(team)>) {
-        using wide = typename freekv::wide_team<decltype(team)>::type;
+        using wide = typename freekv::detail::wide_team<decltype(team)>::type;
         constexpr int width = wide::width, narrow = decltype(team)::width;
         std::array<float, width> repeated, powers, differences;
         std::array<float, narrow> eight, folded;

@@ -81,6 +81,15 @@ FREEKV_HD bool begin_report(const State& s, int sequence, int head, bool anew) {
   s.recalled[at_head] = s.recalled_before_attention[at_head] = s.promoted[at_head] = 0;
   return flagged;
 }
+/// Flags one head of a layer whose heads select together, where one of them is flagged; returns whether it
+/// has not been flagged before.
+template <class State>
+FREEKV_HD bool flag_with_layer(const State& s, int sequence, int head) {
+  std::uint8_t& corrected = s.corrected[s.head_index(sequence, head)];
+  const bool fresh = corrected == 0 && s.kind_of(head) == layer_kind::retrieval;
+  if (fresh) corrected = 1;
+  return fresh;
+}
 /// Clears the report of one head of a sequence.
 template <class State>
 FREEKV_HD void clear_report(const State& s, int sequence, int head) {

@@ -72,11 +72,15 @@ struct prepared_queries {
   FREEKV_HD static constexpr int floats(int heads, int width) { return (heads + 3) / 4 * 4 * width; }
 };
 
+namespace detail {
+
 /// Places of a unit's scores: query head g's is `first[g * stride]`.
 struct score_column {
   float* first = nullptr;
   std::int64_t stride = 0;
 };
+
+}  // namespace detail
 
 /// The queries of one KV head's group: (group, head_dim), or every `step`-th of more.
 struct group_query {

@@ -100,6 +100,8 @@ concept team_of_halves = team<T> && T::width == 8 &&
   { t.load_halves(in, in) } -> std::same_as<typename T::pack>;
 };
 
+namespace detail {
+
 /// A team for all that multiplies no rows: its `narrow`, a base that differs from it by `wide` alone, or
 /// itself.
 template <class T>
@@ -128,6 +130,8 @@ requires requires { typename T::wide; }
 struct wide_team<T> {
   using type = typename T::wide;
 };
+
+}  // namespace detail
 
 /// A pack of one number.
 struct scalar_pack {

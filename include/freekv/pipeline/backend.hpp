@@ -19,9 +19,14 @@ struct truncation {
   bool keeps_selection = false;
   bool has_rows = false;  ///< those of the page that opens again are still there unencoded
 
-  /// True where a page that was complete is open again, and so to be read, if complete pages are encoded.
+  /// True where a page that was complete is open again.
   FREEKV_HD constexpr bool opens_page(int page_tokens) const {
     return tokens % page_tokens != 0 && before >= (tokens / page_tokens + 1) * page_tokens;
+  }
+  /// True where a layer's open page is to be read as it has been encoded.
+  template <class State>
+  FREEKV_HD bool reopens_page(const State& s) const {
+    return s.encoded && opens_page(s.page.tokens) && !has_rows;
   }
   /// True where a layer's window slots lack pages: those that the lost tokens have overwritten in the ring,
   /// and an encoded one that is open again.
@@ -47,8 +52,8 @@ concept backend_stream = requires(Stream stream, const Event& event) {
 template <class T, class State>
 concept pipeline_tables = requires(T& tables, State& layer, const float* logits, const std::int32_t* ids,
                                    detail::carver& slow, detail::carver& fast) {
-  { T::of_device } -> std::convertible_to<bool>;  // a device reads what is hot from its own memory
-  { T::block_alignment } -> std::convertible_to<std::uintptr_t>;  // bytes, of an engine's tensor
+  { T::memory_read_each_step(slow, fast) } -> std::same_as<detail::carver&>;  // a device's is fast
+  { T::block_alignment } -> std::convertible_to<std::uintptr_t>;              // bytes, of an engine's tensor
   tables.page_tables.host[0] = tables.slot_sets.host[0];
   { T::template take<std::int32_t>(std::size_t{}, slow, fast).device } -> std::convertible_to<std::int32_t*>;
   { tables.take_sink_logits(logits, std::size_t{}, fast) } -> std::convertible_to<const float*>;

@@ -65,7 +65,7 @@ class evicting_pipeline {
       slow_bytes_ = counted.slow_bytes;
       fast_bytes_ = counted.fast_bytes;
     }
-    const evicting_pipeline::settings& settings() const { return settings_; }
+    const evicting_pipeline::settings& configuration() const { return settings_; }
     const memory_bytes& bytes() const { return bytes_; }
     std::size_t slow_bytes() const { return slow_bytes_; }
     std::size_t fast_bytes() const { return fast_bytes_; }
@@ -79,7 +79,7 @@ class evicting_pipeline {
   /// Takes all its memory from `memory` at once: from `slow` complete layers alone. `backend` must outlive
   /// the pipeline, and is the footprint's.
   evicting_pipeline(const footprint& needs, Backend& backend, const memory_resources& memory = {})
-      : settings_(needs.settings()),
+      : settings_(needs.configuration()),
         records_(to_size(settings_.capacity.max_sequences)),
         order_(settings_.model.layers),
         slow_memory_(*memory.slow, needs.slow_bytes()),

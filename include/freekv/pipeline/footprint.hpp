@@ -40,7 +40,7 @@ class pipeline_footprint {
   }
 
   /// The settings with defaults filled in.
-  const settings_type& settings() const { return settings_; }
+  const settings_type& configuration() const { return settings_; }
   /// Exact bytes of each part, and of all.
   const memory_bytes& bytes() const { return bytes_; }
   /// Bytes of the one block that is taken from each of `memory_resources`; of fast memory, less with an

@@ -64,6 +64,8 @@ struct layer_geometry {
   }
   /// First row, in its page or block, of unit, or selected slot, `index`.
   FREEKV_HD constexpr int first_row_of(int index) const { return index % units_per_page * unit.tokens; }
+  /// True where a head's selected slots also keep units that it no longer selects, in the residency's order.
+  FREEKV_HD constexpr bool has_spare_slots() const { return slots.selected > max_selected; }
   /// Index, among all units of a layer's store, of unit `nth` of a page.
   FREEKV_HD constexpr std::size_t summary_index(store_page_id store_page, int head, int nth) const {
     const std::size_t row = to_size(head) * to_size(store_pages) + to_size(store_page);
@@ -75,6 +77,14 @@ struct layer_geometry {
     const int begin = roles_at(entry.candidates_at, budget, page.tokens).window_begin;
     return begin < entry.before / page.tokens ? begin : entry.before / page.tokens;
   }
+  /// True where the last page that an entry writes to waits for all others: its rows may lie, until they are
+  /// encoded, where those of the first page have been.
+  FREEKV_HD bool appends_last_page_behind(const step_entry& entry) const {
+    return encoded && pages_of(entry.after()) - entry.before / page.tokens > 1;
+  }
+  /// True where a decode entry's heads pin units: behind a prompt, or a truncation that dropped the
+  /// selection.
+  FREEKV_HD bool pins_anew(const step_entry& entry) const { return pins > 0 && entry.kept_row < 0; }
   /// Candidates of a selection at length `tokens`.
   FREEKV_HD unit_range candidates_at(int tokens) const {
     const page_roles roles = roles_at(tokens, budget, page.tokens);

@@ -38,7 +38,7 @@ struct pipeline_core {
   [[gnu::cold]] pipeline_core(const footprint_type& needs, backend_type& processor,
                               const memory_resources& from,
                               std::span<const engine_blocks<typename state::element>> blocks)
-      : settings(needs.settings()),
+      : settings(needs.configuration()),
         backend(processor),
         recalled(to_size(settings.model.layers)),
         order(settings.model.layers) {
@@ -102,8 +102,9 @@ struct pipeline_core {
     backend.compute().synchronize();
     backend.recall().synchronize();
   }
-  /// Waits as `synchronize`, and throws usage_error where steps are planned whose replay is not queued.
-  void settle(const char* call) {
+  /// Waits as `synchronize`, so for all steps; throws usage_error where some are planned whose replay is not
+  /// queued.
+  void wait_for_steps(const char* call) {
     synchronize();
     check_order(call);
     if (const std::int64_t ahead = stages().steps_ahead(); ahead > 0)
@@ -145,7 +146,7 @@ struct pipeline_core {
     order.leave_step();
     in_capture = false;
     try {
-      if (!entries.empty()) settle("abandon");
+      if (!entries.empty()) wait_for_steps("abandon");
       for (const step_entry& entry : entries) release(sequence_id{entry.sequence});
     } catch (const error&) {  // of a device, for which every later call fails too
     }

@@ -113,10 +113,10 @@ class pipeline_memory {
     };
     const std::size_t store_before = slow.used(), rows_before = fast.used();
     const std::size_t file_before = bytes.file;
-    // A device reads all of a complete layer in every step, and what it has not encoded when it does: from
-    // its own memory.
-    const bool in_fast = tables_type::of_device && (l.encoded || l.kind == layer_kind::complete);
-    auto* const row_data = (in_fast ? fast : slow).template take<element>(elements(row_pages));
+    // A step reads all of a complete layer, and where pages are encoded those that are not yet.
+    const bool each_step = l.encoded || l.kind == layer_kind::complete;
+    carver& of_rows = each_step ? tables_type::memory_read_each_step(slow, fast) : slow;
+    auto* const row_data = of_rows.template take<element>(elements(row_pages));
     const std::size_t blocks_before = fast.used(), rows_in_fast = blocks_before - rows_before;
     bytes.device_store += rows_in_fast;
     if (l.encoded) l.slices = slices_of(s, slow, file);

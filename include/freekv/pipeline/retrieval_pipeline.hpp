@@ -167,7 +167,7 @@ class basic_retrieval_pipeline {
   template <class To>
   [[gnu::cold]] void save_prefix(const prefix& kept, const To& to, std::uint64_t model) {
     core_.order.expect_outside_step("save_prefix");
-    core_.settle("save_prefix");
+    core_.wait_for_steps("save_prefix");
     detail::save_prefix(core_, kept, to, model);
   }
 
@@ -180,7 +180,7 @@ class basic_retrieval_pipeline {
   template <class From>
   [[gnu::cold]] [[nodiscard]] prefix load_prefix(const From& from, std::uint64_t model) {
     core_.order.expect_outside_step("load_prefix");
-    core_.settle("load_prefix");
+    core_.wait_for_steps("load_prefix");
     return detail::load_prefix(core_, from, model);
   }
 
@@ -197,7 +197,7 @@ class basic_retrieval_pipeline {
     const bool has_rows = core_.sequences->has_rows(id, tokens);
     bool keeps = core_.sequences->inside_last_append(id, tokens);
     if (keeps && !candidates_within(id, tokens)) {
-      core_.settle("truncate");
+      core_.wait_for_steps("truncate");
       for (const state& layer : core_.memory->layers)
         keeps = keeps && selects_within(core_.stages().read_back(layer), sequence,
                                         tokens / core_.settings.page.tokens);
@@ -222,7 +222,7 @@ class basic_retrieval_pipeline {
     // All that it may hold, where there is so much; else what it has selected, which a device is asked for.
     const detail::slot_budget slots(core_);
     const bool counts = stages::selections_at_hand || slots.is_short();
-    if (counts) core_.settle("restore");
+    if (counts) core_.wait_for_steps("restore");
     const auto of_selection = [&](std::size_t layer) {
       return counts ? slots.in_use(layer, id) : slots.most(layer);
     };
@@ -396,7 +396,7 @@ class basic_retrieval_pipeline {
   /// True where all that a sequence may have selected is complete pages among its first `tokens` tokens, as
   /// far as is known without looking; then no truncation to that length makes it drop its selection.
   bool candidates_within(sequence_id id, int tokens) const {
-    if (stages::selections_at_hand || core_.settings.pinned_units() > 0) return false;
+    if (core_.settings.pinned_units() > 0) return false;
     const int page = core_.settings.page.tokens, at = core_.sequences->known(id).candidates_at;
     return std::all_of(core_.memory->layers.begin(), core_.memory->layers.end(), [&](const state& s) {
       const page_roles roles = roles_at(at, s.budget, page);

@@ -198,7 +198,7 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
     core.stages().write_tables(s, core.step, to);
   }
 
-  /// After an engine's own kernel has attended: queues selection and recall for the next step.
+  /// Queues selection and recall for the next step, once an engine's own kernel has attended.
   void finish_layer(int layer) {
     core_type& core = this->of("finish_layer");
     const state& s = layer_in(core, layer, "finish_layer", detail::layer_progress::corrected,
@@ -248,7 +248,7 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
     while (entry != core.entries.end() && sequence_id{entry->sequence} != id) ++entry;
     if (entry == core.entries.end())
       throw usage_error("abandon: " + detail::name_of(id) + " has no rows in this step");
-    core.settle("abandon");
+    core.wait_for_steps("abandon");
     core.entries.erase(entry);
     core.release(id);
     core.step = core.stages().begin_step(core.entries, true);

@@ -309,7 +309,7 @@ template <class Core, class To>
       "save_prefix takes a path, or a function of std::span<const std::byte>, which writes it");
   saved_prefix saved(core, model);
   if constexpr (std::convertible_to<const To&, std::string>) {
-    host::new_file file(to, "prefix file");
+    new_file file(to, "prefix file");
     saved.save(kept, [&](std::span<const std::byte> bytes) { file.write(bytes); });
     file.put_in_place();
   } else {
@@ -325,7 +325,7 @@ template <class Core, class From>
       "load_prefix takes a path, or a function of std::span<std::byte>, which fills it");
   saved_prefix saved(core, model);
   if constexpr (std::convertible_to<const From&, std::string>) {
-    host::whole_file file(from, "prefix file");
+    whole_file file(from, "prefix file");
     return saved.load([&](std::span<std::byte> bytes) { file.read(bytes); },
                       "prefix file " + std::string(from), file.size());
   } else {

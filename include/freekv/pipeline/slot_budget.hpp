@@ -58,7 +58,7 @@ class slot_budget {
       return layer;
     };
     if (lacking() == pools.size()) return;
-    if (waits) core_.settle(who);
+    if (waits) core_.wait_for_steps(who);
     for (int i = 0; waits && i < core_.settings.capacity.max_sequences; ++i) {
       const sequence_id id{i};
       if (core_.sequences->slot_set_of(id) < 0 || spared(id)) continue;

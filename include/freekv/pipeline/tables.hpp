@@ -31,7 +31,6 @@ void take_arrays_of(State& layer, int sequences, carver& memory) {
 /// Tables of a pipeline whose stages read the host's memory: there is one of each.
 template <class State>
 struct host_tables {
-  static constexpr bool of_device = false;
   static constexpr std::uintptr_t block_alignment = 1;  ///< bytes, of an engine's tensor
 
   host_and_device<std::int32_t> page_tables{};  // (sequence, max_pages)
@@ -42,6 +41,8 @@ struct host_tables {
     T* const only = fast.take<T>(count);
     return {only, only, count};
   }
+  /// Memory of rows that are read in every step.
+  static carver& memory_read_each_step(carver& slow, carver&) { return slow; }
   const float* take_sink_logits(const float* given, std::size_t, carver&) const { return given; }
   const std::int32_t* take_block_ids(const std::int32_t* given, std::size_t, carver&, carver&) const {
     return given;
@@ -57,7 +58,6 @@ struct host_tables {
 /// host writes the first six, and reads back `arrays`.
 template <class State>
 struct device_tables {
-  static constexpr bool of_device = true;
   static constexpr std::uintptr_t block_alignment = 16;
 
   host_and_device<std::int32_t> page_tables{};  // (sequence, max_pages)
@@ -76,6 +76,8 @@ struct device_tables {
     T* const device = fast.take<T>(count);
     return {slow.take<T>(count), device, count};
   }
+  /// Memory of rows that are read in every step: the device's own.
+  static carver& memory_read_each_step(carver&, carver& fast) { return fast; }
   const float* take_sink_logits(const float* given, std::size_t count, carver& fast) {
     sink_logits.push_back({given, fast.take<float>(count), count});
     return sink_logits.back().device;

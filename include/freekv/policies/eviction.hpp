@@ -29,7 +29,7 @@ struct eviction_limits {
   int layers = 1;
 };
 
-/// When units leave: after a decode row has attended, or before the first one, which is when a prompt ends.
+/// Moment at which units leave: after a decode row has attended, or before the first one, when a prompt ends.
 struct eviction_moment {
   int budget = 0;  ///< tokens
   int prompt = 0;  ///< tokens of the prompt

@@ -71,7 +71,7 @@ struct codebook {
     }
   }
 
-  /// For each code the products of the query's coefficients with all its centroids: (codes, 256).
+  /// Products of the query's coefficients with all centroids of each code: (codes, 256).
   template <team T>
   FREEKV_HD void tabulate(T team, const float* query, float* table) const {
     for (int nth = 0; nth < codes; ++nth)
@@ -315,7 +315,7 @@ struct key_codes<Codes, MeanCodes>::head_policy {
   template <team_of_halves T>
   void score_four(T team, const unit_query& query, const stored_summaries& units, float* scores) const {
     using pack = typename T::pack;
-    using wide = typename wide_team<T>::type;
+    using wide = typename detail::wide_team<T>::type;
     constexpr int room = 4 * 256;  // products of the largest unit
     alignas(64) float products[room];
     float most[4 * (units_at_once + 1)], sum[4 * (units_at_once + 1)];

@@ -210,7 +210,7 @@ struct low_rank_keys<Rank>::slice_codec {
   FREEKV_HD const float* row(int r, int head_dim) const {
     return policy.basis.rows(place.layer, place.head) + r * head_dim;
   }
-  /// In eight sums, which vectorise.
+  /// Inner product, in eight sums, which vectorise.
   template <int HeadDim>
   FREEKV_HD static float product(const float* a, const float* b) {
     float sums[8] = {};

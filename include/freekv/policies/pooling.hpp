@@ -9,6 +9,7 @@
 #include <freekv/core/shape.hpp>
 #include <freekv/core/team.hpp>
 #include <string_view>
+#include <type_traits>
 
 namespace freekv {
 
@@ -145,6 +146,14 @@ concept score_pooling = requires(const P p, row_scores row) {
 /// Turns softmaxes of scores into one.
 template <class P>
 concept softmax_pooling = score_pooling<P> && P::uses_log_sums;
+
+namespace detail {
+
+/// Pooling of what the heads of a layer that select together have pooled: of softmaxes where theirs is.
+template <class P>
+using pooling_of_heads = std::conditional_t<softmax_pooling<P>, mean_softmax, mean_score>;
+
+}  // namespace detail
 
 template <class P>
 concept pooling_policy = policy<P> && std::same_as<typename P::policy_kind, pooling_kind> &&

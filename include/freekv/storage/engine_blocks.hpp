@@ -57,6 +57,8 @@ struct slot_blocks {
   }
 };
 
+namespace detail {
+
 /// Slots in pages of the pipeline's own.
 template <class Element, class PageSpan>
 slot_blocks<Element> blocks_of(const PageSpan& pages) {
@@ -101,5 +103,7 @@ template <class Element>
   return {blocks.keys,         blocks.values,      blocks.block_stride,
           blocks.token_stride, blocks.head_stride, blocks.ids.data()};
 }
+
+}  // namespace detail
 
 }  // namespace freekv

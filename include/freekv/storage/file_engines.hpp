@@ -21,7 +21,7 @@
 #include <type_traits>
 #include <vector>
 
-namespace freekv::host {
+namespace freekv::detail {
 
 /// Progress of a read or write.
 struct transfer_progress {
@@ -33,7 +33,7 @@ struct transfer_progress {
   int tries = 0;
   int system_error = 0;  ///< of `failed`; 0: a read came to the file's end, a write got nowhere
 
-  /// After `result`: bytes that were moved, or a negative errno.
+  /// State after `result`: bytes that were moved, or a negative errno.
   template <class Request>
   state after(long result, const Request& request) {
     if (result > 0) {
@@ -128,7 +128,7 @@ class thread_engine {
   }
 
  private:
-  /// On the stack of the thread that waits for it; threads that know of it are its `helpers`.
+  /// Requests of a call, on the stack of the thread that waits; threads that know of them are `helpers`.
   struct batch {
     int file;
     std::size_t count;
@@ -333,4 +333,4 @@ class ring_engine {
   std::array<lane, 2> lanes_;
 };
 
-}  // namespace freekv::host
+}  // namespace freekv::detail

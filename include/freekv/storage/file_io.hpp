@@ -21,7 +21,7 @@
 #include <liburing.h>
 #endif
 
-namespace freekv {
+namespace freekv::detail {
 
 /// `bytes` of a file from `offset` on, into `data`.
 struct file_read {
@@ -43,8 +43,6 @@ struct slice_file {
   virtual void read(std::span<const file_read> reads) const = 0;
   virtual void write(std::span<const file_write> writes) = 0;
 };
-
-namespace host {
 
 /// The end of a transfer that a ring was given: bytes, or a negative errno.
 struct ring_completion {
@@ -205,5 +203,4 @@ struct posix_system {
   static int result(int value) { return value < 0 ? -errno : value; }
 };
 
-}  // namespace host
-}  // namespace freekv
+}  // namespace freekv::detail

@@ -37,8 +37,9 @@ struct basic_file_store_options {
   bool uring = true;
 
   /// Makes the store's file, with room for `bytes`.
-  std::unique_ptr<slice_file> (*open)(const basic_file_store_options&, std::uint64_t bytes) =
-      [](const basic_file_store_options& options, std::uint64_t bytes) -> std::unique_ptr<slice_file> {
+  std::unique_ptr<detail::slice_file> (*open)(const basic_file_store_options&, std::uint64_t bytes) =
+      [](const basic_file_store_options& options,
+         std::uint64_t bytes) -> std::unique_ptr<detail::slice_file> {
     return std::make_unique<basic_file_store<System>>(options, bytes);
   };
 
@@ -51,14 +52,14 @@ struct basic_file_store_options {
   }
 };
 
-using file_store_options = basic_file_store_options<host::posix_system>;
+using file_store_options = basic_file_store_options<detail::posix_system>;
 
 /// A file of fixed size that keeps what memory has no room for. Its space is taken when it is built, its
 /// content is unspecified until written. Nothing is mapped: damage done to the file from outside is an
 /// exception, never a signal. Any threads may read and write at the same time; where ranges overlap a write,
 /// order is the callers' matter.
 template <class System>
-class basic_file_store final : public slice_file {
+class basic_file_store final : public detail::slice_file {
  public:
   /// Creates the file with room for `bytes`. Throws settings_error for options without a meaning, and
   /// store_error where the file cannot be created or the disk is too full; nothing is left behind then.
@@ -75,13 +76,13 @@ class basic_file_store final : public slice_file {
 
   /// Returns when all of it is there. Nothing is allocated, unless it throws: usage_error, before anything is
   /// read, for what lies outside the file or is not aligned; store_error for what the system could not read.
-  void read(std::span<const file_read> reads) const override {
+  void read(std::span<const detail::file_read> reads) const override {
     check(reads, "read");
     raise(run(reads), reads, store_operation::read);
   }
   /// Returns when all of it is with the system: later reads see it. (A crash of the machine may lose it; so
   /// it does the process.) Throws as `read` does.
-  void write(std::span<const file_write> writes) override {
+  void write(std::span<const detail::file_write> writes) override {
     check(writes, "write");
     const std::uint64_t longest = system_.longest_file();
     for (std::size_t i = 0; i < writes.size(); ++i)
@@ -158,8 +159,8 @@ class basic_file_store final : public slice_file {
         std::byte bytes[size];
       };
       const auto one = std::make_unique<block>();
-      host::transfer_progress progress;
-      if (host::transfer(system, descriptor, file_read{0, one->bytes, size}, progress)) return;
+      detail::transfer_progress progress;
+      if (detail::transfer(system, descriptor, detail::file_read{0, one->bytes, size}, progress)) return;
       if (progress.system_error == EINVAL) no_direct(EINVAL);
       throw store_error(
           {path, store_operation::read, 0, size, progress.system_error, "", "name another file system", ""});
@@ -226,12 +227,12 @@ class basic_file_store final : public slice_file {
   }
 
   template <class Request>
-  host::transfer_failure run(std::span<const Request> requests) const {
+  detail::transfer_failure run(std::span<const Request> requests) const {
     return rings_ ? rings_->run(file_.descriptor, requests) : threads_->run(file_.descriptor, requests);
   }
 
   template <class Request>
-  void raise(const host::transfer_failure& failure, std::span<const Request> requests,
+  void raise(const detail::transfer_failure& failure, std::span<const Request> requests,
              store_operation operation) const {
     if (!failure.failed) return;
     const Request& r = requests[failure.request];
@@ -253,10 +254,10 @@ class basic_file_store final : public slice_file {
   file_store_options options_;
   mutable System system_;
   open_file file_;
-  mutable std::optional<host::ring_engine<System>> rings_;
-  mutable std::optional<host::thread_engine<System>> threads_;
+  mutable std::optional<detail::ring_engine<System>> rings_;
+  mutable std::optional<detail::thread_engine<System>> threads_;
 };
 
-using file_store = basic_file_store<host::posix_system>;
+using file_store = basic_file_store<detail::posix_system>;
 
 }  // namespace freekv

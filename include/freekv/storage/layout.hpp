@@ -159,14 +159,6 @@ FREEKV_HD constexpr page_span<Element, HeadDim, Layout> make_page_span(Element* 
 template <class Element, int HeadDim>
 using strided_pages = page_span<Element, HeadDim, cuda::std::layout_stride>;
 
-template <int HeadDim, class Element, class Layout>
-constexpr strided_pages<Element, HeadDim> strided(const page_span<Element, HeadDim, Layout>& pages) {
-  const auto& map = pages.mapping();
-  cuda::std::array<std::int64_t, page_extents<HeadDim>::rank()> strides{};
-  for (std::size_t axis = 0; axis < strides.size(); ++axis) strides[axis] = map.stride(axis);
-  return {pages.data_handle(), {map.extents(), strides}};
-}
-
 /// One KV head's part of one page: row t of keys at `key + t * stride`, of values at `value + t * stride`;
 /// each row is head_dim contiguous elements.
 template <class Element>
@@ -176,6 +168,18 @@ struct head_slice {
   std::int64_t stride = 0;
 };
 
+namespace detail {
+
+/// Pages with their layout's strides as run-time values.
+template <int HeadDim, class Element, class Layout>
+constexpr strided_pages<Element, HeadDim> strided(const page_span<Element, HeadDim, Layout>& pages) {
+  const auto& map = pages.mapping();
+  cuda::std::array<std::int64_t, page_extents<HeadDim>::rank()> strides{};
+  for (std::size_t axis = 0; axis < strides.size(); ++axis) strides[axis] = map.stride(axis);
+  return {pages.data_handle(), {map.extents(), strides}};
+}
+
+/// The slice, to be read alone.
 template <class Element>
 FREEKV_HD constexpr head_slice<const Element> as_const(const head_slice<Element>& slice) {
   return {slice.key, slice.value, slice.stride};
@@ -201,5 +205,7 @@ FREEKV_HD constexpr head_slice<typename PageSpan::element_type> slice_of(const P
                                                                          store_page_id page, int head) {
   return slice_of(store, std::int64_t{number_of(page)}, head);
 }
+
+}  // namespace detail
 
 }  // namespace freekv

@@ -9,7 +9,7 @@
 #include <freekv/storage/file_store.hpp>
 #include <span>
 
-namespace freekv {
+namespace freekv::detail {
 
 /// One layer's encoded pages. A slice is one KV head's keys and values of a page; those of a page lie side by
 /// side, so that a page is written in one piece. Trivially copyable.
@@ -47,4 +47,4 @@ struct slice_store {
   }
 };
 
-}  // namespace freekv
+}  // namespace freekv::detail

@@ -11,7 +11,7 @@
 #include <string>
 #include <utility>
 
-namespace freekv::host {
+namespace freekv::detail {
 
 /// An open file, of a kind that errors name.
 class open_file {
@@ -100,4 +100,4 @@ class whole_file : public open_file {
   std::uint64_t size_ = 0;
 };
 
-}  // namespace freekv::host
+}  // namespace freekv::detail

@@ -48,7 +48,7 @@ struct changed_queries {
 /// A correction in float64, by one of the two: whether a head that has a selection is flagged.
 struct correction_definition {
   std::function<bool(const changed_queries& queries)> by_queries{};
-  /// By the mass of what is selected and of what would be selected now.
+  /// Judgement by the mass of what is selected and of what would be selected now.
   std::function<bool(double selected, double best)> by_masses{};
 };
 
@@ -93,7 +93,7 @@ struct eviction_definition {
   std::function<double(const attended_rows& seen, int token)> worth{};
   /// Worth of each of the tokens that a head holds, of which the least leave in the same way.
   std::function<doubles(const observed_tokens& held)> worths{};
-  /// How many tokens stay, at most, the protected ones among them; without it as many as the policy's `kept`.
+  /// Number of tokens that stay, at most, the protected ones among them; without it the policy's `kept`.
   std::function<int(const observed_tokens& held, const doubles& worths)> staying{};
   /// Fates of each token, as a policy's `merge` gives them, by all partings of the head's tokens so far, of
   /// which the last is the one that is asked for.

@@ -292,8 +292,7 @@ __global__ void append_and_detect(State s, Summary summary, Pinning pinning, Cor
     const step_entry& entry = step.entries[(run.first + nth_of_run) / pages];
     const int first = entry.before / s.page.tokens, open = entry.after() / s.page.tokens;
     const int page = first + (run.first + nth_of_run) % pages;
-    // The open page's rows may go where those of the first page have been until they are encoded.
-    const bool in_order = s.encoded && open > first;
+    const bool in_order = s.appends_last_page_behind(entry);
     if (in_order && page == open) continue;
     const int last = in_order && page == first ? open : page;
     for (int one = page;; one = last) {

@@ -43,9 +43,9 @@ struct page_run {
 template <class Element>
 struct encoding_scratch {
   page_staging<Element> staged;
-  std::byte* encoded = nullptr;  // (team, heads together, slice_stride)
+  std::byte* encoded = nullptr;  // (team, heads of a team, slice_stride)
   float* shared = nullptr;       // (team, shared floats)
-  int together = 1;              // heads of a page that a team encodes one after the other
+  int team_heads = 1;            // heads of a page that a team encodes one after the other
   int shared_floats = 0;
   std::size_t slice_stride = 0;
 
@@ -57,16 +57,16 @@ struct encoding_scratch {
   static encoding_scratch carve(carver& memory, const page_staging<Element>& staged, const sizes& s) {
     encoding_scratch scratch;
     scratch.staged = staged;
-    scratch.together = s.shared_floats > 0 ? s.kv_heads : 1;
+    scratch.team_heads = s.shared_floats > 0 ? s.kv_heads : 1;
     scratch.shared_floats = s.shared_floats;
     scratch.slice_stride = (s.slice_bytes + 15) / 16 * 16;
     const auto teams = to_size(encode_default.most_teams);
-    scratch.encoded = memory.take<std::byte>(teams * to_size(scratch.together) * scratch.slice_stride);
+    scratch.encoded = memory.take<std::byte>(teams * to_size(scratch.team_heads) * scratch.slice_stride);
     scratch.shared = memory.take<float>(teams * to_size(scratch.shared_floats));
     return scratch;
   }
   FREEKV_HD std::byte* encoded_of(int team, int nth) const {
-    return encoded + (to_size(team) * to_size(together) + to_size(nth)) * slice_stride;
+    return encoded + (to_size(team) * to_size(team_heads) + to_size(nth)) * slice_stride;
   }
   FREEKV_HD float* shared_of(int team) const { return shared + std::int64_t{team} * shared_floats; }
 };
@@ -103,7 +103,7 @@ __global__ void encode_pages(State s, Codec codec, step_view step, page_run page
                              encoding_scratch<typename State::element> scratch) {
   constexpr int d = State::head_dim;
   const row_team<d> team;
-  const int together = scratch.together, of_page = s.heads.kv / together, p = s.page.tokens;
+  const int heads = scratch.team_heads, of_page = s.heads.kv / heads, p = s.page.tokens;
   const int mine = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / team.lanes());
   const int teams = static_cast<int>(gridDim.x * blockDim.x) / team.lanes();
   const int tasks = min(pages.count, step.size() * step.bounds.pages - pages.first) * of_page;
@@ -112,8 +112,8 @@ __global__ void encode_pages(State s, Codec codec, step_view step, page_run page
     const step_entry& entry = step.entries[nth_of_step / step.bounds.pages];
     const int page = entry.before / p + nth_of_step % step.bounds.pages;
     if ((page + 1) * p > entry.after()) continue;
-    const int first = task % of_page * together;
-    for (int i = 0; i < together; ++i) {
+    const int first = task % of_page * heads;
+    for (int i = 0; i < heads; ++i) {
       const sequence_head at{entry.sequence, first + i};
       const auto rows = entry.phase == step_phase::prefill ? scratch.staged.slice(s, nth, at.head)
                                                            : s.open_slice(at.sequence, page, at.head);
@@ -122,7 +122,7 @@ __global__ void encode_pages(State s, Codec codec, step_view step, page_run page
     }
     team.sync();
     const slot_id slot = s.fixed_slot(page, entry.after());
-    for (int i = 0; i < together; ++i) {
+    for (int i = 0; i < heads; ++i) {
       const sequence_head at{entry.sequence, first + i};
       const std::byte* const encoded = scratch.encoded_of(mine, i);
       const auto* const words = reinterpret_cast<const std::uint32_t*>(encoded);
@@ -143,7 +143,7 @@ void launch_encode(const State& s, const Codec& codec, const step_view& step, co
   constexpr encode_tuning tuning = encode_default;
   constexpr int lanes = row_team<State::head_dim>::lane_count;
   const int blocks =
-      blocks_for(std::int64_t{pages.count} * s.heads.kv / scratch.together * lanes, tuning.threads);
+      blocks_for(std::int64_t{pages.count} * s.heads.kv / scratch.team_heads * lanes, tuning.threads);
   launch("encoding pages",
          {std::min(tuning.most_teams * lanes / tuning.threads, blocks), tuning.threads, stream},
          encode_pages<State, Codec>, s, codec, step, pages, scratch);

@@ -27,7 +27,7 @@ template <class State>
 __global__ void pin_units(State s, step_view step, selection_job job) {
   __shared__ typename radix_select<pin_default.threads>::storage shared;
   const int head = block_x(), nth = block_y();
-  if (nth >= step.size() || step.entries[nth].kept_row >= 0) return;
+  if (nth >= step.size() || !s.pins_anew(step.entries[nth])) return;
   const step_entry& entry = step.entries[nth];
   const row_candidates candidates = candidates_of(s, entry, head, job);
   if (!candidates.selects) return;

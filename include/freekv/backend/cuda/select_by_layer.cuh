@@ -12,7 +12,6 @@
 #include <freekv/core/size.hpp>
 #include <freekv/policies/plan.hpp>
 #include <freekv/policies/pooling.hpp>
-#include <type_traits>
 
 namespace freekv::device {
 
@@ -29,16 +28,13 @@ template <class State>
 __global__ void flag_layer(State s, step_view step) {
   const int nth = block_x(), thread = thread_x();
   if (nth >= step.size() || step.entries[nth].phase != step_phase::decode) return;
-  std::uint8_t* const corrected = s.corrected + s.head_index(step.entries[nth].sequence, 0);
+  const std::uint8_t* const corrected = s.corrected + s.head_index(step.entries[nth].sequence, 0);
   int flagged = 0;
   for (int head = thread; head < s.heads.kv; head += select_by_layer_default.flag_threads)
     flagged |= corrected[head];
   if (!__any_sync(0xffffffffu, flagged)) return;
-  for (int head = thread; head < s.heads.kv; head += select_by_layer_default.flag_threads) {
-    if (s.kind_of(head) != layer_kind::retrieval || corrected[head] != 0) continue;
-    corrected[head] = 1;
-    atomicAdd(s.flagged_count, 1);
-  }
+  for (int head = thread; head < s.heads.kv; head += select_by_layer_default.flag_threads)
+    if (flag_with_layer(s, step.entries[nth].sequence, head)) atomicAdd(s.flagged_count, 1);
 }
 
 /// Pools once more a tile of what the retrieving heads of a layer have pooled, each head's as one row.
@@ -77,10 +73,10 @@ void launch_flag_layer(const State& s, const step_view& step, cudaStream_t strea
 template <class Pooling, class State>
 void launch_pool_heads(const State& s, const step_view& step, const selection_scratch& scratch,
                        const selection_job& job, cudaStream_t stream) {
-  using pooling_of_heads = std::conditional_t<softmax_pooling<Pooling>, mean_softmax, mean_score>;
+  using of_heads = pooling_of_heads<Pooling>;
   const dim3 tiles(static_cast<unsigned>(scratch.tiles), static_cast<unsigned>(step.bounds.entries), 2);
   launch("pool of heads", {tiles, tile_units, stream, to_size(s.heads.kv) * sizeof(float)},
-         pool_heads<State, pooling_of_heads>, s, pooling_of_heads{}, step, scratch, job);
+         pool_heads<State, of_heads>, s, of_heads{}, step, scratch, job);
 }
 
 }  // namespace freekv::device

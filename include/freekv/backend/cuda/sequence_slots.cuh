@@ -33,6 +33,10 @@ struct all_layers {
 
   unsigned count() const { return static_cast<unsigned>(host.size()); }
   unsigned heads() const { return static_cast<unsigned>(host.front().heads.kv); }
+  template <class Is>
+  bool any(const Is& is) const {
+    return std::any_of(host.begin(), host.end(), is);
+  }
   /// Blocks of `slots_default` for a warp for each of a layer's `tasks(layer)`, the most there are.
   template <class Tasks>
   dim3 warps(const Tasks& tasks) const {
@@ -72,7 +76,7 @@ struct filled_slots {
   }
   template <class State>
   bool fills_any(const all_layers<State>& layers) const {
-    return std::any_of(layers.host.begin(), layers.host.end(), [&](const State& s) { return fills(s); });
+    return layers.any([&](const State& s) { return fills(s); });
   }
 };
 
@@ -125,21 +129,21 @@ void launch_fill(const all_layers<State>& layers, const Codec& codec, const fill
          codec, fill);
 }
 
-/// Reads a complete page of a sequence to where its rows are while it is open, as it is to be again, in
-/// layers that encode.
+/// Reads a complete page of a sequence to where its rows are while it is open, as it is to be again.
 template <class State, class Codec>
-__global__ void reopen_page(const State* layers, Codec codec, int sequence, int page) {
+__global__ void reopen_page(const State* layers, Codec codec, int sequence, truncation to) {
   const int head = block_x();
   const State& s = layers[blockIdx.y];
-  if (!s.encoded) return;
+  if (!to.reopens_page(s)) return;
+  const int page = to.tokens / s.page.tokens;
   decode_by_lanes<32>(s, codec, {sequence, head}, {page, 0, s.page.tokens},
                       s.open_slice(sequence, page, head));
 }
 template <class State, class Codec>
-void launch_reopen(const all_layers<State>& layers, const Codec& codec, int sequence, int page,
+void launch_reopen(const all_layers<State>& layers, const Codec& codec, int sequence, const truncation& to,
                    cudaStream_t stream) {
   launch("reopening a page", {dim3(layers.heads(), layers.count()), 32, stream}, reopen_page<State, Codec>,
-         layers.device, codec, sequence, page);
+         layers.device, codec, sequence, to);
 }
 
 /// Array that a layer keeps by sequence.

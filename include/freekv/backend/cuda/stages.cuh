@@ -144,10 +144,9 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
 
   // Between steps, with nothing queued:
 
-  /// Moves what a sequence's selected slots hold to the lowest ones; not where there are spare slots, whose
-  /// order is the residency's.
+  /// Moves what a sequence's selected slots hold to the lowest ones, unless there are spare ones.
   void compact_slots(const State& s, int sequence) {
-    if (s.slots.selected > s.max_selected) return;
+    if (s.has_spare_slots()) return;
     this->upload_sequences({sequence});
     launch_compact_slots(s, sequence, compute());
     backend_->compute().synchronize();
@@ -165,15 +164,14 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   /// its tables from the step that has appended them, or from the fork.
   void truncate(int sequence, const truncation& to) {
     const trace_range range("freekv truncate", sequence);
-    const int open = to.tokens / settings_->page.tokens;
-    const bool opens = to.opens_page(settings_->page.tokens);
-    const filled_slots fill{sequence, to.tokens, open, false, to};
-    if (to.keeps_selection && !opens && !fill.fills_any(layers_)) return;
+    const filled_slots fill{sequence, to.tokens, to.tokens / settings_->page.tokens, false, to};
+    const bool reopens = layers_.any([&](const State& s) { return to.reopens_page(s); });
+    if (to.keeps_selection && !reopens && !fill.fills_any(layers_)) return;
     this->upload_sequences({});
     if (!to.keeps_selection) launch_forget(layers_, sequence, false, compute());
     resolve(settings_->codec, [&]<class Codec>(const Codec& codec) {
       if constexpr (encodes_pages<Codec>)
-        if (opens && !to.has_rows) launch_reopen(layers_, codec, sequence, open, compute());
+        if (reopens) launch_reopen(layers_, codec, sequence, to, compute());
       launch_fill(layers_, codec, fill, compute());
     });
   }

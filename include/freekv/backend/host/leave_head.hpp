@@ -29,7 +29,7 @@ class head_eviction : public head_observer<Shape> {
   head_eviction(isa instructions, const eviction_sizes& sizes, const Settings& settings)
       : base(instructions, sizes), settings_(&settings) {}
 
-  /// When `held` tokens of a sequence of `tokens` are there.
+  /// Moment at which `held` tokens of a sequence of `tokens` are there.
   eviction_moment moment(const state& s, const eviction_entry& entry, int head, int tokens, int held) const {
     const int budget =
         s.budgets == nullptr ? settings_->budget : s.budgets[s.head_index(entry.sequence, head)].budget;
@@ -114,7 +114,7 @@ class head_eviction : public head_observer<Shape> {
     }
   }
 
-  /// After a decode row has attended: its shares on the units, and who leaves.
+  /// Counts a decode row's shares on the units, once it has attended, and has units leave.
   template <class Eviction>
   void count(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
              const float* queries, const scratch& w) const {

@@ -196,12 +196,8 @@ class head_selection {
     workspace rows = w_;
     rows.scores = pooled;
     const std::int64_t padded = workspace_sizes::padded(candidates);
-    const auto by = [&](const auto& pooling) { pool_candidates(set_, pooling, heads, stride, padded, rows); };
     resolve(policies_.pooling, [&]<class P>(const P&) {
-      if constexpr (softmax_pooling<P>)
-        by(mean_softmax{});
-      else
-        by(mean_score{});
+      pool_candidates(set_, pooling_of_heads<P>{}, heads, stride, padded, rows);
     });
     scored_ = pooled_ = candidates;
     knows_log_sum_ = false;

@@ -44,8 +44,7 @@ bool any_flagged(const State& s, int sequence) {
 }
 template <class State>
 void flag_all(const State& s, int sequence) {
-  for (int head = 0; head < s.heads.kv; ++head)
-    s.corrected[s.head_index(sequence, head)] = s.kind_of(head) == layer_kind::retrieval;
+  for (int head = 0; head < s.heads.kv; ++head) flag_with_layer(s, sequence, head);
 }
 /// Gives the first head's list to all.
 template <class State>

@@ -60,7 +60,7 @@ class selection_stage {
         const auto wanted = [&](int head) {
           return is_to_select(s, entry.sequence, head, selection_time::correct, by_mass);
         };
-        if (s.pins > 0 && entry.kept_row < 0)
+        if (s.pins_anew(entry))
           for_heads(s, entry, wanted, [&](int head, const workspace& w) {
             pin_units(s, {entry.sequence, head}, {c.first, c.now}, w);
           });

@@ -12,11 +12,11 @@
 
 namespace freekv::host {
 
-/// Moves what a sequence's selected slots hold to the lowest ones. With spare slots their order is the
-/// residency's, and they stay; so do those of a head for which a recall is to be made up.
+/// Moves what a sequence's selected slots hold to the lowest ones, unless there are spare ones; those of a
+/// head for which a recall is to be made up stay.
 template <class State>
 void compact_slots(const State& s, int sequence) {
-  if (s.slots.selected > s.max_selected) return;
+  if (s.has_spare_slots()) return;
   for (int head = 0; head < s.heads.kv; ++head) {
     if (s.recall_failed[s.head_index(sequence, head)] != 0) continue;
     freekv::detail::compact_slots(s.slots_of(sequence, head), [&](int from, int to) {

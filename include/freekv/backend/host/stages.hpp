@@ -74,7 +74,7 @@ class stages {
   [[gnu::cold]] void truncate(int sequence, const truncation& to) {
     for (const State& s : layers_) {
       if (!to.keeps_selection) drop_selection(s, sequence);
-      if (s.encoded && to.opens_page(s.page.tokens) && !to.has_rows) s.lacking[sequence] |= lacks_open_page;
+      if (to.reopens_page(s)) s.lacking[sequence] |= lacks_open_page;
       if (to.window_lacks_pages(s)) s.lacking[sequence] |= lacks_window;
       fill_or_leave(s, sequence, to.tokens);
     }
@@ -206,9 +206,7 @@ class stages {
     const auto append_one = [&](int page, int worker) {
       append_page(instructions(), s, *policies_, entry, page, source, workspace_of(worker));
     };
-    // An open page's unencoded rows may lie where those of the next open page go: nothing is written there
-    // before all else has succeeded.
-    const bool in_order = s.encoded && last_page - first_page > 1;
+    const bool in_order = s.appends_last_page_behind(entry);  // once all else has succeeded
     if (in_order) append_one(first_page++, 0);
     backend_->parallel(last_page - in_order - first_page, bytes,
                        [&](int task, int worker) { append_one(first_page + task, worker); });

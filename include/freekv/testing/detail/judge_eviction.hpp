@@ -75,7 +75,7 @@ struct eviction_judge {
       observe(row, to);
     }
   }
-  /// When units leave that are held now.
+  /// Moment at which units leave of those that are held now.
   eviction_moment moment() const {
     const int now = static_cast<int>(tokens_of(held).size());
     return {settings->budget, seen.prompt, tokens, tokens == seen.prompt, now, 0, 1, head};
@@ -87,7 +87,7 @@ struct eviction_judge {
     return fills || settings->eviction.protects(unit * unit_tokens(), at);
   }
 
-  /// What the last rows have of the units, which are tokens.
+  /// Shares or scores that the last rows have of the units, which are tokens.
   observed_tokens observed(const eviction_moment& at) const {
     const Policy& policy = settings->eviction;
     const bool apart = policy.group() == group_rule::each;

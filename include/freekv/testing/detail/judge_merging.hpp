@@ -56,8 +56,8 @@ inline doubles part_weights(const std::vector<int>& places, const std::vector<me
   return weights;
 }
 
-/// What tokens become that stay, when others merge into them by `rule` (docs/contract.md, 12.5). `row` is the
-/// last of the sequence.
+/// Tokens that stay as they become when others merge into them by `rule` (docs/contract.md, 12.5). `row` is
+/// the last of the sequence.
 template <class Element>
 merged_tokens merge_in_double(const random_text<Element>& text, int head, int row, merge_rule rule,
                               const parted_tokens& of, const std::vector<merge_fate>& fates,
