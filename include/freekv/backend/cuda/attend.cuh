@@ -301,14 +301,11 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
   const typename attention_type::team_type team;
   const auto tile = head_tile<attention_type::heads>::nth(block_y(), s.heads.group());
   const int row = rows.first + block_z(), nth = thread_x() / team.lanes();
-  // Queries, and what a step is, have been there since before the kernel that appends. A row has queries
-  // whether it is an entry's or not, so they are on their way together with what it is.
-  prefetch(step.entries);
-  prefetch(step.count);
-  attention_type attention(of_teams[nth]);
-  begin_tile<d>(team, attention, tile, queries, row, s.scale);
+  // Queries, and what a step is, have been there since before the kernel that appends.
   const step_entry* const entry = step.entry_of(row);
   const bool attends = entry != nullptr && rows.has(step, entry);
+  attention_type attention(of_teams[nth]);
+  if (attends) begin_tile<d>(team, attention, tile, queries, row, s.scale);
   attended_list list;
   const auto entries = [&](int i) {
     const unsigned attending = attending_heads(s, list, i, tile);

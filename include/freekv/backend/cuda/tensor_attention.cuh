@@ -89,15 +89,14 @@ __device__ void add_product(float (&sums)[4], const std::uint32_t (&rows)[4],
 }
 
 /// Attention of eight query heads so far, with the members of `register_attention`; a warp's threads share
-/// the heads. Keys and values are multiplied as they are, and so are queries of their type, which are one
-/// part. Other queries, and weights, are floats in several parts of 2 bytes each, two of F16 or three of
-/// BF16, which together have all 24 bits but, of F16, at times the last; those of F16 are brought into its
-/// range by powers of two. Of normally distributed keys and queries the output's error against double
-/// precision is then 1.4 to 2.4 * 2^-23, as without tensor cores; a third part of F16 does not lower it, with
-/// one part it is 700, with two of BF16 11, with one 5400. Where queries are 6 times as large it is 54 for
-/// F16, whose products fill a float, and 16 without tensor cores, 20 and 19 for BF16. Sums are floats, as
-/// exact as a tensor core adds; these figures are an interpreter's. An infinite key or value makes NaN of
-/// what it takes part in.
+/// the heads. Keys and values are multiplied as they are. Queries and weights are floats in several parts of
+/// 2 bytes each, two of F16 or three of BF16, which together have all 24 bits but, of F16, at times the last;
+/// those of F16 are brought into its range by powers of two. Of normally distributed keys and queries the
+/// output's error against double precision is then 1.4 to 2.4 * 2^-23, as without tensor cores; a third part
+/// of F16 does not lower it, with one part it is 700, with two of BF16 11, with one 5400. Where queries are 6
+/// times as large it is 54 for F16, whose products fill a float, and 16 without tensor cores, 20 and 19 for
+/// BF16. Sums are floats, as exact as a tensor core adds; these figures are an interpreter's. An infinite key
+/// or value makes NaN of what it takes part in.
 ///
 /// Blocks of tokens come by cp.async, row by row, through a ring in the warp's shared memory, whose rows lie
 /// such that eight of them are read at a time without a conflict; alignment is looked at once an entry.
@@ -170,11 +169,9 @@ class tensor_attention {
   __device__ void begin(team_type team, const Queries& queries, float scale) {
     const int nth = team.lane() / 4, quarter = team.lane() % 4;
     [[maybe_unused]] float largest = 0.0f;
-    as_they_are_ = true;
     float numbers[tiles][4];  // of a tile dimensions 2 * quarter and the next, and 8 behind
     visit_numbers(queries(nth), [&](const auto* head) {
       using number = cuda::std::remove_cvref_t<decltype(*head)>;
-      as_they_are_ = std::same_as<number, Element>;
       struct alignas(2 * sizeof(number)) pair {
         number x[2];
       };
@@ -187,16 +184,13 @@ class tensor_attention {
       });
       unroll<tiles * 4>([&](auto i) { numbers[i / 4][i % 4] = to_float(loaded[i / 2].x[i % 2]); });
     });
-    float factor = 1.0f, back = scale;
-    if (!as_they_are_) {
-      unroll<tiles * 4>([&](auto i) { numbers[i / 4][i % 4] *= scale; });
-      if constexpr (std::same_as<Element, half>) {  // bfloat16 has a float's range
-        unroll<tiles * 4>([&](auto i) { largest = ::fmaxf(largest, ::fabsf(numbers[i / 4][i % 4])); });
-        largest = ::fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = ::fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        factor = into_range(largest);
-      }
-      back = 1.0f / factor;
+    unroll<tiles * 4>([&](auto i) { numbers[i / 4][i % 4] *= scale; });
+    float factor = 1.0f;
+    if constexpr (std::same_as<Element, half>) {  // bfloat16 has a float's range
+      unroll<tiles * 4>([&](auto i) { largest = ::fmaxf(largest, ::fabsf(numbers[i / 4][i % 4])); });
+      largest = ::fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = ::fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      factor = into_range(largest);
     }
     unroll<tiles * 2>([&](auto i) {
       const float* const two = numbers[i / 2] + i % 2 * 2;
@@ -205,7 +199,7 @@ class tensor_attention {
       unroll<parts>([&](auto part) { query_piece(i / 2 * parts + part).pair[i % 2] = in_parts[part]; });
     });
     unroll<2>([&](auto j) {
-      back_[j] = __shfl_sync(~0u, back, (2 * quarter + j) * 4);
+      back_[j] = __shfl_sync(~0u, 1.0f / factor, (2 * quarter + j) * 4);
       log_sum_[j] = {};
     });
     unroll<tiles * 4>([&](auto i) { weighted_[i / 4][i % 4] = 0.0f; });
@@ -316,8 +310,7 @@ class tensor_attention {
 
   storage& shared_;
   element_pairs query_[query_in_registers ? tiles * parts : 1];  // by tile and part
-  bool as_they_are_;                                             // queries, whose other parts are 0
-  float back_[2];  // what scores are multiplied by, as queries have been brought into range, or not scaled
+  float back_[2];  // what scores are multiplied by, as queries have been brought into range
   log_sum_exp log_sum_[2];  // the sums of the thread's own tokens
   float weighted_[tiles][4];
 
@@ -380,20 +373,12 @@ class tensor_attention {
   /// Scores of a block's tokens g and g + 8 with the thread's two heads, as `add_product` deals them.
   __device__ void multiply_keys(const token_block& block, float (&scores)[4]) {
     float sums[parts][4] = {};  // by part, so that products do not wait for each other
-    if (as_they_are_)
-      unroll<tiles>([&](auto tile) {
-        std::uint32_t keys[4];
-        load_blocks<false>(keys, block.keys + 32 * tile);
-        add_product<Element>(sums[tile % 2], keys, query_piece(tile * parts).pair);
-      });
-    else
-      unroll<tiles>([&](auto tile) {
-        std::uint32_t keys[4];
-        load_blocks<false>(keys, block.keys + 32 * tile);
-        unroll<parts>([&](auto part) {
-          add_product<Element>(sums[part], keys, query_piece(tile * parts + part).pair);
-        });
-      });
+    unroll<tiles>([&](auto tile) {
+      std::uint32_t keys[4];
+      load_blocks<false>(keys, block.keys + 32 * tile);
+      unroll<parts>(
+          [&](auto part) { add_product<Element>(sums[part], keys, query_piece(tile * parts + part).pair); });
+    });
     unroll<4>([&](auto i) {
       scores[i] = sums[parts - 1][i];
       unroll<parts - 1>([&](auto part) { scores[i] = rounded_sum(sums[parts - 2 - part][i], scores[i]); });

@@ -27,7 +27,4 @@ __device__ inline void let_kernel_behind_begin() {
   if constexpr (kernels_overlap) cudaTriggerProgrammaticLaunchCompletion();
 }
 
-/// Asks for what is at `p`, in global memory, so that it is in a cache when it is read; waits for nothing.
-__device__ inline void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 }  // namespace freekv::device
