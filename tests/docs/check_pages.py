@@ -116,6 +116,15 @@ def citations(root):
                     yield f"{path.relative_to(root)} cites section {section}, which docs/contract.md does not have"
 
 
+def examples(root):
+    found = [path for kind in ("*.cpp", "*.cu") for path in sorted((root / "examples").glob(kind))]
+    for path in found:
+        if (lines := len(path.read_text().splitlines())) >= 80:
+            yield f"{path.relative_to(root)}: {lines} lines; examples have under 80"
+    if len({path.stem for path in found}) != 5:
+        yield f"examples/ has {len({path.stem for path in found})} programs, not five"
+
+
 def versions(root):
     version = re.search(r"project\(freekv VERSION ([\d.]+)", (root / "CMakeLists.txt").read_text())[1]
     for name, text in (("README.md", f"version {version}"), ("CHANGELOG.md", f"## {version}"),
@@ -129,7 +138,7 @@ def main(root):
     pages += sorted((root / "docs").glob("*.md"))
     errors = [f"README.md: {error}" for error in readme(root)]
     errors += [f"CONTRIBUTING.md: {error}" for error in contributing(root)]
-    errors += list(citations(root)) + list(versions(root))
+    errors += list(citations(root)) + list(versions(root)) + list(examples(root))
     for path in pages:
         for check in (links, named_files, named_parts):
             errors += [f"{path.relative_to(root)} {error}" for error in check(path, root)]
