@@ -1,8 +1,9 @@
-// Decode steps on a device, of layers of Llama-3.1-8B's shape: BF16, head_dim 128, 32 query heads of 8 KV
-// heads, pages of 32 tokens, 512 sink and 512 window tokens and 32 selected pages. Queries and outputs are
-// BF16, too.
+// Decode steps on a device, of layers of Llama-3.1-8B's shape unless other heads are asked for: BF16,
+// head_dim 128, 32 query heads of 8 KV heads, pages of 32 tokens, 512 sink and 512 window tokens and 32
+// selected pages. Queries and outputs are BF16, too.
 //
 //   step CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1] [SUMMARY min_max] [LAYERS 1] [REPLAYS 0]
+//        [QUERY_HEADS 32] [KV_HEADS 8]
 //
 // SUMMARY: min_max, key_subspace or key_codes; the data of the last two are random. Without retrieval:
 // window, which attends to as many tokens, all of them there, or full. The last of STEPS fills a page.
@@ -34,8 +35,10 @@ namespace {
 using namespace freekv;
 using examples::note_stage;
 
-constexpr int head_dim = 128, query_heads = 32, kv_heads = 8, page_tokens = 32, chunk = 1024, warm_up = 2;
-constexpr std::size_t kv_row = kv_heads * head_dim, query_row = query_heads * head_dim;
+constexpr int head_dim = 128, page_tokens = 32, chunk = 1024, warm_up = 2;
+int query_heads = 32, kv_heads = 8;
+std::size_t kv_row() { return to_size(kv_heads) * head_dim; }
+std::size_t query_row() { return to_size(query_heads) * head_dim; }
 template <class Summary, layer_kind Kind>
 using pipeline_of = retrieval_pipeline<kv_shape<bfloat16, head_dim>, cuda_backend, page_size<page_tokens>,
                                        Summary, cosine_drift, every_layer<Kind>>;
@@ -84,7 +87,7 @@ struct summary_with_data {
 };
 using subspace = key_subspace<24, 3>;
 using codes = key_codes<6, 8>;
-constexpr key_codebooks books{nullptr, 1, kv_heads, head_dim, 8, 4, 6, 5};
+key_codebooks books() { return {nullptr, 1, kv_heads, head_dim, 8, 4, 6, 5}; }
 template <>
 min_max summary_with_data<min_max>::get() const {
   return {};
@@ -96,9 +99,9 @@ subspace summary_with_data<subspace>::get() const {
 }
 template <>
 codes summary_with_data<codes>::get() const {
-  key_codebooks mine = books;
+  key_codebooks mine = books();
   mine.data = data.data;
-  mine.layers = static_cast<int>(numbers.size() / to_size(kv_heads * books.floats_per_head()));
+  mine.layers = static_cast<int>(numbers.size() / to_size(kv_heads * books().floats_per_head()));
   return {.books = mine};
 }
 
@@ -109,11 +112,11 @@ struct step_rows_of_bench {
   pinned<bfloat16> queries;
   in_device<bfloat16> queries_there, out;
   step_rows_of_bench(int rows, int query_rows)
-      : kv(2 * to_size(rows) * kv_row),
-        kv_there(2 * to_size(rows) * kv_row),
-        queries(to_size(query_rows) * query_row),
-        queries_there(to_size(query_rows) * query_row),
-        out(to_size(query_rows) * query_row) {}
+      : kv(2 * to_size(rows) * kv_row()),
+        kv_there(2 * to_size(rows) * kv_row()),
+        queries(to_size(query_rows) * query_row()),
+        queries_there(to_size(query_rows) * query_row()),
+        out(to_size(query_rows) * query_row()) {}
 };
 
 template <class Summary, layer_kind Kind = layer_kind::retrieval>
@@ -143,13 +146,13 @@ void run(const arguments& of, std::size_t floats) {
   std::vector<bfloat16> drawn(1 << 16);  // which is faster than to draw each
   for (bfloat16& x : drawn) x = from_float<bfloat16>(normal(engine));
   const auto new_keys = [&](int count) {
-    const std::size_t n = to_size(count) * kv_row;
+    const std::size_t n = to_size(count) * kv_row();
     for (std::size_t i = 0; i < 2 * n; ++i) rows.kv.data[i] = drawn[engine() % drawn.size()];
     upload(rows.kv_there.data, rows.kv.data, 2 * n * sizeof(bfloat16), compute.get());
     return kv_rows<bfloat16, bfloat16>{
         .keys = {rows.kv_there.data, n}, .values = {rows.kv_there.data + n, n}, .queries = {}};
   };
-  const std::size_t query_numbers = to_size(batch) * query_row;
+  const std::size_t query_numbers = to_size(batch) * query_row();
   std::vector<float> query(query_numbers);  // as it was before it was rounded
   for (float& x : query) x = normal(engine);
   const auto next_queries = [&](bfloat16* to) {
@@ -281,11 +284,14 @@ int main(int argc, char** argv) {
   if (argc > 5) of.summary = argv[5];
   number(6, of.layers);
   number(7, of.replays);
+  number(8, query_heads);
+  number(9, kv_heads);
   if (of.context < 2 * chunk || of.steps < 1 || of.batch < 1 || of.layers < 1 || of.replays < 0 ||
+      kv_heads < 1 || query_heads < kv_heads || query_heads % kv_heads != 0 ||
       !(of.similarity >= 0.0f && of.similarity <= 1.0f)) {
     std::fprintf(stderr,
-                 "usage: %s CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1] [SUMMARY] [LAYERS 1] [REPLAYS 0], "
-                 "CONTEXT at least %d\n",
+                 "usage: %s CONTEXT [STEPS 4] [SIMILARITY 0.95] [BATCH 1] [SUMMARY] [LAYERS 1] [REPLAYS 0] "
+                 "[QUERY_HEADS 32] [KV_HEADS 8], CONTEXT at least %d, query heads a multiple of KV heads\n",
                  argv[0], 2 * chunk);
     return 2;
   }
@@ -294,7 +300,7 @@ int main(int argc, char** argv) {
     if (of.summary == "key_subspace")
       run<subspace>(of, to_size(of.layers) * kv_heads * 25 * head_dim);
     else if (of.summary == "key_codes")
-      run<codes>(of, to_size(of.layers) * kv_heads * books.floats_per_head());
+      run<codes>(of, to_size(of.layers) * kv_heads * books().floats_per_head());
     else if (of.summary == "window")
       run<min_max, layer_kind::window>(of, 0);
     else if (of.summary == "full")
