@@ -15,13 +15,13 @@ struct half_means {
   FREEKV_HD constexpr int width(fk::kv_extent unit) const { return 2 * unit.head_dim; }  // numbers a unit
   template <fk::team T>
   FREEKV_HD void summarise(T team, const fk::unit_keys& keys, float* numbers) const {
-    const int d = keys.unit.head_dim, half = (keys.unit.tokens + 1) / 2;  // one token is both halves
-    const typename T::pack share(1.0f / static_cast<float>(half));
+    const int d = keys.unit.head_dim, each = (keys.unit.tokens + 1) / 2;  // one token is both halves
+    const typename T::pack share(1.0f / static_cast<float>(each));
     for (int i = 0; i < d; i += T::width) {
       typename T::pack first(0.0f), second(0.0f);
-      for (int t = 0; t < half; ++t) {
+      for (int t = 0; t < each; ++t) {
         first = first + team.load(keys.row(t) + i);
-        second = second + team.load(keys.row(keys.unit.tokens - half + t) + i);
+        second = second + team.load(keys.row(keys.unit.tokens - each + t) + i);
       }
       team.store(numbers + i, first * share);
       team.store(numbers + d + i, second * share);
@@ -42,12 +42,12 @@ struct half_means {
 const fk::testing::summary_definition definition{
     .numbers =
         [](const auto& keys, fk::kv_extent unit) {
-          const std::size_t d = static_cast<std::size_t>(unit.head_dim), half = (keys.size() / d + 1) / 2 * d;
+          const std::size_t d = static_cast<std::size_t>(unit.head_dim), each = (keys.size() / d + 1) / 2 * d;
           fk::testing::doubles numbers(2 * d);
-          for (std::size_t i = 0; i < half; ++i) {
-            const double share = static_cast<double>(d) / static_cast<double>(half);
+          for (std::size_t i = 0; i < each; ++i) {
+            const double share = static_cast<double>(d) / static_cast<double>(each);
             numbers[i % d] += keys[i] * share;
-            numbers[d + i % d] += keys[keys.size() - half + i] * share;
+            numbers[d + i % d] += keys[keys.size() - each + i] * share;
           }
           return numbers;
         },
