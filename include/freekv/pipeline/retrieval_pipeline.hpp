@@ -398,10 +398,11 @@ class basic_retrieval_pipeline {
   bool candidates_within(sequence_id id, int tokens) const {
     if (core_.settings.pinned_units() > 0) return false;
     const int page = core_.settings.page.tokens, at = core_.sequences->known(id).candidates_at;
-    return std::all_of(core_.memory->layers.begin(), core_.memory->layers.end(), [&](const state& s) {
+    for (const state& s : core_.memory->layers) {
       const page_roles roles = roles_at(at, s.budget, page);
-      return roles.candidates() == 0 || roles.window_begin <= tokens / page;
-    });
+      if (roles.candidates() > 0 && roles.window_begin > tokens / page) return false;
+    }
+    return true;
   }
 
   core core_;
