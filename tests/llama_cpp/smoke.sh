@@ -62,7 +62,15 @@ status=0
   { echo "a damaged model: exit $status"; cat "$folder/damaged.out" "$folder/damaged.err"; exit 1; }
 rm "$folder/damaged.gguf"
 
-# A signal in the middle of the job leaves a line that says where, and the lines measured by then.
+# A signal ends the program that runs as $killed, and it leaves a line that says where: "PROGRAM: segmentation fault.. while PATTERN".
+ends_saying() {  # PROGRAM PATTERN
+  kill -SEGV "$killed"
+  status=0
+  wait "$killed" || status=$?
+  [[ $status == 139 ]] && tail -1 "$folder/killed.err" | grep -q "^$1: segmentation fault (SIGSEGV) while $2" ||
+    { echo "$1, killed: exit $status"; cat "$folder/killed.err"; exit 1; }
+}
+# In the middle of the job, and the lines measured by then are there.
 rm -rf "$folder/killed"
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/killed" \
   --calibration "$texts/technical.txt" --prompt 500 --steps 3000 --budget 256 --needle-tokens 400 --needle-budgets 256 \
@@ -72,12 +80,8 @@ until grep -q "quality of f" "$folder/killed.err"; do
   kill -0 "$killed" || { echo "ended before it was killed"; cat "$folder/killed.err"; exit 1; }
   sleep 0.1
 done
-kill -SEGV "$killed"
-status=0
-wait "$killed" || status=$?
-[[ $status == 139 ]] && tail -1 "$folder/killed.err" | grep -q \
-  "^freekv-compare: segmentation fault (SIGSEGV) while measuring quality: quality of f[a-z]*, [0-9]* % done; what was measured by then is in '.*/killed/results.jsonl.part'" ||
-  { echo "killed: exit $status"; cat "$folder/killed.err"; exit 1; }
+ends_saying freekv-compare \
+  "measuring quality: quality of f[a-z]*, [0-9]* % done; what was measured by then is in '.*/killed/results.jsonl.part'"
 grep -q '"bench":"needle".*"case":"freekv"' "$folder/killed/results.jsonl.part"
 grep -q "8 facts in" "$folder/killed/table.txt.part"
 
@@ -90,12 +94,7 @@ mkfifo "$folder/fifo.gguf"  # of which nobody writes the header
 "$programs/freekv-model-shape" "$folder/fifo.gguf" >"$folder/killed.out" 2>"$folder/killed.err" &
 killed=$!
 sleep 1
-kill -SEGV "$killed"
-status=0
-wait "$killed" || status=$?
-[[ $status == 139 ]] && tail -1 "$folder/killed.err" | grep -q \
-  "^freekv-model-shape: segmentation fault (SIGSEGV) while reading a model's header: .*/fifo.gguf$" ||
-  { echo "freekv-model-shape, killed: exit $status"; cat "$folder/killed.err"; exit 1; }
+ends_saying freekv-model-shape "reading a model's header: .*/fifo.gguf$"
 
 python3 - "$folder" <<'PYTHON'
 import json, math, sys
