@@ -23,13 +23,13 @@
 namespace freekv::device {
 
 struct attend_tuning {
-  int threads = 128;             ///< of a block
-  int registers = 208;           ///< of a thread at most; two blocks a multiprocessor, as 184 are too
-  int tensor_registers = 255;    ///< the same by tensor cores, where most are taken by pages that are decoded
-  int heads = 4;                 ///< query heads that a team attends with by FMA; larger groups take several
-  int part_tokens = 128;         ///< of a budgeted row that one part covers
+  int threads = 128;              ///< of a block
+  int registers = 208;            ///< of a thread at most; two blocks a multiprocessor, as 184 are too
+  int tensor_registers = 255;     ///< the same by tensor cores: most are taken by pages that are decoded
+  int heads = 4;                  ///< query heads that a team attends with by FMA; larger groups take several
+  int part_tokens = 128;          ///< of a budgeted row that one part covers
   int part_tokens_of_all = 1024;  ///< of a row that attends to everything
-  int rows_of_all = 16;          ///< that attend to everything in one launch; more take turns
+  int rows_of_all = 16;           ///< that attend to everything in one launch; more take turns
   constexpr bool valid() const {
     return valid_block(threads, registers) && valid_block(threads, tensor_registers) && heads >= 1 &&
            heads <= 8 && part_tokens >= 8 && part_tokens_of_all >= part_tokens && rows_of_all >= 1;
