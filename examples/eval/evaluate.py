@@ -26,7 +26,7 @@ QUALITY = "quality"
 METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "arkvale", "twilight", "infinigen",
            "fasa", "shadowkv", "h2o", "tova", "snapkv", "raas", "pyramid_kv", "lazy_eviction", "hard_kv",
            "defensive_kv", "cake", "r_kv", "arkv_origin", "d2o", "exact_merge", "hard_kv_merge",
-           "freekv", "freekv_key_subspace", "freekv_key_codes",
+           "freekv", "freekv_long_inputs", "freekv_key_subspace", "freekv_key_codes",
            "freekv_key_codes_deficit", "freekv_key_codes_sticky", "freekv_key_codes_units"]
 # For the estimate alone, on one core with a model of 135M: tokens a second that llama.cpp prefills, and that a method
 # decodes.
@@ -155,6 +155,11 @@ def signed(value, low, high, digits, unit=1):
     return f"{unit * value:+.{digits}f} ({unit * low:+.{digits}f} .. {unit * high:+.{digits}f}){star}"
 
 
+def apart(low, high):
+    """A mark where what was paired with quest differs from it."""
+    return "" if low is None or high is None or low <= 0 <= high else " +"
+
+
 def quality_columns(lines):
     value = {(l["case"], l["metric"]): l["value"] for l in lines if l["bench"] == "quality"}
     cases = list(dict.fromkeys(l["case"] for l in lines if l["bench"] == "quality"))
@@ -168,7 +173,8 @@ def quality_columns(lines):
     return [(f"KL, 1/1000 nat, n {n}",
              {case: "0" if case == "full" else
               f"{1000 * value[case, 'divergence']:.1f} ({1000 * value[case, 'divergence_low']:.1f} .. "
-              f"{1000 * value[case, 'divergence_high']:.1f})" for case in cases}),
+              f"{1000 * value[case, 'divergence_high']:.1f})" +
+              apart(*(value.get((case, f"divergence_over_quest_{end}")) for end in ("low", "high"))) for case in cases}),
             ("99th percentile", {case: "0" if case == "full" else f"{1000 * value[case, 'divergence_99']:.0f}" for case in cases}),
             ("output error", {case: f"{value[case, 'attention_error']:.3f}" for case in cases}),
             ("perplexity", {case: f"{value[case, 'perplexity']:.3f}" if case == "full" else
@@ -201,8 +207,10 @@ def column_of(kind, lines):
     for case in cases:
         over = at[case, "loss_difference"]
         known = over["low"] is not None and over["high"] is not None
+        to_quest = at.get((case, "loss_over_quest"), {"low": None, "high": None})
         cells[case] = (f"{at[case, 'loss']['value']:.3f}" if case == "full" else
-                       signed(over["value"], over["low"], over["high"], 3) if known else f"{over['value']:+.3f}")
+                       signed(over["value"], over["low"], over["high"], 3) + apart(to_quest["low"], to_quest["high"])
+                       if known else f"{over['value']:+.3f}")
     return title + ": loss over full", cells
 
 
@@ -222,7 +230,7 @@ token's distribution from full attention's, teacher-forced on three texts, 95 % 
 tokens. output error: the relative L2 distance of a query head's output from full attention's of the same query, in the mean.
 perplexity: of the same tokens, and its difference from full attention's. top-1: the same most likely token as full attention.
 fast MB: slots, summaries with their data, and complete layers, of a sequence. `*`: outside the interval, or p below 0.05;
-`+`: p below 0.05 against `quest`, where both ran together. Of so many cells one in twenty is
+`+`: against `quest`, paired, p below 0.05 or 0 outside the interval, where both ran together. Of so many cells one in twenty is
 so by chance.
 """
 

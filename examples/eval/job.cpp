@@ -42,7 +42,7 @@ std::vector<contender> all_contenders(const arguments& a, const model_shape& sha
   bool lent_basis = false, lent_codebooks = false;
   for (const auto& variant : variants()) {
     contender c{std::string(variant.name), variant.method};
-    c.method.tau = a.tau;
+    if (c.method.tau == method_spec{}.tau) c.method.tau = a.tau;
     c.page = variant.page;
     c.budget_share = variant.budget_share;
     c.deep = variant.deep;

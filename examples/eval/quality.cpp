@@ -1,5 +1,6 @@
 #include "quality.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <freekv/core/size.hpp>
@@ -137,31 +138,41 @@ void compare_quality(job& j) {
   const arguments& a = j.options();
   const auto all = quality_of_all(j);
   const quality_of_texts& full = all.front();
+  const auto contenders = j.contenders();
+  const auto quest = std::find_if(contenders.begin(), contenders.end(),
+                                  [](const contender& c) { return c.name == "quest"; });
   const std::string texts =
       std::to_string(full.losses.size()) + (full.losses.size() == 1 ? " text" : " texts");
   nlohmann::ordered_json at{{"route", "resident"}, {"n", full.steps}, {"texts", full.losses.size()}};
   std::vector<std::vector<std::string>> rows{
       {"prompt " + std::to_string(a.prompt) + ", budget " + std::to_string(a.common.budget), "perplexity",
-       "over full (95 %)", "KL, 1/1000 nat (95 %)", "its 99 %", "top-1", "error", "mass", "corrected",
-       "slices/step", "critical", "KB/step", "fast MB", "bytes/page/head"}};
+       "over full (95 %)", "KL, 1/1000 nat (95 %)", "over quest's (95 %)", "its 99 %", "top-1", "error",
+       "mass", "corrected", "slices/step", "critical", "KB/step", "fast MB", "bytes/page/head"}};
   for (std::size_t i = 0; i < all.size(); ++i) {
-    const contender& c = j.contenders()[i];
+    const contender& c = contenders[i];
     const quality_of_texts& q = all[i];
+    const bool beside_quest = quest != contenders.end() && i != 0 && to_size(quest - contenders.begin()) != i;
     attention_statistics s;
     for (const auto& head : q.by_head) s += head;
     const estimate more = block_bootstrap(differences(q.losses, full.losses));
     const estimate kl = block_bootstrap(q.divergences);
+    const estimate over_quest =
+        beside_quest ? block_bootstrap(
+                           differences(q.divergences, all[to_size(quest - contenders.begin())].divergences))
+                     : estimate{};
     const double of_full = full.perplexity(), difference = q.perplexity() - of_full;
     const double low = of_full * std::expm1(more.low), high = of_full * std::expm1(more.high);
     const double slices = q.per_step(s.recalled), bytes = slices * static_cast<double>(q.last.slice_bytes);
     const auto if_it_selects = [&](const std::string& cell) { return c.selects() ? cell : ""; };
     const auto unless_full = [&](const std::string& cell) { return i == 0 ? "" : cell; };
-    const auto thousandths = [](double nats) { return fixed(1000 * nats, nats < 0.01 ? 2 : 1); };
+    const auto thousandths = [](double nats) { return fixed(1000 * nats, std::abs(nats) < 0.01 ? 2 : 1); };
+    const auto with_bounds = [&](const estimate& nats) {
+      return thousandths(nats.value) + " (" + thousandths(nats.low) + " .. " + thousandths(nats.high) + ")";
+    };
     rows.push_back(
         {c.name, fixed(q.perplexity(), 2),
          unless_full(fixed(difference, 2) + " (" + fixed(low, 2) + " .. " + fixed(high, 2) + ")"),
-         unless_full(thousandths(kl.value) + " (" + thousandths(kl.low) + " .. " + thousandths(kl.high) +
-                     ")"),
+         unless_full(with_bounds(kl)), beside_quest ? with_bounds(over_quest) : "",
          unless_full(thousandths(q.highest_divergences())), fixed(100 * q.top1(), 1) + " %",
          fixed(s.mean_error(), 3), fixed(100 * s.mean_mass(), 1) + " %",
          if_it_selects(fixed(100 * s.corrected_share(), 0) + " %"), if_it_selects(fixed(slices, 0)),
@@ -178,6 +189,11 @@ void compare_quality(job& j) {
     add("divergence", kl.value, "nats per token");
     add("divergence_low", kl.low, "nats per token");
     add("divergence_high", kl.high, "nats per token");
+    if (beside_quest) {
+      add("divergence_over_quest", over_quest.value, "nats per token");
+      add("divergence_over_quest_low", over_quest.low, "nats per token");
+      add("divergence_over_quest_high", over_quest.high, "nats per token");
+    }
     add("divergence_99", q.highest_divergences(), "nats, 99th percentile of tokens");
     add("top1_agreement", q.top1(), "");
     add("attention_error", s.mean_error(), "relative L2");

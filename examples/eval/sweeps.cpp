@@ -99,12 +99,20 @@ void compare_poolings(job& j) {
                            &logits);
   };
   measure(j.contenders().front());
-  for (const auto& pooling : poolings) {
-    std::vector<std::string> row{std::string(pooling.name)};
+  struct rule {
+    std::string pooling;
+    bool scaled = true;  // the products whose softmaxes are pooled
+  };
+  std::vector<rule> rules;
+  for (const auto& pooling : poolings) rules.push_back({std::string(pooling.name)});
+  for (const char* of_softmaxes : {"mean_softmax", "max_softmax"}) rules.push_back({of_softmaxes, false});
+  for (const auto& [pooling, scaled] : rules) {
+    std::vector<std::string> row{pooling + (scaled ? "" : ", unscaled")};
     for (const auto& summary : compared) {
       contender c{.name = summary + ", " + row.front(), .method = {}};
       c.method.summary = summary;
-      c.method.pooling = row.front();
+      c.method.pooling = pooling;
+      if (!scaled) c.method.selection_scale = 1.0f;
       c.method.correction = "always";  // so that what is selected is this step's
       const quality q = measure(c);
       const estimate kl = block_bootstrap(std::span(&q.divergences, 1));
@@ -112,7 +120,7 @@ void compare_poolings(job& j) {
                     fixed(1e3 * kl.high, 1) + ")");
       row.push_back(fixed(100 * q.attention.mean_mass(), 1) + " %");
       const nlohmann::ordered_json at{
-          {"summary", summary}, {"pooling", pooling.name}, {"steps", a.steps}, {"route", "resident"}};
+          {"summary", summary}, {"pooling", row.front()}, {"steps", a.steps}, {"route", "resident"}};
       auto with_bounds = at;
       with_bounds.update({{"low", kl.low}, {"high", kl.high}});
       j.lines().add("pooling", c.name, "kl", kl.value, "nats", with_bounds);

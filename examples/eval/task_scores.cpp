@@ -533,11 +533,18 @@ void show_group(job& j, const std::string& name, const group_of_questions& group
     if (losses.empty()) {
       row.insert(row.end(), {"", ""});
     } else {
-      const estimate over = group_bootstrap(
-          by_prompt(group, of, [&](std::size_t q) { return *of.all[q].loss - *scores.front().all[q].loss; }));
+      const auto over_that_of = [&](const outcomes& other) {
+        return group_bootstrap(
+            by_prompt(group, of, [&](std::size_t q) { return *of.all[q].loss - *other.all[q].loss; }));
+      };
+      const estimate over = over_that_of(scores.front());
       const double loss = group_bootstrap(losses).value;
       add("loss", loss, "nats per token");
       add("loss_difference", over.value, "nats per token", {{"low", over.low}, {"high", over.high}});
+      if (quest != contenders.end() && who != 0 && who != to_size(quest - contenders.begin())) {
+        const estimate more = over_that_of(scores[to_size(quest - contenders.begin())]);
+        add("loss_over_quest", more.value, "nats per token", {{"low", more.low}, {"high", more.high}});
+      }
       row.push_back(fixed(loss, 3));
       row.push_back(who == 0 ? ""
                              : fixed(over.value, 3) + " (" + fixed(over.low, 3) + " .. " +

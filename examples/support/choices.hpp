@@ -33,6 +33,7 @@ struct method_spec {
   int key_rank = 0;  ///< of low_rank_keys; at most as many as a token's keys have numbers; 0: a share
   int unit = 0;      ///< tokens that are selected together; 0: a page's
   std::string pooling = "mean_softmax";
+  float selection_scale = 0.0f;  ///< of the scores that units are selected by; 0: attention's
   std::string selection = "top_k";
   float top_p = 0.95f;
   float bonus = sticky_top_k{}.bonus;

@@ -20,6 +20,7 @@ Settings settings_of_options(const pipeline_options& o, const method_data& data)
   s.capacity.store_tokens = o.store_tokens;
   s.capacity.selected_tokens = o.selected_tokens;
   s.attention.scale = o.scale;
+  s.attention.selection_scale = o.method.selection_scale;
   s.attention.sliding_window = o.sliding_window;
   s.attention.soft_cap = o.soft_cap;
   s.attention.sink_logits = o.sink_logits;

@@ -41,6 +41,7 @@ void give(method_spec& m, const every_n_steps<Steps>& p) {
 }
 void give(method_spec& m, const top_p& p) { m.top_p = p.p; }
 void give(method_spec& m, const sticky_top_k& p) { m.bonus = p.bonus; }
+void give(method_spec& m, const cosine_drift& p) { m.tau = p.tau; }
 void give(method_spec& m, const mass_deficit& p) {
   m.delta = p.delta;
   m.partial = p.partial;

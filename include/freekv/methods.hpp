@@ -147,6 +147,14 @@ struct freekv_paper : named_policies<min_max, cosine_drift> {
       "min-max summaries, speculative retrieval, correction by query drift";
   static constexpr std::string_view published = "arXiv 2505.13109";
 };
+/// FreeKV as published for long inputs, with its `correction`; with 0.9 it is published for long outputs
+/// (section 5.1).
+struct freekv_long_inputs : named_policies<min_max, cosine_drift> {
+  static constexpr std::string_view name = "freekv_long_inputs";
+  static constexpr std::string_view about = "freekv with tau 0.8, as published for long inputs";
+  static constexpr std::string_view published = "arXiv 2505.13109";
+  static inline const cosine_drift correction{.tau = 0.8f};
+};
 /// FreeKV without correction: the selection of the step before, whatever the query.
 struct freekv_never : named_policies<min_max, never> {
   static constexpr std::string_view name = "freekv_never";
@@ -346,8 +354,8 @@ struct method_list {};
 /// All of the above.
 using all =
     method_list<full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight,
-                infinigen, fasa, shadowkv, razor_attention, duo_attention, freekv_paper, freekv_never,
-                freekv_top_p, freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never,
+                infinigen, fasa, shadowkv, razor_attention, duo_attention, freekv_paper, freekv_long_inputs,
+                freekv_never, freekv_top_p, freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never,
                 freekv_key_subspace, freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
                 freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky,
                 freekv_key_codes_units, h2o, tova, snapkv, pyramid_kv, raas, lazy_eviction, hard_kv,

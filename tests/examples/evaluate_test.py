@@ -151,6 +151,9 @@ class Evaluate(unittest.TestCase):
         self.assertEqual(evaluate.signed(0.05, -0.05, 0.15, 3), "+0.050 (-0.050 .. +0.150)")
         self.assertEqual(evaluate.signed(-0.1, -0.15, -0.05, 2), "-0.10 (-0.15 .. -0.05) *")
 
+    def test_what_differs_from_quest_has_a_plus(self):
+        self.assertEqual([evaluate.apart(*of) for of in ((0.1, 0.2), (-0.2, -0.1), (-0.1, 0.2), (None, None))], [" +", " +", "", ""])
+
 
 if __name__ == "__main__":
     unittest.main(argv=sys.argv[:1])

@@ -114,6 +114,8 @@ inline void check_summary(const replay_case& c, const replay_output& r, const ex
   is_if(subspace || sketch, "bits", o.method.bits);
   is_if(two_stages, "times", o.method.times);
   is_if(c.retrieves() && !subspace && !sketch && !two_stages, "summary_dtype", o.method.format);
+  is_if(c.retrieves() && !c.selection_scale.empty(), "selection_scale",
+        c.selection_scale.empty() ? 0.0 : std::stod(c.selection_scale));
   is_if(c.retrieves() && o.method.selection == "top_p", "top_p", std::stod(c.top_p));
   is_if(c.retrieves() && o.method.selection == "sticky_top_k", "bonus", std::stod(c.bonus));
   is_if(c.retrieves() && o.method.correction == "cosine_drift", "drift_pool", o.method.drift_pool);

@@ -47,6 +47,7 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
       {"razor_attention", {"by_head", "min_max", "cosine_drift"}},
       {"duo_attention", {"by_head", "min_max", "cosine_drift"}},
       {"freekv", {"retrieval", "min_max", "cosine_drift"}},
+      {"freekv_long_inputs", {"retrieval", "min_max", "cosine_drift"}},
       {"freekv_never", {"retrieval", "min_max", "never"}},
       {"freekv_top_p", {"retrieval", "min_max", "cosine_drift", "mean_softmax", "top_p"}},
       {"freekv_chunk_means", {"retrieval", "chunk_means", "cosine_drift"}},
@@ -75,7 +76,7 @@ struct replay_case {
   std::string query_dtype = "F32", dtype = "F32";  // in the file, of q, and of k and v
   std::string dtype_flag = "stored";
   std::string tau = "0.9", top_p = "0.95", bonus = "0.7", delta = "0.2";  // as text
-  std::string scale;                                                      // none: the default
+  std::string scale, selection_scale;                                     // none: the default
   int threads = 1;
   int basis_layers = 0, basis_layer = 0;  // 0 layers: the basis is learnt from the prompt
   int spare_rank = 0;                     // rows in the basis file beyond --rank
@@ -117,8 +118,9 @@ inline data_type element_of(const std::string& dtype) {
 
 inline std::ostream& operator<<(std::ostream& out, const replay_case& c) {
   return out << c.layer << ", variant " << c.variant << ", q " << c.query_dtype << ", kv " << c.dtype
-             << ", --dtype " << c.dtype_flag << ", tau " << c.tau << ", scale " << c.scale << ", threads "
-             << c.threads << ", basis layers " << c.basis_layers << ", listed heads " << c.heads.size();
+             << ", --dtype " << c.dtype_flag << ", tau " << c.tau << ", scale " << c.scale
+             << ", selection scale " << c.selection_scale << ", threads " << c.threads << ", basis layers "
+             << c.basis_layers << ", listed heads " << c.heads.size();
 }
 
 /// Codebooks from the prompt's keys, where the case uses any: learnt as the program learns them, which
@@ -206,6 +208,7 @@ inline void fill_trace(replay_case& c) {
   o.soft_cap = std::stof(c.soft_cap);
   if (!o.sink_logits.empty()) o.sink_logits.resize(to_size(o.query_heads), -1.0f);
   o.scale = c.scale.empty() ? 0.0f : std::stof(c.scale);
+  o.method.selection_scale = c.selection_scale.empty() ? 0.0f : std::stof(c.selection_scale);
   o.element = element_of(c.kept_dtype());
   o.max_tokens = c.tokens();
 
@@ -260,6 +263,7 @@ inline replay_case random_replay(std::uint64_t seed) {
   c.dtype_flag = d.one_of<std::string>({"stored", "stored", "stored", "f32", "f16", "bf16"});
   c.tau = d.one_of<std::string>({"0.5", "0.9", "0.95", "-5", "5"});
   c.scale = d.one_of<std::string>({"", "", "0.05", "0.3"});
+  c.selection_scale = dice(seed + 7).one_of<std::string>({"", "", "0.02", "1"});
   c.threads = d.between(1, 3);
   if (d.below(2) == 0) c.basis_layers = d.between(1, 3);
   c.basis_layer = c.basis_layers == 0 ? 0 : d.below(c.basis_layers);
@@ -422,6 +426,7 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   if (o.in_place) flag("route", "in_place");
   if (c.dtype_flag != "stored") flag("dtype", c.dtype_flag);
   if (!c.scale.empty()) flag("scale", c.scale);
+  if (!c.selection_scale.empty()) flag("selection-scale", c.selection_scale);
   if (c.slides) flag("sliding-window", o.sliding_window);
   if (o.soft_cap != 0.0f) flag("soft-cap", c.soft_cap);
   if (!out.empty()) flag("out", out);

@@ -118,7 +118,8 @@ TEST_CASE("options that cannot be are refused with the number and what to choose
   r.refuse({"--variant", "h2o", "--soft-cap", "30"}, {"h2o", "--soft-cap"});
   r.refuse({"--heads", "heads", "--sliding-window", "8"}, {"--heads", "--sliding-window"});
   r.refuse({"--scale", "-0.5"}, {"--scale -0.5", "negative"});
-  for (const char* scale : {"1e39", "1e-60"}) r.refuse({"--scale", scale}, {scale, "float32"});
+  for (const char* scale : {"1e39", "1e-60"})
+    for (const char* option : {"--scale", "--selection-scale"}) r.refuse({option, scale}, {scale, "float32"});
   for (const char* share : {"0", "-0.1", "1.1", "1e300"})
     r.refuse({"--selection", "top_p", "--top-p", share}, {"top_p", "share above 0, at most 1"});
   for (const char* bonus : {"-0.1", "1e7", "-1e300"})
@@ -132,7 +133,7 @@ TEST_CASE("options that cannot be are refused with the number and what to choose
   for (const char* times : {"0", "-1"})
     r.refuse({"--summary", "coarse_to_fine", "--times", times}, {times + std::string(" times")});
   r.refuse({"--spare", "-1"}, {"-1 spare slots"});
-  for (const char* option : {"--tau", "--scale", "--top-p", "--delta"})
+  for (const char* option : {"--tau", "--scale", "--selection-scale", "--top-p", "--delta"})
     for (const char* number :
          {"nan", "NaN", "-nan", "inf", "-inf", "infinity", "1e400", "", "0.9x", "x", " 1"})
       r.refuse({option, number}, {option});

@@ -529,6 +529,21 @@ TEST_CASE("defaults are those of the contract", "[replay]") {
   CHECK(settings.at("threads") == 1);
 }
 
+TEST_CASE("tau is the variant's unless it is given", "[replay]") {
+  const scratch_folder folder;
+  store(folder / "trace", trace_of(plain_case()).whole());
+  const auto tau_with = [&](std::vector<std::string> more) {
+    std::vector<std::string> command{FREEKV_REPLAY, folder / "trace", "--variant", "freekv_long_inputs"};
+    command.insert(command.end(), more.begin(), more.end());
+    const program_end end = run_program(command);
+    INFO(end);
+    REQUIRE(end.exit_code == 0);
+    return nlohmann::json::parse(end.out).at("settings").at("tau");
+  };
+  CHECK(tau_with({}) == 0.8);
+  CHECK(tau_with({"--tau", "0.7"}) == 0.7);
+}
+
 TEST_CASE("an output that exists is replaced, and a second run reads the same trace", "[replay]") {
   const scratch_folder folder;
   const replay_case c = plain_case();
@@ -549,7 +564,7 @@ TEST_CASE("help names every flag and its default", "[replay]") {
                            "--sink INT=64 ",
                            "--window INT=64 ",
                            "--k INT=8 ",
-                           "--tau FLOAT=0.9 ",
+                           "--tau FLOAT=0.9, of freekv_long_inputs 0.8",
                            "--summary TEXT=the variant's",
                            "--chunk INT=8 ",
                            "--rank INT=24 ",
@@ -581,6 +596,7 @@ TEST_CASE("help names every flag and its default", "[replay]") {
                            "--route TEXT=resident ",
                            "--dtype TEXT=stored ",
                            "--scale FLOAT=1/sqrt(head_dim)",
+                           "--selection-scale FLOAT=--scale",
                            "--threads INT=1 ",
                            "--out TEXT=none "}) {
     INFO("lacks " << flag);

@@ -128,6 +128,11 @@ for bench in "quality", "continuation":
     for case in cases[1:]:
         assert 0 < value[bench, case, "divergence_low"] <= value[bench, case, "divergence"] <= value[bench, case, "divergence_high"]
         assert value[bench, case, "divergence"] <= value[bench, case, "divergence_99"], case
+over_quest = {case: [value["quality", case, "divergence_over_quest" + end] for end in ("_low", "", "_high")]
+              for case in cases if ("quality", case, "divergence_over_quest") in value}
+assert list(over_quest) == [case for case in cases if case not in ("full", "quest")]
+for case, (low, mean, high) in over_quest.items():
+    assert low <= mean <= high and abs(mean - value["quality", case, "divergence"] + value["quality", "quest", "divergence"]) < 1e-9
 assert {l["n"] for l in lines if l["bench"] == "quality"} == {24}  # 12 tokens of two texts
 assert 0 < value["continuation", "full", "loss"] < math.log(value["quality", "full", "perplexity"])  # its own choice
 parts = [(l["first"], l["end"]) for l in lines if (l["bench"], l["case"], l["metric"]) == ("continuation", "freekv", "loss_at")]
@@ -143,6 +148,9 @@ assert made["needles, 300", "full", "right"]["n"] == 8 and made["variables, 300"
 for (group, case, metric), line in made.items():
     assert metric not in ("p_full", "p_quest") or 0 < line["value"] <= 1
     assert metric != "loss" or line["value"] > 0
+losses = {case: made["needles, 300", case, "loss"]["value"] for case in ("quest", "streaming_llm")}
+assert abs(made["needles, 300", "streaming_llm", "loss_over_quest"]["value"] + losses["quest"] - losses["streaming_llm"]) < 1e-9
+assert ("needles, 300", "quest", "loss_over_quest") not in made
 assert ("needles, 300", "streaming_llm", "p_quest") in made and ("needles, 300", "quest", "p_quest") not in made
 asked = [l for l in results("made") if l["bench"] == "task" and l["case"] == "full"]
 assert [l["question"] for l in asked] == [*range(8), 0, 0, 1] and all(l["loss"] > 0 for l in asked)

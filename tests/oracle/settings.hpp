@@ -109,6 +109,7 @@ struct settings {
       read_back = nullptr;
   int max_rows = 1;                      // the most decode rows that one step may append
   int sliding_window = 0;                // tokens
+  double selection_scale = 0.0;          // of scores that units are selected by; 0: `scale`
   double soft_cap = 0.0;                 // scores become soft_cap * tanh(score / soft_cap); 0: none
   std::vector<double> sink_logits = {};  // one per query head, of a token without a value; empty: none
   scope_kind rows = scope_kind::kv_head;
@@ -123,6 +124,10 @@ inline settings with_summary(settings s, summary_kind summary) {
   s.summary = summary;
   s.format = stored_format::standard;
   return s;
+}
+
+inline double selection_scale(const settings& s) {
+  return s.selection_scale == 0.0 ? s.scale : s.selection_scale;
 }
 
 inline int unit_tokens(const settings& s) { return s.unit == 0 ? s.page : s.unit; }
@@ -195,6 +200,7 @@ inline void check(const settings& s) {
   require(s.selected_units >= 1, "at least one page is selected");
   require(s.max_rows >= 1, "a step may append at least one row");
   require(s.scale > 0.0, "scale is positive; default_scale gives the usual one");
+  require(s.selection_scale >= 0.0, "selection_scale is positive, or 0 for `scale`");
   require(s.head_kinds.empty() || s.head_kinds.size() == static_cast<std::size_t>(s.kv_heads),
           "head_kinds is empty or has one kind per KV head");
   require(s.kind != layer_kind::sliding || s.sliding_window >= 1, "a sliding window has at least one token");

@@ -195,42 +195,42 @@ inline double score_unit(const settings& s, int kv_head, std::span<const float> 
   switch (s.summary) {
     case summary_kind::min_max:
     case summary_kind::centroid_box:
-      return min_max_score(q, summary.values, s.scale);
+      return min_max_score(q, summary.values, selection_scale(s));
     case summary_kind::ball:
-      return ball_score(q, summary.values, s.scale);
+      return ball_score(q, summary.values, selection_scale(s));
     case summary_kind::mean:
     case summary_kind::chunk_means:
-      return chunk_means_score(q, summary.values, s.scale);
+      return chunk_means_score(q, summary.values, selection_scale(s));
     case summary_kind::key_sketch:
-      return sketch_score(q, summary.values, s.scale);
+      return sketch_score(q, summary.values, selection_scale(s));
     case summary_kind::key_codes:
-      return codes_score(q, summary, s.key_codebooks[kv_head], s.scale);
+      return codes_score(q, summary, s.key_codebooks[kv_head], selection_scale(s));
     case summary_kind::coarse_to_fine:
       throw std::logic_error("oracle: coarse_to_fine is scored in two stages");
     case summary_kind::key_subspace:
       break;
   }
-  return subspace_score(q, summary.values, s.bases[kv_head], s.scale);
+  return subspace_score(q, summary.values, s.bases[kv_head], selection_scale(s));
 }
 
 /// How far `score_unit` may legitimately differ because numbers of the summary do; infinite where one of
 /// them may be infinite or not.
 inline double score_doubt(const settings& s, int kv_head, std::span<const float> q,
                           const page_summary& summary) {
-  if (s.summary == summary_kind::ball) return ball_score_doubt(q, summary, s.scale);
+  if (s.summary == summary_kind::ball) return ball_score_doubt(q, summary, selection_scale(s));
   if (s.summary == summary_kind::key_codes)
-    return codes_score_doubt(q, summary, s.key_codebooks[kv_head], s.scale);
+    return codes_score_doubt(q, summary, s.key_codebooks[kv_head], selection_scale(s));
   if (summary.doubt.empty()) return 0.0;
   switch (s.summary) {
     case summary_kind::min_max:
     case summary_kind::centroid_box:
-      return min_max_score_doubt(q, summary, s.scale);
+      return min_max_score_doubt(q, summary, selection_scale(s));
     case summary_kind::key_sketch:
-      return sketch_score_doubt(q, summary, s.scale);
+      return sketch_score_doubt(q, summary, selection_scale(s));
     case summary_kind::key_subspace:
-      return subspace_score_doubt(q, summary.values, summary.doubt, s.bases[kv_head], s.scale);
+      return subspace_score_doubt(q, summary.values, summary.doubt, s.bases[kv_head], selection_scale(s));
     default:
-      return chunk_means_score_doubt(q, summary, s.scale);
+      return chunk_means_score_doubt(q, summary, selection_scale(s));
   }
 }
 

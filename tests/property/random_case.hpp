@@ -60,7 +60,8 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
              << " every " << o.method.every << ", " << o.method.residency << " spare " << o.method.spare
              << ", " << o.method.rows << ", unit " << o.method.unit << ", plan " << o.method.plan << ", "
              << o.layout << (o.in_place ? ", in place" : ", resident") << ", sliding " << o.sliding_window
-             << ", cap " << o.soft_cap << (o.sink_logits.empty() ? "" : ", sink logits") << ", pins "
+             << ", cap " << o.soft_cap << ", selection scale " << o.method.selection_scale
+             << (o.sink_logits.empty() ? "" : ", sink logits") << ", pins "
              << (o.method.pinning == "no_pins" ? 0 : o.method.pinned) << ", store " << o.method.codec
              << (o.store_file.empty() ? ""
                  : o.direct_io        ? " direct file"
@@ -265,6 +266,7 @@ inline random_case make_case(std::uint64_t seed) {
   if (d.below(4) == 0) o.method.codec = d.name_of(codecs);
   o.sliding_window = d.one_of({1, o.page, d.between(1, 6 * o.page), 100 * o.page});
   if (d.below(5) == 0) o.soft_cap = d.one_of({0.5f, 3.0f, 30.0f});
+  o.method.selection_scale = dice(seed + 6).one_of({0.0f, 0.0f, 0.02f, 1.0f, 3.0f});
   if (d.below(5) == 0)
     for (int head = 0; head < o.query_heads; ++head) o.sink_logits.push_back(3.0f * d.normal());
   if (d.below(3) == 0) o.method.rows = d.name_of(oracle_scopes);
@@ -398,6 +400,7 @@ inline oracle::settings oracle_settings(const random_case& c) {
   s.spare = o.method.spare;
   s.sliding_window = o.sliding_window;
   s.soft_cap = static_cast<double>(o.soft_cap);
+  s.selection_scale = static_cast<double>(o.method.selection_scale);
   const auto sinks =
       std::span(o.sink_logits).first(o.sink_logits.empty() ? 0 : static_cast<std::size_t>(o.query_heads));
   s.sink_logits.assign(sinks.begin(), sinks.end());

@@ -187,7 +187,7 @@ std::string footer() {
 struct policy_flags {
   std::optional<std::string> summary, pooling, selection, pinning, rows, correction, codec;
   std::optional<int> bits, unit;
-  std::optional<double> top_p, bonus;
+  std::optional<double> tau, top_p, bonus;
 };
 
 /// The variant's method; `numbers` has what the flags say for every variant.
@@ -228,10 +228,12 @@ method_spec chosen_method(const replay_options& o, const policy_flags& flags, me
     m.correction = published.correction;
   }
   m.bits = flags.bits.value_or(m.summary == "key_sketch" ? 2 : variant.bits);
-  m.tau = nearest_float(o.tau);  // flags as its largest or lowest number does: always, or never
+  // Flags as its largest or lowest number does: always, or never.
+  m.tau = flags.tau ? nearest_float(*flags.tau) : variant.tau;
   m.top_p = flags.top_p ? nearest_float(*flags.top_p) : variant.top_p;
   m.bonus = flags.bonus ? nearest_float(*flags.bonus) : variant.bonus;
   m.delta = nearest_float(o.delta);
+  m.selection_scale = static_cast<float>(o.selection_scale);
   if ((m.plan == "complete" || m.evicts()) && (m.codec != method_spec{}.codec || o.store_file))
     refuse("--codec and --store-file are for what is recalled, and --variant " + o.variant +
            " recalls nothing; choose another variant");
@@ -278,8 +280,11 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   add.whole_number("--sink", o.sink, "Sink tokens, a multiple of the page");
   add.whole_number("--window", o.window, "Window tokens, a positive multiple of the page");
   add.whole_number("--k", o.k, "Selected pages, or with --unit units, of each KV head");
-  add.real_number("--tau", o.tau,
-                  "cosine_drift: correct a KV head whose queries' pooled cosine is below this");
+  add.parsed(
+         "--tau", [&](const std::string& text) { flags.tau = finite("--tau", text); },
+         "cosine_drift: correct a KV head whose queries' pooled cosine is below this")
+      ->type_name("FLOAT")
+      ->default_str("0.9, of freekv_long_inputs 0.8");
   add.optional_text("--summary", flags.summary, "the variant's", "Page summary: " + names_of(summaries));
   add.text("--summary-dtype", numbers.format,
            "Of the summary's numbers: " + names_of(formats) +
@@ -374,6 +379,14 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
       ->type_name("FLOAT")
       ->default_str("1/sqrt(head_dim)");
   add.parsed(
+         "--selection-scale",
+         [&](const std::string& text) {
+           o.selection_scale = positive_float_or_zero("--selection-scale", text);
+         },
+         "Of the scores that pages are selected by; 1: their softmax is that of products not scaled")
+      ->type_name("FLOAT")
+      ->default_str("--scale");
+  add.parsed(
          "--soft-cap",
          [&](const std::string& text) { o.soft_cap = positive_float_or_zero("--soft-cap", text); },
          "Attention's scores become cap * tanh(score / cap); 0 for none")
@@ -416,6 +429,7 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   (void)find_by_name("--dtype", named(dtypes), o.dtype);
   if (o.k < 1) refuse("--k " + std::to_string(o.k) + " is below 1; select at least one page");
   o.method = chosen_method(o, flags, numbers);
+  o.tau = flags.tau.value_or(decimal(o.method.tau));
   o.top_p = flags.top_p.value_or(decimal(o.method.top_p));
   o.bonus = flags.bonus.value_or(decimal(o.method.bonus));
   return o;

@@ -85,10 +85,11 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
       eviction_kind::validate(eviction, s.limits(s.complete_layers()));
   });
   const attention_settings& asked = s.attention;
-  if (asked.sliding_window != 0 || asked.soft_cap != 0.0f || !asked.sink_logits.empty())
+  if (asked.sliding_window != 0 || asked.soft_cap != 0.0f || asked.selection_scale != 0.0f ||
+      !asked.sink_logits.empty())
     fail(
-        "an evicting pipeline attends without a sliding window, a soft cap and sink logits; leave them out, "
-        "or take a retrieval_pipeline");
+        "an evicting pipeline selects nothing and attends without a sliding window, a soft cap and sink "
+        "logits; leave out selection_scale and these, or take a retrieval_pipeline");
   s.attention.fill_in(s.model, HeadDim);
   return s;
 }

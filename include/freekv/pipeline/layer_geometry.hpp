@@ -39,6 +39,7 @@ struct layer_geometry {
   freekv::budget budget;
   slot_roles slots;
   float scale = 1.0f;
+  float selection_scale = 1.0f;
   int sliding_window = 0;  // tokens; 0: there is none
   float soft_cap = 0.0f;   // of attention's scores; 0: none
   int pins = 0;            // units of a KV head that are selected whatever their scores

@@ -42,6 +42,7 @@ constexpr float nat_in(log_base base) { return base == log_base::two ? 1.4426950
 /// 1.4)
 struct attention_settings {
   float scale = 0.0f;      ///< of scores; 0: 1 / sqrt(head_dim)
+  float selection_scale = 0.0f;  ///< of the scores that units are selected by; 0: `scale`
   int sliding_window = 0;  ///< tokens, a row's own included, that it attends to in layers of kind `sliding`
   float soft_cap = 0.0f;   ///< scores become soft_cap * tanh(score / soft_cap); 0: none
   std::vector<float> sink_logits{};  ///< (layers, query_heads): of a further token without a value, whose
@@ -51,7 +52,9 @@ struct attention_settings {
   /// Fills in what has its default. Throws settings_error.
   [[gnu::cold]] void fill_in(const model_settings& model, int head_dim) {
     if (scale == 0.0f) scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
+    if (selection_scale == 0.0f) selection_scale = scale;
     if (!std::isfinite(scale)) throw settings_error("scale is not finite");
+    if (!std::isfinite(selection_scale)) throw settings_error("selection_scale is not finite");
     if (!(soft_cap >= 0.0f && std::isfinite(soft_cap)))
       throw settings_error("soft_cap is " + std::to_string(soft_cap) +
                            "; choose a positive number, or 0 for none");

@@ -94,6 +94,7 @@ class pipeline_memory {
     l.decode_rows = s.capacity.max_decode_rows;
     if (l.kind == layer_kind::window || l.kind == layer_kind::sliding) l.slots.selected = 0;
     l.scale = s.attention.scale;
+    l.selection_scale = s.attention.selection_scale;
     l.max_pages = s.max_pages();
     l.store_pages = s.store_pages();
     l.page_table = tables.page_tables.device;

@@ -248,7 +248,7 @@ class head_selection {
     resolve(policies_.summary, [&](const auto& summary) {
       with_team(set_, [&](auto team) {
         const auto policy = summary_at(summary, s_.layer, at_.head);
-        prepared_ = prepare_group(team, policy, query_, s_.scale, w_.query);
+        prepared_ = prepare_group(team, policy, query_, s_.selection_scale, w_.query);
       });
     });
   }
