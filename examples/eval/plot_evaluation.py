@@ -1,7 +1,7 @@
 """Pictures of an evaluation's cells: python plot_evaluation.py FOLDER, which evaluate.py has filled.
 
 Of cells with other settings, as of another budget, those are drawn that are as the newest. FOLDER/LENGTH.png has a row for each method: KL from full attention, and for each task what is answered right, or the loss
-over full attention's where that answers fewer than 60 %, with intervals."""
+over full attention's where that answers fewer than 60 %, with intervals; FOLDER/LENGTH-costs.png has KL against bytes, with a line through what nothing beats in both."""
 
 import json
 import sys
@@ -76,13 +76,71 @@ def picture(folder, length, settings):
     return file
 
 
+def front(points):
+    """Methods that no other beats in both coordinates, from the least of the first on."""
+    best, kept = float("inf"), []
+    for method, (cost, loss) in sorted(points.items(), key=lambda of: of[1]):
+        if loss < best:
+            best = loss
+            kept.append(method)
+    return kept
+
+
+def name_points(axis, points):
+    """Each name beside its point, or above those that are there already."""
+    taken, wide, high = [], 100, 9  # pixels of a name
+    for name, point in sorted(points.items(), key=lambda of: of[1][1]):
+        x, y = at = axis.transData.transform(point)
+        while any(abs(x - a) < wide and abs(y - b) < high for a, b in taken):
+            y += 1
+        taken.append((x, y))
+        axis.annotate(name, point, fontsize=5, xytext=(4, (y - at[1]) * 72 / axis.figure.dpi - 2),
+                      textcoords="offset points", color=plot.INK)
+
+
+def costs(folder, length, settings):
+    """KL against what a step waits for and against fast memory."""
+    cell = folder / "cells" / f"{evaluate.QUALITY}-{length}"
+    if settings_at(cell) != settings:
+        return None
+    results = plot.Results(cell / "results.jsonl")
+    of = {metric: results.select("quality", metric) for metric in
+          ("divergence", "slices_recalled", "slices_critical", "bytes_recalled", "fast_tier_bytes")}
+    methods = [case for case in of["divergence"] if case != "full"]
+
+    def waited_for(case):
+        slices = of["slices_recalled"][case]
+        return of["bytes_recalled"][case] * of["slices_critical"][case] / slices / 1e6 if slices else 0
+
+    figure, axes = plot.plt.subplots(1, 2, figsize=(11, 5), sharey=True)
+    for axis, title, cost in ((axes[0], "MB recalled before attention, a step", waited_for),
+                              (axes[1], "fast MB, summaries included", lambda case: of["fast_tier_bytes"][case] / 1e6)):
+        points = {case: (cost(case), 1000 * of["divergence"][case]) for case in methods}
+        line = [points[case] for case in front(points)]
+        axis.plot(*zip(*line), color=plot.GRID, linewidth=2, zorder=0)
+        for case, (x, y) in points.items():
+            axis.plot(x, y, "o", markersize=5, color=plot.colour(case))
+        axis.set_yscale("log")
+        name_points(axis, points)
+        axis.set_xlabel(title)
+        axis.grid(color=plot.GRID)
+        axis.set_axisbelow(True)
+    axes[0].set_ylabel("KL from full attention, 1/1000 nat")
+    file = folder / f"{length}-costs.png"
+    figure.tight_layout()
+    figure.savefig(file)
+    plot.plt.close(figure)
+    return file
+
+
 def main():
     if len(sys.argv) != 2:
         sys.exit("usage: python plot_evaluation.py FOLDER")
     folder = Path(sys.argv[1])
     cells = [cell for cell in (folder / "cells").iterdir() if settings_at(cell)]
     newest = max(cells, key=lambda cell: (cell / "settings.json").stat().st_mtime, default=None)
-    files = [file for file in (picture(folder, length, settings_at(newest)) for length in evaluate.lengths_of(cells)) if file]
+    files = [file for length in evaluate.lengths_of(cells) for draw in (picture, costs)
+             if (file := draw(folder, length, settings_at(newest)))]
     print("pictures: " + ", ".join(map(str, files)))
 
 
