@@ -208,6 +208,8 @@ job::job(const arguments& wanted)
     throw file_error("'" + wanted.out +
                      "/table.txt.part' cannot be written; choose another folder with --out");
   note_remark("what was measured by then is in '" + wanted.out + "/results.jsonl.part'");
+  for (const contender& c : contenders_)
+    if (c.method.tau != wanted.tau) lines_.set_case(c.name, {{"tau", c.method.tau}});
   std::copy_if(contenders_.begin(), contenders_.end(), std::back_inserter(principal_),
                [](const contender& c) { return !c.deep; });
   place_.queries = std::any_of(contenders_.begin(), contenders_.end(), [](const contender& c) {

@@ -24,6 +24,7 @@ void json_lines::add(const std::string& bench, const std::string& of_case, const
       {"value", std::isfinite(value) ? nlohmann::ordered_json(value) : nlohmann::ordered_json(nullptr)},
       {"unit", unit}};
   line.update(run_);
+  if (const auto its = cases_.find(of_case); its != cases_.end()) line.update(its->second);
   if (!more.is_null()) line.update(more);
   file_ << line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)
         << std::endl;  // generated text may end in half a character

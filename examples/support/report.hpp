@@ -2,7 +2,9 @@
 #pragma once
 
 #include <fstream>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <nlohmann/json.hpp>
@@ -12,20 +14,23 @@
 namespace freekv::examples {
 
 /// One JSON object a line: bench, case, metric, value, unit, and what holds for the whole run. Lines are
-/// written as they come, to `PATH.part`, which takes PATH's place when it is complete. `more` is of this line
-/// alone, and goes before what holds for the run.
+/// written as they come, to `PATH.part`, which takes PATH's place when it is complete. What holds for a case
+/// goes before that, and `more`, of a line alone, before both.
 class json_lines {
  public:
   /// `run`: what holds for every line. Throws file_error.
   json_lines(const std::string& path, nlohmann::ordered_json run);
   void add(const std::string& bench, const std::string& of_case, const std::string& metric, double value,
            const std::string& unit, const nlohmann::ordered_json& more = {});
+  /// What holds for each line of a case that is added from now on.
+  void set_case(const std::string& name, nlohmann::ordered_json its) { cases_[name] = std::move(its); }
   /// Moves the file to its place.
   void finish();
 
  private:
   std::string path_;
   nlohmann::ordered_json run_;
+  std::map<std::string, nlohmann::ordered_json> cases_;
   std::ofstream file_;
 };
 

@@ -12,7 +12,7 @@ common=(--model "$model" --text "$texts/hacker-folklore.txt" --threads 1)  # of 
   --own-continuation 16 --more-texts "$texts/genesis.txt"
 python3 -B "$texts/../tasks.py" "$folder/made.jsonl" --lengths 300 --prompts 1 --tasks needles multivalue variables
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/made" \
-  --section tasks --tasks "$folder/made.jsonl" --variant streaming_llm --variant quest --budget 256 --commit smoke
+  --section tasks --tasks "$folder/made.jsonl" --variant streaming_llm --variant quest --variant freekv_long_inputs --budget 256 --commit smoke
 sed 's/^{/{"stop": "\\n", /' "$texts/tasks.jsonl" >"$folder/stops.jsonl"
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/chat" \
   --section tasks --tasks "$folder/stops.jsonl" --variant streaming_llm --budget 256 --chat --samples 3 --temperature 0.8 \
@@ -142,6 +142,7 @@ assert all((folder / f"results/generated-{case}.txt").stat().st_size > 0 for cas
 assert value["tasks", "full", "answers_right"] == 2  # facts that stand in the prompts
 tasks = [l for l in lines if l["bench"] == "task" and l["case"] == "full"]
 assert [l["task"] for l in tasks] == [1, 2, 3, 4, 5] and tasks[1]["answered"].startswith("73951") and len(tasks[2]["losses"]) == 3
+assert {(l["case"] == "freekv_long_inputs", round(l["tau"], 3)) for l in results("made")} == {(True, 0.8), (False, 0.9)}
 made = {(l["group"], l["case"], l["metric"]): l for l in results("made") if l["bench"] == "task_group"}
 assert [group for group, case, metric in made if (case, metric) == ("full", "right")] == ["needles, 300", "multivalue, 300", "variables, 300"]
 assert made["needles, 300", "full", "right"]["n"] == 8 and made["variables, 300", "full", "right"]["prompts"] == 1
