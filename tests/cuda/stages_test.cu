@@ -283,7 +283,7 @@ void long_row(report& checks, random_numbers& random, int next, int k) {
   s.heads = {group, 1};
   s.page = s.unit = {8, d};
   s.budget = {first * s.page.tokens, window * s.page.tokens, k};
-  s.scale = 0.5f;
+  s.selection_scale = 0.5f;
   s.max_selected = k;
   s.max_pages = s.store_pages = first + next + window;
   pinned<std::int32_t> page_table(to_size(s.max_pages)), selected_count(1), next_selected_count{-1},
@@ -355,7 +355,7 @@ void long_row(report& checks, random_numbers& random, int next, int k) {
         const double q = query[to_size(g * d + i)];
         score += std::max(q * to_float(box[i]), q * to_float(box[d + i]));
       }
-      scores.push_back(s.scale * score);
+      scores.push_back(s.selection_scale * score);
     }
   for (const bool for_next : {false, true}) {
     const int candidates = for_next ? next : next - 1;

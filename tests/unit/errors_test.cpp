@@ -659,6 +659,7 @@ TEST_CASE("settings that contradict each other are refused with their numbers, b
           [](auto& s) { s.capacity.store_tokens = std::int64_t{1} << 34; });
   refuses({"scale is not finite"}, [](auto& s) { s.attention.scale = inf; });
   refuses({"scale is not finite"}, [](auto& s) { s.attention.scale = quiet_nan; });
+  refuses({"selection_scale is not finite"}, [](auto& s) { s.attention.selection_scale = inf; });
   refuses({"tau is NaN"}, [](auto& s) { s.correction = freekv::cosine_drift{.tau = quiet_nan}; });
   refuses({"tau is NaN"}, [](auto& s) {
     s.correction = freekv::cosine_drift{.tau_of_layer = {0.9f, quiet_nan, 0.9f}};

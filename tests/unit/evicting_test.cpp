@@ -503,6 +503,7 @@ TEST_CASE("settings that contradict each other are refused", "[eviction][errors]
   refuses("scale is not finite", [](auto& s) { s.attention.scale = std::numeric_limits<float>::infinity(); });
   refuses("without a sliding window", [](auto& s) { s.attention.sliding_window = 16; });
   refuses("a soft cap", [](auto& s) { s.attention.soft_cap = 30.0f; });
+  refuses("leave out selection_scale", [](auto& s) { s.attention.selection_scale = 1.0f; });
   refuses("take a retrieval_pipeline", [](auto& s) { s.attention.sink_logits.assign(18, 0.0f); });
   refuses("complete_first has -1 layers", [](auto& s) { s.plan = {{-1}}; });
   refuses("h2o: recent of 1 is not a share", [](auto& s) { s.eviction = freekv::h2o{.recent = 1.0f}; });
