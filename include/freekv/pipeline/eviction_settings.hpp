@@ -85,8 +85,8 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
       eviction_kind::validate(eviction, s.limits(s.complete_layers()));
   });
   const attention_settings& asked = s.attention;
-  if (asked.sliding_window != 0 || asked.soft_cap != 0.0f || asked.selection_scale != 0.0f ||
-      !asked.sink_logits.empty())
+  const bool selects_otherwise = asked.selection_scale != 0.0f && asked.selection_scale != asked.scale;
+  if (asked.sliding_window != 0 || asked.soft_cap != 0.0f || selects_otherwise || !asked.sink_logits.empty())
     fail(
         "an evicting pipeline selects nothing and attends without a sliding window, a soft cap and sink "
         "logits; leave out selection_scale and these, or take a retrieval_pipeline");
