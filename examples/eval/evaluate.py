@@ -160,6 +160,11 @@ def apart(low, high):
     return "" if low is None or high is None or low <= 0 <= high else " +"
 
 
+def bytes_waited_for(slices, before_attention, all_bytes):
+    """Of what a step recalls, the bytes that attention waits for."""
+    return all_bytes * before_attention / slices if slices else 0
+
+
 def quality_columns(lines):
     value = {(l["case"], l["metric"]): l["value"] for l in lines if l["bench"] == "quality"}
     cases = list(dict.fromkeys(l["case"] for l in lines if l["bench"] == "quality"))
@@ -167,7 +172,7 @@ def quality_columns(lines):
 
     def recalled(case):
         slices, all_bytes = value[case, "slices_recalled"], value[case, "bytes_recalled"]
-        before = all_bytes * value[case, "slices_critical"] / slices if slices else 0
+        before = bytes_waited_for(slices, value[case, "slices_critical"], all_bytes)
         return f"{all_bytes / 1e6:.2f}, {before / 1e6:.2f}" if slices else ""
 
     return [(f"KL, 1/1000 nat, n {n}",

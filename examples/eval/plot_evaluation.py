@@ -109,8 +109,8 @@ def costs(folder, length, settings):
     methods = [case for case in of["divergence"] if case != "full"]
 
     def waited_for(case):
-        slices = of["slices_recalled"][case]
-        return of["bytes_recalled"][case] * of["slices_critical"][case] / slices / 1e6 if slices else 0
+        return evaluate.bytes_waited_for(*(of[metric][case] for metric in
+                                           ("slices_recalled", "slices_critical", "bytes_recalled"))) / 1e6
 
     figure, axes = plot.plt.subplots(1, 2, figsize=(11, 5), sharey=True)
     for axis, title, cost in ((axes[0], "MB recalled before attention, a step", waited_for),
