@@ -227,6 +227,13 @@ job::job(const arguments& wanted)
       sliding_text(shape) + "; text " + std::filesystem::path(wanted.text).filename().string() + "\n");
 }
 
+std::optional<std::size_t> job::quest() const {
+  const auto at = std::find_if(contenders_.begin(), contenders_.end(),
+                               [](const contender& c) { return c.name == "quest"; });
+  if (at == contenders_.end()) return {};
+  return to_size(at - contenders_.begin());
+}
+
 const prepared_prompt& job::prompt() {
   if (!prompt_)
     prompt_.emplace(

@@ -25,6 +25,8 @@ class job {
   const prompt_cache::place& place() const { return place_; }
   /// The rows of the tables; the first is full attention.
   std::span<const contender> contenders() const { return contenders_; }
+  /// The row of quest, which others are paired with; none where it is not compared.
+  std::optional<std::size_t> quest() const;
   /// Those that --full sweeps.
   std::span<const contender> principal() const { return principal_; }
 

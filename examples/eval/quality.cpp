@@ -1,6 +1,5 @@
 #include "quality.hpp"
 
-#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <freekv/core/size.hpp>
@@ -139,8 +138,7 @@ void compare_quality(job& j) {
   const auto all = quality_of_all(j);
   const quality_of_texts& full = all.front();
   const auto contenders = j.contenders();
-  const auto quest = std::find_if(contenders.begin(), contenders.end(),
-                                  [](const contender& c) { return c.name == "quest"; });
+  const std::optional<std::size_t> quest = j.quest();
   const std::string texts =
       std::to_string(full.losses.size()) + (full.losses.size() == 1 ? " text" : " texts");
   nlohmann::ordered_json at{{"route", "resident"}, {"n", full.steps}, {"texts", full.losses.size()}};
@@ -151,15 +149,13 @@ void compare_quality(job& j) {
   for (std::size_t i = 0; i < all.size(); ++i) {
     const contender& c = contenders[i];
     const quality_of_texts& q = all[i];
-    const bool beside_quest = quest != contenders.end() && i != 0 && to_size(quest - contenders.begin()) != i;
+    const bool beside_quest = quest && i != 0 && *quest != i;
     attention_statistics s;
     for (const auto& head : q.by_head) s += head;
     const estimate more = block_bootstrap(differences(q.losses, full.losses));
     const estimate kl = block_bootstrap(q.divergences);
     const estimate over_quest =
-        beside_quest ? block_bootstrap(
-                           differences(q.divergences, all[to_size(quest - contenders.begin())].divergences))
-                     : estimate{};
+        beside_quest ? block_bootstrap(differences(q.divergences, all[*quest].divergences)) : estimate{};
     const double of_full = full.perplexity(), difference = q.perplexity() - of_full;
     const double low = of_full * std::expm1(more.low), high = of_full * std::expm1(more.high);
     const double slices = q.per_step(s.recalled), bytes = slices * static_cast<double>(q.last.slice_bytes);

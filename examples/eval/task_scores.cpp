@@ -452,8 +452,7 @@ void show_group(job& j, const std::string& name, const group_of_questions& group
                 const std::vector<outcomes>& scores) {
   constexpr double answerable = 0.6;  // of full attention's; of fewer right answers little can be said
   const auto contenders = j.contenders();
-  const auto quest = std::find_if(contenders.begin(), contenders.end(),
-                                  [](const contender& c) { return c.name == "quest"; });
+  const std::optional<std::size_t> quest = j.quest();
   int count = 0;
   for (const auto& prompt : group) count += static_cast<int>(prompt.size());
   const auto right_of = [&](const outcomes& of) {
@@ -468,7 +467,7 @@ void show_group(job& j, const std::string& name, const group_of_questions& group
                                               (group.size() == 1 ? " prompt" : " prompts")}};
   auto& head = rows.front();
   if (!by_loss_only) head.insert(head.end(), {"right (95 %)", "in part", "p, full"});
-  if (!by_loss_only && quest != contenders.end()) head.push_back("p, quest");
+  if (!by_loss_only && quest) head.push_back("p, quest");
   const int samples = j.options().samples;
   if (samples > 1)
     head.insert(head.end(),
@@ -500,13 +499,12 @@ void show_group(job& j, const std::string& name, const group_of_questions& group
       return fixed(with.p, 3);
     };
     const std::string against_full = compare(0, "p_full");
-    const std::string against_quest =
-        quest == contenders.end() ? "" : compare(to_size(quest - contenders.begin()), "p_quest");
+    const std::string against_quest = quest ? compare(*quest, "p_quest") : "";
     if (!by_loss_only) {
       row.insert(row.end(), {std::to_string(right) + "/" + std::to_string(count) + " (" +
                                  fixed(100 * share.low, 0) + " .. " + fixed(100 * share.high, 0) + " %)",
                              fixed(100 * in_part, 0) + " %", against_full});
-      if (quest != contenders.end()) row.push_back(against_quest);
+      if (quest) row.push_back(against_quest);
     }
     if (samples > 1) {
       std::vector<std::vector<double>> shares;
@@ -541,8 +539,8 @@ void show_group(job& j, const std::string& name, const group_of_questions& group
       const double loss = group_bootstrap(losses).value;
       add("loss", loss, "nats per token");
       add("loss_difference", over.value, "nats per token", {{"low", over.low}, {"high", over.high}});
-      if (quest != contenders.end() && who != 0 && who != to_size(quest - contenders.begin())) {
-        const estimate more = over_that_of(scores[to_size(quest - contenders.begin())]);
+      if (quest && who != 0 && who != *quest) {
+        const estimate more = over_that_of(scores[*quest]);
         add("loss_over_quest", more.value, "nats per token", {{"low", more.low}, {"high", more.high}});
       }
       row.push_back(fixed(loss, 3));
