@@ -41,7 +41,7 @@ def settings_of(wanted):
     """What must be the same for a cell to be taken from an earlier run; the commit need not, and the table says it."""
     return {"model": Path(wanted.model).name, "head_list": wanted.head_list.name if wanted.head_list else "", "budget": wanted.budget,
             "steps": wanted.steps, "prompts": wanted.prompts, "seed": wanted.seed, "characters": wanted.characters,
-            "more": wanted.more}
+            "more": wanted.more} | ({"texts": [text.name for text in wanted.texts]} if wanted.texts else {})
 
 
 def seconds_of(kind, length, wanted):
@@ -69,17 +69,18 @@ def seconds_left(guesses, took, jobs):
 
 
 def command_of(kind, length, methods, wanted, folder):
-    texts = tasks.TEXTS
-    command = [wanted.program, "--model", wanted.model, "--text", texts / "hacker-folklore.txt", "--needle-text",
-               texts / "genesis.txt", "--calibration", texts / "technical.txt", "--cache", wanted.cache,
+    genesis, technical = tasks.TEXTS / "genesis.txt", tasks.TEXTS / "technical.txt"
+    text, *more_texts = wanted.texts or [tasks.TEXTS / "hacker-folklore.txt", genesis, technical]
+    command = [wanted.program, "--model", wanted.model, "--text", text, "--needle-text",
+               genesis, "--calibration", technical, "--cache", wanted.cache,
                "--out", folder, "--budget", wanted.budget, "--threads", 1, "--commit", wanted.commit]
     for method in methods:
         command += ["--variant", method]
     if "razor_attention" in methods:
         command += ["--head-list", "razor_attention=" + str(wanted.head_list)]
     if kind == QUALITY:
-        command += ["--section", "quality", "--prompt", length, "--steps", wanted.steps, "--more-texts",
-                    texts / "genesis.txt", texts / "technical.txt"]
+        command += ["--section", "quality", "--prompt", length, "--steps", wanted.steps]
+        command += ["--more-texts", *more_texts] if more_texts else []
     else:
         file = folder / "tasks.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in
@@ -255,6 +256,8 @@ def main(arguments):
                         help="of razor_attention, which is left out of a model that has none (default: SmolLM2-135M's for it)")
     parser.add_argument("--budget", type=int, default=512, help="tokens a head attends to (default 512)")
     parser.add_argument("--steps", type=int, default=512, help="decoded of each text, for the quality (default 512)")
+    parser.add_argument("--texts", nargs="+", type=Path, metavar="TEXT",
+                        help="that the quality is of (default: the repository's three, of 7,700 to 13,600 tokens)")
     parser.add_argument("--prompts", type=int, help="of each task and length, instead of tasks.py's")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--characters", type=float, default=4.0, help="of a token, about")

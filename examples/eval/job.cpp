@@ -90,7 +90,7 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
     if (only.empty() ? c.deep && !a.full : !is_named) return true;
     if (is_named) c.deep = false;
     std::string lacks;
-    if (shape.sliding_window > 0 && (c.method.evicts() || c.method.plan == "by_head"))
+    if (shape.sliding_window > 0 && c.method.plan == "by_head")
       lacks =
           "is for models whose layers all attend to the whole sequence, and this one's slide; leave it out";
     else if (c.method.plan == "by_head" && c.head_kinds.empty())

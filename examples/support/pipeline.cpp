@@ -1,8 +1,10 @@
 #include "pipeline.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "compiled_shapes.hpp"
+#include "pipeline_beside_sliding.hpp"
 
 namespace freekv::examples {
 
@@ -84,7 +86,11 @@ std::optional<file_store_options> store_file_of(const pipeline_options& o) {
 
 std::unique_ptr<pipeline> make_pipeline(const pipeline_options& options, host_backend& backend) {
   check_compiled(options.element, options.head_dim);
-  return find_compiled(options.element, options.head_dim)->make(options, backend);
+  const auto make = find_compiled(options.element, options.head_dim)->make;
+  const auto& slides = options.sliding_layers;
+  if (options.method.evicts() && std::find(slides.begin(), slides.end(), true) != slides.end())
+    return std::make_unique<pipeline_beside_sliding>(options, backend, make);
+  return make(options, backend);
 }
 
 }  // namespace freekv::examples
