@@ -8,6 +8,7 @@
 # Another model's head_dim joins when it is first asked for. FREEKV_LLAMA_CPP_OPTIONS is handed to llama.cpp's CMake, as
 # in FREEKV_LLAMA_CPP_OPTIONS=-DGGML_NATIVE=OFF, which does without most of this processor's instructions.
 source "$(dirname "${BASH_SOURCE[0]}")/../cmake/bootstrap.sh"
+source "$root/examples/eval/build.sh"
 
 out=$root/build/results
 own_model= plain=yes
@@ -22,8 +23,6 @@ for ((i = 1; i <= $#; ++i)); do
     --*) plain= ;;
   esac
 done
-build=$root/build/host
-programs=$build/examples/eval
 if [[ ${help:-} ]]; then
   sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
   if [[ -x $programs/freekv-compare ]]; then "$programs/freekv-compare" --help; else echo "The program's own options can be listed once it has been built."; fi
@@ -89,25 +88,7 @@ lap "llama.cpp's build"
 yardstick=$(cat "$LLAMA_CPP_BUILD/seconds" 2>/dev/null || true)
 announce programs job pictures
 
-configure() {  # CMAKE_OPTION...
-  cmake -S "$root" --preset host -DFREEKV_TESTS=OFF -DFREEKV_LLAMA_CPP="$LLAMA_CPP" -DFREEKV_LLAMA_CPP_BUILD="$LLAMA_CPP_BUILD" "$@" \
-    >"$root/build/configure.log" || { cat "$root/build/configure.log" >&2; die "The examples could not be configured."; }
-}
-cached() { sed -n "s/^$1:[A-Z]*=//p" "$build/CMakeCache.txt" 2>/dev/null || true; }
-with() { [[ ";$1;" == *";$2;"* ]] && echo "$1" || echo "${1:+$1;}$2"; }  # LIST ENTRY: the list that has it
-known=$(cached FREEKV_HEAD_DIMS) elements=$(cached FREEKV_ELEMENTS)
-[[ $elements ]] || known=  # a folder from before there was a choice has all, and all would be compiled again
-configure "-DFREEKV_HEAD_DIMS=${known:-64}" "-DFREEKV_ELEMENTS=${elements:-half}"
-cmake --build "$build" --target freekv-model-shape -j "$jobs" >&2
-shape=$("$programs/freekv-model-shape" "$model")
-read -r head_dim element <<<"$shape"
-if [[ ";${known:-64};" != *";$head_dim;"* || ";${elements:-half};" != *";$element;"* ]]; then
-  [[ ! $known ]] || say "This model needs pipelines of head_dim $head_dim of type $element, which the programs have not yet:" \
-    "they are compiled now, in about a minute"
-  configure "-DFREEKV_HEAD_DIMS=$(with "$known" "$head_dim")" "-DFREEKV_ELEMENTS=$(with "$elements" "$element")"
-fi
-say "Building FreeKV's programs for head_dim $(cached FREEKV_HEAD_DIMS) of type $(cached FREEKV_ELEMENTS)"
-cmake --build "$build" --target freekv-compare -j "$jobs" >&2
+build_compare "$model"
 lap "FreeKV's programs"
 announce job pictures
 

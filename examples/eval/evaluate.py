@@ -68,9 +68,15 @@ def seconds_left(guesses, took, jobs):
     return factor * sum(guess for cell, guess in guesses.items() if cell not in took) / jobs
 
 
+def texts_of(length, wanted):
+    """Of the texts that were asked for the first three that have so many tokens, about."""
+    most = wanted.characters * (length + wanted.steps)
+    return [text for text in wanted.texts if text.stat().st_size >= most][:3]
+
+
 def command_of(kind, length, methods, wanted, folder):
     genesis, technical = tasks.TEXTS / "genesis.txt", tasks.TEXTS / "technical.txt"
-    text, *more_texts = wanted.texts or [tasks.TEXTS / "hacker-folklore.txt", genesis, technical]
+    text, *more_texts = texts_of(length, wanted) or [tasks.TEXTS / "hacker-folklore.txt", genesis, technical]
     command = [wanted.program, "--model", wanted.model, "--text", text, "--needle-text",
                genesis, "--calibration", technical, "--cache", wanted.cache,
                "--out", folder, "--budget", wanted.budget, "--threads", 1, "--commit", wanted.commit]
@@ -256,8 +262,9 @@ def main(arguments):
                         help="of razor_attention, which is left out of a model that has none (default: SmolLM2-135M's for it)")
     parser.add_argument("--budget", type=int, default=512, help="tokens a head attends to (default 512)")
     parser.add_argument("--steps", type=int, default=512, help="decoded of each text, for the quality (default 512)")
-    parser.add_argument("--texts", nargs="+", type=Path, metavar="TEXT",
-                        help="that the quality is of (default: the repository's three, of 7,700 to 13,600 tokens)")
+    parser.add_argument("--texts", nargs="+", type=Path, default=[], metavar="TEXT",
+                        help="that the quality is of, at each length the first three that are long enough (default: the "
+                        "repository's three, of 7,700 to 13,600 tokens)")
     parser.add_argument("--prompts", type=int, help="of each task and length, instead of tasks.py's")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--characters", type=float, default=4.0, help="of a token, about")
@@ -271,6 +278,11 @@ def main(arguments):
     if wanted.head_list is None:
         wanted.methods = [method for method in wanted.methods if method != "razor_attention"]
     wanted.cache = wanted.cache or str(Path(wanted.out) / "cache")
+
+    for length in wanted.lengths if wanted.texts else []:
+        if QUALITY in wanted.tasks and not texts_of(length, wanted):
+            parser.error(f"none of --texts has {length} + {wanted.steps} tokens of {wanted.characters:g} characters; give a "
+                         "longer text or a smaller --lengths or --steps")
 
     cells = cells_of(wanted)
     guesses, took = {cell: seconds_of(*cell, wanted) for cell in cells}, {}
