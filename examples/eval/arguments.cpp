@@ -33,7 +33,8 @@ void add_options(CLI::App& app, arguments& a) {
   app.add_option("--steps", a.steps, "Tokens decoded after it, teacher-forced");
   app.add_option(
       "--more-texts", a.more_texts,
-      "Texts that --section quality decodes as well, each after a prompt of its own: its table is of all");
+      "Texts that the sections quality, budgets and taus decode as well, each after a prompt of its own: "
+      "tables are of all");
   app.add_option("--budget", a.common.budget, "Tokens a head attends to: sink, window and selected pages");
   app.add_option("--page", a.common.page, "Tokens in a page");
   app.add_option("--sink", a.common.sink, "Sink tokens");

@@ -73,7 +73,7 @@ class job {
 void compare_needles(job& j);
 /// Teacher-forced decoding: perplexity, attention mass kept, what is moved. By layer and head with --full.
 void compare_quality(job& j);
-/// Perplexity and mass against the budget.
+/// KL and mass against the budget, on --text and --more-texts.
 void compare_budgets(job& j);
 /// Corrections and pages changed against the correction threshold, by layer.
 void compare_taus(job& j);

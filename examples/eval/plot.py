@@ -220,6 +220,10 @@ def lines_picture(results, folder, name, bench, key, panels, note, skip=()):
                       if (line["bench"], line["metric"], line["case"]) == (bench, metric, case)]
             if points:
                 axis.plot(*zip(*points), **style(case))
+            bounds = [(line[key], factor * line["low"], factor * line["high"]) for line in results.lines
+                      if (line["bench"], line["metric"], line["case"]) == (bench, metric, case) and "low" in line]
+            if bounds:
+                axis.fill_between(*zip(*bounds), color=colour(case), alpha=0.12, linewidth=0)
         ticks = results.values_of(bench, key)
         axis.set_xscale("log")
         axis.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -228,15 +232,27 @@ def lines_picture(results, folder, name, bench, key, panels, note, skip=()):
         axis.grid(color=GRID)
     handles = {text: handle for axis in axes for handle, text in zip(*axis.get_legend_handles_labels())}
     figure.legend(handles.values(), handles.keys(), loc="lower center", bbox_to_anchor=(0.5, 0.07), ncols=3, fontsize=8, frameon=False)
-    footnote(figure, results.run(bench), note(results.run(bench)))
+    run = results.run(bench)
+    footnote(figure, {**run, "tau": math.nan} if key == "tau" else run, note(run))
     figure.tight_layout(rect=(0, 0.08 + 0.045 * -(-len(handles) // 3), 1, 1))
     figure.savefig(folder / f"{name}.png")
 
 
+def on_texts(run):
+    return (f"{run['steps']} tokens, teacher-forced, after {run['prompt']}, of each of {run.get('texts', 1)} texts; "
+            "bands: 95 % by a block bootstrap")
+
+
 def budgets(results, folder):
     lines_picture(results, folder, "budgets", "budget", "budget",
-                  [("perplexity", 1, "Perplexity by budget (tokens)"), ("mass_kept", 100, "Attention mass kept (%) by budget (tokens)")],
-                  lambda run: f"{run['steps']} tokens, teacher-forced, after {run['prompt']}")
+                  [("kl", 1e3, "KL from full attention (1/1000 nat) by budget (tokens)"), ("mass_kept", 100, "Attention mass kept (%) by budget (tokens)")],
+                  on_texts, skip=("full",))
+
+
+def thresholds(results, folder):
+    lines_picture(results, folder, "thresholds", "tau_kl", "tau",
+                  [("kl", 1e3, "KL from full attention (1/1000 nat) by tau"), ("slices_critical", 1, "Slices recalled before attention, a step, by tau")],
+                  on_texts)
 
 
 def lengths(results, folder):
@@ -439,7 +455,7 @@ def main():
         sys.exit("usage: python plot.py RESULTS.jsonl FOLDER")
     results, folder = Results(sys.argv[1]), Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = (needles, quality, speed, depths, budgets, heads, queries, corrections, lengths, summary_frontier, correction_frontier)
+    pictures = (needles, quality, speed, depths, budgets, heads, queries, corrections, thresholds, lengths, summary_frontier, correction_frontier)
     for picture in pictures:
         picture(results, folder)
     files = [folder / f"{picture.__name__}.png" for picture in pictures]

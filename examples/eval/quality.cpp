@@ -64,40 +64,6 @@ void add_mass_by_head(job& j, const contender& c, const std::vector<attention_st
   }
 }
 
-/// One contender on all texts.
-struct quality_of_texts {
-  std::vector<std::vector<double>> losses, divergences;  ///< by text and step
-  std::vector<attention_statistics> by_head;
-  long agreeing = 0, steps = 0;
-  quality last;  ///< what is the same for all texts
-
-  void add(const quality& q, const quality& full) {
-    losses.push_back(q.losses);
-    divergences.push_back(q.divergences);
-    for (std::size_t i = 0; i < q.choices.size(); ++i) agreeing += q.choices[i] == full.choices[i];
-    steps += static_cast<long>(q.choices.size());
-    by_head.resize(q.by_head.size());
-    for (std::size_t i = 0; i < by_head.size(); ++i) by_head[i] += q.by_head[i];
-    last = q;
-  }
-  double perplexity() const { return std::exp(mean_of(losses)); }
-  double top1() const { return static_cast<double>(agreeing) / static_cast<double>(steps); }
-  double highest_divergences() const {
-    std::vector<double> all;
-    for (const auto& of_text : divergences) all.insert(all.end(), of_text.begin(), of_text.end());
-    return percentile(std::move(all), 0.99);
-  }
-  /// A sum over all layers and heads, per step.
-  double per_step(long long sum) const { return static_cast<double>(sum) / static_cast<double>(steps); }
-
- private:
-  double mean_of(const std::vector<std::vector<double>>& of) const {
-    double sum = 0;
-    for (const auto& of_text : of) sum = std::accumulate(of_text.begin(), of_text.end(), sum);
-    return sum / static_cast<double>(steps);
-  }
-};
-
 std::vector<std::vector<double>> differences(const std::vector<std::vector<double>>& a,
                                              const std::vector<std::vector<double>>& b) {
   auto all = a;
@@ -106,36 +72,66 @@ std::vector<std::vector<double>> differences(const std::vector<std::vector<doubl
   return all;
 }
 
-/// Every contender on --text, and on --more-texts.
-std::vector<quality_of_texts> quality_of_all(job& j) {
+}  // namespace
+
+void quality_of_texts::add(const quality& q, const quality& full) {
+  losses.push_back(q.losses);
+  divergences.push_back(q.divergences);
+  for (std::size_t i = 0; i < q.choices.size(); ++i) agreeing += q.choices[i] == full.choices[i];
+  steps += static_cast<long>(q.choices.size());
+  by_head.resize(q.by_head.size());
+  for (std::size_t i = 0; i < by_head.size(); ++i) by_head[i] += q.by_head[i];
+  last = q;
+}
+
+double quality_of_texts::perplexity() const {
+  double sum = 0;
+  for (const auto& of_text : losses) sum = std::accumulate(of_text.begin(), of_text.end(), sum);
+  return std::exp(sum / static_cast<double>(steps));
+}
+
+double quality_of_texts::highest_divergences() const {
+  std::vector<double> all;
+  for (const auto& of_text : divergences) all.insert(all.end(), of_text.begin(), of_text.end());
+  return percentile(std::move(all), 0.99);
+}
+
+attention_statistics quality_of_texts::attention() const {
+  attention_statistics sum;
+  for (const auto& head : by_head) sum += head;
+  return sum;
+}
+
+std::vector<quality_of_texts> quality_of_all(job& j, std::span<const row_to_measure> rows, int steps) {
   const arguments& a = j.options();
-  std::vector<quality_of_texts> all(j.contenders().size());
-  const auto measure = [&](const prepared_prompt& prompt, std::span<const llama_token> text,
+  std::vector<quality_of_texts> all(rows.size());
+  const auto measure = [&](const prepared_prompt& prompt, std::span<const llama_token> tokens,
                            const std::string& what) {
+    const auto text = tokens.subspan(to_size(a.prompt), to_size(steps) + 1);
     full_logits logits;
     std::optional<quality> full;
     for (std::size_t i = 0; i < all.size(); ++i) {
-      const quality q = measure_quality(j.contenders()[i], a.common, j.model(), {prompt, text, what},
-                                        j.progress(), &logits);
+      const quality q = measure_quality(rows[i].who, rows[i].with, j.model(),
+                                        {prompt, text, rows[i].what + what}, j.progress(), &logits);
       if (!full) full = q;
       all[i].add(q, *full);
     }
   };
-  measure(j.prompt(), j.after_prompt(), "quality");
+  measure(j.prompt(), j.text(), "");
   for (const std::string& path : a.more_texts) {
-    const auto tokens = first_tokens(j.model(), path, a.prompt + a.steps + 1);
+    const auto tokens = first_tokens(j.model(), path, a.prompt + steps + 1);
     const bool is_lender = std::filesystem::path(path) == std::filesystem::path(a.needle_text);
-    measure(j.prepare(std::span(tokens).first(to_size(a.prompt)), is_lender ? a.text : a.needle_text),
-            j.after_prompt(tokens), "quality on " + std::filesystem::path(path).filename().string());
+    measure(j.prepare(std::span(tokens).first(to_size(a.prompt)), is_lender ? a.text : a.needle_text), tokens,
+            " on " + std::filesystem::path(path).filename().string());
   }
   return all;
 }
 
-}  // namespace
-
 void compare_quality(job& j) {
   const arguments& a = j.options();
-  const auto all = quality_of_all(j);
+  std::vector<row_to_measure> wanted;
+  for (const contender& c : j.contenders()) wanted.push_back({c, a.common, "quality"});
+  const auto all = quality_of_all(j, wanted, a.steps);
   const quality_of_texts& full = all.front();
   const auto contenders = j.contenders();
   const std::optional<std::size_t> quest = j.quest();
@@ -150,8 +146,7 @@ void compare_quality(job& j) {
     const contender& c = contenders[i];
     const quality_of_texts& q = all[i];
     const bool beside_quest = quest && i != 0 && *quest != i;
-    attention_statistics s;
-    for (const auto& head : q.by_head) s += head;
+    const attention_statistics s = q.attention();
     const estimate more = block_bootstrap(differences(q.losses, full.losses));
     const estimate kl = block_bootstrap(q.divergences);
     const estimate over_quest =
@@ -204,7 +199,8 @@ void compare_quality(job& j) {
     add("summary_bytes", static_cast<double>(q.last.summary_bytes), "per page and KV head");
     if (a.full) add_mass_by_head(j, c, q.by_head);
   }
-  j.say("\n" + table(rows) + "n = " + std::to_string(full.steps) + " tokens of " + texts +
+  j.say("\n");
+  j.say(table(rows) + "n = " + std::to_string(full.steps) + " tokens of " + texts +
         "; 95 %: block bootstrap of steps, blocks of at most 64, full's loss as given; KL: of the next "
         "token's\n"
         "distribution from full attention's, mean and 99th percentile over tokens; top-1: same most likely "

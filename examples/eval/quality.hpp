@@ -11,6 +11,8 @@
 
 namespace freekv::examples {
 
+class job;
+
 /// Full attention's logits at every step of a text, (steps, vocabulary): 4 bytes a number.
 struct full_logits {
   std::vector<float> rows;
@@ -48,5 +50,32 @@ struct decoded_text {
 quality measure_quality(const contender& c, const common_settings& s, const model& model,
                         const decoded_text& decoded, const progress_function& progress,
                         full_logits* full = nullptr, bool compares_attention = true);
+
+/// One row of a table on all texts.
+struct quality_of_texts {
+  std::vector<std::vector<double>> losses, divergences;  ///< by text and step
+  std::vector<attention_statistics> by_head;
+  long agreeing = 0, steps = 0;
+  quality last;  ///< what is the same for all texts
+
+  void add(const quality& q, const quality& full);
+  double perplexity() const;
+  double top1() const { return static_cast<double>(agreeing) / static_cast<double>(steps); }
+  double highest_divergences() const;
+  /// Of all layers and heads.
+  attention_statistics attention() const;
+  /// A sum over all layers and heads, per step.
+  double per_step(long long sum) const { return static_cast<double>(sum) / static_cast<double>(steps); }
+};
+
+/// A contender and its settings; `what` is being done, for `progress`.
+struct row_to_measure {
+  contender who;
+  common_settings with;
+  std::string what;
+};
+
+/// `rows`, the first of which keeps everything, on --text and --more-texts: `steps` tokens of each.
+std::vector<quality_of_texts> quality_of_all(job& j, std::span<const row_to_measure> rows, int steps);
 
 }  // namespace freekv::examples

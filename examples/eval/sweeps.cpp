@@ -1,8 +1,10 @@
 // What --full adds to the quality at one setting: the same against the budget, and against the correction
 // threshold.
 
+#include <algorithm>
 #include <freekv/core/size.hpp>
-#include <optional>
+#include <string>
+#include <vector>
 
 #include "job.hpp"
 #include "quality.hpp"
@@ -12,78 +14,111 @@ namespace freekv::examples {
 
 namespace {
 
-std::span<const llama_token> swept_text(const job& j) {
-  const arguments& a = j.options();
-  return j.text().subspan(to_size(a.prompt), to_size(a.deep_steps) + 1);
+std::string texts_of(const arguments& a) {
+  return std::to_string(a.deep_steps) + " tokens after " + std::to_string(a.prompt) +
+         (a.more_texts.empty() ? "" : " of each of " + std::to_string(1 + a.more_texts.size()) + " texts");
+}
+
+std::string with_bounds(const estimate& nats) {
+  return fixed(1e3 * nats.value, 1) + " (" + fixed(1e3 * nats.low, 1) + " .. " + fixed(1e3 * nats.high, 1) +
+         ")";
+}
+
+/// The lines of a point of a sweep, at `at`; returns its KL.
+estimate add_point(job& j, const std::string& bench, const std::string& name, const quality_of_texts& q,
+                   nlohmann::ordered_json at) {
+  const estimate kl = block_bootstrap(q.divergences);
+  const attention_statistics s = q.attention();
+  at.update(
+      {{"steps", j.options().deep_steps}, {"n", q.steps}, {"texts", q.losses.size()}, {"route", "resident"}});
+  j.lines().add(bench, name, "perplexity", q.perplexity(), "", at);
+  j.lines().add(bench, name, "mass_kept", s.mean_mass(), "", at);
+  j.lines().add(bench, name, "slices_critical", q.per_step(s.recalled_before_attention), "per step", at);
+  at.update({{"low", kl.low}, {"high", kl.high}});
+  j.lines().add(bench, name, "kl", kl.value, "nats", at);
+  return kl;
 }
 
 }  // namespace
 
 void compare_budgets(job& j) {
   const arguments& a = j.options();
-  std::vector<std::vector<std::string>> rows{{"perplexity (mass kept), " + std::to_string(a.deep_steps) +
-                                              " tokens after " + std::to_string(a.prompt)}};
-  for (const int budget : a.budgets) rows[0].push_back("B " + std::to_string(budget));
-  for (const contender& c : j.principal()) {
-    std::vector<std::string> row{c.name};
-    std::optional<quality> of_full;  // which does not depend on the budget
+  std::vector<std::vector<std::string>> table_rows{{"KL, 1/1000 nat (95 %), mass kept; " + texts_of(a)}};
+  for (const int budget : a.budgets) table_rows[0].push_back("B " + std::to_string(budget));
+  std::vector<row_to_measure> rows{{j.contenders().front(), a.common, "full attention"}};
+  for (const contender& c : j.principal())
     for (const int budget : a.budgets) {
       common_settings s = a.common;
       s.budget = budget;
-      if (!fits(c, s)) {
+      if (!c.keeps_everything() && fits(c, s)) rows.push_back({c, s, "budget " + std::to_string(budget)});
+    }
+  const auto all = quality_of_all(j, rows, a.deep_steps);
+  for (const contender& c : j.principal()) {
+    std::vector<std::string> row{c.name};
+    for (const int budget : a.budgets) {
+      if (c.keeps_everything()) {
+        row.push_back("perplexity " + fixed(all.front().perplexity(), 2));
+        add_point(j, "budget", c.name, all.front(), {{"budget", budget}});
+        continue;
+      }
+      const auto at = std::find_if(rows.begin(), rows.end(), [&](const row_to_measure& r) {
+        return r.who.name == c.name && r.with.budget == budget;
+      });
+      if (at == rows.end()) {
         row.push_back("");
         continue;
       }
-      const quality q = of_full
-                            ? *of_full
-                            : measure_quality(c, s, j.model(),
-                                              {j.prompt(), swept_text(j), "budget " + std::to_string(budget)},
-                                              j.progress());
-      if (c.keeps_everything()) of_full = q;
-      row.push_back(fixed(q.perplexity(), 2) + " (" + fixed(100 * q.attention.mean_mass(), 1) + " %)");
-      const nlohmann::ordered_json at{{"budget", budget}, {"steps", a.deep_steps}, {"route", "resident"}};
-      j.lines().add("budget", c.name, "perplexity", q.perplexity(), "", at);
-      j.lines().add("budget", c.name, "mass_kept", q.attention.mean_mass(), "", at);
+      const quality_of_texts& q = all[to_size(at - rows.begin())];
+      const estimate kl = add_point(j, "budget", c.name, q, {{"budget", budget}});
+      row.push_back(with_bounds(kl) + ", " + fixed(100 * q.attention().mean_mass(), 1) + " %");
     }
-    rows.push_back(std::move(row));
+    table_rows.push_back(std::move(row));
   }
-  j.say("\n" + table(rows) +
-        "mass kept: share of full attention's softmax mass on what is attended. Route resident.\n");
+  j.say(
+      "\n" + table(table_rows) +
+      "KL: of the next token's distribution from full attention's, 95 % by a block bootstrap of steps; mass "
+      "kept: share of full\nattention's softmax mass on what is attended. Route resident.\n");
 }
 
 void compare_taus(job& j) {
   const arguments& a = j.options();
-  std::vector<std::vector<std::string>> rows{{"heads corrected (pages changed), " +
-                                              std::to_string(a.deep_steps) + " tokens after " +
-                                              std::to_string(a.prompt)}};
-  for (const double tau : a.taus) rows[0].push_back("tau " + fixed(tau, 2));
-  const auto kv_heads = to_size(j.model().shape().kv_heads);
-  for (contender c : j.principal()) {
-    if (!c.selects() || c.method.correction != "cosine_drift") continue;
-    std::vector<std::string> row{c.name};
-    for (const double tau : a.taus) {
-      c.method.tau = static_cast<float>(tau);
-      const quality q = measure_quality(c, a.common, j.model(),
-                                        {j.prompt(), swept_text(j), "tau " + fixed(tau, 2)}, j.progress());
-      const auto& all = q.attention;
-      row.push_back(fixed(100 * all.corrected_share(), 0) + " % (" + fixed(all.pages_changed(), 2) + ")");
-      for (std::size_t first = 0; first < q.by_head.size(); first += kv_heads) {
-        attention_statistics layer;
-        for (const auto& head : std::span(q.by_head).subspan(first, kv_heads)) layer += head;
-        if (layer.rows == 0) continue;
-        const nlohmann::ordered_json at{
-            {"tau", tau}, {"layer", first / kv_heads}, {"steps", a.deep_steps}, {"route", "resident"}};
-        j.lines().add("tau", c.name, "corrected", layer.corrected_share(), "of heads", at);
-        j.lines().add("tau", c.name, "pages_changed", layer.pages_changed(), "per KV head and step", at);
-        j.lines().add("tau", c.name, "mass_kept", layer.mean_mass(), "", at);
+  std::vector<std::vector<std::string>> table_rows{
+      {"KL, 1/1000 nat (95 %); heads corrected; pages changed; " + texts_of(a)}};
+  for (const double tau : a.taus) table_rows[0].push_back("tau " + fixed(tau, 2));
+  std::vector<row_to_measure> rows{{j.contenders().front(), a.common, "full attention"}};
+  for (contender c : j.principal())
+    for (const double tau : a.taus)
+      if (c.selects() && c.method.correction == "cosine_drift") {
+        c.method.tau = static_cast<float>(tau);
+        rows.push_back({c, a.common, "tau " + fixed(tau, 2)});
       }
+  const auto all = quality_of_all(j, rows, a.deep_steps);
+  const auto kv_heads = to_size(j.model().shape().kv_heads);
+  for (std::size_t i = 1; i < rows.size(); ++i) {
+    const std::string& name = rows[i].who.name;
+    const quality_of_texts& q = all[i];
+    const double tau = a.taus[(i - 1) % a.taus.size()];
+    if ((i - 1) % a.taus.size() == 0) table_rows.push_back({name});
+    const estimate kl = add_point(j, "tau_kl", name, q, {{"tau", tau}});
+    const attention_statistics of_all = q.attention();
+    table_rows.back().push_back(with_bounds(kl) + "; " + fixed(100 * of_all.corrected_share(), 0) + " %; " +
+                                fixed(of_all.pages_changed(), 2));
+    for (std::size_t first = 0; first < q.by_head.size(); first += kv_heads) {
+      attention_statistics layer;
+      for (const auto& head : std::span(q.by_head).subspan(first, kv_heads)) layer += head;
+      if (layer.rows == 0) continue;
+      const nlohmann::ordered_json at{
+          {"tau", tau}, {"layer", first / kv_heads}, {"steps", a.deep_steps}, {"route", "resident"}};
+      j.lines().add("tau", name, "corrected", layer.corrected_share(), "of heads", at);
+      j.lines().add("tau", name, "pages_changed", layer.pages_changed(), "per KV head and step", at);
+      j.lines().add("tau", name, "mass_kept", layer.mean_mass(), "", at);
     }
-    rows.push_back(std::move(row));
   }
-  j.say("\n" + table(rows) +
-        "corrected: KV heads that select anew before they attend; pages changed: attended as selected, and "
+  j.say("\n" + table(table_rows) +
+        "KL: of the next token's distribution from full attention's, 95 % by a block bootstrap of steps; "
+        "corrected: KV heads\nthat select anew before they attend; pages changed: attended as selected, and "
         "not in "
-        "the\nstep before, a KV head and step. Budget " +
+        "the step before, a KV head and step.\nBudget " +
         std::to_string(a.common.budget) + ", route resident.\n");
 }
 
@@ -116,8 +151,7 @@ void compare_poolings(job& j) {
       c.method.correction = "always";  // so that what is selected is this step's
       const quality q = measure(c);
       const estimate kl = block_bootstrap(std::span(&q.divergences, 1));
-      row.push_back(fixed(1e3 * kl.value, 1) + " (" + fixed(1e3 * kl.low, 1) + " .. " +
-                    fixed(1e3 * kl.high, 1) + ")");
+      row.push_back(with_bounds(kl));
       row.push_back(fixed(100 * q.attention.mean_mass(), 1) + " %");
       const nlohmann::ordered_json at{
           {"summary", summary}, {"pooling", row.front()}, {"steps", a.steps}, {"route", "resident"}};
