@@ -230,6 +230,28 @@ class Maker:
             {"question": f'\n\nOnce more, one line of the table:\n\n  "{keys[i]}":', "continuation": " " + values[i]}
             for i in self.dice.sample(range(len(keys)), 10)]}
 
+    def table(self):
+        """A table at a depth, written out again row by row: a long answer of which every row needs another line."""
+        names, values = self.dice.sample(sorted(set(COMMON)), 20), numbers(self.dice, 20)
+        places = [self.dice.choice(PLACES) for _ in names]
+        rows = "".join(f"| {n} | {p} | {v} |\n" for n, p, v in zip(names, places, values))
+        marked = "| word | place | number |\n|---|---|---|\n" + rows.strip()
+        prompt, depths = self._text([(self.dice.uniform(0.05, 0.85), marked)])
+        written = "\n".join(f"{n}: {v}" for n, v in zip(names, values))
+        return {"prompt": prompt, "questions": [
+            {"question": f"\n\nThe words of the table and their numbers, row by row:\n\n{names[0]}:", "answers": values,
+             "continuation": written[len(names[0]) + 1:], "max_tokens": 300, "stop": "\n\n",
+             "depth": round(depths[marked], 3)}]}
+
+    def counting(self):
+        """A long answer that follows from itself: what forgets its own last lines loses count."""
+        first = self.dice.randrange(100, 900)
+        counted = [str(n) for n in range(first, first + 60)]
+        prompt, _ = self._text([(self.dice.uniform(0.05, 0.85), f"Somebody counts from {first}.")])
+        return {"prompt": prompt, "questions": [
+            {"question": f"\n\nCounting, one number after the other: {', '.join(counted[:3])},", "answers": counted[3:],
+             "continuation": " " + ", ".join(counted[3:]), "max_tokens": 400}]}
+
     def classification(self):
         """40 pieces of text with the label of the text that they are from."""
         names = self.dice.sample(LABELS, len(self.haystack.texts))
@@ -264,7 +286,8 @@ class Maker:
 
 # Prompts of each kind at each length, by default: 96 questions where there are several a prompt.
 KINDS = {"needles": 12, "multikey8": 24, "multikey32": 24, "multivalue": 24, "multiquery": 24, "passkey": 24,
-         "variables": 24, "common_words": 16, "copy": 12, "lookup": 10, "classification": 12, "paraphrased": 16}
+         "variables": 24, "common_words": 16, "copy": 12, "lookup": 10, "classification": 12, "table": 12, "counting": 12,
+         "paraphrased": 16}
 
 
 def read_haystack():

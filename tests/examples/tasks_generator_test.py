@@ -165,6 +165,20 @@ class Generator(unittest.TestCase):
             for q in line["questions"]:
                 self.assertEqual({c.strip() for c in q["choices"]}, set(labels))
 
+    def test_long_answers_are_in_their_prompts_or_follow_from_themselves(self):
+        for line in made("table"):
+            q, = line["questions"]
+            rows = re.findall(r"^\| (\w+) \| (\w+) \| (\d+) \|$", line["prompt"], re.M)
+            self.assertEqual([number for _, _, number in rows], q["answers"])
+            self.assertEqual(q["question"].split("\n")[-1] + q["continuation"],
+                             "\n".join(f"{word}: {number}" for word, _, number in rows))
+            self.assertEqual(len({word for word, _, _ in rows}), 20)
+        for line in made("counting"):
+            q, = line["questions"]
+            counted = [int(n) for n in re.findall(r"\d+", q["question"] + q["continuation"])]
+            self.assertEqual(counted, list(range(counted[0], counted[0] + 60)))
+            self.assertEqual(q["answers"], [str(n) for n in counted[3:]])
+
     def test_paraphrases_share_no_word_with_their_facts(self):
         for fact, question, answers in tasks.PARAPHRASES:
             self.assertEqual(words(fact) & words(question) - tasks.STOP, set(), fact)
