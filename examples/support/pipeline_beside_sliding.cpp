@@ -9,7 +9,8 @@ namespace {
 
 pipeline_options of_whole_layers(pipeline_options o) {
   const auto first_slide = o.sliding_layers.begin();
-  o.complete_layers -= static_cast<int>(std::count(first_slide, first_slide + o.complete_layers, true));
+  const int leading = std::min(o.complete_layers, o.layers);
+  o.complete_layers -= static_cast<int>(std::count(first_slide, first_slide + leading, true));
   o.layers -= static_cast<int>(std::count(first_slide, o.sliding_layers.end(), true));
   o.sliding_layers.clear();
   o.sliding_window = 0;
