@@ -23,6 +23,7 @@ import tasks
 
 HERE = Path(__file__).resolve().parent
 QUALITY = "quality"
+PAIRED_WITH = "quest"
 METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "arkvale", "twilight", "infinigen",
            "fasa", "shadowkv", "h2o", "tova", "snapkv", "raas", "pyramid_kv", "lazy_eviction", "hard_kv",
            "defensive_kv", "cake", "r_kv", "arkv_origin", "d2o", "exact_merge", "hard_kv_merge",
@@ -132,8 +133,8 @@ def missing_of(kind, length, wanted):
 
 
 def run_cell(kind, length, wanted):
-    """Runs a cell with the methods that it has not been run with, beside full; returns the seconds, or None where it had
-    all."""
+    """Runs a cell with the methods that it has not been run with, beside full and quest; returns the seconds, or None where
+    it had all."""
     folder, missing = folder_of(kind, length, wanted), missing_of(kind, length, wanted)
     if not missing:
         return None
@@ -143,10 +144,12 @@ def run_cell(kind, length, wanted):
         shutil.rmtree(now if asked else folder, ignore_errors=True)
     now.mkdir(parents=True)
     with open(folder / "log.txt", "a") as log:
-        end = subprocess.run(command_of(kind, length, missing, wanted, now), stdout=log, stderr=subprocess.STDOUT)
+        beside = [method for method in asked if method == PAIRED_WITH]
+        end = subprocess.run(command_of(kind, length, beside + missing, wanted, now), stdout=log, stderr=subprocess.STDOUT)
     if end.returncode != 0:
         raise RuntimeError(f"{kind} at {length} tokens ended with {end.returncode}; see {folder / 'log.txt'}")
-    new = [line for line in read_lines(now / "results.jsonl") if not asked or line.get("case") != "full"]
+    kept = {"full", *beside} if asked else set()
+    new = [line for line in read_lines(now / "results.jsonl") if line.get("case") not in kept]
     for name, wants in (("results.jsonl", lambda line: line["bench"] in ("task_group", QUALITY)),
                         ("questions.jsonl", lambda line: line["bench"] == "task")):
         write_lines(folder / name, read_lines(folder / name) + [line for line in new if wants(line)])
