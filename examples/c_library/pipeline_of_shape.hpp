@@ -395,6 +395,9 @@ class evicting final : public pipeline {
     const auto try_one = [&]<class One>(std::type_identity<One>) {
       if constexpr (forgets<One>)
         if (given.method == One::name) {
+          static_assert(
+              !std::is_same_v<typename One::eviction, razor_attention_compensated>,
+              "the C library has no methods whose heads differ: freekv_settings has no list of these");
           typename One::eviction eviction;
           if constexpr (std::is_same_v<typename One::eviction, raas>) {
             eviction.page = page;

@@ -47,9 +47,11 @@ void add_options(CLI::App& app, arguments& a) {
   app.add_option("--codec", a.codecs,
                  "Rows of freekv_key_codes whose store keeps complete pages so: " + names_of(codecs) +
                      "; several allowed");
-  app.add_option("--head-list", a.head_lists,
-                 "What each head keeps, for razor_attention and duo_attention: lines of layer, head and kind "
-                 "(retrieval, complete, window); VARIANT=FILE for one of them");
+  app.add_option(
+      "--head-list", a.head_lists,
+      "What each head keeps, for razor_attention, razor_attention_compensated and duo_attention: lines of "
+      "layer, head and kind "
+      "(retrieval, complete, window); VARIANT=FILE for one of them");
   app.add_option("--basis-tokens", a.basis_tokens,
                  "Tokens, at most, that the basis and codebooks for the other text are learnt from");
   app.add_option("--needle-tokens", a.needle_tokens,
@@ -131,7 +133,8 @@ void choose_sections(arguments& a) {
   require(!a.does("frontier") || !a.needle_tokens.empty(),
           "--section frontier needs --needle-tokens above 0");
   find_by_name("--frontier-summary", summaries, a.frontier_summary);
-  require((!a.does("speed") && !a.does("lengths")) || a.rounds > 0, "timing needs --rounds of at least 1");
+  const bool times = a.does("speed") || a.does("lengths") || a.does("stages");
+  require(!times || a.rounds > 0, "timing needs --rounds of at least 1");
 }
 
 void check_budgets(const arguments& a) {

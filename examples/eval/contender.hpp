@@ -22,7 +22,7 @@ struct contender {
   int page = 0;                          ///< tokens; 0: the common one
   double budget_share = 1;               ///< of the common budget
   bool deep = false;                     ///< shown by --full alone, and not swept
-  std::vector<layer_kind> head_kinds{};  ///< of plan "by_head"
+  std::vector<layer_kind> head_kinds{};  ///< of a method that needs_head_list()
 
   bool learns() const { return method.needs_basis() || method.needs_codebooks() || method.needs_factors(); }
   bool keeps_everything() const { return method.plan == "complete"; }

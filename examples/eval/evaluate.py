@@ -27,8 +27,9 @@ PAIRED_WITH = "quest"
 METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "arkvale", "twilight", "infinigen",
            "fasa", "shadowkv", "h2o", "tova", "snapkv", "raas", "pyramid_kv", "lazy_eviction", "hard_kv",
            "defensive_kv", "cake", "r_kv", "arkv_origin", "d2o", "exact_merge", "hard_kv_merge",
-           "freekv", "freekv_long_inputs", "freekv_key_subspace", "freekv_key_codes",
+           "razor_attention_compensated", "freekv", "freekv_long_inputs", "freekv_key_subspace", "freekv_key_codes",
            "freekv_key_codes_deficit", "freekv_key_codes_sticky", "freekv_key_codes_units"]
+OF_LISTED_HEADS = ["razor_attention", "razor_attention_compensated"]
 # For the estimate alone, on one core with a model of 135M: tokens a second that llama.cpp prefills, and that a method
 # decodes.
 PREFILLED, DECODED = 130, 130
@@ -83,8 +84,9 @@ def command_of(kind, length, methods, wanted, folder):
                "--out", folder, "--budget", wanted.budget, "--threads", 1, "--commit", wanted.commit]
     for method in methods:
         command += ["--variant", method]
-    if "razor_attention" in methods:
-        command += ["--head-list", "razor_attention=" + str(wanted.head_list)]
+    for method in methods:
+        if method in OF_LISTED_HEADS:
+            command += ["--head-list", f"{method}={wanted.head_list}"]
     if kind == QUALITY:
         command += ["--section", "quality", "--prompt", length, "--steps", wanted.steps]
         command += ["--more-texts", *more_texts] if more_texts else []
@@ -262,7 +264,8 @@ def main(arguments):
     parser.add_argument("--methods", nargs="+", default=METHODS,
                         help="besides full (default: " + ", ".join(METHODS) + ")")
     parser.add_argument("--head-list", type=Path,
-                        help="of razor_attention, which is left out of a model that has none (default: SmolLM2-135M's for it)")
+                        help="of " + " and ".join(OF_LISTED_HEADS) + ", which are left out of a model that has none "
+                        "(default: SmolLM2-135M's for it)")
     parser.add_argument("--budget", type=int, default=512, help="tokens a head attends to (default 512)")
     parser.add_argument("--steps", type=int, default=512, help="decoded of each text, for the quality (default 512)")
     parser.add_argument("--texts", nargs="+", type=Path, default=[], metavar="TEXT",
@@ -279,7 +282,7 @@ def main(arguments):
     if wanted.head_list is None and "smollm2-135m" in Path(wanted.model).name.lower():
         wanted.head_list = HERE / "smollm2-135m-heads.txt"
     if wanted.head_list is None:
-        wanted.methods = [method for method in wanted.methods if method != "razor_attention"]
+        wanted.methods = [method for method in wanted.methods if method not in OF_LISTED_HEADS]
     wanted.cache = wanted.cache or str(Path(wanted.out) / "cache")
 
     for length in wanted.lengths if wanted.texts else []:

@@ -46,7 +46,7 @@ std::vector<contender> all_contenders(const arguments& a, const model_shape& sha
     c.page = variant.page;
     c.budget_share = variant.budget_share;
     c.deep = variant.deep;
-    if (c.method.plan == "by_head") c.head_kinds = head_kinds_of(variant.name, a, shape);
+    if (c.method.needs_head_list()) c.head_kinds = head_kinds_of(variant.name, a, shape);
     if (c.learns()) c.basis = basis_source::prompt;
     all.push_back(c);
     if (c.deep) continue;
@@ -90,10 +90,10 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
     if (only.empty() ? c.deep && !a.full : !is_named) return true;
     if (is_named) c.deep = false;
     std::string lacks;
-    if (shape.sliding_window > 0 && c.method.plan == "by_head")
+    if (shape.sliding_window > 0 && c.method.needs_head_list())
       lacks =
           "is for models whose layers all attend to the whole sequence, and this one's slide; leave it out";
-    else if (c.method.plan == "by_head" && c.head_kinds.empty())
+    else if (c.method.needs_head_list() && c.head_kinds.empty())
       lacks = "needs a list of heads; give --head-list FILE";
     else if (c.method.needs_factors() && !shape.rotary)
       lacks = "needs the model's rotary embedding, which the file does not say in full; take another model";
@@ -165,20 +165,15 @@ examples::model checked_model(const std::string& path, std::uint64_t key, int th
   return loaded;
 }
 
-constexpr std::array all_sections{section{"needles", compare_needles, 0.53},
-                                  section{"quality", compare_quality, 0.37},
-                                  section{"budgets", compare_budgets},
-                                  section{"taus", compare_taus},
-                                  section{"poolings", compare_poolings},
-                                  section{"queries", compare_queries},
-                                  section{"speed", compare_speed, 0.1},
-                                  section{"lengths", compare_lengths},
-                                  section{"continuation", compare_continuation},
-                                  section{"generate", compare_generated},
-                                  section{"batch", compare_batch},
-                                  section{"draft", compare_drafts},
-                                  section{"tasks", compare_tasks},
-                                  section{"frontier", compare_frontier}};
+constexpr std::array all_sections{
+    section{"needles", compare_needles, 0.53}, section{"quality", compare_quality, 0.37},
+    section{"budgets", compare_budgets},       section{"taus", compare_taus},
+    section{"poolings", compare_poolings},     section{"queries", compare_queries},
+    section{"speed", compare_speed, 0.1},      section{"lengths", compare_lengths},
+    section{"stages", compare_stages},         section{"continuation", compare_continuation},
+    section{"generate", compare_generated},    section{"batch", compare_batch},
+    section{"draft", compare_drafts},          section{"tasks", compare_tasks},
+    section{"frontier", compare_frontier}};
 
 }  // namespace
 

@@ -85,6 +85,8 @@ void compare_queries(job& j);
 void compare_speed(job& j);
 /// The same against the context's length.
 void compare_lengths(job& j);
+/// How long each stage of a decode step takes.
+void compare_stages(job& j);
 /// Loss of what full attention goes on with on its own, by position.
 void compare_continuation(job& j);
 /// Texts that every contender writes on its own.

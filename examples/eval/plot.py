@@ -19,7 +19,7 @@ COLOURS = {"full": "#1f2430", "streaming_llm": "#9ca3af", "quest": "#c08a3e", "f
            "h2o": "#b45309", "tova": "#4d7c0f", "snapkv": "#0369a1", "raas": "#86198f",
            "pyramid_kv": "#9a3412", "lazy_eviction": "#3f6212", "hard_kv": "#1e3a8a", "defensive_kv": "#831843",
            "cake": "#713f12", "r_kv": "#134e4a", "arkv_origin": "#4c1d95",
-           "d2o": "#065f46", "exact_merge": "#9d174d", "hard_kv_merge": "#1e40af"}
+           "d2o": "#065f46", "exact_merge": "#9d174d", "hard_kv_merge": "#1e40af", "razor_attention_compensated": "#6b21a8"}
 LABELS = {"full": "full attention", "streaming_llm": "window alone\n(StreamingLLM)", "quest": "Quest\nmin-max", "quest_mean_softmax": "FreeKV's pooling\nalways corrected",
           "arkvale": "ArkVale\ncentroid and box", "twilight": "Twilight\nmin-max, then 4 bits",
           "infinigen": "InfiniGen\nsingle tokens", "fasa": "FASA\nrotary pairs", "shadowkv": "ShadowKV\nrebuilt keys",
@@ -35,7 +35,8 @@ LABELS = {"full": "full attention", "streaming_llm": "window alone\n(StreamingLL
           "snapkv": "SnapKV\nevicts", "raas": "RaaS\nevicts", "pyramid_kv": "PyramidKV\nevicts", "lazy_eviction": "LazyEviction\nevicts",
           "hard_kv": "HARD-KV\nevicts", "defensive_kv": "DefensiveKV\nevicts", "cake": "CAKE\nevicts",
           "r_kv": "R-KV\nevicts", "arkv_origin": "ARKV's baseline\nevicts",
-          "d2o": "D2O\nmerges", "exact_merge": "exact merging\nmerges", "hard_kv_merge": "HARD-KV\nmerges"}
+          "d2o": "D2O\nmerges", "exact_merge": "exact merging\nmerges", "hard_kv_merge": "HARD-KV\nmerges",
+          "razor_attention_compensated": "RazorAttention,\ncompensated"}
 
 plt.rcParams.update({"font.size": 10, "axes.edgecolor": QUIET, "axes.labelcolor": INK, "text.color": INK,
                      "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
@@ -187,7 +188,7 @@ def queries(results, folder):
     adjacent = [line for line in results.lines if line["bench"] == "query_cosine"]
     if not adjacent:
         return
-    figure, (cells, apart) = plt.subplots(1, 2, figsize=(8.4, 4.6), width_ratios=(1, 1.3), constrained_layout=True)
+    figure, (cells, apart, steps) = plt.subplots(1, 3, figsize=(13.2, 4.6), width_ratios=(1, 1.3, 1.6), constrained_layout=True)
     figure.get_layout_engine().set(rect=(0, 0.09, 1, 0.91))
     image = cells.imshow([line["by_head"] for line in adjacent], cmap="viridis", vmin=0.5, vmax=1, aspect="auto")
     cells.set_xlabel("query head")
@@ -203,6 +204,14 @@ def queries(results, folder):
     apart.set_xticks(distances, [str(distance) for distance in distances])
     apart.set_xlabel("steps apart (dark: first layers; dotted: 0.84)")
     apart.set_ylabel("cosine, mean over heads and steps")
+    for line, (shade, width) in zip([line for line in results.lines if line["bench"] == "query_cosine_steps" and line["metric"] != "below_tau"],
+                                    (("#0f766e", 0.9), ("#d97706", 0.9), ("#be185d", 0.9))):
+        steps.plot(range(1, len(line["by_step"]) + 1), line["by_step"], color=shade, linewidth=width,
+                   label=f"{line['metric']} mean: layer {line['layer']}, KV head {line['head']}")
+    steps.axhline(results.run("query_cosine")["tau"], color=QUIET, linestyle=":", linewidth=1)
+    steps.set_xlabel("step (dotted: tau)")
+    steps.set_ylabel("cosine, mean of a KV head's query heads")
+    steps.legend(fontsize=7, frameon=False, loc="lower right")
     run = results.run("query_cosine")
     footnote(figure, dict(run, tau=math.nan, route="full attention"), f"rotated queries; mean over {run['steps']} steps after {run['prompt']} tokens")
     figure.savefig(folder / "queries.png")
@@ -349,6 +358,32 @@ def speed(results, folder):
     figure.savefig(folder / "speed.png")
 
 
+def stages(results, folder):
+    """What each stage of a decode step takes, all layers together."""
+    cases = results.cases("stage")
+    if not cases:
+        return
+    shades = {"append": "#9ca3af", "correct": "#be185d", "attend": "#0f766e", "speculate": "#fcd34d"}
+    labels = {"append": "append, and drift", "correct": "correct", "attend": "attend", "speculate": "select and recall for the next step"}
+    figure, panel = plt.subplots(figsize=(9, 0.45 * len(cases) + 1.6))
+    ends = dict.fromkeys(cases, 0.0)
+    for stage, shade in shades.items():
+        taken = results.select("stage", stage)
+        panel.barh(range(len(cases)), [1e3 * taken[case] for case in cases], left=[ends[case] for case in cases], color=shade,
+                   height=0.65, label=labels[stage])
+        ends = {case: ends[case] + 1e3 * taken[case] for case in cases}
+    panel.set_yticks(range(len(cases)), [line_of(case) for case in cases])
+    panel.invert_yaxis()
+    run = results.run("stage")
+    panel.set_title(f"Milliseconds of a token at {run['prompt']} tokens, {run['threads']} threads")
+    panel.grid(axis="x", color=GRID)
+    panel.set_axisbelow(True)
+    panel.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.4, -0.08))
+    footnote(figure, run, f"budget {run['budget']} tokens; each stage alone")
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(folder / "stages.png")
+
+
 FAMILIES = {"min_max": ("#d97706", "o"), "mean": ("#9ca3af", "s"), "centroid_box": ("#a16207", "D"), "ball": ("#9f6f8f", "P"),
             "chunk_means": ("#5b8db8", "^"), "key_sketch": ("#65a30d", "v"), "key_subspace": ("#0f766e", "o"), "key_codes": ("#be185d", "*"),
             "coarse_to_fine": ("#57534e", "X"), "always": (INK, "s"), "never": ("#9ca3af", "s"), "cosine_drift, mean": ("#d97706", "o"), "cosine_drift, min": ("#a16207", "v"),
@@ -455,7 +490,7 @@ def main():
         sys.exit("usage: python plot.py RESULTS.jsonl FOLDER")
     results, folder = Results(sys.argv[1]), Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = (needles, quality, speed, depths, budgets, heads, queries, corrections, thresholds, lengths, summary_frontier, correction_frontier)
+    pictures = (needles, quality, speed, depths, budgets, heads, queries, corrections, thresholds, lengths, stages, summary_frontier, correction_frontier)
     for picture in pictures:
         picture(results, folder)
     files = [folder / f"{picture.__name__}.png" for picture in pictures]

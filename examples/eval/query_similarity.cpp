@@ -52,6 +52,55 @@ double mean(const std::vector<double>& values) {
   return sum / static_cast<double>(values.size());
 }
 
+/// Cosines of a KV head, which is corrected where they are below tau: the mean over its query heads, by step.
+struct cosines_of_head {
+  int layer = 0, head = 0;
+  double mean = 0;
+  std::vector<double> by_step;
+};
+
+/// How the cosines that a correction looks at vary from step to step (figure 3c): of three KV heads, those of
+/// least, middle and most mean, and how many heads are below tau. `similarities(layer, query head, apart)`
+/// are by step. Returns a sentence.
+template <class Similarities>
+std::string compare_steps(job& j, const std::string& method, const Similarities& similarities) {
+  const arguments& a = j.options();
+  const model_shape& shape = j.model().shape();
+  const int group = shape.query_heads / shape.kv_heads;
+  std::vector<cosines_of_head> heads;
+  for (int layer = a.common.complete_layers; layer < shape.layers; ++layer)
+    for (int head = 0; head < shape.kv_heads && !shape.slides(layer); ++head) {
+      std::vector<double> by_step(to_size(a.steps - 1));
+      for (int g = 0; g < group; ++g) {
+        const auto of_query_head = similarities(layer, head * group + g, 1);
+        for (std::size_t step = 0; step < by_step.size(); ++step)
+          by_step[step] += of_query_head[step] / group;
+      }
+      const double of_all = mean(by_step);
+      heads.push_back({layer, head, of_all, std::move(by_step)});
+    }
+  if (heads.empty()) return "";
+  std::sort(heads.begin(), heads.end(),
+            [](const cosines_of_head& a, const cosines_of_head& b) { return a.mean < b.mean; });
+  const auto add = [&](const char* which, const cosines_of_head& of) {
+    j.lines().add("query_cosine_steps", method, which, of.mean, "",
+                  {{"layer", of.layer}, {"head", of.head}, {"by_step", of.by_step}});
+  };
+  add("least", heads.front());
+  add("middle", heads[heads.size() / 2]);
+  add("most", heads.back());
+  std::vector<double> below(to_size(a.steps - 1));
+  for (const cosines_of_head& of : heads)
+    for (std::size_t step = 0; step < below.size(); ++step)
+      below[step] += (of.by_step[step] < double{a.tau}) / static_cast<double>(heads.size());
+  j.lines().add("query_cosine_steps", method, "below_tau", mean(below), "", {{"by_step", below}});
+  const auto percent = [](double share) { return fixed(100 * share, 0) + " %"; };
+  return "in a step " + percent(mean(below)) + " of the KV heads that retrieve are below tau " +
+         fixed(a.tau, 2) + ", the mean of their query heads; in the tenth of steps with fewest " +
+         percent(percentile(below, 0.1)) + " or less, with most " + percent(percentile(below, 0.9)) +
+         " or more\n";
+}
+
 }  // namespace
 
 void compare_queries(job& j) {
@@ -114,11 +163,13 @@ void compare_queries(job& j) {
                     {{"layer", layer}, {"apart", apart}});
     }
   }
+  const std::string below = compare_steps(j, full.name, similarities);
   j.say("\n" + table(rows) + "cosine of a query head's rotated queries of adjacent steps, mean over " +
         std::to_string(a.steps) + " steps after " + std::to_string(a.prompt) + " tokens, full attention; " +
         std::to_string(above) + " of " + std::to_string(heads) +
         " heads are\nabove 0.84, as all of the paper's are (FreeKV, figure 3); steps above 0.9: those that "
-        "tau 0.9 would not correct, of single heads\n");
+        "tau 0.9 would not correct, of single heads\n" +
+        below);
 }
 
 }  // namespace freekv::examples

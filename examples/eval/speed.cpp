@@ -5,17 +5,11 @@
 #include "fatal_signals.hpp"
 #include "job.hpp"
 #include "retrieval_attention.hpp"
+#include "statistics.hpp"
 
 namespace freekv::examples {
 
 namespace {
-
-double median(std::vector<double> values) {
-  if (values.empty()) return 0;
-  std::sort(values.begin(), values.end());
-  const std::size_t half = values.size() / 2;
-  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
-}
 
 constexpr double steady_spread = 0.2;
 

@@ -56,6 +56,10 @@ struct method_spec {
 
   bool retrieves() const { return plan == "retrieval" || plan == "by_head"; }
   bool evicts() const { return plan == "eviction"; }
+  /// Whether each KV head keeps what a list says.
+  bool needs_head_list() const {
+    return plan == "by_head" || (evicts() && eviction == razor_attention_compensated::name);
+  }
   bool needs_basis() const { return retrieves() && summary == "key_subspace"; }
   bool needs_codebooks() const { return retrieves() && summary == "key_codes"; }
   bool needs_factors() const { return plan != "complete" && !evicts() && codec == "low_rank_keys"; }
@@ -73,9 +77,9 @@ struct method_data {
   key_codebooks codebooks{};             ///< of key_codes; the caller keeps their memory
   subspace_basis factors{};              ///< of low_rank_keys; the caller keeps its memory
   rotary_embedding rotary{};             ///< of low_rank_keys; the caller keeps its memory
-  std::vector<layer_kind> head_kinds{};  ///< of plan "by_head": (layers, kv_heads)
+  std::vector<layer_kind> head_kinds{};  ///< of a method that needs_head_list(): (layers, kv_heads)
   int kv_heads = 1;
-  int page = 32, sink = 64, window = 128;  ///< tokens; of raas
+  int page = 32, sink = 64, window = 128;  ///< tokens; of raas, and the sink of razor_attention_compensated
   std::vector<bool> sliding_layers{};      ///< (layers), or none
 };
 
@@ -129,6 +133,12 @@ template <class Coarse, class Fine>
 struct policy_maker<coarse_to_fine<Coarse, Fine, dynamic>> {
   static coarse_to_fine<Coarse, Fine, dynamic> from(const method_spec& m, const method_data& data) {
     return {{policy_maker<Coarse>::from(m, data), policy_maker<Fine>::from(m, data)}, {m.times}};
+  }
+};
+template <>
+struct policy_maker<razor_attention_compensated> {
+  static razor_attention_compensated from(const method_spec&, const method_data& data) {
+    return {{data.head_kinds, data.kv_heads}, data.sink};
   }
 };
 template <>
@@ -213,8 +223,9 @@ using correction_list = policy_list<cosine_drift, mass_deficit, always, never, e
 using residency_list = policy_list<first_unselected<dynamic>, least_recently_used<dynamic>>;
 using codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4m3>, int8_token, int4_token,
                                int8_channel, int4_channel, low_rank_keys<dynamic>>;
-using eviction_list = policy_list<h2o, tova, snapkv, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv,
-                                  cake, r_kv, arkv_origin, d2o, exact_merge, hard_kv_merge>;
+using eviction_list =
+    policy_list<h2o, tova, snapkv, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv,
+                arkv_origin, d2o, exact_merge, hard_kv_merge, razor_attention_compensated>;
 
 inline constexpr auto& summaries = summary_list::choices;
 inline constexpr auto& poolings = pooling_list::choices;

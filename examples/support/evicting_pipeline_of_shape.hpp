@@ -92,6 +92,8 @@ class evicting_pipeline_of_shape final : public pipeline {
     data.page = o.page;
     data.sink = std::min(o.budget.sink, longest + o.page);
     data.window = std::min(o.budget.window, longest + o.page);
+    data.head_kinds = o.head_kinds;
+    data.kv_heads = o.kv_heads;
     s.eviction = find_by_name("eviction", evictions, o.method.eviction).make(o.method, data);
     return s;
   }

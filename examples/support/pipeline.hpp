@@ -47,7 +47,7 @@ struct pipeline_options {
   key_codebooks codebooks{};             ///< of key_codes; the caller keeps their memory
   subspace_basis factors{};              ///< of low_rank_keys; the caller keeps its memory
   rotary_embedding rotary{};             ///< of low_rank_keys; the caller keeps its memory
-  std::vector<layer_kind> head_kinds{};  ///< of plan "by_head": (layers, kv_heads)
+  std::vector<layer_kind> head_kinds{};  ///< of a method that needs_head_list(): (layers, kv_heads)
 };
 
 /// A pipeline of any shape, with its step. The calls are retrieval_pipeline's, and those of its step.
@@ -72,6 +72,8 @@ class pipeline {
   /// Keys and values as the bytes of the element type.
   virtual void append_stored(int layer, std::span<const std::byte> keys, std::span<const std::byte> values,
                              std::span<const float> queries) = 0;
+  /// Corrects the flagged heads, as `attend` does first; for who times the two apart. What forgets has none.
+  virtual void correct(int) {}
   virtual void attend(int layer, std::span<float> out, std::span<float> lse) = 0;
   virtual void attend_full(int layer, std::span<float> out, std::span<float> lse) = 0;
   virtual void end_step() = 0;

@@ -90,6 +90,10 @@ void pipeline_beside_sliding::append_stored(int layer, std::span<const std::byte
   const place& at = places_.at(to_size(layer));
   at.of->append_stored(at.layer, keys, values, queries);
 }
+void pipeline_beside_sliding::correct(int layer) {
+  const place& at = places_.at(to_size(layer));
+  at.of->correct(at.layer);
+}
 void pipeline_beside_sliding::attend(int layer, std::span<float> out, std::span<float> lse) {
   const place& at = places_.at(to_size(layer));
   at.of->attend(at.layer, out, lse);

@@ -33,6 +33,7 @@ class pipeline_beside_sliding final : public pipeline {
               std::span<const float> queries) override;
   void append_stored(int layer, std::span<const std::byte> keys, std::span<const std::byte> values,
                      std::span<const float> queries) override;
+  void correct(int layer) override;
   void attend(int layer, std::span<float> out, std::span<float> lse) override;
   void attend_full(int layer, std::span<float> out, std::span<float> lse) override;
   void end_step() override;

@@ -40,6 +40,7 @@ class pipeline_of_shape final : public pipeline {
     };
     step_.append(layer, {elements(keys), elements(values), queries});
   }
+  void correct(int layer) override { step_.correct(layer); }
   void attend(int layer, std::span<float> out, std::span<float> lse) override {
     step_.attend(layer, out, lse);
   }

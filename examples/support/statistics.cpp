@@ -107,6 +107,13 @@ double mcnemar(int only_first, int only_second) {
   return std::min(1.0, 2 * probability);
 }
 
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  if (values.size() % 2 != 0) return *middle;
+  return (*middle + *std::max_element(values.begin(), middle)) / 2;
+}
+
 double percentile(std::vector<double> values, double share) {
   const auto n = static_cast<double>(values.size());
   const auto at = to_size(std::clamp(std::ceil(share * n) - 1, 0.0, n - 1));

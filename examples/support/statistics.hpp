@@ -33,6 +33,9 @@ estimate share_of(int hits, int all);
 /// one of them has right: McNemar's test, exact and two-sided. 1 without such questions.
 double mcnemar(int only_first, int only_second);
 
+/// Of at least one value; of an even number the mean of the two in the middle.
+double median(std::vector<double> values);
+
 /// The value that a share of `values`, from 0 to 1, is not above: of the sorted values the one at ceil(share
 /// * n).
 double percentile(std::vector<double> values, double share);

@@ -127,7 +127,7 @@ struct shadowkv : named_policies<unit<8>, mean, max_softmax, pin_outliers<48>, a
   static constexpr std::string_view published = "arXiv 2410.21465";
 };
 /// RazorAttention (arXiv 2407.15891): some heads keep everything, the others sink and window; without its
-/// compensation token. Which heads is the plan's `kinds`.
+/// compensation token, which razor_attention_compensated has. Which heads is the plan's `kinds`.
 struct razor_attention : named_policies<by_head> {
   static constexpr std::string_view name = "razor_attention";
   static constexpr std::string_view about = "some heads keep everything, the others sink and window";
@@ -348,18 +348,26 @@ struct hard_kv_merge : named_eviction<freekv::hard_kv_merge> {
   static constexpr std::string_view published = "arXiv 2606.28831";
 };
 
+/// RazorAttention with its compensation token: `freekv::razor_attention_compensated`.
+struct razor_attention_compensated : named_eviction<freekv::razor_attention_compensated> {
+  static constexpr std::string_view name = "razor_attention_compensated";
+  static constexpr std::string_view about =
+      "razor_attention, and one token for all that the others' windows have left behind";
+  static constexpr std::string_view published = "arXiv 2407.15891";
+};
+
 /// A list of methods.
 template <class... Methods>
 struct method_list {};
 /// All of the above.
-using all =
-    method_list<full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight,
-                infinigen, fasa, shadowkv, razor_attention, duo_attention, freekv_paper, freekv_long_inputs,
-                freekv_never, freekv_top_p, freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never,
-                freekv_key_subspace, freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
-                freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky,
-                freekv_key_codes_units, h2o, tova, snapkv, pyramid_kv, raas, lazy_eviction, hard_kv,
-                defensive_kv, cake, r_kv, arkv_origin, d2o, exact_merge, hard_kv_merge>;
+using all = method_list<full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale,
+                        twilight, infinigen, fasa, shadowkv, razor_attention, duo_attention, freekv_paper,
+                        freekv_long_inputs, freekv_never, freekv_top_p, freekv_per_layer, freekv_chunk_means,
+                        freekv_chunk_means_never, freekv_key_subspace, freekv_key_subspace_never,
+                        freekv_key_subspace_deficit, freekv_key_codes, freekv_key_codes_never,
+                        freekv_key_codes_deficit, freekv_key_codes_sticky, freekv_key_codes_units, h2o, tova,
+                        snapkv, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv,
+                        arkv_origin, d2o, exact_merge, hard_kv_merge, razor_attention_compensated>;
 
 }  // namespace methods
 }  // namespace freekv

@@ -368,7 +368,7 @@ TEST_CASE("a head list that does not fit the trace is refused", "[replay]") {
   refuse_heads(std::string(2000, '\xff'), {"line 1"});
   r.refuse({"--heads", r.folder / "absent"}, {"absent", "opened"});
   r.refuse({"--heads", r.folder / "heads", "--variant", "full"}, {"--heads", "--variant full"});
-  for (const char* variant : {"razor_attention", "duo_attention"})
+  for (const char* variant : {"razor_attention", "razor_attention_compensated", "duo_attention"})
     r.refuse({"--variant", variant}, {variant, "--heads"});
   store(r.folder / "heads", "3 0 complete\n");
   r.refuse_command(

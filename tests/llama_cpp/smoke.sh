@@ -19,8 +19,8 @@ sed 's/^{/{"stop": "\\n", /' "$texts/tasks.jsonl" >"$folder/stops.jsonl"
   --top-p 0.9 --commit smoke
 for layer in $(seq 0 29); do echo "$layer 0 complete"; done >"$folder/heads.txt"
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/full" \
-  --full --section quality --section budgets --section taus --section poolings --section queries --section lengths --variant freekv --variant fasa --variant razor_attention \
-  --head-list "$folder/heads.txt" --prompt 500 --steps 4 --deep-steps 4 --budget 256 --budgets 256 320 --taus 0.5 1 \
+  --full --section quality --section budgets --section taus --section poolings --section queries --section lengths --section stages --variant freekv --variant fasa --variant razor_attention \
+  --variant razor_attention_compensated --head-list "$folder/heads.txt" --prompt 500 --steps 4 --deep-steps 4 --budget 256 --budgets 256 320 --taus 0.5 1 \
   --lengths 400 500 --rounds 1 --timed-steps 2 --commit smoke
 "$programs/freekv-compare" "${common[@]}" --needle-text "$texts/genesis.txt" --cache "$folder/cache" --out "$folder/together" \
   --section batch --section draft --batch 3 --draft 4 --variant freekv --variant freekv_key_codes_deficit --prompt 500 \
@@ -184,9 +184,17 @@ def of(bench, metric, case, key):
     return {l[key]: l["value"] for l in full if (l["bench"], l["metric"], l["case"]) == (bench, metric, case)}
 
 
-assert {l["case"] for l in full if l["bench"] == "quality"} == {"full", "freekv", "fasa", "razor_attention"}
+assert {l["case"] for l in full if l["bench"] == "quality"} == {"full", "freekv", "fasa", "razor_attention", "razor_attention_compensated"}
 heads = [l["by_head"] for l in full if (l["bench"], l["case"]) == ("layer", "razor_attention")]
 assert len(heads) == 29 and all(abs(head[0] - 1) < 1e-5 > head[2] - 1 for head in heads)  # head 0 keeps everything
+heads = [l["by_head"] for l in full if (l["bench"], l["case"]) == ("layer", "razor_attention_compensated")]
+assert len(heads) == 29 and all(abs(head[0] - 1) < 1e-5 for head in heads)
+took = {case: {l["metric"]: l["value"] for l in full if (l["bench"], l["case"]) == ("stage", case)} for case in ("full", "fasa", "freekv")}
+assert all(list(of_case) == ["append", "correct", "attend", "speculate"] and min(of_case.values()) > 0 for of_case in took.values())
+assert took["full"]["correct"] < took["fasa"]["correct"]  # which corrects always
+cosines = {l["metric"]: l for l in full if l["bench"] == "query_cosine_steps"}
+assert list(cosines) == ["least", "middle", "most", "below_tau"] and {len(l["by_step"]) for l in cosines.values()} == {3}
+assert cosines["least"]["value"] <= cosines["middle"]["value"] <= cosines["most"]["value"] and 0 <= cosines["below_tau"]["value"] <= 1
 assert list(of("budget", "mass_kept", "freekv", "budget")) == [256, 320]
 assert of("budget", "mass_kept", "freekv", "budget")[256] < of("budget", "mass_kept", "freekv", "budget")[320]
 assert of("tau", "corrected", "freekv", "tau")[0.5] <= of("tau", "corrected", "freekv", "tau")[1] == 1

@@ -22,7 +22,8 @@ using freekv::usage_error;
 using any_eviction =
     freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::pyramid_kv, freekv::raas,
                    freekv::lazy_eviction, freekv::hard_kv, freekv::defensive_kv, freekv::cake, freekv::r_kv,
-                   freekv::arkv_origin, freekv::d2o, freekv::exact_merge, freekv::hard_kv_merge>;
+                   freekv::arkv_origin, freekv::d2o, freekv::exact_merge, freekv::hard_kv_merge,
+                   freekv::razor_attention_compensated>;
 using forgetful = freekv::evicting_pipeline<freekv::kv_shape<freekv::half, 24>, any_eviction>;
 constexpr std::size_t row_bytes = 2 * 24 * sizeof(freekv::half);  // a KV head's keys and values of a token
 
@@ -39,6 +40,10 @@ forgetful::settings settings_of(any_eviction eviction) {
 }
 const freekv::raas small_raas{.page = 8, .room = 16, .keeps_prompt = true};
 const freekv::raas cut_raas{.page = 8, .sink = 8, .window = 8};
+const freekv::razor_attention_compensated razor_by_head{
+    .heads = {{freekv::layer_kind::complete, freekv::layer_kind::complete, freekv::layer_kind::window,
+               freekv::layer_kind::complete, freekv::layer_kind::window, freekv::layer_kind::window},
+              2}};
 freekv::hard_kv_merge hard_kv_merge_of_16() {
   freekv::hard_kv_merge policy;
   policy.interval = 16;
@@ -58,6 +63,8 @@ std::vector<any_eviction> all_evictions() {
           freekv::d2o{},
           freekv::exact_merge{},
           hard_kv_merge_of_16(),
+          freekv::razor_attention_compensated{},
+          razor_by_head,
           small_raas,
           cut_raas};
 }
@@ -178,6 +185,46 @@ TEST_CASE("a budget that holds everything is full attention", "[eviction]") {
   }
 }
 
+TEST_CASE("of RazorAttention's heads some keep everything, the others a token for all that left",
+          "[eviction]") {
+  using everything = freekv::retrieval_pipeline<freekv::kv_shape<freekv::half, 24>,
+                                                freekv::every_layer<freekv::layer_kind::complete>>;
+  const auto s = settings_of(razor_by_head);
+  text source(s, 24, 230, 5);
+  // Queries of zero attend to the mean of what has left as to each of it.
+  for (const bool zero : {false, true}) {
+    if (zero) source.zero_queries();
+    freekv::host_backend backend({.threads = 2, .bytes_per_thread = 64});
+    forgetful p(s, backend);
+    everything full({.model = s.model, .capacity = {.max_tokens = 230}}, backend);
+    const auto other = p.open(), id = p.open(), same = full.open();
+    CHECK(other != id);
+    for (int tokens = 150; tokens <= 210; ++tokens) {
+      const int now = tokens == 150 ? tokens : 1;
+      const auto kind = now == 1 ? step_phase::decode : step_phase::prefill;
+      const auto got = run_step(p, id, source, now, kind), want = run_step(full, same, source, now, kind);
+      const int first_row = kind == step_phase::decode ? 0 : 149;
+      for (int layer = 0; layer < 3; ++layer)
+        for (int head = 0; head < 6; ++head) {
+          const bool keeps = layer == 0 || (layer == 1 && head >= 3);
+          const std::size_t row = count((layer * now + first_row) * 6 + head);
+          double apart = std::fabs(static_cast<double>(got.lse[row]) - static_cast<double>(want.lse[row]));
+          for (std::size_t x = row * 24; x < (row + 1) * 24; ++x)
+            apart = std::max(apart,
+                             std::fabs(static_cast<double>(got.out[x]) - static_cast<double>(want.out[x])));
+          INFO("layer " << layer << ", query head " << head << ", " << tokens << " tokens");
+          if (keeps) CHECK(apart < 2e-6);
+          if (!keeps && zero) CHECK(apart < 2e-3);  // the mean is rounded to half in every step
+          if (!keeps && !zero && now == 1) CHECK(apart > 1e-4);
+        }
+    }
+    CHECK(attended(p, 1, id, 1) == from_to(0, 209));
+    auto held = from_to(0, 4);  // the sink, and the token that the others are in
+    for (const int token : from_to(174, 209)) held.push_back(token);  // the row itself besides
+    CHECK(attended(p, 1, id, 0) == held);
+  }
+}
+
 TEST_CASE("of units that are worth the same the first leaves", "[eviction]") {
   // Queries of zero attend to everything alike.
   const std::vector<float> queries(150 * 6 * 24, 0.0f), rows(150 * 2 * 24, 1.0f), nothing(6 * 24, quiet_nan);
@@ -280,7 +327,7 @@ TEST_CASE("bytes are those of the budget, and there is no store", "[eviction][me
 
   // A prompt waits in the staging, for as many sequences as have one; H2O keeps votes beside it, the others
   // queries.
-  const auto rounded_up = [](std::size_t bytes) { return (bytes + 63) / 64 * 64; };
+  const auto rounded_up = [](std::size_t bytes) { return (bytes + 127) / 128 * 128; };
   const std::size_t staged = rounded_up(2 * 2 * 150 * row_bytes);
   CHECK(bytes_of(freekv::h2o{}, as_is).staging == 2 * (staged + rounded_up(2 * 2 * 150 * sizeof(float))));
   CHECK(bytes_of(freekv::tova{}, as_is).staging == 2 * (staged + rounded_up(2 * 1 * 6 * 24 * sizeof(float))));
@@ -292,6 +339,11 @@ TEST_CASE("bytes are those of the budget, and there is no store", "[eviction][me
   CHECK(bytes_of(cut_raas, as_is).slots == (40 + 8) * token);
   CHECK(bytes_of(cut_raas, [](auto& s) { s.capacity.max_prompt = 1'000'000; }).slots == (40 + 8) * token);
   CHECK(bytes_of(cut_raas, as_is).staging == bytes_of(freekv::tova{}, as_is).staging);
+
+  // Heads that keep everything have room for it, and the others for no more than their budget.
+  CHECK(bytes_of(razor_by_head, as_is).slots ==
+        rounded_up(2 * (41 + 230) * row_bytes) + rounded_up(2 * (41 + 41) * row_bytes));
+  CHECK(bytes_of(freekv::razor_attention_compensated{}, as_is).slots == 41 * token);
 
   for (const auto& eviction : all_evictions()) {
     const auto needed = bytes_of(eviction, as_is);

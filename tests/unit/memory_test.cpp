@@ -397,7 +397,8 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
   using forgetful = freekv::evicting_pipeline<
       freekv::kv_shape<freekv::half, 24>,
       freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::raas, freekv::hard_kv, freekv::cake,
-                     freekv::r_kv, freekv::d2o, freekv::exact_merge, freekv::hard_kv_merge>>;
+                     freekv::r_kv, freekv::d2o, freekv::exact_merge, freekv::hard_kv_merge,
+                     freekv::razor_attention_compensated>>;
   forgetful::settings s{.model = {.layers = 2, .query_heads = 6, .kv_heads = 2},
                         .budget = 40,
                         .capacity = {.max_prompt = 60, .max_generated = 60}};
@@ -405,7 +406,7 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
   const auto rows = source.at(0, 0, 60), one = source.at(0, 0, 1);
   std::vector<float> out(60 * 6 * 24);
   freekv::host_backend backend({.threads = 2, .bytes_per_thread = 64});
-  for (int method = 0; method < 10; ++method) {
+  for (int method = 0; method < 11; ++method) {
     if (method == 1) s.eviction = freekv::tova{};
     if (method == 2) s.eviction = freekv::snapkv{};
     if (method == 3) s.eviction = freekv::raas{.page = 8, .sink = 8, .window = 8};
@@ -415,6 +416,11 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
     if (method == 7) s.eviction = freekv::d2o{};
     if (method == 8) s.eviction = freekv::exact_merge{};
     if (method == 9) s.eviction = freekv::hard_kv_merge{};
+    if (method == 10)
+      s.eviction = freekv::razor_attention_compensated{
+          .heads = {{freekv::layer_kind::complete, freekv::layer_kind::window, freekv::layer_kind::window,
+                     freekv::layer_kind::complete},
+                    2}};
     forgetful pipeline(s, backend);
     const long before = allocations;
     for (int round = 0; round < 2; ++round) {

@@ -77,6 +77,11 @@ class text {
     return both;
   }
 
+  /// Queries of zero attend to everything alike.
+  void zero_queries() {
+    for (layer_rows& l : layers_) std::fill(l.queries.begin(), l.queries.end(), 0.0f);
+  }
+
   rows at(int layer, int first, int tokens) const {
     const auto part = [&](const std::vector<float>& data, std::size_t row) {
       return std::span(data).subspan(count(first) * row, count(tokens) * row);

@@ -127,7 +127,8 @@ class option_list {
 std::string flags_of(const method_spec& m) {
   if (m.plan == "complete") return "attends to everything";
   if (m.plan == "window") return "attends to sink and window alone";
-  if (m.plan == "eviction") return "forgets all but sink + window + k * page tokens, see below";
+  const std::string heads = m.needs_head_list() ? " --heads FILE" : "";
+  if (m.plan == "eviction") return "forgets all but sink + window + k * page tokens, see below" + heads;
   const method_spec published;
   std::string text = "--summary " + m.summary + " --correction " + m.correction;
   if (m.pooling != published.pooling) text += " --pooling " + m.pooling;
@@ -138,7 +139,7 @@ std::string flags_of(const method_spec& m) {
   if (m.bits != published.bits) text += " --bits " + std::to_string(m.bits);
   if (m.unit != published.unit) text += " --unit " + std::to_string(m.unit);
   if (m.basis_of_pairs) text += ", its basis rotary pairs";
-  return text + (m.plan == "by_head" ? " --heads FILE" : "");
+  return text + heads;
 }
 
 /// What each variant stands for and what is written: the part of the help that no single flag explains.
@@ -241,12 +242,12 @@ method_spec chosen_method(const replay_options& o, const policy_flags& flags, me
     refuse(
         "--heads says which heads retrieve, and in a layer with --sliding-window none does; choose one of "
         "the two");
-  if (o.heads && !m.retrieves())
+  if (o.heads && !m.retrieves() && !m.needs_head_list())
     refuse("--heads says which heads retrieve, and --variant " + o.variant +
            " does not; choose another variant");
-  if (!o.heads && m.plan == "by_head")
+  if (!o.heads && m.needs_head_list())
     refuse("--variant " + o.variant + " keeps what each head needs; name a list of heads with --heads");
-  if (o.heads) m.plan = "by_head";
+  if (o.heads && m.retrieves()) m.plan = "by_head";
   return m;
 }
 

@@ -4,6 +4,8 @@
 #include <array>
 #include <cmath>
 
+#include "statistics.hpp"
+
 namespace freekv::examples {
 namespace {
 
@@ -12,13 +14,6 @@ using json = nlohmann::ordered_json;
 json number(double x) { return std::isfinite(x) ? json(x) : json(nullptr); }
 
 json share(double part, double whole) { return whole > 0 ? number(part / whole) : json(nullptr); }
-
-double median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  if (values.size() % 2 != 0) return *middle;
-  return (*middle + *std::max_element(values.begin(), middle)) / 2;
-}
 
 /// Whatever the command line says, for all layers.
 json settings_of(const replay_options& o, const host_options& host) {

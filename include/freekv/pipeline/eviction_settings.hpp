@@ -48,10 +48,22 @@ struct eviction_settings {
   int max_tokens() const { return capacity.max_prompt + capacity.max_generated; }
   /// Leading layers that forget nothing.
   int complete_layers() const { return std::min(int{plan.layers}, model.layers); }
-  /// Limits that a layer's policy is told; `layer` is the model's number.
-  eviction_limits limits(int layer) const {
-    return {budget, capacity.max_prompt, capacity.max_generated, layer - complete_layers(),
-            model.layers - complete_layers()};
+  /// Limits that the policy of a layer and KV head is told; `layer` is the model's number.
+  eviction_limits limits(int layer, int head = 0) const {
+    return {budget,
+            capacity.max_prompt,
+            capacity.max_generated,
+            layer - complete_layers(),
+            model.layers - complete_layers(),
+            head,
+            model.kv_heads};
+  }
+  /// Rows that a KV head of a layer ever holds, in whole units.
+  template <class E>
+  int rows_of_head(const E& policy, int layer, int head) const {
+    const int unit = policy.unit_tokens(),
+              most = std::min(policy.capacity(limits(layer, head)), max_tokens());
+    return (most + unit - 1) / unit * unit;
   }
 };
 

@@ -30,7 +30,7 @@ struct eviction_entry {
   constexpr row_span rows() const { return {first_row, tokens}; }
 };
 
-/// Rows of the pool that a KV head has, where a policy gives heads budgets, and its budget in tokens.
+/// Rows of a pool that a KV head has, where heads keep different amounts, and its budget in tokens.
 struct head_budget {
   std::int64_t first = 0;
   std::int32_t rows = 0, budget = 0;
@@ -51,7 +51,8 @@ struct eviction_state {
   int rows = 0;  // that a KV head has room for
   int unit_tokens = 1;
   int units = 0;  // that a KV head has room for; 0 in a complete layer
-  /// (sequence, kv head, 2, rows, head_dim), or the pool's (rows of all layers, 2, head_dim)
+  /// (sequence, kv head, 2, rows, head_dim), or a pool's (rows, 2, head_dim): of this layer, or of all of
+  /// them where a policy gives heads budgets
   element* kv = nullptr;
   head_budget* budgets = nullptr;  // (sequence, kv head): where the pool has what; null: no pool
   int staged_rows = 0;             // 0: prompts are in `kv` at once
@@ -184,6 +185,24 @@ class eviction_memory {
     }
   }
 
+  /// Rows of a layer whose KV heads keep different amounts.
+  void share_rows(const eviction_settings<Eviction>& s, state& l, carver& fast) {
+    l.budgets = fast.take<head_budget>(l.head_index(s.capacity.max_sequences, 0));
+    std::int64_t rows = 0;
+    resolve(s.eviction, [&](const auto& eviction) {
+      for (int sequence = 0; sequence < s.capacity.max_sequences; ++sequence)
+        for (int head = 0; head < s.model.kv_heads; ++head) {
+          const int own = s.rows_of_head(eviction, l.layer, head);
+          if (l.budgets != nullptr) l.budgets[l.head_index(sequence, head)] = {rows, own, s.budget};
+          rows += own;
+        }
+    });
+    const std::size_t before = fast.used();
+    l.kv = fast.take<typename state::element>(to_size(rows) * 2 * state::head_dim);
+    bytes.slots += fast.used() - before;
+    l.first_token = fast.take<std::int32_t>(to_size(rows));
+  }
+
   state layer_of(const eviction_settings<Eviction>& s, int layer, carver& slow, carver& fast) {
     using element = typename state::element;
     state l;
@@ -203,16 +222,21 @@ class eviction_memory {
       l.kv = slow.take<element>(numbers(heads, l.rows));
       return l;
     }
-    bool pooled = false, weighs = false;
+    bool pooled = false, by_head = false, weighs = false;
     resolve(s.eviction, [&]<class E>(const E& eviction) {
       pooled = allocates<E>;
       l.unit_tokens = eviction.unit_tokens();
       const eviction_limits most = s.limits(layer);
       l.place = most.layer;
       l.places = most.layers;
-      const int room =
-          pooled ? s.max_tokens() : eviction.capacity(most);  // of a pool a head may have any part
-      l.units = (std::min(room, s.max_tokens()) + l.unit_tokens - 1) / l.unit_tokens;
+      int rows = pooled ? s.max_tokens() : 0;  // of the pool of all layers a head may have any part
+      std::int64_t rows_of_all = 0;
+      for (int head = 0; !pooled && head < s.model.kv_heads; ++head) {
+        rows = std::max(rows, s.rows_of_head(eviction, layer, head));
+        rows_of_all += s.rows_of_head(eviction, layer, head);
+      }
+      by_head = !pooled && rows_of_all < std::int64_t{rows} * s.model.kv_heads;
+      l.units = (rows + l.unit_tokens - 1) / l.unit_tokens;
       if constexpr (!observes<E>) l.state_bytes = sizeof(typename E::unit_state);
       l.staged_rows = eviction.stages_prompt() ? s.capacity.max_prompt : 0;
       if (eviction.observed_rows() < every_prompt_row) l.kept_queries = eviction.observed_rows();
@@ -232,7 +256,8 @@ class eviction_memory {
       l.queries = fast.take<float>(to_size(of) * to_size(l.kept_queries) * to_size(s.model.query_heads) *
                                    state::head_dim);
     };
-    if (!pooled) counted(bytes.slots, [&] { l.kv = fast.take<element>(numbers(heads, l.rows)); });
+    if (by_head) share_rows(s, l, fast);
+    if (!pooled && !by_head) counted(bytes.slots, [&] { l.kv = fast.take<element>(numbers(heads, l.rows)); });
     counted(bytes.staging, [&] {
       l.staged = fast.take<element>(numbers(staged_heads, l.staged_rows));
       if (l.kept_queries == 0) l.votes = fast.take<float>(staged_heads * to_size(l.staged_rows));
@@ -240,7 +265,8 @@ class eviction_memory {
     });
     if (l.keeps_decoded) take_queries(s.capacity.max_sequences);
     l.states = fast.take<std::byte>(l.unit_index(s.capacity.max_sequences, 0) * l.state_bytes);
-    if (!pooled) l.first_token = fast.take<std::int32_t>(l.unit_index(s.capacity.max_sequences, 0));
+    if (!pooled && !by_head)
+      l.first_token = fast.take<std::int32_t>(l.unit_index(s.capacity.max_sequences, 0));
     l.attended = fast.take<std::int32_t>(l.unit_index(s.capacity.max_sequences, 0));
     if (weighs) l.log_weight = fast.take<float>(l.unit_index(s.capacity.max_sequences, 0));
     l.memories = fast.take<std::byte>(heads * l.memory_bytes);

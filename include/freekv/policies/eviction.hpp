@@ -27,6 +27,8 @@ struct eviction_limits {
   int max_generated = 0;
   int layer = 0;  ///< the one asked for
   int layers = 1;
+  int head = 0;  ///< KV head of the layer, the one asked for
+  int kv_heads = 1;
 };
 
 /// Moment at which units leave: after a decode row has attended, or before the first one, when a prompt ends.

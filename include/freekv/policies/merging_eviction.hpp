@@ -1,11 +1,13 @@
 // Eviction that merges: a token that leaves goes into one that stays.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <freekv/policies/counting_eviction.hpp>
 #include <freekv/policies/eviction.hpp>
 #include <freekv/policies/hard_kv.hpp>
+#include <freekv/policies/plan.hpp>
 #include <numbers>
 #include <string>
 #include <string_view>
@@ -92,5 +94,77 @@ struct hard_kv_merge : hard_kv {
   }
 };
 static_assert(eviction_policy<hard_kv_merge>);
+
+/// RazorAttention (arXiv 2407.15891) with its compensation token: some KV heads keep everything, the others
+/// the first `sink` tokens, the latest, and one token for all that have left, the mean of their keys and
+/// values, which weighs as many as they are. Unlike the paper's, these heads have the budget, and not the
+/// larger of 4000 tokens and a fifth of the prompt; their keys are averaged rotated, as they are kept, in the
+/// element type.
+struct razor_attention_compensated {
+  using policy_kind = eviction_kind;
+  using hooks = hook_list<hook::merge, hook::validate, hook::values>;
+  static constexpr std::string_view name = "razor_attention_compensated";
+  /// Heads that forget are those of kind window, in all layers of the model; without any kinds, all heads.
+  by_head heads{};
+  int sink = 4;
+
+  struct unit_state {
+    std::uint32_t token;
+  };
+  int unit_tokens() const { return 1; }
+  bool stages_prompt() const { return true; }
+  int observed_rows() const { return 0; }
+  int capacity(const eviction_limits& most) const {
+    return forgets(most.layer - most.layers, most.head) ? most.budget + 1
+                                                        : most.max_prompt + most.max_generated;
+  }
+  int kept(const eviction_moment& at) const {
+    return forgets(at.layer - at.layers, at.head) ? at.budget : every_token;
+  }
+  bool protects(int token, const eviction_moment&) const { return token <= sink; }
+  void on_append(unit_state& unit, int row) const { unit.token = static_cast<std::uint32_t>(row); }
+  void on_prompt(unit_state&, const prompt_votes&, int) const {}
+  void on_attended(unit_state&, float, int) const {}
+  std::uint32_t worth(const unit_state& unit) const { return unit.token; }
+
+  struct head_memory {
+    std::int64_t merged =
+        0;  // tokens, besides the one that they merge into, which is the first behind the sink
+  };
+  merge_rule merge_by() const { return merge_rule::as_many; }
+  void merge(const merging_tokens& of, const eviction_moment&, head_memory& memory, merge_fate* fates) const {
+    if (of.staying <= sink) return;
+    fates[sink].weight = static_cast<double>(1 + memory.merged);
+    for (int i = of.staying; i < of.end(); ++i) fates[i].into = sink;
+    memory.merged += of.leaving;
+  }
+
+  std::string values() const {
+    const auto keep = std::count_if(heads.kinds.begin(), heads.kinds.end(),
+                                    [](layer_kind kind) { return kind != layer_kind::window; });
+    return std::to_string(keep) + " heads keep everything, sink " + std::to_string(sink);
+  }
+  void validate(const eviction_limits& most) const {
+    const auto text = [](auto n) { return std::to_string(n); };
+    if (sink < 0 || sink + 2 > most.budget)
+      throw settings_error(std::string(name) + ": a sink of " + text(sink) + " tokens of a budget of " +
+                           text(most.budget) + "; leave room for two tokens behind it");
+    if (heads.kinds.empty()) return;
+    const int layers = static_cast<int>(heads.kinds.size()) / std::max(1, heads.kv_heads);
+    if (layers < most.layers)
+      throw settings_error(std::string(name) + " has kinds for " + text(layers) + " layers, and " +
+                           text(most.layers) + " forget; give a kind for each head of the model");
+    heads.validate(layers, most.kv_heads);
+  }
+
+ private:
+  /// `layer` from the end, -1 being the last.
+  bool forgets(int layer, int head) const {
+    if (heads.kinds.empty()) return true;
+    const int layers = static_cast<int>(heads.kinds.size()) / heads.kv_heads;
+    return heads.kind(layers + layer, head) == layer_kind::window;
+  }
+};
+static_assert(eviction_policy<razor_attention_compensated>);
 
 }  // namespace freekv

@@ -35,7 +35,8 @@ struct eviction_sizes {
       eviction_sizes sizes{.group = s.model.group(), .merges = freekv::merges<E>};
       int longest = allocates<E> ? s.max_tokens() : s.capacity.max_prompt;
       for (int layer = s.complete_layers(); layer < s.model.layers; ++layer)
-        longest = std::max(longest, std::min(eviction.capacity(s.limits(layer)), s.max_tokens()));
+        for (int head = 0; head < s.model.kv_heads; ++head)
+          longest = std::max(longest, s.rows_of_head(eviction, layer, head));
       sizes.most = longest + eviction.unit_tokens();
       if (observes<E> || sizes.merges) sizes.units = sizes.most;
       if constexpr (observes<E>)
