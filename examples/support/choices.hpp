@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <freekv/core/size.hpp>
 #include <freekv/freekv.hpp>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -77,7 +78,8 @@ struct method_data {
   key_codebooks codebooks{};             ///< of key_codes; the caller keeps their memory
   subspace_basis factors{};              ///< of low_rank_keys; the caller keeps its memory
   rotary_embedding rotary{};             ///< of low_rank_keys; the caller keeps its memory
-  std::vector<layer_kind> head_kinds{};  ///< of a method that needs_head_list(): (layers, kv_heads)
+  /// Of a method that needs_head_list(): (layers, kv_heads); the caller keeps their memory.
+  std::span<const layer_kind> head_kinds{};
   int kv_heads = 1;
   int page = 32, sink = 64, window = 128;  ///< tokens; of raas, and the sink of razor_attention_compensated
   std::vector<bool> sliding_layers{};      ///< (layers), or none
@@ -138,7 +140,7 @@ struct policy_maker<coarse_to_fine<Coarse, Fine, dynamic>> {
 template <>
 struct policy_maker<razor_attention_compensated> {
   static razor_attention_compensated from(const method_spec&, const method_data& data) {
-    return {{data.head_kinds, data.kv_heads}, data.sink};
+    return {data.head_kinds, data.kv_heads, data.sink};
   }
 };
 template <>
@@ -315,7 +317,7 @@ inline any_plan plan_of(const method_spec& m, const method_data& data, int compl
   if (m.plan != "by_head")
     throw choice_error("plan " + m.plan +
                        " is unknown; choose one of retrieval, window, sliding, complete, by_head");
-  by_head plan{data.head_kinds, data.kv_heads};
+  by_head plan{{data.head_kinds.begin(), data.head_kinds.end()}, data.kv_heads};
   const auto first = to_size(complete_layers) * to_size(data.kv_heads);
   for (std::size_t i = 0; i < first && i < plan.kinds.size(); ++i) plan.kinds[i] = layer_kind::complete;
   return plan;

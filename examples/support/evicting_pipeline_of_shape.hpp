@@ -19,7 +19,9 @@ class evicting_pipeline_of_shape final : public pipeline {
 
  public:
   evicting_pipeline_of_shape(const pipeline_options& options, host_backend& backend)
-      : pipeline_(settings(options), backend), full_(make_pipeline_of<Shape>(everything(options), backend)) {}
+      : head_kinds_(options.head_kinds),
+        pipeline_(settings(options, head_kinds_), backend),
+        full_(make_pipeline_of<Shape>(everything(options), backend)) {}
 
   sequence_id open() override {
     const sequence_id id = pipeline_.open();
@@ -76,7 +78,8 @@ class evicting_pipeline_of_shape final : public pipeline {
   std::size_t summary_bytes() const override { return 0; }
 
  private:
-  static typename implementation::settings settings(const pipeline_options& o) {
+  static typename implementation::settings settings(const pipeline_options& o,
+                                                    std::span<const layer_kind> head_kinds) {
     const int longest = std::max(1, o.max_tokens);
     const std::int64_t budget =
         std::int64_t{o.budget.sink} + o.budget.window + std::int64_t{o.budget.selected_units} * o.page;
@@ -92,7 +95,7 @@ class evicting_pipeline_of_shape final : public pipeline {
     data.page = o.page;
     data.sink = std::min(o.budget.sink, longest + o.page);
     data.window = std::min(o.budget.window, longest + o.page);
-    data.head_kinds = o.head_kinds;
+    data.head_kinds = head_kinds;
     data.kv_heads = o.kv_heads;
     s.eviction = find_by_name("eviction", evictions, o.method.eviction).make(o.method, data);
     return s;
@@ -110,6 +113,7 @@ class evicting_pipeline_of_shape final : public pipeline {
                        " keeps no complete store to do this from; choose a method that retrieves");
   }
 
+  std::vector<layer_kind> head_kinds_;
   implementation pipeline_;
   typename implementation::step step_;
   std::unique_ptr<pipeline> full_;

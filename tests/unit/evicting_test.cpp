@@ -14,6 +14,7 @@ namespace {
 
 using namespace tests;
 using Catch::Contains;
+using freekv::layer_kind;
 using freekv::pool_exhausted;
 using freekv::settings_error;
 using freekv::step_phase;
@@ -40,10 +41,9 @@ forgetful::settings settings_of(any_eviction eviction) {
 }
 const freekv::raas small_raas{.page = 8, .room = 16, .keeps_prompt = true};
 const freekv::raas cut_raas{.page = 8, .sink = 8, .window = 8};
-const freekv::razor_attention_compensated razor_by_head{
-    .heads = {{freekv::layer_kind::complete, freekv::layer_kind::complete, freekv::layer_kind::window,
-               freekv::layer_kind::complete, freekv::layer_kind::window, freekv::layer_kind::window},
-              2}};
+constexpr std::array kinds_of_heads{layer_kind::complete, layer_kind::complete, layer_kind::window,
+                                    layer_kind::complete, layer_kind::window,   layer_kind::window};
+const freekv::razor_attention_compensated razor_by_head{.kinds = kinds_of_heads, .kv_heads = 2};
 freekv::hard_kv_merge hard_kv_merge_of_16() {
   freekv::hard_kv_merge policy;
   policy.interval = 16;

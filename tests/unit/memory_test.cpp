@@ -1,6 +1,7 @@
 // Memory: what is announced is what is taken, once, and steps allocate nothing.
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdlib>
 #include <map>
@@ -406,6 +407,8 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
   const auto rows = source.at(0, 0, 60), one = source.at(0, 0, 1);
   std::vector<float> out(60 * 6 * 24);
   freekv::host_backend backend({.threads = 2, .bytes_per_thread = 64});
+  constexpr std::array kinds{freekv::layer_kind::complete, freekv::layer_kind::window,
+                             freekv::layer_kind::window, freekv::layer_kind::complete};
   for (int method = 0; method < 11; ++method) {
     if (method == 1) s.eviction = freekv::tova{};
     if (method == 2) s.eviction = freekv::snapkv{};
@@ -416,11 +419,7 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
     if (method == 7) s.eviction = freekv::d2o{};
     if (method == 8) s.eviction = freekv::exact_merge{};
     if (method == 9) s.eviction = freekv::hard_kv_merge{};
-    if (method == 10)
-      s.eviction = freekv::razor_attention_compensated{
-          .heads = {{freekv::layer_kind::complete, freekv::layer_kind::window, freekv::layer_kind::window,
-                     freekv::layer_kind::complete},
-                    2}};
+    if (method == 10) s.eviction = freekv::razor_attention_compensated{.kinds = kinds, .kv_heads = 2};
     forgetful pipeline(s, backend);
     const long before = allocations;
     for (int round = 0; round < 2; ++round) {

@@ -4,11 +4,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <freekv/core/size.hpp>
 #include <freekv/policies/counting_eviction.hpp>
 #include <freekv/policies/eviction.hpp>
 #include <freekv/policies/hard_kv.hpp>
 #include <freekv/policies/plan.hpp>
+#include <iterator>
 #include <numbers>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -104,8 +107,10 @@ struct razor_attention_compensated {
   using policy_kind = eviction_kind;
   using hooks = hook_list<hook::merge, hook::validate, hook::values>;
   static constexpr std::string_view name = "razor_attention_compensated";
-  /// Heads that forget are those of kind window, in all layers of the model; without any kinds, all heads.
-  by_head heads{};
+  /// Kinds of the model's KV heads, (layers, kv_heads); the caller keeps their memory. Those of kind window
+  /// forget, the others keep everything; without any kinds, all forget.
+  std::span<const layer_kind> kinds{};
+  int kv_heads = 1;
   int sink = 4;
 
   struct unit_state {
@@ -140,29 +145,28 @@ struct razor_attention_compensated {
   }
 
   std::string values() const {
-    const auto keep = std::count_if(heads.kinds.begin(), heads.kinds.end(),
-                                    [](layer_kind kind) { return kind != layer_kind::window; });
-    return std::to_string(keep) + " heads keep everything, sink " + std::to_string(sink);
+    const auto forget = std::count(kinds.begin(), kinds.end(), layer_kind::window);
+    return std::to_string(std::ssize(kinds) - forget) + " heads keep everything, sink " +
+           std::to_string(sink);
   }
   void validate(const eviction_limits& most) const {
     const auto text = [](auto n) { return std::to_string(n); };
     if (sink < 0 || sink + 2 > most.budget)
       throw settings_error(std::string(name) + ": a sink of " + text(sink) + " tokens of a budget of " +
                            text(most.budget) + "; leave room for two tokens behind it");
-    if (heads.kinds.empty()) return;
-    const int layers = static_cast<int>(heads.kinds.size()) / std::max(1, heads.kv_heads);
-    if (layers < most.layers)
-      throw settings_error(std::string(name) + " has kinds for " + text(layers) + " layers, and " +
-                           text(most.layers) + " forget; give a kind for each head of the model");
-    heads.validate(layers, most.kv_heads);
+    if (!kinds.empty() &&
+        (kv_heads != most.kv_heads || std::ssize(kinds) % kv_heads != 0 || layers() < most.layers))
+      throw settings_error(std::string(name) + " has kinds for " + text(kinds.size()) + " heads, " +
+                           text(kv_heads) +
+                           " a layer; needed are those of all layers of the model, of which " +
+                           text(most.layers) + " forget, with " + text(most.kv_heads) + " heads each");
   }
 
  private:
+  int layers() const { return static_cast<int>(std::ssize(kinds)) / kv_heads; }
   /// `layer` from the end, -1 being the last.
   bool forgets(int layer, int head) const {
-    if (heads.kinds.empty()) return true;
-    const int layers = static_cast<int>(heads.kinds.size()) / heads.kv_heads;
-    return heads.kind(layers + layer, head) == layer_kind::window;
+    return kinds.empty() || kinds[to_size((layers() + layer) * kv_heads + head)] == layer_kind::window;
   }
 };
 static_assert(eviction_policy<razor_attention_compensated>);
