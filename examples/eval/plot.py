@@ -211,6 +211,7 @@ def queries(results, folder):
     steps.axhline(results.run("query_cosine")["tau"], color=QUIET, linestyle=":", linewidth=1)
     steps.set_xlabel("step (dotted: tau)")
     steps.set_ylabel("cosine, mean of a KV head's query heads")
+    steps.set_ylim(bottom=steps.get_ylim()[0] - 0.1)
     steps.legend(fontsize=7, frameon=False, loc="lower right")
     run = results.run("query_cosine")
     footnote(figure, dict(run, tau=math.nan, route="full attention"), f"rotated queries; mean over {run['steps']} steps after {run['prompt']} tokens")
