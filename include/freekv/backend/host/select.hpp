@@ -69,8 +69,9 @@ void pool_candidates(isa set, const Pooling& pooling, int group, std::int64_t st
 /// at.
 inline void order_candidates(std::int32_t first_unit, int candidates, std::span<const std::int32_t> pinned,
                              int count, const workspace& w) {
+  if (count == 0) return;
   constexpr int at_once = 16;
-  const std::ptrdiff_t room = std::max(2 * count, 64);
+  const std::ptrdiff_t room = std::max(4 * count, 128);
   std::uint64_t* end = w.keys;
   float least = -infinity;  // of the best so far
   bool full = false;        // whether there are so many
@@ -83,16 +84,14 @@ inline void order_candidates(std::int32_t first_unit, int candidates, std::span<
   const auto add = [&](int from, int to) {
     for (; from < to; from += at_once) {
       const int stop = std::min(from + at_once, to);
-      if (full && stop == from + at_once) {
-        int greater = 0;
-        for (int j = 0; j < at_once; ++j) greater |= static_cast<int>(w.pooled[from + j] > least);
-        if (greater == 0) continue;
+      int greater = full ? 0 : 1;
+      for (int j = from; j < stop; ++j) greater |= static_cast<int>(w.pooled[j] > least);
+      if (greater == 0) continue;
+      for (int j = from; j < stop; ++j) {  // without a branch, which would be guessed wrong
+        *end = ordered_key(w.pooled[j], first_unit + j);
+        end += !full || w.pooled[j] > least;
       }
-      for (int j = from; j < stop; ++j) {
-        if (full && !(w.pooled[j] > least)) continue;
-        *end++ = ordered_key(w.pooled[j], first_unit + j);
-        if (end - w.keys == room) keep_best();
-      }
+      if (end - w.keys >= room) keep_best();
     }
   };
   int from = 0;
@@ -101,7 +100,7 @@ inline void order_candidates(std::int32_t first_unit, int candidates, std::span<
     from = unit - first_unit + 1;
   }
   add(from, candidates);
-  if (count > 0) keep_best();
+  keep_best();
 }
 
 /// Pins the units of `candidates` that are worth most to one KV head of a sequence.
