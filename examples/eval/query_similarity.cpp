@@ -80,8 +80,7 @@ std::string compare_steps(job& j, const std::string& method, const Similarities&
       heads.push_back({layer, head, of_all, std::move(by_step)});
     }
   if (heads.empty()) return "";
-  std::sort(heads.begin(), heads.end(),
-            [](const cosines_of_head& a, const cosines_of_head& b) { return a.mean < b.mean; });
+  std::ranges::sort(heads, {}, &cosines_of_head::mean);
   const auto add = [&](const char* which, const cosines_of_head& of) {
     j.lines().add("query_cosine_steps", method, which, of.mean, "",
                   {{"layer", of.layer}, {"head", of.head}, {"by_step", of.by_step}});
