@@ -47,6 +47,7 @@ void add_options(CLI::App& app, arguments& a) {
   app.add_option("--codec", a.codecs,
                  "Rows of freekv_key_codes whose store keeps complete pages so: " + names_of(codecs) +
                      "; several allowed");
+  app.add_option("--codes", a.codes, "Bytes a token of key_codes, in all rows that have it");
   app.add_option(
       "--head-list", a.head_lists,
       "What each head keeps, for razor_attention, razor_attention_compensated and duo_attention: lines of "
@@ -168,6 +169,7 @@ arguments parse_arguments(int argc, char** argv) {
   require(a.prompt >= 1 && a.steps >= 1 && a.deep_steps >= 1,
           "--prompt, --steps and --deep-steps are at least 1");
   require(a.rounds >= 0 && a.timed_steps >= 1, "--rounds is at least 0 and --timed-steps at least 1");
+  require(a.codes >= 1, "--codes is at least 1 byte a token");
   require(a.generate >= 0, "--generate is at least 0");
   require(a.own_continuation == 0 || a.own_continuation >= 4,
           "--own-continuation is 0, or at least 4 tokens, which are told apart by position");

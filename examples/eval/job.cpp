@@ -43,6 +43,7 @@ std::vector<contender> all_contenders(const arguments& a, const model_shape& sha
   for (const auto& variant : variants()) {
     contender c{std::string(variant.name), variant.method};
     if (c.method.tau == method_spec{}.tau) c.method.tau = a.tau;
+    c.method.codes = a.codes;
     c.page = variant.page;
     c.budget_share = variant.budget_share;
     c.deep = variant.deep;
