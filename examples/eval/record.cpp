@@ -4,11 +4,13 @@
 #include <algorithm>
 #include <filesystem>
 #include <freekv/core/size.hpp>
+#include <iomanip>
 #include <iostream>
 #include <iterator>
 #include <map>
 #include <numeric>
 #include <random>
+#include <sstream>
 #include <utility>
 
 #include "command_line.hpp"
@@ -133,6 +135,9 @@ void run(int argc, char** argv) {
         {"model", m.shape().name},
         {"text",
          a.repeated > 0 ? "random tokens, four times" : std::filesystem::path(a.text).filename().string()}};
+    std::ostringstream scale;
+    scale << std::setprecision(9) << m.shape().scale;
+    metadata["scale"] = scale.str();
     if (a.repeated > 0) metadata["period"] = std::to_string(a.repeated);
     if (const auto& rotary = m.shape().rotary) {
       metadata["rope_base"] = std::to_string(rotary->base);

@@ -82,6 +82,7 @@ struct replay_case {
   int spare_rank = 0;                     // rows in the basis file beyond --rank
   std::vector<freekv::layer_kind> heads;  // of each KV head, as the head list says; empty: no list is given
   bool trace_names_layer = false;
+  bool trace_says_scale = false;  // and no flag does
   bool slides = false;         // a sliding window, whatever the variant
   std::string soft_cap = "0";  // as text
   std::vector<float> q, k, v;  // as the file holds them, exactly
@@ -119,8 +120,9 @@ inline data_type element_of(const std::string& dtype) {
 inline std::ostream& operator<<(std::ostream& out, const replay_case& c) {
   return out << c.layer << ", variant " << c.variant << ", q " << c.query_dtype << ", kv " << c.dtype
              << ", --dtype " << c.dtype_flag << ", tau " << c.tau << ", scale " << c.scale
-             << ", selection scale " << c.selection_scale << ", threads " << c.threads << ", basis layers "
-             << c.basis_layers << ", listed heads " << c.heads.size();
+             << (c.trace_says_scale ? " by the trace" : "") << ", selection scale " << c.selection_scale
+             << ", threads " << c.threads << ", basis layers " << c.basis_layers << ", listed heads "
+             << c.heads.size();
 }
 
 /// Codebooks from the prompt's keys, where the case uses any: learnt as the program learns them, which
@@ -130,7 +132,7 @@ inline void learn_codebooks(replay_case& c) {
   if (o.method.summary != "key_codes") return;
   using namespace freekv::examples;
   codebook_set learnt(1, o.kv_heads, o.head_dim,
-                      codebook_sizes::of_codes(o.method.codes, o.method.unit_tokens(o.page)));
+                      codebook_sizes::of_codes(o.method.codes, o.head_dim, o.method.unit_tokens(o.page)));
   std::vector<float> keys(c.k.begin(), c.k.begin() + c.layer.prompt * o.kv_heads * o.head_dim);
   for (float& x : keys) x = rounded(x, o.element);
   learnt.learn(0, keys);
@@ -269,6 +271,7 @@ inline replay_case random_replay(std::uint64_t seed) {
   c.basis_layer = c.basis_layers == 0 ? 0 : d.below(c.basis_layers);
   c.spare_rank = d.between(0, 3);
   c.trace_names_layer = d.below(2) == 0;
+  c.trace_says_scale = dice(seed + 8).below(2) == 0;
   c.slides = d.below(8) == 0;
   c.soft_cap = d.one_of<std::string>({"0", "0", "0.5", "30"});
   if (c.retrieves() && d.below(4) == 0)
@@ -324,6 +327,7 @@ inline file_parts trace_of(const replay_case& c) {
   const auto& o = c.layer.options;
   metadata_map metadata{{"prompt_len", std::to_string(c.layer.prompt)}};
   if (c.trace_names_layer) metadata["layer"] = std::to_string(c.basis_layer);
+  if (c.trace_says_scale && !c.scale.empty()) metadata["scale"] = c.scale;
   tensor_map tensors{
       {"q", {c.query_dtype, {c.tokens(), o.query_heads, o.head_dim}, bytes_of(c.q, c.query_dtype)}},
       {"k", {c.dtype, {c.tokens(), o.kv_heads, o.head_dim}, bytes_of(c.k, c.dtype)}},
@@ -425,7 +429,7 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   }
   if (o.in_place) flag("route", "in_place");
   if (c.dtype_flag != "stored") flag("dtype", c.dtype_flag);
-  if (!c.scale.empty()) flag("scale", c.scale);
+  if (!c.scale.empty() && !c.trace_says_scale) flag("scale", c.scale);
   if (!c.selection_scale.empty()) flag("selection-scale", c.selection_scale);
   if (c.slides) flag("sliding-window", o.sliding_window);
   if (o.soft_cap != 0.0f) flag("soft-cap", c.soft_cap);

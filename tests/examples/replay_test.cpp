@@ -595,7 +595,7 @@ TEST_CASE("help names every flag and its default", "[replay]") {
                            "--correction TEXT=the variant's",
                            "--route TEXT=resident ",
                            "--dtype TEXT=stored ",
-                           "--scale FLOAT=1/sqrt(head_dim)",
+                           "--scale FLOAT=the metadata's scale, or",
                            "--selection-scale FLOAT=--scale",
                            "--threads INT=1 ",
                            "--out TEXT=none "}) {

@@ -25,6 +25,7 @@ for layer in (3, 12):
     assert metadata.pop("text") == Path(text).name
     assert float(metadata.pop("rope_base")) == 100000
     assert metadata.pop("rope_pairs") == "neighbours"
+    assert metadata.pop("scale") == "0.125"
     assert not metadata, metadata
     assert {name: (t["dtype"], t["shape"]) for name, t in header.items()} == {
         "q": ("F16", [prompt + steps, 9, 64]), "k": ("F16", [prompt + steps, 3, 64]),

@@ -52,6 +52,7 @@ std::vector<measured_head> measure(const trace& t, const head_options& o, host_b
                                 .page = o.page,
                                 .budget = {o.sink, o.window, 1},
                                 .max_tokens = t.tokens,
+                                .scale = static_cast<float>(t.scale),
                                 .in_place = true,
                                 .method = {.plan = "window"}},
                                backend);
@@ -83,7 +84,7 @@ std::vector<measured_head> measure(const trace& t, const head_options& o, host_b
 std::vector<measured_head> measure_echo(const trace& t) {
   const int group = t.query_heads / t.kv_heads, d = t.head_dim, period = t.period.value();
   const std::vector<float> keys = t.float_keys();
-  const double scale = 1 / std::sqrt(static_cast<double>(d));
+  const double scale = t.scale != 0 ? t.scale : 1 / std::sqrt(static_cast<double>(d));
   std::vector<measured_head> heads(to_size(t.kv_heads));
   std::vector<double> weights(to_size(t.tokens));
   for (int token = t.prompt_len; token < t.tokens; ++token)

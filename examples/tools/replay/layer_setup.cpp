@@ -86,7 +86,7 @@ layer_setup::layer_setup(const replay_options& o, const trace_form& t, const bas
                .kv_heads = t.kv_heads,
                .page = o.page,
                .budget = {o.sink, o.window, o.k},
-               .scale = static_cast<float>(o.scale),
+               .scale = static_cast<float>(o.scale != 0 ? o.scale : t.scale),
                .sliding_window = o.sliding_window.value_or(0),
                .soft_cap = static_cast<float>(o.soft_cap),
                .sink_logits = t.sink_logits,
@@ -176,7 +176,7 @@ void layer_setup::take_codebooks(const replay_options& o, const trace_form& t, c
   }
   in_head_dim("--codes", o.method.codes, t);
   codebooks_.emplace(1, t.kv_heads, t.head_dim,
-                     codebook_sizes::of_codes(o.method.codes, o.method.unit_tokens(o.page)));
+                     codebook_sizes::of_codes(o.method.codes, t.head_dim, o.method.unit_tokens(o.page)));
   options_.codebooks = codebooks_->layer(0);
 }
 }  // namespace freekv::examples

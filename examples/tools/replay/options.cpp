@@ -378,7 +378,7 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
          "--scale", [&](const std::string& text) { o.scale = positive_float_or_zero("--scale", text); },
          "Of scores and attention; 0 for the default")
       ->type_name("FLOAT")
-      ->default_str("1/sqrt(head_dim)");
+      ->default_str("the metadata's scale, or 1/sqrt(head_dim)");
   add.parsed(
          "--selection-scale",
          [&](const std::string& text) {

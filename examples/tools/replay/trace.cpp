@@ -86,13 +86,17 @@ trace_form form_of(const safetensors_file& file, std::optional<data_type> elemen
     t.layer = decimal(layer->second, 1 << 20);
   if (const auto period = file.metadata().find("period"); period != file.metadata().end())
     if (const auto tokens = decimal(period->second, t.tokens); tokens && *tokens > 0) t.period = tokens;
-  if (const auto base = file.metadata().find("rope_base"); base != file.metadata().end()) {
+  const auto positive = [&](const char* key) -> std::optional<double> {
+    const auto found = file.metadata().find(key);
+    if (found == file.metadata().end()) return std::nullopt;
     double value = 0;
-    const std::string& text = base->second;
+    const std::string& text = found->second;
     const auto [end, fault] = std::from_chars(text.data(), text.data() + text.size(), value);
-    if (fault == std::errc{} && end == text.data() + text.size() && value > 0 && std::isfinite(value))
-      t.rope_base = value;
-  }
+    const bool whole = fault == std::errc{} && end == text.data() + text.size();
+    return whole && value > 0 && std::isfinite(value) ? std::optional(value) : std::nullopt;
+  };
+  t.rope_base = positive("rope_base");
+  t.scale = positive("scale").value_or(0.0);
   if (const auto pairs = file.metadata().find("rope_pairs");
       pairs != file.metadata().end() && pairs->second == "neighbours")
     t.rope_pairs = "neighbours";

@@ -23,6 +23,7 @@ struct trace_form {
   bool has_keys_before_rotation = false;
   std::optional<double> rope_base;  ///< where the trace says it
   std::string rope_pairs = "halves";
+  double scale = 0.0;         ///< of the model's scores, where the trace says it; 0: 1 / sqrt(head_dim)
   std::optional<int> period;  ///< after how many tokens the text repeats itself, where the trace says so
 
   int steps() const { return tokens - prompt_len; }
@@ -31,7 +32,8 @@ struct trace_form {
 /// A trace as `freekv-replay` reads and `freekv-record` writes it: tensors `q` (tokens, query_heads,
 /// head_dim), `k` and `v` (tokens, kv_heads, head_dim) in F32, F16 or BF16, and `prompt_len` in the metadata;
 /// optionally `sink_logits` (query_heads), as gpt-oss has them, and `k_pre`, as `k` is, the keys before
-/// rotation. The metadata may name `layer`, `rope_base` and `rope_pairs`, halves or neighbours, and `period`.
+/// rotation. The metadata may name `layer`, `scale`, `rope_base` and `rope_pairs`, halves or neighbours, and
+/// `period`.
 /// Tokens before prompt_len are the prompt, each later one is a decode step.
 struct trace : trace_form {
   std::vector<float> queries;
