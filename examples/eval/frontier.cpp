@@ -482,8 +482,7 @@ prepared_prompt frontier::prepare(std::span<const llama_token> tokens) {
     if (c.method.needs_codebooks())
       learnt.codebooks.emplace(
           std::pair(c.method.codes, c.method.unit),
-          kv.learn_codebooks(codebook_sizes::of_codes(c.method.codes, shape().head_dim,
-                                                      c.method.unit_tokens(settings_.page)),
+          kv.learn_codebooks(codebook_sizes::of_codes(c.method.codes, c.method.unit_tokens(settings_.page)),
                              j_.progress()));
   }
   if (rank > 0) learnt.basis = kv.learn_basis(rank);

@@ -266,9 +266,9 @@ learnt_keys job::learn(const prompt_cache& keys, basis_source source) {
     const std::pair of{c.method.codes, c.method.unit};
     if (c.method.needs_codebooks() && !learnt.codebooks.contains(of))
       learnt.codebooks.emplace(
-          of, keys.learn_codebooks(codebook_sizes::of_codes(c.method.codes, model_.shape().head_dim,
-                                                            c.method.unit_tokens(options_.common.page)),
-                                   progress()));
+          of, keys.learn_codebooks(
+                  codebook_sizes::of_codes(c.method.codes, c.method.unit_tokens(options_.common.page)),
+                  progress()));
   }
   if (rank > 0) learnt.basis = keys.learn_basis(rank);
   if (pair_rank > 0) learnt.pairs = keys.choose_pairs(pair_rank);

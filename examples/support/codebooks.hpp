@@ -1,7 +1,6 @@
 // The codebooks of key_codes: learnt from keys by k-means, kept as a safetensors file.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <filesystem>
 #include <freekv/policies/key_codes.hpp>
@@ -18,10 +17,9 @@ struct codebook_sizes {
   int mean_dims = 4;
   int page = 32;  ///< tokens
 
-  /// Of tokens about half of the dimensions, 32 at least: of head_dim 64 6 codes of 5, 4 of 8, of head_dim
-  /// 256 6 of 21.
-  static codebook_sizes of_codes(int codes, int head_dim, int page = 32) {
-    return {.codes = codes, .dims = std::max(1, std::max(32, head_dim / 2) / codes), .page = page};
+  /// About 32 dimensions in all: 6 codes of 5, 4 of 8, 8 of 4.
+  static codebook_sizes of_codes(int codes, int page = 32) {
+    return {.codes = codes, .dims = codes < 32 ? 32 / codes : 1, .page = page};
   }
 };
 
