@@ -19,7 +19,7 @@ int pinned_units(const contender& c, const common_settings& s) {
 }  // namespace
 
 bool fits(const contender& c, const common_settings& s) {
-  return !(c.method.retrieves() || c.method.evicts()) ||
+  return !(c.selects() || c.method.evicts()) ||
          (selected_units(c, s) >= 1 && s.sink % page_of(c, s) == 0 && s.window % page_of(c, s) == 0);
 }
 
@@ -62,7 +62,7 @@ pipeline_options options_of(const contender& c, const common_settings& s, const 
   o.kv_heads = shape.kv_heads;
   o.page = page_of(c, s);
   const int pinned = pinned_units(c, s);
-  o.budget = c.method.retrieves() || c.method.evicts()
+  o.budget = c.selects() || c.method.evicts()
                  ? budget{s.sink, s.window, selected_units(c, s) - pinned}
                  : budget{s.sink, budget_of(c, s) - s.sink, 1};
   o.max_tokens = prompt.kv.tokens() + more;
