@@ -204,10 +204,11 @@ def queries(results, folder):
     apart.set_xticks(distances, [str(distance) for distance in distances])
     apart.set_xlabel("steps apart (dark: first layers; dotted: 0.84)")
     apart.set_ylabel("cosine, mean over heads and steps")
-    for line, (shade, width) in zip([line for line in results.lines if line["bench"] == "query_cosine_steps" and line["metric"] != "below_tau"],
-                                    (("#0f766e", 0.9), ("#d97706", 0.9), ("#be185d", 0.9))):
-        steps.plot(range(1, len(line["by_step"]) + 1), line["by_step"], color=shade, linewidth=width,
-                   label=f"{line['metric']} mean: layer {line['layer']}, KV head {line['head']}")
+    shades = {"least": "#0f766e", "middle": "#d97706", "most": "#be185d"}
+    for line in results.lines:
+        if line["bench"] == "query_cosine_steps" and line["metric"] in shades:
+            steps.plot(range(1, len(line["by_step"]) + 1), line["by_step"], color=shades[line["metric"]], linewidth=0.9,
+                       label=f"{line['metric']} mean: layer {line['layer']}, KV head {line['head']}")
     steps.axhline(results.run("query_cosine")["tau"], color=QUIET, linestyle=":", linewidth=1)
     steps.set_xlabel("step (dotted: tau)")
     steps.set_ylabel("cosine, mean of a KV head's query heads")
@@ -339,6 +340,17 @@ def quality(results, folder):
     figure.savefig(folder / "quality.png")
 
 
+def finish_bars(figure, panel, cases, run, title, note):
+    """Of a picture with a bar a case, from the top."""
+    panel.set_yticks(range(len(cases)), [line_of(case) for case in cases])
+    panel.invert_yaxis()
+    panel.set_title(f"{title} at {run['prompt']} tokens, {run['threads']} threads")
+    panel.grid(axis="x", color=GRID)
+    panel.set_axisbelow(True)
+    footnote(figure, run, f"budget {run['budget']} tokens; {note}")
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+
+
 def speed(results, folder):
     rate = results.select("speed", "tokens_per_second")
     if not rate:
@@ -348,14 +360,8 @@ def speed(results, folder):
     for y, case in enumerate(rate):
         panel.barh(y, rate[case], color=colour(case), height=0.65)
         panel.annotate(f" {rate[case]:.0f}" + (" (unsteady)" if spread.get(case, 0) > 0.2 else ""), (rate[case], y), va="center", fontsize=9)
-    panel.set_yticks(range(len(rate)), [line_of(case) for case in rate])
-    panel.invert_yaxis()
     run = results.run("speed")
-    panel.set_title(f"Tokens per second at {run['prompt']} tokens, {run['threads']} threads")
-    panel.grid(axis="x", color=GRID)
-    panel.set_axisbelow(True)
-    footnote(figure, run, f"budget {run['budget']} tokens; {'overlapped' if run['overlap'] else 'nothing overlapped'}")
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    finish_bars(figure, panel, rate, run, "Tokens per second", "overlapped" if run["overlap"] else "nothing overlapped")
     figure.savefig(folder / "speed.png")
 
 
@@ -364,24 +370,17 @@ def stages(results, folder):
     cases = results.cases("stage")
     if not cases:
         return
-    shades = {"append": "#9ca3af", "correct": "#be185d", "attend": "#0f766e", "speculate": "#fcd34d"}
-    labels = {"append": "append, and drift", "correct": "correct", "attend": "attend", "speculate": "select and recall for the next step"}
+    parts = {"append": ("append, and drift", "#9ca3af"), "correct": ("correct", "#be185d"), "attend": ("attend", "#0f766e"),
+             "speculate": ("select and recall for the next step", "#fcd34d")}
     figure, panel = plt.subplots(figsize=(9, 0.45 * len(cases) + 1.6))
     ends = dict.fromkeys(cases, 0.0)
-    for stage, shade in shades.items():
+    for stage, (label, shade) in parts.items():
         taken = results.select("stage", stage)
         panel.barh(range(len(cases)), [1e3 * taken[case] for case in cases], left=[ends[case] for case in cases], color=shade,
-                   height=0.65, label=labels[stage])
+                   height=0.65, label=label)
         ends = {case: ends[case] + 1e3 * taken[case] for case in cases}
-    panel.set_yticks(range(len(cases)), [line_of(case) for case in cases])
-    panel.invert_yaxis()
-    run = results.run("stage")
-    panel.set_title(f"Milliseconds of a token at {run['prompt']} tokens, {run['threads']} threads")
-    panel.grid(axis="x", color=GRID)
-    panel.set_axisbelow(True)
     panel.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.4, -0.08))
-    footnote(figure, run, f"budget {run['budget']} tokens; each stage alone")
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    finish_bars(figure, panel, cases, results.run("stage"), "Milliseconds of a token", "each stage alone")
     figure.savefig(folder / "stages.png")
 
 

@@ -5,6 +5,8 @@
 #include <chrono>
 #include <freekv/core/size.hpp>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "fatal_signals.hpp"
@@ -29,12 +31,11 @@ class staged_attention : public attention {
     const auto row = to_size(rows.rows * shape_.head_dim);
     const auto queries = to_size(shape_.query_heads) * row, keys = to_size(shape_.kv_heads) * row;
     if (rows.layer == 0) pipeline_.begin_step(rows.rows, step_phase::decode);
-    const auto timed = [this, before = std::chrono::steady_clock::now()](std::size_t stage) mutable {
+    auto lap = [this, before = std::chrono::steady_clock::now()](std::size_t stage) mutable {
       const auto now = std::chrono::steady_clock::now();
       seconds_[stage] += std::chrono::duration<double>(now - before).count();
       before = now;
     };
-    auto lap = timed;
     pipeline_.append(rows.layer, {rows.key, keys}, {rows.value, keys}, {rows.query, queries}), lap(0);
     pipeline_.correct(rows.layer), lap(1);
     pipeline_.attend(rows.layer, {output, queries}, {}), lap(2);
