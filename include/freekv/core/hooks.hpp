@@ -24,6 +24,7 @@ enum class hook : std::uint8_t {
   kept,
   kind_of_head,  ///< a plan's `kind(layer, head)`
   linear,
+  mass_term,  ///< of a summary, what its scores lack to be estimates of log-masses
   merge,
   observe,
   prepare,
@@ -131,10 +132,10 @@ struct checked_hook {
 
 using every_hook =
     hook_list<hook::allocate, hook::at, hook::bytes, hook::data, hook::decode, hook::encode, hook::enough,
-              hook::favour, hook::four_heads, hook::kept, hook::kind_of_head, hook::linear, hook::merge,
-              hook::observe, hook::prepare, hook::query_width, hook::sees_keys, hook::shared_bytes,
-              hook::shared_floats, hook::stored, hook::summarised_by_whole_rows, hook::validate, hook::values,
-              hook::with_elements>;
+              hook::favour, hook::four_heads, hook::kept, hook::kind_of_head, hook::linear, hook::mass_term,
+              hook::merge, hook::observe, hook::prepare, hook::query_width, hook::sees_keys,
+              hook::shared_bytes, hook::shared_floats, hook::stored, hook::summarised_by_whole_rows,
+              hook::validate, hook::values, hook::with_elements>;
 
 /// Compiles if the optional members of `P` are those that it lists.
 template <class P, class Hooks = every_hook>

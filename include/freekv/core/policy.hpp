@@ -24,6 +24,7 @@ struct plan_kind;
 struct route_kind;
 struct codec_kind;
 struct pinning_kind;
+struct completion_kind;
 struct eviction_kind;  // of an evicting_pipeline
 struct backend_kind;
 

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <freekv/algorithms/page_value.hpp>
 #include <freekv/config.hpp>
 #include <freekv/core/ids.hpp>
 #include <freekv/core/size.hpp>
@@ -34,6 +35,7 @@ struct layer_state : selection_state {
   std::byte* summaries = nullptr;                 // (kv head, store page, unit of the page, summary_bytes)
   std::size_t summary_bytes = 0;                  // of one unit
   float* pin_worth = nullptr;   // (kv head, store page, unit of the page), where units are pinned
+  std::byte* page_values = nullptr;  // (sequence, kv head, max_pages, page_value_bytes), where there are any
   std::byte* shared = nullptr;  // (store page, shared_bytes): what a codec keeps of a page, if encoded
   std::size_t shared_bytes = 0;
 
@@ -76,6 +78,14 @@ struct layer_state : selection_state {
   FREEKV_HD float pin_worth_of_unit(int sequence, int head, int index) const {
     const int page_index = page_of(index);
     return pin_worth_of(store_page(sequence, page_index), head, index - page_index * units_per_page);
+  }
+  /// Bytes of the values of one sequence's pages.
+  FREEKV_HD constexpr std::size_t page_values_bytes() const {
+    return head_index(1, 0) * to_size(max_pages) * page_value_bytes(head_dim);
+  }
+  FREEKV_HD std::byte* page_value(int sequence, int head, int page_index) const {
+    const std::size_t nth = head_index(sequence, head) * to_size(max_pages) + to_size(page_index);
+    return page_values + nth * page_value_bytes(head_dim);
   }
   FREEKV_HD std::byte* shared_of(store_page_id store_page) const {
     return shared + to_size(store_page) * shared_bytes;

@@ -13,7 +13,7 @@ struct memory_bytes {
   /// of `store` or `device_store`: the complete layers' part, which attention reads whole
   std::size_t complete = 0;
   std::size_t slots = 0;      ///< sink, window and selected slots; of an evicting_pipeline what heads keep
-  std::size_t summaries = 0;  ///< page summaries
+  std::size_t summaries = 0;  ///< page summaries, and where attention is completed pages' values
   std::size_t codec = 0;  ///< what a codec keeps of complete pages beside the store, as low_rank_keys does
   std::size_t state = 0;  ///< page tables, selections, previous queries, scratch
   /// KV of prompts: of an evicting_pipeline until they end; of a device's while they attend

@@ -151,6 +151,8 @@ class pipeline_memory {
       if (l.pins > 0)
         l.pin_worth = fast.take<float>(to_size(s.units_per_page()) * to_size(s.store_pages()) *
                                        to_size(s.model.kv_heads));
+      if (s.completes())
+        l.page_values = fast.take<std::byte>(l.page_values_bytes() * to_size(s.capacity.max_sequences));
       bytes.summaries += fast.used() - before;
     }
     if (l.encoded) {

@@ -7,6 +7,7 @@
 #include <freekv/policies/box_summaries.hpp>
 #include <freekv/policies/coarse_to_fine.hpp>
 #include <freekv/policies/codec.hpp>
+#include <freekv/policies/completion.hpp>
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/geometry.hpp>
 #include <freekv/policies/integer_codecs.hpp>
@@ -63,6 +64,7 @@ struct policy_pack : detail::checked_policy<Policies>... {
   using pinning = of<pinning_kind>;
   using scope = of<scope_kind>;
   using correction = of<correction_kind>;
+  using completion = of<completion_kind>;
   using residency = of<residency_kind>;
   using plan = of<plan_kind>;
   using route = of<route_kind>;
@@ -86,8 +88,8 @@ struct kind_list {
 };
 /// The kinds of policies that a retrieval pipeline has. A kind's header says what a policy of it has.
 using pipeline_kinds = kind_list<page_size_kind, unit_kind, layout_kind, summary_kind, pooling_kind,
-                                 selection_kind, pinning_kind, scope_kind, correction_kind, residency_kind,
-                                 plan_kind, route_kind, codec_kind, backend_kind>;
+                                 selection_kind, pinning_kind, scope_kind, correction_kind, completion_kind,
+                                 residency_kind, plan_kind, route_kind, codec_kind, backend_kind>;
 
 namespace detail {
 

@@ -86,7 +86,7 @@ class basic_retrieval_pipeline {
   const settings& configuration() const { return core_.settings; }
   /// The method in words: "key_subspace(24, 3), mean_softmax, top_k, cosine_drift(0.9), first_unselected(0),
   /// complete_first(1), resident, page 32, nhd/hnd, bf16"; a codec after the route, unless it is `identity`,
-  /// a scope, unless `per_kv_head`, and a unit, unless it is a page.
+  /// a scope, unless `per_kv_head`, a completion, unless `no_completion`, and a unit, unless it is a page.
   [[gnu::cold]] std::string name() const {
     const settings& s = core_.settings;
     using detail::printed;
@@ -98,6 +98,7 @@ class basic_retrieval_pipeline {
     if (s.pinned_units() > 0) text += printed(s.pinning) + ", ";
     if (const std::string codec = printed(s.codec); codec != identity::name) text += codec + ", ";
     if (const std::string scope = printed(s.scope); scope != per_kv_head::name) text += scope + ", ";
+    if (s.completes()) text += printed(s.completion) + ", ";
     const auto layouts = resolve(s.layouts, []<class Layouts>(const Layouts&) {
       return std::string(Layouts::fast::name) + "/" + std::string(Layouts::slow::name);
     });

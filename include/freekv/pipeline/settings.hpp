@@ -66,6 +66,7 @@ struct pipeline_settings {
   typename Pack::pinning pinning{};
   typename Pack::scope scope{};
   typename Pack::correction correction{};
+  typename Pack::completion completion{};
   typename Pack::residency residency{};
   typename Pack::plan plan{};
   typename Pack::route route{};
@@ -91,6 +92,9 @@ struct pipeline_settings {
   }
   selection_scope selects_by() const {
     return resolve(scope, []<class Scope>(const Scope&) { return Scope::scope; });
+  }
+  bool completes() const {
+    return resolve(completion, []<class Completion>(const Completion&) { return Completion::completes; });
   }
   /// Units of a KV head that are selected whatever their scores.
   int pinned_units() const {
@@ -166,6 +170,7 @@ template <int HeadDim, class Pack>
   if constexpr (detail::validates<typename Pack::selection>) resolve(s.selection, validate);
   if constexpr (detail::validates<typename Pack::pinning>) resolve(s.pinning, validate);
   if constexpr (detail::validates<typename Pack::correction>) resolve(s.correction, validate);
+  if constexpr (detail::validates<typename Pack::completion>) resolve(s.completion, validate);
   if constexpr (detail::validates<typename Pack::residency>) resolve(s.residency, validate);
   if constexpr (detail::validates<typename Pack::plan>) resolve(s.plan, validate);
   if constexpr (detail::validates<typename Pack::codec>) resolve(s.codec, validate);
@@ -179,6 +184,23 @@ template <int HeadDim, class Pack>
         fail("per_query_head has no selection of a KV head's own for " + std::string(Correction::name) +
              " to judge; choose cosine_drift, or per_kv_head or per_layer");
   });
+  if (s.completes()) {
+    const std::string completion =
+        resolve(s.completion, [](const auto& one) { return std::string(one.name); });
+    resolve(s.summary, [&]<class Summary>(const Summary&) {
+      if constexpr (!mass_estimating_summary<Summary>)
+        fail(completion + " needs estimates of what is not selected, and the scores of " +
+             std::string(Summary::name) + " are none; choose key_codes or key_subspace");
+    });
+    if (s.attention.selection_scale != s.attention.scale)
+      fail(completion +
+           " takes the scores of a selection for log-masses, and selection_scale is not scale; "
+           "leave it out");
+    if (s.attention.soft_cap != 0.0f)
+      fail(completion + " does not know what a soft cap makes of estimates; choose no_completion");
+    if (s.selects_by() == selection_scope::query_head)
+      fail(completion + " needs one selection of a KV head's query heads; choose per_kv_head or per_layer");
+  }
   for (int layer = 0; layer < s.model.layers && s.attention.sliding_window < 1; ++layer)
     if (s.plan.kind(layer) == layer_kind::sliding)
       fail("layer " + text(layer) + " has a sliding window and sliding_window is " +

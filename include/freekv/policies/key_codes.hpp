@@ -158,8 +158,8 @@ struct key_codebooks {
 template <int Codes = 6, int MeanCodes = 8>
 struct key_codes {
   using policy_kind = summary_kind;
-  using hooks = hook_list<hook::at, hook::bytes, hook::data, hook::encode, hook::four_heads, hook::prepare,
-                          hook::query_width, hook::validate, hook::values>;
+  using hooks = hook_list<hook::at, hook::bytes, hook::data, hook::encode, hook::four_heads, hook::mass_term,
+                          hook::prepare, hook::query_width, hook::validate, hook::values>;
   static constexpr std::string_view name = "key_codes";
   count_of<Codes> codes{};
   count_of<MeanCodes> mean_codes{};
@@ -271,6 +271,13 @@ struct key_codes<Codes, MeanCodes>::head_policy {
     token.tabulate(team, query.data, prepared + mean.codes * codebook::centroids_per_code);
     team.sync();
     prepared[static_cast<int>(not_finite)] = NAN;
+  }
+
+  /// The product with what is taken off means and tokens before they are coded.
+  template <team T>
+  FREEKV_HD float mass_term(T team, const group_query& query) const {
+    return rounded_sum(detail::inner_product(team, mean.offset, query.data, query.head_dim),
+                       detail::inner_product(team, token.offset, query.data, query.head_dim));
   }
 
   template <team T>

@@ -39,8 +39,8 @@ struct key_subspace {
   static_assert(Bits == dynamic || Bits == 2 || Bits == 3 || Bits == 4 || Bits == 8 || Bits == 32,
                 "key_subspace takes 2, 3, 4 or 8 bits, or 32 for unquantised coefficients");
   using policy_kind = summary_kind;
-  using hooks = hook_list<hook::at, hook::bytes, hook::data, hook::decode, hook::encode, hook::prepare,
-                          hook::query_width, hook::validate, hook::values>;
+  using hooks = hook_list<hook::at, hook::bytes, hook::data, hook::decode, hook::encode, hook::mass_term,
+                          hook::prepare, hook::query_width, hook::validate, hook::values>;
   static constexpr std::string_view name = "key_subspace";
   count_of<Rank> rank{};
   count_of<Bits> bits{};
@@ -116,6 +116,12 @@ struct key_subspace<Rank, Bits>::head_policy {
       for (int i = 0; i < at_once; ++i) prepared[r + i] = products[i];
     }
     for (; r < policy.rank; ++r) prepared[r] = product(r);
+  }
+
+  /// The product with the mean that is taken off keys.
+  template <team T>
+  FREEKV_HD float mass_term(T team, const group_query& query) const {
+    return detail::inner_product(team, mean, query.data, query.head_dim);
   }
 
   template <team T>

@@ -33,6 +33,9 @@
 //
 // `prepare_four` and `score_four` (`hook::four_heads`): see `scores_four_heads`.
 //
+// `mass_term(team, query)`, the query (1, head_dim) as it is: what times the scale and added to a score of
+// that query makes an estimate of the unit's log-mass, `ln sum_t exp(scale * <q, k_t>)`.
+//
 // `validate(setting)` throws settings_error where the setting does not suit the policy.
 //
 // NaN in a key must come out as a NaN score; the library turns it into -infinity (docs/contract.md, 5.1).
@@ -287,6 +290,10 @@ constexpr bool head_summary_offers(hook h) {
     case hook::summarised_by_whole_rows:
       return requires {
         { P::summarised_by_whole_rows } -> std::same_as<const bool&>;
+      };
+    case hook::mass_term:
+      return requires(const P p) {
+        { p.mass_term(scalar_team{}, group_query{}) } -> std::same_as<float>;
       };
     case hook::with_elements:
       return requires(const P p, const std::byte* stored) {

@@ -345,6 +345,9 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
   static const Settings& checked(const Settings& settings) {
     if (settings.capacity.store_file)
       throw settings_error("the CUDA backend does not have store files yet; take the host backend for it");
+    if (settings.completes())
+      throw settings_error(
+          "the CUDA backend does not complete attention yet; take no_completion, or the host backend");
     selection_stage_type::check(settings);
     return settings;
   }

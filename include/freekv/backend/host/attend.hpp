@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <freekv/algorithms/attend_slice.hpp>
 #include <freekv/algorithms/merge_selections.hpp>
+#include <freekv/backend/host/complete_attention.hpp>
 #include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/backend/host/workspace.hpp>
@@ -26,6 +27,10 @@ void begin_attention(isa set, const float* queries, float scale, int group, floa
       team.store(scaled + i, team.load(queries + i) * typename team_type::pack(scale));
     part.clear(team, group, HeadDim);
   });
+}
+template <int HeadDim>
+void clear_part(isa set, const attention_part& part, int group) {
+  with_team(set, [&](auto team) { part.clear(team, group, HeadDim); });
 }
 template <int HeadDim, class Element>
 void attend_slice(isa set, const group_query& query, const head_slice<const Element>& slice, int tokens,
@@ -84,24 +89,38 @@ struct attention_job {
     return tokens * 2 * d * sizeof(typename State::element);
   }
 
+  /// Scales the queries of a row and head (group, head_dim) to `scaled` and empties `part`.
+  void begin(isa set, int row, int head, float* scaled, const attention_part& part) const {
+    begin_attention<d>(set, queries_of(row, head), s.scale, s.heads.group(), scaled, part);
+  }
   /// The `nth` part of one head's list, from nothing.
   void attend_part(isa set, int row, int head, int nth, const attention_part& part,
                    const workspace& w) const {
-    begin_attention<d>(set, queries + first_query_head(row, head) * d, s.scale, s.heads.group(), w.query,
-                       part);
+    begin(set, row, head, w.query, part);
     const attention_list entries = list(row, head);
     const int begin = nth * entries_per_part(entries);
     const int end = std::min(begin + entries_per_part(entries), entries.size());
     for_entries(entries, head, {begin, end - begin}, w,
                 [&](int i, const head_slice<element>& rows, const element* ahead) {
-                  attend_entry(set, entries, head, i, rows, part, w, ahead);
+                  if (refreshes(row, head, entries, i))
+                    attend_and_refresh(set, entries, head, i, rows, part, w, ahead);
+                  else
+                    attend_entry(set, entries, head, i, rows, part, w, ahead);
                 });
+  }
+  /// Calls `body(range, rows)` for all that a row and head attends to, page by page; only where `complete`.
+  template <class Body>
+  void for_all(int row, int head, const workspace& w, const Body& body) const {
+    const attention_list entries = list(row, head);
+    for_entries(
+        entries, head, {0, entries.size()}, w,
+        [&](int i, const head_slice<element>& rows, const element*) { body(entries.range(i), rows); });
   }
   /// Writes the log-masses of one head's list, (group, of.entries).
   void log_masses(isa set, int row, int head, const log_mass_output& of, const workspace& w) const {
     const int group = s.heads.group();
     const attention_part part{w.part_log_sum, nullptr};
-    begin_attention<d>(set, queries + first_query_head(row, head) * d, s.scale, group, w.query, part);
+    begin(set, row, head, w.query, part);
     const attention_list entries = list(row, head);
     float* const of_group = of.log_masses + first_query_head(row, head) * of.entries;
     std::fill_n(of_group, std::ptrdiff_t{group} * of.entries, -infinity);
@@ -113,8 +132,9 @@ struct attention_job {
                     of_group[std::ptrdiff_t{g} * of.entries + i] = part.log_sum[g].value() * of.per_nat;
                 });
   }
-  void finish(isa set, int row, int head, const attention_part& part) const {
+  void finish(isa set, int row, int head, const attention_part& part, const workspace& w) const {
     const int group = s.heads.group();
+    if (completes(head)) complete_attention(set, s, policies, entry, head, queries_of(row, head), part, w);
     const std::ptrdiff_t first = first_query_head(row, head);
     float* const lse = to.lse == nullptr ? nullptr : to.lse + first;
     finish_attention<d>(set, s.sink_logits == nullptr ? nullptr : s.sink_logits + head * group, part, group,
@@ -160,6 +180,29 @@ struct attention_job {
                       {part.log_sum + run.first, weighted}, w.rows, s.soft_cap, ahead);
     }
   }
+  bool completes(int head) const {
+    return s.page_values != nullptr && !complete && s.kind_of(head) == layer_kind::retrieval;
+  }
+  /// Whether entry i brings its page's value up to date: whole pages that may come to be candidates, by the
+  /// last row of a step.
+  bool refreshes(int row, int head, const attention_list& entries, int i) const {
+    return completes(head) && row == entry.tokens - 1 && i >= entries.roles.sink_end &&
+           !(entries.is_selected(i) && s.units_per_page > 1);
+  }
+  void attend_and_refresh(isa set, const attention_list& entries, int head, int i,
+                          const head_slice<element>& rows, const attention_part& part, const workspace& w,
+                          const element* ahead) const {
+    const attention_part of_page{w.entry_log_sum, w.entry_weighted};
+    clear_part<d>(set, of_page, s.heads.group());
+    attend_entry(set, entries, head, i, rows, of_page, w, ahead);
+    resolve(policies.completion, [&]<class Completion>(const Completion& completion) {
+      if constexpr (Completion::completes)
+        refresh_page_value<d>(of_page, s.heads.group(), completion.refreshed,
+                              s.page_value(entry.sequence, head, entries.page(i)), w);
+    });
+    merge_parts<d>(set, of_page, part, s.heads.group());
+  }
+  const float* queries_of(int row, int head) const { return queries + first_query_head(row, head) * d; }
   bool in_slots(const attention_list& entries) const { return s.attends_to_slots(entries, complete); }
   /// Rows of entry i of a head's list, `range`: in the store, or in its slot.
   auto rows_of(const attention_list& entries, int i, const page_range& range, int head) const {
@@ -181,7 +224,7 @@ void attend_head(isa set, const attention_job<State, Policies>& job, int row, in
     job.attend_part(set, row, head, nth, nth == 0 ? first : next, w);
     if (nth > 0) merge_parts<State::head_dim>(set, next, first, group);
   }
-  job.finish(set, row, head, first);
+  job.finish(set, row, head, first, w);
 }
 
 }  // namespace freekv::host

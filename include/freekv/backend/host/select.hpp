@@ -118,6 +118,29 @@ void pin_units(const State& s, const sequence_head& at, const unit_range& candid
   s.pinned_count[s.head_index(at.sequence, at.head)] = count;
 }
 
+/// Query head g's score of the j-th of some units to `to.first[g * to.stride + j]`, of units whose summaries
+/// lie side by side together. `AmongMany`: the summary is one of many, chosen at run time.
+template <bool AmongMany, class State, class HeadSummary>
+void score_stored_units(isa set, const State& s, const HeadSummary& summary, const sequence_head& at,
+                        const unit_range& units, const prepared_queries& prepared, float* numbers,
+                        const score_column& to) {
+  const auto stored = [&](int j) { return s.summary_of_unit(at.sequence, at.head, units.first + j); };
+  const auto score = [&](auto team) {
+    for (int first = 0, end; first < units.count; first = end) {
+      const std::byte* const from = stored(first);
+      end = first + 1;
+      while (end < units.count && stored(end) == from + to_size(end - first) * s.summary_bytes) ++end;
+      score_units<typename State::element, AmongMany>(team, summary, s.unit, from, s.summary_bytes,
+                                                      end - first, prepared, numbers,
+                                                      {to.first + first, to.stride});
+    }
+  };
+  if constexpr (linear_summary<HeadSummary> || scores_four_heads<HeadSummary, simd_team<portable>>)
+    with_wide_team(set, score);
+  else
+    with_team(set, score);
+}
+
 /// Selection for one KV head with the queries of a decode entry, or with those of one query head of its group
 /// alone. `Policies` has the policy objects as members.
 template <class State, class Policies>
@@ -280,26 +303,11 @@ class head_selection {
     for (int g = 0; g < query_.group; ++g) w_.scores[g * stride_ + j] = -infinity;
   }
 
-  /// Query head g's score of candidate j to `w.scores[g * stride + j]`, of candidates whose summaries lie
-  /// side by side together.
+  /// Query head g's score of candidate j to `w.scores[g * stride + j]`.
   template <class Summary>
   void score_candidates(const Summary& summary, int first, int last, float* numbers) {
-    const auto policy = summary_at(summary, s_.layer, at_.head);
-    const auto score = [&](auto team) {
-      while (first < last) {
-        const std::byte* const from = stored(first);
-        int end = first + 1;
-        while (end < last && stored(end) == from + to_size(end - first) * s_.summary_bytes) ++end;
-        score_units<element, among_many>(team, policy, s_.unit, from, s_.summary_bytes, end - first,
-                                         prepared_, numbers, column(first));
-        first = end;
-      }
-    };
-    using policy_type = std::remove_cv_t<decltype(policy)>;
-    if constexpr (linear_summary<policy_type> || scores_four_heads<policy_type, simd_team<portable>>)
-      with_wide_team(set_, score);
-    else
-      with_team(set_, score);
+    score_stored_units<among_many>(set_, s_, summary_at(summary, s_.layer, at_.head), at_,
+                                   {first_unit_ + first, last - first}, prepared_, numbers, column(first));
   }
 
   /// Scores the candidates that a coarse summary keeps; the others' columns are empty. Which these are

@@ -108,6 +108,23 @@ void copy_slots(const State& s, int from, int to) {
                                   s.block_slice(to, slot_id{slot}, head), s.page.tokens);
 }
 
+/// Takes their values from a sequence's pages, from `first_page` on.
+template <class State>
+void forget_page_values(const State& s, int sequence, int first_page) {
+  if (s.page_values == nullptr) return;
+  for (int head = 0; head < s.heads.kv; ++head) {
+    std::byte* const values = s.page_value(sequence, head, first_page);
+    std::fill(values, s.page_value(sequence, head, s.max_pages), std::byte{0});
+  }
+}
+
+/// Gives the pages of sequence `to` the values of those of `from`.
+template <class State>
+void copy_page_values(const State& s, int from, int to) {
+  if (s.page_values != nullptr)
+    std::copy_n(s.page_value(from, 0, 0), s.page_values_bytes(), s.page_value(to, 0, 0));
+}
+
 /// Gives sequence `to` the previous queries, the selection and the report of `from`.
 template <class State>
 void copy_selection(State s, int from, int to) {

@@ -10,6 +10,7 @@
 #include <freekv/backend/host/row_numbers.hpp>
 #include <freekv/backend/host/select_stage.hpp>
 #include <freekv/backend/host/sequence_slots.hpp>
+#include <freekv/backend/host/weigh_pages.hpp>
 #include <freekv/core/policy.hpp>
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/backend.hpp>
@@ -64,6 +65,7 @@ class stages {
   void forget(int sequence) {
     for (const State& s : layers_) {
       drop_selection(s, sequence);
+      forget_page_values(s, sequence, 0);
       s.lacking[sequence] = 0;
       for (int head = 0; head < s.heads.kv; ++head) clear_report(s, sequence, head);
     }
@@ -76,6 +78,7 @@ class stages {
       if (!to.keeps_selection) drop_selection(s, sequence);
       if (to.reopens_page(s)) s.lacking[sequence] |= lacks_open_page;
       if (to.window_lacks_pages(s)) s.lacking[sequence] |= lacks_window;
+      forget_page_values(s, sequence, to.tokens / s.page.tokens);
       fill_or_leave(s, sequence, to.tokens);
     }
   }
@@ -83,6 +86,7 @@ class stages {
   [[gnu::cold]] void fork(int from, int to, int) {
     for (const State& s : layers_) {
       copy_selection(s, from, to);
+      copy_page_values(s, from, to);
       if (s.encoded) copy_open_pages(s, from, to);
       if (s.keeps_slots) copy_slots(s, from, to);
     }
@@ -118,6 +122,7 @@ class stages {
   void append(const State& s, const step& of, const step_rows<In>& rows) {
     for (const step_entry& entry : of.entries) retry_reads(s, entry);
     for (const step_entry& entry : of.entries) append(s, entry, rows);
+    for (const step_entry& entry : of.entries) weigh_pages(s, entry, rows.queries);
     for (const step_entry& entry : of.entries) detect(s, entry, rows.queries);
   }
 
@@ -213,6 +218,23 @@ class stages {
     if (in_order) append_one(last_page - 1, 0);
   }
 
+  /// The last rows of a prompt give pages their values, where attention is completed and they have queries.
+  void weigh_pages(const State& s, const step_entry& entry, const step_queries& queries) {
+    if (s.page_values == nullptr || entry.phase != step_phase::prefill || queries.empty()) return;
+    resolve(policies_->completion, [&]<class Completion>(const Completion& completion) {
+      if constexpr (Completion::completes) {
+        const attention_job<State, Settings> job{
+            s, *policies_, entry, numbers_.of(queries, entry.rows(), s.heads.query * d), {}, true};
+        const int rows = std::min(completion.prompt_rows, entry.tokens);
+        backend_->parallel(s.heads.kv, to_size(rows) * job.bytes(entry.tokens - 1),
+                           [&](int head, int worker) {
+                             if (s.kind_of(head) == layer_kind::retrieval)
+                               host::weigh_pages(instructions(), job, head, rows, workspace_of(worker));
+                           });
+      }
+    });
+  }
+
   void detect(const State& s, const step_entry& entry, const step_queries& queries) {
     if (s.kind != layer_kind::retrieval) return;
     if (entry.phase == step_phase::prefill) return drop_selection(s, entry.sequence);
@@ -299,7 +321,7 @@ class stages {
       for (int head = 0; head < heads; ++head) {
         for (int nth = 1; nth < parts; ++nth)
           merge_parts<d>(instructions(), part(head, nth), part(head, 0), group);
-        job.finish(instructions(), row, head, part(head, 0));
+        job.finish(instructions(), row, head, part(head, 0), workspace_of(0));
       }
     }
   }

@@ -23,6 +23,8 @@ struct workspace_sizes {
   std::size_t slice_bytes = 0, slice_alignment = 1;  // of encoded pages, if any
   std::size_t decoded_bytes = 0;                     // of a page and KV head that was encoded
   int shared_floats = 0;                             // of a codec
+  bool completes = false;                            // attention, by pages' values
+  int observed_rows = 0;                             // of a prompt, that weigh pages then
 
   /// Entries that a KV head attends to at most.
   int most_entries() const { return unit_tokens == page_tokens ? max_pages : max_pages + selected_units; }
@@ -58,6 +60,12 @@ workspace_sizes workspace_sizes_of(const Settings& s) {
   });
   for (int layer = 0; layer < s.model.layers; ++layer)
     sizes.selected_units = std::max(sizes.selected_units, s.max_selected(layer));
+  resolve(s.completion, [&]<class Completion>(const Completion& completion) {
+    if constexpr (Completion::completes) {
+      sizes.completes = true;
+      sizes.observed_rows = completion.prompt_rows;
+    }
+  });
   if (s.selects_by() == selection_scope::layer) sizes.pooled_heads = s.model.kv_heads;
   return sizes;
 }
@@ -81,6 +89,12 @@ struct workspace {
   std::byte* encoded = nullptr;   // (most_staged or kv heads, slice_bytes)
   std::byte* decoded = nullptr;   // (most_staged, 2, page tokens, head_dim) elements
   float* shared = nullptr;        // (shared_floats)
+  // Where attention is completed:
+  float* page_value = nullptr;             // (2, head_dim)
+  log_sum_exp* entry_log_sum = nullptr;    // (group): attention to one page
+  float* entry_weighted = nullptr;         // (group, head_dim)
+  float* observed_queries = nullptr;       // (observed rows, group, head_dim) scaled
+  log_sum_exp* observed_totals = nullptr;  // (observed rows, group): attention to everything
 
   static workspace carve(carver& memory, const workspace_sizes& s) {
     const int scoring_heads = s.group * s.decode_rows;
@@ -101,6 +115,12 @@ struct workspace {
         memory.take_aligned(s.slice_bytes * to_size(std::max(most_staged, s.kv_heads)), s.slice_alignment);
     w.decoded = memory.take<std::byte>(s.decoded_bytes * to_size(most_staged));
     w.shared = memory.take<float>(to_size(s.shared_floats));
+    const int completed = s.completes ? s.group : 0, observed = completed * s.observed_rows;
+    w.page_value = memory.take<float>(to_size(s.completes ? 2 * s.head_dim : 0));
+    w.entry_log_sum = memory.take<log_sum_exp>(to_size(completed));
+    w.entry_weighted = memory.take<float>(to_size(completed * s.head_dim));
+    w.observed_queries = memory.take<float>(to_size(observed * s.head_dim));
+    w.observed_totals = memory.take<log_sum_exp>(to_size(observed));
     return w;
   }
 };
