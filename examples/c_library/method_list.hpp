@@ -80,9 +80,9 @@ using pipeline_of_methods = retrieval_pipeline<
     Shape, page_size<dynamic>, unit<dynamic>, typename choice<summary_kind, Methods>::type,
     typename choice<pooling_kind, Methods>::type, typename choice<selection_kind, Methods>::type,
     typename choice<pinning_kind, Methods>::type, typename choice<scope_kind, Methods>::type,
-    typename choice<correction_kind, Methods>::type, typename choice<residency_kind, Methods>::type,
-    typename choice<plan_kind, Methods, by_layer>::type, any_of<resident, in_place>,
-    typename choice<codec_kind, Methods>::type>;
+    typename choice<correction_kind, Methods>::type, typename choice<completion_kind, Methods>::type,
+    typename choice<residency_kind, Methods>::type, typename choice<plan_kind, Methods, by_layer>::type,
+    any_of<resident, in_place>, typename choice<codec_kind, Methods>::type>;
 
 /// The pipeline of all methods of a list that forget.
 template <class Shape, class Methods>

@@ -193,6 +193,7 @@ void choose(Settings& s, const pipeline_request& request) {
   s.pooling = typename pack::pooling{};
   s.pinning = typename pack::pinning{};
   s.scope = typename pack::scope{};
+  s.completion = typename pack::completion{};
   s.residency = typename pack::residency{};
   s.codec = typename pack::codec{};
   if constexpr (requires { Method::selection; })

@@ -28,7 +28,8 @@ METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "a
            "fasa", "shadowkv", "h2o", "tova", "snapkv", "raas", "pyramid_kv", "lazy_eviction", "hard_kv",
            "defensive_kv", "cake", "r_kv", "arkv_origin", "d2o", "exact_merge", "hard_kv_merge",
            "razor_attention_compensated", "freekv", "freekv_long_inputs", "freekv_key_subspace", "freekv_key_codes",
-           "freekv_key_codes_deficit", "freekv_key_codes_sticky", "freekv_key_codes_units"]
+           "freekv_key_codes_deficit", "freekv_key_codes_sticky", "freekv_key_codes_units",
+           "freekv_key_codes_completed", "freekv_key_codes_units_completed"]
 OF_LISTED_HEADS = ["razor_attention", "razor_attention_compensated"]
 # For the estimate alone, on one core with a model of 135M: tokens a second that llama.cpp prefills, and that a method
 # decodes.

@@ -47,6 +47,7 @@ struct method_spec {
   float delta = 0.2f;  ///< of mass_deficit
   bool partial = false;
   int every = 8;  ///< of every_n_steps
+  std::string completion = "no_completion";  ///< of attention, by what is not selected
   std::string residency = "first_unselected";
   int spare = 0;
   std::string codec = "identity";  ///< of complete pages in the store
@@ -222,6 +223,7 @@ using selection_list = policy_list<top_k, top_p, sticky_top_k>;
 using pinning_list = policy_list<no_pins, pin_outliers<dynamic>>;
 using scope_list = policy_list<per_kv_head, per_query_head, per_layer>;
 using correction_list = policy_list<cosine_drift, mass_deficit, always, never, every_n_steps<dynamic>>;
+using completion_list = policy_list<no_completion, page_values>;
 using residency_list = policy_list<first_unselected<dynamic>, least_recently_used<dynamic>>;
 using codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4m3>, int8_token, int4_token,
                                int8_channel, int4_channel, low_rank_keys<dynamic>>;
@@ -235,6 +237,7 @@ inline constexpr auto& selections = selection_list::choices;
 inline constexpr auto& pinnings = pinning_list::choices;
 inline constexpr auto& selection_scopes = scope_list::choices;
 inline constexpr auto& corrections = correction_list::choices;
+inline constexpr auto& completions = completion_list::choices;
 inline constexpr auto& residencies = residency_list::choices;
 inline constexpr auto& codecs = codec_list::choices;
 inline constexpr auto& evictions = eviction_list::choices;

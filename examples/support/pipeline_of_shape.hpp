@@ -12,7 +12,8 @@ class pipeline_of_shape final : public pipeline {
   using implementation =
       retrieval_pipeline<Shape, page_size<dynamic>, unit<dynamic>, any_layouts, summary_list::any,
                          pooling_list::any, selection_list::any, pinning_list::any, scope_list::any,
-                         correction_list::any, residency_list::any, any_plan, any_route, codec_list::any>;
+                         correction_list::any, completion_list::any, residency_list::any, any_plan, any_route,
+                         codec_list::any>;
   using element = typename implementation::element;
 
  public:
@@ -27,6 +28,7 @@ class pipeline_of_shape final : public pipeline {
   void release(sequence_id id) override { pipeline_.release(id); }
   int tokens(sequence_id id) const override { return pipeline_.tokens(id); }
   std::int32_t free_pages() const override { return pipeline_.free_pages(); }
+  bool observes_prompts() const override { return pipeline_.configuration().completes(); }
 
   void begin_step(std::span<const step_input> rows) override { step_ = pipeline_.begin_step(rows); }
   void append(int layer, std::span<const float> keys, std::span<const float> values,
@@ -68,6 +70,7 @@ class pipeline_of_shape final : public pipeline {
     s.pinning = find_by_name("pinning", pinnings, o.method.pinning).make(o.method, data);
     s.scope = find_by_name("rows", selection_scopes, o.method.rows).make(o.method, data);
     s.correction = find_by_name("correction", corrections, o.method.correction).make(o.method, data);
+    s.completion = find_by_name("completion", completions, o.method.completion).make(o.method, data);
     s.residency = find_by_name("residency", residencies, o.method.residency).make(o.method, data);
     s.codec = find_by_name("codec", codecs, o.method.codec).make(o.method, data);
     s.capacity.store_file = store_file_of(o);

@@ -82,6 +82,7 @@ method_spec spec_of() {
     take(m.pinning, typename pack::pinning{});
     take(m.rows, typename pack::scope{});
     take(m.correction, typename pack::correction{});
+    take(m.completion, typename pack::completion{});
     take(m.residency, typename pack::residency{});
     take(m.codec, typename pack::codec{});
     m.plan = plan_name(typename pack::plan{});

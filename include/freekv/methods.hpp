@@ -246,6 +246,25 @@ struct freekv_key_codes_units : named_policies<unit<4>, key_codes<6>, sticky_top
   static constexpr sticky_top_k selection = freekv_key_codes_sticky::selection;
   static constexpr mass_deficit correction = freekv_key_codes_sticky::correction;
 };
+/// freekv_key_codes_sticky, and what is not selected is attended to by estimated masses and pages' values.
+struct freekv_key_codes_completed : named_policies<key_codes<6>, sticky_top_k, mass_deficit, page_values> {
+  static constexpr std::string_view name = "freekv_key_codes_completed";
+  static constexpr std::string_view about =
+      "freekv_key_codes_sticky, and an entry for each page that is not selected";
+  static constexpr std::string_view published = "";
+  static constexpr sticky_top_k selection = freekv_key_codes_sticky::selection;
+  static constexpr mass_deficit correction = freekv_key_codes_sticky::correction;
+};
+/// freekv_key_codes_units, completed as freekv_key_codes_completed is.
+struct freekv_key_codes_units_completed
+    : named_policies<unit<4>, key_codes<6>, sticky_top_k, mass_deficit, page_values> {
+  static constexpr std::string_view name = "freekv_key_codes_units_completed";
+  static constexpr std::string_view about =
+      "freekv_key_codes_units, and an entry for each unit that is not selected";
+  static constexpr std::string_view published = "";
+  static constexpr sticky_top_k selection = freekv_key_codes_sticky::selection;
+  static constexpr mass_deficit correction = freekv_key_codes_sticky::correction;
+};
 
 /// H2O: `freekv::h2o`.
 struct h2o : named_eviction<freekv::h2o> {
@@ -360,14 +379,15 @@ struct razor_attention_compensated : named_eviction<freekv::razor_attention_comp
 template <class... Methods>
 struct method_list {};
 /// All of the above.
-using all = method_list<full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale,
-                        twilight, infinigen, fasa, shadowkv, razor_attention, duo_attention, freekv_paper,
-                        freekv_long_inputs, freekv_never, freekv_top_p, freekv_per_layer, freekv_chunk_means,
-                        freekv_chunk_means_never, freekv_key_subspace, freekv_key_subspace_never,
-                        freekv_key_subspace_deficit, freekv_key_codes, freekv_key_codes_never,
-                        freekv_key_codes_deficit, freekv_key_codes_sticky, freekv_key_codes_units, h2o, tova,
-                        snapkv, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv,
-                        arkv_origin, d2o, exact_merge, hard_kv_merge, razor_attention_compensated>;
+using all =
+    method_list<full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight,
+                infinigen, fasa, shadowkv, razor_attention, duo_attention, freekv_paper, freekv_long_inputs,
+                freekv_never, freekv_top_p, freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never,
+                freekv_key_subspace, freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
+                freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky,
+                freekv_key_codes_units, freekv_key_codes_completed, freekv_key_codes_units_completed, h2o,
+                tova, snapkv, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin,
+                d2o, exact_merge, hard_kv_merge, razor_attention_compensated>;
 
 }  // namespace methods
 }  // namespace freekv
