@@ -72,6 +72,7 @@ std::string policy_rows() {
          row_of<pinning_list::any, device::pinning>("pinning") +
          row_of<scope_list::any, device::rows>("rows") +
          row_of<correction_list::any, device::correction>("correction") +
+         row_of("completion", names_in(completion_list::any{}), {name_of<freekv::no_completion>()}) +
          row_of<residency_list::any, device::residency>("residency") +
          row_of<codec_list::any, device::codec>("codec") + row_of<any_plan, device::plan>("plan") +
          row_of<any_route, device::route>("route") +
@@ -107,6 +108,7 @@ std::string policies_of() {
       add(Method::correction, true);
     else
       add(typename pack::correction{}, !by_plan);
+    add(typename pack::completion{}, false);
     add(typename pack::codec{}, false);
   }
   return list_of(policies);
