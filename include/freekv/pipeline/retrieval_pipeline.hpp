@@ -98,7 +98,8 @@ class basic_retrieval_pipeline {
     if (s.pinned_units() > 0) text += printed(s.pinning) + ", ";
     if (const std::string codec = printed(s.codec); codec != identity::name) text += codec + ", ";
     if (const std::string scope = printed(s.scope); scope != per_kv_head::name) text += scope + ", ";
-    if (s.completes()) text += printed(s.completion) + ", ";
+    if constexpr (detail::may_complete<settings>)
+      if (s.completes()) text += printed(s.completion) + ", ";
     const auto layouts = resolve(s.layouts, []<class Layouts>(const Layouts&) {
       return std::string(Layouts::fast::name) + "/" + std::string(Layouts::slow::name);
     });

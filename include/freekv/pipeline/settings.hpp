@@ -94,7 +94,10 @@ struct pipeline_settings {
     return resolve(scope, []<class Scope>(const Scope&) { return Scope::scope; });
   }
   bool completes() const {
-    return resolve(completion, []<class Completion>(const Completion&) { return Completion::completes; });
+    if constexpr (detail::may_complete<pipeline_settings>)
+      return resolve(completion, []<class Completion>(const Completion&) { return Completion::completes; });
+    else
+      return false;
   }
   /// Units of a KV head that are selected whatever their scores.
   int pinned_units() const {
@@ -126,6 +129,31 @@ struct pipeline_settings {
   int open_pages() const { return 1 + (capacity.max_decode_rows - 1 + page.tokens - 1) / page.tokens; }
   int store_pages() const { return pages_for(capacity.store_tokens); }
 };
+
+namespace detail {
+
+/// Throws settings_error where attention is to be completed and cannot be.
+template <class Pack>
+[[gnu::cold]] void check_completion(const pipeline_settings<Pack>& s) {
+  if (!s.completes()) return;
+  const auto fail = [](const std::string& sentence) { throw settings_error(sentence); };
+  const std::string completion = resolve(s.completion, [](const auto& one) { return std::string(one.name); });
+  resolve(s.summary, [&]<class Summary>(const Summary&) {
+    if constexpr (!mass_estimating_summary<Summary>)
+      fail(completion + " needs estimates of what is not selected, and the scores of " +
+           std::string(Summary::name) + " are none; choose key_codes or key_subspace");
+  });
+  if (s.attention.selection_scale != s.attention.scale)
+    fail(completion +
+         " takes the scores of a selection for log-masses, and selection_scale is not scale; "
+         "leave it out");
+  if (s.attention.soft_cap != 0.0f)
+    fail(completion + " does not know what a soft cap makes of estimates; choose no_completion");
+  if (s.selects_by() == selection_scope::query_head)
+    fail(completion + " needs one selection of a KV head's query heads; choose per_kv_head or per_layer");
+}
+
+}  // namespace detail
 
 /// The settings with defaults filled in. Throws settings_error.
 template <int HeadDim, class Pack>
@@ -184,23 +212,7 @@ template <int HeadDim, class Pack>
         fail("per_query_head has no selection of a KV head's own for " + std::string(Correction::name) +
              " to judge; choose cosine_drift, or per_kv_head or per_layer");
   });
-  if (s.completes()) {
-    const std::string completion =
-        resolve(s.completion, [](const auto& one) { return std::string(one.name); });
-    resolve(s.summary, [&]<class Summary>(const Summary&) {
-      if constexpr (!mass_estimating_summary<Summary>)
-        fail(completion + " needs estimates of what is not selected, and the scores of " +
-             std::string(Summary::name) + " are none; choose key_codes or key_subspace");
-    });
-    if (s.attention.selection_scale != s.attention.scale)
-      fail(completion +
-           " takes the scores of a selection for log-masses, and selection_scale is not scale; "
-           "leave it out");
-    if (s.attention.soft_cap != 0.0f)
-      fail(completion + " does not know what a soft cap makes of estimates; choose no_completion");
-    if (s.selects_by() == selection_scope::query_head)
-      fail(completion + " needs one selection of a KV head's query heads; choose per_kv_head or per_layer");
-  }
+  if constexpr (detail::may_complete<pipeline_settings<Pack>>) detail::check_completion(s);
   for (int layer = 0; layer < s.model.layers && s.attention.sliding_window < 1; ++layer)
     if (s.plan.kind(layer) == layer_kind::sliding)
       fail("layer " + text(layer) + " has a sliding window and sliding_window is " +

@@ -9,6 +9,8 @@
 #include <freekv/policies/summary.hpp>
 #include <string>
 #include <string_view>
+#include <type_traits>
+#include <utility>
 
 namespace freekv {
 
@@ -64,6 +66,15 @@ struct completion_kind : kind_of_self_contained {
                   "-> int and refreshed -> float");
   };
 };
+
+namespace detail {
+
+/// False of settings whose pipeline never completes attention: nothing is compiled for it there.
+template <class Settings>
+inline constexpr bool may_complete =
+    !std::is_same_v<std::remove_cvref_t<decltype(std::declval<const Settings&>().completion)>, no_completion>;
+
+}  // namespace detail
 
 /// A summary whose scores, with what `mass_term` gives added, are estimates of units' log-masses.
 template <class S>

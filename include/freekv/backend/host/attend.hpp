@@ -102,10 +102,10 @@ struct attention_job {
     const int end = std::min(begin + entries_per_part(entries), entries.size());
     for_entries(entries, head, {begin, end - begin}, w,
                 [&](int i, const head_slice<element>& rows, const element* ahead) {
-                  if (refreshes(row, head, entries, i))
-                    attend_and_refresh(set, entries, head, i, rows, part, w, ahead);
-                  else
-                    attend_entry(set, entries, head, i, rows, part, w, ahead);
+                  if constexpr (freekv::detail::may_complete<Policies>)
+                    if (refreshes(row, head, entries, i))
+                      return attend_and_refresh(set, entries, head, i, rows, part, w, ahead);
+                  attend_entry(set, entries, head, i, rows, part, w, ahead);
                 });
   }
   /// Calls `body(range, rows)` for all that a row and head attends to, page by page; only where `complete`.
@@ -132,9 +132,11 @@ struct attention_job {
                     of_group[std::ptrdiff_t{g} * of.entries + i] = part.log_sum[g].value() * of.per_nat;
                 });
   }
-  void finish(isa set, int row, int head, const attention_part& part, const workspace& w) const {
+  void finish(isa set, int row, int head, const attention_part& part,
+              [[maybe_unused]] const workspace& w) const {
     const int group = s.heads.group();
-    if (completes(head)) complete_attention(set, s, policies, entry, head, queries_of(row, head), part, w);
+    if constexpr (freekv::detail::may_complete<Policies>)
+      if (completes(head)) complete_attention(set, s, policies, entry, head, queries_of(row, head), part, w);
     const std::ptrdiff_t first = first_query_head(row, head);
     float* const lse = to.lse == nullptr ? nullptr : to.lse + first;
     finish_attention<d>(set, s.sink_logits == nullptr ? nullptr : s.sink_logits + head * group, part, group,
@@ -183,8 +185,8 @@ struct attention_job {
   bool completes(int head) const {
     return s.page_values != nullptr && !complete && s.kind_of(head) == layer_kind::retrieval;
   }
-  /// Whether entry i brings its page's value up to date: whole pages that may come to be candidates, by the
-  /// last row of a step.
+  /// True where entry i brings its page's value up to date: a whole page that may come to be a candidate, by
+  /// the last row of a step.
   bool refreshes(int row, int head, const attention_list& entries, int i) const {
     return completes(head) && row == entry.tokens - 1 && i >= entries.roles.sink_end &&
            !(entries.is_selected(i) && s.units_per_page > 1);

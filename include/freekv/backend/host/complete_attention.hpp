@@ -49,9 +49,8 @@ void complete_attention(isa set, const State& s, const Policies& policies, const
   resolve(policies.summary, [&]<class Summary>(const Summary& summary) {
     if constexpr (mass_estimating_summary<Summary>) {
       const auto policy = summary_at(summary, s.layer, head);
-      prepared_queries prepared;
+      const prepared_queries prepared = prepare_queries(set, policy, query, s.scale, w.query);
       with_team(set, [&](auto team) {
-        prepared = prepare_group(team, policy, query, s.scale, w.query);
         for (int g = 0; g < group; ++g)
           w.log_sums[g] = s.scale * policy.mass_term(team, group_query{query.head(g), 1, d});
       });

@@ -118,6 +118,15 @@ void pin_units(const State& s, const sequence_head& at, const unit_range& candid
   s.pinned_count[s.head_index(at.sequence, at.head)] = count;
 }
 
+/// Queries prepared to score with one head's summaries, in `to`.
+template <class HeadSummary>
+prepared_queries prepare_queries(isa set, const HeadSummary& summary, const group_query& query, float scale,
+                                 float* to) {
+  prepared_queries prepared;
+  with_team(set, [&](auto team) { prepared = prepare_group(team, summary, query, scale, to); });
+  return prepared;
+}
+
 /// Query head g's score of the j-th of some units to `to.first[g * to.stride + j]`, of units whose summaries
 /// lie side by side together. `AmongMany`: the summary is one of many, chosen at run time.
 template <bool AmongMany, class State, class HeadSummary>
@@ -268,10 +277,8 @@ class head_selection {
       });
     });
     resolve(policies_.summary, [&](const auto& summary) {
-      with_team(set_, [&](auto team) {
-        const auto policy = summary_at(summary, s_.layer, at_.head);
-        prepared_ = prepare_group(team, policy, query_, s_.selection_scale, w_.query);
-      });
+      prepared_ = prepare_queries(set_, summary_at(summary, s_.layer, at_.head), query_, s_.selection_scale,
+                                  w_.query);
     });
   }
 

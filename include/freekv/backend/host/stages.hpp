@@ -122,7 +122,8 @@ class stages {
   void append(const State& s, const step& of, const step_rows<In>& rows) {
     for (const step_entry& entry : of.entries) retry_reads(s, entry);
     for (const step_entry& entry : of.entries) append(s, entry, rows);
-    for (const step_entry& entry : of.entries) weigh_pages(s, entry, rows.queries);
+    if constexpr (freekv::detail::may_complete<Settings>)
+      for (const step_entry& entry : of.entries) weigh_pages(s, entry, rows.queries);
     for (const step_entry& entry : of.entries) detect(s, entry, rows.queries);
   }
 

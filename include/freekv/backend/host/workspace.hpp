@@ -60,12 +60,13 @@ workspace_sizes workspace_sizes_of(const Settings& s) {
   });
   for (int layer = 0; layer < s.model.layers; ++layer)
     sizes.selected_units = std::max(sizes.selected_units, s.max_selected(layer));
-  resolve(s.completion, [&]<class Completion>(const Completion& completion) {
-    if constexpr (Completion::completes) {
-      sizes.completes = true;
-      sizes.observed_rows = completion.prompt_rows;
-    }
-  });
+  if constexpr (freekv::detail::may_complete<Settings>)
+    resolve(s.completion, [&]<class Completion>(const Completion& completion) {
+      if constexpr (Completion::completes) {
+        sizes.completes = true;
+        sizes.observed_rows = completion.prompt_rows;
+      }
+    });
   if (s.selects_by() == selection_scope::layer) sizes.pooled_heads = s.model.kv_heads;
   return sizes;
 }
