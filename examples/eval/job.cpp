@@ -209,7 +209,7 @@ job::job(const arguments& wanted)
   std::copy_if(contenders_.begin(), contenders_.end(), std::back_inserter(principal_),
                [](const contender& c) { return !c.deep; });
   place_.queries = std::any_of(contenders_.begin(), contenders_.end(), [](const contender& c) {
-    return c.method.evicts() || c.method.basis_of_pairs || c.method.completion != method_spec{}.completion;
+    return c.method.evicts() || c.method.basis_of_pairs || c.method.completes();
   });
   const auto& shape = model_.shape();
   const int longest = std::max(

@@ -58,6 +58,7 @@ struct method_spec {
 
   bool retrieves() const { return plan == "retrieval" || plan == "by_head"; }
   bool evicts() const { return plan == "eviction"; }
+  bool completes() const { return completion != no_completion::name; }
   /// Whether each KV head keeps what a list says.
   bool needs_head_list() const {
     return plan == "by_head" || (evicts() && eviction == razor_attention_compensated::name);

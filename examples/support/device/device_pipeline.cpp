@@ -20,7 +20,7 @@ std::unique_ptr<pipeline> make_device_pipeline(const pipeline_options& o) {
   const method_spec& m = o.method;
   if (m.evicts())
     throw choice_error("eviction " + m.eviction + " is not there for devices; choose the host backend");
-  if (m.completion != method_spec{}.completion)
+  if (m.completes())
     throw choice_error("completion " + m.completion + " is not there for devices; choose the host backend");
   if (!o.store_file.empty())
     throw choice_error("devices keep no store in a file; leave it out, or choose the host backend");

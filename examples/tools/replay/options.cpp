@@ -256,8 +256,7 @@ method_spec chosen_method(const replay_options& o, const policy_flags& flags, me
 std::vector<named_variant> replayed_variants() {
   std::vector<named_variant> methods;
   for (const auto& variant : variants())
-    if (variant.page == 0 && variant.budget_share == 1 &&
-        variant.method.completion == method_spec{}.completion)
+    if (variant.page == 0 && variant.budget_share == 1 && !variant.method.completes())
       methods.push_back(variant);
   return methods;
 }

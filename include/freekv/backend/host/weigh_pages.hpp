@@ -7,19 +7,19 @@
 
 namespace freekv::host {
 
-/// Gives each page of one KV head its value by the last `rows` rows of a prompt's entry: the mean of the
-/// page's values by what each row and query head gives them of its softmax over all it attends to. `job`
-/// attends to everything. Throws store_error.
+/// Gives each page of one KV head its value by the last `rows` rows of a prompt's entry, at most all: the
+/// mean of the page's values by what each row and query head gives them of its softmax over all it attends
+/// to. `job` attends to everything. Throws store_error.
 template <class State, class Policies>
 void weigh_pages(isa set, const attention_job<State, Policies>& job, int head, int rows, const workspace& w) {
   constexpr int d = State::head_dim;
   const State& s = job.s;
-  const int group = s.heads.group(), first = job.entry.tokens - std::min(rows, job.entry.tokens);
+  const int group = s.heads.group(), first = job.entry.tokens - rows;
   const auto query_of = [&](int row) { return w.observed_queries + std::ptrdiff_t{row - first} * group * d; };
   const auto total_of = [&](int row) { return w.observed_totals + std::ptrdiff_t{row - first} * group; };
   for (int row = first; row < job.entry.tokens; ++row)
     job.begin(set, row, head, query_of(row), {total_of(row), nullptr});
-  // Calls `use(row, page, its first tokens that the row attends to, their rows)`, page by page.
+  // Calls `use(row, tokens of the page that the row attends to, their rows)` page by page.
   const auto for_pages = [&](const auto& use, const auto& end_of_page) {
     job.for_all(job.entry.tokens - 1, head, w, [&](const page_range& range, const auto& slice) {
       for (int row = first; row < job.entry.tokens; ++row) {
