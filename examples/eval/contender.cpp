@@ -26,7 +26,7 @@ bool fits(const contender& c, const common_settings& s) {
 subspace_basis basis_of(const contender& c, const prepared_prompt& prompt) {
   if (!c.method.needs_basis()) return {};
   const learnt_keys& learnt = c.basis == basis_source::prompt ? prompt.own : prompt.other;
-  return (c.method.basis_of_pairs ? learnt.pairs : learnt.basis).value().view();
+  return learnt.bases.at(c.method.rows_of_basis()).view();
 }
 
 subspace_basis factors_of(const contender& c, const prepared_prompt& prompt) {

@@ -47,7 +47,8 @@ bool fits(const contender& c, const common_settings& s);
 
 /// What was learnt from the keys of one text, as far as contenders need it.
 struct learnt_keys {
-  std::optional<key_basis> basis{}, pairs{}, factors{};
+  std::map<basis_rows, key_basis> bases{};  ///< by what their rows are
+  std::optional<key_basis> factors{};
   std::map<std::pair<int, int>, codebook_set>
       codebooks{};  ///< by codes a token, and tokens of a unit, 0: a page
 };

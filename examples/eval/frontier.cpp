@@ -485,7 +485,7 @@ prepared_prompt frontier::prepare(std::span<const llama_token> tokens) {
           kv.learn_codebooks(codebook_sizes::of_codes(c.method.codes, c.method.unit_tokens(settings_.page)),
                              j_.progress()));
   }
-  if (rank > 0) learnt.basis = kv.learn_basis(rank);
+  if (rank > 0) learnt.bases.emplace(basis_rows::axes, kv.learn_basis(basis_rows::axes, rank));
   return {std::move(kv), std::move(learnt), of_other_text_};
 }
 

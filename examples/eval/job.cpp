@@ -256,13 +256,16 @@ bool job::asks_for(basis_source source) const {
 
 learnt_keys job::learn(const prompt_cache& keys, basis_source source) {
   learnt_keys learnt;
-  int rank = 0, pair_rank = 0, key_rank = 0;
+  std::map<basis_rows, int> ranks;
+  int key_rank = 0;
   for (const contender& c : contenders_) {
     if (c.basis != source) continue;
     if (c.method.needs_factors())
       key_rank = std::max(key_rank, c.method.key_rank_of(model_.shape().kv_heads * model_.shape().head_dim));
-    int& most = c.method.basis_of_pairs ? pair_rank : rank;
-    if (c.method.needs_basis()) most = std::max(most, c.method.rank);
+    if (c.method.needs_basis()) {
+      int& most = ranks[c.method.rows_of_basis()];
+      most = std::max(most, c.method.basis_rank(keys.tokens()));
+    }
     const std::pair of{c.method.codes, c.method.unit};
     if (c.method.needs_codebooks() && !learnt.codebooks.contains(of))
       learnt.codebooks.emplace(
@@ -270,8 +273,7 @@ learnt_keys job::learn(const prompt_cache& keys, basis_source source) {
                   codebook_sizes::of_codes(c.method.codes, c.method.unit_tokens(options_.common.page)),
                   progress()));
   }
-  if (rank > 0) learnt.basis = keys.learn_basis(rank);
-  if (pair_rank > 0) learnt.pairs = keys.choose_pairs(pair_rank);
+  for (const auto& [rows, rank] : ranks) learnt.bases.emplace(rows, keys.learn_basis(rows, rank));
   if (key_rank > 0) learnt.factors = keys.learn_factors(key_rank);
   return learnt;
 }

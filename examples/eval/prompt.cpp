@@ -186,9 +186,14 @@ void prompt_cache::append_to(pipeline& pipeline) const {
   pipeline.end_step();
 }
 
-key_basis prompt_cache::learn_basis(int rank) const {
+key_basis prompt_cache::learn_basis(basis_rows rows, int rank) const {
+  if (rows == basis_rows::pairs) return choose_pairs(rank);
   key_basis basis(shape_.layers, shape_.kv_heads, rank, shape_.head_dim);
-  for (int layer = 0; layer < shape_.layers; ++layer) basis.learn(layer, float_keys(layer));
+  for (int layer = 0; layer < shape_.layers; ++layer)
+    if (rows == basis_rows::axes)
+      basis.learn(layer, float_keys(layer));
+    else
+      basis.cluster(layer, float_keys(layer));
   return basis;
 }
 

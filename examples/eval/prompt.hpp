@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "basis.hpp"
+#include "choices.hpp"
 #include "codebooks.hpp"
 #include "engine.hpp"
 #include "pipeline.hpp"
@@ -51,11 +52,9 @@ class prompt_cache {
   void restore(pipeline& pipeline) const;
   /// A new sequence of `pipeline`, which holds this prompt.
   sequence_id open(pipeline& pipeline) const;
-  /// The subspaces of rank `rank` of this prompt's keys.
-  key_basis learn_basis(int rank) const;
-  /// The rotary pairs that its last rows choose, as a basis of rank `rank`. Throws usage_error if no queries
-  /// are kept.
-  key_basis choose_pairs(int rank) const;
+  /// A basis of rank `rank` of this prompt's keys. Throws usage_error if rotary pairs are asked for, which
+  /// its last rows choose, and no queries are kept.
+  key_basis learn_basis(basis_rows rows, int rank) const;
   /// The factorisation of rank `rank`, at most, of this prompt's keys before rotation, which the model's
   /// shape knows.
   key_basis learn_factors(int rank) const;
@@ -63,6 +62,8 @@ class prompt_cache {
   codebook_set learn_codebooks(const codebook_sizes& sizes, const progress_function& progress) const;
 
  private:
+  key_basis choose_pairs(int rank) const;
+
   void append_to(pipeline& pipeline) const;
   std::span<const std::byte> part(const std::vector<std::uint16_t>& of, int layer) const {
     const std::size_t size = of.size() / to_size(shape_.layers);

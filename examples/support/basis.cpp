@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <freekv/backend/host/isa.hpp>
 #include <freekv/core/size.hpp>
+#include <freekv/policies/key_clusters.hpp>
 #include <functional>
 #include <limits>
 #include <numeric>
 #include <string>
+#include <utility>
 
 #include "cited.hpp"
 #include "principal_axes.hpp"
@@ -103,6 +106,53 @@ void key_basis::choose_pairs(int layer, std::span<const float> keys, std::span<c
     std::fill_n(to, view().floats_per_head(), 0.0f);
     for (int r = 0; r < rank_ / 2 * 2; ++r)
       to[(r + 1) * d + by.by_pairs(2 * order[to_size(r / 2)] + r % 2)] = 1.0f;
+  }
+}
+
+void key_basis::cluster(int layer, std::span<const float> keys) {
+  constexpr int left_out = 16, most_rounds = 20;
+  const std::ptrdiff_t d = head_dim_, row = d * kv_heads_;
+  const int tokens = static_cast<int>(std::ssize(keys) / row), first = tokens > left_out ? left_out : 0;
+  std::vector<float> own;  // the head's, one behind the other
+  std::vector<int> cluster_of;
+  for (int head = 0; head < kv_heads_; ++head) {
+    own.clear();
+    for (int token = first; token < tokens; ++token) {
+      const std::span<const float> key = keys.subspan(to_size(token * row + head * d), to_size(d));
+      if (std::all_of(key.begin(), key.end(), [](float x) { return std::isfinite(x); }))
+        own.insert(own.end(), key.begin(), key.end());
+    }
+    const std::ptrdiff_t count = std::ssize(own) / d;
+    float* const to = data_.data() + to_size(layer * kv_heads_ + head) * view().floats_per_head();
+    std::fill_n(to, view().floats_per_head(), 0.0f);
+    float* const centroids = to + d;
+    if (count == 0) continue;
+    for (std::ptrdiff_t c = 0; c < rank_; ++c)
+      std::copy_n(own.data() + c * count / rank_ * d, d, centroids + c * d);
+    const key_clusters::head_policy clusters{centroids, rank_};
+    cluster_of.assign(to_size(count), -1);
+    std::vector<double> sums(to_size(rank_ * d));
+    std::vector<int> sizes(to_size(rank_));
+    for (int round = 0; round < most_rounds; ++round) {
+      std::fill(sums.begin(), sums.end(), 0.0);
+      std::fill(sizes.begin(), sizes.end(), 0);
+      bool changed = false;
+      for (std::ptrdiff_t i = 0; i < count; ++i) {
+        const float* const key = own.data() + i * d;
+        float number = 0.0f;
+        host::with_team(host::best_isa(), [&](auto team) {
+          clusters.summarise(team, unit_keys{key, {1, head_dim_}}, &number);
+        });
+        const int nearest = std::isnan(number) ? 0 : static_cast<int>(number);
+        changed = std::exchange(cluster_of[to_size(i)], nearest) != nearest || changed;
+        ++sizes[to_size(nearest)];
+        for (std::ptrdiff_t x = 0; x < d; ++x) sums[to_size(nearest * d + x)] += static_cast<double>(key[x]);
+      }
+      if (!changed) break;
+      for (std::ptrdiff_t c = 0; c < rank_; ++c)
+        for (std::ptrdiff_t x = 0; sizes[to_size(c)] > 0 && x < d; ++x)
+          centroids[c * d + x] = static_cast<float>(sums[to_size(c * d + x)] / sizes[to_size(c)]);
+    }
   }
 }
 

@@ -1,4 +1,5 @@
-// The bases of key_subspace and of low_rank_keys: computed from keys, the former kept as a safetensors file.
+// The bases of key_subspace, key_clusters and low_rank_keys: computed from keys, the former kept as a
+// safetensors file.
 #pragma once
 
 #include <filesystem>
@@ -12,7 +13,8 @@ namespace freekv::examples {
 /// Rows of a prompt, its last, whose queries choose the pairs of a basis.
 inline constexpr int rows_that_choose = 16;
 
-/// Mean keys and leading eigenvectors, or rotary pairs, for all layers and KV heads of a model.
+/// Mean keys and leading eigenvectors, rotary pairs, or clusters' mean keys, for all layers and KV heads of a
+/// model.
 class key_basis {
  public:
   /// Room for `layers` of `kv_heads` subspaces of rank `rank`.
@@ -30,12 +32,18 @@ class key_basis {
   void choose_pairs(int layer, std::span<const float> keys, std::span<const float> queries, int rows,
                     rotary_pairs of);
 
+  /// Sets one layer from its keys (tokens, kv_heads, head_dim): per KV head `rank` clusters' mean keys, by
+  /// k-means of at most 20 rounds from keys at equal distances in the text, a key's cluster being the one of
+  /// largest cosine; means are 0. The first 16 tokens, if there are more, and keys with a NaN or an infinity
+  /// are left out; a cluster without keys is as it was. (ClusterKV)
+  void cluster(int layer, std::span<const float> keys);
+
   /// Sets one layer from its keys (tokens, kv_heads, head_dim) before rotation: the `rank` leading right
   /// singular vectors of the keys of all heads side by side; means are 0. Tokens with a NaN or an infinity
   /// are left out.
   void factorise(int layer, std::span<const float> keys);
 
-  /// What key_subspace and low_rank_keys take; valid while this object lives.
+  /// What key_subspace, key_clusters and low_rank_keys take; valid while this object lives.
   subspace_basis view() const { return {data_.data(), layers_, kv_heads_, rank_, head_dim_}; }
   /// One layer alone, as the only one.
   subspace_basis layer(int layer) const;

@@ -21,6 +21,9 @@ struct choice_error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// What the rows of a basis are, which programs learn from keys.
+enum class basis_rows { axes, pairs, centroids };
+
 /// What a pipeline does, by names; the defaults are FreeKV as published.
 struct method_spec {
   std::string summary = "min_max";
@@ -28,6 +31,7 @@ struct method_spec {
   int chunk = 8;                    ///< of chunk_means, tokens
   int rank = 24;                    ///< of key_subspace
   bool basis_of_pairs = false;      ///< of key_subspace: its basis is rotary pairs, not eigenvectors
+  int clusters = 0;                 ///< of key_clusters; 0: one for 80 tokens of the prompt
   int bits = 3;                     ///< of key_subspace and key_sketch
   int codes = 6;                    ///< of key_codes, bytes a token
   int times = 4;                    ///< of coarse_to_fine: pages kept, in selected pages
@@ -63,7 +67,17 @@ struct method_spec {
   bool needs_head_list() const {
     return plan == "by_head" || (evicts() && eviction == razor_attention_compensated::name);
   }
-  bool needs_basis() const { return retrieves() && summary == "key_subspace"; }
+  bool needs_basis() const { return retrieves() && (summary == "key_subspace" || summary == "key_clusters"); }
+  basis_rows rows_of_basis() const {
+    return summary == "key_clusters" ? basis_rows::centroids
+           : basis_of_pairs          ? basis_rows::pairs
+                                     : basis_rows::axes;
+  }
+  /// Rows of a basis that is learnt from a prompt of so many tokens.
+  int basis_rank(int prompt_tokens) const {
+    if (rows_of_basis() != basis_rows::centroids) return rank;
+    return clusters == 0 ? std::max(1, prompt_tokens / 80) : clusters;
+  }
   bool needs_codebooks() const { return retrieves() && summary == "key_codes"; }
   bool needs_factors() const { return plan != "complete" && !evicts() && codec == "low_rank_keys"; }
   int unit_tokens(int page) const { return unit == 0 ? page : unit; }
@@ -76,7 +90,7 @@ struct method_spec {
 
 /// What a method's policies take besides it.
 struct method_data {
-  subspace_basis basis{};                ///< of key_subspace; the caller keeps its memory
+  subspace_basis basis{};                ///< of key_subspace and key_clusters; the caller keeps its memory
   key_codebooks codebooks{};             ///< of key_codes; the caller keeps their memory
   subspace_basis factors{};              ///< of low_rank_keys; the caller keeps its memory
   rotary_embedding rotary{};             ///< of low_rank_keys; the caller keeps its memory
@@ -116,6 +130,10 @@ struct policy_maker<key_subspace<dynamic, dynamic>> {
   static key_subspace<dynamic, dynamic> from(const method_spec& m, const method_data& data) {
     return {{m.rank}, {m.bits}, data.basis};
   }
+};
+template <>
+struct policy_maker<key_clusters> {
+  static key_clusters from(const method_spec&, const method_data& data) { return {data.basis}; }
 };
 template <>
 struct policy_maker<key_codes<dynamic, dynamic>> {
@@ -218,7 +236,7 @@ struct policy_list {
 using summary_list =
     policy_list<in_any_format<min_max>, in_any_format<mean>, in_any_format<centroid_box>, in_any_format<ball>,
                 in_any_format<chunk_means<dynamic>>, key_sketch<dynamic>, key_subspace<dynamic, dynamic>,
-                key_codes<dynamic, dynamic>, coarse_to_fine<min_max, key_sketch<4>, dynamic>>;
+                key_codes<dynamic, dynamic>, key_clusters, coarse_to_fine<min_max, key_sketch<4>, dynamic>>;
 using pooling_list = policy_list<mean_softmax, max_softmax, mean_score, max_score, mean_query, max_query>;
 using selection_list = policy_list<top_k, top_p, sticky_top_k>;
 using pinning_list = policy_list<no_pins, pin_outliers<dynamic>>;

@@ -113,6 +113,17 @@ struct fasa : named_policies<unit<1>, key_subspace<24, 32>, always> {
   static constexpr std::string_view published = "2026";
   static constexpr bool basis_of_pairs = true;
 };
+/// ClusterKV (arXiv 2412.03213): single tokens are selected by the clusters that their keys are in, which are
+/// found among the prompt's keys, one for 80 tokens, whole clusters by the largest product
+/// of the group's queries with their centroids, as in quest, anew before every attention. Unlike the paper's,
+/// a token that is decoded joins the cluster nearest to it, where there 320 of them make four of their own,
+/// and sink and window are always there. In the paper query heads have no groups; the published code has the
+/// mean of their queries as an option, with which KL is larger here.
+struct clusterkv : named_policies<unit<1>, key_clusters, max_score, always> {
+  static constexpr std::string_view name = "clusterkv";
+  static constexpr std::string_view about = "single tokens by clusters of the prompt's keys";
+  static constexpr std::string_view published = "arXiv 2412.03213";
+};
 /// ShadowKV (arXiv 2410.21465, section 4): chunks of 8 tokens by their mean keys, the most of the group's
 /// softmaxes counting, 48 outlier chunks always selected beside 256 others; values are recalled, and keys
 /// rebuilt from 160 coefficients of what all heads' were before rotation (of 1024 numbers in the paper; take
@@ -379,15 +390,14 @@ struct razor_attention_compensated : named_eviction<freekv::razor_attention_comp
 template <class... Methods>
 struct method_list {};
 /// All of the above.
-using all =
-    method_list<full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight,
-                infinigen, fasa, shadowkv, razor_attention, duo_attention, freekv_paper, freekv_long_inputs,
-                freekv_never, freekv_top_p, freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never,
-                freekv_key_subspace, freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
-                freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky,
-                freekv_key_codes_units, freekv_key_codes_completed, freekv_key_codes_units_completed, h2o,
-                tova, snapkv, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin,
-                d2o, exact_merge, hard_kv_merge, razor_attention_compensated>;
+using all = method_list<
+    full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight, infinigen, fasa,
+    clusterkv, shadowkv, razor_attention, duo_attention, freekv_paper, freekv_long_inputs, freekv_never,
+    freekv_top_p, freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace,
+    freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes, freekv_key_codes_never,
+    freekv_key_codes_deficit, freekv_key_codes_sticky, freekv_key_codes_units, freekv_key_codes_completed,
+    freekv_key_codes_units_completed, h2o, tova, snapkv, pyramid_kv, raas, lazy_eviction, hard_kv,
+    defensive_kv, cake, r_kv, arkv_origin, d2o, exact_merge, hard_kv_merge, razor_attention_compensated>;
 
 }  // namespace methods
 }  // namespace freekv

@@ -18,6 +18,7 @@
 #include <freekv/policies/detail/query_drift.hpp>
 #include <freekv/policies/geometry.hpp>
 #include <freekv/policies/integer_codecs.hpp>
+#include <freekv/policies/key_clusters.hpp>
 #include <freekv/policies/key_codes.hpp>
 #include <freekv/policies/key_sketch.hpp>
 #include <freekv/policies/key_subspace.hpp>
@@ -473,6 +474,7 @@ void all_summaries(report& checks, random_numbers& random) {
   summaries<Key>(checks, random, freekv::key_codes<4, 3>{}, "key_codes<4, 3>", log_ulp);
   summaries<Key>(checks, random, freekv::key_codes<dynamic, dynamic>{{6}, {1}},
                  "key_codes<dynamic, dynamic>{6, 1}", log_ulp);
+  summaries<Key>(checks, random, freekv::key_clusters{}, "key_clusters", 0);
   summaries<Key>(checks, random, freekv::key_sketch<1>{}, "key_sketch<1>", log_ulp);
   summaries<Key>(checks, random, freekv::key_sketch<dynamic>{{2}}, "key_sketch<dynamic>{2}", log_ulp);
   summaries<Key>(checks, random, freekv::key_sketch<4>{}, "key_sketch<4>", log_ulp);

@@ -107,13 +107,16 @@ inline void check_summary(const replay_case& c, const replay_output& r, const ex
     if (!used && settings.count(name) != 0)
       throw disagreement{sentence("JSON: ", name, " is of no use here")};
   };
-  const bool subspace = c.uses_basis(), sketch = c.retrieves() && o.method.summary == "key_sketch",
+  const bool clusters = c.retrieves() && o.method.summary == "key_clusters",
+             subspace = c.uses_basis() && !clusters,
+             sketch = c.retrieves() && o.method.summary == "key_sketch",
              two_stages = c.retrieves() && o.method.summary == "coarse_to_fine";
   is_if(c.retrieves() && o.method.summary == "chunk_means", "chunk", o.method.chunk);
   is_if(subspace, "rank", o.method.rank);
+  is_if(clusters, "clusters", o.method.clusters);
   is_if(subspace || sketch, "bits", o.method.bits);
   is_if(two_stages, "times", o.method.times);
-  is_if(c.retrieves() && !subspace && !sketch && !two_stages, "summary_dtype", o.method.format);
+  is_if(c.retrieves() && !subspace && !sketch && !two_stages && !clusters, "summary_dtype", o.method.format);
   is_if(c.retrieves() && !c.selection_scale.empty(), "selection_scale",
         c.selection_scale.empty() ? 0.0 : std::stod(c.selection_scale));
   is_if(c.retrieves() && o.method.selection == "top_p", "top_p", std::stod(c.top_p));
@@ -177,8 +180,10 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
   };
   const auto prompt_keys = rows_of(c.k, 0, c.layer.prompt, heads * d);
   if (c.uses_basis() && c.basis_layers == 0) {
-    freekv::examples::key_basis learnt(1, heads, o.method.rank, d);
-    if (c.variant == "fasa") {
+    freekv::examples::key_basis learnt(1, heads, o.method.basis_rank(c.layer.prompt), d);
+    if (o.method.summary == "key_clusters") {
+      learnt.cluster(0, prompt_keys);
+    } else if (c.variant == "fasa") {
       const int rows = std::min(c.layer.prompt, freekv::examples::rows_that_choose);
       learnt.choose_pairs(0, prompt_keys, rows_of(c.q, c.layer.prompt - rows, rows, heads * group * d), rows,
                           freekv::rotary_pairs::halves);

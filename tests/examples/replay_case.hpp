@@ -40,6 +40,7 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
       {"twilight", {"retrieval", "coarse_to_fine", "always", "mean_softmax", "top_p"}},
       {"infinigen",
        {"retrieval", "key_subspace", "always", "mean_softmax", "top_k", false, "per_kv_head", 1}},
+      {"clusterkv", {"retrieval", "key_clusters", "always", "max_score", "top_k", false, "per_kv_head", 1}},
       {"fasa", {"retrieval", "key_subspace", "always", "mean_softmax", "top_k", false, "per_kv_head", 1}},
       {"shadowkv",
        {"retrieval", "mean", "always", "max_softmax", "top_k", false, "per_kv_head", 8, "pin_outliers",
@@ -106,7 +107,10 @@ struct replay_case {
   int pinned() const {
     return retrieves() && layer.options.method.pinning == "pin_outliers" ? layer.options.method.pinned : 0;
   }
-  bool uses_basis() const { return retrieves() && layer.options.method.summary == "key_subspace"; }
+  bool uses_basis() const {
+    const std::string& summary = layer.options.method.summary;
+    return retrieves() && (summary == "key_subspace" || summary == "key_clusters");
+  }
   /// The type in which keys and values are kept.
   std::string kept_dtype() const {
     return dtype_flag == "f32" ? "F32" : dtype_flag == "f16" ? "F16" : dtype_flag == "bf16" ? "BF16" : dtype;
@@ -225,8 +229,9 @@ inline void fill_trace(replay_case& c) {
     for (const float x : source.values) c.v.push_back(rounded(x, element_of(c.dtype)));
   }
   dice d(c.layer.seed + 17);
-  c.layer.basis_data = random_basis(d, o.kv_heads, o.method.rank, o.head_dim);
-  o.basis = {nullptr, 1, o.kv_heads, o.method.rank, o.head_dim};
+  const int rank = o.method.basis_rank(c.layer.prompt);
+  c.layer.basis_data = random_basis(d, o.kv_heads, rank, o.head_dim);
+  o.basis = {nullptr, 1, o.kv_heads, rank, o.head_dim};
   learn_codebooks(c);
   learn_factors(c);
 }
@@ -421,9 +426,12 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   if (o.method.summary == "chunk_means") flag("chunk", o.method.chunk);
   if (o.method.summary == "key_codes") flag("codes", o.method.codes);
   if (o.method.summary == "coarse_to_fine") flag("times", o.method.times);
+  if (o.method.summary == "key_clusters") flag("clusters", o.method.clusters);
   if (o.method.summary == "key_subspace") {
     flag("rank", o.method.rank);
     flag("bits", o.method.bits);
+  }
+  if (c.uses_basis()) {
     if (c.basis_layers > 0) flag("basis", basis);
     if (c.basis_layers > 1 && !c.trace_names_layer) flag("basis-layer", c.basis_layer);
   }

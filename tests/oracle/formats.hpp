@@ -47,7 +47,7 @@ struct summary_numbers {
 };
 
 /// A code of key_codes that another implementation may choose instead: of the page's mean (row 0) or of its
-/// token row - 1.
+/// token row - 1. Of key_clusters a cluster, with row and group 0.
 struct other_code {
   int row;
   int group;
@@ -61,7 +61,7 @@ struct other_code {
 struct page_summary {
   std::vector<double> values;
   std::vector<double> doubt;
-  std::vector<other_code> others = {};    // of key_codes
+  std::vector<other_code> others = {};    // of key_codes and key_clusters
   std::vector<page_summary> stages = {};  // of coarse_to_fine, which has nothing else: coarse, then fine
 };
 

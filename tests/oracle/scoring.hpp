@@ -141,7 +141,11 @@ inline void measure_scores(selection& chosen, const settings& s, int kv_head, st
   const double radius = 2.0 * std::sqrt(dot(largest, largest));
   const bool has_norms = s.summary == summary_kind::ball;
   if (has_norms && radius * radius > largest_float) chosen.may_overflow = true;
-  const bool of_codes = s.summary == summary_kind::key_codes;
+  const bool of_codes = s.summary == summary_kind::key_codes,
+             of_clusters = s.summary == summary_kind::key_clusters;
+  if (of_clusters &&
+      cluster_product_size(largest, s.bases[kv_head]) * std::max(s.page, s.head_dim) > largest_float)
+    chosen.may_overflow = true;
   if (of_codes && codes_square_size(largest, s.key_codebooks[kv_head]) > largest_float)
     chosen.may_overflow = true;
   // A code's step is that of its group's largest number, whichever element that is.
@@ -163,6 +167,7 @@ inline void measure_scores(selection& chosen, const settings& s, int kv_head, st
       terms = codes_score_size(query, books);
       if (codes_projection_size(query, books) > largest_float) chosen.may_overflow = true;
     }
+    if (of_clusters) terms = cluster_score_size(query, s.bases[kv_head]);
     if (has_norms && squares > largest_float) chosen.may_overflow = true;
     chosen.score_size = std::max(chosen.score_size, selection_scale(s) * terms);
     if (terms * std::max(1.0, selection_scale(s)) > largest_float) chosen.may_overflow = true;

@@ -19,6 +19,7 @@ enum class summary_kind {
   ball,
   key_sketch,
   key_codes,
+  key_clusters,
   coarse_to_fine
 };
 enum class correction_kind { cosine_drift, always, never, every_n_steps, mass_deficit };
@@ -37,11 +38,13 @@ enum class drift_pool_kind { mean, min, max };
 enum class residency_kind { first_unselected, least_recently_used };  // who is evicted first
 
 /// How a summary's numbers are kept. `standard` is the policy's own choice: the key's type for min_max,
-/// float32 for the others. key_subspace, key_sketch and key_codes have codes of their own and ignore this,
+/// float32 for the others. key_subspace, key_sketch, key_codes and key_clusters have codes of their own and
+/// ignore this,
 /// and what coarse_to_fine is made of is `standard`.
 enum class stored_format { standard, key, float32, int8 };
 
-/// One KV head's subspace of the keys: `mean` is (d), `rows` is (r, d) with orthonormal rows.
+/// One KV head's subspace of the keys: `mean` is (d), `rows` is (r, d) with orthonormal rows; of key_clusters
+/// the rows are centroids, and the mean is unused.
 struct basis {
   std::vector<double> mean;
   std::vector<double> rows;
@@ -80,7 +83,7 @@ struct settings {
   summary_kind summary = summary_kind::min_max;
   int chunk = 1;  // u of chunk_means, tokens, divides p
   int bits = 32;  // of key_subspace: 2, 3, 4, 8, or 32 for unquantised; of key_sketch: 1, 2, 4
-  std::vector<basis> bases = {};  // of key_subspace: one per KV head
+  std::vector<basis> bases = {};  // of key_subspace and key_clusters: one per KV head
   correction_kind correction = correction_kind::cosine_drift;
   double tau = 0.9;
   layer_kind kind = layer_kind::retrieval;
@@ -177,8 +180,9 @@ inline void check_summary(const settings& s) {
       check_codebook(books.token, s.head_dim);
     }
   }
-  if (s.summary != summary_kind::key_subspace) return;
-  require(s.bits == 2 || s.bits == 3 || s.bits == 4 || s.bits == 8 || s.bits == 32,
+  if (s.summary != summary_kind::key_subspace && s.summary != summary_kind::key_clusters) return;
+  require(s.summary == summary_kind::key_clusters || s.bits == 2 || s.bits == 3 || s.bits == 4 ||
+              s.bits == 8 || s.bits == 32,
           "bits is 2, 3, 4, 8 or 32");
   require(s.bases.size() == static_cast<std::size_t>(s.kv_heads), "one basis per KV head");
   const auto d = static_cast<std::size_t>(s.head_dim);

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "clusters.hpp"
 #include "codes.hpp"
 #include "formats.hpp"
 #include "key_codes.hpp"
@@ -176,6 +177,8 @@ inline page_summary summarise(const settings& s, int kv_head,
       return sketch_summary(keys, s.bits);
     case summary_kind::key_codes:
       return codes_summary(keys, s.key_codebooks[kv_head]);
+    case summary_kind::key_clusters:
+      return cluster_summary(keys, s.bases[kv_head]);
     case summary_kind::coarse_to_fine: {
       page_summary both;
       both.stages.push_back(summarise(with_summary(s, s.coarse), kv_head, keys));
@@ -205,6 +208,8 @@ inline double score_unit(const settings& s, int kv_head, std::span<const float> 
       return sketch_score(q, summary.values, selection_scale(s));
     case summary_kind::key_codes:
       return codes_score(q, summary, s.key_codebooks[kv_head], selection_scale(s));
+    case summary_kind::key_clusters:
+      return cluster_score(q, summary.values[0], s.bases[kv_head], selection_scale(s));
     case summary_kind::coarse_to_fine:
       throw std::logic_error("oracle: coarse_to_fine is scored in two stages");
     case summary_kind::key_subspace:
@@ -220,6 +225,8 @@ inline double score_doubt(const settings& s, int kv_head, std::span<const float>
   if (s.summary == summary_kind::ball) return ball_score_doubt(q, summary, selection_scale(s));
   if (s.summary == summary_kind::key_codes)
     return codes_score_doubt(q, summary, s.key_codebooks[kv_head], selection_scale(s));
+  if (s.summary == summary_kind::key_clusters)
+    return cluster_score_doubt(q, summary, s.bases[kv_head], selection_scale(s));
   if (summary.doubt.empty()) return 0.0;
   switch (s.summary) {
     case summary_kind::min_max:

@@ -84,6 +84,7 @@ inline constexpr oracle_word<oracle::summary_kind> oracle_summaries[] = {
     {"key_sketch", oracle::summary_kind::key_sketch},
     {"key_subspace", oracle::summary_kind::key_subspace},
     {"key_codes", oracle::summary_kind::key_codes},
+    {"key_clusters", oracle::summary_kind::key_clusters},
     {"coarse_to_fine", oracle::summary_kind::coarse_to_fine}};
 inline constexpr oracle_word<oracle::stored_format> oracle_formats[] = {
     {"standard", oracle::stored_format::standard},

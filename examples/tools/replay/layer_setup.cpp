@@ -16,6 +16,8 @@
 namespace freekv::examples {
 namespace {
 
+constexpr int most_clusters = 1 << 16;
+
 [[noreturn]] void refuse(const std::string& sentence) { throw choice_error(sentence); }
 
 /// What each KV head of the trace's layer keeps, where --heads says it.
@@ -105,7 +107,9 @@ layer_setup::layer_setup(const replay_options& o, const trace_form& t, const bas
 }
 
 void layer_setup::learn(const trace& t) {
-  if (basis_ && options_.method.basis_of_pairs) {
+  if (basis_ && options_.method.rows_of_basis() == basis_rows::centroids) {
+    basis_->cluster(0, t.prompt_keys());
+  } else if (basis_ && options_.method.basis_of_pairs) {
     const int rows = std::min(t.prompt_len, rows_that_choose);
     basis_->choose_pairs(0, t.prompt_keys(), t.queries_of(t.prompt_len - rows, rows), rows, pairs_);
   } else if (basis_) {
@@ -163,9 +167,13 @@ void layer_setup::take_basis(const replay_options& o, const trace_form& t, const
     options_.basis = file.basis->layer(layer_of(o, t, file.basis->view().layers));
     return;
   }
-  in_head_dim("--rank", o.method.rank, t);
+  if (o.method.rows_of_basis() != basis_rows::centroids)
+    in_head_dim("--rank", o.method.rank, t);
+  else if (o.method.clusters < 0 || o.method.clusters > most_clusters)
+    refuse("--clusters " + std::to_string(o.method.clusters) + " is not between 0 and " +
+           std::to_string(most_clusters) + "; 0 is one for 80 tokens of the prompt");
   pairs_ = find_by_name("--rope-pairs", rope_pairs, o.rope_pairs.value_or(t.rope_pairs)).value;
-  basis_.emplace(1, t.kv_heads, o.method.rank, t.head_dim);
+  basis_.emplace(1, t.kv_heads, o.method.basis_rank(t.prompt_len), t.head_dim);
   options_.basis = basis_->layer(0);
 }
 

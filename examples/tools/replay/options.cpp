@@ -294,6 +294,8 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
                "key_subspace have --bits, key_codes has --codes, coarse_to_fine has --times instead");
   add.whole_number("--chunk", numbers.chunk, "chunk_means: tokens in a chunk, a divisor of the page");
   add.whole_number("--rank", numbers.rank, "key_subspace: dimensions, at most head_dim");
+  add.whole_number("--clusters", numbers.clusters,
+                   "key_clusters: clusters of the prompt's keys; 0: one for 80 tokens");
   add.whole_number("--codes", numbers.codes, "key_codes: bytes a token");
   add.whole_number(
       "--times", numbers.times,
@@ -307,7 +309,8 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
       ->type_name("INT")
       ->default_str("3, of key_sketch 2, of infinigen 32");
   add.text("--basis", o.basis,
-           "key_subspace and key_codes: prompt, to learn from the prompt's keys, or a file of freekv-basis");
+           "key_subspace, key_clusters and key_codes: prompt, to learn from the prompt's keys, or a file of "
+           "freekv-basis");
   add.parsed(
          "--basis-layer", [&](const std::string& text) { o.basis_layer = whole("--basis-layer", text); },
          "Layer of that file")

@@ -1,4 +1,4 @@
-// mean, centroid_box, ball and key_sketch.
+// mean, centroid_box, ball, key_sketch and key_clusters.
 #pragma once
 
 #include "by_hand.hpp"
@@ -143,4 +143,20 @@ TEST_CASE("squares and differences that float32 cannot hold are reported") {
     decoder.prompt(floats(8, 1.0F), floats(8), 8);
     CHECK(decoder.choose(floats{3}, 0, 8).score_size == near(9.0));
   }
+}
+
+TEST_CASE("key_clusters is in the cluster whose centroid points most alike, not in the nearest") {
+  auto s = of_summary(oracle::summary_kind::key_clusters, 2);
+  s.bases = {{{9.0, 9.0}, {8.0, 8.0, 1.0, 0.0, 2.0, 0.0, 0.0, 0.0}}};  // the mean has no part in it
+  const auto cluster_of = [&](const floats& keys) { return oracle::summarise(s, 0, rows_of(keys, 2)); };
+  CHECK(cluster_of({1, 2, 1, 0}).values == doubles{0.0});  // their mean is (1, 1)
+  const auto tied = cluster_of({1, -1, 1, 0.5});
+  CHECK(tied.values == doubles{1.0});  // as much as cluster 2's, which comes behind it
+  CHECK(tied.others == std::vector<oracle::other_code>{{0, 0, 2}});
+  CHECK(oracle::score_unit(s, 0, floats{3, 1}, tied) == 1.5);
+  CHECK(oracle::score_doubt(s, 0, floats{3, 1}, tied) == 1.5);
+  CHECK(oracle::score_unit(s, 0, floats{3, 1}, cluster_of({1, 1, 1, 1})) == 16.0);
+  CHECK(std::isnan(oracle::score_unit(s, 0, floats{3, 1}, cluster_of({1, float_nan, 1, 1}))));
+  CHECK(std::isnan(oracle::score_unit(s, 0, floats{3, 1}, cluster_of({float_inf, 0, 1, 1}))));
+  CHECK(cluster_of({-1, 0.5, -1, -0.5}).values == doubles{0.0});  // all but the last are behind it
 }
