@@ -348,14 +348,15 @@ inline file_parts trace_of(const replay_case& c) {
 inline std::string basis_file_of(const replay_case& c) {
   const auto& o = c.layer.options;
   const auto view = c.layer.with_basis().basis;
-  const int rank = o.method.rank + c.spare_rank;
+  const bool uses_all = o.method.summary == "key_clusters";  // the first so many, where it does not
+  const int spare = uses_all ? 0 : c.spare_rank, rank = view.rank + spare;
   std::vector<float> mean, rows;
   for (int layer = 0; layer < c.basis_layers; ++layer)
     for (int head = 0; head < o.kv_heads; ++head) {
       const float used = layer == c.basis_layer ? 1.0f : 0.0f;
       for (int i = 0; i < o.head_dim; ++i) mean.push_back(used * view.mean(0, head)[i]);
-      for (int i = 0; i < o.method.rank * o.head_dim; ++i) rows.push_back(used * view.rows(0, head)[i]);
-      rows.insert(rows.end(), to_size(c.spare_rank * o.head_dim), 1.0f);
+      for (int i = 0; i < view.rank * o.head_dim; ++i) rows.push_back(used * view.rows(0, head)[i]);
+      rows.insert(rows.end(), to_size(spare * o.head_dim), 1.0f);
     }
   return parts_of({{"mean", {"F32", {c.basis_layers, o.kv_heads, o.head_dim}, bytes_of(mean, "F32")}},
                    {"rows", {"F32", {c.basis_layers, o.kv_heads, rank, o.head_dim}, bytes_of(rows, "F32")}}},
