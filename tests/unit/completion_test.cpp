@@ -91,13 +91,14 @@ struct output {
   }
 };
 
-output run(completed& pipeline, freekv::sequence_id id, const rows_of_text& text, int tokens,
+template <class Pipeline>
+output run(Pipeline& pipeline, freekv::sequence_id id, const rows_of_text& text, int tokens,
            step_phase phase) {
   const int first = pipeline.tokens(id);
   auto step = pipeline.begin_step({{id, tokens, phase}});
-  step.append<float>(0, {.keys = text.part(text.k, text.key_row, first, tokens),
-                         .values = text.part(text.v, text.key_row, first, tokens),
-                         .queries = text.part(text.q, text.query_row, first, tokens)});
+  step.template append<float>(0, {.keys = text.part(text.k, text.key_row, first, tokens),
+                                  .values = text.part(text.v, text.key_row, first, tokens),
+                                  .queries = text.part(text.q, text.query_row, first, tokens)});
   output result;
   if (phase == step_phase::decode) {
     result = {std::vector<float>(count(tokens) * text.query_row),
@@ -364,6 +365,43 @@ TEST_CASE("where a page's values are alike, completed attention is attention to 
     }
   }
   CHECK(rows_compared > 5000);
+}
+
+TEST_CASE("what a correction has scored completes attention as what attention scores itself, bit for bit",
+          "[completion]") {
+  // Heads that select together leave nothing to attention; one head alone selects as it would by itself.
+  using by_layer = completed::with<freekv::per_layer>;
+  dice dice(seed(78));
+  for (int trial = 0; trial < 30; ++trial) {
+    sizes of = random_sizes(dice);
+    of.kv_heads = 1;
+    const auto basis = random_basis(dice, 1, d, d);
+    auto s = settings_of(of, basis, dice);
+    if (dice.below(2) == 0) s.correction = freekv::cosine_drift{.tau = 2.0f};  // in every step
+    freekv::host_backend backend({.threads = 1 + dice.below(3)});
+    completed alone(s, backend);
+    by_layer together({.model = s.model,
+                       .budget = s.budget,
+                       .capacity = s.capacity,
+                       .page = s.page,
+                       .unit = s.unit,
+                       .summary = s.summary,
+                       .correction = s.correction,
+                       .completion = s.completion,
+                       .route = s.route},
+                      backend);
+    const rows_of_text text(dice, s.capacity.max_tokens, s);
+    INFO(of << ", " << alone.name() << ", trial " << trial);
+    const int tokens = 6 * of.page + dice.below(6 * of.page);
+    const auto first = alone.open(), second = together.open();
+    run(alone, first, text, tokens, step_phase::prefill);
+    run(together, second, text, tokens, step_phase::prefill);
+    for (int step = 0; step < 8; ++step) {
+      const int rows = 1 + dice.below(of.rows);
+      CHECK(run(alone, first, text, rows, step_phase::decode) ==
+            run(together, second, text, rows, step_phase::decode));
+    }
+  }
 }
 
 TEST_CASE("a fork completes as its parent does, bit for bit, whoever else is in the step", "[completion]") {

@@ -66,6 +66,7 @@ struct attention_job {
   const float* queries = nullptr;  // the step's, (rows, query_heads, head_dim)
   attention_output to;
   bool complete = false;
+  const masses_left* left = nullptr;  // by the layer's correction
 
   static constexpr int d = State::head_dim;
 
@@ -136,7 +137,9 @@ struct attention_job {
               [[maybe_unused]] const workspace& w) const {
     const int group = s.heads.group();
     if constexpr (freekv::detail::may_complete<Policies>)
-      if (completes(head)) complete_attention(set, s, policies, entry, head, queries_of(row, head), part, w);
+      if (completes(head))
+        complete_attention(set, s, policies, entry, head, queries_of(row, head),
+                           left->known({entry.sequence, head}, row * group), part, w);
     const std::ptrdiff_t first = first_query_head(row, head);
     float* const lse = to.lse == nullptr ? nullptr : to.lse + first;
     finish_attention<d>(set, s.sink_logits == nullptr ? nullptr : s.sink_logits + head * group, part, group,

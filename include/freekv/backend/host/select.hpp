@@ -22,6 +22,7 @@
 #include <limits>
 #include <mutex>
 #include <numeric>
+#include <optional>
 #include <span>
 
 namespace freekv::host {
@@ -214,6 +215,16 @@ class head_selection {
   }
   void all_are_scored() {
     if (worth_sharing()) scored_ = candidates_;
+  }
+
+  /// The scores of the first `candidates` candidates by each query, scaled as attention is, where they have
+  /// been made: query head g's of candidate j at `first[g * stride + j]`. They may be written over when
+  /// nothing is selected any more.
+  std::optional<score_column> scores_of_each(int candidates) const {
+    const bool each = resolve(policies_.pooling, []<class P>(const P&) { return !query_pooling<P>; }) &&
+                      resolve(policies_.summary, []<class S>(const S&) { return !two_stage_summary<S>; });
+    if (!each || scored_ < candidates || s_.selection_scale != s_.scale) return {};
+    return column(0);
   }
 
   /// Copies the pooled scores of the first `candidates` candidates, padded, to `pooled`.

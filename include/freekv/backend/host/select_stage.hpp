@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <freekv/algorithms/correct_selection.hpp>
 #include <freekv/algorithms/keep_selection.hpp>
+#include <freekv/backend/host/complete_attention.hpp>
 #include <freekv/backend/host/host_backend.hpp>
 #include <freekv/backend/host/select.hpp>
 #include <freekv/backend/host/select_by_scope.hpp>
@@ -30,7 +31,8 @@ class selection_stage {
                                 const workspace_sizes& scratch, carver& memory)
       : backend_(&backend),
         policies_(&policies),
-        shared_(to_size(std::min(scratch.kv_heads, backend.threads() - 1))) {
+        shared_(to_size(std::min(scratch.kv_heads, backend.threads() - 1))),
+        left_(scratch, policies.capacity.max_sequences, memory) {
     for (int i = 0; i < backend.workspaces(); ++i) workspaces_.push_back(workspace::carve(memory, scratch));
     for (std::size_t i = 0; i < shared_.size(); ++i)
       workspaces_of_heads_.push_back(workspace::carve(memory, scratch));
@@ -45,11 +47,15 @@ class selection_stage {
   /// The scratch of a thread, or behind all of them that of the recall stream.
   const workspace& workspace_of(int worker) const { return workspaces_[to_size(worker)]; }
 
+  /// What corrections have left for a layer's attention.
+  const masses_left& left() const { return left_; }
+
   /// The flagged heads of a decode entry select with the current query among this step's candidates and
   /// recall what they miss; then every head's selection is what this step attends to. A correction by mass
   /// scores all heads to find the flagged ones. What is scored serves the next step's selection too. Who
   /// selects is the scope's.
   void correct(const State& s, const step_entry& entry) {
+    left_.forget(entry.sequence);
     const bool by_mass =
         resolve(policies_->correction, []<class C>(const C&) { return correction_by_mass<C>; });
     resolve(policies_->scope, [&]<class Scope>(const Scope&) {
@@ -218,6 +224,15 @@ class selection_stage {
               selection, c.now, {w.units, to_size(selection.best(c.now, w.units))});
     recall_corrected(s, entry, head, w);
     select_next(s, entry, head, c.next, selection);
+    if constexpr (freekv::detail::may_complete<Settings>) leave_masses(s, entry, head, c, selection);
+  }
+  /// Leaves the masses of what has not been selected to an attention that is completed.
+  void leave_masses(const State& s, const step_entry& entry, int head, const step_candidates& c,
+                    const selection_type& selection) {
+    const sequence_head at{entry.sequence, head};
+    if (s.page_values == nullptr || selects_all_of(s, at, c.now)) return;
+    if (const auto scores = selection.scores_of_each(c.now))
+      sum_unselected(instructions(), s, *policies_, at, c, s.query_of(entry, head), *scores, left_.take(at));
   }
   /// A head that is flagged selects `best`, among so many candidates; else the correction judges by masses,
   /// where it does.
@@ -318,6 +333,7 @@ class selection_stage {
   std::vector<workspace> workspaces_;
   std::vector<workspace> workspaces_of_heads_;         // where threads score one head's candidates together,
   std::vector<std::optional<selection_type>> shared_;  // for as many heads as they do so at a time
+  masses_left left_;
   std::vector<int> heads_alone_;                       // the others of a call, by who scores them alone
   std::size_t decoded_bytes_ = 0;                      // of a summary that is not multiplied as it is stored
   std::int64_t layer_stride_ = 0;                      // padded candidates

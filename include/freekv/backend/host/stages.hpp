@@ -292,7 +292,7 @@ class stages {
               const attention_output& to, bool complete) {
     const int width = s.heads.query * d;
     attend_rows({s, *policies_, entry, numbers_.of(queries, entry.rows(), width),
-                 numbers_.room_for(to, entry.rows(), width), complete});
+                 numbers_.room_for(to, entry.rows(), width), complete, &select_.left()});
     numbers_.write(to, entry.rows(), width);
   }
   /// Attends rows: a head is one thread's where heads alone occupy the threads, else its parts are shared

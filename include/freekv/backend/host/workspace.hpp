@@ -92,6 +92,7 @@ struct workspace {
   float* shared = nullptr;        // (shared_floats)
   // Where attention is completed:
   float* page_value = nullptr;             // (2, head_dim)
+  float* unselected = nullptr;             // (group, 1 + max_pages): unselected_masses
   log_sum_exp* entry_log_sum = nullptr;    // (group): attention to one page
   float* entry_weighted = nullptr;         // (group, head_dim)
   float* observed_queries = nullptr;       // (observed rows, group, head_dim) scaled
@@ -118,6 +119,7 @@ struct workspace {
     w.shared = memory.take<float>(to_size(s.shared_floats));
     const int completed = s.completes ? s.group : 0, observed = completed * s.observed_rows;
     w.page_value = memory.take<float>(to_size(s.completes ? 2 * s.head_dim : 0));
+    w.unselected = memory.take<float>(to_size(completed * (1 + s.max_pages)));
     w.entry_log_sum = memory.take<log_sum_exp>(to_size(completed));
     w.entry_weighted = memory.take<float>(to_size(completed * s.head_dim));
     w.observed_queries = memory.take<float>(to_size(observed * s.head_dim));
