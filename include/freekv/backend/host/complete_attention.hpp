@@ -49,7 +49,7 @@ struct unselected_masses {
   float* of_pages(int query_head) const { return &largest(query_head) + 1; }
 };
 
-/// What corrections leave for the attention of the same layer: where they score every unit of a head,
+/// Masses that corrections leave for the attention of the same layer: where they score every unit of a head,
 /// attention need not do it again. One for all layers.
 class masses_left {
  public:
@@ -71,7 +71,7 @@ class masses_left {
     known_[at.sequence * kv_heads_ + at.head] = 1;
     return room(at);
   }
-  /// Those of a row's query heads, the first of them number `query_head`; nothing where they are not known.
+  /// Masses of a row's query heads, the first of them number `query_head`; nothing where they are not known.
   unselected_masses known(const sequence_head& at, int query_head) const {
     if (masses_ == nullptr || known_[at.sequence * kv_heads_ + at.head] == 0) return {};
     return {room(at).first + query_head * floats_, floats_};

@@ -47,7 +47,7 @@ class selection_stage {
   /// The scratch of a thread, or behind all of them that of the recall stream.
   const workspace& workspace_of(int worker) const { return workspaces_[to_size(worker)]; }
 
-  /// What corrections have left for a layer's attention.
+  /// Masses that corrections have left for a layer's attention.
   const masses_left& left() const { return left_; }
 
   /// The flagged heads of a decode entry select with the current query among this step's candidates and
