@@ -9,6 +9,7 @@
 #include <freekv/pipeline/evicting_pipeline.hpp>
 #include <freekv/pipeline/retrieval_pipeline.hpp>
 #include <freekv/policies/counting_eviction.hpp>
+#include <freekv/policies/given_eviction.hpp>
 #include <freekv/policies/hard_kv.hpp>
 #include <freekv/policies/merging_eviction.hpp>
 #include <freekv/policies/window_eviction.hpp>
@@ -375,6 +376,21 @@ struct razor_attention_compensated : named_eviction<freekv::razor_attention_comp
   static constexpr std::string_view published = "arXiv 2407.15891";
 };
 
+/// TRIM-KV: `freekv::trim_kv`, whose betas an engine gives.
+struct trim_kv : named_eviction<freekv::trim_kv> {
+  static constexpr std::string_view name = "trim_kv";
+  static constexpr std::string_view about =
+      "the token of which least is retained leaves, by betas of trained gates that an engine gives";
+  static constexpr std::string_view published = "arXiv 2512.03324";
+};
+/// Locret: `freekv::given_worths`, whose scores an engine gives.
+struct given_worths : named_eviction<freekv::given_worths> {
+  static constexpr std::string_view name = "given_worths";
+  static constexpr std::string_view about =
+      "the token of the least score leaves, by trained heads' scores that an engine gives";
+  static constexpr std::string_view published = "arXiv 2410.01805";
+};
+
 /// A list of methods.
 template <class... Methods>
 struct method_list {};
@@ -387,7 +403,7 @@ using all =
                 freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky,
                 freekv_key_codes_units, freekv_key_codes_completed, freekv_key_codes_units_completed, h2o,
                 tova, snapkv, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin,
-                d2o, exact_merge, hard_kv_merge, razor_attention_compensated>;
+                d2o, exact_merge, hard_kv_merge, razor_attention_compensated, trim_kv, given_worths>;
 
 }  // namespace methods
 }  // namespace freekv

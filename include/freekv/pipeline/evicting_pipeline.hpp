@@ -139,7 +139,8 @@ class evicting_pipeline {
     /// Appends the step's rows to a layer: keys and values (rows, kv_heads, head_dim) of the stored element
     /// type, or float to be rounded; queries (rows, query_heads, head_dim) of float, half or bfloat16, which
     /// may be missing where all rows are prompt, none attends and the policy observes none. Rows may be parts
-    /// of others, by `strides`, and there may be room for more of them. Throws usage_error.
+    /// of others, by `strides`, and there may be room for more of them. A layer that forgets needs `worths`,
+    /// where the policy takes them. Throws usage_error.
     template <class In = element, class Query = float>
     void append(int layer, const kv_rows<In, Query>& rows) {
       static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
@@ -151,7 +152,8 @@ class evicting_pipeline {
       if (rows.queries.empty() && p.rows_ > 0 && !s.complete && p.observes_prompts() && !p.any_decode())
         throw usage_error("append: " + detail::printed(p.settings_.eviction) +
                           " observes prompt rows; give their queries with the keys");
-      for (const detail::eviction_entry& entry : p.entries_) p.memory_->stages.append(s, entry, given);
+      const float* const worths = p.checked_worths(s, rows.worths);
+      for (const detail::eviction_entry& entry : p.entries_) p.memory_->stages.append(s, entry, given, worths);
       p.queries_ = given.queries;
       p.order_.reached(detail::layer_progress::appended, layer);
     }
@@ -278,6 +280,25 @@ class evicting_pipeline {
   }
   bool observes_prompts() const {
     return resolve(settings_.eviction, [](const auto& e) { return e.observed_rows() > 0; });
+  }
+  /// Worths of the step's rows as stages take them; null where the policy takes none, or the layer forgets
+  /// nothing and there are none. Throws usage_error.
+  const float* checked_worths(const state& s, std::span<const float> given) const {
+    return resolve(settings_.eviction, [&]<class E>(const E& eviction) -> const float* {
+      if constexpr (takes_worths<E>) {
+        const std::size_t needed = to_size(rows_) * to_size(s.heads.kv);
+        if (s.complete && given.empty()) return nullptr;
+        if (given.size() < needed)
+          throw usage_error("append: worths: " + std::to_string(given.size()) + " numbers for " +
+                            std::to_string(rows_) + " rows of " + std::to_string(s.heads.kv) + "; " +
+                            detail::printed(eviction) + " takes one for each row and KV head, so give " +
+                            std::to_string(needed));
+        return given.data();
+      } else {
+        if (!given.empty()) detail::refuse_worths(detail::printed(eviction), given.size());
+        return nullptr;
+      }
+    });
   }
   bool needs_staging(const step_input& r) const {
     const record& sequence = known(r.sequence);
