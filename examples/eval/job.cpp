@@ -73,10 +73,11 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
       const auto variant =
           std::find_if(variants().begin(), variants().end(), [&](const auto& v) { return v.name == name; });
       if (variant != variants().end() && variant->method.takes_worths())
-        throw choice_error("--variant " + name +
-                           " goes by what trained gates say of each token, and the models that run here have "
-                           "none; replay a trace that has their worths with freekv-replay, or give them to an "
-                           "evicting_pipeline");
+        throw choice_error(
+            "--variant " + name +
+            " goes by what trained gates say of each token, and the models that run here have "
+            "none; replay a trace that has their worths with freekv-replay, or give them to an "
+            "evicting_pipeline");
       std::string names;
       for (const auto& c : all) names += (names.empty() ? "" : "; ") + c.name;
       throw choice_error("--variant " + name + " is unknown; choose among: " + names);

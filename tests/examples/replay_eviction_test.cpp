@@ -10,9 +10,8 @@ using namespace tests;
 namespace {
 
 const std::vector<std::string> forgetful_variants{
-    "h2o",          "tova", "snapkv", "pyramid_kv",  "raas", "lazy_eviction", "hard_kv",
-    "defensive_kv", "cake", "r_kv",   "arkv_origin", "d2o",  "exact_merge",   "hard_kv_merge",
-    "trim_kv",      "given_worths"};
+    "h2o",  "tova", "snapkv",      "pyramid_kv", "raas",        "lazy_eviction", "hard_kv", "defensive_kv",
+    "cake", "r_kv", "arkv_origin", "d2o",        "exact_merge", "hard_kv_merge", "trim_kv", "given_worths"};
 
 std::vector<float> floats_of(const tensor_text& tensor) {
   std::vector<float> floats;
@@ -189,6 +188,23 @@ TEST_CASE("what methods that forget cannot do is refused", "[replay][eviction]")
                                         "--sink", "8", "--window", "8", "--k", "1"})),
                Catch::Contains("--variant " + variant + " goes by what a model's gates say of each token") &&
                    Catch::Contains("the trace has no tensor worths (tokens, n_kv)"));
+  // What a trace has under this name is looked at, whatever the variant.
+  const auto zeros = [](std::vector<std::int64_t> shape, const std::string& dtype = "F32") {
+    std::int64_t bytes = 4;
+    for (const std::int64_t length : shape) bytes *= length;
+    return tensor_text{dtype, std::move(shape), std::string(to_size(bytes), '\0')};
+  };
+  for (const tensor_text& wrong :
+       {zeros({40, 3}), zeros({2, 40}), zeros({40, 2, 1}), zeros({80}), zeros({40, 2}, "I32")}) {
+    store(folder / "wrong", parts_of({{"q", zeros({40, 4, 64})},
+                                      {"k", zeros({40, 2, 64})},
+                                      {"v", zeros({40, 2, 64})},
+                                      {"worths", wrong}},
+                                     {{"prompt_len", "30"}})
+                                .whole());
+    CHECK_THAT(sentence_of(run_program({FREEKV_REPLAY, folder / "wrong", "--page", "8"})),
+               Catch::Contains("worths is ") && Catch::Contains("needed is F32, F16 or BF16 of (40, 2)"));
+  }
   const auto line = sentence_of(run_program({FREEKV_REPLAY, folder / "trace", "--variant", "snapkv", "--page",
                                              "8", "--sink", "8", "--window", "8", "--k", "1"}));
   CHECK_THAT(line, Catch::Contains("snapkv: a window of 32 rows is not from 1 to below the budget of 24"));

@@ -1,5 +1,5 @@
-// A policy of pages that takes worths of their tokens is its definition, with a prompt that is cut and one that
-// is in the slots at once.
+// A policy of pages that takes worths of their tokens is its definition, with a prompt that is cut and one
+// that is in the slots at once.
 #include <algorithm>
 #include <cmath>
 #include <freekv/freekv.hpp>

@@ -167,13 +167,12 @@ class run_of_case {
         if (report.corrected[n(head)] != 0 || report.recalled[n(head)] != 0 || report.promoted[n(head)] != 0)
           throw disagreement{where + ": something was corrected or moved"};
       }
-      compare_at(
-          first_row,
-          l.expected
-              .step(of_tested_layer(part(l.text.queries)), part(l.text.keys), part(l.text.values),
-                    part(l.text.worths))
-              .attended,
-          where);
+      compare_at(first_row,
+                 l.expected
+                     .step(of_tested_layer(part(l.text.queries)), part(l.text.keys), part(l.text.values),
+                           part(l.text.worths))
+                     .attended,
+                 where);
       ++seen_.steps;
     }
     l.done += r.tokens;

@@ -582,9 +582,11 @@ TEST_CASE("settings that contradict each other are refused", "[eviction][errors]
           [](auto& s) { s.eviction = freekv::raas{.page = 8, .sink = -1, .window = 8}; });
   refuses("given_worths: recent of 1 is not a share from 0 to below 1",
           [](auto& s) { s.eviction = freekv::given_worths{.recent = 1.0f}; });
-  refuses("given_worths: recent of nan", [](auto& s) { s.eviction = freekv::given_worths{.recent = quiet_nan}; });
-  refuses("given_worths: a sink of 30 tokens is not from 0 to below what a budget of 40 has beside the latest 10",
-          [](auto& s) { s.eviction = freekv::given_worths{.sink = 30}; });
+  refuses("given_worths: recent of nan",
+          [](auto& s) { s.eviction = freekv::given_worths{.recent = quiet_nan}; });
+  refuses(
+      "given_worths: a sink of 30 tokens is not from 0 to below what a budget of 40 has beside the latest 10",
+      [](auto& s) { s.eviction = freekv::given_worths{.sink = 30}; });
   refuses("given_worths: a sink of -1", [](auto& s) { s.eviction = freekv::given_worths{.sink = -1}; });
   refuses("raas: threshold is NaN",
           [](auto& s) { s.eviction = freekv::raas{.threshold = quiet_nan, .keeps_prompt = true}; });
@@ -653,9 +655,10 @@ TEST_CASE("worths that an engine gives are asked for, and refused where nothing 
             layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries, .worths = worths});
       };
       if (layer > 0 && tokens == 60) {
-        refuses("append: worths: 0 numbers for 60 rows of 2; trim_kv takes one for each row and KV head, so "
-                "give 120",
-                [&] { append({}); });
+        refuses(
+            "append: worths: 0 numbers for 60 rows of 2; trim_kv takes one for each row and KV head, so "
+            "give 120",
+            [&] { append({}); });
         refuses("append: worths: 119 numbers for 60 rows of 2", [&] { append(rows.worths.first(119)); });
       }
       if (layer > 0 && tokens == 1) refuses("worths: 1 numbers", [&] { append(rows.worths.first(1)); });
@@ -676,14 +679,15 @@ TEST_CASE("worths that an engine gives are asked for, and refused where nothing 
     const auto sequence = pipeline.open();
     auto step = pipeline.begin_step({{sequence, 4, step_phase::prefill}});
     const auto rows = source.at(0, 0, 4);
-    refuses((std::string("append: ") + who + " takes no worths, and 8 are given; leave them out").c_str(),
-            [&] {
-              step.template append<float>(
-                  0, {.keys = rows.keys, .values = rows.values, .queries = rows.queries, .worths = rows.worths});
-            });
+    refuses(
+        (std::string("append: ") + who + " takes no worths, and 8 are given; leave them out").c_str(), [&] {
+          step.template append<float>(
+              0, {.keys = rows.keys, .values = rows.values, .queries = rows.queries, .worths = rows.worths});
+        });
     step.template append<float>(0, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
   };
-  forgetful by_attention(settings_of(freekv::h2o{}), backend), by_window(settings_of(freekv::cake{}), backend);
+  forgetful by_attention(settings_of(freekv::h2o{}), backend),
+      by_window(settings_of(freekv::cake{}), backend);
   takes_none(by_attention, "h2o(0.5)");
   takes_none(by_window, "cake(32, 5, gamma 200, tau 1.6 0.6)");
   tiny_pipeline retrieves(tiny_settings(), backend);

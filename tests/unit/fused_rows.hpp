@@ -66,8 +66,7 @@ void compare_step(Pipeline& plain, Pipeline& fused, const std::vector<freekv::st
       values.insert(values.end(), from.values.begin(), from.values.end());
       if (gives_worths(plain)) worths.insert(worths.end(), from.worths.begin(), from.worths.end());
     }
-    a.template append<float>(layer,
-                             {.keys = keys, .values = values, .queries = queries, .worths = worths});
+    a.template append<float>(layer, {.keys = keys, .values = values, .queries = queries, .worths = worths});
     b.template append<Number, Number>(layer, {.keys = tensor.from(width),
                                               .values = other.from(width + kv),
                                               .queries = tensor.from(0),

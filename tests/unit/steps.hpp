@@ -198,8 +198,8 @@ std::vector<sequence_result> run_step(Pipeline& pipeline, const std::vector<sequ
       if (gives_worths(pipeline)) worths.insert(worths.end(), rows.worths.begin(), rows.worths.end());
     }
     std::vector<float> out(queries.size(), quiet_nan), lse(queries.size() / query_row * heads, quiet_nan);
-    step.template append<float>(
-        layer, {.keys = keys, .values = values, .queries = queries, .worths = worths});
+    step.template append<float>(layer,
+                                {.keys = keys, .values = values, .queries = queries, .worths = worths});
     std::vector<float> expected;
     if constexpr (requires { step.most_attended(layer); })
       if (!queries.empty() && first[0] % 4 == 0)

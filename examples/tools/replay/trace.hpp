@@ -32,9 +32,9 @@ struct trace_form {
 /// A trace as `freekv-replay` reads and `freekv-record` writes it: tensors `q` (tokens, query_heads,
 /// head_dim), `k` and `v` (tokens, kv_heads, head_dim) in F32, F16 or BF16, and `prompt_len` in the metadata;
 /// optionally `sink_logits` (query_heads), as gpt-oss has them, `k_pre`, as `k` is, the keys before
-/// rotation, and `worths` (tokens, kv_heads), what gates of the model say of each token. The metadata may name `layer`, `scale`, `rope_base` and `rope_pairs`, halves or neighbours, and
-/// `period`.
-/// Tokens before prompt_len are the prompt, each later one is a decode step.
+/// rotation, and `worths` (tokens, kv_heads), what gates of the model say of each token. The metadata may
+/// name `layer`, `scale`, `rope_base` and `rope_pairs`, halves or neighbours, and `period`. Tokens before
+/// prompt_len are the prompt, each later one is a decode step.
 struct trace : trace_form {
   std::vector<float> queries;
   std::vector<std::byte> keys, values;      ///< elements of type `element`

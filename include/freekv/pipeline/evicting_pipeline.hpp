@@ -153,7 +153,8 @@ class evicting_pipeline {
         throw usage_error("append: " + detail::printed(p.settings_.eviction) +
                           " observes prompt rows; give their queries with the keys");
       const float* const worths = p.checked_worths(s, rows.worths);
-      for (const detail::eviction_entry& entry : p.entries_) p.memory_->stages.append(s, entry, given, worths);
+      for (const detail::eviction_entry& entry : p.entries_)
+        p.memory_->stages.append(s, entry, given, worths);
       p.queries_ = given.queries;
       p.order_.reached(detail::layer_progress::appended, layer);
     }

@@ -112,8 +112,7 @@ struct eviction_state {
   }
   /// The worths that were given for a prompt's tokens of a KV head.
   float* worths_of(const eviction_entry& entry, int head) const {
-    return worths +
-           head_index(staged_rows == 0 ? entry.sequence : entry.staging, head) * to_size(worth_rows);
+    return worths + head_index(staged_rows == 0 ? entry.sequence : entry.staging, head) * to_size(worth_rows);
   }
   float* kept_query(const eviction_entry& entry, int token, int head) const {
     const int row = (keeps_decoded ? entry.sequence : entry.staging) * kept_queries + token % kept_queries;

@@ -281,8 +281,9 @@ struct eviction_kind : kind_defaults {
       case hook::validate:
         return requires(const P p) { p.validate(eviction_limits{}); };
       case hook::worths:
-        if constexpr (counts_units<P>)
-          return requires(const P p, typename P::unit_state& unit) { p.on_given(unit, 0.5f); };
+        if constexpr (counts_units<P>) return requires(const P p, typename P::unit_state& unit) {
+            p.on_given(unit, 0.5f);
+          };
         else
           return false;
       default:

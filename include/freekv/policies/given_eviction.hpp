@@ -15,10 +15,10 @@ namespace freekv {
 /// TRIM-KV (Cache What Lasts, arXiv 2512.03324): a gate gives each token a beta from 0 to 1 when it comes,
 /// what is retained of token i is beta^(t - i) at row t, and the token of which least is retained leaves.
 /// Betas are the worths that are given; above 1 they count as 1, and at 0, below or NaN nothing is ever
-/// retained, at the token's own row neither. Compared are logarithms, (t - i) ln(beta), so that no retention is
-/// rounded to 0; of tokens with beta 1 the first leaves. t is the number of the last row, when a prompt ends
-/// that of its last token, as the paper has it; its code adds 2, so that a token may leave in its own row. A
-/// prompt is cut to the budget at once when it ends, which is not what cuts row by row would leave, as
+/// retained, at the token's own row neither. Compared are logarithms, (t - i) ln(beta), so that no retention
+/// is rounded to 0; of tokens with beta 1 the first leaves. t is the number of the last row, when a prompt
+/// ends that of its last token, as the paper has it; its code adds 2, so that a token may leave in its own
+/// row. A prompt is cut to the budget at once when it ends, which is not what cuts row by row would leave, as
 /// retentions may pass each other.
 struct trim_kv {
   using policy_kind = eviction_kind;
@@ -51,17 +51,18 @@ struct trim_kv {
   }
 };
 
-/// Locret (arXiv 2410.01805): a head gives each token a score when it comes, and those of the least scores
+/// Locret (arXiv 2410.01805): a trained head gives each token a score when it comes, and those of least score
 /// leave, but never the latest. Scores are the worths that are given, whatever numbers they are; NaN is below
-/// all. Flags and scores of other trained gates and heads (LookaheadKV, Attention-Gate, NGC) run through it
-/// too: of tokens that are worth the same the first leaves. The first `sink` tokens may be protected, which
-/// none of these needs. Unlike the paper's, a prompt is cut when it ends, where Locret cuts behind each chunk of
-/// it, and decoded tokens leave as the prompt's do.
+/// all, and of those alike the first leaves. Flags and scores of other trained gates and heads (LookaheadKV,
+/// Attention-Gate, NGC) run through it too, where an engine knows them when it appends the row. The first
+/// `sink` tokens may be protected as well. Unlike the paper's, a prompt is cut at once when it ends, where
+/// Locret cuts behind each chunk of it, decoded tokens leave as a prompt's do, and the latest are a share of
+/// the budget.
 struct given_worths {
   using policy_kind = eviction_kind;
   using hooks = hook_list<hook::validate, hook::values, hook::worths>;
   static constexpr std::string_view name = "given_worths";
-  int sink = 0;           ///< tokens
+  int sink = 0;          ///< tokens
   float recent = 0.25f;  ///< share of the budget for the latest tokens
 
   struct unit_state {

@@ -179,7 +179,7 @@ class eviction_stages {
     ++tokens;
   }
 
-  /// What was given for a row of the step. NaN is worth least.
+  /// The worth that was given for a row of the step; NaN as -infinity, which is worth least.
   static float given_worth(const state& s, const float* worths, int row, int head) {
     const float worth = worths[std::ptrdiff_t{row} * s.heads.kv + head];
     return std::isnan(worth) ? -std::numeric_limits<float>::infinity() : worth;

@@ -177,7 +177,7 @@ struct random_text {
     if (worths.empty()) return {};
     return std::span(worths).subspan(to_size(first * kv_heads), to_size(count * kv_heads));
   }
-  /// What a policy is told of a KV head's token.
+  /// The worth that a policy is told of a KV head's token.
   double worth(int token, int head) const {
     const float given = worths[to_size(token * kv_heads + head)];
     return std::isnan(given) ? -HUGE_VAL : static_cast<double>(given);
