@@ -781,3 +781,25 @@ TEST_CASE("worths of prompts take memory only where a policy takes them", "[evic
   CHECK(bytes_of(given_pages{.keeps_prompt = true}).staging == 2 * worths);
   CHECK(bytes_of(freekv::razor_attention_compensated{}).staging == 2 * rows);
 }
+
+TEST_CASE("worths of prompts that wait side by side are kept apart", "[eviction][worths]") {
+  for (const any_eviction& eviction :
+       {any_eviction{freekv::trim_kv{}}, any_eviction{freekv::given_worths{}}, any_eviction{given_pages{}},
+        any_eviction{given_pages{.keeps_prompt = true}}}) {
+    INFO(name_of(eviction));
+    const auto s = settings_of(eviction);
+    const text first(s, 24, 230, 11), second(s, 24, 230, 12);
+    freekv::host_backend backend;
+    forgetful p(s, backend);
+    const auto want_a = prompt_and_decode(p, first, {120}, 40),
+               want_b = prompt_and_decode(p, second, {90}, 40);
+    const auto a = p.open(), b = p.open();
+    run_step(p, {{a, &first, 70, step_phase::prefill}, {b, &second, 90, step_phase::prefill}});
+    run_step(p, {{a, &first, 50, step_phase::prefill}});
+    for (int step = 0; step < 40; ++step) {
+      const auto got = run_step(p, {{b, &second}, {a, &first}});
+      CHECK(got[0] == want_b[count(step)]);
+      CHECK(got[1] == want_a[count(step)]);
+    }
+  }
+}

@@ -9,7 +9,8 @@
 
 namespace tests {
 
-/// Pages of 8 tokens by the largest worth that was given for one of them; the prompt's stay where it is kept.
+/// Pages of 8 tokens by the largest worth that was given for one of them. Where the prompt is kept all of it
+/// stays when it ends, and two pages have room beside as many as it has.
 struct given_pages {
   using policy_kind = freekv::eviction_kind;
   using hooks = freekv::hook_list<freekv::hook::worths>;
@@ -31,7 +32,6 @@ struct given_pages {
     return std::max(at.budget, (at.prompt + page - 1) / page * page + 2 * page);
   }
   constexpr bool protects(int token, const freekv::eviction_moment& at) const {
-    if (keeps_prompt) return token < at.prompt;
     return at.prompt_ends && token + page > at.tokens;  // it goes on
   }
   constexpr void on_append(unit_state& unit, int token) const {
