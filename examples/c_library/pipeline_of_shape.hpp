@@ -399,6 +399,8 @@ class evicting final : public pipeline {
           static_assert(
               !std::is_same_v<typename One::eviction, razor_attention_compensated>,
               "the C library has no methods whose heads differ: freekv_settings has no list of these");
+          static_assert(!takes_worths<typename One::eviction>,
+                        "the C library has no methods that take worths: freekv_rows has no member for them");
           typename One::eviction eviction;
           if constexpr (std::is_same_v<typename One::eviction, raas>) {
             eviction.page = page;

@@ -41,6 +41,7 @@ std::vector<contender> all_contenders(const arguments& a, const model_shape& sha
   std::vector<contender> all;
   bool lent_basis = false, lent_codebooks = false;
   for (const auto& variant : variants()) {
+    if (variant.method.takes_worths()) continue;  // the models here have no gates that say them
     contender c{std::string(variant.name), variant.method};
     if (c.method.tau == method_spec{}.tau) c.method.tau = a.tau;
     c.method.codes = a.codes;
@@ -69,6 +70,14 @@ std::vector<contender> contenders_of(const arguments& a, const model_shape& shap
   const std::set<std::string> only(a.only.begin(), a.only.end());
   for (const auto& name : only)
     if (std::none_of(all.begin(), all.end(), [&](const contender& c) { return c.name == name; })) {
+      const auto variant =
+          std::find_if(variants().begin(), variants().end(), [&](const auto& v) { return v.name == name; });
+      if (variant != variants().end() && variant->method.takes_worths())
+        throw choice_error(
+            "--variant " + name +
+            " goes by what trained gates say of each token, and the models that run here have "
+            "none; replay a trace that has their worths with freekv-replay, or give them to an "
+            "evicting_pipeline");
       std::string names;
       for (const auto& c : all) names += (names.empty() ? "" : "; ") + c.name;
       throw choice_error("--variant " + name + " is unknown; choose among: " + names);

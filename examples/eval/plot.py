@@ -19,7 +19,8 @@ COLOURS = {"full": "#1f2430", "streaming_llm": "#9ca3af", "quest": "#c08a3e", "f
            "h2o": "#b45309", "tova": "#4d7c0f", "snapkv": "#0369a1", "raas": "#86198f",
            "pyramid_kv": "#9a3412", "lazy_eviction": "#3f6212", "hard_kv": "#1e3a8a", "defensive_kv": "#831843",
            "cake": "#713f12", "r_kv": "#134e4a", "arkv_origin": "#4c1d95",
-           "d2o": "#065f46", "exact_merge": "#9d174d", "hard_kv_merge": "#1e40af", "razor_attention_compensated": "#6b21a8"}
+           "d2o": "#065f46", "exact_merge": "#9d174d", "hard_kv_merge": "#1e40af", "razor_attention_compensated": "#6b21a8",
+           "trim_kv": "#155e75", "given_worths": "#7f1d1d"}
 LABELS = {"full": "full attention", "streaming_llm": "window alone\n(StreamingLLM)", "quest": "Quest\nmin-max", "quest_mean_softmax": "FreeKV's pooling\nalways corrected",
           "arkvale": "ArkVale\ncentroid and box", "twilight": "Twilight\nmin-max, then 4 bits",
           "infinigen": "InfiniGen\nsingle tokens", "fasa": "FASA\nrotary pairs", "clusterkv": "ClusterKV\nclusters of tokens", "shadowkv": "ShadowKV\nrebuilt keys",

@@ -63,6 +63,8 @@ struct method_spec {
   bool retrieves() const { return plan == "retrieval" || plan == "by_head"; }
   bool evicts() const { return plan == "eviction"; }
   bool completes() const { return completion != no_completion::name; }
+  /// Whether an engine says what tokens are worth: models without trained gates cannot.
+  bool takes_worths() const;
   /// Whether each KV head keeps what a list says.
   bool needs_head_list() const {
     return plan == "by_head" || (evicts() && eviction == razor_attention_compensated::name);
@@ -246,9 +248,9 @@ using completion_list = policy_list<no_completion, page_values>;
 using residency_list = policy_list<first_unselected<dynamic>, least_recently_used<dynamic>>;
 using codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4m3>, int8_token, int4_token,
                                int8_channel, int4_channel, low_rank_keys<dynamic>>;
-using eviction_list =
-    policy_list<h2o, tova, snapkv, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv,
-                arkv_origin, d2o, exact_merge, hard_kv_merge, razor_attention_compensated>;
+using eviction_list = policy_list<h2o, tova, snapkv, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv,
+                                  cake, r_kv, arkv_origin, d2o, exact_merge, hard_kv_merge,
+                                  razor_attention_compensated, trim_kv, given_worths>;
 
 inline constexpr auto& summaries = summary_list::choices;
 inline constexpr auto& poolings = pooling_list::choices;
@@ -260,6 +262,14 @@ inline constexpr auto& completions = completion_list::choices;
 inline constexpr auto& residencies = residency_list::choices;
 inline constexpr auto& codecs = codec_list::choices;
 inline constexpr auto& evictions = eviction_list::choices;
+
+template <class... Policies>
+bool takes_worths_by_name(policy_list<Policies...>, std::string_view name) {
+  return ((Policies::name == name && takes_worths<Policies>) || ...);
+}
+inline bool method_spec::takes_worths() const {
+  return evicts() && takes_worths_by_name(eviction_list{}, eviction);
+}
 
 using any_layouts = any_of<layout_pair<nhd, hnd>, layout_pair<hnd, hnd>>;
 inline constexpr choice<any_layouts> layouts[] = {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "pipeline.hpp"
 
@@ -49,7 +50,8 @@ class evicting_pipeline_of_shape final : public pipeline {
   }
   void append(int layer, std::span<const float> keys, std::span<const float> values,
               std::span<const float> queries) override {
-    step_.template append<float>(layer, {keys, values, queries});
+    step_.template append<float>(
+        layer, {.keys = keys, .values = values, .queries = queries, .worths = std::exchange(worths_, {})});
     full_->append(layer, keys, values, queries);
   }
   void append_stored(int layer, std::span<const std::byte> keys, std::span<const std::byte> values,
@@ -57,9 +59,13 @@ class evicting_pipeline_of_shape final : public pipeline {
     const auto elements = [](std::span<const std::byte> bytes) {
       return std::span(reinterpret_cast<const element*>(bytes.data()), bytes.size() / sizeof(element));
     };
-    step_.append(layer, {elements(keys), elements(values), queries});
+    step_.append(layer, {.keys = elements(keys),
+                         .values = elements(values),
+                         .queries = queries,
+                         .worths = std::exchange(worths_, {})});
     full_->append_stored(layer, keys, values, queries);
   }
+  void give_worths(std::span<const float> worths) override { worths_ = worths; }
   void attend(int layer, std::span<float> out, std::span<float> lse) override {
     step_.attend(layer, out, lse);
   }
@@ -118,6 +124,7 @@ class evicting_pipeline_of_shape final : public pipeline {
   typename implementation::step step_;
   std::unique_ptr<pipeline> full_;
   std::vector<step_input> all_prompt_;
+  std::span<const float> worths_;  // of the rows that are appended next
 };
 
 }  // namespace freekv::examples

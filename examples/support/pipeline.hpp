@@ -72,6 +72,10 @@ class pipeline {
   /// Keys and values as the bytes of the element type.
   virtual void append_stored(int layer, std::span<const std::byte> keys, std::span<const std::byte> values,
                              std::span<const float> queries) = 0;
+  /// Worths of the rows that are appended next, (rows, kv_heads), of a method that takes them.
+  virtual void give_worths(std::span<const float> worths) {
+    detail::refuse_worths("a pipeline that retrieves", worths.size());
+  }
   /// Corrects the flagged heads, as `attend` does first; for who times the two apart. What forgets has none.
   virtual void correct(int) {}
   virtual void attend(int layer, std::span<float> out, std::span<float> lse) = 0;

@@ -9,6 +9,7 @@
 #include <freekv/pipeline/evicting_pipeline.hpp>
 #include <freekv/pipeline/retrieval_pipeline.hpp>
 #include <freekv/policies/counting_eviction.hpp>
+#include <freekv/policies/given_eviction.hpp>
 #include <freekv/policies/hard_kv.hpp>
 #include <freekv/policies/merging_eviction.hpp>
 #include <freekv/policies/window_eviction.hpp>
@@ -386,18 +387,35 @@ struct razor_attention_compensated : named_eviction<freekv::razor_attention_comp
   static constexpr std::string_view published = "arXiv 2407.15891";
 };
 
+/// TRIM-KV: `freekv::trim_kv`, whose betas an engine gives.
+struct trim_kv : named_eviction<freekv::trim_kv> {
+  static constexpr std::string_view name = "trim_kv";
+  static constexpr std::string_view about =
+      "the token of which least is retained leaves, by betas of trained gates that an engine gives";
+  static constexpr std::string_view published = "arXiv 2512.03324";
+};
+/// Locret: `freekv::given_worths`, whose scores an engine gives.
+struct given_worths : named_eviction<freekv::given_worths> {
+  static constexpr std::string_view name = "given_worths";
+  static constexpr std::string_view about =
+      "the token of the least score leaves, by trained heads' scores that an engine gives";
+  static constexpr std::string_view published = "arXiv 2410.01805";
+};
+
 /// A list of methods.
 template <class... Methods>
 struct method_list {};
 /// All of the above.
-using all = method_list<
-    full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight, infinigen, fasa,
-    clusterkv, shadowkv, razor_attention, duo_attention, freekv_paper, freekv_long_inputs, freekv_never,
-    freekv_top_p, freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace,
-    freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes, freekv_key_codes_never,
-    freekv_key_codes_deficit, freekv_key_codes_sticky, freekv_key_codes_units, freekv_key_codes_completed,
-    freekv_key_codes_units_completed, h2o, tova, snapkv, pyramid_kv, raas, lazy_eviction, hard_kv,
-    defensive_kv, cake, r_kv, arkv_origin, d2o, exact_merge, hard_kv_merge, razor_attention_compensated>;
+using all =
+    method_list<full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight,
+                infinigen, fasa, clusterkv, shadowkv, razor_attention, duo_attention, freekv_paper,
+                freekv_long_inputs, freekv_never, freekv_top_p, freekv_per_layer, freekv_chunk_means,
+                freekv_chunk_means_never, freekv_key_subspace, freekv_key_subspace_never,
+                freekv_key_subspace_deficit, freekv_key_codes, freekv_key_codes_never,
+                freekv_key_codes_deficit, freekv_key_codes_sticky, freekv_key_codes_units,
+                freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, tova, snapkv, pyramid_kv,
+                raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin, d2o, exact_merge,
+                hard_kv_merge, razor_attention_compensated, trim_kv, given_worths>;
 
 }  // namespace methods
 }  // namespace freekv

@@ -100,6 +100,23 @@ struct runs : tova {
 };
 static_assert(eviction_policy<runs>);
 
+/// tova whose shares count as much as the engine says of their tokens, and nothing where it says less than 0.
+struct weighed : tova {
+  using hooks = hook_list<hook::worths>;
+  static constexpr std::string_view name = "weighed";
+  struct unit_state {
+    float share, weight;
+  };
+  constexpr void on_append(unit_state& unit, int) const { unit = {}; }
+  constexpr void on_given(unit_state& unit, float worth) const { unit.weight = std::max(worth, 0.0f); }
+  constexpr void on_prompt(unit_state& unit, const prompt_votes& votes, int token) const {
+    unit.share = votes.shares[token];
+  }
+  constexpr void on_attended(unit_state& unit, float share, int) const { unit.share = share; }
+  std::uint32_t worth(const unit_state& unit) const { return order_bits(unit.weight * unit.share); }
+};
+static_assert(eviction_policy<weighed>);
+
 /// Most tokens that heads attended to in a decode row, and the last row's output.
 struct decoded {
   int most = 0;
@@ -122,12 +139,15 @@ decoded decode() {
   decoded seen;
   const auto step = [&](const step_input& input, int rows) {
     std::vector<float> keys(static_cast<std::size_t>(rows * 2 * 64)), values(keys), queries(2 * keys.size()),
-        out(queries);
+        out(queries), worths;
+    if (takes_worths<Policy>) worths.assign(static_cast<std::size_t>(rows * 2), 0.0f);
     auto entered = pipeline.begin_step({input});
     for (int layer = 0; layer < 2; ++layer) {
       for (auto* of : {&keys, &values, &queries})
         for (float& x : *of) x = normal(random);
-      entered.template append<float>(layer, {.keys = keys, .values = values, .queries = queries});
+      for (float& x : worths) x = normal(random);
+      entered.template append<float>(layer,
+                                     {.keys = keys, .values = values, .queries = queries, .worths = worths});
       entered.attend(layer, out);
     }
     entered.end();
@@ -191,9 +211,14 @@ TEST_CASE("the methods that docs/add-a-method.md shows run", "[conforms]") {
           },
       .merge_by = merge_rule::as_many};
   CHECK(freekv::testing::conforms<runs>(of_runs) == std::vector<std::string>{});
+  const freekv::testing::eviction_definition of_weighed{
+      .worth = [](const freekv::testing::attended_rows& seen, int token) {
+        return std::max(seen.worths[token], 0.0) * seen.shares.back()[token];
+      }};
+  CHECK(freekv::testing::conforms<weighed>(of_weighed) == std::vector<std::string>{});
   // Each does what its base does not.
   const decoded plain = decode<tova>(), few = decode<noticed>(), uneven = decode<spread>(),
-                merged = decode<runs>();
+                merged = decode<runs>(), by_gate = decode<weighed>();
   CHECK(plain.most == 25);
   CHECK(few.most <= 25);
   CHECK(few.out != plain.out);
@@ -201,4 +226,6 @@ TEST_CASE("the methods that docs/add-a-method.md shows run", "[conforms]") {
   CHECK(uneven.most <= 49);
   CHECK(merged.most == 25);
   CHECK(merged.out != plain.out);
+  CHECK(by_gate.most == 25);
+  CHECK(by_gate.out != plain.out);
 }

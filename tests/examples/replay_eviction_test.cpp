@@ -10,8 +10,8 @@ using namespace tests;
 namespace {
 
 const std::vector<std::string> forgetful_variants{
-    "h2o",          "tova", "snapkv", "pyramid_kv",  "raas", "lazy_eviction", "hard_kv",
-    "defensive_kv", "cake", "r_kv",   "arkv_origin", "d2o",  "exact_merge",   "hard_kv_merge"};
+    "h2o",  "tova", "snapkv",      "pyramid_kv", "raas",        "lazy_eviction", "hard_kv", "defensive_kv",
+    "cake", "r_kv", "arkv_origin", "d2o",        "exact_merge", "hard_kv_merge", "trim_kv", "given_worths"};
 
 std::vector<float> floats_of(const tensor_text& tensor) {
   std::vector<float> floats;
@@ -22,7 +22,7 @@ std::vector<float> floats_of(const tensor_text& tensor) {
 
 /// A trace of a real model, F16.
 struct recorded {
-  std::vector<float> q, k, v;
+  std::vector<float> q, k, v, worths;
   int query_heads = 0, kv_heads = 0, head_dim = 0, tokens = 0;
 
   recorded() {
@@ -32,6 +32,7 @@ struct recorded {
     tokens = static_cast<int>(shape[0]), query_heads = static_cast<int>(shape[1]),
     head_dim = static_cast<int>(shape[2]);
     kv_heads = static_cast<int>(tensors.at("k").shape[1]);
+    worths = random_worths(1, tokens * kv_heads);  // its model has no gates
   }
   std::span<const float> rows(const std::vector<float>& of, int first, int count) const {
     const std::size_t width = of.size() / to_size(tokens);
@@ -42,7 +43,10 @@ struct recorded {
     const auto one = [&](const std::vector<float>& of, int heads) {
       return tensor_text{"F16", {tokens, heads, head_dim}, bytes_of(of, "F16")};
     };
-    store(path, parts_of({{"q", one(q, query_heads)}, {"k", one(k, kv_heads)}, {"v", one(v, kv_heads)}},
+    store(path, parts_of({{"q", one(q, query_heads)},
+                          {"k", one(k, kv_heads)},
+                          {"v", one(v, kv_heads)},
+                          {"worths", {"F32", {tokens, kv_heads}, bytes_of(worths, "F32")}}},
                          {{"prompt_len", std::to_string(prompt)}})
                     .whole());
   }
@@ -80,7 +84,7 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
       oracle::forgetful_decoder expected(settings);
       if (prompt > 0)
         expected.prompt(trace.rows(trace.q, 0, prompt), trace.rows(trace.k, 0, prompt),
-                        trace.rows(trace.v, 0, prompt));
+                        trace.rows(trace.v, 0, prompt), trace.rows(trace.worths, 0, prompt));
 
       const tensor_map written = read_tensors(folder / "out");
       const auto out = elements_of<float>(written.at("out")), lse = elements_of<float>(written.at("lse"));
@@ -125,7 +129,8 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
             compare_units(where, expected, head, {units.begin(), padding}, token / settings.page, seen);
             CHECK(std::all_of(padding, units.end(), [](int unit) { return unit == -1; }));
           }
-          const auto want = expected.step(q, k, v).attended, whole = full.step(q, k, v).attended;
+          const auto want = expected.step(q, k, v, trace.rows(trace.worths, token, 1)).attended,
+                     whole = full.step(q, k, v).attended;
           const auto heads = to_size(trace.query_heads), d = to_size(trace.head_dim);
           const auto row = std::span(out).subspan(to_size(step) * heads * d, heads * d);
           compare_row(where, want, row, std::span(lse).subspan(to_size(step) * heads, heads));
@@ -177,6 +182,28 @@ TEST_CASE("what methods that forget cannot do is refused", "[replay][eviction]")
     CHECK_THROWS_WITH(p->preempt(id), Catch::StartsWith("preempt: " + variant) && says);
     CHECK_THROWS_WITH(p->restore(id), Catch::StartsWith("restore: " + variant) && says);
     CHECK_THROWS_AS(p->fork(id), freekv::usage_error);
+  }
+  for (const std::string variant : {"trim_kv", "given_worths"})
+    CHECK_THAT(sentence_of(run_program({FREEKV_REPLAY, folder / "trace", "--variant", variant, "--page", "8",
+                                        "--sink", "8", "--window", "8", "--k", "1"})),
+               Catch::Contains("--variant " + variant + " goes by what a model's gates say of each token") &&
+                   Catch::Contains("the trace has no tensor worths (tokens, n_kv)"));
+  // What a trace has under this name is looked at, whatever the variant.
+  const auto zeros = [](std::vector<std::int64_t> shape, const std::string& dtype = "F32") {
+    std::int64_t bytes = 4;
+    for (const std::int64_t length : shape) bytes *= length;
+    return tensor_text{dtype, std::move(shape), std::string(to_size(bytes), '\0')};
+  };
+  for (const tensor_text& wrong :
+       {zeros({40, 3}), zeros({2, 40}), zeros({40, 2, 1}), zeros({80}), zeros({40, 2}, "I32")}) {
+    store(folder / "wrong", parts_of({{"q", zeros({40, 4, 64})},
+                                      {"k", zeros({40, 2, 64})},
+                                      {"v", zeros({40, 2, 64})},
+                                      {"worths", wrong}},
+                                     {{"prompt_len", "30"}})
+                                .whole());
+    CHECK_THAT(sentence_of(run_program({FREEKV_REPLAY, folder / "wrong", "--page", "8"})),
+               Catch::Contains("worths is ") && Catch::Contains("needed is F32, F16 or BF16 of (40, 2)"));
   }
   const auto line = sentence_of(run_program({FREEKV_REPLAY, folder / "trace", "--variant", "snapkv", "--page",
                                              "8", "--sink", "8", "--window", "8", "--k", "1"}));

@@ -31,7 +31,9 @@ enum class eviction_kind {
   arkv_origin,
   d2o,
   exact_merge,
-  hard_kv_merge
+  hard_kv_merge,
+  trim_kv,
+  given_worths
 };
 
 struct eviction_settings {
@@ -41,7 +43,7 @@ struct eviction_settings {
   int budget = 1;  // tokens
   double scale = 1.0;
   eviction_kind kind = eviction_kind::h2o;
-  double recent = 0.5;                         // of h2o
+  double recent = 0.5;                         // of h2o and given_worths
   int window = 32;                             // of snapkv, rows
   int kernel = 7;                              // of snapkv, tokens
   int page = 1;                                // of raas, tokens; 1 for the others
@@ -86,9 +88,12 @@ class forgetful_decoder {
   explicit forgetful_decoder(const eviction_settings& s)
       : s_(s), heads_(static_cast<std::size_t>(s.kv_heads)) {}
 
-  /// Rows of the prompt: `q` (tokens, n_qo, d), keys and values (tokens, n_kv, d).
-  void prompt(std::span<const float> q, std::span<const float> keys, std::span<const float> values) {
+  /// Rows of the prompt: `q` (tokens, n_qo, d), keys and values (tokens, n_kv, d); worths (tokens, n_kv) of
+  /// methods that take them.
+  void prompt(std::span<const float> q, std::span<const float> keys, std::span<const float> values,
+              std::span<const float> worths = {}) {
     queries_.insert(queries_.end(), q.begin(), q.end());
+    given_.insert(given_.end(), worths.begin(), worths.end());
     append(keys, values);
     prompt_ = length_;
   }
@@ -154,8 +159,10 @@ class forgetful_decoder {
     return true;
   }
 
-  eviction_step step(std::span<const float> q, std::span<const float> key, std::span<const float> value) {
+  eviction_step step(std::span<const float> q, std::span<const float> key, std::span<const float> value,
+                     std::span<const float> worths = {}) {
     end_prompt();
+    given_.insert(given_.end(), worths.begin(), worths.end());
     decodes_ = true;
     queries_.insert(queries_.end(), q.begin(), q.end());
     append(key, value);
@@ -171,6 +178,11 @@ class forgetful_decoder {
         for (int t = unit * s_.page; t < std::min((unit + 1) * s_.page, length_); ++t) tokens.push_back(t);
       const std::vector<double> shares = attend_group(q, head, tokens, result.attended);
       result.units.push_back({h.units.begin(), h.units.end()});
+      if (takes_worths()) {
+        for (const int token : h.units) h.worths[token] = given_worth(head, token, row);
+        leave(h, false);
+        continue;
+      }
       if (selects_by_mass()) {
         if ((length_ - prompt_) % s_.interval == 0) select_by_mass(h, head);
         continue;
@@ -523,6 +535,22 @@ class forgetful_decoder {
     leave(h, true);
   }
 
+  bool takes_worths() const {
+    return s_.kind == eviction_kind::trim_kv || s_.kind == eviction_kind::given_worths;
+  }
+  /// What a token is worth at a row by what was given for it: NaN is least. Of trim_kv (2512.03324) it was
+  /// given a beta, and is worth the logarithm of beta to the power of its age.
+  worth given_worth(int head, int token, int row) const {
+    require(given_.size() == static_cast<std::size_t>(length_ * s_.kv_heads), "a worth of each token");
+    constexpr double least = -std::numeric_limits<double>::infinity();
+    const auto given = static_cast<double>(given_[token * s_.kv_heads + head]);
+    if (std::isnan(given)) return {least, least, -1};
+    if (s_.kind == eviction_kind::given_worths) return {given, given, -1};
+    if (given <= 0) return {least, least, -1};
+    const double of = (row - token) * std::log(std::min(given, 1.0));
+    return {of * (1 + 1e-6), of * (1 - 1e-6), -1};
+  }
+
   /// A row of `share` on a token of lazy_eviction, and what the token is worth behind it.
   worth recur(recurrence& token, double share, int row) const {
     token.doubtful = token.doubtful || (about(share).high >= s_.threshold && about(share).low < s_.threshold);
@@ -741,6 +769,8 @@ class forgetful_decoder {
         case eviction_kind::cake:
         case eviction_kind::r_kv:
         case eviction_kind::arkv_origin:
+        case eviction_kind::trim_kv:
+        case eviction_kind::given_worths:
           break;
         case eviction_kind::raas:
           if (about(share).high >= s_.threshold) w.high = row;
@@ -755,8 +785,11 @@ class forgetful_decoder {
       case eviction_kind::h2o:
       case eviction_kind::d2o:
         return unit >= length_ - static_cast<int>(s_.recent * s_.budget);
+      case eviction_kind::given_worths:
+        return unit < s_.sink || unit >= length_ - static_cast<int>(s_.recent * s_.budget);
       case eviction_kind::tova:
       case eviction_kind::exact_merge:
+      case eviction_kind::trim_kv:
         return false;
       case eviction_kind::snapkv:
       case eviction_kind::pyramid_kv:
@@ -827,6 +860,14 @@ class forgetful_decoder {
         select_by_mass(h, head);
         continue;
       }
+      if (takes_worths()) {
+        for (int token = 0; token < prompt_; ++token) {
+          h.units.insert(token);
+          h.worths[token] = given_worth(head, token, prompt_ - 1);
+        }
+        leave(h, true);
+        continue;
+      }
       if (s_.kind == eviction_kind::arkv_origin) {
         for (int token = 0; token < prompt_; ++token) h.units.insert(token);
         judge_heavy_hitters(h, head);
@@ -882,6 +923,7 @@ class forgetful_decoder {
   long merged_ = 0, lost_ = 0;
   std::vector<float> queries_, keys_, values_;  // keys and values of a head's token as it is now
   std::vector<float> log_weights_;              // (tokens, kv heads)
+  std::vector<float> given_;                    // worths, the same
   std::vector<head_state> heads_;
 };
 

@@ -25,7 +25,9 @@ inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
     {"arkv_origin", oracle::eviction_kind::arkv_origin},
     {"d2o", oracle::eviction_kind::d2o},
     {"exact_merge", oracle::eviction_kind::exact_merge},
-    {"hard_kv_merge", oracle::eviction_kind::hard_kv_merge}};
+    {"hard_kv_merge", oracle::eviction_kind::hard_kv_merge},
+    {"trim_kv", oracle::eviction_kind::trim_kv},
+    {"given_worths", oracle::eviction_kind::given_worths}};
 
 /// Of one of the layers that forget.
 inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pipeline_options& o,
@@ -50,6 +52,7 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
   s.room = o.budget.window;
   s.sink = o.budget.sink;
   s.recent_tokens = o.budget.window;
+  if (s.kind == oracle::eviction_kind::given_worths) s.sink = 0, s.recent = 0.25;
   if (s.kind == oracle::eviction_kind::r_kv) s.window = 8;
   if (s.kind == oracle::eviction_kind::arkv_origin) s.kernel = 5, s.gamma = 263.81;
   if (s.kind == oracle::eviction_kind::hard_kv || s.kind == oracle::eviction_kind::hard_kv_merge) s.sink = 1;
@@ -59,10 +62,23 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
   return s;
 }
 
+/// Worths as gates may say them: many near 1 and below, some alike, NaN and what is beyond 0 and 1.
+inline std::vector<float> random_worths(std::uint64_t seed, int count) {
+  dice d(seed + 4711);
+  std::vector<float> worths;
+  for (int i = 0; i < count; ++i) {
+    const float drawn = std::min(1.0f, std::fabs(d.normal()));
+    const float odd[] = {0.0f, 1.0f, 1.0f, 0.5f, 0.5f, 1.0f + drawn, -drawn, NAN};
+    const int kind = d.below(32);
+    worths.push_back(kind < 8 ? odd[kind] : kind < 20 ? 1.0f - 0.05f * drawn * drawn : drawn);
+  }
+  return worths;
+}
+
 /// All rows of a sequence; the first `prompt` are its prompt.
 struct eviction_text {
   int prompt = 0, tokens = 0;
-  std::vector<float> queries, keys, values;
+  std::vector<float> queries, keys, values, worths;
 
   eviction_text(const random_case& c, int prompt_tokens, int all) : prompt(prompt_tokens), tokens(all) {
     token_source source(c);
@@ -72,6 +88,7 @@ struct eviction_text {
       keys.insert(keys.end(), source.keys.begin(), source.keys.end());
       values.insert(values.end(), source.values.begin(), source.values.end());
     }
+    worths = random_worths(c.seed, all * c.options.kv_heads);
   }
   std::span<const float> rows(const std::vector<float>& of, int first, int count) const {
     const std::size_t width = of.size() / static_cast<std::size_t>(std::max(1, tokens));

@@ -101,7 +101,8 @@ class run_of_case {
 
   void step() {
     std::vector<freekv::step_input> rows;
-    std::vector<float> queries, keys, values;
+    std::vector<float> queries, keys, values, worths;
+    const bool takes_worths = c_.options.method.takes_worths();
     for (const live_sequence& l : live_) {
       if (live_.size() > 1 && dice_.below(3) == 0) continue;
       const bool prompt = l.done < l.text.prompt;
@@ -112,12 +113,14 @@ class run_of_case {
         to.insert(to.end(), more.begin(), more.end());
       };
       add(queries, l.text.queries), add(keys, l.text.keys), add(values, l.text.values);
+      if (takes_worths) add(worths, l.text.worths);
     }
     std::vector<float> out(queries.size()), lse(queries.size() / n(c_.options.head_dim));
     pipeline_->begin_step(rows);
     std::vector<float> other_out(out.size()), other_lse(lse.size());
     for (int layer = 0; layer < c_.options.layers; ++layer) {
       const std::vector<float> of_this_layer = of_layer(queries, layer);
+      if (takes_worths) pipeline_->give_worths(worths);
       pipeline_->append(layer, keys, values, of_this_layer);
       const bool tested = layer == tested_layer();
       pipeline_->attend(layer, tested ? out : other_out, tested ? lse : other_lse);
@@ -142,7 +145,8 @@ class run_of_case {
     };
     const auto part = [&](const std::vector<float>& of) { return l.text.rows(of, l.done, r.tokens); };
     if (r.phase == step_phase::prefill) {
-      l.expected.prompt(of_tested_layer(part(l.text.queries)), part(l.text.keys), part(l.text.values));
+      l.expected.prompt(of_tested_layer(part(l.text.queries)), part(l.text.keys), part(l.text.values),
+                        part(l.text.worths));
       for (const int at : {0, dice_.below(r.tokens), r.tokens - 1}) {
         compare_at(first_row + at, l.expected.prompt_row(l.done + at), sentence("prompt row ", l.done + at));
         ++seen_.prompt_rows;
@@ -163,11 +167,12 @@ class run_of_case {
         if (report.corrected[n(head)] != 0 || report.recalled[n(head)] != 0 || report.promoted[n(head)] != 0)
           throw disagreement{where + ": something was corrected or moved"};
       }
-      compare_at(
-          first_row,
-          l.expected.step(of_tested_layer(part(l.text.queries)), part(l.text.keys), part(l.text.values))
-              .attended,
-          where);
+      compare_at(first_row,
+                 l.expected
+                     .step(of_tested_layer(part(l.text.queries)), part(l.text.keys), part(l.text.values),
+                           part(l.text.worths))
+                     .attended,
+                 where);
       ++seen_.steps;
     }
     l.done += r.tokens;

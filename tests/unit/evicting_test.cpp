@@ -8,6 +8,7 @@
 #include "../agreement.hpp"
 #include "../catch.hpp"
 #include "fused_rows.hpp"
+#include "given_pages.hpp"
 #include "steps.hpp"
 
 namespace {
@@ -24,7 +25,7 @@ using any_eviction =
     freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::pyramid_kv, freekv::raas,
                    freekv::lazy_eviction, freekv::hard_kv, freekv::defensive_kv, freekv::cake, freekv::r_kv,
                    freekv::arkv_origin, freekv::d2o, freekv::exact_merge, freekv::hard_kv_merge,
-                   freekv::razor_attention_compensated>;
+                   freekv::razor_attention_compensated, freekv::trim_kv, freekv::given_worths, given_pages>;
 using forgetful = freekv::evicting_pipeline<freekv::kv_shape<freekv::half, 24>, any_eviction>;
 constexpr std::size_t row_bytes = 2 * 24 * sizeof(freekv::half);  // a KV head's keys and values of a token
 
@@ -65,11 +66,18 @@ std::vector<any_eviction> all_evictions() {
           hard_kv_merge_of_16(),
           freekv::razor_attention_compensated{},
           razor_by_head,
+          freekv::trim_kv{},
+          freekv::given_worths{.sink = 3},
+          given_pages{},
+          given_pages{.keeps_prompt = true},
           small_raas,
           cut_raas};
 }
 std::string name_of(const any_eviction& eviction) {
   return resolve(eviction, [](const auto& e) { return std::string(e.name); });
+}
+int unit_of(const any_eviction& eviction) {
+  return resolve(eviction, [](const auto& e) { return e.unit_tokens(); });
 }
 
 std::vector<sequence_result> prompt_and_decode(forgetful& p, const text& source,
@@ -181,7 +189,7 @@ TEST_CASE("a budget that holds everything is full attention", "[eviction]") {
             std::max(worst, std::fabs(static_cast<double>(got.out[i]) - static_cast<double>(want.out[i])));
       CHECK(worst < 2e-6);
     }
-    CHECK(attended(p, 1, id, 0) == from_to(0, name_of(eviction) == "raas" ? 19 : 159));
+    CHECK(attended(p, 1, id, 0) == from_to(0, 160 / unit_of(eviction) - 1));
   }
 }
 
@@ -370,7 +378,7 @@ TEST_CASE("bytes are those of the budget, and there is no store", "[eviction][me
     CHECK(slow.bytes == needed.store);
     CHECK(fast.bytes == needed.slots + needed.state + needed.staging);
     CHECK(p.bytes().total() == needed.total());
-    CHECK(p.slice_bytes() == row_bytes * (name_of(eviction) == "raas" ? 8 : 1));
+    CHECK(p.slice_bytes() == row_bytes * count(unit_of(eviction)));
   }
 }
 
@@ -572,6 +580,14 @@ TEST_CASE("settings that contradict each other are refused", "[eviction][errors]
           [](auto& s) { s.eviction = freekv::raas{.page = 48, .sink = 0, .window = 0}; });
   refuses("raas: a sink of -1 and a window of 8 tokens",
           [](auto& s) { s.eviction = freekv::raas{.page = 8, .sink = -1, .window = 8}; });
+  refuses("given_worths: recent of 1 is not a share from 0 to below 1",
+          [](auto& s) { s.eviction = freekv::given_worths{.recent = 1.0f}; });
+  refuses("given_worths: recent of nan",
+          [](auto& s) { s.eviction = freekv::given_worths{.recent = quiet_nan}; });
+  refuses(
+      "given_worths: a sink of 30 tokens is not from 0 to below what a budget of 40 has beside the latest 10",
+      [](auto& s) { s.eviction = freekv::given_worths{.sink = 30}; });
+  refuses("given_worths: a sink of -1", [](auto& s) { s.eviction = freekv::given_worths{.sink = -1}; });
   refuses("raas: threshold is NaN",
           [](auto& s) { s.eviction = freekv::raas{.threshold = quiet_nan, .keeps_prompt = true}; });
   const forgetful p(settings_of(freekv::raas{.keeps_prompt = true}), backend);
@@ -596,8 +612,10 @@ TEST_CASE("a NaN in one KV head's key does not reach another's", "[eviction]") {
       if (t == 0) keys[40 * 48 + 24] = quiet_nan;  // of KV head 1
       for (auto* p : {&clean, &poisoned}) {
         auto step = p->begin_step({{a, tokens, t == 0 ? step_phase::prefill : step_phase::decode}});
-        step.append<float>(
-            0, {p == &clean ? rows.keys : std::span<const float>(keys), rows.values, rows.queries});
+        step.append<float>(0, {.keys = p == &clean ? rows.keys : std::span<const float>(keys),
+                               .values = rows.values,
+                               .queries = rows.queries,
+                               .worths = gives_worths(*p) ? rows.worths : std::span<const float>{}});
         step.attend(0, std::span(p == &clean ? same : out).first(count(tokens) * 6 * 24));
         step.end();
       }
@@ -606,5 +624,182 @@ TEST_CASE("a NaN in one KV head's key does not reach another's", "[eviction]") {
       t += tokens;
     }
     CHECK(attended(clean, 0, a, 0) == attended(poisoned, 0, b, 0));
+  }
+}
+
+TEST_CASE("worths that an engine gives are asked for, and refused where nothing takes them",
+          "[eviction][worths][errors]") {
+  const auto s = settings_of(freekv::trim_kv{});
+  const text source(s, 24, 230, 9);
+  freekv::host_backend backend;
+  forgetful p(s, backend), same(s, backend);
+  const auto id = p.open(), other = same.open();
+  const auto refuses = [](const char* words, const auto& call) {
+    try {
+      call();
+      FAIL_CHECK("nothing was thrown: " << words);
+    } catch (const usage_error& e) {
+      CHECK_THAT(e.what(), Contains(words));
+    }
+  };
+  for (int t = 0; t < 80; t += t == 0 ? 60 : 1) {
+    const int tokens = t == 0 ? 60 : 1;
+    const auto phase = t == 0 ? step_phase::prefill : step_phase::decode;
+    auto step = p.begin_step({{id, tokens, phase}});
+    sequence_result got;
+    for (int layer = 0; layer < 3; ++layer) {
+      const auto rows = source.at(layer, t, tokens);
+      std::vector<float> out(rows.queries.size());
+      const auto append = [&](std::span<const float> worths) {
+        step.append<float>(
+            layer, {.keys = rows.keys, .values = rows.values, .queries = rows.queries, .worths = worths});
+      };
+      if (layer > 0 && tokens == 60) {
+        refuses(
+            "append: worths: 0 numbers for 60 rows of 2; trim_kv takes one for each row and KV head, so "
+            "give 120",
+            [&] { append({}); });
+        refuses("append: worths: 119 numbers for 60 rows of 2", [&] { append(rows.worths.first(119)); });
+      }
+      if (layer > 0 && tokens == 1) refuses("worths: 1 numbers", [&] { append(rows.worths.first(1)); });
+      if (layer == 0 && tokens == 1)  // a complete layer needs none, and takes as many as others
+        refuses("worths: 1 numbers", [&] { append(rows.worths.first(1)); });
+      append(layer == 0 && t % 2 == 0 ? std::span<const float>{} : rows.worths);
+      step.attend(layer, out);
+      got.out.insert(got.out.end(), out.begin(), out.end());
+    }
+    step.end();
+    CHECK(same_bits(got.out, run_step(same, other, source, tokens, phase).out));
+  }
+  auto none = same.begin_step({{other, 0}});
+  for (int layer = 0; layer < 3; ++layer) none.append<float>(layer, {});
+  none.end();
+
+  const auto takes_none = [&](auto& pipeline, const char* who) {
+    const auto sequence = pipeline.open();
+    auto step = pipeline.begin_step({{sequence, 4, step_phase::prefill}});
+    const auto rows = source.at(0, 0, 4);
+    refuses(
+        (std::string("append: ") + who + " takes no worths, and 8 are given; leave them out").c_str(), [&] {
+          step.template append<float>(
+              0, {.keys = rows.keys, .values = rows.values, .queries = rows.queries, .worths = rows.worths});
+        });
+    step.template append<float>(0, {.keys = rows.keys, .values = rows.values, .queries = rows.queries});
+  };
+  forgetful by_attention(settings_of(freekv::h2o{}), backend),
+      by_window(settings_of(freekv::cake{}), backend);
+  takes_none(by_attention, "h2o(0.5)");
+  takes_none(by_window, "cake(32, 5, gamma 200, tau 1.6 0.6)");
+  tiny_pipeline retrieves(tiny_settings(), backend);
+  takes_none(retrieves, "a pipeline that retrieves");
+}
+
+TEST_CASE("what is worth least by the engine's word leaves, and of what is worth the same the first",
+          "[eviction][worths]") {
+  const auto after = [&](const any_eviction& eviction, int prompt, int steps, const auto& worth) {
+    auto s = settings_of(eviction);
+    s.model.layers = 1;
+    s.plan = {{0}};
+    const text source(s, 24, 230, 10);
+    freekv::host_backend backend;
+    forgetful p(s, backend);
+    const auto id = p.open();
+    std::vector<float> out(150 * 6 * 24);
+    const auto step = [&](int first, int tokens, step_phase phase) {
+      const auto rows = source.at(0, first, tokens);
+      std::vector<float> worths;
+      for (int t = first; t < first + tokens; ++t)
+        for (const int head : {0, 1}) worths.push_back(static_cast<float>(head == 0 ? worth(t) : worth(-t)));
+      auto begun = p.begin_step({{id, tokens, phase}});
+      begun.append<float>(
+          0, {.keys = rows.keys, .values = rows.values, .queries = rows.queries, .worths = worths});
+      begun.attend(0, std::span(out).first(rows.queries.size()));
+      begun.end();
+    };
+    if (prompt > 0) step(0, prompt, step_phase::prefill);
+    for (int t = prompt; t < prompt + steps; ++t) step(t, 1, step_phase::decode);
+    return attended(p, 0, id, 0);
+  };
+  const auto both = [](std::vector<int> a, const std::vector<int>& b) {
+    a.insert(a.end(), b.begin(), b.end());
+    return a;
+  };
+  const double infinite = HUGE_VAL;
+  for (const auto& [prompt, steps] : {std::pair{100, 1}, {100, 30}, {0, 60}, {38, 4}}) {
+    INFO("prompt " << prompt << ", steps " << steps);
+    const int last = prompt + steps - 1;
+    // All betas 1, or NaN, or alike: a window, as of those alike the first leaves, or what is oldest.
+    for (const double beta : {1.0, 0.999, 0.5, 1e-40, 0.0, -1.0, double{quiet_nan}, 3.0, infinite})
+      CHECK(after(freekv::trim_kv{}, prompt, steps, [&](int) { return beta; }) ==
+            from_to(std::max(0, last - 40), last));
+    for (const double score : {0.0, -3.0, 1e30, double{quiet_nan}, infinite, -infinite})
+      CHECK(after(freekv::given_worths{}, prompt, steps, [&](int) { return score; }) ==
+            from_to(std::max(0, last - 40), last));
+  }
+  // What is retained wholly stays, and what has nothing retained leaves in its own row.
+  const auto sink = [](int t) { return std::abs(t) < 4 ? 1.0 : 0.9; };
+  CHECK(after(freekv::trim_kv{}, 100, 30, sink) == both(from_to(0, 3), from_to(93, 129)));
+  const auto never = [](int t) { return std::abs(t) >= 110 ? 0.0 : 0.9; };
+  CHECK(after(freekv::trim_kv{}, 100, 30, never) == both(from_to(70, 109), {129}));
+  // Retentions pass each other: 0.5 a row ago is less than 0.99 fifty rows ago, and 0.9 more.
+  const auto passing = [](int t) { return t % 3 == 0 ? 0.5 : t % 3 == 1 || t % 3 == -2 ? 0.99 : 0.9; };
+  std::vector<int> left;
+  for (int t = 0; t < 100; ++t) left.push_back(t);
+  std::stable_sort(left.begin(), left.end(), [&](int a, int b) {
+    return (99 - a) * std::log(passing(a)) > (99 - b) * std::log(passing(b));
+  });
+  left.resize(40);
+  std::sort(left.begin(), left.end());
+  CHECK(after(freekv::trim_kv{}, 100, 1, passing) == both(left, {100}));
+  // Sink and latest are there whatever they are worth, and NaN is below all numbers.
+  const auto by_number = [](int t) { return t % 2 == 0 ? -1e30 : t < 50 ? double{quiet_nan} : 5.0; };
+  CHECK(after(freekv::given_worths{.sink = 2, .recent = 0.25f}, 100, 1, by_number) == [&] {
+    std::vector<int> stay{0, 1};
+    // 10 latest; of the other 28 those odd ones from 51 to 89 are 20, and 8 of the even ones, the last.
+    for (int t = 2; t < 90; ++t)
+      if ((t % 2 != 0 && t >= 50) || (t % 2 == 0 && t >= 74)) stay.push_back(t);
+    return both(stay, from_to(90, 100));
+  }());
+  // Each KV head by its own.
+  const auto rising = [](int t) { return double(t); };
+  CHECK(after(freekv::given_worths{.recent = 0.0f}, 100, 1, rising) == from_to(60, 100));
+  const auto falling = [](int t) { return double(-t); };
+  CHECK(after(freekv::given_worths{.recent = 0.0f}, 100, 1, falling) == both(from_to(0, 39), {100}));
+}
+
+TEST_CASE("worths of prompts take memory only where a policy takes them", "[eviction][worths][memory]") {
+  freekv::host_backend backend;
+  const auto bytes_of = [&](const any_eviction& eviction) {
+    return forgetful::footprint(settings_of(eviction), backend).bytes();
+  };
+  const auto rounded_up = [](std::size_t bytes) { return (bytes + 127) / 128 * 128; };
+  const std::size_t rows = rounded_up(2 * 2 * 150 * row_bytes),  // of 2 stagings and 2 KV heads
+      worths = rounded_up(2 * 2 * 150 * sizeof(float));
+  for (const any_eviction& eviction : {any_eviction{freekv::trim_kv{}}, any_eviction{freekv::given_worths{}}})
+    CHECK(bytes_of(eviction).staging == 2 * (rows + worths));
+  CHECK(bytes_of(given_pages{}).staging == 2 * (rows + worths));
+  CHECK(bytes_of(given_pages{.keeps_prompt = true}).staging == 2 * worths);
+  CHECK(bytes_of(freekv::razor_attention_compensated{}).staging == 2 * rows);
+}
+
+TEST_CASE("worths of prompts that wait side by side are kept apart", "[eviction][worths]") {
+  for (const any_eviction& eviction :
+       {any_eviction{freekv::trim_kv{}}, any_eviction{freekv::given_worths{}}, any_eviction{given_pages{}},
+        any_eviction{given_pages{.keeps_prompt = true}}}) {
+    INFO(name_of(eviction));
+    const auto s = settings_of(eviction);
+    const text first(s, 24, 230, 11), second(s, 24, 230, 12);
+    freekv::host_backend backend;
+    forgetful p(s, backend);
+    const auto want_a = prompt_and_decode(p, first, {120}, 40),
+               want_b = prompt_and_decode(p, second, {90}, 40);
+    const auto a = p.open(), b = p.open();
+    run_step(p, {{a, &first, 70, step_phase::prefill}, {b, &second, 90, step_phase::prefill}});
+    run_step(p, {{a, &first, 50, step_phase::prefill}});
+    for (int step = 0; step < 40; ++step) {
+      const auto got = run_step(p, {{b, &second}, {a, &first}});
+      CHECK(got[0] == want_b[count(step)]);
+      CHECK(got[1] == want_a[count(step)]);
+    }
   }
 }

@@ -53,7 +53,7 @@ void compare_step(Pipeline& plain, Pipeline& fused, const std::vector<freekv::st
   const std::int64_t apart = out_stride == 0 ? width : out_stride;
   for (int layer = 0; layer < s.model.layers; ++layer) {
     fused_rows<Number> tensor{width, kv, d.below(20)}, other{width, kv, d.below(20)};
-    std::vector<float> queries, keys, values;
+    std::vector<float> queries, keys, values, worths;
     for (std::size_t i = 0; i < rows.size(); ++i) {
       const auto from = sources[i]->at(layer, first[i], rows[i].tokens);
       for (int row = 0; row < rows[i].tokens; ++row) {
@@ -64,12 +64,14 @@ void compare_step(Pipeline& plain, Pipeline& fused, const std::vector<freekv::st
       queries.insert(queries.end(), q.begin(), q.end());
       keys.insert(keys.end(), from.keys.begin(), from.keys.end());
       values.insert(values.end(), from.values.begin(), from.values.end());
+      if (gives_worths(plain)) worths.insert(worths.end(), from.worths.begin(), from.worths.end());
     }
-    a.template append<float>(layer, {.keys = keys, .values = values, .queries = queries});
+    a.template append<float>(layer, {.keys = keys, .values = values, .queries = queries, .worths = worths});
     b.template append<Number, Number>(layer, {.keys = tensor.from(width),
                                               .values = other.from(width + kv),
                                               .queries = tensor.from(0),
-                                              .strides = {tensor.stride(), other.stride(), tensor.stride()}});
+                                              .strides = {tensor.stride(), other.stride(), tensor.stride()},
+                                              .worths = worths});
     const auto attended = [&](bool full) {
       std::vector<float> expected(queries.size(), quiet_nan), lse(count(total * s.model.query_heads)),
           lse_b(lse);

@@ -33,19 +33,20 @@ inline tiny_pipeline::settings tiny_settings() {
 }
 
 /// What a model would bring: queries (tokens, query_heads, d), keys and values (tokens, kv_heads, d) of each
-/// layer.
+/// layer, and worths (tokens, kv_heads), NaN among them.
 class text {
  public:
   struct rows {
-    std::span<const float> queries, keys, values;
+    std::span<const float> queries, keys, values, worths;
   };
 
   template <class Settings>
   text(const Settings& s, int head_dim, int tokens, std::uint64_t seed)
       : layers_(count(s.model.layers)),
         query_row_(count(s.model.query_heads * head_dim)),
-        key_row_(count(s.model.kv_heads * head_dim)) {
-    dice d(seed);
+        key_row_(count(s.model.kv_heads * head_dim)),
+        heads_(count(s.model.kv_heads)) {
+    dice d(seed), of_worths(seed + 1000);
     for (layer_rows& l : layers_) {
       auto query = normals(d, query_row_), centre = normals(d, key_row_);
       for (int t = 0; t < tokens; ++t) {
@@ -57,6 +58,9 @@ class text {
         // Representable in every element type, so that stored and float input are the same.
         for (const float x : centre) l.keys.push_back(rounded_to_bfloat16(x + 0.5f * d.normal()));
         for (std::size_t i = 0; i < key_row_; ++i) l.values.push_back(rounded_to_bfloat16(d.normal()));
+        for (std::size_t i = 0; i < heads_; ++i)
+          l.worths.push_back(of_worths.below(16) == 0 ? quiet_nan
+                                                      : std::exp(-0.1f * std::fabs(of_worths.normal())));
       }
     }
   }
@@ -73,6 +77,7 @@ class text {
       splice(both.layers_[l].queries, end.layers_[l].queries, both.query_row_);
       splice(both.layers_[l].keys, end.layers_[l].keys, both.key_row_);
       splice(both.layers_[l].values, end.layers_[l].values, both.key_row_);
+      splice(both.layers_[l].worths, end.layers_[l].worths, both.heads_);
     }
     return both;
   }
@@ -81,13 +86,18 @@ class text {
   void zero_queries() {
     for (layer_rows& l : layers_) std::fill(l.queries.begin(), l.queries.end(), 0.0f);
   }
+  /// Gives all tokens the same worth.
+  void equal_worths(float worth) {
+    for (layer_rows& l : layers_) std::fill(l.worths.begin(), l.worths.end(), worth);
+  }
 
   rows at(int layer, int first, int tokens) const {
     const auto part = [&](const std::vector<float>& data, std::size_t row) {
       return std::span(data).subspan(count(first) * row, count(tokens) * row);
     };
     const auto& l = layers_[count(layer)];
-    return {part(l.queries, query_row_), part(l.keys, key_row_), part(l.values, key_row_)};
+    return {part(l.queries, query_row_), part(l.keys, key_row_), part(l.values, key_row_),
+            part(l.worths, heads_)};
   }
 
  private:
@@ -96,11 +106,21 @@ class text {
     return freekv::to_float(freekv::from_float<freekv::bfloat16>(std::fabs(x) < 1e-3f ? 0.0f : x));
   }
   struct layer_rows {
-    std::vector<float> queries, keys, values;
+    std::vector<float> queries, keys, values, worths;
   };
   std::vector<layer_rows> layers_;
-  std::size_t query_row_, key_row_;
+  std::size_t query_row_, key_row_, heads_;
 };
+
+/// Whether a pipeline's policy takes worths of rows.
+template <class Pipeline>
+bool gives_worths(const Pipeline& pipeline) {
+  if constexpr (requires { pipeline.configuration().eviction; })
+    return resolve(pipeline.configuration().eviction,
+                   []<class E>(const E&) { return freekv::takes_worths<E>; });
+  else
+    return false;
+}
 
 /// The rows of one sequence in a step: the next `tokens` of its text.
 struct sequence_part {
@@ -169,15 +189,17 @@ std::vector<sequence_result> run_step(Pipeline& pipeline, const std::vector<sequ
   auto step = pipeline.begin_step(listed);
   std::vector<sequence_result> results(parts.size());
   for (int layer = 0; layer < s.model.layers; ++layer) {
-    std::vector<float> queries, keys, values;
+    std::vector<float> queries, keys, values, worths;
     for (std::size_t i = 0; i < parts.size(); ++i) {
       const auto rows = parts[i].source->at(layer, first[i], parts[i].tokens);
       queries.insert(queries.end(), rows.queries.begin(), rows.queries.end());
       keys.insert(keys.end(), rows.keys.begin(), rows.keys.end());
       values.insert(values.end(), rows.values.begin(), rows.values.end());
+      if (gives_worths(pipeline)) worths.insert(worths.end(), rows.worths.begin(), rows.worths.end());
     }
     std::vector<float> out(queries.size(), quiet_nan), lse(queries.size() / query_row * heads, quiet_nan);
-    step.template append<float>(layer, {.keys = keys, .values = values, .queries = queries});
+    step.template append<float>(layer,
+                                {.keys = keys, .values = values, .queries = queries, .worths = worths});
     std::vector<float> expected;
     if constexpr (requires { step.most_attended(layer); })
       if (!queries.empty() && first[0] % 4 == 0)

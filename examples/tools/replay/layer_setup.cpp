@@ -101,6 +101,10 @@ layer_setup::layer_setup(const replay_options& o, const trace_form& t, const bas
     refuse("--variant " + o.variant + " forgets by attention without " +
            (o.soft_cap != 0 ? "--soft-cap" : "the trace's sink_logits") +
            "; choose a variant that retrieves");
+  if (o.method.takes_worths() && !t.has_worths)
+    refuse("--variant " + o.variant +
+           " goes by what a model's gates say of each token, and the trace has no tensor worths (tokens, "
+           "n_kv); record it too, or choose another variant");
   if (o.method.needs_basis()) take_basis(o, t, file);
   if (o.method.needs_codebooks()) take_codebooks(o, t, file);
   if (o.method.needs_factors()) take_factors(o, t);

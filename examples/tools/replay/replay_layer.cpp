@@ -85,12 +85,13 @@ void compare(std::span<const float> out, std::span<const float> lse, std::span<c
   }
 }
 
-void append_prompt(pipeline& p, const trace& t, progress_line& progress) {
+void append_prompt(pipeline& p, const trace& t, bool takes_worths, progress_line& progress) {
   constexpr int chunk = 4096;
   for (int done = 0; done < t.prompt_len; done += chunk) {
     progress.show("prompt token", done, t.prompt_len);
     const int tokens = std::min(chunk, t.prompt_len - done);
     p.begin_step(tokens, step_phase::prefill);
+    if (takes_worths) p.give_worths(t.worths_of(done, tokens));
     p.append_stored(0, t.rows_of(t.keys, done, tokens), t.rows_of(t.values, done, tokens),
                     p.observes_prompts() ? t.queries_of(done, tokens) : std::span<const float>{});
     p.end_step();
@@ -119,8 +120,8 @@ void keep_report(const step_report& report, std::size_t step, results* r, layer_
 
 /// `exact` keeps everything as it was recorded, which `p` does too unless its codec loses something. `r` may
 /// be null.
-void replay_steps(pipeline& p, pipeline& exact, const trace& t, progress_line& progress, results* r,
-                  layer_result& s) {
+void replay_steps(pipeline& p, pipeline& exact, const trace& t, bool takes_worths, progress_line& progress,
+                  results* r, layer_result& s) {
   const std::size_t heads = to_size(t.query_heads), out_row = heads * to_size(t.head_dim);
   std::vector<float> out(out_row), lse(heads), full(out_row), full_lse(heads), coded(out_row),
       coded_lse(heads);
@@ -129,6 +130,7 @@ void replay_steps(pipeline& p, pipeline& exact, const trace& t, progress_line& p
     const int token = t.prompt_len + step;
     const auto append = [&](pipeline& to) {
       to.begin_step(1, step_phase::decode);
+      if (takes_worths) to.give_worths(t.worths_of(token, 1));
       to.append_stored(0, t.rows_of(t.keys, token, 1), t.rows_of(t.values, token, 1), t.queries_of(token, 1));
     };
     if (&exact != &p) append(exact);
@@ -214,10 +216,11 @@ layer_result replay_layer(const replay_options& o, const replay_job& job, const 
     options.method = {.plan = o.sliding_window ? "sliding" : "complete"};
     options.store_file.clear();
     exact = replayed_pipeline(o, options, tools.backend);
-    append_prompt(*exact, t, tools.progress);
+    append_prompt(*exact, t, false, tools.progress);
   }
-  append_prompt(*p, t, tools.progress);
-  replay_steps(*p, exact ? *exact : *p, t, tools.progress, r ? &*r : nullptr, s);
+  const bool takes_worths = o.method.takes_worths();
+  append_prompt(*p, t, takes_worths, tools.progress);
+  replay_steps(*p, exact ? *exact : *p, t, takes_worths, tools.progress, r ? &*r : nullptr, s);
   if (r) s.written = write_results(*job.out, o, t, *r);
   return s;
 }

@@ -115,6 +115,13 @@ trace_form form_of(const safetensors_file& file, std::optional<data_type> elemen
            "; needed is F32, F16 or BF16 of k's shape " + cited_shape(k.shape));
     t.has_keys_before_rotation = true;
   }
+  if (const tensor_view* worths = file.find("worths")) {
+    if (!is_float(worths->dtype) || worths->shape != std::vector<std::int64_t>{k.shape[0], k.shape[1]})
+      fail("worths is " + std::string(dtype_name(worths->dtype)) + " of shape " + cited_shape(worths->shape) +
+           "; needed is F32, F16 or BF16 of (" + std::to_string(k.shape[0]) + ", " +
+           std::to_string(k.shape[1]) + "), a number for each token and KV head");
+    t.has_worths = true;
+  }
   return t;
 }
 
@@ -149,6 +156,7 @@ trace read_trace(const std::filesystem::path& path, std::optional<data_type> ele
     std::vector<float> values = file.copy_as_float(name);
     *bytes = rounded(values, t.element);
   }
+  if (t.has_worths) t.worths = file.copy_as_float("worths");
   if (t.has_keys_before_rotation) t.keys_before_rotation = file.copy_as_float("k_pre");
   return t;
 }

@@ -20,7 +20,7 @@ struct trace_form {
   std::optional<int> layer;          ///< the model's layer, where the trace says so
   data_type element{};               ///< that keys and values are kept as
   std::vector<float> sink_logits{};  ///< (query_heads), where the trace has them
-  bool has_keys_before_rotation = false;
+  bool has_keys_before_rotation = false, has_worths = false;
   std::optional<double> rope_base;  ///< where the trace says it
   std::string rope_pairs = "halves";
   double scale = 0.0;         ///< of the model's scores, where the trace says it; 0: 1 / sqrt(head_dim)
@@ -31,14 +31,15 @@ struct trace_form {
 
 /// A trace as `freekv-replay` reads and `freekv-record` writes it: tensors `q` (tokens, query_heads,
 /// head_dim), `k` and `v` (tokens, kv_heads, head_dim) in F32, F16 or BF16, and `prompt_len` in the metadata;
-/// optionally `sink_logits` (query_heads), as gpt-oss has them, and `k_pre`, as `k` is, the keys before
-/// rotation. The metadata may name `layer`, `scale`, `rope_base` and `rope_pairs`, halves or neighbours, and
-/// `period`.
-/// Tokens before prompt_len are the prompt, each later one is a decode step.
+/// optionally `sink_logits` (query_heads), as gpt-oss has them, `k_pre`, as `k` is, the keys before
+/// rotation, and `worths` (tokens, kv_heads), what gates of the model say of each token. The metadata may
+/// name `layer`, `scale`, `rope_base` and `rope_pairs`, halves or neighbours, and `period`. Tokens before
+/// prompt_len are the prompt, each later one is a decode step.
 struct trace : trace_form {
   std::vector<float> queries;
   std::vector<std::byte> keys, values;      ///< elements of type `element`
   std::vector<float> keys_before_rotation;  ///< where the trace has them
+  std::vector<float> worths;                ///< the same
 
   std::span<const float> queries_of(int first, int count) const {
     const auto row = to_size(query_heads * head_dim);
@@ -48,6 +49,9 @@ struct trace : trace_form {
   std::span<const std::byte> rows_of(const std::vector<std::byte>& of, int first, int count) const {
     const auto row = to_size(kv_heads * head_dim) * (element == data_type::f32 ? 4 : 2);
     return std::span(of).subspan(to_size(first) * row, to_size(count) * row);
+  }
+  std::span<const float> worths_of(int first, int count) const {
+    return std::span(worths).subspan(to_size(first) * to_size(kv_heads), to_size(count) * to_size(kv_heads));
   }
   /// Keys as float: all, or those of the prompt.
   std::vector<float> float_keys() const { return float_keys(tokens); }

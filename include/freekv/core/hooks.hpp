@@ -37,6 +37,7 @@ enum class hook : std::uint8_t {
   validate,
   values,
   with_elements,
+  worths,  ///< of an eviction, `on_given`: what the engine says rows are worth
 };
 
 /// Optional members that a policy has: `using hooks = hook_list<hook::prepare, hook::query_width>;`.
@@ -135,7 +136,7 @@ using every_hook =
               hook::favour, hook::four_heads, hook::kept, hook::kind_of_head, hook::linear, hook::mass_term,
               hook::merge, hook::observe, hook::prepare, hook::query_width, hook::sees_keys,
               hook::shared_bytes, hook::shared_floats, hook::stored, hook::summarised_by_whole_rows,
-              hook::validate, hook::values, hook::with_elements>;
+              hook::validate, hook::values, hook::with_elements, hook::worths>;
 
 /// Compiles if the optional members of `P` are those that it lists.
 template <class P, class Hooks = every_hook>

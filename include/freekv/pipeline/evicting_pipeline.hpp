@@ -139,7 +139,8 @@ class evicting_pipeline {
     /// Appends the step's rows to a layer: keys and values (rows, kv_heads, head_dim) of the stored element
     /// type, or float to be rounded; queries (rows, query_heads, head_dim) of float, half or bfloat16, which
     /// may be missing where all rows are prompt, none attends and the policy observes none. Rows may be parts
-    /// of others, by `strides`, and there may be room for more of them. Throws usage_error.
+    /// of others, by `strides`, and there may be room for more of them. A layer that forgets needs `worths`,
+    /// where the policy takes them. Throws usage_error.
     template <class In = element, class Query = float>
     void append(int layer, const kv_rows<In, Query>& rows) {
       static_assert(std::is_same_v<In, element> || std::is_same_v<In, float>,
@@ -148,10 +149,13 @@ class evicting_pipeline {
       p.order_.expect(layer, "append", detail::layer_progress::waiting, detail::layer_progress::waiting);
       const state& s = p.memory_->layers[to_size(layer)];
       const auto given = detail::checked_rows(rows, {p.rows_, s.heads, head_dim}, p.any_decode());
-      if (rows.queries.empty() && p.rows_ > 0 && !s.complete && p.observes_prompts() && !p.any_decode())
+      const policy_needs needs = p.needs();
+      if (rows.queries.empty() && p.rows_ > 0 && !s.complete && needs.prompt_queries && !p.any_decode())
         throw usage_error("append: " + detail::printed(p.settings_.eviction) +
                           " observes prompt rows; give their queries with the keys");
-      for (const detail::eviction_entry& entry : p.entries_) p.memory_->stages.append(s, entry, given);
+      const float* const worths = p.checked_worths(s, rows.worths, needs.worths);
+      for (const detail::eviction_entry& entry : p.entries_)
+        p.memory_->stages.append(s, entry, given, worths);
       p.queries_ = given.queries;
       p.order_.reached(detail::layer_progress::appended, layer);
     }
@@ -276,13 +280,31 @@ class evicting_pipeline {
   bool any_decode() const {
     return std::any_of(entries_.begin(), entries_.end(), [](const auto& e) { return e.decodes; });
   }
-  bool observes_prompts() const {
-    return resolve(settings_.eviction, [](const auto& e) { return e.observed_rows() > 0; });
+  /// Needs of the policy.
+  struct policy_needs {
+    bool staging, prompt_queries, worths;
+  };
+  policy_needs needs() const {
+    return resolve(settings_.eviction, []<class E>(const E& e) -> policy_needs {
+      return {e.stages_prompt(), e.observed_rows() > 0, takes_worths<E>};
+    });
+  }
+  /// Worths of the step's rows as stages take them; null where the policy takes none, or the layer forgets
+  /// nothing and there are none. Throws usage_error.
+  const float* checked_worths(const state& s, std::span<const float> given, bool takes) const {
+    if (given.empty() && (!takes || s.complete)) return nullptr;
+    if (!takes) detail::refuse_worths(detail::printed(settings_.eviction), given.size());
+    const std::size_t needed = to_size(rows_) * to_size(s.heads.kv);
+    if (given.size() < needed)
+      throw usage_error("append: worths: " + std::to_string(given.size()) + " numbers for " +
+                        std::to_string(rows_) + " rows of " + std::to_string(s.heads.kv) + "; " +
+                        detail::printed(settings_.eviction) +
+                        " takes one for each row and KV head, so give " + std::to_string(needed));
+    return given.data();
   }
   bool needs_staging(const step_input& r) const {
     const record& sequence = known(r.sequence);
-    return r.phase == step_phase::prefill && r.tokens > 0 && sequence.staging < 0 &&
-           resolve(settings_.eviction, [](const auto& e) { return e.stages_prompt(); });
+    return r.phase == step_phase::prefill && r.tokens > 0 && sequence.staging < 0 && needs().staging;
   }
   void check_rows(std::span<const step_input> rows, std::size_t i) const {
     const step_input& r = rows[i];

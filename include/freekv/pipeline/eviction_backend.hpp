@@ -13,9 +13,11 @@ namespace freekv {
 template <class T, class State>
 concept evicting_stages = requires(T& stages, const std::vector<State>& layers, const State& s,
                                    const detail::eviction_entry& entry, const detail::step_rows<float>& rows,
-                                   const detail::step_queries& queries, const detail::attention_output& out) {
+                                   const float* worths, const detail::step_queries& queries,
+                                   const detail::attention_output& out) {
   stages.allocate(layers, entry);         // when a prompt ends, before any layer is cut: budgets of its heads
-  stages.append(s, entry, rows);          // cuts a prompt that has ended to its heads' budgets
+  // Cuts a prompt that has ended to its heads' budgets; worths are the step's, (rows, kv_heads), or null.
+  stages.append(s, entry, rows, worths);
   stages.attend(s, entry, queries, out);  // and what a decode row makes leave goes
   stages.forget(s, 0);                    // a sequence is empty
 };

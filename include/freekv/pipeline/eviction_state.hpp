@@ -58,6 +58,10 @@ struct eviction_state {
   int staged_rows = 0;             // 0: prompts are in `kv` at once
   element* staged = nullptr;       // (staging, kv head, 2, staged_rows, head_dim)
   float* votes = nullptr;          // (staging, kv head, staged_rows): of all rows, where all are observed
+  /// given ones of a prompt's tokens, where the policy takes them: (staging, kv head, worth_rows), or by
+  /// sequence where prompts are not staged
+  float* worths = nullptr;
+  int worth_rows = 0;
   int kept_queries = 0;            // the last rows', where not all are observed
   bool keeps_decoded = false;      // decode rows' too: `queries` are a sequence's then, not a staging's
   float* queries = nullptr;        // (staging, kept_queries, query heads, head_dim)
@@ -105,6 +109,10 @@ struct eviction_state {
   }
   float* votes_of(const eviction_entry& entry, int head) const {
     return votes + head_index(entry.staging, head) * to_size(staged_rows);
+  }
+  /// The worths that were given for a prompt's tokens of a KV head.
+  float* worths_of(const eviction_entry& entry, int head) const {
+    return worths + head_index(staged_rows == 0 ? entry.sequence : entry.staging, head) * to_size(worth_rows);
   }
   float* kept_query(const eviction_entry& entry, int token, int head) const {
     const int row = (keeps_decoded ? entry.sequence : entry.staging) * kept_queries + token % kept_queries;
@@ -222,7 +230,7 @@ class eviction_memory {
       l.kv = slow.take<element>(numbers(heads, l.rows));
       return l;
     }
-    bool pooled = false, by_head = false, weighs = false;
+    bool pooled = false, by_head = false, weighs = false, all_vote = false;
     resolve(s.eviction, [&]<class E>(const E& eviction) {
       pooled = allocates<E>;
       l.unit_tokens = eviction.unit_tokens();
@@ -239,7 +247,9 @@ class eviction_memory {
       l.units = (rows + l.unit_tokens - 1) / l.unit_tokens;
       if constexpr (!observes<E>) l.state_bytes = sizeof(typename E::unit_state);
       l.staged_rows = eviction.stages_prompt() ? s.capacity.max_prompt : 0;
-      if (eviction.observed_rows() < every_prompt_row) l.kept_queries = eviction.observed_rows();
+      all_vote = eviction.observed_rows() == every_prompt_row;
+      if (!all_vote) l.kept_queries = eviction.observed_rows();
+      if constexpr (takes_worths<E>) l.worth_rows = s.capacity.max_prompt;
       if constexpr (observes<E>) l.keeps_decoded = eviction.observes_decoding();
       if constexpr (merges<E>) {
         weighs = eviction.merge_by() != merge_rule::by_weights;
@@ -260,7 +270,8 @@ class eviction_memory {
     if (!pooled && !by_head) counted(bytes.slots, [&] { l.kv = fast.take<element>(numbers(heads, l.rows)); });
     counted(bytes.staging, [&] {
       l.staged = fast.take<element>(numbers(staged_heads, l.staged_rows));
-      if (l.kept_queries == 0) l.votes = fast.take<float>(staged_heads * to_size(l.staged_rows));
+      if (all_vote) l.votes = fast.take<float>(staged_heads * to_size(l.staged_rows));
+      l.worths = fast.take<float>((l.staged_rows == 0 ? heads : staged_heads) * to_size(l.worth_rows));
       if (!l.keeps_decoded) take_queries(s.capacity.max_prefills);
     });
     if (l.keeps_decoded) take_queries(s.capacity.max_sequences);

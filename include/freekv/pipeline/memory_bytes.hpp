@@ -16,7 +16,8 @@ struct memory_bytes {
   std::size_t summaries = 0;  ///< page summaries, and where attention is completed pages' values
   std::size_t codec = 0;  ///< what a codec keeps of complete pages beside the store, as low_rank_keys does
   std::size_t state = 0;  ///< page tables, selections, previous queries, scratch
-  /// KV of prompts: of an evicting_pipeline until they end; of a device's while they attend
+  /// KV of prompts, and worths given for them: of an evicting_pipeline until they end; of a device's while
+  /// they attend
   std::size_t staging = 0;
 
   std::size_t device_store = 0;  ///< where fast memory is a device's: KV of complete layers and open pages

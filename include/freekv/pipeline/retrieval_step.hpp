@@ -53,6 +53,7 @@ class retrieval_step : public step_handle<detail::pipeline_core<Shape, Pack>> {
     const state& s =
         layer_in(core, layer, "append", detail::layer_progress::waiting, detail::layer_progress::waiting);
     const auto given = detail::checked_rows(rows, shape_of(core, s), core.any_decode());
+    if (!rows.worths.empty()) detail::refuse_worths("a pipeline that retrieves", rows.worths.size());
 
     // A captured step has joined its recalls when the next is replayed; those of a step before it `plan` has
     // joined.

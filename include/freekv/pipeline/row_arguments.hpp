@@ -43,6 +43,13 @@ inline std::int64_t expect_rows(const char* what, std::size_t given, int rows, s
   return stride;
 }
 
+/// Refuses worths of rows for `who`, which takes none. Throws usage_error.
+[[noreturn, gnu::cold]] inline void refuse_worths(const std::string& who, std::size_t given) {
+  throw usage_error("append: " + who + " takes no worths, and " + std::to_string(given) +
+                    " are given; leave them out, or take an evicting_pipeline whose policy lists "
+                    "hook::worths");
+}
+
 /// Rows that a step has, and heads of a row.
 struct row_shape {
   int rows = 0;

@@ -36,6 +36,9 @@ struct kv_rows {
   /// (rows, query_heads, head_dim); may be empty if all rows are prompt and none attends
   std::span<const Query> queries{};
   row_strides strides{};
+  /// (rows, kv_heads), one behind the other: what the engine says each row is worth to each KV head, of
+  /// policies that take them (`hook::worths`) alone
+  std::span<const float> worths{};
 };
 
 /// One sequence's keys and values in an engine's own paged cache: token t of it is token `t % block_tokens`

@@ -1,7 +1,7 @@
 // Eviction: which tokens leave a KV head for good, where methods keep no complete store. A policy has a few
 // bytes of state for each unit that a head keeps, which is a token or a page, and functions that bring it up
 // to date; or it observes the last rows and ranks all units at once. Policies are in counting_eviction.hpp,
-// window_eviction.hpp, hard_kv.hpp and merging_eviction.hpp.
+// given_eviction.hpp, window_eviction.hpp, hard_kv.hpp and merging_eviction.hpp.
 #pragma once
 
 #include <cmath>
@@ -163,6 +163,10 @@ inline constexpr bool allocates = hooks_of<E>::has(hook::allocate);
 template <class E>
 inline constexpr bool merges = hooks_of<E>::has(hook::merge);
 
+/// True of a policy that lists `hook::worths`.
+template <class E>
+inline constexpr bool takes_worths = hooks_of<E>::has(hook::worths);
+
 /// A policy that remembers something of each unit. `unit_state` is trivially copyable. It is told:
 /// `on_append(unit, row)` for every token, with its number in the sequence;
 /// `on_prompt(unit, votes, first_token)` when a prompt ends, with the votes of its last `observed_rows()`
@@ -236,7 +240,10 @@ concept merges_tokens = requires {
 /// - `merge(tokens, moment, memory, fates)`, with a trivially copyable `head_memory`, one for each head of a
 ///   sequence, and `merge_by() -> merge_rule`: when tokens leave, it says which of those that stay each
 ///   merges into, and with what weight. Units are tokens then. By `merge_rule::as_last_row` weights are the
-///   row's, whose queries `observed_rows()` keeps.
+///   row's, whose queries `observed_rows()` keeps;
+/// - `on_given(unit, worth)`, listed as `hook::worths`, of a policy that counts units: right behind each
+///   `on_append` it is told what the engine gave for the row and KV head (`kv_rows::worths`), NaN as
+///   -infinity. Of a prompt's rows each has both calls, in their order, when the prompt ends.
 struct eviction_kind : kind_defaults {
   template <class P>
   struct check {
@@ -250,6 +257,9 @@ struct eviction_kind : kind_defaults {
                   "an eviction policy that lists hook::allocate lists hook::observe");
     static_assert(!allocates<P> || !merges<P>,
                   "an eviction policy that lists hook::merge does not list hook::allocate");
+    static_assert(!takes_worths<P> || !observes<P>,
+                  "an eviction policy that lists hook::observe ranks units by what rows attend to and does "
+                  "not list hook::worths");
   };
   template <class P>
   static constexpr bool offers(hook h) {
@@ -270,6 +280,12 @@ struct eviction_kind : kind_defaults {
         };
       case hook::validate:
         return requires(const P p) { p.validate(eviction_limits{}); };
+      case hook::worths:
+        if constexpr (counts_units<P>) return requires(const P p, typename P::unit_state& unit) {
+            p.on_given(unit, 0.5f);
+          };
+        else
+          return false;
       default:
         return kind_defaults::offers<P>(h);
     }

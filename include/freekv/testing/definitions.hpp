@@ -58,6 +58,8 @@ struct attended_rows {
   /// the row did not attend to. A prompt's rows attend to all of it up to themselves.
   std::vector<doubles> shares;
   int prompt = 0;  ///< tokens, the first of the rows
+  /// Worths that were given for each token so far, where the policy takes them; NaN comes as -infinity.
+  doubles worths{};
   /// True where some of the prompt left when it ended. Where none did, a policy that does not observe every
   /// row is not told of what prompt rows attended to.
   bool prompt_is_cut = false;

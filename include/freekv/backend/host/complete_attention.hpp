@@ -38,8 +38,8 @@ void refresh_page_value(const attention_part& of_page, int group, float refreshe
   freekv::detail::write_page_value(fresh, HeadDim, stored);
 }
 
-/// What query heads have not selected, each `unselected_masses::floats(pages)` numbers from `first` on: the
-/// largest log-mass of a unit, and for each page the sum of its units' masses relative to that.
+/// Masses of what query heads have not selected, each `unselected_masses::floats(pages)` numbers from `first`
+/// on: the largest log-mass of a unit, and for each page the sum of its units' masses relative to that.
 struct unselected_masses {
   float* first = nullptr;
   std::int64_t stride = 0;

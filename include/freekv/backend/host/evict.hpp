@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <freekv/backend/host/leave_head.hpp>
@@ -9,6 +10,7 @@
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/eviction_state.hpp>
 #include <freekv/pipeline/stage_arguments.hpp>
+#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -36,12 +38,13 @@ class eviction_stages {
   }
 
   /// Puts rows where they belong; before a sequence's first decode row its prompt is cut to the budget.
-  /// Observed prompt rows need their queries.
+  /// Observed prompt rows need their queries. `worths`: (rows of the step, kv_heads), of a layer that forgets
+  /// by a policy that takes them.
   template <class In>
-  void append(const state& s, const eviction_entry& entry, const step_rows<In>& rows) {
+  void append(const state& s, const eviction_entry& entry, const step_rows<In>& rows, const float* worths) {
     const auto bytes =
         to_size(entry.decodes && entry.ends_prompt ? entry.before : entry.tokens) * 4 * d * sizeof(element);
-    resolve(settings_->eviction, [&](const auto& eviction) {
+    resolve(settings_->eviction, [&]<class E>(const E& eviction) {
       const bool observed = !entry.decodes && !s.complete && eviction.observed_rows() != 0;
       const bool reads_queries = observed || (entry.decodes && s.keeps_decoded);
       const float* const queries =
@@ -50,9 +53,11 @@ class eviction_stages {
         if (entry.decodes && entry.ends_prompt)
           heads_.end_prompt(eviction, s, entry, head, scratch_[to_size(worker)]);
         if (entry.decodes)
-          append_decoded(eviction, s, entry, head, rows, queries);
+          append_decoded(eviction, s, entry, head, rows, queries, worths);
         else
           append_prompt(s, entry, head, rows);
+        if constexpr (takes_worths<E>)
+          if (!entry.decodes && !s.complete) keep_worths(s, entry, head, worths);
       });
       if (observed)
         observe(eviction, s, entry, queries + std::ptrdiff_t{entry.first_row} * s.heads.query * d);
@@ -150,7 +155,8 @@ class eviction_stages {
 
   template <class Eviction, class In>
   void append_decoded(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
-                      const step_rows<In>& rows, const float* queries) const {
+                      const step_rows<In>& rows, const float* queries,
+                      [[maybe_unused]] const float* worths) const {
     if (s.keeps_decoded) {
       const int group = s.heads.group() * d;
       std::memcpy(s.kept_query(entry, entry.before, head),
@@ -163,10 +169,26 @@ class eviction_stages {
       const int unit = tokens / s.unit_tokens;
       if (tokens % s.unit_tokens == 0) s.first_tokens(entry.sequence, head)[unit] = entry.before;
       if (float* const weights = s.log_weights(entry.sequence, head)) weights[unit] = 0.0f;
-      if constexpr (!observes<Eviction>)
-        eviction.on_append(s.template states_of<Eviction>(entry.sequence, head)[unit], entry.before);
+      if constexpr (!observes<Eviction>) {
+        auto& made = s.template states_of<Eviction>(entry.sequence, head)[unit];
+        eviction.on_append(made, entry.before);
+        if constexpr (takes_worths<Eviction>)
+          eviction.on_given(made, given_worth(s, worths, entry.first_row, head));
+      }
     }
     ++tokens;
+  }
+
+  /// The worth that was given for a row of the step; NaN as -infinity, which is worth least.
+  static float given_worth(const state& s, const float* worths, int row, int head) {
+    const float worth = worths[std::ptrdiff_t{row} * s.heads.kv + head];
+    return std::isnan(worth) ? -std::numeric_limits<float>::infinity() : worth;
+  }
+  /// Keeps a prompt's worths until it ends.
+  void keep_worths(const state& s, const eviction_entry& entry, int head, const float* worths) const {
+    float* const to = s.worths_of(entry, head) + entry.before;
+    for (int row = 0; row < entry.tokens; ++row)
+      to[row] = given_worth(s, worths, entry.first_row + row, head);
   }
 
   /// Observes a prompt chunk: all its rows vote at once, or the last ones' queries are kept.

@@ -68,7 +68,16 @@ class head_eviction : public head_observer<Shape> {
     }
     const auto make = [&]([[maybe_unused]] auto& made, [[maybe_unused]] int unit) {
       if constexpr (!observes<Eviction>) {
-        eviction.on_append(made, std::min((unit + 1) * u, entry.prompt) - 1);
+        const int end = std::min((unit + 1) * u, entry.prompt);
+        if constexpr (takes_worths<Eviction>) {
+          const float* const worths = s.worths_of(entry, head);
+          for (int token = unit * u; token < end; ++token) {
+            eviction.on_append(made, token);
+            eviction.on_given(made, worths[token]);
+          }
+        } else {
+          eviction.on_append(made, end - 1);
+        }
         eviction.on_prompt(made, votes, unit * u);
       }
     };

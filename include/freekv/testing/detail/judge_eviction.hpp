@@ -20,6 +20,7 @@ namespace freekv::testing::detail {
 struct unit_ranking {
   std::vector<doubles> worths{};  // by unit, in each of these cases
   int fewest = 0, most = 0;       // that stay
+  double near = 0.0;              // what worths made of given ones may differ by, relative to their size
 
   std::pair<double, double> range(std::size_t unit) const {
     const auto [low, high] = std::minmax_element(worths[unit].begin(), worths[unit].end());
@@ -28,7 +29,11 @@ struct unit_ranking {
   /// True where one unit has to leave before another: it is worth less, or always the same and was there
   /// first.
   bool leaves_before(std::size_t one, std::size_t other) const {
-    return worths[one] == worths[other] ? one < other : range(one).first <= range(other).second;
+    if (worths[one] == worths[other]) return one < other;
+    const double one_least = range(one).first, other_most = range(other).second;
+    const bool finite = std::isfinite(one_least) && std::isfinite(other_most);
+    return one_least <= other_most ||
+           (finite && one_least - other_most <= near * (std::fabs(one_least) + std::fabs(other_most)));
   }
 };
 
@@ -64,6 +69,7 @@ struct eviction_judge {
       for (std::size_t i = 0; i < to.size(); ++i) shares[to_size(to[i])] += of_head[i] / text->group;
     }
     seen.shares.push_back(std::move(shares));
+    if constexpr (takes_worths<Policy>) seen.worths.push_back(text->worth(row, head));
   }
   void prompt(int count) {
     seen.prompt = tokens = count;
@@ -116,7 +122,7 @@ struct eviction_judge {
   /// Units that are held, ranked as rows have attended to them, or `kept` of them at most by what the last
   /// rows have.
   unit_ranking rank(const eviction_moment& at, int kept) const {
-    unit_ranking ranked{std::vector<doubles>(held.size()), kept, kept};
+    unit_ranking ranked{std::vector<doubles>(held.size()), kept, kept, takes_worths<Policy> ? 1e-6 : 0.0};
     random_numbers random(1);
     const auto move = [&](double& x, double size) { x += 2e-5 * size * random.either_way(); };
     if constexpr (observes<Policy>) {
@@ -251,7 +257,8 @@ void judge_evictions(const Policy& policy, const eviction_definition& definition
     const int budget = random.one_of({16, 24, 48, 80});
     const int drawn = random.one_of({1, budget / 2, budget, budget + 7, 2 * budget + 3, 4 * budget});
     const int prompt = judged == 0 ? 2 * budget + 3 : drawn;
-    const random_text<Element> text(random, prompt + steps, kv_heads, group);
+    random_text<Element> text(random, prompt + steps, kv_heads, group);
+    if constexpr (takes_worths<Policy>) text.draw_worths(options.seed + to_size(run));
     typename pipeline::settings settings;
     settings.model.query_heads = kv_heads * group;
     settings.model.kv_heads = kv_heads;

@@ -138,6 +138,7 @@ struct random_text {
   int kv_heads, group;
   std::vector<Element> keys, values;  // (tokens, kv_heads, head_dim)
   std::vector<float> queries;         // (tokens, kv_heads * group, head_dim)
+  std::vector<float> worths{};        // (tokens, kv_heads), of a policy that takes them; else none
 
   random_text(random_numbers& random, int tokens, int heads, int group_size)
       : kv_heads(heads), group(group_size) {
@@ -160,6 +161,26 @@ struct random_text {
   std::span<const float> query_rows(int first, int count) const {
     return std::span(queries).subspan(to_size(first * kv_heads * group * d),
                                       to_size(count * kv_heads * group * d));
+  }
+  /// Draws worths: many below and near 1, and now and then 0, 1, one half, one beyond 1, one below 0 and NaN.
+  void draw_worths(std::uint64_t seed) {
+    random_numbers random(seed);
+    worths.resize(keys.size() / to_size(d));
+    for (float& worth : worths) {
+      const float drawn = std::fabs(static_cast<float>(random.either_way()));
+      const float odd[] = {0.0f, 1.0f, 1.0f, 0.5f, 0.5f, 2.0f + drawn, -drawn, NAN};
+      const int kind = random.below(32);
+      worth = kind < 8 ? odd[kind] : kind < 20 ? 1.0f - drawn * drawn * 0.05f : drawn;
+    }
+  }
+  std::span<const float> worth_rows(int first, int count) const {
+    if (worths.empty()) return {};
+    return std::span(worths).subspan(to_size(first * kv_heads), to_size(count * kv_heads));
+  }
+  /// The worth that a policy is told of a KV head's token.
+  double worth(int token, int head) const {
+    const float given = worths[to_size(token * kv_heads + head)];
+    return std::isnan(given) ? -HUGE_VAL : static_cast<double>(given);
   }
   doubles key(int token, int head) const { return wide(keys.data() + (token * kv_heads + head) * d, d); }
   doubles value(int token, int head) const { return wide(values.data() + (token * kv_heads + head) * d, d); }
@@ -243,7 +264,8 @@ void decode_twice(const std::string& where, const typename Pipeline::settings& s
     auto prefill = pipeline.begin_step({{sequence, prompt, step_phase::prefill}});
     prefill.append(0, {.keys = text.rows(text.keys, 0, prompt),
                        .values = text.rows(text.values, 0, prompt),
-                       .queries = text.query_rows(0, prompt)});
+                       .queries = text.query_rows(0, prompt),
+                       .worths = text.worth_rows(0, prompt)});
     prefill.end();
     for (int step = 0; step < steps; ++step) {
       const int row = prompt + step;
@@ -252,7 +274,8 @@ void decode_twice(const std::string& where, const typename Pipeline::settings& s
       auto decode = pipeline.begin_step({{sequence}});
       decode.append(0, {.keys = text.rows(text.keys, row, 1),
                         .values = text.rows(text.values, row, 1),
-                        .queries = text.query_rows(row, 1)});
+                        .queries = text.query_rows(row, 1),
+                        .worths = text.worth_rows(row, 1)});
       decode.attend(0, out);
       decode.end();
       if (expected.size() > to_size(step)) {
