@@ -108,8 +108,8 @@ struct replay_case {
     return retrieves() && layer.options.method.pinning == "pin_outliers" ? layer.options.method.pinned : 0;
   }
   bool uses_basis() const {
-    const std::string& summary = layer.options.method.summary;
-    return retrieves() && (summary == "key_subspace" || summary == "key_clusters");
+    const std::string& chosen = layer.options.method.summary;
+    return retrieves() && (chosen == "key_subspace" || chosen == "key_clusters");
   }
   /// The type in which keys and values are kept.
   std::string kept_dtype() const {
