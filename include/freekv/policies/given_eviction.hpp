@@ -5,8 +5,8 @@
 #include <cmath>
 #include <cstdint>
 #include <freekv/algorithms/ordered_key.hpp>
+#include <freekv/core/log_sum_exp.hpp>
 #include <freekv/policies/eviction.hpp>
-#include <limits>
 #include <string>
 #include <string_view>
 
@@ -37,16 +37,14 @@ struct trim_kv {
   FREEKV_HD constexpr bool protects(int, const eviction_moment&) const { return false; }
   FREEKV_HD constexpr void on_append(unit_state& unit, int row) const { unit = {0.0f, row, row}; }
   FREEKV_HD void on_given(unit_state& unit, float beta) const {
-    unit.log_beta = beta >= 1.0f  ? 0.0f
-                    : beta > 0.0f ? std::log(beta)
-                                  : -std::numeric_limits<float>::infinity();
+    unit.log_beta = beta >= 1.0f ? 0.0f : beta > 0.0f ? ::logf(beta) : -infinity;
   }
   FREEKV_HD constexpr void on_prompt(unit_state& unit, const prompt_votes& votes, int) const {
     unit.row = votes.tokens - 1;
   }
   FREEKV_HD constexpr void on_attended(unit_state& unit, float, int row) const { unit.row = row; }
   FREEKV_HD std::uint32_t worth(const unit_state& unit) const {
-    if (unit.log_beta == -std::numeric_limits<float>::infinity()) return order_bits(unit.log_beta);
+    if (unit.log_beta == -infinity) return order_bits(unit.log_beta);
     return order_bits(static_cast<float>(unit.row - unit.token) * unit.log_beta);
   }
 };
