@@ -63,6 +63,9 @@ TEST_CASE("random steps agree with the float64 oracle", "[property]") {
   for (std::uint64_t seed = first; seed < first + count; ++seed) {
     random_case c = make_case(seed);
     if (seed % 5 == 0) give_unit(c, 1 << seed / 5 % 5);
+    // As few of those drawn select so, a few long ones would decide how many are compared.
+    if (seed % 7 == 0 && c.options.method.correction != "mass_deficit")
+      c.options.method.rows = "per_query_head";
     auto& backend = backends.at(static_cast<int>(seed % backends.size()));
     try {
       compare_with_oracle(c, backend, seen);
