@@ -30,9 +30,14 @@ struct attend_tuning {
   int part_tokens = 128;          ///< of a budgeted row that one part covers
   int part_tokens_of_all = 1024;  ///< of a row that attends to everything
   int rows_of_all = 16;           ///< that attend to everything in one launch; more take turns
+  int tensor_blocks = 3;   ///< of a multiprocessor, by tensor cores, of pages that are kept as they are
+  int begin_tokens = 384;  ///< that a block would attend to in the time that it takes to begin and to end
+  int most_in_turn =
+      16;  ///< parts that one block attends to, a power of two, where there are more than blocks fit
   constexpr bool valid() const {
     return valid_block(threads, registers) && valid_block(threads, tensor_registers) && heads >= 1 &&
-           heads <= 8 && part_tokens >= 8 && part_tokens_of_all >= part_tokens && rows_of_all >= 1;
+           heads <= 8 && part_tokens >= 8 && part_tokens_of_all >= part_tokens && rows_of_all >= 1 &&
+           tensor_blocks >= 1 && begin_tokens >= 0 && most_in_turn >= 1;
   }
 };
 inline constexpr attend_tuning attend_default{};
@@ -195,6 +200,8 @@ struct attend_block {
     return s;
   }
   static constexpr sizes size = encodes_pages<Codec> ? fitting() : sizes{};
+  static constexpr bool takes_turns = false;
+  static constexpr int of_multiprocessor = 1;
   static constexpr int teams = size.threads / lanes, row_stride = HeadDim;  // of rows that are decoded
   static_assert(teams > 0);
   struct alignas(encodes_pages<Codec> ? 16 : alignof(Element)) storage {
@@ -212,7 +219,13 @@ struct attend_block<tensor_attention<HeadDim, Element>, HeadDim, Element, Codec>
   };
   static constexpr sizes size{};
   using storage = typename attention_type::storage;
+  /// Attends to several parts of a row, where there are more of them than blocks.
+  static constexpr bool takes_turns = !encodes_pages<Codec>;
+  static constexpr int of_multiprocessor = takes_turns ? attend_default.tensor_blocks : 1;
 };
+template <multiplies By, class State, class Codec>
+using attend_block_of = attend_block<tile_attention<By, State::head_dim, typename State::element>,
+                                     State::head_dim, typename State::element, Codec>;
 /// A block's shared memory.
 template <class Block>
 inline constexpr std::size_t attend_block_bytes = sizeof(typename Block::storage) * Block::teams;
@@ -226,6 +239,35 @@ inline constexpr bool shares_parts = requires {
 /// Parts that a block attends to.
 template <class Attention, class Block>
 inline constexpr int parts_of_block = shares_parts<Attention> ? 1 : Block::teams;
+
+/// Parts of a row that each of its blocks attends to, one after the other: the least power of two with which
+/// there are `blocks` at most.
+struct parts_in_turn {
+  int log = 0;
+  FREEKV_HD static constexpr parts_in_turn of(int parts, int blocks) {
+    parts_in_turn turn;
+    while (turn.blocks(parts) > blocks) ++turn.log;
+    return turn;
+  }
+  FREEKV_HD constexpr int count() const { return 1 << log; }
+  FREEKV_HD constexpr int blocks(int parts) const { return (parts + count() - 1) >> log; }
+};
+/// Blocks for each of `rows` rows and tiles of up to `parts` parts of `part_tokens` tokens, of which
+/// `at_once` run at a time: those that soonest have attended to all of them, if all take as long.
+inline int blocks_of_row(int parts, int part_tokens, std::int64_t rows, std::int64_t at_once) {
+  int best = parts;
+  double least = infinity;
+  for (parts_in_turn turn; turn.count() <= attend_default.most_in_turn; ++turn.log) {
+    const int blocks = turn.blocks(parts);
+    const auto rounds = static_cast<double>((rows * blocks + at_once - 1) / at_once);
+    const double takes =
+        rounds * (attend_default.begin_tokens + turn.count() * static_cast<double>(part_tokens));
+    if (takes >= least) continue;
+    least = takes;
+    best = blocks;
+  }
+  return best;
+}
 
 /// Rows of entry i of a list: in its slot, in the store if that keeps them as they are, or in an open page.
 template <class Codec, class State>
@@ -288,8 +330,10 @@ __device__ void merge_head(const State& s, const attention_scratch_memory& scrat
 /// A team, or a block whose warps share it, attends with a tile's query heads to one part of a row; the last
 /// block of the row and tile merges its parts.
 template <multiplies By, class State, class Codec>
-__global__ void attend_parts(State s, Codec codec, step_view step, step_queries queries, attending_rows rows,
-                             attention_scratch_memory scratch, attention_output out) {
+__launch_bounds__(attend_block_of<By, State, Codec>::size.threads,
+                  attend_block_of<By, State, Codec>::of_multiprocessor) __global__
+    void attend_parts(State s, Codec codec, step_view step, step_queries queries, attending_rows rows,
+                      attention_scratch_memory scratch, attention_output out) {
   constexpr int d = State::head_dim;
   using element = typename State::element;
   using attention_type = tile_attention<By, d, element>;
@@ -307,6 +351,10 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
   attention_type attention(of_teams[nth]);
   if (attends) begin_tile<d>(team, attention, tile, queries, row, s.scale);
   attended_list list;
+  int parts = 0;  // of the row
+  parts_in_turn turn;
+  // Blocks that so many parts take.
+  const auto blocks_of = [&](int count) { return turn.blocks((count + at_once - 1) / at_once); };
   const auto entries = [&](int i) {
     const unsigned attending = attending_heads(s, list, i, tile);
     if (attending == 0) return entry_rows<element>{};
@@ -314,7 +362,6 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
                                attending};
   };
   const parts_of_row to{std::int64_t{blockIdx.z} * s.heads.query, rows.parts};
-  int parts = 0, blocks = 0;
   // A head's list and all rows but the step's own have been there as long, unless a correction selects anew:
   // they come ahead, and once more if it has. While it does, what is read is nonsense of no harm: a warp that
   // matches slots writes nothing but slots.
@@ -328,11 +375,11 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
     list = attended_list::of(s, *entry, row, tile.kv_head, rows);
     const int each = entries_of_part(list.entries.complete, s.page.tokens, s.unit.tokens);
     parts = (list.size() + each - 1) / each;
-    blocks = (parts + at_once - 1) / at_once;
-    const int part = shares_parts<attention_type> ? block_x() : block_x() * teams + nth;
-    const int begin = part * each, end = min(begin + each, list.size());
+    if constexpr (block_type::takes_turns) turn = parts_in_turn::of(parts, static_cast<int>(gridDim.x));
+    const int part = shares_parts<attention_type> ? block_x() << turn.log : block_x() * teams + nth;
+    const int begin = part * each, end = min(begin + (each << turn.log), list.size());
     if (ahead && (begin >= end || list.entries.page(end - 1) >= entry->before / s.page.tokens)) continue;
-    if (block_x() >= blocks) return;
+    if (block_x() >= blocks_of(parts)) return;
     if (begin >= end) break;
     if constexpr (encodes_pages<Codec>) {
       constexpr int step = shares_parts<attention_type> ? teams : 1;
@@ -350,21 +397,29 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
         wait_for_kernel_before();
         return !selects || s.corrected[s.head_index(entry->sequence, tile.kv_head)] == 0;
       };
-      if (!attention.attend_entries(team, begin, end, entries, s.soft_cap, {nth, teams}, stays)) continue;
+      int left = part;
+      const auto leave = [&] {
+        store_shared_tile<d>(team, attention, of_teams, tile, scratch, to, left++);
+        if (left * each >= end) return;
+        __syncthreads();  // all have read what the warps have left
+        attention.restart();
+      };
+      if (!attention.attend_parts(team, {begin, end, each}, entries, s.soft_cap, {nth, teams}, stays, leave))
+        continue;
     } else {
       attention.attend_entries(team, begin, end, entries, s.soft_cap);
     }
-    if constexpr (shares_parts<attention_type>)
-      store_shared_tile<d>(team, attention, of_teams, tile, scratch, to, part);
-    else
+    if constexpr (!shares_parts<attention_type>)
       store_tile<d>(team, attention, tile, scratch, to, part);
+    else if constexpr (encodes_pages<Codec>)
+      store_shared_tile<d>(team, attention, of_teams, tile, scratch, to, part);
     break;
   }
   // Attention has no use for its memory any more. The last block of each group of parts merges that, and the
   // last of these the groups.
   using merging = warp_merge<d>;
   auto& blocks_before = *reinterpret_cast<std::uint32_t*>(attend_memory);
-  const int group = block_x() * at_once / merging::group, groups = merging::groups_of(parts);
+  const int group = (block_x() << turn.log) * at_once / merging::group, groups = merging::groups_of(parts);
   std::uint32_t* const counters =
       scratch.blocks_attending +
       (std::int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * (merging::groups_of(rows.parts) + 1);
@@ -376,12 +431,13 @@ __global__ void attend_parts(State s, Codec codec, step_view step, step_queries 
   };
   if (groups > 1) {
     const int of_group = min(parts - group * merging::group, merging::group);
-    if (!is_last_block(counters + group, (of_group + at_once - 1) / at_once, blocks_before)) return;
+    if (!is_last_block(counters + group, blocks_of(of_group), blocks_before)) return;
     for_heads([&](int query_head) {
       merging::merge_group(scratch, to.at(query_head, group * merging::group), of_group);
     });
   }
-  if (!is_last_block(counters + merging::groups_of(rows.parts), groups > 1 ? groups : blocks, blocks_before))
+  if (!is_last_block(counters + merging::groups_of(rows.parts), groups > 1 ? groups : blocks_of(parts),
+                     blocks_before))
     return;
   for_heads([&](int query_head) { merge_head(s, scratch, to, parts, row, query_head, out); });
 }
@@ -408,14 +464,21 @@ void launch_attend(const State& s, const Codec& codec, const step_view& step, co
   using block_type = attend_block<attention_type, d, typename State::element, Codec>;
   constexpr int threads = block_type::size.threads;
   constexpr std::size_t bytes = std::max(attend_block_bytes<block_type>, sizeof(std::uint32_t));
-  const int tiles = head_tile<attention_type::heads>::tiles_of(s.heads.group());
+  const int tiles = head_tile<attention_type::heads>::tiles_of(s.heads.group()), heads = s.heads.kv * tiles;
   const int at_once = rows_at_once(scratch, parts, s.heads.query);
+  constexpr auto kernel = attend_parts<by, State, Codec>;
+  const int part_tokens = everything || s.kind == layer_kind::complete ? attend_default.part_tokens_of_all
+                                                                       : attend_default.part_tokens;
   for (int first = 0; first < step.bounds.rows; first += at_once) {
     const attending_rows rows{first, std::min(at_once, step.bounds.rows - first), parts, everything, kind};
-    const dim3 grid(static_cast<unsigned>(blocks_for(parts, parts_of_block<attention_type, block_type>)),
-                    static_cast<unsigned>(s.heads.kv * tiles), static_cast<unsigned>(rows.count));
-    launch("attend", {grid, threads, stream, bytes, true}, attend_parts<by, State, Codec>, s, codec, step,
-           queries, rows, scratch, to);
+    int blocks = blocks_for(parts, parts_of_block<attention_type, block_type>);
+    if constexpr (block_type::takes_turns)
+      blocks = blocks_of_row(parts, part_tokens, std::int64_t{rows.count} * heads,
+                             blocks_at_once("attend", kernel, threads, bytes));
+    const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(heads),
+                    static_cast<unsigned>(rows.count));
+    launch("attend", {grid, threads, stream, bytes, true}, kernel, s, codec, step, queries, rows, scratch,
+           to);
   }
 }
 

@@ -30,17 +30,6 @@ struct entry_rows {
   head_slice<const Element> rows;
   int tokens = 0;
   unsigned attending = 0;
-
-  /// The rows that another lane of the warp has found.
-  __device__ entry_rows of_lane(int lane) const {
-    const auto number = [&](auto x) { return __shfl_sync(~0u, x, lane); };
-    const auto place = [&](const Element* p) {
-      return reinterpret_cast<const Element*>(number(reinterpret_cast<unsigned long long>(p)));
-    };
-    return {{place(rows.key), place(rows.value), number(static_cast<long long>(rows.stride))},
-            number(tokens),
-            number(attending)};
-  }
 };
 
 }  // namespace freekv::device

@@ -50,6 +50,14 @@ bool can_wait(void (*kernel)(Parameters...)) {
   return of.ptxVersion >= 90;
 }
 
+/// Allows a kernel as much dynamic shared memory, which up to 48 KiB it need not be.
+template <class... Parameters>
+void allow_shared(void (*kernel)(Parameters...), std::size_t bytes, const char* what) {
+  if (bytes > 48 << 10)
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+          what);
+}
+
 /// Launches `kernel`. What is checked is what the launch itself returns: an error that others have left
 /// behind stays theirs.
 template <class... Parameters, class... Arguments>
@@ -60,10 +68,7 @@ void launch(const char* what, const launch_shape& shape, void (*kernel)(Paramete
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = shape.stream;
-  if (shape.shared_bytes > 48 << 10)  // which a kernel is to be allowed
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shape.shared_bytes)),
-          what);
+  allow_shared(kernel, shape.shared_bytes, what);
   cudaLaunchAttribute overlap{};
   if (shape.overlaps && can_wait(kernel)) {
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -89,6 +94,15 @@ inline int multiprocessors() {
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   return count;
+}
+
+/// Blocks of a kernel that the device in use runs at a time, at least 1.
+template <class... Parameters>
+int blocks_at_once(const char* what, void (*kernel)(Parameters...), int threads, std::size_t shared_bytes) {
+  allow_shared(kernel, shared_bytes, what);
+  int of_each = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_each, kernel, threads, shared_bytes), what);
+  return multiprocessors() * (of_each > 1 ? of_each : 1);
 }
 
 /// Memory of the device in use. For `memory_resources::fast`; the host does not touch it.

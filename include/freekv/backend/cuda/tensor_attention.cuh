@@ -142,14 +142,16 @@ class tensor_attention {
   /// A warp's shared memory.
   struct alignas(16) storage : cuda::std::conditional_t<query_in_registers, nothing, query_pieces_of_lanes> {
     tile ring[stages];
+    entry_rows<Element> found[32];
+    int free_tile;  // of the ring, when a part has been attended to
     /// Room for `tokens_at_once` rows of keys, and of values behind them, while nothing is on its way.
     __device__ Element* rows() { return reinterpret_cast<Element*>(ring); }
-    /// Room for what head h has attended to, when nothing comes any more. Heads lie such that threads write
-    /// to all banks.
+    /// Room for what head h has attended to in a part, which is where its last tile was. Heads lie such that
+    /// threads write to all banks.
     __device__ attention_part part(int h) {
       constexpr int of_head = HeadDim + 4;
-      static_assert(sizeof ring >= heads * (of_head * sizeof(float) + sizeof(log_sum_exp)));
-      float* const numbers = reinterpret_cast<float*>(ring);
+      static_assert(sizeof(tile) >= heads * (of_head * sizeof(float) + sizeof(log_sum_exp)));
+      float* const numbers = reinterpret_cast<float*>(ring + free_tile);
       return {reinterpret_cast<log_sum_exp*>(numbers + heads * of_head) + h, numbers + h * of_head};
     }
   };
@@ -157,9 +159,9 @@ class tensor_attention {
   struct turn {
     int warp = 0, warps = 1;
   };
-  /// Stands for entries that stay.
-  struct always_there {
-    __device__ bool operator()() const { return true; }
+  /// Entries from `begin` to before `end`, in parts of `each` of them.
+  struct entry_parts {
+    int begin = 0, end = 0, each = 1;
   };
 
   __device__ explicit tensor_attention(storage& shared) : shared_(shared) {}
@@ -198,65 +200,100 @@ class tensor_attention {
       split(two[0] * factor, two[1] * factor, in_parts);
       unroll<parts>([&](auto part) { query_piece(i / 2 * parts + part).pair[i % 2] = in_parts[part]; });
     });
-    unroll<2>([&](auto j) {
-      back_[j] = __shfl_sync(~0u, 1.0f / factor, (2 * quarter + j) * 4);
-      log_sum_[j] = {};
-    });
+    unroll<2>([&](auto j) { back_[j] = __shfl_sync(~0u, 1.0f / factor, (2 * quarter + j) * 4); });
+    if (team.lane() == 0) shared_.free_tile = 0;
+    restart();
+  }
+  /// Forgets what has been attended to, with the same queries.
+  __device__ void restart() {
+    unroll<2>([&](auto j) { log_sum_[j] = {}; });
     unroll<tiles * 4>([&](auto i) { weighted_[i / 4][i % 4] = 0.0f; });
   }
 
-  /// Adds the warp's blocks of the entries from `begin` to before `end`: `entries(i)` is an `entry_rows`.
-  /// Each lane is asked for others, so that what an entry's address hangs on is on its way for many at a
-  /// time. The loop's code is there once: what is fetched to be run a few times takes longer than to run it.
-  /// `stay()` is asked once, when the first blocks are on their way: false where they are not to be attended
-  /// to, and then nothing is. Returns what it said.
-  template <class Entries, class Stay = always_there>
-  __device__ bool attend_entries(team_type team, int begin, int end, const Entries& entries, float soft_cap,
-                                 const turn& mine = {}, const Stay& stay = {}) {
-    entry_rows<Element> found, now;
-    int next = begin, first = mine.warp * tokens_at_once;  // entry behind `now`, token of `now`
+  /// Adds the warp's blocks of all parts: `entries(i)` is an `entry_rows`. Each lane is asked for others, so
+  /// that what an entry's address hangs on is on its way for many at a time. The loop's code is there once:
+  /// what is fetched to be run a few times takes longer than to run it. `stay()` is asked once, when the
+  /// first blocks are on their way: false where they are not to be attended to, and then nothing is. Behind
+  /// the last block of a part `leave(nth)` is called, by each warp for each part, while the next part's rows
+  /// are on their way; what is added then is added to what it leaves. Returns what `stay` said.
+  template <class Entries, class Stay, class Leave>
+  __device__ bool attend_parts(team_type team, const entry_parts& all, const Entries& entries, float soft_cap,
+                               const turn& mine, const Stay& stay, const Leave& leave) {
+    int next = all.begin, tokens = 0;        // entry behind the one at hand, and the tokens of that
+    int first = mine.warp * tokens_at_once;  // of these
+    int part_end = min(all.begin + all.each, all.end);
+    bool begins = true;  // a part of which there has been no block
     const auto fill = [&](tile& to) {
-      while (first >= now.tokens && next < end) {
-        first -= (now.tokens + tokens_at_once - 1) / tokens_at_once * tokens_at_once;
-        const int nth = (next - begin) % 32;
-        if (nth == 0) found = next + team.lane() < end ? entries(next + team.lane()) : entry_rows<Element>{};
-        now = found.of_lane(nth);
-        if (now.attending == 0) now.tokens = 0;
-        ++next;
-      }
       waiting_block block;
-      if (first < now.tokens) {
-        block = {min(now.tokens - first, tokens_at_once), now.attending};
-        copy_tile(team, to, rows_behind(now.rows, first), block.tokens);
-        first += mine.warps * tokens_at_once;
+      for (;;) {
+        if (first < tokens) {
+          const entry_rows<Element>& now = shared_.found[(next - 1 - all.begin) % 32];
+          block = {min(tokens - first, tokens_at_once), now.attending, begins};
+          copy_tile(team, to, rows_behind(now.rows, first), block.tokens);
+          first += mine.warps * tokens_at_once;
+          break;
+        }
+        if (next < part_end) {
+          first -= (tokens + tokens_at_once - 1) / tokens_at_once * tokens_at_once;
+          const int nth = (next - all.begin) % 32;
+          if (nth == 0) {
+            __syncwarp();  // all have read those before
+            shared_.found[team.lane()] =
+                next + team.lane() < all.end ? entries(next + team.lane()) : entry_rows<Element>{};
+            __syncwarp();
+          }
+          tokens = shared_.found[nth].attending != 0 ? shared_.found[nth].tokens : 0;
+          ++next;
+          continue;
+        }
+        if (begins && next > all.begin) {  // the warp has nothing of it, and leaves that
+          block = {0, 0, true};
+          break;
+        }
+        if (part_end >= all.end) break;
+        part_end = min(part_end + all.each, all.end);
+        first = mine.warp * tokens_at_once;
+        tokens = 0;
+        begins = true;
       }
+      begins = false;
       __pipeline_commit();
       return block;
     };
     waiting_block waiting[stages];
-    int stage = 0, filled = 0;
 #pragma unroll 1
-    for (;;) {
-      tile& at = shared_.ring[stage];
+    for (int filled = 0;; ++filled) {
+      const int nth = filled % stages;
+      tile& at = shared_.ring[nth];
       if (filled >= stages) {
         if (filled == stages && !stay()) {
           __pipeline_wait_prior(0);
           __syncwarp();  // the ring is free again
           return false;
         }
-        if (waiting[0].tokens == 0) break;
+        if (waiting[0].tokens < 0) break;
         __pipeline_wait_prior(stages - 1);
         __syncwarp();  // what other lanes have copied is there, too
-        attend_block(team, block_of(at.rows[0][0], at.rows[1][0], row_pieces * 16, tokens_at_once),
-                     waiting[0].tokens, soft_cap, waiting[0].attending);
+        if (waiting[0].tokens > 0)
+          attend_block(team, block_of(at.rows[0][0], at.rows[1][0], row_pieces * 16, tokens_at_once),
+                       waiting[0].tokens, soft_cap, waiting[0].attending);
         __syncwarp();  // all have read it
+        if (waiting[1].begins) {
+          if (team.lane() == 0) shared_.free_tile = nth;
+          leave();
+        }
       }
       unroll<stages - 1>([&](auto i) { waiting[i] = waiting[i + 1]; });
       waiting[stages - 1] = fill(at);
-      ++filled;
-      stage = stage + 1 < stages ? stage + 1 : 0;
     }
     return true;
+  }
+  /// Adds the warp's blocks of the entries from `begin` to before `end`, as `attend_parts` of one part.
+  template <class Entries>
+  __device__ void attend_entries(team_type team, int begin, int end, const Entries& entries, float soft_cap,
+                                 const turn& mine = {}) {
+    attend_parts(
+        team, {begin, end, max(end - begin, 1)}, entries, soft_cap, mine, [] { return true; }, [] {});
   }
 
   /// Adds the first `tokens` rows of a slice in shared memory, whose rows are aligned to 16 bytes.
@@ -288,10 +325,11 @@ class tensor_attention {
   }
 
  private:
-  /// Tokens that are on their way, and which heads attend to them.
+  /// Tokens that are on their way, -1 behind all; which heads attend to them; and whether a part begins.
   struct waiting_block {
-    int tokens = 0;
+    int tokens = -1;
     unsigned attending = 0;
+    bool begins = true;
   };
   /// A block of tokens in shared memory: the lane's addresses of rows, as `load_blocks` takes them, of keys
   /// for 16 tokens by 16 dimensions, and of values.
