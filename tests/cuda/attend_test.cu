@@ -197,9 +197,10 @@ struct case_memory {
   std::int64_t outputs() const { return std::int64_t{attention.max_rows()} * attention.heads.query; }
 };
 
-/// A pipeline's complete layer whose store is the cache.
-template <class Element, int HeadDim>
-void attend_as_layer(const paged_case& c, case_memory<Element, HeadDim>& m, attended& to) {
+/// A pipeline's complete layer whose store is the cache: its sequences from `first` to before `end`.
+template <device::multiplies By, class Element, int HeadDim>
+void attend_as_layer(const paged_case& c, case_memory<Element, HeadDim>& m, attended& to, int first = 0,
+                     int end = 1 << 30) {
   layer_state<kv_shape<Element, HeadDim>> s;
   s.kind = layer_kind::complete;
   s.heads = m.attention.heads;
@@ -214,18 +215,22 @@ void attend_as_layer(const paged_case& c, case_memory<Element, HeadDim>& m, atte
       static_cast<std::int64_t>(m.cache.data.size()) / (2 * c.block_tokens * c.kv_heads * HeadDim),
       {c.block_tokens, c.kv_heads}));
   pinned<step_entry> entries;
-  for (const int length : c.lengths) {
-    const int nth = static_cast<int>(entries.size());
-    entries.push_back(
-        {.sequence = nth, .before = length - c.rows, .tokens = c.rows, .first_row = nth * c.rows});
-  }
+  for (int nth = first; nth < std::min(end, static_cast<int>(c.lengths.size())); ++nth)
+    entries.push_back({.sequence = nth,
+                       .before = c.lengths[to_size(nth)] - c.rows,
+                       .tokens = c.rows,
+                       .first_row = (nth - first) * c.rows});
+  const int rows = static_cast<int>(entries.size()) * c.rows, row_before = first * c.rows;
+  const std::int64_t row_numbers = std::int64_t{c.query_heads()} * HeadDim;
   pinned<std::int32_t> count(1, static_cast<std::int32_t>(entries.size()));
   const scratch_memory scratch(m.attention, c.block_tokens, HeadDim);
   const int parts = device::paged_parts(m.attention, c.block_tokens);
-  device::launch_attend(s, identity{}, {entries.data(), count.data(), {.rows = m.attention.max_rows()}},
-                        {m.queries.data(), std::int64_t{c.query_heads()} * HeadDim},
-                        device::rows_attending::all, true, parts, {to.out.host.data(), to.lse.host.data()},
-                        scratch.view, nullptr);
+  device::launch_attend<By>(s, identity{}, {entries.data(), count.data(), {.rows = rows}},
+                            {m.queries.data() + row_before * row_numbers, row_numbers},
+                            device::rows_attending::all, true, parts,
+                            {to.out.host.data() + row_before * row_numbers,
+                             to.lse.host.data() + std::int64_t{row_before} * c.query_heads()},
+                            scratch.view, nullptr);
   require(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
@@ -316,12 +321,43 @@ template <class Element, int HeadDim>
 void as_a_layer(report& checks, random_numbers& random, const paged_case& c) {
   case_memory<Element, HeadDim> m(c, random);
   attended both(m.outputs(), HeadDim);
-  attend_as_layer(c, m, both);
+  attend_as_layer<device::multiplies::fma>(c, m, both);
   m.attention.to = {both.out.device.data(), both.lse.device.data()};
   attend<by_fma>(m.cache, m.attention, scratch_memory(m.attention, c.block_tokens, HeadDim).view);
   const std::string what = "a complete layer, " + c.name();
   checks.equal(what + ": outputs", both.out);
   checks.equal(what + ": lse", both.lse);
+}
+
+/// Where there are more parts than a device attends to at a time, blocks take several in turn, by tensor
+/// cores. A sequence gets the bits that it gets alone, when they do not.
+void parts_in_turn(report& checks, random_numbers& random) {
+  constexpr auto by = device::multiplies::tensor_cores;
+  paged_case c{
+      .group = 3,
+      .kv_heads = std::max(2, device::multiprocessors() * 3 / 16),  // four times as many parts as fit
+      .block_tokens = 32,
+      .lengths = {4096, 5},
+      .layout = layout_of::block_of_two};
+  while (static_cast<int>(c.lengths.size()) < device::attend_default.rows_of_all)
+    c.lengths.push_back(random.between(1, 4096));
+  case_memory<half, 64> m(c, random);
+  attended all(m.outputs(), 64), alone(m.outputs(), 64);
+  attend_as_layer<by>(c, m, all);
+  for (int nth = 0; nth < static_cast<int>(c.lengths.size()); ++nth)
+    attend_as_layer<by>(c, m, alone, nth, nth + 1);
+  const device::paged_attention& of = m.attention;
+  const int parts = device::paged_parts(of, c.block_tokens);
+  const int blocks = device::blocks_of_row(parts, device::attend_default.part_tokens_of_all,
+                                           std::int64_t{of.max_rows()} * c.kv_heads,
+                                           device::multiprocessors() * device::attend_default.tensor_blocks);
+  results<int> in_turn(1, 1);
+  in_turn.device[0] = blocks < parts;
+  checks.equal("parts in turn: there are", in_turn);
+  all.out.device = alone.out.host;
+  all.lse.device = alone.lse.host;
+  checks.equal("parts in turn: outputs", all.out);
+  checks.equal("parts in turn: lse", all.lse);
 }
 
 /// Rows of more tokens than the bound are NaN, whatever they have; others are as they are.
@@ -522,6 +558,7 @@ int main() {
   block_by_block<by_tensor_cores, bfloat16, 128>(
       checks, random, {.group = 5, .kv_heads = 2, .block_tokens = 32, .lengths = {33, 700}});
   masked_heads_alone<bfloat16, 32>(checks, random);
+  parts_in_turn(checks, random);
   longer_than_said(checks, random);
   refusals(checks, random);
   return checks.finish();

@@ -5,6 +5,7 @@
 #include <cuda_pipeline_primitives.h>
 
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <cuda/std/bit>
 #include <cuda/std/type_traits>
@@ -142,8 +143,10 @@ class tensor_attention {
   /// A warp's shared memory.
   struct alignas(16) storage : cuda::std::conditional_t<query_in_registers, nothing, query_pieces_of_lanes> {
     tile ring[stages];
-    entry_rows<Element> found[32];
+    alignas(16) std::byte entries[32 * sizeof(entry_rows<Element>)];
     int free_tile;  // of the ring, when a part has been attended to
+    /// Entries that lanes have found.
+    __device__ entry_rows<Element>* found() { return reinterpret_cast<entry_rows<Element>*>(entries); }
     /// Room for `tokens_at_once` rows of keys, and of values behind them, while nothing is on its way.
     __device__ Element* rows() { return reinterpret_cast<Element*>(ring); }
     /// Room for what head h has attended to in a part, which is where its last tile was. Heads lie such that
@@ -227,7 +230,7 @@ class tensor_attention {
       waiting_block block;
       for (;;) {
         if (first < tokens) {
-          const entry_rows<Element>& now = shared_.found[(next - 1 - all.begin) % 32];
+          const entry_rows<Element>& now = shared_.found()[(next - 1 - all.begin) % 32];
           block = {min(tokens - first, tokens_at_once), now.attending, begins};
           copy_tile(team, to, rows_behind(now.rows, first), block.tokens);
           first += mine.warps * tokens_at_once;
@@ -238,11 +241,12 @@ class tensor_attention {
           const int nth = (next - all.begin) % 32;
           if (nth == 0) {
             __syncwarp();  // all have read those before
-            shared_.found[team.lane()] =
+            shared_.found()[team.lane()] =
                 next + team.lane() < all.end ? entries(next + team.lane()) : entry_rows<Element>{};
             __syncwarp();
           }
-          tokens = shared_.found[nth].attending != 0 ? shared_.found[nth].tokens : 0;
+          const entry_rows<Element>& entry = shared_.found()[nth];
+          tokens = entry.attending != 0 ? entry.tokens : 0;
           ++next;
           continue;
         }
