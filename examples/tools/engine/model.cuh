@@ -114,21 +114,22 @@ __device__ float total_of_lane(float* sums, int lane) {
 enum class product { stored, added, gated };
 
 /// Matrix (height, width), in bfloat16, times rows of x, (columns, width): y (columns, height), or half as
-/// high where rows are gates. Each weight is read once for eight columns. A warp has four rows of the matrix,
-/// of which it reads 16 bytes a lane at a time; both sizes are multiples of 8.
-inline constexpr int rows_of_warp = 4, columns_of_warp = 8;
+/// high where rows are gates. Each weight is read once for eight columns. A block has four rows of the
+/// matrix, whose width its warps share; a lane reads 16 bytes of each at a time. Both sizes are multiples
+/// of 8.
+inline constexpr int rows_of_block = 4, columns_of_block = 8, warps_of_product = 4;
 template <product Product>
 __global__ void multiply(const bfloat16* matrix, int height, int width, const float* x, int columns,
                          float* y) {
-  constexpr int rows = rows_of_warp, most_columns = columns_of_warp;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int first = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32) * rows;
-  if (first >= height) return;
+  constexpr int rows = rows_of_block, most_columns = columns_of_block, warps = warps_of_product;
+  __shared__ float of_warps[warps][rows * most_columns];
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int first = static_cast<int>(blockIdx.x) * rows;
   const int column = static_cast<int>(blockIdx.y) * most_columns, here = min(most_columns, columns - column);
   matrix += to_size(first) * width;
   x += to_size(column) * width;
   float sums[rows * most_columns] = {};
-  for (int i = lane * 8; i < width; i += 256) {
+  for (int i = (warp * 32 + lane) * 8; i < width; i += warps * 256) {
     uint4 weights[rows];
 #pragma unroll
     for (int row = 0; row < rows; ++row)
@@ -153,7 +154,12 @@ __global__ void multiply(const bfloat16* matrix, int height, int width, const fl
       }
     }
   }
-  const float sum = total_of_lane<16>(sums, lane);
+  of_warps[warp][lane] = total_of_lane<16>(sums, lane);
+  __syncthreads();
+  if (warp != 0) return;
+  float sum = 0.0f;
+#pragma unroll
+  for (const float(&of_warp)[rows * most_columns] : of_warps) sum += of_warp[lane];
   const float next = __shfl_xor_sync(0xffffffffu, sum, most_columns);  // of the row beside
   const int row = first + lane / most_columns, c = lane % most_columns;
   if (c >= here) return;
@@ -362,11 +368,10 @@ class model {
   }
   template <kernels::product Product>
   void multiply(const matrix& m, const float* x, int columns, float* y) {
-    constexpr int threads = 128, rows_of_block = threads / 32 * kernels::rows_of_warp;
-    const dim3 grid(static_cast<unsigned>(device::blocks_for(m.height, rows_of_block)),
-                    static_cast<unsigned>(device::blocks_for(columns, kernels::columns_of_warp)));
-    device::launch("product with a matrix", {grid, threads, stream_}, kernels::multiply<Product>,
-                   m.numbers.data(), m.height, m.width, x, columns, y);
+    const dim3 grid(static_cast<unsigned>(device::blocks_for(m.height, kernels::rows_of_block)),
+                    static_cast<unsigned>(device::blocks_for(columns, kernels::columns_of_block)));
+    device::launch("product with a matrix", {grid, 32 * kernels::warps_of_product, stream_},
+                   kernels::multiply<Product>, m.numbers.data(), m.height, m.width, x, columns, y);
   }
 
   model_shape shape_;
