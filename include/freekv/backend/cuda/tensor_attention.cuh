@@ -173,8 +173,7 @@ class tensor_attention {
   template <class Queries>
   __device__ void begin(team_type team, const Queries& queries, float scale) {
     const int nth = team.lane() / 4, quarter = team.lane() % 4;
-    [[maybe_unused]] float largest = 0.0f;
-    float numbers[tiles][4];  // of a tile dimensions 2 * quarter and the next, and 8 behind
+    float factor = 1.0f;
     visit_numbers(queries(nth), [&](const auto* head) {
       using number = cuda::std::remove_cvref_t<decltype(*head)>;
       struct alignas(2 * sizeof(number)) pair {
@@ -182,28 +181,34 @@ class tensor_attention {
       };
       const number* const query = head + 2 * quarter;
       const bool aligned = reinterpret_cast<std::uintptr_t>(query) % sizeof(pair) == 0;
-      pair loaded[tiles * 2];  // all on their way together
+      pair loaded[tiles * 2];  // of a tile dimensions 2 * quarter and the next, and 8 behind
       unroll<tiles * 2>([&](auto i) {
         const number* const at = query + i * 8;
         loaded[i] = aligned ? *reinterpret_cast<const pair*>(at) : pair{{at[0], at[1]}};
       });
-      unroll<tiles * 4>([&](auto i) { numbers[i / 4][i % 4] = to_float(loaded[i / 2].x[i % 2]); });
+      in_parts_ = !std::same_as<number, Element>;
+      if constexpr (std::same_as<number, Element>) {
+        unroll<tiles * 2>([&](auto i) {
+          query_piece(i / 2 * parts).pair[i % 2] = pair_of(loaded[i].x[0], loaded[i].x[1]);
+        });
+      } else {
+        float numbers[tiles * 2][2];
+        unroll<tiles * 4>([&](auto i) { numbers[i / 2][i % 2] = to_float(loaded[i / 2].x[i % 2]); });
+        if constexpr (std::same_as<Element, half>) {  // bfloat16 has a float's range
+          float largest = 0.0f;
+          unroll<tiles * 4>([&](auto i) { largest = ::fmaxf(largest, ::fabsf(numbers[i / 2][i % 2])); });
+          largest = ::fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+          largest = ::fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+          factor = into_range(largest);
+        }
+        unroll<tiles * 2>([&](auto i) {
+          std::uint32_t in_parts[parts];
+          split(numbers[i][0] * factor, numbers[i][1] * factor, in_parts);
+          unroll<parts>([&](auto part) { query_piece(i / 2 * parts + part).pair[i % 2] = in_parts[part]; });
+        });
+      }
     });
-    unroll<tiles * 4>([&](auto i) { numbers[i / 4][i % 4] *= scale; });
-    float factor = 1.0f;
-    if constexpr (std::same_as<Element, half>) {  // bfloat16 has a float's range
-      unroll<tiles * 4>([&](auto i) { largest = ::fmaxf(largest, ::fabsf(numbers[i / 4][i % 4])); });
-      largest = ::fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = ::fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      factor = into_range(largest);
-    }
-    unroll<tiles * 2>([&](auto i) {
-      const float* const two = numbers[i / 2] + i % 2 * 2;
-      std::uint32_t in_parts[parts];
-      split(two[0] * factor, two[1] * factor, in_parts);
-      unroll<parts>([&](auto part) { query_piece(i / 2 * parts + part).pair[i % 2] = in_parts[part]; });
-    });
-    unroll<2>([&](auto j) { back_[j] = __shfl_sync(~0u, 1.0f / factor, (2 * quarter + j) * 4); });
+    unroll<2>([&](auto j) { back_[j] = __shfl_sync(~0u, scale / factor, (2 * quarter + j) * 4); });
     if (team.lane() == 0) shared_.free_tile = 0;
     restart();
   }
@@ -352,7 +357,8 @@ class tensor_attention {
 
   storage& shared_;
   element_pairs query_[query_in_registers ? tiles * parts : 1];  // by tile and part
-  float back_[2];  // what scores are multiplied by, as queries have been brought into range
+  bool in_parts_;  // else queries are elements, and a tile has one piece
+  float back_[2];  // what scores are multiplied by: the scale, and what has brought queries into range
   log_sum_exp log_sum_[2];  // the sums of the thread's own tokens
   float weighted_[tiles][4];
 
@@ -391,7 +397,10 @@ class tensor_attention {
   __device__ void attend_block(team_type team, const token_block& block, int count, float soft_cap,
                                unsigned attending) {
     float weights[4];
-    multiply_keys(block, weights);
+    if (in_parts_)
+      multiply_keys<parts>(block, weights);
+    else
+      multiply_keys<1>(block, weights);
     weigh(team, count, soft_cap, attending, weights);
     add_values(team, block, attending, weights);
   }
@@ -412,19 +421,20 @@ class tensor_attention {
     });
   }
 
-  /// Scores of a block's tokens g and g + 8 with the thread's two heads, as `add_product` deals them.
+  /// Scores of a block's tokens g and g + 8 with the thread's two heads, as `add_product` deals them, but for
+  /// `back_`, by the first `Parts` parts of queries.
+  template <int Parts>
   __device__ void multiply_keys(const token_block& block, float (&scores)[4]) {
-    float sums[parts][4] = {};  // by part, so that products do not wait for each other
+    // Of the first part in two, so that products do not wait for each other, and of all others.
+    float sums[2][4] = {}, rest[4] = {};
     unroll<tiles>([&](auto tile) {
       std::uint32_t keys[4];
       load_blocks<false>(keys, block.keys + 32 * tile);
-      unroll<parts>(
-          [&](auto part) { add_product<Element>(sums[part], keys, query_piece(tile * parts + part).pair); });
+      unroll<Parts>([&](auto part) {
+        add_product<Element>(part == 0 ? sums[tile % 2] : rest, keys, query_piece(tile * parts + part).pair);
+      });
     });
-    unroll<4>([&](auto i) {
-      scores[i] = sums[parts - 1][i];
-      unroll<parts - 1>([&](auto part) { scores[i] = rounded_sum(sums[parts - 2 - part][i], scores[i]); });
-    });
+    unroll<4>([&](auto i) { scores[i] = rounded_sum(rounded_sum(sums[0][i], sums[1][i]), rest[i]); });
   }
 
   /// Scores to weights, relative to a maximum that may rise with them, which it does seldom: threads look at
@@ -485,13 +495,16 @@ class tensor_attention {
     unroll<2>([&](auto j) {
       counts[j] = log_sum_[j].max != -infinity && (attending >> (2 * quarter + j) & 1u) != 0;
     });
-    unroll<tiles>([&](auto tile) {
+    const auto add = [&](auto tile, float(&sums)[4]) {
       std::uint32_t values[4];
       load_blocks<true>(values, block.values + 32 * tile);
+      unroll<parts>([&](auto part) { add_product<Element>(sums, values, column[part]); });
+    };
+    unroll<tiles>([&](auto tile) {
       float(&weighted)[4] = weighted_[tile];
       float sums[4];
       unroll<4>([&](auto x) { sums[x] = weighted[x]; });
-      unroll<parts>([&](auto part) { add_product<Element>(sums, values, column[part]); });
+      add(tile, sums);
       unroll<4>([&](auto x) { weighted[x] = counts[x % 2] ? sums[x] : weighted[x]; });
     });
   }
