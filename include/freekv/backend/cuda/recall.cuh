@@ -27,7 +27,7 @@ enum class recall_read : std::uint8_t {
 
 struct recall_tuning {
   recall_read read = recall_read::loads;
-  int blocks = 8;           ///< at most; few, so that the engine's kernels keep the machine
+  int blocks = 4;           ///< at most; few, so that the engine's kernels keep the machine
   int threads = 256;        ///< of a block; each warp copies a slice, or by loads parts of slices
   int registers = 128;      ///< of a thread at most
   int depth = 8;            ///< on their way at a time: pieces of 16 bytes of a thread, or buffers of a warp
@@ -53,7 +53,7 @@ struct recall_tuning {
 struct recall_default {
   static constexpr recall_tuning tuning{};
 };
-static_assert(recall_default::tuning.bytes_in_flight() == 256 << 10);
+static_assert(recall_default::tuning.bytes_in_flight() == 128 << 10);
 
 /// Way of reading on the architecture that is compiled for, where `wanted` is asked for.
 __device__ constexpr recall_read recall_read_here(recall_read wanted) {

@@ -30,7 +30,11 @@ struct score_tuning {
   int shared_bytes = 48 * 1024;  ///< of a block: a decoded summary for each team
   int query_floats = 4096;       ///< of a row that each block of it prepares itself
   int tiles_of_block = 8;  ///< of a row, at most: a long one has more blocks than there are multiprocessors
-  constexpr bool valid() const { return valid_block(threads, registers) && shared_bytes <= 48 * 1024; }
+  /// Of so many multiprocessors one scores for the next step: the others are the engine's. All do to correct.
+  int one_in = 2;
+  constexpr bool valid() const {
+    return valid_block(threads, registers) && shared_bytes <= 48 * 1024 && one_in >= 1;
+  }
 };
 inline constexpr score_tuning score_default{};
 static_assert(score_default.valid());
@@ -384,15 +388,16 @@ void launch_score(const State& s, const Summary& summary, const Pooling& pooling
     launch("preparing queries", {queries, by_block ? prepare_threads : score_default.threads, stream},
            prepare_queries<State, Summary, Pooling>, s, summary, pooling, step, scratch, job);
   }
-  // A block for each multiprocessor: more would keep the engine's kernels waiting, fewer wait for memory
-  // longer.
+  // A block for each multiprocessor that scores: more would keep the engine's kernels waiting, fewer wait for
+  // memory longer.
+  const bool before_attention = job.time == selection_time::correct;
   const int all_rows = static_cast<int>(rows.x * rows.y) * (job.separate_next_scores ? 2 : 1);
+  const int scoring = scratch.sizes.multiprocessors / (before_attention ? 1 : score_default.one_in);
   const int blocks =
-      std::min(scratch.tiles, std::max({1, scratch.sizes.multiprocessors / all_rows,
-                                        blocks_for(scratch.tiles, score_default.tiles_of_block)}));
+      std::min(scratch.tiles,
+               std::max({1, scoring / all_rows, blocks_for(scratch.tiles, score_default.tiles_of_block)}));
   const dim3 grid(count(blocks), rows.x, count(all_rows) / rows.x);
   const auto bytes = std::max(to_size(memory.floats) * sizeof(float), std::size_t{Then::shared_bytes});
-  const bool before_attention = job.time == selection_time::correct;
   launch("score", {grid, score_default.threads, stream, bytes, before_attention},
          score_tiles<By, State, Summary, Pooling, Then>, s, summary, pooling, then, step, scratch, job,
          memory);
