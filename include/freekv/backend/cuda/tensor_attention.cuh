@@ -90,14 +90,16 @@ __device__ void add_product(float (&sums)[4], const std::uint32_t (&rows)[4],
 }
 
 /// Attention of eight query heads so far, with the members of `register_attention`; a warp's threads share
-/// the heads. Keys and values are multiplied as they are. Queries and weights are floats in several parts of
-/// 2 bytes each, two of F16 or three of BF16, which together have all 24 bits but, of F16, at times the last;
-/// those of F16 are brought into its range by powers of two. Of normally distributed keys and queries the
-/// output's error against double precision is then 1.4 to 2.4 * 2^-23, as without tensor cores; a third part
-/// of F16 does not lower it, with one part it is 700, with two of BF16 11, with one 5400. Where queries are 6
-/// times as large it is 54 for F16, whose products fill a float, and 16 without tensor cores, 20 and 19 for
-/// BF16. Sums are floats, as exact as a tensor core adds; these figures are an interpreter's. An infinite key
-/// or value makes NaN of what it takes part in.
+/// the heads. Keys and values are multiplied as they are, and so are queries that are elements, too. Other
+/// queries, and weights, are floats in several parts of 2 bytes each, two of F16 or three of BF16, which
+/// together have all 24 bits but, of F16, at times the last; those of F16 are brought into its range by
+/// powers of two. So a query gives the same bits whatever its type, if keys are finite. Of normally
+/// distributed keys and queries the output's error against double precision is then 1.4 to 2.4 * 2^-23, as
+/// without tensor cores; a third part of F16 does not lower it, with one part of a query of floats it is 700,
+/// with two of BF16 11, with one 5400. Where queries are 6 times as large it is 54 for F16, whose products
+/// fill a float, and 16 without tensor cores, 20 and 19 for BF16. Sums are floats, as exact as a tensor core
+/// adds; these figures are an interpreter's. An infinite key or value makes NaN of what it takes part in, but
+/// a key for queries that are elements.
 ///
 /// Blocks of tokens come by cp.async, row by row, through a ring in the warp's shared memory, whose rows lie
 /// such that eight of them are read at a time without a conflict; alignment is looked at once an entry.
