@@ -22,7 +22,7 @@ bounds() {
 
 # Sectors are 32 bytes; a number read by all lanes of a warp fills an eighth of one, as all that a launch looks at before its
 # rows does: it weighs more in a short context. An upload reads page-locked memory in fours and eights.
-# Recall has few blocks, since each takes a multiprocessor from the engine's kernels. Attention loads what comes ahead once
+# Recall has four blocks, since each takes a multiprocessor from the engine's kernels: a hundred slices are 13 rounds. Attention loads what comes ahead once
 # more where a head is flagged.
 # Attention's last warp merges two heads' parts, one behind the other, as prompts are merged: 1700 of its instructions.
 everywhere=(
@@ -35,7 +35,7 @@ unflagged=(
   'attend_parts: load_rounds.block<=7'
   'score_tiles.*recall_now: longest_warp<=200, load_rounds.first<=1, load_rounds.recent<=3'
   'pool_parts: conflicts<=2.1, longest_warp<=2700, load_rounds.first<=5, load_rounds.block<=18'
-  'recall_items: sector_efficiency>=0.9, line_efficiency>=0.99, load_rounds.host<=8'
+  'recall_items: sector_efficiency>=0.9, line_efficiency>=0.99, load_rounds.host<=13'
 )
 flagged=(
   'attend_parts: load_rounds.block<=15'

@@ -373,12 +373,18 @@ __launch_bounds__(attend_block_of<By, State, Codec>::size.threads,
     if (!ahead) wait_for_kernel_before();
     if (!attends) return;
     list = attended_list::of(s, *entry, row, tile.kv_head, rows);
+    // A warp's lanes agree, whatever a correction is about to write.
+    if constexpr (shares_parts<attention_type>)
+      list.entries.selected_count = __shfl_sync(~0u, list.entries.selected_count, 0);
     const int each = entries_of_part(list.entries.complete, s.page.tokens, s.unit.tokens);
     parts = (list.size() + each - 1) / each;
     if constexpr (block_type::takes_turns) turn = parts_in_turn::of(parts, static_cast<int>(gridDim.x));
     const int part = shares_parts<attention_type> ? block_x() << turn.log : block_x() * teams + nth;
     const int begin = part * each, end = min(begin + (each << turn.log), list.size());
-    if (ahead && (begin >= end || list.entries.page(end - 1) >= entry->before / s.page.tokens)) continue;
+    if (ahead) {
+      const bool has_new = begin >= end || list.entries.page(end - 1) >= entry->before / s.page.tokens;
+      if (__any_sync(~0u, has_new)) continue;
+    }
     if (block_x() >= blocks_of(parts)) return;
     if (begin >= end) break;
     if constexpr (encodes_pages<Codec>) {

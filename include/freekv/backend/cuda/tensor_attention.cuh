@@ -5,7 +5,6 @@
 #include <cuda_pipeline_primitives.h>
 
 #include <concepts>
-#include <cstddef>
 #include <cstdint>
 #include <cuda/std/bit>
 #include <cuda/std/type_traits>
@@ -140,15 +139,28 @@ class tensor_attention {
     element_pairs piece[query_pieces][32];
   };
   struct nothing {};
+  /// An entry that each lane has found, for all of the warp.
+  struct entries_of_lanes {
+    const Element *key[32], *value[32];
+    std::int64_t stride[32];
+    int tokens[32];
+    unsigned attending[32];
+    __device__ void put(int i, const entry_rows<Element>& entry) {
+      key[i] = entry.rows.key;
+      value[i] = entry.rows.value;
+      stride[i] = entry.rows.stride;
+      tokens[i] = entry.attending != 0 ? entry.tokens : 0;
+      attending[i] = entry.attending;
+    }
+    __device__ head_slice<const Element> rows(int i) const { return {key[i], value[i], stride[i]}; }
+  };
 
  public:
   /// A warp's shared memory.
   struct alignas(16) storage : cuda::std::conditional_t<query_in_registers, nothing, query_pieces_of_lanes> {
     tile ring[stages];
-    alignas(16) std::byte entries[32 * sizeof(entry_rows<Element>)];
+    entries_of_lanes found;
     int free_tile;  // of the ring, when a part has been attended to
-    /// Entries that lanes have found.
-    __device__ entry_rows<Element>* found() { return reinterpret_cast<entry_rows<Element>*>(entries); }
     /// Room for `tokens_at_once` rows of keys, and of values behind them, while nothing is on its way.
     __device__ Element* rows() { return reinterpret_cast<Element*>(ring); }
     /// Room for what head h has attended to in a part, which is where its last tile was. Heads lie such that
@@ -237,9 +249,9 @@ class tensor_attention {
       waiting_block block;
       for (;;) {
         if (first < tokens) {
-          const entry_rows<Element>& now = shared_.found()[(next - 1 - all.begin) % 32];
-          block = {min(tokens - first, tokens_at_once), now.attending, begins};
-          copy_tile(team, to, rows_behind(now.rows, first), block.tokens);
+          const int at = (next - 1 - all.begin) % 32;
+          block = {min(tokens - first, tokens_at_once), shared_.found.attending[at], begins};
+          copy_tile(team, to, rows_behind(shared_.found.rows(at), first), block.tokens);
           first += mine.warps * tokens_at_once;
           break;
         }
@@ -248,12 +260,11 @@ class tensor_attention {
           const int nth = (next - all.begin) % 32;
           if (nth == 0) {
             __syncwarp();  // all have read those before
-            shared_.found()[team.lane()] =
-                next + team.lane() < all.end ? entries(next + team.lane()) : entry_rows<Element>{};
+            shared_.found.put(team.lane(), next + team.lane() < all.end ? entries(next + team.lane())
+                                                                        : entry_rows<Element>{});
             __syncwarp();
           }
-          const entry_rows<Element>& entry = shared_.found()[nth];
-          tokens = entry.attending != 0 ? entry.tokens : 0;
+          tokens = shared_.found.tokens[nth];
           ++next;
           continue;
         }
