@@ -30,7 +30,7 @@ struct score_tuning {
   int shared_bytes = 48 * 1024;  ///< of a block: a decoded summary for each team
   int query_floats = 4096;       ///< of a row that each block of it prepares itself
   int tiles_of_block = 8;  ///< of a row, at most: a long one has more blocks than there are multiprocessors
-  /// Of so many multiprocessors one scores for the next step: the others are the engine's. All do to correct.
+  /// Multiprocessors of which one scores for the next step: the others are the engine's. All do to correct.
   int one_in = 2;
   constexpr bool valid() const {
     return valid_block(threads, registers) && shared_bytes <= 48 * 1024 && one_in >= 1;
