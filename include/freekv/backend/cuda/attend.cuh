@@ -32,8 +32,7 @@ struct attend_tuning {
   int rows_of_all = 16;           ///< that attend to everything in one launch; more take turns
   int tensor_blocks = 3;   ///< of a multiprocessor, by tensor cores, of pages that are kept as they are
   int begin_tokens = 384;  ///< that a block would attend to in the time that it takes to begin and to end
-  int most_in_turn =
-      16;  ///< parts that one block attends to, a power of two, where there are more than blocks fit
+  int most_in_turn = 16;   ///< parts that one block attends to where there are more than fit; a power of two
   constexpr bool valid() const {
     return valid_block(threads, registers) && valid_block(threads, tensor_registers) && heads >= 1 &&
            heads <= 8 && part_tokens >= 8 && part_tokens_of_all >= part_tokens && rows_of_all >= 1 &&

@@ -236,8 +236,8 @@ class tensor_attention {
   /// that what an entry's address hangs on is on its way for many at a time. The loop's code is there once:
   /// what is fetched to be run a few times takes longer than to run it. `stay()` is asked once, when the
   /// first blocks are on their way: false where they are not to be attended to, and then nothing is. Behind
-  /// the last block of a part `leave(nth)` is called, by each warp for each part, while the next part's rows
-  /// are on their way; what is added then is added to what it leaves. Returns what `stay` said.
+  /// the last block of a part `leave()` is called, by each warp for each part, while the next part's rows are
+  /// on their way. Returns what `stay` said.
   template <class Entries, class Stay, class Leave>
   __device__ bool attend_parts(team_type team, const entry_parts& all, const Entries& entries, float soft_cap,
                                const turn& mine, const Stay& stay, const Leave& leave) {
