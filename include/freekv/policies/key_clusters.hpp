@@ -51,8 +51,11 @@ struct key_clusters {
     /// The query's products with all centroids.
     template <team T>
     FREEKV_HD void prepare(T team, const group_query& query, float* prepared) const {
-      for (int c = 0; c < clusters; ++c)
-        prepared[c] = detail::inner_product(team, centroids + c * query.head_dim, query.data, query.head_dim);
+      for (int c = 0; c < clusters; ++c) {
+        const float product =
+            detail::inner_product(team, centroids + c * query.head_dim, query.data, query.head_dim);
+        if (team.lane() == 0) prepared[c] = product;
+      }
     }
 
     template <team T>

@@ -113,9 +113,13 @@ struct key_subspace<Rank, Bits>::head_policy {
       FREEKV_UNROLL
       for (int i = 0; i < at_once; ++i) products[i] = product(r + i);
       FREEKV_UNROLL
-      for (int i = 0; i < at_once; ++i) prepared[r + i] = products[i];
+      for (int i = 0; i < at_once; ++i)
+        if (team.lane() == 0) prepared[r + i] = products[i];
     }
-    for (; r < policy.rank; ++r) prepared[r] = product(r);
+    for (; r < policy.rank; ++r) {
+      const float last = product(r);
+      if (team.lane() == 0) prepared[r] = last;
+    }
   }
 
   /// The product with the mean that is taken off keys.

@@ -80,7 +80,8 @@ struct ball {
   template <team T>
   FREEKV_HD void prepare(T team, const group_query& query, float* prepared) const {
     for (int i = 0; i < query.head_dim; i += T::width) team.store(prepared + i, team.load(query.data + i));
-    prepared[query.head_dim] = ::sqrtf(detail::inner_product(team, query.data, query.data, query.head_dim));
+    const float length = ::sqrtf(detail::inner_product(team, query.data, query.data, query.head_dim));
+    if (team.lane() == 0) prepared[query.head_dim] = length;
   }
   template <team T>
   FREEKV_HD float score(T team, const unit_query& query, const float* numbers) const {
