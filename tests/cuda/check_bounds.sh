@@ -9,7 +9,8 @@ failed=0
 # bounds CONTEXT SIMILARITY BATCH SUMMARY RULE..: of two steps, the last of which fills a page; below a similarity of 0.9 every
 # head is flagged.
 bounds() {
-  local context=$1 similarity=$2 batch=$3 summary=$4 rules=()
+  local context=$1 similarity=$2 batch=$3 summary=$4
+  local rules=(--check "recall_items: load_rounds.host<=$((batch == 1 ? 8 : 13))")
   local counts=$out/$context.$similarity.$batch.$summary
   shift 4
   for rule in "$@"; do rules+=(--check "$rule"); done
@@ -22,8 +23,8 @@ bounds() {
 
 # Sectors are 32 bytes; a number read by all lanes of a warp fills an eighth of one, as all that a launch looks at before its
 # rows does: it weighs more in a short context. An upload reads page-locked memory in fours and eights.
-# Recall has four blocks, since each takes a multiprocessor from the engine's kernels: a hundred slices are 13 rounds. Attention loads what comes ahead once
-# more where a head is flagged.
+# Recall has four blocks, since each takes a multiprocessor from the engine's kernels: a hundred slices of four sequences are
+# 13 rounds. Attention loads what comes ahead once more where a head is flagged.
 # Attention's last warp merges two heads' parts, one behind the other, as prompts are merged: 1700 of its instructions.
 everywhere=(
   '.*: local_bytes==0'
@@ -35,7 +36,7 @@ unflagged=(
   'attend_parts: load_rounds.block<=7'
   'score_tiles.*recall_now: longest_warp<=200, load_rounds.first<=1, load_rounds.recent<=3'
   'pool_parts: conflicts<=2.1, longest_warp<=2700, load_rounds.first<=5, load_rounds.block<=18'
-  'recall_items: sector_efficiency>=0.9, line_efficiency>=0.99, load_rounds.host<=13'
+  'recall_items: sector_efficiency>=0.9, line_efficiency>=0.99'
 )
 flagged=(
   'attend_parts: load_rounds.block<=15'

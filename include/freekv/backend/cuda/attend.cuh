@@ -48,10 +48,15 @@ using tile_attention =
     cuda::std::conditional_t<By == multiplies::tensor_cores, tensor_attention<HeadDim, Element>,
                              lane_attention<HeadDim, attend_default.heads, Element>>;
 
+/// Tokens that one part covers of a row, by whether it attends to everything.
+FREEKV_HD constexpr int tokens_of_part(bool everything) {
+  return everything ? attend_default.part_tokens_of_all : attend_default.part_tokens;
+}
+
 /// Entries of a list that one part covers. Parts are cut at multiples of it and merged in order, so that
 /// results depend on neither the batch nor the grid.
 FREEKV_HD constexpr int entries_of_part(bool everything, int page_tokens, int unit_tokens) {
-  const int tokens = everything ? attend_default.part_tokens_of_all : attend_default.part_tokens;
+  const int tokens = tokens_of_part(everything);
   const int entry = everything ? page_tokens : unit_tokens;
   return tokens > entry ? tokens / entry : 1;
 }
@@ -472,8 +477,7 @@ void launch_attend(const State& s, const Codec& codec, const step_view& step, co
   const int tiles = head_tile<attention_type::heads>::tiles_of(s.heads.group()), heads = s.heads.kv * tiles;
   const int at_once = rows_at_once(scratch, parts, s.heads.query);
   constexpr auto kernel = attend_parts<by, State, Codec>;
-  const int part_tokens = everything || s.kind == layer_kind::complete ? attend_default.part_tokens_of_all
-                                                                       : attend_default.part_tokens;
+  const int part_tokens = tokens_of_part(everything || s.kind == layer_kind::complete);
   for (int first = 0; first < step.bounds.rows; first += at_once) {
     const attending_rows rows{first, std::min(at_once, step.bounds.rows - first), parts, everything, kind};
     int blocks = blocks_for(parts, parts_of_block<attention_type, block_type>);
