@@ -77,6 +77,8 @@ pipeline_options options_of(const contender& c, const common_settings& s, const 
   o.basis = basis_of(c, prompt);
   o.codebooks = codebooks_of(c, prompt);
   o.factors = factors_of(c, prompt);
+  if (const auto found = prompt.temperatures.find(c.name); found != prompt.temperatures.end())
+    o.temperatures = {found->second.data(), shape.layers, shape.kv_heads};
   if (shape.rotary) o.rotary = shape.rotary->view();
   o.head_kinds = c.head_kinds;
   return o;
@@ -85,7 +87,10 @@ pipeline_options options_of(const contender& c, const common_settings& s, const 
 std::unique_ptr<pipeline> make_contender(const contender& c, const common_settings& s,
                                          const model_shape& shape, const prepared_prompt& prompt, int more,
                                          bool in_place, host_backend& backend) {
-  return make_pipeline(options_of(c, s, shape, prompt, more, in_place), backend);
+  const pipeline_options o = options_of(c, s, shape, prompt, more, in_place);
+  if (c.method.needs_temperatures() && o.temperatures.data == nullptr)
+    throw usage_error(c.name + " selects by temperatures, and none are found from this prompt");
+  return make_pipeline(o, backend);
 }
 
 std::size_t summary_bytes_of(const contender& c, const pipeline& p) {

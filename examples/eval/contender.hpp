@@ -58,6 +58,8 @@ struct prepared_prompt {
   prompt_cache kv;
   learnt_keys own;
   const learnt_keys& other;
+  /// Of contenders that need them, by name: (layers, kv_heads).
+  std::map<std::string, std::vector<float>> temperatures{};
 };
 
 /// The contender's basis, factors and codebooks, which `prompt` keeps; empty for one that has none.

@@ -218,7 +218,8 @@ job::job(const arguments& wanted)
   std::copy_if(contenders_.begin(), contenders_.end(), std::back_inserter(principal_),
                [](const contender& c) { return !c.deep; });
   place_.queries = std::any_of(contenders_.begin(), contenders_.end(), [](const contender& c) {
-    return c.method.evicts() || c.method.basis_of_pairs || c.method.completes();
+    return c.method.evicts() || c.method.basis_of_pairs || c.method.needs_temperatures() ||
+           c.method.completes();
   });
   const auto& shape = model_.shape();
   const int longest = std::max(
@@ -255,7 +256,12 @@ prepared_prompt job::prepare(std::span<const llama_token> tokens, const std::str
   at.state = timed;
   prompt_cache kv(model_, tokens, at, progress());
   learnt_keys own = learn(kv, basis_source::prompt);
-  return {std::move(kv), std::move(own), learnt_from_text(other_text)};
+  prepared_prompt prompt{std::move(kv), std::move(own), learnt_from_text(other_text)};
+  for (const contender& c : contenders_)
+    if (c.method.needs_temperatures() && fits(c, options_.common))
+      prompt.temperatures.emplace(c.name, prompt.kv.learn_temperatures(options_of(
+                                              c, options_.common, model_.shape(), prompt, 0, true)));
+  return prompt;
 }
 
 bool job::asks_for(basis_source source) const {

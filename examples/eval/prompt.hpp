@@ -60,8 +60,13 @@ class prompt_cache {
   key_basis learn_factors(int rank) const;
   /// The codebooks of this prompt's keys, kept beside the prompt.
   codebook_set learn_codebooks(const codebook_sizes& sizes, const progress_function& progress) const;
+  /// Temperatures of a method that needs them, (layers, kv_heads). Throws usage_error if no queries are kept.
+  std::vector<float> learn_temperatures(const pipeline_options& options) const;
 
  private:
+  /// Queries of the prompt's last `rows` rows as float. `what` chooses by them; throws usage_error if none
+  /// are kept.
+  std::vector<float> last_queries(int layer, int rows, const char* what) const;
   key_basis choose_pairs(int rank) const;
 
   void append_to(pipeline& pipeline) const;

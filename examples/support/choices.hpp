@@ -41,6 +41,7 @@ struct method_spec {
   float selection_scale = 0.0f;  ///< of the scores that units are selected by; 0: attention's
   std::string selection = "top_k";
   float top_p = 0.95f;
+  bool calibrated = false;  ///< of top_p: by temperatures that are found from a prompt
   float bonus = sticky_top_k{}.bonus;
   std::string pinning = "no_pins";
   int pinned = 48;                   ///< of pin_outliers, units
@@ -80,6 +81,7 @@ struct method_spec {
     if (rows_of_basis() != basis_rows::centroids) return rank;
     return clusters == 0 ? std::max(1, prompt_tokens / 80) : clusters;
   }
+  bool needs_temperatures() const { return retrieves() && selection == top_p::name && calibrated; }
   bool needs_codebooks() const { return retrieves() && summary == "key_codes"; }
   bool needs_factors() const { return plan != "complete" && !evicts() && codec == "low_rank_keys"; }
   int unit_tokens(int page) const { return unit == 0 ? page : unit; }
@@ -96,6 +98,7 @@ struct method_data {
   key_codebooks codebooks{};             ///< of key_codes; the caller keeps their memory
   subspace_basis factors{};              ///< of low_rank_keys; the caller keeps its memory
   rotary_embedding rotary{};             ///< of low_rank_keys; the caller keeps its memory
+  head_temperatures temperatures{};      ///< of top_p; the caller keeps their memory
   /// Of a method that needs_head_list(): (layers, kv_heads); the caller keeps their memory.
   std::span<const layer_kind> head_kinds{};
   int kv_heads = 1;
@@ -167,7 +170,7 @@ struct policy_maker<razor_attention_compensated> {
 };
 template <>
 struct policy_maker<top_p> {
-  static top_p from(const method_spec& m, const method_data&) { return {m.top_p}; }
+  static top_p from(const method_spec& m, const method_data& data) { return {m.top_p, data.temperatures}; }
 };
 template <>
 struct policy_maker<sticky_top_k> {

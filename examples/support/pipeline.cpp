@@ -21,11 +21,13 @@ struct compiled_shape {
   data_type element;
   int head_dim;
   std::unique_ptr<pipeline> (*make)(const pipeline_options&, host_backend&);
+  void (*calibrate)(const pipeline_options&, int, std::span<const float>, std::span<const float>,
+                    std::span<float>);
 };
 
 template <class Shape>
 constexpr compiled_shape compiled{type_of<typename Shape::element_type>, Shape::head_dim,
-                                  &make_pipeline_of<Shape>};
+                                  &make_pipeline_of<Shape>, &calibrate_of<Shape>};
 
 #define FREEKV_ENTRY(...) compiled<__VA_ARGS__>,
 constexpr compiled_shape all_compiled[] = {FREEKV_COMPILED_SHAPES(FREEKV_ENTRY)};
@@ -91,6 +93,12 @@ std::unique_ptr<pipeline> make_pipeline(const pipeline_options& options, host_ba
   if (options.method.evicts() && std::find(slides.begin(), slides.end(), true) != slides.end())
     return std::make_unique<pipeline_beside_sliding>(options, backend, make);
   return make(options, backend);
+}
+
+void calibrate(const pipeline_options& options, int layer, std::span<const float> keys,
+               std::span<const float> queries, std::span<float> temperatures) {
+  check_compiled(options.element, options.head_dim);
+  find_compiled(options.element, options.head_dim)->calibrate(options, layer, keys, queries, temperatures);
 }
 
 }  // namespace freekv::examples

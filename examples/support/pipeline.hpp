@@ -47,6 +47,7 @@ struct pipeline_options {
   key_codebooks codebooks{};             ///< of key_codes; the caller keeps their memory
   subspace_basis factors{};              ///< of low_rank_keys; the caller keeps its memory
   rotary_embedding rotary{};             ///< of low_rank_keys; the caller keeps its memory
+  head_temperatures temperatures{};      ///< of top_p; the caller keeps their memory
   std::vector<layer_kind> head_kinds{};  ///< of a method that needs_head_list(): (layers, kv_heads)
 };
 
@@ -123,8 +124,20 @@ std::optional<file_store_options> store_file_of(const pipeline_options& options)
 /// Throws choice_error or freekv::error. `backend` outlives the pipeline.
 std::unique_ptr<pipeline> make_pipeline(const pipeline_options& options, host_backend& backend);
 
+/// Rows of a prompt, its last, whose queries temperatures are found by.
+inline constexpr int rows_that_calibrate = 16;
+
+/// Finds the temperatures of a layer's KV heads for a method that needs them, (kv_heads): `calibrate_top_p`,
+/// of the keys of a prompt, (tokens, kv_heads, head_dim), and the queries of its last rows, (rows,
+/// query_heads, head_dim). Throws choice_error or freekv::error.
+void calibrate(const pipeline_options& options, int layer, std::span<const float> keys,
+               std::span<const float> queries, std::span<float> temperatures);
+
 /// The pipeline of one compiled shape; explicitly instantiated, one translation unit each.
 template <class Shape>
 std::unique_ptr<pipeline> make_pipeline_of(const pipeline_options& options, host_backend& backend);
+template <class Shape>
+void calibrate_of(const pipeline_options& options, int layer, std::span<const float> keys,
+                  std::span<const float> queries, std::span<float> temperatures);
 
 }  // namespace freekv::examples

@@ -59,9 +59,8 @@ class pipeline_of_shape final : public pipeline {
     return pipeline_.summary_bytes() * static_cast<std::size_t>(pipeline_.configuration().units_per_page());
   }
 
- private:
   static typename implementation::settings settings(const pipeline_options& o) {
-    method_data data{o.basis, o.codebooks, o.factors, o.rotary, o.head_kinds, o.kv_heads};
+    method_data data{o.basis, o.codebooks, o.factors, o.rotary, o.temperatures, o.head_kinds, o.kv_heads};
     data.sliding_layers = o.sliding_layers;
     auto s = settings_of_options<typename implementation::settings>(o, data);
     s.summary = find_by_name("summary", summaries, o.method.summary).make(o.method, data);
@@ -77,6 +76,7 @@ class pipeline_of_shape final : public pipeline {
     return s;
   }
 
+ private:
   implementation pipeline_;
   typename implementation::step step_;
 };
@@ -85,6 +85,13 @@ template <class Shape>
 std::unique_ptr<pipeline> make_pipeline_of(const pipeline_options& options, host_backend& backend) {
   if (options.method.evicts()) return std::make_unique<evicting_pipeline_of_shape<Shape>>(options, backend);
   return std::make_unique<pipeline_of_shape<Shape>>(options, backend);
+}
+
+template <class Shape>
+void calibrate_of(const pipeline_options& o, int layer, std::span<const float> keys,
+                  std::span<const float> queries, std::span<float> temperatures) {
+  calibrate_top_p<Shape>(checked_settings<Shape::head_dim>(pipeline_of_shape<Shape>::settings(o)), layer,
+                         keys, queries, temperatures);
 }
 
 }  // namespace freekv::examples

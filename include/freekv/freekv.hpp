@@ -1,6 +1,7 @@
 // FreeKV for host compilers: everything but the CUDA backend.
 #pragma once
 
+#include <freekv/backend/host/calibrate_top_p.hpp>
 #include <freekv/backend/host/evict.hpp>
 #include <freekv/backend/host/host_backend.hpp>
 #include <freekv/backend/host/stages.hpp>

@@ -180,6 +180,16 @@ struct freekv_top_p : named_policies<min_max, top_p, cosine_drift> {
   static constexpr std::string_view published = "";
   static constexpr top_p selection{.p = 0.95f};
 };
+/// FreeKV that selects as many of the k best pages as have 0.9 of the attention, by temperatures that
+/// `calibrate_top_p` finds from a prompt: the caller puts them into `selection`. (HARD-KV, section 3)
+struct freekv_calibrated_top_p : named_policies<min_max, top_p, cosine_drift> {
+  static constexpr std::string_view name = "freekv_calibrated_top_p";
+  static constexpr std::string_view about =
+      "as many of the k best pages as have 0.9 of the attention, by calibrated temperatures";
+  static constexpr std::string_view published = "arXiv 2606.28831";
+  static constexpr top_p selection{.p = 0.9f};
+  static constexpr bool calibrated = true;
+};
 /// FreeKV with one selection for all heads of a layer.
 struct freekv_per_layer : named_policies<min_max, per_layer, cosine_drift> {
   static constexpr std::string_view name = "freekv_per_layer";
@@ -409,8 +419,8 @@ struct method_list {};
 using all =
     method_list<full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight,
                 infinigen, fasa, clusterkv, shadowkv, razor_attention, duo_attention, freekv_paper,
-                freekv_long_inputs, freekv_never, freekv_top_p, freekv_per_layer, freekv_chunk_means,
-                freekv_chunk_means_never, freekv_key_subspace, freekv_key_subspace_never,
+                freekv_long_inputs, freekv_never, freekv_top_p, freekv_calibrated_top_p, freekv_per_layer,
+                freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace, freekv_key_subspace_never,
                 freekv_key_subspace_deficit, freekv_key_codes, freekv_key_codes_never,
                 freekv_key_codes_deficit, freekv_key_codes_sticky, freekv_key_codes_units,
                 freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, tova, snapkv, pyramid_kv,

@@ -120,6 +120,7 @@ inline void check_summary(const replay_case& c, const replay_output& r, const ex
   is_if(c.retrieves() && !c.selection_scale.empty(), "selection_scale",
         c.selection_scale.empty() ? 0.0 : std::stod(c.selection_scale));
   is_if(c.retrieves() && o.method.selection == "top_p", "top_p", std::stod(c.top_p));
+  is_if(c.retrieves() && o.method.selection == "top_p", "calibrated", o.method.calibrated);
   is_if(c.retrieves() && o.method.selection == "sticky_top_k", "bonus", std::stod(c.bonus));
   is_if(c.retrieves() && o.method.correction == "cosine_drift", "drift_pool", o.method.drift_pool);
   is_if(c.retrieves() && o.method.correction == "mass_deficit", "delta", std::stod(c.delta));
@@ -192,6 +193,13 @@ inline void check_agreement(const replay_case& given, const replay_output& r, co
     }
     c.layer.basis_data.assign(learnt.view().data,
                               learnt.view().data + to_size(heads) * learnt.view().floats_per_head());
+  }
+  if (o.method.needs_temperatures()) {  // as calibration_test has them right
+    const int rows = std::min(c.layer.prompt, freekv::examples::rows_that_calibrate);
+    c.layer.temperature_data.resize(to_size(heads));
+    freekv::examples::calibrate(c.layer.with_basis(), 0, prompt_keys,
+                                rows_of(c.q, c.layer.prompt - rows, rows, heads * group * d),
+                                c.layer.temperature_data);
   }
   oracle::decoder expected(oracle_settings(c.layer));
   oracle::settings given_rows = expected.config();

@@ -25,6 +25,7 @@ struct variant_policies {
   std::string rows = "per_kv_head";
   int unit = 0;
   std::string pinning = "no_pins", codec = "identity";
+  bool calibrated = false;
 };
 inline const std::map<std::string, variant_policies>& variants_of_contract() {
   static const std::map<std::string, variant_policies> all{
@@ -51,6 +52,12 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
       {"freekv_long_inputs", {"retrieval", "min_max", "cosine_drift"}},
       {"freekv_never", {"retrieval", "min_max", "never"}},
       {"freekv_top_p", {"retrieval", "min_max", "cosine_drift", "mean_softmax", "top_p"}},
+      {"freekv_calibrated_top_p",
+       {.plan = "retrieval",
+        .summary = "min_max",
+        .correction = "cosine_drift",
+        .selection = "top_p",
+        .calibrated = true}},
       {"freekv_chunk_means", {"retrieval", "chunk_means", "cosine_drift"}},
       {"freekv_chunk_means_never", {"retrieval", "chunk_means", "never"}},
       {"freekv_key_subspace", {"retrieval", "key_subspace", "cosine_drift"}},
@@ -85,6 +92,7 @@ struct replay_case {
   bool trace_names_layer = false;
   bool trace_says_scale = false;  // and no flag does
   bool slides = false;         // a sliding window, whatever the variant
+  bool calibrated = false;     // the flag
   std::string soft_cap = "0";  // as text
   std::vector<float> q, k, v;  // as the file holds them, exactly
   std::vector<float> k_pre{};  // the keys before rotation, where the file has them
@@ -185,6 +193,8 @@ inline void fill_trace(replay_case& c) {
     if (o.method.summary == "chunk_means") o.method.chunk = 1;
   }
   o.method.partial = o.method.partial || (policies.partial && !c.correction);
+  o.method.calibrated = c.calibrated || policies.calibrated;
+  c.layer.temperature_data.clear();  // they are found from the prompt
   o.method.tau = std::stof(c.tau);
   o.method.top_p = std::stof(c.top_p);
   o.method.bonus = std::stof(c.bonus);
@@ -258,6 +268,7 @@ inline replay_case random_replay(std::uint64_t seed) {
   c.top_p = d.one_of<std::string>({"0.3", "0.7", "0.95", "1"});
   c.bonus = d.one_of<std::string>({"0", "0.1", "0.7", "3"});
   c.delta = d.one_of<std::string>({"0", "0.05", "0.2", "0.5"});
+  c.calibrated = dice(seed + 10).below(2) == 0;
   o.page = d.one_of({8, 8, 16, 16, 24, 32});
   o.kv_heads = d.one_of({1, 1, 2, 3});
   o.query_heads = o.kv_heads * (o.kv_heads == 1 ? d.between(1, 16) : d.one_of({1, 2, 3, 4}));
@@ -285,6 +296,8 @@ inline replay_case random_replay(std::uint64_t seed) {
                                   freekv::layer_kind::complete, freekv::layer_kind::window}));
   if (d.below(2) == 0) c.rows = rows;
   if (d.below(5) == 0) c.unit = d.one_of({0, 1, 2, 4, 8});
+  if (c.rows == "per_layer" && variants_of_contract().at(c.variant).calibrated) c.rows.reset();
+  c.calibrated = c.calibrated && c.rows.value_or(variants_of_contract().at(c.variant).rows) != "per_layer";
   if (d.below(3) == 0) c.pinning = o.method.pinning;
   if (o.method.codec != "identity") c.codec = o.method.codec;
   o.method.key_rank = d.between(1, 200);
@@ -404,6 +417,7 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   const freekv::examples::method_spec usual;
   if (o.method.format != usual.format) flag("summary-dtype", o.method.format);
   if (o.method.selection == "top_p") flag("top-p", c.top_p);
+  if (c.calibrated) command.push_back("--calibrated");
   if (o.method.selection == "sticky_top_k") flag("bonus", c.bonus);
   if (o.method.drift_pool != usual.drift_pool) flag("drift-pool", o.method.drift_pool);
   if (o.method.correction == "mass_deficit") {

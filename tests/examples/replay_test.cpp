@@ -573,7 +573,7 @@ TEST_CASE("help names every flag and its default", "[replay]") {
                            "--pooling TEXT=the variant's",
                            "--selection TEXT=the variant's",
                            "--times INT=4 ",
-                           "--top-p FLOAT=0.95, of twilight 0.85",
+                           "--top-p FLOAT=0.95, of twilight 0.85, of freekv_calibrated_top_p 0.9",
                            "--drift-pool TEXT=mean ",
                            "--delta FLOAT=0.2 ",
                            "--partial ",

@@ -53,12 +53,13 @@ inline candidate_scores score_candidates(const settings& s, int kv_head, std::sp
   return result;
 }
 
-/// A selection by scores among `candidates`, ascending.
-inline selection select_by(const settings& s, const std::vector<int>& candidates,
+/// A KV head's selection by scores among `candidates`, ascending.
+inline selection select_by(const settings& s, int kv_head, const std::vector<int>& candidates,
                            const candidate_scores& scored) {
   const std::vector<double> pooled = pool(s.pooling, scored.scores);
   const bool by_mass = s.selection == selection_kind::top_p;
-  selection chosen = by_mass ? top_p(candidates, pooled, s.selected_units, s.top_p)
+  const double temperature = temperature_of(s, kv_head);
+  selection chosen = by_mass ? top_p(candidates, pooled, s.selected_units, s.top_p, temperature)
                              : top_k(candidates, pooled, s.selected_units);
   const pooled_range range = pool_range(s.pooling, scored.scores, scored.doubts);
   chosen.low = range.low;
@@ -66,7 +67,7 @@ inline selection select_by(const settings& s, const std::vector<int>& candidates
   chosen.slack = slack_of(chosen, range.low, range.high);
   // Also a page at -inf may then come to lead.
   if (scored.any_score_possible && chosen.pages.size() < candidates.size()) chosen.slack = infinity;
-  if (by_mass) chosen.mass_margin = mass_margin_of(chosen, s.selected_units, s.top_p);
+  if (by_mass) chosen.mass_margin = mass_margin_of(chosen, s.selected_units, s.top_p, temperature);
   if (s.pooling == pooling_kind::mean_score && mean_score_may_overflow(scored.scores))
     chosen.may_overflow = true;
   return chosen;
@@ -85,7 +86,7 @@ inline selection select_in_two_stages(const settings& s, int kv_head, std::span<
   settings keeping = s;
   keeping.selection = selection_kind::top_k;
   keeping.selected_units = s.times * s.selected_units;
-  const selection kept = select_by(keeping, candidates, stage(0));
+  const selection kept = select_by(keeping, kv_head, candidates, stage(0));
 
   candidate_scores fine = stage(1);
   fine.any_score_possible = false;
@@ -97,7 +98,7 @@ inline selection select_in_two_stages(const settings& s, int kv_head, std::span<
       }
       fine.any_score_possible = fine.any_score_possible || fine.doubts[g][j] == infinity;
     }
-  selection chosen = select_by(s, candidates, fine);
+  selection chosen = select_by(s, kv_head, candidates, fine);
   chosen.kept_firm = is_firm(kept);
   chosen.may_overflow = chosen.may_overflow || kept.may_overflow;
   return chosen;
@@ -111,7 +112,7 @@ inline selection select_pages(const settings& s, int kv_head, std::span<const fl
   for (int page : candidates) of_candidates.push_back(summaries[page]);
   if (s.summary == summary_kind::coarse_to_fine)
     return select_in_two_stages(s, kv_head, queries, candidates, of_candidates);
-  return select_by(s, candidates, score_candidates(s, kv_head, queries, of_candidates));
+  return select_by(s, kv_head, candidates, score_candidates(s, kv_head, queries, of_candidates));
 }
 
 /// Bounds every score's terms by |q_d| times the largest |k_d| of `keys`, all candidates' keys; those of

@@ -113,13 +113,15 @@ struct page_masses {
   std::vector<double> high;
 };
 
-inline page_masses masses_of(const selection& chosen) {
-  const auto shares = [](const std::vector<double>& scores, const std::vector<double>& of_all) {
-    const double total = log_sum_exp(of_all);
+inline page_masses masses_of(const selection& chosen, double temperature = 1.0) {
+  const auto shares = [&](const std::vector<double>& scores, const std::vector<double>& of_all) {
+    std::vector<double> divided;
+    for (double score : of_all) divided.push_back(score / temperature);
+    const double total = log_sum_exp(divided);
     std::vector<double> parts;
     // Without any mass, or at the ends of a range, exp(score - total) may be NaN or more than the whole.
     for (double score : scores)
-      parts.push_back(score == -infinity ? 0.0 : std::min(1.0, std::exp(score - total)));
+      parts.push_back(score == -infinity ? 0.0 : std::min(1.0, std::exp(score / temperature - total)));
     return parts;
   };
   return {shares(chosen.pooled, chosen.pooled), shares(chosen.low, chosen.high),
@@ -135,9 +137,10 @@ inline double largest_sum(std::vector<double> masses, std::size_t count) {
 }
 
 /// How near P a prefix comes whose mass decides how many pages top_p takes, doubts at their worst. The mass
-/// of all min(k, candidates) decides nothing: they are taken if no shorter prefix suffices.
-inline double mass_margin_of(const selection& chosen, int k, double p) {
-  const page_masses masses = masses_of(chosen);
+/// of all min(k, candidates) decides nothing: they are taken if no shorter prefix suffices. As scores' errors
+/// are larger where a temperature below 1 divides them, the distance is less by as much.
+inline double mass_margin_of(const selection& chosen, int k, double p, double temperature = 1.0) {
+  const page_masses masses = masses_of(chosen, temperature);
   const std::vector<std::size_t> order = ranked(chosen.candidates, chosen.pooled);
   double margin = infinity, low = 0.0;
   for (std::size_t i = 1; i < order.size() && i < static_cast<std::size_t>(k); ++i) {
@@ -145,20 +148,22 @@ inline double mass_margin_of(const selection& chosen, int k, double p) {
     const double high = largest_sum(masses.high, i);
     margin = std::min(margin, p < low ? low - p : p > high ? p - high : 0.0);
   }
-  return margin;
+  return margin * std::min(1.0, temperature);
 }
 
 /// The shortest prefix of the pages, highest score first, whose mass is at least `p`: at least one page, at
-/// most k. Mass rises with the score, and unlike it cannot underflow to a tie.
-inline selection top_p(const std::vector<int>& pages, const std::vector<double>& scores, int k, double p) {
+/// most k. Mass is of scores over a temperature; it rises with the score, and unlike it cannot underflow to a
+/// tie.
+inline selection top_p(const std::vector<int>& pages, const std::vector<double>& scores, int k, double p,
+                       double temperature = 1.0) {
   const std::vector<std::size_t> order = ranked(pages, scores);
   const std::size_t most = std::min(order.size(), static_cast<std::size_t>(k));
-  const page_masses masses = masses_of(take(pages, scores, order, most));
+  const page_masses masses = masses_of(take(pages, scores, order, most), temperature);
   std::size_t count = 0;
   double sum = 0.0;
   while (count < most && (count == 0 || sum < p)) sum += masses.value[order[count++]];
   selection chosen = take(pages, scores, order, count);
-  chosen.mass_margin = mass_margin_of(chosen, k, p);
+  chosen.mass_margin = mass_margin_of(chosen, k, p, temperature);
   return chosen;
 }
 

@@ -93,6 +93,7 @@ struct settings {
   pooling_kind pooling = pooling_kind::mean_softmax;
   selection_kind selection = selection_kind::top_k;
   double top_p = 0.9;                                  // P, of top_p
+  std::vector<double> temperatures{};                  // of top_p, by KV head; empty: 1
   double bonus = 0.0;                                  // of sticky_top_k
   drift_pool_kind drift_pool = drift_pool_kind::mean;  // of cosine_drift
   int every = 1;                                       // n of every_n_steps, decode steps
@@ -217,6 +218,11 @@ inline void check(const settings& s) {
   require(s.spare >= 0, "spare slots are not negative");
   if (s.selection == selection_kind::top_p)
     require(s.top_p >= 0.0 && s.top_p <= 1.0, "top_p is a share of the mass, from 0 to 1");
+  require(s.temperatures.empty() || s.temperatures.size() == static_cast<std::size_t>(s.kv_heads),
+          "temperatures are none or one for each KV head");
+  for (double temperature : s.temperatures) require(temperature > 0.0, "temperatures are above 0");
+  require(s.temperatures.empty() || s.rows != scope_kind::layer,
+          "KV heads that select together have no temperature each");
   require(s.bonus >= 0.0, "a bonus is not negative");
   if (s.correction == correction_kind::every_n_steps) require(s.every >= 1, "every is at least one step");
   require(s.pinned >= 0, "pinned units are not negative");
@@ -226,6 +232,11 @@ inline void check(const settings& s) {
   if (s.correction == correction_kind::mass_deficit)
     require(s.delta >= 0.0 && s.delta <= 1.0, "delta is a share of the best mass, from 0 to 1");
   check_summary(s);
+}
+
+/// The temperature of a KV head's scores.
+inline double temperature_of(const settings& s, int kv_head) {
+  return s.temperatures.empty() ? 1.0 : s.temperatures[static_cast<std::size_t>(kv_head)];
 }
 
 }  // namespace oracle

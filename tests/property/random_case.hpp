@@ -34,6 +34,7 @@ struct random_case {
   std::vector<float> basis_data;                // options.basis points here
   std::vector<float> codebook_data;             // and options.codebooks here
   std::vector<float> factor_data, frequencies;  // and options.factors and options.rotary here
+  std::vector<float> temperature_data;          // of top_p, where it has any
   float turn = 0.3f;                            // how far a query turns in a step
   float outliers = 0.0f;                        // share of keys that are large
 
@@ -43,6 +44,9 @@ struct random_case {
     o.codebooks.data = codebook_data.data();
     o.factors.data = factor_data.data();
     o.rotary.frequencies = frequencies.data();
+    if (temperature_data.size() == static_cast<std::size_t>(o.layers * o.kv_heads) &&
+        o.method.rows != "per_layer")
+      o.temperatures = {temperature_data.data(), o.layers, o.kv_heads};
     return o;
   }
 };
@@ -54,13 +58,14 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
              << o.budget.sink << ", window " << o.budget.window << ", k " << o.budget.selected_units << ", "
              << o.method.summary << " " << o.method.format << " (chunk " << o.method.chunk << ", rank "
              << o.method.rank << ", bits " << o.method.bits << ", times " << o.method.times << "), "
-             << o.method.pooling << ", " << o.method.selection << " " << o.method.top_p << " bonus "
-             << o.method.bonus << ", " << o.method.correction << " tau " << o.method.tau << " "
-             << o.method.drift_pool << " delta " << o.method.delta << (o.method.partial ? " partial" : "")
-             << " every " << o.method.every << ", " << o.method.residency << " spare " << o.method.spare
-             << ", " << o.method.rows << ", unit " << o.method.unit << ", plan " << o.method.plan << ", "
-             << o.layout << (o.in_place ? ", in place" : ", resident") << ", sliding " << o.sliding_window
-             << ", cap " << o.soft_cap << ", selection scale " << o.method.selection_scale
+             << o.method.pooling << ", " << o.method.selection << " " << o.method.top_p
+             << (c.temperature_data.empty() ? "" : " by temperatures") << " bonus " << o.method.bonus << ", "
+             << o.method.correction << " tau " << o.method.tau << " " << o.method.drift_pool << " delta "
+             << o.method.delta << (o.method.partial ? " partial" : "") << " every " << o.method.every << ", "
+             << o.method.residency << " spare " << o.method.spare << ", " << o.method.rows << ", unit "
+             << o.method.unit << ", plan " << o.method.plan << ", " << o.layout
+             << (o.in_place ? ", in place" : ", resident") << ", sliding " << o.sliding_window << ", cap "
+             << o.soft_cap << ", selection scale " << o.method.selection_scale
              << (o.sink_logits.empty() ? "" : ", sink logits") << ", pins "
              << (o.method.pinning == "no_pins" ? 0 : o.method.pinned) << ", store " << o.method.codec
              << (o.store_file.empty() ? ""
@@ -275,6 +280,9 @@ inline random_case make_case(std::uint64_t seed) {
   if (d.below(4) == 0 && o.method.rows != "per_layer") o.method.pinning = "pin_outliers";
   o.method.pinned = d.one_of({0, 1, 2, 5, 48});
   give_factors(c, d.between(1, 24));
+  dice more(seed + 9);
+  for (int head = more.below(2) * o.kv_heads; head > 0; --head)
+    c.temperature_data.push_back(more.one_of({0.25f, 0.7f, 1.0f, 1.6f, 5.0f}));
   return c;
 }
 
@@ -389,6 +397,8 @@ inline oracle::settings oracle_settings(const random_case& c) {
   s.pooling = freekv::examples::find_by_name("poolings", oracle_poolings, o.method.pooling).value;
   s.selection = freekv::examples::find_by_name("selections", oracle_selections, o.method.selection).value;
   s.top_p = static_cast<double>(o.method.top_p);
+  if (const auto temperatures = c.with_basis().temperatures; temperatures.data != nullptr)
+    s.temperatures.assign(temperatures.data, temperatures.data + o.kv_heads);
   s.bonus = static_cast<double>(o.method.bonus);
   s.rows = freekv::examples::find_by_name("selection_scopes", oracle_scopes, o.method.rows).value;
   s.correction = freekv::examples::find_by_name("corrections", oracle_corrections, o.method.correction).value;

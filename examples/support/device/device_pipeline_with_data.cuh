@@ -26,6 +26,8 @@ class device_data {
     auto& books = options_.codebooks;
     take(books.data, to_size(books.layers * books.kv_heads) * books.floats_per_head());
     take(options_.rotary.frequencies, to_size(options_.rotary.pairs));
+    auto& temperatures = options_.temperatures;
+    take(temperatures.data, to_size(temperatures.layers * temperatures.kv_heads));
   }
   device_data(const device_data&) = delete;
   device_data& operator=(const device_data&) = delete;
@@ -37,7 +39,8 @@ class device_data {
     return {.basis = options_.basis,
             .codebooks = options_.codebooks,
             .factors = options_.factors,
-            .rotary = options_.rotary};
+            .rotary = options_.rotary,
+            .temperatures = options_.temperatures};
   }
   void fill() {
     for (const copy& one : copies_)

@@ -108,6 +108,10 @@ layer_setup::layer_setup(const replay_options& o, const trace_form& t, const bas
   if (o.method.needs_basis()) take_basis(o, t, file);
   if (o.method.needs_codebooks()) take_codebooks(o, t, file);
   if (o.method.needs_factors()) take_factors(o, t);
+  if (o.method.needs_temperatures()) {
+    temperatures_.assign(to_size(t.kv_heads), 1.0f);
+    options_.temperatures = {temperatures_.data(), 1, t.kv_heads};
+  }
 }
 
 void layer_setup::learn(const trace& t) {
@@ -120,6 +124,12 @@ void layer_setup::learn(const trace& t) {
     basis_->learn(0, t.prompt_keys());
   }
   if (codebooks_) codebooks_->learn(0, t.prompt_keys());
+  if (!temperatures_.empty()) {
+    const int rows = std::min(t.prompt_len, rows_that_calibrate);
+    pipeline_options settled = options_;
+    settled.max_tokens = std::max(1, t.tokens);
+    calibrate(settled, 0, t.prompt_keys(), t.queries_of(t.prompt_len - rows, rows), temperatures_);
+  }
   if (!factors_) return;
   const auto row = to_size(t.kv_heads * t.head_dim);
   factors_->factorise(

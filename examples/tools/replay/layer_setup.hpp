@@ -51,6 +51,7 @@ class layer_setup {
   std::optional<key_basis> basis_;
   rotary_pairs pairs_ = rotary_pairs::halves;  // that a basis of pairs has
   std::optional<codebook_set> codebooks_;
+  std::vector<float> temperatures_;
   std::optional<key_basis> factors_;
   rotation rotation_;
   pipeline_options options_;

@@ -139,6 +139,7 @@ std::string flags_of(const method_spec& m) {
   if (m.bits != published.bits) text += " --bits " + std::to_string(m.bits);
   if (m.unit != published.unit) text += " --unit " + std::to_string(m.unit);
   if (m.basis_of_pairs) text += ", its basis rotary pairs";
+  if (m.calibrated) text += " --calibrated";
   return text + heads;
 }
 
@@ -189,6 +190,7 @@ struct policy_flags {
   std::optional<std::string> summary, pooling, selection, pinning, rows, correction, codec;
   std::optional<int> bits, unit;
   std::optional<double> tau, top_p, bonus;
+  bool calibrated = false;
 };
 
 /// The variant's method; `numbers` has what the flags say for every variant.
@@ -198,6 +200,7 @@ method_spec chosen_method(const replay_options& o, const policy_flags& flags, me
   method_spec m = std::move(numbers);
   m.summary = variant.summary;
   m.basis_of_pairs = variant.basis_of_pairs;
+  m.calibrated = flags.calibrated || variant.calibrated;
   m.pooling = variant.pooling;
   m.selection = variant.selection;
   m.pinning = variant.pinning;
@@ -336,7 +339,9 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
          "--top-p", [&](const std::string& text) { flags.top_p = finite("--top-p", text); },
          "top_p: share of the mass that is selected")
       ->type_name("FLOAT")
-      ->default_str("0.95, of twilight 0.85");
+      ->default_str("0.95, of twilight 0.85, of freekv_calibrated_top_p 0.9");
+  add.flag("--calibrated", flags.calibrated,
+           "top_p: by temperatures, one for each KV head, found from the prompt's last 16 rows");
   add.parsed(
          "--bonus", [&](const std::string& text) { flags.bonus = finite("--bonus", text); },
          "sticky_top_k: what units that are held have more when the next step's are selected, in nats")

@@ -62,7 +62,7 @@ json settings_of(const replay_options& o, const host_options& host) {
   if (two_stages) settings["times"] = m.times;
   if (m.pinning == "pin_outliers") settings.update({{"pinning", m.pinning}, {"pinned", m.pinned}});
   if (o.selection_scale != 0) settings["selection_scale"] = o.selection_scale;
-  if (m.selection == "top_p") settings["top_p"] = o.top_p;
+  if (m.selection == "top_p") settings.update({{"top_p", o.top_p}, {"calibrated", m.calibrated}});
   if (m.selection == "sticky_top_k") settings["bonus"] = o.bonus;
   if (m.correction == "cosine_drift") settings["drift_pool"] = m.drift_pool;
   if (m.correction == "mass_deficit") settings.update({{"delta", o.delta}, {"partial", m.partial}});

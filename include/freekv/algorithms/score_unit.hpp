@@ -15,6 +15,9 @@ FREEKV_HD inline float clamp_score(float score) {
   return score > largest ? largest : score;
 }
 
+/// A pooled score over its KV head's temperature, `factor` being one over that.
+FREEKV_HD inline float tempered_score(float pooled, float factor) { return clamp_score(pooled * factor); }
+
 /// Bytes of a stored summary that a team with `stage` stages: of one that is scored as it is stored, by each
 /// head of the group, or that has a format of less than 2 bytes a number. Of two summaries each is staged for
 /// itself.

@@ -34,6 +34,7 @@ enum class hook : std::uint8_t {
   shared_floats,
   stored,
   summarised_by_whole_rows,
+  temperature,  ///< of a selection by mass, `temperature(layer, head)`
   validate,
   values,
   with_elements,
@@ -136,7 +137,7 @@ using every_hook =
               hook::favour, hook::four_heads, hook::kept, hook::kind_of_head, hook::linear, hook::mass_term,
               hook::merge, hook::observe, hook::prepare, hook::query_width, hook::sees_keys,
               hook::shared_bytes, hook::shared_floats, hook::stored, hook::summarised_by_whole_rows,
-              hook::validate, hook::values, hook::with_elements, hook::worths>;
+              hook::temperature, hook::validate, hook::values, hook::with_elements, hook::worths>;
 
 /// Compiles if the optional members of `P` are those that it lists.
 template <class P, class Hooks = every_hook>

@@ -206,6 +206,13 @@ template <int HeadDim, class Pack>
     fail(
         "per_layer gives all KV heads one list, and each pins units of its own; choose no_pins, or "
         "per_kv_head or per_query_head");
+  resolve(s.selection, [&]<class Selection>(const Selection& selection) {
+    if constexpr (requires { selection.temperatures; })
+      if (selection.temperatures.data != nullptr && s.selects_by() == selection_scope::layer)
+        fail(
+            "per_layer gives all KV heads one selection, and temperatures are of each; choose per_kv_head or "
+            "per_query_head, or no temperatures");
+  });
   resolve(s.correction, [&]<class Correction>(const Correction&) {
     if constexpr (correction_by_mass<Correction>)
       if (s.selects_by() == selection_scope::query_head)

@@ -19,23 +19,49 @@ struct top_k {
   FREEKV_HD constexpr int count(int candidates, int k) const { return candidates < k ? candidates : k; }
 };
 
+/// Temperatures, above 0, of the KV heads of all layers: data of the caller's, who keeps its memory; of a
+/// device it is memory that the device reads. None: 1 everywhere.
+struct head_temperatures {
+  const float* data = nullptr;  ///< (layers, kv_heads)
+  int layers = 0, kv_heads = 0;
+
+  FREEKV_HD float of(int layer, int head) const {
+    return data == nullptr ? 1.0f : data[layer * kv_heads + head];
+  }
+};
+
 /// The fewest of the k best, best first, whose masses sum to `p` or more; at least one. A candidate's mass is
 /// its share of the softmax of the pooled scores, so with softmax poolings of the pooled softmax itself.
+///
+/// Scores are estimates, and the same p of different heads' estimates is not the same p of their attention.
+/// With `temperatures` scores are divided by their head's first, so that as many candidates have p as of the
+/// attention itself: `calibrate_top_p` finds them. (Calibrated top-p: HARD-KV, arXiv 2606.28831, section 3,
+/// for tokens; here for what is selected)
 struct top_p {
   using policy_kind = selection_kind;
-  using hooks = hook_list<hook::enough, hook::validate, hook::values>;
+  using hooks = hook_list<hook::enough, hook::temperature, hook::validate, hook::values>;
   static constexpr std::string_view name = "top_p";
   float p = 0.95f;
+  head_temperatures temperatures{};
 
   FREEKV_HD constexpr int count(int candidates, int k) const { return candidates < k ? candidates : k; }
   /// True where units that together have `mass` are enough.
   FREEKV_HD constexpr bool enough(float mass) const { return mass >= p; }
+  FREEKV_HD float temperature(int layer, int head) const { return temperatures.of(layer, head); }
 
-  std::string values() const { return detail::decimal(p); }
-  void validate() const {
+  std::string values() const {
+    return detail::decimal(p) + (temperatures.data == nullptr ? "" : ", calibrated");
+  }
+  void validate(const policy_setting& s) const {
     if (!(p > 0.0f && p <= 1.0f))
-      throw settings_error("top_p: p of " + values() +
+      throw settings_error("top_p: p of " + detail::decimal(p) +
                            " is not a share above 0, at most 1; choose one such as 0.95");
+    if (temperatures.data != nullptr &&
+        (temperatures.layers < s.layers || temperatures.kv_heads != s.kv_heads))
+      throw settings_error("top_p: temperatures are of " + std::to_string(temperatures.layers) +
+                           " layers of " + std::to_string(temperatures.kv_heads) +
+                           " KV heads; needed is one for each of " + std::to_string(s.layers) +
+                           " layers of " + std::to_string(s.kv_heads));
   }
 };
 
@@ -59,8 +85,9 @@ struct sticky_top_k {
   }
 };
 
-/// Says how many of the candidates may be selected; optionally, `enough(mass)` ends the selection earlier, or
-/// `favour()` is added to the scores of units that are held.
+/// Says how many of the candidates may be selected; optionally, `enough(mass)` ends the selection earlier, of
+/// scores divided by a `temperature(layer, head)`, or `favour()` is added to the scores of units that are
+/// held.
 template <class S>
 concept selection_policy = policy<S> && std::same_as<typename S::policy_kind, selection_kind> &&
     requires(const S s) {
@@ -80,13 +107,27 @@ FREEKV_HD constexpr bool selects_all(const S& selection, int candidates, int k) 
   return !selection_by_mass<S> && selection.count(candidates, k) == candidates;
 }
 
+namespace detail {
+
+/// Factor of a KV head's pooled scores before their masses are taken.
+template <selection_policy S>
+FREEKV_HD float per_temperature(const S& selection, int layer, int head) {
+  if constexpr (requires { selection.temperature(layer, head); })
+    return 1.0f / selection.temperature(layer, head);
+  else
+    return 1.0f;
+}
+
+}  // namespace detail
+
 /// A selection that favours, for the next step, units that the step attends to.
 template <class S>
 concept favours_held = selection_policy<S> && hooks_of<S>::has(hook::favour);
 
 static_assert(selection_policy<top_k> && selection_by_mass<top_p> && favours_held<sticky_top_k>);
 
-/// Optional: `enough(mass) -> bool` or `favour() -> float`, `validate()`, `values()`.
+/// Optional: `enough(mass) -> bool`, and with it `temperature(layer, head) -> float`; or `favour() -> float`;
+/// `validate()` or `validate(policy_setting)`, `values()`.
 struct selection_kind : kind_of_self_contained {
   using default_policy = top_k;
   template <class P>
@@ -96,6 +137,9 @@ struct selection_kind : kind_of_self_contained {
         "a selection policy has a name and count(candidates, k) -> int, how many of the best are selected");
     static_assert(!(selection_by_mass<P> && favours_held<P>),
                   "a selection policy has enough(mass) or favour(), not both");
+    static_assert(
+        selection_by_mass<P> || !hooks_of<P>::has(hook::temperature),
+        "a selection policy with a temperature(layer, head), which masses are by, has enough(mass)");
   };
   template <class P>
   static constexpr bool offers(hook h) {
@@ -108,9 +152,23 @@ struct selection_kind : kind_of_self_contained {
         return requires(const P p) {
           { p.favour() } -> std::same_as<float>;
         };
+      case hook::temperature:
+        return requires(const P p) {
+          { p.temperature(0, 0) } -> std::same_as<float>;
+        };
+      case hook::validate:
+        return requires(const P p) { p.validate(policy_setting{}); }
+        || kind_of_self_contained::offers<P>(h);
       default:
         return kind_of_self_contained::offers<P>(h);
     }
+  }
+  template <class P>
+  [[gnu::always_inline]] static void validate(const P& policy, const policy_setting& setting) {
+    if constexpr (requires { policy.validate(setting); })
+      policy.validate(setting);
+    else
+      policy.validate();
   }
 };
 

@@ -40,6 +40,20 @@ TEST_CASE("top_p takes the shortest prefix that has the mass, at least one page 
   CHECK(oracle::top_p({}, {}, 3, 0.5).pages == ints{});
 }
 
+TEST_CASE("a temperature evens masses out, or sets them apart") {
+  const ints pages{3, 5, 6};
+  const auto scores = logs({4, 1, 9});  // 9, 4, 1 of 14; at a temperature of 2 it is 3, 2, 1 of 6
+  CHECK(oracle::top_p(pages, scores, 3, 0.6).pages == ints{6});
+  CHECK(oracle::top_p(pages, scores, 3, 0.6, 2.0).pages == ints{3, 6});
+  CHECK(oracle::top_p(pages, scores, 3, 0.84, 2.0).pages == pages);
+  CHECK(oracle::top_p(pages, scores, 3, 0.82, 0.5).pages == ints{6});  // 81 of 98
+  CHECK(oracle::top_p(pages, scores, 3, 0.83, 0.5).pages == ints{3, 6});
+  CHECK(oracle::mass_margin_of(oracle::top_k(pages, scores, 3), 3, 0.6, 2.0) == near(0.1));
+  // At a half, errors of scores count twice.
+  CHECK(oracle::mass_margin_of(oracle::top_k(pages, scores, 3), 2, 0.8, 0.5) ==
+        near(0.5 * (81.0 / 98.0 - 0.8)));
+}
+
 TEST_CASE("top_p is not firm where a prefix nearly has the mass") {
   const ints pages{3, 5, 6, 9};
   const doubles scores = logs({8, 4, 3, 1});  // prefixes 1/2, 3/4, 15/16

@@ -51,15 +51,23 @@ template <class Selection, bool Masses>
 using select_storage_of = std::conditional_t<favours_held<Selection>, favouring_storage<Masses>,
                                              select_storage<Masses || selection_by_mass<Selection>>>;
 
-/// The log-sum-exp of `count` pooled scores, the same on all threads of the block.
-template <class Storage>
-__device__ log_sum_exp log_sum_of_all(const float* pooled, int count, Storage& shared) {
+/// Pooled scores over their head's temperature.
+struct tempered_scores {
+  const float* pooled;
+  float factor;
+  __device__ float operator[](int i) const { return freekv::detail::tempered_score(pooled[i], factor); }
+  __device__ tempered_scores operator+(int i) const { return {pooled + i, factor}; }
+};
+
+/// The log-sum-exp of `count` scores, the same on all threads of the block.
+template <class Scores, class Storage>
+__device__ log_sum_exp log_sum_of_all(const Scores& scores, int count, Storage& shared) {
   constexpr int warps = block_selection_default.threads / 32;
   const int warp = thread_x() / 32, tiles = (count + tile_units - 1) / tile_units;
   const int each = (tiles + warps - 1) / warps;
   log_sum_exp log_sum;
   for (int i = warp * each; i < min((warp + 1) * each, tiles); ++i)
-    log_sum.add(log_sum_of_tile(pooled + i * tile_units, min(tile_units, count - i * tile_units)));
+    log_sum.add(log_sum_of_tile(scores + i * tile_units, min(tile_units, count - i * tile_units)));
   if (threadIdx.x % 32 == 0) {
     shared.warp_most[warp] = log_sum.max;
     shared.warp_sum[warp] = log_sum.sum;
@@ -101,13 +109,15 @@ __device__ int select_unpinned(const Selection& selection, const float* pooled,
   __syncthreads();
   if constexpr (selection_by_mass<Selection>) {
     if (most == 0) return 0;
-    const log_sum_exp all = log_sum_of_all(pooled, count, shared);
+    const tempered_scores tempered{
+        pooled, freekv::detail::per_temperature(selection, candidates.layer, candidates.head)};
+    const log_sum_exp all = log_sum_of_all(tempered, count, shared);
     const auto key = [&](int i) { return ordered_key(pooled[units[i] - first], units[i]); };
     for (int i = thread; i < most; i += threads) {
       int better = 0;
       for (int other = 0; other < most; ++other) better += key(other) > key(i);
       shared.place[i] = static_cast<std::int16_t>(better);
-      shared.mass[better] = all.share(pooled[units[i] - first]);
+      shared.mass[better] = all.share(tempered[units[i] - first]);
     }
     __syncthreads();
     if (thread == 0) {

@@ -95,7 +95,8 @@ struct scoring_memory {
 };
 
 /// The log-sum-exp of up to `tile_units` scores, on all lanes of a warp.
-__device__ inline log_sum_exp log_sum_of_tile(const float* scores, int count) {
+template <class Scores>
+__device__ log_sum_exp log_sum_of_tile(const Scores& scores, int count) {
   constexpr lane_team<32, 1> warp{};
   log_sum_exp log_sum;
   lane_pack<1> of_lane[tile_units / 32];

@@ -27,15 +27,24 @@
 
 namespace freekv::host {
 
-/// Log-sum-exp of `padded` scores.
-template <class Team>
-log_sum_exp log_sum_exp_of(Team team, const float* scores, std::int64_t padded) {
+/// Log-sum-exp of `padded` scores, or where they are `Tempered` of `tempered_score` of each.
+template <bool Tempered = false, class Team>
+log_sum_exp log_sum_exp_of(Team team, const float* scores, std::int64_t padded,
+                           [[maybe_unused]] float factor = 1.0f) {
   constexpr int width = Team::width, at_once = 8;
+  using pack = typename Team::pack;
   log_sum_exp log_sum;
-  typename Team::pack packs[at_once];
+  pack packs[at_once];
   for (std::int64_t j = 0; j < padded;) {
     int count = 0;
-    for (; count < at_once && j < padded; j += width) packs[count++] = team.load(scores + j);
+    for (; count < at_once && j < padded; j += width) {
+      packs[count] = team.load(scores + j);
+      if constexpr (Tempered) {
+        const pack largest(std::numeric_limits<float>::max()), score = packs[count] * pack(factor);
+        packs[count] = team.select_greater(score, largest, largest, score);  // clamp_score
+      }
+      ++count;
+    }
     log_sum.add(team, packs, count);
   }
   return log_sum;
@@ -364,9 +373,11 @@ class head_selection {
     order_candidates(first_unit_, candidates, pinned_, most, w_);
     if constexpr (selection_by_mass<Selection>) {
       std::sort(w_.keys, w_.keys + most, std::greater<>());
+      const float factor = freekv::detail::per_temperature(selection, s_.layer, at_.head);
+      const log_sum_exp all = factor == 1.0f ? log_sum_of_pooled() : tempered_log_sum(factor);
       float taken = 0.0f;
       for (int i = 0; i < most; ++i) {
-        taken += mass(unit_of_key(w_.keys[i]));
+        taken += all.share(tempered_score(w_.pooled[unit_of_key(w_.keys[i]) - first_unit_], factor));
         if (selection.enough(taken)) return i + 1;
       }
     }
@@ -388,13 +399,21 @@ class head_selection {
   }
 
   /// A unit's share of the softmax of the pooled scores; 0 where no unit has any.
-  float mass(std::int32_t unit) {
+  float mass(std::int32_t unit) { return log_sum_of_pooled().share(w_.pooled[unit - first_unit_]); }
+  log_sum_exp tempered_log_sum(float factor) const {
+    log_sum_exp all;
+    with_team(set_, [&](auto team) {
+      all = log_sum_exp_of<true>(team, w_.pooled, workspace_sizes::padded(pooled_), factor);
+    });
+    return all;
+  }
+  const log_sum_exp& log_sum_of_pooled() {
     if (!knows_log_sum_)
       with_team(set_, [&](auto team) {
         log_sum_ = log_sum_exp_of(team, w_.pooled, workspace_sizes::padded(pooled_));
       });
     knows_log_sum_ = true;
-    return log_sum_.share(w_.pooled[unit - first_unit_]);
+    return log_sum_;
   }
 
   isa set_;

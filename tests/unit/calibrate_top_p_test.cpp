@@ -1,0 +1,174 @@
+// Temperatures of top_p: as many units are selected as have p of the attention.
+
+#include <algorithm>
+#include <cmath>
+#include <freekv/freekv.hpp>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "../catch.hpp"
+#include "rows.hpp"
+
+namespace {
+
+using namespace tests;
+
+/// A prompt of one layer and a pipeline that selects by top_p for the row behind it.
+struct selecting_case {
+  using shape = freekv::kv_shape<float, 64>;
+  using pipeline_type = freekv::retrieval_pipeline<shape, freekv::page_size<8>, freekv::unit<freekv::dynamic>,
+                                                   freekv::any_of<freekv::min_max, freekv::mean>,
+                                                   freekv::any_of<freekv::mean_softmax, freekv::max_score>,
+                                                   freekv::top_p, freekv::always, freekv::complete_first<0>>;
+  static constexpr int kv_heads = 2, group = 3, page = 8, tokens = 45 * page + 3, d = 64;
+
+  std::vector<float> keys, query;
+  float p;
+  bool by_means = false, by_largest = false;
+  int unit = page;
+
+  selecting_case(dice& dealt, float share)
+      : keys(normals(dealt, count(tokens * kv_heads * d))),
+        query(normals(dealt, count(kv_heads * group * d))),
+        p(share) {
+    // Some pages are alike to a direction that all queries have, so that attention is neither flat nor one's.
+    const std::vector<float> towards = normals(dealt, d);
+    for (std::size_t i = 0; i < query.size(); ++i) query[i] += towards[i % d];
+    for (int token = 0; token < tokens; ++token)
+      if (const auto size = static_cast<float>(token / page % 7); size > 3)
+        for (int i = 0; i < kv_heads * d; ++i)
+          keys[count(token * kv_heads * d + i)] += 0.3f * size * towards[count(i % d)];
+  }
+
+  typename pipeline_type::settings settings(freekv::head_temperatures temperatures) const {
+    typename pipeline_type::settings s{.model = {1, kv_heads * group, kv_heads},
+                                       .budget = {.sink = page, .window = 2 * page, .selected_units = 400},
+                                       .capacity = {.max_tokens = tokens + 1}};
+    s.unit = {{unit}};
+    if (by_means) s.summary = freekv::mean{};
+    if (by_largest) s.pooling = freekv::max_score{};
+    s.selection = {p, temperatures};
+    return s;
+  }
+  std::vector<float> calibrated() const {
+    std::vector<float> temperatures(kv_heads);
+    freekv::calibrate_top_p<shape>(freekv::checked_settings<d>(settings({})), 0, keys, query, temperatures);
+    return temperatures;
+  }
+  /// Units that each KV head selects for a row with the query of the prompt's last.
+  std::vector<int> selected(const std::vector<float>& temperatures) const {
+    freekv::host_backend backend;
+    pipeline_type pipeline(settings({temperatures.empty() ? nullptr : temperatures.data(), 1, kv_heads}),
+                           backend);
+    const auto id = pipeline.open();
+    auto step = pipeline.begin_step({{id, tokens, freekv::step_phase::prefill}});
+    step.template append<float>(0, {keys, keys, {}});
+    step.end();
+    std::vector<float> out(query.size());
+    step = pipeline.begin_step({{id}});
+    const auto last = std::span(keys).last(kv_heads * d);
+    step.template append<float>(0, {last, last, query});
+    step.attend(0, out);
+    step.end();
+    const auto report = pipeline.report(0);
+    const auto counts = report[id].attended_count;
+    return {counts.begin(), counts.end()};
+  }
+  /// From the definition: the fewest units of `unit` tokens, between sink and window, that have p of the
+  /// attention that the group gives to all of them.
+  int wanted(int head) const {
+    std::vector<double> shares((tokens / page - 3) * page / unit);
+    for (int g = 0; g < group; ++g) {
+      std::vector<double> masses(shares.size());
+      double sum = 0;
+      for (std::size_t j = 0; j < masses.size(); ++j)
+        for (int t = 0; t < unit; ++t) {
+          const int token = page + static_cast<int>(j) * unit + t;
+          double score = 0;
+          for (int i = 0; i < d; ++i)
+            score += double{query[count((head * group + g) * d + i)]} *
+                     double{keys[count((token * kv_heads + head) * d + i)]};
+          masses[j] += std::exp(score / 8.0);
+        }
+      for (const double mass : masses) sum += mass;
+      for (std::size_t j = 0; j < masses.size(); ++j) shares[j] += masses[j] / sum / group;
+    }
+    std::sort(shares.begin(), shares.end(), std::greater<>());
+    double taken = 0;
+    int fewest = 0;
+    while (taken < double{p}) taken += shares[count(fewest++)];
+    return fewest;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("by calibrated temperatures as many pages are selected as have p of the attention", "[top_p]") {
+  dice d(21);
+  int otherwise = 0;
+  const auto check = [&](const selecting_case& c) {
+    const std::vector<float> temperatures = c.calibrated();
+    const std::vector<int> counts = c.selected(temperatures), by_scores = c.selected({});
+    for (int head = 0; head < c.kv_heads; ++head) {
+      const int wanted = c.wanted(head), got = counts[count(head)], uncalibrated = by_scores[count(head)];
+      INFO("p " << c.p << ", unit " << c.unit << ", KV head " << head << ", temperature "
+                << temperatures[count(head)] << ", by scores " << uncalibrated);
+      // The share at the temperature is p but for float32's rounding, so that one more may be taken.
+      CHECK(got >= wanted);
+      CHECK(got <= wanted + 1);
+      otherwise += uncalibrated < wanted || uncalibrated > wanted + 1;
+    }
+  };
+  for (int repeat = 0; repeat < 12; ++repeat) {
+    selecting_case c(d, d.one_of({0.3f, 0.5f, 0.8f, 0.95f}));
+    check(c);
+    c.by_means = c.by_largest = true;
+    check(c);
+    c.unit = 1;
+    check(c);
+  }
+  CHECK(otherwise > 24);  // of 72: scores are estimates
+}
+
+TEST_CASE("scores that are the attention's own have temperatures of at least 1", "[top_p]") {
+  dice d(22);
+  for (int repeat = 0; repeat < 8; ++repeat) {
+    selecting_case c(d, 0.9f);
+    c.by_means = true, c.unit = 1;
+    for (const float temperature : c.calibrated()) CHECK(temperature >= 0.999f);
+  }
+}
+
+TEST_CASE("calibrate_top_p says what it is lacking, and what takes no temperature", "[top_p]") {
+  dice d(23);
+  const selecting_case c(d, 0.9f);
+  const auto settings = freekv::checked_settings<64>(c.settings({}));
+  std::vector<float> temperatures(2);
+  const auto calibrate = [&](std::span<const float> keys, std::span<const float> queries, auto to) {
+    freekv::calibrate_top_p<freekv::kv_shape<float, 64>>(settings, 0, keys, queries, to);
+  };
+  using freekv::usage_error;
+  CHECK_THROWS_AS(calibrate(std::span(c.keys).first(100), c.query, std::span(temperatures)), usage_error);
+  CHECK_THROWS_AS(calibrate(c.keys, std::span(c.query).first(100), std::span(temperatures)), usage_error);
+  CHECK_THROWS_AS(calibrate(c.keys, c.query, std::span(temperatures).first(1)), usage_error);
+  CHECK_THROWS_AS(calibrate({}, c.query, std::span(temperatures)), usage_error);
+  calibrate({}, {}, std::span(temperatures));  // of no prompt
+  CHECK(temperatures == std::vector<float>{1.0f, 1.0f});
+
+  auto best = c.settings({});
+  using top_k_pipeline = freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, freekv::page_size<8>>;
+  top_k_pipeline::settings of_best{.model = best.model, .budget = best.budget, .capacity = best.capacity};
+  const auto of_best_pages = freekv::checked_settings<64>(of_best);
+  const auto calibrate_best = [&] {
+    freekv::calibrate_top_p<freekv::kv_shape<float, 64>>(of_best_pages, 0, c.keys, c.query, temperatures);
+  };
+  CHECK_THROWS_AS(calibrate_best(), usage_error);
+  auto short_of = c.settings({temperatures.data(), 1, 1});
+  CHECK_THROWS_AS(freekv::checked_settings<64>(short_of), freekv::settings_error);
+  using by_layer = freekv::retrieval_pipeline<freekv::kv_shape<float, 64>, freekv::top_p, freekv::per_layer>;
+  by_layer::settings together{.model = best.model, .budget = best.budget, .capacity = best.capacity};
+  together.budget = {};
+  together.selection = {0.9f, {temperatures.data(), 1, 2}};
+  CHECK_THROWS_AS(freekv::checked_settings<64>(together), freekv::settings_error);
+}
