@@ -51,10 +51,10 @@ template <class Selection, bool Masses>
 using select_storage_of = std::conditional_t<favours_held<Selection>, favouring_storage<Masses>,
                                              select_storage<Masses || selection_by_mass<Selection>>>;
 
-/// Pooled scores over their head's temperature.
+/// A head's pooled scores, and over its temperature.
 struct tempered_scores {
   const float* pooled;
-  float factor;
+  float factor = 1.0f;
   __device__ float operator[](int i) const { return freekv::detail::tempered_score(pooled[i], factor); }
   __device__ tempered_scores operator+(int i) const { return {pooled + i, factor}; }
 };
@@ -98,10 +98,11 @@ struct candidate_keys {
 /// Selects among the first `count` candidates that are not pinned, to `units`, ascending; returns how many,
 /// on all threads.
 template <class Selection, class Storage>
-__device__ int select_unpinned(const Selection& selection, const float* pooled,
+__device__ int select_unpinned(const Selection& selection, const tempered_scores& tempered,
                                const row_candidates& candidates, int count, int k, std::int32_t* units,
                                Storage& shared) {
   const int thread = thread_x(), threads = threads_x();
+  const float* const pooled = tempered.pooled;
   const int first = candidates.first, most = selection.count(candidates.unpinned(count), k);
   const radix_select<block_selection_default.threads> select(shared.radix);
   select.largest(candidate_keys{pooled, candidates}, count, most,
@@ -109,8 +110,6 @@ __device__ int select_unpinned(const Selection& selection, const float* pooled,
   __syncthreads();
   if constexpr (selection_by_mass<Selection>) {
     if (most == 0) return 0;
-    const tempered_scores tempered{
-        pooled, freekv::detail::per_temperature(selection, candidates.layer, candidates.head)};
     const log_sum_exp all = log_sum_of_all(tempered, count, shared);
     const auto key = [&](int i) { return ordered_key(pooled[units[i] - first], units[i]); };
     for (int i = thread; i < most; i += threads) {
@@ -141,9 +140,9 @@ __device__ int select_unpinned(const Selection& selection, const float* pooled,
 /// Selects among the first `count` candidates, and the pinned ones besides, to `units`, ascending; returns
 /// how many, on all threads. `held`: units elsewhere that a selection may favour.
 template <class Selection, class Storage>
-__device__ int select_best(const Selection& selection, const float* pooled, const row_candidates& candidates,
-                           int count, int k, int select_all_up_to, const held_units& held,
-                           std::int32_t* units, Storage& shared) {
+__device__ int select_best(const Selection& selection, const tempered_scores& scores,
+                           const row_candidates& candidates, int count, int k, int select_all_up_to,
+                           const held_units& held, std::int32_t* units, Storage& shared) {
   const int thread = thread_x(), threads = threads_x();
   const unit_list& pinned = candidates.pinned;
   if (candidates.unpinned(count) <= select_all_up_to) {
@@ -152,9 +151,9 @@ __device__ int select_best(const Selection& selection, const float* pooled, cons
     __syncthreads();
     return count;
   }
-  const int chosen = select_unpinned(selection, pooled, candidates, count, k, units, shared);
+  const int chosen = select_unpinned(selection, scores, candidates, count, k, units, shared);
   if constexpr (favours_held<Selection>)
-    favour_held(selection.favour(), held, pooled, candidates, count, units, chosen, shared.favour);
+    favour_held(selection.favour(), held, scores.pooled, candidates, count, units, chosen, shared.favour);
   if (thread == 0)  // from behind, so that nothing is overwritten before it has moved
     for (int at = chosen + pinned.count - 1, i = chosen - 1, j = pinned.count - 1; j >= 0; --at)
       units[at] = i >= 0 && units[i] > pinned.units[j] ? units[i--] : pinned.units[j--];

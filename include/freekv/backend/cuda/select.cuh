@@ -75,10 +75,11 @@ __global__ void select_by_query_head(State s, Selection selection, step_view ste
       {before.units, s.selected_count[at_head]}, before.masks, before.words, row % scratch.sizes.selecting};
   for (int time = job.time == selection_time::correct ? 0 : 1; time < 2; ++time) {
     const bool for_next = time == 1;
-    const int count =
-        select_best(selection, scratch.pooled_of(for_next, nth, row), candidates, candidates.count(for_next),
-                    s.budget.selected_units, job.select_all_up_to, for_next ? held : held_units{},
-                    scratch.list_of(for_next, nth, row), shared);
+    const int count = select_best(
+        selection,
+        {scratch.pooled_of(for_next, nth, row), freekv::detail::per_temperature(selection, s.layer, head)},
+        candidates, candidates.count(for_next), s.budget.selected_units, job.select_all_up_to,
+        for_next ? held : held_units{}, scratch.list_of(for_next, nth, row), shared);
     if (!for_next) held = {{scratch.list_of(false, nth, row), count}};
     if (threadIdx.x == 0) scratch.list_count_of(for_next, nth, row) = count;
     __syncthreads();  // the shared memory is free again
@@ -155,9 +156,10 @@ struct select_and_recall {
       if constexpr (merges)
         return merge_query_heads(scratch, for_next, nth, head, to, shared);
       else
-        return select_best(selection, pooled(for_next), candidates, candidates.count(for_next),
-                           s.budget.selected_units, job.select_all_up_to, {{selected.units, held}}, to.units,
-                           shared);
+        return select_best(selection,
+                           {pooled(for_next), freekv::detail::per_temperature(selection, s.layer, head)},
+                           candidates, candidates.count(for_next), s.budget.selected_units,
+                           job.select_all_up_to, {{selected.units, held}}, to.units, shared);
     };
     const auto recall_missing = [&](bool before_attention) {
       if (!s.keeps_slots) return;

@@ -191,7 +191,6 @@ FREEKV_HD int pooled_row(const State& s, const selection_job& job, int row) {
 struct row_candidates : step_candidates {
   unit_list pinned;
   bool selects = false;
-  int layer = 0, head = 0;
   FREEKV_HD int count(bool for_next) const { return for_next ? next : now; }
   /// Number of those of the first `count` candidates that are chosen among.
   FREEKV_HD int unpinned(int count) const { return count - pinned.count; }
@@ -203,8 +202,7 @@ FREEKV_HD row_candidates candidates_of(const State& s, const step_entry& entry, 
   row_candidates c;
   if (entry.phase != step_phase::decode || s.kind_of(head) != layer_kind::retrieval) return c;
   if (!is_to_select(s, entry.sequence, head, job.time, job.every_head)) return c;
-  row_candidates selecting{s.candidates_of(entry), pinned_units(s, entry.sequence, head), true, s.layer,
-                           head};
+  row_candidates selecting{s.candidates_of(entry), pinned_units(s, entry.sequence, head), true};
   if (job.time == selection_time::speculate) selecting.now = 0;
   return selecting;
 }
