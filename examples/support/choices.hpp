@@ -215,6 +215,8 @@ template <>
 struct policy_maker<hard_kv> : maker_by_interval<hard_kv, &hard_kv::interval> {};
 template <>
 struct policy_maker<hard_kv_merge> : maker_by_interval<hard_kv_merge, &hard_kv_merge::interval> {};
+template <>
+struct policy_maker<hard_kv_pairs> : maker_by_interval<hard_kv_pairs, &hard_kv_pairs::interval> {};
 template <template <int> class Residency>
 struct policy_maker<Residency<dynamic>> {
   static Residency<dynamic> from(const method_spec& m, const method_data&) { return {{{m.spare}}}; }
@@ -252,7 +254,7 @@ using residency_list = policy_list<first_unselected<dynamic>, least_recently_use
 using codec_list = policy_list<identity, cast<bfloat16>, cast<half>, cast<fp8_e4m3>, int8_token, int4_token,
                                int8_channel, int4_channel, low_rank_keys<dynamic>>;
 using eviction_list = policy_list<h2o, tova, snapkv, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv,
-                                  cake, r_kv, arkv_origin, d2o, exact_merge, hard_kv_merge,
+                                  cake, r_kv, arkv_origin, d2o, exact_merge, hard_kv_merge, hard_kv_pairs,
                                   razor_attention_compensated, trim_kv, given_worths>;
 
 inline constexpr auto& summaries = summary_list::choices;

@@ -389,6 +389,14 @@ struct hard_kv_merge : named_eviction<freekv::hard_kv_merge> {
   static constexpr std::string_view published = "arXiv 2606.28831";
 };
 
+/// HARD-KV with its own merging: `freekv::hard_kv_pairs`.
+struct hard_kv_pairs : named_eviction<freekv::hard_kv_pairs> {
+  static constexpr std::string_view name = "hard_kv_pairs";
+  static constexpr std::string_view about =
+      "hard_kv whose worst evicted tokens merge into the best that stay, as its appendix has it";
+  static constexpr std::string_view published = "arXiv 2606.28831";
+};
+
 /// RazorAttention with its compensation token: `freekv::razor_attention_compensated`.
 struct razor_attention_compensated : named_eviction<freekv::razor_attention_compensated> {
   static constexpr std::string_view name = "razor_attention_compensated";
@@ -425,7 +433,7 @@ using all =
                 freekv_key_codes_deficit, freekv_key_codes_sticky, freekv_key_codes_units,
                 freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, tova, snapkv, pyramid_kv,
                 raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin, d2o, exact_merge,
-                hard_kv_merge, razor_attention_compensated, trim_kv, given_worths>;
+                hard_kv_merge, hard_kv_pairs, razor_attention_compensated, trim_kv, given_worths>;
 
 }  // namespace methods
 }  // namespace freekv

@@ -10,8 +10,9 @@ using namespace tests;
 namespace {
 
 const std::vector<std::string> forgetful_variants{
-    "h2o",  "tova", "snapkv",      "pyramid_kv", "raas",        "lazy_eviction", "hard_kv", "defensive_kv",
-    "cake", "r_kv", "arkv_origin", "d2o",        "exact_merge", "hard_kv_merge", "trim_kv", "given_worths"};
+    "h2o",         "tova",          "snapkv",        "pyramid_kv", "raas",        "lazy_eviction",
+    "hard_kv",     "defensive_kv",  "cake",          "r_kv",       "arkv_origin", "d2o",
+    "exact_merge", "hard_kv_merge", "hard_kv_pairs", "trim_kv",    "given_worths"};
 
 std::vector<float> floats_of(const tensor_text& tensor) {
   std::vector<float> floats;

@@ -32,6 +32,7 @@ enum class eviction_kind {
   d2o,
   exact_merge,
   hard_kv_merge,
+  hard_kv_pairs,
   trim_kv,
   given_worths
 };
@@ -581,11 +582,12 @@ class forgetful_decoder {
   }
 
   bool selects_by_mass() const {
-    return s_.kind == eviction_kind::hard_kv || s_.kind == eviction_kind::hard_kv_merge;
+    return s_.kind == eviction_kind::hard_kv || s_.kind == eviction_kind::hard_kv_merge ||
+           s_.kind == eviction_kind::hard_kv_pairs;
   }
   bool merges() const {
     return s_.kind == eviction_kind::d2o || s_.kind == eviction_kind::exact_merge ||
-           s_.kind == eviction_kind::hard_kv_merge;
+           s_.kind == eviction_kind::hard_kv_merge || s_.kind == eviction_kind::hard_kv_pairs;
   }
   /// Of what was there when the last ones left `theirs` stay, and not the units.
   void keep_instead(head_state& h, const std::set<int>& theirs) {
@@ -615,6 +617,68 @@ class forgetful_decoder {
     h.merged = h.before_merging;
   }
 
+  /// Means of tokens' keys and values, as they are stored.
+  token_numbers mean_of(int head, const std::vector<int>& tokens, const std::vector<double>& weights) const {
+    const auto mean = [&](std::vector<float> token_numbers::*part) {
+      std::vector<float> numbers;
+      for (std::size_t x = 0; x < static_cast<std::size_t>(s_.head_dim); ++x) {
+        double sum = 0;
+        for (std::size_t i = 0; i < tokens.size(); ++i)
+          sum += weights[i] * static_cast<double>((numbers_of(head, tokens[i]).*part)[x]);
+        numbers.push_back(static_cast<float>(rounded_to(rounded_to(sum, element_kind::f32), s_.element)));
+      }
+      return numbers;
+    };
+    return {mean(&token_numbers::key), mean(&token_numbers::value)};
+  }
+  /// What the last rows' softmaxes, of the largest scores of the group, have of each token; the mean.
+  std::map<int, double> mean_shares(int head, const std::set<int>& tokens) const {
+    const int group = s_.query_heads / s_.kv_heads, first = std::max(0, length_ - s_.window);
+    std::map<int, double> shares;
+    for (int row = first; row < length_; ++row) {
+      std::map<int, double> scores;
+      for (const int token : tokens)
+        for (int g = 0; g < group && token <= row; ++g) {
+          const double score = score_of(row, head * group + g, numbers_of(head, token).key);
+          scores[token] = g == 0 ? score : std::max(scores[token], score);
+        }
+      double most = -std::numeric_limits<double>::infinity(), sum = 0;
+      for (const auto& [token, score] : scores) most = std::max(most, score);
+      for (const auto& [token, score] : scores) sum += std::exp(score - most);
+      for (const auto& [token, score] : scores)
+        shares[token] += std::exp(score - most) / sum / (length_ - first);
+    }
+    return shares;
+  }
+  /// HARD-KV, appendix E: the i-th worst goes into the i-th best, which begin again where they are fewer.
+  void merge_pairs(int head, const std::set<int>& staying, const std::set<int>& leaving) {
+    std::set<int> all = staying;
+    all.insert(leaving.begin(), leaving.end());
+    std::map<int, double> shares = mean_shares(head, all);
+    std::vector<int> best, worst(leaving.begin(), leaving.end());
+    for (const int token : staying)
+      if (token >= s_.sink && token < length_ - s_.window && shares[token] > 0) best.push_back(token);
+    std::stable_sort(best.begin(), best.end(), [&](int a, int b) { return shares[a] > shares[b]; });
+    std::stable_sort(worst.begin(), worst.end(), [&](int a, int b) { return shares[a] < shares[b]; });
+    std::map<int, std::vector<int>> sets;
+    for (std::size_t nth = 0; nth < worst.size(); ++nth) {
+      if (best.empty() || !(shares[worst[nth]] > 0)) {
+        ++lost_;
+        continue;
+      }
+      sets[best[nth % best.size()]].push_back(worst[nth]);
+      ++merged_;
+    }
+    for (auto& [token, others] : sets) {
+      others.push_back(token);
+      std::vector<double> weights;
+      double sum = 0;
+      for (const int other : others) sum += shares[other];
+      for (const int other : others) weights.push_back(shares[other] / sum);
+      put_numbers(head, token, mean_of(head, others, weights));
+    }
+  }
+
   /// Tokens that leave go into those that stay, each into the one of most similar key.
   void merge(head_state& h, const std::set<int>& staying, const std::set<int>& leaving) {
     const auto head = static_cast<int>(&h - heads_.data());
@@ -622,6 +686,7 @@ class forgetful_decoder {
     for (const int token : staying) h.unmerged[token] = numbers_of(head, token);
     h.before_merging = h.merged;
     if (staying.empty() || leaving.empty()) return;
+    if (s_.kind == eviction_kind::hard_kv_pairs) return merge_pairs(head, staying, leaving);
     const auto cosine = [&](int a, int b) {
       const token_numbers of_a = numbers_of(head, a), of_b = numbers_of(head, b);
       const double lengths = std::sqrt(dot(of_a.key, of_a.key)) * std::sqrt(dot(of_b.key, of_b.key));
@@ -659,18 +724,7 @@ class forgetful_decoder {
       } else {
         weights = last_row_weights(head, others, log_weight);
       }
-      token_numbers merged{std::vector<float>(static_cast<std::size_t>(s_.head_dim)),
-                           std::vector<float>(static_cast<std::size_t>(s_.head_dim))};
-      const auto mean_of = [&](std::vector<float> token_numbers::*part, std::size_t x) {
-        double sum = 0;
-        for (std::size_t i = 0; i < others.size(); ++i)
-          sum += weights[i] * static_cast<double>((numbers_of(head, others[i]).*part)[x]);
-        return static_cast<float>(rounded_to(rounded_to(sum, element_kind::f32), s_.element));
-      };
-      for (std::size_t x = 0; x < merged.key.size(); ++x) {
-        merged.key[x] = mean_of(&token_numbers::key, x);
-        merged.value[x] = mean_of(&token_numbers::value, x);
-      }
+      token_numbers merged = mean_of(head, others, weights);
       const int group = s_.query_heads / s_.kv_heads;
       for (int g = 0; s_.kind != eviction_kind::d2o && g < group; ++g)
         log_weight -= last_row_score(head * group + g, merged.key) / group;
@@ -678,10 +732,13 @@ class forgetful_decoder {
       put_numbers(head, token, merged);
     }
   }
-  /// A query head's score of the last row on a key; the scale is a float32.
-  double last_row_score(int query_head, std::span<const float> key) const {
+  /// A query head's score of a row on a key; the scale is a float32.
+  double score_of(int row, int query_head, std::span<const float> key) const {
     return static_cast<double>(static_cast<float>(s_.scale)) *
-           dot(row_of(query_row(length_ - 1), query_head, s_.head_dim), key);
+           dot(row_of(query_row(row), query_head, s_.head_dim), key);
+  }
+  double last_row_score(int query_head, std::span<const float> key) const {
+    return score_of(length_ - 1, query_head, key);
   }
   /// What tokens have of the last row among themselves, and the logarithm of what they have together; means
   /// over the query heads.
@@ -765,6 +822,7 @@ class forgetful_decoder {
           break;
         case eviction_kind::hard_kv:
         case eviction_kind::hard_kv_merge:
+        case eviction_kind::hard_kv_pairs:
         case eviction_kind::defensive_kv:
         case eviction_kind::cake:
         case eviction_kind::r_kv:

@@ -26,6 +26,7 @@ inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
     {"d2o", oracle::eviction_kind::d2o},
     {"exact_merge", oracle::eviction_kind::exact_merge},
     {"hard_kv_merge", oracle::eviction_kind::hard_kv_merge},
+    {"hard_kv_pairs", oracle::eviction_kind::hard_kv_pairs},
     {"trim_kv", oracle::eviction_kind::trim_kv},
     {"given_worths", oracle::eviction_kind::given_worths}};
 
@@ -55,7 +56,7 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
   if (s.kind == oracle::eviction_kind::given_worths) s.sink = 0, s.recent = 0.25;
   if (s.kind == oracle::eviction_kind::r_kv) s.window = 8;
   if (s.kind == oracle::eviction_kind::arkv_origin) s.kernel = 5, s.gamma = 263.81;
-  if (s.kind == oracle::eviction_kind::hard_kv || s.kind == oracle::eviction_kind::hard_kv_merge) s.sink = 1;
+  if (o.method.eviction.starts_with("hard_kv")) s.sink = 1;
   if (s.kind == oracle::eviction_kind::defensive_kv || s.kind == oracle::eviction_kind::cake) s.kernel = 5;
   if (o.method.interval > 0) s.interval = o.method.interval;
   s.keeps_prompt = o.method.eviction == "raas" && o.method.keeps_prompt;

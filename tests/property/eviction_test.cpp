@@ -30,9 +30,9 @@ random_case eviction_case(std::uint64_t seed) {
   o.method.plan = "eviction";
   o.method.eviction = oracle_evictions[seed % std::size(oracle_evictions)].name;
   const std::string& method = o.method.eviction;
-  const bool has_window = method == "snapkv" || method == "pyramid_kv" || method == "hard_kv" ||
-                          method == "defensive_kv" || method == "cake" || method == "r_kv" ||
-                          method == "arkv_origin" || method == "hard_kv_merge";
+  const bool has_window = method == "snapkv" || method == "pyramid_kv" || method == "defensive_kv" ||
+                          method == "cake" || method == "r_kv" || method == "arkv_origin" ||
+                          method.starts_with("hard_kv");
   o.method.keeps_prompt = d.below(2) == 0;
   o.page = has_window ? 8 : d.one_of({8, 16, 24});
   o.budget.sink = d.one_of({0, 1, 3, o.page, 2 * o.page + 1});
@@ -244,7 +244,8 @@ TEST_CASE("random sequences that forget agree with the float64 oracle", "[proper
       CHECK(of.evicted > 500);
       CHECK(of.doubtful * 50 < of.sets);
       if (method.starts_with("hard_kv")) CHECK(of.below_budget > 100);
-      if (method.find("merge") != std::string::npos || method == "d2o") CHECK(of.merged > 500);
+      if (method.find("merge") != std::string::npos || method == "d2o" || method == "hard_kv_pairs")
+        CHECK(of.merged > 500);
       if (method == "d2o") CHECK(of.lost > 300);
       if (method == "cake") CHECK(of.other_budgets > 10);
     }

@@ -179,6 +179,119 @@ TEST_CASE("d2o merges by e and exponentials of cosines what is as similar as its
   CHECK(is_near(memory.threshold, 0.7 * 0.8 + 0.3 * 0.8 / 3, 1e-6));
 }
 
+/// Keys (8 numbers each) that a row of query (1, 0, ...) and scale 1 gives these masses, and values.
+rows_of_text rows_of_masses(const std::vector<float>& masses) {
+  rows_of_text rows;
+  for (const float mass : masses)
+    for (int x = 0; x < 8; ++x) {
+      rows.queries.push_back(x == 0 ? 1.0f : 0.0f);
+      rows.keys.push_back(x == 0 ? std::log(mass) : 0.0f);
+      rows.values.push_back(x == 0 ? mass : 0.0f);
+    }
+  return rows;
+}
+/// The first number and the log-sum-exp of the last row's output, a decode row behind a prompt of the others.
+template <class Eviction>
+std::pair<double, double> last_row_of(const Eviction& eviction, int budget, const rows_of_text& rows) {
+  freekv::host_backend backend;
+  const int tokens = static_cast<int>(rows.keys.size()) / 8;
+  freekv::evicting_pipeline<freekv::kv_shape<float, 8>, Eviction> p(
+      {.model = {.layers = 1, .query_heads = 1, .kv_heads = 1},
+       .budget = budget,
+       .capacity = {.max_prompt = tokens, .max_generated = 1},
+       .attention = {.scale = 1.0f},
+       .plan = {{0}},
+       .eviction = eviction},
+      backend);
+  const auto id = p.open();
+  std::vector<float> out(count(tokens * 8)), lse(count(tokens));
+  for (const auto& [first, now, phase] :
+       {std::tuple(0, tokens - 1, step_phase::prefill), std::tuple(tokens - 1, 1, step_phase::decode)}) {
+    const auto part = [&](const std::vector<float>& of) {
+      return std::span(of).subspan(count(first * 8), count(now * 8));
+    };
+    auto step = p.begin_step({{id, now, phase}});
+    step.template append<float>(0, {part(rows.keys), part(rows.values), part(rows.queries)});
+    step.attend(0, std::span(out).first(count(now * 8)), std::span(lse).first(count(now)));
+    step.end();
+  }
+  return {static_cast<double>(out[0]), static_cast<double>(lse[0])};
+}
+
+TEST_CASE("hard_kv_pairs merges the i-th worst into the i-th best", "[eviction][merging]") {
+  const std::vector<std::int32_t> tokens{3, 5, 8, 40, 4, 6, 7};  // 40 is of the window
+  const std::vector<double> shares{0.1, 0.3, 0.3, 0.05, 0.02, 0.01, 0.02};
+  const auto fates_of = [&](const freekv::hard_kv_pairs& policy, int leaving) {
+    std::vector<std::int32_t> scratch(7);
+    std::vector<freekv::merge_fate> fates(7);
+    freekv::hard_kv_pairs::head_memory memory;
+    policy.merge({.staying = 4,
+                  .leaving = leaving,
+                  .tokens = tokens.data(),
+                  .shares = shares.data(),
+                  .scratch = scratch.data()},
+                 {.tokens = 41}, memory, fates.data());
+    std::vector<int> into;
+    for (int i = 0; i < 7; ++i) into.push_back(fates[count(i)].into);
+    for (int i = 0; i < 4 + leaving; ++i) CHECK(fates[count(i)].weight == shares[count(i)]);
+    return into;
+  };
+  const freekv::hard_kv_pairs pairs{{.window = 1}}, many_to_one{{.window = 1}, 1};
+  CHECK(fates_of(pairs, 3) == std::vector{-1, -1, -1, -1, 2, 1, 0});  // of alike shares the first
+  CHECK(fates_of(pairs, 1) == std::vector{-1, -1, -1, -1, 1, -1, -1});
+  CHECK(fates_of(many_to_one, 3) == std::vector{-1, -1, -1, -1, 1, 1, 1});
+  // Ranks begin again where fewer stay than leave, and where there is nobody all are lost.
+  CHECK(fates_of({{.window = 1}, 2}, 3) == std::vector{-1, -1, -1, -1, 2, 1, 1});
+  CHECK(fates_of({{.window = 41}}, 3) == std::vector{-1, -1, -1, -1, -1, -1, -1});
+}
+
+TEST_CASE("hard_kv_pairs loses log-sum-exp where hard_kv_merge keeps it", "[eviction][merging]") {
+  // Shares of the prompt's last row are sixteenths; two tokens have 0.7 of it, and they and that row stay.
+  const rows_of_text rows = rows_of_masses({4, 1, 8, 2, 1, 1});
+  const freekv::hard_kv settings{.p = 0.7f, .window = 1, .kernel = 1, .sink = 0};
+  const double all = std::log(17.0), all_values = (16.0 + 1 + 64 + 4 + 1 + 1) / 17;
+  const auto of = [&](const auto& eviction) { return last_row_of(eviction, 4, rows); };
+
+  freekv::hard_kv_merge by_row;
+  static_cast<freekv::hard_kv&>(by_row) = settings;
+  CHECK(is_near(of(by_row).second, all, 1e-6));
+  CHECK(is_near(of(by_row).first, all_values, 1e-5));
+
+  // 8 takes 1, and 4 takes 2: keys are logarithms, whose means are products of powers.
+  const double first = std::pow(8.0, 8.0 / 9), second = std::pow(4.0, 4.0 / 6) * std::pow(2.0, 2.0 / 6);
+  const double pairs = first + second + 2;
+  CHECK(is_near(of(freekv::hard_kv_pairs{settings}).second, std::log(pairs), 1e-6));
+  CHECK(is_near(of(freekv::hard_kv_pairs{settings}).first, (first * 65 / 9 + second * 20 / 6 + 2) / pairs,
+                1e-5));
+  // 8 takes 1 and 2, 4 stays as it is.
+  const double taken = std::pow(8.0, 8.0 / 11) * std::pow(2.0, 2.0 / 11), one = taken + 4 + 2;
+  CHECK(is_near(of(freekv::hard_kv_pairs{settings, 1}).second, std::log(one), 1e-6));
+  CHECK(is_near(of(freekv::hard_kv_pairs{settings, 1}).first, (taken * 69 / 11 + 16 + 2) / one, 1e-5));
+  // Neither has what was there, nor even what the sets' weighted means of masses would be (Jensen); nothing
+  // merged has less yet.
+  CHECK(std::log(pairs) < std::log(65.0 / 9 + 20.0 / 6 + 2));
+  CHECK(std::log(65.0 / 9 + 20.0 / 6 + 2) < all);
+}
+
+TEST_CASE("for no query hard_kv_pairs keeps log-sum-exp, which falls from cut to cut",
+          "[eviction][merging]") {
+  dice random(7);
+  for (int trial = 0; trial < some_of(8); ++trial) {
+    const rows_of_text text = [&] {
+      rows_of_text rows = rows_of_masses(std::vector<float>(60, 1.0f));
+      rows.keys = normals(random, 60 * 8), rows.queries = normals(random, 60 * 8);
+      return rows;
+    }();
+    double all = 0;
+    for (int t = 0; t < 60; ++t)
+      all += std::exp(freekv::exact_product(text.queries.data() + 59 * 8, text.keys.data() + t * 8, 8));
+    freekv::hard_kv_pairs pairs;
+    pairs.window = 2, pairs.p = random.one_of({0.5f, 0.9f}),
+    pairs.takers = random.one_of({1, 3, freekv::every_token});
+    CHECK(last_row_of(pairs, 20, text).second < std::log(all) - 1e-3);
+  }
+}
+
 TEST_CASE("what is not a number does not merge, and the others do", "[eviction][merging]") {
   // The last row's query is NaN: the policy has no weights, so what leaves is lost; all rows after are as
   // TOVA's.
@@ -263,6 +376,11 @@ TEST_CASE("policies that cannot merge as they say are refused", "[eviction][merg
   };
   refuses(by_every_row{}, "exact_merge merges by the last row's attention and observes no row or all");
   refuses(of_pages{}, "exact_merge merges units of 8 tokens; merge units of 1");
+  struct shares_of_nothing : freekv::exact_merge {
+    constexpr freekv::merge_rule merge_by() const { return freekv::merge_rule::by_shares; }
+  };
+  refuses(shares_of_nothing{}, "exact_merge merges by the shares of rows that it observes and observes none");
+  refuses(freekv::hard_kv_pairs{{}, 0}, "hard_kv_pairs: 0 tokens take others; at least 1");
   freekv::d2o d2o;
   d2o.beta = 1.5f;
   refuses(d2o, "d2o: recent of 0.25 and a beta of 1.5");

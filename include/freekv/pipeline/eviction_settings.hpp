@@ -87,6 +87,9 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
       if (eviction.unit_tokens() != 1)
         fail(std::string(E::name) + " merges units of " + text(eviction.unit_tokens()) +
              " tokens; merge units of 1");
+      if (eviction.merge_by() == merge_rule::by_shares && !observes<E>)
+        fail(std::string(E::name) +
+             " merges by the shares of rows that it observes and observes none; list hook::observe");
       const bool keeps_last = eviction.observed_rows() > 0 && eviction.observed_rows() != every_prompt_row;
       if (eviction.merge_by() == merge_rule::as_last_row && !keeps_last)
         fail(std::string(E::name) +

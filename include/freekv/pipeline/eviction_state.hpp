@@ -252,7 +252,7 @@ class eviction_memory {
       if constexpr (takes_worths<E>) l.worth_rows = s.capacity.max_prompt;
       if constexpr (observes<E>) l.keeps_decoded = eviction.observes_decoding();
       if constexpr (merges<E>) {
-        weighs = eviction.merge_by() != merge_rule::by_weights;
+        weighs = makes_log_weights(eviction.merge_by());
         l.memory_bytes = sizeof(typename E::head_memory);
       }
     });

@@ -75,11 +75,12 @@ struct observed_units {
 
 /// Rule of what a token that stays becomes when others merge into it.
 enum class merge_rule : std::uint8_t {
-  by_weights,  ///< the mean of their keys and values by the policy's weights; it weighs in attention as
-               ///< before
-  as_many,     ///< the same mean; it weighs as much as all of them
-  as_last_row  ///< the mean by what each had of the last row; it weighs so that the row's attention stays as
-               ///< it was
+  by_weights,   ///< the mean of their keys and values by the policy's weights; it weighs in attention as
+                ///< before
+  as_many,      ///< the same mean; it weighs as much as all of them
+  as_last_row,  ///< the mean by what each had of the last row; it weighs so that the row's attention stays as
+                ///< it was
+  by_shares     ///< as by_weights, of a policy that observes: it is told what its rows have of each token
 };
 
 /// The product of two rows, a multiple of 8 numbers each, in double: the same for the same numbers.
@@ -99,6 +100,11 @@ struct merging_tokens {
   const double* lengths = nullptr;       ///< of the keys
   int head_dim = 0;
   double (*product)(const float*, const float*, int) = exact_product;  ///< or another that gives the same
+  /// (staying + leaving), with `merge_rule::by_shares` alone: a token's share of the softmax of the largest
+  /// scores of the group over all of these tokens, the mean of the last `observed_rows()` rows, in double. A
+  /// row has nothing of tokens behind it; NaN counts as -infinity.
+  const double* shares = nullptr;
+  std::int32_t* scratch = nullptr;  ///< (staying + leaving): the policy's to write over
 
   int end() const { return staying + leaving; }
   const float* key(int token) const { return keys + std::ptrdiff_t{token} * head_dim; }
@@ -135,6 +141,11 @@ inline constexpr int every_prompt_row = std::numeric_limits<int>::max();
 inline constexpr int every_token = std::numeric_limits<int>::max();
 
 namespace detail {
+
+/// True of a rule that gives tokens log-weights.
+constexpr bool makes_log_weights(merge_rule rule) {
+  return rule == merge_rule::as_many || rule == merge_rule::as_last_row;
+}
 
 /// Throws settings_error for a window of rows, or a kernel, that a method cannot have; `p_` are the published
 /// ones.
@@ -240,7 +251,7 @@ concept merges_tokens = requires {
 /// - `merge(tokens, moment, memory, fates)`, with a trivially copyable `head_memory`, one for each head of a
 ///   sequence, and `merge_by() -> merge_rule`: when tokens leave, it says which of those that stay each
 ///   merges into, and with what weight. Units are tokens then. By `merge_rule::as_last_row` weights are the
-///   row's, whose queries `observed_rows()` keeps;
+///   row's, whose queries `observed_rows()` keeps; `merge_rule::by_shares` is for one that observes;
 /// - `on_given(unit, worth)`, listed as `hook::worths`, of a policy that counts units: right behind each
 ///   `on_append` it is told what the engine gave for the row and KV head (`kv_rows::worths`), NaN as
 ///   -infinity. Of a prompt's rows each has both calls, in their order, when the prompt ends.

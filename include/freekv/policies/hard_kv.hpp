@@ -77,7 +77,7 @@ double calibrated_temperature(int rows, double p, const Row& row, const Count& c
 /// the window loses more than -ln p of its log-sum-exp. Unlike the paper's, the temperature is found anew
 /// each time, for a head's rows together (it is solved once there and kept; figure 17: it is stable), tokens
 /// between two cuts and those of the cut lie in the same slots (its cascade's tiers are those of an engine's
-/// page tables), and nothing is merged (appendix E; `hard_kv_merge` does).
+/// page tables), and nothing is merged (appendix E; `hard_kv_pairs` and `hard_kv_merge` do).
 struct hard_kv {
   using policy_kind = eviction_kind;
   using hooks = hook_list<hook::observe, hook::validate, hook::values>;

@@ -11,6 +11,7 @@
 #include <freekv/policies/plan.hpp>
 #include <iterator>
 #include <numbers>
+#include <numeric>
 #include <span>
 #include <string>
 #include <string_view>
@@ -97,6 +98,52 @@ struct hard_kv_merge : hard_kv {
   }
 };
 static_assert(eviction_policy<hard_kv_merge>);
+
+/// HARD-KV (`hard_kv`) with the merging of its appendix E: of those that leave the i-th worst token goes into
+/// the i-th best of those that stay, beside sink and window, and the best becomes (s x + s' x') / (s + s') of
+/// both keys and values; with one taker, the paper's many-to-one, the mean of all by s. The paper's s is a
+/// token's attention score; here, as in the published code, its share of a row's softmax of the group's
+/// largest scores, neither pooled nor at another temperature, the mean of the window's rows. The published
+/// code takes the worst by the calibrated shares instead, needs as many that stay as leave, and drops what it
+/// has merged; here ranks begin again where fewer stay, so that a best token is the mean of a set, and a
+/// token of share 0 is lost. Log-sum-exps fall, as the paper does not mean it (`hard_kv_merge` keeps the last
+/// row's).
+struct hard_kv_pairs : hard_kv {
+  using hooks = hook_list<hook::merge, hook::observe, hook::validate, hook::values>;
+  static constexpr std::string_view name = "hard_kv_pairs";
+  int takers = every_token;  ///< tokens, the best, that others merge into, at most; 1: many-to-one
+
+  struct head_memory {};
+  constexpr merge_rule merge_by() const { return merge_rule::by_shares; }
+  void merge(const merging_tokens& of, const eviction_moment& at, head_memory&, merge_fate* fates) const {
+    std::int32_t *const best = of.scratch, *const worst = of.scratch + of.staying;
+    std::iota(best, best + of.end(), 0);
+    std::int32_t* const end =
+        std::remove_if(best, worst, [&](int i) { return protects(of.tokens[i], at) || of.shares[i] == 0.0; });
+    const auto sort_by_share = [&](std::int32_t* first, std::int32_t* last, double sign) {
+      std::sort(first, last, [&](int a, int b) {
+        return of.shares[a] == of.shares[b] ? a < b : sign * of.shares[a] < sign * of.shares[b];
+      });
+    };
+    sort_by_share(best, end, -1.0);
+    sort_by_share(worst, worst + of.leaving, 1.0);
+    const int taking = std::min(takers, static_cast<int>(end - best));
+    for (int i = 0; i < of.end(); ++i) fates[i].weight = of.shares[i];
+    for (int nth = 0; taking > 0 && nth < of.leaving; ++nth)
+      if (of.shares[worst[nth]] > 0.0) fates[worst[nth]].into = best[nth % taking];
+  }
+
+  std::string values() const {
+    return hard_kv::values() + (takers == every_token ? "" : ", into the best " + std::to_string(takers));
+  }
+  void validate(const eviction_limits& most) const {
+    hard_kv::validate(most);
+    if (takers < 1)
+      throw settings_error("hard_kv_pairs: " + std::to_string(takers) +
+                           " tokens take others; at least 1, which is the paper's many-to-one");
+  }
+};
+static_assert(eviction_policy<hard_kv_pairs>);
 
 /// RazorAttention (arXiv 2407.15891) with its compensation token: some KV heads keep everything, the others
 /// the first `sink` tokens, the latest, and one token for all that have left, the mean of their keys and

@@ -84,6 +84,7 @@ struct parted_tokens {
   std::vector<int> tokens{};    ///< numbers in the sequence
   std::vector<doubles> keys{};  ///< of each token, (head_dim), as earlier merges have left it
   eviction_moment at{};
+  doubles shares{};  ///< of each token, with merge_rule::by_shares: `merging_tokens::shares`
 };
 
 /// An eviction in float64. A policy that counts for each unit is defined by `worth`; one that observes by

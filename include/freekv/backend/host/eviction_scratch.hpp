@@ -25,7 +25,7 @@ struct eviction_sizes {
   int most = 0;  // tokens that shares are wanted of, or units that a prompt has
   /// rows of numbers that a policy observes at a time, and units that it sees then
   std::int64_t observed = 0, units = 0;
-  bool sees_keys = false, merges = false;
+  bool sees_keys = false, merges = false, merges_by_shares = false;
 
   std::int64_t score_stride() const { return (std::int64_t{most} + 15) / 16 * 16; }
 
@@ -42,6 +42,7 @@ struct eviction_sizes {
       if constexpr (observes<E>)
         sizes.observed = std::int64_t{std::min(eviction.observed_rows(), s.max_tokens())} *
                          numbers_of_row(eviction, sizes.group);
+      if constexpr (freekv::merges<E>) sizes.merges_by_shares = eviction.merge_by() == merge_rule::by_shares;
       if constexpr (hooks_of<E>::has(hook::sees_keys)) sizes.sees_keys = eviction.sees_keys();
       return sizes;
     });
@@ -93,6 +94,7 @@ struct eviction_scratch {
             .places = memory.take<std::int32_t>(to_size(s.units)),
             .log_weights = memory.take<float>(to_size(merged)),
             .merge = {.lengths = memory.take<double>(to_size(merged)),
+                      .shares = memory.take<double>(to_size(s.merges_by_shares ? s.units : 0)),
                       .fates = memory.take<merge_fate>(to_size(merged)),
                       .next = memory.take<std::int32_t>(to_size(merged)),
                       .logits = memory.take<double>(to_size(merged)),

@@ -191,6 +191,28 @@ class head_eviction : public head_observer<Shape> {
         if ((kept > 0 && rank_at(i) >= w.keys[units - kept]) == stays) w.places[placed++] = w.order[i];
   }
 
+  /// `merging_tokens::shares`. In double as weights are, so that they depend on nothing but the numbers.
+  static const double* share_rows(const state& s, const eviction_entry& entry, const eviction_moment& at,
+                                  const merging_tokens& of, const scratch& w) {
+    double* const scores = w.merge.logits;
+    const int first = std::max(0, at.tokens - s.kept_queries), group = s.heads.group();
+    std::fill_n(w.merge.shares, of.end(), 0.0);
+    for (int row = first; row < at.tokens; ++row) {
+      const float* const queries = s.kept_query(entry, row, at.head);
+      std::fill_n(scores, of.end(), -HUGE_VAL);
+      for (int i = 0; i < of.end(); ++i)
+        for (int g = 0; g < group && of.tokens[i] <= row; ++g)
+          scores[i] = std::max(
+              scores[i], static_cast<double>(s.scale) * of.product(queries + g * d, of.key(i), d));  // no NaN
+      const double most = *std::max_element(scores, scores + of.end());
+      if (!std::isfinite(most)) continue;
+      double sum = 0.0;
+      for (int i = 0; i < of.end(); ++i) sum += scores[i] = std::exp(scores[i] - most);
+      for (int i = 0; i < of.end(); ++i) w.merge.shares[i] += scores[i] / sum / (at.tokens - first);
+    }
+    return w.merge.shares;
+  }
+
   /// Tokens of `slice` that leave merge into those that stay, by `w.places`. `first_token` is by place, null
   /// where places are tokens; `log_weights` by place, or null.
   template <class Eviction>
@@ -207,7 +229,10 @@ class head_eviction : public head_observer<Shape> {
       w.merge.lengths[i] = std::sqrt(product(key, key, d));
       w.merge.fates[i] = {};
     }
-    const merging_tokens of{staying, leaving, w.tokens, w.unit_keys, w.merge.lengths, d, product};
+    merging_tokens of{staying, leaving, w.tokens, w.unit_keys, w.merge.lengths,
+                      d,       product, nullptr,  w.merge.next};
+    if constexpr (observes<Eviction>)
+      if (eviction.merge_by() == merge_rule::by_shares) of.shares = share_rows(s, entry, at, of, w);
     eviction.merge(of, at, s.template memory_of<Eviction>(entry.sequence, at.head), w.merge.fates);
     token_merger<d, element>{of,
                              slice,

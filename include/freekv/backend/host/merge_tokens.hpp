@@ -32,8 +32,10 @@ inline auto exact_product_of([[maybe_unused]] isa set) {
 /// Scratch of one thread for so many tokens as a head ever has.
 struct merge_scratch {
   double* lengths = nullptr;    // (tokens): of keys
+  double* shares = nullptr;     // (tokens): of a policy that merges by them
   merge_fate* fates = nullptr;  // (tokens)
-  /// (tokens): of one that stays the first that merges into it, of that the next; -1: none
+  /// (tokens): of one that stays the first that merges into it, of that the next; -1: none. Before that the
+  /// policy's scratch
   std::int32_t* next = nullptr;
   double* logits = nullptr;  // (tokens)
   double* sums = nullptr;    // (2, head_dim)

@@ -119,6 +119,25 @@ struct eviction_judge {
     return of;
   }
 
+  /// Shares that the last rows have of the tokens that are held, by the largest score of the group; means.
+  doubles mean_shares() const {
+    doubles shares(held.size());
+    const int first = std::max(0, tokens - settings->eviction.observed_rows());
+    for (int row = first; row < tokens; ++row) {
+      const std::vector<int> before(held.begin(), std::upper_bound(held.begin(), held.end(), row));
+      doubles largest(before.size(), -HUGE_VAL);
+      for (int g = 0; g < text->group; ++g) {
+        const doubles of_head = text->scores(row, head * text->group + g, before, merged);
+        for (std::size_t i = 0; i < before.size(); ++i) largest[i] = std::max(largest[i], of_head[i]);
+      }
+      double sum = 0.0;
+      for (const double score : largest) sum += std::exp(score);
+      for (std::size_t i = 0; i < before.size(); ++i)
+        shares[i] += std::exp(largest[i]) / sum / (tokens - first);
+    }
+    return shares;
+  }
+
   /// Units that are held, ranked as rows have attended to them, or `kept` of them at most by what the last
   /// rows have.
   unit_ranking rank(const eviction_moment& at, int kept) const {
@@ -204,6 +223,12 @@ struct eviction_judge {
       std::set_difference(held.begin(), held.end(), now.begin(), now.end(),
                           std::back_inserter(parted.tokens));
       for (const int token : parted.tokens) parted.keys.push_back(text->token_now(token, head, merged).key);
+      if (by->merge_by == merge_rule::by_shares) {
+        const doubles shares = mean_shares();
+        for (const int token : parted.tokens)
+          parted.shares.push_back(
+              shares[to_size(std::lower_bound(held.begin(), held.end(), token) - held.begin())]);
+      }
       partings.push_back(std::move(parted));
       std::vector<merged_tokens> may_be;
       for (const std::vector<merge_fate>& fates : fates_to_rounding(*by, partings))

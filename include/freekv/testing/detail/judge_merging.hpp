@@ -20,8 +20,8 @@ inline void mark_lost(std::vector<merge_fate>& fates, int staying) {
     if (fate.into < 0 || fate.into >= staying) fate.into = -1;
 }
 
-/// Fates by the definition, of the partings' keys first and then of keys moved by rounding; none where the
-/// definition gives another number of fates than there are tokens.
+/// Fates by the definition, of the partings' keys and shares first and then of these moved by rounding; none
+/// where the definition gives another number of fates than there are tokens.
 inline std::vector<std::vector<merge_fate>> fates_to_rounding(const eviction_definition& definition,
                                                               std::vector<parted_tokens> so_far) {
   std::vector<std::vector<merge_fate>> all;
@@ -35,6 +35,9 @@ inline std::vector<std::vector<merge_fate>> fates_to_rounding(const eviction_def
       for (std::size_t i = 0; i < exact[nth].keys.size(); ++i)
         for (std::size_t x = 0; x < exact[nth].keys[i].size(); ++x)
           so_far[nth].keys[i][x] = exact[nth].keys[i][x] * (1.0 + 2e-5 * random.either_way());
+    for (std::size_t nth = 0; nth < exact.size(); ++nth)
+      for (std::size_t i = 0; i < exact[nth].shares.size(); ++i)
+        so_far[nth].shares[i] = exact[nth].shares[i] * (1.0 + 2e-6 * random.either_way());
   }
   return all;
 }
@@ -125,8 +128,16 @@ void judge_parting(const Policy& policy, const eviction_definition& definition,
   doubles lengths;
   for (const doubles& key : of.keys) lengths.push_back(std::sqrt(inner_product(key, key)));
   std::vector<merge_fate> fates(to_size(all));
-  policy.merge({of.staying, all - of.staying, tokens.data(), keys.data(), lengths.data(), head_dim}, of.at,
-               memory, fates.data());
+  std::vector<std::int32_t> scratch(to_size(all));
+  policy.merge({.staying = of.staying,
+                .leaving = all - of.staying,
+                .tokens = tokens.data(),
+                .keys = keys.data(),
+                .lengths = lengths.data(),
+                .head_dim = head_dim,
+                .shares = of.shares.empty() ? nullptr : of.shares.data(),
+                .scratch = scratch.data()},
+               of.at, memory, fates.data());
   mark_lost(fates, of.staying);
   for (int i = of.staying; i < all; ++i) {
     const int into = fates[to_size(i)].into;
@@ -180,6 +191,9 @@ void judge_fates(const Policy& policy, const eviction_definition& definition,
       now.staying = static_cast<int>(held.size());
       now.tokens.insert(now.tokens.end(), leaving.begin(), leaving.end());
       for (const int token : now.tokens) now.keys.push_back(text.key(token, 0));
+      if (definition.merge_by == merge_rule::by_shares)
+        for (const int token : now.tokens)
+          now.shares.push_back(random.one_of({0, 1, 4}) * std::exp(text.key(token, 0)[0]));
       so_far.push_back(std::move(now));
       judge_parting(
           policy, definition, so_far, memory,
