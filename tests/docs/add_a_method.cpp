@@ -100,6 +100,18 @@ struct runs : tova {
 };
 static_assert(eviction_policy<runs>);
 
+/// tova that keeps a quarter of its budget as it is, and the rest in 8 bits.
+struct faded : tova {
+  using hooks = hook_list<hook::demote>;
+  static constexpr std::string_view name = "faded";
+  constexpr int8_token codec() const { return {}; }
+  constexpr int originals(const eviction_moment& at) const { return at.budget / 4; }
+  constexpr int most_originals(const eviction_limits& most) const {
+    return most.budget / 4 + 1;
+  }  // and a row
+};
+static_assert(eviction_policy<faded>);
+
 /// tova whose shares count as much as the engine says of their tokens, and nothing where it says less than 0.
 struct weighed : tova {
   using hooks = hook_list<hook::worths>;
@@ -218,12 +230,14 @@ TEST_CASE("the methods that docs/add-a-method.md shows run", "[conforms]") {
   CHECK(freekv::testing::conforms<weighed>(of_weighed) == std::vector<std::string>{});
   // Each does what its base does not.
   const decoded plain = decode<tova>(), few = decode<noticed>(), uneven = decode<spread>(),
-                merged = decode<runs>(), by_gate = decode<weighed>();
+                merged = decode<runs>(), by_gate = decode<weighed>(), coded = decode<faded>();
   CHECK(plain.most == 25);
   CHECK(few.most <= 25);
   CHECK(few.out != plain.out);
   CHECK(uneven.most > 25);
   CHECK(uneven.most <= 49);
+  CHECK(coded.most == 25);
+  CHECK(coded.out != plain.out);
   CHECK(merged.most == 25);
   CHECK(merged.out != plain.out);
   CHECK(by_gate.most == 25);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention.hpp"
+#include "codec.hpp"
 #include "formats.hpp"
 #include "numbers.hpp"
 #include "settings.hpp"
@@ -19,6 +20,7 @@ namespace oracle {
 
 enum class eviction_kind {
   h2o,
+  mikv,
   tova,
   snapkv,
   pyramid_kv,
@@ -29,6 +31,8 @@ enum class eviction_kind {
   cake,
   r_kv,
   arkv_origin,
+  arkv,
+  arkv_split,
   d2o,
   exact_merge,
   hard_kv_merge,
@@ -56,11 +60,14 @@ struct eviction_settings {
   int beta = 20;                               // of pyramid_kv
   double p = 0.9;                              // of hard_kv
   int interval = 128;                          // of hard_kv, decode rows
-  double alpha = 0.75;                         // of arkv_origin
+  double alpha = 0.75;                         // of arkv_origin, arkv and arkv_split
   double lambda = 0.1, similar = 0.5;          // of r_kv
   double gamma = 200, tau1 = 1.6, tau2 = 0.6;  // of cake
+  double tau3 = 1;                             // of arkv
+  double ratio = 1;                            // of arkv, what the layer has been given
+  bool ratio_is_doubtful = false;              // what it comes to in tokens, to rounding
   double ema = 0.7;                            // of d2o
-  element_kind element = element_kind::f32;    // what merged keys and values are stored as
+  element_kind element = element_kind::f32;    // of keys and values that are merged, or decoded
   int prompt_budget = -1;                      // of cake, what the layer has been given; -1: as all
   bool budget_is_doubtful = false;             // to rounding
 };
@@ -119,6 +126,33 @@ class forgetful_decoder {
       }
     return std::pow(entropy, 1 / s_.tau1) * std::pow(variance, 1 / s_.tau2);
   }
+  /// ARKV, equations 3 to 6: how much a layer's attention to what is before the window asks for, by which it
+  /// gets its ratio.
+  double sensitivity() const {
+    std::vector<double> p(static_cast<std::size_t>(std::max(0, prompt_ - s_.window)));
+    double z = 0;
+    for (int head = 0; head < s_.kv_heads; ++head)
+      for (const auto& rows : window_shares(head))
+        for (const auto& row : rows)
+          for (std::size_t k = 0; k < p.size(); ++k) p[k] += row[k], z += row[k];
+    double entropy = 0, mean = 0, second = 0, fourth = 0;
+    for (double& of : p) {
+      of /= z;
+      mean += of / static_cast<double>(p.size());
+      entropy -= of > 0 ? of * std::log(of) : 0;
+    }
+    for (const double of : p) {
+      second += std::pow(of - mean, 2) / static_cast<double>(p.size());
+      fourth += std::pow(of - mean, 4) / static_cast<double>(p.size());
+    }
+    return std::pow(entropy, 1 / s_.tau1) * std::pow(second, 1 / s_.tau2) *
+           std::pow(fourth / std::pow(second, 2), 1 / s_.tau3);
+  }
+  /// The layer's ratio, before its prompt is cut.
+  void take_ratio(const eviction_settings& given) {
+    s_.ratio = given.ratio;
+    s_.ratio_is_doubtful = given.ratio_is_doubtful;
+  }
   /// The layer's budget, before its prompt is cut.
   void take_budget(const eviction_settings& given) {
     s_.prompt_budget = given.prompt_budget;
@@ -160,6 +194,40 @@ class forgetful_decoder {
     return true;
   }
 
+  /// Tokens of a KV head that are coded before the next step.
+  const std::set<int>& coded(int head) {
+    end_prompt();
+    return heads_[head].coded;
+  }
+  /// As `accepts`, of what is coded of the units that stay.
+  bool accepts_coded(int head, const std::set<int>& theirs) {
+    head_state& h = heads_[head];
+    const auto more = std::ssize(theirs) - std::ssize(h.coded);
+    if (more != 0) {
+      if (!s_.ratio_is_doubtful || std::abs(more) > 1 || h.coded_of == 0) return false;
+      code_least(h, static_cast<int>(std::ssize(h.units) - std::ssize(theirs)));
+      if (theirs.size() != h.coded.size()) return false;
+    }
+    const std::set<int> ours = h.coded;
+    for (const int only_theirs : theirs) {
+      if (ours.count(only_theirs) != 0) continue;
+      if (h.units.count(only_theirs) == 0 || h.was_protected.count(only_theirs) != 0) return false;
+      for (const int only_ours : ours)
+        if (theirs.count(only_ours) == 0 &&
+            (h.uncoded.count(only_ours) == 0 || worth_of(h, only_theirs).apart_from(worth_of(h, only_ours))))
+          return false;
+    }
+    for (const int token : ours)
+      if (theirs.count(token) == 0) {
+        put_numbers(head, token, h.uncoded.at(token));
+        h.uncoded.erase(token);
+        h.coded.erase(token);
+      }
+    for (const int token : theirs)
+      if (ours.count(token) == 0) code(h, token);
+    return true;
+  }
+
   eviction_step step(std::span<const float> q, std::span<const float> key, std::span<const float> value,
                      std::span<const float> worths = {}) {
     end_prompt();
@@ -188,7 +256,7 @@ class forgetful_decoder {
         if ((length_ - prompt_) % s_.interval == 0) select_by_mass(h, head);
         continue;
       }
-      if (s_.kind == eviction_kind::arkv_origin) {
+      if (ranks_heavy_hitters()) {
         judge_heavy_hitters(h, head);
         continue;
       }
@@ -226,6 +294,9 @@ class forgetful_decoder {
     std::set<int> surely_kept, possibly_kept;  // of hard_kv, when the last ones left
     merged_state merged, before_merging;       // now, and before the last ones left
     std::map<int, token_numbers> unmerged;     // tokens as they were then
+    std::set<int> coded, coded_before;         // now, and before the last ones left
+    std::map<int, token_numbers> uncoded;      // as they were, those that are coded since
+    int coded_of = 0;                          // units, when the last ones left; 0: none has left
   };
 
   /// Scores of a row on tokens, the largest of the KV head's query heads; -infinity behind the row.
@@ -465,6 +536,9 @@ class forgetful_decoder {
   /// ARKV, equations 9 and 10: by mean and variance over query heads and rows.
   void judge_heavy_hitters(head_state& h, int head) {
     h.just_left.clear();
+    h.uncoded.clear();
+    h.coded_before = h.coded;
+    h.coded_of = 0;
     if (std::ssize(h.units) < s_.budget) return;
     const std::vector<int> tokens(h.units.begin(), h.units.end());
     const int group = s_.query_heads / s_.kv_heads;
@@ -492,7 +566,63 @@ class forgetful_decoder {
     }
     scores = averaged(scores);
     for (std::size_t t = 0; t < voted; ++t) h.worths[tokens[t]] = about(scores[t]);
-    leave(h, true, s_.window + static_cast<int>(s_.alpha * (s_.budget - s_.window)));
+    leave(h, true, s_.window + best_of_budget());
+    if (s_.kind == eviction_kind::arkv_origin) return;
+    h.coded_of = static_cast<int>(std::ssize(h.units));
+    code_least(h, most_original());
+  }
+  bool ranks_heavy_hitters() const {
+    return s_.kind == eviction_kind::arkv_origin || s_.kind == eviction_kind::arkv ||
+           s_.kind == eviction_kind::arkv_split;
+  }
+  /// b of equation 10, of a length of the budget.
+  int best_of_budget() const { return static_cast<int>(s_.alpha * (s_.budget - s_.window)); }
+  /// Tokens that are original behind a cut, the window among them: of equation 8, or of what stays. Of mikv
+  /// the budget.
+  int most_original() const {
+    if (s_.kind == eviction_kind::mikv) return s_.budget;
+    const int of = s_.kind == eviction_kind::arkv ? s_.budget - s_.window : best_of_budget();
+    return s_.window + static_cast<int>(s_.ratio * of);
+  }
+  /// From what was coded when the last ones left: of the units that are not, the least worth become coded
+  /// until `original` are left.
+  void code_least(head_state& h, int original) {
+    const auto head = static_cast<int>(&h - heads_.data());
+    for (const auto& [token, numbers] : h.uncoded) put_numbers(head, token, numbers);
+    h.uncoded.clear();
+    h.coded.clear();
+    for (const int token : h.coded_before)
+      if (h.units.count(token) != 0) h.coded.insert(token);
+    while (std::ssize(h.units) - std::ssize(h.coded) > original) {
+      int least = -1;
+      for (const int token : h.units)
+        if (h.coded.count(token) == 0 && h.was_protected.count(token) == 0 &&
+            (least < 0 || worth_of(h, token).low + worth_of(h, token).high <
+                              worth_of(h, least).low + worth_of(h, least).high))
+          least = token;
+      require(least >= 0, "a token to be coded is left");
+      code(h, least);
+    }
+  }
+  /// Makes a token what fp8, or of mikv 4 bits, with a scale of its keys and one of its values leaves of it.
+  void code(head_state& h, int token) {
+    const auto head = static_cast<int>(&h - heads_.data());
+    token_numbers of = numbers_of(head, token);
+    h.uncoded[token] = of;
+    h.coded.insert(token);
+    for (std::vector<float>* const row : {&of.key, &of.value}) {
+      double most = 0;
+      for (const float x : *row) most = std::max(most, std::abs(static_cast<double>(x)));
+      const bool bits = s_.kind == eviction_kind::mikv;
+      const double scale = rounded_to(most / (bits ? 7 : 448), element_kind::f32);
+      for (float& x : *row) {
+        const double in_scales =
+            scale == 0 ? 0 : rounded_to(static_cast<double>(x) / scale, element_kind::f32);
+        const double number = bits ? std::nearbyint(in_scales) : rounded_to_fp8(in_scales);
+        x = static_cast<float>(rounded_to(rounded_to(number * scale, element_kind::f32), s_.element));
+      }
+    }
+    put_numbers(head, token, of);
   }
 
   /// R-KV: importance less redundancy.
@@ -599,6 +729,7 @@ class forgetful_decoder {
       merge(h, theirs, leaving);
     }
     h.units = theirs;
+    if (h.coded_of > 0) code_least(h, most_original());
   }
   token_numbers numbers_of(int head, int token) const {
     const int row = token * s_.kv_heads + head;
@@ -807,6 +938,7 @@ class forgetful_decoder {
       const double share = of_unit[unit];
       switch (s_.kind) {
         case eviction_kind::h2o:
+        case eviction_kind::mikv:
         case eviction_kind::d2o:
           w = {w.low + about(share).low, w.high + about(share).high, -1};
           break;
@@ -827,6 +959,8 @@ class forgetful_decoder {
         case eviction_kind::cake:
         case eviction_kind::r_kv:
         case eviction_kind::arkv_origin:
+        case eviction_kind::arkv:
+        case eviction_kind::arkv_split:
         case eviction_kind::trim_kv:
         case eviction_kind::given_worths:
           break;
@@ -841,6 +975,7 @@ class forgetful_decoder {
   bool is_protected(int unit, bool prompt_ends) const {
     switch (s_.kind) {
       case eviction_kind::h2o:
+      case eviction_kind::mikv:
       case eviction_kind::d2o:
         return unit >= length_ - static_cast<int>(s_.recent * s_.budget);
       case eviction_kind::given_worths:
@@ -857,6 +992,8 @@ class forgetful_decoder {
       case eviction_kind::lazy_eviction:
       case eviction_kind::r_kv:
       case eviction_kind::arkv_origin:
+      case eviction_kind::arkv:
+      case eviction_kind::arkv_split:
         return unit >= length_ - s_.window;
       default:
         if ((unit + 1) * s_.page > length_) return true;  // it is being filled
@@ -872,6 +1009,12 @@ class forgetful_decoder {
     h.was_protected.clear();
     for (const int unit : h.units)
       if (is_protected(unit, prompt_ends)) h.was_protected.insert(unit);
+    if (s_.kind == eviction_kind::mikv) {
+      h.uncoded.clear();
+      h.coded_before = h.coded;
+      h.coded_of = static_cast<int>(std::ssize(h.units));
+      return code_least(h, most_original());
+    }
     if (votes_by_window() && !prompt_ends) return;
     if (s_.kind == eviction_kind::lazy_eviction && (length_ - prompt_) % s_.window != 0) return;
     int most = (other_budget > 0 ? other_budget : prompt_budget()) / s_.page;
@@ -926,7 +1069,7 @@ class forgetful_decoder {
         leave(h, true);
         continue;
       }
-      if (s_.kind == eviction_kind::arkv_origin) {
+      if (ranks_heavy_hitters()) {
         for (int token = 0; token < prompt_; ++token) h.units.insert(token);
         judge_heavy_hitters(h, head);
         continue;
@@ -944,6 +1087,7 @@ class forgetful_decoder {
       }
       std::vector<double> votes(static_cast<std::size_t>(prompt_), 0.0);
       const int observed = s_.kind == eviction_kind::h2o             ? prompt_
+                           : s_.kind == eviction_kind::mikv          ? prompt_
                            : s_.kind == eviction_kind::d2o           ? prompt_
                            : s_.kind == eviction_kind::tova          ? 1
                            : s_.kind == eviction_kind::exact_merge   ? 1
@@ -984,6 +1128,19 @@ class forgetful_decoder {
   std::vector<float> given_;                    // worths, the same
   std::vector<head_state> heads_;
 };
+
+/// ARKV's ratio of one layer among others, equation 7; 1 where its sensitivity is no number above 0.
+inline void give_arkv_ratio(eviction_settings& s, const std::vector<double>& sensitivities) {
+  double most = 0;
+  for (const double of : sensitivities)
+    if (std::isfinite(of)) most = std::max(most, of);
+  const double own = sensitivities[s.layer];
+  s.ratio = std::isfinite(own) && own > 0 ? own / most : 1;
+  const int beside = s.budget - s.window;
+  const double tokens =
+      s.ratio * (s.kind == eviction_kind::arkv ? beside : static_cast<int>(s.alpha * beside));
+  s.ratio_is_doubtful = std::abs(tokens - std::round(tokens)) < 1e-3 * (1 + tokens);
+}
 
 /// CAKE's budget of one layer among others: its part of what all have beside the window, at most the
 /// prompt's; what a layer cannot have goes evenly to those that can, and so does what is left of rounding,

@@ -24,9 +24,9 @@ using freekv::usage_error;
 using any_eviction =
     freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::pyramid_kv, freekv::raas,
                    freekv::lazy_eviction, freekv::hard_kv, freekv::defensive_kv, freekv::cake, freekv::r_kv,
-                   freekv::arkv_origin, freekv::d2o, freekv::exact_merge, freekv::hard_kv_merge,
-                   freekv::hard_kv_pairs, freekv::razor_attention_compensated, freekv::trim_kv,
-                   freekv::given_worths, given_pages>;
+                   freekv::arkv_origin, freekv::arkv, freekv::arkv_split, freekv::mikv, freekv::d2o,
+                   freekv::exact_merge, freekv::hard_kv_merge, freekv::hard_kv_pairs,
+                   freekv::razor_attention_compensated, freekv::trim_kv, freekv::given_worths, given_pages>;
 using forgetful = freekv::evicting_pipeline<freekv::kv_shape<freekv::half, 24>, any_eviction>;
 constexpr std::size_t row_bytes = 2 * 24 * sizeof(freekv::half);  // a KV head's keys and values of a token
 
@@ -51,6 +51,12 @@ freekv::hard_kv_merge hard_kv_merge_of_16() {
   policy.interval = 16;
   return policy;
 }
+template <class Arkv>
+Arkv arkv_of_8() {
+  Arkv policy;
+  policy.window = 8;
+  return policy;
+}
 std::vector<any_eviction> all_evictions() {
   return {freekv::h2o{},
           freekv::tova{},
@@ -62,6 +68,9 @@ std::vector<any_eviction> all_evictions() {
           freekv::cake{},
           freekv::r_kv{.interval = 16},
           freekv::arkv_origin{.window = 8},
+          arkv_of_8<freekv::arkv>(),
+          arkv_of_8<freekv::arkv_split>(),
+          freekv::mikv{},
           freekv::d2o{},
           freekv::exact_merge{},
           hard_kv_merge_of_16(),

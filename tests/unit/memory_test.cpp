@@ -400,7 +400,7 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
       freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::raas, freekv::hard_kv, freekv::cake,
                      freekv::r_kv, freekv::d2o, freekv::exact_merge, freekv::hard_kv_merge,
                      freekv::hard_kv_pairs, freekv::razor_attention_compensated, freekv::trim_kv,
-                     freekv::given_worths>>;
+                     freekv::given_worths, freekv::mikv, freekv::arkv_split>>;
   forgetful::settings s{.model = {.layers = 2, .query_heads = 6, .kv_heads = 2},
                         .budget = 40,
                         .capacity = {.max_prompt = 60, .max_generated = 60}};
@@ -410,7 +410,7 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
   freekv::host_backend backend({.threads = 2, .bytes_per_thread = 64});
   constexpr std::array kinds{freekv::layer_kind::complete, freekv::layer_kind::window,
                              freekv::layer_kind::window, freekv::layer_kind::complete};
-  for (int method = 0; method < 14; ++method) {
+  for (int method = 0; method < 16; ++method) {
     if (method == 1) s.eviction = freekv::tova{};
     if (method == 2) s.eviction = freekv::snapkv{};
     if (method == 3) s.eviction = freekv::raas{.page = 8, .sink = 8, .window = 8};
@@ -424,6 +424,8 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
     if (method == 11) s.eviction = freekv::razor_attention_compensated{.kinds = kinds, .kv_heads = 2};
     if (method == 12) s.eviction = freekv::trim_kv{};
     if (method == 13) s.eviction = freekv::given_worths{};
+    if (method == 14) s.eviction = freekv::mikv{};
+    if (method == 15) s.eviction = freekv::arkv_split{};
     forgetful pipeline(s, backend);
     const long before = allocations;
     for (int round = 0; round < 2; ++round) {
@@ -433,10 +435,11 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
         auto begun = pipeline.begin_step(
             {{id, step == 0 ? 60 : 1, step == 0 ? step_phase::prefill : step_phase::decode}});
         for (int layer = 0; layer < 2; ++layer) {
-          begun.append<float>(layer, {.keys = now.keys,
-                                      .values = now.values,
-                                      .queries = now.queries,
-                                      .worths = method > 11 ? now.worths : std::span<const float>{}});
+          begun.append<float>(
+              layer, {.keys = now.keys,
+                      .values = now.values,
+                      .queries = now.queries,
+                      .worths = method == 12 || method == 13 ? now.worths : std::span<const float>{}});
           begun.attend(layer, std::span(out).first(now.queries.size()));
           pipeline.report(layer)[id];
         }

@@ -17,6 +17,7 @@ enum class hook : std::uint8_t {
   bytes,
   data,  ///< arrays that a policy was given, each to `visit(pointer, bytes)`
   decode,
+  demote,  ///< of an eviction, `originals`: how many tokens stay as they are, the rest in a codec's bytes
   encode,
   enough,
   favour,
@@ -29,6 +30,7 @@ enum class hook : std::uint8_t {
   observe,
   prepare,
   query_width,
+  rate,  ///< of an eviction, ratios that it gives layers when a prompt ends
   sees_keys,
   shared_bytes,
   shared_floats,
@@ -133,11 +135,12 @@ struct checked_hook {
 };
 
 using every_hook =
-    hook_list<hook::allocate, hook::at, hook::bytes, hook::data, hook::decode, hook::encode, hook::enough,
-              hook::favour, hook::four_heads, hook::kept, hook::kind_of_head, hook::linear, hook::mass_term,
-              hook::merge, hook::observe, hook::prepare, hook::query_width, hook::sees_keys,
-              hook::shared_bytes, hook::shared_floats, hook::stored, hook::summarised_by_whole_rows,
-              hook::temperature, hook::validate, hook::values, hook::with_elements, hook::worths>;
+    hook_list<hook::allocate, hook::at, hook::bytes, hook::data, hook::decode, hook::demote, hook::encode,
+              hook::enough, hook::favour, hook::four_heads, hook::kept, hook::kind_of_head, hook::linear,
+              hook::mass_term, hook::merge, hook::observe, hook::prepare, hook::query_width, hook::rate,
+              hook::sees_keys, hook::shared_bytes, hook::shared_floats, hook::stored,
+              hook::summarised_by_whole_rows, hook::temperature, hook::validate, hook::values,
+              hook::with_elements, hook::worths>;
 
 /// Compiles if the optional members of `P` are those that it lists.
 template <class P, class Hooks = every_hook>

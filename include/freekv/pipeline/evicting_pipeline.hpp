@@ -128,6 +128,20 @@ class evicting_pipeline {
     if (r.staging >= 0) free_stagings_.push_back(r.staging);
     r = {};
   }
+  /// Bytes of keys and values that a sequence has in layers that forget, coded tokens by their own size; 0
+  /// before a staged prompt has ended. Throws usage_error.
+  std::size_t kept_bytes(sequence_id id) const {
+    known(id);
+    const auto sequence = static_cast<int>(id);
+    std::size_t bytes = 0;
+    for (const state& s : memory_->layers)
+      for (int head = 0; !s.complete && head < s.heads.kv; ++head) {
+        const int coded = s.coded_of(sequence, head);
+        bytes += to_size(s.tokens[s.head_index(sequence, head)] - coded) * 2 * head_dim * sizeof(element) +
+                 to_size(coded) * s.code_bytes;
+      }
+    return bytes;
+  }
   /// Length of a sequence, the rows of a step in progress included, whatever is kept of it.
   int tokens(sequence_id id) const { return known(id).tokens; }
 
@@ -243,7 +257,11 @@ class evicting_pipeline {
       for (int head = 0; !s.complete && head < s.heads.kv; ++head) {
         std::int32_t* const units = s.attended + s.unit_index(sequence, head);
         std::sort(units, units + s.attended_count[first + to_size(head)]);
+        if (s.coded == nullptr) continue;
+        std::int32_t* const coded = s.attended_coded + s.unit_index(sequence, head);
+        std::sort(coded, coded + s.attended_coded_count[first + to_size(head)]);
       }
+      const bool codes = s.coded != nullptr;
       const std::span<const std::int32_t> none(of_->memory_->no_counts, heads);
       return {.corrected = {of_->memory_->no_flags, heads},
               .recalled = none,
@@ -251,7 +269,10 @@ class evicting_pipeline {
               .promoted = none,
               .attended = {s.complete ? nullptr : s.attended + s.unit_index(sequence, 0),
                            s.complete ? 0 : to_size(s.units) * heads},
-              .attended_count = {s.attended_count + first, heads}};
+              .attended_count = {s.attended_count + first, heads},
+              .coded = {codes ? s.attended_coded + s.unit_index(sequence, 0) : nullptr,
+                        codes ? to_size(s.units) * heads : 0},
+              .coded_count = {codes ? s.attended_coded_count + first : nullptr, codes ? heads : 0}};
     }
 
    private:

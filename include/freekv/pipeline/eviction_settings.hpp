@@ -83,6 +83,15 @@ eviction_settings<Eviction> checked_settings(eviction_settings<Eviction> s) {
         fail(std::string(E::name) + " observes " + text(eviction.observed_rows()) +
              " rows' attention to units of " + text(eviction.unit_tokens()) +
              " tokens; observe some of the rows, and units of 1");
+    if constexpr (demotes<E>)
+      if (eviction.unit_tokens() != 1 || !eviction.stages_prompt())
+        fail(std::string(E::name) + " codes units of " + text(eviction.unit_tokens()) +
+             " tokens of a prompt that is " + (eviction.stages_prompt() ? "" : "not ") +
+             "staged; code units of 1, and stage prompts");
+    if constexpr (rates<E>)
+      if (eviction.group() != group_rule::each)
+        fail(std::string(E::name) +
+             " rates layers by shares and observes the largest scores of the group; observe each query head");
     if constexpr (merges<E>) {
       if (eviction.unit_tokens() != 1)
         fail(std::string(E::name) + " merges units of " + text(eviction.unit_tokens()) +

@@ -52,7 +52,9 @@ struct eviction_state {
   int unit_tokens = 1;
   int units = 0;  // that a KV head has room for; 0 in a complete layer
   /// (sequence, kv head, 2, rows, head_dim), or a pool's (rows, 2, head_dim): of this layer, or of all of
-  /// them where a policy gives heads budgets
+  /// them where a policy gives heads budgets. Where a policy demotes, (sequence, kv head, area): original
+  /// tokens (2, head_dim) from an area's front on, coded ones from its end, so that whatever the number of
+  /// each is, what is free lies between them
   element* kv = nullptr;
   head_budget* budgets = nullptr;  // (sequence, kv head): where the pool has what; null: no pool
   int staged_rows = 0;             // 0: prompts are in `kv` at once
@@ -72,6 +74,14 @@ struct eviction_state {
   std::size_t memory_bytes = 0;         // of a head's memory, where a policy merges
   std::byte* memories = nullptr;        // (sequence, kv head, memory_bytes)
   std::int32_t* tokens = nullptr;       // (sequence, kv head): in `kv`
+  // Where a policy demotes: numbers of elements of a head's area, bytes of a coded token, and how many of
+  // `tokens` are coded, (sequence, kv head). What is known of original tokens lies at the front of a head's
+  // units, of coded ones at the back, the first coded last.
+  std::size_t area = 0, code_bytes = 0;
+  std::int32_t* coded = nullptr;
+  std::int32_t* attended_coded = nullptr;        // as `attended`, of them those that were coded
+  std::int32_t* attended_coded_count = nullptr;  // (sequence, kv head)
+  float* ratios = nullptr;                       // (sequence), where a policy rates layers
   /// (sequence, kv head, unit): numbers of the units that the last step attended to
   std::int32_t* attended = nullptr;
   std::int32_t* attended_count = nullptr;  // (sequence, kv head)
@@ -82,11 +92,27 @@ struct eviction_state {
   constexpr std::size_t unit_index(int sequence, int head) const {
     return head_index(sequence, head) * to_size(units);
   }
+  /// The KV head's tokens; of one that has coded ones the original ones.
   head_slice<element> slice(int sequence, int head) const {
+    if (coded != nullptr) {
+      element* const first = kv + head_index(sequence, head) * area;
+      return {first, first + head_dim, 2 * head_dim};
+    }
     if (budgets == nullptr) return slice_at(kv, rows, head_index(sequence, head));
     const head_budget& of = budgets[head_index(sequence, head)];
     return slice_at(kv + of.first * 2 * head_dim, of.rows, 0);
   }
+  int coded_of(int sequence, int head) const {
+    return coded == nullptr ? 0 : coded[head_index(sequence, head)];
+  }
+  /// The bytes of a KV head's coded token.
+  std::byte* code(int sequence, int head, int nth) const {
+    auto* const end = reinterpret_cast<std::byte*>(kv + (head_index(sequence, head) + 1) * area);
+    return end - to_size(nth + 1) * code_bytes;
+  }
+  /// The place of a KV head's unit in the order of attention, where a policy demotes: of tokens in all
+  /// `whole` are original.
+  int place_of(int nth, int whole) const { return nth < whole ? nth : units - 1 - (nth - whole); }
   /// The first tokens of a KV head's units.
   std::int32_t* first_tokens(int sequence, int head) const {
     return first_token + (budgets == nullptr ? static_cast<std::ptrdiff_t>(unit_index(sequence, head))
@@ -230,7 +256,7 @@ class eviction_memory {
       l.kv = slow.take<element>(numbers(heads, l.rows));
       return l;
     }
-    bool pooled = false, by_head = false, weighs = false, all_vote = false;
+    bool pooled = false, by_head = false, weighs = false, all_vote = false, rates_layer = false;
     resolve(s.eviction, [&]<class E>(const E& eviction) {
       pooled = allocates<E>;
       l.unit_tokens = eviction.unit_tokens();
@@ -243,7 +269,7 @@ class eviction_memory {
         rows = std::max(rows, s.rows_of_head(eviction, layer, head));
         rows_of_all += s.rows_of_head(eviction, layer, head);
       }
-      by_head = !pooled && rows_of_all < std::int64_t{rows} * s.model.kv_heads;
+      by_head = !pooled && !demotes<E> && rows_of_all < std::int64_t{rows} * s.model.kv_heads;
       l.units = (rows + l.unit_tokens - 1) / l.unit_tokens;
       if constexpr (!observes<E>) l.state_bytes = sizeof(typename E::unit_state);
       l.staged_rows = eviction.stages_prompt() ? s.capacity.max_prompt : 0;
@@ -255,6 +281,15 @@ class eviction_memory {
         weighs = makes_log_weights(eviction.merge_by());
         l.memory_bytes = sizeof(typename E::head_memory);
       }
+      if constexpr (demotes<E>) {
+        constexpr std::size_t original = std::size_t{2} * state::head_dim * sizeof(element);
+        const std::size_t all = to_size(rows),
+                          originals = to_size(std::clamp(eviction.most_originals(most), 0, rows));
+        l.code_bytes = eviction.codec().bytes({1, state::head_dim}, sizeof(element));
+        l.area = std::max(originals * original + (all - originals) * l.code_bytes, all * l.code_bytes) /
+                 sizeof(element);
+      }
+      rates_layer = rates<E>;
     });
     l.rows = l.units * l.unit_tokens;
     const auto counted = [&](std::size_t& of, auto take) {
@@ -267,7 +302,9 @@ class eviction_memory {
                                    state::head_dim);
     };
     if (by_head) share_rows(s, l, fast);
-    if (!pooled && !by_head) counted(bytes.slots, [&] { l.kv = fast.take<element>(numbers(heads, l.rows)); });
+    if (!pooled && !by_head)
+      counted(bytes.slots,
+              [&] { l.kv = fast.take<element>(l.code_bytes > 0 ? heads * l.area : numbers(heads, l.rows)); });
     counted(bytes.staging, [&] {
       l.staged = fast.take<element>(numbers(staged_heads, l.staged_rows));
       if (all_vote) l.votes = fast.take<float>(staged_heads * to_size(l.staged_rows));
@@ -281,6 +318,12 @@ class eviction_memory {
     l.attended = fast.take<std::int32_t>(l.unit_index(s.capacity.max_sequences, 0));
     if (weighs) l.log_weight = fast.take<float>(l.unit_index(s.capacity.max_sequences, 0));
     l.memories = fast.take<std::byte>(heads * l.memory_bytes);
+    if (l.code_bytes > 0) {
+      l.coded = fast.take<std::int32_t>(heads);
+      l.attended_coded = fast.take<std::int32_t>(l.unit_index(s.capacity.max_sequences, 0));
+      l.attended_coded_count = fast.take<std::int32_t>(heads);
+    }
+    if (rates_layer) l.ratios = fast.take<float>(to_size(s.capacity.max_sequences));
     return l;
   }
 };

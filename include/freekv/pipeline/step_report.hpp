@@ -28,6 +28,9 @@ struct step_report {
   /// (kv_heads, K, head_mask_words(group)): the mask of the query heads of the group that selected the unit
   /// and attend to it; empty where all of them do
   std::span<const std::uint32_t> attended_by{};
+  /// (kv_heads, K), (kv_heads): of an evicting_pipeline those of `attended` that were coded, ascending, and
+  /// how many; empty where its policy codes none
+  std::span<const std::int32_t> coded{}, coded_count{};
 };
 
 /// Reports of a layer's last step, by sequence; a view. `State` is a layer_state that the host can read.

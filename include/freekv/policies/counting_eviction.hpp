@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <freekv/algorithms/ordered_key.hpp>
 #include <freekv/policies/eviction.hpp>
+#include <freekv/policies/integer_codecs.hpp>
 #include <string>
 #include <string_view>
 
@@ -42,11 +43,29 @@ struct h2o {
   FREEKV_HD std::uint32_t worth(const unit_state& unit) const { return order_bits(unit.mass); }
 
   std::string values() const { return detail::decimal(recent); }
-  void validate(const eviction_limits&) const {
+  void validate(const eviction_limits&, std::string_view who = name) const {
     if (!(recent >= 0.0f && recent < 1.0f))
-      throw settings_error("h2o: recent of " + values() +
+      throw settings_error(std::string(who) + ": recent of " + detail::decimal(recent) +
                            " is not a share from 0 to below 1; 0.5 as published");
   }
+};
+
+/// MiKV (arXiv 2402.18096): no token leaves; those beyond the budget, which h2o would have leave, are kept in
+/// 4 bits with a scale for each token. A token is coded once and stays so, whatever attention it has later.
+/// Unlike the paper's, outlier channels of keys are not balanced before they are coded, what is not coded is
+/// in the pipeline's element and not in fewer bits too, and the latest half of the budget is always as it is,
+/// as of h2o. Slots are made for the longest sequence: one more than the budget as they are, the others
+/// coded.
+struct mikv : h2o {
+  using hooks = hook_list<hook::demote, hook::validate, hook::values>;
+  static constexpr std::string_view name = "mikv";
+
+  constexpr int capacity(const eviction_limits& most) const { return most.max_prompt + most.max_generated; }
+  constexpr int kept(const eviction_moment&) const { return every_token; }
+  constexpr int4_token codec() const { return {}; }
+  constexpr int originals(const eviction_moment& at) const { return at.budget; }
+  constexpr int most_originals(const eviction_limits& most) const { return most.budget + 1; }
+  void validate(const eviction_limits& most) const { h2o::validate(most, name); }
 };
 
 /// TOVA (arXiv 2401.06104, section 3.2): the token that the current row attends to least leaves, the row's
@@ -278,7 +297,8 @@ struct raas {
   }
 };
 
-static_assert(eviction_policy<h2o> && eviction_policy<tova> && eviction_policy<snapkv> &&
-              eviction_policy<pyramid_kv> && eviction_policy<lazy_eviction> && eviction_policy<raas>);
+static_assert(eviction_policy<h2o> && eviction_policy<mikv> && eviction_policy<tova> &&
+              eviction_policy<snapkv> && eviction_policy<pyramid_kv> && eviction_policy<lazy_eviction> &&
+              eviction_policy<raas>);
 
 }  // namespace freekv

@@ -40,6 +40,7 @@ struct eviction_moment {
   int held = 0;               ///< tokens that the head has now
   int layer = 0, layers = 1;  ///< of those that forget
   int head = 0;               ///< KV head of the layer
+  float ratio = 1.0f;         ///< of the layer, which a policy that lists `hook::rate` gave it
 };
 
 /// Votes for prompt tokens: the shares that each has of the observed prompt rows' attention, summed (tokens).
@@ -174,6 +175,14 @@ inline constexpr bool allocates = hooks_of<E>::has(hook::allocate);
 template <class E>
 inline constexpr bool merges = hooks_of<E>::has(hook::merge);
 
+/// True of a policy that lists `hook::demote`.
+template <class E>
+inline constexpr bool demotes = hooks_of<E>::has(hook::demote);
+
+/// True of a policy that lists `hook::rate`.
+template <class E>
+inline constexpr bool rates = hooks_of<E>::has(hook::rate);
+
 /// True of a policy that lists `hook::worths`.
 template <class E>
 inline constexpr bool takes_worths = hooks_of<E>::has(hook::worths);
@@ -237,6 +246,25 @@ concept merges_tokens = requires {
   p.merge(tokens, at, memory, fates);
 };
 
+namespace detail {
+
+/// A policy with the members of `hook::demote`.
+template <class P>
+concept codes_tokens = requires(const P p, const eviction_moment& at, const eviction_limits& most) {
+  { p.originals(at) } -> std::same_as<int>;
+  { p.most_originals(most) } -> std::same_as<int>;
+  requires std::same_as<typename decltype(p.codec())::policy_kind, codec_kind>;
+};
+
+/// A policy with the members of `hook::rate`.
+template <class P>
+concept rates_layers = requires(const P p, const double* votes, const double* sensitivities, float* ratios) {
+  { p.sensitivity(votes, 1) } -> std::same_as<double>;
+  p.rate(sensitivities, 1, ratios);
+};
+
+}  // namespace detail
+
 /// Optional: `validate(limits)`, `values()`, and
 /// - `observe(units, moment, worths) -> int`, with `group()` and `observes_decoding()`: before units, which
 ///   are tokens then, leave, it gives each a worth, and says how many of them stay at most, the protected
@@ -252,6 +280,17 @@ concept merges_tokens = requires {
 ///   sequence, and `merge_by() -> merge_rule`: when tokens leave, it says which of those that stay each
 ///   merges into, and with what weight. Units are tokens then. By `merge_rule::as_last_row` weights are the
 ///   row's, whose queries `observed_rows()` keeps; `merge_rule::by_shares` is for one that observes;
+/// - `originals(moment) -> int`, listed as `hook::demote`, with `codec()` and
+///   `most_originals(limits) -> int`: of the tokens that stay, which units are then, so many stay as they
+///   are, those that would leave last. The others become coded, each by `codec()` as a page of its own. A
+///   token is coded once: it stays coded, the same bytes, until it leaves, and counts as no original.
+///   Attention is to what is decoded, and so is what rows that are observed see. A head has room for
+///   `most_originals(limits)` original tokens at a time, the one of a decode row among them, and for the
+///   rest of its capacity coded;
+/// - `rate(sensitivities, layers, ratios)`, with `sensitivity(votes, tokens) -> double`: when a prompt ends,
+///   however long it is, and before any layer is cut, it sees of each layer that forgets what its tokens have
+///   of the shares of the prompt's last rows, summed over these and all query heads, and gives each layer the
+///   ratio of its moments; 1 where there is no prompt;
 /// - `on_given(unit, worth)`, listed as `hook::worths`, of a policy that counts units: right behind each
 ///   `on_append` it is told what the engine gave for the row and KV head (`kv_rows::worths`), NaN as
 ///   -infinity. Of a prompt's rows each has both calls, in their order, when the prompt ends.
@@ -268,6 +307,10 @@ struct eviction_kind : kind_defaults {
                   "an eviction policy that lists hook::allocate lists hook::observe");
     static_assert(!allocates<P> || !merges<P>,
                   "an eviction policy that lists hook::merge does not list hook::allocate");
+    static_assert(!demotes<P> || (!allocates<P> && !merges<P> && !hooks_of<P>::has(hook::sees_keys)),
+                  "an eviction policy that lists hook::demote lists neither hook::allocate, hook::merge nor "
+                  "hook::sees_keys");
+    static_assert(!rates<P> || observes<P>, "an eviction policy that lists hook::rate lists hook::observe");
     static_assert(!takes_worths<P> || !observes<P>,
                   "an eviction policy that lists hook::observe ranks units by what rows attend to and does "
                   "not list hook::worths");
@@ -279,12 +322,16 @@ struct eviction_kind : kind_defaults {
         return gives_budgets<P>;
       case hook::merge:
         return merges_tokens<P>;
+      case hook::demote:
+        return detail::codes_tokens<P>;
       case hook::observe:
         return requires(const P p, const observed_units& units, const eviction_moment& at, float* worths) {
           { p.observe(units, at, worths) } -> std::same_as<int>;
           { p.group() } -> std::same_as<group_rule>;
           { p.observes_decoding() } -> std::same_as<bool>;
         };
+      case hook::rate:
+        return detail::rates_layers<P>;
       case hook::sees_keys:
         return requires(const P p) {
           { p.sees_keys() } -> std::same_as<bool>;

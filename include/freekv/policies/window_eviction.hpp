@@ -8,6 +8,7 @@
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/policies/detail/neighbours.hpp>
 #include <freekv/policies/eviction.hpp>
+#include <freekv/policies/fp8_token.hpp>
 #include <string>
 #include <string_view>
 
@@ -287,9 +288,8 @@ static_assert(eviction_policy<r_kv>);
 /// ARKV's heavy hitters (Lei and Ilager 2026, equations 9 and 10 and algorithm 1): tokens by the mean and
 /// `gamma` times the variance of the shares that the query heads of the last `window` rows give them,
 /// averaged over `kernel` neighbours. When a head holds as much as the budget, `alpha` of it beside the
-/// window stays, so that a cut makes room for many rows. This is the paper's baseline Origin: of what stays
-/// ARKV keeps in each layer a part in fp8, by a ratio of the layer's statistics, and slots here are of one
-/// type. A layer whose ratio is alpha or more has no such part in the paper either.
+/// window stays, so that a cut makes room for many rows. This is the paper's baseline Origin, without what
+/// `arkv` keeps in fp8.
 struct arkv_origin {
   using policy_kind = eviction_kind;
   using hooks = hook_list<hook::observe, hook::validate, hook::values>;
@@ -332,14 +332,96 @@ struct arkv_origin {
     return std::to_string(window) + ", " + std::to_string(kernel) + ", gamma " + detail::decimal(gamma) +
            ", alpha " + detail::decimal(alpha);
   }
-  void validate(const eviction_limits& most) const {
-    detail::check_window(name, window, 32, kernel, 5, most);
+  void validate(const eviction_limits& most, std::string_view who = name) const {
+    detail::check_window(who, window, 32, kernel, 5, most);
     if (!(gamma >= 0.0f) || !(alpha >= 0.0f && alpha < 1.0f))
-      throw settings_error("arkv_origin: a gamma of " + detail::decimal(gamma) + " and an alpha of " +
+      throw settings_error(std::string(who) + ": a gamma of " + detail::decimal(gamma) + " and an alpha of " +
                            detail::decimal(alpha) +
                            "; gamma is 0 or more, alpha a share below 1; 0.75 as published");
   }
 };
 static_assert(eviction_policy<arkv_origin>);
+
+/// ARKV (Lei and Ilager 2026, equations 1 to 10 and algorithm 1): of a budget of B tokens, W of them the
+/// window, a cut leaves the b = floor(alpha (B - W)) best of `arkv_origin`, of them the best rho (B - W) as
+/// they are and the others in fp8 with a scale for each token, and the window as it is. A layer's ratio rho
+/// is H^(1/tau1) V^(1/tau2) K^(1/tau3) over the largest of all layers, of the entropy, variance and kurtosis
+/// of what tokens before the window have of the shares of the prompt's last W rows, summed over the layer's
+/// query heads; 1 where these give none, as of a prompt that is within the window.
+///
+/// Since b is cut first, which is algorithm 1's order, a layer of a ratio of alpha or more has no token in
+/// fp8: right after a cut the part in fp8 of all budgets is (1 - W/B) times the mean of max(0, alpha - rho).
+/// It is not the paper's "quant ratio", which is the mean of 1 - rho, of the prompt alone. Unlike the
+/// published code, which decodes and encodes all that stays at every cut, each token is encoded once: one
+/// that is in fp8 already stays so, however well it ranks, and is no original. gamma weighs the variance, as
+/// in algorithm 1 and not squared as in equation 9; shares are those of the last W rows in every cut, and B
+/// is the budget in equation 8 less the window, as in algorithm 1. A budget counts tokens of either kind.
+/// Before its first cut a head may hold B tokens as they are, so that is the room that it has; tokens in fp8
+/// take their own size of it.
+struct arkv : arkv_origin {
+  using hooks = hook_list<hook::demote, hook::observe, hook::rate, hook::validate, hook::values>;
+  static constexpr std::string_view name = "arkv";
+  float tau1 = 7.774f, tau2 = 5.407f, tau3 = 5.528f;
+
+  constexpr fp8_token codec() const { return {}; }
+  constexpr int most_originals(const eviction_limits& most) const { return most.budget; }
+  constexpr int originals(const eviction_moment& at) const {
+    return at.held < at.budget ? every_token : window + part_of(at, at.budget - window);
+  }
+
+  double sensitivity(const double* votes, int tokens) const {
+    const int voted = std::max(0, tokens - window);
+    double sum = 0.0, entropy = 0.0, squares = 0.0, fourths = 0.0;
+    for (int i = 0; i < voted; ++i) sum += votes[i];
+    for (int i = 0; i < voted; ++i) {
+      const double share = votes[i] / sum, apart = share - 1.0 / voted;
+      if (share > 0.0) entropy -= share * std::log(share);
+      squares += apart * apart;
+      fourths += apart * apart * apart * apart;
+    }
+    const double variance = squares / voted, kurtosis = fourths / voted / (variance * variance);
+    return std::pow(entropy, 1.0 / static_cast<double>(tau1)) *
+           std::pow(variance, 1.0 / static_cast<double>(tau2)) *
+           std::pow(kurtosis, 1.0 / static_cast<double>(tau3));
+  }
+  void rate(const double* sensitivities, int layers, float* ratios) const {
+    const auto tells = [](double of) { return std::isfinite(of) && of > 0.0; };
+    double most = 0.0;
+    for (int layer = 0; layer < layers; ++layer)
+      if (tells(sensitivities[layer])) most = std::max(most, sensitivities[layer]);
+    for (int layer = 0; layer < layers; ++layer)
+      ratios[layer] = tells(sensitivities[layer]) ? static_cast<float>(sensitivities[layer] / most) : 1.0f;
+  }
+
+  std::string values() const {
+    return arkv_origin::values() + ", tau " + detail::decimal(tau1) + " " + detail::decimal(tau2) + " " +
+           detail::decimal(tau3);
+  }
+  void validate(const eviction_limits& most, std::string_view who = name) const {
+    arkv_origin::validate(most, who);
+    if (!(tau1 > 0.0f) || !(tau2 > 0.0f) || !(tau3 > 0.0f))
+      throw settings_error(std::string(who) + ": taus of " + detail::decimal(tau1) + ", " +
+                           detail::decimal(tau2) + " and " + detail::decimal(tau3) +
+                           "; taus are above 0; 7.774, 5.407 and 5.528 as published");
+  }
+
+ protected:
+  static constexpr int part_of(const eviction_moment& at, int tokens) {
+    return static_cast<int>(static_cast<double>(at.ratio) * tokens);
+  }
+};
+static_assert(eviction_policy<arkv>);
+
+/// `arkv` whose ratio is of what stays: of the b tokens beside the window the best rho b stay as they are, so
+/// that every layer whose ratio is below 1 has tokens in fp8, 1 - rho of b.
+struct arkv_split : arkv {
+  static constexpr std::string_view name = "arkv_split";
+
+  constexpr int originals(const eviction_moment& at) const {
+    return at.held < at.budget ? every_token : window + part_of(at, kept(at) - window);
+  }
+  void validate(const eviction_limits& most) const { arkv::validate(most, name); }
+};
+static_assert(eviction_policy<arkv_split>);
 
 }  // namespace freekv

@@ -91,6 +91,10 @@ std::vector<std::string> conforms(const eviction_definition& definition, const P
   static_assert(!allocates<Policy>,
                 "conforms takes an eviction whose heads have the same budgets: its sequences have one layer, "
                 "and one that allocates gives budgets over all");
+  static_assert(
+      !demotes<Policy>,
+      "conforms takes an eviction whose tokens stay as they are: what becomes of one that is coded is "
+      "its codec's definition");
   detail::differences wrong;
   const bool as_defined = observes<Policy> ? definition.worths && !definition.worth
                                            : definition.worth && !definition.worths && !definition.staying;

@@ -28,12 +28,13 @@ class eviction_stages {
 
   /// Takes scratch for all threads of `backend` from `memory`.
   eviction_stages(Backend& backend, const Settings& s, carver& memory)
-      : eviction_stages(backend, s, memory, eviction_sizes::of(s)) {}
+      : eviction_stages(backend, s, memory, eviction_sizes::of<Shape>(s)) {}
 
-  /// Gives each head what it is to have, when a prompt ends and before any layer is cut.
+  /// Gives each head its budget, or each layer its ratio, when a prompt ends and before any layer is cut.
   void allocate(const std::vector<state>& layers, const eviction_entry& entry) {
     resolve(settings_->eviction, [&]<class E>(const E& eviction) {
       if constexpr (allocates<E>) give_budgets(eviction, layers, entry);
+      if constexpr (rates<E>) give_ratios(eviction, layers, entry);
     });
   }
 
@@ -79,6 +80,11 @@ class eviction_stages {
     std::fill_n(s.tokens + s.head_index(sequence, 0), s.heads.kv, 0);
     std::fill_n(s.attended_count + s.head_index(sequence, 0), s.heads.kv, 0);
     if (s.complete) return;
+    if (s.coded != nullptr) {
+      std::fill_n(s.coded + s.head_index(sequence, 0), s.heads.kv, 0);
+      std::fill_n(s.attended_coded_count + s.head_index(sequence, 0), s.heads.kv, 0);
+    }
+    if (s.ratios != nullptr) s.ratios[sequence] = 1.0f;
     resolve(settings_->eviction, [&]<class E>(const E&) {
       if constexpr (merges<E>)
         for (int head = 0; head < s.heads.kv; ++head) s.template memory_of<E>(sequence, head) = {};
@@ -106,17 +112,25 @@ class eviction_stages {
                          });
       return;
     }
-    resolve(settings_->eviction, [&](const auto& eviction) {
-      backend_->parallel(s.heads.kv, row_bytes(std::min(s.rows, entry.before + 1)),
-                         [&](int head, int worker) {
-                           const scratch& w = scratch_[to_size(worker)];
-                           const int tokens = s.tokens[s.head_index(entry.sequence, head)];
-                           heads_.attend_head(s,
-                                              {s.slice(entry.sequence, head), tokens, entry.first_row, head,
-                                               !s.complete, s.log_weights(entry.sequence, head)},
-                                              queries, to, w);
-                           if (!s.complete) heads_.count(eviction, s, entry, head, queries, w);
-                         });
+    resolve(settings_->eviction, [&]<class E>(const E& eviction) {
+      backend_->parallel(
+          s.heads.kv, row_bytes(std::min(s.rows, entry.before + 1)), [&](int head, int worker) {
+            const scratch& w = scratch_[to_size(worker)];
+            const int tokens = s.tokens[s.head_index(entry.sequence, head)];
+            if constexpr (demotes<E>) {
+              const int coded = s.coded_of(entry.sequence, head);
+              heads_.attend_held(
+                  eviction, s, entry.sequence,
+                  {s.slice(entry.sequence, head), tokens - coded, entry.first_row, head, !s.complete}, coded,
+                  queries, to, w);
+            } else {
+              heads_.attend_head(s,
+                                 {s.slice(entry.sequence, head), tokens, entry.first_row, head, !s.complete,
+                                  s.log_weights(entry.sequence, head)},
+                                 queries, to, w);
+            }
+            if (!s.complete) heads_.count(eviction, s, entry, head, queries, w);
+          });
     });
   }
 
@@ -128,6 +142,10 @@ class eviction_stages {
         const std::size_t heads = to_size((s.model.layers - s.complete_layers()) * s.model.kv_heads);
         statistics_ = memory.take<std::byte>(heads * sizeof(typename E::statistic));
         head_budgets_ = memory.take<int>(heads);
+      }
+      if constexpr (rates<E>) {
+        sensitivities_ = memory.take<double>(to_size(s.model.layers - s.complete_layers()));
+        ratios_ = memory.take<float>(to_size(s.model.layers - s.complete_layers()));
       }
     });
   }
@@ -164,10 +182,12 @@ class eviction_stages {
                   to_size(group) * sizeof(float));
     }
     std::int32_t& tokens = s.tokens[s.head_index(entry.sequence, head)];
-    put(s.slice(entry.sequence, head), tokens, rows, entry.first_row, head);
+    int place = tokens;
+    if constexpr (demotes<Eviction>) place -= s.coded_of(entry.sequence, head);
+    put(s.slice(entry.sequence, head), place, rows, entry.first_row, head);
     if (!s.complete) {
-      const int unit = tokens / s.unit_tokens;
-      if (tokens % s.unit_tokens == 0) s.first_tokens(entry.sequence, head)[unit] = entry.before;
+      const int unit = place / s.unit_tokens;
+      if (place % s.unit_tokens == 0) s.first_tokens(entry.sequence, head)[unit] = entry.before;
       if (float* const weights = s.log_weights(entry.sequence, head)) weights[unit] = 0.0f;
       if constexpr (!observes<Eviction>) {
         auto& made = s.template states_of<Eviction>(entry.sequence, head)[unit];
@@ -250,6 +270,28 @@ class eviction_stages {
     }
   }
 
+  template <class Eviction>
+  void give_ratios(const Eviction& eviction, const std::vector<state>& layers, const eviction_entry& entry) {
+    if (entry.prompt == 0) return;
+    const int first = settings_->complete_layers(), count = settings_->model.layers - first;
+    const std::size_t bytes = to_size(count * settings_->model.kv_heads * d) * to_size(entry.prompt) *
+                              to_size(eviction.observed_rows()) * sizeof(element);
+    backend_->parallel(count, bytes, [&](int nth, int worker) {
+      const state& s = layers[to_size(first + nth)];
+      const scratch& w = scratch_[to_size(worker)];
+      std::fill_n(w.sums, entry.prompt, 0.0);
+      for (int head = 0; head < s.heads.kv; ++head) {
+        const observed_units seen =
+            heads_.see_prompt(eviction, s, entry, heads_.end_of_prompt(s, entry, head), w);
+        for (int r = 0; r < seen.rows; ++r)
+          for (int i = 0; i < seen.units; ++i) w.sums[i] += static_cast<double>(seen.row(r)[i]);
+      }
+      sensitivities_[nth] = eviction.sensitivity(w.sums, entry.prompt);
+    });
+    eviction.rate(sensitivities_, count, ratios_);
+    for (int nth = 0; nth < count; ++nth) layers[to_size(first + nth)].ratios[entry.sequence] = ratios_[nth];
+  }
+
   Backend* backend_;
   const Settings* settings_;
   head_eviction<Shape, Settings> heads_;
@@ -257,6 +299,8 @@ class eviction_stages {
   row_numbers numbers_;
   std::byte* statistics_ = nullptr;  // (layers that forget, kv heads), of policies that allocate
   int* head_budgets_ = nullptr;      // the same
+  double* sensitivities_ = nullptr;  // (layers that forget), of policies that rate them
+  float* ratios_ = nullptr;          // the same
 };
 
 }  // namespace freekv::host

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <freekv/algorithms/attend_slice.hpp>
 #include <freekv/backend/host/merge_tokens.hpp>
+#include <freekv/core/element.hpp>
 #include <freekv/core/log_sum_exp.hpp>
 #include <freekv/core/size.hpp>
 #include <freekv/policies/any_of.hpp>
@@ -25,11 +26,13 @@ struct eviction_sizes {
   int most = 0;  // tokens that shares are wanted of, or units that a prompt has
   /// rows of numbers that a policy observes at a time, and units that it sees then
   std::int64_t observed = 0, units = 0;
-  bool sees_keys = false, merges = false, merges_by_shares = false;
+  bool sees_keys = false, merges = false, merges_by_shares = false, rates = false;
+  std::int64_t held = 0, coded = 0;  // tokens; those that may become coded at once
+  std::size_t code_bytes = 0, state_bytes = 0, element_bytes = 0;  // of a coded token, of its state
 
   std::int64_t score_stride() const { return (std::int64_t{most} + 15) / 16 * 16; }
 
-  template <class Settings>
+  template <class Shape, class Settings>
   static eviction_sizes of(const Settings& s) {
     return resolve(s.eviction, [&]<class E>(const E& eviction) {
       eviction_sizes sizes{.group = s.model.group(), .merges = freekv::merges<E>};
@@ -44,6 +47,16 @@ struct eviction_sizes {
                          numbers_of_row(eviction, sizes.group);
       if constexpr (freekv::merges<E>) sizes.merges_by_shares = eviction.merge_by() == merge_rule::by_shares;
       if constexpr (hooks_of<E>::has(hook::sees_keys)) sizes.sees_keys = eviction.sees_keys();
+      sizes.rates = freekv::rates<E>;
+      if constexpr (demotes<E>) {
+        sizes.units = sizes.held = sizes.most;
+        for (int layer = s.complete_layers(); layer < s.model.layers; ++layer)
+          sizes.coded = std::max(sizes.coded, std::int64_t{eviction.most_originals(s.limits(layer))});
+        sizes.coded = std::min(sizes.coded, std::int64_t{sizes.most});
+        sizes.element_bytes = sizeof(typename Shape::element_type);
+        sizes.code_bytes = eviction.codec().bytes({1, Shape::head_dim}, sizes.element_bytes);
+        if constexpr (!observes<E>) sizes.state_bytes = sizeof(typename E::unit_state);
+      }
       return sizes;
     });
   }
@@ -71,34 +84,46 @@ struct eviction_scratch {
   std::int32_t* places = nullptr;  // (units): of those that stay, then of those that leave
   float* log_weights = nullptr;    // (units): of a prompt's tokens
   merge_scratch merge;
+  // A policy that demotes has these as well, one that rates layers `sums`.
+  std::int32_t* held = nullptr;  // (units): tokens in the order of attention
+  std::byte* codes = nullptr;    // (tokens that become coded, bytes of a coded token)
+  std::byte* states = nullptr;   // (the same, bytes of a state)
+  std::byte* decoded = nullptr;  // (tokens of a block, 2, head_dim)
+  double* sums = nullptr;        // (units): of a layer's votes
 
   template <int HeadDim>
   static eviction_scratch carve(carver& memory, const eviction_sizes& s) {
     const std::int64_t merged = s.merges ? s.units : 0;
-    return {.rows = memory.take<float>(to_size(attention_scratch<HeadDim>)),
-            .query = memory.take<float>(to_size(s.group * HeadDim)),
-            .log_sum = memory.take<log_sum_exp>(to_size(s.group)),
-            .weighted = memory.take<float>(to_size(s.group * HeadDim)),
-            .lse = memory.take<float>(to_size(s.group)),
-            .scores = memory.take<float>(to_size(s.group * s.score_stride())),
-            .shares = memory.take<float>(to_size(s.score_stride())),
-            .votes = memory.take<float>(to_size(s.score_stride())),
-            .keys = memory.take<std::uint64_t>(to_size(s.most)),
-            .numbers = memory.take<float>(to_size(s.observed * s.score_stride())),
-            .transformed = memory.take<float>(to_size(s.observed * s.score_stride())),
-            .counts = memory.take<std::int32_t>(to_size(2 * s.observed)),
-            .unit_keys = memory.take<float>(to_size(s.sees_keys || s.merges ? s.units * HeadDim : 0)),
-            .worths = memory.take<float>(to_size(s.units)),
-            .order = memory.take<std::int32_t>(to_size(s.units)),
-            .tokens = memory.take<std::int32_t>(to_size(s.units)),
-            .places = memory.take<std::int32_t>(to_size(s.units)),
-            .log_weights = memory.take<float>(to_size(merged)),
-            .merge = {.lengths = memory.take<double>(to_size(merged)),
-                      .shares = memory.take<double>(to_size(s.merges_by_shares ? s.units : 0)),
-                      .fates = memory.take<merge_fate>(to_size(merged)),
-                      .next = memory.take<std::int32_t>(to_size(merged)),
-                      .logits = memory.take<double>(to_size(merged)),
-                      .sums = memory.take<double>(to_size(merged > 0 ? 2 * HeadDim : 0))}};
+    return {
+        .rows = memory.take<float>(to_size(attention_scratch<HeadDim>)),
+        .query = memory.take<float>(to_size(s.group * HeadDim)),
+        .log_sum = memory.take<log_sum_exp>(to_size(s.group)),
+        .weighted = memory.take<float>(to_size(s.group * HeadDim)),
+        .lse = memory.take<float>(to_size(s.group)),
+        .scores = memory.take<float>(to_size(s.group * s.score_stride())),
+        .shares = memory.take<float>(to_size(s.score_stride())),
+        .votes = memory.take<float>(to_size(s.score_stride())),
+        .keys = memory.take<std::uint64_t>(to_size(s.most)),
+        .numbers = memory.take<float>(to_size(s.observed * s.score_stride())),
+        .transformed = memory.take<float>(to_size(s.observed * s.score_stride())),
+        .counts = memory.take<std::int32_t>(to_size(2 * s.observed)),
+        .unit_keys = memory.take<float>(to_size(s.sees_keys || s.merges ? s.units * HeadDim : 0)),
+        .worths = memory.take<float>(to_size(s.units)),
+        .order = memory.take<std::int32_t>(to_size(s.units)),
+        .tokens = memory.take<std::int32_t>(to_size(s.units)),
+        .places = memory.take<std::int32_t>(to_size(s.units)),
+        .log_weights = memory.take<float>(to_size(merged)),
+        .merge = {.lengths = memory.take<double>(to_size(merged)),
+                  .shares = memory.take<double>(to_size(s.merges_by_shares ? s.units : 0)),
+                  .fates = memory.take<merge_fate>(to_size(merged)),
+                  .next = memory.take<std::int32_t>(to_size(merged)),
+                  .logits = memory.take<double>(to_size(merged)),
+                  .sums = memory.take<double>(to_size(merged > 0 ? 2 * HeadDim : 0))},
+        .held = memory.take<std::int32_t>(to_size(s.held)),
+        .codes = memory.take<std::byte>(to_size(s.coded) * s.code_bytes),
+        .states = memory.take<std::byte>(to_size(s.coded) * s.state_bytes),
+        .decoded = memory.take<std::byte>(to_size(2 * attention_block<HeadDim> * HeadDim) * s.element_bytes),
+        .sums = memory.take<double>(to_size(s.rates ? s.units : 0))};
   }
 };
 

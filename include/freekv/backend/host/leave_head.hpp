@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <freekv/algorithms/attended_shares.hpp>
 #include <freekv/algorithms/copy_slice.hpp>
 #include <freekv/algorithms/ordered_key.hpp>
@@ -33,7 +34,8 @@ class head_eviction : public head_observer<Shape> {
   eviction_moment moment(const state& s, const eviction_entry& entry, int head, int tokens, int held) const {
     const int budget =
         s.budgets == nullptr ? settings_->budget : s.budgets[s.head_index(entry.sequence, head)].budget;
-    return {budget, entry.prompt, tokens, false, held, s.place, s.places, head};
+    const float ratio = s.ratios == nullptr ? 1.0f : s.ratios[entry.sequence];
+    return {budget, entry.prompt, tokens, false, held, s.place, s.places, head, ratio};
   }
 
   eviction_moment end_of_prompt(const state& s, const eviction_entry& entry, int head) const {
@@ -50,16 +52,18 @@ class head_eviction : public head_observer<Shape> {
     const int u = s.unit_tokens, all = (entry.prompt + u - 1) / u;
     const eviction_moment at = end_of_prompt(s, entry, head);
     int kept = std::min(all, eviction.kept(at) / u);
+    bool ranks = kept < all;
+    if constexpr (demotes<Eviction>) ranks = ranks || eviction.originals(at) < all;
     prompt_votes votes{w.votes, entry.prompt};
     if constexpr (observes<Eviction>) {
-      if (kept < all) {
+      if (ranks) {
         kept = std::min(kept, eviction.observe(this->see_prompt(eviction, s, entry, at, w), at, w.worths));
       } else {
         std::fill_n(w.worths, all, 0.0f);
       }
     } else if (eviction.observed_rows() == every_prompt_row) {
       votes.shares = s.votes_of(entry, head);
-    } else if (eviction.observed_rows() > 0 && kept < all) {
+    } else if (eviction.observed_rows() > 0 && ranks) {
       std::fill_n(w.votes, entry.prompt, 0.0f);
       for (int token = std::max(0, entry.prompt - s.kept_queries); token < entry.prompt; ++token)
         this->vote(s, entry, head, token, s.kept_query(entry, token, head), w.votes, w);
@@ -92,9 +96,15 @@ class head_eviction : public head_observer<Shape> {
     };
     for (int unit = 0; unit < all; ++unit) w.keys[unit] = rank(eviction, worth_of(unit), unit * u, at);
     std::nth_element(w.keys, w.keys + (all - kept), w.keys + all);
-    std::uint64_t* const best = w.keys + (all - kept);
+    std::uint64_t* best = w.keys + (all - kept);
+    int coded = 0;  // the first of the best, which are the least
+    if constexpr (demotes<Eviction>) {
+      coded = kept - std::clamp(eviction.originals(at), 0, kept);
+      std::nth_element(best, best + coded, best + kept);
+    }
     const auto number = [](std::uint64_t key) { return static_cast<std::int32_t>(key & 0xffffffffu); };
-    std::sort(best, best + kept, [&](std::uint64_t a, std::uint64_t b) { return number(a) < number(b); });
+    const auto in_text = [&](std::uint64_t a, std::uint64_t b) { return number(a) < number(b); };
+    std::sort(best + coded, best + kept, in_text);
 
     float* const log_weights = s.log_weights(entry.sequence, head);
     if constexpr (merges<Eviction>) {
@@ -112,6 +122,19 @@ class head_eviction : public head_observer<Shape> {
     const auto to = s.slice(entry.sequence, head);
     std::int32_t& tokens = s.tokens[s.head_index(entry.sequence, head)];
     tokens = 0;
+    if constexpr (demotes<Eviction>) {
+      std::sort(best, best + coded, in_text);
+      s.coded[s.head_index(entry.sequence, head)] = tokens = coded;
+      for (int i = 0; i < coded; ++i) {
+        const int first = number(best[i]), place = s.units - 1 - i;
+        encode(eviction, at_row(from, first), s.code(entry.sequence, head, i));
+        s.first_tokens(entry.sequence, head)[place] = first;
+        if constexpr (!observes<Eviction>)
+          make(s.template states_of<Eviction>(entry.sequence, head)[place] = {}, first);
+      }
+      best += coded;
+      kept -= coded;
+    }
     for (int i = 0; i < kept; ++i) {
       const int first = number(best[i]), length = std::min(u, entry.prompt - first);
       if (s.staged_rows > 0) copy_slice<d>(at_row(from, first), at_row(to, i * u), length);
@@ -132,14 +155,28 @@ class head_eviction : public head_observer<Shape> {
                       at_head = s.head_index(entry.sequence, head);
     std::int32_t& tokens = s.tokens[at_head];
     const int units = (tokens + u - 1) / u;
+    const auto place = [&](int unit) {
+      if constexpr (demotes<Eviction>)
+        return s.place_of(unit, tokens - s.coded[at_head]);
+      else
+        return unit;
+    };
     for (int unit = 0; unit < units; ++unit)
-      s.attended[first + to_size(unit)] = s.first_tokens(entry.sequence, head)[unit] / u;
+      s.attended[first + to_size(unit)] = s.first_tokens(entry.sequence, head)[place(unit)] / u;
     s.attended_count[at_head] = units;
+    if constexpr (demotes<Eviction>) {
+      const int coded = s.attended_coded_count[at_head] = s.coded[at_head];
+      std::copy_n(s.attended + first + (tokens - coded), coded, s.attended_coded + first);
+    }
     const eviction_moment at = moment(s, entry, head, row + 1, tokens);
     const float* const query =
         queries + (std::ptrdiff_t{entry.first_row} * s.heads.kv + head) * s.heads.group() * d;
     if constexpr (observes<Eviction>) {
-      if (s.keeps_decoded && tokens > eviction.kept(at)) compact(eviction, s, entry, head, at, query, w);
+      if constexpr (demotes<Eviction>) {
+        if (s.keeps_decoded) demote(eviction, s, entry, head, at, w);
+      } else {
+        if (s.keeps_decoded && tokens > eviction.kept(at)) compact(eviction, s, entry, head, at, query, w);
+      }
     } else {
       with_team(this->instructions_, [&](auto team) {
         mean_shares(team, {w.scores, this->score_stride_, w.lse, s.heads.group()}, tokens, w.shares);
@@ -148,9 +185,11 @@ class head_eviction : public head_observer<Shape> {
       for (int unit = 0; unit < units; ++unit) {
         float share = 0.0f;
         for (int t = unit * u; t < std::min((unit + 1) * u, tokens); ++t) share += w.shares[t];
-        eviction.on_attended(states[unit], share, row);
+        eviction.on_attended(states[place(unit)], share, row);
       }
-      if constexpr (merges<Eviction>) {
+      if constexpr (demotes<Eviction>) {
+        demote(eviction, s, entry, head, at, w);
+      } else if constexpr (merges<Eviction>) {
         if (tokens > eviction.kept(at)) merge_away(eviction, s, entry, head, at, query, w);
       } else {
         while ((tokens + u - 1) / u > eviction.kept(at) / u) evict(eviction, s, entry, head, at);
@@ -299,6 +338,105 @@ class head_eviction : public head_observer<Shape> {
     std::sort(w.places, w.places + kept);
     for (int i = 0; i < kept; ++i) move_token(slice, first_token, log_weights, w.places[i], i);
     tokens = kept;
+  }
+
+  /// The bytes of a token, the first of a slice.
+  template <class Eviction>
+  static void encode(const Eviction& eviction, const head_slice<const element>& token, std::byte* to) {
+    eviction.codec().template encode<d>(scalar_team{}, token, 1, to);
+  }
+
+  /// All at once tokens leave, and become coded of those that stay, where there are more than the policy
+  /// keeps or keeps original. Originals move up to the front, coded ones to the end, both in the order of
+  /// their places; those that are new wait in scratch, since there may be no room before the others have
+  /// moved.
+  template <class Eviction>
+  void demote(const Eviction& eviction, const state& s, const eviction_entry& entry, int head,
+              const eviction_moment& at, const scratch& w) const {
+    const std::size_t at_head = s.head_index(entry.sequence, head);
+    std::int32_t &tokens = s.tokens[at_head], &coded = s.coded[at_head];
+    const int all = tokens, whole = all - coded;
+    if (all <= eviction.kept(at) && whole <= eviction.originals(at)) return;
+    std::int32_t* const first_token = s.first_tokens(entry.sequence, head);
+    const auto slice = s.slice(entry.sequence, head);
+    for (int nth = 0; nth < all; ++nth) w.held[nth] = first_token[s.place_of(nth, whole)];
+    if constexpr (observes<Eviction>) {
+      order_by_text(w.held, all, w);
+    } else {
+      std::iota(w.order, w.order + all, 0);
+      std::copy_n(w.held, all, w.tokens);
+    }
+    int kept = std::min(all, eviction.kept(at));
+    if constexpr (observes<Eviction>)
+      kept = std::min(kept, eviction.observe(this->see(eviction, s, entry, slice, nullptr, all, at, w, coded),
+                                             at, w.worths));
+    const auto rank_at = [&](int i) {
+      if constexpr (observes<Eviction>) {
+        return rank(eviction, order_bits(w.worths[i]), w.tokens[i], at);
+      } else {
+        const auto* const states = s.template states_of<Eviction>(entry.sequence, head);
+        return rank(eviction, eviction.worth(states[s.place_of(w.order[i], whole)]), w.tokens[i], at);
+      }
+    };
+
+    // By place: 0 leaves, 1 stays as it is, 2 becomes coded.
+    std::fill_n(w.places, all, 0);
+    for (int i = 0; i < all; ++i) w.keys[i] = rank_at(i);
+    std::nth_element(w.keys, w.keys + (all - kept), w.keys + all);
+    const std::uint64_t least_kept = kept > 0 ? w.keys[all - kept] : 0;
+    int originals = 0;  // that stay, coded or not
+    for (int i = 0; kept > 0 && i < all; ++i) {
+      const std::uint64_t key = rank_at(i);
+      w.places[w.order[i]] = key >= least_kept;
+      if (key >= least_kept && w.order[i] < whole) w.keys[originals++] = key;
+    }
+    const int become = originals - std::clamp(eviction.originals(at), 0, originals);
+    std::nth_element(w.keys, w.keys + become, w.keys + originals);
+    for (int i = 0; become > 0 && i < all; ++i)
+      if (const std::uint64_t key = rank_at(i);
+          w.order[i] < whole && key >= least_kept && (become == originals || key < w.keys[become]))
+        w.places[w.order[i]] = 2;
+
+    std::byte* const states = s.states + s.unit_index(entry.sequence, head) * s.state_bytes;
+    const auto state_at = [&](std::byte* of, int nth) { return of + to_size(nth) * s.state_bytes; };
+    const auto move_known = [&](int from, int to) {
+      first_token[to] = first_token[from];
+      if constexpr (!observes<Eviction>)
+        std::memcpy(state_at(states, to), state_at(states, from), s.state_bytes);
+    };
+    int stay = 0, wait = 0;
+    for (int nth = 0; nth < whole; ++nth) {
+      if (w.places[nth] == 2) {
+        encode(eviction, at_row(as_const(slice), nth), w.codes + to_size(wait) * s.code_bytes);
+        w.held[wait] = first_token[nth];
+        if constexpr (!observes<Eviction>)
+          std::memcpy(state_at(w.states, wait), state_at(states, nth), s.state_bytes);
+        ++wait;
+      }
+      if (w.places[nth] != 1) continue;
+      if (nth != stay) {
+        copy_slice<d>(at_row(as_const(slice), nth), at_row(slice, stay), 1);
+        move_known(nth, stay);
+      }
+      ++stay;
+    }
+    int still = 0;
+    for (int nth = 0; nth < coded; ++nth) {
+      if (w.places[whole + nth] == 0) continue;
+      if (nth != still) {
+        std::memcpy(s.code(entry.sequence, head, still), s.code(entry.sequence, head, nth), s.code_bytes);
+        move_known(s.units - 1 - nth, s.units - 1 - still);
+      }
+      ++still;
+    }
+    for (int i = 0; i < wait; ++i, ++still) {
+      std::memcpy(s.code(entry.sequence, head, still), w.codes + to_size(i) * s.code_bytes, s.code_bytes);
+      first_token[s.units - 1 - still] = w.held[i];
+      if constexpr (!observes<Eviction>)
+        std::memcpy(state_at(states, s.units - 1 - still), state_at(w.states, i), s.state_bytes);
+    }
+    coded = still;
+    tokens = stay + still;
   }
 
   /// The unit of least rank leaves, but never one that is being filled. Its place is the last full one's, and

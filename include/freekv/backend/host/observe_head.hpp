@@ -10,6 +10,7 @@
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/pipeline/eviction_state.hpp>
 #include <freekv/pipeline/stage_arguments.hpp>
+#include <freekv/policies/codec.hpp>
 #include <limits>
 
 namespace freekv::host {
@@ -45,15 +46,41 @@ class head_observer {
                              log_weights);
   }
 
+  /// A KV head's group attends to its coded tokens, decoded a block at a time, behind the `whole` ones that
+  /// it has attended to already.
+  template <class Eviction>
+  void attend_coded(const Eviction& eviction, const state& s, int sequence, int head, int whole, int coded,
+                    const attention_part& part, const scratch& w) const {
+    constexpr int block = attention_block<d>;
+    auto* const rows = reinterpret_cast<element*>(w.decoded);
+    const auto codec = eviction.codec();
+    for (int first = 0; first < coded; first += block) {
+      const int count = std::min(block, coded - first);
+      for (int t = 0; t < count; ++t) {
+        element* const key = rows + 2 * t * d;
+        codec.template decode<d>(scalar_team{},
+                                 static_cast<const std::byte*>(s.code(sequence, head, first + t)), 1,
+                                 row_range{0, 1}, head_slice<element>{key, key + d, d});
+      }
+      attention_part behind = part;
+      if (behind.scores != nullptr) behind.scores += whole + first;
+      attend_slice<d, element>(instructions_, {w.query, s.heads.group(), d},
+                               head_slice<const element>{rows, rows + d, 2 * d}, count, behind, w.rows);
+    }
+  }
+
   /// Leaves the scores, where they are wanted, and the natural log-sum-exp in the scratch.
   void attend_head(const state& s, const row_of_head& at, const float* queries, const attention_output& to,
                    const scratch& w) const {
-    const int group = s.heads.group();
-    const std::ptrdiff_t first = (std::ptrdiff_t{at.row} * s.heads.kv + at.head) * group;
-    const attention_part part{w.log_sum, w.weighted, at.counts ? w.scores : nullptr, score_stride_};
-    attend_rows(s, queries + first * d, as_const(at.slice), at.tokens, part, w, at.log_weights);
-    finish_attention<d>(instructions_, nullptr, part, group, to.floats() + first * d, w.lse);
-    for (int g = 0; to.lse != nullptr && g < group; ++g) to.lse[first + g] = w.lse[g] * to.lse_per_nat;
+    attend_head(s, at, queries, to, w, [](const attention_part&) {});
+  }
+  /// Attention likewise of a decode row, to the head's tokens, of which some are coded.
+  template <class Eviction>
+  void attend_held(const Eviction& eviction, const state& s, int sequence, const row_of_head& at, int coded,
+                   const float* queries, const attention_output& to, const scratch& w) const {
+    attend_head(s, at, queries, to, w, [&](const attention_part& part) {
+      attend_coded(eviction, s, sequence, at.head, at.tokens, coded, part, w);
+    });
   }
 
   /// Adds to `votes` what a prompt row's attention has on each token up to itself.
@@ -69,20 +96,22 @@ class head_observer {
     for (int t = 0; t < tokens; ++t) votes[t] += w.shares[t];
   }
 
-  /// Numbers that the last rows have of the units of `slice`; `w.order` has their places, `w.tokens` their
-  /// tokens.
+  /// Numbers that the last rows have of the units of `slice`, the last `coded` of which are the head's coded
+  /// tokens; `w.order` has their places, `w.tokens` their tokens.
   template <class Eviction>
   observed_units see(const Eviction& eviction, const state& s, const eviction_entry& entry,
                      const head_slice<element>& slice, const float* log_weights, int units,
-                     const eviction_moment& at, const scratch& w) const {
+                     const eviction_moment& at, const scratch& w, [[maybe_unused]] int coded = 0) const {
     const int group = s.heads.group(), heads = numbers_of_row(eviction, group);
     const int first = std::max(0, at.tokens - s.kept_queries), rows = (at.tokens - first) * heads;
     const observed_units seen{units,         w.tokens, rows,        heads, w.numbers,
                               w.transformed, w.counts, w.unit_keys, d,     score_stride_};
     if (sees_keys_) load_keys(slice, w.order, units, w.unit_keys);
     for (int row = first; row < at.tokens; ++row) {
-      attend_rows(s, s.kept_query(entry, row, at.head), as_const(slice), units,
-                  {w.log_sum, nullptr, w.scores, score_stride_}, w, log_weights);
+      const attention_part part{w.log_sum, nullptr, w.scores, score_stride_};
+      attend_rows(s, s.kept_query(entry, row, at.head), as_const(slice), units - coded, part, w, log_weights);
+      if constexpr (demotes<Eviction>)
+        attend_coded(eviction, s, entry.sequence, at.head, units - coded, coded, part, w);
       float* const to = seen.row((row - first) * heads);
       if (eviction.group() == group_rule::largest_score) {
         std::fill_n(to, units, -infinity);
@@ -121,6 +150,17 @@ class head_observer {
   std::int64_t score_stride_;
 
  private:
+  template <class More>
+  void attend_head(const state& s, const row_of_head& at, const float* queries, const attention_output& to,
+                   const scratch& w, const More& more) const {
+    const int group = s.heads.group();
+    const std::ptrdiff_t first = (std::ptrdiff_t{at.row} * s.heads.kv + at.head) * group;
+    const attention_part part{w.log_sum, w.weighted, at.counts ? w.scores : nullptr, score_stride_};
+    attend_rows(s, queries + first * d, as_const(at.slice), at.tokens, part, w, at.log_weights);
+    more(part);
+    finish_attention<d>(instructions_, nullptr, part, group, to.floats() + first * d, w.lse);
+    for (int g = 0; to.lse != nullptr && g < group; ++g) to.lse[first + g] = w.lse[g] * to.lse_per_nat;
+  }
   /// Scores of a row of token `row`, by place, in the order of the text; -infinity behind the row.
   static void put_in_order(const scratch& w, const float* scores, int units, int row, float* to) {
     for (int i = 0; i < units; ++i) to[i] = w.tokens[i] <= row ? scores[w.order[i]] : -infinity;

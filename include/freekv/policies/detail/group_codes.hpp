@@ -1,5 +1,5 @@
-// Codes of 8 and 4 bits for groups of numbers, and what a group shares: the parts that integer codecs are
-// made of.
+// Codes of 8 and 4 bits for groups of numbers, and what a group shares: the parts that codecs with a scale
+// are made of.
 #pragma once
 
 #include <cmath>
@@ -101,6 +101,45 @@ struct symmetric {
       return nearest_code(x / scale[i], -largest, largest) + largest;
     }
     FREEKV_HD float number(int i, int code) const { return static_cast<float>(code - largest) * scale[i]; }
+    /// Saves the groups as `first` to `first + N` of `All`.
+    template <int All = N>
+    FREEKV_HD void save(std::byte* to, int first = 0) const {
+      narrow_row<N>(scale, reinterpret_cast<float*>(to) + first);
+    }
+    template <int All = N>
+    FREEKV_HD void load(const std::byte* from, int first = 0) {
+      widen_row<N>(reinterpret_cast<const float*>(from) + first, scale);
+    }
+  };
+};
+
+/// Numbers of fp8_e4m3 in units of a float32 scale `max|x| / 448`. A number comes back within `max|x| / 16`,
+/// or a sixteenth of itself and 2^-10 of a scale, and its element's rounding; -0 stays -0. A subnormal scale
+/// is as of `symmetric`.
+struct scaled_fp8 {
+  static constexpr int bits = 8;
+  FREEKV_HD static constexpr std::size_t group_bytes(std::size_t) { return sizeof(float); }
+
+  template <class Element, int N>
+  struct groups {
+    float scale[N];
+
+    FREEKV_HD void fit(const extremes<N>& seen) {
+      constexpr float most = 448.0f;
+      for (int i = 0; i < N; ++i) {
+        const float low = ::fabsf(seen.low(i)), high = ::fabsf(seen.high(i));
+        const float quotient = (low > high ? low : high) / most;
+        const std::uint32_t less = quotient * most > 0x1.fffffep127f ? 1u : 0u;  // as of `symmetric`
+        scale[i] = float_of(bits_of(quotient) - less);
+      }
+    }
+    /// Code of a number; 0 where the scale is 0, whose numbers are 0 or too small for one.
+    FREEKV_HD int code(int i, float x) const {
+      return fp8_from_float(scale[i] == 0.0f ? x : x / scale[i]).bits;
+    }
+    FREEKV_HD float number(int i, int code) const {
+      return to_float(fp8_e4m3{static_cast<std::uint8_t>(code)}) * scale[i];
+    }
     /// Saves the groups as `first` to `first + N` of `All`.
     template <int All = N>
     FREEKV_HD void save(std::byte* to, int first = 0) const {
