@@ -61,8 +61,9 @@ class head_eviction : public head_observer<Shape> {
       votes.shares = s.votes_of(entry, head);
     } else if (eviction.observed_rows() > 0 && kept < all) {
       std::fill_n(w.votes, entry.prompt, 0.0f);
-      for (int token = std::max(0, entry.prompt - s.kept_queries); token < entry.prompt; ++token)
-        this->vote(s, entry, head, token, s.kept_query(entry, token, head), w.votes, w);
+      const int end = s.observed_end(entry);
+      for (int row = std::max(0, end - s.kept_queries); row < end; ++row)
+        this->vote(s, entry, head, row, s.kept_query(entry, row, head), w.votes, w);
     } else {
       std::fill_n(w.votes, entry.prompt, 0.0f);
     }
@@ -106,7 +107,7 @@ class head_eviction : public head_observer<Shape> {
       if (kept < all)
         merge(eviction, s, entry, s.prompt_slice(entry, head), nullptr,
               log_weights == nullptr ? nullptr : w.log_weights, kept, all - kept, at,
-              by_row ? s.kept_query(entry, entry.prompt - 1, head) : nullptr, w);
+              by_row ? s.kept_query(entry, s.observed_end(entry) - 1, head) : nullptr, w);
     }
     const auto from = as_const(s.prompt_slice(entry, head));
     const auto to = s.slice(entry.sequence, head);

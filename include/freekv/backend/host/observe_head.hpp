@@ -56,10 +56,11 @@ class head_observer {
     for (int g = 0; to.lse != nullptr && g < group; ++g) to.lse[first + g] = w.lse[g] * to.lse_per_nat;
   }
 
-  /// Adds to `votes` what a prompt row's attention has on each token up to itself.
+  /// Adds to `votes` what a prompt row's attention has on each token up to itself; a probe's behind it has
+  /// all.
   void vote(const state& s, const eviction_entry& entry, int head, int token, const float* queries,
             float* votes, const scratch& w) const {
-    const int group = s.heads.group(), tokens = token + 1;
+    const int group = s.heads.group(), tokens = std::min(token + 1, entry.prompt);
     attend_rows(s, queries, as_const(s.prompt_slice(entry, head)), tokens,
                 {w.log_sum, nullptr, w.scores, score_stride_}, w);
     for (int g = 0; g < group; ++g) w.lse[g] = w.log_sum[g].value();
@@ -70,17 +71,19 @@ class head_observer {
   }
 
   /// Numbers that the last rows have of the units of `slice`; `w.order` has their places, `w.tokens` their
-  /// tokens.
+  /// tokens. Probes are among the rows when their prompt ends alone, and later not what they took the place
+  /// of.
   template <class Eviction>
   observed_units see(const Eviction& eviction, const state& s, const eviction_entry& entry,
                      const head_slice<element>& slice, const float* log_weights, int units,
                      const eviction_moment& at, const scratch& w) const {
     const int group = s.heads.group(), heads = numbers_of_row(eviction, group);
-    const int first = std::max(0, at.tokens - s.kept_queries), rows = (at.tokens - first) * heads;
+    const int observed = s.observed_end(entry), end = at.prompt_ends ? observed : at.tokens;
+    const int first = std::max(0, std::max(end, observed) - s.kept_queries), rows = (end - first) * heads;
     const observed_units seen{units,         w.tokens, rows,        heads, w.numbers,
                               w.transformed, w.counts, w.unit_keys, d,     score_stride_};
     if (sees_keys_) load_keys(slice, w.order, units, w.unit_keys);
-    for (int row = first; row < at.tokens; ++row) {
+    for (int row = first; row < end; ++row) {
       attend_rows(s, s.kept_query(entry, row, at.head), as_const(slice), units,
                   {w.log_sum, nullptr, w.scores, score_stride_}, w, log_weights);
       float* const to = seen.row((row - first) * heads);
