@@ -221,6 +221,9 @@ job::job(const arguments& wanted)
     return c.method.evicts() || c.method.basis_of_pairs || c.method.needs_temperatures() ||
            c.method.completes();
   });
+  if (std::any_of(contenders_.begin(), contenders_.end(),
+                  [](const contender& c) { return c.method.takes_probes(); }))
+    place_.probes = dapq{}.window;
   const auto& shape = model_.shape();
   const int longest = std::max(
       {static_cast<int>(text_.size()), wanted.does("generate") ? wanted.prompt + wanted.generate + 1 : 0,
@@ -308,6 +311,7 @@ const learnt_keys& job::learnt_from_text(const std::string& path) {
   }
   prompt_cache::place place = place_;
   place.queries = false;
+  place.probes = 0;
   const prompt_cache keys(model_, tokens, place, progress());
   return learnt_.emplace(path, learn(keys, basis_source::other_text)).first->second;
 }

@@ -45,36 +45,48 @@ std::filesystem::path beside(std::filesystem::path name, const std::string& endi
   return name;
 }
 
-/// Collects what passes by during a prefill.
+/// Collects what passes by during a prefill of `tokens` tokens, from position `first` on.
 class collector : public observer {
  public:
-  collector(const model_shape& shape, int tokens, std::vector<std::uint16_t>& keys,
-            std::vector<std::uint16_t>& values, std::vector<std::uint16_t>* queries)
-      : row_(to_size(shape.kv_heads * shape.head_dim)),
-        tokens_(to_size(tokens)),
-        query_row_(to_size(shape.query_heads * shape.head_dim)),
-        keys_(keys),
-        values_(values),
-        queries_(queries) {
-    keys.resize(to_size(shape.layers) * tokens_ * row_);
-    values.resize(keys.size());
-    if (queries != nullptr) queries->resize(to_size(shape.layers) * tokens_ * query_row_);
+  struct into {
+    std::vector<std::uint16_t>*keys, *values, *queries;  // null: not wanted
+  };
+  collector(const model_shape& shape, int first, int tokens, const into& to)
+      : first_(first), tokens_(to_size(tokens)) {
+    const auto kv_row = to_size(shape.kv_heads * shape.head_dim);
+    parts_ = {{{to.keys, &layer_rows::key, kv_row},
+               {to.values, &layer_rows::value, kv_row},
+               {to.queries, &layer_rows::query, to_size(shape.query_heads * shape.head_dim)}}};
+    for (const part& p : parts_)
+      if (p.to != nullptr) p.to->resize(to_size(shape.layers) * tokens_ * p.row);
   }
   void observe(const layer_rows& rows) override {
-    const std::size_t at = (to_size(rows.layer) * tokens_ + to_size(rows.position)) * row_;
-    for (std::size_t i = 0; i < to_size(rows.rows) * row_; ++i) {
-      keys_[at + i] = float_to_half(rows.key[i]);  // exact: they come from a half-precision cache
-      values_[at + i] = float_to_half(rows.value[i]);
-    }
-    for (std::size_t i = 0; queries_ != nullptr && i < to_size(rows.rows) * query_row_; ++i)
-      (*queries_)[at / row_ * query_row_ + i] = float_to_half(rows.query[i]);
+    const std::size_t at = to_size(rows.layer) * tokens_ + to_size(rows.position - first_);
+    for (const part& p : parts_)
+      for (std::size_t i = 0; p.to != nullptr && i < to_size(rows.rows) * p.row; ++i)
+        (*p.to)[at * p.row + i] =
+            float_to_half((rows.*p.from)[i]);  // keys and values come from a half's cache
   }
 
  private:
-  std::size_t row_, tokens_, query_row_;
-  std::vector<std::uint16_t>&keys_, &values_;
-  std::vector<std::uint16_t>* queries_;  // null: not wanted
+  struct part {
+    std::vector<std::uint16_t>* to;
+    const float* layer_rows::*from;
+    std::size_t row;
+  };
+  int first_;
+  std::size_t tokens_;
+  std::array<part, 3> parts_;
 };
+
+/// Pseudo tokens behind a prompt: tokens of it from all over, in their order. DapQ finds that positions tell
+/// more than what the tokens are.
+std::vector<llama_token> pseudo_tokens(std::span<const llama_token> prompt, int count) {
+  std::vector<llama_token> tokens;
+  for (std::size_t i = 0; i < to_size(count); ++i)
+    tokens.push_back(prompt[i * prompt.size() / to_size(count)]);
+  return tokens;
+}
 
 engine::prefill_options reporting(observer* seen_by, std::span<const llama_token> tokens,
                                   const progress_function& progress, const std::string& what) {
@@ -112,39 +124,53 @@ prompt_cache::prompt_cache(const model& model, std::span<const llama_token> toke
       tokens_(static_cast<int>(tokens.size())),
       threads_(at.threads),
       name_(file_for(at, tokens, "")) {
-  const auto path = beside(name_, ".kv.safetensors"), query_path = beside(name_, ".q.safetensors");
-  const std::vector<std::int64_t> expected_queries{shape_.layers, tokens_, shape_.query_heads,
-                                                   shape_.head_dim};
-  const std::vector<std::int64_t> expected{shape_.layers, tokens_, shape_.kv_heads, shape_.head_dim};
+  const auto path = beside(name_, ".kv.safetensors"), query_path = beside(name_, ".q.safetensors"),
+             probe_path = beside(name_, ".probes.safetensors");
+  const auto shape_of = [&](int rows, int heads) {
+    return std::vector<std::int64_t>{shape_.layers, rows, heads, shape_.head_dim};
+  };
+  const auto expected = shape_of(tokens_, shape_.kv_heads),
+             expected_queries = shape_of(tokens_, shape_.query_heads),
+             expected_probes = shape_of(at.probes, shape_.query_heads);
+  const auto read_queries = [](const std::filesystem::path& from, const std::vector<std::int64_t>& shape,
+                               std::vector<std::uint16_t>& to) {
+    if (!std::filesystem::exists(from)) return false;
+    const safetensors_file file(from);
+    if (file.at("q").shape != shape) return false;
+    to = file.copy<std::uint16_t>("q");
+    return true;
+  };
   if (!path.empty() && std::filesystem::exists(path)) {
     const safetensors_file file(path);
-    if (file.at("k").shape == expected && file.at("v").shape == expected) {
+    if (file.at("k").shape == expected && file.at("v").shape == expected &&
+        (!at.queries || read_queries(query_path, expected_queries, queries_)) &&
+        (at.probes == 0 || read_queries(probe_path, expected_probes, probes_))) {
       keys_ = file.copy<std::uint16_t>("k");
       values_ = file.copy<std::uint16_t>("v");
-      if (!at.queries) return;
-      if (std::filesystem::exists(query_path)) {
-        const safetensors_file with_queries(query_path);
-        if (with_queries.at("q").shape == expected_queries) {
-          queries_ = with_queries.copy<std::uint16_t>("q");
-          return;
-        }
-      }
+      return;
     }
   }
-  collector collected(shape_, tokens_, keys_, values_, at.queries ? &queries_ : nullptr);
-  engine prefilling(model, {.threads = at.threads, .context = tokens_});
+  collector collected(shape_, 0, tokens_, {&keys_, &values_, at.queries ? &queries_ : nullptr});
+  engine prefilling(model, {.threads = at.threads, .context = tokens_ + at.probes});
   prefilling.prefill(
       tokens, 0,
       reporting(&collected, tokens, progress, "prefill of " + std::to_string(tokens_) + " tokens"));
+  if (!path.empty() && at.state) prefilling.save_state(file_for(at, tokens, flash_state).string());
+  if (at.probes > 0) {
+    collector probes(shape_, tokens_, at.probes, {nullptr, nullptr, &probes_});
+    prefilling.prefill(pseudo_tokens(tokens, at.probes), tokens_, {.seen_by = &probes});
+  }
   if (path.empty()) return;
-  if (at.state) prefilling.save_state(file_for(at, tokens, flash_state).string());
   write_safetensors(path, {.tensors = {{"k", data_type::f16, expected, std::as_bytes(std::span(keys_))},
                                        {"v", data_type::f16, expected, std::as_bytes(std::span(values_))}},
                            .metadata = {{"model", shape_.name}}});
-  if (at.queries)
-    write_safetensors(
-        query_path, {.tensors = {{"q", data_type::f16, expected_queries, std::as_bytes(std::span(queries_))}},
-                     .metadata = {{"model", shape_.name}}});
+  const auto write_queries = [&](const std::filesystem::path& to, const std::vector<std::int64_t>& shape,
+                                 const std::vector<std::uint16_t>& queries) {
+    write_safetensors(to, {.tensors = {{"q", data_type::f16, shape, std::as_bytes(std::span(queries))}},
+                           .metadata = {{"model", shape_.name}}});
+  };
+  if (at.queries) write_queries(query_path, expected_queries, queries_);
+  if (at.probes > 0) write_queries(probe_path, expected_probes, probes_);
 }
 
 std::vector<float> prompt_cache::float_keys(int layer) const {
@@ -161,29 +187,32 @@ std::vector<float> prompt_cache::float_keys(int layer) const {
 void prompt_cache::restore(pipeline& pipeline) const {
   pipeline.restart();
   pipeline.begin_step(tokens_, step_phase::prefill);
-  append_to(pipeline);
+  append_to(pipeline, pipeline.only());
 }
 
 sequence_id prompt_cache::open(pipeline& pipeline) const {
   const step_input rows{pipeline.open(), tokens_, step_phase::prefill};
   pipeline.begin_step({&rows, 1});
-  append_to(pipeline);
+  append_to(pipeline, rows.sequence);
   return rows.sequence;
 }
 
-void prompt_cache::append_to(pipeline& pipeline) const {
+std::vector<float> prompt_cache::layer_of(const std::vector<std::uint16_t>& queries, int layer) const {
+  std::vector<float> of(queries.size() / to_size(shape_.layers));
+  const auto first = queries.begin() + static_cast<std::ptrdiff_t>(to_size(layer) * of.size());
+  std::transform(first, first + static_cast<std::ptrdiff_t>(of.size()), of.begin(), half_to_float);
+  return of;
+}
+
+void prompt_cache::append_to(pipeline& pipeline, sequence_id sequence) const {
   std::vector<float> queries;
   for (int layer = 0; layer < shape_.layers; ++layer) {
-    if (pipeline.observes_prompts()) {
-      const std::size_t size = queries_.size() / to_size(shape_.layers);
-      queries.resize(size);
-      std::transform(queries_.begin() + static_cast<std::ptrdiff_t>(to_size(layer) * size),
-                     queries_.begin() + static_cast<std::ptrdiff_t>(to_size(layer + 1) * size),
-                     queries.begin(), half_to_float);
-    }
+    if (pipeline.observes_prompts()) queries = layer_of(queries_, layer);
     pipeline.append_stored(layer, keys(layer), values(layer), queries);
   }
   pipeline.end_step();
+  for (int layer = 0; pipeline.takes_probes() && layer < shape_.layers; ++layer)
+    pipeline.observe(sequence, layer, layer_of(probes_, layer));
 }
 
 key_basis prompt_cache::learn_basis(basis_rows rows, int rank) const {

@@ -31,6 +31,7 @@ class prompt_cache {
     std::uint64_t model_key = 0;   ///< distinguishes models, see `key_of_file`
     int threads = 2;
     bool queries = false;  ///< kept too, for methods that observe a prompt
+    int probes = 0;  ///< pseudo tokens whose queries are kept too, for methods that they observe a prompt for
     bool state =
         false;  ///< kept too, what `restore_stock` else prefills again: llama.cpp's own, with flash attention
   };
@@ -47,8 +48,8 @@ class prompt_cache {
   /// The keys of one layer as float.
   std::vector<float> float_keys(int layer) const;
 
-  /// Makes `pipeline` hold this prompt and nothing else. Throws usage_error if it observes prompts and no
-  /// queries are kept.
+  /// Makes `pipeline` hold this prompt and nothing else, and gives it the probe rows that it takes. Throws
+  /// usage_error if it observes prompts, or takes probe rows, and no queries of these are kept.
   void restore(pipeline& pipeline) const;
   /// A new sequence of `pipeline`, which holds this prompt.
   sequence_id open(pipeline& pipeline) const;
@@ -69,7 +70,8 @@ class prompt_cache {
   std::vector<float> last_queries(int layer, int rows, const char* what) const;
   key_basis choose_pairs(int rank) const;
 
-  void append_to(pipeline& pipeline) const;
+  void append_to(pipeline& pipeline, sequence_id sequence) const;
+  std::vector<float> layer_of(const std::vector<std::uint16_t>& queries, int layer) const;
   std::span<const std::byte> part(const std::vector<std::uint16_t>& of, int layer) const {
     const std::size_t size = of.size() / to_size(shape_.layers);
     return std::as_bytes(std::span(of).subspan(to_size(layer) * size, size));
@@ -80,6 +82,7 @@ class prompt_cache {
   std::filesystem::path name_;                // of its files, which differ behind it; empty: nothing is kept
   std::vector<std::uint16_t> keys_, values_;  // (layers, tokens, kv_heads, head_dim)
   std::vector<std::uint16_t> queries_;  // (layers, tokens, query_heads, head_dim), f16, where they are kept
+  std::vector<std::uint16_t> probes_;   // (layers, probes, query_heads, head_dim), the same
 };
 
 /// Makes a sequence of `stock`, whose options have `flash_attention`, hold a prompt in the engine's own

@@ -20,7 +20,8 @@ class evicting_pipeline_of_shape final : public pipeline {
 
  public:
   evicting_pipeline_of_shape(const pipeline_options& options, host_backend& backend)
-      : head_kinds_(options.head_kinds),
+      : takes_probes_(options.method.takes_probes()),
+        head_kinds_(options.head_kinds),
         pipeline_(settings(options, head_kinds_), backend),
         full_(make_pipeline_of<Shape>(everything(options), backend)) {}
 
@@ -41,6 +42,7 @@ class evicting_pipeline_of_shape final : public pipeline {
   bool observes_prompts() const override {
     return resolve(pipeline_.configuration().eviction, [](const auto& e) { return e.observed_rows() > 0; });
   }
+  bool takes_probes() const override { return takes_probes_; }
 
   void begin_step(std::span<const step_input> rows) override {
     step_ = pipeline_.begin_step(rows);
@@ -66,6 +68,9 @@ class evicting_pipeline_of_shape final : public pipeline {
     full_->append_stored(layer, keys, values, queries);
   }
   void give_worths(std::span<const float> worths) override { worths_ = worths; }
+  void observe(sequence_id id, int layer, std::span<const float> queries) override {
+    pipeline_.observe(id, layer, queries);
+  }
   void attend(int layer, std::span<float> out, std::span<float> lse) override {
     step_.attend(layer, out, lse);
   }
@@ -119,6 +124,7 @@ class evicting_pipeline_of_shape final : public pipeline {
                        " keeps no complete store to do this from; choose a method that retrieves");
   }
 
+  bool takes_probes_;
   std::vector<layer_kind> head_kinds_;
   implementation pipeline_;
   typename implementation::step step_;

@@ -66,6 +66,8 @@ class pipeline {
   virtual std::int32_t free_pages() const = 0;
   /// Whether prompt rows need their queries, though they do not attend.
   virtual bool observes_prompts() const { return false; }
+  /// Whether the method is one of those whose prompts probe rows observe.
+  virtual bool takes_probes() const { return false; }
 
   virtual void begin_step(std::span<const step_input> rows) = 0;
   virtual void append(int layer, std::span<const float> keys, std::span<const float> values,
@@ -76,6 +78,11 @@ class pipeline {
   /// Worths of the rows that are appended next, (rows, kv_heads), of a method that takes them.
   virtual void give_worths(std::span<const float> worths) {
     detail::refuse_worths("a pipeline that retrieves", worths.size());
+  }
+  /// Probe rows of a layer that observe a sequence's prompt, (rows, query_heads, head_dim), of a method that
+  /// observes its last rows.
+  virtual void observe(sequence_id, int, std::span<const float>) {
+    throw usage_error("observe: a pipeline that retrieves observes no rows of a prompt");
   }
   /// Corrects the flagged heads, as `attend` does first; for who times the two apart. What forgets has none.
   virtual void correct(int) {}
@@ -102,6 +109,7 @@ class pipeline {
     only_.reset();
   }
   step_report report(int layer) const { return report(layer, only_.value()); }
+  sequence_id only() const { return only_.value(); }
 
  private:
   std::optional<sequence_id> only_;

@@ -90,6 +90,10 @@ void pipeline_beside_sliding::append_stored(int layer, std::span<const std::byte
   const place& at = places_.at(to_size(layer));
   at.of->append_stored(at.layer, keys, values, queries);
 }
+void pipeline_beside_sliding::observe(sequence_id id, int layer, std::span<const float> queries) {
+  const place& at = places_.at(to_size(layer));
+  if (at.of == method_.get()) at.of->observe(id, at.layer, queries);
+}
 void pipeline_beside_sliding::correct(int layer) {
   const place& at = places_.at(to_size(layer));
   at.of->correct(at.layer);

@@ -27,12 +27,14 @@ class pipeline_beside_sliding final : public pipeline {
   int tokens(sequence_id id) const override { return method_->tokens(id); }
   std::int32_t free_pages() const override { return method_->free_pages(); }
   bool observes_prompts() const override { return method_->observes_prompts(); }
+  bool takes_probes() const override { return method_->takes_probes(); }
 
   void begin_step(std::span<const step_input> rows) override;
   void append(int layer, std::span<const float> keys, std::span<const float> values,
               std::span<const float> queries) override;
   void append_stored(int layer, std::span<const std::byte> keys, std::span<const std::byte> values,
                      std::span<const float> queries) override;
+  void observe(sequence_id id, int layer, std::span<const float> queries) override;
   void correct(int layer) override;
   void attend(int layer, std::span<float> out, std::span<float> lse) override;
   void attend_full(int layer, std::span<float> out, std::span<float> lse) override;

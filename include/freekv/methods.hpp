@@ -306,6 +306,12 @@ struct snapkv : named_eviction<freekv::snapkv> {
   static constexpr std::string_view about = "a prompt's last rows vote for what stays of it";
   static constexpr std::string_view published = "arXiv 2404.14469";
 };
+/// DapQ: `freekv::dapq`, to which an engine gives the queries of pseudo tokens.
+struct dapq : named_eviction<freekv::dapq> {
+  static constexpr std::string_view name = "dapq";
+  static constexpr std::string_view about = "snapkv whose votes are those of pseudo tokens behind the prompt";
+  static constexpr std::string_view published = "arXiv 2603.11564";
+};
 /// PyramidKV: `freekv::pyramid_kv`.
 struct pyramid_kv : named_eviction<freekv::pyramid_kv> {
   static constexpr std::string_view name = "pyramid_kv";
@@ -424,16 +430,15 @@ struct given_worths : named_eviction<freekv::given_worths> {
 template <class... Methods>
 struct method_list {};
 /// All of the above.
-using all =
-    method_list<full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight,
-                infinigen, fasa, clusterkv, shadowkv, razor_attention, duo_attention, freekv_paper,
-                freekv_long_inputs, freekv_never, freekv_top_p, freekv_calibrated_top_p, freekv_per_layer,
-                freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace, freekv_key_subspace_never,
-                freekv_key_subspace_deficit, freekv_key_codes, freekv_key_codes_never,
-                freekv_key_codes_deficit, freekv_key_codes_sticky, freekv_key_codes_units,
-                freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, tova, snapkv, pyramid_kv,
-                raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin, d2o, exact_merge,
-                hard_kv_merge, hard_kv_pairs, razor_attention_compensated, trim_kv, given_worths>;
+using all = method_list<
+    full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight, infinigen, fasa,
+    clusterkv, shadowkv, razor_attention, duo_attention, freekv_paper, freekv_long_inputs, freekv_never,
+    freekv_top_p, freekv_calibrated_top_p, freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never,
+    freekv_key_subspace, freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
+    freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky, freekv_key_codes_units,
+    freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, tova, snapkv, dapq, pyramid_kv, raas,
+    lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin, d2o, exact_merge, hard_kv_merge,
+    hard_kv_pairs, razor_attention_compensated, trim_kv, given_worths>;
 
 }  // namespace methods
 }  // namespace freekv

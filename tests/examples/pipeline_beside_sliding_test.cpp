@@ -2,6 +2,7 @@
 // of the others, to the bit.
 #include <cstdint>
 #include <random>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -66,6 +67,10 @@ std::vector<float> run(pipeline& p, const std::vector<std::vector<layer_input>>&
       keep();
     }
     p.end_step();
+    for (int layer = 0; step == 0 && p.takes_probes() && layer < std::ssize(layers); ++layer) {
+      const layer_input& in = steps[0][static_cast<std::size_t>(layers[static_cast<std::size_t>(layer)])];
+      p.observe(p.only(), layer, std::span(in.queries).first(40 * query_heads * head_dim));
+    }
   }
   return all;
 }
@@ -83,7 +88,7 @@ TEST_CASE("a method that evicts has the layers that do not slide", "[eviction][s
       steps.back().push_back(random_input(random, step == 0 ? prompt : 1));
   }
   freekv::host_backend backend;
-  for (const char* eviction : {"h2o", "pyramid_kv", "raas"}) {
+  for (const char* eviction : {"h2o", "pyramid_kv", "raas", "dapq"}) {
     CAPTURE(eviction);
     const auto together = make_pipeline(options_of(eviction, {true, false, true, false, false}), backend);
     auto whole = options_of(eviction, {});
@@ -109,6 +114,7 @@ TEST_CASE("a method that evicts has the layers that do not slide", "[eviction][s
     CHECK(together->bytes().total() == evicts->bytes().total() + window->bytes().total());
     CHECK(together->bytes().fast_tier() == evicts->bytes().fast_tier() + window->bytes().fast_tier());
     CHECK(together->observes_prompts() == evicts->observes_prompts());
+    CHECK(together->takes_probes() == evicts->takes_probes());
 
     together->restart();
     CHECK(run(*together, steps, {0, 1, 2, 3, 4}) == seen);

@@ -10,9 +10,9 @@ using namespace tests;
 namespace {
 
 const std::vector<std::string> forgetful_variants{
-    "h2o",         "tova",          "snapkv",        "pyramid_kv", "raas",        "lazy_eviction",
-    "hard_kv",     "defensive_kv",  "cake",          "r_kv",       "arkv_origin", "d2o",
-    "exact_merge", "hard_kv_merge", "hard_kv_pairs", "trim_kv",    "given_worths"};
+    "h2o",         "tova",          "snapkv",        "pyramid_kv", "raas",         "lazy_eviction",
+    "hard_kv",     "defensive_kv",  "cake",          "r_kv",       "arkv_origin",  "d2o",
+    "exact_merge", "hard_kv_merge", "hard_kv_pairs", "trim_kv",    "given_worths", "dapq"};
 
 std::vector<float> floats_of(const tensor_text& tensor) {
   std::vector<float> floats;
@@ -23,7 +23,7 @@ std::vector<float> floats_of(const tensor_text& tensor) {
 
 /// A trace of a real model, F16.
 struct recorded {
-  std::vector<float> q, k, v, worths;
+  std::vector<float> q, k, v, worths, probes;
   int query_heads = 0, kv_heads = 0, head_dim = 0, tokens = 0;
 
   recorded() {
@@ -34,6 +34,8 @@ struct recorded {
     head_dim = static_cast<int>(shape[2]);
     kv_heads = static_cast<int>(tensors.at("k").shape[1]);
     worths = random_worths(1, tokens * kv_heads);  // its model has no gates
+    dice d(2);
+    probes = random_probes(d, q, query_heads * head_dim, 40);
   }
   std::span<const float> rows(const std::vector<float>& of, int first, int count) const {
     const std::size_t width = of.size() / to_size(tokens);
@@ -47,7 +49,8 @@ struct recorded {
     store(path, parts_of({{"q", one(q, query_heads)},
                           {"k", one(k, kv_heads)},
                           {"v", one(v, kv_heads)},
-                          {"worths", {"F32", {tokens, kv_heads}, bytes_of(worths, "F32")}}},
+                          {"worths", {"F32", {tokens, kv_heads}, bytes_of(worths, "F32")}},
+                          {"q_probe", {"F16", {40, query_heads, head_dim}, bytes_of(probes, "F16")}}},
                          {{"prompt_len", std::to_string(prompt)}})
                     .whole());
   }
@@ -87,20 +90,23 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
         expected.prompt(trace.rows(trace.q, 0, prompt), trace.rows(trace.k, 0, prompt),
                         trace.rows(trace.v, 0, prompt), trace.rows(trace.worths, 0, prompt));
 
+      if (variant == "dapq" && prompt > 0) expected.observe(trace.probes);
+
       const tensor_map written = read_tensors(folder / "out");
       const auto out = elements_of<float>(written.at("out")), lse = elements_of<float>(written.at("lse"));
       const auto selected = elements_of<std::int32_t>(written.at("selected"));
       const int columns = static_cast<int>(written.at("selected").shape[2]);
       CHECK(written.at("selected").shape == std::vector<std::int64_t>{steps, trace.kv_heads, columns});
       // Slots: what the budget says, and no more.
-      const int slots =
-          variant == "raas"                                     ? budget + 16
-          : variant == "arkv_origin"                            ? budget
-          : variant == "lazy_eviction"                          ? std::min(budget + 64, trace.tokens)
-          : variant.starts_with("hard_kv") || variant == "r_kv" ? std::min(budget + 128, trace.tokens)
-          : variant == "snapkv" || variant == "pyramid_kv" || variant == "defensive_kv" || variant == "cake"
-              ? std::min(budget + std::max(steps, prompt == 0 ? trace.tokens : 0), trace.tokens)
-              : budget + 1;
+      const int slots = variant == "raas"            ? budget + 16
+                        : variant == "arkv_origin"   ? budget
+                        : variant == "lazy_eviction" ? std::min(budget + 64, trace.tokens)
+                        : variant.starts_with("hard_kv") || variant == "r_kv"
+                            ? std::min(budget + 128, trace.tokens)
+                        : variant == "snapkv" || variant == "dapq" || variant == "pyramid_kv" ||
+                                variant == "defensive_kv" || variant == "cake"
+                            ? std::min(budget + std::max(steps, prompt == 0 ? trace.tokens : 0), trace.tokens)
+                            : budget + 1;
       const int most = variant == "raas" ? std::min(slots, (trace.tokens + 15) / 16 * 16) : slots;
       const bool pooled = variant == "cake";  // a head may have any part of what all have
       const int pool = prompt == 0 ? budget + trace.tokens : slots;  // where a prompt could have come too
@@ -189,12 +195,28 @@ TEST_CASE("what methods that forget cannot do is refused", "[replay][eviction]")
                                         "--sink", "8", "--window", "8", "--k", "1"})),
                Catch::Contains("--variant " + variant + " goes by what a model's gates say of each token") &&
                    Catch::Contains("the trace has no tensor worths (tokens, n_kv)"));
-  // What a trace has under this name is looked at, whatever the variant.
+  CHECK_THAT(sentence_of(run_program({FREEKV_REPLAY, folder / "trace", "--variant", "dapq", "--page", "8",
+                                      "--sink", "8", "--window", "8", "--k", "3"})),
+             Catch::Contains("--variant dapq goes by the queries of pseudo tokens behind the prompt, and the "
+                             "trace has no tensor q_probe (rows, n_qo, d)"));
+  // What a trace has under these names is looked at, whatever the variant.
   const auto zeros = [](std::vector<std::int64_t> shape, const std::string& dtype = "F32") {
     std::int64_t bytes = 4;
     for (const std::int64_t length : shape) bytes *= length;
     return tensor_text{dtype, std::move(shape), std::string(to_size(bytes), '\0')};
   };
+  for (const tensor_text& wrong :
+       {zeros({0, 4, 64}), zeros({3, 2, 64}), zeros({3, 4, 32}), zeros({3, 256}), zeros({3, 4, 64}, "I32")}) {
+    store(folder / "wrong", parts_of({{"q", zeros({40, 4, 64})},
+                                      {"k", zeros({40, 2, 64})},
+                                      {"v", zeros({40, 2, 64})},
+                                      {"q_probe", wrong}},
+                                     {{"prompt_len", "30"}})
+                                .whole());
+    CHECK_THAT(
+        sentence_of(run_program({FREEKV_REPLAY, folder / "wrong", "--page", "8"})),
+        Catch::Contains("q_probe is ") && Catch::Contains("needed is F32, F16 or BF16 of (rows, 4, 64)"));
+  }
   for (const tensor_text& wrong :
        {zeros({40, 3}), zeros({2, 40}), zeros({40, 2, 1}), zeros({80}), zeros({40, 2}, "I32")}) {
     store(folder / "wrong", parts_of({{"q", zeros({40, 4, 64})},

@@ -10,7 +10,9 @@
 #include <vector>
 
 #include "../catch.hpp"
+#include "../files.hpp"
 #include "prompt.hpp"
+#include "safetensors.hpp"
 
 namespace {
 
@@ -442,4 +444,60 @@ TEST_CASE("a sequence that stopped in the middle of a step is restored") {
     logits.emplace_back(row.begin(), row.end());
   }
   CHECK((logits[0] == logits[1]));
+}
+
+TEST_CASE("pseudo tokens have the queries of tokens at the positions behind the prompt") {
+  // Of one word alone, so that a longer text has these words there.
+  const auto& m = shared_model();
+  constexpr int prompt = 100, probes = 40;
+  const std::vector<llama_token> words(prompt + probes, m.tokenize(text).at(7));
+  const std::span<const llama_token> all(words);
+  const tests::scratch_folder folder;
+  int reports = 0;
+  const auto counts = [&](const std::string&, double) { ++reports; };
+  const prompt_cache::place place{.folder = folder.path(), .threads = 1, .queries = true, .probes = probes};
+  const prompt_cache kv(m, all.first(prompt), place, counts);
+  const prompt_cache longer(m, all, {.folder = folder.path(), .threads = 1, .queries = true}, counts);
+  std::vector<std::uint16_t> behind, of_text;
+  for (const std::string& name : folder.listing()) {
+    const safetensors_file file(folder / name);
+    if (name.ends_with("100.probes.safetensors")) behind = file.copy<std::uint16_t>("q");
+    if (name.ends_with("140.q.safetensors")) of_text = file.copy<std::uint16_t>("q");
+  }
+  const auto row = static_cast<std::size_t>(m.shape().query_heads * m.shape().head_dim);
+  const auto layers = static_cast<std::size_t>(m.shape().layers);
+  REQUIRE(behind.size() == layers * probes * row);
+  REQUIRE(of_text.size() == layers * all.size() * row);
+  const auto difference =
+      [&](std::size_t first) {  // relative to their size, of rows from that of the text on
+        double apart = 0, size = 0;
+        for (std::size_t layer = 0; layer < layers; ++layer)
+          for (std::size_t i = 0; i < probes * row; ++i) {
+            const double a = double{half_to_float(behind[layer * probes * row + i])},
+                         b = double{half_to_float(of_text[(layer * all.size() + first) * row + i])};
+            apart += std::fabs(a - b), size += std::fabs(b);
+          }
+        return apart / size;
+      };
+  CHECK(difference(prompt) < 0.02);  // as llama.cpp rounds by the number of rows
+  CHECK(difference(prompt - 1) > 5 * difference(prompt));
+
+  // What is kept is read again, and given to who takes it.
+  const int before = reports;
+  const prompt_cache again(m, all.first(prompt), place, counts);
+  CHECK(reports == before);
+  freekv::host_backend backend;
+  auto o = options(m.shape(), {.plan = "eviction", .eviction = "dapq"});
+  o.budget = {16, 32, 1};
+  const auto decode = [&](const prompt_cache& held) {
+    const auto p = make_pipeline(o, backend);
+    held.restore(*p);
+    retrieval_attention attention(*p, m.shape(), 0);
+    engine e(m, {.threads = 1, .context = 1, .rows = 1});
+    const auto of = e.decode(words[0], prompt, attention);
+    return std::vector<float>(of.begin(), of.end());
+  };
+  CHECK(decode(again) == decode(kv));
+  const prompt_cache without(m, all.first(prompt), {.folder = {}, .threads = 1, .queries = true}, counts);
+  CHECK_THROWS_AS(decode(without), freekv::usage_error);
 }

@@ -23,6 +23,7 @@ enum class eviction_kind {
   mikv,
   tova,
   snapkv,
+  dapq,
   pyramid_kv,
   raas,
   lazy_eviction,
@@ -105,6 +106,9 @@ class forgetful_decoder {
     append(keys, values);
     prompt_ = length_;
   }
+
+  /// Probe rows (rows, n_qo, d) that observe the prompt from behind it.
+  void observe(std::span<const float> q) { probes_.insert(probes_.end(), q.begin(), q.end()); }
 
   /// Exact attention of a prompt row to everything up to itself.
   attention prompt_row(int row) const {
@@ -299,14 +303,36 @@ class forgetful_decoder {
     int coded_of = 0;                          // units, when the last ones left; 0: none has left
   };
 
+  /// A row that is observed: its query, and the last token that it attends to.
+  struct observed_row {
+    std::span<const float> query;
+    int last = 0;
+  };
+  /// The last `count` rows: when a prompt ends its own and behind them the probes. Later these are forgotten,
+  /// and so is what was not among the last `count` because of them.
+  std::vector<observed_row> observed_rows(int count) const {
+    const int width = s_.query_heads * s_.head_dim, probes = static_cast<int>(probes_.size()) / width;
+    const int known = std::max(0, prompt_ + std::min(probes, count) - count);
+    std::vector<observed_row> rows;
+    if (decodes_) {
+      for (int row = std::max(known, length_ - count); row < length_; ++row)
+        rows.push_back({query_row(row), row});
+      return rows;
+    }
+    for (int row = std::max(0, prompt_ + probes - count); row < prompt_ + probes; ++row)
+      rows.push_back(row < prompt_ ? observed_row{query_row(row), row}
+                                   : observed_row{row_of(probes_, row - prompt_, width), prompt_ - 1});
+    return rows;
+  }
   /// Scores of a row on tokens, the largest of the KV head's query heads; -infinity behind the row.
-  std::vector<double> largest_scores(int row, int head, const std::vector<int>& tokens) const {
+  std::vector<double> largest_scores(const observed_row& row, int head,
+                                     const std::vector<int>& tokens) const {
     const int group = s_.query_heads / s_.kv_heads;
     std::vector<double> scores(tokens.size(), -std::numeric_limits<double>::infinity());
     for (std::size_t i = 0; i < tokens.size(); ++i)
-      for (int g = 0; g < group && tokens[i] <= row; ++g) {
+      for (int g = 0; g < group && tokens[i] <= row.last; ++g) {
         const int place = tokens[i] * s_.kv_heads + head;
-        const double score = s_.scale * dot(row_of(query_row(row), head * group + g, s_.head_dim),
+        const double score = s_.scale * dot(row_of(row.query, head * group + g, s_.head_dim),
                                             row_of(keys_, place, s_.head_dim)) +
                              static_cast<double>(log_weights_[place]);
         scores[i] = std::max(scores[i], score);
@@ -373,7 +399,7 @@ class forgetful_decoder {
     if (std::ssize(h.units) <= s_.budget) return;
     const std::vector<int> tokens(h.units.begin(), h.units.end());
     std::vector<mass_row> rows;
-    for (int row = std::max(0, length_ - s_.window); row < length_; ++row)
+    for (const observed_row& row : observed_rows(s_.window))
       rows.push_back(mass_row_of(largest_scores(row, head, tokens)));
     const double middle = temperature_of(rows, &mass_row::fewest),
                  low = temperature_of(rows, &mass_row::fewest_low) * (1 - 1e-5),
@@ -447,7 +473,8 @@ class forgetful_decoder {
       h.recurrences.push_back({static_cast<int>(std::ssize(h.recurrences))});
   }
   bool votes_by_window() const {
-    return s_.kind == eviction_kind::snapkv || s_.kind == eviction_kind::pyramid_kv || judges_rows();
+    return s_.kind == eviction_kind::snapkv || s_.kind == eviction_kind::dapq ||
+           s_.kind == eviction_kind::pyramid_kv || judges_rows();
   }
   bool judges_rows() const {
     return s_.kind == eviction_kind::defensive_kv || s_.kind == eviction_kind::cake;
@@ -468,10 +495,10 @@ class forgetful_decoder {
     const int group = s_.query_heads / s_.kv_heads, before = std::max(0, prompt_ - s_.window);
     std::vector<std::vector<std::vector<double>>> shares(static_cast<std::size_t>(group));
     for (int g = 0; g < group; ++g)
-      for (int row = std::max(0, prompt_ - s_.window); row < prompt_; ++row) {
-        const auto query = row_of(query_row(row), head * group + g, s_.head_dim);
+      for (const observed_row& row : observed_rows(s_.window)) {
+        const auto query = row_of(row.query, head * group + g, s_.head_dim);
         std::vector<double> scores, of_row;
-        for (int t = 0; t <= row; ++t)
+        for (int t = 0; t <= row.last; ++t)
           scores.push_back(s_.scale * dot(query, row_of(keys_, t * s_.kv_heads + head, s_.head_dim)));
         const double most = *std::max_element(scores.begin(), scores.end());
         double sum = 0;
@@ -544,14 +571,14 @@ class forgetful_decoder {
     const int group = s_.query_heads / s_.kv_heads;
     std::vector<std::vector<double>> rows;  // of each query head, shares of what is before the window
     const std::size_t voted = tokens.size() - static_cast<std::size_t>(s_.window);
-    for (int row = length_ - s_.window; row < length_; ++row)
+    for (const observed_row& row : observed_rows(s_.window))
       for (int g = 0; g < group; ++g) {
         std::vector<double> shares;
         double sum = 0;
         for (const int token : tokens)
-          if (token <= row)
+          if (token <= row.last)
             sum += shares.emplace_back(
-                std::exp(s_.scale * dot(row_of(query_row(row), head * group + g, s_.head_dim),
+                std::exp(s_.scale * dot(row_of(row.query, head * group + g, s_.head_dim),
                                         row_of(keys_, token * s_.kv_heads + head, s_.head_dim))));
         for (double& share : shares) share /= sum;
         shares.resize(voted);
@@ -632,11 +659,13 @@ class forgetful_decoder {
     const std::vector<int> tokens(h.units.begin(), h.units.end());
     const std::size_t n = tokens.size(), voted = n - static_cast<std::size_t>(s_.window);
     std::vector<double> importance(voted), likeness(n), redundancy(n);
-    for (int row = length_ - s_.window; row < length_; ++row) {
+    const auto rows = observed_rows(s_.window);
+    for (const observed_row& row : rows) {
       const auto scores = largest_scores(row, head, tokens);
       double sum = 0;
       for (std::size_t i = 0; i < voted; ++i) sum += std::exp(scores[i]);
-      for (std::size_t i = 0; i < voted; ++i) importance[i] += std::exp(scores[i]) / sum / s_.window;
+      for (std::size_t i = 0; i < voted; ++i)
+        importance[i] += std::exp(scores[i]) / sum / static_cast<double>(rows.size());
     }
     const auto key = [&](std::size_t i) {
       return row_of(keys_, tokens[i] * s_.kv_heads + head, s_.head_dim);
@@ -764,20 +793,21 @@ class forgetful_decoder {
   }
   /// What the last rows' softmaxes, of the largest scores of the group, have of each token; the mean.
   std::map<int, double> mean_shares(int head, const std::set<int>& tokens) const {
-    const int group = s_.query_heads / s_.kv_heads, first = std::max(0, length_ - s_.window);
+    const int group = s_.query_heads / s_.kv_heads;
     std::map<int, double> shares;
-    for (int row = first; row < length_; ++row) {
+    const auto rows = observed_rows(s_.window);
+    for (const observed_row& row : rows) {
       std::map<int, double> scores;
       for (const int token : tokens)
-        for (int g = 0; g < group && token <= row; ++g) {
-          const double score = score_of(row, head * group + g, numbers_of(head, token).key);
+        for (int g = 0; g < group && token <= row.last; ++g) {
+          const double score = score_of(row.query, head * group + g, numbers_of(head, token).key);
           scores[token] = g == 0 ? score : std::max(scores[token], score);
         }
       double most = -std::numeric_limits<double>::infinity(), sum = 0;
       for (const auto& [token, score] : scores) most = std::max(most, score);
       for (const auto& [token, score] : scores) sum += std::exp(score - most);
       for (const auto& [token, score] : scores)
-        shares[token] += std::exp(score - most) / sum / (length_ - first);
+        shares[token] += std::exp(score - most) / sum / static_cast<double>(rows.size());
     }
     return shares;
   }
@@ -864,12 +894,11 @@ class forgetful_decoder {
     }
   }
   /// A query head's score of a row on a key; the scale is a float32.
-  double score_of(int row, int query_head, std::span<const float> key) const {
-    return static_cast<double>(static_cast<float>(s_.scale)) *
-           dot(row_of(query_row(row), query_head, s_.head_dim), key);
+  double score_of(std::span<const float> row, int query_head, std::span<const float> key) const {
+    return static_cast<double>(static_cast<float>(s_.scale)) * dot(row_of(row, query_head, s_.head_dim), key);
   }
   double last_row_score(int query_head, std::span<const float> key) const {
-    return score_of(length_ - 1, query_head, key);
+    return score_of(observed_rows(1).back().query, query_head, key);
   }
   /// What tokens have of the last row among themselves, and the logarithm of what they have together; means
   /// over the query heads.
@@ -947,6 +976,7 @@ class forgetful_decoder {
           w = about(share);
           break;
         case eviction_kind::snapkv:
+        case eviction_kind::dapq:
         case eviction_kind::pyramid_kv:
           break;
         case eviction_kind::lazy_eviction:
@@ -983,6 +1013,7 @@ class forgetful_decoder {
       case eviction_kind::tova:
       case eviction_kind::exact_merge:
       case eviction_kind::trim_kv:
+      case eviction_kind::dapq:
         return false;
       case eviction_kind::snapkv:
       case eviction_kind::pyramid_kv:
@@ -1035,11 +1066,11 @@ class forgetful_decoder {
     if (merges()) merge(h, h.units, h.just_left);
   }
 
-  /// The largest vote within the kernel, of those of tokens before the window.
+  /// The largest vote within the kernel, of those of tokens before the window, which dapq's is behind.
   worth best_near(int token, const std::vector<double>& votes) const {
     worth best = about(0);
-    for (int t = std::max(0, token - s_.kernel / 2); t <= token + s_.kernel / 2 && t < prompt_ - s_.window;
-         ++t) {
+    const int voted = s_.kind == eviction_kind::dapq ? prompt_ : prompt_ - s_.window;
+    for (int t = std::max(0, token - s_.kernel / 2); t <= token + s_.kernel / 2 && t < voted; ++t) {
       worth vote = about(votes[t]);
       vote.source = vote.apart_from(best) ? t : -1;
       if (vote.high > best.high)
@@ -1095,8 +1126,8 @@ class forgetful_decoder {
                            : s_.kind == eviction_kind::raas          ? !s_.keeps_prompt
                                                                      : s_.window;
       attention unused;
-      for (int row = std::max(0, prompt_ - observed); row < prompt_; ++row) {
-        const auto shares = attend_group(query_row(row), head, tokens_up_to(row + 1), unused);
+      for (const observed_row& row : observed_rows(observed)) {
+        const auto shares = attend_group(row.query, head, tokens_up_to(row.last + 1), unused);
         for (std::size_t t = 0; t < shares.size(); ++t) votes[t] += shares[t];
       }
       for (int unit = 0; unit < static_cast<int>(h.worths.size()); ++unit) {
@@ -1126,6 +1157,7 @@ class forgetful_decoder {
   std::vector<float> queries_, keys_, values_;  // keys and values of a head's token as it is now
   std::vector<float> log_weights_;              // (tokens, kv heads)
   std::vector<float> given_;                    // worths, the same
+  std::vector<float> probes_;                   // queries of rows behind the prompt
   std::vector<head_state> heads_;
 };
 

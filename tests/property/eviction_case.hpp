@@ -15,6 +15,7 @@ inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
     {"h2o", oracle::eviction_kind::h2o},
     {"tova", oracle::eviction_kind::tova},
     {"snapkv", oracle::eviction_kind::snapkv},
+    {"dapq", oracle::eviction_kind::dapq},
     {"pyramid_kv", oracle::eviction_kind::pyramid_kv},
     {"raas", oracle::eviction_kind::raas},
     {"lazy_eviction", oracle::eviction_kind::lazy_eviction},
@@ -104,7 +105,27 @@ struct eviction_coverage {
   long other_budgets = 0;  // of prompts, than all have together
   long below_budget = 0;   // sets of fewer tokens, though there were more
   long merged = 0, lost = 0;
+  long probed = 0;  // prompts that probe rows have observed
 };
+
+/// Whether a method observes the last rows of a prompt, and rows behind it instead.
+inline bool observes_probes(const freekv::examples::method_spec& m) {
+  for (const char* other : {"h2o", "d2o", "trim_kv", "given_worths"})
+    if (m.eviction == other) return false;
+  return !(m.eviction == "raas" && m.keeps_prompt);
+}
+
+/// Queries of probe rows, (count, query_heads, head_dim): another row's of the text each, or its opposite.
+inline std::vector<float> random_probes(dice& d, const std::vector<float>& queries, int row, int count) {
+  std::vector<float> probes;
+  const int rows = static_cast<int>(queries.size()) / row;
+  for (int i = 0; i < count; ++i) {
+    const float sign = d.below(4) == 0 ? -1.0f : 1.0f;
+    const int from = d.below(rows) * row;
+    for (int x = 0; x < row; ++x) probes.push_back(sign * queries[static_cast<std::size_t>(from + x)]);
+  }
+  return probes;
+}
 
 /// Compares one row's output; throws disagreement.
 inline void compare_row(const std::string& where, const oracle::attention& want, std::span<const float> out,

@@ -30,9 +30,9 @@ random_case eviction_case(std::uint64_t seed) {
   o.method.plan = "eviction";
   o.method.eviction = oracle_evictions[seed % std::size(oracle_evictions)].name;
   const std::string& method = o.method.eviction;
-  const bool has_window = method == "snapkv" || method == "pyramid_kv" || method == "defensive_kv" ||
-                          method == "cake" || method == "r_kv" || method == "arkv_origin" ||
-                          method.starts_with("hard_kv");
+  const bool has_window = method == "snapkv" || method == "dapq" || method == "pyramid_kv" ||
+                          method == "defensive_kv" || method == "cake" || method == "r_kv" ||
+                          method == "arkv_origin" || method.starts_with("hard_kv");
   o.method.keeps_prompt = d.below(2) == 0;
   o.page = has_window ? 8 : d.one_of({8, 16, 24});
   o.budget.sink = d.one_of({0, 1, 3, o.page, 2 * o.page + 1});
@@ -60,6 +60,8 @@ struct live_sequence {
   eviction_text text;
   oracle::forgetful_decoder expected;
   int done = 0;
+  bool has_ended_prompt = false;
+  std::vector<float> probes{};
 };
 
 class run_of_case {
@@ -99,7 +101,22 @@ class run_of_case {
                      oracle::forgetful_decoder(eviction_settings_of(c_.options, tested_))});
   }
 
+  /// Behind some prompts come rows that observe them.
+  void probe(live_sequence& l) {
+    if (l.has_ended_prompt || l.done != l.text.prompt || l.done == 0) return;
+    l.has_ended_prompt = true;
+    const bool often = c_.options.method.takes_probes();
+    if (!observes_probes(c_.options.method) || dice_.below(4) < (often ? 1 : 2)) return;
+    l.probes = random_probes(dice_, l.text.queries, c_.options.query_heads * c_.options.head_dim,
+                             dice_.one_of({1, dice_.between(1, 40), 32}));
+    for (int layer = 0; layer < c_.options.layers; ++layer)
+      pipeline_->observe(l.id, layer, of_layer(l.probes, layer));
+    l.expected.observe(of_tested_layer(l.probes));
+    ++seen_.probed;
+  }
+
   void step() {
+    for (live_sequence& l : live_) probe(l);
     std::vector<freekv::step_input> rows;
     std::vector<float> queries, keys, values, worths;
     const bool takes_worths = c_.options.method.takes_worths();
@@ -196,6 +213,7 @@ class run_of_case {
     for (int layer = c_.options.complete_layers; layer < c_.options.layers; ++layer) {
       oracle::forgetful_decoder other(s);
       other.prompt(of_layer(part(l.text.queries), layer), part(l.text.keys), part(l.text.values));
+      other.observe(of_layer(l.probes, layer));
       preferences.push_back(other.preference());
     }
     oracle::give_cake_budget(s, preferences, l.text.prompt);
@@ -248,10 +266,14 @@ TEST_CASE("random sequences that forget agree with the float64 oracle", "[proper
         CHECK(of.merged > 500);
       if (method == "d2o") CHECK(of.lost > 300);
       if (method == "cake") CHECK(of.other_budgets > 10);
+      freekv::examples::method_spec named;
+      named.eviction = method;
+      if (observes_probes(named)) CHECK(of.probed > 5);
     }
   }
   for (const auto& [method, of] : seen)
     WARN(method << ": steps " << of.steps << ", sets " << of.sets << ", doubtful " << of.doubtful
                 << ", evicted " << of.evicted << ", prompt rows " << of.prompt_rows << ", below the budget "
-                << of.below_budget << ", merged " << of.merged << ", lost " << of.lost);
+                << of.below_budget << ", merged " << of.merged << ", lost " << of.lost << ", probed "
+                << of.probed);
 }

@@ -22,7 +22,7 @@ using freekv::step_phase;
 using freekv::usage_error;
 
 using any_eviction =
-    freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::pyramid_kv, freekv::raas,
+    freekv::any_of<freekv::h2o, freekv::tova, freekv::snapkv, freekv::dapq, freekv::pyramid_kv, freekv::raas,
                    freekv::lazy_eviction, freekv::hard_kv, freekv::defensive_kv, freekv::cake, freekv::r_kv,
                    freekv::arkv_origin, freekv::arkv, freekv::arkv_split, freekv::mikv, freekv::d2o,
                    freekv::exact_merge, freekv::hard_kv_merge, freekv::hard_kv_pairs,
@@ -61,6 +61,7 @@ std::vector<any_eviction> all_evictions() {
   return {freekv::h2o{},
           freekv::tova{},
           freekv::snapkv{},
+          freekv::dapq{},
           freekv::pyramid_kv{},
           freekv::lazy_eviction{.window = 16},
           freekv::hard_kv{.interval = 16},
@@ -287,6 +288,9 @@ TEST_CASE("of units that are worth the same the first leaves", "[eviction]") {
     CHECK(after(freekv::snapkv{}, 100, 1, head) == from_to(60, 100));
     CHECK(after(freekv::snapkv{}, 100, 30, head) == from_to(60, 129));
     CHECK(after(freekv::snapkv{}, 0, 60, head) == from_to(0, 59));
+    // None of the prompt stays by its place: tokens that the whole window sees, and their neighbours, before
+    // later ones.
+    CHECK(after(freekv::dapq{}, 100, 1, head) == both(from_to(32, 71), {100}));
     // Pages 0 to 12 are the prompt's; two more have room, and the newest attends before one leaves.
     CHECK(after(small_raas, 100, 20, head) == from_to(0, 14));
     CHECK(after(small_raas, 100, 21, head) == from_to(0, 15));
@@ -583,6 +587,10 @@ TEST_CASE("settings that contradict each other are refused", "[eviction][errors]
           [](auto& s) { s.eviction = freekv::snapkv{.window = 40}; });
   refuses("snapkv: a kernel of 6 tokens is not odd",
           [](auto& s) { s.eviction = freekv::snapkv{.kernel = 6}; });
+  refuses("dapq: a window of 32 rows is not from 1 to below the budget of 32", [](auto& s) {
+    s.eviction = freekv::dapq{};
+    s.budget = 32;
+  });
   refuses("raas: pages of 16 tokens and room for 8",
           [](auto& s) { s.eviction = freekv::raas{.room = 8, .keeps_prompt = true}; });
   refuses("raas: a budget of 40 tokens leaves no page of 8 beside a sink of 16 and a window of 24",
@@ -813,4 +821,248 @@ TEST_CASE("worths of prompts that wait side by side are kept apart", "[eviction]
       CHECK(got[1] == want_a[count(step)]);
     }
   }
+}
+
+namespace {
+
+/// Evictions that decide by the last rows of a prompt, so that probes may be among them.
+std::vector<any_eviction> probed_evictions() {
+  std::vector<any_eviction> probed;
+  for (const any_eviction& eviction : all_evictions()) {
+    const int rows = resolve(eviction, [](const auto& e) { return e.observed_rows(); });
+    if (rows > 0 && rows != freekv::every_prompt_row) probed.push_back(eviction);
+  }
+  return probed;
+}
+
+/// Rows of a text observe a sequence's prompt in all layers.
+void probe(forgetful& p, freekv::sequence_id id, const text& of, int first, int rows) {
+  for (int layer = 0; layer < p.configuration().model.layers; ++layer)
+    p.observe(id, layer, of.at(layer, first, rows).queries);
+}
+
+}  // namespace
+
+TEST_CASE("probe rows vote for the prompt's tokens in the place of its last rows", "[eviction][probes]") {
+  // Token 10 has the only key that probes look for, token 50 that of the prompt's rows; others get nothing.
+  std::vector<float> keys(101 * 2 * 24), values(keys.size(), 1.0f), rows(101 * 6 * 24), probes(40 * 6 * 24);
+  for (const int head : {0, 1})
+    keys[count((10 * 2 + head) * 24)] = keys[count((50 * 2 + head) * 24 + 1)] = 30;
+  for (std::size_t at = 0; at < rows.size(); at += 24) rows[at + 1] = 30;
+  for (std::size_t at = 0; at < probes.size(); at += 24) probes[at] = 30;
+  const auto kept_by = [&](const any_eviction& eviction, int first_probe, int probe_count) {
+    auto s = settings_of(eviction);
+    s.model.layers = 1;
+    s.plan = {{0}};
+    freekv::host_backend backend;
+    forgetful p(s, backend);
+    const auto id = p.open();
+    std::vector<float> out(6 * 24);
+    const auto step = [&](int first, int tokens, step_phase phase) {
+      const auto part = [&](const std::vector<float>& of) {
+        return std::span(of).subspan(count(first) * of.size() / 101, count(tokens) * of.size() / 101);
+      };
+      auto begun = p.begin_step({{id, tokens, phase}});
+      begun.append<float>(0, {.keys = part(keys), .values = part(values), .queries = part(rows)});
+      if (phase == step_phase::decode) begun.attend(0, out);
+      begun.end();
+    };
+    step(0, 100, step_phase::prefill);
+    if (probe_count > 0)
+      p.observe(id, 0, std::span(probes).subspan(count(first_probe) * 6 * 24, count(probe_count) * 6 * 24));
+    step(100, 1, step_phase::decode);
+    CHECK(attended(p, 0, id, 0) == attended(p, 0, id, 1));
+    return attended(p, 0, id, 0);
+  };
+  const auto all_of = [](std::initializer_list<std::pair<int, int>> parts) {
+    std::vector<int> all;
+    for (const auto& [first, last] : parts)
+      for (const int token : from_to(first, last)) all.push_back(token);
+    return all;
+  };
+  // The neighbours, 7 of them, and of those without votes the last.
+  CHECK(kept_by(freekv::dapq{}, 0, 0) == all_of({{47, 53}, {67, 100}}));
+  CHECK(kept_by(freekv::dapq{}, 0, 32) == all_of({{7, 13}, {67, 100}}));
+  CHECK(kept_by(freekv::dapq{}, 0, 31) == all_of({{7, 13}, {47, 53}, {74, 100}}));
+  CHECK(kept_by(freekv::dapq{}, 0, 1) == all_of({{7, 13}, {47, 53}, {74, 100}}));
+  CHECK(kept_by(freekv::snapkv{}, 0, 32) == all_of({{7, 13}, {67, 100}}));
+  CHECK(kept_by(freekv::defensive_kv{}, 0, 32) == all_of({{8, 12}, {65, 100}}));
+  CHECK(kept_by(freekv::tova{}, 0, 1) == all_of({{10, 10}, {61, 100}}));
+  CHECK(kept_by(freekv::tova{}, 0, 0) == all_of({{50, 50}, {61, 100}}));
+  // Of many rows the last ones count.
+  std::fill_n(probes.begin(), 8 * 6 * 24, quiet_nan);
+  CHECK(kept_by(freekv::dapq{}, 0, 40) == all_of({{7, 13}, {67, 100}}));
+  // What votes is not of the prompt, whose last tokens may leave; what snapkv protects stays protected.
+  for (const int token : {3, 17, 24, 31})
+    for (const int head : {0, 1}) keys[count((token * 2 + head) * 24)] = 30;
+  CHECK(kept_by(freekv::dapq{}, 8, 32) == all_of({{0, 34}, {95, 100}}));
+  CHECK(kept_by(freekv::snapkv{}, 8, 32) == all_of({{27, 34}, {68, 100}}));
+}
+
+TEST_CASE("probe rows depend neither on threads, nor on their type, nor on other sequences",
+          "[eviction][probes]") {
+  for (const auto& eviction : probed_evictions()) {
+    INFO(name_of(eviction));
+    const auto s = settings_of(eviction);
+    const text source(s, 24, 230, 21), other(s, 24, 230, 22), behind(s, 24, 80, 23), elsewhere(s, 24, 80, 24);
+    const auto run = [&](forgetful& p, const std::vector<int>& chunks, const auto& give) {
+      const auto id = p.open();
+      for (const int tokens : chunks) run_step(p, id, source, tokens, step_phase::prefill);
+      give(id);
+      auto results = decode(p, id, source, 70);
+      p.release(id);
+      return results;
+    };
+    freekv::host_backend one;
+    forgetful alone(s, one);
+    const auto expected = run(alone, {150}, [&](auto id) { probe(alone, id, behind, 0, 40); });
+    // They matter, and only the last ones that are observed do; a sequence that is released forgets them.
+    const auto without = run(alone, {150}, [](auto) {});
+    if (name_of(eviction) != "lazy_eviction")  // to which all tokens are active here, whatever attends
+      CHECK(without != expected);
+    CHECK(run(alone, {150}, [&](auto id) { probe(alone, id, behind, 8, 32); }) == expected);
+    CHECK(run(alone, {1, 31, 7, 64, 47}, [&](auto id) { probe(alone, id, behind, 0, 40); }) == expected);
+    {
+      const auto id = alone.open();
+      run_step(alone, id, other, 50, step_phase::prefill);
+      probe(alone, id, behind, 0, 40);
+      const auto left = alone.begin_step({{id}});
+    }
+    CHECK(run(alone, {150}, [](auto) {}) == without);
+
+    freekv::host_backend three({.threads = 3, .bytes_per_thread = 64});
+    forgetful threaded(s, three);
+    const auto a = threaded.open(), b = threaded.open();
+    run_step(threaded, {{b, &other, 90, step_phase::prefill}, {a, &source, 20, step_phase::prefill}});
+    probe(threaded, b, elsewhere, 0, 40);
+    run_step(threaded, {{a, &source, 130, step_phase::prefill}, {b, &other, 1}});
+    probe(threaded, a, behind, 0, 40);
+    for (int step = 0; step < 70; ++step)
+      CHECK(run_step(threaded, {{b, &other}, {a, &source}})[1] == expected[count(step)]);
+
+    const auto as = [&]<class Number>(Number) {
+      forgetful typed(s, one), floats(s, one);
+      std::vector<std::vector<Number>> rounded(3);
+      std::vector<std::vector<float>> same(3);
+      for (int layer = 0; layer < 3; ++layer)
+        for (const float x : behind.at(layer, 0, 40).queries) {
+          rounded[count(layer)].push_back(freekv::from_float<Number>(x));
+          same[count(layer)].push_back(freekv::to_float(rounded[count(layer)].back()));
+        }
+      CHECK(run(typed, {150}, [&](auto id) {
+              for (int layer = 0; layer < 3; ++layer) typed.observe<Number>(id, layer, rounded[count(layer)]);
+            }) == run(floats, {150}, [&](auto id) {
+              for (int layer = 0; layer < 3; ++layer) floats.observe(id, layer, same[count(layer)]);
+            }));
+    };
+    as(freekv::half{});
+    as(freekv::bfloat16{});
+  }
+}
+
+TEST_CASE("probe rows are forgotten when their prompt has been cut", "[eviction][probes]") {
+  for (const auto& eviction : probed_evictions()) {
+    INFO(name_of(eviction));
+    const auto s = settings_of(eviction);
+    const text source(s, 24, 230, 25), behind(s, 24, 80, 26);
+    text nothing = behind;
+    nothing.zero_queries();
+    freekv::host_backend backend;
+    forgetful p(s, backend);
+    // Of a prompt within the budget nothing leaves when it ends, so that what they are can never matter.
+    const auto run = [&](const text* probes) {
+      const auto id = p.open();
+      run_step(p, id, source, 30, step_phase::prefill);
+      if (probes != nullptr) probe(p, id, *probes, 0, 32);
+      auto results = decode(p, id, source, 80);
+      p.release(id);
+      return results;
+    };
+    CHECK(run(&behind) == run(&nothing));
+    // Nor does it that there were any, where decode rows alone have been observed before any leaves.
+    const bool by_its_own = resolve(eviction, []<class E>(const E& e) {
+      if constexpr (freekv::observes<E>)
+        return !e.observes_decoding() || 10 >= e.observed_rows();
+      else
+        return true;
+    });
+    if (by_its_own) CHECK(run(&behind) == run(nullptr));
+  }
+}
+
+TEST_CASE("probe rows that cannot observe are refused and change nothing", "[eviction][probes][errors]") {
+  const auto s = settings_of(freekv::dapq{});
+  const text source(s, 24, 230, 27), behind(s, 24, 80, 28);
+  freekv::host_backend backend;
+  forgetful p(s, backend);
+  const auto refuses = [](const char* words, const auto& call) {
+    try {
+      call();
+      FAIL_CHECK("nothing was thrown: " << words);
+    } catch (const usage_error& e) {
+      CHECK_THAT(e.what(), Contains(words));
+    }
+  };
+  const auto rows = behind.at(1, 0, 32).queries;
+  refuses("sequence 0 is not open", [&] { p.observe(freekv::sequence_id{0}, 1, rows); });
+  const auto id = p.open();
+  refuses("observe: sequence 0 has no prompt yet", [&] { p.observe(id, 1, rows); });
+  run_step(p, id, source, 100, step_phase::prefill);
+  refuses("observe: layer 3 is not one of 3", [&] { p.observe(id, 3, rows); });
+  refuses("observe: layer -1 is not one of 3", [&] { p.observe(id, -1, rows); });
+  for (const int layer : {0, 1}) {
+    refuses("observe: sequence 0 is given 0 numbers of queries for layer",
+            [&] { p.observe(id, layer, rows.first(0)); });
+    refuses("give one or more rows of 144", [&] { p.observe(id, layer, rows.first(145)); });
+  }
+  {
+    auto step = p.begin_step({{id, 20, step_phase::prefill}});
+    refuses("observe: the step in progress has not ended", [&] { p.observe(id, 1, rows); });
+    for (int layer = 0; layer < 3; ++layer) {
+      const auto of = source.at(layer, 100, 20);
+      step.append<float>(layer, {.keys = of.keys, .values = of.values, .queries = of.queries});
+    }
+    step.end();
+  }
+  probe(p, id, behind, 0, 32);
+  refuses("observe: sequence 0 has probe rows in layer 1 already; give all of them at once",
+          [&] { p.observe(id, 1, rows); });
+  refuses("sequence 0 has been given probe rows, which are behind its prompt", [&] {
+    const auto step = p.begin_step({{id, 1, step_phase::prefill}});
+  });
+  forgetful same(s, backend);
+  const auto other = same.open();
+  run_step(same, other, source, 120, step_phase::prefill);
+  probe(same, other, behind, 0, 32);
+  CHECK(decode(p, id, source, 30) == decode(same, other, source, 30));
+  refuses("observe: sequence 0 has decoded, and its prompt is cut", [&] { p.observe(id, 1, rows); });
+
+  const auto takes_none = [&](const any_eviction& eviction, const char* words) {
+    forgetful q(settings_of(eviction), backend);
+    const auto sequence = q.open();
+    run_step(q, sequence, source, 60, step_phase::prefill);
+    refuses(words, [&] { q.observe(sequence, 1, rows); });
+  };
+  takes_none(freekv::h2o{}, "observe: h2o(0.5) observes all rows of a prompt as they are appended; take");
+  takes_none(freekv::trim_kv{}, "observe: trim_kv observes no rows of a prompt; take");
+  takes_none(small_raas, "prompt kept) observes no rows of a prompt");
+}
+
+TEST_CASE("a layer without probe rows goes by its prompt's rows", "[eviction][probes]") {
+  const auto s = settings_of(freekv::dapq{});
+  const text source(s, 24, 230, 29), behind(s, 24, 80, 30);
+  freekv::host_backend backend;
+  const auto run = [&](std::initializer_list<int> layers) {
+    forgetful p(s, backend);
+    const auto id = p.open();
+    run_step(p, id, source, 120, step_phase::prefill);
+    for (const int layer : layers) p.observe(id, layer, behind.at(layer, 0, 32).queries);
+    decode(p, id, source, 1);
+    return std::pair{attended(p, 1, id, 0), attended(p, 2, id, 0)};
+  };
+  const auto both = run({0, 1, 2}), first = run({1}), none = run({});
+  CHECK(first == std::pair{both.first, none.second});
+  CHECK(both.first != none.first);
+  CHECK(both.second != none.second);
+  CHECK(run({0}) == none);  // all of it is kept
 }

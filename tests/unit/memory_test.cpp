@@ -444,6 +444,8 @@ TEST_CASE("steps of a pipeline that forgets allocate nothing either", "[memory][
           pipeline.report(layer)[id];
         }
         begun.end();
+        for (int layer = 0; method == 2 && step == 0 && layer < 2; ++layer)
+          pipeline.observe(id, layer, rows.queries);
       }
       pipeline.release(id);
     }

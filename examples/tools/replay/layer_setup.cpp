@@ -105,6 +105,11 @@ layer_setup::layer_setup(const replay_options& o, const trace_form& t, const bas
     refuse("--variant " + o.variant +
            " goes by what a model's gates say of each token, and the trace has no tensor worths (tokens, "
            "n_kv); record it too, or choose another variant");
+  if (o.method.takes_probes() && t.probe_rows == 0)
+    refuse(
+        "--variant " + o.variant +
+        " goes by the queries of pseudo tokens behind the prompt, and the trace has no tensor q_probe (rows, "
+        "n_qo, d); record it too, or choose another variant");
   if (o.method.needs_basis()) take_basis(o, t, file);
   if (o.method.needs_codebooks()) take_codebooks(o, t, file);
   if (o.method.needs_factors()) take_factors(o, t);

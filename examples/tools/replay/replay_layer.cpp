@@ -220,6 +220,7 @@ layer_result replay_layer(const replay_options& o, const replay_job& job, const 
   }
   const bool takes_worths = o.method.takes_worths();
   append_prompt(*p, t, takes_worths, tools.progress);
+  if (p->takes_probes() && t.prompt_len > 0) p->observe(p->only(), 0, t.probes);
   replay_steps(*p, exact ? *exact : *p, t, takes_worths, tools.progress, r ? &*r : nullptr, s);
   if (r) s.written = write_results(*job.out, o, t, *r);
   return s;

@@ -122,6 +122,14 @@ trace_form form_of(const safetensors_file& file, std::optional<data_type> elemen
            std::to_string(k.shape[1]) + "), a number for each token and KV head");
     t.has_worths = true;
   }
+  if (const tensor_view* probes = file.find("q_probe")) {
+    if (!is_float(probes->dtype) || probes->shape.size() != 3 || probes->shape[0] < 1 ||
+        probes->shape[0] > most_tokens || probes->shape[1] != q.shape[1] || probes->shape[2] != q.shape[2])
+      fail("q_probe is " + std::string(dtype_name(probes->dtype)) + " of shape " +
+           cited_shape(probes->shape) + "; needed is F32, F16 or BF16 of (rows, " +
+           std::to_string(q.shape[1]) + ", " + std::to_string(q.shape[2]) + "), a row or more");
+    t.probe_rows = static_cast<int>(probes->shape[0]);
+  }
   return t;
 }
 
@@ -157,6 +165,10 @@ trace read_trace(const std::filesystem::path& path, std::optional<data_type> ele
     *bytes = rounded(values, t.element);
   }
   if (t.has_worths) t.worths = file.copy_as_float("worths");
+  if (t.probe_rows > 0) {
+    t.probes = file.copy_as_float("q_probe");
+    if (element) rounded(t.probes, *element);
+  }
   if (t.has_keys_before_rotation) t.keys_before_rotation = file.copy_as_float("k_pre");
   return t;
 }

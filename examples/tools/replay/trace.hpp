@@ -21,6 +21,7 @@ struct trace_form {
   data_type element{};               ///< that keys and values are kept as
   std::vector<float> sink_logits{};  ///< (query_heads), where the trace has them
   bool has_keys_before_rotation = false, has_worths = false;
+  int probe_rows = 0;               ///< that observe the prompt; 0: the trace has none
   std::optional<double> rope_base;  ///< where the trace says it
   std::string rope_pairs = "halves";
   double scale = 0.0;         ///< of the model's scores, where the trace says it; 0: 1 / sqrt(head_dim)
@@ -32,14 +33,15 @@ struct trace_form {
 /// A trace as `freekv-replay` reads and `freekv-record` writes it: tensors `q` (tokens, query_heads,
 /// head_dim), `k` and `v` (tokens, kv_heads, head_dim) in F32, F16 or BF16, and `prompt_len` in the metadata;
 /// optionally `sink_logits` (query_heads), as gpt-oss has them, `k_pre`, as `k` is, the keys before
-/// rotation, and `worths` (tokens, kv_heads), what gates of the model say of each token. The metadata may
-/// name `layer`, `scale`, `rope_base` and `rope_pairs`, halves or neighbours, and `period`. Tokens before
-/// prompt_len are the prompt, each later one is a decode step.
+/// rotation, `worths` (tokens, kv_heads), what gates of the model say of each token, and `q_probe` (rows,
+/// query_heads, head_dim), queries of pseudo tokens behind the prompt. The metadata may name `layer`,
+/// `scale`, `rope_base` and `rope_pairs`, halves or neighbours, and `period`. Tokens before prompt_len are
+/// the prompt, each later one is a decode step.
 struct trace : trace_form {
   std::vector<float> queries;
   std::vector<std::byte> keys, values;      ///< elements of type `element`
   std::vector<float> keys_before_rotation;  ///< where the trace has them
-  std::vector<float> worths;                ///< the same
+  std::vector<float> worths, probes;        ///< the same
 
   std::span<const float> queries_of(int first, int count) const {
     const auto row = to_size(query_heads * head_dim);

@@ -11,8 +11,8 @@
 #include <freekv/pipeline/eviction_state.hpp>
 #include <freekv/pipeline/memory_bytes.hpp>
 #include <freekv/pipeline/policy_pack.hpp>
-#include <freekv/pipeline/sequences.hpp>
 #include <freekv/pipeline/row_arguments.hpp>
+#include <freekv/pipeline/sequences.hpp>
 #include <freekv/pipeline/stage_arguments.hpp>
 #include <freekv/pipeline/step_handle.hpp>
 #include <freekv/pipeline/step_report.hpp>
@@ -20,6 +20,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -38,6 +39,9 @@ namespace freekv {
 /// `append`, cut to the budget; raas needs none where it keeps all of it. A policy that observes prompt rows
 /// takes their queries with the keys, and computes their attention in `append`, whether or not it is asked
 /// for. A sequence brings one decode row to a step, and no prompt rows after it.
+///
+/// A policy that observes a prompt's last rows may be given others behind them, of tokens that are not in the
+/// text (`observe`).
 ///
 /// Forgotten tokens cannot come back: there is no truncate, fork, preempt or prefix. Everything has happened
 /// when a call returns, steps allocate nothing, and calls out of order throw usage_error and change nothing.
@@ -144,6 +148,48 @@ class evicting_pipeline {
   }
   /// Length of a sequence, the rows of a step in progress included, whatever is kept of it.
   int tokens(sequence_id id) const { return known(id).tokens; }
+
+  /// Probe rows of a layer: queries (rows, query_heads, head_dim) of float, half or bfloat16, that observe a
+  /// sequence's prompt and leave no keys and values, as those of pseudo tokens that the engine has run behind
+  /// it. They count as the rows behind the prompt's last, and attend to all of the prompt: when it is cut, a
+  /// policy's last `observed_rows()` rows are these and, where there are fewer, the prompt's before. What
+  /// the policy protects of the prompt stays protected. Then they are forgotten: a policy that observes
+  /// decode rows too sees these, and of the prompt's rows those whose places the probes have not taken. To be
+  /// called once for each layer, when the prompt has been appended and before the first decode row, outside
+  /// of a step; a layer that is given none goes by the prompt's rows, and one that keeps everything takes no
+  /// notice. Throws usage_error, also where the policy observes no prompt row, or all of them as they are
+  /// appended.
+  template <class Query = float>
+  void observe(sequence_id id, int layer, std::type_identity_t<std::span<const Query>> queries) {
+    static_assert(freekv::element<Query>, "observe takes queries of float, half or bfloat16");
+    order_.expect_outside_step("observe");
+    order_.expect_layer(layer, "observe");
+    known(id);
+    const state& s = memory_->layers[to_size(layer)];
+    const int row = s.heads.query * head_dim, observed = checked_observer();
+    record& sequence = records_[to_size(static_cast<int>(id))];
+    const auto refuse = [&](const std::string& what) {
+      throw usage_error("observe: " + detail::name_of(id) + what);
+    };
+    if (queries.empty() || queries.size() % to_size(row) != 0)
+      refuse(" is given " + std::to_string(queries.size()) + " numbers of queries for layer " +
+             std::to_string(layer) + "; give one or more rows of " + std::to_string(row));
+    if (sequence.decodes) refuse(" has decoded, and its prompt is cut; give probe rows before");
+    if (sequence.prompt == 0) refuse(" has no prompt yet; give it before its probe rows");
+    if (!s.complete && s.probes[static_cast<int>(id)] > 0)
+      refuse(" has probe rows in layer " + std::to_string(layer) + " already; give all of them at once");
+    sequence.probed = true;
+    if (s.complete) return;
+    const int rows = static_cast<int>(queries.size() / to_size(row)), last = std::min(rows, observed);
+    memory_->stages.probe(s,
+                          {.sequence = static_cast<int>(id),
+                           .staging = sequence.staging,
+                           .before = sequence.prompt,
+                           .tokens = last,
+                           .first_row = rows - last,
+                           .prompt = sequence.prompt},
+                          {queries.data(), row, type_of_element<Query>});
+  }
 
   /// Step of this pipeline: retrieval_step has the same calls.
   class step : public step_handle<evicting_pipeline> {
@@ -295,6 +341,7 @@ class evicting_pipeline {
     int tokens = 0;
     int prompt = 0;
     int staging = -1;
+    bool probed = false;  // by rows behind its prompt
   };
 
   const record& known(sequence_id id) const { return detail::open_record(records_, id); }
@@ -309,6 +356,16 @@ class evicting_pipeline {
     return resolve(settings_.eviction, []<class E>(const E& e) -> policy_needs {
       return {e.stages_prompt(), e.observed_rows() > 0, takes_worths<E>};
     });
+  }
+  /// Rows that the policy observes when a prompt is cut, where these can be others than the prompt's. Throws
+  /// usage_error.
+  int checked_observer() const {
+    const int rows = resolve(settings_.eviction, [](const auto& e) { return e.observed_rows(); });
+    if (rows > 0 && rows != every_prompt_row) return rows;
+    throw usage_error("observe: " + detail::printed(settings_.eviction) +
+                      (rows == 0 ? " observes no rows of a prompt"
+                                 : " observes all rows of a prompt as they are appended") +
+                      "; take a policy that observes the last ones when it is cut, as dapq");
   }
   /// Worths of the step's rows as stages take them; null where the policy takes none, or the layer forgets
   /// nothing and there are none. Throws usage_error.
@@ -340,6 +397,10 @@ class evicting_pipeline {
       throw usage_error(
           detail::name_of(r.sequence) +
           " has decoded and forgotten tokens, which prompt rows would attend to; open another sequence");
+    if (!decodes && r.tokens > 0 && sequence.probed)
+      throw usage_error(detail::name_of(r.sequence) +
+                        " has been given probe rows, which are behind its prompt; give all of the prompt "
+                        "before, or open another sequence");
     const int has = decodes ? sequence.tokens - sequence.prompt : sequence.prompt;
     const int most = decodes ? settings_.capacity.max_generated : settings_.capacity.max_prompt;
     if (r.tokens > most - has)

@@ -67,6 +67,7 @@ struct eviction_state {
   int kept_queries = 0;            // the last rows', where not all are observed
   bool keeps_decoded = false;      // decode rows' too: `queries` are a sequence's then, not a staging's
   float* queries = nullptr;        // (staging, kept_queries, query heads, head_dim)
+  std::int32_t* probes = nullptr;  // (sequence): rows that observe its prompt from behind it, where some do
   std::size_t state_bytes = 0;     // of a unit
   std::byte* states = nullptr;     // (sequence, kv head, unit, state_bytes)
   std::int32_t* first_token = nullptr;  // (sequence, kv head, unit)
@@ -144,6 +145,8 @@ struct eviction_state {
     const int row = (keeps_decoded ? entry.sequence : entry.staging) * kept_queries + token % kept_queries;
     return queries + (to_size(row) * to_size(heads.kv) + to_size(head)) * to_size(heads.group() * head_dim);
   }
+  /// End of the rows that observe a prompt which ends: the prompt's, or that of the probes behind it.
+  int observed_end(const eviction_entry& entry) const { return entry.prompt + probes[entry.sequence]; }
   /// The states of a KV head's units.
   template <class Eviction>
   typename Eviction::unit_state* states_of(int sequence, int head) const {
@@ -312,6 +315,7 @@ class eviction_memory {
       if (!l.keeps_decoded) take_queries(s.capacity.max_prefills);
     });
     if (l.keeps_decoded) take_queries(s.capacity.max_sequences);
+    if (l.kept_queries > 0) l.probes = fast.take<std::int32_t>(to_size(s.capacity.max_sequences));
     l.states = fast.take<std::byte>(l.unit_index(s.capacity.max_sequences, 0) * l.state_bytes);
     if (!pooled && !by_head)
       l.first_token = fast.take<std::int32_t>(l.unit_index(s.capacity.max_sequences, 0));

@@ -119,11 +119,7 @@ struct snapkv {
   }
   FREEKV_HD constexpr void on_append(unit_state& unit, int) const { unit.votes = 0.0f; }
   FREEKV_HD constexpr void on_prompt(unit_state& unit, const prompt_votes& votes, int token) const {
-    const int first = token > kernel / 2 ? token - kernel / 2 : 0;
-    const int end =
-        votes.tokens - window < token + kernel / 2 + 1 ? votes.tokens - window : token + kernel / 2 + 1;
-    for (int t = first; t < end; ++t)
-      if (votes.shares[t] > unit.votes) unit.votes = votes.shares[t];
+    take_largest(unit, votes, token, votes.tokens - window);
   }
   FREEKV_HD constexpr void on_attended(unit_state&, float, int) const {}
   FREEKV_HD std::uint32_t worth(const unit_state& unit) const { return order_bits(unit.votes); }
@@ -131,6 +127,33 @@ struct snapkv {
   std::string values() const { return std::to_string(window) + ", " + std::to_string(kernel); }
   void validate(const eviction_limits& most) const {
     detail::check_window("snapkv", window, 32, kernel, 7, most);
+  }
+
+ protected:
+  /// The largest of a token's and its neighbours' votes, among the first `voted` tokens.
+  FREEKV_HD constexpr void take_largest(unit_state& unit, const prompt_votes& votes, int token,
+                                        int voted) const {
+    const int first = token > kernel / 2 ? token - kernel / 2 : 0;
+    const int end = voted < token + kernel / 2 + 1 ? voted : token + kernel / 2 + 1;
+    for (int t = first; t < end; ++t)
+      if (votes.shares[t] > unit.votes) unit.votes = votes.shares[t];
+  }
+};
+
+/// DapQ (arXiv 2603.11564): snapkv whose window of rows is behind the prompt. The rows are those of pseudo
+/// tokens at the positions that decoded tokens will have, whose queries are near theirs whatever the tokens
+/// are; an engine runs `window` of them behind the prompt and gives their queries, and no keys and values, to
+/// `evicting_pipeline::observe`. They vote on all of the prompt, so none of it stays but by votes. The
+/// kernel, and that it takes the largest, are snapkv's. Without probe rows the prompt's last ones vote.
+struct dapq : snapkv {
+  static constexpr std::string_view name = "dapq";
+
+  FREEKV_HD constexpr bool protects(int, const eviction_moment&) const { return false; }
+  FREEKV_HD constexpr void on_prompt(unit_state& unit, const prompt_votes& votes, int token) const {
+    take_largest(unit, votes, token, votes.tokens);
+  }
+  void validate(const eviction_limits& most) const {
+    detail::check_window("dapq", window, 32, kernel, 7, most);
   }
 };
 
@@ -298,7 +321,7 @@ struct raas {
 };
 
 static_assert(eviction_policy<h2o> && eviction_policy<mikv> && eviction_policy<tova> &&
-              eviction_policy<snapkv> && eviction_policy<pyramid_kv> && eviction_policy<lazy_eviction> &&
-              eviction_policy<raas>);
+              eviction_policy<snapkv> && eviction_policy<dapq> && eviction_policy<pyramid_kv> &&
+              eviction_policy<lazy_eviction> && eviction_policy<raas>);
 
 }  // namespace freekv

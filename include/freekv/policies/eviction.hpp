@@ -57,7 +57,8 @@ enum class group_rule : std::uint8_t {
 
 /// Units that a KV head holds when some are to leave, tokens in the order of the text, and what the last
 /// observed rows have of it: `observed_rows()` of the sequence's last, fewer where it has no more, those of a
-/// query head apart with `group_rule::each`. All of it but `tokens` is the policy's to write over.
+/// query head apart with `group_rule::each`. When a prompt ends, probe rows that the engine gave are its last
+/// (`evicting_pipeline::observe`). All of it but `tokens` is the policy's to write over.
 struct observed_units {
   int units = 0;
   const std::int32_t* tokens = nullptr;  ///< (units): numbers in the sequence, ascending

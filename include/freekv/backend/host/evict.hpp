@@ -65,6 +65,15 @@ class eviction_stages {
     });
   }
 
+  /// Keeps queries of rows behind a prompt, which observe it and are no part of it: the entry's, at most as
+  /// many as are observed. The layer forgets.
+  void probe(const state& s, const eviction_entry& entry, const step_queries& queries) {
+    const int width = s.heads.query * d;
+    keep_queries(s, entry,
+                 numbers_.of(queries, entry.rows(), width) + std::ptrdiff_t{entry.first_row} * width);
+    s.probes[entry.sequence] = entry.tokens;
+  }
+
   /// Attends: a decode row to all that its heads have kept, then units leave; prompt rows to everything up to
   /// themselves.
   void attend(const state& s, const eviction_entry& entry, const step_queries& queries,
@@ -85,6 +94,7 @@ class eviction_stages {
       std::fill_n(s.attended_coded_count + s.head_index(sequence, 0), s.heads.kv, 0);
     }
     if (s.ratios != nullptr) s.ratios[sequence] = 1.0f;
+    if (s.probes != nullptr) s.probes[sequence] = 0;
     resolve(settings_->eviction, [&]<class E>(const E&) {
       if constexpr (merges<E>)
         for (int head = 0; head < s.heads.kv; ++head) s.template memory_of<E>(sequence, head) = {};
@@ -211,27 +221,33 @@ class eviction_stages {
       to[row] = given_worth(s, worths, entry.first_row + row, head);
   }
 
+  /// The queries of a KV head's group for an entry's row; `queries` are the entry's.
+  static const float* query_of(const state& s, const eviction_entry& entry, const float* queries, int token,
+                               int head) {
+    return queries + (std::ptrdiff_t{token - entry.before} * s.heads.kv + head) * s.heads.group() * d;
+  }
+  /// Keeps the queries of an entry's last rows.
+  void keep_queries(const state& s, const eviction_entry& entry, const float* queries) const {
+    const int end = entry.before + entry.tokens;
+    for (int token = std::max(entry.before, end - s.kept_queries); token < end; ++token)
+      for (int head = 0; head < s.heads.kv; ++head)
+        std::memcpy(s.kept_query(entry, token, head), query_of(s, entry, queries, token, head),
+                    to_size(s.heads.group() * d) * sizeof(float));
+  }
+
   /// Observes a prompt chunk: all its rows vote at once, or the last ones' queries are kept.
   template <class Eviction>
   void observe(const Eviction& eviction, const state& s, const eviction_entry& entry, const float* queries) {
-    const int group = s.heads.group(), end = entry.before + entry.tokens;
-    const auto query = [&](int token, int head) {
-      return queries + (std::ptrdiff_t{token - entry.before} * s.heads.kv + head) * group * d;
-    };
-    if (eviction.observed_rows() != every_prompt_row) {
-      for (int token = std::max(entry.before, end - s.kept_queries); token < end; ++token)
-        for (int head = 0; head < s.heads.kv; ++head)
-          std::memcpy(s.kept_query(entry, token, head), query(token, head),
-                      to_size(group * d) * sizeof(float));
-      return;
-    }
+    if (eviction.observed_rows() != every_prompt_row) return keep_queries(s, entry, queries);
+    const int end = entry.before + entry.tokens;
     const std::size_t bytes =
         to_size(s.heads.kv * d) * to_size(end) * to_size(entry.tokens) * sizeof(element);
     backend_->parallel(s.heads.kv, bytes, [&](int head, int worker) {
       float* const votes = s.votes_of(entry, head);
       std::fill(votes + entry.before, votes + end, 0.0f);
       for (int token = entry.before; token < end; ++token)
-        heads_.vote(s, entry, head, token, query(token, head), votes, scratch_[to_size(worker)]);
+        heads_.vote(s, entry, head, token, query_of(s, entry, queries, token, head), votes,
+                    scratch_[to_size(worker)]);
     });
   }
 

@@ -43,8 +43,7 @@ struct eviction_sizes {
       sizes.most = longest + eviction.unit_tokens();
       if (observes<E> || sizes.merges) sizes.units = sizes.most;
       if constexpr (observes<E>)
-        sizes.observed = std::int64_t{std::min(eviction.observed_rows(), s.max_tokens())} *
-                         numbers_of_row(eviction, sizes.group);
+        sizes.observed = std::int64_t{eviction.observed_rows()} * numbers_of_row(eviction, sizes.group);
       if constexpr (freekv::merges<E>) sizes.merges_by_shares = eviction.merge_by() == merge_rule::by_shares;
       if constexpr (hooks_of<E>::has(hook::sees_keys)) sizes.sees_keys = eviction.sees_keys();
       sizes.rates = freekv::rates<E>;

@@ -65,8 +65,9 @@ class head_eviction : public head_observer<Shape> {
       votes.shares = s.votes_of(entry, head);
     } else if (eviction.observed_rows() > 0 && ranks) {
       std::fill_n(w.votes, entry.prompt, 0.0f);
-      for (int token = std::max(0, entry.prompt - s.kept_queries); token < entry.prompt; ++token)
-        this->vote(s, entry, head, token, s.kept_query(entry, token, head), w.votes, w);
+      const int end = s.observed_end(entry);
+      for (int row = std::max(0, end - s.kept_queries); row < end; ++row)
+        this->vote(s, entry, head, row, s.kept_query(entry, row, head), w.votes, w);
     } else {
       std::fill_n(w.votes, entry.prompt, 0.0f);
     }
@@ -116,7 +117,7 @@ class head_eviction : public head_observer<Shape> {
       if (kept < all)
         merge(eviction, s, entry, s.prompt_slice(entry, head), nullptr,
               log_weights == nullptr ? nullptr : w.log_weights, kept, all - kept, at,
-              by_row ? s.kept_query(entry, entry.prompt - 1, head) : nullptr, w);
+              by_row ? s.kept_query(entry, s.observed_end(entry) - 1, head) : nullptr, w);
     }
     const auto from = as_const(s.prompt_slice(entry, head));
     const auto to = s.slice(entry.sequence, head);
@@ -234,9 +235,10 @@ class head_eviction : public head_observer<Shape> {
   static const double* share_rows(const state& s, const eviction_entry& entry, const eviction_moment& at,
                                   const merging_tokens& of, const scratch& w) {
     double* const scores = w.merge.logits;
-    const int first = std::max(0, at.tokens - s.kept_queries), group = s.heads.group();
+    const typename base::observed_range rows = base::observed_rows(s, entry, at);
+    const int group = s.heads.group();
     std::fill_n(w.merge.shares, of.end(), 0.0);
-    for (int row = first; row < at.tokens; ++row) {
+    for (int row = rows.first; row < rows.end; ++row) {
       const float* const queries = s.kept_query(entry, row, at.head);
       std::fill_n(scores, of.end(), -HUGE_VAL);
       for (int i = 0; i < of.end(); ++i)
@@ -247,7 +249,7 @@ class head_eviction : public head_observer<Shape> {
       if (!std::isfinite(most)) continue;
       double sum = 0.0;
       for (int i = 0; i < of.end(); ++i) sum += scores[i] = std::exp(scores[i] - most);
-      for (int i = 0; i < of.end(); ++i) w.merge.shares[i] += scores[i] / sum / (at.tokens - first);
+      for (int i = 0; i < of.end(); ++i) w.merge.shares[i] += scores[i] / sum / rows.count();
     }
     return w.merge.shares;
   }

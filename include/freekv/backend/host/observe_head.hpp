@@ -83,10 +83,11 @@ class head_observer {
     });
   }
 
-  /// Adds to `votes` what a prompt row's attention has on each token up to itself.
+  /// Adds to `votes` what a prompt row's attention has on each token up to itself; a probe's behind it has
+  /// all.
   void vote(const state& s, const eviction_entry& entry, int head, int token, const float* queries,
             float* votes, const scratch& w) const {
-    const int group = s.heads.group(), tokens = token + 1;
+    const int group = s.heads.group(), tokens = std::min(token + 1, entry.prompt);
     attend_rows(s, queries, as_const(s.prompt_slice(entry, head)), tokens,
                 {w.log_sum, nullptr, w.scores, score_stride_}, w);
     for (int g = 0; g < group; ++g) w.lse[g] = w.log_sum[g].value();
@@ -96,6 +97,19 @@ class head_observer {
     for (int t = 0; t < tokens; ++t) votes[t] += w.shares[t];
   }
 
+  /// Rows that are observed, by their numbers in the sequence.
+  struct observed_range {
+    int first = 0, end = 0;
+    int count() const { return end - first; }
+  };
+  /// Rows that a policy sees at a moment: probes are among them when their prompt ends alone, and later not
+  /// what they took the place of.
+  static observed_range observed_rows(const state& s, const eviction_entry& entry,
+                                      const eviction_moment& at) {
+    const int observed = s.observed_end(entry), end = at.prompt_ends ? observed : at.tokens;
+    return {std::max(0, std::max(end, observed) - s.kept_queries), end};
+  }
+
   /// Numbers that the last rows have of the units of `slice`, the last `coded` of which are the head's coded
   /// tokens; `w.order` has their places, `w.tokens` their tokens.
   template <class Eviction>
@@ -103,16 +117,16 @@ class head_observer {
                      const head_slice<element>& slice, const float* log_weights, int units,
                      const eviction_moment& at, const scratch& w, [[maybe_unused]] int coded = 0) const {
     const int group = s.heads.group(), heads = numbers_of_row(eviction, group);
-    const int first = std::max(0, at.tokens - s.kept_queries), rows = (at.tokens - first) * heads;
-    const observed_units seen{units,         w.tokens, rows,        heads, w.numbers,
-                              w.transformed, w.counts, w.unit_keys, d,     score_stride_};
+    const observed_range rows = observed_rows(s, entry, at);
+    const observed_units seen{units,         w.tokens, rows.count() * heads, heads, w.numbers,
+                              w.transformed, w.counts, w.unit_keys,          d,     score_stride_};
     if (sees_keys_) load_keys(slice, w.order, units, w.unit_keys);
-    for (int row = first; row < at.tokens; ++row) {
+    for (int row = rows.first; row < rows.end; ++row) {
       const attention_part part{w.log_sum, nullptr, w.scores, score_stride_};
       attend_rows(s, s.kept_query(entry, row, at.head), as_const(slice), units - coded, part, w, log_weights);
       if constexpr (demotes<Eviction>)
         attend_coded(eviction, s, entry.sequence, at.head, units - coded, coded, part, w);
-      float* const to = seen.row((row - first) * heads);
+      float* const to = seen.row((row - rows.first) * heads);
       if (eviction.group() == group_rule::largest_score) {
         std::fill_n(to, units, -infinity);
         for (int g = 0; g < group; ++g) {
