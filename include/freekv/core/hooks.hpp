@@ -12,6 +12,7 @@ namespace freekv {
 
 /// An optional member of a policy; which of them a kind has, and as what, its header says.
 enum class hook : std::uint8_t {
+  admits,  ///< of a selection that samples, `admits(score)`
   allocate,
   at,
   bytes,
@@ -36,6 +37,7 @@ enum class hook : std::uint8_t {
   summarised_by_whole_rows,
   validate,
   values,
+  weighs,  ///< of a summary, `log_weight`: what is added to the scores of sampled tokens
   with_elements,
   worths,  ///< of an eviction, `on_given`: what the engine says rows are worth
 };
@@ -132,11 +134,11 @@ struct checked_hook {
 };
 
 using every_hook =
-    hook_list<hook::allocate, hook::at, hook::bytes, hook::data, hook::decode, hook::encode, hook::enough,
-              hook::favour, hook::four_heads, hook::kept, hook::kind_of_head, hook::linear, hook::mass_term,
-              hook::merge, hook::observe, hook::prepare, hook::query_width, hook::sees_keys,
+    hook_list<hook::admits, hook::allocate, hook::at, hook::bytes, hook::data, hook::decode, hook::encode,
+              hook::enough, hook::favour, hook::four_heads, hook::kept, hook::kind_of_head, hook::linear,
+              hook::mass_term, hook::merge, hook::observe, hook::prepare, hook::query_width, hook::sees_keys,
               hook::shared_bytes, hook::shared_floats, hook::stored, hook::summarised_by_whole_rows,
-              hook::validate, hook::values, hook::with_elements, hook::worths>;
+              hook::validate, hook::values, hook::weighs, hook::with_elements, hook::worths>;
 
 /// Compiles if the optional members of `P` are those that it lists.
 template <class P, class Hooks = every_hook>
