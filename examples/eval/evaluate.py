@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 QUALITY = "quality"
 PAIRED_WITH = "quest"
 METHODS = ["streaming_llm", "razor_attention", "quest", "quest_mean_softmax", "arkvale", "twilight", "infinigen",
-           "fasa", "clusterkv", "shadowkv", "h2o", "tova", "snapkv", "dapq", "raas", "pyramid_kv", "lazy_eviction", "hard_kv",
+           "fasa", "clusterkv", "magicpig", "shadowkv", "h2o", "tova", "snapkv", "dapq", "raas", "pyramid_kv", "lazy_eviction", "hard_kv",
            "defensive_kv", "cake", "r_kv", "arkv_origin", "d2o", "exact_merge", "hard_kv_merge", "hard_kv_pairs",
            "razor_attention_compensated", "freekv", "freekv_long_inputs", "freekv_key_subspace", "freekv_key_codes",
            "freekv_key_codes_deficit", "freekv_key_codes_sticky", "freekv_key_codes_units",

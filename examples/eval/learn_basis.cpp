@@ -17,7 +17,7 @@ namespace {
 void run(int argc, char** argv) {
   std::string model_path, out, codebooks;
   std::vector<std::string> texts;
-  bool pairs = false, clusters = false;
+  bool pairs = false, clusters = false, hyperplanes = false;
   int tokens = 7168, rank = 32, codes = 6, page = 32, threads = 2;
   CLI::App app(
       "Learns key_subspace's basis, the leading eigenvectors of every KV head's keys, and key_codes' "
@@ -31,11 +31,17 @@ void run(int argc, char** argv) {
          "Text, best as long as the sequences that will be decoded; of several, each gives an equal share")
       ->required();
   app.add_option("--tokens", tokens, "Tokens in all");
-  app.add_option("--rank", rank, "Dimensions, of which key_subspace may use fewer, or clusters");
+  app.add_option(
+      "--rank", rank,
+      "Dimensions, of which key_subspace may use fewer, clusters, or hyperplanes, bits times tables");
   app.add_flag("--pairs", pairs,
                "The basis is the rotary pairs that the text's last rows choose, as variant fasa has it");
   app.add_flag("--clusters", clusters,
                "The basis is the centroids of as many clusters as --rank says, as key_clusters has them");
+  app.add_flag(
+      "--hyperplanes", hyperplanes,
+      "The basis is the mean key and as many random hyperplanes as --rank says, as key_signatures has "
+      "them");
   app.add_option("--codes", codes, "Codes of a token; key_codes must use as many");
   app.add_option("--page", page, "Tokens in the pages whose means have codes");
   app.add_option("--threads", threads, "Threads of llama.cpp and of learning codebooks");
@@ -48,9 +54,13 @@ void run(int argc, char** argv) {
   note_stage("loading the model");
   const model m(model_path);
   note_stage("learning");
-  if (pairs && clusters) throw choice_error("--pairs and --clusters are two bases; give one of them");
-  const basis_rows rows = clusters ? basis_rows::centroids : pairs ? basis_rows::pairs : basis_rows::axes;
-  if (rank < 1 || (rank > m.shape().head_dim && !clusters))
+  if (pairs + clusters + hyperplanes > 1)
+    throw choice_error("--pairs, --clusters and --hyperplanes are bases of their own; give one of them");
+  const basis_rows rows = clusters      ? basis_rows::centroids
+                          : hyperplanes ? basis_rows::hyperplanes
+                          : pairs       ? basis_rows::pairs
+                                        : basis_rows::axes;
+  if (rank < 1 || (rank > m.shape().head_dim && !clusters && !hyperplanes))
     throw choice_error("--rank " + std::to_string(rank) + " is not between 1 and head_dim " +
                        std::to_string(m.shape().head_dim));
   if (codes < 1 || codes > m.shape().head_dim)

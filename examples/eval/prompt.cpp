@@ -221,6 +221,8 @@ key_basis prompt_cache::learn_basis(basis_rows rows, int rank) const {
   for (int layer = 0; layer < shape_.layers; ++layer)
     if (rows == basis_rows::axes)
       basis.learn(layer, float_keys(layer));
+    else if (rows == basis_rows::hyperplanes)
+      basis.draw(layer, float_keys(layer));
     else
       basis.cluster(layer, float_keys(layer));
   return basis;

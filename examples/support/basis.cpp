@@ -5,6 +5,7 @@
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/core/size.hpp>
 #include <freekv/policies/key_clusters.hpp>
+#include <freekv/policies/key_signatures.hpp>
 #include <functional>
 #include <limits>
 #include <numeric>
@@ -153,6 +154,26 @@ void key_basis::cluster(int layer, std::span<const float> keys) {
         for (std::ptrdiff_t x = 0; sizes[to_size(c)] > 0 && x < d; ++x)
           centroids[c * d + x] = static_cast<float>(sums[to_size(c * d + x)] / sizes[to_size(c)]);
     }
+  }
+}
+
+void key_basis::draw(int layer, std::span<const float> keys) {
+  const std::ptrdiff_t d = head_dim_, row = d * kv_heads_;
+  for (int head = 0; head < kv_heads_; ++head) {
+    std::vector<double> sum(to_size(head_dim_));
+    int counted = 0;
+    for (std::ptrdiff_t first = head * d; first < std::ssize(keys); first += row) {
+      const std::span<const float> key = keys.subspan(to_size(first), to_size(head_dim_));
+      if (!std::all_of(key.begin(), key.end(), [](float x) { return std::isfinite(x); })) continue;
+      ++counted;
+      for (std::size_t i = 0; i < key.size(); ++i) sum[i] += static_cast<double>(key[i]);
+    }
+    const std::span<float> to(data_.data() + to_size(layer * kv_heads_ + head) * view().floats_per_head(),
+                              view().floats_per_head());
+    for (std::size_t i = 0; i < sum.size(); ++i)
+      to[i] = counted == 0 ? 0.0f : static_cast<float>(sum[i] / counted);
+    const auto seed = static_cast<std::uint64_t>(layer) << 32 | static_cast<std::uint64_t>(head);
+    draw_hyperplanes(seed, to.subspan(to_size(head_dim_)));
   }
 }
 

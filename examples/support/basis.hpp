@@ -1,5 +1,5 @@
-// The bases of key_subspace, key_clusters and low_rank_keys: computed from keys, the former kept as a
-// safetensors file.
+// The bases of key_subspace, key_clusters, key_signatures and low_rank_keys: computed from keys, and but for
+// the last kept as a safetensors file.
 #pragma once
 
 #include <filesystem>
@@ -13,8 +13,8 @@ namespace freekv::examples {
 /// Rows of a prompt, its last, whose queries choose the pairs of a basis.
 inline constexpr int rows_that_choose = 16;
 
-/// Mean keys and leading eigenvectors, rotary pairs, or clusters' mean keys, for all layers and KV heads of a
-/// model.
+/// Mean keys and leading eigenvectors or hyperplanes, rotary pairs, or clusters' mean keys, for all layers
+/// and KV heads of a model.
 class key_basis {
  public:
   /// Room for `layers` of `kv_heads` subspaces of rank `rank`.
@@ -38,12 +38,17 @@ class key_basis {
   /// are left out; a cluster without keys is as it was. (ClusterKV)
   void cluster(int layer, std::span<const float> keys);
 
+  /// Sets one layer from its keys (tokens, kv_heads, head_dim): per KV head the mean key, and `rank` random
+  /// hyperplanes that do not depend on keys; those of a head begin with those of a smaller rank. Keys with a
+  /// NaN or an infinity are left out; with no key at all the mean is 0. (MagicPIG)
+  void draw(int layer, std::span<const float> keys);
+
   /// Sets one layer from its keys (tokens, kv_heads, head_dim) before rotation: the `rank` leading right
   /// singular vectors of the keys of all heads side by side; means are 0. Tokens with a NaN or an infinity
   /// are left out.
   void factorise(int layer, std::span<const float> keys);
 
-  /// What key_subspace, key_clusters and low_rank_keys take; valid while this object lives.
+  /// What key_subspace, key_clusters, key_signatures and low_rank_keys take; valid while this object lives.
   subspace_basis view() const { return {data_.data(), layers_, kv_heads_, rank_, head_dim_}; }
   /// One layer alone, as the only one.
   subspace_basis layer(int layer) const;

@@ -22,7 +22,7 @@ struct choice_error : std::runtime_error {
 };
 
 /// What the rows of a basis are, which programs learn from keys.
-enum class basis_rows { axes, pairs, centroids };
+enum class basis_rows { axes, pairs, centroids, hyperplanes };
 
 /// What a pipeline does, by names; the defaults are FreeKV as published.
 struct method_spec {
@@ -32,7 +32,8 @@ struct method_spec {
   int rank = 24;                    ///< of key_subspace
   bool basis_of_pairs = false;      ///< of key_subspace: its basis is rotary pairs, not eigenvectors
   int clusters = 0;                 ///< of key_clusters; 0: one for 80 tokens of the prompt
-  int bits = 3;                     ///< of key_subspace and key_sketch
+  int bits = 3;                     ///< of key_subspace and key_sketch, and of key_signatures
+  int tables = 150;                 ///< of key_signatures
   int codes = 6;                    ///< of key_codes, bytes a token
   int times = 4;                    ///< of coarse_to_fine: pages kept, in selected pages
   int key_rank = 0;  ///< of low_rank_keys; at most as many as a token's keys have numbers; 0: a share
@@ -72,14 +73,19 @@ struct method_spec {
   bool needs_head_list() const {
     return plan == "by_head" || (evicts() && eviction == razor_attention_compensated::name);
   }
-  bool needs_basis() const { return retrieves() && (summary == "key_subspace" || summary == "key_clusters"); }
+  bool needs_basis() const {
+    return retrieves() &&
+           (summary == "key_subspace" || summary == "key_clusters" || summary == "key_signatures");
+  }
   basis_rows rows_of_basis() const {
-    return summary == "key_clusters" ? basis_rows::centroids
-           : basis_of_pairs          ? basis_rows::pairs
-                                     : basis_rows::axes;
+    return summary == "key_clusters"     ? basis_rows::centroids
+           : summary == "key_signatures" ? basis_rows::hyperplanes
+           : basis_of_pairs              ? basis_rows::pairs
+                                         : basis_rows::axes;
   }
   /// Rows of a basis that is learnt from a prompt of so many tokens.
   int basis_rank(int prompt_tokens) const {
+    if (rows_of_basis() == basis_rows::hyperplanes) return bits * tables;
     if (rows_of_basis() != basis_rows::centroids) return rank;
     return clusters == 0 ? std::max(1, prompt_tokens / 80) : clusters;
   }
@@ -96,7 +102,8 @@ struct method_spec {
 
 /// What a method's policies take besides it.
 struct method_data {
-  subspace_basis basis{};                ///< of key_subspace and key_clusters; the caller keeps its memory
+  /// Of key_subspace, key_clusters and key_signatures; the caller keeps its memory.
+  subspace_basis basis{};
   key_codebooks codebooks{};             ///< of key_codes; the caller keeps their memory
   subspace_basis factors{};              ///< of low_rank_keys; the caller keeps its memory
   rotary_embedding rotary{};             ///< of low_rank_keys; the caller keeps its memory
@@ -141,6 +148,12 @@ struct policy_maker<key_subspace<dynamic, dynamic>> {
 template <>
 struct policy_maker<key_clusters> {
   static key_clusters from(const method_spec&, const method_data& data) { return {data.basis}; }
+};
+template <>
+struct policy_maker<key_signatures<dynamic, dynamic>> {
+  static key_signatures<dynamic, dynamic> from(const method_spec& m, const method_data& data) {
+    return {{m.bits}, {m.tables}, data.basis};
+  }
 };
 template <>
 struct policy_maker<key_codes<dynamic, dynamic>> {
@@ -235,19 +248,23 @@ struct policy_maker<in_any_format<Summary>> {
 template <class... Policies>
 struct policy_list {
   using any = any_of<Policies...>;
+  template <class... More>
+  using with = policy_list<Policies..., More...>;
   static constexpr choice<any> choices[] = {
       {Policies::name, [](const method_spec& m, const method_data& data) {
          return any(policy_maker<Policies>::from(m, data));
        }}...};
 };
 
-// The lists.
-using summary_list =
+// The lists; `device_` ones are those of which devices have all.
+using device_summary_list =
     policy_list<in_any_format<min_max>, in_any_format<mean>, in_any_format<centroid_box>, in_any_format<ball>,
                 in_any_format<chunk_means<dynamic>>, key_sketch<dynamic>, key_subspace<dynamic, dynamic>,
                 key_codes<dynamic, dynamic>, key_clusters, coarse_to_fine<min_max, key_sketch<4>, dynamic>>;
+using summary_list = device_summary_list::with<key_signatures<dynamic, dynamic>>;
 using pooling_list = policy_list<mean_softmax, max_softmax, mean_score, max_score, mean_query, max_query>;
-using selection_list = policy_list<top_k, top_p, sticky_top_k>;
+using device_selection_list = policy_list<top_k, top_p, sticky_top_k>;
+using selection_list = device_selection_list::with<colliding>;
 using pinning_list = policy_list<no_pins, pin_outliers<dynamic>>;
 using scope_list = policy_list<per_kv_head, per_query_head, per_layer>;
 using correction_list = policy_list<cosine_drift, mass_deficit, always, never, every_n_steps<dynamic>>;

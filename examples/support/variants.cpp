@@ -23,6 +23,11 @@ template <int Bits>
 void give(method_spec& m, const key_sketch<Bits>& p) {
   m.bits = p.bits;
 }
+template <int Bits, int Tables>
+void give(method_spec& m, const key_signatures<Bits, Tables>& p) {
+  m.bits = p.bits;
+  m.tables = p.tables;
+}
 template <int Codes, int MeanCodes>
 void give(method_spec& m, const key_codes<Codes, MeanCodes>& p) {
   m.codes = p.codes;

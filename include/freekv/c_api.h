@@ -191,7 +191,7 @@ typedef struct freekv_settings {
   float top_p;                /* of methods that select by top_p; 0: the method's */
   int32_t store_direct;       /* not 0: the file is read and written past the page cache */
   const freekv_key_codebooks* codebooks; /* of methods with key_codes */
-  const freekv_subspace_basis* basis;    /* of methods with key_subspace or key_clusters */
+  const freekv_subspace_basis* basis;    /* of methods with key_subspace, key_clusters or key_signatures */
   const char* store_file; /* file of complete pages, or a folder for one without a name; NULL: none */
   const freekv_engine_blocks* blocks; /* (layers); NULL: slots are the pipeline's own */
 } freekv_settings;

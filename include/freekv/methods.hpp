@@ -125,6 +125,19 @@ struct clusterkv : named_policies<unit<1>, key_clusters, max_score, always> {
   static constexpr std::string_view about = "single tokens by clusters of the prompt's keys";
   static constexpr std::string_view published = "arXiv 2412.03213";
 };
+/// MagicPIG (arXiv 2410.16179, section 4): each query head samples the tokens that collide with it in 2 or
+/// more of 150 hash tables of 10 random signs, of keys less their mean, and attention weighs each by the
+/// inverse of the probability of that; sink and window are attended to as they are. k bounds the sample,
+/// where in the paper it has no bound: choose one that it does not reach. Also unlike the paper's, the mean
+/// is of the prompt's keys or another text's and stays as it is, each KV head has hyperplanes of its own, and
+/// tokens are compared by their codes, where there a table lists those of each code. There some layers keep
+/// everything: choose a plan with such layers.
+struct magicpig : named_policies<unit<1>, key_signatures<>, max_score, colliding, per_query_head, always> {
+  static constexpr std::string_view name = "magicpig";
+  static constexpr std::string_view about =
+      "each query head samples tokens by hash collisions, weighed by the inverse of their probability";
+  static constexpr std::string_view published = "arXiv 2410.16179";
+};
 /// ShadowKV (arXiv 2410.21465, section 4): chunks of 8 tokens by their mean keys, the most of the group's
 /// softmaxes counting, 48 outlier chunks always selected beside 256 others; values are recalled, and keys
 /// rebuilt from 160 coefficients of what all heads' were before rotation (of 1024 numbers in the paper; take
@@ -432,13 +445,13 @@ struct method_list {};
 /// All of the above.
 using all = method_list<
     full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight, infinigen, fasa,
-    clusterkv, shadowkv, razor_attention, duo_attention, freekv_paper, freekv_long_inputs, freekv_never,
-    freekv_top_p, freekv_calibrated_top_p, freekv_per_layer, freekv_chunk_means, freekv_chunk_means_never,
-    freekv_key_subspace, freekv_key_subspace_never, freekv_key_subspace_deficit, freekv_key_codes,
-    freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky, freekv_key_codes_units,
-    freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, tova, snapkv, dapq, pyramid_kv, raas,
-    lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin, d2o, exact_merge, hard_kv_merge,
-    hard_kv_pairs, razor_attention_compensated, trim_kv, given_worths>;
+    clusterkv, magicpig, shadowkv, razor_attention, duo_attention, freekv_paper, freekv_long_inputs,
+    freekv_never, freekv_top_p, freekv_calibrated_top_p, freekv_per_layer, freekv_chunk_means,
+    freekv_chunk_means_never, freekv_key_subspace, freekv_key_subspace_never, freekv_key_subspace_deficit,
+    freekv_key_codes, freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky,
+    freekv_key_codes_units, freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, tova, snapkv,
+    dapq, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin, d2o, exact_merge,
+    hard_kv_merge, hard_kv_pairs, razor_attention_compensated, trim_kv, given_worths>;
 
 }  // namespace methods
 }  // namespace freekv

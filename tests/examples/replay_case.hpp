@@ -42,6 +42,8 @@ inline const std::map<std::string, variant_policies>& variants_of_contract() {
       {"infinigen",
        {"retrieval", "key_subspace", "always", "mean_softmax", "top_k", false, "per_kv_head", 1}},
       {"clusterkv", {"retrieval", "key_clusters", "always", "max_score", "top_k", false, "per_kv_head", 1}},
+      {"magicpig",
+       {"retrieval", "key_signatures", "always", "max_score", "colliding", false, "per_query_head", 1}},
       {"fasa", {"retrieval", "key_subspace", "always", "mean_softmax", "top_k", false, "per_kv_head", 1}},
       {"shadowkv",
        {"retrieval", "mean", "always", "max_softmax", "top_k", false, "per_kv_head", 8, "pin_outliers",
@@ -117,7 +119,8 @@ struct replay_case {
   }
   bool uses_basis() const {
     const std::string& chosen = layer.options.method.summary;
-    return retrieves() && (chosen == "key_subspace" || chosen == "key_clusters");
+    return retrieves() &&
+           (chosen == "key_subspace" || chosen == "key_clusters" || chosen == "key_signatures");
   }
   /// The type in which keys and values are kept.
   std::string kept_dtype() const {
@@ -186,6 +189,15 @@ inline void fill_trace(replay_case& c) {
   o.method.unit = c.unit.value_or(policies.unit);
   o.method.pinning = c.pinning.value_or(policies.pinning);
   o.method.codec = c.codec.value_or(policies.codec);
+  if (o.method.selection == "colliding") {  // goes with these alone
+    c.summary = o.method.summary = "key_signatures";
+    c.rows = o.method.rows = "per_query_head";
+    c.correction = o.method.correction = "always";
+    c.pinning = o.method.pinning = "no_pins";
+    c.unit = o.method.unit = 1;
+    if (o.method.pooling.ends_with("softmax")) c.pooling = o.method.pooling = "max_score";
+  }
+  if (o.method.summary == "key_signatures") o.method.bits = std::min(o.method.bits, 4);
   if (o.method.rows == "per_layer" && o.method.pinning == "pin_outliers") o.method.pinned = 0;
   if (o.method.unit_tokens(8) % 8 != 0) {  // what keeps 8 tokens at a time cannot be
     if (!takes_unit(o.method.summary, o.method.unit_tokens(8))) c.summary = o.method.summary = "mean";
@@ -240,8 +252,12 @@ inline void fill_trace(replay_case& c) {
   }
   dice d(c.layer.seed + 17);
   const int rank = o.method.basis_rank(c.layer.prompt);
-  c.layer.basis_data = random_basis(d, o.kv_heads, rank, o.head_dim);
-  o.basis = {nullptr, 1, o.kv_heads, rank, o.head_dim};
+  if (o.method.summary == "key_signatures") {
+    give_basis(c.layer, d, o.kv_heads);
+  } else {
+    c.layer.basis_data = random_basis(d, o.kv_heads, rank, o.head_dim);
+    o.basis = {nullptr, 1, o.kv_heads, rank, o.head_dim};
+  }
   learn_codebooks(c);
   learn_factors(c);
 }
@@ -442,6 +458,10 @@ inline std::vector<std::string> command_of(const replay_case& c, const std::stri
   if (o.method.summary == "key_codes") flag("codes", o.method.codes);
   if (o.method.summary == "coarse_to_fine") flag("times", o.method.times);
   if (o.method.summary == "key_clusters") flag("clusters", o.method.clusters);
+  if (o.method.summary == "key_signatures") {
+    flag("bits", o.method.bits);
+    flag("tables", o.method.tables);
+  }
   if (o.method.summary == "key_subspace") {
     flag("rank", o.method.rank);
     flag("bits", o.method.bits);

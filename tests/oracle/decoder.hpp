@@ -453,6 +453,7 @@ class decoder {
       result.out.insert(result.out.end(), all.out.begin(), all.out.end());
       result.lse.insert(result.lse.end(), all.lse.begin(), all.lse.end());
       result.doubt.insert(result.doubt.end(), all.doubt.begin(), all.doubt.end());
+      result.lse_doubt.insert(result.lse_doubt.end(), all.lse_doubt.begin(), all.lse_doubt.end());
       return;
     }
     for (int kv_head = 0; kv_head < s_.kv_heads; ++kv_head) {
@@ -462,27 +463,54 @@ class decoder {
       for (int g = 0; g < group_size(s_); ++g) {
         const std::vector<int>& selected =
             head.selected_by_head.empty() ? head.selected : head.selected_by_head[g];
-        attend_head(q, kv_head, g, attended_tokens(s_, kind_of(s_, kv_head), length, selected, window),
-                    result.out, result.lse, result.doubt);
+        const std::vector<int> tokens = attended_tokens(s_, kind_of(s_, kv_head), length, selected, window);
+        const weights_of_tokens weights =
+            s_.selection == selection_kind::colliding && retrieves(s_, kv_head)
+                ? sample_weights(row_of(group_of(q, kv_head), g, s_.head_dim), kv_head, tokens, selected)
+                : weights_of_tokens{};
+        attend_head(q, kv_head, g, tokens, result, weights);
       }
     }
   }
 
   void attend_group(std::span<const float> q, int kv_head, const std::vector<int>& tokens,
                     attention& to) const {
-    for (int g = 0; g < group_size(s_); ++g) attend_head(q, kv_head, g, tokens, to.out, to.lse, to.doubt);
+    for (int g = 0; g < group_size(s_); ++g) attend_head(q, kv_head, g, tokens, to, {});
   }
 
-  void attend_head(std::span<const float> q, int kv_head, int g, const std::vector<int>& tokens,
-                   std::vector<double>& out, std::vector<double>& lse, std::vector<double>& doubt) const {
+  /// What tokens have been sampled with, as logarithms, and doubts of these; none: nothing was sampled.
+  struct weights_of_tokens {
+    std::vector<double> log_weights, doubts;
+  };
+
+  /// Of the tokens that a query head attends to those that it has `sampled`, single ones; others weigh 1.
+  weights_of_tokens sample_weights(std::span<const float> query, int kv_head, const std::vector<int>& tokens,
+                                   const std::vector<int>& sampled) const {
+    weights_of_tokens weights;
+    for (const int token : tokens) {
+      const bool was = std::binary_search(sampled.begin(), sampled.end(), token);
+      const token_weight one =
+          was ? sampled_weight(query, token_rows(stored_keys_, kv_head, {token})[0], s_, s_.bases[kv_head])
+              : token_weight{0.0, 0.0};
+      weights.log_weights.push_back(one.log_weight);
+      weights.doubts.push_back(one.doubt);
+    }
+    return weights;
+  }
+
+  template <class To>
+  void attend_head(std::span<const float> q, int kv_head, int g, const std::vector<int>& tokens, To& to,
+                   const weights_of_tokens& weights) const {
     const auto query_head = static_cast<std::size_t>(kv_head * group_size(s_) + g);
     const double logit = s_.sink_logits.empty() ? -infinity : s_.sink_logits[query_head];
     const attention head =
         attend(row_of(group_of(q, kv_head), g, s_.head_dim), token_rows(stored_keys_, kv_head, tokens),
-               token_rows(stored_values_, kv_head, tokens), s_.scale, {s_.soft_cap, logit});
-    out.insert(out.end(), head.out.begin(), head.out.end());
-    lse.push_back(head.lse[0]);
-    doubt.insert(doubt.end(), head.doubt.begin(), head.doubt.end());
+               token_rows(stored_values_, kv_head, tokens), s_.scale,
+               {s_.soft_cap, logit, {}, weights.log_weights, weights.doubts});
+    to.out.insert(to.out.end(), head.out.begin(), head.out.end());
+    to.lse.push_back(head.lse[0]);
+    to.doubt.insert(to.doubt.end(), head.doubt.begin(), head.doubt.end());
+    to.lse_doubt.push_back(head.lse_doubt[0]);
   }
 
   /// (m * G, d): the queries of one KV head's group, out of (m, n_qo, d).

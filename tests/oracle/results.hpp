@@ -51,6 +51,7 @@ struct step_result {
   std::vector<double> out;       // (m, n_qo, d)
   std::vector<double> lse;       // (m, n_qo)
   std::vector<double> doubt;     // (m, n_qo, d): what float32's outputs may be off by
+  std::vector<double> lse_doubt;  // (m, n_qo): what doubts of log-weights make of lse
   std::vector<row_result> rows;  // per KV head
 };
 

@@ -39,7 +39,10 @@ inline row_choice max_with(const std::vector<selection>& of_heads) {
     choice.own.push_back(one.pages);
     pages.insert(pages.end(), one.pages.begin(), one.pages.end());
     choice.all.candidates = one.candidates;
-    choice.all.margin = std::min(choice.all.margin, one.margin - one.slack);
+    if (one.counts)  // margins say nothing of equal counts
+      choice.all.admitted_firm = choice.all.admitted_firm && one.admitted_firm && counted_firmly(one);
+    else
+      choice.all.margin = std::min(choice.all.margin, one.margin - one.slack);
     choice.all.mass_margin = std::min(choice.all.mass_margin, one.mass_margin);
     choice.all.score_size = std::max(choice.all.score_size, one.score_size);
     choice.all.may_overflow = choice.all.may_overflow || one.may_overflow;

@@ -59,12 +59,19 @@ inline selection select_by(const settings& s, int kv_head, const std::vector<int
   const std::vector<double> pooled = pool(s.pooling, scored.scores);
   const bool by_mass = s.selection == selection_kind::top_p;
   const double temperature = temperature_of(s, kv_head);
-  selection chosen = by_mass ? top_p(candidates, pooled, s.selected_units, s.top_p, temperature)
-                             : top_k(candidates, pooled, s.selected_units);
+  const bool sampled = s.selection == selection_kind::colliding;
+  selection chosen = by_mass   ? top_p(candidates, pooled, s.selected_units, s.top_p, temperature)
+                     : sampled ? colliding(candidates, pooled, s.selected_units)
+                               : top_k(candidates, pooled, s.selected_units);
   const pooled_range range = pool_range(s.pooling, scored.scores, scored.doubts);
   chosen.low = range.low;
   chosen.high = range.high;
   chosen.slack = slack_of(chosen, range.low, range.high);
+  chosen.counts =
+      s.summary == summary_kind::key_signatures &&
+      (s.pooling == pooling_kind::max_score || (scored.scores.size() == 1 && !is_softmax(s.pooling)));
+  for (std::size_t j = 0; sampled && j < candidates.size(); ++j)
+    if ((range.low[j] >= 2.0) != (range.high[j] >= 2.0)) chosen.admitted_firm = false;
   // Also a page at -inf may then come to lead.
   if (scored.any_score_possible && chosen.pages.size() < candidates.size()) chosen.slack = infinity;
   if (by_mass) chosen.mass_margin = mass_margin_of(chosen, s.selected_units, s.top_p, temperature);
@@ -130,7 +137,8 @@ inline void measure_scores(selection& chosen, const settings& s, int kv_head, st
   for (std::span<const float> key : keys)
     for (std::size_t i = 0; i < d; ++i) {
       double size = std::fabs(static_cast<double>(key[i]));
-      if (s.summary == summary_kind::key_subspace) size += std::fabs(s.bases[kv_head].mean[i]);
+      if (s.summary == summary_kind::key_subspace || s.summary == summary_kind::key_signatures)
+        size += std::fabs(s.bases[kv_head].mean[i]);
       if (std::isfinite(size)) largest[i] = std::max(largest[i], size);
     }
   // The difference of two keys: what these sum up before any query is involved.
@@ -143,7 +151,12 @@ inline void measure_scores(selection& chosen, const settings& s, int kv_head, st
   const bool has_norms = s.summary == summary_kind::ball;
   if (has_norms && radius * radius > largest_float) chosen.may_overflow = true;
   const bool of_codes = s.summary == summary_kind::key_codes,
-             of_clusters = s.summary == summary_kind::key_clusters;
+             of_clusters = s.summary == summary_kind::key_clusters,
+             of_signatures = s.summary == summary_kind::key_signatures;
+  if (of_signatures) {
+    chosen.score_size = std::max(chosen.score_size, static_cast<double>(s.tables));
+    if (signature_product_size(largest, s, s.bases[kv_head]) > largest_float) chosen.may_overflow = true;
+  }
   if (of_clusters &&
       cluster_product_size(largest, s.bases[kv_head]) * std::max(s.page, s.head_dim) > largest_float)
     chosen.may_overflow = true;
@@ -169,6 +182,10 @@ inline void measure_scores(selection& chosen, const settings& s, int kv_head, st
       if (codes_projection_size(query, books) > largest_float) chosen.may_overflow = true;
     }
     if (of_clusters) terms = cluster_score_size(query, s.bases[kv_head]);
+    if (of_signatures) {
+      terms = 0.0;
+      if (signature_product_size(query, s, s.bases[kv_head]) > largest_float) chosen.may_overflow = true;
+    }
     if (has_norms && squares > largest_float) chosen.may_overflow = true;
     chosen.score_size = std::max(chosen.score_size, selection_scale(s) * terms);
     if (terms * std::max(1.0, selection_scale(s)) > largest_float) chosen.may_overflow = true;

@@ -18,6 +18,8 @@ struct selection {
   double score_size = 0.0;        // the most that the absolute terms of one score add up to
   bool may_overflow = false;      // finite input, but float32 sums could leave float32's range
   bool kept_firm = true;          // of coarse_to_fine: two implementations must keep the same candidates
+  bool counts = false;            // scores are whole numbers, so that equal ones are equal to all
+  bool admitted_firm = true;      // of colliding: two implementations must admit the same candidates
   std::vector<int> candidates;    // ascending
   std::vector<double> pooled;     // one per candidate
   std::vector<double> low;        // the least that a pooled score may be, see pooled_range
@@ -27,9 +29,22 @@ struct selection {
 /// What masses in float32 may be off by, relative or absolute: their logarithms are sums of such terms.
 inline double mass_error(double score_size) { return 1e-4 + 1e-6 * score_size; }
 
+/// Of whole numbers: none that may be another is at, or may come to, the least score taken.
+inline bool counted_firmly(const selection& chosen) {
+  if (chosen.margin == infinity) return true;
+  double least = infinity;
+  for (std::size_t j = 0; j < chosen.candidates.size(); ++j)
+    if (std::find(chosen.pages.begin(), chosen.pages.end(), chosen.candidates[j]) != chosen.pages.end())
+      least = std::min(least, chosen.pooled[j]);
+  for (std::size_t j = 0; j < chosen.candidates.size(); ++j)
+    if (chosen.low[j] != chosen.high[j] && chosen.low[j] <= least && chosen.high[j] >= least) return false;
+  return true;
+}
+
 /// Two float32 implementations must select the same pages.
 inline bool is_firm(const selection& chosen) {
-  return chosen.margin > 1e-4 + chosen.slack && !chosen.may_overflow && chosen.kept_firm &&
+  const bool in_order = chosen.counts ? counted_firmly(chosen) : chosen.margin > 1e-4 + chosen.slack;
+  return in_order && chosen.admitted_firm && !chosen.may_overflow && chosen.kept_firm &&
          chosen.mass_margin > mass_error(chosen.score_size);
 }
 
@@ -86,6 +101,15 @@ inline selection take(const std::vector<int>& pages, const std::vector<double>& 
 /// The `k` pages of highest score, ties to the smaller page. `pages` ascending, no score NaN.
 inline selection top_k(const std::vector<int>& pages, const std::vector<double>& scores, int k) {
   return take(pages, scores, ranked(pages, scores), std::min(pages.size(), static_cast<std::size_t>(k)));
+}
+
+/// The `k` pages of highest score of those with 2 or more. Where there are no more than k, no margin decides.
+inline selection colliding(const std::vector<int>& pages, const std::vector<double>& scores, int k) {
+  int admitted = 0;
+  for (const double score : scores) admitted += score >= 2.0;
+  selection chosen = top_k(pages, scores, std::min(admitted, k));
+  if (admitted <= k) chosen.margin = infinity;
+  return chosen;
 }
 
 /// top_k of `all`, a selection of the same candidates, with `bonus` on the scores of those that are `held`.

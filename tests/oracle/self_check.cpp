@@ -22,6 +22,7 @@
 #include "checks/residency.hpp"
 #include "checks/rows.hpp"
 #include "checks/several_rows.hpp"
+#include "checks/signatures.hpp"
 #include "checks/summaries.hpp"
 #include "checks/top_p.hpp"
 #include "checks/truncation.hpp"

@@ -20,6 +20,7 @@ enum class summary_kind {
   key_sketch,
   key_codes,
   key_clusters,
+  key_signatures,
   coarse_to_fine
 };
 enum class correction_kind { cosine_drift, always, never, every_n_steps, mass_deficit };
@@ -32,19 +33,18 @@ enum class layer_kind {
 enum class route_kind { resident, in_place };  // in_place: attention reads the store, nothing is recalled
 enum class element_kind { f32, f16, bf16 };
 enum class pooling_kind { mean_softmax, max_softmax, mean_score, max_score, mean_query, max_query };
-enum class selection_kind { top_k, top_p, sticky_top_k };
+enum class selection_kind { top_k, top_p, sticky_top_k, colliding };
 enum class scope_kind { kv_head, query_head, layer };  // who shares one selection
 enum class drift_pool_kind { mean, min, max };
 enum class residency_kind { first_unselected, least_recently_used };  // who is evicted first
 
 /// How a summary's numbers are kept. `standard` is the policy's own choice: the key's type for min_max,
-/// float32 for the others. key_subspace, key_sketch, key_codes and key_clusters have codes of their own and
-/// ignore this,
-/// and what coarse_to_fine is made of is `standard`.
+/// float32 for the others. key_subspace, key_sketch, key_codes, key_clusters and key_signatures have codes of
+/// their own and ignore this, and what coarse_to_fine is made of is `standard`.
 enum class stored_format { standard, key, float32, int8 };
 
 /// One KV head's subspace of the keys: `mean` is (d), `rows` is (r, d) with orthonormal rows; of key_clusters
-/// the rows are centroids, and the mean is unused.
+/// the rows are centroids, and the mean is unused; of key_signatures the rows are hyperplanes.
 struct basis {
   std::vector<double> mean;
   std::vector<double> rows;
@@ -82,8 +82,10 @@ struct settings {
   double scale = 0.0;      // of attention and of page scores; see default_scale
   summary_kind summary = summary_kind::min_max;
   int chunk = 1;  // u of chunk_means, tokens, divides p
-  int bits = 32;  // of key_subspace: 2, 3, 4, 8, or 32 for unquantised; of key_sketch: 1, 2, 4
-  std::vector<basis> bases = {};  // of key_subspace and key_clusters: one per KV head
+  int bits =
+      32;  // of key_subspace: 2, 3, 4, 8, or 32 for unquantised; of key_sketch: 1, 2, 4; of key_signatures
+  int tables = 2;                 // of key_signatures
+  std::vector<basis> bases = {};  // of key_subspace, key_clusters and key_signatures: one per KV head
   correction_kind correction = correction_kind::cosine_drift;
   double tau = 0.9;
   layer_kind kind = layer_kind::retrieval;
@@ -181,15 +183,20 @@ inline void check_summary(const settings& s) {
       check_codebook(books.token, s.head_dim);
     }
   }
-  if (s.summary != summary_kind::key_subspace && s.summary != summary_kind::key_clusters) return;
-  require(s.summary == summary_kind::key_clusters || s.bits == 2 || s.bits == 3 || s.bits == 4 ||
-              s.bits == 8 || s.bits == 32,
+  const bool of_signatures = s.summary == summary_kind::key_signatures;
+  if (s.summary != summary_kind::key_subspace && s.summary != summary_kind::key_clusters && !of_signatures)
+    return;
+  if (of_signatures) require(s.bits >= 1 && s.tables >= 2, "signatures have bits, in two tables or more");
+  require(of_signatures || s.summary == summary_kind::key_clusters || s.bits == 2 || s.bits == 3 ||
+              s.bits == 4 || s.bits == 8 || s.bits == 32,
           "bits is 2, 3, 4, 8 or 32");
   require(s.bases.size() == static_cast<std::size_t>(s.kv_heads), "one basis per KV head");
   const auto d = static_cast<std::size_t>(s.head_dim);
   for (const basis& b : s.bases) {
     require(b.mean.size() == d, "a basis' mean has head_dim elements");
     require(!b.rows.empty() && b.rows.size() % d == 0, "a basis has whole rows of head_dim elements");
+    require(!of_signatures || b.rows.size() / d >= static_cast<std::size_t>(s.bits * s.tables),
+            "each bit of a signature has a hyperplane");
   }
 }
 
@@ -231,6 +238,14 @@ inline void check(const settings& s) {
           "mass_deficit judges what a KV head's query heads select together");
   if (s.correction == correction_kind::mass_deficit)
     require(s.delta >= 0.0 && s.delta <= 1.0, "delta is a share of the best mass, from 0 to 1");
+  if (s.selection == selection_kind::colliding) {
+    require(s.summary == summary_kind::key_signatures && unit_tokens(s) == 1 &&
+                s.rows == scope_kind::query_head && s.correction == correction_kind::always &&
+                s.max_rows == 1 && s.pinned == 0,
+            "each query head samples single tokens by their signatures, in every step");
+    require(s.pooling != pooling_kind::mean_softmax && s.pooling != pooling_kind::max_softmax,
+            "collisions are counted, and not their shares");
+  }
   check_summary(s);
 }
 

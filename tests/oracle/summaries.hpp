@@ -16,6 +16,7 @@
 #include "key_codes.hpp"
 #include "numbers.hpp"
 #include "settings.hpp"
+#include "signatures.hpp"
 #include "sketch.hpp"
 #include "subspace.hpp"
 
@@ -179,6 +180,8 @@ inline page_summary summarise(const settings& s, int kv_head,
       return codes_summary(keys, s.key_codebooks[kv_head]);
     case summary_kind::key_clusters:
       return cluster_summary(keys, s.bases[kv_head]);
+    case summary_kind::key_signatures:
+      return signature_summary(keys, s, s.bases[kv_head]);
     case summary_kind::coarse_to_fine: {
       page_summary both;
       both.stages.push_back(summarise(with_summary(s, s.coarse), kv_head, keys));
@@ -210,6 +213,8 @@ inline double score_unit(const settings& s, int kv_head, std::span<const float> 
       return codes_score(q, summary, s.key_codebooks[kv_head], selection_scale(s));
     case summary_kind::key_clusters:
       return cluster_score(q, summary.values[0], s.bases[kv_head], selection_scale(s));
+    case summary_kind::key_signatures:
+      return unit_collisions(q, summary, s, s.bases[kv_head]).counted;
     case summary_kind::coarse_to_fine:
       throw std::logic_error("oracle: coarse_to_fine is scored in two stages");
     case summary_kind::key_subspace:
@@ -227,6 +232,8 @@ inline double score_doubt(const settings& s, int kv_head, std::span<const float>
     return codes_score_doubt(q, summary, s.key_codebooks[kv_head], selection_scale(s));
   if (s.summary == summary_kind::key_clusters)
     return cluster_score_doubt(q, summary, s.bases[kv_head], selection_scale(s));
+  if (s.summary == summary_kind::key_signatures)
+    return signature_score_doubt(q, summary, s, s.bases[kv_head]);
   if (summary.doubt.empty()) return 0.0;
   switch (s.summary) {
     case summary_kind::min_max:

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <ostream>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -57,15 +58,15 @@ inline std::ostream& operator<<(std::ostream& out, const random_case& c) {
              << ", " << o.query_heads << "/" << o.kv_heads << " heads, page " << o.page << ", sink "
              << o.budget.sink << ", window " << o.budget.window << ", k " << o.budget.selected_units << ", "
              << o.method.summary << " " << o.method.format << " (chunk " << o.method.chunk << ", rank "
-             << o.method.rank << ", bits " << o.method.bits << ", times " << o.method.times << "), "
-             << o.method.pooling << ", " << o.method.selection << " " << o.method.top_p
-             << (c.temperature_data.empty() ? "" : " by temperatures") << " bonus " << o.method.bonus << ", "
-             << o.method.correction << " tau " << o.method.tau << " " << o.method.drift_pool << " delta "
-             << o.method.delta << (o.method.partial ? " partial" : "") << " every " << o.method.every << ", "
-             << o.method.residency << " spare " << o.method.spare << ", " << o.method.rows << ", unit "
-             << o.method.unit << ", plan " << o.method.plan << ", " << o.layout
-             << (o.in_place ? ", in place" : ", resident") << ", sliding " << o.sliding_window << ", cap "
-             << o.soft_cap << ", selection scale " << o.method.selection_scale
+             << o.method.rank << ", bits " << o.method.bits << ", tables " << o.method.tables << ", times "
+             << o.method.times << "), " << o.method.pooling << ", " << o.method.selection << " "
+             << o.method.top_p << (c.temperature_data.empty() ? "" : " by temperatures") << " bonus "
+             << o.method.bonus << ", " << o.method.correction << " tau " << o.method.tau << " "
+             << o.method.drift_pool << " delta " << o.method.delta << (o.method.partial ? " partial" : "")
+             << " every " << o.method.every << ", " << o.method.residency << " spare " << o.method.spare
+             << ", " << o.method.rows << ", unit " << o.method.unit << ", plan " << o.method.plan << ", "
+             << o.layout << (o.in_place ? ", in place" : ", resident") << ", sliding " << o.sliding_window
+             << ", cap " << o.soft_cap << ", selection scale " << o.method.selection_scale
              << (o.sink_logits.empty() ? "" : ", sink logits") << ", pins "
              << (o.method.pinning == "no_pins" ? 0 : o.method.pinned) << ", store " << o.method.codec
              << (o.store_file.empty() ? ""
@@ -90,6 +91,7 @@ inline constexpr oracle_word<oracle::summary_kind> oracle_summaries[] = {
     {"key_subspace", oracle::summary_kind::key_subspace},
     {"key_codes", oracle::summary_kind::key_codes},
     {"key_clusters", oracle::summary_kind::key_clusters},
+    {"key_signatures", oracle::summary_kind::key_signatures},
     {"coarse_to_fine", oracle::summary_kind::coarse_to_fine}};
 inline constexpr oracle_word<oracle::stored_format> oracle_formats[] = {
     {"standard", oracle::stored_format::standard},
@@ -103,7 +105,9 @@ inline constexpr oracle_word<oracle::pooling_kind> oracle_poolings[] = {
 inline constexpr oracle_word<oracle::selection_kind> oracle_selections[] = {
     {"top_k", oracle::selection_kind::top_k},
     {"top_p", oracle::selection_kind::top_p},
-    {"sticky_top_k", oracle::selection_kind::sticky_top_k}};
+    {"sticky_top_k", oracle::selection_kind::sticky_top_k},
+    {"colliding", oracle::selection_kind::colliding}};  // with others alone: `sample_tokens`
+inline constexpr auto drawn_selections = std::span(oracle_selections).first<3>();
 inline constexpr oracle_word<oracle::scope_kind> oracle_scopes[] = {
     {"per_kv_head", oracle::scope_kind::kv_head},
     {"per_query_head", oracle::scope_kind::query_head},
@@ -163,6 +167,22 @@ inline std::vector<float> random_basis(dice& d, int kv_heads, int rank, int head
     }
   }
   return data;
+}
+
+/// A basis for a method: orthonormal rows, and behind them normal ones where key_signatures has more bits.
+inline void give_basis(random_case& c, dice& d, int kv_heads) {
+  auto& o = c.options;
+  const auto& m = o.method;
+  const int rank = m.summary == "key_signatures" ? std::max(m.rank, m.bits * m.tables) : m.rank;
+  const std::vector<float> orthonormal = random_basis(d, kv_heads, m.rank, o.head_dim);
+  const auto of_head = static_cast<std::ptrdiff_t>((1 + m.rank) * o.head_dim);
+  c.basis_data.clear();
+  for (int head = 0; head < kv_heads; ++head) {
+    const auto first = orthonormal.begin() + head * of_head;
+    c.basis_data.insert(c.basis_data.end(), first, first + of_head);
+    for (int i = 0; i < (rank - m.rank) * o.head_dim; ++i) c.basis_data.push_back(d.normal());
+  }
+  o.basis = {nullptr, 1, kv_heads, rank, o.head_dim};
 }
 
 /// Codebooks of one layer: random subspaces, centroids of the size that keys have.
@@ -232,10 +252,12 @@ inline random_case make_case(std::uint64_t seed) {
   o.method.chunk = d.one_of({1, 2, 4, 8});
   o.method.rank = d.between(8, 32);
   o.method.bits = o.method.summary == "key_sketch" ? d.one_of({1, 2, 4}) : d.one_of({2, 3, 4, 8, 32});
+  if (o.method.summary == "key_signatures") o.method.bits = dice(seed + 9).between(1, 4);
+  o.method.tables = dice(seed + 10).between(2, 20);
   o.method.times = d.one_of({1, 1, 2, 3});
   // The default, half of the time.
   if (d.below(2) == 0) o.method.pooling = d.name_of(oracle_poolings);
-  if (d.below(4) == 0) o.method.selection = d.name_of(oracle_selections);
+  if (d.below(4) == 0) o.method.selection = d.name_of(drawn_selections);
   o.method.top_p = d.one_of({0.3f, 0.6f, 0.9f, 1.0f});
   o.method.bonus = dice(seed + 5).one_of({0.0f, 0.1f, 0.7f, 3.0f});
   if (d.below(3) != 0) o.method.correction = d.name_of(oracle_corrections);
@@ -259,8 +281,7 @@ inline random_case make_case(std::uint64_t seed) {
   c.turn = d.one_of({0.05f, 0.3f, 1.0f});
   c.outliers = d.one_of({0.0f, 0.02f});
   o.max_tokens = c.prompt + c.steps;
-  c.basis_data = random_basis(d, o.kv_heads, o.method.rank, o.head_dim);
-  o.basis = {nullptr, 1, o.kv_heads, o.method.rank, o.head_dim};
+  give_basis(c, d, o.kv_heads);
   o.method.codes = d.between(1, 8);
   o.codebooks = {nullptr,        1, o.kv_heads, o.head_dim, d.between(1, 8), d.between(1, 4), o.method.codes,
                  d.between(1, 5)};
@@ -315,9 +336,25 @@ inline void give_heads(random_case& c, int kv_heads, int query_heads) {
   o.sink_logits.clear();
   o.head_kinds.clear();
   o.method.plan = "retrieval";
-  c.basis_data = random_basis(d, kv_heads, o.method.rank, o.head_dim);
-  o.basis = {nullptr, 1, kv_heads, o.method.rank, o.head_dim};
+  give_basis(c, d, kv_heads);
   give_factors(c, o.factors.rank);
+}
+
+/// Each query head samples tokens by `bits` in each of `tables`, as `colliding` has it, of all else as it was
+/// what goes with that.
+inline void sample_tokens(random_case& c, int bits, int tables) {
+  auto& m = c.options.method;
+  dice d(c.seed + 11);
+  m.summary = "key_signatures";
+  m.bits = bits;
+  m.tables = tables;
+  m.selection = "colliding";
+  m.rows = "per_query_head";
+  m.correction = "always";
+  m.pooling = d.one_of<std::string>({"max_score", "mean_score", "mean_query", "max_query"});
+  m.pinning = "no_pins";
+  give_unit(c, 1);
+  give_basis(c, d, c.options.kv_heads);
 }
 
 /// Where query heads select each for itself, what each of a KV head's group attended to; else nothing.
@@ -393,6 +430,7 @@ inline oracle::settings oracle_settings(const random_case& c) {
   s.chunk = o.method.chunk;
   s.bits =
       o.method.summary == "coarse_to_fine" ? 4 : o.method.bits;  // of the list's: min_max, then key_sketch<4>
+  s.tables = o.method.tables;
   s.times = o.method.times;
   s.pooling = freekv::examples::find_by_name("poolings", oracle_poolings, o.method.pooling).value;
   s.selection = freekv::examples::find_by_name("selections", oracle_selections, o.method.selection).value;

@@ -123,6 +123,40 @@ TEST_CASE("query heads beyond a mask's word, in several parts of attention, agre
   CHECK(seen.compared_outputs > 2000);
 }
 
+TEST_CASE("tokens that query heads sample by hash collisions agree with the oracle", "[property]") {
+  freekv::host_backend alone({.overlap = false}), many({.threads = 3, .bytes_per_thread = 512});
+  coverage seen;
+  for (std::uint64_t seed = 1; seed <= some_of(80u); ++seed) {
+    random_case c = make_case(seed);
+    auto& o = c.options;
+    give_heads(c, 1 + static_cast<int>(seed % 2), static_cast<int>((1 + seed % 2) * (1 + seed / 2 % 4)));
+    o.page = 8;
+    o.budget = {.sink = 8, .window = 16, .selected_units = seed % 4 == 0 ? 1 : 20};
+    if (seed % 5 == 0) {
+      o.method.plan = "by_head";
+      o.head_kinds = {freekv::layer_kind::retrieval, freekv::layer_kind::complete};
+      o.head_kinds.resize(static_cast<std::size_t>(o.kv_heads));
+    }
+    sample_tokens(c, dice(seed).between(2, 6), dice(seed + 1).one_of({2, 3, 12, 40}));
+    o.in_place = seed % 3 == 0;
+    c.prompt = 150;
+    c.steps = 10;
+    c.turn = 0.5f;
+    o.max_tokens = c.prompt + c.steps;
+    INFO(c);
+    try {
+      compare_with_oracle(c, seed % 2 == 0 ? alone : many, seen);
+    } catch (const disagreement& d) {
+      FAIL(d.what);
+    }
+  }
+  INFO(seen.firm_selections << " firm selections, " << seen.firm_own_selections << " of query heads, "
+                            << seen.compared_outputs << " outputs");
+  CHECK(seen.firm_selections > some_of(800));
+  CHECK(seen.firm_own_selections > some_of(400));
+  CHECK(seen.compared_outputs > some_of(1500));
+}
+
 TEST_CASE("KV heads that select together agree with the oracle", "[property]") {
   freekv::host_backend alone({.overlap = false}), many({.threads = 3, .bytes_per_thread = 512});
   coverage seen;

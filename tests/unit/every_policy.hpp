@@ -21,10 +21,22 @@ inline std::vector<method_spec> every_policy() {
       const bool own_format = m.summary.starts_with("key_") || m.summary == "coarse_to_fine";
       if (own_format && m.format != "standard") continue;
       m.bits = m.summary == "key_sketch" ? 2 : 3;
+      m.tables = 7;
       all.push_back(m);
     }
   for (const auto& one : poolings) all.push_back({.pooling = std::string(one.name)});
-  for (const auto& one : selections) all.push_back({.selection = std::string(one.name), .top_p = 0.6f});
+  for (const auto& one : selections)
+    if (one.name != freekv::colliding::name)
+      all.push_back({.selection = std::string(one.name), .top_p = 0.6f});
+  all.push_back({.summary = "key_signatures",
+                 .rank = 12,
+                 .bits = 2,
+                 .tables = 6,
+                 .unit = 1,
+                 .pooling = "max_score",
+                 .selection = "colliding",
+                 .rows = "per_query_head",
+                 .correction = "always"});
   for (const auto& one : selection_scopes)
     for (const char* correction : {"cosine_drift", "always", "never"})
       all.push_back({.rows = std::string(one.name), .correction = correction});

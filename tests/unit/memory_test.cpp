@@ -309,9 +309,9 @@ TEST_CASE("steps allocate nothing, whatever the policies", "[memory]") {
         o.in_place = in_place;
         o.max_tokens = 300;
         dice d(3);
-        c.basis_data = random_basis(d, o.kv_heads * o.layers, m.rank, 64);
-        o.basis = {nullptr, 2, 2, m.rank, 64};
-        o.codebooks = {nullptr, 1, 4, 64, 2, 4, m.codes, 4};  // all heads of both layers
+        give_basis(c, d, o.kv_heads * o.layers);  // all heads of both layers
+        o.basis.layers = o.basis.kv_heads = 2;
+        o.codebooks = {nullptr, 1, 4, 64, 2, 4, m.codes, 4};
         if (m.summary == "key_codes") c.codebook_data = random_codebooks(d, o.codebooks);
         o.codebooks.layers = o.codebooks.kv_heads = 2;
         freekv::host_backend backend({.threads = threads, .overlap = threads == 2, .bytes_per_thread = 1024});

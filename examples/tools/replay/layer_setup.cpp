@@ -16,7 +16,7 @@
 namespace freekv::examples {
 namespace {
 
-constexpr int most_clusters = 1 << 16;
+constexpr int most_clusters = 1 << 16, most_bits = 11, most_tables = 4096;
 
 [[noreturn]] void refuse(const std::string& sentence) { throw choice_error(sentence); }
 
@@ -122,6 +122,8 @@ layer_setup::layer_setup(const replay_options& o, const trace_form& t, const bas
 void layer_setup::learn(const trace& t) {
   if (basis_ && options_.method.rows_of_basis() == basis_rows::centroids) {
     basis_->cluster(0, t.prompt_keys());
+  } else if (basis_ && options_.method.rows_of_basis() == basis_rows::hyperplanes) {
+    basis_->draw(0, t.prompt_keys());
   } else if (basis_ && options_.method.basis_of_pairs) {
     const int rows = std::min(t.prompt_len, rows_that_choose);
     basis_->choose_pairs(0, t.prompt_keys(), t.queries_of(t.prompt_len - rows, rows), rows, pairs_);
@@ -186,7 +188,15 @@ void layer_setup::take_basis(const replay_options& o, const trace_form& t, const
     options_.basis = file.basis->layer(layer_of(o, t, file.basis->view().layers));
     return;
   }
-  if (o.method.rows_of_basis() != basis_rows::centroids)
+  const basis_rows rows = o.method.rows_of_basis();
+  if (rows == basis_rows::hyperplanes) {
+    if (o.method.bits < 1 || o.method.bits > most_bits)
+      refuse("--bits " + std::to_string(o.method.bits) + " of key_signatures is not between 1 and " +
+             std::to_string(most_bits));
+    if (o.method.tables < 2 || o.method.tables > most_tables)
+      refuse("--tables " + std::to_string(o.method.tables) + " is not between 2 and " +
+             std::to_string(most_tables));
+  } else if (rows != basis_rows::centroids)
     in_head_dim("--rank", o.method.rank, t);
   else if (o.method.clusters < 0 || o.method.clusters > most_clusters)
     refuse("--clusters " + std::to_string(o.method.clusters) + " is not between 0 and " +

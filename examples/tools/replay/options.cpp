@@ -136,7 +136,7 @@ std::string flags_of(const method_spec& m) {
   if (m.rows != published.rows) text += " --rows " + m.rows;
   if (m.pinning != published.pinning) text += " --pinning " + m.pinning;
   if (m.codec != published.codec) text += " --codec " + m.codec;
-  if (m.bits != published.bits) text += " --bits " + std::to_string(m.bits);
+  if (m.bits != published.bits && m.summary != "key_signatures") text += " --bits " + std::to_string(m.bits);
   if (m.unit != published.unit) text += " --unit " + std::to_string(m.unit);
   if (m.basis_of_pairs) text += ", its basis rotary pairs";
   if (m.calibrated) text += " --calibrated";
@@ -231,7 +231,10 @@ method_spec chosen_method(const replay_options& o, const policy_flags& flags, me
     m.unit = published.unit;
     m.correction = published.correction;
   }
-  m.bits = flags.bits.value_or(m.summary == "key_sketch" ? 2 : variant.bits);
+  m.bits = flags.bits.value_or(m.summary == "key_sketch"             ? 2
+                               : m.summary == "key_signatures"       ? int{key_signatures<>{}.bits}
+                               : variant.summary == "key_signatures" ? method_spec{}.bits
+                                                                     : variant.bits);
   // Flags as its largest or lowest number does: always, or never.
   m.tau = flags.tau ? nearest_float(*flags.tau) : variant.tau;
   m.top_p = flags.top_p ? nearest_float(*flags.top_p) : variant.top_p;
@@ -302,6 +305,7 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   add.whole_number("--rank", numbers.rank, "key_subspace: dimensions, at most head_dim");
   add.whole_number("--clusters", numbers.clusters,
                    "key_clusters: clusters of the prompt's keys; 0: one for 80 tokens");
+  add.whole_number("--tables", numbers.tables, "key_signatures: hash tables, at least 2");
   add.whole_number("--codes", numbers.codes, "key_codes: bytes a token");
   add.whole_number(
       "--times", numbers.times,
@@ -310,12 +314,12 @@ std::optional<replay_options> parse_replay_options(int argc, char** argv) {
   add.parsed(
          "--bits", [&](const std::string& text) { flags.bits = whole("--bits", text); },
          "Of a coefficient of key_subspace: 2, 3, 4, 8, or 32 for unquantised; of a residual of key_sketch: "
-         "1, 2 "
-         "or 4")
+         "1, 2 or 4; of a hash table of key_signatures: 1 to 11")
       ->type_name("INT")
-      ->default_str("3, of key_sketch 2, of infinigen 32");
+      ->default_str("3, of key_sketch 2, of key_signatures 10, of infinigen 32");
   add.text("--basis", o.basis,
-           "key_subspace, key_clusters and key_codes: prompt, to learn from the prompt's keys, or a file of "
+           "key_subspace, key_clusters, key_signatures and key_codes: prompt, to learn from the prompt's "
+           "keys, or a file of "
            "freekv-basis");
   add.parsed(
          "--basis-layer", [&](const std::string& text) { o.basis_layer = whole("--basis-layer", text); },

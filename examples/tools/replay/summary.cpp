@@ -53,10 +53,12 @@ json settings_of(const replay_options& o, const host_options& host) {
   const bool subspace = m.summary == "key_subspace", sketch = m.summary == "key_sketch",
              two_stages = m.summary == "coarse_to_fine";
   const bool clusters = m.summary == "key_clusters";
-  if (!subspace && !sketch && !two_stages && !clusters) settings["summary_dtype"] = m.format;
+  const bool signatures = m.summary == "key_signatures";
+  if (!subspace && !sketch && !two_stages && !clusters && !signatures) settings["summary_dtype"] = m.format;
   if (m.summary == "chunk_means") settings["chunk"] = m.chunk;
   if (subspace) settings.update({{"rank", m.rank}, {"bits", m.bits}, {"basis", o.basis}});
   if (clusters) settings.update({{"clusters", m.clusters}, {"basis", o.basis}});
+  if (signatures) settings.update({{"bits", m.bits}, {"tables", m.tables}, {"basis", o.basis}});
   if (m.needs_codebooks()) settings.update({{"codes", m.codes}, {"basis", o.basis}});
   if (sketch) settings["bits"] = m.bits;
   if (two_stages) settings["times"] = m.times;

@@ -12,6 +12,7 @@ namespace freekv {
 
 /// An optional member of a policy; which of them a kind has, and as what, its header says.
 enum class hook : std::uint8_t {
+  admits,  ///< of a selection that samples, `admits(score)`
   allocate,
   at,
   bytes,
@@ -39,6 +40,7 @@ enum class hook : std::uint8_t {
   temperature,  ///< of a selection by mass, `temperature(layer, head)`
   validate,
   values,
+  weighs,  ///< of a summary, `log_weight`: what is added to the scores of sampled tokens
   with_elements,
   worths,  ///< of an eviction, `on_given`: what the engine says rows are worth
 };
@@ -135,11 +137,11 @@ struct checked_hook {
 };
 
 using every_hook =
-    hook_list<hook::allocate, hook::at, hook::bytes, hook::data, hook::decode, hook::demote, hook::encode,
-              hook::enough, hook::favour, hook::four_heads, hook::kept, hook::kind_of_head, hook::linear,
-              hook::mass_term, hook::merge, hook::observe, hook::prepare, hook::query_width, hook::rate,
-              hook::sees_keys, hook::shared_bytes, hook::shared_floats, hook::stored,
-              hook::summarised_by_whole_rows, hook::temperature, hook::validate, hook::values,
+    hook_list<hook::admits, hook::allocate, hook::at, hook::bytes, hook::data, hook::decode, hook::demote,
+              hook::encode, hook::enough, hook::favour, hook::four_heads, hook::kept, hook::kind_of_head,
+              hook::linear, hook::mass_term, hook::merge, hook::observe, hook::prepare, hook::query_width,
+              hook::rate, hook::sees_keys, hook::shared_bytes, hook::shared_floats, hook::stored,
+              hook::summarised_by_whole_rows, hook::temperature, hook::validate, hook::values, hook::weighs,
               hook::with_elements, hook::worths>;
 
 /// Compiles if the optional members of `P` are those that it lists.

@@ -13,6 +13,7 @@
 #include <freekv/policies/integer_codecs.hpp>
 #include <freekv/policies/key_clusters.hpp>
 #include <freekv/policies/key_codes.hpp>
+#include <freekv/policies/key_signatures.hpp>
 #include <freekv/policies/key_sketch.hpp>
 #include <freekv/policies/key_subspace.hpp>
 #include <freekv/policies/low_rank_keys.hpp>

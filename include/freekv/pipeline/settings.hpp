@@ -155,6 +155,48 @@ template <class Pack>
 
 }  // namespace detail
 
+namespace detail {
+
+/// Throws settings_error where what is selected is to be a sample, each query head's own of each step, and
+/// its probabilities would not be known.
+template <class Pack>
+[[gnu::cold]] void check_sampling(const pipeline_settings<Pack>& s) {
+  resolve(s.selection, [&]<class Selection>(const Selection&) {
+    if constexpr (sampling_selection<Selection>) {
+      const auto fail = [&](const std::string& sentence) {
+        throw settings_error(std::string(Selection::name) + sentence);
+      };
+      resolve(s.summary, [&]<class Summary>(const Summary&) {
+        if constexpr (!hooks_of<Summary>::has(hook::weighs))
+          fail(" needs to know how probable what it samples was, and " + std::string(Summary::name) +
+               " does not; choose key_signatures");
+      });
+      if (s.unit_tokens() != 1)
+        fail(" samples single tokens, and a unit has " + std::to_string(s.unit_tokens()) +
+             "; choose units of 1");
+      if (s.selects_by() != selection_scope::query_head)
+        fail(" weighs a token by each query head's own probability; choose per_query_head");
+      resolve(s.pooling, [&]<class Pooling>(const Pooling&) {
+        if constexpr (softmax_pooling<Pooling>)
+          fail(" counts collisions, of which " + std::string(Pooling::name) +
+               " makes shares; choose max_score");
+      });
+      resolve(s.correction, [&]<class Correction>(const Correction&) {
+        if constexpr (!std::is_same_v<Correction, always>)
+          fail(" weighs by the query that has sampled, and with " + std::string(Correction::name) +
+               " another one attends; choose always");
+      });
+      if (s.capacity.max_decode_rows != 1)
+        fail(" samples for one decode row a step, and max_decode_rows is " +
+             std::to_string(s.capacity.max_decode_rows) + "; leave it at 1");
+      if (s.pinned_units() > 0)
+        fail(" has no weight for units that are selected whatever their scores; choose no_pins");
+    }
+  });
+}
+
+}  // namespace detail
+
 /// The settings with defaults filled in. Throws settings_error.
 template <int HeadDim, class Pack>
 [[gnu::cold]] pipeline_settings<Pack> checked_settings(pipeline_settings<Pack> s) {
@@ -220,6 +262,7 @@ template <int HeadDim, class Pack>
              " to judge; choose cosine_drift, or per_kv_head or per_layer");
   });
   if constexpr (detail::may_complete<pipeline_settings<Pack>>) detail::check_completion(s);
+  if constexpr (detail::may_sample<pipeline_settings<Pack>>) detail::check_sampling(s);
   for (int layer = 0; layer < s.model.layers && s.attention.sliding_window < 1; ++layer)
     if (s.plan.kind(layer) == layer_kind::sliding)
       fail("layer " + text(layer) + " has a sliding window and sliding_window is " +

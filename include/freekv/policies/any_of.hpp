@@ -3,6 +3,7 @@
 
 #include <freekv/policies/correction.hpp>
 #include <freekv/policies/plan.hpp>
+#include <freekv/policies/selection.hpp>
 #include <freekv/policies/summary.hpp>
 #include <variant>
 
@@ -33,6 +34,13 @@ struct any_of {
     return std::visit([](const auto& route) { return route.keeps_slots(); }, chosen);
   }
 };
+
+namespace detail {
+
+template <class... S>
+inline constexpr bool may_sample_by<any_of<S...>> = (sampling_selection<S> || ...);
+
+}  // namespace detail
 
 template <class... Policies, class Use>
 constexpr decltype(auto) resolve(const any_of<Policies...>& policy, Use&& use) {

@@ -9,6 +9,8 @@
 #include <freekv/core/policy.hpp>
 #include <string>
 #include <string_view>
+#include <type_traits>
+#include <utility>
 
 namespace freekv {
 
@@ -85,9 +87,23 @@ struct sticky_top_k {
   }
 };
 
+/// A sample: the candidates that collide with the query in 2 hash tables or more, by scores that count
+/// collisions (`key_signatures`); of more than k the k with most, ties to the smaller unit. Attention weighs
+/// what is selected by the inverse of the probability that it is, so that with a k that bounds nothing the
+/// sums of exponentials, and of values that these weigh, are those of all candidates on average over the
+/// hyperplanes; where k bounds, what is left out is missing. (MagicPIG, arXiv 2410.16179, section 4, without
+/// a bound)
+struct colliding {
+  using policy_kind = selection_kind;
+  using hooks = hook_list<hook::admits>;
+  static constexpr std::string_view name = "colliding";
+  FREEKV_HD constexpr int count(int candidates, int k) const { return candidates < k ? candidates : k; }
+  FREEKV_HD constexpr bool admits(float score) const { return score >= 2.0f; }
+};
+
 /// Says how many of the candidates may be selected; optionally, `enough(mass)` ends the selection earlier, of
-/// scores divided by a `temperature(layer, head)`, or `favour()` is added to the scores of units that are
-/// held.
+/// scores divided by a `temperature(layer, head)`; or `favour()` is added to the scores of units that are
+/// held; or only those are selected whose pooled score `admits(score)`, as it does any greater one.
 template <class S>
 concept selection_policy = policy<S> && std::same_as<typename S::policy_kind, selection_kind> &&
     requires(const S s) {
@@ -101,10 +117,37 @@ concept selection_by_mass = selection_policy<S> && requires(const S s) {
   { s.enough(0.5f) } -> std::same_as<bool>;
 };
 
+/// A selection that samples: of single tokens, each query head's own of every step, which attention weighs as
+/// the summary says (`hook::weighs`).
+template <class S>
+concept sampling_selection = selection_policy<S> && hooks_of<S>::has(hook::admits);
+
+namespace detail {
+
+/// True of a selection, or an any_of with an alternative, that samples.
+template <class S>
+inline constexpr bool may_sample_by = sampling_selection<S>;
+
+/// False of settings whose pipeline never samples: nothing is compiled for it there.
+template <class Settings>
+inline constexpr bool may_sample =
+    may_sample_by<std::remove_cvref_t<decltype(std::declval<const Settings&>().selection)>>;
+
+/// True where a pipeline of these settings samples.
+template <class Settings>
+constexpr bool samples(const Settings& s) {
+  if constexpr (may_sample<Settings>)
+    return resolve(s.selection, []<class S>(const S&) { return sampling_selection<S>; });
+  else
+    return false;
+}
+
+}  // namespace detail
+
 /// True where all of `candidates` are selected whatever their scores.
 template <selection_policy S>
 FREEKV_HD constexpr bool selects_all(const S& selection, int candidates, int k) {
-  return !selection_by_mass<S> && selection.count(candidates, k) == candidates;
+  return !selection_by_mass<S> && !sampling_selection<S> && selection.count(candidates, k) == candidates;
 }
 
 namespace detail {
@@ -124,10 +167,11 @@ FREEKV_HD float per_temperature(const S& selection, int layer, int head) {
 template <class S>
 concept favours_held = selection_policy<S> && hooks_of<S>::has(hook::favour);
 
-static_assert(selection_policy<top_k> && selection_by_mass<top_p> && favours_held<sticky_top_k>);
+static_assert(selection_policy<top_k> && selection_by_mass<top_p> && favours_held<sticky_top_k> &&
+              sampling_selection<colliding>);
 
-/// Optional: `enough(mass) -> bool`, and with it `temperature(layer, head) -> float`; or `favour() -> float`;
-/// `validate()` or `validate(policy_setting)`, `values()`.
+/// Optional: `enough(mass) -> bool`, and with it `temperature(layer, head) -> float`; `favour() -> float`;
+/// or `admits(score) -> bool`. `validate()` or `validate(policy_setting)`, `values()`.
 struct selection_kind : kind_of_self_contained {
   using default_policy = top_k;
   template <class P>
@@ -135,8 +179,8 @@ struct selection_kind : kind_of_self_contained {
     static_assert(
         selection_policy<P>,
         "a selection policy has a name and count(candidates, k) -> int, how many of the best are selected");
-    static_assert(!(selection_by_mass<P> && favours_held<P>),
-                  "a selection policy has enough(mass) or favour(), not both");
+    static_assert(selection_by_mass<P> + favours_held<P> + sampling_selection<P> <= 1,
+                  "a selection policy has enough(mass) or favour() or admits(score), one of them at most");
     static_assert(
         selection_by_mass<P> || !hooks_of<P>::has(hook::temperature),
         "a selection policy with a temperature(layer, head), which masses are by, has enough(mass)");
@@ -144,6 +188,10 @@ struct selection_kind : kind_of_self_contained {
   template <class P>
   static constexpr bool offers(hook h) {
     switch (h) {
+      case hook::admits:
+        return requires(const P p) {
+          { p.admits(2.0f) } -> std::same_as<bool>;
+        };
       case hook::enough:
         return requires(const P p) {
           { p.enough(0.5f) } -> std::same_as<bool>;

@@ -36,6 +36,10 @@
 // `mass_term(team, query)`, the query (1, head_dim) as it is: what times the scale and added to a score of
 // that query makes an estimate of the unit's log-mass, `ln sum_t exp(scale * <q, k_t>)`.
 //
+// `log_weight(team, query, key)` (`hook::weighs`), a query (1, head_dim) of any positive scale and a key of
+// any element type: what attention adds to the score of a token that has been sampled by this summary's
+// scores, minus the logarithm of the probability that it is (`sampling_selection`).
+//
 // `validate(setting)` throws settings_error where the setting does not suit the policy.
 //
 // NaN in a key must come out as a NaN score; the library turns it into -infinity (docs/contract.md, 5.1).
@@ -294,6 +298,10 @@ constexpr bool head_summary_offers(hook h) {
     case hook::mass_term:
       return requires(const P p) {
         { p.mass_term(scalar_team{}, group_query{}) } -> std::same_as<float>;
+      };
+    case hook::weighs:
+      return requires(const P p, const float* key) {
+        { p.log_weight(scalar_team{}, group_query{}, key) } -> std::same_as<float>;
       };
     case hook::with_elements:
       return requires(const P p, const std::byte* stored) {

@@ -348,6 +348,11 @@ class stages : public table_uploads<State, Settings, basic_cuda_backend<Attentio
     if (settings.completes())
       throw settings_error(
           "the CUDA backend does not complete attention yet; take no_completion, or the host backend");
+    if (resolve(settings.summary,
+                []<class Summary>(const Summary&) { return hooks_of<Summary>::has(hook::weighs); }) ||
+        freekv::detail::samples(settings))
+      throw settings_error(
+          "the CUDA backend does not sample yet; take another summary and selection, or the host backend");
     selection_stage_type::check(settings);
     return settings;
   }

@@ -11,6 +11,7 @@
 #include <freekv/backend/host/workspace.hpp>
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
+#include <freekv/policies/selection.hpp>
 
 namespace freekv::host {
 
@@ -179,11 +180,35 @@ struct attention_job {
                     const attention_part& part, const workspace& w, const element* ahead) const {
     const int group = s.heads.group(), tokens = entries.range(i).tokens;
     const std::uint32_t* const mask = s.attended_by_heads(entry.sequence, head, entries, i);
+    if constexpr (freekv::detail::may_sample<Policies>)
+      if (entries.is_selected(i) && freekv::detail::samples(policies))
+        return attend_sampled(set, mask, head, rows, part, w, ahead);
     for (head_run run = next_run(mask, 0, group); run.count > 0; run = next_run(mask, run.end(), group)) {
       float* const weighted = part.weighted == nullptr ? nullptr : part.weighted + run.first * d;
       attend_slice<d>(set, {w.query + run.first * d, run.count, d}, as_const(rows), tokens,
                       {part.log_sum + run.first, weighted}, w.rows, s.soft_cap, ahead);
     }
+  }
+  /// Adds a token that query heads have each sampled, by its weight for each of them.
+  void attend_sampled(isa set, const std::uint32_t* mask, int head, const head_slice<element>& rows,
+                      const attention_part& part, const workspace& w, const element* ahead) const {
+    const int group = s.heads.group();
+    resolve(policies.summary, [&]<class Summary>(const Summary& summary) {
+      if constexpr (hooks_of<Summary>::has(hook::weighs)) {
+        const auto of_head = summary_at(summary, s.layer, head);
+        for (head_run run = next_run(mask, 0, group); run.count > 0; run = next_run(mask, run.end(), group))
+          for (int g = run.first; g < run.end(); ++g) {
+            const group_query query{w.query + g * d, 1, d};
+            float log_weight = 0.0f;
+            with_team(set, [&](auto team) {
+              log_weight = of_head.log_weight(team, query, static_cast<const element*>(rows.key));
+            });
+            attend_slice<d>(set, query, as_const(rows), 1,
+                            {part.log_sum + g, part.weighted == nullptr ? nullptr : part.weighted + g * d},
+                            w.rows, s.soft_cap, ahead, &log_weight);
+          }
+      }
+    });
   }
   bool completes(int head) const {
     return s.page_values != nullptr && !complete && s.kind_of(head) == layer_kind::retrieval;

@@ -381,6 +381,13 @@ class head_selection {
         if (selection.enough(taken)) return i + 1;
       }
     }
+    if constexpr (sampling_selection<Selection>)
+      return static_cast<int>(std::partition(w_.keys, w_.keys + most,
+                                             [&](std::uint64_t key) {
+                                               return selection.admits(
+                                                   w_.pooled[unit_of_key(key) - first_unit_]);
+                                             }) -
+                              w_.keys);
     return most;
   }
 
