@@ -963,6 +963,8 @@ TEST_CASE("probe rows depend neither on threads, nor on their type, nor on other
 TEST_CASE("probe rows are forgotten when their prompt has been cut", "[eviction][probes]") {
   for (const auto& eviction : probed_evictions()) {
     INFO(name_of(eviction));
+    // What layers are rated by stays.
+    if (resolve(eviction, []<class E>(const E&) { return freekv::rates<E>; })) continue;
     const auto s = settings_of(eviction);
     const text source(s, 24, 230, 25), behind(s, 24, 80, 26);
     text nothing = behind;
