@@ -273,6 +273,18 @@ TEST_CASE("hard_kv_pairs loses log-sum-exp where hard_kv_merge keeps it", "[evic
   CHECK(std::log(65.0 / 9 + 20.0 / 6 + 2) < all);
 }
 
+TEST_CASE("hard_kv_pairs loses what has no share", "[eviction][merging]") {
+  freekv::hard_kv_pairs pairs{{.p = 0.7f, .window = 1, .kernel = 1, .sink = 0}};
+  // A key that is NaN would be the worst, which 8 takes; 4 takes 2 as before.
+  const rows_of_text spoilt = rows_of_masses({4, static_cast<float>(quiet_nan), 8, 2, 1, 1});
+  const double second = std::pow(4.0, 4.0 / 6) * std::pow(2.0, 2.0 / 6);
+  CHECK(is_near(last_row_of(pairs, 4, spoilt).second, std::log(8 + second + 2), 1e-6));
+  // A row whose query is NaN selects nothing, and only its own token and the next are there.
+  rows_of_text rows = rows_of_masses({4, 1, 8, 2, 1, 1});
+  std::fill_n(rows.queries.begin() + 4 * 8, 8, quiet_nan);
+  CHECK(is_near(last_row_of(pairs, 4, rows).second, std::log(2.0), 1e-6));
+}
+
 TEST_CASE("for no query hard_kv_pairs keeps log-sum-exp, which falls from cut to cut",
           "[eviction][merging]") {
   dice random(7);
