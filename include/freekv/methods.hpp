@@ -307,6 +307,12 @@ struct h2o : named_eviction<freekv::h2o> {
   static constexpr std::string_view about = "the tokens that have had most attention, and the latest";
   static constexpr std::string_view published = "arXiv 2306.14048";
 };
+/// MiKV: `freekv::mikv`.
+struct mikv : named_eviction<freekv::mikv> {
+  static constexpr std::string_view name = "mikv";
+  static constexpr std::string_view about = "no token leaves; what h2o would have leave is kept in 4 bits";
+  static constexpr std::string_view published = "arXiv 2402.18096";
+};
 /// TOVA: `freekv::tova`.
 struct tova : named_eviction<freekv::tova> {
   static constexpr std::string_view name = "tova";
@@ -385,6 +391,21 @@ struct arkv_origin : named_eviction<freekv::arkv_origin> {
   static constexpr std::string_view published = "2026";
 };
 
+/// ARKV: `freekv::arkv`.
+struct arkv : named_eviction<freekv::arkv> {
+  static constexpr std::string_view name = "arkv";
+  static constexpr std::string_view about =
+      "arkv_origin that keeps in fp8 what a layer's ratio leaves of it, which is little, as published";
+  static constexpr std::string_view published = "2026";
+};
+/// ARKV whose ratio is of what stays: `freekv::arkv_split`.
+struct arkv_split : named_eviction<freekv::arkv_split> {
+  static constexpr std::string_view name = "arkv_split";
+  static constexpr std::string_view about =
+      "arkv_origin that keeps the better part of what stays as it is, by a layer's ratio, the rest in fp8";
+  static constexpr std::string_view published = "";
+};
+
 /// D2O without its budgets of layers: `freekv::d2o`.
 struct d2o : named_eviction<freekv::d2o> {
   static constexpr std::string_view name = "d2o";
@@ -443,15 +464,17 @@ struct given_worths : named_eviction<freekv::given_worths> {
 template <class... Methods>
 struct method_list {};
 /// All of the above.
-using all = method_list<
-    full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight, infinigen, fasa,
-    clusterkv, magicpig, shadowkv, razor_attention, duo_attention, freekv_paper, freekv_long_inputs,
-    freekv_never, freekv_top_p, freekv_calibrated_top_p, freekv_per_layer, freekv_chunk_means,
-    freekv_chunk_means_never, freekv_key_subspace, freekv_key_subspace_never, freekv_key_subspace_deficit,
-    freekv_key_codes, freekv_key_codes_never, freekv_key_codes_deficit, freekv_key_codes_sticky,
-    freekv_key_codes_units, freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, tova, snapkv,
-    dapq, pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin, d2o, exact_merge,
-    hard_kv_merge, hard_kv_pairs, razor_attention_compensated, trim_kv, given_worths>;
+using all =
+    method_list<full, streaming_llm, quest, quest_mean_softmax, quest_per_query_head, arkvale, twilight,
+                infinigen, fasa, clusterkv, magicpig, shadowkv, razor_attention, duo_attention, freekv_paper,
+                freekv_long_inputs, freekv_never, freekv_top_p, freekv_calibrated_top_p, freekv_per_layer,
+                freekv_chunk_means, freekv_chunk_means_never, freekv_key_subspace, freekv_key_subspace_never,
+                freekv_key_subspace_deficit, freekv_key_codes, freekv_key_codes_never,
+                freekv_key_codes_deficit, freekv_key_codes_sticky, freekv_key_codes_units,
+                freekv_key_codes_completed, freekv_key_codes_units_completed, h2o, mikv, tova, snapkv, dapq,
+                pyramid_kv, raas, lazy_eviction, hard_kv, defensive_kv, cake, r_kv, arkv_origin, arkv,
+                arkv_split, d2o, exact_merge, hard_kv_merge, hard_kv_pairs, razor_attention_compensated,
+                trim_kv, given_worths>;
 
 }  // namespace methods
 }  // namespace freekv

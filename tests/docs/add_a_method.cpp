@@ -106,9 +106,7 @@ struct faded : tova {
   static constexpr std::string_view name = "faded";
   constexpr int8_token codec() const { return {}; }
   constexpr int originals(const eviction_moment& at) const { return at.budget / 4; }
-  constexpr int most_originals(const eviction_limits& most) const {
-    return most.budget / 4 + 1;
-  }  // and a row
+  constexpr int most_originals(const eviction_limits& most) const { return most.budget / 4 + 1; }
 };
 static_assert(eviction_policy<faded>);
 

@@ -10,9 +10,10 @@ using namespace tests;
 namespace {
 
 const std::vector<std::string> forgetful_variants{
-    "h2o",         "tova",          "snapkv",        "pyramid_kv", "raas",         "lazy_eviction",
-    "hard_kv",     "defensive_kv",  "cake",          "r_kv",       "arkv_origin",  "d2o",
-    "exact_merge", "hard_kv_merge", "hard_kv_pairs", "trim_kv",    "given_worths", "dapq"};
+    "h2o",           "mikv",         "tova",         "snapkv",      "pyramid_kv",    "raas",
+    "lazy_eviction", "hard_kv",      "defensive_kv", "cake",        "r_kv",          "arkv_origin",
+    "arkv",          "arkv_split",   "d2o",          "exact_merge", "hard_kv_merge", "hard_kv_pairs",
+    "trim_kv",       "given_worths", "dapq"};
 
 std::vector<float> floats_of(const tensor_text& tensor) {
   std::vector<float> floats;
@@ -96,11 +97,18 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
       const auto out = elements_of<float>(written.at("out")), lse = elements_of<float>(written.at("lse"));
       const auto selected = elements_of<std::int32_t>(written.at("selected"));
       const int columns = static_cast<int>(written.at("selected").shape[2]);
+      // The only layer's ratio is 1: nothing of it is coded.
+      const bool codes = variant == "mikv" || variant == "arkv" || variant == "arkv_split";
+      REQUIRE((written.count("coded") != 0) == codes);
+      const auto coded = codes ? elements_of<std::int32_t>(written.at("coded")) : std::vector<std::int32_t>{};
+      const auto is_coded = [](int token) { return token >= 0; };
+      CHECK(std::any_of(coded.begin(), coded.end(), is_coded) == (variant == "mikv"));
       CHECK(written.at("selected").shape == std::vector<std::int64_t>{steps, trace.kv_heads, columns});
       // Slots: what the budget says, and no more.
-      const int slots = variant == "raas"            ? budget + 16
-                        : variant == "arkv_origin"   ? budget
-                        : variant == "lazy_eviction" ? std::min(budget + 64, trace.tokens)
+      const int slots = variant == "raas"             ? budget + 16
+                        : variant.starts_with("arkv") ? budget
+                        : variant == "mikv"           ? trace.tokens
+                        : variant == "lazy_eviction"  ? std::min(budget + 64, trace.tokens)
                         : variant.starts_with("hard_kv") || variant == "r_kv"
                             ? std::min(budget + 128, trace.tokens)
                         : variant == "snapkv" || variant == "dapq" || variant == "pyramid_kv" ||
@@ -134,6 +142,12 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
                                                            to_size(columns));
             const auto padding = std::find(units.begin(), units.end(), -1);
             compare_units(where, expected, head, {units.begin(), padding}, token / settings.page, seen);
+            if (written.count("coded") != 0) {
+              const auto in_bytes = std::span(coded).subspan(
+                  to_size((step * trace.kv_heads + head) * columns), to_size(columns));
+              const auto end_of_coded = std::find(in_bytes.begin(), in_bytes.end(), -1);
+              compare_coded(where, expected, head, {in_bytes.begin(), end_of_coded}, seen);
+            }
             CHECK(std::all_of(padding, units.end(), [](int unit) { return unit == -1; }));
           }
           const auto want = expected.step(q, k, v, trace.rows(trace.worths, token, 1)).attended,
@@ -159,9 +173,11 @@ TEST_CASE("every method that forgets agrees with the oracle on a trace of a real
       CHECK(summary.at("hit_rate") == nullptr);
       CHECK(summary.at("pages_recalled") == 0);
       CHECK(summary.at("summary_bytes_per_page") == 0);
-      const int unit = variant == "raas" ? 16 : 1;
-      CHECK(summary.at("fast_tier_bytes") ==
-            (pooled ? pool : columns * unit) * trace.kv_heads * 2 * trace.head_dim * 2);
+      const int unit = variant == "raas" ? 16 : 1, original = 2 * trace.head_dim * 2;
+      const int of_head =
+          variant == "mikv" ? (budget + 1) * original + (columns - budget - 1) * 2 * (trace.head_dim / 2 + 4)
+                            : (pooled ? pool : columns * unit) * original;
+      CHECK(summary.at("fast_tier_bytes") == (trace.kv_heads * of_head + 127) / 128 * 128);
       CHECK(summary.at("staging_bytes") > 0);
     }
   CHECK(seen.steps == std::ssize(forgetful_variants) * (sanitized ? 24 : 24 + 424 + 364));

@@ -1,6 +1,7 @@
 // Random sequences for methods that forget, and one step of the library beside the oracle's.
 #pragma once
 
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -13,6 +14,7 @@ namespace tests {
 
 inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
     {"h2o", oracle::eviction_kind::h2o},
+    {"mikv", oracle::eviction_kind::mikv},
     {"tova", oracle::eviction_kind::tova},
     {"snapkv", oracle::eviction_kind::snapkv},
     {"dapq", oracle::eviction_kind::dapq},
@@ -24,6 +26,8 @@ inline constexpr oracle_word<oracle::eviction_kind> oracle_evictions[] = {
     {"cake", oracle::eviction_kind::cake},
     {"r_kv", oracle::eviction_kind::r_kv},
     {"arkv_origin", oracle::eviction_kind::arkv_origin},
+    {"arkv", oracle::eviction_kind::arkv},
+    {"arkv_split", oracle::eviction_kind::arkv_split},
     {"d2o", oracle::eviction_kind::d2o},
     {"exact_merge", oracle::eviction_kind::exact_merge},
     {"hard_kv_merge", oracle::eviction_kind::hard_kv_merge},
@@ -56,7 +60,8 @@ inline oracle::eviction_settings eviction_settings_of(const freekv::examples::pi
   s.recent_tokens = o.budget.window;
   if (s.kind == oracle::eviction_kind::given_worths) s.sink = 0, s.recent = 0.25;
   if (s.kind == oracle::eviction_kind::r_kv) s.window = 8;
-  if (s.kind == oracle::eviction_kind::arkv_origin) s.kernel = 5, s.gamma = 263.81;
+  if (o.method.eviction.starts_with("arkv"))
+    s.kernel = 5, s.gamma = 263.81, s.tau1 = 7.774, s.tau2 = 5.407, s.tau3 = 5.528;
   if (o.method.eviction.starts_with("hard_kv")) s.sink = 1;
   if (s.kind == oracle::eviction_kind::defensive_kv || s.kind == oracle::eviction_kind::cake) s.kernel = 5;
   if (o.method.interval > 0) s.interval = o.method.interval;
@@ -106,6 +111,7 @@ struct eviction_coverage {
   long below_budget = 0;   // sets of fewer tokens, though there were more
   long merged = 0, lost = 0;
   long probed = 0;  // prompts that probe rows have observed
+  long coded = 0, coded_sets = 0, coded_doubtful = 0;  // sets of which some or none are coded
 };
 
 /// Whether a method observes the last rows of a prompt, and rows behind it instead.
@@ -158,6 +164,18 @@ inline void compare_units(const std::string& where, oracle::forgetful_decoder& e
       !expected.accepts(head, theirs))
     throw disagreement{sentence(where, ", KV head ", head, ": attended", listed(got), " for", listed(want))};
   ++seen.doubtful;
+}
+
+/// Those of the units that were coded, ascending.
+inline void compare_coded(const std::string& where, oracle::forgetful_decoder& expected, int head,
+                          const std::set<int>& got, eviction_coverage& seen) {
+  ++seen.coded_sets;
+  seen.coded += std::ssize(got);
+  if (got == expected.coded(head)) return;
+  if (!expected.accepts_coded(head, got))
+    throw disagreement{sentence(where, ", KV head ", head, ": ", got.size(), " tokens are coded for ",
+                                expected.coded(head).size(), ", or others")};
+  ++seen.coded_doubtful;
 }
 
 }  // namespace tests

@@ -161,6 +161,8 @@ std::string footer() {
          "  corrected (steps, n_kv)                  U8, 1 where a head selected anew before it attended\n"
          "  recalled (steps, n_kv)                   I32, slices copied from the store\n"
          "  recalled_before_attention (steps, n_kv)  I32, those of them that attention waited for\n"
+         "  coded (steps, n_kv, k)                   I32, of a variant that keeps tokens coded which of\n"
+         "                                           selected were, ascending, then -1\n"
          "Variants that forget have no sink and window of their own; selected is then all that is\n"
          "  attended to, tokens or raas' pages. For full\n"
          "  attention the program keeps a copy beside them. They do not fork, truncate, preempt and "

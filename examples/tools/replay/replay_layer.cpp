@@ -39,6 +39,7 @@ struct results {
   std::size_t rows = 0;  // of `selected` in a step: KV heads, or query heads
   std::vector<float> out, lse;
   std::vector<std::int32_t> selected, recalled, before_attention;
+  std::vector<std::int32_t> coded;  // as `selected`, of a method that codes tokens; else empty
   std::vector<std::uint8_t> corrected;
 
   results(const trace_form& t, std::int64_t columns, bool per_query_head)
@@ -116,6 +117,11 @@ void keep_report(const step_report& report, std::size_t step, results* r, layer_
   if (r == nullptr) return;
   if (r->k == 0) r->selected.assign(r->corrected.size() * (r->k = stride), -1);
   copy_selected(report, r->rows, r->k, r->selected.data() + step * r->rows * r->k);
+  if (report.coded.empty()) return;
+  if (r->coded.empty()) r->coded.assign(r->selected.size(), -1);
+  for (std::size_t row = 0; row < rows; ++row)
+    std::copy_n(report.coded.begin() + static_cast<std::ptrdiff_t>(row * stride), report.coded_count[row],
+                r->coded.begin() + static_cast<std::ptrdiff_t>((step * rows + row) * r->k));
 }
 
 /// `exact` keeps everything as it was recorded, which `p` does too unless its codec loses something. `r` may
@@ -169,18 +175,18 @@ new_file write_results(const std::filesystem::path& path, const replay_options& 
   std::map<std::string, std::string, std::less<>> metadata{{"prompt_len", std::to_string(t.prompt_len)},
                                                            {"variant", o.variant}};
   if (o.method.unit != 0) metadata["unit"] = std::to_string(o.method.unit);
-  return new_safetensors(
-      path,
-      {.tensors = {{"out", data_type::f32, {steps, t.query_heads, t.head_dim}, bytes(r.out)},
-                   {"lse", data_type::f32, {steps, t.query_heads}, bytes(r.lse)},
-                   {"selected",
-                    data_type::i32,
-                    {steps, static_cast<std::int64_t>(r.rows), static_cast<std::int64_t>(r.k)},
-                    bytes(r.selected)},
-                   {"corrected", data_type::u8, {steps, rows}, bytes(r.corrected)},
-                   {"recalled", data_type::i32, {steps, rows}, bytes(r.recalled)},
-                   {"recalled_before_attention", data_type::i32, {steps, rows}, bytes(r.before_attention)}},
-       .metadata = std::move(metadata)});
+  const std::vector<std::int64_t> units{steps, static_cast<std::int64_t>(r.rows),
+                                        static_cast<std::int64_t>(r.k)};
+  safetensors_content content{
+      .tensors = {{"out", data_type::f32, {steps, t.query_heads, t.head_dim}, bytes(r.out)},
+                  {"lse", data_type::f32, {steps, t.query_heads}, bytes(r.lse)},
+                  {"selected", data_type::i32, units, bytes(r.selected)},
+                  {"corrected", data_type::u8, {steps, rows}, bytes(r.corrected)},
+                  {"recalled", data_type::i32, {steps, rows}, bytes(r.recalled)},
+                  {"recalled_before_attention", data_type::i32, {steps, rows}, bytes(r.before_attention)}},
+      .metadata = std::move(metadata)};
+  if (!r.coded.empty()) content.tensors.push_back({"coded", data_type::i32, units, bytes(r.coded)});
+  return new_safetensors(path, content);
 }
 
 }  // namespace

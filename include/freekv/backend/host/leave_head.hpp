@@ -386,7 +386,7 @@ class head_eviction : public head_observer<Shape> {
     for (int i = 0; i < all; ++i) w.keys[i] = rank_at(i);
     std::nth_element(w.keys, w.keys + (all - kept), w.keys + all);
     const std::uint64_t least_kept = kept > 0 ? w.keys[all - kept] : 0;
-    int originals = 0;  // that stay, coded or not
+    int originals = 0;  // that stay, so or to be coded
     for (int i = 0; kept > 0 && i < all; ++i) {
       const std::uint64_t key = rank_at(i);
       w.places[w.order[i]] = key >= least_kept;
