@@ -116,7 +116,7 @@ struct eviction_coverage {
 
 /// Whether a method observes the last rows of a prompt, and rows behind it instead.
 inline bool observes_probes(const freekv::examples::method_spec& m) {
-  for (const char* other : {"h2o", "d2o", "trim_kv", "given_worths"})
+  for (const char* other : {"h2o", "mikv", "d2o", "trim_kv", "given_worths"})
     if (m.eviction == other) return false;
   return !(m.eviction == "raas" && m.keeps_prompt);
 }

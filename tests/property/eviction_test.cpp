@@ -32,12 +32,8 @@ random_case eviction_case(std::uint64_t seed) {
   const std::string& method = o.method.eviction;
   const bool has_window = method == "snapkv" || method == "dapq" || method == "pyramid_kv" ||
                           method == "defensive_kv" || method == "cake" || method == "r_kv" ||
-<<<<<<< HEAD
-                          method == "arkv_origin" || method.starts_with("hard_kv");
-=======
-                          method.starts_with("arkv") || method == "hard_kv_merge";
+                         method.starts_with("arkv") || method.starts_with("hard_kv");
   const bool rates_layers = method == "arkv" || method == "arkv_split";
->>>>>>> arkv
   o.method.keeps_prompt = d.below(2) == 0;
   o.page = has_window ? 8 : d.one_of({8, 16, 24});
   o.budget.sink = d.one_of({0, 1, 3, o.page, 2 * o.page + 1});
@@ -233,6 +229,7 @@ class run_of_case {
     for (int layer = c_.options.complete_layers; layer < c_.options.layers; ++layer) {
       oracle::forgetful_decoder other(s);
       other.prompt(of_layer(part(l.text.queries), layer), part(l.text.keys), part(l.text.values));
+      other.observe(of_layer(l.probes, layer));
       of.push_back((other.*what)());
     }
     return of;
@@ -243,18 +240,7 @@ class run_of_case {
   /// The budget of the tested layer's prompt among all layers'.
   void give_budget(live_sequence& l) {
     oracle::eviction_settings s = eviction_settings_of(c_.options, tested_);
-<<<<<<< HEAD
-    std::vector<double> preferences;
-    for (int layer = c_.options.complete_layers; layer < c_.options.layers; ++layer) {
-      oracle::forgetful_decoder other(s);
-      other.prompt(of_layer(part(l.text.queries), layer), part(l.text.keys), part(l.text.values));
-      other.observe(of_layer(l.probes, layer));
-      preferences.push_back(other.preference());
-    }
-    oracle::give_cake_budget(s, preferences, l.text.prompt);
-=======
     oracle::give_cake_budget(s, of_all_layers(l, s, &oracle::forgetful_decoder::preference), l.text.prompt);
->>>>>>> arkv
     l.expected.take_budget(s);
     seen_.other_budgets += s.prompt_budget >= 0 && s.prompt_budget != s.budget;
   }
@@ -304,26 +290,18 @@ TEST_CASE("random sequences that forget agree with the float64 oracle", "[proper
         CHECK(of.merged > 500);
       if (method == "d2o") CHECK(of.lost > 300);
       if (method == "cake") CHECK(of.other_budgets > 10);
-<<<<<<< HEAD
       freekv::examples::method_spec named;
       named.eviction = method;
       if (observes_probes(named)) CHECK(of.probed > 5);
-=======
       if (method == "arkv" || method == "arkv_split" || method == "mikv") {
         CHECK(of.coded > 500);
         CHECK(of.coded_doubtful * 20 < of.coded_sets);
       }
->>>>>>> arkv
     }
   }
   for (const auto& [method, of] : seen)
     WARN(method << ": steps " << of.steps << ", sets " << of.sets << ", doubtful " << of.doubtful
                 << ", evicted " << of.evicted << ", prompt rows " << of.prompt_rows << ", below the budget "
-<<<<<<< HEAD
                 << of.below_budget << ", merged " << of.merged << ", lost " << of.lost << ", probed "
-                << of.probed);
-=======
-                << of.below_budget << ", merged " << of.merged << ", lost " << of.lost << ", coded "
-                << of.coded << ", doubtful of these " << of.coded_doubtful);
->>>>>>> arkv
+                << of.probed << ", coded " << of.coded << ", doubtful of these " << of.coded_doubtful);
 }
