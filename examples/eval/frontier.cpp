@@ -319,7 +319,7 @@ std::vector<frontier_case> summary_cases(int head_dim) {
     } else if (method.summary == "chunk_means") {
       for (method.chunk = 4; method.chunk <= 8; method.chunk *= 2)
         add_formats(cases, method.summary + " u " + std::to_string(method.chunk), method);
-    } else {
+    } else if (method.summary != "key_signatures") {  // which samples tokens, and does not rank pages
       add_formats(cases, method.summary, method);
     }
   }
@@ -476,16 +476,19 @@ frontier::frontier(job& j)
 prepared_prompt frontier::prepare(std::span<const llama_token> tokens) {
   prompt_cache kv(j_.model(), tokens, j_.place(), j_.progress());
   learnt_keys learnt;
-  int rank = 0;
+  std::map<basis_rows, int> ranks;
   for (const auto& c : summary_cases(shape().head_dim)) {
-    if (c.method.needs_basis()) rank = std::max(rank, c.method.rank);
+    if (c.method.needs_basis()) {
+      int& most = ranks[c.method.rows_of_basis()];
+      most = std::max(most, c.method.basis_rank(kv.tokens()));
+    }
     if (c.method.needs_codebooks())
       learnt.codebooks.emplace(
           std::pair(c.method.codes, c.method.unit),
           kv.learn_codebooks(codebook_sizes::of_codes(c.method.codes, c.method.unit_tokens(settings_.page)),
                              j_.progress()));
   }
-  if (rank > 0) learnt.bases.emplace(basis_rows::axes, kv.learn_basis(basis_rows::axes, rank));
+  for (const auto& [rows, rank] : ranks) learnt.bases.emplace(rows, kv.learn_basis(rows, rank));
   return {std::move(kv), std::move(learnt), of_other_text_};
 }
 
