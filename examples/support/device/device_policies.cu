@@ -12,8 +12,8 @@ std::unique_ptr<pipeline> make_device_policies(const pipeline_options& o) {
                            for_devices::residency, for_devices::rows>;
   auto s = device_settings<implementation::settings>(o);
   s.pooling = find_by_name("pooling", poolings, o.method.pooling).make(o.method, {});
-  s.selection = find_by_name("selection of devices", device_selection_list::choices, o.method.selection)
-                    .make(o.method, {});
+  s.selection =
+      find_by_name("selection of devices", device_selections, o.method.selection).make(o.method, {});
   s.pinning = find_by_name("pinning", pinnings, o.method.pinning).make(o.method, {});
   s.correction = find_by_name("correction", corrections, o.method.correction).make(o.method, {});
   s.residency = find_by_name("residency", residencies, o.method.residency).make(o.method, {});
