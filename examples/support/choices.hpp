@@ -278,8 +278,10 @@ using eviction_list =
                 razor_attention_compensated, trim_kv, given_worths>;
 
 inline constexpr auto& summaries = summary_list::choices;
+inline constexpr auto& device_summaries = device_summary_list::choices;
 inline constexpr auto& poolings = pooling_list::choices;
 inline constexpr auto& selections = selection_list::choices;
+inline constexpr auto& device_selections = device_selection_list::choices;
 inline constexpr auto& pinnings = pinning_list::choices;
 inline constexpr auto& selection_scopes = scope_list::choices;
 inline constexpr auto& corrections = correction_list::choices;

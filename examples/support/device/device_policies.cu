@@ -15,8 +15,8 @@ using implementation =
 implementation::settings settings_of(const pipeline_options& o, const method_data& data) {
   auto s = device_settings<implementation::settings>(o);
   s.pooling = find_by_name("pooling", poolings, o.method.pooling).make(o.method, {});
-  s.selection = find_by_name("selection of devices", device_selection_list::choices, o.method.selection)
-                    .make(o.method, data);
+  s.selection =
+      find_by_name("selection of devices", device_selections, o.method.selection).make(o.method, data);
   s.pinning = find_by_name("pinning", pinnings, o.method.pinning).make(o.method, {});
   s.correction = find_by_name("correction", corrections, o.method.correction).make(o.method, {});
   s.residency = find_by_name("residency", residencies, o.method.residency).make(o.method, {});

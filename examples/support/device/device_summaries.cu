@@ -10,8 +10,7 @@ using implementation = device_pipeline_type<kv_shape<half, policy_shape.head_dim
 
 implementation::settings settings_of(const pipeline_options& o, const method_data& data) {
   auto s = device_settings<implementation::settings>(o);
-  s.summary =
-      find_by_name("summary of devices", device_summary_list::choices, o.method.summary).make(o.method, data);
+  s.summary = find_by_name("summary of devices", device_summaries, o.method.summary).make(o.method, data);
   s.correction = policy_maker<cosine_drift>::from(o.method, data);
   return s;
 }
