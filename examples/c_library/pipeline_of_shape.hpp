@@ -187,6 +187,8 @@ void choose(Settings& s, const pipeline_request& request) {
   static_assert(
       std::is_same_v<typename pack::codec, identity>,
       "the C library has no methods with a codec that takes data: freekv_settings has no member for it");
+  static_assert(!requires { Method::calibrated; },
+                "the C library has no methods that are calibrated: freekv_settings has no temperatures");
   given_values<Method> with{request};
   s.unit = {{int{typename pack::unit{}.tokens}}};
   s.summary = with(typename pack::summary{});
