@@ -153,10 +153,6 @@ template <class Pack>
     fail(completion + " needs one selection of a KV head's query heads; choose per_kv_head or per_layer");
 }
 
-}  // namespace detail
-
-namespace detail {
-
 /// Throws settings_error where what is selected is to be a sample, each query head's own of each step, and
 /// its probabilities would not be known.
 template <class Pack>

@@ -74,6 +74,31 @@ FREEKV_HD inline int nearest_code(float x, int low, int high) {
   return (bits & 0x7fffffffu) > 0x7f800000u ? 0 : code - zero;
 }
 
+/// A float32 scale for each of N groups, `max|x| / most`.
+template <int N>
+struct group_scales {
+  float scale[N];
+
+  FREEKV_HD void fit_scales(const extremes<N>& seen, float most) {
+    for (int i = 0; i < N; ++i) {
+      const float low = ::fabsf(seen.low(i)), high = ::fabsf(seen.high(i));
+      const float quotient = (low > high ? low : high) / most;
+      // The largest float's scale is rounded up, so that its code would stand for more than a float.
+      const std::uint32_t less = quotient * most > 0x1.fffffep127f ? 1u : 0u;
+      scale[i] = float_of(bits_of(quotient) - less);
+    }
+  }
+  /// Saves the groups as `first` to `first + N` of `All`.
+  template <int All = N>
+  FREEKV_HD void save(std::byte* to, int first = 0) const {
+    narrow_row<N>(scale, reinterpret_cast<float*>(to) + first);
+  }
+  template <int All = N>
+  FREEKV_HD void load(const std::byte* from, int first = 0) {
+    widen_row<N>(reinterpret_cast<const float*>(from) + first, scale);
+  }
+};
+
 /// Codes -L .. L in units of a float32 scale `max|x| / L`, L = 2^(Bits-1) - 1, stored with L added. A number
 /// comes back within half a scale and its element's rounding. A subnormal scale, of max|x| below 2e-36, is
 /// itself rounded to a multiple of the smallest float, and may be 0.
@@ -84,32 +109,14 @@ struct symmetric {
   FREEKV_HD static constexpr std::size_t group_bytes(std::size_t) { return sizeof(float); }
 
   template <class Element, int N>
-  struct groups {
-    float scale[N];
+  struct groups : group_scales<N> {
+    using group_scales<N>::scale;
 
-    FREEKV_HD void fit(const extremes<N>& seen) {
-      constexpr float most = largest;
-      for (int i = 0; i < N; ++i) {
-        const float low = ::fabsf(seen.low(i)), high = ::fabsf(seen.high(i));
-        const float quotient = (low > high ? low : high) / most;
-        // The largest float's scale is rounded up, so that its code would stand for more than a float.
-        const std::uint32_t less = quotient * most > 0x1.fffffep127f ? 1u : 0u;
-        scale[i] = float_of(bits_of(quotient) - less);
-      }
-    }
+    FREEKV_HD void fit(const extremes<N>& seen) { this->fit_scales(seen, static_cast<float>(largest)); }
     FREEKV_HD int code(int i, float x) const {
       return nearest_code(x / scale[i], -largest, largest) + largest;
     }
     FREEKV_HD float number(int i, int code) const { return static_cast<float>(code - largest) * scale[i]; }
-    /// Saves the groups as `first` to `first + N` of `All`.
-    template <int All = N>
-    FREEKV_HD void save(std::byte* to, int first = 0) const {
-      narrow_row<N>(scale, reinterpret_cast<float*>(to) + first);
-    }
-    template <int All = N>
-    FREEKV_HD void load(const std::byte* from, int first = 0) {
-      widen_row<N>(reinterpret_cast<const float*>(from) + first, scale);
-    }
   };
 };
 
@@ -121,33 +128,16 @@ struct scaled_fp8 {
   FREEKV_HD static constexpr std::size_t group_bytes(std::size_t) { return sizeof(float); }
 
   template <class Element, int N>
-  struct groups {
-    float scale[N];
+  struct groups : group_scales<N> {
+    using group_scales<N>::scale;
 
-    FREEKV_HD void fit(const extremes<N>& seen) {
-      constexpr float most = 448.0f;
-      for (int i = 0; i < N; ++i) {
-        const float low = ::fabsf(seen.low(i)), high = ::fabsf(seen.high(i));
-        const float quotient = (low > high ? low : high) / most;
-        const std::uint32_t less = quotient * most > 0x1.fffffep127f ? 1u : 0u;  // as of `symmetric`
-        scale[i] = float_of(bits_of(quotient) - less);
-      }
-    }
+    FREEKV_HD void fit(const extremes<N>& seen) { this->fit_scales(seen, 448.0f); }
     /// Code of a number; 0 where the scale is 0, whose numbers are 0 or too small for one.
     FREEKV_HD int code(int i, float x) const {
       return fp8_from_float(scale[i] == 0.0f ? x : x / scale[i]).bits;
     }
     FREEKV_HD float number(int i, int code) const {
       return to_float(fp8_e4m3{static_cast<std::uint8_t>(code)}) * scale[i];
-    }
-    /// Saves the groups as `first` to `first + N` of `All`.
-    template <int All = N>
-    FREEKV_HD void save(std::byte* to, int first = 0) const {
-      narrow_row<N>(scale, reinterpret_cast<float*>(to) + first);
-    }
-    template <int All = N>
-    FREEKV_HD void load(const std::byte* from, int first = 0) {
-      widen_row<N>(reinterpret_cast<const float*>(from) + first, scale);
     }
   };
 };
