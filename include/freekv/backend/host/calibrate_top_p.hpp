@@ -12,7 +12,7 @@
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/settings.hpp>
 #include <freekv/policies/coarse_to_fine.hpp>
-#include <freekv/policies/hard_kv.hpp>
+#include <freekv/policies/detail/temperature.hpp>
 #include <freekv/policies/pooling.hpp>
 #include <freekv/policies/selection.hpp>
 #include <functional>

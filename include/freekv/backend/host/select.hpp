@@ -1,15 +1,12 @@
-// Score, pool, select, match slots and recall on the host: one KV head of one sequence at a time.
+// Score, pool and select on the host: one KV head of one sequence at a time.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <freekv/algorithms/copy_slice.hpp>
 #include <freekv/algorithms/correct_selection.hpp>
-#include <freekv/algorithms/match_slots.hpp>
 #include <freekv/algorithms/ordered_key.hpp>
 #include <freekv/algorithms/score_unit.hpp>
-#include <freekv/backend/host/encoded_pages.hpp>
 #include <freekv/backend/host/isa.hpp>
 #include <freekv/backend/host/workspace.hpp>
 #include <freekv/core/size.hpp>
@@ -438,65 +435,5 @@ class head_selection {
   log_sum_exp log_sum_;          // of the pooled scores, once it is known
   bool knows_log_sum_ = false;
 };
-
-/// Brings units of one KV head from the store to its selected slots: for i of `count` the unit `unit(i)`,
-/// ascending, to slot `slot(i)`. Throws store_error.
-template <class State, class Policies, class Unit, class Slot>
-void bring_units(const encoded_pages<State, Policies>& stored, const State& s, const sequence_head& at,
-                 int count, const Unit& unit, const Slot& slot) {
-  const auto to = [&](int i) { return s.selected_slice(at.sequence, slot(i), at.head); };
-  const auto page = [&](int i) { return s.page_of(unit(i)); };
-  if (s.encoded)
-    return stored.read(
-        at, count,
-        [&](int i) {
-          return page_range{page(i), s.first_row_of(unit(i)), s.unit.tokens};
-        },
-        to);
-  for (int i = 0; i < count; ++i)
-    copy_slice<State::head_dim>(
-        as_const(rows_behind(s.store_slice(at.sequence, page(i), at.head), s.first_row_of(unit(i)))), to(i),
-        s.unit.tokens);
-}
-
-/// Brings the selected units of one KV head into its selected slots: what is held stays, what is missing is
-/// copied from the ring (promotion) where it is still there at length `tokens`, else from the store (recall).
-/// Throws store_error; what is missing is still missing then.
-template <class State, class Policies>
-void recall_units(const State& s, const Policies& policies, const sequence_head& at, int tokens,
-                  const workspace& w) {
-  const std::size_t at_head = s.head_index(at.sequence, at.head),
-                    first = s.selected_index(at.sequence, at.head);
-  const std::int32_t* units = s.selected + first;
-  const int count = s.selected_count[at_head];
-  std::int32_t* slot_of = s.slot_of + first;
-  const slot_contents slots = s.slots_of(at.sequence, at.head);
-  resolve(policies.residency, [&](const auto& residency) {
-    match_slots(residency, units, count, slots, ++s.selections[at_head], slot_of);
-  });
-  int missing = 0;  // those to bring from the store, in w.units
-  for (int i = 0; i < count; ++i) {
-    if (slot_of[i] >= 0) continue;
-    slot_of[i] = ~slot_of[i];
-    const bool in_ring = s.in_ring(units[i], tokens);
-    ++(in_ring ? s.promoted : s.recalled)[at_head];
-    if (!in_ring) {
-      w.units[missing++] = i;
-      continue;
-    }
-    const auto from = s.block_slice(at.sequence, s.slots.ring_slot(s.page_of(units[i])), at.head);
-    copy_slice<State::head_dim>(as_const(rows_behind(from, s.first_row_of(units[i]))),
-                                s.selected_slice(at.sequence, slot_of[i], at.head), s.unit.tokens);
-  }
-  try {
-    bring_units(
-        encoded_pages(s, policies, w), s, at, missing, [&](int i) { return units[w.units[i]]; },
-        [&](int i) { return slot_of[w.units[i]]; });
-  } catch (const store_error&) {
-    for (int i = 0; i < missing; ++i) slots.unit[slot_of[w.units[i]]] = -1;
-    s.recalled[at_head] -= missing;
-    throw;
-  }
-}
 
 }  // namespace freekv::host

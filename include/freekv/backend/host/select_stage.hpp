@@ -7,6 +7,7 @@
 #include <freekv/algorithms/keep_selection.hpp>
 #include <freekv/backend/host/complete_attention.hpp>
 #include <freekv/backend/host/host_backend.hpp>
+#include <freekv/backend/host/recall.hpp>
 #include <freekv/backend/host/select.hpp>
 #include <freekv/backend/host/select_by_scope.hpp>
 #include <freekv/backend/host/workspace.hpp>

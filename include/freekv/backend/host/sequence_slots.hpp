@@ -5,6 +5,7 @@
 #include <freekv/algorithms/copy_slice.hpp>
 #include <freekv/algorithms/keep_selection.hpp>
 #include <freekv/backend/host/encoded_pages.hpp>
+#include <freekv/backend/host/recall.hpp>
 #include <freekv/backend/host/select.hpp>
 #include <freekv/core/size.hpp>
 #include <freekv/pipeline/layer_state.hpp>
