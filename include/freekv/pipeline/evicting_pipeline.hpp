@@ -43,6 +43,11 @@ namespace freekv {
 /// A policy that observes a prompt's last rows may be given others behind them, of tokens that are not in the
 /// text (`observe`).
 ///
+/// A policy that cuts prompts block by block (`hook::blocks`) stages none: the prompt rows of a step are a
+/// block, of at most as many tokens as the policy says, and what a head holds is cut to the budget before the
+/// next. A block's rows attend to what was kept of the blocks before, and to their own up to themselves, so
+/// that the first block alone is exact.
+///
 /// Forgotten tokens cannot come back: there is no truncate, fork, preempt or prefix. Everything has happened
 /// when a call returns, steps allocate nothing, and calls out of order throw usage_error and change nothing.
 template <class Shape, class Eviction, class Backend = host_backend>
@@ -133,7 +138,7 @@ class evicting_pipeline {
     r = {};
   }
   /// Bytes of keys and values that a sequence has in layers that forget, coded tokens by their own size; 0
-  /// before a staged prompt has ended. Throws usage_error.
+  /// before a staged prompt has ended, and all of a prompt's last block until it is cut. Throws usage_error.
   std::size_t kept_bytes(sequence_id id) const {
     known(id);
     const auto sequence = static_cast<int>(id);
@@ -146,6 +151,12 @@ class evicting_pipeline {
       }
     return bytes;
   }
+  /// Most prompt rows that a sequence brings to a step: of a policy that cuts prompts block by block the
+  /// smallest block of its layers, else max_prompt.
+  int most_prompt_rows() const {
+    const int block = needs().block;
+    return block > 0 ? std::min(block, settings_.capacity.max_prompt) : settings_.capacity.max_prompt;
+  }
   /// Length of a sequence, the rows of a step in progress included, whatever is kept of it.
   int tokens(sequence_id id) const { return known(id).tokens; }
 
@@ -157,7 +168,8 @@ class evicting_pipeline {
   /// decode rows too sees these, and of the prompt's rows those whose places the probes have not taken. To be
   /// called once for each layer, when the prompt has been appended and before the first decode row, outside
   /// of a step; a layer that is given none goes by the prompt's rows, and one that keeps everything takes no
-  /// notice. Throws usage_error, also where the policy observes no prompt row, or all of them as they are
+  /// notice. Where a policy cuts prompts block by block, each block may have probe rows of its own, behind
+  /// it. Throws usage_error, also where the policy observes no prompt row, or all of them as they are
   /// appended.
   template <class Query = float>
   void observe(sequence_id id, int layer, std::type_identity_t<std::span<const Query>> queries) {
@@ -178,7 +190,7 @@ class evicting_pipeline {
     if (sequence.prompt == 0) refuse(" has no prompt yet; give it before its probe rows");
     if (!s.complete && s.probes[static_cast<int>(id)] > 0)
       refuse(" has probe rows in layer " + std::to_string(layer) + " already; give all of them at once");
-    sequence.probed = true;
+    sequence.probed = needs().block == 0;
     if (s.complete) return;
     const int rows = static_cast<int>(queries.size() / to_size(row)), last = std::min(rows, observed);
     memory_->stages.probe(s,
@@ -253,10 +265,11 @@ class evicting_pipeline {
     explicit step(evicting_pipeline& pipeline) : step_handle<evicting_pipeline>(pipeline) {}
   };
 
-  /// Starts a step to which the listed sequences bring rows: prompt rows in chunks of any size, or one decode
-  /// row each. Throws pool_exhausted where a sequence would be longer than the settings say, or no staging is
-  /// free for its prompt; usage_error for sequences that are unknown or listed twice, more than one decode
-  /// row, and prompt rows after decode rows.
+  /// Starts a step to which the listed sequences bring rows: prompt rows in chunks of any size, of a policy
+  /// that cuts blocks at most `most_prompt_rows()`, or one decode row each. Throws pool_exhausted where a
+  /// sequence would be longer than the settings say, or no staging is free for its prompt; usage_error for
+  /// sequences that are unknown or listed twice, more than one decode row, a longer block, and prompt rows
+  /// after decode rows.
   [[nodiscard("a step that is not kept is abandoned at once")]] step begin_step(
       std::span<const step_input> rows) {
     order_.expect_outside_step("begin_step");
@@ -287,7 +300,8 @@ class evicting_pipeline {
   /// Nothing is ever queued.
   void synchronize() {}
 
-  /// Reports of a layer's last decode row, by sequence.
+  /// Reports of a layer's last decode row, by sequence, or of the last row of a block, where a policy cuts
+  /// prompts block by block.
   class reports {
    public:
     reports(const evicting_pipeline& of, const state& layer) : of_(&of), layer_(&layer) {}
@@ -340,6 +354,7 @@ class evicting_pipeline {
     bool decodes = false;
     int tokens = 0;
     int prompt = 0;
+    int block = 0;  // first token of its last block
     int staging = -1;
     bool probed = false;  // by rows behind its prompt
   };
@@ -351,10 +366,17 @@ class evicting_pipeline {
   /// Needs of the policy.
   struct policy_needs {
     bool staging, prompt_queries, worths;
+    int block;  // most tokens of a prompt in a step; 0: any
   };
   policy_needs needs() const {
-    return resolve(settings_.eviction, []<class E>(const E& e) -> policy_needs {
-      return {e.stages_prompt(), e.observed_rows() > 0, takes_worths<E>};
+    return resolve(settings_.eviction, [&]<class E>(const E& e) -> policy_needs {
+      int block = 0;
+      if constexpr (cuts_blocks<E>)
+        for (int layer = settings_.complete_layers(); layer < settings_.model.layers; ++layer) {
+          const int of_layer = e.block(settings_.limits(layer));
+          block = block == 0 ? of_layer : std::min(block, of_layer);
+        }
+      return {e.stages_prompt(), e.observed_rows() > 0, takes_worths<E>, block};
     });
   }
   /// Rows that the policy observes when a prompt is cut, where these can be others than the prompt's. Throws
@@ -401,6 +423,10 @@ class evicting_pipeline {
       throw usage_error(detail::name_of(r.sequence) +
                         " has been given probe rows, which are behind its prompt; give all of the prompt "
                         "before, or open another sequence");
+    if (const int block = needs().block; !decodes && block > 0 && r.tokens > block)
+      throw usage_error(detail::name_of(r.sequence) + " brings " + std::to_string(r.tokens) +
+                        " prompt rows, and " + detail::printed(settings_.eviction) + " cuts blocks of " +
+                        std::to_string(block) + "; append the prompt in steps of at most so many");
     const int has = decodes ? sequence.tokens - sequence.prompt : sequence.prompt;
     const int most = decodes ? settings_.capacity.max_generated : settings_.capacity.max_prompt;
     if (r.tokens > most - has)
@@ -420,7 +446,8 @@ class evicting_pipeline {
                                  .tokens = r.tokens,
                                  .first_row = rows_,
                                  .decodes = r.phase == step_phase::decode};
-    if (!entry.decodes) sequence.prompt += r.tokens;
+    if (needs().block > 0) entry.block = sequence.block;
+    if (!entry.decodes) sequence.prompt += r.tokens, sequence.block = sequence.tokens;
     entry.prompt = sequence.prompt;
     entry.ends_prompt = entry.decodes && !sequence.decodes;
     sequence.decodes = entry.decodes;
