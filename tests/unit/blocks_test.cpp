@@ -96,6 +96,14 @@ class marked {
     for (std::size_t at = 0; at < queries.size(); at += 24) queries[at + count(number)] = 30.0f;
     p_.observe(id_, 0, queries);
   }
+  /// Mean of the values that a row behind the prompt attends to, which looks for a number.
+  double attend_behind(int number) {
+    std::vector<float> queries(6 * 24), out(6 * 24), lse(6);
+    for (std::size_t at = 0; at < queries.size(); at += 24) queries[at + count(number)] = 30.0f;
+    p_.attend_behind(id_, 0, queries, out, lse);
+    for (const float x : out) CHECK(std::fabs(static_cast<double>(x - out[0])) < 1e-4);
+    return static_cast<double>(out[0]);
+  }
   /// What the last row attended to.
   std::vector<int> attended() const {
     CHECK(::attended(p_, 0, id_, 0) == ::attended(p_, 0, id_, 1));
@@ -226,6 +234,79 @@ TEST_CASE("a prompt of one block, and the first of several, are full attention",
   CHECK(apart(id, same, 30, step_phase::prefill) > 1e-3);
 }
 
+TEST_CASE("rows behind a block attend to what is held of the prompt, and leave nothing",
+          "[eviction][blocks]") {
+  marked m({.window = 2, .block_tokens = 8});
+  m.mark(2, 0), m.mark(9, 1);
+  m.step(8);
+  CHECK(m.attend_behind(3) == Approx(mean_of(from_to(0, 7))).margin(1e-4));
+  CHECK(m.attend_behind(0) == Approx(2).margin(1e-4));
+  m.observe(2, 0);
+  m.step(8);
+  CHECK(m.attend_behind(3) == Approx(mean_of(both({2, 5, 6, 7}, from_to(8, 15)))).margin(1e-4));
+  m.observe(2, 1);
+  m.step(1);
+  CHECK(m.attend_behind(0) == Approx(mean_of({9, 13, 14, 15, 16})).margin(1e-4));
+  CHECK(m.attend_behind(1) == Approx(9).margin(1e-4));
+}
+
+namespace {
+
+/// With its own key and value a row behind a prompt attends as the decode row of that key and value does.
+template <class Eviction>
+void compare_behind(const Eviction& eviction) {
+  using forgetful = freekv::evicting_pipeline<freekv::kv_shape<freekv::half, 24>, Eviction>;
+  typename forgetful::settings s;
+  s.model = {.layers = 2, .query_heads = 6, .kv_heads = 2};
+  s.budget = 60;
+  s.capacity = {.max_prompt = 60, .max_generated = 1};
+  s.eviction = eviction;
+  const text source(s, 24, 61, 11);
+  freekv::host_backend backend({.threads = 3, .bytes_per_thread = 64});
+  forgetful p(s, backend);
+  const auto id = p.open();
+  run_step(p, id, source, 40, step_phase::prefill);
+  run_step(p, id, source, 20, step_phase::prefill);
+  std::vector<std::vector<float>> outs, lses;
+  for (int layer = 0; layer < 2; ++layer) {
+    const auto at = source.at(layer, 58, 3);  // the last of three rows
+    std::vector<float> out(at.queries.size()), lse(18);
+    p.attend_behind(id, layer, at.queries, out, lse);
+    std::vector<freekv::half> queries, halfs(at.queries.size());
+    for (const float x : at.queries) queries.push_back(freekv::from_float<freekv::half>(x));
+    p.template attend_behind<freekv::half, freekv::half>(id, layer, queries, halfs);
+    for (std::size_t i = 0; i < out.size(); ++i)
+      CHECK(std::fabs(freekv::to_float(halfs[i]) - out[i]) < 1e-2f);
+    outs.push_back(out), lses.push_back(lse);
+  }
+  const auto decoded = run_step(p, id, source, 1, step_phase::decode);
+  for (int layer = 0; layer < 2; ++layer)
+    for (int head = 0; head < 6; ++head) {
+      const auto at = source.at(layer, 60, 1);
+      double score = 0;
+      for (std::size_t x = 0; x < 24; ++x)
+        score += static_cast<double>(at.queries[count(head * 24) + x]) *
+                 static_cast<double>(at.keys[count(head / 3 * 24) + x]);
+      score /= std::sqrt(24.0);
+      const auto lse = static_cast<double>(lses[count(layer)][count(12 + head)]);
+      const double own = 1 / (1 + std::exp(lse - score));
+      const std::size_t to = count(layer * 6 + head);
+      CHECK(static_cast<double>(decoded.lse[to]) == Approx(lse - std::log(1 - own)).margin(1e-4));
+      for (std::size_t x = 0; x < 24; ++x)
+        CHECK(static_cast<double>(decoded.out[to * 24 + x]) ==
+              Approx((1 - own) * static_cast<double>(outs[count(layer)][count((12 + head) * 24) + x]) +
+                     own * static_cast<double>(at.values[count(head / 3 * 24) + x]))
+                  .margin(1e-4));
+    }
+}
+
+}  // namespace
+
+TEST_CASE("rows behind a prompt attend as its next row without its own key", "[eviction][blocks][probes]") {
+  compare_behind(epi_cache{.window = 8, .block_tokens = 40});
+  compare_behind(freekv::dapq{});
+}
+
 TEST_CASE("blocks depend neither on threads nor on other sequences", "[eviction][blocks]") {
   const auto s = settings_of({.window = 16, .block_tokens = 40});
   const text source(s, 24, 170, 5), other(s, 24, 170, 6), behind(s, 24, 64, 7);
@@ -309,6 +390,22 @@ TEST_CASE("budgets of layers are by how much blocks matter to them", "[eviction]
   CHECK(budgets({0.5f}, 30, 2.0f) == std::vector<std::int32_t>{30});
 }
 
+TEST_CASE("where all layers keep everything a prompt has no blocks", "[eviction][blocks]") {
+  auto s = settings_of({.window = 8, .block_tokens = 32});
+  s.plan = {{3}};
+  const text source(s, 24, 170, 12);
+  freekv::host_backend backend;
+  in_blocks p(s, backend);
+  everything full({.model = s.model, .capacity = {.max_tokens = 170}}, backend);
+  const auto id = p.open(), same = full.open();
+  CHECK(p.most_prompt_rows() == 150);
+  for (const int tokens : {100, 50}) {
+    const auto got = run_step(p, id, source, tokens, step_phase::prefill);
+    CHECK(same_bits(got.out, run_step(full, same, source, tokens, step_phase::prefill).out));
+    probe(p, id, source, 0, 8);  // no notice is taken
+  }
+}
+
 TEST_CASE("what blocks cannot be is refused and changes nothing", "[eviction][blocks][errors]") {
   const auto s = settings_of({.window = 8, .block_tokens = 32});
   const text source(s, 24, 170, 9), behind(s, 24, 20, 10);
@@ -328,7 +425,10 @@ TEST_CASE("what blocks cannot be is refused and changes nothing", "[eviction][bl
   refuses("sequence 0 brings 33 prompt rows, and epi_cache(8, blocks of 32) cuts blocks of 32; append", [&] {
     (void)p.begin_step({{id, 33, step_phase::prefill}});
   });
-  refuses("sequence 0 has no prompt yet", [&] { probe(p, id, behind, 0, 8); });
+  std::vector<float> out(8 * 144);
+  const auto attend = [&](std::span<float> to) { p.attend_behind(id, 1, behind.at(1, 0, 8).queries, to); };
+  refuses("observe: sequence 0 has no prompt yet", [&] { probe(p, id, behind, 0, 8); });
+  refuses("attend_behind: sequence 0 has no prompt yet", [&] { attend(out); });
   for (const int tokens : {32, 20}) {
     run_step(p, id, source, tokens, step_phase::prefill);
     run_step(same, other, source, tokens, step_phase::prefill);
@@ -336,10 +436,15 @@ TEST_CASE("what blocks cannot be is refused and changes nothing", "[eviction][bl
     probe(same, other, behind, 0, 8);
     refuses("sequence 0 has probe rows in layer 1 already; give all of them at once",
             [&] { p.observe(id, 1, behind.at(1, 0, 8).queries); });
+    attend(out);
+    refuses("attention output", [&] { attend(std::span(out).first(8 * 144 - 1)); });
+    refuses("attend_behind: sequence 0 is given 145 numbers of queries for layer 1; give one or more rows",
+            [&] { p.attend_behind(id, 1, behind.at(1, 0, 8).queries.first(145), out); });
     refuses("sequence 0 brings 40 prompt rows", [&] { (void)p.begin_step({{id, 40, step_phase::prefill}}); });
   }
   CHECK(decode(p, id, source, 10) == decode(same, other, source, 10));
-  refuses("sequence 0 has decoded, and its prompt is cut", [&] { probe(p, id, behind, 0, 8); });
+  refuses("observe: sequence 0 has decoded, and its prompt is cut", [&] { probe(p, id, behind, 0, 8); });
+  refuses("attend_behind: sequence 0 has decoded, and its prompt is cut", [&] { attend(out); });
   refuses("sequence 0 has decoded and forgotten tokens", [&] {
     (void)p.begin_step({{id, 1, step_phase::prefill}});
   });

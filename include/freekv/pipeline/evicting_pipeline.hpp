@@ -90,6 +90,7 @@ class evicting_pipeline {
   evicting_pipeline(const footprint& needs, Backend& backend, const memory_resources& memory = {})
       : settings_(needs.configuration()),
         records_(to_size(settings_.capacity.max_sequences)),
+        block_(block_of(settings_)),
         order_(settings_.model.layers),
         slow_memory_(*memory.slow, needs.slow_bytes()),
         fast_memory_(*memory.fast, needs.fast_bytes()) {
@@ -154,8 +155,7 @@ class evicting_pipeline {
   /// Most prompt rows that a sequence brings to a step: of a policy that cuts prompts block by block the
   /// smallest block of its layers, else max_prompt.
   int most_prompt_rows() const {
-    const int block = needs().block;
-    return block > 0 ? std::min(block, settings_.capacity.max_prompt) : settings_.capacity.max_prompt;
+    return block_ > 0 ? std::min(block_, settings_.capacity.max_prompt) : settings_.capacity.max_prompt;
   }
   /// Length of a sequence, the rows of a step in progress included, whatever is kept of it.
   int tokens(sequence_id id) const { return known(id).tokens; }
@@ -178,29 +178,36 @@ class evicting_pipeline {
     order_.expect_layer(layer, "observe");
     known(id);
     const state& s = memory_->layers[to_size(layer)];
-    const int row = s.heads.query * head_dim, observed = checked_observer();
-    record& sequence = records_[to_size(static_cast<int>(id))];
-    const auto refuse = [&](const std::string& what) {
-      throw usage_error("observe: " + detail::name_of(id) + what);
-    };
-    if (queries.empty() || queries.size() % to_size(row) != 0)
-      refuse(" is given " + std::to_string(queries.size()) + " numbers of queries for layer " +
-             std::to_string(layer) + "; give one or more rows of " + std::to_string(row));
-    if (sequence.decodes) refuse(" has decoded, and its prompt is cut; give probe rows before");
-    if (sequence.prompt == 0) refuse(" has no prompt yet; give it before its probe rows");
+    const int observed = checked_observer(), rows = checked_rows_behind("observe", id, layer, queries.size());
     if (!s.complete && s.probes[static_cast<int>(id)] > 0)
-      refuse(" has probe rows in layer " + std::to_string(layer) + " already; give all of them at once");
-    sequence.probed = needs().block == 0;
+      throw usage_error("observe: " + detail::name_of(id) + " has probe rows in layer " +
+                        std::to_string(layer) + " already; give all of them at once");
+    record& sequence = records_[to_size(static_cast<int>(id))];
+    sequence.probed = block_ == 0;
     if (s.complete) return;
-    const int rows = static_cast<int>(queries.size() / to_size(row)), last = std::min(rows, observed);
-    memory_->stages.probe(s,
-                          {.sequence = static_cast<int>(id),
-                           .staging = sequence.staging,
-                           .before = sequence.prompt,
-                           .tokens = last,
-                           .first_row = rows - last,
-                           .prompt = sequence.prompt},
-                          {queries.data(), row, type_of_element<Query>});
+    const int last = std::min(rows, observed);
+    detail::eviction_entry entry = entry_behind(id, last);
+    entry.first_row = rows - last;
+    memory_->stages.probe(s, entry, {queries.data(), s.heads.query * head_dim, type_of_element<Query>});
+  }
+  /// Attention of rows behind a sequence's prompt, or its last block, to what each KV head has of it: for an
+  /// engine that runs probe rows, whose keys and values are nowhere here, and which adds what they attend to
+  /// among themselves by the log-sum-exps. `queries` and `out` are (rows, query_heads, head_dim), `lse`
+  /// (rows, query_heads), in the settings' base, or empty. Changes nothing. Outside of a step, and before the
+  /// first decode row; of any policy. Throws usage_error.
+  template <class Out = float, class Query = float>
+  void attend_behind(sequence_id id, int layer, std::type_identity_t<std::span<const Query>> queries,
+                     std::type_identity_t<std::span<Out>> out, std::span<float> lse = {}) {
+    static_assert(freekv::element<Query>, "attend_behind takes queries of float, half or bfloat16");
+    order_.expect_outside_step("attend_behind");
+    order_.expect_layer(layer, "attend_behind");
+    known(id);
+    const state& s = memory_->layers[to_size(layer)];
+    const int rows = checked_rows_behind("attend_behind", id, layer, queries.size());
+    const auto to =
+        detail::checked_output(out, 0, lse, nat_in(settings_.attention.lse_base), {rows, s.heads, head_dim});
+    memory_->stages.attend(s, entry_behind(id, rows),
+                           {queries.data(), s.heads.query * head_dim, type_of_element<Query>}, to);
   }
 
   /// Step of this pipeline: retrieval_step has the same calls.
@@ -366,18 +373,46 @@ class evicting_pipeline {
   /// Needs of the policy.
   struct policy_needs {
     bool staging, prompt_queries, worths;
-    int block;  // most tokens of a prompt in a step; 0: any
   };
   policy_needs needs() const {
-    return resolve(settings_.eviction, [&]<class E>(const E& e) -> policy_needs {
-      int block = 0;
-      if constexpr (cuts_blocks<E>)
-        for (int layer = settings_.complete_layers(); layer < settings_.model.layers; ++layer) {
-          const int of_layer = e.block(settings_.limits(layer));
-          block = block == 0 ? of_layer : std::min(block, of_layer);
-        }
-      return {e.stages_prompt(), e.observed_rows() > 0, takes_worths<E>, block};
+    return resolve(settings_.eviction, []<class E>(const E& e) -> policy_needs {
+      return {e.stages_prompt(), e.observed_rows() > 0, takes_worths<E>};
     });
+  }
+  /// Most prompt rows of a block; 0 where the policy cuts none.
+  static int block_of(const settings& s) {
+    return resolve(s.eviction, [&]<class E>([[maybe_unused]] const E& eviction) {
+      int block = 0;
+      if constexpr (cuts_blocks<E>) {
+        block = every_token;
+        for (int layer = s.complete_layers(); layer < s.model.layers; ++layer)
+          block = std::min(block, eviction.block(s.limits(layer)));
+      }
+      return block;
+    });
+  }
+  /// Rows of queries, of so many numbers, that are behind a sequence's prompt. Throws usage_error.
+  int checked_rows_behind(const char* call, sequence_id id, int layer, std::size_t numbers) const {
+    const record& sequence = known(id);
+    const std::size_t row = to_size(settings_.model.query_heads * head_dim);
+    const auto refuse = [&](const std::string& what) {
+      throw usage_error(std::string(call) + ": " + detail::name_of(id) + what);
+    };
+    if (numbers == 0 || numbers % row != 0)
+      refuse(" is given " + std::to_string(numbers) + " numbers of queries for layer " +
+             std::to_string(layer) + "; give one or more rows of " + std::to_string(row));
+    if (sequence.decodes) refuse(" has decoded, and its prompt is cut; give probe rows before");
+    if (sequence.prompt == 0) refuse(" has no prompt yet; give it before its probe rows");
+    return static_cast<int>(numbers / row);
+  }
+  detail::eviction_entry entry_behind(sequence_id id, int rows) const {
+    const record& sequence = known(id);
+    return {.sequence = static_cast<int>(id),
+            .staging = sequence.staging,
+            .before = sequence.prompt,
+            .tokens = rows,
+            .prompt = sequence.prompt,
+            .behind = true};
   }
   /// Rows that the policy observes when a prompt is cut, where these can be others than the prompt's. Throws
   /// usage_error.
@@ -423,10 +458,10 @@ class evicting_pipeline {
       throw usage_error(detail::name_of(r.sequence) +
                         " has been given probe rows, which are behind its prompt; give all of the prompt "
                         "before, or open another sequence");
-    if (const int block = needs().block; !decodes && block > 0 && r.tokens > block)
+    if (!decodes && block_ > 0 && r.tokens > block_)
       throw usage_error(detail::name_of(r.sequence) + " brings " + std::to_string(r.tokens) +
                         " prompt rows, and " + detail::printed(settings_.eviction) + " cuts blocks of " +
-                        std::to_string(block) + "; append the prompt in steps of at most so many");
+                        std::to_string(block_) + "; append the prompt in steps of at most so many");
     const int has = decodes ? sequence.tokens - sequence.prompt : sequence.prompt;
     const int most = decodes ? settings_.capacity.max_generated : settings_.capacity.max_prompt;
     if (r.tokens > most - has)
@@ -446,7 +481,7 @@ class evicting_pipeline {
                                  .tokens = r.tokens,
                                  .first_row = rows_,
                                  .decodes = r.phase == step_phase::decode};
-    if (needs().block > 0) entry.block = sequence.block;
+    if (block_ > 0) entry.block = sequence.block;
     if (!entry.decodes) sequence.prompt += r.tokens, sequence.block = sequence.tokens;
     entry.prompt = sequence.prompt;
     entry.ends_prompt = entry.decodes && !sequence.decodes;
@@ -464,6 +499,7 @@ class evicting_pipeline {
   settings settings_;
   std::vector<record> records_;
   std::vector<int> free_stagings_;
+  int block_;
   detail::call_order order_;
   detail::memory_block slow_memory_, fast_memory_;
   std::optional<memory_plan> memory_;

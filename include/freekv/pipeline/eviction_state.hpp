@@ -25,10 +25,10 @@ struct eviction_entry {
   int tokens = 0;
   int first_row = 0;
   int prompt = 0;  // tokens of the prompt so far
-  int block =
-      0;  // first token of the block that came before, where a prompt is cut behind each of its blocks
+  int block = 0;   // first token of its block before, where it is cut by blocks
   bool decodes = false;
   bool ends_prompt = false;  // its first decode row
+  bool behind = false;       // rows behind its prompt, which leave nothing
   constexpr row_span rows() const { return {first_row, tokens}; }
 };
 
@@ -150,9 +150,11 @@ struct eviction_state {
   }
   /// True where queries are kept for each sequence.
   bool by_sequence() const { return keeps_decoded || cuts_blocks; }
-  /// Tokens that a KV head has before the first row of a prompt's block, whose rows have been appended.
-  int before_block(const eviction_entry& entry, int head) const {
-    return complete || !cuts_blocks ? entry.before : tokens[head_index(entry.sequence, head)] - entry.tokens;
+  /// Tokens that a row of a prompt attends to, of those that a KV head has of it, the entry's rows among
+  /// them.
+  int attended_by(const eviction_entry& entry, int head, int row) const {
+    const int all = complete || !cuts_blocks ? entry.prompt : tokens[head_index(entry.sequence, head)];
+    return entry.behind ? all : all - entry.tokens + row + 1;
   }
   /// End of the rows that observe a prompt which ends: the prompt's, or that of the probes behind it.
   int observed_end(const eviction_entry& entry) const { return entry.prompt + probes[entry.sequence]; }

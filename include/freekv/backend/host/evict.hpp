@@ -83,8 +83,8 @@ class eviction_stages {
     s.probes[entry.sequence] = entry.tokens;
   }
 
-  /// Attends: a decode row to all that its heads have kept, then units leave; prompt rows to everything up to
-  /// themselves.
+  /// Attends: a decode row to all that its heads have kept, then units leave; prompt rows to what there is up
+  /// to themselves; rows behind a prompt to what there is of it.
   void attend(const state& s, const eviction_entry& entry, const step_queries& queries,
               const attention_output& to) {
     const int width = s.heads.query * d;
@@ -126,7 +126,7 @@ class eviction_stages {
                            heads_.attend_head(
                                s,
                                {s.complete ? s.slice(entry.sequence, head) : s.prompt_slice(entry, head),
-                                s.before_block(entry, head) + row + 1, entry.first_row + row, head},
+                                s.attended_by(entry, head, row), entry.first_row + row, head},
                                queries, to, scratch_[to_size(worker)]);
                          });
       return;
