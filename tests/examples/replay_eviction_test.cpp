@@ -217,10 +217,13 @@ TEST_CASE("what methods that forget cannot do is refused", "[replay][eviction]")
                                         "--sink", "8", "--window", "8", "--k", "1"})),
                Catch::Contains("--variant " + variant + " goes by what a model's gates say of each token") &&
                    Catch::Contains("the trace has no tensor worths (tokens, n_kv)"));
-  CHECK_THAT(sentence_of(run_program({FREEKV_REPLAY, folder / "trace", "--variant", "dapq", "--page", "8",
-                                      "--sink", "8", "--window", "8", "--k", "3"})),
-             Catch::Contains("--variant dapq goes by the queries of pseudo tokens behind the prompt, and the "
-                             "trace has no tensor q_probe (rows, n_qo, d)"));
+  for (const std::string variant : {"dapq", "epi_cache"})
+    CHECK_THAT(sentence_of(run_program({FREEKV_REPLAY, folder / "trace", "--variant", variant, "--page", "8",
+                                        "--sink", "8", "--window", "8", "--k", "3"})),
+               Catch::Contains(
+                   "--variant " + variant +
+                   " goes by the queries of pseudo tokens behind the prompt, and the trace has no tensor "
+                   "q_probe (rows, n_qo, d)"));
   // What a trace has under these names is looked at, whatever the variant.
   const auto zeros = [](std::vector<std::int64_t> shape, const std::string& dtype = "F32") {
     std::int64_t bytes = 4;
